@@ -1,0 +1,173 @@
+"""The measuring protocol, in one place.
+
+- Candidates of one table run in one process, interleaved round by round, so that drift in clocks and temperature hits
+  all alike; only ratios inside one run are compared.
+- Inputs are random normal (zeros draw less power and flatter), a fixed seed; on a GPU several input sets are rotated so
+  that together they exceed twice the L2.
+- Warm-up rounds are thrown away; the median is reported, with the 10th and 90th percentile as spread.
+- On a GPU a candidate is timed by events around its launches; on a CPU by the wall clock around the finished call.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Thunk = Callable[[int], Any]
+"""Runs one call on input set `i`."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Time of one call in microseconds."""
+
+    median_us: float
+    p10_us: float
+    p90_us: float
+    rounds: int
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the percentiles, as a share of the median."""
+        return (self.p90_us - self.p10_us) / (2 * self.median_us)
+
+
+def cpu_clock(thunk: Thunk, index: int) -> float:
+    """Wall time of one finished call, microseconds. The thunk blocks until its result is there."""
+    start = time.perf_counter_ns()
+    thunk(index)
+    return (time.perf_counter_ns() - start) / 1e3
+
+
+def cuda_clock(thunk: Thunk, index: int) -> float:
+    """Time between two events on PyTorch's current stream, microseconds."""
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    thunk(index)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def measure(
+    thunks: Mapping[str, Thunk],
+    *,
+    clock: Callable[[Thunk, int], float] = cpu_clock,
+    sets: int = 1,
+    warmup: int = 3,
+    rounds: int = 30,
+    budget_s: float = 60.0,
+) -> dict[str, Timing]:
+    """Times every thunk `rounds` times, interleaved, or fewer (never under 5) once `budget_s` is spent.
+
+    A thunk that is much slower than the rest is run less often, so that it does not eat the budget: each gets at most
+    an equal share of it.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in thunks}
+    for i in range(warmup):
+        for thunk in thunks.values():
+            clock(thunk, i % sets)
+    share = budget_s / max(1, len(thunks)) * 1e6
+    for i in range(rounds):
+        for name, thunk in thunks.items():
+            if i < 5 or sum(samples[name]) < share:
+                samples[name].append(clock(thunk, i % sets))
+    return {name: _timing(values) for name, values in samples.items()}
+
+
+def _timing(values: Sequence[float]) -> Timing:
+    p10, median, p90 = np.percentile(values, [10, 50, 90])
+    return Timing(float(median), float(p10), float(p90), len(values))
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on, and with what."""
+    facts: dict[str, Any] = {
+        "platform": platform.platform(),
+        "processor": _cpu_name(),
+        "cores": _cores(),
+        "python": sys.version.split()[0],
+        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain") else ""),
+    }
+    for module in ("jax", "torch", "numpy"):
+        if module in sys.modules:
+            facts[module] = sys.modules[module].__version__
+    if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
+        facts["gpu"] = sys.modules["torch"].cuda.get_device_name()
+        facts["gpu_state"] = _run("nvidia-smi", "--query-gpu=clocks.sm,temperature.gpu,power.draw", "--format=csv,noheader")
+    return facts
+
+
+def _cores() -> int:
+    import os
+
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def _run(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
+
+
+def _git(*arguments: str) -> str:
+    return _run("git", "-C", str(Path(__file__).parent), *arguments)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: a candidate on a problem."""
+
+    case: str
+    product: str
+    dtype: str
+    candidate: str
+    timing: Timing | None
+    tflops: float | None  # useful floating-point operations (rows of groups only) over the median
+    share: float | None  # of the row's upper bound, taken in the same run
+    bound: str  # what the upper bound is
+    error: float | None  # relative Frobenius distance from the float64 result
+    skipped: str = ""  # why there is no number
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as fixed-width text."""
+    head = f"{'case':<16}{'product':<10}{'dtype':<10}{'candidate':<30}{'us':>11}{'+-':>6}{'TFLOP/s':>10}{'share':>8}{'error':>10}"
+    lines = [head, "-" * len(head)]
+    for r in rows:
+        left = f"{r.case:<16}{r.product:<10}{r.dtype:<10}{r.candidate:<30}"
+        if r.timing is None:
+            lines.append(f"{left}  skipped: {r.skipped}")
+            continue
+        share = "" if r.share is None else f"{r.share:.3f}"
+        error = "" if r.error is None else f"{r.error:.1e}"
+        tflops = "" if r.tflops is None else f"{r.tflops:.3f}"
+        lines.append(f"{left}{r.timing.median_us:>11.1f}{r.timing.spread:>6.0%}{tflops:>10}{share:>8}{error:>10}")
+    return "\n".join(lines)
+
+
+def save(rows: Sequence[Row], path: Path, **extra: Any) -> None:
+    """Writes the rows with the machine's facts as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": machine(), "rows": [asdict(r) for r in rows], **extra}, indent=1))

@@ -1,0 +1,127 @@
+// Every native call: its operands in slot order, its result, its static parameters. All bindings read these lists
+// through `visit`; a test compares them with grouped_core/calls.py.
+//
+// Letters: G groups, M rows, K contracted feature axis, N result's feature axis.
+// group_sizes is int32 [G] on the device. Group g owns rows end(g-1) ... end(g)-1, end(g) = min(M, sum of
+// max(size, 0) up to g), summed in 64 bits. Rows past the last end are the tail: never read; written as zero, or left
+// alone where the result is the caller's buffer (`into`).
+#pragma once
+
+#include <string>
+
+#include "cc/api/tensor.h"
+
+namespace grouped {
+
+// Ragged rows (contract_rows = 0), [M, N]:  result[r] = s(r) * (lhs[r] @ rhs[g(r)] + bias[g(r)]), s = row_scale or 1;
+//   with scale_bias the scale multiplies the bias alone. rhs is [G, K, N] (rhs_axis = 1) or [G, N, K] (rhs_axis = 2).
+// Ragged contraction (contract_rows = 1), [G, A, B]:  result[g] = sum over the rows r of g of outer(lhs[r], rhs[r])
+//   (+ into[g] with accumulate); lhs is [M, A], rhs is [M, B], rhs_axis = 0. An empty group gives zero, and with
+//   accumulate is not written.
+// Sums are fp32; the order of the epilogue is scale, bias, row scale, accumulate, one rounding (numerics 1).
+struct GroupedMatmul {
+  static constexpr const char* kName = "grouped_matmul";
+  TensorView lhs;
+  TensorView rhs;          // data is null where rhs_table is present; dims are those of the packed form
+  TensorView group_sizes;  // [G] int32
+  TensorView bias;         // [G, N]; ragged rows only; data is null where bias_table is present
+  TensorView row_scale;    // [M] float32; ragged rows only
+  TensorView into;         // the caller's buffer, the same memory as `result`; data is null where into_table is present
+  TensorView rhs_table;    // [G] int64: addresses of one [K, N] (or [N, K]) weight a group
+  TensorView bias_table;   // [G] int64: addresses of one [N] bias a group
+  TensorView into_table;   // [G] int64: addresses of one [A, B] destination a group; 0 skips the group
+  TensorView result;
+  int64_t contract_rows = 0;    // 0: rows are grouped (forward, dgrad); 1: the sum runs over a group's rows (wgrad)
+  int64_t rhs_axis = 1;         // contracted axis of rhs: 1 or 2, 0 with contract_rows
+  int64_t scale_bias = 0;       // 1: row_scale multiplies the bias only
+  int64_t accumulate = 0;       // 1: add to what `into` holds
+  int64_t batch_invariant = 0;  // 1: a row's bits depend neither on M nor on G
+  int64_t rows_hint = 0;        // usual rows a group, for tile choice; 0: unknown. Never changes meaning
+  std::string fp32_mode = "tf32x3";  // float32 operands on tensor cores: tf32x3, tf32; ieee elsewhere
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("lhs", lhs);
+    v.input("rhs", rhs);
+    v.input("group_sizes", group_sizes);
+    v.optional("bias", bias);
+    v.optional("row_scale", row_scale);
+    v.optional("into", into);
+    v.optional("rhs_table", rhs_table);
+    v.optional("bias_table", bias_table);
+    v.optional("into_table", into_table);
+    v.output("result", result);
+    v.param("contract_rows", contract_rows);
+    v.param("rhs_axis", rhs_axis);
+    v.param("scale_bias", scale_bias);
+    v.param("accumulate", accumulate);
+    v.param("batch_invariant", batch_invariant);
+    v.param("rows_hint", rows_hint);
+    v.param("fp32_mode", fp32_mode);
+  }
+};
+
+// result[g] = sum over the rows r of g of s(r) * rows[r], [G, N]; s = row_scale or 1. Fixed order, fp32, one rounding.
+struct GroupSum {
+  static constexpr const char* kName = "group_sum";
+  TensorView rows;         // [M, N]
+  TensorView group_sizes;  // [G] int32
+  TensorView row_scale;    // [M] float32
+  TensorView result;       // [G, N]
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("rows", rows);
+    v.input("group_sizes", group_sizes);
+    v.optional("row_scale", row_scale);
+    v.output("result", result);
+  }
+};
+
+// result[r] = <lhs[r], rhs[r]> + <group_lhs[r], group_rhs[g(r)]>, [M] float32; either pair may be absent. One fp32 sum
+// in a fixed order; tail rows are zero.
+struct RowDot {
+  static constexpr const char* kName = "row_dot";
+  TensorView group_sizes;      // [G] int32
+  TensorView lhs;              // [M, K]
+  TensorView rhs;              // [M, K]
+  TensorView group_lhs;        // [M, N]
+  TensorView group_rhs;        // [G, N]; data is null where group_rhs_table is present
+  TensorView group_rhs_table;  // [G] int64: addresses of one [N] vector a group
+  TensorView result;           // [M] float32
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("group_sizes", group_sizes);
+    v.optional("lhs", lhs);
+    v.optional("rhs", rhs);
+    v.optional("group_lhs", group_lhs);
+    v.optional("group_rhs", group_rhs);
+    v.optional("group_rhs_table", group_rhs_table);
+    v.output("result", result);
+  }
+};
+
+// result[r] = row_scale[r] * rows[r], [M, N], in fp32 with one rounding; tail rows are zero, or kept in `into`.
+struct ScaleRows {
+  static constexpr const char* kName = "scale_rows";
+  TensorView rows;         // [M, N]
+  TensorView row_scale;    // [M] float32
+  TensorView group_sizes;  // [G] int32
+  TensorView into;         // the caller's buffer, the same memory as `result`
+  TensorView result;       // [M, N]
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("rows", rows);
+    v.input("row_scale", row_scale);
+    v.input("group_sizes", group_sizes);
+    v.optional("into", into);
+    v.output("result", result);
+  }
+};
+
+// The list that every binding iterates over.
+#define GROUPED_CALLS(X) X(GroupedMatmul) X(GroupSum) X(RowDot) X(ScaleRows)
+
+}  // namespace grouped

@@ -1,0 +1,37 @@
+// What a launch may use: the target it was planned for, the caller's stream, workspace, and a pool of threads.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <string>
+
+namespace grouped {
+
+enum class Platform { cpu, cuda };
+
+// Where a call runs. `sm` is ten times the compute capability (90 for Hopper) and 0 on the CPU; `sm_a` says that the
+// architecture-specific instructions of that chip (wgmma, setmaxnreg on sm_90a) may be used.
+struct Target {
+  Platform platform = Platform::cpu;
+  int sm = 0;
+  bool sm_a = false;
+};
+
+// Threads somebody else owns: XLA's pool under JAX, our own elsewhere. A task may start late or, on a busy pool, only
+// after the caller has done all the work itself; `parallel_for` (cc/cpu/parallel.h) never waits for an unstarted one.
+class Pool {
+ public:
+  virtual ~Pool() = default;
+  virtual int threads() const = 0;  // how many tasks may run at once, the caller's own thread included
+  virtual void schedule(std::function<void()> task) = 0;
+};
+
+struct Context {
+  Target target;
+  void* stream = nullptr;     // cudaStream_t; unused on the CPU
+  void* workspace = nullptr;  // 256-byte aligned, at least Kernel::workspace bytes, contents undefined
+  size_t workspace_bytes = 0;
+  Pool* pool = nullptr;  // CPU only; null runs everything on the calling thread
+};
+
+}  // namespace grouped

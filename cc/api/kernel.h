@@ -1,0 +1,21 @@
+// One row of a dispatch table. `refuses` and `workspace` see shapes, dtypes and parameters only, so a plan is made at
+// trace time, without a device; `launch` enqueues work and returns: no allocation, no synchronisation, no host read of
+// device memory.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "cc/api/context.h"
+
+namespace grouped {
+
+template <class Call>
+struct Kernel {
+  const char* name;                                            // <call>_<format>[_<part>]_<arch>
+  std::string (*refuses)(const Call& call, const Target& target);  // empty: takes the call; else the reason, in words
+  size_t (*workspace)(const Call& call, const Target& target);     // bytes of scratch memory
+  void (*launch)(const Call& call, const Context& context);
+};
+
+}  // namespace grouped

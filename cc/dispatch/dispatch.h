@@ -1,0 +1,42 @@
+// Which kernel runs a call: the first of its table that accepts, else every kernel's reason to refuse. A pure function
+// of shapes, dtypes, parameters and target, asked once at trace time and again, with the same answer, at launch.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "cc/api/calls.h"
+#include "cc/api/check.h"
+#include "cc/api/kernel.h"
+
+namespace grouped {
+
+// A table of kernels, best first; defined in registry.cc for every call of GROUPED_CALLS.
+template <class Call>
+struct Table {
+  const Kernel<Call>* begin;
+  const Kernel<Call>* end;
+};
+template <class Call>
+Table<Call> table();
+
+struct Refusal {
+  std::string kernel;
+  std::string reason;
+};
+
+template <class Call>
+struct Choice {
+  const Kernel<Call>* kernel = nullptr;  // null: nobody takes the call
+  std::vector<Refusal> refusals;         // of the kernels asked before the chosen one, best first
+  size_t workspace_bytes = 0;
+};
+
+// `implementation` pins: empty asks the table; a comma list of kernel names asks these alone, in the list's order;
+// "reference" stands for the plain `*_any_*` kernels and "composed" for the row that composes plain calls.
+template <class Call>
+Choice<Call> choose(const Call& call, const Target& target, const std::string& implementation);
+
+bool parse_target(const std::string& arch, Target* target);  // "cpu", "sm_80", "sm_90a"
+
+}  // namespace grouped

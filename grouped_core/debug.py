@@ -1,0 +1,103 @@
+"""Looking from outside: what would run and why, whether sizes fit, and the checks of GROUPED_DEBUG.
+
+GROUPED_DEBUG is a comma list of `sizes`, `poison`, `sync`. It only adds checks; no variable changes results or paths.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from grouped_core.calls import Call
+from grouped_core.plans import attempt, refusal
+
+SIZE_NEGATIVE = 1
+"""Bit of the status word: some group size is negative (it counts as 0)."""
+SIZE_OVERFLOW = 2
+"""Bit of the status word: the sizes sum to more than M (they are clamped)."""
+
+FLAGS = ("sizes", "poison", "sync")
+_logger = logging.getLogger("grouped_core")
+
+
+def debug_flags() -> frozenset[str]:
+    """The checks that GROUPED_DEBUG asks for, read now.
+
+    Raises:
+        ValueError: the variable names a check that does not exist.
+    """
+    return _parse_flags(os.environ.get("GROUPED_DEBUG", ""))
+
+
+@lru_cache(maxsize=16)
+def _parse_flags(text: str) -> frozenset[str]:
+    flags = frozenset(part.strip() for part in text.split(",") if part.strip())
+    if unknown := flags - set(FLAGS):
+        raise ValueError(
+            f"GROUPED_DEBUG: {', '.join(sorted(unknown))}, expected a comma list of {', '.join(FLAGS)}; "
+            "correct or unset the variable."
+        )
+    if flags:
+        _logger.warning("GROUPED_DEBUG adds the checks: %s", ", ".join(sorted(flags)))
+    return flags
+
+
+def describe_status(word: int) -> str:
+    """A size status word in words."""
+    parts = []
+    if word & SIZE_NEGATIVE:
+        parts.append("a group size is negative and counted as 0")
+    if word & SIZE_OVERFLOW:
+        parts.append("the group sizes sum to more rows than there are and were clamped")
+    return "; ".join(parts) or "the group sizes fit"
+
+
+def size_word(sizes: Any, rows: int, *, where: Callable[[Any, int, int], Any], total: Callable[[Any], Any]) -> Any:
+    """The status word of int32 `sizes` [G] against `rows`, an int32 scalar on their device, without a host read.
+
+    Sums are exact in 32 bits: the low and the high 16 bits of up to 65535 sizes are summed apart.
+
+    Args:
+        where: (condition, a, b) -> elementwise choice of two ints, int32. total: sum over the axis, in int32 or wider.
+    """
+    counted = where(sizes > 0, 1, 0) * sizes
+    low = counted & 0xFFFF
+    # Two partial sums of at most 65535 * 255 each: the low halves would overflow a signed 32-bit sum.
+    low_sum_0, low_sum_1 = total(low & 0xFF), total(low >> 8)
+    carry = (low_sum_0 >> 8) + low_sum_1
+    low_part = ((carry & 0xFF) << 8) + (low_sum_0 & 0xFF)
+    high_part = total(counted >> 16) + (carry >> 8)
+    over = (high_part > (rows >> 16)) | ((high_part == (rows >> 16)) & (low_part > (rows & 0xFFFF)))
+    negative = total(where(sizes < 0, 1, 0)) > 0
+    return where(negative, SIZE_NEGATIVE, 0) | where(over, SIZE_OVERFLOW, 0)
+
+
+def explain_calls(calls: Sequence[Call], arch: str) -> str:
+    """One line a native call: its operands, the kernel that runs it, and why better ones declined."""
+    lines = []
+    for call in calls:
+        found = attempt(call, arch)
+        if not found.kernel:
+            lines.append(refusal(call, arch, found.refusals))
+            continue
+        declined = "".join(f"\n    {name} declined: {reason}" for name, reason in found.refusals)
+        workspace = f", workspace {found.workspace_bytes} bytes" if found.workspace_bytes else ""
+        lines.append(
+            f"{call.name} -> {' '.join(map(str, call.outputs))}: {found.kernel} on {arch}{workspace}{declined}"
+        )
+    return "\n".join(lines)
+
+
+def why_not(plan_calls: Callable[[], Sequence[Call]], arch: str) -> str | None:
+    """None where everything that `plan_calls` lists runs on `arch`, else the reason, as the operation would say it."""
+    try:
+        for call in plan_calls():
+            found = attempt(call, arch)
+            if not found.kernel:
+                return refusal(call, arch, found.refusals)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return str(error)
+    return None

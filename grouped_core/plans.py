@@ -1,0 +1,65 @@
+"""Which kernel runs a call: asks the native dispatch, at trace time and without a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from grouped_core import _native
+from grouped_core.calls import SLOTS, ArraySpec, Call
+
+WORKSPACE_ALIGNMENT = 256
+"""Kernels get their workspace at a multiple of this many bytes."""
+
+
+@lru_cache(maxsize=8192)
+def attempt(call: Call, arch: str) -> _native.Plan:
+    """The native plan of `call` on `arch` ("cpu", "sm_80", "sm_90a"); its `kernel` is "" where nobody takes it."""
+    return _native.plan(call.name, arch, call.implementation, call.inputs, call.outputs, dict(call.params))
+
+
+@lru_cache(maxsize=8192)
+def plan(call: Call, arch: str) -> _native.Plan:
+    """As `attempt`, for a call that is going to run.
+
+    Raises:
+        NotImplementedError: no kernel takes the call; the message has each candidate's reason.
+    """
+    found = attempt(call, arch)
+    if not found.kernel:
+        raise NotImplementedError(refusal(call, arch, found.refusals))
+    return found
+
+
+def refusal(call: Call, arch: str, refusals: Sequence[tuple[str, str]]) -> str:
+    """Why no kernel takes `call`, in one sentence a candidate."""
+    operands = ", ".join(
+        f"{slot} {spec}" for slot, spec in zip(SLOTS[call.name], call.inputs, strict=True) if spec is not None
+    )
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals) or "there is no kernel of that name"
+    asked = f" with implementation={call.implementation!r}" if call.implementation else ""
+    return (
+        f"{call.name} on {arch}{asked}: {operands}; no kernel takes it: {reasons}. "
+        "Change what the reasons name, or leave `implementation` None."
+    )
+
+
+class Planner:
+    """A runner without arrays: specs stand for arrays, and every call is kept in `calls`.
+
+    It yields all result shapes of a rule, and with them fake tensors, `explain` and `why_unsupported`.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def __call__(self, call: Call, arrays: Sequence[Any]) -> tuple[ArraySpec, ...]:
+        self.calls.append(call)
+        return call.outputs
+
+    def spec(self, array: ArraySpec) -> ArraySpec:
+        return array
+
+    def cast(self, array: ArraySpec, dtype: str) -> ArraySpec:
+        return ArraySpec(array.shape, dtype)

@@ -1,0 +1,36 @@
+"""Group sizes with a static hint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class GroupSizes:
+    """Group sizes and how many rows a group usually has.
+
+    Attributes:
+        value: integers [G] on the device of the rows.
+        representative: usual rows a group, a static hint for the choice of tiles; it never changes what is computed.
+
+    Raises:
+        ValueError: a hint below 1.
+    """
+
+    value: Any
+    representative: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.representative is not None and self.representative < 1:
+            raise ValueError(
+                f"`representative` of GroupSizes: {self.representative}, expected None or at least 1; "
+                "pass the usual number of rows of a group."
+            )
+
+
+def unwrap(group_sizes: Any) -> tuple[Any, int]:
+    """(the integers, the hint or 0) of an argument that may be plain or `GroupSizes`."""
+    if isinstance(group_sizes, GroupSizes):
+        return group_sizes.value, group_sizes.representative or 0
+    return group_sizes, 0
