@@ -105,7 +105,9 @@ def machine() -> dict[str, Any]:
             facts[module] = sys.modules[module].__version__
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
         facts["gpu"] = sys.modules["torch"].cuda.get_device_name()
-        facts["gpu_state"] = _run("nvidia-smi", "--query-gpu=clocks.sm,temperature.gpu,power.draw", "--format=csv,noheader")
+        facts["gpu_state"] = _run(
+            "nvidia-smi", "--query-gpu=clocks.sm,temperature.gpu,power.draw", "--format=csv,noheader"
+        )
     return facts
 
 

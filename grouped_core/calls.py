@@ -51,6 +51,10 @@ class Call:
     aliases: tuple[tuple[int, int], ...] = ()
     implementation: str = ""
 
+    def slot(self, name: str) -> int:
+        """Position of the operand `name`."""
+        return SLOTS[self.name].index(name)
+
 
 SLOTS: dict[str, tuple[str, ...]] = {
     "grouped_matmul": (
@@ -231,7 +235,10 @@ def implementation_names(implementation: str | Sequence[str] | None) -> str:
     """`implementation=` of a public function as the comma list that a `Call` carries."""
     if implementation is None:
         return ""
-    names = [implementation] if isinstance(implementation, str) else list(implementation)
+    if isinstance(implementation, str):
+        names = [implementation]
+    else:
+        names = list(implementation) if isinstance(implementation, Sequence) else []
     if not names or not all(isinstance(name, str) and name for name in names):
         raise ValueError(
             f"`implementation`: {implementation!r}, wanted None, a kernel's name or a sequence of names; "

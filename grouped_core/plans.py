@@ -16,7 +16,9 @@ WORKSPACE_ALIGNMENT = 256
 @lru_cache(maxsize=8192)
 def attempt(call: Call, arch: str) -> _native.Plan:
     """The native plan of `call` on `arch` ("cpu", "sm_80", "sm_90a"); its `kernel` is "" where nobody takes it."""
-    return _native.plan(call.name, arch, call.implementation, call.inputs, call.outputs, dict(call.params))
+    inputs = [None if spec is None else (spec.dtype, spec.shape) for spec in call.inputs]
+    outputs = [(spec.dtype, spec.shape) for spec in call.outputs]
+    return _native.plan(call.name, arch, call.implementation, inputs, outputs, dict(call.params))
 
 
 @lru_cache(maxsize=8192)

@@ -16,7 +16,7 @@ struct InternalError : std::runtime_error {
 
 }  // namespace grouped
 
-#define GROUPED_CHECK(condition, words)                          \
-  do {                                                           \
+#define GROUPED_CHECK(condition, words)                           \
+  do {                                                            \
     if (!(condition)) ::grouped::fail(__FILE__, __LINE__, words); \
   } while (0)

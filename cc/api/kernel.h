@@ -12,7 +12,7 @@ namespace grouped {
 
 template <class Call>
 struct Kernel {
-  const char* name;                                            // <call>_<format>[_<part>]_<arch>
+  const char* name;                                                // <call>_<format>[_<part>]_<arch>
   std::string (*refuses)(const Call& call, const Target& target);  // empty: takes the call; else the reason, in words
   size_t (*workspace)(const Call& call, const Target& target);     // bytes of scratch memory
   void (*launch)(const Call& call, const Context& context);

@@ -1,0 +1,119 @@
+# Every target sets up what it needs: a virtual environment, the pinned packages, the module built from cc/.
+#   make demo ARGS="--steps 20"   the main example        make test        every check, on the CPU
+#   make test-full                whole test matrices     make sanitize    soak tests under ASan and UBSan
+#   make soak                     long random draws       make wheel       a stable-ABI wheel, in dist/
+#   make docs                     API pages, build/docs   make benchmark   BENCH selects a file
+#   make stub                     renews the .pyi stub    make format      lays out Python and C++
+#   PY=python3.12 chooses the interpreter; GROUPED_CUDA=auto|on|off whether CUDA sources are built.
+comma := ,
+SHELL := bash
+.DEFAULT_GOAL := test
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+PY ?= python3
+WHEEL_PY ?= python3.12
+VENV ?= .venv
+CXX ?= c++
+GROUPED_CUDA ?= auto
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+WORKERS ?= 2
+BENCH ?= $(wildcard benchmarks/bench_*.py)
+ARGS ?=
+
+HEADERS := import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("include"), "Python.h").stat()
+PROGRAM := int main() { if constexpr (true) return 0; }
+PYTHON := $(abspath $(VENV))/bin/python
+BIN := $(abspath $(VENV))/bin
+PACKAGES := grouped_core jax_grouped torch_bridge
+NATIVE_SOURCES := CMakeLists.txt pyproject.toml $(wildcard cc/*/*)
+CXX_FILES := $(wildcard cc/*/*.h cc/*/*.cc cc/*/*.cuh cc/*/*.cu)
+
+# $(call need,command,what is missing and what to do): stops with that one line where the command fails.
+need = $(if $(filter 0,$(shell { $(1); } >/dev/null 2>&1; echo $$?)),,$(error $(2)))
+
+.PHONY: demo test test-full sanitize soak wheel docs benchmark stub lint format types native clean
+
+$(VENV)/bin/python:
+	$(call need,$(PY) -c 'import sys; sys.exit(sys.version_info < (3$(comma) 11))',Python 3.11 or later is needed as $(PY); install it or name one: make PY=python3.12)
+	$(call need,$(PY) -c 'import ensurepip$(comma) venv',$(PY) cannot make virtual environments; install its venv package (python3-venv))
+	$(call need,$(PY) -c '$(HEADERS)',the headers of $(PY) are missing; install its development package (python3-dev))
+	$(call need,echo '$(PROGRAM)' | $(CXX) -std=c++17 -fsyntax-only -x c++ -,there is no C++17 compiler as $(CXX); install g++ or clang++$(comma) or name one: make CXX=clang++)
+	@$(PY) -m venv $(VENV)
+
+$(VENV)/.packages: requirements/dev.txt | $(VENV)/bin/python
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	@touch $@
+
+# The first build installs the packages as links to the sources; later ones only run the compiler.
+build/.installed: pyproject.toml CMakeLists.txt $(VENV)/.packages
+	PATH="$(BIN):$$PATH" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(BIN)/pip install --quiet --disable-pip-version-check \
+	  --no-build-isolation --no-deps --editable . \
+	  -C cmake.define.GROUPED_WERROR=ON -C cmake.define.GROUPED_CUDA=$(GROUPED_CUDA)
+	@touch $@
+
+build/.native: build/.installed $(NATIVE_SOURCES)
+	PATH="$(BIN):$$PATH" cmake --build build --parallel $(JOBS)
+	@touch $@
+
+native: build/.native
+
+demo: native
+	$(PYTHON) examples/train_lm.py $(ARGS)
+
+lint: $(VENV)/.packages
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+format: $(VENV)/.packages
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+types: native
+	$(BIN)/basedpyright
+
+test: lint types
+	$(PYTHON) -m pytest -n $(WORKERS) $(ARGS)
+
+test-full: lint types
+	$(PYTHON) -m pytest -n $(WORKERS) --full $(ARGS)
+
+soak: native
+	$(PYTHON) -m pytest tests/soak --soak $(ARGS)
+
+# A tree of its own: the sanitised module beside copies of the packages and the tests. Python itself is not instrumented,
+# so the runtime is preloaded and its leaks are not ours to report. -S: no .pth file may lead back to the plain build.
+SANITIZED := build/sanitize/tree
+SANITIZED_TESTS ?= tests/soak
+sanitize: $(VENV)/.packages
+	PATH="$(BIN):$$PATH" cmake -S . -B build/sanitize -G Ninja -DGROUPED_SANITIZE=ON -DGROUPED_WERROR=ON \
+	  -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="-O1 -g" -DGROUPED_CUDA=off \
+	  -DPython_EXECUTABLE=$(PYTHON) -DGROUPED_OUTPUT_DIR=$(SANITIZED)/grouped_core
+	PATH="$(BIN):$$PATH" cmake --build build/sanitize --parallel $(JOBS)
+	@tar -c --exclude='*.so' --exclude=__pycache__ pyproject.toml tests $(PACKAGES) | tar -x -C $(SANITIZED)
+	cd $(SANITIZED) && LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
+	  PYTHONPATH="$$PWD:$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+	  $(PYTHON) -S -m pytest -p no:cacheprovider $(SANITIZED_TESTS) $(ARGS)
+
+wheel:
+	$(call need,$(WHEEL_PY) -c '$(HEADERS)',$(WHEEL_PY) with its headers is needed for the stable-ABI wheel; install it or name one: make wheel WHEEL_PY=python3.13)
+	$(WHEEL_PY) -m venv build/wheel-venv
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) build/wheel-venv/bin/pip wheel --quiet --no-deps --wheel-dir dist . \
+	  -C cmake.define.GROUPED_CUDA=$(GROUPED_CUDA)
+	@ls dist/*.whl
+
+stub: native
+	$(PYTHON) -m nanobind.stubgen -q --exclude-values -m grouped_core._native -o grouped_core/_native.pyi
+
+docs: native requirements/docs.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/docs.txt
+	$(BIN)/pdoc --docformat google -o build/docs $(PACKAGES)
+
+benchmark: native
+	@for bench in $(BENCH); do $(PYTHON) $$bench $(ARGS) || exit 1; done
+
+clean:
+	rm -rf build dist grouped_core/*.so

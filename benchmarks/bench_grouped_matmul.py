@@ -1,0 +1,137 @@
+"""How fast are the three grouped products, beside a dense product of the same operations and the peers?
+
+python benchmarks/bench_grouped_matmul.py --device cpu --dtypes float32 bfloat16 float16
+python benchmarks/bench_grouped_matmul.py --device cuda --cases A B C --json out.json --plot out.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # both frameworks share one GPU here
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch  # noqa: E402
+
+from benchmarks import baselines, harness  # noqa: E402
+from tests import cases  # noqa: E402
+
+L2_BYTES = 60 << 20  # of an H200; inputs are rotated through more than twice of it
+
+
+def bench(
+    problem: cases.Case, product: str, dtype: str, device: str, names: Sequence[str], budget_s: float
+) -> list[harness.Row]:
+    """All candidates on one product of one problem."""
+    operand_bytes = 2 * (problem.rows * (problem.k + problem.n) + problem.groups * problem.k * problem.n)
+    sets = 1 if device == "cpu" else max(1, min(4, 1 + 2 * L2_BYTES // operand_bytes))
+    work = baselines.make_work(product, dtype, list(problem.sizes), problem.rows, problem.k, problem.n, device, sets)
+    wanted = baselines.reference(work)
+    thunks: dict[str, harness.Thunk] = {}
+    errors: dict[str, float | None] = {}
+    skipped: dict[str, str] = {}
+    for name in names:
+        try:
+            thunk = baselines.CANDIDATES[name](work)
+            errors[name] = None if name == "dense" else _error(thunk(0), wanted)
+            thunks[name] = thunk
+        except baselines.Missing as reason:
+            skipped[name] = str(reason)
+        except ImportError as reason:
+            skipped[name] = f"not installed: {reason.name}"
+    clock = harness.cpu_clock if device == "cpu" else harness.cuda_clock
+    timings = harness.measure(thunks, clock=clock, sets=sets, budget_s=budget_s)
+    dense_us = timings["dense"].median_us
+    rows = []
+    for name in names:
+        timing = timings.get(name)
+        rows.append(
+            harness.Row(
+                case=problem.name,
+                product=product,
+                dtype=dtype,
+                candidate=name,
+                timing=timing,
+                tflops=None if timing is None else work.flops / timing.median_us / 1e6,
+                share=None if timing is None else dense_us / timing.median_us,
+                bound="dense product of the same operations",
+                error=errors.get(name),
+                skipped=skipped.get(name, ""),
+            )
+        )
+    return rows
+
+
+def _error(result: object, wanted: torch.Tensor) -> float:
+    """Relative Frobenius distance; weight gradients of either layout are compared as [G, K, N]."""
+    got = result if isinstance(result, torch.Tensor) else torch.from_dlpack(result)  # type: ignore[arg-type]
+    got = got.double().to(wanted.device)
+    if got.shape != wanted.shape:
+        got = got.transpose(1, 2)
+    return float(torch.linalg.vector_norm(got - wanted) / torch.linalg.vector_norm(wanted))
+
+
+def plot(rows: Sequence[harness.Row], path: Path) -> None:
+    """Bars of TFLOP/s, one panel a (case, dtype), the dense product as a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = list(dict.fromkeys((r.case, r.dtype) for r in rows))
+    figure, axes = plt.subplots(len(panels), 1, figsize=(11, 2.8 * len(panels)), squeeze=False)
+    for axis, (case, dtype) in zip(axes[:, 0], panels, strict=True):
+        chosen = [r for r in rows if (r.case, r.dtype) == (case, dtype) and r.tflops is not None]
+        names = list(dict.fromkeys(r.candidate for r in chosen))
+        for i, name in enumerate(names):
+            values = {r.product: r.tflops for r in chosen if r.candidate == name}
+            places = [p + (i - len(names) / 2) * 0.8 / len(names) for p in range(len(baselines.PRODUCTS))]
+            axis.bar(
+                places, [values.get(p) or 0 for p in baselines.PRODUCTS], 0.8 / len(names), label=name, align="edge"
+            )
+        axis.set_xticks(range(len(baselines.PRODUCTS)), baselines.PRODUCTS)
+        axis.set_ylabel("TFLOP/s")
+        axis.set_title(f"{case}, {dtype}")
+        axis.legend(fontsize=6, ncols=3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--cases", nargs="+", help="names of problems in tests/cases.py; default: all for the device")
+    parser.add_argument("--products", nargs="+", choices=baselines.PRODUCTS, default=list(baselines.PRODUCTS))
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=list(baselines.TORCH_DTYPES), default=["float32", "bfloat16", "float16"]
+    )
+    parser.add_argument(
+        "--candidates", nargs="+", choices=list(baselines.CANDIDATES), default=list(baselines.CANDIDATES)
+    )
+    parser.add_argument("--budget", type=float, default=20.0, help="seconds a table block may take")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    names = list(dict.fromkeys(["dense", *options.candidates]))
+    rows = []
+    for problem in cases.select("cpu_bench" if options.device == "cpu" else "bench"):
+        if options.cases and problem.name not in options.cases:
+            continue
+        for dtype in options.dtypes:
+            for product in options.products:
+                block = bench(problem, product, dtype, options.device, names, options.budget)
+                print(harness.table(block), flush=True)
+                rows += block
+    print(harness.machine())
+    if options.json:
+        harness.save(rows, options.json)
+    if options.plot:
+        plot(rows, options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+// The extension module grouped_core._native: what the faces and the tests see of the native side.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cc/bind/device.h"
+#include "cc/bind/dlpack.h"
+#include "cc/bind/launch.h"
+#include "cc/bind/plan.h"
+#include "cc/bind/python.h"
+#include "cc/bind/xla.h"
+#include "cc/cpu/panel.h"
+
+namespace nb = nanobind;
+
+namespace grouped {
+namespace {
+
+nb::dict handlers() {
+  nb::dict platforms;
+  for (const XlaHandler& handler : xla_handlers()) {
+    if (!platforms.contains(handler.platform)) platforms[handler.platform] = nb::dict();
+    nb::cast<nb::dict>(platforms[handler.platform])[handler.target.c_str()] = nb::capsule(handler.function);
+  }
+  return platforms;
+}
+
+template <class Call>
+void add_kernels(nb::dict* calls) {
+  nb::list names;
+  const Table<Call> rows = table<Call>();
+  for (const Kernel<Call>* row = rows.begin; row != rows.end; ++row) names.append(row->name);
+  (*calls)[Call::kName] = names;
+}
+
+nb::dict kernels() {
+  nb::dict calls;
+#define X(Call) add_kernels<Call>(&calls);
+  GROUPED_CALLS(X)
+#undef X
+  return calls;
+}
+
+template <class Call>
+void add_signature(nb::dict* calls) {
+  const Signature& s = signature<Call>();
+  nb::list inputs;
+  for (const Slot& slot : s.inputs) inputs.append(nb::make_tuple(slot.name, slot.optional));
+  nb::dict description;
+  description["inputs"] = inputs;
+  description["outputs"] = nb::cast(s.outputs);
+  description["params"] = nb::cast(s.params);
+  (*calls)[Call::kName] = description;
+}
+
+nb::dict calls() {
+  nb::dict result;
+#define X(Call) add_signature<Call>(&result);
+  GROUPED_CALLS(X)
+#undef X
+  return result;
+}
+
+std::vector<std::string> dtypes() {
+  return {
+#define X(name, tag, bytes) name,
+      GROUPED_DTYPES(X)
+#undef X
+  };
+}
+
+std::unique_ptr<Plan> plan(nb::str call_name, nb::str arch, nb::str implementation, nb::sequence inputs,
+                           nb::sequence outputs, nb::dict params) {
+  return make_plan(text_of(call_name), text_of(arch), text_of(implementation), views_of(inputs), views_of(outputs),
+                   params_of(params));
+}
+
+// Hot: a torch op spends its host time here. Hence the plain loop instead of a converted vector.
+void launch(const Plan& plan, nb::list addresses, uintptr_t stream) {
+  uintptr_t values[kMaxSlots + 1];
+  const size_t count = addresses.size();
+  if (count != plan.slots + 1) {
+    throw std::invalid_argument("got " + std::to_string(count) + " addresses, expected " +
+                                std::to_string(plan.slots + 1) + ": operands, results, workspace");
+  }
+  for (size_t i = 0; i < count; ++i) {
+    values[i] = PyLong_AsSize_t(PyList_GetItem(addresses.ptr(), static_cast<Py_ssize_t>(i)));
+    if (values[i] == static_cast<size_t>(-1) && PyErr_Occurred() != nullptr) throw nb::python_error();
+  }
+  const nb::gil_scoped_release unlocked;
+  plan.launch(values, values[plan.slots], reinterpret_cast<void*>(stream));
+}
+
+nb::list refusals(const Plan& plan) {
+  nb::list result;
+  for (const Refusal& refusal : plan.refusals) result.append(nb::make_tuple(refusal.kernel, refusal.reason));
+  return result;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "Native calls of jax-grouped, offered as XLA FFI handlers, as plans over addresses and over DLPack arrays.";
+  m.attr("ffi_api_version") = nb::make_tuple(xla_ffi_api_major(), xla_ffi_api_minor());
+  m.attr("cuda_compiled") = cuda_compiled();
+
+  m.def("handlers", &handlers, nb::sig("def handlers() -> dict[str, dict[str, object]]"),
+        "Capsules to register with XLA: platform (\"cpu\", \"CUDA\") -> target (\"jg_<call>_v1\") -> handler.");
+  m.def("kernels", &kernels, nb::sig("def kernels() -> dict[str, list[str]]"), "Every call's kernels, best first.");
+  m.def("calls", &calls, nb::sig("def calls() -> dict[str, dict[str, list]]"),
+        "Every call's \"inputs\" [(name, optional)] in slot order, \"outputs\" and \"params\" (names).");
+  m.def("dtypes", &dtypes, "Names of the element types, as NumPy and ml_dtypes spell them.");
+  m.def("cpu_isa", [] { return std::string(cpu_isa()); }, "Instruction set that the CPU kernels use on this machine.");
+  m.def("device_arch", &device_arch, nb::arg("device"),
+        "Arch of a CUDA device, as plans take it: \"sm_90a\". Raises RuntimeError where there is no such device.");
+
+  nb::class_<Plan>(m, "Plan", "One call with its shapes, decided: which kernel runs it and what it needs.")
+      .def_ro("kernel", &Plan::kernel, "Name of the chosen kernel; empty where none takes the call.")
+      .def_prop_ro("refusals", &refusals, nb::sig("def refusals(self) -> list[tuple[str, str]]"),
+                   "(kernel, reason) of the kernels asked before the chosen one; of all where there is none.")
+      .def_ro("workspace_bytes", &Plan::workspace_bytes,
+              "Bytes of workspace to allocate, room for alignment included; 0: none.")
+      .def("launch", &launch, nb::arg("addresses"), nb::arg("stream"),
+           nb::sig("def launch(self, addresses: list[int], stream: int) -> None"),
+           "Runs the kernel: addresses of the operands in slot order (0: absent, or read through a table), of the\n"
+           "results and of the workspace (0: none); `stream` is a cudaStream_t, 0 on the CPU.\n"
+           "Raises ValueError for a null or unshared buffer, RuntimeError where no kernel took the call.");
+  m.def(
+      "plan", &plan, nb::arg("call_name"), nb::arg("arch"), nb::arg("implementation"), nb::arg("inputs"),
+      nb::arg("outputs"), nb::arg("params"),
+      nb::sig("def plan(call_name: str, arch: str, implementation: str, "
+              "inputs: collections.abc.Sequence[tuple[str, tuple[int, ...]] | None], outputs: "
+              "collections.abc.Sequence[tuple[str, tuple[int, ...]]], "
+              "params: dict[str, int | str]) -> Plan"),
+      "Chooses a kernel by shapes, dtypes and parameters alone; no device is needed.\n\n"
+      "`arch` is \"cpu\" or \"sm_90a\"; `implementation` is empty, a comma list of kernels, \"reference\" or\n"
+      "\"composed\"; operands are (dtype, shape) in slot order, None where absent. Raises ValueError for what is not\n"
+      "a call, an arch or a parameter; that no kernel takes it is an answer, Plan.kernel == \"\".");
+  define_array_call(m);
+}
+
+}  // namespace grouped

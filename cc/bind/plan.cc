@@ -1,0 +1,52 @@
+#include "cc/bind/plan.h"
+
+#include "cc/bind/launch.h"
+
+namespace grouped {
+namespace {
+
+template <class Call>
+class PlanOf final : public Plan {
+ public:
+  explicit PlanOf(Prepared<Call> prepared) : prepared_(std::move(prepared)) {
+    const Choice<Call>& choice = prepared_.choice();
+    if (choice.kernel != nullptr) kernel = choice.kernel->name;
+    refusals = choice.refusals;
+    if (choice.workspace_bytes > 0) workspace_bytes = choice.workspace_bytes + kWorkspaceAlign;
+    slots = signature<Call>().inputs.size() + signature<Call>().outputs.size();
+    platform = prepared_.target().platform;
+  }
+
+  void launch(const uintptr_t* addresses, uintptr_t workspace, void* stream) const override {
+    Buffers buffers;
+    buffers.addresses = addresses;
+    buffers.workspace = workspace;
+    buffers.workspace_bytes = workspace_bytes;
+    buffers.stream = stream;
+    if (platform == Platform::cpu) buffers.pool = &own_pool();
+    prepared_.launch(buffers);
+  }
+
+ private:
+  Prepared<Call> prepared_;
+};
+
+}  // namespace
+
+std::unique_ptr<Plan> make_plan(std::string_view call_name, std::string_view arch, std::string_view implementation,
+                                const std::vector<TensorView>& inputs, const std::vector<TensorView>& outputs,
+                                const Params& params) {
+#define X(Call)                                                                                           \
+  if (call_name == Call::kName) {                                                                         \
+    return std::make_unique<PlanOf<Call>>(Prepared<Call>(arch, implementation, inputs, outputs, params)); \
+  }
+  GROUPED_CALLS(X)
+#undef X
+  std::string known;
+#define X(Call) known += std::string(known.empty() ? "" : ", ") + Call::kName;
+  GROUPED_CALLS(X)
+#undef X
+  throw std::invalid_argument("call \"" + std::string(call_name) + "\" is none; expected one of " + known);
+}
+
+}  // namespace grouped

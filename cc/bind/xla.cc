@@ -1,0 +1,210 @@
+// NOTE: attributes are bound as a whole and read by name, because a handler that binds single ones refuses any other;
+// so a field may be added to a call without a new target.
+#include "cc/bind/xla.h"
+
+#include <algorithm>
+#include <exception>
+#include <functional>
+#include <string_view>
+#include <utility>
+
+#include "cc/bind/launch.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace grouped {
+namespace {
+
+namespace ffi = xla::ffi;
+
+class XlaPool final : public Pool {
+ public:
+  explicit XlaPool(ffi::ThreadPool pool) : pool_(pool) {}
+  int threads() const override { return static_cast<int>(std::max<int64_t>(pool_.num_threads(), 1)); }
+  void schedule(std::function<void()> task) override { pool_.Schedule(std::move(task)); }
+
+ private:
+  ffi::ThreadPool pool_;
+};
+
+DType dtype_of(ffi::DataType type) {
+  switch (type) {
+    case ffi::F32:
+      return DType::f32;
+    case ffi::BF16:
+      return DType::bf16;
+    case ffi::F16:
+      return DType::f16;
+    case ffi::F8E4M3FN:
+      return DType::e4m3fn;
+    case ffi::F8E5M2:
+      return DType::e5m2;
+    case ffi::S32:
+      return DType::i32;
+    case ffi::S64:
+      return DType::i64;
+    case ffi::U8:
+      return DType::u8;
+    default:
+      throw std::invalid_argument("an operand's element type is not known to the native calls (XLA type " +
+                                  std::to_string(static_cast<int>(type)) + ")");
+  }
+}
+
+TensorView view_of(const ffi::AnyBuffer& buffer) {
+  const ffi::AnyBuffer::Dimensions dims = buffer.dimensions();
+  if (dims.size() > kMaxRank) throw std::invalid_argument("an operand has rank " + std::to_string(dims.size()));
+  TensorView view;
+  view.dtype = dtype_of(buffer.element_type());
+  view.rank = static_cast<int>(dims.size());
+  std::copy(dims.begin(), dims.end(), view.dims);
+  return view;
+}
+
+// The attributes of one call: the names that are the binding's own, and the call's parameters.
+struct Attributes {
+  int64_t operands = 0;  // bit i: input slot i is present
+  std::string_view arch;
+  std::string_view implementation;
+  Params params;
+
+  explicit Attributes(const ffi::Dictionary& dictionary) {
+    for (auto it = dictionary.begin(); it != dictionary.end(); ++it) {
+      const std::string_view name = *it;
+      ParamValue value;
+      if (dictionary.isa<int64_t>(it)) {
+        value = *dictionary.get<int64_t>(name);
+      } else if (dictionary.isa<std::string_view>(it)) {
+        value = *dictionary.get<std::string_view>(name);
+      } else {
+        throw std::invalid_argument("attribute `" + std::string(name) + "` must be an int64 or a string");
+      }
+      if (name == "operands" && std::holds_alternative<int64_t>(value)) {
+        operands = std::get<int64_t>(value);
+      } else if (name == "arch" && std::holds_alternative<std::string_view>(value)) {
+        arch = std::get<std::string_view>(value);
+      } else if (name == "implementation" && std::holds_alternative<std::string_view>(value)) {
+        implementation = std::get<std::string_view>(value);
+      } else {
+        params.emplace_back(name, value);
+      }
+    }
+  }
+};
+
+template <class Call>
+void execute(Platform platform, void* stream, Pool* pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+             const ffi::Dictionary& dictionary) {
+  const Attributes attributes(dictionary);
+  const Signature& names = signature<Call>();
+  std::vector<TensorView> inputs(names.inputs.size());
+  std::vector<TensorView> outputs(names.outputs.size());
+  std::vector<uintptr_t> addresses(inputs.size() + outputs.size(), 0);
+  size_t next = 0;
+  for (size_t slot = 0; slot < inputs.size(); ++slot) {
+    if ((attributes.operands >> slot & 1) == 0) continue;
+    auto buffer = args.get<ffi::AnyBuffer>(next++);
+    if (!buffer.has_value()) throw std::invalid_argument("fewer operands than bits in attribute `operands`");
+    inputs[slot] = view_of(*buffer);
+    addresses[slot] = reinterpret_cast<uintptr_t>(buffer->untyped_data());
+  }
+  if (next != args.size() || attributes.operands >> inputs.size() != 0) {
+    throw std::invalid_argument("attribute `operands` does not fit the " + std::to_string(args.size()) + " operands");
+  }
+  if (rets.size() != outputs.size() + 1) {
+    throw std::invalid_argument("got " + std::to_string(rets.size()) + " results, expected " +
+                                std::to_string(outputs.size() + 1) + " (the workspace comes last)");
+  }
+  for (size_t slot = 0; slot < outputs.size(); ++slot) {
+    auto buffer = rets.get<ffi::AnyBuffer>(slot);
+    outputs[slot] = view_of(**buffer);
+    addresses[inputs.size() + slot] = reinterpret_cast<uintptr_t>((**buffer).untyped_data());
+  }
+  auto workspace = rets.get<ffi::AnyBuffer>(outputs.size());
+
+  const Prepared<Call> prepared(attributes.arch, attributes.implementation, inputs, outputs, attributes.params);
+  if (prepared.target().platform != platform) {
+    throw std::invalid_argument("arch \"" + std::string(attributes.arch) + "\" is not of the platform that runs it");
+  }
+  Buffers buffers;
+  buffers.addresses = addresses.data();
+  buffers.workspace = reinterpret_cast<uintptr_t>((**workspace).untyped_data());
+  buffers.workspace_bytes = (**workspace).size_bytes();
+  buffers.stream = stream;
+  buffers.pool = pool;
+  prepared.launch(buffers);
+}
+
+// Nothing may be thrown into XLA.
+template <class Call, class Body>
+ffi::Error guarded(Body body) {
+  const auto words = [](const char* what) { return "jg_" + std::string(Call::kName) + "_v1: " + what; };
+  try {
+    body();
+    return ffi::Error::Success();
+  } catch (const std::invalid_argument& error) {
+    return ffi::Error::InvalidArgument(words(error.what()));
+  } catch (const std::exception& error) {
+    return ffi::Error::Internal(words(error.what()));
+  } catch (...) {
+    return ffi::Error::Internal(words("an exception of unknown kind"));
+  }
+}
+
+template <class Call>
+ffi::Error execute_cpu(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                       ffi::Dictionary dictionary) {
+  return guarded<Call>([&] {
+    XlaPool pool(threads);
+    execute<Call>(Platform::cpu, nullptr, &pool, args, rets, dictionary);
+  });
+}
+
+template <class Call>
+XLA_FFI_Error* cpu_handler(XLA_FFI_CallFrame* frame) {
+  static auto* handler =
+      ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs().To(execute_cpu<Call>).release();
+  return handler->Call(frame);
+}
+
+#if GROUPED_WITH_CUDA
+template <class Call>
+ffi::Error execute_cuda(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary dictionary) {
+  return guarded<Call>([&] { execute<Call>(Platform::cuda, stream, nullptr, args, rets, dictionary); });
+}
+
+template <class Call>
+XLA_FFI_Error* cuda_handler(XLA_FFI_CallFrame* frame) {
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::PlatformStream<void*>>()
+                             .RemainingArgs()
+                             .RemainingRets()
+                             .Attrs()
+                             .To(execute_cuda<Call>, {ffi::Traits::kCmdBufferCompatible})
+                             .release();
+  return handler->Call(frame);
+}
+#endif
+
+template <class Call>
+void add_handlers(std::vector<XlaHandler>* handlers) {
+  const std::string target = "jg_" + std::string(Call::kName) + "_v1";
+  handlers->push_back({"cpu", target, reinterpret_cast<void*>(&cpu_handler<Call>)});
+#if GROUPED_WITH_CUDA
+  handlers->push_back({"CUDA", target, reinterpret_cast<void*>(&cuda_handler<Call>)});
+#endif
+}
+
+}  // namespace
+
+std::vector<XlaHandler> xla_handlers() {
+  std::vector<XlaHandler> handlers;
+#define X(Call) add_handlers<Call>(&handlers);
+  GROUPED_CALLS(X)
+#undef X
+  return handlers;
+}
+
+int xla_ffi_api_major() { return XLA_FFI_API_MAJOR; }
+int xla_ffi_api_minor() { return XLA_FFI_API_MINOR; }
+
+}  // namespace grouped

@@ -1,0 +1,34 @@
+// What the CPU kernels that decode element by element take.
+#pragma once
+
+#include <initializer_list>
+#include <string>
+
+#include "cc/api/context.h"
+#include "cc/api/tensor.h"
+
+namespace grouped {
+
+inline bool is_plain(DType dtype) { return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16; }
+
+// The reason to refuse, or nothing: absent operands pass.
+inline std::string refuses_unless_plain(const char* name, const TensorView& operand) {
+  if (!operand.present() || is_plain(operand.dtype)) return "";
+  return std::string(name) + " is " + describe(operand) + "; this kernel takes float32, bfloat16 or float16";
+}
+
+inline std::string refuses_unless_cpu(const Target& target) {
+  return target.platform == Platform::cpu ? "" : "this kernel runs on the CPU only";
+}
+
+// The first reason among several.
+inline std::string first_of(std::initializer_list<std::string> reasons) {
+  for (const std::string& reason : reasons) {
+    if (!reason.empty()) return reason;
+  }
+  return "";
+}
+
+constexpr int64_t kStrip = 256;  // elements decoded at a time by the kernels that stream rows: 1 KiB of floats
+
+}  // namespace grouped

@@ -1,0 +1,390 @@
+// Compiled once for each instruction set, GROUPED_ISA naming the namespace: plain, avx2, avx512, avx512bf16.
+//
+// lhs is packed into panels of kTileRows rows, rhs into panels of kTileColumns columns, both depth-major, so that one
+// step along depth reads one short run of each and the tile of sums stays in registers. A unit of a panel is 32 bits:
+// one decoded float or, where the machine multiplies bfloat16 pairs, two neighbours along depth. Panels are filled up
+// with zeros. Sums continue over blocks of depth through a tile in memory instead of being added up: the order of an
+// element's sum depends on nothing but depth.
+#include "cc/cpu/panel.h"
+
+#include "cc/cpu/simd.h"
+
+namespace grouped {
+namespace GROUPED_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kTileRows = 14;  // 28 sums, two vectors of rhs and one broadcast: 31 of 32 registers
+#elif defined(__AVX2__)
+constexpr int kTileRows = 6;  // 12 sums: 15 of 16 registers
+#else
+constexpr int kTileRows = 4;
+#endif
+constexpr int kTileColumns = 2 * kLanes;
+constexpr int kLhsWidth = kLanes;  // of a lhs panel: kTileRows and padding, so that its rows are aligned vectors
+constexpr int64_t kTile = kTileRows * kTileColumns;
+
+constexpr int64_t kLine = 64;  // bytes of a cache line
+constexpr int64_t kDepthUnits = 256;     // a rhs panel of one depth block fits the first cache level
+constexpr int64_t kStripeUnits = 8;
+constexpr int64_t kChunkColumns = 128;  // rhs columns packed at a time; with the lhs block in the second level
+static_assert(kTileRows <= kLhsWidth, "a tile's rows fit a panel");
+static_assert(kPanelRows % kTileRows == 0 && kChunkColumns % kTileColumns == 0, "blocks are whole tiles");
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Scratch, in units.
+constexpr int64_t kLhsSpace = kPanelRows / kTileRows * kLhsWidth * kDepthUnits;
+constexpr int64_t kRhsSpace = kChunkColumns * kDepthUnits;
+constexpr int64_t kSumsSpace = kPanelRows * kPanelColumns;
+
+// ---- Formats of panels: what a unit holds, how it is read from memory, how units multiply.
+
+template <class Type>
+struct Decoded {
+  using Stored = typename Type::Stored;
+  static constexpr int64_t kDepth = 1;  // elements of depth in a unit
+  static GROUPED_INLINE U32 along_depth(const Stored* from) {
+    return (U32)Type::decode(load<typename Type::Vector>(from));
+  }
+  static GROUPED_INLINE U32 across_depth(const Stored* from, int64_t, int64_t) { return along_depth(from); }
+  static GROUPED_INLINE F32 multiply_add(uint32_t lhs, U32 rhs, F32 sum) {
+    return GROUPED_ISA::multiply_add(broadcast(bits_float(lhs)), (F32)rhs, sum);
+  }
+};
+
+#if defined(__AVX512BF16__)
+struct Pairs {
+  using Stored = uint16_t;
+  static constexpr int64_t kDepth = 2;
+  static GROUPED_INLINE U32 along_depth(const Stored* from) { return load<U32>(from); }
+  static GROUPED_INLINE U32 across_depth(const Stored* from, int64_t stride, int64_t depth) {
+    const U32 first = widen(load<U16>(from));
+    if (depth < 2) return first;
+    return first | (widen(load<U16>(from + stride)) << 16);
+  }
+  static GROUPED_INLINE F32 multiply_add(uint32_t lhs, U32 rhs, F32 sum) {
+    return (F32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(static_cast<int>(lhs)), (__m512bh)rhs);
+  }
+};
+using BFloat16Panel = Pairs;
+#else
+using BFloat16Panel = Decoded<BFloat16>;
+#endif
+
+// ---- Packing: `depth` elements of the first Width rows (columns) of the `outer` there are. Whole vectors are read
+// while `outer` lasts, so the padding of a lhs panel may hold its neighbours; the edge is first copied beside zeros.
+
+// Depth is contiguous: squares are transposed in registers.
+template <class Panel, int Width>
+void pack_along(const typename Panel::Stored* from, int64_t stride, int64_t outer, int64_t depth, uint32_t* panel) {
+  using Stored = typename Panel::Stored;
+  constexpr int64_t kSquareDepth = kLanes * Panel::kDepth;
+  const int64_t units = ceil_div(depth, Panel::kDepth);
+  for (int64_t unit = 0; unit < units; unit += kLanes) {
+    const int64_t k = unit * Panel::kDepth;
+    const int64_t deep = least(kSquareDepth, depth - k);
+    for (int w = 0; w < Width; w += kLanes) {
+      U32 square[kLanes];
+      if (deep == kSquareDepth && w + kLanes <= outer) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) square[i] = Panel::along_depth(from + (w + i) * stride + k);
+      } else {
+        for (int i = 0; i < kLanes; ++i) {
+          Stored edge[kSquareDepth] = {};
+          if (w + i < outer) memcpy(edge, from + (w + i) * stride + k, static_cast<size_t>(deep) * sizeof(Stored));
+          square[i] = Panel::along_depth(edge);
+        }
+      }
+      transpose(square);
+      uint32_t* to = panel + unit * Width + w;
+      if (unit + kLanes <= units) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) store(to + i * Width, square[i]);
+      } else {
+        for (int64_t i = 0; i < units - unit; ++i) store(to + i * Width, square[i]);
+      }
+    }
+  }
+}
+
+// The outer axis is contiguous: rows are copied (and paired).
+template <class Panel, int Width>
+void pack_across(const typename Panel::Stored* from, int64_t stride, int64_t outer, int64_t depth, uint32_t* panel) {
+  using Stored = typename Panel::Stored;
+  for (int64_t k = 0; k < depth; k += Panel::kDepth, panel += Width, from += Panel::kDepth * stride) {
+    const int64_t deep = least(Panel::kDepth, depth - k);
+    for (int w = 0; w < Width; w += kLanes) {
+      if (w + kLanes <= outer) {
+        store(panel + w, Panel::across_depth(from + w, stride, deep));
+        continue;
+      }
+      Stored edge[2 * kLanes] = {};
+      for (int64_t i = 0; w < outer && i < deep; ++i) {
+        memcpy(edge + i * kLanes, from + i * stride + w, static_cast<size_t>(outer - w) * sizeof(Stored));
+      }
+      store(panel + w, Panel::across_depth(edge, kLanes, deep));
+    }
+  }
+}
+
+// All panels of `outer` by `depth`, one behind the other, `Step` rows (columns) in each. Memory is read in the order in
+// which it lies: where the outer axis is contiguous, a few steps of depth for all panels before the next few.
+template <class Panel, int Step, int Width>
+void pack(const PanelOperand& operand, int64_t outer_begin, int64_t outer, int64_t depth_begin, int64_t depth,
+          uint32_t* panels) {
+  const auto* from = static_cast<const typename Panel::Stored*>(operand.data) + outer_begin * operand.outer_stride +
+                     depth_begin * operand.depth_stride;
+  const int64_t panel_units = ceil_div(depth, Panel::kDepth) * Width;
+  if (operand.depth_stride == 1) {
+    for (int64_t i = 0; i < outer; i += Step, from += Step * operand.outer_stride, panels += panel_units) {
+      pack_along<Panel, Width>(from, operand.outer_stride, outer - i, depth, panels);
+    }
+    return;
+  }
+  constexpr int64_t kStripe = kStripeUnits * Panel::kDepth;
+  for (int64_t k = 0; k < depth; k += kStripe, from += kStripe * operand.depth_stride) {
+    uint32_t* panel = panels + k / Panel::kDepth * Width;
+    for (int64_t i = 0; i < outer; i += Step, panel += panel_units) {
+      pack_across<Panel, Width>(from + i, operand.depth_stride, outer - i, least(kStripe, depth - k), panel);
+    }
+  }
+}
+
+// Asks for the memory of an operand's next block, a few lines at a time between tiles, so that packing finds it near.
+class Ahead {
+ public:
+  // In so many calls of `next`; none when `outer` or `depth` is not positive.
+  Ahead(const PanelOperand& operand, int64_t element_bytes, int64_t outer_begin, int64_t outer, int64_t depth_begin,
+        int64_t depth, int64_t calls) {
+    if (outer <= 0 || depth <= 0) return;
+    const bool along = operand.depth_stride == 1;
+    stride_ = (along ? operand.outer_stride : operand.depth_stride) * element_bytes;
+    row_ = static_cast<const char*>(operand.data) +
+           (outer_begin * operand.outer_stride + depth_begin * operand.depth_stride) * element_bytes;
+    row_bytes_ = (along ? depth : outer) * element_bytes;
+    rows_ = along ? outer : depth;
+    each_ = ceil_div(rows_ * ceil_div(row_bytes_, kLine), calls);
+  }
+  void next() {
+    for (int64_t i = 0; i < each_ && rows_ > 0; ++i) {
+      __builtin_prefetch(row_ + offset_, 0, 2);
+      offset_ += kLine;
+      if (offset_ >= row_bytes_) {
+        offset_ = 0;
+        row_ += stride_;
+        --rows_;
+      }
+    }
+  }
+
+ private:
+  const char* row_ = nullptr;
+  int64_t stride_ = 0;
+  int64_t row_bytes_ = 0;
+  int64_t rows_ = 0;
+  int64_t each_ = 0;
+  int64_t offset_ = 0;
+};
+
+// ---- The inner loop: `Rows` rows of a tile.
+
+template <class Panel, int Rows>
+void add_products(const uint32_t* lhs, const uint32_t* rhs, int64_t units, bool first, float* tile) {
+  F32 sum[Rows][2];
+#pragma GCC unroll 16
+  for (int i = 0; i < Rows; ++i) {
+    sum[i][0] = first ? F32{} : load<F32>(tile + i * kTileColumns);
+    sum[i][1] = first ? F32{} : load<F32>(tile + i * kTileColumns + kLanes);
+  }
+  for (int64_t unit = 0; unit < units; ++unit, lhs += kLhsWidth, rhs += kTileColumns) {
+    const U32 left = load<U32>(rhs);
+    const U32 right = load<U32>(rhs + kLanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < Rows; ++i) {
+      sum[i][0] = Panel::multiply_add(lhs[i], left, sum[i][0]);
+      sum[i][1] = Panel::multiply_add(lhs[i], right, sum[i][1]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < Rows; ++i) {
+    store(tile + i * kTileColumns, sum[i][0]);
+    store(tile + i * kTileColumns + kLanes, sum[i][1]);
+  }
+}
+
+using AddProducts = void (*)(const uint32_t*, const uint32_t*, int64_t, bool, float*);
+
+// By the number of rows: a group's last tile costs only the rows it has.
+template <class Panel>
+AddProducts add_products_of(int64_t rows) {
+#if defined(__AVX512F__)
+  static constexpr AddProducts kTable[] = {
+      add_products<Panel, 1>,  add_products<Panel, 2>,  add_products<Panel, 3>,  add_products<Panel, 4>,
+      add_products<Panel, 5>,  add_products<Panel, 6>,  add_products<Panel, 7>,  add_products<Panel, 8>,
+      add_products<Panel, 9>,  add_products<Panel, 10>, add_products<Panel, 11>, add_products<Panel, 12>,
+      add_products<Panel, 13>, add_products<Panel, 14>};
+#elif defined(__AVX2__)
+  static constexpr AddProducts kTable[] = {add_products<Panel, 1>, add_products<Panel, 2>, add_products<Panel, 3>,
+                                           add_products<Panel, 4>, add_products<Panel, 5>, add_products<Panel, 6>};
+#else
+  static constexpr AddProducts kTable[] = {add_products<Panel, 1>, add_products<Panel, 2>, add_products<Panel, 3>,
+                                           add_products<Panel, 4>};
+#endif
+  static_assert(sizeof kTable / sizeof *kTable == kTileRows, "one entry for each number of rows");
+  return kTable[rows - 1];
+}
+
+// ---- The epilogue of one tile (numerics 1).
+
+template <class Type>
+void write_tile(const float* tile, int64_t rows, int64_t columns, const float* bias, const float* row_scale,
+                const PanelResult& result, int64_t row, int64_t column) {
+  using Stored = typename Type::Stored;
+  const bool scale_bias = result.scale_bias;  // NOTE: copies, as the stores below might change `result` for all GCC knows
+  const bool accumulate = result.accumulate;
+  const int64_t stride = result.row_stride;
+  Stored* to = static_cast<Stored*>(result.data) + row * stride + column;
+  for (int64_t i = 0; i < rows; ++i, to += stride, tile += kTileColumns) {
+    const F32 scale = broadcast(row_scale ? row_scale[row + i] : 1.0f);
+    for (int64_t j = 0; j < columns; j += kLanes) {
+      F32 value = load<F32>(tile + j);
+      if (bias) value += scale_bias ? load<F32>(bias + j) * scale : load<F32>(bias + j);
+      if (row_scale && !scale_bias) value *= scale;
+      if (accumulate) value += load_decoded<Type>(to + j, columns - j);
+      store_encoded<Type>(to + j, value, columns - j);
+    }
+  }
+}
+
+// Asks for the lines that a tile will be written to.
+void expect_tile(const PanelResult& result, int64_t element_bytes, int64_t rows, int64_t columns, int64_t row,
+                 int64_t column) {
+  for (int64_t i = 0; i < rows; ++i) {
+    const char* to = static_cast<const char*>(result.data) + ((row + i) * result.row_stride + column) * element_bytes;
+    for (int64_t j = 0; j < columns * element_bytes; j += kLine) __builtin_prefetch(to + j, 1, 3);
+  }
+}
+
+using WriteTile = void (*)(const float*, int64_t, int64_t, const float*, const float*, const PanelResult&, int64_t,
+                           int64_t);
+
+WriteTile write_tile_of(DType dtype) {
+  if (dtype == DType::bf16) return write_tile<BFloat16>;
+  if (dtype == DType::f16) return write_tile<Float16>;
+  return write_tile<Float32>;
+}
+
+// ---- Rows of elements.
+
+template <class Type>
+void decode_elements(const void* from, int64_t count, float* to) {
+  const auto* source = static_cast<const typename Type::Stored*>(from);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    store_encoded<Float32>(to + i, load_decoded<Type>(source + i, count - i), count - i);
+  }
+}
+
+template <class Type>
+void encode_elements(const float* from, int64_t count, void* to) {
+  auto* target = static_cast<typename Type::Stored*>(to);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    store_encoded<Type>(target + i, load_decoded<Float32>(from + i, count - i), count - i);
+  }
+}
+
+void decode(DType dtype, const void* from, int64_t count, float* to) {
+  if (dtype == DType::bf16) return decode_elements<BFloat16>(from, count, to);
+  if (dtype == DType::f16) return decode_elements<Float16>(from, count, to);
+  decode_elements<Float32>(from, count, to);
+}
+
+void encode(DType dtype, const float* from, int64_t count, void* to) {
+  if (dtype == DType::bf16) return encode_elements<BFloat16>(from, count, to);
+  if (dtype == DType::f16) return encode_elements<Float16>(from, count, to);
+  encode_elements<Float32>(from, count, to);
+}
+
+// ---- The block.
+
+int64_t bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+
+template <class Panel>
+void multiply_panels(const PanelProduct& p, const PanelProduct& next) {
+  using Stored = typename Panel::Stored;
+  auto* lhs = static_cast<uint32_t*>(
+      panel_scratch(static_cast<size_t>(kLhsSpace + kRhsSpace + kSumsSpace + kChunkColumns) * sizeof(uint32_t)));
+  uint32_t* rhs = lhs + kLhsSpace;
+  float* sums = reinterpret_cast<float*>(rhs + kRhsSpace);
+  float* bias = sums + kSumsSpace;
+  const WriteTile write = write_tile_of(p.result.dtype);
+  const int64_t result_bytes = bytes_of(p.result.dtype);
+
+  constexpr int64_t kDepthBlock = kDepthUnits * Panel::kDepth;
+  const int64_t blocks = p.depth > 0 ? ceil_div(p.depth, kDepthBlock) : 1;
+  const int64_t tile_step = blocks > 1 ? kTile : 0;  // a single block needs no more than one tile of sums
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t k = block * kDepthBlock;
+    const int64_t depth = least(kDepthBlock, p.depth - k);
+    const int64_t units = ceil_div(depth, Panel::kDepth);
+    const bool last = block == blocks - 1;
+    pack<Panel, kTileRows, kLhsWidth>(p.lhs, 0, p.rows, k, depth, lhs);
+    float* tile = sums;
+    for (int64_t chunk = 0; chunk < p.columns; chunk += kChunkColumns) {
+      const int64_t columns = least(kChunkColumns, p.columns - chunk);
+      pack<Panel, kTileColumns, kTileColumns>(p.rhs, chunk, columns, k, depth, rhs);
+      if (last && p.result.bias) {
+        decode(p.result.bias_dtype, static_cast<const char*>(p.result.bias) + chunk * bytes_of(p.result.bias_dtype),
+               columns, bias);
+      }
+      const bool more = chunk + columns < p.columns;  // columns of this depth block; else the next block, or `next`
+      const PanelProduct& then = more || !last ? p : next;
+      const int64_t then_column = more ? chunk + columns : 0;
+      const int64_t then_k = more ? k : last ? 0 : k + depth;
+      const int64_t then_depth = least(kDepthBlock, then.depth - then_k);
+      const int64_t tiles = ceil_div(columns, kTileColumns) * ceil_div(p.rows, kTileRows);
+      Ahead ahead_rhs(then.rhs, sizeof(Stored), then_column, least(kChunkColumns, then.columns - then_column), then_k,
+                      then_depth, tiles);
+      Ahead ahead_lhs(then.lhs, sizeof(Stored), 0, more ? 0 : then.rows, then_k, then_depth, tiles);
+      for (int64_t j = 0; j < columns; j += kTileColumns) {
+        const int64_t tile_columns = least(kTileColumns, columns - j);
+        for (int64_t i = 0; i < p.rows; i += kTileRows, tile += tile_step) {
+          const int64_t rows = least(kTileRows, p.rows - i);
+          ahead_rhs.next();
+          ahead_lhs.next();
+          if (last) expect_tile(p.result, result_bytes, rows, tile_columns, i, chunk + j);
+          add_products_of<Panel>(rows)(lhs + i / kTileRows * kLhsWidth * units, rhs + j * units, units, block == 0,
+                                       tile);
+          if (last) {
+            write(tile, rows, tile_columns, p.result.bias ? bias + j : nullptr, p.result.row_scale, p.result, i,
+                  chunk + j);
+          }
+        }
+      }
+    }
+  }
+}
+
+void multiply(const PanelProduct& product, const PanelProduct& next) {
+  if (product.dtype == DType::bf16) return multiply_panels<BFloat16Panel>(product, next);
+  if (product.dtype == DType::f16) return multiply_panels<Decoded<Float16>>(product, next);
+  multiply_panels<Decoded<Float32>>(product, next);
+}
+
+}  // namespace
+
+}  // namespace GROUPED_ISA
+
+#if defined(__AVX512BF16__)
+const Isa kIsaAvx512Bf16 = {"avx512bf16", has_avx512bf16, avx512bf16::multiply, avx512bf16::decode,
+                            avx512bf16::encode};
+#elif defined(__AVX512F__)
+const Isa kIsaAvx512 = {"avx512", has_avx512, avx512::multiply, avx512::decode, avx512::encode};
+#elif defined(__AVX2__)
+const Isa kIsaAvx2 = {"avx2", has_avx2, avx2::multiply, avx2::decode, avx2::encode};
+#else
+const Isa kIsaPlain = {"plain", has_plain, plain::multiply, plain::decode, plain::encode};
+#endif
+
+}  // namespace grouped

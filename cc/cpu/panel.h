@@ -1,0 +1,79 @@
+// The packed product: one dense block of a grouped product, computed from panels that are decoded while they are
+// packed. One source (panel.cc) is built for each instruction set; `best_isa` is chosen by cpuid at run time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cc/api/tensor.h"
+
+namespace grouped {
+
+// An operand with an outer axis (rows of lhs, columns of rhs) and the contracted axis (depth). One stride is 1, both
+// count elements.
+struct PanelOperand {
+  const void* data;
+  int64_t outer_stride;
+  int64_t depth_stride;
+};
+
+// Where a block goes and what is done on the way: sum + bias, times row scale (or the bias alone, with scale_bias),
+// + what is there, one rounding.
+struct PanelResult {
+  void* data;
+  DType dtype;
+  int64_t row_stride;      // elements
+  const void* bias;        // [columns] of bias_dtype, or null
+  DType bias_dtype;
+  const float* row_scale;  // [rows], or null
+  bool scale_bias;
+  bool accumulate;
+};
+
+// result[rows, columns] = lhs[rows, depth] * rhs[depth, columns]; dtype of both operands is float32, bfloat16 or
+// float16. Every element is one chain of fp32 additions in the order of depth, whatever the block around it.
+struct PanelProduct {
+  int64_t rows;     // 0 ... kPanelRows
+  int64_t columns;  // 0 ... kPanelColumns
+  int64_t depth;    // 0 gives zeros
+  DType dtype;
+  PanelOperand lhs;
+  PanelOperand rhs;
+  PanelResult result;
+};
+
+// The largest block of one call: what bounds the scratch memory below.
+constexpr int64_t kPanelRows = 504;
+constexpr int64_t kPanelColumns = 1024;
+
+struct Isa {
+  const char* name;
+  bool (*supported)();  // by this machine
+  // `next` is what this thread will probably compute after `product` and of the same dtype, or rows = 0: its operands are
+  // fetched towards the core meanwhile.
+  void (*multiply)(const PanelProduct& product, const PanelProduct& next);
+  // `count` elements, to and from float: exact, and rounded once to nearest even.
+  void (*decode)(DType dtype, const void* from, int64_t count, float* to);
+  void (*encode)(DType dtype, const float* from, int64_t count, void* to);
+};
+
+extern const Isa kIsaPlain;
+#if defined(__x86_64__)
+extern const Isa kIsaAvx2;
+extern const Isa kIsaAvx512;
+extern const Isa kIsaAvx512Bf16;
+#endif
+
+// What this machine can run.
+bool has_plain();
+bool has_avx2();
+bool has_avx512();
+bool has_avx512bf16();
+
+const Isa& best_isa();
+const char* cpu_isa();  // its name
+
+// 64-byte aligned memory of the calling thread, kept from call to call until the thread ends; contents undefined.
+void* panel_scratch(size_t bytes);
+
+}  // namespace grouped

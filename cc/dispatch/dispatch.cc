@@ -1,0 +1,83 @@
+#include "cc/dispatch/dispatch.h"
+
+#include <algorithm>
+#include <cctype>
+
+namespace grouped {
+namespace {
+
+std::vector<std::string> split(const std::string& list) {
+  std::vector<std::string> parts;
+  for (size_t start = 0; start <= list.size();) {
+    const size_t comma = std::min(list.find(',', start), list.size());
+    parts.push_back(list.substr(start, comma - start));
+    start = comma + 1;
+  }
+  return parts;
+}
+
+// A wish is a kernel's name, or a word for a kind of kernel, which shows in the name.
+bool meets(const std::string& kernel, const std::string& wish) {
+  if (wish == "reference") return kernel.find("_any_") != std::string::npos;
+  if (wish == "composed") return kernel.find("_composed_") != std::string::npos;
+  return kernel == wish;
+}
+
+template <class Call>
+bool ask(const Kernel<Call>& kernel, const Call& call, const Target& target, Choice<Call>* choice) {
+  std::string reason = kernel.refuses(call, target);
+  if (!reason.empty()) {
+    choice->refusals.push_back({kernel.name, std::move(reason)});
+    return false;
+  }
+  choice->kernel = &kernel;
+  choice->workspace_bytes = kernel.workspace(call, target);
+  return true;
+}
+
+}  // namespace
+
+template <class Call>
+Choice<Call> choose(const Call& call, const Target& target, const std::string& implementation) {
+  const Table<Call> rows = table<Call>();
+  Choice<Call> choice;
+  if (implementation.empty()) {
+    for (const Kernel<Call>* row = rows.begin; row != rows.end; ++row) {
+      if (ask(*row, call, target, &choice)) return choice;
+    }
+    return choice;
+  }
+  for (const std::string& wish : split(implementation)) {
+    bool known = false;
+    for (const Kernel<Call>* row = rows.begin; row != rows.end; ++row) {
+      if (!meets(row->name, wish)) continue;
+      known = true;
+      if (ask(*row, call, target, &choice)) return choice;
+    }
+    if (!known) choice.refusals.push_back({wish, std::string("no kernel of ") + Call::kName + " has this name here"});
+  }
+  return choice;
+}
+
+#define X(Call) template Choice<Call> choose<Call>(const Call&, const Target&, const std::string&);
+GROUPED_CALLS(X)
+#undef X
+
+bool parse_target(const std::string& arch, Target* target) {
+  if (arch == "cpu") {
+    *target = Target{};
+    return true;
+  }
+  if (arch.compare(0, 3, "sm_") != 0) return false;
+  size_t end = 3;
+  int sm = 0;
+  while (end < arch.size() && end < 6 && std::isdigit(static_cast<unsigned char>(arch[end]))) {
+    sm = 10 * sm + (arch[end++] - '0');
+  }
+  const bool accelerated = end + 1 == arch.size() && arch[end] == 'a';
+  if (end < 5 || !(accelerated || end == arch.size())) return false;
+  *target = Target{Platform::cuda, sm, accelerated};
+  return true;
+}
+
+}  // namespace grouped

@@ -1,0 +1,203 @@
+// The packed CPU product for every plain format: blocks of the result are independent tasks, each one PanelProduct.
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "cc/cpu/formats.h"
+#include "cc/cpu/groups.h"
+#include "cc/cpu/panel.h"
+#include "cc/cpu/parallel.h"
+#include "cc/kernels/kernels.h"
+
+namespace grouped {
+namespace {
+
+std::string refuses_operands(const GroupedMatmul& call, const Target& target) {
+  const bool differ = call.lhs.dtype != call.rhs.dtype;
+  return first_of({refuses_unless_cpu(target), refuses_unless_plain("lhs", call.lhs),
+                   refuses_unless_plain("rhs", call.rhs), refuses_unless_plain("result", call.result),
+                   refuses_unless_plain("bias", call.bias),
+                   differ ? "lhs is " + describe(call.lhs) + " and rhs " + describe(call.rhs) +
+                                "; this kernel takes operands of one dtype"
+                          : ""});
+}
+
+// A block of the result: of the matrix in ragged rows, of group's matrix in ragged contraction.
+struct Task {
+  int64_t group;
+  int64_t row;
+  int64_t rows;
+  int64_t column;
+  int64_t columns;
+  int64_t depth;
+  int64_t work() const { return rows * columns * std::max<int64_t>(depth, 1); }
+};
+
+// What the two kinds of product have in common: the matrix of results that each group owns.
+struct Problem {
+  std::vector<int64_t> ends;
+  bool ragged_rows;
+  int64_t rows;     // of a group's result, in ragged contraction
+  int64_t columns;  // of every group's result
+  int64_t depth;    // contracted, in ragged rows
+
+  explicit Problem(const GroupedMatmul& call)
+      : ends(group_ends(call.group_sizes, call.lhs.dims[0])), ragged_rows(!call.contract_rows) {
+    rows = ragged_rows ? 0 : call.lhs.dims[1];
+    columns = call.rhs.dims[ragged_rows && call.rhs_axis == 1 ? 2 : 1];
+    depth = ragged_rows ? call.lhs.dims[1] : 0;
+  }
+  int64_t begin(int64_t g) const { return group_begin(ends, g); }
+  int64_t size(int64_t g) const { return ends[static_cast<size_t>(g)] - begin(g); }
+  int64_t rows_of(int64_t g) const { return ragged_rows ? size(g) : rows; }
+  int64_t depth_of(int64_t g) const { return ragged_rows ? depth : size(g); }
+};
+
+const void* table_entry(const TensorView& table, int64_t g) {
+  return reinterpret_cast<const void*>(static_cast<uintptr_t>(table.as<const int64_t>()[g]));
+}
+
+// A wgrad that is frozen (null destination), or that would add nothing to an accumulator, is not written.
+bool skips(const GroupedMatmul& call, const Problem& problem, int64_t g) {
+  if (problem.ragged_rows) return problem.size(g) == 0;
+  if (call.into_table.present() && !table_entry(call.into_table, g)) return true;
+  return call.accumulate && problem.size(g) == 0;
+}
+
+constexpr int64_t kTasksPerThread = 12;    // enough that the last ones even out
+constexpr int64_t kLeastTaskColumns = 256;  // below, packing lhs again for each task would show
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Columns of a task: as many as a block takes, halved while tasks would be too few. Only the speed depends on it.
+int64_t task_columns(const GroupedMatmul& call, const Problem& problem, int64_t threads) {
+  double work = 0;
+  int64_t tallest = 0;
+  for (int64_t g = 0; g < static_cast<int64_t>(problem.ends.size()); ++g) {
+    if (skips(call, problem, g)) continue;
+    work += static_cast<double>(problem.rows_of(g)) * static_cast<double>(problem.depth_of(g));
+    tallest = std::max(tallest, std::min(problem.rows_of(g), kPanelRows) * problem.depth_of(g));
+  }
+  const double share = work * static_cast<double>(problem.columns) / static_cast<double>(threads * kTasksPerThread);
+  int64_t columns = kPanelColumns;
+  while (columns > kLeastTaskColumns && static_cast<double>(tallest) * static_cast<double>(columns) > share) {
+    columns /= 2;
+  }
+  return columns;
+}
+
+std::vector<Task> make_tasks(const GroupedMatmul& call, const Problem& problem, int64_t threads) {
+  const int64_t columns = task_columns(call, problem, threads);
+  std::vector<Task> tasks;
+  for (int64_t g = 0; g < static_cast<int64_t>(problem.ends.size()); ++g) {
+    if (skips(call, problem, g)) continue;
+    const int64_t begin = problem.ragged_rows ? problem.begin(g) : 0;
+    const int64_t blocks = ceil_div(problem.rows_of(g), kPanelRows);
+    for (int64_t column = 0; column < problem.columns; column += columns) {
+      for (int64_t block = 0; block < blocks; ++block) {  // of nearly equal height
+        const int64_t first = problem.rows_of(g) * block / blocks;
+        const int64_t last = problem.rows_of(g) * (block + 1) / blocks;
+        tasks.push_back({g, begin + first, last - first, column, std::min(columns, problem.columns - column),
+                         problem.depth_of(g)});
+      }
+    }
+  }
+  // Long ones first: the short ones then fill the gaps at the end.
+  std::stable_sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) { return a.work() > b.work(); });
+  return tasks;
+}
+
+const char* at(const void* data, DType dtype, int64_t element) {
+  return static_cast<const char*>(data) + element * dtype_bytes(dtype);
+}
+
+PanelProduct block(const GroupedMatmul& call, const Problem& problem, const Task& t) {
+  const int64_t lhs_width = call.lhs.dims[1];
+  const int64_t rhs_width = call.rhs.dims[call.rhs.rank - 1];
+  PanelProduct p{};
+  p.rows = t.rows;
+  p.columns = t.columns;
+  p.depth = t.depth;
+  p.dtype = call.lhs.dtype;
+  if (problem.ragged_rows) {
+    const void* weight = call.rhs_table.present() ? table_entry(call.rhs_table, t.group)
+                                                  : at(call.rhs.data, p.dtype, t.group * problem.depth * problem.columns);
+    p.lhs = {at(call.lhs.data, p.dtype, t.row * lhs_width), lhs_width, 1};
+    if (call.rhs_axis == 1) {
+      p.rhs = {at(weight, p.dtype, t.column), 1, rhs_width};
+    } else {
+      p.rhs = {at(weight, p.dtype, t.column * rhs_width), rhs_width, 1};
+    }
+  } else {
+    const int64_t first = problem.begin(t.group);
+    p.lhs = {at(call.lhs.data, p.dtype, first * lhs_width + t.row), 1, lhs_width};
+    p.rhs = {at(call.rhs.data, p.dtype, first * rhs_width + t.column), 1, rhs_width};
+  }
+
+  const int64_t group_offset = problem.ragged_rows ? 0 : t.group * problem.rows * problem.columns;
+  const void* result = call.into_table.present() ? table_entry(call.into_table, t.group)
+                                                 : at(call.result.data, call.result.dtype, group_offset);
+  p.result.data = const_cast<char*>(at(result, call.result.dtype, t.row * problem.columns + t.column));
+  p.result.dtype = call.result.dtype;
+  p.result.row_stride = problem.columns;
+  if (call.bias.present() || call.bias_table.present()) {
+    p.result.bias_dtype = call.bias.dtype;
+    p.result.bias = call.bias_table.present()
+                        ? at(table_entry(call.bias_table, t.group), call.bias.dtype, t.column)
+                        : at(call.bias.data, call.bias.dtype, t.group * problem.columns + t.column);
+  }
+  if (call.row_scale.present()) p.result.row_scale = call.row_scale.as<const float>() + t.row;
+  p.result.scale_bias = call.scale_bias != 0;
+  p.result.accumulate = call.accumulate != 0;
+  return p;
+}
+
+void run(const GroupedMatmul& call, const Context& context, const Isa& isa) {
+  const Problem problem(call);
+  const int64_t threads = context.pool ? context.pool->threads() : 1;
+  const std::vector<Task> tasks = make_tasks(call, problem, threads);
+  const int64_t count = static_cast<int64_t>(tasks.size());
+  if (problem.ragged_rows && !call.into.present()) {
+    zero_rows(context.pool, call.result, problem.ends.back(), call.lhs.dims[0]);
+  }
+  const auto product = [&](int64_t i) {
+    return i < count ? block(call, problem, tasks[static_cast<size_t>(i)]) : PanelProduct{};
+  };
+  parallel_for(context.pool, count, [&](int64_t i) { isa.multiply(product(i), product(i + threads)); });
+}
+
+// Panels lie in memory that each thread keeps (panel_scratch), a few MiB whatever the shapes.
+size_t no_workspace(const GroupedMatmul&, const Target&) { return 0; }
+
+template <const Isa& (*isa)()>
+void launch(const GroupedMatmul& call, const Context& context) {
+  run(call, context, isa());
+}
+
+template <bool (*has)()>
+std::string refuses_pinned(const GroupedMatmul& call, const Target& target) {
+  if (!has()) return "this machine lacks the instructions that this kernel is pinned to";
+  return refuses_operands(call, target);
+}
+
+const Isa& plain() { return kIsaPlain; }
+
+}  // namespace
+
+const Kernel<GroupedMatmul> grouped_matmul_any_cpu = {"grouped_matmul_any_cpu", refuses_operands, no_workspace,
+                                                      launch<best_isa>};
+const Kernel<GroupedMatmul> grouped_matmul_any_cpu_plain = {
+    "grouped_matmul_any_cpu_plain", refuses_pinned<has_plain>, no_workspace, launch<plain>};
+
+#if defined(__x86_64__)
+namespace {
+const Isa& avx2() { return kIsaAvx2; }
+const Isa& avx512() { return kIsaAvx512; }
+}  // namespace
+const Kernel<GroupedMatmul> grouped_matmul_any_cpu_avx2 = {"grouped_matmul_any_cpu_avx2", refuses_pinned<has_avx2>,
+                                                           no_workspace, launch<avx2>};
+const Kernel<GroupedMatmul> grouped_matmul_any_cpu_avx512 = {
+    "grouped_matmul_any_cpu_avx512", refuses_pinned<has_avx512>, no_workspace, launch<avx512>};
+#endif
+
+}  // namespace grouped

@@ -1,0 +1,20 @@
+// Every kernel, by table; registry.cc lists them, best first.
+#pragma once
+
+#include "cc/api/calls.h"
+#include "cc/api/kernel.h"
+
+namespace grouped {
+
+// CPU. The first takes the best instruction set of the machine; the others are pinned to one, for tests, and refuse
+// where the machine lacks it.
+extern const Kernel<GroupedMatmul> grouped_matmul_any_cpu;
+extern const Kernel<GroupedMatmul> grouped_matmul_any_cpu_plain;
+extern const Kernel<GroupedMatmul> grouped_matmul_any_cpu_avx2;
+extern const Kernel<GroupedMatmul> grouped_matmul_any_cpu_avx512;
+
+extern const Kernel<GroupSum> group_sum_any_cpu;
+extern const Kernel<RowDot> row_dot_any_cpu;
+extern const Kernel<ScaleRows> scale_rows_any_cpu;
+
+}  // namespace grouped

@@ -1,0 +1,73 @@
+"""Checkpoints of a training run: everything that the next step depends on, written by Orbax."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from lm.errors import UserError
+
+KEPT = 2
+"""How many checkpoints stay; the older one is the way back should the newest be damaged."""
+
+
+class Checkpoints:
+    """The checkpoints in one folder: `state` (a pytree of arrays) and `notes` (JSON), a pair for each saved step."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder).absolute()
+        try:
+            self._manager = ocp.CheckpointManager(
+                self.folder,
+                options=ocp.CheckpointManagerOptions(max_to_keep=KEPT, enable_async_checkpointing=False),
+                item_names=("state", "notes"),
+            )
+        except OSError as error:
+            raise UserError(f"--checkpoint {folder}: {error.strerror or error}") from None
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._manager.close()
+
+    @property
+    def latest(self) -> int | None:
+        """The newest saved step."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: Any, notes: dict[str, Any]) -> None:
+        """Writes one checkpoint; it takes its name only when it is complete."""
+        if step == self.latest:
+            return
+        items = ocp.args.Composite(state=ocp.args.StandardSave(state), notes=ocp.args.JsonSave(notes))
+        try:
+            self._manager.save(step, args=items)
+        except OSError as error:
+            raise UserError(f"cannot write a checkpoint to {self.folder}: {error.strerror or error}") from None
+
+    def notes(self) -> dict[str, Any]:
+        """The notes of the newest checkpoint."""
+        if self.latest is None:
+            raise UserError(f"--resume: there is no checkpoint in {self.folder}")
+        return self._restore(notes=ocp.args.JsonRestore())["notes"]
+
+    def state(self, like: Any) -> Any:
+        """The arrays of the newest checkpoint, in the structure of `like`."""
+        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        return self._restore(state=ocp.args.StandardRestore(shapes))["state"]
+
+    def _restore(self, **items: Any) -> Any:
+        try:
+            return self._manager.restore(self.latest, args=ocp.args.Composite(**items))
+        # Orbax and its storage raise many kinds of errors for damaged files; each means the same to the user.
+        except (OSError, ValueError, KeyError, TypeError, json.JSONDecodeError) as error:
+            first = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
+            raise UserError(
+                f"--resume: the checkpoint of step {self.latest} in {self.folder} cannot be read ({first}); "
+                "delete its folder to continue from the one before"
+            ) from None

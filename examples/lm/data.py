@@ -1,0 +1,120 @@
+"""The text: read it, hold some files out, draw batches, and measure what ordinary compressors make of it."""
+
+from __future__ import annotations
+
+import lzma
+import sysconfig
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lm.errors import UserError
+
+HELD_OUT_EVERY = 48
+"""One file of this many is held out."""
+
+HELD_OUT_BYTES = 1 << 17
+"""At most this much held-out text is used, so that evaluation takes seconds."""
+
+TEXT_BYTES = 1 << 26
+"""At most this much text is read."""
+
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
+
+
+@dataclass(frozen=True)
+class Text:
+    """Bytes to learn from and bytes to be judged by, from different files (or different ends of the only one)."""
+
+    name: str
+    train: np.ndarray
+    held_out: np.ndarray
+
+
+def _python_files(folder: Path) -> list[Path]:
+    return [p for p in folder.rglob("*.py") if not SKIPPED_FOLDERS.intersection(p.relative_to(folder).parts)]
+
+
+def _text_files(folder: Path) -> list[Path]:
+    return [p for p in folder.rglob("*") if p.is_file() and not any(s.startswith(".") for s in p.parts)]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+
+
+def load(path: str | None) -> Text:
+    """The text at `path` (a file, or all files of a folder), or the standard library of the running Python."""
+    if path is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        name, files = "Python standard library", _python_files(root)
+    else:
+        root = Path(path)
+        if not root.exists():
+            raise UserError(f"--text {path}: no such file or folder")
+        name, files = root.name, _text_files(root) if root.is_dir() else [root]
+    parts: list[bytes] = []
+    room = TEXT_BYTES
+    for file in sorted(files):  # sorted, so that the same files always give the same split
+        parts.append(_read(file)[:room])
+        room -= len(parts[-1])
+    parts = [part for part in parts if part]
+    if not parts:
+        raise UserError(f"--text {path or root}: there is no text in it")
+    if len(parts) == 1:  # a single file: its last tenth is held out
+        cut = max(1, len(parts[0]) * 9 // 10)
+        parts = [parts[0][:cut], parts[0][cut:]]
+        held = [1]
+    else:
+        held = list(range(len(parts) // 2 % HELD_OUT_EVERY, len(parts), HELD_OUT_EVERY))
+    train = b"".join(part for i, part in enumerate(parts) if i not in held)
+    held_out = b"".join(parts[i] for i in held)[:HELD_OUT_BYTES]
+    return Text(name, np.frombuffer(train, np.uint8), np.frombuffer(held_out, np.uint8))
+
+
+class Batches:
+    """Random windows of the training text. Its random generator is the whole position in the data."""
+
+    def __init__(self, train: np.ndarray, batch: int, length: int, seed: int) -> None:
+        self._train = train
+        self._shape = (batch, length)
+        self._random = np.random.default_rng(seed)
+
+    def draw(self) -> np.ndarray:
+        """The next batch: uint8 [batch, length + 1], inputs and the bytes that follow them."""
+        batch, length = self._shape
+        starts = self._random.integers(0, len(self._train) - length, size=batch)
+        return self._train[starts[:, None] + np.arange(length + 1)]
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """Where the stream of batches stands, as JSON; setting it continues from there."""
+        return self._random.bit_generator.state
+
+    @position.setter
+    def position(self, state: dict[str, Any]) -> None:
+        self._random.bit_generator.state = state
+
+
+def held_out_windows(held_out: np.ndarray, length: int) -> np.ndarray:
+    """uint8 [n, length + 1]: each held-out byte but the first is predicted exactly once (the last few are left out)."""
+    count = (len(held_out) - 1) // length
+    return held_out[np.arange(count)[:, None] * length + np.arange(length + 1)]
+
+
+def bits_per_byte_of_others(data: np.ndarray) -> dict[str, float]:
+    """What is reached without learning: byte frequencies alone, and two compressors at their best level."""
+    counts = np.bincount(data, minlength=256)
+    p = counts[counts > 0] / len(data)
+    raw = data.tobytes()
+    return {
+        "byte frequencies": float(-(p * np.log2(p)).sum()),
+        "zlib": 8 * len(zlib.compress(raw, 9)) / len(raw),
+        "lzma": 8 * len(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)) / len(raw),
+    }

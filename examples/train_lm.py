@@ -1,0 +1,346 @@
+"""Trains a small mixture-of-experts language model on the source of the Python standard library.
+
+    python examples/train_lm.py                      # two to three minutes on two CPU cores
+    python examples/train_lm.py --text my_book.txt --steps 2000 --checkpoint run1     # and later with --resume
+
+At the end it says how many bits the model needs for a byte of text that it has not seen, beside what compressors need
+for the same bytes, continues a prompt, times the same training step with `jax.lax.ragged_dot`, and draws a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from lm import checkpoints, data, report
+from lm.errors import UserError
+from lm.model import HEAD_WIDTH, LanguageModel, XlaMoE
+from tqdm import tqdm
+
+SAMPLE_BYTES = 400
+TEMPERATURE = 0.7
+TIMED_STEPS = 4
+INTERRUPTED = 130  # what shells report after Ctrl-C
+
+
+# ---- what the user may choose ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a run's numbers depend on; a checkpoint resumes only under the same settings."""
+
+    text: str | None
+    steps: int
+    experts: int
+    top_k: int
+    width: int
+    layers: int
+    batch: int
+    length: int
+    learning_rate: float
+    seed: int
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
+def _number(kind: Callable[[str], Any], low: float, high: float) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r}, wanted a number from {low:g} to {high:g}")
+        return value
+
+    return parse
+
+
+def parse_arguments(argv: list[str] | None) -> tuple[Settings, argparse.Namespace]:
+    """The settings of the run, and where its files are."""
+    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    whole = partial(_number, int)
+    add = parser.add_argument
+    add("--text", metavar="PATH", help="file or folder to learn from (default: the Python standard library)")
+    add("--steps", type=whole(1, 1e7), default=450, help="training steps (default: %(default)s)")
+    add("--experts", type=whole(1, 4096), default=8, help="experts in each layer (default: %(default)s)")
+    add("--top-k", type=whole(1, 64), default=2, help="experts for each byte (default: %(default)s)")
+    add("--width", type=whole(32, 8192), default=128, help="size of the model's stream (default: %(default)s)")
+    add("--layers", type=whole(1, 128), default=4, help="transformer blocks (default: %(default)s)")
+    add("--batch", type=whole(1, 4096), default=8, help="windows of text in a step (default: %(default)s)")
+    add("--length", type=whole(2, 16384), default=256, help="bytes in a window (default: %(default)s)")
+    add("--learning-rate", type=_number(float, 1e-8, 1), default=3e-3, help="its peak (default: %(default)s)")
+    add("--seed", type=whole(0, 2**31 - 1), default=0, help="of weights, batches, sample (default: %(default)s)")
+    add("--checkpoint", metavar="DIR", help="folder for checkpoints (default: none are written)")
+    add("--save-every", type=whole(1, 1e7), default=100, help="steps between checkpoints (default: %(default)s)")
+    add("--resume", action="store_true", help="continue from the newest checkpoint in --checkpoint")
+    add("--output", metavar="DIR", default="demo-output", help="folder for results (default: %(default)s)")
+    add("--prompt", default="def main(", help="text to continue (default: %(default)r)")
+    options = parser.parse_args(argv)
+    settings = Settings(**{f.name: getattr(options, f.name) for f in dataclasses.fields(Settings)})
+    if settings.top_k > settings.experts:
+        raise UserError(f"--top-k {settings.top_k} is more than --experts {settings.experts}")
+    if settings.width % HEAD_WIDTH:
+        raise UserError(f"--width {settings.width} is not a multiple of {HEAD_WIDTH}, the width of an attention head")
+    if options.resume and not options.checkpoint:
+        raise UserError("--resume needs --checkpoint DIR, the folder of the run to continue")
+    if not options.prompt:
+        raise UserError("--prompt is empty; give at least one character to continue")
+    return settings, options
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+class State(NamedTuple):
+    """What a training step changes."""
+
+    params: nnx.State
+    optimizer: optax.OptState
+
+
+class Program(NamedTuple):
+    """The compiled pieces of one model."""
+
+    state: State
+    train: Callable[[State, jax.Array], tuple[State, jax.Array]]
+    evaluate: Callable[[nnx.State, jax.Array], tuple[jax.Array, jax.Array]]
+    next_byte: Callable[[nnx.State, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def build(settings: Settings, **model_options: Any) -> Program:
+    """A fresh model with its optimizer, and the functions that train, evaluate and sample it."""
+    model = LanguageModel(
+        settings.width, settings.layers, settings.experts, settings.top_k, rngs=nnx.Rngs(settings.seed), **model_options
+    )
+    structure, params = nnx.split(model)
+    warmup = min(max(1, settings.steps // 10), 200)
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, settings.learning_rate, warmup, max(settings.steps, warmup + 1), 0.02 * settings.learning_rate
+    )
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.1))
+
+    def loss(params: nnx.State, text: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """What is minimised; then bits per byte, and rows of each expert [layers, experts]."""
+        logits, reports = nnx.merge(structure, params)(text[:, :-1])
+        nats = optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:].astype(jnp.int32)).mean()
+        balance = sum(aux.aux_loss for aux in reports)
+        return nats + balance, (nats / math.log(2), jnp.stack([aux.load for aux in reports]))
+
+    @partial(jax.jit, donate_argnums=0)
+    def train(state: State, text: jax.Array) -> tuple[State, jax.Array]:
+        gradients, (bits, _) = jax.grad(loss, has_aux=True)(state.params, text)
+        updates, moments = optimizer.update(gradients, state.optimizer, state.params)
+        return State(optax.apply_updates(state.params, updates), moments), bits
+
+    @jax.jit
+    def evaluate(params: nnx.State, text: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return loss(params, text)[1]
+
+    @jax.jit
+    def next_byte(params: nnx.State, text: jax.Array, last: jax.Array, key: jax.Array) -> jax.Array:
+        logits, _ = nnx.merge(structure, params)(text)
+        return jax.random.categorical(key, logits[0, last] / TEMPERATURE)
+
+    return Program(State(params, optimizer.init(params)), train, evaluate, next_byte)
+
+
+class Interrupt:
+    """Turns Ctrl-C into a request to stop after the current step; a second one stops at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __enter__(self) -> Interrupt:
+        self._before = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _ask(self, *_: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+class Run:
+    """A training run: the state, its place in the text, and the loss of each step so far."""
+
+    def __init__(self, settings: Settings, text: data.Text) -> None:
+        self.settings = settings
+        self.program = build(settings)
+        self.state = self.program.state
+        self.batches = data.Batches(text.train, settings.batch, settings.length, settings.seed)
+        self.losses: list[float] = []
+
+    def notes(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the arrays. Adam's step count is among those; the sample has its own seed."""
+        settings = dataclasses.asdict(self.settings)
+        return {"settings": settings, "position": self.batches.position, "losses": self.losses}
+
+    def resume(self, saved: checkpoints.Checkpoints) -> None:
+        """Continues from the newest checkpoint, which must come from the same settings."""
+        notes = saved.notes()
+        ours = dataclasses.asdict(self.settings)
+        theirs = notes["settings"]
+        other = [f"{n} {theirs.get(n)!r} there, {ours[n]!r} here" for n in ours if theirs.get(n) != ours[n]]
+        if other:
+            raise UserError(f"--resume: the checkpoint in {saved.folder} is of another run: {'; '.join(other)}")
+        self.state = saved.state(self.state)
+        self.batches.position = notes["position"]
+        self.losses = notes["losses"]
+
+    def train(self, saved: checkpoints.Checkpoints | None, save_every: int) -> float:
+        """Trains to the last step, or to Ctrl-C. Returns tokens per second, compilation excluded."""
+        settings = self.settings
+        first = len(self.losses)
+        seconds = 0.0
+        with Interrupt() as interrupt, tqdm(total=settings.steps, initial=first, unit="step", desc="training") as bar:
+            while len(self.losses) < settings.steps and not interrupt.asked:
+                start = time.perf_counter()
+                self.state, bits = self.program.train(self.state, self.batches.draw())
+                self.losses.append(float(bits))
+                if len(self.losses) > first + 1:  # the first step compiles
+                    seconds += time.perf_counter() - start
+                bar.set_postfix_str(f"{self.losses[-1]:.2f} bits/byte")
+                bar.update()
+                if saved and (len(self.losses) % save_every == 0 or len(self.losses) == settings.steps):
+                    saved.save(len(self.losses), self.state, self.notes())
+            if saved and interrupt.asked:
+                saved.save(len(self.losses), self.state, self.notes())
+        if interrupt.asked:
+            raise KeyboardInterrupt
+        timed = len(self.losses) - first - 1
+        return timed * settings.batch * settings.length / seconds if timed > 0 else math.nan
+
+
+# ---- what came of it -------------------------------------------------------------------------------------------------
+
+
+def held_out_loss(run: Run, held_out: np.ndarray) -> tuple[float, np.ndarray]:
+    """Bits per byte on the held-out text, and the rows that each expert got there [layers, experts]."""
+    windows = data.held_out_windows(held_out, run.settings.length)
+    batch = min(run.settings.batch, len(windows))
+    total, load = 0.0, 0
+    count = len(windows) // batch
+    for part in tqdm(np.split(windows[: count * batch], count), unit="batch", desc="held out", leave=False):
+        bits, rows = run.program.evaluate(run.state.params, part)
+        total, load = total + float(bits), load + np.asarray(rows)
+    return total / count, np.asarray(load)
+
+
+def sample(run: Run, prompt: bytes) -> bytes:
+    """The prompt, continued byte by byte."""
+    length = run.settings.length
+    text = prompt
+    keys = jax.random.split(jax.random.key(run.settings.seed), SAMPLE_BYTES)
+    for key in tqdm(keys, unit="byte", desc="sampling", leave=False):
+        seen = np.frombuffer(text[-length:], np.uint8)
+        window = np.zeros((1, length), np.uint8)  # zeros after the text: attention never looks ahead
+        window[0, : len(seen)] = seen
+        text += bytes([int(run.program.next_byte(run.state.params, window, len(seen) - 1, key))])
+    return text
+
+
+def time_steps(run: Run) -> dict[str, float]:
+    """Milliseconds of the same training steps with our products and with `jax.lax.ragged_dot`, in turns."""
+    programs = {"jax_grouped": run.program, "jax.lax.ragged_dot": build(run.settings, moe=XlaMoE)}
+    states = {name: jax.tree.map(jnp.copy, run.state) for name in programs}
+    best = dict.fromkeys(programs, math.inf)
+    for turn in range(1 + TIMED_STEPS):
+        text = run.batches.draw()
+        for name, program in programs.items():
+            start = time.perf_counter()
+            states[name], bits = program.train(states[name], text)
+            bits.block_until_ready()
+            if turn > 0:  # compilation is over
+                best[name] = min(best[name], 1000 * (time.perf_counter() - start))
+    return best
+
+
+def finish(run: Run, text: data.Text, tokens_per_s: float, prompt: str, output: Path, began: float) -> None:
+    """Evaluates, samples, compares, draws, and prints the result."""
+    held_out, load = held_out_loss(run, text.held_out)
+    others = data.bits_per_byte_of_others(text.held_out)
+    continued = sample(run, prompt.encode())
+    step_ms = time_steps(run)
+    report.picture(output / "training.png", run.losses, held_out, others, load)
+    figures = {
+        "settings": dataclasses.asdict(run.settings),
+        "held_out_bits_per_byte": held_out,
+        "others_bits_per_byte": others,
+        "tokens_per_s": tokens_per_s,
+        "step_ms": step_ms,
+        "seconds": time.perf_counter() - began,
+        "losses": run.losses,
+    }
+    report.write(output, continued, figures)
+
+    print(f"\n{report.printable(continued)}\n")
+    print(f"bits per byte on {len(text.held_out):,} held-out bytes of {text.name}")
+    for name, bits in {"this model": held_out, **others}.items():
+        print(f"  {name:<18}{bits:6.2f}")
+    print("milliseconds for a training step (best of a few)")
+    for name, ms in step_ms.items():
+        print(f"  {name:<18}{ms:6.0f}")
+    print(f"{tokens_per_s:,.0f} tokens/s in training, {figures['seconds']:.0f} s in all; files: {output}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the example; returns the exit status."""
+    began = time.perf_counter()
+    try:
+        settings, options = parse_arguments(argv)
+        text = data.load(settings.text)
+        for name, part in (("training", text.train), ("held-out", text.held_out)):
+            if len(part) <= settings.length + 1:
+                raise UserError(f"{len(part)} bytes of {name} text are too few for --length {settings.length}")
+        output = Path(options.output)
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--output {options.output}: {error.strerror}") from None
+        run = Run(settings, text)
+        size = sum(p.size for p in jax.tree.leaves(run.state.params))
+        print(f"{text.name}: {len(text.train):,} bytes to learn from; a model of {size:,} parameters")
+        if options.checkpoint:
+            with checkpoints.Checkpoints(options.checkpoint) as saved:
+                if options.resume:
+                    run.resume(saved)
+                elif saved.latest is not None:
+                    raise UserError(f"--checkpoint {options.checkpoint} holds a run; add --resume, or name another")
+                tokens_per_s = run.train(saved, options.save_every)
+        else:
+            tokens_per_s = run.train(None, options.save_every)
+        finish(run, text, tokens_per_s, options.prompt, output, began)
+    except UserError as error:
+        print(f"train_lm: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("train_lm: stopped by Ctrl-C", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""
+Native calls of jax-grouped, offered as XLA FFI handlers, as plans over addresses and over DLPack arrays.
+"""
+
+from collections.abc import Sequence
+
+
+ffi_api_version: tuple = ...
+
+cuda_compiled: bool = ...
+
+def handlers() -> dict[str, dict[str, object]]:
+    """
+    Capsules to register with XLA: platform ("cpu", "CUDA") -> target ("jg_<call>_v1") -> handler.
+    """
+
+def kernels() -> dict[str, list[str]]:
+    """Every call's kernels, best first."""
+
+def calls() -> dict[str, dict[str, list]]:
+    """
+    Every call's "inputs" [(name, optional)] in slot order, "outputs" and "params" (names).
+    """
+
+def dtypes() -> list[str]:
+    """Names of the element types, as NumPy and ml_dtypes spell them."""
+
+def cpu_isa() -> str:
+    """Instruction set that the CPU kernels use on this machine."""
+
+def device_arch(device: int) -> str:
+    """
+    Arch of a CUDA device, as plans take it: "sm_90a". Raises RuntimeError where there is no such device.
+    """
+
+class Plan:
+    """
+    One call with its shapes, decided: which kernel runs it and what it needs.
+    """
+
+    @property
+    def kernel(self) -> str:
+        """Name of the chosen kernel; empty where none takes the call."""
+
+    @property
+    def refusals(self) -> list[tuple[str, str]]:
+        """
+        (kernel, reason) of the kernels asked before the chosen one; of all where there is none.
+        """
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of workspace to allocate, room for alignment included; 0: none."""
+
+    def launch(self, addresses: list[int], stream: int) -> None:
+        """
+        Runs the kernel: addresses of the operands in slot order (0: absent, or read through a table), of the
+        results and of the workspace (0: none); `stream` is a cudaStream_t, 0 on the CPU.
+        Raises ValueError for a null or unshared buffer, RuntimeError where no kernel took the call.
+        """
+
+def plan(call_name: str, arch: str, implementation: str, inputs: Sequence[tuple[str, tuple[int, ...]] | None], outputs: Sequence[tuple[str, tuple[int, ...]]], params: dict[str, int | str]) -> Plan:
+    """
+    Chooses a kernel by shapes, dtypes and parameters alone; no device is needed.
+
+    `arch` is "cpu" or "sm_90a"; `implementation` is empty, a comma list of kernels, "reference" or
+    "composed"; operands are (dtype, shape) in slot order, None where absent. Raises ValueError for what is not
+    a call, an arch or a parameter; that no kernel takes it is an answer, Plan.kernel == "".
+    """
+
+def call(call_name: str, arch: str, implementation: str, inputs: Sequence[tuple[object, str] | None], outputs: Sequence[tuple[object, str]], params: dict[str, int | str], workspace: object | None, stream: int) -> None:
+    """
+    Runs one call on arrays of any DLPack library: (array, dtype name) in slot order, None where absent.
+
+    An array whose library cannot export its dtype is passed as a view of unsigned integers of the same
+    size. Arrays are C-contiguous and on one device; `workspace` is one of Plan.workspace_bytes, or None.
+    Raises ValueError for arrays that do not fit, RuntimeError where no kernel takes the call.
+    """

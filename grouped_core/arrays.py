@@ -1,0 +1,221 @@
+"""The grouped linear operation on any DLPack arrays: NumPy on the CPU, CuPy on a GPU. Nothing is traced or recorded.
+
+Letters: G groups, M rows, K in, N out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from grouped_core import _native, calls, gradients, plans
+from grouped_core.calls import ArraySpec, Call, Linear, Names, spec_of
+from grouped_core.gradients import Array, Gradients, Needs
+from grouped_core.recipes import Recipe
+from grouped_core.reference import numpy_dtype
+from grouped_core.sizes import unwrap
+
+_NAMES = Names("x", "w", transposed="transposed", result="result_dtype")
+_CPU = 1  # kDLCPU
+_BITS = {1: "uint8", 2: "uint16"}
+
+
+class ArrayRunner:
+    """Runs native calls on arrays of the library and the device of `like`; results belong to that library."""
+
+    def __init__(self, like: Array) -> None:
+        device, index = like.__dlpack_device__()
+        self.arch = "cpu" if int(device) == _CPU else _native.device_arch(int(index))
+        self.xp = _namespace(like)
+
+    def __call__(self, call: Call, arrays: Sequence[Array | None]) -> tuple[Array, ...]:
+        """Runs `call`; a result that aliases an operand is that operand."""
+        plan = plans.plan(call, self.arch)
+        given = {output: arrays[slot] for slot, output in call.aliases}
+        results = [
+            given.get(i) if given.get(i) is not None else self.xp.empty(spec.shape, dtype=numpy_dtype(spec.dtype))
+            for i, spec in enumerate(call.outputs)
+        ]
+        workspace = self.xp.empty(plan.workspace_bytes, dtype="uint8") if plan.workspace_bytes else None
+        _native.call(
+            call.name,
+            self.arch,
+            call.implementation,
+            [None if array is None else _exported(array) for array in arrays],
+            [_exported(array) for array in results],
+            dict(call.params),
+            workspace,
+            self._stream(),
+        )
+        return tuple(results)
+
+    def spec(self, array: Array) -> ArraySpec:
+        """Shape and dtype of an array."""
+        return spec_of(array)
+
+    def cast(self, array: Array, dtype: str) -> Array:
+        """The array rounded to `dtype`; itself where it has that dtype."""
+        return array if spec_of(array).dtype == dtype else array.astype(numpy_dtype(dtype))
+
+    def sizes(self, group_sizes: Array) -> Array:
+        """Group sizes as int32; other integers saturate, so that a size never changes its sign (GRP-1)."""
+        if spec_of(group_sizes).dtype == "int32":
+            return group_sizes
+        limits, native = self.xp.iinfo(group_sizes.dtype), self.xp.iinfo("int32")
+        low, high = max(int(limits.min), int(native.min)), min(int(limits.max), int(native.max))
+        return self.xp.clip(group_sizes, low, high).astype("int32")
+
+    def _stream(self) -> int:
+        # NOTE: CuPy is the only library with a current stream here; it is loaded, since the arrays are its own.
+        return 0 if self.arch == "cpu" else int(sys.modules["cupy"].cuda.get_current_stream().ptr)
+
+
+def _namespace(array: Array) -> Any:
+    if hasattr(array, "__array_namespace__"):
+        return array.__array_namespace__()
+    return importlib.import_module(type(array).__module__.split(".")[0])
+
+
+def _exported(array: Array) -> tuple[Array, str]:
+    """(what DLPack can carry, the dtype's name): types of ml_dtypes travel as unsigned integers of their size."""
+    name = spec_of(array).dtype
+    return (array if array.dtype.isbuiltin == 1 else array.view(_BITS[array.dtype.itemsize])), name
+
+
+def _checked(arrays: dict[str, Array | None]) -> None:
+    """Refuses arrays that are strided or apart from the first one's device; nothing is copied silently (ERR-5)."""
+    home = None
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        device = tuple(map(int, array.__dlpack_device__()))
+        home = home or device
+        if device != home:
+            raise ValueError(
+                f"`{name}`: on DLPack device {device}, expected {home} = device of `{_NAMES.x}`; move it there."
+            )
+        if not array.flags.c_contiguous:
+            raise ValueError(
+                f"`{name}`: strides {array.strides}, expected a C-contiguous array; "
+                "copy it into one, nothing is copied behind your back."
+            )
+
+
+def _linear(
+    transposed: bool,
+    recipe: Recipe | None,
+    scale_bias: bool,
+    result_dtype: str | None,
+    wgrad_dtype: str | None,
+    rows_hint: int,
+    implementation: str | Sequence[str] | None,
+) -> Linear:
+    return Linear(
+        _NAMES,
+        transposed=transposed,
+        recipe=recipe,
+        scale_bias=scale_bias,
+        result_dtype=result_dtype,
+        wgrad_dtype=wgrad_dtype,
+        rows_hint=rows_hint,
+        implementation=calls.implementation_names(implementation),
+    )
+
+
+def grouped_linear(
+    x: Array,
+    w: Array,
+    group_sizes: Any,
+    *,
+    transposed: bool = False,
+    bias: Array | None = None,
+    row_scale: Array | None = None,
+    scale_bias: bool = False,
+    recipe: Recipe | None = None,
+    result_dtype: str | None = None,
+    out: Array | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Array:
+    """y [M, N]: y[r] = c[r] (x[r] W[g] + b[g]), or x[r] W[g] + c[r] b[g] with `scale_bias`; c = row_scale or 1.
+
+    Args:
+        x: [M, K], float32, bfloat16, float16 or a float8 of ml_dtypes. w: [G, K, N], or [G, N, K] when `transposed`.
+        group_sizes: integers [G] on the device of x, or `GroupSizes`. bias: [G, N]. row_scale: [M].
+        recipe: None computes with the operands as they stand.
+        result_dtype: float32, bfloat16 or float16; None: that of x (bfloat16 for float8).
+        out: an [M, N] buffer for y; its rows past the last group are left alone. Without it they are zero.
+        implementation: None, a kernel's name, or several.
+
+    Raises:
+        ValueError, TypeError: operands that do not fit together. NotImplementedError: no kernel takes them.
+    """
+    sizes, hint = unwrap(group_sizes)
+    op = _linear(transposed, recipe, scale_bias, result_dtype, None, hint, implementation)
+    optional = (bias, row_scale, out)
+    calls.check_linear(op, spec_of(x), spec_of(w), spec_of(sizes), *(a if a is None else spec_of(a) for a in optional))
+    _checked({"x": x, "w": w, "group_sizes": sizes, "bias": bias, "row_scale": row_scale, "out": out})
+    run = ArrayRunner(x)
+    return gradients.linear(run, op, x, w, run.sizes(sizes), bias, row_scale, out)
+
+
+def grouped_linear_grads(
+    x: Array,
+    w: Array,
+    group_sizes: Any,
+    dy: Array,
+    *,
+    transposed: bool = False,
+    bias: Array | None = None,
+    row_scale: Array | None = None,
+    scale_bias: bool = False,
+    recipe: Recipe | None = None,
+    result_dtype: str | None = None,
+    wgrad_dtype: str | None = None,
+    wgrad_accum: Array | None = None,
+    grad_input: Array | None = None,
+    needs: Needs | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Gradients:
+    """Gradients of `grouped_linear` for the cotangent `dy` [M, N], in the dtype of y; None where `needs` says no.
+
+    Args:
+        wgrad_dtype: of a new weight gradient; None: that of w (bfloat16 for float8).
+        wgrad_accum: in the layout of w; dW is added to it in place and it is returned.
+        grad_input: an [M, K] buffer for dx; its rows past the last group are left alone.
+        needs: which gradients to compute; None: of all operands that there are.
+
+    Raises:
+        ValueError, TypeError: operands that do not fit together. NotImplementedError: no kernel takes them.
+    """
+    sizes, hint = unwrap(group_sizes)
+    op = _linear(transposed, recipe, scale_bias, result_dtype, wgrad_dtype, hint, implementation)
+    x_spec, w_spec = spec_of(x), spec_of(w)
+    bias_spec, scale_spec = (None if array is None else spec_of(array) for array in (bias, row_scale))
+    y = calls.check_linear(op, x_spec, w_spec, spec_of(sizes), bias_spec, scale_spec)
+    if spec_of(dy) != y:
+        raise ValueError(f"`dy`: {spec_of(dy)}, expected {y} = that of the result; pass the cotangent of the result.")
+    if wgrad_accum is not None:
+        calls.check_accumulator(_NAMES.accum, spec_of(wgrad_accum), w_spec)
+    if grad_input is not None:
+        dx_dtype = "bfloat16" if x_spec.dtype.startswith("float8") else x_spec.dtype
+        calls.check_buffer(_NAMES.grad_input, spec_of(grad_input), ArraySpec(x_spec.shape, dx_dtype))
+    buffers = {"wgrad_accum": wgrad_accum, "grad_input": grad_input}
+    _checked({"x": x, "w": w, "group_sizes": sizes, "bias": bias, "row_scale": row_scale, **buffers})
+    run = ArrayRunner(x)
+    return gradients.linear_grads(
+        run,
+        op,
+        (x_spec, w_spec, bias_spec, scale_spec),
+        x,
+        w,
+        run.sizes(sizes),
+        bias,
+        row_scale,
+        run.xp.ascontiguousarray(dy),
+        needs or Needs(bias=bias is not None, row_scale=row_scale is not None),
+        into_w=wgrad_accum,
+        accumulate=wgrad_accum is not None,
+        grad_input=grad_input,
+    )

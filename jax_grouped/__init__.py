@@ -1,0 +1,14 @@
+"""Grouped matrix products for JAX: `ragged_dot`, a drop-in for `jax.lax.ragged_dot`, its accumulators, and routing."""
+
+from grouped_core.formats import Format as Format
+from grouped_core.recipes import BF16 as BF16
+from grouped_core.recipes import FP16 as FP16
+from grouped_core.recipes import FP32 as FP32
+from grouped_core.recipes import Recipe as Recipe
+from grouped_core.sizes import GroupSizes as GroupSizes
+from jax_grouped import accumulate as accumulate
+from jax_grouped import route as route
+from jax_grouped.debug import explain as explain
+from jax_grouped.debug import why_unsupported as why_unsupported
+from jax_grouped.ops import ragged_dot as ragged_dot
+from jax_grouped.ops import size_status as size_status

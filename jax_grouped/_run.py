@@ -1,0 +1,223 @@
+"""One native call in JAX: registration, platform, workspace, types under shard_map, and what no transformation may do.
+
+Everything JAX has to know about native calls is in this file; `Runner` is what the rules of `grouped_core` see of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.core
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from grouped_core import _native, plans
+from grouped_core.calls import SLOTS, ArraySpec, Call, spec_of
+
+DEFAULT_CUDA_ARCH = "sm_90a"
+"""What a program is lowered for where no GPU is visible."""
+
+
+def check_ffi_version(built: tuple[int, int], runtime: tuple[int, int]) -> None:
+    """A handler newer than the runtime would take XLA's whole backend down, so it is never registered.
+
+    Args:
+        built, runtime: (major, minor) of the XLA FFI API of the native module and of the installed jaxlib.
+
+    Raises:
+        ImportError: the runtime does not accept the module's handlers.
+    """
+    if built[0] != runtime[0] or built[1] > runtime[1]:
+        raise ImportError(
+            f"grouped_core._native: built with XLA FFI API {built[0]}.{built[1]}, but the jaxlib of JAX {jax.__version__} "
+            f"has {runtime[0]}.{runtime[1]}, expected {built[0]}.{built[1]} or a later minor version; "
+            "install a newer jaxlib, or build jax-grouped against this one."
+        )
+
+
+def runtime_ffi_version() -> tuple[int, int]:
+    """(major, minor) of the XLA FFI API of the installed jaxlib, as its headers say."""
+    header = (Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h").read_text()
+    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header))
+    return int(found["MAJOR"]), int(found["MINOR"])
+
+
+def _register() -> None:
+    check_ffi_version(_native.ffi_api_version, runtime_ffi_version())
+    for platform, targets in _native.handlers().items():
+        for target, handler in targets.items():
+            jax.ffi.register_ffi_target(target, handler, platform=platform)
+
+
+_register()
+
+
+@cache
+def cuda_arch() -> str:
+    """The arch that CUDA programs are planned for: that of the visible GPU."""
+    try:
+        capability = jax.devices("cuda")[0].compute_capability
+    except RuntimeError:
+        return DEFAULT_CUDA_ARCH
+    arch = "sm_" + capability.replace(".", "")
+    return DEFAULT_CUDA_ARCH if arch + "a" == DEFAULT_CUDA_ARCH else arch
+
+
+def default_arch() -> str:
+    """The arch of JAX's default device."""
+    return "cpu" if jax.default_backend() == "cpu" else cuda_arch()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The primitive. Its kernel is chosen when it is lowered, for the platform that it is lowered for, so a program traces
+# alike everywhere and a machine without a GPU lowers for one.
+
+call_p = Primitive("grouped_call")
+"""Every native call is this primitive; its one parameter `call` is a `grouped_core.calls.Call`."""
+call_p.multiple_results = True
+
+
+@call_p.def_abstract_eval
+def _result_types(*operands: Any, call: Call) -> list[Any]:
+    like = operands[0]  # all operands vary over the same axes of the mesh, so any of them types the results
+    mesh = like.sharding.mesh
+
+    def typed(spec: ArraySpec) -> Any:
+        whole = jax.sharding.PartitionSpec(*(None,) * len(spec.shape))
+        sharding = like.sharding if mesh.empty else jax.sharding.NamedSharding(mesh, whole)
+        return like.update(shape=spec.shape, dtype=np.dtype(spec.dtype), weak_type=False, sharding=sharding)
+
+    return [typed(spec) for spec in call.outputs]
+
+
+@partial(jax.jit, static_argnames="call")
+def _compiled(*operands: jax.Array, call: Call) -> list[jax.Array]:
+    return call_p.bind(*operands, call=call)
+
+
+@call_p.def_impl
+def _run_now(*operands: jax.Array, call: Call) -> list[jax.Array]:
+    with jax.disable_jit(False):  # compiling is the only way to run it
+        return _compiled(*operands, call=call)
+
+
+def _lower(ctx: Any, *operands: Any, call: Call, platform: str) -> Sequence[Any]:
+    arch = "cpu" if platform == "cpu" else cuda_arch()
+    plan = plans.plan(call, arch)
+    present = [slot for slot, spec in enumerate(call.inputs) if spec is not None]
+    params = {name: value if isinstance(value, str) else np.int64(value) for name, value in call.params}
+    # NOTE: scratch memory of XLA's own is absent on the CPU and unfit for CUDA graphs, so the workspace is a result.
+    workspace = jax.core.ShapedArray((plan.workspace_bytes,), np.dtype(np.uint8))
+    rule = jax.ffi.ffi_lowering(
+        f"jg_{call.name}_v1",
+        operand_output_aliases={present.index(slot): output for slot, output in call.aliases},
+    )
+    *results, _ = rule(
+        ctx.replace(avals_out=[*ctx.avals_out, workspace]),
+        *operands,
+        **params,
+        operands=np.int64(sum(1 << slot for slot in present)),
+        arch=arch,
+        implementation=call.implementation,
+    )
+    return results
+
+
+for _platform in ("cpu", "cuda"):
+    mlir.register_lowering(call_p, partial(_lower, platform=_platform), platform=_platform)
+
+
+def _refuse_vmap(operands: Sequence[Any], axes: Sequence[Any], *, call: Call) -> Any:
+    slots = [slot for slot, spec in zip(SLOTS[call.name], call.inputs, strict=True) if spec is not None]
+    mapped = ", ".join(
+        f"{slot} {spec_of(array)} over axis {axis}"
+        for slot, array, axis in zip(slots, operands, axes, strict=True)
+        if axis is not None
+    )
+    raise NotImplementedError(
+        f"jax.vmap of {call.name}: mapped {mapped}, expected operands without a mapped axis; fold the axis into rows "
+        "or groups instead: reshape [B, M, K] to [B * M, K], stack the weights and sizes of all B to B * G groups."
+    )
+
+
+def _refuse_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> Any:
+    raise NotImplementedError(
+        f"derivative of {call.name}: asked for forward mode or a second derivative, expected one jax.grad or jax.vjp; "
+        "use jax.lax.ragged_dot where you need more."
+    )
+
+
+batching.primitive_batchers[call_p] = _refuse_vmap
+ad.primitive_jvps[call_p] = _refuse_jvp
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the rules see.
+
+
+def varying_axes(array: Any) -> frozenset[str]:
+    """Manual axes of the mesh over which `array` varies; empty outside `shard_map` and with `check_vma=False`."""
+    return jax.typeof(array).mat.varying
+
+
+def vary_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The arrays, each made to vary over every axis that one of them varies over (nothing moves)."""
+    axes = frozenset().union(*map(varying_axes, arrays))
+    return [
+        jax.lax.pcast(array, tuple(sorted(missing)), to="varying") if (missing := axes - varying_axes(array)) else array
+        for array in arrays
+    ]
+
+
+def reduce_to(cotangent: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """The cotangent of a value that varies over `axes` only: its sum over the other axes that it varies over.
+
+    With `check_vma=False` nothing is known to vary, and `shard_map` sums by itself.
+    """
+    extra = varying_axes(cotangent) - axes
+    return jax.lax.psum(cotangent, tuple(sorted(extra))) if extra else cotangent
+
+
+def _check_local(call: Call, arrays: Sequence[jax.Array | None]) -> None:
+    """Calls act on one shard's rows (ACC-10). Where sharding is part of the type, a whole array can be told apart."""
+    for slot, array in zip(SLOTS[call.name], arrays, strict=True):
+        spec = () if array is None else jax.typeof(array).sharding.spec
+        if any(axis is not None for axis in spec):
+            raise ValueError(
+                f"`{slot}` of {call.name}: sharded as {spec} over an Explicit mesh, expected the rows of one shard; "
+                "call it inside jax.shard_map, or reshard the operands first."
+            )
+
+
+class JaxRunner:
+    """Runs native calls on JAX arrays, traced or not (`grouped_core.gradients.Runner`)."""
+
+    def __call__(self, call: Call, arrays: Sequence[jax.Array | None]) -> tuple[jax.Array, ...]:
+        """Results of `call`.
+
+        Raises:
+            NotImplementedError: no kernel of any platform takes the call. Where only the platform of the program has
+                none, the same is raised when the program is lowered.
+            ValueError: an operand is sharded over an Explicit mesh.
+        """
+        _check_local(call, arrays)
+        if not any(plans.attempt(call, arch).kernel for arch in ("cpu", cuda_arch())):
+            plans.plan(call, default_arch())
+        return tuple(call_p.bind(*vary_alike([a for a in arrays if a is not None]), call=call))
+
+    def spec(self, array: Any) -> ArraySpec:
+        """Shape and dtype."""
+        return spec_of(array)
+
+    def cast(self, array: jax.Array, dtype: str) -> jax.Array:
+        """The array rounded to `dtype`; itself where it has that dtype."""
+        return jax.lax.convert_element_type(array, np.dtype(dtype))
+
+
+RUN = JaxRunner()

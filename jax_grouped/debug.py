@@ -1,0 +1,50 @@
+"""What would run and why, for any public operation; needs neither a GPU nor arrays."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from grouped_core import debug
+from grouped_core.calls import Call
+from jax_grouped import ops
+from jax_grouped._run import default_arch
+
+_PLANS: dict[Callable[..., Any], Callable[..., list[Call]]] = {ops.ragged_dot: ops.plan_ragged_dot}
+
+
+def _planner(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], list[Call]]:
+    if op not in _PLANS:
+        known = ", ".join(known.__name__ for known in _PLANS)
+        raise TypeError(f"`op`: {op!r}, expected one of {known}; pass the public function itself.")
+    bound = inspect.signature(op).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return partial(_PLANS[op], **bound.arguments)
+
+
+def why_unsupported(op: Callable[..., Any], *args: Any, arch: str | None = None, **kwargs: Any) -> str | None:
+    """None where `op(*args, **kwargs)` and all its gradients run on `arch`, else the reason, as `op` would say it.
+
+    Args:
+        op: a public operation, e.g. `ragged_dot`.
+        *args: as for `op`; a `jax.ShapeDtypeStruct` will do for an array.
+        **kwargs: as for `op`.
+        arch: "cpu", "sm_80", "sm_90a", ...; None is JAX's default device.
+
+    Raises:
+        TypeError: `op` is not an operation of this package, or takes no such arguments.
+    """
+    return debug.why_not(_planner(op, args, kwargs), arch or default_arch())
+
+
+def explain(op: Callable[..., Any], *args: Any, arch: str | None = None, **kwargs: Any) -> str:
+    """One line for each native call of `op(*args, **kwargs)` and of its gradients: the kernel, and why others declined.
+
+    Arguments are those of `why_unsupported`.
+
+    Raises:
+        TypeError, ValueError: what `op` itself would raise for these arguments.
+    """
+    return debug.explain_calls(_planner(op, args, kwargs)(), arch or default_arch())

@@ -1,0 +1,233 @@
+"""Flax NNX layers: they hold parameters and initialise them; the arithmetic is in `jax_grouped.ops` and `.moe`.
+
+Letters: G groups (experts), M rows sorted by group, K in, N out, H hidden size, F expert width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
+from jaxtyping import Array, Float
+
+from grouped_core.activations import Activation, resolve
+from grouped_core.recipes import Recipe
+from jax_grouped import moe
+from jax_grouped.ops import ragged_dot
+from jax_grouped.route import MoEAux
+
+Initializer = Callable[..., Array]
+Metadata = Mapping[str, Any]
+
+# NOTE: the first axis numbers the experts and is no part of a fan-in.
+default_kernel_init: Initializer = jax.nn.initializers.lecun_normal(batch_axis=(0,))
+default_router_init: Initializer = jax.nn.initializers.lecun_normal()
+default_bias_init: Initializer = jax.nn.initializers.zeros
+
+_NO_METADATA: Metadata = MappingProxyType({})
+
+
+def _positive(layer: str, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"`{name}` of {layer}: {size}, wanted 1 or more; give the size of that axis.")
+
+
+def _value(param: nnx.Param | None) -> Array | None:
+    return None if param is None else param[...]
+
+
+def _cast(dtype: Any, *arrays: Array | None) -> tuple[Array | None, ...]:
+    """The arrays in the dtype of the computation: `dtype`, or what they promote to."""
+    return promote_dtype(arrays, dtype=dtype)
+
+
+class GroupedLinear(nnx.Module):
+    """y[r] = x[r] kernel[g] + bias[g], g being the group of row r.
+
+    Args:
+        num_groups: G. in_features: K. out_features: N.
+        use_bias: whether there is a `bias` [G, N] beside `kernel` [G, K, N].
+        dtype: of the computation; None: what input and parameters promote to.
+        param_dtype: of the parameters.
+        kernel_init, bias_init: initialisers; the default of the kernel does not count G in its fan-in.
+        recipe: formats of the products; None: as the operands stand.
+        rngs: key.
+        kernel_metadata, bias_metadata: for the `nnx.Param`s, such as sharding names ("expert", "embed", "mlp").
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Initializer = default_kernel_init,
+        bias_init: Initializer = default_bias_init,
+        recipe: Recipe | None = None,
+        rngs: nnx.Rngs,
+        kernel_metadata: Metadata = _NO_METADATA,
+        bias_metadata: Metadata = _NO_METADATA,
+    ) -> None:
+        _positive("GroupedLinear", num_groups=num_groups, in_features=in_features, out_features=out_features)
+        shape = (num_groups, in_features, out_features)
+        self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype), **kernel_metadata)
+        self.bias: nnx.Param | None = nnx.data(None)
+        if use_bias:
+            self.bias = nnx.Param(bias_init(rngs.params(), (num_groups, out_features), param_dtype), **bias_metadata)
+        self.dtype = dtype
+        self.recipe = recipe
+
+    def __call__(self, x: Float[Array, "M K"], group_sizes: Any) -> Float[Array, "M N"]:
+        """Applies the group's kernel to each row. group_sizes: integers [G]; rows past their sum give zero."""
+        x, kernel, bias = _cast(self.dtype, x, self.kernel[...], _value(self.bias))
+        return ragged_dot(x, kernel, group_sizes, bias=bias, recipe=self.recipe)
+
+
+class GroupedMLP(nnx.Module):
+    """y[r] = (p[r] act(x[r] wi[g] + wi_bias[g])) wo[g] + p[r] wo_bias[g], g being the group of row r.
+
+    Args:
+        num_groups: G. hidden: H. mlp_dim: F.
+        activation: a kind, or an `Activation`. Gated kinds make `wi` [G, H, 2F], gate columns first; others [G, H, F].
+        use_bias: whether there are `wi_bias` and `wo_bias` [G, H].
+        dtype: of the computation; None: what input and parameters promote to.
+        param_dtype: of the parameters.
+        kernel_init, bias_init: initialisers; the default of the kernels does not count G in their fan-in.
+        recipe: formats of the products; None: as the operands stand.
+        rngs: key.
+        wi_metadata, wo_metadata, bias_metadata: for the `nnx.Param`s, such as sharding names.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        hidden: int,
+        mlp_dim: int,
+        *,
+        activation: str | Activation = "swiglu",
+        use_bias: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Initializer = default_kernel_init,
+        bias_init: Initializer = default_bias_init,
+        recipe: Recipe | None = None,
+        rngs: nnx.Rngs,
+        wi_metadata: Metadata = _NO_METADATA,
+        wo_metadata: Metadata = _NO_METADATA,
+        bias_metadata: Metadata = _NO_METADATA,
+    ) -> None:
+        _positive(type(self).__name__, num_groups=num_groups, hidden=hidden, mlp_dim=mlp_dim)
+        self.activation = resolve(activation)
+        wide = self.activation.fc1_width(mlp_dim)
+        self.wi = nnx.Param(kernel_init(rngs.params(), (num_groups, hidden, wide), param_dtype), **wi_metadata)
+        self.wo = nnx.Param(kernel_init(rngs.params(), (num_groups, mlp_dim, hidden), param_dtype), **wo_metadata)
+        self.wi_bias: nnx.Param | None = nnx.data(None)
+        self.wo_bias: nnx.Param | None = nnx.data(None)
+        if use_bias:
+            self.wi_bias = nnx.Param(bias_init(rngs.params(), (num_groups, wide), param_dtype), **bias_metadata)
+            self.wo_bias = nnx.Param(bias_init(rngs.params(), (num_groups, hidden), param_dtype), **bias_metadata)
+        self.dtype = dtype
+        self.recipe = recipe
+
+    def _weights(self, x: Array) -> tuple[Array, dict[str, Array | None]]:
+        """x and the parameters in the dtype of the computation."""
+        names = ("wi", "wo", "wi_bias", "wo_bias")
+        x, *values = _cast(self.dtype, x, *(_value(getattr(self, name)) for name in names))
+        return x, dict(zip(names, values, strict=True))
+
+    def __call__(
+        self, x: Float[Array, "M H"], group_sizes: Any, probs: Float[Array, " M"] | None = None
+    ) -> Float[Array, "M H"]:
+        """Applies the group's MLP to each row, weighted by `probs` [M] (None: 1). group_sizes: integers [G]."""
+        x, weights = self._weights(x)
+        return moe.grouped_mlp(
+            x, group_sizes=group_sizes, probs=probs, activation=self.activation, recipe=self.recipe, **weights
+        )
+
+
+class Router(nnx.Module):
+    """Holds `kernel` [H, E], the router's only parameter."""
+
+    def __init__(
+        self, hidden: int, num_experts: int, param_dtype: Any, init: Initializer, rngs: nnx.Rngs, metadata: Metadata
+    ) -> None:
+        self.kernel = nnx.Param(init(rngs.params(), (hidden, num_experts), param_dtype), **metadata)
+
+
+class MoE(GroupedMLP):
+    """A mixture of experts: a router picks k of E experts for each token, whose weighted results are added.
+
+    Its parameters are `router.kernel` [H, E] and those of `GroupedMLP`.
+
+    Args:
+        hidden: H. mlp_dim: F. num_experts: E. num_experts_per_tok: k.
+        score, after_topk, scale, aux_coeff, z_coeff: of the router, see `jax_grouped.route.topk_router`.
+        router_init: initialiser of the router's kernel. router_metadata: for its `nnx.Param`.
+        options: keywords of `GroupedMLP`.
+    """
+
+    mlp = staticmethod(moe.grouped_mlp)
+    """What computes the experts; a subclass may put another function of the same arguments here."""
+
+    def __init__(
+        self,
+        hidden: int,
+        mlp_dim: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        *,
+        score: str = "softmax",
+        after_topk: bool = False,
+        scale: float = 1.0,
+        aux_coeff: float = 0.0,
+        z_coeff: float = 0.0,
+        param_dtype: Any = jnp.float32,
+        router_init: Initializer = default_router_init,
+        router_metadata: Metadata = _NO_METADATA,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        if not 1 <= num_experts_per_tok <= num_experts:
+            raise ValueError(
+                f"`num_experts_per_tok` of MoE: {num_experts_per_tok}, wanted 1 to {num_experts}, the number of "
+                "experts; choose fewer."
+            )
+        super().__init__(num_experts, hidden, mlp_dim, param_dtype=param_dtype, rngs=rngs, **options)
+        self.router = Router(hidden, num_experts, param_dtype, router_init, rngs, router_metadata)
+        self.num_experts_per_tok = num_experts_per_tok
+        self.score = score
+        self.after_topk = after_topk
+        self.scale = scale
+        self.aux_coeff = aux_coeff
+        self.z_coeff = z_coeff
+
+    def __call__(self, x: Float[Array, "... H"]) -> tuple[Float[Array, "... H"], MoEAux]:
+        """Sends each token of x through its experts. Returns y in the shape of x, and `MoEAux`."""
+        rows, weights = self._weights(x.reshape(-1, x.shape[-1]))
+        y, aux = moe.moe(
+            rows,
+            self.router.kernel[...],
+            weights["wi"],
+            weights["wo"],
+            self.num_experts_per_tok,
+            activation=self.activation,
+            wi_bias=weights["wi_bias"],
+            wo_bias=weights["wo_bias"],
+            recipe=self.recipe,
+            mlp=self.mlp,
+            score=self.score,
+            after_topk=self.after_topk,
+            scale=self.scale,
+            aux_coeff=self.aux_coeff,
+            z_coeff=self.z_coeff,
+        )
+        return y.reshape(x.shape), aux

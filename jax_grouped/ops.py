@@ -1,0 +1,331 @@
+"""The operations: checks, and `custom_vjp` around the rules of `grouped_core`.
+
+Of GROUPED_DEBUG, read at each trace, `sizes` concerns JAX: what does not fit is logged while the program runs. There is
+nothing to do for `poison`, for no result here has an undefined row, nor for `sync`: XLA reports the errors of a call.
+
+Letters: G groups, M rows, K in, N out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import custom_vjp_primal_tree_values
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from grouped_core import calls, debug, gradients
+from grouped_core.calls import ArraySpec, Call, Linear, Names
+from grouped_core.gradients import Needs
+from grouped_core.plans import Planner
+from grouped_core.recipes import Recipe
+from grouped_core.sizes import GroupSizes, unwrap
+from jax_grouped import accumulate
+from jax_grouped._run import RUN, reduce_to, varying_axes
+
+NAMES = Names(x="lhs", w="rhs")
+
+jax.tree_util.register_dataclass(GroupSizes, data_fields=["value"], meta_fields=["representative"])
+
+_logger = logging.getLogger("grouped_core")
+_INT32 = np.iinfo(np.int32)
+
+
+def ragged_dot(
+    lhs: Float[Array, "M K"],
+    rhs: Float[Array, "G K N"] | Float[Array, "G N K"],
+    group_sizes: Int[Array, " G"] | GroupSizes,
+    *,
+    rhs_transposed: bool = False,
+    bias: Float[Array, "G N"] | None = None,
+    row_scale: Float[Array, " M"] | None = None,
+    scale_bias: bool = False,
+    preferred_element_type: DTypeLike | None = None,
+    recipe: Recipe | None = None,
+    wgrad_accum: accumulate.Accumulator | None = None,
+    wgrad_dtype: DTypeLike | None = None,
+    out: Float[Array, "M N"] | None = None,
+    implementation: str | Sequence[str] | None = None,
+    group_offset: None = None,
+) -> Float[Array, "M N"]:
+    """y[r] = row_scale[r] * (lhs[r] @ rhs[g(r)] + bias[g(r)]): each row times the weight of its group.
+
+    Drop-in for `jax.lax.ragged_dot` with its first three arguments. Group g owns the next `group_sizes[g]` rows; rows
+    past the last group, the tail, are never read and come out as zero, in y and in every gradient. Sums are fp32,
+    values are rounded once. Works under `jit`, `grad`, `scan`, `checkpoint` and, on local shapes, inside `shard_map`.
+
+    Args:
+        lhs: [M, K]; float32, bfloat16, float16, or plain float8_e4m3fn / float8_e5m2.
+        rhs: [G, K, N], or [G, N, K] with `rhs_transposed` (read in place); of the dtype of lhs.
+        group_sizes: [G], any integer dtype. Sizes that sum to more than M are clamped, negative ones count as 0
+            (`size_status` tells). `GroupSizes` adds the usual number of rows, a hint for speed.
+        bias: [G, N]. row_scale: [M]. Both differentiable, float32 or 16 bits.
+        scale_bias: `row_scale` multiplies the bias alone: lhs[r] @ rhs[g] + row_scale[r] * bias[g].
+        preferred_element_type: dtype of y; default that of lhs (bfloat16 for float8).
+        recipe: formats of the three products; default: operands as they stand.
+        wgrad_accum: accumulator of the weight's shape; backward adds the weight gradient to it, in its dtype, and the
+            weight's own gradient is zero. An array: its cotangent is the new accumulator, so use it once a step. A
+            `jax.Ref` or `accumulate.StackedRef`: updated in place.
+        wgrad_dtype: dtype of the weight gradient; default that of rhs.
+        out: [M, N], the result's buffer: valid rows are written, tail rows keep what they hold. Donate it, or XLA
+            copies it first. It gets no gradient.
+        implementation: names of the kernels allowed; default: the best one.
+        group_offset: taken only to be refused.
+
+    Returns:
+        y [M, N].
+
+    Raises:
+        TypeError: an argument that is not an array, or has a dtype that is not taken; `group_offset`.
+        ValueError: shapes that do not fit, options that contradict each other.
+        NotImplementedError: no kernel takes the operands (`why_unsupported` tells beforehand); `jax.vmap`.
+    """
+    op, o = _prepare(_as_array, **locals())  # the arguments, by name
+    if "sizes" in debug.debug_flags():
+        jax.debug.callback(_report_sizes, size_status(o.sizes, o.x.shape[0]))
+    run = _linear if o.accum is None or accumulate.is_sink(o.accum) else _linear_into_ref
+    return run(op, *o._replace(sizes=_to_int32(o.sizes)))
+
+
+def size_status(group_sizes: Int[Array, " G"] | GroupSizes, M: int) -> Int[Array, ""]:
+    """Whether the sizes fit M rows: an int32 scalar on the device, bit 0 a negative size, bit 1 a sum above M.
+
+    Nothing is read on the host, so it may stand in a jitted program; 0 means that they fit.
+
+    Raises:
+        TypeError: `group_sizes` is not an array of integers. ValueError: it has not one axis.
+    """
+    sizes = _as_array(NAMES.sizes, unwrap(group_sizes)[0], "[G]")
+    calls.check_sizes(NAMES, RUN.spec(sizes))
+    word = debug.size_word(_to_int32(sizes), M, where=jnp.where, total=partial(jnp.sum, dtype=jnp.int32))
+    return word.astype(jnp.int32)
+
+
+def plan_ragged_dot(**arguments: Any) -> list[Call]:
+    """Every native call of `ragged_dot` and of all its gradients; arrays may be `jax.ShapeDtypeStruct`."""
+    op, o = _prepare(_as_spec, **arguments)
+    run = Planner()
+    y = gradients.linear(run, op, o.x, o.w, o.sizes, o.bias, o.row_scale, o.out)
+    gradients.linear_grads(
+        run,
+        op,
+        (o.x, o.w, o.bias, o.row_scale),
+        o.x,
+        o.w,
+        o.sizes,
+        o.bias,
+        o.row_scale,
+        y,
+        Needs(bias=o.bias is not None, row_scale=o.row_scale is not None),
+        into_w=o.accum,
+        accumulate=o.accum is not None,
+    )
+    return run.calls
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments.
+
+
+class _Operands(NamedTuple):
+    x: Any
+    w: Any
+    sizes: Any
+    bias: Any
+    row_scale: Any
+    out: Any
+    accum: Any
+
+
+def _as_array(name: str, value: Any, shape: str) -> Any:
+    """`value` as a JAX array; NumPy's become constants."""
+    if isinstance(value, jax.Array):
+        return value
+    if isinstance(value, np.ndarray):
+        # JAX would wrap 64-bit sizes; they must saturate.
+        return value if np.issubdtype(value.dtype, np.integer) else jnp.asarray(value)
+    raise TypeError(
+        f"`{name}`: {type(value).__name__}, expected a JAX or NumPy array {shape}; convert it with jnp.asarray."
+    )
+
+
+def _as_spec(name: str, value: Any, shape: str) -> ArraySpec:
+    """Shape and dtype of an array or `jax.ShapeDtypeStruct`."""
+    return calls.spec_of(value if isinstance(value, jax.ShapeDtypeStruct) else _as_array(name, value, shape))
+
+
+def _dtype_name(dtype: DTypeLike | None) -> str | None:
+    return None if dtype is None else np.dtype(dtype).name
+
+
+def _prepare(
+    take: Callable[[str, Any, str], Any],
+    *,
+    lhs: Any,
+    rhs: Any,
+    group_sizes: Any,
+    rhs_transposed: bool,
+    bias: Any,
+    row_scale: Any,
+    scale_bias: bool,
+    preferred_element_type: DTypeLike | None,
+    recipe: Recipe | None,
+    wgrad_accum: Any,
+    wgrad_dtype: DTypeLike | None,
+    out: Any,
+    implementation: str | Sequence[str] | None,
+    group_offset: Any,
+) -> tuple[Linear, _Operands]:
+    """The static facts and the operands of `ragged_dot`, checked; `take` makes an operand of an argument."""
+    n = NAMES
+    if group_offset is not None:
+        raise TypeError(
+            f"`group_offset`: {type(group_offset).__name__}, expected None; slice `{n.sizes}` and `{n.w}` to the local "
+            f"groups and let the rows of `{n.x}` start at the first of them."
+        )
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(f"`recipe`: {type(recipe).__name__}, expected None or a Recipe; pass one, e.g. BF16.")
+
+    def optional(name: str, value: Any, shape: str) -> Any:
+        return None if value is None else take(name, value, shape)
+
+    sizes, rows_hint = unwrap(group_sizes)
+    operands = _Operands(
+        take(n.x, lhs, "[M, K]"),
+        take(n.w, rhs, "[G, N, K]" if rhs_transposed else "[G, K, N]"),
+        take(n.sizes, sizes, "[G]"),
+        optional(n.bias, bias, "[G, N]"),
+        optional(n.row_scale, row_scale, "[M]"),
+        optional(n.out, out, "[M, N]"),
+        None if wgrad_accum is None else accumulate.take(take, n.accum, wgrad_accum),
+    )
+    op = Linear(
+        names=n,
+        transposed=bool(rhs_transposed),
+        recipe=recipe,
+        scale_bias=bool(scale_bias),
+        result_dtype=_dtype_name(preferred_element_type),
+        wgrad_dtype=_dtype_name(wgrad_dtype),
+        rows_hint=rows_hint,
+        implementation=calls.implementation_names(implementation),
+    )
+    calls.check_linear(op, *(None if a is None else calls.spec_of(a) for a in operands[:6]))
+    if operands.accum is not None:
+        accumulate.check(op, operands.accum, calls.spec_of(operands.w))
+    return op, operands
+
+
+def _to_int32(sizes: Any) -> jax.Array:
+    """Sizes as int32 on the device; larger ones saturate (GRP-1)."""
+    info = jnp.iinfo(sizes.dtype)
+    if info.min < _INT32.min or info.max > _INT32.max:
+        xp = np if isinstance(sizes, np.ndarray) else jnp
+        sizes = xp.clip(sizes, max(int(info.min), _INT32.min), min(int(info.max), _INT32.max))
+    return jnp.asarray(sizes.astype(np.int32))
+
+
+def _report_sizes(word: Any) -> None:
+    if int(word):
+        _logger.warning("ragged_dot: %s", debug.describe_status(int(word)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The linear operation.
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["x", "w", "sizes", "bias", "row_scale", "accum"],
+    meta_fields=["needs", "specs", "varying"],
+)
+@dataclass(frozen=True)
+class _Saved:
+    """What the linear operation keeps for its backward; arrays that no needed gradient reads are None."""
+
+    x: Any
+    w: Any
+    sizes: Any
+    bias: Any
+    row_scale: Any
+    accum: Any
+    needs: Needs
+    specs: Any
+    """Specs of x, w, bias, row_scale, the latter two None where absent."""
+    varying: tuple[frozenset[str], ...]
+    """Manual mesh axes over which they vary."""
+
+
+def _linear_value(op: Linear, x: Any, w: Any, sizes: Any, bias: Any, row_scale: Any, out: Any, accum: Any) -> Any:
+    return gradients.linear(RUN, op, x, w, sizes, bias, row_scale, out)
+
+
+def _linear_save(op: Linear, needs: Needs, *operands: Any) -> tuple[Any, _Saved]:
+    x, w, sizes, bias, row_scale, out, accum = operands
+    keep = gradients.linear_saved(op, needs, bias is not None, row_scale is not None)
+    if keep.x:  # named before it is used, so that a policy which saves it spares what made it
+        x = checkpoint_name(x, "grouped_x")
+    y = _linear_value(op, x, w, sizes, bias, row_scale, out, accum)
+    if accum is not None:
+        accumulate.check_varying(op, accum, varying_axes(y))
+    differentiable = (x, w, bias, row_scale)
+    return y, _Saved(
+        x=x if keep.x else None,
+        w=w if keep.w else None,
+        sizes=sizes,
+        bias=bias if keep.bias else None,
+        row_scale=row_scale if keep.row_scale else None,
+        accum=accum if needs.w else None,
+        needs=needs,
+        specs=tuple(None if a is None else RUN.spec(a) for a in differentiable),
+        varying=tuple(frozenset() if a is None else varying_axes(a) for a in differentiable),
+    )
+
+
+def _linear_fwd(op: Linear, *primals: Any) -> tuple[Any, _Saved]:
+    x, w, _, bias, row_scale, _, accum = (any(leaf.perturbed for leaf in jax.tree.leaves(p)) for p in primals)
+    operands = custom_vjp_primal_tree_values(primals)
+    return _linear_save(op, Needs(x, accum if operands[-1] is not None else w, bias, row_scale), *operands)
+
+
+def _linear_bwd(op: Linear, saved: _Saved, dy: Any) -> tuple[Any, ...]:
+    into = None if saved.accum is None else accumulate.read(saved.accum)
+    found = gradients.linear_grads(
+        RUN,
+        op,
+        saved.specs,
+        saved.x,
+        saved.w,
+        saved.sizes,
+        saved.bias,
+        saved.row_scale,
+        dy,
+        saved.needs,
+        into_w=into,
+        accumulate=into is not None,
+    )
+    accum = None
+    if into is not None:
+        accum = accumulate.write(saved.accum, found.w)
+        found = found._replace(w=None)
+    dx, dw, db, dc = (
+        None if cotangent is None else reduce_to(cotangent, axes)
+        for cotangent, axes in zip(found, saved.varying, strict=True)
+    )
+    return dx, dw, None, db, dc, None, accum
+
+
+_linear = jax.custom_vjp(_linear_value, nondiff_argnums=(0,))
+_linear.defvjp(_linear_fwd, _linear_bwd, symbolic_zeros=True)
+
+# NOTE: a forward rule that is told of symbolic zeros may not keep a Ref when JAX traces it (in scan and checkpoint). So
+# with a Ref all gradients count as asked for; compilation drops the calls of those that are not used.
+_linear_into_ref = jax.custom_vjp(_linear_value, nondiff_argnums=(0,))
+_linear_into_ref.defvjp(lambda op, *operands: _linear_save(op, Needs(), *operands), _linear_bwd)

@@ -1,0 +1,234 @@
+"""The only tolerances there are, each derived from formats and the number of summed terms (numerics 7).
+
+`Expected` is a runner: a rule of grouped_core run through it yields, for every result and gradient, the exact value and
+the error that an implementation is allowed, carried through each cast and each call:
+
+    error = M(|a| + da, |b| + db) - M(|a|, |b|)     errors that the operands bring along
+          + gamma * M(|a| + da, |b| + db)           sums in fp32
+          + half an ulp of the result               one rounding
+
+with M the call's oracle over absolute values, which is monotone, because calls only multiply and add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from grouped_core import gradients
+from grouped_core.calls import SLOTS, ArraySpec, Call, Linear, spec_of
+from grouped_core.gradients import Gradients, Needs
+from grouped_core.reference import Oracle, group_ends
+
+F32_HALF_ULP = 2.0**-24
+"""Relative error of one fp32 operation."""
+SMALLEST_F32 = 2.0**-149
+"""Absolute error of an fp32 operation whose result is subnormal, doubled."""
+BF16_FLUSH = 2.0**-126
+"""x86 `vdpbf16ps` takes and gives zero for subnormals (numerics 8)."""
+FUNCTIONS = 2.0**-20
+"""Relative error of the logistic function, exp, tanh, erf, and of what a few of them are made into (numerics 5)."""
+FINITE_DIFFERENCES = 1e-6
+"""Gradient formulas against finite differences of the fp64 oracle, relative."""
+MMA_DEPTH = {"float32": 8, "bfloat16": 16, "float16": 16, "float8_e4m3fn": 16, "float8_e5m2": 16}
+"""Terms that one tensor-core instruction adds up (kappa); fp8 values are widened to bf16 first."""
+
+
+def half_ulp(values: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
+    """Half a unit in the last place of `dtype` at `values`, elementwise."""
+    info = ml_dtypes.finfo(np.dtype(getattr(ml_dtypes, dtype)) if hasattr(ml_dtypes, dtype) else np.dtype(dtype))
+    _, exponent = np.frexp(np.abs(values))  # |v| in [2^(e-1), 2^e)
+    exponent = np.where(values == 0, int(info.minexp), np.maximum(exponent - 1, int(info.minexp)))
+    return np.ldexp(0.5, exponent - int(info.nmant))
+
+
+def gamma(terms: NDArray[np.float64] | float, dtype: str, kernel: str, fp32_mode: str = "ieee") -> NDArray[np.float64]:
+    """Relative error of a sum of `terms` products of `dtype` operands, against the sum of their magnitudes.
+
+    Args:
+        kernel: name of the kernel that sums; it says on what it runs.
+    """
+    c = np.asarray(terms, np.float64)
+    tensor_core = 2 * F32_HALF_ULP * (c + np.ceil(c / MMA_DEPTH[dtype]))
+    if "_cpu" in kernel or (dtype == "float32" and (fp32_mode == "ieee" or kernel.endswith("_cuda"))):
+        return (c + 1) * F32_HALF_ULP
+    if dtype != "float32":
+        return tensor_core
+    return 2.0**-20 + 3 * tensor_core if fp32_mode == "tf32x3" else 2.0**-9 + tensor_core
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """A value, the error allowed around it, and the dtype in which it is stored."""
+
+    value: NDArray[np.float64]
+    error: NDArray[np.float64]
+    dtype: str
+
+    @staticmethod
+    def of(array: NDArray[Any], dtype: str | None = None) -> Bounded:
+        """An array that is given, hence exact."""
+        value = np.asarray(array).astype(np.float64)
+        return Bounded(value, np.zeros_like(value), dtype or spec_of(array).dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the value."""
+        return self.value.shape
+
+
+class Expected:
+    """A runner over `Bounded` arrays; group sizes stay plain.
+
+    Args:
+        kernels: by call, the name of the kernel that is tested; a call that is not there runs on the CPU.
+    """
+
+    def __init__(self, kernels: dict[str, str] | None = None) -> None:
+        self.kernels = kernels or {}
+        self._exact = Oracle(exact=True)
+
+    def __call__(self, call: Call, arrays: Sequence[Any]) -> tuple[Bounded, ...]:
+        kernel = self.kernels.get(call.name, f"{call.name}_any_cpu")
+        params = dict(call.params)
+        value = self._run(call, arrays, lambda b: b.value)
+        largest = self._run(call, arrays, lambda b: np.abs(b.value) + b.error)
+        carried = largest - self._run(call, arrays, lambda b: np.abs(b.value))
+        terms, steps, written = _work(call, arrays)
+        operand = _summed_dtype(call)
+        rate = gamma(terms, operand, kernel, str(params.get("fp32_mode", "ieee"))) + steps * F32_HALF_ULP
+        error = carried + rate * largest + (np.asarray(terms) + steps) * SMALLEST_F32
+        if "_cpu" in kernel and operand == "bfloat16" and call.name == "grouped_matmul":
+            error = error + _flushed(call, arrays, terms)
+        (spec,) = call.outputs
+        error = error + half_ulp(np.abs(value) + error, spec.dtype)
+        return (Bounded(value, np.where(written, error, 0.0), spec.dtype),)
+
+    def _run(self, call: Call, arrays: Sequence[Any], part: Any) -> NDArray[np.float64]:
+        plain = [part(a) if isinstance(a, Bounded) else a for a in arrays]
+        (result,) = self._exact(call, plain)
+        return np.asarray(result, np.float64)
+
+    def spec(self, array: Any) -> ArraySpec:
+        """Shape and stored dtype."""
+        return ArraySpec(array.shape, array.dtype) if isinstance(array, Bounded) else spec_of(array)
+
+    def cast(self, array: Bounded, dtype: str) -> Bounded:
+        """One rounding more, where `dtype` is another."""
+        if array.dtype == dtype:
+            return array
+        error = array.error + half_ulp(np.abs(array.value) + array.error, dtype)
+        if _holds(dtype, array.dtype):  # widening is exact
+            error = array.error
+        return Bounded(array.value, error, dtype)
+
+
+def _holds(wide: str, narrow: str) -> bool:
+    return wide == "float32" or narrow.startswith("float8")
+
+
+def _work(call: Call, arrays: Sequence[Any]) -> tuple[Any, int, NDArray[np.bool_]]:
+    """Summed terms (broadcastable to the result), further fp32 steps of the epilogue, and the elements written."""
+    operands = dict(zip(SLOTS[call.name], arrays, strict=True))
+    params = dict(call.params)
+    (spec,) = call.outputs
+    sizes = np.asarray(operands["group_sizes"])
+    by_group = call.name == "group_sum" or bool(params.get("contract_rows", 0))
+    if by_group:
+        rows = operands["rows" if call.name == "group_sum" else "lhs"].shape[0]
+        ends = group_ends(sizes, rows)
+        counts = np.diff(ends, prepend=0).astype(np.float64).reshape((-1,) + (1,) * (len(spec.shape) - 1))
+        steps = 1 + int(bool(params.get("accumulate", 0)))
+        return counts, steps, np.broadcast_to(counts > 0, spec.shape)
+    end = int(group_ends(sizes, spec.shape[0])[-1])
+    written = np.zeros(spec.shape, bool)
+    written[:end] = True
+    if call.name == "row_dot":
+        widths = [operands[name].shape[1] for name in ("lhs", "group_lhs") if operands[name] is not None]
+        return float(sum(widths)), 1, written
+    if call.name == "scale_rows":
+        return 0.0, 1, written
+    steps = sum(operands[name] is not None for name in ("bias", "row_scale")) + int(bool(params["accumulate"]))
+    return float(operands["lhs"].shape[1]), steps, written
+
+
+def _summed_dtype(call: Call) -> str:
+    specs = dict(zip(SLOTS[call.name], call.inputs, strict=True))
+    spec = specs.get("lhs" if call.name == "grouped_matmul" else "rows")
+    return spec.dtype if spec else "float32"
+
+
+def _flushed(call: Call, arrays: Sequence[Any], terms: Any) -> NDArray[np.float64]:
+    operands = dict(zip(SLOTS[call.name], arrays, strict=True))
+    top = 1.0
+    for name in ("lhs", "rhs"):
+        values = np.abs(operands[name].value)
+        top += float(np.max(values, initial=0.0, where=np.isfinite(values)))
+    if operands["row_scale"] is not None:
+        values = np.abs(operands["row_scale"].value)
+        top *= 1.0 + float(np.max(values, initial=0.0, where=np.isfinite(values)))
+    return np.asarray(BF16_FLUSH * top * np.asarray(terms, np.float64))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The linear operation, whole.
+
+
+def expect_linear(
+    op: Linear,
+    x: NDArray[Any],
+    w: NDArray[Any],
+    group_sizes: NDArray[Any],
+    bias: NDArray[Any] | None = None,
+    row_scale: NDArray[Any] | None = None,
+    *,
+    kernels: dict[str, str] | None = None,
+) -> Bounded:
+    """y of the linear operation and the error allowed; w in the layout that `op.transposed` says."""
+    run = Expected(kernels)
+    return gradients.linear(run, op, Bounded.of(x), Bounded.of(w), group_sizes, _maybe(bias), _maybe(row_scale))
+
+
+def expect_linear_grads(
+    op: Linear,
+    x: NDArray[Any],
+    w: NDArray[Any],
+    group_sizes: NDArray[Any],
+    bias: NDArray[Any] | None,
+    row_scale: NDArray[Any] | None,
+    dy: NDArray[Any],
+    needs: Needs | None = None,
+    *,
+    into_w: NDArray[Any] | None = None,
+    accumulate: bool = False,
+    kernels: dict[str, str] | None = None,
+) -> Gradients:
+    """Gradients of the linear operation, each a `Bounded`, and the errors allowed."""
+    run = Expected(kernels)
+    needs = needs or Needs(bias=bias is not None, row_scale=row_scale is not None)
+    arrays = tuple(_maybe(array) for array in (x, w, bias, row_scale))
+    bx, bw, bb, bs = arrays
+    specs = tuple(None if array is None else run.spec(array) for array in arrays)
+    return gradients.linear_grads(
+        run,
+        op,
+        specs,  # type: ignore[arg-type]
+        bx,
+        bw,
+        group_sizes,
+        bb,
+        bs,
+        Bounded.of(dy),
+        needs,
+        into_w=_maybe(into_w),
+        accumulate=accumulate,
+    )
+
+
+def _maybe(array: NDArray[Any] | None) -> Bounded | None:
+    return None if array is None else Bounded.of(array)

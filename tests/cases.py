@@ -1,0 +1,271 @@
+"""Problems, written once: tests, benchmarks and tuning read the same rows.
+
+Letters: G groups, M rows of the buffer, S rows that belong to groups, K in, N out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""Element types of the plain products that have gradients."""
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+TAIL = float("nan")
+"""What rows past the last group hold: whoever reads them poisons its result (GRP-5)."""
+SENTINEL = 7.0
+"""What a caller's buffer holds beforehand; exact in every dtype."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem.
+
+    Attributes:
+        name: unique; a test id and a benchmark label.
+        sizes: rows of each group, as the caller hands them in; they may be negative or sum to more than `rows`.
+        rows: M. k: contracted features. n: features of the result.
+        tags: `small` a few thousand products at most; `edge` an odd distribution of rows; `tail` S < M; `clamp` sizes
+            that do not fit; `groups` an odd number of groups; `width` odd K or N; `bench`, `cpu_bench`, `decode`
+            shapes of the benchmarks.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    rows: int
+    k: int
+    n: int
+    tags: frozenset[str]
+
+    @property
+    def groups(self) -> int:
+        """G."""
+        return len(self.sizes)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Last row of each group, exclusive, in Python integers (GRP-4)."""
+        return tuple(min(self.rows, end) for end in itertools.accumulate(max(size, 0) for size in self.sizes))
+
+    @property
+    def valid(self) -> int:
+        """S: rows that belong to some group."""
+        return self.ends[-1]
+
+    def spans(self) -> Iterator[slice]:
+        """The rows of each group."""
+        start = 0
+        for end in self.ends:
+            yield slice(start, end)
+            start = end
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _seed(*parts: object) -> np.random.Generator:
+    """A generator that depends on the text of `parts` alone, not on the order in which tests run."""
+    return np.random.default_rng(zlib.crc32(repr(parts).encode()))
+
+
+def jagged(groups: int, rows: int) -> tuple[int, ...]:
+    """Sizes drawn from a multinomial: they sum to `rows` and nothing is aligned."""
+    return tuple(int(m) for m in _seed("jagged", groups, rows).multinomial(rows, [1 / groups] * groups))
+
+
+def zipf(groups: int, rows: int) -> tuple[int, ...]:
+    """Sizes that fall off as 1/rank, ranks shuffled."""
+    rng = _seed("zipf", groups, rows)
+    weights = rng.permutation(1.0 / np.arange(1, groups + 1))
+    return tuple(int(m) for m in rng.multinomial(rows, weights / weights.sum()))
+
+
+def third_empty(groups: int, rows: int) -> tuple[int, ...]:
+    """Sizes of which every third is zero."""
+    taken = np.arange(groups) % 3 != 2
+    return tuple(int(m) for m in _seed("third_empty", groups, rows).multinomial(rows, taken / taken.sum()))
+
+
+def _row(name: str, sizes: Sequence[int], k: int, n: int, tags: str, rows: int | None = None) -> Case:
+    sizes = tuple(sizes)
+    return Case(name, sizes, sum(sizes) if rows is None else rows, k, n, frozenset(tags.split()))
+
+
+CASES: tuple[Case, ...] = (
+    # Distributions of rows.
+    _row("uniform", [16] * 4, 32, 48, "small"),
+    _row("jagged", jagged(5, 61), 24, 40, "small"),
+    _row("idle_middle", [128, 0, 96], 16, 24, "edge"),
+    _row("around_64_and_128", [65, 128, 97], 16, 24, "edge"),
+    _row("one_row_each", [1, 1, 1], 16, 8, "small edge"),
+    _row("rows_1_15_127", [1, 15, 127], 16, 24, "edge"),
+    _row("rows_1027", [1027, 3], 8, 16, "edge"),
+    _row("one_takes_all", [0, 0, 70, 0], 24, 16, "small edge"),
+    _row("all_empty", [0, 0, 0], 16, 24, "small edge tail", rows=9),
+    _row("no_rows", [0, 0], 16, 8, "small edge", rows=0),
+    _row("idle_ends", [0, 9, 0, 14, 0], 16, 24, "small edge"),
+    # Sizes and the capacity of the buffer.
+    _row("tail", [20, 0, 13], 24, 40, "small tail", rows=50),
+    _row("tail_long", [3, 2], 16, 24, "small tail", rows=150),
+    _row("clamped", [30, 30, 30], 24, 16, "small clamp", rows=70),
+    _row("clamped_idle", [80, 5, 0, 7], 16, 24, "small clamp", rows=64),
+    _row("negative", [12, -5, 20], 24, 16, "small clamp", rows=40),
+    _row("overflow_32", [2**31 - 1, 2**31 - 1, 4], 16, 24, "small clamp", rows=33),
+    _row("most_negative", [-(2**31), 10, 3], 16, 8, "small clamp", rows=20),
+    # Numbers of groups.
+    _row("groups_1", [37], 24, 40, "small groups"),
+    _row("groups_1_tail", [37], 24, 40, "small groups tail", rows=64),
+    _row("groups_2", [5, 31], 24, 40, "small groups"),
+    _row("groups_8", jagged(8, 90), 16, 24, "small groups"),
+    _row("groups_64", jagged(64, 130), 8, 16, "groups"),
+    _row("groups_65", jagged(65, 130), 8, 16, "groups"),
+    _row("groups_256", jagged(256, 300), 8, 8, "groups"),
+    _row("groups_1024", jagged(1024, 700), 8, 8, "groups"),
+    _row("groups_1025", jagged(1025, 700), 8, 8, "groups tail", rows=710),
+    _row("groups_4096", jagged(4096, 900), 4, 4, "groups"),
+    # Widths.
+    _row("k_1", [9, 14], 1, 24, "small width"),
+    _row("n_1", [9, 14], 24, 1, "small width"),
+    _row("k_8", [9, 14], 8, 100, "small width"),
+    _row("k_100", [9, 14], 100, 8, "small width"),
+    _row("k_n_odd", [9, 14], 37, 53, "small width"),
+    _row("k_2880", [33, 7], 2880, 40, "width"),
+    _row("n_2880", [7, 33], 40, 2880, "width"),
+    # Benchmarks: models' layers (rows are routed rows), gate and up together.
+    _row("A", jagged(8, 16384), 4096, 28672, "bench"),
+    _row("B", jagged(32, 32768), 7168, 4096, "bench"),
+    _row("C", jagged(128, 65536), 2048, 1536, "bench"),
+    _row("Cz", zipf(128, 65536), 2048, 1536, "bench"),
+    _row("Ce", third_empty(128, 65536), 2048, 1536, "bench"),
+    _row("D", jagged(64, 65536), 2048, 2048, "bench"),
+    _row("E", jagged(32, 32768), 2880, 5760, "bench"),
+    _row("cpu", zipf(8, 4096), 1024, 2048, "cpu_bench"),
+    _row("cpu_many", jagged(64, 8192), 512, 1024, "cpu_bench"),
+    *(
+        _row(f"decode_{model}_{tokens}", jagged(groups, tokens * active), k, n, "decode")
+        for model, groups, active, k, n in (
+            ("mixtral", 8, 2, 4096, 28672),
+            ("qwen3", 128, 8, 2048, 1536),
+            ("gpt_oss", 32, 4, 2880, 5760),
+            ("olmoe", 64, 8, 2048, 2048),
+        )
+        for tokens in (64, 128, 256, 512)
+    ),
+)
+"""All problems."""
+
+_HEAVY = frozenset({"bench", "cpu_bench", "decode"})
+
+
+def select(*tags: str) -> list[Case]:
+    """Cases that have all of `tags`; without tags, all that a test can afford."""
+    wanted = frozenset(tags)
+    return [case for case in CASES if wanted <= case.tags and (wanted & _HEAVY or not case.tags & _HEAVY)]
+
+
+def named(name: str) -> Case:
+    """The case called `name`."""
+    (found,) = [case for case in CASES if case.name == name]
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data.
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The NumPy dtype of an element type."""
+    return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else np.dtype(name)
+
+
+class Problem(NamedTuple):
+    """Arrays of one case; rows past the groups hold `TAIL` in x, dy and row_scale."""
+
+    case: Case
+    transposed: bool
+    x: NDArray[Any]  # [M, K]
+    w: NDArray[Any]  # [G, K, N], or [G, N, K] when transposed
+    group_sizes: NDArray[Any]  # int32 [G]
+    bias: NDArray[Any]  # [G, N]
+    row_scale: NDArray[Any]  # float32 [M]
+    dy: NDArray[Any]  # [M, N]
+
+
+def normal(shape: Sequence[int], dtype: str, *seed: object) -> NDArray[Any]:
+    """Standard normal values, rounded to `dtype`, the same for the same arguments in every run."""
+    return _seed("normal", tuple(shape), *seed).standard_normal(tuple(shape)).astype(numpy_dtype(dtype))
+
+
+def problem(case: Case, dtype: str, *, transposed: bool = False, tail: float = TAIL, seed: int = 0) -> Problem:
+    """Random arrays for `case`. Both layouts hold the same numbers, and dtypes the same numbers up to rounding.
+
+    Args:
+        dtype: of x, w, bias and dy; with fp8 values bias and dy are bfloat16.
+        tail: what rows past the last group hold.
+    """
+    wide = "bfloat16" if dtype.startswith("float8") else dtype
+    x = normal((case.rows, case.k), dtype, "x", seed)
+    w = normal((case.groups, case.k, case.n), dtype, "w", seed)
+    bias = normal((case.groups, case.n), wide, "bias", seed)
+    row_scale = normal((case.rows,), "float32", "row_scale", seed)
+    dy = normal((case.rows, case.n), wide, "dy", seed)
+    for rows in (x, row_scale, dy):
+        rows[case.valid :] = tail
+    if transposed:
+        w = np.ascontiguousarray(w.swapaxes(1, 2))
+    sizes = np.array(case.sizes, np.int32)
+    return Problem(case, transposed, x, w, sizes, bias, row_scale, dy)
+
+
+def unaligned(array: NDArray[Any]) -> NDArray[Any]:
+    """A contiguous copy whose base address is not a multiple of 16 bytes, but one of its element's."""
+    offset = array.itemsize
+    memory = np.empty(array.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 16 + offset
+    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Option matrices.
+
+
+def product(options: Mapping[str, Sequence[Any]], valid: Callable[..., bool] | None = None) -> list[tuple[Any, ...]]:
+    """Every combination of the options' values that `valid` accepts, in the options' order."""
+    rows = itertools.product(*options.values())
+    return [row for row in rows if valid is None or valid(**dict(zip(options, row, strict=True)))]
+
+
+def pairwise(options: Mapping[str, Sequence[Any]], valid: Callable[..., bool] | None = None) -> list[tuple[Any, ...]]:
+    """Few combinations that hold every pair of values which some valid combination holds; always the same ones.
+
+    Greedy: the next row is the one with the most pairs not seen yet, the first of these in the product's order.
+    """
+    rows = product(options, valid)
+    if len(options) < 2:
+        return rows
+    counts = [len(values) for values in options.values()]
+    places = [{id(value): i for i, value in enumerate(values)} for values in options.values()]
+    bits: dict[tuple[int, int, int, int], int] = {}
+    masks = []
+    for row in rows:
+        at = [place[id(value)] for place, value in zip(places, row, strict=True)]
+        mask = 0
+        for i, j in itertools.combinations(range(len(counts)), 2):
+            mask |= 1 << bits.setdefault((i, at[i], j, at[j]), len(bits))
+        masks.append(mask)
+    missing = (1 << len(bits)) - 1
+    chosen = []
+    while missing:
+        best = max(range(len(rows)), key=lambda r: (masks[r] & missing).bit_count())
+        missing &= ~masks[best]
+        chosen.append(rows[best])
+    return chosen

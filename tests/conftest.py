@@ -1,0 +1,111 @@
+"""Strictness, options and fixtures of the whole suite."""
+
+from __future__ import annotations
+
+import os
+
+# Before any test module imports JAX: eight host devices, and no implicit promotion of ranks or dtypes. Variables, so
+# that tests of the core do not import JAX and subprocesses inherit the settings.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
+os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
+
+import ctypes
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import cases
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("jax-grouped")
+    group.addoption("--full", action="store_true", help="run whole products of options instead of every pair of values")
+    group.addoption("--soak", action="store_true", help="long random draws in tests/soak")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "matrix(valid=None, **options): one run for each pair of option values, for each combination with --full",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Draws the combinations of `@pytest.mark.matrix(name=values, ...)`, whose names are arguments of the test."""
+    for mark in metafunc.definition.iter_markers("matrix"):
+        options = dict(mark.kwargs)
+        valid = options.pop("valid", None)
+        draw = cases.product if metafunc.config.getoption("--full") else cases.pairwise
+        rows = draw(options, valid)
+        assert rows, f"the matrix of {metafunc.function.__name__} is empty"
+        ids = ["-".join(_label(name, value) for name, value in zip(options, row, strict=True)) for row in rows]
+        metafunc.parametrize(",".join(options), [row if len(options) > 1 else row[0] for row in rows], ids=ids)
+
+
+def _label(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return name if value else f"no_{name}"
+    if isinstance(value, tuple) and all(isinstance(part, bool) for part in value):
+        return name + "".join("01"[part] for part in value)
+    if isinstance(value, str | int | cases.Case):
+        return str(value)
+    return getattr(value, "__name__", None) or (name if value is not None else f"no_{name}")
+
+
+def _gpu_missing() -> str | None:
+    """Why there is no GPU to test on, asked of the driver itself."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return f"no NVIDIA driver: {error}"
+    count = ctypes.c_int(0)
+    if code := driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return f"the NVIDIA driver reports error {code}"
+    return None if count.value else "the NVIDIA driver sees no device"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    reasons = {
+        "gpu": _gpu_missing() if any(item.get_closest_marker("gpu") for item in items) else None,
+        "slow": None if config.getoption("--full") else "slow: runs with --full (`make test-full`)",
+    }
+    for item in items:
+        for mark, reason in reasons.items():
+            if reason and item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _no_debug_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GROUPED_DEBUG of whoever runs the tests must not add checks to them."""
+    monkeypatch.delenv("GROUPED_DEBUG", raising=False)
+
+
+@pytest.fixture
+def soak(request: pytest.FixtureRequest) -> bool:
+    """True in a long run."""
+    return bool(request.config.getoption("--soak"))
+
+
+@pytest.fixture
+def python(tmp_path: Path):
+    """Runs a program in a fresh interpreter, outside this one's imports; returns its output, fails with its errors."""
+    import subprocess
+
+    def run(program: str, **environment: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, f"the program failed with {done.returncode}:\n{done.stderr}"
+        return done.stdout
+
+    return run

@@ -1,0 +1,67 @@
+"""Rows of formats and recipes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from grouped_core import formats, recipes
+from grouped_core.reference import numpy_dtype
+from grouped_core.sizes import GroupSizes, unwrap
+from tests import asserts
+
+
+def test_plain_formats_are_keyed_by_their_element_type():
+    for values, row in formats.PLAIN.items():
+        assert row.values == values
+        assert numpy_dtype(values).name == values
+    assert len({row.name for row in formats.PLAIN.values()}) == len(formats.PLAIN)
+    assert set(formats.WIDE) <= set(formats.PLAIN)
+    assert all(ml_dtypes.finfo(numpy_dtype(name)).bits >= 16 for name in formats.WIDE)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "values"),
+    [(recipes.BF16, "bfloat16"), (recipes.FP16, "float16"), (recipes.FP32, "float32")],
+    ids=lambda part: getattr(part, "name", part),
+)
+def test_named_recipes_are_one_format_in_every_cell(recipe, values):
+    cells = (*recipe.forward, *recipe.dgrad, *recipe.wgrad)
+    assert {cell.values for cell in cells} == {values}
+    assert recipe == recipes.plain(values)
+    assert hash(recipe) == hash(recipes.plain(values))
+
+
+def test_mixed_operands_name_both_formats_and_dy_takes_that_of_x():
+    recipe = recipes.plain("float8_e5m2", "float8_e4m3fn")
+    assert recipe.name == "e5m2 x e4m3fn"
+    assert [cell.name for cell in recipe.dgrad] == ["e5m2", "e4m3fn"]
+    assert [cell.name for cell in recipe.wgrad] == ["e5m2", "e5m2"]
+
+
+def test_replace_makes_a_variant_and_leaves_the_original():
+    variant = recipes.BF16.replace(batch_invariant=True)
+    assert variant.batch_invariant
+    assert not recipes.BF16.batch_invariant
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        variant.name = "other"
+
+
+@pytest.mark.rule("ERR-1")
+def test_an_unknown_fp32_mode_is_refused():
+    with asserts.refused(ValueError, ["`fp32` of Recipe:", "'fast'", "'tf32x3', 'tf32', 'ieee'", "choose"]):
+        recipes.FP32.replace(fp32="fast")
+
+
+def test_group_sizes_carry_a_hint():
+    sizes = np.array([3, 4])
+    assert unwrap(sizes) == (sizes, 0) or unwrap(sizes)[0] is sizes
+    value, hint = unwrap(GroupSizes(sizes, representative=16))
+    assert value is sizes
+    assert hint == 16
+    assert unwrap(GroupSizes(sizes))[1] == 0
+    with asserts.refused(ValueError, ["`representative` of GroupSizes:", "0", "at least 1", "pass the usual number"]):
+        GroupSizes(sizes, representative=0)

@@ -1,0 +1,205 @@
+"""Directions of dependencies (docs/architecture.md 4) and house rules that a text search can keep."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("grouped_core", "jax_grouped", "torch_bridge")
+NEUTRAL = {"numpy", "ml_dtypes", "jaxtyping", "grouped_core"}
+MAY_IMPORT = {
+    "grouped_core": NEUTRAL,
+    "jax_grouped": NEUTRAL | {"jax_grouped", "jax", "jaxlib"},
+    "torch_bridge": NEUTRAL | {"torch_bridge", "torch"},
+}
+"""Top-level modules that a package's files may import, besides the standard library."""
+FILES_MAY_IMPORT = {
+    "jax_grouped/nnx.py": {"flax"},
+    "jax_grouped/linen.py": {"flax"},
+    "jax_grouped/checkpoint.py": {"safetensors", "orbax"},
+    "torch_bridge/checkpoint.py": {"safetensors"},
+}
+"""What single files may import besides."""
+MAY_USE_NATIVE = {"grouped_core/plans.py", "grouped_core/arrays.py", "jax_grouped/_run.py", "torch_bridge/_run.py"}
+MAY_READ_VARIABLES = {"grouped_core/debug.py"}
+
+MAY_INCLUDE = {
+    "api": {"cc/api/"},
+    "math": {"cc/math/", "cc/api/tensor.h"},
+    "device": {"cc/device/", "cc/math/", "cc/api/"},
+    "cpu": {"cc/cpu/", "cc/math/", "cc/api/"},
+    "kernels": {"cc/kernels/kernels.h", "cc/device/", "cc/cpu/", "cc/math/", "cc/api/"},
+    "dispatch": {"cc/dispatch/", "cc/kernels/kernels.h", "cc/api/"},
+    "bind": {"cc/bind/", "cc/dispatch/", "cc/api/", "cc/cpu/parallel.h", "cc/cpu/panel.h"},
+}
+"""Our own headers by folder of cc/, as prefixes. cc/bind takes the pool, and the name of the instruction set."""
+FRAMEWORK_HEADERS = ("xla/", "nanobind/", "dlpack", "Python.h", "torch/", "ATen/", "c10/", "jaxlib/", "tensorflow/")
+CUDA_HEADERS = ("cuda", "device_", "vector_", "cooperative_groups", "mma.h", "cooperative")
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def native_files() -> list[Path]:
+    return sorted(p for p in (ROOT / "cc").rglob("*") if p.suffix in (".h", ".cc", ".cu", ".cuh"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(path: Path) -> set[str]:
+    """Every module a file imports, anywhere in it; `from a import b` counts as a.b."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}: relative import"
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def includes(path: Path) -> list[str]:
+    return re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', path.read_text(), re.MULTILINE)
+
+
+def test_the_search_sees_files():
+    assert len(python_files(*PACKAGES)) > 8
+    assert len(native_files()) > 15
+    assert "grouped_core.calls.ArraySpec" in imports(ROOT / "grouped_core" / "plans.py")
+    assert "cc/api/tensor.h" in includes(ROOT / "cc" / "api" / "calls.h")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_downwards(package):
+    for path in python_files(package):
+        allowed = MAY_IMPORT[package] | FILES_MAY_IMPORT.get(name_of(path), set())
+        foreign = {m.split(".")[0] for m in imports(path)} - set(sys.stdlib_module_names) - allowed
+        assert not foreign, f"{name_of(path)} imports {sorted(foreign)}, expected only {sorted(allowed)}"
+
+
+def test_the_native_module_is_used_in_few_places():
+    users = {
+        name_of(path) for path in python_files(*PACKAGES) if any("grouped_core._native" in m for m in imports(path))
+    }
+    assert users <= MAY_USE_NATIVE, f"{sorted(users - MAY_USE_NATIVE)} use _native past `plans` and the runners"
+
+
+@pytest.mark.rule("ERR-4")
+def test_variables_are_read_in_one_place_and_never_in_native_code():
+    for path in python_files(*PACKAGES):
+        text = path.read_text()
+        if name_of(path) not in MAY_READ_VARIABLES:
+            assert not re.search(r"\bos\.environ|\bgetenv\b", text), f"{name_of(path)} reads environment variables"
+    for path in native_files():
+        assert "getenv" not in path.read_text(), f"{name_of(path)} reads environment variables"
+
+
+def test_benchmarks_and_examples_share_only_the_cases():
+    for folder, allowed in (("benchmarks", {"tests.cases"}), ("examples", set())):
+        for path in python_files(folder):
+            mine = {m for m in imports(path) if m.split(".")[0] in ("tests", "benchmarks", "examples")}
+            bad = {m for m in mine if not m.startswith((*allowed, folder))}
+            assert not bad, f"{name_of(path)} imports {sorted(bad)}"
+    for path in python_files("tests"):
+        bad = {m for m in imports(path) if m.split(".")[0] in ("benchmarks", "examples")}
+        assert not bad, f"{name_of(path)} imports {sorted(bad)}"
+
+
+@pytest.mark.parametrize("folder", sorted(MAY_INCLUDE))
+def test_native_code_includes_downwards(folder):
+    for path in sorted((ROOT / "cc" / folder).iterdir()):
+        own = [header for header in includes(path) if header.startswith("cc/")]
+        bad = [header for header in own if not header.startswith(tuple(MAY_INCLUDE[folder]))]
+        assert not bad, f"{name_of(path)} includes {bad}, expected only {sorted(MAY_INCLUDE[folder])}"
+
+
+def test_folders_of_native_code_are_known():
+    folders = {path.name for path in (ROOT / "cc").iterdir() if path.is_dir()}
+    assert folders <= set(MAY_INCLUDE)
+
+
+def test_frameworks_end_at_the_bindings():
+    for path in native_files():
+        headers = includes(path)
+        if path.parent.name != "bind":
+            bad = [header for header in headers if header.startswith(FRAMEWORK_HEADERS)]
+            assert not bad, f"{name_of(path)} includes {bad}"
+        assert not [h for h in headers if h.startswith(("torch/", "ATen/", "c10/"))], f"{name_of(path)}: torch headers"
+
+
+def test_cuda_ends_at_its_own_files():
+    """What the CPU build compiles needs no toolkit: cc/api, cc/cpu, cc/dispatch and every .cc of cc/kernels."""
+    for path in native_files():
+        if path.parent.name in ("api", "cpu", "dispatch") or (
+            name_of(path).startswith("cc/kernels/") and path.suffix == ".cc"
+        ):
+            bad = [header for header in includes(path) if header.startswith(CUDA_HEADERS)]
+            assert not bad, f"{name_of(path)} includes {bad}"
+
+
+def test_kernels_are_named_after_their_files():
+    """<call>_<format>[_<part>]_<arch>: file, registered name, test id and benchmark label are one string."""
+    from grouped_core import _native
+
+    stems = {path.stem for path in (ROOT / "cc" / "kernels").iterdir() if path.suffix in (".cc", ".cu")}
+    for call, names in _native.kernels().items():
+        for name in names:
+            assert name.startswith(f"{call}_"), f"{name} is listed under {call}"
+            assert any(name == stem or name.startswith(f"{stem}_") for stem in stems), f"{name} has no file"
+
+
+@pytest.mark.parametrize("folder", [*PACKAGES, "cc", "tests", "benchmarks", "examples"])
+def test_what_is_left_to_do_has_an_issue(folder):
+    word = "TO" + "DO"
+    for path in sorted((ROOT / folder).rglob("*")):
+        if path.suffix in (".py", ".pyi", ".h", ".cc", ".cu", ".cuh"):
+            bad = re.findall(rf"{word}(?!\(#\d+\)).*", path.read_text())
+            assert not bad, f"{name_of(path)}: {bad[0]!r} names no issue; write {word}(#number)"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_are_typed_and_export_by_name(package):
+    assert (ROOT / package / "py.typed").exists()
+    init = ROOT / package / "__init__.py"
+    assert init.exists()
+    assert "import *" not in init.read_text()
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("grouped_core", ("jax", "torch")),
+        ("grouped_core.arrays", ("jax", "torch", "cupy")),
+        ("jax_grouped", ("torch", "flax")),
+        ("torch_bridge", ("jax", "flax")),
+    ],
+)
+def test_a_package_imports_without_the_other_framework_and_without_a_driver(python, module, absent):
+    program = f"""
+import sys
+import {module}
+loaded = [name for name in {absent!r} if name in sys.modules]
+assert not loaded, f"importing {module} loads {{loaded}}"
+"""
+    if module.startswith("grouped_core"):
+        program += """
+import grouped_core._native
+assert "libcuda.so" not in open("/proc/self/maps").read(), "the driver was loaded"
+"""
+    python(program)
+
+
+@pytest.mark.rule("GRP-3")
+def test_host_reads_of_sizes_are_not_written_in_the_packages():
+    for path in python_files("jax_grouped", "torch_bridge"):
+        text = path.read_text()
+        bad = re.findall(r"\b(?:group_)?sizes(?:\.value)?\.(?:item|tolist|cpu|numpy)\(", text)
+        assert not bad, f"{name_of(path)} reads group sizes on the host: {bad}"

@@ -1,0 +1,95 @@
+"""Which kernel, why not another, and what is asked of it beforehand."""
+
+from __future__ import annotations
+
+import pytest
+
+from grouped_core import calls, debug, gradients, plans
+from grouped_core.calls import ArraySpec, Linear, Names
+from grouped_core.gradients import Needs
+from grouped_core.recipes import BF16
+from grouped_core.reference import Oracle
+from tests import asserts, cases
+
+X, W, SIZES = ArraySpec((6, 8), "bfloat16"), ArraySpec((3, 8, 4), "bfloat16"), ArraySpec((3,), "int32")
+
+
+def call(implementation: str = "", rows: int = 6) -> calls.Call:
+    x = ArraySpec((rows, 8), "bfloat16")
+    return calls.grouped_matmul(x, W, (1, 1), SIZES, "bfloat16", recipe=BF16, implementation=implementation)
+
+
+def test_a_plan_names_its_kernel():
+    assert plans.plan(call(), "cpu").kernel == "grouped_matmul_any_cpu"
+    assert plans.plan(call("grouped_matmul_any_cpu"), "cpu").kernel == "grouped_matmul_any_cpu"
+    assert "_any_" in plans.plan(call("reference"), "cpu").kernel
+
+
+@pytest.mark.rule("ERR-3")
+def test_a_list_of_kernels_is_tried_in_its_own_order():
+    assert plans.plan(call("no_such_kernel,grouped_matmul_any_cpu"), "cpu").kernel == "grouped_matmul_any_cpu"
+    found = plans.attempt(call("no_such_kernel"), "cpu")
+    assert found.kernel == ""
+    assert [name for name, _ in found.refusals] == ["no_such_kernel"]
+
+
+@pytest.mark.rule("ERR-1", "ERR-3")
+def test_refusals_are_not_implemented_errors_with_every_reason():
+    parts = [
+        "grouped_matmul on cpu with implementation='no_such_kernel'",
+        "lhs bfloat16[6, 8], rhs bfloat16[3, 8, 4]",
+        "no kernel takes it: no_such_kernel: no kernel of grouped_matmul has this name",
+        "leave `implementation` None",
+    ]
+    with asserts.refused(NotImplementedError, parts):
+        plans.plan(call("no_such_kernel"), "cpu")
+
+
+def test_an_unknown_arch_is_refused():
+    with asserts.refused(ValueError, ["sm_9x", '"cpu"', '"sm_90a"']):
+        plans.plan(call(), "sm_9x")
+
+
+@pytest.mark.rule("GRP-10")
+def test_no_rows_have_a_plan():
+    assert plans.plan(call(rows=0), "cpu").kernel
+
+
+def test_explain_has_a_line_a_call():
+    text = debug.explain_calls([call(), call("no_such_kernel")], "cpu")
+    first, second = text.splitlines()
+    assert first == "grouped_matmul -> bfloat16[6, 4]: grouped_matmul_any_cpu on cpu"
+    assert "no kernel takes it" in second
+
+
+@pytest.mark.rule("ERR-2")
+def test_why_not_says_what_would_be_raised():
+    assert debug.why_not(lambda: [call()], "cpu") is None
+    reason = debug.why_not(lambda: [call("no_such_kernel")], "cpu")
+    with asserts.refused(NotImplementedError, [reason]):
+        plans.plan(call("no_such_kernel"), "cpu")
+
+    def broken() -> list[calls.Call]:
+        raise ValueError("`x`: wrong")
+
+    assert debug.why_not(broken, "cpu") == "`x`: wrong"
+
+
+@pytest.mark.parametrize("scale_bias", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_planning_without_arrays_yields_every_shape_and_dtype(scale_bias, transposed):
+    p = cases.problem(cases.named("tail"), "bfloat16", transposed=transposed)
+    op = Linear(Names("x", "w"), transposed=transposed, scale_bias=scale_bias)
+    planner, oracle = plans.Planner(), Oracle()
+    arrays = (p.x, p.w, p.bias, p.row_scale)
+    specs = tuple(oracle.spec(array) for array in arrays)
+    sizes = oracle.spec(p.group_sizes)
+    y = gradients.linear(oracle, op, p.x, p.w, p.group_sizes, p.bias, p.row_scale)
+    assert gradients.linear(planner, op, specs[0], specs[1], sizes, specs[2], specs[3]) == oracle.spec(y)
+    given = (p.x, p.w, p.group_sizes, p.bias, p.row_scale, p.dy)
+    found = gradients.linear_grads(oracle, op, specs, *given, Needs())
+    planned = gradients.linear_grads(
+        planner, op, specs, specs[0], specs[1], sizes, specs[2], specs[3], oracle.spec(p.dy), Needs()
+    )
+    assert planned == tuple(oracle.spec(g) for g in found)
+    assert {c.name for c in planner.calls} == set(calls.SLOTS) - ({"scale_rows"} if scale_bias else set())

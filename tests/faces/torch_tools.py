@@ -1,0 +1,91 @@
+"""What the tests of the PyTorch face share: problems as tensors, and a count of native launches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from grouped_core.calls import Linear
+from grouped_core.recipes import Recipe
+from tests import cases
+from torch_bridge import _run, exchange
+from torch_bridge._library import NAMES
+
+
+def tensor(array: NDArray[Any]) -> Tensor:
+    """A copy of `array` as a tensor."""
+    return exchange.from_array(array).clone()
+
+
+class Tensors(NamedTuple):
+    """A problem as tensors; weights and bias packed."""
+
+    x: Tensor
+    w: Tensor
+    sizes: Tensor
+    bias: Tensor
+    row_scale: Tensor
+    dy: Tensor
+
+
+def tensors(problem: cases.Problem) -> Tensors:
+    """Tensors of a problem, none of which needs a gradient."""
+    return Tensors(
+        *map(tensor, (problem.x, problem.w, problem.group_sizes, problem.bias, problem.row_scale, problem.dy))
+    )
+
+
+def small(name: str = "tail", dtype: str = "float32", *, transposed: bool = True, tail: float = cases.TAIL) -> Tensors:
+    """Tensors of one named problem, in torch's layout."""
+    return tensors(cases.problem(cases.named(name), dtype, transposed=transposed, tail=tail))
+
+
+def operation(
+    transposed: bool = True, scale_bias: bool = False, recipe: Recipe | None = None, implementation: str = ""
+) -> Linear:
+    """What `grouped_linear` asks of the core."""
+    return Linear(NAMES, transposed, recipe, scale_bias, implementation=implementation)
+
+
+def leaf(value: Tensor, needed: bool = True) -> Tensor:
+    """A copy without history that does or does not need a gradient."""
+    return value.detach().clone().requires_grad_(needed)
+
+
+def leaves(packed: Tensor, needed: bool = True) -> list[Tensor]:
+    """The members of a packed tensor as tensors of their own."""
+    return [leaf(member, needed) for member in packed]
+
+
+@contextmanager
+def counted_launches() -> Iterator[list[str]]:
+    """Names of the native calls launched inside."""
+    names: list[str] = []
+    original = _run._launch
+
+    def launch(step: Any, *rest: Any) -> None:
+        names.append(step.call)
+        original(step, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_run, "_launch", launch)
+        yield names
+
+
+@contextmanager
+def saved_tensors() -> Iterator[list[Tensor]]:
+    """Tensors that autograd keeps for backward inside."""
+    kept: list[Tensor] = []
+
+    def pack(value: Tensor) -> Tensor:
+        kept.append(value)
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        yield kept

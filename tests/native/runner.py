@@ -1,0 +1,214 @@
+"""One native call under suspicion: results start as NaN between guard bytes and are held against the oracle's bound."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from grouped_core import _native, calls, plans
+from grouped_core.calls import SLOTS, ArraySpec, Call, Linear, Names, spec_of
+from grouped_core.recipes import plain
+from tests import asserts, cases
+from tests.bounds import Bounded, Expected
+
+_GUARD = 256  # bytes before and after each result
+_CANARY = 0xA5
+_NAN = 0xFF  # this byte throughout is a NaN in every float type
+
+
+def kernels(call: str) -> list[Any]:
+    """Names of the kernels of `call`, as test parameters; those that need a GPU carry the mark."""
+    names = _native.kernels()[call]
+    return [name if "_cpu" in name else pytest.param(name, marks=pytest.mark.gpu) for name in names]
+
+
+def on_cpu(call: str) -> list[str]:
+    """Names of the kernels of `call` that run here, whatever the machine."""
+    return [name for name in _native.kernels()[call] if "_cpu" in name]
+
+
+class _Cpu:
+    """Memory where the CPU kernels read it."""
+
+    arch = "cpu"
+    stream = 0
+
+    def put(self, array: NDArray[Any]) -> NDArray[Any]:
+        return np.ascontiguousarray(array)
+
+    def address(self, array: NDArray[Any]) -> int:
+        return array.ctypes.data
+
+    def back(self, array: NDArray[Any]) -> NDArray[Any]:
+        return array
+
+    def wait(self) -> None:
+        pass
+
+
+class _Gpu:
+    """Memory of the first GPU, by way of torch; bytes only, so that every element type passes."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.torch = torch
+        self.arch = _native.device_arch(0)
+        self.stream = torch.cuda.current_stream().cuda_stream
+
+    def put(self, array: NDArray[Any]) -> Any:
+        data = np.ascontiguousarray(array)
+        if data.dtype.isbuiltin != 1:
+            data = data.view(f"u{data.itemsize}")
+        return self.torch.from_numpy(data.copy()).cuda()
+
+    def address(self, array: Any) -> int:
+        return array.data_ptr()
+
+    def back(self, array: Any) -> NDArray[Any]:
+        return array.cpu().numpy()
+
+    def wait(self) -> None:
+        self.torch.cuda.synchronize()
+
+
+class Native:
+    """A runner over NumPy arrays; every call that the oracle knows is checked on the very operands it got.
+
+    Args:
+        kernel: pinned for the call it belongs to; a refusal skips the test with the kernel's reason. None: dispatch.
+        dlpack: through the DLPack entry instead of plan and addresses.
+        check: compare with the oracle.
+    """
+
+    def __init__(self, kernel: str | None = None, *, dlpack: bool = False, check: bool = True) -> None:
+        self.kernel = kernel
+        self.dlpack = dlpack
+        self.check = check
+        self.memory = _Gpu() if kernel and "_cpu" not in kernel else _Cpu()
+
+    def __call__(self, call: Call, arrays: Sequence[Any]) -> tuple[NDArray[Any], ...]:
+        if self.kernel in _native.kernels()[call.name]:
+            call = dataclasses.replace(call, implementation=self.kernel)
+        plan = plans.attempt(call, self.memory.arch)
+        if not plan.kernel:
+            pytest.skip("; ".join(f"{kernel}: {reason}" for kernel, reason in plan.refusals))
+        into = dict(zip(SLOTS[call.name], arrays, strict=True)).get("into")
+        tabled = dict(zip(SLOTS[call.name], call.inputs, strict=True)).get("into_table") is not None
+        (spec,) = call.outputs
+        guarded = None if tabled else self._buffer(spec, into)
+        self._launch(call, plan, arrays, guarded)
+        if guarded is None:
+            return (None,)
+        result = self._result(guarded, spec, plan.kernel)
+        if self.check and all(table is None for s, table in zip(SLOTS[call.name], arrays, strict=True) if "table" in s):
+            names = zip(SLOTS[call.name], arrays, strict=True)
+            bounded = [a if a is None or s == "group_sizes" else Bounded.of(a) for s, a in names]
+            (expected,) = Expected({call.name: plan.kernel})(call, bounded)
+            asserts.within(result, expected, f"{plan.kernel} {call.name}")
+        return (result,)
+
+    def _buffer(self, spec: ArraySpec, into: NDArray[Any] | None) -> Any:
+        dtype = cases.numpy_dtype(spec.dtype)
+        inner = int(np.prod(spec.shape)) * dtype.itemsize
+        memory = np.full(inner + 2 * _GUARD, _CANARY, np.uint8)
+        body = memory[_GUARD : _GUARD + inner]
+        body[:] = _NAN if into is None else np.ascontiguousarray(into).view(np.uint8).reshape(-1)
+        return self.memory.put(memory)
+
+    def _result(self, guarded: Any, spec: ArraySpec, kernel: str) -> NDArray[Any]:
+        memory = self.memory.back(guarded)
+        body = memory[_GUARD:-_GUARD]
+        for name, guard in (("before", memory[:_GUARD]), ("behind", memory[-_GUARD:])):
+            assert (guard == _CANARY).all(), f"{kernel} wrote {name} its result"
+        return body.view(cases.numpy_dtype(spec.dtype)).reshape(spec.shape).copy()
+
+    def _launch(self, call: Call, plan: _native.Plan, arrays: Sequence[Any], guarded: Any) -> None:
+        held = [None if array is None else self.memory.put(array) for array in arrays]
+        workspace = None
+        if plan.workspace_bytes:
+            workspace = self.memory.put(np.full(plan.workspace_bytes, _NAN, np.uint8))
+        if self.dlpack:
+            self._call(call, held, guarded, workspace)
+        else:
+            addresses = [0 if a is None else self.memory.address(a) for a in held]
+            target = 0 if guarded is None else self.memory.address(guarded) + _GUARD
+            for slot, _ in call.aliases:
+                addresses[slot] = target
+            last = 0 if workspace is None else self.memory.address(workspace)
+            plan.launch([*addresses, target, last], self.memory.stream)
+        self.memory.wait()
+
+    def _call(self, call: Call, held: list[Any], guarded: Any, workspace: Any) -> None:
+        (spec,) = call.outputs
+        width = cases.numpy_dtype(spec.dtype).itemsize
+        body = guarded[_GUARD : guarded.shape[0] - _GUARD]
+        unsigned = f"uint{8 * width}"
+        typed = body.view(unsigned if isinstance(body, np.ndarray) else getattr(self.memory.torch, unsigned))
+        result = typed.reshape(spec.shape)
+        for slot, _ in call.aliases:
+            held[slot] = result
+        inputs = [
+            None if array is None else (_bits(array), given.dtype)
+            for array, given in zip(held, call.inputs, strict=True)
+        ]
+        params = dict(call.params)
+        outputs = [(result, spec.dtype)]
+        arch, stream = self.memory.arch, self.memory.stream
+        _native.call(call.name, arch, call.implementation, inputs, outputs, params, workspace, stream)
+
+    def spec(self, array: NDArray[Any]) -> ArraySpec:
+        """Shape and dtype."""
+        return spec_of(array)
+
+    def cast(self, array: NDArray[Any], dtype: str) -> NDArray[Any]:
+        """The array rounded to `dtype`."""
+        return array.astype(cases.numpy_dtype(dtype))
+
+
+def _bits(array: Any) -> Any:
+    if isinstance(array, np.ndarray) and array.dtype.isbuiltin != 1:
+        return array.view(f"u{array.itemsize}")
+    return array
+
+
+PRODUCTS = ("forward", "dgrad", "wgrad")
+
+
+def product(
+    run: Native,
+    which: str,
+    p: cases.Problem,
+    *,
+    result_dtype: str | None = None,
+    recipe: dict[str, Any] | None = None,
+    **options: Any,
+) -> NDArray[Any]:
+    """One of the three products of a problem; `options` are arrays by slot (bias, row_scale, into) and flags."""
+    dtype = p.x.dtype.name
+    op = Linear(Names("x", "w"), transposed=p.transposed)
+    k_axis, n_axis = op.weight_axes()
+    if which == "wgrad":
+        (lhs, rhs), axes = ((p.dy, p.x) if p.transposed else (p.x, p.dy)), (0, 0)
+    else:
+        lhs, rhs, axes = (p.x, p.w, (1, k_axis)) if which == "forward" else (p.dy, p.w, (1, n_axis))
+    arrays = {"lhs": lhs, "rhs": rhs, "group_sizes": p.group_sizes}
+    arrays.update((name, a) for name, a in options.items() if isinstance(a, np.ndarray))
+    specs = {name: spec_of(arrays[name]) for name in ("bias", "row_scale", "into") if name in arrays}
+    flags = {name: value for name, value in options.items() if value is not None and name not in arrays}
+    call = calls.grouped_matmul(
+        spec_of(lhs),
+        spec_of(rhs),
+        axes,
+        spec_of(p.group_sizes),
+        result_dtype or ("bfloat16" if dtype.startswith("float8") else dtype),
+        recipe=plain(lhs.dtype.name, rhs.dtype.name).replace(**(recipe or {})),
+        **specs,
+        **flags,
+    )
+    return run(call, [arrays.get(slot) for slot in SLOTS["grouped_matmul"]])[0]

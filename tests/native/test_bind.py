@@ -1,0 +1,284 @@
+"""The three edges: what they list, what they refuse, and that they run the same thing."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grouped_core import _native, calls, plans
+from grouped_core.calls import SLOTS, spec_of
+from grouped_core.formats import PLAIN, WIDE
+from grouped_core.recipes import BF16
+from tests import asserts, cases
+from tests.native.runner import PRODUCTS, Native, on_cpu, product
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def forward(p: cases.Problem, **options) -> calls.Call:
+    specs = spec_of(p.x), spec_of(p.w), (1, 1), spec_of(p.group_sizes)
+    return calls.grouped_matmul(*specs, p.x.dtype.name, recipe=BF16, **options)
+
+
+class TestLists:
+    def test_slots_and_params_are_those_of_the_headers(self):
+        native = _native.calls()
+        assert list(native) == list(SLOTS)
+        for name, slots in SLOTS.items():
+            assert tuple(slot for slot, _ in native[name]["inputs"]) == slots
+            assert len(native[name]["outputs"]) == 1
+        p = cases.problem(cases.named("tail"), "bfloat16")
+        assert [name for name, _ in forward(p).params] == native["grouped_matmul"]["params"]
+        for name in ("group_sum", "row_dot", "scale_rows"):
+            assert native[name]["params"] == []
+
+    def test_required_slots_are_given_and_optional_ones_may_be_absent(self):
+        required = {slot for slot, optional in _native.calls()["grouped_matmul"]["inputs"] if not optional}
+        assert required == {"lhs", "rhs", "group_sizes"}
+
+    def test_every_format_has_an_element_type(self):
+        names = _native.dtypes()
+        assert set(PLAIN) | set(WIDE) | {"int32", "int64"} <= set(names)
+        for name in names:
+            assert cases.numpy_dtype(name).name == name
+
+    def test_every_call_has_a_kernel_and_a_handler_a_platform(self):
+        assert set(_native.kernels()) == set(SLOTS)
+        assert all(names for names in _native.kernels().values())
+        targets = {f"jg_{name}_v1" for name in SLOTS}
+        handlers = _native.handlers()
+        assert set(handlers) == ({"cpu", "CUDA"} if _native.cuda_compiled else {"cpu"})
+        for platform, found in handlers.items():
+            assert set(found) == targets, platform
+
+    def test_kernel_names_are_unique(self):
+        names = [name for names in _native.kernels().values() for name in names]
+        assert len(names) == len(set(names))
+
+    def test_the_isa_is_one_that_has_a_pinned_kernel_or_is_the_best(self):
+        assert _native.cpu_isa() in ("plain", "avx2", "avx512", "avx512bf16")
+
+
+class TestVersions:
+    def test_ffi_api_is_one_that_every_supported_runtime_takes(self):
+        assert tuple(_native.ffi_api_version) == (0, 3)
+
+    def test_ffi_api_is_not_newer_than_the_installed_runtime(self):
+        import re
+
+        import jax
+
+        text = (Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h").read_text()
+        minor = re.search(r"#define XLA_FFI_API_MINOR (\d+)", text)
+        assert minor is not None
+        assert _native.ffi_api_version[1] <= int(minor[1])
+
+    def test_the_stub_is_up_to_date(self, tmp_path):
+        import subprocess
+        import sys
+
+        made = tmp_path / "_native.pyi"
+        command = [sys.executable, "-m", "nanobind.stubgen", "--exclude-values", "-m", "grouped_core._native"]
+        command += ["-o", str(made), "-q"]
+        subprocess.run(command, check=True, cwd=ROOT, capture_output=True, timeout=60)
+        kept = (ROOT / "grouped_core" / "_native.pyi").read_text()
+        assert kept == made.read_text(), f"the stub is stale; make it anew: {' '.join(command[1:])}"
+
+
+class TestSameThing:
+    """Addresses and DLPack arrays reach the same kernel with the same operands."""
+
+    @pytest.mark.parametrize("which", PRODUCTS)
+    @pytest.mark.parametrize("dtype", cases.DTYPES)
+    @pytest.mark.parametrize("name", ["tail", "k_n_odd", "groups_65"])
+    def test_products(self, which, dtype, name):
+        p = cases.problem(cases.named(name), dtype)
+        options = {}
+        if which == "forward":
+            options = {"bias": p.bias, "row_scale": p.row_scale, "scale_bias": True}
+        elif which == "wgrad":
+            into = cases.normal((p.case.groups, p.case.k, p.case.n), "float32", "into")
+            options = {"into": into, "accumulate": True, "result_dtype": "float32"}
+        by_address, by_dlpack = (product(Native(dlpack=dlpack), which, p, **options) for dlpack in (False, True))
+        asserts.bitwise(by_dlpack, by_address)
+
+    def test_in_place_results_are_the_callers_buffer(self):
+        p = cases.problem(cases.named("tail"), "float32")
+        out = np.full((p.case.rows, p.case.n), cases.SENTINEL, np.float32)
+        call = forward(p, into=spec_of(out))
+        inputs = [
+            (p.x, "float32"),
+            (p.w, "float32"),
+            (p.group_sizes, "int32"),
+            None,
+            None,
+            (out, "float32"),
+            *[None] * 3,
+        ]
+        _native.call(call.name, "cpu", "", inputs, [(out, "float32")], dict(call.params), None, 0)
+        asserts.filled(out[p.case.valid :], cases.SENTINEL)
+        asserts.bitwise(out[: p.case.valid], product(Native(), "forward", p)[: p.case.valid])
+
+    def test_read_only_inputs_are_taken(self):
+        p = cases.problem(cases.named("tail"), "float32")
+        p.x.flags.writeable = False
+        product(Native(dlpack=True), "forward", p)
+
+
+class TestRefusals:
+    P = cases.problem(cases.named("tail"), "float32")
+
+    def pieces(self):
+        p = self.P
+        call = forward(p)
+        inputs = [(p.x, "float32"), (p.w, "float32"), (p.group_sizes, "int32"), *[None] * 6]
+        outputs = [(np.empty((p.case.rows, p.case.n), np.float32), "float32")]
+        return call, inputs, outputs, dict(call.params)
+
+    def run(self, call, inputs, outputs, params):
+        _native.call(call.name, "cpu", "", inputs, outputs, params, None, 0)
+
+    @pytest.mark.parametrize(
+        ("slot", "array", "words"),
+        [
+            (0, (P.x[:, ::2], "float32"), ["grouped_matmul: operand 0", "not C-contiguous"]),
+            (0, (P.x, "bfloat16"), ["operand 0", "items of 4 bytes", "expected 2 for bfloat16"]),
+            (0, (P.x, "float64"), ["dtype float64 is not known", "expected one of float32, bfloat16"]),
+            (0, (P.x.reshape(1, 1, 1, *P.x.shape), "float32"), ["operand 0", "rank 5"]),
+            (0, None, ["operand `lhs` is absent"]),
+        ],
+        ids=["strided", "itemsize", "dtype", "rank", "absent"],
+    )
+    def test_operands(self, slot, array, words):
+        call, inputs, outputs, params = self.pieces()
+        inputs[slot] = array
+        with asserts.refused(ValueError, words):
+            self.run(call, inputs, outputs, params)
+
+    def test_pairs(self):
+        call, inputs, outputs, params = self.pieces()
+        inputs[0] = (self.P.x,)
+        with asserts.refused(TypeError, ["grouped_matmul: operand (array, dtype name) must be a pair or None"]):
+            self.run(call, inputs, outputs, params)
+
+    def test_counts(self):
+        call, inputs, outputs, params = self.pieces()
+        with asserts.refused(ValueError, ["got 8 operands and 1 results", "expected 9 and 1"]):
+            self.run(call, inputs[:-1], outputs, params)
+
+    def test_parameters(self):
+        call, inputs, outputs, params = self.pieces()
+        with asserts.refused(ValueError, ["grouped_matmul: an unknown or repeated parameter among", "speed"]):
+            self.run(call, inputs, outputs, {**params, "speed": 1})
+        with asserts.refused(ValueError, ["parameter `rhs_axis` must be an integer"]):
+            self.run(call, inputs, outputs, {**params, "rhs_axis": "1"})
+        with asserts.refused(ValueError, ["parameter `fp32_mode` must be a string"]):
+            self.run(call, inputs, outputs, {**params, "fp32_mode": 1})
+
+    def test_names(self):
+        call, inputs, outputs, params = self.pieces()
+        with asserts.refused(ValueError, ['call "matmul" is none', "grouped_matmul"]):
+            self.run(dataclasses.replace(call, name="matmul"), inputs, outputs, params)
+
+    def test_addresses(self):
+        call, *_ = self.pieces()
+        plan = plans.plan(call, "cpu")
+        with asserts.refused(ValueError, ["got 3 addresses, expected 11"]):
+            plan.launch([1, 2, 3], 0)
+        with asserts.refused(ValueError, ["the address of `lhs` is null", "grouped_matmul("]):
+            plan.launch([0] * 11, 0)
+
+    def test_unshared_buffers(self):
+        p = self.P
+        out = np.empty((p.case.rows, p.case.n), np.float32)
+        other = np.empty_like(out)
+        plan = plans.plan(forward(p, into=spec_of(out)), "cpu")
+        pointers = [p.x.ctypes.data, p.w.ctypes.data, p.group_sizes.ctypes.data, 0, 0, out.ctypes.data, 0, 0, 0]
+        with asserts.refused(ValueError, ["`into` and the result are not the same buffer", "alias them"]):
+            plan.launch([*pointers, other.ctypes.data, 0], 0)
+
+    @pytest.mark.rule("ERR-3")
+    def test_a_call_that_no_kernel_takes(self):
+        call, inputs, outputs, params = self.pieces()
+        with pytest.raises(RuntimeError, match="no kernel takes grouped_matmul"):
+            _native.call(call.name, "cpu", "no_such_kernel", inputs, outputs, params, None, 0)
+
+
+DIGEST = """
+import hashlib, os
+os.sched_setaffinity(0, {cpus})
+import numpy as np
+from grouped_core.arrays import grouped_linear, grouped_linear_grads
+from tests import cases
+case = cases.Case("threads", (150, 0, 301, 61), 540, 131, 277, frozenset())
+digest = hashlib.sha256()
+for dtype in cases.DTYPES:
+    p = cases.problem(case, dtype)
+    options = dict(bias=p.bias, row_scale=p.row_scale)
+    digest.update(grouped_linear(p.x, p.w, p.group_sizes, **options).tobytes())
+    for grad in grouped_linear_grads(p.x, p.w, p.group_sizes, p.dy, **options):
+        digest.update(grad.tobytes())
+print(digest.hexdigest())
+"""
+
+
+@pytest.mark.rule("ALL-2")
+def test_the_number_of_threads_changes_no_bits(python):
+    import os
+
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        pytest.skip("this process may run on one CPU only")
+    digests = {python(DIGEST.format(cpus=set(some))) for some in (cpus[:1], cpus[:2], cpus)}
+    assert len(digests) == 1
+
+
+@pytest.mark.rule("ALL-2")
+def test_calls_from_several_threads_at_once():
+    p = cases.problem(cases.Case("crowd", (90, 40), 140, 64, 96, frozenset()), "bfloat16")
+    expected = {which: product(Native(check=False), which, p) for which in PRODUCTS}
+    wrong: list[BaseException] = []
+
+    def work(which: str) -> None:
+        try:
+            for _ in range(20):
+                asserts.bitwise(product(Native(check=False), which, p), expected[which], which)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in PRODUCTS * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[0]
+
+
+def test_a_forked_child_computes(python):
+    """Its parent's pool has no threads there."""
+    python("""
+import os
+from tests import cases
+from tests.native.runner import Native, product
+p = cases.problem(cases.named("rows_1027"), "bfloat16")
+expected = product(Native(check=False), "forward", p).tobytes()
+child = os.fork()
+if child == 0:
+    os._exit(0 if product(Native(check=False), "forward", p).tobytes() == expected else 3)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+""")
+
+
+def test_float_environment_is_the_callers_own_afterwards():
+    """A kernel clears flush-to-zero for itself alone; here it is off before, so it must be off after."""
+    product(Native(check=False), "forward", cases.problem(cases.named("uniform"), "float32"))
+    assert np.float32(2.0**-140) * np.float32(0.5) == np.float32(2.0**-141)
+
+
+@pytest.mark.parametrize("call", sorted(SLOTS))
+def test_cpu_kernels_exist_for_every_call(call):
+    assert on_cpu(call)

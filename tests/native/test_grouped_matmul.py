@@ -1,0 +1,410 @@
+"""Every kernel of grouped_matmul on every case, against the fp64 oracle and against itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from grouped_core import calls, plans
+from grouped_core.calls import SLOTS, ArraySpec, spec_of
+from grouped_core.recipes import BF16, FP32, plain
+from tests import asserts, cases
+from tests.native.runner import PRODUCTS, Native, kernels, product
+
+KERNELS = kernels("grouped_matmul")
+each_kernel = pytest.mark.parametrize("kernel", KERNELS)
+each_product = pytest.mark.parametrize("which", PRODUCTS)
+each_dtype = pytest.mark.parametrize("dtype", cases.DTYPES)
+# Enough rows, columns and depth for several tiles in each direction, nothing aligned.
+TILES = cases.Case("tiles", (150, 0, 301, 61), 540, 131, 277, frozenset())
+
+
+@pytest.mark.rule("GRP-4", "GRP-5", "GRP-6", "GRP-9", "GRP-10", "GRP-11", "GRP-12", "MAT-7")
+@each_kernel
+@pytest.mark.matrix(case=cases.select(), dtype=cases.DTYPES, which=PRODUCTS, transposed=(False, True))
+def test_every_case_within_its_bound(kernel, case, dtype, which, transposed):
+    """Tails hold NaN and results start as NaN, so reading the one or leaving the other shows here."""
+    product(Native(kernel), which, cases.problem(case, dtype, transposed=transposed))
+
+
+@pytest.mark.rule("MAT-6")
+@each_kernel
+@pytest.mark.parametrize("dtype", cases.FP8)
+@pytest.mark.parametrize("which", ["forward", "wgrad"])
+def test_fp8_operands_as_they_stand(kernel, dtype, which):
+    p = cases.problem(cases.named("jagged"), dtype)
+    product(Native(kernel), which, p._replace(dy=cases.normal(p.dy.shape, dtype, "dy")))
+
+
+@pytest.mark.rule("MAT-8", "MAT-9", "MAT-6")
+@each_kernel
+@pytest.mark.matrix(
+    case=[cases.named(name) for name in ("jagged", "tail", "clamped", "k_n_odd", "groups_8", "no_rows")],
+    dtype=cases.DTYPES,
+    which=("forward", "dgrad"),
+    bias=(None, *cases.DTYPES),
+    row_scale=(False, True),
+    scale_bias=(False, True),
+    result_dtype=(None, *cases.DTYPES),
+    transposed=(False, True),
+    valid=lambda bias, row_scale, scale_bias, **_: not scale_bias or (bias and row_scale),
+)
+def test_epilogues(kernel, case, dtype, which, bias, row_scale, scale_bias, result_dtype, transposed):
+    p = cases.problem(case, dtype, transposed=transposed)
+    width = case.n if which == "forward" else case.k
+    given = None if bias is None else cases.normal((case.groups, width), bias, "bias")
+    options = {"bias": given, "row_scale": p.row_scale if row_scale else None, "scale_bias": scale_bias}
+    product(Native(kernel), which, p, result_dtype=result_dtype, **options)
+
+
+@pytest.mark.rule("MAT-11", "GRP-9")
+@each_kernel
+@pytest.mark.matrix(
+    case=[
+        cases.named(name) for name in ("jagged", "tail", "clamped", "idle_ends", "k_n_odd", "no_rows", "one_row_each")
+    ],
+    dtype=cases.DTYPES,
+    into=cases.DTYPES,
+    transposed=(False, True),
+    accumulate=(False, True),
+)
+def test_weight_gradients_into_a_buffer(kernel, case, dtype, into, transposed, accumulate):
+    p = cases.problem(case, dtype, transposed=transposed)
+    before = cases.normal(p.w.shape, into, "into")
+    found = product(Native(kernel), "wgrad", p, result_dtype=into, into=before, accumulate=accumulate)
+    for g, span in enumerate(case.spans()):
+        if span.start == span.stop and accumulate:
+            asserts.bitwise(found[g], before[g], f"accumulator of empty group {g}")
+        elif span.start == span.stop:
+            asserts.zero(found[g], f"gradient of empty group {g}")
+
+
+@pytest.mark.rule("MAT-11")
+@each_kernel
+def test_an_accumulator_of_a_group_without_rows_keeps_its_nan_bits(kernel):
+    """Not written means not read either: a NaN with a payload comes back with its payload."""
+    p = cases.problem(cases.named("idle_ends"), "bfloat16")
+    before = np.full(p.w.shape, np.array(0x7FABCDEF, np.uint32).view(np.float32))
+    found = product(Native(kernel, check=False), "wgrad", p, result_dtype="float32", into=before, accumulate=True)
+    for g in (0, 2, 4):
+        asserts.bitwise(found[g], before[g])
+
+
+@pytest.mark.rule("GRP-7")
+@each_kernel
+@pytest.mark.parametrize("which", ["forward", "dgrad"])
+@pytest.mark.parametrize("name", ["tail", "tail_long", "all_empty", "groups_1_tail"])
+def test_tails_of_a_callers_buffer_are_left_alone(kernel, which, name):
+    case = cases.named(name)
+    p = cases.problem(case, "bfloat16")
+    width = case.n if which == "forward" else case.k
+    buffer = np.full((case.rows, width), cases.SENTINEL, p.x.dtype)
+    found = product(Native(kernel), which, p, into=buffer)
+    asserts.filled(found[case.valid :], cases.SENTINEL, "tail")
+    asserts.bitwise(found[: case.valid], product(Native(kernel), which, p)[: case.valid])
+
+
+@pytest.mark.rule("GRP-5")
+@each_kernel
+@each_product
+@pytest.mark.parametrize("name", ["tail", "groups_1_tail", "all_empty"])
+def test_what_the_tail_holds_changes_nothing(kernel, which, name):
+    results = [
+        product(Native(kernel), which, cases.problem(cases.named(name), "bfloat16", tail=tail))
+        for tail in (0.0, cases.TAIL, 1e4)
+    ]
+    asserts.bitwise(results[1], results[0])
+    asserts.bitwise(results[2], results[0])
+
+
+@pytest.mark.rule("GRP-4")
+@each_kernel
+@each_product
+@pytest.mark.parametrize("case", cases.select("clamp"), ids=str)
+def test_sizes_that_do_not_fit_equal_the_clamped_sizes(kernel, which, case):
+    p = cases.problem(case, "bfloat16")
+    fitting = np.diff(np.array(case.ends), prepend=0).astype(np.int32)
+    run = Native(kernel)
+    asserts.bitwise(product(run, which, p), product(run, which, p._replace(group_sizes=fitting)))
+
+
+@pytest.mark.rule("MAT-1")
+@each_kernel
+@each_product
+@each_dtype
+@pytest.mark.parametrize("case", [TILES, cases.named("k_n_odd"), cases.named("groups_65")], ids=str)
+def test_layouts_agree_bitwise(kernel, which, dtype, case):
+    """For wgrad the other layout swaps the operands' roles, so the transposed result has the same bits."""
+    run = Native(kernel, check=case is not TILES)
+    one, other = (product(run, which, cases.problem(case, dtype, transposed=t)) for t in (False, True))
+    asserts.bitwise(one, np.ascontiguousarray(other.swapaxes(1, 2)) if which == "wgrad" else other)
+
+
+@pytest.mark.rule("ALL-2")
+@each_kernel
+@each_product
+@each_dtype
+def test_twice_the_same_bits(kernel, which, dtype):
+    run = Native(kernel)
+    p = cases.problem(TILES, dtype)
+    first = product(run, which, p, rows_hint=0)
+    asserts.bitwise(product(run, which, p), first)
+    asserts.bitwise(product(Native(kernel, check=False, dlpack=True), which, p), first, "by way of DLPack")
+
+
+@pytest.mark.rule("ALL-7")
+@each_kernel
+@each_dtype
+@pytest.mark.parametrize("which", ["forward", "dgrad"])
+def test_a_row_depends_on_itself_alone(kernel, which, dtype):
+    """Permuted rows; 8 rows alone against the same inside 36; other groups in front."""
+    case = cases.Case("invariant", (36, 20), 56, 136, 72, frozenset())
+    p = cases.problem(case, dtype)
+    options = {"recipe": {"batch_invariant": True}}
+    run = Native(kernel)
+    whole = product(run, which, p, **options)
+
+    order = np.concatenate([np.random.default_rng(0).permutation(36), 36 + np.random.default_rng(1).permutation(20)])
+    shuffled = p._replace(x=p.x[order], dy=p.dy[order])
+    asserts.bitwise(product(run, which, shuffled, **options), whole[order], "permuted rows")
+
+    few = np.array([5, 9], np.int32)
+    part = np.r_[7:12, 40:49]
+    alone = p._replace(x=p.x[part], dy=p.dy[part], group_sizes=few)
+    asserts.bitwise(product(run, which, alone, **options), whole[part], "14 rows alone")
+
+    last = p._replace(x=p.x[36:], dy=p.dy[36:], w=p.w[1:], group_sizes=p.group_sizes[1:])
+    asserts.bitwise(product(run, which, last, **options), whole[36:], "the last group alone")
+
+
+@each_kernel
+@pytest.mark.rule("ALL-7")
+def test_a_weight_gradient_depends_on_its_group_alone(kernel):
+    p = cases.problem(TILES, "bfloat16")
+    run = Native(kernel, check=False)
+    whole = product(run, "wgrad", p)
+    start, end = TILES.ends[1], TILES.ends[2]
+    alone = p._replace(x=p.x[start:end], dy=p.dy[start:end], group_sizes=p.group_sizes[2:3])
+    asserts.bitwise(product(run, "wgrad", alone)[0], whole[2])
+
+
+@pytest.mark.rule("MAT-7")
+@each_kernel
+@each_product
+@each_dtype
+def test_base_addresses_need_no_alignment(kernel, which, dtype):
+    if "_cpu" not in kernel:
+        pytest.skip("the runner's copies to the GPU are aligned; the soak sweep offsets them")
+    p = cases.problem(cases.named("k_n_odd"), dtype)
+    moved = p._replace(x=cases.unaligned(p.x), w=cases.unaligned(p.w), dy=cases.unaligned(p.dy))
+    assert all(a.ctypes.data % 16 for a in (moved.x, moved.w, moved.dy))
+    run = Native(kernel)
+    asserts.bitwise(product(run, which, moved), product(run, which, p))
+
+
+@each_kernel
+@each_product
+@pytest.mark.parametrize("hint", [1, 16, 4096])
+def test_a_hint_of_rows_changes_no_meaning(kernel, which, hint):
+    product(Native(kernel), which, cases.problem(cases.named("jagged"), "bfloat16"), rows_hint=hint)
+
+
+@each_kernel
+@pytest.mark.parametrize("mode", ["tf32x3", "tf32", "ieee"])
+@each_product
+def test_modes_of_fp32(kernel, which, mode):
+    product(Native(kernel), which, cases.problem(cases.named("jagged"), "float32"), recipe={"fp32": mode})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables of addresses.
+
+
+def listed(kernel: str) -> None:
+    if "_cpu" not in kernel:
+        pytest.skip("tables of device addresses are tested through torch_bridge's lists")
+
+
+def separate(array: np.ndarray) -> list[np.ndarray]:
+    """Groups in memory of their own, in no order."""
+    return [array[g].copy() for g in reversed(range(len(array)))][::-1]
+
+
+def addresses(members: list[np.ndarray | None]) -> np.ndarray:
+    return np.array([0 if member is None else member.ctypes.data for member in members], np.int64)
+
+
+@pytest.mark.rule("MAT-3", "MAT-4")
+@each_kernel
+@each_dtype
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", ["jagged", "tail", "groups_65"])
+def test_listed_weights_and_biases_have_the_bits_of_packed_ones(kernel, dtype, transposed, name):
+    listed(kernel)
+    p = cases.problem(cases.named(name), dtype, transposed=transposed)
+    run = Native(kernel)
+    packed = product(run, "forward", p, bias=p.bias)
+    weights, biases = separate(p.w), separate(p.bias)
+    call = calls.grouped_matmul(
+        spec_of(p.x),
+        spec_of(p.w),
+        (1, 2 if transposed else 1),
+        spec_of(p.group_sizes),
+        dtype,
+        recipe=plain(dtype),
+        bias=spec_of(p.bias),
+        tables=(True, True, False),
+    )
+    arrays = {"lhs": p.x, "group_sizes": p.group_sizes}
+    arrays.update(rhs_table=addresses(weights), bias_table=addresses(biases))
+    (found,) = run(call, [arrays.get(slot) for slot in SLOTS["grouped_matmul"]])
+    asserts.bitwise(found, packed)
+
+
+@pytest.mark.rule("MAT-4", "MAT-5")
+@each_kernel
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("into", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["jagged", "idle_ends", "groups_65"])
+def test_listed_destinations_and_frozen_ones(kernel, accumulate, into, name):
+    listed(kernel)
+    p = cases.problem(cases.named(name), "bfloat16")
+    before = cases.normal(p.w.shape, into, "into")
+    run = Native(kernel)
+    options = {"into": before, "accumulate": accumulate}
+    packed = product(run, "wgrad", p, result_dtype=into, **options)
+    members = separate(before)
+    frozen = {1, len(members) - 1}
+    call = calls.grouped_matmul(
+        spec_of(p.x),
+        spec_of(p.dy),
+        (0, 0),
+        spec_of(p.group_sizes),
+        into,
+        recipe=BF16,
+        into=ArraySpec(p.w.shape, into),
+        tables=(False, False, True),
+        accumulate=accumulate,
+    )
+    table = addresses([None if g in frozen else member for g, member in enumerate(members)])
+    arrays = {"lhs": p.x, "rhs": p.dy, "group_sizes": p.group_sizes, "into_table": table}
+    run(call, [arrays.get(slot) for slot in SLOTS["grouped_matmul"]])
+    for g, member in enumerate(members):
+        asserts.bitwise(member, before[g] if g in frozen else packed[g], f"destination {g}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Special values (numerics 8).
+
+
+@pytest.mark.rule("ALL-6")
+@each_kernel
+@each_dtype
+@pytest.mark.parametrize("value", [np.nan, np.inf], ids=["nan", "inf"])
+def test_bad_rows_stay_in_their_row_and_group(kernel, dtype, value):
+    case = cases.named("around_64_and_128")
+    p = cases.problem(case, dtype)
+    row = case.ends[0]  # the first of group 1: a tile of group 0 may load it too
+    bad = p._replace(x=p.x.copy(), dy=p.dy.copy())
+    bad.x[row], bad.dy[row] = value, value
+    run = Native(kernel, check=False)
+    for which in ("forward", "dgrad"):
+        good, found = product(run, which, p), product(run, which, bad)
+        others = np.arange(case.rows) != row
+        asserts.bitwise(found[others], good[others], which)
+        assert not np.isfinite(found[row].astype(np.float32)).any(), f"{which} hides a bad row"
+    good, found = product(run, "wgrad", p), product(run, "wgrad", bad)
+    asserts.bitwise(found[[0, 2]], good[[0, 2]], "other groups")
+    assert not np.isfinite(found[1].astype(np.float32)).any(), "wgrad hides a bad row"
+
+
+@pytest.mark.rule("ALL-6")
+@each_kernel
+@each_dtype
+def test_bad_weights_stay_in_their_group(kernel, dtype):
+    case = cases.named("around_64_and_128")
+    p = cases.problem(case, dtype)
+    bad = p._replace(w=p.w.copy(), bias=p.bias.copy())
+    bad.w[1], bad.bias[1] = np.nan, np.inf
+    run = Native(kernel, check=False)
+    spans = list(case.spans())
+    for which in ("forward", "dgrad"):
+        options = [{"bias": q.bias} if which == "forward" else {} for q in (p, bad)]
+        good, found = (product(run, which, q, **o) for q, o in zip((p, bad), options, strict=True))
+        for g in (0, 2):
+            asserts.bitwise(found[spans[g]], good[spans[g]], f"{which}, group {g}")
+        assert np.isnan(found[spans[1]].astype(np.float32)).all()
+
+
+@each_kernel
+def test_fp32_subnormals_are_kept(kernel):
+    """K = 1 and a weight of 1: the result is the operand itself, down to the least subnormal."""
+    tiny = np.array([2.0**-149, -(2.0**-149), 3 * 2.0**-140, 2.0**-127, 2.0**-126, 0.0], np.float32)[:, None]
+    case = cases.Case("subnormals", (4, 2), 6, 1, 8, frozenset())
+    p = cases.problem(case, "float32")._replace(x=tiny, w=np.ones((2, 1, 8), np.float32))
+    found = product(Native(kernel), "forward", p, recipe={"fp32": "ieee"})
+    asserts.bitwise(found, np.repeat(tiny, 8, axis=1))
+    huge = np.full(6, 2.0**20, np.float32)
+    scaled = product(Native(kernel), "forward", p, row_scale=huge, recipe={"fp32": "ieee"})
+    asserts.bitwise(scaled, np.repeat(tiny * huge[:, None], 8, axis=1), "scaled")
+
+
+@each_kernel
+def test_stores_do_not_saturate(kernel):
+    case = cases.Case("overflow", (2,), 2, 8, 8, frozenset())
+    p = cases.problem(case, "float16")
+    p = p._replace(x=np.full((2, 8), 240.0, np.float16), w=np.full((1, 8, 8), 240.0, np.float16))
+    found = product(Native(kernel, check=False), "forward", p)
+    assert np.isposinf(found.astype(np.float32)).all(), found
+
+
+@each_kernel
+@each_dtype
+def test_exact_sums_are_exact(kernel, dtype):
+    """Small integers, whose sums every format holds: no rounding, so every bit is known."""
+    case = cases.named("around_64_and_128")
+    rng = np.random.default_rng(3)
+    whole = cases.numpy_dtype(dtype)
+    p = cases.problem(case, dtype)
+    p = p._replace(
+        x=rng.integers(-2, 3, p.x.shape).astype(whole),
+        w=rng.integers(-2, 3, p.w.shape).astype(whole),
+        dy=rng.integers(-1, 2, p.dy.shape).astype(whole),
+    )
+    y = product(Native(kernel), "forward", p, result_dtype="float32")
+    for g, span in enumerate(case.spans()):
+        asserts.bitwise(y[span], p.x[span].astype(np.float32) @ p.w[g].astype(np.float32), f"group {g}")
+    dw = product(Native(kernel), "wgrad", p, result_dtype="float32")
+    for g, span in enumerate(case.spans()):
+        asserts.bitwise(dw[g], p.x[span].astype(np.float32).T @ p.dy[span].astype(np.float32), f"group {g}")
+
+
+@pytest.mark.rule("ERR-3")
+def test_a_kernel_that_refuses_is_named_with_its_reason():
+    call = calls.grouped_matmul(
+        ArraySpec((4, 8), "float32"),
+        ArraySpec((1, 8, 4), "float32"),
+        (1, 1),
+        ArraySpec((1,), "int32"),
+        "float32",
+        recipe=FP32,
+    )
+    for name in plans.attempt(call, "sm_90a").refusals:
+        assert name[1], f"{name[0]} refuses without a reason"
+    for kernel in KERNELS:
+        name = kernel if isinstance(kernel, str) else kernel.values[0]
+        arch = "sm_90a" if "_cpu" in name else "cpu"
+        pinned = calls.grouped_matmul(
+            ArraySpec((4, 8), "float32"),
+            ArraySpec((1, 8, 4), "float32"),
+            (1, 1),
+            ArraySpec((1,), "int32"),
+            "float32",
+            recipe=FP32,
+            implementation=name,
+        )
+        found = plans.attempt(pinned, arch)
+        assert not found.kernel
+        assert [kernel for kernel, _ in found.refusals] == [name]
+        with asserts.refused(NotImplementedError, [f"grouped_matmul on {arch}", name, "no kernel takes it", "Change"]):
+            plans.plan(pinned, arch)

@@ -1,0 +1,137 @@
+"""group_sum, row_dot and scale_rows: bias and row-scale gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from grouped_core import calls
+from grouped_core.calls import spec_of
+from tests import asserts, cases
+from tests.native.runner import Native, kernels
+
+CASES = [case for case in cases.select() if case.name not in ("k_2880", "n_2880")]
+LONG = cases.Case("long", (4097, 0, 311), 4500, 24, 33, frozenset())
+
+
+def group_sum(run: Native, p: cases.Problem, *, scaled: bool, dtype: str) -> np.ndarray:
+    scale = p.row_scale if scaled else None
+    spec = spec_of(p.row_scale) if scaled else None
+    call = calls.group_sum(spec_of(p.dy), spec_of(p.group_sizes), dtype, spec)
+    return run(call, (p.dy, p.group_sizes, scale))[0]
+
+
+def row_dot(
+    run: Native, p: cases.Problem, *, pair: bool, group_pair: bool, other: np.ndarray | None = None
+) -> np.ndarray:
+    other = p.x if other is None else other
+    call = calls.row_dot(
+        spec_of(p.group_sizes),
+        p.case.rows,
+        (spec_of(p.x), spec_of(other)) if pair else None,
+        (spec_of(p.dy), spec_of(p.bias)) if group_pair else None,
+    )
+    first = (p.x, other) if pair else (None, None)
+    second = (p.dy, p.bias) if group_pair else (None, None)
+    return run(call, (p.group_sizes, *first, *second, None))[0]
+
+
+def scale_rows(run: Native, p: cases.Problem, *, dtype: str, into: np.ndarray | None = None) -> np.ndarray:
+    specs = (spec_of(p.dy), spec_of(p.row_scale), spec_of(p.group_sizes))
+    call = calls.scale_rows(*specs, dtype, None if into is None else spec_of(into))
+    return run(call, (p.dy, p.row_scale, p.group_sizes, into))[0]
+
+
+@pytest.mark.rule("MAT-10", "GRP-5", "GRP-9")
+@pytest.mark.parametrize("kernel", kernels("group_sum"))
+@pytest.mark.matrix(case=[*CASES, LONG], dtype=cases.DTYPES, result=cases.DTYPES, scaled=(False, True))
+def test_group_sums(kernel, case, dtype, result, scaled):
+    p = cases.problem(case, dtype)
+    found = group_sum(Native(kernel), p, scaled=scaled, dtype=result)
+    for g, span in enumerate(case.spans()):
+        if span.start == span.stop:
+            asserts.zero(found[g], f"sum of empty group {g}")
+
+
+@pytest.mark.rule("MAT-9", "GRP-6")
+@pytest.mark.parametrize("kernel", kernels("row_dot"))
+@pytest.mark.matrix(
+    case=[*CASES, LONG],
+    dtype=cases.DTYPES,
+    second=(None, "float32"),
+    pair=(False, True),
+    group_pair=(False, True),
+    valid=lambda pair, group_pair, second, **_: (pair or group_pair) and (pair or second is None),
+)
+def test_row_dots(kernel, case, dtype, second, pair, group_pair):
+    """The gradient of a row scale reads x beside the fp32 product dy W^T, so the pair's dtypes may differ."""
+    p = cases.problem(case, dtype)
+    other = None if second is None else cases.normal(p.x.shape, second, "other")
+    found = row_dot(Native(kernel), p, pair=pair, group_pair=group_pair, other=other)
+    asserts.zero(found[case.valid :], "tail")
+
+
+@pytest.mark.parametrize("kernel", kernels("row_dot"))
+def test_row_dots_with_listed_vectors(kernel):
+    if "_cpu" not in kernel:
+        pytest.skip("tables of device addresses are tested through torch_bridge's lists")
+    p = cases.problem(cases.named("tail"), "bfloat16")
+    packed = row_dot(Native(kernel), p, pair=True, group_pair=True)
+    members = [p.bias[g].copy() for g in range(p.case.groups)]
+    table = np.array([member.ctypes.data for member in members], np.int64)
+    specs = ((spec_of(p.x), spec_of(p.x)), (spec_of(p.dy), spec_of(p.bias)))
+    call = calls.row_dot(spec_of(p.group_sizes), p.case.rows, *specs, table=True)
+    (found,) = Native(kernel)(call, (p.group_sizes, p.x, p.x, p.dy, None, table))
+    asserts.bitwise(found, packed)
+
+
+@pytest.mark.rule("GRP-6", "GRP-7")
+@pytest.mark.parametrize("kernel", kernels("scale_rows"))
+@pytest.mark.matrix(case=[*CASES, LONG], dtype=cases.DTYPES, result=cases.DTYPES, buffer=(False, True))
+def test_scaled_rows(kernel, case, dtype, result, buffer):
+    p = cases.problem(case, dtype)
+    into = np.full(p.dy.shape, cases.SENTINEL, cases.numpy_dtype(result)) if buffer else None
+    found = scale_rows(Native(kernel), p, dtype=result, into=into)
+    tail = found[case.valid :]
+    if buffer:
+        asserts.filled(tail, cases.SENTINEL, "tail")
+    else:
+        asserts.zero(tail, "tail")
+    exact = p.dy[: case.valid].astype(np.float32) * p.row_scale[: case.valid, None]
+    asserts.bitwise(found[: case.valid], exact.astype(found.dtype))
+
+
+@pytest.mark.rule("ALL-6")
+@pytest.mark.parametrize("call", ["group_sum", "row_dot", "scale_rows"])
+def test_bad_rows_stay_in_their_row_and_group(call):
+    case = cases.named("around_64_and_128")
+    p = cases.problem(case, "bfloat16")
+    row = case.ends[0]
+    bad = p._replace(dy=p.dy.copy())
+    bad.dy[row] = np.nan
+    for kernel in kernels(call):
+        if not isinstance(kernel, str):
+            continue  # the GPU's are covered by the products that share their loads
+        run = Native(kernel, check=False)
+        if call == "group_sum":
+            good, found = (group_sum(run, q, scaled=True, dtype="float32") for q in (p, bad))
+            asserts.bitwise(found[[0, 2]], good[[0, 2]])
+            assert np.isnan(found[1]).all()
+            continue
+        if call == "row_dot":
+            good, found = (row_dot(run, q, pair=True, group_pair=True) for q in (p, bad))
+        else:
+            good, found = (scale_rows(run, q, dtype="float32") for q in (p, bad))
+        others = np.arange(case.rows) != row
+        asserts.bitwise(found[others], good[others])
+        assert np.isnan(found[row]).all()
+
+
+@pytest.mark.rule("ALL-2")
+@pytest.mark.parametrize("kernel", kernels("group_sum"))
+def test_sums_are_the_same_twice_and_through_both_entries(kernel):
+    p = cases.problem(LONG, "bfloat16")
+    first = group_sum(Native(kernel), p, scaled=True, dtype="float32")
+    asserts.bitwise(group_sum(Native(kernel), p, scaled=True, dtype="float32"), first)
+    by_dlpack = Native(kernel, check=False, dlpack=True)
+    asserts.bitwise(group_sum(by_dlpack, p, scaled=True, dtype="float32"), first)

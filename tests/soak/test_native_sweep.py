@@ -1,0 +1,303 @@
+"""Random native calls on hostile operands, for the build with ASan and UBSan (`make sanitize`) as for any other.
+
+Buffers are heap blocks that end where the operand ends, at any address that its element type allows, so an overrun by
+one element is seen. Draws depend on the seed alone: a failure names it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grouped_core import _native, calls, plans
+from grouped_core.calls import SLOTS, ArraySpec, Call
+from grouped_core.recipes import plain
+from tests import asserts, cases
+from tests.bounds import Bounded, Expected
+
+SHORT, LONG = 250, 20_000
+SEEDS_A_TEST = 50
+_NAN = 0xFF
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "first_seed" in metafunc.fixturenames:
+        count = LONG if metafunc.config.getoption("--soak") else SHORT
+        metafunc.parametrize("first_seed", range(0, count, SEEDS_A_TEST))
+
+
+class Draw:
+    """Random choices of one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def one(self, *choices: Any) -> Any:
+        return choices[int(self.rng.integers(len(choices)))]
+
+    def width(self) -> int:
+        """A K or N: odd, around vector and tile widths, seldom long."""
+        return int(
+            self.one(1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 33, 47, 48, 49, 63, 65, 100, 130, self.rng.integers(1, 300))
+        )
+
+    def sizes(self, groups: int, rows: int) -> list[int]:
+        """Sizes that fit, that do not, or that are nonsense."""
+        kind = self.one("fit", "fit", "short", "over", "hostile", "zero", "one")
+        if kind == "hostile":
+            numbers = [0, 1, -1, -(2**31), 2**31 - 1, rows, -rows, rows + 1, 7]
+            return [int(self.one(*numbers)) for _ in range(groups)]
+        total = {"fit": rows, "short": rows // 2, "over": 2 * rows + 3, "zero": 0, "one": 0}[kind]
+        shares = self.rng.dirichlet(np.ones(groups)) if kind != "zero" else np.ones(groups) / groups
+        sizes = [int(m) for m in self.rng.multinomial(total, shares)]
+        if kind == "one":
+            sizes[int(self.rng.integers(groups))] = rows
+        return sizes
+
+    def block(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        """Bytes of a heap block of their own, which ends with them; all NaN."""
+        element = cases.numpy_dtype(dtype)
+        nbytes = int(np.prod(shape, dtype=np.int64)) * element.itemsize
+        offset = element.itemsize * int(self.rng.integers(0, 16 // element.itemsize))
+        memory = np.full(offset + nbytes, _NAN, np.uint8)
+        return memory[offset:].view(element).reshape(shape)
+
+    def numbers(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        block = self.block(shape, dtype)
+        block[...] = self.rng.standard_normal(shape).astype(block.dtype)
+        return block
+
+
+def wide(draw: Draw) -> str:
+    return draw.one(*cases.DTYPES)
+
+
+def addresses(draw: Draw, members: list[np.ndarray | None]) -> np.ndarray:
+    table = draw.block((len(members),), "int64")
+    table[:] = [0 if member is None else member.ctypes.data for member in members]
+    return table
+
+
+def spec(array: np.ndarray | None) -> ArraySpec | None:
+    return None if array is None else ArraySpec(array.shape, array.dtype.name)
+
+
+@dataclasses.dataclass
+class Work:
+    """A call, its operands by slot, and for the oracle the packed forms of those that are given by tables."""
+
+    call: Call
+    arrays: dict[str, np.ndarray]
+    packed: dict[str, np.ndarray]
+    members: list[np.ndarray | None] | None = None  # of the destinations, where a table gives them
+    keep: list[np.ndarray] = dataclasses.field(default_factory=list)  # what other tables point to
+
+
+def matmul(draw: Draw, sizes: np.ndarray, rows: int) -> Work:
+    groups, a, b = len(sizes), draw.width(), draw.width()
+    dtype, result = wide(draw), wide(draw)
+    if draw.one(True, False, False):
+        return wgrad(draw, sizes, rows, a, b, dtype, result)
+    axis = draw.one(1, 2)
+    lhs = draw.numbers((rows, a), dtype)
+    rhs = draw.numbers((groups, a, b) if axis == 1 else (groups, b, a), dtype)
+    bias = draw.numbers((groups, b), wide(draw)) if draw.one(True, False) else None
+    scale = draw.numbers((rows,), "float32") if draw.one(True, False) else None
+    into = draw.numbers((rows, b), result) if draw.one(True, False, False) else None
+    listed, listed_bias = draw.one(True, False, False), bias is not None and draw.one(True, False)
+    call = calls.grouped_matmul(
+        spec(lhs),
+        spec(rhs),
+        (1, axis),
+        spec(sizes),
+        result,
+        recipe=plain(dtype),
+        bias=spec(bias),
+        row_scale=spec(scale),
+        into=spec(into),
+        tables=(listed, listed_bias, False),
+        scale_bias=bool(bias is not None and scale is not None and draw.one(True, False)),
+        rows_hint=int(draw.one(0, 1, 1000)),
+    )
+    packed = {"lhs": lhs, "rhs": rhs, "group_sizes": sizes, "bias": bias, "row_scale": scale, "into": into}
+    arrays = {name: array for name, array in packed.items() if array is not None}
+    keep: list[np.ndarray] = []
+    for name, whole, wanted in (("rhs", rhs, listed), ("bias", bias, listed_bias)):
+        if wanted:
+            members = [draw.numbers(whole.shape[1:], whole.dtype.name) for _ in range(groups)]
+            for g, member in enumerate(members):
+                member[...] = whole[g]
+            arrays[f"{name}_table"] = addresses(draw, members)
+            del arrays[name]
+            keep += members
+    return Work(call, arrays, packed, keep=keep)
+
+
+def wgrad(draw: Draw, sizes: np.ndarray, rows: int, a: int, b: int, dtype: str, result: str) -> Work:
+    groups = len(sizes)
+    lhs, rhs = draw.numbers((rows, a), dtype), draw.numbers((rows, b), dtype)
+    into = draw.numbers((groups, a, b), result) if draw.one(True, False) else None
+    accumulate = into is not None and draw.one(True, False)
+    listed = into is not None and draw.one(True, False)
+    call = calls.grouped_matmul(
+        spec(lhs),
+        spec(rhs),
+        (0, 0),
+        spec(sizes),
+        result,
+        recipe=plain(dtype),
+        into=spec(into),
+        tables=(False, False, listed),
+        accumulate=accumulate,
+    )
+    packed = {"lhs": lhs, "rhs": rhs, "group_sizes": sizes, "into": into}
+    arrays = {name: array for name, array in packed.items() if array is not None}
+    members = None
+    if listed:
+        members = [draw.numbers((a, b), result) if draw.one(True, True, False) else None for _ in range(groups)]
+        for g, member in enumerate(members):
+            if member is not None:
+                member[...] = into[g]
+        arrays["into_table"] = addresses(draw, members)
+        del arrays["into"]
+    return Work(call, arrays, packed, members)
+
+
+def group_sum(draw: Draw, sizes: np.ndarray, rows: int) -> Work:
+    matrix = draw.numbers((rows, draw.width()), wide(draw))
+    scale = draw.numbers((rows,), "float32") if draw.one(True, False) else None
+    packed = {"rows": matrix, "group_sizes": sizes, "row_scale": scale}
+    arrays = {name: array for name, array in packed.items() if array is not None}
+    return Work(calls.group_sum(spec(matrix), spec(sizes), wide(draw), spec(scale)), arrays, packed)
+
+
+def row_dot(draw: Draw, sizes: np.ndarray, rows: int) -> Work:
+    k, n, groups = draw.width(), draw.width(), len(sizes)
+    which = draw.one("pair", "group", "both")
+    packed: dict[str, Any] = {"group_sizes": sizes}
+    if which != "group":
+        packed.update(lhs=draw.numbers((rows, k), wide(draw)), rhs=draw.numbers((rows, k), wide(draw)))
+    if which != "pair":
+        packed.update(group_lhs=draw.numbers((rows, n), wide(draw)), group_rhs=draw.numbers((groups, n), wide(draw)))
+    pair = (spec(packed["lhs"]), spec(packed["rhs"])) if which != "group" else None
+    group_pair = (spec(packed["group_lhs"]), spec(packed["group_rhs"])) if which != "pair" else None
+    return Work(calls.row_dot(spec(sizes), rows, pair, group_pair), dict(packed), packed)
+
+
+def scale_rows(draw: Draw, sizes: np.ndarray, rows: int) -> Work:
+    matrix, scale = draw.numbers((rows, draw.width()), wide(draw)), draw.numbers((rows,), "float32")
+    result = wide(draw)
+    into = draw.numbers(matrix.shape, result) if draw.one(True, False) else None
+    packed = {"rows": matrix, "row_scale": scale, "group_sizes": sizes, "into": into}
+    arrays = {name: array for name, array in packed.items() if array is not None}
+    return Work(calls.scale_rows(spec(matrix), spec(scale), spec(sizes), result, spec(into)), arrays, packed)
+
+
+def work_of(draw: Draw) -> Work:
+    """A random call; rows past the groups hold NaN."""
+    rows = int(draw.one(0, 1, 2, 7, 8, 9, 33, 64, 65, 200, draw.rng.integers(0, 700)))
+    groups = int(draw.one(1, 1, 2, 3, 5, 8, 33, 70))
+    sizes = draw.block((groups,), "int32")
+    sizes[:] = draw.sizes(groups, rows)
+    make = draw.one(matmul, matmul, matmul, group_sum, row_dot, scale_rows)
+    work = make(draw, sizes, rows)
+    end = cases.Case("drawn", tuple(int(s) for s in sizes), rows, 1, 1, frozenset()).valid
+    names = ("lhs", "rows", "row_scale", "group_lhs") + (
+        ("rhs",) if dict(work.call.params).get("rhs_axis", 0) == 0 else ()
+    )
+    for name in names:
+        if work.packed.get(name) is not None:
+            work.packed[name][end:] = np.nan
+    return work
+
+
+def launch(draw: Draw, work: Work, plan: _native.Plan) -> np.ndarray | None:
+    """The result, or None where it went to a table."""
+    (out,) = work.call.outputs
+    result = work.arrays["into"] if "into" in work.arrays else draw.block(out.shape, out.dtype)
+    if work.members is not None:
+        result = None
+    addresses = [
+        0 if work.arrays.get(slot) is None else work.arrays[slot].ctypes.data for slot in SLOTS[work.call.name]
+    ]
+    workspace = draw.block((plan.workspace_bytes,), "uint8")
+    target = 0 if result is None else result.ctypes.data
+    plan.launch([*addresses, target, workspace.ctypes.data if plan.workspace_bytes else 0], 0)
+    return result
+
+
+def expected_of(work: Work, kernel: str) -> Bounded:
+    packed = [work.packed.get(slot) for slot in SLOTS[work.call.name]]
+    names = SLOTS[work.call.name]
+    operands = [
+        array if array is None or name == "group_sizes" else Bounded.of(array)
+        for name, array in zip(names, packed, strict=True)
+    ]
+    return Expected({work.call.name: kernel})(work.call, operands)[0]
+
+
+def check(seed: int) -> None:
+    draw = Draw(seed)
+    work = work_of(draw)
+    names = [name for name in _native.kernels()[work.call.name] if "_cpu" in name]
+    call = dataclasses.replace(work.call, implementation=draw.one("", *names))
+    plan = plans.attempt(call, "cpu")
+    assert plan.kernel or call.implementation, f"seed {seed}: {plans.refusal(call, 'cpu', plan.refusals)}"
+    if not plan.kernel:
+        return  # this machine lacks the instructions of the pinned kernel
+    expected = expected_of(work, plan.kernel)  # before the launch, which may write into an operand
+    result = launch(draw, work, plan)
+    what = f"seed {seed}: {plan.kernel}"
+    if work.members is None:
+        asserts.within(result, expected, what)
+        return
+    for g, member in enumerate(work.members):
+        if member is not None:
+            part = Bounded(expected.value[g], expected.error[g], expected.dtype)
+            asserts.within(member, part, f"{what}, destination {g}")
+
+
+@pytest.mark.rule("GRP-4", "GRP-5", "GRP-12", "MAT-4", "MAT-5", "MAT-7")
+def test_random_calls(first_seed):
+    for seed in range(first_seed, first_seed + SEEDS_A_TEST):
+        check(seed)
+
+
+def hostile_spec(draw: Draw, given: ArraySpec | None) -> ArraySpec | None:
+    """A spec with something wrong, mostly."""
+    if given is None:
+        return draw.one(None, ArraySpec((3,), "float32"))
+    shape = list(given.shape)
+    kind = draw.one("same", "same", "absent", "rank", "longer", "huge", "negative", "dtype")
+    if kind == "absent":
+        return None
+    if kind == "rank":
+        return ArraySpec(tuple(draw.one(shape[:-1], [*shape, 2])), given.dtype)
+    if kind in ("longer", "huge", "negative") and shape:
+        change = {"longer": 1, "huge": 2**62, "negative": -(2**40)}[kind]
+        shape[int(draw.rng.integers(len(shape)))] += change
+        return ArraySpec(tuple(shape), given.dtype)
+    return ArraySpec(given.shape, draw.one(*_native.dtypes())) if kind == "dtype" else given
+
+
+@pytest.mark.rule("ERR-3")
+def test_plans_of_broken_calls_are_refused_in_words(first_seed):
+    """Whatever the specs, planning answers: a kernel, every kernel's reason, or ValueError; never a crash."""
+    for seed in range(first_seed, first_seed + SEEDS_A_TEST):
+        draw = Draw(seed)
+        work = work_of(draw)
+        inputs = tuple(hostile_spec(draw, given) for given in work.call.inputs)
+        params = dict(work.call.params)
+        for name in params:
+            if draw.one(True, False, False, False):
+                params[name] = draw.one(0, 1, 2, -1, 2**62) if name != "fp32_mode" else draw.one("ieee", "", "x" * 999)
+        call = dataclasses.replace(work.call, inputs=inputs, params=tuple(params.items()))
+        arch = draw.one("cpu", "cpu", "sm_80", "sm_90a")
+        try:
+            plan = plans.attempt(call, arch)
+        except ValueError:
+            continue
+        assert plan.kernel or all(reason for _, reason in plan.refusals), f"seed {seed}: refused without words"

@@ -1,0 +1,354 @@
+"""The torch operators: each holds one whole rule, so that the dispatcher is paid once a rule, not once a kernel.
+
+Operators see weights and biases as lists (one packed tensor, or one a group) and everything static as text, which
+outlives a process in torch's compile caches. Those that write into a caller's tensor return nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grouped_core import gradients
+from grouped_core.calls import ArraySpec, Call, Linear, Names
+from grouped_core.debug import debug_flags
+from grouped_core.formats import WIDE, Format
+from grouped_core.gradients import Needs
+from grouped_core.recipes import Recipe
+from torch_bridge import _run
+from torch_bridge._run import Operand
+from torch_bridge.sizes import note_sizes
+
+NAMES = Names(x="x", w="weight")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Static facts as text
+
+_PRODUCTS = ("forward", "dgrad", "wgrad")
+
+
+@lru_cache(maxsize=1024)
+def encode(
+    transposed: bool, recipe: Recipe | None, scale_bias: bool, rows_hint: int = 0, implementation: str = ""
+) -> str:
+    """A linear operation as the text that operators carry."""
+    facts = {"transposed": transposed, "scale_bias": scale_bias, "rows_hint": rows_hint}
+    if recipe is not None:
+        facts["recipe"] = dataclasses.asdict(recipe)
+    return json.dumps(facts | {"implementation": implementation}, sort_keys=True)
+
+
+@lru_cache(maxsize=1024)
+def decode(text: str) -> Linear:
+    """The linear operation that `encode` wrote down."""
+    facts = json.loads(text)
+    if "recipe" in facts:
+        fields = facts["recipe"]
+        cells = {product: tuple(Format(**cell) for cell in fields[product]) for product in _PRODUCTS}
+        facts["recipe"] = Recipe(**(fields | cells))
+    return Linear(NAMES, **facts)
+
+
+NEEDS = "xwbs"  # letters for gradients of x, weight, bias, row_scale
+
+
+def needs_text(needs: Needs) -> str:
+    """Needed gradients as letters."""
+    return "".join(letter for letter, needed in zip(NEEDS, needs, strict=True) if needed)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rules over a recorder. Their operands stand in the order of the operators' tensors.
+
+
+def _forward_rule(run: Any, text: str, operands: Sequence[Any]) -> tuple[Any]:
+    x, weight, sizes, bias, row_scale, out = operands
+    return (gradients.linear(run, decode(text), x, weight, sizes, bias, row_scale, out),)
+
+
+_FORWARD_ROWS = (0, 4, 5)  # operands with M rows
+
+
+def _backward_rule(run: Any, static: tuple[str, str, str, int, bool], operands: Sequence[Any]) -> tuple[Any, ...]:
+    text, letters, dtypes, k, accumulate = static
+    x, weight, sizes, bias, row_scale, dy, into, grad_input = operands
+    return tuple(
+        gradients.linear_grads(
+            run,
+            decode(text),
+            _specs(decode(text), dtypes, run.spec(dy), run.spec(sizes).shape[0], k),
+            x,
+            weight,
+            sizes,
+            bias,
+            row_scale,
+            dy,
+            Needs(*(letter in letters for letter in NEEDS)),
+            into_w=into,
+            accumulate=accumulate,
+            grad_input=grad_input,
+        )
+    )
+
+
+_BACKWARD_ROWS = (5, 0, 4, 7)
+
+
+def _specs(
+    op: Linear, dtypes: str, dy: ArraySpec, groups: int, k: int
+) -> tuple[ArraySpec, ArraySpec, ArraySpec | None, ArraySpec | None]:
+    """Specs of x, weight, bias, row_scale from their dtypes ("-" where absent), those that are not kept included."""
+    rows, n = dy.shape
+    x, weight, bias, row_scale = dtypes.split(",")
+    return (
+        ArraySpec((rows, k), x),
+        ArraySpec((groups, n, k) if op.transposed else (groups, k, n), weight),
+        None if bias == "-" else ArraySpec((groups, n), bias),
+        None if row_scale == "-" else ArraySpec((rows,), row_scale),
+    )
+
+
+def dtypes_text(*operands: Tensor | None) -> str:
+    """Dtypes of x, weight, bias, row_scale as text."""
+    return ",".join("-" if operand is None else _run.dtype_name(operand.dtype) for operand in operands)
+
+
+def _grouped(members: Sequence[Tensor], packed_rank: int) -> Operand:
+    """An operand from the list form of operators: nothing, the packed tensor, or one tensor a group."""
+    if not members:
+        return None
+    return members[0] if members[0].dim() == packed_rank else members
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Operators
+
+_OPERANDS = "Tensor[] weight, Tensor group_sizes, Tensor[] bias, Tensor? row_scale"
+_SCHEMAS = {
+    "linear": f"(Tensor x, {_OPERANDS}, str op) -> Tensor",
+    "linear_into": f"(Tensor x, {_OPERANDS}, str op, Tensor(a!) out) -> ()",
+    # Gradients named by `needs`, in its order; of a list of weights only those of the groups `live`.
+    "linear_grads": f"(Tensor? x, {_OPERANDS}, Tensor dy, SymInt k, str op, str dtypes, str needs, int[] live)"
+    " -> Tensor[]",
+    # The same gradients into the caller's tensors; a weight's is added if `accumulate`.
+    "linear_grads_into": f"(Tensor? x, {_OPERANDS}, Tensor dy, SymInt k, str op, str dtypes, str needs, int[] live,"
+    " bool accumulate, Tensor(a!)? grad_input, Tensor(b!)[] wgrad, Tensor(c!)? scale_grad) -> ()",
+}
+
+
+def _forward_operands(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    group_sizes: Tensor,
+    bias: Sequence[Tensor],
+    row_scale: Tensor | None,
+    out: Tensor | None,
+) -> tuple[Operand, ...]:
+    return x, _grouped(weight, 3), group_sizes, _grouped(bias, 2), row_scale, out
+
+
+def _run_forward(op: str, operands: tuple[Operand, ...]) -> Tensor:
+    flags = debug_flags()
+    x, _, group_sizes, *_ = operands
+    if "sizes" in flags:
+        note_sizes(group_sizes, x.shape[0])
+    return _run.run(_forward_rule, op, operands, x.device, flags)[0]
+
+
+def _linear(
+    x: Tensor, weight: list[Tensor], group_sizes: Tensor, bias: list[Tensor], row_scale: Tensor | None, op: str
+) -> Tensor:
+    return _run_forward(op, _forward_operands(x, weight, group_sizes, bias, row_scale, None))
+
+
+def _linear_fake(
+    x: Tensor, weight: list[Tensor], group_sizes: Tensor, bias: list[Tensor], row_scale: Tensor | None, op: str
+) -> Tensor:
+    operands = _forward_operands(x, weight, group_sizes, bias, row_scale, None)
+    return _run.fake(_forward_rule, op, operands, _FORWARD_ROWS, x.device)[0]
+
+
+def _linear_into(
+    x: Tensor,
+    weight: list[Tensor],
+    group_sizes: Tensor,
+    bias: list[Tensor],
+    row_scale: Tensor | None,
+    op: str,
+    out: Tensor,
+) -> None:
+    _run_forward(op, _forward_operands(x, weight, group_sizes, bias, row_scale, out))
+
+
+def _linear_into_fake(
+    x: Tensor,
+    weight: list[Tensor],
+    group_sizes: Tensor,
+    bias: list[Tensor],
+    row_scale: Tensor | None,
+    op: str,
+    out: Tensor,
+) -> None:
+    operands = _forward_operands(x, weight, group_sizes, bias, row_scale, out)
+    _run.fake(_forward_rule, op, operands, _FORWARD_ROWS, x.device)
+
+
+def subset(groups: Sequence[int], count: int) -> list[int]:
+    """Groups as operators take them: none listed means all."""
+    return [] if len(groups) == count else list(groups)
+
+
+def _scattered(buffers: Sequence[Tensor], live: Sequence[int], groups: int) -> list[Tensor | None]:
+    """One destination a group: `buffers` in the order of `live`, None elsewhere."""
+    destinations: list[Tensor | None] = [None] * groups
+    for group, buffer in zip(live or range(groups), buffers, strict=True):
+        destinations[group] = buffer
+    return destinations
+
+
+def _weight_gradients(op: str, dtypes: str, live: Sequence[int], dy: Tensor, k: int) -> Tensor:
+    """A buffer for the weight gradients of the groups `live`, each laid out as its weight."""
+    shape = (len(live), dy.shape[1], k) if decode(op).transposed else (len(live), k, dy.shape[1])
+    name = dtypes.split(",")[1]
+    return dy.new_empty(shape, dtype=_run.TORCH_DTYPES["bfloat16" if name.startswith("float8") else name])
+
+
+def _linear_grads(
+    x: Tensor | None,
+    weight: list[Tensor],
+    group_sizes: Tensor,
+    bias: list[Tensor],
+    row_scale: Tensor | None,
+    dy: Tensor,
+    k: int,
+    op: str,
+    dtypes: str,
+    needs: str,
+    live: list[int],
+) -> list[Tensor]:
+    buffer = into = None
+    if "w" in needs and live:  # frozen members of a list have no destination
+        buffer = _weight_gradients(op, dtypes, live, dy, k)
+        into = _scattered(buffer.unbind(), live, group_sizes.shape[0])
+    operands = (x, _grouped(weight, 3), group_sizes, _grouped(bias, 2), row_scale, dy, into, None)
+    dx, dw, db, dc = _run.run(_backward_rule, (op, needs, dtypes, k, False), operands, dy.device, debug_flags())
+    return [each for each in (dx, dw if buffer is None else buffer, db, dc) if each is not None]
+
+
+def _linear_grads_fake(
+    x: Tensor | None,
+    weight: list[Tensor],
+    group_sizes: Tensor,
+    bias: list[Tensor],
+    row_scale: Tensor | None,
+    dy: Tensor,
+    k: int,
+    op: str,
+    dtypes: str,
+    needs: str,
+    live: list[int],
+) -> list[Tensor]:
+    operands = (x, _grouped(weight, 3), group_sizes, _grouped(bias, 2), row_scale, dy, None, None)
+    static = (op, needs, dtypes, int(k), False)
+    dx, dw, db, dc = _run.fake(_backward_rule, static, operands, _BACKWARD_ROWS, dy.device)
+    if dw is not None and live:
+        dw = _weight_gradients(op, dtypes, live, dy, int(k))
+    return [each for each in (dx, dw, db, dc) if each is not None]
+
+
+def _linear_grads_into(
+    x: Tensor | None,
+    weight: list[Tensor],
+    group_sizes: Tensor,
+    bias: list[Tensor],
+    row_scale: Tensor | None,
+    dy: Tensor,
+    k: int,
+    op: str,
+    dtypes: str,
+    needs: str,
+    live: list[int],
+    accumulate: bool,
+    grad_input: Tensor | None,
+    wgrad: list[Tensor],
+    scale_grad: Tensor | None,
+) -> None:
+    into = _grouped(wgrad, 3)
+    if isinstance(into, list):
+        into = _scattered(into, live, group_sizes.shape[0])
+    operands = (x, _grouped(weight, 3), group_sizes, _grouped(bias, 2), row_scale, dy, into, grad_input)
+    dc = _run.run(_backward_rule, (op, needs, dtypes, k, accumulate), operands, dy.device, debug_flags())[3]
+    if scale_grad is not None:
+        scale_grad.copy_(dc)
+
+
+def _linear_grads_into_fake(*_: Any) -> None:
+    """Nothing comes back, and the operands were checked with the forward call."""
+
+
+_LIBRARY = torch.library.Library("torch_bridge", "DEF")
+for _name, _run_it, _fake_it in (
+    ("linear", _linear, _linear_fake),
+    ("linear_into", _linear_into, _linear_into_fake),
+    ("linear_grads", _linear_grads, _linear_grads_fake),
+    ("linear_grads_into", _linear_grads_into, _linear_grads_into_fake),
+):
+    _LIBRARY.define(_name + _SCHEMAS[_name], tags=(torch.Tag.pt2_compliant_tag,))
+    for _device in ("CPU", "CUDA"):
+        _LIBRARY.impl(_name, _run_it, _device)
+    torch.library.register_fake(f"torch_bridge::{_name}", _fake_it, lib=_LIBRARY)
+
+linear = torch.ops.torch_bridge.linear.default
+linear_into = torch.ops.torch_bridge.linear_into.default
+linear_grads = torch.ops.torch_bridge.linear_grads.default
+linear_grads_into = torch.ops.torch_bridge.linear_grads_into.default
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Planning
+
+
+def forward_calls(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    group_sizes: Tensor,
+    bias: Sequence[Tensor],
+    row_scale: Tensor | None,
+    op: str,
+    out: Tensor | None,
+) -> list[Call]:
+    """Native calls of the forward operator."""
+    return _run.calls_of(_forward_rule, op, _forward_operands(x, weight, group_sizes, bias, row_scale, out))
+
+
+def backward_calls(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    group_sizes: Tensor,
+    bias: Sequence[Tensor],
+    row_scale: Tensor | None,
+    op: str,
+    needs: Needs,
+    into_dtype: str | None,
+    grad_input: Tensor | None,
+) -> list[Call]:
+    """Native calls of the gradients `needs`; those of weights go to destinations of `into_dtype`, if not None."""
+    n = weight[0].shape[-2 if decode(op).transposed else -1]
+    dy = x.new_empty((x.shape[0], n), dtype=_forward_dtype(x), device="meta")
+    into = None
+    if into_dtype is not None and needs.w:
+        into = _grouped([each.to("meta", _run.TORCH_DTYPES[into_dtype]) for each in weight], 3)
+    dtypes = dtypes_text(x, weight[0], bias[0] if bias else None, row_scale)
+    operands = (x, _grouped(weight, 3), group_sizes, _grouped(bias, 2), row_scale, dy, into, grad_input)
+    static = (op, needs_text(needs), dtypes, x.shape[1], into is not None)
+    return _run.calls_of(_backward_rule, static, operands)
+
+
+def _forward_dtype(x: Tensor) -> torch.dtype:
+    return x.dtype if _run.dtype_name(x.dtype) in WIDE else torch.bfloat16

@@ -1,0 +1,327 @@
+"""How one rule runs in PyTorch: recorded once for its shapes and dtypes, then replayed on addresses.
+
+A rule of `grouped_core.gradients` never looks at values, so what it does follows from the specs of its operands. Its
+first run notes casts and native calls; later ones allocate, collect addresses and launch. The same notes, without a
+launch, are the fake implementation that torch.compile asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grouped_core import _native, calls, plans
+from grouped_core.calls import ArraySpec, Call
+from grouped_core.gradients import Listed
+from torch_bridge.params import address_table
+
+DTYPES: dict[torch.dtype, str] = {
+    getattr(torch, name): name
+    for name in (
+        *("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"),
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    )
+}
+"""Torch dtypes by the names that specs carry."""
+
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+Operand = Tensor | Sequence[Tensor | None] | None
+"""What a rule reads: a tensor, one tensor a group (None: a destination that is skipped), or nothing."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a torch dtype in specs; one that specs do not know keeps torch's."""
+    return DTYPES.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+def spec_of(tensor: Tensor) -> ArraySpec:
+    """Shape and dtype of a tensor."""
+    return ArraySpec(tuple(tensor.shape), dtype_name(tensor.dtype))
+
+
+@lru_cache(maxsize=64)
+def arch_of(device: torch.device) -> str:
+    """The arch that plans are made for on `device`: "cpu", "sm_90a".
+
+    Raises:
+        ValueError: neither CPU nor CUDA.
+    """
+    if device.type == "cpu":
+        return "cpu"
+    if device.type == "cuda":
+        return _native.device_arch(0 if device.index is None else device.index)
+    raise ValueError(f"device {device}: expected a CPU or CUDA device; move the tensors there, or pass `arch`.")
+
+
+class Register(NamedTuple):
+    """Stands for an array while a rule is recorded."""
+
+    index: int
+    spec: ArraySpec
+
+
+class Cast(NamedTuple):
+    """values[result] = values[source] rounded to `dtype`."""
+
+    source: int
+    result: int
+    dtype: torch.dtype
+
+
+class Launch(NamedTuple):
+    """One native call; `result` is a new register, the one of its `into`, or None where it goes to a table."""
+
+    call: Call
+    operands: tuple[tuple[int, int], ...]  # (slot, register) of those that are there
+    result: int | None
+    is_new: bool
+
+
+Rule = Callable[["Recorder", Any, Sequence[Any]], Sequence[Any]]
+"""(runner, static facts, operands) -> results; a module's function, so that it can be a key."""
+
+
+class Recorder:
+    """The runner that notes what a rule does."""
+
+    def __init__(self, operands: Sequence[tuple[ArraySpec, bool] | None]) -> None:
+        self.steps: list[Cast | Launch] = []
+        self.specs: list[ArraySpec] = []
+        self.operands = [None if each is None else self._operand(*each) for each in operands]
+
+    def _operand(self, spec: ArraySpec, listed: bool) -> Register | Listed:
+        if listed:
+            return Listed(spec, self._register(ArraySpec(spec.shape[:1], "int64")), ())
+        return self._register(spec)
+
+    def _register(self, spec: ArraySpec) -> Register:
+        self.specs.append(spec)
+        return Register(len(self.specs) - 1, spec)
+
+    def __call__(self, call: Call, arrays: Sequence[Register | None]) -> tuple[Register | None, ...]:
+        present = tuple((slot, array.index) for slot, array in enumerate(arrays) if array is not None)
+        if not call.aliases:
+            result, is_new = self._register(call.outputs[0]), True
+        else:  # the caller's buffer, or nothing where a table says where to write
+            result, is_new = arrays[call.aliases[0][0]], False
+        self.steps.append(Launch(call, present, None if result is None else result.index, is_new))
+        return (result,)
+
+    def spec(self, array: Register) -> ArraySpec:
+        return array.spec
+
+    def cast(self, array: Register, dtype: str) -> Register:
+        if array.spec.dtype == dtype:
+            return array
+        result = self._register(ArraySpec(array.spec.shape, dtype))
+        self.steps.append(Cast(array.index, result.index, TORCH_DTYPES[dtype]))
+        return result
+
+
+class Recording(NamedTuple):
+    """What a rule does. Registers are numbered: operands that are there, in order, then whatever is made."""
+
+    steps: tuple[Cast | Launch, ...]
+    results: tuple[Register | None, ...]
+    registers: int
+
+    @property
+    def calls(self) -> list[Call]:
+        return [step.call for step in self.steps if isinstance(step, Launch)]
+
+
+def record(rule: Rule, static: Hashable, operands: Sequence[tuple[ArraySpec, bool] | None]) -> Recording:
+    """Runs `rule` on specs, (packed spec, whether a table gives it) an operand; raises what the rule raises."""
+    run = Recorder(operands)
+    results = rule(run, static, run.operands)
+    return Recording(tuple(run.steps), tuple(results), len(run.specs))
+
+
+def calls_of(rule: Rule, static: Hashable, operands: Sequence[Operand]) -> list[Call]:
+    """Native calls that `rule` makes for operands like these; meta tensors do."""
+    return record(rule, static, [None if each is None else _packed_spec(each) for each in operands]).calls
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Replay
+
+
+class _Planned(NamedTuple):
+    """A `Launch` with its kernel chosen and everything prepared that does not depend on addresses."""
+
+    call: str  # its name
+    launch: Callable[[list[int], int], None]
+    addresses: list[int]  # zeros, one a slot, the result and the workspace
+    operands: tuple[tuple[int, int], ...]
+    result: int | None
+    shape: tuple[int, ...] | None  # of a new result
+    dtype: torch.dtype
+    workspace_bytes: int
+    last_used: tuple[int, ...]  # registers that nobody reads afterwards
+
+
+class Program(NamedTuple):
+    """A recording planned for one arch."""
+
+    steps: tuple[Cast | _Planned, ...]
+    results: tuple[int | None, ...]
+    made: int  # registers beyond the operands
+
+
+def _program(rule: Rule, static: Hashable, operands: Sequence[Operand], arch: str) -> Program:
+    specs = [None if each is None else _packed_spec(each) for each in operands]
+    recording = record(rule, static, specs)
+    given = sum(each is not None for each in specs)
+    keep = {result.index for result in recording.results if result is not None}
+    steps: list[Cast | _Planned] = []
+    for step in reversed(recording.steps):
+        if isinstance(step, Cast):
+            steps.append(step)
+            keep.add(step.source)
+            continue
+        read = {register for _, register in step.operands}
+        plan = plans.plan(step.call, arch)
+        steps.append(
+            _Planned(
+                step.call.name,
+                plan.launch,
+                [0] * (len(step.call.inputs) + 2),
+                step.operands,
+                step.result,
+                step.call.outputs[0].shape if step.is_new else None,
+                TORCH_DTYPES[step.call.outputs[0].dtype],
+                plan.workspace_bytes,
+                tuple(register for register in read - keep if register >= given),
+            )
+        )
+        keep |= read
+    results = tuple(None if result is None else result.index for result in recording.results)
+    return Program(tuple(reversed(steps)), results, recording.registers - given)
+
+
+def _packed_spec(operand: Tensor | Sequence[Tensor | None]) -> tuple[ArraySpec, bool]:
+    if isinstance(operand, Tensor):
+        return spec_of(operand), False
+    one = spec_of(next(each for each in operand if each is not None))
+    return ArraySpec((len(operand), *one.shape), one.dtype), True
+
+
+_programs: dict[Hashable, Program] = {}
+_MAX_PROGRAMS = 8192  # a training run meets a few dozen; changing M each step must not grow without bound
+
+
+def run(
+    rule: Rule, static: Hashable, operands: Sequence[Operand], device: torch.device, flags: frozenset[str]
+) -> list[Tensor | None]:
+    """The results of `rule` on real tensors of `device`, launched on its current stream; `flags` of GROUPED_DEBUG.
+
+    Raises:
+        ValueError, TypeError: the operands do not fit. NotImplementedError: no kernel takes them.
+    """
+    key: list[Hashable] = [rule, static, device]
+    values: list[Tensor | None] = []
+    for operand in operands:
+        if operand is None:
+            key.append(None)
+        elif isinstance(operand, Tensor):
+            key += (operand.shape, operand.dtype)
+            values.append(operand)
+        else:
+            member = next(each for each in operand if each is not None)
+            key += (len(operand), member.shape, member.dtype)
+            values.append(address_table(operand, device))
+    program = _programs.get(lookup := tuple(key))
+    if program is None:
+        if len(_programs) >= _MAX_PROGRAMS:
+            _programs.clear()
+        program = _programs[lookup] = _program(rule, static, operands, arch_of(device))
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return _replay(program, values, device, flags)
+    return _replay(program, values, device, flags)
+
+
+def _replay(
+    program: Program, values: list[Tensor | None], device: torch.device, flags: frozenset[str]
+) -> list[Tensor | None]:
+    values += [None] * program.made
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    for step in program.steps:
+        if isinstance(step, Cast):
+            values[step.result] = values[step.source].to(step.dtype)
+        else:
+            _launch(step, values, device, stream, flags)
+    return [None if index is None else values[index] for index in program.results]
+
+
+def _launch(
+    step: _Planned, values: list[Tensor | None], device: torch.device, stream: int, flags: frozenset[str]
+) -> None:
+    addresses = step.addresses.copy()
+    for slot, register in step.operands:
+        addresses[slot] = values[register].data_ptr()
+    if step.shape is not None:
+        values[step.result] = result = torch.empty(step.shape, dtype=step.dtype, device=device)
+        if "poison" in flags:
+            _poison(result)
+        addresses[-2] = result.data_ptr()
+    elif step.result is not None:
+        addresses[-2] = values[step.result].data_ptr()
+    if step.workspace_bytes:
+        workspace = torch.empty(step.workspace_bytes, dtype=torch.uint8, device=device)
+        if "poison" in flags:
+            _poison(workspace)
+        addresses[-1] = workspace.data_ptr()
+    step.launch(addresses, stream)
+    for register in step.last_used:
+        values[register] = None
+    if "sync" in flags and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize(device)
+
+
+def _poison(tensor: Tensor) -> None:
+    """Fills a tensor with bytes that every float type reads as NaN."""
+    tensor.view(torch.uint8).fill_(0xFF)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Without arrays
+
+_SYMBOLIC_ROWS = calls.MAX_ROWS  # stands for M where torch.compile has a symbol: no K, N or G comes near it
+
+
+def fake(
+    rule: Rule, static: Hashable, operands: Sequence[Operand], rows: Sequence[int], device: torch.device
+) -> list[Tensor | None]:
+    """New tensors shaped as the results of `rule`; operands at the positions `rows` have M rows, which may be a symbol.
+
+    NOTE: specs must be hashable, and torch's symbols are not. M alone may stay symbolic, other axes become numbers.
+    """
+    lengths = [operands[at].shape[0] for at in rows if operands[at] is not None]
+    symbol = lengths[0] if all(isinstance(length, torch.SymInt) for length in lengths) else None
+    if symbol is not None:
+        for length in lengths:
+            torch._check(length == symbol)
+
+    def spec(at: int, operand: Operand) -> tuple[ArraySpec, bool] | None:
+        if operand is None:
+            return None
+        packed, listed = _packed_spec(operand)
+        shape = [int(d) if axis or at not in rows or symbol is None else _SYMBOLIC_ROWS
+                 for axis, d in enumerate(packed.shape)]  # fmt: skip
+        return ArraySpec(tuple(shape), packed.dtype), listed
+
+    recording = record(rule, static, [spec(at, operand) for at, operand in enumerate(operands)])
+    made = []
+    for result in recording.results:
+        if result is None:
+            made.append(None)
+            continue
+        shape = [symbol if symbol is not None and d == _SYMBOLIC_ROWS else d for d in result.spec.shape]
+        made.append(torch.empty(shape, dtype=TORCH_DTYPES[result.spec.dtype], device=device))
+    return made

@@ -1,0 +1,93 @@
+"""Weights and biases, packed or one tensor a group, and the tables of addresses through which kernels read lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+
+def members_of(name: str, value: Tensor | Sequence[Tensor], packed_rank: int, x: Tensor) -> list[Tensor]:
+    """A weight or bias as a list: of its one packed tensor, or of G tensors with one axis less.
+
+    Args:
+        name: of the argument, for messages. packed_rank: axes of the packed form. x: whose device counts.
+
+    Raises:
+        TypeError: no tensor, or a list of unequal dtypes. ValueError: an empty list, members of unequal shape, another
+            device, or not contiguous.
+    """
+    if isinstance(value, Tensor):
+        check_operand(name, value, x)
+        return [value]
+    members = list(value) if isinstance(value, (list, tuple)) else None
+    if members is None:
+        raise TypeError(
+            f"`{name}`: {type(value).__name__}, expected a torch.Tensor with {packed_rank} axes or a list of tensors; "
+            "pass one of them."
+        )
+    if not members:
+        raise ValueError(f"`{name}`: an empty list, expected one tensor a group; pass at least one.")
+    for index, member in enumerate(members):
+        check_operand(f"{name}[{index}]", member, x)
+        if member.dim() != packed_rank - 1:
+            raise ValueError(
+                f"`{name}[{index}]`: shape {tuple(member.shape)}, expected {packed_rank - 1} axes in a list; "
+                "pass one tensor a group, or the packed tensor without a list."
+            )
+        if member.shape != members[0].shape:
+            raise ValueError(
+                f"`{name}[{index}]`: shape {tuple(member.shape)}, expected {tuple(members[0].shape)} = shape of "
+                f"`{name}[0]`; pass tensors of one shape."
+            )
+        if member.dtype != members[0].dtype:
+            raise TypeError(
+                f"`{name}[{index}]`: dtype {member.dtype}, expected {members[0].dtype} = dtype of `{name}[0]`; "
+                "pass tensors of one dtype."
+            )
+    return members
+
+
+def check_operand(name: str, value: Tensor, x: Tensor) -> None:
+    """A tensor on the device of `x`, contiguous. Raises TypeError or ValueError otherwise."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"`{name}`: {type(value).__name__}, expected a torch.Tensor; convert it first.")
+    if value.device != x.device:
+        raise ValueError(f"`{name}`: on {value.device}, expected {x.device} = device of `x`; move it with `.to`.")
+    if not value.is_contiguous():
+        raise ValueError(
+            f"`{name}`: strides {tuple(value.stride())} of shape {tuple(value.shape)}, expected a contiguous tensor; "
+            "call `.contiguous()`, or for a transposed weight change `rhs_transposed`."
+        )
+
+
+def device_integers(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Host integers as a tensor of `device`, without a synchronisation or a copy from pageable memory."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    # NOTE: a foreach operation carries its scalars as kernel arguments, in chunks; a copy would read host memory.
+    result = torch.zeros(len(values), dtype=dtype, device=device)
+    if values:
+        torch._foreach_add_(list(result.unbind()), list(values))
+    return result
+
+
+def address_table(members: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """[G] int64 on `device`: the address of each member, 0 for None.
+
+    A table depends on the addresses alone, so one is kept for each list of them and follows parameters that move.
+    """
+    addresses = tuple(0 if member is None else member.data_ptr() for member in members)
+    if device.type != "cuda":
+        return _table(addresses, device, 0)
+    if torch.cuda.is_current_stream_capturing():  # filled by the graph itself, in memory of the graph
+        return device_integers(addresses, torch.int64, device)
+    # A table is filled on the stream that first asked for it; another stream gets its own.
+    return _table(addresses, device, torch.cuda.current_stream(device).cuda_stream)
+
+
+@lru_cache(maxsize=1024)
+def _table(addresses: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    return device_integers(addresses, torch.int64, device)

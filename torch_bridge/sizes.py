@@ -1,0 +1,132 @@
+"""Group sizes as kernels read them, int32 on the device, and the word that remembers sizes which did not fit."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grouped_core.calls import Names, check_sizes
+from grouped_core.debug import describe_status, size_word
+from grouped_core.sizes import GroupSizes, unwrap
+from torch_bridge._run import spec_of
+from torch_bridge.params import device_integers
+
+_INT32 = torch.iinfo(torch.int32)
+
+
+def device_sizes(values: Sequence[int] | Tensor, device: torch.device | str) -> Tensor:
+    """int32 [G] on `device` from host integers or a CPU tensor, without a synchronisation; too large ones saturate.
+
+    While a CUDA graph is captured this works and warns: the graph keeps these values for good.
+
+    Raises:
+        TypeError: not integers. ValueError: more than one axis, or a tensor that is not on the CPU.
+    """
+    device = torch.device(device)
+    if isinstance(values, Tensor):
+        check_sizes(_NAMES, spec_of(values))
+        if values.device.type != "cpu":
+            raise ValueError(
+                f"`values`: on {values.device}, expected host integers or a CPU tensor; "
+                "a tensor of the device is passed as `group_sizes` as it stands."
+            )
+        values = values.tolist()
+    try:
+        numbers = [min(max(operator.index(value), _INT32.min), _INT32.max) for value in values]
+    except TypeError:
+        raise TypeError(
+            f"`group_sizes`: {values!r}, expected integers (a tensor, or a sequence of ints); "
+            "pass the number of rows of each group."
+        ) from None
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        warnings.warn("group_sizes came from the host: the captured graph keeps these values", stacklevel=3)
+    return device_integers(numbers, torch.int32, device)
+
+
+def prepare_sizes(group_sizes: Any, x: Tensor, names: Names) -> tuple[Tensor, int]:
+    """(int32 [G] on the device of `x`, hint of rows a group or 0) of what a user passed.
+
+    Raises:
+        TypeError: not integers. ValueError: another device than x's, not contiguous, more than one axis.
+    """
+    sizes, hint = unwrap(group_sizes)
+    if not isinstance(sizes, Tensor) or (sizes.device.type == "cpu" and x.device.type == "cuda"):
+        return device_sizes(sizes, x.device), hint
+    if sizes.device != x.device:
+        raise ValueError(
+            f"`{names.sizes}`: on {sizes.device}, expected {x.device} = device of `x`; move it with `.to`."
+        )
+    if sizes.dtype is not torch.int32:
+        check_sizes(names, spec_of(sizes))
+        sizes = _saturate(sizes)
+    if not sizes.is_contiguous():
+        raise ValueError(
+            f"`{names.sizes}`: strides {tuple(sizes.stride())}, expected a contiguous tensor; call `.contiguous()`."
+        )
+    return sizes, hint
+
+
+def _saturate(sizes: Tensor) -> Tensor:
+    """Integers of any type as int32, clamped."""
+    if sizes.dtype is torch.uint64:  # seen as int64, what is too large is negative
+        signed = sizes.view(torch.int64)
+        sizes = torch.where(signed < 0, _INT32.max, signed)
+    elif sizes.dtype is torch.uint32:
+        sizes = sizes.to(torch.int64)
+    if sizes.dtype is torch.int64:
+        sizes = sizes.clamp(_INT32.min, _INT32.max)
+    return sizes.to(torch.int32)
+
+
+def _choose(condition: Tensor, a: int, b: int) -> Tensor:
+    return torch.where(condition, a, b)
+
+
+def size_status(group_sizes: Tensor | Sequence[int] | GroupSizes, M: int) -> Tensor:
+    """An int32 scalar on the device of `group_sizes` [G]: bit 0 if one is negative, bit 1 if they sum to more than M.
+
+    Raises:
+        TypeError: not integers. ValueError: more than one axis.
+    """
+    sizes, _ = unwrap(group_sizes)
+    if not isinstance(sizes, Tensor):
+        sizes = device_sizes(sizes, "cpu")
+    sizes, _ = prepare_sizes(sizes, sizes, _NAMES)
+    check_sizes(_NAMES, spec_of(sizes))
+    return size_word(sizes, M, where=_choose, total=torch.sum).to(torch.int32)
+
+
+_words: dict[torch.device, Tensor] = {}
+
+
+def note_sizes(sizes: Tensor, rows: int) -> None:
+    """Adds the status of int32 `sizes` to the word of their device."""
+    status = size_status(sizes, rows)
+    word = _words.setdefault(sizes.device, torch.zeros_like(status))
+    word |= status
+
+
+def check_debug_word() -> None:
+    """Reads and clears the size words of all devices; it waits for them.
+
+    They are written under GROUPED_DEBUG=sizes.
+
+    Raises:
+        ValueError: since the last call some group sizes were negative or summed to more rows than there were.
+    """
+    found = {device: int(word) for device, word in _words.items()}
+    for word in _words.values():
+        word.zero_()
+    if wrong := "; ".join(f"on {device}: {describe_status(word)}" for device, word in found.items() if word):
+        raise ValueError(
+            f"group_sizes {wrong}; expected sizes from 0 on that sum to at most M; "
+            "check what computed them, `size_status` tells it of one tensor."
+        )
+
+
+_NAMES = Names(x="x", w="weight")
