@@ -26,7 +26,7 @@ PROGRAM := int main() { if constexpr (true) return 0; }
 PYTHON := $(abspath $(VENV))/bin/python
 BIN := $(abspath $(VENV))/bin
 PACKAGES := grouped_core jax_grouped torch_bridge
-NATIVE_SOURCES := CMakeLists.txt pyproject.toml $(wildcard cc/*/*)
+NATIVE_SOURCES := CMakeLists.txt $(wildcard cc/*/*)
 CXX_FILES := $(wildcard cc/*/*.h cc/*/*.cc cc/*/*.cuh cc/*/*.cu)
 
 # $(call need,command,what is missing and what to do): stops with that one line where the command fails.
@@ -41,18 +41,23 @@ $(VENV)/bin/python:
 	$(call need,echo '$(PROGRAM)' | $(CXX) -std=c++17 -fsyntax-only -x c++ -,there is no C++17 compiler as $(CXX); install g++ or clang++$(comma) or name one: make CXX=clang++)
 	@$(PY) -m venv $(VENV)
 
-$(VENV)/.packages: requirements/dev.txt | $(VENV)/bin/python
+# The demo does without PyTorch and the checkers.
+$(VENV)/.demo-packages: requirements/demo.txt | $(VENV)/bin/python
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/demo.txt
+	@touch $@
+
+$(VENV)/.packages: requirements/dev.txt $(VENV)/.demo-packages
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/dev.txt
 	@touch $@
 
-# The first build installs the packages as links to the sources; later ones only run the compiler.
-build/.installed: pyproject.toml CMakeLists.txt $(VENV)/.packages
-	PATH="$(BIN):$$PATH" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(BIN)/pip install --quiet --disable-pip-version-check \
-	  --no-build-isolation --no-deps --editable . \
-	  -C cmake.define.GROUPED_WERROR=ON -C cmake.define.GROUPED_CUDA=$(GROUPED_CUDA)
+# A development build: the module beside the sources, and a .pth file that leads to them, so that new files are seen.
+build/.configured: CMakeLists.txt $(VENV)/.demo-packages
+	PATH="$(BIN):$$PATH" cmake -S . -B build -G Ninja -DPython_EXECUTABLE=$(PYTHON) \
+	  -DGROUPED_OUTPUT_DIR=grouped_core -DGROUPED_WERROR=ON -DGROUPED_CUDA=$(GROUPED_CUDA)
+	@pwd > "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/jax_grouped_development.pth"
 	@touch $@
 
-build/.native: build/.installed $(NATIVE_SOURCES)
+build/.native: build/.configured $(NATIVE_SOURCES)
 	PATH="$(BIN):$$PATH" cmake --build build --parallel $(JOBS)
 	@touch $@
 
@@ -71,7 +76,7 @@ format: $(VENV)/.packages
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-types: native
+types: native $(VENV)/.packages
 	$(BIN)/basedpyright
 
 test: lint types
@@ -80,7 +85,7 @@ test: lint types
 test-full: lint types
 	$(PYTHON) -m pytest -n $(WORKERS) --full $(ARGS)
 
-soak: native
+soak: native $(VENV)/.packages
 	$(PYTHON) -m pytest tests/soak --soak $(ARGS)
 
 # A tree of its own: the sanitised module beside copies of the packages and the tests. Python itself is not instrumented,
@@ -105,14 +110,14 @@ wheel:
 	  -C cmake.define.GROUPED_CUDA=$(GROUPED_CUDA)
 	@ls dist/*.whl
 
-stub: native
+stub: native $(VENV)/.packages
 	$(PYTHON) -m nanobind.stubgen -q --exclude-values -m grouped_core._native -o grouped_core/_native.pyi
 
 docs: native requirements/docs.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/docs.txt
 	$(BIN)/pdoc --docformat google -o build/docs $(PACKAGES)
 
-benchmark: native
+benchmark: native $(VENV)/.packages
 	@for bench in $(BENCH); do $(PYTHON) $$bench $(ARGS) || exit 1; done
 
 clean:

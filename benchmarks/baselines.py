@@ -1,12 +1,13 @@
 """Candidates of the grouped products behind one signature: ours through both faces, and the peers.
 
-A candidate is built for a `Work` and returns a thunk, or raises `Missing` with the reason why it cannot take part.
+A candidate is built for a `Work` and returns a thunk, or raises `MissingError` with the reason why it cannot take part.
 Letters: G groups, M rows, K in, N out. Weights are held in both layouts, [G, K, N] and [G, N, K]; each peer is given
 the one that suits it best.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ PRODUCTS = ("forward", "dgrad", "wgrad")
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Missing(Exception):
+class MissingError(Exception):
     """A candidate cannot take part; the text says why."""
 
 
@@ -193,15 +194,14 @@ def lax_ragged_dot(work: Work) -> Thunk:
 
 def jax_loop(work: Work) -> Thunk:
     """A static loop of `jnp.dot` over the groups: sizes are compile-time constants."""
-    import jax
     import jax.numpy as jnp
 
     if len(work.sizes) > 64 or work.device.type != "cpu":
-        raise Missing("a static loop over this many groups is not what anybody would run")
+        raise MissingError("a static loop over this many groups is not what anybody would run")
     starts = np.cumsum([0, *work.sizes])
 
     def loop(lhs: Any, rhs: Any, s: Any) -> Any:
-        parts = [lhs[a:b] @ rhs[g] for g, (a, b) in enumerate(zip(starts[:-1], starts[1:], strict=True)) if b > a]
+        parts = [lhs[a:b] @ rhs[g] for g, (a, b) in enumerate(itertools.pairwise(starts)) if b > a]
         tail = jnp.zeros((lhs.shape[0] - starts[-1], rhs.shape[2]), lhs.dtype)
         return jnp.concatenate([*parts, tail])
 
@@ -212,7 +212,7 @@ def torch_grouped_mm(work: Work) -> Thunk:
     """`torch.nn.functional.grouped_mm` with weights stored K-major, its better layout."""
     function = getattr(torch.nn.functional, "grouped_mm", None)
     if function is None:
-        raise Missing("torch.nn.functional.grouped_mm is not in this PyTorch")
+        raise MissingError("torch.nn.functional.grouped_mm is not in this PyTorch")
     offsets = torch.cumsum(work.device_sizes, 0).to(torch.int32)
     calls = {
         "forward": lambda i: function(work.x[i], work.w_nk[i].transpose(1, 2), offs=offsets),
@@ -223,14 +223,14 @@ def torch_grouped_mm(work: Work) -> Thunk:
     try:
         thunk(0)
     except (RuntimeError, ValueError) as error:
-        raise Missing(str(error).splitlines()[0][:90]) from None
+        raise MissingError(str(error).splitlines()[0][:90]) from None
     return thunk
 
 
 def torch_loop(work: Work) -> Thunk:
     """A loop of `torch.matmul` over the groups, sizes known on the host, results written in place."""
     starts = np.cumsum([0, *work.sizes]).tolist()
-    spans = [(g, slice(a, b)) for g, (a, b) in enumerate(zip(starts[:-1], starts[1:], strict=True)) if b > a]
+    spans = [(g, slice(a, b)) for g, (a, b) in enumerate(itertools.pairwise(starts)) if b > a]
 
     def forward(i: int) -> torch.Tensor:
         out = work.x[i].new_zeros(work.dy[i].shape)

@@ -15,10 +15,10 @@ from pathlib import Path
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # both frameworks share one GPU here
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import torch  # noqa: E402
+import torch
 
-from benchmarks import baselines, harness  # noqa: E402
-from tests import cases  # noqa: E402
+from benchmarks import baselines, harness
+from tests import cases
 
 L2_BYTES = 60 << 20  # of an H200; inputs are rotated through more than twice of it
 
@@ -39,7 +39,7 @@ def bench(
             thunk = baselines.CANDIDATES[name](work)
             errors[name] = None if name == "dense" else _error(thunk(0), wanted)
             thunks[name] = thunk
-        except baselines.Missing as reason:
+        except baselines.MissingError as reason:
             skipped[name] = str(reason)
         except ImportError as reason:
             skipped[name] = f"not installed: {reason.name}"

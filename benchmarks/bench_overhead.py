@@ -18,14 +18,14 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
 
-import jax_grouped  # noqa: E402
-import torch_bridge  # noqa: E402
-from benchmarks import harness  # noqa: E402
+import jax_grouped
+import torch_bridge
+from benchmarks import harness
 
 GROUPS, ROWS, WIDTH = 8, 64, 64
 

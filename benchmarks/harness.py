@@ -155,7 +155,8 @@ class Row:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as fixed-width text."""
-    head = f"{'case':<16}{'product':<10}{'dtype':<10}{'candidate':<30}{'us':>11}{'+-':>6}{'TFLOP/s':>10}{'share':>8}{'error':>10}"
+    head = f"{'case':<16}{'product':<10}{'dtype':<10}{'candidate':<30}"
+    head += f"{'us':>11}{'+-':>6}{'TFLOP/s':>10}{'share':>8}{'error':>10}"
     lines = [head, "-" * len(head)]
     for r in rows:
         left = f"{r.case:<16}{r.product:<10}{r.dtype:<10}{r.candidate:<30}"

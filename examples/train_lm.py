@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -81,10 +82,10 @@ def parse_arguments(argv: list[str] | None) -> tuple[Settings, argparse.Namespac
     whole = partial(_number, int)
     add = parser.add_argument
     add("--text", metavar="PATH", help="file or folder to learn from (default: the Python standard library)")
-    add("--steps", type=whole(1, 1e7), default=450, help="training steps (default: %(default)s)")
+    add("--steps", type=whole(1, 1e7), default=300, help="training steps (default: %(default)s)")
     add("--experts", type=whole(1, 4096), default=8, help="experts in each layer (default: %(default)s)")
     add("--top-k", type=whole(1, 64), default=2, help="experts for each byte (default: %(default)s)")
-    add("--width", type=whole(32, 8192), default=128, help="size of the model's stream (default: %(default)s)")
+    add("--width", type=whole(HEAD_WIDTH, 8192), default=128, help="size of the model's stream (default: %(default)s)")
     add("--layers", type=whole(1, 128), default=4, help="transformer blocks (default: %(default)s)")
     add("--batch", type=whole(1, 4096), default=8, help="windows of text in a step (default: %(default)s)")
     add("--length", type=whole(2, 16384), default=256, help="bytes in a window (default: %(default)s)")
@@ -211,7 +212,7 @@ class Run:
         self.losses = notes["losses"]
 
     def train(self, saved: checkpoints.Checkpoints | None, save_every: int) -> float:
-        """Trains to the last step, or to Ctrl-C. Returns tokens per second, compilation excluded."""
+        """Trains to the last step, or to Ctrl-C. Returns tokens per second without compilation (0: none were timed)."""
         settings = self.settings
         first = len(self.losses)
         seconds = 0.0
@@ -231,7 +232,7 @@ class Run:
         if interrupt.asked:
             raise KeyboardInterrupt
         timed = len(self.losses) - first - 1
-        return timed * settings.batch * settings.length / seconds if timed > 0 else math.nan
+        return timed * settings.batch * settings.length / seconds if timed > 0 else 0.0
 
 
 # ---- what came of it -------------------------------------------------------------------------------------------------
@@ -320,18 +321,15 @@ def main(argv: list[str] | None = None) -> int:
             output.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--output {options.output}: {error.strerror}") from None
-        run = Run(settings, text)
-        size = sum(p.size for p in jax.tree.leaves(run.state.params))
-        print(f"{text.name}: {len(text.train):,} bytes to learn from; a model of {size:,} parameters")
-        if options.checkpoint:
-            with checkpoints.Checkpoints(options.checkpoint) as saved:
-                if options.resume:
-                    run.resume(saved)
-                elif saved.latest is not None:
-                    raise UserError(f"--checkpoint {options.checkpoint} holds a run; add --resume, or name another")
-                tokens_per_s = run.train(saved, options.save_every)
-        else:
-            tokens_per_s = run.train(None, options.save_every)
+        with checkpoints.Checkpoints(options.checkpoint) if options.checkpoint else nullcontext() as saved:
+            if saved:
+                saved.expect(options.resume)
+            run = Run(settings, text)
+            size = sum(p.size for p in jax.tree.leaves(run.state.params))
+            print(f"{text.name}: {len(text.train):,} bytes to learn from; a model of {size:,} parameters")
+            if saved and options.resume:
+                run.resume(saved)
+            tokens_per_s = run.train(saved, options.save_every)
         finish(run, text, tokens_per_s, options.prompt, output, began)
     except UserError as error:
         print(f"train_lm: {error}", file=sys.stderr)

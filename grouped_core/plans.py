@@ -9,9 +9,6 @@ from typing import Any
 from grouped_core import _native
 from grouped_core.calls import SLOTS, ArraySpec, Call
 
-WORKSPACE_ALIGNMENT = 256
-"""Kernels get their workspace at a multiple of this many bytes."""
-
 
 @lru_cache(maxsize=8192)
 def attempt(call: Call, arch: str) -> _native.Plan:
@@ -57,11 +54,14 @@ class Planner:
         self.calls: list[Call] = []
 
     def __call__(self, call: Call, arrays: Sequence[Any]) -> tuple[ArraySpec, ...]:
+        """Notes the call; specs of its results."""
         self.calls.append(call)
         return call.outputs
 
     def spec(self, array: ArraySpec) -> ArraySpec:
+        """The spec itself."""
         return array
 
     def cast(self, array: ArraySpec, dtype: str) -> ArraySpec:
+        """The spec with another dtype."""
         return ArraySpec(array.shape, dtype)

@@ -96,6 +96,7 @@ class Oracle:
         self.exact = exact
 
     def __call__(self, call: Call, arrays: Sequence[Array | None]) -> tuple[Array, ...]:
+        """The results of `call`."""
         operands: Operands = dict(zip(SLOTS[call.name], arrays, strict=True))
         for name, array in operands.items():
             if array is not None and name != "group_sizes":

@@ -35,8 +35,8 @@ def check_ffi_version(built: tuple[int, int], runtime: tuple[int, int]) -> None:
     """
     if built[0] != runtime[0] or built[1] > runtime[1]:
         raise ImportError(
-            f"grouped_core._native: built with XLA FFI API {built[0]}.{built[1]}, but the jaxlib of JAX {jax.__version__} "
-            f"has {runtime[0]}.{runtime[1]}, expected {built[0]}.{built[1]} or a later minor version; "
+            f"grouped_core._native: built with XLA FFI API {built[0]}.{built[1]}, but the jaxlib beside JAX "
+            f"{jax.__version__} has {runtime[0]}.{runtime[1]}, expected {built[0]}.{built[1]} or a later minor; "
             "install a newer jaxlib, or build jax-grouped against this one."
         )
 
@@ -103,8 +103,10 @@ def _compiled(*operands: jax.Array, call: Call) -> list[jax.Array]:
 
 @call_p.def_impl
 def _run_now(*operands: jax.Array, call: Call) -> list[jax.Array]:
-    with jax.disable_jit(False):  # compiling is the only way to run it
-        return _compiled(*operands, call=call)
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue] -- compiling is the only way to run it
+        with jax.disable_jit(False):
+            return _compiled(*operands, call=call)
+    return _compiled(*operands, call=call)
 
 
 def _lower(ctx: Any, *operands: Any, call: Call, platform: str) -> Sequence[Any]:

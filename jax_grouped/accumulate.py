@@ -93,6 +93,20 @@ def check_varying(op: Linear, accum: Any, axes: frozenset[str]) -> None:
         )
 
 
+def check_asked(op: Linear, weight: bool, accum: bool) -> None:
+    """Whether somebody differentiates with respect to the weight, and to its sink.
+
+    Raises:
+        ValueError: to the weight alone; its gradient would be lost.
+    """
+    if weight and not accum:
+        raise ValueError(
+            f"`{op.names.accum}`: an array that is not differentiated, while `{op.names.w}` is; expected both, for the "
+            "gradient is the array's cotangent; differentiate with respect to it too (value_and_accumulate_grad does), "
+            "or pass a jax.Ref."
+        )
+
+
 def is_sink(accum: Any) -> bool:
     """Whether the new accumulator is handed back as a cotangent."""
     return isinstance(accum, jax.Array) and not _is_ref(accum)

@@ -33,6 +33,9 @@ from jax_grouped._run import RUN, reduce_to, varying_axes
 
 NAMES = Names(x="lhs", w="rhs")
 
+AnyArray = Array | np.ndarray
+"""What an operand may be; NumPy arrays become constants of the program."""
+
 jax.tree_util.register_dataclass(GroupSizes, data_fields=["value"], meta_fields=["representative"])
 
 _logger = logging.getLogger("grouped_core")
@@ -40,13 +43,13 @@ _INT32 = np.iinfo(np.int32)
 
 
 def ragged_dot(
-    lhs: Float[Array, "M K"],
-    rhs: Float[Array, "G K N"] | Float[Array, "G N K"],
-    group_sizes: Int[Array, " G"] | GroupSizes,
+    lhs: Float[AnyArray, "M K"],
+    rhs: Float[AnyArray, "G K N"] | Float[AnyArray, "G N K"],
+    group_sizes: Int[AnyArray, " G"] | GroupSizes,
     *,
     rhs_transposed: bool = False,
-    bias: Float[Array, "G N"] | None = None,
-    row_scale: Float[Array, " M"] | None = None,
+    bias: Float[AnyArray, "G N"] | None = None,
+    row_scale: Float[AnyArray, " M"] | None = None,
     scale_bias: bool = False,
     preferred_element_type: DTypeLike | None = None,
     recipe: Recipe | None = None,
@@ -95,7 +98,7 @@ def ragged_dot(
     return run(op, *o._replace(sizes=_to_int32(o.sizes)))
 
 
-def size_status(group_sizes: Int[Array, " G"] | GroupSizes, M: int) -> Int[Array, ""]:
+def size_status(group_sizes: Int[AnyArray, " G"] | GroupSizes, M: int) -> Int[Array, ""]:
     """Whether the sizes fit M rows: an int32 scalar on the device, bit 0 a negative size, bit 1 a sum above M.
 
     Nothing is read on the host, so it may stand in a jitted program; 0 means that they fit.
@@ -292,7 +295,10 @@ def _linear_save(op: Linear, needs: Needs, *operands: Any) -> tuple[Any, _Saved]
 def _linear_fwd(op: Linear, *primals: Any) -> tuple[Any, _Saved]:
     x, w, _, bias, row_scale, _, accum = (any(leaf.perturbed for leaf in jax.tree.leaves(p)) for p in primals)
     operands = custom_vjp_primal_tree_values(primals)
-    return _linear_save(op, Needs(x, accum if operands[-1] is not None else w, bias, row_scale), *operands)
+    if operands[-1] is not None:
+        accumulate.check_asked(op, weight=w, accum=accum)
+        w = accum
+    return _linear_save(op, Needs(x, w, bias, row_scale), *operands)
 
 
 def _linear_bwd(op: Linear, saved: _Saved, dy: Any) -> tuple[Any, ...]:

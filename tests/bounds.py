@@ -217,7 +217,7 @@ def expect_linear_grads(
     return gradients.linear_grads(
         run,
         op,
-        specs,  # type: ignore[arg-type]
+        specs,
         bx,
         bw,
         group_sizes,

@@ -6,9 +6,9 @@ from grouped_core.recipes import FP16 as FP16
 from grouped_core.recipes import FP32 as FP32
 from grouped_core.recipes import Recipe as Recipe
 from grouped_core.sizes import GroupSizes as GroupSizes
-from torch_bridge.ops import explain as explain
+from torch_bridge.debug import explain as explain
+from torch_bridge.debug import why_unsupported as why_unsupported
 from torch_bridge.ops import grouped_linear as grouped_linear
-from torch_bridge.ops import why_unsupported as why_unsupported
 from torch_bridge.sizes import check_debug_word as check_debug_word
 from torch_bridge.sizes import device_sizes as device_sizes
 from torch_bridge.sizes import size_status as size_status

@@ -55,6 +55,12 @@ def decode(text: str) -> Linear:
     return Linear(NAMES, **facts)
 
 
+@lru_cache(maxsize=1024)
+def saved(text: str, needs: Needs, has_bias: bool, has_scale: bool) -> Needs:
+    """Which of x, weight, bias, row_scale backward reads."""
+    return gradients.linear_saved(decode(text), needs, has_bias, has_scale)
+
+
 NEEDS = "xwbs"  # letters for gradients of x, weight, bias, row_scale
 
 
@@ -149,11 +155,11 @@ def _forward_operands(
     bias: Sequence[Tensor],
     row_scale: Tensor | None,
     out: Tensor | None,
-) -> tuple[Operand, ...]:
+) -> tuple[Any, ...]:
     return x, _grouped(weight, 3), group_sizes, _grouped(bias, 2), row_scale, out
 
 
-def _run_forward(op: str, operands: tuple[Operand, ...]) -> Tensor:
+def _run_forward(op: str, operands: tuple[Any, ...]) -> Tensor:
     flags = debug_flags()
     x, _, group_sizes, *_ = operands
     if "sizes" in flags:
@@ -280,8 +286,8 @@ def _linear_grads_into(
     scale_grad: Tensor | None,
 ) -> None:
     into = _grouped(wgrad, 3)
-    if isinstance(into, list):
-        into = _scattered(into, live, group_sizes.shape[0])
+    if into is wgrad:  # of a list of weights
+        into = _scattered(wgrad, live, group_sizes.shape[0])
     operands = (x, _grouped(weight, 3), group_sizes, _grouped(bias, 2), row_scale, dy, into, grad_input)
     dc = _run.run(_backward_rule, (op, needs, dtypes, k, accumulate), operands, dy.device, debug_flags())[3]
     if scale_grad is not None:

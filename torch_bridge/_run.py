@@ -61,7 +61,7 @@ def arch_of(device: torch.device) -> str:
 class Register(NamedTuple):
     """Stands for an array while a rule is recorded."""
 
-    index: int
+    at: int
     spec: ArraySpec
 
 
@@ -104,12 +104,12 @@ class Recorder:
         return Register(len(self.specs) - 1, spec)
 
     def __call__(self, call: Call, arrays: Sequence[Register | None]) -> tuple[Register | None, ...]:
-        present = tuple((slot, array.index) for slot, array in enumerate(arrays) if array is not None)
+        present = tuple((slot, array.at) for slot, array in enumerate(arrays) if array is not None)
         if not call.aliases:
             result, is_new = self._register(call.outputs[0]), True
         else:  # the caller's buffer, or nothing where a table says where to write
             result, is_new = arrays[call.aliases[0][0]], False
-        self.steps.append(Launch(call, present, None if result is None else result.index, is_new))
+        self.steps.append(Launch(call, present, None if result is None else result.at, is_new))
         return (result,)
 
     def spec(self, array: Register) -> ArraySpec:
@@ -119,7 +119,7 @@ class Recorder:
         if array.spec.dtype == dtype:
             return array
         result = self._register(ArraySpec(array.spec.shape, dtype))
-        self.steps.append(Cast(array.index, result.index, TORCH_DTYPES[dtype]))
+        self.steps.append(Cast(array.at, result.at, TORCH_DTYPES[dtype]))
         return result
 
 
@@ -177,7 +177,7 @@ def _program(rule: Rule, static: Hashable, operands: Sequence[Operand], arch: st
     specs = [None if each is None else _packed_spec(each) for each in operands]
     recording = record(rule, static, specs)
     given = sum(each is not None for each in specs)
-    keep = {result.index for result in recording.results if result is not None}
+    keep = {result.at for result in recording.results if result is not None}
     steps: list[Cast | _Planned] = []
     for step in reversed(recording.steps):
         if isinstance(step, Cast):
@@ -200,7 +200,7 @@ def _program(rule: Rule, static: Hashable, operands: Sequence[Operand], arch: st
             )
         )
         keep |= read
-    results = tuple(None if result is None else result.index for result in recording.results)
+    results = tuple(None if result is None else result.at for result in recording.results)
     return Program(tuple(reversed(steps)), results, recording.registers - given)
 
 
@@ -217,14 +217,14 @@ _MAX_PROGRAMS = 8192  # a training run meets a few dozen; changing M each step m
 
 def run(
     rule: Rule, static: Hashable, operands: Sequence[Operand], device: torch.device, flags: frozenset[str]
-) -> list[Tensor | None]:
+) -> list[Any]:
     """The results of `rule` on real tensors of `device`, launched on its current stream; `flags` of GROUPED_DEBUG.
 
     Raises:
         ValueError, TypeError: the operands do not fit. NotImplementedError: no kernel takes them.
     """
     key: list[Hashable] = [rule, static, device]
-    values: list[Tensor | None] = []
+    values: list[Any] = []
     for operand in operands:
         if operand is None:
             key.append(None)
@@ -246,9 +246,7 @@ def run(
     return _replay(program, values, device, flags)
 
 
-def _replay(
-    program: Program, values: list[Tensor | None], device: torch.device, flags: frozenset[str]
-) -> list[Tensor | None]:
+def _replay(program: Program, values: list[Any], device: torch.device, flags: frozenset[str]) -> list[Any]:
     values += [None] * program.made
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     for step in program.steps:
@@ -259,13 +257,11 @@ def _replay(
     return [None if index is None else values[index] for index in program.results]
 
 
-def _launch(
-    step: _Planned, values: list[Tensor | None], device: torch.device, stream: int, flags: frozenset[str]
-) -> None:
+def _launch(step: _Planned, values: list[Any], device: torch.device, stream: int, flags: frozenset[str]) -> None:
     addresses = step.addresses.copy()
     for slot, register in step.operands:
         addresses[slot] = values[register].data_ptr()
-    if step.shape is not None:
+    if step.shape is not None and step.result is not None:
         values[step.result] = result = torch.empty(step.shape, dtype=step.dtype, device=device)
         if "poison" in flags:
             _poison(result)
@@ -295,9 +291,7 @@ def _poison(tensor: Tensor) -> None:
 _SYMBOLIC_ROWS = calls.MAX_ROWS  # stands for M where torch.compile has a symbol: no K, N or G comes near it
 
 
-def fake(
-    rule: Rule, static: Hashable, operands: Sequence[Operand], rows: Sequence[int], device: torch.device
-) -> list[Tensor | None]:
+def fake(rule: Rule, static: Hashable, operands: Sequence[Any], rows: Sequence[int], device: torch.device) -> list[Any]:
     """New tensors shaped as the results of `rule`; operands at the positions `rows` have M rows, which may be a symbol.
 
     NOTE: specs must be hashable, and torch's symbols are not. M alone may stay symbolic, other axes become numbers.

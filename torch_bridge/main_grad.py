@@ -14,6 +14,7 @@ The contract is that of Megatron and TransformerEngine, per weight, with these a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ Write = Callable[[list[Tensor], list[int], bool], None]
 """(destinations, their groups, whether to add) -> None; launches the weight gradients of these groups."""
 
 
-def destination(weight: Tensor, name: str) -> Tensor:
+def destination(weight: Any, name: str) -> Tensor:
     """`main_grad` of `weight`, in its shape and without a copy.
 
     Raises:
@@ -90,7 +91,7 @@ def overwrites(weight: Tensor) -> bool:
     return bool(getattr(weight, "overwrite_main_grad", False))
 
 
-def returned(weight: Tensor) -> Tensor | None:
+def returned(weight: Any) -> Tensor | None:
     """What backward returns for a weight whose write into `main_grad` is queued; raises the flag where there is one."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None

@@ -70,7 +70,9 @@ def device_integers(values: Sequence[int], dtype: torch.dtype, device: torch.dev
     # NOTE: a foreach operation carries its scalars as kernel arguments, in chunks; a copy would read host memory.
     result = torch.zeros(len(values), dtype=dtype, device=device)
     if values:
-        torch._foreach_add_(list(result.unbind()), list(values))
+        torch._foreach_add_(  # pyright: ignore[reportPrivateImportUsage]
+            list(result.unbind()), list(values)
+        )
     return result
 
 

@@ -35,8 +35,10 @@ nb::dict handlers() {
 template <class Call>
 void add_kernels(nb::dict* calls) {
   nb::list names;
-  const Table<Call> rows = table<Call>();
-  for (const Kernel<Call>* row = rows.begin; row != rows.end; ++row) names.append(row->name);
+  for (Platform platform : {Platform::cpu, Platform::cuda}) {
+    const Table<Call> rows = table<Call>(platform);
+    for (const Kernel<Call>* row = rows.begin; row != rows.end; ++row) names.append(row->name);
+  }
   (*calls)[Call::kName] = names;
 }
 
@@ -107,6 +109,7 @@ nb::list refusals(const Plan& plan) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // frameworks keep plans and closures alive until the process ends
   m.doc() = "Native calls of jax-grouped, offered as XLA FFI handlers, as plans over addresses and over DLPack arrays.";
   m.attr("ffi_api_version") = nb::make_tuple(xla_ffi_api_major(), xla_ffi_api_minor());
   m.attr("cuda_compiled") = cuda_compiled();

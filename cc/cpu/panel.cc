@@ -24,8 +24,8 @@ constexpr int kTileColumns = 2 * kLanes;
 constexpr int kLhsWidth = kLanes;  // of a lhs panel: kTileRows and padding, so that its rows are aligned vectors
 constexpr int64_t kTile = kTileRows * kTileColumns;
 
-constexpr int64_t kLine = 64;  // bytes of a cache line
-constexpr int64_t kDepthUnits = 256;     // a rhs panel of one depth block fits the first cache level
+constexpr int64_t kLine = 64;         // bytes of a cache line
+constexpr int64_t kDepthUnits = 256;  // a rhs panel of one depth block fits the first cache level
 constexpr int64_t kStripeUnits = 8;
 constexpr int64_t kChunkColumns = 128;  // rhs columns packed at a time; with the lhs block in the second level
 static_assert(kTileRows <= kLhsWidth, "a tile's rows fit a panel");
@@ -220,11 +220,11 @@ using AddProducts = void (*)(const uint32_t*, const uint32_t*, int64_t, bool, fl
 template <class Panel>
 AddProducts add_products_of(int64_t rows) {
 #if defined(__AVX512F__)
-  static constexpr AddProducts kTable[] = {
-      add_products<Panel, 1>,  add_products<Panel, 2>,  add_products<Panel, 3>,  add_products<Panel, 4>,
-      add_products<Panel, 5>,  add_products<Panel, 6>,  add_products<Panel, 7>,  add_products<Panel, 8>,
-      add_products<Panel, 9>,  add_products<Panel, 10>, add_products<Panel, 11>, add_products<Panel, 12>,
-      add_products<Panel, 13>, add_products<Panel, 14>};
+  static constexpr AddProducts kTable[] = {add_products<Panel, 1>,  add_products<Panel, 2>,  add_products<Panel, 3>,
+                                           add_products<Panel, 4>,  add_products<Panel, 5>,  add_products<Panel, 6>,
+                                           add_products<Panel, 7>,  add_products<Panel, 8>,  add_products<Panel, 9>,
+                                           add_products<Panel, 10>, add_products<Panel, 11>, add_products<Panel, 12>,
+                                           add_products<Panel, 13>, add_products<Panel, 14>};
 #elif defined(__AVX2__)
   static constexpr AddProducts kTable[] = {add_products<Panel, 1>, add_products<Panel, 2>, add_products<Panel, 3>,
                                            add_products<Panel, 4>, add_products<Panel, 5>, add_products<Panel, 6>};
@@ -242,7 +242,8 @@ template <class Type>
 void write_tile(const float* tile, int64_t rows, int64_t columns, const float* bias, const float* row_scale,
                 const PanelResult& result, int64_t row, int64_t column) {
   using Stored = typename Type::Stored;
-  const bool scale_bias = result.scale_bias;  // NOTE: copies, as the stores below might change `result` for all GCC knows
+  const bool scale_bias =
+      result.scale_bias;  // NOTE: copies, as the stores below might change `result` for all GCC knows
   const bool accumulate = result.accumulate;
   const int64_t stride = result.row_stride;
   Stored* to = static_cast<Stored*>(result.data) + row * stride + column;
@@ -377,8 +378,7 @@ void multiply(const PanelProduct& product, const PanelProduct& next) {
 }  // namespace GROUPED_ISA
 
 #if defined(__AVX512BF16__)
-const Isa kIsaAvx512Bf16 = {"avx512bf16", has_avx512bf16, avx512bf16::multiply, avx512bf16::decode,
-                            avx512bf16::encode};
+const Isa kIsaAvx512Bf16 = {"avx512bf16", has_avx512bf16, avx512bf16::multiply, avx512bf16::decode, avx512bf16::encode};
 #elif defined(__AVX512F__)
 const Isa kIsaAvx512 = {"avx512", has_avx512, avx512::multiply, avx512::decode, avx512::encode};
 #elif defined(__AVX2__)

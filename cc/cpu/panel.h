@@ -22,8 +22,8 @@ struct PanelOperand {
 struct PanelResult {
   void* data;
   DType dtype;
-  int64_t row_stride;      // elements
-  const void* bias;        // [columns] of bias_dtype, or null
+  int64_t row_stride;  // elements
+  const void* bias;    // [columns] of bias_dtype, or null
   DType bias_dtype;
   const float* row_scale;  // [rows], or null
   bool scale_bias;
@@ -49,8 +49,8 @@ constexpr int64_t kPanelColumns = 1024;
 struct Isa {
   const char* name;
   bool (*supported)();  // by this machine
-  // `next` is what this thread will probably compute after `product` and of the same dtype, or rows = 0: its operands are
-  // fetched towards the core meanwhile.
+  // `next` is what this thread will probably compute after `product` and of the same dtype, or rows = 0: its operands
+  // are fetched towards the core meanwhile.
   void (*multiply)(const PanelProduct& product, const PanelProduct& next);
   // `count` elements, to and from float: exact, and rounded once to nearest even.
   void (*decode)(DType dtype, const void* from, int64_t count, float* to);

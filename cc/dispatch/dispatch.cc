@@ -39,7 +39,7 @@ bool ask(const Kernel<Call>& kernel, const Call& call, const Target& target, Cho
 
 template <class Call>
 Choice<Call> choose(const Call& call, const Target& target, const std::string& implementation) {
-  const Table<Call> rows = table<Call>();
+  const Table<Call> rows = table<Call>(target.platform);
   Choice<Call> choice;
   if (implementation.empty()) {
     for (const Kernel<Call>* row = rows.begin; row != rows.end; ++row) {
@@ -54,7 +54,7 @@ Choice<Call> choose(const Call& call, const Target& target, const std::string& i
       known = true;
       if (ask(*row, call, target, &choice)) return choice;
     }
-    if (!known) choice.refusals.push_back({wish, std::string("no kernel of ") + Call::kName + " has this name here"});
+    if (!known) choice.refusals.push_back({wish, std::string("no kernel of ") + Call::kName + " has this name on this platform"});
   }
   return choice;
 }

@@ -11,14 +11,14 @@
 
 namespace grouped {
 
-// A table of kernels, best first; defined in registry.cc for every call of GROUPED_CALLS.
+// The kernels of a platform, best first; defined in registry.cc for every call of GROUPED_CALLS.
 template <class Call>
 struct Table {
   const Kernel<Call>* begin;
   const Kernel<Call>* end;
 };
 template <class Call>
-Table<Call> table();
+Table<Call> table(Platform platform);
 
 struct Refusal {
   std::string kernel;

@@ -1,4 +1,4 @@
-// The tables, best first. A kernel that is not listed here does not exist; nothing registers itself.
+// The tables, best first, one a platform. A kernel that is not listed here does not exist; nothing registers itself.
 #include "cc/dispatch/dispatch.h"
 #include "cc/kernels/kernels.h"
 
@@ -10,42 +10,62 @@ Table<Call> rows_of(const Kernel<Call> (&rows)[N]) {
   return {rows, rows + N};
 }
 
+// The rows, or none at all: a build without CUDA has empty tables for it.
+template <class Call, size_t N>
+Table<Call> rows_if(bool condition, const Kernel<Call> (&rows)[N]) {
+  return {rows, condition ? rows + N : rows};
+}
+
 }  // namespace
 
 template <>
-Table<GroupedMatmul> table<GroupedMatmul>() {
-  static const Kernel<GroupedMatmul> rows[] = {
+Table<GroupedMatmul> table<GroupedMatmul>(Platform platform) {
+  static const Kernel<GroupedMatmul> cpu[] = {
       grouped_matmul_any_cpu,
+#if defined(__x86_64__)
       // Never reached unless pinned: they take what the row above takes, at most.
       grouped_matmul_any_cpu_avx512,
       grouped_matmul_any_cpu_avx2,
+#endif
       grouped_matmul_any_cpu_plain,
   };
-  return rows_of(rows);
+#if GROUPED_WITH_CUDA
+  static const Kernel<GroupedMatmul> cuda[] = {
+      grouped_matmul_any_cuda,
+  };
+  if (platform == Platform::cuda) return rows_of(cuda);
+#endif
+  return rows_if(platform == Platform::cpu, cpu);
 }
 
 template <>
-Table<GroupSum> table<GroupSum>() {
-  static const Kernel<GroupSum> rows[] = {
-      group_sum_any_cpu,
-  };
-  return rows_of(rows);
+Table<GroupSum> table<GroupSum>(Platform platform) {
+  static const Kernel<GroupSum> cpu[] = {group_sum_any_cpu};
+#if GROUPED_WITH_CUDA
+  static const Kernel<GroupSum> cuda[] = {group_sum_any_cuda};
+  if (platform == Platform::cuda) return rows_of(cuda);
+#endif
+  return rows_if(platform == Platform::cpu, cpu);
 }
 
 template <>
-Table<RowDot> table<RowDot>() {
-  static const Kernel<RowDot> rows[] = {
-      row_dot_any_cpu,
-  };
-  return rows_of(rows);
+Table<RowDot> table<RowDot>(Platform platform) {
+  static const Kernel<RowDot> cpu[] = {row_dot_any_cpu};
+#if GROUPED_WITH_CUDA
+  static const Kernel<RowDot> cuda[] = {row_dot_any_cuda};
+  if (platform == Platform::cuda) return rows_of(cuda);
+#endif
+  return rows_if(platform == Platform::cpu, cpu);
 }
 
 template <>
-Table<ScaleRows> table<ScaleRows>() {
-  static const Kernel<ScaleRows> rows[] = {
-      scale_rows_any_cpu,
-  };
-  return rows_of(rows);
+Table<ScaleRows> table<ScaleRows>(Platform platform) {
+  static const Kernel<ScaleRows> cpu[] = {scale_rows_any_cpu};
+#if GROUPED_WITH_CUDA
+  static const Kernel<ScaleRows> cuda[] = {scale_rows_any_cuda};
+  if (platform == Platform::cuda) return rows_of(cuda);
+#endif
+  return rows_if(platform == Platform::cpu, cpu);
 }
 
 }  // namespace grouped

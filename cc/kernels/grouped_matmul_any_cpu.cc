@@ -64,7 +64,7 @@ bool skips(const GroupedMatmul& call, const Problem& problem, int64_t g) {
   return call.accumulate && problem.size(g) == 0;
 }
 
-constexpr int64_t kTasksPerThread = 12;    // enough that the last ones even out
+constexpr int64_t kTasksPerThread = 12;     // enough that the last ones even out
 constexpr int64_t kLeastTaskColumns = 256;  // below, packing lhs again for each task would show
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -97,8 +97,8 @@ std::vector<Task> make_tasks(const GroupedMatmul& call, const Problem& problem, 
       for (int64_t block = 0; block < blocks; ++block) {  // of nearly equal height
         const int64_t first = problem.rows_of(g) * block / blocks;
         const int64_t last = problem.rows_of(g) * (block + 1) / blocks;
-        tasks.push_back({g, begin + first, last - first, column, std::min(columns, problem.columns - column),
-                         problem.depth_of(g)});
+        tasks.push_back(
+            {g, begin + first, last - first, column, std::min(columns, problem.columns - column), problem.depth_of(g)});
       }
     }
   }
@@ -120,8 +120,9 @@ PanelProduct block(const GroupedMatmul& call, const Problem& problem, const Task
   p.depth = t.depth;
   p.dtype = call.lhs.dtype;
   if (problem.ragged_rows) {
-    const void* weight = call.rhs_table.present() ? table_entry(call.rhs_table, t.group)
-                                                  : at(call.rhs.data, p.dtype, t.group * problem.depth * problem.columns);
+    const void* weight = call.rhs_table.present()
+                             ? table_entry(call.rhs_table, t.group)
+                             : at(call.rhs.data, p.dtype, t.group * problem.depth * problem.columns);
     p.lhs = {at(call.lhs.data, p.dtype, t.row * lhs_width), lhs_width, 1};
     if (call.rhs_axis == 1) {
       p.rhs = {at(weight, p.dtype, t.column), 1, rhs_width};
@@ -186,8 +187,8 @@ const Isa& plain() { return kIsaPlain; }
 
 const Kernel<GroupedMatmul> grouped_matmul_any_cpu = {"grouped_matmul_any_cpu", refuses_operands, no_workspace,
                                                       launch<best_isa>};
-const Kernel<GroupedMatmul> grouped_matmul_any_cpu_plain = {
-    "grouped_matmul_any_cpu_plain", refuses_pinned<has_plain>, no_workspace, launch<plain>};
+const Kernel<GroupedMatmul> grouped_matmul_any_cpu_plain = {"grouped_matmul_any_cpu_plain", refuses_pinned<has_plain>,
+                                                            no_workspace, launch<plain>};
 
 #if defined(__x86_64__)
 namespace {
@@ -196,8 +197,8 @@ const Isa& avx512() { return kIsaAvx512; }
 }  // namespace
 const Kernel<GroupedMatmul> grouped_matmul_any_cpu_avx2 = {"grouped_matmul_any_cpu_avx2", refuses_pinned<has_avx2>,
                                                            no_workspace, launch<avx2>};
-const Kernel<GroupedMatmul> grouped_matmul_any_cpu_avx512 = {
-    "grouped_matmul_any_cpu_avx512", refuses_pinned<has_avx512>, no_workspace, launch<avx512>};
+const Kernel<GroupedMatmul> grouped_matmul_any_cpu_avx512 = {"grouped_matmul_any_cpu_avx512",
+                                                             refuses_pinned<has_avx512>, no_workspace, launch<avx512>};
 #endif
 
 }  // namespace grouped

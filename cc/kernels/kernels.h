@@ -10,11 +10,21 @@ namespace grouped {
 // where the machine lacks it.
 extern const Kernel<GroupedMatmul> grouped_matmul_any_cpu;
 extern const Kernel<GroupedMatmul> grouped_matmul_any_cpu_plain;
+#if defined(__x86_64__)
 extern const Kernel<GroupedMatmul> grouped_matmul_any_cpu_avx2;
 extern const Kernel<GroupedMatmul> grouped_matmul_any_cpu_avx512;
+#endif
 
 extern const Kernel<GroupSum> group_sum_any_cpu;
 extern const Kernel<RowDot> row_dot_any_cpu;
 extern const Kernel<ScaleRows> scale_rows_any_cpu;
+
+#if GROUPED_WITH_CUDA
+// Any NVIDIA GPU from sm_80 on.
+extern const Kernel<GroupedMatmul> grouped_matmul_any_cuda;
+extern const Kernel<GroupSum> group_sum_any_cuda;
+extern const Kernel<RowDot> row_dot_any_cuda;
+extern const Kernel<ScaleRows> scale_rows_any_cuda;
+#endif
 
 }  // namespace grouped

@@ -51,8 +51,7 @@ float row_dot(const RowDot& call, const std::vector<int64_t>& ends, int64_t r) {
     const char* vector = call.group_rhs_table.present()
                              ? reinterpret_cast<const char*>(call.group_rhs_table.as<const int64_t>()[g])
                              : call.group_rhs.as<const char>() + g * width * dtype_bytes(call.group_rhs.dtype);
-    add_products(call.group_lhs.dtype,
-                 call.group_lhs.as<const char>() + r * width * dtype_bytes(call.group_lhs.dtype),
+    add_products(call.group_lhs.dtype, call.group_lhs.as<const char>() + r * width * dtype_bytes(call.group_lhs.dtype),
                  call.group_rhs.dtype, vector, width, sums);
   }
   for (int64_t half = kSums / 2; half > 0; half /= 2) {

@@ -27,8 +27,7 @@ void scale_row(const ScaleRows& call, int64_t r) {
     float strip[kStrip];
     isa.decode(call.rows.dtype, call.rows.as<const char>() + element * dtype_bytes(call.rows.dtype), count, strip);
     for (int64_t j = 0; j < count; ++j) strip[j] *= scale;
-    isa.encode(call.result.dtype, strip, count,
-               call.result.as<char>() + element * dtype_bytes(call.result.dtype));
+    isa.encode(call.result.dtype, strip, count, call.result.as<char>() + element * dtype_bytes(call.result.dtype));
   }
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import jax
 import orbax.checkpoint as ocp
 
 from lm.errors import UserError
+
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax also logs what it raises
 
 KEPT = 2
 """How many checkpoints stay; the older one is the way back should the newest be damaged."""
@@ -40,6 +43,13 @@ class Checkpoints:
         """The newest saved step."""
         return self._manager.latest_step()
 
+    def expect(self, a_run: bool) -> None:
+        """Refuses a folder without a checkpoint where a run is to continue, and one with a run where one begins."""
+        if a_run and self.latest is None:
+            raise UserError(f"--resume: there is no checkpoint in {self.folder}")
+        if self.latest is not None and not a_run:
+            raise UserError(f"--checkpoint {self.folder} holds a run; add --resume, or name another folder")
+
     def save(self, step: int, state: Any, notes: dict[str, Any]) -> None:
         """Writes one checkpoint; it takes its name only when it is complete."""
         if step == self.latest:
@@ -52,8 +62,6 @@ class Checkpoints:
 
     def notes(self) -> dict[str, Any]:
         """The notes of the newest checkpoint."""
-        if self.latest is None:
-            raise UserError(f"--resume: there is no checkpoint in {self.folder}")
         return self._restore(notes=ocp.args.JsonRestore())["notes"]
 
     def state(self, like: Any) -> Any:

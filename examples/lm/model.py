@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,8 +12,7 @@ from jax_grouped.nnx import MoE
 from jax_grouped.route import MoEAux
 
 BYTES = 256
-HEAD_WIDTH = 32
-CONTEXT = 3  # bytes that are embedded together
+HEAD_WIDTH = 64
 
 
 class XlaMoE(MoE):
@@ -25,12 +26,12 @@ class XlaMoE(MoE):
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """Rotary position embedding: [B, L, heads, d], pairs of columns turned by an angle that grows with position."""
-    length, half = x.shape[1], x.shape[3] // 2
+    """Rotary position embedding: [..., L, d], pairs of columns turned by an angle that grows with position."""
+    length, half = x.shape[-2], x.shape[-1] // 2
     angle = jnp.arange(length)[:, None] * 10000.0 ** (-jnp.arange(half) / half)
-    sin, cos = jnp.sin(angle)[:, None, :], jnp.cos(angle)[:, None, :]
-    a, b = jnp.split(x, 2, axis=3)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=3)
+    sin, cos = jnp.sin(angle), jnp.cos(angle)
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
 
 class Attention(nnx.Module):
@@ -43,8 +44,10 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, L, width] -> [B, L, width]."""
         B, L, width = x.shape
-        q, k, v = (part.reshape(B, L, -1, HEAD_WIDTH) for part in jnp.split(self.qkv(x), 3, axis=2))
-        return self.out(jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True).reshape(B, L, width))
+        q, k, v = self.qkv(x).reshape(B, L, 3, -1, HEAD_WIDTH).transpose(2, 0, 3, 1, 4)  # each [B, heads, L, d]
+        scores = rotate(q) @ rotate(k).mT / math.sqrt(HEAD_WIDTH)
+        seen = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((L, L), bool)), scores, -jnp.inf))
+        return self.out((seen @ v).transpose(0, 2, 1, 3).reshape(B, L, width))
 
 
 class Block(nnx.Module):
@@ -70,16 +73,14 @@ class LanguageModel(nnx.Module):
     def __init__(
         self, width: int, layers: int, experts: int, top_k: int, *, moe: type[MoE] = MoE, rngs: nnx.Rngs
     ) -> None:
-        self.embed = nnx.List([nnx.Embed(BYTES, width, rngs=rngs) for _ in range(CONTEXT)])
+        self.embed = nnx.Embed(BYTES, width, rngs=rngs)
         self.blocks = nnx.List([Block(width, experts, top_k, moe, rngs) for _ in range(layers)])
         self.norm = nnx.RMSNorm(width, rngs=rngs)
         self.head = nnx.Linear(width, BYTES, use_bias=False, rngs=rngs)
 
     def __call__(self, text: jax.Array) -> tuple[jax.Array, list[MoEAux]]:
         """text: bytes [B, L]. Returns logits [B, L, 256], and a report of each layer's experts."""
-        # Each position starts from its byte and the few before it, which saves attention from finding them first.
-        shifted = [jnp.pad(text, ((0, 0), (back, 0)))[:, : text.shape[1]] for back in range(CONTEXT)]
-        x = sum(embed(bytes_.astype(jnp.int32)) for embed, bytes_ in zip(self.embed, shifted, strict=True))
+        x = self.embed(text.astype(jnp.int32))
         reports = []
         for block in self.blocks:
             x, aux = block(x)

@@ -220,6 +220,15 @@ def test_an_accumulator_nobody_differentiates_stays():
     assert str(frozen).count("grouped_call") == str(plain).count("grouped_call")
 
 
+@pytest.mark.rule("ACC-2", "ERR-1")
+def test_a_gradient_that_would_be_lost_is_refused():
+    (x,), (w,) = data()
+    accum = jnp.zeros(w.shape, jnp.float32)
+    parts = ["`wgrad_accum`: an array that is not differentiated", "`rhs` is", "expected both", "or pass a jax.Ref"]
+    with asserts.refused(ValueError, parts):
+        jax.grad(loss, 1)(x, w, accum)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # shard_map.
 

@@ -174,9 +174,11 @@ def test_bits_repeat_and_do_not_depend_on_jit():
         return y, *pullback(dy)
 
     first, again, eager = jax.jit(f)(p.x, p.w, p.dy), jax.jit(f)(p.x, p.w, p.dy), f(*map(jnp.asarray, (p.x, p.w, p.dy)))
-    for a, b, c in zip(first, again, eager, strict=True):
-        asserts.bitwise(b, a, "second run")
-        asserts.bitwise(c, a, "without jit")
+    with jax.disable_jit():
+        disabled = f(*map(jnp.asarray, (p.x, p.w, p.dy)))
+    for a, *others in zip(first, again, eager, disabled, strict=True):
+        for what, other in zip(("second run", "without jit", "with jit disabled"), others, strict=True):
+            asserts.bitwise(other, a, what)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

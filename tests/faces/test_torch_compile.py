@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
 from torch.nn import Parameter
 
 import torch_bridge
 from tests import asserts, cases
 from tests.faces.torch_tools import counted_launches, leaf, leaves, small
-from torch_bridge import grouped_linear
+from torch_bridge import GroupSizes, grouped_linear
 
 # torch's own: Dynamo makes an instance of autograd.Function and looks at `.grad`, inductor imports torch.jit.
 pytestmark = [
@@ -38,7 +39,7 @@ def _model(x: Tensor, weight: Any, sizes: Tensor, bias: Any = None, row_scale: A
 
 def _gradients(f: Callable[..., Tensor], t: Any, *, listed: bool, extras: bool, **options: Any) -> list[Tensor | None]:
     x, row_scale = leaf(t.x), leaf(t.row_scale)
-    weight = [leaf(w, g != 1) for g, w in enumerate(t.w)] if listed else leaf(t.w)
+    weight: Any = [leaf(w, g != 1) for g, w in enumerate(t.w)] if listed else leaf(t.w)
     bias = leaves(t.bias) if listed else leaf(t.bias)
     with counted_launches() as calls:
         y = f(x, weight, t.sizes, bias if extras else None, row_scale if extras else None, **options)
@@ -65,15 +66,14 @@ def test_whole_graphs_have_the_bits_of_eager(backend: str, listed: bool, extras:
     _same(_gradients(compiled, t, listed=listed, extras=extras), expected)
 
 
-@pytest.mark.parametrize("listed", [False, True])
-def test_inductor(listed: bool) -> None:
+def test_inductor() -> None:
     t = small("tail", "bfloat16")
     compiled = torch.compile(_model, fullgraph=True, backend="inductor")
-    expected = _gradients(_model, t, listed=listed, extras=True)
-    _same(_gradients(compiled, t, listed=listed, extras=True), expected)
+    expected = _gradients(_model, t, listed=False, extras=True)
+    _same(_gradients(compiled, t, listed=False, extras=True), expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["aot_eager"])
 def test_options_are_part_of_the_graph(backend: str) -> None:
     t = small("tail")
     compiled = torch.compile(_model, fullgraph=True, backend=backend)
@@ -90,7 +90,7 @@ def test_options_are_part_of_the_graph(backend: str) -> None:
         compiled(t.x, t.w, t.sizes, implementation="fastest")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["aot_eager"])
 def test_rows_may_be_a_symbol(backend: str) -> None:
     compiled = torch.compile(_model, fullgraph=True, backend=backend, dynamic=True)
     with torch._dynamo.config.patch(error_on_recompile=False):
@@ -126,6 +126,28 @@ def test_sizes_are_converted_in_the_graph(backend: str, dtype: str) -> None:
     asserts.bitwise(compiled(t.x, t.w, sizes), _model(t.x, t.w, t.sizes))
 
 
+@pytest.mark.rule("GRP-2")
+@pytest.mark.parametrize("wrap", [list, GroupSizes, lambda sizes: GroupSizes(sizes, 16)], ids=["list", "plain", "hint"])
+def test_other_forms_of_sizes(wrap: Callable[[Any], Any]) -> None:
+    t = small()
+    given = [20, 0, 13] if wrap is list else t.sizes
+    compiled = torch.compile(lambda x: grouped_linear(x, t.w, wrap(given)), fullgraph=True, backend="aot_eager")
+    asserts.bitwise(compiled(t.x), grouped_linear(t.x, t.w, t.sizes))
+
+
+def test_export_with_symbolic_rows() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
+            return grouped_linear(x, weight, sizes)
+
+    t = small()
+    rows = torch.export.Dim("rows", min=2, max=4096)
+    exported = torch.export.export(Model(), (t.x, t.w, t.sizes), dynamic_shapes=({0: rows}, None, None)).module()
+    for case in ("tail", "clamped"):
+        t = small("tail")._replace(x=small(case).x[:40].contiguous())
+        asserts.bitwise(exported(t.x, t.w, t.sizes), grouped_linear(t.x, t.w, t.sizes))
+
+
 @pytest.mark.rule("BUF-1")
 @pytest.mark.rule("BUF-3")
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -149,8 +171,8 @@ def test_buffers(backend: str) -> None:
 # Destinations of weight gradients
 
 
-def _with_main_grad(t: Any, listed: bool, **attributes: Any) -> tuple[Any, list[Parameter]]:
-    parameters = [Parameter(w.clone()) for w in (t.w if listed else [t.w])]
+def _with_main_grad(t: Any, listed: bool, **attributes: Any) -> tuple[Any, list[Any]]:
+    parameters: list[Any] = [Parameter(w.clone()) for w in (t.w if listed else [t.w])]
     for parameter in parameters:
         parameter.main_grad = torch.full((parameter.numel(),), 0.5)
         for name, value in attributes.items():
@@ -169,12 +191,19 @@ def _backward(f: Callable[..., Tensor], t: Any, listed: bool, **attributes: Any)
 
 
 @pytest.mark.rule("GRD-12")
-@pytest.mark.parametrize("backend", [*BACKENDS, "inductor"])
-@pytest.mark.parametrize("listed", [False, True])
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "listed", "overwrite"),
+    [
+        *(
+            (backend, listed, overwrite)
+            for backend in BACKENDS
+            for listed in (False, True)
+            for overwrite in (False, True)
+        ),
+        ("inductor", True, False),
+    ],
+)
 def test_main_grad_without_flags_keeps_the_graph_whole(backend: str, listed: bool, overwrite: bool) -> None:
-    if backend == "inductor" and listed != overwrite:
-        pytest.skip("inductor compiles slowly: two of the four combinations")
     t = small("idle_ends")
     compiled = torch.compile(_model, fullgraph=True, backend=backend)
     expected = _backward(_model, t, listed, overwrite_main_grad=overwrite)
@@ -205,7 +234,7 @@ def test_flags_break_the_graph_and_nothing_else(backend: str, attributes: dict[s
     _same(_backward(compiled, t, False, grad_added_to_main_grad=False, **attributes), expected)
     torch.compiler.reset()
     whole = torch.compile(_model, fullgraph=True, backend=backend)
-    with pytest.raises(torch._dynamo.exc.Unsupported):
+    with pytest.raises(Unsupported):
         _backward(whole, t, False, grad_added_to_main_grad=False, **attributes)
 
 
@@ -213,7 +242,7 @@ def test_flags_break_the_graph_and_nothing_else(backend: str, attributes: dict[s
 @pytest.mark.rule("GRD-6")
 def test_a_main_grad_yet_to_come() -> None:
     t = small()
-    parameter = Parameter(t.w.clone())
+    parameter: Any = Parameter(t.w.clone())
     y = torch.compile(_model, backend="aot_eager")(t.x, parameter, t.sizes, wgrad_accum="main_grad")
     parameter.main_grad = torch.zeros(parameter.shape)
     y.backward(t.dy)

@@ -18,7 +18,7 @@ CASE = "idle_ends"  # groups 0, 2 and 4 are empty
 EMPTY = (0, 2, 4)
 
 
-def _parameters(packed: Tensor, listed: bool) -> list[Parameter]:
+def _parameters(packed: Tensor, listed: bool) -> list[Any]:
     return [Parameter(each.clone()) for each in (packed if listed else [packed])]
 
 
@@ -111,10 +111,18 @@ def test_the_table(row: _Row, listed: bool) -> None:
             assert parameter.main_grad is buffer
     if written and not row.overwrite:
         op = operation()
-        arrays = [asserts.as_numpy(each) for each in (t.x, t.w, t.sizes)]
+        x_array, w_array, sizes_array = (asserts.as_numpy(each) for each in (t.x, t.w, t.sizes))
         held = torch.full(t.w.shape, 0.5)
         expected = bounds.expect_linear_grads(
-            op, *arrays, None, None, asserts.as_numpy(t.dy), into_w=asserts.as_numpy(held), accumulate=True
+            op,
+            x_array,
+            w_array,
+            sizes_array,
+            None,
+            None,
+            asserts.as_numpy(t.dy),
+            into_w=asserts.as_numpy(held),
+            accumulate=True,
         )
         got = _stacked([each.view(p.shape) for each, p in zip(buffers, parameters, strict=True)], listed)
         asserts.within(got, expected.w, "main_grad")
@@ -183,11 +191,11 @@ def test_the_flag_follows_the_write(listed: bool, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.rule("GRD-3")
 def test_dummies_are_kept_and_refilled() -> None:
     t = small()
-    parameter = Parameter(t.w.clone())
+    parameter: Any = Parameter(t.w.clone())
     parameter.grad_added_to_main_grad = False
     parameter.main_grad = torch.zeros(parameter.shape)
 
-    def backward() -> Tensor:
+    def backward() -> Any:
         parameter.grad = None
         grouped_linear(t.x, parameter, t.sizes, wgrad_accum="main_grad").backward(t.dy)
         return parameter.grad
@@ -328,7 +336,7 @@ def test_main_grads_that_cannot_be_written(made: Any, fragments: list[str], list
 @pytest.mark.rule("GRD-6")
 def test_a_cast_in_place_of_the_parameter() -> None:
     t = small()
-    parameter = Parameter(t.w.double())
+    parameter: Any = Parameter(t.w.double())
     parameter.main_grad = torch.zeros(t.w.shape)
     y = grouped_linear(t.x, parameter.float(), t.sizes, wgrad_accum="main_grad")
     with asserts.refused(RuntimeError, ["`main_grad` of `weight`", "missing", "expected", "not a cast or a view"]):
@@ -347,7 +355,7 @@ def test_autograd_grad_gives_none() -> None:
 @pytest.mark.rule("GRD-3")
 def test_clipping_sees_zeros() -> None:
     t = small()
-    parameter = Parameter(t.w.clone())
+    parameter: Any = Parameter(t.w.clone())
     parameter.grad_added_to_main_grad = False
     parameter.main_grad = torch.zeros(parameter.numel())
     grouped_linear(t.x, parameter, t.sizes, wgrad_accum="main_grad").backward(t.dy)

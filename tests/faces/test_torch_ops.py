@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import torch_bridge
 from grouped_core.gradients import Needs
@@ -24,7 +25,7 @@ from tests.faces.torch_tools import (
     tensor,
     tensors,
 )
-from torch_bridge import GroupSizes, _run, exchange, grouped_linear
+from torch_bridge import GroupSizes, _library, _run, exchange, grouped_linear
 from torch_bridge._library import NAMES
 
 SMALL = [case for case in cases.select("small") if case.groups <= 8]
@@ -75,10 +76,10 @@ def test_results_and_gradients_are_the_oracles(
     y.backward(t.dy)
 
     op = operation(transposed, scale == "bias")
-    given = (problem.x, problem.w, problem.group_sizes, bias and problem.bias, scale and problem.row_scale)
-    given = tuple(None if each is None else each for each in given)
-    asserts.within(y, bounds.expect_linear(op, *given), "y")
-    expected = bounds.expect_linear_grads(op, *given, problem.dy)
+    bias_array, scale_array = problem.bias if bias else None, problem.row_scale if scale else None
+    operands = (problem.x, problem.w, problem.group_sizes, bias_array, scale_array)
+    asserts.within(y, bounds.expect_linear(op, *operands), "y")
+    expected = bounds.expect_linear_grads(op, *operands, problem.dy)
     asserts.within(x.grad, expected.x, "dx")
     asserts.within(torch.stack([w.grad for w in weight]) if listed else weight.grad, expected.w, "dw")
     if bias is not None:
@@ -396,7 +397,7 @@ def test_size_status_and_debug_word(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_debug_checks_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     t = small()
 
-    def run() -> list[Tensor]:
+    def run() -> list[Any]:
         x, w, bias, row_scale = leaf(t.x), leaf(t.w), leaf(t.bias), leaf(t.row_scale)
         y = grouped_linear(x, w, t.sizes, bias=bias, row_scale=row_scale)
         y.backward(t.dy)
@@ -406,12 +407,35 @@ def test_debug_checks_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GROUPED_DEBUG", "sizes,poison,sync")
     for got, expected in zip(run(), plain, strict=True):
         asserts.bitwise(got, expected)
-    poisoned = torch.zeros(3, dtype=torch.bfloat16)
-    _run._poison(poisoned)
-    assert poisoned.isnan().all()
     monkeypatch.setenv("GROUPED_DEBUG", "fast")
     with asserts.refused(ValueError, ["GROUPED_DEBUG", "fast", "expected", "unset"]):
         run()
+
+
+@pytest.mark.rule("ERR-4")
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_poison_fills_new_results(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    t = small("tail", dtype)
+    out = torch.full_like(t.dy, cases.SENTINEL)
+    original = _run._launch
+
+    def without_kernel(step: Any, *rest: Any) -> None:
+        original(step._replace(launch=lambda addresses, stream: None), *rest)
+
+    monkeypatch.setattr(_run, "_launch", without_kernel)
+    monkeypatch.setenv("GROUPED_DEBUG", "poison")
+    assert _call(t).isnan().all()
+    _call(t, out=out)
+    asserts.filled(out, cases.SENTINEL)  # the caller's buffer is not ours to poison
+
+
+def test_activation_checkpointing() -> None:
+    t = small()
+    x, w, other_x, other_w = leaf(t.x), leaf(t.w), leaf(t.x), leaf(t.w)
+    grouped_linear(x, w, t.sizes).backward(t.dy)
+    checkpoint(grouped_linear, other_x, other_w, t.sizes, use_reentrant=False).backward(t.dy)
+    asserts.bitwise(other_x.grad, x.grad)
+    asserts.bitwise(other_w.grad, w.grad)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -485,15 +509,32 @@ def _bad_buffers() -> dict[str, tuple[dict[str, Any], type[Exception], list[str]
         "device": ({"out": t.dy.to("meta")}, ValueError, ["`out`", "meta", "cpu", "move it"]),
         "strides": ({"out": t.dy.t().contiguous().t()}, ValueError, ["`out`", "(1, 50)", "contiguous", "call"]),
         "history": ({"out": leaf(t.dy)}, ValueError, ["`out`", "requires_grad is True", "expected False", "detach"]),
-        "overlap": ({"grad_input": memory, "x": memory}, ValueError, ["`grad_input`", "overlaps `x`", "expected", "allocate"]),
-        "both": ({"out": memory.view(-1)[:1200].view(50, 24), "grad_input": memory.view(-1)[:1200].view(50, 24),
-                  "w": torch.zeros(3, 24, 24)},
-                 ValueError, ["`grad_input`", "overlaps `out`", "expected", "allocate"]),
-        "no_need": ({"grad_input": torch.empty_like(t.x), "x": t.x}, ValueError,
-                    ["`grad_input`", "needs no gradient", "expected None", "leave it out"]),
+        "overlap": (
+            {"grad_input": memory, "x": memory},
+            ValueError,
+            ["`grad_input`", "overlaps `x`", "expected", "allocate"],
+        ),
+        "both": (
+            {
+                "out": memory.view(-1)[:1200].view(50, 24),
+                "grad_input": memory.view(-1)[:1200].view(50, 24),
+                "w": torch.zeros(3, 24, 24),
+            },
+            ValueError,
+            ["`grad_input`", "overlaps `out`", "expected", "allocate"],
+        ),
+        "no_need": (
+            {"grad_input": torch.empty_like(t.x), "x": t.x},
+            ValueError,
+            ["`grad_input`", "needs no gradient", "expected None", "leave it out"],
+        ),
         "grad_shape": ({"grad_input": t.dy}, ValueError, ["`grad_input`", "(50, 40)", "(50, 24)", "allocate"]),
-        "foreign": ({"out": exchange.from_array(exported)}, ValueError, ["`out`", "another framework", "expected", "allocate"]),
-    }  # fmt: skip
+        "foreign": (
+            {"out": exchange.from_array(exported)},
+            ValueError,
+            ["`out`", "another framework", "expected", "allocate"],
+        ),
+    }
 
 
 @pytest.mark.rule("BUF-2")
@@ -522,41 +563,83 @@ def _bad_calls() -> dict[str, tuple[dict[str, Any], type[Exception], list[str]]]
         "x_strides": ({"x": t.x.t().contiguous().t()}, ValueError, ["`x`", "strides (1, 50)", "contiguous", "call"]),
         "x_dtype": ({"x": t.x.double(), "weight": t.w.double()}, TypeError, ["`x`", "float64", "bfloat16", "cast"]),
         "mixed": ({"x": t.x.half()}, TypeError, ["`weight`", "float32", "float16", "cast one of them"]),
-        "w_strides": ({"weight": t.w.transpose(1, 2)}, ValueError, ["`weight`", "strides", "contiguous", "rhs_transposed"]),
+        "w_strides": (
+            {"weight": t.w.transpose(1, 2)},
+            ValueError,
+            ["`weight`", "strides", "contiguous", "rhs_transposed"],
+        ),
         "w_device": ({"weight": t.w.to("meta")}, ValueError, ["`weight`", "meta", "cpu", "move"]),
         "w_layout": ({"rhs_transposed": False}, ValueError, ["`x`", "(50, 24)", "[G, K, N]", "`rhs_transposed`"]),
         "w_type": ({"weight": 3}, TypeError, ["`weight`", "int", "3 axes", "pass one"]),
         "w_empty": ({"weight": []}, ValueError, ["`weight`", "empty list", "one tensor a group", "at least one"]),
         "w_zero": ({"weight": t.w[:, :0]}, ValueError, ["`weight`", "(3, 0, 24)", "at least 1", "may be 0"]),
         "list_rank": ({"weight": [t.w]}, ValueError, ["`weight[0]`", "(3, 40, 24)", "2 axes", "without a list"]),
-        "list_shape": ({"weight": [*members[:2], members[2][:5].contiguous()]}, ValueError,
-                       ["`weight[2]`", "(5, 24)", "(40, 24)", "one shape"]),
-        "list_dtype": ({"weight": [*members[:2], members[2].half()]}, TypeError,
-                       ["`weight[2]`", "float16", "float32", "one dtype"]),
-        "list_strides": ({"weight": [members[0], members[1].t().contiguous().t(), members[2]]}, ValueError,
-                         ["`weight[1]`", "strides", "contiguous", "call"]),
+        "list_shape": (
+            {"weight": [*members[:2], members[2][:5].contiguous()]},
+            ValueError,
+            ["`weight[2]`", "(5, 24)", "(40, 24)", "one shape"],
+        ),
+        "list_dtype": (
+            {"weight": [*members[:2], members[2].half()]},
+            TypeError,
+            ["`weight[2]`", "float16", "float32", "one dtype"],
+        ),
+        "list_strides": (
+            {"weight": [members[0], members[1].t().contiguous().t(), members[2]]},
+            ValueError,
+            ["`weight[1]`", "strides", "contiguous", "call"],
+        ),
         "sizes_float": ({"group_sizes": t.sizes.float()}, TypeError, ["`group_sizes`", "float32", "integer", "pass"]),
         "sizes_bool": ({"group_sizes": t.sizes.bool()}, TypeError, ["`group_sizes`", "bool", "integer", "pass"]),
-        "sizes_rank": ({"group_sizes": t.sizes[None]}, ValueError, ["`group_sizes`", "(1, 3)", "[G]", "one size a group"]),
-        "sizes_length": ({"group_sizes": t.sizes[:2]}, ValueError, ["`group_sizes`", "(2,)", "(3,)", "one size a group"]),
+        "sizes_rank": (
+            {"group_sizes": t.sizes[None]},
+            ValueError,
+            ["`group_sizes`", "(1, 3)", "[G]", "one size a group"],
+        ),
+        "sizes_length": (
+            {"group_sizes": t.sizes[:2]},
+            ValueError,
+            ["`group_sizes`", "(2,)", "(3,)", "one size a group"],
+        ),
         "sizes_list": ({"group_sizes": [1.5, 2]}, TypeError, ["`group_sizes`", "1.5", "integers", "pass"]),
         "sizes_device": ({"group_sizes": t.sizes.to("meta")}, ValueError, ["`group_sizes`", "meta", "cpu", "move"]),
-        "sizes_strides": ({"group_sizes": torch.zeros(6, dtype=torch.int32)[::2]}, ValueError,
-                          ["`group_sizes`", "strides (2,)", "contiguous", "call"]),
+        "sizes_strides": (
+            {"group_sizes": torch.zeros(6, dtype=torch.int32)[::2]},
+            ValueError,
+            ["`group_sizes`", "strides (2,)", "contiguous", "call"],
+        ),
         "bias_shape": ({"bias": t.bias[:, :5].contiguous()}, ValueError, ["`bias`", "(3, 5)", "(3, 40)", "pass"]),
         "bias_dtype": ({"bias": t.bias.double()}, TypeError, ["`bias`", "float64", "expected one of", "cast"]),
-        "scale_shape": ({"row_scale": t.row_scale[:4]}, ValueError, ["`row_scale`", "(4,)", "(50,)", "one factor a row"]),
-        "scale_bias": ({"scale_bias": True, "bias": t.bias}, ValueError,
-                       ["`scale_bias`", "True without `row_scale`", "expected both", "leave"]),
+        "scale_shape": (
+            {"row_scale": t.row_scale[:4]},
+            ValueError,
+            ["`row_scale`", "(4,)", "(50,)", "one factor a row"],
+        ),
+        "scale_bias": (
+            {"scale_bias": True, "bias": t.bias},
+            ValueError,
+            ["`scale_bias`", "True without `row_scale`", "expected both", "leave"],
+        ),
         "accum_word": ({"wgrad_accum": "grad"}, ValueError, ["`wgrad_accum`", "'grad'", "'main_grad'", "pass one"]),
-        "accum_shape": ({"wgrad_accum": t.w[:2].clone()}, ValueError, ["`wgrad_accum`", "(2, 40, 24)", "(3, 40, 24)", "allocate"]),
+        "accum_shape": (
+            {"wgrad_accum": t.w[:2].clone()},
+            ValueError,
+            ["`wgrad_accum`", "(2, 40, 24)", "(3, 40, 24)", "allocate"],
+        ),
         "accum_dtype": ({"wgrad_accum": t.w.double()}, TypeError, ["`wgrad_accum`", "float64", "float32", "cast"]),
         "accum_form": ({"wgrad_accum": members}, ValueError, ["`wgrad_accum`", "3 tensors", "one for each", "form"]),
-        "accum_history": ({"wgrad_accum": leaf(t.w)}, ValueError, ["`wgrad_accum`", "requires_grad", "expected False", "detach"]),
-        "kernel": ({"implementation": "fastest"}, NotImplementedError,
-                   ["grouped_matmul on cpu", "implementation='fastest'", "no kernel", "`implementation` None"]),
+        "accum_history": (
+            {"wgrad_accum": leaf(t.w)},
+            ValueError,
+            ["`wgrad_accum`", "requires_grad", "expected False", "detach"],
+        ),
+        "kernel": (
+            {"implementation": "fastest"},
+            NotImplementedError,
+            ["grouped_matmul on cpu", "implementation='fastest'", "no kernel", "`implementation` None"],
+        ),
         "kernel_type": ({"implementation": 3}, ValueError, ["`implementation`", "3", "wanted None", "explain"]),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.rule("ERR-1")
@@ -618,7 +701,7 @@ def _operator_inputs(listed: bool, extras: bool) -> dict[str, tuple[Any, ...]]:
     bias = [] if not extras else list(t.bias.clone()) if listed else [t.bias]
     weight, bias = [w.clone() for w in weight], [b.clone() for b in bias]  # operators forbid nothing, opcheck overlaps
     scale = t.row_scale if extras else None
-    text = torch_bridge._library.encode(True, None, False)
+    text = _library.encode(True, None, False)
     dtypes = "float32,float32," + ("float32,float32" if extras else "-,-")
     grads = (t.x, weight, t.sizes, bias, scale, t.dy, 24, text, dtypes)
     live = [1] if listed else []
@@ -659,6 +742,17 @@ def test_exchange_with_numpy(dtype: str) -> None:
         assert name == dtype
         assert memory.data_ptr() == made.data_ptr()
         asserts.bitwise(memory.numpy().view(array.dtype), array)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int32"])
+def test_exchange_with_jax(dtype: str) -> None:
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    array = jax.numpy.asarray(np.arange(12).reshape(3, 4).astype(cases.numpy_dtype(dtype)))
+    made = exchange.from_array(array)
+    assert made.data_ptr() == array.unsafe_buffer_pointer(), "the array was copied"
+    asserts.bitwise(made, array)
+    t = made.clone()
+    asserts.bitwise(jax.dlpack.from_dlpack(t), array)
 
 
 def test_exchange_refuses_in_words() -> None:

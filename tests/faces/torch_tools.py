@@ -53,12 +53,12 @@ def operation(
     return Linear(NAMES, transposed, recipe, scale_bias, implementation=implementation)
 
 
-def leaf(value: Tensor, needed: bool = True) -> Tensor:
+def leaf(value: Tensor, needed: bool = True) -> Any:
     """A copy without history that does or does not need a gradient."""
     return value.detach().clone().requires_grad_(needed)
 
 
-def leaves(packed: Tensor, needed: bool = True) -> list[Tensor]:
+def leaves(packed: Tensor, needed: bool = True) -> Any:
     """The members of a packed tensor as tensors of their own."""
     return [leaf(member, needed) for member in packed]
 

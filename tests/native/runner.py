@@ -38,14 +38,17 @@ class _Cpu:
     arch = "cpu"
     stream = 0
 
-    def put(self, array: NDArray[Any]) -> NDArray[Any]:
-        return np.ascontiguousarray(array)
+    def put(self, array: NDArray[Any], *, unaligned: bool = False) -> NDArray[Any]:
+        return cases.unaligned(array) if unaligned else np.ascontiguousarray(array)
 
     def address(self, array: NDArray[Any]) -> int:
         return array.ctypes.data
 
     def back(self, array: NDArray[Any]) -> NDArray[Any]:
         return array
+
+    def dtype(self, name: str) -> Any:
+        return np.dtype(name)
 
     def wait(self) -> None:
         pass
@@ -61,17 +64,24 @@ class _Gpu:
         self.arch = _native.device_arch(0)
         self.stream = torch.cuda.current_stream().cuda_stream
 
-    def put(self, array: NDArray[Any]) -> Any:
+    def put(self, array: NDArray[Any], *, unaligned: bool = False) -> Any:
         data = np.ascontiguousarray(array)
         if data.dtype.isbuiltin != 1:
             data = data.view(f"u{data.itemsize}")
-        return self.torch.from_numpy(data.copy()).cuda()
+        held = self.torch.from_numpy(data.copy()).cuda()
+        if not unaligned:
+            return held
+        room = self.torch.empty(data.size + 1, dtype=held.dtype, device="cuda")[1:].view(held.shape)
+        return room.copy_(held)
 
     def address(self, array: Any) -> int:
         return array.data_ptr()
 
     def back(self, array: Any) -> NDArray[Any]:
         return array.cpu().numpy()
+
+    def dtype(self, name: str) -> Any:
+        return getattr(self.torch, name)
 
     def wait(self) -> None:
         self.torch.cuda.synchronize()
@@ -84,15 +94,19 @@ class Native:
         kernel: pinned for the call it belongs to; a refusal skips the test with the kernel's reason. None: dispatch.
         dlpack: through the DLPack entry instead of plan and addresses.
         check: compare with the oracle.
+        unaligned: operands and result start one element past an aligned address.
     """
 
-    def __init__(self, kernel: str | None = None, *, dlpack: bool = False, check: bool = True) -> None:
+    def __init__(
+        self, kernel: str | None = None, *, dlpack: bool = False, check: bool = True, unaligned: bool = False
+    ) -> None:
         self.kernel = kernel
         self.dlpack = dlpack
         self.check = check
+        self.unaligned = unaligned
         self.memory = _Gpu() if kernel and "_cpu" not in kernel else _Cpu()
 
-    def __call__(self, call: Call, arrays: Sequence[Any]) -> tuple[NDArray[Any], ...]:
+    def __call__(self, call: Call, arrays: Sequence[Any]) -> tuple[Any, ...]:
         if self.kernel in _native.kernels()[call.name]:
             call = dataclasses.replace(call, implementation=self.kernel)
         plan = plans.attempt(call, self.memory.arch)
@@ -115,21 +129,26 @@ class Native:
 
     def _buffer(self, spec: ArraySpec, into: NDArray[Any] | None) -> Any:
         dtype = cases.numpy_dtype(spec.dtype)
-        inner = int(np.prod(spec.shape)) * dtype.itemsize
-        memory = np.full(inner + 2 * _GUARD, _CANARY, np.uint8)
-        body = memory[_GUARD : _GUARD + inner]
+        inner, front = int(np.prod(spec.shape)) * dtype.itemsize, self._front(spec)
+        memory = np.full(front + inner + _GUARD, _CANARY, np.uint8)
+        body = memory[front : front + inner]
         body[:] = _NAN if into is None else np.ascontiguousarray(into).view(np.uint8).reshape(-1)
         return self.memory.put(memory)
 
+    def _front(self, spec: ArraySpec) -> int:
+        """Bytes before a result."""
+        return _GUARD + (cases.numpy_dtype(spec.dtype).itemsize if self.unaligned else 0)
+
     def _result(self, guarded: Any, spec: ArraySpec, kernel: str) -> NDArray[Any]:
         memory = self.memory.back(guarded)
-        body = memory[_GUARD:-_GUARD]
-        for name, guard in (("before", memory[:_GUARD]), ("behind", memory[-_GUARD:])):
+        front = self._front(spec)
+        body = memory[front:-_GUARD]
+        for name, guard in (("before", memory[:front]), ("behind", memory[-_GUARD:])):
             assert (guard == _CANARY).all(), f"{kernel} wrote {name} its result"
         return body.view(cases.numpy_dtype(spec.dtype)).reshape(spec.shape).copy()
 
     def _launch(self, call: Call, plan: _native.Plan, arrays: Sequence[Any], guarded: Any) -> None:
-        held = [None if array is None else self.memory.put(array) for array in arrays]
+        held = [None if array is None else self.memory.put(array, unaligned=self.unaligned) for array in arrays]
         workspace = None
         if plan.workspace_bytes:
             workspace = self.memory.put(np.full(plan.workspace_bytes, _NAN, np.uint8))
@@ -137,7 +156,7 @@ class Native:
             self._call(call, held, guarded, workspace)
         else:
             addresses = [0 if a is None else self.memory.address(a) for a in held]
-            target = 0 if guarded is None else self.memory.address(guarded) + _GUARD
+            target = 0 if guarded is None else self.memory.address(guarded) + self._front(call.outputs[0])
             for slot, _ in call.aliases:
                 addresses[slot] = target
             last = 0 if workspace is None else self.memory.address(workspace)
@@ -147,10 +166,9 @@ class Native:
     def _call(self, call: Call, held: list[Any], guarded: Any, workspace: Any) -> None:
         (spec,) = call.outputs
         width = cases.numpy_dtype(spec.dtype).itemsize
-        body = guarded[_GUARD : guarded.shape[0] - _GUARD]
+        body = guarded[self._front(spec) : guarded.shape[0] - _GUARD]
         unsigned = f"uint{8 * width}"
-        typed = body.view(unsigned if isinstance(body, np.ndarray) else getattr(self.memory.torch, unsigned))
-        result = typed.reshape(spec.shape)
+        result = body.view(self.memory.dtype(unsigned)).reshape(spec.shape)
         for slot, _ in call.aliases:
             held[slot] = result
         inputs = [
@@ -161,6 +179,15 @@ class Native:
         outputs = [(result, spec.dtype)]
         arch, stream = self.memory.arch, self.memory.stream
         _native.call(call.name, arch, call.implementation, inputs, outputs, params, workspace, stream)
+
+    def hold(self, members: Sequence[NDArray[Any] | None]) -> tuple[list[Any], NDArray[np.int64]]:
+        """(arrays where the kernel reads them, the table of their addresses); None has address 0."""
+        held = [None if member is None else self.memory.put(member.copy()) for member in members]
+        return held, np.array([0 if each is None else self.memory.address(each) for each in held], np.int64)
+
+    def release(self, held: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """What a held array contains now."""
+        return self.memory.back(held).view(dtype)
 
     def spec(self, array: NDArray[Any]) -> ArraySpec:
         """Shape and dtype."""

@@ -9,12 +9,31 @@ from grouped_core.calls import ArraySpec
 from grouped_core.recipes import plain
 from tests import cases
 
-CPU = {
-    "grouped_matmul": "grouped_matmul_any_cpu",
-    "group_sum": "group_sum_any_cpu",
-    "row_dot": "row_dot_any_cpu",
-    "scale_rows": "scale_rows_any_cpu",
+DEFAULT = {
+    "cpu": "cpu",
+    "sm_80": "cuda",
+    "sm_89": "cuda",
+    "sm_90a": "cuda",
 }
+"""By arch, the last word of the `<call>_any_*` kernel that takes whatever no row below does."""
+
+FAST: dict[tuple[str, str, str, str], str] = {}
+"""Kernels of fast paths, by (arch, product, dtype, tag of the case)."""
+
+PRODUCTS = ("forward", "dgrad", "wgrad")
+CASES = (*cases.select(), *cases.select("bench"), *cases.select("cpu_bench"), *cases.select("decode"))
+
+
+def golden(arch: str, which: str, dtype: str, case: cases.Case) -> str:
+    """The kernel that a product must get."""
+    found = {FAST[arch, which, dtype, tag] for tag in case.tags if (arch, which, dtype, tag) in FAST}
+    assert len(found) < 2, f"{case}: its tags disagree, {found}"
+    return found.pop() if found else f"grouped_matmul_any_{DEFAULT[arch]}"
+
+
+def compiled(arch: str) -> None:
+    if arch != "cpu" and not _native.cuda_compiled:
+        pytest.skip("this build has no CUDA kernels")
 
 
 def specs(case: cases.Case, dtype: str) -> tuple[ArraySpec, ArraySpec, ArraySpec, ArraySpec]:
@@ -33,17 +52,31 @@ def product(case: cases.Case, dtype: str, which: str, into: str | None = None) -
 
 
 @pytest.mark.rule("ERR-3")
-@pytest.mark.parametrize("which", ["forward", "dgrad", "wgrad"])
+@pytest.mark.parametrize("arch", DEFAULT)
+@pytest.mark.parametrize("which", PRODUCTS)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_products_on_the_cpu(which, dtype):
-    for case in (*cases.select(), *cases.select("bench"), *cases.select("cpu_bench"), *cases.select("decode")):
-        plan = plans.attempt(product(case, dtype, which), "cpu")
-        assert plan.kernel == CPU["grouped_matmul"], case.name
-        assert plan.refusals == [], case.name
+def test_products(arch, which, dtype):
+    compiled(arch)
+    for case in CASES:
+        plan = plans.attempt(product(case, dtype, which), arch)
+        assert plan.kernel == golden(arch, which, dtype, case), f"{case}: {plan.refusals}"
 
 
-def test_the_other_calls_on_the_cpu():
-    for case in cases.select():
+@pytest.mark.rule("ERR-3")
+@pytest.mark.parametrize("arch", DEFAULT)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("into", ["float32", "bfloat16"])
+def test_accumulating_weight_gradients(arch, dtype, into):
+    compiled(arch)
+    for case in CASES:
+        plan = plans.attempt(product(case, dtype, "wgrad", into), arch)
+        assert plan.kernel == golden(arch, "wgrad", dtype, case), f"{case}: {plan.refusals}"
+
+
+@pytest.mark.parametrize("arch", DEFAULT)
+def test_the_other_calls(arch):
+    compiled(arch)
+    for case in CASES:
         x, _, dy, sizes = specs(case, "bfloat16")
         scale = ArraySpec((case.rows,), "float32")
         for call in (
@@ -51,9 +84,13 @@ def test_the_other_calls_on_the_cpu():
             calls.row_dot(sizes, case.rows, (x, x), (dy, ArraySpec((case.groups, case.n), "bfloat16"))),
             calls.scale_rows(dy, scale, sizes, "bfloat16"),
         ):
-            assert plans.attempt(call, "cpu").kernel == CPU[call.name], case.name
+            plan = plans.attempt(call, arch)
+            assert plan.kernel == f"{call.name}_any_{DEFAULT[arch]}", f"{case}: {plan.refusals}"
 
 
-def test_every_kernel_is_reached_by_name():
-    for call, names in _native.kernels().items():
-        assert len(set(names)) == len(names), call
+def test_every_fast_kernel_is_golden_somewhere():
+    """A kernel that is listed and that no row names may have lost all its cases."""
+    listed = set(_native.kernels()["grouped_matmul"])
+    fast = {name for name in listed if "_any_" not in name}
+    assert fast <= set(FAST.values()), f"say in FAST which cases get {sorted(fast - set(FAST.values()))}"
+    assert set(FAST.values()) <= listed or not _native.cuda_compiled

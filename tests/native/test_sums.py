@@ -73,16 +73,15 @@ def test_row_dots(kernel, case, dtype, second, pair, group_pair):
 
 @pytest.mark.parametrize("kernel", kernels("row_dot"))
 def test_row_dots_with_listed_vectors(kernel):
-    if "_cpu" not in kernel:
-        pytest.skip("tables of device addresses are tested through torch_bridge's lists")
     p = cases.problem(cases.named("tail"), "bfloat16")
-    packed = row_dot(Native(kernel), p, pair=True, group_pair=True)
-    members = [p.bias[g].copy() for g in range(p.case.groups)]
-    table = np.array([member.ctypes.data for member in members], np.int64)
+    run = Native(kernel)
+    packed = row_dot(run, p, pair=True, group_pair=True)
+    members, table = run.hold(list(p.bias))
     specs = ((spec_of(p.x), spec_of(p.x)), (spec_of(p.dy), spec_of(p.bias)))
     call = calls.row_dot(spec_of(p.group_sizes), p.case.rows, *specs, table=True)
-    (found,) = Native(kernel)(call, (p.group_sizes, p.x, p.x, p.dy, None, table))
+    (found,) = run(call, (p.group_sizes, p.x, p.x, p.dy, None, table))
     asserts.bitwise(found, packed)
+    assert len(members) == p.case.groups  # alive until here
 
 
 @pytest.mark.rule("GRP-6", "GRP-7")
@@ -102,29 +101,40 @@ def test_scaled_rows(kernel, case, dtype, result, buffer):
 
 
 @pytest.mark.rule("ALL-6")
-@pytest.mark.parametrize("call", ["group_sum", "row_dot", "scale_rows"])
-def test_bad_rows_stay_in_their_row_and_group(call):
-    case = cases.named("around_64_and_128")
-    p = cases.problem(case, "bfloat16")
-    row = case.ends[0]
+@pytest.mark.parametrize("kernel", kernels("group_sum"))
+def test_bad_rows_stay_in_the_sum_of_their_group(kernel):
+    run, p, bad = Native(kernel, check=False), *one_bad_row()
+    good, found = (group_sum(run, q, scaled=True, dtype="float32") for q in (p, bad))
+    asserts.bitwise(found[[0, 2]], good[[0, 2]])
+    assert np.isnan(found[1]).all()
+
+
+@pytest.mark.rule("ALL-6")
+@pytest.mark.parametrize("kernel", kernels("row_dot"))
+def test_bad_rows_stay_in_their_dot(kernel):
+    run, p, bad = Native(kernel, check=False), *one_bad_row()
+    good, found = (row_dot(run, q, pair=True, group_pair=True) for q in (p, bad))
+    others = np.arange(p.case.rows) != p.case.ends[0]
+    asserts.bitwise(found[others], good[others])
+    assert np.isnan(found[p.case.ends[0]])
+
+
+@pytest.mark.rule("ALL-6")
+@pytest.mark.parametrize("kernel", kernels("scale_rows"))
+def test_bad_rows_stay_scaled_rows_of_their_own(kernel):
+    run, p, bad = Native(kernel, check=False), *one_bad_row()
+    good, found = (scale_rows(run, q, dtype="float32") for q in (p, bad))
+    others = np.arange(p.case.rows) != p.case.ends[0]
+    asserts.bitwise(found[others], good[others])
+    assert np.isnan(found[p.case.ends[0]]).all()
+
+
+def one_bad_row() -> tuple[cases.Problem, cases.Problem]:
+    """A problem, and the same with a NaN row where the second group begins."""
+    p = cases.problem(cases.named("around_64_and_128"), "bfloat16")
     bad = p._replace(dy=p.dy.copy())
-    bad.dy[row] = np.nan
-    for kernel in kernels(call):
-        if not isinstance(kernel, str):
-            continue  # the GPU's are covered by the products that share their loads
-        run = Native(kernel, check=False)
-        if call == "group_sum":
-            good, found = (group_sum(run, q, scaled=True, dtype="float32") for q in (p, bad))
-            asserts.bitwise(found[[0, 2]], good[[0, 2]])
-            assert np.isnan(found[1]).all()
-            continue
-        if call == "row_dot":
-            good, found = (row_dot(run, q, pair=True, group_pair=True) for q in (p, bad))
-        else:
-            good, found = (scale_rows(run, q, dtype="float32") for q in (p, bad))
-        others = np.arange(case.rows) != row
-        asserts.bitwise(found[others], good[others])
-        assert np.isnan(found[row]).all()
+    bad.dy[p.case.ends[0]] = np.nan
+    return p, bad
 
 
 @pytest.mark.rule("ALL-2")

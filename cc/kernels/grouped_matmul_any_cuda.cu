@@ -1,0 +1,519 @@
+// Every legal grouped product on any GPU since sm_80: the fallback of all others, and their yardstick.
+//
+//   scan        one block: offsets and tile prefix into the workspace
+//   16 and 8 bit, 128 threads, 2 blocks an SM:
+//     copy k+2 --cp.async--> ring[3] of (lhs 8 KiB, rhs 8 KiB) --ldmatrix--> 64x64 a warp, mma m16n8k16 --> epilogue
+//     48 KiB static shared memory, at most 255 registers: 128 sums, 2 x 32 fragments, the rest addresses
+//   float32, 256 threads, 2 blocks an SM:
+//     copy k+1 --cp.async--> ring[2] of (lhs 8.3 KiB, rhs 8.3 KiB) --> 8x8 a thread, IEEE FMA --> epilogue
+//     33 KiB static shared memory, at most 128 registers: 64 sums, 16 operands
+//   epilogue    sums through the freed ring, so that a row's neighbours leave in 16-byte stores
+//
+// One block owns a tile and its whole contraction, in one order; tiles are 128x128 whatever the shapes, so a row's bits
+// depend on nothing but that row, its weights and K: every call is batch invariant.
+// 48 KiB and no more: that much needs no function attribute, and two blocks fit the 100 KiB of sm_86 and sm_89.
+#include <algorithm>
+#include <string>
+#include <type_traits>
+
+#include "cc/api/calls.h"
+#include "cc/device/groups.cuh"
+#include "cc/device/mma.cuh"
+#include "cc/device/place.cuh"
+#include "cc/kernels/kernels.h"
+
+namespace grouped {
+namespace {
+
+using namespace device;
+
+constexpr int kVector = 8;  // columns that leave together
+
+// Sends `rows` staged rows of `cols` sums to the result, `lanes` threads taking part.
+__device__ void drain(const Finish& f, const float* staged, int staged_stride, int rows, int cols, int first_row,
+                      int first_col, int lane, int lanes) {
+  const int vectors = cols / kVector;
+#pragma unroll 1
+  for (int i = lane; i < rows * vectors; i += lanes) {
+    const int row = i / vectors, col = i % vectors * kVector;
+    float sums[kVector];
+    load_values(staged, DType::f32, row * staged_stride + col, kVector, sums);
+    finish_row(f, first_row + row, first_col + col, sums);
+  }
+}
+
+__device__ void write_zeros(const Finish& f, int threads) {
+  constexpr int vectors = kTile / kVector;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kTile * vectors; i += threads) {
+    float sums[kVector] = {};
+    finish_row(f, i / vectors, i % vectors * kVector, sums);
+  }
+}
+
+// --- 16-bit operands on tensor cores, and 8-bit ones widened to float16, which holds every code exactly
+// ---------------
+
+constexpr int kWarpTile = 64;  // rows and columns of sums a warp owns
+constexpr int kWarpsARow = kTile / kWarpTile;
+constexpr int kMmaThreads = kWarpsARow * kWarpsARow * 32;
+constexpr int kDepth = 32;  // of one stage
+constexpr int kStages = 3;
+constexpr int kStagesAhead = kStages - 1;  // that copies run ahead of products
+constexpr int kOperandBytes = kTile * kDepth * 2;
+constexpr int kStageBytes = 2 * kOperandBytes;
+constexpr int kRingBytes = kStages * kStageBytes;
+constexpr int kChunk = 8;          // elements of 16 bytes
+constexpr int kChunksAThread = 4;  // of one operand and stage
+constexpr int kSlab = 16;          // rows of one mma
+constexpr int kSlabsStaged = 2;    // that a warp sends through shared memory at once
+constexpr int kStagedStride = 72;  // floats; rows fall on different banks for the writes of mma's layout
+
+// Shared layouts, in 16-byte chunks, swizzled so that the 8 rows of an ldmatrix matrix lie on 32 different banks.
+//   k-major:  128 rows of 4 chunks along k;  otherwise: 32 rows (k) of 16 chunks along the result's axis
+template <bool kKMajor>
+__device__ uint32_t chunk_offset(int row, int chunk) {
+  if constexpr (kKMajor) return row * (kDepth * 2) + ((chunk ^ ((row >> 1) & 3)) * 16);
+  return row * (kTile * 2) + ((chunk ^ (row & 7)) * 16);
+}
+
+__device__ uint32_t widened(const char* at, DType type) {
+  const uint8_t code = *reinterpret_cast<const uint8_t*>(at);
+  return type == DType::e4m3fn ? half_bits_of_e4m3(code) : half_bits_of_e5m2(code);
+}
+
+// Elements `first` ... `end` - 1 of a chunk, zeros around them, where 16-byte copies cannot reach: odd strides and
+// bases.
+__device__ uint4 gather_chunk(const char* at, DType type, int count) {
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t pair[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int e = 2 * i + j;
+      pair[j] = e >= count ? 0 : bytes_of(type) == 2 ? reinterpret_cast<const uint16_t*>(at)[e] : widened(at + e, type);
+    }
+    words[i] = pair[0] | pair[1] << 16;
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// Whether every row of an operand can be copied in 16-byte pieces.
+__device__ bool copies_in_vectors(const char* data, DType type, int64_t stride_bytes) {
+  return bytes_of(type) == 2 && reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride_bytes % 16 == 0;
+}
+
+// What one thread copies of one operand: four chunks of every stage, in rows a fixed step apart.
+template <bool kKMajor>
+class Copier {
+ public:
+  // `extent`: elements of the operand from `data` on, along the result's axis.
+  __device__ Copier(const char* data, DType type, int64_t stride_bytes, int extent) {
+    const int chunk = threadIdx.x % kChunksARow, row = threadIdx.x / kChunksARow;
+    at_ = data + row * stride_bytes + chunk * kChunk * bytes_of(type);
+    offset_ = chunk_offset<kKMajor>(row, chunk);
+    inner_ = kKMajor ? chunk * kChunk : row;
+    outer_left_ = extent - (kKMajor ? row : chunk * kChunk);
+    vectors_ = copies_in_vectors(data, type, stride_bytes);
+  }
+
+  // Fills this thread's part of the stage at `to`, of which `depth` elements along k exist, with zeros behind them, and
+  // moves on. kVectors: the caller knows that 16-byte copies will do.
+  template <bool kVectors>
+  __device__ void copy(uint32_t to, int depth, DType type, int64_t stride_bytes) {
+    const int inner_left = depth - inner_;
+    const int64_t step = kRowStep * stride_bytes;
+    to += offset_;
+    if (kVectors || vectors_) {
+#pragma unroll
+      for (int i = 0; i < kChunksAThread; ++i) {
+        const bool exists =
+            kKMajor ? inner_left > 0 && outer_left_ > i * kRowStep : inner_left > i * kRowStep && outer_left_ > 0;
+        copy16(to + i * (kOperandBytes / kChunksAThread), at_ + i * step, exists);
+      }
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kChunksAThread; ++i) {
+        const bool exists = (kKMajor ? outer_left_ : inner_left) > i * kRowStep;
+        const int count = exists ? (kKMajor ? inner_left : outer_left_) : 0;
+        store16(to + i * (kOperandBytes / kChunksAThread), gather_chunk(at_ + i * step, type, count));
+      }
+    }
+    at_ += kKMajor ? kDepth * bytes_of(type) : kDepth * stride_bytes;
+  }
+
+ private:
+  static constexpr int kChunksARow = (kKMajor ? kDepth : kTile) / kChunk;
+  static constexpr int kRowStep = kMmaThreads / kChunksARow;
+
+  const char* at_;
+  uint32_t offset_;
+  int inner_;       // of this thread's first chunk, along k
+  int outer_left_;  // elements from this thread's first chunk to the operand's end, along the result's axis
+  bool vectors_;
+};
+
+// Fragments of one k16 step for a warp's 64x64 sums.
+struct Fragments {
+  uint32_t a[kWarpTile / kSlab][4];
+  uint32_t b[kWarpTile / kSlab][4];  // two columns of 8 each
+};
+
+// Where this lane reads its fragments. One offset an operand: the swizzle turns steps of 2 chunks into exclusive-or.
+template <bool kLhsKMajor, bool kRhsKMajor>
+class FragmentLoader {
+ public:
+  __device__ FragmentLoader() {
+    const int warp = threadIdx.x / 32, matrix = threadIdx.x % 32 / 8, line = threadIdx.x % 8;
+    const int m = warp / kWarpsARow * kWarpTile, n = warp % kWarpsARow * kWarpTile;
+    // a: matrices (m, k), (m + 8, k), (m, k + 8), (m + 8, k + 8);  b: (n, k), (n, k + 8), (n + 8, k), (n + 8, k + 8)
+    const int low = matrix % 2, high = matrix / 2;
+    lhs_ = kLhsKMajor ? chunk_offset<true>(m + low * 8 + line, high)
+                      : chunk_offset<false>(high * 8 + line, m / kChunk + low);
+    rhs_ = kRhsKMajor ? chunk_offset<true>(n + high * 8 + line, low)
+                      : chunk_offset<false>(low * 8 + line, n / kChunk + high);
+  }
+
+  __device__ void load(uint32_t stage, int k16, Fragments* f) const {
+#pragma unroll
+    for (int i = 0; i < kWarpTile / kSlab; ++i) {
+      load_matrices<!kLhsKMajor>(slab<kLhsKMajor>(stage + lhs_, i, k16), f->a[i]);
+    }
+#pragma unroll
+    for (int j = 0; j < kWarpTile / kSlab; ++j) {
+      load_matrices<!kRhsKMajor>(slab<kRhsKMajor>(stage + kOperandBytes + rhs_, j, k16), f->b[j]);
+    }
+  }
+
+ private:
+  template <bool kKMajor>
+  static __device__ uint32_t slab(uint32_t at, int index, int k16) {
+    constexpr uint32_t kTwoChunks = 32;
+    return kKMajor ? (at ^ (k16 * kTwoChunks)) + index * kSlab * kDepth * 2
+                   : (at ^ (index * kTwoChunks)) + k16 * kSlab * kTile * 2;
+  }
+
+  uint32_t lhs_, rhs_;
+};
+
+using Sums = float[kWarpTile / kSlab][kWarpTile / 8][4];
+
+template <class T>
+__device__ void multiply_add_all(const Fragments& f, Sums& sums) {
+#pragma unroll
+  for (int i = 0; i < kWarpTile / kSlab; ++i) {
+#pragma unroll
+    for (int j = 0; j < kWarpTile / 8; ++j) {
+      multiply_add<T>(sums[i][j], f.a[i], f.b[j / 2][j % 2 * 2], f.b[j / 2][j % 2 * 2 + 1]);
+    }
+  }
+}
+
+// The whole contraction of a tile. The loop has no branch where kVectors holds: that lets loads run between products.
+template <class T, bool kVectors, bool kLhsKMajor, bool kRhsKMajor>
+__device__ __forceinline__ void contract(const Problem& p, const Place& at, uint32_t ring, Sums& sums) {
+  const uint32_t last_stage = ring + (kStages - 1) * kStageBytes;
+  // Products of bfloat16 know their types when they are compiled; those of float16 may have 8-bit operands.
+  constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
+  const DType lhs_type = kBf16 ? DType::bf16 : p.lhs_type, rhs_type = kBf16 ? DType::bf16 : p.rhs_type;
+  const int64_t lhs_bytes = p.lhs_stride * bytes_of(lhs_type), rhs_bytes = p.rhs_stride * bytes_of(rhs_type);
+  Copier<kLhsKMajor> lhs(lhs_at(p, at), lhs_type, lhs_bytes, at.rows);
+  Copier<kRhsKMajor> rhs(rhs_at(p, at), rhs_type, rhs_bytes, at.cols);
+  const FragmentLoader<kLhsKMajor, kRhsKMajor> fragments;
+  int depth_left = at.depth;  // to copy; stages behind the end are filled with zeros, which nobody multiplies
+  const auto copy_stage = [&](uint32_t stage) {
+    lhs.template copy<kVectors>(stage, depth_left, lhs_type, lhs_bytes);
+    rhs.template copy<kVectors>(stage + kOperandBytes, depth_left, rhs_type, rhs_bytes);
+    commit_copies();
+    depth_left -= kDepth;
+  };
+#pragma unroll 1
+  for (int stage = 0; stage < kStagesAhead; ++stage) copy_stage(ring + stage * kStageBytes);
+  Fragments even, odd;
+  wait_copies<kStagesAhead - 1>();
+  __syncthreads();
+  uint32_t use = ring;
+  fragments.load(use, 0, &even);
+#pragma unroll 1
+  while (depth_left > -kStagesAhead * kDepth) {
+    fragments.load(use, 1, &odd);
+    copy_stage(use == ring ? last_stage : use - kStageBytes);  // its last read lies before the last barrier
+    multiply_add_all<T>(even, sums);
+    wait_copies<kStagesAhead - 1>();
+    __syncthreads();
+    use = use == last_stage ? ring : use + kStageBytes;
+    fragments.load(use, 0, &even);
+    multiply_add_all<T>(odd, sums);
+  }
+  wait_copies<0>();
+  __syncthreads();  // the ring is free
+}
+
+// Sums of lane l: rows l/4 and l/4 + 8 of each slab, columns 2 (l%4) and the next of each 8.
+__device__ void drain_sums(const Finish& f, const Sums& sums, float* staged, int warp_row, int warp_col) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int first = 0; first < kWarpTile / kSlab; first += kSlabsStaged) {
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kWarpTile / kSlab; ++i) {
+      if (i / kSlabsStaged * kSlabsStaged != first) continue;  // sums are registers: no index at run time
+#pragma unroll
+      for (int j = 0; j < kWarpTile / 8; ++j) {
+        float* at = staged + (i % kSlabsStaged * kSlab + lane / 4) * kStagedStride + j * 8 + lane % 4 * 2;
+        const float (&s)[4] = sums[i][j];
+        *reinterpret_cast<float2*>(at) = make_float2(s[0], s[1]);
+        *reinterpret_cast<float2*>(at + 8 * kStagedStride) = make_float2(s[2], s[3]);
+      }
+    }
+    __syncwarp();
+    drain(f, staged, kStagedStride, kSlabsStaged * kSlab, kWarpTile, warp_row + first * kSlab, warp_col, lane, 32);
+  }
+}
+
+// Element type and copies are chosen at run time, outside the loop: three kernels to compile instead of nine.
+template <bool kLhsKMajor, bool kRhsKMajor>
+__global__ void __launch_bounds__(kMmaThreads, 2) multiply_mma(const __grid_constant__ Problem p) {
+  __shared__ __align__(128) char ring[kRingBytes];
+  const int warp = threadIdx.x / 32;
+  Place at;
+  for (int64_t index = blockIdx.x;; index += gridDim.x) {
+    const Found found = find_tile(p, index, &at);
+    if (found == Found::end) return;
+    if (found == Found::skip) continue;
+    if (at.depth == 0) {
+      write_zeros(finish_at(p, at), kMmaThreads);
+      continue;
+    }
+    const bool vectors = copies_in_vectors(lhs_at(p, at), p.lhs_type, p.lhs_stride * 2) &&
+                         copies_in_vectors(rhs_at(p, at), p.rhs_type, p.rhs_stride * 2);
+    Sums sums = {};
+    if (p.lhs_type == DType::bf16) {
+      if (vectors) {
+        contract<__nv_bfloat16, true, kLhsKMajor, kRhsKMajor>(p, at, shared_address(ring), sums);
+      } else {
+        contract<__nv_bfloat16, false, kLhsKMajor, kRhsKMajor>(p, at, shared_address(ring), sums);
+      }
+    } else if (vectors) {
+      contract<__half, true, kLhsKMajor, kRhsKMajor>(p, at, shared_address(ring), sums);
+    } else {
+      contract<__half, false, kLhsKMajor, kRhsKMajor>(p, at, shared_address(ring), sums);
+    }
+    float* staged = reinterpret_cast<float*>(ring) + warp * (kSlabsStaged * kSlab * kStagedStride);
+    drain_sums(finish_at(p, at), sums, staged, warp / kWarpsARow * kWarpTile, warp % kWarpsARow * kWarpTile);
+    __syncthreads();
+  }
+}
+static_assert(kMmaThreads / 32 * kSlabsStaged * kSlab * kStagedStride * 4 <= kRingBytes,
+              "the epilogue's rows fit in the ring");
+
+// --- float32 operands: IEEE products and sums, k ascending
+// ------------------------------------------------------------
+
+constexpr int kFmaThreads = 256;
+constexpr int kFmaDepth = 16;
+constexpr int kFmaStages = 2;
+constexpr int kFmaStride = kTile + 4;  // floats; keeps 16-byte alignment and spreads transposing writes over banks
+constexpr int kFmaOperand = kFmaDepth * kFmaStride;
+constexpr int kFmaCopies = kTile * kFmaDepth / kFmaThreads;
+
+// Single values, so any stride will do; a k-major operand is turned on its way to shared memory.
+class ValueCopier {
+ public:
+  __device__ ValueCopier(const char* data, bool k_major, int64_t stride, int extent) {
+    k_ = k_major ? threadIdx.x % kFmaDepth : threadIdx.x / kTile;
+    const int outer = k_major ? threadIdx.x / kFmaDepth : threadIdx.x % kTile;
+    outer_left_ = extent - outer;
+    at_ = reinterpret_cast<const float*>(data) + (k_major ? outer * stride + k_ : k_ * stride + outer);
+    offset_ = (k_ * kFmaStride + outer) * static_cast<int>(sizeof(float));
+  }
+
+  // Fills this thread's part of the stage at `to`, of which `depth` elements along k exist, and moves on.
+  __device__ void copy(uint32_t to, int depth, bool k_major, int64_t stride) {
+    const int k_step = k_major ? 0 : kFmaThreads / kTile;
+    const int outer_step = k_major ? kFmaThreads / kFmaDepth : 0;
+    const int shared_step = (k_step * kFmaStride + outer_step) * static_cast<int>(sizeof(float));
+    const int64_t step = (k_step + outer_step) * stride;
+#pragma unroll
+    for (int i = 0; i < kFmaCopies; ++i) {
+      const bool exists = k_ + i * k_step < depth && i * outer_step < outer_left_;
+      copy4(to + offset_ + i * shared_step, at_ + i * step, exists);
+    }
+    at_ += k_major ? kFmaDepth : kFmaDepth * stride;
+  }
+
+ private:
+  const float* at_;
+  uint32_t offset_;
+  int k_, outer_left_;
+};
+
+__global__ void __launch_bounds__(kFmaThreads, 2) multiply_fma(const __grid_constant__ Problem p) {
+  __shared__ __align__(16) float ring[kFmaStages][2][kFmaOperand];
+  // Thread (x, y) owns rows 4y ... 4y+3 and 64 more, columns 4x ... 4x+3 and 64 more: reads of a warp coincide.
+  const int x = threadIdx.x % 16, y = threadIdx.x / 16;
+  const bool lhs_k_major = !p.contract_rows;
+  Place at;
+  for (int64_t index = blockIdx.x;; index += gridDim.x) {
+    const Found found = find_tile(p, index, &at);
+    if (found == Found::end) return;
+    if (found == Found::skip) continue;
+    if (at.depth == 0) {
+      write_zeros(finish_at(p, at), kFmaThreads);
+      continue;
+    }
+    ValueCopier lhs(lhs_at(p, at), lhs_k_major, p.lhs_stride, at.rows);
+    ValueCopier rhs(rhs_at(p, at), p.rhs_k_major, p.rhs_stride, at.cols);
+    float sums[8][8] = {};
+    int depth_left = at.depth;
+    // Step -1 fills the first stage.
+#pragma unroll 1
+    for (int step = -1; step * kFmaDepth < at.depth; ++step) {
+      if (depth_left > 0) {
+        const uint32_t fill = shared_address(ring[(step + 1) % kFmaStages]);
+        lhs.copy(fill, depth_left, lhs_k_major, p.lhs_stride);
+        rhs.copy(fill + kFmaOperand * sizeof(float), depth_left, p.rhs_k_major, p.rhs_stride);
+        depth_left -= kFmaDepth;
+      }
+      commit_copies();
+      if (step < 0) continue;
+      wait_copies<1>();
+      __syncthreads();
+      const float* a = ring[step % kFmaStages][0] + 4 * y;
+      const float* b = ring[step % kFmaStages][1] + 4 * x;
+#pragma unroll
+      for (int k = 0; k < kFmaDepth; ++k) {
+        float left[8], right[8];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float4 l = *reinterpret_cast<const float4*>(a + k * kFmaStride + half * 64);
+          const float4 r = *reinterpret_cast<const float4*>(b + k * kFmaStride + half * 64);
+          left[4 * half] = l.x, left[4 * half + 1] = l.y, left[4 * half + 2] = l.z, left[4 * half + 3] = l.w;
+          right[4 * half] = r.x, right[4 * half + 1] = r.y, right[4 * half + 2] = r.z, right[4 * half + 3] = r.w;
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+#pragma unroll
+          for (int j = 0; j < 8; ++j) sums[i][j] = __fmaf_rn(left[i], right[j], sums[i][j]);
+        }
+      }
+      __syncthreads();
+    }
+    const Finish finish = finish_at(p, at);
+    float* staged = &ring[0][0][0];
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (i / 4 != half) continue;  // sums are registers: no index at run time
+        float* row = staged + (4 * y + i % 4) * kFmaStride + 4 * x;
+        const float (&s)[8] = sums[i];
+        *reinterpret_cast<float4*>(row) = make_float4(s[0], s[1], s[2], s[3]);
+        *reinterpret_cast<float4*>(row + 64) = make_float4(s[4], s[5], s[6], s[7]);
+      }
+      __syncthreads();
+      drain(finish, staged, kFmaStride, kTile / 2, kTile, half * (kTile / 2), 0, threadIdx.x, kFmaThreads);
+      __syncthreads();
+    }
+  }
+}
+static_assert(kTile / 2 * kFmaStride <= kFmaStages * 2 * kFmaOperand, "half a tile fits in the ring");
+
+// --- the kernel object
+// ------------------------------------------------------------------------------------------------
+
+constexpr int kLowestSm = 80;
+constexpr int64_t kMostCoordinates = INT32_MAX - 2 * kTile;  // tile coordinates are 32 bits wide
+constexpr int64_t kMostBlocks = INT32_MAX;
+
+bool fp8(DType type) { return type == DType::e4m3fn || type == DType::e5m2; }
+
+std::string refuses(const GroupedMatmul& call, const Target& target) {
+  if (target.platform != Platform::cuda) return "is a CUDA kernel";
+  if (target.sm < kLowestSm) return "needs sm_80 or later, the device is sm_" + std::to_string(target.sm);
+  const bool same = call.lhs.dtype == call.rhs.dtype && is_wide(call.lhs.dtype);
+  if (!same && !(fp8(call.lhs.dtype) && fp8(call.rhs.dtype))) {
+    return "takes two operands of float32, bfloat16 or float16, or two of float8, got " + describe(call.lhs) + " and " +
+           describe(call.rhs);
+  }
+  if (!is_wide(call.result.dtype)) return "gives float32, bfloat16 or float16, not " + describe(call.result);
+  if (call.bias.present() && !is_wide(call.bias.dtype)) {
+    return "takes a bias of float32, bfloat16 or float16, got " + describe(call.bias);
+  }
+  for (const TensorView* t : {&call.lhs, &call.rhs}) {
+    for (int i = 0; i < t->rank; ++i) {
+      if (t->dims[i] > kMostCoordinates) return "takes dimensions below 2^31 - 256, got " + describe(*t);
+    }
+  }
+  return "";
+}
+
+int64_t tiles_of(int64_t extent) { return (extent + kTile - 1) / kTile; }
+
+size_t workspace(const GroupedMatmul& call, const Target&) { return GroupScan::bytes(call.group_sizes.dims[0]); }
+
+Problem describe_problem(const GroupedMatmul& call, const Context& context) {
+  const bool contract = call.contract_rows != 0;
+  const int64_t* lhs = call.lhs.dims;
+  const int64_t* rhs = call.rhs.dims;
+  const bool k_major = !contract && call.rhs_axis == 2;
+  Problem p = {};
+  p.scan = GroupScan::at(context.workspace, call.group_sizes.dims[0]);
+  p.lhs = call.lhs.as<const char>();
+  p.rhs = call.rhs.as<const char>();
+  p.bias = call.bias.present() ? call.bias.as<const char>() : nullptr;
+  p.row_scale = call.row_scale.present() ? call.row_scale.as<const float>() : nullptr;
+  p.result = call.result.as<char>();
+  p.rhs_table = call.rhs_table.present() ? call.rhs_table.as<const int64_t>() : nullptr;
+  p.bias_table = call.bias_table.present() ? call.bias_table.as<const int64_t>() : nullptr;
+  p.into_table = call.into_table.present() ? call.into_table.as<const int64_t>() : nullptr;
+  p.tokens = lhs[0];
+  p.lhs_stride = lhs[1];
+  p.rhs_stride = contract ? rhs[1] : rhs[2];
+  p.rhs_group_stride = contract ? 0 : rhs[1] * rhs[2];
+  p.rows = contract ? static_cast<int>(lhs[1]) : 0;
+  p.cols = static_cast<int>(contract ? rhs[1] : rhs[k_major ? 1 : 2]);
+  p.depth = contract ? 0 : static_cast<int>(lhs[1]);
+  p.row_tiles = tiles_of(p.rows);
+  p.col_tiles = tiles_of(p.cols);
+  p.lhs_type = call.lhs.dtype;
+  p.rhs_type = call.rhs.dtype;
+  p.bias_type = call.bias.dtype;
+  p.result_type = call.result.dtype;
+  p.rhs_k_major = k_major;
+  p.contract_rows = contract;
+  p.scale_bias = call.scale_bias != 0;
+  p.accumulate = call.accumulate != 0;
+  return p;
+}
+
+void launch_mma(const Problem& p, unsigned blocks, cudaStream_t stream) {
+  const auto kernel = p.contract_rows ? multiply_mma<false, false>
+                      : p.rhs_k_major ? multiply_mma<true, true>
+                                      : multiply_mma<true, false>;
+  kernel<<<blocks, kMmaThreads, 0, stream>>>(p);
+}
+
+void launch(const GroupedMatmul& call, const Context& context) {
+  const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
+  const Problem p = describe_problem(call, context);
+  const bool keeps_tail = call.into.present();
+  const int64_t tiles = p.contract_rows ? p.scan.count * p.row_tiles * p.col_tiles
+                                        : most_row_tiles(p.tokens, p.scan.count, kTile) * p.col_tiles;
+  if (tiles == 0) return;
+  launch_scan(call.group_sizes.as<const int32_t>(), p.tokens, kTile, !keeps_tail, p.scan, stream);
+  const unsigned blocks = static_cast<unsigned>(std::min(tiles, kMostBlocks));  // a block takes more than one tile then
+  if (p.lhs_type == DType::f32) {
+    multiply_fma<<<blocks, kFmaThreads, 0, stream>>>(p);
+  } else {
+    launch_mma(p, blocks, stream);
+  }
+  GROUPED_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace
+
+const Kernel<GroupedMatmul> grouped_matmul_any_cuda = {"grouped_matmul_any_cuda", refuses, workspace, launch};
+
+}  // namespace grouped

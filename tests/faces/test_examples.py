@@ -1,0 +1,168 @@
+"""The examples, as their users run them: small sizes, one line for each mistake, the same bits after a resume."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import ROOT
+
+SCRIPT = ROOT / "examples" / "train_lm.py"
+SMALL = ("--width", "64", "--layers", "1", "--batch", "2", "--length", "16", "--steps", "6", "--save-every", "3")
+STRICTNESS = ("XLA_FLAGS", "JAX_NUMPY_RANK_PROMOTION", "JAX_NUMPY_DTYPE_PROMOTION")
+"""What conftest sets for the library's own tests; an example has to run as it is."""
+
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in STRICTNESS}
+
+
+def command(*options: str | Path) -> list[str]:
+    return [sys.executable, str(SCRIPT), *map(str, options)]
+
+
+def train(*options: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*options), env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+
+
+def mistake(*options: str | Path) -> str:
+    """The one line that the example prints before it gives up."""
+    done = train(*options)
+    assert done.returncode == 2, f"status {done.returncode}\n{done.stderr}"
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if "training:" not in line]
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("train_lm: "), lines[0]
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two files, the second of which is held out."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "a.txt").write_text("abcd" * 500)
+    (folder / "b.txt").write_text("abcdabcd" * 50)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole small run: its results, and its checkpoints of steps 3 and 6 in `saved`."""
+    folder = tmp_path_factory.mktemp("finished")
+    done = train("--text", text, "--output", folder, "--checkpoint", folder / "saved", "--prompt", "ab", *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "bits per byte on 400 held-out bytes" in done.stdout, done.stdout
+    for name in ("this model", "byte frequencies", "zlib", "lzma", "jax_grouped", "jax.lax.ragged_dot", "tokens/s"):
+        assert name in done.stdout, f"{name!r} is missing:\n{done.stdout}"
+    return folder
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_a_run_leaves_its_results(finished: Path) -> None:
+    figures = summary(finished)
+    assert len(figures["losses"]) == 6
+    assert np.isfinite(figures["held_out_bits_per_byte"])
+    assert figures["others_bits_per_byte"]["byte frequencies"] == 2.0  # four letters, equally often
+    assert set(figures["step_ms"]) == {"jax_grouped", "jax.lax.ragged_dot"}
+    assert (finished / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert (finished / "sample.txt").read_bytes().startswith(b"ab")
+    assert {int(path.name) for path in (finished / "saved").iterdir() if path.name.isdigit()} == {3, 6}
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(finished: Path, text: Path, tmp_path: Path) -> None:
+    """As after a crash behind step 3."""
+    shutil.copytree(finished / "saved", tmp_path / "saved")
+    shutil.rmtree(tmp_path / "saved" / "6")
+    options = ("--text", text, "--output", tmp_path, "--prompt", "ab", *SMALL)
+    done = train("--checkpoint", tmp_path / "saved", "--resume", *options)
+    assert done.returncode == 0, done.stderr
+    resumed, whole = summary(tmp_path), summary(finished)
+    for name in ("losses", "held_out_bits_per_byte"):
+        assert resumed[name] == whole[name], name
+    assert (tmp_path / "sample.txt").read_bytes() == (finished / "sample.txt").read_bytes()
+
+
+def test_ctrl_c_saves_and_leaves(text: Path, tmp_path: Path) -> None:
+    options = ("--text", text, "--output", tmp_path, "--checkpoint", tmp_path / "saved", *SMALL, "--steps", "1000000")
+    with subprocess.Popen(
+        command(*options, "--save-every", "1000000"), env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+    ) as run:
+        assert run.stderr is not None
+        seen = b""
+        while b"bits/byte" not in seen:
+            part = os.read(run.stderr.fileno(), 4096)
+            assert part, f"it ended early:\n{seen.decode()}"
+            seen += part
+        time.sleep(0.1)
+        run.send_signal(signal.SIGINT)
+        seen += run.stderr.read()
+        assert run.wait() == 130, seen.decode()
+    assert b"Traceback" not in seen, seen.decode()
+    assert seen.decode().splitlines()[-1].startswith("train_lm: stopped by Ctrl-C")
+    assert [path.name for path in (tmp_path / "saved").iterdir() if path.name.isdigit()], "no checkpoint was written"
+
+
+def test_a_checkpoint_of_another_run_is_refused(finished: Path, text: Path, tmp_path: Path) -> None:
+    saved = ("--checkpoint", finished / "saved", "--output", tmp_path, "--text", text)
+    line = mistake(*saved, *SMALL, "--resume", "--experts", "4")
+    assert "is of another run: experts 8 there, 4 here" in line
+    assert "holds a run; add --resume" in mistake(*saved, *SMALL)
+
+
+def test_a_broken_checkpoint_is_refused(finished: Path, text: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished / "saved", tmp_path / "saved")
+    for path in (tmp_path / "saved" / "6").rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    line = mistake("--checkpoint", tmp_path / "saved", "--output", tmp_path, "--text", text, *SMALL, "--resume")
+    assert "the checkpoint of step 6" in line
+    assert "cannot be read" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "fragment"),
+    [
+        (("--text", "{tmp}/none"), "no such file or folder"),
+        (("--text", "{tmp}/empty"), "there is no text in it"),
+        (("--text", "{tmp}/short"), "too few for --length 256"),
+        (("--steps", "0"), "argument --steps: '0', wanted a number from 1 to 1e+07"),
+        (("--steps", "many"), "argument --steps: 'many', wanted a number"),
+        (("--learning-rate", "nan"), "argument --learning-rate: 'nan', wanted a number"),
+        (("--experts", "2", "--top-k", "3"), "--top-k 3 is more than --experts 2"),
+        (("--width", "100"), "--width 100 is not a multiple of 64"),
+        (("--resume",), "--resume needs --checkpoint"),
+        (("--prompt", ""), "--prompt is empty"),
+        (("--nonsense",), "unrecognized arguments: --nonsense"),
+        (("--output", "{tmp}/short/folder"), "--output {tmp}/short/folder: Not a directory"),
+        (("--checkpoint", "{tmp}/short/folder"), "--checkpoint {tmp}/short/folder: Not a directory"),
+        (("--checkpoint", "{tmp}/fresh", "--resume", "--output", "{tmp}/out"), "there is no checkpoint in {tmp}/fresh"),
+    ],
+)
+def test_mistakes_get_one_line(
+    options: tuple[str, ...],
+    fragment: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "short").write_text("abc")
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    example = importlib.import_module(SCRIPT.stem)
+    options = tuple(option.format(tmp=tmp_path) for option in ("--output", str(tmp_path / "results"), *options))
+    assert example.main(list(options)) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("train_lm: "), line
+    assert line.count("\n") == 1, line
+    assert fragment.format(tmp=tmp_path) in line

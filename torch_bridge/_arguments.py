@@ -1,0 +1,204 @@
+"""Arguments of the public operations: checked, in words, and put in the order of the operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grouped_core import calls
+from grouped_core.calls import ArraySpec
+from grouped_core.recipes import Recipe
+from grouped_core.sizes import GroupSizes
+from torch_bridge import _library, main_grad
+from torch_bridge._library import NAMES
+from torch_bridge._run import dtype_name, spec_of
+from torch_bridge.exchange import is_foreign
+from torch_bridge.params import check_operand, members_of
+from torch_bridge.sizes import prepare_sizes
+
+Members = Tensor | Sequence[Tensor]
+"""One packed tensor, or a list of one tensor a group."""
+
+
+class Arguments(NamedTuple):
+    """What a user passed, checked and in the order of the operators."""
+
+    x: Tensor
+    weights: list[Tensor]
+    sizes: Tensor
+    biases: list[Tensor]
+    row_scale: Tensor | None
+    text: str
+    to_main_grad: bool
+    accumulators: Sequence[Tensor | None]
+
+    def differentiates(self) -> bool:
+        """Whether anybody needs a gradient."""
+        if not torch.is_grad_enabled():
+            return False
+        inputs = (self.x, self.row_scale, *self.weights, *self.biases)
+        return any(each is not None and each.requires_grad for each in inputs)
+
+
+def check_arguments(
+    x: Tensor,
+    weight: Members,
+    group_sizes: Tensor | Sequence[int] | GroupSizes,
+    rhs_transposed: bool = True,
+    bias: Members | None = None,
+    row_scale: Tensor | None = None,
+    scale_bias: bool = False,
+    recipe: Recipe | None = None,
+    wgrad_accum: str | Tensor | Sequence[Tensor | None] | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Arguments:
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "grouped_linear under torch.func.vmap, grad or jvp: expected plain tensors; fold a mapped axis into rows "
+            "or groups, and differentiate with torch.autograd."
+        )
+    check_operand(NAMES.x, x, x)
+    sizes, rows_hint = prepare_sizes(group_sizes, x, NAMES)
+    weights = members_of(NAMES.w, weight, 3, x)
+    biases = [] if bias is None else members_of(NAMES.bias, bias, 2, x)
+    if row_scale is not None:
+        check_operand(NAMES.row_scale, row_scale, x)
+    text = _text(rhs_transposed, recipe, scale_bias, rows_hint, implementation)
+    for operand, rank in ((weight, 3), (bias, 2)):
+        if isinstance(operand, Tensor) and operand.dim() == rank - 1:
+            _refuse_unpacked(text, x, weight, sizes, bias, row_scale)
+    to_main_grad = isinstance(wgrad_accum, str)
+    accumulators: Sequence[Tensor | None] = ()
+    if wgrad_accum is not None and wgrad_accum != "main_grad":
+        accumulators = _accumulators(wgrad_accum, weights)
+    return Arguments(x, weights, sizes, biases, row_scale, text, to_main_grad, accumulators)
+
+
+def _refuse_unpacked(
+    text: str, x: Tensor, weight: Members, sizes: Tensor, bias: Members | None, row_scale: Tensor | None
+) -> None:
+    """The operators would take a packed operand that lacks an axis for a list of one; the core refuses it in words."""
+    weight_spec, bias_spec = (
+        each if each is None else spec_of(each) if isinstance(each, Tensor) else _stacked(each)
+        for each in (weight, bias)
+    )
+    assert weight_spec is not None, "a weight is always given"
+    scale_spec = None if row_scale is None else spec_of(row_scale)
+    calls.check_linear(_library.decode(text), spec_of(x), weight_spec, spec_of(sizes), bias_spec, scale_spec)
+
+
+def _stacked(members: Sequence[Tensor]) -> ArraySpec:
+    one = spec_of(members[0])
+    return ArraySpec((len(members), *one.shape), one.dtype)
+
+
+@torch.compiler.assume_constant_result
+def _text(
+    rhs_transposed: bool,
+    recipe: Recipe | None,
+    scale_bias: bool,
+    rows_hint: int,
+    implementation: str | Sequence[str] | None,
+) -> str:
+    names = "" if implementation is None else calls.implementation_names(implementation)
+    return _library.encode(bool(rhs_transposed), recipe, bool(scale_bias), rows_hint, names)
+
+
+def weight_names(weights: Sequence[Tensor]) -> list[str]:
+    """How messages name each weight."""
+    return [NAMES.w] if weights[0].dim() == 3 else [f"{NAMES.w}[{at}]" for at in range(len(weights))]
+
+
+def _accumulators(given: str | Tensor | Sequence[Tensor | None], weights: list[Tensor]) -> list[Tensor | None]:
+    """`wgrad_accum` as one destination a weight."""
+    found: list[Any] | None = (
+        [given] if isinstance(given, Tensor) else list(given) if isinstance(given, (list, tuple)) else None
+    )
+    if found is None:
+        raise ValueError(
+            f"`{NAMES.accum}`: {given!r}, expected None, 'main_grad', a tensor for a packed weight or a list of "
+            "tensors for a list of weights; pass one of them."
+        )
+    if len(found) != len(weights) or (weights[0].dim() == 3) != isinstance(given, Tensor):
+        raise ValueError(
+            f"`{NAMES.accum}`: {len(found)} tensors, expected one for each of the {len(weights)} weights, in the same "
+            "form (a tensor for a packed weight, a list for a list); pass None for a frozen member of a list."
+        )
+    for at, (accumulator, weight, owner) in enumerate(zip(found, weights, weight_names(weights), strict=True)):
+        name = NAMES.accum if isinstance(given, Tensor) else f"{NAMES.accum}[{at}]"
+        if accumulator is None:
+            if weight.requires_grad:
+                raise ValueError(
+                    f"`{name}`: None, expected a tensor, because `{owner}` needs a gradient; pass one or freeze it."
+                )
+            continue
+        check_operand(name, accumulator, weight)
+        calls.check_accumulator(name, spec_of(accumulator), spec_of(weight))
+        _check_writable(name, accumulator)
+    return found
+
+
+def destinations(weights: Sequence[Tensor]) -> list[Tensor | None]:
+    """`main_grad` of every weight that needs a gradient."""
+    pairs = zip(weights, weight_names(weights), strict=True)
+    return [main_grad.destination(each, name) if each.requires_grad else None for each, name in pairs]
+
+
+def _check_writable(name: str, buffer: Tensor) -> None:
+    if buffer.requires_grad:
+        raise ValueError(f"`{name}`: requires_grad is True, expected False; pass `{name}.detach()`.")
+    if is_foreign(buffer):
+        raise ValueError(
+            f"`{name}`: memory of another framework (it came by `exchange`), expected memory of torch; "
+            "allocate it with torch, nobody else may see it change."
+        )
+
+
+def check_buffers(out: Tensor | None, grad_input: Tensor | None, given: Arguments) -> None:
+    """BUF-2 for what the operators do not check themselves; the shape and dtype of `out` are theirs."""
+    x = given.x
+    inputs = [
+        *((NAMES.x, x), (NAMES.sizes, given.sizes), (NAMES.row_scale, given.row_scale)),
+        *((name, each) for name, each in zip(weight_names(given.weights), given.weights, strict=True)),
+        *((NAMES.bias, each) for each in given.biases),
+    ]
+    for name, buffer in ((NAMES.out, out), (NAMES.grad_input, grad_input)):
+        if buffer is None:
+            continue
+        check_operand(name, buffer, x)
+        _check_writable(name, buffer)
+        if not torch.compiler.is_compiling():  # where there are no addresses yet
+            _check_overlap(name, buffer, inputs)
+        inputs.append((name, buffer))
+    if grad_input is not None:
+        calls.check_buffer(NAMES.grad_input, spec_of(grad_input), ArraySpec(tuple(x.shape), _gradient_dtype(x)))
+        if not x.requires_grad:
+            raise ValueError(
+                f"`{NAMES.grad_input}`: given, but `x` needs no gradient; expected None, or an x with requires_grad; "
+                "leave it out."
+            )
+
+
+def _gradient_dtype(x: Tensor) -> str:
+    name = dtype_name(x.dtype)
+    return "bfloat16" if name.startswith("float8") else name
+
+
+def _check_overlap(name: str, buffer: Tensor, others: Sequence[tuple[str, Tensor | None]]) -> None:
+    start, end = _span(buffer)
+    for other_name, other in others:
+        if other is None:
+            continue
+        other_start, other_end = _span(other)
+        if max(start, other_start) < min(end, other_end):
+            raise ValueError(
+                f"`{name}`: overlaps `{other_name}` in memory, expected a buffer of its own; allocate one."
+            )
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    start = tensor.data_ptr()
+    return start, start + tensor.numel() * tensor.element_size()

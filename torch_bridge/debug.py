@@ -1,0 +1,80 @@
+"""Looking from outside: what an operation would launch, and why it would not run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grouped_core.calls import Call
+from grouped_core.debug import explain_calls, why_not
+from grouped_core.gradients import Needs
+from torch_bridge import _library
+from torch_bridge._arguments import check_arguments, check_buffers
+from torch_bridge._run import arch_of, dtype_name
+from torch_bridge.ops import grouped_linear
+
+
+def _linear_calls(*args: Any, **kwargs: Any) -> list[Call]:
+    """Native calls of `grouped_linear(*args, **kwargs)` and of the gradients that its arguments need."""
+    out, grad_input = kwargs.pop("out", None), kwargs.pop("grad_input", None)
+    given = check_arguments(*args, **kwargs)
+    if out is not None or grad_input is not None:
+        check_buffers(out, grad_input, given)
+    x, weights, sizes, biases, row_scale, text, to_main_grad, accumulators = given
+    found = _library.forward_calls(x, weights, sizes, biases, row_scale, text, out)
+    needs = Needs(
+        *(
+            any(each is not None and each.requires_grad for each in group)
+            for group in ([x], weights, biases, [row_scale])
+        )
+    )
+    if torch.is_grad_enabled() and any(needs):
+        into = next((each for each in accumulators if each is not None), None)
+        into_dtype = "float32" if to_main_grad else None if into is None else dtype_name(into.dtype)
+        found += _library.backward_calls(x, weights, sizes, biases, row_scale, text, needs, into_dtype, grad_input)
+    return found
+
+
+_CALLS: dict[Callable[..., Any], Callable[..., list[Call]]] = {grouped_linear: _linear_calls}
+
+
+def _planned(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Call]:
+    if op not in _CALLS:
+        names = ", ".join(sorted(each.__name__ for each in _CALLS))
+        raise TypeError(f"`op`: {op!r}, expected one of {names}; pass the public function itself.")
+    return _CALLS[op](*args, **kwargs)
+
+
+def _arch(arch: str | None, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    if arch is not None:
+        return arch
+    x = args[0] if args else kwargs.get("x")
+    if isinstance(x, Tensor) and x.device.type != "meta":
+        return arch_of(x.device)
+    return arch_of(
+        torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    )
+
+
+def why_unsupported(op: Callable[..., Any], *args: Any, arch: str | None = None, **kwargs: Any) -> str | None:
+    """None where `op(*args, **kwargs)` and the gradients that its arguments need run, else the reason in one text.
+
+    Args:
+        op: a public function such as `grouped_linear`. args, kwargs: its arguments; meta tensors do.
+        arch: "cpu", "sm_80", "sm_90a"; None: the device of the arguments, of meta tensors the default one.
+    """
+    return why_not(lambda: _planned(op, args, kwargs), _arch(arch, args, kwargs))
+
+
+def explain(op: Callable[..., Any], *args: Any, arch: str | None = None, **kwargs: Any) -> str:
+    """One line for each native call of `op(*args, **kwargs)` and of its gradients: its kernel, and who declined.
+
+    Arguments are those of `why_unsupported`.
+
+    Raises:
+        TypeError, ValueError: what `op` itself would raise.
+    """
+    return explain_calls(_planned(op, args, kwargs), _arch(arch, args, kwargs))
