@@ -31,7 +31,7 @@ from lm.errors import UserError
 from lm.model import HEAD_WIDTH, LanguageModel, XlaMoE
 from tqdm import tqdm
 
-SAMPLE_BYTES = 400
+SAMPLE_BYTES = 300
 TEMPERATURE = 0.7
 TIMED_STEPS = 4
 INTERRUPTED = 130  # what shells report after Ctrl-C
@@ -82,17 +82,17 @@ def parse_arguments(argv: list[str] | None) -> tuple[Settings, argparse.Namespac
     whole = partial(_number, int)
     add = parser.add_argument
     add("--text", metavar="PATH", help="file or folder to learn from (default: the Python standard library)")
-    add("--steps", type=whole(1, 1e7), default=300, help="training steps (default: %(default)s)")
+    add("--steps", type=whole(1, 1e7), default=800, help="training steps (default: %(default)s)")
     add("--experts", type=whole(1, 4096), default=8, help="experts in each layer (default: %(default)s)")
     add("--top-k", type=whole(1, 64), default=2, help="experts for each byte (default: %(default)s)")
     add("--width", type=whole(HEAD_WIDTH, 8192), default=128, help="size of the model's stream (default: %(default)s)")
-    add("--layers", type=whole(1, 128), default=4, help="transformer blocks (default: %(default)s)")
-    add("--batch", type=whole(1, 4096), default=8, help="windows of text in a step (default: %(default)s)")
+    add("--layers", type=whole(1, 128), default=3, help="transformer blocks (default: %(default)s)")
+    add("--batch", type=whole(1, 4096), default=4, help="windows of text in a step (default: %(default)s)")
     add("--length", type=whole(2, 16384), default=256, help="bytes in a window (default: %(default)s)")
-    add("--learning-rate", type=_number(float, 1e-8, 1), default=3e-3, help="its peak (default: %(default)s)")
+    add("--learning-rate", type=_number(float, 1e-8, 1), default=4e-3, help="its peak (default: %(default)s)")
     add("--seed", type=whole(0, 2**31 - 1), default=0, help="of weights, batches, sample (default: %(default)s)")
     add("--checkpoint", metavar="DIR", help="folder for checkpoints (default: none are written)")
-    add("--save-every", type=whole(1, 1e7), default=100, help="steps between checkpoints (default: %(default)s)")
+    add("--save-every", type=whole(1, 1e7), default=200, help="steps between checkpoints (default: %(default)s)")
     add("--resume", action="store_true", help="continue from the newest checkpoint in --checkpoint")
     add("--output", metavar="DIR", default="demo-output", help="folder for results (default: %(default)s)")
     add("--prompt", default="def main(", help="text to continue (default: %(default)r)")

@@ -9,7 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import EllipsisType, MappingProxyType
+from types import MappingProxyType
+from typing import Any
+
+Parameter = Any
+"""A float; `...` for the default of the kind, and None where the kind has none (or, as `limit`, does not clamp)."""
 
 _POSITIVE = ("limit", "beta1", "beta2")
 _PARAMETERS = ("alpha", "limit", "offset", "beta1", "beta2")
@@ -41,7 +45,7 @@ GATED_KINDS: Mapping[str, Mapping[str, float]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation and its parameters; `...` takes the default of the kind, None means that the kind has none.
+    """An activation and its parameters.
 
     Attributes:
         kind: a name of `PLAIN_KINDS` or `GATED_KINDS`.
@@ -56,11 +60,11 @@ class Activation:
     """
 
     kind: str
-    alpha: float | EllipsisType | None = ...
-    limit: float | EllipsisType | None = ...
-    offset: float | EllipsisType | None = ...
-    beta1: float | EllipsisType | None = ...
-    beta2: float | EllipsisType | None = ...
+    alpha: Parameter = ...
+    limit: Parameter = ...
+    offset: Parameter = ...
+    beta1: Parameter = ...
+    beta2: Parameter = ...
     interleave: int | None = None
 
     def __post_init__(self) -> None:
@@ -72,7 +76,7 @@ class Activation:
             object.__setattr__(self, name, self._checked(name, getattr(self, name), defaults))
         self._check_interleave()
 
-    def _checked(self, name: str, value: float | EllipsisType | None, defaults: Mapping[str, float]) -> float | None:
+    def _checked(self, name: str, value: Parameter, defaults: Mapping[str, float]) -> float | None:
         if value is ...:
             return defaults.get(name)
         if name not in defaults:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from grouped_core.activations import Activation, resolve
+from grouped_core.activations import Activation, Parameter, resolve
 from grouped_core.recipes import Recipe
 from jax_grouped import route
 from jax_grouped.ops import ragged_dot
@@ -26,7 +26,7 @@ def _clamp(v: Array, low: float | None, high: float | None) -> Array:
     return v if low is None else jnp.where(v < low, low, v)
 
 
-def _gate(kind: str, a: Array, alpha: float | None) -> Array:
+def _gate(kind: str, a: Array, alpha: Parameter) -> Array:
     """The nonlinearity alone, for the kinds without clamp or tanh ranges."""
     match kind:
         case "relu":

@@ -42,7 +42,7 @@ def _value(param: nnx.Param | None) -> Array | None:
     return None if param is None else param[...]
 
 
-def _cast(dtype: Any, *arrays: Array | None) -> tuple[Array | None, ...]:
+def _cast(dtype: Any, *arrays: Array | None) -> tuple[Any, ...]:
     """The arrays in the dtype of the computation: `dtype`, or what they promote to."""
     return promote_dtype(arrays, dtype=dtype)
 
@@ -92,20 +92,8 @@ class GroupedLinear(nnx.Module):
         return ragged_dot(x, kernel, group_sizes, bias=bias, recipe=self.recipe)
 
 
-class GroupedMLP(nnx.Module):
-    """y[r] = (p[r] act(x[r] wi[g] + wi_bias[g])) wo[g] + p[r] wo_bias[g], g being the group of row r.
-
-    Args:
-        num_groups: G. hidden: H. mlp_dim: F.
-        activation: a kind, or an `Activation`. Gated kinds make `wi` [G, H, 2F], gate columns first; others [G, H, F].
-        use_bias: whether there are `wi_bias` and `wo_bias` [G, H].
-        dtype: of the computation; None: what input and parameters promote to.
-        param_dtype: of the parameters.
-        kernel_init, bias_init: initialisers; the default of the kernels does not count G in their fan-in.
-        recipe: formats of the products; None: as the operands stand.
-        rngs: key.
-        wi_metadata, wo_metadata, bias_metadata: for the `nnx.Param`s, such as sharding names.
-    """
+class _Experts(nnx.Module):
+    """The parameters of `GroupedMLP`, which `MoE` has as well."""
 
     def __init__(
         self,
@@ -138,19 +126,42 @@ class GroupedMLP(nnx.Module):
         self.dtype = dtype
         self.recipe = recipe
 
-    def _weights(self, x: Array) -> tuple[Array, dict[str, Array | None]]:
-        """x and the parameters in the dtype of the computation."""
-        names = ("wi", "wo", "wi_bias", "wo_bias")
-        x, *values = _cast(self.dtype, x, *(_value(getattr(self, name)) for name in names))
-        return x, dict(zip(names, values, strict=True))
+    def _weights(self, x: Array) -> tuple[Any, ...]:
+        """x, wi, wo, wi_bias, wo_bias in the dtype of the computation."""
+        biases = (_value(self.wi_bias), _value(self.wo_bias))
+        return _cast(self.dtype, x, self.wi[...], self.wo[...], *biases)
+
+
+class GroupedMLP(_Experts):
+    """y[r] = (p[r] act(x[r] wi[g] + wi_bias[g])) wo[g] + p[r] wo_bias[g], g being the group of row r.
+
+    Args:
+        num_groups: G. hidden: H. mlp_dim: F.
+        activation: a kind, or an `Activation`. Gated kinds make `wi` [G, H, 2F], gate columns first; others [G, H, F].
+        use_bias: whether there are `wi_bias` and `wo_bias` [G, H].
+        dtype: of the computation; None: what input and parameters promote to.
+        param_dtype: of the parameters.
+        kernel_init, bias_init: initialisers; the default of the kernels does not count G in their fan-in.
+        recipe: formats of the products; None: as the operands stand.
+        rngs: key.
+        wi_metadata, wo_metadata, bias_metadata: for the `nnx.Param`s, such as sharding names.
+    """
 
     def __call__(
         self, x: Float[Array, "M H"], group_sizes: Any, probs: Float[Array, " M"] | None = None
     ) -> Float[Array, "M H"]:
         """Applies the group's MLP to each row, weighted by `probs` [M] (None: 1). group_sizes: integers [G]."""
-        x, weights = self._weights(x)
+        x, wi, wo, wi_bias, wo_bias = self._weights(x)
         return moe.grouped_mlp(
-            x, group_sizes=group_sizes, probs=probs, activation=self.activation, recipe=self.recipe, **weights
+            x,
+            wi,
+            wo,
+            group_sizes,
+            activation=self.activation,
+            probs=probs,
+            wi_bias=wi_bias,
+            wo_bias=wo_bias,
+            recipe=self.recipe,
         )
 
 
@@ -163,7 +174,7 @@ class Router(nnx.Module):
         self.kernel = nnx.Param(init(rngs.params(), (hidden, num_experts), param_dtype), **metadata)
 
 
-class MoE(GroupedMLP):
+class MoE(_Experts):
     """A mixture of experts: a router picks k of E experts for each token, whose weighted results are added.
 
     Its parameters are `router.kernel` [H, E] and those of `GroupedMLP`.
@@ -212,16 +223,16 @@ class MoE(GroupedMLP):
 
     def __call__(self, x: Float[Array, "... H"]) -> tuple[Float[Array, "... H"], MoEAux]:
         """Sends each token of x through its experts. Returns y in the shape of x, and `MoEAux`."""
-        rows, weights = self._weights(x.reshape(-1, x.shape[-1]))
+        rows, wi, wo, wi_bias, wo_bias = self._weights(x.reshape(-1, x.shape[-1]))
         y, aux = moe.moe(
             rows,
             self.router.kernel[...],
-            weights["wi"],
-            weights["wo"],
+            wi,
+            wo,
             self.num_experts_per_tok,
             activation=self.activation,
-            wi_bias=weights["wi_bias"],
-            wo_bias=weights["wo_bias"],
+            wi_bias=wi_bias,
+            wo_bias=wo_bias,
             recipe=self.recipe,
             mlp=self.mlp,
             score=self.score,

@@ -158,9 +158,12 @@ def _work(call: Call, arrays: Sequence[Any]) -> tuple[Any, int, NDArray[np.bool_
 
 
 def _summed_dtype(call: Call) -> str:
-    specs = dict(zip(SLOTS[call.name], call.inputs, strict=True))
-    spec = specs.get("lhs" if call.name == "grouped_matmul" else "rows")
-    return spec.dtype if spec else "float32"
+    """What the products are summed from: operands as stored in a matrix product, fp32 numbers everywhere else."""
+    if call.name != "grouped_matmul":
+        return "float32"
+    lhs = call.inputs[SLOTS[call.name].index("lhs")]
+    assert lhs is not None, "lhs is always given"
+    return lhs.dtype
 
 
 def _flushed(call: Call, arrays: Sequence[Any], terms: Any) -> NDArray[np.float64]:

@@ -103,7 +103,7 @@ def python(tmp_path: Path):
             env={**os.environ, **environment},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,  # seconds; two framework imports on a busy machine take a while
         )
         assert done.returncode == 0, f"the program failed with {done.returncode}:\n{done.stderr}"
         return done.stdout

@@ -11,6 +11,7 @@
 #include "cc/bind/signature.h"
 #include "cc/cpu/parallel.h"
 #include "cc/dispatch/dispatch.h"
+#include "cc/dispatch/shapes.h"
 
 namespace grouped {
 
@@ -120,6 +121,9 @@ class Prepared {
     if (!parse_target(std::string(arch), &target_)) {
       throw std::invalid_argument("arch \"" + std::string(arch) +
                                   "\" is none; expected \"cpu\", \"sm_80\", \"sm_90a\"");
+    }
+    if (std::string wrong = disagreement(call_); !wrong.empty()) {
+      throw std::invalid_argument(wrong + " in " + describe());
     }
     choice_ = choose(call_, target_, std::string(implementation));
   }

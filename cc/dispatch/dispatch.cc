@@ -54,7 +54,8 @@ Choice<Call> choose(const Call& call, const Target& target, const std::string& i
       known = true;
       if (ask(*row, call, target, &choice)) return choice;
     }
-    if (!known) choice.refusals.push_back({wish, std::string("no kernel of ") + Call::kName + " has this name on this platform"});
+    if (!known)
+      choice.refusals.push_back({wish, std::string("no kernel of ") + Call::kName + " has this name on this platform"});
   }
   return choice;
 }

@@ -253,7 +253,7 @@ def test_shapes_that_do_not_belong_together() -> None:
 # ---- activations -----------------------------------------------------------------------------------------------------
 
 
-def formula(spec: Activation, a: NDArray[np.float64], u: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
+def formula(spec: Activation, a: NDArray[np.float64], u: NDArray[np.float64]) -> tuple[Any, ...]:
     """(t, dt/da, dt/du) of numerics 5."""
     alpha = 1.0 if spec.alpha is None else spec.alpha
     clamped = spec.kind == "clamped_qgeglu"
@@ -336,7 +336,7 @@ GROUP = np.repeat(np.arange(E), SIZES)
 S = int(SIZES.sum())
 
 
-def fill(layer: flax_nnx.Module) -> flax_nnx.Module:
+def fill(layer: Any) -> Any:
     """Integers in every parameter."""
     state = flax_nnx.state(layer)
     leaves, tree = jax.tree.flatten(state)
@@ -441,7 +441,7 @@ def test_grouped_mlp(use_bias: bool, weighted: bool) -> None:
     if weighted:
         exact(dp[0], np.asarray(expected_dp), "dp")
     for path, leaf in flax_nnx.to_flat_state(d_state):
-        exact(leaf[...], expected[".".join(path)], ".".join(path))
+        exact(leaf[...], expected[".".join(map(str, path))], ".".join(map(str, path)))
 
 
 @pytest.mark.rule("MLP-1")

@@ -1,0 +1,160 @@
+#include "cc/dispatch/shapes.h"
+
+#include <initializer_list>
+
+namespace grouped {
+namespace {
+
+using Dims = std::initializer_list<int64_t>;
+
+// Collects the first disagreement; later ones may only follow from it. Words are functions, called for that one alone:
+// XLA's edge asks at every run.
+class Check {
+ public:
+  template <class Words>
+  void require(bool fine, Words words) {
+    if (wrong.empty() && !fine) wrong = words();
+  }
+  void rank(const char* name, const TensorView& t, int wanted) {
+    require(t.present() && t.rank == wanted,
+            [&] { return named(name, t) + ", expected rank " + std::to_string(wanted); });
+    for (int i = 0; i < t.rank; ++i) {
+      require(t.dims[i] >= 0, [&] { return named(name, t) + ", expected no negative axis"; });
+    }
+  }
+  void shape(const char* name, const TensorView& t, Dims wanted) {
+    rank(name, t, static_cast<int>(wanted.size()));
+    if (!wrong.empty()) return;
+    bool same = true;
+    int axis = 0;
+    for (int64_t dim : wanted) same = same && t.dims[axis++] == dim;
+    require(same, [&] {
+      std::string text;
+      for (int64_t dim : wanted) text += (text.empty() ? "" : ", ") + std::to_string(dim);
+      return named(name, t) + ", expected [" + text + "]";
+    });
+  }
+  void shape_if_given(const char* name, const TensorView& t, Dims wanted) {
+    if (t.present()) shape(name, t, wanted);
+  }
+  void dtype(const char* name, const TensorView& t, DType wanted) {
+    require(!t.present() || t.dtype == wanted, [&] { return named(name, t) + ", expected " + dtype_name(wanted); });
+  }
+  void absent(const char* name, const TensorView& t) {
+    require(!t.present(), [&] { return named(name, t) + ", expected none here"; });
+  }
+  static std::string named(const char* name, const TensorView& t) {
+    return std::string("`") + name + "`: " + describe(t);
+  }
+
+  std::string wrong;
+};
+
+// What every call has: sizes, and rows that may carry a scale.
+int64_t groups_of(Check* check, const TensorView& sizes) {
+  check->rank("group_sizes", sizes, 1);
+  check->dtype("group_sizes", sizes, DType::i32);
+  return sizes.dims[0];
+}
+
+void into_is_result(Check* check, const TensorView& into, const TensorView& result) {
+  if (!into.present() || !check->wrong.empty()) return;
+  bool same = into.rank == result.rank && into.dtype == result.dtype;
+  for (int i = 0; same && i < result.rank; ++i) same = into.dims[i] == result.dims[i];
+  check->require(same, [&] { return Check::named("into", into) + ", expected " + describe(result) + " = the result"; });
+}
+
+void table(Check* check, const char* name, const TensorView& t, int64_t groups, const TensorView& packed) {
+  check->shape_if_given(name, t, {groups});
+  check->dtype(name, t, DType::i64);
+  check->require(!t.present() || packed.present(),
+                 [&] { return Check::named(name, t) + ", expected its packed operand beside it"; });
+}
+
+}  // namespace
+
+std::string disagreement(const GroupedMatmul& call) {
+  Check check;
+  const int64_t groups = groups_of(&check, call.group_sizes);
+  check.rank("lhs", call.lhs, 2);
+  const int64_t rows = call.lhs.dims[0];
+  if (call.contract_rows) {
+    check.require(call.contract_rows == 1 && call.rhs_axis == 0,
+                  [] { return "contract_rows and rhs_axis contradict each other"; });
+    check.rank("rhs", call.rhs, 2);
+    check.require(call.rhs.dims[0] == rows,
+                  [&] { return Check::named("rhs", call.rhs) + ", expected the rows of lhs " + describe(call.lhs); });
+    check.shape("result", call.result, {groups, call.lhs.dims[1], call.rhs.dims[1]});
+    check.absent("bias", call.bias);
+    check.absent("row_scale", call.row_scale);
+    check.absent("rhs_table", call.rhs_table);
+    check.absent("bias_table", call.bias_table);
+  } else {
+    check.require(call.rhs_axis == 1 || call.rhs_axis == 2, [] { return "rhs_axis: expected 1 or 2"; });
+    check.rank("rhs", call.rhs, 3);
+    if (check.wrong.empty()) {
+      const int64_t width = call.rhs.dims[3 - call.rhs_axis];
+      check.require(call.rhs.dims[0] == groups && call.rhs.dims[call.rhs_axis] == call.lhs.dims[1], [&] {
+        return Check::named("rhs", call.rhs) + ", expected to match lhs " + describe(call.lhs) + " and " +
+               std::to_string(groups) + " groups";
+      });
+      check.shape("result", call.result, {rows, width});
+      check.shape_if_given("bias", call.bias, {groups, width});
+      check.shape_if_given("row_scale", call.row_scale, {rows});
+      check.dtype("row_scale", call.row_scale, DType::f32);
+    }
+    check.absent("into_table", call.into_table);
+  }
+  into_is_result(&check, call.into, call.result);
+  table(&check, "rhs_table", call.rhs_table, groups, call.rhs);
+  table(&check, "bias_table", call.bias_table, groups, call.bias);
+  table(&check, "into_table", call.into_table, groups, call.into);
+  check.require(!call.accumulate || call.into.present(), [] { return "accumulate: expected `into` beside it"; });
+  return check.wrong;
+}
+
+std::string disagreement(const GroupSum& call) {
+  Check check;
+  const int64_t groups = groups_of(&check, call.group_sizes);
+  check.rank("rows", call.rows, 2);
+  check.shape_if_given("row_scale", call.row_scale, {call.rows.dims[0]});
+  check.dtype("row_scale", call.row_scale, DType::f32);
+  check.shape("result", call.result, {groups, call.rows.dims[1]});
+  return check.wrong;
+}
+
+std::string disagreement(const RowDot& call) {
+  Check check;
+  const int64_t groups = groups_of(&check, call.group_sizes);
+  check.rank("result", call.result, 1);
+  check.dtype("result", call.result, DType::f32);
+  const int64_t rows = call.result.dims[0];
+  check.require(call.lhs.present() == call.rhs.present(), [] { return "`lhs` and `rhs`: expected both or none"; });
+  if (call.lhs.present()) {
+    check.rank("lhs", call.lhs, 2);
+    check.shape("lhs", call.lhs, {rows, call.lhs.dims[1]});
+    check.shape("rhs", call.rhs, {rows, call.lhs.dims[1]});
+  }
+  check.require(call.group_lhs.present() == call.group_rhs.present(),
+                [] { return "`group_lhs` and `group_rhs`: expected both or none"; });
+  if (call.group_lhs.present()) {
+    check.rank("group_lhs", call.group_lhs, 2);
+    check.shape("group_lhs", call.group_lhs, {rows, call.group_lhs.dims[1]});
+    check.shape("group_rhs", call.group_rhs, {groups, call.group_lhs.dims[1]});
+  }
+  table(&check, "group_rhs_table", call.group_rhs_table, groups, call.group_rhs);
+  return check.wrong;
+}
+
+std::string disagreement(const ScaleRows& call) {
+  Check check;
+  groups_of(&check, call.group_sizes);
+  check.rank("rows", call.rows, 2);
+  check.shape("row_scale", call.row_scale, {call.rows.dims[0]});
+  check.dtype("row_scale", call.row_scale, DType::f32);
+  check.shape("result", call.result, {call.rows.dims[0], call.rows.dims[1]});
+  into_is_result(&check, call.into, call.result);
+  return check.wrong;
+}
+
+}  // namespace grouped

@@ -1,0 +1,17 @@
+// Whether a call's shapes agree with one another and with its parameters (cc/api/calls.h). Kernels rely on it and check
+// nothing of the kind: what is launched with other shapes reads and writes out of bounds.
+#pragma once
+
+#include <string>
+
+#include "cc/api/calls.h"
+
+namespace grouped {
+
+// Empty, or what disagrees, in words. Looks at presence, ranks, dims and the dtypes that calls.h fixes, never at data.
+std::string disagreement(const GroupedMatmul& call);
+std::string disagreement(const GroupSum& call);
+std::string disagreement(const RowDot& call);
+std::string disagreement(const ScaleRows& call);
+
+}  // namespace grouped
