@@ -131,12 +131,16 @@ def ours_torch(layout: str) -> Callable[[Work], Thunk]:
 
         if work.product == "forward":
             return forward
-        wanted = work.x if work.product == "dgrad" else weights
-        for tensor in wanted:
-            tensor.requires_grad_(True)
-        results = [forward(i) for i in range(len(wanted))]
-        for tensor in wanted:
-            tensor.requires_grad_(False)
+        x, w = work.x, weights
+        if work.product == "dgrad":
+            x = [t.detach().requires_grad_() for t in x]
+        else:
+            w = [t.detach().requires_grad_() for t in w]
+        wanted = x if work.product == "dgrad" else w
+        results = [
+            torch_bridge.grouped_linear(a, b, work.device_sizes, rhs_transposed=transposed)
+            for a, b in zip(x, w, strict=True)
+        ]
         return lambda i: torch.autograd.grad(results[i], wanted[i], work.dy[i], retain_graph=True)[0]
 
     return build

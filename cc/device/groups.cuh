@@ -8,12 +8,7 @@
 #include <string>
 
 #include "cc/api/check.h"
-
-#define GROUPED_CUDA_CHECK(call)                                                                  \
-  do {                                                                                            \
-    const cudaError_t status_ = (call);                                                           \
-    GROUPED_CHECK(status_ == cudaSuccess, std::string(#call ": ") + cudaGetErrorString(status_)); \
-  } while (0)
+#include "cc/device/launch.h"
 
 namespace grouped {
 

@@ -20,6 +20,10 @@ extern const Kernel<RowDot> row_dot_any_cpu;
 extern const Kernel<ScaleRows> scale_rows_any_cpu;
 
 #if GROUPED_WITH_CUDA
+// Hopper's tensor cores (wgmma): bf16 and fp16, ragged rows and the contraction over rows.
+extern const Kernel<GroupedMatmul> grouped_matmul_bf16_sm90;
+extern const Kernel<GroupedMatmul> grouped_matmul_bf16_wgrad_sm90;
+
 // Any NVIDIA GPU from sm_80 on.
 extern const Kernel<GroupedMatmul> grouped_matmul_any_cuda;
 extern const Kernel<GroupSum> group_sum_any_cuda;

@@ -1,0 +1,122 @@
+// Checked launches, device facts, and tensor maps. The driver's one entry point that we need is fetched at run time, so
+// the library loads where there is no driver.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+#include "cc/api/check.h"
+#include "cc/api/tensor.h"
+
+#define GROUPED_CUDA_CHECK(call)                                                                  \
+  do {                                                                                            \
+    const cudaError_t status_ = (call);                                                           \
+    GROUPED_CHECK(status_ == cudaSuccess, std::string(#call ": ") + cudaGetErrorString(status_)); \
+  } while (0)
+
+namespace grouped {
+
+constexpr int kMaxDevices = 64;
+
+// Of the device that is current in this thread.
+inline int device_index() {
+  int device = 0;
+  GROUPED_CUDA_CHECK(cudaGetDevice(&device));
+  GROUPED_CHECK(device < kMaxDevices, "device " + std::to_string(device) + " is beyond the last that is supported, 63");
+  return device;
+}
+
+inline int multiprocessors() {
+  static std::atomic<int> counts[kMaxDevices] = {};
+  std::atomic<int>& cached = counts[device_index()];
+  int count = cached.load(std::memory_order_relaxed);
+  if (count == 0) {
+    GROUPED_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device_index()));
+    cached.store(count, std::memory_order_relaxed);
+  }
+  return count;
+}
+
+// Lets kKernel use `bytes` of dynamic shared memory: asked of the driver once a kernel and device.
+template <auto kKernel>
+void allow_shared_memory(int bytes) {
+  static std::atomic<bool> done[kMaxDevices] = {};
+  std::atomic<bool>& allowed = done[device_index()];
+  if (allowed.load(std::memory_order_relaxed)) return;
+  GROUPED_CUDA_CHECK(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  allowed.store(true, std::memory_order_relaxed);
+}
+
+inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
+  static const auto encode = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+    GROUPED_CUDA_CHECK(
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found));
+    GROUPED_CHECK(found == cudaDriverEntryPointSuccess && entry != nullptr,
+                  "the driver has no cuTensorMapEncodeTiled; a driver for CUDA 12 or newer is needed");
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
+  }();
+  return encode;
+}
+
+inline CUtensorMapDataType tensor_map_dtype(DType dtype) {
+  switch (dtype) {
+    case DType::f32:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    case DType::bf16:
+      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    case DType::f16:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    default:
+      GROUPED_CHECK(false, std::string("no tensor map for ") + dtype_name(dtype));
+  }
+}
+
+// A map of rank 4 with 128-byte swizzle: `dims` innermost first, `strides` in bytes for dimensions 1 to 3.
+struct MapShape {
+  uint64_t dims[4];
+  uint64_t strides[3];
+};
+inline CUtensorMap tensor_map(const void* base, DType dtype, const MapShape& shape, uint32_t box_cols,
+                              uint32_t box_rows) {
+  CUtensorMap map;
+  const uint32_t box[4] = {box_cols, box_rows, 1, 1}, steps[4] = {1, 1, 1, 1};
+  const CUresult status =
+      tensor_map_encoder()(&map, tensor_map_dtype(dtype), 4, const_cast<void*>(base), shape.dims, shape.strides, box,
+                           steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  GROUPED_CHECK(status == CUDA_SUCCESS,
+                "cuTensorMapEncodeTiled failed with " + std::to_string(int(status)) + " for an address " +
+                    std::to_string(reinterpret_cast<uintptr_t>(base) % 16) + " bytes past a multiple of 16, " +
+                    std::to_string(shape.dims[0]) + " columns, pitch " + std::to_string(shape.strides[0]) +
+                    "; address and pitch must be multiples of 16 bytes");
+  return map;
+}
+
+// A [M, cols] tensor whose rows are cut into groups. Row r of the group that ends at row `end` and has `rows` rows is
+// at coordinates (col, 2^30 - rows + r, 2^30, end): the address wraps around 2^64 to the right row, and rows past the
+// group's end lie outside dimension 1, so loads give zeros there and stores are dropped.
+inline MapShape ragged_shape(int64_t cols, DType dtype) {
+  const uint64_t pitch = uint64_t(cols) * dtype_bytes(dtype), far = uint64_t(1) << 34;
+  return {{uint64_t(cols), uint64_t(1) << 30, 0x7fffffff, 0x7fffffff}, {pitch, far - pitch, pitch}};
+}
+
+// A [G, rows, cols] tensor; the slice of group g is (g, 0).
+inline MapShape packed_shape(int64_t groups, int64_t rows, int64_t cols, DType dtype) {
+  const uint64_t pitch = uint64_t(cols) * dtype_bytes(dtype), slice = pitch * rows;
+  return {{uint64_t(cols), uint64_t(rows), uint64_t(groups), 1}, {pitch, slice, slice}};
+}
+
+// G separate [rows, cols] tensors anywhere in memory: with d = address - base (mod 2^64), the slice is
+// (d / 16 mod 2^30, d / 2^34).
+inline MapShape scattered_shape(int64_t rows, int64_t cols, DType dtype) {
+  const uint64_t pitch = uint64_t(cols) * dtype_bytes(dtype);
+  return {{uint64_t(cols), uint64_t(rows), uint64_t(1) << 30, uint64_t(1) << 30}, {pitch, 16, uint64_t(1) << 34}};
+}
+
+}  // namespace grouped

@@ -1,0 +1,240 @@
+// Hopper instructions: mbarriers, clusters, bulk tensor copies, wgmma. One function for each instruction, no policy.
+// Shared-memory operands are 32-bit addresses of the shared window (`shared_address`).
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace grouped::ptx {
+
+__device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+// ---- roles ----
+template <int kRegisters>
+__device__ inline void set_max_registers_up() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ inline void set_max_registers_down() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
+}
+
+// ---- clusters ----
+__device__ inline uint32_t cluster_rank() {
+  uint32_t r;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(r));
+  return r;
+}
+__device__ inline void cluster_barrier() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;\n" ::
+          : "memory");
+}
+// The address of the same variable in another CTA of the cluster.
+__device__ inline uint32_t peer_address(uint32_t address, uint32_t rank) {
+  uint32_t r;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(r) : "r"(address), "r"(rank));
+  return r;
+}
+__device__ inline void store_peer(uint32_t peer, int64_t value) {
+  asm volatile("st.shared::cluster.b64 [%0], %1;\n" ::"r"(peer), "l"(value) : "memory");
+}
+
+__device__ inline int64_t load_shared(uint32_t from) {
+  int64_t v;
+  asm volatile("ld.shared.b64 %0, [%1];\n" : "=l"(v) : "r"(from) : "memory");
+  return v;
+}
+
+// ---- mbarriers ----
+__device__ inline void barrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ inline void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory"); }
+__device__ inline void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
+}
+// In another CTA of the cluster. Orders nothing but what the copy engine and the tensor cores did: with cluster scope
+// it would cost a memory barrier of the whole chip in the main loop.
+__device__ inline void barrier_arrive_peer(uint32_t barrier, uint32_t rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(peer_address(barrier, rank)) : "memory");
+}
+// As above, and releases this thread's ordinary writes to the peer.
+__device__ inline void barrier_release_peer(uint32_t barrier, uint32_t rank) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];\n" ::"r"(peer_address(barrier, rank))
+               : "memory");
+}
+__device__ inline void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "WAIT:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra DONE;\n"
+      "bra WAIT;\n"
+      "DONE:\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+// As above, and orders ordinary memory accesses of the peer before those that follow.
+__device__ inline void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "WAIT:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra DONE;\n"
+      "bra WAIT;\n"
+      "DONE:\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// ---- bulk tensor copies ----
+struct Coords {
+  int32_t c[4];
+};
+__device__ inline void tensor_load(uint32_t to, const CUtensorMap* map, Coords at, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];\n" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(at.c[0]), "r"(at.c[1]), "r"(at.c[2]), "r"(at.c[3])
+      : "memory");
+}
+// The same box into the same place of every CTA of `mask`, each of whose barriers counts the bytes.
+__device__ inline void tensor_load_multicast(uint32_t to, const CUtensorMap* map, Coords at, uint32_t barrier,
+                                             uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;\n" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(at.c[0]), "r"(at.c[1]), "r"(at.c[2]), "r"(at.c[3]), "h"(mask)
+      : "memory");
+}
+__device__ inline void tensor_store(const CUtensorMap* map, Coords at, uint32_t from) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];\n" ::"l"(map),
+               "r"(from), "r"(at.c[0]), "r"(at.c[1]), "r"(at.c[2]), "r"(at.c[3])
+               : "memory");
+}
+__device__ inline void store_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
+// Until at most kPending stores of this thread still read shared memory.
+template <int kPending>
+__device__ inline void store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kPending) : "memory");
+}
+// Orders this thread's ordinary shared-memory writes before the copy engine and the tensor cores read them.
+__device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
+
+// ---- epilogue ----
+__device__ inline void store_matrix_x4(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
+}
+__device__ inline void load_matrix_x4(uint32_t from, uint32_t (&v)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(from)
+               : "memory");
+}
+__device__ inline void load_shared_v2(uint32_t from, float& a, float& b) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(a), "=f"(b) : "r"(from) : "memory");
+}
+__device__ inline void store_shared_v2(uint32_t to, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};\n" ::"r"(to), "f"(a), "f"(b) : "memory");
+}
+
+// ---- wgmma ----
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+template <int kPending>
+__device__ inline void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
+}
+
+#define GROUPED_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define GROUPED_D16(i) GROUPED_D4(i), GROUPED_D4(i + 4), GROUPED_D4(i + 8), GROUPED_D4(i + 12)
+#define GROUPED_REGS_64                                                              \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define GROUPED_REGS_96                                                              \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define GROUPED_REGS_128                                                                         \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                       \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "             \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "             \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "             \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "             \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "             \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define GROUPED_WGMMA_128(TYPE)                                                         \
+  asm volatile(                                                                         \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                      \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" GROUPED_REGS_64 \
+      "}, %64, %65, p, 1, 1, %67, %68;\n}\n"                                            \
+      : GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), GROUPED_D16(48)               \
+      : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposedA), "n"(kTransposedB))
+#define GROUPED_WGMMA_192(TYPE)                                                                             \
+  asm volatile(                                                                                             \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"                                                          \
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE " {" GROUPED_REGS_96                     \
+      "}, %96, %97, p, 1, 1, %99, %100;\n}\n"                                                               \
+      : GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), GROUPED_D16(48), GROUPED_D16(64), GROUPED_D16(80) \
+      : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposedA), "n"(kTransposedB))
+#define GROUPED_WGMMA_256(TYPE)                                                                              \
+  asm volatile(                                                                                              \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"                                                          \
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " {" GROUPED_REGS_128                     \
+      "}, %128, %129, p, 1, 1, %131, %132;\n}\n"                                                             \
+      : GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), GROUPED_D16(48), GROUPED_D16(64), GROUPED_D16(80), \
+        GROUPED_D16(96), GROUPED_D16(112)                                                                    \
+      : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposedA), "n"(kTransposedB))
+
+// d[64, kN] (+)= a[64, 16] * b[16, kN]; a and b are shared-memory descriptors, `transposed` operands are MN-major.
+template <class T, int kN, int kTransposedA, int kTransposedB>
+__device__ inline void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
+  constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
+  static_assert(kBf16 || std::is_same_v<T, __half>);
+  static_assert(kN == 128 || kN == 192 || kN == 256);
+  if constexpr (kN == 256 && kBf16) {
+    GROUPED_WGMMA_256("bf16");
+  } else if constexpr (kN == 256 && !kBf16) {
+    GROUPED_WGMMA_256("f16");
+  } else if constexpr (kN == 192 && kBf16) {
+    GROUPED_WGMMA_192("bf16");
+  } else if constexpr (kN == 192 && !kBf16) {
+    GROUPED_WGMMA_192("f16");
+  } else if constexpr (kN == 128 && kBf16) {
+    GROUPED_WGMMA_128("bf16");
+  } else if constexpr (kN == 128 && !kBf16) {
+    GROUPED_WGMMA_128("f16");
+  }
+}
+
+#undef GROUPED_D4
+#undef GROUPED_D16
+#undef GROUPED_REGS_64
+#undef GROUPED_WGMMA_128
+#undef GROUPED_REGS_96
+#undef GROUPED_WGMMA_192
+#undef GROUPED_REGS_128
+#undef GROUPED_WGMMA_256
+
+}  // namespace grouped::ptx

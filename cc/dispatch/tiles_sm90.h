@@ -1,0 +1,22 @@
+// Problem -> tile, for the wgmma kernels. Pure arithmetic on shapes and types, tested without a GPU. Neither M, nor G,
+// nor a group's size takes part, so every choice is batch-invariant; bits do not depend on it at all, since every tile
+// adds along the contracted axis in the same order.
+#pragma once
+
+#include <cstdint>
+
+namespace grouped {
+
+// Columns of a tile of 128 rows; stages of the operand ring; slots for finished rows a consumer warp.
+struct TileChoice {
+  int cols, stages, slots;
+};
+
+// What is left of 227 KiB beside 4 stages of 40 KiB goes to a fifth stage or to slots.
+inline constexpr TileChoice kManyStages = {192, 5, 1};
+inline constexpr TileChoice kManySlots = {192, 4, 4};
+
+// For ragged rows: `contracted` elements a sum, `out_bytes` of a result element.
+const TileChoice& rows_tile_sm90(int64_t contracted, int64_t out_bytes);
+
+}  // namespace grouped

@@ -1,0 +1,261 @@
+// Grouped rows on Hopper, bf16 and fp16: forward and dgrad, [M, N] = rows of lhs [M, K] times the weight of their
+// group, which lies as [G, K, N] or [G, N, K] (wgmma reads either major, nothing is transposed).
+//
+//   counter --leader's scheduler--> mailbox of its peer;  sizes --scan--> work rings of both
+//   loader: lhs rows by a ragged map, weights by a packed (or scattered) map, both swizzled
+//            |  ring of blocks: lhs 128 x 64, weights 64 x BN; shared tiles multicast to the pair
+//            v
+//   2 consumer warpgroups in turn: wgmma m64nBNk16, fp32 in registers
+//            |  + bias, * row scale, one rounding; slots of 16 rows in shared memory
+//            v
+//   ragged store, clipped at the group's last row; tail rows cleared as items behind the last tile
+//
+//   tile        accumulators   ring         slots           registers, 128 + 256 threads
+//   128 x 192   192 a thread   5 x 40 KiB   8 x 1 x 2 KiB   40 / 232    long sums
+//   128 x 192   192 a thread   4 x 40 KiB   8 x 4 x 2 KiB   40 / 232    short sums
+#include "cc/api/calls.h"
+#include "cc/api/kernel.h"
+#include "cc/device/launch.h"
+#include "cc/device/pipeline.cuh"
+#include "cc/dispatch/tiles_sm90.h"
+#include "cc/kernels/kernels.h"
+
+namespace grouped {
+namespace {
+
+using namespace sm90;
+
+struct RowsParams {
+  CUtensorMap lhs, rhs, out;
+  const int32_t* sizes;
+  unsigned long long* counter;  // of drawn items; 0 at the start
+  const int64_t* rhs_table;     // addresses of the weights; null where they are packed
+  int64_t rhs_base;             // address that `rhs` starts at
+  const void* bias;             // [groups, cols], or null
+  const int64_t* bias_table;    // addresses of the biases, or null
+  const float* row_scale;       // [rows], or null
+  uint8_t* result;
+  int64_t rows;
+  int32_t groups, cols, length;
+  bool scale_bias, float_bias, clear_tail;
+};
+
+template <class T, class Out, Major kWeights, class Shape_>
+struct RowsProduct {
+  using Params = RowsParams;
+  using Element = T;
+  using Shape = Shape_;
+  static constexpr Major kLhsMajor = Major::k, kRhsMajor = kWeights;
+  static constexpr bool kRaggedSums = false;
+  using Rhs = RhsTile<kRhsMajor, Shape::kCols>;
+
+  template <class Push>
+  static __device__ void schedule(const Params& p, uint32_t rank, uint32_t mail, Push push) {
+    const int col_tiles = (p.cols + Shape::kCols - 1) / Shape::kCols;
+    RowScan scan(p.sizes, p.groups, p.rows, col_tiles);
+    Mailbox pair(rank, mail);
+    int64_t next = blockIdx.x / 2;
+    while (true) {
+      const RowScan::Found found = scan.find(pair.share(next));
+      if (pair.leader() && threadIdx.x % 32 == 0) next = int64_t(atomicAdd(p.counter, 1ull)) + gridDim.x / 2;
+      Work work{};
+      if (found.tile) {
+        const Tile tile = pair_at(found.item, (found.rows + kTileRows - 1) / kTileRows, col_tiles, rank);
+        work.kind = Work::kTile;
+        work.length = p.length;
+        work.row0 = tile.row * kTileRows;
+        work.col0 = tile.col * Shape::kCols;
+        work.valid_rows = found.rows - work.row0;
+        work.across = tile.across;
+        work.group = found.group;
+        work.rows = found.rows;
+        work.end = found.end;
+        work.slice2 = found.group;
+        if (p.rhs_table != nullptr) {
+          const uint64_t d = uint64_t(p.rhs_table[found.group]) - uint64_t(p.rhs_base);
+          work.slice2 = int32_t(d >> 4 & (kRagged - 1));
+          work.slice3 = int32_t(d >> 34);
+        }
+      } else {
+        const int64_t first = found.end + int64_t(found.item) * kTailRows;
+        if (!p.clear_tail || first >= p.rows) break;
+        work.kind = Work::kTail;
+        work.end = int32_t(first);
+      }
+      push(work);
+    }
+    push(Work{});
+  }
+
+  static __device__ void load(const Params& p, const Work& work, int k, int halves, bool columns, uint32_t rank,
+                              uint32_t to, uint32_t full) {
+    load_lhs<1>(&p.lhs, {{k, kRagged - work.rows + work.row0, kRagged, work.end}}, halves, work.across, rank, to, full);
+    if (!columns) return;
+    const int32_t c0 = kRhsMajor == Major::k ? k : work.col0, c1 = kRhsMajor == Major::k ? work.col0 : k;
+    Rhs::load(&p.rhs, {{c0, c1, work.slice2, work.slice3}}, work.across, rank, to + 2 * kBlockBytes, full);
+  }
+
+  using Epilogue = NothingHeld;
+  static __device__ Epilogue begin(const Params&, const Work&, int, int, const Slots<Shape::kSlots>&) { return {}; }
+
+  static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[Shape::kCols / 2],
+                               Slots<Shape::kSlots>& slots, Epilogue& held) {
+    const int lane = threadIdx.x % 32;
+    float scale[2] = {1, 1};
+    if (p.row_scale != nullptr) {
+      const float* first = p.row_scale + (work.end - work.rows + work.row0 + row);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (row + lane / 4 + 8 * i < work.valid_rows) scale[i] = first[lane / 4 + 8 * i];
+      }
+    }
+    const int64_t bytes = p.float_bias ? 4 : sizeof(T);
+    const char* bias = static_cast<const char*>(p.bias);
+    if (p.bias_table != nullptr) {
+      bias = reinterpret_cast<const char*>(p.bias_table[work.group]) + bytes * work.col0;
+    } else if (bias != nullptr) {
+      bias += bytes * (int64_t(work.group) * p.cols + work.col0);
+    }
+    const bool plain = bias == nullptr && p.row_scale == nullptr;
+    const auto change = [&](int col, float (&v)[4]) {
+      if (plain) return;
+      float b[2] = {0, 0};
+      if (bias != nullptr) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (col + i >= cols) continue;
+          b[i] = p.float_bias ? reinterpret_cast<const float*>(bias)[col + i]
+                              : to_float(reinterpret_cast<const T*>(bias)[col + i]);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float s = scale[i / 2];
+        v[i] = p.scale_bias ? v[i] + s * b[i % 2] : s * (v[i] + b[i % 2]);
+      }
+    };
+    const ptx::Coords at = {{work.col0, kRagged - work.rows + work.row0 + row, kRagged, work.end}};
+    store_rows<Out, Shape::kCols, Shape::kSlots>(acc, &p.out, at, cols, slots, false, held, change);
+  }
+
+  // Rows [end, end + kTailRows) of the result, half of them a CTA, by its 256 consumer threads.
+  static __device__ void clear_tail(const Params& p, const Work& work, uint32_t rank, int thread) {
+    const int64_t pitch = int64_t(p.cols) * sizeof(Out), first = work.end + rank * (kTailRows / 2);
+    int64_t rows = p.rows - first;
+    if (rows > kTailRows / 2) rows = kTailRows / 2;
+    for (int64_t at = 16 * thread; at < rows * pitch; at += 16 * 32 * kConsumerWarps) {
+      *reinterpret_cast<int4*>(p.result + first * pitch + at) = int4{0, 0, 0, 0};
+    }
+  }
+};
+
+template <const TileChoice& kChoice>
+using TileOf = TileShape<kChoice.cols, kChoice.stages, kChoice.slots>;
+
+template <class Product>
+void launch_product(const RowsParams& p, int64_t row_tiles, void* stream) {
+  constexpr int kCols = Product::Shape::kCols, kBytes = Product::Shape::kSharedBytes;
+  allow_shared_memory<grouped_product_sm90<Product>>(kBytes);
+  const int64_t items = row_tiles * ((p.cols + 2 * kCols - 1) / (2 * kCols)), pairs = multiprocessors() / 2;
+  const unsigned grid = 2 * unsigned(items < pairs ? items : pairs);
+  grouped_product_sm90<Product><<<grid, kThreads, kBytes, static_cast<cudaStream_t>(stream)>>>(p);
+  GROUPED_CUDA_CHECK(cudaGetLastError());
+}
+
+template <class T, class Out, Major kWeights, class Shape>
+void launch_rows(const GroupedMatmul& call, RowsParams p, int64_t row_tiles, void* stream) {
+  using Product = RowsProduct<T, Out, kWeights, Shape>;
+  using Rhs = typename Product::Rhs;
+  const int64_t k = call.lhs.dims[1], n = p.cols, groups = p.groups;
+  const int64_t rhs_rows = kWeights == Major::k ? n : k, rhs_cols = kWeights == Major::k ? k : n;
+  const MapShape rhs_shape = p.rhs_table != nullptr ? scattered_shape(rhs_rows, rhs_cols, call.rhs.dtype)
+                                                    : packed_shape(groups, rhs_rows, rhs_cols, call.rhs.dtype);
+  p.lhs = tensor_map(call.lhs.data, call.lhs.dtype, ragged_shape(k, call.lhs.dtype), 64, 64);
+  p.rhs =
+      tensor_map(reinterpret_cast<const void*>(p.rhs_base), call.rhs.dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows);
+  p.out = tensor_map(call.result.data, call.result.dtype, ragged_shape(n, call.result.dtype), 128 / sizeof(Out), 16);
+  launch_product<Product>(p, row_tiles, stream);
+}
+
+template <class T, class Out, class Shape>
+void launch_shape(const GroupedMatmul& call, const RowsParams& p, void* stream) {
+  // Every group may have one tile that is not full.
+  const int64_t row_tiles = (p.rows + int64_t(kTileRows - 1) * p.groups) / kTileRows;
+  return call.rhs_axis == 2 ? launch_rows<T, Out, Major::k, Shape>(call, p, row_tiles, stream)
+                            : launch_rows<T, Out, Major::mn, Shape>(call, p, row_tiles, stream);
+}
+
+template <class T, class Out>
+void launch_types(const GroupedMatmul& call, const RowsParams& p, void* stream) {
+  if constexpr (sizeof(Out) == 2) {
+    if (&rows_tile_sm90(p.length, sizeof(Out)) == &kManyStages) {
+      return launch_shape<T, Out, TileOf<kManyStages>>(call, p, stream);
+    }
+  }
+  return launch_shape<T, Out, TileOf<kManySlots>>(call, p, stream);
+}
+
+std::string refuses(const GroupedMatmul& c, const Target& target) {
+  if (target.platform != Platform::cuda || target.sm != 90 || !target.sm_a) return "needs an sm_90a GPU";
+  if (c.contract_rows) return "is for ragged rows; this call contracts over rows";
+  if (c.lhs.dtype != DType::bf16 && c.lhs.dtype != DType::f16) {
+    return std::string("takes bfloat16 and float16; lhs is ") + dtype_name(c.lhs.dtype);
+  }
+  if (c.rhs.dtype != c.lhs.dtype) {
+    return std::string("takes one operand type; rhs is ") + dtype_name(c.rhs.dtype) + ", lhs " +
+           dtype_name(c.lhs.dtype);
+  }
+  if (c.result.dtype != c.lhs.dtype && c.result.dtype != DType::f32) {
+    return std::string("gives the operands' type or float32, not ") + dtype_name(c.result.dtype);
+  }
+  if (c.bias.present() && c.bias.dtype != c.lhs.dtype && c.bias.dtype != DType::f32) {
+    return std::string("takes a bias of the operands' type or float32, not ") + dtype_name(c.bias.dtype);
+  }
+  if (c.accumulate) return "does not accumulate into ragged rows";
+  const int64_t m = c.lhs.dims[0], k = c.lhs.dims[1], n = c.result.dims[1];
+  if (m >= kRagged) return "takes fewer than 2^30 rows";
+  if (n >= kRagged || k >= kRagged) return "takes fewer than 2^30 columns";
+  if (k % 8 != 0) return "needs lhs rows of a multiple of 16 bytes: K = " + std::to_string(k) + " is no multiple of 8";
+  if (n % 8 != 0)
+    return "needs result rows of a multiple of 16 bytes: N = " + std::to_string(n) + " is no multiple of 8";
+  if ((m / kTileRows + c.group_sizes.dims[0]) * ((n + 127) / 128) >= kMaxItems) {
+    return "takes fewer than 2^31 pairs of tiles";
+  }
+  return "";
+}
+
+size_t workspace(const GroupedMatmul&, const Target&) { return sizeof(unsigned long long); }
+
+void launch(const GroupedMatmul& call, const Context& context) {
+  if (call.lhs.dims[0] == 0) return;
+  RowsParams p{};
+  p.sizes = call.group_sizes.as<int32_t>();
+  p.counter = static_cast<unsigned long long*>(context.workspace);
+  GROUPED_CUDA_CHECK(cudaMemsetAsync(p.counter, 0, sizeof(*p.counter), static_cast<cudaStream_t>(context.stream)));
+  p.rhs_table = call.rhs_table.present() ? call.rhs_table.as<int64_t>() : nullptr;
+  p.rhs_base = reinterpret_cast<int64_t>(p.rhs_table != nullptr ? call.lhs.data : call.rhs.data);
+  p.bias = call.bias.present() ? call.bias.data : nullptr;
+  p.bias_table = call.bias_table.present() ? call.bias_table.as<int64_t>() : nullptr;
+  p.float_bias = call.bias.present() && call.bias.dtype == DType::f32;
+  p.row_scale = call.row_scale.present() ? call.row_scale.as<float>() : nullptr;
+  p.result = call.result.as<uint8_t>();
+  p.rows = call.lhs.dims[0];
+  p.groups = int32_t(call.group_sizes.dims[0]);
+  p.cols = int32_t(call.result.dims[1]);
+  p.length = int32_t(call.lhs.dims[1]);
+  p.scale_bias = call.scale_bias != 0;
+  p.clear_tail = !call.into.present();
+  const bool wide = call.result.dtype == DType::f32;
+  if (call.lhs.dtype == DType::bf16) {
+    return wide ? launch_types<__nv_bfloat16, float>(call, p, context.stream)
+                : launch_types<__nv_bfloat16, __nv_bfloat16>(call, p, context.stream);
+  }
+  return wide ? launch_types<__half, float>(call, p, context.stream)
+              : launch_types<__half, __half>(call, p, context.stream);
+}
+
+}  // namespace
+
+const Kernel<GroupedMatmul> grouped_matmul_bf16_sm90 = {"grouped_matmul_bf16_sm90", refuses, workspace, launch};
+
+}  // namespace grouped
