@@ -69,18 +69,25 @@ def measure(
     rounds: int = 30,
     budget_s: float = 60.0,
 ) -> dict[str, Timing]:
-    """Times every thunk `rounds` times, interleaved, or fewer (never under 5) once `budget_s` is spent.
+    """Times every thunk `rounds` times, interleaved, or fewer once `budget_s` is spent.
 
-    A thunk that is much slower than the rest is run less often, so that it does not eat the budget: each gets at most
-    an equal share of it.
+    Each gets at most an equal share of the budget, but five rounds at least; one whose first call takes longer than
+    its share is measured by that call alone.
     """
     samples: dict[str, list[float]] = {name: [] for name in thunks}
-    for i in range(warmup):
-        for thunk in thunks.values():
-            clock(thunk, i % sets)
     share = budget_s / max(1, len(thunks)) * 1e6
+    quick = {}
+    for name, thunk in thunks.items():
+        first = clock(thunk, 0)
+        if first > share:  # one call eats its whole share: that one sample is its number
+            samples[name].append(first)
+        else:
+            quick[name] = thunk
+    for i in range(1, warmup):
+        for thunk in quick.values():
+            clock(thunk, i % sets)
     for i in range(rounds):
-        for name, thunk in thunks.items():
+        for name, thunk in quick.items():
             if i < 5 or sum(samples[name]) < share:
                 samples[name].append(clock(thunk, i % sets))
     return {name: _timing(values) for name, values in samples.items()}
