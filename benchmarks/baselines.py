@@ -112,12 +112,7 @@ def dense(work: Work) -> Thunk:
         return lambda i: x[i] @ work.w_kn[i][0]
     if work.product == "dgrad":
         return lambda i: dy[i] @ work.w_nk[i][0]
-    # One group's contraction is rows / G long; as many outputs side by side make the same operations.
-    groups = max(1, len(work.sizes))
-    each = max(1, rows // groups)
-    lhs = [t[: each * groups].reshape(groups, each, -1) for t in x]
-    rhs = [t[: each * groups].reshape(groups, each, -1) for t in dy]
-    return lambda i: torch.bmm(lhs[i].transpose(1, 2), rhs[i])
+    return lambda i: x[i].T @ dy[i]
 
 
 def ours_torch(layout: str) -> Callable[[Work], Thunk]:
@@ -147,6 +142,26 @@ def ours_torch(layout: str) -> Callable[[Work], Thunk]:
         return lambda i: torch.autograd.grad(results[i], wanted[i], work.dy[i], retain_graph=True)[0]
 
     return build
+
+
+def ours_accumulating(work: Work) -> Thunk:
+    """The weight gradient added to a float32 accumulator in place, from eager PyTorch, weights [G, N, K]."""
+    import torch_bridge
+
+    if work.product != "wgrad":
+        raise MissingError("only weight gradients accumulate")
+    total = torch.zeros(work.w_nk[0].shape, dtype=torch.float32, device=work.device)
+    w = [t.detach().requires_grad_() for t in work.w_nk]
+    results = [
+        torch_bridge.grouped_linear(a, b, work.device_sizes, wgrad_accum=total) for a, b in zip(work.x, w, strict=True)
+    ]
+
+    def thunk(i: int) -> torch.Tensor:
+        torch.autograd.backward(results[i], work.dy[i], retain_graph=True)
+        return total
+
+    total.zero_()
+    return thunk
 
 
 def _jax_product(work: Work, ragged_dot: Callable[..., Any], transposed: bool) -> Thunk:
@@ -264,6 +279,7 @@ CANDIDATES: dict[str, Callable[[Work], Thunk]] = {
     "dense": dense,
     "ours, torch, [G,N,K]": ours_torch("nk"),
     "ours, torch, [G,K,N]": ours_torch("kn"),
+    "ours, torch, fp32 +=": ours_accumulating,
     "ours, jax, [G,K,N]": ours_jax("kn"),
     "ours, jax, [G,N,K]": ours_jax("nk"),
     "lax.ragged_dot": lax_ragged_dot,

@@ -101,6 +101,7 @@ def grouped_matmul(
     row_scale: ArraySpec | None = None,
     into: ArraySpec | None = None,
     tables: tuple[bool, bool, bool] = (False, False, False),
+    aligned_tables: bool = True,
     scale_bias: bool = False,
     accumulate: bool = False,
     rows_hint: int = 0,
@@ -111,7 +112,8 @@ def grouped_matmul(
     - (1, 1): [M, N] = [M, K] @ [G, K, N];  (1, 2): [M, N] = [M, K] @ [G, N, K]^T
     - (0, 0): [G, A, B] = [M, A]^T @ [M, B], the sum running over each group's rows
 
-    `tables` says which of rhs, bias, into are given by a table of addresses instead of one packed array.
+    `tables` says which of rhs, bias, into are given by a table of addresses instead of one packed array, and
+    `aligned_tables` that those addresses are multiples of 16 bytes, which fast kernels want.
     """
     groups = group_sizes.shape[0]
     if axes[0] == 0:
@@ -136,6 +138,7 @@ def grouped_matmul(
         "scale_bias": int(scale_bias),
         "accumulate": int(accumulate),
         "batch_invariant": int(recipe.batch_invariant),
+        "aligned_tables": int(aligned_tables),
         "rows_hint": rows_hint,
         "fp32_mode": recipe.fp32,
     }

@@ -44,12 +44,12 @@ class Listed:
     Attributes:
         spec: of the packed form, [G, ...].
         table: the addresses; in a destination 0 skips the group.
-        members: the arrays themselves, kept alive; None where skipped.
+        aligned: every address is a multiple of 16 bytes.
     """
 
     spec: ArraySpec
     table: Array
-    members: tuple[Array | None, ...]
+    aligned: bool = True
 
 
 class Needs(NamedTuple):
@@ -74,6 +74,10 @@ def _spec(run: Runner, operand: Array | Listed | None) -> ArraySpec | None:
     if operand is None:
         return None
     return operand.spec if isinstance(operand, Listed) else run.spec(operand)
+
+
+def _aligned(*operands: Array | Listed | None) -> bool:
+    return all(operand.aligned for operand in operands if isinstance(operand, Listed))
 
 
 def _split(operand: Array | Listed | None) -> tuple[Array | None, Array | None]:
@@ -111,6 +115,7 @@ def _product(
         row_scale=_spec(run, row_scale),
         into=_spec(run, into),
         tables=(w_table is not None, b_table is not None, c_table is not None),
+        aligned_tables=_aligned(right, into),
         scale_bias=op.scale_bias and bias is not None,
         accumulate=accumulate,
         rows_hint=op.rows_hint,

@@ -86,18 +86,26 @@ Rule = Callable[["Recorder", Any, Sequence[Any]], Sequence[Any]]
 """(runner, static facts, operands) -> results; a module's function, so that it can be a key."""
 
 
+class Given(NamedTuple):
+    """What planning knows of an operand: its packed spec, and whether a table of (aligned) addresses gives it."""
+
+    spec: ArraySpec
+    listed: bool = False
+    aligned: bool = True
+
+
 class Recorder:
     """The runner that notes what a rule does."""
 
-    def __init__(self, operands: Sequence[tuple[ArraySpec, bool] | None]) -> None:
+    def __init__(self, operands: Sequence[Given | None]) -> None:
         self.steps: list[Cast | Launch] = []
         self.specs: list[ArraySpec] = []
-        self.operands = [None if each is None else self._operand(*each) for each in operands]
+        self.operands = [None if each is None else self._operand(each) for each in operands]
 
-    def _operand(self, spec: ArraySpec, listed: bool) -> Register | Listed:
-        if listed:
-            return Listed(spec, self._register(ArraySpec(spec.shape[:1], "int64")), ())
-        return self._register(spec)
+    def _operand(self, given: Given) -> Register | Listed:
+        if given.listed:
+            return Listed(given.spec, self._register(ArraySpec(given.spec.shape[:1], "int64")), given.aligned)
+        return self._register(given.spec)
 
     def _register(self, spec: ArraySpec) -> Register:
         self.specs.append(spec)
@@ -135,8 +143,8 @@ class Recording(NamedTuple):
         return [step.call for step in self.steps if isinstance(step, Launch)]
 
 
-def record(rule: Rule, static: Hashable, operands: Sequence[tuple[ArraySpec, bool] | None]) -> Recording:
-    """Runs `rule` on specs, (packed spec, whether a table gives it) an operand; raises what the rule raises."""
+def record(rule: Rule, static: Hashable, operands: Sequence[Given | None]) -> Recording:
+    """Runs `rule` on what is known of its operands; raises what the rule raises."""
     run = Recorder(operands)
     results = rule(run, static, run.operands)
     return Recording(tuple(run.steps), tuple(results), len(run.specs))
@@ -144,7 +152,7 @@ def record(rule: Rule, static: Hashable, operands: Sequence[tuple[ArraySpec, boo
 
 def calls_of(rule: Rule, static: Hashable, operands: Sequence[Operand]) -> list[Call]:
     """Native calls that `rule` makes for operands like these; meta tensors do."""
-    return record(rule, static, [None if each is None else _packed_spec(each) for each in operands]).calls
+    return record(rule, static, [None if each is None else _given(each) for each in operands]).calls
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -173,8 +181,8 @@ class Program(NamedTuple):
     made: int  # registers beyond the operands
 
 
-def _program(rule: Rule, static: Hashable, operands: Sequence[Operand], arch: str) -> Program:
-    specs = [None if each is None else _packed_spec(each) for each in operands]
+def _program(rule: Rule, static: Hashable, operands: Sequence[Operand], aligned: bool, arch: str) -> Program:
+    specs = [None if each is None else _given(each, aligned) for each in operands]
     recording = record(rule, static, specs)
     given = sum(each is not None for each in specs)
     keep = {result.at for result in recording.results if result is not None}
@@ -204,11 +212,11 @@ def _program(rule: Rule, static: Hashable, operands: Sequence[Operand], arch: st
     return Program(tuple(reversed(steps)), results, recording.registers - given)
 
 
-def _packed_spec(operand: Tensor | Sequence[Tensor | None]) -> tuple[ArraySpec, bool]:
+def _given(operand: Tensor | Sequence[Tensor | None], aligned: bool = True) -> Given:
     if isinstance(operand, Tensor):
-        return spec_of(operand), False
+        return Given(spec_of(operand))
     one = spec_of(next(each for each in operand if each is not None))
-    return ArraySpec((len(operand), *one.shape), one.dtype), True
+    return Given(ArraySpec((len(operand), *one.shape), one.dtype), True, aligned)
 
 
 _programs: dict[Hashable, Program] = {}
@@ -225,6 +233,7 @@ def run(
     """
     key: list[Hashable] = [rule, static, device]
     values: list[Any] = []
+    aligned = True  # every address of every list
     for operand in operands:
         if operand is None:
             key.append(None)
@@ -233,13 +242,16 @@ def run(
             values.append(operand)
         else:
             member = next(each for each in operand if each is not None)
+            table, table_aligned = address_table(operand, device)
             key += (len(operand), member.shape, member.dtype)
-            values.append(address_table(operand, device))
+            values.append(table)
+            aligned = aligned and table_aligned
+    key.append(aligned)
     program = _programs.get(lookup := tuple(key))
     if program is None:
         if len(_programs) >= _MAX_PROGRAMS:
             _programs.clear()
-        program = _programs[lookup] = _program(rule, static, operands, arch_of(device))
+        program = _programs[lookup] = _program(rule, static, operands, aligned, arch_of(device))
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return _replay(program, values, device, flags)
@@ -302,13 +314,13 @@ def fake(rule: Rule, static: Hashable, operands: Sequence[Any], rows: Sequence[i
         for length in lengths:
             torch._check(length == symbol)
 
-    def spec(at: int, operand: Operand) -> tuple[ArraySpec, bool] | None:
+    def spec(at: int, operand: Operand) -> Given | None:
         if operand is None:
             return None
-        packed, listed = _packed_spec(operand)
+        given = _given(operand)
         shape = [int(d) if axis or at not in rows or symbol is None else _SYMBOLIC_ROWS
-                 for axis, d in enumerate(packed.shape)]  # fmt: skip
-        return ArraySpec(tuple(shape), packed.dtype), listed
+                 for axis, d in enumerate(given.spec.shape)]  # fmt: skip
+        return given._replace(spec=ArraySpec(tuple(shape), given.spec.dtype))
 
     recording = record(rule, static, [spec(at, operand) for at, operand in enumerate(operands)])
     made = []

@@ -36,6 +36,7 @@ struct GroupedMatmul {
   int64_t scale_bias = 0;       // 1: row_scale multiplies the bias only
   int64_t accumulate = 0;       // 1: add to what `into` holds
   int64_t batch_invariant = 0;  // 1: a row's bits depend neither on M nor on G
+  int64_t aligned_tables = 1;   // 1: every address in a table is a multiple of 16 bytes
   int64_t rows_hint = 0;        // usual rows a group, for tile choice; 0: unknown. Never changes meaning
   std::string fp32_mode = "tf32x3";  // float32 operands on tensor cores: tf32x3, tf32; ieee elsewhere
 
@@ -56,6 +57,7 @@ struct GroupedMatmul {
     v.param("scale_bias", scale_bias);
     v.param("accumulate", accumulate);
     v.param("batch_invariant", batch_invariant);
+    v.param("aligned_tables", aligned_tables);
     v.param("rows_hint", rows_hint);
     v.param("fp32_mode", fp32_mode);
   }

@@ -16,6 +16,9 @@ struct Kernel {
   std::string (*refuses)(const Call& call, const Target& target);  // empty: takes the call; else the reason, in words
   size_t (*workspace)(const Call& call, const Target& target);     // bytes of scratch memory
   void (*launch)(const Call& call, const Context& context);
+  // Bytes that the addresses of lhs, rhs and result must be multiples of. Addresses are seen at launch alone, so where
+  // they are not, the next kernel of the table that takes any address runs instead.
+  int alignment = 1;
 };
 
 }  // namespace grouped

@@ -145,11 +145,17 @@ class Prepared {
     context.pool = buffers.pool;
     context.workspace_bytes = choice_.workspace_bytes;
     if (choice_.workspace_bytes > 0) context.workspace = aligned_workspace(buffers);
+    const Kernel<Call>* kernel = kernel_for(choice_, call);
+    if (kernel == nullptr) {
+      throw std::invalid_argument(std::string(choice_.kernel->name) + " needs addresses that are multiples of " +
+                                  std::to_string(choice_.kernel->alignment) + " bytes; do not pin it for " +
+                                  describe());
+    }
     if (target_.platform == Platform::cpu) {
       const FloatEnvironment environment;
-      choice_.kernel->launch(call, context);
+      kernel->launch(call, context);
     } else {
-      choice_.kernel->launch(call, context);
+      kernel->launch(call, context);
     }
   }
 

@@ -23,16 +23,46 @@ bool meets(const std::string& kernel, const std::string& wish) {
   return kernel == wish;
 }
 
+// Alignment concerns products alone: the other calls' kernels take any address.
+template <class Call>
+bool tables_suit(const Call&, int) {
+  return true;
+}
+bool tables_suit(const GroupedMatmul& call, int alignment) {
+  const bool listed = call.rhs_table.present() || call.into_table.present();
+  return alignment == 1 || !listed || call.aligned_tables;
+}
+
+template <class Call>
+bool addresses_suit(const Call&, int) {
+  return true;
+}
+bool addresses_suit(const GroupedMatmul& call, int alignment) {
+  for (const TensorView* t : {&call.lhs, &call.rhs, &call.result}) {
+    if (reinterpret_cast<uintptr_t>(t->data) % static_cast<uintptr_t>(alignment) != 0) return false;
+  }
+  return true;
+}
+
 template <class Call>
 bool ask(const Kernel<Call>& kernel, const Call& call, const Target& target, Choice<Call>* choice) {
   std::string reason = kernel.refuses(call, target);
+  if (reason.empty() && !tables_suit(call, kernel.alignment)) {
+    reason = "needs addresses of listed weights that are multiples of " + std::to_string(kernel.alignment) + " bytes";
+  }
   if (!reason.empty()) {
-    choice->refusals.push_back({kernel.name, std::move(reason)});
+    if (choice->kernel == nullptr) choice->refusals.push_back({kernel.name, std::move(reason)});
     return false;
   }
-  choice->kernel = &kernel;
-  choice->workspace_bytes = kernel.workspace(call, target);
-  return true;
+  if (choice->kernel == nullptr) {
+    choice->kernel = &kernel;
+  } else if (kernel.alignment == 1) {
+    choice->spare = &kernel;
+  } else {
+    return false;
+  }
+  choice->workspace_bytes = std::max(choice->workspace_bytes, kernel.workspace(call, target));
+  return choice->spare != nullptr || choice->kernel->alignment == 1;
 }
 
 }  // namespace
@@ -60,7 +90,15 @@ Choice<Call> choose(const Call& call, const Target& target, const std::string& i
   return choice;
 }
 
-#define X(Call) template Choice<Call> choose<Call>(const Call&, const Target&, const std::string&);
+template <class Call>
+const Kernel<Call>* kernel_for(const Choice<Call>& choice, const Call& call) {
+  const bool suits = choice.kernel->alignment == 1 || addresses_suit(call, choice.kernel->alignment);
+  return suits ? choice.kernel : choice.spare;
+}
+
+#define X(Call)                                                                       \
+  template Choice<Call> choose<Call>(const Call&, const Target&, const std::string&); \
+  template const Kernel<Call>* kernel_for<Call>(const Choice<Call>&, const Call&);
 GROUPED_CALLS(X)
 #undef X
 

@@ -28,14 +28,19 @@ struct Refusal {
 template <class Call>
 struct Choice {
   const Kernel<Call>* kernel = nullptr;  // null: nobody takes the call
+  const Kernel<Call>* spare = nullptr;   // runs where the addresses do not suit `kernel`; null: `kernel` takes any
   std::vector<Refusal> refusals;         // of the kernels asked before the chosen one, best first
-  size_t workspace_bytes = 0;
+  size_t workspace_bytes = 0;            // enough for both
 };
 
 // `implementation` pins: empty asks the table; a comma list of kernel names asks these alone, in the list's order;
 // "reference" stands for the plain `*_any_*` kernels and "composed" for the row that composes plain calls.
 template <class Call>
 Choice<Call> choose(const Call& call, const Target& target, const std::string& implementation);
+
+// The kernel of `choice` for these addresses; null where neither takes them (a pinned kernel has no spare).
+template <class Call>
+const Kernel<Call>* kernel_for(const Choice<Call>& choice, const Call& call);
 
 bool parse_target(const std::string& arch, Target* target);  // "cpu", "sm_80", "sm_90a"
 

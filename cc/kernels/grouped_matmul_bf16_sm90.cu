@@ -256,6 +256,7 @@ void launch(const GroupedMatmul& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<GroupedMatmul> grouped_matmul_bf16_sm90 = {"grouped_matmul_bf16_sm90", refuses, workspace, launch};
+const Kernel<GroupedMatmul> grouped_matmul_bf16_sm90 = {"grouped_matmul_bf16_sm90", refuses, workspace, launch,
+                                                        kAlignment};
 
 }  // namespace grouped

@@ -282,6 +282,6 @@ void launch(const GroupedMatmul& call, const Context& context) {
 }  // namespace
 
 const Kernel<GroupedMatmul> grouped_matmul_bf16_wgrad_sm90 = {"grouped_matmul_bf16_wgrad_sm90", refuses, workspace,
-                                                              launch};
+                                                              launch, kAlignment};
 
 }  // namespace grouped

@@ -24,12 +24,13 @@ Operands = dict[str, Any]
 
 
 def to_torch(array: NDArray[Any]) -> torch.Tensor:
-    """A tensor with the same bits; types that NumPy has from ml_dtypes become torch's own."""
+    """A tensor with the same bits on torch's default device; ml_dtypes' types become torch's own."""
     array = np.ascontiguousarray(array)
+    device = torch.get_default_device()
     if array.dtype.isbuiltin == 1:
-        return torch.from_numpy(array.copy())
+        return torch.from_numpy(array.copy()).to(device)
     bits = torch.from_numpy(array.view(f"u{array.itemsize}").copy())
-    return bits.view(getattr(torch, array.dtype.name))
+    return bits.view(getattr(torch, array.dtype.name)).to(device)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,288 @@
+"""Both faces on a GPU: the same bits as each other, within bounds of the oracle, and fit for CUDA graphs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+import torch_bridge
+from grouped_core import arrays
+from grouped_core.calls import Linear, Names
+from grouped_core.gradients import Needs
+from grouped_core.recipes import plain
+from tests import asserts, bounds, cases
+from tests.faces.adapters import JAX, TORCH, to_torch
+
+pytestmark = pytest.mark.gpu
+
+CASES = [
+    cases.named(name)
+    for name in ("tail", "jagged", "clamped", "negative", "k_n_odd", "groups_65", "all_empty", "k_2880")
+]
+ROWS = 1024
+REPLAYED = (
+    (256, 256, 256, 256),
+    (1024, 0, 0, 0),
+    (0, 0, 0, 1024),
+    (1, 15, 127, 800),
+    (0, 300, 0, 5),
+    (0, 0, 0, 0),
+    (129, 128, 127, 640),
+    (1000, 1000, 1000, 1000),
+    (-7, 500, 3, 90),
+)
+"""Size vectors that one captured graph is replayed with."""
+
+
+@pytest.fixture(autouse=True)
+def _on_the_gpu() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.default_device(jax.devices("cuda")[0]))
+        stack.enter_context(torch.device("cuda"))
+        yield
+
+
+def operands(p: cases.Problem, bias: bool, row_scale: bool) -> dict[str, Any]:
+    held = {"bias": p.bias if bias else None, "row_scale": p.row_scale if row_scale else None}
+    return {"x": p.x, "w": p.w, "group_sizes": p.group_sizes, **held}
+
+
+@pytest.mark.rule("ALL-1", "ALL-2", "GRP-4", "GRP-5", "GRP-6", "MAT-1", "MAT-9")
+@pytest.mark.matrix(
+    case=CASES,
+    dtype=cases.DTYPES,
+    transposed=(False, True),
+    bias=(False, True),
+    row_scale=(False, True),
+    scale_bias=(False, True),
+    valid=lambda bias, row_scale, scale_bias, **_: not scale_bias or (bias and row_scale),
+)
+def test_both_faces_give_the_same_bits_within_the_bounds(case, dtype, transposed, bias, row_scale, scale_bias):
+    p = cases.problem(case, dtype, transposed=transposed)
+    given = operands(p, bias, row_scale)
+    needs = Needs(bias=bias, row_scale=row_scale)
+    options = {"transposed": transposed, "scale_bias": scale_bias}
+    y, y_jax = TORCH.forward(given, **options), JAX.forward(given, **options)
+    asserts.bitwise(y_jax, y, "y of jax")
+    asserts.bitwise(TORCH.forward(given, **options), y, "y again")
+    found, found_jax = (face.gradients(given, p.dy, needs, **options) for face in (TORCH, JAX))
+    op = Linear(Names("x", "w"), transposed=transposed, scale_bias=scale_bias)
+    held = (given["x"], given["w"], given["group_sizes"], given["bias"], given["row_scale"])
+    kernels = dict.fromkeys(("grouped_matmul", "group_sum", "row_dot", "scale_rows"), "on_a_gpu_cuda")
+    asserts.within(y, bounds.expect_linear(op, *held, kernels=kernels), "y")
+    expected = bounds.expect_linear_grads(op, *held, p.dy, needs, kernels=kernels)
+    for name, need, a, b, wanted in zip(needs._fields, needs, found, found_jax, expected, strict=True):
+        if need:
+            asserts.bitwise(b, a, f"gradient of {name} from jax")
+            asserts.within(a, wanted, f"gradient of {name}")
+
+
+@pytest.mark.rule("MAT-3", "MAT-7")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_lists_of_weights_and_odd_addresses_give_the_same_results(dtype, offset):
+    """Weights one element off a 16-byte boundary go to another kernel, with the same bounds."""
+    p = cases.problem(cases.named("tail"), dtype, transposed=True)
+    x, sizes, w = to_torch(p.x), to_torch(p.group_sizes), to_torch(p.w)
+    members = []
+    for member in w:
+        memory = torch.empty(member.numel() + 16, dtype=member.dtype)
+        members.append(memory[offset : offset + member.numel()].view(member.shape).copy_(member).requires_grad_())
+    y = torch_bridge.grouped_linear(x, members, sizes)
+    op = Linear(Names("x", "w"), transposed=True)
+    kernels = {"grouped_matmul": "on_a_gpu_cuda"}
+    asserts.within(y, bounds.expect_linear(op, p.x, p.w, p.group_sizes, kernels=kernels), "y")
+    y.backward(to_torch(p.dy))
+    expected = bounds.expect_linear_grads(
+        op, p.x, p.w, p.group_sizes, None, None, p.dy, Needs(False, True, False, False), kernels=kernels
+    )
+    asserts.within(torch.stack([member.grad for member in members]), expected.w, "dw")
+    shifted = torch.empty(w.numel() + 16, dtype=w.dtype)[offset : offset + w.numel()].view(w.shape).copy_(w)
+    asserts.within(
+        torch_bridge.grouped_linear(x, shifted, sizes),
+        bounds.expect_linear(op, p.x, p.w, p.group_sizes, kernels=kernels),
+        "y of one packed weight",
+    )
+
+
+class Step:
+    """A forward and backward of the linear operation on static buffers, tail rows poisoned."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        generator = torch.Generator("cuda").manual_seed(0)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(dtype)
+
+        self.x = normal(ROWS, 256).requires_grad_()
+        self.w = normal(4, 320, 256).requires_grad_()
+        self.bias = normal(4, 320).requires_grad_()
+        self.scale = torch.rand(ROWS, generator=generator).requires_grad_()
+        self.dy = normal(ROWS, 320)
+        self.sizes = torch.zeros(4, dtype=torch.int32)
+        self.clean = [t.detach().clone() for t in (self.x, self.dy)]
+
+    def load(self, sizes: tuple[int, ...]) -> None:
+        valid = min(ROWS, sum(max(size, 0) for size in sizes))
+        for tensor, clean in zip((self.x, self.dy), self.clean, strict=True):
+            tensor.data.copy_(clean)
+            tensor.data[valid:] = float("nan")
+        self.sizes.copy_(torch.tensor(sizes, dtype=torch.int32))
+
+    def run(self) -> list[torch.Tensor]:
+        y = torch_bridge.grouped_linear(self.x, self.w, self.sizes, bias=self.bias, row_scale=self.scale)
+        return [y, *torch.autograd.grad(y, (self.x, self.w, self.bias, self.scale), self.dy)]
+
+
+@pytest.mark.rule("CAP-1", "CAP-2", "CAP-3", "GRP-3", "GRP-5")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_captured_graph_replays_with_other_sizes(dtype):
+    """One graph, nine size vectors, twice each, bitwise equal to eager calls; the stream is not the default one."""
+    step = Step(dtype)
+    step.load(REPLAYED[0])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step.run()
+        step.run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step.run()
+    for sizes in REPLAYED:
+        step.load(sizes)
+        eager = [t.clone() for t in step.run()]
+        for _ in range(2):
+            for tensor in captured:
+                tensor.fill_(float("nan"))
+            graph.replay()
+            for name, a, b in zip(("y", "dx", "dw", "db", "dc"), captured, eager, strict=True):
+                asserts.bitwise(a, b, f"{name} with sizes {sizes}")
+
+
+FORBIDDEN = ("Synchronize", "Memcpy", "Malloc", "cudaFree", "EventQuery", "StreamQuery")
+
+
+@pytest.mark.rule("CAP-1", "GRP-3")
+def test_calls_neither_synchronise_nor_copy_nor_allocate():
+    """The runtime calls of a warm forward and backward, counted by the profiler: launches and memsets alone."""
+    step = Step(torch.bfloat16)
+    step.load(REPLAYED[3])
+    for _ in range(3):
+        step.run()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        ) as seen:
+            step.run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    runtime = [e.name for e in seen.events() if e.name.startswith("cu") and "::" not in e.name]
+    assert any("Launch" in name for name in runtime), f"the profiler saw no launch: {runtime}"
+    inside = runtime[
+        : max(i for i, name in enumerate(runtime) if "Launch" in name) + 1
+    ]  # the profiler ends with a sync
+    assert not [name for name in inside if any(word in name for word in FORBIDDEN)], inside
+
+
+@pytest.mark.rule("CAP-5", "CAP-6")
+@pytest.mark.parametrize("flags", ["", "--xla_gpu_graph_min_graph_size=1", "--xla_gpu_enable_command_buffer="])
+def test_jax_results_do_not_depend_on_command_buffers(python, flags):
+    """The same bits with XLA's graphs off, by default, and for single calls; sizes change between runs."""
+    program = """
+import jax, jax.numpy as jnp, numpy as np, hashlib
+import jax_grouped
+x = jax.random.normal(jax.random.key(0), (1024, 256), jnp.bfloat16)
+w = jax.random.normal(jax.random.key(1), (4, 256, 320), jnp.bfloat16)
+v = jax.random.normal(jax.random.key(2), (4, 320, 256), jnp.bfloat16)
+@jax.jit
+def step(x, w, v, sizes):
+    def loss(x, w, v):
+        return (jax_grouped.ragged_dot(jax_grouped.ragged_dot(x, w, sizes), v, sizes).astype(jnp.float32) ** 2).sum()
+    return jax.value_and_grad(loss, (0, 1, 2))(x, w, v)
+digest = hashlib.sha256()
+for sizes in SIZES:
+    for _ in range(3):
+        out = jax.tree.map(np.asarray, step(x, w, v, jnp.array(sizes, jnp.int32)))
+    for leaf in jax.tree.leaves(out):
+        digest.update(leaf.tobytes())
+print(digest.hexdigest())
+""".replace("SIZES", repr([list(sizes) for sizes in REPLAYED]))
+    settings = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_NUMPY_DTYPE_PROMOTION": "standard"}
+    plain_run = python(program, XLA_FLAGS="", **settings)
+    assert python(program, XLA_FLAGS=flags, **settings) == plain_run
+
+
+@pytest.mark.rule("CAP-5")
+def test_xla_puts_the_calls_into_graphs(python):
+    """XLA's own log says that it converts a chain of our calls to a command buffer, with default flags."""
+    program = """
+import os, subprocess, sys
+child = '''
+import jax, jax.numpy as jnp, jax_grouped
+x = jnp.ones((256, 128), jnp.bfloat16); w = jnp.ones((4, 128, 128), jnp.bfloat16)
+s = jnp.full((4,), 64, jnp.int32)
+def chain(x):
+    for _ in range(8):
+        x = jax_grouped.ragged_dot(x, w, s)
+    return x
+for _ in range(3):
+    jax.jit(chain)(x).block_until_ready()
+'''
+done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, env=os.environ)
+assert done.returncode == 0, done.stderr[-2000:]
+print(done.stderr)
+"""
+    log = python(
+        program,
+        XLA_FLAGS="",
+        XLA_PYTHON_CLIENT_PREALLOCATE="false",
+        TF_CPP_MIN_LOG_LEVEL="0",
+        TF_CPP_VMODULE="command_buffer_conversion_pass=3,command_buffer_thunk=3,command_buffer_cmd=3",
+    )
+    said = [line for line in log.splitlines() if "ommand" in line and "buffer" in line.lower()]
+    assert any("onvert" in line or "ecord" in line for line in said), f"nothing about command buffers:\n{log[-3000:]}"
+
+
+@pytest.mark.rule("ALL-1")
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_cupy_arrays_go_through_the_same_calls(dtype):
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    p = cases.problem(cases.named("tail"), dtype)
+    moved = [cupy.asarray(a) for a in (p.x, p.w, p.group_sizes, p.bias, p.row_scale, p.dy)]
+    x, w, sizes, bias, row_scale, dy = moved
+    y = arrays.grouped_linear(x, w, sizes, bias=bias, row_scale=row_scale)
+    given = operands(p, True, True)
+    asserts.bitwise(cupy.asnumpy(y), TORCH.forward(given, transposed=False), "y of cupy")
+    found = arrays.grouped_linear_grads(x=x, w=w, group_sizes=sizes, bias=bias, row_scale=row_scale, dy=dy)
+    expected = TORCH.gradients(given, p.dy, Needs(), transposed=False)
+    for name, a, b in zip(Needs._fields, found, expected, strict=True):
+        asserts.bitwise(cupy.asnumpy(a), b, f"gradient of {name} from cupy")
+
+
+@pytest.mark.rule("ALL-7")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_batch_invariant_rows_do_not_see_the_batch(dtype):
+    """Eight rows alone have the bits they have among a thousand."""
+    rng = np.random.default_rng(0)
+    x = to_torch(rng.standard_normal((ROWS, 256)).astype(cases.numpy_dtype(dtype)))
+    w = to_torch(rng.standard_normal((4, 256, 320)).astype(cases.numpy_dtype(dtype)))
+    recipe = plain(dtype).replace(batch_invariant=True)
+    sizes = torch.tensor([300, 100, 24, 600], dtype=torch.int32)
+    y = torch_bridge.grouped_linear(x, w, sizes, rhs_transposed=False, recipe=recipe)
+    alone = torch_bridge.grouped_linear(
+        x[390:398].contiguous(),
+        w[1:2].contiguous(),
+        torch.tensor([8], dtype=torch.int32),
+        rhs_transposed=False,
+        recipe=recipe,
+    )
+    asserts.bitwise(alone, y[390:398], "rows alone")
