@@ -288,3 +288,6 @@ CANDIDATES: dict[str, Callable[[Work], Thunk]] = {
     "torch loop": torch_loop,
 }
 """Candidates by name; "dense" is the bound of every row."""
+
+TRANSPOSED = frozenset(name for name in CANDIDATES if "[G,N,K]" in name or "fp32 +=" in name)
+"""Candidates whose weight gradients are [G, N, K]."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, overload
 
 from grouped_core import calls
 from grouped_core.calls import ArraySpec, Call, Linear
@@ -70,6 +70,10 @@ class Gradients(NamedTuple):
     row_scale: Array | None
 
 
+@overload
+def _spec(run: Runner, operand: None) -> None: ...
+@overload
+def _spec(run: Runner, operand: Array) -> Any: ...
 def _spec(run: Runner, operand: Array | Listed | None) -> ArraySpec | None:
     if operand is None:
         return None

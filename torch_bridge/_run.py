@@ -219,6 +219,11 @@ def _given(operand: Tensor | Sequence[Tensor | None], aligned: bool = True) -> G
     return Given(ArraySpec((len(operand), *one.shape), one.dtype), True, aligned)
 
 
+# NOTE: the public forms build a Stream object and check for initialisation, several microseconds a call; a tensor on
+# the device says that CUDA is initialised. A CPU-only PyTorch has neither function.
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
+
 _programs: dict[Hashable, Program] = {}
 _MAX_PROGRAMS = 8192  # a training run meets a few dozen; changing M each step must not grow without bound
 
@@ -252,7 +257,7 @@ def run(
         if len(_programs) >= _MAX_PROGRAMS:
             _programs.clear()
         program = _programs[lookup] = _program(rule, static, operands, aligned, arch_of(device))
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
+    if device.type == "cuda" and device.index != _current_device():
         with torch.cuda.device(device):
             return _replay(program, values, device, flags)
     return _replay(program, values, device, flags)
@@ -260,7 +265,7 @@ def run(
 
 def _replay(program: Program, values: list[Any], device: torch.device, flags: frozenset[str]) -> list[Any]:
     values += [None] * program.made
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    stream = _raw_stream(device.index) if device.type == "cuda" else 0
     for step in program.steps:
         if isinstance(step, Cast):
             values[step.result] = values[step.source].to(step.dtype)
