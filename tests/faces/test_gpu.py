@@ -19,7 +19,12 @@ from grouped_core.recipes import plain
 from tests import asserts, bounds, cases
 from tests.faces.adapters import JAX, TORCH, to_torch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # torch's own words: capture runs on a stream of its own, and the mode that finds synchronisation is a prototype.
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
+]
 
 CASES = [
     cases.named(name)
