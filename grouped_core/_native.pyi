@@ -43,6 +43,12 @@ class Plan:
         """Name of the chosen kernel; empty where none takes the call."""
 
     @property
+    def spare(self) -> str:
+        """
+        The kernel that runs where addresses are not multiples of 16 bytes; empty: none needed.
+        """
+
+    @property
     def refusals(self) -> list[tuple[str, str]]:
         """
         (kernel, reason) of the kernels asked before the chosen one; of all where there is none.

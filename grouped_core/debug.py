@@ -84,6 +84,8 @@ def explain_calls(calls: Sequence[Call], arch: str) -> str:
             lines.append(refusal(call, arch, found.refusals))
             continue
         declined = "".join(f"\n    {name} declined: {reason}" for name, reason in found.refusals)
+        if found.spare:
+            declined += f"\n    {found.spare} where an address is not a multiple of 16 bytes"
         workspace = f", workspace {found.workspace_bytes} bytes" if found.workspace_bytes else ""
         lines.append(
             f"{call.name} -> {' '.join(map(str, call.outputs))}: {found.kernel} on {arch}{workspace}{declined}"

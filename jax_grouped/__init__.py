@@ -1,5 +1,6 @@
 """Grouped matrix products for JAX: `ragged_dot`, a drop-in for `jax.lax.ragged_dot`, its accumulators, and routing."""
 
+from grouped_core.activations import Activation as Activation
 from grouped_core.formats import Format as Format
 from grouped_core.recipes import BF16 as BF16
 from grouped_core.recipes import FP16 as FP16

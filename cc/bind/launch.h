@@ -29,26 +29,63 @@ struct Buffers {
   Pool* pool = nullptr;
 };
 
-// Which addresses a launch cannot do without, found once for each plan: a null or unshared buffer would be a crash or
-// a silent copy.
+// What the slots of a call are called and which belong together, found once for each kind of call.
+struct Slots {
+  std::vector<std::string> names;  // inputs, then outputs
+  std::vector<int> table;          // by slot: the input that holds its addresses where it is not packed; -1: none
+  size_t inputs = 0;
+  int into = -1;
+
+  void input(const char* name, TensorView& view) { optional(name, view); }
+  void optional(const char* name, TensorView&) {
+    names.emplace_back(name);
+    ++inputs;
+  }
+  void output(const char* name, TensorView&) { names.emplace_back(name); }
+  template <class T>
+  void param(const char*, T&) {}
+
+  template <class Call>
+  static const Slots& of() {
+    static const Slots slots = [] {
+      Slots found;
+      Call().visit(found);
+      GROUPED_CHECK(found.names.size() <= kMaxSlots, std::string(Call::kName) + " has more slots than kMaxSlots");
+      const auto position = [&](const std::string& name) {
+        for (size_t i = 0; i < found.inputs; ++i) {
+          if (found.names[i] == name) return static_cast<int>(i);
+        }
+        return -1;
+      };
+      found.into = position("into");
+      for (size_t i = 0; i < found.names.size(); ++i) {
+        // A destination that is reached through addresses has no packed buffer, on either side.
+        found.table.push_back(position((i < found.inputs ? found.names[i] : "into") + "_table"));
+      }
+      return found;
+    }();
+    return slots;
+  }
+};
+
+// Which addresses a launch cannot do without: a null or unshared buffer would be a crash or a silent copy.
 class AddressRules {
  public:
   template <class Call>
   static AddressRules of(Call call) {
+    const Slots& slots = Slots::of<Call>();
     AddressRules rules;
-    Operands operands;
-    call.visit(operands);
-    GROUPED_CHECK(operands.names.size() <= kMaxSlots, std::string(Call::kName) + " has more slots than kMaxSlots");
-    for (size_t i = 0; i < operands.names.size(); ++i) {
-      const TensorView& view = operands.views[i];
-      const bool is_result = i >= operands.inputs;
-      // A destination that is reached through addresses has no packed buffer, on either side.
-      const bool tabled = operands.present((is_result ? "into" : operands.names[i]) + "_table");
-      if (view.present() && view.elements() > 0 && !tabled) rules.required_ |= uint64_t{1} << i;
-      if (operands.names[i] == "into" && view.present() && !tabled) {
-        rules.into_ = i;
-        rules.result_ = operands.inputs;
-      }
+    Views views;
+    call.visit(views);
+    const auto tabled = [&](size_t i) { return slots.table[i] >= 0 && views.all[slots.table[i]]->present(); };
+    for (size_t i = 0; i < slots.names.size(); ++i) {
+      const TensorView& view = *views.all[i];
+      if (view.present() && view.elements() > 0 && !tabled(i)) rules.required_ |= uint64_t{1} << i;
+    }
+    const auto into = static_cast<size_t>(slots.into);
+    if (slots.into >= 0 && views.all[into]->present() && !tabled(into)) {
+      rules.into_ = into;
+      rules.result_ = slots.inputs;
     }
     return rules;
   }
@@ -58,43 +95,23 @@ class AddressRules {
   std::string wrong(const uintptr_t* addresses) const {
     for (uint64_t left = required_; left != 0; left &= left - 1) {
       const size_t slot = static_cast<size_t>(__builtin_ctzll(left));
-      if (addresses[slot] == 0) return "the address of " + name<Call>(slot) + " is null";
+      if (addresses[slot] == 0) return "the address of `" + Slots::of<Call>().names[slot] + "` is null";
     }
     if (addresses[into_] != addresses[result_]) return "`into` and the result are not the same buffer; alias them";
     return "";
   }
 
  private:
-  struct Operands {
-    std::vector<std::string> names;
-    std::vector<TensorView> views;
-    size_t inputs = 0;
+  struct Views {
+    const TensorView* all[kMaxSlots];
+    size_t count = 0;
 
-    void input(const char* name, TensorView& view) { optional(name, view); }
-    void optional(const char* name, TensorView& view) {
-      output(name, view);
-      ++inputs;
-    }
-    void output(const char* name, TensorView& view) {
-      names.emplace_back(name);
-      views.push_back(view);
-    }
+    void input(const char*, TensorView& view) { all[count++] = &view; }
+    void optional(const char*, TensorView& view) { all[count++] = &view; }
+    void output(const char*, TensorView& view) { all[count++] = &view; }
     template <class T>
     void param(const char*, T&) {}
-
-    bool present(const std::string& name) const {
-      for (size_t i = 0; i < inputs; ++i) {
-        if (names[i] == name) return views[i].present();
-      }
-      return false;
-    }
   };
-
-  template <class Call>
-  static std::string name(size_t slot) {
-    const Signature& s = signature<Call>();
-    return "`" + (slot < s.inputs.size() ? s.inputs[slot].name : s.outputs[slot - s.inputs.size()]) + "`";
-  }
 
   uint64_t required_ = 0;  // bit i: slot i must have an address
   size_t into_ = 0;        // equal to result_ where the call has no shared buffer

@@ -126,6 +126,8 @@ NB_MODULE(_native, m) {
 
   nb::class_<Plan>(m, "Plan", "One call with its shapes, decided: which kernel runs it and what it needs.")
       .def_ro("kernel", &Plan::kernel, "Name of the chosen kernel; empty where none takes the call.")
+      .def_ro("spare", &Plan::spare,
+              "The kernel that runs where addresses are not multiples of 16 bytes; empty: none needed.")
       .def_prop_ro("refusals", &refusals, nb::sig("def refusals(self) -> list[tuple[str, str]]"),
                    "(kernel, reason) of the kernels asked before the chosen one; of all where there is none.")
       .def_ro("workspace_bytes", &Plan::workspace_bytes,

@@ -11,6 +11,7 @@ class PlanOf final : public Plan {
   explicit PlanOf(Prepared<Call> prepared) : prepared_(std::move(prepared)) {
     const Choice<Call>& choice = prepared_.choice();
     if (choice.kernel != nullptr) kernel = choice.kernel->name;
+    if (choice.spare != nullptr) spare = choice.spare->name;
     refusals = choice.refusals;
     if (choice.workspace_bytes > 0) workspace_bytes = choice.workspace_bytes + kWorkspaceAlign;
     slots = signature<Call>().inputs.size() + signature<Call>().outputs.size();

@@ -18,6 +18,7 @@ class Plan {
   virtual ~Plan() = default;
 
   std::string kernel;             // empty: no kernel takes the call
+  std::string spare;              // runs where addresses do not suit the kernel; empty: it takes any
   std::vector<Refusal> refusals;  // of the kernels asked before the chosen one
   size_t workspace_bytes = 0;     // to allocate, room for alignment included; 0: none
   size_t slots = 0;               // inputs and outputs
