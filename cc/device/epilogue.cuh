@@ -137,6 +137,7 @@ __device__ inline void store_rows(float (&acc)[kCols / 2], const CUtensorMap* ma
         if (add) {
           uint32_t old[4];
           ptx::load_matrix_x4(to, old);
+          __syncwarp();  // every lane has read before one writes
 #pragma unroll
           for (int i = 0; i < 8; ++i) v[i] += to_float(reinterpret_cast<const Out*>(old)[i]);
         }

@@ -24,6 +24,7 @@ pytestmark = [
     # torch's own words: capture runs on a stream of its own, and the mode that finds synchronisation is a prototype.
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning"),
 ]
 
 CASES = [
