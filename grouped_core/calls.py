@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import ml_dtypes as ml_dtypes  # NumPy then knows the narrow types by name
+import numpy as np
+
 from grouped_core.formats import PLAIN, WIDE
 from grouped_core.recipes import Recipe, plain
 
@@ -250,6 +253,23 @@ def implementation_names(implementation: str | Sequence[str] | None) -> str:
     return ",".join(names)
 
 
+def recipe_option(recipe: Any) -> Recipe | None:
+    """`recipe=` of a public function, which is a `Recipe` or None."""
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(f"`recipe`: {type(recipe).__name__}, expected None or a Recipe; pass one, e.g. BF16.")
+    return recipe
+
+
+def dtype_option(dtype: Any) -> str | None:
+    """The name of a dtype that a user chose; what is none keeps its text, and `check_linear` refuses it by that."""
+    if dtype is None:
+        return None
+    try:
+        return np.dtype(dtype).name
+    except TypeError:
+        return str(dtype)
+
+
 def _shape(name: str, spec: ArraySpec, wanted: str, remedy: str) -> ValueError:
     return ValueError(f"`{name}`: shape {spec.shape}, expected {wanted}; {remedy}.")
 
@@ -373,6 +393,21 @@ def check_accumulator(name: str, got: ArraySpec, weight: ArraySpec) -> None:
     _check_float(name, got, WIDE)
 
 
+def check_wgrad_dtype(op: Linear, accumulator: ArraySpec) -> None:
+    """The dtype of a weight gradient that goes to an accumulator is the accumulator's."""
+    if op.wgrad_dtype not in (None, accumulator.dtype):
+        n = op.names
+        raise ValueError(
+            f"`{n.wgrad}`: {op.wgrad_dtype}, expected None or {accumulator.dtype} = dtype of `{n.accum}`; "
+            f"leave `{n.wgrad}` None, the accumulator's dtype decides."
+        )
+
+
 def spec_of(array: Any) -> ArraySpec:
-    """Spec of anything with `shape` and a NumPy-like `dtype` (JAX, NumPy, CuPy)."""
-    return ArraySpec(tuple(int(d) for d in array.shape), str(getattr(array.dtype, "name", array.dtype)))
+    """Spec of anything with `shape` and a NumPy-like `dtype` (JAX, NumPy, CuPy).
+
+    A dtype in foreign byte order keeps its mark (">f4"), so that no check takes it for the native one.
+    """
+    dtype = array.dtype
+    name = getattr(dtype, "name", dtype) if getattr(dtype, "isnative", True) else dtype.str
+    return ArraySpec(tuple(int(d) for d in array.shape), str(name))

@@ -5,9 +5,10 @@ GROUPED_DEBUG is a comma list of `sizes`, `poison`, `sync`. It only adds checks;
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -73,6 +74,25 @@ def size_word(sizes: Any, rows: int, *, where: Callable[[Any, int, int], Any], t
     over = (high_part > (rows >> 16)) | ((high_part == (rows >> 16)) & (low_part > (rows & 0xFFFF)))
     negative = total(where(sizes < 0, 1, 0)) > 0
     return where(negative, SIZE_NEGATIVE, 0) | where(over, SIZE_OVERFLOW, 0)
+
+
+Planned = Callable[..., Sequence[Call]]
+"""The native calls of a public operation, given all its arguments by name."""
+
+
+def bound_arguments(known: Mapping[Any, Planned], op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """(the planner of `op`, all arguments of `op(*args, **kwargs)` by name).
+
+    Raises:
+        TypeError: `op` is none of `known`, or takes no such arguments.
+    """
+    planner = next((each for function, each in known.items() if function is op), None)
+    if planner is None:
+        names = ", ".join(function.__name__ for function in known)
+        raise TypeError(f"`op`: {op!r}, expected one of {names}; pass the public function itself.")
+    bound = inspect.signature(op).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return planner, bound.arguments
 
 
 def explain_calls(calls: Sequence[Call], arch: str) -> str:

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 
+_LARGEST_HINT = 2**31 - 1
+"""Kernels take the hint as an integer of fixed width; more rows than that no group has."""
+
+
 @dataclass(frozen=True)
 class GroupSizes:
     """Group sizes and how many rows a group usually has.
@@ -15,13 +19,18 @@ class GroupSizes:
         representative: usual rows a group, a static hint for the choice of tiles; it never changes what is computed.
 
     Raises:
-        ValueError: a hint below 1.
+        TypeError: a hint that is no integer. ValueError: one below 1.
     """
 
     value: Any
     representative: int | None = None
 
     def __post_init__(self) -> None:
+        if not (self.representative is None or hasattr(self.representative, "__index__")):
+            raise TypeError(
+                f"`representative` of GroupSizes: {self.representative!r}, expected None or an integer; "
+                "pass the usual number of rows of a group."
+            )
         if self.representative is not None and self.representative < 1:
             raise ValueError(
                 f"`representative` of GroupSizes: {self.representative}, expected None or at least 1; "
@@ -32,5 +41,5 @@ class GroupSizes:
 def unwrap(group_sizes: Any) -> tuple[Any, int]:
     """(the integers, the hint or 0) of an argument that may be plain or `GroupSizes`."""
     if isinstance(group_sizes, GroupSizes):
-        return group_sizes.value, group_sizes.representative or 0
+        return group_sizes.value, min(int(group_sizes.representative or 0), _LARGEST_HINT)
     return group_sizes, 0

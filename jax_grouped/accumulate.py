@@ -48,12 +48,22 @@ def take(take_array: Callable[[str, Any, str], Any], name: str, accum: Any) -> A
         return accum
     if isinstance(accum, StackedRef):
         if _is_ref(accum.ref) and len(accum.ref.shape) > 1:
+            _check_index(name, accum.index)
             return accum
         raise TypeError(
             f"`{name}`: StackedRef of {_describe(accum.ref)}, expected of a jax.Ref [L, ...] of all layers; "
             "make it with jax.new_ref(jnp.zeros((L, *weight.shape)))."
         )
     return take_array(name, accum, "of the weight's shape, a jax.Ref or a StackedRef")
+
+
+def _check_index(name: str, index: Any) -> None:
+    dtype = jnp.result_type(index)
+    if jnp.shape(index) or not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(
+            f"`{name}`: StackedRef with the index {dtype}{list(jnp.shape(index))}, expected an integer scalar; "
+            "pass the number of the layer."
+        )
 
 
 def spec(accum: Any) -> ArraySpec:
@@ -72,11 +82,7 @@ def check(op: Linear, accum: Any, weight: ArraySpec) -> None:
     """
     got = spec(accum)
     calls.check_accumulator(op.names.accum, got, weight)
-    if op.wgrad_dtype not in (None, got.dtype):
-        raise ValueError(
-            f"`{op.names.wgrad}`: {op.wgrad_dtype}, expected None or {got.dtype} = dtype of `{op.names.accum}`; "
-            f"leave `{op.names.wgrad}` None, the accumulator's dtype decides."
-        )
+    calls.check_wgrad_dtype(op, got)
 
 
 def check_varying(op: Linear, accum: Any, axes: frozenset[str]) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,16 +11,12 @@ from grouped_core.calls import Call
 from jax_grouped import ops
 from jax_grouped._run import default_arch
 
-_PLANS: dict[Callable[..., Any], Callable[..., list[Call]]] = {ops.ragged_dot: ops.plan_ragged_dot}
+_PLANS: dict[Callable[..., Any], debug.Planned] = {ops.ragged_dot: ops.plan_ragged_dot}
 
 
-def _planner(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], list[Call]]:
-    if op not in _PLANS:
-        known = ", ".join(known.__name__ for known in _PLANS)
-        raise TypeError(f"`op`: {op!r}, expected one of {known}; pass the public function itself.")
-    bound = inspect.signature(op).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return partial(_PLANS[op], **bound.arguments)
+def _planner(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Sequence[Call]]:
+    planner, arguments = debug.bound_arguments(_PLANS, op, args, kwargs)
+    return partial(planner, **arguments)
 
 
 def why_unsupported(op: Callable[..., Any], *args: Any, arch: str | None = None, **kwargs: Any) -> str | None:

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from grouped_core import calls, debug, gradients
 from grouped_core.calls import ArraySpec, Call, Linear, Names
+from grouped_core.formats import PLAIN
 from grouped_core.gradients import Needs
 from grouped_core.plans import Planner
 from grouped_core.recipes import Recipe
@@ -115,6 +116,7 @@ def size_status(group_sizes: Int[AnyArray, " G"] | GroupSizes, M: int) -> Int[Ar
 def plan_ragged_dot(**arguments: Any) -> list[Call]:
     """Every native call of `ragged_dot` and of all its gradients; arrays may be `jax.ShapeDtypeStruct`."""
     op, o = _prepare(_as_spec, **arguments)
+    o = o._replace(sizes=o.sizes._replace(dtype="int32"))  # what `_to_int32` makes of them
     run = Planner()
     y = gradients.linear(run, op, o.x, o.w, o.sizes, o.bias, o.row_scale, o.out)
     gradients.linear_grads(
@@ -128,7 +130,7 @@ def plan_ragged_dot(**arguments: Any) -> list[Call]:
         o.row_scale,
         y,
         Needs(bias=o.bias is not None, row_scale=o.row_scale is not None),
-        into_w=o.accum,
+        into_w=None if o.accum is None else accumulate.spec(o.accum),
         accumulate=o.accum is not None,
     )
     return run.calls
@@ -153,8 +155,8 @@ def _as_array(name: str, value: Any, shape: str) -> Any:
     if isinstance(value, jax.Array):
         return value
     if isinstance(value, np.ndarray):
-        # JAX would wrap 64-bit sizes; they must saturate.
-        return value if np.issubdtype(value.dtype, np.integer) else jnp.asarray(value)
+        # JAX would wrap 64-bit sizes, which must saturate, and cast float64, which is refused.
+        return jnp.asarray(value) if calls.spec_of(value).dtype in PLAIN else value
     raise TypeError(
         f"`{name}`: {type(value).__name__}, expected a JAX or NumPy array {shape}; convert it with jnp.asarray."
     )
@@ -163,10 +165,6 @@ def _as_array(name: str, value: Any, shape: str) -> Any:
 def _as_spec(name: str, value: Any, shape: str) -> ArraySpec:
     """Shape and dtype of an array or `jax.ShapeDtypeStruct`."""
     return calls.spec_of(value if isinstance(value, jax.ShapeDtypeStruct) else _as_array(name, value, shape))
-
-
-def _dtype_name(dtype: DTypeLike | None) -> str | None:
-    return None if dtype is None else np.dtype(dtype).name
 
 
 def _prepare(
@@ -194,8 +192,6 @@ def _prepare(
             f"`group_offset`: {type(group_offset).__name__}, expected None; slice `{n.sizes}` and `{n.w}` to the local "
             f"groups and let the rows of `{n.x}` start at the first of them."
         )
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise TypeError(f"`recipe`: {type(recipe).__name__}, expected None or a Recipe; pass one, e.g. BF16.")
 
     def optional(name: str, value: Any, shape: str) -> Any:
         return None if value is None else take(name, value, shape)
@@ -213,10 +209,10 @@ def _prepare(
     op = Linear(
         names=n,
         transposed=bool(rhs_transposed),
-        recipe=recipe,
+        recipe=calls.recipe_option(recipe),
         scale_bias=bool(scale_bias),
-        result_dtype=_dtype_name(preferred_element_type),
-        wgrad_dtype=_dtype_name(wgrad_dtype),
+        result_dtype=calls.dtype_option(preferred_element_type),
+        wgrad_dtype=calls.dtype_option(wgrad_dtype),
         rows_hint=rows_hint,
         implementation=calls.implementation_names(implementation),
     )

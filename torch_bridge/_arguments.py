@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from grouped_core import calls
 from grouped_core.calls import ArraySpec
@@ -60,6 +61,7 @@ def check_arguments(
             "grouped_linear under torch.func.vmap, grad or jvp: expected plain tensors; fold a mapped axis into rows "
             "or groups, and differentiate with torch.autograd."
         )
+    _refuse_forward_mode(x, weight, bias, row_scale)
     check_operand(NAMES.x, x, x)
     sizes, rows_hint = prepare_sizes(group_sizes, x, NAMES)
     weights = members_of(NAMES.w, weight, 3, x)
@@ -68,7 +70,7 @@ def check_arguments(
         check_operand(NAMES.row_scale, row_scale, x)
     text = _text(rhs_transposed, recipe, scale_bias, rows_hint, implementation)
     for operand, rank in ((weight, 3), (bias, 2)):
-        if isinstance(operand, Tensor) and operand.dim() == rank - 1:
+        if isinstance(operand, Tensor) and operand.dim() != rank:
             _refuse_unpacked(text, x, weight, sizes, bias, row_scale)
     to_main_grad = isinstance(wgrad_accum, str)
     accumulators: Sequence[Tensor | None] = ()
@@ -77,10 +79,23 @@ def check_arguments(
     return Arguments(x, weights, sizes, biases, row_scale, text, to_main_grad, accumulators)
 
 
+def _refuse_forward_mode(*operands: Any) -> None:
+    """The operators would drop a tangent in silence."""
+    if forward_ad._current_level < 0:  # outside every dual level there are none
+        return
+    for operand in operands:
+        for each in operand if isinstance(operand, (list, tuple)) else [operand]:
+            if isinstance(each, Tensor) and forward_ad.unpack_dual(each).tangent is not None:
+                raise NotImplementedError(
+                    "grouped_linear in forward mode: a dual tensor, expected plain tensors; "
+                    "differentiate with torch.autograd, in reverse mode."
+                )
+
+
 def _refuse_unpacked(
     text: str, x: Tensor, weight: Members, sizes: Tensor, bias: Members | None, row_scale: Tensor | None
 ) -> None:
-    """The operators would take a packed operand that lacks an axis for a list of one; the core refuses it in words."""
+    """The operators would take a packed operand of another rank for a list of one; the core refuses it in words."""
     weight_spec, bias_spec = (
         each if each is None else spec_of(each) if isinstance(each, Tensor) else _stacked(each)
         for each in (weight, bias)
@@ -104,7 +119,7 @@ def _text(
     implementation: str | Sequence[str] | None,
 ) -> str:
     names = "" if implementation is None else calls.implementation_names(implementation)
-    return _library.encode(bool(rhs_transposed), recipe, bool(scale_bias), rows_hint, names)
+    return _library.encode(bool(rhs_transposed), calls.recipe_option(recipe), bool(scale_bias), rows_hint, names)
 
 
 def weight_names(weights: Sequence[Tensor]) -> list[str]:

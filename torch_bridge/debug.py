@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from grouped_core.calls import Call
-from grouped_core.debug import explain_calls, why_not
+from grouped_core.debug import Planned, bound_arguments, explain_calls, why_not
 from grouped_core.gradients import Needs
 from torch_bridge import _library
 from torch_bridge._arguments import check_arguments, check_buffers
@@ -17,10 +17,9 @@ from torch_bridge._run import arch_of, dtype_name
 from torch_bridge.ops import grouped_linear
 
 
-def _linear_calls(*args: Any, **kwargs: Any) -> list[Call]:
-    """Native calls of `grouped_linear(*args, **kwargs)` and of the gradients that its arguments need."""
-    out, grad_input = kwargs.pop("out", None), kwargs.pop("grad_input", None)
-    given = check_arguments(*args, **kwargs)
+def _linear_calls(*, out: Tensor | None, grad_input: Tensor | None, **arguments: Any) -> list[Call]:
+    """Native calls of `grouped_linear` with these arguments, and of the gradients that they need."""
+    given = check_arguments(**arguments)
     if out is not None or grad_input is not None:
         check_buffers(out, grad_input, given)
     x, weights, sizes, biases, row_scale, text, to_main_grad, accumulators = given
@@ -38,20 +37,12 @@ def _linear_calls(*args: Any, **kwargs: Any) -> list[Call]:
     return found
 
 
-_CALLS: dict[Callable[..., Any], Callable[..., list[Call]]] = {grouped_linear: _linear_calls}
+_PLANS: dict[Callable[..., Any], Planned] = {grouped_linear: _linear_calls}
 
 
-def _planned(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Call]:
-    if op not in _CALLS:
-        names = ", ".join(sorted(each.__name__ for each in _CALLS))
-        raise TypeError(f"`op`: {op!r}, expected one of {names}; pass the public function itself.")
-    return _CALLS[op](*args, **kwargs)
-
-
-def _arch(arch: str | None, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+def _arch(arch: str | None, x: Any) -> str:
     if arch is not None:
         return arch
-    x = args[0] if args else kwargs.get("x")
     if isinstance(x, Tensor) and x.device.type != "meta":
         return arch_of(x.device)
     return arch_of(
@@ -65,8 +56,12 @@ def why_unsupported(op: Callable[..., Any], *args: Any, arch: str | None = None,
     Args:
         op: a public function such as `grouped_linear`. args, kwargs: its arguments; meta tensors do.
         arch: "cpu", "sm_80", "sm_90a"; None: the device of the arguments, of meta tensors the default one.
+
+    Raises:
+        TypeError: `op` is not an operation of this package, or takes no such arguments.
     """
-    return why_not(lambda: _planned(op, args, kwargs), _arch(arch, args, kwargs))
+    planner, arguments = bound_arguments(_PLANS, op, args, kwargs)
+    return why_not(lambda: planner(**arguments), _arch(arch, arguments["x"]))
 
 
 def explain(op: Callable[..., Any], *args: Any, arch: str | None = None, **kwargs: Any) -> str:
@@ -77,4 +72,5 @@ def explain(op: Callable[..., Any], *args: Any, arch: str | None = None, **kwarg
     Raises:
         TypeError, ValueError: what `op` itself would raise.
     """
-    return explain_calls(_planned(op, args, kwargs), _arch(arch, args, kwargs))
+    planner, arguments = bound_arguments(_PLANS, op, args, kwargs)
+    return explain_calls(planner(**arguments), _arch(arch, arguments["x"]))

@@ -56,11 +56,20 @@ def check_operand(name: str, value: Tensor, x: Tensor) -> None:
         raise TypeError(f"`{name}`: {type(value).__name__}, expected a torch.Tensor; convert it first.")
     if value.device != x.device:
         raise ValueError(f"`{name}`: on {value.device}, expected {x.device} = device of `x`; move it with `.to`.")
+    check_layout(name, value)
     if not value.is_contiguous():
         raise ValueError(
             f"`{name}`: strides {tuple(value.stride())} of shape {tuple(value.shape)}, expected a contiguous tensor; "
             "call `.contiguous()`, or for a transposed weight change `rhs_transposed`."
         )
+
+
+def check_layout(name: str, value: Tensor) -> None:
+    """Refuses what has no plain memory: sparse, nested, quantised and foreign layouts."""
+    if value.layout is torch.strided and not value.is_nested and not value.is_quantized:
+        return
+    came = "nested" if value.is_nested else "quantised" if value.is_quantized else f"layout {value.layout}"
+    raise ValueError(f"`{name}`: {came}, expected a plain dense tensor; convert it, e.g. with `.to_dense()`.")
 
 
 def device_integers(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

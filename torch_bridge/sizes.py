@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from grouped_core import calls
 from grouped_core.calls import Names, check_sizes
 from grouped_core.debug import describe_status, size_word
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge._run import spec_of
-from torch_bridge.params import device_integers
+from torch_bridge.params import check_layout, device_integers
 
 _INT32 = torch.iinfo(torch.int32)
 
@@ -36,7 +37,11 @@ def device_sizes(values: Sequence[int] | Tensor, device: torch.device | str) -> 
                 "a tensor of the device is passed as `group_sizes` as it stands."
             )
         values = values.tolist()
+    elif hasattr(values, "dtype"):  # NumPy's
+        check_sizes(_NAMES, calls.spec_of(values))
     try:
+        if isinstance(values, (str, bytes, Set, Mapping)) or any(isinstance(value, bool) for value in values):
+            raise TypeError
         numbers = [min(max(operator.index(value), _INT32.min), _INT32.max) for value in values]
     except TypeError:
         raise TypeError(
@@ -61,13 +66,14 @@ def prepare_sizes(group_sizes: Any, x: Tensor, names: Names) -> tuple[Tensor, in
         raise ValueError(
             f"`{names.sizes}`: on {sizes.device}, expected {x.device} = device of `x`; move it with `.to`."
         )
-    if sizes.dtype is not torch.int32:
-        check_sizes(names, spec_of(sizes))
-        sizes = _saturate(sizes)
+    check_layout(names.sizes, sizes)
     if not sizes.is_contiguous():
         raise ValueError(
             f"`{names.sizes}`: strides {tuple(sizes.stride())}, expected a contiguous tensor; call `.contiguous()`."
         )
+    if sizes.dtype is not torch.int32:
+        check_sizes(names, spec_of(sizes))
+        sizes = _saturate(sizes)
     return sizes, hint
 
 
