@@ -203,13 +203,21 @@ class Run:
         """Continues from the newest checkpoint, which must come from the same settings."""
         notes = saved.notes()
         ours = dataclasses.asdict(self.settings)
-        theirs = notes["settings"]
+        try:
+            theirs = dict(notes["settings"])
+            losses = [float(bits) for bits in notes["losses"]]
+            position = dict(notes["position"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise saved.unreadable(error) from None
         other = [f"{n} {theirs.get(n)!r} there, {ours[n]!r} here" for n in ours if theirs.get(n) != ours[n]]
         if other:
             raise UserError(f"--resume: the checkpoint in {saved.folder} is of another run: {'; '.join(other)}")
         self.state = saved.state(self.state)
-        self.batches.position = notes["position"]
-        self.losses = notes["losses"]
+        try:
+            self.batches.position = position
+        except (KeyError, TypeError, ValueError) as error:
+            raise saved.unreadable(error) from None
+        self.losses = losses
 
     def train(self, saved: checkpoints.Checkpoints | None, save_every: int) -> float:
         """Trains to the last step, or to Ctrl-C. Returns tokens per second without compilation (0: none were timed)."""
@@ -285,7 +293,6 @@ def finish(run: Run, text: data.Text, tokens_per_s: float, prompt: str, output: 
     others = data.bits_per_byte_of_others(text.held_out)
     continued = sample(run, prompt.encode())
     step_ms = time_steps(run)
-    report.picture(output / "training.png", run.losses, held_out, others, load)
     figures = {
         "settings": dataclasses.asdict(run.settings),
         "held_out_bits_per_byte": held_out,
@@ -295,7 +302,11 @@ def finish(run: Run, text: data.Text, tokens_per_s: float, prompt: str, output: 
         "seconds": time.perf_counter() - began,
         "losses": run.losses,
     }
-    report.write(output, continued, figures)
+    try:
+        report.picture(output / "training.png", run.losses, held_out, others, load)
+        report.write(output, continued, figures)
+    except OSError as error:
+        raise UserError(f"cannot write the results to {output}: {error.strerror or error}") from None
 
     print(f"\n{report.printable(continued)}\n")
     print(f"bits per byte on {len(text.held_out):,} held-out bytes of {text.name}")

@@ -68,10 +68,12 @@ class Activation:
     interleave: int | None = None
 
     def __post_init__(self) -> None:
-        defaults = GATED_KINDS.get(self.kind, PLAIN_KINDS.get(self.kind))
+        kinds = {**PLAIN_KINDS, **GATED_KINDS}
+        defaults = kinds.get(self.kind) if isinstance(self.kind, str) else None
         if defaults is None:
-            known = ", ".join([*PLAIN_KINDS, *GATED_KINDS])
-            raise ValueError(f"`kind` of Activation: {self.kind!r}, wanted one of {known}; choose one of them.")
+            raise ValueError(
+                f"`kind` of Activation: {self.kind!r}, wanted one of {', '.join(kinds)}; choose one of them."
+            )
         for name in _PARAMETERS:
             object.__setattr__(self, name, self._checked(name, getattr(self, name), defaults))
         self._check_interleave()

@@ -63,6 +63,8 @@ class ArrayRunner:
         """Group sizes as int32; other integers saturate, so that a size never changes its sign (GRP-1)."""
         if spec_of(group_sizes).dtype == "int32":
             return group_sizes
+        if group_sizes.dtype.itemsize < 4:
+            return group_sizes.astype("int32")
         limits, native = self.xp.iinfo(group_sizes.dtype), self.xp.iinfo("int32")
         low, high = max(int(limits.min), int(native.min)), min(int(limits.max), int(native.max))
         return self.xp.clip(group_sizes, low, high).astype("int32")
@@ -84,9 +86,26 @@ def _exported(array: Array) -> tuple[Array, str]:
     return (array if array.dtype.isbuiltin == 1 else array.view(_BITS[array.dtype.itemsize])), name
 
 
-def _checked(arrays: dict[str, Array | None]) -> None:
-    """Refuses arrays that are strided or apart from the first one's device; nothing is copied silently (ERR-5)."""
+def _specs(required: dict[str, Any], **optional: Any) -> list[Any]:
+    """The specs of the arrays, None for an optional one that is absent; refuses what is no array of NumPy or CuPy."""
+    arrays = required | optional
+    for name, array in arrays.items():
+        if array is None and name in optional:
+            continue
+        if not (hasattr(array, "__dlpack_device__") and hasattr(array, "flags")):
+            raise TypeError(
+                f"`{name}`: {type(array).__name__}, expected a NumPy or CuPy array; convert it with numpy.asarray."
+            )
+    return [None if array is None else spec_of(array) for array in arrays.values()]
+
+
+def _checked(written: dict[str, Array | None], read: dict[str, Array | None]) -> None:
+    """Refuses arrays that are strided or apart from the first one's device, and results that nobody may write.
+
+    Nothing is copied silently (ERR-5).
+    """
     home = None
+    arrays = read | written
     for name, array in arrays.items():
         if array is None:
             continue
@@ -101,6 +120,16 @@ def _checked(arrays: dict[str, Array | None]) -> None:
                 f"`{name}`: strides {array.strides}, expected a C-contiguous array; "
                 "copy it into one, nothing is copied behind your back."
             )
+    seen = [(name, array) for name, array in read.items() if array is not None]
+    for name, array in written.items():
+        if array is None:
+            continue
+        if not getattr(array.flags, "writeable", True):
+            raise ValueError(f"`{name}`: a read-only array, expected one that may be written; pass a copy of it.")
+        for other, each in seen:
+            if _namespace(array).may_share_memory(array, each):
+                raise ValueError(f"`{name}`: overlaps `{other}` in memory, expected a buffer of its own; allocate one.")
+        seen.append((name, array))
 
 
 def _linear(
@@ -115,10 +144,10 @@ def _linear(
     return Linear(
         _NAMES,
         transposed=transposed,
-        recipe=recipe,
+        recipe=calls.recipe_option(recipe),
         scale_bias=scale_bias,
-        result_dtype=result_dtype,
-        wgrad_dtype=wgrad_dtype,
+        result_dtype=calls.dtype_option(result_dtype),
+        wgrad_dtype=calls.dtype_option(wgrad_dtype),
         rows_hint=rows_hint,
         implementation=calls.implementation_names(implementation),
     )
@@ -153,9 +182,9 @@ def grouped_linear(
     """
     sizes, hint = unwrap(group_sizes)
     op = _linear(transposed, recipe, scale_bias, result_dtype, None, hint, implementation)
-    optional = (bias, row_scale, out)
-    calls.check_linear(op, spec_of(x), spec_of(w), spec_of(sizes), *(a if a is None else spec_of(a) for a in optional))
-    _checked({"x": x, "w": w, "group_sizes": sizes, "bias": bias, "row_scale": row_scale, "out": out})
+    required = {"x": x, "w": w, "group_sizes": sizes}
+    calls.check_linear(op, *_specs(required, bias=bias, row_scale=row_scale, out=out))
+    _checked({"out": out}, {**required, "bias": bias, "row_scale": row_scale})
     run = ArrayRunner(x)
     return gradients.linear(run, op, x, w, run.sizes(sizes), bias, row_scale, out)
 
@@ -191,18 +220,22 @@ def grouped_linear_grads(
     """
     sizes, hint = unwrap(group_sizes)
     op = _linear(transposed, recipe, scale_bias, result_dtype, wgrad_dtype, hint, implementation)
-    x_spec, w_spec = spec_of(x), spec_of(w)
-    bias_spec, scale_spec = (None if array is None else spec_of(array) for array in (bias, row_scale))
-    y = calls.check_linear(op, x_spec, w_spec, spec_of(sizes), bias_spec, scale_spec)
-    if spec_of(dy) != y:
-        raise ValueError(f"`dy`: {spec_of(dy)}, expected {y} = that of the result; pass the cotangent of the result.")
-    if wgrad_accum is not None:
-        calls.check_accumulator(_NAMES.accum, spec_of(wgrad_accum), w_spec)
-    if grad_input is not None:
+    required = {"x": x, "w": w, "group_sizes": sizes}
+    buffers = {_NAMES.accum: wgrad_accum, _NAMES.grad_input: grad_input}
+    specs = _specs(required, bias=bias, row_scale=row_scale)
+    x_spec, w_spec, _, bias_spec, scale_spec = specs
+    (dy_spec,) = _specs({"dy": dy})
+    y = calls.check_linear(op, *specs)
+    if dy_spec != y:
+        raise ValueError(f"`dy`: {dy_spec}, expected {y} = that of the result; pass the cotangent of the result.")
+    accum_spec, input_spec = _specs({}, **buffers)
+    if accum_spec is not None:
+        calls.check_accumulator(_NAMES.accum, accum_spec, w_spec)
+        calls.check_wgrad_dtype(op, accum_spec)
+    if input_spec is not None:
         dx_dtype = "bfloat16" if x_spec.dtype.startswith("float8") else x_spec.dtype
-        calls.check_buffer(_NAMES.grad_input, spec_of(grad_input), ArraySpec(x_spec.shape, dx_dtype))
-    buffers = {"wgrad_accum": wgrad_accum, "grad_input": grad_input}
-    _checked({"x": x, "w": w, "group_sizes": sizes, "bias": bias, "row_scale": row_scale, **buffers})
+        calls.check_buffer(_NAMES.grad_input, input_spec, ArraySpec(x_spec.shape, dx_dtype))
+    _checked(buffers, {**required, "bias": bias, "row_scale": row_scale})
     run = ArrayRunner(x)
     return gradients.linear_grads(
         run,

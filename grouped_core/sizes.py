@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-
 _LARGEST_HINT = 2**31 - 1
 """Kernels take the hint as an integer of fixed width; more rows than that no group has."""
 

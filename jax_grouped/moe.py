@@ -46,8 +46,9 @@ def _gate(kind: str, a: Array, alpha: Parameter) -> Array:
 def halves(h: Array, interleave: int | None) -> tuple[Array, Array]:
     """(gate, linear) columns of h [M, 2F]."""
     M, width = h.shape
-    blocks = h.reshape(M, -1, 2, width // 2 if interleave is None else interleave)
-    return blocks[:, :, 0].reshape(M, -1), blocks[:, :, 1].reshape(M, -1)
+    block = width // 2 if interleave is None else interleave
+    blocks = h.reshape(M, width // (2 * block), 2, block)  # no -1, which says nothing where M is 0
+    return blocks[:, :, 0].reshape(M, width // 2), blocks[:, :, 1].reshape(M, width // 2)
 
 
 def activate(h: Float[Array, "M N"], activation: str | Activation) -> Float[Array, "M F"]:
@@ -98,9 +99,15 @@ def grouped_mlp(
             f"`wi` of grouped_mlp: {wi.shape[-1]} columns, wanted {spec.fc1_width(wo.shape[1])} for {spec.kind} "
             f"in front of `wo` with F = {wo.shape[1]}; give gate and linear columns side by side."
         )
+    if probs is not None:
+        probs = jnp.asarray(probs, jnp.float32)
+    if probs is not None and probs.shape != x.shape[:1]:
+        raise ValueError(
+            f"`probs` of grouped_mlp: shape {probs.shape}, wanted {x.shape[:1]} = all rows of `x`; give one a row."
+        )
     h = ragged_dot(x, wi, group_sizes, bias=wi_bias, recipe=recipe)
     t = activate(h, spec)
-    z = (t if probs is None else probs.astype(jnp.float32)[:, None] * t).astype(x.dtype)
+    z = (t if probs is None else probs[:, None] * t).astype(x.dtype)
     if wo_bias is None or probs is None:
         return ragged_dot(z, wo, group_sizes, bias=wo_bias, recipe=recipe)
     return ragged_dot(z, wo, group_sizes, bias=wo_bias, row_scale=probs, scale_bias=True, recipe=recipe)

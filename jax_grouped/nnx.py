@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jaxtyping import Array, Float
@@ -19,7 +20,7 @@ from grouped_core.activations import Activation, resolve
 from grouped_core.recipes import Recipe
 from jax_grouped import moe
 from jax_grouped.ops import ragged_dot
-from jax_grouped.route import MoEAux
+from jax_grouped.route import MoEAux, check_router
 
 Initializer = Callable[..., Array]
 Metadata = Mapping[str, Any]
@@ -34,6 +35,8 @@ _NO_METADATA: Metadata = MappingProxyType({})
 
 def _positive(layer: str, **sizes: int) -> None:
     for name, size in sizes.items():
+        if not isinstance(size, (int, np.integer)):
+            raise TypeError(f"`{name}` of {layer}: {size!r}, wanted an integer; give the size of that axis.")
         if size < 1:
             raise ValueError(f"`{name}` of {layer}: {size}, wanted 1 or more; give the size of that axis.")
 
@@ -207,11 +210,13 @@ class MoE(_Experts):
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
-        if not 1 <= num_experts_per_tok <= num_experts:
+        _positive("MoE", num_experts=num_experts, num_experts_per_tok=num_experts_per_tok)
+        if num_experts_per_tok > num_experts:
             raise ValueError(
                 f"`num_experts_per_tok` of MoE: {num_experts_per_tok}, wanted 1 to {num_experts}, the number of "
                 "experts; choose fewer."
             )
+        check_router(num_experts, num_experts_per_tok, score, after_topk)
         super().__init__(num_experts, hidden, mlp_dim, param_dtype=param_dtype, rngs=rngs, **options)
         self.router = Router(hidden, num_experts, param_dtype, router_init, rngs, router_metadata)
         self.num_experts_per_tok = num_experts_per_tok

@@ -57,7 +57,8 @@ class Permutation(NamedTuple):
 # ---- choosing experts ------------------------------------------------------------------------------------------------
 
 
-def _check_router(T: int, E: int, k: int, score: str, after_topk: bool, bias: Array | None, mask: Array | None) -> None:
+def check_router(E: int, k: int, score: str, after_topk: bool) -> None:
+    """Refuses options of `topk_router` that contradict each other, with a ValueError."""
     if score not in SCORES:
         raise ValueError(f"`score` of topk_router: {score!r}, wanted one of {SCORES}; choose one of them.")
     if not 1 <= k <= E:
@@ -72,6 +73,18 @@ def _check_router(T: int, E: int, k: int, score: str, after_topk: bool, bias: Ar
             "`after_topk` of topk_router: True with k = 1, wanted k of 2 or more; "
             "a softmax over one expert is always 1 and the router would not learn, use after_topk=False."
         )
+
+
+def _check_axes(function: str, **arrays: tuple[Array, str]) -> None:
+    """Refuses an array that has not the two axes named beside it."""
+    for name, (array, axes) in arrays.items():
+        if array.ndim != 2:
+            raise ValueError(
+                f"`{name}` of {function}: shape {array.shape}, wanted two axes {axes}; fold or add axes with a reshape."
+            )
+
+
+def _check_extras(T: int, E: int, bias: Array | None, mask: Array | None) -> None:
     for name, array, shape in (("bias", bias, (E,)), ("mask", mask, (T,))):
         if array is not None and array.shape != shape:
             raise ValueError(f"`{name}` of topk_router: shape {array.shape}, wanted {shape}; reshape it.")
@@ -107,8 +120,10 @@ def topk_router(
     Raises:
         ValueError: an option or a shape does not fit.
     """
+    _check_axes("topk_router", logits=(logits, "[T, E]"))
     T, E = logits.shape
-    _check_router(T, E, k, score, after_topk, bias, mask)
+    check_router(E, k, score, after_topk)
+    _check_extras(T, E, bias, mask)
     logits = logits.astype(jnp.float32)
     if score == "softmax":
         scores = normalised = jax.nn.softmax(logits)
@@ -197,9 +212,15 @@ def permute(
         rows [M, H] in the dtype of x (padding is zero), group sizes int32 [G] with padding, `Permutation`.
 
     Raises:
-        ValueError: shapes do not fit, or `align` or `max_rows` is out of range.
+        ValueError: shapes do not fit, or `num_groups`, `align` or `max_rows` is out of range.
+        TypeError: `experts` are no integers.
     """
+    _check_axes("permute", x=(x, "[T, H]"), experts=(experts, "[T, k]"))
     T, k = experts.shape
+    if not jnp.issubdtype(experts.dtype, jnp.integer):
+        raise TypeError(f"`experts` of permute: dtype {experts.dtype}, wanted integers; give the experts' numbers.")
+    if num_groups < 1:
+        raise ValueError(f"`num_groups` of permute: {num_groups}, wanted 1 or more; give the number of experts.")
     if x.shape[0] != T:
         raise ValueError(f"`x` of permute: {x.shape[0]} tokens, wanted {T} as in `experts`; route these tokens.")
     if probs is not None and probs.shape != (T, k):
@@ -248,6 +269,7 @@ def unpermute(
     Raises:
         ValueError: shapes do not fit the permutation.
     """
+    _check_axes("unpermute", y=(y, "[M, H]"))
     if y.shape[0] != permutation.source.shape[0]:
         raise ValueError(
             f"`y` of unpermute: {y.shape[0]} rows, wanted {permutation.source.shape[0]}; give all rows of `permute`."

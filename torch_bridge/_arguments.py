@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,12 +56,8 @@ def check_arguments(
     wgrad_accum: str | Tensor | Sequence[Tensor | None] | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Arguments:
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(
-            "grouped_linear under torch.func.vmap, grad or jvp: expected plain tensors; fold a mapped axis into rows "
-            "or groups, and differentiate with torch.autograd."
-        )
-    _refuse_forward_mode(x, weight, bias, row_scale)
+    if not torch.compiler.is_compiling():
+        _refuse_transforms(x, weight, bias, row_scale)
     check_operand(NAMES.x, x, x)
     sizes, rows_hint = prepare_sizes(group_sizes, x, NAMES)
     weights = members_of(NAMES.w, weight, 3, x)
@@ -76,12 +72,19 @@ def check_arguments(
     accumulators: Sequence[Tensor | None] = ()
     if wgrad_accum is not None and wgrad_accum != "main_grad":
         accumulators = _accumulators(wgrad_accum, weights)
+        if not torch.compiler.is_compiling():  # where there are no addresses yet
+            names = [NAMES.accum] if isinstance(wgrad_accum, Tensor) else _numbered(NAMES.accum, len(accumulators))
+            _check_apart(zip(names, accumulators, strict=True), _inputs(x, weights, sizes, biases, row_scale))
     return Arguments(x, weights, sizes, biases, row_scale, text, to_main_grad, accumulators)
 
 
-def _refuse_forward_mode(*operands: Any) -> None:
-    """The operators would drop a tangent in silence."""
-    if forward_ad._current_level < 0:  # outside every dual level there are none
+def _refuse_transforms(*operands: Any) -> None:
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "grouped_linear under torch.func.vmap, grad or jvp: expected plain tensors; fold a mapped axis into rows "
+            "or groups, and differentiate with torch.autograd."
+        )
+    if forward_ad._current_level < 0:  # outside every dual level there are no tangents, which would be lost in silence
         return
     for operand in operands:
         for each in operand if isinstance(operand, (list, tuple)) else [operand]:
@@ -124,7 +127,11 @@ def _text(
 
 def weight_names(weights: Sequence[Tensor]) -> list[str]:
     """How messages name each weight."""
-    return [NAMES.w] if weights[0].dim() == 3 else [f"{NAMES.w}[{at}]" for at in range(len(weights))]
+    return [NAMES.w] if weights[0].dim() == 3 else _numbered(NAMES.w, len(weights))
+
+
+def _numbered(name: str, count: int) -> list[str]:
+    return [f"{name}[{at}]" for at in range(count)]
 
 
 def _accumulators(given: str | Tensor | Sequence[Tensor | None], weights: list[Tensor]) -> list[Tensor | None]:
@@ -175,19 +182,13 @@ def _check_writable(name: str, buffer: Tensor) -> None:
 def check_buffers(out: Tensor | None, grad_input: Tensor | None, given: Arguments) -> None:
     """BUF-2 for what the operators do not check themselves; the shape and dtype of `out` are theirs."""
     x = given.x
-    inputs = [
-        *((NAMES.x, x), (NAMES.sizes, given.sizes), (NAMES.row_scale, given.row_scale)),
-        *((name, each) for name, each in zip(weight_names(given.weights), given.weights, strict=True)),
-        *((NAMES.bias, each) for each in given.biases),
-    ]
-    for name, buffer in ((NAMES.out, out), (NAMES.grad_input, grad_input)):
-        if buffer is None:
-            continue
-        check_operand(name, buffer, x)
-        _check_writable(name, buffer)
-        if not torch.compiler.is_compiling():  # where there are no addresses yet
-            _check_overlap(name, buffer, inputs)
-        inputs.append((name, buffer))
+    buffers = ((NAMES.out, out), (NAMES.grad_input, grad_input))
+    for name, buffer in buffers:
+        if buffer is not None:
+            check_operand(name, buffer, x)
+            _check_writable(name, buffer)
+    if not torch.compiler.is_compiling():  # where there are no addresses yet
+        _check_apart(buffers, _inputs(x, given.weights, given.sizes, given.biases, given.row_scale))
     if grad_input is not None:
         calls.check_buffer(NAMES.grad_input, spec_of(grad_input), ArraySpec(tuple(x.shape), _gradient_dtype(x)))
         if not x.requires_grad:
@@ -202,18 +203,38 @@ def _gradient_dtype(x: Tensor) -> str:
     return "bfloat16" if name.startswith("float8") else name
 
 
-def _check_overlap(name: str, buffer: Tensor, others: Sequence[tuple[str, Tensor | None]]) -> None:
-    start, end = _span(buffer)
-    for other_name, other in others:
-        if other is None:
-            continue
-        other_start, other_end = _span(other)
-        if max(start, other_start) < min(end, other_end):
-            raise ValueError(
-                f"`{name}`: overlaps `{other_name}` in memory, expected a buffer of its own; allocate one."
-            )
+_Named = Iterable[tuple[str, Tensor | None]]
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
-    start = tensor.data_ptr()
-    return start, start + tensor.numel() * tensor.element_size()
+def _inputs(
+    x: Tensor, weights: list[Tensor], sizes: Tensor, biases: list[Tensor], row_scale: Tensor | None
+) -> list[tuple[str, Tensor | None]]:
+    """What is read, by name."""
+    return [
+        *((NAMES.x, x), (NAMES.sizes, sizes), (NAMES.row_scale, row_scale)),
+        *zip(weight_names(weights), weights, strict=True),
+        *((NAMES.bias, each) for each in biases),
+    ]
+
+
+def _check_apart(written: _Named, read: _Named) -> None:
+    """Refuses memory that is written and is at the same time another operand's.
+
+    One sweep over the starts: a list of many weights costs no comparison of all pairs.
+    """
+    named = [(0, name, each) for name, each in read]  # 0: is only read
+    named += [(at, name, each) for at, (name, each) in enumerate(written, 1)]
+    spans = [
+        (each.data_ptr(), each.data_ptr() + each.nbytes, at, name)
+        for at, name, each in named
+        if each is not None and each.numel()
+    ]
+    furthest = {False: (0, 0, ""), True: (0, 0, "")}  # of what is read, and written: the span that ends last so far
+    for start, end, at, name in sorted(spans):
+        for other_end, other_at, other in furthest.values():
+            if start < other_end and (at or other_at):
+                (_, operand), (_, buffer) = sorted([(at, name), (other_at, other)])
+                raise ValueError(
+                    f"`{buffer}`: overlaps `{operand}` in memory, expected a buffer of its own; allocate one."
+                )
+        furthest[at > 0] = max(furthest[at > 0], (end, at, name))

@@ -30,6 +30,7 @@ def device_sizes(values: Sequence[int] | Tensor, device: torch.device | str) -> 
     """
     device = torch.device(device)
     if isinstance(values, Tensor):
+        check_layout(_NAMES.sizes, values)
         check_sizes(_NAMES, spec_of(values))
         if values.device.type != "cpu":
             raise ValueError(

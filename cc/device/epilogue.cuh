@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cc/device/ptx.cuh"
+#include "cc/device/schedule.cuh"
 
 namespace grouped::sm90 {
 
@@ -173,22 +174,33 @@ __device__ inline void store_rows(float (&acc)[kCols / 2], const CUtensorMap* ma
   }
 }
 
-// Stores zeros where store_rows would store sums.
-template <class Out, int kCols, int kSlots>
-__device__ inline void clear_rows(const CUtensorMap* map, ptx::Coords at, int valid_cols, Slots<kSlots>& slots) {
-  constexpr int kSliceCols = 128 / sizeof(Out);
-  const int lane = threadIdx.x % 32;
-  const uint32_t slot = slots.address();
-  slots.wait_free();
-  slots.advance();
-  for (int i = 0; i < kSlotBytes / 8; i += 32) ptx::store_shared_v2(slot + 8 * (i + lane), 0, 0);
-  ptx::fence_async();
-  __syncwarp();
-  if (lane != 0) return;
-  for (int col = 0; col < kCols && col < valid_cols; col += kSliceCols) {
-    ptx::tensor_store(map, {{at.c[0] + col, at.c[1], at.c[2], at.c[3]}}, slot);
+// Zeros under whole tiles, by one warp and from one slot: they cost the warpgroups that multiply no turn, and nobody
+// waits for them.
+template <class Out, int kCols>
+class Zeros {
+ public:
+  __device__ explicit Zeros(uint32_t slot) : slot_(slot) {
+    for (int i = threadIdx.x % 32; i < kSlotBytes / 8; i += 32) ptx::store_shared_v2(slot + 8 * i, 0, 0);
+    ptx::fence_async();
+    __syncwarp();
   }
-  ptx::store_commit();
-}
+  // `at` is the tile's first element, `rows` and `cols` what is left of the tensor from there on.
+  __device__ void store(const CUtensorMap* map, ptx::Coords at, int rows, int cols) const {
+    if (threadIdx.x % 32 != 0) return;
+    for (int row = 0; row < kTileRows && row < rows; row += 16) {
+      for (int col = 0; col < kCols && col < cols; col += 128 / sizeof(Out)) {
+        ptx::tensor_store(map, {{at.c[0] + col, at.c[1] + row, at.c[2], at.c[3]}}, slot_);
+      }
+    }
+    ptx::store_commit();
+  }
+  // Before the slot goes away.
+  __device__ void finish() const {
+    if (threadIdx.x % 32 == 0) ptx::store_wait_read<0>();
+  }
+
+ private:
+  uint32_t slot_;
+};
 
 }  // namespace grouped::sm90

@@ -31,14 +31,16 @@ struct TileShape {
   static constexpr int kCols = kCols_, kStages = kStages_, kSlots = kSlots_;
   static constexpr int kStageBytes = 2 * kBlockBytes + kCols * 128;
 
-  // Shared memory, from a 1024-byte aligned start: stages, slots of each consumer warp, work items, barriers.
+  // Shared memory, from a 1024-byte aligned start: stages, slots of each consumer warp, a slot for the scheduler, work
+  // items, barriers.
   static constexpr int kSlotsAt = kStages * kStageBytes;
-  static constexpr int kWorkAt = kSlotsAt + kConsumerWarps * kSlots * kSlotBytes;
+  static constexpr int kSpareAt = kSlotsAt + kConsumerWarps * kSlots * kSlotBytes;
+  static constexpr int kWorkAt = kSpareAt + kSlotBytes;
   static constexpr int kBarriersAt = kWorkAt + kWorkDepth * int(sizeof(Work));
   static constexpr int kFull = 0, kEmpty = kStages, kWorkFull = 2 * kStages, kWorkEmpty = kWorkFull + kWorkDepth;
   static constexpr int kTurn = kWorkEmpty + kWorkDepth;
-  static constexpr int kMail = kTurn + 2;      // posted and taken, then the posted value
-  static constexpr int kSlotFull = kMail + 3;  // of fetches into slots
+  static constexpr int kMail = kTurn + 2;
+  static constexpr int kSlotFull = kMail + Mailbox::kWords;  // of fetches into slots
   static constexpr int kSharedBytes = kBarriersAt + 8 * (kSlotFull + kConsumerWarps * kSlots);
   static_assert(kSharedBytes <= kSharedLimit);
 
@@ -204,8 +206,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
       ptx::barrier_init(barriers + 8 * (Shape::kWorkEmpty + s), 1 + kConsumerWarps);
     }
     for (int w = 0; w < 2; ++w) ptx::barrier_init(barriers + 8 * (Shape::kTurn + w), kConsumerWarps / 2);
-    ptx::barrier_init(barriers + 8 * Shape::kMail, 1);
-    ptx::barrier_init(barriers + 8 * (Shape::kMail + 1), 1);
+    for (int s = 0; s < 2 * kMailDepth; ++s) ptx::barrier_init(barriers + 8 * (Shape::kMail + s), 1);
     for (int s = 0; s < kConsumerWarps * Shape::kSlots; ++s) {
       ptx::barrier_init(barriers + 8 * (Shape::kSlotFull + s), 1);
     }
@@ -240,7 +241,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
       }
     } else if (warp == 1) {
       WorkWriter<Shape> writer(barriers, items);
-      Product::schedule(p, rank, barriers + 8 * Shape::kMail, [&](const Work& work) { writer.push(work); });
+      Product::schedule(p, rank, barriers + 8 * Shape::kMail, shared + Shape::kSpareAt,
+                        [&](const Work& work) { writer.push(work); });
     }
     __syncwarp();
   } else {
@@ -268,16 +270,6 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
       if (valid_cols <= 0) {
         pass<Shape>(ring, turn, work.k_blocks(), barriers);
         continue;
-      }
-      if constexpr (Product::kRaggedSums) {
-        if (work.length == 0) {
-          turn.take();
-          turn.hand_over();
-          for (int row = first_row; row < kTileRows; row += 64) {
-            if (row < work.valid_rows) Product::clear(p, work, row, valid_cols, slots);
-          }
-          continue;
-        }
       }
       auto held = Product::begin(p, work, first_row, valid_cols, slots);
       float acc[2][Shape::kCols / 2];

@@ -41,10 +41,13 @@ __device__ inline uint32_t peer_address(uint32_t address, uint32_t rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(r) : "r"(address), "r"(rank));
   return r;
 }
-__device__ inline void store_peer(uint32_t peer, int64_t value) {
-  asm volatile("st.shared::cluster.b64 [%0], %1;\n" ::"r"(peer), "l"(value) : "memory");
+// Writes 8 bytes in another CTA of the cluster, whose barrier counts them as it does a copy's: nothing waits for the
+// writes before. Both are peer addresses.
+__device__ inline void store_peer(uint32_t peer, int64_t value, uint32_t barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];\n" ::"r"(peer),
+               "l"(value), "r"(barrier)
+               : "memory");
 }
-
 __device__ inline int64_t load_shared(uint32_t from) {
   int64_t v;
   asm volatile("ld.shared.b64 %0, [%1];\n" : "=l"(v) : "r"(from) : "memory");
@@ -59,15 +62,10 @@ __device__ inline void barrier_init_fence() { asm volatile("fence.mbarrier_init.
 __device__ inline void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }
-// In another CTA of the cluster. Orders nothing but what the copy engine and the tensor cores did: with cluster scope
-// it would cost a memory barrier of the whole chip in the main loop.
+// In another CTA of the cluster. Orders what this thread read and what the copy engine and the tensor cores did, no
+// writes: with cluster scope it would cost a memory barrier of the whole chip, in the main loop and for every item.
 __device__ inline void barrier_arrive_peer(uint32_t barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(peer_address(barrier, rank)) : "memory");
-}
-// As above, and releases this thread's ordinary writes to the peer.
-__device__ inline void barrier_release_peer(uint32_t barrier, uint32_t rank) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];\n" ::"r"(peer_address(barrier, rank))
-               : "memory");
 }
 __device__ inline void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
@@ -78,20 +76,6 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
       ".reg .pred done;\n"
       "WAIT:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra DONE;\n"
-      "bra WAIT;\n"
-      "DONE:\n"
-      "}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-// As above, and orders ordinary memory accesses of the peer before those that follow.
-__device__ inline void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "WAIT:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
       "@done bra DONE;\n"
       "bra WAIT;\n"
       "DONE:\n"

@@ -84,35 +84,41 @@ GROUPED_HOST_DEVICE inline int64_t drawn_item(uint64_t before, uint64_t step, in
 
 #if defined(__CUDACC__)
 
-// What the leader (rank 0) of a pair tells its peer: one value at a time, through two barriers (posted, taken) and a
-// word of the peer's shared memory, all at `mail`.
+// What the leader (rank 0) of a pair tells its peer: values in order, through a ring of words in the peer's shared
+// memory. At `mail`, in both: barriers that say posted (the peer's count) and taken (the leader's), then the words. The
+// ring lets the leader run ahead: a round trip an item would take longer than a short sum.
+constexpr int kMailDepth = 4;
+
 class Mailbox {
  public:
+  static constexpr int kWords = 3 * kMailDepth;
+
   __device__ Mailbox(uint32_t rank, uint32_t mail) : mail_(mail), leader_(rank == 0) {}
   __device__ bool leader() const { return leader_; }
 
   // The leader's value, in every lane of both warps.
   __device__ int64_t share(int64_t value) {
+    const uint32_t posted = mail_ + 8 * slot_, taken = posted + 8 * kMailDepth, word = taken + 8 * kMailDepth;
     if (leader_) {
       if (threadIdx.x % 32 == 0) {
-        ptx::barrier_wait_cluster(mail_ + 8, parity_ ^ 1);
-        ptx::store_peer(ptx::peer_address(mail_ + 16, 1), value);
-        ptx::barrier_release_peer(mail_, 1);
+        ptx::barrier_wait(taken, parity_ ^ 1);
+        ptx::store_peer(ptx::peer_address(word, 1), value, ptx::peer_address(posted, 1));
       }
     } else {
-      ptx::barrier_wait_cluster(mail_, parity_);
-      value = ptx::load_shared(mail_ + 16);
+      if (threadIdx.x % 32 == 0) ptx::barrier_arrive_expect(posted, sizeof value);
+      ptx::barrier_wait(posted, parity_);
+      value = ptx::load_shared(word);
       __syncwarp();
-      if (threadIdx.x % 32 == 0) ptx::barrier_release_peer(mail_ + 8, 0);
+      if (threadIdx.x % 32 == 0) ptx::barrier_arrive_peer(taken, 0);
     }
-    parity_ ^= 1;
+    if (++slot_ == kMailDepth) slot_ = 0, parity_ ^= 1;
     return __shfl_sync(~0u, value, 0);
   }
 
  private:
   uint32_t mail_;
   bool leader_;
-  uint32_t parity_ = 0;
+  uint32_t slot_ = 0, parity_ = 0;
 };
 
 // A warp's walk over groups: `find` takes rising items. Sizes are clamped as the contract says: negative counts as 0,

@@ -50,7 +50,7 @@ struct RowsProduct {
   using Rhs = RhsTile<kRhsMajor, Shape::kCols>;
 
   template <class Push>
-  static __device__ void schedule(const Params& p, uint32_t rank, uint32_t mail, Push push) {
+  static __device__ void schedule(const Params& p, uint32_t rank, uint32_t mail, uint32_t, Push push) {
     const int col_tiles = (p.cols + Shape::kCols - 1) / Shape::kCols;
     RowScan scan(p.sizes, p.groups, p.rows, col_tiles);
     Mailbox pair(rank, mail);

@@ -3,6 +3,7 @@
 //
 //   sizes --order_groups--> spans, longest group first; counter := 0
 //   counter --leader's scheduler--> mailbox of its peer --> both work rings; long and short sums mixed
+//            |  an empty group's tiles: zeros, stored by the scheduler at once
 //   loader: 64 rows of lhs and rhs by ragged maps; rows past the group's end arrive as zeros in both, whatever follows
 //            |  ring of blocks: lhs 64 x 128, rhs 64 x BN; shared tiles multicast to the pair
 //            v
@@ -124,11 +125,12 @@ struct ContractionProduct {
   using Rhs = RhsTile<kRhsMajor, Shape::kCols>;
 
   template <class Push>
-  static __device__ void schedule(const Params& p, uint32_t rank, uint32_t mail, Push push) {
+  static __device__ void schedule(const Params& p, uint32_t rank, uint32_t mail, uint32_t spare, Push push) {
     const int row_tiles = (p.rows + kTileRows - 1) / kTileRows;
     const int col_tiles = (p.cols + Shape::kCols - 1) / Shape::kCols;
     const int per_group = int(pair_count(row_tiles, col_tiles)), items = per_group * p.groups;
     Mailbox pair(rank, mail);
+    const Zeros<Out, Shape::kCols> zeros(spare);
     // Rows drawn beyond the mean. Pairs start at different points of the mix, not all with a long sum.
     int64_t surplus = int64_t(p.spans[0].rows) * (blockIdx.x / 2) / (gridDim.x / 2);
     const int64_t mean_rows = p.draws->mean_rows;
@@ -154,7 +156,6 @@ struct ContractionProduct {
         work.slice2 = int32_t(d >> 4 & (kRagged - 1));
         work.slice3 = int32_t(d >> 34);
       }
-      if (p.accumulate && span.rows == 0) continue;
       const Tile tile = pair_at(int(item) % per_group, row_tiles, col_tiles, rank);
       work.kind = Work::kTile;
       work.length = span.rows;
@@ -165,9 +166,14 @@ struct ContractionProduct {
       work.group = span.group;
       work.rows = span.rows;
       work.end = span.end;
-      push(work);
+      if (span.rows != 0) {
+        push(work);
+      } else if (!p.accumulate) {
+        zeros.store(&p.out, at(work, 0), work.valid_rows, p.cols - work.col0);
+      }
     }
     push(Work{});
+    zeros.finish();
   }
 
   static __device__ void load(const Params& p, const Work& work, int k, int halves, bool columns, uint32_t rank,
@@ -194,10 +200,6 @@ struct ContractionProduct {
                                Slots<Shape::kSlots>& slots, Epilogue& held) {
     store_rows<Out, Shape::kCols, Shape::kSlots>(acc, &p.out, at(work, row), cols, slots, p.accumulate, held,
                                                  [](int, float (&)[4]) {});
-  }
-
-  static __device__ void clear(const Params& p, const Work& work, int row, int cols, Slots<Shape::kSlots>& slots) {
-    clear_rows<Out, Shape::kCols>(&p.out, at(work, row), cols, slots);
   }
 
   static __device__ void clear_tail(const Params&, const Work&, uint32_t, int) {}

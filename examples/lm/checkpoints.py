@@ -74,8 +74,12 @@ class Checkpoints:
             return self._manager.restore(self.latest, args=ocp.args.Composite(**items))
         # Orbax and its storage raise many kinds of errors for damaged files; each means the same to the user.
         except (OSError, ValueError, KeyError, TypeError, json.JSONDecodeError) as error:
-            first = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
-            raise UserError(
-                f"--resume: the checkpoint of step {self.latest} in {self.folder} cannot be read ({first}); "
-                "delete its folder to continue from the one before"
-            ) from None
+            raise self.unreadable(error) from None
+
+    def unreadable(self, error: Exception) -> UserError:
+        """What to tell the user when the newest checkpoint is damaged."""
+        first = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
+        return UserError(
+            f"--resume: the checkpoint of step {self.latest} in {self.folder} cannot be read ({first}); "
+            "delete its folder to continue from the one before"
+        )

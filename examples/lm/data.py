@@ -38,13 +38,18 @@ def _python_files(folder: Path) -> list[Path]:
     return [p for p in folder.rglob("*.py") if not SKIPPED_FOLDERS.intersection(p.relative_to(folder).parts)]
 
 
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
 def _text_files(folder: Path) -> list[Path]:
-    return [p for p in folder.rglob("*") if p.is_file() and not any(s.startswith(".") for s in p.parts)]
+    return [p for p in folder.rglob("*") if p.is_file() and not _hidden(p.relative_to(folder))]
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, most: int) -> bytes:
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            return file.read(most)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
 
@@ -56,13 +61,17 @@ def load(path: str | None) -> Text:
         name, files = "Python standard library", _python_files(root)
     else:
         root = Path(path)
-        if not root.exists():
-            raise UserError(f"--text {path}: no such file or folder")
-        name, files = root.name, _text_files(root) if root.is_dir() else [root]
+        try:
+            root.stat()
+        except FileNotFoundError:
+            raise UserError(f"--text {path}: no such file or folder") from None
+        except OSError as error:
+            raise UserError(f"--text {path}: {error.strerror}") from None
+        name, files = root.resolve().name, _text_files(root) if root.is_dir() else [root]
     parts: list[bytes] = []
     room = TEXT_BYTES
     for file in sorted(files):  # sorted, so that the same files always give the same split
-        parts.append(_read(file)[:room])
+        parts.append(_read(file, room))
         room -= len(parts[-1])
     parts = [part for part in parts if part]
     if not parts:

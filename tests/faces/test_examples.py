@@ -130,11 +130,43 @@ def test_a_broken_checkpoint_is_refused(finished: Path, text: Path, tmp_path: Pa
     assert "cannot be read" in line
 
 
+@pytest.mark.parametrize("damage", [[], {"position": "x"}, {"losses": ["x"]}, {"settings": 1}], ids=str)
+def test_notes_of_another_kind_are_refused(damage: object, finished: Path, text: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished / "saved", tmp_path / "saved")
+    path = tmp_path / "saved" / "6" / "notes" / "metadata"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **damage} if isinstance(damage, dict) else damage))
+    line = mistake("--checkpoint", tmp_path / "saved", "--output", tmp_path, "--text", text, *SMALL, "--resume")
+    assert "the checkpoint of step 6" in line
+    assert "cannot be read" in line
+
+
+def test_results_that_cannot_be_written(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "training.png").mkdir()
+    done = train("--output", tmp_path, "--text", text, *SMALL)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert f"cannot write the results to {tmp_path}: Is a directory" in done.stderr
+
+
+def test_a_text_is_read_up_to_a_bound_and_from_any_folder(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    data = importlib.import_module("lm.data")
+    monkeypatch.setattr(data, "TEXT_BYTES", 100)
+    endless = data.load("/dev/zero")
+    assert len(endless.train) + len(endless.held_out) == 100
+    monkeypatch.chdir(tmp_path)
+    found = data.load(os.path.relpath(text))  # whose dots are no hidden folders
+    assert found.train.tobytes().startswith(b"abcd")
+
+
 @pytest.mark.parametrize(
     ("options", "fragment"),
     [
         (("--text", "{tmp}/none"), "no such file or folder"),
         (("--text", "{tmp}/empty"), "there is no text in it"),
+        (("--text", "n" * 300), "File name too long"),
         (("--text", "{tmp}/short"), "too few for --length 256"),
         (("--steps", "0"), "argument --steps: '0', wanted a number from 1 to 1e+07"),
         (("--steps", "many"), "argument --steps: 'many', wanted a number"),

@@ -239,8 +239,24 @@ def test_permute_refusals(options: dict[str, Any], fragments: tuple[str, ...]) -
         route.permute(jnp.zeros((T, H)), jnp.zeros((T, 2), jnp.int32), E, **options)
 
 
+@pytest.mark.rule("GRP-10")
+def test_a_layer_without_tokens() -> None:
+    layer = nnx.MoE(4, 8, 3, 2, use_bias=True, rngs=flax_nnx.Rngs(0))
+    y, aux = layer(jnp.zeros((0, 4)))
+    assert y.shape == (0, 4)
+    assert int(aux.load.sum()) == 0
+
+
 def test_shapes_that_do_not_belong_together() -> None:
     experts = jnp.zeros((T, 2), jnp.int32)
+    with asserts.refused(ValueError, ("`experts` of permute", "(12,)", "two axes [T, k]", "reshape")):
+        route.permute(jnp.zeros((T, H)), experts[:, 0], E)
+    with asserts.refused(TypeError, ("`experts` of permute", "float32", "integers", "numbers")):
+        route.permute(jnp.zeros((T, H)), experts.astype(jnp.float32), E)
+    with asserts.refused(ValueError, ("`num_groups` of permute", "0", "1 or more", "give")):
+        route.permute(jnp.zeros((T, H)), experts, 0)
+    with asserts.refused(ValueError, ("`logits` of topk_router", "(4,)", "two axes [T, E]", "reshape")):
+        route.topk_router(jnp.zeros(4), 2)
     with asserts.refused(ValueError, ("`x` of permute", "3 tokens", "12", "route")):
         route.permute(jnp.zeros((3, H)), experts, E)
     _, _, permutation = route.permute(jnp.zeros((T, H)), experts, E)
@@ -551,5 +567,12 @@ def test_layer_refusals() -> None:
         nnx.MoE(4, 0, 2, 1, rngs=rngs)
     with asserts.refused(ValueError, ("`num_experts_per_tok` of MoE", "3", "1 to 2", "fewer")):
         nnx.MoE(4, 4, 2, 3, rngs=rngs)
+    with asserts.refused(TypeError, ("`in_features` of GroupedLinear", "8.0", "an integer", "size")):
+        nnx.GroupedLinear(2, 8.0, 3, rngs=rngs)
+    with asserts.refused(ValueError, ("`score` of topk_router", "'best'", "wanted one of", "choose")):
+        nnx.MoE(4, 4, 2, 1, score="best", rngs=rngs)
+    for probs in (jnp.ones(1), jnp.ones((2, 1)), 0.5):
+        with asserts.refused(ValueError, ("`probs` of grouped_mlp", "wanted (2,)", "all rows of `x`", "one a row")):
+            nnx.GroupedMLP(1, 3, 4, rngs=rngs)(jnp.ones((2, 3)), jnp.asarray([2]), probs)
     with asserts.refused(ValueError, ("`wi` of grouped_mlp", "6 columns", "wanted 8", "side by side")):
         moe.grouped_mlp(jnp.ones((2, 3)), jnp.ones((1, 3, 6)), jnp.ones((1, 4, 3)), jnp.asarray([2]))

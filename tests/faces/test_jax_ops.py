@@ -20,6 +20,7 @@ from grouped_core import _native, debug, gradients, plans
 from grouped_core.calls import ArraySpec, Call, Linear, spec_of
 from grouped_core.gradients import Needs
 from jax_grouped import _run
+from jax_grouped.accumulate import StackedRef
 from jax_grouped.ops import NAMES
 from tests import asserts, cases
 from tests.bounds import expect_linear, expect_linear_grads
@@ -595,8 +596,26 @@ def test_why_unsupported_says_what_the_call_says():
     why = jg.why_unsupported(jg.ragged_dot, X, jax.ShapeDtypeStruct(spec.shape, spec.dtype), SIZES)
     assert why is not None
     assert "`lhs`: shape (6, 8)" in why
-    with asserts.refused(TypeError, ["`op`", "expected one of ragged_dot", "pass the public function"]):
-        jg.explain(print, X, W, SIZES)
+    for op in (print, []):
+        with asserts.refused(TypeError, ["`op`", "expected one of ragged_dot", "pass the public function"]):
+            jg.explain(op, X, W, SIZES)
+
+
+@pytest.mark.rule("ERR-2", "ACC-1")
+@pytest.mark.parametrize("form", ["array", "ref", "stacked"])
+def test_why_unsupported_takes_every_accumulator(form):
+    zeros = jnp.zeros(W.shape, W.dtype)
+    accum = {"array": zeros, "ref": jax.new_ref(zeros), "stacked": StackedRef(jax.new_ref(zeros[None]), 0)}[form]
+    assert jg.why_unsupported(jg.ragged_dot, X, W, SIZES, wgrad_accum=accum, arch="cpu") is None
+
+
+@pytest.mark.rule("GRP-1")
+@pytest.mark.parametrize("hint", [1.5, "many"])
+def test_a_hint_is_an_integer(hint):
+    with asserts.refused(TypeError, ["`representative` of GroupSizes", repr(hint), "an integer", "pass"]):
+        jg.GroupSizes(SIZES, hint)
+    far = np.int64(2**40)
+    jax.eval_shape(lambda x, w, sizes: jg.ragged_dot(x, w, jg.GroupSizes(sizes, far)), X, W, SIZES)
 
 
 def test_a_pinned_kernel_runs():
@@ -667,8 +686,19 @@ def test_the_good_call_is_taken():
         ({"bias": "b"}, ["`bias`: str", "array [G, N]", "jnp.asarray"]),
         ({"group_offset": np.zeros(1)}, ["`group_offset`: ndarray", "expected None", "slice `group_sizes`"]),
         ({"recipe": "bf16"}, ["`recipe`: str", "expected None or a Recipe", "pass one"]),
+        ({"lhs": np.ones((2, 2))}, ["`lhs`: dtype float64", "expected one of float32", "cast it"]),
+        ({"lhs": np.ones((2, 2), object)}, ["`lhs`: dtype object", "expected one of float32", "cast it"]),
+        ({"lhs": np.ones((2, 2), ">f4")}, ["`lhs`: dtype >f4", "expected one of float32", "cast it"]),
+        ({"wgrad_dtype": "half a float"}, ["`wgrad_dtype`: half a float", "expected None or one of", "choose"]),
+        (
+            {"wgrad_accum": StackedRef(jax.new_ref(jnp.ones((2, 3, 4, 5))), 0.5)},
+            ["`wgrad_accum`", "float32[]", "integer"],
+        ),
     ],
-    ids=["lhs", "rhs", "sizes", "bias", "group_offset", "recipe"],
+    ids=[
+        *("lhs", "rhs", "sizes", "bias", "group_offset", "recipe"),
+        *("numpy_double", "numpy_objects", "byte_order", "no_dtype", "layer"),
+    ],
 )
 def test_arguments_of_the_wrong_kind(change, parts):
     p = small("groups_2")

@@ -258,12 +258,13 @@ GRID = {
     "row_scale": (None, "float32"),
     "scale_bias": (False, True),
     "implementation": (None, "reference", "composed", "grouped_matmul_any_cpu", "nonsense"),
+    "integer": ("int32", "int64", "uint8", "bool"),
 }
 
 
 @pytest.mark.rule("ERR-2", "ERR-3")
 @pytest.mark.matrix(**GRID)
-def test_why_unsupported_tells_what_happens(x, w, transposed, bias, row_scale, scale_bias, implementation):
+def test_why_unsupported_tells_what_happens(x, w, transposed, bias, row_scale, scale_bias, implementation, integer):
     case = cases.named("tail")
     dtype = cases.numpy_dtype
     shape = (case.groups, case.n, case.k) if transposed else (case.groups, case.k, case.n)
@@ -273,18 +274,16 @@ def test_why_unsupported_tells_what_happens(x, w, transposed, bias, row_scale, s
         "bias": None if bias is None else np.ones((case.groups, case.n), dtype(bias)),
         "row_scale": None if row_scale is None else np.ones(case.rows, dtype(row_scale)),
     }
-    sizes = np.array(case.sizes, np.int32)
+    sizes = np.array(case.sizes, integer)
     options = {"scale_bias": scale_bias, "rhs_transposed": transposed, "implementation": implementation}
 
     held = {name: None if a is None else jnp.asarray(a) for name, a in given.items()}
     extra = {"bias": held["bias"], "row_scale": held["row_scale"], **options}
-    reason = jax_grouped.why_unsupported(
-        jax_grouped.ragged_dot, held["x"], held["w"], jnp.asarray(sizes), arch="cpu", **extra
-    )
+    reason = jax_grouped.why_unsupported(jax_grouped.ragged_dot, held["x"], held["w"], sizes, arch="cpu", **extra)
 
     def forward(some: dict[str, Any]) -> jax.Array:
         return jax_grouped.ragged_dot(
-            some["x"], some["w"], jnp.asarray(sizes), bias=some["bias"], row_scale=some["row_scale"], **options
+            some["x"], some["w"], sizes, bias=some["bias"], row_scale=some["row_scale"], **options
         )
 
     def both() -> None:
@@ -321,6 +320,56 @@ def _agree(reason: str | None, run: Callable[[], None], face: str) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Arrays alone: what only this face can get wrong.
+
+
+def _array_operands() -> dict[str, Any]:
+    x, w = np.ones((6, 8), np.float32), np.ones((3, 8, 8), np.float32)
+    return {"x": x, "w": w, "group_sizes": np.array([2, 1, 2], np.int32)}
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    array.setflags(write=False)
+    return array
+
+
+@pytest.mark.rule("ERR-1", "ERR-5", "BUF-2")
+@pytest.mark.parametrize(
+    ("change", "kind", "parts"),
+    [
+        (lambda o: {"x": [[1.0]]}, TypeError, ["`x`: list", "NumPy or CuPy array", "convert"]),
+        (lambda o: {"w": None}, TypeError, ["`w`: NoneType", "NumPy or CuPy array", "convert"]),
+        (lambda o: {"x": o["x"].astype(">f4")}, TypeError, ["`x`: dtype >f4", "expected one of float32", "cast it"]),
+        (lambda o: {"out": o["x"]}, ValueError, ["`out`: overlaps `x`", "of its own", "allocate"]),
+        (lambda o: {"out": _read_only(np.ones_like(o["x"]))}, ValueError, ["`out`", "read-only", "written", "copy"]),
+        (lambda o: {"recipe": "BF16"}, TypeError, ["`recipe`: str", "expected None or a Recipe", "pass one"]),
+    ],
+    ids=["list", "none", "byte_order", "overlap", "read_only", "recipe"],
+)
+def test_arrays_that_do_not_fit(change, kind, parts):
+    operands = _array_operands()
+    with asserts.refused(kind, parts):
+        arrays.grouped_linear(**{**operands, **change(operands)})
+
+
+@pytest.mark.rule("MAT-11")
+@pytest.mark.parametrize(
+    ("change", "kind", "parts"),
+    [
+        (lambda o: {"dy": [1]}, TypeError, ["`dy`: list", "NumPy or CuPy array", "convert"]),
+        (lambda o: {"wgrad_accum": o["w"]}, ValueError, ["`wgrad_accum`: overlaps `w`", "of its own", "allocate"]),
+        (
+            lambda o: {"wgrad_accum": np.zeros_like(o["w"]), "wgrad_dtype": "bfloat16"},
+            ValueError,
+            ["`wgrad_dtype`: bfloat16", "expected None or float32", "the accumulator's dtype decides"],
+        ),
+    ],
+    ids=["dy", "overlap", "two_dtypes"],
+)
+def test_gradients_of_arrays_that_do_not_fit(change, kind, parts):
+    operands = _array_operands()
+    dy = np.ones((6, 8), np.float32)
+    with asserts.refused(kind, parts):
+        arrays.grouped_linear_grads(**{**operands, "dy": dy, **change(operands)})
 
 
 class TestArrays:

@@ -329,6 +329,19 @@ def test_transforms_are_refused_with_a_remedy(batched: bool) -> None:
         f(lambda x: grouped_linear(x, t.w, t.sizes))(torch.stack([t.x, t.x]) if batched else t.x)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on the first dual tensor
+def test_forward_mode_is_refused() -> None:
+    """A tangent would be dropped in silence."""
+    t = small()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(t.x, torch.ones_like(t.x))
+        with asserts.refused(
+            NotImplementedError, ["grouped_linear", "a dual tensor", "plain tensors", "torch.autograd"]
+        ):
+            grouped_linear(dual, t.w, t.sizes)
+        asserts.bitwise(_call(t), _call(t))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Group sizes
 
@@ -557,6 +570,7 @@ def test_buffers_that_do_not_fit_are_refused(name: str) -> None:
 def _bad_calls() -> dict[str, tuple[dict[str, Any], type[Exception], list[str]]]:
     t = small()
     members = list(t.w)
+    spare = torch.zeros_like(members[0])
     return {
         "x_array": ({"x": [[1.0]]}, TypeError, ["`x`", "list", "torch.Tensor", "convert"]),
         "x_rank": ({"x": t.x[0]}, ValueError, ["`x`", "(24,)", "[M, K]", "reshape"]),
@@ -600,6 +614,41 @@ def _bad_calls() -> dict[str, tuple[dict[str, Any], type[Exception], list[str]]]
             {"group_sizes": t.sizes[:2]},
             ValueError,
             ["`group_sizes`", "(2,)", "(3,)", "one size a group"],
+        ),
+        "sizes_strides_of_wide_integers": (
+            {"group_sizes": torch.zeros(6, dtype=torch.int64)[::2]},
+            ValueError,
+            ["`group_sizes`", "strides (2,)", "contiguous", "call"],
+        ),
+        "sizes_of_bools": (
+            {"group_sizes": [True, False, True]},
+            TypeError,
+            ["`group_sizes`", "True", "integers", "pass"],
+        ),
+        "sizes_without_order": (
+            {"group_sizes": {1, 2, 3}},
+            TypeError,
+            ["`group_sizes`", "{1, 2, 3}", "integers", "pass"],
+        ),
+        "sizes_numpy_rank": (
+            {"group_sizes": np.ones((1, 3), np.int64)},
+            ValueError,
+            ["`group_sizes`", "(1, 3)", "[G]", "one size a group"],
+        ),
+        "weight_rank": ({"weight": t.w[None]}, ValueError, ["`weight`", "(1, 3, 40, 24)", "three axes", "stack"]),
+        "bias_rank": ({"bias": t.bias[:, None]}, ValueError, ["`bias`", "(3, 1, 40)", "(3, 40)", "pass"]),
+        "sparse": ({"x": t.x.to_sparse()}, ValueError, ["`x`", "sparse_coo", "plain dense", "convert"]),
+        "foreign_layout": ({"x": t.x.to_mkldnn()}, ValueError, ["`x`", "_mkldnn", "plain dense", "convert"]),
+        "recipe": ({"recipe": "BF16"}, TypeError, ["`recipe`", "str", "expected None or a Recipe", "pass one"]),
+        "accum_is_weight": (
+            {"weight": t.w, "wgrad_accum": t.w},
+            ValueError,
+            ["`wgrad_accum`", "overlaps `weight`", "of its own", "allocate"],
+        ),
+        "accum_twice": (
+            {"weight": members, "wgrad_accum": [spare, torch.zeros_like(spare), spare]},
+            ValueError,
+            ["`wgrad_accum[2]`", "overlaps `wgrad_accum[0]`", "of its own", "allocate"],
         ),
         "sizes_list": ({"group_sizes": [1.5, 2]}, TypeError, ["`group_sizes`", "1.5", "integers", "pass"]),
         "sizes_device": ({"group_sizes": t.sizes.to("meta")}, ValueError, ["`group_sizes`", "meta", "cpu", "move"]),
@@ -766,3 +815,14 @@ def test_exchange_refuses_in_words() -> None:
 
 def test_names_are_torchs() -> None:
     assert (NAMES.x, NAMES.w) == ("x", "weight")
+
+
+@pytest.mark.rule("ERR-2")
+def test_planning_refuses_what_is_no_operation() -> None:
+    t = small()
+    for ask in (torch_bridge.why_unsupported, torch_bridge.explain):
+        for op in (torch.matmul, []):
+            with asserts.refused(TypeError, ["`op`", "expected one of grouped_linear", "pass the public function"]):
+                ask(op, t.x, t.w, t.sizes)
+        with asserts.refused(TypeError, ["unexpected keyword argument 'nonsense'"]):
+            ask(grouped_linear, t.x, t.w, t.sizes, nonsense=1)
