@@ -18,7 +18,7 @@ CXX ?= c++
 GROUPED_CUDA ?= auto
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 WORKERS ?= 2
-BENCH ?= $(wildcard benchmarks/bench_*.py)
+BENCH ?= benchmarks/bench_grouped_matmul.py benchmarks/bench_overhead.py
 ARGS ?=
 
 HEADERS := import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("include"), "Python.h").stat()

@@ -115,7 +115,7 @@ def dense(work: Work) -> Thunk:
     return lambda i: x[i].T @ dy[i]
 
 
-def ours_torch(layout: str) -> Callable[[Work], Thunk]:
+def ours_torch(layout: str, implementation: str | None = None) -> Callable[[Work], Thunk]:
     """Ours from eager PyTorch, for weights [G, N, K] ("nk") or [G, K, N] ("kn"); a gradient alone is a backward."""
 
     def build(work: Work) -> Thunk:
@@ -124,8 +124,13 @@ def ours_torch(layout: str) -> Callable[[Work], Thunk]:
         transposed = layout == "nk"
         weights = work.w_nk if transposed else work.w_kn
 
+        def call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return torch_bridge.grouped_linear(
+                x, w, work.device_sizes, rhs_transposed=transposed, implementation=implementation
+            )
+
         def forward(i: int) -> torch.Tensor:
-            return torch_bridge.grouped_linear(work.x[i], weights[i], work.device_sizes, rhs_transposed=transposed)
+            return call(work.x[i], weights[i])
 
         if work.product == "forward":
             return forward
@@ -135,10 +140,7 @@ def ours_torch(layout: str) -> Callable[[Work], Thunk]:
         else:
             w = [t.detach().requires_grad_() for t in w]
         wanted = x if work.product == "dgrad" else w
-        results = [
-            torch_bridge.grouped_linear(a, b, work.device_sizes, rhs_transposed=transposed)
-            for a, b in zip(x, w, strict=True)
-        ]
+        results = [call(a, b) for a, b in zip(x, w, strict=True)]
         return lambda i: torch.autograd.grad(results[i], wanted[i], work.dy[i], retain_graph=True)[0]
 
     return build
@@ -279,6 +281,7 @@ CANDIDATES: dict[str, Callable[[Work], Thunk]] = {
     "dense": dense,
     "ours, torch, [G,N,K]": ours_torch("nk"),
     "ours, torch, [G,K,N]": ours_torch("kn"),
+    "ours, portable, [G,N,K]": ours_torch("nk", "reference"),
     "ours, torch, fp32 +=": ours_accumulating,
     "ours, jax, [G,K,N]": ours_jax("kn"),
     "ours, jax, [G,N,K]": ours_jax("nk"),

@@ -1,0 +1,70 @@
+"""How much of the memory's rate do small batches reach, where streaming the experts' weights is all that counts?
+
+    python benchmarks/bench_decode.py
+
+Each call is replayed from a captured CUDA graph, beside PyTorch's `grouped_mm`. The share is the bytes that must move
+(weights of the experts that have rows, x and y) over the time, as a share of the rate of a large device copy in the
+same run; weights are rotated past the L2.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+from benchmarks import baselines, harness
+from tests import cases
+
+COPY_BYTES = 2 << 30
+ROTATED_BYTES = 256 << 20  # several times the L2
+CANDIDATES = ("ours, torch, [G,N,K]", "ours, torch, [G,K,N]", "torch grouped_mm")
+
+
+def captured(thunk: harness.Thunk, sets: int) -> harness.Thunk:
+    """The calls on each input set as graphs."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for i in range(sets):
+            thunk(i)
+    torch.cuda.current_stream().wait_stream(stream)
+    graphs = []
+    for i in range(sets):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            thunk(i)
+        graphs.append(graph)
+    return lambda i: graphs[i].replay()
+
+
+def copy_rate() -> float:
+    """Bytes read and written a second by a large device copy."""
+    source, target = (torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_(0, 255) for _ in range(2))
+    copy: Callable[[int], object] = lambda i: target.copy_(source)  # noqa: E731
+    timing = harness.measure({"copy": copy}, clock=harness.cuda_clock, rounds=20)["copy"]
+    return 2 * COPY_BYTES / timing.median_us * 1e6
+
+
+def main() -> None:
+    rate = copy_rate()
+    print(f"copy {rate / 1e12:.2f} TB/s\n{'case':<22}" + "".join(f"{name:>24}" for name in CANDIDATES))
+    for case in cases.select("decode"):
+        weight_bytes = 2 * case.groups * case.k * case.n
+        sets = max(1, min(8, -(-ROTATED_BYTES // weight_bytes)))
+        work = baselines.make_work("forward", "bfloat16", list(case.sizes), case.rows, case.k, case.n, "cuda", sets)
+        active = sum(size > 0 for size in case.sizes)
+        moved = 2 * (active * case.k * case.n + case.rows * (case.k + case.n))
+        thunks = {name: captured(baselines.CANDIDATES[name](work), sets) for name in CANDIDATES}
+        timings = harness.measure(thunks, clock=harness.cuda_clock, sets=sets, rounds=30, budget_s=3)
+        shares = [moved / timings[name].median_us * 1e6 / rate for name in CANDIDATES]
+        print(f"{case.name:<22}" + "".join(f"{share:>24.3f}" for share in shares), flush=True)
+    print(harness.machine())
+
+
+if __name__ == "__main__":
+    main()
