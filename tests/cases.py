@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
+
+from grouped_core.reference import numpy_dtype as numpy_dtype
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Element types of the plain products that have gradients."""
@@ -178,11 +179,6 @@ def named(name: str) -> Case:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Data.
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The NumPy dtype of an element type."""
-    return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else np.dtype(name)
 
 
 class Problem(NamedTuple):

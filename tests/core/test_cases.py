@@ -99,10 +99,11 @@ def test_bounds_are_zero_where_nothing_may_be_written():
 
 
 def test_bounds_are_tight():
-    """A bound that any bug would pass proves nothing: for fp32 it is a millionth of the result's size."""
+    """A bound that any bug would pass proves nothing: fp32's lets through rounding errors of the C terms, no more."""
     p = cases.problem(cases.named("uniform"), "float32")
     y = bounds.expect_linear(OP, p.x, p.w, p.group_sizes)
-    assert np.median(y.error) < 1e-4 * np.median(np.abs(y.value))
+    worst = bounds.gamma(p.case.k, "float32", "grouped_matmul_any_cpu") * p.case.k  # C terms of the result's size
+    assert np.median(y.error) < worst * np.median(np.abs(y.value))
 
 
 def test_gamma_by_kernel():
