@@ -123,6 +123,12 @@ class Activation:
             )
         return 2 * mlp_dim if self.gated else mlp_dim
 
+    def params(self) -> dict[str, int | float | str]:
+        """The parameters of native calls (`ActivationParams` in cc/api/calls.h)."""
+        values = {name: getattr(self, name) for name in _PARAMETERS}
+        numbers = {name: (math.inf if name == "limit" else 0.0) if v is None else v for name, v in values.items()}
+        return {"kind": self.kind, **numbers, "interleave": self.interleave or 0}
+
 
 def resolve(activation: str | Activation) -> Activation:
     """An `Activation` as it stands, or the one of that kind with its defaults."""

@@ -35,7 +35,7 @@ class ArrayRunner:
         plan = plans.plan(call, self.arch)
         given = {output: arrays[slot] for slot, output in call.aliases}
         results = [
-            given.get(i) if given.get(i) is not None else self.xp.empty(spec.shape, dtype=numpy_dtype(spec.dtype))
+            given.get(i) if spec is None or given.get(i) is not None else self._empty(spec)
             for i, spec in enumerate(call.outputs)
         ]
         workspace = self.xp.empty(plan.workspace_bytes, dtype="uint8") if plan.workspace_bytes else None
@@ -44,12 +44,15 @@ class ArrayRunner:
             self.arch,
             call.implementation,
             [None if array is None else _exported(array) for array in arrays],
-            [_exported(array) for array in results],
+            [None if array is None else _exported(array) for array in results],
             dict(call.params),
             workspace,
             self._stream(),
         )
         return tuple(results)
+
+    def _empty(self, spec: ArraySpec) -> Array:
+        return self.xp.empty(spec.shape, dtype=numpy_dtype(spec.dtype))
 
     def spec(self, array: Array) -> ArraySpec:
         """Shape and dtype of an array."""

@@ -108,7 +108,7 @@ def explain_calls(calls: Sequence[Call], arch: str) -> str:
             declined += f"\n    {found.spare} where an address is not a multiple of 16 bytes"
         workspace = f", workspace {found.workspace_bytes} bytes" if found.workspace_bytes else ""
         lines.append(
-            f"{call.name} -> {' '.join(map(str, call.outputs))}: {found.kernel} on {arch}{workspace}{declined}"
+            f"{call.name} -> {' '.join(str(spec) for spec in call.outputs if spec)}: {found.kernel} on {arch}{workspace}{declined}"
         )
     return "\n".join(lines)
 

@@ -25,7 +25,10 @@ class Runner(Protocol):
     """How a face runs one native call."""
 
     def __call__(self, call: Call, arrays: Sequence[Array | None]) -> tuple[Array, ...]:
-        """Runs `call` on `arrays`, one a slot (None where absent or given by a table of addresses)."""
+        """Runs `call` on `arrays`, one a slot (None where absent or given by a table of addresses).
+
+        Its results stand one a slot too, None where the call has none.
+        """
         ...
 
     def spec(self, array: Array) -> ArraySpec:

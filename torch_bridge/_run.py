@@ -74,11 +74,11 @@ class Cast(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One native call; `result` is a new register, the one of its `into`, or None where it goes to a table."""
+    """One native call. A result slot has a register, a new one or that of `into`; None: absent, or goes to a table."""
 
     call: Call
     operands: tuple[tuple[int, int], ...]  # (slot, register) of those that are there
-    result: int | None
+    results: tuple[int | None, ...]
     is_new: bool
 
 
@@ -113,12 +113,14 @@ class Recorder:
 
     def __call__(self, call: Call, arrays: Sequence[Register | None]) -> tuple[Register | None, ...]:
         present = tuple((slot, array.at) for slot, array in enumerate(arrays) if array is not None)
+        results: tuple[Register | None, ...]
         if not call.aliases:
-            result, is_new = self._register(call.outputs[0]), True
+            results = tuple(None if spec is None else self._register(spec) for spec in call.outputs)
         else:  # the caller's buffer, or nothing where a table says where to write
-            result, is_new = arrays[call.aliases[0][0]], False
-        self.steps.append(Launch(call, present, None if result is None else result.at, is_new))
-        return (result,)
+            results = (arrays[call.aliases[0][0]],)
+        ats = tuple(None if result is None else result.at for result in results)
+        self.steps.append(Launch(call, present, ats, not call.aliases))
+        return results
 
     def spec(self, array: Register) -> ArraySpec:
         return array.spec
@@ -166,9 +168,8 @@ class _Planned(NamedTuple):
     launch: Callable[[list[int], int], None]
     addresses: list[int]  # zeros, one a slot, the result and the workspace
     operands: tuple[tuple[int, int], ...]
-    result: int | None
-    shape: tuple[int, ...] | None  # of a new result
-    dtype: torch.dtype
+    made: tuple[tuple[int, int, tuple[int, ...], torch.dtype], ...]  # slot, register, shape and dtype of new results
+    buffer: tuple[int, int] | None  # slot and register of the caller's
     workspace_bytes: int
     last_used: tuple[int, ...]  # registers that nobody reads afterwards
 
@@ -194,15 +195,20 @@ def _program(rule: Rule, static: Hashable, operands: Sequence[Operand], aligned:
             continue
         read = {register for _, register in step.operands}
         plan = plans.plan(step.call, arch)
+        inputs = len(step.call.inputs)
+        results = [
+            (inputs + slot, register, spec.shape, TORCH_DTYPES[spec.dtype])
+            for slot, (register, spec) in enumerate(zip(step.results, step.call.outputs, strict=True))
+            if register is not None and spec is not None
+        ]
         steps.append(
             _Planned(
                 step.call.name,
                 plan.launch,
-                [0] * (len(step.call.inputs) + 2),
+                [0] * (inputs + len(step.call.outputs) + 1),
                 step.operands,
-                step.result,
-                step.call.outputs[0].shape if step.is_new else None,
-                TORCH_DTYPES[step.call.outputs[0].dtype],
+                tuple(results) if step.is_new else (),
+                None if step.is_new or not results else results[0][:2],
                 plan.workspace_bytes,
                 tuple(register for register in read - keep if register >= given),
             )
@@ -278,13 +284,13 @@ def _launch(step: _Planned, values: list[Any], device: torch.device, stream: int
     addresses = step.addresses.copy()
     for slot, register in step.operands:
         addresses[slot] = values[register].data_ptr()
-    if step.shape is not None and step.result is not None:
-        values[step.result] = result = torch.empty(step.shape, dtype=step.dtype, device=device)
+    for slot, register, shape, dtype in step.made:
+        values[register] = result = torch.empty(shape, dtype=dtype, device=device)
         if "poison" in flags:
             _poison(result)
-        addresses[-2] = result.data_ptr()
-    elif step.result is not None:
-        addresses[-2] = values[step.result].data_ptr()
+        addresses[slot] = result.data_ptr()
+    if step.buffer is not None:
+        addresses[step.buffer[0]] = values[step.buffer[1]].data_ptr()
     if step.workspace_bytes:
         workspace = torch.empty(step.workspace_bytes, dtype=torch.uint8, device=device)
         if "poison" in flags:

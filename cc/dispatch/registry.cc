@@ -70,4 +70,24 @@ Table<ScaleRows> table<ScaleRows>(Platform platform) {
   return rows_if(platform == Platform::cpu, cpu);
 }
 
+template <>
+Table<GroupedMatmulAct> table<GroupedMatmulAct>(Platform) {
+  return {};
+}
+
+template <>
+Table<GroupedMatmulDact> table<GroupedMatmulDact>(Platform) {
+  return {};
+}
+
+template <>
+Table<ActivationForward> table<ActivationForward>(Platform) {
+  return {};
+}
+
+template <>
+Table<ActivationGrad> table<ActivationGrad>(Platform) {
+  return {};
+}
+
 }  // namespace grouped

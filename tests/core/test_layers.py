@@ -34,7 +34,7 @@ MAY_INCLUDE = {
     "device": {"cc/device/", "cc/math/", "cc/api/"},
     "cpu": {"cc/cpu/", "cc/math/", "cc/api/"},
     "kernels": {"cc/kernels/kernels.h", "cc/dispatch/tiles_", "cc/device/", "cc/cpu/", "cc/math/", "cc/api/"},
-    "dispatch": {"cc/dispatch/", "cc/kernels/kernels.h", "cc/api/"},
+    "dispatch": {"cc/dispatch/", "cc/kernels/kernels.h", "cc/math/", "cc/api/"},
     "bind": {"cc/bind/", "cc/dispatch/", "cc/api/", "cc/cpu/parallel.h", "cc/cpu/panel.h"},
 }
 """Our own headers by folder of cc/, as prefixes. Kernels ask for their tile, which is arithmetic. cc/bind takes the
