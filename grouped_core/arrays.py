@@ -12,7 +12,8 @@ from typing import Any
 
 from grouped_core import _native, calls, gradients, plans
 from grouped_core.calls import ArraySpec, Call, Linear, Names, spec_of
-from grouped_core.gradients import Array, Gradients, Needs
+from grouped_core.gradients import Gradients, Needs
+from grouped_core.products import Array
 from grouped_core.recipes import Recipe
 from grouped_core.reference import numpy_dtype
 from grouped_core.sizes import unwrap

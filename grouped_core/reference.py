@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grouped_core.calls import SLOTS, ArraySpec, Call, spec_of
-from grouped_core.gradients import Array
+from grouped_core.products import Array
 
 Operands = dict[str, Any]
 

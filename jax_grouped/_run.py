@@ -205,7 +205,7 @@ def _check_local(call: Call, arrays: Sequence[jax.Array | None]) -> None:
 
 
 class JaxRunner:
-    """Runs native calls on JAX arrays, traced or not (`grouped_core.gradients.Runner`)."""
+    """Runs native calls on JAX arrays, traced or not (`grouped_core.products.Runner`)."""
 
     def __call__(self, call: Call, arrays: Sequence[jax.Array | None]) -> tuple[jax.Array | None, ...]:
         """Results of `call`, None where it has none.

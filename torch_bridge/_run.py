@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grouped_core import _native, calls, plans
 from grouped_core.calls import ArraySpec, Call
-from grouped_core.gradients import Listed
+from grouped_core.products import Listed
 from torch_bridge.params import address_table
 
 DTYPES: dict[torch.dtype, str] = {
