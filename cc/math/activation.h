@@ -139,13 +139,15 @@ GROUPED_MATH float reciprocal(float x) {
 
 constexpr float kVanishes = 128.0f;  // exp(-x) is zero from here on
 
-// exp(-(high + low)) for high >= 0 and a low part of a few ulp of it.
-GROUPED_MATH float exp_negative(float high, float low) {
+// exp(-(high + low)) for high >= 0; `low` is a part of a few ulp of it, or left out.
+template <class... Low>
+GROUPED_MATH float exp_negative(float high, Low... low) {
   const float x = at_most(high, kVanishes);
 #if defined(__CUDA_ARCH__)
   // 2^y with y = -x log2(e), rounded; what the rounding left over, in natural units, goes in as a factor 1 - rest.
   const float y = __fmul_rn(x, -1.442695f);
-  const float rest = __fadd_rn(__fmaf_rn(y, -1.9046542e-9f, __fmaf_rn(y, 0.6931472f, x)), low);
+  float rest = __fmaf_rn(y, -1.9046542e-9f, __fmaf_rn(y, 0.6931472f, x));
+  ((rest = __fadd_rn(rest, low)), ...);
   float e;
   asm("ex2.approx.f32 %0, %1;" : "=f"(e) : "f"(y));  // subnormal results are kept
   return __fmaf_rn(-e, rest, e);
@@ -154,7 +156,8 @@ GROUPED_MATH float exp_negative(float high, float low) {
   constexpr float kToInteger = 12582912.0f;  // 1.5 * 2^23
   const float shifted = x * 1.442695f + kToInteger;
   const float n = shifted - kToInteger;
-  const float r = ((n * 0.69314575f - x) + n * 1.4286068e-6f) - low;
+  float r = (n * 0.69314575f - x) + n * 1.4286068e-6f;
+  ((r = r - low), ...);
   float p = 0.0013950809f;
   p = mul_add(p, r, 0.008369073f);
   p = mul_add(p, r, 0.041666202f);
@@ -173,9 +176,10 @@ struct Logistic {
   float value;
   float slope;
 };
-GROUPED_MATH Logistic logistic(float x, float low) {
+template <class... Low>
+GROUPED_MATH Logistic logistic(float x, Low... low) {
   const bool negative = x < 0;
-  const float e = exp_negative(magnitude(x), negative ? -low : low);
+  const float e = exp_negative(magnitude(x), (negative ? -low : low)...);
   const float r = reciprocal(1.0f + e);
   const float er = e * r;
   return {negative ? er : r, er * r};
@@ -188,7 +192,7 @@ struct Tanh {
 };
 GROUPED_MATH Tanh hyperbolic_tangent(float x) {
   const float y = magnitude(x);
-  const float e = exp_negative(2.0f * y, 0.0f);
+  const float e = exp_negative(2.0f * y);
   const float r = reciprocal(1.0f + e);
   const float large = (1.0f - e) * r;
   // Near zero the difference above would cancel: an odd polynomial.
@@ -218,7 +222,7 @@ GROUPED_MATH Gate quick_gelu(float a, float alpha) {
 }
 
 GROUPED_MATH Gate silu(float a) {
-  const Logistic s = logistic(a, 0.0f);
+  const Logistic s = logistic(a);
   return {a * s.value, mul_add(a, s.slope, s.value)};
 }
 
@@ -283,7 +287,7 @@ GROUPED_MATH Derivatives clamped_quick_geglu(const ActivationSpec& s, float a, f
 GROUPED_MATH Derivatives situ_glu(const ActivationSpec& spec, float a, float u) {
   const Tanh gate = hyperbolic_tangent(a * (1.0f / spec.beta1));
   const Tanh linear = hyperbolic_tangent(u * (1.0f / spec.beta2));
-  const Logistic s = logistic(a, 0.0f);
+  const Logistic s = logistic(a);
   const float g = spec.beta1 * gate.value;
   const float f = g * s.value;
   const float v = spec.beta2 * linear.value;
