@@ -1,0 +1,504 @@
+"""The experts' MLP as one differentiable operation, and its gradients in parts. The mathematics is grouped_core's.
+
+Letters: G groups, M rows, K hidden size of the model, F expert width, W columns of the hidden rows: 2F for gated
+activations, else F.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grouped_core import activations, calls
+from grouped_core.activations import Activation
+from grouped_core.calls import ArraySpec
+from grouped_core.gradients import Needs
+from grouped_core.mlp_spec import Kept, MlpNeeds, Residuals, check, kept, residuals_option
+from grouped_core.recipes import Recipe
+from grouped_core.sizes import GroupSizes
+from torch_bridge import _library, _mlp_library, main_grad
+from torch_bridge._arguments import (
+    Members,
+    accumulators_of,
+    check_apart,
+    check_writable,
+    destinations,
+    gradient_dtype,
+    refuse_transforms,
+    weight_names,
+)
+from torch_bridge._mlp_library import NAMES
+from torch_bridge._run import spec_of
+from torch_bridge.ops import ProductFacts, ProductGradients, once, product_gradients
+from torch_bridge.params import check_operand, members_of
+from torch_bridge.sizes import prepare_sizes
+
+Accumulators = str | tuple[Tensor | Sequence[Tensor | None] | None, Tensor | Sequence[Tensor | None] | None]
+
+
+def grouped_mlp(
+    x: Tensor,
+    wi: Members,
+    wo: Members,
+    group_sizes: Tensor | Sequence[int] | GroupSizes,
+    *,
+    rhs_transposed: bool = True,
+    activation: str | Activation = "swiglu",
+    probs: Tensor | None = None,
+    wi_bias: Members | None = None,
+    wo_bias: Members | None = None,
+    recipe: Recipe | None = None,
+    residuals: str | Residuals = "save_fc1",
+    wgrad_accum: Accumulators | None = None,
+    out: Tensor | None = None,
+    grad_input: Tensor | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Tensor:
+    """y[r] = (p[r] act(x[r] wi[g].T + wi_bias[g])) wo[g].T + p[r] wo_bias[g] for row r of group g, p = probs or 1.
+
+    Few kernels: the activation and the probability are applied where the first product ends, and their gradients where
+    the product with `wo` ends. The hidden rows are rounded to the dtype of x before the activation reads them. Rows
+    past the groups are zero. Differentiable in x, wi, wo, probs and the biases; what needs no gradient is neither
+    computed nor saved.
+
+    Args:
+        x: [M, K] fp32, bf16 or fp16. Nothing is cast, autocast included.
+        wi: [G, W, K], gate rows first or interleaved as the `Activation` says; [G, K, W] with `rhs_transposed=False`;
+            or a list of G such matrices.
+        wo: [G, K, F], with `rhs_transposed=False` [G, F, K]; or a list.
+        group_sizes: G integers, as in `grouped_linear`.
+        activation: a kind with its defaults, or an `Activation`.
+        probs: [M], the router's probability of each row, fp32 inside; its gradient comes in its dtype.
+        wi_bias: [G, W] or a list of vectors. wo_bias: [G, K] or a list.
+        recipe: formats of both products; None takes the operands as they stand.
+        residuals: what is kept for backward: "save_all" the rows x [M, K], hidden [M, W] and activated [M, F],
+            "save_fc1" x and hidden, "save_input" x. The bits are the same.
+        wgrad_accum: "main_grad", or a pair for wi and wo, each as in `grouped_linear` or None.
+        out, grad_input: the caller's buffers for y and the gradient of x, both [M, K], as in `grouped_linear`.
+        implementation: kernels' names, each for its own call; "composed" for the unfused ones. See `explain`.
+
+    Raises:
+        TypeError: dtypes, or an argument that is no tensor. ValueError: shapes, devices, layouts, buffers, options.
+        NotImplementedError: no kernel takes it. RuntimeError: in backward, `main_grad` cannot be written, or it is
+            differentiated again.
+    """
+    given = check_arguments(
+        x,
+        wi,
+        wo,
+        group_sizes,
+        rhs_transposed,
+        activation,
+        probs,
+        wi_bias,
+        wo_bias,
+        recipe,
+        residuals,
+        wgrad_accum,
+        implementation,
+    )
+    if not torch.compiler.is_compiling():
+        _check_operation(given, out)
+    if out is not None or grad_input is not None:
+        check_buffers(out, grad_input, given)
+    if not given.differentiates():
+        return _forward(given, out, False)[0]
+    if wgrad_accum is None or not torch.compiler.is_compiling():
+        return _attach(given, out, grad_input, None)
+    if given.to_main_grad and main_grad.needs_python([*given.wi, *given.wo]):
+        return _attach_uncompiled(given, out, grad_input, None)
+    # A graph holds tensors, not the state of Parameters: both are looked up while it is traced.
+    overwrite = tuple(main_grad.overwrites(each) for each in (*given.wi, *given.wo))
+    if given.to_main_grad:
+        given = given._replace(accum_wi=destinations(given.wi, NAMES.wi), accum_wo=destinations(given.wo, NAMES.wo))
+    return _attach(given, out, grad_input, overwrite)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments
+
+
+class Arguments(NamedTuple):
+    """What a user passed, checked and in the order of the operators."""
+
+    x: Tensor
+    wi: list[Tensor]
+    wo: list[Tensor]
+    sizes: Tensor
+    probs: Tensor | None
+    wi_bias: list[Tensor]
+    wo_bias: list[Tensor]
+    text: str
+    to_main_grad: bool
+    accum_wi: Sequence[Tensor | None]
+    accum_wo: Sequence[Tensor | None]
+
+    def differentiates(self) -> bool:
+        """Whether anybody needs a gradient."""
+        if not torch.is_grad_enabled():
+            return False
+        inputs = (self.x, self.probs, *self.wi, *self.wo, *self.wi_bias, *self.wo_bias)
+        return any(each is not None and each.requires_grad for each in inputs)
+
+    def named(self) -> list[tuple[str, Tensor | None]]:
+        """What is read, by name."""
+        return [
+            *((NAMES.x, self.x), (NAMES.sizes, self.sizes), (NAMES.probs, self.probs)),
+            *zip(weight_names(self.wi, NAMES.wi), self.wi, strict=True),
+            *zip(weight_names(self.wo, NAMES.wo), self.wo, strict=True),
+            *((NAMES.wi_bias, each) for each in self.wi_bias),
+            *((NAMES.wo_bias, each) for each in self.wo_bias),
+        ]
+
+
+def check_arguments(
+    x: Tensor,
+    wi: Members,
+    wo: Members,
+    group_sizes: Tensor | Sequence[int] | GroupSizes,
+    rhs_transposed: bool = True,
+    activation: str | Activation = "swiglu",
+    probs: Tensor | None = None,
+    wi_bias: Members | None = None,
+    wo_bias: Members | None = None,
+    recipe: Recipe | None = None,
+    residuals: str | Residuals = "save_fc1",
+    wgrad_accum: Accumulators | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Arguments:
+    """The arguments of `grouped_mlp`, each by itself; whether they fit together is `_check_operation`'s to say."""
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        refuse_transforms("grouped_mlp", x, wi, wo, probs, wi_bias, wo_bias)
+    check_operand(NAMES.x, x, x)
+    sizes, rows_hint = prepare_sizes(group_sizes, x, calls.Names(NAMES.x, NAMES.wi))
+    if probs is not None:
+        check_operand(NAMES.probs, probs, x)
+    given = Arguments(
+        x,
+        members_of(NAMES.wi, wi, 3, x),
+        members_of(NAMES.wo, wo, 3, x),
+        sizes,
+        probs,
+        [] if wi_bias is None else members_of(NAMES.wi_bias, wi_bias, 2, x),
+        [] if wo_bias is None else members_of(NAMES.wo_bias, wo_bias, 2, x),
+        _text(rhs_transposed, activation, recipe, residuals, rows_hint, implementation),
+        isinstance(wgrad_accum, str),
+        (),
+        (),
+    )
+    if wgrad_accum is None or wgrad_accum == "main_grad":
+        return given
+    if not isinstance(wgrad_accum, (tuple, list)) or len(wgrad_accum) != 2:
+        raise ValueError(
+            f"`{NAMES.accum}`: {wgrad_accum!r}, expected None, 'main_grad' or a pair, of `{NAMES.wi}` and of "
+            f"`{NAMES.wo}`; put None where a weight has no accumulator."
+        )
+    first, second = (
+        () if each is None else accumulators_of(each, members, f"{NAMES.accum}[{at}]", name)
+        for at, (each, members, name) in enumerate(
+            zip(wgrad_accum, (given.wi, given.wo), (NAMES.wi, NAMES.wo), strict=True)
+        )
+    )
+    if not compiling:  # where there are no addresses yet
+        written = [(f"{NAMES.accum}[0]", each) for each in first] + [(f"{NAMES.accum}[1]", each) for each in second]
+        check_apart(written, given.named())
+    return given._replace(accum_wi=first, accum_wo=second)
+
+
+@torch.compiler.assume_constant_result
+def _text(
+    rhs_transposed: bool,
+    activation: str | Activation,
+    recipe: Recipe | None,
+    residuals: str | Residuals,
+    rows_hint: int,
+    implementation: str | Sequence[str] | None,
+) -> str:
+    return _mlp_library.encode(
+        bool(rhs_transposed),
+        activations.resolve(activation),
+        calls.recipe_option(recipe),
+        residuals_option(residuals),
+        rows_hint,
+        calls.implementation_names(implementation),
+    )
+
+
+def _check_operation(given: Arguments, out: Tensor | None) -> ArraySpec:
+    def packed(members: list[Tensor], rank: int) -> ArraySpec | None:
+        if not members:
+            return None
+        one = spec_of(members[0])
+        return one if len(one.shape) == rank else ArraySpec((len(members), *one.shape), one.dtype)
+
+    wi, wo = packed(given.wi, 3), packed(given.wo, 3)
+    assert wi is not None, "a weight is always given"
+    assert wo is not None, "a weight is always given"
+    return check(
+        _mlp_library.decode(given.text),
+        spec_of(given.x),
+        wi,
+        wo,
+        spec_of(given.sizes),
+        None if given.probs is None else spec_of(given.probs),
+        packed(given.wi_bias, 2),
+        packed(given.wo_bias, 2),
+        None if out is None else spec_of(out),
+    )
+
+
+def check_buffers(out: Tensor | None, grad_input: Tensor | None, given: Arguments) -> None:
+    """BUF-2 for what the operators do not check themselves."""
+    x = given.x
+    buffers = ((NAMES.out, out), (NAMES.grad_input, grad_input))
+    for name, buffer in buffers:
+        if buffer is not None:
+            check_operand(name, buffer, x)
+            check_writable(name, buffer)
+    if not torch.compiler.is_compiling():  # where there are no addresses yet
+        check_apart(buffers, given.named())
+    if grad_input is not None:
+        calls.check_buffer(NAMES.grad_input, spec_of(grad_input), ArraySpec(tuple(x.shape), gradient_dtype(x)))
+        if not x.requires_grad:
+            raise ValueError(
+                f"`{NAMES.grad_input}`: given, but `x` needs no gradient; expected None, or an x with requires_grad; "
+                "leave it out."
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradients
+
+
+def _forward(given: Arguments, out: Tensor | None, keep_h: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(y, hidden rows if they are kept, activated rows)."""
+    weighted = bool(given.wo_bias) and given.probs is not None
+    z, *rest = _mlp_library.hidden(given.x, given.wi, given.sizes, given.probs, given.wi_bias, given.text, keep_h)
+    operands = (z, given.wo, given.sizes, given.wo_bias, given.probs if weighted else None)
+    text = _mlp_library.linear_texts(given.text, weighted)[1]
+    if out is None:
+        y = _library.linear(*operands, text)
+    else:
+        _library.linear_into(*operands, text, out)
+        y = out.detach()  # of the same storage, but with a history of its own
+    return y, rest[0] if rest else None, z
+
+
+def _attach(
+    given: Arguments, out: Tensor | None, grad_input: Tensor | None, overwrite: tuple[bool, ...] | None
+) -> Tensor:
+    """The result with its gradients; `overwrite` stands for the attributes of that name if they were read already."""
+    lists = (given.wi, given.wo, given.wi_bias, given.wo_bias, given.accum_wi, given.accum_wo)
+    counts = tuple(len(each) for each in lists)
+    members = [each for one in lists for each in one]
+    return _Mlp.apply(
+        *(given.text, counts, given.to_main_grad, overwrite, given.sizes, out, grad_input),
+        given.x,
+        given.probs,
+        *members,
+    )
+
+
+_attach_uncompiled: Any = torch.compiler.disable(_attach)
+
+_PLAIN_ARGUMENTS = 7  # of `_Mlp` that have no gradient and stand first
+
+
+@torch.compiler.assume_constant_result
+def _kept(text: str, needs: MlpNeeds, has_probs: bool, has_wi_bias: bool, has_wo_bias: bool) -> Kept:
+    return kept(_mlp_library.decode(text), needs, has_probs, has_wi_bias, has_wo_bias)
+
+
+class _Facts(NamedTuple):
+    """What forward tells backward beside tensors."""
+
+    text: str
+    needs: MlpNeeds
+    kept: Kept
+    probs_dtype: torch.dtype | None
+    first: ProductFacts
+    second: ProductFacts
+    saved: tuple[int, ...]  # members saved of wi, wo, wi_bias, wo_bias
+
+
+def _split(members: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
+    parts, start = [], 0
+    for count in counts:
+        parts.append(list(members[start : start + count]))
+        start += count
+    return parts
+
+
+def _live(needs: Sequence[bool]) -> list[int]:
+    return [at for at, needed in enumerate(needs) if needed]
+
+
+class _Mlp(torch.autograd.Function):
+    """Gradients around the operators. What backward reads is saved, results never."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        text: str,
+        counts: tuple[int, ...],
+        to_main_grad: bool,
+        overwrite: tuple[bool, ...] | None,
+        sizes: Tensor,
+        out: Tensor | None,
+        grad_input: Tensor | None,
+        x: Tensor,
+        probs: Tensor | None,
+        *members: Any,
+    ) -> Tensor:
+        """`members`: the tensors of wi, wo, their biases and accumulators, as many of each as `counts` says."""
+        wi, wo, wi_bias, wo_bias, accum_wi, accum_wo = _split(members, counts)
+        needs_x, needs_probs, *needed = ctx.needs_input_grad[_PLAIN_ARGUMENTS:]
+        live = [_live(part) for part in _split(needed, counts[:4])]
+        needs = MlpNeeds(needs_x, bool(live[0]), bool(live[1]), needs_probs, bool(live[2]), bool(live[3]))
+        keep = _kept(text, needs, probs is not None, bool(wi_bias), bool(wo_bias))
+        given = Arguments(x, wi, wo, sizes, probs, wi_bias, wo_bias, text, to_main_grad, accum_wi, accum_wo)
+        y, h, z = _forward(given, out, keep.h)
+
+        lists = [
+            part if saved else []
+            for part, saved in zip(
+                (wi, wo, wi_bias, wo_bias), (keep.wi, keep.wo, keep.wi_bias, keep.wo_bias), strict=True
+            )
+        ]
+        ctx.save_for_backward(
+            sizes,
+            x if keep.x else None,
+            h,
+            z if keep.z else None,
+            probs if keep.probs else None,
+            *(each for part in lists for each in part),
+        )
+        weighted = bool(wo_bias) and probs is not None
+        texts = _mlp_library.linear_texts(text, weighted)
+        flags = to_main_grad and overwrite is None
+
+        def product(at: int, rows: Tensor, weights: list[Tensor], biases: list[Tensor], name: str) -> ProductFacts:
+            scale = probs if at == 1 and weighted else None
+            start = 0 if at == 0 else len(wi)
+            return ProductFacts(
+                texts[at],
+                dtypes=_library.dtypes_text(rows, weights[0], biases[0] if biases else None, scale),
+                k=rows.shape[1],
+                counts=(len(weights), len(biases)),
+                packed=(weights[0].dim() == 3, bool(biases) and biases[0].dim() == 2),
+                needs=Needs(needs.x and at == 0, bool(live[at]), bool(live[2 + at]), False),
+                live=live[at],
+                live_biases=live[2 + at],
+                kept_weights=len(lists[at]),
+                flags=flags,
+                weight_name=name,
+                overwrite=None if overwrite is None else overwrite[start : start + len(weights)],
+            )
+
+        ctx.facts = _Facts(
+            text,
+            needs,
+            keep,
+            None if probs is None else probs.dtype,
+            product(0, x, wi, wi_bias, NAMES.wi),
+            product(1, z, wo, wo_bias, NAMES.wo),
+            tuple(len(part) for part in lists),
+        )
+        # NOTE: no saved tensors: destinations change between forward and backward, Parameters are asked for attributes.
+        ctx.grad_input = grad_input
+        ctx.accumulators = (accum_wi, accum_wo)
+        ctx.owners = (wi if to_main_grad or accum_wi else (), wo if to_main_grad or accum_wo else ())
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of forward's arguments; the one of the result is dy [M, K]."""
+        (dy,) = grad_outputs
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return _backward(ctx, dy)
+        with torch.no_grad():
+            gradients = _backward(ctx, dy)
+        return once("grouped_mlp", gradients)
+
+
+class _Rows(NamedTuple):
+    """What the gradients of both products read."""
+
+    x: Tensor | None
+    dh: Tensor | None
+    z: Tensor | None
+    dy: Tensor
+    dp: Tensor | None
+
+
+def _hidden_gradients(
+    facts: _Facts,
+    sizes: Tensor,
+    x: Tensor | None,
+    h: Tensor | None,
+    z: Tensor | None,
+    probs: Tensor | None,
+    members: Sequence[list[Tensor]],
+    dy: Tensor,
+) -> _Rows:
+    """Gradients at the hidden rows; rows that were not kept are computed again."""
+    needs, (wi, wo, wi_bias, wo_bias) = facts.needs, members
+    dh = dp = None
+    if needs.dz:
+        if h is None:
+            h = _library.linear(x, wi, sizes, wi_bias, None, facts.first.text)
+        wanted = {"h": needs.dh, "z": needs.wo and z is None, "p": needs.probs}
+        letters = "".join(letter for letter, want in wanted.items() if want)
+        found = dict(
+            zip(letters, _mlp_library.hidden_grads(h, wo, sizes, probs, wo_bias, dy, facts.text, letters), strict=True)
+        )
+        dh, z, dp = found.get("h"), found.get("z", z), found.get("p")
+        if dp is not None:
+            dp = dp.to(facts.probs_dtype)
+    elif needs.wo and z is None:
+        (z,) = _mlp_library.hidden(x, wi, sizes, probs, wi_bias, facts.text, False)
+    return _Rows(x, dh, z, dy, dp)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    facts: _Facts = ctx.facts
+    sizes, x, h, z, probs, *saved = ctx.saved_tensors
+    members = _split(saved, facts.saved)
+    rows = _hidden_gradients(facts, sizes, x, h, z, probs, members, dy.contiguous())
+    scale = probs if facts.second.dtypes.split(",")[3] != "-" else None
+    second = _of_product(
+        facts.second, (rows.z, members[1], sizes, members[3], scale, rows.dy), ctx.owners[1], ctx.accumulators[1], None
+    )
+    first = _of_product(
+        facts.first,
+        (x, members[0], sizes, members[2], None, rows.dh),
+        ctx.owners[0],
+        ctx.accumulators[0],
+        ctx.grad_input,
+    )
+    return (
+        *[None] * _PLAIN_ARGUMENTS,
+        first.x,
+        rows.dp,
+        *first.weights,
+        *second.weights,
+        *first.biases,
+        *second.biases,
+        *[None] * (len(ctx.accumulators[0]) + len(ctx.accumulators[1])),
+    )
+
+
+def _of_product(
+    facts: ProductFacts,
+    tensors: Any,
+    owners: Sequence[Tensor],
+    accumulators: Sequence[Tensor | None],
+    buffer: Tensor | None,
+) -> ProductGradients:
+    if not any(facts.needs):
+        return ProductGradients(None, None, [None] * facts.counts[0], [None] * facts.counts[1])
+    return product_gradients(facts, tensors, owners, accumulators, buffer)
