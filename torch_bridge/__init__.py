@@ -10,6 +10,9 @@ from grouped_core.recipes import Recipe as Recipe
 from grouped_core.sizes import GroupSizes as GroupSizes
 from torch_bridge.debug import explain as explain
 from torch_bridge.debug import why_unsupported as why_unsupported
+from torch_bridge.deferred import grouped_mlp_bwd_dw as grouped_mlp_bwd_dw
+from torch_bridge.deferred import grouped_mlp_bwd_dx as grouped_mlp_bwd_dx
+from torch_bridge.deferred import grouped_mlp_fwd as grouped_mlp_fwd
 from torch_bridge.mlp import grouped_mlp as grouped_mlp
 from torch_bridge.ops import grouped_linear as grouped_linear
 from torch_bridge.sizes import check_debug_word as check_debug_word

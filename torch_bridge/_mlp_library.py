@@ -66,6 +66,17 @@ def linear_texts(text: str, scale_bias: bool) -> tuple[str, str]:
     return first, second
 
 
+@lru_cache(maxsize=1024)
+def is_weighted(text: str) -> bool:
+    """Whether a linear operation's bias is weighted by row."""
+    return _library.decode(text).scale_bias
+
+
+def wanted(dh: bool, z: bool, dp: bool) -> str:
+    """Wanted gradients at the hidden rows as letters."""
+    return "".join(letter for letter, want in zip(WANTED, (dh, z, dp), strict=True) if want)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Rules over a recorder. Their operands stand in the order of the operators' tensors.
 
@@ -101,8 +112,8 @@ _SCHEMAS = {
     "mlp_hidden": "(Tensor x, Tensor[] wi, Tensor group_sizes, Tensor? probs, Tensor[] wi_bias, str op, bool keep)"
     " -> Tensor[]",
     # what `wanted` names, in the order of WANTED
-    "mlp_hidden_grads": "(Tensor h, Tensor[] wo, Tensor group_sizes, Tensor? probs, Tensor[] wo_bias, Tensor dy, str op,"
-    " str wanted) -> Tensor[]",
+    "mlp_hidden_grads": "(Tensor h, Tensor[] wo, Tensor group_sizes, Tensor? probs, Tensor[] wo_bias, Tensor dy,"
+    " str op, str wanted) -> Tensor[]",
 }
 
 

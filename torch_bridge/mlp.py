@@ -101,7 +101,7 @@ def grouped_mlp(
         implementation,
     )
     if not torch.compiler.is_compiling():
-        _check_operation(given, out)
+        check_operation(given, out)
     if out is not None or grad_input is not None:
         check_buffers(out, grad_input, given)
     if not given.differentiates():
@@ -228,7 +228,9 @@ def _text(
     )
 
 
-def _check_operation(given: Arguments, out: Tensor | None) -> ArraySpec:
+def check_operation(given: Arguments, out: Tensor | None) -> ArraySpec:
+    """Whether the arguments fit together; the spec of y."""
+
     def packed(members: list[Tensor], rank: int) -> ArraySpec | None:
         if not members:
             return None
@@ -313,19 +315,24 @@ def _kept(text: str, needs: MlpNeeds, has_probs: bool, has_wi_bias: bool, has_wo
     return kept(_mlp_library.decode(text), needs, has_probs, has_wi_bias, has_wo_bias)
 
 
-class _Facts(NamedTuple):
+class Facts(NamedTuple):
     """What forward tells backward beside tensors."""
 
     text: str
     needs: MlpNeeds
-    kept: Kept
     probs_dtype: torch.dtype | None
     first: ProductFacts
     second: ProductFacts
     saved: tuple[int, ...]  # members saved of wi, wo, wi_bias, wo_bias
 
+    @property
+    def weighted(self) -> bool:
+        """Whether the second bias is weighted by the probabilities."""
+        return _mlp_library.is_weighted(self.second.text)
 
-def _split(members: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
+
+def split(members: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
+    """`members` cut into parts of these lengths."""
     parts, start = [], 0
     for count in counts:
         parts.append(list(members[start : start + count]))
@@ -333,8 +340,126 @@ def _split(members: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
     return parts
 
 
-def _live(needs: Sequence[bool]) -> list[int]:
-    return [at for at, needed in enumerate(needs) if needed]
+def forward_and_saved(
+    given: Arguments,
+    live: Sequence[list[int]],
+    needs: MlpNeeds,
+    out: Tensor | None,
+    overwrite: tuple[bool, ...] | None,
+) -> tuple[Tensor, list[Tensor | None], Facts]:
+    """(y, the tensors that backward reads, what it has to know); `live`: members that need gradients, of four lists."""
+    x, wi, wo, sizes, probs, wi_bias, wo_bias, text, *_ = given
+    keep = _kept(text, needs, probs is not None, bool(wi_bias), bool(wo_bias))
+    y, h, z = _forward(given, out, keep.h)
+    lists = [
+        part if saved else []
+        for part, saved in zip((wi, wo, wi_bias, wo_bias), (keep.wi, keep.wo, keep.wi_bias, keep.wo_bias), strict=True)
+    ]
+    weighted = bool(wo_bias) and probs is not None
+    texts = _mlp_library.linear_texts(text, weighted)
+    flags = given.to_main_grad and overwrite is None
+
+    def product(at: int, rows: Tensor, weights: list[Tensor], biases: list[Tensor], name: str) -> ProductFacts:
+        start = 0 if at == 0 else len(wi)
+        return ProductFacts(
+            texts[at],
+            dtypes=_library.dtypes_text(
+                rows, weights[0], biases[0] if biases else None, probs if at == 1 and weighted else None
+            ),
+            k=rows.shape[1],
+            counts=(len(weights), len(biases)),
+            packed=(weights[0].dim() == 3, bool(biases) and biases[0].dim() == 2),
+            needs=Needs(needs.x and at == 0, bool(live[at]), bool(live[2 + at]), False),
+            live=live[at],
+            live_biases=live[2 + at],
+            kept_weights=len(lists[at]),
+            flags=flags,
+            weight_name=name,
+            overwrite=None if overwrite is None else overwrite[start : start + len(weights)],
+        )
+
+    tensors = [
+        sizes,
+        x if keep.x else None,
+        h,
+        z if keep.z else None,
+        probs if keep.probs else None,
+        *(each for part in lists for each in part),
+    ]
+    facts = Facts(
+        text,
+        needs,
+        None if probs is None else probs.dtype,
+        product(0, x, wi, wi_bias, NAMES.wi),
+        product(1, z, wo, wo_bias, NAMES.wo),
+        tuple(len(part) for part in lists),
+    )
+    return y, tensors, facts
+
+
+class HiddenGradients(NamedTuple):
+    """What the gradients of the two products read: x and dh of the first, z and dy of the second; and dp."""
+
+    x: Tensor | None
+    dh: Tensor | None
+    z: Tensor | None
+    dy: Tensor
+    dp: Tensor | None
+
+
+def hidden_gradients(facts: Facts, tensors: Sequence[Any], dy: Tensor) -> HiddenGradients:
+    """Gradients at the hidden rows; rows that were not kept are computed again."""
+    sizes, x, h, z, probs, *saved = tensors
+    needs, (wi, wo, wi_bias, wo_bias) = facts.needs, split(saved, facts.saved)
+    dh = dp = None
+    if needs.dz:
+        if h is None:
+            h = _library.linear(x, wi, sizes, wi_bias, None, facts.first.text)
+        letters = _mlp_library.wanted(needs.dh, needs.wo and z is None, needs.probs)
+        results = _mlp_library.hidden_grads(h, wo, sizes, probs, wo_bias, dy, facts.text, letters)
+        found = dict(zip(letters, results, strict=True))
+        dh, z, dp = found.get("h"), found.get("z", z), found.get("p")
+        if dp is not None:
+            dp = dp.to(facts.probs_dtype)
+    elif needs.wo and z is None:
+        (z,) = _mlp_library.hidden(x, wi, sizes, probs, wi_bias, facts.text, False)
+    return HiddenGradients(x, dh, z, dy, dp)
+
+
+def second_gradients(
+    facts: Facts, tensors: Sequence[Any], rows: HiddenGradients, owners: Sequence[Tensor], accumulators: Any
+) -> ProductGradients:
+    """Gradients of the second product's weight and bias."""
+    sizes, _, _, _, probs, *saved = tensors
+    _, wo, _, wo_bias = split(saved, facts.saved)
+    scale = probs if facts.weighted else None
+    return _of_product(facts.second, (rows.z, wo, sizes, wo_bias, scale, rows.dy), owners, accumulators, None)
+
+
+def first_gradients(
+    facts: Facts,
+    tensors: Sequence[Any],
+    rows: HiddenGradients,
+    owners: Sequence[Tensor],
+    accumulators: Any,
+    grad_input: Tensor | None,
+) -> ProductGradients:
+    """Gradients of x and of the first product's weight and bias."""
+    sizes, _, _, _, _, *saved = tensors
+    wi, _, wi_bias, _ = split(saved, facts.saved)
+    return _of_product(facts.first, (rows.x, wi, sizes, wi_bias, None, rows.dh), owners, accumulators, grad_input)
+
+
+def _of_product(
+    facts: ProductFacts,
+    tensors: Any,
+    owners: Sequence[Tensor],
+    accumulators: Sequence[Tensor | None],
+    buffer: Tensor | None,
+) -> ProductGradients:
+    if not any(facts.needs):
+        return ProductGradients(None, None, [None] * facts.counts[0], [None] * facts.counts[1])
+    return product_gradients(facts, tensors, owners, accumulators, buffer)
 
 
 class _Mlp(torch.autograd.Function):
@@ -355,59 +480,13 @@ class _Mlp(torch.autograd.Function):
         *members: Any,
     ) -> Tensor:
         """`members`: the tensors of wi, wo, their biases and accumulators, as many of each as `counts` says."""
-        wi, wo, wi_bias, wo_bias, accum_wi, accum_wo = _split(members, counts)
+        wi, wo, wi_bias, wo_bias, accum_wi, accum_wo = split(members, counts)
         needs_x, needs_probs, *needed = ctx.needs_input_grad[_PLAIN_ARGUMENTS:]
-        live = [_live(part) for part in _split(needed, counts[:4])]
+        live = [[at for at, need in enumerate(part) if need] for part in split(needed, counts[:4])]
         needs = MlpNeeds(needs_x, bool(live[0]), bool(live[1]), needs_probs, bool(live[2]), bool(live[3]))
-        keep = _kept(text, needs, probs is not None, bool(wi_bias), bool(wo_bias))
         given = Arguments(x, wi, wo, sizes, probs, wi_bias, wo_bias, text, to_main_grad, accum_wi, accum_wo)
-        y, h, z = _forward(given, out, keep.h)
-
-        lists = [
-            part if saved else []
-            for part, saved in zip(
-                (wi, wo, wi_bias, wo_bias), (keep.wi, keep.wo, keep.wi_bias, keep.wo_bias), strict=True
-            )
-        ]
-        ctx.save_for_backward(
-            sizes,
-            x if keep.x else None,
-            h,
-            z if keep.z else None,
-            probs if keep.probs else None,
-            *(each for part in lists for each in part),
-        )
-        weighted = bool(wo_bias) and probs is not None
-        texts = _mlp_library.linear_texts(text, weighted)
-        flags = to_main_grad and overwrite is None
-
-        def product(at: int, rows: Tensor, weights: list[Tensor], biases: list[Tensor], name: str) -> ProductFacts:
-            scale = probs if at == 1 and weighted else None
-            start = 0 if at == 0 else len(wi)
-            return ProductFacts(
-                texts[at],
-                dtypes=_library.dtypes_text(rows, weights[0], biases[0] if biases else None, scale),
-                k=rows.shape[1],
-                counts=(len(weights), len(biases)),
-                packed=(weights[0].dim() == 3, bool(biases) and biases[0].dim() == 2),
-                needs=Needs(needs.x and at == 0, bool(live[at]), bool(live[2 + at]), False),
-                live=live[at],
-                live_biases=live[2 + at],
-                kept_weights=len(lists[at]),
-                flags=flags,
-                weight_name=name,
-                overwrite=None if overwrite is None else overwrite[start : start + len(weights)],
-            )
-
-        ctx.facts = _Facts(
-            text,
-            needs,
-            keep,
-            None if probs is None else probs.dtype,
-            product(0, x, wi, wi_bias, NAMES.wi),
-            product(1, z, wo, wo_bias, NAMES.wo),
-            tuple(len(part) for part in lists),
-        )
+        y, tensors, ctx.facts = forward_and_saved(given, live, needs, out, overwrite)
+        ctx.save_for_backward(*tensors)
         # NOTE: no saved tensors: destinations change between forward and backward, Parameters are asked for attributes.
         ctx.grad_input = grad_input
         ctx.accumulators = (accum_wi, accum_wo)
@@ -425,61 +504,11 @@ class _Mlp(torch.autograd.Function):
         return once("grouped_mlp", gradients)
 
 
-class _Rows(NamedTuple):
-    """What the gradients of both products read."""
-
-    x: Tensor | None
-    dh: Tensor | None
-    z: Tensor | None
-    dy: Tensor
-    dp: Tensor | None
-
-
-def _hidden_gradients(
-    facts: _Facts,
-    sizes: Tensor,
-    x: Tensor | None,
-    h: Tensor | None,
-    z: Tensor | None,
-    probs: Tensor | None,
-    members: Sequence[list[Tensor]],
-    dy: Tensor,
-) -> _Rows:
-    """Gradients at the hidden rows; rows that were not kept are computed again."""
-    needs, (wi, wo, wi_bias, wo_bias) = facts.needs, members
-    dh = dp = None
-    if needs.dz:
-        if h is None:
-            h = _library.linear(x, wi, sizes, wi_bias, None, facts.first.text)
-        wanted = {"h": needs.dh, "z": needs.wo and z is None, "p": needs.probs}
-        letters = "".join(letter for letter, want in wanted.items() if want)
-        found = dict(
-            zip(letters, _mlp_library.hidden_grads(h, wo, sizes, probs, wo_bias, dy, facts.text, letters), strict=True)
-        )
-        dh, z, dp = found.get("h"), found.get("z", z), found.get("p")
-        if dp is not None:
-            dp = dp.to(facts.probs_dtype)
-    elif needs.wo and z is None:
-        (z,) = _mlp_library.hidden(x, wi, sizes, probs, wi_bias, facts.text, False)
-    return _Rows(x, dh, z, dy, dp)
-
-
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    facts: _Facts = ctx.facts
-    sizes, x, h, z, probs, *saved = ctx.saved_tensors
-    members = _split(saved, facts.saved)
-    rows = _hidden_gradients(facts, sizes, x, h, z, probs, members, dy.contiguous())
-    scale = probs if facts.second.dtypes.split(",")[3] != "-" else None
-    second = _of_product(
-        facts.second, (rows.z, members[1], sizes, members[3], scale, rows.dy), ctx.owners[1], ctx.accumulators[1], None
-    )
-    first = _of_product(
-        facts.first,
-        (x, members[0], sizes, members[2], None, rows.dh),
-        ctx.owners[0],
-        ctx.accumulators[0],
-        ctx.grad_input,
-    )
+    facts, tensors = ctx.facts, ctx.saved_tensors
+    rows = hidden_gradients(facts, tensors, dy.contiguous())
+    second = second_gradients(facts, tensors, rows, ctx.owners[1], ctx.accumulators[1])
+    first = first_gradients(facts, tensors, rows, ctx.owners[0], ctx.accumulators[0], ctx.grad_input)
     return (
         *[None] * _PLAIN_ARGUMENTS,
         first.x,
@@ -490,15 +519,3 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         *second.biases,
         *[None] * (len(ctx.accumulators[0]) + len(ctx.accumulators[1])),
     )
-
-
-def _of_product(
-    facts: ProductFacts,
-    tensors: Any,
-    owners: Sequence[Tensor],
-    accumulators: Sequence[Tensor | None],
-    buffer: Tensor | None,
-) -> ProductGradients:
-    if not any(facts.needs):
-        return ProductGradients(None, None, [None] * facts.counts[0], [None] * facts.counts[1])
-    return product_gradients(facts, tensors, owners, accumulators, buffer)
