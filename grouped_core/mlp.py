@@ -27,6 +27,17 @@ class Forward(NamedTuple):
     z: Array | None
 
 
+class MlpGradients(NamedTuple):
+    """Every gradient, in the order of `MlpNeeds`; None where not needed."""
+
+    x: Array | None
+    wi: Array | None
+    wo: Array | None
+    probs: Array | None
+    wi_bias: Array | None
+    wo_bias: Array | None
+
+
 class MainGrads(NamedTuple):
     """Gradients of everything but the weights, None where not needed, and the rows that those of the weights read."""
 
