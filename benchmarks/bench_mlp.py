@@ -1,4 +1,4 @@
-"""How fast is the experts' MLP, and how much memory does it take, beside the dense products it is made of and the peers?
+"""How fast is the experts' MLP, and how much memory does it take, beside its dense products and the peers?
 
     python benchmarks/bench_mlp.py                      # the models' shapes, SwiGLU, bf16, on a GPU
     python benchmarks/bench_mlp.py --cases parts        # first product + activation, and gradients at the hidden rows

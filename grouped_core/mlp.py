@@ -276,15 +276,24 @@ def weight_grad(
     ).w
 
 
-def plan(op: Mlp, specs: MlpSpecs, sizes: ArraySpec, run: Any, *, accumulators: tuple[Any, Any] = (None, None)) -> None:
+def plan(
+    op: Mlp,
+    specs: MlpSpecs,
+    sizes: ArraySpec,
+    run: Any,
+    *,
+    needs: MlpNeeds | None = None,
+    accumulators: tuple[Any, Any] = (None, None),
+) -> None:
     """Runs forward and backward on specs, for a runner that notes calls (`grouped_core.plans.Planner`)."""
     x, wi, wo, probs, wi_bias, wo_bias = specs
-    needs = restrict(MlpNeeds(), specs)
+    needs = restrict(needs or MlpNeeds(), specs)
     keep = kept(op, needs, probs is not None, wi_bias is not None, wo_bias is not None)
     y, h, z = mlp(run, op, x, wi, wo, sizes, probs, wi_bias, wo_bias, keep_h=keep.h, keep_z=keep.z)
     main = main_grads(run, op, specs, x, h, z, wi, wo, sizes, probs, wi_bias, wo_bias, y, needs)
     for linear, weight, rows, dy, into in (
-        (op.fc1(), wi, x, main.dh, accumulators[0]),
+        (op.fc1(), wi, x if needs.wi else None, main.dh, accumulators[0]),
         (op.fc2(), wo, main.z, y, accumulators[1]),
     ):
-        weight_grad(run, linear, weight, rows, dy, sizes, into=into, accumulate=into is not None)
+        if rows is not None:
+            weight_grad(run, linear, weight, rows, dy, sizes, into=into, accumulate=into is not None)

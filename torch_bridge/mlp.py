@@ -16,7 +16,7 @@ from grouped_core import activations, calls
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec
 from grouped_core.gradients import Needs
-from grouped_core.mlp_spec import Kept, MlpNeeds, Residuals, check, kept, residuals_option
+from grouped_core.mlp_spec import Kept, MlpNeeds, MlpSpecs, Residuals, check, kept, residuals_option
 from grouped_core.recipes import Recipe
 from grouped_core.sizes import GroupSizes
 from torch_bridge import _library, _mlp_library, main_grad
@@ -228,8 +228,8 @@ def _text(
     )
 
 
-def check_operation(given: Arguments, out: Tensor | None) -> ArraySpec:
-    """Whether the arguments fit together; the spec of y."""
+def specs_of(given: Arguments) -> tuple[MlpSpecs, ArraySpec]:
+    """Specs of the operands, packed, and of the sizes."""
 
     def packed(members: list[Tensor], rank: int) -> ArraySpec | None:
         if not members:
@@ -240,17 +240,16 @@ def check_operation(given: Arguments, out: Tensor | None) -> ArraySpec:
     wi, wo = packed(given.wi, 3), packed(given.wo, 3)
     assert wi is not None, "a weight is always given"
     assert wo is not None, "a weight is always given"
-    return check(
-        _mlp_library.decode(given.text),
-        spec_of(given.x),
-        wi,
-        wo,
-        spec_of(given.sizes),
-        None if given.probs is None else spec_of(given.probs),
-        packed(given.wi_bias, 2),
-        packed(given.wo_bias, 2),
-        None if out is None else spec_of(out),
-    )
+    probs = None if given.probs is None else spec_of(given.probs)
+    specs = MlpSpecs(spec_of(given.x), wi, wo, probs, packed(given.wi_bias, 2), packed(given.wo_bias, 2))
+    return specs, spec_of(given.sizes)
+
+
+def check_operation(given: Arguments, out: Tensor | None) -> ArraySpec:
+    """Whether the arguments fit together; the spec of y."""
+    specs, sizes = specs_of(given)
+    op = _mlp_library.decode(given.text)
+    return check(op, *specs[:3], sizes, *specs[3:], None if out is None else spec_of(out))
 
 
 def check_buffers(out: Tensor | None, grad_input: Tensor | None, given: Arguments) -> None:
