@@ -39,7 +39,8 @@ def gradients(
     """Every gradient that is needed, from nothing but what the policy keeps."""
     sizes = np.array(CASE.sizes, np.int32)
     keep = kept(op, needs, True, True, True)
-    _, h, z = mlp.mlp(run, op, *(a[name] for name in ("x", "wi", "wo")), sizes, *(a[n] for n in FIELDS[3:]), keep_h=keep.h, keep_z=keep.z)  # fmt: skip
+    given = [a[name] for name in FIELDS]
+    _, h, z = mlp.mlp(run, op, *given[:3], sizes, *given[3:], keep_h=keep.h, keep_z=keep.z)
     assert (h is not None, z is not None) == (keep.h, keep.z)
     specs = MlpSpecs(*(run.spec(a[name]) for name in FIELDS))
 

@@ -36,7 +36,7 @@ def problem(
     probs: str | None = "float32",
     bias: str | None = None,
 ) -> tuple[Operands, NDArray[Any]]:
-    """(operands, dy) of an MLP of `case`: K features, N expert width; tail rows hold NaN. Weights are scaled by width."""
+    """(operands, dy) of an MLP of `case`: K features, N expert width; tail rows hold NaN, weights are scaled."""
     wide, width = activation.fc1_width(case.n), case.n
 
     def weights(rows: int, cols: int, name: str) -> NDArray[Any]:
