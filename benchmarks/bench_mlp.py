@@ -216,7 +216,7 @@ def bench_parts(case: cases.Case, dtype: str, budget_s: float) -> list[harness.R
     """The two fused kernels alone, both results stored, against one dense product each."""
     from grouped_core.activations import Activation
     from torch_bridge import _mlp_library
-    from torch_bridge.mlp import check_arguments
+    from torch_bridge._mlp_arguments import check_arguments
 
     work = make_work(case, dtype, "cuda")
     probs = torch.rand(case.rows, device="cuda")

@@ -15,6 +15,7 @@ from grouped_core.gradients import Needs
 from grouped_core.mlp_spec import MlpNeeds, check
 from grouped_core.plans import Planner
 from torch_bridge import _library, _mlp_library, mlp
+from torch_bridge import _mlp_arguments as mlp_arguments
 from torch_bridge._arguments import check_arguments, check_buffers
 from torch_bridge._run import arch_of, dtype_name, spec_of
 from torch_bridge.ops import grouped_linear
@@ -42,11 +43,11 @@ def _linear_calls(*, out: Tensor | None, grad_input: Tensor | None, **arguments:
 
 def _mlp_calls(*, out: Tensor | None, grad_input: Tensor | None, **arguments: Any) -> list[Call]:
     """Native calls of `grouped_mlp` with these arguments, and of the gradients that they need."""
-    given = mlp.check_arguments(**arguments)
-    specs, sizes = mlp.specs_of(given)
+    given = mlp_arguments.check_arguments(**arguments)
+    specs, sizes = mlp_arguments.specs_of(given)
     check(_mlp_library.decode(given.text), *specs[:3], sizes, *specs[3:], None if out is None else spec_of(out))
     if out is not None or grad_input is not None:
-        mlp.check_buffers(out, grad_input, given)
+        mlp_arguments.check_buffers(out, grad_input, given)
     lists = ([given.x], given.wi, given.wo, [given.probs], given.wi_bias, given.wo_bias)
     needs = MlpNeeds(*(any(each is not None and each.requires_grad for each in group) for group in lists))
     run = Planner()

@@ -17,8 +17,9 @@ from grouped_core.gradients import Needs
 from grouped_core.mlp_spec import MlpNeeds
 from torch_bridge import mlp
 from torch_bridge._arguments import accumulators_of
+from torch_bridge._mlp_arguments import Accumulators, check_arguments, check_buffers, check_operation
 from torch_bridge._mlp_library import NAMES
-from torch_bridge.mlp import Accumulators, Facts, HiddenGradients
+from torch_bridge.mlp import Facts, HiddenGradients
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,10 @@ def grouped_mlp_fwd(
     Raises what `grouped_mlp` raises.
     """
     with torch.no_grad():
-        given = mlp.check_arguments(*args, **kwargs)
-        mlp.check_operation(given, out)
+        given = check_arguments(*args, **kwargs)
+        check_operation(given, out)
         if out is not None:
-            mlp.check_buffers(out, None, given)
+            check_buffers(out, None, given)
         needs = needs or MlpNeeds()
         needs = needs._replace(
             probs=needs.probs and given.probs is not None,

@@ -12,31 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grouped_core import activations, calls
 from grouped_core.activations import Activation
-from grouped_core.calls import ArraySpec
 from grouped_core.gradients import Needs
-from grouped_core.mlp_spec import Kept, MlpNeeds, MlpSpecs, Residuals, check, kept, residuals_option
+from grouped_core.mlp_spec import Kept, MlpNeeds, Residuals, kept
 from grouped_core.recipes import Recipe
 from grouped_core.sizes import GroupSizes
 from torch_bridge import _library, _mlp_library, main_grad
-from torch_bridge._arguments import (
-    Members,
-    accumulators_of,
-    check_apart,
-    check_writable,
-    destinations,
-    gradient_dtype,
-    refuse_transforms,
-    weight_names,
-)
+from torch_bridge._arguments import Members, destinations
+from torch_bridge._mlp_arguments import Accumulators, Arguments, check_arguments, check_buffers, check_operation
 from torch_bridge._mlp_library import NAMES
-from torch_bridge._run import spec_of
 from torch_bridge.ops import ProductFacts, ProductGradients, once, product_gradients
-from torch_bridge.params import check_operand, members_of
-from torch_bridge.sizes import prepare_sizes
-
-Accumulators = str | tuple[Tensor | Sequence[Tensor | None] | None, Tensor | Sequence[Tensor | None] | None]
 
 
 def grouped_mlp(
@@ -115,160 +100,6 @@ def grouped_mlp(
     if given.to_main_grad:
         given = given._replace(accum_wi=destinations(given.wi, NAMES.wi), accum_wo=destinations(given.wo, NAMES.wo))
     return _attach(given, out, grad_input, overwrite)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Arguments
-
-
-class Arguments(NamedTuple):
-    """What a user passed, checked and in the order of the operators."""
-
-    x: Tensor
-    wi: list[Tensor]
-    wo: list[Tensor]
-    sizes: Tensor
-    probs: Tensor | None
-    wi_bias: list[Tensor]
-    wo_bias: list[Tensor]
-    text: str
-    to_main_grad: bool
-    accum_wi: Sequence[Tensor | None]
-    accum_wo: Sequence[Tensor | None]
-
-    def differentiates(self) -> bool:
-        """Whether anybody needs a gradient."""
-        if not torch.is_grad_enabled():
-            return False
-        inputs = (self.x, self.probs, *self.wi, *self.wo, *self.wi_bias, *self.wo_bias)
-        return any(each is not None and each.requires_grad for each in inputs)
-
-    def named(self) -> list[tuple[str, Tensor | None]]:
-        """What is read, by name."""
-        return [
-            *((NAMES.x, self.x), (NAMES.sizes, self.sizes), (NAMES.probs, self.probs)),
-            *zip(weight_names(self.wi, NAMES.wi), self.wi, strict=True),
-            *zip(weight_names(self.wo, NAMES.wo), self.wo, strict=True),
-            *((NAMES.wi_bias, each) for each in self.wi_bias),
-            *((NAMES.wo_bias, each) for each in self.wo_bias),
-        ]
-
-
-def check_arguments(
-    x: Tensor,
-    wi: Members,
-    wo: Members,
-    group_sizes: Tensor | Sequence[int] | GroupSizes,
-    rhs_transposed: bool = True,
-    activation: str | Activation = "swiglu",
-    probs: Tensor | None = None,
-    wi_bias: Members | None = None,
-    wo_bias: Members | None = None,
-    recipe: Recipe | None = None,
-    residuals: str | Residuals = "save_fc1",
-    wgrad_accum: Accumulators | None = None,
-    implementation: str | Sequence[str] | None = None,
-) -> Arguments:
-    """The arguments of `grouped_mlp`, each by itself; whether they fit together is `_check_operation`'s to say."""
-    compiling = torch.compiler.is_compiling()
-    if not compiling:
-        refuse_transforms("grouped_mlp", x, wi, wo, probs, wi_bias, wo_bias)
-    check_operand(NAMES.x, x, x)
-    sizes, rows_hint = prepare_sizes(group_sizes, x, calls.Names(NAMES.x, NAMES.wi))
-    if probs is not None:
-        check_operand(NAMES.probs, probs, x)
-    given = Arguments(
-        x,
-        members_of(NAMES.wi, wi, 3, x),
-        members_of(NAMES.wo, wo, 3, x),
-        sizes,
-        probs,
-        [] if wi_bias is None else members_of(NAMES.wi_bias, wi_bias, 2, x),
-        [] if wo_bias is None else members_of(NAMES.wo_bias, wo_bias, 2, x),
-        _text(rhs_transposed, activation, recipe, residuals, rows_hint, implementation),
-        isinstance(wgrad_accum, str),
-        (),
-        (),
-    )
-    if wgrad_accum is None or wgrad_accum == "main_grad":
-        return given
-    if not isinstance(wgrad_accum, (tuple, list)) or len(wgrad_accum) != 2:
-        raise ValueError(
-            f"`{NAMES.accum}`: {wgrad_accum!r}, expected None, 'main_grad' or a pair, of `{NAMES.wi}` and of "
-            f"`{NAMES.wo}`; put None where a weight has no accumulator."
-        )
-    first, second = (
-        () if each is None else accumulators_of(each, members, f"{NAMES.accum}[{at}]", name)
-        for at, (each, members, name) in enumerate(
-            zip(wgrad_accum, (given.wi, given.wo), (NAMES.wi, NAMES.wo), strict=True)
-        )
-    )
-    if not compiling:  # where there are no addresses yet
-        written = [(f"{NAMES.accum}[0]", each) for each in first] + [(f"{NAMES.accum}[1]", each) for each in second]
-        check_apart(written, given.named())
-    return given._replace(accum_wi=first, accum_wo=second)
-
-
-@torch.compiler.assume_constant_result
-def _text(
-    rhs_transposed: bool,
-    activation: str | Activation,
-    recipe: Recipe | None,
-    residuals: str | Residuals,
-    rows_hint: int,
-    implementation: str | Sequence[str] | None,
-) -> str:
-    return _mlp_library.encode(
-        bool(rhs_transposed),
-        activations.resolve(activation),
-        calls.recipe_option(recipe),
-        residuals_option(residuals),
-        rows_hint,
-        calls.implementation_names(implementation),
-    )
-
-
-def specs_of(given: Arguments) -> tuple[MlpSpecs, ArraySpec]:
-    """Specs of the operands, packed, and of the sizes."""
-
-    def packed(members: list[Tensor], rank: int) -> ArraySpec | None:
-        if not members:
-            return None
-        one = spec_of(members[0])
-        return one if len(one.shape) == rank else ArraySpec((len(members), *one.shape), one.dtype)
-
-    wi, wo = packed(given.wi, 3), packed(given.wo, 3)
-    assert wi is not None, "a weight is always given"
-    assert wo is not None, "a weight is always given"
-    probs = None if given.probs is None else spec_of(given.probs)
-    specs = MlpSpecs(spec_of(given.x), wi, wo, probs, packed(given.wi_bias, 2), packed(given.wo_bias, 2))
-    return specs, spec_of(given.sizes)
-
-
-def check_operation(given: Arguments, out: Tensor | None) -> ArraySpec:
-    """Whether the arguments fit together; the spec of y."""
-    specs, sizes = specs_of(given)
-    op = _mlp_library.decode(given.text)
-    return check(op, *specs[:3], sizes, *specs[3:], None if out is None else spec_of(out))
-
-
-def check_buffers(out: Tensor | None, grad_input: Tensor | None, given: Arguments) -> None:
-    """BUF-2 for what the operators do not check themselves."""
-    x = given.x
-    buffers = ((NAMES.out, out), (NAMES.grad_input, grad_input))
-    for name, buffer in buffers:
-        if buffer is not None:
-            check_operand(name, buffer, x)
-            check_writable(name, buffer)
-    if not torch.compiler.is_compiling():  # where there are no addresses yet
-        check_apart(buffers, given.named())
-    if grad_input is not None:
-        calls.check_buffer(NAMES.grad_input, spec_of(grad_input), ArraySpec(tuple(x.shape), gradient_dtype(x)))
-        if not x.requires_grad:
-            raise ValueError(
-                f"`{NAMES.grad_input}`: given, but `x` needs no gradient; expected None, or an x with requires_grad; "
-                "leave it out."
-            )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -312,8 +312,7 @@ def test_jax_delayed_microbatches_equal_the_undelayed_run(policy):
 def test_torch_operators_pass_opcheck():
     given, dy = problem(cases.named("tail"), "float32", Activation("swiglu"), transposed=True, bias="float32")
     from torch_bridge import _mlp_library
-    from torch_bridge._arguments import Members  # noqa: F401
-    from torch_bridge.mlp import check_arguments
+    from torch_bridge._mlp_arguments import check_arguments
 
     held = {name: to_torch(np.nan_to_num(given[name])) for name in LEAVES}
     arguments = check_arguments(**held, group_sizes=to_torch(given["group_sizes"]))
