@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from grouped_core import calls, gradients
 from grouped_core.calls import ArraySpec, Linear
 from grouped_core.gradients import Gradients, Needs
-from grouped_core.mlp_spec import Mlp, MlpNeeds, MlpSpecs, check, kept, restrict
+from grouped_core.mlp_spec import Mlp, MlpNeeds, MlpSpecs, check, kept, needs_dh, needs_dz, restrict
 from grouped_core.products import Array, Listed, Runner, all_aligned, operand_spec, split, wide
 
 Operand = Array | Listed
@@ -201,10 +201,10 @@ def main_grads(
     """
     needs = restrict(needs, specs)
     dp = dh = None
-    if needs.dz:
+    if needs_dz(needs):
         if h is None:
             h = gradients.linear(run, op.fc1(), x, wi, group_sizes, wi_bias)
-        wanted = (needs.dh, needs.wo and z is None, needs.probs)
+        wanted = (needs_dh(needs), needs.wo and z is None, needs.probs)
         dh, rebuilt, dp = hidden_grads(run, op, h, wo, group_sizes, probs, wo_bias, dy, wanted)
         z = rebuilt if z is None else z
         dp = dp if dp is None or specs.probs is None else run.cast(dp, specs.probs.dtype)

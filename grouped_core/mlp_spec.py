@@ -134,15 +134,16 @@ class MlpNeeds(NamedTuple):
     wi_bias: bool = True
     wo_bias: bool = True
 
-    @property
-    def dh(self) -> bool:
-        """Whether the gradient of h is needed."""
-        return self.x or self.wi or self.wi_bias
 
-    @property
-    def dz(self) -> bool:
-        """Whether the gradient of z is needed, if only inside a kernel."""
-        return self.dh or self.probs
+# NOTE: functions, because torch.compile does not see through tuples that have properties.
+def needs_dh(needs: MlpNeeds) -> bool:
+    """Whether the gradient of h is needed."""
+    return needs.x or needs.wi or needs.wi_bias
+
+
+def needs_dz(needs: MlpNeeds) -> bool:
+    """Whether the gradient of z is needed, if only inside a kernel."""
+    return needs_dh(needs) or needs.probs
 
 
 class Kept(NamedTuple):
@@ -193,17 +194,17 @@ def kept(op: Mlp, needs: MlpNeeds, has_probs: bool, has_wi_bias: bool, has_wo_bi
         wi_bias=needs.wi_bias and has_wi_bias,
         wo_bias=needs.wo_bias and has_wo_bias,
     )
-    from_input = policy == "save_input" and (needs.dz or needs.wo)
+    from_input = policy == "save_input" and (needs_dz(needs) or needs.wo)
     # Where dz is computed, z comes from the same pass over h.
-    z = needs.wo and (policy == "save_all" or (policy == "save_fc1" and not needs.dz))
+    z = needs.wo and (policy == "save_all" or (policy == "save_fc1" and not needs_dz(needs)))
     rebuilds_z = needs.wo and not z
     return Kept(
         x=needs.wi or from_input,
-        h=needs.dz and not from_input,
+        h=needs_dz(needs) and not from_input,
         z=z,
         wi=needs.x or from_input,
-        wo=needs.dz,
-        probs=has_probs and (needs.dh or rebuilds_z or needs.wo_bias),
+        wo=needs_dz(needs),
+        probs=has_probs and (needs_dh(needs) or rebuilds_z or needs.wo_bias),
         wi_bias=has_wi_bias and from_input,
         wo_bias=has_wo_bias and needs.probs,
     )

@@ -55,7 +55,7 @@ def decode(text: str) -> Linear:
 
 def decode_recipe(fields: dict[str, Any]) -> Recipe:
     """The recipe whose fields `dataclasses.asdict` gave."""
-    cells = {product: tuple(Format(**cell) for cell in fields[product]) for product in _PRODUCTS}
+    cells: dict[str, Any] = {product: tuple(Format(**cell) for cell in fields[product]) for product in _PRODUCTS}
     return Recipe(**(fields | cells))
 
 

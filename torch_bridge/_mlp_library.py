@@ -93,9 +93,8 @@ _HIDDEN_ROWS = (0, 3)  # operands with M rows
 def _grads_rule(run: Any, static: tuple[str, str], operands: Sequence[Any]) -> tuple[Any, ...]:
     text, wanted = static
     h, wo, sizes, probs, wo_bias, dy = operands
-    return rules.hidden_grads(
-        run, decode(text), h, wo, sizes, probs, wo_bias, dy, tuple(letter in wanted for letter in WANTED)
-    )
+    dh, z, dp = (letter in wanted for letter in WANTED)
+    return rules.hidden_grads(run, decode(text), h, wo, sizes, probs, wo_bias, dy, (dh, z, dp))
 
 
 _GRADS_ROWS = (0, 3, 5)

@@ -51,20 +51,18 @@ def _mlp_calls(*, out: Tensor | None, grad_input: Tensor | None, **arguments: An
     lists = ([given.x], given.wi, given.wo, [given.probs], given.wi_bias, given.wo_bias)
     needs = MlpNeeds(*(any(each is not None and each.requires_grad for each in group) for group in lists))
     run = Planner()
-    into = tuple(next((spec_of(each) for each in some if each is not None), None) for some in given[-2:])
-    if given.to_main_grad:
-        into = tuple(spec._replace(dtype="float32") for spec in specs[1:3])
-    accumulators = tuple(
-        None if spec is None else weight._replace(dtype=spec.dtype)
-        for spec, weight in zip(into, specs[1:3], strict=True)
-    )
+    accumulators: Any = []
+    for weight, given_to in zip(specs[1:3], given[-2:], strict=True):
+        one = next((each for each in given_to if each is not None), None)
+        dtype = "float32" if given.to_main_grad else None if one is None else dtype_name(one.dtype)
+        accumulators.append(None if dtype is None else weight._replace(dtype=dtype))
     rules.plan(
         _mlp_library.decode(given.text),
         specs,
         sizes,
         run,
         needs=needs if torch.is_grad_enabled() else MlpNeeds(*[False] * 6),
-        accumulators=accumulators,
+        accumulators=tuple(accumulators),
     )
     return run.calls
 

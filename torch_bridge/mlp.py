@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grouped_core.activations import Activation
 from grouped_core.gradients import Needs
-from grouped_core.mlp_spec import Kept, MlpNeeds, Residuals, kept
+from grouped_core.mlp_spec import Kept, MlpNeeds, Residuals, kept, needs_dh, needs_dz
 from grouped_core.recipes import Recipe
 from grouped_core.sizes import GroupSizes
 from torch_bridge import _library, _mlp_library, main_grad
@@ -141,8 +141,11 @@ _PLAIN_ARGUMENTS = 7  # of `_Mlp` that have no gradient and stand first
 
 
 @torch.compiler.assume_constant_result
-def _kept(text: str, needs: MlpNeeds, has_probs: bool, has_wi_bias: bool, has_wo_bias: bool) -> Kept:
-    return kept(_mlp_library.decode(text), needs, has_probs, has_wi_bias, has_wo_bias)
+def _kept(
+    text: str, has: tuple[bool, bool, bool], x: bool, wi: bool, wo: bool, probs: bool, wi_bias: bool, wo_bias: bool
+) -> Kept:
+    """`has`: whether there are probabilities and biases; the others: which gradients are needed."""
+    return kept(_mlp_library.decode(text), MlpNeeds(x, wi, wo, probs, wi_bias, wo_bias), *has)
 
 
 class Facts(NamedTuple):
@@ -179,7 +182,7 @@ def forward_and_saved(
 ) -> tuple[Tensor, list[Tensor | None], Facts]:
     """(y, the tensors that backward reads, what it has to know); `live`: members that need gradients, of four lists."""
     x, wi, wo, sizes, probs, wi_bias, wo_bias, text, *_ = given
-    keep = _kept(text, needs, probs is not None, bool(wi_bias), bool(wo_bias))
+    keep = _kept(text, (probs is not None, bool(wi_bias), bool(wo_bias)), *needs)
     y, h, z = _forward(given, out, keep.h)
     lists = [
         part if saved else []
@@ -242,10 +245,10 @@ def hidden_gradients(facts: Facts, tensors: Sequence[Any], dy: Tensor) -> Hidden
     sizes, x, h, z, probs, *saved = tensors
     needs, (wi, wo, wi_bias, wo_bias) = facts.needs, split(saved, facts.saved)
     dh = dp = None
-    if needs.dz:
+    if needs_dz(needs):
         if h is None:
             h = _library.linear(x, wi, sizes, wi_bias, None, facts.first.text)
-        letters = _mlp_library.wanted(needs.dh, needs.wo and z is None, needs.probs)
+        letters = _mlp_library.wanted(needs_dh(needs), needs.wo and z is None, needs.probs)
         results = _mlp_library.hidden_grads(h, wo, sizes, probs, wo_bias, dy, facts.text, letters)
         found = dict(zip(letters, results, strict=True))
         dh, z, dp = found.get("h"), found.get("z", z), found.get("p")
