@@ -55,7 +55,7 @@ def decode(text: str) -> Mlp:
     return Mlp(NAMES, **facts)
 
 
-@lru_cache(maxsize=1024)
+@torch.compiler.assume_constant_result
 def linear_texts(text: str, scale_bias: bool) -> tuple[str, str]:
     """The two products as the linear operators know them; `scale_bias`: the second bias is weighted."""
     op = decode(text)
@@ -66,7 +66,7 @@ def linear_texts(text: str, scale_bias: bool) -> tuple[str, str]:
     return first, second
 
 
-@lru_cache(maxsize=1024)
+@torch.compiler.assume_constant_result
 def is_weighted(text: str) -> bool:
     """Whether a linear operation's bias is weighted by row."""
     return _library.decode(text).scale_bias
