@@ -6,17 +6,15 @@ import dataclasses
 
 import pytest
 
-from grouped_core.activations import GATED_KINDS, PLAIN_KINDS, Activation, resolve
+from grouped_core.activations import KINDS, Activation, resolve
 from tests import asserts
-
-KINDS = [*PLAIN_KINDS, *GATED_KINDS]
 
 
 @pytest.mark.rule("MLP-3")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_has_its_defaults_and_nothing_else(kind: str) -> None:
     spec = Activation(kind)
-    defaults = {**PLAIN_KINDS, **GATED_KINDS}[kind]
+    defaults = KINDS[kind].defaults
     for name in ("alpha", "limit", "offset", "beta1", "beta2"):
         assert getattr(spec, name) == defaults.get(name), name
     assert dataclasses.replace(spec) == spec
