@@ -1,7 +1,7 @@
 """What the compiled Hopper kernels are made of: instructions counted in the built module.
 
-    python -m tests.native.sass              # prints the table
-    make sass                                # renews tests/native/sass_sm90.txt, which test_sass.py compares with
+python -m tests.native.sass              # prints the table
+make sass                                # renews tests/native/sass_sm90.txt, which test_sass.py compares with
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ def counts() -> dict[str, Counter[str]]:
     command = ["cuobjdump", "-sass", "-arch", ARCH, str(MODULE)]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found: dict[str, Counter[str]] = {}
-    target = None
+    target, current = "", Counter[str]()
     for line in listing.splitlines():
         if line.strip().startswith("code for "):
             target = line.split()[-1]
         elif function := _FUNCTION.match(line):
             # `-arch sm_90a` lists code of sm_90 as well: that of the portable kernels.
             name = _readable(function[1])
-            current = Counter() if target != ARCH else found.setdefault(name, Counter())
+            current = found.setdefault(name, Counter()) if target == ARCH else Counter()
         elif instruction := _INSTRUCTION.match(line):
             current[instruction[1]] += 1
     return found
