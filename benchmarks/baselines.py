@@ -223,7 +223,9 @@ def _jax_thunk(work: Work, product: JaxProduct) -> Thunk:
     function: Callable[..., Any] = jax.jit(product.function)
     if work.device.type == "cuda":
         function = jax.jit(product.function).lower(*product.specs(work)).compile()
-        needed, free = function.memory_analysis().temp_size_in_bytes, torch.cuda.mem_get_info()[0]
+        needed = function.memory_analysis().temp_size_in_bytes
+        state = jax.devices("cuda")[0].memory_stats()  # what JAX's pool holds and does not use is free to it
+        free = torch.cuda.mem_get_info()[0] + state.get("pool_bytes", 0) - state["bytes_in_use"]
         if needed > free:
             raise MissingError(f"needs {needed / 2**30:.0f} GiB of temporaries, {free / 2**30:.0f} GiB are free")
     held = [work.jax(sets) for sets in product.operands]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import platform
+import random
 import subprocess
 import sys
 import time
@@ -127,8 +128,9 @@ def measure(
         for thunk in quick.values():
             clock(thunk, i, sets)
     order = list(quick.items())
+    shuffled = random.Random(0)
     for i in range(rounds):
-        order = order[1:] + order[:1]  # nobody always runs behind the same, hot or cool, predecessor
+        shuffled.shuffle(order)  # nobody always runs behind the same, hot or cool, predecessor
         for name, thunk in order:
             if i < 5 or sum(samples[name]) < share:
                 samples[name].append(clock(thunk, i, sets))
