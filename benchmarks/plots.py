@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import Row
 
+MARKERS = {"forward": "o", "dgrad": "s", "wgrad": "^"}
 BOUND = "dense"  # the candidate that is the bound of its row
 
 
@@ -39,7 +41,7 @@ def grouped_matmul(rows: Sequence[Row], copy_bytes_per_s: float, path: Path) -> 
     plt.close(figure)
 
 
-def _roofline(axis, rows: Sequence[Row], copy_bytes_per_s: float, colours) -> None:
+def _roofline(axis: Any, rows: Sequence[Row], copy_bytes_per_s: float, colours: dict[str, Any]) -> None:
     """TFLOP/s over operations a byte; the roofs are the copy and the fastest dense product, both of this run."""
     dense = max(r.tflops for r in rows if r.candidate == BOUND and r.tflops)
     slope = copy_bytes_per_s / 1e12  # TFLOP/s at one operation a byte
@@ -49,14 +51,17 @@ def _roofline(axis, rows: Sequence[Row], copy_bytes_per_s: float, colours) -> No
     axis.text(left, left * slope, f" copy, {slope:.2f} TB/s", fontsize=7, va="top")
     axis.text(right, dense, f"dense, {dense:.3g} TFLOP/s ", fontsize=7, ha="right", va="bottom")
     for name, colour in colours.items():
-        mine = [r for r in rows if r.candidate == name and r.tflops and r.intensity]
-        axis.plot([r.intensity for r in mine], [r.tflops for r in mine], "o", ms=4, color=colour, label=name)
+        axis.plot([], [], "o", ms=4, color=colour, label=name)
+    for product, marker in MARKERS.items():
+        axis.plot([], [], marker, ms=4, color="black", label=product)
+        for r in (r for r in rows if r.product == product and r.candidate in colours and r.tflops):
+            axis.plot(r.intensity, r.tflops, marker, ms=4, color=colours[r.candidate])
     axis.set(xscale="log", yscale="log", xlabel="operations a byte of operands and result", ylabel="TFLOP/s")
     axis.set_title(f"roofline, {rows[0].dtype}", fontsize=9)
     axis.legend(fontsize=6, ncols=2)
 
 
-def _bars(axis, rows: Sequence[Row], colours) -> None:
+def _bars(axis: Any, rows: Sequence[Row], colours: dict[str, Any]) -> None:
     """Share of the dense product of the same operations, a group of bars for each case; whiskers are the spread."""
     problems = list(dict.fromkeys(r.case for r in rows))
     width = 0.85 / max(1, len(colours))
