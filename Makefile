@@ -4,6 +4,7 @@
 #   make soak                     long random draws       make wheel       a stable-ABI wheel, in dist/
 #   make docs                     API pages, build/docs   make benchmark   BENCH selects a file
 #   make stub                     renews the .pyi stub    make format      lays out Python and C++
+#   make sass                     renews the instruction counts of the Hopper kernels
 #   PY=python3.12 chooses the interpreter; GROUPED_CUDA=auto|on|off whether CUDA sources are built.
 comma := ,
 SHELL := bash
@@ -27,12 +28,12 @@ PYTHON := $(abspath $(VENV))/bin/python
 BIN := $(abspath $(VENV))/bin
 PACKAGES := grouped_core jax_grouped torch_bridge
 NATIVE_SOURCES := CMakeLists.txt $(wildcard cc/*/*)
-CXX_FILES := $(wildcard cc/*/*.h cc/*/*.cc cc/*/*.cuh cc/*/*.cu)
+CXX_FILES := $(wildcard cc/*/*.h cc/*/*.cc cc/*/*.cuh cc/*/*.cu tests/native/*.cc)
 
 # $(call need,command,what is missing and what to do): stops with that one line where the command fails.
 need = $(if $(filter 0,$(shell { $(1); } >/dev/null 2>&1; echo $$?)),,$(error $(2)))
 
-.PHONY: demo test test-full sanitize soak wheel docs benchmark stub lint format types native clean
+.PHONY: demo test test-full sanitize soak wheel docs benchmark stub sass lint format types native clean
 
 $(VENV)/bin/python:
 	$(call need,$(PY) -c 'import sys; sys.exit(sys.version_info < (3$(comma) 11))',Python 3.11 or later is needed as $(PY); install it or name one: make PY=python3.12)
@@ -112,6 +113,9 @@ wheel:
 
 stub: native $(VENV)/.packages
 	$(PYTHON) -m nanobind.stubgen -q --exclude-values -m grouped_core._native -o grouped_core/_native.pyi
+
+sass: native
+	$(PYTHON) -m tests.native.sass > build/sass.txt && mv build/sass.txt tests/native/sass_sm90.txt
 
 docs: native requirements/docs.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/docs.txt

@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -53,6 +54,12 @@ class Work:
     @property
     def device(self) -> torch.device:
         return self.x[0].device
+
+    @property
+    def bytes(self) -> float:
+        """What must be read and written once: rows of groups, weights of groups that have rows."""
+        rows, k, n = sum(self.sizes), self.x[0].shape[1], self.dy[0].shape[1]
+        return self.x[0].itemsize * (rows * (k + n) + sum(size > 0 for size in self.sizes) * k * n)
 
     def ends(self) -> list[int]:
         """End row of every group."""
@@ -166,54 +173,109 @@ def ours_accumulating(work: Work) -> Thunk:
     return thunk
 
 
-def _jax_product(work: Work, ragged_dot: Callable[..., Any], transposed: bool) -> Thunk:
+class JaxProduct(NamedTuple):
+    """One product as a function of JAX."""
+
+    function: Callable[..., Any]
+    operands: tuple[list[torch.Tensor], ...]  # x or dy, weights, and dy for a gradient: a list of sets each
+
+    def specs(self, work: Work) -> list[Any]:
+        """Shapes and dtypes of the function's arguments, as JAX has them."""
+        import jax
+
+        held = (*(sets[0] for sets in self.operands), work.device_sizes)
+        return [jax.ShapeDtypeStruct(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in held]
+
+
+def jax_product(work: Work, ragged_dot: Callable[..., Any], transposed: bool) -> JaxProduct:
+    """`work` by way of `ragged_dot(lhs, rhs, group_sizes)`, gradients as JAX derives them."""
     import jax
 
-    weights = work.jax(work.w_nk if transposed else work.w_kn)
-    x, dy = work.jax(work.x), work.jax(work.dy)
-    sizes = work.jax([work.device_sizes])[0]
+    weights = work.w_nk if transposed else work.w_kn
 
-    def pulled(argument: int) -> Callable[..., Any]:
-        def gradient(lhs: Any, rhs: Any, cotangent: Any) -> Any:
-            primal = (lhs, rhs)[argument]
+    def gradient(argument: int) -> Callable[..., Any]:
+        def run(lhs: Any, rhs: Any, cotangent: Any, sizes: Any) -> Any:
+            def product(value: Any) -> Any:
+                return ragged_dot(*((value, rhs) if argument == 0 else (lhs, value)), sizes)
 
-            def run(value: Any) -> Any:
-                operands = (value, rhs) if argument == 0 else (lhs, value)
-                return ragged_dot(*operands, sizes)
+            return jax.vjp(product, (lhs, rhs)[argument])[1](cotangent)[0]
 
-            return jax.vjp(run, primal)[1](cotangent)[0]
+        return run
 
-        return jax.jit(gradient)
-
-    forward = jax.jit(lambda lhs, rhs: ragged_dot(lhs, rhs, sizes))
-    functions = {
-        "forward": lambda i: forward(x[i], weights[i]),
-        "dgrad": (lambda g: lambda i: g(x[i], weights[i], dy[i]))(pulled(0)),
-        "wgrad": (lambda g: lambda i: g(x[i], weights[i], dy[i]))(pulled(1)),
-    }
-    function = functions[work.product]
-    return lambda i: function(i).block_until_ready()
+    if work.product == "forward":
+        return JaxProduct(ragged_dot, (work.x, weights))
+    return JaxProduct(gradient(PRODUCTS.index(work.product) - 1), (work.x, weights, work.dy))
 
 
-def ours_jax(layout: str) -> Callable[[Work], Thunk]:
-    """Ours from JAX, jitted; under grad only the asked product runs (the others are dead code)."""
+class Queued:
+    """A thunk of JAX on a GPU: it returns before its result is there (`harness.queue_clock`)."""
 
-    def build(work: Work) -> Thunk:
+    def __init__(self, call: Callable[[int], Any]) -> None:
+        self._call = call
+
+    def __call__(self, i: int) -> Any:
+        return self._call(i)
+
+
+def _jax_thunk(work: Work, product: JaxProduct) -> Thunk:
+    import jax
+
+    function: Callable[..., Any] = jax.jit(product.function)
+    if work.device.type == "cuda":
+        function = jax.jit(product.function).lower(*product.specs(work)).compile()
+        needed = function.memory_analysis().temp_size_in_bytes
+        state = jax.devices("cuda")[0].memory_stats()  # what JAX's pool holds and does not use is free to it
+        free = torch.cuda.mem_get_info()[0] + state.get("pool_bytes", 0) - state["bytes_in_use"]
+        if needed > free:
+            raise MissingError(f"needs {needed / 2**30:.0f} GiB of temporaries, {free / 2**30:.0f} GiB are free")
+    held = [work.jax(sets) for sets in product.operands]
+    (sizes,) = work.jax([work.device_sizes])
+
+    def call(i: int) -> Any:
+        return function(*(sets[i] for sets in held), sizes)
+
+    return Queued(call) if work.device.type == "cuda" else lambda i: call(i).block_until_ready()
+
+
+def _ours_jax(layout: str) -> Callable[[Work], JaxProduct]:
+    def build(work: Work) -> JaxProduct:
         import jax_grouped
 
         transposed = layout == "nk"
-        return _jax_product(
-            work, lambda a, b, s: jax_grouped.ragged_dot(a, b, s, rhs_transposed=transposed), transposed
-        )
+        return jax_product(work, partial(jax_grouped.ragged_dot, rhs_transposed=transposed), transposed)
 
     return build
 
 
-def lax_ragged_dot(work: Work) -> Thunk:
-    """`jax.lax.ragged_dot`, jitted."""
+def _lax(work: Work) -> JaxProduct:
     import jax
 
-    return _jax_product(work, jax.lax.ragged_dot, False)
+    return jax_product(work, jax.lax.ragged_dot, False)
+
+
+def _tokamax(work: Work) -> JaxProduct:
+    import tokamax
+
+    return jax_product(work, tokamax.ragged_dot, False)
+
+
+JAX_PRODUCTS: dict[str, Callable[[Work], JaxProduct]] = {
+    "ours, jax, [G,K,N]": _ours_jax("kn"),
+    "ours, jax, [G,N,K]": _ours_jax("nk"),
+    "lax.ragged_dot": _lax,
+    "tokamax.ragged_dot": _tokamax,
+}
+"""Candidates whose products are functions of JAX; under grad only the asked product runs (the others are dead code)."""
+
+
+def jitted(name: str) -> Callable[[Work], Thunk]:
+    """One of `JAX_PRODUCTS`, jitted."""
+
+    def build(work: Work) -> Thunk:
+        product = JAX_PRODUCTS[name](work)
+        return _jax_thunk(work, product) if name.startswith("ours") else tried(lambda: _jax_thunk(work, product))
+
+    return build
 
 
 def jax_loop(work: Work) -> Thunk:
@@ -229,7 +291,19 @@ def jax_loop(work: Work) -> Thunk:
         tail = jnp.zeros((lhs.shape[0] - starts[-1], rhs.shape[2]), lhs.dtype)
         return jnp.concatenate([*parts, tail])
 
-    return _jax_product(work, loop, False)
+    return _jax_thunk(work, jax_product(work, loop, False))
+
+
+def tried(build: Callable[[], Thunk]) -> Thunk:
+    """What a peer builds, once it has run; whatever it objects to is why it does not take part."""
+    try:
+        thunk = build()
+        thunk(0)
+    except (MissingError, ImportError):
+        raise
+    except Exception as error:
+        raise MissingError(f"{type(error).__name__}: {(str(error) or 'no text').splitlines()[0][:120]}") from None
+    return thunk
 
 
 def torch_grouped_mm(work: Work) -> Thunk:
@@ -243,12 +317,83 @@ def torch_grouped_mm(work: Work) -> Thunk:
         "dgrad": lambda i: function(work.dy[i], work.w_kn[i].transpose(1, 2), offs=offsets),
         "wgrad": lambda i: function(work.x[i].T, work.dy[i], offs=offsets),
     }
-    thunk = calls[work.product]
-    try:
-        thunk(0)
-    except (RuntimeError, ValueError) as error:
-        raise MissingError(str(error).splitlines()[0][:90]) from None
-    return thunk
+    return tried(lambda: calls[work.product])
+
+
+def quack_gemm(work: Work) -> Thunk:
+    """QuACK's `gemm` over ragged rows or sums, tuned by itself; operands in the layouts of its own layers."""
+    from quack.gemm_interface import gemm  # type: ignore[import-not-found]
+
+    ends = torch.cumsum(work.device_sizes, 0)
+    bounds = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
+    calls = {
+        "forward": lambda i: gemm(work.x[i], work.w_nk[i].transpose(1, 2), cu_seqlens_m=bounds),
+        "dgrad": lambda i: gemm(work.dy[i], work.w_kn[i].transpose(1, 2), cu_seqlens_m=bounds),
+        "wgrad": lambda i: gemm(work.x[i].T, work.dy[i], cu_seqlens_k=bounds),
+    }
+    return tried(lambda: calls[work.product])
+
+
+class Padded:
+    """A thunk whose peer wants groups padded; `rows` are the places of the real ones in its result, None: no rows."""
+
+    def __init__(self, call: Callable[[int], torch.Tensor], rows: torch.Tensor | None) -> None:
+        self._call = call
+        self.rows = rows
+
+    def __call__(self, i: int) -> torch.Tensor:
+        return self._call(i)
+
+
+def result_of(thunk: Thunk, result: Any) -> Any:
+    """The result without padding."""
+    return result[thunk.rows] if isinstance(thunk, Padded) and thunk.rows is not None else result
+
+
+def deep_gemm(work: Work) -> Thunk:
+    """DeepGEMM: every group padded to its alignment, beforehand and for free; weight gradients are added in float32."""
+    import deep_gemm as peer  # type: ignore[import-not-found]
+
+    if work.dtype != "bfloat16":
+        raise MissingError("takes bfloat16")
+    align = peer.get_mk_alignment_for_contiguous_layout()
+    padded = [-(-size // align) * align for size in work.sizes]
+    starts = np.cumsum([0, *padded])
+    rows = np.concatenate([np.arange(size) + start for size, start in zip(work.sizes, starts, strict=False)])
+    of_row = np.full(starts[-1], -1, np.int32)
+    of_row[rows] = np.repeat(np.arange(len(padded)), work.sizes)
+    place, groups = torch.from_numpy(rows).to(work.device), torch.from_numpy(of_row).to(work.device)
+
+    def spread(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [t.new_zeros((len(of_row), t.shape[1])).index_copy_(0, place, t[: len(rows)]) for t in tensors]
+
+    x, dy = spread(work.x), spread(work.dy)
+    if work.product == "wgrad":
+        total = torch.zeros(work.w_kn[0].shape, dtype=torch.float32, device=work.device)
+        sizes = torch.tensor(padded, dtype=torch.int32, device=work.device)
+
+        def add(i: int) -> torch.Tensor:
+            peer.k_grouped_bf16_gemm_tn_contiguous(x[i], dy[i], total, padded, sizes, total)
+            return total
+
+        thunk = tried(lambda: Padded(add, None))
+        total.zero_()
+        return thunk
+    lhs, rhs = (x, work.w_nk) if work.product == "forward" else (dy, work.w_kn)
+
+    def product(i: int) -> torch.Tensor:
+        out = lhs[i].new_empty((len(of_row), rhs[i].shape[1]))
+        peer.m_grouped_bf16_gemm_nt_contiguous(lhs[i], rhs[i], out, groups)
+        return out
+
+    return tried(lambda: Padded(product, place))
+
+
+def sonic_moe(work: Work) -> Thunk:
+    """SonicMoE has no products of their own to measure."""
+    import sonicmoe  # type: ignore[import-not-found]  # noqa: F401
+
+    raise MissingError("offers whole layers; its plain products are QuACK's gemm")
 
 
 def torch_loop(work: Work) -> Thunk:
@@ -283,12 +428,13 @@ CANDIDATES: dict[str, Callable[[Work], Thunk]] = {
     "ours, torch, [G,K,N]": ours_torch("kn"),
     "ours, portable, [G,N,K]": ours_torch("nk", "reference"),
     "ours, torch, fp32 +=": ours_accumulating,
-    "ours, jax, [G,K,N]": ours_jax("kn"),
-    "ours, jax, [G,N,K]": ours_jax("nk"),
-    "lax.ragged_dot": lax_ragged_dot,
+    **{name: jitted(name) for name in JAX_PRODUCTS},
     "jnp.dot loop": jax_loop,
     "torch grouped_mm": torch_grouped_mm,
     "torch loop": torch_loop,
+    "QuACK gemm": quack_gemm,
+    "DeepGEMM": deep_gemm,
+    "SonicMoE": sonic_moe,
 }
 """Candidates by name; "dense" is the bound of every row."""
 

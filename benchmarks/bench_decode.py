@@ -10,7 +10,6 @@ same run; weights are rotated past the L2.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -20,7 +19,6 @@ import torch
 from benchmarks import baselines, harness
 from tests import cases
 
-COPY_BYTES = 2 << 30
 ROTATED_BYTES = 256 << 20  # several times the L2
 CANDIDATES = ("ours, torch, [G,N,K]", "ours, torch, [G,K,N]", "torch grouped_mm")
 
@@ -42,16 +40,8 @@ def captured(thunk: harness.Thunk, sets: int) -> harness.Thunk:
     return lambda i: graphs[i].replay()
 
 
-def copy_rate() -> float:
-    """Bytes read and written a second by a large device copy."""
-    source, target = (torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_(0, 255) for _ in range(2))
-    copy: Callable[[int], object] = lambda i: target.copy_(source)  # noqa: E731
-    timing = harness.measure({"copy": copy}, clock=harness.cuda_clock, rounds=20)["copy"]
-    return 2 * COPY_BYTES / timing.median_us * 1e6
-
-
 def main() -> None:
-    rate = copy_rate()
+    rate = harness.copy_rate("cuda")
     print(f"copy {rate / 1e12:.2f} TB/s\n{'case':<22}" + "".join(f"{name:>24}" for name in CANDIDATES))
     for case in cases.select("decode"):
         weight_bytes = 2 * case.groups * case.k * case.n

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from benchmarks import baselines, harness
+from benchmarks import baselines, harness, plots
 from tests import cases
 
 L2_BYTES = 60 << 20  # of an H200; inputs are rotated through more than twice of it
@@ -37,13 +37,13 @@ def bench(
     for name in names:
         try:
             thunk = baselines.CANDIDATES[name](work)
-            errors[name] = None if name == "dense" else _error(thunk(0), wanted, name)
+            errors[name] = None if name == "dense" else _error(baselines.result_of(thunk, thunk(0)), wanted, name)
             thunks[name] = thunk
         except baselines.MissingError as reason:
             skipped[name] = str(reason)
         except ImportError as reason:
-            skipped[name] = f"not installed: {reason.name}"
-    clock = harness.cpu_clock if device == "cpu" else harness.cuda_clock
+            skipped[name] = f"cannot be imported: {reason}"
+    clock = harness.cpu_clock if device == "cpu" else _gpu_clock
     timings = harness.measure(thunks, clock=clock, sets=sets, budget_s=budget_s)
     dense_us = timings["dense"].median_us
     rows = []
@@ -60,10 +60,16 @@ def bench(
                 share=None if timing is None else dense_us / timing.median_us,
                 bound="dense product of the same operations",
                 error=errors.get(name),
+                intensity=work.flops / work.bytes,
                 skipped=skipped.get(name, ""),
             )
         )
     return rows
+
+
+def _gpu_clock(thunk: harness.Thunk, index: int, sets: int) -> float:
+    clock = harness.queue_clock if isinstance(thunk, baselines.Queued) else harness.cuda_clock
+    return clock(thunk, index, sets)
 
 
 def _error(result: object, wanted: torch.Tensor, name: str) -> float:
@@ -73,32 +79,6 @@ def _error(result: object, wanted: torch.Tensor, name: str) -> float:
     if got.dim() == 3 and name in baselines.TRANSPOSED:
         got = got.transpose(1, 2)
     return float(torch.linalg.vector_norm(got - wanted) / torch.linalg.vector_norm(wanted))
-
-
-def plot(rows: Sequence[harness.Row], path: Path) -> None:
-    """Bars of TFLOP/s, one panel a (case, dtype), the dense product as a line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    panels = list(dict.fromkeys((r.case, r.dtype) for r in rows))
-    figure, axes = plt.subplots(len(panels), 1, figsize=(11, 2.8 * len(panels)), squeeze=False)
-    for axis, (case, dtype) in zip(axes[:, 0], panels, strict=True):
-        chosen = [r for r in rows if (r.case, r.dtype) == (case, dtype) and r.tflops is not None]
-        names = list(dict.fromkeys(r.candidate for r in chosen))
-        for i, name in enumerate(names):
-            values = {r.product: r.tflops for r in chosen if r.candidate == name}
-            places = [p + (i - len(names) / 2) * 0.8 / len(names) for p in range(len(baselines.PRODUCTS))]
-            axis.bar(
-                places, [values.get(p) or 0 for p in baselines.PRODUCTS], 0.8 / len(names), label=name, align="edge"
-            )
-        axis.set_xticks(range(len(baselines.PRODUCTS)), baselines.PRODUCTS)
-        axis.set_ylabel("TFLOP/s")
-        axis.set_title(f"{case}, {dtype}")
-        axis.legend(fontsize=6, ncols=3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
@@ -116,6 +96,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
+    if options.plot and (missing := plots.missing()):
+        parser.error(missing)
     names = list(dict.fromkeys(["dense", *options.candidates]))
     rows = []
     for problem in cases.select("cpu_bench" if options.device == "cpu" else "bench"):
@@ -127,10 +109,13 @@ def main() -> None:
                 print(harness.table(block), flush=True)
                 rows += block
     print(harness.machine())
+    if not (options.json or options.plot):
+        return
+    copy = harness.copy_rate(options.device)
     if options.json:
-        harness.save(rows, options.json)
+        harness.save(rows, options.json, copy_bytes_per_s=copy)
     if options.plot:
-        plot(rows, options.plot)
+        plots.grouped_matmul(rows, copy, options.plot)
 
 
 if __name__ == "__main__":

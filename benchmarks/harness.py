@@ -5,13 +5,15 @@
 - Inputs are random normal (zeros draw less power and flatter), a fixed seed; on a GPU several input sets are rotated so
   that together they exceed twice the L2.
 - Warm-up rounds are thrown away; the median is reported, with the 10th and 90th percentile as spread.
-- On a GPU a candidate is timed by events around its launches; on a CPU by the wall clock around the finished call.
+- On a GPU a candidate is timed by events around its launches, one of JAX by the wall clock between the ends of queued
+  calls; on a CPU by the wall clock around the finished call.
 """
 
 from __future__ import annotations
 
 import json
 import platform
+import random
 import subprocess
 import sys
 import time
@@ -71,6 +73,34 @@ def cuda_clock(thunk: Thunk, index: int, sets: int) -> float:
     return start.elapsed_time(end) * 1e3 / CUDA_CALLS
 
 
+def queue_clock(thunk: Thunk, index: int, sets: int) -> float:
+    """The same for thunks whose results are arrays of JAX, which has no events: from the end of the calls in front to
+    the end of the others, all of which are queued before the first has ended.
+    """
+    for i in range(CUDA_LEAD):
+        before = thunk((index + i) % sets)
+    for i in range(CUDA_CALLS):
+        last = thunk((index + i) % sets)
+    before.block_until_ready()
+    start = time.perf_counter_ns()
+    last.block_until_ready()
+    return (time.perf_counter_ns() - start) / 1e3 / CUDA_CALLS
+
+
+COPY_BYTES = 2 << 30
+
+
+def copy_rate(device: str) -> float:
+    """Bytes read and written a second by a large copy: the roof of whatever only moves memory."""
+    import torch
+
+    size = COPY_BYTES if device == "cuda" else COPY_BYTES >> 3
+    source, target = (torch.empty(size, dtype=torch.uint8, device=device).random_(0, 255) for _ in range(2))
+    clock = cuda_clock if device == "cuda" else cpu_clock
+    timing = measure({"copy": lambda i: target.copy_(source)}, clock=clock, rounds=20)["copy"]
+    return 2 * size / timing.median_us * 1e6
+
+
 def measure(
     thunks: Mapping[str, Thunk],
     *,
@@ -98,8 +128,9 @@ def measure(
         for thunk in quick.values():
             clock(thunk, i, sets)
     order = list(quick.items())
+    shuffled = random.Random(0)
     for i in range(rounds):
-        order = order[1:] + order[:1]  # nobody always runs behind the same, hot or cool, predecessor
+        shuffled.shuffle(order)  # nobody always runs behind the same, hot or cool, predecessor
         for name, thunk in order:
             if i < 5 or sum(samples[name]) < share:
                 samples[name].append(clock(thunk, i, sets))
@@ -170,6 +201,7 @@ class Row:
     share: float | None  # of the row's upper bound, taken in the same run
     bound: str  # what the upper bound is
     error: float | None  # relative Frobenius distance from the float64 result
+    intensity: float | None = None  # useful operations over the bytes of operands and result
     skipped: str = ""  # why there is no number
 
 

@@ -3,12 +3,11 @@
 // what memory holds, the copy engine first fetches it into the same slots, the first of them while the tile multiplies.
 #pragma once
 
+#include "cc/device/layout.cuh"
 #include "cc/device/ptx.cuh"
 #include "cc/device/schedule.cuh"
 
 namespace grouped::sm90 {
-
-constexpr int kSlotBytes = 16 * 128;  // 16 rows of 128 bytes, 128-byte swizzle
 
 template <class T>
 __device__ inline T from_float(float v) {
@@ -130,11 +129,10 @@ __device__ inline void store_rows(float (&acc)[kCols / 2], const CUtensorMap* ma
       change(s * kSliceCols + 8 * j + lane_col, *reinterpret_cast<float (*)[4]>(&acc[(s * kSliceCols + 8 * j) / 2]));
     }
     if constexpr (sizeof(Out) == 2) {
-      const uint32_t row = (lane & 7) + (lane & 8);
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
         float* v = &acc[s * 32 + 4 * j];
-        const uint32_t to = slot + row * 128 + ((j + (lane >> 4)) ^ (lane & 7)) * 16;
+        const uint32_t to = slot + slot_of_matrix(lane, j);
         if (add) {
           uint32_t old[4];
           ptx::load_matrix_x4(to, old);
@@ -146,12 +144,10 @@ __device__ inline void store_rows(float (&acc)[kCols / 2], const CUtensorMap* ma
                              pack2<Out>(v[6], v[7]));
       }
     } else {
-      const uint32_t row = lane / 4;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         float* v = &acc[s * 16 + 4 * j];
-        const uint32_t chunk = (2 * j + (lane & 2) / 2) ^ (row & 7),
-                       to = slot + row * 128 + chunk * 16 + (lane & 1) * 8;
+        const uint32_t to = slot + slot_of_pair(lane, j);
         if (add) {
           float old[4];
           ptx::load_shared_v2(to, old[0], old[1]);

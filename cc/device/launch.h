@@ -11,6 +11,7 @@
 
 #include "cc/api/check.h"
 #include "cc/api/tensor.h"
+#include "cc/device/maps.h"
 
 #define GROUPED_CUDA_CHECK(call)                                                                  \
   do {                                                                                            \
@@ -78,11 +79,7 @@ inline CUtensorMapDataType tensor_map_dtype(DType dtype) {
   }
 }
 
-// A map of rank 4 with 128-byte swizzle: `dims` innermost first, `strides` in bytes for dimensions 1 to 3.
-struct MapShape {
-  uint64_t dims[4];
-  uint64_t strides[3];
-};
+// A map of rank 4 with 128-byte swizzle.
 inline CUtensorMap tensor_map(const void* base, DType dtype, const MapShape& shape, uint32_t box_cols,
                               uint32_t box_rows) {
   CUtensorMap map;
@@ -97,27 +94,6 @@ inline CUtensorMap tensor_map(const void* base, DType dtype, const MapShape& sha
                     std::to_string(shape.dims[0]) + " columns, pitch " + std::to_string(shape.strides[0]) +
                     "; address and pitch must be multiples of 16 bytes");
   return map;
-}
-
-// A [M, cols] tensor whose rows are cut into groups. Row r of the group that ends at row `end` and has `rows` rows is
-// at coordinates (col, 2^30 - rows + r, 2^30, end): the address wraps around 2^64 to the right row, and rows past the
-// group's end lie outside dimension 1, so loads give zeros there and stores are dropped.
-inline MapShape ragged_shape(int64_t cols, DType dtype) {
-  const uint64_t pitch = uint64_t(cols) * dtype_bytes(dtype), far = uint64_t(1) << 34;
-  return {{uint64_t(cols), uint64_t(1) << 30, 0x7fffffff, 0x7fffffff}, {pitch, far - pitch, pitch}};
-}
-
-// A [G, rows, cols] tensor; the slice of group g is (g, 0).
-inline MapShape packed_shape(int64_t groups, int64_t rows, int64_t cols, DType dtype) {
-  const uint64_t pitch = uint64_t(cols) * dtype_bytes(dtype), slice = pitch * rows;
-  return {{uint64_t(cols), uint64_t(rows), uint64_t(groups), 1}, {pitch, slice, slice}};
-}
-
-// G separate [rows, cols] tensors anywhere in memory: with d = address - base (mod 2^64), the slice is
-// (d / 16 mod 2^30, d / 2^34).
-inline MapShape scattered_shape(int64_t rows, int64_t cols, DType dtype) {
-  const uint64_t pitch = uint64_t(cols) * dtype_bytes(dtype);
-  return {{uint64_t(cols), uint64_t(rows), uint64_t(1) << 30, uint64_t(1) << 30}, {pitch, 16, uint64_t(1) << 34}};
 }
 
 }  // namespace grouped

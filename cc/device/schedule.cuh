@@ -68,8 +68,17 @@ struct alignas(16) Work {
 };
 static_assert(sizeof(Work) == 48);
 
-// Extent of the row dimension of a ragged map (launch.h): a group's last row is put right below it.
+// Extent of the row dimension of a ragged map (maps.h): a group's last row is put right below it.
 constexpr int32_t kRagged = 1 << 30;
+
+// Last two coordinates, in a scattered map (maps.h), of the tensor that lies `distance` bytes behind the map's start,
+// modulo 2^64: in units of 16 bytes and of 2^34.
+struct Slice {
+  int32_t near, far;
+};
+GROUPED_HOST_DEVICE inline Slice slice_of(uint64_t distance) {
+  return {int32_t(distance >> 4 & (kRagged - 1)), int32_t(distance >> 34)};
+}
 
 // Items that are sorted by length and drawn from both ends, so that at any time the chip works on a mix of long sums
 // (which multiply) and short ones (which mostly store). One counter holds how many were drawn from the front (low half)

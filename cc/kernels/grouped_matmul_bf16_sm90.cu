@@ -72,9 +72,9 @@ struct RowsProduct {
         work.end = found.end;
         work.slice2 = found.group;
         if (p.rhs_table != nullptr) {
-          const uint64_t d = uint64_t(p.rhs_table[found.group]) - uint64_t(p.rhs_base);
-          work.slice2 = int32_t(d >> 4 & (kRagged - 1));
-          work.slice3 = int32_t(d >> 34);
+          const Slice slice = slice_of(uint64_t(p.rhs_table[found.group]) - uint64_t(p.rhs_base));
+          work.slice2 = slice.near;
+          work.slice3 = slice.far;
         }
       } else {
         const int64_t first = found.end + int64_t(found.item) * kTailRows;

@@ -151,10 +151,11 @@ struct ContractionProduct {
       Work work{};
       work.slice2 = span.group;
       if (p.into_table != nullptr) {
-        const uint64_t address = uint64_t(p.into_table[span.group]), d = address - uint64_t(p.out_base);
+        const uint64_t address = uint64_t(p.into_table[span.group]);
         if (address == 0) continue;
-        work.slice2 = int32_t(d >> 4 & (kRagged - 1));
-        work.slice3 = int32_t(d >> 34);
+        const Slice slice = slice_of(address - uint64_t(p.out_base));
+        work.slice2 = slice.near;
+        work.slice3 = slice.far;
       }
       const Tile tile = pair_at(int(item) % per_group, row_tiles, col_tiles, rank);
       work.kind = Work::kTile;

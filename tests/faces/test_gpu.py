@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
+import jax_grouped
 import torch_bridge
 from grouped_core import arrays
 from grouped_core.calls import Linear, Names
@@ -229,33 +232,139 @@ print(digest.hexdigest())
 
 @pytest.mark.rule("CAP-5")
 def test_xla_puts_the_calls_into_graphs(python):
-    """XLA's own log says that it converts a chain of our calls to a command buffer, with default flags."""
+    """XLA's own log names every call of ours as part of a command buffer, with default flags, and runs it."""
     program = """
 import os, subprocess, sys
 child = '''
 import jax, jax.numpy as jnp, jax_grouped
 x = jnp.ones((256, 128), jnp.bfloat16); w = jnp.ones((4, 128, 128), jnp.bfloat16)
 s = jnp.full((4,), 64, jnp.int32)
-def chain(x):
-    for _ in range(8):
+def chain(x, w):
+    for _ in range(4):
         x = jax_grouped.ragged_dot(x, w, s)
-    return x
+    return x.astype(jnp.float32).sum()
+step = jax.jit(jax.grad(chain, (0, 1))).lower(x, w).compile()
+print(step.as_text())
 for _ in range(3):
-    jax.jit(chain)(x).block_until_ready()
+    jax.block_until_ready(step(x, w))
 '''
 done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, env=os.environ)
 assert done.returncode == 0, done.stderr[-2000:]
-print(done.stderr)
+print(done.stdout + done.stderr)
 """
     log = python(
         program,
         XLA_FLAGS="",
         XLA_PYTHON_CLIENT_PREALLOCATE="false",
         TF_CPP_MIN_LOG_LEVEL="0",
-        TF_CPP_VMODULE="command_buffer_conversion_pass=3,command_buffer_thunk=3,command_buffer_cmd=3",
+        TF_CPP_VMODULE="command_buffer_conversion_pass=3,command_buffer_thunk=3",
     )
-    said = [line for line in log.splitlines() if "ommand" in line and "buffer" in line.lower()]
-    assert any("onvert" in line or "ecord" in line for line in said), f"nothing about command buffers:\n{log[-3000:]}"
+    ours = re.findall(r"%?([\w.\-]+) = [^\n]* custom-call\([^\n]*custom_call_target=\"jg_", log)
+    graphs = re.findall(r"Creating command buffer thunk.* with the following thunks: (.*)", log)
+    assert ours, "no call of ours in the compiled program"
+    outside = [name for name in ours if not any(name in graph.split(", ") for graph in graphs)]
+    assert not outside, f"{outside} of {ours} are in no graph; graphs: {graphs}\n{log[-3000:]}"
+    assert "Execute command buffer" in log, "graphs were made, but none was launched"
+
+
+@pytest.mark.rule("GRP-3")
+def test_jax_moves_nothing_between_host_and_device():
+    """Compiled steps run under a guard that forbids every transfer."""
+    x = jax.random.normal(jax.random.key(0), (256, 64), jnp.bfloat16)
+    w = jax.random.normal(jax.random.key(1), (4, 64, 128), jnp.bfloat16)
+    sizes = jnp.array([100, 0, 27, 90], jnp.int32)
+
+    @jax.jit
+    def step(x, w, sizes):
+        return jax.grad(lambda x, w: jax_grouped.ragged_dot(x, w, sizes).astype(jnp.float32).sum(), (0, 1))(x, w)
+
+    wanted = step(x, w, sizes)
+    with jax.transfer_guard("disallow"):
+        found = jax.block_until_ready(step(x, w, sizes))
+    for name, a, b in zip(("dx", "dw"), found, wanted, strict=True):
+        asserts.bitwise(a, b, name)
+
+
+TEMPORARY_BYTES = 8 << 20
+"""What a product may take beyond operands and results, whatever its size."""
+
+
+@pytest.mark.rule("MAT-1", "MAT-11")
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_take_no_memory_beyond_results(transposed):
+    """Operands are far larger than the bound, so a copy or transpose of one would show."""
+    rows, groups, k, n = 8192, 16, 1024, 1536
+    x = torch.randn(rows, k, dtype=torch.bfloat16).requires_grad_()
+    w = torch.randn(groups, *((n, k) if transposed else (k, n)), dtype=torch.bfloat16).requires_grad_()
+    dy = torch.randn(rows, n, dtype=torch.bfloat16)
+    sizes = torch.full((groups,), rows // groups - 3, dtype=torch.int32)
+    assert min(x.nbytes, w.nbytes, dy.nbytes) > TEMPORARY_BYTES
+
+    def peak(call) -> int:
+        kept = call()
+        del kept
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        results = call()
+        return torch.cuda.max_memory_allocated() - before - sum(result.nbytes for result in results)
+
+    def linear() -> torch.Tensor:
+        return torch_bridge.grouped_linear(x, w, sizes, rhs_transposed=transposed)
+
+    y = linear()
+    for name, call in (
+        ("forward", lambda: (linear(),)),
+        ("backward", lambda: torch.autograd.grad(y, (x, w), dy, retain_graph=True)),
+    ):
+        assert peak(call) < TEMPORARY_BYTES, f"{name} takes {peak(call) / 2**20:.1f} MiB"
+
+    def product(x, w, sizes):
+        return jax_grouped.ragged_dot(x, w, sizes, rhs_transposed=transposed)
+
+    def gradients(x, w, dy, sizes):
+        return jax.vjp(lambda x, w: product(x, w, sizes), x, w)[1](dy)
+
+    shapes = [jax.ShapeDtypeStruct(tuple(t.shape), "bfloat16") for t in (x, w, dy)]
+    counts = jax.ShapeDtypeStruct((groups,), "int32")
+    for function, given in ((product, (*shapes[:2], counts)), (gradients, (*shapes, counts))):
+        taken = jax.jit(function).lower(*given).compile().memory_analysis().temp_size_in_bytes
+        assert taken < TEMPORARY_BYTES, f"{function.__name__} takes {taken / 2**20:.1f} MiB"
+
+
+def large(rows: int, groups: int, k: int, n: int) -> tuple[torch.Tensor, ...]:
+    """x, w [G, N, K] and dy on the device, of small integers: their sums are exact in any order."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def whole(*shape: int) -> torch.Tensor:
+        values = torch.randint(-2, 3, shape, generator=generator, dtype=torch.int8)
+        return values.to(torch.bfloat16).requires_grad_()
+
+    return whole(rows, k), whole(groups, n, k), whole(rows, n).detach()
+
+
+@pytest.mark.rule("GRP-4", "MAT-7")
+@pytest.mark.parametrize(
+    ("rows", "groups", "k", "n"),
+    [(2**23 + 1000, 3, 264, 16), (2**23 + 1000, 3, 16, 264), (600, 600, 2048, 2048)],
+    ids=["x", "y", "weights"],
+)
+def test_elements_beyond_the_reach_of_32_bits(rows, groups, k, n):
+    """The last rows and the last group of tensors of more than 2^31 elements equal a call on these alone."""
+    x, w, dy = large(rows, groups, k, n)
+    assert max(x.numel(), w.numel(), dy.numel()) > 2**31
+    few = 500 if groups == 3 else 1  # rows of the last group
+    sizes = torch.full((groups,), (rows - few) // (groups - 1), dtype=torch.int32)
+    sizes[-2] += rows - few - int(sizes[:-1].sum())
+    sizes[-1] = few
+    y = torch_bridge.grouped_linear(x, w, sizes)
+    dx, dw = torch.autograd.grad(y, (x, w), dy)
+    last = [t.detach()[-few:].clone().requires_grad_() for t in (x, dy)]
+    weight = w.detach()[-1:].clone().requires_grad_()
+    alone = torch_bridge.grouped_linear(last[0], weight, torch.tensor([few], dtype=torch.int32))
+    dx_alone, dw_alone = torch.autograd.grad(alone, (last[0], weight), last[1].detach())
+    for name, a, b in (("y", y[-few:], alone), ("dx", dx[-few:], dx_alone), ("dw", dw[-1:], dw_alone)):
+        asserts.bitwise(a.detach(), b.detach(), name)
 
 
 @pytest.mark.rule("ALL-1")

@@ -1,0 +1,77 @@
+"""Pictures of a table: bars beside the bound, and the roofline. matplotlib is asked for only here."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Row
+
+MARKERS = {"forward": "o", "dgrad": "s", "wgrad": "^"}
+BOUND = "dense"  # the candidate that is the bound of its row
+
+
+def missing() -> str | None:
+    """Why nothing can be drawn, or None."""
+    if importlib.util.find_spec("matplotlib"):
+        return None
+    return "--plot needs matplotlib, which is not installed; install it, or keep the numbers with --json"
+
+
+def grouped_matmul(rows: Sequence[Row], copy_bytes_per_s: float, path: Path) -> None:
+    """A roofline for each dtype, then bars of shares for each (dtype, product), in one picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    dtypes = list(dict.fromkeys(r.dtype for r in rows))
+    panels = list(dict.fromkeys((r.dtype, r.product) for r in rows))
+    names = list(dict.fromkeys(r.candidate for r in rows if r.timing and r.candidate != BOUND))
+    colours = {name: plt.get_cmap("tab20")(i % 20) for i, name in enumerate(names)}
+    height = len(dtypes) + len(panels)
+    figure, axes = plt.subplots(height, 1, figsize=(12, 4 * height), squeeze=False, layout="constrained")
+    for axis, dtype in zip(axes[:, 0], dtypes, strict=False):
+        _roofline(axis, [r for r in rows if r.dtype == dtype], copy_bytes_per_s, colours)
+    for axis, (dtype, product) in zip(axes[len(dtypes) :, 0], panels, strict=True):
+        _bars(axis, [r for r in rows if (r.dtype, r.product) == (dtype, product)], colours)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _roofline(axis: Any, rows: Sequence[Row], copy_bytes_per_s: float, colours: dict[str, Any]) -> None:
+    """TFLOP/s over operations a byte; the roofs are the copy and the fastest dense product, both of this run."""
+    dense = max(r.tflops for r in rows if r.candidate == BOUND and r.tflops)
+    slope = copy_bytes_per_s / 1e12  # TFLOP/s at one operation a byte
+    points = [r.intensity for r in rows if r.intensity]
+    left, right = min([*points, dense / slope]) / 2, max([*points, dense / slope]) * 2
+    axis.plot([left, dense / slope, right], [left * slope, dense, dense], color="black", linewidth=1)
+    axis.text(left, left * slope, f" copy, {slope:.2f} TB/s", fontsize=7, va="top")
+    axis.text(right, dense, f"dense, {dense:.3g} TFLOP/s ", fontsize=7, ha="right", va="bottom")
+    for name, colour in colours.items():
+        axis.plot([], [], "o", ms=4, color=colour, label=name)
+    for product, marker in MARKERS.items():
+        axis.plot([], [], marker, ms=4, color="black", label=product)
+        for r in (r for r in rows if r.product == product and r.candidate in colours and r.tflops):
+            axis.plot(r.intensity, r.tflops, marker, ms=4, color=colours[r.candidate])
+    axis.set(xscale="log", yscale="log", xlabel="operations a byte of operands and result", ylabel="TFLOP/s")
+    axis.set_title(f"roofline, {rows[0].dtype}", fontsize=9)
+    axis.legend(fontsize=6, ncols=2)
+
+
+def _bars(axis: Any, rows: Sequence[Row], colours: dict[str, Any]) -> None:
+    """Share of the dense product of the same operations, a group of bars for each case; whiskers are the spread."""
+    problems = list(dict.fromkeys(r.case for r in rows))
+    width = 0.85 / max(1, len(colours))
+    for i, (name, colour) in enumerate(colours.items()):
+        mine = [r for r in rows if r.candidate == name and r.timing and r.share is not None]
+        places = [problems.index(r.case) + (i + 0.5) * width - 0.425 for r in mine]
+        spreads = [r.share * r.timing.spread for r in mine]
+        axis.bar(places, [r.share for r in mine], width, yerr=spreads, color=colour, label=name, error_kw={"lw": 0.5})
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.set_xticks(range(len(problems)), problems)
+    axis.set_ylabel("share of the dense product")
+    axis.set_title(f"{rows[0].product}, {rows[0].dtype}", fontsize=9)
+    axis.legend(fontsize=6, ncols=4)

@@ -1,0 +1,267 @@
+// The arithmetic that the wgmma kernels share, by brute force and without a GPU: who computes which tile, which address
+// a map's coordinates name, where an element lies in shared memory and where the descriptors look for it.
+// test_schedule.py compiles and runs this; each line of output is one property that held.
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <vector>
+
+#include "cc/api/tensor.h"
+#include "cc/device/layout.cuh"
+#include "cc/device/maps.h"
+#include "cc/device/schedule.cuh"
+#include "cc/dispatch/tiles_sm90.h"
+
+namespace {
+
+using namespace grouped;
+using namespace grouped::sm90;
+
+#define EXPECT(condition, ...)                                    \
+  do {                                                            \
+    if (!(condition)) {                                           \
+      std::printf("%s:%d: %s: ", __FILE__, __LINE__, #condition); \
+      std::printf(__VA_ARGS__);                                   \
+      std::puts("");                                              \
+      std::exit(1);                                               \
+    }                                                             \
+  } while (0)
+
+using Long = long long;
+
+// ---- tiles ----
+
+void neighbours(Tile a, Tile b) {
+  EXPECT(a.across == b.across, "one pair, two ways");
+  EXPECT(a.across ? a.row == b.row && b.col == a.col + 1 : b.row == a.row + 1 && a.col == b.col,
+         "(%d, %d) and (%d, %d)", a.row, a.col, b.row, b.col);
+}
+
+void every_tile_once() {
+  for (int row_tiles = 0; row_tiles < 45; ++row_tiles) {
+    for (int col_tiles = 1; col_tiles < 20; ++col_tiles) {
+      const int pitch = col_tiles + 1;
+      std::vector<int> seen(size_t(row_tiles) * pitch);
+      for (int item = 0; item < pair_count(row_tiles, col_tiles); ++item) {
+        const Tile pair[2] = {pair_at(item, row_tiles, col_tiles, 0), pair_at(item, row_tiles, col_tiles, 1)};
+        neighbours(pair[0], pair[1]);
+        EXPECT(!pair[0].across || pair[0].row == row_tiles - 1, "only an odd last row tile goes across");
+        EXPECT(pair[0].col < col_tiles, "the first of a pair exists");
+        for (const Tile& t : pair) {
+          EXPECT(t.row >= 0 && t.row < row_tiles && t.col >= 0 && t.col <= col_tiles, "%d x %d, item %d: (%d, %d)",
+                 row_tiles, col_tiles, item, t.row, t.col);
+          ++seen[size_t(t.row) * pitch + t.col];
+        }
+      }
+      for (int row = 0; row < row_tiles; ++row) {
+        for (int col = 0; col < col_tiles; ++col) {
+          EXPECT(seen[size_t(row) * pitch + col] == 1, "%d x %d: tile (%d, %d) comes %d times", row_tiles, col_tiles,
+                 row, col, seen[size_t(row) * pitch + col]);
+        }
+      }
+    }
+  }
+  std::puts("every tile of every shape comes exactly once, in pairs of neighbours");
+}
+
+// Up to the number of items that kernels take; compiled with checks for signed overflow.
+void large_shapes(std::mt19937_64& rng) {
+  int tried = 0;
+  while (tried < 200000) {
+    const int row_tiles = 1 + int(rng() >> (40 + rng() % 23)), col_tiles = 1 + int(rng() >> (40 + rng() % 23));
+    const int64_t items = pair_count(row_tiles, col_tiles);
+    if (items >= kMaxItems) continue;
+    const int64_t tiles = int64_t(row_tiles) * col_tiles;
+    EXPECT(2 * items >= tiles && 2 * items <= tiles + 1, "%d x %d in %lld pairs", row_tiles, col_tiles, Long(items));
+    const int item = int(tried % 3 ? rng() % uint64_t(items) : uint64_t(items) - 1);
+    const Tile a = pair_at(item, row_tiles, col_tiles, 0), b = pair_at(item, row_tiles, col_tiles, 1);
+    neighbours(a, b);
+    EXPECT(a.row >= 0 && b.row < row_tiles && a.col >= 0 && a.col < col_tiles, "%d x %d, item %d: (%d, %d)", row_tiles,
+           col_tiles, item, a.row, a.col);
+    ++tried;
+  }
+  std::puts("shapes up to 2^31 pairs stay in range");
+}
+
+void every_draw_once(std::mt19937_64& rng) {
+  for (int items : {1, 2, 7, 100, 4096}) {
+    for (int run = 0; run < 50; ++run) {
+      uint64_t counter = 0;
+      std::vector<int> seen(items);
+      for (int i = 0; i < items + 264; ++i) {  // each of 132 CTAs asks once more
+        const uint64_t step = rng() % 3 ? kFromFront : kFromBack;
+        const int64_t item = drawn_item(counter, step, items);
+        counter += step;
+        EXPECT((item >= 0) == (i < items), "draw %d of %d found item %lld", i, items, Long(item));
+        if (item >= 0) EXPECT(item < items && ++seen[item] == 1, "item %lld of %d", Long(item), items);
+      }
+    }
+  }
+  std::puts("draws from both ends take every item once");
+}
+
+// ---- addresses ----
+
+constexpr uint64_t kMaxStride = uint64_t(1) << 40, kMaxExtent = uint64_t(1) << 32;  // of tensor maps
+
+uint64_t address(const MapShape& map, uint64_t base, DType dtype, const int32_t (&at)[4]) {
+  uint64_t a = base + uint64_t(at[0]) * dtype_bytes(dtype);
+  for (int d = 1; d < 4; ++d) a += map.strides[d - 1] * uint64_t(at[d]);  // modulo 2^64
+  return a;
+}
+bool inside(const MapShape& map, const int32_t (&at)[4]) {
+  for (int d = 0; d < 4; ++d) {
+    if (at[d] < 0 || uint64_t(at[d]) >= map.dims[d]) return false;
+  }
+  return true;
+}
+void encodable(const MapShape& map) {
+  for (uint64_t extent : map.dims)
+    EXPECT(extent >= 1 && extent <= kMaxExtent, "extent %llu", (unsigned long long)extent);
+  for (uint64_t stride : map.strides) {
+    EXPECT(stride % 16 == 0 && stride < kMaxStride, "stride %llu", (unsigned long long)stride);
+  }
+}
+
+void ragged_addresses() {
+  for (DType dtype : {DType::f32, DType::bf16, DType::e4m3fn}) {
+    for (int64_t cols : {16, 64, 2880, 28672, kRagged - 16}) {
+      const MapShape map = ragged_shape(cols, dtype);
+      encodable(map);
+      const uint64_t pitch = uint64_t(cols) * dtype_bytes(dtype);
+      for (uint64_t base : {uint64_t(0x10), uint64_t(0x7f0123456780), ~uint64_t(0) - 0xff}) {
+        for (int64_t start : {0, 5, 1000000, kRagged - 70001}) {
+          for (int64_t rows : {1, 127, 1000, 70000}) {
+            for (int64_t r : {int64_t(0), rows / 2, rows - 1, rows, rows + 63, rows + 127}) {
+              const int32_t at[4] = {3, int32_t(kRagged - rows + r), kRagged, int32_t(start + rows)};
+              EXPECT(inside(map, at) == (r < rows), "row %lld of %lld", Long(r), Long(rows));
+              const uint64_t wanted = base + pitch * uint64_t(start + r) + 3 * uint64_t(dtype_bytes(dtype));
+              EXPECT(address(map, base, dtype, at) == wanted,
+                     "row %lld of a group of %lld rows from row %lld, %lld columns", Long(r), Long(rows), Long(start),
+                     Long(cols));
+            }
+          }
+        }
+      }
+    }
+  }
+  std::puts("ragged coordinates name the group's rows, those past its end are outside");
+}
+
+void packed_addresses() {
+  for (int64_t groups : {1, 2, 65535}) {
+    const MapShape map = packed_shape(groups, 2880, 5760, DType::bf16);
+    encodable(map);
+    for (int64_t g : {int64_t(0), groups - 1, groups}) {
+      const int32_t at[4] = {5759, 2879, int32_t(g), 0};
+      EXPECT(inside(map, at) == (g < groups), "group %lld of %lld", Long(g), Long(groups));
+      const uint64_t wanted = 64 + 2 * (uint64_t(g) * 2880 * 5760 + 2879 * 5760 + 5759);
+      EXPECT(address(map, 64, DType::bf16, at) == wanted, "group %lld of %lld", Long(g), Long(groups));
+    }
+  }
+  std::puts("packed coordinates name the group's slice");
+}
+
+void scattered_addresses(std::mt19937_64& rng) {
+  const MapShape map = scattered_shape(320, 256, DType::f32);
+  encodable(map);
+  for (int i = 0; i < 100000; ++i) {
+    const uint64_t base = rng() >> (rng() % 40) & ~uint64_t(15), there = rng() >> (rng() % 40) & ~uint64_t(15);
+    const Slice slice = slice_of(there - base);
+    const int32_t at[4] = {255, 319, slice.near, slice.far};
+    EXPECT(inside(map, at), "distance %llx", (unsigned long long)(there - base));
+    EXPECT(address(map, base, DType::f32, at) == there + 4 * (319 * 256 + 255), "%llx from %llx",
+           (unsigned long long)there, (unsigned long long)base);
+  }
+  std::puts("scattered slices reach any address from any other");
+}
+
+// ---- shared memory ----
+
+uint32_t swizzled(uint32_t address) { return address ^ (address >> 3 & 0x70); }  // what copy engine and wgmma do
+
+// Where the copy engine puts 16-bit element (n, k) of a tile: boxes of 128-byte rows, one behind the other.
+uint32_t placed(Major major, uint32_t tile, int n, int k) {
+  const uint32_t block = n / 64, row = major == Major::k ? n % 64 : k, byte = 2 * (major == Major::k ? k : n % 64);
+  return swizzled(tile + block * kBlockBytes + row * 128 + byte);
+}
+// Where wgmma looks for element (n, k), k < 16, given a descriptor: cores of 8 x 16 bytes, in atoms of 8 x 128 bytes.
+uint32_t read_at(Major major, uint64_t descriptor, int n, int k) {
+  const uint32_t start = uint32_t(descriptor & 0x3fff) << 4, leading = uint32_t(descriptor >> 16 & 0x3fff) << 4,
+                 stride = uint32_t(descriptor >> 32 & 0x3fff) << 4;
+  EXPECT(descriptor >> 62 == 1, "128-byte swizzle");
+  if (major == Major::k) return swizzled(start + n / 8 * stride + n % 8 * 128 + 2 * k);
+  return swizzled(start + n / 64 * leading + k / 8 * stride + k % 8 * 128 + 2 * (n % 64));
+}
+
+void descriptors() {
+  for (Major major : {Major::k, Major::mn}) {
+    for (uint32_t tile : {0u, 1024u, 16384u, 200u * 1024}) {
+      const uint64_t first = descriptor(tile | 5u << 24, major);  // of CTA 5 in a cluster
+      for (int n = 0; n < 192; ++n) {
+        for (int k = 0; k < kBlockK; ++k) {
+          const uint64_t step = first + uint64_t(k / 16) * descriptor_step(major);
+          EXPECT(read_at(major, step, n, k % 16) == placed(major, tile, n, k), "element (%d, %d), major %d, tile %u", n,
+                 k, int(major), tile);
+        }
+      }
+    }
+  }
+  std::puts("descriptors find every element where the copy engine puts it");
+}
+
+void slots() {
+  for (int element : {2, 4}) {
+    std::vector<int> seen(kSlotBytes);
+    const int cols = 128 / element;
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int j = 0; j < cols / 8; ++j) {
+        for (int half = 0; half < 2; ++half) {  // rows lane / 4 and lane / 4 + 8, columns 8 j + 2 (lane % 4)
+          const int row = lane / 4 + 8 * half, col = 8 * j + 2 * (lane % 4);
+          uint32_t to;
+          if (element == 4) {
+            to = slot_of_pair(lane, j) + half * 8 * 128;
+          } else {  // stmatrix: matrix 2 (j % 2) + half of a call, whose rows are addressed by lanes 8 matrix + row % 8
+            const int matrix = 2 * (j % 2) + half, addressing = 8 * matrix + row % 8;
+            to = slot_of_matrix(addressing, j & ~1) + 4 * (lane % 4);
+          }
+          EXPECT(to == swizzled(row * 128 + col * element), "row %d, column %d, %d bytes: %u", row, col, element, to);
+          for (int b = 0; b < 2 * element; ++b) ++seen[to + b];
+        }
+      }
+    }
+    for (int b = 0; b < kSlotBytes; ++b) EXPECT(seen[b] == 1, "byte %d is written %d times", b, seen[b]);
+  }
+  std::puts("lanes fill a slot as the copy engine reads it");
+}
+
+// ---- tiles by problem ----
+
+void choices() {
+  constexpr int kSharedBytes = 227 * 1024;
+  for (int64_t contracted = 1; contracted <= 1 << 16; contracted += 1 + contracted / 16) {
+    for (int64_t out_bytes : {2, 4}) {
+      const TileChoice& tile = rows_tile_sm90(contracted, out_bytes);
+      const int ring = tile.stages * (2 * kBlockBytes + tile.cols * 128), slot_bytes = 8 * tile.slots * kSlotBytes;
+      EXPECT(ring + slot_bytes + kSlotBytes < kSharedBytes, "%d stages and %d slots", tile.stages, tile.slots);
+      EXPECT(out_bytes == 2 || tile.slots >= 2, "four-byte results store twice as long");
+    }
+  }
+  std::puts("every choice of a tile fits shared memory");
+}
+
+}  // namespace
+
+int main() {
+  std::mt19937_64 rng(0);
+  every_tile_once();
+  large_shapes(rng);
+  every_draw_once(rng);
+  ragged_addresses();
+  packed_addresses();
+  scattered_addresses(rng);
+  descriptors();
+  slots();
+  choices();
+}

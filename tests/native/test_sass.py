@@ -1,0 +1,35 @@
+"""The Hopper kernels hold what they were written for: wgmma fed by tensor copies, no spills, nothing serialised."""
+
+from __future__ import annotations
+
+import difflib
+
+import pytest
+
+from tests.native import sass
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    if reason := sass.missing():
+        pytest.skip(reason)
+    return sass.counts()
+
+
+def test_no_kernel_spills_or_falls_back(kernels):
+    assert any(found["HGMMA"] for found in kernels.values()), f"no wgmma in {sorted(kernels)}"
+    for name, found in kernels.items():
+        assert not found["LDL"] + found["STL"], f"{name} keeps registers in memory"
+        assert not found["HMMA"], f"{name} multiplies with instructions of older chips"
+        if found["HGMMA"]:
+            assert found["UTMALDG"], f"{name} loads without tensor copies"
+            assert found["USETMAXREG"], f"{name} does not hand registers over"
+
+
+def test_golden_counts(kernels):
+    wanted = sass.GOLDEN.read_text()
+    if f"nvcc {sass.compiler()};" not in wanted:
+        pytest.skip(f"compiled by {sass.compiler()}, the golden file by {wanted.splitlines()[0]}")
+    found = sass.table()
+    changes = difflib.unified_diff(wanted.splitlines(), found.splitlines(), "golden", "built", n=0, lineterm="")
+    assert found == wanted, "\n".join([*changes, "meant? `make sass` renews the file"])
