@@ -124,8 +124,13 @@ def _specs(
     )
 
 
-def dtypes_text(*dtypes: torch.dtype | None) -> str:
+def dtypes_text(*operands: Tensor | None) -> str:
     """Dtypes of x, weight, bias, row_scale as text."""
+    return dtype_names(*(None if operand is None else operand.dtype for operand in operands))
+
+
+def dtype_names(*dtypes: torch.dtype | None) -> str:
+    """As `dtypes_text`, of the dtypes themselves."""
     return ",".join("-" if dtype is None else _run.dtype_name(dtype) for dtype in dtypes)
 
 
@@ -354,8 +359,7 @@ def backward_calls(
     into = None
     if into_dtype is not None and needs.w:
         into = _grouped([each.to("meta", _run.TORCH_DTYPES[into_dtype]) for each in weight], 3)
-    firsts = (x, weight[0], bias[0] if bias else None, row_scale)
-    dtypes = dtypes_text(*(None if each is None else each.dtype for each in firsts))
+    dtypes = dtypes_text(x, weight[0], bias[0] if bias else None, row_scale)
     operands = (x, _grouped(weight, 3), group_sizes, _grouped(bias, 2), row_scale, dy, into, grad_input)
     static = (op, needs_text(needs), dtypes, x.shape[1], into is not None)
     return _run.calls_of(_backward_rule, static, operands)

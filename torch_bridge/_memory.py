@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch._C import _dynamo
+from torch._C import _dynamo  # pyright: ignore[reportAttributeAccessIssue]
 
 from grouped_core import _native
 from torch_bridge.params import device_integers

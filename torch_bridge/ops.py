@@ -154,7 +154,7 @@ def _facts_of(
     kept = _library.saved(text, needs, dtypes[2] is not None, dtypes[3] is not None)
     kept_weights = counts[0] if kept.w else 0
     flags = to_main_grad and overwrite is None
-    names = _library.dtypes_text(*dtypes)
+    names = _library.dtype_names(*dtypes)
     return kept, tuple(needs), (text, names, counts, packed, live, live_biases, kept_weights, flags, overwrite)
 
 
