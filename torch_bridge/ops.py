@@ -178,7 +178,7 @@ class _Linear(torch.autograd.Function):
         weights, biases = list(members[:first_bias]), list(members[first_bias:first_accumulator])
         accumulators = members[first_accumulator:]
         firsts = (x, weights[0], biases[0] if biases else None, row_scale)
-        dtypes = tuple(None if each is None else each.dtype for each in firsts)
+        dtypes = tuple([None if each is None else each.dtype for each in firsts])
         kept, needs, facts = _facts(static, dtypes, ctx.needs_input_grad)
         ctx.facts = _Facts(*facts, needs=Needs(*needs), k=x.shape[1])
         ctx.save_for_backward(
