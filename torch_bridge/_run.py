@@ -174,10 +174,7 @@ class _Planned(NamedTuple):
 
     call: str  # its name
     launch: Callable[[list[Any], int], None]  # on the values of all registers, and a stream
-    result: int  # register of a new result; of none if `shape` is None
-    shape: tuple[int, ...] | None
-    strides: tuple[int, ...]
-    dtype: torch.dtype
+    made: tuple[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # register, shape, strides, dtype
     last_used: tuple[int, ...]  # registers that nobody reads afterwards
 
 
@@ -211,17 +208,17 @@ def _program(rule: Rule, static: Hashable, operands: Sequence[Operand], device: 
         registers = [-1] * (len(step.call.inputs) + 2)
         for slot, register in step.operands:
             registers[slot] = register
-        registers[-2] = -1 if step.result is None else step.result
-        registers[-1] = recording.registers if plan.workspace_bytes else -1
-        result = step.call.outputs[0]
+        if step.result is not None:
+            registers[-2] = step.result
+        if plan.workspace_bytes:
+            registers[-1] = recording.registers
+        (result,) = step.call.outputs
+        new = (registers[-2], result.shape, _strides(result.shape), TORCH_DTYPES[result.dtype])
         steps.append(
             _Planned(
                 step.call.name,
                 _native.Launcher(EXCHANGE, plan, registers).launch,
-                registers[-2],
-                result.shape if step.is_new else None,
-                _strides(result.shape),
-                TORCH_DTYPES[result.dtype],
+                (new,) if step.is_new else (),
                 tuple(register for register in read - keep if register >= given),
             )
         )
@@ -307,13 +304,12 @@ def _replay(program: Program, operands: Sequence[Operand], flags: frozenset[str]
 
 
 def _launch(step: _Planned, values: list[Any], program: Program, stream: int, flags: frozenset[str]) -> None:
-    _, launch, result, shape, strides, dtype, last_used = step
-    if shape is not None:
-        values[result] = program.empty(shape, strides, dtype)
+    for register, shape, strides, dtype in step.made:
+        values[register] = program.empty(shape, strides, dtype)
     if "poison" in flags:
-        _poison(values[-1], None if shape is None else values[result])
-    launch(values, stream)
-    for register in last_used:
+        _poison(values[-1], *(values[register] for register, *_ in step.made))
+    step.launch(values, stream)
+    for register in step.last_used:
         values[register] = None
     if "sync" in flags and program.device >= 0 and not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize(program.device)
