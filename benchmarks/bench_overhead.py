@@ -77,10 +77,12 @@ def jax_calls(device: str) -> dict[str, Callable[[], Any]]:
         sizes = jax.device_put(jnp.full((GROUPS,), ROWS // GROUPS, jnp.int32), place)
     ours, peer = jax.jit(jax_grouped.ragged_dot), jax.jit(jax.lax.ragged_dot)
     plus_one = jax.jit(lambda a: a + jnp.ones((), a.dtype))
+    of_three = jax.jit(lambda a, b, c: a + jnp.ones((), a.dtype), keep_unused=True)
     return {
         "jit(ragged_dot)": lambda: ours(x, weight, sizes),
         "jit(lax.ragged_dot)": lambda: peer(x, weight, sizes),
         "jit(x + 1)": lambda: plus_one(x),
+        "jit(x + 1), three operands": lambda: of_three(x, weight, sizes),
     }
 
 

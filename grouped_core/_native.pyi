@@ -82,3 +82,31 @@ def call(call_name: str, arch: str, implementation: str, inputs: Sequence[tuple[
     size. Arrays are C-contiguous and on one device; `workspace` is one of Plan.workspace_bytes, or None.
     Raises ValueError for arrays that do not fit, RuntimeError where no kernel takes the call.
     """
+
+class Exchange:
+    """Reads tensors of one type through DLPack's C exchange interface."""
+
+    def __init__(self, tensor_type: type) -> None:
+        """Raises TypeError for a type that does not offer it."""
+
+    def describe(self, operands: tuple[object, ...]) -> bytes | None:
+        """
+        Device, dtypes and shapes of tensors, None and lists of alike tensors (None: skipped), and of each list
+        whether its addresses are multiples of 16 bytes: equal bytes mean equal plans. None where an operand is
+        something else, is not contiguous, or is on another device than the first.
+        """
+
+    def addresses(self, members: Sequence[object | None]) -> bytes:
+        """The address of each tensor as a native 64-bit integer, 0 for None."""
+
+class Launcher:
+    """A plan that finds its operands in a list of tensors."""
+
+    def __init__(self, exchange: Exchange, plan: Plan, registers: Sequence[int]) -> None:
+        """
+        `registers`: for the operands in slot order, the results and the workspace, the position in the list; -1
+        where absent, or read through a table.
+        """
+
+    def launch(self, values: list, stream: int) -> None:
+        """Runs the kernel; otherwise as `Plan.launch`."""

@@ -30,11 +30,17 @@ def debug_flags() -> frozenset[str]:
     Raises:
         ValueError: the variable names a check that does not exist.
     """
-    return _parse_flags(os.environ.get("GROUPED_DEBUG", ""))
+    # NOTE: the mapping's own store, because `os.environ.get` raises and catches an error for a variable that is not
+    # set, which takes as long as everything else that a call checks.
+    return _parse_flags(os.environ._data.get(_VARIABLE))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_VARIABLE = os.environ.encodekey("GROUPED_DEBUG")
 
 
 @lru_cache(maxsize=16)
-def _parse_flags(text: str) -> frozenset[str]:
+def _parse_flags(value: Any) -> frozenset[str]:
+    text = "" if value is None else os.environ.decodevalue(value)
     flags = frozenset(part.strip() for part in text.split(",") if part.strip())
     if unknown := flags - set(FLAGS):
         raise ValueError(

@@ -12,9 +12,10 @@ from torch.autograd import forward_ad
 from grouped_core import calls
 from grouped_core.calls import ArraySpec
 from grouped_core.recipes import Recipe
-from grouped_core.sizes import GroupSizes
+from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge import _library, main_grad
 from torch_bridge._library import NAMES
+from torch_bridge._memory import EXCHANGE
 from torch_bridge._run import dtype_name, spec_of
 from torch_bridge.exchange import is_foreign
 from torch_bridge.params import check_operand, members_of
@@ -22,6 +23,9 @@ from torch_bridge.sizes import prepare_sizes
 
 Members = Tensor | Sequence[Tensor]
 """One packed tensor, or a list of one tensor a group."""
+
+_Options = tuple[bool, Recipe | None, bool, int, str]
+"""rhs_transposed, recipe, scale_bias, the hint of rows a group, pinned kernels: the arguments of `_library.encode`."""
 
 
 class Arguments(NamedTuple):
@@ -40,8 +44,9 @@ class Arguments(NamedTuple):
         """Whether anybody needs a gradient."""
         if not torch.is_grad_enabled():
             return False
-        inputs = (self.x, self.row_scale, *self.weights, *self.biases)
-        return any(each is not None and each.requires_grad for each in inputs)
+        if self.x.requires_grad or (self.row_scale is not None and self.row_scale.requires_grad):
+            return True
+        return True in [each.requires_grad for each in (*self.weights, *self.biases)]
 
 
 def check_arguments(
@@ -56,26 +61,56 @@ def check_arguments(
     wgrad_accum: str | Tensor | Sequence[Tensor | None] | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Arguments:
-    if not torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    sizes, rows_hint = unwrap(group_sizes)
+    names = calls.implementation_names(implementation)
+    options = (bool(rhs_transposed), calls.recipe_option(recipe), bool(scale_bias), rows_hint, names)
+    # What is checked depends on the facts of the operands alone, so it is checked once for them. Facts are None where
+    # there is no plain memory; then, and in a trace, every call is checked.
+    facts = None
+    if not compiling:
         refuse_transforms("grouped_linear", x, weight, bias, row_scale)
-    check_operand(NAMES.x, x, x)
-    sizes, rows_hint = prepare_sizes(group_sizes, x, NAMES)
-    weights = members_of(NAMES.w, weight, 3, x)
-    biases = [] if bias is None else members_of(NAMES.bias, bias, 2, x)
-    if row_scale is not None:
-        check_operand(NAMES.row_scale, row_scale, x)
-    text = _text(rhs_transposed, recipe, scale_bias, rows_hint, implementation)
-    for operand, rank in ((weight, 3), (bias, 2)):
-        if isinstance(operand, Tensor) and operand.dim() != rank:
-            _refuse_unpacked(text, x, weight, sizes, bias, row_scale)
+        facts = EXCHANGE.describe((x, weight, sizes, bias, row_scale))
+    text = None if facts is None else _texts.get((facts, options))
+    if text is None:
+        given_sizes = sizes
+        sizes, text = _check_operands(x, weight, sizes, bias, row_scale, options)
+        if facts is not None and sizes is given_sizes:
+            if len(_texts) >= MAX_TEXTS:
+                _texts.clear()
+            _texts[facts, options] = text
+    weights = [weight] if isinstance(weight, Tensor) else list(weight)
+    biases = [] if bias is None else [bias] if isinstance(bias, Tensor) else list(bias)
     to_main_grad = isinstance(wgrad_accum, str)
     accumulators: Sequence[Tensor | None] = ()
     if wgrad_accum is not None and wgrad_accum != "main_grad":
         accumulators = accumulators_of(wgrad_accum, weights)
-        if not torch.compiler.is_compiling():  # where there are no addresses yet
-            names = [NAMES.accum] if isinstance(wgrad_accum, Tensor) else _numbered(NAMES.accum, len(accumulators))
-            check_apart(zip(names, accumulators, strict=True), _inputs(x, weights, sizes, biases, row_scale))
+        if not compiling:  # in a trace there are no addresses yet
+            owners = [NAMES.accum] if isinstance(wgrad_accum, Tensor) else _numbered(NAMES.accum, len(accumulators))
+            check_apart(zip(owners, accumulators, strict=True), _inputs(x, weights, sizes, biases, row_scale))
     return Arguments(x, weights, sizes, biases, row_scale, text, to_main_grad, accumulators)
+
+
+_texts: dict[tuple[bytes, _Options], str] = {}  # of operands and options that were checked
+MAX_TEXTS = 8192  # as for programs: M may change each step
+
+
+def _check_operands(
+    x: Tensor, weight: Members, sizes: Any, bias: Members | None, row_scale: Tensor | None, options: _Options
+) -> tuple[Tensor, str]:
+    """(sizes as kernels read them, the operation as text); raises for what operators would not refuse in words."""
+    check_operand(NAMES.x, x, x)
+    sizes, _ = prepare_sizes(sizes, x, NAMES)
+    members_of(NAMES.w, weight, 3, x)
+    if bias is not None:
+        members_of(NAMES.bias, bias, 2, x)
+    if row_scale is not None:
+        check_operand(NAMES.row_scale, row_scale, x)
+    text = _text(*options)
+    for operand, rank in ((weight, 3), (bias, 2)):
+        if isinstance(operand, Tensor) and operand.dim() != rank:
+            _refuse_unpacked(text, x, weight, sizes, bias, row_scale)
+    return sizes, text
 
 
 def refuse_transforms(name: str, *operands: Any) -> None:
@@ -115,15 +150,8 @@ def _stacked(members: Sequence[Tensor]) -> ArraySpec:
 
 
 @torch.compiler.assume_constant_result
-def _text(
-    rhs_transposed: bool,
-    recipe: Recipe | None,
-    scale_bias: bool,
-    rows_hint: int,
-    implementation: str | Sequence[str] | None,
-) -> str:
-    names = "" if implementation is None else calls.implementation_names(implementation)
-    return _library.encode(bool(rhs_transposed), calls.recipe_option(recipe), bool(scale_bias), rows_hint, names)
+def _text(transposed: bool, recipe: Recipe | None, scale_bias: bool, rows_hint: int, names: str) -> str:
+    return _library.encode(transposed, recipe, scale_bias, rows_hint, names)
 
 
 def weight_names(weights: Sequence[Tensor], name: str = NAMES.w) -> list[str]:

@@ -37,11 +37,15 @@ _PRODUCTS = ("forward", "dgrad", "wgrad")
 def encode(
     transposed: bool, recipe: Recipe | None, scale_bias: bool, rows_hint: int = 0, implementation: str = ""
 ) -> str:
-    """A linear operation as the text that operators carry."""
-    facts = {"transposed": transposed, "scale_bias": scale_bias, "rows_hint": rows_hint}
-    if recipe is not None:
-        facts["recipe"] = dataclasses.asdict(recipe)
-    return json.dumps(facts | {"implementation": implementation}, sort_keys=True)
+    """A linear operation as the text that operators carry: what differs from the defaults of `Linear`."""
+    facts = {
+        "transposed": transposed,
+        "scale_bias": scale_bias,
+        "rows_hint": rows_hint,
+        "implementation": implementation,
+        "recipe": None if recipe is None else dataclasses.asdict(recipe),
+    }
+    return json.dumps({name: value for name, value in facts.items() if value}, sort_keys=True)
 
 
 @lru_cache(maxsize=1024)
@@ -70,7 +74,7 @@ NEEDS = "xwbs"  # letters for gradients of x, weight, bias, row_scale
 
 def needs_text(needs: Needs) -> str:
     """Needed gradients as letters."""
-    return "".join(letter for letter, needed in zip(NEEDS, needs, strict=True) if needed)
+    return "".join([letter for letter, needed in zip(NEEDS, needs, strict=True) if needed])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -126,7 +130,12 @@ def _specs(
 
 def dtypes_text(*operands: Tensor | None) -> str:
     """Dtypes of x, weight, bias, row_scale as text."""
-    return ",".join("-" if operand is None else _run.dtype_name(operand.dtype) for operand in operands)
+    return dtype_names(*(None if operand is None else operand.dtype for operand in operands))
+
+
+def dtype_names(*dtypes: torch.dtype | None) -> str:
+    """As `dtypes_text`, of the dtypes themselves."""
+    return ",".join("-" if dtype is None else _run.dtype_name(dtype) for dtype in dtypes)
 
 
 def grouped(members: Sequence[Tensor], packed_rank: int) -> Operand:
@@ -168,7 +177,7 @@ def _run_forward(op: str, operands: tuple[Any, ...]) -> Tensor:
     x, _, group_sizes, *_ = operands
     if "sizes" in flags:
         note_sizes(group_sizes, x.shape[0])
-    return _run.run(_forward_rule, op, operands, x.device, flags)[0]
+    return _run.run(_forward_rule, op, operands, flags)[0]
 
 
 def _linear(
@@ -247,7 +256,7 @@ def _linear_grads(
         buffer = _weight_gradients(op, dtypes, live, dy, k)
         into = _scattered(buffer.unbind(), live, group_sizes.shape[0])
     operands = (x, grouped(weight, 3), group_sizes, grouped(bias, 2), row_scale, dy, into, None)
-    dx, dw, db, dc = _run.run(_backward_rule, (op, needs, dtypes, k, False), operands, dy.device, debug_flags())
+    dx, dw, db, dc = _run.run(_backward_rule, (op, needs, dtypes, k, False), operands, debug_flags())
     return [each for each in (dx, dw if buffer is None else buffer, db, dc) if each is not None]
 
 
@@ -293,7 +302,7 @@ def _linear_grads_into(
     if into is wgrad:  # of a list of weights
         into = _scattered(wgrad, live, group_sizes.shape[0])
     operands = (x, grouped(weight, 3), group_sizes, grouped(bias, 2), row_scale, dy, into, grad_input)
-    dc = _run.run(_backward_rule, (op, needs, dtypes, k, accumulate), operands, dy.device, debug_flags())[3]
+    dc = _run.run(_backward_rule, (op, needs, dtypes, k, accumulate), operands, debug_flags())[3]
     if scale_grad is not None:
         scale_grad.copy_(dc)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +13,10 @@ from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec
 from grouped_core.mlp_spec import MlpSpecs, Residuals, check, residuals_option
 from grouped_core.recipes import Recipe
-from grouped_core.sizes import GroupSizes
+from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge import _mlp_library
 from torch_bridge._arguments import (
+    MAX_TEXTS,
     Members,
     accumulators_of,
     check_apart,
@@ -24,6 +25,7 @@ from torch_bridge._arguments import (
     refuse_transforms,
     weight_names,
 )
+from torch_bridge._memory import EXCHANGE
 from torch_bridge._mlp_library import NAMES
 from torch_bridge._run import spec_of
 from torch_bridge.params import check_operand, members_of
@@ -81,23 +83,41 @@ def check_arguments(
     wgrad_accum: Accumulators | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Arguments:
-    """The arguments of `grouped_mlp`, each by itself; whether they fit together is `_check_operation`'s to say."""
+    """The arguments of `grouped_mlp`, checked."""
     compiling = torch.compiler.is_compiling()
+    sizes, rows_hint = unwrap(group_sizes)
+    names = calls.implementation_names(implementation)
+    options = (
+        bool(rhs_transposed),
+        activations.resolve(activation),
+        calls.recipe_option(recipe),
+        residuals_option(residuals),
+        rows_hint,
+        names,
+    )
+    # As with the linear operation: what is checked depends on the facts of the operands alone.
+    operands = (x, wi, wo, sizes, probs, wi_bias, wo_bias)
+    facts = None
     if not compiling:
         refuse_transforms("grouped_mlp", x, wi, wo, probs, wi_bias, wo_bias)
-    check_operand(NAMES.x, x, x)
-    sizes, rows_hint = prepare_sizes(group_sizes, x, calls.Names(NAMES.x, NAMES.wi))
-    if probs is not None:
-        check_operand(NAMES.probs, probs, x)
+        facts = EXCHANGE.describe(operands)
+    text = None if facts is None else _texts.get((facts, options))
+    if text is None:
+        given_sizes = sizes
+        sizes, text = _check_operands(operands, options)
+        if facts is not None and sizes is given_sizes:
+            if len(_texts) >= MAX_TEXTS:
+                _texts.clear()
+            _texts[facts, options] = text
     given = Arguments(
         x,
-        members_of(NAMES.wi, wi, 3, x),
-        members_of(NAMES.wo, wo, 3, x),
+        _members(wi),
+        _members(wo),
         sizes,
         probs,
-        [] if wi_bias is None else members_of(NAMES.wi_bias, wi_bias, 2, x),
-        [] if wo_bias is None else members_of(NAMES.wo_bias, wo_bias, 2, x),
-        _text(rhs_transposed, activation, recipe, residuals, rows_hint, implementation),
+        _members(wi_bias),
+        _members(wo_bias),
+        text,
         isinstance(wgrad_accum, str),
         (),
         (),
@@ -121,23 +141,45 @@ def check_arguments(
     return given._replace(accum_wi=first, accum_wo=second)
 
 
+_Options = tuple[bool, Activation, Recipe | None, Residuals, int, str]
+"""The arguments of `_mlp_library.encode`."""
+
+_texts: dict[tuple[bytes, _Options], str] = {}  # of operands and options that were checked
+
+
+def _members(operand: Members | None) -> list[Tensor]:
+    return [] if operand is None else [operand] if isinstance(operand, Tensor) else list(operand)
+
+
+def _check_operands(operands: tuple[Any, ...], options: _Options) -> tuple[Tensor, str]:
+    """(sizes as kernels read them, the operation as text); raises for operands that do not fit, in words."""
+    x, wi, wo, sizes, probs, wi_bias, wo_bias = operands
+    check_operand(NAMES.x, x, x)
+    sizes, _ = prepare_sizes(sizes, x, calls.Names(NAMES.x, NAMES.wi))
+    if probs is not None:
+        check_operand(NAMES.probs, probs, x)
+    for name, operand, rank in (
+        (NAMES.wi, wi, 3),
+        (NAMES.wo, wo, 3),
+        (NAMES.wi_bias, wi_bias, 2),
+        (NAMES.wo_bias, wo_bias, 2),
+    ):
+        if operand is not None:
+            members_of(name, operand, rank, x)
+    text = _text(*options)
+    if not torch.compiler.is_compiling():  # where M is a symbol; the operators refuse what does not fit
+        lists = (_members(each) for each in (wi_bias, wo_bias))
+        given = Arguments(x, _members(wi), _members(wo), sizes, probs, *lists, text, False, (), ())
+        specs, sizes_spec = specs_of(given)
+        check(_mlp_library.decode(text), *specs[:3], sizes_spec, *specs[3:])
+    return sizes, text
+
+
 @torch.compiler.assume_constant_result
 def _text(
-    rhs_transposed: bool,
-    activation: str | Activation,
-    recipe: Recipe | None,
-    residuals: str | Residuals,
-    rows_hint: int,
-    implementation: str | Sequence[str] | None,
+    transposed: bool, activation: Activation, recipe: Recipe | None, residuals: Residuals, rows_hint: int, names: str
 ) -> str:
-    return _mlp_library.encode(
-        bool(rhs_transposed),
-        activations.resolve(activation),
-        calls.recipe_option(recipe),
-        residuals_option(residuals),
-        rows_hint,
-        calls.implementation_names(implementation),
-    )
+    return _mlp_library.encode(transposed, activation, recipe, residuals, rows_hint, names)
 
 
 def specs_of(given: Arguments) -> tuple[MlpSpecs, ArraySpec]:
@@ -157,15 +199,8 @@ def specs_of(given: Arguments) -> tuple[MlpSpecs, ArraySpec]:
     return specs, spec_of(given.sizes)
 
 
-def check_operation(given: Arguments, out: Tensor | None) -> ArraySpec:
-    """Whether the arguments fit together; the spec of y."""
-    specs, sizes = specs_of(given)
-    op = _mlp_library.decode(given.text)
-    return check(op, *specs[:3], sizes, *specs[3:], None if out is None else spec_of(out))
-
-
 def check_buffers(out: Tensor | None, grad_input: Tensor | None, given: Arguments) -> None:
-    """BUF-2 for what the operators do not check themselves."""
+    """BUF-2."""
     x = given.x
     buffers = ((NAMES.out, out), (NAMES.grad_input, grad_input))
     for name, buffer in buffers:
@@ -174,8 +209,11 @@ def check_buffers(out: Tensor | None, grad_input: Tensor | None, given: Argument
             check_writable(name, buffer)
     if not torch.compiler.is_compiling():  # where there are no addresses yet
         check_apart(buffers, given.named())
+    wanted = ArraySpec(tuple(x.shape), gradient_dtype(x))  # of both, y has the shape and dtype of x
+    if out is not None:
+        calls.check_buffer(NAMES.out, spec_of(out), wanted)
     if grad_input is not None:
-        calls.check_buffer(NAMES.grad_input, spec_of(grad_input), ArraySpec(tuple(x.shape), gradient_dtype(x)))
+        calls.check_buffer(NAMES.grad_input, spec_of(grad_input), wanted)
         if not x.requires_grad:
             raise ValueError(
                 f"`{NAMES.grad_input}`: given, but `x` needs no gradient; expected None, or an x with requires_grad; "

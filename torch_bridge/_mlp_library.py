@@ -123,7 +123,7 @@ def _hidden(
     if "sizes" in flags:
         note_sizes(group_sizes, x.shape[0])
     operands = (x, _library.grouped(wi, 3), group_sizes, probs, _library.grouped(wi_bias, 2))
-    return _present(_run.run(_hidden_rule, (op, keep), operands, x.device, flags))
+    return _present(_run.run(_hidden_rule, (op, keep), operands, flags))
 
 
 def _hidden_fake(
@@ -144,7 +144,7 @@ def _hidden_grads(
     wanted: str,
 ) -> list[Tensor]:
     operands = (h, _library.grouped(wo, 3), group_sizes, probs, _library.grouped(wo_bias, 2), dy)
-    return _present(_run.run(_grads_rule, (op, wanted), operands, dy.device, debug_flags()))
+    return _present(_run.run(_grads_rule, (op, wanted), operands, debug_flags()))
 
 
 def _hidden_grads_fake(

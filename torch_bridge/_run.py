@@ -7,6 +7,7 @@ launch, are the fake implementation that torch.compile asks for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -17,7 +18,16 @@ from torch import Tensor
 from grouped_core import _native, calls, plans
 from grouped_core.calls import ArraySpec, Call
 from grouped_core.products import Listed
-from torch_bridge.params import address_table
+from torch_bridge._memory import (
+    EXCHANGE,
+    address_table,
+    aligned,
+    current_device,
+    empty_on_cpu,
+    empty_on_cuda,
+    raw_stream,
+)
+from torch_bridge.params import check_operand
 
 DTYPES: dict[torch.dtype, str] = {
     getattr(torch, name): name
@@ -154,7 +164,7 @@ def record(rule: Rule, static: Hashable, operands: Sequence[Given | None]) -> Re
 
 def calls_of(rule: Rule, static: Hashable, operands: Sequence[Operand]) -> list[Call]:
     """Native calls that `rule` makes for operands like these; meta tensors do."""
-    return record(rule, static, [None if each is None else _given(each) for each in operands]).calls
+    return record(rule, static, [None if each is None else _given(each, has_memory=False) for each in operands]).calls
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -165,147 +175,157 @@ class _Planned(NamedTuple):
     """A `Launch` with its kernel chosen and everything prepared that does not depend on addresses."""
 
     call: str  # its name
-    launch: Callable[[list[int], int], None]
-    addresses: list[int]  # zeros, one a slot, the result and the workspace
-    operands: tuple[tuple[int, int], ...]
-    made: tuple[tuple[int, int, tuple[int, ...], torch.dtype], ...]  # slot, register, shape and dtype of new results
-    buffer: tuple[int, int] | None  # slot and register of the caller's
-    workspace_bytes: int
+    launch: Callable[[list[Any], int], None]  # on the values of all registers, and a stream
+    made: tuple[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # register, shape, strides, dtype
     last_used: tuple[int, ...]  # registers that nobody reads afterwards
 
 
 class Program(NamedTuple):
-    """A recording planned for one arch."""
+    """A recording planned for one device. Its last register is the workspace, one for all launches."""
 
     steps: tuple[Cast | _Planned, ...]
     results: tuple[int | None, ...]
-    made: int  # registers beyond the operands
+    blank: list[None]  # registers beyond the operands
+    workspace_bytes: int
+    device: int  # the CUDA device, -1 on the CPU
+    empty: Callable[..., Tensor]  # (shape, strides, dtype) -> new tensor
 
 
-def _program(rule: Rule, static: Hashable, operands: Sequence[Operand], aligned: bool, arch: str) -> Program:
-    specs = [None if each is None else _given(each, aligned) for each in operands]
+def _program(rule: Rule, static: Hashable, operands: Sequence[Operand], device: torch.device) -> Program:
+    specs = [None if each is None else _given(each) for each in operands]
     recording = record(rule, static, specs)
     given = sum(each is not None for each in specs)
+    made = recording.registers - given
     keep = {result.at for result in recording.results if result is not None}
     steps: list[Cast | _Planned] = []
+    workspace_bytes = 0
     for step in reversed(recording.steps):
         if isinstance(step, Cast):
             steps.append(step)
             keep.add(step.source)
             continue
         read = {register for _, register in step.operands}
-        plan = plans.plan(step.call, arch)
+        plan = plans.plan(step.call, arch_of(device))
+        workspace_bytes = max(workspace_bytes, plan.workspace_bytes)
         inputs = len(step.call.inputs)
-        results = [
-            (inputs + slot, register, spec.shape, TORCH_DTYPES[spec.dtype])
-            for slot, (register, spec) in enumerate(zip(step.results, step.call.outputs, strict=True))
+        registers = [-1] * (inputs + len(step.call.outputs) + 1)
+        for slot, register in step.operands:
+            registers[slot] = register
+        for slot, register in enumerate(step.results, inputs):
+            registers[slot] = -1 if register is None else register
+        if plan.workspace_bytes:
+            registers[-1] = recording.registers
+        new = [
+            (register, spec.shape, _strides(spec.shape), TORCH_DTYPES[spec.dtype])
+            for register, spec in zip(step.results, step.call.outputs, strict=True)
             if register is not None and spec is not None
         ]
         steps.append(
             _Planned(
                 step.call.name,
-                plan.launch,
-                [0] * (inputs + len(step.call.outputs) + 1),
-                step.operands,
-                tuple(results) if step.is_new else (),
-                None if step.is_new or not results else results[0][:2],
-                plan.workspace_bytes,
+                _native.Launcher(EXCHANGE, plan, registers).launch,
+                tuple(new) if step.is_new else (),
                 tuple(register for register in read - keep if register >= given),
             )
         )
         keep |= read
     results = tuple(None if result is None else result.at for result in recording.results)
-    return Program(tuple(reversed(steps)), results, recording.registers - given)
+    index, empty = (-1, empty_on_cpu) if device.type == "cpu" else (device.index, empty_on_cuda)
+    return Program(tuple(reversed(steps)), results, [None] * (made + 1), workspace_bytes, index, empty)
 
 
-def _given(operand: Tensor | Sequence[Tensor | None], aligned: bool = True) -> Given:
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _given(operand: Tensor | Sequence[Tensor | None], *, has_memory: bool = True) -> Given:
     if isinstance(operand, Tensor):
         return Given(spec_of(operand))
-    one = spec_of(next(each for each in operand if each is not None))
-    return Given(ArraySpec((len(operand), *one.shape), one.dtype), True, aligned)
+    members = [each for each in operand if each is not None]
+    one = spec_of(members[0])
+    return Given(ArraySpec((len(operand), *one.shape), one.dtype), True, not has_memory or aligned(members))
 
-
-# NOTE: the public forms build a Stream object and check for initialisation, several microseconds a call; a tensor on
-# the device says that CUDA is initialised. A CPU-only PyTorch has neither function.
-_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 
 _programs: dict[Hashable, Program] = {}
 _MAX_PROGRAMS = 8192  # a training run meets a few dozen; changing M each step must not grow without bound
 
 
-def run(
-    rule: Rule, static: Hashable, operands: Sequence[Operand], device: torch.device, flags: frozenset[str]
-) -> list[Any]:
-    """The results of `rule` on real tensors of `device`, launched on its current stream; `flags` of GROUPED_DEBUG.
+def run(rule: Rule, static: Hashable, operands: tuple[Operand, ...], flags: frozenset[str]) -> list[Any]:
+    """The results of `rule` on real tensors, launched on the current stream of their device.
+
+    Args:
+        operands: the first one that is there says which device it is. flags: of GROUPED_DEBUG.
 
     Raises:
         ValueError, TypeError: the operands do not fit. NotImplementedError: no kernel takes them.
     """
-    key: list[Hashable] = [rule, static, device]
-    values: list[Any] = []
-    aligned = True  # every address of every list
-    for operand in operands:
-        if operand is None:
-            key.append(None)
-        elif isinstance(operand, Tensor):
-            key += (operand.shape, operand.dtype)
-            values.append(operand)
-        else:
-            member = next(each for each in operand if each is not None)
-            table, table_aligned = address_table(operand, device)
-            key += (len(operand), member.shape, member.dtype)
-            values.append(table)
-            aligned = aligned and table_aligned
-    key.append(aligned)
-    program = _programs.get(lookup := tuple(key))
+    facts = EXCHANGE.describe(operands)
+    program = _programs.get((rule, static, facts))
     if program is None:
+        device = _check_plain(operands, facts)
         if len(_programs) >= _MAX_PROGRAMS:
             _programs.clear()
-        program = _programs[lookup] = _program(rule, static, operands, aligned, arch_of(device))
-    if device.type == "cuda" and device.index != _current_device():
-        with torch.cuda.device(device):
-            return _replay(program, values, device, flags)
-    return _replay(program, values, device, flags)
+        program = _programs[rule, static, facts] = _program(rule, static, operands, device)
+    if program.device >= 0 and program.device != current_device():
+        with torch.cuda.device(program.device):
+            return _replay(program, operands, flags)
+    return _replay(program, operands, flags)
 
 
-def _replay(program: Program, values: list[Any], device: torch.device, flags: frozenset[str]) -> list[Any]:
-    values += [None] * program.made
-    stream = _raw_stream(device.index) if device.type == "cuda" else 0
+def _check_plain(operands: Sequence[Operand], facts: bytes | None) -> torch.device:
+    """The device of the operands. Raises ValueError for what kernels cannot read where it lies."""
+    named = [
+        (f"operand {at}", each)
+        for at, operand in enumerate(operands)
+        for each in ([operand] if isinstance(operand, Tensor) else operand or [])
+        if each is not None
+    ]
+    _, first = named[0]
+    for name, each in named:
+        check_operand(name, each, first)
+    if facts is None:
+        raise ValueError(
+            "operands of a torch_bridge operator: tensors without memory, or a list of unlike ones, expected plain "
+            "tensors; call grouped_linear, which says what is wrong with its arguments."
+        )
+    return first.device
+
+
+def _replay(program: Program, operands: Sequence[Operand], flags: frozenset[str]) -> list[Any]:
+    stream = 0 if program.device < 0 else raw_stream(program.device)
+    values: list[Any] = [
+        each if isinstance(each, Tensor) else address_table(each, program.device)
+        for each in operands
+        if each is not None
+    ]
+    values += program.blank
+    if program.workspace_bytes:
+        values[-1] = program.empty((program.workspace_bytes,), (1,), torch.uint8)
     for step in program.steps:
         if isinstance(step, Cast):
             values[step.result] = values[step.source].to(step.dtype)
         else:
-            _launch(step, values, device, stream, flags)
+            _launch(step, values, program, stream, flags)
     return [None if index is None else values[index] for index in program.results]
 
 
-def _launch(step: _Planned, values: list[Any], device: torch.device, stream: int, flags: frozenset[str]) -> None:
-    addresses = step.addresses.copy()
-    for slot, register in step.operands:
-        addresses[slot] = values[register].data_ptr()
-    for slot, register, shape, dtype in step.made:
-        values[register] = result = torch.empty(shape, dtype=dtype, device=device)
-        if "poison" in flags:
-            _poison(result)
-        addresses[slot] = result.data_ptr()
-    if step.buffer is not None:
-        addresses[step.buffer[0]] = values[step.buffer[1]].data_ptr()
-    if step.workspace_bytes:
-        workspace = torch.empty(step.workspace_bytes, dtype=torch.uint8, device=device)
-        if "poison" in flags:
-            _poison(workspace)
-        addresses[-1] = workspace.data_ptr()
-    step.launch(addresses, stream)
+def _launch(step: _Planned, values: list[Any], program: Program, stream: int, flags: frozenset[str]) -> None:
+    for register, shape, strides, dtype in step.made:
+        values[register] = program.empty(shape, strides, dtype)
+    if "poison" in flags:
+        _poison(values[-1], *(values[register] for register, *_ in step.made))
+    step.launch(values, stream)
     for register in step.last_used:
         values[register] = None
-    if "sync" in flags and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.synchronize(device)
+    if "sync" in flags and program.device >= 0 and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize(program.device)
 
 
-def _poison(tensor: Tensor) -> None:
-    """Fills a tensor with bytes that every float type reads as NaN."""
-    tensor.view(torch.uint8).fill_(0xFF)
+def _poison(*tensors: Tensor | None) -> None:
+    """Fills tensors with bytes that every float type reads as NaN."""
+    for each in tensors:
+        if each is not None:
+            each.view(torch.uint8).fill_(0xFF)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -328,7 +348,7 @@ def fake(rule: Rule, static: Hashable, operands: Sequence[Any], rows: Sequence[i
     def spec(at: int, operand: Operand) -> Given | None:
         if operand is None:
             return None
-        given = _given(operand)
+        given = _given(operand, has_memory=False)
         shape = [int(d) if axis or at not in rows or symbol is None else _SYMBOLIC_ROWS
                  for axis, d in enumerate(given.spec.shape)]  # fmt: skip
         return given._replace(spec=ArraySpec(tuple(shape), given.spec.dtype))

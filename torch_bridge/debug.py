@@ -12,12 +12,12 @@ from grouped_core import mlp as rules
 from grouped_core.calls import Call
 from grouped_core.debug import Planned, bound_arguments, explain_calls, why_not
 from grouped_core.gradients import Needs
-from grouped_core.mlp_spec import MlpNeeds, check
+from grouped_core.mlp_spec import MlpNeeds
 from grouped_core.plans import Planner
 from torch_bridge import _library, _mlp_library, mlp
 from torch_bridge import _mlp_arguments as mlp_arguments
 from torch_bridge._arguments import check_arguments, check_buffers
-from torch_bridge._run import arch_of, dtype_name, spec_of
+from torch_bridge._run import arch_of, dtype_name
 from torch_bridge.ops import grouped_linear
 
 
@@ -45,7 +45,6 @@ def _mlp_calls(*, out: Tensor | None, grad_input: Tensor | None, **arguments: An
     """Native calls of `grouped_mlp` with these arguments, and of the gradients that they need."""
     given = mlp_arguments.check_arguments(**arguments)
     specs, sizes = mlp_arguments.specs_of(given)
-    check(_mlp_library.decode(given.text), *specs[:3], sizes, *specs[3:], None if out is None else spec_of(out))
     if out is not None or grad_input is not None:
         mlp_arguments.check_buffers(out, grad_input, given)
     lists = ([given.x], given.wi, given.wo, [given.probs], given.wi_bias, given.wo_bias)

@@ -17,7 +17,7 @@ from grouped_core.gradients import Needs
 from grouped_core.mlp_spec import MlpNeeds
 from torch_bridge import mlp
 from torch_bridge._arguments import accumulators_of
-from torch_bridge._mlp_arguments import Accumulators, check_arguments, check_buffers, check_operation
+from torch_bridge._mlp_arguments import Accumulators, check_arguments, check_buffers
 from torch_bridge._mlp_library import NAMES
 from torch_bridge.mlp import Facts, HiddenGradients
 
@@ -54,7 +54,6 @@ def grouped_mlp_fwd(
     """
     with torch.no_grad():
         given = check_arguments(*args, **kwargs)
-        check_operation(given, out)
         if out is not None:
             check_buffers(out, None, given)
         needs = needs or MlpNeeds()

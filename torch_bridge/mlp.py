@@ -19,7 +19,7 @@ from grouped_core.recipes import Recipe
 from grouped_core.sizes import GroupSizes
 from torch_bridge import _library, _mlp_library, main_grad
 from torch_bridge._arguments import Members, destinations
-from torch_bridge._mlp_arguments import Accumulators, Arguments, check_arguments, check_buffers, check_operation
+from torch_bridge._mlp_arguments import Accumulators, Arguments, check_arguments, check_buffers
 from torch_bridge._mlp_library import NAMES
 from torch_bridge.ops import ProductFacts, ProductGradients, once, product_gradients
 
@@ -85,8 +85,6 @@ def grouped_mlp(
         wgrad_accum,
         implementation,
     )
-    if not torch.compiler.is_compiling():
-        check_operation(given, out)
     if out is not None or grad_input is not None:
         check_buffers(out, grad_input, given)
     if not given.differentiates():

@@ -6,6 +6,7 @@ Letters: G groups, M rows, K in, N out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -95,22 +96,22 @@ def _attach(
     given: Arguments, out: Tensor | None, grad_input: Tensor | None, overwrite: tuple[bool, ...] | None
 ) -> Tensor:
     """The result with its gradients; `overwrite` stands for the attributes of that name if they were read already."""
+    packed = (given.weights[0].dim() == 3, bool(given.biases) and given.biases[0].dim() == 2)
     counts = (len(given.weights), len(given.biases))
+    static = (given.text, counts, packed, given.to_main_grad, overwrite)
     return _Linear.apply(
-        *(given.text, counts, given.to_main_grad, overwrite, given.sizes, out, grad_input),
+        *(static, given.sizes, out, grad_input),
         *(given.x, given.row_scale, *given.weights, *given.biases, *given.accumulators),
     )
 
 
-@torch.compiler.assume_constant_result
-def _kept(text: str, x: bool, w: bool, bias: bool, row_scale: bool, has_bias: bool, has_scale: bool) -> Needs:
-    """Which inputs backward reads, given the gradients that are needed."""
-    return _library.saved(text, Needs(x, w, bias, row_scale), has_bias, has_scale)
-
-
 _attach_uncompiled: Any = torch.compiler.disable(_attach)
 
-_PLAIN_ARGUMENTS = 7  # of `_Linear` that have no gradient and stand first
+_PLAIN_ARGUMENTS = 4  # of `_Linear` that have no gradient and stand first
+
+_Static = tuple[str, tuple[int, int], tuple[bool, bool], bool, tuple[bool, ...] | None]
+"""The operation; how many weights and biases; whether each is one tensor; whether gradients of weights go to
+`main_grad`; whether they replace what is there (None: ask the Parameters)."""
 
 
 class ProductFacts(NamedTuple):
@@ -118,16 +119,44 @@ class ProductFacts(NamedTuple):
 
     text: str  # the operation
     dtypes: str  # of x, weight, bias, row_scale
-    k: int
     counts: tuple[int, int]  # weights, biases
     packed: tuple[bool, bool]  # whether weights, biases are one tensor
-    needs: Needs
-    live: list[int]  # weights that need a gradient
-    live_biases: list[int]
+    live: Sequence[int]  # weights that need a gradient
+    live_biases: Sequence[int]
     kept_weights: int  # of the saved tensors
     flags: bool  # whether Parameters have flags to raise
-    weight_name: str  # the argument, for messages
     overwrite: tuple[bool, ...] | None  # None: ask the Parameters
+    needs: Needs
+    k: int
+    weight_name: str = _library.NAMES.w  # the argument, for messages
+
+
+@torch.compiler.assume_constant_result
+def _facts(
+    static: _Static, dtypes: tuple[torch.dtype | None, ...], needed: tuple[bool, ...]
+) -> tuple[Needs, tuple[bool, ...], tuple[Any, ...]]:
+    """Which of x, weight, bias, row_scale to keep, which need a gradient, and other fields of `ProductFacts`.
+
+    Args:
+        dtypes: of x, weight, bias, row_scale. needed: which arguments of `_Linear` need a gradient.
+    """
+    return _facts_of(static, dtypes, needed)
+
+
+@lru_cache(maxsize=1024)
+def _facts_of(
+    static: _Static, dtypes: tuple[torch.dtype | None, ...], needed: tuple[bool, ...]
+) -> tuple[Needs, tuple[bool, ...], tuple[Any, ...]]:
+    text, counts, packed, to_main_grad, overwrite = static
+    needs_x, needs_scale, *needs_members = needed[_PLAIN_ARGUMENTS:]
+    live = tuple(at for at in range(counts[0]) if needs_members[at])
+    live_biases = tuple(at for at in range(counts[1]) if needs_members[counts[0] + at])
+    needs = Needs(needs_x, bool(live), bool(live_biases), needs_scale)
+    kept = _library.saved(text, needs, dtypes[2] is not None, dtypes[3] is not None)
+    kept_weights = counts[0] if kept.w else 0
+    flags = to_main_grad and overwrite is None
+    names = _library.dtype_names(*dtypes)
+    return kept, tuple(needs), (text, names, counts, packed, live, live_biases, kept_weights, flags, overwrite)
 
 
 class _Linear(torch.autograd.Function):
@@ -136,10 +165,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        text: str,
-        counts: tuple[int, int],
-        to_main_grad: bool,
-        overwrite: tuple[bool, ...] | None,
+        static: _Static,
         sizes: Tensor,
         out: Tensor | None,
         grad_input: Tensor | None,
@@ -147,35 +173,21 @@ class _Linear(torch.autograd.Function):
         row_scale: Tensor | None,
         *members: Any,
     ) -> Tensor:
-        """`members`: weights and biases, as many as `counts` says, then destinations of weight gradients, if any."""
-        first_bias, first_accumulator = counts[0], counts[0] + counts[1]
+        """`members`: weights and biases, as many as `static` says, then destinations of weight gradients, if any."""
+        text, (first_bias, bias_count), _, to_main_grad, _ = static
+        first_accumulator = first_bias + bias_count
         weights, biases = list(members[:first_bias]), list(members[first_bias:first_accumulator])
         accumulators = members[first_accumulator:]
-        needs_x, needs_scale, *needs_members = ctx.needs_input_grad[_PLAIN_ARGUMENTS:]
-        live = [at for at in range(first_bias) if needs_members[at]]
-        live_biases = [at for at in range(counts[1]) if needs_members[first_bias + at]]
-        needs = Needs(needs_x, bool(live), bool(live_biases), needs_scale)
-        kept = _kept(text, *needs, bool(biases), row_scale is not None)
+        firsts = (x, weights[0], biases[0] if biases else None, row_scale)
+        dtypes = tuple([None if each is None else each.dtype for each in firsts])
+        kept, needs, facts = _facts(static, dtypes, ctx.needs_input_grad)
+        ctx.facts = ProductFacts(*facts, needs=Needs(*needs), k=x.shape[1])
         ctx.save_for_backward(
             sizes,
             x if kept.x else None,
             row_scale if kept.row_scale else None,
             *(weights if kept.w else ()),
             *(biases if kept.bias else ()),
-        )
-        ctx.facts = ProductFacts(
-            text,
-            dtypes=_library.dtypes_text(x, weights[0], biases[0] if biases else None, row_scale),
-            k=x.shape[1],
-            counts=counts,
-            packed=(weights[0].dim() == 3, bool(biases) and biases[0].dim() == 2),
-            needs=needs,
-            live=live,
-            live_biases=live_biases,
-            kept_weights=first_bias if kept.w else 0,
-            flags=to_main_grad and overwrite is None,
-            weight_name=_library.NAMES.w,
-            overwrite=overwrite,
         )
         # NOTE: no saved tensors: destinations change between forward and backward, Parameters are asked for attributes.
         ctx.grad_input = grad_input

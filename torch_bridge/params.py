@@ -1,9 +1,8 @@
-"""Weights and biases, packed or one tensor a group, and the tables of addresses through which kernels read lists."""
+"""Weights and biases, packed or one tensor a group."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -83,30 +82,3 @@ def device_integers(values: Sequence[int], dtype: torch.dtype, device: torch.dev
             list(result.unbind()), list(values)
         )
     return result
-
-
-ALIGNMENT = 16
-"""Fast kernels want addresses that are multiples of this many bytes."""
-
-
-def address_table(members: Sequence[Tensor | None], device: torch.device) -> tuple[Tensor, bool]:
-    """[G] int64 on `device`, the address of each member (0 for None), and whether all are multiples of `ALIGNMENT`.
-
-    A table depends on the addresses alone, so one is kept for each list of them and follows parameters that move.
-    """
-    addresses = tuple(0 if member is None else member.data_ptr() for member in members)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # Filled by the graph itself, in memory of the graph.
-        return device_integers(addresses, torch.int64, device), _aligned(addresses)
-    # A table is filled on the stream that first asked for it; another stream gets its own.
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _table(addresses, device, stream)
-
-
-def _aligned(addresses: Sequence[int]) -> bool:
-    return all(address % ALIGNMENT == 0 for address in addresses)
-
-
-@lru_cache(maxsize=1024)
-def _table(addresses: tuple[int, ...], device: torch.device, stream: int) -> tuple[Tensor, bool]:
-    return device_integers(addresses, torch.int64, device), _aligned(addresses)

@@ -12,6 +12,7 @@
 
 #include "cc/bind/device.h"
 #include "cc/bind/dlpack.h"
+#include "cc/bind/exchange.h"
 #include "cc/bind/launch.h"
 #include "cc/bind/plan.h"
 #include "cc/bind/python.h"
@@ -150,6 +151,7 @@ NB_MODULE(_native, m) {
       "\"composed\"; operands are (dtype, shape) in slot order, None where absent. Raises ValueError for what is not\n"
       "a call, an arch or a parameter; that no kernel takes it is an answer, Plan.kernel == \"\".");
   define_array_call(m);
+  define_exchange(m);
 }
 
 }  // namespace grouped

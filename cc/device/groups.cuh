@@ -23,12 +23,13 @@ inline size_t align_up(size_t bytes) { return (bytes + kDeviceAlign - 1) / kDevi
 struct GroupScan {
   int64_t* offsets;  // [count + 1]; the last is the number of rows that belong to a group
   int64_t* tiles;    // [count + 2]; the last is the number of all row tiles
+  int64_t* drawn;    // how many tiles blocks have drawn beyond their first; the scan clears it
   int count;
 
-  static size_t bytes(int64_t count) { return align_up(sizeof(int64_t) * (2 * static_cast<size_t>(count) + 3)); }
+  static size_t bytes(int64_t count) { return align_up(sizeof(int64_t) * (2 * static_cast<size_t>(count) + 4)); }
   static GroupScan at(void* workspace, int64_t count) {
     int64_t* offsets = static_cast<int64_t*>(workspace);
-    return {offsets, offsets + count + 1, static_cast<int>(count)};
+    return {offsets, offsets + count + 1, offsets + 2 * count + 3, static_cast<int>(count)};
   }
 };
 
@@ -89,6 +90,7 @@ static __global__ void __launch_bounds__(kScanThreads)
   }
   if (threadIdx.x == 0) {
     const int64_t end = min(rows_before, rows);
+    *scan.drawn = 0;
     scan.offsets[scan.count] = end;
     scan.tiles[scan.count] = tiles_before;
     scan.tiles[scan.count + 1] = tiles_before + (tail_tiles ? (rows - end + tile_rows - 1) / tile_rows : 0);

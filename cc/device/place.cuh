@@ -12,7 +12,7 @@
 namespace grouped {
 namespace device {
 
-constexpr int kTile = 128;  // rows and columns of a block's tile
+constexpr int kTileRows = 128;
 
 struct Problem {
   GroupScan scan;
@@ -29,10 +29,10 @@ struct Problem {
   int64_t rhs_stride;
   int64_t rhs_group_stride;  // elements from one group's weight to the next; 0 in a ragged contraction
   int64_t row_tiles;         // of one group in a ragged contraction; a matter of the scan else
-  int64_t col_tiles;
-  int rows;   // of one group's result in a ragged contraction
-  int cols;   // of the result
-  int depth;  // K; a matter of the scan in a ragged contraction
+  int64_t col_tiles;         // of kTileCols columns, which each kernel chooses
+  int rows;                  // of one group's result in a ragged contraction
+  int cols;                  // of the result
+  int depth;                 // K; a matter of the scan in a ragged contraction
   DType lhs_type, rhs_type, bias_type, result_type;
   bool rhs_k_major;
   bool contract_rows, scale_bias, accumulate;
@@ -59,18 +59,20 @@ __device__ inline char* result_of(const Problem& p, int64_t group) {
   return p.result + group * p.rows * p.cols * bytes_of(p.result_type);
 }
 
-__device__ inline void place_in_matrix(const Problem& p, int64_t index, int64_t row_tiles, int64_t start, int64_t end,
-                                       Place* at) {
+template <int kTileCols>
+__device__ void place_in_matrix(const Problem& p, int64_t index, int64_t row_tiles, int64_t start, int64_t end,
+                                Place* at) {
   int64_t row, col;
   place_in_bands(index, row_tiles, p.col_tiles, &row, &col);
-  at->first_row = static_cast<int>(start + row * kTile);
-  at->first_col = static_cast<int>(col * kTile);
-  at->rows = min(static_cast<int>(end) - at->first_row, kTile);
-  at->cols = min(p.cols - at->first_col, kTile);
+  at->first_row = static_cast<int>(start + row * kTileRows);
+  at->first_col = static_cast<int>(col * kTileCols);
+  at->rows = min(static_cast<int>(end) - at->first_row, kTileRows);
+  at->cols = min(p.cols - at->first_col, kTileCols);
 }
 
 // Tiles of the tail have depth 0.
-__device__ inline Found find_rows_tile(const Problem& p, int64_t index, Place* at) {
+template <int kTileCols>
+__device__ Found find_rows_tile(const Problem& p, int64_t index, Place* at) {
   const int64_t row_tile = index / p.col_tiles;
   if (row_tile >= p.scan.tiles[p.scan.count + 1]) return Found::end;
   const int g = find_last(p.scan.tiles, p.scan.count + 1, row_tile);
@@ -78,25 +80,27 @@ __device__ inline Found find_rows_tile(const Problem& p, int64_t index, Place* a
   at->group = g;
   at->depth = tail ? 0 : p.depth;
   const int64_t first = p.scan.tiles[g];
-  place_in_matrix(p, index - first * p.col_tiles, p.scan.tiles[g + 1] - first, p.scan.offsets[g],
-                  tail ? p.tokens : p.scan.offsets[g + 1], at);
+  place_in_matrix<kTileCols>(p, index - first * p.col_tiles, p.scan.tiles[g + 1] - first, p.scan.offsets[g],
+                             tail ? p.tokens : p.scan.offsets[g + 1], at);
   return Found::tile;
 }
 
 // Every group has the same tiles, so only offsets are asked for.
-__device__ inline Found find_contraction_tile(const Problem& p, int64_t index, Place* at) {
+template <int kTileCols>
+__device__ Found find_contraction_tile(const Problem& p, int64_t index, Place* at) {
   const int64_t group_tiles = p.row_tiles * p.col_tiles;
   const int64_t g = index / group_tiles;
   if (g >= p.scan.count) return Found::end;
   at->group = static_cast<int>(g);
   at->depth = static_cast<int>(p.scan.offsets[g + 1] - p.scan.offsets[g]);
   if (result_of(p, g) == nullptr || (p.accumulate && at->depth == 0)) return Found::skip;
-  place_in_matrix(p, index - g * group_tiles, p.row_tiles, 0, p.rows, at);
+  place_in_matrix<kTileCols>(p, index - g * group_tiles, p.row_tiles, 0, p.rows, at);
   return Found::tile;
 }
 
-__device__ inline Found find_tile(const Problem& p, int64_t index, Place* at) {
-  return p.contract_rows ? find_contraction_tile(p, index, at) : find_rows_tile(p, index, at);
+template <int kTileCols>
+__device__ Found find_tile(const Problem& p, int64_t index, Place* at) {
+  return p.contract_rows ? find_contraction_tile<kTileCols>(p, index, at) : find_rows_tile<kTileCols>(p, index, at);
 }
 
 // First elements of a tile's operands.
@@ -111,6 +115,8 @@ __device__ inline const char* rhs_at(const Problem& p, const Place& at) {
   return element(weight, p.rhs_type, at.first_col * (p.rhs_k_major ? p.rhs_stride : 1));
 }
 
+__device__ inline bool aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
+
 __device__ inline Finish finish_at(const Problem& p, const Place& at) {
   Finish f = {};
   f.result = result_of(p, p.contract_rows ? at.group : 0) +
@@ -119,12 +125,14 @@ __device__ inline Finish finish_at(const Problem& p, const Place& at) {
   f.result_type = p.result_type;
   f.rows = at.rows;
   f.cols = at.cols;
+  f.vectors = at.cols % 8 == 0 && aligned(f.result) && f.result_stride * bytes_of(f.result_type) % 16 == 0;
   if (at.depth == 0) return f;
   if (p.bias_table) {
     f.bias = element(reinterpret_cast<const char*>(p.bias_table[at.group]), p.bias_type, at.first_col);
   } else if (p.bias) {
     f.bias = element(p.bias, p.bias_type, static_cast<int64_t>(at.group) * p.cols + at.first_col);
   }
+  f.vectors = f.vectors && aligned(f.bias);
   f.bias_type = p.bias_type;
   f.row_scale = p.row_scale ? p.row_scale + at.first_row : nullptr;
   f.scale_bias = p.scale_bias;

@@ -59,20 +59,19 @@ __device__ inline void store_value(void* base, DType type, int64_t i, float valu
   }
 }
 
-template <int W>
-__device__ bool whole_vector(const void* base, DType type, int64_t first, int count) {
-  const uintptr_t address = reinterpret_cast<uintptr_t>(base) + first * bytes_of(type);
-  return count >= W && bytes_of(type) > 1 && address % 16 == 0;
+// The bits of two 16-bit values, each rounded once, to nearest even.
+__device__ inline uint32_t packed(float low, float high, DType type) {
+  if (type == DType::bf16) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// values[i] = element first + i, 0 from `count` on.
-template <int W>
-__device__ void load_values(const void* base, DType type, int64_t first, int count, float (&values)[W]) {
-  static_assert(W == 8, "a vector is 16 bytes of 16-bit values, or 32 of float32");
-  if (!whole_vector<W>(base, type, first, count)) {
-#pragma unroll
-    for (int i = 0; i < W; ++i) values[i] = i < count ? load_value(base, type, first + i) : 0.0f;
-  } else if (type == DType::f32) {
+// Eight values of a wide type at a multiple of 16 bytes, or one anywhere.
+__device__ inline void load_vector(const void* base, DType type, int64_t first, float (&values)[8]) {
+  if (type == DType::f32) {  // loads into place, without a look at what comes: several can be in flight
     const float4* at = reinterpret_cast<const float4*>(static_cast<const float*>(base) + first);
     const float4 low = at[0], high = at[1];
     values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
@@ -81,41 +80,54 @@ __device__ void load_values(const void* base, DType type, int64_t first, int cou
     const uint4 raw = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(base) + first);
     const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
-    for (int i = 0; i < W; ++i) values[i] = to_float(static_cast<uint16_t>(words[i / 2] >> (16 * (i % 2))), type);
+    for (int i = 0; i < 8; ++i) values[i] = to_float(static_cast<uint16_t>(words[i / 2] >> (16 * (i % 2))), type);
+  }
+}
+__device__ inline void load_vector(const void* base, DType type, int64_t first, float (&values)[1]) {
+  values[0] = load_value(base, type, first);
+}
+
+__device__ inline void store_vector(void* base, DType type, int64_t first, const float (&v)[8]) {
+  if (type == DType::f32) {
+    float4* at = reinterpret_cast<float4*>(static_cast<float*>(base) + first);
+    at[0] = make_float4(v[0], v[1], v[2], v[3]);
+    at[1] = make_float4(v[4], v[5], v[6], v[7]);
+  } else {
+    *reinterpret_cast<uint4*>(static_cast<uint16_t*>(base) + first) = make_uint4(
+        packed(v[0], v[1], type), packed(v[2], v[3], type), packed(v[4], v[5], type), packed(v[6], v[7], type));
+  }
+}
+__device__ inline void store_vector(void* base, DType type, int64_t first, const float (&v)[1]) {
+  store_value(base, type, first, v[0]);
+}
+
+template <int W>
+__device__ bool whole_vector(const void* base, DType type, int64_t first, int count) {
+  static_assert(W == 8, "a vector is 16 bytes of 16-bit values, or 32 of float32");
+  const uintptr_t address = reinterpret_cast<uintptr_t>(base) + first * bytes_of(type);
+  return count >= W && bytes_of(type) > 1 && address % 16 == 0;
+}
+
+// values[i] = element first + i, 0 from `count` on.
+template <int W>
+__device__ void load_values(const void* base, DType type, int64_t first, int count, float (&values)[W]) {
+  if (whole_vector<W>(base, type, first, count)) {
+    load_vector(base, type, first, values);
+  } else {
+#pragma unroll
+    for (int i = 0; i < W; ++i) values[i] = i < count ? load_value(base, type, first + i) : 0.0f;
   }
 }
 
 // Stores the first `count` values, each rounded once, to nearest even. Results are float32, bfloat16 or float16.
 template <int W>
 __device__ void store_values(void* base, DType type, int64_t first, int count, const float (&values)[W]) {
-  static_assert(W == 8, "a vector is 16 bytes of 16-bit values, or 32 of float32");
-  const bool whole = whole_vector<W>(base, type, first, count);
-  if (type == DType::f32) {
-    float* at = static_cast<float*>(base) + first;
-    if (whole) {
-      reinterpret_cast<float4*>(at)[0] = make_float4(values[0], values[1], values[2], values[3]);
-      reinterpret_cast<float4*>(at)[1] = make_float4(values[4], values[5], values[6], values[7]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < W; ++i) {
-        if (i < count) at[i] = values[i];
-      }
-    }
-    return;
-  }
-  uint16_t bits[W];
-#pragma unroll
-  for (int i = 0; i < W; ++i) bits[i] = to_bits(values[i], type);
-  uint16_t* at = static_cast<uint16_t*>(base) + first;
-  if (whole) {
-    uint32_t words[W / 2];
-#pragma unroll
-    for (int i = 0; i < W / 2; ++i) words[i] = bits[2 * i] | static_cast<uint32_t>(bits[2 * i + 1]) << 16;
-    *reinterpret_cast<uint4*>(at) = make_uint4(words[0], words[1], words[2], words[3]);
+  if (whole_vector<W>(base, type, first, count)) {
+    store_vector(base, type, first, values);
   } else {
 #pragma unroll
     for (int i = 0; i < W; ++i) {
-      if (i < count) at[i] = bits[i];
+      if (i < count) store_value(base, type, first + i, values[i]);
     }
   }
 }
@@ -130,33 +142,57 @@ struct Finish {
   DType bias_type;
   bool scale_bias;  // row_scale multiplies the bias alone
   bool accumulate;  // add what `result` holds
+  bool vectors;     // vectors of 8 columns are whole, and aligned in the result and the bias
   int rows;         // how much of the tile exists
   int cols;
 };
 
-// NOTE: each operation is spelled, so that no compiler contracts two into one and every kernel gives the same bits.
-template <int W>
-__device__ void finish_row(const Finish& f, int row, int col, float (&sums)[W]) {
-  if (row >= f.rows || col >= f.cols) return;
-  const int count = min(W, f.cols - col);
-  const float scale = f.row_scale ? f.row_scale[row] : 1.0f;
-  const float bias_scale = f.scale_bias ? scale : 1.0f;
-  const float sum_scale = f.scale_bias ? 1.0f : scale;
-  float extra[W];
+// Ends R rows, `step` apart, in columns col ... col + W - 1; W = 8 asks for f.vectors. Loads come first, all of them:
+// each is a trip to memory. NOTE: each operation is spelled, so that no compiler contracts two into one and every
+// kernel gives the same bits.
+template <int R, int W>
+__device__ void finish_rows(const Finish& f, int row, int step, int col, float (&sums)[R][W]) {
+  if (col >= f.cols) return;
+  const int64_t first = row * f.result_stride + col, row_step = step * f.result_stride;
+  float scales[R];
+  if (f.row_scale) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) scales[r] = row + r * step < f.rows ? f.row_scale[row + r * step] : 1.0f;
+  }
   if (f.bias) {
-    load_values(f.bias, f.bias_type, col, count, extra);
+    float bias[W];
+    load_vector(f.bias, f.bias_type, col, bias);
 #pragma unroll
-    for (int i = 0; i < W; ++i) sums[i] = __fadd_rn(sums[i], __fmul_rn(bias_scale, extra[i]));
+    for (int r = 0; r < R; ++r) {
+#pragma unroll
+      for (int i = 0; i < W; ++i) {
+        sums[r][i] = __fadd_rn(sums[r][i], f.scale_bias ? __fmul_rn(scales[r], bias[i]) : bias[i]);
+      }
+    }
   }
+  if (f.row_scale && !f.scale_bias) {
 #pragma unroll
-  for (int i = 0; i < W; ++i) sums[i] = __fmul_rn(sum_scale, sums[i]);
-  const int64_t first = row * f.result_stride + col;
+    for (int r = 0; r < R; ++r) {
+#pragma unroll
+      for (int i = 0; i < W; ++i) sums[r][i] = __fmul_rn(scales[r], sums[r][i]);
+    }
+  }
   if (f.accumulate) {
-    load_values(f.result, f.result_type, first, count, extra);
+    float old[R][W] = {};
 #pragma unroll
-    for (int i = 0; i < W; ++i) sums[i] = __fadd_rn(sums[i], extra[i]);
+    for (int r = 0; r < R; ++r) {
+      if (row + r * step < f.rows) load_vector(f.result, f.result_type, first + r * row_step, old[r]);
+    }
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+#pragma unroll
+      for (int i = 0; i < W; ++i) sums[r][i] = __fadd_rn(sums[r][i], old[r][i]);
+    }
   }
-  store_values(f.result, f.result_type, first, count, sums);
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    if (row + r * step < f.rows) store_vector(f.result, f.result_type, first + r * row_step, sums[r]);
+  }
 }
 
 }  // namespace device

@@ -1,17 +1,19 @@
 // Every legal grouped product on any GPU since sm_80: the fallback of all others, and their yardstick.
 //
 //   scan        one block: offsets and tile prefix into the workspace
-//   16 and 8 bit, 128 threads, 2 blocks an SM:
+//   16 and 8 bit, 128 threads, 2 blocks an SM, which draw tiles from a counter:
 //     copy k+2 --cp.async--> ring[3] of (lhs 8 KiB, rhs 8 KiB) --ldmatrix--> 64x64 a warp, mma m16n8k16 --> epilogue
-//     48 KiB static shared memory, at most 255 registers: 128 sums, 2 x 32 fragments, the rest addresses
-//   float32, 256 threads, 2 blocks an SM:
+//     the next tile's first two stages are copied while the last is stored
+//     48 KiB of shared memory, at most 255 registers: 128 sums, 2 x 32 fragments, the rest addresses
+//   float32, 256 threads, 2 blocks an SM, a block a tile:
 //     copy k+1 --cp.async--> ring[2] of (lhs 8.3 KiB, rhs 8.3 KiB) --> 8x8 a thread, IEEE FMA --> epilogue
-//     33 KiB static shared memory, at most 128 registers: 64 sums, 16 operands
-//   epilogue    sums through the freed ring, so that a row's neighbours leave in 16-byte stores
+//     33 KiB of shared memory, at most 128 registers: 64 sums, 16 operands
+//   epilogue    sums through free shared memory (the ring, or the stage that is not copied early), so that a row's
+//               neighbours leave in 16-byte stores
 //
 // One block owns a tile and its whole contraction, in one order; tiles are 128x128 whatever the shapes, so a row's bits
 // depend on nothing but that row, its weights and K: every call is batch invariant.
-// 48 KiB and no more: that much needs no function attribute, and two blocks fit the 100 KiB of sm_86 and sm_89.
+// 48 KiB and no more: two blocks then fit the 100 KiB of sm_86 and sm_89.
 #include <algorithm>
 #include <string>
 #include <type_traits>
@@ -29,52 +31,88 @@ using namespace device;
 
 constexpr int kVector = 8;  // columns that leave together
 
-// Sends `rows` staged rows of `cols` sums to the result, `lanes` threads taking part.
-__device__ void drain(const Finish& f, const float* staged, int staged_stride, int rows, int cols, int first_row,
-                      int first_col, int lane, int lanes) {
-  const int vectors = cols / kVector;
+template <int kTileCols, int W>
+__device__ void write_zeros(const Finish& f, int threads) {
+  constexpr int kVectors = kTileCols / W;
 #pragma unroll 1
-  for (int i = lane; i < rows * vectors; i += lanes) {
-    const int row = i / vectors, col = i % vectors * kVector;
-    float sums[kVector];
-    load_values(staged, DType::f32, row * staged_stride + col, kVector, sums);
-    finish_row(f, first_row + row, first_col + col, sums);
+  for (int i = threadIdx.x; i < f.rows * kVectors; i += threads) {
+    float sums[1][W] = {};
+    finish_rows(f, i / kVectors, 0, i % kVectors * W, sums);
   }
 }
 
+template <int kTileCols>
 __device__ void write_zeros(const Finish& f, int threads) {
-  constexpr int vectors = kTile / kVector;
+  if (f.vectors) {
+    write_zeros<kTileCols, kVector>(f, threads);
+  } else {
+    write_zeros<kTileCols, 1>(f, threads);
+  }
+}
+
+// Where a staged sum lies, in floats. Chunks of 4 are swizzled: by row, so that the rows of mma's layout fall on
+// different banks, and by every other 8, so that 8 lanes that read a vector each do.
+__device__ int staged_at(int row, int col, int stride) { return row * stride + (col ^ row % 4 * 8 ^ col / 32 % 2 * 4); }
+
+__device__ void read_staged(const float* staged, int row, int col, int stride, float (&to)[kVector]) {
+  const float4 l = *reinterpret_cast<const float4*>(staged + staged_at(row, col, stride));
+  const float4 h = *reinterpret_cast<const float4*>(staged + staged_at(row, col + 4, stride));
+  to[0] = l.x, to[1] = l.y, to[2] = l.z, to[3] = l.w, to[4] = h.x, to[5] = h.y, to[6] = h.z, to[7] = h.w;
+}
+__device__ void read_staged(const float* staged, int row, int col, int stride, float (&to)[1]) {
+  to[0] = staged[staged_at(row, col, stride)];
+}
+
+// Ends kRows x kCols staged sums by kThreads threads, R rows of W columns at once.
+template <int kRows, int kCols, int kStride, int kThreads, int R, int W>
+__device__ void drain(const Finish& f, const float* staged, int first_row, int first_col, int thread) {
+  constexpr int kLanes = kCols / W < kThreads ? kCols / W : kThreads;  // of one row
+  constexpr int kStep = kThreads / kLanes;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < kTile * vectors; i += threads) {
-    float sums[kVector] = {};
-    finish_row(f, i / vectors, i % vectors * kVector, sums);
+  for (int col = thread % kLanes * W; col < kCols; col += kLanes * W) {
+#pragma unroll 1
+    for (int row = thread / kLanes; row < kRows; row += R * kStep) {
+      float sums[R][W];
+#pragma unroll
+      for (int r = 0; r < R; ++r) read_staged(staged, row + r * kStep, col, kStride, sums[r]);
+      finish_rows(f, first_row + row, kStep, first_col + col, sums);
+    }
+  }
+}
+
+template <int kRows, int kCols, int kStride, int kThreads, int R>
+__device__ void drain(const Finish& f, const float* staged, int first_row, int first_col, int thread) {
+  if (f.vectors) {
+    drain<kRows, kCols, kStride, kThreads, R, kVector>(f, staged, first_row, first_col, thread);
+  } else {
+    drain<kRows, kCols, kStride, kThreads, R, 1>(f, staged, first_row, first_col, thread);
   }
 }
 
 // --- 16-bit operands on tensor cores, and 8-bit ones widened to float16, which holds every code exactly
 // ---------------
 
+constexpr int kMmaCols = 128;  // of a tile
 constexpr int kWarpTile = 64;  // rows and columns of sums a warp owns
-constexpr int kWarpsARow = kTile / kWarpTile;
-constexpr int kMmaThreads = kWarpsARow * kWarpsARow * 32;
-constexpr int kDepth = 32;  // of one stage
+constexpr int kWarpsARow = kMmaCols / kWarpTile;
+constexpr int kMmaThreads = kTileRows / kWarpTile * kWarpsARow * 32;
+constexpr int kMmaBlocks = 2;  // an SM
+constexpr int kDepth = 32;     // of one stage
 constexpr int kStages = 3;
 constexpr int kStagesAhead = kStages - 1;  // that copies run ahead of products
-constexpr int kOperandBytes = kTile * kDepth * 2;
-constexpr int kStageBytes = 2 * kOperandBytes;
+constexpr int kLhsBytes = kTileRows * kDepth * 2, kRhsBytes = kMmaCols * kDepth * 2;
+constexpr int kStageBytes = kLhsBytes + kRhsBytes;
 constexpr int kRingBytes = kStages * kStageBytes;
-constexpr int kChunk = 8;          // elements of 16 bytes
-constexpr int kChunksAThread = 4;  // of one operand and stage
-constexpr int kSlab = 16;          // rows of one mma
-constexpr int kSlabsStaged = 2;    // that a warp sends through shared memory at once
-constexpr int kStagedStride = 72;  // floats; rows fall on different banks for the writes of mma's layout
+constexpr int kChunk = 8;  // elements of 16 bytes
+constexpr int kSlab = 16;  // rows of one mma, and those that a warp stages at once
+constexpr int kStagedFloats = kSlab * kWarpTile;
 
 // Shared layouts, in 16-byte chunks, swizzled so that the 8 rows of an ldmatrix matrix lie on 32 different banks.
-//   k-major:  128 rows of 4 chunks along k;  otherwise: 32 rows (k) of 16 chunks along the result's axis
-template <bool kKMajor>
+//   k-major:  kExtent rows of 4 chunks along k;  otherwise: 32 rows (k) of kExtent / 8 chunks along the result's axis
+template <bool kKMajor, int kExtent>
 __device__ uint32_t chunk_offset(int row, int chunk) {
   if constexpr (kKMajor) return row * (kDepth * 2) + ((chunk ^ ((row >> 1) & 3)) * 16);
-  return row * (kTile * 2) + ((chunk ^ (row & 7)) * 16);
+  return row * (kExtent * 2) + ((chunk ^ (row & 7)) * 16);
 }
 
 __device__ uint32_t widened(const char* at, DType type) {
@@ -104,15 +142,17 @@ __device__ bool copies_in_vectors(const char* data, DType type, int64_t stride_b
   return bytes_of(type) == 2 && reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride_bytes % 16 == 0;
 }
 
-// What one thread copies of one operand: four chunks of every stage, in rows a fixed step apart.
-template <bool kKMajor>
+// What one thread copies of one operand of kExtent rows or columns: some chunks of every stage, a fixed step apart.
+template <bool kKMajor, int kExtent>
 class Copier {
  public:
+  Copier() = default;
+
   // `extent`: elements of the operand from `data` on, along the result's axis.
   __device__ Copier(const char* data, DType type, int64_t stride_bytes, int extent) {
     const int chunk = threadIdx.x % kChunksARow, row = threadIdx.x / kChunksARow;
     at_ = data + row * stride_bytes + chunk * kChunk * bytes_of(type);
-    offset_ = chunk_offset<kKMajor>(row, chunk);
+    offset_ = chunk_offset<kKMajor, kExtent>(row, chunk);
     inner_ = kKMajor ? chunk * kChunk : row;
     outer_left_ = extent - (kKMajor ? row : chunk * kChunk);
     vectors_ = copies_in_vectors(data, type, stride_bytes);
@@ -124,27 +164,31 @@ class Copier {
   __device__ void copy(uint32_t to, int depth, DType type, int64_t stride_bytes) {
     const int inner_left = depth - inner_;
     const int64_t step = kRowStep * stride_bytes;
+    const char* from = at_;
     to += offset_;
     if (kVectors || vectors_) {
 #pragma unroll
-      for (int i = 0; i < kChunksAThread; ++i) {
+      for (int i = 0; i < kChunks; ++i, from += step) {
         const bool exists =
             kKMajor ? inner_left > 0 && outer_left_ > i * kRowStep : inner_left > i * kRowStep && outer_left_ > 0;
-        copy16(to + i * (kOperandBytes / kChunksAThread), at_ + i * step, exists);
+        copy16(to + i * (kMmaThreads * 16), from, exists);
       }
     } else {
 #pragma unroll 1
-      for (int i = 0; i < kChunksAThread; ++i) {
+      for (int i = 0; i < kChunks; ++i, from += step) {
         const bool exists = (kKMajor ? outer_left_ : inner_left) > i * kRowStep;
         const int count = exists ? (kKMajor ? inner_left : outer_left_) : 0;
-        store16(to + i * (kOperandBytes / kChunksAThread), gather_chunk(at_ + i * step, type, count));
+        store16(to + i * (kMmaThreads * 16), gather_chunk(from, type, count));
       }
     }
-    at_ += kKMajor ? kDepth * bytes_of(type) : kDepth * stride_bytes;
+    at_ = kKMajor ? at_ + kDepth * bytes_of(type) : from;
   }
 
+  __device__ bool vectors() const { return vectors_; }
+
  private:
-  static constexpr int kChunksARow = (kKMajor ? kDepth : kTile) / kChunk;
+  static constexpr int kChunks = kExtent * kDepth / kChunk / kMmaThreads;
+  static constexpr int kChunksARow = (kKMajor ? kDepth : kExtent) / kChunk;
   static constexpr int kRowStep = kMmaThreads / kChunksARow;
 
   const char* at_;
@@ -169,35 +213,43 @@ class FragmentLoader {
     const int m = warp / kWarpsARow * kWarpTile, n = warp % kWarpsARow * kWarpTile;
     // a: matrices (m, k), (m + 8, k), (m, k + 8), (m + 8, k + 8);  b: (n, k), (n, k + 8), (n + 8, k), (n + 8, k + 8)
     const int low = matrix % 2, high = matrix / 2;
-    lhs_ = kLhsKMajor ? chunk_offset<true>(m + low * 8 + line, high)
-                      : chunk_offset<false>(high * 8 + line, m / kChunk + low);
-    rhs_ = kRhsKMajor ? chunk_offset<true>(n + high * 8 + line, low)
-                      : chunk_offset<false>(low * 8 + line, n / kChunk + high);
+    lhs_ = kLhsKMajor ? chunk_offset<true, kTileRows>(m + low * 8 + line, high)
+                      : chunk_offset<false, kTileRows>(high * 8 + line, m / kChunk + low);
+    rhs_ = kRhsKMajor ? chunk_offset<true, kMmaCols>(n + high * 8 + line, low)
+                      : chunk_offset<false, kMmaCols>(low * 8 + line, n / kChunk + high);
   }
 
   __device__ void load(uint32_t stage, int k16, Fragments* f) const {
 #pragma unroll
     for (int i = 0; i < kWarpTile / kSlab; ++i) {
-      load_matrices<!kLhsKMajor>(slab<kLhsKMajor>(stage + lhs_, i, k16), f->a[i]);
+      load_matrices<!kLhsKMajor>(slab<kLhsKMajor, kTileRows>(stage + lhs_, i, k16), f->a[i]);
     }
 #pragma unroll
     for (int j = 0; j < kWarpTile / kSlab; ++j) {
-      load_matrices<!kRhsKMajor>(slab<kRhsKMajor>(stage + kOperandBytes + rhs_, j, k16), f->b[j]);
+      load_matrices<!kRhsKMajor>(slab<kRhsKMajor, kMmaCols>(stage + kLhsBytes + rhs_, j, k16), f->b[j]);
     }
   }
 
  private:
-  template <bool kKMajor>
+  template <bool kKMajor, int kExtent>
   static __device__ uint32_t slab(uint32_t at, int index, int k16) {
     constexpr uint32_t kTwoChunks = 32;
     return kKMajor ? (at ^ (k16 * kTwoChunks)) + index * kSlab * kDepth * 2
-                   : (at ^ (index * kTwoChunks)) + k16 * kSlab * kTile * 2;
+                   : (at ^ (index * kTwoChunks)) + k16 * kSlab * kExtent * 2;
   }
 
   uint32_t lhs_, rhs_;
 };
 
 using Sums = float[kWarpTile / kSlab][kWarpTile / 8][4];
+
+__device__ void clear(Sums& sums) {
+#pragma unroll
+  for (auto& slab : sums) {
+#pragma unroll
+    for (auto& block : slab) block[0] = block[1] = block[2] = block[3] = 0.0f;
+  }
+}
 
 template <class T>
 __device__ void multiply_add_all(const Fragments& f, Sums& sums) {
@@ -210,120 +262,171 @@ __device__ void multiply_add_all(const Fragments& f, Sums& sums) {
   }
 }
 
-// The whole contraction of a tile. The loop has no branch where kVectors holds: that lets loads run between products.
+// Both operands of one tile on their way into the ring, stage after stage.
+template <bool kLhsKMajor, bool kRhsKMajor>
+class Copies {
+ public:
+  Copies() = default;
+
+  __device__ Copies(const Problem& p, const Place& at)
+      : lhs_(lhs_at(p, at), p.lhs_type, p.lhs_stride * bytes_of(p.lhs_type), at.rows),
+        rhs_(rhs_at(p, at), p.rhs_type, p.rhs_stride * bytes_of(p.rhs_type), at.cols),
+        depth_left_(at.depth) {}
+
+  // Stages behind the end are filled with zeros, which nobody multiplies.
+  template <bool kVectors>
+  __device__ void copy_stage(uint32_t stage, const Problem& p, DType lhs_type, DType rhs_type) {
+    lhs_.template copy<kVectors>(stage, depth_left_, lhs_type, p.lhs_stride * bytes_of(lhs_type));
+    rhs_.template copy<kVectors>(stage + kLhsBytes, depth_left_, rhs_type, p.rhs_stride * bytes_of(rhs_type));
+    commit_copies();
+    depth_left_ -= kDepth;
+  }
+
+  __device__ void copy_early(uint32_t ring, const Problem& p) {
+#pragma unroll 1
+    for (int i = 0; i < kStagesAhead; ++i) copy_stage<false>(ring + i * kStageBytes, p, p.lhs_type, p.rhs_type);
+  }
+
+  __device__ bool vectors() const { return lhs_.vectors() && rhs_.vectors(); }
+  __device__ int depth_left() const { return depth_left_; }
+
+ private:
+  Copier<kLhsKMajor, kTileRows> lhs_;
+  Copier<kRhsKMajor, kMmaCols> rhs_;
+  int depth_left_;  // to copy
+};
+
+// The whole contraction of a tile whose early stages are on their way. The loop has no branch where kVectors holds:
+// that lets loads run between products.
 template <class T, bool kVectors, bool kLhsKMajor, bool kRhsKMajor>
-__device__ __forceinline__ void contract(const Problem& p, const Place& at, uint32_t ring, Sums& sums) {
+__device__ __forceinline__ void contract(const Problem& p, Copies<kLhsKMajor, kRhsKMajor>* copies, uint32_t ring,
+                                         Sums& sums) {
   const uint32_t last_stage = ring + (kStages - 1) * kStageBytes;
   // Products of bfloat16 know their types when they are compiled; those of float16 may have 8-bit operands.
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
   const DType lhs_type = kBf16 ? DType::bf16 : p.lhs_type, rhs_type = kBf16 ? DType::bf16 : p.rhs_type;
-  const int64_t lhs_bytes = p.lhs_stride * bytes_of(lhs_type), rhs_bytes = p.rhs_stride * bytes_of(rhs_type);
-  Copier<kLhsKMajor> lhs(lhs_at(p, at), lhs_type, lhs_bytes, at.rows);
-  Copier<kRhsKMajor> rhs(rhs_at(p, at), rhs_type, rhs_bytes, at.cols);
   const FragmentLoader<kLhsKMajor, kRhsKMajor> fragments;
-  int depth_left = at.depth;  // to copy; stages behind the end are filled with zeros, which nobody multiplies
-  const auto copy_stage = [&](uint32_t stage) {
-    lhs.template copy<kVectors>(stage, depth_left, lhs_type, lhs_bytes);
-    rhs.template copy<kVectors>(stage + kOperandBytes, depth_left, rhs_type, rhs_bytes);
-    commit_copies();
-    depth_left -= kDepth;
-  };
-#pragma unroll 1
-  for (int stage = 0; stage < kStagesAhead; ++stage) copy_stage(ring + stage * kStageBytes);
   Fragments even, odd;
   wait_copies<kStagesAhead - 1>();
   __syncthreads();
   uint32_t use = ring;
   fragments.load(use, 0, &even);
+  fragments.load(use, 1, &odd);
+  copies->template copy_stage<kVectors>(last_stage, p, lhs_type, rhs_type);
+  multiply_add_all<T>(even, sums);
 #pragma unroll 1
-  while (depth_left > -kStagesAhead * kDepth) {
-    fragments.load(use, 1, &odd);
-    copy_stage(use == ring ? last_stage : use - kStageBytes);  // its last read lies before the last barrier
-    multiply_add_all<T>(even, sums);
+  while (copies->depth_left() > -kStagesAhead * kDepth) {
     wait_copies<kStagesAhead - 1>();
     __syncthreads();
+    const uint32_t free = use;  // its last read lies before the barrier
     use = use == last_stage ? ring : use + kStageBytes;
     fragments.load(use, 0, &even);
     multiply_add_all<T>(odd, sums);
+    fragments.load(use, 1, &odd);
+    copies->template copy_stage<kVectors>(free, p, lhs_type, rhs_type);
+    multiply_add_all<T>(even, sums);
   }
+  multiply_add_all<T>(odd, sums);
   wait_copies<0>();
-  __syncthreads();  // the ring is free
 }
 
-// Sums of lane l: rows l/4 and l/4 + 8 of each slab, columns 2 (l%4) and the next of each 8.
+// Sums of lane l: rows l/4 and l/4 + 8 of each slab, columns 2 (l%4) and the next of each 8. They pass through shared
+// memory slab by slab, so that 8 lanes store 64 neighbours.
 __device__ void drain_sums(const Finish& f, const Sums& sums, float* staged, int warp_row, int warp_col) {
-  const int lane = threadIdx.x % 32;
+  int lane;  // read anew for every tile: what follows from it must not occupy registers in the loop
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
 #pragma unroll 1
-  for (int first = 0; first < kWarpTile / kSlab; first += kSlabsStaged) {
+  for (int slab = 0; slab < kWarpTile / kSlab; ++slab) {
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kWarpTile / kSlab; ++i) {
-      if (i / kSlabsStaged * kSlabsStaged != first) continue;  // sums are registers: no index at run time
+      if (i != slab) continue;  // sums are registers: no index at run time
 #pragma unroll
       for (int j = 0; j < kWarpTile / 8; ++j) {
-        float* at = staged + (i % kSlabsStaged * kSlab + lane / 4) * kStagedStride + j * 8 + lane % 4 * 2;
+        float* at = staged + staged_at(lane / 4, j * 8 + lane % 4 * 2, kWarpTile);
         const float (&s)[4] = sums[i][j];
         *reinterpret_cast<float2*>(at) = make_float2(s[0], s[1]);
-        *reinterpret_cast<float2*>(at + 8 * kStagedStride) = make_float2(s[2], s[3]);
+        *reinterpret_cast<float2*>(at + 8 * kWarpTile) = make_float2(s[2], s[3]);
       }
     }
     __syncwarp();
-    drain(f, staged, kStagedStride, kSlabsStaged * kSlab, kWarpTile, warp_row + first * kSlab, warp_col, lane, 32);
+    drain<kSlab, kWarpTile, kWarpTile, 32, 2>(f, staged, warp_row + slab * kSlab, warp_col, lane);
   }
 }
 
-// Element type and copies are chosen at run time, outside the loop: three kernels to compile instead of nine.
+// Element type and copies are chosen at run time, outside the loop: three kernels to compile instead of nine. Between
+// tiles, what a block knows lies in shared memory, for the loop needs every register.
 template <bool kLhsKMajor, bool kRhsKMajor>
-__global__ void __launch_bounds__(kMmaThreads, 2) multiply_mma(const __grid_constant__ Problem p) {
-  __shared__ __align__(128) char ring[kRingBytes];
+__global__ void __launch_bounds__(kMmaThreads, kMmaBlocks) multiply_mma(const __grid_constant__ Problem p) {
+  extern __shared__ __align__(128) char ring[];
+  __shared__ int64_t next;   // tile
+  __shared__ Place summed;   // tile whose sums are to be stored
+  __shared__ bool has_sums;  // there is one
+  const uint32_t stages = shared_address(ring);
   const int warp = threadIdx.x / 32;
-  Place at;
-  for (int64_t index = blockIdx.x;; index += gridDim.x) {
-    const Found found = find_tile(p, index, &at);
+  float* staged = reinterpret_cast<float*>(ring + kStagesAhead * kStageBytes) + warp * kStagedFloats;
+  Sums sums;
+  if (threadIdx.x == 0) {
+    next = blockIdx.x;
+    has_sums = false;
+  }
+  for (;;) {
+    __syncthreads();  // the ring is free
+    Place at;
+    const Found found = find_tile<kMmaCols>(p, next, &at);
+    const bool sums_follow = found == Found::tile && at.depth > 0;
+    Copies<kLhsKMajor, kRhsKMajor> copies;
+    if (sums_follow) {
+      copies = Copies<kLhsKMajor, kRhsKMajor>(p, at);
+      copies.copy_early(stages, p);
+    }
+    int64_t drawn = 0;
+    if (threadIdx.x == 0) drawn = atomicAdd(reinterpret_cast<unsigned long long*>(p.scan.drawn), 1ull);
+    if (has_sums) {
+      drain_sums(finish_at(p, summed), sums, staged, warp / kWarpsARow * kWarpTile, warp % kWarpsARow * kWarpTile);
+    }
     if (found == Found::end) return;
-    if (found == Found::skip) continue;
-    if (at.depth == 0) {
-      write_zeros(finish_at(p, at), kMmaThreads);
-      continue;
+    if (found == Found::tile && at.depth == 0) write_zeros<kMmaCols>(finish_at(p, at), kMmaThreads);
+    __syncthreads();  // the stages of staged sums are free
+    if (threadIdx.x == 0) {
+      next = gridDim.x + drawn;
+      summed = at;
+      has_sums = sums_follow;
     }
-    const bool vectors = copies_in_vectors(lhs_at(p, at), p.lhs_type, p.lhs_stride * 2) &&
-                         copies_in_vectors(rhs_at(p, at), p.rhs_type, p.rhs_stride * 2);
-    Sums sums = {};
+    if (!sums_follow) continue;
+    clear(sums);
     if (p.lhs_type == DType::bf16) {
-      if (vectors) {
-        contract<__nv_bfloat16, true, kLhsKMajor, kRhsKMajor>(p, at, shared_address(ring), sums);
+      if (copies.vectors()) {
+        contract<__nv_bfloat16, true>(p, &copies, stages, sums);
       } else {
-        contract<__nv_bfloat16, false, kLhsKMajor, kRhsKMajor>(p, at, shared_address(ring), sums);
+        contract<__nv_bfloat16, false>(p, &copies, stages, sums);
       }
-    } else if (vectors) {
-      contract<__half, true, kLhsKMajor, kRhsKMajor>(p, at, shared_address(ring), sums);
+    } else if (copies.vectors()) {
+      contract<__half, true>(p, &copies, stages, sums);
     } else {
-      contract<__half, false, kLhsKMajor, kRhsKMajor>(p, at, shared_address(ring), sums);
+      contract<__half, false>(p, &copies, stages, sums);
     }
-    float* staged = reinterpret_cast<float*>(ring) + warp * (kSlabsStaged * kSlab * kStagedStride);
-    drain_sums(finish_at(p, at), sums, staged, warp / kWarpsARow * kWarpTile, warp % kWarpsARow * kWarpTile);
-    __syncthreads();
   }
 }
-static_assert(kMmaThreads / 32 * kSlabsStaged * kSlab * kStagedStride * 4 <= kRingBytes,
-              "the epilogue's rows fit in the ring");
+static_assert(kMmaThreads / 32 * kStagedFloats * 4 <= kStageBytes, "staged sums fit into the stage not copied early");
 
 // --- float32 operands: IEEE products and sums, k ascending
 // ------------------------------------------------------------
 
+constexpr int kFmaTile = kTileRows;  // columns as well
 constexpr int kFmaThreads = 256;
 constexpr int kFmaDepth = 16;
 constexpr int kFmaStages = 2;
-constexpr int kFmaStride = kTile + 4;  // floats; keeps 16-byte alignment and spreads transposing writes over banks
+constexpr int kFmaStride = kFmaTile + 4;  // floats; keeps 16-byte alignment and spreads transposing writes over banks
 constexpr int kFmaOperand = kFmaDepth * kFmaStride;
-constexpr int kFmaCopies = kTile * kFmaDepth / kFmaThreads;
+constexpr int kFmaCopies = kFmaTile * kFmaDepth / kFmaThreads;
 
 // Single values, so any stride will do; a k-major operand is turned on its way to shared memory.
 class ValueCopier {
  public:
   __device__ ValueCopier(const char* data, bool k_major, int64_t stride, int extent) {
-    k_ = k_major ? threadIdx.x % kFmaDepth : threadIdx.x / kTile;
-    const int outer = k_major ? threadIdx.x / kFmaDepth : threadIdx.x % kTile;
+    k_ = k_major ? threadIdx.x % kFmaDepth : threadIdx.x / kFmaTile;
+    const int outer = k_major ? threadIdx.x / kFmaDepth : threadIdx.x % kFmaTile;
     outer_left_ = extent - outer;
     at_ = reinterpret_cast<const float*>(data) + (k_major ? outer * stride + k_ : k_ * stride + outer);
     offset_ = (k_ * kFmaStride + outer) * static_cast<int>(sizeof(float));
@@ -331,7 +434,7 @@ class ValueCopier {
 
   // Fills this thread's part of the stage at `to`, of which `depth` elements along k exist, and moves on.
   __device__ void copy(uint32_t to, int depth, bool k_major, int64_t stride) {
-    const int k_step = k_major ? 0 : kFmaThreads / kTile;
+    const int k_step = k_major ? 0 : kFmaThreads / kFmaTile;
     const int outer_step = k_major ? kFmaThreads / kFmaDepth : 0;
     const int shared_step = (k_step * kFmaStride + outer_step) * static_cast<int>(sizeof(float));
     const int64_t step = (k_step + outer_step) * stride;
@@ -356,11 +459,11 @@ __global__ void __launch_bounds__(kFmaThreads, 2) multiply_fma(const __grid_cons
   const bool lhs_k_major = !p.contract_rows;
   Place at;
   for (int64_t index = blockIdx.x;; index += gridDim.x) {
-    const Found found = find_tile(p, index, &at);
+    const Found found = find_tile<kFmaTile>(p, index, &at);
     if (found == Found::end) return;
     if (found == Found::skip) continue;
     if (at.depth == 0) {
-      write_zeros(finish_at(p, at), kFmaThreads);
+      write_zeros<kFmaTile>(finish_at(p, at), kFmaThreads);
       continue;
     }
     ValueCopier lhs(lhs_at(p, at), lhs_k_major, p.lhs_stride, at.rows);
@@ -407,24 +510,25 @@ __global__ void __launch_bounds__(kFmaThreads, 2) multiply_fma(const __grid_cons
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         if (i / 4 != half) continue;  // sums are registers: no index at run time
-        float* row = staged + (4 * y + i % 4) * kFmaStride + 4 * x;
+        const int row = 4 * y + i % 4;
         const float (&s)[8] = sums[i];
-        *reinterpret_cast<float4*>(row) = make_float4(s[0], s[1], s[2], s[3]);
-        *reinterpret_cast<float4*>(row + 64) = make_float4(s[4], s[5], s[6], s[7]);
+        *reinterpret_cast<float4*>(staged + staged_at(row, 4 * x, kFmaStride)) = make_float4(s[0], s[1], s[2], s[3]);
+        *reinterpret_cast<float4*>(staged + staged_at(row, 4 * x + 64, kFmaStride)) =
+            make_float4(s[4], s[5], s[6], s[7]);
       }
       __syncthreads();
-      drain(finish, staged, kFmaStride, kTile / 2, kTile, half * (kTile / 2), 0, threadIdx.x, kFmaThreads);
+      drain<kFmaTile / 2, kFmaTile, kFmaStride, kFmaThreads, 1>(finish, staged, half * (kFmaTile / 2), 0, threadIdx.x);
       __syncthreads();
     }
   }
 }
-static_assert(kTile / 2 * kFmaStride <= kFmaStages * 2 * kFmaOperand, "half a tile fits in the ring");
+static_assert(kFmaTile / 2 * kFmaStride <= kFmaStages * 2 * kFmaOperand, "half a tile fits in the ring");
 
 // --- the kernel object
 // ------------------------------------------------------------------------------------------------
 
 constexpr int kLowestSm = 80;
-constexpr int64_t kMostCoordinates = INT32_MAX - 2 * kTile;  // tile coordinates are 32 bits wide
+constexpr int64_t kMostCoordinates = INT32_MAX - kMmaCols;  // tile coordinates are 32 bits wide
 constexpr int64_t kMostBlocks = INT32_MAX;
 
 bool fp8(DType type) { return type == DType::e4m3fn || type == DType::e5m2; }
@@ -449,7 +553,7 @@ std::string refuses(const GroupedMatmul& call, const Target& target) {
   return "";
 }
 
-int64_t tiles_of(int64_t extent) { return (extent + kTile - 1) / kTile; }
+int64_t tiles_of(int64_t extent, int64_t tile) { return (extent + tile - 1) / tile; }
 
 size_t workspace(const GroupedMatmul& call, const Target&) { return GroupScan::bytes(call.group_sizes.dims[0]); }
 
@@ -475,8 +579,8 @@ Problem describe_problem(const GroupedMatmul& call, const Context& context) {
   p.rows = contract ? static_cast<int>(lhs[1]) : 0;
   p.cols = static_cast<int>(contract ? rhs[1] : rhs[k_major ? 1 : 2]);
   p.depth = contract ? 0 : static_cast<int>(lhs[1]);
-  p.row_tiles = tiles_of(p.rows);
-  p.col_tiles = tiles_of(p.cols);
+  p.row_tiles = tiles_of(p.rows, kTileRows);
+  p.col_tiles = tiles_of(p.cols, call.lhs.dtype == DType::f32 ? kFmaTile : kMmaCols);
   p.lhs_type = call.lhs.dtype;
   p.rhs_type = call.rhs.dtype;
   p.bias_type = call.bias.dtype;
@@ -488,11 +592,11 @@ Problem describe_problem(const GroupedMatmul& call, const Context& context) {
   return p;
 }
 
-void launch_mma(const Problem& p, unsigned blocks, cudaStream_t stream) {
-  const auto kernel = p.contract_rows ? multiply_mma<false, false>
-                      : p.rhs_k_major ? multiply_mma<true, true>
-                                      : multiply_mma<true, false>;
-  kernel<<<blocks, kMmaThreads, 0, stream>>>(p);
+template <bool kLhsKMajor, bool kRhsKMajor>
+void launch_mma(const Problem& p, int64_t tiles, cudaStream_t stream) {
+  allow_shared_memory<multiply_mma<kLhsKMajor, kRhsKMajor>>(kRingBytes);
+  const unsigned blocks = static_cast<unsigned>(std::min<int64_t>(tiles, kMmaBlocks * multiprocessors()));
+  multiply_mma<kLhsKMajor, kRhsKMajor><<<blocks, kMmaThreads, kRingBytes, stream>>>(p);
 }
 
 void launch(const GroupedMatmul& call, const Context& context) {
@@ -500,14 +604,18 @@ void launch(const GroupedMatmul& call, const Context& context) {
   const Problem p = describe_problem(call, context);
   const bool keeps_tail = call.into.present();
   const int64_t tiles = p.contract_rows ? p.scan.count * p.row_tiles * p.col_tiles
-                                        : most_row_tiles(p.tokens, p.scan.count, kTile) * p.col_tiles;
+                                        : most_row_tiles(p.tokens, p.scan.count, kTileRows) * p.col_tiles;
   if (tiles == 0) return;
-  launch_scan(call.group_sizes.as<const int32_t>(), p.tokens, kTile, !keeps_tail, p.scan, stream);
-  const unsigned blocks = static_cast<unsigned>(std::min(tiles, kMostBlocks));  // a block takes more than one tile then
+  launch_scan(call.group_sizes.as<const int32_t>(), p.tokens, kTileRows, !keeps_tail, p.scan, stream);
   if (p.lhs_type == DType::f32) {
+    const unsigned blocks = static_cast<unsigned>(std::min(tiles, kMostBlocks));  // a block takes several tiles then
     multiply_fma<<<blocks, kFmaThreads, 0, stream>>>(p);
+  } else if (p.contract_rows) {
+    launch_mma<false, false>(p, tiles, stream);
+  } else if (p.rhs_k_major) {
+    launch_mma<true, true>(p, tiles, stream);
   } else {
-    launch_mma(p, blocks, stream);
+    launch_mma<true, false>(p, tiles, stream);
   }
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }

@@ -25,7 +25,13 @@ FILES_MAY_IMPORT = {
     "torch_bridge/checkpoint.py": {"safetensors"},
 }
 """What single files may import besides."""
-MAY_USE_NATIVE = {"grouped_core/plans.py", "grouped_core/arrays.py", "jax_grouped/_run.py", "torch_bridge/_run.py"}
+MAY_USE_NATIVE = {
+    "grouped_core/plans.py",
+    "grouped_core/arrays.py",
+    "jax_grouped/_run.py",
+    "torch_bridge/_memory.py",
+    "torch_bridge/_run.py",
+}
 MAY_READ_VARIABLES = {"grouped_core/debug.py"}
 
 MAY_INCLUDE = {

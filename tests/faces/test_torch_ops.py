@@ -433,7 +433,7 @@ def test_poison_fills_new_results(dtype: str, monkeypatch: pytest.MonkeyPatch) -
     original = _run._launch
 
     def without_kernel(step: Any, *rest: Any) -> None:
-        original(step._replace(launch=lambda addresses, stream: None), *rest)
+        original(step._replace(launch=lambda values, stream: None), *rest)
 
     monkeypatch.setattr(_run, "_launch", without_kernel)
     monkeypatch.setenv("GROUPED_DEBUG", "poison")

@@ -1,0 +1,142 @@
+"""How the PyTorch face looks at memory: what counts as the same call, and what is refused although it looks alike."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from grouped_core import _native
+from tests import asserts
+from tests.faces.torch_tools import small
+from torch_bridge import _library, grouped_linear
+from torch_bridge._memory import EXCHANGE, address_table
+
+
+class Marked(Tensor):
+    """A tensor in plain memory with a type of its own."""
+
+
+def _shifted(count: int) -> Tensor:
+    """`count` floats whose address is no multiple of 16 bytes."""
+    return torch.zeros(count + 1)[1:]
+
+
+def test_facts_are_shapes_dtypes_and_nothing_of_the_values() -> None:
+    def facts(**changes: Any) -> bytes | None:
+        given = {
+            "x": torch.zeros(3, 4),
+            "w": torch.ones(2, 4),
+            "list": [torch.zeros(4), None, torch.zeros(4)],
+        } | changes
+        return EXCHANGE.describe((*given.values(), None))
+
+    base = facts()
+    assert base is not None
+    assert facts(x=torch.ones(3, 4), w=torch.zeros(2, 4)) == base
+    assert facts(x=torch.nn.Parameter(torch.ones(3, 4)), w=torch.ones(2, 4).as_subclass(Marked)) == base
+    assert facts(x=torch.zeros(8, 4)[2:5]) == base
+    others = [
+        facts(x=torch.zeros(4, 3)),
+        facts(x=torch.zeros(3, 4, 1)),
+        facts(x=torch.zeros(3, 4, dtype=torch.int32)),
+        facts(x=None),
+        facts(w=[torch.ones(2, 4)]),
+        facts(list=[torch.zeros(4), torch.zeros(4)]),
+        facts(list=[_shifted(4), None, torch.zeros(4)]),
+    ]
+    assert len({base, *others}) == len(others) + 1
+    assert None not in others
+
+
+@pytest.mark.parametrize(
+    "operand",
+    [
+        torch.zeros(4, 3).t(),
+        torch.zeros(3, 8)[:, ::2],
+        torch.zeros(3, 4, device="meta"),
+        torch.eye(3).to_sparse(),
+        [torch.zeros(4), torch.zeros(5)],
+        [torch.zeros(4), torch.zeros(4, dtype=torch.int32)],
+        [torch.zeros(4), 1],
+        1.0,
+        "text",
+    ],
+    ids=str,
+)
+def test_what_kernels_cannot_read_where_it_lies_has_no_facts(operand: Any) -> None:
+    assert EXCHANGE.describe((torch.zeros(2), operand)) is None
+
+
+def test_axes_without_extent_have_no_stride() -> None:
+    assert EXCHANGE.describe((torch.zeros(1, 4).t().contiguous(),)) is not None
+    assert EXCHANGE.describe((torch.zeros(3, 1).as_strided((3, 1), (1, 7)),)) is not None
+    assert EXCHANGE.describe((torch.zeros(0, 4).t(),)) is not None
+
+
+def test_fake_tensors_are_not_asked_for_memory() -> None:
+    with FakeTensorMode() as mode, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert EXCHANGE.describe((mode.from_tensor(torch.zeros(3)),)) is None
+
+
+def test_addresses() -> None:
+    members = [torch.zeros(4), None, torch.zeros(8)[4:]]
+    expected = [0 if each is None else each.data_ptr() for each in members]
+    assert memoryview(EXCHANGE.addresses(members)).cast("q").tolist() == expected
+    assert address_table(members, -1).tolist() == expected
+    with asserts.refused(ValueError, ["operand", "no tensor"]):
+        EXCHANGE.addresses([torch.eye(3).to_sparse()])
+    with asserts.refused(TypeError, ["exchange", "DLPack", "install"]):
+        _native.Exchange(int)
+
+
+def test_launchers_refuse_what_is_not_there() -> None:
+    specs = [("float32", (2, 3)), ("float32", (2,)), ("int32", (1,)), None]
+    plan = _native.plan("scale_rows", "cpu", "", specs, [("float32", (2, 3))], {})
+    assert plan.kernel
+    assert not plan.workspace_bytes
+    with asserts.refused(ValueError, ["got 2", "expected 6", "workspace"]):
+        _native.Launcher(EXCHANGE, plan, [0, 1])
+    launcher = _native.Launcher(EXCHANGE, plan, [0, 1, 2, -1, 3, -1])
+    values = [torch.ones(2, 3), torch.full((2,), 2.0), torch.tensor([2], dtype=torch.int32), torch.empty(2, 3)]
+    launcher.launch(values, 0)
+    asserts.filled(values[3], 2.0)
+    with asserts.refused(ValueError, ["operand", "no tensor"]):
+        launcher.launch([*values[:3], None], 0)
+    with pytest.raises(IndexError):
+        launcher.launch(values[:3], 0)
+
+
+@pytest.mark.rule("ERR-1")
+def test_a_call_that_differs_in_layout_alone_is_checked_again() -> None:
+    t = small()
+    square = t.x[: t.x.shape[1]].contiguous()  # [K, K]: its transpose has the same shape
+    weight = [w.clone() for w in t.w]
+    for _ in range(2):
+        grouped_linear(square, weight, t.sizes)
+        with asserts.refused(ValueError, ["`x`", "strides", "contiguous"]):
+            grouped_linear(square.t(), weight, t.sizes)
+        with asserts.refused(TypeError, ["`weight[1]`", "dtype"]):
+            grouped_linear(square, [weight[0], weight[1].double(), *weight[2:]], t.sizes)
+
+
+def test_operators_refuse_what_kernels_cannot_read() -> None:
+    t = small()
+    square = t.x[: t.x.shape[1]].contiguous()
+    text = _library.encode(True, None, False)
+    for _ in range(2):
+        with asserts.refused(ValueError, ["operand 0", "strides", "contiguous"]):
+            _library.linear(square.t(), [t.w], t.sizes, [], None, text)
+        with asserts.refused(ValueError, ["operator", "unlike", "grouped_linear"]):
+            _library.linear(square, [t.w[0].clone(), t.w[1, :8].clone()], t.sizes, [], None, text)
+
+
+def test_tensors_of_other_types_run() -> None:
+    t = small()
+    expected = grouped_linear(t.x, t.w, t.sizes)
+    asserts.bitwise(grouped_linear(t.x.as_subclass(Marked), t.w, t.sizes).as_subclass(Tensor), expected)

@@ -1,0 +1,54 @@
+"""Where tensors lie, at the price of a few function calls: their facts and addresses, new ones, tables of addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch._C import _dynamo  # pyright: ignore[reportAttributeAccessIssue]
+
+from grouped_core import _native
+from torch_bridge.params import device_integers
+
+EXCHANGE = _native.Exchange(Tensor)
+"""Reads tensors without asking Python for their attributes."""
+
+# NOTE: the public forms build a Stream object, check for initialisation, or go through the dispatcher once more: one to
+# several microseconds a call. A tensor on the device says that CUDA is initialised, and compiled graphs allocate by the
+# same functions. A CPU-only PyTorch has the first two not.
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+empty_on_cpu: Callable[..., Tensor] = _dynamo.guards._empty_strided_cpu  # (shape, strides, dtype) -> new tensor
+empty_on_cuda: Callable[..., Tensor] = _dynamo.guards._empty_strided_cuda  # on the current device
+
+ALIGNMENT = 16
+"""Fast kernels want addresses that are multiples of this many bytes."""
+
+
+def address_table(members: Sequence[Tensor | None], device: int) -> Tensor:
+    """[G] int64 on the CUDA device with that index (-1: the CPU), the address of each member, 0 for None.
+
+    A table depends on the addresses alone, so one is kept for each list of them and follows parameters that move.
+    """
+    addresses = EXCHANGE.addresses(members)
+    if device < 0:
+        return _table(addresses, device, 0)
+    if torch.cuda.is_current_stream_capturing():  # filled by the graph itself, in memory of the graph
+        return _new_table(addresses, device)
+    # A table is filled on the stream that first asked for it; another stream gets its own.
+    return _table(addresses, device, raw_stream(device))
+
+
+def aligned(members: Sequence[Tensor]) -> bool:
+    """Whether all addresses are multiples of `ALIGNMENT`."""
+    return all(each.data_ptr() % ALIGNMENT == 0 for each in members)
+
+
+def _new_table(addresses: bytes, device: int) -> Tensor:
+    place = torch.device("cpu") if device < 0 else torch.device("cuda", device)
+    return device_integers(memoryview(addresses).cast("q").tolist(), torch.int64, place)
+
+
+_table = lru_cache(maxsize=1024)(lambda addresses, device, stream: _new_table(addresses, device))
