@@ -382,7 +382,7 @@ def grouped_mlp_grads(
     native = run.sizes(sizes)
     specs = MlpSpecs(x_spec, wi_spec, wo_spec, *rest)
     wanted = restrict(needs or MlpNeeds(), specs)
-    keep = kept(op, wanted, *(each is not None for each in rest))
+    keep = kept(op, wanted, probs is not None, wi_bias is not None, wo_bias is not None)
     _, h, z = mlp.mlp(run, op, x, wi, wo, native, probs, wi_bias, wo_bias, keep_h=keep.h, keep_z=keep.z)
     dy = run.xp.ascontiguousarray(dy)
     held = (x if keep.x else None, h, z, wi if keep.wi else None, wo if keep.wo else None, native)

@@ -104,8 +104,8 @@ def plan_grouped_mlp(**arguments: Any) -> list[Call]:
     """Every native call of `grouped_mlp` and of all its gradients; arrays may be `jax.ShapeDtypeStruct`."""
     op, o = _prepare(as_spec, **arguments)
     run = Planner()
-    into = tuple(None if accum is None else accumulate.spec(accum) for accum in (o.accum_wi, o.accum_wo))
-    rules.plan(op, _specs(o), o.sizes._replace(dtype="int32"), run, accumulators=into)
+    into_wi, into_wo = (None if accum is None else accumulate.spec(accum) for accum in (o.accum_wi, o.accum_wo))
+    rules.plan(op, _specs(o), o.sizes._replace(dtype="int32"), run, accumulators=(into_wi, into_wo))
     return run.calls
 
 
@@ -132,7 +132,8 @@ class _Operands(NamedTuple):
 def _specs(o: Any) -> MlpSpecs:
     """Specs of what has gradients, None where absent."""
     arrays = (o.x, o.wi, o.wo, o.probs, o.wi_bias, o.wo_bias)
-    return MlpSpecs(*(each if each is None or isinstance(each, ArraySpec) else RUN.spec(each) for each in arrays))
+    specs: Any = [each if each is None or isinstance(each, ArraySpec) else RUN.spec(each) for each in arrays]
+    return MlpSpecs(*specs)
 
 
 def _prepare(
@@ -280,7 +281,7 @@ def grouped_mlp_fwd(*args: Any, **kwargs: Any) -> tuple[Array, MlpResiduals]:
 
 def grouped_mlp_bwd_dx(
     res: MlpResiduals, dy: Float[Array, "M K"]
-) -> tuple[Float[Array, "M K"], Array | None, Array | None, Array | None, Deferred]:
+) -> tuple[Array | None, Array | None, Array | None, Array | None, Deferred]:
     """(dx, dp, db1, db2, deferred): every gradient but those of the weights, and what these read.
 
     Args:
@@ -337,21 +338,21 @@ def grouped_mlp_bwd_dw(
     """
     d = deferred
     results = []
-    for linear, index, rows, dy, accum in (
-        (d.op.fc1(), 1, d.x, d.dh, _pair(NAMES.accum, wgrad_accum)[0]),
-        (d.op.fc2(), 2, d.z, d.dy, _pair(NAMES.accum, wgrad_accum)[1]),
+    into_wi, into_wo = _pair(NAMES.accum, wgrad_accum)
+    for needed, linear, weight, rows, dy, accum, axes in (
+        (d.needs.wi, d.op.fc1(), d.specs.wi, d.x, d.dh, into_wi, d.varying[1]),
+        (d.needs.wo, d.op.fc2(), d.specs.wo, d.z, d.dy, into_wo, d.varying[2]),
     ):
-        if not (d.needs.wi if index == 1 else d.needs.wo):
+        if not needed:
             results.append(None)
             continue
-        weight = d.specs[index]
         if accum is not None:
             accumulate.check(linear, accum, weight)
             accumulate.check_varying(linear, accum, varying_axes(rows) | varying_axes(dy))
         into = None if accum is None else accumulate.read(accum)
         found = rules.weight_grad(RUN, linear, weight, rows, dy, d.sizes, into=into, accumulate=into is not None)
         if accum is None:
-            results.append(reduce_to(found, d.varying[index]))
+            results.append(reduce_to(found, axes))
         else:
             results.append(accumulate.write(accum, found))
     return results[0], results[1]

@@ -13,6 +13,7 @@ with M the call's oracle over absolute values, which is monotone, because calls 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,8 @@ SMALLEST_F32 = 2.0**-149
 """Absolute error of an fp32 operation whose result is subnormal, doubled."""
 BF16_FLUSH = 2.0**-126
 """x86 `vdpbf16ps` takes and gives zero for subnormals (numerics 8)."""
+FLUSH = 2.0**-126
+"""A GPU's approximate exponential and reciprocal may give zero for a subnormal logistic function."""
 FUNCTIONS = 2.0**-20
 """Relative error of the logistic function, exp, tanh, erf, and of what a few of them are made into (numerics 5)."""
 ACTIVATIONS = 4 * 2.0**-23
@@ -304,25 +307,24 @@ class _Activated:
                 for columns, sign in zip((gate, linear) if kind.gated else (gate,), signs, strict=False):
                     moved[:, columns] += sign * error[:, columns]
                 around.append(activation_of(self.p, moved))
-        a, ea = np.abs(hidden.value[:, gate]), error[:, gate]
-        u, eu = (
-            (np.abs(hidden.value[:, linear]), error[:, linear]) if kind.gated else (np.zeros_like(a), np.zeros_like(a))
-        )
+        size = np.where(np.isfinite(hidden.value), np.abs(hidden.value), 0.0)  # clamps make infinities finite
+        a, ea = size[:, gate], error[:, gate]
+        u, eu = (size[:, linear], error[:, linear]) if kind.gated else (np.zeros_like(a), np.zeros_like(a))
         with np.errstate(all="ignore"):
             # What the functions lose where they are subnormal, multiplied by the other half and by the parameters;
             # the derivative of gelu_tanh multiplies that by a^3 more.
-            least = SMALLEST_F32 * (1 + a) * (1 + u)
-            least = least * (1 + sum(abs(self.p[name]) for name in kind.defaults if np.isfinite(self.p[name])))
+            least = (SMALLEST_F32 if "_cpu" in self.kernel else FLUSH) * (1 + a) * (1 + u)
+            least = least * math.prod(1 + abs(self.p[n]) for n in kind.defaults if np.isfinite(self.p[n]))
             terms = 2 * np.abs(np.where(a > 0, centre.t / a, 0.0)) + np.abs(centre.da)
             steepest = [np.max([np.abs(getattr(s, part)) for s in around], axis=0) for part in ("da", "du")]
             t = ACTIVATIONS * np.abs(centre.t) + least + steepest[0] * ea + steepest[1] * eu
             da, du = (
-                ACTIVATIONS * size
+                ACTIVATIONS * magnitude
                 + (1 + a) ** 3 * least
                 + 2 * np.max([np.abs(getattr(s, part) - getattr(centre, part)) for s in around], axis=0)
-                for part, size in (("da", terms), ("du", np.abs(centre.du)))
+                for part, magnitude in (("da", terms), ("du", np.abs(centre.du)))
             )
-        return tuple(Bounded(v, e, "float64") for v, e in zip(centre, (t, da, du), strict=True))
+        return Bounded(centre.t, t, "float64"), Bounded(centre.da, da, "float64"), Bounded(centre.du, du, "float64")
 
     def _masked(self, found: Bounded) -> Bounded:
         """Tail rows: zero where that is asked for, and on the CPU; else anything."""
@@ -408,8 +410,8 @@ def expect_mlp(
     kernels: dict[str, str] | None = None,
 ) -> Bounded:
     """y of the MLP and the error allowed; weights in the layout that `op.transposed` says."""
-    given = [_maybe(array) for array in (x, wi, wo, probs, wi_bias, wo_bias)]
-    return mlp.mlp(Expected(kernels), op, *given[:3], group_sizes, *given[3:]).y
+    bx, w1, w2, p, b1, b2 = (_maybe(array) for array in (x, wi, wo, probs, wi_bias, wo_bias))
+    return mlp.mlp(Expected(kernels), op, bx, w1, w2, group_sizes, p, b1, b2).y
 
 
 def expect_mlp_grads(
@@ -429,12 +431,13 @@ def expect_mlp_grads(
     """Gradients of the MLP, each a `Bounded`, and the errors allowed."""
     run = Expected(kernels)
     given = [_maybe(array) for array in (x, wi, wo, probs, wi_bias, wo_bias)]
+    bx, w1, w2, p, b1, b2 = given
     specs = MlpSpecs(*(None if array is None else run.spec(array) for array in given))
     needs = restrict(needs or MlpNeeds(), specs)
     top = Bounded.of(dy)
-    _, h, _ = mlp.mlp(run, op, *given[:3], group_sizes, *given[3:], keep_h=True)
-    main = mlp.main_grads(run, op, specs, given[0], h, None, *given[1:3], group_sizes, *given[3:], top, needs)
-    wi_grad = mlp.weight_grad(run, op.fc1(), specs.wi, given[0], main.dh, group_sizes) if needs.wi else None
+    _, h, _ = mlp.mlp(run, op, bx, w1, w2, group_sizes, p, b1, b2, keep_h=True)
+    main = mlp.main_grads(run, op, specs, bx, h, None, w1, w2, group_sizes, p, b1, b2, top, needs)
+    wi_grad = mlp.weight_grad(run, op.fc1(), specs.wi, bx, main.dh, group_sizes) if needs.wi else None
     wo_grad = mlp.weight_grad(run, op.fc2(), specs.wo, main.z, top, group_sizes) if needs.wo else None
     return mlp.MlpGradients(main.x, wi_grad, wo_grad, main.probs, main.wi_bias, main.wo_bias)
 

@@ -168,8 +168,8 @@ def _check_operands(operands: tuple[Any, ...], options: _Options) -> tuple[Tenso
             members_of(name, operand, rank, x)
     text = _text(*options)
     if not torch.compiler.is_compiling():  # where M is a symbol; the operators refuse what does not fit
-        lists = (_members(each) for each in (wi_bias, wo_bias))
-        given = Arguments(x, _members(wi), _members(wo), sizes, probs, *lists, text, False, (), ())
+        weights, biases = (_members(wi), _members(wo)), (_members(wi_bias), _members(wo_bias))
+        given = Arguments(x, *weights, sizes, probs, *biases, text, False, (), ())
         specs, sizes_spec = specs_of(given)
         check(_mlp_library.decode(text), *specs[:3], sizes_spec, *specs[3:])
     return sizes, text

@@ -137,6 +137,13 @@ GROUPED_MATH float reciprocal(float x) {
 #endif
 }
 
+// 1 / (x + c), correct to about half an ulp: the sum's rounding and the approximation's error are taken out.
+GROUPED_MATH float reciprocal_of_sum(float x, float c) {
+  const float d = x + c;
+  const float near = reciprocal(d);
+  return mul_add(near, mul_add(-(x - (d - c)), near, mul_add(-d, near, 1.0f)), near);
+}
+
 constexpr float kVanishes = 128.0f;  // exp(-x) is zero from here on
 
 // exp(-(high + low)) for high >= 0; `low` is a part of a few ulp of it, or left out.
@@ -185,15 +192,19 @@ GROUPED_MATH Logistic logistic(float x, Low... low) {
   return {negative ? er : r, er * r};
 }
 
-// tanh and its derivative.
+// tanh(a / beta) and its derivative by the quotient.
 struct Tanh {
   float value;
   float slope;
 };
-GROUPED_MATH Tanh hyperbolic_tangent(float x) {
+GROUPED_MATH Tanh hyperbolic_tangent(float a, float beta) {
+  const float inverse = 1.0f / beta;
+  const float x = a * inverse;
   const float y = magnitude(x);
-  const float e = exp_negative(2.0f * y);
-  const float r = reciprocal(1.0f + e);
+  // What the quotient lacks counts in the far tails of the derivative; an infinite one lacks nothing.
+  const float low = y < kVanishes ? -residue(x, beta, a) * inverse : 0.0f;
+  const float e = exp_negative(2.0f * y, 2.0f * (x < 0 ? -low : low));
+  const float r = reciprocal_of_sum(e, 1.0f);
   const float large = (1.0f - e) * r;
   // Near zero the difference above would cancel: an odd polynomial.
   const float q = x * x;
@@ -249,10 +260,8 @@ GROUPED_MATH Gate gelu_erf(float a) {
   const float x = at_most(magnitude(a), kGeluRange);
   const float q = x * x;
   const float e = exp_negative(0.5f * q, 0.5f * residue(x, x, q));
-  // Q is a polynomial in 1 / (x + 2.5) times that; errors of the reciprocal would count twice, so one step corrects it.
-  const float d = x + 2.5f;
-  const float near = reciprocal(d);
-  const float v = mul_add(near, mul_add(-(x - (d - 2.5f)), near, mul_add(-d, near, 1.0f)), near);
+  // Q is a polynomial in 1 / (x + 2.5) times that; errors of the reciprocal would count twice.
+  const float v = reciprocal_of_sum(x, 2.5f);
   float p = 309.69803f;
   p = mul_add(p, v, -679.7604f);
   p = mul_add(p, v, 588.1669f);
@@ -285,8 +294,8 @@ GROUPED_MATH Derivatives clamped_quick_geglu(const ActivationSpec& s, float a, f
 }
 
 GROUPED_MATH Derivatives situ_glu(const ActivationSpec& spec, float a, float u) {
-  const Tanh gate = hyperbolic_tangent(a * (1.0f / spec.beta1));
-  const Tanh linear = hyperbolic_tangent(u * (1.0f / spec.beta2));
+  const Tanh gate = hyperbolic_tangent(a, spec.beta1);
+  const Tanh linear = hyperbolic_tangent(u, spec.beta2);
   const Logistic s = logistic(a);
   const float g = spec.beta1 * gate.value;
   const float f = g * s.value;

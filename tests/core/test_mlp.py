@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -39,7 +41,7 @@ def gradients(
     """Every gradient that is needed, from nothing but what the policy keeps."""
     sizes = np.array(CASE.sizes, np.int32)
     keep = kept(op, needs, True, True, True)
-    given = [a[name] for name in FIELDS]
+    given: Any = [a[name] for name in FIELDS]
     _, h, z = mlp.mlp(run, op, *given[:3], sizes, *given[3:], keep_h=keep.h, keep_z=keep.z)
     assert (h is not None, z is not None) == (keep.h, keep.z)
     specs = MlpSpecs(*(run.spec(a[name]) for name in FIELDS))
@@ -47,7 +49,8 @@ def gradients(
     def held(name: str) -> np.ndarray | None:
         return a[name] if getattr(keep, name) else None
 
-    weights, rest = (held("wi"), held("wo")), [held(name) for name in FIELDS[3:]]
+    weights: Any = (held("wi"), held("wo"))
+    rest: Any = [held(name) for name in FIELDS[3:]]
     main = mlp.main_grads(run, op, specs, held("x"), h, z, *weights, sizes, *rest, dy, needs)
     dw1 = dw2 = None
     if needs.wi:

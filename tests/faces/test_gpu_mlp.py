@@ -213,7 +213,7 @@ def test_a_jitted_training_step_copies_no_weight_and_gathers_nothing():
     accum = tuple(jnp.zeros(held[name].shape, jnp.float32) for name in ("wi", "wo"))
 
     def loss(weights, accum, x, probs):
-        y = jax_grouped.grouped_mlp(x, *weights, given["group_sizes"], probs=probs, wgrad_accum=accum)
+        y = jax_grouped.grouped_mlp(x, weights[0], weights[1], given["group_sizes"], probs=probs, wgrad_accum=accum)
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
     step = jax.jit(accumulate.value_and_accumulate_grad(loss), donate_argnums=1)
@@ -233,7 +233,9 @@ def test_lists_of_weights_give_the_same_bits():
     given, dy = problem(WIDE, "bfloat16", Activation("swiglu"), transposed=True, bias="bfloat16")
     sizes = to_torch(given["group_sizes"])
     packed = {name: leaf(to_torch(given[name])) for name in LEAVES}
-    listed = {n: [leaf(m) for m in v] if v.dim() > 1 and n != "x" else leaf(v) for n, v in packed.items()}
+    listed: dict[str, Any] = {
+        n: [leaf(m) for m in v] if v.dim() > 1 and n != "x" else leaf(v) for n, v in packed.items()
+    }
     y = torch_bridge.grouped_mlp(**packed, group_sizes=sizes)
     z = torch_bridge.grouped_mlp(**listed, group_sizes=sizes)
     asserts.bitwise(z, y, "y")

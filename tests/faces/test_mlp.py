@@ -365,7 +365,7 @@ def test_jax_step_has_no_copies_of_weights_and_drops_what_is_frozen():
     accum = tuple(jnp.zeros(held[name].shape, jnp.float32) for name in ("wi", "wo"))
 
     def loss(weights, accum, x, probs):
-        y = jax_grouped.grouped_mlp(x, *weights, given["group_sizes"], probs=probs, wgrad_accum=accum)
+        y = jax_grouped.grouped_mlp(x, weights[0], weights[1], given["group_sizes"], probs=probs, wgrad_accum=accum)
         return jnp.sum(y.astype(jnp.float32))
 
     step = jax.jit(accumulate.value_and_accumulate_grad(loss), donate_argnums=1)
