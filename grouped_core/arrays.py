@@ -364,7 +364,8 @@ def grouped_mlp_grads(
     required = {"x": x, "wi": wi, "wo": wo, "group_sizes": sizes}
     optional = {"probs": probs, "wi_bias": wi_bias, "wo_bias": wo_bias}
     written = {"wgrad_accum[0]": wgrad_accum[0], "wgrad_accum[1]": wgrad_accum[1], "grad_input": grad_input}
-    x_spec, wi_spec, wo_spec, sizes_spec, *rest = _specs(required, **optional)
+    x_spec, wi_spec, wo_spec, sizes_spec, *others = _specs(required, **optional)
+    rest: Any = others
     y = check(op, x_spec, wi_spec, wo_spec, sizes_spec, *rest)
     (dy_spec,) = _specs({"dy": dy})
     if dy_spec != y:

@@ -51,7 +51,7 @@ def gradients(
 
     weights: Any = (held("wi"), held("wo"))
     rest: Any = [held(name) for name in FIELDS[3:]]
-    main = mlp.main_grads(run, op, specs, held("x"), h, z, *weights, sizes, *rest, dy, needs)
+    main = mlp.main_grads(run, op, specs, held("x"), h, z, weights[0], weights[1], sizes, *rest, dy, needs)
     dw1 = dw2 = None
     if needs.wi:
         dw1 = mlp.weight_grad(run, op.fc1(), specs.wi, held("x"), main.dh, sizes)
