@@ -97,9 +97,9 @@ struct RowsProduct {
         work.end = found.end;
         work.slice2 = found.group;
         if (p.rhs_table != nullptr) {
-          const uint64_t d = uint64_t(p.rhs_table[found.group]) - uint64_t(p.rhs_base);
-          work.slice2 = int32_t(d >> 4 & (kRagged - 1));
-          work.slice3 = int32_t(d >> 34);
+          const Slice slice = slice_of(uint64_t(p.rhs_table[found.group]) - uint64_t(p.rhs_base));
+          work.slice2 = slice.near;
+          work.slice3 = slice.far;
         }
         push_pair<Shape>(work, found.item, found.rows, p.cols, push);
       } else {
@@ -198,10 +198,11 @@ struct ContractionProduct {
       work.group = int32_t(item / per_group);
       work.slice2 = work.group;
       if (p.into_table != nullptr) {
-        const uint64_t address = uint64_t(p.into_table[work.group]), d = address - uint64_t(p.out_base);
+        const uint64_t address = uint64_t(p.into_table[work.group]);
         if (address == 0) continue;
-        work.slice2 = int32_t(d >> 4 & (kRagged - 1));
-        work.slice3 = int32_t(d >> 34);
+        const Slice slice = slice_of(address - uint64_t(p.out_base));
+        work.slice2 = slice.near;
+        work.slice3 = slice.far;
       }
       work.end = int32_t(p.offsets[work.group + 1]);
       work.rows = int32_t(work.end - p.offsets[work.group]);
