@@ -26,6 +26,7 @@
 #pragma once
 
 #include "cc/device/epilogue.cuh"
+#include "cc/device/layout_tf32.cuh"
 #include "cc/device/pipeline.cuh"
 #include "cc/device/ptx.cuh"
 #include "cc/device/schedule.cuh"
@@ -36,8 +37,6 @@ namespace grouped::sm90 {
 constexpr int kUnitRows = 64;  // of one wgmma
 constexpr int kTf32Units = 4;  // of a tile
 constexpr int kTf32Rows = kTf32Units * kUnitRows;
-constexpr int kTf32K = 32;     // contracted elements of a block: 128 bytes
-constexpr int kTf32Steps = 4;  // of one wgmma each, 8 k
 constexpr int kTf32Threads = 512;
 constexpr int kSplitterWarps = 4;  // a thread for each of 128 columns at most
 
@@ -69,15 +68,6 @@ __device__ inline int tf32_units(const Work& work) {
   return units < kTf32Units ? units : kTf32Units;
 }
 
-// ---- operands in shared memory ----
-// Raw blocks, as the copy engine writes them with 128-byte swizzle: K-major, row r of the tile is one row of 32 k;
-// MN-major, 4 KiB for each 32 rows r of the tile, row k of it 32 r. The four k of a 16-byte piece of a finished K-major
-// row are neighbours; for two MN-major operands, whose fragments would meet in the same banks, they are every second of
-// eight.
-
-constexpr int kBoxWidth = 32;  // elements of 128 bytes
-constexpr int kBoxBytes = kTf32K * 128;
-
 // Loads `boxes` MN-major boxes of 32 x 32 that lie side by side.
 __device__ inline void load_boxes(const CUtensorMap* map, ptx::Coords at, int boxes, uint32_t to, uint32_t barrier) {
   for (int i = 0; i < boxes; ++i) {
@@ -87,35 +77,28 @@ __device__ inline void load_boxes(const CUtensorMap* map, ptx::Coords at, int bo
   }
 }
 
-// One thread's column of the rhs, turned and rounded or split, from and to `block`; finished, it is K-major without
-// swizzle: 8 columns x 4 k are 128 bytes in a row, pieces along k follow one another, then the next 8 columns.
-constexpr uint32_t kPieceBytes = 128, kOctetBytes = 1024;
-
+// One thread's column of the rhs, turned and rounded or split, from and to `block`, low parts `low_distance` behind.
 template <Major kMajor, bool kSpread, int kTerms>
 __device__ inline void split_column(uint32_t block, uint32_t low_distance) {
-  const uint32_t column = threadIdx.x % 128, lane = column % 32;
+  const uint32_t column = threadIdx.x % 128;
   uint32_t raw[kTf32K];
   if constexpr (kMajor == Major::k) {
 #pragma unroll
     for (uint32_t c = 0; c < 8; ++c) {
-      ptx::load_shared_v4(block + column * 128 + ((c ^ (column & 7)) << 4),
-                          *reinterpret_cast<uint32_t (*)[4]>(&raw[4 * c]));
+      ptx::load_shared_v4(block + raw_k_major(column, c), *reinterpret_cast<uint32_t (*)[4]>(&raw[4 * c]));
     }
   } else {
-    const uint32_t from = block + column / 32 * kBoxBytes + (lane & 3) * 4;
 #pragma unroll
-    for (uint32_t k = 0; k < kTf32K; ++k) {
-      raw[k] = ptx::load_shared_word(from + k * 128 + (((lane >> 2) ^ (k & 7)) << 4));
-    }
+    for (uint32_t k = 0; k < kTf32K; ++k) raw[k] = ptx::load_shared_word(block + raw_mn_major(column, k));
   }
-  __syncwarp();  // a warp's 32 columns are 4 KiB before and after
-  const uint32_t to = block + column / 8 * kOctetBytes + (column & 7) * 16;
+  __syncwarp();  // every lane has read before one writes
+  const uint32_t to = block + finished_column(column);
 #pragma unroll
   for (int q = 0; q < kTf32K / 4; ++q) {
     uint32_t high[4], low[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t bits = raw[kSpread ? 8 * (q / 2) + q % 2 + 2 * i : 4 * q + i];
+      const uint32_t bits = raw[k_of_piece(kSpread, q, i)];
       if constexpr (kTerms == 1) {
         high[i] = as_tf32(bits);
       } else {
@@ -129,11 +112,6 @@ __device__ inline void split_column(uint32_t block, uint32_t low_distance) {
   }
 }
 
-// Finished rhs for 8 k: the second four k lie `distance` bytes behind the first.
-__device__ inline uint64_t plain_descriptor(uint32_t address, uint32_t distance) {
-  return uint64_t(address >> 4) | uint64_t(distance >> 4) << 16 | uint64_t(kOctetBytes >> 4) << 32;
-}
-
 // What a lane holds of 64 lhs rows x 8 k: rows l/4 and l/4 + 8 of its warp's 16, at the l%4-th k of the first four k,
 // then of the second four.
 template <int kTerms>
@@ -141,33 +119,15 @@ struct Tf32Fragment {
   uint32_t high[4], low[kTerms == 1 ? 1 : 4];
 };
 
-// Where a lane reads it, in a unit's 8 KiB.
 template <Major kMajor>
-class LhsReader {
- public:
-  __device__ LhsReader() {
-    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    if constexpr (kMajor == Major::k) {
-      offset_ = (16 * warp + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
-    } else {
-      const uint32_t t = lane & 3, chunk = 4 * (warp & 1) + (lane >> 4);
-      offset_ = warp / 2 * kBoxBytes + 2 * t * 128 + ((chunk ^ (2 * t)) << 4) + ((lane >> 2) & 3) * 4;
-    }
-  }
-  __device__ void load(uint32_t unit, int step, uint32_t (&raw)[4]) const {
-    if constexpr (kMajor == Major::k) {
-      ptx::load_matrix_x4(unit + (offset_ ^ (step << 5)), raw);
-    } else {
+__device__ inline void load_raw(uint32_t unit, uint32_t base, int step, uint32_t (&raw)[4]) {
+  if constexpr (kMajor == Major::k) {
+    ptx::load_matrix_x4(unit + lhs_matrices(base, step), raw);
+  } else {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {  // i % 2: eight rows on, two chunks; i / 2: the odd k
-        raw[i] = ptx::load_shared_word(unit + step * 1024 + i / 2 * 128 + (offset_ ^ (i % 2 << 5) ^ (i / 2 << 4)));
-      }
-    }
+    for (int i = 0; i < 4; ++i) raw[i] = ptx::load_shared_word(unit + lhs_element(base, step, i));
   }
-
- private:
-  uint32_t offset_;
-};
+}
 
 template <int kTerms>
 __device__ inline void split_fragment(const uint32_t (&raw)[4], Tf32Fragment<kTerms>& f) {
@@ -208,7 +168,7 @@ __device__ inline void multiply_tf32(float (&acc)[2][Product::Shape::kCols / 2],
   using Shape = typename Product::Shape;
   constexpr int kUnits = kTf32Steps * kHalves, kSums = Shape::kCols / 2;
   constexpr bool kApart = Shape::kTerms != 1;  // a block's sum is finished before it is added
-  const LhsReader<Product::kLhsMajor> reader;
+  const uint32_t base = lhs_base(Product::kLhsMajor, threadIdx.x / 32 % 4, threadIdx.x % 32);
   const uint64_t pair = plain_descriptor(shared + Shape::kLhsBytes, kPieceBytes);
   const uint64_t parts = plain_descriptor(shared + Shape::kLhsBytes, Shape::kRhsBytes);
   const auto arrival = [&] {
@@ -220,7 +180,7 @@ __device__ inline void multiply_tf32(float (&acc)[2][Product::Shape::kCols / 2],
     if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barriers + 8 * (Shape::kEmpty + slot));
   };
   const auto read = [&](uint32_t lhs, int u, uint32_t (&raw)[4]) {
-    reader.load(lhs + u / kTf32Steps * 2 * Shape::kUnitBytes, u % kTf32Steps, raw);
+    load_raw<Product::kLhsMajor>(lhs + u / kTf32Steps * 2 * Shape::kUnitBytes, base, u % kTf32Steps, raw);
   };
   uint32_t raw[2][4];
   Tf32Fragment<Shape::kTerms> fragments[2];
