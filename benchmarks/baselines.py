@@ -122,18 +122,40 @@ def dense(work: Work) -> Thunk:
     return lambda i: x[i].T @ dy[i]
 
 
-def ours_torch(layout: str, implementation: str | None = None) -> Callable[[Work], Thunk]:
-    """Ours from eager PyTorch, for weights [G, N, K] ("nk") or [G, K, N] ("kn"); a gradient alone is a backward."""
+def dense_tf32(work: Work) -> Thunk:
+    """The same product with PyTorch's TF32 allowed; `dense` is IEEE."""
+    if work.device.type == "cpu" or work.dtype != "float32":
+        raise MissingError("TF32 is a mode of float32 on a GPU")
+    thunk, allowed = dense(work), torch.backends.cuda.matmul
+
+    def coarse(i: int) -> torch.Tensor:
+        allowed.allow_tf32 = True
+        try:
+            return thunk(i)
+        finally:
+            allowed.allow_tf32 = False
+
+    return coarse
+
+
+def ours_torch(layout: str, implementation: str | None = None, fp32: str = "tf32x3") -> Callable[[Work], Thunk]:
+    """Ours from eager PyTorch, for weights [G, N, K] ("nk") or [G, K, N] ("kn"); a gradient alone is a backward.
+
+    `fp32` is the recipe's mode of float32; other dtypes have none but the default.
+    """
 
     def build(work: Work) -> Thunk:
         import torch_bridge
 
+        if fp32 != "tf32x3" and work.dtype != "float32":
+            raise MissingError(f"{fp32} is a mode of float32")
+        recipe = None if fp32 == "tf32x3" else torch_bridge.FP32.replace(fp32=fp32)
         transposed = layout == "nk"
         weights = work.w_nk if transposed else work.w_kn
 
         def call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             return torch_bridge.grouped_linear(
-                x, w, work.device_sizes, rhs_transposed=transposed, implementation=implementation
+                x, w, work.device_sizes, rhs_transposed=transposed, recipe=recipe, implementation=implementation
             )
 
         def forward(i: int) -> torch.Tensor:
@@ -424,8 +446,10 @@ def torch_loop(work: Work) -> Thunk:
 
 CANDIDATES: dict[str, Callable[[Work], Thunk]] = {
     "dense": dense,
+    "dense, TF32": dense_tf32,
     "ours, torch, [G,N,K]": ours_torch("nk"),
     "ours, torch, [G,K,N]": ours_torch("kn"),
+    "ours, TF32, [G,N,K]": ours_torch("nk", fp32="tf32"),
     "ours, portable, [G,N,K]": ours_torch("nk", "reference"),
     "ours, torch, fp32 +=": ours_accumulating,
     **{name: jitted(name) for name in JAX_PRODUCTS},

@@ -37,7 +37,8 @@ def bench(
     for name in names:
         try:
             thunk = baselines.CANDIDATES[name](work)
-            errors[name] = None if name == "dense" else _error(baselines.result_of(thunk, thunk(0)), wanted, name)
+            dense = name.startswith("dense")  # one product of all groups: nothing to compare it with
+            errors[name] = None if dense else _error(baselines.result_of(thunk, thunk(0)), wanted, name)
             thunks[name] = thunk
         except baselines.MissingError as reason:
             skipped[name] = str(reason)

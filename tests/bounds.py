@@ -37,12 +37,16 @@ BF16_FLUSH = 2.0**-126
 """x86 `vdpbf16ps` takes and gives zero for subnormals (numerics 8)."""
 FLUSH = 2.0**-126
 """A GPU's approximate exponential and reciprocal may give zero for a subnormal logistic function."""
+TF32_STEP = 2.0**-136
+"""Distance of neighbouring subnormals of tf32: what an operand on those tensor cores may lose beside its rounding."""
 FUNCTIONS = 2.0**-20
 """Relative error of the logistic function, exp, tanh, erf, and of what a few of them are made into (numerics 5)."""
 ACTIVATIONS = 4 * 2.0**-23
 """4 ulp of fp32, relative: of an activation, and of its derivative against the magnitude of its terms (numerics 7)."""
 FINITE_DIFFERENCES = 1e-6
 """Gradient formulas against finite differences of the fp64 oracle, relative."""
+RELATIVE = {"ieee": 2e-6, "tf32x3": 5e-6, "tf32": 1e-3}
+"""By mode of float32: the norm of a product's error over that of the product, for data of random signs (numerics 7)."""
 MMA_DEPTH = {"float32": 8, "bfloat16": 16, "float16": 16, "float8_e4m3fn": 16, "float8_e5m2": 16}
 """Terms that one tensor-core instruction adds up (kappa); fp8 values are widened to bf16 first."""
 
@@ -55,6 +59,10 @@ def half_ulp(values: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
     return np.ldexp(0.5, exponent - int(info.nmant))
 
 
+def _is_tf32(dtype: str, kernel: str, fp32_mode: str) -> bool:
+    return dtype == "float32" and fp32_mode != "ieee" and kernel.endswith("_sm90")
+
+
 def gamma(terms: NDArray[np.float64] | float, dtype: str, kernel: str, fp32_mode: str = "ieee") -> NDArray[np.float64]:
     """Relative error of a sum of `terms` products of `dtype` operands, against the sum of their magnitudes.
 
@@ -63,10 +71,10 @@ def gamma(terms: NDArray[np.float64] | float, dtype: str, kernel: str, fp32_mode
     """
     c = np.asarray(terms, np.float64)
     tensor_core = 2 * F32_HALF_ULP * (c + np.ceil(c / MMA_DEPTH[dtype]))
-    if "_cpu" in kernel or (dtype == "float32" and (fp32_mode == "ieee" or kernel.endswith("_cuda"))):
-        return (c + 1) * F32_HALF_ULP
-    if dtype != "float32":
+    if dtype != "float32" and "_cpu" not in kernel:
         return tensor_core
+    if not _is_tf32(dtype, kernel, fp32_mode):
+        return (c + 1) * F32_HALF_ULP
     return 2.0**-20 + 3 * tensor_core if fp32_mode == "tf32x3" else 2.0**-9 + tensor_core
 
 
@@ -112,10 +120,13 @@ class Expected:
         carried = largest - self._run(call, arrays, lambda b: np.abs(b.value))
         terms, steps, written = _work(call, arrays)
         operand = _summed_dtype(call)
-        rate = gamma(terms, operand, kernel, str(params.get("fp32_mode", "ieee"))) + steps * F32_HALF_ULP
+        mode = str(params.get("fp32_mode", "ieee"))
+        rate = gamma(terms, operand, kernel, mode) + steps * F32_HALF_ULP
         error = carried + rate * largest + (np.asarray(terms) + steps) * SMALLEST_F32
         if "_cpu" in kernel and operand == "bfloat16" and call.name == "grouped_matmul":
-            error = error + _flushed(call, arrays, terms)
+            error = error + BF16_FLUSH * _size_of_operands(call, arrays, terms)
+        if _is_tf32(operand, kernel, mode):
+            error = error + TF32_STEP * _size_of_operands(call, arrays, terms)
         (spec,) = call.outputs
         error = error + half_ulp(np.abs(value) + error, spec.dtype)
         return (Bounded(value, np.where(written, error, 0.0), spec.dtype),)
@@ -177,7 +188,8 @@ def _summed_dtype(call: Call) -> str:
     return lhs.dtype
 
 
-def _flushed(call: Call, arrays: Sequence[Any], terms: Any) -> NDArray[np.float64]:
+def _size_of_operands(call: Call, arrays: Sequence[Any], terms: Any) -> NDArray[np.float64]:
+    """What an absolute error of 1 in every operand and product makes of a sum of `terms`, at most."""
     operands = dict(zip(SLOTS[call.name], arrays, strict=True))
     top = 1.0
     for name in ("lhs", "rhs"):
@@ -186,7 +198,7 @@ def _flushed(call: Call, arrays: Sequence[Any], terms: Any) -> NDArray[np.float6
     if operands["row_scale"] is not None:
         values = np.abs(operands["row_scale"].value)
         top *= 1.0 + float(np.max(values, initial=0.0, where=np.isfinite(values)))
-    return np.asarray(BF16_FLUSH * top * np.asarray(terms, np.float64))
+    return np.asarray(top * np.asarray(terms, np.float64))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

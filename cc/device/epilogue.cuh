@@ -59,14 +59,16 @@ class Held {
   static constexpr int kSliceCols = 128 / sizeof(Out);
   static_assert(kSlots >= 2, "a slot is refilled while the next one is stored");
 
-  // `at` is the warp's first element, `rows` and `cols` what is left of the tensor from there on.
-  __device__ Held(const CUtensorMap* map, ptx::Coords at, int rows, int cols, int tile_cols)
+  // `at` is the warp's first element, `rows` and `cols` what is left of the tensor from there on; its second 16 rows
+  // lie `half_rows` below the first.
+  __device__ Held(const CUtensorMap* map, ptx::Coords at, int rows, int cols, int tile_cols, int half_rows = 64)
       : map_(map),
         at_(at),
+        half_rows_(half_rows),
         per_half_(((cols < tile_cols ? cols : tile_cols) + kSliceCols - 1) / kSliceCols),
-        total_(rows <= 0    ? 0
-               : rows <= 64 ? per_half_
-                            : 2 * per_half_) {}
+        total_(rows <= 0           ? 0
+               : rows <= half_rows ? per_half_
+                                   : 2 * per_half_) {}
 
   // Before the tile multiplies: fills every slot.
   __device__ void begin(const Slots<kSlots>& slots) {
@@ -92,12 +94,12 @@ class Held {
   }
   __device__ ptx::Coords slice(int i) const {
     const int half = i >= per_half_, col = (i - half * per_half_) * kSliceCols;
-    return {{at_.c[0] + col, at_.c[1] + 64 * half, at_.c[2], at_.c[3]}};
+    return {{at_.c[0] + col, at_.c[1] + half_rows_ * half, at_.c[2], at_.c[3]}};
   }
 
   const CUtensorMap* map_;
   ptx::Coords at_;
-  int per_half_, total_, fetched_ = 0, stored_ = 0;
+  int half_rows_, per_half_, total_, fetched_ = 0, stored_ = 0;
 };
 
 // For results that are only stored.

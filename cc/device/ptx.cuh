@@ -137,6 +137,23 @@ __device__ inline void store_shared_v2(uint32_t to, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};\n" ::"r"(to), "f"(a), "f"(b) : "memory");
 }
 
+// ---- 32-bit operands ----
+__device__ inline uint32_t load_shared_word(uint32_t from) {
+  uint32_t v;
+  asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(v) : "r"(from) : "memory");
+  return v;
+}
+__device__ inline void load_shared_v4(uint32_t from, uint32_t (&v)[4]) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(from)
+               : "memory");
+}
+__device__ inline void store_shared_v4(uint32_t to, const uint32_t (&v)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+               : "memory");
+}
+
 // ---- wgmma ----
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
@@ -212,8 +229,44 @@ __device__ inline void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, int acc
   }
 }
 
+#define GROUPED_REGS_48                                                              \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+
+#define GROUPED_WGMMA_TF32(N, REGS, A, B, ACCUMULATE, ...)                                                      \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" N "k8.f32.tf32.tf32 {" REGS "}, {" A "}, " B ", " ACCUMULATE \
+               ", 1, 1;\n"                                                                                      \
+               : __VA_ARGS__                                                                                    \
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b))
+
+// d[64, kN] += a[64, 8] * b[8, kN] of tf32: a in registers, as mma m16n8k8 has it, b K-major in shared memory.
+template <int kN>
+__device__ inline void wgmma_tf32(float (&d)[kN / 2], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b) {
+  static_assert(kN == 96 || kN == 128);
+  if constexpr (kN == 96) {
+    GROUPED_WGMMA_TF32("96", GROUPED_REGS_48, "%48, %49, %50, %51", "%52", "1", GROUPED_D16(0), GROUPED_D16(16),
+                       GROUPED_D16(32));
+  } else {
+    GROUPED_WGMMA_TF32("128", GROUPED_REGS_64, "%64, %65, %66, %67", "%68", "1", GROUPED_D16(0), GROUPED_D16(16),
+                       GROUPED_D16(32), GROUPED_D16(48));
+  }
+}
+// d[64, 96] = a[64, 8] * b[8, 96]: what d held is not even named, or it would have to be made first.
+__device__ inline void wgmma_tf32_first(float (&d)[48], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                        uint64_t b) {
+#define GROUPED_W4(i) "=f"(d[i]), "=f"(d[i + 1]), "=f"(d[i + 2]), "=f"(d[i + 3])
+#define GROUPED_W16(i) GROUPED_W4(i), GROUPED_W4(i + 4), GROUPED_W4(i + 8), GROUPED_W4(i + 12)
+  GROUPED_WGMMA_TF32("96", GROUPED_REGS_48, "%48, %49, %50, %51", "%52", "0", GROUPED_W16(0), GROUPED_W16(16),
+                     GROUPED_W16(32));
+#undef GROUPED_W4
+#undef GROUPED_W16
+}
+
+#undef GROUPED_WGMMA_TF32
 #undef GROUPED_D4
 #undef GROUPED_D16
+#undef GROUPED_REGS_48
 #undef GROUPED_REGS_64
 #undef GROUPED_WGMMA_128
 #undef GROUPED_REGS_96

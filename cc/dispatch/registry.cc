@@ -34,6 +34,7 @@ Table<GroupedMatmul> table<GroupedMatmul>(Platform platform) {
   static const Kernel<GroupedMatmul> cuda[] = {
       grouped_matmul_bf16_sm90,
       grouped_matmul_bf16_wgrad_sm90,
+      grouped_matmul_fp32_sm90,
       grouped_matmul_any_cuda,
   };
   if (platform == Platform::cuda) return rows_of(cuda);

@@ -9,6 +9,7 @@
 
 #include "cc/api/tensor.h"
 #include "cc/device/layout.cuh"
+#include "cc/device/layout_tf32.cuh"
 #include "cc/device/maps.h"
 #include "cc/device/schedule.cuh"
 #include "cc/dispatch/tiles_sm90.h"
@@ -236,6 +237,87 @@ void slots() {
   std::puts("lanes fill a slot as the copy engine reads it");
 }
 
+// ---- tf32 ----
+
+// Where the copy engine puts fp32 element (r, k) of a tile.
+uint32_t placed_tf32(Major major, int r, int k) {
+  return major == Major::k ? swizzled(r * 128 + 4 * k) : swizzled(r / 32 * kBoxBytes + k * 128 + 4 * (r % 32));
+}
+// The lanes of one access, each of `bytes`, lie on different banks wherever that is possible.
+void spread_over_banks(const std::vector<uint32_t>& addresses, uint32_t bytes) {
+  for (size_t first = 0; first < 32; first += 128 / bytes) {
+    std::vector<bool> used(128);
+    for (size_t lane = first; lane < first + 128 / bytes; ++lane) {
+      const uint32_t bank = addresses[lane] % 128;
+      EXPECT(!used[bank], "lane %d meets another", int(lane));
+      used[bank] = true;
+    }
+  }
+}
+
+// Fragments of the lhs in registers and pieces of the rhs in shared memory meet at the same k, each k once.
+void tf32_operands() {
+  for (int pair = 0; pair < 3; ++pair) {
+    const Major lhs = pair == 2 ? Major::mn : Major::k, rhs = pair == 0 ? Major::k : Major::mn;
+    const bool spread = lhs == Major::mn;
+    std::vector<int> times(kTf32K);
+    for (int step = 0; step < kTf32Steps; ++step) {
+      for (int i = 0; i < 4; ++i) {
+        for (uint32_t warp = 0; warp < 4; ++warp) {
+          std::vector<uint32_t> words(32);
+          for (uint32_t lane = 0; lane < 32; ++lane) {
+            const int row = 16 * warp + lane / 4 + 8 * (i % 2), k = k_of_piece(spread, 2 * step + i / 2, lane % 4);
+            if (lhs == Major::k) {  // ldmatrix: lanes 8i and on address the rows of matrix i
+              words[lane] = lhs_matrices(lhs_base(lhs, warp, 8 * i + lane / 4), step) + 4 * (lane % 4);
+            } else {
+              words[lane] = lhs_element(lhs_base(lhs, warp, lane), step, i);
+            }
+            EXPECT(words[lane] == placed_tf32(lhs, row, k), "row %d, k %d: %u", row, k, words[lane]);
+            if (row == 0) ++times[k];
+          }
+          spread_over_banks(words, 4);
+        }
+      }
+    }
+    for (int k = 0; k < kTf32K; ++k) EXPECT(times[k] == 1, "k %d takes part %d times", k, times[k]);
+    for (uint32_t warp = 0; warp < 4; ++warp) {
+      for (int k = 0; k < kTf32K; ++k) {
+        std::vector<uint32_t> from(32);
+        for (uint32_t lane = 0; lane < 32; ++lane) {
+          const uint32_t column = 32 * warp + lane;
+          from[lane] = rhs == Major::k ? raw_k_major(column, k / 4) : raw_mn_major(column, k);
+          const uint32_t word = from[lane] + (rhs == Major::k ? 4 * (k % 4) : 0);
+          EXPECT(word == placed_tf32(rhs, column, k), "column %u, k %d: %u", column, k, word);
+          EXPECT(word / kBoxBytes == warp && finished_column(column) / kBoxBytes == warp, "turned in place by a warp");
+        }
+        spread_over_banks(from, rhs == Major::k ? 16 : 4);
+      }
+    }
+  }
+  std::vector<uint32_t> to(32);
+  for (uint32_t lane = 0; lane < 32; ++lane) to[lane] = finished_column(lane);
+  spread_over_banks(to, 16);
+  std::puts("fp32 operands meet at the same k and cross no banks on their way");
+}
+
+// wgmma finds 8 k of a column where they were written: 16-byte rows, eight to a core, cores by two strides.
+void tf32_descriptors() {
+  for (uint32_t start : {32768u, 200u * 1024}) {
+    for (uint32_t distance : {kPieceBytes, 12288u, 16384u}) {
+      const uint64_t d = plain_descriptor(start, distance);
+      const uint32_t leading = uint32_t(d >> 16 & 0x3fff) << 4, stride = uint32_t(d >> 32 & 0x3fff) << 4;
+      EXPECT((uint32_t(d & 0x3fff) << 4) == start && d >> 62 == 0, "no swizzle");
+      for (uint32_t column = 0; column < 128; ++column) {
+        for (uint32_t half = 0; half < 2; ++half) {
+          const uint32_t found = start + column / 8 * stride + column % 8 * 16 + half * leading;
+          EXPECT(found == start + finished_column(column) + half * distance, "column %u, four k %u", column, half);
+        }
+      }
+    }
+  }
+  std::puts("tf32 descriptors find every finished piece");
+}
+
 // ---- tiles by problem ----
 
 void choices() {
@@ -263,5 +345,7 @@ int main() {
   scattered_addresses(rng);
   descriptors();
   slots();
+  tf32_operands();
+  tf32_descriptors();
   choices();
 }

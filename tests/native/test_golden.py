@@ -18,13 +18,17 @@ DEFAULT = {
 """By arch, the last word of the `<call>_any_*` kernel that takes whatever no row below does."""
 
 FAST: dict[tuple[str, str, str], str] = {
-    ("sm_90a", which, dtype): f"grouped_matmul_bf16{'_wgrad' if which == 'wgrad' else ''}_sm90"
-    for which in ("forward", "dgrad", "wgrad")
-    for dtype in ("bfloat16", "float16")
+    **{
+        ("sm_90a", which, dtype): f"grouped_matmul_bf16{'_wgrad' if which == 'wgrad' else ''}_sm90"
+        for which in ("forward", "dgrad", "wgrad")
+        for dtype in ("bfloat16", "float16")
+    },
+    **{("sm_90a", which, "float32"): "grouped_matmul_fp32_sm90" for which in ("forward", "dgrad", "wgrad")},
 }
 """Kernels of fast paths, by (arch, product, dtype): of cases whose rows are multiples of 16 bytes."""
 
-FAST_WIDTH = 8  # 16-bit elements in 16 bytes
+FAST_WIDTH = {"float32": 4, "bfloat16": 8, "float16": 8}
+"""Elements in 16 bytes."""
 
 PRODUCTS = ("forward", "dgrad", "wgrad")
 CASES = (*cases.select(), *cases.select("bench"), *cases.select("cpu_bench"), *cases.select("decode"))
@@ -32,7 +36,7 @@ CASES = (*cases.select(), *cases.select("bench"), *cases.select("cpu_bench"), *c
 
 def golden(arch: str, which: str, dtype: str, case: cases.Case) -> str:
     """The kernel that a product must get."""
-    aligned = case.k % FAST_WIDTH == 0 and case.n % FAST_WIDTH == 0
+    aligned = case.k % FAST_WIDTH[dtype] == 0 and case.n % FAST_WIDTH[dtype] == 0
     slow = f"grouped_matmul_any_{DEFAULT[arch]}"
     return FAST.get((arch, which, dtype), slow) if aligned else slow
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from grouped_core import calls, plans
 from grouped_core.calls import SLOTS, ArraySpec, spec_of
-from grouped_core.recipes import BF16, FP32, plain
-from tests import asserts, cases
+from grouped_core.recipes import BF16, FP32, FP32_MODES, plain
+from grouped_core.reference import Oracle
+from tests import asserts, bounds, cases
 from tests.native.runner import PRODUCTS, Native, kernels, product
 
 KERNELS = kernels("grouped_matmul")
@@ -17,6 +19,9 @@ each_product = pytest.mark.parametrize("which", PRODUCTS)
 each_dtype = pytest.mark.parametrize("dtype", cases.DTYPES)
 # Enough rows, columns and depth for several tiles in each direction, nothing aligned.
 TILES = cases.Case("tiles", (150, 0, 301, 61), 540, 131, 277, frozenset())
+# The same with rows of whole 16 bytes, which the tensor-core kernels ask for; and sums whose errors show.
+ALIGNED_TILES = cases.Case("tiles_16", (150, 0, 301, 61), 540, 136, 280, frozenset())
+LONG_SUMS = cases.Case("long_sums", (300, 40), 350, 2048, 32, frozenset())
 
 
 @pytest.mark.rule("GRP-4", "GRP-5", "GRP-6", "GRP-9", "GRP-10", "GRP-11", "GRP-12", "MAT-7")
@@ -132,7 +137,7 @@ def test_sizes_that_do_not_fit_equal_the_clamped_sizes(kernel, which, case):
 @each_kernel
 @each_product
 @each_dtype
-@pytest.mark.parametrize("case", [TILES, cases.named("k_n_odd"), cases.named("groups_65")], ids=str)
+@pytest.mark.parametrize("case", [TILES, ALIGNED_TILES, cases.named("k_n_odd"), cases.named("groups_65")], ids=str)
 def test_layouts_agree_bitwise(kernel, which, dtype, case):
     """For wgrad the other layout swaps the operands' roles, so the transposed result has the same bits."""
     run = Native(kernel, check=case is not TILES)
@@ -140,10 +145,7 @@ def test_layouts_agree_bitwise(kernel, which, dtype, case):
     asserts.bitwise(one, np.ascontiguousarray(other.swapaxes(1, 2)) if which == "wgrad" else other)
 
 
-# The second has rows of whole 16 bytes, which the tensor-core kernels ask for.
-each_tiling = pytest.mark.parametrize(
-    "tiles", [TILES, cases.Case("tiles_16", (150, 0, 301, 61), 540, 136, 280, frozenset())], ids=str
-)
+each_tiling = pytest.mark.parametrize("tiles", [TILES, ALIGNED_TILES], ids=str)
 
 
 @pytest.mark.rule("ALL-2")
@@ -213,11 +215,28 @@ def test_a_hint_of_rows_changes_no_meaning(kernel, which, hint):
     product(Native(kernel), which, cases.problem(cases.named("jagged"), "bfloat16"), rows_hint=hint)
 
 
+each_mode = pytest.mark.parametrize("mode", FP32_MODES)
+
+
 @each_kernel
-@pytest.mark.parametrize("mode", ["tf32x3", "tf32", "ieee"])
+@each_mode
 @each_product
-def test_modes_of_fp32(kernel, which, mode):
-    product(Native(kernel), which, cases.problem(cases.named("jagged"), "float32"), recipe={"fp32": mode})
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("case", [ALIGNED_TILES, cases.named("jagged")], ids=str)
+def test_modes_of_fp32(kernel, which, mode, case, transposed):
+    product(Native(kernel), which, cases.problem(case, "float32", transposed=transposed), recipe={"fp32": mode})
+
+
+@each_kernel
+@each_mode
+@each_product
+@pytest.mark.parametrize("case", [ALIGNED_TILES, LONG_SUMS], ids=str)
+def test_errors_of_fp32_are_those_of_its_mode(kernel, mode, which, case):
+    """As a whole, on data of random signs: the bounds above grow with length and would let the coarser mode pass."""
+    p = cases.problem(case, "float32", tail=0.0)
+    exact = product(Oracle(exact=True), which, p)
+    found = product(Native(kernel), which, p, recipe={"fp32": mode})
+    assert np.linalg.norm(found - exact) <= bounds.RELATIVE[mode] * np.linalg.norm(exact)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -340,6 +359,64 @@ def test_fp32_subnormals_are_kept(kernel):
 
 
 @each_kernel
+@each_mode
+def test_tf32_subnormals_are_kept(kernel, mode):
+    """Those that tf32 holds, times 1; and the smallest normal numbers."""
+    tiny = np.array([2.0**-136, -3 * 2.0**-136, 2.0**-127, 2.0**-126, 1.5 * 2.0**-126, 0.0], np.float32)[:, None]
+    tiny = np.repeat(tiny, 4, axis=1) * np.float32([1, 0, 0, 0])
+    case = cases.Case("subnormals", (4, 2), 6, 4, 8, frozenset())
+    p = cases.problem(case, "float32")._replace(x=tiny, w=np.ones((2, 4, 8), np.float32))
+    found = product(Native(kernel), "forward", p, recipe={"fp32": mode})
+    asserts.bitwise(found, np.repeat(tiny[:, :1] + np.float32(0), 8, axis=1))
+
+
+@pytest.mark.rule("ALL-6")
+@each_kernel
+@each_mode
+@each_product
+def test_infinite_and_nan_numbers_of_fp32_count_as_in_ieee(kernel, mode, which):
+    """Among numbers with and without a remainder beyond tf32: where results are NaN, Inf or finite is as in IEEE."""
+    rng = np.random.default_rng(5)
+    special = np.array([np.inf, -np.inf, np.nan], np.float32)
+    numbers = np.array([0, 1, -1, 3, 1 + 2.0**-20, 1 - 2.0**-20, -4097.3, 2.0**-30], np.float32)
+
+    def draw(shape: tuple[int, ...]) -> NDArray[np.float32]:
+        drawn = rng.choice(numbers, shape)
+        at = rng.integers(0, drawn.size, drawn.size // 4000)
+        drawn.reshape(-1)[at] = rng.choice(special, at.size)
+        return drawn
+
+    p = cases.problem(ALIGNED_TILES, "float32")
+    p = p._replace(x=draw(p.x.shape), w=draw(p.w.shape), dy=draw(p.dy.shape))
+    p.x[0, :2], p.w[0, :2, :2], p.dy[0, :2] = np.inf, -np.inf, np.inf  # infinities meet
+    p.x[1, 1] = np.array(0x7F800001, np.uint32).view(np.float32)  # a NaN of low bits
+    with np.errstate(invalid="ignore"):
+        expected = product(Oracle(), which, p)
+        found = product(Native(kernel, check=False), which, p, recipe={"fp32": mode})
+    for name, kind in (("NaN", np.isnan), ("Inf", np.isposinf), ("-Inf", np.isneginf)):
+        asserts.bitwise(kind(found), kind(expected), name)
+
+
+@each_kernel
+@each_mode
+def test_the_largest_fp32_numbers_stay_finite(kernel, mode):
+    """They round to infinity in tf32, and a mask of -FLT_MAX times 0 would be NaN; they keep 11 bits there instead."""
+    largest = np.finfo(np.float32).max
+    case = cases.Case("largest", (4,), 4, 4, 4, frozenset())
+    x = np.zeros((4, 4), np.float32)
+    np.fill_diagonal(x, [largest, -largest, 1, 0])
+    w = np.array([[[1, 0, -0.5, largest], [1, 0, -0.5, largest], [largest, 0, -largest, 1], [1, 0, 2, 3]]], np.float32)
+    p = cases.problem(case, "float32")._replace(x=x, w=w)
+    with np.errstate(over="ignore"):
+        expected = product(Oracle(), "forward", p)
+    found = product(Native(kernel, check=False), "forward", p, recipe={"fp32": mode})
+    finite = np.isfinite(expected)
+    asserts.bitwise(found[~finite], expected[~finite])
+    rounding = bounds.gamma(4, "float32", kernel, "ieee" if mode == "ieee" else "tf32")
+    assert (np.abs(found[finite] - expected[finite]) <= rounding * np.abs(expected[finite])).all()
+
+
+@each_kernel
 def test_stores_do_not_saturate(kernel):
     case = cases.Case("overflow", (2,), 2, 8, 8, frozenset())
     p = cases.problem(case, "float16")
@@ -371,7 +448,7 @@ def test_exact_sums_are_exact(kernel, dtype):
 
 @pytest.mark.rule("GRP-11")
 @each_kernel
-@pytest.mark.parametrize(("dtype", "width"), [("float32", 2), ("bfloat16", 8)])
+@pytest.mark.parametrize(("dtype", "width"), [("float32", 2), ("float32", 4), ("bfloat16", 8)])
 def test_the_largest_number_of_groups(kernel, dtype, width):
     """Small integers again, so that a vectorised expression knows every bit."""
     groups = calls.MAX_GROUPS

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("tests/native/schedule_check.cc", "cc/dispatch/tiles_sm90.cc")
-PROPERTIES = 9  # lines that a good run prints
+PROPERTIES = 11  # lines that a good run prints
 FLAGS = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-I.")
 CHECKS = ("-fsanitize=undefined", "-fno-sanitize-recover=undefined")  # signed overflow is part of the question
 

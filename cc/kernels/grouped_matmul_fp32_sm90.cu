@@ -1,0 +1,378 @@
+// fp32 operands on Hopper's tensor cores, in the recipe's modes tf32 and tf32x3 (numerics 2.5): forward and dgrad,
+// [M, N] = rows of lhs [M, K] times the weight of their group ([G, K, N] or [G, N, K]), and wgrad, [G, A, B], the sum
+// over a group's rows of outer(lhs[r], rhs[r]). Operands are read as they lie; what wgmma cannot read is turned on the
+// chip.
+//
+//   counter --scheduler--> work ring;  sizes --scan--> groups (wgrad: offsets of a scan in front)
+//   loader: raw fp32 blocks, 256 rows and 96 or 128 columns x 32 k, by ragged, packed or scattered maps
+//            |                                        |
+//            v rhs: splitter warpgroup, in place      v lhs: straight to registers
+//   2 consumer warpgroups: wgmma m64nBNk8, fp32 in registers (pipeline_tf32.cuh has barriers and budgets)
+//            |  + bias, * row scale; wgrad + what memory holds; slots of 16 rows in shared memory
+//            v
+//   ragged store, clipped at the group's last row; tail rows cleared as items behind the last tile
+#include "cc/api/calls.h"
+#include "cc/api/kernel.h"
+#include "cc/device/groups.cuh"
+#include "cc/device/launch.h"
+#include "cc/device/pipeline_tf32.cuh"
+#include "cc/device/values.cuh"
+#include "cc/kernels/kernels.h"
+
+namespace grouped {
+namespace {
+
+using namespace sm90;
+
+// Both products' operands and results.
+struct Tf32Params {
+  CUtensorMap lhs, rhs, out;
+  unsigned long long* counter;  // of drawn items; 0 at the start
+  int32_t groups, cols;
+};
+
+// Draws items in order: the first is the block's own, the next ones whoever comes first.
+class Draw {
+ public:
+  __device__ explicit Draw(unsigned long long* counter) : counter_(counter), next_(blockIdx.x) {}
+  // Called by a whole warp; one ahead, so that nobody waits for the counter.
+  __device__ int64_t take() {
+    const int64_t item = __shfl_sync(~0u, next_, 0);
+    if (threadIdx.x % 32 == 0) next_ = int64_t(atomicAdd(counter_, 1ull)) + gridDim.x;
+    return item;
+  }
+
+ private:
+  unsigned long long* counter_;
+  int64_t next_;
+};
+
+// An item is a pair of 128-row tiles (schedule.cuh): here one tile of 256 rows, or the odd last row tile's two columns.
+template <class Shape, class Push>
+__device__ inline void push_pair(Work work, int item, int rows, int cols, Push push) {
+  const int row_tiles = (rows + kTileRows - 1) / kTileRows, col_tiles = (cols + Shape::kCols - 1) / Shape::kCols;
+  const Tile tile = pair_at(item, row_tiles, col_tiles, 0);
+  work.kind = Work::kTile;
+  work.row0 = tile.row * kTileRows;
+  work.valid_rows = rows - work.row0;
+  for (int col = tile.col; col <= tile.col + int(tile.across) && col < col_tiles; ++col) {
+    work.col0 = col * Shape::kCols;
+    push(work);
+  }
+}
+
+// ---- ragged rows ----
+
+struct RowsParams : Tf32Params {
+  const int32_t* sizes;
+  const int64_t* rhs_table;   // addresses of the weights; null where they are packed
+  int64_t rhs_base;           // address that `rhs` starts at
+  const void* bias;           // [groups, cols], or null
+  const int64_t* bias_table;  // addresses of the biases, or null
+  const float* row_scale;     // [rows], or null
+  float* result;
+  int64_t rows;
+  int32_t length;
+  DType bias_type;
+  bool scale_bias, clear_tail;
+};
+
+template <Major kWeights, int kTerms>
+struct RowsProduct {
+  using Params = RowsParams;
+  using Shape = Tf32Shape<kTerms>;
+  static constexpr Major kLhsMajor = Major::k, kRhsMajor = kWeights;
+
+  template <class Push>
+  static __device__ void schedule(const Params& p, uint32_t, Push push) {
+    RowScan scan(p.sizes, p.groups, p.rows, (p.cols + Shape::kCols - 1) / Shape::kCols);
+    Draw draw(p.counter);
+    while (true) {
+      const RowScan::Found found = scan.find(draw.take());
+      Work work{};
+      if (found.tile) {
+        work.length = p.length;
+        work.group = found.group;
+        work.rows = found.rows;
+        work.end = found.end;
+        work.slice2 = found.group;
+        if (p.rhs_table != nullptr) {
+          const Slice slice = slice_of(uint64_t(p.rhs_table[found.group]) - uint64_t(p.rhs_base));
+          work.slice2 = slice.near;
+          work.slice3 = slice.far;
+        }
+        push_pair<Shape>(work, found.item, found.rows, p.cols, push);
+      } else {
+        const int64_t first = found.end + int64_t(found.item) * kTailRows;
+        if (!p.clear_tail || first >= p.rows) break;
+        work.kind = Work::kTail;
+        work.end = int32_t(first);
+        push(work);
+      }
+    }
+    push(Work{});
+  }
+
+  static __device__ void load(const Params& p, const Work& work, int k, int units, uint32_t to, uint32_t full) {
+    ptx::Coords at = {{k, kRagged - work.rows + work.row0, kRagged, work.end}};
+    for (int u = 0; u < units; ++u) {
+      ptx::tensor_load(to + u * Shape::kUnitBytes, &p.lhs, at, full);
+      at.c[1] += kUnitRows;
+    }
+    const uint32_t rhs = to + Shape::kLhsBytes;
+    if constexpr (kRhsMajor == Major::k) {
+      ptx::tensor_load(rhs, &p.rhs, {{k, work.col0, work.slice2, work.slice3}}, full);
+    } else {
+      load_boxes(&p.rhs, {{work.col0, k, work.slice2, work.slice3}}, Shape::kCols / kBoxWidth, rhs, full);
+    }
+  }
+
+  using Epilogue = NothingHeld;
+  static __device__ Epilogue begin(const Params&, const Work&, int, int, const Slots<Shape::kSlots>&) { return {}; }
+
+  static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[Shape::kCols / 2],
+                               Slots<Shape::kSlots>& slots, Epilogue& held) {
+    const int lane = threadIdx.x % 32;
+    float scale[2] = {1, 1};
+    if (p.row_scale != nullptr) {
+      const float* first = p.row_scale + (work.end - work.rows + work.row0 + row);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (row + lane / 4 + 8 * i < work.valid_rows) scale[i] = first[lane / 4 + 8 * i];
+      }
+    }
+    const void* bias = p.bias_table != nullptr ? reinterpret_cast<const void*>(p.bias_table[work.group]) : p.bias;
+    const int64_t first_bias = work.col0 + (p.bias_table != nullptr ? 0 : int64_t(work.group) * p.cols);
+    const bool plain = bias == nullptr && p.row_scale == nullptr;
+    const auto change = [&](int col, float (&v)[4]) {
+      if (plain) return;
+      float b[2] = {0, 0};
+      if (bias != nullptr) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (col + i < cols) b[i] = device::load_value(bias, p.bias_type, first_bias + col + i);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float s = scale[i / 2];
+        v[i] = p.scale_bias ? v[i] + s * b[i % 2] : s * (v[i] + b[i % 2]);
+      }
+    };
+    const ptx::Coords at = {{work.col0, kRagged - work.rows + work.row0 + row, kRagged, work.end}};
+    store_rows<float, Shape::kCols, Shape::kSlots>(acc, &p.out, at, cols, slots, false, held, change);
+  }
+
+  // Rows [end, end + kTailRows) of the result, by the 256 consumer threads.
+  static __device__ void clear_tail(const Params& p, const Work& work, int thread) {
+    const int64_t rows = p.rows - work.end < kTailRows ? p.rows - work.end : kTailRows;
+    float4* first = reinterpret_cast<float4*>(p.result + int64_t(work.end) * p.cols);
+    for (int64_t i = thread; i < rows * p.cols / 4; i += 32 * kConsumerWarps) first[i] = float4{0, 0, 0, 0};
+  }
+};
+
+// ---- grouped contraction ----
+
+struct ContractionParams : Tf32Params {
+  const int64_t* offsets;     // [groups + 1], where groups begin
+  const int64_t* into_table;  // addresses of the results, 0 skips a group; null where they are packed
+  int64_t out_base;           // address that `out` starts at
+  int32_t rows;               // of one group's result
+  bool accumulate;
+};
+
+template <int kTerms>
+struct ContractionProduct {
+  using Params = ContractionParams;
+  using Shape = Tf32Shape<kTerms>;
+  static constexpr Major kLhsMajor = Major::mn, kRhsMajor = Major::mn;
+
+  template <class Push>
+  static __device__ void schedule(const Params& p, uint32_t spare, Push push) {
+    const int64_t per_group =
+        pair_count((p.rows + kTileRows - 1) / kTileRows, (p.cols + Shape::kCols - 1) / Shape::kCols);
+    const Zeros<float, Shape::kCols> zeros(spare);
+    Draw draw(p.counter);
+    for (int64_t item = draw.take(); item < per_group * p.groups; item = draw.take()) {
+      Work work{};
+      work.group = int32_t(item / per_group);
+      work.slice2 = work.group;
+      if (p.into_table != nullptr) {
+        const uint64_t address = uint64_t(p.into_table[work.group]);
+        if (address == 0) continue;
+        const Slice slice = slice_of(address - uint64_t(p.out_base));
+        work.slice2 = slice.near;
+        work.slice3 = slice.far;
+      }
+      work.end = int32_t(p.offsets[work.group + 1]);
+      work.rows = int32_t(work.end - p.offsets[work.group]);
+      work.length = work.rows;
+      push_pair<Shape>(work, int(item % per_group), p.rows, p.cols, [&](const Work& tile) {
+        if (tile.rows != 0) {
+          push(tile);
+        } else if (!p.accumulate) {
+          for (int row = 0; row < kTf32Rows; row += kTileRows) {
+            zeros.store(&p.out, at(tile, row), tile.valid_rows - row, p.cols - tile.col0);
+          }
+        }
+      });
+    }
+    push(Work{});
+    zeros.finish();
+  }
+
+  static __device__ void load(const Params& p, const Work& work, int k, int units, uint32_t to, uint32_t full) {
+    const int32_t row = kRagged - work.rows + k;
+    load_boxes(&p.lhs, {{work.row0, row, kRagged, work.end}}, units * kUnitRows / kBoxWidth, to, full);
+    load_boxes(&p.rhs, {{work.col0, row, kRagged, work.end}}, Shape::kCols / kBoxWidth, to + Shape::kLhsBytes, full);
+  }
+
+  using Epilogue = Held<float, Shape::kSlots>;
+  static __device__ Epilogue begin(const Params& p, const Work& work, int row, int cols,
+                                   const Slots<Shape::kSlots>& slots) {
+    Epilogue held(&p.out, at(work, row), work.valid_rows - row, cols, Shape::kCols, 2 * kUnitRows);
+    if (p.accumulate) held.begin(slots);
+    return held;
+  }
+
+  static __device__ ptx::Coords at(const Work& work, int row) {
+    return {{work.col0, work.row0 + row, work.slice2, work.slice3}};
+  }
+
+  static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[Shape::kCols / 2],
+                               Slots<Shape::kSlots>& slots, Epilogue& held) {
+    store_rows<float, Shape::kCols, Shape::kSlots>(acc, &p.out, at(work, row), cols, slots, p.accumulate, held,
+                                                   [](int, float (&)[4]) {});
+  }
+
+  static __device__ void clear_tail(const Params&, const Work&, int) {}
+};
+
+// ---- the kernel object ----
+
+constexpr uint32_t kOutRows = 16;  // of a slot
+
+template <class Product>
+void launch_product(const typename Product::Params& p, int64_t row_tiles, cudaStream_t stream) {
+  constexpr int kBytes = Product::Shape::kSharedBytes, kCols = Product::Shape::kCols;
+  const int64_t items = row_tiles * ((p.cols + kCols - 1) / kCols);
+  allow_shared_memory<grouped_product_tf32_sm90<Product>>(kBytes);
+  const unsigned grid = unsigned(items < multiprocessors() ? items : multiprocessors());
+  grouped_product_tf32_sm90<Product><<<grid, kTf32Threads, kBytes, stream>>>(p);
+  GROUPED_CUDA_CHECK(cudaGetLastError());
+}
+
+// 128-row tiles that any sizes can give: every group may have one that is not full.
+int64_t most_row_tiles(const GroupedMatmul& c) {
+  const int64_t groups = c.group_sizes.dims[0];
+  return c.contract_rows ? groups * ((c.lhs.dims[1] + kTileRows - 1) / kTileRows) : c.lhs.dims[0] / kTileRows + groups;
+}
+
+template <int kTerms>
+void launch_rows(const GroupedMatmul& call, const Tf32Params& both, const Context& context) {
+  using Shape = Tf32Shape<kTerms>;
+  RowsParams p{};
+  static_cast<Tf32Params&>(p) = both;
+  p.sizes = call.group_sizes.as<int32_t>();
+  p.rhs_table = call.rhs_table.present() ? call.rhs_table.as<int64_t>() : nullptr;
+  p.rhs_base = reinterpret_cast<int64_t>(p.rhs_table != nullptr ? call.lhs.data : call.rhs.data);
+  p.bias = call.bias.present() ? call.bias.data : nullptr;
+  p.bias_type = call.bias.dtype;
+  p.bias_table = call.bias_table.present() ? call.bias_table.as<int64_t>() : nullptr;
+  p.row_scale = call.row_scale.present() ? call.row_scale.as<float>() : nullptr;
+  p.result = call.result.as<float>();
+  p.rows = call.lhs.dims[0];
+  p.length = int32_t(call.lhs.dims[1]);
+  p.scale_bias = call.scale_bias != 0;
+  p.clear_tail = !call.into.present();
+  const DType f32 = DType::f32;
+  const bool k_major = call.rhs_axis == 2;
+  const int64_t rhs_rows = k_major ? p.cols : p.length, rhs_cols = k_major ? p.length : p.cols;
+  p.lhs = tensor_map(call.lhs.data, f32, ragged_shape(p.length, f32), kTf32K, kUnitRows);
+  p.rhs = tensor_map(reinterpret_cast<const void*>(p.rhs_base), f32,
+                     p.rhs_table != nullptr ? scattered_shape(rhs_rows, rhs_cols, f32)
+                                            : packed_shape(p.groups, rhs_rows, rhs_cols, f32),
+                     kBoxWidth, k_major ? Shape::kCols : kTf32K);
+  p.out = tensor_map(call.result.data, f32, ragged_shape(p.cols, f32), kBoxWidth, kOutRows);
+  const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
+  return k_major ? launch_product<RowsProduct<Major::k, kTerms>>(p, most_row_tiles(call), stream)
+                 : launch_product<RowsProduct<Major::mn, kTerms>>(p, most_row_tiles(call), stream);
+}
+
+template <int kTerms>
+void launch_contraction(const GroupedMatmul& call, const Tf32Params& both, const Context& context) {
+  const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
+  ContractionParams p{};
+  static_cast<Tf32Params&>(p) = both;
+  const GroupScan scan = GroupScan::at(static_cast<char*>(context.workspace) + align_up(sizeof(*p.counter)), p.groups);
+  launch_scan(call.group_sizes.as<const int32_t>(), call.lhs.dims[0], kTileRows, false, scan, stream);
+  p.offsets = scan.offsets;
+  p.into_table = call.into_table.present() ? call.into_table.as<int64_t>() : nullptr;
+  // Scattered results are addressed relative to any mapped address.
+  p.out_base = reinterpret_cast<int64_t>(p.into_table != nullptr ? context.workspace : call.result.data);
+  p.rows = int32_t(call.lhs.dims[1]);
+  p.accumulate = call.accumulate != 0;
+  // Without rows nothing is loaded, but a map wants an address.
+  const DType f32 = DType::f32;
+  const bool empty = call.lhs.dims[0] == 0;
+  p.lhs = tensor_map(empty ? context.workspace : call.lhs.data, f32, ragged_shape(p.rows, f32), kBoxWidth, kTf32K);
+  p.rhs = tensor_map(empty ? context.workspace : call.rhs.data, f32, ragged_shape(p.cols, f32), kBoxWidth, kTf32K);
+  p.out = tensor_map(
+      reinterpret_cast<const void*>(p.out_base), f32,
+      p.into_table != nullptr ? scattered_shape(p.rows, p.cols, f32) : packed_shape(p.groups, p.rows, p.cols, f32),
+      kBoxWidth, kOutRows);
+  launch_product<ContractionProduct<kTerms>>(p, most_row_tiles(call), stream);
+}
+
+template <int kTerms>
+void launch_terms(const GroupedMatmul& call, const Context& context) {
+  Tf32Params p{};
+  p.counter = static_cast<unsigned long long*>(context.workspace);
+  // First, since it makes the device's context current, which the driver's encoder of maps asks for.
+  GROUPED_CUDA_CHECK(cudaMemsetAsync(p.counter, 0, sizeof(*p.counter), static_cast<cudaStream_t>(context.stream)));
+  p.groups = int32_t(call.group_sizes.dims[0]);
+  p.cols = int32_t(call.contract_rows ? call.rhs.dims[1] : call.result.dims[1]);
+  return call.contract_rows ? launch_contraction<kTerms>(call, p, context) : launch_rows<kTerms>(call, p, context);
+}
+
+std::string refuses(const GroupedMatmul& c, const Target& target) {
+  if (target.platform != Platform::cuda || target.sm != 90 || !target.sm_a) return "needs an sm_90a GPU";
+  for (const TensorView* t : {&c.lhs, &c.rhs}) {
+    if (t->dtype != DType::f32) return "takes two operands of float32, got " + describe(*t);
+  }
+  if (c.fp32_mode != "tf32" && c.fp32_mode != "tf32x3") {
+    return "multiplies in tf32 and tf32x3; this call wants " + c.fp32_mode;
+  }
+  if (c.result.dtype != DType::f32) return "gives float32, not " + describe(c.result);
+  if (c.bias.present() && !device::is_wide(c.bias.dtype)) {
+    return "takes a bias of float32, bfloat16 or float16, got " + describe(c.bias);
+  }
+  if (c.accumulate && !c.contract_rows) return "does not accumulate into ragged rows";
+  const int64_t inner = c.contract_rows ? c.rhs.dims[1] : c.result.dims[1], m = c.lhs.dims[0], k = c.lhs.dims[1];
+  if (m >= kRagged || k >= kRagged || inner >= kRagged) return "takes fewer than 2^30 rows and columns";
+  for (const int64_t width : {k, inner}) {
+    if (width % 4 != 0) {
+      return "needs rows of a multiple of 16 bytes: " + std::to_string(width) + " is no multiple of 4";
+    }
+  }
+  constexpr int64_t kNarrowest = Tf32Shape<3>::kCols;
+  if (most_row_tiles(c) * ((inner + kNarrowest - 1) / kNarrowest) >= kMaxItems) return "takes fewer than 2^31 tiles";
+  return "";
+}
+
+size_t workspace(const GroupedMatmul& c, const Target&) {
+  const size_t counter = align_up(sizeof(unsigned long long));
+  return counter + (c.contract_rows ? GroupScan::bytes(c.group_sizes.dims[0]) : 0);
+}
+
+void launch(const GroupedMatmul& call, const Context& context) {
+  if (call.lhs.dims[0] == 0 && !call.contract_rows) return;
+  return call.fp32_mode == "tf32" ? launch_terms<1>(call, context) : launch_terms<3>(call, context);
+}
+
+}  // namespace
+
+const Kernel<GroupedMatmul> grouped_matmul_fp32_sm90 = {"grouped_matmul_fp32_sm90", refuses, workspace, launch,
+                                                        kAlignment};
+
+}  // namespace grouped
