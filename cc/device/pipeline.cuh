@@ -26,15 +26,16 @@ constexpr int kConsumerWarps = 8;
 constexpr int kWorkDepth = 3;
 constexpr int kSharedLimit = 227 * 1024;
 
-template <int kCols_, int kStages_, int kSlots_>
+template <int kCols_, int kStages_, int kSlots_, int kSlotBytes_ = kSlotBytes>
 struct TileShape {
   static constexpr int kCols = kCols_, kStages = kStages_, kSlots = kSlots_;
+  using WarpSlots = Slots<kSlots, kSlotBytes_>;
   static constexpr int kStageBytes = 2 * kBlockBytes + kCols * 128;
 
   // Shared memory, from a 1024-byte aligned start: stages, slots of each consumer warp, a slot for the scheduler, work
   // items, barriers.
   static constexpr int kSlotsAt = kStages * kStageBytes;
-  static constexpr int kSpareAt = kSlotsAt + kConsumerWarps * kSlots * kSlotBytes;
+  static constexpr int kSpareAt = kSlotsAt + kConsumerWarps * WarpSlots::kBytes;
   static constexpr int kWorkAt = kSpareAt + kSlotBytes;
   static constexpr int kBarriersAt = kWorkAt + kWorkDepth * int(sizeof(Work));
   static constexpr int kFull = 0, kEmpty = kStages, kWorkFull = 2 * kStages, kWorkEmpty = kWorkFull + kWorkDepth;
@@ -124,14 +125,14 @@ class Turn {
   uint32_t mine_, other_, parity_;
 };
 
-// Multiplies one tile, kHalves times 64 rows. Leaves the accumulators complete and all blocks released. A ragged sum
-// stops at the step of 16 that holds its last element.
-template <class Product, int kHalves>
+// Multiplies one tile, kHalves times 64 rows by its first kCols columns. Leaves the accumulators complete and all
+// blocks released. A ragged sum stops at the step of 16 that holds its last element.
+template <class Product, int kHalves, int kCols>
 __device__ inline void multiply(float (&acc)[2][Product::Shape::kCols / 2], Ring<Product::Shape::kStages>& ring,
                                 Turn<typename Product::Shape>& turn, int length, uint64_t lhs, uint64_t rhs,
                                 uint32_t barriers) {
   using Shape = typename Product::Shape;
-  constexpr int kTransposedA = Product::kLhsMajor == Major::mn, kTransposedB = Product::kRhsMajor == Major::mn;
+  constexpr int kTransposedA = Product::kLhsMajor != Major::k, kTransposedB = Product::kRhsMajor != Major::k;
   const int lane = threadIdx.x % 32;
   uint32_t before = 0;
   int left = length;
@@ -144,8 +145,9 @@ __device__ inline void multiply(float (&acc)[2][Product::Shape::kCols / 2], Ring
     for (int k = 0; k < decltype(steps)::value; ++k) {
 #pragma unroll
       for (int h = 0; h < kHalves; ++h) {
-        ptx::wgmma<typename Product::Element, Shape::kCols, kTransposedA, kTransposedB>(
-            acc[h], lhs + stage + h * (kBlockBytes >> 4) + k * descriptor_step(Product::kLhsMajor),
+        ptx::wgmma<typename Product::Element, kCols, kTransposedA, kTransposedB>(
+            reinterpret_cast<float (&)[kCols / 2]>(acc[h]),
+            lhs + stage + h * (kBlockBytes >> 4) + k * descriptor_step(Product::kLhsMajor),
             rhs + stage + k * descriptor_step(Product::kRhsMajor), left != length || k != 0);
       }
     }
@@ -228,7 +230,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
           if (work.kind != Work::kTile) continue;
           const int halves = work.valid_rows > 64 ? 2 : 1;
           const bool columns = work.col0 < p.cols;  // else the tile is the empty half of an `across` pair
-          const uint32_t bytes = halves * kBlockBytes + (columns ? Shape::kCols * 128 : 0);
+          const uint32_t bytes = halves * kBlockBytes + (columns ? Product::rhs_bytes(p.cols - work.col0) : 0);
           for (int kb = 0; kb < work.k_blocks(); ++kb) {
             const uint32_t full = barriers + 8 * (Shape::kFull + ring.slot);
             const uint32_t stage = shared + ring.slot * Shape::kStageBytes;
@@ -251,8 +253,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     WorkReader<Shape, true> reader(barriers, items);
     Ring<Shape::kStages> ring;
     Turn<Shape> turn(barriers, consumer);
-    Slots<Shape::kSlots> slots{shared + Shape::kSlotsAt + (warp - 4) * Shape::kSlots * kSlotBytes,
-                               barriers + 8 * (Shape::kSlotFull + (warp - 4) * Shape::kSlots)};
+    typename Shape::WarpSlots slots{shared + Shape::kSlotsAt + (warp - 4) * Shape::WarpSlots::kBytes,
+                                    barriers + 8 * (Shape::kSlotFull + (warp - 4) * Shape::kSlots)};
     const uint64_t lhs = descriptor(shared, Product::kLhsMajor);
     const uint64_t rhs = descriptor(shared + 2 * kBlockBytes, Product::kRhsMajor);
     for (int tile = 0;; reader.release()) {
@@ -274,18 +276,20 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
       auto held = Product::begin(p, work, first_row, valid_cols, slots);
       float acc[2][Shape::kCols / 2];
       if constexpr (Product::kRaggedSums) {
-        multiply<Product, 2>(acc, ring, turn, work.length, lhs, rhs, barriers);
+        multiply<Product, 2, Shape::kCols>(acc, ring, turn, work.length, lhs, rhs, barriers);
       } else {
         // Hidden behind the other warpgroup. Both halves need a value on both paths, or every wgmma is serialised.
 #pragma unroll
         for (int h = 0; h < 2; ++h)
 #pragma unroll
           for (int i = 0; i < Shape::kCols / 2; ++i) acc[h][i] = 0;
-        if (work.valid_rows <= 64) {
-          multiply<Product, 1>(acc, ring, turn, work.length, lhs, rhs, barriers);
-        } else {
-          multiply<Product, 2>(acc, ring, turn, work.length, lhs, rhs, barriers);
-        }
+        Product::multiply_cols(valid_cols, [&](auto cols) {
+          if (work.valid_rows <= 64) {
+            multiply<Product, 1, decltype(cols)::value>(acc, ring, turn, work.length, lhs, rhs, barriers);
+          } else {
+            multiply<Product, 2, decltype(cols)::value>(acc, ring, turn, work.length, lhs, rhs, barriers);
+          }
+        });
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {

@@ -78,8 +78,11 @@ ActivationSpec activation_spec(const Params& params) {
 }
 
 // body(std::integral_constant<ActivationKind, kind>{}): the switch stands outside of the loop.
+#if defined(__CUDACC__)
+#pragma nv_exec_check_disable
+#endif
 template <class Body>
-void with_activation(ActivationKind kind, Body&& body) {
+GROUPED_HOST_DEVICE inline void with_activation(ActivationKind kind, Body&& body) {
   switch (kind) {
 #define X(name, tag, gated) \
   case ActivationKind::tag: \
@@ -121,6 +124,7 @@ GROUPED_MATH float residue(float a, float b, float p) {
 }
 
 // Clamps that keep NaN.
+GROUPED_MATH float at_least(float x, float limit) { return x < limit ? limit : x; }
 GROUPED_MATH float at_most(float x, float limit) { return x > limit ? limit : x; }
 GROUPED_MATH float within(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; }
 
@@ -185,11 +189,25 @@ struct Logistic {
 };
 template <class... Low>
 GROUPED_MATH Logistic logistic(float x, Low... low) {
+#if defined(__CUDA_ARCH__)
+  // exp(-x) itself, whatever its sign: fused products are bound by power, so every instruction shows. Where the value
+  // would be subnormal, from -87.4 down, the reciprocal is zero; a little lower exp(-x) would overflow.
+  const float c = at_most(at_least(x, -88.1f), 88.1f);
+  const float y = __fmul_rn(c, -1.442695f);
+  float rest = __fmaf_rn(y, -1.9046542e-9f, __fmaf_rn(y, 0.6931472f, c));
+  ((rest = __fadd_rn(rest, low)), ...);
+  float e;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(y));
+  e = __fmaf_rn(-e, rest, e);
+  const float r = reciprocal(__fadd_rn(1.0f, e));
+  return {r, __fmul_rn(__fmul_rn(e, r), r)};
+#else
   const bool negative = x < 0;
   const float e = exp_negative(magnitude(x), (negative ? -low : low)...);
   const float r = reciprocal(1.0f + e);
   const float er = e * r;
   return {negative ? er : r, er * r};
+#endif
 }
 
 // tanh(a / beta) and its derivative by the quotient.
