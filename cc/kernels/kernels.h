@@ -34,6 +34,7 @@ extern const Kernel<ActivationGrad> activation_grad_any_cpu_avx512;
 // Hopper's tensor cores (wgmma): bf16 and fp16, ragged rows and the contraction over rows.
 extern const Kernel<GroupedMatmul> grouped_matmul_bf16_sm90;
 extern const Kernel<GroupedMatmul> grouped_matmul_bf16_wgrad_sm90;
+extern const Kernel<GroupedMatmulDact> grouped_matmul_dact_bf16_sm90;
 
 // Any NVIDIA GPU from sm_80 on.
 extern const Kernel<GroupedMatmul> grouped_matmul_any_cuda;

@@ -78,8 +78,11 @@ ActivationSpec activation_spec(const Params& params) {
 }
 
 // body(std::integral_constant<ActivationKind, kind>{}): the switch stands outside of the loop.
+#if defined(__CUDACC__)
+#pragma nv_exec_check_disable
+#endif
 template <class Body>
-void with_activation(ActivationKind kind, Body&& body) {
+GROUPED_HOST_DEVICE inline void with_activation(ActivationKind kind, Body&& body) {
   switch (kind) {
 #define X(name, tag, gated) \
   case ActivationKind::tag: \
