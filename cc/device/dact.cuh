@@ -1,8 +1,9 @@
-// Gradients at the hidden rows of an MLP, from a set of cooperative.cuh: h is read and dh written over it, 16 bytes by 16
+// Gradients at the hidden rows of an MLP, from a set of fetch.cuh: h is read and dh written over it, 16 bytes by 16
 // bytes, while dz comes out of the accumulators.
 #pragma once
 
-#include "cc/device/cooperative.cuh"
+#include "cc/device/epilogue.cuh"
+#include "cc/device/fetch.cuh"
 #include "cc/math/activation.h"
 
 namespace grouped::sm90 {
@@ -74,8 +75,8 @@ class HiddenRows {
     }
   }
 
-  // One half's columns of the chunk in a slot of the same form, for lanes below 16.
-  __device__ uint32_t in_slot(int chunk, uint32_t slot) const { return (base_ ^ (chunk * 16)) + (slot - rows_); }
+  // This lane's row of the chunk in the set's third block, for lanes below 16.
+  __device__ uint32_t result(int chunk) const { return (base_ ^ (chunk * 16)) + 2 * kBlockBytes; }
 
  private:
   // This lane's row of a matrix operation. The swizzle is an exclusive or of address bits 4 to 6.
@@ -101,18 +102,27 @@ __device__ inline void move_up(float (&v)[kAcc], float one) {
   for (int i = 0; i < kCount; ++i) v[i] = __fmul_rn(v[i + kStep], one);
 }
 
+// Chunks that are worked on at once. One warp a scheduler is at the epilogue, so independent chains, four a chunk, have
+// to hide the latencies of each other; kinds that need many registers have fewer.
+constexpr int chunks_at_once(ActivationKind kind) {
+  const bool large = kind == ActivationKind::gelu_erf || kind == ActivationKind::geglu_erf ||
+                     kind == ActivationKind::situ_glu;
+  return large ? 2 : 4;
+}
+
 // One set of one warp. The first accumulators are dz of its 64 columns (of which `cols` exist); they are used up.
-// `rows` is where the set has this warp's rows, `slot` takes z. Adds dz * t to the sums of rows l/4 and l/4 + 8.
+// `rows` is where the set has this warp's rows. Writes dh over h and z into the third block, and adds dz * t to the sums
+// of rows l/4 and l/4 + 8.
 //
-// Chunks are taken kStep at a time by a loop that works on the first accumulators and moves the others up: a copy of the
-// body for each chunk and kind of activation would not fit the instruction cache. One warp a scheduler is at work here,
-// so 4 * kStep independent chains have to hide the latencies of each other.
-template <class T, int kStep, int kAcc>
+// A loop works on the first accumulators and moves the others up: a copy of the body for each chunk and kind of
+// activation would not fit the instruction cache.
+template <class T, int kAcc>
 __device__ inline void hidden_gradients(const ActivationSpec& spec, float one, float (&dz)[kAcc],
-                                        const float (&scale)[2], float (&sum)[2], int chunks, int cols, uint32_t rows,
-                                        uint32_t slot) {
+                                        const float (&scale)[2], float (&sum)[2], int chunks, int cols,
+                                        uint32_t rows) {
   const HiddenRows hidden(rows, chunks);
   with_activation(spec.kind, [&](auto kind) {
+    constexpr int kStep = chunks_at_once(decltype(kind)::value);
 #pragma unroll 1
     for (int chunk = 0; chunk < kSetCols / 8 && 8 * chunk < cols; chunk += kStep) {
       uint32_t h[kStep][4], z[kStep][2];
@@ -150,7 +160,7 @@ __device__ inline void hidden_gradients(const ActivationSpec& spec, float one, f
 #pragma unroll
       for (int c = 0; c < kStep; ++c) {
         hidden.store(chunk + c, h[c]);
-        ptx::store_matrix_x2(hidden.in_slot(chunk + c, slot), z[c][0], z[c][1]);
+        ptx::store_matrix_x2(hidden.result(chunk + c), z[c][0], z[c][1]);
       }
       move_up<kSetCols / 2 - 4 * kStep, 4 * kStep>(dz, one);
     }

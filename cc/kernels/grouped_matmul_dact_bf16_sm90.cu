@@ -2,22 +2,23 @@
 // never leaves the registers; h [M, W] is read and dh [M, W], z [M, F] and the row sums of dz * t are written.
 //
 //   scheduler, loader, work rings: as in grouped_matmul_bf16_sm90.cu
-//   fetcher (a warp): h --TMA--> sets of 128 rows x 64 columns, gate and linear
+//   fetcher (a warp): h --TMA--> sets of 64 rows x 64 columns, gate and linear, up to all sets ahead
 //            |
-//   2 consumer warpgroups, 64 rows each: wgmma m64n256k16 -> dz; then, set by set, 16 columns at a time
+//   2 consumer warpgroups in turn: wgmma m64nBNk16 -> dz; then, set by set, 16 columns at a time
 //            |  h out of the set, t and act' recomputed, dh over h, z into a slot, dz * t into two sums a thread
 //            v
 //   ragged stores of dh from the set and of z from the slot; the set goes back to the fetcher once they have read it
 //   row sums: one partial a row and column tile --sum_partials--> [M], in the order of the tiles
 //
 //   tile        accumulators   ring         sets         slots           registers, 128 + 256 threads
-//   128 x 256   128 a thread   3 x 48 KiB   2 x 32 KiB   8 x 1 x 2 KiB   40 / 232
+//   128 x 128   128 a thread   4 x 32 KiB   4 x 16 KiB   8 x 2 x 2 KiB   40 / 232
+//   128 x 192   192 a thread   4 x 40 KiB   3 x 16 KiB   8 x 1 x 2 KiB   40 / 232
 #include "cc/api/calls.h"
 #include "cc/api/kernel.h"
-#include "cc/device/dact.cuh"
 #include "cc/device/groups.cuh"
+#include "cc/device/dact.cuh"
 #include "cc/device/launch.h"
-#include "cc/device/cooperative.cuh"
+#include "cc/device/pipeline.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -50,6 +51,7 @@ struct DactProduct {
   using Element = T;
   using Shape = Shape_;
   static constexpr Major kLhsMajor = Major::k, kRhsMajor = kWeights;
+  static constexpr bool kRaggedSums = false;
   using Rhs = RhsTile<kRhsMajor, Shape::kCols>;
 
   template <class Push>
@@ -75,9 +77,9 @@ struct DactProduct {
         work.end = found.end;
         work.slice2 = found.group;
         if (p.rhs_table != nullptr) {
-          const uint64_t d = uint64_t(p.rhs_table[found.group]) - uint64_t(p.rhs_base);
-          work.slice2 = int32_t(d >> 4 & (kRagged - 1));
-          work.slice3 = int32_t(d >> 34);
+          const Slice slice = slice_of(uint64_t(p.rhs_table[found.group]) - uint64_t(p.rhs_base));
+          work.slice2 = slice.near;
+          work.slice3 = slice.far;
         }
       } else {
         *p.valid_rows = found.end;
@@ -99,18 +101,35 @@ struct DactProduct {
     Rhs::load(&p.rhs, {{c0, c1, work.slice2, work.slice3}}, work.across, rank, to + 2 * kBlockBytes, full);
   }
 
-  static __device__ void fetch(const Params& p, const Work& work, int halves, SetWriter<Shape>& sets) {
-    const int blocks = is_gated(p.spec.kind) ? 2 : 1, across = sets_across<Shape>(p.cols - work.col0);
-    for (int s = 0; s < across; ++s) {
-      const int col = work.col0 + s * kSetCols;
-      sets.fill(halves * blocks * kBlockBytes, [&](uint32_t to, uint32_t barrier) {
-        for (int half = 0; half < halves; ++half) {
-          for (int b = 0; b < blocks; ++b) {
-            ptx::tensor_load(to + (2 * half + b) * kBlockBytes, &p.hidden[b],
-                             at(work, p.columns.column(col, b), 64 * half), barrier);
-          }
+  static __device__ void fetch(const Params& p, const Work& work, SetFetcher<Shape>& sets) {
+    const int blocks = is_gated(p.spec.kind) ? 2 : 1;
+    for_sets(p, work, [&](int col, int row) {
+      sets.fill(blocks * kBlockBytes, [&](uint32_t to, uint32_t barrier) {
+        for (int b = 0; b < blocks; ++b) {
+          ptx::tensor_load(to + b * kBlockBytes, &p.hidden[b], at(work, p.columns.column(col, b), row), barrier);
         }
       });
+    });
+  }
+
+  static __device__ void store_sets(const Params& p, const Work& work, SetStorer<Shape>& sets) {
+    const int blocks = p.result == nullptr ? 0 : is_gated(p.spec.kind) ? 2 : 1;
+    for_sets(p, work, [&](int col, int row) {
+      sets.drain([&](uint32_t from) {
+        for (int b = 0; b < blocks; ++b) {
+          ptx::tensor_store(&p.grad[b], at(work, p.columns.column(col, b), row), from + b * kBlockBytes);
+        }
+        if (p.activated != nullptr) ptx::tensor_store(&p.z, at(work, col, row), from + 2 * kBlockBytes);
+      });
+    });
+  }
+
+  // body(first column, first row of the tile) for each set.
+  template <class Body>
+  static __device__ void for_sets(const Params& p, const Work& work, Body body) {
+    const int across = sets_across<Shape::kCols>(p.cols - work.col0);
+    for (int half = 0; half < row_halves(work.valid_rows); ++half) {
+      for (int s = 0; s < across; ++s) body(work.col0 + s * kSetCols, 64 * half);
     }
   }
 
@@ -119,26 +138,34 @@ struct DactProduct {
     return {{col, kRagged - work.rows + work.row0 + row, kRagged, work.end}};
   }
 
+  using Epilogue = NothingHeld;
+  static __device__ Epilogue begin(const Params&, const Work&, int, int, const Slots<Shape::kSlots>&) { return {}; }
+
   // Sets are taken by a loop that works on the first accumulators and moves the others up, as chunks are inside of one.
-  static __device__ void store_tile(const Params& p, const Work& work, int row, int cols,
-                                    float (&dz)[Shape::kCols / 2], Slots<Shape::kSlots>& slots,
-                                    SetReader<Shape>& sets) {
-    const int across = sets_across<Shape>(cols);
-    const uint32_t place = row / 64 * (2 * kBlockBytes) + row % 64 * 128;  // of the warp's rows in a set
+  static __device__ void store_tile(const Params& p, const Work& work, int first_row, int cols,
+                                    float (&acc)[2][Shape::kCols / 2], SetReader<Shape>& sets) {
+    constexpr int kAcross = Shape::kCols / kSetCols;
+    float(&dz)[Shape::kCols] = reinterpret_cast<float(&)[Shape::kCols]>(acc);
     float sum[2] = {0, 0}, scale[2];
-    load_scale(p, work, row, scale);
+    int left = row_halves(work.valid_rows) * sets_across<Shape::kCols>(cols);
 #pragma unroll 1
-    for (int s = 0; s < across; ++s) {
-      sets.settle();
-      sets.wait();
-      if (row < work.valid_rows) {
-        store_set(p, work, row, s * kSetCols, cols, dz, scale, sum, sets.address() + place, slots.address());
+    for (int i = 0; i < 2 * kAcross; ++i) {
+      const int half = i / kAcross, col = i % kAcross * kSetCols, row = first_row + 64 * half;
+      if (col == 0) load_scale(p, work, row, scale);
+      if (64 * half < work.valid_rows && col < cols) {
+        sets.wait();
+        if (--left == 0) sets.hand_over();
+        if (row < work.valid_rows) {
+          hidden_gradients<T>(p.spec, p.one, dz, scale, sum, p.columns.chunks, cols - col,
+                              sets.address() + first_row * 128);
+          if (p.partials != nullptr && (col + kSetCols >= cols || col + kSetCols == Shape::kCols)) {
+            store_sums(p, work, row, sum);
+          }
+        }
+        sets.done();
       }
-      sets.advance();
-      move_up<Shape::kCols / 2 - kSetCols / 2, kSetCols / 2>(dz, p.one);
+      move_up<Shape::kCols - kSetCols / 2, kSetCols / 2>(dz, p.one);
     }
-    if (p.partials != nullptr && row < work.valid_rows) store_sums(p, work, row, sum);
-    sets.settle();
   }
 
   // Rows [end, end + kTailRows) of the results, half of them a CTA, by its 256 consumer threads.
@@ -167,22 +194,7 @@ struct DactProduct {
     }
   }
 
-  static __device__ void store_set(const Params& p, const Work& work, int row, int col, int cols,
-                                   float (&dz)[Shape::kCols / 2], const float (&scale)[2], float (&sum)[2],
-                                   uint32_t rows, uint32_t slot) {
-    hidden_gradients<T, 2>(p.spec, p.one, dz, scale, sum, p.columns.chunks, cols - col, rows, slot);
-    ptx::fence_async();
-    __syncwarp();
-    if (threadIdx.x % 32 != 0) return;
-    const int first = work.col0 + col;
-    if (p.result != nullptr) {
-      for (int b = 0; b < (is_gated(p.spec.kind) ? 2 : 1); ++b) {
-        ptx::tensor_store(&p.grad[b], at(work, p.columns.column(first, b), row), rows + b * kBlockBytes);
-      }
-    }
-    if (p.activated != nullptr) ptx::tensor_store(&p.z, at(work, first, row), slot);
-  }
-
+  // Ends the sums of the warp's 16 rows of a half.
   static __device__ void store_sums(const Params& p, const Work& work, int row, float (&sum)[2]) {
     const int lane = threadIdx.x % 32;
     float* partials = p.partials + work.col0 / Shape::kCols * p.rows + (work.end - work.rows + work.row0 + row);
@@ -192,6 +204,7 @@ struct DactProduct {
       sum[i] = __fadd_rn(sum[i], __shfl_xor_sync(~0u, sum[i], 2));
       const int r = lane / 4 + 8 * i;
       if (lane % 4 == 0 && row + r < work.valid_rows) partials[r] = sum[i];
+      sum[i] = 0;
     }
   }
 };
@@ -218,7 +231,7 @@ struct Head {
   int32_t valid_rows;
 };
 
-using TileOf = FetchingShape<256, 3, 1, 2>;
+using TileOf = FetchingShape<128, 4, 4>;
 
 template <class T, Major kWeights>
 void launch_dact(const GroupedMatmulDact& call, DactParams p, cudaStream_t stream) {
@@ -238,16 +251,16 @@ void launch_dact(const GroupedMatmulDact& call, DactParams p, cudaStream_t strea
   for (int b = 0; b < 2; ++b) {
     const int64_t offset = apart ? b * n * int64_t(sizeof(T)) : 0;
     p.hidden[b] = tensor_map(call.hidden.as<uint8_t>() + offset, dtype, hidden_shape, kSetCols, 64);
-    if (p.result != nullptr) p.grad[b] = tensor_map(p.result + offset, dtype, hidden_shape, kSetCols, 16);
+    if (p.result != nullptr) p.grad[b] = tensor_map(p.result + offset, dtype, hidden_shape, kSetCols, 64);
   }
-  if (p.activated != nullptr) p.z = tensor_map(p.activated, dtype, ragged_shape(n, dtype), kSetCols, 16);
+  if (p.activated != nullptr) p.z = tensor_map(p.activated, dtype, ragged_shape(n, dtype), kSetCols, 64);
 
-  allow_shared_memory<cooperative_product_sm90<Product>>(kBytes);
+  allow_shared_memory<grouped_product_sm90<Product>>(kBytes);
   // Every group may have one tile that is not full.
   const int64_t row_tiles = (p.rows + int64_t(kTileRows - 1) * p.groups) / kTileRows;
   const int64_t items = row_tiles * ((n + 2 * kCols - 1) / (2 * kCols)), pairs = multiprocessors() / 2;
   const unsigned grid = 2 * unsigned(items < pairs ? items : pairs);
-  cooperative_product_sm90<Product><<<grid, kThreads, kBytes, stream>>>(p);
+  grouped_product_sm90<Product><<<grid, kThreads, kBytes, stream>>>(p);
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
