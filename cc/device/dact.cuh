@@ -102,27 +102,18 @@ __device__ inline void move_up(float (&v)[kAcc], float one) {
   for (int i = 0; i < kCount; ++i) v[i] = __fmul_rn(v[i + kStep], one);
 }
 
-// Chunks that are worked on at once. One warp a scheduler is at the epilogue, so independent chains, four a chunk, have
-// to hide the latencies of each other; kinds that need many registers have fewer.
-constexpr int chunks_at_once(ActivationKind kind) {
-  const bool large = kind == ActivationKind::gelu_erf || kind == ActivationKind::geglu_erf ||
-                     kind == ActivationKind::situ_glu;
-  return large ? 2 : 4;
-}
-
 // One set of one warp. The first accumulators are dz of its 64 columns (of which `cols` exist); they are used up.
 // `rows` is where the set has this warp's rows. Writes dh over h and z into the third block, and adds dz * t to the sums
 // of rows l/4 and l/4 + 8.
 //
-// A loop works on the first accumulators and moves the others up: a copy of the body for each chunk and kind of
-// activation would not fit the instruction cache.
-template <class T, int kAcc>
+// A loop works on kStep chunks, those of the first accumulators, and moves the others up: a copy of the body for each
+// chunk and kind of activation would not fit the instruction cache.
+template <class T, int kStep, int kAcc>
 __device__ inline void hidden_gradients(const ActivationSpec& spec, float one, float (&dz)[kAcc],
                                         const float (&scale)[2], float (&sum)[2], int chunks, int cols,
                                         uint32_t rows) {
   const HiddenRows hidden(rows, chunks);
   with_activation(spec.kind, [&](auto kind) {
-    constexpr int kStep = chunks_at_once(decltype(kind)::value);
 #pragma unroll 1
     for (int chunk = 0; chunk < kSetCols / 8 && 8 * chunk < cols; chunk += kStep) {
       uint32_t h[kStep][4], z[kStep][2];

@@ -156,7 +156,7 @@ struct DactProduct {
         sets.wait();
         if (--left == 0) sets.hand_over();
         if (row < work.valid_rows) {
-          hidden_gradients<T>(p.spec, p.one, dz, scale, sum, p.columns.chunks, cols - col,
+          hidden_gradients<T, Shape::kCols == 128 ? 2 : 1>(p.spec, p.one, dz, scale, sum, p.columns.chunks, cols - col,
                               sets.address() + first_row * 128);
           if (p.partials != nullptr && (col + kSetCols >= cols || col + kSetCols == Shape::kCols)) {
             store_sums(p, work, row, sum);
@@ -231,7 +231,7 @@ struct Head {
   int32_t valid_rows;
 };
 
-using TileOf = FetchingShape<128, 4, 4>;
+using TileOf = FetchingShape<128, 5, 2>;
 
 template <class T, Major kWeights>
 void launch_dact(const GroupedMatmulDact& call, DactParams p, cudaStream_t stream) {
