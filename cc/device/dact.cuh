@@ -103,15 +103,14 @@ __device__ inline void move_up(float (&v)[kAcc], float one) {
 }
 
 // One set of one warp. The first accumulators are dz of its 64 columns (of which `cols` exist); they are used up.
-// `rows` is where the set has this warp's rows. Writes dh over h and z into the third block, and adds dz * t to the sums
-// of rows l/4 and l/4 + 8.
+// `rows` is where the set has this warp's rows. Writes dh over h and z into the third block, and adds dz * t to the
+// sums of rows l/4 and l/4 + 8.
 //
 // A loop works on kStep chunks, those of the first accumulators, and moves the others up: a copy of the body for each
 // chunk and kind of activation would not fit the instruction cache.
 template <class T, int kStep, int kAcc>
 __device__ inline void hidden_gradients(const ActivationSpec& spec, float one, float (&dz)[kAcc],
-                                        const float (&scale)[2], float (&sum)[2], int chunks, int cols,
-                                        uint32_t rows) {
+                                        const float (&scale)[2], float (&sum)[2], int chunks, int cols, uint32_t rows) {
   const HiddenRows hidden(rows, chunks);
   with_activation(spec.kind, [&](auto kind) {
 #pragma unroll 1

@@ -8,8 +8,8 @@
 //   empty[s]   1 arrival, once stores have read   storing warp -> fetching warp
 //   turn[w]    4 arrivals a tile                  the warps of the other warpgroup
 //
-// A warpgroup hands over its turn once it has seen the last set of its tile: the other then is never more than one phase
-// ahead of a full barrier, which is as far as parity can tell.
+// A warpgroup hands over its turn once it has seen the last set of its tile: the other then is never more than one
+// phase ahead of a full barrier, which is as far as parity can tell.
 #pragma once
 
 #include "cc/device/load.cuh"
@@ -23,7 +23,7 @@ constexpr int kSetCols = 64;
 constexpr int kSetBytes = 3 * kBlockBytes;
 constexpr int kWarpsOfGroup = 4;
 
-// Sets of a tile, row halves first: those that hold anything at all.
+// A tile has row_halves * sets_across sets, those of its first 64 rows first.
 template <int kCols>
 __device__ inline int sets_across(int valid_cols) {
   return valid_cols <= 0 ? 0 : ((valid_cols < kCols ? valid_cols : kCols) + kSetCols - 1) / kSetCols;
@@ -83,8 +83,8 @@ class SetStorer {
   Ring<Shape::kSets> ring_;
 };
 
-// A consumer warp's view. It takes every set of its tiles, also one in which it has no valid row, and skips those of the
-// other warpgroup's.
+// A consumer warp's view. It takes every set of its tiles, also one in which it has no valid row, and skips those of
+// the other warpgroup's.
 template <class Shape>
 class SetReader {
  public:

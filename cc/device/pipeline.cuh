@@ -2,7 +2,7 @@
 //
 //   warpgroup 0   warp 0 (one lane)  loads: for each work item, for each k block: wait empty -> TMA -> full
 //                 warp 1             schedules: draws the pair's next items and hands them out through a ring
-//                 warps 2, 3         where an epilogue reads operands of its own: fetch them and store results (fetch.cuh)
+//                 warps 2, 3         where an epilogue has operands of its own: fetch these, store results (fetch.cuh)
 //   warpgroups 1, 2                  multiply and store whole tiles in turn: one stores while the other multiplies
 //                                    wait full -> 4 k16 steps of wgmma, 2 x 64 rows -> empty of the block before
 //
@@ -46,12 +46,12 @@ struct TileShape {
   static constexpr int kSlotFull = kMail + Mailbox::kWords;  // of fetches into slots
   static constexpr int kSharedBytes = kBarriersAt + 8 * (kSlotFull + kConsumerWarps * kSlots);
   static_assert(kSharedBytes <= kSharedLimit);
-  static constexpr int kSets = 0;  // operands of the epilogue: none
+  static constexpr int kSets = 0;  // the epilogue has no operands
 
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of the 168 a thread at launch
 };
 
-// A tile shape with sets of fetch.cuh behind everything else, instead of slots.
+// For epilogues with operands of their own: sets of fetch.cuh instead of slots, behind everything else.
 template <int kCols_, int kStages_, int kSets_>
 struct FetchingShape : TileShape<kCols_, kStages_, 0> {
   using Base = TileShape<kCols_, kStages_, 0>;
@@ -121,7 +121,7 @@ class Turn {
   __device__ void hand_over() {
     if (threadIdx.x % 32 == 0) ptx::barrier_arrive(other_);
   }
-  // That the last turn was taken with.
+  // Of the last turn taken.
   __device__ uint32_t parity() const { return parity_ ^ 1; }
 
  private:

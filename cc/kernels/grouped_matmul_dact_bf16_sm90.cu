@@ -1,22 +1,21 @@
 // Gradients at the hidden rows on Hopper, bf16 and fp16: dz = rows of dy [M, N] times the weight of their group, which
 // never leaves the registers; h [M, W] is read and dh [M, W], z [M, F] and the row sums of dz * t are written.
 //
-//   scheduler, loader, work rings: as in grouped_matmul_bf16_sm90.cu
-//   fetcher (a warp): h --TMA--> sets of 64 rows x 64 columns, gate and linear, up to all sets ahead
+//   scheduler, loader, work rings: as in grouped_matmul_bf16_sm90.cu, but pairs share rows where they can
+//   fetcher (a warp): h --TMA--> sets of 64 rows x 64 columns, gate and linear
 //            |
-//   2 consumer warpgroups in turn: wgmma m64nBNk16 -> dz; then, set by set, 16 columns at a time
-//            |  h out of the set, t and act' recomputed, dh over h, z into a slot, dz * t into two sums a thread
+//   2 consumer warpgroups in turn: wgmma m64n128k16 -> dz; then, set by set, 16 columns at a time
+//            |  h out of the set, t and act' recomputed, dh over h, z beside it, dz * t into two sums a thread
 //            v
-//   ragged stores of dh from the set and of z from the slot; the set goes back to the fetcher once they have read it
+//   storer (a warp): sets --ragged TMA--> dh, z; clipped at the group's last row; the set goes back to the fetcher
 //   row sums: one partial a row and column tile --sum_partials--> [M], in the order of the tiles
 //
-//   tile        accumulators   ring         sets         slots           registers, 128 + 256 threads
-//   128 x 128   128 a thread   4 x 32 KiB   4 x 16 KiB   8 x 2 x 2 KiB   40 / 232
-//   128 x 192   192 a thread   4 x 40 KiB   3 x 16 KiB   8 x 1 x 2 KiB   40 / 232
+//   tile        accumulators   ring         sets         registers, 128 + 256 threads
+//   128 x 128   128 a thread   5 x 32 KiB   2 x 24 KiB   40 / 232
 #include "cc/api/calls.h"
 #include "cc/api/kernel.h"
-#include "cc/device/groups.cuh"
 #include "cc/device/dact.cuh"
+#include "cc/device/groups.cuh"
 #include "cc/device/launch.h"
 #include "cc/device/pipeline.cuh"
 #include "cc/kernels/kernels.h"
@@ -25,6 +24,9 @@ namespace grouped {
 namespace {
 
 using namespace sm90;
+
+// A fifth stage is worth more than a third set, and a second set more than a sixth stage.
+using DactShape = FetchingShape<128, 5, 2>;
 
 struct DactParams {
   CUtensorMap lhs, rhs, z;
@@ -42,17 +44,18 @@ struct DactParams {
   bool clear_tail;
   HiddenColumns columns;
   ActivationSpec spec;
-  float one;
+  float one;  // 1, see move_up
 };
 
-template <class T, Major kWeights, class Shape_>
+template <class T, Major kWeights>
 struct DactProduct {
   using Params = DactParams;
   using Element = T;
-  using Shape = Shape_;
+  using Shape = DactShape;
   static constexpr Major kLhsMajor = Major::k, kRhsMajor = kWeights;
   static constexpr bool kRaggedSums = false;
   using Rhs = RhsTile<kRhsMajor, Shape::kCols>;
+  static constexpr int kChunks = 2;  // worked on at once: 8 chains a thread hide the latencies of one another
 
   template <class Push>
   static __device__ void schedule(const Params& p, uint32_t rank, uint32_t mail, uint32_t, Push push) {
@@ -65,7 +68,7 @@ struct DactProduct {
       if (pair.leader() && threadIdx.x % 32 == 0) next = int64_t(atomicAdd(p.counter, 1ull)) + gridDim.x / 2;
       Work work{};
       if (found.tile) {
-        const Tile tile = pair_at(found.item, (found.rows + kTileRows - 1) / kTileRows, col_tiles, rank);
+        const Tile tile = row_pair_at(found.item, (found.rows + kTileRows - 1) / kTileRows, col_tiles, rank);
         work.kind = Work::kTile;
         work.length = p.length;
         work.row0 = tile.row * kTileRows;
@@ -82,7 +85,7 @@ struct DactProduct {
           work.slice3 = slice.far;
         }
       } else {
-        *p.valid_rows = found.end;
+        *p.valid_rows = found.end;  // every CTA says the same
         const int64_t first = found.end + int64_t(found.item) * kTailRows;
         if (!p.clear_tail || first >= p.rows) break;
         work.kind = Work::kTail;
@@ -145,7 +148,7 @@ struct DactProduct {
   static __device__ void store_tile(const Params& p, const Work& work, int first_row, int cols,
                                     float (&acc)[2][Shape::kCols / 2], SetReader<Shape>& sets) {
     constexpr int kAcross = Shape::kCols / kSetCols;
-    float(&dz)[Shape::kCols] = reinterpret_cast<float(&)[Shape::kCols]>(acc);
+    float (&dz)[Shape::kCols] = reinterpret_cast<float (&)[Shape::kCols]>(acc);
     float sum[2] = {0, 0}, scale[2];
     int left = row_halves(work.valid_rows) * sets_across<Shape::kCols>(cols);
 #pragma unroll 1
@@ -156,8 +159,8 @@ struct DactProduct {
         sets.wait();
         if (--left == 0) sets.hand_over();
         if (row < work.valid_rows) {
-          hidden_gradients<T, Shape::kCols == 128 ? 2 : 1>(p.spec, p.one, dz, scale, sum, p.columns.chunks, cols - col,
-                              sets.address() + first_row * 128);
+          hidden_gradients<T, kChunks>(p.spec, p.one, dz, scale, sum, p.columns.chunks, cols - col,
+                                       sets.address() + first_row * 128);
           if (p.partials != nullptr && (col + kSetCols >= cols || col + kSetCols == Shape::kCols)) {
             store_sums(p, work, row, sum);
           }
@@ -231,13 +234,11 @@ struct Head {
   int32_t valid_rows;
 };
 
-using TileOf = FetchingShape<128, 5, 2>;
-
 template <class T, Major kWeights>
 void launch_dact(const GroupedMatmulDact& call, DactParams p, cudaStream_t stream) {
-  using Product = DactProduct<T, kWeights, TileOf>;
+  using Product = DactProduct<T, kWeights>;
   using Rhs = typename Product::Rhs;
-  constexpr int kCols = TileOf::kCols, kBytes = TileOf::kSharedBytes;
+  constexpr int kCols = DactShape::kCols, kBytes = DactShape::kSharedBytes;
   const int64_t k = p.length, n = p.cols, wide = call.hidden.dims[1];
   const DType dtype = call.lhs.dtype;
   const int64_t rhs_rows = kWeights == Major::k ? n : k, rhs_cols = kWeights == Major::k ? k : n;
@@ -296,7 +297,7 @@ std::string refuses(const GroupedMatmulDact& c, const Target& target) {
   return "";
 }
 
-int64_t col_tiles(int64_t f) { return (f + TileOf::kCols - 1) / TileOf::kCols; }
+int64_t col_tiles(int64_t f) { return (f + DactShape::kCols - 1) / DactShape::kCols; }
 
 size_t workspace(const GroupedMatmulDact& c, const Target&) {
   const int64_t partials = c.row_sum.present() ? c.lhs.dims[0] * col_tiles(c.rhs.dims[3 - c.rhs_axis]) : 0;
@@ -335,8 +336,8 @@ void launch(const GroupedMatmulDact& call, const Context& context) {
   }
   if (p.partials == nullptr) return;
   sum_partials<<<unsigned((p.rows + kSumThreads - 1) / kSumThreads), kSumThreads, 0, stream>>>(
-      p.partials, p.valid_rows, call.row_base.present() ? call.row_base.as<float>() : nullptr,
-      call.row_sum.as<float>(), p.rows, int(col_tiles(p.cols)));
+      p.partials, p.valid_rows, call.row_base.present() ? call.row_base.as<float>() : nullptr, call.row_sum.as<float>(),
+      p.rows, int(col_tiles(p.cols)));
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
