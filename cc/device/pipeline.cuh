@@ -2,6 +2,7 @@
 //
 //   warpgroup 0   warp 0 (one lane)  loads: for each work item, for each k block: wait empty -> TMA -> full
 //                 warp 1             schedules: draws the pair's next items and hands them out through a ring
+//                 warps 2, 3         where an epilogue has operands of its own: fetch these, store results (fetch.cuh)
 //   warpgroups 1, 2                  multiply and store whole tiles in turn: one stores while the other multiplies
 //                                    wait full -> 4 k16 steps of wgmma, 2 x 64 rows -> empty of the block before
 //
@@ -15,8 +16,10 @@
 #pragma once
 
 #include "cc/device/epilogue.cuh"
+#include "cc/device/fetch.cuh"
 #include "cc/device/load.cuh"
 #include "cc/device/ptx.cuh"
+#include "cc/device/ring.cuh"
 #include "cc/device/schedule.cuh"
 
 namespace grouped::sm90 {
@@ -44,22 +47,21 @@ struct TileShape {
   static constexpr int kSlotFull = kMail + Mailbox::kWords;  // of fetches into slots
   static constexpr int kSharedBytes = kBarriersAt + 8 * (kSlotFull + kConsumerWarps * kSlots);
   static_assert(kSharedBytes <= kSharedLimit);
+  static constexpr int kSets = 0;  // the epilogue has no operands
 
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of the 168 a thread at launch
 };
 
-// Position in a ring of barriers.
-template <int kDepth>
-struct Ring {
-  uint32_t slot = 0, parity = 0;
-  __device__ void advance() {
-    if (++slot == kDepth) slot = 0, parity ^= 1;
-  }
-  __device__ void advance(int steps) {
-    const uint32_t at = slot + steps;
-    parity ^= (at / kDepth) & 1;
-    slot = at % kDepth;
-  }
+// For epilogues with operands of their own: sets of fetch.cuh instead of slots, behind everything else.
+template <int kCols_, int kStages_, int kSets_>
+struct FetchingShape : TileShape<kCols_, kStages_, 0> {
+  using Base = TileShape<kCols_, kStages_, 0>;
+  static constexpr int kSets = kSets_;
+  static constexpr int kSetFullAt = Base::kSharedBytes, kSetDoneAt = kSetFullAt + 8 * kSets;
+  static constexpr int kSetEmptyAt = kSetDoneAt + 8 * kSets, kSetTurnAt = kSetEmptyAt + 8 * kSets;
+  static constexpr int kSetsAt = (kSetTurnAt + 16 + 1023) / 1024 * 1024;
+  static constexpr int kSharedBytes = kSetsAt + kSets * kSetBytes;
+  static_assert(kSharedBytes <= kSharedLimit);
 };
 
 // The work ring's reading end: for a whole warp, or for one lane alone. An item stays in shared memory, and holds its
@@ -120,6 +122,8 @@ class Turn {
   __device__ void hand_over() {
     if (threadIdx.x % 32 == 0) ptx::barrier_arrive(other_);
   }
+  // Of the last turn taken.
+  __device__ uint32_t parity() const { return parity_ ^ 1; }
 
  private:
   uint32_t mine_, other_, parity_;
@@ -205,13 +209,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     }
     for (int s = 0; s < kWorkDepth; ++s) {
       ptx::barrier_init(barriers + 8 * (Shape::kWorkFull + s), 1);
-      ptx::barrier_init(barriers + 8 * (Shape::kWorkEmpty + s), 1 + kConsumerWarps);
+      ptx::barrier_init(barriers + 8 * (Shape::kWorkEmpty + s), 1 + 2 * (Shape::kSets != 0) + kConsumerWarps);
     }
     for (int w = 0; w < 2; ++w) ptx::barrier_init(barriers + 8 * (Shape::kTurn + w), kConsumerWarps / 2);
     for (int s = 0; s < 2 * kMailDepth; ++s) ptx::barrier_init(barriers + 8 * (Shape::kMail + s), 1);
     for (int s = 0; s < kConsumerWarps * Shape::kSlots; ++s) {
       ptx::barrier_init(barriers + 8 * (Shape::kSlotFull + s), 1);
     }
+    if constexpr (Shape::kSets != 0) init_sets<Shape>(shared);
     ptx::barrier_init_fence();
   }
   __syncwarp();
@@ -245,6 +250,20 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
       WorkWriter<Shape> writer(barriers, items);
       Product::schedule(p, rank, barriers + 8 * Shape::kMail, shared + Shape::kSpareAt,
                         [&](const Work& work) { writer.push(work); });
+    } else if constexpr (Shape::kSets != 0) {
+      if (lane == 0) {
+        WorkReader<Shape, false> reader(barriers, items);
+        SetFetcher<Shape> fetched(shared);
+        SetStorer<Shape> stored(shared);
+        while (true) {
+          const Work work = reader.get();
+          reader.release();
+          if (work.kind == Work::kDone) break;
+          if (work.kind != Work::kTile) continue;
+          if (warp == 2) Product::fetch(p, work, fetched);
+          if (warp == 3) Product::store_sets(p, work, stored);
+        }
+      }
     }
     __syncwarp();
   } else {
@@ -255,6 +274,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     Turn<Shape> turn(barriers, consumer);
     typename Shape::WarpSlots slots{shared + Shape::kSlotsAt + (warp - 4) * Shape::WarpSlots::kBytes,
                                     barriers + 8 * (Shape::kSlotFull + (warp - 4) * Shape::kSlots)};
+    std::conditional_t<Shape::kSets != 0, SetReader<Shape>, NoSets> sets(shared, consumer);
     const uint64_t lhs = descriptor(shared, Product::kLhsMajor);
     const uint64_t rhs = descriptor(shared + 2 * kBlockBytes, Product::kRhsMajor);
     for (int tile = 0;; reader.release()) {
@@ -266,11 +286,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
       }
       if ((tile ^= 1) == consumer) {  // the other warpgroup's
         ring.advance(work.k_blocks());
+        sets.skip(work, p.cols);
         continue;
       }
       const int valid_cols = p.cols - work.col0;
       if (valid_cols <= 0) {
         pass<Shape>(ring, turn, work.k_blocks(), barriers);
+        sets.take_turn(turn.parity());
+        sets.hand_over();
         continue;
       }
       auto held = Product::begin(p, work, first_row, valid_cols, slots);
@@ -291,10 +314,15 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
           }
         });
       }
+      if constexpr (Shape::kSets != 0) {
+        sets.take_turn(turn.parity());
+        Product::store_tile(p, work, first_row, valid_cols, acc, sets);
+      } else {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int row = first_row + 64 * h;
-        if (row < work.valid_rows) Product::store(p, work, row, valid_cols, acc[h], slots, held);
+        for (int h = 0; h < 2; ++h) {
+          const int row = first_row + 64 * h;
+          if (row < work.valid_rows) Product::store(p, work, row, valid_cols, acc[h], slots, held);
+        }
       }
     }
     if (lane == 0) ptx::store_wait_read<0>();

@@ -86,7 +86,7 @@ template <>
 Table<GroupedMatmulDact> table<GroupedMatmulDact>(Platform platform) {
   static const Kernel<GroupedMatmulDact> cpu[] = {grouped_matmul_dact_composed_cpu};
 #if GROUPED_WITH_CUDA
-  static const Kernel<GroupedMatmulDact> cuda[] = {grouped_matmul_dact_composed_cuda};
+  static const Kernel<GroupedMatmulDact> cuda[] = {grouped_matmul_dact_bf16_sm90, grouped_matmul_dact_composed_cuda};
   if (platform == Platform::cuda) return rows_of(cuda);
 #endif
   return rows_if(platform == Platform::cpu, cpu);

@@ -37,6 +37,7 @@ extern const Kernel<GroupedMatmul> grouped_matmul_bf16_wgrad_sm90;
 // The same for fp32 in the modes tf32 and tf32x3.
 extern const Kernel<GroupedMatmul> grouped_matmul_fp32_sm90;
 extern const Kernel<GroupedMatmulAct> grouped_matmul_act_bf16_sm90;
+extern const Kernel<GroupedMatmulDact> grouped_matmul_dact_bf16_sm90;
 
 // Any NVIDIA GPU from sm_80 on.
 extern const Kernel<GroupedMatmul> grouped_matmul_any_cuda;

@@ -391,7 +391,8 @@ def test_listed_weights_and_any_address_give_the_same_bits(kernel, rhs_axis):
         options: dict[str, Any] = {"scaled": True, "based": True}
         first = product_gradients(run, p, "bfloat16", **options)
         others = [product_gradients(run, p, "bfloat16", table=table, **options)]
-        others += [product_gradients(Native(kernel, unaligned=True), p, "bfloat16", **options)]
+        if "_sm90" not in kernel:  # pinned, these want aligned addresses
+            others += [product_gradients(Native(kernel, unaligned=True), p, "bfloat16", **options)]
     else:
         members, table = run.hold(list(p.w))
         options = {"bias": True, "scaled": True, "hidden": True}
