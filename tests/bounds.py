@@ -13,6 +13,7 @@ with M the call's oracle over absolute values, which is monotone, because calls 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -304,23 +305,22 @@ class _Activated:
                 for columns, sign in zip((gate, linear) if kind.gated else (gate,), signs, strict=False):
                     moved[:, columns] += sign * error[:, columns]
                 around.append(activation_of(self.p, moved))
-        a, ea = np.abs(hidden.value[:, gate]), error[:, gate]
-        u, eu = (
-            (np.abs(hidden.value[:, linear]), error[:, linear]) if kind.gated else (np.zeros_like(a), np.zeros_like(a))
-        )
+        size = np.where(np.isfinite(hidden.value), np.abs(hidden.value), 0.0)  # clamps make infinities finite
+        a, ea = size[:, gate], error[:, gate]
+        u, eu = (size[:, linear], error[:, linear]) if kind.gated else (np.zeros_like(a), np.zeros_like(a))
         with np.errstate(all="ignore"):
             # What the functions lose where they are subnormal, multiplied by the other half and by the parameters;
             # the derivative of gelu_tanh multiplies that by a^3 more.
             least = SMALLEST_F32 * (1 + a) * (1 + u)
-            least = least * (1 + sum(abs(self.p[name]) for name in kind.defaults if np.isfinite(self.p[name])))
+            least = least * math.prod(1 + abs(self.p[n]) for n in kind.defaults if np.isfinite(self.p[n]))
             terms = 2 * np.abs(np.where(a > 0, centre.t / a, 0.0)) + np.abs(centre.da)
             steepest = [np.max([np.abs(getattr(s, part)) for s in around], axis=0) for part in ("da", "du")]
             t = ACTIVATIONS * np.abs(centre.t) + least + steepest[0] * ea + steepest[1] * eu
             da, du = (
-                ACTIVATIONS * size
+                ACTIVATIONS * magnitude
                 + (1 + a) ** 3 * least
                 + 2 * np.max([np.abs(getattr(s, part) - getattr(centre, part)) for s in around], axis=0)
-                for part, size in (("da", terms), ("du", np.abs(centre.du)))
+                for part, magnitude in (("da", terms), ("du", np.abs(centre.du)))
             )
         return tuple(Bounded(v, e, "float64") for v, e in zip(centre, (t, da, du), strict=True))
 
