@@ -35,6 +35,8 @@ SMALLEST_F32 = 2.0**-149
 """Absolute error of an fp32 operation whose result is subnormal, doubled."""
 BF16_FLUSH = 2.0**-126
 """x86 `vdpbf16ps` takes and gives zero for subnormals (numerics 8)."""
+FLUSH = 2.0**-126
+"""A GPU's approximate exponential and reciprocal may give zero for a subnormal logistic function."""
 FUNCTIONS = 2.0**-20
 """Relative error of the logistic function, exp, tanh, erf, and of what a few of them are made into (numerics 5)."""
 ACTIVATIONS = 4 * 2.0**-23
@@ -311,7 +313,7 @@ class _Activated:
         with np.errstate(all="ignore"):
             # What the functions lose where they are subnormal, multiplied by the other half and by the parameters;
             # the derivative of gelu_tanh multiplies that by a^3 more.
-            least = SMALLEST_F32 * (1 + a) * (1 + u)
+            least = (SMALLEST_F32 if "_cpu" in self.kernel else FLUSH) * (1 + a) * (1 + u)
             least = least * math.prod(1 + abs(self.p[n]) for n in kind.defaults if np.isfinite(self.p[n]))
             terms = 2 * np.abs(np.where(a > 0, centre.t / a, 0.0)) + np.abs(centre.da)
             steepest = [np.max([np.abs(getattr(s, part)) for s in around], axis=0) for part in ("da", "du")]

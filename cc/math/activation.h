@@ -185,14 +185,18 @@ GROUPED_MATH Logistic logistic(float x, Low... low) {
   return {negative ? er : r, er * r};
 }
 
-// tanh and its derivative.
+// tanh(a / beta) and its derivative by the quotient.
 struct Tanh {
   float value;
   float slope;
 };
-GROUPED_MATH Tanh hyperbolic_tangent(float x) {
+GROUPED_MATH Tanh hyperbolic_tangent(float a, float beta) {
+  const float inverse = 1.0f / beta;
+  const float x = a * inverse;
   const float y = magnitude(x);
-  const float e = exp_negative(2.0f * y);
+  // What the quotient lacks counts in the far tails of the derivative; an infinite one lacks nothing.
+  const float low = y < kVanishes ? -residue(x, beta, a) * inverse : 0.0f;
+  const float e = exp_negative(2.0f * y, 2.0f * (x < 0 ? -low : low));
   const float r = reciprocal(1.0f + e);
   const float large = (1.0f - e) * r;
   // Near zero the difference above would cancel: an odd polynomial.
@@ -285,8 +289,8 @@ GROUPED_MATH Derivatives clamped_quick_geglu(const ActivationSpec& s, float a, f
 }
 
 GROUPED_MATH Derivatives situ_glu(const ActivationSpec& spec, float a, float u) {
-  const Tanh gate = hyperbolic_tangent(a * (1.0f / spec.beta1));
-  const Tanh linear = hyperbolic_tangent(u * (1.0f / spec.beta2));
+  const Tanh gate = hyperbolic_tangent(a, spec.beta1);
+  const Tanh linear = hyperbolic_tangent(u, spec.beta2);
   const Logistic s = logistic(a);
   const float g = spec.beta1 * gate.value;
   const float f = g * s.value;
