@@ -324,7 +324,7 @@ class _Activated:
                 + 2 * np.max([np.abs(getattr(s, part) - getattr(centre, part)) for s in around], axis=0)
                 for part, magnitude in (("da", terms), ("du", np.abs(centre.du)))
             )
-        return tuple(Bounded(v, e, "float64") for v, e in zip(centre, (t, da, du), strict=True))
+        return Bounded(centre.t, t, "float64"), Bounded(centre.da, da, "float64"), Bounded(centre.du, du, "float64")
 
     def _masked(self, found: Bounded) -> Bounded:
         """Tail rows: zero where that is asked for, and on the CPU; else anything."""
@@ -410,8 +410,8 @@ def expect_mlp(
     kernels: dict[str, str] | None = None,
 ) -> Bounded:
     """y of the MLP and the error allowed; weights in the layout that `op.transposed` says."""
-    given = [_maybe(array) for array in (x, wi, wo, probs, wi_bias, wo_bias)]
-    return mlp.mlp(Expected(kernels), op, *given[:3], group_sizes, *given[3:]).y
+    bx, w1, w2, p, b1, b2 = (_maybe(array) for array in (x, wi, wo, probs, wi_bias, wo_bias))
+    return mlp.mlp(Expected(kernels), op, bx, w1, w2, group_sizes, p, b1, b2).y
 
 
 def expect_mlp_grads(
@@ -431,12 +431,13 @@ def expect_mlp_grads(
     """Gradients of the MLP, each a `Bounded`, and the errors allowed."""
     run = Expected(kernels)
     given = [_maybe(array) for array in (x, wi, wo, probs, wi_bias, wo_bias)]
+    bx, w1, w2, p, b1, b2 = given
     specs = MlpSpecs(*(None if array is None else run.spec(array) for array in given))
     needs = restrict(needs or MlpNeeds(), specs)
     top = Bounded.of(dy)
-    _, h, _ = mlp.mlp(run, op, *given[:3], group_sizes, *given[3:], keep_h=True)
-    main = mlp.main_grads(run, op, specs, given[0], h, None, *given[1:3], group_sizes, *given[3:], top, needs)
-    wi_grad = mlp.weight_grad(run, op.fc1(), specs.wi, given[0], main.dh, group_sizes) if needs.wi else None
+    _, h, _ = mlp.mlp(run, op, bx, w1, w2, group_sizes, p, b1, b2, keep_h=True)
+    main = mlp.main_grads(run, op, specs, bx, h, None, w1, w2, group_sizes, p, b1, b2, top, needs)
+    wi_grad = mlp.weight_grad(run, op.fc1(), specs.wi, bx, main.dh, group_sizes) if needs.wi else None
     wo_grad = mlp.weight_grad(run, op.fc2(), specs.wo, main.z, top, group_sizes) if needs.wo else None
     return mlp.MlpGradients(main.x, wi_grad, wo_grad, main.probs, main.wi_bias, main.wo_bias)
 

@@ -42,15 +42,12 @@ class Rows(NamedTuple):
 def rows_of(case: cases.Case, activation: Activation, dtype: str) -> Rows:
     """Hidden rows reach into the tails of every function."""
     hidden = 4 * cases.normal((case.rows, activation.fc1_width(case.n)), "float32", "hidden")
-    arrays = [
-        hidden.astype(cases.numpy_dtype(dtype)),
-        cases.normal((case.rows, case.n), dtype, "grad"),
-        cases.normal((case.rows,), "float32", "row_scale"),
-        cases.normal((case.rows,), "float32", "row_base"),
-    ]
-    for array in arrays:
+    hidden = hidden.astype(cases.numpy_dtype(dtype))
+    grad = cases.normal((case.rows, case.n), dtype, "grad")
+    scale, base = (cases.normal((case.rows,), "float32", name) for name in ("row_scale", "row_base"))
+    for array in (hidden, grad, scale, base):
         array[case.valid :] = cases.TAIL
-    return Rows(case, activation, *arrays[:2], np.array(case.sizes, np.int32), *arrays[2:])
+    return Rows(case, activation, hidden, grad, np.array(case.sizes, np.int32), scale, base)
 
 
 def maybe(array: NDArray[Any] | None) -> ArraySpec | None:

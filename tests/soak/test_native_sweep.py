@@ -305,11 +305,11 @@ def work_of(draw: Draw) -> Work:
 
 def launch(draw: Draw, work: Work, plan: _native.Plan) -> list[np.ndarray | None]:
     """The results; None where one is not asked for or went to a table."""
-    results = [None if out is None else draw.block(out.shape, out.dtype) for out in work.call.outputs]
+    results: list[np.ndarray | None] = [None] if work.members is not None else []
     if "into" in work.arrays:
         results = [work.arrays["into"]]
-    if work.members is not None:
-        results = [None]
+    if not results:
+        results = [None if out is None else draw.block(out.shape, out.dtype) for out in work.call.outputs]
     addresses = [
         0 if work.arrays.get(slot) is None else work.arrays[slot].ctypes.data for slot in SLOTS[work.call.name]
     ]
