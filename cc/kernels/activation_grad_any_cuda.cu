@@ -5,8 +5,8 @@
 //              value and derivatives, 16-byte stores; products dz * t into one fp32 sum a thread --> tree over a warp's
 //              lanes --> warps of the team in order (32 bytes of shared memory), row_base last
 //
-// At most 76 registers: 24 values in flight and the activation's. The order of a row's sum depends on F alone. Bound by
-// memory.
+// 64 registers (situ_glu 75): 24 values in flight and the activation's. The order of a row's sum depends on F alone.
+// Bound by memory.
 #include <string>
 
 #include "cc/api/calls.h"
@@ -37,6 +37,10 @@ struct Problem {
   int team;
   bool zero_tail;
 };
+
+// Blocks of an SM: as many as spill nothing. Loads in flight are what counts.
+template <ActivationKind kKind>
+constexpr int kBlocks = kKind == ActivationKind::situ_glu ? 3 : 4;
 
 // Columns of one row that a thread computes; what it adds to the row's sum.
 template <ActivationKind kKind>
@@ -70,7 +74,7 @@ __device__ float grad_columns(const Problem& p, int64_t row, bool tail) {
 }
 
 template <ActivationKind kKind>
-__global__ void __launch_bounds__(kTeamThreads) grad_rows(const __grid_constant__ Problem p) {
+__global__ void __launch_bounds__(kTeamThreads, kBlocks<kKind>) grad_rows(const __grid_constant__ Problem p) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kTeamThreads / p.team) + threadIdx.x / p.team;
   const bool tail = row >= p.scan.offsets[p.scan.count];
   float sum = row < p.count && (!tail || p.zero_tail) ? grad_columns<kKind>(p, row, tail) : 0.0f;

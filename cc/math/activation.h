@@ -137,6 +137,13 @@ GROUPED_MATH float reciprocal(float x) {
 #endif
 }
 
+// 1 / (x + c), correct to about half an ulp: the sum's rounding and the approximation's error are taken out.
+GROUPED_MATH float reciprocal_of_sum(float x, float c) {
+  const float d = x + c;
+  const float near = reciprocal(d);
+  return mul_add(near, mul_add(-(x - (d - c)), near, mul_add(-d, near, 1.0f)), near);
+}
+
 constexpr float kVanishes = 128.0f;  // exp(-x) is zero from here on
 
 // exp(-(high + low)) for high >= 0; `low` is a part of a few ulp of it, or left out.
@@ -197,7 +204,7 @@ GROUPED_MATH Tanh hyperbolic_tangent(float a, float beta) {
   // What the quotient lacks counts in the far tails of the derivative; an infinite one lacks nothing.
   const float low = y < kVanishes ? -residue(x, beta, a) * inverse : 0.0f;
   const float e = exp_negative(2.0f * y, 2.0f * (x < 0 ? -low : low));
-  const float r = reciprocal(1.0f + e);
+  const float r = reciprocal_of_sum(e, 1.0f);
   const float large = (1.0f - e) * r;
   // Near zero the difference above would cancel: an odd polynomial.
   const float q = x * x;
@@ -253,10 +260,8 @@ GROUPED_MATH Gate gelu_erf(float a) {
   const float x = at_most(magnitude(a), kGeluRange);
   const float q = x * x;
   const float e = exp_negative(0.5f * q, 0.5f * residue(x, x, q));
-  // Q is a polynomial in 1 / (x + 2.5) times that; errors of the reciprocal would count twice, so one step corrects it.
-  const float d = x + 2.5f;
-  const float near = reciprocal(d);
-  const float v = mul_add(near, mul_add(-(x - (d - 2.5f)), near, mul_add(-d, near, 1.0f)), near);
+  // Q is a polynomial in 1 / (x + 2.5) times that; errors of the reciprocal would count twice.
+  const float v = reciprocal_of_sum(x, 2.5f);
   float p = 309.69803f;
   p = mul_add(p, v, -679.7604f);
   p = mul_add(p, v, 588.1669f);
