@@ -51,14 +51,9 @@ GROUPED_HOST_DEVICE inline Tile pair_at(int item, int row_tiles, int col_tiles, 
   return {row_tiles - 1, 2 * u + rank, true};
 }
 
-// The same tiles for a result of few columns: where column tiles are even in number, every pair takes two of one row
-// tile, whose rows then cross the L2 cache once for both.
+// The same tiles, but of two columns a pair always takes both: the rows then cross the L2 cache once.
 GROUPED_HOST_DEVICE inline Tile row_pair_at(int item, int row_tiles, int col_tiles, int rank) {
-  if (col_tiles % 2 != 0) return pair_at(item, row_tiles, col_tiles, rank);
-  const int window = 2 * kWindowPairs, across = col_tiles / 2;
-  const int first = item / (window * across) * window, r = item % (window * across);
-  const int height = row_tiles - first < window ? row_tiles - first : window;
-  return {first + r % height, 2 * (r / height) + rank, true};
+  return col_tiles == 2 ? Tile{item, rank, true} : pair_at(item, row_tiles, col_tiles, rank);
 }
 
 // One CTA's share of a work item, handed through shared memory to the warps that load, multiply and store.

@@ -15,7 +15,6 @@
 #include "cc/api/calls.h"
 #include "cc/api/kernel.h"
 #include "cc/device/dact.cuh"
-#include "cc/device/groups.cuh"
 #include "cc/device/launch.h"
 #include "cc/device/pipeline.cuh"
 #include "cc/kernels/kernels.h"
@@ -55,6 +54,7 @@ struct DactProduct {
   static constexpr Major kLhsMajor = Major::k, kRhsMajor = kWeights;
   static constexpr bool kRaggedSums = false;
   using Rhs = RhsTile<kRhsMajor, Shape::kCols>;
+  static __device__ uint32_t rhs_bytes(int) { return Rhs::kBytes; }
   template <class Multiply>
   static __device__ void multiply_cols(int, Multiply multiply) {
     multiply(std::integral_constant<int, Shape::kCols>{});
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(kSumThreads)
 }
 
 // Workspace: counter and first tail row, then the partials.
-struct Head {
+struct alignas(256) Head {
   unsigned long long counter;
   int32_t valid_rows;
 };
@@ -306,7 +306,7 @@ int64_t col_tiles(int64_t f) { return (f + DactShape::kCols - 1) / DactShape::kC
 
 size_t workspace(const GroupedMatmulDact& c, const Target&) {
   const int64_t partials = c.row_sum.present() ? c.lhs.dims[0] * col_tiles(c.rhs.dims[3 - c.rhs_axis]) : 0;
-  return align_up(sizeof(Head)) + sizeof(float) * size_t(partials);
+  return sizeof(Head) + sizeof(float) * size_t(partials);
 }
 
 void launch(const GroupedMatmulDact& call, const Context& context) {
@@ -322,7 +322,7 @@ void launch(const GroupedMatmulDact& call, const Context& context) {
   p.rhs_base = reinterpret_cast<int64_t>(p.rhs_table != nullptr ? call.lhs.data : call.rhs.data);
   p.row_scale = call.row_scale.present() ? call.row_scale.as<float>() : nullptr;
   if (call.row_sum.present()) {
-    p.partials = reinterpret_cast<float*>(static_cast<uint8_t*>(context.workspace) + align_up(sizeof(Head)));
+    p.partials = reinterpret_cast<float*>(static_cast<uint8_t*>(context.workspace) + sizeof(Head));
   }
   p.result = call.result.present() ? call.result.as<uint8_t>() : nullptr;
   p.activated = call.activated.present() ? call.activated.as<uint8_t>() : nullptr;

@@ -39,9 +39,9 @@ void neighbours(Tile a, Tile b) {
          "(%d, %d) and (%d, %d)", a.row, a.col, b.row, b.col);
 }
 
-// `columns_first`: pairs may take two columns of any row tile, not of the last alone.
+// `both_columns`: of two columns a pair takes both, in any row tile.
 template <class PairAt>
-void every_tile_once(PairAt pair_at, bool columns_first) {
+void every_tile_once(PairAt pair_at, bool both_columns) {
   for (int row_tiles = 0; row_tiles < 45; ++row_tiles) {
     for (int col_tiles = 1; col_tiles < 20; ++col_tiles) {
       const int pitch = col_tiles + 1;
@@ -49,7 +49,7 @@ void every_tile_once(PairAt pair_at, bool columns_first) {
       for (int item = 0; item < pair_count(row_tiles, col_tiles); ++item) {
         const Tile pair[2] = {pair_at(item, row_tiles, col_tiles, 0), pair_at(item, row_tiles, col_tiles, 1)};
         neighbours(pair[0], pair[1]);
-        EXPECT(columns_first || !pair[0].across || pair[0].row == row_tiles - 1,
+        EXPECT((both_columns && col_tiles == 2) || !pair[0].across || pair[0].row == row_tiles - 1,
                "only an odd last row tile goes across");
         EXPECT(pair[0].col < col_tiles, "the first of a pair exists");
         for (const Tile& t : pair) {
