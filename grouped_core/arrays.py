@@ -364,9 +364,8 @@ def grouped_mlp_grads(
     required = {"x": x, "wi": wi, "wo": wo, "group_sizes": sizes}
     optional = {"probs": probs, "wi_bias": wi_bias, "wo_bias": wo_bias}
     written = {"wgrad_accum[0]": wgrad_accum[0], "wgrad_accum[1]": wgrad_accum[1], "grad_input": grad_input}
-    x_spec, wi_spec, wo_spec, sizes_spec, *others = _specs(required, **optional)
-    rest: Any = others
-    y = check(op, x_spec, wi_spec, wo_spec, sizes_spec, *rest)
+    x_spec, wi_spec, wo_spec, sizes_spec, p_spec, bi_spec, bo_spec = _specs(required, **optional)
+    y = check(op, x_spec, wi_spec, wo_spec, sizes_spec, p_spec, bi_spec, bo_spec)
     (dy_spec,) = _specs({"dy": dy})
     if dy_spec != y:
         raise ValueError(f"`dy`: {dy_spec}, expected {y} = that of the result; pass the cotangent of the result.")
@@ -381,7 +380,7 @@ def grouped_mlp_grads(
 
     run = ArrayRunner(x)
     native = run.sizes(sizes)
-    specs = MlpSpecs(x_spec, wi_spec, wo_spec, *rest)
+    specs = MlpSpecs(x_spec, wi_spec, wo_spec, p_spec, bi_spec, bo_spec)
     wanted = restrict(needs or MlpNeeds(), specs)
     keep = kept(op, wanted, probs is not None, wi_bias is not None, wo_bias is not None)
     _, h, z = mlp.mlp(run, op, x, wi, wo, native, probs, wi_bias, wo_bias, keep_h=keep.h, keep_z=keep.z)

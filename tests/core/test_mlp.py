@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -41,20 +39,19 @@ def gradients(
     """Every gradient that is needed, from nothing but what the policy keeps."""
     sizes = np.array(CASE.sizes, np.int32)
     keep = kept(op, needs, True, True, True)
-    given: Any = [a[name] for name in FIELDS]
-    _, h, z = mlp.mlp(run, op, *given[:3], sizes, *given[3:], keep_h=keep.h, keep_z=keep.z)
+    x, wi, wo, p, b1, b2 = (a[name] for name in FIELDS)
+    _, h, z = mlp.mlp(run, op, x, wi, wo, sizes, p, b1, b2, keep_h=keep.h, keep_z=keep.z)
     assert (h is not None, z is not None) == (keep.h, keep.z)
     specs = MlpSpecs(*(run.spec(a[name]) for name in FIELDS))
 
     def held(name: str) -> np.ndarray | None:
         return a[name] if getattr(keep, name) else None
 
-    weights: Any = (held("wi"), held("wo"))
-    rest: Any = [held(name) for name in FIELDS[3:]]
-    main = mlp.main_grads(run, op, specs, held("x"), h, z, weights[0], weights[1], sizes, *rest, dy, needs)
+    x, wi, wo, p, b1, b2 = (held(name) for name in FIELDS)
+    main = mlp.main_grads(run, op, specs, x, h, z, wi, wo, sizes, p, b1, b2, dy, needs)
     dw1 = dw2 = None
     if needs.wi:
-        dw1 = mlp.weight_grad(run, op.fc1(), specs.wi, held("x"), main.dh, sizes)
+        dw1 = mlp.weight_grad(run, op.fc1(), specs.wi, x, main.dh, sizes)
     if needs.wo:
         dw2 = mlp.weight_grad(run, op.fc2(), specs.wo, main.z, dy, sizes)
     return [main.x, dw1, dw2, main.probs, main.wi_bias, main.wo_bias]
