@@ -19,7 +19,7 @@ def kernels() -> dict[str, list[str]]:
 
 def calls() -> dict[str, dict[str, list]]:
     """
-    Every call's "inputs" [(name, optional)] in slot order, "outputs" and "params" (names).
+    Every call's "inputs" and "outputs" [(name, optional)] in slot order, and "params" (names).
     """
 
 def dtypes() -> list[str]:
@@ -65,7 +65,7 @@ class Plan:
         Raises ValueError for a null or unshared buffer, RuntimeError where no kernel took the call.
         """
 
-def plan(call_name: str, arch: str, implementation: str, inputs: Sequence[tuple[str, tuple[int, ...]] | None], outputs: Sequence[tuple[str, tuple[int, ...]]], params: dict[str, int | str]) -> Plan:
+def plan(call_name: str, arch: str, implementation: str, inputs: Sequence[tuple[str, tuple[int, ...]] | None], outputs: Sequence[tuple[str, tuple[int, ...]] | None], params: dict[str, int | float | str]) -> Plan:
     """
     Chooses a kernel by shapes, dtypes and parameters alone; no device is needed.
 
@@ -74,7 +74,7 @@ def plan(call_name: str, arch: str, implementation: str, inputs: Sequence[tuple[
     a call, an arch or a parameter; that no kernel takes it is an answer, Plan.kernel == "".
     """
 
-def call(call_name: str, arch: str, implementation: str, inputs: Sequence[tuple[object, str] | None], outputs: Sequence[tuple[object, str]], params: dict[str, int | str], workspace: object | None, stream: int) -> None:
+def call(call_name: str, arch: str, implementation: str, inputs: Sequence[tuple[object, str] | None], outputs: Sequence[tuple[object, str] | None], params: dict[str, int | float | str], workspace: object | None, stream: int) -> None:
     """
     Runs one call on arrays of any DLPack library: (array, dtype name) in slot order, None where absent.
 

@@ -7,40 +7,157 @@ not gated read a alone. Formulas and derivatives: numerics.md, section 5.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
 Parameter = Any
 """A float; `...` for the default of the kind, and None where the kind has none (or, as `limit`, does not clamp)."""
 
 _POSITIVE = ("limit", "beta1", "beta2")
 _PARAMETERS = ("alpha", "limit", "offset", "beta1", "beta2")
 
-PLAIN_KINDS: Mapping[str, Mapping[str, float]] = MappingProxyType(
-    {
-        "relu": {},
-        "srelu": {},
-        "silu": {},
-        "gelu_tanh": {},
-        "gelu_erf": {},
-        "quick_gelu": {"alpha": 1.702},
-    }
-)
-"""Kinds that read the whole of h, with the default of each parameter they have."""
 
-GATED_KINDS: Mapping[str, Mapping[str, float]] = MappingProxyType(
+class Slopes(NamedTuple):
+    """t = act(a, u), unscaled, and its derivatives; `du` is zero for kinds that are not gated."""
+
+    t: Array
+    da: Array
+    du: Array
+
+
+Formula = Callable[[Mapping[str, float], Array, Array], Slopes]
+"""Of parameters and the two halves of hidden rows, in float64: the oracle's meaning of a kind."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One activation function. Its name and arithmetic are also in cc/math/activation.h; nothing else lists kinds.
+
+    Attributes:
+        gated: it multiplies a function of the gate half by the linear half, instead of reading the whole of h.
+        formula: value and derivatives.
+        defaults: of the parameters that it has.
+    """
+
+    gated: bool
+    formula: Formula
+    defaults: Mapping[str, float] = field(default_factory=dict)
+
+
+def _logistic(x: Array) -> tuple[Array, Array]:
+    """1 / (1 + exp(-x)) and its derivative, with small relative errors on either side."""
+    e = np.exp(-np.abs(x))
+    s = np.where(x < 0, e, 1.0) / (1.0 + e)
+    return s, e / (1.0 + e) ** 2
+
+
+def _tanh(x: Array) -> tuple[Array, Array]:
+    return np.tanh(x), 4.0 * _logistic(2.0 * x)[1]
+
+
+def _plain(function: Callable[[Mapping[str, float], Array], tuple[Array, Array]]) -> Formula:
+    def formula(p: Mapping[str, float], a: Array, u: Array) -> Slopes:
+        f, slope = function(p, a)
+        return Slopes(f, slope, np.zeros_like(a))
+
+    return formula
+
+
+def _times_linear(function: Callable[[Mapping[str, float], Array], tuple[Array, Array]]) -> Formula:
+    def formula(p: Mapping[str, float], a: Array, u: Array) -> Slopes:
+        f, slope = function(p, a)
+        return Slopes(f * u, slope * u, f)
+
+    return formula
+
+
+def _relu(p: Mapping[str, float], a: Array) -> tuple[Array, Array]:
+    return np.where(a <= 0, 0.0, a), np.where(a > 0, 1.0, 0.0)
+
+
+def _srelu(p: Mapping[str, float], a: Array) -> tuple[Array, Array]:
+    positive = np.where(a <= 0, 0.0, a)
+    return positive**2, 2.0 * positive
+
+
+def _silu(p: Mapping[str, float], a: Array) -> tuple[Array, Array]:
+    s, slope = _logistic(a)
+    return a * s, s + a * slope
+
+
+def _quick_gelu(p: Mapping[str, float], a: Array) -> tuple[Array, Array]:
+    s, slope = _logistic(p["alpha"] * a)
+    return a * s, s + p["alpha"] * a * slope
+
+
+def _gelu_tanh(p: Mapping[str, float], a: Array) -> tuple[Array, Array]:
+    # (1 + tanh(y)) / 2 is the logistic function of 2y, which does not cancel.
+    c0, c1 = math.sqrt(8.0 / math.pi), 0.044715
+    s, slope = _logistic(c0 * (a + c1 * a**3))
+    return a * s, s + a * slope * c0 * (1.0 + 3.0 * c1 * a**2)
+
+
+_erfc = np.vectorize(math.erfc, otypes=[np.float64])
+
+
+def _gelu_erf(p: Mapping[str, float], a: Array) -> tuple[Array, Array]:
+    phi = 0.5 * _erfc(-a / math.sqrt(2.0))
+    return a * phi, phi + a * np.exp(-0.5 * a**2) / math.sqrt(2.0 * math.pi)
+
+
+def _clamped_qgeglu(p: Mapping[str, float], a: Array, u: Array) -> Slopes:
+    limit = p["limit"]
+    gate = np.where(a > limit, limit, a)
+    linear = np.where(u > limit, limit, np.where(u < -limit, -limit, u)) + p["offset"]
+    f, slope = _quick_gelu(p, gate)
+    return Slopes(f * linear, np.where(a > limit, 0.0, slope * linear), np.where(np.abs(u) > limit, 0.0, f))
+
+
+def _situ_glu(p: Mapping[str, float], a: Array, u: Array) -> Slopes:
+    s, s_slope = _logistic(a)
+    gate, gate_slope = _tanh(a / p["beta1"])
+    linear, linear_slope = _tanh(u / p["beta2"])
+    f, v = p["beta1"] * gate * s, p["beta2"] * linear
+    return Slopes(f * v, (gate_slope * s + p["beta1"] * gate * s_slope) * v, f * linear_slope)
+
+
+_QUICK = MappingProxyType({"alpha": 1.702})
+KINDS: Mapping[str, Kind] = MappingProxyType(
     {
-        "swiglu": {},
-        "geglu_tanh": {},
-        "geglu_erf": {},
-        "quick_geglu": {"alpha": 1.702},
-        "clamped_qgeglu": {"alpha": 1.702, "limit": 7.0, "offset": 1.0},
-        "situ_glu": {"beta1": 4.0, "beta2": 25.0},
+        "relu": Kind(False, _plain(_relu)),
+        "srelu": Kind(False, _plain(_srelu)),
+        "silu": Kind(False, _plain(_silu)),
+        "gelu_tanh": Kind(False, _plain(_gelu_tanh)),
+        "gelu_erf": Kind(False, _plain(_gelu_erf)),
+        "quick_gelu": Kind(False, _plain(_quick_gelu), _QUICK),
+        "swiglu": Kind(True, _times_linear(_silu)),
+        "geglu_tanh": Kind(True, _times_linear(_gelu_tanh)),
+        "geglu_erf": Kind(True, _times_linear(_gelu_erf)),
+        "quick_geglu": Kind(True, _times_linear(_quick_gelu), _QUICK),
+        "clamped_qgeglu": Kind(True, _clamped_qgeglu, MappingProxyType({**_QUICK, "limit": 7.0, "offset": 1.0})),
+        "situ_glu": Kind(True, _situ_glu, MappingProxyType({"beta1": 4.0, "beta2": 25.0})),
     }
 )
+"""Every kind by name, in the order of cc/math/activation.h."""
+
+PLAIN_KINDS = tuple(name for name, kind in KINDS.items() if not kind.gated)
+"""Kinds that read the whole of h."""
+GATED_KINDS = tuple(name for name, kind in KINDS.items() if kind.gated)
 """Kinds that multiply a function of the gate half by the linear half."""
+
+
+def half_columns(width: int, interleave: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Columns of a hidden row that hold the gate and the linear half of `width` activated columns (MLP-5)."""
+    block = interleave or width
+    column = np.arange(width)
+    gate = column // block * 2 * block + column % block
+    return gate, gate + block
 
 
 @dataclass(frozen=True)
@@ -48,7 +165,7 @@ class Activation:
     """An activation and its parameters.
 
     Attributes:
-        kind: a name of `PLAIN_KINDS` or `GATED_KINDS`.
+        kind: a name of `KINDS`.
         alpha: factor inside the logistic function of the quick kinds.
         limit: clamp of the gate from above and of the linear half on both sides; None clamps nothing.
         offset: added to the linear half after its clamp.
@@ -68,14 +185,13 @@ class Activation:
     interleave: int | None = None
 
     def __post_init__(self) -> None:
-        kinds = {**PLAIN_KINDS, **GATED_KINDS}
-        defaults = kinds.get(self.kind) if isinstance(self.kind, str) else None
-        if defaults is None:
+        kind = KINDS.get(self.kind) if isinstance(self.kind, str) else None
+        if kind is None:
             raise ValueError(
-                f"`kind` of Activation: {self.kind!r}, wanted one of {', '.join(kinds)}; choose one of them."
+                f"`kind` of Activation: {self.kind!r}, wanted one of {', '.join(KINDS)}; choose one of them."
             )
         for name in _PARAMETERS:
-            object.__setattr__(self, name, self._checked(name, getattr(self, name), defaults))
+            object.__setattr__(self, name, self._checked(name, getattr(self, name), kind.defaults))
         self._check_interleave()
 
     def _checked(self, name: str, value: Parameter, defaults: Mapping[str, float]) -> float | None:
@@ -108,7 +224,7 @@ class Activation:
     @property
     def gated(self) -> bool:
         """Whether FC1 has a gate and a linear half."""
-        return self.kind in GATED_KINDS
+        return KINDS[self.kind].gated
 
     def fc1_width(self, mlp_dim: int) -> int:
         """Columns of FC1 in front of an FC2 that reads `mlp_dim`: twice as many for gated kinds.
@@ -122,6 +238,12 @@ class Activation:
                 "choose one, or None for contiguous halves."
             )
         return 2 * mlp_dim if self.gated else mlp_dim
+
+    def params(self) -> dict[str, int | float | str]:
+        """The parameters of native calls (`ActivationParams` in cc/api/calls.h)."""
+        values = {name: getattr(self, name) for name in _PARAMETERS}
+        numbers = {name: (math.inf if name == "limit" else 0.0) if v is None else v for name, v in values.items()}
+        return {"kind": self.kind, **numbers, "interleave": self.interleave or 0}
 
 
 def resolve(activation: str | Activation) -> Activation:

@@ -10,14 +10,19 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from grouped_core import _native, calls, gradients, plans
+from grouped_core import _native, activations, calls, gradients, mlp, plans
+from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec, Call, Linear, Names, spec_of
-from grouped_core.gradients import Array, Gradients, Needs
+from grouped_core.gradients import Gradients, Needs
+from grouped_core.mlp import MlpGradients
+from grouped_core.mlp_spec import Mlp, MlpNames, MlpNeeds, MlpSpecs, Residuals, check, kept, residuals_option, restrict
+from grouped_core.products import Array
 from grouped_core.recipes import Recipe
 from grouped_core.reference import numpy_dtype
 from grouped_core.sizes import unwrap
 
 _NAMES = Names("x", "w", transposed="transposed", result="result_dtype")
+_MLP_NAMES = MlpNames(transposed="transposed")
 _CPU = 1  # kDLCPU
 _BITS = {1: "uint8", 2: "uint16"}
 
@@ -35,7 +40,7 @@ class ArrayRunner:
         plan = plans.plan(call, self.arch)
         given = {output: arrays[slot] for slot, output in call.aliases}
         results = [
-            given.get(i) if given.get(i) is not None else self.xp.empty(spec.shape, dtype=numpy_dtype(spec.dtype))
+            given.get(i) if spec is None or given.get(i) is not None else self._empty(spec)
             for i, spec in enumerate(call.outputs)
         ]
         workspace = self.xp.empty(plan.workspace_bytes, dtype="uint8") if plan.workspace_bytes else None
@@ -44,12 +49,15 @@ class ArrayRunner:
             self.arch,
             call.implementation,
             [None if array is None else _exported(array) for array in arrays],
-            [_exported(array) for array in results],
+            [None if array is None else _exported(array) for array in results],
             dict(call.params),
             workspace,
             self._stream(),
         )
         return tuple(results)
+
+    def _empty(self, spec: ArraySpec) -> Array:
+        return self.xp.empty(spec.shape, dtype=numpy_dtype(spec.dtype))
 
     def spec(self, array: Array) -> ArraySpec:
         """Shape and dtype of an array."""
@@ -252,3 +260,145 @@ def grouped_linear_grads(
         accumulate=wgrad_accum is not None,
         grad_input=grad_input,
     )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The experts' MLP
+
+
+def _mlp(
+    transposed: bool,
+    activation: str | Activation,
+    recipe: Recipe | None,
+    residuals: str | Residuals,
+    wgrad_dtype: str | None,
+    rows_hint: int,
+    implementation: str | Sequence[str] | None,
+) -> Mlp:
+    return Mlp(
+        _MLP_NAMES,
+        activations.resolve(activation),
+        transposed=transposed,
+        recipe=calls.recipe_option(recipe),
+        residuals=residuals_option(residuals),
+        wgrad_dtype=calls.dtype_option(wgrad_dtype),
+        rows_hint=rows_hint,
+        implementation=calls.implementation_names(implementation),
+    )
+
+
+def grouped_mlp(
+    x: Array,
+    wi: Array,
+    wo: Array,
+    group_sizes: Any,
+    *,
+    transposed: bool = False,
+    activation: str | Activation = "swiglu",
+    probs: Array | None = None,
+    wi_bias: Array | None = None,
+    wo_bias: Array | None = None,
+    recipe: Recipe | None = None,
+    out: Array | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Array:
+    """y [M, K]: y[r] = (p[r] act(x[r] wi[g] + wi_bias[g])) wo[g] + p[r] wo_bias[g], p = probs or 1.
+
+    Args:
+        x: [M, K], float32, bfloat16 or float16. wi: [G, K, W], W = 2F for gated activations (gate columns first), else
+            F; [G, W, K] when `transposed`. wo: [G, F, K], or [G, K, F].
+        group_sizes: integers [G] on the device of x, or `GroupSizes`. probs: [M]. wi_bias: [G, W]. wo_bias: [G, K].
+        activation: a kind, or an `Activation`. recipe: None computes with the operands as they stand.
+        out: an [M, K] buffer for y; its rows past the last group are left alone. Without it they are zero.
+        implementation: None, a kernel's name, or several.
+
+    Raises:
+        ValueError, TypeError: operands that do not fit together. NotImplementedError: no kernel takes them.
+    """
+    sizes, hint = unwrap(group_sizes)
+    op = _mlp(transposed, activation, recipe, Residuals(), None, hint, implementation)
+    required = {"x": x, "wi": wi, "wo": wo, "group_sizes": sizes}
+    optional = {"probs": probs, "wi_bias": wi_bias, "wo_bias": wo_bias}
+    check(op, *_specs(required, **optional, out=out))
+    _checked({"out": out}, {**required, **optional})
+    run = ArrayRunner(x)
+    return mlp.mlp(run, op, x, wi, wo, run.sizes(sizes), probs, wi_bias, wo_bias, out).y
+
+
+def grouped_mlp_grads(
+    x: Array,
+    wi: Array,
+    wo: Array,
+    group_sizes: Any,
+    dy: Array,
+    *,
+    transposed: bool = False,
+    activation: str | Activation = "swiglu",
+    probs: Array | None = None,
+    wi_bias: Array | None = None,
+    wo_bias: Array | None = None,
+    recipe: Recipe | None = None,
+    residuals: str | Residuals = "save_fc1",
+    wgrad_dtype: str | None = None,
+    wgrad_accum: tuple[Array | None, Array | None] = (None, None),
+    grad_input: Array | None = None,
+    needs: MlpNeeds | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> MlpGradients:
+    """Gradients of `grouped_mlp` for the cotangent `dy` [M, K], in the dtype of y; None where `needs` says no.
+
+    Forward runs again first: nothing is kept between two calls here.
+
+    Args:
+        residuals: what is kept between the two halves. The bits do not depend on it.
+        wgrad_dtype: of new weight gradients; None: that of the weights.
+        wgrad_accum: for wi and wo, in their layouts; the gradient is added in place and the array returned.
+        grad_input: an [M, K] buffer for dx; its rows past the last group are left alone.
+        needs: which gradients to compute; None: of all operands that there are.
+
+    Raises:
+        ValueError, TypeError: operands that do not fit together. NotImplementedError: no kernel takes them.
+    """
+    sizes, hint = unwrap(group_sizes)
+    op = _mlp(transposed, activation, recipe, residuals, wgrad_dtype, hint, implementation)
+    required = {"x": x, "wi": wi, "wo": wo, "group_sizes": sizes}
+    optional = {"probs": probs, "wi_bias": wi_bias, "wo_bias": wo_bias}
+    written = {"wgrad_accum[0]": wgrad_accum[0], "wgrad_accum[1]": wgrad_accum[1], "grad_input": grad_input}
+    x_spec, wi_spec, wo_spec, sizes_spec, p_spec, bi_spec, bo_spec = _specs(required, **optional)
+    y = check(op, x_spec, wi_spec, wo_spec, sizes_spec, p_spec, bi_spec, bo_spec)
+    (dy_spec,) = _specs({"dy": dy})
+    if dy_spec != y:
+        raise ValueError(f"`dy`: {dy_spec}, expected {y} = that of the result; pass the cotangent of the result.")
+    for (name, buffer), linear, weight in zip(written.items(), (op.fc1(), op.fc2()), (wi_spec, wo_spec), strict=False):
+        if buffer is not None:
+            (spec,) = _specs({name: buffer})
+            calls.check_accumulator(name, spec, weight)
+            calls.check_wgrad_dtype(linear, spec)
+    if grad_input is not None:
+        calls.check_buffer("grad_input", *_specs({"grad_input": grad_input}), x_spec)
+    _checked(written, {**required, **optional})
+
+    run = ArrayRunner(x)
+    native = run.sizes(sizes)
+    specs = MlpSpecs(x_spec, wi_spec, wo_spec, p_spec, bi_spec, bo_spec)
+    wanted = restrict(needs or MlpNeeds(), specs)
+    keep = kept(op, wanted, probs is not None, wi_bias is not None, wo_bias is not None)
+    _, h, z = mlp.mlp(run, op, x, wi, wo, native, probs, wi_bias, wo_bias, keep_h=keep.h, keep_z=keep.z)
+    dy = run.xp.ascontiguousarray(dy)
+    held = (x if keep.x else None, h, z, wi if keep.wi else None, wo if keep.wo else None, native)
+    more = (
+        probs if keep.probs else None,
+        wi_bias if keep.wi_bias else None,
+        wo_bias if keep.wo_bias else None,
+    )
+    main = mlp.main_grads(run, op, specs, *held, *more, dy, wanted, grad_input=grad_input)
+    weights = [
+        None
+        if rows is None
+        else mlp.weight_grad(run, linear, spec, rows, grad, native, into=into, accumulate=into is not None)
+        for linear, spec, rows, grad, into in (
+            (op.fc1(), wi_spec, x if wanted.wi else None, main.dh, wgrad_accum[0]),
+            (op.fc2(), wo_spec, main.z, dy, wgrad_accum[1]),
+        )
+    ]
+    return MlpGradients(main.x, weights[0], weights[1], main.probs, main.wi_bias, main.wo_bias)

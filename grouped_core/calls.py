@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import ml_dtypes as ml_dtypes  # NumPy then knows the narrow types by name
 import numpy as np
 
+from grouped_core.activations import Activation
 from grouped_core.formats import PLAIN, WIDE
 from grouped_core.recipes import Recipe, plain
 
@@ -33,6 +34,10 @@ class ArraySpec(NamedTuple):
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
+Param = int | float | str
+"""A static parameter of a call."""
+
+
 @dataclass(frozen=True)
 class Call:
     """One native call, without its arrays.
@@ -41,7 +46,7 @@ class Call:
         name: as in cc/api/calls.h.
         inputs: one entry a slot, in order; None where an optional operand is absent. An operand that is given by a
             table of addresses has its packed spec here and no array.
-        outputs: specs of the results.
+        outputs: specs of the results, one entry a slot; None where an optional result is not asked for.
         params: static parameters by name.
         aliases: (input slot, output) pairs that are one buffer.
         implementation: kernels asked for, a comma list; empty leaves the choice to dispatch.
@@ -49,8 +54,8 @@ class Call:
 
     name: str
     inputs: tuple[ArraySpec | None, ...]
-    outputs: tuple[ArraySpec, ...]
-    params: tuple[tuple[str, int | str], ...] = ()
+    outputs: tuple[ArraySpec | None, ...]
+    params: tuple[tuple[str, Param], ...] = ()
     aliases: tuple[tuple[int, int], ...] = ()
     implementation: str = ""
 
@@ -74,21 +79,53 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "group_sum": ("rows", "group_sizes", "row_scale"),
     "row_dot": ("group_sizes", "lhs", "rhs", "group_lhs", "group_rhs", "group_rhs_table"),
     "scale_rows": ("rows", "row_scale", "group_sizes", "into"),
+    "grouped_matmul_act": ("lhs", "rhs", "group_sizes", "bias", "row_scale", "rhs_table", "bias_table"),
+    "grouped_matmul_dact": ("lhs", "rhs", "group_sizes", "hidden", "row_scale", "row_base", "rhs_table"),
+    "activation": ("rows", "group_sizes", "row_scale"),
+    "activation_grad": ("grad", "rows", "group_sizes", "row_scale", "row_base"),
 }
 """Operand slots of every native call, in order."""
+
+_HIDDEN_GRADS = ("result", "activated", "row_sum")
+RESULTS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("grouped_matmul", "group_sum", "row_dot", "scale_rows", "activation"), ("result",)),
+    "grouped_matmul_act": ("result", "hidden"),
+    "grouped_matmul_dact": _HIDDEN_GRADS,
+    "activation_grad": _HIDDEN_GRADS,
+}
+"""Result slots of every native call, in order."""
 
 
 def _call(
     name: str,
     operands: dict[str, ArraySpec | None],
-    result: ArraySpec,
-    params: dict[str, int | str] | None = None,
+    results: ArraySpec | dict[str, ArraySpec | None],
+    params: dict[str, Param] | None = None,
     implementation: str = "",
 ) -> Call:
     slots = SLOTS[name]
     inputs = tuple(operands.get(slot) for slot in slots)
+    outputs = (results,) if isinstance(results, ArraySpec) else tuple(results.get(slot) for slot in RESULTS[name])
     aliases = ((slots.index("into"), 0),) if operands.get("into") is not None else ()
-    return Call(name, inputs, (result,), tuple((params or {}).items()), aliases, implementation)
+    return Call(name, inputs, outputs, tuple((params or {}).items()), aliases, _wishes(name, implementation))
+
+
+def _wishes(name: str, implementation: str) -> str:
+    """What of a comma list of kernels concerns the call `name`: its own kernels, and the words for kinds of kernels.
+
+    Nothing is left where the list speaks of other calls alone, and the choice is free. "composed" is a kind that
+    fused calls alone have.
+    """
+    if not implementation:
+        return ""
+    wishes = []
+    for wish in implementation.split(","):
+        owner = max((call for call in SLOTS if wish.startswith(f"{call}_")), key=len, default=None)
+        if wish == "composed":
+            owner = name if name in ("grouped_matmul_act", "grouped_matmul_dact") else "another"
+        if owner in (None, name):
+            wishes.append(wish)
+    return ",".join(wishes)
 
 
 @lru_cache(maxsize=4096)
@@ -135,7 +172,7 @@ def grouped_matmul(
         "bias_table": table if tables[1] else None,
         "into_table": table if tables[2] else None,
     }
-    params: dict[str, int | str] = {
+    params: dict[str, Param] = {
         "contract_rows": int(axes[0] == 0),
         "rhs_axis": axes[1],
         "scale_bias": int(scale_bias),
@@ -181,6 +218,149 @@ def scale_rows(
     """[M, N] = row_scale[r] * rows[r]."""
     operands = {"rows": rows, "row_scale": row_scale, "group_sizes": group_sizes, "into": into}
     return _call("scale_rows", operands, ArraySpec(rows.shape, result_dtype))
+
+
+def _product_params(recipe: Recipe, aligned_tables: bool, rows_hint: int) -> dict[str, Param]:
+    return {
+        "batch_invariant": int(recipe.batch_invariant),
+        "aligned_tables": int(aligned_tables),
+        "rows_hint": rows_hint,
+        "fp32_mode": recipe.fp32,
+    }
+
+
+@lru_cache(maxsize=1024)
+def grouped_matmul_act(
+    lhs: ArraySpec,
+    rhs: ArraySpec,
+    rhs_axis: int,
+    group_sizes: ArraySpec,
+    result_dtype: str,
+    *,
+    activation: Activation,
+    recipe: Recipe,
+    bias: ArraySpec | None = None,
+    row_scale: ArraySpec | None = None,
+    tables: tuple[bool, bool] = (False, False),
+    aligned_tables: bool = True,
+    hidden: bool = True,
+    zero_tail: bool = True,
+    rows_hint: int = 0,
+    implementation: str = "",
+) -> Call:
+    """result [M, F] = row_scale[r] * act(hidden[r]), hidden [M, W] = lhs [M, K] @ rhs + bias, rounded to lhs's dtype.
+
+    rhs is [G, K, W] (`rhs_axis` 1) or [G, W, K] (2), W = 2F for gated kinds. `tables` as in `grouped_matmul`, for rhs
+    and bias; `hidden` says whether the hidden rows are wanted as a second result.
+    """
+    wide = rhs.shape[3 - rhs_axis]
+    table = ArraySpec(group_sizes.shape, "int64")
+    operands = {
+        "lhs": lhs,
+        "rhs": rhs,
+        "group_sizes": group_sizes,
+        "bias": bias,
+        "row_scale": row_scale,
+        "rhs_table": table if tables[0] else None,
+        "bias_table": table if tables[1] else None,
+    }
+    results = {
+        "result": ArraySpec((lhs.shape[0], wide // 2 if activation.gated else wide), result_dtype),
+        "hidden": ArraySpec((lhs.shape[0], wide), lhs.dtype) if hidden else None,
+    }
+    params: dict[str, Param] = {"rhs_axis": rhs_axis, **activation.params(), "zero_tail": int(zero_tail)}
+    params |= _product_params(recipe, aligned_tables, rows_hint)
+    return _call("grouped_matmul_act", operands, results, params, implementation)
+
+
+def _hidden_grads(
+    hidden: ArraySpec, width: int, dtype: str, wanted: tuple[bool, bool, bool]
+) -> dict[str, ArraySpec | None]:
+    rows = hidden.shape[0]
+    specs = (ArraySpec(hidden.shape, dtype), ArraySpec((rows, width), dtype), ArraySpec((rows,), "float32"))
+    return {name: spec if want else None for name, spec, want in zip(_HIDDEN_GRADS, specs, wanted, strict=True)}
+
+
+@lru_cache(maxsize=1024)
+def grouped_matmul_dact(
+    lhs: ArraySpec,
+    rhs: ArraySpec,
+    rhs_axis: int,
+    group_sizes: ArraySpec,
+    hidden: ArraySpec,
+    result_dtype: str,
+    *,
+    activation: Activation,
+    recipe: Recipe,
+    wanted: tuple[bool, bool, bool],
+    row_scale: ArraySpec | None = None,
+    row_base: ArraySpec | None = None,
+    table: bool = False,
+    aligned_tables: bool = True,
+    zero_tail: bool = True,
+    rows_hint: int = 0,
+    implementation: str = "",
+) -> Call:
+    """Gradients at the hidden rows, with dz [M, F] = lhs [M, N] @ rhs, lhs being dy.
+
+    `wanted`, in this order: result [M, W] = row_scale[r] dz[r] act'(hidden[r]); activated [M, F] = row_scale[r]
+    act(hidden[r]); row_sum [M] float32 = row_base[r] + <dz[r], act(hidden[r])>.
+    """
+    operands = {
+        "lhs": lhs,
+        "rhs": rhs,
+        "group_sizes": group_sizes,
+        "hidden": hidden,
+        "row_scale": row_scale,
+        "row_base": row_base,
+        "rhs_table": ArraySpec(group_sizes.shape, "int64") if table else None,
+    }
+    params: dict[str, Param] = {"rhs_axis": rhs_axis, **activation.params(), "zero_tail": int(zero_tail)}
+    params |= _product_params(recipe, aligned_tables, rows_hint)
+    results = _hidden_grads(hidden, rhs.shape[3 - rhs_axis], result_dtype, wanted)
+    return _call("grouped_matmul_dact", operands, results, params, implementation)
+
+
+@lru_cache(maxsize=1024)
+def activation(
+    rows: ArraySpec,
+    group_sizes: ArraySpec,
+    result_dtype: str,
+    *,
+    activation: Activation,
+    row_scale: ArraySpec | None = None,
+    zero_tail: bool = True,
+) -> Call:
+    """[M, F] = row_scale[r] * act(rows[r]); rows are [M, W]."""
+    operands = {"rows": rows, "group_sizes": group_sizes, "row_scale": row_scale}
+    width = rows.shape[1] // 2 if activation.gated else rows.shape[1]
+    params: dict[str, Param] = {**activation.params(), "zero_tail": int(zero_tail)}
+    return _call("activation", operands, ArraySpec((rows.shape[0], width), result_dtype), params)
+
+
+@lru_cache(maxsize=1024)
+def activation_grad(
+    grad: ArraySpec,
+    rows: ArraySpec,
+    group_sizes: ArraySpec,
+    result_dtype: str,
+    *,
+    activation: Activation,
+    wanted: tuple[bool, bool, bool],
+    row_scale: ArraySpec | None = None,
+    row_base: ArraySpec | None = None,
+    zero_tail: bool = True,
+) -> Call:
+    """The results of `grouped_matmul_dact`, given grad [M, F] = dz and the hidden rows [M, W]."""
+    operands = {
+        "grad": grad,
+        "rows": rows,
+        "group_sizes": group_sizes,
+        "row_scale": row_scale,
+        "row_base": row_base,
+    }
+    params: dict[str, Param] = {**activation.params(), "zero_tail": int(zero_tail)}
+    return _call("activation_grad", operands, _hidden_grads(rows, grad.shape[1], result_dtype, wanted), params)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

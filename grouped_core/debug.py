@@ -113,9 +113,8 @@ def explain_calls(calls: Sequence[Call], arch: str) -> str:
         if found.spare:
             declined += f"\n    {found.spare} where an address is not a multiple of 16 bytes"
         workspace = f", workspace {found.workspace_bytes} bytes" if found.workspace_bytes else ""
-        lines.append(
-            f"{call.name} -> {' '.join(map(str, call.outputs))}: {found.kernel} on {arch}{workspace}{declined}"
-        )
+        results = " ".join(str(spec) for spec in call.outputs if spec)
+        lines.append(f"{call.name} -> {results}: {found.kernel} on {arch}{workspace}{declined}")
     return "\n".join(lines)
 
 

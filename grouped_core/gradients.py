@@ -1,55 +1,15 @@
-"""Rules of the grouped operations: forward, backward, and what is kept in between.
-
-They are written against one injected `Runner`, so JAX, PyTorch, NumPy and planning without arrays share them to the
-letter. Formulas: contracts.md, sections 2 and 3; every sum is fp32, every stored value is rounded once.
+"""Rules of the linear operation: forward, backward, and what is kept in between (contracts.md, section 2).
 
 Letters: G groups, M rows, K in, N out. The number beside an operand is its contracted axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, overload
+from typing import NamedTuple
 
 from grouped_core import calls
-from grouped_core.calls import ArraySpec, Call, Linear
-from grouped_core.formats import Format
-from grouped_core.recipes import Recipe
-
-Array = Any
-"""An array of whatever framework the runner belongs to."""
-
-
-class Runner(Protocol):
-    """How a face runs one native call."""
-
-    def __call__(self, call: Call, arrays: Sequence[Array | None]) -> tuple[Array, ...]:
-        """Runs `call` on `arrays`, one a slot (None where absent or given by a table of addresses)."""
-        ...
-
-    def spec(self, array: Array) -> ArraySpec:
-        """Shape and dtype of an array."""
-        ...
-
-    def cast(self, array: Array, dtype: str) -> Array:
-        """The array rounded to `dtype`; itself where it has that dtype."""
-        ...
-
-
-@dataclass(frozen=True)
-class Listed:
-    """An operand whose groups are separate arrays, reached through a table of G int64 addresses on the device.
-
-    Attributes:
-        spec: of the packed form, [G, ...].
-        table: the addresses; in a destination 0 skips the group.
-        aligned: every address is a multiple of 16 bytes.
-    """
-
-    spec: ArraySpec
-    table: Array
-    aligned: bool = True
+from grouped_core.calls import ArraySpec, Linear
+from grouped_core.products import Array, Listed, Runner, operand_spec, product, scale_rows, split, wide
 
 
 class Needs(NamedTuple):
@@ -70,65 +30,6 @@ class Gradients(NamedTuple):
     row_scale: Array | None
 
 
-@overload
-def _spec(run: Runner, operand: None) -> None: ...
-@overload
-def _spec(run: Runner, operand: Array) -> Any: ...
-def _spec(run: Runner, operand: Array | Listed | None) -> ArraySpec | None:
-    if operand is None:
-        return None
-    return operand.spec if isinstance(operand, Listed) else run.spec(operand)
-
-
-def _aligned(*operands: Array | Listed | None) -> bool:
-    return all(operand.aligned for operand in operands if isinstance(operand, Listed))
-
-
-def _split(operand: Array | Listed | None) -> tuple[Array | None, Array | None]:
-    """(array, table) of an operand."""
-    return (None, operand.table) if isinstance(operand, Listed) else (operand, None)
-
-
-def _product(
-    run: Runner,
-    op: Linear,
-    recipe: Recipe,
-    cells: tuple[Format, Format],
-    lhs: tuple[Array, int],
-    rhs: tuple[Array | Listed, int],
-    group_sizes: Array,
-    result_dtype: str,
-    *,
-    bias: Array | Listed | None = None,
-    row_scale: Array | None = None,
-    into: Array | Listed | None = None,
-    accumulate: bool = False,
-) -> Array:
-    """One grouped product, each operand stored as its cell of the recipe says, everything fused into one call."""
-    left = run.cast(lhs[0], cells[0].values)
-    right = rhs[0] if isinstance(rhs[0], Listed) else run.cast(rhs[0], cells[1].values)
-    (w, w_table), (b, b_table), (c, c_table) = _split(right), _split(bias), _split(into)
-    call = calls.grouped_matmul(
-        run.spec(left),
-        _spec(run, right),
-        (lhs[1], rhs[1]),
-        run.spec(group_sizes),
-        result_dtype,
-        recipe=recipe,
-        bias=_spec(run, bias),
-        row_scale=_spec(run, row_scale),
-        into=_spec(run, into),
-        tables=(w_table is not None, b_table is not None, c_table is not None),
-        aligned_tables=_aligned(right, into),
-        scale_bias=op.scale_bias and bias is not None,
-        accumulate=accumulate,
-        rows_hint=op.rows_hint,
-        implementation=op.implementation,
-    )
-    (result,) = run(call, (left, w, group_sizes, b, row_scale, c, w_table, b_table, c_table))
-    return result
-
-
 def linear(
     run: Runner,
     op: Linear,
@@ -145,13 +46,19 @@ def linear(
         x: [M, K]. w: [G, K, N], or [G, N, K] when transposed; one array or `Listed`. group_sizes: int32 [G].
         bias: [G, N]. row_scale: [M]. out: the caller's [M, N] buffer; its tail rows are left alone.
     """
-    x_spec, w_spec = run.spec(x), _spec(run, w)
+    x_spec, w_spec = run.spec(x), operand_spec(run, w)
     result = calls.check_linear(
-        op, x_spec, w_spec, run.spec(group_sizes), _spec(run, bias), _spec(run, row_scale), _spec(run, out)
+        op,
+        x_spec,
+        w_spec,
+        run.spec(group_sizes),
+        operand_spec(run, bias),
+        operand_spec(run, row_scale),
+        operand_spec(run, out),
     )
     recipe = op.resolve(x_spec, w_spec)
     scale = None if row_scale is None else run.cast(row_scale, "float32")
-    return _product(
+    return product(
         run,
         op,
         recipe,
@@ -219,7 +126,7 @@ def linear_grads(
         # The scale's gradient reads dy W^T unscaled and unrounded, so dx is then scaled in a pass of its own: one
         # fp32 product and one rounding either way, hence the same bits.
         fused = not scale_through_product
-        product_grad = _product(
+        product_grad = product(
             run,
             op,
             recipe,
@@ -227,23 +134,23 @@ def linear_grads(
             (dy, 1),
             (w, op.weight_axes()[1]),
             group_sizes,
-            _wide(x_spec.dtype) if fused else "float32",
+            wide(x_spec.dtype) if fused else "float32",
             row_scale=row_factor if fused else None,
             into=grad_input if fused else None,
         )
         if fused:
             dx = product_grad
         elif needs.x:
-            dx = _scale_rows(run, product_grad, row_factor, group_sizes, _wide(x_spec.dtype), grad_input)
+            dx = scale_rows(run, product_grad, row_factor, group_sizes, wide(x_spec.dtype), grad_input)
     if needs.w:
         dy_scaled = dy
         if row_factor is not None:
-            dy_scaled = _scale_rows(run, dy, row_factor, group_sizes, recipe.wgrad[1].values)
-        into_spec = _spec(run, into_w)
+            dy_scaled = scale_rows(run, dy, row_factor, group_sizes, recipe.wgrad[1].values)
+        into_spec = operand_spec(run, into_w)
         lhs, rhs, cells = (x, 0), (dy_scaled, 0), recipe.wgrad
         if op.transposed:
             lhs, rhs, cells = rhs, lhs, (cells[1], cells[0])
-        dw = _product(
+        dw = product(
             run,
             op,
             recipe,
@@ -251,36 +158,24 @@ def linear_grads(
             lhs,
             rhs,
             group_sizes,
-            into_spec.dtype if into_spec else op.wgrad_dtype or _wide(w_spec.dtype),
+            into_spec.dtype if into_spec else op.wgrad_dtype or wide(w_spec.dtype),
             into=into_w,
             accumulate=accumulate,
         )
     if needs.bias and bias_spec is not None:
-        call = calls.group_sum(run.spec(dy), sizes_spec, bias_spec.dtype, _spec(run, scale))
+        call = calls.group_sum(run.spec(dy), sizes_spec, bias_spec.dtype, operand_spec(run, scale))
         (db,) = run(call, (dy, group_sizes, scale))
     if needs.row_scale and scale_spec is not None:
         pair = (x, product_grad) if scale_through_product else None
         group_pair = (dy, bias) if bias is not None else None
-        b, table = _split(bias)
+        b, table = split(bias)
         call = calls.row_dot(
             sizes_spec,
             run.spec(dy).shape[0],
             pair and (run.spec(pair[0]), run.spec(pair[1])),
-            group_pair and (run.spec(dy), _spec(run, bias)),
+            group_pair and (run.spec(dy), operand_spec(run, bias)),
             table is not None,
         )
         arrays = (group_sizes, *(pair or (None, None)), dy if group_pair else None, b, table)
         dc = run.cast(run(call, arrays)[0], scale_spec.dtype)
     return Gradients(dx, dw, db, dc)
-
-
-def _wide(dtype: str) -> str:
-    """Dtype of the gradient of an operand stored as `dtype`: its own, or bfloat16 for 8-bit values."""
-    return "bfloat16" if dtype.startswith("float8") else dtype
-
-
-def _scale_rows(
-    run: Runner, rows: Array, scale: Array | None, group_sizes: Array, dtype: str, into: Array | None = None
-) -> Array:
-    call = calls.scale_rows(run.spec(rows), _spec(run, scale), run.spec(group_sizes), dtype, _spec(run, into))
-    return run(call, (rows, scale, group_sizes, into))[0]

@@ -14,7 +14,7 @@ from grouped_core.calls import SLOTS, ArraySpec, Call
 def attempt(call: Call, arch: str) -> _native.Plan:
     """The native plan of `call` on `arch` ("cpu", "sm_80", "sm_90a"); its `kernel` is "" where nobody takes it."""
     inputs = [None if spec is None else (spec.dtype, spec.shape) for spec in call.inputs]
-    outputs = [(spec.dtype, spec.shape) for spec in call.outputs]
+    outputs = [None if spec is None else (spec.dtype, spec.shape) for spec in call.outputs]
     return _native.plan(call.name, arch, call.implementation, inputs, outputs, dict(call.params))
 
 
@@ -53,8 +53,8 @@ class Planner:
     def __init__(self) -> None:
         self.calls: list[Call] = []
 
-    def __call__(self, call: Call, arrays: Sequence[Any]) -> tuple[ArraySpec, ...]:
-        """Notes the call; specs of its results."""
+    def __call__(self, call: Call, arrays: Sequence[Any]) -> tuple[ArraySpec | None, ...]:
+        """Notes the call; specs of its results, None where not asked for."""
         self.calls.append(call)
         return call.outputs
 

@@ -2,6 +2,7 @@
 
 from grouped_core.activations import Activation as Activation
 from grouped_core.formats import Format as Format
+from grouped_core.mlp_spec import Residuals as Residuals
 from grouped_core.recipes import BF16 as BF16
 from grouped_core.recipes import FP16 as FP16
 from grouped_core.recipes import FP32 as FP32
@@ -11,5 +12,6 @@ from jax_grouped import accumulate as accumulate
 from jax_grouped import route as route
 from jax_grouped.debug import explain as explain
 from jax_grouped.debug import why_unsupported as why_unsupported
+from jax_grouped.mlp import grouped_mlp as grouped_mlp
 from jax_grouped.ops import ragged_dot as ragged_dot
 from jax_grouped.ops import size_status as size_status

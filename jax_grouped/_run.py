@@ -18,7 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from grouped_core import _native, plans
-from grouped_core.calls import SLOTS, ArraySpec, Call, spec_of
+from grouped_core.calls import SLOTS, ArraySpec, Call, Param, spec_of
 
 DEFAULT_CUDA_ARCH = "sm_90a"
 """What a program is lowered for where no GPU is visible."""
@@ -93,7 +93,7 @@ def _result_types(*operands: Any, call: Call) -> list[Any]:
         sharding = like.sharding if mesh.empty else jax.sharding.NamedSharding(mesh, whole)
         return like.update(shape=spec.shape, dtype=np.dtype(spec.dtype), weak_type=False, sharding=sharding)
 
-    return [typed(spec) for spec in call.outputs]
+    return [typed(spec) for spec in call.outputs if spec is not None]
 
 
 @partial(jax.jit, static_argnames="call")
@@ -109,11 +109,17 @@ def _run_now(*operands: jax.Array, call: Call) -> list[jax.Array]:
     return _compiled(*operands, call=call)
 
 
+def _attribute(value: Param) -> Any:
+    if isinstance(value, str):
+        return value
+    return np.float32(value) if isinstance(value, float) else np.int64(value)
+
+
 def _lower(ctx: Any, *operands: Any, call: Call, platform: str) -> Sequence[Any]:
     arch = "cpu" if platform == "cpu" else cuda_arch()
     plan = plans.plan(call, arch)
     present = [slot for slot, spec in enumerate(call.inputs) if spec is not None]
-    params = {name: value if isinstance(value, str) else np.int64(value) for name, value in call.params}
+    params = {name: _attribute(value) for name, value in call.params}
     # NOTE: scratch memory of XLA's own is absent on the CPU and unfit for CUDA graphs, so the workspace is a result.
     workspace = jax.core.ShapedArray((plan.workspace_bytes,), np.dtype(np.uint8))
     rule = jax.ffi.ffi_lowering(
@@ -125,6 +131,7 @@ def _lower(ctx: Any, *operands: Any, call: Call, platform: str) -> Sequence[Any]
         *operands,
         **params,
         operands=np.int64(sum(1 << slot for slot in present)),
+        results=np.int64(sum(1 << slot for slot, spec in enumerate(call.outputs) if spec is not None)),
         arch=arch,
         implementation=call.implementation,
     )
@@ -198,10 +205,10 @@ def _check_local(call: Call, arrays: Sequence[jax.Array | None]) -> None:
 
 
 class JaxRunner:
-    """Runs native calls on JAX arrays, traced or not (`grouped_core.gradients.Runner`)."""
+    """Runs native calls on JAX arrays, traced or not (`grouped_core.products.Runner`)."""
 
-    def __call__(self, call: Call, arrays: Sequence[jax.Array | None]) -> tuple[jax.Array, ...]:
-        """Results of `call`.
+    def __call__(self, call: Call, arrays: Sequence[jax.Array | None]) -> tuple[jax.Array | None, ...]:
+        """Results of `call`, None where it has none.
 
         Raises:
             NotImplementedError: no kernel of any platform takes the call. Where only the platform of the program has
@@ -211,7 +218,8 @@ class JaxRunner:
         _check_local(call, arrays)
         if not any(plans.attempt(call, arch).kernel for arch in ("cpu", cuda_arch())):
             plans.plan(call, default_arch())
-        return tuple(call_p.bind(*vary_alike([a for a in arrays if a is not None]), call=call))
+        results = iter(call_p.bind(*vary_alike([a for a in arrays if a is not None]), call=call))
+        return tuple(None if spec is None else next(results) for spec in call.outputs)
 
     def spec(self, array: Any) -> ArraySpec:
         """Shape and dtype."""

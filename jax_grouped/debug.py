@@ -8,10 +8,13 @@ from typing import Any
 
 from grouped_core import debug
 from grouped_core.calls import Call
-from jax_grouped import ops
+from jax_grouped import mlp, ops
 from jax_grouped._run import default_arch
 
-_PLANS: dict[Callable[..., Any], debug.Planned] = {ops.ragged_dot: ops.plan_ragged_dot}
+_PLANS: dict[Callable[..., Any], debug.Planned] = {
+    ops.ragged_dot: ops.plan_ragged_dot,
+    mlp.grouped_mlp: mlp.plan_grouped_mlp,
+}
 
 
 def _planner(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Sequence[Call]]:

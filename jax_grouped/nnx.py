@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 from grouped_core.activations import Activation, resolve
 from grouped_core.recipes import Recipe
 from jax_grouped import moe
+from jax_grouped.mlp import grouped_mlp
 from jax_grouped.ops import ragged_dot
 from jax_grouped.route import MoEAux, check_router
 
@@ -155,7 +156,7 @@ class GroupedMLP(_Experts):
     ) -> Float[Array, "M H"]:
         """Applies the group's MLP to each row, weighted by `probs` [M] (None: 1). group_sizes: integers [G]."""
         x, wi, wo, wi_bias, wo_bias = self._weights(x)
-        return moe.grouped_mlp(
+        return grouped_mlp(
             x,
             wi,
             wo,
@@ -189,7 +190,7 @@ class MoE(_Experts):
         options: keywords of `GroupedMLP`.
     """
 
-    mlp = staticmethod(moe.grouped_mlp)
+    mlp = staticmethod(grouped_mlp)
     """What computes the experts; a subclass may put another function of the same arguments here."""
 
     def __init__(

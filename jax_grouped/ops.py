@@ -8,7 +8,6 @@ Letters: G groups, M rows, K in, N out.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,31 +15,22 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from grouped_core import calls, debug, gradients
-from grouped_core.calls import ArraySpec, Call, Linear, Names
-from grouped_core.formats import PLAIN
+from grouped_core.calls import Call, Linear, Names
 from grouped_core.gradients import Needs
 from grouped_core.plans import Planner
 from grouped_core.recipes import Recipe
 from grouped_core.sizes import GroupSizes, unwrap
-from jax_grouped import accumulate
+from jax_grouped import _accumulators as accumulate
+from jax_grouped._arguments import AnyArray, as_array, as_spec, report_sizes, to_int32
 from jax_grouped._run import RUN, reduce_to, varying_axes
 
 NAMES = Names(x="lhs", w="rhs")
-
-AnyArray = Array | np.ndarray
-"""What an operand may be; NumPy arrays become constants of the program."""
-
-jax.tree_util.register_dataclass(GroupSizes, data_fields=["value"], meta_fields=["representative"])
-
-_logger = logging.getLogger("grouped_core")
-_INT32 = np.iinfo(np.int32)
 
 
 def ragged_dot(
@@ -92,11 +82,11 @@ def ragged_dot(
         ValueError: shapes that do not fit, options that contradict each other.
         NotImplementedError: no kernel takes the operands (`why_unsupported` tells beforehand); `jax.vmap`.
     """
-    op, o = _prepare(_as_array, **locals())  # the arguments, by name
+    op, o = _prepare(as_array, **locals())  # the arguments, by name
     if "sizes" in debug.debug_flags():
-        jax.debug.callback(_report_sizes, size_status(o.sizes, o.x.shape[0]))
+        jax.debug.callback(report_sizes, size_status(o.sizes, o.x.shape[0]))
     run = _linear if o.accum is None or accumulate.is_sink(o.accum) else _linear_into_ref
-    return run(op, *o._replace(sizes=_to_int32(o.sizes)))
+    return run(op, *o._replace(sizes=to_int32(o.sizes)))
 
 
 def size_status(group_sizes: Int[AnyArray, " G"] | GroupSizes, M: int) -> Int[Array, ""]:
@@ -107,16 +97,16 @@ def size_status(group_sizes: Int[AnyArray, " G"] | GroupSizes, M: int) -> Int[Ar
     Raises:
         TypeError: `group_sizes` is not an array of integers. ValueError: it has not one axis.
     """
-    sizes = _as_array(NAMES.sizes, unwrap(group_sizes)[0], "[G]")
+    sizes = as_array(NAMES.sizes, unwrap(group_sizes)[0], "[G]")
     calls.check_sizes(NAMES, RUN.spec(sizes))
-    word = debug.size_word(_to_int32(sizes), M, where=jnp.where, total=partial(jnp.sum, dtype=jnp.int32))
+    word = debug.size_word(to_int32(sizes), M, where=jnp.where, total=partial(jnp.sum, dtype=jnp.int32))
     return word.astype(jnp.int32)
 
 
 def plan_ragged_dot(**arguments: Any) -> list[Call]:
     """Every native call of `ragged_dot` and of all its gradients; arrays may be `jax.ShapeDtypeStruct`."""
-    op, o = _prepare(_as_spec, **arguments)
-    o = o._replace(sizes=o.sizes._replace(dtype="int32"))  # what `_to_int32` makes of them
+    op, o = _prepare(as_spec, **arguments)
+    o = o._replace(sizes=o.sizes._replace(dtype="int32"))  # what `to_int32` makes of them
     run = Planner()
     y = gradients.linear(run, op, o.x, o.w, o.sizes, o.bias, o.row_scale, o.out)
     gradients.linear_grads(
@@ -148,23 +138,6 @@ class _Operands(NamedTuple):
     row_scale: Any
     out: Any
     accum: Any
-
-
-def _as_array(name: str, value: Any, shape: str) -> Any:
-    """`value` as a JAX array; NumPy's become constants."""
-    if isinstance(value, jax.Array):
-        return value
-    if isinstance(value, np.ndarray):
-        # JAX would wrap 64-bit sizes, which must saturate, and cast float64, which is refused.
-        return jnp.asarray(value) if calls.spec_of(value).dtype in PLAIN else value
-    raise TypeError(
-        f"`{name}`: {type(value).__name__}, expected a JAX or NumPy array {shape}; convert it with jnp.asarray."
-    )
-
-
-def _as_spec(name: str, value: Any, shape: str) -> ArraySpec:
-    """Shape and dtype of an array or `jax.ShapeDtypeStruct`."""
-    return calls.spec_of(value if isinstance(value, jax.ShapeDtypeStruct) else _as_array(name, value, shape))
 
 
 def _prepare(
@@ -220,20 +193,6 @@ def _prepare(
     if operands.accum is not None:
         accumulate.check(op, operands.accum, calls.spec_of(operands.w))
     return op, operands
-
-
-def _to_int32(sizes: Any) -> jax.Array:
-    """Sizes as int32 on the device; larger ones saturate (GRP-1)."""
-    info = jnp.iinfo(sizes.dtype)
-    if info.min < _INT32.min or info.max > _INT32.max:
-        xp = np if isinstance(sizes, np.ndarray) else jnp
-        sizes = xp.clip(sizes, max(int(info.min), _INT32.min), min(int(info.max), _INT32.max))
-    return jnp.asarray(sizes.astype(np.int32))
-
-
-def _report_sizes(word: Any) -> None:
-    if int(word):
-        _logger.warning("ragged_dot: %s", debug.describe_status(int(word)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ with M the call's oracle over absolute values, which is monotone, because calls 
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +22,12 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from grouped_core import gradients
-from grouped_core.calls import SLOTS, ArraySpec, Call, Linear, spec_of
+from grouped_core import gradients, mlp
+from grouped_core.activations import KINDS, half_columns
+from grouped_core.calls import RESULTS, SLOTS, ArraySpec, Call, Linear, spec_of
 from grouped_core.gradients import Gradients, Needs
-from grouped_core.reference import Oracle, group_ends
+from grouped_core.mlp_spec import Mlp, MlpNeeds, MlpSpecs, restrict
+from grouped_core.reference import Oracle, activation_of, group_ends, hidden_row_of
 
 F32_HALF_ULP = 2.0**-24
 """Relative error of one fp32 operation."""
@@ -31,10 +35,14 @@ SMALLEST_F32 = 2.0**-149
 """Absolute error of an fp32 operation whose result is subnormal, doubled."""
 BF16_FLUSH = 2.0**-126
 """x86 `vdpbf16ps` takes and gives zero for subnormals (numerics 8)."""
+FLUSH = 2.0**-126
+"""A GPU's approximate exponential and reciprocal may give zero for a subnormal logistic function."""
 TF32_STEP = 2.0**-136
 """Distance of neighbouring subnormals of tf32: what an operand on those tensor cores may lose beside its rounding."""
 FUNCTIONS = 2.0**-20
 """Relative error of the logistic function, exp, tanh, erf, and of what a few of them are made into (numerics 5)."""
+ACTIVATIONS = 4 * 2.0**-23
+"""4 ulp of fp32, relative: of an activation, and of its derivative against the magnitude of its terms (numerics 7)."""
 FINITE_DIFFERENCES = 1e-6
 """Gradient formulas against finite differences of the fp64 oracle, relative."""
 RELATIVE = {"ieee": 2e-6, "tf32x3": 5e-6, "tf32": 1e-3}
@@ -101,8 +109,11 @@ class Expected:
         self.kernels = kernels or {}
         self._exact = Oracle(exact=True)
 
-    def __call__(self, call: Call, arrays: Sequence[Any]) -> tuple[Bounded, ...]:
+    def __call__(self, call: Call, arrays: Sequence[Any]) -> tuple[Any, ...]:
+        """A `Bounded` for each result, None where it is not asked for."""
         kernel = self.kernels.get(call.name, f"{call.name}_any_cpu")
+        if call.name in _ACTIVATED:
+            return _Activated(call, arrays, kernel).results()
         params = dict(call.params)
         value = self._run(call, arrays, lambda b: b.value)
         largest = self._run(call, arrays, lambda b: np.abs(b.value) + b.error)
@@ -191,6 +202,155 @@ def _size_of_operands(call: Call, arrays: Sequence[Any], terms: Any) -> NDArray[
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Calls with an activation.
+
+_ACTIVATED = ("activation", "activation_grad", "grouped_matmul_act", "grouped_matmul_dact")
+
+
+def _times(x: Bounded, y: Bounded) -> Bounded:
+    """The product of exact values, and what the errors of both make of it."""
+    error = np.abs(x.value) * y.error + np.abs(y.value) * x.error + x.error * y.error
+    return Bounded(x.value * y.value, error, "float64")
+
+
+def _rounded(x: Bounded, dtype: str, steps: int) -> Bounded:
+    """After `steps` fp32 operations and the store, which rounds where `dtype` is narrower."""
+    error = x.error + steps * (F32_HALF_ULP * (np.abs(x.value) + x.error) + SMALLEST_F32)
+    if dtype != "float32":
+        error = error + half_ulp(np.abs(x.value) + error, dtype)
+    return Bounded(x.value, error, dtype)
+
+
+class _Activated:
+    """The results of one call with an activation, from its operands.
+
+    Errors of the hidden rows (an element of h rounded to the other side, by a fused kernel) reach t through the largest
+    derivative around, and the derivatives through twice their largest change there; both are looked for at the ends of
+    the interval, which is a few ulp wide, in either half.
+    """
+
+    def __init__(self, call: Call, arrays: Sequence[Any], kernel: str) -> None:
+        self.call, self.kernel = call, kernel
+        self.o = dict(zip(SLOTS[call.name], arrays, strict=True))
+        self.p: dict[str, Any] = dict(call.params)
+        self.specs = dict(zip(RESULTS[call.name], call.outputs, strict=True))
+
+    def results(self) -> tuple[Bounded | None, ...]:
+        found: dict[str, Bounded] = {}
+        if self.call.name in ("activation", "grouped_matmul_act"):
+            hidden = self.o["rows"] if self.call.name == "activation" else self._product(self._dtype("lhs"))
+            found = {"hidden": hidden, "result": self._activated(hidden, "result")}
+        else:
+            found = self._gradients()
+        return tuple(None if spec is None else self._masked(found[name]) for name, spec in self.specs.items())
+
+    def _dtype(self, slot: str) -> str:
+        given = self.call.inputs[self.call.slot(slot)]
+        assert given is not None, f"{slot} is always given"
+        return given.dtype
+
+    def _product(self, dtype: str) -> Bounded:
+        """The grouped product inside of a fused call, stored as `dtype`."""
+        # What a composed call chose inside is not known here: the tensor cores' bound is the widest of its device.
+        inner = self.kernel.replace("_composed_cuda", "_sm90")
+        slots = SLOTS["grouped_matmul"]
+        specs = dict(zip(SLOTS[self.call.name], self.call.inputs, strict=True))
+        product = ("lhs", "rhs", "group_sizes", "bias", "rhs_table", "bias_table")
+        shape = (self.o["lhs"].shape[0], self.o["rhs"].shape[3 - self.p["rhs_axis"]])
+        call = Call(
+            "grouped_matmul",
+            tuple(specs.get(slot) if slot in product else None for slot in slots),
+            (ArraySpec(shape, dtype),),
+            tuple({**self.p, "contract_rows": 0, "scale_bias": 0, "accumulate": 0}.items()),
+        )
+        arrays = [self.o.get(slot) if slot in product else None for slot in slots]
+        return Expected({"grouped_matmul": inner})(call, arrays)[0]
+
+    def _scale(self) -> Bounded | None:
+        scale = self.o["row_scale"]
+        return None if scale is None else Bounded(scale.value[:, None], scale.error[:, None], scale.dtype)
+
+    def _scaled(self, x: Bounded, dtype: str, steps: int) -> Bounded:
+        scale = self._scale()
+        return _rounded(x, dtype, steps) if scale is None else _rounded(_times(scale, x), dtype, steps + 1)
+
+    def _activated(self, hidden: Bounded, slot: str) -> Bounded:
+        spec = self.specs[slot]
+        assert spec is not None, f"{slot} is asked for"
+        return self._scaled(self._slopes(hidden)[0], spec.dtype, 0)
+
+    def _gradients(self) -> dict[str, Bounded]:
+        fused = "_composed_" not in self.kernel and "_cpu" not in self.kernel
+        if self.call.name == "activation_grad":
+            hidden, dz = self.o["rows"], self.o["grad"]
+        else:  # a fused kernel keeps dz in fp32
+            hidden, dz = self.o["hidden"], self._product("float32" if fused else self._dtype("lhs"))
+        t, da, du = self._slopes(hidden)
+        found: dict[str, Bounded] = {}
+        if (spec := self.specs["result"]) is not None:
+            halves = [self._scaled(_times(dz, slope), spec.dtype, 1) for slope in (da, du)]
+            value, error = (hidden_row_of(self.p, *(getattr(half, part) for half in halves)) for part in _PARTS)
+            found["result"] = Bounded(value, error, spec.dtype)
+        if self.specs["activated"] is not None:
+            found["activated"] = self._activated(hidden, "activated")
+        if self.specs["row_sum"] is not None:
+            found["row_sum"] = self._row_sum(_times(dz, t))
+        return found
+
+    def _row_sum(self, products: Bounded) -> Bounded:
+        width = products.shape[1]
+        largest = np.sum(np.abs(products.value) + products.error, axis=1)
+        value, error = np.sum(products.value, axis=1), np.sum(products.error, axis=1)
+        if (base := self.o["row_base"]) is not None:
+            value, error, largest = value + base.value, error + base.error, largest + np.abs(base.value) + base.error
+        error = error + (width + 2) * (2 * F32_HALF_ULP * largest + SMALLEST_F32)
+        return Bounded(value, error, "float32")
+
+    def _slopes(self, hidden: Bounded) -> tuple[Bounded, Bounded, Bounded]:
+        """t, dt/da and dt/du in fp32 arithmetic, [M, F] each."""
+        kind = KINDS[self.p["kind"]]
+        centre = activation_of(self.p, hidden.value)
+        gate, linear = half_columns(centre.t.shape[1], self.p["interleave"])
+        error = np.where(np.isfinite(hidden.error), hidden.error, 0.0)  # nobody reads the tail
+        around = [centre]
+        if error.any():
+            for signs in itertools.product((-1, 0, 1), (-1, 0, 1) if kind.gated else (0,)):
+                moved = hidden.value.copy()
+                for columns, sign in zip((gate, linear) if kind.gated else (gate,), signs, strict=False):
+                    moved[:, columns] += sign * error[:, columns]
+                around.append(activation_of(self.p, moved))
+        size = np.where(np.isfinite(hidden.value), np.abs(hidden.value), 0.0)  # clamps make infinities finite
+        a, ea = size[:, gate], error[:, gate]
+        u, eu = (size[:, linear], error[:, linear]) if kind.gated else (np.zeros_like(a), np.zeros_like(a))
+        with np.errstate(all="ignore"):
+            # What the functions lose where they are subnormal, multiplied by the other half and by the parameters;
+            # the derivative of gelu_tanh multiplies that by a^3 more.
+            least = (SMALLEST_F32 if "_cpu" in self.kernel else FLUSH) * (1 + a) * (1 + u)
+            least = least * math.prod(1 + abs(self.p[n]) for n in kind.defaults if np.isfinite(self.p[n]))
+            terms = 2 * np.abs(np.where(a > 0, centre.t / a, 0.0)) + np.abs(centre.da)
+            steepest = [np.max([np.abs(getattr(s, part)) for s in around], axis=0) for part in ("da", "du")]
+            t = ACTIVATIONS * np.abs(centre.t) + least + steepest[0] * ea + steepest[1] * eu
+            da, du = (
+                ACTIVATIONS * magnitude
+                + (1 + a) ** 3 * least
+                + 2 * np.max([np.abs(getattr(s, part) - getattr(centre, part)) for s in around], axis=0)
+                for part, magnitude in (("da", terms), ("du", np.abs(centre.du)))
+            )
+        return Bounded(centre.t, t, "float64"), Bounded(centre.da, da, "float64"), Bounded(centre.du, du, "float64")
+
+    def _masked(self, found: Bounded) -> Bounded:
+        """Tail rows: zero where that is asked for, and on the CPU; else anything."""
+        end = int(group_ends(np.asarray(self.o["group_sizes"]), found.shape[0])[-1])
+        written = (np.arange(found.shape[0]) < end).reshape((-1,) + (1,) * (len(found.shape) - 1))
+        known = bool(self.p["zero_tail"]) or "_cpu" in self.kernel or len(found.shape) == 1
+        error = np.where(written, found.error, 0.0 if known else np.inf)
+        return Bounded(np.where(written, found.value, 0.0), error, found.dtype)
+
+
+_PARTS = ("value", "error")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The linear operation, whole.
 
 
@@ -243,6 +403,55 @@ def expect_linear_grads(
         into_w=_maybe(into_w),
         accumulate=accumulate,
     )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The MLP, whole.
+
+
+def expect_mlp(
+    op: Mlp,
+    x: NDArray[Any],
+    wi: NDArray[Any],
+    wo: NDArray[Any],
+    group_sizes: NDArray[Any],
+    probs: NDArray[Any] | None = None,
+    wi_bias: NDArray[Any] | None = None,
+    wo_bias: NDArray[Any] | None = None,
+    *,
+    kernels: dict[str, str] | None = None,
+) -> Bounded:
+    """y of the MLP and the error allowed; weights in the layout that `op.transposed` says."""
+    bx, w1, w2, p, b1, b2 = (_maybe(array) for array in (x, wi, wo, probs, wi_bias, wo_bias))
+    return mlp.mlp(Expected(kernels), op, bx, w1, w2, group_sizes, p, b1, b2).y
+
+
+def expect_mlp_grads(
+    op: Mlp,
+    x: NDArray[Any],
+    wi: NDArray[Any],
+    wo: NDArray[Any],
+    group_sizes: NDArray[Any],
+    probs: NDArray[Any] | None = None,
+    wi_bias: NDArray[Any] | None = None,
+    wo_bias: NDArray[Any] | None = None,
+    *,
+    dy: NDArray[Any],
+    needs: MlpNeeds | None = None,
+    kernels: dict[str, str] | None = None,
+) -> mlp.MlpGradients:
+    """Gradients of the MLP, each a `Bounded`, and the errors allowed."""
+    run = Expected(kernels)
+    given = [_maybe(array) for array in (x, wi, wo, probs, wi_bias, wo_bias)]
+    bx, w1, w2, p, b1, b2 = given
+    specs = MlpSpecs(*(None if array is None else run.spec(array) for array in given))
+    needs = restrict(needs or MlpNeeds(), specs)
+    top = Bounded.of(dy)
+    _, h, _ = mlp.mlp(run, op, bx, w1, w2, group_sizes, p, b1, b2, keep_h=True)
+    main = mlp.main_grads(run, op, specs, bx, h, None, w1, w2, group_sizes, p, b1, b2, top, needs)
+    wi_grad = mlp.weight_grad(run, op.fc1(), specs.wi, bx, main.dh, group_sizes) if needs.wi else None
+    wo_grad = mlp.weight_grad(run, op.fc2(), specs.wo, main.z, top, group_sizes) if needs.wo else None
+    return mlp.MlpGradients(main.x, wi_grad, wo_grad, main.probs, main.wi_bias, main.wo_bias)
 
 
 def _maybe(array: NDArray[Any] | None) -> Bounded | None:

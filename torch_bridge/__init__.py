@@ -1,6 +1,8 @@
 """Grouped matrix products for PyTorch: the same kernels, rules and messages as `jax_grouped`."""
 
+from grouped_core.activations import Activation as Activation
 from grouped_core.formats import Format as Format
+from grouped_core.mlp_spec import Residuals as Residuals
 from grouped_core.recipes import BF16 as BF16
 from grouped_core.recipes import FP16 as FP16
 from grouped_core.recipes import FP32 as FP32
@@ -8,6 +10,10 @@ from grouped_core.recipes import Recipe as Recipe
 from grouped_core.sizes import GroupSizes as GroupSizes
 from torch_bridge.debug import explain as explain
 from torch_bridge.debug import why_unsupported as why_unsupported
+from torch_bridge.deferred import grouped_mlp_bwd_dw as grouped_mlp_bwd_dw
+from torch_bridge.deferred import grouped_mlp_bwd_dx as grouped_mlp_bwd_dx
+from torch_bridge.deferred import grouped_mlp_fwd as grouped_mlp_fwd
+from torch_bridge.mlp import grouped_mlp as grouped_mlp
 from torch_bridge.ops import grouped_linear as grouped_linear
 from torch_bridge.sizes import check_debug_word as check_debug_word
 from torch_bridge.sizes import device_sizes as device_sizes

@@ -69,14 +69,14 @@ def check_arguments(
     # there is no plain memory; then, and in a trace, every call is checked.
     facts = None
     if not compiling:
-        _refuse_transforms(x, weight, bias, row_scale)
+        refuse_transforms("grouped_linear", x, weight, bias, row_scale)
         facts = EXCHANGE.describe((x, weight, sizes, bias, row_scale))
     text = None if facts is None else _texts.get((facts, options))
     if text is None:
         given_sizes = sizes
         sizes, text = _check_operands(x, weight, sizes, bias, row_scale, options)
         if facts is not None and sizes is given_sizes:
-            if len(_texts) >= _MAX_TEXTS:
+            if len(_texts) >= MAX_TEXTS:
                 _texts.clear()
             _texts[facts, options] = text
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
@@ -84,15 +84,15 @@ def check_arguments(
     to_main_grad = isinstance(wgrad_accum, str)
     accumulators: Sequence[Tensor | None] = ()
     if wgrad_accum is not None and wgrad_accum != "main_grad":
-        accumulators = _accumulators(wgrad_accum, weights)
+        accumulators = accumulators_of(wgrad_accum, weights)
         if not compiling:  # in a trace there are no addresses yet
             owners = [NAMES.accum] if isinstance(wgrad_accum, Tensor) else _numbered(NAMES.accum, len(accumulators))
-            _check_apart(zip(owners, accumulators, strict=True), _inputs(x, weights, sizes, biases, row_scale))
+            check_apart(zip(owners, accumulators, strict=True), _inputs(x, weights, sizes, biases, row_scale))
     return Arguments(x, weights, sizes, biases, row_scale, text, to_main_grad, accumulators)
 
 
 _texts: dict[tuple[bytes, _Options], str] = {}  # of operands and options that were checked
-_MAX_TEXTS = 8192  # as for programs: M may change each step
+MAX_TEXTS = 8192  # as for programs: M may change each step
 
 
 def _check_operands(
@@ -113,10 +113,11 @@ def _check_operands(
     return sizes, text
 
 
-def _refuse_transforms(*operands: Any) -> None:
+def refuse_transforms(name: str, *operands: Any) -> None:
+    """Refuses functorch transforms and forward mode; `name` of the operation is for the words."""
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
-            "grouped_linear under torch.func.vmap, grad or jvp: expected plain tensors; fold a mapped axis into rows "
+            f"{name} under torch.func.vmap, grad or jvp: expected plain tensors; fold a mapped axis into rows "
             "or groups, and differentiate with torch.autograd."
         )
     if forward_ad._current_level < 0:  # outside every dual level there are no tangents, which would be lost in silence
@@ -125,7 +126,7 @@ def _refuse_transforms(*operands: Any) -> None:
         for each in operand if isinstance(operand, (list, tuple)) else [operand]:
             if isinstance(each, Tensor) and forward_ad.unpack_dual(each).tangent is not None:
                 raise NotImplementedError(
-                    "grouped_linear in forward mode: a dual tensor, expected plain tensors; "
+                    f"{name} in forward mode: a dual tensor, expected plain tensors; "
                     "differentiate with torch.autograd, in reverse mode."
                 )
 
@@ -153,32 +154,35 @@ def _text(transposed: bool, recipe: Recipe | None, scale_bias: bool, rows_hint: 
     return _library.encode(transposed, recipe, scale_bias, rows_hint, names)
 
 
-def weight_names(weights: Sequence[Tensor]) -> list[str]:
-    """How messages name each weight."""
-    return [NAMES.w] if weights[0].dim() == 3 else _numbered(NAMES.w, len(weights))
+def weight_names(weights: Sequence[Tensor], name: str = NAMES.w) -> list[str]:
+    """How messages name each weight of the argument `name`."""
+    return [name] if weights[0].dim() == 3 else _numbered(name, len(weights))
 
 
 def _numbered(name: str, count: int) -> list[str]:
     return [f"{name}[{at}]" for at in range(count)]
 
 
-def _accumulators(given: str | Tensor | Sequence[Tensor | None], weights: list[Tensor]) -> list[Tensor | None]:
+def accumulators_of(
+    given: Any, weights: list[Tensor], accum_name: str = NAMES.accum, weight_name: str = NAMES.w
+) -> list[Tensor | None]:
     """`wgrad_accum` as one destination a weight."""
     found: list[Any] | None = (
         [given] if isinstance(given, Tensor) else list(given) if isinstance(given, (list, tuple)) else None
     )
     if found is None:
         raise ValueError(
-            f"`{NAMES.accum}`: {given!r}, expected None, 'main_grad', a tensor for a packed weight or a list of "
+            f"`{accum_name}`: {given!r}, expected None, 'main_grad', a tensor for a packed weight or a list of "
             "tensors for a list of weights; pass one of them."
         )
     if len(found) != len(weights) or (weights[0].dim() == 3) != isinstance(given, Tensor):
         raise ValueError(
-            f"`{NAMES.accum}`: {len(found)} tensors, expected one for each of the {len(weights)} weights, in the same "
+            f"`{accum_name}`: {len(found)} tensors, expected one for each of the {len(weights)} weights, in the same "
             "form (a tensor for a packed weight, a list for a list); pass None for a frozen member of a list."
         )
-    for at, (accumulator, weight, owner) in enumerate(zip(found, weights, weight_names(weights), strict=True)):
-        name = NAMES.accum if isinstance(given, Tensor) else f"{NAMES.accum}[{at}]"
+    owners = weight_names(weights, weight_name)
+    for at, (accumulator, weight, owner) in enumerate(zip(found, weights, owners, strict=True)):
+        name = accum_name if isinstance(given, Tensor) else f"{accum_name}[{at}]"
         if accumulator is None:
             if weight.requires_grad:
                 raise ValueError(
@@ -187,17 +191,18 @@ def _accumulators(given: str | Tensor | Sequence[Tensor | None], weights: list[T
             continue
         check_operand(name, accumulator, weight)
         calls.check_accumulator(name, spec_of(accumulator), spec_of(weight))
-        _check_writable(name, accumulator)
+        check_writable(name, accumulator)
     return found
 
 
-def destinations(weights: Sequence[Tensor]) -> list[Tensor | None]:
+def destinations(weights: Sequence[Tensor], name: str = NAMES.w) -> list[Tensor | None]:
     """`main_grad` of every weight that needs a gradient."""
-    pairs = zip(weights, weight_names(weights), strict=True)
+    pairs = zip(weights, weight_names(weights, name), strict=True)
     return [main_grad.destination(each, name) if each.requires_grad else None for each, name in pairs]
 
 
-def _check_writable(name: str, buffer: Tensor) -> None:
+def check_writable(name: str, buffer: Tensor) -> None:
+    """Refuses a buffer with a history, or of another framework."""
     if buffer.requires_grad:
         raise ValueError(f"`{name}`: requires_grad is True, expected False; pass `{name}.detach()`.")
     if is_foreign(buffer):
@@ -214,11 +219,11 @@ def check_buffers(out: Tensor | None, grad_input: Tensor | None, given: Argument
     for name, buffer in buffers:
         if buffer is not None:
             check_operand(name, buffer, x)
-            _check_writable(name, buffer)
+            check_writable(name, buffer)
     if not torch.compiler.is_compiling():  # where there are no addresses yet
-        _check_apart(buffers, _inputs(x, given.weights, given.sizes, given.biases, given.row_scale))
+        check_apart(buffers, _inputs(x, given.weights, given.sizes, given.biases, given.row_scale))
     if grad_input is not None:
-        calls.check_buffer(NAMES.grad_input, spec_of(grad_input), ArraySpec(tuple(x.shape), _gradient_dtype(x)))
+        calls.check_buffer(NAMES.grad_input, spec_of(grad_input), ArraySpec(tuple(x.shape), gradient_dtype(x)))
         if not x.requires_grad:
             raise ValueError(
                 f"`{NAMES.grad_input}`: given, but `x` needs no gradient; expected None, or an x with requires_grad; "
@@ -226,7 +231,8 @@ def check_buffers(out: Tensor | None, grad_input: Tensor | None, given: Argument
             )
 
 
-def _gradient_dtype(x: Tensor) -> str:
+def gradient_dtype(x: Tensor) -> str:
+    """Dtype of the gradient of `x`."""
     name = dtype_name(x.dtype)
     return "bfloat16" if name.startswith("float8") else name
 
@@ -245,7 +251,7 @@ def _inputs(
     ]
 
 
-def _check_apart(written: _Named, read: _Named) -> None:
+def check_apart(written: _Named, read: _Named) -> None:
     """Refuses memory that is written and is at the same time another operand's.
 
     One sweep over the starts: a list of many weights costs no comparison of all pairs.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -53,10 +53,14 @@ def decode(text: str) -> Linear:
     """The linear operation that `encode` wrote down."""
     facts = json.loads(text)
     if "recipe" in facts:
-        fields = facts["recipe"]
-        cells = {product: tuple(Format(**cell) for cell in fields[product]) for product in _PRODUCTS}
-        facts["recipe"] = Recipe(**(fields | cells))
+        facts["recipe"] = decode_recipe(facts["recipe"])
     return Linear(NAMES, **facts)
+
+
+def decode_recipe(fields: dict[str, Any]) -> Recipe:
+    """The recipe whose fields `dataclasses.asdict` gave."""
+    cells: dict[str, Any] = {product: tuple(Format(**cell) for cell in fields[product]) for product in _PRODUCTS}
+    return Recipe(**(fields | cells))
 
 
 @lru_cache(maxsize=1024)
@@ -134,7 +138,7 @@ def dtype_names(*dtypes: torch.dtype | None) -> str:
     return ",".join("-" if dtype is None else _run.dtype_name(dtype) for dtype in dtypes)
 
 
-def _grouped(members: Sequence[Tensor], packed_rank: int) -> Operand:
+def grouped(members: Sequence[Tensor], packed_rank: int) -> Operand:
     """An operand from the list form of operators: nothing, the packed tensor, or one tensor a group."""
     if not members:
         return None
@@ -165,7 +169,7 @@ def _forward_operands(
     row_scale: Tensor | None,
     out: Tensor | None,
 ) -> tuple[Any, ...]:
-    return x, _grouped(weight, 3), group_sizes, _grouped(bias, 2), row_scale, out
+    return x, grouped(weight, 3), group_sizes, grouped(bias, 2), row_scale, out
 
 
 def _run_forward(op: str, operands: tuple[Any, ...]) -> Tensor:
@@ -251,7 +255,7 @@ def _linear_grads(
     if "w" in needs and live:  # frozen members of a list have no destination
         buffer = _weight_gradients(op, dtypes, live, dy, k)
         into = _scattered(buffer.unbind(), live, group_sizes.shape[0])
-    operands = (x, _grouped(weight, 3), group_sizes, _grouped(bias, 2), row_scale, dy, into, None)
+    operands = (x, grouped(weight, 3), group_sizes, grouped(bias, 2), row_scale, dy, into, None)
     dx, dw, db, dc = _run.run(_backward_rule, (op, needs, dtypes, k, False), operands, debug_flags())
     return [each for each in (dx, dw if buffer is None else buffer, db, dc) if each is not None]
 
@@ -269,7 +273,7 @@ def _linear_grads_fake(
     needs: str,
     live: list[int],
 ) -> list[Tensor]:
-    operands = (x, _grouped(weight, 3), group_sizes, _grouped(bias, 2), row_scale, dy, None, None)
+    operands = (x, grouped(weight, 3), group_sizes, grouped(bias, 2), row_scale, dy, None, None)
     static = (op, needs, dtypes, int(k), False)
     dx, dw, db, dc = _run.fake(_backward_rule, static, operands, _BACKWARD_ROWS, dy.device)
     if dw is not None and live:
@@ -294,10 +298,10 @@ def _linear_grads_into(
     wgrad: list[Tensor],
     scale_grad: Tensor | None,
 ) -> None:
-    into = _grouped(wgrad, 3)
+    into = grouped(wgrad, 3)
     if into is wgrad:  # of a list of weights
         into = _scattered(wgrad, live, group_sizes.shape[0])
-    operands = (x, _grouped(weight, 3), group_sizes, _grouped(bias, 2), row_scale, dy, into, grad_input)
+    operands = (x, grouped(weight, 3), group_sizes, grouped(bias, 2), row_scale, dy, into, grad_input)
     dc = _run.run(_backward_rule, (op, needs, dtypes, k, accumulate), operands, debug_flags())[3]
     if scale_grad is not None:
         scale_grad.copy_(dc)
@@ -308,16 +312,20 @@ def _linear_grads_into_fake(*_: Any) -> None:
 
 
 _LIBRARY = torch.library.Library("torch_bridge", "DEF")
-for _name, _run_it, _fake_it in (
-    ("linear", _linear, _linear_fake),
-    ("linear_into", _linear_into, _linear_into_fake),
-    ("linear_grads", _linear_grads, _linear_grads_fake),
-    ("linear_grads_into", _linear_grads_into, _linear_grads_into_fake),
-):
-    _LIBRARY.define(_name + _SCHEMAS[_name], tags=(torch.Tag.pt2_compliant_tag,))
-    for _device in ("CPU", "CUDA"):
-        _LIBRARY.impl(_name, _run_it, _device)
-    torch.library.register_fake(f"torch_bridge::{_name}", _fake_it, lib=_LIBRARY)
+
+
+def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """An operator of this package, on CPU and CUDA, and its fake implementation."""
+    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for device in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, run, device)
+    torch.library.register_fake(f"torch_bridge::{name}", fake, lib=_LIBRARY)
+
+
+define("linear", _SCHEMAS["linear"], _linear, _linear_fake)
+define("linear_into", _SCHEMAS["linear_into"], _linear_into, _linear_into_fake)
+define("linear_grads", _SCHEMAS["linear_grads"], _linear_grads, _linear_grads_fake)
+define("linear_grads_into", _SCHEMAS["linear_grads_into"], _linear_grads_into, _linear_grads_into_fake)
 
 linear = torch.ops.torch_bridge.linear.default
 linear_into = torch.ops.torch_bridge.linear_into.default
@@ -358,9 +366,9 @@ def backward_calls(
     dy = x.new_empty((x.shape[0], n), dtype=_forward_dtype(x), device="meta")
     into = None
     if into_dtype is not None and needs.w:
-        into = _grouped([each.to("meta", _run.TORCH_DTYPES[into_dtype]) for each in weight], 3)
+        into = grouped([each.to("meta", _run.TORCH_DTYPES[into_dtype]) for each in weight], 3)
     dtypes = dtypes_text(x, weight[0], bias[0] if bias else None, row_scale)
-    operands = (x, _grouped(weight, 3), group_sizes, _grouped(bias, 2), row_scale, dy, into, grad_input)
+    operands = (x, grouped(weight, 3), group_sizes, grouped(bias, 2), row_scale, dy, into, grad_input)
     static = (op, needs_text(needs), dtypes, x.shape[1], into is not None)
     return _run.calls_of(_backward_rule, static, operands)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from grouped_core import _native, calls, plans
 from grouped_core.calls import ArraySpec, Call
-from grouped_core.gradients import Listed
+from grouped_core.products import Listed
 from torch_bridge._memory import (
     EXCHANGE,
     address_table,
@@ -84,11 +84,11 @@ class Cast(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One native call; `result` is a new register, the one of its `into`, or None where it goes to a table."""
+    """One native call. A result slot has a register, a new one or that of `into`; None: absent, or goes to a table."""
 
     call: Call
     operands: tuple[tuple[int, int], ...]  # (slot, register) of those that are there
-    result: int | None
+    results: tuple[int | None, ...]
     is_new: bool
 
 
@@ -123,12 +123,14 @@ class Recorder:
 
     def __call__(self, call: Call, arrays: Sequence[Register | None]) -> tuple[Register | None, ...]:
         present = tuple((slot, array.at) for slot, array in enumerate(arrays) if array is not None)
+        results: tuple[Register | None, ...]
         if not call.aliases:
-            result, is_new = self._register(call.outputs[0]), True
+            results = tuple(None if spec is None else self._register(spec) for spec in call.outputs)
         else:  # the caller's buffer, or nothing where a table says where to write
-            result, is_new = arrays[call.aliases[0][0]], False
-        self.steps.append(Launch(call, present, None if result is None else result.at, is_new))
-        return (result,)
+            results = (arrays[call.aliases[0][0]],)
+        ats = tuple(None if result is None else result.at for result in results)
+        self.steps.append(Launch(call, present, ats, not call.aliases))
+        return results
 
     def spec(self, array: Register) -> ArraySpec:
         return array.spec
@@ -205,20 +207,24 @@ def _program(rule: Rule, static: Hashable, operands: Sequence[Operand], device: 
         read = {register for _, register in step.operands}
         plan = plans.plan(step.call, arch_of(device))
         workspace_bytes = max(workspace_bytes, plan.workspace_bytes)
-        registers = [-1] * (len(step.call.inputs) + 2)
+        inputs = len(step.call.inputs)
+        registers = [-1] * (inputs + len(step.call.outputs) + 1)
         for slot, register in step.operands:
             registers[slot] = register
-        if step.result is not None:
-            registers[-2] = step.result
+        for slot, register in enumerate(step.results, inputs):
+            registers[slot] = -1 if register is None else register
         if plan.workspace_bytes:
             registers[-1] = recording.registers
-        (result,) = step.call.outputs
-        new = (registers[-2], result.shape, _strides(result.shape), TORCH_DTYPES[result.dtype])
+        new = [
+            (register, spec.shape, _strides(spec.shape), TORCH_DTYPES[spec.dtype])
+            for register, spec in zip(step.results, step.call.outputs, strict=True)
+            if register is not None and spec is not None
+        ]
         steps.append(
             _Planned(
                 step.call.name,
                 _native.Launcher(EXCHANGE, plan, registers).launch,
-                (new,) if step.is_new else (),
+                tuple(new) if step.is_new else (),
                 tuple(register for register in read - keep if register >= given),
             )
         )

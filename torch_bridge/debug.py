@@ -8,10 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grouped_core import mlp as rules
 from grouped_core.calls import Call
 from grouped_core.debug import Planned, bound_arguments, explain_calls, why_not
 from grouped_core.gradients import Needs
-from torch_bridge import _library
+from grouped_core.mlp_spec import MlpNeeds
+from grouped_core.plans import Planner
+from torch_bridge import _library, _mlp_library, mlp
+from torch_bridge import _mlp_arguments as mlp_arguments
 from torch_bridge._arguments import check_arguments, check_buffers
 from torch_bridge._run import arch_of, dtype_name
 from torch_bridge.ops import grouped_linear
@@ -37,7 +41,32 @@ def _linear_calls(*, out: Tensor | None, grad_input: Tensor | None, **arguments:
     return found
 
 
-_PLANS: dict[Callable[..., Any], Planned] = {grouped_linear: _linear_calls}
+def _mlp_calls(*, out: Tensor | None, grad_input: Tensor | None, **arguments: Any) -> list[Call]:
+    """Native calls of `grouped_mlp` with these arguments, and of the gradients that they need."""
+    given = mlp_arguments.check_arguments(**arguments)
+    specs, sizes = mlp_arguments.specs_of(given)
+    if out is not None or grad_input is not None:
+        mlp_arguments.check_buffers(out, grad_input, given)
+    lists = ([given.x], given.wi, given.wo, [given.probs], given.wi_bias, given.wo_bias)
+    needs = MlpNeeds(*(any(each is not None and each.requires_grad for each in group) for group in lists))
+    run = Planner()
+    accumulators: Any = []
+    for weight, given_to in zip(specs[1:3], given[-2:], strict=True):
+        one = next((each for each in given_to if each is not None), None)
+        dtype = "float32" if given.to_main_grad else None if one is None else dtype_name(one.dtype)
+        accumulators.append(None if dtype is None else weight._replace(dtype=dtype))
+    rules.plan(
+        _mlp_library.decode(given.text),
+        specs,
+        sizes,
+        run,
+        needs=needs if torch.is_grad_enabled() else MlpNeeds(*[False] * 6),
+        accumulators=tuple(accumulators),
+    )
+    return run.calls
+
+
+_PLANS: dict[Callable[..., Any], Planned] = {grouped_linear: _linear_calls, mlp.grouped_mlp: _mlp_calls}
 
 
 def _arch(arch: str | None, x: Any) -> str:

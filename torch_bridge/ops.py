@@ -114,8 +114,8 @@ _Static = tuple[str, tuple[int, int], tuple[bool, bool], bool, tuple[bool, ...] 
 `main_grad`; whether they replace what is there (None: ask the Parameters)."""
 
 
-class _Facts(NamedTuple):
-    """What forward tells backward beside tensors."""
+class ProductFacts(NamedTuple):
+    """What forward tells the backward of one product beside tensors."""
 
     text: str  # the operation
     dtypes: str  # of x, weight, bias, row_scale
@@ -128,13 +128,14 @@ class _Facts(NamedTuple):
     overwrite: tuple[bool, ...] | None  # None: ask the Parameters
     needs: Needs
     k: int
+    weight_name: str = _library.NAMES.w  # the argument, for messages
 
 
 @torch.compiler.assume_constant_result
 def _facts(
     static: _Static, dtypes: tuple[torch.dtype | None, ...], needed: tuple[bool, ...]
 ) -> tuple[Needs, tuple[bool, ...], tuple[Any, ...]]:
-    """Which of x, weight, bias, row_scale to keep, which need a gradient, and the other fields of `_Facts` but for k.
+    """Which of x, weight, bias, row_scale to keep, which need a gradient, and other fields of `ProductFacts`.
 
     Args:
         dtypes: of x, weight, bias, row_scale. needed: which arguments of `_Linear` need a gradient.
@@ -180,7 +181,7 @@ class _Linear(torch.autograd.Function):
         firsts = (x, weights[0], biases[0] if biases else None, row_scale)
         dtypes = tuple([None if each is None else each.dtype for each in firsts])
         kept, needs, facts = _facts(static, dtypes, ctx.needs_input_grad)
-        ctx.facts = _Facts(*facts, needs=Needs(*needs), k=x.shape[1])
+        ctx.facts = ProductFacts(*facts, needs=Needs(*needs), k=x.shape[1])
         ctx.save_for_backward(
             sizes,
             x if kept.x else None,
@@ -202,18 +203,51 @@ class _Linear(torch.autograd.Function):
             return _backward(ctx, dy)
         with torch.no_grad():
             gradients = _backward(ctx, dy)
-        return _Once.apply(*(None if each is None else each.detach().requires_grad_() for each in gradients))
+        return once("grouped_linear", gradients)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    facts: _Facts = ctx.facts
-    needs, (weight_count, bias_count) = facts.needs, facts.counts
+    facts: ProductFacts = ctx.facts
     sizes, x, row_scale, *members = ctx.saved_tensors
-    weights, biases = members[: facts.kept_weights], members[facts.kept_weights :]
-    dy = dy.contiguous()
-    operands = (x, weights, sizes, biases, row_scale, dy, facts.k, facts.text, facts.dtypes)
-    elsewhere = bool(ctx.owners) and needs.w
-    buffer = ctx.grad_input if needs.x else None
+    found = product_gradients(
+        facts,
+        (x, members[: facts.kept_weights], sizes, members[facts.kept_weights :], row_scale, dy.contiguous()),
+        ctx.owners,
+        ctx.accumulators,
+        ctx.grad_input,
+    )
+    gradients = (found.x, found.row_scale, *found.weights, *found.biases)
+    return (*[None] * _PLAIN_ARGUMENTS, *gradients, *[None] * len(ctx.accumulators))
+
+
+class ProductGradients(NamedTuple):
+    """Gradients of one product, None where not needed or written elsewhere; one entry a weight and a bias."""
+
+    x: Tensor | None
+    row_scale: Tensor | None
+    weights: list[Tensor | None]
+    biases: list[Tensor | None]
+
+
+def product_gradients(
+    facts: ProductFacts,
+    tensors: tuple[Tensor | None, list[Tensor], Tensor, list[Tensor], Tensor | None, Tensor],
+    owners: Sequence[Tensor],
+    accumulators: Sequence[Tensor | None],
+    grad_input: Tensor | None,
+) -> ProductGradients:
+    """What `facts.needs` asks for, each gradient where it belongs.
+
+    Args:
+        tensors: x, weights, group sizes, biases, row scale and dy; those that no needed gradient reads are None or [].
+        owners: the weights, if their gradients do not go to autograd but to `accumulators` or to `main_grad`.
+        grad_input: the caller's buffer for the gradient of x.
+    """
+    needs, (weight_count, bias_count) = facts.needs, facts.counts
+    dy = tensors[-1]
+    operands = (*tensors, facts.k, facts.text, facts.dtypes)
+    elsewhere = bool(owners) and needs.w
+    buffer = grad_input if needs.x else None
 
     new = needs._replace(w=needs.w and not elsewhere)
     if buffer is not None:  # the gradient of the row scale is a by-product of that of x
@@ -237,11 +271,11 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
             some = _library.subset(groups, weight_count)
             _library.linear_grads_into(*operands, "w", some, accumulate, None, destinations, None)
 
-        names = weight_names(ctx.owners)
-        main_grad.write(names, ctx.owners, ctx.accumulators or None, facts.overwrite, facts.live, launch)
+        names = weight_names(owners, facts.weight_name)
+        main_grad.write(names, owners, accumulators or None, facts.overwrite, facts.live, launch)
         if facts.flags:
             for at in facts.live:
-                weight_gradients[at] = main_grad.returned(ctx.owners[at])
+                weight_gradients[at] = main_grad.returned(owners[at])
     if dw is not None:  # of a list: [live, N, K]
         for at, gradient in zip(facts.live, [dw] if facts.packed[0] else dw.unbind(), strict=True):
             weight_gradients[at] = gradient
@@ -249,19 +283,25 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gradients = [db] if facts.packed[1] else db.unbind()
         for at in facts.live_biases:
             bias_gradients[at] = gradients[at]
-    return (*[None] * _PLAIN_ARGUMENTS, dx, dc, *weight_gradients, *bias_gradients, *[None] * len(ctx.accumulators))
+    return ProductGradients(dx, dc, weight_gradients, bias_gradients)
+
+
+def once(name: str, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The gradients, with a history that refuses to be differentiated; `name` of the operation is for its words."""
+    return _Once.apply(name, *(None if each is None else each.detach().requires_grad_() for each in gradients))
 
 
 class _Once(torch.autograd.Function):
     """Lets gradients through and refuses to differentiate them again."""
 
     @staticmethod
-    def forward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, name: str, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.name = name
         return tuple(None if each is None else each.view_as(each) for each in gradients)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         raise RuntimeError(
-            "grouped_linear: differentiated twice, expected once; its gradients have no derivative of their own, "
+            f"{ctx.name}: differentiated twice, expected once; its gradients have no derivative of their own, "
             "compose it of differentiable torch operations where second derivatives are needed."
         )

@@ -123,7 +123,175 @@ struct ScaleRows {
   }
 };
 
+// An activation as parameters: numerics 5 has the formulas, cc/math/activation.h the arithmetic. Its input row holds
+// the gate half and the linear half in blocks of `interleave` columns (0: each half in one piece); kinds that are not
+// gated have the gate alone. Parameters that a kind lacks are ignored.
+struct ActivationParams {
+  std::string kind = "swiglu";  // a name of activation_kinds()
+  float alpha = 0;              // factor inside the logistic function
+  float limit = 0;              // clamp; infinite: none
+  float offset = 0;             // added to the linear half after its clamp
+  float beta1 = 0;              // ranges of the two tanh
+  float beta2 = 0;
+  int64_t interleave = 0;
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.param("kind", kind);
+    v.param("alpha", alpha);
+    v.param("limit", limit);
+    v.param("offset", offset);
+    v.param("beta1", beta1);
+    v.param("beta2", beta2);
+    v.param("interleave", interleave);
+  }
+};
+
+// Letters of the four calls below: F expert width, W = 2F for gated kinds and F for others; h a row of W columns in the
+// activation's order; t = act(h) unscaled; s(r) = row_scale[r] or 1. `result` and friends are written in valid rows;
+// tail rows are zero with zero_tail, else undefined (on the CPU zero too). row_sum is zero there always.
+
+// hidden[r] = lhs[r] @ rhs[g(r)] + bias[g(r)], rounded;  result[r] = s(r) * act(hidden[r]), rounded.
+struct GroupedMatmulAct {
+  static constexpr const char* kName = "grouped_matmul_act";
+  TensorView lhs;          // [M, K]
+  TensorView rhs;          // [G, K, W] or [G, W, K]; data is null where rhs_table is present
+  TensorView group_sizes;  // [G] int32
+  TensorView bias;         // [G, W]; data is null where bias_table is present
+  TensorView row_scale;    // [M] float32
+  TensorView rhs_table;    // [G] int64: addresses of one weight a group
+  TensorView bias_table;   // [G] int64: addresses of one [W] bias a group
+  TensorView result;       // [M, F]
+  TensorView hidden;       // [M, W]; absent: not stored. Rounded to the dtype of lhs either way
+  int64_t rhs_axis = 1;    // contracted axis of rhs: 1 or 2
+  ActivationParams activation;
+  int64_t zero_tail = 1;
+  int64_t batch_invariant = 0;  // the next four as in GroupedMatmul
+  int64_t aligned_tables = 1;
+  int64_t rows_hint = 0;
+  std::string fp32_mode = "tf32x3";
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("lhs", lhs);
+    v.input("rhs", rhs);
+    v.input("group_sizes", group_sizes);
+    v.optional("bias", bias);
+    v.optional("row_scale", row_scale);
+    v.optional("rhs_table", rhs_table);
+    v.optional("bias_table", bias_table);
+    v.output("result", result);
+    v.optional_output("hidden", hidden);
+    v.param("rhs_axis", rhs_axis);
+    activation.visit(v);
+    v.param("zero_tail", zero_tail);
+    v.param("batch_invariant", batch_invariant);
+    v.param("aligned_tables", aligned_tables);
+    v.param("rows_hint", rows_hint);
+    v.param("fp32_mode", fp32_mode);
+  }
+};
+
+// Gradients at the hidden row, with dz[r] = lhs[r] @ rhs[g(r)] (lhs is dy; dz is fp32 where it stays in registers and
+// is rounded to the dtype of lhs where it is stored):
+//   result[r] = s(r) * dz[r] * act'(hidden[r]), [M, W];  activated[r] = s(r) * act(hidden[r]), [M, F];
+//   row_sum[r] = row_base[r] + <dz[r], act(hidden[r])>, [M], one fp32 sum in a fixed order.
+// Any of the three results may be absent, but not all.
+struct GroupedMatmulDact {
+  static constexpr const char* kName = "grouped_matmul_dact";
+  TensorView lhs;          // [M, N]
+  TensorView rhs;          // [G, N, F] or [G, F, N]; data is null where rhs_table is present
+  TensorView group_sizes;  // [G] int32
+  TensorView hidden;       // [M, W]
+  TensorView row_scale;    // [M] float32
+  TensorView row_base;     // [M] float32
+  TensorView rhs_table;    // [G] int64: addresses of one weight a group
+  TensorView result;       // [M, W]
+  TensorView activated;    // [M, F]
+  TensorView row_sum;      // [M] float32
+  int64_t rhs_axis = 1;    // contracted axis of rhs: 1 or 2
+  ActivationParams activation;
+  int64_t zero_tail = 1;
+  int64_t batch_invariant = 0;  // the next four as in GroupedMatmul
+  int64_t aligned_tables = 1;
+  int64_t rows_hint = 0;
+  std::string fp32_mode = "tf32x3";
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("lhs", lhs);
+    v.input("rhs", rhs);
+    v.input("group_sizes", group_sizes);
+    v.input("hidden", hidden);
+    v.optional("row_scale", row_scale);
+    v.optional("row_base", row_base);
+    v.optional("rhs_table", rhs_table);
+    v.optional_output("result", result);
+    v.optional_output("activated", activated);
+    v.optional_output("row_sum", row_sum);
+    v.param("rhs_axis", rhs_axis);
+    activation.visit(v);
+    v.param("zero_tail", zero_tail);
+    v.param("batch_invariant", batch_invariant);
+    v.param("aligned_tables", aligned_tables);
+    v.param("rows_hint", rows_hint);
+    v.param("fp32_mode", fp32_mode);
+  }
+};
+
+// result[r] = s(r) * act(rows[r]), in fp32 with one rounding.
+struct ActivationForward {
+  static constexpr const char* kName = "activation";
+  TensorView rows;         // [M, W]
+  TensorView group_sizes;  // [G] int32
+  TensorView row_scale;    // [M] float32
+  TensorView result;       // [M, F]
+  ActivationParams activation;
+  int64_t zero_tail = 1;
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("rows", rows);
+    v.input("group_sizes", group_sizes);
+    v.optional("row_scale", row_scale);
+    v.output("result", result);
+    activation.visit(v);
+    v.param("zero_tail", zero_tail);
+  }
+};
+
+// What GroupedMatmulDact does with dz, given dz.
+struct ActivationGrad {
+  static constexpr const char* kName = "activation_grad";
+  TensorView grad;         // [M, F]: dz
+  TensorView rows;         // [M, W]: the hidden rows
+  TensorView group_sizes;  // [G] int32
+  TensorView row_scale;    // [M] float32
+  TensorView row_base;     // [M] float32
+  TensorView result;       // [M, W]
+  TensorView activated;    // [M, F]
+  TensorView row_sum;      // [M] float32
+  ActivationParams activation;
+  int64_t zero_tail = 1;
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("grad", grad);
+    v.input("rows", rows);
+    v.input("group_sizes", group_sizes);
+    v.optional("row_scale", row_scale);
+    v.optional("row_base", row_base);
+    v.optional_output("result", result);
+    v.optional_output("activated", activated);
+    v.optional_output("row_sum", row_sum);
+    activation.visit(v);
+    v.param("zero_tail", zero_tail);
+  }
+};
+
 // The list that every binding iterates over.
-#define GROUPED_CALLS(X) X(GroupedMatmul) X(GroupSum) X(RowDot) X(ScaleRows)
+#define GROUPED_CALLS(X) \
+  X(GroupedMatmul)       \
+  X(GroupSum) X(RowDot) X(ScaleRows) X(GroupedMatmulAct) X(GroupedMatmulDact) X(ActivationForward) X(ActivationGrad)
 
 }  // namespace grouped

@@ -130,8 +130,8 @@ void define_array_call(nb::module_& module) {
              nb::arg("outputs"), nb::arg("params"), nb::arg("workspace").none(), nb::arg("stream"),
              nb::sig("def call(call_name: str, arch: str, implementation: str, "
                      "inputs: collections.abc.Sequence[tuple[object, str] | None], outputs: "
-                     "collections.abc.Sequence[tuple[object, str]], "
-                     "params: dict[str, int | str], workspace: object | None, stream: int) -> None"),
+                     "collections.abc.Sequence[tuple[object, str] | None], "
+                     "params: dict[str, int | float | str], workspace: object | None, stream: int) -> None"),
              "Runs one call on arrays of any DLPack library: (array, dtype name) in slot order, None where absent.\n\n"
              "An array whose library cannot export its dtype is passed as a view of unsigned integers of the same\n"
              "size. Arrays are C-contiguous and on one device; `workspace` is one of Plan.workspace_bytes, or None.\n"

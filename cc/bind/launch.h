@@ -42,6 +42,7 @@ struct Slots {
     ++inputs;
   }
   void output(const char* name, TensorView&) { names.emplace_back(name); }
+  void optional_output(const char* name, TensorView&) { names.emplace_back(name); }
   template <class T>
   void param(const char*, T&) {}
 
@@ -109,6 +110,7 @@ class AddressRules {
     void input(const char*, TensorView& view) { all[count++] = &view; }
     void optional(const char*, TensorView& view) { all[count++] = &view; }
     void output(const char*, TensorView& view) { all[count++] = &view; }
+    void optional_output(const char*, TensorView& view) { all[count++] = &view; }
     template <class T>
     void param(const char*, T&) {}
   };
@@ -125,6 +127,7 @@ struct AddressSetter {
   void input(const char*, TensorView& view) { view.data = reinterpret_cast<void*>(*next++); }
   void optional(const char*, TensorView& view) { view.data = reinterpret_cast<void*>(*next++); }
   void output(const char*, TensorView& view) { view.data = reinterpret_cast<void*>(*next++); }
+  void optional_output(const char*, TensorView& view) { view.data = reinterpret_cast<void*>(*next++); }
   template <class T>
   void param(const char*, T&) {}
 };

@@ -54,11 +54,12 @@ nb::dict kernels() {
 template <class Call>
 void add_signature(nb::dict* calls) {
   const Signature& s = signature<Call>();
-  nb::list inputs;
+  nb::list inputs, outputs;
   for (const Slot& slot : s.inputs) inputs.append(nb::make_tuple(slot.name, slot.optional));
+  for (const Slot& slot : s.outputs) outputs.append(nb::make_tuple(slot.name, slot.optional));
   nb::dict description;
   description["inputs"] = inputs;
-  description["outputs"] = nb::cast(s.outputs);
+  description["outputs"] = outputs;
   description["params"] = nb::cast(s.params);
   (*calls)[Call::kName] = description;
 }
@@ -119,7 +120,7 @@ NB_MODULE(_native, m) {
         "Capsules to register with XLA: platform (\"cpu\", \"CUDA\") -> target (\"jg_<call>_v1\") -> handler.");
   m.def("kernels", &kernels, nb::sig("def kernels() -> dict[str, list[str]]"), "Every call's kernels, best first.");
   m.def("calls", &calls, nb::sig("def calls() -> dict[str, dict[str, list]]"),
-        "Every call's \"inputs\" [(name, optional)] in slot order, \"outputs\" and \"params\" (names).");
+        "Every call's \"inputs\" and \"outputs\" [(name, optional)] in slot order, and \"params\" (names).");
   m.def("dtypes", &dtypes, "Names of the element types, as NumPy and ml_dtypes spell them.");
   m.def("cpu_isa", [] { return std::string(cpu_isa()); }, "Instruction set that the CPU kernels use on this machine.");
   m.def("device_arch", &device_arch, nb::arg("device"),
@@ -143,8 +144,8 @@ NB_MODULE(_native, m) {
       nb::arg("outputs"), nb::arg("params"),
       nb::sig("def plan(call_name: str, arch: str, implementation: str, "
               "inputs: collections.abc.Sequence[tuple[str, tuple[int, ...]] | None], outputs: "
-              "collections.abc.Sequence[tuple[str, tuple[int, ...]]], "
-              "params: dict[str, int | str]) -> Plan"),
+              "collections.abc.Sequence[tuple[str, tuple[int, ...]] | None], "
+              "params: dict[str, int | float | str]) -> Plan"),
       "Chooses a kernel by shapes, dtypes and parameters alone; no device is needed.\n\n"
       "`arch` is \"cpu\" or \"sm_90a\"; `implementation` is empty, a comma list of kernels, \"reference\" or\n"
       "\"composed\"; operands are (dtype, shape) in slot order, None where absent. Raises ValueError for what is not\n"

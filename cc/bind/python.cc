@@ -34,6 +34,8 @@ Params params_of(nb::dict params) {
   for (auto [name, value] : params) {
     if (nb::isinstance<nb::str>(value)) {
       result.emplace_back(text_of(name), text_of(value));
+    } else if (nb::isinstance<nb::float_>(value)) {
+      result.emplace_back(text_of(name), nb::cast<float>(value));
     } else {
       result.emplace_back(text_of(name), integer_of(value));
     }

@@ -22,13 +22,14 @@ struct Slot {
 };
 
 struct Signature {
-  std::vector<Slot> inputs;  // in the order of `visit`: that of arguments, addresses and bits of `operands`
-  std::vector<std::string> outputs;
+  std::vector<Slot> inputs;   // in the order of `visit`: that of arguments, addresses and bits of `operands`
+  std::vector<Slot> outputs;  // likewise, bits of `results`
   std::vector<std::string> params;
 
   void input(const char* name, TensorView&) { inputs.push_back({name, false}); }
   void optional(const char* name, TensorView&) { inputs.push_back({name, true}); }
-  void output(const char* name, TensorView&) { outputs.emplace_back(name); }
+  void output(const char* name, TensorView&) { outputs.push_back({name, false}); }
+  void optional_output(const char* name, TensorView&) { outputs.push_back({name, true}); }
   template <class T>
   void param(const char* name, T&) {
     params.emplace_back(name);
@@ -46,7 +47,7 @@ const Signature& signature() {
 }
 
 // One static parameter as an edge found it. The text belongs to the edge and lives as long as the decoding.
-using ParamValue = std::variant<int64_t, std::string_view>;
+using ParamValue = std::variant<int64_t, float, std::string_view>;
 using Params = std::vector<std::pair<std::string_view, ParamValue>>;
 
 // Puts operands and parameters into a call. A parameter that is missing keeps the default of calls.h, so that a program
@@ -66,11 +67,15 @@ class Decoder {
     check_shape(name, view);
   }
   void output(const char* name, TensorView& view) {
-    view = outputs_[next_output_++];
+    optional_output(name, view);
     if (!view.present()) fail("result `" + std::string(name) + "` is absent; it must be given");
+  }
+  void optional_output(const char* name, TensorView& view) {
+    view = outputs_[next_output_++];
     check_shape(name, view);
   }
   void param(const char* name, int64_t& value) { decode(name, &value, "an integer"); }
+  void param(const char* name, float& value) { decode(name, &value, "a float"); }
   void param(const char* name, std::string& value) { decode(name, &value, "a string"); }
 
   void finish() const {
@@ -90,7 +95,7 @@ class Decoder {
   }
   template <class T>
   void decode(const char* name, T* value, const char* wanted) {
-    using Held = std::conditional_t<std::is_same_v<T, int64_t>, int64_t, std::string_view>;
+    using Held = std::conditional_t<std::is_same_v<T, std::string>, std::string_view, T>;
     for (const auto& [given, held] : params_) {
       if (given != name) continue;
       if (!std::holds_alternative<Held>(held)) fail("parameter `" + std::string(name) + "` must be " + wanted);
@@ -141,7 +146,9 @@ struct Describer {
     if (view.present()) add(name, describe(view));
   }
   void output(const char* name, TensorView& view) { add(name, describe(view)); }
+  void optional_output(const char* name, TensorView& view) { optional(name, view); }
   void param(const char* name, int64_t& value) { add(name, std::to_string(value)); }
+  void param(const char* name, float& value) { add(name, std::to_string(value)); }
   void param(const char* name, std::string& value) { add(name, value); }
   void add(const char* name, const std::string& value) {
     text += (text.empty() ? "" : ", ") + std::string(name) + " " + value;

@@ -63,6 +63,7 @@ TensorView view_of(const ffi::AnyBuffer& buffer) {
 // The attributes of one call: the names that are the binding's own, and the call's parameters.
 struct Attributes {
   int64_t operands = 0;  // bit i: input slot i is present
+  int64_t results = 1;   // bit i: output slot i is present
   std::string_view arch;
   std::string_view implementation;
   Params params;
@@ -75,11 +76,15 @@ struct Attributes {
         value = *dictionary.get<int64_t>(name);
       } else if (dictionary.isa<std::string_view>(it)) {
         value = *dictionary.get<std::string_view>(name);
+      } else if (dictionary.isa<float>(it)) {
+        value = *dictionary.get<float>(name);
       } else {
-        throw std::invalid_argument("attribute `" + std::string(name) + "` must be an int64 or a string");
+        throw std::invalid_argument("attribute `" + std::string(name) + "` must be an int64, a float or a string");
       }
       if (name == "operands" && std::holds_alternative<int64_t>(value)) {
         operands = std::get<int64_t>(value);
+      } else if (name == "results" && std::holds_alternative<int64_t>(value)) {
+        results = std::get<int64_t>(value);
       } else if (name == "arch" && std::holds_alternative<std::string_view>(value)) {
         arch = std::get<std::string_view>(value);
       } else if (name == "implementation" && std::holds_alternative<std::string_view>(value)) {
@@ -110,16 +115,19 @@ void execute(Platform platform, void* stream, Pool* pool, ffi::RemainingArgs arg
   if (next != args.size() || attributes.operands >> inputs.size() != 0) {
     throw std::invalid_argument("attribute `operands` does not fit the " + std::to_string(args.size()) + " operands");
   }
-  if (rets.size() != outputs.size() + 1) {
-    throw std::invalid_argument("got " + std::to_string(rets.size()) + " results, expected " +
-                                std::to_string(outputs.size() + 1) + " (the workspace comes last)");
+  const auto given = static_cast<size_t>(__builtin_popcountll(static_cast<uint64_t>(attributes.results)));
+  if (rets.size() != given + 1 || attributes.results >> outputs.size() != 0) {
+    throw std::invalid_argument("attribute `results` does not fit the " + std::to_string(rets.size()) +
+                                " results (the workspace comes last)");
   }
+  size_t next_result = 0;
   for (size_t slot = 0; slot < outputs.size(); ++slot) {
-    auto buffer = rets.get<ffi::AnyBuffer>(slot);
+    if ((attributes.results >> slot & 1) == 0) continue;
+    auto buffer = rets.get<ffi::AnyBuffer>(next_result++);
     outputs[slot] = view_of(**buffer);
     addresses[inputs.size() + slot] = reinterpret_cast<uintptr_t>((**buffer).untyped_data());
   }
-  auto workspace = rets.get<ffi::AnyBuffer>(outputs.size());
+  auto workspace = rets.get<ffi::AnyBuffer>(next_result);
 
   const Prepared<Call> prepared(attributes.arch, attributes.implementation, inputs, outputs, attributes.params);
   if (prepared.target().platform != platform) {

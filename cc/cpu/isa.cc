@@ -53,6 +53,12 @@ const Isa& best_isa() {
 #endif
 }
 
+const Isa& pinned_or_best(const Isa* pinned) { return pinned ? *pinned : best_isa(); }
+
+std::string refuses_unless_runs(const Isa* pinned) {
+  return pinned_or_best(pinned).supported() ? "" : "this machine lacks the instructions that this kernel is pinned to";
+}
+
 const char* cpu_isa() { return best_isa().name; }
 
 }  // namespace grouped

@@ -375,16 +375,25 @@ void multiply(const PanelProduct& product, const PanelProduct& next) {
 
 }  // namespace
 
+// In activate.cc.
+void activate(const ActivationSpec& spec, const float* a, const float* u, int64_t count, float* t);
+void activate_grad(const ActivationSpec& spec, const float* a, const float* u, const float* grad, int64_t count,
+                   float* t, float* da, float* du);
+
 }  // namespace GROUPED_ISA
 
 #if defined(__AVX512BF16__)
-const Isa kIsaAvx512Bf16 = {"avx512bf16", has_avx512bf16, avx512bf16::multiply, avx512bf16::decode, avx512bf16::encode};
+const Isa kIsaAvx512Bf16 = {"avx512bf16",       has_avx512bf16,       avx512bf16::multiply,     avx512bf16::decode,
+                            avx512bf16::encode, avx512bf16::activate, avx512bf16::activate_grad};
 #elif defined(__AVX512F__)
-const Isa kIsaAvx512 = {"avx512", has_avx512, avx512::multiply, avx512::decode, avx512::encode};
+const Isa kIsaAvx512 = {"avx512",       has_avx512,       avx512::multiply,     avx512::decode,
+                        avx512::encode, avx512::activate, avx512::activate_grad};
 #elif defined(__AVX2__)
-const Isa kIsaAvx2 = {"avx2", has_avx2, avx2::multiply, avx2::decode, avx2::encode};
+const Isa kIsaAvx2 = {"avx2",       has_avx2,       avx2::multiply,     avx2::decode,
+                      avx2::encode, avx2::activate, avx2::activate_grad};
 #else
-const Isa kIsaPlain = {"plain", has_plain, plain::multiply, plain::decode, plain::encode};
+const Isa kIsaPlain = {"plain",       has_plain,       plain::multiply,     plain::decode,
+                       plain::encode, plain::activate, plain::activate_grad};
 #endif
 
 }  // namespace grouped

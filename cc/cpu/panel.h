@@ -1,11 +1,14 @@
 // The packed product: one dense block of a grouped product, computed from panels that are decoded while they are
-// packed. One source (panel.cc) is built for each instruction set; `best_isa` is chosen by cpuid at run time.
+// packed; and loops over elements. panel.cc and activate.cc are built for each instruction set; `best_isa` is chosen by
+// cpuid at run time.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "cc/api/tensor.h"
+#include "cc/math/activation.h"
 
 namespace grouped {
 
@@ -55,6 +58,10 @@ struct Isa {
   // `count` elements, to and from float: exact, and rounded once to nearest even.
   void (*decode)(DType dtype, const void* from, int64_t count, float* to);
   void (*encode)(DType dtype, const float* from, int64_t count, void* to);
+  // t[i] = act(a[i], u[i]);  and with it da[i] = grad[i] * dt/da, du[i] = grad[i] * dt/du.
+  void (*activate)(const ActivationSpec& spec, const float* a, const float* u, int64_t count, float* t);
+  void (*activate_grad)(const ActivationSpec& spec, const float* a, const float* u, const float* grad, int64_t count,
+                        float* t, float* da, float* du);
 };
 
 extern const Isa kIsaPlain;
@@ -72,6 +79,10 @@ bool has_avx512bf16();
 
 const Isa& best_isa();
 const char* cpu_isa();  // its name
+
+// What a kernel is pinned to; null: the best. And the reason not to run it here, or nothing.
+const Isa& pinned_or_best(const Isa* pinned);
+std::string refuses_unless_runs(const Isa* pinned);
 
 // 64-byte aligned memory of the calling thread, kept from call to call until the thread ends; contents undefined.
 void* panel_scratch(size_t bytes);

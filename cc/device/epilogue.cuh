@@ -35,13 +35,14 @@ __device__ inline uint32_t pack2(float a, float b) {
 }
 
 // The slots of one warp, used in turn. The copy engine may still be reading the others.
-template <int kSlots>
+template <int kSlots, int kSlotBytes_ = kSlotBytes>
 struct Slots {
+  static constexpr int kBytes = kSlots * kSlotBytes_;
   uint32_t base;  // shared address
   uint32_t full;  // barriers of the slots, for fetches
   uint32_t turn = 0, parity = 0;
 
-  __device__ uint32_t address(uint32_t ahead = 0) const { return base + (turn + ahead) % kSlots * kSlotBytes; }
+  __device__ uint32_t address(uint32_t ahead = 0) const { return base + (turn + ahead) % kSlots * kSlotBytes_; }
   __device__ uint32_t barrier(uint32_t ahead = 0) const { return full + (turn + ahead) % kSlots * 8; }
   __device__ void wait_free() const {
     if (threadIdx.x % 32 == 0) ptx::store_wait_read<kSlots - 1>();

@@ -1,7 +1,8 @@
-// Where elements lie in shared memory, and the wgmma descriptors that find them there. Every tile is made of blocks of
-// 128-byte rows under the 128-byte swizzle:
-//   K-major   row n of the tile is one 128-byte row of 64 k; blocks of 64 rows, 8 KiB apart
-//   MN-major  row k is one 128-byte row of 64 n; blocks of 64 columns n, each 64 k deep, 8 KiB apart
+// Where elements lie in shared memory, and the wgmma descriptors that find them there. Every tile is made of blocks
+// whose rows are as long as their swizzle is wide:
+//   k     row n of the tile is one 128-byte row of 64 k; blocks of 64 rows, 8 KiB apart
+//   mn    row k is one 128-byte row of 64 n; blocks of 64 columns n, each 64 k deep, 8 KiB apart
+//   mn32  row k is one 64-byte row of 32 n; blocks of 32 columns n, each 64 k deep, 4 KiB apart
 // Arithmetic alone: tests/native/schedule_check.cc follows every element on the CPU.
 #pragma once
 
@@ -11,19 +12,20 @@
 
 namespace grouped::sm90 {
 
-enum class Major { k, mn };
+enum class Major { k, mn, mn32 };
 
 constexpr int kBlockBytes = 64 * 128;
 
 // In a cluster a shared address names its CTA above bit 23, which must not reach the other fields.
 GROUPED_HOST_DEVICE inline uint64_t descriptor(uint32_t address, Major major) {
-  const uint64_t leading = major == Major::mn ? kBlockBytes >> 4 : 1, stride = 1024 >> 4,
-                 swizzle128 = uint64_t(1) << 62;
-  return uint64_t((address & 0x3ffff) >> 4) | leading << 16 | stride << 32 | swizzle128;
+  const bool narrow = major == Major::mn32;
+  const uint64_t leading = major == Major::k ? 1 : (narrow ? kBlockBytes / 2 : kBlockBytes) >> 4;
+  const uint64_t stride = (narrow ? 512 : 1024) >> 4, swizzle = uint64_t(narrow ? 2 : 1) << 62;  // of 64, 128 bytes
+  return uint64_t((address & 0x3ffff) >> 4) | leading << 16 | stride << 32 | swizzle;
 }
 // What a step of 16 along k adds to a descriptor.
 GROUPED_HOST_DEVICE constexpr uint32_t descriptor_step(Major major) {
-  return (major == Major::mn ? 16 * 128 : 16 * 2) >> 4;
+  return (major == Major::k ? 16 * 2 : major == Major::mn ? 16 * 128 : 16 * 64) >> 4;
 }
 
 // A slot holds 16 rows of 128 bytes on their way to global memory. Byte offsets inside it:
@@ -37,6 +39,12 @@ GROUPED_HOST_DEVICE inline uint32_t slot_of_matrix(uint32_t lane, uint32_t j) {
 GROUPED_HOST_DEVICE inline uint32_t slot_of_pair(uint32_t lane, uint32_t j) {
   const uint32_t row = lane / 4, chunk = (2 * j + (lane & 2) / 2) ^ (row & 7);
   return row * 128 + chunk * 16 + (lane & 1) * 8;
+}
+
+// A narrow slot holds 16 rows of 64 bytes, four chunks of 16 each.
+constexpr int kNarrowSlotBytes = 16 * 64;
+GROUPED_HOST_DEVICE inline uint32_t narrow_slot_of(uint32_t row, uint32_t chunk) {
+  return row * 64 + (chunk ^ (row / 2 % 4)) * 16;
 }
 
 }  // namespace grouped::sm90

@@ -63,4 +63,43 @@ struct RhsTile {
   }
 };
 
+// A weight tile in two parts that lie apart in memory, for results that need a column of each: boxes of 32 columns, of
+// either part by turns. Boxes that the pair shares are loaded one part a CTA.
+template <Major kMajor>
+struct PairedTile {
+  static_assert(kMajor != Major::mn);
+  static constexpr uint32_t kBoxBytes = 32 * 128;
+  static constexpr uint32_t kBoxCols = kMajor == Major::k ? 64 : 32, kBoxRows = kMajor == Major::k ? 32 : 64;
+
+  // `at` is the first element of part 0. Part 1 lies `part` columns further, the boxes of a part `step` columns apart.
+  static __device__ void load(const CUtensorMap* map, ptx::Coords at, int part, int step, int boxes, bool across,
+                              uint32_t rank, uint32_t to, uint32_t barrier) {
+    if (across) {
+      load_part<false>(map, at, step, boxes, to, barrier);
+      at.c[kColsDim] += part;
+      load_part<false>(map, at, step, boxes, to + kBoxBytes, barrier);
+    } else {
+      at.c[kColsDim] += part * int(rank);
+      load_part<true>(map, at, step, boxes, to + kBoxBytes * rank, barrier);
+    }
+  }
+
+ private:
+  static constexpr int kColsDim = kMajor == Major::k ? 1 : 0;
+
+  template <bool kShared>
+  static __device__ void load_part(const CUtensorMap* map, ptx::Coords at, int step, int boxes, uint32_t to,
+                                   uint32_t barrier) {
+    for (int i = 0; i < boxes; ++i) {
+      if constexpr (kShared) {
+        ptx::tensor_load_multicast(to, map, at, barrier, kBothCtas);
+      } else {
+        ptx::tensor_load(to, map, at, barrier);
+      }
+      at.c[kColsDim] += step;
+      to += 2 * kBoxBytes;
+    }
+  }
+};
+
 }  // namespace grouped::sm90

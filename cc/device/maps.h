@@ -17,11 +17,13 @@ struct MapShape {
 
 // A [M, cols] tensor whose rows are cut into groups. Row r of the group that ends at row `end` and has `rows` rows is
 // at coordinates (col, 2^30 - rows + r, 2^30, end): the address wraps around 2^64 to the right row, and rows past the
-// group's end lie outside dimension 1, so loads give zeros there and stores are dropped.
-inline MapShape ragged_shape(int64_t cols, DType dtype) {
-  const uint64_t pitch = uint64_t(cols) * dtype_bytes(dtype), far = uint64_t(1) << 34;
+// group's end lie outside dimension 1, so loads give zeros there and stores are dropped. The tensor may be some columns
+// of one with `pitch_cols`.
+inline MapShape ragged_shape(int64_t cols, int64_t pitch_cols, DType dtype) {
+  const uint64_t pitch = uint64_t(pitch_cols) * dtype_bytes(dtype), far = uint64_t(1) << 34;
   return {{uint64_t(cols), uint64_t(sm90::kRagged), 0x7fffffff, 0x7fffffff}, {pitch, far - pitch, pitch}};
 }
+inline MapShape ragged_shape(int64_t cols, DType dtype) { return ragged_shape(cols, cols, dtype); }
 
 // A [G, rows, cols] tensor; the slice of group g is (g, 0).
 inline MapShape packed_shape(int64_t groups, int64_t rows, int64_t cols, DType dtype) {

@@ -2,6 +2,7 @@
 //
 //   warpgroup 0   warp 0 (one lane)  loads: for each work item, for each k block: wait empty -> TMA -> full
 //                 warp 1             schedules: draws the pair's next items and hands them out through a ring
+//                 warps 2, 3         where an epilogue has operands of its own: fetch these, store results (fetch.cuh)
 //   warpgroups 1, 2                  multiply and store whole tiles in turn: one stores while the other multiplies
 //                                    wait full -> 4 k16 steps of wgmma, 2 x 64 rows -> empty of the block before
 //
@@ -15,8 +16,10 @@
 #pragma once
 
 #include "cc/device/epilogue.cuh"
+#include "cc/device/fetch.cuh"
 #include "cc/device/load.cuh"
 #include "cc/device/ptx.cuh"
+#include "cc/device/ring.cuh"
 #include "cc/device/schedule.cuh"
 
 namespace grouped::sm90 {
@@ -26,15 +29,16 @@ constexpr int kConsumerWarps = 8;
 constexpr int kWorkDepth = 3;
 constexpr int kSharedLimit = 227 * 1024;
 
-template <int kCols_, int kStages_, int kSlots_>
+template <int kCols_, int kStages_, int kSlots_, int kSlotBytes_ = kSlotBytes>
 struct TileShape {
   static constexpr int kCols = kCols_, kStages = kStages_, kSlots = kSlots_;
+  using WarpSlots = Slots<kSlots, kSlotBytes_>;
   static constexpr int kStageBytes = 2 * kBlockBytes + kCols * 128;
 
   // Shared memory, from a 1024-byte aligned start: stages, slots of each consumer warp, a slot for the scheduler, work
   // items, barriers.
   static constexpr int kSlotsAt = kStages * kStageBytes;
-  static constexpr int kSpareAt = kSlotsAt + kConsumerWarps * kSlots * kSlotBytes;
+  static constexpr int kSpareAt = kSlotsAt + kConsumerWarps * WarpSlots::kBytes;
   static constexpr int kWorkAt = kSpareAt + kSlotBytes;
   static constexpr int kBarriersAt = kWorkAt + kWorkDepth * int(sizeof(Work));
   static constexpr int kFull = 0, kEmpty = kStages, kWorkFull = 2 * kStages, kWorkEmpty = kWorkFull + kWorkDepth;
@@ -43,22 +47,21 @@ struct TileShape {
   static constexpr int kSlotFull = kMail + Mailbox::kWords;  // of fetches into slots
   static constexpr int kSharedBytes = kBarriersAt + 8 * (kSlotFull + kConsumerWarps * kSlots);
   static_assert(kSharedBytes <= kSharedLimit);
+  static constexpr int kSets = 0;  // the epilogue has no operands
 
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of the 168 a thread at launch
 };
 
-// Position in a ring of barriers.
-template <int kDepth>
-struct Ring {
-  uint32_t slot = 0, parity = 0;
-  __device__ void advance() {
-    if (++slot == kDepth) slot = 0, parity ^= 1;
-  }
-  __device__ void advance(int steps) {
-    const uint32_t at = slot + steps;
-    parity ^= (at / kDepth) & 1;
-    slot = at % kDepth;
-  }
+// For epilogues with operands of their own: sets of fetch.cuh instead of slots, behind everything else.
+template <int kCols_, int kStages_, int kSets_>
+struct FetchingShape : TileShape<kCols_, kStages_, 0> {
+  using Base = TileShape<kCols_, kStages_, 0>;
+  static constexpr int kSets = kSets_;
+  static constexpr int kSetFullAt = Base::kSharedBytes, kSetDoneAt = kSetFullAt + 8 * kSets;
+  static constexpr int kSetEmptyAt = kSetDoneAt + 8 * kSets, kSetTurnAt = kSetEmptyAt + 8 * kSets;
+  static constexpr int kSetsAt = (kSetTurnAt + 16 + 1023) / 1024 * 1024;
+  static constexpr int kSharedBytes = kSetsAt + kSets * kSetBytes;
+  static_assert(kSharedBytes <= kSharedLimit);
 };
 
 // The work ring's reading end: for a whole warp, or for one lane alone. An item stays in shared memory, and holds its
@@ -119,19 +122,21 @@ class Turn {
   __device__ void hand_over() {
     if (threadIdx.x % 32 == 0) ptx::barrier_arrive(other_);
   }
+  // Of the last turn taken.
+  __device__ uint32_t parity() const { return parity_ ^ 1; }
 
  private:
   uint32_t mine_, other_, parity_;
 };
 
-// Multiplies one tile, kHalves times 64 rows. Leaves the accumulators complete and all blocks released. A ragged sum
-// stops at the step of 16 that holds its last element.
-template <class Product, int kHalves>
+// Multiplies one tile, kHalves times 64 rows by its first kCols columns. Leaves the accumulators complete and all
+// blocks released. A ragged sum stops at the step of 16 that holds its last element.
+template <class Product, int kHalves, int kCols>
 __device__ inline void multiply(float (&acc)[2][Product::Shape::kCols / 2], Ring<Product::Shape::kStages>& ring,
                                 Turn<typename Product::Shape>& turn, int length, uint64_t lhs, uint64_t rhs,
                                 uint32_t barriers) {
   using Shape = typename Product::Shape;
-  constexpr int kTransposedA = Product::kLhsMajor == Major::mn, kTransposedB = Product::kRhsMajor == Major::mn;
+  constexpr int kTransposedA = Product::kLhsMajor != Major::k, kTransposedB = Product::kRhsMajor != Major::k;
   const int lane = threadIdx.x % 32;
   uint32_t before = 0;
   int left = length;
@@ -144,8 +149,9 @@ __device__ inline void multiply(float (&acc)[2][Product::Shape::kCols / 2], Ring
     for (int k = 0; k < decltype(steps)::value; ++k) {
 #pragma unroll
       for (int h = 0; h < kHalves; ++h) {
-        ptx::wgmma<typename Product::Element, Shape::kCols, kTransposedA, kTransposedB>(
-            acc[h], lhs + stage + h * (kBlockBytes >> 4) + k * descriptor_step(Product::kLhsMajor),
+        ptx::wgmma<typename Product::Element, kCols, kTransposedA, kTransposedB>(
+            reinterpret_cast<float (&)[kCols / 2]>(acc[h]),
+            lhs + stage + h * (kBlockBytes >> 4) + k * descriptor_step(Product::kLhsMajor),
             rhs + stage + k * descriptor_step(Product::kRhsMajor), left != length || k != 0);
       }
     }
@@ -203,13 +209,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     }
     for (int s = 0; s < kWorkDepth; ++s) {
       ptx::barrier_init(barriers + 8 * (Shape::kWorkFull + s), 1);
-      ptx::barrier_init(barriers + 8 * (Shape::kWorkEmpty + s), 1 + kConsumerWarps);
+      ptx::barrier_init(barriers + 8 * (Shape::kWorkEmpty + s), 1 + 2 * (Shape::kSets != 0) + kConsumerWarps);
     }
     for (int w = 0; w < 2; ++w) ptx::barrier_init(barriers + 8 * (Shape::kTurn + w), kConsumerWarps / 2);
     for (int s = 0; s < 2 * kMailDepth; ++s) ptx::barrier_init(barriers + 8 * (Shape::kMail + s), 1);
     for (int s = 0; s < kConsumerWarps * Shape::kSlots; ++s) {
       ptx::barrier_init(barriers + 8 * (Shape::kSlotFull + s), 1);
     }
+    if constexpr (Shape::kSets != 0) init_sets<Shape>(shared);
     ptx::barrier_init_fence();
   }
   __syncwarp();
@@ -228,7 +235,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
           if (work.kind != Work::kTile) continue;
           const int halves = work.valid_rows > 64 ? 2 : 1;
           const bool columns = work.col0 < p.cols;  // else the tile is the empty half of an `across` pair
-          const uint32_t bytes = halves * kBlockBytes + (columns ? Shape::kCols * 128 : 0);
+          const uint32_t bytes = halves * kBlockBytes + (columns ? Product::rhs_bytes(p.cols - work.col0) : 0);
           for (int kb = 0; kb < work.k_blocks(); ++kb) {
             const uint32_t full = barriers + 8 * (Shape::kFull + ring.slot);
             const uint32_t stage = shared + ring.slot * Shape::kStageBytes;
@@ -243,6 +250,20 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
       WorkWriter<Shape> writer(barriers, items);
       Product::schedule(p, rank, barriers + 8 * Shape::kMail, shared + Shape::kSpareAt,
                         [&](const Work& work) { writer.push(work); });
+    } else if constexpr (Shape::kSets != 0) {
+      if (lane == 0) {
+        WorkReader<Shape, false> reader(barriers, items);
+        SetFetcher<Shape> fetched(shared);
+        SetStorer<Shape> stored(shared);
+        while (true) {
+          const Work work = reader.get();
+          reader.release();
+          if (work.kind == Work::kDone) break;
+          if (work.kind != Work::kTile) continue;
+          if (warp == 2) Product::fetch(p, work, fetched);
+          if (warp == 3) Product::store_sets(p, work, stored);
+        }
+      }
     }
     __syncwarp();
   } else {
@@ -251,8 +272,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     WorkReader<Shape, true> reader(barriers, items);
     Ring<Shape::kStages> ring;
     Turn<Shape> turn(barriers, consumer);
-    Slots<Shape::kSlots> slots{shared + Shape::kSlotsAt + (warp - 4) * Shape::kSlots * kSlotBytes,
-                               barriers + 8 * (Shape::kSlotFull + (warp - 4) * Shape::kSlots)};
+    typename Shape::WarpSlots slots{shared + Shape::kSlotsAt + (warp - 4) * Shape::WarpSlots::kBytes,
+                                    barriers + 8 * (Shape::kSlotFull + (warp - 4) * Shape::kSlots)};
+    std::conditional_t<Shape::kSets != 0, SetReader<Shape>, NoSets> sets(shared, consumer);
     const uint64_t lhs = descriptor(shared, Product::kLhsMajor);
     const uint64_t rhs = descriptor(shared + 2 * kBlockBytes, Product::kRhsMajor);
     for (int tile = 0;; reader.release()) {
@@ -264,33 +286,43 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
       }
       if ((tile ^= 1) == consumer) {  // the other warpgroup's
         ring.advance(work.k_blocks());
+        sets.skip(work, p.cols);
         continue;
       }
       const int valid_cols = p.cols - work.col0;
       if (valid_cols <= 0) {
         pass<Shape>(ring, turn, work.k_blocks(), barriers);
+        sets.take_turn(turn.parity());
+        sets.hand_over();
         continue;
       }
       auto held = Product::begin(p, work, first_row, valid_cols, slots);
       float acc[2][Shape::kCols / 2];
       if constexpr (Product::kRaggedSums) {
-        multiply<Product, 2>(acc, ring, turn, work.length, lhs, rhs, barriers);
+        multiply<Product, 2, Shape::kCols>(acc, ring, turn, work.length, lhs, rhs, barriers);
       } else {
         // Hidden behind the other warpgroup. Both halves need a value on both paths, or every wgmma is serialised.
 #pragma unroll
         for (int h = 0; h < 2; ++h)
 #pragma unroll
           for (int i = 0; i < Shape::kCols / 2; ++i) acc[h][i] = 0;
-        if (work.valid_rows <= 64) {
-          multiply<Product, 1>(acc, ring, turn, work.length, lhs, rhs, barriers);
-        } else {
-          multiply<Product, 2>(acc, ring, turn, work.length, lhs, rhs, barriers);
-        }
+        Product::multiply_cols(valid_cols, [&](auto cols) {
+          if (work.valid_rows <= 64) {
+            multiply<Product, 1, decltype(cols)::value>(acc, ring, turn, work.length, lhs, rhs, barriers);
+          } else {
+            multiply<Product, 2, decltype(cols)::value>(acc, ring, turn, work.length, lhs, rhs, barriers);
+          }
+        });
       }
+      if constexpr (Shape::kSets != 0) {
+        sets.take_turn(turn.parity());
+        Product::store_tile(p, work, first_row, valid_cols, acc, sets);
+      } else {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int row = first_row + 64 * h;
-        if (row < work.valid_rows) Product::store(p, work, row, valid_cols, acc[h], slots, held);
+        for (int h = 0; h < 2; ++h) {
+          const int row = first_row + 64 * h;
+          if (row < work.valid_rows) Product::store(p, work, row, valid_cols, acc[h], slots, held);
+        }
       }
     }
     if (lane == 0) ptx::store_wait_read<0>();

@@ -51,6 +51,11 @@ GROUPED_HOST_DEVICE inline Tile pair_at(int item, int row_tiles, int col_tiles, 
   return {row_tiles - 1, 2 * u + rank, true};
 }
 
+// The same tiles, but of two columns a pair always takes both: the rows then cross the L2 cache once.
+GROUPED_HOST_DEVICE inline Tile row_pair_at(int item, int row_tiles, int col_tiles, int rank) {
+  return col_tiles == 2 ? Tile{item, rank, true} : pair_at(item, row_tiles, col_tiles, rank);
+}
+
 // One CTA's share of a work item, handed through shared memory to the warps that load, multiply and store.
 struct alignas(16) Work {
   enum Kind : int32_t { kDone, kTile, kTail };

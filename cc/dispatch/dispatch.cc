@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <initializer_list>
 
 namespace grouped {
 namespace {
@@ -18,7 +19,7 @@ std::vector<std::string> split(const std::string& list) {
 
 // A wish is a kernel's name, or a word for a kind of kernel, which shows in the name.
 bool meets(const std::string& kernel, const std::string& wish) {
-  if (wish == "reference") return kernel.find("_any_") != std::string::npos;
+  if (wish == "reference") return kernel.find("_any_") != std::string::npos || meets(kernel, "composed");
   if (wish == "composed") return kernel.find("_composed_") != std::string::npos;
   return kernel == wish;
 }
@@ -32,16 +33,32 @@ bool tables_suit(const GroupedMatmul& call, int alignment) {
   const bool listed = call.rhs_table.present() || call.into_table.present();
   return alignment == 1 || !listed || call.aligned_tables;
 }
+bool tables_suit(const GroupedMatmulAct& call, int alignment) {
+  return alignment == 1 || !call.rhs_table.present() || call.aligned_tables;
+}
+bool tables_suit(const GroupedMatmulDact& call, int alignment) {
+  return alignment == 1 || !call.rhs_table.present() || call.aligned_tables;
+}
+
+bool aligned(std::initializer_list<const TensorView*> views, int alignment) {
+  for (const TensorView* view : views) {
+    if (reinterpret_cast<uintptr_t>(view->data) % static_cast<uintptr_t>(alignment) != 0) return false;
+  }
+  return true;
+}
 
 template <class Call>
 bool addresses_suit(const Call&, int) {
   return true;
 }
 bool addresses_suit(const GroupedMatmul& call, int alignment) {
-  for (const TensorView* t : {&call.lhs, &call.rhs, &call.result}) {
-    if (reinterpret_cast<uintptr_t>(t->data) % static_cast<uintptr_t>(alignment) != 0) return false;
-  }
-  return true;
+  return aligned({&call.lhs, &call.rhs, &call.result}, alignment);
+}
+bool addresses_suit(const GroupedMatmulAct& call, int alignment) {
+  return aligned({&call.lhs, &call.rhs, &call.result, &call.hidden}, alignment);
+}
+bool addresses_suit(const GroupedMatmulDact& call, int alignment) {
+  return aligned({&call.lhs, &call.rhs, &call.hidden, &call.result, &call.activated}, alignment);
 }
 
 template <class Call>

@@ -1,4 +1,5 @@
 // The tables, best first, one a platform. A kernel that is not listed here does not exist; nothing registers itself.
+#include "cc/dispatch/compose.h"
 #include "cc/dispatch/dispatch.h"
 #include "cc/kernels/kernels.h"
 
@@ -66,6 +67,60 @@ Table<ScaleRows> table<ScaleRows>(Platform platform) {
   static const Kernel<ScaleRows> cpu[] = {scale_rows_any_cpu};
 #if GROUPED_WITH_CUDA
   static const Kernel<ScaleRows> cuda[] = {scale_rows_any_cuda};
+  if (platform == Platform::cuda) return rows_of(cuda);
+#endif
+  return rows_if(platform == Platform::cpu, cpu);
+}
+
+template <>
+Table<GroupedMatmulAct> table<GroupedMatmulAct>(Platform platform) {
+  static const Kernel<GroupedMatmulAct> cpu[] = {grouped_matmul_act_composed_cpu};
+#if GROUPED_WITH_CUDA
+  static const Kernel<GroupedMatmulAct> cuda[] = {grouped_matmul_act_bf16_sm90, grouped_matmul_act_composed_cuda};
+  if (platform == Platform::cuda) return rows_of(cuda);
+#endif
+  return rows_if(platform == Platform::cpu, cpu);
+}
+
+template <>
+Table<GroupedMatmulDact> table<GroupedMatmulDact>(Platform platform) {
+  static const Kernel<GroupedMatmulDact> cpu[] = {grouped_matmul_dact_composed_cpu};
+#if GROUPED_WITH_CUDA
+  static const Kernel<GroupedMatmulDact> cuda[] = {grouped_matmul_dact_bf16_sm90, grouped_matmul_dact_composed_cuda};
+  if (platform == Platform::cuda) return rows_of(cuda);
+#endif
+  return rows_if(platform == Platform::cpu, cpu);
+}
+
+template <>
+Table<ActivationForward> table<ActivationForward>(Platform platform) {
+  static const Kernel<ActivationForward> cpu[] = {
+      activation_any_cpu,
+#if defined(__x86_64__)
+      activation_any_cpu_avx512,
+      activation_any_cpu_avx2,
+#endif
+      activation_any_cpu_plain,
+  };
+#if GROUPED_WITH_CUDA
+  static const Kernel<ActivationForward> cuda[] = {activation_any_cuda};
+  if (platform == Platform::cuda) return rows_of(cuda);
+#endif
+  return rows_if(platform == Platform::cpu, cpu);
+}
+
+template <>
+Table<ActivationGrad> table<ActivationGrad>(Platform platform) {
+  static const Kernel<ActivationGrad> cpu[] = {
+      activation_grad_any_cpu,
+#if defined(__x86_64__)
+      activation_grad_any_cpu_avx512,
+      activation_grad_any_cpu_avx2,
+#endif
+      activation_grad_any_cpu_plain,
+  };
+#if GROUPED_WITH_CUDA
+  static const Kernel<ActivationGrad> cuda[] = {activation_grad_any_cuda};
   if (platform == Platform::cuda) return rows_of(cuda);
 #endif
   return rows_if(platform == Platform::cpu, cpu);

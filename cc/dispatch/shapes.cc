@@ -2,6 +2,8 @@
 
 #include <initializer_list>
 
+#include "cc/math/activation.h"
+
 namespace grouped {
 namespace {
 
@@ -69,6 +71,50 @@ void table(Check* check, const char* name, const TensorView& t, int64_t groups, 
   check->dtype(name, t, DType::i64);
   check->require(!t.present() || packed.present(),
                  [&] { return Check::named(name, t) + ", expected its packed operand beside it"; });
+}
+
+// Columns of a hidden row in front of `width` activated ones; 0 where the parameters contradict themselves.
+int64_t hidden_width(Check* check, const ActivationParams& activation, int64_t width) {
+  ActivationKind kind{};
+  check->require(activation_named(activation.kind, &kind), [&] { return "kind: no activation " + activation.kind; });
+  if (!check->wrong.empty()) return 0;
+  const int64_t s = activation.interleave;
+  check->require(s == 0 || (s > 0 && is_gated(kind) && width % s == 0), [&] {
+    return "interleave: " + std::to_string(s) + ", expected 0 or, for a gated kind, a divisor of " +
+           std::to_string(width);
+  });
+  return is_gated(kind) ? 2 * width : width;
+}
+
+// What the gradients at the hidden rows have in common, with or without the product in front; F = width.
+template <class Call>
+void hidden_grads(Check* check, const Call& call, const TensorView& hidden, int64_t rows, int64_t width) {
+  const int64_t wide = hidden_width(check, call.activation, width);
+  if (!check->wrong.empty()) return;
+  check->shape("hidden rows", hidden, {rows, wide});
+  check->shape_if_given("row_scale", call.row_scale, {rows});
+  check->dtype("row_scale", call.row_scale, DType::f32);
+  check->shape_if_given("row_base", call.row_base, {rows});
+  check->dtype("row_base", call.row_base, DType::f32);
+  check->shape_if_given("result", call.result, {rows, wide});
+  check->shape_if_given("activated", call.activated, {rows, width});
+  check->shape_if_given("row_sum", call.row_sum, {rows});
+  check->dtype("row_sum", call.row_sum, DType::f32);
+  check->require(call.result.present() || call.activated.present() || call.row_sum.present(),
+                 [] { return "results: expected at least one of them"; });
+}
+
+// lhs [M, C] against rhs [G, ...] with the contracted axis `rhs_axis`; the width of the product, 0 if they disagree.
+int64_t product_width(Check* check, const TensorView& lhs, const TensorView& rhs, int64_t rhs_axis, int64_t groups) {
+  check->require(rhs_axis == 1 || rhs_axis == 2, [] { return "rhs_axis: expected 1 or 2"; });
+  check->rank("lhs", lhs, 2);
+  check->rank("rhs", rhs, 3);
+  if (!check->wrong.empty()) return 0;
+  check->require(rhs.dims[0] == groups && rhs.dims[rhs_axis] == lhs.dims[1], [&] {
+    return Check::named("rhs", rhs) + ", expected to match lhs " + describe(lhs) + " and " + std::to_string(groups) +
+           " groups";
+  });
+  return rhs.dims[3 - rhs_axis];
 }
 
 }  // namespace
@@ -154,6 +200,61 @@ std::string disagreement(const ScaleRows& call) {
   check.dtype("row_scale", call.row_scale, DType::f32);
   check.shape("result", call.result, {call.rows.dims[0], call.rows.dims[1]});
   into_is_result(&check, call.into, call.result);
+  return check.wrong;
+}
+
+std::string disagreement(const GroupedMatmulAct& call) {
+  Check check;
+  const int64_t groups = groups_of(&check, call.group_sizes);
+  const int64_t wide = product_width(&check, call.lhs, call.rhs, call.rhs_axis, groups);
+  check.rank("result", call.result, 2);
+  if (!check.wrong.empty()) return check.wrong;
+  const int64_t rows = call.lhs.dims[0];
+  const int64_t expected = hidden_width(&check, call.activation, call.result.dims[1]);
+  check.require(expected == wide, [&] {
+    return Check::named("result", call.result) + ", expected the activation of " + std::to_string(wide) + " columns";
+  });
+  check.shape("result", call.result, {rows, call.result.dims[1]});
+  check.shape_if_given("hidden", call.hidden, {rows, wide});
+  check.shape_if_given("bias", call.bias, {groups, wide});
+  check.shape_if_given("row_scale", call.row_scale, {rows});
+  check.dtype("row_scale", call.row_scale, DType::f32);
+  table(&check, "rhs_table", call.rhs_table, groups, call.rhs);
+  table(&check, "bias_table", call.bias_table, groups, call.bias);
+  return check.wrong;
+}
+
+std::string disagreement(const GroupedMatmulDact& call) {
+  Check check;
+  const int64_t groups = groups_of(&check, call.group_sizes);
+  const int64_t width = product_width(&check, call.lhs, call.rhs, call.rhs_axis, groups);
+  if (!check.wrong.empty()) return check.wrong;
+  hidden_grads(&check, call, call.hidden, call.lhs.dims[0], width);
+  table(&check, "rhs_table", call.rhs_table, groups, call.rhs);
+  return check.wrong;
+}
+
+std::string disagreement(const ActivationForward& call) {
+  Check check;
+  groups_of(&check, call.group_sizes);
+  check.rank("rows", call.rows, 2);
+  check.rank("result", call.result, 2);
+  if (!check.wrong.empty()) return check.wrong;
+  const int64_t rows = call.rows.dims[0], width = call.result.dims[1];
+  const int64_t wide = hidden_width(&check, call.activation, width);
+  check.shape("rows", call.rows, {rows, wide});
+  check.shape("result", call.result, {rows, width});
+  check.shape_if_given("row_scale", call.row_scale, {rows});
+  check.dtype("row_scale", call.row_scale, DType::f32);
+  return check.wrong;
+}
+
+std::string disagreement(const ActivationGrad& call) {
+  Check check;
+  groups_of(&check, call.group_sizes);
+  check.rank("grad", call.grad, 2);
+  if (!check.wrong.empty()) return check.wrong;
+  hidden_grads(&check, call, call.rows, call.grad.dims[0], call.grad.dims[1]);
   return check.wrong;
 }
 

@@ -13,5 +13,9 @@ std::string disagreement(const GroupedMatmul& call);
 std::string disagreement(const GroupSum& call);
 std::string disagreement(const RowDot& call);
 std::string disagreement(const ScaleRows& call);
+std::string disagreement(const GroupedMatmulAct& call);
+std::string disagreement(const GroupedMatmulDact& call);
+std::string disagreement(const ActivationForward& call);
+std::string disagreement(const ActivationGrad& call);
 
 }  // namespace grouped

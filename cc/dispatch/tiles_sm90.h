@@ -15,6 +15,8 @@ struct TileChoice {
 // What is left of 227 KiB beside 4 stages of 40 KiB goes to a fifth stage or to slots.
 inline constexpr TileChoice kManyStages = {192, 5, 1};
 inline constexpr TileChoice kManySlots = {192, 4, 4};
+// With an activation a slot is half as large, and three of them take turns.
+inline constexpr TileChoice kWithActivation = {192, 5, 3};
 
 // For ragged rows: `contracted` elements a sum, `out_bytes` of a result element.
 const TileChoice& rows_tile_sm90(int64_t contracted, int64_t out_bytes);

@@ -17,6 +17,7 @@
 #include "cc/api/kernel.h"
 #include "cc/device/launch.h"
 #include "cc/device/pipeline.cuh"
+#include "cc/device/rows.cuh"
 #include "cc/dispatch/tiles_sm90.h"
 #include "cc/kernels/kernels.h"
 
@@ -25,71 +26,42 @@ namespace {
 
 using namespace sm90;
 
-struct RowsParams {
-  CUtensorMap lhs, rhs, out;
-  const int32_t* sizes;
-  unsigned long long* counter;  // of drawn items; 0 at the start
-  const int64_t* rhs_table;     // addresses of the weights; null where they are packed
-  int64_t rhs_base;             // address that `rhs` starts at
-  const void* bias;             // [groups, cols], or null
-  const int64_t* bias_table;    // addresses of the biases, or null
-  const float* row_scale;       // [rows], or null
+struct MatmulParams : RowsParams {
+  CUtensorMap out;
+  const void* bias;           // [groups, cols], or null
+  const int64_t* bias_table;  // addresses of the biases, or null
+  const float* row_scale;     // [rows], or null
   uint8_t* result;
-  int64_t rows;
-  int32_t groups, cols, length;
-  bool scale_bias, float_bias, clear_tail;
+  bool scale_bias, float_bias;
 };
 
 template <class T, class Out, Major kWeights, class Shape_>
 struct RowsProduct {
-  using Params = RowsParams;
+  using Params = MatmulParams;
   using Element = T;
   using Shape = Shape_;
   static constexpr Major kLhsMajor = Major::k, kRhsMajor = kWeights;
   static constexpr bool kRaggedSums = false;
   using Rhs = RhsTile<kRhsMajor, Shape::kCols>;
+  static constexpr int kEdgeCols = 128;  // multiplied where no more exist: 192 rarely divides a width
+  static __device__ uint32_t rhs_bytes(int) { return Rhs::kBytes; }
+  template <class Multiply>
+  static __device__ void multiply_cols(int cols, Multiply multiply) {
+    if (cols > kEdgeCols) {
+      multiply(std::integral_constant<int, Shape::kCols>{});
+    } else {
+      multiply(std::integral_constant<int, kEdgeCols>{});
+    }
+  }
 
   template <class Push>
   static __device__ void schedule(const Params& p, uint32_t rank, uint32_t mail, uint32_t, Push push) {
-    const int col_tiles = (p.cols + Shape::kCols - 1) / Shape::kCols;
-    RowScan scan(p.sizes, p.groups, p.rows, col_tiles);
-    Mailbox pair(rank, mail);
-    int64_t next = blockIdx.x / 2;
-    while (true) {
-      const RowScan::Found found = scan.find(pair.share(next));
-      if (pair.leader() && threadIdx.x % 32 == 0) next = int64_t(atomicAdd(p.counter, 1ull)) + gridDim.x / 2;
-      Work work{};
-      if (found.tile) {
-        const Tile tile = pair_at(found.item, (found.rows + kTileRows - 1) / kTileRows, col_tiles, rank);
-        work.kind = Work::kTile;
-        work.length = p.length;
-        work.row0 = tile.row * kTileRows;
-        work.col0 = tile.col * Shape::kCols;
-        work.valid_rows = found.rows - work.row0;
-        work.across = tile.across;
-        work.group = found.group;
-        work.rows = found.rows;
-        work.end = found.end;
-        work.slice2 = found.group;
-        if (p.rhs_table != nullptr) {
-          const Slice slice = slice_of(uint64_t(p.rhs_table[found.group]) - uint64_t(p.rhs_base));
-          work.slice2 = slice.near;
-          work.slice3 = slice.far;
-        }
-      } else {
-        const int64_t first = found.end + int64_t(found.item) * kTailRows;
-        if (!p.clear_tail || first >= p.rows) break;
-        work.kind = Work::kTail;
-        work.end = int32_t(first);
-      }
-      push(work);
-    }
-    push(Work{});
+    schedule_rows(p, Shape::kCols, rank, mail, push);
   }
 
   static __device__ void load(const Params& p, const Work& work, int k, int halves, bool columns, uint32_t rank,
                               uint32_t to, uint32_t full) {
-    load_lhs<1>(&p.lhs, {{k, kRagged - work.rows + work.row0, kRagged, work.end}}, halves, work.across, rank, to, full);
+    load_lhs<1>(&p.lhs, ragged_at(work, k, 0), halves, work.across, rank, to, full);
     if (!columns) return;
     const int32_t c0 = kRhsMajor == Major::k ? k : work.col0, c1 = kRhsMajor == Major::k ? work.col0 : k;
     Rhs::load(&p.rhs, {{c0, c1, work.slice2, work.slice3}}, work.across, rank, to + 2 * kBlockBytes, full);
@@ -134,18 +106,12 @@ struct RowsProduct {
         v[i] = p.scale_bias ? v[i] + s * b[i % 2] : s * (v[i] + b[i % 2]);
       }
     };
-    const ptx::Coords at = {{work.col0, kRagged - work.rows + work.row0 + row, kRagged, work.end}};
-    store_rows<Out, Shape::kCols, Shape::kSlots>(acc, &p.out, at, cols, slots, false, held, change);
+    store_rows<Out, Shape::kCols, Shape::kSlots>(acc, &p.out, ragged_at(work, work.col0, row), cols, slots, false, held,
+                                                 change);
   }
 
-  // Rows [end, end + kTailRows) of the result, half of them a CTA, by its 256 consumer threads.
   static __device__ void clear_tail(const Params& p, const Work& work, uint32_t rank, int thread) {
-    const int64_t pitch = int64_t(p.cols) * sizeof(Out), first = work.end + rank * (kTailRows / 2);
-    int64_t rows = p.rows - first;
-    if (rows > kTailRows / 2) rows = kTailRows / 2;
-    for (int64_t at = 16 * thread; at < rows * pitch; at += 16 * 32 * kConsumerWarps) {
-      *reinterpret_cast<int4*>(p.result + first * pitch + at) = int4{0, 0, 0, 0};
-    }
+    clear_rows(p, work, rank, thread, p.result, int64_t(p.cols) * sizeof(Out));
   }
 };
 
@@ -153,7 +119,7 @@ template <const TileChoice& kChoice>
 using TileOf = TileShape<kChoice.cols, kChoice.stages, kChoice.slots>;
 
 template <class Product>
-void launch_product(const RowsParams& p, int64_t row_tiles, void* stream) {
+void launch_product(const MatmulParams& p, int64_t row_tiles, void* stream) {
   constexpr int kCols = Product::Shape::kCols, kBytes = Product::Shape::kSharedBytes;
   allow_shared_memory<grouped_product_sm90<Product>>(kBytes);
   const int64_t items = row_tiles * ((p.cols + 2 * kCols - 1) / (2 * kCols)), pairs = multiprocessors() / 2;
@@ -163,7 +129,7 @@ void launch_product(const RowsParams& p, int64_t row_tiles, void* stream) {
 }
 
 template <class T, class Out, Major kWeights, class Shape>
-void launch_rows(const GroupedMatmul& call, RowsParams p, int64_t row_tiles, void* stream) {
+void launch_rows(const GroupedMatmul& call, MatmulParams p, int64_t row_tiles, void* stream) {
   using Product = RowsProduct<T, Out, kWeights, Shape>;
   using Rhs = typename Product::Rhs;
   const int64_t k = call.lhs.dims[1], n = p.cols, groups = p.groups;
@@ -178,7 +144,7 @@ void launch_rows(const GroupedMatmul& call, RowsParams p, int64_t row_tiles, voi
 }
 
 template <class T, class Out, class Shape>
-void launch_shape(const GroupedMatmul& call, const RowsParams& p, void* stream) {
+void launch_shape(const GroupedMatmul& call, const MatmulParams& p, void* stream) {
   // Every group may have one tile that is not full.
   const int64_t row_tiles = (p.rows + int64_t(kTileRows - 1) * p.groups) / kTileRows;
   return call.rhs_axis == 2 ? launch_rows<T, Out, Major::k, Shape>(call, p, row_tiles, stream)
@@ -186,7 +152,7 @@ void launch_shape(const GroupedMatmul& call, const RowsParams& p, void* stream) 
 }
 
 template <class T, class Out>
-void launch_types(const GroupedMatmul& call, const RowsParams& p, void* stream) {
+void launch_types(const GroupedMatmul& call, const MatmulParams& p, void* stream) {
   if constexpr (sizeof(Out) == 2) {
     if (&rows_tile_sm90(p.length, sizeof(Out)) == &kManyStages) {
       return launch_shape<T, Out, TileOf<kManyStages>>(call, p, stream);
@@ -228,7 +194,7 @@ size_t workspace(const GroupedMatmul&, const Target&) { return sizeof(unsigned l
 
 void launch(const GroupedMatmul& call, const Context& context) {
   if (call.lhs.dims[0] == 0) return;
-  RowsParams p{};
+  MatmulParams p{};
   p.sizes = call.group_sizes.as<int32_t>();
   p.counter = static_cast<unsigned long long*>(context.workspace);
   GROUPED_CUDA_CHECK(cudaMemsetAsync(p.counter, 0, sizeof(*p.counter), static_cast<cudaStream_t>(context.stream)));

@@ -123,6 +123,7 @@ struct ContractionProduct {
   static constexpr Major kLhsMajor = Major::mn, kRhsMajor = Major::mn;
   static constexpr bool kRaggedSums = true;
   using Rhs = RhsTile<kRhsMajor, Shape::kCols>;
+  static __device__ uint32_t rhs_bytes(int) { return Rhs::kBytes; }
 
   template <class Push>
   static __device__ void schedule(const Params& p, uint32_t rank, uint32_t mail, uint32_t spare, Push push) {

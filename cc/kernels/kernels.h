@@ -19,18 +19,33 @@ extern const Kernel<GroupSum> group_sum_any_cpu;
 extern const Kernel<RowDot> row_dot_any_cpu;
 extern const Kernel<ScaleRows> scale_rows_any_cpu;
 
+extern const Kernel<ActivationForward> activation_any_cpu;
+extern const Kernel<ActivationForward> activation_any_cpu_plain;
+extern const Kernel<ActivationGrad> activation_grad_any_cpu;
+extern const Kernel<ActivationGrad> activation_grad_any_cpu_plain;
+#if defined(__x86_64__)
+extern const Kernel<ActivationForward> activation_any_cpu_avx2;
+extern const Kernel<ActivationForward> activation_any_cpu_avx512;
+extern const Kernel<ActivationGrad> activation_grad_any_cpu_avx2;
+extern const Kernel<ActivationGrad> activation_grad_any_cpu_avx512;
+#endif
+
 #if GROUPED_WITH_CUDA
 // Hopper's tensor cores (wgmma): bf16 and fp16, ragged rows and the contraction over rows.
 extern const Kernel<GroupedMatmul> grouped_matmul_bf16_sm90;
 extern const Kernel<GroupedMatmul> grouped_matmul_bf16_wgrad_sm90;
 // The same for fp32 in the modes tf32 and tf32x3.
 extern const Kernel<GroupedMatmul> grouped_matmul_fp32_sm90;
+extern const Kernel<GroupedMatmulAct> grouped_matmul_act_bf16_sm90;
+extern const Kernel<GroupedMatmulDact> grouped_matmul_dact_bf16_sm90;
 
 // Any NVIDIA GPU from sm_80 on.
 extern const Kernel<GroupedMatmul> grouped_matmul_any_cuda;
 extern const Kernel<GroupSum> group_sum_any_cuda;
 extern const Kernel<RowDot> row_dot_any_cuda;
 extern const Kernel<ScaleRows> scale_rows_any_cuda;
+extern const Kernel<ActivationForward> activation_any_cuda;
+extern const Kernel<ActivationGrad> activation_grad_any_cuda;
 #endif
 
 }  // namespace grouped

@@ -1,22 +1,28 @@
-"""The description of an activation: what each kind has, and what is refused."""
+"""The description of an activation: what each kind has, what is refused, and the oracle's formulas."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from grouped_core.activations import GATED_KINDS, PLAIN_KINDS, Activation, resolve
-from tests import asserts
+from grouped_core.activations import KINDS, Activation, half_columns, resolve
+from grouped_core.reference import activation_of, hidden_row_of
+from tests import asserts, bounds
 
-KINDS = [*PLAIN_KINDS, *GATED_KINDS]
+ROOT = Path(__file__).resolve().parents[2]
+KINKS = {"relu": (0.0,), "srelu": (0.0,), "clamped_qgeglu": (7.0, -7.0)}
+"""Where a kind has no second derivative."""
 
 
 @pytest.mark.rule("MLP-3")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_has_its_defaults_and_nothing_else(kind: str) -> None:
     spec = Activation(kind)
-    defaults = {**PLAIN_KINDS, **GATED_KINDS}[kind]
+    defaults = KINDS[kind].defaults
     for name in ("alpha", "limit", "offset", "beta1", "beta2"):
         assert getattr(spec, name) == defaults.get(name), name
     assert dataclasses.replace(spec) == spec
@@ -56,3 +62,59 @@ def test_width_of_the_first_product() -> None:
     assert Activation("swiglu", interleave=3).fc1_width(6) == 12
     with asserts.refused(ValueError, ("`interleave` of Activation", "4", "divisor of the expert width 6", "choose")):
         Activation("swiglu", interleave=4).fc1_width(6)
+
+
+def test_kinds_are_those_of_the_native_code() -> None:
+    rows = re.findall(
+        r'^  X\("(\w+)", (\w+), (true|false)\)', (ROOT / "cc/math/activation.h").read_text(), re.MULTILINE
+    )
+    assert [name for name, _, _ in rows] == list(KINDS)
+    for name, tag, gated in rows:
+        assert tag == name
+        assert (gated == "true") == KINDS[name].gated, name
+
+
+@pytest.mark.rule("MLP-1")
+@pytest.mark.parametrize("kind", KINDS)
+def test_derivatives_are_finite_differences(kind: str) -> None:
+    activation = Activation(kind)
+    grid = np.linspace(-30, 30, 241) + 0.013  # which is more than the step away from every kink
+    a, u = (axis.reshape(-1) for axis in np.meshgrid(grid, grid[::8]))
+    step = 1e-4  # errs as its square, and as rounding over it: 1e-8 either way
+
+    def at(da: float, du: float) -> np.ndarray:
+        row = np.stack([a + da, u + du], axis=1) if activation.gated else (a + da)[:, None]
+        return activation_of(activation.params(), row).t[:, 0]
+
+    row = np.stack([a, u], axis=1) if activation.gated else a[:, None]
+    exact = activation_of(activation.params(), row)
+    assert all(np.abs(grid - kink).min() > step for kink in KINKS.get(kind, ()))
+    for derivative, ends in (
+        (exact.da[:, 0], (at(step, 0), at(-step, 0))),
+        (exact.du[:, 0], (at(0, step), at(0, -step))),
+    ):
+        expected = (ends[0] - ends[1]) / (2 * step)
+        error = bounds.FINITE_DIFFERENCES * (1 + np.abs(expected))
+        asserts.within(derivative, bounds.Bounded(expected, error, "float64"), kind)
+
+
+@pytest.mark.rule("MLP-5")
+def test_the_interleave_of_the_contract() -> None:
+    contiguous, interleaved = np.arange(1.0, 9.0), np.array([1.0, 2, 5, 6, 3, 4, 7, 8])
+    gate, linear = half_columns(4, 2)
+    asserts.bitwise(np.concatenate([interleaved[gate], interleaved[linear]]), contiguous)
+    asserts.bitwise(hidden_row_of({"kind": "swiglu", "interleave": 2}, contiguous[:4], contiguous[4:]), interleaved)
+    for block in (None, 4):
+        assert [list(half) for half in half_columns(4, block)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [list(half) for half in half_columns(4, 1)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+@pytest.mark.rule("MLP-3", "MLP-4")
+def test_clamps_include_their_limit_and_keep_nan() -> None:
+    above = np.nextafter(7.0, 8.0)
+    a, u = np.array([7.0, above, 7.0, -above, np.nan, 1.0]), np.array([7.0, -7.0, above, -above, 1.0, np.nan])
+    found = activation_of(Activation("clamped_qgeglu").params(), np.stack([a, u], axis=1))
+    assert list(found.da[:4, 0] != 0) == [True, False, True, True]
+    assert list(found.du[:4, 0] != 0) == [True, True, False, False]
+    assert np.isnan(found.t[4:]).all()
+    assert np.isnan(activation_of(Activation("relu").params(), np.array([[np.nan]])).t).all()

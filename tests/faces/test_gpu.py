@@ -21,6 +21,7 @@ from grouped_core.gradients import Needs
 from grouped_core.recipes import plain
 from tests import asserts, bounds, cases
 from tests.faces.adapters import JAX, TORCH, to_torch
+from tests.faces.gpu_tools import REPLAYED, ROWS, launches_only
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,19 +35,6 @@ CASES = [
     cases.named(name)
     for name in ("tail", "jagged", "clamped", "negative", "k_n_odd", "groups_65", "all_empty", "k_2880")
 ]
-ROWS = 1024
-REPLAYED = (
-    (256, 256, 256, 256),
-    (1024, 0, 0, 0),
-    (0, 0, 0, 1024),
-    (1, 15, 127, 800),
-    (0, 300, 0, 5),
-    (0, 0, 0, 0),
-    (129, 128, 127, 640),
-    (1000, 1000, 1000, 1000),
-    (-7, 500, 3, 90),
-)
-"""Size vectors that one captured graph is replayed with."""
 
 
 @pytest.fixture(autouse=True)
@@ -176,31 +164,11 @@ def test_a_captured_graph_replays_with_other_sizes(dtype):
                 asserts.bitwise(a, b, f"{name} with sizes {sizes}")
 
 
-FORBIDDEN = ("Synchronize", "Memcpy", "Malloc", "cudaFree", "EventQuery", "StreamQuery")
-
-
 @pytest.mark.rule("CAP-1", "GRP-3")
 def test_calls_neither_synchronise_nor_copy_nor_allocate():
-    """The runtime calls of a warm forward and backward, counted by the profiler: launches and memsets alone."""
     step = Step(torch.bfloat16)
     step.load(REPLAYED[3])
-    for _ in range(3):
-        step.run()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        ) as seen:
-            step.run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    runtime = [e.name for e in seen.events() or [] if e.name.startswith("cu") and "::" not in e.name]
-    assert any("Launch" in name for name in runtime), f"the profiler saw no launch: {runtime}"
-    inside = runtime[
-        : max(i for i, name in enumerate(runtime) if "Launch" in name) + 1
-    ]  # the profiler ends with a sync
-    assert not [name for name in inside if any(word in name for word in FORBIDDEN)], inside
+    launches_only(step.run)
 
 
 @pytest.mark.rule("CAP-5", "CAP-6")

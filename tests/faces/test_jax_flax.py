@@ -12,8 +12,8 @@ import pytest
 from flax import nnx as flax_nnx
 from numpy.typing import NDArray
 
-from grouped_core.activations import GATED_KINDS, PLAIN_KINDS, Activation
-from jax_grouped import moe, nnx, ragged_dot, route
+import jax_grouped
+from jax_grouped import nnx, ragged_dot, route
 from tests import asserts
 from tests.bounds import FUNCTIONS, Bounded
 
@@ -266,85 +266,6 @@ def test_shapes_that_do_not_belong_together() -> None:
         route.unpermute(jnp.zeros((24, H)), permutation, jnp.ones((T, 3)))
 
 
-# ---- activations -----------------------------------------------------------------------------------------------------
-
-
-def formula(spec: Activation, a: NDArray[np.float64], u: NDArray[np.float64]) -> tuple[Any, ...]:
-    """(t, dt/da, dt/du) of numerics 5."""
-    alpha = 1.0 if spec.alpha is None else spec.alpha
-    clamped = spec.kind == "clamped_qgeglu"
-    masks = (np.ones_like(a), np.ones_like(u))
-    if clamped and spec.limit is not None:
-        masks = (a <= spec.limit, np.abs(u) <= spec.limit)
-        a, u = np.minimum(a, spec.limit), np.clip(u, -spec.limit, spec.limit)
-    s = 1 / (1 + np.exp(-alpha * a))
-    if spec.kind == "situ_glu":
-        ta, tu = np.tanh(a / spec.beta1), np.tanh(u / spec.beta2)
-        gate, d_gate = spec.beta1 * ta * s, (1 - ta**2) * s + spec.beta1 * ta * s * (1 - s)
-        return gate * spec.beta2 * tu, d_gate * spec.beta2 * tu, gate * (1 - tu**2)
-    if spec.kind in ("relu", "srelu"):
-        f = np.maximum(a, 0)
-        f, d = (f, (a > 0) * 1.0) if spec.kind == "relu" else (f * f, 2 * f)
-    elif "gelu_tanh" in spec.kind or "geglu_tanh" in spec.kind:
-        c = math.sqrt(2 / math.pi)
-        tau = np.tanh(c * (a + 0.044715 * a**3))
-        f, d = a * (1 + tau) / 2, (1 + tau) / 2 + a / 2 * (1 - tau**2) * c * (1 + 3 * 0.044715 * a**2)
-    elif "erf" in spec.kind:
-        cdf = np.vectorize(lambda v: math.erfc(-v / math.sqrt(2)) / 2)(a)
-        f, d = a * cdf, cdf + a * np.exp(-a * a / 2) / math.sqrt(2 * math.pi)
-    else:
-        f, d = a * s, s + alpha * a * s * (1 - s)
-    if not spec.gated:
-        return f, d, np.zeros_like(u)
-    lifted = u + spec.offset if clamped else u
-    return f * lifted, d * lifted * masks[0], f * masks[1]
-
-
-SPECS = [
-    *(Activation(kind) for kind in (*PLAIN_KINDS, *GATED_KINDS)),
-    Activation("clamped_qgeglu", alpha=1.0, limit=2.0, offset=0.0, interleave=2),
-    Activation("clamped_qgeglu", limit=None),
-    Activation("swiglu", interleave=1),
-]
-
-
-@pytest.mark.rule("MLP-3", "MLP-5")
-@pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.kind}-{s.limit}-{s.interleave}")
-def test_activation_and_its_derivative(spec: Activation) -> None:
-    grid = np.asarray([-9, -7, -2, -1, -0.25, 0, 0.5, 1, 2, 3, 7, 8], np.float32)  # clamps are hit exactly
-    a, u = (g.astype(np.float64) for g in np.meshgrid(grid, grid))
-    halves = np.concatenate([a, u], axis=1).astype(np.float32) if spec.gated else a.astype(np.float32)
-    width, s = a.shape[1], spec.interleave or a.shape[1]
-    c = np.arange(halves.shape[1])
-    column = c % width // s * 2 * s + c // width * s + c % width % s if spec.gated else c  # MLP-5
-    h = np.empty_like(halves)
-    h[:, column] = halves
-    t, pull = jax.vjp(jax.jit(lambda h: moe.activate(h, spec)), jnp.asarray(h))
-    (d_h,) = pull(jnp.ones_like(t))
-    value, d_a, d_u = formula(spec, a, u)
-    # Each is a sum of few terms, none above this; every factor has the error that numerics 5 allows.
-    size = FUNCTIONS * (1 + np.abs(a)) ** 2 * (1 + np.abs(u) + abs(spec.offset or 0))
-    asserts.within(t, near(value, size), "t")
-    expected = np.concatenate([d_a, d_u], axis=1) if spec.gated else d_a
-    bound = np.concatenate([size, size], axis=1) if spec.gated else size
-    asserts.within(np.asarray(d_h)[:, column], near(expected, bound), "d_h")
-
-
-@pytest.mark.rule("MLP-4")
-@pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.kind}-{s.limit}-{s.interleave}")
-def test_nan_passes_through(spec: Activation) -> None:
-    for position in range(2 if spec.gated else 1):
-        h = np.ones((1, 4), np.float32)
-        h[0, position * (2 // (spec.interleave or 2) if spec.interleave == 1 else 2)] = np.nan
-        assert np.isnan(np.asarray(moe.activate(jnp.asarray(h), spec))).any()
-
-
-@pytest.mark.rule("MLP-5")
-def test_the_interleave_of_the_contract() -> None:
-    gate, linear = moe.halves(jnp.asarray([[1, 2, 5, 6, 3, 4, 7, 8]], jnp.float32), 2)
-    asserts.bitwise(jnp.concatenate([gate, linear], axis=1), np.arange(1, 9, dtype=np.float32)[None])
-
-
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
 SIZES = np.asarray([3, 0, 4, 1, 2, 0], np.int32)  # two rows of tail
@@ -466,7 +387,7 @@ def test_second_bias_is_weighted_too() -> None:
     probs, sizes = jnp.asarray([0.25, 0.5, 0.125]), jnp.asarray([2, 1], jnp.int32)
 
     def mlp(probs: jax.Array, wo_bias: jax.Array) -> jax.Array:
-        return moe.grouped_mlp(jnp.ones((3, H)), wi, wo, sizes, probs=probs, wo_bias=wo_bias)
+        return jax_grouped.grouped_mlp(jnp.ones((3, H)), wi, wo, sizes, probs=probs, wo_bias=wo_bias)
 
     y, pull = jax.vjp(mlp, probs, wo_bias)
     dp, db = pull(jnp.ones((3, H)))
@@ -571,8 +492,10 @@ def test_layer_refusals() -> None:
         nnx.GroupedLinear(2, 8.0, 3, rngs=rngs)
     with asserts.refused(ValueError, ("`score` of topk_router", "'best'", "wanted one of", "choose")):
         nnx.MoE(4, 4, 2, 1, score="best", rngs=rngs)
-    for probs in (jnp.ones(1), jnp.ones((2, 1)), 0.5):
-        with asserts.refused(ValueError, ("`probs` of grouped_mlp", "wanted (2,)", "all rows of `x`", "one a row")):
+    with asserts.refused(TypeError, ("`probs`", "float", "an", "convert")):
+        nnx.GroupedMLP(1, 3, 4, rngs=rngs)(jnp.ones((2, 3)), jnp.asarray([2]), 0.5)
+    for probs in (jnp.ones(1), jnp.ones((2, 1))):
+        with asserts.refused(ValueError, ("`probs`", "expected (2,)", "all rows of `x`", "one probability a row")):
             nnx.GroupedMLP(1, 3, 4, rngs=rngs)(jnp.ones((2, 3)), jnp.asarray([2]), probs)
-    with asserts.refused(ValueError, ("`wi` of grouped_mlp", "6 columns", "wanted 8", "side by side")):
-        moe.grouped_mlp(jnp.ones((2, 3)), jnp.ones((1, 3, 6)), jnp.ones((1, 4, 3)), jnp.asarray([2]))
+    with asserts.refused(ValueError, ("`wi`", "6 columns", "expected 8", "side by side")):
+        jax_grouped.grouped_mlp(jnp.ones((2, 3)), jnp.ones((1, 3, 6)), jnp.ones((1, 4, 3)), jnp.asarray([2]))

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from grouped_core import _native, calls, plans
-from grouped_core.calls import SLOTS, ArraySpec, Call, Linear, Names, spec_of
+from grouped_core.calls import RESULTS, SLOTS, ArraySpec, Call, Linear, Names, spec_of
 from grouped_core.recipes import plain
 from tests import asserts, cases
 from tests.bounds import Bounded, Expected
@@ -114,18 +114,22 @@ class Native:
             pytest.skip("; ".join(f"{kernel}: {reason}" for kernel, reason in plan.refusals))
         into = dict(zip(SLOTS[call.name], arrays, strict=True)).get("into")
         tabled = dict(zip(SLOTS[call.name], call.inputs, strict=True)).get("into_table") is not None
-        (spec,) = call.outputs
-        guarded = None if tabled else self._buffer(spec, into)
+        guarded = [None if tabled or spec is None else self._buffer(spec, into) for spec in call.outputs]
         self._launch(call, plan, arrays, guarded)
-        if guarded is None:
+        if tabled:
             return (None,)
-        result = self._result(guarded, spec, plan.kernel)
+        results = tuple(
+            None if spec is None else self._result(buffer, spec, plan.kernel)
+            for buffer, spec in zip(guarded, call.outputs, strict=True)
+        )
         if self.check and all(table is None for s, table in zip(SLOTS[call.name], arrays, strict=True) if "table" in s):
             names = zip(SLOTS[call.name], arrays, strict=True)
             bounded = [a if a is None or s == "group_sizes" else Bounded.of(a) for s, a in names]
-            (expected,) = Expected({call.name: plan.kernel})(call, bounded)
-            asserts.within(result, expected, f"{plan.kernel} {call.name}")
-        return (result,)
+            expected = Expected({call.name: plan.kernel})(call, bounded)
+            for name, result, wanted in zip(RESULTS[call.name], results, expected, strict=True):
+                if result is not None:
+                    asserts.within(result, wanted, f"{name} of {plan.kernel}")
+        return results
 
     def _buffer(self, spec: ArraySpec, into: NDArray[Any] | None) -> Any:
         dtype = cases.numpy_dtype(spec.dtype)
@@ -147,7 +151,7 @@ class Native:
             assert (guard == _CANARY).all(), f"{kernel} wrote {name} its result"
         return body.view(cases.numpy_dtype(spec.dtype)).reshape(spec.shape).copy()
 
-    def _launch(self, call: Call, plan: _native.Plan, arrays: Sequence[Any], guarded: Any) -> None:
+    def _launch(self, call: Call, plan: _native.Plan, arrays: Sequence[Any], guarded: list[Any]) -> None:
         held = [None if array is None else self.memory.put(array, unaligned=self.unaligned) for array in arrays]
         workspace = None
         if plan.workspace_bytes:
@@ -156,27 +160,35 @@ class Native:
             self._call(call, held, guarded, workspace)
         else:
             addresses = [0 if a is None else self.memory.address(a) for a in held]
-            target = 0 if guarded is None else self.memory.address(guarded) + self._front(call.outputs[0])
-            for slot, _ in call.aliases:
-                addresses[slot] = target
+            targets = [
+                0 if buffer is None or spec is None else self.memory.address(buffer) + self._front(spec)
+                for buffer, spec in zip(guarded, call.outputs, strict=True)
+            ]
+            for slot, result in call.aliases:
+                addresses[slot] = targets[result]
             last = 0 if workspace is None else self.memory.address(workspace)
-            plan.launch([*addresses, target, last], self.memory.stream)
+            plan.launch([*addresses, *targets, last], self.memory.stream)
         self.memory.wait()
 
-    def _call(self, call: Call, held: list[Any], guarded: Any, workspace: Any) -> None:
-        (spec,) = call.outputs
+    def _body(self, guarded: Any, spec: ArraySpec) -> Any:
+        """A result between its guards, as unsigned integers."""
         width = cases.numpy_dtype(spec.dtype).itemsize
         body = guarded[self._front(spec) : guarded.shape[0] - _GUARD]
-        unsigned = f"uint{8 * width}"
-        result = body.view(self.memory.dtype(unsigned)).reshape(spec.shape)
-        for slot, _ in call.aliases:
-            held[slot] = result
+        return body.view(self.memory.dtype(f"uint{8 * width}")).reshape(spec.shape)
+
+    def _call(self, call: Call, held: list[Any], guarded: list[Any], workspace: Any) -> None:
+        outputs = [
+            None if buffer is None or spec is None else (self._body(buffer, spec), spec.dtype)
+            for buffer, spec in zip(guarded, call.outputs, strict=True)
+        ]
+        for slot, result in call.aliases:
+            aliased = outputs[result]
+            held[slot] = None if aliased is None else aliased[0]
         inputs = [
             None if array is None else (_bits(array), given.dtype)
             for array, given in zip(held, call.inputs, strict=True)
         ]
         params = dict(call.params)
-        outputs = [(result, spec.dtype)]
         arch, stream = self.memory.arch, self.memory.stream
         _native.call(call.name, arch, call.implementation, inputs, outputs, params, workspace, stream)
 

@@ -76,7 +76,8 @@ def _readable(mangled: str) -> str:
     demangle.restype = ctypes.c_char_p
     name = demangle(mangled.encode(), None, None, None).decode()
     name = name.replace("(anonymous namespace)::", "").replace("__nv_bfloat16", "bf16").replace("__half", "fp16")
-    name = re.sub(r"\((?:\w+::)*Major\)(\d)", lambda major: ("k_major", "mn_major")[int(major[1])], name)
+    name = re.sub(r"\((?:\w+::)*Major\)(\d)", lambda major: ("k_major", "mn_major", "mn32_major")[int(major[1])], name)
+    name = re.sub(r"\((?:\w+::)*Pairs\)(\d)", lambda pairs: ("unpaired", "blocks", "columns")[int(pairs[1])], name)
     name = re.sub(r"^void |\b\w+::|\(.*$", "", name)
     return name.replace(" >", ">").replace(", ", ",")
 

@@ -39,7 +39,9 @@ void neighbours(Tile a, Tile b) {
          "(%d, %d) and (%d, %d)", a.row, a.col, b.row, b.col);
 }
 
-void every_tile_once() {
+// `both_columns`: of two columns a pair takes both, in any row tile.
+template <class PairAt>
+void every_tile_once(PairAt pair_at, bool both_columns) {
   for (int row_tiles = 0; row_tiles < 45; ++row_tiles) {
     for (int col_tiles = 1; col_tiles < 20; ++col_tiles) {
       const int pitch = col_tiles + 1;
@@ -47,7 +49,8 @@ void every_tile_once() {
       for (int item = 0; item < pair_count(row_tiles, col_tiles); ++item) {
         const Tile pair[2] = {pair_at(item, row_tiles, col_tiles, 0), pair_at(item, row_tiles, col_tiles, 1)};
         neighbours(pair[0], pair[1]);
-        EXPECT(!pair[0].across || pair[0].row == row_tiles - 1, "only an odd last row tile goes across");
+        EXPECT((both_columns && col_tiles == 2) || !pair[0].across || pair[0].row == row_tiles - 1,
+               "only an odd last row tile goes across");
         EXPECT(pair[0].col < col_tiles, "the first of a pair exists");
         for (const Tile& t : pair) {
           EXPECT(t.row >= 0 && t.row < row_tiles && t.col >= 0 && t.col <= col_tiles, "%d x %d, item %d: (%d, %d)",
@@ -63,7 +66,6 @@ void every_tile_once() {
       }
     }
   }
-  std::puts("every tile of every shape comes exactly once, in pairs of neighbours");
 }
 
 // Up to the number of items that kernels take; compiled with checks for signed overflow.
@@ -180,24 +182,30 @@ void scattered_addresses(std::mt19937_64& rng) {
 
 // ---- shared memory ----
 
-uint32_t swizzled(uint32_t address) { return address ^ (address >> 3 & 0x70); }  // what copy engine and wgmma do
+// What copy engine and wgmma do.
+uint32_t swizzled(uint32_t address) { return address ^ (address >> 3 & 0x70); }
+uint32_t swizzled_64(uint32_t address) { return address ^ (address >> 3 & 0x30); }
 
-// Where the copy engine puts 16-bit element (n, k) of a tile: boxes of 128-byte rows, one behind the other.
+// Where the copy engine puts 16-bit element (n, k) of a tile: boxes of 128-byte (or 64-byte) rows, one behind the
+// other.
 uint32_t placed(Major major, uint32_t tile, int n, int k) {
+  if (major == Major::mn32) return swizzled_64(tile + n / 32 * 64 * 64 + k * 64 + 2 * (n % 32));
   const uint32_t block = n / 64, row = major == Major::k ? n % 64 : k, byte = 2 * (major == Major::k ? k : n % 64);
   return swizzled(tile + block * kBlockBytes + row * 128 + byte);
 }
-// Where wgmma looks for element (n, k), k < 16, given a descriptor: cores of 8 x 16 bytes, in atoms of 8 x 128 bytes.
+// Where wgmma looks for element (n, k), k < 16, given a descriptor: cores of 8 x 16 bytes, in atoms of 8 x 128 bytes or
+// 8 x 64.
 uint32_t read_at(Major major, uint64_t descriptor, int n, int k) {
   const uint32_t start = uint32_t(descriptor & 0x3fff) << 4, leading = uint32_t(descriptor >> 16 & 0x3fff) << 4,
                  stride = uint32_t(descriptor >> 32 & 0x3fff) << 4;
-  EXPECT(descriptor >> 62 == 1, "128-byte swizzle");
+  EXPECT(descriptor >> 62 == (major == Major::mn32 ? 2 : 1), "swizzle");
   if (major == Major::k) return swizzled(start + n / 8 * stride + n % 8 * 128 + 2 * k);
+  if (major == Major::mn32) return swizzled_64(start + n / 32 * leading + k / 8 * stride + k % 8 * 64 + 2 * (n % 32));
   return swizzled(start + n / 64 * leading + k / 8 * stride + k % 8 * 128 + 2 * (n % 64));
 }
 
 void descriptors() {
-  for (Major major : {Major::k, Major::mn}) {
+  for (Major major : {Major::k, Major::mn, Major::mn32}) {
     for (uint32_t tile : {0u, 1024u, 16384u, 200u * 1024}) {
       const uint64_t first = descriptor(tile | 5u << 24, major);  // of CTA 5 in a cluster
       for (int n = 0; n < 192; ++n) {
@@ -234,6 +242,16 @@ void slots() {
     }
     for (int b = 0; b < kSlotBytes; ++b) EXPECT(seen[b] == 1, "byte %d is written %d times", b, seen[b]);
   }
+  std::vector<int> seen(kNarrowSlotBytes);
+  for (int row = 0; row < 16; ++row) {
+    for (int chunk = 0; chunk < 4; ++chunk) {
+      const uint32_t to = narrow_slot_of(row, chunk);
+      EXPECT(to == swizzled_64(row * 64 + chunk * 16), "row %d, chunk %d of a narrow slot: %u", row, chunk, to);
+      EXPECT(chunk > 1 || narrow_slot_of(row, chunk + 2) == (to ^ 32), "row %d, two chunks from %d", row, chunk);
+      ++seen[to];
+    }
+  }
+  for (int b = 0; b < kNarrowSlotBytes; ++b) EXPECT(seen[b] == (b % 16 == 0), "byte %d starts %d chunks", b, seen[b]);
   std::puts("lanes fill a slot as the copy engine reads it");
 }
 
@@ -337,7 +355,9 @@ void choices() {
 
 int main() {
   std::mt19937_64 rng(0);
-  every_tile_once();
+  every_tile_once(pair_at, false);
+  every_tile_once(row_pair_at, true);
+  std::puts("every tile of every shape comes exactly once, in pairs of neighbours");
   large_shapes(rng);
   every_draw_once(rng);
   ragged_addresses();

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from grouped_core import _native, calls, plans
-from grouped_core.calls import SLOTS, spec_of
+from grouped_core.calls import RESULTS, SLOTS, spec_of
 from grouped_core.formats import PLAIN, WIDE
 from grouped_core.recipes import BF16
 from tests import asserts, cases
@@ -30,7 +30,7 @@ class TestLists:
         assert list(native) == list(SLOTS)
         for name, slots in SLOTS.items():
             assert tuple(slot for slot, _ in native[name]["inputs"]) == slots
-            assert len(native[name]["outputs"]) == 1
+            assert tuple(slot for slot, _ in native[name]["outputs"]) == RESULTS[name]
         p = cases.problem(cases.named("tail"), "bfloat16")
         assert [name for name, _ in forward(p).params] == native["grouped_matmul"]["params"]
         for name in ("group_sum", "row_dot", "scale_rows"):

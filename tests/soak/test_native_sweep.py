@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from grouped_core import _native, calls, plans
-from grouped_core.calls import SLOTS, ArraySpec, Call
+from grouped_core.activations import KINDS, Activation
+from grouped_core.calls import RESULTS, SLOTS, ArraySpec, Call
 from grouped_core.recipes import plain
 from tests import asserts, cases
 from tests.bounds import Bounded, Expected
@@ -196,16 +197,104 @@ def scale_rows(draw: Draw, sizes: np.ndarray, rows: int) -> Work:
     return Work(calls.scale_rows(spec(matrix), spec(scale), spec(sizes), result, spec(into)), arrays, packed)
 
 
+def activation_of(draw: Draw) -> tuple[Activation, int]:
+    """A kind with its defaults, and an expert width that its interleave divides."""
+    kind, width = draw.one(*KINDS), draw.width()
+    if not KINDS[kind].gated or draw.one(True, False):
+        return Activation(kind), width
+    block = draw.one(1, 2, 3, 8, 16, 32)
+    return Activation(kind, interleave=block), block * int(draw.one(1, 2, 3, 9))
+
+
+def wanted_of(draw: Draw) -> tuple[bool, bool, bool]:
+    return draw.one((True, True, True), (True, False, True), (False, True, False), (False, False, True))
+
+
+def activated(draw: Draw, sizes: np.ndarray, rows: int) -> Work:
+    activation, width = activation_of(draw)
+    hidden = draw.numbers((rows, activation.fc1_width(width)), wide(draw))
+    scale = draw.numbers((rows,), "float32") if draw.one(True, False) else None
+    packed = {"rows": hidden, "group_sizes": sizes, "row_scale": scale}
+    call = calls.activation(spec(hidden), spec(sizes), wide(draw), activation=activation, row_scale=spec(scale))
+    return Work(call, dict(packed), packed)
+
+
+def activated_grad(draw: Draw, sizes: np.ndarray, rows: int) -> Work:
+    activation, width = activation_of(draw)
+    hidden = draw.numbers((rows, activation.fc1_width(width)), wide(draw))
+    grad = draw.numbers((rows, width), wide(draw))
+    scale, base = (draw.numbers((rows,), "float32") if draw.one(True, False) else None for _ in range(2))
+    packed = {"grad": grad, "rows": hidden, "group_sizes": sizes, "row_scale": scale, "row_base": base}
+    call = calls.activation_grad(
+        spec(grad),
+        spec(hidden),
+        spec(sizes),
+        wide(draw),
+        activation=activation,
+        wanted=wanted_of(draw),
+        row_scale=spec(scale),
+        row_base=spec(base),
+    )
+    return Work(call, dict(packed), packed)
+
+
+def product_act(draw: Draw, sizes: np.ndarray, rows: int) -> Work:
+    (activation, width), k, dtype, axis = activation_of(draw), draw.width(), wide(draw), draw.one(1, 2)
+    columns = activation.fc1_width(width)
+    lhs = draw.numbers((rows, k), dtype)
+    rhs = draw.numbers((len(sizes), k, columns) if axis == 1 else (len(sizes), columns, k), dtype)
+    bias = draw.numbers((len(sizes), columns), wide(draw)) if draw.one(True, False) else None
+    scale = draw.numbers((rows,), "float32") if draw.one(True, False) else None
+    packed = {"lhs": lhs, "rhs": rhs, "group_sizes": sizes, "bias": bias, "row_scale": scale}
+    call = calls.grouped_matmul_act(
+        spec(lhs),
+        spec(rhs),
+        axis,
+        spec(sizes),
+        wide(draw),
+        activation=activation,
+        recipe=plain(dtype),
+        bias=spec(bias),
+        row_scale=spec(scale),
+        hidden=draw.one(True, False),
+    )
+    return Work(call, dict(packed), packed)
+
+
+def product_dact(draw: Draw, sizes: np.ndarray, rows: int) -> Work:
+    (activation, width), n, dtype, axis = activation_of(draw), draw.width(), wide(draw), draw.one(1, 2)
+    lhs = draw.numbers((rows, n), dtype)
+    rhs = draw.numbers((len(sizes), n, width) if axis == 1 else (len(sizes), width, n), dtype)
+    hidden = draw.numbers((rows, activation.fc1_width(width)), wide(draw))
+    scale, base = (draw.numbers((rows,), "float32") if draw.one(True, False) else None for _ in range(2))
+    packed = {"lhs": lhs, "rhs": rhs, "group_sizes": sizes, "hidden": hidden, "row_scale": scale, "row_base": base}
+    call = calls.grouped_matmul_dact(
+        spec(lhs),
+        spec(rhs),
+        axis,
+        spec(sizes),
+        spec(hidden),
+        wide(draw),
+        activation=activation,
+        recipe=plain(dtype),
+        wanted=wanted_of(draw),
+        row_scale=spec(scale),
+        row_base=spec(base),
+    )
+    return Work(call, dict(packed), packed)
+
+
 def work_of(draw: Draw) -> Work:
     """A random call; rows past the groups hold NaN."""
     rows = int(draw.one(0, 1, 2, 7, 8, 9, 33, 64, 65, 200, draw.rng.integers(0, 700)))
     groups = int(draw.one(1, 1, 2, 3, 5, 8, 33, 70))
     sizes = draw.block((groups,), "int32")
     sizes[:] = draw.sizes(groups, rows)
-    make = draw.one(matmul, matmul, matmul, group_sum, row_dot, scale_rows)
+    fused = (activated, activated_grad, product_act, product_dact)
+    make = draw.one(matmul, matmul, matmul, group_sum, row_dot, scale_rows, *fused)
     work = make(draw, sizes, rows)
     end = cases.Case("drawn", tuple(int(s) for s in sizes), rows, 1, 1, frozenset()).valid
-    names = ("lhs", "rows", "row_scale", "group_lhs") + (
+    names = ("lhs", "rows", "row_scale", "group_lhs", "grad", "hidden", "row_base") + (
         ("rhs",) if dict(work.call.params).get("rhs_axis", 0) == 0 else ()
     )
     for name in names:
@@ -214,29 +303,30 @@ def work_of(draw: Draw) -> Work:
     return work
 
 
-def launch(draw: Draw, work: Work, plan: _native.Plan) -> np.ndarray | None:
-    """The result, or None where it went to a table."""
-    (out,) = work.call.outputs
-    result = work.arrays["into"] if "into" in work.arrays else draw.block(out.shape, out.dtype)
-    if work.members is not None:
-        result = None
+def launch(draw: Draw, work: Work, plan: _native.Plan) -> list[np.ndarray | None]:
+    """The results; None where one is not asked for or went to a table."""
+    results: list[np.ndarray | None] = [None] if work.members is not None else []
+    if "into" in work.arrays:
+        results = [work.arrays["into"]]
+    if not results:
+        results = [None if out is None else draw.block(out.shape, out.dtype) for out in work.call.outputs]
     addresses = [
         0 if work.arrays.get(slot) is None else work.arrays[slot].ctypes.data for slot in SLOTS[work.call.name]
     ]
     workspace = draw.block((plan.workspace_bytes,), "uint8")
-    target = 0 if result is None else result.ctypes.data
-    plan.launch([*addresses, target, workspace.ctypes.data if plan.workspace_bytes else 0], 0)
-    return result
+    targets = [0 if result is None else result.ctypes.data for result in results]
+    plan.launch([*addresses, *targets, workspace.ctypes.data if plan.workspace_bytes else 0], 0)
+    return results
 
 
-def expected_of(work: Work, kernel: str) -> Bounded:
+def expected_of(work: Work, kernel: str) -> tuple[Bounded | None, ...]:
     packed = [work.packed.get(slot) for slot in SLOTS[work.call.name]]
     names = SLOTS[work.call.name]
     operands = [
         array if array is None or name == "group_sizes" else Bounded.of(array)
         for name, array in zip(names, packed, strict=True)
     ]
-    return Expected({work.call.name: kernel})(work.call, operands)[0]
+    return Expected({work.call.name: kernel})(work.call, operands)
 
 
 def check(seed: int) -> None:
@@ -249,14 +339,17 @@ def check(seed: int) -> None:
     if not plan.kernel:
         return  # this machine lacks the instructions of the pinned kernel
     expected = expected_of(work, plan.kernel)  # before the launch, which may write into an operand
-    result = launch(draw, work, plan)
+    results = launch(draw, work, plan)
     what = f"seed {seed}: {plan.kernel}"
     if work.members is None:
-        asserts.within(result, expected, what)
+        for name, result, wanted in zip(RESULTS[call.name], results, expected, strict=True):
+            if result is not None and wanted is not None:
+                asserts.within(result, wanted, f"{what}, {name}")
         return
+    (whole,) = expected
     for g, member in enumerate(work.members):
         if member is not None:
-            part = Bounded(expected.value[g], expected.error[g], expected.dtype)
+            part = Bounded(whole.value[g], whole.error[g], whole.dtype)
             asserts.within(member, part, f"{what}, destination {g}")
 
 
@@ -293,7 +386,8 @@ def test_plans_of_broken_calls_are_refused_in_words(first_seed):
         params = dict(work.call.params)
         for name in params:
             if draw.one(True, False, False, False):
-                params[name] = draw.one(0, 1, 2, -1, 2**62) if name != "fp32_mode" else draw.one("ieee", "", "x" * 999)
+                text = draw.one("ieee", "", "swiglu", "x" * 999)
+                params[name] = text if isinstance(params[name], str) else draw.one(0, 1, 2, -1, 2**62)
         call = dataclasses.replace(work.call, inputs=inputs, params=tuple(params.items()))
         arch = draw.one("cpu", "cpu", "sm_80", "sm_90a")
         try:

@@ -1,0 +1,280 @@
+"""How fast is the experts' MLP, and how much memory does it take, beside its dense products and the peers?
+
+    python benchmarks/bench_mlp.py                      # the models' shapes, SwiGLU, bf16, on a GPU
+    python benchmarks/bench_mlp.py --cases parts        # first product + activation, and gradients at the hidden rows
+    python benchmarks/bench_mlp.py --device cpu
+
+The bound of a row is the time of dense products of the same operations in the same run: two for forward, six with
+backward. Memory is PyTorch's peak during forward and backward beyond what was there before and the gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+import torch_bridge
+from benchmarks import harness
+from benchmarks.baselines import TORCH_DTYPES, MissingError
+from tests import cases
+
+PRODUCTS = ("forward", "forward+backward")
+PARTS = cases.Case("parts", cases.jagged(128, 24576 * 8), 24576 * 8, 1536, 512, frozenset())
+"""24576 tokens, 8 of 128 experts each, hidden size 1536, expert width 256."""
+
+
+@dataclasses.dataclass
+class Work:
+    """One MLP of a case: K = case.k, W = case.n columns of gate and linear halves, F = W / 2."""
+
+    x: torch.Tensor  # [M, K]
+    dy: torch.Tensor  # [M, K]
+    wi: torch.Tensor  # [G, W, K]
+    wo: torch.Tensor  # [G, K, F]
+    sizes: torch.Tensor
+    rows: int  # that belong to groups
+
+    @property
+    def flops(self) -> float:
+        """Useful operations of forward."""
+        _, wide, k = self.wi.shape
+        return 2.0 * self.rows * k * (wide + wide // 2)
+
+    def leaves(self, transposed: bool) -> list[torch.Tensor]:
+        """x, wi and wo, needing gradients, in one of the layouts."""
+        weights = [self.wi, self.wo] if transposed else [w.transpose(1, 2).contiguous() for w in (self.wi, self.wo)]
+        return [each.detach().requires_grad_() for each in (self.x, *weights)]
+
+
+def make_work(case: cases.Case, dtype: str, device: str) -> Work:
+    """Random normal operands with a fixed seed; weights scaled so that rows keep their variance."""
+    generator = torch.Generator(device=device).manual_seed(0)
+
+    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator, device=device) * scale).to(TORCH_DTYPES[dtype])
+
+    wide, k, groups = case.n, case.k, case.groups
+    return Work(
+        normal(case.rows, k),
+        normal(case.rows, k),
+        normal(groups, wide, k, scale=k**-0.5),
+        normal(groups, k, wide // 2, scale=(wide // 2) ** -0.5),
+        torch.tensor(case.sizes, dtype=torch.int32, device=device),
+        case.valid,
+    )
+
+
+Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def both(function: Function, leaves: list[torch.Tensor], dy: torch.Tensor) -> dict[str, harness.Thunk]:
+    """Forward alone without gradients, and forward with backward."""
+
+    def forward(_: int) -> Any:
+        with torch.no_grad():
+            return function(*leaves)
+
+    def backward(_: int) -> Any:
+        return torch.autograd.grad(function(*leaves), leaves, dy)
+
+    return {"forward": forward, "forward+backward": backward}
+
+
+def ours(transposed: bool, **options: Any) -> Callable[[Work], dict[str, harness.Thunk]]:
+    def build(work: Work) -> dict[str, harness.Thunk]:
+        def function(x: torch.Tensor, wi: torch.Tensor, wo: torch.Tensor) -> torch.Tensor:
+            return torch_bridge.grouped_mlp(x, wi, wo, work.sizes, rhs_transposed=transposed, **options)
+
+        return both(function, work.leaves(transposed), work.dy)
+
+    return build
+
+
+def torch_grouped_mm(work: Work) -> dict[str, harness.Thunk]:
+    """`torch.nn.functional.grouped_mm` twice with a compiled activation between, weights stored K-major."""
+    grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)
+    if grouped_mm is None or work.x.device.type == "cpu":
+        raise MissingError("torch.nn.functional.grouped_mm is not for this device")
+    offsets = torch.cumsum(work.sizes, 0).to(torch.int32)
+
+    def swiglu(h: torch.Tensor) -> torch.Tensor:
+        gate, linear = h.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * linear
+
+    activation = torch.compile(swiglu, dynamic=False)
+
+    def function(x: torch.Tensor, wi: torch.Tensor, wo: torch.Tensor) -> torch.Tensor:
+        h = grouped_mm(x, wi.transpose(1, 2), offs=offsets)
+        return grouped_mm(activation(h), wo.transpose(1, 2), offs=offsets)
+
+    return both(function, work.leaves(True), work.dy)
+
+
+def sonic_moe(work: Work) -> dict[str, harness.Thunk]:
+    """Its layer gathers rows and routes as well; it takes part where it can be imported."""
+    import sonicmoe  # type: ignore[import-not-found]
+
+    raise MissingError(f"sonicmoe {sonicmoe.__file__}: has no entry for rows that are sorted already")
+
+
+def dense(work: Work) -> dict[str, harness.Thunk]:
+    """Dense products of the same operations: two, and six with backward."""
+    rows, wi, wo = work.rows, work.wi[0], work.wo[0]
+    x, dy = work.x[:rows], work.dy[:rows]
+    h, z = x @ wi.T, (x @ wi.T)[:, : wo.shape[1]].contiguous()
+
+    def forward(_: int) -> Any:
+        return x @ wi.T, z @ wo.T
+
+    def all_six(_: int) -> Any:
+        return x @ wi.T, z @ wo.T, dy @ wo, h @ wi, dy.T @ z, h.T @ x
+
+    return {"forward": forward, "forward+backward": all_six}
+
+
+CANDIDATES: dict[str, Callable[[Work], dict[str, harness.Thunk]]] = {
+    "dense": dense,
+    "ours, [G,N,K]": ours(True),
+    "ours, [G,K,N]": ours(False),
+    "ours, [G,N,K], save_all": ours(True, residuals="save_all"),
+    "ours, [G,N,K], save_input": ours(True, residuals="save_input"),
+    "ours, composed": ours(True, implementation="composed"),
+    "torch grouped_mm": torch_grouped_mm,
+    "SonicMoE": sonic_moe,
+}
+
+
+def peak_mib(thunk: harness.Thunk) -> float:
+    """Of a warm call, beyond what was there before and what it gives back."""
+    thunk(0)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = thunk(0)
+    torch.cuda.synchronize()
+    given = sum(each.nbytes for each in results) if isinstance(results, tuple) else results.nbytes
+    return (torch.cuda.max_memory_allocated() - before - given) / 2**20
+
+
+def bench(case: cases.Case, dtype: str, device: str, names: list[str], budget_s: float) -> list[harness.Row]:
+    """All candidates on one case."""
+    work = make_work(case, dtype, device)
+    built: dict[str, dict[str, harness.Thunk]] = {}
+    skipped: dict[str, str] = {}
+    for name in names:
+        try:
+            built[name] = CANDIDATES[name](work)
+            for thunk in built[name].values():
+                thunk(0)
+        except (MissingError, ImportError) as reason:
+            skipped[name] = str(reason)
+            built.pop(name, None)
+    clock = harness.cpu_clock if device == "cpu" else harness.cuda_clock
+    rows = []
+    for product in PRODUCTS:
+        timings = harness.measure(
+            {name: thunks[product] for name, thunks in built.items()}, clock=clock, budget_s=budget_s / 2
+        )
+        bound = timings["dense"].median_us
+        flops = work.flops * (1 if product == "forward" else 3)
+        for name in names:
+            timing = timings.get(name)
+            rows.append(
+                harness.Row(
+                    case.name,
+                    product,
+                    dtype,
+                    name,
+                    timing,
+                    None if timing is None else flops / timing.median_us / 1e6,
+                    None if timing is None else bound / timing.median_us,
+                    "dense products of the same operations",
+                    None,
+                    skipped=skipped.get(name, ""),
+                )
+            )
+    if device == "cuda":
+        for name, thunks in built.items():
+            if name != "dense":
+                print(f"{case.name:<16}peak MiB  {name:<30}{peak_mib(thunks['forward+backward']):>10.0f}", flush=True)
+        kept = 2 * work.x.shape[0] * (case.k + case.n) / 2**20
+        print(f"{case.name:<16}rows that save_fc1 keeps, x among them: {kept:.0f} MiB")
+    return rows
+
+
+def bench_parts(case: cases.Case, dtype: str, budget_s: float) -> list[harness.Row]:
+    """The two fused kernels alone, both results stored, against one dense product each."""
+    from grouped_core.activations import Activation
+    from torch_bridge import _mlp_library
+    from torch_bridge._mlp_arguments import check_arguments
+
+    work = make_work(case, dtype, "cuda")
+    probs = torch.rand(case.rows, device="cuda")
+    given = check_arguments(work.x, work.wi, work.wo, work.sizes, activation=Activation("swiglu"), probs=probs)
+    hidden = (given.x, given.wi, given.sizes, given.probs, given.wi_bias, given.text, True)
+    _, h = _mlp_library.hidden(*hidden)
+    grads = (h, given.wo, given.sizes, given.probs, given.wo_bias, work.dy, given.text, "hzp")
+    x, dy = work.x[: work.rows], work.dy[: work.rows]
+    thunks: dict[str, dict[str, harness.Thunk]] = {
+        "up + act": {
+            "dense": lambda _: x @ work.wi[0].T,
+            "ours": lambda _: _mlp_library.hidden(*hidden),
+        },
+        "d hidden": {
+            "dense": lambda _: dy @ work.wo[0],
+            "ours": lambda _: _mlp_library.hidden_grads(*grads),
+        },
+    }
+    rows = []
+    for part, candidates in thunks.items():
+        timings = harness.measure(candidates, clock=harness.cuda_clock, budget_s=budget_s / 2)
+        bound = timings["dense"].median_us
+        flops = work.flops * (2 / 3 if part == "up + act" else 1 / 3)
+        rows += [
+            harness.Row(case.name, part, dtype, name, t, flops / t.median_us / 1e6, bound / t.median_us, "dense", None)
+            for name, t in timings.items()
+        ]
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--cases", nargs="+", help="names of problems in tests/cases.py, and parts; default: all")
+    parser.add_argument("--dtype", choices=list(TORCH_DTYPES), default="bfloat16")
+    parser.add_argument("--candidates", nargs="+", choices=list(CANDIDATES), default=list(CANDIDATES))
+    parser.add_argument("--budget", type=float, default=10.0, help="seconds a case may take")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    names = list(dict.fromkeys(["dense", *options.candidates]))
+    rows = []
+    for case in [*cases.select("cpu_bench" if options.device == "cpu" else "bench"), PARTS]:
+        if options.cases and case.name not in options.cases:
+            continue
+        if case is not PARTS:
+            block = bench(case, options.dtype, options.device, names, options.budget)
+        elif options.device == "cuda":
+            block = bench_parts(case, options.dtype, options.budget)
+        else:
+            continue
+        print(harness.table(block), flush=True)
+        rows += block
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+    print(harness.machine())
+    if options.json:
+        harness.save(rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

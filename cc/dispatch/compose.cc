@@ -1,0 +1,144 @@
+// A grouped product and an activation, one after the other through dispatch. Workspace: the matrix between the two
+// where the caller does not ask for it, rounded to the dtype of lhs, then what the two need, who share it.
+#include "cc/dispatch/compose.h"
+
+#include <algorithm>
+#include <string>
+
+#include "cc/dispatch/dispatch.h"
+
+namespace grouped {
+namespace {
+
+constexpr size_t kAlign = 256;
+
+size_t padded_bytes(const TensorView& view) {
+  return (static_cast<size_t>(view.bytes()) + kAlign - 1) / kAlign * kAlign;
+}
+
+// A fused call as its two parts. `between` is what the first writes and the second reads; without an address it is at
+// the start of the workspace.
+template <class Second>
+struct Parts {
+  GroupedMatmul product;
+  Second activation;
+  TensorView between;
+};
+
+template <class Call>
+GroupedMatmul product_of(const Call& call) {
+  GroupedMatmul product;
+  product.lhs = call.lhs;
+  product.rhs = call.rhs;
+  product.group_sizes = call.group_sizes;
+  product.rhs_table = call.rhs_table;
+  product.rhs_axis = call.rhs_axis;
+  product.batch_invariant = call.batch_invariant;
+  product.aligned_tables = call.aligned_tables;
+  product.rows_hint = call.rows_hint;
+  product.fp32_mode = call.fp32_mode;
+  return product;
+}
+
+template <class Call>
+TensorView product_result(const Call& call) {
+  TensorView result;
+  result.dtype = call.lhs.dtype;
+  result.rank = 2;
+  result.dims[0] = call.lhs.dims[0];
+  result.dims[1] = call.rhs.dims[3 - call.rhs_axis];
+  return result;
+}
+
+bool in_workspace(const GroupedMatmulAct& call) { return !call.hidden.present(); }
+bool in_workspace(const GroupedMatmulDact&) { return true; }
+
+Parts<ActivationForward> parts(const GroupedMatmulAct& call, void* workspace) {
+  Parts<ActivationForward> p;
+  p.between = in_workspace(call) ? product_result(call) : call.hidden;
+  if (in_workspace(call)) p.between.data = workspace;
+  p.product = product_of(call);
+  p.product.bias = call.bias;
+  p.product.bias_table = call.bias_table;
+  p.product.result = p.between;
+  p.activation.rows = p.between;
+  p.activation.group_sizes = call.group_sizes;
+  p.activation.row_scale = call.row_scale;
+  p.activation.result = call.result;
+  p.activation.activation = call.activation;
+  p.activation.zero_tail = call.zero_tail;
+  return p;
+}
+
+Parts<ActivationGrad> parts(const GroupedMatmulDact& call, void* workspace) {
+  Parts<ActivationGrad> p;
+  p.between = product_result(call);
+  p.between.data = workspace;
+  p.product = product_of(call);
+  p.product.result = p.between;
+  p.activation.grad = p.between;
+  p.activation.rows = call.hidden;
+  p.activation.group_sizes = call.group_sizes;
+  p.activation.row_scale = call.row_scale;
+  p.activation.row_base = call.row_base;
+  p.activation.result = call.result;
+  p.activation.activated = call.activated;
+  p.activation.row_sum = call.row_sum;
+  p.activation.activation = call.activation;
+  p.activation.zero_tail = call.zero_tail;
+  return p;
+}
+
+// The reason why nobody takes a part: that of the table's last row, which takes most.
+template <class Call>
+std::string refusal(const Call& call, const Target& target) {
+  const Choice<Call> choice = choose(call, target, "");
+  if (choice.kernel) return "";
+  if (choice.refusals.empty()) return std::string("no kernel of ") + Call::kName + " on this platform";
+  return choice.refusals.back().kernel + ": " + choice.refusals.back().reason;
+}
+
+template <class Call>
+std::string refuses(const Call& call, const Target& target) {
+  const auto p = parts(call, nullptr);
+  const std::string reason = refusal(p.product, target);
+  return reason.empty() ? refusal(p.activation, target) : reason;
+}
+
+template <class Call>
+size_t workspace(const Call& call, const Target& target) {
+  const auto p = parts(call, nullptr);
+  const size_t inner =
+      std::max(choose(p.product, target, "").workspace_bytes, choose(p.activation, target, "").workspace_bytes);
+  return (in_workspace(call) ? padded_bytes(p.between) : 0) + inner;
+}
+
+template <class Call>
+void run(const Call& call, const Context& context) {
+  const Choice<Call> choice = choose(call, context.target, "");
+  kernel_for(choice, call)->launch(call, context);
+}
+
+template <class Call>
+void launch(const Call& call, const Context& context) {
+  const auto p = parts(call, context.workspace);
+  Context inner = context;
+  const size_t taken = in_workspace(call) ? padded_bytes(p.between) : 0;
+  inner.workspace = static_cast<char*>(context.workspace) + taken;
+  inner.workspace_bytes = context.workspace_bytes - taken;
+  run(p.product, inner);
+  run(p.activation, inner);
+}
+
+}  // namespace
+
+#define GROUPED_COMPOSED(Call, name) const Kernel<Call> name = {#name, refuses<Call>, workspace<Call>, launch<Call>};
+GROUPED_COMPOSED(GroupedMatmulAct, grouped_matmul_act_composed_cpu)
+GROUPED_COMPOSED(GroupedMatmulDact, grouped_matmul_dact_composed_cpu)
+#if GROUPED_WITH_CUDA
+GROUPED_COMPOSED(GroupedMatmulAct, grouped_matmul_act_composed_cuda)
+GROUPED_COMPOSED(GroupedMatmulDact, grouped_matmul_dact_composed_cuda)
+#endif
+#undef GROUPED_COMPOSED
+
+}  // namespace grouped

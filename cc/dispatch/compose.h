@@ -1,0 +1,17 @@
+// The last rows of the fused calls: they compose plain calls, take whatever these take, and are what the fused kernels
+// are measured against.
+#pragma once
+
+#include "cc/api/calls.h"
+#include "cc/api/kernel.h"
+
+namespace grouped {
+
+extern const Kernel<GroupedMatmulAct> grouped_matmul_act_composed_cpu;
+extern const Kernel<GroupedMatmulDact> grouped_matmul_dact_composed_cpu;
+#if GROUPED_WITH_CUDA
+extern const Kernel<GroupedMatmulAct> grouped_matmul_act_composed_cuda;
+extern const Kernel<GroupedMatmulDact> grouped_matmul_dact_composed_cuda;
+#endif
+
+}  // namespace grouped

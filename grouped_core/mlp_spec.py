@@ -1,0 +1,259 @@
+"""The experts' MLP as a user asks for it: its static facts, checked, and what each policy keeps for backward.
+
+Letters: G groups, M rows, K hidden size of the model, F expert width, W columns of h: 2F for gated activations, else F.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from grouped_core import calls
+from grouped_core.activations import Activation
+from grouped_core.calls import ArraySpec, Linear, Names
+from grouped_core.recipes import Recipe
+
+POLICIES = ("save_all", "save_fc1", "save_input")
+"""What forward keeps beside weights and sizes, of the rows: x, h and z; x and h; x alone."""
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """What a differentiated MLP keeps between forward and backward.
+
+    `save_all` keeps x, h and z, `save_fc1` x and h, `save_input` x alone: M (K + W + F), M (K + W) and M K elements.
+    What no gradient reads is never kept. All three give the same bits.
+
+    Attributes:
+        policy: one of `POLICIES`.
+        names: pairs (ours, another), names of kept arrays that `jax.checkpoint` policies see: `grouped_x`,
+            `grouped_fc1`, `grouped_act`. A mapping is taken too.
+
+    Raises:
+        ValueError: an unknown policy or name.
+    """
+
+    policy: str = "save_fc1"
+    names: Any = ()
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(
+                f"`residuals`: {self.policy!r}, expected one of {', '.join(POLICIES)}; choose what backward may keep."
+            )
+        pairs = tuple(sorted(dict(self.names).items()))
+        unknown = [name for name, _ in pairs if name not in ROW_NAMES]
+        if unknown:
+            raise ValueError(
+                f"`names` of Residuals: {unknown[0]!r}, expected one of {', '.join(ROW_NAMES)}; rename one of these."
+            )
+        object.__setattr__(self, "names", pairs)
+
+    def name(self, ours: str) -> str:
+        """The name that a kept array carries."""
+        return dict(self.names).get(ours, ours)
+
+
+ROW_NAMES = ("grouped_x", "grouped_fc1", "grouped_act")
+"""Names of x, h and z where they are kept."""
+
+
+class MlpNames(NamedTuple):
+    """What a face calls the arguments; the only difference between the two faces' messages."""
+
+    x: str = "x"
+    wi: str = "wi"
+    wo: str = "wo"
+    sizes: str = "group_sizes"
+    probs: str = "probs"
+    wi_bias: str = "wi_bias"
+    wo_bias: str = "wo_bias"
+    transposed: str = "rhs_transposed"
+    wgrad: str = "wgrad_dtype"
+    accum: str = "wgrad_accum"
+    out: str = "out"
+    grad_input: str = "grad_input"
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """Static facts of one MLP: frozen, hashable, free of arrays.
+
+    Attributes:
+        names: the face's argument names, for messages.
+        activation: between the two products.
+        transposed: weights are [G, W, K] and [G, K, F] instead of [G, K, W] and [G, F, K].
+        recipe: of both products; None computes with the operands as they stand.
+        residuals: what is kept for backward.
+        wgrad_dtype: dtype of new weight gradients; None: that of the weights.
+        rows_hint: usual rows a group, for tile choice only; 0 is unknown.
+        implementation: pinned kernels, a comma list; "" lets dispatch choose. A name concerns its own call alone.
+        clear_residuals: tail rows of what is kept are zero instead of undefined.
+    """
+
+    names: MlpNames
+    activation: Activation
+    transposed: bool = False
+    recipe: Recipe | None = None
+    residuals: Residuals = Residuals()
+    wgrad_dtype: str | None = None
+    rows_hint: int = 0
+    implementation: str = ""
+    clear_residuals: bool = False
+
+    def fc1(self) -> Linear:
+        """The first product as a linear operation."""
+        return self._linear(self.names.wi, self.names.wi_bias, self.names.x, False)
+
+    def fc2(self, scale_bias: bool = False) -> Linear:
+        """The second product as a linear operation; with `scale_bias` its bias is weighted by the probabilities."""
+        return self._linear(self.names.wo, self.names.wo_bias, "activated rows", scale_bias)
+
+    def _linear(self, w: str, bias: str, x: str, scale_bias: bool) -> Linear:
+        n = self.names
+        names = Names(x, w, n.transposed, n.sizes, bias, n.probs, wgrad=n.wgrad, accum=n.accum, out=n.out)
+        return Linear(
+            names,
+            transposed=self.transposed,
+            recipe=self.recipe,
+            scale_bias=scale_bias,
+            wgrad_dtype=self.wgrad_dtype,
+            rows_hint=self.rows_hint,
+            implementation=self.implementation,
+        )
+
+
+class MlpNeeds(NamedTuple):
+    """Which gradients somebody asked for; the others are neither computed nor prepared for."""
+
+    x: bool = True
+    wi: bool = True
+    wo: bool = True
+    probs: bool = True
+    wi_bias: bool = True
+    wo_bias: bool = True
+
+
+# NOTE: functions, because torch.compile does not see through tuples that have properties.
+def needs_dh(needs: MlpNeeds) -> bool:
+    """Whether the gradient of h is needed."""
+    return needs.x or needs.wi or needs.wi_bias
+
+
+def needs_dz(needs: MlpNeeds) -> bool:
+    """Whether the gradient of z is needed, if only inside a kernel."""
+    return needs_dh(needs) or needs.probs
+
+
+class Kept(NamedTuple):
+    """What backward reads, True or False of each: rows, weights, probabilities, biases."""
+
+    x: bool
+    h: bool
+    z: bool
+    wi: bool
+    wo: bool
+    probs: bool
+    wi_bias: bool
+    wo_bias: bool
+
+
+def residuals_option(residuals: Residuals | str) -> Residuals:
+    """`residuals=` of a public function: a policy's name, or `Residuals` as they stand."""
+    return residuals if isinstance(residuals, Residuals) else Residuals(residuals)
+
+
+class MlpSpecs(NamedTuple):
+    """Specs of the operands, kept or not; None where the operation had none."""
+
+    x: ArraySpec
+    wi: ArraySpec
+    wo: ArraySpec
+    probs: ArraySpec | None
+    wi_bias: ArraySpec | None
+    wo_bias: ArraySpec | None
+
+
+@lru_cache(maxsize=1024)
+def restrict(needs: MlpNeeds, specs: MlpSpecs) -> MlpNeeds:
+    """The needs, without those of operands that there are not."""
+    return needs._replace(
+        probs=needs.probs and specs.probs is not None,
+        wi_bias=needs.wi_bias and specs.wi_bias is not None,
+        wo_bias=needs.wo_bias and specs.wo_bias is not None,
+    )
+
+
+@lru_cache(maxsize=1024)
+def kept(op: Mlp, needs: MlpNeeds, has_probs: bool, has_wi_bias: bool, has_wo_bias: bool) -> Kept:
+    """What the backward of these gradients reads (MLP-9 to MLP-11)."""
+    policy = op.residuals.policy
+    needs = needs._replace(
+        probs=needs.probs and has_probs,
+        wi_bias=needs.wi_bias and has_wi_bias,
+        wo_bias=needs.wo_bias and has_wo_bias,
+    )
+    from_input = policy == "save_input" and (needs_dz(needs) or needs.wo)
+    # Where dz is computed, z comes from the same pass over h.
+    z = needs.wo and (policy == "save_all" or (policy == "save_fc1" and not needs_dz(needs)))
+    rebuilds_z = needs.wo and not z
+    return Kept(
+        x=needs.wi or from_input,
+        h=needs_dz(needs) and not from_input,
+        z=z,
+        wi=needs.x or from_input,
+        wo=needs_dz(needs),
+        probs=has_probs and (needs_dh(needs) or rebuilds_z or needs.wo_bias),
+        wi_bias=has_wi_bias and from_input,
+        wo_bias=has_wo_bias and needs.probs,
+    )
+
+
+@lru_cache(maxsize=4096)
+def check(
+    op: Mlp,
+    x: ArraySpec,
+    wi: ArraySpec,
+    wo: ArraySpec,
+    sizes: ArraySpec,
+    probs: ArraySpec | None = None,
+    wi_bias: ArraySpec | None = None,
+    wo_bias: ArraySpec | None = None,
+    out: ArraySpec | None = None,
+) -> ArraySpec:
+    """Refuses what the MLP does not take, in words; returns the spec of y, [M, K].
+
+    Raises:
+        TypeError: dtypes. ValueError: ranks, shapes, empty axes, contradictory options.
+    """
+    n = op.names
+    h = calls.check_linear(op.fc1(), x, wi, sizes, wi_bias, None)
+    layout = "[G, K, F]" if op.transposed else "[G, F, K]"
+    if len(wo.shape) != 3:
+        raise ValueError(
+            f"`{n.wo}`: shape {wo.shape}, expected three axes {layout}; stack one matrix a group on the first axis."
+        )
+    k_axis, n_axis = op.fc2().weight_axes()
+    width = wo.shape[k_axis]
+    wide_width = op.activation.fc1_width(width)
+    if h.shape[1] != wide_width:
+        raise ValueError(
+            f"`{n.wi}`: {h.shape[1]} columns in front of the activation, expected {wide_width} for "
+            f"{op.activation.kind} and F = {width} of `{n.wo}` {layout}; "
+            "gated kinds have gate and linear columns side by side."
+        )
+    if wo.shape[n_axis] != x.shape[1]:
+        raise ValueError(
+            f"`{n.wo}`: shape {wo.shape}, expected {layout} with K = {x.shape[1]} = columns of `{n.x}`; "
+            f"check the operands and `{n.transposed}`."
+        )
+    if probs is not None and probs.dtype not in calls.WIDE:
+        raise TypeError(f"`{n.probs}`: dtype {probs.dtype}, expected one of {', '.join(calls.WIDE)}; cast it first.")
+    if probs is not None and probs.shape != x.shape[:1]:
+        raise ValueError(
+            f"`{n.probs}`: shape {probs.shape}, expected {x.shape[:1]} = all rows of `{n.x}`, tail included; "
+            "pass one probability a row."
+        )
+    z = ArraySpec((x.shape[0], width), h.dtype)
+    return calls.check_linear(op.fc2(), z, wo, sizes, wo_bias, None, out)

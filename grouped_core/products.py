@@ -1,0 +1,129 @@
+"""One grouped product as the rules ask for it: operands as the recipe stores them, everything fused into one call.
+
+Rules are written against one injected `Runner`, so JAX, PyTorch, NumPy and planning without arrays share them to the
+letter. The number beside an operand is its contracted axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, overload
+
+from grouped_core import calls
+from grouped_core.calls import ArraySpec, Call, Linear
+from grouped_core.formats import Format
+from grouped_core.recipes import Recipe
+
+Array = Any
+"""An array of whatever framework the runner belongs to."""
+
+
+class Runner(Protocol):
+    """How a face runs one native call."""
+
+    def __call__(self, call: Call, arrays: Sequence[Array | None]) -> tuple[Array, ...]:
+        """Runs `call` on `arrays`, one a slot (None where absent or given by a table of addresses).
+
+        Its results stand one a slot too, None where the call has none.
+        """
+        ...
+
+    def spec(self, array: Array) -> ArraySpec:
+        """Shape and dtype of an array."""
+        ...
+
+    def cast(self, array: Array, dtype: str) -> Array:
+        """The array rounded to `dtype`; itself where it has that dtype."""
+        ...
+
+
+@dataclass(frozen=True)
+class Listed:
+    """An operand whose groups are separate arrays, reached through a table of G int64 addresses on the device.
+
+    Attributes:
+        spec: of the packed form, [G, ...].
+        table: the addresses; in a destination 0 skips the group.
+        aligned: every address is a multiple of 16 bytes.
+    """
+
+    spec: ArraySpec
+    table: Array
+    aligned: bool = True
+
+
+@overload
+def operand_spec(run: Runner, operand: None) -> None: ...
+@overload
+def operand_spec(run: Runner, operand: Array) -> Any: ...
+def operand_spec(run: Runner, operand: Array | Listed | None) -> ArraySpec | None:
+    """Spec of an operand, of the packed form where it is listed."""
+    if operand is None:
+        return None
+    return operand.spec if isinstance(operand, Listed) else run.spec(operand)
+
+
+def all_aligned(*operands: Array | Listed | None) -> bool:
+    """Whether every address of the listed ones is a multiple of 16 bytes."""
+    return all(operand.aligned for operand in operands if isinstance(operand, Listed))
+
+
+def split(operand: Array | Listed | None) -> tuple[Array | None, Array | None]:
+    """(array, table) of an operand."""
+    return (None, operand.table) if isinstance(operand, Listed) else (operand, None)
+
+
+def product(
+    run: Runner,
+    op: Linear,
+    recipe: Recipe,
+    cells: tuple[Format, Format],
+    lhs: tuple[Array, int],
+    rhs: tuple[Array | Listed, int],
+    group_sizes: Array,
+    result_dtype: str,
+    *,
+    bias: Array | Listed | None = None,
+    row_scale: Array | None = None,
+    into: Array | Listed | None = None,
+    accumulate: bool = False,
+) -> Array:
+    """One grouped product, each operand stored as its cell of the recipe says, everything fused into one call."""
+    left = run.cast(lhs[0], cells[0].values)
+    right = rhs[0] if isinstance(rhs[0], Listed) else run.cast(rhs[0], cells[1].values)
+    (w, w_table), (b, b_table), (c, c_table) = split(right), split(bias), split(into)
+    call = calls.grouped_matmul(
+        run.spec(left),
+        operand_spec(run, right),
+        (lhs[1], rhs[1]),
+        run.spec(group_sizes),
+        result_dtype,
+        recipe=recipe,
+        bias=operand_spec(run, bias),
+        row_scale=operand_spec(run, row_scale),
+        into=operand_spec(run, into),
+        tables=(w_table is not None, b_table is not None, c_table is not None),
+        aligned_tables=all_aligned(right, into),
+        scale_bias=op.scale_bias and bias is not None,
+        accumulate=accumulate,
+        rows_hint=op.rows_hint,
+        implementation=op.implementation,
+    )
+    (result,) = run(call, (left, w, group_sizes, b, row_scale, c, w_table, b_table, c_table))
+    return result
+
+
+def wide(dtype: str) -> str:
+    """Dtype of the gradient of an operand stored as `dtype`: its own, or bfloat16 for 8-bit values."""
+    return "bfloat16" if dtype.startswith("float8") else dtype
+
+
+def scale_rows(
+    run: Runner, rows: Array, scale: Array | None, group_sizes: Array, dtype: str, into: Array | None = None
+) -> Array:
+    """[M, N] = scale[r] * rows[r]."""
+    call = calls.scale_rows(
+        run.spec(rows), operand_spec(run, scale), run.spec(group_sizes), dtype, operand_spec(run, into)
+    )
+    return run(call, (rows, scale, group_sizes, into))[0]

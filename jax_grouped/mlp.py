@@ -1,0 +1,439 @@
+"""The experts' MLP as one operation: `custom_vjp` around the rules of `grouped_core.mlp`, and the same rules in parts.
+
+Letters: G groups, M rows, K hidden size of the model, F expert width, W columns of the hidden rows: 2F for gated
+activations, else F.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
+from typing import Any, NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import custom_vjp_primal_tree_values
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from grouped_core import activations, calls, debug
+from grouped_core import mlp as rules
+from grouped_core.activations import Activation
+from grouped_core.calls import ArraySpec, Call
+from grouped_core.mlp_spec import (
+    ROW_NAMES,
+    Mlp,
+    MlpNames,
+    MlpNeeds,
+    MlpSpecs,
+    Residuals,
+    check,
+    kept,
+    residuals_option,
+    restrict,
+)
+from grouped_core.plans import Planner
+from grouped_core.recipes import Recipe
+from grouped_core.sizes import GroupSizes, unwrap
+from jax_grouped import _accumulators as accumulate
+from jax_grouped._accumulators import Accumulator
+from jax_grouped._arguments import AnyArray, as_array, as_spec, report_sizes, to_int32
+from jax_grouped._run import RUN, reduce_to, varying_axes
+from jax_grouped.ops import size_status
+
+NAMES = MlpNames()
+
+
+def grouped_mlp(
+    x: Float[AnyArray, "M K"],
+    wi: Float[AnyArray, "G K W"] | Float[AnyArray, "G W K"],
+    wo: Float[AnyArray, "G F K"] | Float[AnyArray, "G K F"],
+    group_sizes: Int[AnyArray, " G"] | GroupSizes,
+    *,
+    rhs_transposed: bool = False,
+    activation: str | Activation = "swiglu",
+    probs: Float[AnyArray, " M"] | None = None,
+    wi_bias: Float[AnyArray, "G W"] | None = None,
+    wo_bias: Float[AnyArray, "G K"] | None = None,
+    recipe: Recipe | None = None,
+    residuals: str | Residuals = "save_fc1",
+    wgrad_accum: tuple[Accumulator | None, Accumulator | None] | None = None,
+    wgrad_dtype: DTypeLike | None = None,
+    out: Float[Array, "M K"] | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Float[Array, "M K"]:
+    """y[r] = (p[r] act(x[r] wi[g] + wi_bias[g])) wo[g] + p[r] wo_bias[g], g being the group of row r, p = probs or 1.
+
+    One differentiable operation of few kernels: the activation and the probability are applied where the first product
+    ends, and their gradients where the product with `wo` ends. The hidden rows are rounded to the dtype of x before the
+    activation reads them. Rows past the groups are never read and come out as zero, in y and in every gradient.
+
+    Args:
+        x: [M, K]; float32, bfloat16 or float16.
+        wi: [G, K, W], gate columns first or interleaved as the `Activation` says; [G, W, K] with `rhs_transposed`.
+        wo: [G, F, K], with `rhs_transposed` [G, K, F].
+        group_sizes: [G], any integer dtype, as in `ragged_dot`.
+        activation: a kind with its defaults, or an `Activation`.
+        probs: [M], the router's probability of each row, fp32 inside.
+        wi_bias: [G, W]. wo_bias: [G, K].
+        recipe: formats of both products; default: operands as they stand.
+        residuals: what is kept for backward: "save_all" the rows x [M, K], hidden [M, W] and activated [M, F],
+            "save_fc1" x and hidden, "save_input" x; or `Residuals`. The bits are the same.
+        wgrad_accum: accumulators of `wi` and `wo`, each as in `ragged_dot`, or None.
+        wgrad_dtype: dtype of the weight gradients; default that of the weights.
+        out: [M, K], the result's buffer, as in `ragged_dot`.
+        implementation: names of the kernels allowed, each for its own call; "composed" for the unfused ones.
+
+    Returns:
+        y [M, K], in the dtype of x.
+
+    Raises:
+        TypeError: an argument that is not an array, or has a dtype that is not taken.
+        ValueError: shapes that do not fit, options that contradict each other.
+        NotImplementedError: no kernel takes the operands (`why_unsupported` tells beforehand); `jax.vmap`.
+    """
+    op, o = _prepare(as_array, **locals())  # the arguments, by name
+    o = _on_device(o)
+    into_ref = any(accum is not None and not accumulate.is_sink(accum) for accum in (o.accum_wi, o.accum_wo))
+    return (_mlp_into_ref if into_ref else _mlp)(op, *o)
+
+
+def plan_grouped_mlp(**arguments: Any) -> list[Call]:
+    """Every native call of `grouped_mlp` and of all its gradients; arrays may be `jax.ShapeDtypeStruct`."""
+    op, o = _prepare(as_spec, **arguments)
+    run = Planner()
+    into_wi, into_wo = (None if accum is None else accumulate.spec(accum) for accum in (o.accum_wi, o.accum_wo))
+    rules.plan(op, _specs(o), o.sizes._replace(dtype="int32"), run, accumulators=(into_wi, into_wo))
+    return run.calls
+
+
+_SIGNATURE = signature(grouped_mlp)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments.
+
+
+class _Operands(NamedTuple):
+    x: Any
+    wi: Any
+    wo: Any
+    sizes: Any
+    probs: Any
+    wi_bias: Any
+    wo_bias: Any
+    out: Any
+    accum_wi: Any
+    accum_wo: Any
+
+
+def _specs(o: Any) -> MlpSpecs:
+    """Specs of what has gradients, None where absent."""
+    arrays = (o.x, o.wi, o.wo, o.probs, o.wi_bias, o.wo_bias)
+    specs: Any = [each if each is None or isinstance(each, ArraySpec) else RUN.spec(each) for each in arrays]
+    return MlpSpecs(*specs)
+
+
+def _prepare(
+    take: Callable[[str, Any, str], Any],
+    *,
+    x: Any,
+    wi: Any,
+    wo: Any,
+    group_sizes: Any,
+    rhs_transposed: bool,
+    activation: str | Activation,
+    probs: Any,
+    wi_bias: Any,
+    wo_bias: Any,
+    recipe: Recipe | None,
+    residuals: str | Residuals,
+    wgrad_accum: Any,
+    wgrad_dtype: DTypeLike | None,
+    out: Any,
+    implementation: str | Sequence[str] | None,
+) -> tuple[Mlp, _Operands]:
+    """The static facts and the operands of `grouped_mlp`, checked; `take` makes an operand of an argument."""
+    n = NAMES
+
+    def optional(name: str, value: Any, shape: str) -> Any:
+        return None if value is None else take(name, value, shape)
+
+    sizes, rows_hint = unwrap(group_sizes)
+    accum_wi, accum_wo = _pair(n.accum, wgrad_accum)
+    o = _Operands(
+        take(n.x, x, "[M, K]"),
+        take(n.wi, wi, "[G, W, K]" if rhs_transposed else "[G, K, W]"),
+        take(n.wo, wo, "[G, K, F]" if rhs_transposed else "[G, F, K]"),
+        take(n.sizes, sizes, "[G]"),
+        optional(n.probs, probs, "[M]"),
+        optional(n.wi_bias, wi_bias, "[G, W]"),
+        optional(n.wo_bias, wo_bias, "[G, K]"),
+        optional(n.out, out, "[M, K]"),
+        None if accum_wi is None else accumulate.take(take, n.accum, accum_wi),
+        None if accum_wo is None else accumulate.take(take, n.accum, accum_wo),
+    )
+    op = Mlp(
+        n,
+        activations.resolve(activation),
+        transposed=bool(rhs_transposed),
+        recipe=calls.recipe_option(recipe),
+        residuals=residuals_option(residuals),
+        wgrad_dtype=calls.dtype_option(wgrad_dtype),
+        rows_hint=rows_hint,
+        implementation=calls.implementation_names(implementation),
+        clear_residuals=bool(jax.config.jax_debug_nans),  # pyright: ignore[reportAttributeAccessIssue]
+    )
+    check(op, *(None if each is None else calls.spec_of(each) for each in o[:8]))
+    for linear, accum, weight in ((op.fc1(), o.accum_wi, o.wi), (op.fc2(), o.accum_wo, o.wo)):
+        if accum is not None:
+            accumulate.check(linear, accum, calls.spec_of(weight))
+    return op, o
+
+
+def _pair(name: str, accum: Any) -> tuple[Any, Any]:
+    if accum is None:
+        return None, None
+    if not isinstance(accum, (tuple, list)) or len(accum) != 2:
+        raise TypeError(
+            f"`{name}`: {type(accum).__name__}, expected None or a pair, of `{NAMES.wi}` and of `{NAMES.wo}`; "
+            "put None where a weight has no accumulator."
+        )
+    if accum[0] is not None and accum[0] is accum[1]:
+        raise ValueError(
+            f"`{name}`: one accumulator for both weights, expected one each; a second use would add it twice."
+        )
+    return accum[0], accum[1]
+
+
+def _on_device(o: _Operands) -> _Operands:
+    if "sizes" in debug.debug_flags():
+        jax.debug.callback(report_sizes, size_status(o.sizes, o.x.shape[0]))
+    return o._replace(sizes=to_int32(o.sizes))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forward and backward in parts: what zero-bubble schedules call, and what the gradient of `grouped_mlp` is made of.
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["x", "h", "z", "wi", "wo", "sizes", "probs", "wi_bias", "wo_bias"],
+    meta_fields=["op", "needs", "specs", "varying"],
+)
+@dataclass(frozen=True)
+class MlpResiduals:
+    """What `grouped_mlp` keeps for its backward; arrays that no needed gradient reads are None."""
+
+    x: Any
+    h: Any
+    z: Any
+    wi: Any
+    wo: Any
+    sizes: Any
+    probs: Any
+    wi_bias: Any
+    wo_bias: Any
+    op: Mlp
+    needs: MlpNeeds
+    specs: MlpSpecs
+    varying: tuple[frozenset[str], ...]
+    """Manual mesh axes over which x, wi, wo, probs, wi_bias and wo_bias vary."""
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["x", "dh", "z", "dy", "sizes"],
+    meta_fields=["op", "needs", "specs", "varying"],
+)
+@dataclass(frozen=True)
+class Deferred:
+    """What the weight gradients read: dW1 is made of x [M, K] and dh [M, W], dW2 of z [M, F] and dy [M, K]."""
+
+    x: Any
+    dh: Any
+    z: Any
+    dy: Any
+    sizes: Any
+    op: Mlp
+    needs: MlpNeeds
+    specs: MlpSpecs
+    varying: tuple[frozenset[str], ...]
+
+
+def grouped_mlp_fwd(*args: Any, **kwargs: Any) -> tuple[Array, MlpResiduals]:
+    """y [M, K] of `grouped_mlp`, and what its gradients read. Takes the arguments of `grouped_mlp` but `wgrad_accum`.
+
+    Not differentiable itself: `grouped_mlp_bwd_dx` and `grouped_mlp_bwd_dw` are its gradients. Raises what
+    `grouped_mlp` raises.
+    """
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    if bound.arguments["wgrad_accum"] is not None:
+        raise ValueError(
+            f"`{NAMES.accum}` of grouped_mlp_fwd: given, expected None; hand the accumulators to grouped_mlp_bwd_dw."
+        )
+    op, o = _prepare(as_array, **bound.arguments)
+    return _save(op, MlpNeeds(), _on_device(o))
+
+
+def grouped_mlp_bwd_dx(
+    res: MlpResiduals, dy: Float[Array, "M K"]
+) -> tuple[Array | None, Array | None, Array | None, Array | None, Deferred]:
+    """(dx, dp, db1, db2, deferred): every gradient but those of the weights, and what these read.
+
+    Args:
+        res: from `grouped_mlp_fwd`. dy: [M, K], the cotangent of y.
+
+    Returns:
+        dx [M, K], dp [M], db1 [G, W], db2 [G, K], None for what the operation did not have, and a pytree of arrays.
+    """
+    main = rules.main_grads(
+        RUN,
+        res.op,
+        res.specs,
+        res.x,
+        res.h,
+        res.z,
+        res.wi,
+        res.wo,
+        res.sizes,
+        res.probs,
+        res.wi_bias,
+        res.wo_bias,
+        dy,
+        res.needs,
+    )
+    of = dict(zip(MlpSpecs._fields, res.varying, strict=True))
+    dx, dp, db1, db2 = (
+        None if cotangent is None else reduce_to(cotangent, of[name])
+        for name, cotangent in zip(("x", "probs", "wi_bias", "wo_bias"), main[:4], strict=True)
+    )
+    needs = res.needs
+    deferred = Deferred(
+        x=res.x if needs.wi else None,
+        dh=main.dh,
+        z=main.z,
+        dy=dy if needs.wo else None,
+        sizes=res.sizes,
+        op=res.op,
+        needs=needs,
+        specs=res.specs,
+        varying=res.varying,
+    )
+    return dx, dp, db1, db2, deferred
+
+
+def grouped_mlp_bwd_dw(
+    deferred: Deferred, wgrad_accum: tuple[Accumulator | None, Accumulator | None] | None = None
+) -> tuple[Array | None, Array | None]:
+    """(dW1, dW2), in the layouts of `wi` and `wo`: computed when the schedule says so, from what backward left.
+
+    Args:
+        deferred: from `grouped_mlp_bwd_dx`.
+        wgrad_accum: accumulators of the two; an array's new value is returned (donate it, or XLA copies it), a Ref is
+            updated and None returned in its place. k deferred microbatches give the bits of k undeferred ones.
+    """
+    d = deferred
+    results = []
+    into_wi, into_wo = _pair(NAMES.accum, wgrad_accum)
+    for needed, linear, weight, rows, dy, accum, axes in (
+        (d.needs.wi, d.op.fc1(), d.specs.wi, d.x, d.dh, into_wi, d.varying[1]),
+        (d.needs.wo, d.op.fc2(), d.specs.wo, d.z, d.dy, into_wo, d.varying[2]),
+    ):
+        if not needed:
+            results.append(None)
+            continue
+        if accum is not None:
+            accumulate.check(linear, accum, weight)
+            accumulate.check_varying(linear, accum, varying_axes(rows) | varying_axes(dy))
+        into = None if accum is None else accumulate.read(accum)
+        found = rules.weight_grad(RUN, linear, weight, rows, dy, d.sizes, into=into, accumulate=into is not None)
+        if accum is None:
+            results.append(reduce_to(found, axes))
+        else:
+            results.append(accumulate.write(accum, found))
+    return results[0], results[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The operation.
+
+
+def _value(op: Mlp, *operands: Any) -> Any:
+    o = _Operands(*operands)
+    return rules.mlp(RUN, op, o.x, o.wi, o.wo, o.sizes, o.probs, o.wi_bias, o.wo_bias, o.out).y
+
+
+def _save(op: Mlp, needs: MlpNeeds, o: _Operands) -> tuple[Any, MlpResiduals]:
+    specs = _specs(o)
+    needs = restrict(needs, specs)
+    keep = kept(op, needs, o.probs is not None, o.wi_bias is not None, o.wo_bias is not None)
+    x_name, h_name, z_name = (op.residuals.name(name) for name in ROW_NAMES)
+    # Named before it is used, so that a policy which saves it spares what made it.
+    x = checkpoint_name(o.x, x_name) if keep.x else o.x
+    found = rules.mlp(
+        RUN, op, x, o.wi, o.wo, o.sizes, o.probs, o.wi_bias, o.wo_bias, o.out, keep_h=keep.h, keep_z=keep.z
+    )
+    arrays = (o.x, o.wi, o.wo, o.probs, o.wi_bias, o.wo_bias)
+    saved = MlpResiduals(
+        x=x if keep.x else None,
+        h=None if found.h is None else checkpoint_name(found.h, h_name),
+        z=None if found.z is None else checkpoint_name(found.z, z_name),
+        wi=o.wi if keep.wi else None,
+        wo=o.wo if keep.wo else None,
+        sizes=o.sizes,
+        probs=o.probs if keep.probs else None,
+        wi_bias=o.wi_bias if keep.wi_bias else None,
+        wo_bias=o.wo_bias if keep.wo_bias else None,
+        op=op,
+        needs=needs,
+        specs=specs,
+        varying=tuple(frozenset() if each is None else varying_axes(each) for each in arrays),
+    )
+    return found.y, saved
+
+
+_Kept = tuple[MlpResiduals, tuple[Any, Any]]  # and the accumulators
+
+
+def _fwd(op: Mlp, *primals: Any) -> tuple[Any, _Kept]:
+    perturbed = _Operands(*(any(leaf.perturbed for leaf in jax.tree.leaves(each)) for each in primals))
+    o = _Operands(*custom_vjp_primal_tree_values(primals))
+    wi, wo = perturbed.wi, perturbed.wo
+    if o.accum_wi is not None:
+        accumulate.check_asked(op.fc1(), weight=wi, accum=perturbed.accum_wi)
+        wi = perturbed.accum_wi
+    if o.accum_wo is not None:
+        accumulate.check_asked(op.fc2(), weight=wo, accum=perturbed.accum_wo)
+        wo = perturbed.accum_wo
+    needs = MlpNeeds(perturbed.x, wi, wo, perturbed.probs, perturbed.wi_bias, perturbed.wo_bias)
+    return _keep(op, needs, o)
+
+
+def _keep(op: Mlp, needs: MlpNeeds, o: _Operands) -> tuple[Any, _Kept]:
+    y, saved = _save(op, needs, o)
+    accums = (o.accum_wi if saved.needs.wi else None, o.accum_wo if saved.needs.wo else None)
+    for linear, accum in zip((op.fc1(), op.fc2()), accums, strict=True):
+        if accum is not None:
+            accumulate.check_varying(linear, accum, varying_axes(y))
+    return y, (saved, accums)
+
+
+def _bwd(op: Mlp, residuals: _Kept, dy: Any) -> tuple[Any, ...]:
+    saved, accums = residuals
+    dx, dp, db1, db2, deferred = grouped_mlp_bwd_dx(saved, dy)
+    results = grouped_mlp_bwd_dw(deferred, accums)
+    weights = [result if accum is None else None for result, accum in zip(results, accums, strict=True)]
+    sinks = [None if accum is None else result for result, accum in zip(results, accums, strict=True)]
+    return (dx, *weights, None, dp, db1, db2, None, *sinks)
+
+
+_mlp = jax.custom_vjp(_value, nondiff_argnums=(0,))
+_mlp.defvjp(_fwd, _bwd, symbolic_zeros=True)
+
+# NOTE: as with the linear operation, a rule that is told of symbolic zeros may not keep a Ref.
+_mlp_into_ref = jax.custom_vjp(_value, nondiff_argnums=(0,))
+_mlp_into_ref.defvjp(lambda op, *operands: _keep(op, MlpNeeds(), _Operands(*operands)), _bwd)

@@ -1,0 +1,154 @@
+"""The MLP's rules on the oracle: finite differences, what is kept, and what is refused in which words."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from grouped_core import mlp
+from grouped_core.activations import GATED_KINDS, PLAIN_KINDS, Activation
+from grouped_core.calls import ArraySpec
+from grouped_core.mlp_spec import POLICIES, Mlp, MlpNames, MlpNeeds, MlpSpecs, Residuals, check, kept
+from grouped_core.reference import Oracle
+from tests import asserts, bounds, cases
+
+CASE = cases.Case("tiny", (3, 0, 2), 7, 4, 3, frozenset())
+FIELDS = MlpNeeds._fields
+ALL_NEEDS = tuple(MlpNeeds(*map(bool, bits)) for bits in np.ndindex(2, 2, 2, 2, 2, 2))
+
+
+def arrays(activation: Activation, transposed: bool, dtype: str = "float64") -> dict[str, np.ndarray]:
+    wide = activation.fc1_width(CASE.n)
+    shapes = {
+        "x": (CASE.rows, CASE.k),
+        "wi": (CASE.groups, CASE.k, wide),
+        "wo": (CASE.groups, CASE.n, CASE.k),
+        "probs": (CASE.rows,),
+        "wi_bias": (CASE.groups, wide),
+        "wo_bias": (CASE.groups, CASE.k),
+    }
+    held = {name: cases.normal(shape, "float32", name) for name, shape in shapes.items()}
+    if transposed:
+        held |= {name: np.ascontiguousarray(held[name].swapaxes(1, 2)) for name in ("wi", "wo")}
+    return {name: array.astype(cases.numpy_dtype(dtype)) for name, array in held.items()}
+
+
+def gradients(
+    run: Oracle, op: Mlp, a: dict[str, np.ndarray], dy: np.ndarray, needs: MlpNeeds
+) -> list[np.ndarray | None]:
+    """Every gradient that is needed, from nothing but what the policy keeps."""
+    sizes = np.array(CASE.sizes, np.int32)
+    keep = kept(op, needs, True, True, True)
+    x, wi, wo, p, b1, b2 = (a[name] for name in FIELDS)
+    _, h, z = mlp.mlp(run, op, x, wi, wo, sizes, p, b1, b2, keep_h=keep.h, keep_z=keep.z)
+    assert (h is not None, z is not None) == (keep.h, keep.z)
+    specs = MlpSpecs(*(run.spec(a[name]) for name in FIELDS))
+
+    def held(name: str) -> np.ndarray | None:
+        return a[name] if getattr(keep, name) else None
+
+    x, wi, wo, p, b1, b2 = (held(name) for name in FIELDS)
+    main = mlp.main_grads(run, op, specs, x, h, z, wi, wo, sizes, p, b1, b2, dy, needs)
+    dw1 = dw2 = None
+    if needs.wi:
+        dw1 = mlp.weight_grad(run, op.fc1(), specs.wi, x, main.dh, sizes)
+    if needs.wo:
+        dw2 = mlp.weight_grad(run, op.fc2(), specs.wo, main.z, dy, sizes)
+    return [main.x, dw1, dw2, main.probs, main.wi_bias, main.wo_bias]
+
+
+@pytest.mark.rule("MLP-1", "MLP-3", "MLP-5")
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("kind", [*PLAIN_KINDS, *GATED_KINDS])
+def test_gradients_are_finite_differences(kind, transposed):
+    activation = Activation(kind, interleave=3 if kind == "swiglu" else None)
+    op = Mlp(MlpNames(), activation, transposed=transposed)
+    run, a = Oracle(exact=True), arrays(activation, transposed)
+    sizes, dy = np.array(CASE.sizes, np.int32), cases.normal((CASE.rows, CASE.k), "float32", "dy").astype(np.float64)
+    found = gradients(run, op, a, dy, MlpNeeds())
+
+    def total(**moved: np.ndarray) -> float:
+        given = {**a, **moved}
+        y = mlp.mlp(run, op, given["x"], given["wi"], given["wo"], sizes, *(given[n] for n in FIELDS[3:])).y
+        return float(np.sum((dy * y)[: CASE.valid]))
+
+    step = 1e-4  # errs as its square, and as rounding over it: 1e-8 either way
+    for name, gradient in zip(FIELDS, found, strict=True):
+        expected = np.zeros_like(a[name])
+        for at in np.ndindex(expected.shape):
+            if name in ("x", "probs") and at[0] >= CASE.valid:
+                continue
+            ends = []
+            for sign in (1, -1):
+                moved = a[name].copy()
+                moved[at] += sign * step
+                ends.append(total(**{name: moved}))
+            expected[at] = (ends[0] - ends[1]) / (2 * step)
+        error = bounds.FINITE_DIFFERENCES * np.max(np.abs(expected))
+        asserts.within(gradient, bounds.Bounded(expected, np.full_like(expected, error), "float64"), name)
+
+
+@pytest.mark.rule("ALL-4", "MLP-2", "MLP-9", "MLP-11")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_kept_is_enough_and_policies_agree(policy):
+    activation = Activation("clamped_qgeglu")
+    a, dy = arrays(activation, False, "bfloat16"), cases.normal((CASE.rows, CASE.k), "bfloat16", "dy")
+    full = gradients(Oracle(), Mlp(MlpNames(), activation), a, dy, MlpNeeds())
+    op = Mlp(MlpNames(), activation, residuals=Residuals(policy))
+    for needs in ALL_NEEDS:
+        for name, need, one, whole in zip(FIELDS, needs, gradients(Oracle(), op, a, dy, needs), full, strict=True):
+            assert (one is not None) == need, f"{name} with {needs}"
+            if need:
+                asserts.bitwise(one, whole, f"{name} with {needs} under {policy}")
+
+
+@pytest.mark.rule("MLP-11")
+def test_the_table_of_what_is_kept():
+    def keeps(policy: str, *needed: str) -> str:
+        op = Mlp(MlpNames(), Activation("swiglu"), residuals=Residuals(policy))
+        found = kept(op, MlpNeeds(*(name in needed for name in FIELDS)), True, True, True)
+        return " ".join(name for name, keep in found._asdict().items() if keep)
+
+    assert keeps("save_fc1") == ""
+    assert keeps("save_fc1", *FIELDS) == "x h wi wo probs wo_bias"
+    assert keeps("save_all", *FIELDS) == "x h z wi wo probs wo_bias"
+    assert keeps("save_input", *FIELDS) == "x wi wo probs wi_bias wo_bias"
+    assert keeps("save_fc1", "x", "wo", "probs") == "h wi wo probs wo_bias"  # W1 frozen: no x
+    assert keeps("save_all", "x", "wi") == "x h wi wo probs"  # W2 frozen: no z
+    assert keeps("save_fc1", "wi") == "x h wo probs"  # x without gradient: no W1
+    assert keeps("save_fc1", "wo") == "z"  # no dz
+    assert keeps("save_input", "wo") == "x wi probs wi_bias"
+    assert keeps("save_fc1", "wo_bias") == "probs"
+    assert keeps("save_fc1", "probs") == "h wo wo_bias"
+
+
+@pytest.mark.rule("ERR-1", "MLP-5", "MLP-6")
+def test_refusals():
+    def spec(*shape: int, dtype: str = "bfloat16") -> ArraySpec:
+        return ArraySpec(shape, dtype)
+
+    op = Mlp(MlpNames(), Activation("swiglu"))
+    x, wi, wo, sizes = spec(6, 8), spec(3, 8, 32), spec(3, 16, 8), spec(3, dtype="int32")
+    assert check(op, x, wi, wo, sizes) == spec(6, 8)
+    with asserts.refused(ValueError, ("`wi`", "24 columns", "expected 32 for swiglu", "F = 16", "side by side")):
+        check(op, x, spec(3, 8, 24), wo, sizes)
+    with asserts.refused(ValueError, ("`wo`", "(3, 16, 9)", "K = 8", "rhs_transposed")):
+        check(op, x, wi, spec(3, 16, 9), sizes)
+    with asserts.refused(ValueError, ("`wo`", "(16, 8)", "three axes", "stack")):
+        check(op, x, wi, spec(16, 8), sizes)
+    with asserts.refused(TypeError, ("`wo`", "float32", "bfloat16", "cast")):
+        check(op, x, wi, spec(3, 16, 8, dtype="float32"), sizes)
+    with asserts.refused(ValueError, ("`probs`", "(5,)", "(6,)", "one probability a row")):
+        check(op, x, wi, wo, sizes, spec(5, dtype="float32"))
+    with asserts.refused(TypeError, ("`probs`", "int32", "float32", "cast")):
+        check(op, x, wi, wo, sizes, spec(6, dtype="int32"))
+    with asserts.refused(ValueError, ("`wo_bias`", "(3, 7)", "(3, 8)", "one bias vector a group")):
+        check(op, x, wi, wo, sizes, None, None, spec(3, 7))
+    with asserts.refused(ValueError, ("`out`", "(5, 8)", "(6, 8)", "allocate")):
+        check(op, x, wi, wo, sizes, None, None, None, spec(5, 8))
+    with asserts.refused(ValueError, ("`interleave`", "5", "16", "choose")):
+        check(Mlp(MlpNames(), Activation("swiglu", interleave=5)), x, wi, wo, sizes)
+    with asserts.refused(ValueError, ("`residuals`", "'all'", "save_fc1", "choose")):
+        Residuals("all")
+    with asserts.refused(ValueError, ("`names`", "'x'", "grouped_x", "rename")):
+        Residuals(names={"x": "y"})

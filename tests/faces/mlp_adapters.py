@@ -1,0 +1,153 @@
+"""The MLP of the three faces behind one signature, over NumPy arrays, and its problems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+import jax_grouped
+import torch_bridge
+from grouped_core import arrays
+from grouped_core.activations import Activation
+from grouped_core.mlp import MlpGradients
+from grouped_core.mlp_spec import MlpNeeds
+from tests import cases
+from tests.asserts import as_numpy
+from tests.faces.adapters import to_torch
+
+Operands = dict[str, Any]
+"""x, wi, wo, probs, wi_bias, wo_bias (the latter three may be None) and group_sizes, in NumPy."""
+
+LEAVES = MlpNeeds._fields
+
+
+def problem(
+    case: cases.Case,
+    dtype: str,
+    activation: Activation,
+    *,
+    transposed: bool = False,
+    probs: str | None = "float32",
+    bias: str | None = None,
+) -> tuple[Operands, NDArray[Any]]:
+    """(operands, dy) of an MLP of `case`: K features, N expert width; tail rows hold NaN, weights are scaled."""
+    wide, width = activation.fc1_width(case.n), case.n
+
+    def weights(rows: int, cols: int, name: str) -> NDArray[Any]:
+        values = cases.normal((case.groups, rows, cols), "float32", name) / np.float32(np.sqrt(rows))
+        values = values.swapaxes(1, 2) if transposed else values
+        return np.ascontiguousarray(values).astype(cases.numpy_dtype(dtype))
+
+    x = cases.normal((case.rows, case.k), dtype, "x")
+    dy = cases.normal((case.rows, case.k), dtype, "dy")
+    given = None if probs is None else np.abs(cases.normal((case.rows,), "float32", "probs"))
+    if given is not None:
+        given[: case.valid : 5] = 0  # probability 0 is legal (MLP-7)
+        given = given.astype(cases.numpy_dtype(probs))
+    for rows in (x, dy, given):
+        if rows is not None:
+            rows[case.valid :] = cases.TAIL
+    operands = {
+        "x": x,
+        "wi": weights(case.k, wide, "wi"),
+        "wo": weights(width, case.k, "wo"),
+        "probs": given,
+        "wi_bias": None if bias is None else cases.normal((case.groups, wide), bias, "wi_bias"),
+        "wo_bias": None if bias is None else cases.normal((case.groups, case.k), bias, "wo_bias"),
+        "group_sizes": np.array(case.sizes, np.int32),
+    }
+    return operands, dy
+
+
+def present(operands: Operands, needs: MlpNeeds | None = None) -> MlpNeeds:
+    """The needs, without those of operands that there are not."""
+    asked = needs or MlpNeeds()
+    return MlpNeeds(*(need and operands[name] is not None for name, need in asked._asdict().items()))
+
+
+@dataclass(frozen=True)
+class MlpFace:
+    """One way to the MLP: forward(operands, **options) -> y, gradients(operands, dy, needs, **options) -> gradients."""
+
+    name: str
+    forward: Callable[..., NDArray[Any]]
+    gradients: Callable[..., MlpGradients]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _numpy(found: list[Any]) -> MlpGradients:
+    return MlpGradients(*(None if each is None else as_numpy(each) for each in found))
+
+
+def _arrays_forward(operands: Operands, **options: Any) -> NDArray[Any]:
+    options.pop("residuals", None)
+    return arrays.grouped_mlp(**operands, **options)
+
+
+def _arrays_gradients(operands: Operands, dy: NDArray[Any], needs: MlpNeeds, **options: Any) -> MlpGradients:
+    return arrays.grouped_mlp_grads(**operands, dy=dy, needs=needs, **options)
+
+
+def _jax(values: list[Any], operands: Operands, options: dict[str, Any]) -> Any:
+    named = dict(zip(LEAVES, values, strict=True))
+    options = dict(options)
+    options["rhs_transposed"] = options.pop("transposed", False)
+    return jax_grouped.grouped_mlp(**named, group_sizes=operands["group_sizes"], **options)
+
+
+def _jax_forward(operands: Operands, **options: Any) -> NDArray[Any]:
+    held = [None if operands[name] is None else jnp.asarray(operands[name]) for name in LEAVES]
+    return np.asarray(_jax(held, operands, options))
+
+
+def _jax_gradients(operands: Operands, dy: NDArray[Any], needs: MlpNeeds, **options: Any) -> MlpGradients:
+    held = [None if operands[name] is None else jnp.asarray(operands[name]) for name in LEAVES]
+    live = [at for at, need in enumerate(needs) if need]
+
+    def function(*some: Any) -> Any:
+        values = list(held)
+        for at, value in zip(live, some, strict=True):
+            values[at] = value
+        return _jax(values, operands, options)
+
+    found: list[Any] = [None] * len(held)
+    if live:
+        _, pull = jax.vjp(function, *(held[at] for at in live))
+        for at, gradient in zip(live, pull(jnp.asarray(dy)), strict=True):
+            found[at] = gradient
+    return _numpy(found)
+
+
+def _torch(values: list[Any], operands: Operands, options: dict[str, Any]) -> Any:
+    named = dict(zip(LEAVES, values, strict=True))
+    options = dict(options)
+    options["rhs_transposed"] = options.pop("transposed", False)
+    return torch_bridge.grouped_mlp(**named, group_sizes=to_torch(operands["group_sizes"]), **options)
+
+
+def _torch_forward(operands: Operands, **options: Any) -> NDArray[Any]:
+    return as_numpy(_torch([None if operands[n] is None else to_torch(operands[n]) for n in LEAVES], operands, options))
+
+
+def _torch_gradients(operands: Operands, dy: NDArray[Any], needs: MlpNeeds, **options: Any) -> MlpGradients:
+    held = [None if operands[name] is None else to_torch(operands[name]) for name in LEAVES]
+    for value, need in zip(held, needs, strict=True):
+        if need:
+            value.requires_grad_()
+    y = _torch(held, operands, options)
+    if any(needs):
+        y.backward(to_torch(dy))
+    return _numpy([None if value is None else value.grad for value in held])
+
+
+ARRAYS = MlpFace("arrays", _arrays_forward, _arrays_gradients)
+JAX = MlpFace("jax", _jax_forward, _jax_gradients)
+TORCH = MlpFace("torch", _torch_forward, _torch_gradients)

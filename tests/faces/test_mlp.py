@@ -1,0 +1,415 @@
+"""The experts' MLP in all faces: the same bits, within the bounds of the oracle, and nothing that nobody asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import jax_grouped
+import torch_bridge
+from grouped_core.activations import GATED_KINDS, PLAIN_KINDS, Activation
+from grouped_core.mlp_spec import POLICIES, Mlp, MlpNames, MlpNeeds, Residuals, kept, needs_dz
+from jax_grouped import accumulate
+from tests import asserts, bounds, cases
+from tests.faces.adapters import to_torch
+from tests.faces.jax_tools import copies, optimised
+from tests.faces.mlp_adapters import ARRAYS, JAX, LEAVES, TORCH, present, problem
+from tests.faces.torch_tools import counted_launches, leaf, leaves, saved_tensors
+
+CASES = [
+    cases.named(name) for name in ("tail", "jagged", "clamped", "negative", "groups_1_tail", "all_empty", "no_rows")
+]
+KINDS = (*PLAIN_KINDS, *GATED_KINDS)
+ALL_NEEDS = tuple(MlpNeeds(*map(bool, bits)) for bits in np.ndindex(2, 2, 2, 2, 2, 2))
+
+
+def spec_of(kind: str, interleave: int | None, width: int) -> Activation:
+    if kind not in GATED_KINDS or (interleave or 1) > width:
+        return Activation(kind)
+    return Activation(kind, interleave=interleave)
+
+
+@pytest.mark.rule("ALL-1", "MLP-1", "MLP-2", "MLP-3", "MLP-5", "MLP-7", "GRP-5", "GRP-6", "GRP-9")
+@pytest.mark.matrix(
+    case=CASES,
+    kind=KINDS,
+    interleave=(None, 1, 2, 8),
+    dtype=cases.DTYPES,
+    transposed=(False, True),
+    probs=(None, "float32", "bfloat16"),
+    bias=(None, "float32", "bfloat16"),
+    policy=POLICIES,
+)
+def test_faces_agree_bitwise_and_lie_within_the_bounds(case, kind, interleave, dtype, transposed, probs, bias, policy):
+    activation = spec_of(kind, interleave, case.n)
+    given, dy = problem(case, dtype, activation, transposed=transposed, probs=probs, bias=bias)
+    needs = present(given)
+    options: dict[str, Any] = {"activation": activation, "transposed": transposed}
+    y = ARRAYS.forward(given, **options)
+    gradients = ARRAYS.gradients(given, dy, needs, **options)
+    for face in (JAX, TORCH):
+        asserts.bitwise(face.forward(given, residuals=policy, **options), y, f"y of {face}")
+        found = face.gradients(given, dy, needs, residuals=policy, **options)
+        for name, need, a, b in zip(LEAVES, needs, found, gradients, strict=True):
+            assert (a is not None) == need, f"gradient of {name} from {face}"
+            if need:
+                asserts.bitwise(a, b, f"gradient of {name} from {face} with {policy}")
+    op = Mlp(MlpNames(), activation, transposed=transposed)
+    asserts.within(y, bounds.expect_mlp(op, **given), "y")
+    expected = bounds.expect_mlp_grads(op, **given, dy=dy, needs=needs)
+    for name, a, b in zip(LEAVES, gradients, expected, strict=True):
+        if a is not None:
+            asserts.within(a, b, f"gradient of {name}")
+    for rows in (y, gradients.x, gradients.probs):
+        if rows is not None:
+            asserts.zero(rows[case.valid :], "tail")
+
+
+@pytest.mark.rule("ALL-4", "MLP-11", "MLP-12")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("face", [JAX, TORCH], ids=str)
+def test_no_gradient_depends_on_which_others_are_asked_for(face, policy):
+    given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), bias="float32")
+    whole = ARRAYS.gradients(given, dy, MlpNeeds())
+    for needs in ALL_NEEDS:
+        found = face.gradients(given, dy, needs, residuals=policy)
+        for name, need, a, b in zip(LEAVES, needs, found, whole, strict=True):
+            assert (a is not None) == need, f"gradient of {name} with {needs}"
+            if need:
+                asserts.bitwise(a, b, f"gradient of {name} with {needs}")
+
+
+@pytest.mark.rule("ALL-4", "MLP-9", "MLP-11")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_torch_keeps_what_the_table_says(policy):
+    """Of rows, weights, biases and probabilities, exactly the ones that `kept` names; bytes as the policy states."""
+    case = cases.named("tail")
+    given, _ = problem(case, "bfloat16", Activation("swiglu"), transposed=True, bias="float32")
+    sizes = to_torch(given["group_sizes"])
+    for needs in ALL_NEEDS:
+        held = {name: to_torch(given[name]).requires_grad_(need) for name, need in zip(LEAVES, needs, strict=True)}
+        with saved_tensors() as found:
+            torch_bridge.grouped_mlp(**held, group_sizes=sizes, residuals=policy)
+        op = Mlp(MlpNames(), Activation("swiglu"), residuals=Residuals(policy))
+        keep = kept(op, needs, True, True, True)
+        rows = case.rows * 2 * (case.k * keep.x + 2 * case.n * keep.h + case.n * keep.z)
+        others = sum(held[name].nbytes for name in LEAVES if name != "x" and getattr(keep, name))
+        expected = rows + others + sizes.nbytes if any(needs) else 0
+        assert sum(each.nbytes for each in found) == expected, f"{policy} with {needs}"
+
+
+@pytest.mark.rule("ALL-4")
+def test_torch_launches_only_what_is_needed():
+    given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True, bias="float32")
+    sizes = to_torch(given["group_sizes"])
+    for needs in ALL_NEEDS:
+        held = {name: to_torch(given[name]).requires_grad_(need) for name, need in zip(LEAVES, needs, strict=True)}
+        y = torch_bridge.grouped_mlp(**held, group_sizes=sizes, residuals="save_fc1")
+        with counted_launches() as names:
+            if any(needs):
+                y.backward(to_torch(dy))
+        assert names.count("grouped_matmul_dact") == needs_dz(needs), needs
+        assert names.count("grouped_matmul") == needs.x + needs.wi + needs.wo, needs
+        assert names.count("group_sum") == needs.wi_bias + needs.wo_bias, needs
+        assert names.count("row_dot") == needs.probs, needs
+        assert names.count("grouped_matmul_act") == 0, needs
+
+
+@pytest.mark.rule("MLP-1")
+@pytest.mark.parametrize("face", [ARRAYS, JAX, TORCH], ids=str)
+def test_the_example_of_the_contract(face):
+    """Zero weights, b2 = (2, 4): y = p b2, dp = K b2 for dy = 1, db2 = sum of p in each group."""
+    K, F = 4, 3
+    given = {
+        "x": np.ones((3, K), np.float32),
+        "wi": np.zeros((2, K, 2 * F), np.float32),
+        "wo": np.zeros((2, F, K), np.float32),
+        "probs": np.array([0.25, 0.5, 0.125], np.float32),
+        "wi_bias": None,
+        "wo_bias": np.array([[2.0] * K, [4.0] * K], np.float32),
+        "group_sizes": np.array([2, 1], np.int32),
+    }
+    asserts.bitwise(face.forward(given), np.repeat(np.float32([[0.5], [1], [0.5]]), K, axis=1), "y")
+    needs = MlpNeeds(False, False, False, True, False, True)
+    found = face.gradients(given, np.ones((3, K), np.float32), needs)
+    asserts.bitwise(found.probs, np.float32([2, 2, 4]) * K, "dp")
+    asserts.bitwise(found.wo_bias, np.repeat(np.float32([[0.75], [0.125]]), K, axis=1), "db2")
+
+
+# ---- buffers and accumulators ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.rule("BUF-1", "BUF-3", "GRP-7")
+def test_torch_writes_into_the_callers_buffers():
+    case = cases.named("tail")
+    given, dy = problem(case, "bfloat16", Activation("swiglu"), transposed=True, bias="bfloat16")
+    sizes = to_torch(given["group_sizes"])
+    held = {name: leaf(to_torch(given[name])) for name in LEAVES}
+    y = torch_bridge.grouped_mlp(**held, group_sizes=sizes)
+    y.backward(to_torch(dy))
+    again = {name: leaf(to_torch(given[name])) for name in LEAVES}
+    out, grad_input = (torch.full(given["x"].shape, cases.SENTINEL, dtype=torch.bfloat16) for _ in range(2))
+    z = torch_bridge.grouped_mlp(**again, group_sizes=sizes, out=out, grad_input=grad_input)
+    z.backward(to_torch(dy))
+    assert z.data_ptr() == out.data_ptr()
+    asserts.bitwise(out[: case.valid], y[: case.valid], "y")
+    asserts.filled(out[case.valid :], cases.SENTINEL, "tail of y")
+    asserts.bitwise(grad_input[: case.valid], held["x"].grad[: case.valid], "dx")
+    asserts.filled(grad_input[case.valid :], cases.SENTINEL, "tail of dx")
+    for name in LEAVES[1:]:
+        asserts.bitwise(again[name].grad, held[name].grad, name)
+
+
+@pytest.mark.rule("MAT-3", "GRD-5", "MAT-11")
+@pytest.mark.parametrize("to", ["return", "tensors", "main_grad"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_torch_lists_of_weights_give_the_same_bits(policy, to):
+    given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True, bias="float32")
+    sizes = to_torch(given["group_sizes"])
+    packed = {name: leaf(to_torch(given[name])) for name in LEAVES}
+    options = {"group_sizes": sizes, "residuals": policy}
+    torch_bridge.grouped_mlp(**packed, **options).backward(to_torch(dy))
+    listed = {name: value for name, value in packed.items() if name in ("x", "probs")}
+    listed = {name: leaf(value) for name, value in listed.items()}
+    for name in ("wi", "wo", "wi_bias", "wo_bias"):
+        listed[name] = leaves(packed[name])
+    listed["wi"][1].requires_grad_(False)  # frozen
+    accum = None
+    buffers = {name: [torch.full(w.shape, 0.5) for w in listed[name]] for name in ("wi", "wo")}
+    if to == "tensors":
+        accum = (buffers["wi"], buffers["wo"])
+    elif to == "main_grad":
+        accum = "main_grad"
+        for name in ("wi", "wo"):
+            for weight, buffer in zip(listed[name], buffers[name], strict=True):
+                weight.main_grad = buffer
+    torch_bridge.grouped_mlp(**listed, **options, wgrad_accum=accum).backward(to_torch(dy))
+    asserts.bitwise(listed["x"].grad, packed["x"].grad, "dx")
+    asserts.bitwise(listed["probs"].grad, packed["probs"].grad, "dp")
+    for name in ("wi_bias", "wo_bias"):
+        asserts.bitwise(torch.stack([each.grad for each in listed[name]]), packed[name].grad, name)
+    for name in ("wi", "wo"):
+        for g, (weight, buffer) in enumerate(zip(listed[name], buffers[name], strict=True)):
+            if name == "wi" and g == 1:
+                assert weight.grad is None
+                asserts.filled(buffer, 0.5, "frozen")
+            elif to == "return":
+                asserts.bitwise(weight.grad, packed[name].grad[g], f"{name}[{g}]")
+            else:
+                assert weight.grad is None
+                if given["group_sizes"][g] == 0:
+                    asserts.filled(buffer, 0.5, f"{name} of an empty group")
+                else:
+                    asserts.within_ulps((buffer - 0.5).to(torch.bfloat16), packed[name].grad[g], 4, f"{name}[{g}]")
+
+
+@pytest.mark.rule("ACC-1", "ACC-2", "ACC-3", "MAT-11")
+@pytest.mark.parametrize("form", ["sink", "ref"])
+def test_jax_accumulators_hold_the_sum(form):
+    given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), bias="float32")
+    held = {name: jnp.asarray(given[name]) for name in LEAVES}
+    start = [jnp.full(held[name].shape, 0.5, jnp.float32) for name in ("wi", "wo")]
+
+    def loss(x, wi, wo, accum):
+        named = {**held, "x": x, "wi": wi, "wo": wo}
+        y = jax_grouped.grouped_mlp(**named, group_sizes=given["group_sizes"], wgrad_accum=accum)
+        return jnp.sum(y.astype(jnp.float32) * jnp.nan_to_num(jnp.asarray(dy)).astype(jnp.float32))
+
+    dx, dwi, dwo = jax.grad(loss, (0, 1, 2))(held["x"], held["wi"], held["wo"], None)
+    if form == "sink":
+        dx2, zi, zo, new = jax.grad(loss, (0, 1, 2, 3))(held["x"], held["wi"], held["wo"], tuple(start))
+    else:
+        refs = tuple(jax.new_ref(each) for each in start)
+        dx2, zi, zo = jax.grad(loss, (0, 1, 2))(held["x"], held["wi"], held["wo"], refs)
+        new = tuple(ref[...] for ref in refs)
+    asserts.bitwise(dx2, dx, "dx")
+    assert not np.asarray(zi).any()
+    assert not np.asarray(zo).any()
+    for name, got, dw in zip(("wi", "wo"), new, (dwi, dwo), strict=True):
+        asserts.within_ulps(np.asarray(got - 0.5).astype(dw.dtype), np.asarray(dw), 4, name)
+        asserts.filled(np.asarray(got)[1], 0.5, f"{name} of the empty group")
+
+
+# ---- deferred weight gradients ---------------------------------------------------------------------------------------
+
+
+def microbatches(count: int) -> list[tuple[dict[str, Any], np.ndarray]]:
+    found = []
+    for sizes in ((20, 0, 13), (5, 17, 9), (0, 0, 40))[:count]:
+        case = cases.Case(f"micro{sizes}", sizes, 50, 24, 40, frozenset())
+        found.append(problem(case, "bfloat16", Activation("swiglu"), transposed=True, bias="float32"))
+    return found
+
+
+@pytest.mark.rule("DLY-3", "ACC-6")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_torch_delayed_microbatches_equal_the_undelayed_run(policy):
+    weights = {name: to_torch(microbatches(1)[0][0][name]) for name in ("wi", "wo", "wi_bias", "wo_bias")}
+    now, later = ([torch.zeros(weights[name].shape) for name in ("wi", "wo")] for _ in range(2))
+    queue, undelayed = [], []
+    for given, dy in microbatches(3):
+        rows = {name: to_torch(given[name]) for name in ("x", "probs")}
+        sizes = to_torch(given["group_sizes"])
+        leafy = {name: leaf(value) for name, value in {**weights, **rows}.items()}
+        y = torch_bridge.grouped_mlp(**leafy, group_sizes=sizes, residuals=policy, wgrad_accum=tuple(now))
+        y.backward(to_torch(dy))
+        undelayed.append((y, leafy))
+        z, res = torch_bridge.grouped_mlp_fwd(**weights, **rows, group_sizes=sizes, residuals=policy)
+        asserts.bitwise(z, y, "y")
+        dx, dp, db1, db2, deferred = torch_bridge.grouped_mlp_bwd_dx(res, to_torch(dy))
+        for name, got in (("x", dx), ("probs", dp), ("wi_bias", db1), ("wo_bias", db2)):
+            asserts.bitwise(got, leafy[name].grad, name)
+        queue.append(deferred)
+    for deferred in queue:
+        assert torch_bridge.grouped_mlp_bwd_dw(deferred, tuple(later)) == (None, None)
+    for name, a, b in zip(("wi", "wo"), later, now, strict=True):
+        asserts.bitwise(a, b, name)
+    dwi, dwo = torch_bridge.grouped_mlp_bwd_dw(queue[0])
+    fresh = [torch.zeros(weights[name].shape) for name in ("wi", "wo")]
+    torch_bridge.grouped_mlp_bwd_dw(queue[0], tuple(fresh))
+    for name, a, b in (("wi", dwi, fresh[0]), ("wo", dwo, fresh[1])):
+        assert isinstance(a, torch.Tensor)
+        asserts.bitwise(a, b.to(a.dtype), name)
+
+
+@pytest.mark.rule("DLY-3", "ACC-6")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_jax_delayed_microbatches_equal_the_undelayed_run(policy):
+    first = microbatches(1)[0][0]
+    weights = {name: jnp.asarray(first[name]) for name in ("wi", "wo", "wi_bias", "wo_bias")}
+    now = later = tuple(jnp.zeros(weights[name].shape, jnp.float32) for name in ("wi", "wo"))
+    queue = []
+    for given, dy in microbatches(3):
+        rows = {name: jnp.asarray(given[name]) for name in ("x", "probs")}
+        options = {"group_sizes": given["group_sizes"], "rhs_transposed": True, "residuals": policy}
+
+        def run(x, probs, wi, wo, wi_bias, wo_bias, accum, options=options):
+            named = {"x": x, "probs": probs, "wi": wi, "wo": wo, "wi_bias": wi_bias, "wo_bias": wo_bias}
+            return jax_grouped.grouped_mlp(**named, **options, wgrad_accum=accum)
+
+        y, pull = jax.vjp(run, *rows.values(), *weights.values(), now)
+        dx, dp, _, _, db1, db2, now = pull(jnp.asarray(dy))
+        z, res = jax.jit(
+            lambda rows, weights, options=options: accumulate.grouped_mlp_fwd(**rows, **weights, **options)
+        )(rows, weights)
+        asserts.bitwise(z, y, "y")
+        dx2, dp2, db12, db22, deferred = jax.jit(accumulate.grouped_mlp_bwd_dx)(res, jnp.asarray(dy))
+        for name, a, b in (("dx", dx2, dx), ("dp", dp2, dp), ("db1", db12, db1), ("db2", db22, db2)):
+            asserts.bitwise(a, b, name)
+        queue.append(deferred)
+    for deferred in queue:
+        later = jax.jit(accumulate.grouped_mlp_bwd_dw, donate_argnums=1)(deferred, later)
+    for name, a, b in zip(("wi", "wo"), later, now, strict=True):
+        asserts.bitwise(a, b, name)
+
+
+# ---- what frameworks ask ---------------------------------------------------------------------------------------------
+
+
+def test_torch_operators_pass_opcheck():
+    given, dy = problem(cases.named("tail"), "float32", Activation("swiglu"), transposed=True, bias="float32")
+    from torch_bridge import _mlp_library
+    from torch_bridge._mlp_arguments import check_arguments
+
+    held = {name: to_torch(np.nan_to_num(given[name])) for name in LEAVES}
+    arguments = check_arguments(**held, group_sizes=to_torch(given["group_sizes"]))
+    x, wi, wo, sizes, probs, wi_bias, wo_bias, text, *_ = arguments
+    z, h = _mlp_library.hidden(x, wi, sizes, probs, wi_bias, text, True)
+    assert z.shape == (given["x"].shape[0], 40)
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(_mlp_library.hidden, (x, wi, sizes, probs, wi_bias, text, True), test_utils=tests)
+    grads = (h, wo, sizes, probs, wo_bias, to_torch(np.nan_to_num(dy)), text, "hzp")
+    torch.library.opcheck(_mlp_library.hidden_grads, grads, test_utils=tests)
+
+
+@pytest.mark.rule("GRD-12")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo makes an instance of autograd.Function
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("to", ["return", "tensors", "main_grad"])
+def test_torch_compiles_whole(backend, policy, to):
+    given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True, bias="float32")
+    sizes = to_torch(given["group_sizes"])
+
+    def step(accum, *values):
+        named = dict(zip(LEAVES, values, strict=True))
+        return torch_bridge.grouped_mlp(**named, group_sizes=sizes, residuals=policy, wgrad_accum=accum)
+
+    results = []
+    torch.compiler.reset()
+    for function in (step, torch.compile(step, fullgraph=True, backend=backend)):
+        held = [leaf(to_torch(given[name])) for name in LEAVES]
+        buffers = tuple(torch.full(held[LEAVES.index(name)].shape, 0.5) for name in ("wi", "wo"))
+        if to == "main_grad":
+            for name, buffer in zip(("wi", "wo"), buffers, strict=True):
+                held[LEAVES.index(name)].main_grad = buffer
+        y = function({"return": None, "tensors": buffers, "main_grad": "main_grad"}[to], *held)
+        y.backward(to_torch(dy))
+        results.append([y, *buffers, *(each.grad for each in held)])
+    for at, (a, b) in enumerate(zip(*results, strict=True)):
+        assert (a is None) == (b is None), f"result {at}"
+        if a is not None:
+            asserts.bitwise(a, b, f"result {at}")
+
+
+@pytest.mark.rule("ACC-7", "ACC-4")
+def test_jax_step_has_no_copies_of_weights_and_drops_what_is_frozen():
+    given, _ = problem(cases.named("tail"), "bfloat16", Activation("swiglu"))
+    held = {name: jnp.asarray(given[name]) for name in ("x", "wi", "wo", "probs")}
+    accum = tuple(jnp.zeros(held[name].shape, jnp.float32) for name in ("wi", "wo"))
+
+    def loss(weights, accum, x, probs):
+        y = jax_grouped.grouped_mlp(x, weights[0], weights[1], given["group_sizes"], probs=probs, wgrad_accum=accum)
+        return jnp.sum(y.astype(jnp.float32))
+
+    step = jax.jit(accumulate.value_and_accumulate_grad(loss), donate_argnums=1)
+    text = optimised(step.lower((held["wi"], held["wo"]), accum, held["x"], held["probs"]))
+    assert copies(text, r"(bf16|f32)\[3,") == 0, "a weight or an accumulator is copied"
+    frozen = jax.jit(jax.grad(lambda x: loss((held["wi"], held["wo"]), None, x, held["probs"])))
+    calls = optimised(frozen.lower(held["x"])).count('custom_call_target="jg_')
+    assert calls == 3, "the first product, which is kept, and backward's two: no weight gradient, no unread y"
+
+
+@pytest.mark.rule("ACC-8", "ACC-9")
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_jax_under_shard_map(check_vma):
+    """Rows over a data axis, weights replicated: local products, and sums of the replicated gradients alone."""
+    shards = len(jax.devices())
+    assert shards > 1, "the suite runs on several host devices"
+    mesh = jax.make_mesh((shards,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    parts = [problem(cases.named("tail"), "float32", Activation("swiglu"), bias="float32") for _ in range(shards)]
+    given = parts[0][0]
+    weights = [jnp.asarray(given[name]) for name in ("wi", "wo", "wi_bias", "wo_bias")]
+    rows = [jnp.concatenate([part[0][name] * (1 + i) for i, part in enumerate(parts)]) for name in ("x", "probs")]
+    sizes = jnp.concatenate([jnp.asarray(part[0]["group_sizes"]) for part in parts])
+    dy = jnp.concatenate([part[1] for part in parts])
+
+    def local(sizes, x, probs, wi, wo, wi_bias, wo_bias):
+        return jax_grouped.grouped_mlp(x, wi, wo, sizes, probs=probs, wi_bias=wi_bias, wo_bias=wo_bias)
+
+    data, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+    specs = (data, data, data, whole, whole, whole, whole)
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=data, check_vma=check_vma)
+    z, pull_sharded = jax.vjp(lambda *values: sharded(sizes, *values), *rows, *weights)
+    found = pull_sharded(dy)
+
+    m, g = given["x"].shape[0], len(given["group_sizes"])
+    totals: list[Any] = [0.0] * len(weights)
+    for i in range(shards):
+        some = slice(m * i, m * (i + 1))
+        of = sizes[g * i : g * (i + 1)]
+        y, pull = jax.vjp(lambda *values, of=of: local(of, *values), *(each[some] for each in rows), *weights)
+        asserts.bitwise(z[some], y, "y")
+        dx, dp, *rest = pull(dy[some])
+        asserts.bitwise(found[0][some], dx, "dx")
+        asserts.bitwise(found[1][some], dp, "dp")
+        totals = [total + np.asarray(each, np.float64) for total, each in zip(totals, rest, strict=True)]
+    for name, a, total in zip(("wi", "wo", "wi_bias", "wo_bias"), found[2:], totals, strict=True):
+        asserts.within_ulps(a, total.astype(np.float32), 64, name)  # eight terms, which may cancel
+    assert "all-gather" not in optimised(jax.jit(sharded).lower(sizes, *rows, *weights))

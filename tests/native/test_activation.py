@@ -1,0 +1,406 @@
+"""Activations and their gradients, alone and behind a grouped product: values, special values, what is asked for."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from grouped_core import calls
+from grouped_core.activations import GATED_KINDS, KINDS, Activation, half_columns
+from grouped_core.calls import ArraySpec, spec_of
+from grouped_core.recipes import plain
+from tests import asserts, cases
+from tests.bounds import Bounded, Expected
+from tests.native.runner import Native, kernels
+
+CASES = [cases.named(name) for name in ("tail", "idle_ends", "n_2880")]
+EDGES = [case for case in cases.select() if case.k <= 100 and case.n <= 100]
+INTERLEAVES = (None, 1, 2, 8, 32, 64)
+WANTED = ((True, True, True), (True, False, True), (False, True, False), (False, False, True), (True, False, False))
+LIMIT = 7.0
+
+
+def fits(case: cases.Case, kind: str, interleave: int | None, **_: Any) -> bool:
+    return interleave is None or (kind in GATED_KINDS and case.n % interleave == 0)
+
+
+class Rows(NamedTuple):
+    """Operands of the calls without a product; rows past the groups hold NaN."""
+
+    case: cases.Case
+    activation: Activation
+    hidden: NDArray[Any]  # [M, W]
+    grad: NDArray[Any]  # [M, F]
+    group_sizes: NDArray[Any]
+    row_scale: NDArray[Any]  # float32 [M]
+    row_base: NDArray[Any]  # float32 [M]
+
+
+def rows_of(case: cases.Case, activation: Activation, dtype: str) -> Rows:
+    """Hidden rows reach into the tails of every function."""
+    hidden = 4 * cases.normal((case.rows, activation.fc1_width(case.n)), "float32", "hidden")
+    hidden = hidden.astype(cases.numpy_dtype(dtype))
+    grad = cases.normal((case.rows, case.n), dtype, "grad")
+    scale, base = (cases.normal((case.rows,), "float32", name) for name in ("row_scale", "row_base"))
+    for array in (hidden, grad, scale, base):
+        array[case.valid :] = cases.TAIL
+    return Rows(case, activation, hidden, grad, np.array(case.sizes, np.int32), scale, base)
+
+
+def maybe(array: NDArray[Any] | None) -> ArraySpec | None:
+    return None if array is None else spec_of(array)
+
+
+def values(run: Native, r: Rows, result: str, *, scaled: bool, zero_tail: bool = True) -> NDArray[Any]:
+    scale = r.row_scale if scaled else None
+    call = calls.activation(
+        spec_of(r.hidden),
+        spec_of(r.group_sizes),
+        result,
+        activation=r.activation,
+        row_scale=maybe(scale),
+        zero_tail=zero_tail,
+    )
+    return run(call, (r.hidden, r.group_sizes, scale))[0]
+
+
+def gradients(
+    run: Native,
+    r: Rows,
+    result: str,
+    *,
+    scaled: bool,
+    based: bool,
+    wanted: tuple[bool, bool, bool] = (True, True, True),
+    zero_tail: bool = True,
+) -> tuple[Any, ...]:
+    scale, base = r.row_scale if scaled else None, r.row_base if based else None
+    call = calls.activation_grad(
+        spec_of(r.grad),
+        spec_of(r.hidden),
+        spec_of(r.group_sizes),
+        result,
+        activation=r.activation,
+        wanted=wanted,
+        row_scale=maybe(scale),
+        row_base=maybe(base),
+        zero_tail=zero_tail,
+    )
+    return run(call, (r.grad, r.hidden, r.group_sizes, scale, base))
+
+
+@pytest.mark.rule("MLP-1", "MLP-3", "MLP-5", "GRP-6")
+@pytest.mark.parametrize("kernel", kernels("activation"))
+@pytest.mark.matrix(
+    kind=tuple(KINDS),
+    case=CASES,
+    dtype=cases.DTYPES,
+    result=cases.DTYPES,
+    interleave=INTERLEAVES,
+    scaled=(False, True),
+    valid=fits,
+)
+def test_values(kernel, kind, case, dtype, result, interleave, scaled):
+    r = rows_of(case, Activation(kind, interleave=interleave), dtype)
+    found = values(Native(kernel), r, result, scaled=scaled)
+    asserts.zero(found[case.valid :], "tail")
+
+
+@pytest.mark.rule("MLP-1", "MLP-3", "MLP-5", "MLP-7", "GRP-6")
+@pytest.mark.parametrize("kernel", kernels("activation_grad"))
+@pytest.mark.matrix(
+    kind=tuple(KINDS),
+    case=CASES,
+    dtype=cases.DTYPES,
+    result=cases.DTYPES,
+    interleave=INTERLEAVES,
+    scaled=(False, True),
+    based=(False, True),
+    wanted=WANTED,
+    valid=fits,
+)
+def test_gradients(kernel, kind, case, dtype, result, interleave, scaled, based, wanted):
+    r = rows_of(case, Activation(kind, interleave=interleave), dtype)
+    found = gradients(Native(kernel), r, result, scaled=scaled, based=based, wanted=wanted)
+    for name, want, array in zip(("result", "activated", "row_sum"), wanted, found, strict=True):
+        assert (array is not None) == want, name
+        if want:
+            asserts.zero(array[case.valid :], f"tail of {name}")
+
+
+@pytest.mark.rule("GRP-4", "GRP-5", "GRP-6", "MAT-7")
+@pytest.mark.parametrize("kernel", [*kernels("activation"), *kernels("activation_grad")])
+@pytest.mark.matrix(case=EDGES, kind=("swiglu", "relu"), zero_tail=(False, True))
+def test_groups(kernel, case, kind, zero_tail):
+    r = rows_of(case, Activation(kind), "bfloat16")
+    if "grad" in kernel:
+        *_, row_sum = gradients(Native(kernel), r, "bfloat16", scaled=True, based=True, zero_tail=zero_tail)
+        asserts.zero(row_sum[case.valid :], "tail of row_sum")
+    else:
+        values(Native(kernel), r, "bfloat16", scaled=True, zero_tail=zero_tail)
+
+
+def special(activation: Activation) -> Rows:
+    """Every pair of special numbers as a and u, a row each; a column of ones beside them."""
+    numbers = [0.0, 1.0, LIMIT, np.nextafter(np.float32(LIMIT), np.float32(8)), 0.6, 1e-3, 1e-20, 1e-42, 1e18, np.inf]
+    tails = [-12.0, -13.5, -20.0, -40.0, -80.0, -88.5, -95.0, -103.0, -120.0, np.nan]
+    signed = np.array([*numbers, *(-n for n in numbers), *tails], np.float32)
+    a, u = (grid.reshape(-1) for grid in np.meshgrid(signed, signed))
+    known = np.isfinite(u) | (np.abs(a) <= LIMIT)  # a function that vanishes in fp32, times infinity, is NaN
+    a, u = a[known], u[known]
+    if not activation.gated:
+        a = signed
+    rows = len(a)
+    hidden = np.ones((rows, activation.fc1_width(2)), np.float32)
+    gate, linear = half_columns(2, None)
+    hidden[:, gate[0]] = a
+    if activation.gated:
+        hidden[:, linear[0]] = u
+    case = cases.Case("special", (rows,), rows, 1, 2, frozenset())
+    one = np.ones(rows, np.float32)
+    return Rows(case, activation, hidden, np.ones((rows, 2), np.float32), np.array([rows], np.int32), one, one)
+
+
+@pytest.mark.rule("MLP-3", "MLP-4")
+@pytest.mark.parametrize("kind", tuple(KINDS))
+@pytest.mark.parametrize("kernel", [*kernels("activation"), *kernels("activation_grad")])
+def test_special_values(kernel, kind):
+    """Infinities, NaN, subnormals, limits and far tails are where the oracle has them, within the relative bound."""
+    r = special(Activation(kind))
+    with np.errstate(all="ignore"):
+        if "grad" in kernel:
+            gradients(Native(kernel), r, "float32", scaled=False, based=False)
+        else:
+            values(Native(kernel), r, "float32", scaled=False)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "relu" not in kind])
+def test_the_bound_of_far_tails_is_relative(kind):
+    """Where 1 + tanh(x) cancels, a sloppy tanh is off by more than the value: no bound may let that through."""
+    a = np.linspace(-8, -2, 100, dtype=np.float32)
+    activation = Activation(kind)
+    hidden = np.concatenate([a[:, None], np.ones((100, activation.fc1_width(1) - 1), np.float32)], axis=1)
+    sizes = np.array([100], np.int32)
+    call = calls.activation(spec_of(hidden), spec_of(sizes), "float32", activation=activation)
+    (expected,) = Expected()(call, (Bounded.of(hidden), sizes, None))
+    assert (expected.error < 2.0**-20 * np.abs(expected.value)).all()
+
+
+@pytest.mark.rule("MLP-3")
+@pytest.mark.parametrize("kernel", kernels("activation_grad"))
+def test_boundaries_keep_their_gradient(kernel):
+    above = np.nextafter(np.float32(LIMIT), np.float32(8))
+    hidden = np.array([[LIMIT, LIMIT], [above, -LIMIT], [LIMIT, above], [-above, -above]], np.float32)
+    case = cases.Case("limits", (4,), 4, 1, 1, frozenset())
+    one = np.ones(4, np.float32)
+    activation = Activation("clamped_qgeglu", limit=LIMIT)
+    r = Rows(case, activation, hidden, one[:, None], np.array([4], np.int32), one, one)
+    da, du = gradients(Native(kernel), r, "float32", scaled=False, based=False, wanted=WANTED[4])[0].T
+    assert ((da != 0) == [True, False, True, True]).all()
+    assert ((du != 0) == [True, True, False, False]).all()
+
+
+@pytest.mark.rule("MLP-2")
+@pytest.mark.parametrize("kind", tuple(KINDS))
+@pytest.mark.matrix(dtype=cases.DTYPES, scaled=(False, True))
+@pytest.mark.parametrize(
+    ("value", "grad"),
+    [
+        pytest.param(a, a.replace("activation_", "activation_grad_"), marks=getattr(param, "marks", ()), id=a)
+        for param in kernels("activation")
+        for a in [getattr(param, "values", (param,))[0]]
+    ],
+)
+def test_gradients_recompute_the_very_values(value, grad, kind, dtype, scaled):
+    r = rows_of(cases.named("jagged"), Activation(kind), dtype)
+    _, again, _ = gradients(Native(grad, check=False), r, dtype, scaled=scaled, based=False)
+    asserts.bitwise(again, values(Native(value, check=False), r, dtype, scaled=scaled))
+
+
+@pytest.mark.rule("ALL-2", "MLP-10")
+@pytest.mark.parametrize("kernel", kernels("activation_grad"))
+@pytest.mark.parametrize("interleave", INTERLEAVES)
+def test_the_same_twice_at_any_address_and_through_both_entries(kernel, interleave):
+    r = rows_of(cases.named("n_2880"), Activation("swiglu", interleave=interleave), "bfloat16")
+    options: dict[str, Any] = {"scaled": True, "based": True}
+    first = gradients(Native(kernel), r, "bfloat16", **options)
+    for run in (Native(kernel), Native(kernel, unaligned=True), Native(kernel, check=False, dlpack=True)):
+        for a, b in zip(gradients(run, r, "bfloat16", **options), first, strict=True):
+            asserts.bitwise(a, b)
+
+
+@pytest.mark.rule("MLP-7")
+@pytest.mark.parametrize("kernel", kernels("activation_grad"))
+def test_a_row_does_not_depend_on_its_neighbours(kernel):
+    r = rows_of(cases.named("n_2880"), Activation("swiglu"), "bfloat16")
+    bad = r._replace(hidden=r.hidden.copy(), grad=r.grad.copy())
+    bad.hidden[3] = np.nan
+    bad.grad[5] = np.inf
+    run = Native(kernel, check=False)
+    good, found = (gradients(run, each, "float32", scaled=True, based=True) for each in (r, bad))
+    others = ~np.isin(np.arange(r.case.rows), (3, 5))
+    for a, b in zip(found, good, strict=True):
+        asserts.bitwise(a[others], b[others])
+        assert np.isnan(a[3]).all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Behind a grouped product.
+
+
+class Product(NamedTuple):
+    """Operands of the fused calls, forward and backward, over the same hidden rows."""
+
+    rows: Rows
+    x: NDArray[Any]  # [M, K]
+    w: NDArray[Any]  # [G, K, W] or [G, W, K]
+    bias: NDArray[Any]  # [G, W]
+    dy: NDArray[Any]  # [M, K]
+    wo: NDArray[Any]  # [G, K, F] or [G, F, K]
+    rhs_axis: int
+
+
+def product_of(case: cases.Case, activation: Activation, dtype: str, rhs_axis: int = 1) -> Product:
+    rows = rows_of(case, activation, dtype)
+    x, dy = (cases.normal((case.rows, case.k), dtype, name) for name in ("x", "dy"))
+    for array in (x, dy):
+        array[case.valid :] = cases.TAIL
+    weights = []
+    for width, name in ((activation.fc1_width(case.n), "wi"), (case.n, "wo")):
+        w = cases.normal((case.groups, case.k, width), dtype, name)
+        weights.append(np.ascontiguousarray(w.swapaxes(1, 2)) if rhs_axis == 2 else w)
+    bias = cases.normal((case.groups, activation.fc1_width(case.n)), dtype, "bias")
+    return Product(rows, x, weights[0], bias, dy, weights[1], rhs_axis)
+
+
+def activated_product(
+    run: Native, p: Product, result: str, *, bias: bool, scaled: bool, hidden: bool, table: Any = None
+) -> tuple[Any, ...]:
+    r, scale, b = p.rows, p.rows.row_scale if scaled else None, p.bias if bias else None
+    call = calls.grouped_matmul_act(
+        spec_of(p.x),
+        spec_of(p.w),
+        p.rhs_axis,
+        spec_of(r.group_sizes),
+        result,
+        activation=r.activation,
+        recipe=plain(p.x.dtype.name),
+        bias=maybe(b),
+        row_scale=maybe(scale),
+        tables=(table is not None, False),
+        hidden=hidden,
+    )
+    return run(call, (p.x, p.w if table is None else None, r.group_sizes, b, scale, table, None))
+
+
+def product_gradients(
+    run: Native,
+    p: Product,
+    result: str,
+    *,
+    scaled: bool,
+    based: bool,
+    wanted: tuple[bool, bool, bool] = (True, True, True),
+    table: Any = None,
+) -> tuple[Any, ...]:
+    r = p.rows
+    scale, base = r.row_scale if scaled else None, r.row_base if based else None
+    call = calls.grouped_matmul_dact(
+        spec_of(p.dy),
+        spec_of(p.wo),
+        p.rhs_axis,
+        spec_of(r.group_sizes),
+        spec_of(r.hidden),
+        result,
+        activation=r.activation,
+        recipe=plain(p.dy.dtype.name),
+        wanted=wanted,
+        row_scale=maybe(scale),
+        row_base=maybe(base),
+        table=table is not None,
+    )
+    return run(call, (p.dy, p.wo if table is None else None, r.group_sizes, r.hidden, scale, base, table))
+
+
+def plain_kernel(fused: str) -> str:
+    """The activation's own kernel where `fused` runs."""
+    return "activation_any_cpu" if "_cpu" in fused else "activation_any_cuda"
+
+
+PRODUCTS = [case for case in cases.select("small") if case.k <= 40]
+
+
+@pytest.mark.rule("MLP-1", "MLP-2", "GRP-4", "GRP-6")
+@pytest.mark.parametrize("kernel", kernels("grouped_matmul_act"))
+@pytest.mark.matrix(
+    kind=tuple(KINDS),
+    case=PRODUCTS,
+    dtype=cases.DTYPES,
+    interleave=INTERLEAVES[:4],
+    rhs_axis=(1, 2),
+    bias=(False, True),
+    scaled=(False, True),
+    hidden=(False, True),
+    valid=fits,
+)
+def test_activated_products(kernel, kind, case, dtype, interleave, rhs_axis, bias, scaled, hidden):
+    p = product_of(case, Activation(kind, interleave=interleave), dtype, rhs_axis)
+    z, h = activated_product(Native(kernel), p, dtype, bias=bias, scaled=scaled, hidden=hidden)
+    asserts.zero(z[case.valid :], "tail")
+    if hidden:  # what is stored is what the activation read
+        h[case.valid :] = cases.TAIL
+        again = values(Native(plain_kernel(kernel)), p.rows._replace(hidden=h), dtype, scaled=scaled)
+        asserts.bitwise(again, z, "activation of the stored rows")
+
+
+@pytest.mark.rule("MLP-1", "MLP-2", "MLP-7", "GRP-4", "GRP-6")
+@pytest.mark.parametrize("kernel", kernels("grouped_matmul_dact"))
+@pytest.mark.matrix(
+    kind=tuple(KINDS),
+    case=PRODUCTS[::2],
+    dtype=cases.DTYPES,
+    interleave=INTERLEAVES[:4],
+    rhs_axis=(1, 2),
+    scaled=(False, True),
+    based=(False, True),
+    wanted=WANTED[:3],
+    valid=fits,
+)
+def test_gradients_behind_products(kernel, kind, case, dtype, interleave, rhs_axis, scaled, based, wanted):
+    p = product_of(case, Activation(kind, interleave=interleave), dtype, rhs_axis)
+    found = product_gradients(Native(kernel), p, dtype, scaled=scaled, based=based, wanted=wanted)
+    for name, want, array in zip(("result", "activated", "row_sum"), wanted, found, strict=True):
+        assert (array is not None) == want, name
+        if want:
+            asserts.zero(array[case.valid :], f"tail of {name}")
+    if wanted[1]:
+        asserts.bitwise(found[1], values(Native(plain_kernel(kernel)), p.rows, dtype, scaled=scaled), "activated")
+
+
+@pytest.mark.rule("ALL-2", "GRP-11")
+@pytest.mark.parametrize("kernel", [*kernels("grouped_matmul_act"), *kernels("grouped_matmul_dact")])
+@pytest.mark.parametrize("rhs_axis", [1, 2])
+def test_listed_weights_and_any_address_give_the_same_bits(kernel, rhs_axis):
+    p = product_of(cases.named("tail"), Activation("swiglu"), "bfloat16", rhs_axis)
+    run = Native(kernel)
+    if "_dact_" in kernel:
+        members, table = run.hold(list(p.wo))
+        options: dict[str, Any] = {"scaled": True, "based": True}
+        first = product_gradients(run, p, "bfloat16", **options)
+        others = [product_gradients(run, p, "bfloat16", table=table, **options)]
+        if "_sm90" not in kernel:  # pinned, these want aligned addresses
+            others += [product_gradients(Native(kernel, unaligned=True), p, "bfloat16", **options)]
+    else:
+        members, table = run.hold(list(p.w))
+        options = {"bias": True, "scaled": True, "hidden": True}
+        first = activated_product(run, p, "bfloat16", **options)
+        others = [activated_product(run, p, "bfloat16", table=table, **options)]
+        if "_sm90" not in kernel:  # pinned, these want aligned addresses
+            others += [activated_product(Native(kernel, unaligned=True), p, "bfloat16", **options)]
+    for found in others:
+        for a, b in zip(found, first, strict=True):
+            asserts.bitwise(a, b)
+    assert len(members) == p.rows.case.groups  # alive until here

@@ -1,0 +1,221 @@
+"""Arguments of the MLP: checked, in words, and put in the order of the operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grouped_core import activations, calls
+from grouped_core.activations import Activation
+from grouped_core.calls import ArraySpec
+from grouped_core.mlp_spec import MlpSpecs, Residuals, check, residuals_option
+from grouped_core.recipes import Recipe
+from grouped_core.sizes import GroupSizes, unwrap
+from torch_bridge import _mlp_library
+from torch_bridge._arguments import (
+    MAX_TEXTS,
+    Members,
+    accumulators_of,
+    check_apart,
+    check_writable,
+    gradient_dtype,
+    refuse_transforms,
+    weight_names,
+)
+from torch_bridge._memory import EXCHANGE
+from torch_bridge._mlp_library import NAMES
+from torch_bridge._run import spec_of
+from torch_bridge.params import check_operand, members_of
+from torch_bridge.sizes import prepare_sizes
+
+Accumulators = str | tuple[Tensor | Sequence[Tensor | None] | None, Tensor | Sequence[Tensor | None] | None]
+"""What `wgrad_accum` takes: "main_grad", or a pair for the two weights."""
+
+
+class Arguments(NamedTuple):
+    """What a user passed, checked and in the order of the operators."""
+
+    x: Tensor
+    wi: list[Tensor]
+    wo: list[Tensor]
+    sizes: Tensor
+    probs: Tensor | None
+    wi_bias: list[Tensor]
+    wo_bias: list[Tensor]
+    text: str
+    to_main_grad: bool
+    accum_wi: Sequence[Tensor | None]
+    accum_wo: Sequence[Tensor | None]
+
+    def differentiates(self) -> bool:
+        """Whether anybody needs a gradient."""
+        if not torch.is_grad_enabled():
+            return False
+        inputs = (self.x, self.probs, *self.wi, *self.wo, *self.wi_bias, *self.wo_bias)
+        return any(each is not None and each.requires_grad for each in inputs)
+
+    def named(self) -> list[tuple[str, Tensor | None]]:
+        """What is read, by name."""
+        return [
+            *((NAMES.x, self.x), (NAMES.sizes, self.sizes), (NAMES.probs, self.probs)),
+            *zip(weight_names(self.wi, NAMES.wi), self.wi, strict=True),
+            *zip(weight_names(self.wo, NAMES.wo), self.wo, strict=True),
+            *((NAMES.wi_bias, each) for each in self.wi_bias),
+            *((NAMES.wo_bias, each) for each in self.wo_bias),
+        ]
+
+
+def check_arguments(
+    x: Tensor,
+    wi: Members,
+    wo: Members,
+    group_sizes: Tensor | Sequence[int] | GroupSizes,
+    rhs_transposed: bool = True,
+    activation: str | Activation = "swiglu",
+    probs: Tensor | None = None,
+    wi_bias: Members | None = None,
+    wo_bias: Members | None = None,
+    recipe: Recipe | None = None,
+    residuals: str | Residuals = "save_fc1",
+    wgrad_accum: Accumulators | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Arguments:
+    """The arguments of `grouped_mlp`, checked."""
+    compiling = torch.compiler.is_compiling()
+    sizes, rows_hint = unwrap(group_sizes)
+    names = calls.implementation_names(implementation)
+    options = (
+        bool(rhs_transposed),
+        activations.resolve(activation),
+        calls.recipe_option(recipe),
+        residuals_option(residuals),
+        rows_hint,
+        names,
+    )
+    # As with the linear operation: what is checked depends on the facts of the operands alone.
+    operands = (x, wi, wo, sizes, probs, wi_bias, wo_bias)
+    facts = None
+    if not compiling:
+        refuse_transforms("grouped_mlp", x, wi, wo, probs, wi_bias, wo_bias)
+        facts = EXCHANGE.describe(operands)
+    text = None if facts is None else _texts.get((facts, options))
+    if text is None:
+        given_sizes = sizes
+        sizes, text = _check_operands(operands, options)
+        if facts is not None and sizes is given_sizes:
+            if len(_texts) >= MAX_TEXTS:
+                _texts.clear()
+            _texts[facts, options] = text
+    given = Arguments(
+        x,
+        _members(wi),
+        _members(wo),
+        sizes,
+        probs,
+        _members(wi_bias),
+        _members(wo_bias),
+        text,
+        isinstance(wgrad_accum, str),
+        (),
+        (),
+    )
+    if wgrad_accum is None or wgrad_accum == "main_grad":
+        return given
+    if not isinstance(wgrad_accum, (tuple, list)) or len(wgrad_accum) != 2:
+        raise ValueError(
+            f"`{NAMES.accum}`: {wgrad_accum!r}, expected None, 'main_grad' or a pair, of `{NAMES.wi}` and of "
+            f"`{NAMES.wo}`; put None where a weight has no accumulator."
+        )
+    first, second = (
+        () if each is None else accumulators_of(each, members, f"{NAMES.accum}[{at}]", name)
+        for at, (each, members, name) in enumerate(
+            zip(wgrad_accum, (given.wi, given.wo), (NAMES.wi, NAMES.wo), strict=True)
+        )
+    )
+    if not compiling:  # where there are no addresses yet
+        written = [(f"{NAMES.accum}[0]", each) for each in first] + [(f"{NAMES.accum}[1]", each) for each in second]
+        check_apart(written, given.named())
+    return given._replace(accum_wi=first, accum_wo=second)
+
+
+_Options = tuple[bool, Activation, Recipe | None, Residuals, int, str]
+"""The arguments of `_mlp_library.encode`."""
+
+_texts: dict[tuple[bytes, _Options], str] = {}  # of operands and options that were checked
+
+
+def _members(operand: Members | None) -> list[Tensor]:
+    return [] if operand is None else [operand] if isinstance(operand, Tensor) else list(operand)
+
+
+def _check_operands(operands: tuple[Any, ...], options: _Options) -> tuple[Tensor, str]:
+    """(sizes as kernels read them, the operation as text); raises for operands that do not fit, in words."""
+    x, wi, wo, sizes, probs, wi_bias, wo_bias = operands
+    check_operand(NAMES.x, x, x)
+    sizes, _ = prepare_sizes(sizes, x, calls.Names(NAMES.x, NAMES.wi))
+    if probs is not None:
+        check_operand(NAMES.probs, probs, x)
+    for name, operand, rank in (
+        (NAMES.wi, wi, 3),
+        (NAMES.wo, wo, 3),
+        (NAMES.wi_bias, wi_bias, 2),
+        (NAMES.wo_bias, wo_bias, 2),
+    ):
+        if operand is not None:
+            members_of(name, operand, rank, x)
+    text = _text(*options)
+    if not torch.compiler.is_compiling():  # where M is a symbol; the operators refuse what does not fit
+        weights, biases = (_members(wi), _members(wo)), (_members(wi_bias), _members(wo_bias))
+        given = Arguments(x, *weights, sizes, probs, *biases, text, False, (), ())
+        specs, sizes_spec = specs_of(given)
+        check(_mlp_library.decode(text), *specs[:3], sizes_spec, *specs[3:])
+    return sizes, text
+
+
+@torch.compiler.assume_constant_result
+def _text(
+    transposed: bool, activation: Activation, recipe: Recipe | None, residuals: Residuals, rows_hint: int, names: str
+) -> str:
+    return _mlp_library.encode(transposed, activation, recipe, residuals, rows_hint, names)
+
+
+def specs_of(given: Arguments) -> tuple[MlpSpecs, ArraySpec]:
+    """Specs of the operands, packed, and of the sizes."""
+
+    def packed(members: list[Tensor], rank: int) -> ArraySpec | None:
+        if not members:
+            return None
+        one = spec_of(members[0])
+        return one if len(one.shape) == rank else ArraySpec((len(members), *one.shape), one.dtype)
+
+    wi, wo = packed(given.wi, 3), packed(given.wo, 3)
+    assert wi is not None, "a weight is always given"
+    assert wo is not None, "a weight is always given"
+    probs = None if given.probs is None else spec_of(given.probs)
+    specs = MlpSpecs(spec_of(given.x), wi, wo, probs, packed(given.wi_bias, 2), packed(given.wo_bias, 2))
+    return specs, spec_of(given.sizes)
+
+
+def check_buffers(out: Tensor | None, grad_input: Tensor | None, given: Arguments) -> None:
+    """BUF-2."""
+    x = given.x
+    buffers = ((NAMES.out, out), (NAMES.grad_input, grad_input))
+    for name, buffer in buffers:
+        if buffer is not None:
+            check_operand(name, buffer, x)
+            check_writable(name, buffer)
+    if not torch.compiler.is_compiling():  # where there are no addresses yet
+        check_apart(buffers, given.named())
+    wanted = ArraySpec(tuple(x.shape), gradient_dtype(x))  # of both, y has the shape and dtype of x
+    if out is not None:
+        calls.check_buffer(NAMES.out, spec_of(out), wanted)
+    if grad_input is not None:
+        calls.check_buffer(NAMES.grad_input, spec_of(grad_input), wanted)
+        if not x.requires_grad:
+            raise ValueError(
+                f"`{NAMES.grad_input}`: given, but `x` needs no gradient; expected None, or an x with requires_grad; "
+                "leave it out."
+            )

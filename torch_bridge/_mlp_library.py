@@ -1,0 +1,199 @@
+"""The torch operators of the experts' MLP that the linear operation does not have already.
+
+Its second product, and every gradient of a product, are the linear operators'. What is left is the first product with
+the activation, and the gradients at the hidden rows; each holds one whole rule of `grouped_core.mlp`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grouped_core import mlp as rules
+from grouped_core.activations import Activation
+from grouped_core.calls import Call
+from grouped_core.debug import debug_flags
+from grouped_core.mlp_spec import Mlp, MlpNames, Residuals
+from grouped_core.recipes import Recipe
+from torch_bridge import _library, _run
+from torch_bridge.sizes import note_sizes
+
+NAMES = MlpNames()
+
+
+@lru_cache(maxsize=1024)
+def encode(
+    transposed: bool,
+    activation: Activation,
+    recipe: Recipe | None,
+    residuals: Residuals,
+    rows_hint: int = 0,
+    implementation: str = "",
+) -> str:
+    """An MLP as the text that operators carry."""
+    facts: dict[str, Any] = {"transposed": transposed, "rows_hint": rows_hint, "implementation": implementation}
+    facts |= {"activation": dataclasses.asdict(activation), "residuals": residuals.policy}
+    if recipe is not None:
+        facts["recipe"] = dataclasses.asdict(recipe)
+    return json.dumps(facts, sort_keys=True)
+
+
+@lru_cache(maxsize=1024)
+def decode(text: str) -> Mlp:
+    """The MLP that `encode` wrote down."""
+    facts = json.loads(text)
+    facts["activation"] = Activation(**facts["activation"])
+    facts["residuals"] = Residuals(facts["residuals"])
+    if "recipe" in facts:
+        facts["recipe"] = _library.decode_recipe(facts["recipe"])
+    return Mlp(NAMES, **facts)
+
+
+@torch.compiler.assume_constant_result
+def linear_texts(text: str, scale_bias: bool) -> tuple[str, str]:
+    """The two products as the linear operators know them; `scale_bias`: the second bias is weighted."""
+    op = decode(text)
+    first, second = (
+        _library.encode(op.transposed, op.recipe, scaled, op.rows_hint, op.implementation)
+        for scaled in (False, scale_bias)
+    )
+    return first, second
+
+
+@torch.compiler.assume_constant_result
+def is_weighted(text: str) -> bool:
+    """Whether a linear operation's bias is weighted by row."""
+    return _library.decode(text).scale_bias
+
+
+def wanted(dh: bool, z: bool, dp: bool) -> str:
+    """Wanted gradients at the hidden rows as letters."""
+    return "".join(letter for letter, want in zip(WANTED, (dh, z, dp), strict=True) if want)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rules over a recorder. Their operands stand in the order of the operators' tensors.
+
+
+def _hidden_rule(run: Any, static: tuple[str, bool], operands: Sequence[Any]) -> tuple[Any, ...]:
+    text, keep = static
+    x, wi, sizes, probs, wi_bias = operands
+    return rules.hidden_rows(run, decode(text), x, wi, sizes, probs, wi_bias, keep=keep)
+
+
+_HIDDEN_ROWS = (0, 3)  # operands with M rows
+
+
+def _grads_rule(run: Any, static: tuple[str, str], operands: Sequence[Any]) -> tuple[Any, ...]:
+    text, wanted = static
+    h, wo, sizes, probs, wo_bias, dy = operands
+    dh, z, dp = (letter in wanted for letter in WANTED)
+    return rules.hidden_grads(run, decode(text), h, wo, sizes, probs, wo_bias, dy, (dh, z, dp))
+
+
+_GRADS_ROWS = (0, 3, 5)
+
+WANTED = "hzp"
+"""Letters for dh, z, and the gradient of the probabilities."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Operators
+
+_SCHEMAS = {
+    # z [M, F], and with `keep` h [M, W]
+    "mlp_hidden": "(Tensor x, Tensor[] wi, Tensor group_sizes, Tensor? probs, Tensor[] wi_bias, str op, bool keep)"
+    " -> Tensor[]",
+    # what `wanted` names, in the order of WANTED
+    "mlp_hidden_grads": "(Tensor h, Tensor[] wo, Tensor group_sizes, Tensor? probs, Tensor[] wo_bias, Tensor dy,"
+    " str op, str wanted) -> Tensor[]",
+}
+
+
+def _hidden(
+    x: Tensor, wi: list[Tensor], group_sizes: Tensor, probs: Tensor | None, wi_bias: list[Tensor], op: str, keep: bool
+) -> list[Tensor]:
+    flags = debug_flags()
+    if "sizes" in flags:
+        note_sizes(group_sizes, x.shape[0])
+    operands = (x, _library.grouped(wi, 3), group_sizes, probs, _library.grouped(wi_bias, 2))
+    return _present(_run.run(_hidden_rule, (op, keep), operands, flags))
+
+
+def _hidden_fake(
+    x: Tensor, wi: list[Tensor], group_sizes: Tensor, probs: Tensor | None, wi_bias: list[Tensor], op: str, keep: bool
+) -> list[Tensor]:
+    operands = (x, _library.grouped(wi, 3), group_sizes, probs, _library.grouped(wi_bias, 2))
+    return _present(_run.fake(_hidden_rule, (op, keep), operands, _HIDDEN_ROWS, x.device))
+
+
+def _hidden_grads(
+    h: Tensor,
+    wo: list[Tensor],
+    group_sizes: Tensor,
+    probs: Tensor | None,
+    wo_bias: list[Tensor],
+    dy: Tensor,
+    op: str,
+    wanted: str,
+) -> list[Tensor]:
+    operands = (h, _library.grouped(wo, 3), group_sizes, probs, _library.grouped(wo_bias, 2), dy)
+    return _present(_run.run(_grads_rule, (op, wanted), operands, debug_flags()))
+
+
+def _hidden_grads_fake(
+    h: Tensor,
+    wo: list[Tensor],
+    group_sizes: Tensor,
+    probs: Tensor | None,
+    wo_bias: list[Tensor],
+    dy: Tensor,
+    op: str,
+    wanted: str,
+) -> list[Tensor]:
+    operands = (h, _library.grouped(wo, 3), group_sizes, probs, _library.grouped(wo_bias, 2), dy)
+    return _present(_run.fake(_grads_rule, (op, wanted), operands, _GRADS_ROWS, dy.device))
+
+
+def _present(results: Sequence[Tensor | None]) -> list[Tensor]:
+    return [each for each in results if each is not None]
+
+
+_library.define("mlp_hidden", _SCHEMAS["mlp_hidden"], _hidden, _hidden_fake)
+_library.define("mlp_hidden_grads", _SCHEMAS["mlp_hidden_grads"], _hidden_grads, _hidden_grads_fake)
+
+hidden = torch.ops.torch_bridge.mlp_hidden.default
+hidden_grads = torch.ops.torch_bridge.mlp_hidden_grads.default
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Planning
+
+
+def hidden_calls(
+    x: Tensor, wi: Sequence[Tensor], sizes: Tensor, probs: Tensor | None, wi_bias: Sequence[Tensor], op: str, keep: bool
+) -> list[Call]:
+    """Native calls of the first operator."""
+    operands = (x, _library.grouped(wi, 3), sizes, probs, _library.grouped(wi_bias, 2))
+    return _run.calls_of(_hidden_rule, (op, keep), operands)
+
+
+def hidden_grads_calls(
+    h: Tensor,
+    wo: Sequence[Tensor],
+    sizes: Tensor,
+    probs: Tensor | None,
+    wo_bias: Sequence[Tensor],
+    dy: Tensor,
+    op: str,
+    wanted: str,
+) -> list[Call]:
+    """Native calls of the second."""
+    operands = (h, _library.grouped(wo, 3), sizes, probs, _library.grouped(wo_bias, 2), dy)
+    return _run.calls_of(_grads_rule, (op, wanted), operands)

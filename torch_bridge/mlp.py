@@ -1,0 +1,359 @@
+"""The experts' MLP as one differentiable operation, and its gradients in parts. The mathematics is grouped_core's.
+
+Letters: G groups, M rows, K hidden size of the model, F expert width, W columns of the hidden rows: 2F for gated
+activations, else F.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grouped_core.activations import Activation
+from grouped_core.gradients import Needs
+from grouped_core.mlp_spec import Kept, MlpNeeds, Residuals, kept, needs_dh, needs_dz
+from grouped_core.recipes import Recipe
+from grouped_core.sizes import GroupSizes
+from torch_bridge import _library, _mlp_library, main_grad
+from torch_bridge._arguments import Members, destinations
+from torch_bridge._mlp_arguments import Accumulators, Arguments, check_arguments, check_buffers
+from torch_bridge._mlp_library import NAMES
+from torch_bridge.ops import ProductFacts, ProductGradients, once, product_gradients
+
+
+def grouped_mlp(
+    x: Tensor,
+    wi: Members,
+    wo: Members,
+    group_sizes: Tensor | Sequence[int] | GroupSizes,
+    *,
+    rhs_transposed: bool = True,
+    activation: str | Activation = "swiglu",
+    probs: Tensor | None = None,
+    wi_bias: Members | None = None,
+    wo_bias: Members | None = None,
+    recipe: Recipe | None = None,
+    residuals: str | Residuals = "save_fc1",
+    wgrad_accum: Accumulators | None = None,
+    out: Tensor | None = None,
+    grad_input: Tensor | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Tensor:
+    """y[r] = (p[r] act(x[r] wi[g].T + wi_bias[g])) wo[g].T + p[r] wo_bias[g] for row r of group g, p = probs or 1.
+
+    Few kernels: the activation and the probability are applied where the first product ends, and their gradients where
+    the product with `wo` ends. The hidden rows are rounded to the dtype of x before the activation reads them. Rows
+    past the groups are zero. Differentiable in x, wi, wo, probs and the biases; what needs no gradient is neither
+    computed nor saved.
+
+    Args:
+        x: [M, K] fp32, bf16 or fp16. Nothing is cast, autocast included.
+        wi: [G, W, K], gate rows first or interleaved as the `Activation` says; [G, K, W] with `rhs_transposed=False`;
+            or a list of G such matrices.
+        wo: [G, K, F], with `rhs_transposed=False` [G, F, K]; or a list.
+        group_sizes: G integers, as in `grouped_linear`.
+        activation: a kind with its defaults, or an `Activation`.
+        probs: [M], the router's probability of each row, fp32 inside; its gradient comes in its dtype.
+        wi_bias: [G, W] or a list of vectors. wo_bias: [G, K] or a list.
+        recipe: formats of both products; None takes the operands as they stand.
+        residuals: what is kept for backward: "save_all" the rows x [M, K], hidden [M, W] and activated [M, F],
+            "save_fc1" x and hidden, "save_input" x. The bits are the same.
+        wgrad_accum: "main_grad", or a pair for wi and wo, each as in `grouped_linear` or None.
+        out, grad_input: the caller's buffers for y and the gradient of x, both [M, K], as in `grouped_linear`.
+        implementation: kernels' names, each for its own call; "composed" for the unfused ones. See `explain`.
+
+    Raises:
+        TypeError: dtypes, or an argument that is no tensor. ValueError: shapes, devices, layouts, buffers, options.
+        NotImplementedError: no kernel takes it. RuntimeError: in backward, `main_grad` cannot be written, or it is
+            differentiated again.
+    """
+    given = check_arguments(
+        x,
+        wi,
+        wo,
+        group_sizes,
+        rhs_transposed,
+        activation,
+        probs,
+        wi_bias,
+        wo_bias,
+        recipe,
+        residuals,
+        wgrad_accum,
+        implementation,
+    )
+    if out is not None or grad_input is not None:
+        check_buffers(out, grad_input, given)
+    if not given.differentiates():
+        return _forward(given, out, False)[0]
+    if wgrad_accum is None or not torch.compiler.is_compiling():
+        return _attach(given, out, grad_input, None)
+    if given.to_main_grad and main_grad.needs_python([*given.wi, *given.wo]):
+        return _attach_uncompiled(given, out, grad_input, None)
+    # A graph holds tensors, not the state of Parameters: both are looked up while it is traced.
+    overwrite = tuple(main_grad.overwrites(each) for each in (*given.wi, *given.wo))
+    if given.to_main_grad:
+        given = given._replace(accum_wi=destinations(given.wi, NAMES.wi), accum_wo=destinations(given.wo, NAMES.wo))
+    return _attach(given, out, grad_input, overwrite)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradients
+
+
+def _forward(given: Arguments, out: Tensor | None, keep_h: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(y, hidden rows if they are kept, activated rows)."""
+    weighted = bool(given.wo_bias) and given.probs is not None
+    z, *rest = _mlp_library.hidden(given.x, given.wi, given.sizes, given.probs, given.wi_bias, given.text, keep_h)
+    operands = (z, given.wo, given.sizes, given.wo_bias, given.probs if weighted else None)
+    text = _mlp_library.linear_texts(given.text, weighted)[1]
+    if out is None:
+        y = _library.linear(*operands, text)
+    else:
+        _library.linear_into(*operands, text, out)
+        y = out.detach()  # of the same storage, but with a history of its own
+    return y, rest[0] if rest else None, z
+
+
+def _attach(
+    given: Arguments, out: Tensor | None, grad_input: Tensor | None, overwrite: tuple[bool, ...] | None
+) -> Tensor:
+    """The result with its gradients; `overwrite` stands for the attributes of that name if they were read already."""
+    lists = (given.wi, given.wo, given.wi_bias, given.wo_bias, given.accum_wi, given.accum_wo)
+    counts = tuple(len(each) for each in lists)
+    members = [each for one in lists for each in one]
+    return _Mlp.apply(
+        *(given.text, counts, given.to_main_grad, overwrite, given.sizes, out, grad_input),
+        given.x,
+        given.probs,
+        *members,
+    )
+
+
+_attach_uncompiled: Any = torch.compiler.disable(_attach)
+
+_PLAIN_ARGUMENTS = 7  # of `_Mlp` that have no gradient and stand first
+
+
+@torch.compiler.assume_constant_result
+def _kept(
+    text: str, has: tuple[bool, bool, bool], x: bool, wi: bool, wo: bool, probs: bool, wi_bias: bool, wo_bias: bool
+) -> Kept:
+    """`has`: whether there are probabilities and biases; the others: which gradients are needed."""
+    return kept(_mlp_library.decode(text), MlpNeeds(x, wi, wo, probs, wi_bias, wo_bias), *has)
+
+
+_HIDDEN, _ACTIVATED = 2, 3  # places of h and z among the saved tensors
+
+
+class Facts(NamedTuple):
+    """What forward tells backward beside tensors."""
+
+    text: str
+    needs: MlpNeeds
+    probs_dtype: torch.dtype | None
+    first: ProductFacts
+    second: ProductFacts
+    saved: tuple[int, ...]  # members saved of wi, wo, wi_bias, wo_bias
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the second bias is weighted by the probabilities."""
+        return _mlp_library.is_weighted(self.second.text)
+
+
+def split(members: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
+    """`members` cut into parts of these lengths."""
+    parts, start = [], 0
+    for count in counts:
+        parts.append(list(members[start : start + count]))
+        start += count
+    return parts
+
+
+def forward_and_saved(
+    given: Arguments,
+    live: Sequence[list[int]],
+    needs: MlpNeeds,
+    out: Tensor | None,
+    overwrite: tuple[bool, ...] | None,
+) -> tuple[Tensor, list[Tensor | None], Facts]:
+    """(y, the tensors that backward reads, what it has to know); `live`: members that need gradients, of four lists."""
+    x, wi, wo, sizes, probs, wi_bias, wo_bias, text, *_ = given
+    keep = _kept(text, (probs is not None, bool(wi_bias), bool(wo_bias)), *needs)
+    y, h, z = _forward(given, out, keep.h)
+    lists = [
+        part if saved else []
+        for part, saved in zip((wi, wo, wi_bias, wo_bias), (keep.wi, keep.wo, keep.wi_bias, keep.wo_bias), strict=True)
+    ]
+    weighted = bool(wo_bias) and probs is not None
+    texts = _mlp_library.linear_texts(text, weighted)
+    flags = given.to_main_grad and overwrite is None
+
+    def product(at: int, rows: Tensor, weights: list[Tensor], biases: list[Tensor], name: str) -> ProductFacts:
+        start = 0 if at == 0 else len(wi)
+        return ProductFacts(
+            texts[at],
+            dtypes=_library.dtypes_text(
+                rows, weights[0], biases[0] if biases else None, probs if at == 1 and weighted else None
+            ),
+            k=rows.shape[1],
+            counts=(len(weights), len(biases)),
+            packed=(weights[0].dim() == 3, bool(biases) and biases[0].dim() == 2),
+            needs=Needs(needs.x and at == 0, bool(live[at]), bool(live[2 + at]), False),
+            live=live[at],
+            live_biases=live[2 + at],
+            kept_weights=len(lists[at]),
+            flags=flags,
+            weight_name=name,
+            overwrite=None if overwrite is None else overwrite[start : start + len(weights)],
+        )
+
+    tensors = [
+        sizes,
+        x if keep.x else None,
+        h,
+        z if keep.z else None,
+        probs if keep.probs else None,
+        *(each for part in lists for each in part),
+    ]
+    facts = Facts(
+        text,
+        needs,
+        None if probs is None else probs.dtype,
+        product(0, x, wi, wi_bias, NAMES.wi),
+        product(1, z, wo, wo_bias, NAMES.wo),
+        tuple(len(part) for part in lists),
+    )
+    return y, tensors, facts
+
+
+class HiddenGradients(NamedTuple):
+    """What the gradients of the two products read: x and dh of the first, z and dy of the second; and dp."""
+
+    x: Tensor | None
+    dh: Tensor | None
+    z: Tensor | None
+    dy: Tensor
+    dp: Tensor | None
+
+
+def hidden_gradients(facts: Facts, tensors: Sequence[Any], dy: Tensor) -> HiddenGradients:
+    """Gradients at the hidden rows; rows that were not kept are computed again."""
+    sizes, x, h, z, probs, *saved = tensors
+    needs, (wi, wo, wi_bias, wo_bias) = facts.needs, split(saved, facts.saved)
+    dh = dp = None
+    if needs_dz(needs):
+        if h is None:
+            h = _library.linear(x, wi, sizes, wi_bias, None, facts.first.text)
+        letters = _mlp_library.wanted(needs_dh(needs), needs.wo and z is None, needs.probs)
+        results = _mlp_library.hidden_grads(h, wo, sizes, probs, wo_bias, dy, facts.text, letters)
+        found = dict(zip(letters, results, strict=True))
+        dh, z, dp = found.get("h"), found.get("z", z), found.get("p")
+        if dp is not None:
+            dp = dp.to(facts.probs_dtype)
+    elif needs.wo and z is None:
+        (z,) = _mlp_library.hidden(x, wi, sizes, probs, wi_bias, facts.text, False)
+    return HiddenGradients(x, dh, z, dy, dp)
+
+
+def second_gradients(
+    facts: Facts, tensors: Sequence[Any], rows: HiddenGradients, owners: Sequence[Tensor], accumulators: Any
+) -> ProductGradients:
+    """Gradients of the second product's weight and bias."""
+    sizes, _, _, _, probs, *saved = tensors
+    _, wo, _, wo_bias = split(saved, facts.saved)
+    scale = probs if facts.weighted else None
+    return _of_product(facts.second, (rows.z, wo, sizes, wo_bias, scale, rows.dy), owners, accumulators, None)
+
+
+def first_gradients(
+    facts: Facts,
+    tensors: Sequence[Any],
+    rows: HiddenGradients,
+    owners: Sequence[Tensor],
+    accumulators: Any,
+    grad_input: Tensor | None,
+) -> ProductGradients:
+    """Gradients of x and of the first product's weight and bias."""
+    sizes, _, _, _, _, *saved = tensors
+    wi, _, wi_bias, _ = split(saved, facts.saved)
+    return _of_product(facts.first, (rows.x, wi, sizes, wi_bias, None, rows.dh), owners, accumulators, grad_input)
+
+
+def _of_product(
+    facts: ProductFacts,
+    tensors: Any,
+    owners: Sequence[Tensor],
+    accumulators: Sequence[Tensor | None],
+    buffer: Tensor | None,
+) -> ProductGradients:
+    if not any(facts.needs):
+        return ProductGradients(None, None, [None] * facts.counts[0], [None] * facts.counts[1])
+    return product_gradients(facts, tensors, owners, accumulators, buffer)
+
+
+class _Mlp(torch.autograd.Function):
+    """Gradients around the operators. What backward reads is saved, results never."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        text: str,
+        counts: tuple[int, ...],
+        to_main_grad: bool,
+        overwrite: tuple[bool, ...] | None,
+        sizes: Tensor,
+        out: Tensor | None,
+        grad_input: Tensor | None,
+        x: Tensor,
+        probs: Tensor | None,
+        *members: Any,
+    ) -> Tensor:
+        """`members`: the tensors of wi, wo, their biases and accumulators, as many of each as `counts` says."""
+        wi, wo, wi_bias, wo_bias, accum_wi, accum_wo = split(members, counts)
+        needs_x, needs_probs, *needed = ctx.needs_input_grad[_PLAIN_ARGUMENTS:]
+        live = [[at for at, need in enumerate(part) if need] for part in split(needed, counts[:4])]
+        needs = MlpNeeds(needs_x, bool(live[0]), bool(live[1]), needs_probs, bool(live[2]), bool(live[3]))
+        given = Arguments(x, wi, wo, sizes, probs, wi_bias, wo_bias, text, to_main_grad, accum_wi, accum_wo)
+        y, tensors, ctx.facts = forward_and_saved(given, live, needs, out, overwrite)
+        ctx.save_for_backward(*tensors)
+        # NOTE: no saved tensors: destinations change between forward and backward, Parameters are asked for attributes.
+        ctx.grad_input = grad_input
+        ctx.accumulators = (accum_wi, accum_wo)
+        ctx.owners = (wi if to_main_grad or accum_wi else (), wo if to_main_grad or accum_wo else ())
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of forward's arguments; the one of the result is dy [M, K]."""
+        (dy,) = grad_outputs
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return _backward(ctx, dy)
+        with torch.no_grad():
+            gradients = _backward(ctx, dy)
+        return once("grouped_mlp", gradients)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    facts, tensors = ctx.facts, list(ctx.saved_tensors)
+    if not torch.compiler.is_compiling():
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained: rows go as soon as nothing reads them
+    rows = hidden_gradients(facts, tensors, dy.contiguous())
+    tensors[_HIDDEN] = tensors[_ACTIVATED] = None
+    second = second_gradients(facts, tensors, rows, ctx.owners[1], ctx.accumulators[1])
+    rows = rows._replace(z=None)
+    first = first_gradients(facts, tensors, rows, ctx.owners[0], ctx.accumulators[0], ctx.grad_input)
+    return (
+        *[None] * _PLAIN_ARGUMENTS,
+        first.x,
+        rows.dp,
+        *first.weights,
+        *second.weights,
+        *first.biases,
+        *second.biases,
+        *[None] * (len(ctx.accumulators[0]) + len(ctx.accumulators[1])),
+    )
