@@ -249,3 +249,35 @@ class Activation:
 def resolve(activation: str | Activation) -> Activation:
     """An `Activation` as it stands, or the one of that kind with its defaults."""
     return activation if isinstance(activation, Activation) else Activation(activation)
+
+
+def interleave(weight: Any, block: int, *, axis: int = -1) -> Any:
+    """A first weight or bias with contiguous halves, its 2F columns laid out in blocks of `block` (MLP-5), as a copy.
+
+    Args:
+        weight: an array of NumPy, CuPy, JAX or PyTorch, gate half first along `axis`: `wi` or `wi_bias`, or the rows
+            that they give. What was made for `Activation(interleave=block)` is what this returns.
+
+    Raises:
+        ValueError: the axis is odd, or the block does not divide its half.
+    """
+    return _swap_blocks(weight, block, axis, blocked=False)
+
+
+def deinterleave(weight: Any, block: int, *, axis: int = -1) -> Any:
+    """The inverse of `interleave`: gate half first, then the linear half."""
+    return _swap_blocks(weight, block, axis, blocked=True)
+
+
+def _swap_blocks(weight: Any, block: int, axis: int, *, blocked: bool) -> Any:
+    shape = tuple(weight.shape)
+    axis %= len(shape)
+    width, odd = divmod(shape[axis], 2)
+    if odd or block < 1 or width % block:
+        raise ValueError(
+            f"`block` of interleave: {block} for axis {axis} of shape {shape}, expected a divisor of half that axis; "
+            "choose one."
+        )
+    parts = (width // block, 2, block) if blocked else (2, width // block, block)
+    apart = weight.reshape(*shape[:axis], *parts, *shape[axis + 1 :])
+    return apart.swapaxes(axis, axis + 1).reshape(shape)

@@ -375,7 +375,8 @@ def grouped_mlp_grads(
             calls.check_accumulator(name, spec, weight)
             calls.check_wgrad_dtype(linear, spec)
     if grad_input is not None:
-        calls.check_buffer("grad_input", *_specs({"grad_input": grad_input}), x_spec)
+        (input_spec,) = _specs({"grad_input": grad_input})
+        calls.check_buffer("grad_input", input_spec, x_spec)
     _checked(written, {**required, **optional})
 
     run = ArrayRunner(x)

@@ -1,6 +1,8 @@
 """Grouped matrix products for PyTorch: the same kernels, rules and messages as `jax_grouped`."""
 
 from grouped_core.activations import Activation as Activation
+from grouped_core.activations import deinterleave as deinterleave
+from grouped_core.activations import interleave as interleave
 from grouped_core.formats import Format as Format
 from grouped_core.mlp_spec import Residuals as Residuals
 from grouped_core.recipes import BF16 as BF16

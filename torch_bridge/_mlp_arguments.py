@@ -86,29 +86,13 @@ def check_arguments(
     """The arguments of `grouped_mlp`, checked."""
     compiling = torch.compiler.is_compiling()
     sizes, rows_hint = unwrap(group_sizes)
-    names = calls.implementation_names(implementation)
-    options = (
-        bool(rhs_transposed),
-        activations.resolve(activation),
-        calls.recipe_option(recipe),
-        residuals_option(residuals),
-        rows_hint,
-        names,
-    )
-    # As with the linear operation: what is checked depends on the facts of the operands alone.
+    options = (rhs_transposed, activation, recipe, residuals, rows_hint, implementation)
     operands = (x, wi, wo, sizes, probs, wi_bias, wo_bias)
-    facts = None
-    if not compiling:
+    if compiling:
+        sizes, text = _check_operands(operands, _text(*options))
+    else:
         refuse_transforms("grouped_mlp", x, wi, wo, probs, wi_bias, wo_bias)
-        facts = EXCHANGE.describe(operands)
-    text = None if facts is None else _texts.get((facts, options))
-    if text is None:
-        given_sizes = sizes
-        sizes, text = _check_operands(operands, options)
-        if facts is not None and sizes is given_sizes:
-            if len(_texts) >= MAX_TEXTS:
-                _texts.clear()
-            _texts[facts, options] = text
+        sizes, text = _checked_once(operands, _text(*options))
     given = Arguments(
         x,
         _members(wi),
@@ -141,17 +125,27 @@ def check_arguments(
     return given._replace(accum_wi=first, accum_wo=second)
 
 
-_Options = tuple[bool, Activation, Recipe | None, Residuals, int, str]
-"""The arguments of `_mlp_library.encode`."""
+_checked: set[tuple[bytes, str]] = set()  # facts of operands and operations that were checked, sizes as they are
 
-_texts: dict[tuple[bytes, _Options], str] = {}  # of operands and options that were checked
+
+def _checked_once(operands: tuple[Any, ...], text: str) -> tuple[Tensor, str]:
+    """As with the linear operation: what is checked depends on the facts of the operands alone."""
+    facts = EXCHANGE.describe(operands)
+    if facts is not None and (facts, text) in _checked:
+        return operands[3], text
+    sizes, text = _check_operands(operands, text)
+    if facts is not None and sizes is operands[3]:
+        if len(_checked) >= MAX_TEXTS:
+            _checked.clear()
+        _checked.add((facts, text))
+    return sizes, text
 
 
 def _members(operand: Members | None) -> list[Tensor]:
     return [] if operand is None else [operand] if isinstance(operand, Tensor) else list(operand)
 
 
-def _check_operands(operands: tuple[Any, ...], options: _Options) -> tuple[Tensor, str]:
+def _check_operands(operands: tuple[Any, ...], text: str) -> tuple[Tensor, str]:
     """(sizes as kernels read them, the operation as text); raises for operands that do not fit, in words."""
     x, wi, wo, sizes, probs, wi_bias, wo_bias = operands
     check_operand(NAMES.x, x, x)
@@ -166,7 +160,6 @@ def _check_operands(operands: tuple[Any, ...], options: _Options) -> tuple[Tenso
     ):
         if operand is not None:
             members_of(name, operand, rank, x)
-    text = _text(*options)
     if not torch.compiler.is_compiling():  # where M is a symbol; the operators refuse what does not fit
         weights, biases = (_members(wi), _members(wo)), (_members(wi_bias), _members(wo_bias))
         given = Arguments(x, *weights, sizes, probs, *biases, text, False, (), ())
@@ -177,9 +170,21 @@ def _check_operands(operands: tuple[Any, ...], options: _Options) -> tuple[Tenso
 
 @torch.compiler.assume_constant_result
 def _text(
-    transposed: bool, activation: Activation, recipe: Recipe | None, residuals: Residuals, rows_hint: int, names: str
+    rhs_transposed: bool,
+    activation: str | Activation,
+    recipe: Recipe | None,
+    residuals: str | Residuals,
+    rows_hint: int,
+    implementation: str | Sequence[str] | None,
 ) -> str:
-    return _mlp_library.encode(transposed, activation, recipe, residuals, rows_hint, names)
+    return _mlp_library.encode(
+        bool(rhs_transposed),
+        activations.resolve(activation),
+        calls.recipe_option(recipe),
+        residuals_option(residuals),
+        rows_hint,
+        calls.implementation_names(implementation),
+    )
 
 
 def specs_of(given: Arguments) -> tuple[MlpSpecs, ArraySpec]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grouped_core.activations import KINDS, Activation, half_columns, resolve
+from grouped_core.activations import KINDS, Activation, deinterleave, half_columns, interleave, resolve
 from grouped_core.reference import activation_of, hidden_row_of
 from tests import asserts, bounds
 
@@ -118,3 +118,34 @@ def test_clamps_include_their_limit_and_keep_nan() -> None:
     assert list(found.du[:4, 0] != 0) == [True, True, False, False]
     assert np.isnan(found.t[4:]).all()
     assert np.isnan(activation_of(Activation("relu").params(), np.array([[np.nan]])).t).all()
+
+
+@pytest.mark.rule("MLP-5")
+@pytest.mark.parametrize("library", ["numpy", "jax", "torch"])
+def test_layouts_convert_there_and_back(library: str) -> None:
+    """The contract's example, and every block that divides a width, in each library and on any axis."""
+    if library == "torch":
+        import torch
+
+        make = torch.tensor
+    elif library == "jax":
+        import jax.numpy as jnp
+
+        make = jnp.asarray
+    else:
+        make = np.asarray
+    example = interleave(make(np.arange(1, 9, dtype=np.float32)), 2)
+    asserts.bitwise(np.asarray(example), np.float32([1, 2, 5, 6, 3, 4, 7, 8]))
+    weight = np.arange(3 * 24 * 5, dtype=np.float32).reshape(3, 24, 5)
+    for block in (1, 2, 3, 4, 6, 12):
+        mixed = interleave(make(weight), block, axis=1)
+        gate, linear = half_columns(12, block)
+        asserts.bitwise(np.asarray(mixed)[:, np.concatenate([gate, linear])], weight)
+        asserts.bitwise(np.asarray(deinterleave(mixed, block, axis=1)), weight)
+
+
+@pytest.mark.rule("ERR-1", "MLP-5")
+def test_layouts_that_do_not_divide_are_refused() -> None:
+    for shape, block in (((4, 10), 3), ((4, 9), 1), ((4, 8), 0)):
+        with asserts.refused(ValueError, ("`block` of interleave", str(block), str(shape), "divisor", "choose")):
+            interleave(np.zeros(shape), block)

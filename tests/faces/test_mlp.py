@@ -330,9 +330,7 @@ def test_torch_operators_pass_opcheck():
 @pytest.mark.rule("GRD-12")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo makes an instance of autograd.Function
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("to", ["return", "tensors", "main_grad"])
+@pytest.mark.matrix(backend=("eager", "aot_eager"), policy=POLICIES, to=("return", "tensors", "main_grad"))
 def test_torch_compiles_whole(backend, policy, to):
     given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True, bias="float32")
     sizes = to_torch(given["group_sizes"])
@@ -374,6 +372,49 @@ def test_jax_step_has_no_copies_of_weights_and_drops_what_is_frozen():
     frozen = jax.jit(jax.grad(lambda x: loss((held["wi"], held["wo"]), None, x, held["probs"])))
     calls = optimised(frozen.lower(held["x"])).count('custom_call_target="jg_')
     assert calls == 3, "the first product, which is kept, and backward's two: no weight gradient, no unread y"
+
+
+@pytest.mark.rule("BUF-7")
+@pytest.mark.parametrize("donated", [False, True])
+def test_jax_out_is_written_in_place_if_donated(donated):
+    case = cases.named("tail")
+    given, _ = problem(case, "bfloat16", Activation("swiglu"), bias="float32")
+    held = {name: jnp.asarray(given[name]) for name in LEAVES}
+
+    def mlp(held, out):
+        return jax_grouped.grouped_mlp(**held, group_sizes=given["group_sizes"], out=out)
+
+    out = jnp.full(held["x"].shape, cases.SENTINEL, jnp.bfloat16)
+    lowered = jax.jit(mlp, donate_argnums=(1,) if donated else ()).lower(held, out)
+    assert copies(optimised(lowered), r"bf16\[50,24\]") == (0 if donated else 1)
+    y = mlp(held, out)
+    asserts.bitwise(y[: case.valid], mlp(held, None)[: case.valid], "y")
+    asserts.filled(y[case.valid :], cases.SENTINEL, "tail")
+
+
+@pytest.mark.rule("MLP-9", "MLP-11")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_jax_keeps_what_the_table_says(policy):
+    """Bytes that forward hands to backward, for every mask of needed gradients."""
+    case = cases.named("tail")
+    given, _ = problem(case, "bfloat16", Activation("swiglu"), bias="float32")
+    held = {name: jnp.asarray(given[name]) for name in LEAVES}
+    op = Mlp(MlpNames(), Activation("swiglu"), residuals=Residuals(policy))
+    for needs in ALL_NEEDS:
+        live = [name for name, need in needs._asdict().items() if need]
+        if not live:
+            continue
+
+        def mlp(*some, live=live):
+            named = {**held, **dict(zip(live, some, strict=True))}
+            return jax_grouped.grouped_mlp(**named, group_sizes=given["group_sizes"], residuals=policy)
+
+        _, pull = jax.vjp(mlp, *(held[name] for name in live))
+        keep = kept(op, needs, True, True, True)
+        rows = case.rows * 2 * (case.k * keep.x + 2 * case.n * keep.h + case.n * keep.z)
+        others = sum(held[name].nbytes for name in LEAVES if name != "x" and getattr(keep, name))
+        found = sum(leaf.nbytes for leaf in jax.tree.leaves(pull))
+        assert found == rows + others + 4 * case.groups, f"{policy} with {needs}"
 
 
 @pytest.mark.rule("ACC-8", "ACC-9")
