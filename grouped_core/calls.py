@@ -220,6 +220,14 @@ def scale_rows(
     return _call("scale_rows", operands, ArraySpec(rows.shape, result_dtype))
 
 
+def _activation_params(activation: Activation, width: int) -> dict[str, Param]:
+    """Parameters in front of `width` activated columns; blocks of half a row are halves in one piece."""
+    params: dict[str, Param] = dict(activation.params())
+    if params["interleave"] == width:
+        params["interleave"] = 0
+    return params
+
+
 def _product_params(recipe: Recipe, aligned_tables: bool, rows_hint: int) -> dict[str, Param]:
     return {
         "batch_invariant": int(recipe.batch_invariant),
@@ -264,11 +272,12 @@ def grouped_matmul_act(
         "rhs_table": table if tables[0] else None,
         "bias_table": table if tables[1] else None,
     }
+    width = wide // 2 if activation.gated else wide
     results = {
-        "result": ArraySpec((lhs.shape[0], wide // 2 if activation.gated else wide), result_dtype),
+        "result": ArraySpec((lhs.shape[0], width), result_dtype),
         "hidden": ArraySpec((lhs.shape[0], wide), lhs.dtype) if hidden else None,
     }
-    params: dict[str, Param] = {"rhs_axis": rhs_axis, **activation.params(), "zero_tail": int(zero_tail)}
+    params = {"rhs_axis": rhs_axis, **_activation_params(activation, width), "zero_tail": int(zero_tail)}
     params |= _product_params(recipe, aligned_tables, rows_hint)
     return _call("grouped_matmul_act", operands, results, params, implementation)
 
@@ -315,9 +324,10 @@ def grouped_matmul_dact(
         "row_base": row_base,
         "rhs_table": ArraySpec(group_sizes.shape, "int64") if table else None,
     }
-    params: dict[str, Param] = {"rhs_axis": rhs_axis, **activation.params(), "zero_tail": int(zero_tail)}
+    width = rhs.shape[3 - rhs_axis]
+    params = {"rhs_axis": rhs_axis, **_activation_params(activation, width), "zero_tail": int(zero_tail)}
     params |= _product_params(recipe, aligned_tables, rows_hint)
-    results = _hidden_grads(hidden, rhs.shape[3 - rhs_axis], result_dtype, wanted)
+    results = _hidden_grads(hidden, width, result_dtype, wanted)
     return _call("grouped_matmul_dact", operands, results, params, implementation)
 
 
@@ -334,7 +344,7 @@ def activation(
     """[M, F] = row_scale[r] * act(rows[r]); rows are [M, W]."""
     operands = {"rows": rows, "group_sizes": group_sizes, "row_scale": row_scale}
     width = rows.shape[1] // 2 if activation.gated else rows.shape[1]
-    params: dict[str, Param] = {**activation.params(), "zero_tail": int(zero_tail)}
+    params = {**_activation_params(activation, width), "zero_tail": int(zero_tail)}
     return _call("activation", operands, ArraySpec((rows.shape[0], width), result_dtype), params)
 
 
@@ -359,7 +369,7 @@ def activation_grad(
         "row_scale": row_scale,
         "row_base": row_base,
     }
-    params: dict[str, Param] = {**activation.params(), "zero_tail": int(zero_tail)}
+    params = {**_activation_params(activation, grad.shape[1]), "zero_tail": int(zero_tail)}
     return _call("activation_grad", operands, _hidden_grads(rows, grad.shape[1], result_dtype, wanted), params)
 
 

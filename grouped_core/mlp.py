@@ -7,6 +7,7 @@ Letters: G groups, M rows, K hidden size of the model, F expert width, W columns
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from grouped_core import calls, gradients
@@ -278,22 +279,31 @@ def weight_grad(
 
 def plan(
     op: Mlp,
-    specs: MlpSpecs,
+    operands: Sequence[Any],
     sizes: ArraySpec,
     run: Any,
     *,
     needs: MlpNeeds | None = None,
     accumulators: tuple[Any, Any] = (None, None),
+    out: ArraySpec | None = None,
+    grad_input: ArraySpec | None = None,
 ) -> None:
-    """Runs forward and backward on specs, for a runner that notes calls (`grouped_core.plans.Planner`)."""
-    x, wi, wo, probs, wi_bias, wo_bias = specs
+    """Runs forward and backward on specs, for a runner that notes calls (`grouped_core.plans.Planner`).
+
+    Args:
+        operands: specs of x, wi, wo, probs, wi_bias, wo_bias, `Listed` ones with the spec of their table; None where
+            absent. accumulators: likewise, of the two weight gradients.
+    """
+    x, wi, wo, probs, wi_bias, wo_bias = operands
+    given: Any = [operand_spec(run, each) for each in operands]
+    specs = MlpSpecs(*given)
     needs = restrict(needs or MlpNeeds(), specs)
     keep = kept(op, needs, probs is not None, wi_bias is not None, wo_bias is not None)
-    y, h, z = mlp(run, op, x, wi, wo, sizes, probs, wi_bias, wo_bias, keep_h=keep.h, keep_z=keep.z)
-    main = main_grads(run, op, specs, x, h, z, wi, wo, sizes, probs, wi_bias, wo_bias, y, needs)
+    y, h, z = mlp(run, op, x, wi, wo, sizes, probs, wi_bias, wo_bias, out, keep_h=keep.h, keep_z=keep.z)
+    main = main_grads(run, op, specs, x, h, z, wi, wo, sizes, probs, wi_bias, wo_bias, y, needs, grad_input=grad_input)
     for linear, weight, rows, dy, into in (
-        (op.fc1(), wi, x if needs.wi else None, main.dh, accumulators[0]),
-        (op.fc2(), wo, main.z, y, accumulators[1]),
+        (op.fc1(), specs.wi, x if needs.wi else None, main.dh, accumulators[0]),
+        (op.fc2(), specs.wo, main.z, y, accumulators[1]),
     ):
         if rows is not None:
             weight_grad(run, linear, weight, rows, dy, sizes, into=into, accumulate=into is not None)

@@ -210,6 +210,19 @@ def kept(op: Mlp, needs: MlpNeeds, has_probs: bool, has_wi_bias: bool, has_wo_bi
     )
 
 
+def check_cotangent(x: ArraySpec, dy: ArraySpec) -> None:
+    """Refuses a gradient of y that is not like y, [M, K] in its dtype.
+
+    Raises:
+        TypeError: dtype. ValueError: shape.
+    """
+    wanted = ArraySpec(x.shape, x.dtype if x.dtype in calls.WIDE else "bfloat16")
+    if dy.shape != wanted.shape:
+        raise ValueError(f"`dy`: shape {dy.shape}, expected {wanted.shape} = shape of y; pass the gradient of y.")
+    if dy.dtype != wanted.dtype:
+        raise TypeError(f"`dy`: dtype {dy.dtype}, expected {wanted.dtype} = dtype of y; cast it first.")
+
+
 @lru_cache(maxsize=4096)
 def check(
     op: Mlp,

@@ -30,6 +30,7 @@ from grouped_core.mlp_spec import (
     MlpSpecs,
     Residuals,
     check,
+    check_cotangent,
     kept,
     residuals_option,
     restrict,
@@ -81,7 +82,8 @@ def grouped_mlp(
         recipe: formats of both products; default: operands as they stand.
         residuals: what is kept for backward: "save_all" the rows x [M, K], hidden [M, W] and activated [M, F],
             "save_fc1" x and hidden, "save_input" x; or `Residuals`. The bits are the same.
-        wgrad_accum: accumulators of `wi` and `wo`, each as in `ragged_dot`, or None.
+        wgrad_accum: accumulators of `wi` and `wo`, each as in `ragged_dot`, or None; two arrays or two Refs. With a Ref
+            every gradient counts as asked for.
         wgrad_dtype: dtype of the weight gradients; default that of the weights.
         out: [M, K], the result's buffer, as in `ragged_dot`.
         implementation: names of the kernels allowed, each for its own call; "composed" for the unfused ones.
@@ -95,9 +97,13 @@ def grouped_mlp(
         NotImplementedError: no kernel takes the operands (`why_unsupported` tells beforehand); `jax.vmap`.
     """
     op, o = _prepare(as_array, **locals())  # the arguments, by name
-    o = _on_device(o)
-    into_ref = any(accum is not None and not accumulate.is_sink(accum) for accum in (o.accum_wi, o.accum_wo))
-    return (_mlp_into_ref if into_ref else _mlp)(op, *o)
+    kinds = {accumulate.is_sink(accum) for accum in (o.accum_wi, o.accum_wo) if accum is not None}
+    if len(kinds) == 2:
+        raise ValueError(
+            f"`{NAMES.accum}`: an array beside a jax.Ref, expected two of one kind; beside a Ref nobody sees whether "
+            "the array is differentiated, so make both arrays, or both Refs."
+        )
+    return (_mlp_into_ref if kinds == {False} else _mlp)(op, *_on_device(o))
 
 
 def plan_grouped_mlp(**arguments: Any) -> list[Call]:
@@ -105,7 +111,7 @@ def plan_grouped_mlp(**arguments: Any) -> list[Call]:
     op, o = _prepare(as_spec, **arguments)
     run = Planner()
     into_wi, into_wo = (None if accum is None else accumulate.spec(accum) for accum in (o.accum_wi, o.accum_wo))
-    rules.plan(op, _specs(o), o.sizes._replace(dtype="int32"), run, accumulators=(into_wi, into_wo))
+    rules.plan(op, _specs(o), o.sizes._replace(dtype="int32"), run, accumulators=(into_wi, into_wo), out=o.out)
     return run.calls
 
 
@@ -201,10 +207,8 @@ def _pair(name: str, accum: Any) -> tuple[Any, Any]:
             f"`{name}`: {type(accum).__name__}, expected None or a pair, of `{NAMES.wi}` and of `{NAMES.wo}`; "
             "put None where a weight has no accumulator."
         )
-    if accum[0] is not None and accum[0] is accum[1]:
-        raise ValueError(
-            f"`{name}`: one accumulator for both weights, expected one each; a second use would add it twice."
-        )
+    if accumulate.is_sink(accum[0]) and accum[0] is accum[1]:
+        raise ValueError(f"`{name}`: one array for both weights, expected one each; the cotangent would hold it twice.")
     return accum[0], accum[1]
 
 
@@ -290,6 +294,7 @@ def grouped_mlp_bwd_dx(
     Returns:
         dx [M, K], dp [M], db1 [G, W], db2 [G, K], None for what the operation did not have, and a pytree of arrays.
     """
+    check_cotangent(res.specs.x, RUN.spec(dy))
     main = rules.main_grads(
         RUN,
         res.op,

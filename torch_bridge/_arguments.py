@@ -172,8 +172,8 @@ def accumulators_of(
     )
     if found is None:
         raise ValueError(
-            f"`{accum_name}`: {given!r}, expected None, 'main_grad', a tensor for a packed weight or a list of "
-            "tensors for a list of weights; pass one of them."
+            f"`{accum_name}`: {given!r}, expected None, a tensor for a packed weight or a list of tensors for a "
+            "list of weights, or 'main_grad' for all weights of the operation; pass one of them."
         )
     if len(found) != len(weights) or (weights[0].dim() == 3) != isinstance(given, Tensor):
         raise ValueError(

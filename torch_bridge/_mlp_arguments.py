@@ -158,8 +158,14 @@ def _check_operands(operands: tuple[Any, ...], text: str) -> tuple[Tensor, str]:
         (NAMES.wi_bias, wi_bias, 2),
         (NAMES.wo_bias, wo_bias, 2),
     ):
-        if operand is not None:
-            members_of(name, operand, rank, x)
+        if operand is None:
+            continue
+        members_of(name, operand, rank, x)
+        if isinstance(operand, Tensor) and operand.dim() != rank:  # operators would take it for a list of one
+            raise ValueError(
+                f"`{name}`: shape {tuple(operand.shape)}, expected {rank} axes, the first one of groups; "
+                "stack one a group on the first axis, or pass a list."
+            )
     if not torch.compiler.is_compiling():  # where M is a symbol; the operators refuse what does not fit
         weights, biases = (_members(wi), _members(wo)), (_members(wi_bias), _members(wo_bias))
         given = Arguments(x, *weights, sizes, probs, *biases, text, False, (), ())

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from grouped_core import mlp as rules
 from grouped_core.activations import Activation
-from grouped_core.calls import Call
 from grouped_core.debug import debug_flags
 from grouped_core.mlp_spec import Mlp, MlpNames, Residuals
 from grouped_core.recipes import Recipe
@@ -170,30 +169,3 @@ _library.define("mlp_hidden_grads", _SCHEMAS["mlp_hidden_grads"], _hidden_grads,
 
 hidden = torch.ops.torch_bridge.mlp_hidden.default
 hidden_grads = torch.ops.torch_bridge.mlp_hidden_grads.default
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Planning
-
-
-def hidden_calls(
-    x: Tensor, wi: Sequence[Tensor], sizes: Tensor, probs: Tensor | None, wi_bias: Sequence[Tensor], op: str, keep: bool
-) -> list[Call]:
-    """Native calls of the first operator."""
-    operands = (x, _library.grouped(wi, 3), sizes, probs, _library.grouped(wi_bias, 2))
-    return _run.calls_of(_hidden_rule, (op, keep), operands)
-
-
-def hidden_grads_calls(
-    h: Tensor,
-    wo: Sequence[Tensor],
-    sizes: Tensor,
-    probs: Tensor | None,
-    wo_bias: Sequence[Tensor],
-    dy: Tensor,
-    op: str,
-    wanted: str,
-) -> list[Call]:
-    """Native calls of the second."""
-    operands = (h, _library.grouped(wo, 3), sizes, probs, _library.grouped(wo_bias, 2), dy)
-    return _run.calls_of(_grads_rule, (op, wanted), operands)

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from grouped_core import mlp as rules
-from grouped_core.calls import Call
+from grouped_core.calls import ArraySpec, Call
 from grouped_core.debug import Planned, bound_arguments, explain_calls, why_not
 from grouped_core.gradients import Needs
 from grouped_core.mlp_spec import MlpNeeds
 from grouped_core.plans import Planner
+from grouped_core.products import Listed
 from torch_bridge import _library, _mlp_library, mlp
 from torch_bridge import _mlp_arguments as mlp_arguments
 from torch_bridge._arguments import check_arguments, check_buffers
-from torch_bridge._run import arch_of, dtype_name
+from torch_bridge._run import arch_of, dtype_name, spec_of
 from torch_bridge.ops import grouped_linear
 
 
@@ -49,19 +50,28 @@ def _mlp_calls(*, out: Tensor | None, grad_input: Tensor | None, **arguments: An
         mlp_arguments.check_buffers(out, grad_input, given)
     lists = ([given.x], given.wi, given.wo, [given.probs], given.wi_bias, given.wo_bias)
     needs = MlpNeeds(*(any(each is not None and each.requires_grad for each in group) for group in lists))
-    run = Planner()
+    table = ArraySpec(sizes.shape, "int64")
+    listed = (False, len(given.wi[0].shape) == 2, len(given.wo[0].shape) == 2, False)
+    listed += tuple(bool(each) and each[0].dim() == 1 for each in (given.wi_bias, given.wo_bias))
+    operands = [
+        Listed(spec, table) if apart and spec is not None else spec for spec, apart in zip(specs, listed, strict=True)
+    ]
     accumulators: Any = []
-    for weight, given_to in zip(specs[1:3], given[-2:], strict=True):
+    for weight, apart, given_to in zip(specs[1:3], listed[1:3], given[-2:], strict=True):
         one = next((each for each in given_to if each is not None), None)
         dtype = "float32" if given.to_main_grad else None if one is None else dtype_name(one.dtype)
-        accumulators.append(None if dtype is None else weight._replace(dtype=dtype))
+        into = None if dtype is None else weight._replace(dtype=dtype)
+        accumulators.append(Listed(into, table) if apart and into is not None else into)
+    run = Planner()
     rules.plan(
         _mlp_library.decode(given.text),
-        specs,
+        operands,
         sizes,
         run,
         needs=needs if torch.is_grad_enabled() else MlpNeeds(*[False] * 6),
         accumulators=tuple(accumulators),
+        out=None if out is None else spec_of(out),
+        grad_input=None if grad_input is None else spec_of(grad_input),
     )
     return run.calls
 

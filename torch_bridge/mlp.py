@@ -237,7 +237,7 @@ class HiddenGradients(NamedTuple):
     x: Tensor | None
     dh: Tensor | None
     z: Tensor | None
-    dy: Tensor
+    dy: Tensor | None
     dp: Tensor | None
 
 
@@ -333,9 +333,10 @@ class _Mlp(torch.autograd.Function):
         (dy,) = grad_outputs
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return _backward(ctx, dy)
+        sources = (dy, *ctx.saved_tensors)
         with torch.no_grad():
             gradients = _backward(ctx, dy)
-        return once("grouped_mlp", gradients)
+        return once("grouped_mlp", gradients, sources)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

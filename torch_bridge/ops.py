@@ -201,9 +201,10 @@ class _Linear(torch.autograd.Function):
         (dy,) = grad_outputs
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return _backward(ctx, dy)
+        sources = (dy, *ctx.saved_tensors)
         with torch.no_grad():
             gradients = _backward(ctx, dy)
-        return once("grouped_linear", gradients)
+        return once("grouped_linear", gradients, sources)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -286,18 +287,24 @@ def product_gradients(
     return ProductGradients(dx, dc, weight_gradients, bias_gradients)
 
 
-def once(name: str, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """The gradients, with a history that refuses to be differentiated; `name` of the operation is for its words."""
-    return _Once.apply(name, *(None if each is None else each.detach().requires_grad_() for each in gradients))
+def once(name: str, gradients: Sequence[Tensor | None], sources: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The gradients, with a history that refuses to be differentiated.
+
+    Args:
+        name: of the operation, for the words. sources: what the gradients were made of, whose derivatives are refused.
+    """
+    apart = (None if each is None else each.detach().requires_grad_() for each in gradients)  # always a history
+    return _Once.apply(name, len(gradients), *apart, *sources)
 
 
 class _Once(torch.autograd.Function):
     """Lets gradients through and refuses to differentiate them again."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, name: str, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        """`tensors`: gradients, as many as `count` says, then what they were made of."""
         ctx.name = name
-        return tuple(None if each is None else each.view_as(each) for each in gradients)
+        return tuple(None if each is None else each.view_as(each) for each in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:

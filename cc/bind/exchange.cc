@@ -5,8 +5,10 @@
 
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "cc/bind/launch.h"
@@ -63,6 +65,9 @@ class Exchange {
                             ", expected 1; install a version of jax-grouped for it")
                                .c_str());
     }
+    if (table_->view == nullptr) {
+      throw nb::type_error("the tensors do not let themselves be read in place; install PyTorch 2.11 or newer");
+    }
   }
 
   // False, without a Python error, for what is no tensor in plain memory.
@@ -73,7 +78,8 @@ class Exchange {
     return false;
   }
 
-  // Everything that planning looks at, as bytes: equal bytes, equal plans. None where something is not in plain memory,
+  // Everything that planning looks at, as bytes: equal bytes, equal plans. Bits that the dispatcher resolves (negated,
+  // zero tensors) are not seen, so launches stand inside operators. None where something is not in plain memory,
   // not contiguous, or not on the one device of the others.
   nb::object describe(nb::tuple operands) const {
     Facts facts(*this);
@@ -145,9 +151,12 @@ class Exchange {
       append(nb::len(members));
       const size_t start = text.size();
       size_t end = start;
-      bool aligned = true;
+      bool aligned = true, whole_list = true;
       for (nb::handle member : members) {
-        if (member.is_none()) continue;
+        if (member.is_none()) {
+          whole_list = false;
+          continue;
+        }
         DlTensor t;
         if (!exchange_.view(member.ptr(), &t) || !add_spec(t)) return false;
         aligned = aligned && address_of(t) % kTableAlign == 0;
@@ -160,6 +169,7 @@ class Exchange {
         text.resize(end);
       }
       text.push_back(aligned ? 'a' : 'u');
+      text.push_back(whole_list ? 'w' : 'p');
       return true;
     }
 

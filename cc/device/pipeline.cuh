@@ -8,7 +8,7 @@
 //
 //   full[s]    1 arrival (with the bytes of both CTAs' loads) a block      loader -> consumers
 //   empty[s]   1 arrival of each warp of a warpgroup, in both CTAs         consumers -> both loaders
-//   work       kWorkDepth items; full 1 arrival, empty 1 + 8               scheduler -> loader, consumers
+//   work       kWorkDepth items; full 1 arrival, empty 1 + 8 (2 more with sets)   scheduler -> loader, consumers
 //   turn[w]    4 arrivals a tile, the warps of the other warpgroup
 //
 // A warpgroup hands over its turn once it has seen its last block arrive: the other then is never more than one phase

@@ -133,9 +133,6 @@ __device__ inline void load_matrix_x4(uint32_t from, uint32_t (&v)[4]) {
 __device__ inline void store_matrix_x2(uint32_t to, uint32_t a, uint32_t b) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};\n" ::"r"(to), "r"(a), "r"(b) : "memory");
 }
-__device__ inline void load_matrix_x2(uint32_t from, uint32_t& a, uint32_t& b) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];\n" : "=r"(a), "=r"(b) : "r"(from) : "memory");
-}
 __device__ inline void load_shared_v2(uint32_t from, float& a, float& b) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(a), "=f"(b) : "r"(from) : "memory");
 }

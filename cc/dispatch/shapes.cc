@@ -114,7 +114,9 @@ int64_t product_width(Check* check, const TensorView& lhs, const TensorView& rhs
     return Check::named("rhs", rhs) + ", expected to match lhs " + describe(lhs) + " and " + std::to_string(groups) +
            " groups";
   });
-  return rhs.dims[3 - rhs_axis];
+  const int64_t width = rhs.dims[3 - rhs_axis];
+  check->require(width > 0 && lhs.dims[1] > 0, [&] { return Check::named("rhs", rhs) + ", expected no empty axis"; });
+  return width;
 }
 
 }  // namespace
@@ -216,6 +218,7 @@ std::string disagreement(const GroupedMatmulAct& call) {
   });
   check.shape("result", call.result, {rows, call.result.dims[1]});
   check.shape_if_given("hidden", call.hidden, {rows, wide});
+  check.dtype("hidden", call.hidden, call.lhs.dtype);
   check.shape_if_given("bias", call.bias, {groups, wide});
   check.shape_if_given("row_scale", call.row_scale, {rows});
   check.dtype("row_scale", call.row_scale, DType::f32);

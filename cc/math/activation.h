@@ -2,10 +2,11 @@
 // hidden row and `u` the linear half; kinds that are not gated read `a` alone. Fused operations are spelled out, so
 // that every kernel that recomputes a value gets the bits of the first; the CPU and a GPU differ in last places.
 //
-// Relative accuracy everywhere, far negative tails included: all rest on e = exp(-x), x >= 0, with x in two parts where
-// one float is too coarse. The logistic function is 1/(1+e) or e/(1+e), its slope e/(1+e)^2, 1 - tanh^2 four times
-// that of twice the argument: nothing cancels. A logistic value costs two special-function operations on the device.
-// CPU code has no branches and no calls, so that compilers vectorise loops around it.
+// Relative accuracy down to the far negative tails (on a GPU to arguments of -87.3; below, the logistic function is 0):
+// all rest on e = exp(-x), x >= 0, with x in two parts where one float is too coarse. The logistic function is 1/(1+e)
+// or e/(1+e), its slope e/(1+e)^2, 1 - tanh^2 four times that of twice the argument: nothing cancels. A logistic value
+// costs two special-function operations on the device. CPU code has no branches and no calls, so that compilers
+// vectorise loops around it.
 #pragma once
 
 #include <string>
@@ -130,7 +131,7 @@ GROUPED_MATH float within(float x, float limit) { return x > limit ? limit : x <
 
 GROUPED_MATH float magnitude(float x) { return bits_float(float_bits(x) & 0x7FFFFFFFu); }
 
-// 1 / x for 1 <= x < 2^126.
+// 1 / x for x >= 1; on a GPU zero from 2^126 on.
 GROUPED_MATH float reciprocal(float x) {
 #if defined(__CUDA_ARCH__)
   float r;

@@ -492,7 +492,7 @@ def test_layer_refusals() -> None:
         nnx.GroupedLinear(2, 8.0, 3, rngs=rngs)
     with asserts.refused(ValueError, ("`score` of topk_router", "'best'", "wanted one of", "choose")):
         nnx.MoE(4, 4, 2, 1, score="best", rngs=rngs)
-    with asserts.refused(TypeError, ("`probs`", "float", "an", "convert")):
+    with asserts.refused(TypeError, ("`probs`", "float", "expected a JAX or NumPy array [M]", "convert")):
         nnx.GroupedMLP(1, 3, 4, rngs=rngs)(jnp.ones((2, 3)), jnp.asarray([2]), 0.5)
     for probs in (jnp.ones(1), jnp.ones((2, 1))):
         with asserts.refused(ValueError, ("`probs`", "expected (2,)", "all rows of `x`", "one probability a row")):

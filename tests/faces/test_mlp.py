@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import torch
 import jax_grouped
 import torch_bridge
 from grouped_core.activations import GATED_KINDS, PLAIN_KINDS, Activation
+from grouped_core.calls import SLOTS
 from grouped_core.mlp_spec import POLICIES, Mlp, MlpNames, MlpNeeds, Residuals, kept, needs_dz
 from jax_grouped import accumulate
 from tests import asserts, bounds, cases
@@ -20,6 +22,7 @@ from tests.faces.adapters import to_torch
 from tests.faces.jax_tools import copies, optimised
 from tests.faces.mlp_adapters import ARRAYS, JAX, LEAVES, TORCH, present, problem
 from tests.faces.torch_tools import counted_launches, leaf, leaves, saved_tensors
+from torch_bridge.debug import _PLANS
 
 CASES = [
     cases.named(name) for name in ("tail", "jagged", "clamped", "negative", "groups_1_tail", "all_empty", "no_rows")
@@ -306,6 +309,132 @@ def test_jax_delayed_microbatches_equal_the_undelayed_run(policy):
         later = jax.jit(accumulate.grouped_mlp_bwd_dw, donate_argnums=1)(deferred, later)
     for name, a, b in zip(("wi", "wo"), later, now, strict=True):
         asserts.bitwise(a, b, name)
+
+
+def parts(**changed: Any) -> tuple[dict[str, torch.Tensor], Any, torch.Tensor]:
+    """(operands, residuals of the forward part, dy)."""
+    given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True, bias="float32")
+    held = {name: to_torch(given[name]) for name in LEAVES} | changed
+    _, res = torch_bridge.grouped_mlp_fwd(**held, group_sizes=to_torch(given["group_sizes"]))
+    return held, res, to_torch(dy)
+
+
+@pytest.mark.rule("MAT-5", "GRD-5", "DLY-9")
+def test_torch_parts_skip_members_without_an_accumulator():
+    given, _ = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True)
+    members = {name: list(to_torch(given[name])) for name in ("wi", "wo")}
+    _, res, dy = parts(**members, wi_bias=None, wo_bias=None)
+    *_, deferred = torch_bridge.grouped_mlp_bwd_dx(res, dy)
+    whole = torch_bridge.grouped_mlp_bwd_dw(deferred)
+    some = [torch.zeros(each.shape) if g != 1 else None for g, each in enumerate(members["wi"])]
+    none = [None] * len(members["wo"])
+    assert torch_bridge.grouped_mlp_bwd_dw(deferred, (some, none)) == (None, None)
+    for g, each in enumerate(some):
+        if each is not None:
+            asserts.bitwise(each.to(torch.bfloat16), whole[0][g], f"wi[{g}]")
+
+
+@pytest.mark.rule("DLY-3")
+def test_torch_parts_add_whatever_parameters_say():
+    held, res, dy = parts()
+    weight: Any = held["wi"]
+    weight.overwrite_main_grad = True
+    weight.grad_added_to_main_grad = False
+    *_, deferred = torch_bridge.grouped_mlp_bwd_dx(res, dy)
+    pair = tuple(torch.ones(held[name].shape) for name in ("wi", "wo"))
+    assert torch_bridge.grouped_mlp_bwd_dw(deferred, pair) == (None, None)
+    assert weight.grad_added_to_main_grad is False
+    asserts.filled(pair[0][1], 1.0, "an empty group")
+
+
+@pytest.mark.rule("ALL-4", "DLY-9")
+def test_torch_parts_keep_nothing_for_weights_that_nobody_wants():
+    given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True)
+    held = {name: None if given[name] is None else to_torch(given[name]) for name in LEAVES}
+    needs = MlpNeeds(wi=False, wo=False)
+    _, res = torch_bridge.grouped_mlp_fwd(**held, group_sizes=to_torch(given["group_sizes"]), needs=needs)
+    *_, deferred = torch_bridge.grouped_mlp_bwd_dx(res, to_torch(dy))
+    assert not any(each is not None for each in deferred.rows)
+    assert torch_bridge.grouped_mlp_bwd_dw(deferred) == (None, None)
+
+
+@pytest.mark.rule("BUF-2", "ERR-1", "ACC-6")
+def test_refusals_of_the_parts():
+    held, res, dy = parts()
+    arguments = {**held, "group_sizes": res.tensors[0]}
+    for name, part in (("wgrad_accum", "bwd_dw"), ("grad_input", "bwd_dx")):
+        with asserts.refused(ValueError, (f"`{name}` of grouped_mlp_fwd", "given", "expected None", part)):
+            torch_bridge.grouped_mlp_fwd(**arguments, **{name: "main_grad"})
+    with asserts.refused(TypeError, ("`dy`", "float32", "bfloat16", "cast")):
+        torch_bridge.grouped_mlp_bwd_dx(res, dy.float())
+    with asserts.refused(ValueError, ("`dy`", "(49, 24)", "(50, 24)", "gradient of y")):
+        torch_bridge.grouped_mlp_bwd_dx(res, dy[:49])
+    with asserts.refused(ValueError, ("`grad_input`", "overlaps `dy`", "of its own", "allocate")):
+        torch_bridge.grouped_mlp_bwd_dx(res, dy, grad_input=dy)
+    with asserts.refused(ValueError, ("`grad_input`", "overlaps `x`", "of its own", "allocate")):
+        torch_bridge.grouped_mlp_bwd_dx(res, dy, grad_input=held["x"])
+    with asserts.refused(ValueError, ("`grad_input`", "(50, 23)", "(50, 24)", "allocate")):
+        torch_bridge.grouped_mlp_bwd_dx(res, dy, grad_input=torch.zeros(50, 23, dtype=torch.bfloat16))
+    *_, deferred = torch_bridge.grouped_mlp_bwd_dx(res, dy)
+    memory = torch.zeros(held["wi"].numel() + held["wo"].numel() - 1)
+    pair = (memory[: held["wi"].numel()].view_as(held["wi"]), memory[-held["wo"].numel() :].view_as(held["wo"]))
+    with asserts.refused(ValueError, ("`wgrad_accum[1]`", "overlaps `wgrad_accum[0]`", "of its own", "allocate")):
+        torch_bridge.grouped_mlp_bwd_dw(deferred, pair)
+    assert not memory.any(), "nothing was added before the refusal"
+    given, cotangent = problem(cases.named("tail"), "bfloat16", Activation("swiglu"))
+    _, kept_by_jax = accumulate.grouped_mlp_fwd(**given)
+    with asserts.refused(TypeError, ("`dy`", "float32", "bfloat16", "cast")):
+        accumulate.grouped_mlp_bwd_dx(kept_by_jax, jnp.asarray(cotangent, jnp.float32))
+
+
+@pytest.mark.rule("ACC-2", "ERR-1")
+def test_jax_refuses_accumulators_of_two_kinds():
+    given, _ = problem(cases.named("tail"), "float32", Activation("swiglu"))
+    arrays = [jnp.zeros(given[name].shape) for name in ("wi", "wo")]
+    with asserts.refused(ValueError, ("`wgrad_accum`", "an array beside a jax.Ref", "two of one kind", "make both")):
+        jax_grouped.grouped_mlp(**given, wgrad_accum=(jax.new_ref(arrays[0]), arrays[1]))
+    with asserts.refused(ValueError, ("`wgrad_accum`", "one array for both", "expected one each")):
+        jax_grouped.grouped_mlp(**given, wgrad_accum=(arrays[0], arrays[0]))
+
+
+@pytest.mark.rule("MAT-3", "ERR-1")
+def test_torch_refuses_operands_that_lack_the_axis_of_groups():
+    given, _ = problem(cases.named("groups_1"), "float32", Activation("swiglu"), transposed=True, bias="float32")
+    held = {name: to_torch(given[name]) for name in LEAVES}
+    for name, rank in (("wi", 3), ("wo", 3), ("wi_bias", 2), ("wo_bias", 2)):
+        with asserts.refused(ValueError, (f"`{name}`", f"expected {rank} axes", "stack one a group")):
+            torch_bridge.grouped_mlp(**{**held, name: held[name][0]}, group_sizes=to_torch(given["group_sizes"]))
+
+
+@pytest.mark.rule("ERR-3")
+def test_torch_explains_the_program_that_runs():
+    """Lists are planned with their tables, and buffers as the callers'."""
+    given, _ = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True)
+    held = {name: None if given[name] is None else leaf(to_torch(given[name])) for name in LEAVES}
+    listed = {**held, "wi": leaves(held["wi"]), "wo": leaves(held["wo"])}
+    sizes, out = to_torch(given["group_sizes"]), torch.zeros(given["x"].shape, dtype=torch.bfloat16)
+    planned = _PLANS[torch_bridge.grouped_mlp]
+    defaults = {k: p.default for k, p in signature(torch_bridge.grouped_mlp).parameters.items()}
+    made = planned(**{**defaults, **listed, "group_sizes": sizes, "out": out})
+    tables = [
+        call.name
+        for call in made
+        if any(spec and "table" in s for s, spec in zip(SLOTS[call.name], call.inputs, strict=True))
+    ]
+    assert tables == ["grouped_matmul_act", "grouped_matmul", "grouped_matmul_dact", "grouped_matmul"]
+    assert made[1].aliases, "the caller's buffer"
+
+
+@pytest.mark.rule("GRD-13")
+@pytest.mark.parametrize("allow_unused", [False, True])
+def test_torch_refuses_a_second_derivative(allow_unused):
+    given, _ = problem(cases.named("groups_1"), "float32", Activation("swiglu"), transposed=True)
+    held = {name: None if given[name] is None else leaf(to_torch(given[name])) for name in LEAVES}
+    y = torch_bridge.grouped_mlp(**held, group_sizes=to_torch(given["group_sizes"]))
+    x: Any = held["x"]
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with asserts.refused(RuntimeError, ["grouped_mlp", "differentiated twice", "expected once", "compose"]):
+        torch.autograd.grad(dx.sum(), x, allow_unused=allow_unused)
 
 
 # ---- what frameworks ask ---------------------------------------------------------------------------------------------
