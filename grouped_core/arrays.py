@@ -10,10 +10,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from grouped_core import _native, activations, calls, gradients, mlp, plans
+from grouped_core import _native, activations, gradients, linear_spec, mlp, plans
 from grouped_core.activations import Activation
-from grouped_core.calls import ArraySpec, Call, Linear, Names, spec_of
+from grouped_core.calls import ArraySpec, Call, spec_of
 from grouped_core.gradients import Gradients, Needs
+from grouped_core.linear_spec import Linear, Names
 from grouped_core.mlp import MlpGradients
 from grouped_core.mlp_spec import Mlp, MlpNames, MlpNeeds, MlpSpecs, Residuals, check, kept, residuals_option, restrict
 from grouped_core.products import Array
@@ -152,12 +153,12 @@ def _linear(
     return Linear(
         _NAMES,
         transposed=transposed,
-        recipe=calls.recipe_option(recipe),
+        recipe=linear_spec.recipe_option(recipe),
         scale_bias=scale_bias,
-        result_dtype=calls.dtype_option(result_dtype),
-        wgrad_dtype=calls.dtype_option(wgrad_dtype),
+        result_dtype=linear_spec.dtype_option(result_dtype),
+        wgrad_dtype=linear_spec.dtype_option(wgrad_dtype),
         rows_hint=rows_hint,
-        implementation=calls.implementation_names(implementation),
+        implementation=linear_spec.implementation_names(implementation),
     )
 
 
@@ -191,7 +192,7 @@ def grouped_linear(
     sizes, hint = unwrap(group_sizes)
     op = _linear(transposed, recipe, scale_bias, result_dtype, None, hint, implementation)
     required = {"x": x, "w": w, "group_sizes": sizes}
-    calls.check_linear(op, *_specs(required, bias=bias, row_scale=row_scale, out=out))
+    linear_spec.check_linear(op, *_specs(required, bias=bias, row_scale=row_scale, out=out))
     _checked({"out": out}, {**required, "bias": bias, "row_scale": row_scale})
     run = ArrayRunner(x)
     return gradients.linear(run, op, x, w, run.sizes(sizes), bias, row_scale, out)
@@ -233,16 +234,16 @@ def grouped_linear_grads(
     specs = _specs(required, bias=bias, row_scale=row_scale)
     x_spec, w_spec, _, bias_spec, scale_spec = specs
     (dy_spec,) = _specs({"dy": dy})
-    y = calls.check_linear(op, *specs)
+    y = linear_spec.check_linear(op, *specs)
     if dy_spec != y:
         raise ValueError(f"`dy`: {dy_spec}, expected {y} = that of the result; pass the cotangent of the result.")
     accum_spec, input_spec = _specs({}, **buffers)
     if accum_spec is not None:
-        calls.check_accumulator(_NAMES.accum, accum_spec, w_spec)
-        calls.check_wgrad_dtype(op, accum_spec)
+        linear_spec.check_accumulator(_NAMES.accum, accum_spec, w_spec)
+        linear_spec.check_wgrad_dtype(op, accum_spec)
     if input_spec is not None:
         dx_dtype = "bfloat16" if x_spec.dtype.startswith("float8") else x_spec.dtype
-        calls.check_buffer(_NAMES.grad_input, input_spec, ArraySpec(x_spec.shape, dx_dtype))
+        linear_spec.check_buffer(_NAMES.grad_input, input_spec, ArraySpec(x_spec.shape, dx_dtype))
     _checked(buffers, {**required, "bias": bias, "row_scale": row_scale})
     run = ArrayRunner(x)
     return gradients.linear_grads(
@@ -279,11 +280,11 @@ def _mlp(
         _MLP_NAMES,
         activations.resolve(activation),
         transposed=transposed,
-        recipe=calls.recipe_option(recipe),
+        recipe=linear_spec.recipe_option(recipe),
         residuals=residuals_option(residuals),
-        wgrad_dtype=calls.dtype_option(wgrad_dtype),
+        wgrad_dtype=linear_spec.dtype_option(wgrad_dtype),
         rows_hint=rows_hint,
-        implementation=calls.implementation_names(implementation),
+        implementation=linear_spec.implementation_names(implementation),
     )
 
 
@@ -372,11 +373,11 @@ def grouped_mlp_grads(
     for (name, buffer), linear, weight in zip(written.items(), (op.fc1(), op.fc2()), (wi_spec, wo_spec), strict=False):
         if buffer is not None:
             (spec,) = _specs({name: buffer})
-            calls.check_accumulator(name, spec, weight)
-            calls.check_wgrad_dtype(linear, spec)
+            linear_spec.check_accumulator(name, spec, weight)
+            linear_spec.check_wgrad_dtype(linear, spec)
     if grad_input is not None:
         (input_spec,) = _specs({"grad_input": grad_input})
-        calls.check_buffer("grad_input", input_spec, x_spec)
+        linear_spec.check_buffer("grad_input", input_spec, x_spec)
     _checked(written, {**required, **optional})
 
     run = ArrayRunner(x)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from grouped_core import calls
-from grouped_core.calls import ArraySpec, Linear
+from grouped_core import calls, linear_spec
+from grouped_core.calls import ArraySpec
+from grouped_core.linear_spec import Linear
 from grouped_core.products import Array, Listed, Runner, operand_spec, product, scale_rows, split, wide
 
 
@@ -47,7 +48,7 @@ def linear(
         bias: [G, N]. row_scale: [M]. out: the caller's [M, N] buffer; its tail rows are left alone.
     """
     x_spec, w_spec = run.spec(x), operand_spec(run, w)
-    result = calls.check_linear(
+    result = linear_spec.check_linear(
         op,
         x_spec,
         w_spec,

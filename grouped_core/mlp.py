@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from grouped_core import calls, gradients
-from grouped_core.calls import ArraySpec, Linear
+from grouped_core.calls import ArraySpec
 from grouped_core.gradients import Gradients, Needs
+from grouped_core.linear_spec import Linear
 from grouped_core.mlp_spec import Mlp, MlpNeeds, MlpSpecs, check, kept, needs_dh, needs_dz, restrict
 from grouped_core.products import Array, Listed, Runner, all_aligned, operand_spec, split, wide
 

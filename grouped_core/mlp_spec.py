@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from grouped_core import calls
+from grouped_core import linear_spec
 from grouped_core.activations import Activation
-from grouped_core.calls import ArraySpec, Linear, Names
+from grouped_core.calls import ArraySpec
+from grouped_core.formats import WIDE
+from grouped_core.linear_spec import Linear, Names
 from grouped_core.recipes import Recipe
 
 POLICIES = ("save_all", "save_fc1", "save_input")
@@ -216,7 +218,7 @@ def check_cotangent(x: ArraySpec, dy: ArraySpec) -> None:
     Raises:
         TypeError: dtype. ValueError: shape.
     """
-    wanted = ArraySpec(x.shape, x.dtype if x.dtype in calls.WIDE else "bfloat16")
+    wanted = ArraySpec(x.shape, x.dtype if x.dtype in WIDE else "bfloat16")
     if dy.shape != wanted.shape:
         raise ValueError(f"`dy`: shape {dy.shape}, expected {wanted.shape} = shape of y; pass the gradient of y.")
     if dy.dtype != wanted.dtype:
@@ -241,7 +243,7 @@ def check(
         TypeError: dtypes. ValueError: ranks, shapes, empty axes, contradictory options.
     """
     n = op.names
-    h = calls.check_linear(op.fc1(), x, wi, sizes, wi_bias, None)
+    h = linear_spec.check_linear(op.fc1(), x, wi, sizes, wi_bias, None)
     layout = "[G, K, F]" if op.transposed else "[G, F, K]"
     if len(wo.shape) != 3:
         raise ValueError(
@@ -261,12 +263,12 @@ def check(
             f"`{n.wo}`: shape {wo.shape}, expected {layout} with K = {x.shape[1]} = columns of `{n.x}`; "
             f"check the operands and `{n.transposed}`."
         )
-    if probs is not None and probs.dtype not in calls.WIDE:
-        raise TypeError(f"`{n.probs}`: dtype {probs.dtype}, expected one of {', '.join(calls.WIDE)}; cast it first.")
+    if probs is not None and probs.dtype not in WIDE:
+        raise TypeError(f"`{n.probs}`: dtype {probs.dtype}, expected one of {', '.join(WIDE)}; cast it first.")
     if probs is not None and probs.shape != x.shape[:1]:
         raise ValueError(
             f"`{n.probs}`: shape {probs.shape}, expected {x.shape[:1]} = all rows of `{n.x}`, tail included; "
             "pass one probability a row."
         )
     z = ArraySpec((x.shape[0], width), h.dtype)
-    return calls.check_linear(op.fc2(), z, wo, sizes, wo_bias, None, out)
+    return linear_spec.check_linear(op.fc2(), z, wo, sizes, wo_bias, None, out)

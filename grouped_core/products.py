@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, overload
 
 from grouped_core import calls
-from grouped_core.calls import ArraySpec, Call, Linear
+from grouped_core.calls import ArraySpec, Call
 from grouped_core.formats import Format
+from grouped_core.linear_spec import Linear
 from grouped_core.recipes import Recipe
 
 Array = Any

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from grouped_core import calls
-from grouped_core.calls import ArraySpec, Linear
+from grouped_core import calls, linear_spec
+from grouped_core.calls import ArraySpec
+from grouped_core.linear_spec import Linear
 from jax_grouped._run import varying_axes
 
 
@@ -72,8 +73,8 @@ def check(op: Linear, accum: Any, weight: ArraySpec) -> None:
         TypeError: dtype. ValueError: shape; a `wgrad_dtype` that the accumulator does not have.
     """
     got = spec(accum)
-    calls.check_accumulator(op.names.accum, got, weight)
-    calls.check_wgrad_dtype(op, got)
+    linear_spec.check_accumulator(op.names.accum, got, weight)
+    linear_spec.check_wgrad_dtype(op, got)
 
 
 def check_varying(op: Linear, accum: Any, axes: frozenset[str]) -> None:

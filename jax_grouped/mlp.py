@@ -18,7 +18,7 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from grouped_core import activations, calls, debug
+from grouped_core import activations, calls, debug, linear_spec
 from grouped_core import mlp as rules
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec, Call
@@ -185,11 +185,11 @@ def _prepare(
         n,
         activations.resolve(activation),
         transposed=bool(rhs_transposed),
-        recipe=calls.recipe_option(recipe),
+        recipe=linear_spec.recipe_option(recipe),
         residuals=residuals_option(residuals),
-        wgrad_dtype=calls.dtype_option(wgrad_dtype),
+        wgrad_dtype=linear_spec.dtype_option(wgrad_dtype),
         rows_hint=rows_hint,
-        implementation=calls.implementation_names(implementation),
+        implementation=linear_spec.implementation_names(implementation),
         clear_residuals=bool(jax.config.jax_debug_nans),  # pyright: ignore[reportAttributeAccessIssue]
     )
     check(op, *(None if each is None else calls.spec_of(each) for each in o[:8]))

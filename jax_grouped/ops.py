@@ -20,9 +20,10 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from grouped_core import calls, debug, gradients
-from grouped_core.calls import Call, Linear, Names
+from grouped_core import calls, debug, gradients, linear_spec
+from grouped_core.calls import Call
 from grouped_core.gradients import Needs
+from grouped_core.linear_spec import Linear, Names
 from grouped_core.plans import Planner
 from grouped_core.recipes import Recipe
 from grouped_core.sizes import GroupSizes, unwrap
@@ -98,7 +99,7 @@ def size_status(group_sizes: Int[AnyArray, " G"] | GroupSizes, M: int) -> Int[Ar
         TypeError: `group_sizes` is not an array of integers. ValueError: it has not one axis.
     """
     sizes = as_array(NAMES.sizes, unwrap(group_sizes)[0], "[G]")
-    calls.check_sizes(NAMES, RUN.spec(sizes))
+    linear_spec.check_sizes(NAMES, RUN.spec(sizes))
     word = debug.size_word(to_int32(sizes), M, where=jnp.where, total=partial(jnp.sum, dtype=jnp.int32))
     return word.astype(jnp.int32)
 
@@ -182,14 +183,14 @@ def _prepare(
     op = Linear(
         names=n,
         transposed=bool(rhs_transposed),
-        recipe=calls.recipe_option(recipe),
+        recipe=linear_spec.recipe_option(recipe),
         scale_bias=bool(scale_bias),
-        result_dtype=calls.dtype_option(preferred_element_type),
-        wgrad_dtype=calls.dtype_option(wgrad_dtype),
+        result_dtype=linear_spec.dtype_option(preferred_element_type),
+        wgrad_dtype=linear_spec.dtype_option(wgrad_dtype),
         rows_hint=rows_hint,
-        implementation=calls.implementation_names(implementation),
+        implementation=linear_spec.implementation_names(implementation),
     )
-    calls.check_linear(op, *(None if a is None else calls.spec_of(a) for a in operands[:6]))
+    linear_spec.check_linear(op, *(None if a is None else calls.spec_of(a) for a in operands[:6]))
     if operands.accum is not None:
         accumulate.check(op, operands.accum, calls.spec_of(operands.w))
     return op, operands

@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 
 from grouped_core import gradients, mlp
 from grouped_core.activations import KINDS, half_columns
-from grouped_core.calls import RESULTS, SLOTS, ArraySpec, Call, Linear, spec_of
+from grouped_core.calls import RESULTS, SLOTS, ArraySpec, Call, spec_of
 from grouped_core.gradients import Gradients, Needs
+from grouped_core.linear_spec import Linear
 from grouped_core.mlp_spec import Mlp, MlpNeeds, MlpSpecs, restrict
 from grouped_core.reference import Oracle, activation_of, group_ends, hidden_row_of
 

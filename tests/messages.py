@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from grouped_core.calls import Names
+from grouped_core.linear_spec import Names
 from grouped_core.recipes import BF16
 
 Spec = tuple[str, tuple[int, ...]]

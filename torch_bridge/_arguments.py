@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from grouped_core import calls
+from grouped_core import linear_spec
 from grouped_core.calls import ArraySpec
 from grouped_core.recipes import Recipe
 from grouped_core.sizes import GroupSizes, unwrap
@@ -63,8 +63,8 @@ def check_arguments(
 ) -> Arguments:
     compiling = torch.compiler.is_compiling()
     sizes, rows_hint = unwrap(group_sizes)
-    names = calls.implementation_names(implementation)
-    options = (bool(rhs_transposed), calls.recipe_option(recipe), bool(scale_bias), rows_hint, names)
+    names = linear_spec.implementation_names(implementation)
+    options = (bool(rhs_transposed), linear_spec.recipe_option(recipe), bool(scale_bias), rows_hint, names)
     # What is checked depends on the facts of the operands alone, so it is checked once for them. Facts are None where
     # there is no plain memory; then, and in a trace, every call is checked.
     facts = None
@@ -141,7 +141,7 @@ def _refuse_unpacked(
     )
     assert weight_spec is not None, "a weight is always given"
     scale_spec = None if row_scale is None else spec_of(row_scale)
-    calls.check_linear(_library.decode(text), spec_of(x), weight_spec, spec_of(sizes), bias_spec, scale_spec)
+    linear_spec.check_linear(_library.decode(text), spec_of(x), weight_spec, spec_of(sizes), bias_spec, scale_spec)
 
 
 def _stacked(members: Sequence[Tensor]) -> ArraySpec:
@@ -190,7 +190,7 @@ def accumulators_of(
                 )
             continue
         check_operand(name, accumulator, weight)
-        calls.check_accumulator(name, spec_of(accumulator), spec_of(weight))
+        linear_spec.check_accumulator(name, spec_of(accumulator), spec_of(weight))
         check_writable(name, accumulator)
     return found
 
@@ -223,7 +223,7 @@ def check_buffers(out: Tensor | None, grad_input: Tensor | None, given: Argument
     if not torch.compiler.is_compiling():  # where there are no addresses yet
         check_apart(buffers, _inputs(x, given.weights, given.sizes, given.biases, given.row_scale))
     if grad_input is not None:
-        calls.check_buffer(NAMES.grad_input, spec_of(grad_input), ArraySpec(tuple(x.shape), gradient_dtype(x)))
+        linear_spec.check_buffer(NAMES.grad_input, spec_of(grad_input), ArraySpec(tuple(x.shape), gradient_dtype(x)))
         if not x.requires_grad:
             raise ValueError(
                 f"`{NAMES.grad_input}`: given, but `x` needs no gradient; expected None, or an x with requires_grad; "

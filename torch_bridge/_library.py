@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from grouped_core import gradients
-from grouped_core.calls import ArraySpec, Call, Linear, Names
+from grouped_core.calls import ArraySpec, Call
 from grouped_core.debug import debug_flags
 from grouped_core.formats import WIDE, Format
 from grouped_core.gradients import Needs
+from grouped_core.linear_spec import Linear, Names
 from grouped_core.recipes import Recipe
 from torch_bridge import _run
 from torch_bridge._run import Operand

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grouped_core import activations, calls
+from grouped_core import activations, linear_spec
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec
 from grouped_core.mlp_spec import MlpSpecs, Residuals, check, residuals_option
@@ -149,7 +149,7 @@ def _check_operands(operands: tuple[Any, ...], text: str) -> tuple[Tensor, str]:
     """(sizes as kernels read them, the operation as text); raises for operands that do not fit, in words."""
     x, wi, wo, sizes, probs, wi_bias, wo_bias = operands
     check_operand(NAMES.x, x, x)
-    sizes, _ = prepare_sizes(sizes, x, calls.Names(NAMES.x, NAMES.wi))
+    sizes, _ = prepare_sizes(sizes, x, linear_spec.Names(NAMES.x, NAMES.wi))
     if probs is not None:
         check_operand(NAMES.probs, probs, x)
     for name, operand, rank in (
@@ -186,10 +186,10 @@ def _text(
     return _mlp_library.encode(
         bool(rhs_transposed),
         activations.resolve(activation),
-        calls.recipe_option(recipe),
+        linear_spec.recipe_option(recipe),
         residuals_option(residuals),
         rows_hint,
-        calls.implementation_names(implementation),
+        linear_spec.implementation_names(implementation),
     )
 
 
@@ -222,9 +222,9 @@ def check_buffers(out: Tensor | None, grad_input: Tensor | None, given: Argument
         check_apart(buffers, given.named())
     wanted = ArraySpec(tuple(x.shape), gradient_dtype(x))  # of both, y has the shape and dtype of x
     if out is not None:
-        calls.check_buffer(NAMES.out, spec_of(out), wanted)
+        linear_spec.check_buffer(NAMES.out, spec_of(out), wanted)
     if grad_input is not None:
-        calls.check_buffer(NAMES.grad_input, spec_of(grad_input), wanted)
+        linear_spec.check_buffer(NAMES.grad_input, spec_of(grad_input), wanted)
         if not x.requires_grad:
             raise ValueError(
                 f"`{NAMES.grad_input}`: given, but `x` needs no gradient; expected None, or an x with requires_grad; "

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grouped_core import calls
+from grouped_core import linear_spec
 from grouped_core.gradients import Needs
 from grouped_core.mlp_spec import MlpNeeds, MlpSpecs, check_cotangent, restrict
 from grouped_core.sizes import GroupSizes
@@ -126,7 +126,7 @@ def _check_grad_input(res: MlpResiduals, buffer: Tensor, dy: Tensor) -> None:
     sizes, x, *rest = res.tensors
     check_operand(NAMES.grad_input, buffer, dy)
     check_writable(NAMES.grad_input, buffer)
-    calls.check_buffer(NAMES.grad_input, spec_of(buffer), res.specs.x)
+    linear_spec.check_buffer(NAMES.grad_input, spec_of(buffer), res.specs.x)
     read = [("dy", dy), (NAMES.x, x), (NAMES.sizes, sizes), *(("what is kept", each) for each in rest)]
     check_apart([(NAMES.grad_input, buffer)], read)
 

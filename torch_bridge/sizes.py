@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from grouped_core import calls
-from grouped_core.calls import Names, check_sizes
 from grouped_core.debug import describe_status, size_word
+from grouped_core.linear_spec import Names, check_sizes
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge._run import spec_of
 from torch_bridge.params import check_layout, device_integers

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from grouped_core import calls
-from grouped_core.calls import ArraySpec, Linear, Names
+from grouped_core import calls, linear_spec
+from grouped_core.calls import ArraySpec
+from grouped_core.linear_spec import Linear, Names
 from grouped_core.recipes import BF16, FP32
 from tests import asserts
 from tests.messages import BAD, GOOD, Bad
@@ -30,10 +31,10 @@ def check(names: Names, arguments: dict) -> ArraySpec:
         recipe=arguments["recipe"],
         scale_bias=arguments["scale_bias"],
         result_dtype=arguments["result_dtype"],
-        implementation=calls.implementation_names(arguments["implementation"]),
+        implementation=linear_spec.implementation_names(arguments["implementation"]),
     )
     specs = (spec(name) for name in ("x", "w", "group_sizes", "bias", "row_scale", "out"))
-    return calls.check_linear(op, *specs)
+    return linear_spec.check_linear(op, *specs)
 
 
 @pytest.mark.rule("ERR-1", "GRP-1", "MAT-6", "MAT-7", "MAT-9", "BUF-2")
@@ -82,29 +83,31 @@ def test_too_many_rows_are_refused():
 def test_wgrad_dtype_is_checked():
     op = Linear(FACES[0], wgrad_dtype="int8")
     with asserts.refused(TypeError, ["`wgrad_dtype`:", "int8", "expected None or one of float32", "choose one"]):
-        calls.check_linear(op, ArraySpec((6, 8), "float32"), ArraySpec((3, 8, 4), "float32"), ArraySpec((3,), "int32"))
+        linear_spec.check_linear(
+            op, ArraySpec((6, 8), "float32"), ArraySpec((3, 8, 4), "float32"), ArraySpec((3,), "int32")
+        )
 
 
 @pytest.mark.rule("MAT-11")
 def test_accumulators_have_their_weights_shape_and_a_wide_dtype():
     weight = ArraySpec((3, 8, 4), "bfloat16")
-    calls.check_accumulator("main_grad", ArraySpec((3, 8, 4), "float32"), weight)
+    linear_spec.check_accumulator("main_grad", ArraySpec((3, 8, 4), "float32"), weight)
     with asserts.refused(ValueError, ["`main_grad`:", "(3, 4, 8)", "(3, 8, 4) = shape of the weight", "allocate"]):
-        calls.check_accumulator("main_grad", ArraySpec((3, 4, 8), "float32"), weight)
+        linear_spec.check_accumulator("main_grad", ArraySpec((3, 4, 8), "float32"), weight)
     with asserts.refused(TypeError, ["`main_grad`:", "float8_e5m2", "expected one of float32", "cast it"]):
-        calls.check_accumulator("main_grad", ArraySpec((3, 8, 4), "float8_e5m2"), weight)
+        linear_spec.check_accumulator("main_grad", ArraySpec((3, 8, 4), "float8_e5m2"), weight)
 
 
 class TestImplementationNames:
     def test_forms(self):
-        assert calls.implementation_names(None) == ""
-        assert calls.implementation_names("a") == "a"
-        assert calls.implementation_names(("a", "b")) == "a,b"
+        assert linear_spec.implementation_names(None) == ""
+        assert linear_spec.implementation_names("a") == "a"
+        assert linear_spec.implementation_names(("a", "b")) == "a,b"
 
     @pytest.mark.parametrize("bad", ["", [], [""], ["a", 3]], ids=repr)
     def test_refused(self, bad):
         with asserts.refused(ValueError, ["`implementation`:", repr(bad), "wanted None", "`explain`"]):
-            calls.implementation_names(bad)
+            linear_spec.implementation_names(bad)
 
 
 class TestGroupedMatmul:

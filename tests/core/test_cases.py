@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from grouped_core import calls, gradients
-from grouped_core.calls import Linear, Names
+from grouped_core.linear_spec import Linear, Names
 from grouped_core.reference import Oracle
 from tests import asserts, bounds, cases
 

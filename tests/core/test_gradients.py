@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from grouped_core import gradients
-from grouped_core.calls import Call, Linear, Names
+from grouped_core.calls import Call
 from grouped_core.gradients import Needs
+from grouped_core.linear_spec import Linear, Names
 from grouped_core.reference import Oracle
 from tests import asserts, bounds, cases
 

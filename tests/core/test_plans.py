@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from grouped_core import calls, debug, gradients, plans
-from grouped_core.calls import ArraySpec, Linear, Names
+from grouped_core.calls import ArraySpec
 from grouped_core.gradients import Needs
+from grouped_core.linear_spec import Linear, Names
 from grouped_core.recipes import BF16
 from grouped_core.reference import Oracle
 from tests import asserts, cases

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 import jax_grouped
 import torch_bridge
 from grouped_core import arrays
-from grouped_core.calls import Names
 from grouped_core.gradients import Gradients, Needs
+from grouped_core.linear_spec import Names
 from tests.asserts import as_numpy
 
 Operands = dict[str, Any]

@@ -16,8 +16,8 @@ import torch
 import jax_grouped
 import torch_bridge
 from grouped_core import arrays
-from grouped_core.calls import Linear, Names
 from grouped_core.gradients import Needs
+from grouped_core.linear_spec import Linear, Names
 from grouped_core.recipes import plain
 from tests import asserts, bounds, cases
 from tests.faces.adapters import JAX, TORCH, to_torch

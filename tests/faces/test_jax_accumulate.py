@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
-from grouped_core.calls import Linear
+from grouped_core.linear_spec import Linear
 from jax_grouped.accumulate import StackedRef, value_and_accumulate_grad
 from jax_grouped.ops import NAMES
 from tests import asserts, cases

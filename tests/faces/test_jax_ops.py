@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
 from grouped_core import _native, debug, gradients, plans
-from grouped_core.calls import ArraySpec, Call, Linear, spec_of
+from grouped_core.calls import ArraySpec, Call, spec_of
 from grouped_core.gradients import Needs
+from grouped_core.linear_spec import Linear
 from jax_grouped import _run
 from jax_grouped.accumulate import StackedRef
 from jax_grouped.ops import NAMES

@@ -105,7 +105,7 @@ def test_no_gradient_depends_on_which_others_are_asked_for(dtype, scale_bias):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_the_whole_operation_lies_within_its_bounds(dtype, transposed, scale_bias):
-    from grouped_core.calls import Linear
+    from grouped_core.linear_spec import Linear
 
     p = cases.problem(cases.named("tail"), dtype, transposed=transposed)
     given = operands(p, bias=dtype, row_scale="float32")
@@ -214,7 +214,7 @@ def test_a_pinned_kernel_runs_or_says_why_not(face):
 
 
 def _linear():
-    from grouped_core.calls import Linear
+    from grouped_core.linear_spec import Linear
 
     return Linear(ARRAYS.names)
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grouped_core.calls import Linear
+from grouped_core.linear_spec import Linear
 from grouped_core.recipes import Recipe
 from tests import cases
 from torch_bridge import _run, exchange

@@ -11,7 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from grouped_core import _native, calls, plans
-from grouped_core.calls import RESULTS, SLOTS, ArraySpec, Call, Linear, Names, spec_of
+from grouped_core.calls import RESULTS, SLOTS, ArraySpec, Call, spec_of
+from grouped_core.linear_spec import Linear, Names
 from grouped_core.recipes import plain
 from tests import asserts, cases
 from tests.bounds import Bounded, Expected

@@ -1,0 +1,233 @@
+"""The linear operation as a user asks for it: its static facts, checked once for all faces, and refused in words.
+
+Letters: G groups, M rows, K in, N out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from grouped_core.calls import MAX_GROUPS, MAX_ROWS, ArraySpec
+from grouped_core.formats import PLAIN, WIDE
+from grouped_core.recipes import Recipe, plain
+
+
+class Names(NamedTuple):
+    """What a face calls its arguments; the only difference between the two faces' messages."""
+
+    x: str
+    w: str
+    transposed: str = "rhs_transposed"
+    sizes: str = "group_sizes"
+    bias: str = "bias"
+    row_scale: str = "row_scale"
+    scale_bias: str = "scale_bias"
+    result: str = "preferred_element_type"
+    wgrad: str = "wgrad_dtype"
+    accum: str = "wgrad_accum"
+    out: str = "out"
+    grad_input: str = "grad_input"
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Static facts of one grouped linear operation, y[r] = x[r] W[g(r)]: frozen, hashable, free of arrays.
+
+    Attributes:
+        names: the face's argument names, for messages.
+        transposed: weights are [G, N, K] instead of [G, K, N].
+        recipe: None computes with the operands as they stand.
+        scale_bias: row_scale multiplies the bias only.
+        result_dtype: dtype of y; None: that of x.
+        wgrad_dtype: dtype of a new weight gradient; None: that of the weight.
+        rows_hint: usual rows a group, for tile choice only; 0 is unknown.
+        implementation: pinned kernels, a comma list; "" lets dispatch choose.
+    """
+
+    names: Names
+    transposed: bool = False
+    recipe: Recipe | None = None
+    scale_bias: bool = False
+    result_dtype: str | None = None
+    wgrad_dtype: str | None = None
+    rows_hint: int = 0
+    implementation: str = ""
+
+    def resolve(self, x: ArraySpec, w: ArraySpec) -> Recipe:
+        """The recipe in force for these operands."""
+        return self.recipe or plain(x.dtype, w.dtype)
+
+    def weight_axes(self) -> tuple[int, int]:
+        """Axes of the weight that hold K and N."""
+        return (2, 1) if self.transposed else (1, 2)
+
+
+def implementation_names(implementation: str | Sequence[str] | None) -> str:
+    """`implementation=` of a public function as the comma list that a `Call` carries."""
+    if implementation is None:
+        return ""
+    if isinstance(implementation, str):
+        names = [implementation]
+    else:
+        names = list(implementation) if isinstance(implementation, Sequence) else []
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError(
+            f"`implementation`: {implementation!r}, wanted None, a kernel's name or a sequence of names; "
+            "`explain` lists the kernels of a call."
+        )
+    return ",".join(names)
+
+
+def recipe_option(recipe: Any) -> Recipe | None:
+    """`recipe=` of a public function, which is a `Recipe` or None."""
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(f"`recipe`: {type(recipe).__name__}, expected None or a Recipe; pass one, e.g. BF16.")
+    return recipe
+
+
+def dtype_option(dtype: Any) -> str | None:
+    """The name of a dtype that a user chose; what is none keeps its text, and `check_linear` refuses it by that."""
+    if dtype is None:
+        return None
+    try:
+        return np.dtype(dtype).name
+    except TypeError:
+        return str(dtype)
+
+
+def _shape(name: str, spec: ArraySpec, wanted: str, remedy: str) -> ValueError:
+    return ValueError(f"`{name}`: shape {spec.shape}, expected {wanted}; {remedy}.")
+
+
+def check_sizes(names: Names, sizes: ArraySpec) -> None:
+    """GRP-1: one-dimensional, of integers."""
+    if sizes.dtype == "bool" or not sizes.dtype.startswith(("int", "uint")):
+        raise TypeError(
+            f"`{names.sizes}`: dtype {sizes.dtype}, expected an integer dtype (int32 is native); "
+            "pass the number of rows of each group as integers."
+        )
+    if len(sizes.shape) != 1:
+        raise _shape(names.sizes, sizes, "one axis [G]", "pass one size a group")
+
+
+def _check_float(name: str, spec: ArraySpec, allowed: tuple[str, ...]) -> None:
+    if spec.dtype not in allowed:
+        raise TypeError(f"`{name}`: dtype {spec.dtype}, expected one of {', '.join(allowed)}; cast it first.")
+
+
+@lru_cache(maxsize=4096)
+def check_linear(
+    op: Linear,
+    x: ArraySpec,
+    w: ArraySpec,
+    sizes: ArraySpec,
+    bias: ArraySpec | None = None,
+    row_scale: ArraySpec | None = None,
+    out: ArraySpec | None = None,
+) -> ArraySpec:
+    """Refuses what the linear operation does not take, in words; returns the spec of y, [M, N].
+
+    Raises:
+        TypeError: dtypes. ValueError: ranks, shapes, empty axes, contradictory options.
+    """
+    n = op.names
+    layout = "[G, N, K]" if op.transposed else "[G, K, N]"
+    check_sizes(n, sizes)
+    _check_float(n.x, x, tuple(PLAIN))
+    _check_float(n.w, w, tuple(PLAIN))
+    if len(x.shape) != 2:
+        raise _shape(n.x, x, "two axes [M, K]", "fold leading axes into rows with a reshape")
+    if len(w.shape) != 3:
+        raise _shape(n.w, w, f"three axes {layout}", "stack one matrix a group on the first axis")
+    if x.dtype != w.dtype and not (x.dtype.startswith("float8") and w.dtype.startswith("float8")):
+        raise TypeError(
+            f"`{n.w}`: dtype {w.dtype}, expected {x.dtype} = dtype of `{n.x}`; "
+            "cast one of them, nothing is cast behind your back."
+        )
+    groups = w.shape[0]
+    k_axis, n_axis = op.weight_axes()
+    k, width = w.shape[k_axis], w.shape[n_axis]
+    if min(groups, k, width) < 1:
+        raise _shape(n.w, w, f"{layout} with every axis at least 1", "only M, the number of rows, may be 0")
+    if groups > MAX_GROUPS:
+        raise _shape(n.w, w, f"at most {MAX_GROUPS} groups", "split the groups over several calls")
+    if x.shape[1] != k:
+        raise _shape(
+            n.x, x, f"(M, {k}) to match `{n.w}` {layout} = {w.shape}", f"check the operands and `{n.transposed}`"
+        )
+    if x.shape[0] > MAX_ROWS:
+        raise _shape(n.x, x, f"at most {MAX_ROWS} rows", "split the rows over several calls")
+    if sizes.shape[0] != groups:
+        raise _shape(n.sizes, sizes, f"({groups},) = one size for each group of `{n.w}`", "pass one size a group")
+    _check_recipe(op, x, w)
+    if op.scale_bias and (bias is None or row_scale is None):
+        missing = n.bias if bias is None else n.row_scale
+        raise ValueError(
+            f"`{n.scale_bias}`: True without `{missing}`, expected both `{n.bias}` and `{n.row_scale}`; "
+            f"pass `{missing}` or leave `{n.scale_bias}` False."
+        )
+    if bias is not None:
+        _check_float(n.bias, bias, WIDE)
+        if bias.shape != (groups, width):
+            raise _shape(n.bias, bias, f"({groups}, {width}) = [G, N]", "pass one bias vector a group")
+    if row_scale is not None:
+        _check_float(n.row_scale, row_scale, WIDE)
+        if row_scale.shape != (x.shape[0],):
+            raise _shape(
+                n.row_scale, row_scale, f"({x.shape[0]},) = all rows of `{n.x}`, tail included", "pass one factor a row"
+            )
+    for name, dtype in ((n.result, op.result_dtype), (n.wgrad, op.wgrad_dtype)):
+        if dtype is not None and dtype not in WIDE:
+            raise TypeError(f"`{name}`: {dtype}, expected None or one of {', '.join(WIDE)}; choose one of them.")
+    default = x.dtype if x.dtype in WIDE else "bfloat16"
+    result = ArraySpec((x.shape[0], width), op.result_dtype or default)
+    if out is not None:
+        check_buffer(n.out, out, result)
+    return result
+
+
+def _check_recipe(op: Linear, x: ArraySpec, w: ArraySpec) -> None:
+    if op.recipe is None:
+        return
+    for name, spec, cell in zip((op.names.x, op.names.w), (x, w), op.recipe.forward, strict=True):
+        if spec.dtype != cell.values:
+            raise TypeError(
+                f"`{name}`: dtype {spec.dtype}, expected {cell.values} as the recipe {op.recipe.name} stores it; "
+                "cast it, or pass recipe=None to use the operands as they stand."
+            )
+
+
+def check_buffer(name: str, got: ArraySpec, wanted: ArraySpec) -> None:
+    """BUF-2: a caller's buffer has exactly the result's shape and dtype."""
+    if got.shape != wanted.shape:
+        raise ValueError(
+            f"`{name}`: shape {got.shape}, expected {wanted.shape} = all rows, tail included; "
+            "allocate a buffer of that shape."
+        )
+    if got.dtype != wanted.dtype:
+        raise ValueError(
+            f"`{name}`: dtype {got.dtype}, expected {wanted.dtype} = dtype of the result; "
+            "allocate a buffer of that dtype."
+        )
+
+
+def check_accumulator(name: str, got: ArraySpec, weight: ArraySpec) -> None:
+    """MAT-11: an accumulator has the weight's shape, and float32 or a 16-bit dtype of its own."""
+    if got.shape != weight.shape:
+        raise _shape(name, got, f"{weight.shape} = shape of the weight", "allocate one that matches its weight")
+    _check_float(name, got, WIDE)
+
+
+def check_wgrad_dtype(op: Linear, accumulator: ArraySpec) -> None:
+    """The dtype of a weight gradient that goes to an accumulator is the accumulator's."""
+    if op.wgrad_dtype not in (None, accumulator.dtype):
+        n = op.names
+        raise ValueError(
+            f"`{n.wgrad}`: {op.wgrad_dtype}, expected None or {accumulator.dtype} = dtype of `{n.accum}`; "
+            f"leave `{n.wgrad}` None, the accumulator's dtype decides."
+        )
