@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import ml_dtypes as ml_dtypes  # NumPy then knows the narrow types by name
 
 from grouped_core.activations import Activation
+from grouped_core.formats import Format, padded_rows
 from grouped_core.recipes import Recipe
 
 MAX_GROUPS = 65535
@@ -30,6 +31,24 @@ class ArraySpec(NamedTuple):
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
+
+class StoredSpec(NamedTuple):
+    """What planning knows of a `formats.QTensor`: specs of its arrays, and what they mean."""
+
+    values: ArraySpec
+    scales: ArraySpec | None
+    group_scales: ArraySpec | None
+    format: Format
+    axis: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.format.name}[{', '.join(map(str, self.shape))}]"
+
+
+OperandSpec = ArraySpec | StoredSpec
+"""An operand of a product: its shape is the logical one in either case."""
 
 Param = int | float | str
 """A static parameter of a call."""
@@ -60,6 +79,18 @@ class Call:
         """Position of the operand `name`."""
         return SLOTS[self.name].index(name)
 
+    def arrange(self, **arrays: Any) -> tuple[Any, ...]:
+        """`arrays` by slot as a runner takes them; None where there is none."""
+        slots = SLOTS[self.name]
+        if unknown := arrays.keys() - set(slots):
+            raise KeyError(f"{self.name} has no operands {sorted(unknown)}; it has {', '.join(slots)}")
+        return tuple(arrays.get(slot) for slot in slots)
+
+
+_SCALES = ("lhs_scales", "rhs_scales", "lhs_group_scales", "rhs_group_scales")
+QUANTIZED = ("values", "scales", "group_scales", "cross_values", "cross_scales", "cross_group_scales")
+"""What `quantize` makes of an array, in the order of its results: the form that contracts the last axis, then the
+form that contracts the axis before it."""
 
 SLOTS: dict[str, tuple[str, ...]] = {
     "grouped_matmul": (
@@ -72,14 +103,21 @@ SLOTS: dict[str, tuple[str, ...]] = {
         "rhs_table",
         "bias_table",
         "into_table",
+        *_SCALES,
     ),
     "group_sum": ("rows", "group_sizes", "row_scale"),
     "row_dot": ("group_sizes", "lhs", "rhs", "group_lhs", "group_rhs", "group_rhs_table"),
     "scale_rows": ("rows", "row_scale", "group_sizes", "into"),
-    "grouped_matmul_act": ("lhs", "rhs", "group_sizes", "bias", "row_scale", "rhs_table", "bias_table"),
-    "grouped_matmul_dact": ("lhs", "rhs", "group_sizes", "hidden", "row_scale", "row_base", "rhs_table"),
+    "grouped_matmul_act": ("lhs", "rhs", "group_sizes", "bias", "row_scale", "rhs_table", "bias_table", *_SCALES),
+    "grouped_matmul_dact": ("lhs", "rhs", "group_sizes", "hidden", "row_scale", "row_base", "rhs_table", *_SCALES),
     "activation": ("rows", "group_sizes", "row_scale"),
     "activation_grad": ("grad", "rows", "group_sizes", "row_scale", "row_base"),
+    "quantize": (
+        *("source", "group_sizes", "source_table", "encode", "key", "skip", "into_amax"),
+        *(f"into_{name}" for name in QUANTIZED),
+    ),
+    "dequantize": ("values", "group_sizes", "scales", "group_scales"),
+    "scale_update": ("scale", "history", "top", "into_new_scale", "into_new_history"),
 }
 """Operand slots of every native call, in order."""
 
@@ -89,6 +127,9 @@ RESULTS: dict[str, tuple[str, ...]] = {
     "grouped_matmul_act": ("result", "hidden"),
     "grouped_matmul_dact": _HIDDEN_GRADS,
     "activation_grad": _HIDDEN_GRADS,
+    "quantize": (*QUANTIZED, "amax"),
+    "dequantize": ("result",),
+    "scale_update": ("new_scale", "new_history"),
 }
 """Result slots of every native call, in order."""
 
@@ -103,7 +144,12 @@ def _call(
     slots = SLOTS[name]
     inputs = tuple(operands.get(slot) for slot in slots)
     outputs = (results,) if isinstance(results, ArraySpec) else tuple(results.get(slot) for slot in RESULTS[name])
-    aliases = ((slots.index("into"), 0),) if operands.get("into") is not None else ()
+    shared = {name: i for i, name in enumerate(RESULTS[name])}
+    aliases = tuple(
+        (at, 0 if slot == "into" else shared[slot.removeprefix("into_")])
+        for at, slot in enumerate(slots)
+        if slot.startswith("into") and slot != "into_table" and operands.get(slot) is not None
+    )
     return Call(name, inputs, outputs, tuple((params or {}).items()), aliases, _wishes(name, implementation))
 
 
@@ -125,10 +171,43 @@ def _wishes(name: str, implementation: str) -> str:
     return ",".join(wishes)
 
 
+def _operands(lhs: OperandSpec, rhs: OperandSpec) -> dict[str, ArraySpec | None]:
+    """The slots of a product's two operands."""
+    slots: dict[str, ArraySpec | None] = {}
+    for name, operand in (("lhs", lhs), ("rhs", rhs)):
+        stored = isinstance(operand, StoredSpec)
+        slots[name] = operand.values if stored else operand
+        slots[f"{name}_scales"] = operand.scales if stored else None
+        slots[f"{name}_group_scales"] = operand.group_scales if stored else None
+    return slots
+
+
+def _stored_axis(rhs: OperandSpec, axis: int) -> int:
+    """The contracted axis of rhs in memory: quantised weights have it last."""
+    return 2 if isinstance(rhs, StoredSpec) and axis else axis
+
+
+def _scale_params(lhs: OperandSpec, rhs: OperandSpec, recipe: Recipe) -> dict[str, Param]:
+    """Blocks of the operands' scales, and how often partial sums of 8-bit products go to fp32."""
+    return {
+        "lhs_block": lhs.format.block if isinstance(lhs, StoredSpec) else 0,
+        "rhs_block": rhs.format.block if isinstance(rhs, StoredSpec) else 0,
+        "rhs_block_outer": rhs.format.block_outer if isinstance(rhs, StoredSpec) else 1,
+        "promote": recipe.promote,
+    }
+
+
+def _segment_params(lhs: OperandSpec, contract_rows: bool) -> dict[str, Param]:
+    """How contracted rows are padded."""
+    if not (contract_rows and isinstance(lhs, StoredSpec)):
+        return {"segment": 0, "turned": 0, "rows": 0}
+    return {"segment": lhs.format.segment, "turned": int(lhs.format.turned), "rows": lhs.shape[0]}
+
+
 @lru_cache(maxsize=4096)
 def grouped_matmul(
-    lhs: ArraySpec,
-    rhs: ArraySpec,
+    lhs: OperandSpec,
+    rhs: OperandSpec,
     axes: tuple[int, int],
     group_sizes: ArraySpec,
     result_dtype: str,
@@ -149,6 +228,8 @@ def grouped_matmul(
     - (1, 1): [M, N] = [M, K] @ [G, K, N];  (1, 2): [M, N] = [M, K] @ [G, N, K]^T
     - (0, 0): [G, A, B] = [M, A]^T @ [M, B], the sum running over each group's rows
 
+    Quantised operands keep their logical axes here; how they lie in memory follows from their formats.
+
     `tables` says which of rhs, bias, into are given by a table of addresses instead of one packed array, and
     `aligned_tables` that those addresses are multiples of 16 bytes, which fast kernels want.
     """
@@ -159,8 +240,7 @@ def grouped_matmul(
         shape = (lhs.shape[0], rhs.shape[3 - axes[1]])
     table = ArraySpec((groups,), "int64")
     operands = {
-        "lhs": lhs,
-        "rhs": rhs,
+        **_operands(lhs, rhs),
         "group_sizes": group_sizes,
         "bias": bias,
         "row_scale": row_scale,
@@ -171,13 +251,15 @@ def grouped_matmul(
     }
     params: dict[str, Param] = {
         "contract_rows": int(axes[0] == 0),
-        "rhs_axis": axes[1],
+        "rhs_axis": _stored_axis(rhs, axes[1]),
         "scale_bias": int(scale_bias),
         "accumulate": int(accumulate),
         "batch_invariant": int(recipe.batch_invariant),
         "aligned_tables": int(aligned_tables),
         "rows_hint": rows_hint,
         "fp32_mode": recipe.fp32,
+        **_scale_params(lhs, rhs, recipe),
+        **_segment_params(lhs, axes[0] == 0),
     }
     return _call("grouped_matmul", operands, ArraySpec(shape, result_dtype), params, implementation)
 
@@ -225,19 +307,22 @@ def _activation_params(activation: Activation, width: int) -> dict[str, Param]:
     return params
 
 
-def _product_params(recipe: Recipe, aligned_tables: bool, rows_hint: int) -> dict[str, Param]:
+def _product_params(
+    lhs: OperandSpec, rhs: OperandSpec, recipe: Recipe, aligned_tables: bool, rows_hint: int
+) -> dict[str, Param]:
     return {
         "batch_invariant": int(recipe.batch_invariant),
         "aligned_tables": int(aligned_tables),
         "rows_hint": rows_hint,
         "fp32_mode": recipe.fp32,
+        **_scale_params(lhs, rhs, recipe),
     }
 
 
 @lru_cache(maxsize=1024)
 def grouped_matmul_act(
-    lhs: ArraySpec,
-    rhs: ArraySpec,
+    lhs: OperandSpec,
+    rhs: OperandSpec,
     rhs_axis: int,
     group_sizes: ArraySpec,
     result_dtype: str,
@@ -253,7 +338,8 @@ def grouped_matmul_act(
     rows_hint: int = 0,
     implementation: str = "",
 ) -> Call:
-    """result [M, F] = row_scale[r] * act(hidden[r]), hidden [M, W] = lhs [M, K] @ rhs + bias, rounded to lhs's dtype.
+    """result [M, F] = row_scale[r] * act(hidden[r]), hidden [M, W] = lhs [M, K] @ rhs + bias, rounded to lhs's dtype
+    (the nominal one of a quantised lhs).
 
     rhs is [G, K, W] (`rhs_axis` 1) or [G, W, K] (2), W = 2F for gated kinds. `tables` as in `grouped_matmul`, for rhs
     and bias; `hidden` says whether the hidden rows are wanted as a second result.
@@ -261,8 +347,7 @@ def grouped_matmul_act(
     wide = rhs.shape[3 - rhs_axis]
     table = ArraySpec(group_sizes.shape, "int64")
     operands = {
-        "lhs": lhs,
-        "rhs": rhs,
+        **_operands(lhs, rhs),
         "group_sizes": group_sizes,
         "bias": bias,
         "row_scale": row_scale,
@@ -274,8 +359,10 @@ def grouped_matmul_act(
         "result": ArraySpec((lhs.shape[0], width), result_dtype),
         "hidden": ArraySpec((lhs.shape[0], wide), lhs.dtype) if hidden else None,
     }
-    params = {"rhs_axis": rhs_axis, **_activation_params(activation, width), "zero_tail": int(zero_tail)}
-    params |= _product_params(recipe, aligned_tables, rows_hint)
+    axis = _stored_axis(rhs, rhs_axis)
+    params = {"rhs_axis": axis, **_activation_params(activation, width), "zero_tail": int(zero_tail)}
+    params |= _product_params(lhs, rhs, recipe, aligned_tables, rows_hint)
+    params["compute"] = lhs.dtype
     return _call("grouped_matmul_act", operands, results, params, implementation)
 
 
@@ -289,8 +376,8 @@ def _hidden_grads(
 
 @lru_cache(maxsize=1024)
 def grouped_matmul_dact(
-    lhs: ArraySpec,
-    rhs: ArraySpec,
+    lhs: OperandSpec,
+    rhs: OperandSpec,
     rhs_axis: int,
     group_sizes: ArraySpec,
     hidden: ArraySpec,
@@ -313,8 +400,7 @@ def grouped_matmul_dact(
     act(hidden[r]); row_sum [M] float32 = row_base[r] + <dz[r], act(hidden[r])>.
     """
     operands = {
-        "lhs": lhs,
-        "rhs": rhs,
+        **_operands(lhs, rhs),
         "group_sizes": group_sizes,
         "hidden": hidden,
         "row_scale": row_scale,
@@ -322,8 +408,9 @@ def grouped_matmul_dact(
         "rhs_table": ArraySpec(group_sizes.shape, "int64") if table else None,
     }
     width = rhs.shape[3 - rhs_axis]
-    params = {"rhs_axis": rhs_axis, **_activation_params(activation, width), "zero_tail": int(zero_tail)}
-    params |= _product_params(recipe, aligned_tables, rows_hint)
+    axis = _stored_axis(rhs, rhs_axis)
+    params = {"rhs_axis": axis, **_activation_params(activation, width), "zero_tail": int(zero_tail)}
+    params |= _product_params(lhs, rhs, recipe, aligned_tables, rows_hint)
     results = _hidden_grads(hidden, width, result_dtype, wanted)
     return _call("grouped_matmul_dact", operands, results, params, implementation)
 
@@ -368,6 +455,137 @@ def activation_grad(
     }
     params = {**_activation_params(activation, grad.shape[1]), "zero_tail": int(zero_tail)}
     return _call("activation_grad", operands, _hidden_grads(rows, grad.shape[1], result_dtype, wanted), params)
+
+
+def stored_spec(format: Format, shape: tuple[int, ...], axis: int, dtype: str, groups: int = 1) -> StoredSpec:
+    """Specs of an array of `shape` stored as `format` for a product that contracts `axis`.
+
+    Args:
+        shape: rows [M, X], or weights [G, A, B]. axis: of that shape. dtype: the nominal element type.
+        groups: of rows; those of weights are their first axis.
+    """
+    weights = len(shape) == 3
+    groups = shape[0] if weights else groups
+    depth, outer = shape[axis], shape[-1 if axis == len(shape) - 2 else -2]
+    block = format.block or 1
+    if weights:
+        stored = (groups, outer, _codes(format, depth))
+        scales = (groups, -(-outer // format.block_outer), -(-depth // block))
+    elif axis == 1:
+        stored = (outer, _codes(format, depth))
+        scales = (outer, -(-depth // block))
+        scales = scales[::-1] if format.scales == "float32" else scales
+    else:
+        padded = padded_rows(depth, groups, format.segment)
+        stored = (outer, padded) if format.turned else (padded, _codes(format, outer))
+        scales = (padded // block, outer)
+    per_group = format.rule == "nvfp4" or format.block == 0
+    return StoredSpec(
+        ArraySpec(stored, format.values),
+        ArraySpec(scales, format.scales) if format.scales else None,
+        ArraySpec((groups,), "float32") if per_group else None,
+        format,
+        axis,
+        tuple(shape),
+        dtype,
+    )
+
+
+def _codes(format: Format, count: int) -> int:
+    """Stored elements that hold `count` codes along the last axis."""
+    return -(-count // 2) if format.values == "uint8" else count
+
+
+def _block_params(format: Format) -> dict[str, Param]:
+    return {
+        "block": format.block,
+        "block_outer": format.block_outer,
+        "segment": format.segment,
+        "turned": int(format.turned),
+    }
+
+
+@lru_cache(maxsize=1024)
+def quantize(
+    source: ArraySpec,
+    format: Format,
+    forms: tuple[bool, bool],
+    group_sizes: ArraySpec | None,
+    *,
+    table: bool = False,
+    encode: bool = False,
+    amax: bool = False,
+    key: bool = False,
+    skip: bool = False,
+    reuse: bool = False,
+    stream: int = 0,
+) -> Call:
+    """Codes and scales of rows [M, X], or, without group sizes, of weights [G, A, B].
+
+    Args:
+        format: of both forms; `rotate` and `segment` concern rows contracted along rows alone.
+        forms: whether the form that contracts the last axis is wanted, and that of the axis before it.
+        table: weights are given by a table of addresses. encode: multipliers [G] are given (delayed scaling).
+        amax: the largest magnitudes [G] are merged into a buffer. key: of stochastic rounding. skip: the no-op flag.
+        reuse: results go into the caller's buffers.
+        stream: of random numbers.
+    """
+    last = len(source.shape) - 1
+    groups = group_sizes.shape[0] if group_sizes is not None else source.shape[0]
+    per_group = ArraySpec((groups,), "float32")
+    results: dict[str, ArraySpec | None] = {"amax": per_group if amax else None}
+    for prefix, wanted, axis in (("", forms[0], last), ("cross_", forms[1], last - 1)):
+        if wanted:
+            spec = stored_spec(format, source.shape, axis, source.dtype, groups)
+            results |= {
+                f"{prefix}values": spec.values,
+                f"{prefix}scales": spec.scales,
+                f"{prefix}group_scales": spec.group_scales,
+            }
+    operands = {
+        "source": source,
+        "group_sizes": group_sizes,
+        "source_table": ArraySpec((groups,), "int64") if table else None,
+        "encode": per_group if encode else None,
+        "key": ArraySpec((2,), "uint32") if key else None,
+        "skip": ArraySpec((1,), "int32") if skip else None,
+        "into_amax": per_group if amax else None,
+    }
+    if reuse:
+        operands |= {f"into_{name}": results.get(name) for name in QUANTIZED}
+    params: dict[str, Param] = {
+        "rule": format.rule,
+        **_block_params(format),
+        "pow2": int(format.pow2),
+        "eps": float(format.eps),
+        "stochastic": int(format.stochastic),
+        "stream": stream,
+        "rotate": int(format.rotate),
+        "four_over_six": format.four_over_six,
+    }
+    return _call("quantize", operands, results, params)
+
+
+@lru_cache(maxsize=1024)
+def dequantize(stored: StoredSpec, group_sizes: ArraySpec | None, result_dtype: str) -> Call:
+    """The values of a quantised array, in its logical shape; rows need group sizes."""
+    operands = {
+        "values": stored.values,
+        "group_sizes": group_sizes,
+        "scales": stored.scales,
+        "group_scales": stored.group_scales,
+    }
+    params: dict[str, Param] = {"cross": int(stored.axis == len(stored.shape) - 2), **_block_params(stored.format)}
+    return _call("dequantize", operands, ArraySpec(stored.shape, result_dtype), params)
+
+
+@lru_cache(maxsize=64)
+def scale_update(scale: ArraySpec, history: ArraySpec, algorithm: str, *, reuse: bool = False) -> Call:
+    """Multipliers [R, G] and amax history [R, L, G] of R operand roles after one step of delayed scaling."""
+    operands = {"scale": scale, "history": history, "top": ArraySpec(scale.shape[:1], "float32")}
+    if reuse:
+        operands |= {"into_new_scale": scale, "into_new_history": history}
+    return _call("scale_update", operands, {"new_scale": scale, "new_history": history}, {"algorithm": algorithm})
 
 
 def spec_of(array: Any) -> ArraySpec:

@@ -1,35 +1,175 @@
-"""Numeric formats, a row each: how the values of one operand of a product are stored.
+"""Numeric formats, a row each: how the values of one operand of a product are stored, and what holds stored ones.
 
 Kernels are never told a format's name, only the element types, blocks and rule numbers that a row holds.
+
+Letters: G groups, M rows, K in, N out, X the features of a row, P rows padded to segments (`padded_rows`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 
 @dataclass(frozen=True)
 class Format:
-    """One storage format of an operand (numerics 2.5).
+    """One storage format of an operand (numerics 2.5). Frozen and hashable; `replace` makes a variant.
 
-    A plain format holds the values themselves. Scaled formats, with blocks and scale rules, are further rows.
+    A plain format holds the values themselves. Others hold codes and decode scales: value = code * scale of its block *
+    scale of its group, whichever there are. Blocks run along the contracted axis.
+
+    Attributes:
+        name: the public name, e.g. "fp8_1x128".
+        values: element type of values or codes, as NumPy and ml_dtypes spell it; "uint8" is two E2M1 codes a byte.
+        rule: how scales follow from magnitudes: "" (plain), "fp32", "e8m0" or "nvfp4".
+        scales: element type of block scales; "" where there are none.
+        block: contracted elements that share a scale; 0: the whole group does.
+        square: blocks are as long along the other axis (weights alone).
+        segment: where rows are contracted, a group's rows are padded to a multiple of this.
+        turned: there, rows are the last axis of what is stored.
+        delayed: multipliers come from a state, of earlier steps' magnitudes.
+        pow2: "fp32" multipliers are rounded down to powers of two.
+        eps: least magnitude that "fp32" scales follow.
+        stochastic: E2M1 codes are rounded stochastically.
+        rotate: where rows are contracted, blocks go through a Hadamard transform.
+        four_over_six: "nvfp4": "absolute" or "square" errors choose between two scales a block; "" takes the first.
+
+    Raises:
+        ValueError: options that the format does not have.
     """
 
-    name: str  # the public name, e.g. "bf16"
-    values: str  # element type, as NumPy and ml_dtypes spell it
+    name: str
+    values: str
+    rule: str = ""
+    scales: str = ""
+    block: int = 0
+    square: bool = False
+    segment: int = 0
+    turned: bool = False
+    delayed: bool = False
+    pow2: bool = False
+    eps: float = 0.0
+    stochastic: bool = False
+    rotate: bool = False
+    four_over_six: str = ""
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "delayed": self.rule == "fp32" and self.block == 0,
+            "pow2": self.rule == "fp32",
+            "eps": self.rule == "fp32" and not self.delayed,
+            "stochastic": self.values == "uint8",
+            "rotate": self.rule == "nvfp4" and not self.square,
+            "four_over_six": self.rule == "nvfp4" and not (self.rotate or self.stochastic),
+        }
+        for option, legal in allowed.items():
+            if getattr(self, option) and not legal:
+                raise ValueError(
+                    f"`{option}` of format {self.name}: {getattr(self, option)!r}, wanted its default; this format, "
+                    "with its other options, does not have it."
+                )
+        if self.four_over_six not in ("", "absolute", "square"):
+            raise ValueError(
+                f"`four_over_six` of format {self.name}: {self.four_over_six!r}, wanted '', 'absolute' or 'square'; "
+                "choose one of them."
+            )
+        if not 0 <= self.eps < float("inf"):
+            raise ValueError(f"`eps` of format {self.name}: {self.eps}, wanted a finite number >= 0; pass one.")
+
+    @property
+    def plain(self) -> bool:
+        """Whether values stand for themselves."""
+        return not self.rule
+
+    @property
+    def block_outer(self) -> int:
+        """Elements of the other axis that share a block's scale."""
+        return self.block if self.square else 1
+
+    def replace(self, **changes: Any) -> Format:
+        """This format with the fields of `changes` changed."""
+        return dataclasses.replace(self, **changes)
 
 
-PLAIN = {
-    row.values: row
+_E4M3, _E5M2, _E8M0 = "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"
+_TENSOR: dict[str, Any] = {"rule": "fp32", "segment": 128, "turned": True}
+_MX: dict[str, Any] = {"rule": "e8m0", "scales": _E8M0, "block": 32, "segment": 32}
+_NV: dict[str, Any] = {"rule": "nvfp4", "scales": _E4M3, "block": 16, "segment": 16}
+
+FORMATS = {
+    row.name: row
     for row in (
         Format("fp32", "float32"),
         Format("bf16", "bfloat16"),
         Format("fp16", "float16"),
-        Format("e4m3fn", "float8_e4m3fn"),
-        Format("e5m2", "float8_e5m2"),
+        Format("e4m3fn", _E4M3),
+        Format("e5m2", _E5M2),
+        Format("fp8_tensor", _E4M3, **_TENSOR),
+        Format("fp8_tensor_e5m2", _E5M2, **_TENSOR),
+        Format("fp8_1x128", _E4M3, scales="float32", block=128, pow2=True, **_TENSOR),
+        Format("fp8_1x128_e5m2", _E5M2, scales="float32", block=128, pow2=True, **_TENSOR),
+        Format("fp8_128x128", _E4M3, scales="float32", block=128, square=True, pow2=True, rule="fp32"),
+        Format("mxfp8", _E4M3, **_MX),
+        Format("mxfp8_e5m2", _E5M2, **_MX),
+        Format("mxfp8_2d", _E4M3, square=True, **_MX),
+        Format("mxfp4", "uint8", **_MX),
+        Format("nvfp4", "uint8", **_NV),
+        Format("nvfp4_2d", "uint8", square=True, **_NV),
     )
 }
+"""Every format by its public name."""
+
+PLAIN = {row.values: row for row in FORMATS.values() if row.plain}
 """Plain formats by element type."""
 
 WIDE = ("float32", "bfloat16", "float16")
 """Element types that results, biases and accumulators may have."""
+
+
+def format_option(format: Any) -> Format:
+    """`format=` of a public function: a name, or a `Format`.
+
+    Raises:
+        ValueError: no format has that name. TypeError: neither a name nor a `Format`.
+    """
+    if isinstance(format, Format):
+        return format
+    if not isinstance(format, str):
+        raise TypeError(f"`format`: {type(format).__name__}, expected a name or a Format; pass one, e.g. 'mxfp8'.")
+    if format not in FORMATS:
+        raise ValueError(f"`format`: {format!r}, wanted one of {', '.join(FORMATS)}; choose one of them.")
+    return FORMATS[format]
+
+
+def padded_rows(rows: int, groups: int, segment: int) -> int:
+    """P: room for `rows` rows of `groups` groups, each padded to a multiple of `segment` (numerics 2.4)."""
+    return (rows + groups * (segment - 1)) // segment * segment
+
+
+_Array = TypeVar("_Array")
+
+
+@dataclass(frozen=True, eq=False)
+class QTensor(Generic[_Array]):
+    """A quantised operand: codes and decode scales, and what they mean. No arithmetic; `dequantize` gives values back.
+
+    Attributes:
+        values: codes. Rows [M, X] contracted along X: [M, X]; contracted along rows: [X, P] or, not turned, [P, X].
+            Weights: [G, O, C], the contracted axis last. E2M1 halves the last axis, rounding up.
+        scales: of blocks of b elements; None where there are none. Rows: [M, X/b], float32 ones [X/b, M]; contracted
+            along rows [P/b, X]. Weights [G, O, C/b], square blocks [G, O/b, C/b]. Divisions round up.
+        group_scales: float32 [G], or None.
+        format: the row of the table that it is stored in.
+        axis: the contracted axis of the logical shape.
+        shape: the logical shape: rows [M, X] or weights [G, A, B].
+        dtype: the nominal element type, that of products with it and of `dequantize`.
+    """
+
+    values: _Array
+    scales: _Array | None
+    group_scales: _Array | None
+    format: Format
+    axis: int
+    shape: tuple[int, ...]
+    dtype: str

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from grouped_core import calls, linear_spec
 from grouped_core.calls import ArraySpec
 from grouped_core.linear_spec import Linear
-from grouped_core.products import Array, Listed, Runner, operand_spec, product, scale_rows, split, wide
+from grouped_core.products import Array, Listed, Runner, arranged, operand_spec, product, scale_rows, wide
 
 
 class Needs(NamedTuple):
@@ -165,18 +165,18 @@ def linear_grads(
         )
     if needs.bias and bias_spec is not None:
         call = calls.group_sum(run.spec(dy), sizes_spec, bias_spec.dtype, operand_spec(run, scale))
-        (db,) = run(call, (dy, group_sizes, scale))
+        (db,) = run(call, call.arrange(rows=dy, group_sizes=group_sizes, row_scale=scale))
     if needs.row_scale and scale_spec is not None:
         pair = (x, product_grad) if scale_through_product else None
         group_pair = (dy, bias) if bias is not None else None
-        b, table = split(bias)
         call = calls.row_dot(
             sizes_spec,
             run.spec(dy).shape[0],
             pair and (run.spec(pair[0]), run.spec(pair[1])),
             group_pair and (run.spec(dy), operand_spec(run, bias)),
-            table is not None,
+            isinstance(bias, Listed),
         )
-        arrays = (group_sizes, *(pair or (None, None)), dy if group_pair else None, b, table)
-        dc = run.cast(run(call, arrays)[0], scale_spec.dtype)
+        lhs, rhs = pair or (None, None)
+        named = {"lhs": lhs, "rhs": rhs, "group_lhs": dy if group_pair else None, "group_rhs": bias}
+        dc = run.cast(run(call, arranged(call, group_sizes=group_sizes, **named))[0], scale_spec.dtype)
     return Gradients(dx, dw, db, dc)

@@ -15,10 +15,7 @@ from grouped_core.calls import ArraySpec
 from grouped_core.gradients import Gradients, Needs
 from grouped_core.linear_spec import Linear
 from grouped_core.mlp_spec import Mlp, MlpNeeds, MlpSpecs, check, kept, needs_dh, needs_dz, restrict
-from grouped_core.products import Array, Listed, Runner, all_aligned, operand_spec, split, wide
-
-Operand = Array | Listed
-"""One array, or one a group."""
+from grouped_core.products import Array, Listed, Operand, Runner, all_aligned, arranged, operand_spec, wide
 
 
 class Forward(NamedTuple):
@@ -68,7 +65,6 @@ def hidden_rows(
     rows = run.cast(x, recipe.forward[0].values)
     right = wi if isinstance(wi, Listed) else run.cast(wi, recipe.forward[1].values)
     p = None if probs is None else run.cast(probs, "float32")
-    (w, w_table), (b, b_table) = split(right), split(wi_bias)
     call = calls.grouped_matmul_act(
         run.spec(rows),
         operand_spec(run, right),
@@ -79,14 +75,15 @@ def hidden_rows(
         recipe=recipe,
         bias=operand_spec(run, wi_bias),
         row_scale=operand_spec(run, p),
-        tables=(w_table is not None, b_table is not None),
+        tables=(isinstance(right, Listed), isinstance(wi_bias, Listed)),
         aligned_tables=all_aligned(right),
         hidden=keep,
         zero_tail=op.clear_residuals,
         rows_hint=op.rows_hint,
         implementation=op.implementation,
     )
-    z, h = run(call, (rows, w, group_sizes, b, p, w_table, b_table))
+    named = {"lhs": rows, "rhs": right, "bias": wi_bias, "group_sizes": group_sizes, "row_scale": p}
+    z, h = run(call, arranged(call, **named))
     return z, h
 
 
@@ -143,7 +140,6 @@ def hidden_grads(
     right = wo if isinstance(wo, Listed) else run.cast(wo, recipe.dgrad[1].values)
     p = None if probs is None else run.cast(probs, "float32")
     base = _bias_dots(run, dy, wo_bias, group_sizes) if wanted[2] and wo_bias is not None else None
-    w, table = split(right)
     call = calls.grouped_matmul_dact(
         run.spec(rows),
         operand_spec(run, right),
@@ -156,23 +152,23 @@ def hidden_grads(
         wanted=wanted,
         row_scale=operand_spec(run, p),
         row_base=operand_spec(run, base),
-        table=table is not None,
+        table=isinstance(right, Listed),
         aligned_tables=all_aligned(right),
         zero_tail=op.clear_residuals,
         rows_hint=op.rows_hint,
         implementation=op.implementation,
     )
-    dh, z, dp = run(call, (rows, w, group_sizes, h, p, base, table))
+    named = {"lhs": rows, "rhs": right, "group_sizes": group_sizes, "hidden": h, "row_scale": p, "row_base": base}
+    dh, z, dp = run(call, arranged(call, **named))
     return dh, z, dp
 
 
 def _bias_dots(run: Runner, dy: Array, bias: Operand, group_sizes: Array) -> Array:
     """[M] float32 = <dy[r], bias[g(r)]>."""
-    b, table = split(bias)
     spec = run.spec(dy)
     pair = (spec, operand_spec(run, bias))
-    call = calls.row_dot(run.spec(group_sizes), spec.shape[0], None, pair, table is not None)
-    return run(call, (group_sizes, None, None, dy, b, table))[0]
+    call = calls.row_dot(run.spec(group_sizes), spec.shape[0], None, pair, isinstance(bias, Listed))
+    return run(call, arranged(call, group_sizes=group_sizes, group_lhs=dy, group_rhs=bias))[0]
 
 
 def main_grads(

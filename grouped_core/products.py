@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, overload
 
 from grouped_core import calls
-from grouped_core.calls import ArraySpec, Call
-from grouped_core.formats import Format
+from grouped_core.calls import ArraySpec, Call, OperandSpec, StoredSpec
+from grouped_core.formats import Format, QTensor
 from grouped_core.linear_spec import Linear
 from grouped_core.recipes import Recipe
 
@@ -54,25 +54,48 @@ class Listed:
     aligned: bool = True
 
 
+Operand = Array | Listed | QTensor[Any]
+"""One array, one a group, or codes and scales."""
+
+
 @overload
 def operand_spec(run: Runner, operand: None) -> None: ...
 @overload
 def operand_spec(run: Runner, operand: Array) -> Any: ...
-def operand_spec(run: Runner, operand: Array | Listed | None) -> ArraySpec | None:
+def operand_spec(run: Runner, operand: Operand | None) -> OperandSpec | None:
     """Spec of an operand, of the packed form where it is listed."""
     if operand is None:
         return None
+    if isinstance(operand, QTensor):
+        q = operand
+        arrays = [None if each is None else run.spec(each) for each in (q.values, q.scales, q.group_scales)]
+        return StoredSpec(*arrays, q.format, q.axis, q.shape, q.dtype)  # pyright: ignore[reportArgumentType]
     return operand.spec if isinstance(operand, Listed) else run.spec(operand)
+
+
+def operand_arrays(name: str, operand: Operand | None) -> dict[str, Array]:
+    """The arrays of an operand by slot: of a table of addresses, or codes and scales, or the array itself."""
+    if operand is None:
+        return {}
+    if isinstance(operand, Listed):
+        return {f"{name}_table": operand.table}
+    if isinstance(operand, QTensor):
+        scales = {f"{name}_scales": operand.scales, f"{name}_group_scales": operand.group_scales}
+        return {name: operand.values, **{slot: array for slot, array in scales.items() if array is not None}}
+    return {name: operand}
+
+
+def arranged(call: Call, **operands: Operand | None) -> tuple[Any, ...]:
+    """The arrays of named operands, one a slot of `call`."""
+    arrays: dict[str, Array] = {}
+    for name, operand in operands.items():
+        arrays |= operand_arrays(name, operand)
+    return call.arrange(**arrays)
 
 
 def all_aligned(*operands: Array | Listed | None) -> bool:
     """Whether every address of the listed ones is a multiple of 16 bytes."""
     return all(operand.aligned for operand in operands if isinstance(operand, Listed))
-
-
-def split(operand: Array | Listed | None) -> tuple[Array | None, Array | None]:
-    """(array, table) of an operand."""
-    return (None, operand.table) if isinstance(operand, Listed) else (operand, None)
 
 
 def product(
@@ -93,7 +116,6 @@ def product(
     """One grouped product, each operand stored as its cell of the recipe says, everything fused into one call."""
     left = run.cast(lhs[0], cells[0].values)
     right = rhs[0] if isinstance(rhs[0], Listed) else run.cast(rhs[0], cells[1].values)
-    (w, w_table), (b, b_table), (c, c_table) = split(right), split(bias), split(into)
     call = calls.grouped_matmul(
         run.spec(left),
         operand_spec(run, right),
@@ -104,14 +126,15 @@ def product(
         bias=operand_spec(run, bias),
         row_scale=operand_spec(run, row_scale),
         into=operand_spec(run, into),
-        tables=(w_table is not None, b_table is not None, c_table is not None),
+        tables=(isinstance(right, Listed), isinstance(bias, Listed), isinstance(into, Listed)),
         aligned_tables=all_aligned(right, into),
         scale_bias=op.scale_bias and bias is not None,
         accumulate=accumulate,
         rows_hint=op.rows_hint,
         implementation=op.implementation,
     )
-    (result,) = run(call, (left, w, group_sizes, b, row_scale, c, w_table, b_table, c_table))
+    named = {"lhs": left, "rhs": right, "bias": bias, "into": into, "group_sizes": group_sizes, "row_scale": row_scale}
+    (result,) = run(call, arranged(call, **named))
     return result
 
 
@@ -127,4 +150,4 @@ def scale_rows(
     call = calls.scale_rows(
         run.spec(rows), operand_spec(run, scale), run.spec(group_sizes), dtype, operand_spec(run, into)
     )
-    return run(call, (rows, scale, group_sizes, into))[0]
+    return run(call, call.arrange(rows=rows, row_scale=scale, group_sizes=group_sizes, into=into))[0]

@@ -15,9 +15,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from grouped_core.formats import PLAIN, Format
+from grouped_core.formats import FORMATS, PLAIN, Format
 
 FP32_MODES = ("tf32x3", "tf32", "ieee")
+PROMOTE_MODES = ("every_128", "never")
+SAVED = ("quantized", "input")
+AMAX_ALGORITHMS = ("max", "most_recent")
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,23 @@ class Recipe:
 
     Attributes:
         name: shown in messages.
-        forward, dgrad, wgrad: formats of the product's two operands, in the order of the module's table.
-        batch_invariant: a row of y or dx then depends on that row and its group's weights alone, not on M or G.
+        forward, dgrad, wgrad: formats of the product's two operands, in the order of the module's table. Each is made
+            from the high-precision array, so forward and wgrad may see different roundings of one x.
+        batch_invariant: a row of y or dx then depends on that row and its group's weights and scales alone, not on M or
+            G. Formats whose scales depend on all rows of a group refuse it.
         fp32: how float32 operands meet tensor cores: "tf32x3" (float32 accuracy), "tf32", or "ieee". Kernels without
             tensor cores run every mode as "ieee" (numerics 2.5).
+        promote: how often partial sums of 8-bit products go to fp32 where the hardware keeps fewer bits: "every_128"
+            contracted elements, or "never" ("fast accumulation", the forward product of per-tensor scales alone).
+        saved: what is kept of x for the weight gradient: the form that it reads ("quantized"), or the caller's array
+            ("input"), to be quantised again with the same bits.
+        requantize: what becomes of an operand that the caller hands in quantised where a gradient needs its other form:
+            None refuses it, "from_dequantized" makes it of the dequantised values.
+        history: steps that delayed scaling looks back. margin: its multipliers are smaller by 2^margin.
+        amax_algorithm: of delayed scaling: the "max" of the history, or its "most_recent" entry.
 
     Raises:
-        ValueError: an option has a value that it does not take.
+        ValueError: an option has a value that it does not take, or formats do not go together.
     """
 
     name: str
@@ -41,14 +54,117 @@ class Recipe:
     wgrad: tuple[Format, Format]
     batch_invariant: bool = False
     fp32: str = "tf32x3"
+    promote: str = "every_128"
+    saved: str = "quantized"
+    requantize: str | None = None
+    history: int = 1024
+    margin: int = 0
+    amax_algorithm: str = "max"
 
     def __post_init__(self) -> None:
-        if self.fp32 not in FP32_MODES:
-            raise ValueError(f"`fp32` of Recipe: {self.fp32!r}, wanted one of {FP32_MODES}; choose one of them.")
+        options: tuple[tuple[str, tuple[Any, ...]], ...] = (
+            ("fp32", FP32_MODES),
+            ("promote", PROMOTE_MODES),
+            ("saved", SAVED),
+            ("requantize", (None, "from_dequantized")),
+            ("amax_algorithm", AMAX_ALGORITHMS),
+        )
+        for name, allowed in options:
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"`{name}` of Recipe: {getattr(self, name)!r}, wanted one of {allowed}; choose one of them."
+                )
+        if self.history < 1:
+            raise ValueError(f"`history` of Recipe: {self.history}, wanted at least 1 step; pass a larger number.")
+        _check_cells(self)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether some operand is quantised."""
+        return any(not cell.plain for cell in self.cells())
+
+    @property
+    def delayed(self) -> bool:
+        """Whether some operand has a state of delayed scaling."""
+        return any(cell.delayed for cell in self.cells())
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether some operand is rounded stochastically."""
+        return any(cell.stochastic for cell in self.cells())
+
+    def cells(self) -> tuple[Format, ...]:
+        """All six formats."""
+        return (*self.forward, *self.dgrad, *self.wgrad)
 
     def replace(self, **changes: Any) -> Recipe:
         """This recipe with the fields of `changes` changed."""
         return dataclasses.replace(self, **changes)
+
+    def bind(self, state: Any = None, key: Any = None) -> BoundRecipe:
+        """This recipe with arrays that belong to one use of it.
+
+        Args:
+            state: of delayed scaling, from `scaling_state`; None where the recipe has none.
+            key: of stochastic rounding, uint32 [2], low word first; None: zeros, the same numbers in each step.
+
+        Raises:
+            ValueError: a state that the recipe does not have, or the lack of one.
+        """
+        return BoundRecipe(self, state, key)
+
+
+@dataclass(frozen=True, eq=False)
+class BoundRecipe:
+    """A recipe and the arrays of one use of it; see `Recipe.bind`."""
+
+    recipe: Recipe
+    state: Any = None
+    key: Any = None
+
+    def __post_init__(self) -> None:
+        if self.state is not None and not self.recipe.delayed:
+            raise ValueError(
+                f"`state` of recipe {self.recipe.name}: given, wanted None, for nothing of it is scaled with delay; "
+                "bind no state."
+            )
+
+
+def _check_cells(recipe: Recipe) -> None:
+    """Refuses formats that do not go together in one product."""
+
+    def refuse(product: str, came: str, wanted: str) -> None:
+        raise ValueError(f"`{product}` of recipe {recipe.name}: {came}, wanted {wanted}; change one of the formats.")
+
+    for product in ("forward", "dgrad"):
+        rows, weight = getattr(recipe, product)
+        if rows.square:
+            refuse(product, f"{rows.name} for rows", "blocks of one row: square ones are for weights")
+        if weight.stochastic or weight.rotate:
+            refuse(product, f"{weight.name} with rounding or rotation for a weight", "neither")
+        if rows.rotate:
+            refuse(product, f"{rows.name} with a rotation along features", "a rotation along rows, in wgrad")
+        if not rows.plain and weight.plain:
+            refuse(product, f"{rows.name} against {weight.name}", "a quantised weight beside quantised rows")
+        if rows.name.startswith("mxfp4"):
+            refuse(product, f"{rows.name} for rows", "a format for rows: mxfp4 is for weights")
+    x, dy = recipe.wgrad
+    for cell in (x, dy):
+        if cell.square or cell.name.startswith("mxfp4"):
+            refuse("wgrad", f"{cell.name}", "a format for rows")
+    if (x.segment, x.turned, x.block) != (dy.segment, dy.turned, dy.block):
+        refuse("wgrad", f"{x.name} and {dy.name}", "two formats that lie alike along rows")
+    if x.rotate != dy.rotate:
+        refuse("wgrad", "one operand rotated", "both or none, or the rotations do not cancel")
+    if recipe.promote == "never" and any(cell.block or cell.plain for cell in recipe.forward):
+        refuse("forward", "promote='never'", "one scale a tensor and group with it")
+    if recipe.batch_invariant:
+        for cell in (*recipe.forward, *recipe.dgrad):
+            if cell.rule == "nvfp4" or (cell.rule == "fp32" and cell.block == 0 and not cell.delayed):
+                raise ValueError(
+                    f"`batch_invariant` of recipe {recipe.name}: True with {cell.name}, whose scales depend on all "
+                    "rows of a group, wanted False; use delayed or block scales."
+                )
 
 
 def plain(x: str, w: str | None = None) -> Recipe:
@@ -58,6 +174,26 @@ def plain(x: str, w: str | None = None) -> Recipe:
     return Recipe(name, forward=(fx, fw), dgrad=(fx, fw), wgrad=(fx, fx))
 
 
+def _scaled(name: str, x: Format, w: Format, dy: Format, wgrad: tuple[Format, Format] | None = None) -> Recipe:
+    return Recipe(name, forward=(x, w), dgrad=(dy, w), wgrad=wgrad or (x, dy))
+
+
+_CURRENT, _CURRENT_DY = FORMATS["fp8_tensor"], FORMATS["fp8_tensor_e5m2"]
+_DELAYED, _DELAYED_DY = _CURRENT.replace(delayed=True), _CURRENT_DY.replace(delayed=True)
+_MXFP8, _NVFP4 = FORMATS["mxfp8"], FORMATS["nvfp4"]
+_ROTATED = _NVFP4.replace(rotate=True)
+
 BF16 = plain("bfloat16")
 FP16 = plain("float16")
 FP32 = plain("float32")
+FP8Delayed = _scaled("FP8Delayed", _DELAYED, _DELAYED, _DELAYED_DY)
+FP8Current = _scaled("FP8Current", _CURRENT, _CURRENT, _CURRENT_DY)
+FP8Block = _scaled("FP8Block", FORMATS["fp8_1x128"], FORMATS["fp8_128x128"], FORMATS["fp8_1x128"])
+MXFP8 = _scaled("MXFP8", _MXFP8, _MXFP8, _MXFP8)
+NVFP4 = _scaled(
+    "NVFP4",
+    _NVFP4,
+    FORMATS["nvfp4_2d"],
+    _NVFP4.replace(stochastic=True),
+    (_ROTATED, _ROTATED.replace(stochastic=True)),
+)

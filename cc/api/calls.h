@@ -13,11 +13,44 @@
 
 namespace grouped {
 
+// The scales of two quantised operands (numerics 2.4), and how their blocks lie. A value is code * scale * group scale;
+// what is absent counts as 1. An operand of uint8 holds two E2M1 codes a byte, the even one in the low half, along its
+// last axis. A weight is stored with its contracted axis last, so a quantised rhs has rhs_axis = 2.
+struct OperandScales {
+  TensorView lhs_scales;        // of blocks along the contracted axis; shapes below
+  TensorView rhs_scales;        // likewise
+  TensorView lhs_group_scales;  // [G] float32
+  TensorView rhs_group_scales;  // [G] float32
+  int64_t lhs_block = 0;        // contracted elements that share a scale; 0: no such scales
+  int64_t rhs_block = 0;
+  int64_t rhs_block_outer = 1;        // rows of the stored rhs that share a scale (square blocks); 1: none do
+  std::string promote = "every_128";  // fp8 partial sums go to fp32 "every_128" contracted elements, or "never" (fast)
+
+  template <class Visitor>
+  void visit_inputs(Visitor& v) {
+    v.optional("lhs_scales", lhs_scales);
+    v.optional("rhs_scales", rhs_scales);
+    v.optional("lhs_group_scales", lhs_group_scales);
+    v.optional("rhs_group_scales", rhs_group_scales);
+  }
+  template <class Visitor>
+  void visit_params(Visitor& v) {
+    v.param("lhs_block", lhs_block);
+    v.param("rhs_block", rhs_block);
+    v.param("rhs_block_outer", rhs_block_outer);
+    v.param("promote", promote);
+  }
+};
+
 // Ragged rows (contract_rows = 0), [M, N]:  result[r] = s(r) * (lhs[r] @ rhs[g(r)] + bias[g(r)]), s = row_scale or 1;
 //   with scale_bias the scale multiplies the bias alone. rhs is [G, K, N] (rhs_axis = 1) or [G, N, K] (rhs_axis = 2).
 // Ragged contraction (contract_rows = 1), [G, A, B]:  result[g] = sum over the rows r of g of outer(lhs[r], rhs[r])
 //   (+ into[g] with accumulate); lhs is [M, A], rhs is [M, B], rhs_axis = 0. An empty group gives zero, and with
-//   accumulate is not written.
+//   accumulate is not written. Quantised operands have rows padded to segments: with `segment` = S, group g starts at
+//   row S * sum of ceil(size / S) of the groups before it, of a fixed number P of rows; lhs is [P, A], rhs [P, B], or,
+//   with `turned`, [A, P] and [B, P]. Everything between a group's last row and its segment's end counts as zero codes.
+// Shapes of block scales, C contracted, b the block: float32 [C/b, M] for lhs, [G, N/outer, C/b] for rhs; with segments
+//   [P/b, A] and [P/b, B]; of other types [M, C/b] for lhs, the rest alike. Divisions round up.
 // Sums are fp32; the order of the epilogue is scale, bias, row scale, accumulate, one rounding (numerics 1).
 struct GroupedMatmul {
   static constexpr const char* kName = "grouped_matmul";
@@ -30,6 +63,7 @@ struct GroupedMatmul {
   TensorView rhs_table;    // [G] int64: addresses of one [K, N] (or [N, K]) weight a group
   TensorView bias_table;   // [G] int64: addresses of one [N] bias a group
   TensorView into_table;   // [G] int64: addresses of one [A, B] destination a group; 0 skips the group
+  OperandScales scales;
   TensorView result;
   int64_t contract_rows = 0;    // 0: rows are grouped (forward, dgrad); 1: the sum runs over a group's rows (wgrad)
   int64_t rhs_axis = 1;         // contracted axis of rhs: 1 or 2, 0 with contract_rows
@@ -39,6 +73,9 @@ struct GroupedMatmul {
   int64_t aligned_tables = 1;   // 1: every address in a table is a multiple of 16 bytes
   int64_t rows_hint = 0;        // usual rows a group, for tile choice; 0: unknown. Never changes meaning
   std::string fp32_mode = "tf32x3";  // float32 operands on tensor cores: tf32x3, tf32; ieee elsewhere
+  int64_t segment = 0;               // contract_rows: rows of a group are padded to a multiple of this; 0: they are not
+  int64_t turned = 0;                // 1: padded rows are the last axis of both operands
+  int64_t rows = 0;                  // M, where segments hide it
 
   template <class Visitor>
   void visit(Visitor&& v) {
@@ -51,6 +88,7 @@ struct GroupedMatmul {
     v.optional("rhs_table", rhs_table);
     v.optional("bias_table", bias_table);
     v.optional("into_table", into_table);
+    scales.visit_inputs(v);
     v.output("result", result);
     v.param("contract_rows", contract_rows);
     v.param("rhs_axis", rhs_axis);
@@ -60,6 +98,10 @@ struct GroupedMatmul {
     v.param("aligned_tables", aligned_tables);
     v.param("rows_hint", rows_hint);
     v.param("fp32_mode", fp32_mode);
+    scales.visit_params(v);
+    v.param("segment", segment);
+    v.param("turned", turned);
+    v.param("rows", rows);
   }
 };
 
@@ -151,7 +193,8 @@ struct ActivationParams {
 // activation's order; t = act(h) unscaled; s(r) = row_scale[r] or 1. `result` and friends are written in valid rows;
 // tail rows are zero with zero_tail, else undefined (on the CPU zero too). row_sum is zero there always.
 
-// hidden[r] = lhs[r] @ rhs[g(r)] + bias[g(r)], rounded;  result[r] = s(r) * act(hidden[r]), rounded.
+// hidden[r] = lhs[r] @ rhs[g(r)] + bias[g(r)], rounded to the dtype `compute` (empty: that of lhs);  result[r] = s(r) *
+// act(hidden[r]), rounded.
 struct GroupedMatmulAct {
   static constexpr const char* kName = "grouped_matmul_act";
   TensorView lhs;          // [M, K]
@@ -161,15 +204,17 @@ struct GroupedMatmulAct {
   TensorView row_scale;    // [M] float32
   TensorView rhs_table;    // [G] int64: addresses of one weight a group
   TensorView bias_table;   // [G] int64: addresses of one [W] bias a group
-  TensorView result;       // [M, F]
-  TensorView hidden;       // [M, W]; absent: not stored. Rounded to the dtype of lhs either way
-  int64_t rhs_axis = 1;    // contracted axis of rhs: 1 or 2
+  OperandScales scales;
+  TensorView result;     // [M, F]
+  TensorView hidden;     // [M, W]; absent: not stored. Rounded to `compute` either way
+  int64_t rhs_axis = 1;  // contracted axis of rhs: 1 or 2
   ActivationParams activation;
   int64_t zero_tail = 1;
   int64_t batch_invariant = 0;  // the next four as in GroupedMatmul
   int64_t aligned_tables = 1;
   int64_t rows_hint = 0;
   std::string fp32_mode = "tf32x3";
+  std::string compute;  // element type of hidden rows, stored or not; empty: that of lhs
 
   template <class Visitor>
   void visit(Visitor&& v) {
@@ -180,6 +225,7 @@ struct GroupedMatmulAct {
     v.optional("row_scale", row_scale);
     v.optional("rhs_table", rhs_table);
     v.optional("bias_table", bias_table);
+    scales.visit_inputs(v);
     v.output("result", result);
     v.optional_output("hidden", hidden);
     v.param("rhs_axis", rhs_axis);
@@ -189,11 +235,13 @@ struct GroupedMatmulAct {
     v.param("aligned_tables", aligned_tables);
     v.param("rows_hint", rows_hint);
     v.param("fp32_mode", fp32_mode);
+    scales.visit_params(v);
+    v.param("compute", compute);
   }
 };
 
 // Gradients at the hidden row, with dz[r] = lhs[r] @ rhs[g(r)] (lhs is dy; dz is fp32 where it stays in registers and
-// is rounded to the dtype of lhs where it is stored):
+// is rounded to the dtype of hidden where it is stored):
 //   result[r] = s(r) * dz[r] * act'(hidden[r]), [M, W];  activated[r] = s(r) * act(hidden[r]), [M, F];
 //   row_sum[r] = row_base[r] + <dz[r], act(hidden[r])>, [M], one fp32 sum in a fixed order.
 // Any of the three results may be absent, but not all.
@@ -206,10 +254,11 @@ struct GroupedMatmulDact {
   TensorView row_scale;    // [M] float32
   TensorView row_base;     // [M] float32
   TensorView rhs_table;    // [G] int64: addresses of one weight a group
-  TensorView result;       // [M, W]
-  TensorView activated;    // [M, F]
-  TensorView row_sum;      // [M] float32
-  int64_t rhs_axis = 1;    // contracted axis of rhs: 1 or 2
+  OperandScales scales;
+  TensorView result;     // [M, W]
+  TensorView activated;  // [M, F]
+  TensorView row_sum;    // [M] float32
+  int64_t rhs_axis = 1;  // contracted axis of rhs: 1 or 2
   ActivationParams activation;
   int64_t zero_tail = 1;
   int64_t batch_invariant = 0;  // the next four as in GroupedMatmul
@@ -226,6 +275,7 @@ struct GroupedMatmulDact {
     v.optional("row_scale", row_scale);
     v.optional("row_base", row_base);
     v.optional("rhs_table", rhs_table);
+    scales.visit_inputs(v);
     v.optional_output("result", result);
     v.optional_output("activated", activated);
     v.optional_output("row_sum", row_sum);
@@ -236,6 +286,7 @@ struct GroupedMatmulDact {
     v.param("aligned_tables", aligned_tables);
     v.param("rows_hint", rows_hint);
     v.param("fp32_mode", fp32_mode);
+    scales.visit_params(v);
   }
 };
 
@@ -259,6 +310,16 @@ struct ActivationForward {
     v.param("zero_tail", zero_tail);
   }
 };
+
+// The element type of what stands between the product and the activation.
+inline DType compute_type(const GroupedMatmulAct& call) {
+#define X(name, tag, bytes) \
+  if (call.compute == name) return DType::tag;
+  GROUPED_DTYPES(X)
+#undef X
+  return call.lhs.dtype;
+}
+inline DType compute_type(const GroupedMatmulDact& call) { return call.hidden.dtype; }
 
 // What GroupedMatmulDact does with dz, given dz.
 struct ActivationGrad {
@@ -289,9 +350,144 @@ struct ActivationGrad {
   }
 };
 
+// Stores rows or weights in a quantised format: numerics 2 has the formats, cc/math/scales.h the arithmetic. `source`
+// is rows [M, X] with group_sizes, else weights [G, A, B]. Two forms, each made if its `values` are asked for, from one
+// pass:
+//   values, the last axis contracted:   [M, X] or [G, A, B]
+//   cross_values, the axis before it:   rows padded to segments, [P, X] or turned [X, P] (see GroupedMatmul); [G, B, A]
+// of E4M3, E5M2, or uint8 with two E2M1 codes a byte along the last axis, whose length is then halved, rounding up.
+// Block scales have the shapes that GroupedMatmul reads; group scales are float32 [G]. Blocks along rows start anew
+// with each group. Rows past the groups and padding hold what quantising zeros gives.
+struct Quantize {
+  static constexpr const char* kName = "quantize";
+  TensorView source;        // float32, bfloat16 or float16; data is null where source_table is present
+  TensorView group_sizes;   // [G] int32; absent: weights, one member a group
+  TensorView source_table;  // [G] int64: addresses of one [A, B] weight a group
+  TensorView encode;        // [G] float32: multipliers, given (delayed scaling) instead of found
+  TensorView key;           // [2] uint32: of stochastic rounding, low word first; absent: zero
+  TensorView skip;          // [1] int32: not zero leaves every result as it is; wants all `into_`
+  TensorView into_amax;     // [G] float32, the memory of `amax`: what the maximum is merged with
+  TensorView into_values;   // the caller's buffers, each the memory of the result of that name
+  TensorView into_scales;
+  TensorView into_group_scales;
+  TensorView into_cross_values;
+  TensorView into_cross_scales;
+  TensorView into_cross_group_scales;
+  TensorView values;
+  TensorView scales;
+  TensorView group_scales;
+  TensorView cross_values;
+  TensorView cross_scales;
+  TensorView cross_group_scales;
+  TensorView amax;            // [G] float32: largest magnitude of the group's values, merged with into_amax
+  std::string rule = "fp32";  // fp32 (2.2), e8m0 (2.3), nvfp4: an E4M3 scale a block and an fp32 one a group
+  int64_t block = 0;          // contracted elements that share a scale; 0: the whole group does
+  int64_t block_outer = 1;    // elements of the other axis that share it too (square blocks); 1: none do
+  int64_t segment = 0;        // of the cross form of rows
+  int64_t turned = 0;         // likewise
+  int64_t pow2 = 0;           // fp32 rule: multipliers are rounded down to powers of two
+  float eps = 0;              // fp32 rule: least amax
+  int64_t stochastic = 0;     // E2M1 codes are rounded stochastically
+  int64_t stream = 0;         // of random numbers: that of `values`, the next one is that of `cross_values`
+  int64_t rotate = 0;         // cross form of rows: Hadamard transform of each block
+  std::string four_over_six;  // nvfp4: "absolute" or "square" errors choose between two scales; empty: no choice
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("source", source);
+    v.optional("group_sizes", group_sizes);
+    v.optional("source_table", source_table);
+    v.optional("encode", encode);
+    v.optional("key", key);
+    v.optional("skip", skip);
+    v.optional("into_amax", into_amax);
+    v.optional("into_values", into_values);
+    v.optional("into_scales", into_scales);
+    v.optional("into_group_scales", into_group_scales);
+    v.optional("into_cross_values", into_cross_values);
+    v.optional("into_cross_scales", into_cross_scales);
+    v.optional("into_cross_group_scales", into_cross_group_scales);
+    v.optional_output("values", values);
+    v.optional_output("scales", scales);
+    v.optional_output("group_scales", group_scales);
+    v.optional_output("cross_values", cross_values);
+    v.optional_output("cross_scales", cross_scales);
+    v.optional_output("cross_group_scales", cross_group_scales);
+    v.optional_output("amax", amax);
+    v.param("rule", rule);
+    v.param("block", block);
+    v.param("block_outer", block_outer);
+    v.param("segment", segment);
+    v.param("turned", turned);
+    v.param("pow2", pow2);
+    v.param("eps", eps);
+    v.param("stochastic", stochastic);
+    v.param("stream", stream);
+    v.param("rotate", rotate);
+    v.param("four_over_six", four_over_six);
+  }
+};
+
+// The values of one stored form, in fp32 and rounded once to the dtype of `result`: rows [M, X] with group_sizes, else
+// weights [G, A, B]. `cross` says which form `values` are. Rows past the groups are zero.
+struct Dequantize {
+  static constexpr const char* kName = "dequantize";
+  TensorView values;
+  TensorView group_sizes;   // [G] int32; absent: weights
+  TensorView scales;        // of blocks
+  TensorView group_scales;  // [G] float32
+  TensorView result;
+  int64_t cross = 0;
+  int64_t block = 0;  // the next four as in Quantize
+  int64_t block_outer = 1;
+  int64_t segment = 0;
+  int64_t turned = 0;
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("values", values);
+    v.optional("group_sizes", group_sizes);
+    v.optional("scales", scales);
+    v.optional("group_scales", group_scales);
+    v.output("result", result);
+    v.param("cross", cross);
+    v.param("block", block);
+    v.param("block_outer", block_outer);
+    v.param("segment", segment);
+    v.param("turned", turned);
+  }
+};
+
+// Delayed scaling, once a step: multipliers from the history of amaxes (numerics 2.5), for R operand roles at once.
+struct ScaleUpdate {
+  static constexpr const char* kName = "scale_update";
+  TensorView scale;           // [R, G] float32: multipliers
+  TensorView history;         // [R, L, G] float32: amaxes, slot 0 the newest
+  TensorView top;             // [R] float32: FMAX * 2^-margin of each role
+  TensorView into_new_scale;  // the caller's buffers, each the memory of the result of that name
+  TensorView into_new_history;
+  TensorView new_scale;
+  TensorView new_history;
+  std::string algorithm = "max";  // over the history: max, most_recent
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("scale", scale);
+    v.input("history", history);
+    v.input("top", top);
+    v.optional("into_new_scale", into_new_scale);
+    v.optional("into_new_history", into_new_history);
+    v.output("new_scale", new_scale);
+    v.output("new_history", new_history);
+    v.param("algorithm", algorithm);
+  }
+};
+
 // The list that every binding iterates over.
-#define GROUPED_CALLS(X) \
-  X(GroupedMatmul)       \
-  X(GroupSum) X(RowDot) X(ScaleRows) X(GroupedMatmulAct) X(GroupedMatmulDact) X(ActivationForward) X(ActivationGrad)
+#define GROUPED_CALLS(X)                                                                                             \
+  X(GroupedMatmul)                                                                                                   \
+  X(GroupSum)                                                                                                        \
+  X(RowDot) X(ScaleRows) X(GroupedMatmulAct) X(GroupedMatmulDact) X(ActivationForward) X(ActivationGrad) X(Quantize) \
+      X(Dequantize) X(ScaleUpdate)
 
 }  // namespace grouped

@@ -14,9 +14,11 @@ namespace grouped {
   X("float16", f16, 2)          \
   X("float8_e4m3fn", e4m3fn, 1) \
   X("float8_e5m2", e5m2, 1)     \
+  X("float8_e8m0fnu", e8m0, 1)  \
   X("int32", i32, 4)            \
   X("int64", i64, 8)            \
-  X("uint8", u8, 1)
+  X("uint8", u8, 1)             \
+  X("uint32", u32, 4)
 
 enum class DType : uint8_t {
 #define X(name, tag, bytes) tag,

@@ -34,7 +34,7 @@ struct Slots {
   std::vector<std::string> names;  // inputs, then outputs
   std::vector<int> table;          // by slot: the input that holds its addresses where it is not packed; -1: none
   size_t inputs = 0;
-  int into = -1;
+  std::vector<std::pair<size_t, size_t>> shared;  // (input, output): `into` and the first, `into_x` and x
 
   void input(const char* name, TensorView& view) { optional(name, view); }
   void optional(const char* name, TensorView&) {
@@ -58,7 +58,12 @@ struct Slots {
         }
         return -1;
       };
-      found.into = position("into");
+      for (size_t i = found.inputs; i < found.names.size(); ++i) {
+        const int into = position(i == found.inputs ? "into" : "");
+        const int named = position("into_" + found.names[i]);
+        if (into >= 0) found.shared.emplace_back(static_cast<size_t>(into), i);
+        if (named >= 0) found.shared.emplace_back(static_cast<size_t>(named), i);
+      }
       for (size_t i = 0; i < found.names.size(); ++i) {
         // A destination that is reached through addresses has no packed buffer, on either side.
         found.table.push_back(position((i < found.inputs ? found.names[i] : "into") + "_table"));
@@ -83,10 +88,8 @@ class AddressRules {
       const TensorView& view = *views.all[i];
       if (view.present() && view.elements() > 0 && !tabled(i)) rules.required_ |= uint64_t{1} << i;
     }
-    const auto into = static_cast<size_t>(slots.into);
-    if (slots.into >= 0 && views.all[into]->present() && !tabled(into)) {
-      rules.into_ = into;
-      rules.result_ = slots.inputs;
+    for (const auto& [into, result] : slots.shared) {
+      if (views.all[into]->present() && !tabled(into)) rules.shared_.emplace_back(into, result);
     }
     return rules;
   }
@@ -98,7 +101,10 @@ class AddressRules {
       const size_t slot = static_cast<size_t>(__builtin_ctzll(left));
       if (addresses[slot] == 0) return "the address of `" + Slots::of<Call>().names[slot] + "` is null";
     }
-    if (addresses[into_] != addresses[result_]) return "`into` and the result are not the same buffer; alias them";
+    for (const auto& [into, result] : shared_) {
+      if (addresses[into] == addresses[result]) continue;
+      return "`" + Slots::of<Call>().names[into] + "` and the result are not the same buffer; alias them";
+    }
     return "";
   }
 
@@ -115,9 +121,8 @@ class AddressRules {
     void param(const char*, T&) {}
   };
 
-  uint64_t required_ = 0;  // bit i: slot i must have an address
-  size_t into_ = 0;        // equal to result_ where the call has no shared buffer
-  size_t result_ = 0;
+  uint64_t required_ = 0;                          // bit i: slot i must have an address
+  std::vector<std::pair<size_t, size_t>> shared_;  // slots that are one buffer
 };
 
 // Puts addresses where a decoded call has none yet.

@@ -38,6 +38,10 @@ DType dtype_of(ffi::DataType type) {
       return DType::e4m3fn;
     case ffi::F8E5M2:
       return DType::e5m2;
+    case ffi::F8E8M0FNU:
+      return DType::e8m0;
+    case ffi::U32:
+      return DType::u32;
     case ffi::S32:
       return DType::i32;
     case ffi::S64:

@@ -1,5 +1,5 @@
 // A grouped product and an activation, one after the other through dispatch. Workspace: the matrix between the two
-// where the caller does not ask for it, rounded to the dtype of lhs, then what the two need, who share it.
+// where the caller does not ask for it, rounded to its compute type, then what the two need, who share it.
 #include "cc/dispatch/compose.h"
 
 #include <algorithm>
@@ -37,13 +37,14 @@ GroupedMatmul product_of(const Call& call) {
   product.aligned_tables = call.aligned_tables;
   product.rows_hint = call.rows_hint;
   product.fp32_mode = call.fp32_mode;
+  product.scales = call.scales;
   return product;
 }
 
 template <class Call>
 TensorView product_result(const Call& call) {
   TensorView result;
-  result.dtype = call.lhs.dtype;
+  result.dtype = compute_type(call);
   result.rank = 2;
   result.dims[0] = call.lhs.dims[0];
   result.dims[1] = call.rhs.dims[3 - call.rhs_axis];

@@ -126,4 +126,19 @@ Table<ActivationGrad> table<ActivationGrad>(Platform platform) {
   return rows_if(platform == Platform::cpu, cpu);
 }
 
+template <>
+Table<Quantize> table<Quantize>(Platform) {
+  return {};
+}
+
+template <>
+Table<Dequantize> table<Dequantize>(Platform) {
+  return {};
+}
+
+template <>
+Table<ScaleUpdate> table<ScaleUpdate>(Platform) {
+  return {};
+}
+
 }  // namespace grouped

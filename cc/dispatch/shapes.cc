@@ -1,5 +1,6 @@
 #include "cc/dispatch/shapes.h"
 
+#include <algorithm>
 #include <initializer_list>
 
 #include "cc/math/activation.h"
@@ -59,11 +60,12 @@ int64_t groups_of(Check* check, const TensorView& sizes) {
   return sizes.dims[0];
 }
 
-void into_is_result(Check* check, const TensorView& into, const TensorView& result) {
+// A buffer that is one with a result, if it is given.
+void same_buffer(Check* check, const char* name, const TensorView& into, const TensorView& result) {
   if (!into.present() || !check->wrong.empty()) return;
   bool same = into.rank == result.rank && into.dtype == result.dtype;
   for (int i = 0; same && i < result.rank; ++i) same = into.dims[i] == result.dims[i];
-  check->require(same, [&] { return Check::named("into", into) + ", expected " + describe(result) + " = the result"; });
+  check->require(same, [&] { return Check::named(name, into) + ", expected " + describe(result) + " = the result"; });
 }
 
 void table(Check* check, const char* name, const TensorView& t, int64_t groups, const TensorView& packed) {
@@ -71,6 +73,69 @@ void table(Check* check, const char* name, const TensorView& t, int64_t groups, 
   check->dtype(name, t, DType::i64);
   check->require(!t.present() || packed.present(),
                  [&] { return Check::named(name, t) + ", expected its packed operand beside it"; });
+}
+
+int64_t blocks(int64_t length, int64_t block) { return (length + block - 1) / block; }
+
+// How many bytes hold `codes` codes: uint8 has two of E2M1.
+int64_t code_bytes(DType dtype, int64_t codes) { return dtype == DType::u8 ? blocks(codes, 2) : codes; }
+
+// Rows of an axis padded to segments: room for any sizes of `groups` groups that sum to at most `rows`.
+int64_t padded_rows(int64_t rows, int64_t groups, int64_t segment) {
+  return (rows + groups * (segment - 1)) / segment * segment;
+}
+
+bool is_scale(DType dtype) { return dtype == DType::f32 || dtype == DType::e8m0 || dtype == DType::e4m3fn; }
+
+void group_scales(Check* check, const char* name, const TensorView& t, int64_t groups) {
+  check->shape_if_given(name, t, {groups});
+  check->dtype(name, t, DType::f32);
+}
+
+// Block scales of an operand whose float32 ones lie as `fp32` and others as `narrow`.
+void block_scales(Check* check, const char* name, const TensorView& t, int64_t block, Dims fp32, Dims narrow) {
+  check->require(t.present() == (block > 0), [&] {
+    return Check::named(name, t) + ", expected scales if and only if their block is not 0: it is " +
+           std::to_string(block);
+  });
+  if (!t.present() || !check->wrong.empty()) return;
+  check->require(is_scale(t.dtype), [&] { return Check::named(name, t) + ", expected the type of a scale"; });
+  check->shape(name, t, t.dtype == DType::f32 ? fp32 : narrow);
+}
+
+// Scales of a product with ragged rows: lhs [rows, depth], rhs [groups, columns, depth] as stored.
+void row_product_scales(Check* check, const OperandScales& s, const TensorView& lhs, const TensorView& rhs,
+                        int64_t rhs_axis, int64_t groups) {
+  group_scales(check, "lhs_group_scales", s.lhs_group_scales, groups);
+  group_scales(check, "rhs_group_scales", s.rhs_group_scales, groups);
+  check->require(s.lhs_block >= 0 && s.rhs_block >= 0 && s.rhs_block_outer >= 1,
+                 [] { return "lhs_block, rhs_block, rhs_block_outer: expected none negative"; });
+  if (!check->wrong.empty()) return;
+  const int64_t rows = lhs.dims[0];
+  const int64_t lhs_depth = lhs.dims[1] * (lhs.dtype == DType::u8 ? 2 : 1);
+  const int64_t rhs_depth = rhs.dims[2] * (rhs.dtype == DType::u8 ? 2 : 1);
+  check->require(rhs_axis == 2 || (s.rhs_block == 0 && rhs.dtype != DType::u8),
+                 [] { return "rhs_axis: expected 2, quantised weights have their contracted axis last"; });
+  const int64_t lb = std::max<int64_t>(s.lhs_block, 1), rb = std::max<int64_t>(s.rhs_block, 1);
+  // A packed last byte may hold one code, so a packed length is known but for one.
+  const int64_t outer = blocks(rhs.dims[1], s.rhs_block_outer);
+  block_scales(check, "lhs_scales", s.lhs_scales, s.lhs_block, {blocks(lhs_depth, lb), rows},
+               {rows, blocks(lhs_depth, lb)});
+  block_scales(check, "rhs_scales", s.rhs_scales, s.rhs_block, {groups, outer, blocks(rhs_depth, rb)},
+               {groups, outer, blocks(rhs_depth, rb)});
+}
+
+// Scales of a contraction over padded rows: P of them, of `lhs_width` and `rhs_width` columns.
+void contraction_scales(Check* check, const OperandScales& s, int64_t padded, int64_t lhs_width, int64_t rhs_width,
+                        int64_t groups) {
+  group_scales(check, "lhs_group_scales", s.lhs_group_scales, groups);
+  group_scales(check, "rhs_group_scales", s.rhs_group_scales, groups);
+  check->require(s.lhs_block >= 0 && s.rhs_block >= 0 && s.rhs_block_outer == 1,
+                 [] { return "lhs_block, rhs_block: expected none negative, and rhs_block_outer 1"; });
+  if (!check->wrong.empty()) return;
+  const int64_t lb = std::max<int64_t>(s.lhs_block, 1), rb = std::max<int64_t>(s.rhs_block, 1);
+  block_scales(check, "lhs_scales", s.lhs_scales, s.lhs_block, {padded / lb, lhs_width}, {padded / lb, lhs_width});
+  block_scales(check, "rhs_scales", s.rhs_scales, s.rhs_block, {padded / rb, rhs_width}, {padded / rb, rhs_width});
 }
 
 // Columns of a hidden row in front of `width` activated ones; 0 where the parameters contradict themselves.
@@ -104,13 +169,21 @@ void hidden_grads(Check* check, const Call& call, const TensorView& hidden, int6
                  [] { return "results: expected at least one of them"; });
 }
 
+// Whether the contracted axes of lhs [M, C] and rhs have one length; of two codes a byte the last may be padding.
+bool same_depth(const TensorView& lhs, const TensorView& rhs, int64_t rhs_axis) {
+  const bool lhs_packed = lhs.dtype == DType::u8, rhs_packed = rhs.dtype == DType::u8;
+  const int64_t a = lhs.dims[1], b = rhs.dims[rhs_axis];
+  if (lhs_packed == rhs_packed) return a == b;
+  return lhs_packed ? a == blocks(b, 2) : blocks(a, 2) == b;
+}
+
 // lhs [M, C] against rhs [G, ...] with the contracted axis `rhs_axis`; the width of the product, 0 if they disagree.
 int64_t product_width(Check* check, const TensorView& lhs, const TensorView& rhs, int64_t rhs_axis, int64_t groups) {
   check->require(rhs_axis == 1 || rhs_axis == 2, [] { return "rhs_axis: expected 1 or 2"; });
   check->rank("lhs", lhs, 2);
   check->rank("rhs", rhs, 3);
   if (!check->wrong.empty()) return 0;
-  check->require(rhs.dims[0] == groups && rhs.dims[rhs_axis] == lhs.dims[1], [&] {
+  check->require(rhs.dims[0] == groups && same_depth(lhs, rhs, rhs_axis), [&] {
     return Check::named("rhs", rhs) + ", expected to match lhs " + describe(lhs) + " and " + std::to_string(groups) +
            " groups";
   });
@@ -119,41 +192,54 @@ int64_t product_width(Check* check, const TensorView& lhs, const TensorView& rhs
   return width;
 }
 
+// What a contraction over rows asks of its operands.
+void contraction(Check* check, const GroupedMatmul& call, int64_t groups) {
+  check->require(call.contract_rows == 1 && call.rhs_axis == 0,
+                 [] { return "contract_rows and rhs_axis contradict each other"; });
+  check->rank("rhs", call.rhs, 2);
+  check->absent("bias", call.bias);
+  check->absent("row_scale", call.row_scale);
+  check->absent("rhs_table", call.rhs_table);
+  check->absent("bias_table", call.bias_table);
+  check->rank("result", call.result, 3);
+  check->require(call.segment >= 0 && (call.turned == 0 || (call.turned == 1 && call.segment > 0)),
+                 [] { return "turned: expected 0, or 1 beside segments"; });
+  if (!check->wrong.empty()) return;
+  const int64_t lhs_width = call.result.dims[1], rhs_width = call.result.dims[2];
+  const int64_t padded = call.segment ? padded_rows(call.rows, groups, call.segment) : call.lhs.dims[0];
+  check->shape("result", call.result, {groups, lhs_width, rhs_width});
+  if (call.turned) {
+    check->shape("lhs", call.lhs, {lhs_width, padded});
+    check->shape("rhs", call.rhs, {rhs_width, padded});
+  } else {
+    check->shape("lhs", call.lhs, {padded, code_bytes(call.lhs.dtype, lhs_width)});
+    check->shape("rhs", call.rhs, {padded, code_bytes(call.rhs.dtype, rhs_width)});
+  }
+  contraction_scales(check, call.scales, padded, lhs_width, rhs_width, groups);
+}
+
 }  // namespace
 
 std::string disagreement(const GroupedMatmul& call) {
   Check check;
   const int64_t groups = groups_of(&check, call.group_sizes);
   check.rank("lhs", call.lhs, 2);
-  const int64_t rows = call.lhs.dims[0];
   if (call.contract_rows) {
-    check.require(call.contract_rows == 1 && call.rhs_axis == 0,
-                  [] { return "contract_rows and rhs_axis contradict each other"; });
-    check.rank("rhs", call.rhs, 2);
-    check.require(call.rhs.dims[0] == rows,
-                  [&] { return Check::named("rhs", call.rhs) + ", expected the rows of lhs " + describe(call.lhs); });
-    check.shape("result", call.result, {groups, call.lhs.dims[1], call.rhs.dims[1]});
-    check.absent("bias", call.bias);
-    check.absent("row_scale", call.row_scale);
-    check.absent("rhs_table", call.rhs_table);
-    check.absent("bias_table", call.bias_table);
+    contraction(&check, call, groups);
   } else {
-    check.require(call.rhs_axis == 1 || call.rhs_axis == 2, [] { return "rhs_axis: expected 1 or 2"; });
-    check.rank("rhs", call.rhs, 3);
+    const int64_t width = product_width(&check, call.lhs, call.rhs, call.rhs_axis, groups);
     if (check.wrong.empty()) {
-      const int64_t width = call.rhs.dims[3 - call.rhs_axis];
-      check.require(call.rhs.dims[0] == groups && call.rhs.dims[call.rhs_axis] == call.lhs.dims[1], [&] {
-        return Check::named("rhs", call.rhs) + ", expected to match lhs " + describe(call.lhs) + " and " +
-               std::to_string(groups) + " groups";
-      });
+      const int64_t rows = call.lhs.dims[0];
       check.shape("result", call.result, {rows, width});
       check.shape_if_given("bias", call.bias, {groups, width});
       check.shape_if_given("row_scale", call.row_scale, {rows});
       check.dtype("row_scale", call.row_scale, DType::f32);
+      row_product_scales(&check, call.scales, call.lhs, call.rhs, call.rhs_axis, groups);
     }
     check.absent("into_table", call.into_table);
+    check.require(call.segment == 0 && call.turned == 0, [] { return "segment, turned: expected 0 beside rows"; });
   }
-  into_is_result(&check, call.into, call.result);
+  same_buffer(&check, "into", call.into, call.result);
   table(&check, "rhs_table", call.rhs_table, groups, call.rhs);
   table(&check, "bias_table", call.bias_table, groups, call.bias);
   table(&check, "into_table", call.into_table, groups, call.into);
@@ -201,7 +287,7 @@ std::string disagreement(const ScaleRows& call) {
   check.shape("row_scale", call.row_scale, {call.rows.dims[0]});
   check.dtype("row_scale", call.row_scale, DType::f32);
   check.shape("result", call.result, {call.rows.dims[0], call.rows.dims[1]});
-  into_is_result(&check, call.into, call.result);
+  same_buffer(&check, "into", call.into, call.result);
   return check.wrong;
 }
 
@@ -218,12 +304,14 @@ std::string disagreement(const GroupedMatmulAct& call) {
   });
   check.shape("result", call.result, {rows, call.result.dims[1]});
   check.shape_if_given("hidden", call.hidden, {rows, wide});
-  check.dtype("hidden", call.hidden, call.lhs.dtype);
+  check.require(!call.hidden.present() || call.hidden.dtype == compute_type(call),
+                [&] { return Check::named("hidden", call.hidden) + ", expected the type of `compute`"; });
   check.shape_if_given("bias", call.bias, {groups, wide});
   check.shape_if_given("row_scale", call.row_scale, {rows});
   check.dtype("row_scale", call.row_scale, DType::f32);
   table(&check, "rhs_table", call.rhs_table, groups, call.rhs);
   table(&check, "bias_table", call.bias_table, groups, call.bias);
+  row_product_scales(&check, call.scales, call.lhs, call.rhs, call.rhs_axis, groups);
   return check.wrong;
 }
 
@@ -234,6 +322,7 @@ std::string disagreement(const GroupedMatmulDact& call) {
   if (!check.wrong.empty()) return check.wrong;
   hidden_grads(&check, call, call.hidden, call.lhs.dims[0], width);
   table(&check, "rhs_table", call.rhs_table, groups, call.rhs);
+  row_product_scales(&check, call.scales, call.lhs, call.rhs, call.rhs_axis, groups);
   return check.wrong;
 }
 
@@ -258,6 +347,136 @@ std::string disagreement(const ActivationGrad& call) {
   check.rank("grad", call.grad, 2);
   if (!check.wrong.empty()) return check.wrong;
   hidden_grads(&check, call, call.rows, call.grad.dims[0], call.grad.dims[1]);
+  return check.wrong;
+}
+
+namespace {
+
+bool is_float(DType dtype) { return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16; }
+bool is_code(DType dtype) { return dtype == DType::e4m3fn || dtype == DType::e5m2 || dtype == DType::u8; }
+
+// One stored form of `source`; what the two forms differ in is their shapes.
+struct StoredForm {
+  const char* name;
+  const TensorView& values;
+  const TensorView& scales;
+  const TensorView& group_scales;
+};
+
+// Shapes of the form of rows [M, X] or weights [G, A, B] that contracts the last axis (`cross` 0) or the one before.
+template <class Call>
+void stored_form(Check* check, const Call& call, const StoredForm& form, const TensorView& source, bool cross,
+                 int64_t groups) {
+  if (!form.values.present()) {
+    check->require(!form.scales.present() && !form.group_scales.present(),
+                   [&] { return std::string(form.name) + "scales: expected values beside them"; });
+    return;
+  }
+  const DType type = form.values.dtype;
+  const int64_t b = std::max<int64_t>(call.block, 1);
+  check->require(is_code(type), [&] { return Check::named(form.name, form.values) + ", expected codes"; });
+  check->require(form.scales.present() == (call.block > 0),
+                 [&] { return std::string(form.name) + "scales: expected if and only if block is not 0"; });
+  if (!check->wrong.empty()) return;
+  if (!call.group_sizes.present()) {  // weights, stored with the contracted axis last
+    const int64_t outer = source.dims[cross ? 2 : 1], depth = source.dims[cross ? 1 : 2];
+    check->shape(form.name, form.values, {groups, outer, code_bytes(type, depth)});
+    check->shape_if_given("scales", form.scales, {groups, blocks(outer, call.block_outer), blocks(depth, b)});
+  } else if (!cross) {
+    const int64_t rows = source.dims[0], depth = source.dims[1];
+    check->shape(form.name, form.values, {rows, code_bytes(type, depth)});
+    if (form.scales.dtype == DType::f32) {
+      check->shape_if_given("scales", form.scales, {blocks(depth, b), rows});
+    } else {
+      check->shape_if_given("scales", form.scales, {rows, blocks(depth, b)});
+    }
+  } else {
+    check->require(call.segment > 0 && (call.block == 0 || call.segment % call.block == 0),
+                   [] { return "segment: expected a multiple of block"; });
+    if (!check->wrong.empty()) return;
+    const int64_t padded = padded_rows(source.dims[0], groups, call.segment), width = source.dims[1];
+    if (call.turned) {
+      check->shape(form.name, form.values, {width, padded});
+      check->require(type != DType::u8, [] { return "turned: expected 0, codes of four bits stay in place"; });
+    } else {
+      check->shape(form.name, form.values, {padded, code_bytes(type, width)});
+    }
+    check->shape_if_given("scales", form.scales, {padded / b, width});
+  }
+  group_scales(check, "group_scales", form.group_scales, groups);
+}
+
+// Groups of a call whose source may be weights.
+int64_t groups_of_source(Check* check, const TensorView& source, const TensorView& group_sizes) {
+  if (group_sizes.present()) {
+    check->rank("source", source, 2);
+    return groups_of(check, group_sizes);
+  }
+  check->rank("source", source, 3);
+  return source.dims[0];
+}
+
+}  // namespace
+
+std::string disagreement(const Quantize& call) {
+  Check check;
+  const int64_t groups = groups_of_source(&check, call.source, call.group_sizes);
+  check.require(is_float(call.source.dtype), [&] { return Check::named("source", call.source) + ", expected floats"; });
+  check.require(call.rule == "fp32" || call.rule == "e8m0" || call.rule == "nvfp4",
+                [&] { return "rule: no rule " + call.rule; });
+  check.require(call.block >= 0 && call.block_outer >= 1, [] { return "block, block_outer: expected none negative"; });
+  check.require(call.values.present() || call.cross_values.present() || call.amax.present(),
+                [] { return "results: expected at least one of them"; });
+  if (!check.wrong.empty()) return check.wrong;
+  stored_form(&check, call, {"values", call.values, call.scales, call.group_scales}, call.source, false, groups);
+  stored_form(&check, call, {"cross_values", call.cross_values, call.cross_scales, call.cross_group_scales},
+              call.source, true, groups);
+  table(&check, "source_table", call.source_table, groups, call.source);
+  group_scales(&check, "encode", call.encode, groups);
+  group_scales(&check, "amax", call.amax, groups);
+  check.shape_if_given("key", call.key, {2});
+  check.dtype("key", call.key, DType::u32);
+  check.shape_if_given("skip", call.skip, {1});
+  check.dtype("skip", call.skip, DType::i32);
+  same_buffer(&check, "into_amax", call.into_amax, call.amax);
+  same_buffer(&check, "into_values", call.into_values, call.values);
+  same_buffer(&check, "into_scales", call.into_scales, call.scales);
+  same_buffer(&check, "into_group_scales", call.into_group_scales, call.group_scales);
+  same_buffer(&check, "into_cross_values", call.into_cross_values, call.cross_values);
+  same_buffer(&check, "into_cross_scales", call.into_cross_scales, call.cross_scales);
+  same_buffer(&check, "into_cross_group_scales", call.into_cross_group_scales, call.cross_group_scales);
+  return check.wrong;
+}
+
+std::string disagreement(const Dequantize& call) {
+  Check check;
+  const int64_t groups = groups_of_source(&check, call.result, call.group_sizes);
+  check.require(is_float(call.result.dtype), [&] { return Check::named("result", call.result) + ", expected floats"; });
+  check.require(call.block >= 0 && call.block_outer >= 1, [] { return "block, block_outer: expected none negative"; });
+  if (!check.wrong.empty()) return check.wrong;
+  stored_form(&check, call, {"values", call.values, call.scales, call.group_scales}, call.result, call.cross != 0,
+              groups);
+  return check.wrong;
+}
+
+std::string disagreement(const ScaleUpdate& call) {
+  Check check;
+  check.rank("scale", call.scale, 2);
+  check.rank("history", call.history, 3);
+  if (!check.wrong.empty()) return check.wrong;
+  const int64_t roles = call.scale.dims[0], groups = call.scale.dims[1], length = call.history.dims[1];
+  check.shape("history", call.history, {roles, length, groups});
+  check.require(length > 0, [&] { return Check::named("history", call.history) + ", expected at least one slot"; });
+  check.shape("top", call.top, {roles});
+  check.shape("new_scale", call.new_scale, {roles, groups});
+  check.shape("new_history", call.new_history, {roles, length, groups});
+  for (const TensorView* view : {&call.scale, &call.history, &call.top, &call.new_scale, &call.new_history}) {
+    check.dtype("operand", *view, DType::f32);
+  }
+  check.require(call.algorithm == "max" || call.algorithm == "most_recent",
+                [&] { return "algorithm: no algorithm " + call.algorithm; });
+  same_buffer(&check, "into_new_scale", call.into_new_scale, call.new_scale);
+  same_buffer(&check, "into_new_history", call.into_new_history, call.new_history);
   return check.wrong;
 }
 

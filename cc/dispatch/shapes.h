@@ -17,5 +17,8 @@ std::string disagreement(const GroupedMatmulAct& call);
 std::string disagreement(const GroupedMatmulDact& call);
 std::string disagreement(const ActivationForward& call);
 std::string disagreement(const ActivationGrad& call);
+std::string disagreement(const Quantize& call);
+std::string disagreement(const Dequantize& call);
+std::string disagreement(const ScaleUpdate& call);
 
 }  // namespace grouped

@@ -541,6 +541,10 @@ std::string refuses(const GroupedMatmul& call, const Target& target) {
     return "takes two operands of float32, bfloat16 or float16, or two of float8, got " + describe(call.lhs) + " and " +
            describe(call.rhs);
   }
+  if (call.segment || call.scales.lhs_block || call.scales.rhs_block || call.scales.lhs_group_scales.present() ||
+      call.scales.rhs_group_scales.present()) {
+    return "takes no scaled operands";
+  }
   if (!is_wide(call.result.dtype)) return "gives float32, bfloat16 or float16, not " + describe(call.result);
   if (call.bias.present() && !is_wide(call.bias.dtype)) {
     return "takes a bias of float32, bfloat16 or float16, got " + describe(call.bias);

@@ -293,7 +293,17 @@ def activated_product(
         tables=(table is not None, False),
         hidden=hidden,
     )
-    return run(call, (p.x, p.w if table is None else None, r.group_sizes, b, scale, table, None))
+    return run(
+        call,
+        call.arrange(
+            lhs=p.x,
+            rhs=p.w if table is None else None,
+            group_sizes=r.group_sizes,
+            bias=b,
+            row_scale=scale,
+            rhs_table=table,
+        ),
+    )
 
 
 def product_gradients(
@@ -322,7 +332,8 @@ def product_gradients(
         row_base=maybe(base),
         table=table is not None,
     )
-    return run(call, (p.dy, p.wo if table is None else None, r.group_sizes, r.hidden, scale, base, table))
+    named = {"lhs": p.dy, "rhs": p.wo if table is None else None, "group_sizes": r.group_sizes, "hidden": r.hidden}
+    return run(call, call.arrange(**named, row_scale=scale, row_base=base, rhs_table=table))
 
 
 def plain_kernel(fused: str) -> str:
