@@ -48,7 +48,8 @@ struct OperandScales {
 //   (+ into[g] with accumulate); lhs is [M, A], rhs is [M, B], rhs_axis = 0. An empty group gives zero, and with
 //   accumulate is not written. Quantised operands have rows padded to segments: with `segment` = S, group g starts at
 //   row S * sum of ceil(size / S) of the groups before it, of a fixed number P of rows; lhs is [P, A], rhs [P, B], or,
-//   with `turned`, [A, P] and [B, P]. Everything between a group's last row and its segment's end counts as zero codes.
+//   with `turned`, [A, P] and [B, P]. A group's segment is contracted whole: behind its last row lie zero codes, or the
+//   rest of a rotated block.
 // Shapes of block scales, C contracted, b the block: float32 [C/b, M] for lhs, [G, N/outer, C/b] for rhs; with segments
 //   [P/b, A] and [P/b, B]; of other types [M, C/b] for lhs, the rest alike. Divisions round up.
 // Sums are fp32; the order of the epilogue is scale, bias, row scale, accumulate, one rounding (numerics 1).
@@ -484,10 +485,11 @@ struct ScaleUpdate {
 };
 
 // The list that every binding iterates over.
-#define GROUPED_CALLS(X)                                                                                             \
-  X(GroupedMatmul)                                                                                                   \
-  X(GroupSum)                                                                                                        \
-  X(RowDot) X(ScaleRows) X(GroupedMatmulAct) X(GroupedMatmulDact) X(ActivationForward) X(ActivationGrad) X(Quantize) \
+#define GROUPED_CALLS(X)                                                                                   \
+  X(GroupedMatmul)                                                                                         \
+  X(GroupSum)                                                                                              \
+  X(RowDot)                                                                                                \
+  X(ScaleRows) X(GroupedMatmulAct) X(GroupedMatmulDact) X(ActivationForward) X(ActivationGrad) X(Quantize) \
       X(Dequantize) X(ScaleUpdate)
 
 }  // namespace grouped

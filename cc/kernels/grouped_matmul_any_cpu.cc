@@ -13,8 +13,6 @@
 namespace grouped {
 namespace {
 
-bool is_code(DType dtype) { return dtype == DType::e4m3fn || dtype == DType::e5m2 || dtype == DType::u8; }
-
 std::string refuses_operand(const char* name, const TensorView& operand) {
   return is_code(operand.dtype) ? "" : refuses_unless_plain(name, operand);
 }
@@ -24,21 +22,7 @@ std::string refuses_operands(const GroupedMatmul& call, const Target& target) {
                    refuses_unless_plain("result", call.result), refuses_unless_plain("bias", call.bias)});
 }
 
-// What operands are multiplied as (numerics 4). Codes, with E8M0 or E4M3 scales too, are bfloat16 numbers; with float32
-// scales they are not.
-DType multiplied_type(const GroupedMatmul& call) {
-  if (call.lhs.dtype == call.rhs.dtype && is_plain(call.lhs.dtype)) return call.lhs.dtype;
-  for (const TensorView* scales : {&call.scales.lhs_scales, &call.scales.rhs_scales}) {
-    if (scales->present() && scales->dtype == DType::f32) return DType::f32;
-  }
-  const auto narrow = [](DType dtype) { return dtype == DType::bf16 || is_code(dtype); };
-  return narrow(call.lhs.dtype) && narrow(call.rhs.dtype) ? DType::bf16 : DType::f32;
-}
-
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Elements along the last axis; uint8 holds two codes a byte.
-int64_t last_axis(const TensorView& t) { return t.dims[t.rank - 1] * (t.dtype == DType::u8 ? 2 : 1); }
 
 // A block of the result: of the matrix in ragged rows, of group's matrix in ragged contraction.
 struct Task {
@@ -67,8 +51,7 @@ struct Problem {
         segment(call.segment) {
     rows = ragged_rows ? 0 : call.result.dims[1];
     columns = call.result.dims[call.result.rank - 1];
-    // Where one operand has two codes a byte and the other has not, the last code may stand for nothing.
-    depth = ragged_rows ? std::min(last_axis(call.lhs), contracted(call.rhs, call.rhs_axis)) : 0;
+    depth = ragged_rows ? contracted_length(call) : 0;
     int64_t first = 0;
     for (int64_t g = 0; g < static_cast<int64_t>(ends.size()); ++g) {
       first_rows.push_back(first);
@@ -83,9 +66,6 @@ struct Problem {
     if (ragged_rows) return depth;
     return segment ? ceil_div(size(g), segment) * segment : size(g);
   }
-
- private:
-  static int64_t contracted(const TensorView& rhs, int64_t axis) { return axis == 2 ? last_axis(rhs) : rhs.dims[1]; }
 };
 
 const void* table_entry(const TensorView& table, int64_t g) {
