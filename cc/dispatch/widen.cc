@@ -13,7 +13,9 @@
 
 #include "cc/api/operands.h"
 #include "cc/device/widen.h"
+#include "cc/dispatch/compose.h"
 #include "cc/dispatch/dispatch.h"
+#include "cc/kernels/kernels.h"
 
 namespace grouped {
 namespace {
@@ -166,6 +168,12 @@ std::string refuses(const Call& call, const Target& target) {
   for (const int64_t block : {call.scales.lhs_block, call.scales.rhs_block, call.scales.rhs_block_outer}) {
     if (block != 0 && !is_power_of_two(block)) {
       return "takes blocks of a power of two, not " + std::to_string(block);
+    }
+  }
+  if constexpr (!std::is_same_v<Call, GroupedMatmul>) {
+    // Then the row behind, which leaves the weights as they are, reads fewer bytes.
+    if (grouped_matmul_weight_only_sm90.refuses(product_inside(call), target).empty()) {
+      return "leaves products of few rows to the kernel that widens in registers";
     }
   }
   const Choice<Call> choice = choose(plan_of(call, nullptr).inner, target, "");
