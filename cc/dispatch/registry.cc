@@ -33,8 +33,8 @@ Table<GroupedMatmul> table<GroupedMatmul>(Platform platform) {
   };
 #if GROUPED_WITH_CUDA
   static const Kernel<GroupedMatmul> cuda[] = {
-      grouped_matmul_bf16_sm90,    grouped_matmul_bf16_wgrad_sm90, grouped_matmul_fp32_sm90,
-      grouped_matmul_widened_cuda, grouped_matmul_any_cuda,
+      grouped_matmul_bf16_sm90,        grouped_matmul_bf16_wgrad_sm90, grouped_matmul_fp32_sm90,
+      grouped_matmul_weight_only_sm90, grouped_matmul_widened_cuda,    grouped_matmul_any_cuda,
   };
   if (platform == Platform::cuda) return rows_of(cuda);
 #endif

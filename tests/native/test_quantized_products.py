@@ -117,18 +117,28 @@ def contracted_operands(formats: tuple[str, str], case: cases.Case) -> tuple[Ope
     return lhs, operand(formats[1], (case.rows, case.n), 0, sizes, "dy")
 
 
-@pytest.mark.rule("QNT-1", "GRP-4", "GRP-5", "GRP-6", "MAT-8", "MAT-9")
-@each_kernel
-@pytest.mark.matrix(
-    formats=(*ROWS, *WEIGHT_ONLY),
-    case=CASES,
-    bias=(None, *cases.DTYPES),
-    row_scale=(False, True),
-    scale_bias=(False, True),
-    result=cases.DTYPES,
-    valid=lambda bias, row_scale, scale_bias, **_: not scale_bias or (bias and row_scale),
-)
-def test_rows(kernel, formats, case, bias, row_scale, scale_bias, result):
+def has_row_scale(bias: str | None, row_scale: bool, scale_bias: bool, **_: Any) -> bool:
+    return not scale_bias or (bias is not None and row_scale)
+
+
+EPILOGUES: dict[str, Any] = {
+    "bias": (None, *cases.DTYPES),
+    "row_scale": (False, True),
+    "scale_bias": (False, True),
+    "result": cases.DTYPES,
+    "valid": has_row_scale,
+}
+
+
+def rows_product(
+    kernel: str,
+    formats: tuple[str, str],
+    case: cases.Case,
+    bias: str | None,
+    row_scale: bool,
+    scale_bias: bool,
+    result: str,
+) -> None:
     lhs, rhs = rows_operands(formats, case)
     scale = cases.normal((case.rows,), "float32", "row_scale")
     scale[case.valid :] = cases.TAIL
@@ -139,6 +149,20 @@ def test_rows(kernel, formats, case, bias, row_scale, scale_bias, result):
     }
     found = product(Native(kernel), lhs, rhs, sizes_of(case), (1, 2), result, **options)
     asserts.zero(found[case.valid :], "tail")
+
+
+@pytest.mark.rule("QNT-1", "GRP-4", "GRP-5", "GRP-6", "MAT-8", "MAT-9")
+@each_kernel
+@pytest.mark.matrix(formats=(*ROWS, *WEIGHT_ONLY), case=CASES, **EPILOGUES)
+def test_rows(kernel, formats, case, bias, row_scale, scale_bias, result):
+    rows_product(kernel, formats, case, bias, row_scale, scale_bias, result)
+
+
+@pytest.mark.rule("QNT-1", "GRP-4", "GRP-5", "GRP-6", "MAT-8", "MAT-9")
+@each_kernel
+@pytest.mark.matrix(formats=tuple(("bf16", weight) for weight in WEIGHTS), case=FEW, **EPILOGUES)
+def test_few_rows(kernel, formats, case, bias, row_scale, scale_bias, result):
+    rows_product(kernel, formats, case, bias, row_scale, scale_bias, result)
 
 
 @pytest.mark.rule("QNT-1", "GRP-4", "GRP-5", "MAT-11")
