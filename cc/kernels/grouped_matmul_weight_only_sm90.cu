@@ -645,17 +645,19 @@ void launch_shape(const Params& p, cudaStream_t stream) {
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
-// Blocks of rows of a tile, from what a group usually has, so that most groups need one tile; 0: too many rows.
-int tile_blocks(const GroupedMatmul& c) {
-  const int64_t mean = c.rows_hint ? c.rows_hint : c.lhs.dims[0] / c.group_sizes.dims[0];
-  return mean <= 16 ? 4 : mean <= 44 ? 8 : mean <= 96 ? 16 : 0;
-}
-
 Scale scale_of(const GroupedMatmul& c) {
   if (!c.scales.rhs_block) return Scale::none;
   return c.scales.rhs_scales.dtype == DType::f32    ? Scale::f32
          : c.scales.rhs_scales.dtype == DType::e8m0 ? Scale::e8m0
                                                     : Scale::e4m3;
+}
+
+// Blocks of rows of a tile, from what a group usually has, so that most groups need one tile; 0: too many rows. fp32
+// scales keep two sets of sums, so no more than 8 blocks, and any number of tiles: widened weights would be fp32.
+int tile_blocks(const GroupedMatmul& c) {
+  const int64_t mean = c.rows_hint ? c.rows_hint : c.lhs.dims[0] / c.group_sizes.dims[0];
+  if (scale_of(c) == Scale::f32) return mean <= 16 ? 4 : 8;
+  return mean <= 16 ? 4 : mean <= 44 ? 8 : mean <= 96 ? 16 : 0;
 }
 
 template <DType kType, Scale kScale>
@@ -688,8 +690,7 @@ std::string refuses(const GroupedMatmul& c, const Target& target) {
   }
   if (c.accumulate) return "does not accumulate into ragged rows";
   if (groups > kMostGroups) return "takes at most " + std::to_string(kMostGroups) + " groups";
-  const int blocks = tile_blocks(c);
-  if (blocks == 0) return "is for few rows a group";
+  if (tile_blocks(c) == 0) return "is for few rows a group";
   if (k % (nibbles ? 32 : 16) != 0) return "needs rows of codes of a multiple of 16 bytes: K = " + std::to_string(k);
   if (n % 8 != 0) return "needs result rows of a multiple of 16 bytes: N = " + std::to_string(n);
   if (c.lhs.dims[0] > INT32_MAX / 2 || k > INT32_MAX / 2 || n > INT32_MAX / 2) return "takes dimensions below 2^30";
@@ -733,12 +734,12 @@ void launch(const GroupedMatmul& call, const Context& context) {
     p.scale_outer = static_cast<int>(call.scales.rhs_block_outer);
     p.scale_shift = call.scales.rhs_block == 16 ? 4 : call.scales.rhs_block == 32 ? 5 : 7;
   }
-  const Scale scale = scale_of(call);
-  p.tile_blocks = std::min(tile_blocks(call), scale == Scale::f32 ? 8 : 16);  // which keeps two sets of sums
+  p.tile_blocks = tile_blocks(call);
   p.result_type = call.result.dtype;
   p.bias_type = call.bias.present() ? call.bias.dtype : DType::f32;
   p.scale_bias = call.scale_bias != 0;
   p.clear_tail = !call.into.present();
+  const Scale scale = scale_of(call);
   if (nibbles) {
     return scale == Scale::e8m0 ? launch_blocks<DType::u8, Scale::e8m0>(p, stream)
                                 : launch_blocks<DType::u8, Scale::e4m3>(p, stream);
