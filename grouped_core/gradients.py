@@ -8,9 +8,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from grouped_core import calls, linear_spec
-from grouped_core.calls import ArraySpec
+from grouped_core.calls import ArraySpec, OperandSpec
+from grouped_core.formats import QTensor
 from grouped_core.linear_spec import Linear
-from grouped_core.products import Array, Listed, Runner, arranged, operand_spec, product, scale_rows, wide
+from grouped_core.products import Array, Listed, Operand, Runner, arranged, operand_spec, product, scale_rows, wide
+from grouped_core.recipes import Recipe
+from grouped_core.storing import Extras, dequantize, store
 
 
 class Needs(NamedTuple):
@@ -22,6 +25,17 @@ class Needs(NamedTuple):
     row_scale: bool = True
 
 
+NO_NEEDS = Needs(False, False, False, False)
+
+
+class Amaxes(NamedTuple):
+    """Merged magnitudes [G] of operands that are scaled with delay; None of others."""
+
+    x: Array | None = None
+    w: Array | None = None
+    dy: Array | None = None
+
+
 class Gradients(NamedTuple):
     """Gradients of the linear operation, None where not needed (or written to a table of destinations)."""
 
@@ -29,25 +43,41 @@ class Gradients(NamedTuple):
     w: Array | None
     bias: Array | None
     row_scale: Array | None
+    amax: Amaxes
+
+
+class Forward(NamedTuple):
+    """y [M, N], and x and w as backward reads them, None where it does not."""
+
+    y: Array
+    x: Operand | None
+    w: Operand | None
+    amax: Amaxes
 
 
 def linear(
     run: Runner,
     op: Linear,
-    x: Array,
-    w: Array | Listed,
+    x: Operand,
+    w: Operand,
     group_sizes: Array,
     bias: Array | Listed | None = None,
     row_scale: Array | None = None,
     out: Array | None = None,
-) -> Array:
-    """y [M, N]: y[r] = c[r] (x[r] W[g] + b[g]), or x[r] W[g] + c[r] b[g] with `scale_bias`; c = row_scale or 1.
+    *,
+    extras: Extras = Extras(),
+    needs: Needs = NO_NEEDS,
+) -> Forward:
+    """y[r] = c[r] (x[r] W[g] + b[g]), or x[r] W[g] + c[r] b[g] with `scale_bias`; c = row_scale or 1.
 
     Args:
-        x: [M, K]. w: [G, K, N], or [G, N, K] when transposed; one array or `Listed`. group_sizes: int32 [G].
-        bias: [G, N]. row_scale: [M]. out: the caller's [M, N] buffer; its tail rows are left alone.
+        x: [M, K]. w: [G, K, N], or [G, N, K] when transposed; one array or `Listed`. Either may be quantised.
+        group_sizes: int32 [G]. bias: [G, N]. row_scale: [M].
+        out: the caller's [M, N] buffer; its tail rows are left alone.
+        needs: gradients that will be asked for: what they read is kept, in the form that they read where x and w are
+            quantised here, both forms in one pass.
     """
-    x_spec, w_spec = run.spec(x), operand_spec(run, w)
+    x_spec, w_spec = operand_spec(run, x), operand_spec(run, w)
     result = linear_spec.check_linear(
         op,
         x_spec,
@@ -58,20 +88,41 @@ def linear(
         operand_spec(run, out),
     )
     recipe = op.resolve(x_spec, w_spec)
-    scale = None if row_scale is None else run.cast(row_scale, "float32")
-    return product(
+    k_axis, n_axis = op.weight_axes()
+    saved = linear_saved(op, needs, bias is not None, row_scale is not None)
+    keep_x, keep_w = keeps_forms(op, recipe, needs)
+    rows = store(
+        run,
+        x,
+        [(1, recipe.forward[0]), *([(0, recipe.wgrad[0])] if keep_x else [])],
+        group_sizes,
+        delayed=extras.x,
+    )
+    weights = store(
+        run, w, [(k_axis, recipe.forward[1]), *([(n_axis, recipe.dgrad[1])] if keep_w else [])], None, delayed=extras.w
+    )
+    y = product(
         run,
         op,
         recipe,
-        recipe.forward,
-        (x, 1),
-        (w, op.weight_axes()[0]),
+        (rows.forms[0], 1),
+        (weights.forms[0], k_axis),
         group_sizes,
         result.dtype,
         bias=bias,
-        row_scale=scale,
+        row_scale=None if row_scale is None else run.cast(row_scale, "float32"),
         into=out,
     )
+    kept_x, kept_w = rows.forms[-1] if keep_x else x, weights.forms[-1] if keep_w else w
+    return Forward(y, kept_x if saved.x else None, kept_w if saved.w else None, Amaxes(rows.amax, weights.amax))
+
+
+def keeps_forms(op: Linear, recipe: Recipe, needs: Needs) -> tuple[bool, bool]:
+    """Whether backward reads x and w as forward quantises them; otherwise it gets what forward got."""
+    quantized = recipe.saved == "quantized"
+    x = needs.w and not recipe.wgrad[0].plain and not (needs.row_scale and not op.scale_bias)
+    w = (needs.x or (needs.row_scale and not op.scale_bias)) and not recipe.dgrad[1].plain
+    return quantized and x, quantized and w
 
 
 def linear_saved(op: Linear, needs: Needs, has_bias: bool, has_scale: bool) -> Needs:
@@ -90,9 +141,9 @@ def linear_saved(op: Linear, needs: Needs, has_bias: bool, has_scale: bool) -> N
 def linear_grads(
     run: Runner,
     op: Linear,
-    specs: tuple[ArraySpec, ArraySpec, ArraySpec | None, ArraySpec | None],
-    x: Array | None,
-    w: Array | Listed | None,
+    specs: tuple[OperandSpec, OperandSpec, ArraySpec | None, ArraySpec | None],
+    x: Operand | None,
+    w: Operand | None,
     group_sizes: Array,
     bias: Array | Listed | None,
     row_scale: Array | None,
@@ -102,13 +153,16 @@ def linear_grads(
     into_w: Array | Listed | None = None,
     accumulate: bool = False,
     grad_input: Array | None = None,
+    extras: Extras = Extras(),
+    stream: int = 0,
 ) -> Gradients:
-    """Gradients that `needs` asks for; arrays that `linear_saved` did not keep are None.
+    """Gradients that `needs` asks for; x and w are those that `linear` kept, None where it did not.
 
     Args:
         specs: of x, w, bias, row_scale, the latter two None where the operation had none.
         dy: [M, N]. into_w: destination of dW, in the weight's layout; with `accumulate` dW is added to it.
         grad_input: the caller's [M, K] buffer for dx; its tail rows are left alone.
+        stream: which of several dy this is that one key rounds.
 
     With c the row scale: dx = c (dy W^T), dW_g = sum x^T (c dy), db_g = sum c dy, dc = <x, dy W^T> + <dy, b>.
     With `scale_bias`, c stands beside the bias alone: dx = dy W^T, dW_g = sum x^T dy, db_g = sum c dy, dc = <dy, b>.
@@ -123,17 +177,25 @@ def linear_grads(
 
     dx = dw = db = dc = None
     product_grad = None
-    if needs.x or scale_through_product:
+    through_weight = needs.x or scale_through_product
+    dy_scaled = dy
+    if needs.w and row_factor is not None:
+        dy_scaled = scale_rows(run, dy, row_factor, group_sizes, run.spec(dy).dtype)
+    dy_forms = [(1, recipe.dgrad[0])] if through_weight else []
+    if needs.w and dy_scaled is dy:
+        dy_forms.append((0, recipe.wgrad[1]))
+    rows = store(run, dy, dy_forms, group_sizes, delayed=extras.dy, key=extras.key, stream=stream)
+    if through_weight:
         # The scale's gradient reads dy W^T unscaled and unrounded, so dx is then scaled in a pass of its own: one
         # fp32 product and one rounding either way, hence the same bits.
         fused = not scale_through_product
+        n_axis = op.weight_axes()[1]
         product_grad = product(
             run,
             op,
             recipe,
-            recipe.dgrad,
-            (dy, 1),
-            (w, op.weight_axes()[1]),
+            (rows.forms[0], 1),
+            (store(run, w, [(n_axis, recipe.dgrad[1])], None, delayed=extras.w).forms[0], n_axis),
             group_sizes,
             wide(x_spec.dtype) if fused else "float32",
             row_scale=row_factor if fused else None,
@@ -143,19 +205,24 @@ def linear_grads(
             dx = product_grad
         elif needs.x:
             dx = scale_rows(run, product_grad, row_factor, group_sizes, wide(x_spec.dtype), grad_input)
+    amax = rows.amax
     if needs.w:
-        dy_scaled = dy
-        if row_factor is not None:
-            dy_scaled = scale_rows(run, dy, row_factor, group_sizes, recipe.wgrad[1].values)
         into_spec = operand_spec(run, into_w)
-        lhs, rhs, cells = (x, 0), (dy_scaled, 0), recipe.wgrad
+        grad_form = rows.forms[-1]
+        if dy_scaled is not dy:
+            left = None if extras.dy is None else extras.dy._replace(amax=amax)
+            scaled = store(
+                run, dy_scaled, [(0, recipe.wgrad[1])], group_sizes, delayed=left, key=extras.key, stream=stream
+            )
+            (grad_form,), amax = scaled
+        x_form = store(run, x, [(0, recipe.wgrad[0])], group_sizes, delayed=extras.x).forms[0]
+        lhs, rhs = (x_form, 0), (grad_form, 0)
         if op.transposed:
-            lhs, rhs, cells = rhs, lhs, (cells[1], cells[0])
+            lhs, rhs = rhs, lhs
         dw = product(
             run,
             op,
             recipe,
-            cells,
             lhs,
             rhs,
             group_sizes,
@@ -167,7 +234,7 @@ def linear_grads(
         call = calls.group_sum(run.spec(dy), sizes_spec, bias_spec.dtype, operand_spec(run, scale))
         (db,) = run(call, call.arrange(rows=dy, group_sizes=group_sizes, row_scale=scale))
     if needs.row_scale and scale_spec is not None:
-        pair = (x, product_grad) if scale_through_product else None
+        pair = (plain_rows(run, x, group_sizes), product_grad) if scale_through_product else None
         group_pair = (dy, bias) if bias is not None else None
         call = calls.row_dot(
             sizes_spec,
@@ -179,4 +246,9 @@ def linear_grads(
         lhs, rhs = pair or (None, None)
         named = {"lhs": lhs, "rhs": rhs, "group_lhs": dy if group_pair else None, "group_rhs": bias}
         dc = run.cast(run(call, arranged(call, group_sizes=group_sizes, **named))[0], scale_spec.dtype)
-    return Gradients(dx, dw, db, dc)
+    return Gradients(dx, dw, db, dc, Amaxes(dy=amax))
+
+
+def plain_rows(run: Runner, x: Operand, group_sizes: Array) -> Array:
+    """x as an array, dequantised where the caller quantised it."""
+    return dequantize(run, x, group_sizes, x.dtype) if isinstance(x, QTensor) else x

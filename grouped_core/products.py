@@ -1,4 +1,4 @@
-"""One grouped product as the rules ask for it: operands as the recipe stores them, everything fused into one call.
+"""One grouped product as the rules ask for it: operands as they are stored, everything fused into one call.
 
 Rules are written against one injected `Runner`, so JAX, PyTorch, NumPy and planning without arrays share them to the
 letter. The number beside an operand is its contracted axis.
@@ -12,7 +12,7 @@ from typing import Any, Protocol, overload
 
 from grouped_core import calls
 from grouped_core.calls import ArraySpec, Call, OperandSpec, StoredSpec
-from grouped_core.formats import Format, QTensor
+from grouped_core.formats import QTensor
 from grouped_core.linear_spec import Linear
 from grouped_core.recipes import Recipe
 
@@ -67,9 +67,15 @@ def operand_spec(run: Runner, operand: Operand | None) -> OperandSpec | None:
     if operand is None:
         return None
     if isinstance(operand, QTensor):
-        q = operand
-        arrays = [None if each is None else run.spec(each) for each in (q.values, q.scales, q.group_scales)]
-        return StoredSpec(*arrays, q.format, q.axis, q.shape, q.dtype)  # pyright: ignore[reportArgumentType]
+        return StoredSpec(
+            run.spec(operand.values),
+            None if operand.scales is None else run.spec(operand.scales),
+            None if operand.group_scales is None else run.spec(operand.group_scales),
+            operand.format,
+            operand.axis,
+            operand.shape,
+            operand.dtype,
+        )
     return operand.spec if isinstance(operand, Listed) else run.spec(operand)
 
 
@@ -93,7 +99,7 @@ def arranged(call: Call, **operands: Operand | None) -> tuple[Any, ...]:
     return call.arrange(**arrays)
 
 
-def all_aligned(*operands: Array | Listed | None) -> bool:
+def all_aligned(*operands: Operand | None) -> bool:
     """Whether every address of the listed ones is a multiple of 16 bytes."""
     return all(operand.aligned for operand in operands if isinstance(operand, Listed))
 
@@ -102,9 +108,8 @@ def product(
     run: Runner,
     op: Linear,
     recipe: Recipe,
-    cells: tuple[Format, Format],
-    lhs: tuple[Array, int],
-    rhs: tuple[Array | Listed, int],
+    lhs: tuple[Operand, int],
+    rhs: tuple[Operand, int],
     group_sizes: Array,
     result_dtype: str,
     *,
@@ -113,13 +118,12 @@ def product(
     into: Array | Listed | None = None,
     accumulate: bool = False,
 ) -> Array:
-    """One grouped product, each operand stored as its cell of the recipe says, everything fused into one call."""
-    left = run.cast(lhs[0], cells[0].values)
-    right = rhs[0] if isinstance(rhs[0], Listed) else run.cast(rhs[0], cells[1].values)
+    """One grouped product of two stored operands, everything fused into one call."""
+    (left, left_axis), (right, right_axis) = lhs, rhs
     call = calls.grouped_matmul(
-        run.spec(left),
+        operand_spec(run, left),
         operand_spec(run, right),
-        (lhs[1], rhs[1]),
+        (left_axis, right_axis),
         run.spec(group_sizes),
         result_dtype,
         recipe=recipe,
