@@ -42,6 +42,7 @@ class StoredSpec(NamedTuple):
     axis: int
     shape: tuple[int, ...]
     dtype: str
+    has_other: bool = False  # the form for the other axis comes with it
 
     def __str__(self) -> str:
         return f"{self.format.name}[{', '.join(map(str, self.shape))}]"
@@ -479,11 +480,10 @@ def stored_spec(format: Format, shape: tuple[int, ...], axis: int, dtype: str, g
         padded = padded_rows(depth, groups, format.segment)
         stored = (outer, padded) if format.turned else (padded, _codes(format, outer))
         scales = (padded // block, outer)
-    per_group = format.rule == "nvfp4" or format.block == 0
     return StoredSpec(
         ArraySpec(stored, format.values),
         ArraySpec(scales, format.scales) if format.scales else None,
-        ArraySpec((groups,), "float32") if per_group else None,
+        ArraySpec((groups,), "float32") if format.per_group else None,
         format,
         axis,
         tuple(shape),
@@ -515,6 +515,7 @@ def quantize(
     table: bool = False,
     encode: bool = False,
     amax: bool = False,
+    merge: bool = False,
     key: bool = False,
     skip: bool = False,
     reuse: bool = False,
@@ -526,7 +527,8 @@ def quantize(
         format: of both forms; `rotate` and `segment` concern rows contracted along rows alone.
         forms: whether the form that contracts the last axis is wanted, and that of the axis before it.
         table: weights are given by a table of addresses. encode: multipliers [G] are given (delayed scaling).
-        amax: the largest magnitudes [G] are merged into a buffer. key: of stochastic rounding. skip: the no-op flag.
+        amax: the largest magnitudes [G] are a result, merged into a buffer with `merge`.
+        key: of stochastic rounding. skip: the no-op flag.
         reuse: results go into the caller's buffers.
         stream: of random numbers.
     """
@@ -549,7 +551,7 @@ def quantize(
         "encode": per_group if encode else None,
         "key": ArraySpec((2,), "uint32") if key else None,
         "skip": ArraySpec((1,), "int32") if skip else None,
-        "into_amax": per_group if amax else None,
+        "into_amax": per_group if merge else None,
     }
     if reuse:
         operands |= {f"into_{name}": results.get(name) for name in QUANTIZED}
@@ -582,7 +584,11 @@ def dequantize(stored: StoredSpec, group_sizes: ArraySpec | None, result_dtype: 
 @lru_cache(maxsize=64)
 def scale_update(scale: ArraySpec, history: ArraySpec, algorithm: str, *, reuse: bool = False) -> Call:
     """Multipliers [R, G] and amax history [R, L, G] of R operand roles after one step of delayed scaling."""
-    operands: dict[str, ArraySpec | None] = {"scale": scale, "history": history, "top": ArraySpec(scale.shape[:1], "float32")}
+    operands: dict[str, ArraySpec | None] = {
+        "scale": scale,
+        "history": history,
+        "top": ArraySpec(scale.shape[:1], "float32"),
+    }
     if reuse:
         operands |= {"into_new_scale": scale, "into_new_history": history}
     return _call("scale_update", operands, {"new_scale": scale, "new_history": history}, {"algorithm": algorithm})

@@ -5,15 +5,16 @@ Letters: G groups, M rows, K in, N out. The number beside an operand is its cont
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from grouped_core import calls, linear_spec
 from grouped_core.calls import ArraySpec, OperandSpec
-from grouped_core.formats import QTensor
+from grouped_core.formats import Format, QTensor
 from grouped_core.linear_spec import Linear
 from grouped_core.products import Array, Listed, Operand, Runner, arranged, operand_spec, product, scale_rows, wide
 from grouped_core.recipes import Recipe
-from grouped_core.storing import Extras, dequantize, store
+from grouped_core.storing import NO_EXTRAS, Extras, Stored, dequantize, store
 
 
 class Needs(NamedTuple):
@@ -65,7 +66,7 @@ def linear(
     row_scale: Array | None = None,
     out: Array | None = None,
     *,
-    extras: Extras = Extras(),
+    extras: Extras = NO_EXTRAS,
     needs: Needs = NO_NEEDS,
 ) -> Forward:
     """y[r] = c[r] (x[r] W[g] + b[g]), or x[r] W[g] + c[r] b[g] with `scale_bias`; c = row_scale or 1.
@@ -91,16 +92,10 @@ def linear(
     k_axis, n_axis = op.weight_axes()
     saved = linear_saved(op, needs, bias is not None, row_scale is not None)
     keep_x, keep_w = keeps_forms(op, recipe, needs)
-    rows = store(
-        run,
-        x,
-        [(1, recipe.forward[0]), *([(0, recipe.wgrad[0])] if keep_x else [])],
-        group_sizes,
-        delayed=extras.x,
-    )
-    weights = store(
-        run, w, [(k_axis, recipe.forward[1]), *([(n_axis, recipe.dgrad[1])] if keep_w else [])], None, delayed=extras.w
-    )
+    x_forms = [(1, recipe.forward[0]), *([(0, recipe.wgrad[0])] if keep_x else [])]
+    w_forms = [(k_axis, recipe.forward[1]), *([(n_axis, recipe.dgrad[1])] if keep_w else [])]
+    rows = store(run, x, x_forms, group_sizes, encode=extras.x, requantize=recipe.requantize)
+    weights = store(run, w, w_forms, None, encode=extras.w, requantize=recipe.requantize)
     y = product(
         run,
         op,
@@ -119,10 +114,9 @@ def linear(
 
 def keeps_forms(op: Linear, recipe: Recipe, needs: Needs) -> tuple[bool, bool]:
     """Whether backward reads x and w as forward quantises them; otherwise it gets what forward got."""
-    quantized = recipe.saved == "quantized"
-    x = needs.w and not recipe.wgrad[0].plain and not (needs.row_scale and not op.scale_bias)
-    w = (needs.x or (needs.row_scale and not op.scale_bias)) and not recipe.dgrad[1].plain
-    return quantized and x, quantized and w
+    through_product = needs.row_scale and not op.scale_bias
+    x = recipe.saved == "quantized" and needs.w and not recipe.wgrad[0].plain and not through_product
+    return x, (needs.x or through_product) and not recipe.dgrad[1].plain
 
 
 def linear_saved(op: Linear, needs: Needs, has_bias: bool, has_scale: bool) -> Needs:
@@ -153,7 +147,7 @@ def linear_grads(
     into_w: Array | Listed | None = None,
     accumulate: bool = False,
     grad_input: Array | None = None,
-    extras: Extras = Extras(),
+    extras: Extras = NO_EXTRAS,
     stream: int = 0,
 ) -> Gradients:
     """Gradients that `needs` asks for; x and w are those that `linear` kept, None where it did not.
@@ -184,7 +178,7 @@ def linear_grads(
     dy_forms = [(1, recipe.dgrad[0])] if through_weight else []
     if needs.w and dy_scaled is dy:
         dy_forms.append((0, recipe.wgrad[1]))
-    rows = store(run, dy, dy_forms, group_sizes, delayed=extras.dy, key=extras.key, stream=stream)
+    rows = store_grad(run, recipe, dy, dy_forms, group_sizes, extras, stream)
     if through_weight:
         # The scale's gradient reads dy W^T unscaled and unrounded, so dx is then scaled in a pass of its own: one
         # fp32 product and one rounding either way, hence the same bits.
@@ -195,7 +189,7 @@ def linear_grads(
             op,
             recipe,
             (rows.forms[0], 1),
-            (store(run, w, [(n_axis, recipe.dgrad[1])], None, delayed=extras.w).forms[0], n_axis),
+            (store_weight(run, recipe, w, n_axis, extras), n_axis),
             group_sizes,
             wide(x_spec.dtype) if fused else "float32",
             row_scale=row_factor if fused else None,
@@ -210,12 +204,10 @@ def linear_grads(
         into_spec = operand_spec(run, into_w)
         grad_form = rows.forms[-1]
         if dy_scaled is not dy:
-            left = None if extras.dy is None else extras.dy._replace(amax=amax)
-            scaled = store(
-                run, dy_scaled, [(0, recipe.wgrad[1])], group_sizes, delayed=left, key=extras.key, stream=stream
-            )
-            (grad_form,), amax = scaled
-        x_form = store(run, x, [(0, recipe.wgrad[0])], group_sizes, delayed=extras.x).forms[0]
+            wanted = [(0, recipe.wgrad[1])]
+            (grad_form,), amax = store_grad(run, recipe, dy_scaled, wanted, group_sizes, extras, stream, amax)
+        x_forms = [(0, recipe.wgrad[0])]
+        x_form = store(run, x, x_forms, group_sizes, encode=extras.x, requantize=recipe.requantize).forms[0]
         lhs, rhs = (x_form, 0), (grad_form, 0)
         if op.transposed:
             lhs, rhs = rhs, lhs
@@ -247,6 +239,28 @@ def linear_grads(
         named = {"lhs": lhs, "rhs": rhs, "group_lhs": dy if group_pair else None, "group_rhs": bias}
         dc = run.cast(run(call, arranged(call, group_sizes=group_sizes, **named))[0], scale_spec.dtype)
     return Gradients(dx, dw, db, dc, Amaxes(dy=amax))
+
+
+def store_grad(
+    run: Runner,
+    recipe: Recipe,
+    dy: Operand,
+    wanted: Sequence[tuple[int, Format]],
+    group_sizes: Array,
+    extras: Extras,
+    stream: int,
+    amax: Array | None = None,
+) -> Stored:
+    """dy in the formats `wanted`; `amax` is what the magnitudes of delayed scaling are merged with."""
+    again = recipe.requantize
+    return store(
+        run, dy, wanted, group_sizes, encode=extras.dy, amax=amax, key=extras.key, stream=stream, requantize=again
+    )
+
+
+def store_weight(run: Runner, recipe: Recipe, w: Operand, axis: int, extras: Extras) -> Operand:
+    """w as dgrad reads it, contracted along `axis`."""
+    return store(run, w, [(axis, recipe.dgrad[1])], None, encode=extras.w, requantize=recipe.requantize).forms[0]
 
 
 def plain_rows(run: Runner, x: Operand, group_sizes: Array) -> Array:

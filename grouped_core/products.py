@@ -6,7 +6,7 @@ letter. The number beside an operand is its contracted axis.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, overload
 
@@ -67,16 +67,14 @@ def operand_spec(run: Runner, operand: Operand | None) -> OperandSpec | None:
     if operand is None:
         return None
     if isinstance(operand, QTensor):
-        return StoredSpec(
-            run.spec(operand.values),
-            None if operand.scales is None else run.spec(operand.scales),
-            None if operand.group_scales is None else run.spec(operand.group_scales),
-            operand.format,
-            operand.axis,
-            operand.shape,
-            operand.dtype,
-        )
+        return stored_spec(operand, run.spec)
     return operand.spec if isinstance(operand, Listed) else run.spec(operand)
+
+
+def stored_spec(q: QTensor[Any], spec: Callable[[Array], ArraySpec]) -> StoredSpec:
+    """What planning knows of `q`; `spec` says what it knows of an array."""
+    scales, group_scales = (None if each is None else spec(each) for each in (q.scales, q.group_scales))
+    return StoredSpec(spec(q.values), scales, group_scales, q.format, q.axis, q.shape, q.dtype, q.other is not None)
 
 
 def operand_arrays(name: str, operand: Operand | None) -> dict[str, Array]:

@@ -5,33 +5,32 @@ Letters: G groups, M rows, X the features of a row, A and B axes of a weight.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from grouped_core import calls
 from grouped_core.calls import ArraySpec
-from grouped_core.formats import Format, QTensor
+from grouped_core.formats import WIDE, Format, QTensor
+from grouped_core.linear_spec import Names, check_sizes
 from grouped_core.products import Array, Listed, Operand, Runner, arranged, operand_spec
-
-
-class Delayed(NamedTuple):
-    """One operand's part of the state of delayed scaling, float32 [G] each (numerics 2.5)."""
-
-    encode: Array  # multipliers to use
-    amax: Array  # largest magnitudes so far in this step; merged in place where the runner can
 
 
 class Extras(NamedTuple):
     """Arrays that a recipe needs beside the operands; None where it does not."""
 
     key: Array | None = None  # uint32 [2], of stochastic rounding
-    x: Delayed | None = None
-    w: Delayed | None = None
-    dy: Delayed | None = None
+    x: Array | None = None  # float32 [G] each: multipliers of delayed scaling
+    w: Array | None = None
+    dy: Array | None = None
+
+
+NO_EXTRAS = Extras()
 
 
 class Stored(NamedTuple):
-    """An operand in the formats asked for, in that order, and the merged amax of delayed scaling."""
+    """An operand in the formats asked for, in that order; of delayed scaling the largest magnitudes [G], else None."""
 
     forms: list[Operand]
     amax: Array | None
@@ -43,22 +42,28 @@ def store(
     wanted: Sequence[tuple[int, Format]],
     group_sizes: Array | None,
     *,
-    delayed: Delayed | None = None,
+    encode: Array | None = None,
+    amax: Array | None = None,
     key: Array | None = None,
     stream: int = 0,
+    requantize: str | None = None,
 ) -> Stored:
     """`operand` once for each (contracted axis, format) of `wanted`; forms of one format come from one pass.
 
     Args:
-        operand: rows [M, X] with group_sizes, or weights [G, A, B] without; one that is quantised already has to be
-            what is wanted, or is dequantised where a plain format is.
+        operand: rows [M, X] with group_sizes, or weights [G, A, B] without. One that is quantised already has to be
+            what is wanted, unless `requantize` lets its values be stored anew.
+        encode: [G], multipliers of delayed scaling. amax: [G], merged into the magnitudes that come back.
         stream: number of this operand among those that a key rounds.
 
     Raises:
         ValueError: a quantised operand in another format or form.
     """
     if isinstance(operand, QTensor):
-        return Stored([_given(run, operand, axis, cell, group_sizes) for axis, cell in wanted], None)
+        ready = [_given(operand, axis, cell) for axis, cell in wanted]
+        if all(form is not None for form in ready):
+            return Stored(ready, None)
+        operand = _values(run, operand, wanted, group_sizes, requantize)
     forms: list[Operand | None] = [None] * len(wanted)
     passes: dict[Format, dict[int, int]] = {}  # format -> {axis: place in `wanted`}
     for place, (axis, cell) in enumerate(wanted):
@@ -66,9 +71,8 @@ def store(
             forms[place] = operand if isinstance(operand, Listed) else run.cast(operand, cell.values)
         else:
             passes.setdefault(cell.replace(rotate=False), {})[axis] = place
-    amax = None if delayed is None else delayed.amax
     for cell, places in passes.items():
-        made, amax = _quantize(run, operand, cell, places, wanted, group_sizes, delayed, amax, key, 2 * stream)
+        made, amax = _quantize(run, operand, cell, places, wanted, group_sizes, encode, amax, key, 2 * stream)
         for place, form in made.items():
             forms[place] = form
     return Stored([form for form in forms if form is not None], amax)
@@ -81,7 +85,7 @@ def _quantize(
     places: dict[int, int],
     wanted: Sequence[tuple[int, Format]],
     group_sizes: Array | None,
-    delayed: Delayed | None,
+    encode: Array | None,
     amax: Array | None,
     key: Array | None,
     stream: int,
@@ -89,24 +93,25 @@ def _quantize(
     spec: ArraySpec = operand_spec(run, source)
     last = len(spec.shape) - 1
     rotate = any(wanted[place][1].rotate for place in places.values())
-    given = delayed if cell.delayed else None
     key = key if cell.stochastic else None
+    encode, merged = (encode, amax) if cell.delayed else (None, None)
     call = calls.quantize(
         spec,
         cell.replace(rotate=rotate),
         (last in places, last - 1 in places),
         None if group_sizes is None else run.spec(group_sizes),
         table=isinstance(source, Listed),
-        encode=given is not None,
-        amax=given is not None,
+        encode=encode is not None,
+        amax=cell.delayed,
+        merge=merged is not None,
         key=key is not None,
         stream=stream,
     )
     named = {
         "source": source,
         "group_sizes": group_sizes,
-        "encode": None if given is None else given.encode,
-        "into_amax": None if given is None else amax,
+        "encode": encode,
+        "into_amax": merged,
         "key": key,
     }
     results = dict(zip(calls.RESULTS[call.name], run(call, arranged(call, **named)), strict=True))
@@ -115,23 +120,106 @@ def _quantize(
         prefix = "" if axis == last else "cross_"
         values, scales, group_scales = (results[prefix + name] for name in calls.QUANTIZED[:3])
         made[place] = QTensor(values, scales, group_scales, wanted[place][1], axis, spec.shape, spec.dtype)
-    return made, amax if given is None else results["amax"]
+    return made, results["amax"] if cell.delayed else amax
+
+
+def quantize(
+    run: Runner,
+    source: Array | Listed,
+    format: Format,
+    axes: Sequence[int],
+    group_sizes: Array | None,
+    *,
+    key: Array | None = None,
+) -> QTensor[Any]:
+    """`source` in one pass for products that contract `axes`, one or both of its last two.
+
+    Args:
+        source: rows [M, X] with group_sizes, or weights [G, A, B] without.
+        key: uint32 [2], of stochastic rounding.
+    """
+    made: list[Any] = store(run, source, [(axis, format) for axis in axes], group_sizes, key=key).forms
+    first, *others = (dataclasses.replace(each, group_sizes=group_sizes) for each in made)
+    return dataclasses.replace(first, other=others[0] if others else None)
+
+
+@lru_cache(maxsize=1024)
+def check_quantize(
+    source: ArraySpec,
+    format: Format,
+    axis: int | tuple[int, ...],
+    sizes: ArraySpec | None,
+    key: ArraySpec | None = None,
+) -> tuple[int, ...]:
+    """The contracted axes, from 0; refuses what `quantize` does not take.
+
+    Raises:
+        TypeError: dtypes. ValueError: shapes, axes, a format that is not for such an array.
+    """
+    rank, weights = len(source.shape), len(source.shape) == 3
+    if source.dtype not in WIDE:
+        raise TypeError(f"`x`: dtype {source.dtype}, expected one of {', '.join(WIDE)}; cast it first.")
+    if rank not in (2, 3):
+        raise ValueError(
+            f"`x`: shape {source.shape}, expected rows [M, X] or weights [G, A, B]; fold leading axes with a reshape."
+        )
+    given = axis if isinstance(axis, tuple) else (axis,)
+    axes = tuple(each + rank if each < 0 else each for each in given)
+    if not axes or len(set(axes)) < len(axes) or not set(axes) <= {rank - 2, rank - 1}:
+        raise ValueError(f"`axis`: {axis}, expected {rank - 1}, {rank - 2} or both, the axes that products contract.")
+    if weights and sizes is not None:
+        raise ValueError(f"`group_sizes`: {sizes} beside weights {source}, expected None; each member is a group.")
+    if sizes is not None:
+        check_sizes(Names("x", "w"), sizes)
+    if key is not None and (key.dtype, key.shape) != ("uint32", (2,)):
+        raise ValueError(f"`key`: {key}, expected uint32[2], low word first; pass such an array.")
+    if format.plain or format.delayed:
+        raise ValueError(
+            f"`format`: {format.name}{' with delayed scaling' if format.delayed else ''}, wanted one that finds its "
+            "scales in the array; choose one, e.g. 'mxfp8'."
+        )
+    if not weights and (format.square or (format.values == "uint8" and format.rule == "e8m0")):
+        raise ValueError(f"`format`: {format.name} for rows [M, X], wanted one that is not for weights alone.")
+    if weights and (format.rotate or format.stochastic):
+        raise ValueError(f"`format`: {format.name} with rotation or random rounding for weights, wanted neither.")
+    return axes
 
 
 def dequantize(run: Runner, q: QTensor[Any], group_sizes: Array | None, dtype: str) -> Array:
-    """The values of `q` in its logical shape; rows need group sizes."""
+    """The values of `q` in its logical shape; rows need group sizes, by default those that came with it.
+
+    Raises:
+        ValueError: rows without group sizes.
+    """
+    group_sizes = q.group_sizes if group_sizes is None else group_sizes
+    if len(q.shape) == 2 and group_sizes is None:
+        raise ValueError("`group_sizes`: None, expected one size a group, for rows are stored by groups; pass them.")
     sizes = None if group_sizes is None else run.spec(group_sizes)
     call = calls.dequantize(operand_spec(run, q), sizes, dtype)
     named = {"values": q.values, "scales": q.scales, "group_scales": q.group_scales, "group_sizes": group_sizes}
     return run(call, call.arrange(**named))[0]
 
 
-def _given(run: Runner, q: QTensor[Any], axis: int, cell: Format, group_sizes: Array | None) -> Operand:
-    if cell.plain:
-        return dequantize(run, q, group_sizes, cell.values)
-    if (q.axis, q.format) != (axis, cell):
+def _given(q: QTensor[Any], axis: int, cell: Format) -> QTensor[Any] | None:
+    """The form of `q` that is wanted, where it has it. How codes were rounded or scales found is not looked at."""
+    for form in (q, q.other):
+        if form is not None and (form.axis, form.format.layout) == (axis, cell.layout):
+            return form
+    return None
+
+
+def _values(
+    run: Runner,
+    q: QTensor[Any],
+    wanted: Sequence[tuple[int, Format]],
+    group_sizes: Array | None,
+    requantize: str | None,
+) -> Array:
+    if requantize is None:
+        axis, cell = next(each for each in wanted if _given(q, *each) is None)
         raise ValueError(
-            f"a quantised operand: {q.format.name} along axis {q.axis}, expected {cell.name} along axis {axis} as the "
-            "recipe stores it; quantise it so, hand in that form too, or hand in the plain array."
+            f"a quantised operand: {q.format.name} along axis {q.axis}, expected {cell.name} along axis {axis}, which "
+            "a product reads; hand in that form too (`quantize` with both axes), pass the plain array, or a recipe "
+            "with requantize='from_dequantized'."
         )
-    return q
+    return dequantize(run, q, group_sizes, q.dtype)

@@ -185,7 +185,7 @@ def _prepare(
         n,
         activations.resolve(activation),
         transposed=bool(rhs_transposed),
-        recipe=linear_spec.recipe_option(recipe),
+        recipe=linear_spec.recipe_option(recipe).recipe,
         residuals=residuals_option(residuals),
         wgrad_dtype=linear_spec.dtype_option(wgrad_dtype),
         rows_hint=rows_hint,

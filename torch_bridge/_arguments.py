@@ -64,7 +64,7 @@ def check_arguments(
     compiling = torch.compiler.is_compiling()
     sizes, rows_hint = unwrap(group_sizes)
     names = linear_spec.implementation_names(implementation)
-    options = (bool(rhs_transposed), linear_spec.recipe_option(recipe), bool(scale_bias), rows_hint, names)
+    options = (bool(rhs_transposed), linear_spec.recipe_option(recipe).recipe, bool(scale_bias), rows_hint, names)
     # What is checked depends on the facts of the operands alone, so it is checked once for them. Facts are None where
     # there is no plain memory; then, and in a trace, every call is checked.
     facts = None

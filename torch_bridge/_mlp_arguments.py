@@ -186,7 +186,7 @@ def _text(
     return _mlp_library.encode(
         bool(rhs_transposed),
         activations.resolve(activation),
-        linear_spec.recipe_option(recipe),
+        linear_spec.recipe_option(recipe).recipe,
         residuals_option(residuals),
         rows_hint,
         linear_spec.implementation_names(implementation),
