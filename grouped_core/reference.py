@@ -5,6 +5,7 @@ Letters: G groups, M rows, K in, N out.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from grouped_core import rounding
 from grouped_core.activations import KINDS, Slopes, half_columns
 from grouped_core.calls import RESULTS, SLOTS, ArraySpec, Call, spec_of
 from grouped_core.products import Array
@@ -37,6 +39,120 @@ def groups(group_sizes: NDArray[Any], rows: int) -> Iterator[tuple[int, slice]]:
     for g, end in enumerate(group_ends(group_sizes, rows)):
         yield g, slice(start, int(end))
         start = int(end)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Quantised operands of products: the values that codes and scales stand for.
+
+
+def segment_sizes(group_sizes: NDArray[Any], rows: int, segment: int) -> NDArray[np.int32]:
+    """[G]: rows of each group when padded to whole segments."""
+    sizes = np.diff(group_ends(group_sizes, rows), prepend=0)
+    return (-(-sizes // segment) * segment).astype(np.int32)
+
+
+def _decoded(array: Any) -> NDArray[np.float64]:
+    """Values of codes or scales; of uint8, which holds two E2M1 codes a byte, along a last axis twice as long."""
+    array = np.asarray(array)
+    if array.dtype == np.uint8:
+        return rounding.decode(rounding.unpack(array, 2 * array.shape[-1]), "float4_e2m1fn").astype(np.float64)
+    return array.astype(np.float64)
+
+
+def _spread(scales: Any, blocks: Sequence[int], shape: Sequence[int]) -> NDArray[np.float64]:
+    """The scale of each element of an array of `shape`; `blocks` are elements that share one, by axis."""
+    spread = _decoded(scales)
+    for axis, (block, length) in enumerate(zip(blocks, shape, strict=True)):
+        spread = np.repeat(spread, block, axis).take(range(length), axis)
+    return spread
+
+
+def _row_values(o: Operands, slot: str, block: int) -> NDArray[np.float64]:
+    """[M, C] of rows whose contracted axis is the last one."""
+    values, scales = _decoded(o[slot]), o[f"{slot}_scales"]
+    if scales is not None:
+        scales = scales.T if scales.dtype == np.float32 else scales
+        values = values * _spread(scales, (1, block), values.shape)
+    if (factors := o[f"{slot}_group_scales"]) is not None:
+        for g, at in groups(o["group_sizes"], values.shape[0]):
+            values[at] *= float(factors[g])
+    return values
+
+
+def _weight_values(o: Operands, p: Mapping[str, Any]) -> NDArray[np.float64]:
+    """[G, N, C] of weights as they are stored."""
+    values = _decoded(o["rhs"])
+    if o["rhs_scales"] is not None:
+        values = values * _spread(o["rhs_scales"], (1, p["rhs_block_outer"], p["rhs_block"]), values.shape)
+    factors = o["rhs_group_scales"]
+    return values if factors is None else values * factors.astype(np.float64)[:, None, None]
+
+
+def _segment_values(o: Operands, slot: str, p: Mapping[str, Any], width: int) -> NDArray[np.float64]:
+    """[P, width] of rows that are contracted, padded to segments."""
+    values, scales = _decoded(o[slot]), o[f"{slot}_scales"]
+    values = values.T if p["turned"] else values[:, :width]
+    if scales is not None:
+        values = values * _spread(scales, (p[f"{slot}_block"], 1), values.shape)
+    values = np.array(values)
+    if (factors := o[f"{slot}_group_scales"]) is not None:
+        for g, at in groups(segment_sizes(o["group_sizes"], p["rows"], p["segment"]), values.shape[0]):
+            values[at] *= float(factors[g])
+    return values
+
+
+def is_quantized(call: Call) -> bool:
+    """Whether some operand of a product has scales or two codes a byte."""
+    if "rhs_scales" not in SLOTS[call.name]:
+        return False
+    slots = dict(zip(SLOTS[call.name], call.inputs, strict=True))
+    packed = any((spec := slots[name]) is not None and spec.dtype == "uint8" for name in ("lhs", "rhs"))
+    scaled = any(spec is not None for name, spec in slots.items() if name.endswith("_scales"))
+    return packed or scaled or bool(dict(call.params).get("segment", 0))
+
+
+def with_values(call: Call, arrays: Sequence[Any]) -> tuple[Call, tuple[Any, ...]]:
+    """The same product of the values that quantised operands stand for, float64; other calls as they are.
+
+    Segments are contracted whole: what lies behind a group's last row is zero, or belongs to a rotated block. The
+    specs of such operands name what they are multiplied as: float32 where float32 scales of blocks ask for it.
+    """
+    if not is_quantized(call):
+        return call, tuple(arrays)
+    o: Operands = dict(zip(SLOTS[call.name], arrays, strict=True))
+    p: dict[str, Any] = dict(call.params)
+    specs = dict(zip(SLOTS[call.name], call.inputs, strict=True))
+    scales = [specs[name] for name in ("lhs_scales", "rhs_scales")]
+    nominal = "float32" if any(s is not None and s.dtype == "float32" for s in scales) else "bfloat16"
+    plain = {slot: o[f"{slot}_scales"] is None and o[f"{slot}_group_scales"] is None for slot in ("lhs", "rhs")}
+    plain = {slot: is_plain and o[slot].dtype != np.uint8 for slot, is_plain in plain.items()}
+    if p.get("segment", 0):
+        (result,) = call.outputs
+        assert result is not None, "a product has a result"
+        for slot, width in zip(("lhs", "rhs"), result.shape[1:], strict=True):
+            o[slot] = _segment_values(o, slot, p, width)
+        o["group_sizes"] = segment_sizes(o["group_sizes"], p["rows"], p["segment"])
+        p |= {"segment": 0, "turned": 0, "rows": 0}
+    else:
+        if not plain["lhs"]:
+            o["lhs"] = _row_values(o, "lhs", p["lhs_block"])
+        if not plain["rhs"]:
+            o["rhs"] = _weight_values(o, p)
+        depth = min(o["lhs"].shape[1], o["rhs"].shape[p["rhs_axis"]])  # one code of the last byte may be no element
+        for slot, axis in (("lhs", 1), ("rhs", p["rhs_axis"])):
+            if not plain[slot]:
+                o[slot] = o[slot].take(range(depth), axis)
+    for slot, is_plain in plain.items():
+        given = specs[slot]
+        assert given is not None, f"{slot} is always given"
+        specs[slot] = ArraySpec(tuple(o[slot].shape), given.dtype if is_plain else nominal)
+        for name in (f"{slot}_scales", f"{slot}_group_scales"):
+            specs[name] = o[name] = None
+    p |= {"lhs_block": 0, "rhs_block": 0, "rhs_block_outer": 1}
+    return dataclasses.replace(call, inputs=tuple(specs.values()), params=tuple(p.items())), tuple(o.values())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def _grouped_matmul(o: Operands, p: dict[str, Any], results: Results) -> None:
@@ -135,6 +251,15 @@ def _activation_grad(o: Operands, p: dict[str, Any], results: Results) -> None:
             results["row_sum"][at] = base + np.sum(dz * act.t, axis=1)
 
 
+def between_dtype(call: Call) -> str:
+    """Of a product with an activation: the dtype of what stands between the two, where it is stored."""
+    if call.name == "grouped_matmul_act" and (compute := dict(call.params).get("compute")):
+        return str(compute)
+    given = call.inputs[call.slot("hidden" if call.name == "grouped_matmul_dact" else "lhs")]
+    assert given is not None, "lhs and hidden rows are always given"
+    return given.dtype
+
+
 def _grouped_matmul_act(o: Operands, p: dict[str, Any], results: Results) -> None:
     hidden = p["round"](_product(o, p, o["rhs"].shape[3 - p["rhs_axis"]]))
     if "hidden" in results:
@@ -173,6 +298,7 @@ class Oracle:
 
     def __call__(self, call: Call, arrays: Sequence[Array | None]) -> tuple[Any, ...]:
         """The results of `call`, one a slot; None where a result is not asked for."""
+        call, arrays = with_values(call, arrays)
         operands: Operands = dict(zip(SLOTS[call.name], arrays, strict=True))
         for name, array in operands.items():
             if array is not None and name != "group_sizes":
@@ -188,10 +314,10 @@ class Oracle:
 
     def _rounding(self, call: Call) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
         """What the hidden rows of a fused call go through before the activation reads them, stored or not."""
-        lhs = call.inputs[0]
-        if self.exact or call.name != "grouped_matmul_act" or lhs is None:
+        if self.exact or call.name != "grouped_matmul_act":
             return lambda array: array
-        return lambda array: array.astype(numpy_dtype(lhs.dtype)).astype(np.float64)
+        dtype = numpy_dtype(between_dtype(call))
+        return lambda array: array.astype(dtype).astype(np.float64)
 
     def spec(self, array: Array) -> ArraySpec:
         """Spec of a NumPy array; float64 counts as float32 where results are exact."""

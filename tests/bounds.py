@@ -28,7 +28,7 @@ from grouped_core.calls import RESULTS, SLOTS, ArraySpec, Call, spec_of
 from grouped_core.gradients import Gradients, Needs
 from grouped_core.linear_spec import Linear
 from grouped_core.mlp_spec import Mlp, MlpNeeds, MlpSpecs, restrict
-from grouped_core.reference import Oracle, activation_of, group_ends, hidden_row_of
+from grouped_core.reference import Oracle, activation_of, between_dtype, group_ends, hidden_row_of, with_values
 
 F32_HALF_ULP = 2.0**-24
 """Relative error of one fp32 operation."""
@@ -44,6 +44,8 @@ FUNCTIONS = 2.0**-20
 """Relative error of the logistic function, exp, tanh, erf, and of what a few of them are made into (numerics 5)."""
 ACTIVATIONS = 4 * 2.0**-23
 """4 ulp of fp32, relative: of an activation, and of its derivative against the magnitude of its terms (numerics 7)."""
+MULTIPLIED_AS_BF16 = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+"""Element types of operands that a CPU multiplies as bfloat16."""
 FINITE_DIFFERENCES = 1e-6
 """Gradient formulas against finite differences of the fp64 oracle, relative."""
 RELATIVE = {"ieee": 2e-6, "tf32x3": 5e-6, "tf32": 1e-3}
@@ -115,6 +117,8 @@ class Expected:
         kernel = self.kernels.get(call.name, f"{call.name}_any_cpu")
         if call.name in _ACTIVATED:
             return _Activated(call, arrays, kernel).results()
+        scale_steps, scale_size = _scaling(call, arrays)
+        call, arrays = _valued(call, arrays)
         params = dict(call.params)
         value = self._run(call, arrays, lambda b: b.value)
         largest = self._run(call, arrays, lambda b: np.abs(b.value) + b.error)
@@ -122,10 +126,10 @@ class Expected:
         terms, steps, written = _work(call, arrays)
         operand = _summed_dtype(call)
         mode = str(params.get("fp32_mode", "ieee"))
-        rate = gamma(terms, operand, kernel, mode) + steps * F32_HALF_ULP
-        error = carried + rate * largest + (np.asarray(terms) + steps) * SMALLEST_F32
-        if "_cpu" in kernel and operand == "bfloat16" and call.name == "grouped_matmul":
-            error = error + BF16_FLUSH * _size_of_operands(call, arrays, terms)
+        rate = gamma(terms, operand, kernel, mode) + (steps + scale_steps) * F32_HALF_ULP
+        error = carried + rate * largest + (np.asarray(terms) + steps) * SMALLEST_F32 * scale_size
+        if "_cpu" in kernel and operand in MULTIPLIED_AS_BF16 and call.name == "grouped_matmul":
+            error = error + BF16_FLUSH * scale_size * _size_of_operands(call, arrays, terms)
         if _is_tf32(operand, kernel, mode):
             error = error + TF32_STEP * _size_of_operands(call, arrays, terms)
         (spec,) = call.outputs
@@ -149,6 +153,31 @@ class Expected:
         if _holds(dtype, array.dtype):  # widening is exact
             error = array.error
         return Bounded(array.value, error, dtype)
+
+
+def _valued(call: Call, arrays: Sequence[Any]) -> tuple[Call, list[Any]]:
+    """`with_values`, exact operands as `Bounded`."""
+    call, arrays = with_values(call, arrays)
+    slots = zip(SLOTS[call.name], call.inputs, arrays, strict=True)
+    return call, [
+        Bounded.of(a, spec.dtype) if slot in ("lhs", "rhs") and spec and isinstance(a, np.ndarray) else a
+        for slot, spec, a in slots
+    ]
+
+
+def _scaling(call: Call, arrays: Sequence[Any]) -> tuple[int, float]:
+    """Of a product of quantised operands: its further fp32 steps, and what absolute errors grow by, at most.
+
+    A sum is multiplied by the product of two group scales; an element, or a part of the sum, by block scales, which
+    rounds unless they are powers of two or short.
+    """
+    steps, size = 0, 1.0
+    for slot, array in zip(SLOTS[call.name], arrays, strict=True):
+        if slot.endswith("_scales") and array is not None and array.dtype == np.float32:
+            steps += 1
+            if slot.endswith("_group_scales"):
+                size *= 1.0 + float(np.max(np.abs(array), initial=0.0, where=np.isfinite(array)))
+    return steps, size
 
 
 def _holds(wide: str, narrow: str) -> bool:
@@ -205,6 +234,8 @@ def _size_of_operands(call: Call, arrays: Sequence[Any], terms: Any) -> NDArray[
 # ---------------------------------------------------------------------------------------------------------------------
 # Calls with an activation.
 
+SCALES = tuple(slot for slot in SLOTS["grouped_matmul"] if slot.endswith("_scales"))
+"""Slots of a product that hold scales of quantised operands."""
 _ACTIVATED = ("activation", "activation_grad", "grouped_matmul_act", "grouped_matmul_dact")
 
 
@@ -239,16 +270,11 @@ class _Activated:
     def results(self) -> tuple[Bounded | None, ...]:
         found: dict[str, Bounded] = {}
         if self.call.name in ("activation", "grouped_matmul_act"):
-            hidden = self.o["rows"] if self.call.name == "activation" else self._product(self._dtype("lhs"))
+            hidden = self.o["rows"] if self.call.name == "activation" else self._product(between_dtype(self.call))
             found = {"hidden": hidden, "result": self._activated(hidden, "result")}
         else:
             found = self._gradients()
         return tuple(None if spec is None else self._masked(found[name]) for name, spec in self.specs.items())
-
-    def _dtype(self, slot: str) -> str:
-        given = self.call.inputs[self.call.slot(slot)]
-        assert given is not None, f"{slot} is always given"
-        return given.dtype
 
     def _product(self, dtype: str) -> Bounded:
         """The grouped product inside of a fused call, stored as `dtype`."""
@@ -256,7 +282,7 @@ class _Activated:
         inner = self.kernel.replace("_composed_cuda", "_sm90")
         slots = SLOTS["grouped_matmul"]
         specs = dict(zip(SLOTS[self.call.name], self.call.inputs, strict=True))
-        product = ("lhs", "rhs", "group_sizes", "bias", "rhs_table", "bias_table")
+        product = ("lhs", "rhs", "group_sizes", "bias", "rhs_table", "bias_table", *SCALES)
         shape = (self.o["lhs"].shape[0], self.o["rhs"].shape[3 - self.p["rhs_axis"]])
         call = Call(
             "grouped_matmul",
@@ -285,7 +311,7 @@ class _Activated:
         if self.call.name == "activation_grad":
             hidden, dz = self.o["rows"], self.o["grad"]
         else:  # a fused kernel keeps dz in fp32
-            hidden, dz = self.o["hidden"], self._product("float32" if fused else self._dtype("lhs"))
+            hidden, dz = self.o["hidden"], self._product("float32" if fused else between_dtype(self.call))
         t, da, du = self._slopes(hidden)
         found: dict[str, Bounded] = {}
         if (spec := self.specs["result"]) is not None:

@@ -11,6 +11,12 @@
 
 namespace grouped {
 namespace GROUPED_ISA {
+
+// In widen.cc: `outer` by `depth` elements of an operand times their scales, as dense elements of `dtype` (float32,
+// bfloat16 or float16), the axis that is contiguous in memory last.
+void widen_block(const PanelOperand& operand, int64_t outer_begin, int64_t outer, int64_t depth_begin, int64_t depth,
+                 DType dtype, void* to);
+
 namespace {
 
 #if defined(__AVX512F__)
@@ -33,11 +39,17 @@ static_assert(kPanelRows % kTileRows == 0 && kChunkColumns % kTileColumns == 0, 
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+// uint8 holds two codes a byte.
+constexpr int64_t code_bytes(DType dtype, int64_t codes) {
+  return dtype == DType::u8 ? ceil_div(codes, 2) : codes * dtype_bytes(dtype);
+}
 
 // Scratch, in units.
 constexpr int64_t kLhsSpace = kPanelRows / kTileRows * kLhsWidth * kDepthUnits;
 constexpr int64_t kRhsSpace = kChunkColumns * kDepthUnits;
 constexpr int64_t kSumsSpace = kPanelRows * kPanelColumns;
+constexpr int64_t kWideSpace = kPanelRows * kDepthUnits;  // an operand's block, widened; a unit holds all its depth
+static_assert(kChunkColumns <= kPanelRows, "either operand's");
 
 // ---- Formats of panels: what a unit holds, how it is read from memory, how units multiply.
 
@@ -134,8 +146,8 @@ void pack_across(const typename Panel::Stored* from, int64_t stride, int64_t out
 template <class Panel, int Step, int Width>
 void pack(const PanelOperand& operand, int64_t outer_begin, int64_t outer, int64_t depth_begin, int64_t depth,
           uint32_t* panels) {
-  const auto* from = static_cast<const typename Panel::Stored*>(operand.data) + outer_begin * operand.outer_stride +
-                     depth_begin * operand.depth_stride;
+  const auto* from = static_cast<const typename Panel::Stored*>(operand.data) +
+                     (operand.outer_first + outer_begin) * operand.outer_stride + depth_begin * operand.depth_stride;
   const int64_t panel_units = ceil_div(depth, Panel::kDepth) * Width;
   if (operand.depth_stride == 1) {
     for (int64_t i = 0; i < outer; i += Step, from += Step * operand.outer_stride, panels += panel_units) {
@@ -156,14 +168,15 @@ void pack(const PanelOperand& operand, int64_t outer_begin, int64_t outer, int64
 class Ahead {
  public:
   // In so many calls of `next`; none when `outer` or `depth` is not positive.
-  Ahead(const PanelOperand& operand, int64_t element_bytes, int64_t outer_begin, int64_t outer, int64_t depth_begin,
-        int64_t depth, int64_t calls) {
+  Ahead(const PanelOperand& operand, int64_t outer_begin, int64_t outer, int64_t depth_begin, int64_t depth,
+        int64_t calls) {
     if (outer <= 0 || depth <= 0) return;
     const bool along = operand.depth_stride == 1;
-    stride_ = (along ? operand.outer_stride : operand.depth_stride) * element_bytes;
+    stride_ = code_bytes(operand.dtype, along ? operand.outer_stride : operand.depth_stride);
     row_ = static_cast<const char*>(operand.data) +
-           (outer_begin * operand.outer_stride + depth_begin * operand.depth_stride) * element_bytes;
-    row_bytes_ = (along ? depth : outer) * element_bytes;
+           code_bytes(operand.dtype,
+                      (operand.outer_first + outer_begin) * operand.outer_stride + depth_begin * operand.depth_stride);
+    row_bytes_ = code_bytes(operand.dtype, along ? depth : outer);
     rows_ = along ? outer : depth;
     each_ = ceil_div(rows_ * ceil_div(row_bytes_, kLine), calls);
   }
@@ -245,12 +258,13 @@ void write_tile(const float* tile, int64_t rows, int64_t columns, const float* b
   const bool scale_bias =
       result.scale_bias;  // NOTE: copies, as the stores below might change `result` for all GCC knows
   const bool accumulate = result.accumulate;
+  const float factor = result.factor;
   const int64_t stride = result.row_stride;
   Stored* to = static_cast<Stored*>(result.data) + row * stride + column;
   for (int64_t i = 0; i < rows; ++i, to += stride, tile += kTileColumns) {
     const F32 scale = broadcast(row_scale ? row_scale[row + i] : 1.0f);
     for (int64_t j = 0; j < columns; j += kLanes) {
-      F32 value = load<F32>(tile + j);
+      F32 value = load<F32>(tile + j) * broadcast(factor);
       if (bias) value += scale_bias ? load<F32>(bias + j) * scale : load<F32>(bias + j);
       if (row_scale && !scale_bias) value *= scale;
       if (accumulate) value += load_decoded<Type>(to + j, columns - j);
@@ -311,13 +325,26 @@ void encode(DType dtype, const float* from, int64_t count, void* to) {
 
 int64_t bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
+// pack, of an operand that may have to be widened first, into `wide`.
+template <class Panel, int Step, int Width>
+void pack_any(DType dtype, const PanelOperand& operand, int64_t outer_begin, int64_t outer, int64_t depth_begin,
+              int64_t depth, uint32_t* panels, void* wide) {
+  if (operand.dtype == dtype && !operand.scales.data) {
+    return pack<Panel, Step, Width>(operand, outer_begin, outer, depth_begin, depth, panels);
+  }
+  const bool along = operand.depth_stride == 1;
+  widen_block(operand, outer_begin, outer, depth_begin, depth, dtype, wide);
+  const PanelOperand widened = {wide, dtype, along ? depth : 1, along ? 1 : outer, 0, {}};
+  pack<Panel, Step, Width>(widened, 0, outer, 0, depth, panels);
+}
+
 template <class Panel>
 void multiply_panels(const PanelProduct& p, const PanelProduct& next) {
-  using Stored = typename Panel::Stored;
-  auto* lhs = static_cast<uint32_t*>(
-      panel_scratch(static_cast<size_t>(kLhsSpace + kRhsSpace + kSumsSpace + kChunkColumns) * sizeof(uint32_t)));
+  auto* lhs = static_cast<uint32_t*>(panel_scratch(
+      static_cast<size_t>(kLhsSpace + kRhsSpace + kWideSpace + kSumsSpace + kChunkColumns) * sizeof(uint32_t)));
   uint32_t* rhs = lhs + kLhsSpace;
-  float* sums = reinterpret_cast<float*>(rhs + kRhsSpace);
+  uint32_t* wide = rhs + kRhsSpace;
+  float* sums = reinterpret_cast<float*>(wide + kWideSpace);
   float* bias = sums + kSumsSpace;
   const WriteTile write = write_tile_of(p.result.dtype);
   const int64_t result_bytes = bytes_of(p.result.dtype);
@@ -330,11 +357,11 @@ void multiply_panels(const PanelProduct& p, const PanelProduct& next) {
     const int64_t depth = least(kDepthBlock, p.depth - k);
     const int64_t units = ceil_div(depth, Panel::kDepth);
     const bool last = block == blocks - 1;
-    pack<Panel, kTileRows, kLhsWidth>(p.lhs, 0, p.rows, k, depth, lhs);
+    pack_any<Panel, kTileRows, kLhsWidth>(p.dtype, p.lhs, 0, p.rows, k, depth, lhs, wide);
     float* tile = sums;
     for (int64_t chunk = 0; chunk < p.columns; chunk += kChunkColumns) {
       const int64_t columns = least(kChunkColumns, p.columns - chunk);
-      pack<Panel, kTileColumns, kTileColumns>(p.rhs, chunk, columns, k, depth, rhs);
+      pack_any<Panel, kTileColumns, kTileColumns>(p.dtype, p.rhs, chunk, columns, k, depth, rhs, wide);
       if (last && p.result.bias) {
         decode(p.result.bias_dtype, static_cast<const char*>(p.result.bias) + chunk * bytes_of(p.result.bias_dtype),
                columns, bias);
@@ -345,9 +372,9 @@ void multiply_panels(const PanelProduct& p, const PanelProduct& next) {
       const int64_t then_k = more ? k : last ? 0 : k + depth;
       const int64_t then_depth = least(kDepthBlock, then.depth - then_k);
       const int64_t tiles = ceil_div(columns, kTileColumns) * ceil_div(p.rows, kTileRows);
-      Ahead ahead_rhs(then.rhs, sizeof(Stored), then_column, least(kChunkColumns, then.columns - then_column), then_k,
-                      then_depth, tiles);
-      Ahead ahead_lhs(then.lhs, sizeof(Stored), 0, more ? 0 : then.rows, then_k, then_depth, tiles);
+      Ahead ahead_rhs(then.rhs, then_column, least(kChunkColumns, then.columns - then_column), then_k, then_depth,
+                      tiles);
+      Ahead ahead_lhs(then.lhs, 0, more ? 0 : then.rows, then_k, then_depth, tiles);
       for (int64_t j = 0; j < columns; j += kTileColumns) {
         const int64_t tile_columns = least(kTileColumns, columns - j);
         for (int64_t i = 0; i < p.rows; i += kTileRows, tile += tile_step) {

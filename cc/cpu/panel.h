@@ -1,6 +1,6 @@
 // The packed product: one dense block of a grouped product, computed from panels that are decoded while they are
-// packed; and loops over elements. panel.cc and activate.cc are built for each instruction set; `best_isa` is chosen by
-// cpuid at run time.
+// packed; and loops over elements. panel.cc, widen.cc and activate.cc are built for each instruction set; `best_isa` is
+// chosen by cpuid at run time.
 #pragma once
 
 #include <cstddef>
@@ -12,16 +12,30 @@
 
 namespace grouped {
 
-// An operand with an outer axis (rows of lhs, columns of rhs) and the contracted axis (depth). One stride is 1, both
-// count elements.
-struct PanelOperand {
-  const void* data;
+// Decode scales of an operand's blocks: element (outer o, depth k) has scale (o / outer_block, k / block).
+struct PanelScales {
+  const void* data;  // null: there are none
+  DType dtype;       // float32, E8M0 or E4M3
   int64_t outer_stride;
   int64_t depth_stride;
+  int64_t outer_block;
+  int64_t block;
 };
 
-// Where a block goes and what is done on the way: sum + bias, times row scale (or the bias alone, with scale_bias),
-// + what is there, one rounding.
+// An operand with an outer axis (rows of lhs, columns of rhs) and the contracted axis (depth). One stride is 1, both
+// count elements; of uint8, which holds two E2M1 codes a byte, they count codes. The product is of outer elements from
+// `outer_first` on and of all depth, counted from `data`.
+struct PanelOperand {
+  const void* data;
+  DType dtype;
+  int64_t outer_stride;
+  int64_t depth_stride;
+  int64_t outer_first;
+  PanelScales scales;
+};
+
+// Where a block goes and what is done on the way: sum * factor + bias, times row scale (or the bias alone, with
+// scale_bias), + what is there, one rounding.
 struct PanelResult {
   void* data;
   DType dtype;
@@ -31,10 +45,12 @@ struct PanelResult {
   const float* row_scale;  // [rows], or null
   bool scale_bias;
   bool accumulate;
+  float factor;  // 1, or the product of the operands' group scales
 };
 
-// result[rows, columns] = lhs[rows, depth] * rhs[depth, columns]; dtype of both operands is float32, bfloat16 or
-// float16. Every element is one chain of fp32 additions in the order of depth, whatever the block around it.
+// result[rows, columns] = lhs[rows, depth] * rhs[depth, columns], multiplied as elements of `dtype`: float32, bfloat16
+// or float16. Operands of another type, or with scales, are widened to it on the way. Every element is one chain of
+// fp32 additions in the order of depth, whatever the block around it.
 struct PanelProduct {
   int64_t rows;     // 0 ... kPanelRows
   int64_t columns;  // 0 ... kPanelColumns

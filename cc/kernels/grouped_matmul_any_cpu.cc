@@ -1,4 +1,5 @@
-// The packed CPU product for every plain format: blocks of the result are independent tasks, each one PanelProduct.
+// The packed CPU product for every format of the operands, mixed at will: blocks of the result are independent tasks,
+// each one PanelProduct.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -12,15 +13,32 @@
 namespace grouped {
 namespace {
 
-std::string refuses_operands(const GroupedMatmul& call, const Target& target) {
-  const bool differ = call.lhs.dtype != call.rhs.dtype;
-  return first_of({refuses_unless_cpu(target), refuses_unless_plain("lhs", call.lhs),
-                   refuses_unless_plain("rhs", call.rhs), refuses_unless_plain("result", call.result),
-                   refuses_unless_plain("bias", call.bias),
-                   differ ? "lhs is " + describe(call.lhs) + " and rhs " + describe(call.rhs) +
-                                "; this kernel takes operands of one dtype"
-                          : ""});
+bool is_code(DType dtype) { return dtype == DType::e4m3fn || dtype == DType::e5m2 || dtype == DType::u8; }
+
+std::string refuses_operand(const char* name, const TensorView& operand) {
+  return is_code(operand.dtype) ? "" : refuses_unless_plain(name, operand);
 }
+
+std::string refuses_operands(const GroupedMatmul& call, const Target& target) {
+  return first_of({refuses_unless_cpu(target), refuses_operand("lhs", call.lhs), refuses_operand("rhs", call.rhs),
+                   refuses_unless_plain("result", call.result), refuses_unless_plain("bias", call.bias)});
+}
+
+// What operands are multiplied as (numerics 4). Codes, with E8M0 or E4M3 scales too, are bfloat16 numbers; with float32
+// scales they are not.
+DType multiplied_type(const GroupedMatmul& call) {
+  if (call.lhs.dtype == call.rhs.dtype && is_plain(call.lhs.dtype)) return call.lhs.dtype;
+  for (const TensorView* scales : {&call.scales.lhs_scales, &call.scales.rhs_scales}) {
+    if (scales->present() && scales->dtype == DType::f32) return DType::f32;
+  }
+  const auto narrow = [](DType dtype) { return dtype == DType::bf16 || is_code(dtype); };
+  return narrow(call.lhs.dtype) && narrow(call.rhs.dtype) ? DType::bf16 : DType::f32;
+}
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Elements along the last axis; uint8 holds two codes a byte.
+int64_t last_axis(const TensorView& t) { return t.dims[t.rank - 1] * (t.dtype == DType::u8 ? 2 : 1); }
 
 // A block of the result: of the matrix in ragged rows, of group's matrix in ragged contraction.
 struct Task {
@@ -36,21 +54,38 @@ struct Task {
 // What the two kinds of product have in common: the matrix of results that each group owns.
 struct Problem {
   std::vector<int64_t> ends;
+  std::vector<int64_t> first_rows;  // of what is contracted, in ragged contraction
   bool ragged_rows;
+  int64_t segment;
   int64_t rows;     // of a group's result, in ragged contraction
   int64_t columns;  // of every group's result
   int64_t depth;    // contracted, in ragged rows
 
   explicit Problem(const GroupedMatmul& call)
-      : ends(group_ends(call.group_sizes, call.lhs.dims[0])), ragged_rows(!call.contract_rows) {
-    rows = ragged_rows ? 0 : call.lhs.dims[1];
-    columns = call.rhs.dims[ragged_rows && call.rhs_axis == 1 ? 2 : 1];
-    depth = ragged_rows ? call.lhs.dims[1] : 0;
+      : ends(group_ends(call.group_sizes, call.segment ? call.rows : call.lhs.dims[0])),
+        ragged_rows(!call.contract_rows),
+        segment(call.segment) {
+    rows = ragged_rows ? 0 : call.result.dims[1];
+    columns = call.result.dims[call.result.rank - 1];
+    // Where one operand has two codes a byte and the other has not, the last code may stand for nothing.
+    depth = ragged_rows ? std::min(last_axis(call.lhs), contracted(call.rhs, call.rhs_axis)) : 0;
+    int64_t first = 0;
+    for (int64_t g = 0; g < static_cast<int64_t>(ends.size()); ++g) {
+      first_rows.push_back(first);
+      first += depth_of(g);
+    }
   }
   int64_t begin(int64_t g) const { return group_begin(ends, g); }
   int64_t size(int64_t g) const { return ends[static_cast<size_t>(g)] - begin(g); }
   int64_t rows_of(int64_t g) const { return ragged_rows ? size(g) : rows; }
-  int64_t depth_of(int64_t g) const { return ragged_rows ? depth : size(g); }
+  // A segment is contracted whole: what lies behind a group's last row is zero, or belongs to a rotated block.
+  int64_t depth_of(int64_t g) const {
+    if (ragged_rows) return depth;
+    return segment ? ceil_div(size(g), segment) * segment : size(g);
+  }
+
+ private:
+  static int64_t contracted(const TensorView& rhs, int64_t axis) { return axis == 2 ? last_axis(rhs) : rhs.dims[1]; }
 };
 
 const void* table_entry(const TensorView& table, int64_t g) {
@@ -66,8 +101,6 @@ bool skips(const GroupedMatmul& call, const Problem& problem, int64_t g) {
 
 constexpr int64_t kTasksPerThread = 12;     // enough that the last ones even out
 constexpr int64_t kLeastTaskColumns = 256;  // below, packing lhs again for each task would show
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Columns of a task: as many as a block takes, halved while tasks would be too few. Only the speed depends on it.
 int64_t task_columns(const GroupedMatmul& call, const Problem& problem, int64_t threads) {
@@ -111,29 +144,67 @@ const char* at(const void* data, DType dtype, int64_t element) {
   return static_cast<const char*>(data) + element * dtype_bytes(dtype);
 }
 
+// The block scales of a group's operand. `outer` blocks of `block` elements; float32 ones may lie turned, the block
+// index first.
+PanelScales scales_of(const TensorView& scales, int64_t first, bool blocks_first, int64_t outer_block, int64_t block) {
+  if (!scales.present()) return {};
+  const int64_t width = scales.dims[scales.rank - 1];
+  const char* data = at(scales.data, scales.dtype, first * width);
+  return {data, scales.dtype, blocks_first ? 1 : width, blocks_first ? width : 1, outer_block, block};
+}
+
+// Rows of the contracted axis `first` ... of one operand of a ragged contraction, for columns from `column` on.
+PanelOperand contracted_rows(const GroupedMatmul& call, const TensorView& operand, const TensorView& scales,
+                             int64_t block, int64_t first, int64_t column) {
+  const int64_t width = last_axis(operand);
+  const PanelScales s = scales_of(scales, block ? first / block : 0, true, 1, block);
+  if (call.turned) return {at(operand.data, operand.dtype, first), operand.dtype, width, 1, column, s};
+  const int64_t bytes = first * operand.dims[1] * dtype_bytes(operand.dtype);
+  return {operand.as<const char>() + bytes, operand.dtype, 1, width, column, s};
+}
+
+// One weight: [depth, columns] with rhs_axis 1, [columns, depth] with 2.
+PanelOperand weight_of(const GroupedMatmul& call, const Task& t) {
+  const TensorView& rhs = call.rhs;
+  const void* data = call.rhs_table.present() ? table_entry(call.rhs_table, t.group)
+                                              : at(rhs.data, rhs.dtype, t.group * rhs.dims[1] * rhs.dims[2]);
+  const OperandScales& s = call.scales;
+  const int64_t lines = s.rhs_scales.present() ? s.rhs_scales.dims[1] : 0;
+  const PanelScales scales = scales_of(s.rhs_scales, t.group * lines, false, s.rhs_block_outer, s.rhs_block);
+  if (call.rhs_axis == 1) return {data, rhs.dtype, 1, rhs.dims[2], t.column, scales};
+  return {data, rhs.dtype, last_axis(rhs), 1, t.column, scales};
+}
+
+float factor_of(const GroupedMatmul& call, int64_t g) {
+  float factor = 1;
+  for (const TensorView* scales : {&call.scales.lhs_group_scales, &call.scales.rhs_group_scales}) {
+    if (scales->present()) factor *= scales->as<const float>()[g];
+  }
+  return factor;
+}
+
 PanelProduct block(const GroupedMatmul& call, const Problem& problem, const Task& t) {
-  const int64_t lhs_width = call.lhs.dims[1];
-  const int64_t rhs_width = call.rhs.dims[call.rhs.rank - 1];
+  const OperandScales& s = call.scales;
   PanelProduct p{};
   p.rows = t.rows;
   p.columns = t.columns;
   p.depth = t.depth;
-  p.dtype = call.lhs.dtype;
+  p.dtype = multiplied_type(call);
   if (problem.ragged_rows) {
-    const void* weight = call.rhs_table.present()
-                             ? table_entry(call.rhs_table, t.group)
-                             : at(call.rhs.data, p.dtype, t.group * problem.depth * problem.columns);
-    p.lhs = {at(call.lhs.data, p.dtype, t.row * lhs_width), lhs_width, 1};
-    if (call.rhs_axis == 1) {
-      p.rhs = {at(weight, p.dtype, t.column), 1, rhs_width};
-    } else {
-      p.rhs = {at(weight, p.dtype, t.column * rhs_width), rhs_width, 1};
-    }
+    const bool turned = s.lhs_scales.present() && s.lhs_scales.dtype == DType::f32;
+    p.lhs = {call.lhs.data,
+             call.lhs.dtype,
+             last_axis(call.lhs),
+             1,
+             t.row,
+             scales_of(s.lhs_scales, 0, turned, 1, s.lhs_block)};
+    p.rhs = weight_of(call, t);
   } else {
-    const int64_t first = problem.begin(t.group);
-    p.lhs = {at(call.lhs.data, p.dtype, first * lhs_width + t.row), 1, lhs_width};
-    p.rhs = {at(call.rhs.data, p.dtype, first * rhs_width + t.column), 1, rhs_width};
+    const int64_t first = problem.first_rows[static_cast<size_t>(t.group)];
+    p.lhs = contracted_rows(call, call.lhs, s.lhs_scales, s.lhs_block, first, t.row);
+    p.rhs = contracted_rows(call, call.rhs, s.rhs_scales, s.rhs_block, first, t.column);
   }
+  p.result.factor = factor_of(call, t.group);
 
   const int64_t group_offset = problem.ragged_rows ? 0 : t.group * problem.rows * problem.columns;
   const void* result = call.into_table.present() ? table_entry(call.into_table, t.group)

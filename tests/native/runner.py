@@ -14,8 +14,9 @@ from grouped_core import _native, calls, plans
 from grouped_core.calls import RESULTS, SLOTS, ArraySpec, Call, spec_of
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.recipes import plain
+from grouped_core.reference import is_quantized
 from tests import asserts, cases
-from tests.bounds import Bounded, Expected
+from tests.bounds import SCALES, Bounded, Expected
 
 _GUARD = 256  # bytes before and after each result
 _CANARY = 0xA5
@@ -125,7 +126,8 @@ class Native:
         )
         if self.check and all(table is None for s, table in zip(SLOTS[call.name], arrays, strict=True) if "table" in s):
             names = zip(SLOTS[call.name], arrays, strict=True)
-            bounded = [a if a is None or s == "group_sizes" else Bounded.of(a) for s, a in names]
+            stored = ("group_sizes", "lhs", "rhs", *SCALES) if is_quantized(call) else ("group_sizes",)
+            bounded = [a if a is None or s in stored else Bounded.of(a) for s, a in names]
             expected = Expected({call.name: plan.kernel})(call, bounded)
             for name, result, wanted in zip(RESULTS[call.name], results, expected, strict=True):
                 if result is not None:

@@ -1,0 +1,149 @@
+// The arithmetic of cc/math over whole arrays, for tests/native/test_math.py: compiled there, called by ctypes.
+#include <cstdint>
+
+#include "cc/math/narrow.h"
+#include "cc/math/rotate.h"
+#include "cc/math/scales.h"
+
+using namespace grouped;
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+template <class T>
+void encode_all(int64_t n, const float* x, uint8_t* codes) {
+  for (int64_t i = 0; i < n; ++i) codes[i] = encode<T>(x[i]);
+}
+template <class T>
+void decode_all(float* values) {
+  for (int code = 0; code < 256; ++code) values[code] = decode<T>(static_cast<uint8_t>(code));
+}
+
+// How often a multiplication by fl(1 / max) gives another code than a division by max, of every amax there is.
+template <class T>
+int64_t reciprocals_that_differ() {
+  int64_t count = 0;
+  for (uint32_t bits = 0; bits <= kInfinityBits + 1; ++bits) {
+    count += e8m0_code<T>(bits_float(bits)) != e8m0_code_of_ratio(fl_div(bits_float(bits), T::kMax));
+  }
+  return count;
+}
+
+}  // namespace
+
+EXPORT void encode_e4m3(int64_t n, const float* x, uint8_t* codes) { encode_all<E4M3>(n, x, codes); }
+EXPORT void encode_e5m2(int64_t n, const float* x, uint8_t* codes) { encode_all<E5M2>(n, x, codes); }
+EXPORT void encode_e2m1(int64_t n, const float* x, uint8_t* codes) { encode_all<E2M1>(n, x, codes); }
+
+EXPORT void encode_pairs(int64_t n, const float* x, uint16_t* e4m3, uint16_t* e5m2) {
+  for (int64_t i = 0; i < n / 2; ++i) {
+    e4m3[i] = encode_pair<E4M3>(x[2 * i], x[2 * i + 1]);
+    e5m2[i] = encode_pair<E5M2>(x[2 * i], x[2 * i + 1]);
+  }
+}
+
+EXPORT void decode_codes(float* e4m3, float* e5m2, float* e2m1, float* e8m0) {
+  decode_all<E4M3>(e4m3);
+  decode_all<E5M2>(e5m2);
+  decode_all<E2M1>(e2m1);
+  for (int code = 0; code < 256; ++code) e8m0[code] = decode_e8m0(static_cast<uint8_t>(code));
+}
+
+EXPORT void pack(int64_t n, const uint8_t* codes, uint8_t* bytes, uint8_t* back) {
+  for (int64_t i = 0; i < n; i += 2) bytes[i / 2] = pack_e2m1(codes[i], i + 1 < n ? codes[i + 1] : 0);
+  for (int64_t i = 0; i < n; ++i) back[i] = unpack_e2m1(bytes[i / 2], i % 2);
+}
+
+EXPORT void encode_stochastic(int64_t n, const float* x, const uint32_t* random, uint8_t* codes) {
+  for (int64_t i = 0; i < n; ++i) codes[i] = encode_e2m1_stochastic(x[i], random[i]);
+}
+
+EXPORT void amax(int64_t n, int64_t block, const float* x, float* result) {
+  for (int64_t i = 0; i < n; ++i) {
+    uint32_t bits = 0;
+    for (int64_t j = 0; j < block; ++j) bits = amax_with(bits, x[i * block + j]);
+    result[i] = bits_float(bits);
+  }
+}
+
+EXPORT void scales_fp32(int64_t n, const float* a, float max, float eps, float overflow, int power_of_two, float* e,
+                        float* d) {
+  for (int64_t i = 0; i < n; ++i) {
+    e[i] = fp32_encode_scale(a[i], {max, eps, overflow, power_of_two != 0});
+    d[i] = decode_scale(e[i]);
+  }
+}
+
+EXPORT void scales_e8m0(int64_t n, const float* a, uint8_t* e4m3, uint8_t* e5m2, uint8_t* e2m1) {
+  for (int64_t i = 0; i < n; ++i) {
+    e4m3[i] = e8m0_code<E4M3>(a[i]);
+    e5m2[i] = e8m0_code<E5M2>(a[i]);
+    e2m1[i] = e8m0_code<E2M1>(a[i]);
+  }
+}
+
+EXPORT void encode_scales_e8m0(float* e) {
+  for (int code = 0; code < 256; ++code) e[code] = e8m0_encode_scale(static_cast<uint8_t>(code));
+}
+
+EXPORT void scales_nvfp4(int64_t n, const float* group_amax, const float* block_amax, float range, float stretch,
+                         float* e_group, float* d_group, uint8_t* s_block, float* e_block) {
+  for (int64_t i = 0; i < n; ++i) {
+    e_group[i] = nvfp4_group_encode_scale(group_amax[i], range);
+    d_group[i] = decode_scale(e_group[i]);
+    s_block[i] = nvfp4_block_scale(block_amax[i], e_group[i], stretch);
+    e_block[i] = nvfp4_block_encode_scale(s_block[i], d_group[i]);
+  }
+}
+
+EXPORT void values_nvfp4(const float* group_scales, int64_t n, float* values) {  // [n, 256, 16]
+  for (int64_t i = 0; i < n * 256 * 16; ++i) {
+    values[i] = nvfp4_value(static_cast<uint8_t>(i % 16), static_cast<uint8_t>(i / 16), group_scales[i / 4096]);
+  }
+}
+
+EXPORT void four_over_six(int64_t n, const float* x, const uint8_t* s_block, const float* d_group, int squares,
+                          float* rows, float* blocks) {
+  for (int64_t i = 0; i < n; ++i) {  // [n, 16, 16]
+    float sums[16];
+    for (int r = 0; r < 16; ++r) {
+      sums[r] = nvfp4_row_error(x + (i * 16 + r) * 16, 16, s_block[i], d_group[i], squares != 0);
+      rows[i * 16 + r] = sums[r];
+    }
+    blocks[i] = nvfp4_block_error(sums);
+  }
+}
+
+EXPORT void update_delayed(int64_t length, int64_t columns, float* history, float* scale, float max, int most_recent) {
+  for (int64_t c = 0; c < columns; ++c) {
+    scale[c] = delayed_update(history + c, history + c, length, columns, scale[c], max, most_recent != 0);
+  }
+}
+
+EXPORT void rotate_all(int64_t n, float* x) {
+  for (int64_t i = 0; i < n; ++i) rotate(x + 16 * i);
+}
+
+EXPORT void philox_all(int64_t n, const uint32_t* counters, const uint64_t* keys, uint32_t* words) {
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t* c = counters + 4 * i;
+    const Words4 found = philox({{c[0], c[1], c[2], c[3]}}, keys[i]);
+    for (int j = 0; j < 4; ++j) words[4 * i + j] = found.word[j];
+  }
+}
+
+EXPORT void random_all(uint64_t key, int64_t rows, int64_t columns, uint32_t group, uint32_t stream, uint32_t* words) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < columns; ++c) {
+      const Words4 four = random_words(key, static_cast<uint32_t>(c), static_cast<uint32_t>(r), group, stream);
+      words[r * columns + c] = four.word[c % 4];
+    }
+  }
+}
+
+EXPORT void reciprocals(int64_t* counts) {
+  counts[0] = reciprocals_that_differ<E4M3>();
+  counts[1] = reciprocals_that_differ<E5M2>();
+  counts[2] = reciprocals_that_differ<E2M1>();
+}
