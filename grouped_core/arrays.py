@@ -219,7 +219,9 @@ def grouped_linear(
     _checked({"out": out}, {**required, "bias": bias, "row_scale": row_scale})
     run = ArrayRunner(x)
     scaling.check_bound(bound, w.shape[0])
-    found = gradients.linear(run, op, x, w, run.sizes(sizes), bias, row_scale, out, extras=scaling.extras(bound))
+    found = gradients.linear_forward(
+        run, op, x, w, run.sizes(sizes), bias, row_scale, out, extras=scaling.extras(bound)
+    )
     _merge(bound, found.amax)
     return found.y
 
@@ -274,7 +276,7 @@ def grouped_linear_grads(
     _checked(buffers, {**required, "bias": bias, "row_scale": row_scale})
     scaling.check_bound(bound, w.shape[0])
     run = ArrayRunner(dy)
-    found = gradients.linear_grads(
+    found = gradients.linear_backward(
         run,
         op,
         (x_spec, w_spec, bias_spec, scale_spec),
@@ -291,7 +293,7 @@ def grouped_linear_grads(
         extras=scaling.extras(bound),
     )
     _merge(bound, found.amax)
-    return found
+    return found.grads
 
 
 def _merge(bound: BoundRecipe, amax: Amaxes, product: int = 0) -> None:

@@ -6,7 +6,7 @@ Letters: G groups, M rows, K in, N out. The number beside an operand is its cont
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from grouped_core import calls, linear_spec
 from grouped_core.calls import ArraySpec, OperandSpec
@@ -44,6 +44,12 @@ class Gradients(NamedTuple):
     w: Array | None
     bias: Array | None
     row_scale: Array | None
+
+
+class Backward(NamedTuple):
+    """Gradients, and the magnitudes of dy."""
+
+    grads: Gradients
     amax: Amaxes
 
 
@@ -57,6 +63,20 @@ class Forward(NamedTuple):
 
 
 def linear(
+    run: Runner,
+    op: Linear,
+    x: Operand,
+    w: Operand,
+    group_sizes: Array,
+    bias: Array | Listed | None = None,
+    row_scale: Array | None = None,
+    out: Array | None = None,
+) -> Array:
+    """y of `linear_forward`, for operations that nobody differentiates and that carry no state."""
+    return linear_forward(run, op, x, w, group_sizes, bias, row_scale, out).y
+
+
+def linear_forward(
     run: Runner,
     op: Linear,
     x: Operand,
@@ -91,7 +111,7 @@ def linear(
     recipe = op.resolve(x_spec, w_spec)
     k_axis, n_axis = op.weight_axes()
     saved = linear_saved(op, needs, bias is not None, row_scale is not None)
-    keep_x, keep_w = keeps_forms(op, recipe, needs)
+    keep_x, keep_w = keeps_forms(op, recipe, needs, row_scale is not None)
     x_forms = [(1, recipe.forward[0]), *([(0, recipe.wgrad[0])] if keep_x else [])]
     w_forms = [(k_axis, recipe.forward[1]), *([(n_axis, recipe.dgrad[1])] if keep_w else [])]
     rows = store(run, x, x_forms, group_sizes, encode=extras.x, requantize=recipe.requantize)
@@ -112,9 +132,9 @@ def linear(
     return Forward(y, kept_x if saved.x else None, kept_w if saved.w else None, Amaxes(rows.amax, weights.amax))
 
 
-def keeps_forms(op: Linear, recipe: Recipe, needs: Needs) -> tuple[bool, bool]:
+def keeps_forms(op: Linear, recipe: Recipe, needs: Needs, has_scale: bool) -> tuple[bool, bool]:
     """Whether backward reads x and w as forward quantises them; otherwise it gets what forward got."""
-    through_product = needs.row_scale and not op.scale_bias
+    through_product = needs.row_scale and has_scale and not op.scale_bias
     x = recipe.saved == "quantized" and needs.w and not recipe.wgrad[0].plain and not through_product
     return x, (needs.x or through_product) and not recipe.dgrad[1].plain
 
@@ -132,7 +152,12 @@ def linear_saved(op: Linear, needs: Needs, has_bias: bool, has_scale: bool) -> N
     )
 
 
-def linear_grads(
+def linear_grads(*arguments: Any, **options: Any) -> Gradients:
+    """The gradients of `linear_backward`, whose arguments it takes."""
+    return linear_backward(*arguments, **options).grads
+
+
+def linear_backward(
     run: Runner,
     op: Linear,
     specs: tuple[OperandSpec, OperandSpec, ArraySpec | None, ArraySpec | None],
@@ -149,8 +174,8 @@ def linear_grads(
     grad_input: Array | None = None,
     extras: Extras = NO_EXTRAS,
     stream: int = 0,
-) -> Gradients:
-    """Gradients that `needs` asks for; x and w are those that `linear` kept, None where it did not.
+) -> Backward:
+    """Gradients that `needs` asks for; x and w are those that `linear_forward` kept, None where it did not.
 
     Args:
         specs: of x, w, bias, row_scale, the latter two None where the operation had none.
@@ -238,7 +263,7 @@ def linear_grads(
         lhs, rhs = pair or (None, None)
         named = {"lhs": lhs, "rhs": rhs, "group_lhs": dy if group_pair else None, "group_rhs": bias}
         dc = run.cast(run(call, arranged(call, group_sizes=group_sizes, **named))[0], scale_spec.dtype)
-    return Gradients(dx, dw, db, dc, Amaxes(dy=amax))
+    return Backward(Gradients(dx, dw, db, dc), Amaxes(dy=amax))
 
 
 def store_grad(

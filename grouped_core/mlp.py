@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from grouped_core import calls, gradients
 from grouped_core.calls import ArraySpec
-from grouped_core.gradients import Amaxes, Gradients, Needs
+from grouped_core.gradients import Gradients, Needs
 from grouped_core.linear_spec import Linear
 from grouped_core.mlp_spec import Mlp, MlpNeeds, MlpSpecs, check, kept, needs_dh, needs_dz, restrict
 from grouped_core.products import Array, Listed, Operand, Runner, all_aligned, arranged, operand_spec, wide
@@ -112,7 +112,7 @@ def mlp(
     check(op, *(operand_spec(run, each) for each in (x, wi, wo, group_sizes, probs, wi_bias, wo_bias, out)))
     z, h = hidden_rows(run, op, x, wi, group_sizes, probs, wi_bias, keep=keep_h)
     linear = op.fc2(wo_bias is not None and probs is not None)
-    y = gradients.linear(run, linear, z, wo, group_sizes, wo_bias, probs if linear.scale_bias else None, out).y
+    y = gradients.linear(run, linear, z, wo, group_sizes, wo_bias, probs if linear.scale_bias else None, out)
     return Forward(y, h, z if keep_z else None)
 
 
@@ -201,14 +201,14 @@ def main_grads(
     dp = dh = None
     if needs_dz(needs):
         if h is None:
-            h = gradients.linear(run, op.fc1(), x, wi, group_sizes, wi_bias).y
+            h = gradients.linear(run, op.fc1(), x, wi, group_sizes, wi_bias)
         wanted = (needs_dh(needs), needs.wo and z is None, needs.probs)
         dh, rebuilt, dp = hidden_grads(run, op, h, wo, group_sizes, probs, wo_bias, dy, wanted)
         z = rebuilt if z is None else z
         dp = dp if dp is None or specs.probs is None else run.cast(dp, specs.probs.dtype)
     elif needs.wo and z is None:
         z, _ = hidden_rows(run, op, x, wi, group_sizes, probs, wi_bias, keep=False)
-    first = second = Gradients(None, None, None, None, Amaxes())
+    first = second = Gradients(None, None, None, None)
     if needs.x or needs.wi_bias:
         asked = Needs(needs.x, False, needs.wi_bias, False)
         first = _linear_grads(

@@ -117,7 +117,7 @@ def plan_ragged_dot(**arguments: Any) -> list[Call]:
     run = Planner()
     extras = scaling.planned(o.bound, w.shape[0])
     needs = Needs(bias=o.bias is not None, row_scale=o.row_scale is not None)
-    found = gradients.linear(run, op, x, w, o.sizes, o.bias, o.row_scale, o.out, extras=extras, needs=needs)
+    found = gradients.linear_forward(run, op, x, w, o.sizes, o.bias, o.row_scale, o.out, extras=extras, needs=needs)
     gradients.linear_grads(
         run,
         op,
@@ -223,7 +223,8 @@ def _prepare(
         implementation=linear_spec.implementation_names(implementation),
     )
     x, w, *others = map(_value, operands[:6])
-    specs = (operand_spec(RUN, x), operand_spec(RUN, w))
+    run: Any = Planner() if take is as_operand_spec else RUN
+    specs: list[Any] = [operand_spec(run, x), operand_spec(run, w)]
     linear_spec.check_linear(op, *specs, *(None if a is None else calls.spec_of(a) for a in others))
     scaling.check_bound(bound, w.shape[0])
     if operands.accum is not None:
@@ -266,7 +267,7 @@ def _linear_value(
     op: Linear, x: Any, w: Any, sizes: Any, bias: Any, row_scale: Any, out: Any, accum: Any, bound: Any
 ) -> Any:
     extras = scaling.extras(bound)
-    return gradients.linear(RUN, op, _value(x), _value(w), sizes, bias, row_scale, out, extras=extras).y
+    return gradients.linear_forward(RUN, op, _value(x), _value(w), sizes, bias, row_scale, out, extras=extras).y
 
 
 def _linear_save(op: Linear, needs: Needs, *operands: Any) -> tuple[Any, _Saved]:
@@ -275,7 +276,9 @@ def _linear_save(op: Linear, needs: Needs, *operands: Any) -> tuple[Any, _Saved]
     keep = gradients.linear_saved(op, needs, bias is not None, row_scale is not None)
     if keep.x:  # named before it is used, so that a policy which saves it spares what made it
         x = named(x, "grouped_x")
-    found = gradients.linear(RUN, op, x, w, sizes, bias, row_scale, out, extras=scaling.extras(bound), needs=needs)
+    found = gradients.linear_forward(
+        RUN, op, x, w, sizes, bias, row_scale, out, extras=scaling.extras(bound), needs=needs
+    )
     if accum is not None:
         accumulate.check_varying(op, accum, varying_axes(found.y))
     targets = (*map(target_of, (x_node, w_node)), bias, row_scale)
@@ -347,7 +350,7 @@ def _linear_fwd(op: Linear, *primals: Any) -> tuple[Any, _Saved]:
 
 def _linear_bwd(op: Linear, saved: _Saved, dy: Any) -> tuple[Any, ...]:
     into = None if saved.accum is None else accumulate.read(saved.accum)
-    found = gradients.linear_grads(
+    found, amax = gradients.linear_backward(
         RUN,
         op,
         saved.specs,
@@ -368,12 +371,12 @@ def _linear_bwd(op: Linear, saved: _Saved, dy: Any) -> tuple[Any, ...]:
         found = found._replace(w=None)
     dx, dw, db, dc = (
         None if cotangent is None else reduce_to(cotangent, axes)
-        for cotangent, axes in zip(found[:4], saved.varying, strict=True)
+        for cotangent, axes in zip(found, saved.varying, strict=True)
     )
     return (
         *map(cotangent_of, saved.masters, (dx, dw)),
         *(None, db, dc, None, accum),
-        next_bound(saved.bound, [saved.amax._replace(dy=found.amax.dy)]),
+        next_bound(saved.bound, [saved.amax._replace(dy=amax.dy)]),
     )
 
 
