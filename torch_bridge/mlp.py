@@ -377,9 +377,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     tensors[_HIDDEN] = tensors[_ACTIVATED] = None
     second = second_gradients(facts, tensors, rows, ctx.owners[1], ctx.accumulators[1], ctx.delayed[1])
     rows = rows._replace(z=None)
-    first = first_gradients(
-        facts, tensors, rows, ctx.owners[0], ctx.accumulators[0], ctx.grad_input, ctx.delayed[0]
-    )
+    first = first_gradients(facts, tensors, rows, ctx.owners[0], ctx.accumulators[0], ctx.grad_input, ctx.delayed[0])
     return (
         *[None] * _PLAIN_ARGUMENTS,
         first.x,
