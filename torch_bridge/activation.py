@@ -19,6 +19,7 @@ from grouped_core.activations import Activation
 from grouped_core.debug import debug_flags
 from torch_bridge import _library, _run
 from torch_bridge._arguments import refuse_transforms
+from torch_bridge._memory import raw_stream
 from torch_bridge._run import spec_of
 from torch_bridge.ops import once
 from torch_bridge.params import check_operand, device_integers
@@ -112,18 +113,20 @@ def _grads_rule(run: Any, static: tuple[str, str], operands: Sequence[Any]) -> t
     return scaled_activation.activate_grads(run, _decode(text), h, sizes, probs, dz, ("h" in wanted, "p" in wanted))
 
 
-_every_row: dict[torch.device, Tensor] = {}
+_every_row: dict[tuple[torch.device, int], Tensor] = {}  # by device and stream, on which it was filled
 
 
 def _sizes(group_sizes: Tensor | None, h: Tensor) -> Tensor:
     """The sizes, or those of one group of all rows: what is above M is clamped, so one tensor serves every M."""
     if group_sizes is not None:
         return group_sizes
-    kept = _every_row.get(h.device)
+    on_gpu = h.device.type == "cuda"
+    key = (h.device, raw_stream(h.device.index) if on_gpu else 0)
+    kept = _every_row.get(key)
     if kept is None:
         kept = device_integers([calls.MAX_ROWS], torch.int32, h.device)
-        if h.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # else it belongs to the graph
-            _every_row[h.device] = kept
+        if not (on_gpu and torch.cuda.is_current_stream_capturing()):  # else it belongs to the graph
+            _every_row[key] = kept
     return kept
 
 

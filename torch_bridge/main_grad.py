@@ -98,7 +98,7 @@ def overwrites(weight: Tensor) -> bool:
 
 
 def returned(weight: Any) -> Tensor | None:
-    """What backward returns for a weight whose write into `main_grad` is queued; raises the flag where there is one."""
+    """What autograd is given for a weight whose write is queued; raises the flag where there is one."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
@@ -144,7 +144,7 @@ _dummies: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
 
 
 def dummy(weight: Tensor, *, refill: bool = False) -> Tensor:
-    """A zero gradient of the weight's shape, dtype and device: a fresh alias of the one kept for these three."""
+    """A zero gradient like the weight, or its part that lies here: a fresh alias of the one kept for such weights."""
     here = local(weight)
     key = (here.shape, here.dtype, here.device)
     kept = _dummies.get(key)
@@ -152,7 +152,7 @@ def dummy(weight: Tensor, *, refill: bool = False) -> Tensor:
         kept = _dummies[key] = torch.zeros(here.shape, dtype=here.dtype, device=here.device)
     elif refill:
         kept.zero_()
-    return distributed_like(weight, kept.detach())
+    return kept.detach()
 
 
 def needs_python(weights: Sequence[Tensor]) -> bool:
@@ -194,7 +194,7 @@ class Entry(NamedTuple):
             for at in self.live:
                 placeholder = returned(self.weights[at])
                 if placeholder is not None and self.weights[at].grad is None:
-                    self.weights[at].grad = placeholder
+                    self.weights[at].grad = distributed_like(self.weights[at], placeholder)
             return
         # Rounded before they are added, as autograd does it.
         new = [local(self.weights[at]).new_empty(local(self.weights[at]).shape, dtype=self.dtype) for at in self.live]

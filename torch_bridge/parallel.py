@@ -23,13 +23,13 @@ def local_experts(parameter: DTensor, name: str, packed: bool) -> Tensor:
     """
     if not packed:
         raise ValueError(
-            f"`{name}`: a DTensor of one expert, placed {_words(parameter)}, expected a plain tensor; unshard it before "
-            "the layer runs, or use `single_grouped_weight` and shard experts."
+            f"`{name}`: a DTensor of one expert, placed {_words(parameter)}, expected a plain tensor; unshard it "
+            "before the layer runs, or use `single_grouped_weight` and shard experts."
         )
     if any(placement != Shard(0) for placement in parameter.placements):
         raise ValueError(
-            f"`{name}`: placed {_words(parameter)}, expected Shard(0) along every axis of the mesh, experts over ranks; "
-            "redistribute it, or unshard it before the layer runs."
+            f"`{name}`: placed {_words(parameter)}, expected Shard(0) along every axis of the mesh, experts over "
+            "ranks; redistribute it, or unshard it before the layer runs."
         )
     return parameter.to_local()
 

@@ -44,7 +44,7 @@ def positive(layer: str, **sizes: Any) -> tuple[int, ...]:
 
 def compute_dtype(device: torch.device, parameters: torch.dtype) -> torch.dtype:
     """The dtype that a layer computes in: autocast's where it is on, else that of its parameters."""
-    if torch.is_autocast_enabled(device.type):
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):  # which knows no meta device
         return torch.get_autocast_dtype(device.type)
     return parameters
 
@@ -59,7 +59,7 @@ class GroupedLinear(Module):
     """y[r] = x[r] weight[g].T + bias[g], g being the group of row r; the weight of a group is [N, K].
 
     The parameters are `weight0` [N, K] ... and `bias0` [N] ..., or `weight` [G, N, K] and `bias` [G, N]; a checkpoint
-    of either form loads into either. Weights are registered before biases, but a single weight after biases one a group.
+    of either form loads into either. Weights are registered before biases, but a single weight after listed biases.
     Input and weights are cast to the dtype of the computation: autocast's where it is on, else that of the parameters.
 
     Args:
@@ -208,9 +208,14 @@ class GroupedLinear(Module):
     # ---- what is kept for graphs and quantised weights ---------------------------------------------------------------
 
     def note_addresses(self, weights: Sequence[Tensor]) -> None:
-        """Lets graphs that are captured from now on follow `refresh_weight_table`; for lists of weights on a GPU."""
+        """Lets graphs that are captured from now on follow `refresh_weight_table`; for lists of weights on a GPU.
+
+        Casts of the weights are not noted: a graph makes its own, and reads them where it made them.
+        """
         device = weights[0].device
         if device.type != "cuda" or weights[0].dim() == 3 or torch.compiler.is_compiling():
+            return
+        if weights[0] is not getattr(self, self.weight_names[0]):
             return
         if not torch.cuda.is_current_stream_capturing():
             self._table.point_to(weights, device.index)
@@ -225,14 +230,15 @@ class GroupedLinear(Module):
         Raises:
             TypeError: `flag` is no bool.
         """
-        check_microbatch(bool(flag) if isinstance(flag, bool) else flag, "flag", "True or False")
+        if not isinstance(flag, bool):
+            raise TypeError(f"`flag` of set_weight_update: {flag!r}, expected True or False; pass one of them.")
 
     # ---- delayed weight gradients ------------------------------------------------------------------------------------
 
     def backward_dw(self, all: bool = False) -> None:
         """Computes the oldest delayed weight gradients (`all`: every one, oldest first), adds them, calls the hooks.
 
-        It runs on the current stream, which waits for what the gradients read. Without pending gradients nothing happens.
+        It runs on the current stream, which waits for what the gradients read. With none pending nothing happens.
         """
         main_grad.backward_dw([self], every=all)
 
@@ -283,10 +289,10 @@ class GroupedLinear(Module):
         return text + (f", recipe={self.recipe.name}" if self.recipe else "")
 
 
-def check_microbatch(value: Any, name: str = "is_first_microbatch", wanted: str = "None, True or False") -> None:
+def check_microbatch(value: Any) -> None:
     """Refuses what is no flag."""
     if value is not None and not isinstance(value, bool):
-        raise TypeError(f"`{name}`: {value!r}, expected {wanted}; pass one of them.")
+        raise TypeError(f"`is_first_microbatch`: {value!r}, expected None, True or False; pass one of them.")
 
 
 def _local_experts(parameter: Any, name: str, packed: bool) -> Tensor:
