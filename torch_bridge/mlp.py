@@ -21,7 +21,7 @@ from torch_bridge import _library, _mlp_library, main_grad
 from torch_bridge._arguments import Members, destinations
 from torch_bridge._mlp_arguments import Accumulators, Arguments, check_arguments, check_buffers
 from torch_bridge._mlp_library import NAMES
-from torch_bridge.ops import ProductFacts, ProductGradients, once, product_gradients
+from torch_bridge.ops import Owner, ProductFacts, ProductGradients, once, owners_of, product_gradients
 
 
 def grouped_mlp(
@@ -85,19 +85,33 @@ def grouped_mlp(
         wgrad_accum,
         implementation,
     )
+    return differentiable(given, out, grad_input, None)
+
+
+Owners = tuple[Owner, Owner]
+"""A module's side of both products."""
+
+
+def differentiable(given: Arguments, out: Tensor | None, grad_input: Tensor | None, owners: Owners | None) -> Tensor:
+    """The result of checked arguments, with gradients where somebody needs them."""
     if out is not None or grad_input is not None:
         check_buffers(out, grad_input, given)
     if not given.differentiates():
         return _forward(given, out, False)[0]
-    if wgrad_accum is None or not torch.compiler.is_compiling():
-        return _attach(given, out, grad_input, None)
-    if given.to_main_grad and main_grad.needs_python([*given.wi, *given.wo]):
-        return _attach_uncompiled(given, out, grad_input, None)
+    if not torch.compiler.is_compiling():
+        return _attach(given, out, grad_input, None, owners)
+    if owners is not None and any(each.delayed is not None for each in owners):
+        return _attach_uncompiled(given, out, grad_input, None, owners)
+    if not given.to_main_grad and not given.accum_wi and not given.accum_wo:
+        return _attach(given, out, grad_input, None, None)
     # A graph holds tensors, not the state of Parameters: both are looked up while it is traced.
-    overwrite = tuple(main_grad.overwrites(each) for each in (*given.wi, *given.wo))
+    wi, wo = (given.wi, given.wo) if owners is None else (each.parameters for each in owners)
+    if given.to_main_grad and main_grad.needs_python([*wi, *wo]):
+        return _attach_uncompiled(given, out, grad_input, None, owners)
+    overwrite = tuple(main_grad.overwrites(each) for each in (*wi, *wo))
     if given.to_main_grad:
-        given = given._replace(accum_wi=destinations(given.wi, NAMES.wi), accum_wo=destinations(given.wo, NAMES.wo))
-    return _attach(given, out, grad_input, overwrite)
+        given = given._replace(accum_wi=destinations(wi, NAMES.wi), accum_wo=destinations(wo, NAMES.wo))
+    return _attach(given, out, grad_input, overwrite, None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -119,14 +133,18 @@ def _forward(given: Arguments, out: Tensor | None, keep_h: bool) -> tuple[Tensor
 
 
 def _attach(
-    given: Arguments, out: Tensor | None, grad_input: Tensor | None, overwrite: tuple[bool, ...] | None
+    given: Arguments,
+    out: Tensor | None,
+    grad_input: Tensor | None,
+    overwrite: tuple[bool, ...] | None,
+    owners: Owners | None,
 ) -> Tensor:
     """The result with its gradients; `overwrite` stands for the attributes of that name if they were read already."""
     lists = (given.wi, given.wo, given.wi_bias, given.wo_bias, given.accum_wi, given.accum_wo)
     counts = tuple(len(each) for each in lists)
     members = [each for one in lists for each in one]
     return _Mlp.apply(
-        *(given.text, counts, given.to_main_grad, overwrite, given.sizes, out, grad_input),
+        *(given.text, counts, given.to_main_grad, overwrite, owners, given.sizes, out, grad_input),
         given.x,
         given.probs,
         *members,
@@ -135,7 +153,7 @@ def _attach(
 
 _attach_uncompiled: Any = torch.compiler.disable(_attach)
 
-_PLAIN_ARGUMENTS = 7  # of `_Mlp` that have no gradient and stand first
+_PLAIN_ARGUMENTS = 8  # of `_Mlp` that have no gradient and stand first
 
 
 @torch.compiler.assume_constant_result
@@ -261,13 +279,18 @@ def hidden_gradients(facts: Facts, tensors: Sequence[Any], dy: Tensor) -> Hidden
 
 
 def second_gradients(
-    facts: Facts, tensors: Sequence[Any], rows: HiddenGradients, owners: Sequence[Tensor], accumulators: Any
+    facts: Facts,
+    tensors: Sequence[Any],
+    rows: HiddenGradients,
+    owners: Sequence[Tensor],
+    accumulators: Any,
+    delayed: main_grad.Delayed | None = None,
 ) -> ProductGradients:
     """Gradients of the second product's weight and bias."""
     sizes, _, _, _, probs, *saved = tensors
     _, wo, _, wo_bias = split(saved, facts.saved)
     scale = probs if facts.weighted else None
-    return _of_product(facts.second, (rows.z, wo, sizes, wo_bias, scale, rows.dy), owners, accumulators, None)
+    return _of_product(facts.second, (rows.z, wo, sizes, wo_bias, scale, rows.dy), owners, accumulators, None, delayed)
 
 
 def first_gradients(
@@ -277,11 +300,13 @@ def first_gradients(
     owners: Sequence[Tensor],
     accumulators: Any,
     grad_input: Tensor | None,
+    delayed: main_grad.Delayed | None = None,
 ) -> ProductGradients:
     """Gradients of x and of the first product's weight and bias."""
     sizes, _, _, _, _, *saved = tensors
     wi, _, wi_bias, _ = split(saved, facts.saved)
-    return _of_product(facts.first, (rows.x, wi, sizes, wi_bias, None, rows.dh), owners, accumulators, grad_input)
+    operands = (rows.x, wi, sizes, wi_bias, None, rows.dh)
+    return _of_product(facts.first, operands, owners, accumulators, grad_input, delayed)
 
 
 def _of_product(
@@ -290,10 +315,11 @@ def _of_product(
     owners: Sequence[Tensor],
     accumulators: Sequence[Tensor | None],
     buffer: Tensor | None,
+    delayed: main_grad.Delayed | None,
 ) -> ProductGradients:
     if not any(facts.needs):
         return ProductGradients(None, None, [None] * facts.counts[0], [None] * facts.counts[1])
-    return product_gradients(facts, tensors, owners, accumulators, buffer)
+    return product_gradients(facts, tensors, owners, accumulators, buffer, delayed)
 
 
 class _Mlp(torch.autograd.Function):
@@ -306,6 +332,7 @@ class _Mlp(torch.autograd.Function):
         counts: tuple[int, ...],
         to_main_grad: bool,
         overwrite: tuple[bool, ...] | None,
+        owners: Owners | None,
         sizes: Tensor,
         out: Tensor | None,
         grad_input: Tensor | None,
@@ -324,7 +351,10 @@ class _Mlp(torch.autograd.Function):
         # NOTE: no saved tensors: destinations change between forward and backward, Parameters are asked for attributes.
         ctx.grad_input = grad_input
         ctx.accumulators = (accum_wi, accum_wo)
-        ctx.owners = (wi if to_main_grad or accum_wi else (), wo if to_main_grad or accum_wo else ())
+        first, second = (None, None) if owners is None else owners
+        owners_wi, delayed_wi = owners_of(wi, bool(to_main_grad or accum_wi), first)
+        owners_wo, delayed_wo = owners_of(wo, bool(to_main_grad or accum_wo), second)
+        ctx.owners, ctx.delayed = (owners_wi, owners_wo), (delayed_wi, delayed_wo)
         return y
 
     @staticmethod
@@ -345,9 +375,9 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: rows go as soon as nothing reads them
     rows = hidden_gradients(facts, tensors, dy.contiguous())
     tensors[_HIDDEN] = tensors[_ACTIVATED] = None
-    second = second_gradients(facts, tensors, rows, ctx.owners[1], ctx.accumulators[1])
+    second = second_gradients(facts, tensors, rows, ctx.owners[1], ctx.accumulators[1], ctx.delayed[1])
     rows = rows._replace(z=None)
-    first = first_gradients(facts, tensors, rows, ctx.owners[0], ctx.accumulators[0], ctx.grad_input)
+    first = first_gradients(facts, tensors, rows, ctx.owners[0], ctx.accumulators[0], ctx.grad_input, ctx.delayed[0])
     return (
         *[None] * _PLAIN_ARGUMENTS,
         first.x,

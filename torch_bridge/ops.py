@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from grouped_core.gradients import Needs
+from grouped_core.products import wide
 from grouped_core.recipes import Recipe
 from grouped_core.sizes import GroupSizes
 from torch_bridge import _library, main_grad
@@ -65,19 +66,36 @@ def grouped_linear(
     given = check_arguments(
         x, weight, group_sizes, rhs_transposed, bias, row_scale, scale_bias, recipe, wgrad_accum, implementation
     )
+    return differentiable(given, out, grad_input, None)
+
+
+class Owner(NamedTuple):
+    """A module's side of one product: its Parameters, of which the weights may be casts, and what it delays."""
+
+    parameters: tuple[Any, ...]
+    delayed: main_grad.Delayed | None
+
+
+def differentiable(given: Arguments, out: Tensor | None, grad_input: Tensor | None, owner: Owner | None) -> Tensor:
+    """The result of checked arguments, with gradients where somebody needs them."""
     if out is not None or grad_input is not None:
         check_buffers(out, grad_input, given)
     if not given.differentiates():
         return _forward(given, out)
-    if wgrad_accum is None or not torch.compiler.is_compiling():
-        return _attach(given, out, grad_input, None)
-    if given.to_main_grad and main_grad.needs_python(given.weights):
-        return _attach_uncompiled(given, out, grad_input, None)
+    if not torch.compiler.is_compiling():
+        return _attach(given, out, grad_input, None, owner)
+    if owner is not None and owner.delayed is not None:
+        return _attach_uncompiled(given, out, grad_input, None, owner)
+    if not given.to_main_grad and not given.accumulators:
+        return _attach(given, out, grad_input, None, None)
     # A graph holds tensors, not the state of Parameters: both are looked up while it is traced.
-    overwrite = tuple(main_grad.overwrites(each) for each in given.weights)
+    parameters = given.weights if owner is None else owner.parameters
+    if given.to_main_grad and main_grad.needs_python(parameters):
+        return _attach_uncompiled(given, out, grad_input, None, owner)
+    overwrite = tuple(main_grad.overwrites(each) for each in parameters)
     if given.to_main_grad:
-        given = given._replace(accumulators=destinations(given.weights))
-    return _attach(given, out, grad_input, overwrite)
+        given = given._replace(accumulators=destinations(parameters))
+    return _attach(given, out, grad_input, overwrite, None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -93,21 +111,25 @@ def _forward(given: Arguments, out: Tensor | None) -> Tensor:
 
 
 def _attach(
-    given: Arguments, out: Tensor | None, grad_input: Tensor | None, overwrite: tuple[bool, ...] | None
+    given: Arguments,
+    out: Tensor | None,
+    grad_input: Tensor | None,
+    overwrite: tuple[bool, ...] | None,
+    owner: Owner | None,
 ) -> Tensor:
     """The result with its gradients; `overwrite` stands for the attributes of that name if they were read already."""
     packed = (given.weights[0].dim() == 3, bool(given.biases) and given.biases[0].dim() == 2)
     counts = (len(given.weights), len(given.biases))
     static = (given.text, counts, packed, given.to_main_grad, overwrite)
     return _Linear.apply(
-        *(static, given.sizes, out, grad_input),
+        *(static, owner, given.sizes, out, grad_input),
         *(given.x, given.row_scale, *given.weights, *given.biases, *given.accumulators),
     )
 
 
 _attach_uncompiled: Any = torch.compiler.disable(_attach)
 
-_PLAIN_ARGUMENTS = 4  # of `_Linear` that have no gradient and stand first
+_PLAIN_ARGUMENTS = 5  # of `_Linear` that have no gradient and stand first
 
 _Static = tuple[str, tuple[int, int], tuple[bool, bool], bool, tuple[bool, ...] | None]
 """The operation; how many weights and biases; whether each is one tensor; whether gradients of weights go to
@@ -166,6 +188,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any,
         static: _Static,
+        owner: Owner | None,
         sizes: Tensor,
         out: Tensor | None,
         grad_input: Tensor | None,
@@ -192,7 +215,7 @@ class _Linear(torch.autograd.Function):
         # NOTE: no saved tensors: destinations change between forward and backward, Parameters are asked for attributes.
         ctx.grad_input = grad_input
         ctx.accumulators = accumulators
-        ctx.owners = weights if to_main_grad or accumulators else ()
+        ctx.owners, ctx.delayed = owners_of(weights, bool(to_main_grad or accumulators), owner)
         return _forward(Arguments(x, weights, sizes, biases, row_scale, text, to_main_grad, accumulators), out)
 
     @staticmethod
@@ -216,9 +239,19 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.owners,
         ctx.accumulators,
         ctx.grad_input,
+        ctx.delayed,
     )
     gradients = (found.x, found.row_scale, *found.weights, *found.biases)
     return (*[None] * _PLAIN_ARGUMENTS, *gradients, *[None] * len(ctx.accumulators))
+
+
+def owners_of(
+    weights: Sequence[Tensor], elsewhere: bool, owner: Owner | None
+) -> tuple[Sequence[Any], main_grad.Delayed | None]:
+    """(the Parameters of weights whose gradients do not go to autograd, what delays them); () if they do."""
+    if owner is None:
+        return (weights if elsewhere else ()), None
+    return (owner.parameters if elsewhere or owner.delayed is not None else ()), owner.delayed
 
 
 class ProductGradients(NamedTuple):
@@ -236,6 +269,7 @@ def product_gradients(
     owners: Sequence[Tensor],
     accumulators: Sequence[Tensor | None],
     grad_input: Tensor | None,
+    delayed: main_grad.Delayed | None = None,
 ) -> ProductGradients:
     """What `facts.needs` asks for, each gradient where it belongs.
 
@@ -243,6 +277,7 @@ def product_gradients(
         tensors: x, weights, group sizes, biases, row scale and dy; those that no needed gradient reads are None or [].
         owners: the weights, if their gradients do not go to autograd but to `accumulators` or to `main_grad`.
         grad_input: the caller's buffer for the gradient of x.
+        delayed: where the weight gradients wait, if they do.
     """
     needs, (weight_count, bias_count) = facts.needs, facts.counts
     dy = tensors[-1]
@@ -267,16 +302,25 @@ def product_gradients(
     weight_gradients: list[Tensor | None] = [None] * weight_count
     bias_gradients: list[Tensor | None] = [None] * bias_count
     if elsewhere:
+        # Nothing but what weight gradients read, for a delayed launch keeps it alive.
+        operands = (tensors[0], [], tensors[2], [], tensors[4], dy, facts.k, facts.text, facts.dtypes)
 
         def launch(destinations: list[Tensor], groups: list[int], accumulate: bool) -> None:
             some = _library.subset(groups, weight_count)
             _library.linear_grads_into(*operands, "w", some, accumulate, None, destinations, None)
 
-        names = weight_names(owners, facts.weight_name)
-        main_grad.write(names, owners, accumulators or None, facts.overwrite, facts.live, launch)
-        if facts.flags:
-            for at in facts.live:
-                weight_gradients[at] = main_grad.returned(owners[at])
+        weight_gradients = main_grad.deliver(
+            weight_names(owners, facts.weight_name),
+            owners,
+            accumulators or None,
+            facts.overwrite,
+            facts.live,
+            launch,
+            flags=facts.flags,
+            delayed=delayed,
+            operands=(tensors[0], tensors[2], tensors[4], dy),
+            dtype=TORCH_DTYPES[wide(facts.dtypes.split(",")[1])],
+        )
     if dw is not None:  # of a list: [live, N, K]
         for at, gradient in zip(facts.live, [dw] if facts.packed[0] else dw.unbind(), strict=True):
             weight_gradients[at] = gradient
