@@ -227,13 +227,13 @@ def linear_backward(
     amax = rows.amax
     if needs.w:
         into_spec = operand_spec(run, into_w)
-        grad_form = rows.forms[-1]
+        grad_forms = rows.forms
         if dy_scaled is not dy:
             wanted = [(0, recipe.wgrad[1])]
-            (grad_form,), amax = store_grad(run, recipe, dy_scaled, wanted, group_sizes, extras, stream, amax)
+            grad_forms, amax = store_grad(run, recipe, dy_scaled, wanted, group_sizes, extras, stream, amax)
         x_forms = [(0, recipe.wgrad[0])]
         x_form = store(run, x, x_forms, group_sizes, encode=extras.x, requantize=recipe.requantize).forms[0]
-        lhs, rhs = (x_form, 0), (grad_form, 0)
+        lhs, rhs = (x_form, 0), (grad_forms[-1], 0)
         if op.transposed:
             lhs, rhs = rhs, lhs
         dw = product(
