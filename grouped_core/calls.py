@@ -584,11 +584,8 @@ def dequantize(stored: StoredSpec, group_sizes: ArraySpec | None, result_dtype: 
 @lru_cache(maxsize=64)
 def scale_update(scale: ArraySpec, history: ArraySpec, algorithm: str, *, reuse: bool = False) -> Call:
     """Multipliers [R, G] and amax history [R, L, G] of R operand roles after one step of delayed scaling."""
-    operands: dict[str, ArraySpec | None] = {
-        "scale": scale,
-        "history": history,
-        "top": ArraySpec(scale.shape[:1], "float32"),
-    }
+    top = ArraySpec(scale.shape[:1], "float32")
+    operands: dict[str, ArraySpec | None] = {"scale": scale, "history": history, "top": top}
     if reuse:
         operands |= {"into_new_scale": scale, "into_new_history": history}
     return _call("scale_update", operands, {"new_scale": scale, "new_history": history}, {"algorithm": algorithm})

@@ -406,21 +406,35 @@ void multiply(const PanelProduct& product, const PanelProduct& next) {
 void activate(const ActivationSpec& spec, const float* a, const float* u, int64_t count, float* t);
 void activate_grad(const ActivationSpec& spec, const float* a, const float* u, const float* grad, int64_t count,
                    float* t, float* da, float* du);
+// In quantize.cc.
+uint32_t row_amax(const float* x, int64_t count);
+void column_amax(const float* x, int64_t count, uint32_t* amax);
+void encode_codes(DType type, const float* x, const float* e, int64_t count, uint8_t* codes);
+void decode_codes(DType type, const uint8_t* codes, int64_t count, float* values);
 
 }  // namespace GROUPED_ISA
 
+#define GROUPED_ISA_ROW(isa) \
+  {                          \
+      #isa,                  \
+      has_##isa,             \
+      isa::multiply,         \
+      isa::decode,           \
+      isa::encode,           \
+      isa::activate,         \
+      isa::activate_grad,    \
+      isa::row_amax,         \
+      isa::column_amax,      \
+      isa::encode_codes,     \
+      isa::decode_codes}
 #if defined(__AVX512BF16__)
-const Isa kIsaAvx512Bf16 = {"avx512bf16",       has_avx512bf16,       avx512bf16::multiply,     avx512bf16::decode,
-                            avx512bf16::encode, avx512bf16::activate, avx512bf16::activate_grad};
+const Isa kIsaAvx512Bf16 = GROUPED_ISA_ROW(avx512bf16);
 #elif defined(__AVX512F__)
-const Isa kIsaAvx512 = {"avx512",       has_avx512,       avx512::multiply,     avx512::decode,
-                        avx512::encode, avx512::activate, avx512::activate_grad};
+const Isa kIsaAvx512 = GROUPED_ISA_ROW(avx512);
 #elif defined(__AVX2__)
-const Isa kIsaAvx2 = {"avx2",       has_avx2,       avx2::multiply,     avx2::decode,
-                      avx2::encode, avx2::activate, avx2::activate_grad};
+const Isa kIsaAvx2 = GROUPED_ISA_ROW(avx2);
 #else
-const Isa kIsaPlain = {"plain",       has_plain,       plain::multiply,     plain::decode,
-                       plain::encode, plain::activate, plain::activate_grad};
+const Isa kIsaPlain = GROUPED_ISA_ROW(plain);
 #endif
 
 }  // namespace grouped

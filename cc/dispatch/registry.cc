@@ -127,18 +127,35 @@ Table<ActivationGrad> table<ActivationGrad>(Platform platform) {
 }
 
 template <>
-Table<Quantize> table<Quantize>(Platform) {
-  return {};
+Table<Quantize> table<Quantize>(Platform platform) {
+  static const Kernel<Quantize> cpu[] = {
+      quantize_any_cpu,
+#if defined(__x86_64__)
+      quantize_any_cpu_avx512,
+      quantize_any_cpu_avx2,
+#endif
+      quantize_any_cpu_plain,
+  };
+  return rows_if(platform == Platform::cpu, cpu);
 }
 
 template <>
-Table<Dequantize> table<Dequantize>(Platform) {
-  return {};
+Table<Dequantize> table<Dequantize>(Platform platform) {
+  static const Kernel<Dequantize> cpu[] = {
+      dequantize_any_cpu,
+#if defined(__x86_64__)
+      dequantize_any_cpu_avx512,
+      dequantize_any_cpu_avx2,
+#endif
+      dequantize_any_cpu_plain,
+  };
+  return rows_if(platform == Platform::cpu, cpu);
 }
 
 template <>
-Table<ScaleUpdate> table<ScaleUpdate>(Platform) {
-  return {};
+Table<ScaleUpdate> table<ScaleUpdate>(Platform platform) {
+  static const Kernel<ScaleUpdate> cpu[] = {scale_update_any_cpu};
+  return rows_if(platform == Platform::cpu, cpu);
 }
 
 }  // namespace grouped

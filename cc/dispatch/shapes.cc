@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <utility>
 
 #include "cc/math/activation.h"
 
@@ -406,6 +407,56 @@ void stored_form(Check* check, const Call& call, const StoredForm& form, const T
   group_scales(check, "group_scales", form.group_scales, groups);
 }
 
+// Tiles of the quantisers are this long: blocks and segments divide it.
+constexpr int64_t kLongestBlock = 128;
+
+bool divides(int64_t part, int64_t least) {
+  return part >= least && part <= kLongestBlock && kLongestBlock % part == 0;
+}
+
+// What the rule, its blocks and its options ask of each other, and of the element types.
+void store_format(Check* check, const Quantize& call) {
+  const bool ragged = call.group_sizes.present(), fp32 = call.rule == "fp32", nvfp4 = call.rule == "nvfp4";
+  const DType type = (call.values.present() ? call.values : call.cross_values).dtype;
+  const DType scale = fp32 ? DType::f32 : nvfp4 ? DType::e4m3fn : DType::e8m0;
+  check->dtype("cross_values", call.cross_values, type);
+  check->dtype("scales", call.scales, scale);
+  check->dtype("cross_scales", call.cross_scales, scale);
+  check->require(call.block == 0 ? fp32 : divides(call.block, 16) && (!nvfp4 || call.block == 16),
+                 [&] { return "block: " + std::to_string(call.block) + ", expected 16 (nvfp4), 16 to 128, 0 (fp32)"; });
+  check->require(call.block_outer == 1 || (call.block_outer == call.block && !ragged),
+                 [] { return "block_outer: expected 1, or for weights that of square blocks"; });
+  check->require(call.segment == 0 || divides(call.segment, 1), [] { return "segment: expected a divisor of 128"; });
+  check->require(type == DType::u8 ? !fp32 : !nvfp4, [&] {
+    return std::string("values of ") + dtype_name(type) + ", expected another type for rule " + call.rule;
+  });
+  check->require(!call.encode.present() || (fp32 && call.block == 0),
+                 [] { return "encode: expected only with one fp32 scale a group"; });
+  check->require(!call.stochastic || type == DType::u8, [] { return "stochastic: expected only for uint8 values"; });
+  check->require(!call.rotate || (nvfp4 && ragged), [] { return "rotate: expected only for rows and nvfp4"; });
+  check->require(call.four_over_six.empty() || call.four_over_six == "absolute" || call.four_over_six == "square",
+                 [] { return "four_over_six: expected nothing, absolute or square"; });
+  check->require(call.four_over_six.empty() || (nvfp4 && !call.rotate && !call.stochastic),
+                 [] { return "four_over_six: expected only for nvfp4, neither rotated nor stochastic"; });
+}
+
+// A launch that may write nothing needs results that hold something.
+void reused_if_skipped(Check* check, const Quantize& call) {
+  const std::pair<const TensorView*, const TensorView*> results[] = {
+      {&call.values, &call.into_values},
+      {&call.scales, &call.into_scales},
+      {&call.group_scales, &call.into_group_scales},
+      {&call.cross_values, &call.into_cross_values},
+      {&call.cross_scales, &call.into_cross_scales},
+      {&call.cross_group_scales, &call.into_cross_group_scales},
+      {&call.amax, &call.into_amax},
+  };
+  for (const auto& [result, into] : results) {
+    check->require(!call.skip.present() || result->present() == into->present(),
+                   [] { return "skip: expected a buffer for every result beside it"; });
+  }
+}
+
 // Groups of a call whose source may be weights.
 int64_t groups_of_source(Check* check, const TensorView& source, const TensorView& group_sizes) {
   if (group_sizes.present()) {
@@ -431,6 +482,10 @@ std::string disagreement(const Quantize& call) {
   stored_form(&check, call, {"values", call.values, call.scales, call.group_scales}, call.source, false, groups);
   stored_form(&check, call, {"cross_values", call.cross_values, call.cross_scales, call.cross_group_scales},
               call.source, true, groups);
+  if (call.values.present() || call.cross_values.present()) store_format(&check, call);
+  reused_if_skipped(&check, call);
+  check.require(!call.source_table.present() || !call.group_sizes.present(),
+                [] { return "source_table: expected for weights only"; });
   table(&check, "source_table", call.source_table, groups, call.source);
   group_scales(&check, "encode", call.encode, groups);
   group_scales(&check, "amax", call.amax, groups);
