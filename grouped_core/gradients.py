@@ -14,7 +14,7 @@ from grouped_core.formats import Format, QTensor
 from grouped_core.linear_spec import Linear
 from grouped_core.products import Array, Listed, Operand, Runner, arranged, operand_spec, product, scale_rows, wide
 from grouped_core.recipes import Recipe
-from grouped_core.storing import NO_EXTRAS, Extras, Stored, dequantize, store
+from grouped_core.storing import NO_EXTRAS, Extras, Stored, dequantize, given_forms, store
 
 
 class Needs(NamedTuple):
@@ -174,6 +174,7 @@ def linear_backward(
     grad_input: Array | None = None,
     extras: Extras = NO_EXTRAS,
     stream: int = 0,
+    stored_dy: QTensor[Any] | None = None,
 ) -> Backward:
     """Gradients that `needs` asks for; x and w are those that `linear_forward` kept, None where it did not.
 
@@ -182,6 +183,7 @@ def linear_backward(
         dy: [M, N]. into_w: destination of dW, in the weight's layout; with `accumulate` dW is added to it.
         grad_input: the caller's [M, K] buffer for dx; its tail rows are left alone.
         stream: which of several dy this is that one key rounds.
+        stored_dy: forms of dy that are there already.
 
     With c the row scale: dx = c (dy W^T), dW_g = sum x^T (c dy), db_g = sum c dy, dc = <x, dy W^T> + <dy, b>.
     With `scale_bias`, c stands beside the bias alone: dx = dy W^T, dW_g = sum x^T dy, db_g = sum c dy, dc = <dy, b>.
@@ -203,7 +205,7 @@ def linear_backward(
     dy_forms = [(1, recipe.dgrad[0])] if through_weight else []
     if needs.w and dy_scaled is dy:
         dy_forms.append((0, recipe.wgrad[1]))
-    rows = store_grad(run, recipe, dy, dy_forms, group_sizes, extras, stream)
+    rows = store_grad(run, recipe, dy, dy_forms, group_sizes, extras, stream, stored=stored_dy)
     if through_weight:
         # The scale's gradient reads dy W^T unscaled and unrounded, so dx is then scaled in a pass of its own: one
         # fp32 product and one rounding either way, hence the same bits.
@@ -275,8 +277,15 @@ def store_grad(
     extras: Extras,
     stream: int,
     amax: Array | None = None,
+    stored: QTensor[Any] | None = None,
 ) -> Stored:
-    """dy in the formats `wanted`; `amax` is what the magnitudes of delayed scaling are merged with."""
+    """dy in the formats `wanted`; `amax` is what the magnitudes of delayed scaling are merged with.
+
+    Args:
+        stored: forms of dy that are there already; nothing is quantised if they are all that is wanted.
+    """
+    if stored is not None and (ready := given_forms(stored, wanted)) is not None:
+        return Stored(ready, None)
     again = recipe.requantize
     return store(
         run, dy, wanted, group_sizes, encode=extras.dy, amax=amax, key=extras.key, stream=stream, requantize=again

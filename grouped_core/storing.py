@@ -47,6 +47,8 @@ def store(
     key: Array | None = None,
     stream: int = 0,
     requantize: str | None = None,
+    into: Sequence[QTensor[Any]] | None = None,
+    skip: Array | None = None,
 ) -> Stored:
     """`operand` once for each (contracted axis, format) of `wanted`; forms of one format come from one pass.
 
@@ -55,13 +57,14 @@ def store(
             what is wanted, unless `requantize` lets its values be stored anew.
         encode: [G], multipliers of delayed scaling. amax: [G], merged into the magnitudes that come back.
         stream: number of this operand among those that a key rounds.
+        into: buffers of the forms, which are then all quantised, to be written in place.
+        skip: int32 [1]; not zero leaves the buffers as they are.
 
     Raises:
         ValueError: a quantised operand in another format or form.
     """
     if isinstance(operand, QTensor):
-        ready = [_given(operand, axis, cell) for axis, cell in wanted]
-        if all(form is not None for form in ready):
+        if (ready := given_forms(operand, wanted)) is not None:
             return Stored(ready, None)
         operand = _values(run, operand, wanted, group_sizes, requantize)
     forms: list[Operand | None] = [None] * len(wanted)
@@ -72,7 +75,9 @@ def store(
         else:
             passes.setdefault(cell.replace(rotate=False), {})[axis] = place
     for cell, places in passes.items():
-        made, amax = _quantize(run, operand, cell, places, wanted, group_sizes, encode, amax, key, 2 * stream)
+        buffers = {} if into is None else {axis: into[place] for axis, place in places.items()}
+        randoms = (key if cell.stochastic else None, 2 * stream)
+        made, amax = _quantize(run, operand, cell, places, wanted, group_sizes, (encode, amax), randoms, buffers, skip)
         for place, form in made.items():
             forms[place] = form
     return Stored([form for form in forms if form is not None], amax)
@@ -85,16 +90,16 @@ def _quantize(
     places: dict[int, int],
     wanted: Sequence[tuple[int, Format]],
     group_sizes: Array | None,
-    encode: Array | None,
-    amax: Array | None,
-    key: Array | None,
-    stream: int,
+    delayed: tuple[Array | None, Array | None],
+    randoms: tuple[Array | None, int],
+    buffers: dict[int, QTensor[Any]],
+    skip: Array | None,
 ) -> tuple[dict[int, QTensor[Any]], Array | None]:
     spec: ArraySpec = operand_spec(run, source)
     last = len(spec.shape) - 1
     rotate = any(wanted[place][1].rotate for place in places.values())
-    key = key if cell.stochastic else None
-    encode, merged = (encode, amax) if cell.delayed else (None, None)
+    encode, merged = delayed if cell.delayed else (None, None)
+    key, stream = randoms
     call = calls.quantize(
         spec,
         cell.replace(rotate=rotate),
@@ -105,6 +110,8 @@ def _quantize(
         amax=cell.delayed,
         merge=merged is not None,
         key=key is not None,
+        skip=skip is not None,
+        reuse=bool(buffers),
         stream=stream,
     )
     named = {
@@ -113,14 +120,22 @@ def _quantize(
         "encode": encode,
         "into_amax": merged,
         "key": key,
+        "skip": skip,
     }
+    for axis, buffer in buffers.items():
+        prefix = "into_" if axis == last else "into_cross_"
+        named |= {
+            f"{prefix}values": buffer.values,
+            f"{prefix}scales": buffer.scales,
+            f"{prefix}group_scales": buffer.group_scales,
+        }
     results = dict(zip(calls.RESULTS[call.name], run(call, arranged(call, **named)), strict=True))
     made = {}
     for axis, place in places.items():
         prefix = "" if axis == last else "cross_"
         values, scales, group_scales = (results[prefix + name] for name in calls.QUANTIZED[:3])
         made[place] = QTensor(values, scales, group_scales, wanted[place][1], axis, spec.shape, spec.dtype)
-    return made, results["amax"] if cell.delayed else amax
+    return made, results["amax"] if cell.delayed else delayed[1]
 
 
 def quantize(
@@ -198,6 +213,12 @@ def dequantize(run: Runner, q: QTensor[Any], group_sizes: Array | None, dtype: s
     call = calls.dequantize(operand_spec(run, q), sizes, dtype)
     named = {"values": q.values, "scales": q.scales, "group_scales": q.group_scales, "group_sizes": group_sizes}
     return run(call, call.arrange(**named))[0]
+
+
+def given_forms(q: QTensor[Any], wanted: Sequence[tuple[int, Format]]) -> list[Operand] | None:
+    """The forms of `q` that are wanted, or None where it has not all of them."""
+    ready = [_given(q, axis, cell) for axis, cell in wanted]
+    return None if any(form is None for form in ready) else list(ready)
 
 
 def _given(q: QTensor[Any], axis: int, cell: Format) -> QTensor[Any] | None:
