@@ -97,7 +97,7 @@ def _backward_rule(run: Any, static: tuple[str, str, str, int, bool], operands: 
         gradients.linear_grads(
             run,
             decode(text),
-            _specs(decode(text), dtypes, run.spec(dy), run.spec(sizes).shape[0], k),
+            specs(decode(text), dtypes, run.spec(dy), run.spec(sizes).shape[0], k),
             x,
             weight,
             sizes,
@@ -115,7 +115,7 @@ def _backward_rule(run: Any, static: tuple[str, str, str, int, bool], operands: 
 _BACKWARD_ROWS = (5, 0, 4, 7)
 
 
-def _specs(
+def specs(
     op: Linear, dtypes: str, dy: ArraySpec, groups: int, k: int
 ) -> tuple[ArraySpec, ArraySpec, ArraySpec | None, ArraySpec | None]:
     """Specs of x, weight, bias, row_scale from their dtypes ("-" where absent), those that are not kept included."""
@@ -224,7 +224,7 @@ def subset(groups: Sequence[int], count: int) -> list[int]:
     return [] if len(groups) == count else list(groups)
 
 
-def _scattered(buffers: Sequence[Tensor], live: Sequence[int], groups: int) -> list[Tensor | None]:
+def scattered(buffers: Sequence[Tensor], live: Sequence[int], groups: int) -> list[Tensor | None]:
     """One destination a group: `buffers` in the order of `live`, None elsewhere."""
     destinations: list[Tensor | None] = [None] * groups
     for group, buffer in zip(live or range(groups), buffers, strict=True):
@@ -232,7 +232,7 @@ def _scattered(buffers: Sequence[Tensor], live: Sequence[int], groups: int) -> l
     return destinations
 
 
-def _weight_gradients(op: str, dtypes: str, live: Sequence[int], dy: Tensor, k: int) -> Tensor:
+def weight_gradients(op: str, dtypes: str, live: Sequence[int], dy: Tensor, k: int) -> Tensor:
     """A buffer for the weight gradients of the groups `live`, each laid out as its weight."""
     shape = (len(live), dy.shape[1], k) if decode(op).transposed else (len(live), k, dy.shape[1])
     name = dtypes.split(",")[1]
@@ -254,8 +254,8 @@ def _linear_grads(
 ) -> list[Tensor]:
     buffer = into = None
     if "w" in needs and live:  # frozen members of a list have no destination
-        buffer = _weight_gradients(op, dtypes, live, dy, k)
-        into = _scattered(buffer.unbind(), live, group_sizes.shape[0])
+        buffer = weight_gradients(op, dtypes, live, dy, k)
+        into = scattered(buffer.unbind(), live, group_sizes.shape[0])
     operands = (x, grouped(weight, 3), group_sizes, grouped(bias, 2), row_scale, dy, into, None)
     dx, dw, db, dc = _run.run(_backward_rule, (op, needs, dtypes, k, False), operands, debug_flags())
     return [each for each in (dx, dw if buffer is None else buffer, db, dc) if each is not None]
@@ -278,7 +278,7 @@ def _linear_grads_fake(
     static = (op, needs, dtypes, int(k), False)
     dx, dw, db, dc = _run.fake(_backward_rule, static, operands, _BACKWARD_ROWS, dy.device)
     if dw is not None and live:
-        dw = _weight_gradients(op, dtypes, live, dy, int(k))
+        dw = weight_gradients(op, dtypes, live, dy, int(k))
     return [each for each in (dx, dw, db, dc) if each is not None]
 
 
@@ -301,7 +301,7 @@ def _linear_grads_into(
 ) -> None:
     into = grouped(wgrad, 3)
     if into is wgrad:  # of a list of weights
-        into = _scattered(wgrad, live, group_sizes.shape[0])
+        into = scattered(wgrad, live, group_sizes.shape[0])
     operands = (x, grouped(weight, 3), group_sizes, grouped(bias, 2), row_scale, dy, into, grad_input)
     dc = _run.run(_backward_rule, (op, needs, dtypes, k, accumulate), operands, debug_flags())[3]
     if scale_grad is not None:
