@@ -37,25 +37,27 @@ def arrays_of(operand: Any) -> Stored:
     if isinstance(operand, QTensor):
         parts = {name: getattr(operand, name) for name in _PARTS}
         present = [name for name, part in parts.items() if part is not None]
-        return Stored([parts[name] for name in present], _describe(operand, "".join(name[0] for name in present)))
+        shape = operand.shape if len(operand.shape) == 3 else (-1, operand.shape[1])  # for M may change
+        text = _describe(operand.format, operand.axis, tuple(shape), operand.dtype, "".join([n[0] for n in present]))
+        return Stored([parts[name] for name in present], text)
     return Stored([operand] if isinstance(operand, Tensor) else list(operand))
 
 
-def _describe(q: QTensor[Any], parts: str) -> str:
-    """Text of a form; the rows of its logical shape are left out, for M may change."""
-    shape = q.shape if len(q.shape) == 3 else (-1, q.shape[1])
-    return json.dumps([dataclasses.asdict(q.format), q.axis, list(map(int, shape)), q.dtype, parts])
+@torch.compiler.assume_constant_result
+def _describe(format: Format, axis: int, shape: tuple[int, ...], dtype: str, parts: str) -> str:
+    return json.dumps([dataclasses.asdict(format), axis, list(map(int, shape)), dtype, parts])
 
 
 @lru_cache(maxsize=1024)
-def _described(text: str) -> tuple[Format, int, tuple[int, ...], str, str]:
+def described(text: str) -> tuple[Format, int, tuple[int, ...], str, str]:
+    """Format, axis, shape (-1 for rows), dtype and initials of the arrays that text of a form says."""
     format, axis, shape, dtype, parts = json.loads(text)
     return Format(**format), axis, tuple(shape), dtype, parts
 
 
 def restored(stored: Stored, rows: int) -> QTensor[Any]:
     """The `QTensor` that `arrays_of` took apart; `rows` is its M."""
-    format, axis, shape, dtype, parts = _described(stored.text)
+    format, axis, shape, dtype, parts = described(stored.text)
     by_name = dict(zip((name for name in _PARTS if name[0] in parts), stored.tensors, strict=True))
     whole = (rows, shape[1]) if len(shape) == 2 else shape
     return QTensor(by_name["values"], by_name.get("scales"), by_name.get("group_scales"), format, axis, whole, dtype)
@@ -65,7 +67,7 @@ def _slots(tensors: Sequence[Tensor], text: str, rank: int) -> tuple[Any, Any, A
     """An operand's three places among the operands of a rule."""
     if not text:
         return grouped(tensors, rank), None, None
-    names = _described(text)[4]
+    names = described(text)[4]
     by_name = dict(zip(names, tensors, strict=True))
     return by_name["v"], by_name.get("s"), by_name.get("g")
 
@@ -74,7 +76,7 @@ def _operand(slots: Sequence[Any], text: str, rows: int) -> Any:
     """What a rule reads in the three places."""
     if not text or slots[0] is None:
         return slots[0]
-    format, axis, shape, dtype, _ = _described(text)
+    format, axis, shape, dtype, _ = described(text)
     values, scales, group_scales = slots
     return QTensor(values, scales, group_scales, format, axis, (rows, shape[1]) if len(shape) == 2 else shape, dtype)
 
@@ -388,7 +390,7 @@ def _grads_operands(
     plain, *parts = dy
     forms: list[Any] = []
     for text in static.dy_forms:
-        count = len(_described(text)[4])
+        count = len(described(text)[4])
         forms += _slots(parts[:count], text, 2)
         parts = parts[count:]
     rows, weights = _slots(x, static.x_form, 2), _slots(weight, static.weight_form, 3)
