@@ -35,7 +35,8 @@ _BITS = {1: "uint8", 2: "uint16"}
 class ArrayRunner:
     """Runs native calls on arrays of the library and the device of `like`; results belong to that library."""
 
-    def __init__(self, like: Array) -> None:
+    def __init__(self, like: Array | QTensor[Any]) -> None:
+        like: Array = like.values if isinstance(like, QTensor) else like
         device, index = like.__dlpack_device__()
         self.arch = "cpu" if int(device) == _CPU else _native.device_arch(int(index))
         self.xp = _namespace(like)

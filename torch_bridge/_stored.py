@@ -348,12 +348,12 @@ class _GradStatic(NamedTuple):
 
 
 def _grads_rule(run: Any, static: _GradStatic, operands: Sequence[Any]) -> tuple[Any, ...]:
-    sizes, bias, row_scale, dy, key, into, grad_input = operands[6:13]
+    sizes, bias, row_scale, dy, key, encode, into, grad_input = operands[6:14]
     rows, groups = run.spec(dy).shape[0], run.spec(sizes).shape[0]
     op = decode(static.op)
     stored_dy = None
     for at, text in enumerate(static.dy_forms):
-        form = _operand(operands[13 + 3 * at : 16 + 3 * at], text, rows)
+        form = _operand(operands[14 + 3 * at : 17 + 3 * at], text, rows)
         stored_dy = form if stored_dy is None else dataclasses.replace(stored_dy, other=form)
     found = gradients.linear_backward(
         run,
@@ -369,7 +369,7 @@ def _grads_rule(run: Any, static: _GradStatic, operands: Sequence[Any]) -> tuple
         into_w=into,
         accumulate=static.accumulate,
         grad_input=grad_input,
-        extras=storing.Extras(key),
+        extras=storing.Extras(key, encode),
         stored_dy=stored_dy,
     )
     return tuple(found.grads)
@@ -384,6 +384,7 @@ def _grads_operands(
     row_scale: Tensor | None,
     dy: list[Tensor],
     key: Tensor | None,
+    encode: Tensor | None,
     into: Any,
     grad_input: Tensor | None,
 ) -> tuple[Any, ...]:
@@ -394,7 +395,7 @@ def _grads_operands(
         forms += _slots(parts[:count], text, 2)
         parts = parts[count:]
     rows, weights = _slots(x, static.x_form, 2), _slots(weight, static.weight_form, 3)
-    return (*rows, *weights, group_sizes, grouped(bias, 2), row_scale, plain, key, into, grad_input, *forms)
+    return (*rows, *weights, group_sizes, grouped(bias, 2), row_scale, plain, key, encode, into, grad_input, *forms)
 
 
 def _grads(
@@ -405,6 +406,7 @@ def _grads(
     row_scale: Tensor | None,
     dy: list[Tensor],
     key: Tensor | None,
+    encode: Tensor | None,
     k: int,
     op: str,
     x_form: str,
@@ -419,7 +421,7 @@ def _grads(
         buffer = _library.weight_gradients(op, dtypes, live, dy[0], k)
         into = _library.scattered(buffer.unbind(), live, group_sizes.shape[0])
     static = _GradStatic(op, x_form, weight_form, tuple(dy_forms), dtypes, needs, k, False)
-    operands = _grads_operands(static, x, weight, group_sizes, bias, row_scale, dy, key, into, None)
+    operands = _grads_operands(static, x, weight, group_sizes, bias, row_scale, dy, key, encode, into, None)
     dx, dw, db, dc = _run.run(_grads_rule, static, operands, debug_flags())
     return [each for each in (dx, dw if buffer is None else buffer, db, dc) if each is not None]
 
@@ -432,6 +434,7 @@ def _grads_fake(
     row_scale: Tensor | None,
     dy: list[Tensor],
     key: Tensor | None,
+    encode: Tensor | None,
     k: int,
     op: str,
     x_form: str,
@@ -442,7 +445,7 @@ def _grads_fake(
     live: list[int],
 ) -> list[Tensor]:
     static = _GradStatic(op, x_form, weight_form, tuple(dy_forms), dtypes, needs, int(k), False)
-    operands = _grads_operands(static, x, weight, group_sizes, bias, row_scale, dy, key, None, None)
+    operands = _grads_operands(static, x, weight, group_sizes, bias, row_scale, dy, key, encode, None, None)
     dx, dw, db, dc = _run.fake(_grads_rule, static, operands, (), dy[0].device)
     if dw is not None and live:
         dw = _library.weight_gradients(op, dtypes, live, dy[0], int(k))
@@ -457,6 +460,7 @@ def _grads_into(
     row_scale: Tensor | None,
     dy: list[Tensor],
     key: Tensor | None,
+    encode: Tensor | None,
     k: int,
     op: str,
     x_form: str,
@@ -474,13 +478,13 @@ def _grads_into(
     if into is wgrad:  # of a list of weights
         into = _library.scattered(wgrad, live, group_sizes.shape[0])
     static = _GradStatic(op, x_form, weight_form, tuple(dy_forms), dtypes, needs, k, accumulate)
-    operands = _grads_operands(static, x, weight, group_sizes, bias, row_scale, dy, key, into, grad_input)
+    operands = _grads_operands(static, x, weight, group_sizes, bias, row_scale, dy, key, encode, into, grad_input)
     dc = _run.run(_grads_rule, static, operands, debug_flags())[3]
     if scale_grad is not None:
         scale_grad.copy_(dc)
 
 
-_DY = "Tensor[] dy, Tensor? key, SymInt k"
+_DY = "Tensor[] dy, Tensor? key, Tensor? encode, SymInt k"  # multipliers of x, where it is quantised once more
 _REST = "str[] dy_forms, str dtypes, str needs, int[] live"
 define("stored_linear_grads", f"({_OPERANDS}, {_DY}, {_FORMS}, {_REST}) -> Tensor[]", _grads, _grads_fake)
 define(

@@ -371,6 +371,7 @@ class _Launcher(NamedTuple):
     row_scale: Tensor | None
     dy: list[Tensor]
     key: Tensor | None
+    encode: Tensor | None  # multipliers of x, where it is quantised once more
     k: int
     text: str
     dy_forms: list[str]
@@ -378,8 +379,8 @@ class _Launcher(NamedTuple):
 
     def _operands(self, letters: str, live: list[int]) -> tuple[Any, ...]:
         x, w = self.x, self.weight
-        first = (x.tensors, w.tensors, self.sizes, self.biases, self.row_scale, self.dy, self.key, self.k)
-        return (*first, self.text, x.text, w.text, self.dy_forms, self.dtypes, letters, live)
+        first = (x.tensors, w.tensors, self.sizes, self.biases, self.row_scale, self.dy, self.key)
+        return (*first, self.encode, self.k, self.text, x.text, w.text, self.dy_forms, self.dtypes, letters, live)
 
     def new(self, letters: str, live: list[int]) -> list[Tensor]:
         return _stored.linear_grads(*self._operands(letters, live))
@@ -471,7 +472,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     forms = dy_forms(ctx.op, ctx.recipe, dy, sizes, row_scale, facts.needs, ctx.bound, key)
     launcher = _Launcher(
         *(x, weight, sizes, biases, row_scale),
-        *([dy, *(part for form in forms for part in form.tensors)], key, facts.k, facts.text),
+        *([dy, *(part for form in forms for part in form.tensors)], key),
+        *(scaling.extras(ctx.bound).x, facts.k, facts.text),
         *([form.text for form in forms], facts.dtypes),
     )
     found = product_gradients(facts, launcher, dy, ctx.owners, ctx.accumulators, ctx.grad_input, ctx.delayed)
