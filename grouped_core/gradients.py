@@ -10,7 +10,7 @@ from typing import NamedTuple
 from grouped_core import calls, linear_spec
 from grouped_core.calls import ArraySpec
 from grouped_core.linear_spec import Linear
-from grouped_core.products import Array, Listed, Runner, operand_spec, product, scale_rows, split, wide
+from grouped_core.products import Array, Listed, Paired, Runner, operand_spec, product, scale_rows, split, wide
 
 
 class Needs(NamedTuple):
@@ -35,7 +35,7 @@ def linear(
     run: Runner,
     op: Linear,
     x: Array,
-    w: Array | Listed,
+    w: Array | Listed | Paired,
     group_sizes: Array,
     bias: Array | Listed | None = None,
     row_scale: Array | None = None,
@@ -44,8 +44,9 @@ def linear(
     """y [M, N]: y[r] = c[r] (x[r] W[g] + b[g]), or x[r] W[g] + c[r] b[g] with `scale_bias`; c = row_scale or 1.
 
     Args:
-        x: [M, K]. w: [G, K, N], or [G, N, K] when transposed; one array or `Listed`. group_sizes: int32 [G].
-        bias: [G, N]. row_scale: [M]. out: the caller's [M, N] buffer; its tail rows are left alone.
+        x: [M, K]. w: [G, K, N], or [G, N, K] when transposed; one array, `Listed` or `Paired`.
+        group_sizes: int32 [G]. bias: [G, N]. row_scale: [M].
+        out: the caller's [M, N] buffer; its tail rows are left alone.
     """
     x_spec, w_spec = run.spec(x), operand_spec(run, w)
     result = linear_spec.check_linear(
@@ -92,7 +93,7 @@ def linear_grads(
     op: Linear,
     specs: tuple[ArraySpec, ArraySpec, ArraySpec | None, ArraySpec | None],
     x: Array | None,
-    w: Array | Listed | None,
+    w: Array | Listed | Paired | None,
     group_sizes: Array,
     bias: Array | Listed | None,
     row_scale: Array | None,
@@ -147,22 +148,7 @@ def linear_grads(
         dy_scaled = dy
         if row_factor is not None:
             dy_scaled = scale_rows(run, dy, row_factor, group_sizes, recipe.wgrad[1].values)
-        into_spec = operand_spec(run, into_w)
-        lhs, rhs, cells = (x, 0), (dy_scaled, 0), recipe.wgrad
-        if op.transposed:
-            lhs, rhs, cells = rhs, lhs, (cells[1], cells[0])
-        dw = product(
-            run,
-            op,
-            recipe,
-            cells,
-            lhs,
-            rhs,
-            group_sizes,
-            into_spec.dtype if into_spec else op.wgrad_dtype or wide(w_spec.dtype),
-            into=into_w,
-            accumulate=accumulate,
-        )
+        dw = weight_grad(run, op, x_spec, w_spec, x, dy_scaled, group_sizes, into=into_w, accumulate=accumulate)
     if needs.bias and bias_spec is not None:
         call = calls.group_sum(run.spec(dy), sizes_spec, bias_spec.dtype, operand_spec(run, scale))
         (db,) = run(call, (dy, group_sizes, scale))
@@ -180,3 +166,42 @@ def linear_grads(
         arrays = (group_sizes, *(pair or (None, None)), dy if group_pair else None, b, table)
         dc = run.cast(run(call, arrays)[0], scale_spec.dtype)
     return Gradients(dx, dw, db, dc)
+
+
+def weight_grad(
+    run: Runner,
+    op: Linear,
+    x_spec: ArraySpec,
+    w_spec: ArraySpec,
+    x: Array,
+    dy: Array,
+    group_sizes: Array,
+    *,
+    into: Array | Listed | None = None,
+    accumulate: bool = False,
+    half: int = 0,
+) -> Array:
+    """dW_g = sum x^T dy over the rows of group g, in the weight's layout.
+
+    Args:
+        x: [M, K]. dy: [M, N]. w_spec: of the packed weight. into: destination; with `accumulate` dW is added to it.
+        half: 1, 2: of the first, second half of the N columns alone, [G, K, N / 2]; 0: of all.
+    """
+    recipe = op.resolve(x_spec, w_spec)
+    lhs, rhs, cells, halves = (x, 0), (dy, 0), recipe.wgrad, (0, half)
+    if op.transposed:
+        lhs, rhs, cells, halves = rhs, lhs, (cells[1], cells[0]), (half, 0)
+    into_spec = operand_spec(run, into)
+    return product(
+        run,
+        op,
+        recipe,
+        cells,
+        lhs,
+        rhs,
+        group_sizes,
+        into_spec.dtype if into_spec else op.wgrad_dtype or wide(w_spec.dtype),
+        into=into,
+        halves=halves,
+        accumulate=accumulate,
+    )

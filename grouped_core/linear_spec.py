@@ -47,6 +47,7 @@ class Linear:
         wgrad_dtype: dtype of a new weight gradient; None: that of the weight.
         rows_hint: usual rows a group, for tile choice only; 0 is unknown.
         implementation: pinned kernels, a comma list; "" lets dispatch choose.
+        paired: the weight is two arrays, halves of its N columns.
     """
 
     names: Names
@@ -57,6 +58,7 @@ class Linear:
     wgrad_dtype: str | None = None
     rows_hint: int = 0
     implementation: str = ""
+    paired: bool = False
 
     def resolve(self, x: ArraySpec, w: ArraySpec) -> Recipe:
         """The recipe in force for these operands."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, overload
+from typing import Any, NamedTuple, Protocol, overload
 
 from grouped_core import calls
 from grouped_core.calls import ArraySpec, Call
@@ -54,18 +54,60 @@ class Listed:
     aligned: bool = True
 
 
+@dataclass(frozen=True)
+class Paired:
+    """A weight in two arrays of equal shape, read as if one lay behind the other (contracts.md, MAT-3).
+
+    Attributes:
+        gate, up: [G, ...], the first and the second half. axis: along which they stand side by side.
+    """
+
+    gate: Array
+    up: Array
+    axis: int
+
+
+def in_form(op: Linear, weight: Any) -> Any:
+    """`weight` as rules take it: a tuple of two arrays as the halves of its columns, anything else as it stands."""
+    return Paired(*weight, op.weight_axes()[1]) if isinstance(weight, tuple) else weight
+
+
 @overload
 def operand_spec(run: Runner, operand: None) -> None: ...
 @overload
 def operand_spec(run: Runner, operand: Array) -> Any: ...
-def operand_spec(run: Runner, operand: Array | Listed | None) -> ArraySpec | None:
-    """Spec of an operand, of the packed form where it is listed."""
+def operand_spec(run: Runner, operand: Array | Listed | Paired | None) -> ArraySpec | None:
+    """Spec of an operand, of the packed form where it is listed or in two arrays."""
     if operand is None:
         return None
+    if isinstance(operand, Paired):
+        half = run.spec(operand.gate)
+        return half._replace(shape=tuple(d * (1 + (at == operand.axis)) for at, d in enumerate(half.shape)))
     return operand.spec if isinstance(operand, Listed) else run.spec(operand)
 
 
-def all_aligned(*operands: Array | Listed | None) -> bool:
+class Weight(NamedTuple):
+    """A weight as calls take it: spec of `rhs`, which is packed where a table gives it, and arrays."""
+
+    spec: ArraySpec
+    rhs: Array | None
+    table: Array | None
+    up_spec: ArraySpec | None
+    up: Array | None
+
+
+def stored(run: Runner, weight: Array | Listed | Paired, dtype: str) -> Weight:
+    """The weight rounded to `dtype`, but for a listed one, which stays as it stands."""
+    if isinstance(weight, Listed):
+        return Weight(weight.spec, None, weight.table, None, None)
+    if isinstance(weight, Paired):
+        gate, up = run.cast(weight.gate, dtype), run.cast(weight.up, dtype)
+        return Weight(run.spec(gate), gate, None, run.spec(up), up)
+    whole = run.cast(weight, dtype)
+    return Weight(run.spec(whole), whole, None, None, None)
+
+
+def all_aligned(*operands: Array | Listed | Paired | None) -> bool:
     """Whether every address of the listed ones is a multiple of 16 bytes."""
     return all(operand.aligned for operand in operands if isinstance(operand, Listed))
 
@@ -81,22 +123,26 @@ def product(
     recipe: Recipe,
     cells: tuple[Format, Format],
     lhs: tuple[Array, int],
-    rhs: tuple[Array | Listed, int],
+    rhs: tuple[Array | Listed | Paired, int],
     group_sizes: Array,
     result_dtype: str,
     *,
     bias: Array | Listed | None = None,
     row_scale: Array | None = None,
     into: Array | Listed | None = None,
+    halves: tuple[int, int] = (0, 0),
     accumulate: bool = False,
 ) -> Array:
-    """One grouped product, each operand stored as its cell of the recipe says, everything fused into one call."""
+    """One grouped product, each operand stored as its cell of the recipe says, everything fused into one call.
+
+    `halves`: of the columns of lhs and rhs, as in `calls.grouped_matmul`.
+    """
     left = run.cast(lhs[0], cells[0].values)
-    right = rhs[0] if isinstance(rhs[0], Listed) else run.cast(rhs[0], cells[1].values)
-    (w, w_table), (b, b_table), (c, c_table) = split(right), split(bias), split(into)
+    right = stored(run, rhs[0], cells[1].values)
+    (b, b_table), (c, c_table) = split(bias), split(into)
     call = calls.grouped_matmul(
         run.spec(left),
-        operand_spec(run, right),
+        right.spec,
         (lhs[1], rhs[1]),
         run.spec(group_sizes),
         result_dtype,
@@ -104,14 +150,16 @@ def product(
         bias=operand_spec(run, bias),
         row_scale=operand_spec(run, row_scale),
         into=operand_spec(run, into),
-        tables=(w_table is not None, b_table is not None, c_table is not None),
-        aligned_tables=all_aligned(right, into),
+        tables=(right.table is not None, b_table is not None, c_table is not None),
+        rhs_up=right.up_spec,
+        halves=halves,
+        aligned_tables=all_aligned(rhs[0], into),
         scale_bias=op.scale_bias and bias is not None,
         accumulate=accumulate,
         rows_hint=op.rows_hint,
         implementation=op.implementation,
     )
-    (result,) = run(call, (left, w, group_sizes, b, row_scale, c, w_table, b_table, c_table))
+    (result,) = run(call, (left, right.rhs, group_sizes, b, row_scale, c, right.table, b_table, c_table, right.up))
     return result
 
 

@@ -29,13 +29,12 @@ Table<GroupedMatmul> table<GroupedMatmul>(Platform platform) {
       grouped_matmul_any_cpu_avx2,
 #endif
       grouped_matmul_any_cpu_plain,
+      grouped_matmul_joined_cpu,
   };
 #if GROUPED_WITH_CUDA
   static const Kernel<GroupedMatmul> cuda[] = {
-      grouped_matmul_bf16_sm90,
-      grouped_matmul_bf16_wgrad_sm90,
-      grouped_matmul_fp32_sm90,
-      grouped_matmul_any_cuda,
+      grouped_matmul_bf16_sm90, grouped_matmul_bf16_wgrad_sm90, grouped_matmul_fp32_sm90,
+      grouped_matmul_any_cuda,  grouped_matmul_joined_cuda,
   };
   if (platform == Platform::cuda) return rows_of(cuda);
 #endif

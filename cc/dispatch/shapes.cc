@@ -2,6 +2,7 @@
 
 #include <initializer_list>
 
+#include "cc/api/halves.h"
 #include "cc/math/activation.h"
 
 namespace grouped {
@@ -41,6 +42,25 @@ class Check {
   }
   void dtype(const char* name, const TensorView& t, DType wanted) {
     require(!t.present() || t.dtype == wanted, [&] { return named(name, t) + ", expected " + dtype_name(wanted); });
+  }
+  // A weight in two arrays, of which lhs says how they lie.
+  template <class Call>
+  TensorView whole_weight(const Call& call) {
+    if (!call.rhs_up.present()) return call.rhs;
+    require(call.rhs_axis == 1 || call.rhs_axis == 2, [] { return "rhs_axis: expected 1 or 2"; });
+    rank("lhs", call.lhs, 2);
+    rank("rhs", call.rhs, 3);
+    if (!wrong.empty()) return call.rhs;
+    shape("rhs_up", call.rhs_up, {call.rhs.dims[0], call.rhs.dims[1], call.rhs.dims[2]});
+    dtype("rhs_up", call.rhs_up, call.rhs.dtype);
+    absent("rhs_table", call.rhs_table);
+    return whole_rhs(call);
+  }
+  // Columns that are read of [M, columns], half of them where `half` says so.
+  int64_t columns(const char* name, const TensorView& t, int64_t half) {
+    require(half >= 0 && half <= 2 && (half == 0 || t.dims[1] % 2 == 0),
+            [&] { return named(name, t) + ", expected 0, or for an even width 1 or 2, as its half"; });
+    return columns_read(t, half).count;
   }
   void absent(const char* name, const TensorView& t) {
     require(!t.present(), [&] { return named(name, t) + ", expected none here"; });
@@ -132,18 +152,22 @@ std::string disagreement(const GroupedMatmul& call) {
     check.rank("rhs", call.rhs, 2);
     check.require(call.rhs.dims[0] == rows,
                   [&] { return Check::named("rhs", call.rhs) + ", expected the rows of lhs " + describe(call.lhs); });
-    check.shape("result", call.result, {groups, call.lhs.dims[1], call.rhs.dims[1]});
+    const int64_t a = check.columns("lhs", call.lhs, call.lhs_half), b = check.columns("rhs", call.rhs, call.rhs_half);
+    check.shape("result", call.result, {groups, a, b});
+    check.absent("rhs_up", call.rhs_up);
     check.absent("bias", call.bias);
     check.absent("row_scale", call.row_scale);
     check.absent("rhs_table", call.rhs_table);
     check.absent("bias_table", call.bias_table);
   } else {
     check.require(call.rhs_axis == 1 || call.rhs_axis == 2, [] { return "rhs_axis: expected 1 or 2"; });
+    check.require(call.lhs_half == 0 && call.rhs_half == 0, [] { return "halves: expected none with ragged rows"; });
     check.rank("rhs", call.rhs, 3);
+    const TensorView rhs = check.whole_weight(call);
     if (check.wrong.empty()) {
-      const int64_t width = call.rhs.dims[3 - call.rhs_axis];
-      check.require(call.rhs.dims[0] == groups && call.rhs.dims[call.rhs_axis] == call.lhs.dims[1], [&] {
-        return Check::named("rhs", call.rhs) + ", expected to match lhs " + describe(call.lhs) + " and " +
+      const int64_t width = rhs.dims[3 - call.rhs_axis];
+      check.require(rhs.dims[0] == groups && rhs.dims[call.rhs_axis] == call.lhs.dims[1], [&] {
+        return Check::named("rhs", rhs) + ", expected to match lhs " + describe(call.lhs) + " and " +
                std::to_string(groups) + " groups";
       });
       check.shape("result", call.result, {rows, width});
@@ -208,7 +232,11 @@ std::string disagreement(const ScaleRows& call) {
 std::string disagreement(const GroupedMatmulAct& call) {
   Check check;
   const int64_t groups = groups_of(&check, call.group_sizes);
-  const int64_t wide = product_width(&check, call.lhs, call.rhs, call.rhs_axis, groups);
+  const int64_t wide = product_width(&check, call.lhs, check.whole_weight(call), call.rhs_axis, groups);
+  ActivationKind kind{};
+  check.require(!call.rhs_up.present() || (activation_named(call.activation.kind, &kind) && is_gated(kind) &&
+                                           call.activation.interleave == 0),
+                [] { return "activation: expected a gated kind without interleave beside `rhs_up`"; });
   check.rank("result", call.result, 2);
   if (!check.wrong.empty()) return check.wrong;
   const int64_t rows = call.lhs.dims[0];

@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "cc/api/halves.h"
 #include "cc/cpu/formats.h"
 #include "cc/cpu/groups.h"
 #include "cc/cpu/panel.h"
@@ -14,12 +15,14 @@ namespace {
 
 std::string refuses_operands(const GroupedMatmul& call, const Target& target) {
   const bool differ = call.lhs.dtype != call.rhs.dtype;
+  const bool odd = contracts_pair(call) && call.rhs.dims[call.rhs_axis] % 2 != 0;  // bf16 is multiplied in pairs
   return first_of({refuses_unless_cpu(target), refuses_unless_plain("lhs", call.lhs),
                    refuses_unless_plain("rhs", call.rhs), refuses_unless_plain("result", call.result),
                    refuses_unless_plain("bias", call.bias),
                    differ ? "lhs is " + describe(call.lhs) + " and rhs " + describe(call.rhs) +
                                 "; this kernel takes operands of one dtype"
-                          : ""});
+                          : "",
+                   odd ? "contracts a weight in two arrays if both are even; rhs is " + describe(call.rhs) : ""});
 }
 
 // A block of the result: of the matrix in ragged rows, of group's matrix in ragged contraction.
@@ -37,16 +40,19 @@ struct Task {
 struct Problem {
   std::vector<int64_t> ends;
   bool ragged_rows;
-  int64_t rows;     // of a group's result, in ragged contraction
-  int64_t columns;  // of every group's result
-  int64_t depth;    // contracted, in ragged rows
+  int64_t rows;          // of a group's result, in ragged contraction
+  int64_t columns;       // of every group's result
+  int64_t depth;         // contracted, in ragged rows
+  int64_t column_parts;  // arrays that hold the columns of a weight
 
   explicit Problem(const GroupedMatmul& call)
       : ends(group_ends(call.group_sizes, call.lhs.dims[0])), ragged_rows(!call.contract_rows) {
-    rows = ragged_rows ? 0 : call.lhs.dims[1];
-    columns = call.rhs.dims[ragged_rows && call.rhs_axis == 1 ? 2 : 1];
+    rows = ragged_rows ? 0 : columns_read(call.lhs, call.lhs_half).count;
+    columns = ragged_rows ? whole_rhs(call).dims[3 - call.rhs_axis] : columns_read(call.rhs, call.rhs_half).count;
     depth = ragged_rows ? call.lhs.dims[1] : 0;
+    column_parts = ragged_rows && call.rhs_up.present() && !contracts_pair(call) ? 2 : 1;
   }
+  int64_t part_columns() const { return columns / column_parts; }
   int64_t begin(int64_t g) const { return group_begin(ends, g); }
   int64_t size(int64_t g) const { return ends[static_cast<size_t>(g)] - begin(g); }
   int64_t rows_of(int64_t g) const { return ragged_rows ? size(g) : rows; }
@@ -93,12 +99,13 @@ std::vector<Task> make_tasks(const GroupedMatmul& call, const Problem& problem, 
     if (skips(call, problem, g)) continue;
     const int64_t begin = problem.ragged_rows ? problem.begin(g) : 0;
     const int64_t blocks = ceil_div(problem.rows_of(g), kPanelRows);
-    for (int64_t column = 0; column < problem.columns; column += columns) {
+    const int64_t part = problem.part_columns();
+    for (int64_t column = 0, wide; column < problem.columns; column += wide) {
+      wide = std::min(columns, part - column % part);
       for (int64_t block = 0; block < blocks; ++block) {  // of nearly equal height
         const int64_t first = problem.rows_of(g) * block / blocks;
         const int64_t last = problem.rows_of(g) * (block + 1) / blocks;
-        tasks.push_back(
-            {g, begin + first, last - first, column, std::min(columns, problem.columns - column), problem.depth_of(g)});
+        tasks.push_back({g, begin + first, last - first, column, wide, problem.depth_of(g)});
       }
     }
   }
@@ -119,20 +126,27 @@ PanelProduct block(const GroupedMatmul& call, const Problem& problem, const Task
   p.columns = t.columns;
   p.depth = t.depth;
   p.dtype = call.lhs.dtype;
+  p.rhs_depth = p.depth;
   if (problem.ragged_rows) {
-    const void* weight = call.rhs_table.present()
-                             ? table_entry(call.rhs_table, t.group)
-                             : at(call.rhs.data, p.dtype, t.group * problem.depth * problem.columns);
+    const bool second = t.column >= problem.part_columns();
+    const int64_t column = second ? t.column - problem.part_columns() : t.column;
+    const auto weight = [&](const TensorView& rhs) -> PanelOperand {
+      const void* data = call.rhs_table.present() ? table_entry(call.rhs_table, t.group)
+                                                  : at(rhs.data, p.dtype, t.group * rhs.dims[1] * rhs.dims[2]);
+      if (call.rhs_axis == 1) return {at(data, p.dtype, column), 1, rhs_width};
+      return {at(data, p.dtype, column * rhs_width), rhs_width, 1};
+    };
     p.lhs = {at(call.lhs.data, p.dtype, t.row * lhs_width), lhs_width, 1};
-    if (call.rhs_axis == 1) {
-      p.rhs = {at(weight, p.dtype, t.column), 1, rhs_width};
-    } else {
-      p.rhs = {at(weight, p.dtype, t.column * rhs_width), rhs_width, 1};
+    p.rhs = weight(second ? call.rhs_up : call.rhs);
+    if (contracts_pair(call)) {
+      p.rhs_rest = weight(call.rhs_up);
+      p.rhs_depth = call.rhs.dims[call.rhs_axis];
     }
   } else {
-    const int64_t first = problem.begin(t.group);
-    p.lhs = {at(call.lhs.data, p.dtype, first * lhs_width + t.row), 1, lhs_width};
-    p.rhs = {at(call.rhs.data, p.dtype, first * rhs_width + t.column), 1, rhs_width};
+    const int64_t first = problem.begin(t.group), lhs_first = columns_read(call.lhs, call.lhs_half).first,
+                  rhs_first = columns_read(call.rhs, call.rhs_half).first;
+    p.lhs = {at(call.lhs.data, p.dtype, first * lhs_width + lhs_first + t.row), 1, lhs_width};
+    p.rhs = {at(call.rhs.data, p.dtype, first * rhs_width + rhs_first + t.column), 1, rhs_width};
   }
 
   const int64_t group_offset = problem.ragged_rows ? 0 : t.group * problem.rows * problem.columns;

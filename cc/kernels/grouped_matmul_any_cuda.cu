@@ -19,6 +19,7 @@
 #include <type_traits>
 
 #include "cc/api/calls.h"
+#include "cc/api/halves.h"
 #include "cc/device/groups.cuh"
 #include "cc/device/mma.cuh"
 #include "cc/device/place.cuh"
@@ -545,6 +546,7 @@ std::string refuses(const GroupedMatmul& call, const Target& target) {
   if (call.bias.present() && !is_wide(call.bias.dtype)) {
     return "takes a bias of float32, bfloat16 or float16, got " + describe(call.bias);
   }
+  if (call.rhs_up.present()) return "takes a weight in one array; this call has two";
   for (const TensorView* t : {&call.lhs, &call.rhs}) {
     for (int i = 0; i < t->rank; ++i) {
       if (t->dims[i] > kMostCoordinates) return "takes dimensions below 2^31 - 256, got " + describe(*t);
@@ -562,10 +564,12 @@ Problem describe_problem(const GroupedMatmul& call, const Context& context) {
   const int64_t* lhs = call.lhs.dims;
   const int64_t* rhs = call.rhs.dims;
   const bool k_major = !contract && call.rhs_axis == 2;
+  const Columns lhs_columns = columns_read(call.lhs, call.lhs_half),
+                rhs_columns = columns_read(call.rhs, call.rhs_half);
   Problem p = {};
   p.scan = GroupScan::at(context.workspace, call.group_sizes.dims[0]);
-  p.lhs = call.lhs.as<const char>();
-  p.rhs = call.rhs.as<const char>();
+  p.lhs = call.lhs.as<const char>() + lhs_columns.first * dtype_bytes(call.lhs.dtype);
+  p.rhs = call.rhs.as<const char>() + rhs_columns.first * dtype_bytes(call.rhs.dtype);
   p.bias = call.bias.present() ? call.bias.as<const char>() : nullptr;
   p.row_scale = call.row_scale.present() ? call.row_scale.as<const float>() : nullptr;
   p.result = call.result.as<char>();
@@ -576,8 +580,8 @@ Problem describe_problem(const GroupedMatmul& call, const Context& context) {
   p.lhs_stride = lhs[1];
   p.rhs_stride = contract ? rhs[1] : rhs[2];
   p.rhs_group_stride = contract ? 0 : rhs[1] * rhs[2];
-  p.rows = contract ? static_cast<int>(lhs[1]) : 0;
-  p.cols = static_cast<int>(contract ? rhs[1] : rhs[k_major ? 1 : 2]);
+  p.rows = contract ? static_cast<int>(lhs_columns.count) : 0;
+  p.cols = static_cast<int>(contract ? rhs_columns.count : rhs[k_major ? 1 : 2]);
   p.depth = contract ? 0 : static_cast<int>(lhs[1]);
   p.row_tiles = tiles_of(p.rows, kTileRows);
   p.col_tiles = tiles_of(p.cols, call.lhs.dtype == DType::f32 ? kFmaTile : kMmaCols);

@@ -12,6 +12,7 @@
 //            v
 //   ragged store, clipped at the group's last row; tail rows cleared as items behind the last tile
 #include "cc/api/calls.h"
+#include "cc/api/halves.h"
 #include "cc/api/kernel.h"
 #include "cc/device/groups.cuh"
 #include "cc/device/launch.h"
@@ -265,7 +266,8 @@ void launch_product(const typename Product::Params& p, int64_t row_tiles, cudaSt
 // 128-row tiles that any sizes can give: every group may have one that is not full.
 int64_t most_row_tiles(const GroupedMatmul& c) {
   const int64_t groups = c.group_sizes.dims[0];
-  return c.contract_rows ? groups * ((c.lhs.dims[1] + kTileRows - 1) / kTileRows) : c.lhs.dims[0] / kTileRows + groups;
+  return c.contract_rows ? groups * ((c.result.dims[1] + kTileRows - 1) / kTileRows)
+                         : c.lhs.dims[0] / kTileRows + groups;
 }
 
 template <int kTerms>
@@ -310,13 +312,16 @@ void launch_contraction(const GroupedMatmul& call, const Tf32Params& both, const
   p.into_table = call.into_table.present() ? call.into_table.as<int64_t>() : nullptr;
   // Scattered results are addressed relative to any mapped address.
   p.out_base = reinterpret_cast<int64_t>(p.into_table != nullptr ? context.workspace : call.result.data);
-  p.rows = int32_t(call.lhs.dims[1]);
+  const Columns rows = columns_read(call.lhs, call.lhs_half), cols = columns_read(call.rhs, call.rhs_half);
+  p.rows = int32_t(rows.count);
   p.accumulate = call.accumulate != 0;
   // Without rows nothing is loaded, but a map wants an address.
   const DType f32 = DType::f32;
   const bool empty = call.lhs.dims[0] == 0;
-  p.lhs = tensor_map(empty ? context.workspace : call.lhs.data, f32, ragged_shape(p.rows, f32), kBoxWidth, kTf32K);
-  p.rhs = tensor_map(empty ? context.workspace : call.rhs.data, f32, ragged_shape(p.cols, f32), kBoxWidth, kTf32K);
+  p.lhs = tensor_map(empty ? context.workspace : call.lhs.as<float>() + rows.first, f32,
+                     ragged_shape(rows.count, call.lhs.dims[1], f32), kBoxWidth, kTf32K);
+  p.rhs = tensor_map(empty ? context.workspace : call.rhs.as<float>() + cols.first, f32,
+                     ragged_shape(cols.count, call.rhs.dims[1], f32), kBoxWidth, kTf32K);
   p.out = tensor_map(
       reinterpret_cast<const void*>(p.out_base), f32,
       p.into_table != nullptr ? scattered_shape(p.rows, p.cols, f32) : packed_shape(p.groups, p.rows, p.cols, f32),
@@ -331,7 +336,7 @@ void launch_terms(const GroupedMatmul& call, const Context& context) {
   // First, since it makes the device's context current, which the driver's encoder of maps asks for.
   GROUPED_CUDA_CHECK(cudaMemsetAsync(p.counter, 0, sizeof(*p.counter), static_cast<cudaStream_t>(context.stream)));
   p.groups = int32_t(call.group_sizes.dims[0]);
-  p.cols = int32_t(call.contract_rows ? call.rhs.dims[1] : call.result.dims[1]);
+  p.cols = int32_t(call.result.dims[call.contract_rows ? 2 : 1]);
   return call.contract_rows ? launch_contraction<kTerms>(call, p, context) : launch_rows<kTerms>(call, p, context);
 }
 
@@ -348,7 +353,9 @@ std::string refuses(const GroupedMatmul& c, const Target& target) {
     return "takes a bias of float32, bfloat16 or float16, got " + describe(c.bias);
   }
   if (c.accumulate && !c.contract_rows) return "does not accumulate into ragged rows";
-  const int64_t inner = c.contract_rows ? c.rhs.dims[1] : c.result.dims[1], m = c.lhs.dims[0], k = c.lhs.dims[1];
+  if (c.rhs_up.present()) return "takes a weight in one array; this call has two";
+  const int64_t inner = c.result.dims[c.contract_rows ? 2 : 1], m = c.lhs.dims[0];
+  const int64_t k = c.contract_rows ? c.result.dims[1] : c.lhs.dims[1];
   if (m >= kRagged || k >= kRagged || inner >= kRagged) return "takes fewer than 2^30 rows and columns";
   for (const int64_t width : {k, inner}) {
     if (width % 4 != 0) {
