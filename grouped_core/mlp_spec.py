@@ -220,14 +220,20 @@ def kept(op: Mlp, needs: MlpNeeds, has_probs: bool, has_wi_bias: bool, has_wo_bi
 
 
 @lru_cache(maxsize=1024)
-def check_pair(op: Mlp, gate: ArraySpec, up: ArraySpec) -> None:
-    """Refuses gate and linear half in an array each, `wi` of the MLP, unless they make one weight (MAT-3, MLP-5).
+def check_pair(op: Mlp, *halves: ArraySpec) -> None:
+    """Refuses several arrays as the first weight unless they are gate and linear half (MAT-3, MLP-5).
 
     Raises:
-        TypeError: dtypes. ValueError: shapes, an activation without a linear half or with an interleave.
+        TypeError: dtypes. ValueError: count, shapes, an activation without a linear half or with an interleave.
     """
     n = op.names
     layout = "[G, F, K]" if op.transposed else "[G, K, F]"
+    if len(halves) != 2:
+        raise ValueError(
+            f"`{n.wi}`: {len(halves)} arrays, expected one, or gate and linear half; stack one matrix a group on the "
+            "first axis."
+        )
+    gate, up = halves
     if len(gate.shape) != 3:
         raise ValueError(
             f"`{n.wi}[0]`: shape {gate.shape}, expected three axes {layout} of each of two arrays; "

@@ -69,7 +69,10 @@ class Paired:
 
 def in_form(op: Linear, weight: Any) -> Any:
     """`weight` as rules take it: a tuple of two arrays as the halves of its columns, anything else as it stands."""
-    return Paired(*weight, op.weight_axes()[1]) if isinstance(weight, tuple) else weight
+    if not isinstance(weight, tuple):
+        return weight
+    gate, up = weight
+    return Paired(gate, up, op.weight_axes()[1])
 
 
 @overload

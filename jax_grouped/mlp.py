@@ -199,7 +199,7 @@ def _prepare(
     accum_wi, accum_wo = _accumulators(n.accum, wgrad_accum, paired)
     o = _Operands(
         take(n.x, x, "[M, K]"),
-        _take_pair(take, wi, rhs_transposed)
+        tuple(take(f"{n.wi}[{at}]", each, "[G, F, K]" if rhs_transposed else "[G, K, F]") for at, each in enumerate(wi))
         if paired
         else take(n.wi, wi, "[G, W, K]" if rhs_transposed else "[G, K, W]"),
         take(n.wo, wo, "[G, K, F]" if rhs_transposed else "[G, F, K]"),
@@ -234,17 +234,6 @@ def _prepare(
         if accum is not None:
             accumulate.check(linear, accum, calls.spec_of(weight))
     return op, o
-
-
-def _take_pair(take: Callable[[str, Any, str], Any], wi: Sequence[Any], transposed: bool) -> tuple[Any, ...]:
-    if len(wi) != 2:
-        raise ValueError(
-            f"`{NAMES.wi}`: {len(wi)} arrays, expected one or a pair, gate and linear half; stack one matrix a group "
-            "on the first axis."
-        )
-    return tuple(
-        take(f"{NAMES.wi}[{at}]", each, "[G, F, K]" if transposed else "[G, K, F]") for at, each in enumerate(wi)
-    )
 
 
 def _accumulators(name: str, accum: Any, paired: bool) -> tuple[Any, Any]:

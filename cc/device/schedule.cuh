@@ -85,13 +85,13 @@ GROUPED_HOST_DEVICE inline Slice slice_of(uint64_t distance) {
   return {int32_t(distance >> 4 & (kRagged - 1)), int32_t(distance >> 34)};
 }
 
-// Where k of a contraction lies that runs over the `first` elements of one array, then over another.
+// Where index `i` lies along two arrays that follow one another, the first of `first` elements.
 struct OneOfTwo {
   bool second;
-  int k;
+  int at;
 };
-GROUPED_HOST_DEVICE inline OneOfTwo one_of_two(int k, int first) {
-  return k < first ? OneOfTwo{false, k} : OneOfTwo{true, k - first};
+GROUPED_HOST_DEVICE inline OneOfTwo one_of_two(int i, int first) {
+  return i < first ? OneOfTwo{false, i} : OneOfTwo{true, i - first};
 }
 
 // Items that are sorted by length and drawn from both ends, so that at any time the chip works on a mix of long sums

@@ -7,9 +7,7 @@
 #include "cc/api/halves.h"
 #include "cc/dispatch/compose.h"
 #include "cc/dispatch/dispatch.h"
-#if GROUPED_WITH_CUDA
-#include "cc/device/launch.h"
-#endif
+#include "cc/kernels/kernels.h"
 
 namespace grouped {
 namespace {
@@ -45,36 +43,39 @@ std::string refuses(const GroupedMatmul& call, const Target& target) {
   if (!call.rhs_up.present()) return "is for a weight in two arrays; this call has one";
   if (2 * lines_of(call).bytes > kMostPitch) return "joins halves whose lines have less than 2^30 bytes";
   const Choice<GroupedMatmul> choice = choose(joined(call, nullptr), target, "");
-  if (choice.kernel != nullptr) return "";
-  return choice.refusals.empty() ? "no kernel takes the joined weight" : choice.refusals.back().reason;
+  if (choice.kernel == nullptr) {
+    return choice.refusals.empty() ? "no kernel takes the joined weight" : choice.refusals.back().reason;
+  }
+  // Then halves in place have the bits of the joined weight.
+  if (choice.kernel->refuses(call, target).empty()) return std::string(choice.kernel->name) + " reads it in place";
+  return "";
 }
 
 size_t workspace(const GroupedMatmul& call, const Target& target) {
   return joined_bytes(call) + choose(joined(call, nullptr), target, "").workspace_bytes;
 }
 
-void copy_lines(void* to, const void* from, const Lines& lines, [[maybe_unused]] const Context& context) {
+void join(void* to, const GroupedMatmul& call, const Context& context) {
+  const Lines lines = lines_of(call);
 #if GROUPED_WITH_CUDA
   if (context.target.platform == Platform::cuda) {
-    GROUPED_CUDA_CHECK(cudaMemcpy2DAsync(to, 2 * lines.bytes, from, lines.bytes, lines.bytes, lines.count,
-                                         cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(context.stream)));
-    return;
+    return join_lines_cuda(to, call.rhs.data, call.rhs_up.data, lines.count, lines.bytes, context.stream);
   }
 #endif
+  char* next = static_cast<char*>(to);
   for (int64_t i = 0; i < lines.count; ++i) {
-    std::memcpy(static_cast<char*>(to) + 2 * i * lines.bytes, static_cast<const char*>(from) + i * lines.bytes,
-                static_cast<size_t>(lines.bytes));
+    for (const TensorView* half : {&call.rhs, &call.rhs_up}) {
+      std::memcpy(next, half->as<const char>() + i * lines.bytes, static_cast<size_t>(lines.bytes));
+      next += lines.bytes;
+    }
   }
 }
 
 void launch(const GroupedMatmul& call, const Context& context) {
-  const Lines lines = lines_of(call);
-  char* to = static_cast<char*>(context.workspace);
-  copy_lines(to, call.rhs.data, lines, context);
-  copy_lines(to + lines.bytes, call.rhs_up.data, lines, context);
-  const GroupedMatmul whole = joined(call, to);
+  join(context.workspace, call, context);
+  const GroupedMatmul whole = joined(call, context.workspace);
   Context inner = context;
-  inner.workspace = to + joined_bytes(call);
+  inner.workspace = static_cast<char*>(context.workspace) + joined_bytes(call);
   inner.workspace_bytes = context.workspace_bytes - joined_bytes(call);
   kernel_for(choose(whole, context.target, ""), whole)->launch(whole, inner);
 }

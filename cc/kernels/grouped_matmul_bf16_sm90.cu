@@ -68,7 +68,7 @@ struct RowsProduct {
     load_lhs<1>(&p.lhs, ragged_at(work, k, 0), halves, work.across, rank, to, full);
     if (!columns) return;
     const OneOfTwo from = one_of_two(k, p.first_depth);
-    const int32_t c0 = kRhsMajor == Major::k ? from.k : work.col0, c1 = kRhsMajor == Major::k ? work.col0 : from.k;
+    const int32_t c0 = kRhsMajor == Major::k ? from.at : work.col0, c1 = kRhsMajor == Major::k ? work.col0 : from.at;
     Rhs::load(from.second ? &p.rhs_up : &p.rhs, {{c0, c1, work.slice2, work.slice3}}, work.across, rank,
               to + 2 * kBlockBytes, full);
   }

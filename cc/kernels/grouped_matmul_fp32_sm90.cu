@@ -65,6 +65,8 @@ __device__ inline void push_pair(Work work, int item, int rows, int cols, Push p
 // ---- ragged rows ----
 
 struct RowsParams : Tf32Params {
+  CUtensorMap rhs_up;               // of a second array of weights, which holds k or columns from these on
+  int32_t first_depth, first_cols;  // multiples of 32 where there is one; else beyond all
   const int32_t* sizes;
   const int64_t* rhs_table;   // addresses of the weights; null where they are packed
   int64_t rhs_base;           // address that `rhs` starts at
@@ -120,11 +122,13 @@ struct RowsProduct {
       ptx::tensor_load(to + u * Shape::kUnitBytes, &p.lhs, at, full);
       at.c[1] += kUnitRows;
     }
-    const uint32_t rhs = to + Shape::kLhsBytes;
-    if constexpr (kRhsMajor == Major::k) {
-      ptx::tensor_load(rhs, &p.rhs, {{k, work.col0, work.slice2, work.slice3}}, full);
-    } else {
-      load_boxes(&p.rhs, {{work.col0, k, work.slice2, work.slice3}}, Shape::kCols / kBoxWidth, rhs, full);
+    // Boxes of 32 columns, each of the array of weights that it lies in.
+    const OneOfTwo depth = one_of_two(k, p.first_depth);
+    for (int i = 0; i < Shape::kCols / kBoxWidth; ++i) {
+      const OneOfTwo col = one_of_two(work.col0 + i * kBoxWidth, p.first_cols);
+      const int32_t c0 = kRhsMajor == Major::k ? depth.at : col.at, c1 = kRhsMajor == Major::k ? col.at : depth.at;
+      ptx::tensor_load(to + Shape::kLhsBytes + i * kBoxBytes, depth.second || col.second ? &p.rhs_up : &p.rhs,
+                       {{c0, c1, work.slice2, work.slice3}}, full);
     }
   }
 
@@ -272,7 +276,6 @@ int64_t most_row_tiles(const GroupedMatmul& c) {
 
 template <int kTerms>
 void launch_rows(const GroupedMatmul& call, const Tf32Params& both, const Context& context) {
-  using Shape = Tf32Shape<kTerms>;
   RowsParams p{};
   static_cast<Tf32Params&>(p) = both;
   p.sizes = call.group_sizes.as<int32_t>();
@@ -289,12 +292,15 @@ void launch_rows(const GroupedMatmul& call, const Tf32Params& both, const Contex
   p.clear_tail = !call.into.present();
   const DType f32 = DType::f32;
   const bool k_major = call.rhs_axis == 2;
-  const int64_t rhs_rows = k_major ? p.cols : p.length, rhs_cols = k_major ? p.length : p.cols;
+  const MapShape rhs_shape = p.rhs_table != nullptr ? scattered_shape(call.rhs.dims[1], call.rhs.dims[2], f32)
+                                                    : packed_shape(p.groups, call.rhs.dims[1], call.rhs.dims[2], f32);
   p.lhs = tensor_map(call.lhs.data, f32, ragged_shape(p.length, f32), kTf32K, kUnitRows);
-  p.rhs = tensor_map(reinterpret_cast<const void*>(p.rhs_base), f32,
-                     p.rhs_table != nullptr ? scattered_shape(rhs_rows, rhs_cols, f32)
-                                            : packed_shape(p.groups, rhs_rows, rhs_cols, f32),
-                     kBoxWidth, k_major ? Shape::kCols : kTf32K);
+  p.rhs = tensor_map(reinterpret_cast<const void*>(p.rhs_base), f32, rhs_shape, kBoxWidth, kTf32K);
+  p.first_depth = p.first_cols = INT32_MAX;
+  if (call.rhs_up.present()) {
+    p.rhs_up = tensor_map(call.rhs_up.data, f32, rhs_shape, kBoxWidth, kTf32K);
+    (contracts_pair(call) ? p.first_depth : p.first_cols) = int32_t(call.rhs.dims[joined_axis(call)]);
+  }
   p.out = tensor_map(call.result.data, f32, ragged_shape(p.cols, f32), kBoxWidth, kOutRows);
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
   return k_major ? launch_product<RowsProduct<Major::k, kTerms>>(p, most_row_tiles(call), stream)
@@ -353,7 +359,9 @@ std::string refuses(const GroupedMatmul& c, const Target& target) {
     return "takes a bias of float32, bfloat16 or float16, got " + describe(c.bias);
   }
   if (c.accumulate && !c.contract_rows) return "does not accumulate into ragged rows";
-  if (c.rhs_up.present()) return "takes a weight in one array; this call has two";
+  if (c.rhs_up.present() && c.rhs.dims[joined_axis(c)] % kBoxWidth != 0) {
+    return "takes a weight in two arrays if both are a multiple of 32 wide; rhs is " + describe(c.rhs);
+  }
   const int64_t inner = c.result.dims[c.contract_rows ? 2 : 1], m = c.lhs.dims[0];
   const int64_t k = c.contract_rows ? c.result.dims[1] : c.lhs.dims[1];
   if (m >= kRagged || k >= kRagged || inner >= kRagged) return "takes fewer than 2^30 rows and columns";
