@@ -84,7 +84,7 @@ class Cast(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One native call. A result slot has a register, a new one or that of a buffer; None: absent, or goes to a table."""
+    """One native call. A result slot has a register, new or that of a buffer; None: absent, or goes to a table."""
 
     call: Call
     operands: tuple[tuple[int, int], ...]  # (slot, register) of those that are there

@@ -20,7 +20,7 @@ from jax_grouped import accumulate
 from tests import asserts, bounds, cases
 from tests.faces.adapters import to_torch
 from tests.faces.jax_tools import copies, optimised
-from tests.faces.mlp_adapters import ARRAYS, JAX, LEAVES, TORCH, present, problem
+from tests.faces.mlp_adapters import ARRAYS, JAX, LEAVES, TORCH, in_halves, present, problem
 from tests.faces.torch_tools import counted_launches, leaf, leaves, saved_tensors
 from torch_bridge.debug import _PLANS
 
@@ -37,7 +37,7 @@ def spec_of(kind: str, interleave: int | None, width: int) -> Activation:
     return Activation(kind, interleave=interleave)
 
 
-@pytest.mark.rule("ALL-1", "MLP-1", "MLP-2", "MLP-3", "MLP-5", "MLP-7", "GRP-5", "GRP-6", "GRP-9")
+@pytest.mark.rule("ALL-1", "MAT-3", "MLP-1", "MLP-2", "MLP-3", "MLP-5", "MLP-7", "GRP-5", "GRP-6", "GRP-9")
 @pytest.mark.matrix(
     case=CASES,
     kind=KINDS,
@@ -47,17 +47,23 @@ def spec_of(kind: str, interleave: int | None, width: int) -> Activation:
     probs=(None, "float32", "bfloat16"),
     bias=(None, "float32", "bfloat16"),
     policy=POLICIES,
+    halves=(False, True),
+    valid=lambda kind, interleave, halves, **_: not halves or (kind in GATED_KINDS and interleave is None),
 )
-def test_faces_agree_bitwise_and_lie_within_the_bounds(case, kind, interleave, dtype, transposed, probs, bias, policy):
+def test_faces_agree_bitwise_and_lie_within_the_bounds(
+    case, kind, interleave, dtype, transposed, probs, bias, policy, halves
+):
+    """Of each other's results, and whether gate and linear half are one array or, with `halves`, two."""
     activation = spec_of(kind, interleave, case.n)
     given, dy = problem(case, dtype, activation, transposed=transposed, probs=probs, bias=bias)
     needs = present(given)
     options: dict[str, Any] = {"activation": activation, "transposed": transposed}
     y = ARRAYS.forward(given, **options)
     gradients = ARRAYS.gradients(given, dy, needs, **options)
-    for face in (JAX, TORCH):
-        asserts.bitwise(face.forward(given, residuals=policy, **options), y, f"y of {face}")
-        found = face.gradients(given, dy, needs, residuals=policy, **options)
+    form = in_halves(given, transposed) if halves else given
+    for face in (ARRAYS, JAX, TORCH):
+        asserts.bitwise(face.forward(form, residuals=policy, **options), y, f"y of {face}")
+        found = face.gradients(form, dy, needs, residuals=policy, **options)
         for name, need, a, b in zip(LEAVES, needs, found, gradients, strict=True):
             assert (a is not None) == need, f"gradient of {name} from {face}"
             if need:
