@@ -186,7 +186,7 @@ def linear_backward(
         half: 1, 2: dW of the first, second half of the N columns alone, [G, K, N / 2]; 0: of all.
         grad_input: the caller's [M, K] buffer for dx; its tail rows are left alone.
         stream: which of several dy this is that one key rounds.
-        stored_dy: forms of dy that are there already.
+        stored_dy: forms of dy that are there already; the one along rows is that of c dy.
 
     With c the row scale: dx = c (dy W^T), dW_g = sum x^T (c dy), db_g = sum c dy, dc = <x, dy W^T> + <dy, b>.
     With `scale_bias`, c stands beside the bias alone: dx = dy W^T, dW_g = sum x^T dy, db_g = sum c dy, dc = <dy, b>.
@@ -202,12 +202,9 @@ def linear_backward(
     dx = dw = db = dc = None
     product_grad = None
     through_weight = needs.x or scale_through_product
-    dy_scaled = dy
-    if needs.w and row_factor is not None:
-        dy_scaled = scale_rows(run, dy, row_factor, group_sizes, run.spec(dy).dtype)
+    wgrad_form = [(0, recipe.wgrad[1])]
     dy_forms = [(1, recipe.dgrad[0])] if through_weight else []
-    if needs.w and dy_scaled is dy:
-        dy_forms.append((0, recipe.wgrad[1]))
+    dy_forms += wgrad_form if needs.w and row_factor is None else []
     rows = store_grad(run, recipe, dy, dy_forms, group_sizes, extras, stream, stored=stored_dy)
     if through_weight:
         # The scale's gradient reads dy W^T unscaled and unrounded, so dx is then scaled in a pass of its own: one
@@ -232,13 +229,15 @@ def linear_backward(
     amax = rows.amax
     if needs.w:
         into_spec = operand_spec(run, into_w)
-        grad_forms = rows.forms
-        if dy_scaled is not dy:
-            wanted = [(0, recipe.wgrad[1])]
-            grad_forms, amax = store_grad(run, recipe, dy_scaled, wanted, group_sizes, extras, stream, amax)
+        if row_factor is not None:
+            if stored_dy is None or (rows_of_w := given_forms(stored_dy, wgrad_form)) is None:
+                scaled = scale_rows(run, dy, row_factor, group_sizes, run.spec(dy).dtype)
+                rows_of_w, amax = store_grad(run, recipe, scaled, wgrad_form, group_sizes, extras, stream, amax)
+        else:
+            rows_of_w = rows.forms[-1:]
         x_forms = [(0, recipe.wgrad[0])]
         x_form = store(run, x, x_forms, group_sizes, encode=extras.x, requantize=recipe.requantize).forms[0]
-        lhs, rhs, halves = (x_form, 0), (grad_forms[-1], 0), (0, half)
+        lhs, rhs, halves = (x_form, 0), (rows_of_w[0], 0), (0, half)
         if op.transposed:
             lhs, rhs, halves = rhs, lhs, (half, 0)
         dw = product(

@@ -54,10 +54,17 @@ def tops(recipe: Recipe, products: int = 1) -> list[float]:
     return [_LARGEST.get(cell.values, 1.0) * 2.0**-recipe.margin for cell in cells] * products
 
 
-def update(run: Runner, state: ScalingState[Any]) -> ScalingState[Any]:
-    """The state of the next step, in one launch; a role and group without a finite magnitude stays as it is."""
-    call = calls.scale_update(run.spec(state.scale), run.spec(state.history), state.algorithm)
-    arrays = call.arrange(scale=state.scale, history=state.history, top=state.top)
+def update(run: Runner, state: ScalingState[Any], *, reuse: bool = False) -> ScalingState[Any]:
+    """The state of the next step, in one launch; a role and group without a finite magnitude stays as it is.
+
+    Args:
+        reuse: the new state takes the place of the old one.
+    """
+    call = calls.scale_update(run.spec(state.scale), run.spec(state.history), state.algorithm, reuse=reuse)
+    named = {"scale": state.scale, "history": state.history, "top": state.top}
+    if reuse:
+        named |= {"into_new_scale": state.scale, "into_new_history": state.history}
+    arrays = call.arrange(**named)
     scale, history = run(call, arrays)
     return ScalingState(scale, history, state.top, state.algorithm)
 

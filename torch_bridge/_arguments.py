@@ -106,7 +106,7 @@ def _check_operands(
         members_of(NAMES.bias, bias, 2, x)
     if row_scale is not None:
         check_operand(NAMES.row_scale, row_scale, x)
-    text = _text(*options)
+    text = text_of(*options)
     for operand, rank in ((weight, 3), (bias, 2)):
         if isinstance(operand, Tensor) and operand.dim() != rank:
             _refuse_unpacked(text, x, weight, sizes, bias, row_scale)
@@ -150,7 +150,7 @@ def _stacked(members: Sequence[Tensor]) -> ArraySpec:
 
 
 @torch.compiler.assume_constant_result
-def _text(transposed: bool, recipe: Recipe | None, scale_bias: bool, rows_hint: int, names: str) -> str:
+def text_of(transposed: bool, recipe: Recipe | None, scale_bias: bool, rows_hint: int, names: str) -> str:
     return _library.encode(transposed, recipe, scale_bias, rows_hint, names)
 
 

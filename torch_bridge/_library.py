@@ -105,11 +105,11 @@ def _backward_rule(run: Any, static: _BackwardFacts, operands: Sequence[Any]) ->
     text, letters, dtypes, k, halves, accumulate = static
     x, weight, sizes, bias, row_scale, dy, into, grad_input, up, into_up = operands
     op, needs = decode(text), Needs(*(letter in letters for letter in NEEDS))
-    specs = _specs(op, dtypes, run.spec(dy), run.spec(sizes).shape[0], k)
+    given = specs(op, dtypes, run.spec(dy), run.spec(sizes).shape[0], k)
     found = gradients.linear_grads(
         run,
         op,
-        specs,
+        given,
         x,
         weight if up is None else in_form(op, (weight, up)),
         sizes,
@@ -124,7 +124,7 @@ def _backward_rule(run: Any, static: _BackwardFacts, operands: Sequence[Any]) ->
     arrays = [found.w]
     if halves and needs.w:
         arrays = [
-            gradients.weight_grad(run, op, *specs[:2], x, dy, sizes, into=to, accumulate=accumulate, half=half)
+            gradients.weight_grad(run, op, *given[:2], x, dy, sizes, into=to, accumulate=accumulate, half=half)
             for half, to in zip((1, 2), (into, into_up), strict=True)
             if half in halves
         ]
@@ -134,7 +134,7 @@ def _backward_rule(run: Any, static: _BackwardFacts, operands: Sequence[Any]) ->
 _BACKWARD_ROWS = (5, 0, 4, 7)
 
 
-def _specs(
+def specs(
     op: Linear, dtypes: str, dy: ArraySpec, groups: int, k: int
 ) -> tuple[ArraySpec, ArraySpec, ArraySpec | None, ArraySpec | None]:
     """Specs of x, weight, bias, row_scale from their dtypes ("-" where absent), those that are not kept included."""
@@ -256,7 +256,7 @@ def subset(groups: Sequence[int], count: int) -> list[int]:
     return [] if len(groups) == count else list(groups)
 
 
-def _scattered(buffers: Sequence[Tensor], live: Sequence[int], groups: int) -> list[Tensor | None]:
+def scattered(buffers: Sequence[Tensor], live: Sequence[int], groups: int) -> list[Tensor | None]:
     """One destination a group: `buffers` in the order of `live`, None elsewhere."""
     destinations: list[Tensor | None] = [None] * groups
     for group, buffer in zip(live or range(groups), buffers, strict=True):
@@ -264,7 +264,7 @@ def _scattered(buffers: Sequence[Tensor], live: Sequence[int], groups: int) -> l
     return destinations
 
 
-def _weight_gradients(op: str, dtypes: str, live: Sequence[int], dy: Tensor, k: int) -> Tensor:
+def weight_gradients(op: str, dtypes: str, live: Sequence[int], dy: Tensor, k: int) -> Tensor:
     """A buffer for the weight gradients of the groups `live`, each laid out as its weight."""
     shape = (len(live), dy.shape[1], k) if decode(op).transposed else (len(live), k, dy.shape[1])
     name = dtypes.split(",")[1]
@@ -287,8 +287,8 @@ def _linear_grads(
     buffer = into = None
     halves = _halves(op, live)
     if "w" in needs and live and not halves:  # frozen members of a list have no destination
-        buffer = _weight_gradients(op, dtypes, live, dy, k)
-        into = _scattered(buffer.unbind(), live, group_sizes.shape[0])
+        buffer = weight_gradients(op, dtypes, live, dy, k)
+        into = scattered(buffer.unbind(), live, group_sizes.shape[0])
     w, up = weight_operands(weight)
     operands = (x, w, group_sizes, grouped(bias, 2), row_scale, dy, into, None, up, None)
     dx, *dw, db, dc = _run.run(_backward_rule, (op, needs, dtypes, k, halves, False), operands, debug_flags())
@@ -314,7 +314,7 @@ def _linear_grads_fake(
     static = (op, needs, dtypes, int(k), halves, False)
     dx, *dw, db, dc = _run.fake(_backward_rule, static, operands, _BACKWARD_ROWS, dy.device)
     if "w" in needs and live and not halves:
-        dw = [_weight_gradients(op, dtypes, live, dy, int(k))]
+        dw = [weight_gradients(op, dtypes, live, dy, int(k))]
     return [each for each in (dx, *dw, db, dc) if each is not None]
 
 
@@ -340,7 +340,7 @@ def _linear_grads_into(
     if halves and wgrad:
         into, into_up = (dict(zip(halves, wgrad, strict=True)).get(half) for half in (1, 2))
     elif into is wgrad:  # of a list of weights
-        into = _scattered(wgrad, live, group_sizes.shape[0])
+        into = scattered(wgrad, live, group_sizes.shape[0])
     w, up = weight_operands(weight)
     operands = (x, w, group_sizes, grouped(bias, 2), row_scale, dy, into, grad_input, up, into_up)
     dc = _run.run(_backward_rule, (op, needs, dtypes, k, halves, accumulate), operands, debug_flags())[-1]

@@ -335,12 +335,14 @@ _SYMBOLIC_ROWS = calls.MAX_ROWS  # stands for M where torch.compile has a symbol
 
 
 def fake(rule: Rule, static: Hashable, operands: Sequence[Any], rows: Sequence[int], device: torch.device) -> list[Any]:
-    """New tensors shaped as the results of `rule`; operands at the positions `rows` have M rows, which may be a symbol.
+    """New tensors shaped as the results of `rule`; operands at the positions `rows` have M rows, which may be a symbol;
+    without such positions M becomes a number too.
 
     NOTE: specs must be hashable, and torch's symbols are not. M alone may stay symbolic, other axes become numbers.
     """
     lengths = [operands[at].shape[0] for at in rows if operands[at] is not None]
-    symbol = lengths[0] if all(isinstance(length, torch.SymInt) for length in lengths) else None
+    symbolic = bool(lengths) and all(isinstance(length, torch.SymInt) for length in lengths)
+    symbol = lengths[0] if symbolic else None
     if symbol is not None:
         for length in lengths:
             torch._check(length == symbol)

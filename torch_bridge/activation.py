@@ -20,8 +20,8 @@ from grouped_core.debug import debug_flags
 from torch_bridge import _library, _run, _saved
 from torch_bridge._arguments import refuse_transforms
 from torch_bridge._memory import raw_stream
+from torch_bridge._products import once
 from torch_bridge._run import spec_of
-from torch_bridge.ops import once
 from torch_bridge.params import check_operand, device_integers
 
 

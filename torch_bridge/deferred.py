@@ -21,9 +21,9 @@ from torch_bridge import mlp
 from torch_bridge._arguments import Members, accumulators_of, check_apart, check_writable
 from torch_bridge._mlp_arguments import Accumulators, check_arguments, check_buffers, specs_of
 from torch_bridge._mlp_library import NAMES
+from torch_bridge._products import ProductFacts
 from torch_bridge._run import spec_of
 from torch_bridge.mlp import Facts, HiddenGradients
-from torch_bridge.ops import ProductFacts
 from torch_bridge.params import check_operand
 
 

@@ -21,7 +21,15 @@ from torch_bridge import _library, _mlp_library, _saved, main_grad
 from torch_bridge._arguments import Members, destinations
 from torch_bridge._mlp_arguments import Accumulators, Arguments, check_arguments, check_buffers
 from torch_bridge._mlp_library import NAMES
-from torch_bridge.ops import Owner, ProductFacts, ProductGradients, once, owners_of, product_gradients
+from torch_bridge._products import (
+    Owner,
+    PlainLauncher,
+    ProductFacts,
+    ProductGradients,
+    once,
+    owners_of,
+    product_gradients,
+)
 
 
 def grouped_mlp(
@@ -322,7 +330,9 @@ def _of_product(
 ) -> ProductGradients:
     if not any(facts.needs):
         return ProductGradients(None, None, [None] * facts.counts[0], [None] * facts.counts[1])
-    return product_gradients(facts, tensors, owners, accumulators, buffer, delayed)
+    x, weights, sizes, biases, row_scale, dy = tensors
+    launcher = PlainLauncher(x, weights, sizes, biases, row_scale, dy, facts.k, facts.text, facts.dtypes)
+    return product_gradients(facts, launcher, dy, owners, accumulators, buffer, delayed)
 
 
 class _Mlp(torch.autograd.Function):

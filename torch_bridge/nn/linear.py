@@ -21,9 +21,9 @@ from grouped_core.sizes import GroupSizes
 from torch_bridge import main_grad, ops
 from torch_bridge._arguments import Members, check_arguments
 from torch_bridge._memory import OwnedTable
+from torch_bridge._products import Owner
 from torch_bridge._run import DTYPES, TORCH_DTYPES
 from torch_bridge.nn._state import adapt
-from torch_bridge.ops import Owner
 from torch_bridge.params import is_distributed
 
 
@@ -109,7 +109,7 @@ class GroupedLinear(Module):
                 f"`dtype` of GroupedLinear: {dtype}, expected one of {', '.join(str(TORCH_DTYPES[w]) for w in WIDE)}; "
                 "choose one of them."
             )
-        self.recipe = recipe_option(recipe)
+        self.recipe = recipe_option(recipe).recipe
         self.scale_bias = bool(scale_bias)
         self.accumulate_into_main_grad = bool(accumulate_into_main_grad)
         self.delay_wgrad_compute = bool(delay_wgrad_compute)

@@ -16,8 +16,8 @@ from grouped_core.mlp_spec import Residuals, residuals_option
 from grouped_core.sizes import GroupSizes
 from torch_bridge import main_grad, mlp
 from torch_bridge._mlp_arguments import check_arguments
+from torch_bridge._products import Owner
 from torch_bridge.nn.linear import GroupedLinear, cast_rows, check_microbatch, compute_dtype, positive
-from torch_bridge.ops import Owner
 
 
 def fused_mlp(
