@@ -172,7 +172,6 @@ def _check_operands(operands: tuple[Any, ...], text: str) -> tuple[Tensor, str]:
         if name == NAMES.wi and is_pair(operand):
             for at, half in enumerate(operand):
                 check_operand(f"{name}[{at}]", half, x)
-            check_pair(_mlp_library.decode(text), *(spec_of(half) for half in operand))
             continue
         members_of(name, operand, rank, x)
         if isinstance(operand, Tensor) and operand.dim() != rank:  # operators would take it for a list of one
@@ -181,10 +180,13 @@ def _check_operands(operands: tuple[Any, ...], text: str) -> tuple[Tensor, str]:
                 "stack one a group on the first axis, or pass a list."
             )
     if not torch.compiler.is_compiling():  # where M is a symbol; the operators refuse what does not fit
+        op = _mlp_library.decode(text)
+        if op.paired:
+            check_pair(op, *(spec_of(half) for half in wi))
         weights, biases = (_members(wi), _members(wo)), (_members(wi_bias), _members(wo_bias))
         given = Arguments(x, *weights, sizes, probs, *biases, text, False, (), ())
         specs, sizes_spec = specs_of(given)
-        check(_mlp_library.decode(text), *specs[:3], sizes_spec, *specs[3:])
+        check(op, *specs[:3], sizes_spec, *specs[3:])
     return sizes, text
 
 
