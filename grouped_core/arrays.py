@@ -19,8 +19,20 @@ from grouped_core.formats import Format, QTensor, format_option
 from grouped_core.gradients import Amaxes, Gradients, Needs
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.mlp import MlpGradients
-from grouped_core.mlp_spec import Mlp, MlpNames, MlpNeeds, MlpSpecs, Residuals, check, kept, residuals_option, restrict
-from grouped_core.products import Array, stored_spec
+from grouped_core.mlp_spec import (
+    Mlp,
+    MlpNames,
+    MlpNeeds,
+    MlpSpecs,
+    Residuals,
+    check,
+    check_pair,
+    kept,
+    residuals_option,
+    restrict,
+)
+from grouped_core.plans import Planner
+from grouped_core.products import Array, in_form, operand_spec, stored_spec
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.reference import numpy_dtype
 from grouped_core.scaling import ScalingState
@@ -382,6 +394,7 @@ def _mlp(
     wgrad_dtype: str | None,
     rows_hint: int,
     implementation: str | Sequence[str] | None,
+    paired: bool,
 ) -> Mlp:
     return Mlp(
         _MLP_NAMES,
@@ -392,12 +405,30 @@ def _mlp(
         wgrad_dtype=linear_spec.dtype_option(wgrad_dtype),
         rows_hint=rows_hint,
         implementation=linear_spec.implementation_names(implementation),
+        paired=paired,
     )
+
+
+def _members(name: str, operand: Any) -> dict[str, Any]:
+    """The arrays of an operand that may be several, by name."""
+    several = isinstance(operand, (tuple, list))
+    return {f"{name}[{at}]": each for at, each in enumerate(operand)} if several else {name: operand}
+
+
+def _mlp_specs(op: Mlp, required: dict[str, Any], **optional: Any) -> list[Any]:
+    """As `_specs`, for x, the arrays of wi, wo, group_sizes, and what else there is; wi as if it were one array."""
+    x, *others = _specs(required, **optional)
+    if not op.paired:
+        return [x, *others]
+    count = len(required) - 3
+    halves = tuple(others[:count])
+    check_pair(op, *halves)
+    return [x, operand_spec(Planner(), in_form(op.fc1(), halves)), *others[count:]]
 
 
 def grouped_mlp(
     x: Array,
-    wi: Array,
+    wi: Array | Sequence[Array],
     wo: Array,
     group_sizes: Any,
     *,
@@ -414,7 +445,8 @@ def grouped_mlp(
 
     Args:
         x: [M, K], float32, bfloat16 or float16. wi: [G, K, W], W = 2F for gated activations (gate columns first), else
-            F; [G, W, K] when `transposed`. wo: [G, F, K], or [G, K, F].
+            F; [G, W, K] when `transposed`; or a pair of gate and linear half, [G, K, F] each ([G, F, K]).
+        wo: [G, F, K], or [G, K, F].
         group_sizes: integers [G] on the device of x, or `GroupSizes`. probs: [M]. wi_bias: [G, W]. wo_bias: [G, K].
         activation: a kind, or an `Activation`. recipe: None computes with the operands as they stand.
         out: an [M, K] buffer for y; its rows past the last group are left alone. Without it they are zero.
@@ -425,18 +457,19 @@ def grouped_mlp(
     """
     sizes, hint = unwrap(group_sizes)
     bound = linear_spec.recipe_option(recipe)
-    op = _mlp(transposed, activation, bound, Residuals(), None, hint, implementation)
-    required = {"x": x, "wi": wi, "wo": wo, "group_sizes": sizes}
+    members = _members("wi", wi)
+    op = _mlp(transposed, activation, bound, Residuals(), None, hint, implementation, "wi" not in members)
+    required = {"x": x, **members, "wo": wo, "group_sizes": sizes}
     optional = {"probs": probs, "wi_bias": wi_bias, "wo_bias": wo_bias}
-    check(op, *_specs(required, **optional, out=out))
+    check(op, *_mlp_specs(op, required, **optional, out=out))
     _checked({"out": out}, {**required, **optional})
-    run = ArrayRunner(x)
-    return mlp.mlp(run, op, x, wi, wo, run.sizes(sizes), probs, wi_bias, wo_bias, out).y
+    run, first = ArrayRunner(x), in_form(op.fc1(), tuple(wi) if op.paired else wi)
+    return mlp.mlp(run, op, x, first, wo, run.sizes(sizes), probs, wi_bias, wo_bias, out).y
 
 
 def grouped_mlp_grads(
     x: Array,
-    wi: Array,
+    wi: Array | Sequence[Array],
     wo: Array,
     group_sizes: Any,
     dy: Array,
@@ -449,7 +482,7 @@ def grouped_mlp_grads(
     recipe: Recipe | BoundRecipe | None = None,
     residuals: str | Residuals = "save_fc1",
     wgrad_dtype: str | None = None,
-    wgrad_accum: tuple[Array | None, Array | None] = (None, None),
+    wgrad_accum: tuple[Any, Array | None] = (None, None),
     grad_input: Array | None = None,
     needs: MlpNeeds | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -461,7 +494,8 @@ def grouped_mlp_grads(
     Args:
         residuals: what is kept between the two halves. The bits do not depend on it.
         wgrad_dtype: of new weight gradients; None: that of the weights.
-        wgrad_accum: for wi and wo, in their layouts; the gradient is added in place and the array returned.
+        wgrad_accum: for wi (a pair where wi is one) and wo, in their layouts, or None; the gradient is added in place
+            and the array returned.
         grad_input: an [M, K] buffer for dx; its rows past the last group are left alone.
         needs: which gradients to compute; None: of all operands that there are.
 
@@ -470,46 +504,56 @@ def grouped_mlp_grads(
     """
     sizes, hint = unwrap(group_sizes)
     bound = linear_spec.recipe_option(recipe)
-    op = _mlp(transposed, activation, bound, residuals, wgrad_dtype, hint, implementation)
-    required = {"x": x, "wi": wi, "wo": wo, "group_sizes": sizes}
+    members = _members("wi", wi)
+    op = _mlp(transposed, activation, bound, residuals, wgrad_dtype, hint, implementation, "wi" not in members)
+    required = {"x": x, **members, "wo": wo, "group_sizes": sizes}
     optional = {"probs": probs, "wi_bias": wi_bias, "wo_bias": wo_bias}
-    written = {"wgrad_accum[0]": wgrad_accum[0], "wgrad_accum[1]": wgrad_accum[1], "grad_input": grad_input}
-    x_spec, wi_spec, wo_spec, sizes_spec, p_spec, bi_spec, bo_spec = _specs(required, **optional)
+    into_wi = (None, None) if op.paired and wgrad_accum[0] is None else wgrad_accum[0]
+    accums = {**_members("wgrad_accum[0]", into_wi), "wgrad_accum[1]": wgrad_accum[1]}
+    written = {**accums, "grad_input": grad_input}
+    x_spec, wi_spec, wo_spec, sizes_spec, p_spec, bi_spec, bo_spec = _mlp_specs(op, required, **optional)
     y = check(op, x_spec, wi_spec, wo_spec, sizes_spec, p_spec, bi_spec, bo_spec)
     (dy_spec,) = _specs({"dy": dy})
     if dy_spec != y:
         raise ValueError(f"`dy`: {dy_spec}, expected {y} = that of the result; pass the cotangent of the result.")
-    for (name, buffer), linear, weight in zip(written.items(), (op.fc1(), op.fc2()), (wi_spec, wo_spec), strict=False):
+    weights = [*((op.fc1(), each) for each in members.values()), (op.fc2(), wo)]
+    for (name, buffer), (linear, weight) in zip(accums.items(), weights, strict=True):
         if buffer is not None:
             (spec,) = _specs({name: buffer})
-            linear_spec.check_accumulator(name, spec, weight)
+            linear_spec.check_accumulator(name, spec, spec_of(weight))
             linear_spec.check_wgrad_dtype(linear, spec)
     if grad_input is not None:
         (input_spec,) = _specs({"grad_input": grad_input})
         linear_spec.check_buffer("grad_input", input_spec, x_spec)
     _checked(written, {**required, **optional})
 
-    run = ArrayRunner(x)
+    run, first = ArrayRunner(x), in_form(op.fc1(), tuple(wi) if op.paired else wi)
     native = run.sizes(sizes)
     specs = MlpSpecs(x_spec, wi_spec, wo_spec, p_spec, bi_spec, bo_spec)
     wanted = restrict(needs or MlpNeeds(), specs)
     keep = kept(op, wanted, probs is not None, wi_bias is not None, wo_bias is not None)
-    _, h, z = mlp.mlp(run, op, x, wi, wo, native, probs, wi_bias, wo_bias, keep_h=keep.h, keep_z=keep.z)
+    _, h, z = mlp.mlp(run, op, x, first, wo, native, probs, wi_bias, wo_bias, keep_h=keep.h, keep_z=keep.z)
     dy = run.xp.ascontiguousarray(dy)
-    held = (x if keep.x else None, h, z, wi if keep.wi else None, wo if keep.wo else None, native)
+    held = (x if keep.x else None, h, z, first if keep.wi else None, wo if keep.wo else None, native)
     more = (
         probs if keep.probs else None,
         wi_bias if keep.wi_bias else None,
         wo_bias if keep.wo_bias else None,
     )
     main = mlp.main_grads(run, op, specs, *held, *more, dy, wanted, grad_input=grad_input)
-    weights = [
-        None
-        if rows is None
-        else mlp.weight_grad(run, linear, spec, rows, grad, native, into=into, accumulate=into is not None)
-        for linear, spec, rows, grad, into in (
-            (op.fc1(), wi_spec, x if wanted.wi else None, main.dh, wgrad_accum[0]),
-            (op.fc2(), wo_spec, main.z, dy, wgrad_accum[1]),
-        )
-    ]
-    return MlpGradients(main.x, weights[0], weights[1], main.probs, main.wi_bias, main.wo_bias)
+
+    def weight_grad(
+        linear: Linear, spec: ArraySpec, rows: Array, grad: Array, into: Array | None, half: int = 0
+    ) -> Array:
+        accumulate = into is not None
+        return mlp.weight_grad(run, linear, spec, rows, grad, native, into=into, accumulate=accumulate, half=half)
+
+    dwi = dwo = None
+    *into_wi, into_wo = accums.values()
+    if wanted.wi:
+        halves = zip(into_wi, op.parts(), strict=True)
+        dwi = tuple(weight_grad(op.fc1(), wi_spec, x, main.dh, into, half) for into, half in halves)
+        dwi = dwi if op.paired else dwi[0]
+    if wanted.wo:
+        dwo = weight_grad(op.fc2(), wo_spec, main.z, dy, into_wo)
+    return MlpGradients(main.x, dwi, dwo, main.probs, main.wi_bias, main.wo_bias)

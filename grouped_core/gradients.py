@@ -92,7 +92,8 @@ def linear_forward(
     """y[r] = c[r] (x[r] W[g] + b[g]), or x[r] W[g] + c[r] b[g] with `scale_bias`; c = row_scale or 1.
 
     Args:
-        x: [M, K]. w: [G, K, N], or [G, N, K] when transposed; one array or `Listed`. Either may be quantised.
+        x: [M, K]. w: [G, K, N], or [G, N, K] when transposed; one array, `Listed` or `Paired`. Either may be quantised,
+            but for a pair.
         group_sizes: int32 [G]. bias: [G, N]. row_scale: [M].
         out: the caller's [M, N] buffer; its tail rows are left alone.
         needs: gradients that will be asked for: what they read is kept, in the form that they read where x and w are
@@ -171,6 +172,7 @@ def linear_backward(
     *,
     into_w: Array | Listed | None = None,
     accumulate: bool = False,
+    half: int = 0,
     grad_input: Array | None = None,
     extras: Extras = NO_EXTRAS,
     stream: int = 0,
@@ -181,6 +183,7 @@ def linear_backward(
     Args:
         specs: of x, w, bias, row_scale, the latter two None where the operation had none.
         dy: [M, N]. into_w: destination of dW, in the weight's layout; with `accumulate` dW is added to it.
+        half: 1, 2: dW of the first, second half of the N columns alone, [G, K, N / 2]; 0: of all.
         grad_input: the caller's [M, K] buffer for dx; its tail rows are left alone.
         stream: which of several dy this is that one key rounds.
         stored_dy: forms of dy that are there already; the one along rows is that of c dy.
@@ -234,9 +237,9 @@ def linear_backward(
             rows_of_w = rows.forms[-1:]
         x_forms = [(0, recipe.wgrad[0])]
         x_form = store(run, x, x_forms, group_sizes, encode=extras.x, requantize=recipe.requantize).forms[0]
-        lhs, rhs = (x_form, 0), (rows_of_w[0], 0)
+        lhs, rhs, halves = (x_form, 0), (rows_of_w[0], 0), (0, half)
         if op.transposed:
-            lhs, rhs = rhs, lhs
+            lhs, rhs, halves = rhs, lhs, (half, 0)
         dw = product(
             run,
             op,
@@ -246,6 +249,7 @@ def linear_backward(
             group_sizes,
             into_spec.dtype if into_spec else op.wgrad_dtype or wide(w_spec.dtype),
             into=into_w,
+            halves=halves,
             accumulate=accumulate,
         )
     if needs.bias and bias_spec is not None:
@@ -299,3 +303,27 @@ def store_weight(run: Runner, recipe: Recipe, w: Operand, axis: int, extras: Ext
 def plain_rows(run: Runner, x: Operand, group_sizes: Array) -> Array:
     """x as an array, dequantised where the caller quantised it."""
     return dequantize(run, x, group_sizes, x.dtype) if isinstance(x, QTensor) else x
+
+
+def weight_grad(
+    run: Runner,
+    op: Linear,
+    x_spec: OperandSpec,
+    w_spec: OperandSpec,
+    x: Operand,
+    dy: Array,
+    group_sizes: Array,
+    *,
+    into: Array | Listed | None = None,
+    accumulate: bool = False,
+    half: int = 0,
+) -> Array:
+    """dW_g = sum x^T dy over the rows of group g, alone, in the weight's layout.
+
+    Args:
+        x: [M, K]. dy: [M, N]. w_spec: of the packed weight. into, accumulate, half: as in `linear_backward`.
+    """
+    needs = Needs(x=False, bias=False, row_scale=False)
+    specs = (x_spec, w_spec, None, None)
+    options = {"into_w": into, "accumulate": accumulate, "half": half}
+    return linear_grads(run, op, specs, x, None, group_sizes, None, None, dy, needs, **options).w

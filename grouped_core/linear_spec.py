@@ -47,6 +47,7 @@ class Linear:
         wgrad_dtype: dtype of a new weight gradient; None: that of the weight.
         rows_hint: usual rows a group, for tile choice only; 0 is unknown.
         implementation: pinned kernels, a comma list; "" lets dispatch choose.
+        paired: the weight is two arrays, halves of its N columns.
     """
 
     names: Names
@@ -57,10 +58,21 @@ class Linear:
     wgrad_dtype: str | None = None
     rows_hint: int = 0
     implementation: str = ""
+    paired: bool = False
 
     def resolve(self, x: OperandSpec, w: OperandSpec) -> Recipe:
-        """The recipe in force for these operands: without one they are used as they stand, quantised or not."""
-        return self.recipe or _as_they_stand(x.dtype, w.dtype, _format(x), _format(w))
+        """The recipe in force for these operands: without one they are used as they stand, quantised or not.
+
+        Raises:
+            ValueError: a weight in two arrays beside quantised operands.
+        """
+        recipe = self.recipe or _as_they_stand(x.dtype, w.dtype, _format(x), _format(w))
+        if self.paired and recipe.quantized:
+            raise ValueError(
+                f"`{self.names.w}`: two arrays beside recipe {recipe.name}, expected one that quantises nothing; "
+                "pass one array."
+            )
+        return recipe
 
     def weight_axes(self) -> tuple[int, int]:
         """Axes of the weight that hold K and N."""

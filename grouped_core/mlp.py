@@ -15,7 +15,19 @@ from grouped_core.calls import ArraySpec
 from grouped_core.gradients import Gradients, Needs
 from grouped_core.linear_spec import Linear
 from grouped_core.mlp_spec import Mlp, MlpNeeds, MlpSpecs, check, kept, needs_dh, needs_dz, restrict
-from grouped_core.products import Array, Listed, Operand, Runner, all_aligned, arranged, operand_spec, wide
+from grouped_core.products import (
+    Array,
+    Listed,
+    Operand,
+    Paired,
+    Runner,
+    all_aligned,
+    arranged,
+    operand_spec,
+    rounded,
+    weight_specs,
+    wide,
+)
 
 
 class Forward(NamedTuple):
@@ -63,11 +75,12 @@ def hidden_rows(
     linear = op.fc1()
     recipe = linear.resolve(run.spec(x), operand_spec(run, wi))
     rows = run.cast(x, recipe.forward[0].values)
-    right = wi if isinstance(wi, Listed) else run.cast(wi, recipe.forward[1].values)
+    right = rounded(run, wi, recipe.forward[1].values)
+    right_spec, up_spec = weight_specs(run, right)
     p = None if probs is None else run.cast(probs, "float32")
     call = calls.grouped_matmul_act(
         run.spec(rows),
-        operand_spec(run, right),
+        right_spec,
         linear.weight_axes()[0],
         run.spec(group_sizes),
         wide(run.spec(x).dtype),
@@ -76,6 +89,7 @@ def hidden_rows(
         bias=operand_spec(run, wi_bias),
         row_scale=operand_spec(run, p),
         tables=(isinstance(right, Listed), isinstance(wi_bias, Listed)),
+        rhs_up=up_spec,
         aligned_tables=all_aligned(right),
         hidden=keep,
         zero_tail=op.clear_residuals,
@@ -106,7 +120,7 @@ def mlp(
 
     Args:
         x: [M, K]. wi: [G, K, W], wo: [G, F, K], or both with the last two axes swapped when transposed; one array or
-            `Listed` each. group_sizes: int32 [G]. probs: [M]. wi_bias: [G, W]. wo_bias: [G, K].
+            `Listed` each, wi perhaps `Paired`. group_sizes: int32 [G]. probs: [M]. wi_bias: [G, W]. wo_bias: [G, K].
         out: the caller's [M, K] buffer; its tail rows are left alone.
     """
     check(op, *(operand_spec(run, each) for each in (x, wi, wo, group_sizes, probs, wi_bias, wo_bias, out)))
@@ -137,7 +151,7 @@ def hidden_grads(
     linear = op.fc2()
     recipe = linear.resolve(run.spec(h), operand_spec(run, wo))
     rows = run.cast(dy, recipe.dgrad[0].values)
-    right = wo if isinstance(wo, Listed) else run.cast(wo, recipe.dgrad[1].values)
+    right = rounded(run, wo, recipe.dgrad[1].values)
     p = None if probs is None else run.cast(probs, "float32")
     base = _bias_dots(run, dy, wo_bias, group_sizes) if wanted[2] and wo_bias is not None else None
     call = calls.grouped_matmul_dact(
@@ -200,8 +214,8 @@ def main_grads(
     needs = restrict(needs, specs)
     dp = dh = None
     if needs_dz(needs):
-        if h is None:
-            h = gradients.linear(run, op.fc1(), x, wi, group_sizes, wi_bias)
+        if h is None:  # forward's own call once more, so a weight in two arrays needs no other; z comes with it
+            z, h = hidden_rows(run, op, x, wi, group_sizes, probs, wi_bias, keep=True)
         wanted = (needs_dh(needs), needs.wo and z is None, needs.probs)
         dh, rebuilt, dp = hidden_grads(run, op, h, wo, group_sizes, probs, wo_bias, dy, wanted)
         z = rebuilt if z is None else z
@@ -261,17 +275,17 @@ def weight_grad(
     *,
     into: Operand | None = None,
     accumulate: bool = False,
+    half: int = 0,
 ) -> Array:
     """dW_g = sum rows^T dy in the weight's layout: of W1 with `op.fc1()`, x and dh; of W2 with `op.fc2()`, z and dy.
 
     Args:
-        into: destination; with `accumulate` the gradient is added to it.
+        weight: spec of the packed weight. into: destination; with `accumulate` the gradient is added to it.
+        half: 1, 2: of the gates', the linear halves' columns alone, where these are arrays of their own; 0: of all.
     """
-    specs = (run.spec(rows), weight, None, None)
-    needs = Needs(x=False, bias=False, row_scale=False)
-    return gradients.linear_grads(
-        run, linear, specs, rows, None, group_sizes, None, None, dy, needs, into_w=into, accumulate=accumulate
-    ).w
+    return gradients.weight_grad(
+        *(run, linear, run.spec(rows), weight, rows, dy, group_sizes), into=into, accumulate=accumulate, half=half
+    )
 
 
 def plan(
@@ -282,6 +296,7 @@ def plan(
     *,
     needs: MlpNeeds | None = None,
     accumulators: tuple[Any, Any] = (None, None),
+    halves: Sequence[int] = (1, 2),
     out: ArraySpec | None = None,
     grad_input: ArraySpec | None = None,
 ) -> None:
@@ -289,7 +304,8 @@ def plan(
 
     Args:
         operands: specs of x, wi, wo, probs, wi_bias, wo_bias, `Listed` ones with the spec of their table; None where
-            absent. accumulators: likewise, of the two weight gradients.
+            absent. accumulators: likewise, of the two weight gradients; a tuple for a wi in two arrays.
+        halves: of a wi in two arrays, those that need gradients: 1, 2.
     """
     x, wi, wo, probs, wi_bias, wo_bias = operands
     given: Any = [operand_spec(run, each) for each in operands]
@@ -298,9 +314,9 @@ def plan(
     keep = kept(op, needs, probs is not None, wi_bias is not None, wo_bias is not None)
     y, h, z = mlp(run, op, x, wi, wo, sizes, probs, wi_bias, wo_bias, out, keep_h=keep.h, keep_z=keep.z)
     main = main_grads(run, op, specs, x, h, z, wi, wo, sizes, probs, wi_bias, wo_bias, y, needs, grad_input=grad_input)
-    for linear, weight, rows, dy, into in (
-        (op.fc1(), specs.wi, x if needs.wi else None, main.dh, accumulators[0]),
-        (op.fc2(), specs.wo, main.z, y, accumulators[1]),
-    ):
-        if rows is not None:
-            weight_grad(run, linear, weight, rows, dy, sizes, into=into, accumulate=into is not None)
+    into = accumulators[0]
+    targets = [(into and into[half - 1], half) for half in halves] if isinstance(wi, Paired) else [(into, 0)]
+    work = [(op.fc1(), specs.wi, x, main.dh, *target) for target in targets if needs.wi]
+    work += [(op.fc2(), specs.wo, main.z, y, accumulators[1], 0)] if needs.wo else []
+    for linear, weight, rows, dy, to, half in work:
+        weight_grad(run, linear, weight, rows, dy, sizes, into=to, accumulate=to is not None, half=half)

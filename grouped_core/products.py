@@ -54,8 +54,29 @@ class Listed:
     aligned: bool = True
 
 
-Operand = Array | Listed | QTensor[Any]
-"""One array, one a group, or codes and scales."""
+@dataclass(frozen=True)
+class Paired:
+    """A weight in two arrays of equal shape, read as if one lay behind the other (contracts.md, MAT-3).
+
+    Attributes:
+        gate, up: [G, ...], the first and the second half. axis: along which they stand side by side.
+    """
+
+    gate: Array
+    up: Array
+    axis: int
+
+
+Operand = Array | Listed | Paired | QTensor[Any]
+"""One array, one a group, two side by side, or codes and scales."""
+
+
+def in_form(op: Linear, weight: Any) -> Any:
+    """`weight` as rules take it: a tuple of two arrays as the halves of its columns, anything else as it stands."""
+    if not isinstance(weight, tuple):
+        return weight
+    gate, up = weight
+    return Paired(gate, up, op.weight_axes()[1])
 
 
 @overload
@@ -63,9 +84,12 @@ def operand_spec(run: Runner, operand: None) -> None: ...
 @overload
 def operand_spec(run: Runner, operand: Array) -> Any: ...
 def operand_spec(run: Runner, operand: Operand | None) -> OperandSpec | None:
-    """Spec of an operand, of the packed form where it is listed."""
+    """Spec of an operand, of the packed form where it is listed or in two arrays."""
     if operand is None:
         return None
+    if isinstance(operand, Paired):
+        half = run.spec(operand.gate)
+        return half._replace(shape=tuple(d * (1 + (at == operand.axis)) for at, d in enumerate(half.shape)))
     if isinstance(operand, QTensor):
         return stored_spec(operand, run.spec)
     return operand.spec if isinstance(operand, Listed) else run.spec(operand)
@@ -77,12 +101,30 @@ def stored_spec(q: QTensor[Any], spec: Callable[[Array], ArraySpec]) -> StoredSp
     return StoredSpec(spec(q.values), scales, group_scales, q.format, q.axis, q.shape, q.dtype, q.other is not None)
 
 
+def weight_specs(run: Runner, weight: Operand) -> tuple[Any, ArraySpec | None]:
+    """Specs of a weight's slots `rhs`, of the packed form where it is listed, and `rhs_up`."""
+    if isinstance(weight, Paired):
+        return run.spec(weight.gate), run.spec(weight.up)
+    return operand_spec(run, weight), None
+
+
+def rounded(run: Runner, operand: Operand, dtype: str) -> Operand:
+    """The arrays of an operand rounded to `dtype`; a listed one as it stands."""
+    if isinstance(operand, Listed):
+        return operand
+    if isinstance(operand, Paired):
+        return Paired(run.cast(operand.gate, dtype), run.cast(operand.up, dtype), operand.axis)
+    return run.cast(operand, dtype)
+
+
 def operand_arrays(name: str, operand: Operand | None) -> dict[str, Array]:
-    """The arrays of an operand by slot: of a table of addresses, or codes and scales, or the array itself."""
+    """The arrays of an operand by slot: a table of addresses, two halves, codes and scales, or the array itself."""
     if operand is None:
         return {}
     if isinstance(operand, Listed):
         return {f"{name}_table": operand.table}
+    if isinstance(operand, Paired):
+        return {name: operand.gate, f"{name}_up": operand.up}
     if isinstance(operand, QTensor):
         scales = {f"{name}_scales": operand.scales, f"{name}_group_scales": operand.group_scales}
         return {name: operand.values, **{slot: array for slot, array in scales.items() if array is not None}}
@@ -114,13 +156,18 @@ def product(
     bias: Array | Listed | None = None,
     row_scale: Array | None = None,
     into: Array | Listed | None = None,
+    halves: tuple[int, int] = (0, 0),
     accumulate: bool = False,
 ) -> Array:
-    """One grouped product of two stored operands, everything fused into one call."""
+    """One grouped product of two stored operands, everything fused into one call.
+
+    `halves`: of the columns of lhs and rhs, as in `calls.grouped_matmul`.
+    """
     (left, left_axis), (right, right_axis) = lhs, rhs
+    right_spec, up_spec = weight_specs(run, right)
     call = calls.grouped_matmul(
         operand_spec(run, left),
-        operand_spec(run, right),
+        right_spec,
         (left_axis, right_axis),
         run.spec(group_sizes),
         result_dtype,
@@ -129,6 +176,8 @@ def product(
         row_scale=operand_spec(run, row_scale),
         into=operand_spec(run, into),
         tables=(isinstance(right, Listed), isinstance(bias, Listed), isinstance(into, Listed)),
+        rhs_up=up_spec,
+        halves=halves,
         aligned_tables=all_aligned(right, into),
         scale_bias=op.scale_bias and bias is not None,
         accumulate=accumulate,

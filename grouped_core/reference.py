@@ -155,9 +155,27 @@ def with_values(call: Call, arrays: Sequence[Any]) -> tuple[Call, tuple[Any, ...
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def _whole_rhs(o: Operands, axis: int) -> NDArray[np.float64]:
+    """The weight, of two arrays side by side if it lies in two; `axis` is contracted."""
+    rhs, up = o["rhs"], o.get("rhs_up")
+    if up is None:
+        return rhs
+    return np.concatenate((rhs, up), axis=3 - axis if o["lhs"].shape[1] == rhs.shape[axis] else axis)
+
+
+def _half(rows: NDArray[np.float64], half: int) -> NDArray[np.float64]:
+    """The columns that a contraction over rows reads: all (0), the first or the second half."""
+    width = rows.shape[1] // 2
+    return rows if half == 0 else rows[:, width * (half - 1) : width * half]
+
+
 def _grouped_matmul(o: Operands, p: dict[str, Any], results: Results) -> None:
     result = results["result"]
     rows = o["lhs"].shape[0]
+    if p["contract_rows"]:
+        o = {**o, "lhs": _half(o["lhs"], p["lhs_half"]), "rhs": _half(o["rhs"], p["rhs_half"])}
+    else:
+        o = {**o, "rhs": _whole_rhs(o, p["rhs_axis"])}
     for g, at in groups(o["group_sizes"], rows):
         if p["contract_rows"]:
             if at.start == at.stop:  # an empty group: zero, or what the accumulator held
@@ -261,7 +279,7 @@ def between_dtype(call: Call) -> str:
 
 
 def _grouped_matmul_act(o: Operands, p: dict[str, Any], results: Results) -> None:
-    hidden = p["round"](_product(o, p, o["rhs"].shape[3 - p["rhs_axis"]]))
+    hidden = p["round"](_product(o, p, _whole_rhs(o, p["rhs_axis"]).shape[3 - p["rhs_axis"]]))
     if "hidden" in results:
         results["hidden"][...] = hidden
     _activation({**o, "rows": hidden}, p, results)

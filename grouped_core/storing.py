@@ -14,7 +14,7 @@ from grouped_core import calls
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import WIDE, Format, QTensor
 from grouped_core.linear_spec import Names, check_sizes
-from grouped_core.products import Array, Listed, Operand, Runner, arranged, operand_spec
+from grouped_core.products import Array, Listed, Operand, Runner, arranged, operand_spec, rounded
 
 
 class Extras(NamedTuple):
@@ -71,7 +71,7 @@ def store(
     passes: dict[Format, dict[int, int]] = {}  # format -> {axis: place in `wanted`}
     for place, (axis, cell) in enumerate(wanted):
         if cell.plain:
-            forms[place] = operand if isinstance(operand, Listed) else run.cast(operand, cell.values)
+            forms[place] = rounded(run, operand, cell.values)
         else:
             passes.setdefault(cell.replace(rotate=False), {})[axis] = place
     for cell, places in passes.items():

@@ -222,7 +222,9 @@ def _size_of_operands(call: Call, arrays: Sequence[Any], terms: Any) -> NDArray[
     """What an absolute error of 1 in every operand and product makes of a sum of `terms`, at most."""
     operands = dict(zip(SLOTS[call.name], arrays, strict=True))
     top = 1.0
-    for name in ("lhs", "rhs"):
+    for name in ("lhs", "rhs", "rhs_up"):
+        if operands.get(name) is None:
+            continue
         values = np.abs(operands[name].value)
         top += float(np.max(values, initial=0.0, where=np.isfinite(values)))
     if operands["row_scale"] is not None:
@@ -282,8 +284,9 @@ class _Activated:
         inner = self.kernel.replace("_composed_cuda", "_sm90")
         slots = SLOTS["grouped_matmul"]
         specs = dict(zip(SLOTS[self.call.name], self.call.inputs, strict=True))
-        product = ("lhs", "rhs", "group_sizes", "bias", "rhs_table", "bias_table", *SCALES)
-        shape = (self.o["lhs"].shape[0], self.o["rhs"].shape[3 - self.p["rhs_axis"]])
+        product = ("lhs", "rhs", "group_sizes", "bias", "rhs_table", "bias_table", "rhs_up", *SCALES)
+        width = self.o["rhs"].shape[3 - self.p["rhs_axis"]] * (1 if self.o.get("rhs_up") is None else 2)
+        shape = (self.o["lhs"].shape[0], width)
         call = Call(
             "grouped_matmul",
             tuple(specs.get(slot) if slot in product else None for slot in slots),

@@ -156,7 +156,12 @@ def text_of(transposed: bool, recipe: Recipe | None, scale_bias: bool, rows_hint
 
 def weight_names(weights: Sequence[Tensor], name: str = NAMES.w) -> list[str]:
     """How messages name each weight of the argument `name`."""
-    return [name] if weights[0].dim() == 3 else _numbered(name, len(weights))
+    return [name] if is_packed(weights) else _numbered(name, len(weights))
+
+
+def is_packed(weights: Sequence[Tensor]) -> bool:
+    """Whether a weight is one tensor; else it is one a group, or two that have all groups each."""
+    return len(weights) == 1 and weights[0].dim() == 3
 
 
 def _numbered(name: str, count: int) -> list[str]:
@@ -175,7 +180,7 @@ def accumulators_of(
             f"`{accum_name}`: {given!r}, expected None, a tensor for a packed weight or a list of tensors for a "
             "list of weights, or 'main_grad' for all weights of the operation; pass one of them."
         )
-    if len(found) != len(weights) or (weights[0].dim() == 3) != isinstance(given, Tensor):
+    if len(found) != len(weights) or is_packed(weights) != isinstance(given, Tensor):
         raise ValueError(
             f"`{accum_name}`: {len(found)} tensors, expected one for each of the {len(weights)} weights, in the same "
             "form (a tensor for a packed weight, a list for a list); pass None for a frozen member of a list."

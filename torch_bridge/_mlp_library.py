@@ -19,6 +19,7 @@ from grouped_core import mlp as rules
 from grouped_core.activations import Activation
 from grouped_core.debug import debug_flags
 from grouped_core.mlp_spec import Mlp, MlpNames, Residuals
+from grouped_core.products import in_form
 from grouped_core.recipes import Recipe
 from torch_bridge import _library, _run
 from torch_bridge.sizes import note_sizes
@@ -34,10 +35,11 @@ def encode(
     residuals: Residuals,
     rows_hint: int = 0,
     implementation: str = "",
+    paired: bool = False,
 ) -> str:
     """An MLP as the text that operators carry."""
     facts: dict[str, Any] = {"transposed": transposed, "rows_hint": rows_hint, "implementation": implementation}
-    facts |= {"activation": dataclasses.asdict(activation), "residuals": residuals.policy}
+    facts |= {"activation": dataclasses.asdict(activation), "residuals": residuals.policy, "paired": paired}
     if recipe is not None:
         facts["recipe"] = dataclasses.asdict(recipe)
     return json.dumps(facts, sort_keys=True)
@@ -59,8 +61,8 @@ def linear_texts(text: str, scale_bias: bool) -> tuple[str, str]:
     """The two products as the linear operators know them; `scale_bias`: the second bias is weighted."""
     op = decode(text)
     first, second = (
-        _library.encode(op.transposed, op.recipe, scaled, op.rows_hint, op.implementation)
-        for scaled in (False, scale_bias)
+        _library.encode(op.transposed, op.recipe, scaled, op.rows_hint, op.implementation, paired)
+        for scaled, paired in ((False, op.paired), (scale_bias, False))
     )
     return first, second
 
@@ -82,8 +84,10 @@ def wanted(dh: bool, z: bool, dp: bool) -> str:
 
 def _hidden_rule(run: Any, static: tuple[str, bool], operands: Sequence[Any]) -> tuple[Any, ...]:
     text, keep = static
-    x, wi, sizes, probs, wi_bias = operands
-    return rules.hidden_rows(run, decode(text), x, wi, sizes, probs, wi_bias, keep=keep)
+    x, wi, sizes, probs, wi_bias, up = operands
+    op = decode(text)
+    weight = wi if up is None else in_form(op.fc1(), (wi, up))
+    return rules.hidden_rows(run, op, x, weight, sizes, probs, wi_bias, keep=keep)
 
 
 _HIDDEN_ROWS = (0, 3)  # operands with M rows
@@ -106,7 +110,7 @@ WANTED = "hzp"
 # Operators
 
 _SCHEMAS = {
-    # z [M, F], and with `keep` h [M, W]
+    # z [M, F], and with `keep` h [M, W]; wi is packed, one tensor a group, or gate and linear half
     "mlp_hidden": "(Tensor x, Tensor[] wi, Tensor group_sizes, Tensor? probs, Tensor[] wi_bias, str op, bool keep)"
     " -> Tensor[]",
     # what `wanted` names, in the order of WANTED
@@ -121,14 +125,16 @@ def _hidden(
     flags = debug_flags()
     if "sizes" in flags:
         note_sizes(group_sizes, x.shape[0])
-    operands = (x, _library.grouped(wi, 3), group_sizes, probs, _library.grouped(wi_bias, 2))
+    w, up = _library.weight_operands(wi)
+    operands = (x, w, group_sizes, probs, _library.grouped(wi_bias, 2), up)
     return _present(_run.run(_hidden_rule, (op, keep), operands, flags))
 
 
 def _hidden_fake(
     x: Tensor, wi: list[Tensor], group_sizes: Tensor, probs: Tensor | None, wi_bias: list[Tensor], op: str, keep: bool
 ) -> list[Tensor]:
-    operands = (x, _library.grouped(wi, 3), group_sizes, probs, _library.grouped(wi_bias, 2))
+    w, up = _library.weight_operands(wi)
+    operands = (x, w, group_sizes, probs, _library.grouped(wi_bias, 2), up)
     return _present(_run.fake(_hidden_rule, (op, keep), operands, _HIDDEN_ROWS, x.device))
 
 

@@ -37,7 +37,7 @@ class ProductFacts(NamedTuple):
     text: str  # the operation
     dtypes: str  # of x, weight, bias, row_scale
     counts: tuple[int, int]  # weights, biases
-    packed: tuple[bool, bool]  # whether weights, biases are one tensor
+    packed: tuple[bool, bool]  # whether weights, biases are one tensor, or weights two that have all groups each
     live: Sequence[int]  # weights that need a gradient
     live_biases: Sequence[int]
     kept_weights: int  # of the saved tensors
@@ -169,10 +169,13 @@ def product_gradients(
     new = needs._replace(w=needs.w and not elsewhere)
     if buffer is not None:  # the gradient of the row scale is a by-product of that of x
         new = new._replace(x=False, row_scale=False)
-    dx = dw = db = dc = None
+    dx = db = dc = None
+    dw: list[Tensor] = []  # one for each weight that needs one, or for a list [live, N, K]
     if letters := _library.needs_text(new):
         results = iter(launcher.new(letters, _library.subset(facts.live, weight_count)))
-        dx, dw, db, dc = (next(results) if needed else None for needed in new)
+        dx = next(results) if new.x else None
+        dw = [next(results) for _ in (facts.live if facts.packed[0] else facts.live[:1])] if new.w else []
+        db, dc = (next(results) if needed else None for needed in new[2:])
     if buffer is not None:
         if needs.row_scale:
             dc = dy.new_empty(dy.shape[:1], dtype=TORCH_DTYPES[facts.dtypes.split(",")[3]])
@@ -200,8 +203,8 @@ def product_gradients(
             operands=later.tensors(),
             dtype=TORCH_DTYPES[wide(facts.dtypes.split(",")[1])],
         )
-    if dw is not None:  # of a list: [live, N, K]
-        for at, gradient in zip(facts.live, [dw] if facts.packed[0] else dw.unbind(), strict=True):
+    if dw:
+        for at, gradient in zip(facts.live, dw if facts.packed[0] else dw[0].unbind(), strict=True):
             weight_gradients[at] = gradient
     if db is not None:
         gradients = [db] if facts.packed[1] else db.unbind()

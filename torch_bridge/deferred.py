@@ -138,8 +138,8 @@ def grouped_mlp_bwd_dw(
 
     Args:
         deferred: from `grouped_mlp_bwd_dx`.
-        wgrad_accum: a pair, for wi and wo, of what is added to in place: a tensor, or for a list a list with None for
-            members whose gradient nobody wants. None is returned for these.
+        wgrad_accum: a pair, for wi and wo, of what is added to in place: a tensor, or for a list (a wi in two tensors
+            too) a list with None for members whose gradient nobody wants. None is returned for these.
 
     Raises:
         TypeError, ValueError: accumulators that do not fit, or overlap; nothing was added then.
@@ -192,7 +192,7 @@ def _form(facts: Facts, at: int, gradients: list[Tensor | None]) -> Any:
 
 
 def _packed(gradients: list[Any], packed: bool) -> Any:
-    """One tensor for a packed operand, a list for a listed one, None where nothing was asked for."""
+    """One tensor for a packed operand, a list for one in several, None where nothing was asked for."""
     if not any(each is not None for each in gradients):
         return None
-    return gradients[0] if packed else gradients
+    return gradients[0] if packed and len(gradients) == 1 else gradients

@@ -60,7 +60,8 @@ def grouped_mlp(
     Args:
         x: [M, K] fp32, bf16 or fp16. Nothing is cast, autocast included.
         wi: [G, W, K], gate rows first or interleaved as the `Activation` says; [G, K, W] with `rhs_transposed=False`;
-            or a list of G such matrices.
+            or a list of G such matrices; or a pair of gate and linear half, [G, F, K] each ([G, K, F]): the same bits,
+            nothing is concatenated.
         wo: [G, K, F], with `rhs_transposed=False` [G, F, K]; or a list.
         group_sizes: G integers, as in `grouped_linear`.
         activation: a kind with its defaults, or an `Activation`.
@@ -69,7 +70,8 @@ def grouped_mlp(
         recipe: formats of both products; None takes the operands as they stand.
         residuals: what is kept for backward: "save_all" the rows x [M, K], hidden [M, W] and activated [M, F],
             "save_fc1" x and hidden, "save_input" x. The bits are the same.
-        wgrad_accum: "main_grad", or a pair for wi and wo, each as in `grouped_linear` or None.
+        wgrad_accum: "main_grad", or a pair for wi and wo, each as in `grouped_linear` or None; that of a wi in two
+            tensors is a list of two.
         out, grad_input: the caller's buffers for y and the gradient of x, both [M, K], as in `grouped_linear`.
         implementation: kernels' names, each for its own call; "composed" for the unfused ones. See `explain`.
 
@@ -274,8 +276,8 @@ def hidden_gradients(facts: Facts, tensors: Sequence[Any], dy: Tensor) -> Hidden
     needs, (wi, wo, wi_bias, wo_bias) = facts.needs, split(saved, facts.saved)
     dh = dp = None
     if needs_dz(needs):
-        if h is None:
-            h = _library.linear(x, wi, sizes, wi_bias, None, facts.first.text)
+        if h is None:  # as in `grouped_core.mlp.main_grads`
+            z, h = _mlp_library.hidden(x, wi, sizes, probs, wi_bias, facts.text, True)
         letters = _mlp_library.wanted(needs_dh(needs), needs.wo and z is None, needs.probs)
         results = _mlp_library.hidden_grads(h, wo, sizes, probs, wo_bias, dy, facts.text, letters)
         found = dict(zip(letters, results, strict=True))

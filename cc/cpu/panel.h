@@ -58,6 +58,8 @@ struct PanelProduct {
   DType dtype;
   PanelOperand lhs;
   PanelOperand rhs;
+  PanelOperand rhs_rest;  // of depths from `rhs_depth` on, counted from there
+  int64_t rhs_depth;      // even, or the whole depth
   PanelResult result;
 };
 

@@ -23,8 +23,9 @@ template <>
 Table<GroupedMatmul> table<GroupedMatmul>(Platform platform) {
   static const Kernel<GroupedMatmul> cpu[] = {
       grouped_matmul_any_cpu,
+      grouped_matmul_joined_cpu,
 #if defined(__x86_64__)
-      // Never reached unless pinned: they take what the row above takes, at most.
+      // Never reached unless pinned: they take what the first row takes, at most.
       grouped_matmul_any_cpu_avx512,
       grouped_matmul_any_cpu_avx2,
 #endif
@@ -32,9 +33,8 @@ Table<GroupedMatmul> table<GroupedMatmul>(Platform platform) {
   };
 #if GROUPED_WITH_CUDA
   static const Kernel<GroupedMatmul> cuda[] = {
-      grouped_matmul_bf16_sm90,
-      grouped_matmul_bf16_wgrad_sm90,
-      grouped_matmul_fp32_sm90,
+      grouped_matmul_bf16_sm90,   grouped_matmul_bf16_wgrad_sm90, grouped_matmul_fp32_sm90,
+      grouped_matmul_joined_cuda,  // before the last row: where a kernel above takes the joined weight, its bits count
       grouped_matmul_any_cuda,
   };
   if (platform == Platform::cuda) return rows_of(cuda);

@@ -4,12 +4,21 @@
 #include <initializer_list>
 #include <utility>
 
+#include "cc/api/halves.h"
 #include "cc/math/activation.h"
 
 namespace grouped {
 namespace {
 
 using Dims = std::initializer_list<int64_t>;
+
+// Whether an operand of a product is more than its elements.
+template <class Call>
+bool has_codes(const Call& call) {
+  const OperandScales& s = call.scales;
+  return call.lhs.dtype == DType::u8 || call.rhs.dtype == DType::u8 || s.lhs_scales.present() ||
+         s.rhs_scales.present() || s.lhs_group_scales.present() || s.rhs_group_scales.present();
+}
 
 // Collects the first disagreement; later ones may only follow from it. Words are functions, called for that one alone:
 // XLA's edge asks at every run.
@@ -43,6 +52,22 @@ class Check {
   }
   void dtype(const char* name, const TensorView& t, DType wanted) {
     require(!t.present() || t.dtype == wanted, [&] { return named(name, t) + ", expected " + dtype_name(wanted); });
+  }
+  // A weight in two arrays, of which lhs says how they lie.
+  template <class Call>
+  TensorView whole_weight(const Call& call) {
+    if (!call.rhs_up.present()) return call.rhs;
+    require(!has_codes(call), [&] {
+      return named("rhs_up", call.rhs_up) + ", expected none beside quantised operands; pass one array";
+    });
+    require(call.rhs_axis == 1 || call.rhs_axis == 2, [] { return "rhs_axis: expected 1 or 2"; });
+    rank("lhs", call.lhs, 2);
+    rank("rhs", call.rhs, 3);
+    if (!wrong.empty()) return call.rhs;
+    shape("rhs_up", call.rhs_up, {call.rhs.dims[0], call.rhs.dims[1], call.rhs.dims[2]});
+    dtype("rhs_up", call.rhs_up, call.rhs.dtype);
+    absent("rhs_table", call.rhs_table);
+    return whole_rhs(call);
   }
   void absent(const char* name, const TensorView& t) {
     require(!t.present(), [&] { return named(name, t) + ", expected none here"; });
@@ -203,8 +228,13 @@ void contraction(Check* check, const GroupedMatmul& call, int64_t groups) {
   check->absent("rhs_table", call.rhs_table);
   check->absent("bias_table", call.bias_table);
   check->rank("result", call.result, 3);
+  check->absent("rhs_up", call.rhs_up);
   check->require(call.segment >= 0 && (call.turned == 0 || (call.turned == 1 && call.segment > 0)),
                  [] { return "turned: expected 0, or 1 beside segments"; });
+  check->require(std::min(call.lhs_half, call.rhs_half) >= 0 && std::max(call.lhs_half, call.rhs_half) <= 2,
+                 [] { return "lhs_half, rhs_half: expected 0, 1 or 2"; });
+  check->require((call.lhs_half == 0 && call.rhs_half == 0) || (call.segment == 0 && !has_codes(call)),
+                 [] { return "lhs_half, rhs_half: expected 0 beside quantised operands; pass one array"; });
   if (!check->wrong.empty()) return;
   const int64_t lhs_width = call.result.dims[1], rhs_width = call.result.dims[2];
   const int64_t padded = call.segment ? padded_rows(call.rows, groups, call.segment) : call.lhs.dims[0];
@@ -213,8 +243,9 @@ void contraction(Check* check, const GroupedMatmul& call, int64_t groups) {
     check->shape("lhs", call.lhs, {lhs_width, padded});
     check->shape("rhs", call.rhs, {rhs_width, padded});
   } else {
-    check->shape("lhs", call.lhs, {padded, code_bytes(call.lhs.dtype, lhs_width)});
-    check->shape("rhs", call.rhs, {padded, code_bytes(call.rhs.dtype, rhs_width)});
+    const int64_t lhs_halves = call.lhs_half ? 2 : 1, rhs_halves = call.rhs_half ? 2 : 1;
+    check->shape("lhs", call.lhs, {padded, code_bytes(call.lhs.dtype, lhs_halves * lhs_width)});
+    check->shape("rhs", call.rhs, {padded, code_bytes(call.rhs.dtype, rhs_halves * rhs_width)});
   }
   contraction_scales(check, call.scales, padded, lhs_width, rhs_width, groups);
 }
@@ -228,7 +259,8 @@ std::string disagreement(const GroupedMatmul& call) {
   if (call.contract_rows) {
     contraction(&check, call, groups);
   } else {
-    const int64_t width = product_width(&check, call.lhs, call.rhs, call.rhs_axis, groups);
+    check.require(call.lhs_half == 0 && call.rhs_half == 0, [] { return "halves: expected none with ragged rows"; });
+    const int64_t width = product_width(&check, call.lhs, check.whole_weight(call), call.rhs_axis, groups);
     if (check.wrong.empty()) {
       const int64_t rows = call.lhs.dims[0];
       check.shape("result", call.result, {rows, width});
@@ -295,7 +327,11 @@ std::string disagreement(const ScaleRows& call) {
 std::string disagreement(const GroupedMatmulAct& call) {
   Check check;
   const int64_t groups = groups_of(&check, call.group_sizes);
-  const int64_t wide = product_width(&check, call.lhs, call.rhs, call.rhs_axis, groups);
+  const int64_t wide = product_width(&check, call.lhs, check.whole_weight(call), call.rhs_axis, groups);
+  ActivationKind kind{};
+  check.require(!call.rhs_up.present() || (activation_named(call.activation.kind, &kind) && is_gated(kind) &&
+                                           call.activation.interleave == 0),
+                [] { return "activation: expected a gated kind without interleave beside `rhs_up`"; });
   check.rank("result", call.result, 2);
   if (!check.wrong.empty()) return check.wrong;
   const int64_t rows = call.lhs.dims[0];

@@ -23,9 +23,13 @@ _CANARY = 0xA5
 _NAN = 0xFF  # this byte throughout is a NaN in every float type
 
 
-def kernels(call: str) -> list[Any]:
+JOINED = "_joined_"
+"""In the names of kernels that take nothing but weights in two arrays."""
+
+
+def kernels(call: str, *, joined: bool = False) -> list[Any]:
     """Names of the kernels of `call`, as test parameters; those that need a GPU carry the mark."""
-    names = _native.kernels()[call]
+    names = [name for name in _native.kernels()[call] if joined or JOINED not in name]
     return [name if "_cpu" in name else pytest.param(name, marks=pytest.mark.gpu) for name in names]
 
 
@@ -239,19 +243,48 @@ def product(
     *,
     result_dtype: str | None = None,
     recipe: dict[str, Any] | None = None,
+    halves: bool = False,
     **options: Any,
 ) -> NDArray[Any]:
-    """One of the three products of a problem; `options` are arrays by slot (bias, row_scale, into) and flags."""
-    dtype = p.x.dtype.name
+    """One of the three products of a problem; `options` are arrays by slot (bias, row_scale, into) and flags.
+
+    With `halves` the weight, or its gradient, is two arrays; the gradient's are computed apart and come joined.
+    """
     op = Linear(Names("x", "w"), transposed=p.transposed)
     k_axis, n_axis = op.weight_axes()
     if which == "wgrad":
         (lhs, rhs), axes = ((p.dy, p.x) if p.transposed else (p.x, p.dy)), (0, 0)
     else:
         lhs, rhs, axes = (p.x, p.w, (1, k_axis)) if which == "forward" else (p.dy, p.w, (1, n_axis))
+    if halves and which == "wgrad":
+        columns = [(half, 0) if p.transposed else (0, half) for half in (1, 2)]
+        found = [_product(run, lhs, rhs, axes, p, result_dtype, recipe, options, columns=each) for each in columns]
+        return np.concatenate(found, axis=n_axis)
+    up = None
+    if halves:
+        rhs, up = (np.ascontiguousarray(half) for half in np.split(rhs, 2, axis=n_axis))
+    return _product(run, lhs, rhs, axes, p, result_dtype, recipe, options, up=up)
+
+
+def _product(
+    run: Native,
+    lhs: NDArray[Any],
+    rhs: NDArray[Any],
+    axes: tuple[int, int],
+    p: cases.Problem,
+    result_dtype: str | None,
+    recipe: dict[str, Any] | None,
+    options: dict[str, Any],
+    *,
+    up: NDArray[Any] | None = None,
+    columns: tuple[int, int] = (0, 0),
+) -> NDArray[Any]:
+    dtype = p.x.dtype.name
     arrays = {"lhs": lhs, "rhs": rhs, "group_sizes": p.group_sizes}
+    if up is not None:
+        arrays["rhs_up"] = up
     arrays.update((name, a) for name, a in options.items() if isinstance(a, np.ndarray))
-    specs = {name: spec_of(arrays[name]) for name in ("bias", "row_scale", "into") if name in arrays}
+    specs = {name: spec_of(arrays[name]) for name in ("bias", "row_scale", "into", "rhs_up") if name in arrays}
     flags = {name: value for name, value in options.items() if value is not None and name not in arrays}
     call = calls.grouped_matmul(
         spec_of(lhs),
@@ -260,6 +293,7 @@ def product(
         spec_of(p.group_sizes),
         result_dtype or ("bfloat16" if dtype.startswith("float8") else dtype),
         recipe=plain(lhs.dtype.name, rhs.dtype.name).replace(**(recipe or {})),
+        halves=columns,
         **specs,
         **flags,
     )
