@@ -27,7 +27,6 @@ from grouped_core.mlp_spec import (
     Residuals,
     check,
     check_pair,
-    kept,
     residuals_option,
     restrict,
 )
@@ -48,10 +47,10 @@ class ArrayRunner:
     """Runs native calls on arrays of the library and the device of `like`; results belong to that library."""
 
     def __init__(self, like: Array | QTensor[Any]) -> None:
-        like: Array = like.values if isinstance(like, QTensor) else like
-        device, index = like.__dlpack_device__()
+        array: Array = like.values if isinstance(like, QTensor) else like
+        device, index = array.__dlpack_device__()
         self.arch = "cpu" if int(device) == _CPU else _native.device_arch(int(index))
-        self.xp = _namespace(like)
+        self.xp = _namespace(array)
 
     def __call__(self, call: Call, arrays: Sequence[Array | None]) -> tuple[Array, ...]:
         """Runs `call`; a result that aliases an operand is that operand."""
@@ -464,7 +463,12 @@ def grouped_mlp(
     check(op, *_mlp_specs(op, required, **optional, out=out))
     _checked({"out": out}, {**required, **optional})
     run, first = ArrayRunner(x), in_form(op.fc1(), tuple(wi) if op.paired else wi)
-    return mlp.mlp(run, op, x, first, wo, run.sizes(sizes), probs, wi_bias, wo_bias, out).y
+    scaling.check_bound(bound, wo.shape[0], products=2)
+    extras = (scaling.extras(bound, 0), scaling.extras(bound, 1))
+    found = mlp.mlp(run, op, x, first, wo, run.sizes(sizes), probs, wi_bias, wo_bias, out, extras=extras)
+    for product, amax in enumerate(found.amax):
+        _merge(bound, amax, product)
+    return found.y
 
 
 def grouped_mlp_grads(
@@ -527,20 +531,19 @@ def grouped_mlp_grads(
         linear_spec.check_buffer("grad_input", input_spec, x_spec)
     _checked(written, {**required, **optional})
 
+    scaling.check_bound(bound, wo.shape[0], products=2)
     run, first = ArrayRunner(x), in_form(op.fc1(), tuple(wi) if op.paired else wi)
     native = run.sizes(sizes)
     specs = MlpSpecs(x_spec, wi_spec, wo_spec, p_spec, bi_spec, bo_spec)
     wanted = restrict(needs or MlpNeeds(), specs)
-    keep = kept(op, wanted, probs is not None, wi_bias is not None, wo_bias is not None)
-    _, h, z = mlp.mlp(run, op, x, first, wo, native, probs, wi_bias, wo_bias, keep_h=keep.h, keep_z=keep.z)
+    extras = (scaling.extras(bound, 0), scaling.extras(bound, 1))
+    more = (probs, wi_bias, wo_bias)
+    found = mlp.mlp(run, op, x, first, wo, native, *more, needs=wanted, extras=extras)
     dy = run.xp.ascontiguousarray(dy)
-    held = (x if keep.x else None, h, z, first if keep.wi else None, wo if keep.wo else None, native)
-    more = (
-        probs if keep.probs else None,
-        wi_bias if keep.wi_bias else None,
-        wo_bias if keep.wo_bias else None,
-    )
-    main = mlp.main_grads(run, op, specs, *held, *more, dy, wanted, grad_input=grad_input)
+    held = (found.x, found.h, found.z, found.wi, found.wo, native)
+    main = mlp.main_grads(run, op, specs, *held, *more, dy, wanted, grad_input=grad_input, extras=extras)
+    for product, amax in enumerate(main.amax):
+        _merge(bound, amax, product)
 
     def weight_grad(
         linear: Linear, spec: ArraySpec, rows: Array, grad: Array, into: Array | None, half: int = 0
@@ -552,8 +555,8 @@ def grouped_mlp_grads(
     *into_wi, into_wo = accums.values()
     if wanted.wi:
         halves = zip(into_wi, op.parts(), strict=True)
-        dwi = tuple(weight_grad(op.fc1(), wi_spec, x, main.dh, into, half) for into, half in halves)
+        dwi = tuple(weight_grad(op.fc1(), wi_spec, main.rows, main.dh, into, half) for into, half in halves)
         dwi = dwi if op.paired else dwi[0]
     if wanted.wo:
-        dwo = weight_grad(op.fc2(), wo_spec, main.z, dy, into_wo)
+        dwo = weight_grad(op.fc2(), wo_spec, main.z, main.dy, into_wo)
     return MlpGradients(main.x, dwi, dwo, main.probs, main.wi_bias, main.wo_bias)

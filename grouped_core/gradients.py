@@ -110,27 +110,53 @@ def linear_forward(
         operand_spec(run, out),
     )
     recipe = op.resolve(x_spec, w_spec)
-    k_axis, n_axis = op.weight_axes()
+    forms = linear_forms(run, op, x, w, group_sizes, extras, needs, row_scale is not None)
     saved = linear_saved(op, needs, bias is not None, row_scale is not None)
-    keep_x, keep_w = keeps_forms(op, recipe, needs, row_scale is not None)
-    x_forms = [(1, recipe.forward[0]), *([(0, recipe.wgrad[0])] if keep_x else [])]
-    w_forms = [(k_axis, recipe.forward[1]), *([(n_axis, recipe.dgrad[1])] if keep_w else [])]
-    rows = store(run, x, x_forms, group_sizes, encode=extras.x, requantize=recipe.requantize)
-    weights = store(run, w, w_forms, None, encode=extras.w, requantize=recipe.requantize)
     y = product(
         run,
         op,
         recipe,
-        (rows.forms[0], 1),
-        (weights.forms[0], k_axis),
+        (forms.x, 1),
+        (forms.w, op.weight_axes()[0]),
         group_sizes,
         result.dtype,
         bias=bias,
         row_scale=None if row_scale is None else run.cast(row_scale, "float32"),
         into=out,
     )
-    kept_x, kept_w = rows.forms[-1] if keep_x else x, weights.forms[-1] if keep_w else w
-    return Forward(y, kept_x if saved.x else None, kept_w if saved.w else None, Amaxes(rows.amax, weights.amax))
+    return Forward(y, forms.kept_x if saved.x else None, forms.kept_w if saved.w else None, forms.amax)
+
+
+class Forms(NamedTuple):
+    """x and w as the forward product reads them, and as backward will, if it does."""
+
+    x: Operand
+    w: Operand
+    kept_x: Operand
+    kept_w: Operand
+    amax: Amaxes
+
+
+def linear_forms(
+    run: Runner,
+    op: Linear,
+    x: Operand,
+    w: Operand,
+    group_sizes: Array,
+    extras: Extras,
+    needs: Needs,
+    has_scale: bool = False,
+) -> Forms:
+    """The operands in the forms of forward, and of backward for the gradients `needs`, each from one pass."""
+    recipe = op.resolve(operand_spec(run, x), operand_spec(run, w))
+    k_axis, n_axis = op.weight_axes()
+    keep_x, keep_w = keeps_forms(op, recipe, needs, has_scale)
+    x_forms = [(1, recipe.forward[0]), *([(0, recipe.wgrad[0])] if keep_x else [])]
+    w_forms = [(k_axis, recipe.forward[1]), *([(n_axis, recipe.dgrad[1])] if keep_w else [])]
+    rows = store(run, x, x_forms, group_sizes, encode=extras.x, requantize=recipe.requantize)
+    weights = store(run, w, w_forms, None, encode=extras.w, requantize=recipe.requantize)
+    kept = (rows.forms[-1] if keep_x else x, weights.forms[-1] if keep_w else w)
+    return Forms(rows.forms[0], weights.forms[0], *kept, Amaxes(rows.amax, weights.amax))
 
 
 def keeps_forms(op: Linear, recipe: Recipe, needs: Needs, has_scale: bool) -> tuple[bool, bool]:

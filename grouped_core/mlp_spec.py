@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from grouped_core import linear_spec
 from grouped_core.activations import Activation
-from grouped_core.calls import ArraySpec, StoredSpec
+from grouped_core.calls import ArraySpec, OperandSpec, StoredSpec
 from grouped_core.formats import WIDE
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.recipes import Recipe
@@ -144,6 +144,9 @@ class MlpNeeds(NamedTuple):
     wo_bias: bool = True
 
 
+NO_NEEDS = MlpNeeds(*[False] * len(MlpNeeds._fields))
+
+
 # NOTE: functions, because torch.compile does not see through tuples that have properties.
 def needs_dh(needs: MlpNeeds) -> bool:
     """Whether the gradient of h is needed."""
@@ -176,9 +179,9 @@ def residuals_option(residuals: Residuals | str) -> Residuals:
 class MlpSpecs(NamedTuple):
     """Specs of the operands, kept or not; None where the operation had none."""
 
-    x: ArraySpec
-    wi: ArraySpec
-    wo: ArraySpec
+    x: OperandSpec
+    wi: OperandSpec
+    wo: OperandSpec
     probs: ArraySpec | None
     wi_bias: ArraySpec | None
     wo_bias: ArraySpec | None
@@ -260,7 +263,7 @@ def check_pair(op: Mlp, *halves: ArraySpec) -> None:
         )
 
 
-def check_cotangent(x: ArraySpec, dy: ArraySpec) -> None:
+def check_cotangent(x: OperandSpec, dy: ArraySpec) -> None:
     """Refuses a gradient of y that is not like y, [M, K] in its dtype.
 
     Raises:
@@ -276,9 +279,9 @@ def check_cotangent(x: ArraySpec, dy: ArraySpec) -> None:
 @lru_cache(maxsize=4096)
 def check(
     op: Mlp,
-    x: ArraySpec,
-    wi: ArraySpec,
-    wo: ArraySpec,
+    x: OperandSpec,
+    wi: OperandSpec,
+    wo: OperandSpec,
     sizes: ArraySpec,
     probs: ArraySpec | None = None,
     wi_bias: ArraySpec | None = None,

@@ -73,7 +73,7 @@ Operand = Array | Listed | Paired | QTensor[Any]
 
 def in_form(op: Linear, weight: Any) -> Any:
     """`weight` as rules take it: a tuple of two arrays as the halves of its columns, anything else as it stands."""
-    if not isinstance(weight, tuple):
+    if type(weight) is not tuple:  # a spec is a tuple of a kind of its own
         return weight
     gate, up = weight
     return Paired(gate, up, op.weight_axes()[1])

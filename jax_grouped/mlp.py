@@ -6,24 +6,25 @@ activations, else F.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from grouped_core import activations, calls, debug, linear_spec
+from grouped_core import activations, calls, debug, linear_spec, scaling
 from grouped_core import mlp as rules
 from grouped_core.activations import Activation
-from grouped_core.calls import ArraySpec, Call
+from grouped_core.calls import ArraySpec, Call, OperandSpec
+from grouped_core.formats import QTensor
 from grouped_core.linear_spec import Linear
 from grouped_core.mlp_spec import (
+    NO_NEEDS,
     ROW_NAMES,
     Mlp,
     MlpNames,
@@ -38,14 +39,26 @@ from grouped_core.mlp_spec import (
     restrict,
 )
 from grouped_core.plans import Planner
-from grouped_core.products import in_form, operand_spec
-from grouped_core.recipes import Recipe
+from grouped_core.products import Paired, in_form, operand_spec
+from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes, unwrap
+from grouped_core.storing import Extras
 from jax_grouped import _accumulators as accumulate
 from jax_grouped._accumulators import Accumulator
-from jax_grouped._arguments import AnyArray, as_array, as_spec, report_sizes, to_int32
+from jax_grouped._arguments import AnyArray, as_array, as_operand, as_operand_spec, report_sizes, to_int32
 from jax_grouped._run import RUN, reduce_to, varying_axes
-from jax_grouped.ops import size_status
+from jax_grouped.ops import (
+    Take,
+    cotangent_of,
+    master_dtype,
+    merged_state,
+    named,
+    operand_node,
+    size_status,
+    target_of,
+    value_of,
+)
+from jax_grouped.quantize import StraightThrough
 
 NAMES = MlpNames()
 
@@ -54,9 +67,9 @@ Accumulators = tuple[Accumulator | Sequence[Accumulator | None] | None, Accumula
 
 
 def grouped_mlp(
-    x: Float[AnyArray, "M K"],
-    wi: Float[AnyArray, "G K W"] | Float[AnyArray, "G W K"] | Sequence[Any],
-    wo: Float[AnyArray, "G F K"] | Float[AnyArray, "G K F"],
+    x: Float[AnyArray, "M K"] | QTensor[Array] | StraightThrough,
+    wi: Float[AnyArray, "G K W"] | Float[AnyArray, "G W K"] | Sequence[Any] | QTensor[Array] | StraightThrough,
+    wo: Float[AnyArray, "G F K"] | Float[AnyArray, "G K F"] | QTensor[Array] | StraightThrough,
     group_sizes: Int[AnyArray, " G"] | GroupSizes,
     *,
     rhs_transposed: bool = False,
@@ -64,7 +77,7 @@ def grouped_mlp(
     probs: Float[AnyArray, " M"] | None = None,
     wi_bias: Float[AnyArray, "G W"] | None = None,
     wo_bias: Float[AnyArray, "G K"] | None = None,
-    recipe: Recipe | None = None,
+    recipe: Recipe | BoundRecipe | None = None,
     residuals: str | Residuals = "save_fc1",
     wgrad_accum: Accumulators | None = None,
     wgrad_dtype: DTypeLike | None = None,
@@ -87,7 +100,8 @@ def grouped_mlp(
         activation: a kind with its defaults, or an `Activation`.
         probs: [M], the router's probability of each row, fp32 inside.
         wi_bias: [G, W]. wo_bias: [G, K].
-        recipe: formats of both products; default: operands as they stand.
+        recipe: formats of both products; default: operands as they stand. A state of delayed scaling that is bound to
+            it is one of `scaling_state(..., products=2)`; it and quantised operands are as in `ragged_dot`.
         residuals: what is kept for backward: "save_all" the rows x [M, K], hidden [M, W] and activated [M, F],
             "save_fc1" x and hidden, "save_input" x; or `Residuals`. The bits are the same.
         wgrad_accum: accumulators of `wi` and `wo`, each as in `ragged_dot`, or None; two arrays or two Refs, a pair of
@@ -104,7 +118,7 @@ def grouped_mlp(
         ValueError: shapes that do not fit, options that contradict each other.
         NotImplementedError: no kernel takes the operands (`why_unsupported` tells beforehand); `jax.vmap`.
     """
-    op, o = _prepare(as_array, **locals())  # the arguments, by name
+    op, o = _prepare(as_operand, as_array, **locals())  # the arguments, by name
     kinds = {accumulate.is_sink(accum) for accum in (*_members(o.accum_wi), o.accum_wo) if accum is not None}
     if len(kinds) == 2:
         raise ValueError(
@@ -116,11 +130,12 @@ def grouped_mlp(
 
 def plan_grouped_mlp(**arguments: Any) -> list[Call]:
     """Every native call of `grouped_mlp` and of all its gradients; arrays may be `jax.ShapeDtypeStruct`."""
-    op, o = _prepare(as_spec, **arguments)
+    op, o = _prepare(as_operand_spec, as_operand_spec, **arguments)
     run = Planner()
+    groups = o.sizes.shape[0]
     into_wi: Any = [None if accum is None else accumulate.spec(accum) for accum in _members(o.accum_wi)]
     into_wo = None if o.accum_wo is None else accumulate.spec(o.accum_wo)
-    operands = (o.x, in_form(op.fc1(), o.wi), o.wo, o.probs, o.wi_bias, o.wo_bias)
+    operands = (value_of(o.x), in_form(op.fc1(), value_of(o.wi)), value_of(o.wo), o.probs, o.wi_bias, o.wo_bias)
     rules.plan(
         op,
         operands,
@@ -128,6 +143,7 @@ def plan_grouped_mlp(**arguments: Any) -> list[Call]:
         run,
         accumulators=(into_wi if op.paired else into_wi[0], into_wo),
         out=o.out,
+        extras=(scaling.planned(o.bound, groups), scaling.planned(o.bound, groups)),
     )
     return run.calls
 
@@ -150,27 +166,29 @@ class _Operands(NamedTuple):
     out: Any
     accum_wi: Any
     accum_wo: Any
+    bound: Any
 
 
-def _specs(op: Mlp, o: Any) -> MlpSpecs:
+def _specs(op: Mlp, o: Any, run: Any = RUN) -> MlpSpecs:
     """Specs of what has gradients, packed, None where absent."""
-    arrays = (o.x, in_form(op.fc1(), o.wi), o.wo, o.probs, o.wi_bias, o.wo_bias)
-    specs: Any = [operand_spec(RUN, each) for each in arrays]
+    arrays = (value_of(o.x), in_form(op.fc1(), value_of(o.wi)), value_of(o.wo), o.probs, o.wi_bias, o.wo_bias)
+    specs: Any = [operand_spec(run, each) for each in arrays]
     return MlpSpecs(*specs)
 
 
 def _members(operand: Any) -> tuple[Any, ...]:
     """The arrays of a first weight, or of what belongs to each of them."""
-    return operand if isinstance(operand, tuple) else (operand,)
+    return operand if type(operand) is tuple else (operand,)
 
 
 def _like(form: Any, members: Sequence[Any]) -> Any:
     """One entry for each array of a first weight, in its form."""
-    return tuple(members) if isinstance(form, tuple) else members[0]
+    return tuple(members) if type(form) is tuple else members[0]
 
 
 def _prepare(
-    take: Callable[[str, Any, str], Any],
+    take_operand: Take,
+    take: Take,
     *,
     x: Any,
     wi: Any,
@@ -181,7 +199,7 @@ def _prepare(
     probs: Any,
     wi_bias: Any,
     wo_bias: Any,
-    recipe: Recipe | None,
+    recipe: Recipe | BoundRecipe | None,
     residuals: str | Residuals,
     wgrad_accum: Any,
     wgrad_dtype: DTypeLike | None,
@@ -197,12 +215,13 @@ def _prepare(
     sizes, rows_hint = unwrap(group_sizes)
     paired = isinstance(wi, (tuple, list))
     accum_wi, accum_wo = _accumulators(n.accum, wgrad_accum, paired)
+    bound = linear_spec.recipe_option(recipe)
     o = _Operands(
-        take(n.x, x, "[M, K]"),
+        operand_node(take_operand, n.x, x, "[M, K]"),
         tuple(take(f"{n.wi}[{at}]", each, "[G, F, K]" if rhs_transposed else "[G, K, F]") for at, each in enumerate(wi))
         if paired
-        else take(n.wi, wi, "[G, W, K]" if rhs_transposed else "[G, K, W]"),
-        take(n.wo, wo, "[G, K, F]" if rhs_transposed else "[G, F, K]"),
+        else operand_node(take_operand, n.wi, wi, "[G, W, K]" if rhs_transposed else "[G, K, W]"),
+        operand_node(take_operand, n.wo, wo, "[G, K, F]" if rhs_transposed else "[G, F, K]"),
         take(n.sizes, sizes, "[G]"),
         optional(n.probs, probs, "[M]"),
         optional(n.wi_bias, wi_bias, "[G, W]"),
@@ -212,14 +231,16 @@ def _prepare(
             accum_wi, [None if each is None else accumulate.take(take, n.accum, each) for each in _members(accum_wi)]
         ),
         None if accum_wo is None else accumulate.take(take, n.accum, accum_wo),
+        bound,
     )
+    masters = [master_dtype(each) for each in (o.wi, o.wo) if isinstance(each, StraightThrough)]
     op = Mlp(
         n,
         activations.resolve(activation),
         transposed=bool(rhs_transposed),
-        recipe=linear_spec.recipe_option(recipe).recipe,
+        recipe=bound.recipe,
         residuals=residuals_option(residuals),
-        wgrad_dtype=linear_spec.dtype_option(wgrad_dtype),
+        wgrad_dtype=linear_spec.dtype_option(wgrad_dtype) or (masters[0] if masters and wgrad_accum is None else None),
         rows_hint=rows_hint,
         implementation=linear_spec.implementation_names(implementation),
         clear_residuals=bool(jax.config.jax_debug_nans),  # pyright: ignore[reportAttributeAccessIssue]
@@ -227,12 +248,15 @@ def _prepare(
     )
     if paired:
         check_pair(op, *(calls.spec_of(each) for each in o.wi))
-    specs = _specs(op, o)
-    check(op, *specs[:3], RUN.spec(o.sizes), *specs[3:], operand_spec(RUN, o.out))
-    weights = [*((op.fc1(), weight) for weight in _members(o.wi)), (op.fc2(), o.wo)]
+    run: Any = Planner() if take is as_operand_spec else RUN
+    specs = _specs(op, o, run)
+    check(op, *specs[:3], run.spec(o.sizes), *specs[3:], operand_spec(run, o.out))
+    scaling.check_bound(bound, o.sizes.shape[0], products=2)
+    weights = [*((op.fc1(), weight) for weight in _members(value_of(o.wi))), (op.fc2(), value_of(o.wo))]
     for (linear, weight), accum in zip(weights, (*_members(o.accum_wi), o.accum_wo), strict=True):
         if accum is not None:
-            accumulate.check(linear, accum, calls.spec_of(weight))
+            spec: Any = operand_spec(run, weight)
+            accumulate.check(linear, accum, ArraySpec(tuple(spec.shape), spec.dtype))
     return op, o
 
 
@@ -258,7 +282,7 @@ def _two(name: str, accum: Any, what: str) -> tuple[Any, Any]:
 
 def _on_device(o: _Operands) -> _Operands:
     if "sizes" in debug.debug_flags():
-        jax.debug.callback(report_sizes, size_status(o.sizes, o.x.shape[0]))
+        jax.debug.callback(report_sizes, size_status(o.sizes, value_of(o.x).shape[0]))
     return o._replace(sizes=to_int32(o.sizes))
 
 
@@ -268,8 +292,8 @@ def _on_device(o: _Operands) -> _Operands:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["x", "h", "z", "wi", "wo", "sizes", "probs", "wi_bias", "wo_bias"],
-    meta_fields=["op", "needs", "parts", "specs", "varying"],
+    data_fields=["x", "h", "z", "wi", "wo", "sizes", "probs", "wi_bias", "wo_bias", "bound", "amax"],
+    meta_fields=["op", "needs", "parts", "specs", "masters", "varying"],
 )
 @dataclass(frozen=True)
 class MlpResiduals:
@@ -284,29 +308,39 @@ class MlpResiduals:
     probs: Any
     wi_bias: Any
     wo_bias: Any
+    bound: BoundRecipe
+    amax: Any
+    """Magnitudes that forward found, of delayed scaling."""
     op: Mlp
     needs: MlpNeeds
     parts: tuple[int, ...]
     """Of `op.parts()`, those whose gradient is needed."""
     specs: MlpSpecs
+    masters: tuple[str | None, ...]
+    """`master_dtype` of x, wi and wo."""
     varying: tuple[Any, ...]
     """Manual mesh axes over which x, wi (a tuple: each array of it), wo, probs, wi_bias and wo_bias vary."""
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["x", "dh", "z", "dy", "sizes"],
+    data_fields=["x", "dh", "z", "dy", "sizes", "state"],
     meta_fields=["op", "needs", "parts", "specs", "varying"],
 )
 @dataclass(frozen=True)
 class Deferred:
-    """What the weight gradients read: dW1 is made of x [M, K] and dh [M, W], dW2 of z [M, F] and dy [M, K]."""
+    """What the weight gradients read: dW1 is made of x [M, K] and dh [M, W], dW2 of z [M, F] and dy [M, K].
+
+    Attributes:
+        state: of delayed scaling, with this microbatch's magnitudes merged in; None where there is none.
+    """
 
     x: Any
     dh: Any
     z: Any
     dy: Any
     sizes: Any
+    state: Any
     op: Mlp
     needs: MlpNeeds
     parts: tuple[int, ...]
@@ -326,7 +360,7 @@ def grouped_mlp_fwd(*args: Any, **kwargs: Any) -> tuple[Array, MlpResiduals]:
         raise ValueError(
             f"`{NAMES.accum}` of grouped_mlp_fwd: given, expected None; hand the accumulators to grouped_mlp_bwd_dw."
         )
-    op, o = _prepare(as_array, **bound.arguments)
+    op, o = _prepare(as_operand, as_array, **bound.arguments)
     return _save(op, MlpNeeds(), op.parts(), _on_device(o))
 
 
@@ -357,6 +391,7 @@ def grouped_mlp_bwd_dx(
         res.wo_bias,
         dy,
         res.needs,
+        extras=_extras(res.bound),
     )
     of = dict(zip(MlpSpecs._fields, res.varying, strict=True))
     dx, dp, db1, db2 = (
@@ -365,11 +400,14 @@ def grouped_mlp_bwd_dx(
     )
     needs = res.needs
     deferred = Deferred(
-        x=res.x if needs.wi else None,
+        x=main.rows,
         dh=main.dh,
         z=main.z,
-        dy=dy if needs.wo else None,
+        dy=main.dy,
         sizes=res.sizes,
+        state=merged_state(
+            res.bound, [found._replace(dy=amax.dy) for found, amax in zip(res.amax, main.amax, strict=True)]
+        ),
         op=res.op,
         needs=needs,
         parts=res.parts,
@@ -400,7 +438,7 @@ def grouped_mlp_bwd_dw(deferred: Deferred, wgrad_accum: Accumulators | None = No
 def _weight_grad(
     d: Deferred,
     linear: Linear,
-    whole: ArraySpec,
+    whole: OperandSpec,
     rows: Array,
     dy: Array,
     half: int,
@@ -418,7 +456,7 @@ def _weight_grad(
     )
 
 
-def _part_spec(linear: Linear, whole: ArraySpec, half: int) -> ArraySpec:
+def _part_spec(linear: Linear, whole: OperandSpec, half: int) -> ArraySpec:
     """Spec of one array of a weight."""
     columns = linear.weight_axes()[1]
     parts = 2 if half else 1
@@ -429,38 +467,55 @@ def _part_spec(linear: Linear, whole: ArraySpec, half: int) -> ArraySpec:
 # The operation.
 
 
+def _extras(bound: BoundRecipe) -> tuple[Extras, Extras]:
+    return scaling.extras(bound, 0), scaling.extras(bound, 1)
+
+
+def _run_rules(op: Mlp, o: _Operands, needs: MlpNeeds, x: Any) -> rules.Forward:
+    wi = in_form(op.fc1(), value_of(o.wi))
+    operands = (x, wi, value_of(o.wo), o.sizes, o.probs, o.wi_bias, o.wo_bias, o.out)
+    return rules.mlp(RUN, op, *operands, needs=needs, extras=_extras(o.bound))
+
+
 def _value(op: Mlp, *operands: Any) -> Any:
     o = _Operands(*operands)
-    wi = in_form(op.fc1(), o.wi)
-    return rules.mlp(RUN, op, o.x, wi, o.wo, o.sizes, o.probs, o.wi_bias, o.wo_bias, o.out).y
+    return _run_rules(op, o, NO_NEEDS, value_of(o.x)).y
 
 
 def _save(op: Mlp, needs: MlpNeeds, parts: tuple[int, ...], o: _Operands) -> tuple[Any, MlpResiduals]:
-    specs, wi = _specs(op, o), in_form(op.fc1(), o.wi)
+    specs = _specs(op, o)
     needs = restrict(needs, specs)
     keep = kept(op, needs, o.probs is not None, o.wi_bias is not None, o.wo_bias is not None)
     x_name, h_name, z_name = (op.residuals.name(name) for name in ROW_NAMES)
     # Named before it is used, so that a policy which saves it spares what made it.
-    x = checkpoint_name(o.x, x_name) if keep.x else o.x
-    found = rules.mlp(RUN, op, x, wi, o.wo, o.sizes, o.probs, o.wi_bias, o.wo_bias, o.out, keep_h=keep.h, keep_z=keep.z)
-    arrays = (o.x, o.wi, o.wo, o.probs, o.wi_bias, o.wo_bias)
+    x = named(value_of(o.x), x_name) if keep.x else value_of(o.x)
+    found = _run_rules(op, o, needs, x)
+    arrays = (target_of(o.x), target_of(o.wi), target_of(o.wo), o.probs, o.wi_bias, o.wo_bias)
     saved = MlpResiduals(
-        x=x if keep.x else None,
-        h=None if found.h is None else checkpoint_name(found.h, h_name),
-        z=None if found.z is None else checkpoint_name(found.z, z_name),
-        wi=o.wi if keep.wi else None,
-        wo=o.wo if keep.wo else None,
+        x=found.x if found.x is x else named(found.x, x_name),
+        h=named(found.h, h_name),
+        z=named(found.z, z_name),
+        wi=_out_of_form(found.wi),
+        wo=found.wo,
         sizes=o.sizes,
         probs=o.probs if keep.probs else None,
         wi_bias=o.wi_bias if keep.wi_bias else None,
         wo_bias=o.wo_bias if keep.wo_bias else None,
+        bound=o.bound,
+        amax=found.amax,
         op=op,
         needs=needs,
         parts=parts,
         specs=specs,
+        masters=tuple(map(master_dtype, (o.x, o.wi, o.wo))),
         varying=tuple(_like(each, [_axes(member) for member in _members(each)]) for each in arrays),
     )
     return found.y, saved
+
+
+def _out_of_form(wi: Any) -> Any:
+    """A first weight as residuals keep it: two arrays as a tuple."""
+    return (wi.gate, wi.up) if isinstance(wi, Paired) else wi
 
 
 def _axes(array: Any) -> frozenset[str]:
@@ -471,7 +526,7 @@ _Kept = tuple[MlpResiduals, tuple[Any, Any]]  # and the accumulators
 
 
 def _fwd(op: Mlp, *primals: Any) -> tuple[Any, _Kept]:
-    perturbed = _Operands(*jax.tree.map(lambda leaf: leaf.perturbed, primals))
+    perturbed = _Operands(*map(_perturbed, primals))
     o = _Operands(*custom_vjp_primal_tree_values(primals))
 
     def asked(linear: Linear, weight: bool, accum: bool | None) -> bool:
@@ -480,10 +535,18 @@ def _fwd(op: Mlp, *primals: Any) -> tuple[Any, _Kept]:
         return weight if accum is None else accum
 
     of_wi = zip(op.parts(), _members(perturbed.wi), _members(perturbed.accum_wi), strict=True)
-    parts = tuple(part for part, weight, accum in of_wi if asked(op.fc1(), weight, accum))
-    wo = asked(op.fc2(), perturbed.wo, perturbed.accum_wo)
+    parts = tuple(part for part, weight, accum in of_wi if asked(op.fc1(), bool(weight), accum))
+    wo = asked(op.fc2(), bool(perturbed.wo), perturbed.accum_wo)
     others = (bool(each) for each in (perturbed.probs, perturbed.wi_bias, perturbed.wo_bias))
-    return _keep(op, MlpNeeds(perturbed.x, bool(parts), wo, *others), parts, o)
+    return _keep(op, MlpNeeds(bool(perturbed.x), bool(parts), bool(wo), *others), parts, o)
+
+
+def _perturbed(primal: Any) -> Any:
+    """Whether somebody differentiates with respect to an operand, or each of a pair; None where there is none."""
+    if type(primal) is tuple:
+        return tuple(map(_perturbed, primal))
+    leaves = jax.tree.leaves(primal)
+    return any(leaf.perturbed for leaf in leaves) if leaves else None
 
 
 def _keep(op: Mlp, needs: MlpNeeds, parts: tuple[int, ...], o: _Operands) -> tuple[Any, _Kept]:
@@ -512,7 +575,10 @@ def _bwd(op: Mlp, residuals: _Kept, dy: Any) -> tuple[Any, ...]:
             )
         ]
 
-    return (dx, *where(False), None, dp, db1, db2, None, *where(True))
+    of_wi, of_wo = where(False)
+    of_x, of_wi, of_wo = map(cotangent_of, saved.masters, (dx, of_wi, of_wo))
+    bound = None if deferred.state is None else BoundRecipe(saved.bound.recipe, deferred.state, None)
+    return (of_x, of_wi, of_wo, None, dp, db1, db2, None, *where(True), bound)
 
 
 _mlp = jax.custom_vjp(_value, nondiff_argnums=(0,))

@@ -90,7 +90,7 @@ def ragged_dot(
     """
     op, o = _prepare(as_operand, as_array, **locals())  # the arguments, by name
     if "sizes" in debug.debug_flags():
-        jax.debug.callback(report_sizes, size_status(o.sizes, _value(o.x).shape[0]))
+        jax.debug.callback(report_sizes, size_status(o.sizes, value_of(o.x).shape[0]))
     run = _linear if o.accum is None or accumulate.is_sink(o.accum) else _linear_into_ref
     return run(op, *o._replace(sizes=to_int32(o.sizes)))
 
@@ -113,7 +113,7 @@ def plan_ragged_dot(**arguments: Any) -> list[Call]:
     """Every native call of `ragged_dot` and of all its gradients; arrays may be `jax.ShapeDtypeStruct`."""
     op, o = _prepare(as_operand_spec, as_operand_spec, **arguments)
     o = o._replace(sizes=o.sizes._replace(dtype="int32"))  # what `to_int32` makes of them
-    x, w = _value(o.x), _value(o.w)
+    x, w = value_of(o.x), value_of(o.w)
     run = Planner()
     extras = scaling.planned(o.bound, w.shape[0])
     needs = Needs(bias=o.bias is not None, row_scale=o.row_scale is not None)
@@ -155,14 +155,14 @@ Take = Callable[[str, Any, str], Any]
 """(name, argument, shape in words) -> operand."""
 
 
-def _node(take: Take, name: str, value: Any, shape: str) -> Any:
+def operand_node(take: Take, name: str, value: Any, shape: str) -> Any:
     """An operand that may be quantised, with or without a master."""
     if isinstance(value, StraightThrough):
         return StraightThrough(take(name, value.master, shape), take(name, value.q, shape))
     return take(name, value, shape)
 
 
-def _value(node: Any) -> Any:
+def value_of(node: Any) -> Any:
     """What the kernels read of an operand."""
     return node.q if isinstance(node, StraightThrough) else node
 
@@ -200,8 +200,8 @@ def _prepare(
     sizes, rows_hint = unwrap(group_sizes)
     bound = linear_spec.recipe_option(recipe)
     operands = _Operands(
-        _node(take_operand, n.x, lhs, "[M, K]"),
-        _node(take_operand, n.w, rhs, "[G, N, K]" if rhs_transposed else "[G, K, N]"),
+        operand_node(take_operand, n.x, lhs, "[M, K]"),
+        operand_node(take_operand, n.w, rhs, "[G, N, K]" if rhs_transposed else "[G, K, N]"),
         take(n.sizes, sizes, "[G]"),
         optional(n.bias, bias, "[G, N]"),
         optional(n.row_scale, row_scale, "[M]"),
@@ -222,7 +222,7 @@ def _prepare(
         rows_hint=rows_hint,
         implementation=linear_spec.implementation_names(implementation),
     )
-    x, w, *others = map(_value, operands[:6])
+    x, w, *others = map(value_of, operands[:6])
     run: Any = Planner() if take is as_operand_spec else RUN
     specs: list[Any] = [operand_spec(run, x), operand_spec(run, w)]
     linear_spec.check_linear(op, *specs, *(None if a is None else calls.spec_of(a) for a in others))
@@ -267,12 +267,12 @@ def _linear_value(
     op: Linear, x: Any, w: Any, sizes: Any, bias: Any, row_scale: Any, out: Any, accum: Any, bound: Any
 ) -> Any:
     extras = scaling.extras(bound)
-    return gradients.linear_forward(RUN, op, _value(x), _value(w), sizes, bias, row_scale, out, extras=extras).y
+    return gradients.linear_forward(RUN, op, value_of(x), value_of(w), sizes, bias, row_scale, out, extras=extras).y
 
 
 def _linear_save(op: Linear, needs: Needs, *operands: Any) -> tuple[Any, _Saved]:
     x_node, w_node, sizes, bias, row_scale, out, accum, bound = operands
-    x, w = _value(x_node), _value(w_node)
+    x, w = value_of(x_node), value_of(w_node)
     keep = gradients.linear_saved(op, needs, bias is not None, row_scale is not None)
     if keep.x:  # named before it is used, so that a policy which saves it spares what made it
         x = named(x, "grouped_x")
@@ -319,12 +319,11 @@ def cotangent_of(master: str | None, gradient: Any) -> Any:
     return StraightThrough(gradient.astype(master), None) if master else gradient
 
 
-def next_bound(bound: BoundRecipe, amaxes: Sequence[Amaxes]) -> Any:
-    """The cotangent of what a recipe is bound to: the state with the magnitudes of each product merged in."""
+def merged_state(bound: BoundRecipe, amaxes: Sequence[Amaxes]) -> Any:
+    """The state that a recipe is bound to, with the magnitudes of each product merged in; None where it has none."""
     if bound.state is None:
         return None
-    found = dict(enumerate(amax for product in amaxes for amax in product))
-    return BoundRecipe(bound.recipe, merged(bound.state, found), None)
+    return merged(bound.state, dict(enumerate(amax for product in amaxes for amax in product)))
 
 
 def named(operand: Any, name: str) -> Any:
@@ -365,6 +364,7 @@ def _linear_bwd(op: Linear, saved: _Saved, dy: Any) -> tuple[Any, ...]:
         accumulate=into is not None,
         extras=scaling.extras(saved.bound),
     )
+    state = merged_state(saved.bound, [saved.amax._replace(dy=amax.dy)])
     accum = None
     if into is not None:
         accum = accumulate.write(saved.accum, found.w)
@@ -376,7 +376,7 @@ def _linear_bwd(op: Linear, saved: _Saved, dy: Any) -> tuple[Any, ...]:
     return (
         *map(cotangent_of, saved.masters, (dx, dw)),
         *(None, db, dc, None, accum),
-        next_bound(saved.bound, [saved.amax._replace(dy=amax.dy)]),
+        None if state is None else BoundRecipe(saved.bound.recipe, state, None),
     )
 
 
