@@ -17,6 +17,7 @@ from grouped_core import arrays
 from grouped_core.activations import GATED_KINDS, PLAIN_KINDS, Activation
 from grouped_core.calls import SLOTS
 from grouped_core.mlp_spec import POLICIES, Mlp, MlpNames, MlpNeeds, Residuals, kept, needs_dz
+from grouped_core.recipes import MXFP8
 from jax_grouped import accumulate
 from tests import asserts, bounds, cases
 from tests.faces.adapters import to_torch
@@ -515,6 +516,11 @@ def test_refusals_of_halves():
             face(**plain)
         with asserts.refused(ValueError, ("`interleave` of Activation", "1 beside `wi`", "expected None", "one piece")):
             face(**{**plain, "activation": Activation("swiglu", interleave=1)})
+        with asserts.refused(ValueError, ("`wi`", "two arrays beside recipe MXFP8", "quantises nothing", "one array")):
+            face(**{**given, "wi": wi, "recipe": MXFP8})
+    stored = [arrays.quantize(each, "mxfp8", axis=1) for each in wi]
+    with asserts.refused(TypeError, ("`wi`", "two quantised arrays", "two as they stand", "pass one array")):
+        arrays.grouped_mlp(**{**given, "wi": stored})
     for face in (arrays.grouped_mlp, jax_grouped.grouped_mlp):
         with asserts.refused(ValueError, ("`wi`", "3 arrays", "expected one, or gate and linear half", "stack")):
             face(**{**given, "wi": [wi[0]] * 3})

@@ -108,5 +108,9 @@ def test_params_count():
         (forward, "accumulate", 1),
         (wgrad, "contract_rows", 0),
         (wgrad, "rhs_axis", 1),
+        (forward, "rhs_half", 1),
+        (wgrad, "lhs_half", 1),
+        (CALLS["half_of_the_columns"], "rhs_half", 3),
+        (CALLS["half_of_the_columns"], "lhs_half", -1),
     ):
         refused(dataclasses.replace(call, params=tuple({**dict(call.params), param: value}.items())))
