@@ -141,7 +141,7 @@ def mlp(
     """
     check(op, *(operand_spec(run, each) for each in (x, wi, wo, group_sizes, probs, wi_bias, wo_bias, out)))
     keep = kept(op, needs, probs is not None, wi_bias is not None, wo_bias is not None)
-    first = _first_forms(run, op, x, wi, group_sizes, extras[0], needs)
+    first = first_forms(run, op, x, wi, group_sizes, extras[0], needs)
     z, h = hidden_rows(run, op, first.x, first.w, group_sizes, probs, wi_bias, keep=keep.h)
     linear = op.fc2(wo_bias is not None and probs is not None)
     second = gradients.linear_forward(
@@ -167,7 +167,7 @@ def mlp(
     )
 
 
-def _first_forms(
+def first_forms(
     run: Runner, op: Mlp, x: Operand, wi: Operand, group_sizes: Array, extras: Extras, needs: MlpNeeds
 ) -> Forms:
     """x and wi in the forms of the first product; where everything is computed again, they are kept as they came."""
@@ -231,6 +231,27 @@ def _bias_dots(run: Runner, dy: Array, bias: Operand, group_sizes: Array) -> Arr
     return run(call, arranged(call, group_sizes=group_sizes, group_lhs=dy, group_rhs=bias))[0]
 
 
+def grad_forms(
+    run: Runner,
+    op: Mlp,
+    x: OperandSpec,
+    wo: Operand,
+    dy: Operand,
+    group_sizes: Array,
+    extras: Extras,
+    forms: tuple[bool, bool],
+) -> Stored:
+    """dy as the gradients at the hidden rows read it, and as that of wo does, each if wanted; from one pass.
+
+    Args:
+        x: spec of the rows that wo multiplies.
+    """
+    recipe = op.fc2().resolve(x, operand_spec(run, wo))
+    cells = ((1, recipe.dgrad[0]), (0, recipe.wgrad[1]))
+    wanted = [cell for cell, want in zip(cells, forms, strict=True) if want]
+    return gradients.store_grad(run, recipe, dy, wanted, group_sizes, extras, 0)
+
+
 def main_grads(
     run: Runner,
     op: Mlp,
@@ -267,7 +288,7 @@ def main_grads(
     dp = dh = None
     if (needs_dz(needs) and h is None) or (not needs_dz(needs) and needs.wo and z is None):
         # Forward's own call once more, so a weight in two arrays needs no other; z comes with h.
-        forms = _first_forms(run, op, x, wi, group_sizes, extras[0], NO_NEEDS)
+        forms = first_forms(run, op, x, wi, group_sizes, extras[0], NO_NEEDS)
         z, h = hidden_rows(run, op, forms.x, forms.w, group_sizes, probs, wi_bias, keep=needs_dz(needs))
     dy_forms = [(1, recipe.dgrad[0])] if needs_dz(needs) else []
     dy_forms += [(0, recipe.wgrad[1])] if needs.wo else []

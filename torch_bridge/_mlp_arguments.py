@@ -91,10 +91,10 @@ def check_arguments(
     options = (rhs_transposed, activation, recipe, residuals, rows_hint, implementation, is_pair(wi))
     operands = (x, wi, wo, sizes, probs, wi_bias, wo_bias)
     if compiling:
-        sizes, text = _check_operands(operands, _text(*options))
+        sizes, text = _check_operands(operands, text_of(*options))
     else:
         refuse_transforms("grouped_mlp", x, wi, wo, probs, wi_bias, wo_bias)
-        sizes, text = _checked_once(operands, _text(*options))
+        sizes, text = _checked_once(operands, text_of(*options))
     given = Arguments(
         x,
         _members(wi),
@@ -191,7 +191,7 @@ def _check_operands(operands: tuple[Any, ...], text: str) -> tuple[Tensor, str]:
 
 
 @torch.compiler.assume_constant_result
-def _text(
+def text_of(
     rhs_transposed: bool,
     activation: str | Activation,
     recipe: Recipe | None,

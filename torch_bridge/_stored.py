@@ -63,7 +63,7 @@ def restored(stored: Stored, rows: int) -> QTensor[Any]:
     return QTensor(by_name["values"], by_name.get("scales"), by_name.get("group_scales"), format, axis, whole, dtype)
 
 
-def _slots(tensors: Sequence[Tensor], text: str, rank: int) -> tuple[Any, Any, Any]:
+def slots_of(tensors: Sequence[Tensor], text: str, rank: int) -> tuple[Any, Any, Any]:
     """An operand's three places among the operands of a rule."""
     if not text:
         return grouped(tensors, rank), None, None
@@ -72,7 +72,7 @@ def _slots(tensors: Sequence[Tensor], text: str, rank: int) -> tuple[Any, Any, A
     return by_name["v"], by_name.get("s"), by_name.get("g")
 
 
-def _operand(slots: Sequence[Any], text: str, rows: int) -> Any:
+def operand_of(slots: Sequence[Any], text: str, rows: int) -> Any:
     """What a rule reads in the three places."""
     if not text or slots[0] is None:
         return slots[0]
@@ -81,7 +81,7 @@ def _operand(slots: Sequence[Any], text: str, rows: int) -> Any:
     return QTensor(values, scales, group_scales, format, axis, (rows, shape[1]) if len(shape) == 2 else shape, dtype)
 
 
-def _present(*forms: Any) -> list[Any]:
+def present(*forms: Any) -> list[Any]:
     """The arrays of forms, in order."""
     return [
         array
@@ -131,7 +131,7 @@ def _store_rule(run: Any, text: str, operands: Sequence[Any]) -> tuple[Any, ...]
             for axis, cell in wanted
         ]
     found = storing.store(run, source, wanted, sizes, encode=encode, key=key, stream=stream, into=into, skip=skip)
-    return (*_present(*found.forms), found.amax)
+    return (*present(*found.forms), found.amax)
 
 
 def _store(
@@ -165,13 +165,13 @@ def _store_into(
     _run.run(_store_rule, how, operands, debug_flags())
 
 
-def _nothing(*_: Any) -> None:
+def nothing(*_: Any) -> None:
     """The fake of an operator that returns nothing."""
 
 
 _SOURCE = "Tensor[] source, Tensor? group_sizes, Tensor? encode, Tensor? key"
 define("store", f"({_SOURCE}, str how) -> Tensor[]", _store, _store_fake)
-define("store_into", f"({_SOURCE}, Tensor? skip, str how, Tensor(a!)[] buffers) -> ()", _store_into, _nothing)
+define("store_into", f"({_SOURCE}, Tensor? skip, str how, Tensor(a!)[] buffers) -> ()", _store_into, nothing)
 _store_op = torch.ops.torch_bridge.store.default
 _store_into_op = torch.ops.torch_bridge.store_into.default
 
@@ -213,7 +213,7 @@ def _forms(arrays: Sequence[Tensor], wanted: Wanted, shape: tuple[int, ...], dty
 def store_into(source: Sequence[Tensor], forms: Sequence[QTensor[Tensor]], *, skip: Tensor | None = None) -> None:
     """Weights anew in forms that exist, in place; `skip` [1] int32 not zero on the device leaves them as they are."""
     wanted = tuple((form.axis, form.format) for form in forms)
-    buffers = _present(*forms)
+    buffers = present(*forms)
     _store_into_op(list(source), None, None, None, skip, store_text(wanted), buffers)
 
 
@@ -224,16 +224,16 @@ def store_into(source: Sequence[Tensor], forms: Sequence[QTensor[Tensor]], *, sk
 def _dequantize_rule(run: Any, static: tuple[str, int, str], operands: Sequence[Any]) -> tuple[Any]:
     text, rows, dtype = static
     *slots, sizes = operands
-    return (storing.dequantize(run, _operand(slots, text, rows), sizes, dtype),)
+    return (storing.dequantize(run, operand_of(slots, text, rows), sizes, dtype),)
 
 
 def _dequantize(parts: list[Tensor], group_sizes: Tensor | None, form: str, rows: int, dtype: str) -> Tensor:
-    operands = (*_slots(parts, form, 3), group_sizes)
+    operands = (*slots_of(parts, form, 3), group_sizes)
     return _run.run(_dequantize_rule, (form, rows, dtype), operands, debug_flags())[0]
 
 
 def _dequantize_fake(parts: list[Tensor], group_sizes: Tensor | None, form: str, rows: int, dtype: str) -> Tensor:
-    operands = (*_slots(parts, form, 3), group_sizes)
+    operands = (*slots_of(parts, form, 3), group_sizes)
     return _run.fake(_dequantize_rule, (form, int(rows), dtype), operands, (), parts[0].device)[0]
 
 
@@ -265,7 +265,7 @@ class _Static(NamedTuple):
 def _linear_rule(run: Any, static: _Static, operands: Sequence[Any]) -> tuple[Any]:
     sizes, bias, row_scale, out = operands[6:]
     rows = run.spec(operands[0]).shape[0]
-    x, weight = _operand(operands[:3], static.x_form, rows), _operand(operands[3:6], static.weight_form, rows)
+    x, weight = operand_of(operands[:3], static.x_form, rows), operand_of(operands[3:6], static.weight_form, rows)
     return (gradients.linear(run, decode(static.op), x, weight, sizes, bias, row_scale, out),)
 
 
@@ -278,7 +278,7 @@ def _linear_operands(
     static: _Static,
     out: Tensor | None,
 ) -> tuple[Any, ...]:
-    rows, weights = _slots(x, static.x_form, 2), _slots(weight, static.weight_form, 3)
+    rows, weights = slots_of(x, static.x_form, 2), slots_of(weight, static.weight_form, 3)
     return (*rows, *weights, group_sizes, grouped(bias, 2), row_scale, out)
 
 
@@ -331,7 +331,7 @@ def _linear_into(
 _OPERANDS = "Tensor[] x, Tensor[] weight, Tensor group_sizes, Tensor[] bias, Tensor? row_scale"
 _FORMS = "str op, str x_form, str weight_form"
 define("stored_linear", f"({_OPERANDS}, {_FORMS}) -> Tensor", _linear, _linear_fake)
-define("stored_linear_into", f"({_OPERANDS}, {_FORMS}, Tensor(a!) out) -> ()", _linear_into, _nothing)
+define("stored_linear_into", f"({_OPERANDS}, {_FORMS}, Tensor(a!) out) -> ()", _linear_into, nothing)
 linear = torch.ops.torch_bridge.stored_linear.default
 linear_into = torch.ops.torch_bridge.stored_linear_into.default
 
@@ -353,14 +353,14 @@ def _grads_rule(run: Any, static: _GradStatic, operands: Sequence[Any]) -> tuple
     op = decode(static.op)
     stored_dy = None
     for at, text in enumerate(static.dy_forms):
-        form = _operand(operands[14 + 3 * at : 17 + 3 * at], text, rows)
+        form = operand_of(operands[14 + 3 * at : 17 + 3 * at], text, rows)
         stored_dy = form if stored_dy is None else dataclasses.replace(stored_dy, other=form)
     found = gradients.linear_backward(
         run,
         op,
         _library.specs(op, static.dtypes, run.spec(dy), groups, static.k),
-        _operand(operands[:3], static.x_form, rows),
-        _operand(operands[3:6], static.weight_form, rows),
+        operand_of(operands[:3], static.x_form, rows),
+        operand_of(operands[3:6], static.weight_form, rows),
         sizes,
         bias,
         row_scale,
@@ -392,9 +392,9 @@ def _grads_operands(
     forms: list[Any] = []
     for text in static.dy_forms:
         count = len(described(text)[4])
-        forms += _slots(parts[:count], text, 2)
+        forms += slots_of(parts[:count], text, 2)
         parts = parts[count:]
-    rows, weights = _slots(x, static.x_form, 2), _slots(weight, static.weight_form, 3)
+    rows, weights = slots_of(x, static.x_form, 2), slots_of(weight, static.weight_form, 3)
     return (*rows, *weights, group_sizes, grouped(bias, 2), row_scale, plain, key, encode, into, grad_input, *forms)
 
 
@@ -492,7 +492,7 @@ define(
     f"({_OPERANDS}, {_DY}, {_FORMS}, {_REST}, bool accumulate, Tensor(a!)? grad_input, Tensor(b!)[] wgrad,"
     " Tensor(c!)? scale_grad) -> ()",
     _grads_into,
-    _nothing,
+    nothing,
 )
 linear_grads = torch.ops.torch_bridge.stored_linear_grads.default
 linear_grads_into = torch.ops.torch_bridge.stored_linear_grads_into.default

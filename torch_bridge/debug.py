@@ -45,6 +45,7 @@ def _linear_calls(*, out: Tensor | None, grad_input: Tensor | None, **arguments:
 def _mlp_calls(*, out: Tensor | None, grad_input: Tensor | None, **arguments: Any) -> list[Call]:
     """Native calls of `grouped_mlp` with these arguments, and of the gradients that they need."""
     given = mlp_arguments.check_arguments(**arguments)
+    specs: Any
     specs, sizes = mlp_arguments.specs_of(given)
     if out is not None or grad_input is not None:
         mlp_arguments.check_buffers(out, grad_input, given)

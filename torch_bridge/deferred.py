@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from grouped_core import linear_spec
+from grouped_core.calls import ArraySpec
 from grouped_core.gradients import Needs
 from grouped_core.mlp_spec import MlpNeeds, MlpSpecs, check_cotangent, restrict
 from grouped_core.sizes import GroupSizes
@@ -126,7 +127,7 @@ def _check_grad_input(res: MlpResiduals, buffer: Tensor, dy: Tensor) -> None:
     sizes, x, *rest = res.tensors
     check_operand(NAMES.grad_input, buffer, dy)
     check_writable(NAMES.grad_input, buffer)
-    linear_spec.check_buffer(NAMES.grad_input, spec_of(buffer), res.specs.x)
+    linear_spec.check_buffer(NAMES.grad_input, spec_of(buffer), ArraySpec(res.specs.x.shape, res.specs.x.dtype))
     read = [("dy", dy), (NAMES.x, x), (NAMES.sizes, sizes), *(("what is kept", each) for each in rest)]
     check_apart([(NAMES.grad_input, buffer)], read)
 

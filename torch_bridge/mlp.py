@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from grouped_core.activations import Activation
+from grouped_core.formats import QTensor
 from grouped_core.gradients import Needs
 from grouped_core.mlp_spec import Kept, MlpNeeds, Residuals, kept, needs_dh, needs_dz
-from grouped_core.recipes import Recipe
+from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
-from torch_bridge import _library, _mlp_library, _saved, main_grad
+from torch_bridge import _library, _mlp_library, _saved, main_grad, stored_mlp
 from torch_bridge._arguments import Members, destinations
 from torch_bridge._mlp_arguments import Accumulators, Arguments, check_arguments, check_buffers
 from torch_bridge._mlp_library import NAMES
@@ -30,12 +31,13 @@ from torch_bridge._products import (
     owners_of,
     product_gradients,
 )
+from torch_bridge.quantize import StraightThrough
 
 
 def grouped_mlp(
-    x: Tensor,
-    wi: Members,
-    wo: Members,
+    x: Tensor | QTensor[Tensor] | StraightThrough,
+    wi: Members | QTensor[Tensor] | StraightThrough,
+    wo: Members | QTensor[Tensor] | StraightThrough,
     group_sizes: Tensor | Sequence[int] | GroupSizes,
     *,
     rhs_transposed: bool = True,
@@ -43,7 +45,7 @@ def grouped_mlp(
     probs: Tensor | None = None,
     wi_bias: Members | None = None,
     wo_bias: Members | None = None,
-    recipe: Recipe | None = None,
+    recipe: Recipe | BoundRecipe | None = None,
     residuals: str | Residuals = "save_fc1",
     wgrad_accum: Accumulators | None = None,
     out: Tensor | None = None,
@@ -80,22 +82,11 @@ def grouped_mlp(
         NotImplementedError: no kernel takes it. RuntimeError: in backward, `main_grad` cannot be written, or it is
             differentiated again.
     """
-    given = check_arguments(
-        x,
-        wi,
-        wo,
-        group_sizes,
-        rhs_transposed,
-        activation,
-        probs,
-        wi_bias,
-        wo_bias,
-        recipe,
-        residuals,
-        wgrad_accum,
-        implementation,
-    )
-    return differentiable(given, out, grad_input, None)
+    arguments: list[Any] = [x, wi, wo, group_sizes, rhs_transposed, activation, probs, wi_bias, wo_bias, recipe]
+    arguments += [residuals, wgrad_accum, implementation]
+    if stored_mlp.is_stored_mlp(x, wi, wo, recipe):
+        return stored_mlp.mlp(stored_mlp.check_arguments(*arguments), out, grad_input, None)
+    return differentiable(check_arguments(*arguments), out, grad_input, None)
 
 
 Owners = tuple[Owner, Owner]

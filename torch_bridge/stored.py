@@ -98,12 +98,12 @@ def check_arguments(
     sizes, rows_hint = unwrap(group_sizes)
     names = implementation_text(implementation)
     text = text_of(bool(rhs_transposed), bound.recipe, bool(scale_bias), rows_hint, names)
-    leaf, rows = _taken(x)
-    leaves, weights = _taken(weight)
+    leaf, rows = taken(x)
+    leaves, weights = taken(weight)
     first = rows.values if isinstance(rows, QTensor) else rows
     for name, operand in ((NAMES.x, rows), (NAMES.w, weights)):
         if isinstance(operand, QTensor):
-            for part in _parts(operand):
+            for part in parts_of(operand):
                 check_operand(name, part, first)
     if not isinstance(rows, QTensor):
         check_operand(NAMES.x, rows, first)
@@ -114,16 +114,21 @@ def check_arguments(
         members_of(NAMES.bias, bias, 2, first)
     if row_scale is not None:
         check_operand(NAMES.row_scale, row_scale, first)
-    members = weights if isinstance(weights, QTensor) else _listed(weights)
-    biases = [] if bias is None else _listed(bias)
-    specs = (_spec(rows), _spec(members), None if bias is None else _spec(biases, 2), _spec(row_scale))
+    members = weights if isinstance(weights, QTensor) else listed(weights)
+    biases = [] if bias is None else listed(bias)
+    specs = (
+        packed_spec(rows),
+        packed_spec(members),
+        None if bias is None else packed_spec(biases, 2),
+        packed_spec(row_scale),
+    )
     op = _library.decode(text)
     linear_spec.check_linear(op, specs[0], specs[1], spec_of(sizes), *specs[2:])
     scaling.check_bound(bound, specs[1].shape[0])
     if op.recipe is None:  # operators are told what the operands, which they see in parts, stand for
         text = text_of(op.transposed, op.resolve(*specs[:2]), op.scale_bias, op.rows_hint, op.implementation)
         op = _library.decode(text)
-    owners = [] if leaves is None else _listed(leaves)
+    owners = [] if leaves is None else listed(leaves)
     accumulators: Sequence[Tensor | None] = ()
     if wgrad_accum is not None and wgrad_accum != "main_grad":
         if owners:
@@ -142,7 +147,7 @@ def check_arguments(
     )
 
 
-def _taken(operand: Any) -> tuple[Any, Any]:
+def taken(operand: Any) -> tuple[Any, Any]:
     """(what the gradient belongs to, the operand itself)."""
     if isinstance(operand, StraightThrough):
         return operand.master, operand.q
@@ -155,16 +160,19 @@ def implementation_text(implementation: Any) -> str:
     return linear_spec.implementation_names(implementation)
 
 
-def _parts(q: QTensor[Any]) -> list[Tensor]:
+def parts_of(q: QTensor[Any]) -> list[Tensor]:
+    """The tensors of both forms."""
     own = [each for each in (q.values, q.scales, q.group_scales) if each is not None]
-    return own if q.other is None else [*own, *_parts(q.other)]
+    return own if q.other is None else [*own, *parts_of(q.other)]
 
 
-def _listed(operand: Members) -> list[Tensor]:
+def listed(operand: Members) -> list[Tensor]:
+    """One packed tensor, or one a group, as a list."""
     return [operand] if isinstance(operand, Tensor) else list(operand)
 
 
-def _spec(operand: Any, packed_rank: int = 3) -> Any:
+def packed_spec(operand: Any, packed_rank: int = 3) -> Any:
+    """Spec of an operand, packed where it is a list; None for None."""
     if operand is None:
         return None
     if isinstance(operand, QTensor):
@@ -205,8 +213,8 @@ def linear(
     names = implementation_text(implementation)
     text = text_of(bool(rhs_transposed), bound.recipe, bool(scale_bias), rows_hint, names)
     (x_leaf, x_parts, x_forms), (w_leaves, w_parts, w_forms) = _flat(x), _flat(weight)
-    biases = [] if bias is None else _listed(bias)
-    accumulators = [] if wgrad_accum is None else _listed(wgrad_accum)
+    biases = [] if bias is None else listed(bias)
+    accumulators = [] if wgrad_accum is None else listed(wgrad_accum)
     return _in_graph(
         *(x_leaf, x_parts, x_forms, w_leaves, w_parts, w_forms, sizes, biases, isinstance(bias, Tensor), row_scale),
         *(bound.key, text, accumulators, isinstance(wgrad_accum, Tensor), out, grad_input),
@@ -215,9 +223,9 @@ def linear(
 
 def _flat(operand: Any) -> tuple[list[Tensor], list[Tensor], list[str]]:
     """(plain tensors, or the master of a quantised operand; its arrays; text of each of its forms)."""
-    leaf, value = _taken(operand)
+    leaf, value = taken(operand)
     if not isinstance(value, QTensor):
-        return _listed(value), [], ["packed" if isinstance(value, Tensor) else "listed"]
+        return listed(value), [], ["packed" if isinstance(value, Tensor) else "listed"]
     stored = [arrays_of(form) for form in (value, value.other) if form is not None]
     parts = [part for form in stored for part in form.tensors]
     return ([] if leaf is None else [leaf]), parts, [form.text for form in stored]
@@ -295,7 +303,7 @@ def _read(form: Any, listed: Any) -> Stored:
     return arrays_of(form if isinstance(form, QTensor) else listed)
 
 
-def _forms(source: Any, wanted: list[tuple[int, Format]], sizes: Tensor | None, encode: Tensor | None,
+def forms_of(source: Any, wanted: list[tuple[int, Format]], sizes: Tensor | None, encode: Tensor | None,
            recipe: Recipe) -> tuple[list[Any], Tensor | None]:  # fmt: skip
     """An operand in the formats wanted; plain formats give the operand itself."""
     if isinstance(source, QTensor):
@@ -328,8 +336,8 @@ def _forward(given: Arguments, needs: Needs, out: Tensor | None) -> tuple[Tensor
     keep_x, keep_w = gradients.keeps_forms(op, recipe, needs, has_scale)
     x_wanted = [(1, recipe.forward[0]), *([(0, recipe.wgrad[0])] if keep_x else [])]
     w_wanted = [(k_axis, recipe.forward[1]), *([(n_axis, recipe.dgrad[1])] if keep_w else [])]
-    rows, amax_x = _forms(given.x, x_wanted, given.sizes, extras.x, recipe)
-    weights, amax_w = _forms(given.weight, w_wanted, None, extras.w, recipe)
+    rows, amax_x = forms_of(given.x, x_wanted, given.sizes, extras.x, recipe)
+    weights, amax_w = forms_of(given.weight, w_wanted, None, extras.w, recipe)
     x, w = arrays_of(rows[0]), arrays_of(weights[0])
     operands = (x.tensors, w.tensors, given.sizes, given.biases, given.row_scale, given.text, x.text, w.text)
     if out is None:
@@ -361,7 +369,7 @@ _uncompiled: Any = torch.compiler.disable(linear)
 _PLAIN_ARGUMENTS = 5  # of `_StoredLinear` that have no gradient and stand first
 
 
-class _Launcher(NamedTuple):
+class Launcher(NamedTuple):
     """The gradient operators of stored operands (`_products.Launcher`)."""
 
     x: Stored
@@ -383,6 +391,7 @@ class _Launcher(NamedTuple):
         return (*first, self.encode, self.k, self.text, x.text, w.text, self.dy_forms, self.dtypes, letters, live)
 
     def new(self, letters: str, live: list[int]) -> list[Tensor]:
+        """As `_products.Launcher` says; so the others."""
         return _stored.linear_grads(*self._operands(letters, live))
 
     def into(
@@ -394,12 +403,15 @@ class _Launcher(NamedTuple):
         wgrad: list[Tensor],
         scale_grad: Tensor | None,
     ) -> None:
+        """Into the caller's tensors."""
         _stored.linear_grads_into(*self._operands(letters, live), accumulate, grad_input, wgrad, scale_grad)
 
-    def of_weights(self) -> _Launcher:
+    def of_weights(self) -> Launcher:
+        """Without what weight gradients do not read."""
         return self._replace(weight=Stored([]), biases=[])
 
     def tensors(self) -> Sequence[Tensor | None]:
+        """What it keeps alive."""
         return (*self.x.tensors, self.sizes, self.row_scale, *self.dy)
 
 
@@ -446,7 +458,9 @@ class _StoredLinear(torch.autograd.Function):
         ctx.grad_input = grad_input
         ctx.accumulators = accumulators
         elsewhere = bool(to_main_grad or accumulators)
-        ctx.owners, ctx.delayed = owners_of(given.leaves or list(accumulators), elsewhere, owner)
+        ctx.owners, ctx.delayed = owners_of(
+            given.leaves or [each for each in accumulators if each is not None], elsewhere, owner
+        )
         return y
 
     @staticmethod
@@ -470,7 +484,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     weight, biases, key = Stored(rest[:w_count], ctx.texts[1]), rest[w_count:-1], rest[-1]
     dy = dy.contiguous()
     forms = dy_forms(ctx.op, ctx.recipe, dy, sizes, row_scale, facts.needs, ctx.bound, key)
-    launcher = _Launcher(
+    launcher = Launcher(
         *(x, weight, sizes, biases, row_scale),
         *([dy, *(part for form in forms for part in form.tensors)], key),
         *(scaling.extras(ctx.bound).x, facts.k, facts.text),
