@@ -19,6 +19,8 @@ from grouped_core.formats import Format, QTensor
 from grouped_core.gradients import Needs
 from grouped_core.linear_spec import Linear
 from grouped_core.mlp_spec import NO_NEEDS, Kept, Mlp, MlpNeeds, MlpSpecs, check, kept, needs_dh, needs_dz
+from grouped_core.plans import Planner
+from grouped_core.products import in_form, operand_spec
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import unwrap
 from torch_bridge import _library, _mlp_arguments, _mlp_library, _saved, _stored, _stored_mlp
@@ -110,9 +112,10 @@ def check_arguments(
     wo_members = second if isinstance(second, QTensor) else listed(second)
     biases = [[] if each is None else listed(each) for each in (wi_bias, wo_bias)]
     bias_specs = [packed_spec(each, 2) if each else None for each in biases]
-    specs = MlpSpecs(
-        packed_spec(rows), packed_spec(wi_members), packed_spec(wo_members), packed_spec(probs), *bias_specs
-    )
+    wi_spec = packed_spec(wi_members)
+    if paired:  # which the check refuses
+        wi_spec = operand_spec(Planner(), in_form(op.fc1(), tuple(spec_of(half) for half in wi_members)))
+    specs = MlpSpecs(packed_spec(rows), wi_spec, packed_spec(wo_members), packed_spec(probs), *bias_specs)
     check(op, *specs[:3], spec_of(sizes), *specs[3:])
     scaling.check_bound(bound, specs.wo.shape[0], products=2)
     leaves = [[] if each is None else listed(each) for each in (wi_leaves, wo_leaves)]

@@ -69,11 +69,11 @@ def _numpy(gradients: list[Any]) -> Gradients:
 
 def _jax_call(x: Any, w: Any, group_sizes: Any, *, transposed: bool, result_dtype: Any = None, **options: Any) -> Any:
     options.update(rhs_transposed=transposed, preferred_element_type=result_dtype)
-    _bound(options, jnp.asarray)
+    bound_to(options, jnp.asarray)
     return jax_grouped.ragged_dot(x, w, group_sizes, **options)
 
 
-def _bound(options: dict[str, Any], array: Callable[[NDArray[Any]], Any]) -> None:
+def bound_to(options: dict[str, Any], array: Callable[[NDArray[Any]], Any]) -> None:
     """Arrays that a recipe is bound to, NumPy's, become those of a face."""
     recipe = options.get("recipe")
     if isinstance(recipe, BoundRecipe):
@@ -117,7 +117,7 @@ def _jax_gradients(operands: Operands, dy: NDArray[Any], needs: Needs, **options
 
 
 def _torch_call(x: Any, w: Any, group_sizes: Any, *, transposed: bool, **options: Any) -> Any:
-    _bound(options, to_torch)
+    bound_to(options, to_torch)
     return torch_bridge.grouped_linear(x, w, group_sizes, rhs_transposed=transposed, **options)
 
 

@@ -19,7 +19,7 @@ from grouped_core.mlp import MlpGradients
 from grouped_core.mlp_spec import MlpNeeds
 from tests import cases
 from tests.asserts import as_numpy
-from tests.faces.adapters import to_torch
+from tests.faces.adapters import bound_to, to_torch
 
 Operands = dict[str, Any]
 """x, wi, wo, probs, wi_bias, wo_bias (the latter three may be None) and group_sizes, in NumPy."""
@@ -124,6 +124,7 @@ def _jax(values: list[Any], operands: Operands, options: dict[str, Any]) -> Any:
     named = dict(zip(LEAVES, values, strict=True))
     options = dict(options)
     options["rhs_transposed"] = options.pop("transposed", False)
+    bound_to(options, jnp.asarray)
     return jax_grouped.grouped_mlp(**named, group_sizes=operands["group_sizes"], **options)
 
 
@@ -153,6 +154,7 @@ def _torch(values: list[Any], operands: Operands, options: dict[str, Any]) -> An
     named = dict(zip(LEAVES, values, strict=True))
     options = dict(options)
     options["rhs_transposed"] = options.pop("transposed", False)
+    bound_to(options, to_torch)
     return torch_bridge.grouped_mlp(**named, group_sizes=to_torch(operands["group_sizes"]), **options)
 
 
