@@ -16,6 +16,7 @@ from grouped_core.mlp_spec import residuals_option
 from grouped_core.sizes import unwrap
 from torch_bridge import main_grad
 from torch_bridge.activation import scaled_activation_rows
+from torch_bridge.nn._routing import addressed
 from torch_bridge.nn.activation import ScaledActivation
 from torch_bridge.nn.linear import GroupedLinear
 from torch_bridge.nn.mlp import GroupedMLP, fused_mlp
@@ -158,7 +159,7 @@ class Sequential(Module):
             )
         rest = iter(extra)
         extras = [[next(rest) for _ in range(count)] for count in takes]
-        given = _addressed(layers, op_kwargs or {})
+        given = addressed(layers, [_keywords(layer) for layer in layers], op_kwargs or {})
         windows = {window.start: window for window in self._windows()}
         for window in windows.values():
             _check_same(window, extras)
@@ -229,56 +230,6 @@ def _keywords(layer: Module) -> tuple[str, ...] | None:
     if isinstance(layer, (GroupedLinear, GroupedMLP)):
         return _BUFFERS
     return () if isinstance(layer, ScaledActivation) else None
-
-
-def _addressed(
-    layers: Sequence[Module], op_kwargs: Mapping[Module | int, Mapping[str, Any]]
-) -> dict[int, Mapping[str, Any]]:
-    """The keywords by place (BUF-5)."""
-    found: dict[int, Mapping[str, Any]] = {}
-    for key, keywords in op_kwargs.items():
-        at = _place(layers, key)
-        takes, name = _keywords(layers[at]), type(layers[at]).__name__
-        if takes is None:
-            raise ValueError(
-                f"`op_kwargs` of Sequential: module {at} is a {name}, expected one of this package's modules; "
-                "others take no keywords, leave it out."
-            )
-        if at in found:
-            raise ValueError(
-                f"`op_kwargs` of Sequential: module {at} ({name}) is addressed twice, expected once; "
-                "merge its keywords."
-            )
-        unknown = [each for each in keywords if each not in takes]
-        if unknown:
-            valid = ", ".join(takes) or "none"
-            raise TypeError(
-                f"`op_kwargs` of Sequential: keyword {unknown[0]!r} for module {at} ({name}), valid ones: {valid}; "
-                "use one of these."
-            )
-        found[at] = keywords
-    return found
-
-
-def _place(layers: Sequence[Module], key: Module | int) -> int:
-    if isinstance(key, int):
-        if not -len(layers) <= key < len(layers):
-            raise ValueError(
-                f"`op_kwargs` of Sequential: index {key}, expected one of {len(layers)} modules; count them from 0."
-            )
-        return key % len(layers)
-    places = [at for at, layer in enumerate(layers) if layer is key]
-    if not places:
-        raise ValueError(
-            f"`op_kwargs` of Sequential: a {type(key).__name__} that is not in this Sequential, expected one of its "
-            "modules; pass that one, or its index."
-        )
-    if len(places) > 1:
-        raise ValueError(
-            f"`op_kwargs` of Sequential: a {type(key).__name__} that is held at {places}, expected a module held once; "
-            "use the index."
-        )
-    return places[0]
 
 
 def _check_same(window: _Window, extras: Sequence[Sequence[Any]]) -> None:
