@@ -17,7 +17,7 @@ from torch import Tensor
 from grouped_core import calls, scaled_activation
 from grouped_core.activations import Activation
 from grouped_core.debug import debug_flags
-from torch_bridge import _library, _run
+from torch_bridge import _library, _run, _saved
 from torch_bridge._arguments import refuse_transforms
 from torch_bridge._memory import raw_stream
 from torch_bridge._run import spec_of
@@ -75,7 +75,9 @@ class _Scaled(torch.autograd.Function):
         ctx.text = text
         ctx.wanted = "h" * needs_h + "p" * needs_p
         ctx.probs_dtype = None if probs is None else probs.dtype
-        ctx.save_for_backward(sizes, h, probs if needs_h else None)
+        saved = (h, sizes, probs if needs_h else None)
+        _saved.tell(saved, (_saved.HIDDEN,))
+        ctx.save_for_backward(*saved)
         return _activation(h, sizes, probs, text)
 
     @staticmethod
@@ -91,7 +93,7 @@ class _Scaled(torch.autograd.Function):
 
 
 def _backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
-    sizes, h, probs = ctx.saved_tensors
+    h, sizes, probs = ctx.saved_tensors
     found = iter(_activation_grads(dz.contiguous(), h, sizes, probs, ctx.text, ctx.wanted))
     dh = next(found) if "h" in ctx.wanted else None
     dp = next(found).to(ctx.probs_dtype) if "p" in ctx.wanted else None

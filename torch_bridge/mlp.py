@@ -17,7 +17,7 @@ from grouped_core.gradients import Needs
 from grouped_core.mlp_spec import Kept, MlpNeeds, Residuals, kept, needs_dh, needs_dz
 from grouped_core.recipes import Recipe
 from grouped_core.sizes import GroupSizes
-from torch_bridge import _library, _mlp_library, main_grad
+from torch_bridge import _library, _mlp_library, _saved, main_grad
 from torch_bridge._arguments import Members, destinations
 from torch_bridge._mlp_arguments import Accumulators, Arguments, check_arguments, check_buffers
 from torch_bridge._mlp_library import NAMES
@@ -166,7 +166,8 @@ def _kept(
     return kept(_mlp_library.decode(text), MlpNeeds(x, wi, wo, probs, wi_bias, wo_bias), *has)
 
 
-_HIDDEN, _ACTIVATED = 2, 3  # places of h and z among the saved tensors
+_INPUT, _HIDDEN, _ACTIVATED = 1, 2, 3  # places of x, h and z among the saved tensors
+_ROW_NAMES = (_saved.ROWS, _saved.HIDDEN, _saved.ACTIVATED)
 
 
 class Facts(NamedTuple):
@@ -349,6 +350,8 @@ class _Mlp(torch.autograd.Function):
         needs = MlpNeeds(needs_x, bool(live[0]), bool(live[1]), needs_probs, bool(live[2]), bool(live[3]))
         given = Arguments(x, wi, wo, sizes, probs, wi_bias, wo_bias, text, to_main_grad, accum_wi, accum_wo)
         y, tensors, ctx.facts = forward_and_saved(given, live, needs, out, overwrite)
+        rows = tensors[_INPUT : _ACTIVATED + 1]
+        _saved.tell([*rows, tensors[0], *tensors[_ACTIVATED + 1 :]], _ROW_NAMES)
         ctx.save_for_backward(*tensors)
         # NOTE: no saved tensors: destinations change between forward and backward, Parameters are asked for attributes.
         ctx.grad_input = grad_input

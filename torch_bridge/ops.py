@@ -16,7 +16,7 @@ from grouped_core.gradients import Needs
 from grouped_core.products import wide
 from grouped_core.recipes import Recipe
 from grouped_core.sizes import GroupSizes
-from torch_bridge import _library, main_grad
+from torch_bridge import _library, _saved, main_grad
 from torch_bridge._arguments import Arguments, Members, check_arguments, check_buffers, destinations, weight_names
 from torch_bridge._run import TORCH_DTYPES
 
@@ -205,13 +205,15 @@ class _Linear(torch.autograd.Function):
         dtypes = tuple([None if each is None else each.dtype for each in firsts])
         kept, needs, facts = _facts(static, dtypes, ctx.needs_input_grad)
         ctx.facts = ProductFacts(*facts, needs=Needs(*needs), k=x.shape[1])
-        ctx.save_for_backward(
-            sizes,
+        saved = (
             x if kept.x else None,
+            sizes,
             row_scale if kept.row_scale else None,
             *(weights if kept.w else ()),
             *(biases if kept.bias else ()),
         )
+        _saved.tell(saved, (_saved.ROWS,))
+        ctx.save_for_backward(*saved)
         # NOTE: no saved tensors: destinations change between forward and backward, Parameters are asked for attributes.
         ctx.grad_input = grad_input
         ctx.accumulators = accumulators
@@ -232,7 +234,7 @@ class _Linear(torch.autograd.Function):
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     facts: ProductFacts = ctx.facts
-    sizes, x, row_scale, *members = ctx.saved_tensors
+    x, sizes, row_scale, *members = ctx.saved_tensors
     found = product_gradients(
         facts,
         (x, members[: facts.kept_weights], sizes, members[facts.kept_weights :], row_scale, dy.contiguous()),
