@@ -477,7 +477,8 @@ def expect_mlp_grads(
     specs = MlpSpecs(*(None if array is None else run.spec(array) for array in given))
     needs = restrict(needs or MlpNeeds(), specs)
     top = Bounded.of(dy)
-    _, h, _ = mlp.mlp(run, op, bx, w1, w2, group_sizes, p, b1, b2, keep_h=True)
+    everything = MlpNeeds(wo=False)  # then the hidden rows are kept
+    h = mlp.mlp(run, op, bx, w1, w2, group_sizes, p, b1, b2, needs=everything).h
     main = mlp.main_grads(run, op, specs, bx, h, None, w1, w2, group_sizes, p, b1, b2, top, needs)
     wi_grad = mlp.weight_grad(run, op.fc1(), specs.wi, bx, main.dh, group_sizes) if needs.wi else None
     wo_grad = mlp.weight_grad(run, op.fc2(), specs.wo, main.z, top, group_sizes) if needs.wo else None

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from grouped_core.formats import WIDE
 from torch_bridge._run import dtype_name
-from torch_bridge.params import distributed_like, local
+from torch_bridge.params import distributed_like, is_distributed, local
 
 Write = Callable[[list[Tensor], list[int], bool], None]
 """(destinations, their groups, whether to add) -> None; launches the weight gradients of these groups."""
@@ -186,8 +186,12 @@ class Entry(NamedTuple):
     event: Any  # after which the operands are complete; None on the CPU, and in a capture, whose order the caller keeps
     captured: bool
 
-    def run(self) -> None:
-        """Computes the gradients and delivers them, adding to what earlier entries left."""
+    def run(self, now: Sequence[Any]) -> None:
+        """Computes the gradients and delivers them, adding to what earlier entries left.
+
+        Args:
+            now: the layer's weights as they are now: others than in backward where FSDP2 has sharded them again.
+        """
         _await(self)
         if self.to_main_grad:
             write(self.names, self.weights, None, self.overwrite, self.live, self.launch)
@@ -200,11 +204,18 @@ class Entry(NamedTuple):
         new = [local(self.weights[at]).new_empty(local(self.weights[at]).shape, dtype=self.dtype) for at in self.live]
         self.launch(new, list(self.live), False)
         for at, gradient in zip(self.live, new, strict=True):
-            _add_to_grad(self.weights[at], gradient)
+            _add_to_grad(now[at], gradient, is_whole=now[at] is not self.weights[at])
 
 
-def _add_to_grad(weight: Any, gradient: Tensor) -> None:
-    gradient = distributed_like(weight, gradient.to(weight.dtype))
+def _add_to_grad(weight: Any, gradient: Tensor, *, is_whole: bool) -> None:
+    """`is_whole`: it is not that of the part which lies here, where the weight is a DTensor."""
+    gradient = gradient.to(weight.dtype)
+    if is_whole and is_distributed(weight):
+        from torch_bridge import parallel  # which imports torch.distributed.tensor
+
+        gradient = parallel.averaged_like(weight, gradient)
+    else:
+        gradient = distributed_like(weight, gradient)
     if weight.grad is None:
         weight.grad = gradient
     else:
@@ -262,12 +273,12 @@ class Delayed:
         """Queues an entry."""
         self._entries.append(entry)
 
-    def run_oldest(self) -> bool:
-        """Runs the oldest entry and drops it; False if there is none."""
+    def run_oldest(self, weights: Sequence[Any]) -> bool:
+        """Runs the oldest entry and drops it; False if there is none. `weights`: of the layer, as they are now."""
         if not self._entries:
             return False
         with torch.no_grad():
-            self._entries[0].run()  # stays if it raises, so that nothing is lost
+            self._entries[0].run(weights)  # stays if it raises, so that nothing is lost
         self._entries.popleft()
         return True
 
@@ -282,13 +293,17 @@ class HasDelayed(Protocol):
 
     delayed: Delayed
 
+    def weight_parameters(self) -> Sequence[Any]:
+        """Its weights, in the order of their groups."""
+        ...
+
 
 def backward_dw(layers: Sequence[HasDelayed], *, every: bool) -> None:
     """The oldest pending gradients of each layer in turn, then the hooks of these layers; `every`: until none is left.
 
     While a CUDA graph is captured no hook fires: after a replay `fire_wgrad_hooks` is the caller's to call.
     """
-    while ran := [layer for layer in layers if layer.delayed.run_oldest()]:
+    while ran := [layer for layer in layers if layer.delayed.run_oldest(layer.weight_parameters())]:
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             for layer in ran:
                 layer.delayed.fire()

@@ -55,6 +55,11 @@ def check_operand(name: str, value: Tensor, x: Tensor) -> None:
     """A tensor on the device of `x`, contiguous. Raises TypeError or ValueError otherwise."""
     if not isinstance(value, Tensor):
         raise TypeError(f"`{name}`: {type(value).__name__}, expected a torch.Tensor; convert it first.")
+    if is_distributed(value):
+        raise ValueError(
+            f"`{name}`: a DTensor, expected the part that lies here, because each rank computes by itself; call "
+            "`.to_local()`."
+        )
     if value.device != x.device:
         raise ValueError(f"`{name}`: on {value.device}, expected {x.device} = device of `x`; move it with `.to`.")
     check_layout(name, value)

@@ -112,9 +112,9 @@ def check_arguments(
     wo_members = second if isinstance(second, QTensor) else listed(second)
     biases = [[] if each is None else listed(each) for each in (wi_bias, wo_bias)]
     bias_specs = [packed_spec(each, 2) if each else None for each in biases]
-    wi_spec = packed_spec(wi_members)
+    wi_spec: Any = packed_spec(wi_members)
     if paired:  # which the check refuses
-        wi_spec = operand_spec(Planner(), in_form(op.fc1(), tuple(spec_of(half) for half in wi_members)))
+        wi_spec = operand_spec(Planner(), in_form(op.fc1(), tuple(map(spec_of, listed(wi)))))
     specs = MlpSpecs(packed_spec(rows), wi_spec, packed_spec(wo_members), packed_spec(probs), *bias_specs)
     check(op, *specs[:3], spec_of(sizes), *specs[3:])
     scaling.check_bound(bound, specs.wo.shape[0], products=2)

@@ -57,17 +57,25 @@ def _rows() -> Iterator[_Inputs]:
 ROWS = list(_rows())
 
 
-@lru_cache(maxsize=32)
 def _gradients(form: str, listed: bool) -> list[Tensor]:
     """dW as autograd gets it."""
+    return _gradients_on(form, listed, str(torch.get_default_device()))
+
+
+@lru_cache(maxsize=64)
+def _gradients_on(form: str, listed: bool, _device: str) -> list[Tensor]:
     plain = setup(form, listed)
     plain.backward()
     return [each.grad for each in plain.weights]
 
 
-@lru_cache(maxsize=32)
 def _sums(form: str, listed: bool) -> list[Tensor]:
     """0.5 + dW as the functions add it to a tensor, which their own tests hold against the oracle."""
+    return _sums_on(form, listed, str(torch.get_default_device()))
+
+
+@lru_cache(maxsize=64)
+def _sums_on(form: str, listed: bool, _device: str) -> list[Tensor]:
     function = FUNCTIONS[0] if form in LINEAR else FUNCTIONS[1]
     s = setup(function, listed)
     sums = [torch.full_like(each, 0.5) for each in s.weights]

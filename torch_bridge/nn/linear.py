@@ -125,7 +125,7 @@ class GroupedLinear(Module):
             for name in names:
                 shape = (self.num_groups, *shapes[kind]) if name == kind else shapes[kind]
                 self.register_parameter(name, Parameter(torch.empty(shape, device=device, dtype=dtype)))
-        self._mark_weights()
+        self.mark_weights()
         self.reset_parameters()
 
     def _names(self, kind: str, single: bool) -> tuple[str, ...]:
@@ -202,8 +202,11 @@ class GroupedLinear(Module):
         """Its side of the product, if the weight gradients do not simply go to autograd."""
         if not self.accumulate_into_main_grad and not self.delay_wgrad_compute:
             return None
-        parameters = tuple([getattr(self, name) for name in self.weight_names])
-        return Owner(parameters, self.delayed if self.delay_wgrad_compute else None)
+        return Owner(self.weight_parameters(), self.delayed if self.delay_wgrad_compute else None)
+
+    def weight_parameters(self) -> tuple[Any, ...]:
+        """The Parameters that hold its weights, one, or one a group."""
+        return tuple([getattr(self, name) for name in self.weight_names])
 
     # ---- what is kept for graphs and quantised weights ---------------------------------------------------------------
 
@@ -222,7 +225,7 @@ class GroupedLinear(Module):
 
     def refresh_weight_table(self) -> None:
         """Makes captured graphs read the weights where they are now; call it before a replay, outside of captures."""
-        self.note_addresses([getattr(self, name) for name in self.weight_names])
+        self.note_addresses(self.weight_parameters())
 
     def set_weight_update(self, flag: bool) -> None:
         """Whether captured graphs quantise the weights again. Plain recipes quantise none, so there is nothing to set.
@@ -254,23 +257,23 @@ class GroupedLinear(Module):
         """Calls the hooks: after the replay of a graph, which calls none itself."""
         self.delayed.fire()
 
-    def _mark_weights(self) -> None:
+    def mark_weights(self) -> None:
         """Tells data-parallel wrappers that hooks of the weights come from `backward_dw` (DLY-7)."""
         if self.delay_wgrad_compute:
-            for name in self.weight_names:
-                getattr(self, name).skip_backward_post_hook = True
+            for parameter in self.weight_parameters():
+                parameter.skip_backward_post_hook = True
 
     # ---- the life of a module ----------------------------------------------------------------------------------------
 
     # NOTE: torch makes new Parameters in these four places, and their attributes are lost.
     def _apply(self, fn: Any, recurse: bool = True) -> GroupedLinear:
         super()._apply(fn, recurse)
-        self._mark_weights()
+        self.mark_weights()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._mark_weights()
+        self.mark_weights()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         shapes = (("weight", self.weight_names, (self.out_features, self.in_features)),)
@@ -279,7 +282,7 @@ class GroupedLinear(Module):
             if names:
                 adapt(state_dict, prefix, kind, self.num_groups, shape, grouped=names[0] == kind)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        self._mark_weights()
+        self.mark_weights()
 
     def extra_repr(self) -> str:
         """Sizes, and options that differ from the defaults."""
