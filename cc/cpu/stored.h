@@ -6,15 +6,13 @@
 #include <vector>
 
 #include "cc/cpu/groups.h"
-#include "cc/math/narrow.h"
+#include "cc/math/store.h"
 
 namespace grouped {
 
 // Values are worked on in tiles that stay in the second cache level: every block, and every segment, divides them.
 constexpr int64_t kTileRows = 128;
 constexpr int64_t kTileColumns = 256;
-
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Rows of one group: in the source, in a form padded to segments, and in bands of kTileRows.
 struct StoredGroup {
@@ -70,24 +68,6 @@ class StoredGroups {
   int64_t end_ = 0, padded_ = 0, bands_ = 0;
 };
 
-// Where the block scales of one form lie: of (row of blocks, column of blocks) as the source has them.
-struct ScalePlace {
-  int64_t group_step;  // between the groups of weights
-  int64_t row_step;
-  int64_t column_step;
-
-  // `wide`: the columns of blocks of the whole source, and `tall` its rows of blocks: those of one weight, of all M
-  // rows (of P / b, in the padded form).
-  static ScalePlace of(const TensorView& scales, bool ragged, bool cross, int64_t tall, int64_t wide) {
-    if (!ragged) return cross ? ScalePlace{tall * wide, 1, tall} : ScalePlace{tall * wide, wide, 1};
-    if (!cross && scales.dtype == DType::f32) return {0, 1, tall};
-    return {0, wide, 1};
-  }
-  int64_t at(int64_t group, int64_t row, int64_t column) const {
-    return group * group_step + row * row_step + column * column_step;
-  }
-};
-
 // `count` codes, one a byte, to where code `first` of a row starts; two a byte for E2M1, where `first` is even.
 inline void put_codes(DType type, const uint8_t* codes, int64_t count, uint8_t* row, int64_t first) {
   if (type != DType::u8) {
@@ -106,8 +86,5 @@ inline void take_codes(DType type, const uint8_t* row, int64_t first, int64_t co
   }
   for (int64_t i = 0; i < count; ++i) codes[i] = unpack_e2m1(row[(first + i) / 2], static_cast<int>(i % 2));
 }
-
-// Bytes of a row of codes.
-inline int64_t row_bytes(DType type, int64_t codes) { return type == DType::u8 ? divide_up(codes, 2) : codes; }
 
 }  // namespace grouped

@@ -60,6 +60,9 @@ bool addresses_suit(const GroupedMatmulAct& call, int alignment) {
 bool addresses_suit(const GroupedMatmulDact& call, int alignment) {
   return aligned({&call.lhs, &call.rhs, &call.hidden, &call.result, &call.activated}, alignment);
 }
+bool addresses_suit(const Quantize& call, int alignment) {
+  return aligned({&call.source, &call.values, &call.cross_values}, alignment);
+}
 
 template <class Call>
 bool ask(const Kernel<Call>& kernel, const Call& call, const Target& target, Choice<Call>* choice) {

@@ -136,6 +136,10 @@ Table<Quantize> table<Quantize>(Platform platform) {
 #endif
       quantize_any_cpu_plain,
   };
+#if GROUPED_WITH_CUDA
+  static const Kernel<Quantize> cuda[] = {quantize_fp8_cuda, quantize_any_cuda};
+  if (platform == Platform::cuda) return rows_of(cuda);
+#endif
   return rows_if(platform == Platform::cpu, cpu);
 }
 
@@ -149,12 +153,20 @@ Table<Dequantize> table<Dequantize>(Platform platform) {
 #endif
       dequantize_any_cpu_plain,
   };
+#if GROUPED_WITH_CUDA
+  static const Kernel<Dequantize> cuda[] = {dequantize_any_cuda};
+  if (platform == Platform::cuda) return rows_of(cuda);
+#endif
   return rows_if(platform == Platform::cpu, cpu);
 }
 
 template <>
 Table<ScaleUpdate> table<ScaleUpdate>(Platform platform) {
   static const Kernel<ScaleUpdate> cpu[] = {scale_update_any_cpu};
+#if GROUPED_WITH_CUDA
+  static const Kernel<ScaleUpdate> cuda[] = {scale_update_any_cuda};
+  if (platform == Platform::cuda) return rows_of(cuda);
+#endif
   return rows_if(platform == Platform::cpu, cpu);
 }
 

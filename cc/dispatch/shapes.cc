@@ -543,7 +543,10 @@ std::string disagreement(const Dequantize& call) {
   Check check;
   const int64_t groups = groups_of_source(&check, call.result, call.group_sizes);
   check.require(is_float(call.result.dtype), [&] { return Check::named("result", call.result) + ", expected floats"; });
-  check.require(call.block >= 0 && call.block_outer >= 1, [] { return "block, block_outer: expected none negative"; });
+  check.require(call.block == 0 || divides(call.block, 16), [] { return "block: expected 0, or 16 to 128"; });
+  check.require(call.block_outer == 1 || call.block_outer == call.block,
+                [] { return "block_outer: expected 1, or that of square blocks"; });
+  check.require(call.segment == 0 || divides(call.segment, 1), [] { return "segment: expected a divisor of 128"; });
   if (!check.wrong.empty()) return check.wrong;
   stored_form(&check, call, {"values", call.values, call.scales, call.group_scales}, call.result, call.cross != 0,
               groups);

@@ -58,6 +58,10 @@ extern const Kernel<RowDot> row_dot_any_cuda;
 extern const Kernel<ScaleRows> scale_rows_any_cuda;
 extern const Kernel<ActivationForward> activation_any_cuda;
 extern const Kernel<ActivationGrad> activation_grad_any_cuda;
+extern const Kernel<Quantize> quantize_fp8_cuda;  // where bandwidth counts
+extern const Kernel<Quantize> quantize_any_cuda;
+extern const Kernel<Dequantize> dequantize_any_cuda;
+extern const Kernel<ScaleUpdate> scale_update_any_cuda;
 
 // Two dense matrices of `lines` lines of `bytes` bytes side by side, at `to`; for cc/dispatch, which has no CUDA.
 void join_lines_cuda(void* to, const void* first, const void* second, int64_t lines, int64_t bytes, void* stream);

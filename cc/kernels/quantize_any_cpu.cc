@@ -173,9 +173,8 @@ class Job {
       const uint8_t code = candidate ? second : static_cast<uint8_t>(first.stored);
       float sums[kRotation] = {};
       for (int64_t line = 0; line < lines; ++line) {
-        float x[kRotation];
-        for (int64_t i = 0; i < length; ++i) x[i] = values[line * line_step + i * step];
-        sums[line] = nvfp4_row_error(x, static_cast<int>(length), code, group.decode, squares);
+        const float* x = values + line * line_step;
+        sums[line] = nvfp4_row_error(x, step, static_cast<int>(length), code, group.decode, squares);
       }
       costs[candidate] = call_.block_outer > 1 ? nvfp4_block_error(sums) : sums[0];
     }

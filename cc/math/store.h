@@ -1,9 +1,10 @@
 // What a quantiser does with the largest magnitude of a block: the rules of cc/math/scales.h behind one function, so
-// that kernels know no formats.
+// that kernels know no formats. And where stored scales lie (numerics 2.4).
 #pragma once
 
 #include <string>
 
+#include "cc/api/tensor.h"
 #include "cc/math/rotate.h"
 #include "cc/math/scales.h"
 
@@ -71,5 +72,28 @@ GROUPED_HOST_DEVICE static inline float stored_value(float code, float block, fl
   const float value = fl_mul(fl_mul(code, block), group);
   return is_nan_bits(magnitude_bits(value)) ? bits_float(kNanBits) : value;
 }
+
+GROUPED_HOST_DEVICE constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Bytes of a row of codes: E2M1 are two a byte.
+inline int64_t row_bytes(DType type, int64_t codes) { return type == DType::u8 ? divide_up(codes, 2) : codes; }
+
+// Where the block scales of one form lie: of (row of blocks, column of blocks) as the source has them.
+struct ScalePlace {
+  int64_t group_step;  // between the groups of weights
+  int64_t row_step;
+  int64_t column_step;
+
+  // `wide`: the columns of blocks of the whole source, and `tall` its rows of blocks: those of one weight, of all M
+  // rows (of P / b, in the padded form).
+  static ScalePlace of(const TensorView& scales, bool ragged, bool cross, int64_t tall, int64_t wide) {
+    if (!ragged) return cross ? ScalePlace{tall * wide, 1, tall} : ScalePlace{tall * wide, wide, 1};
+    if (!cross && scales.dtype == DType::f32) return {0, 1, tall};
+    return {0, wide, 1};
+  }
+  GROUPED_HOST_DEVICE int64_t at(int64_t group, int64_t row, int64_t column) const {
+    return group * group_step + row * row_step + column * column_step;
+  }
+};
 
 }  // namespace grouped

@@ -97,7 +97,8 @@ class Native:
     """A runner over NumPy arrays; every call that the oracle knows is checked on the very operands it got.
 
     Args:
-        kernel: pinned for the call it belongs to; a refusal skips the test with the kernel's reason. None: dispatch.
+        kernel: pinned for the call it belongs to; a refusal skips the test with the kernel's reason. Several, with
+            commas: the first that takes the call, and for addresses that it does not, the next. None: dispatch.
         dlpack: through the DLPack entry instead of plan and addresses.
         check: compare with the oracle.
         unaligned: operands and result start one element past an aligned address.
@@ -113,7 +114,7 @@ class Native:
         self.memory = _Gpu() if kernel and "_cpu" not in kernel else _Cpu()
 
     def __call__(self, call: Call, arrays: Sequence[Any]) -> tuple[Any, ...]:
-        if self.kernel in _native.kernels()[call.name]:
+        if self.kernel and self.kernel.split(",")[0] in _native.kernels()[call.name]:
             call = dataclasses.replace(call, implementation=self.kernel)
         plan = plans.attempt(call, self.memory.arch)
         if not plan.kernel:

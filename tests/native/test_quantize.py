@@ -296,7 +296,8 @@ def test_random_bits_follow_key_and_stream(kernel, rotate):
 def test_the_same_at_any_address_and_through_both_entries(kernel, format, case, dtype):
     x, sizes = rows_of(case, dtype)
     first = quantize(Native(kernel), x, format, (True, True), sizes, key=KEY)
-    for run in (Native(kernel, unaligned=True), Native(kernel, check=False, dlpack=True)):
+    anywhere = kernel if "_any_" in kernel else f"{kernel},quantize_any_cuda"
+    for run in (Native(anywhere, unaligned=True), Native(kernel, check=False, dlpack=True)):
         same(quantize(run, x, format, (True, True), sizes, key=KEY), first)
 
 
