@@ -1,14 +1,16 @@
 """How much of the memory's rate do small batches reach, where streaming the experts' weights is all that counts?
 
-    python benchmarks/bench_decode.py
+    python benchmarks/bench_decode.py [--formats mxfp8 nvfp4] [--cases decode_qwen3_64]
 
 Each call is replayed from a captured CUDA graph, beside PyTorch's `grouped_mm`. The share is the bytes that must move
 (weights of the experts that have rows, x and y) over the time, as a share of the rate of a large device copy in the
-same run; weights are rotated past the L2.
+same run; weights are rotated past the L2. With formats, bf16 rows meet weights that are stored so, and the bytes are
+those of codes and scales.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -16,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from benchmarks import baselines, harness
+from benchmarks import baselines, coded, harness
 from tests import cases
 
 ROTATED_BYTES = 256 << 20  # several times the L2
@@ -40,10 +42,37 @@ def captured(thunk: harness.Thunk, sets: int) -> harness.Thunk:
     return lambda i: graphs[i].replay()
 
 
+def measure_weights(case: cases.Case, formats: list[str], rate: float) -> None:
+    """Weights stored in each of `formats`; beside the share the time in microseconds."""
+    active = sum(size > 0 for size in case.sizes)
+    for name in formats:
+        _, weight = coded.specs(case, "forward", ("bf16", name))
+        stored = coded.bytes_of(weight)
+        sets = max(1, min(8, -(-ROTATED_BYTES // stored)))
+        thunk, kernel = coded.thunk(case, "forward", ("bf16", name), sets)
+        replay = captured(thunk, sets)
+        timing = harness.measure({name: replay}, clock=harness.cuda_clock, sets=sets, rounds=20, budget_s=1)[name]
+        moved = stored * active / case.groups + 2 * case.rows * (case.k + case.n)
+        share = moved / timing.median_us * 1e6 / rate
+        print(f"{case.name:<22}{name:<14}{kernel:<34}{timing.median_us:>10.1f}{share:>10.3f}", flush=True)
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--formats", nargs="+", default=[], help="of quantised weights")
+    parser.add_argument("--cases", nargs="+", default=[case.name for case in cases.select("decode")])
+    arguments = parser.parse_args()
+    chosen = [cases.named(name) for name in arguments.cases]
+    if arguments.formats:
+        rate = harness.copy_rate("cuda")
+        print(f"copy {rate / 1e12:.2f} TB/s")
+        for case in chosen:
+            measure_weights(case, arguments.formats, rate)
+        print(harness.machine())
+        return
     rate = harness.copy_rate("cuda")
     print(f"copy {rate / 1e12:.2f} TB/s\n{'case':<22}" + "".join(f"{name:>24}" for name in CANDIDATES))
-    for case in cases.select("decode"):
+    for case in chosen:
         weight_bytes = 2 * case.groups * case.k * case.n
         sets = max(1, min(8, -(-ROTATED_BYTES // weight_bytes)))
         work = baselines.make_work("forward", "bfloat16", list(case.sizes), case.rows, case.k, case.n, "cuda", sets)

@@ -310,7 +310,7 @@ class _Activated:
         return self._scaled(self._slopes(hidden)[0], spec.dtype, 0)
 
     def _gradients(self) -> dict[str, Bounded]:
-        fused = "_composed_" not in self.kernel and "_cpu" not in self.kernel
+        fused = not any(word in self.kernel for word in ("_composed_", "_widened_", "_cpu"))
         if self.call.name == "activation_grad":
             hidden, dz = self.o["rows"], self.o["grad"]
         else:  # a fused kernel keeps dz in fp32

@@ -49,7 +49,8 @@ struct OperandScales {
 //   accumulate is not written. lhs_half and rhs_half: 1, 2 read the first, second half of that operand's columns only.
 //   Quantised operands have rows padded to segments: with `segment` = S, group g starts at row S * sum of
 //   ceil(size / S) of the groups before it, of a fixed number P of rows; lhs is [P, A], rhs [P, B], or, with `turned`,
-//   [A, P] and [B, P]. Everything between a group's last row and its segment's end counts as zero codes.
+//   [A, P] and [B, P]. A group's segment is contracted whole: behind its last row lie zero codes, or the rest of a
+//   rotated block.
 // A weight may be two arrays of equal shape, `rhs` and `rhs_up` (halves.h): the bits are those of one array. Neither
 // that nor halves of columns stand beside quantised operands.
 // Shapes of block scales, C contracted, b the block: float32 [C/b, M] for lhs, [G, N/outer, C/b] for rhs; with segments
@@ -495,11 +496,12 @@ struct ScaleUpdate {
 };
 
 // The list that every binding iterates over.
-#define GROUPED_CALLS(X)                                                                                   \
-  X(GroupedMatmul)                                                                                         \
-  X(GroupSum)                                                                                              \
-  X(RowDot)                                                                                                \
-  X(ScaleRows) X(GroupedMatmulAct) X(GroupedMatmulDact) X(ActivationForward) X(ActivationGrad) X(Quantize) \
-      X(Dequantize) X(ScaleUpdate)
+#define GROUPED_CALLS(X)                                                                                    \
+  X(GroupedMatmul)                                                                                          \
+  X(GroupSum)                                                                                               \
+  X(RowDot)                                                                                                 \
+  X(ScaleRows)                                                                                              \
+  X(GroupedMatmulAct) X(GroupedMatmulDact) X(ActivationForward) X(ActivationGrad) X(Quantize) X(Dequantize) \
+      X(ScaleUpdate)
 
 }  // namespace grouped

@@ -5,11 +5,10 @@
 #include <string>
 
 #include "cc/api/context.h"
+#include "cc/api/operands.h"
 #include "cc/api/tensor.h"
 
 namespace grouped {
-
-inline bool is_plain(DType dtype) { return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16; }
 
 // The reason to refuse, or nothing: absent operands pass.
 inline std::string refuses_unless_plain(const char* name, const TensorView& operand) {

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "cc/device/factor.cuh"
 #include "cc/device/groups.cuh"
 #include "cc/device/values.cuh"
 
@@ -20,6 +21,8 @@ struct Problem {
   const char* rhs;
   const char* bias;
   const float* row_scale;
+  const float* lhs_factors;  // [groups], or null
+  const float* rhs_factors;
   char* result;
   const int64_t* rhs_table;
   const int64_t* bias_table;
@@ -127,10 +130,12 @@ __device__ inline Finish finish_at(const Problem& p, const Place& at) {
              (static_cast<int64_t>(at.first_row) * p.cols + at.first_col) * bytes_of(p.result_type);
   f.result_stride = p.cols;
   f.result_type = p.result_type;
+  f.factor = 1.0f;
   f.rows = at.rows;
   f.cols = at.cols;
   f.vectors = at.cols % 8 == 0 && aligned(f.result) && f.result_stride * bytes_of(f.result_type) % 16 == 0;
   if (at.depth == 0) return f;
+  f.factor = group_factor(p.lhs_factors, p.rhs_factors, at.group);
   if (p.bias_table) {
     f.bias = element(reinterpret_cast<const char*>(p.bias_table[at.group]), p.bias_type, at.first_col);
   } else if (p.bias) {

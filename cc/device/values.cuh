@@ -138,6 +138,7 @@ struct Finish {
   int64_t result_stride;   // elements from one row to the next
   const void* bias;        // null: none
   const float* row_scale;  // null: none
+  float factor;            // of the sums, first of all
   DType result_type;
   DType bias_type;
   bool scale_bias;  // row_scale multiplies the bias alone
@@ -154,6 +155,11 @@ template <int R, int W>
 __device__ void finish_rows(const Finish& f, int row, int step, int col, float (&sums)[R][W]) {
   if (col >= f.cols) return;
   const int64_t first = row * f.result_stride + col, row_step = step * f.result_stride;
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+#pragma unroll
+    for (int i = 0; i < W; ++i) sums[r][i] = __fmul_rn(sums[r][i], f.factor);
+  }
   float scales[R];
   if (f.row_scale) {
 #pragma unroll

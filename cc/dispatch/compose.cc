@@ -138,6 +138,9 @@ void launch(const Call& call, const Context& context) {
 
 }  // namespace
 
+GroupedMatmul product_inside(const GroupedMatmulAct& call) { return parts(call, nullptr).product; }
+GroupedMatmul product_inside(const GroupedMatmulDact& call) { return parts(call, nullptr).product; }
+
 #define GROUPED_COMPOSED(Call, name) const Kernel<Call> name = {#name, refuses<Call>, workspace<Call>, launch<Call>};
 GROUPED_COMPOSED(GroupedMatmulAct, grouped_matmul_act_composed_cpu)
 GROUPED_COMPOSED(GroupedMatmulDact, grouped_matmul_dact_composed_cpu)

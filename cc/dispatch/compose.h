@@ -7,6 +7,10 @@
 
 namespace grouped {
 
+// The product inside of a fused call, with its result's type and shape, nowhere yet.
+GroupedMatmul product_inside(const GroupedMatmulAct& call);
+GroupedMatmul product_inside(const GroupedMatmulDact& call);
+
 extern const Kernel<GroupedMatmul> grouped_matmul_joined_cpu;
 extern const Kernel<GroupedMatmulAct> grouped_matmul_act_composed_cpu;
 extern const Kernel<GroupedMatmulDact> grouped_matmul_dact_composed_cpu;

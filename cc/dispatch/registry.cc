@@ -1,6 +1,7 @@
 // The tables, best first, one a platform. A kernel that is not listed here does not exist; nothing registers itself.
 #include "cc/dispatch/compose.h"
 #include "cc/dispatch/dispatch.h"
+#include "cc/dispatch/widen.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -33,7 +34,8 @@ Table<GroupedMatmul> table<GroupedMatmul>(Platform platform) {
   };
 #if GROUPED_WITH_CUDA
   static const Kernel<GroupedMatmul> cuda[] = {
-      grouped_matmul_bf16_sm90,   grouped_matmul_bf16_wgrad_sm90, grouped_matmul_fp32_sm90,
+      grouped_matmul_bf16_sm90,        grouped_matmul_bf16_wgrad_sm90, grouped_matmul_fp32_sm90,
+      grouped_matmul_weight_only_sm90, grouped_matmul_widened_cuda,
       grouped_matmul_joined_cuda,  // before the last row: where a kernel above takes the joined weight, its bits count
       grouped_matmul_any_cuda,
   };
@@ -76,7 +78,8 @@ template <>
 Table<GroupedMatmulAct> table<GroupedMatmulAct>(Platform platform) {
   static const Kernel<GroupedMatmulAct> cpu[] = {grouped_matmul_act_composed_cpu};
 #if GROUPED_WITH_CUDA
-  static const Kernel<GroupedMatmulAct> cuda[] = {grouped_matmul_act_bf16_sm90, grouped_matmul_act_composed_cuda};
+  static const Kernel<GroupedMatmulAct> cuda[] = {grouped_matmul_act_bf16_sm90, grouped_matmul_act_widened_cuda,
+                                                  grouped_matmul_act_composed_cuda};
   if (platform == Platform::cuda) return rows_of(cuda);
 #endif
   return rows_if(platform == Platform::cpu, cpu);
@@ -86,7 +89,8 @@ template <>
 Table<GroupedMatmulDact> table<GroupedMatmulDact>(Platform platform) {
   static const Kernel<GroupedMatmulDact> cpu[] = {grouped_matmul_dact_composed_cpu};
 #if GROUPED_WITH_CUDA
-  static const Kernel<GroupedMatmulDact> cuda[] = {grouped_matmul_dact_bf16_sm90, grouped_matmul_dact_composed_cuda};
+  static const Kernel<GroupedMatmulDact> cuda[] = {grouped_matmul_dact_bf16_sm90, grouped_matmul_dact_widened_cuda,
+                                                   grouped_matmul_dact_composed_cuda};
   if (platform == Platform::cuda) return rows_of(cuda);
 #endif
   return rows_if(platform == Platform::cpu, cpu);

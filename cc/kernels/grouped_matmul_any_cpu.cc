@@ -14,8 +14,6 @@
 namespace grouped {
 namespace {
 
-bool is_code(DType dtype) { return dtype == DType::e4m3fn || dtype == DType::e5m2 || dtype == DType::u8; }
-
 std::string refuses_operand(const char* name, const TensorView& operand) {
   return is_code(operand.dtype) ? "" : refuses_unless_plain(name, operand);
 }
@@ -27,21 +25,7 @@ std::string refuses_operands(const GroupedMatmul& call, const Target& target) {
                    odd ? "contracts a weight in two arrays if both are even; rhs is " + describe(call.rhs) : ""});
 }
 
-// What operands are multiplied as (numerics 4). Codes, with E8M0 or E4M3 scales too, are bfloat16 numbers; with float32
-// scales they are not.
-DType multiplied_type(const GroupedMatmul& call) {
-  if (call.lhs.dtype == call.rhs.dtype && is_plain(call.lhs.dtype)) return call.lhs.dtype;
-  for (const TensorView* scales : {&call.scales.lhs_scales, &call.scales.rhs_scales}) {
-    if (scales->present() && scales->dtype == DType::f32) return DType::f32;
-  }
-  const auto narrow = [](DType dtype) { return dtype == DType::bf16 || is_code(dtype); };
-  return narrow(call.lhs.dtype) && narrow(call.rhs.dtype) ? DType::bf16 : DType::f32;
-}
-
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Elements along the last axis; uint8 holds two codes a byte.
-int64_t last_axis(const TensorView& t) { return t.dims[t.rank - 1] * (t.dtype == DType::u8 ? 2 : 1); }
 
 // A block of the result: of the matrix in ragged rows, of group's matrix in ragged contraction.
 struct Task {
@@ -71,8 +55,7 @@ struct Problem {
         segment(call.segment) {
     rows = ragged_rows ? 0 : call.result.dims[1];
     columns = call.result.dims[call.result.rank - 1];
-    // Where one operand has two codes a byte and the other has not, the last code may stand for nothing.
-    depth = ragged_rows ? std::min(last_axis(call.lhs), contracted(call)) : 0;
+    depth = ragged_rows ? contracted_length(call) : 0;
     column_parts = ragged_rows && call.rhs_up.present() && !contracts_pair(call) ? 2 : 1;
     int64_t first = 0;
     for (int64_t g = 0; g < static_cast<int64_t>(ends.size()); ++g) {
@@ -88,12 +71,6 @@ struct Problem {
   int64_t depth_of(int64_t g) const {
     if (ragged_rows) return depth;
     return segment ? ceil_div(size(g), segment) * segment : size(g);
-  }
-
- private:
-  static int64_t contracted(const GroupedMatmul& call) {
-    const TensorView rhs = whole_rhs(call);
-    return call.rhs_axis == 2 ? last_axis(rhs) : rhs.dims[1];
   }
 };
 

@@ -20,6 +20,7 @@
 
 #include "cc/api/calls.h"
 #include "cc/api/halves.h"
+#include "cc/api/operands.h"
 #include "cc/device/groups.cuh"
 #include "cc/device/mma.cuh"
 #include "cc/device/place.cuh"
@@ -548,10 +549,7 @@ std::string refuses(const GroupedMatmul& call, const Target& target) {
     return "takes two operands of float32, bfloat16 or float16, or two of float8, got " + describe(call.lhs) + " and " +
            describe(call.rhs);
   }
-  if (call.segment || call.scales.lhs_block || call.scales.rhs_block || call.scales.lhs_group_scales.present() ||
-      call.scales.rhs_group_scales.present()) {
-    return "takes no scaled operands";
-  }
+  if (call.segment || call.scales.lhs_block || call.scales.rhs_block) return "takes no scales but those of groups";
   if (!is_wide(call.result.dtype)) return "gives float32, bfloat16 or float16, not " + describe(call.result);
   if (call.bias.present() && !is_wide(call.bias.dtype)) {
     return "takes a bias of float32, bfloat16 or float16, got " + describe(call.bias);
@@ -589,6 +587,8 @@ Problem describe_problem(const GroupedMatmul& call, const Context& context) {
   p.rhs = call.rhs.as<const char>() + rhs_columns.first * dtype_bytes(call.rhs.dtype);
   p.bias = call.bias.present() ? call.bias.as<const char>() : nullptr;
   p.row_scale = call.row_scale.present() ? call.row_scale.as<const float>() : nullptr;
+  p.lhs_factors = floats_or_null(call.scales.lhs_group_scales);
+  p.rhs_factors = floats_or_null(call.scales.rhs_group_scales);
   p.result = call.result.as<char>();
   p.rhs_table = call.rhs_table.present() ? call.rhs_table.as<const int64_t>() : nullptr;
   p.bias_table = call.bias_table.present() ? call.bias_table.as<const int64_t>() : nullptr;

@@ -17,6 +17,8 @@
 #include "cc/api/calls.h"
 #include "cc/api/halves.h"
 #include "cc/api/kernel.h"
+#include "cc/api/operands.h"
+#include "cc/device/factor.cuh"
 #include "cc/device/launch.h"
 #include "cc/device/pipeline.cuh"
 #include "cc/device/rows.cuh"
@@ -121,11 +123,31 @@ struct RowsProduct {
   }
 };
 
+// The same with sums that are multiplied by their group's scales first: of widened operands, whose weights lie as [G,
+// N, K]. A kernel of its own, so that products without scales keep theirs.
+struct ScaledParams : MatmulParams {
+  const float* lhs_scales;  // [groups], or null
+  const float* rhs_scales;
+};
+
+template <class T, class Out, Major kWeights, class Shape_>
+struct ScaledRowsProduct : RowsProduct<T, Out, kWeights, Shape_> {
+  using Params = ScaledParams;
+  using Base = RowsProduct<T, Out, kWeights, Shape_>;
+  static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[Shape_::kCols / 2],
+                               Slots<Shape_::kSlots>& slots, NothingHeld& held) {
+    const float factor = device::group_factor(p.lhs_scales, p.rhs_scales, work.group);
+#pragma unroll
+    for (int i = 0; i < Shape_::kCols / 2; ++i) acc[i] *= factor;
+    Base::store(p, work, row, cols, acc, slots, held);
+  }
+};
+
 template <const TileChoice& kChoice>
 using TileOf = TileShape<kChoice.cols, kChoice.stages, kChoice.slots>;
 
 template <class Product>
-void launch_product(const MatmulParams& p, int64_t row_tiles, void* stream) {
+void launch_product(const typename Product::Params& p, int64_t row_tiles, void* stream) {
   constexpr int kCols = Product::Shape::kCols, kBytes = Product::Shape::kSharedBytes;
   allow_shared_memory<grouped_product_sm90<Product>>(kBytes);
   const int64_t items = row_tiles * ((p.cols + 2 * kCols - 1) / (2 * kCols)), pairs = multiprocessors() / 2;
@@ -151,6 +173,15 @@ void launch_rows(const GroupedMatmul& call, MatmulParams p, int64_t row_tiles, v
     p.rhs_up = tensor_map(call.rhs_up.data, call.rhs.dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows);
   }
   p.out = tensor_map(call.result.data, call.result.dtype, ragged_shape(n, call.result.dtype), 128 / sizeof(Out), 16);
+  if constexpr (kWeights == Major::k && std::is_same_v<T, __nv_bfloat16>) {
+    if (has_group_scales(call.scales)) {
+      ScaledParams scaled{};
+      static_cast<MatmulParams&>(scaled) = p;
+      scaled.lhs_scales = floats_or_null(call.scales.lhs_group_scales);
+      scaled.rhs_scales = floats_or_null(call.scales.rhs_group_scales);
+      return launch_product<ScaledRowsProduct<T, Out, kWeights, Shape>>(scaled, row_tiles, stream);
+    }
+  }
   launch_product<Product>(p, row_tiles, stream);
 }
 
@@ -187,6 +218,10 @@ std::string refuses(const GroupedMatmul& c, const Target& target) {
   }
   if (c.bias.present() && c.bias.dtype != c.lhs.dtype && c.bias.dtype != DType::f32) {
     return std::string("takes a bias of the operands' type or float32, not ") + dtype_name(c.bias.dtype);
+  }
+  if (!has_plain_operands(c)) return "takes no scales of blocks";
+  if (has_group_scales(c.scales) && (c.lhs.dtype != DType::bf16 || c.rhs_axis != 2)) {
+    return "takes scales of groups beside bfloat16 operands and weights stored [G, N, K] alone";
   }
   if (c.accumulate) return "does not accumulate into ragged rows";
   // Blocks of k then begin where those of one array do, so sums are added in the same order.

@@ -17,6 +17,8 @@
 #include "cc/api/calls.h"
 #include "cc/api/halves.h"
 #include "cc/api/kernel.h"
+#include "cc/api/operands.h"
+#include "cc/device/factor.cuh"
 #include "cc/device/launch.h"
 #include "cc/device/pipeline.cuh"
 #include "cc/dispatch/tiles_sm90.h"
@@ -208,14 +210,39 @@ struct ContractionProduct {
   static __device__ void clear_tail(const Params&, const Work&, uint32_t, int) {}
 };
 
+// The same with sums that are multiplied by their group's scales before anything is added: of widened operands.
+struct ScaledContractionParams : ContractionParams {
+  const float* lhs_scales;  // [groups], or null
+  const float* rhs_scales;
+};
+
+template <class T, class Out, class Shape_>
+struct ScaledContractionProduct : ContractionProduct<T, Out, Shape_> {
+  using Params = ScaledContractionParams;
+  using Base = ContractionProduct<T, Out, Shape_>;
+  static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[Shape_::kCols / 2],
+                               Slots<Shape_::kSlots>& slots, typename Base::Epilogue& held) {
+    const float factor = device::group_factor(p.lhs_scales, p.rhs_scales, work.group);
+#pragma unroll
+    for (int i = 0; i < Shape_::kCols / 2; ++i) acc[i] *= factor;
+    Base::store(p, work, row, cols, acc, slots, held);
+  }
+};
+
 using Shape = TileShape<kManySlots.cols, kManySlots.stages, kManySlots.slots>;
+
+template <class Product>
+void launch_product(const typename Product::Params& p, unsigned grid, void* stream) {
+  constexpr int kBytes = Shape::kSharedBytes;
+  allow_shared_memory<grouped_product_sm90<Product>>(kBytes);
+  grouped_product_sm90<Product><<<grid, kThreads, kBytes, static_cast<cudaStream_t>(stream)>>>(p);
+  GROUPED_CUDA_CHECK(cudaGetLastError());
+}
 
 template <class T, class Out>
 void launch_types(const GroupedMatmul& call, ContractionParams p, void* stream) {
   using Product = ContractionProduct<T, Out, Shape>;
   using Rhs = typename Product::Rhs;
-  constexpr int kBytes = Shape::kSharedBytes;
-  allow_shared_memory<grouped_product_sm90<Product>>(kBytes);
   const DType in = call.lhs.dtype, out = call.result.dtype;
   // Without rows nothing is loaded, but a map wants an address.
   const bool empty = call.lhs.dims[0] == 0;
@@ -232,8 +259,16 @@ void launch_types(const GroupedMatmul& call, ContractionParams p, void* stream) 
   const int row_tiles = (p.rows + kTileRows - 1) / kTileRows, col_tiles = (p.cols + Shape::kCols - 1) / Shape::kCols;
   const int64_t items = pair_count(row_tiles, col_tiles) * p.groups, pairs = multiprocessors() / 2;
   const unsigned grid = 2 * unsigned(items < pairs ? items : pairs);
-  grouped_product_sm90<Product><<<grid, kThreads, kBytes, static_cast<cudaStream_t>(stream)>>>(p);
-  GROUPED_CUDA_CHECK(cudaGetLastError());
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    if (has_group_scales(call.scales)) {
+      ScaledContractionParams scaled{};
+      static_cast<ContractionParams&>(scaled) = p;
+      scaled.lhs_scales = floats_or_null(call.scales.lhs_group_scales);
+      scaled.rhs_scales = floats_or_null(call.scales.rhs_group_scales);
+      return launch_product<ScaledContractionProduct<T, Out, Shape>>(scaled, grid, stream);
+    }
+  }
+  launch_product<Product>(p, grid, stream);
 }
 
 std::string refuses(const GroupedMatmul& c, const Target& target) {
@@ -248,6 +283,10 @@ std::string refuses(const GroupedMatmul& c, const Target& target) {
   }
   if (c.result.dtype != c.lhs.dtype && c.result.dtype != DType::f32) {
     return std::string("gives the operands' type or float32, not ") + dtype_name(c.result.dtype);
+  }
+  if (!has_plain_operands(c) || c.segment) return "takes no scales of blocks and no segments";
+  if (has_group_scales(c.scales) && c.lhs.dtype != DType::bf16) {
+    return "takes scales of groups beside bfloat16 operands alone";
   }
   const int64_t m = c.lhs.dims[0], a = columns_read(c.lhs, c.lhs_half).count, b = columns_read(c.rhs, c.rhs_half).count;
   if (m >= kRagged) return "takes fewer than 2^30 rows";

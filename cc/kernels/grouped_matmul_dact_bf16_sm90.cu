@@ -14,6 +14,7 @@
 //   128 x 128   128 a thread   5 x 32 KiB   2 x 24 KiB   40 / 232
 #include "cc/api/calls.h"
 #include "cc/api/kernel.h"
+#include "cc/api/operands.h"
 #include "cc/device/dact.cuh"
 #include "cc/device/launch.h"
 #include "cc/device/pipeline.cuh"
@@ -277,6 +278,7 @@ void launch_weights(const GroupedMatmulDact& call, const DactParams& p, cudaStre
 
 std::string refuses(const GroupedMatmulDact& c, const Target& target) {
   if (target.platform != Platform::cuda || target.sm != 90 || !target.sm_a) return "needs an sm_90a GPU";
+  if (!has_plain_operands(c) || has_group_scales(c.scales)) return "takes no scaled operands";
   if (c.lhs.dtype != DType::bf16 && c.lhs.dtype != DType::f16) {
     return std::string("takes bfloat16 and float16; lhs is ") + dtype_name(c.lhs.dtype);
   }

@@ -14,6 +14,7 @@
 #include "cc/api/calls.h"
 #include "cc/api/halves.h"
 #include "cc/api/kernel.h"
+#include "cc/api/operands.h"
 #include "cc/device/groups.cuh"
 #include "cc/device/launch.h"
 #include "cc/device/pipeline_tf32.cuh"
@@ -351,6 +352,7 @@ std::string refuses(const GroupedMatmul& c, const Target& target) {
   for (const TensorView* t : {&c.lhs, &c.rhs}) {
     if (t->dtype != DType::f32) return "takes two operands of float32, got " + describe(*t);
   }
+  if (!has_plain_operands(c) || has_group_scales(c.scales) || c.segment) return "takes no scaled operands";
   if (c.fp32_mode != "tf32" && c.fp32_mode != "tf32x3") {
     return "multiplies in tf32 and tf32x3; this call wants " + c.fp32_mode;
   }

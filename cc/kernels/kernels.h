@@ -46,6 +46,8 @@ extern const Kernel<ScaleUpdate> scale_update_any_cpu;
 // Hopper's tensor cores (wgmma): bf16 and fp16, ragged rows and the contraction over rows.
 extern const Kernel<GroupedMatmul> grouped_matmul_bf16_sm90;
 extern const Kernel<GroupedMatmul> grouped_matmul_bf16_wgrad_sm90;
+// Few bf16 rows against quantised weights, which are widened in registers.
+extern const Kernel<GroupedMatmul> grouped_matmul_weight_only_sm90;
 // The same for fp32 in the modes tf32 and tf32x3.
 extern const Kernel<GroupedMatmul> grouped_matmul_fp32_sm90;
 extern const Kernel<GroupedMatmulAct> grouped_matmul_act_bf16_sm90;

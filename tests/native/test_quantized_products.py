@@ -50,7 +50,17 @@ CONTRACTED = (
 # Several blocks of every length along each axis, several tiles, nothing aligned; then with rows of whole 16 bytes.
 LONG = cases.Case("long", (150, 0, 61, 301), 530, 300, 277, frozenset())
 ALIGNED = cases.Case("long_16", (150, 0, 61, 301), 530, 320, 288, frozenset())
-CASES = (LONG, ALIGNED, *(cases.named(n) for n in ("jagged", "tail", "idle_ends", "clamped", "k_n_odd", "all_empty")))
+# Few rows a group, some of them more than a tile of the kernel for few rows takes; columns and depth no whole tiles.
+FEW = tuple(
+    cases.Case(f"few_{i}", sizes, sum(sizes) + 3, 416, 296, frozenset())
+    for i, sizes in enumerate(((3, 0, 45, 9), (70, 0, 30, 20), (150, 1, 0, 60)))
+)
+CASES = (
+    LONG,
+    ALIGNED,
+    *FEW,
+    *(cases.named(n) for n in ("jagged", "tail", "idle_ends", "clamped", "k_n_odd", "all_empty")),
+)
 
 Operand = NDArray[Any] | QTensor[NDArray[Any]]
 
@@ -108,18 +118,28 @@ def contracted_operands(formats: tuple[str, str], case: cases.Case) -> tuple[Ope
     return lhs, operand(formats[1], (case.rows, case.n), 0, sizes, "dy")
 
 
-@pytest.mark.rule("QNT-1", "GRP-4", "GRP-5", "GRP-6", "MAT-8", "MAT-9")
-@each_kernel
-@pytest.mark.matrix(
-    formats=(*ROWS, *WEIGHT_ONLY),
-    case=CASES,
-    bias=(None, *cases.DTYPES),
-    row_scale=(False, True),
-    scale_bias=(False, True),
-    result=cases.DTYPES,
-    valid=lambda bias, row_scale, scale_bias, **_: not scale_bias or (bias and row_scale),
-)
-def test_rows(kernel, formats, case, bias, row_scale, scale_bias, result):
+def has_row_scale(bias: str | None, row_scale: bool, scale_bias: bool, **_: Any) -> bool:
+    return not scale_bias or (bias is not None and row_scale)
+
+
+EPILOGUES: dict[str, Any] = {
+    "bias": (None, *cases.DTYPES),
+    "row_scale": (False, True),
+    "scale_bias": (False, True),
+    "result": cases.DTYPES,
+    "valid": has_row_scale,
+}
+
+
+def rows_product(
+    kernel: str,
+    formats: tuple[str, str],
+    case: cases.Case,
+    bias: str | None,
+    row_scale: bool,
+    scale_bias: bool,
+    result: str,
+) -> None:
     lhs, rhs = rows_operands(formats, case)
     scale = cases.normal((case.rows,), "float32", "row_scale")
     scale[case.valid :] = cases.TAIL
@@ -130,6 +150,20 @@ def test_rows(kernel, formats, case, bias, row_scale, scale_bias, result):
     }
     found = product(Native(kernel), lhs, rhs, sizes_of(case), (1, 2), result, **options)
     asserts.zero(found[case.valid :], "tail")
+
+
+@pytest.mark.rule("QNT-1", "GRP-4", "GRP-5", "GRP-6", "MAT-8", "MAT-9")
+@each_kernel
+@pytest.mark.matrix(formats=(*ROWS, *WEIGHT_ONLY), case=CASES, **EPILOGUES)
+def test_rows(kernel, formats, case, bias, row_scale, scale_bias, result):
+    rows_product(kernel, formats, case, bias, row_scale, scale_bias, result)
+
+
+@pytest.mark.rule("QNT-1", "GRP-4", "GRP-5", "GRP-6", "MAT-8", "MAT-9")
+@each_kernel
+@pytest.mark.matrix(formats=tuple(("bf16", weight) for weight in WEIGHTS), case=FEW, **EPILOGUES)
+def test_few_rows(kernel, formats, case, bias, row_scale, scale_bias, result):
+    rows_product(kernel, formats, case, bias, row_scale, scale_bias, result)
 
 
 @pytest.mark.rule("QNT-1", "GRP-4", "GRP-5", "MAT-11")
@@ -152,19 +186,23 @@ def test_contractions(kernel, formats, case, result, accumulate):
             asserts.zero(found[g], f"gradient of empty group {g}")
 
 
+DEPTH = 160
+"""Of products of single codes: more than one stage of any kernel, whole blocks of all lengths that the test has."""
 ONE = {"uint8": 2, "float8_e4m3fn": 0x38, "float8_e5m2": 0x3C, "float8_e8m0fnu": 127}
 """The code of 1."""
 
 
 def first_column(format: Format, codes: NDArray[np.uint8]) -> QTensor[NDArray[Any]]:
     """[codes, C] rows, or [1, 8, C] weights, with the codes in the first column, zeros beside it and all scales 1."""
-    depth = format.block or 2
+    depth = DEPTH
     wide = np.zeros((*codes.shape, depth), np.uint8)
     wide[..., 0] = codes
     values = rounding.pack(wide) if format.values == "uint8" else wide.view(cases.numpy_dtype(format.values))
     scales = None
     if format.scales:
-        scales = np.full((*codes.shape, 1), ONE[format.scales], np.uint8).view(cases.numpy_dtype(format.scales))
+        scales = np.full((*codes.shape, DEPTH // format.block), ONE[format.scales], np.uint8).view(
+            cases.numpy_dtype(format.scales)
+        )
     factors = np.ones(1, np.float32) if format.rule == "nvfp4" or not format.block else None
     return QTensor(values, scales, factors, format, codes.ndim, (*codes.shape, depth), "bfloat16")
 
@@ -183,7 +221,7 @@ def test_every_code_alone(kernel, name, side):
     expected = rounding.decode(codes, "float4_e2m1fn" if format.values == "uint8" else format.values)
     run = Native(kernel, check=False)
     if side == "rhs":
-        ones = np.zeros((8, format.block or 2), cases.numpy_dtype("bfloat16"))
+        ones = np.zeros((8, DEPTH), cases.numpy_dtype("bfloat16"))
         ones[:, 0] = 1
         found = product(run, ones, first_column(format, codes[None]), sizes_of_one(8), (1, 2), "float32")[0]
     else:
@@ -201,7 +239,7 @@ def sizes_of_one(rows: int) -> NDArray[np.int32]:
 @each_kernel
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4"])
 def test_a_scale_of_nan_is_a_block_of_nan(kernel, name):
-    case = cases.named("jagged")
+    case = FEW[0]
     lhs, rhs = rows_operands(("bf16", name), case)
     assert isinstance(rhs, QTensor)
     run = Native(kernel, check=False)
@@ -218,17 +256,21 @@ def test_a_scale_of_nan_is_a_block_of_nan(kernel, name):
 @each_kernel
 @pytest.mark.parametrize("formats", [("fp8_1x128", "fp8_128x128"), ("mxfp8", "mxfp8"), ("bf16", "nvfp4")])
 def test_the_same_bits_twice_and_at_any_address(kernel, formats):
-    lhs, rhs = rows_operands(formats, LONG)
-    first = product(Native(kernel), lhs, rhs, sizes_of(LONG), (1, 2), "bfloat16")
-    for run in (Native(kernel), Native(kernel, unaligned=True), Native(kernel, check=False, dlpack=True)):
-        asserts.bitwise(product(run, lhs, rhs, sizes_of(LONG), (1, 2), "bfloat16"), first)
+    case = FEW[1] if "_weight_only_" in kernel else LONG
+    lhs, rhs = rows_operands(formats, case)
+    first = product(Native(kernel), lhs, rhs, sizes_of(case), (1, 2), "bfloat16")
+    others = [Native(kernel), Native(kernel, check=False, dlpack=True)]
+    if "_sm90" not in kernel:  # pinned, these want aligned addresses
+        others.append(Native(kernel, unaligned=True))
+    for run in others:
+        asserts.bitwise(product(run, lhs, rhs, sizes_of(case), (1, 2), "bfloat16"), first)
 
 
 @pytest.mark.rule("GRP-7")
 @each_kernel
-@pytest.mark.parametrize("formats", [("fp8_tensor", "fp8_tensor"), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4")])
+@pytest.mark.parametrize("formats", [("fp8_tensor", "fp8_tensor"), ("mxfp8", "mxfp8"), ("bf16", "nvfp4")])
 def test_tails_of_a_callers_buffer_are_left_alone(kernel, formats):
-    case = cases.named("tail")
+    case = FEW[0]
     lhs, rhs = rows_operands(formats, case)
     buffer = np.full((case.rows, case.n), cases.SENTINEL, cases.numpy_dtype("bfloat16"))
     found = product(Native(kernel), lhs, rhs, sizes_of(case), (1, 2), "bfloat16", into=buffer)
@@ -262,7 +304,7 @@ def test_two_arrays_and_halves_of_columns_are_refused(formats):
 @pytest.mark.parametrize(
     "formats", [("fp8_1x128", "fp8_128x128"), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4_2d"), ("bf16", "mxfp4")]
 )
-@pytest.mark.parametrize("case", [cases.named("jagged"), ALIGNED], ids=str)
+@pytest.mark.parametrize("case", [cases.named("jagged"), ALIGNED, FEW[0]], ids=str)
 def test_activations(kernel, formats, case):
     """Behind a product of quantised operands, and their gradients; what lies between is bfloat16."""
     activation = Activation("swiglu")
