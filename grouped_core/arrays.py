@@ -48,10 +48,10 @@ class ArrayRunner:
     """Runs native calls on arrays of the library and the device of `like`; results belong to that library."""
 
     def __init__(self, like: Array | QTensor[Any]) -> None:
-        like: Array = like.values if isinstance(like, QTensor) else like
-        device, index = like.__dlpack_device__()
+        array: Array = like.values if isinstance(like, QTensor) else like
+        device, index = array.__dlpack_device__()
         self.arch = "cpu" if int(device) == _CPU else _native.device_arch(int(index))
-        self.xp = _namespace(like)
+        self.xp = _namespace(array)
 
     def __call__(self, call: Call, arrays: Sequence[Array | None]) -> tuple[Array, ...]:
         """Runs `call`; a result that aliases an operand is that operand."""
