@@ -57,9 +57,8 @@ class Check {
   template <class Call>
   TensorView whole_weight(const Call& call) {
     if (!call.rhs_up.present()) return call.rhs;
-    require(!has_codes(call), [&] {
-      return named("rhs_up", call.rhs_up) + ", expected none beside quantised operands; pass one array";
-    });
+    require(!has_codes(call),
+            [&] { return named("rhs_up", call.rhs_up) + ", expected none beside quantised operands; pass one array"; });
     require(call.rhs_axis == 1 || call.rhs_axis == 2, [] { return "rhs_axis: expected 1 or 2"; });
     rank("lhs", call.lhs, 2);
     rank("rhs", call.rhs, 3);
