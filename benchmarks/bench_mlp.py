@@ -50,9 +50,10 @@ class Work:
         _, wide, k = self.wi.shape
         return 2.0 * self.rows * k * (wide + wide // 2)
 
-    def leaves(self, transposed: bool) -> list[torch.Tensor]:
-        """x, wi and wo, needing gradients, in one of the layouts."""
-        weights = [self.wi, self.wo] if transposed else [w.transpose(1, 2).contiguous() for w in (self.wi, self.wo)]
+    def leaves(self, transposed: bool, halves: bool = False) -> list[torch.Tensor]:
+        """x, wi and wo, needing gradients, in one of the layouts; wi may be its halves."""
+        weights = [*(self.wi.chunk(2, dim=1) if halves else [self.wi]), self.wo]
+        weights = [(w if transposed else w.transpose(1, 2)).contiguous() for w in weights]
         return [each.detach().requires_grad_() for each in (self.x, *weights)]
 
 
@@ -74,7 +75,8 @@ def make_work(case: cases.Case, dtype: str, device: str) -> Work:
     )
 
 
-Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Function = Callable[..., torch.Tensor]
+"""Of x, wi (perhaps as two tensors) and wo."""
 
 
 def both(function: Function, leaves: list[torch.Tensor], dy: torch.Tensor) -> dict[str, harness.Thunk]:
@@ -90,12 +92,14 @@ def both(function: Function, leaves: list[torch.Tensor], dy: torch.Tensor) -> di
     return {"forward": forward, "forward+backward": backward}
 
 
-def ours(transposed: bool, **options: Any) -> Callable[[Work], dict[str, harness.Thunk]]:
+def ours(transposed: bool, halves: bool = False, **options: Any) -> Callable[[Work], dict[str, harness.Thunk]]:
     def build(work: Work) -> dict[str, harness.Thunk]:
-        def function(x: torch.Tensor, wi: torch.Tensor, wo: torch.Tensor) -> torch.Tensor:
-            return torch_bridge.grouped_mlp(x, wi, wo, work.sizes, rhs_transposed=transposed, **options)
+        def function(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+            *wi, wo = weights
+            first = wi if halves else wi[0]
+            return torch_bridge.grouped_mlp(x, first, wo, work.sizes, rhs_transposed=transposed, **options)
 
-        return both(function, work.leaves(transposed), work.dy)
+        return both(function, work.leaves(transposed, halves), work.dy)
 
     return build
 
@@ -146,6 +150,8 @@ CANDIDATES: dict[str, Callable[[Work], dict[str, harness.Thunk]]] = {
     "dense": dense,
     "ours, [G,N,K]": ours(True),
     "ours, [G,K,N]": ours(False),
+    "ours, [G,N,K], halves": ours(True, halves=True),
+    "ours, [G,K,N], halves": ours(False, halves=True),
     "ours, [G,N,K], save_all": ours(True, residuals="save_all"),
     "ours, [G,N,K], save_input": ours(True, residuals="save_input"),
     "ours, composed": ours(True, implementation="composed"),

@@ -25,6 +25,7 @@ import torch
 
 import jax_grouped
 import torch_bridge
+import torch_bridge.nn
 from benchmarks import harness
 
 GROUPS, ROWS, WIDTH = 8, 64, 64
@@ -57,7 +58,7 @@ def torch_calls(device: str) -> dict[str, Callable[[], Any]]:
     dy = torch.randn_like(result)
     grouped_mm = torch.nn.functional.grouped_mm
     peer = grouped_mm(leaf, parameter.transpose(1, 2), offs=offsets)
-    return {
+    return module_calls(device) | {
         "grouped_linear": lambda: torch_bridge.grouped_linear(x, weight, sizes),
         "grouped_linear, with grad": lambda: torch_bridge.grouped_linear(leaf, parameter, sizes),
         "grouped_linear, list of weights": lambda: torch_bridge.grouped_linear(x, members, sizes),
@@ -66,6 +67,68 @@ def torch_calls(device: str) -> dict[str, Callable[[], Any]]:
         "F.grouped_mm, with grad": lambda: grouped_mm(leaf, parameter.transpose(1, 2), offs=offsets),
         "F.grouped_mm, backward": lambda: torch.autograd.grad(peer, (leaf, parameter), dy, retain_graph=True),
     }
+
+
+class PeerMLP(torch.nn.Module):
+    """What `GroupedMLP` computes, written with `F.grouped_mm`."""
+
+    def __init__(self, wi: torch.Tensor, wo: torch.Tensor) -> None:
+        super().__init__()
+        self.wi, self.wo = torch.nn.Parameter(wi), torch.nn.Parameter(wo)
+
+    def forward(self, x: torch.Tensor, offsets: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        grouped_mm = torch.nn.functional.grouped_mm
+        gate, linear = grouped_mm(x, self.wi.transpose(1, 2), offs=offsets).chunk(2, 1)
+        z = (torch.nn.functional.silu(gate) * linear * probs[:, None]).to(x.dtype)
+        return grouped_mm(z, self.wo.transpose(1, 2), offs=offsets)
+
+
+class PeerLinear(torch.nn.Module):
+    """What `GroupedLinear` computes, written with `F.grouped_mm`."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+
+    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.grouped_mm(x, self.weight.transpose(1, 2), offs=offsets)
+
+
+def module_calls(device: str) -> dict[str, Callable[[], Any]]:
+    """Forward (with gradients wanted), and backward, of our modules and of the same written with `F.grouped_mm`."""
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "bias": False}
+    x = torch.randn(ROWS, WIDTH, device=device, dtype=torch.bfloat16, requires_grad=True)
+    sizes = torch.full((GROUPS,), ROWS // GROUPS, device=device, dtype=torch.int32)
+    offsets, probs = torch.cumsum(sizes, 0).to(torch.int32), torch.rand(ROWS, device=device)
+    nn = torch_bridge.nn
+    linear = nn.GroupedLinear(GROUPS, WIDTH, WIDTH, single_grouped_weight=True, **options)
+    mlp = nn.GroupedMLP(GROUPS, WIDTH, WIDTH, single_grouped_weight=True, **options)
+    layers = (linear_of(2 * WIDTH, options), nn.ScaledSwiGLU(), linear_of(WIDTH, options))
+    found = {
+        "nn.GroupedLinear": (linear, (x, sizes)),
+        "nn.GroupedLinear, weight a group": (nn.GroupedLinear(GROUPS, WIDTH, WIDTH, **options), (x, sizes)),
+        "F.grouped_mm in a module": (PeerLinear(linear.weight.detach().clone()), (x, offsets)),
+        "nn.GroupedMLP": (mlp, (x, sizes, probs)),
+        "nn.GroupedMLP, weight a group": (nn.GroupedMLP(GROUPS, WIDTH, WIDTH, **options), (x, sizes, probs)),
+        "nn.Sequential, fused": (nn.Sequential(*layers), (x, sizes, probs, sizes)),
+        "MLP of F.grouped_mm": (
+            PeerMLP(mlp.linear_fc1.weight.detach().clone(), mlp.linear_fc2.weight.detach().clone()),
+            (x, offsets, probs),
+        ),
+    }
+    calls: dict[str, Callable[[], Any]] = {}
+    for name, (module, given) in found.items():
+        y = module(*given)
+        wanted, dy = (x, *module.parameters()), torch.randn_like(y)
+        calls[name] = lambda module=module, given=given: module(*given)
+        calls[f"{name}, backward"] = lambda y=y, wanted=wanted, dy=dy: torch.autograd.grad(
+            y, wanted, dy, retain_graph=True
+        )
+    return calls
+
+
+def linear_of(out: int, options: dict[str, Any]) -> torch.nn.Module:
+    return torch_bridge.nn.GroupedLinear(GROUPS, WIDTH, out, single_grouped_weight=True, **options)
 
 
 def jax_calls(device: str) -> dict[str, Callable[[], Any]]:
@@ -96,9 +159,9 @@ def main() -> None:
             torch.cuda.synchronize()
 
     for name, call in torch_calls(options.device).items():
-        print(f"torch  {name:<34}{host_us(call, torch_finish):8.1f} us", flush=True)
+        print(f"torch  {name:<42}{host_us(call, torch_finish):8.1f} us", flush=True)
     for name, call in jax_calls(options.device).items():
-        print(f"jax    {name:<34}{host_us(call, jax.block_until_ready):8.1f} us", flush=True)
+        print(f"jax    {name:<42}{host_us(call, jax.block_until_ready):8.1f} us", flush=True)
     print(harness.machine())
 
 

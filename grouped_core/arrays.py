@@ -10,16 +10,31 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from grouped_core import _native, activations, gradients, linear_spec, mlp, plans
+import numpy as np
+
+from grouped_core import _native, activations, gradients, linear_spec, mlp, plans, scaling, storing
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec, Call, spec_of
-from grouped_core.gradients import Gradients, Needs
+from grouped_core.formats import Format, QTensor, format_option
+from grouped_core.gradients import Amaxes, Gradients, Needs
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.mlp import MlpGradients
-from grouped_core.mlp_spec import Mlp, MlpNames, MlpNeeds, MlpSpecs, Residuals, check, kept, residuals_option, restrict
-from grouped_core.products import Array
-from grouped_core.recipes import Recipe
+from grouped_core.mlp_spec import (
+    Mlp,
+    MlpNames,
+    MlpNeeds,
+    MlpSpecs,
+    Residuals,
+    check,
+    check_pair,
+    residuals_option,
+    restrict,
+)
+from grouped_core.plans import Planner
+from grouped_core.products import Array, in_form, operand_spec, stored_spec
+from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.reference import numpy_dtype
+from grouped_core.scaling import ScalingState
 from grouped_core.sizes import unwrap
 
 _NAMES = Names("x", "w", transposed="transposed", result="result_dtype")
@@ -31,10 +46,11 @@ _BITS = {1: "uint8", 2: "uint16"}
 class ArrayRunner:
     """Runs native calls on arrays of the library and the device of `like`; results belong to that library."""
 
-    def __init__(self, like: Array) -> None:
-        device, index = like.__dlpack_device__()
+    def __init__(self, like: Array | QTensor[Any]) -> None:
+        array: Array = like.values if isinstance(like, QTensor) else like
+        device, index = array.__dlpack_device__()
         self.arch = "cpu" if int(device) == _CPU else _native.device_arch(int(index))
-        self.xp = _namespace(like)
+        self.xp = _namespace(array)
 
     def __call__(self, call: Call, arrays: Sequence[Array | None]) -> tuple[Array, ...]:
         """Runs `call`; a result that aliases an operand is that operand."""
@@ -98,14 +114,31 @@ def _exported(array: Array) -> tuple[Array, str]:
 def _specs(required: dict[str, Any], **optional: Any) -> list[Any]:
     """The specs of the arrays, None for an optional one that is absent; refuses what is no array of NumPy or CuPy."""
     arrays = required | optional
-    for name, array in arrays.items():
+    for name, array in _leaves(arrays).items():
         if array is None and name in optional:
             continue
         if not (hasattr(array, "__dlpack_device__") and hasattr(array, "flags")):
             raise TypeError(
                 f"`{name}`: {type(array).__name__}, expected a NumPy or CuPy array; convert it with numpy.asarray."
             )
-    return [None if array is None else spec_of(array) for array in arrays.values()]
+    return [None if array is None else _spec(array) for array in arrays.values()]
+
+
+def _spec(operand: Any) -> Any:
+    return stored_spec(operand, spec_of) if isinstance(operand, QTensor) else spec_of(operand)
+
+
+def _leaves(operands: dict[str, Any]) -> dict[str, Array | None]:
+    """The arrays of named operands, those of quantised ones by field."""
+    leaves: dict[str, Array | None] = {}
+    for name, operand in operands.items():
+        if isinstance(operand, QTensor):
+            fields = ("values", "scales", "group_scales", "other")
+            parts = {f"{name}.{field}": getattr(operand, field) for field in fields}
+            leaves |= _leaves({field: part for field, part in parts.items() if part is not None})
+        else:
+            leaves[name] = operand
+    return leaves
 
 
 def _checked(written: dict[str, Array | None], read: dict[str, Array | None]) -> None:
@@ -114,6 +147,7 @@ def _checked(written: dict[str, Array | None], read: dict[str, Array | None]) ->
     Nothing is copied silently (ERR-5).
     """
     home = None
+    read = _leaves(read)
     arrays = read | written
     for name, array in arrays.items():
         if array is None:
@@ -143,7 +177,7 @@ def _checked(written: dict[str, Array | None], read: dict[str, Array | None]) ->
 
 def _linear(
     transposed: bool,
-    recipe: Recipe | None,
+    recipe: BoundRecipe,
     scale_bias: bool,
     result_dtype: str | None,
     wgrad_dtype: str | None,
@@ -153,7 +187,7 @@ def _linear(
     return Linear(
         _NAMES,
         transposed=transposed,
-        recipe=linear_spec.recipe_option(recipe),
+        recipe=recipe.recipe,
         scale_bias=scale_bias,
         result_dtype=linear_spec.dtype_option(result_dtype),
         wgrad_dtype=linear_spec.dtype_option(wgrad_dtype),
@@ -171,7 +205,7 @@ def grouped_linear(
     bias: Array | None = None,
     row_scale: Array | None = None,
     scale_bias: bool = False,
-    recipe: Recipe | None = None,
+    recipe: Recipe | BoundRecipe | None = None,
     result_dtype: str | None = None,
     out: Array | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -190,12 +224,18 @@ def grouped_linear(
         ValueError, TypeError: operands that do not fit together. NotImplementedError: no kernel takes them.
     """
     sizes, hint = unwrap(group_sizes)
-    op = _linear(transposed, recipe, scale_bias, result_dtype, None, hint, implementation)
+    bound = linear_spec.recipe_option(recipe)
+    op = _linear(transposed, bound, scale_bias, result_dtype, None, hint, implementation)
     required = {"x": x, "w": w, "group_sizes": sizes}
     linear_spec.check_linear(op, *_specs(required, bias=bias, row_scale=row_scale, out=out))
     _checked({"out": out}, {**required, "bias": bias, "row_scale": row_scale})
     run = ArrayRunner(x)
-    return gradients.linear(run, op, x, w, run.sizes(sizes), bias, row_scale, out)
+    scaling.check_bound(bound, w.shape[0])
+    found = gradients.linear_forward(
+        run, op, x, w, run.sizes(sizes), bias, row_scale, out, extras=scaling.extras(bound)
+    )
+    _merge(bound, found.amax)
+    return found.y
 
 
 def grouped_linear_grads(
@@ -208,7 +248,7 @@ def grouped_linear_grads(
     bias: Array | None = None,
     row_scale: Array | None = None,
     scale_bias: bool = False,
-    recipe: Recipe | None = None,
+    recipe: Recipe | BoundRecipe | None = None,
     result_dtype: str | None = None,
     wgrad_dtype: str | None = None,
     wgrad_accum: Array | None = None,
@@ -228,7 +268,8 @@ def grouped_linear_grads(
         ValueError, TypeError: operands that do not fit together. NotImplementedError: no kernel takes them.
     """
     sizes, hint = unwrap(group_sizes)
-    op = _linear(transposed, recipe, scale_bias, result_dtype, wgrad_dtype, hint, implementation)
+    bound = linear_spec.recipe_option(recipe)
+    op = _linear(transposed, bound, scale_bias, result_dtype, wgrad_dtype, hint, implementation)
     required = {"x": x, "w": w, "group_sizes": sizes}
     buffers = {_NAMES.accum: wgrad_accum, _NAMES.grad_input: grad_input}
     specs = _specs(required, bias=bias, row_scale=row_scale)
@@ -245,8 +286,9 @@ def grouped_linear_grads(
         dx_dtype = "bfloat16" if x_spec.dtype.startswith("float8") else x_spec.dtype
         linear_spec.check_buffer(_NAMES.grad_input, input_spec, ArraySpec(x_spec.shape, dx_dtype))
     _checked(buffers, {**required, "bias": bias, "row_scale": row_scale})
-    run = ArrayRunner(x)
-    return gradients.linear_grads(
+    scaling.check_bound(bound, w.shape[0])
+    run = ArrayRunner(dy)
+    found = gradients.linear_backward(
         run,
         op,
         (x_spec, w_spec, bias_spec, scale_spec),
@@ -260,7 +302,83 @@ def grouped_linear_grads(
         into_w=wgrad_accum,
         accumulate=wgrad_accum is not None,
         grad_input=grad_input,
+        extras=scaling.extras(bound),
     )
+    _merge(bound, found.amax)
+    return found.grads
+
+
+def _merge(bound: BoundRecipe, amax: Amaxes, product: int = 0) -> None:
+    """Puts largest magnitudes into the live slot of the state's history, in place."""
+    for role, found in enumerate(amax, len(amax) * product):
+        if found is not None:
+            live = bound.state.history[role, 0]
+            _namespace(live).maximum(live, found, out=live)
+
+
+def quantize(
+    x: Array,
+    format: str | Format,
+    *,
+    axis: int | tuple[int, ...] = -1,
+    group_sizes: Any = None,
+    key: Array | None = None,
+) -> QTensor[Any]:
+    """x as codes and scales, for products that contract `axis`; both forms of two axes come from one pass.
+
+    Args:
+        x: rows [M, X] or weights [G, A, B], float32, bfloat16 or float16.
+        format: a name of `FORMATS`, e.g. "fp8_1x128", or a `Format`.
+        axis: the contracted one: of rows 1 or 0 (blocks then run along rows and restart at each group), of weights 2 or
+            1; or both, then `other` of the result is the second.
+        group_sizes: integers [G], of rows; None: one group of all rows.
+        key: uint32 [2], of stochastic rounding; None: zeros.
+
+    Raises:
+        ValueError, TypeError: what does not fit together. NotImplementedError: no kernel takes it.
+    """
+    sizes = unwrap(group_sizes)[0] if group_sizes is not None else None
+    cell = format_option(format)
+    (x_spec,), (sizes_spec, key_spec) = _specs({"x": x}), _specs({}, group_sizes=sizes, key=key)
+    axes = storing.check_quantize(x_spec, cell, axis, sizes_spec, key_spec)
+    _checked({}, {"x": x, "group_sizes": sizes, "key": key})
+    run = ArrayRunner(x)
+    if len(x_spec.shape) == 2:
+        sizes = run.xp.full((1,), x_spec.shape[0], "int32") if sizes is None else run.sizes(sizes)
+    return storing.quantize(run, x, cell, axes, sizes, key=key)
+
+
+def dequantize(q: QTensor[Any], dtype: str | None = None, *, group_sizes: Any = None) -> Array:
+    """The values of q in its logical shape, code * scales in float32 with one rounding; tail rows are zero.
+
+    Args:
+        dtype: float32, bfloat16 or float16; None: the nominal one. group_sizes: of rows; None: those that came with q.
+
+    Raises:
+        ValueError: rows without group sizes.
+    """
+    run = ArrayRunner(q.values)
+    sizes = None if group_sizes is None else run.sizes(unwrap(group_sizes)[0])
+    return storing.dequantize(run, q, sizes, linear_spec.wide_option("dtype", dtype) or q.dtype)
+
+
+def scaling_state(recipe: Recipe, num_groups: int, *, products: int = 1) -> ScalingState[Any]:
+    """A fresh state of delayed scaling in NumPy, for one linear operation, or with products=2 for one MLP.
+
+    Operations bound to it merge magnitudes into `history[:, 0]` in place; `update_scaling` makes the next step's.
+
+    Raises:
+        ValueError: nothing of the recipe is scaled with delay.
+    """
+    top = np.asarray(scaling.tops(recipe, products), np.float32)
+    scale = np.ones((len(top), num_groups), np.float32)
+    history = np.zeros((len(top), recipe.history, num_groups), np.float32)
+    return ScalingState(scale, history, top, recipe.amax_algorithm)
+
+
+def update_scaling(state: ScalingState[Any]) -> ScalingState[Any]:
+    """The state of the next step (numerics 2.5): new multipliers of the magnitudes so far, and room for new ones."""
+    return scaling.update(ArrayRunner(state.scale), state)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -270,27 +388,46 @@ def grouped_linear_grads(
 def _mlp(
     transposed: bool,
     activation: str | Activation,
-    recipe: Recipe | None,
+    recipe: BoundRecipe,
     residuals: str | Residuals,
     wgrad_dtype: str | None,
     rows_hint: int,
     implementation: str | Sequence[str] | None,
+    paired: bool,
 ) -> Mlp:
     return Mlp(
         _MLP_NAMES,
         activations.resolve(activation),
         transposed=transposed,
-        recipe=linear_spec.recipe_option(recipe),
+        recipe=recipe.recipe,
         residuals=residuals_option(residuals),
         wgrad_dtype=linear_spec.dtype_option(wgrad_dtype),
         rows_hint=rows_hint,
         implementation=linear_spec.implementation_names(implementation),
+        paired=paired,
     )
+
+
+def _members(name: str, operand: Any) -> dict[str, Any]:
+    """The arrays of an operand that may be several, by name."""
+    several = isinstance(operand, (tuple, list))
+    return {f"{name}[{at}]": each for at, each in enumerate(operand)} if several else {name: operand}
+
+
+def _mlp_specs(op: Mlp, required: dict[str, Any], **optional: Any) -> list[Any]:
+    """As `_specs`, for x, the arrays of wi, wo, group_sizes, and what else there is; wi as if it were one array."""
+    x, *others = _specs(required, **optional)
+    if not op.paired:
+        return [x, *others]
+    count = len(required) - 3
+    halves = tuple(others[:count])
+    check_pair(op, *halves)
+    return [x, operand_spec(Planner(), in_form(op.fc1(), halves)), *others[count:]]
 
 
 def grouped_mlp(
     x: Array,
-    wi: Array,
+    wi: Array | Sequence[Array],
     wo: Array,
     group_sizes: Any,
     *,
@@ -299,7 +436,7 @@ def grouped_mlp(
     probs: Array | None = None,
     wi_bias: Array | None = None,
     wo_bias: Array | None = None,
-    recipe: Recipe | None = None,
+    recipe: Recipe | BoundRecipe | None = None,
     out: Array | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Array:
@@ -307,7 +444,8 @@ def grouped_mlp(
 
     Args:
         x: [M, K], float32, bfloat16 or float16. wi: [G, K, W], W = 2F for gated activations (gate columns first), else
-            F; [G, W, K] when `transposed`. wo: [G, F, K], or [G, K, F].
+            F; [G, W, K] when `transposed`; or a pair of gate and linear half, [G, K, F] each ([G, F, K]).
+        wo: [G, F, K], or [G, K, F].
         group_sizes: integers [G] on the device of x, or `GroupSizes`. probs: [M]. wi_bias: [G, W]. wo_bias: [G, K].
         activation: a kind, or an `Activation`. recipe: None computes with the operands as they stand.
         out: an [M, K] buffer for y; its rows past the last group are left alone. Without it they are zero.
@@ -317,18 +455,25 @@ def grouped_mlp(
         ValueError, TypeError: operands that do not fit together. NotImplementedError: no kernel takes them.
     """
     sizes, hint = unwrap(group_sizes)
-    op = _mlp(transposed, activation, recipe, Residuals(), None, hint, implementation)
-    required = {"x": x, "wi": wi, "wo": wo, "group_sizes": sizes}
+    bound = linear_spec.recipe_option(recipe)
+    members = _members("wi", wi)
+    op = _mlp(transposed, activation, bound, Residuals(), None, hint, implementation, "wi" not in members)
+    required = {"x": x, **members, "wo": wo, "group_sizes": sizes}
     optional = {"probs": probs, "wi_bias": wi_bias, "wo_bias": wo_bias}
-    check(op, *_specs(required, **optional, out=out))
+    check(op, *_mlp_specs(op, required, **optional, out=out))
     _checked({"out": out}, {**required, **optional})
-    run = ArrayRunner(x)
-    return mlp.mlp(run, op, x, wi, wo, run.sizes(sizes), probs, wi_bias, wo_bias, out).y
+    run, first = ArrayRunner(x), in_form(op.fc1(), tuple(wi) if op.paired else wi)
+    scaling.check_bound(bound, wo.shape[0], products=2)
+    extras = (scaling.extras(bound, 0), scaling.extras(bound, 1))
+    found = mlp.mlp(run, op, x, first, wo, run.sizes(sizes), probs, wi_bias, wo_bias, out, extras=extras)
+    for product, amax in enumerate(found.amax):
+        _merge(bound, amax, product)
+    return found.y
 
 
 def grouped_mlp_grads(
     x: Array,
-    wi: Array,
+    wi: Array | Sequence[Array],
     wo: Array,
     group_sizes: Any,
     dy: Array,
@@ -338,10 +483,10 @@ def grouped_mlp_grads(
     probs: Array | None = None,
     wi_bias: Array | None = None,
     wo_bias: Array | None = None,
-    recipe: Recipe | None = None,
+    recipe: Recipe | BoundRecipe | None = None,
     residuals: str | Residuals = "save_fc1",
     wgrad_dtype: str | None = None,
-    wgrad_accum: tuple[Array | None, Array | None] = (None, None),
+    wgrad_accum: tuple[Any, Array | None] = (None, None),
     grad_input: Array | None = None,
     needs: MlpNeeds | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -353,7 +498,8 @@ def grouped_mlp_grads(
     Args:
         residuals: what is kept between the two halves. The bits do not depend on it.
         wgrad_dtype: of new weight gradients; None: that of the weights.
-        wgrad_accum: for wi and wo, in their layouts; the gradient is added in place and the array returned.
+        wgrad_accum: for wi (a pair where wi is one) and wo, in their layouts, or None; the gradient is added in place
+            and the array returned.
         grad_input: an [M, K] buffer for dx; its rows past the last group are left alone.
         needs: which gradients to compute; None: of all operands that there are.
 
@@ -361,46 +507,56 @@ def grouped_mlp_grads(
         ValueError, TypeError: operands that do not fit together. NotImplementedError: no kernel takes them.
     """
     sizes, hint = unwrap(group_sizes)
-    op = _mlp(transposed, activation, recipe, residuals, wgrad_dtype, hint, implementation)
-    required = {"x": x, "wi": wi, "wo": wo, "group_sizes": sizes}
+    bound = linear_spec.recipe_option(recipe)
+    members = _members("wi", wi)
+    op = _mlp(transposed, activation, bound, residuals, wgrad_dtype, hint, implementation, "wi" not in members)
+    required = {"x": x, **members, "wo": wo, "group_sizes": sizes}
     optional = {"probs": probs, "wi_bias": wi_bias, "wo_bias": wo_bias}
-    written = {"wgrad_accum[0]": wgrad_accum[0], "wgrad_accum[1]": wgrad_accum[1], "grad_input": grad_input}
-    x_spec, wi_spec, wo_spec, sizes_spec, p_spec, bi_spec, bo_spec = _specs(required, **optional)
+    into_wi = (None, None) if op.paired and wgrad_accum[0] is None else wgrad_accum[0]
+    accums = {**_members("wgrad_accum[0]", into_wi), "wgrad_accum[1]": wgrad_accum[1]}
+    written = {**accums, "grad_input": grad_input}
+    x_spec, wi_spec, wo_spec, sizes_spec, p_spec, bi_spec, bo_spec = _mlp_specs(op, required, **optional)
     y = check(op, x_spec, wi_spec, wo_spec, sizes_spec, p_spec, bi_spec, bo_spec)
     (dy_spec,) = _specs({"dy": dy})
     if dy_spec != y:
         raise ValueError(f"`dy`: {dy_spec}, expected {y} = that of the result; pass the cotangent of the result.")
-    for (name, buffer), linear, weight in zip(written.items(), (op.fc1(), op.fc2()), (wi_spec, wo_spec), strict=False):
+    weights = [*((op.fc1(), each) for each in members.values()), (op.fc2(), wo)]
+    for (name, buffer), (linear, weight) in zip(accums.items(), weights, strict=True):
         if buffer is not None:
             (spec,) = _specs({name: buffer})
-            linear_spec.check_accumulator(name, spec, weight)
+            linear_spec.check_accumulator(name, spec, spec_of(weight))
             linear_spec.check_wgrad_dtype(linear, spec)
     if grad_input is not None:
         (input_spec,) = _specs({"grad_input": grad_input})
         linear_spec.check_buffer("grad_input", input_spec, x_spec)
     _checked(written, {**required, **optional})
 
-    run = ArrayRunner(x)
+    scaling.check_bound(bound, wo.shape[0], products=2)
+    run, first = ArrayRunner(x), in_form(op.fc1(), tuple(wi) if op.paired else wi)
     native = run.sizes(sizes)
     specs = MlpSpecs(x_spec, wi_spec, wo_spec, p_spec, bi_spec, bo_spec)
     wanted = restrict(needs or MlpNeeds(), specs)
-    keep = kept(op, wanted, probs is not None, wi_bias is not None, wo_bias is not None)
-    _, h, z = mlp.mlp(run, op, x, wi, wo, native, probs, wi_bias, wo_bias, keep_h=keep.h, keep_z=keep.z)
+    extras = (scaling.extras(bound, 0), scaling.extras(bound, 1))
+    more = (probs, wi_bias, wo_bias)
+    found = mlp.mlp(run, op, x, first, wo, native, *more, needs=wanted, extras=extras)
     dy = run.xp.ascontiguousarray(dy)
-    held = (x if keep.x else None, h, z, wi if keep.wi else None, wo if keep.wo else None, native)
-    more = (
-        probs if keep.probs else None,
-        wi_bias if keep.wi_bias else None,
-        wo_bias if keep.wo_bias else None,
-    )
-    main = mlp.main_grads(run, op, specs, *held, *more, dy, wanted, grad_input=grad_input)
-    weights = [
-        None
-        if rows is None
-        else mlp.weight_grad(run, linear, spec, rows, grad, native, into=into, accumulate=into is not None)
-        for linear, spec, rows, grad, into in (
-            (op.fc1(), wi_spec, x if wanted.wi else None, main.dh, wgrad_accum[0]),
-            (op.fc2(), wo_spec, main.z, dy, wgrad_accum[1]),
-        )
-    ]
-    return MlpGradients(main.x, weights[0], weights[1], main.probs, main.wi_bias, main.wo_bias)
+    held = (found.x, found.h, found.z, found.wi, found.wo, native)
+    main = mlp.main_grads(run, op, specs, *held, *more, dy, wanted, grad_input=grad_input, extras=extras)
+    for product, amax in enumerate(main.amax):
+        _merge(bound, amax, product)
+
+    def weight_grad(
+        linear: Linear, spec: ArraySpec, rows: Array, grad: Array, into: Array | None, half: int = 0
+    ) -> Array:
+        accumulate = into is not None
+        return mlp.weight_grad(run, linear, spec, rows, grad, native, into=into, accumulate=accumulate, half=half)
+
+    dwi = dwo = None
+    *into_wi, into_wo = accums.values()
+    if wanted.wi:
+        halves = zip(into_wi, op.parts(), strict=True)
+        dwi = tuple(weight_grad(op.fc1(), wi_spec, main.rows, main.dh, into, half) for into, half in halves)
+        dwi = dwi if op.paired else dwi[0]
+    if wanted.wo:
+        dwo = weight_grad(op.fc2(), wo_spec, main.z, main.dy, into_wo)
+    return MlpGradients(main.x, dwi, dwo, main.probs, main.wi_bias, main.wo_bias)

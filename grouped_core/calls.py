@@ -42,6 +42,7 @@ class StoredSpec(NamedTuple):
     axis: int
     shape: tuple[int, ...]
     dtype: str
+    has_other: bool = False  # the form for the other axis comes with it
 
     def __str__(self) -> str:
         return f"{self.format.name}[{', '.join(map(str, self.shape))}]"
@@ -103,12 +104,16 @@ SLOTS: dict[str, tuple[str, ...]] = {
         "rhs_table",
         "bias_table",
         "into_table",
+        "rhs_up",
         *_SCALES,
     ),
     "group_sum": ("rows", "group_sizes", "row_scale"),
     "row_dot": ("group_sizes", "lhs", "rhs", "group_lhs", "group_rhs", "group_rhs_table"),
     "scale_rows": ("rows", "row_scale", "group_sizes", "into"),
-    "grouped_matmul_act": ("lhs", "rhs", "group_sizes", "bias", "row_scale", "rhs_table", "bias_table", *_SCALES),
+    "grouped_matmul_act": (
+        *("lhs", "rhs", "group_sizes", "bias", "row_scale", "rhs_table", "bias_table", "rhs_up"),
+        *_SCALES,
+    ),
     "grouped_matmul_dact": ("lhs", "rhs", "group_sizes", "hidden", "row_scale", "row_base", "rhs_table", *_SCALES),
     "activation": ("rows", "group_sizes", "row_scale"),
     "activation_grad": ("grad", "rows", "group_sizes", "row_scale", "row_base"),
@@ -217,6 +222,8 @@ def grouped_matmul(
     row_scale: ArraySpec | None = None,
     into: ArraySpec | None = None,
     tables: tuple[bool, bool, bool] = (False, False, False),
+    rhs_up: ArraySpec | None = None,
+    halves: tuple[int, int] = (0, 0),
     aligned_tables: bool = True,
     scale_bias: bool = False,
     accumulate: bool = False,
@@ -231,13 +238,17 @@ def grouped_matmul(
     Quantised operands keep their logical axes here; how they lie in memory follows from their formats.
 
     `tables` says which of rhs, bias, into are given by a table of addresses instead of one packed array, and
-    `aligned_tables` that those addresses are multiples of 16 bytes, which fast kernels want.
+    `aligned_tables` that those addresses are multiples of 16 bytes, which fast kernels want. `rhs_up`: rhs is the first
+    half of a weight, this the second, side by side along N or, where lhs is as deep as both, along K. `halves`: which
+    half of the columns of lhs and rhs is read in the third form, 1 or 2; 0 reads all.
     """
     groups = group_sizes.shape[0]
     if axes[0] == 0:
-        shape: tuple[int, ...] = (groups, lhs.shape[1], rhs.shape[1])
+        a, b = (rows.shape[1] // 2 if half else rows.shape[1] for rows, half in zip((lhs, rhs), halves, strict=True))
+        shape: tuple[int, ...] = (groups, a, b)
     else:
-        shape = (lhs.shape[0], rhs.shape[3 - axes[1]])
+        side_by_side = rhs_up is not None and lhs.shape[1] == rhs.shape[axes[1]]
+        shape = (lhs.shape[0], rhs.shape[3 - axes[1]] * (1 + side_by_side))
     table = ArraySpec((groups,), "int64")
     operands = {
         **_operands(lhs, rhs),
@@ -248,6 +259,7 @@ def grouped_matmul(
         "rhs_table": table if tables[0] else None,
         "bias_table": table if tables[1] else None,
         "into_table": table if tables[2] else None,
+        "rhs_up": rhs_up,
     }
     params: dict[str, Param] = {
         "contract_rows": int(axes[0] == 0),
@@ -257,6 +269,8 @@ def grouped_matmul(
         "batch_invariant": int(recipe.batch_invariant),
         "aligned_tables": int(aligned_tables),
         "rows_hint": rows_hint,
+        "lhs_half": halves[0],
+        "rhs_half": halves[1],
         "fp32_mode": recipe.fp32,
         **_scale_params(lhs, rhs, recipe),
         **_segment_params(lhs, axes[0] == 0),
@@ -332,6 +346,7 @@ def grouped_matmul_act(
     bias: ArraySpec | None = None,
     row_scale: ArraySpec | None = None,
     tables: tuple[bool, bool] = (False, False),
+    rhs_up: ArraySpec | None = None,
     aligned_tables: bool = True,
     hidden: bool = True,
     zero_tail: bool = True,
@@ -341,10 +356,10 @@ def grouped_matmul_act(
     """result [M, F] = row_scale[r] * act(hidden[r]), hidden [M, W] = lhs [M, K] @ rhs + bias, rounded to lhs's dtype
     (the nominal one of a quantised lhs).
 
-    rhs is [G, K, W] (`rhs_axis` 1) or [G, W, K] (2), W = 2F for gated kinds. `tables` as in `grouped_matmul`, for rhs
-    and bias; `hidden` says whether the hidden rows are wanted as a second result.
+    rhs is [G, K, W] (`rhs_axis` 1) or [G, W, K] (2), W = 2F for gated kinds, or with `rhs_up` F of each. `tables` as
+    in `grouped_matmul`, for rhs and bias; `hidden` says whether the hidden rows are wanted as a second result.
     """
-    wide = rhs.shape[3 - rhs_axis]
+    wide = rhs.shape[3 - rhs_axis] * (2 if rhs_up is not None else 1)
     table = ArraySpec(group_sizes.shape, "int64")
     operands = {
         **_operands(lhs, rhs),
@@ -353,6 +368,7 @@ def grouped_matmul_act(
         "row_scale": row_scale,
         "rhs_table": table if tables[0] else None,
         "bias_table": table if tables[1] else None,
+        "rhs_up": rhs_up,
     }
     width = wide // 2 if activation.gated else wide
     results = {
@@ -479,11 +495,10 @@ def stored_spec(format: Format, shape: tuple[int, ...], axis: int, dtype: str, g
         padded = padded_rows(depth, groups, format.segment)
         stored = (outer, padded) if format.turned else (padded, _codes(format, outer))
         scales = (padded // block, outer)
-    per_group = format.rule == "nvfp4" or format.block == 0
     return StoredSpec(
         ArraySpec(stored, format.values),
         ArraySpec(scales, format.scales) if format.scales else None,
-        ArraySpec((groups,), "float32") if per_group else None,
+        ArraySpec((groups,), "float32") if format.per_group else None,
         format,
         axis,
         tuple(shape),
@@ -515,6 +530,7 @@ def quantize(
     table: bool = False,
     encode: bool = False,
     amax: bool = False,
+    merge: bool = False,
     key: bool = False,
     skip: bool = False,
     reuse: bool = False,
@@ -526,7 +542,8 @@ def quantize(
         format: of both forms; `rotate` and `segment` concern rows contracted along rows alone.
         forms: whether the form that contracts the last axis is wanted, and that of the axis before it.
         table: weights are given by a table of addresses. encode: multipliers [G] are given (delayed scaling).
-        amax: the largest magnitudes [G] are merged into a buffer. key: of stochastic rounding. skip: the no-op flag.
+        amax: the largest magnitudes [G] are a result, merged into a buffer with `merge`.
+        key: of stochastic rounding. skip: the no-op flag.
         reuse: results go into the caller's buffers.
         stream: of random numbers.
     """
@@ -549,7 +566,7 @@ def quantize(
         "encode": per_group if encode else None,
         "key": ArraySpec((2,), "uint32") if key else None,
         "skip": ArraySpec((1,), "int32") if skip else None,
-        "into_amax": per_group if amax else None,
+        "into_amax": per_group if merge else None,
     }
     if reuse:
         operands |= {f"into_{name}": results.get(name) for name in QUANTIZED}
@@ -582,7 +599,8 @@ def dequantize(stored: StoredSpec, group_sizes: ArraySpec | None, result_dtype: 
 @lru_cache(maxsize=64)
 def scale_update(scale: ArraySpec, history: ArraySpec, algorithm: str, *, reuse: bool = False) -> Call:
     """Multipliers [R, G] and amax history [R, L, G] of R operand roles after one step of delayed scaling."""
-    operands = {"scale": scale, "history": history, "top": ArraySpec(scale.shape[:1], "float32")}
+    top = ArraySpec(scale.shape[:1], "float32")
+    operands: dict[str, ArraySpec | None] = {"scale": scale, "history": history, "top": top}
     if reuse:
         operands |= {"into_new_scale": scale, "into_new_history": history}
     return _call("scale_update", operands, {"new_scale": scale, "new_history": history}, {"algorithm": algorithm})

@@ -87,6 +87,25 @@ class Format:
         """Elements of the other axis that share a block's scale."""
         return self.block if self.square else 1
 
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """What a reader of stored values has to know; formats that differ elsewhere only were written differently."""
+        return (
+            self.values,
+            self.scales,
+            self.block,
+            self.square,
+            self.segment,
+            self.turned,
+            self.per_group,
+            self.rotate,
+        )
+
+    @property
+    def per_group(self) -> bool:
+        """Whether each group has a scale."""
+        return self.rule == "nvfp4" or (self.rule == "fp32" and self.block == 0)
+
     def replace(self, **changes: Any) -> Format:
         """This format with the fields of `changes` changed."""
         return dataclasses.replace(self, **changes)
@@ -164,6 +183,8 @@ class QTensor(Generic[_Array]):
         axis: the contracted axis of the logical shape.
         shape: the logical shape: rows [M, X] or weights [G, A, B].
         dtype: the nominal element type, that of products with it and of `dequantize`.
+        other: the same array for products that contract the other of its last two axes, or None.
+        group_sizes: int32 [G] of rows, where `dequantize` is to find them; None for weights.
     """
 
     values: _Array
@@ -173,3 +194,5 @@ class QTensor(Generic[_Array]):
     axis: int
     shape: tuple[int, ...]
     dtype: str
+    other: QTensor[_Array] | None = None
+    group_sizes: _Array | None = None

@@ -5,12 +5,16 @@ Letters: G groups, M rows, K in, N out. The number beside an operand is its cont
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from grouped_core import calls, linear_spec
-from grouped_core.calls import ArraySpec
+from grouped_core.calls import ArraySpec, OperandSpec
+from grouped_core.formats import Format, QTensor
 from grouped_core.linear_spec import Linear
-from grouped_core.products import Array, Listed, Runner, arranged, operand_spec, product, scale_rows, wide
+from grouped_core.products import Array, Listed, Operand, Runner, arranged, operand_spec, product, scale_rows, wide
+from grouped_core.recipes import Recipe
+from grouped_core.storing import NO_EXTRAS, Extras, Stored, dequantize, given_forms, store
 
 
 class Needs(NamedTuple):
@@ -22,6 +26,17 @@ class Needs(NamedTuple):
     row_scale: bool = True
 
 
+NO_NEEDS = Needs(False, False, False, False)
+
+
+class Amaxes(NamedTuple):
+    """Merged magnitudes [G] of operands that are scaled with delay; None of others."""
+
+    x: Array | None = None
+    w: Array | None = None
+    dy: Array | None = None
+
+
 class Gradients(NamedTuple):
     """Gradients of the linear operation, None where not needed (or written to a table of destinations)."""
 
@@ -31,23 +46,60 @@ class Gradients(NamedTuple):
     row_scale: Array | None
 
 
+class Backward(NamedTuple):
+    """Gradients, and the magnitudes of dy."""
+
+    grads: Gradients
+    amax: Amaxes
+
+
+class Forward(NamedTuple):
+    """y [M, N], and x and w as backward reads them, None where it does not."""
+
+    y: Array
+    x: Operand | None
+    w: Operand | None
+    amax: Amaxes
+
+
 def linear(
     run: Runner,
     op: Linear,
-    x: Array,
-    w: Array | Listed,
+    x: Operand,
+    w: Operand,
     group_sizes: Array,
     bias: Array | Listed | None = None,
     row_scale: Array | None = None,
     out: Array | None = None,
 ) -> Array:
-    """y [M, N]: y[r] = c[r] (x[r] W[g] + b[g]), or x[r] W[g] + c[r] b[g] with `scale_bias`; c = row_scale or 1.
+    """y of `linear_forward`, for operations that nobody differentiates and that carry no state."""
+    return linear_forward(run, op, x, w, group_sizes, bias, row_scale, out).y
+
+
+def linear_forward(
+    run: Runner,
+    op: Linear,
+    x: Operand,
+    w: Operand,
+    group_sizes: Array,
+    bias: Array | Listed | None = None,
+    row_scale: Array | None = None,
+    out: Array | None = None,
+    *,
+    extras: Extras = NO_EXTRAS,
+    needs: Needs = NO_NEEDS,
+) -> Forward:
+    """y[r] = c[r] (x[r] W[g] + b[g]), or x[r] W[g] + c[r] b[g] with `scale_bias`; c = row_scale or 1.
 
     Args:
-        x: [M, K]. w: [G, K, N], or [G, N, K] when transposed; one array or `Listed`. group_sizes: int32 [G].
-        bias: [G, N]. row_scale: [M]. out: the caller's [M, N] buffer; its tail rows are left alone.
+        x: [M, K]. w: [G, K, N], or [G, N, K] when transposed; one array, `Listed` or `Paired`. Either may be quantised,
+            but for a pair.
+        group_sizes: int32 [G]. bias: [G, N]. row_scale: [M].
+        out: the caller's [M, N] buffer; its tail rows are left alone.
+        needs: gradients that will be asked for: what they read is kept, in the form that they read where x and w are
+            quantised here, both forms in one pass.
     """
-    x_spec, w_spec = run.spec(x), operand_spec(run, w)
+    x_spec, w_spec = operand_spec(run, x), operand_spec(run, w)
     result = linear_spec.check_linear(
         op,
         x_spec,
@@ -58,20 +110,60 @@ def linear(
         operand_spec(run, out),
     )
     recipe = op.resolve(x_spec, w_spec)
-    scale = None if row_scale is None else run.cast(row_scale, "float32")
-    return product(
+    forms = linear_forms(run, op, x, w, group_sizes, extras, needs, row_scale is not None)
+    saved = linear_saved(op, needs, bias is not None, row_scale is not None)
+    y = product(
         run,
         op,
         recipe,
-        recipe.forward,
-        (x, 1),
-        (w, op.weight_axes()[0]),
+        (forms.x, 1),
+        (forms.w, op.weight_axes()[0]),
         group_sizes,
         result.dtype,
         bias=bias,
-        row_scale=scale,
+        row_scale=None if row_scale is None else run.cast(row_scale, "float32"),
         into=out,
     )
+    return Forward(y, forms.kept_x if saved.x else None, forms.kept_w if saved.w else None, forms.amax)
+
+
+class Forms(NamedTuple):
+    """x and w as the forward product reads them, and as backward will, if it does."""
+
+    x: Operand
+    w: Operand
+    kept_x: Operand
+    kept_w: Operand
+    amax: Amaxes
+
+
+def linear_forms(
+    run: Runner,
+    op: Linear,
+    x: Operand,
+    w: Operand,
+    group_sizes: Array,
+    extras: Extras,
+    needs: Needs,
+    has_scale: bool = False,
+) -> Forms:
+    """The operands in the forms of forward, and of backward for the gradients `needs`, each from one pass."""
+    recipe = op.resolve(operand_spec(run, x), operand_spec(run, w))
+    k_axis, n_axis = op.weight_axes()
+    keep_x, keep_w = keeps_forms(op, recipe, needs, has_scale)
+    x_forms = [(1, recipe.forward[0]), *([(0, recipe.wgrad[0])] if keep_x else [])]
+    w_forms = [(k_axis, recipe.forward[1]), *([(n_axis, recipe.dgrad[1])] if keep_w else [])]
+    rows = store(run, x, x_forms, group_sizes, encode=extras.x, requantize=recipe.requantize)
+    weights = store(run, w, w_forms, None, encode=extras.w, requantize=recipe.requantize)
+    kept = (rows.forms[-1] if keep_x else x, weights.forms[-1] if keep_w else w)
+    return Forms(rows.forms[0], weights.forms[0], *kept, Amaxes(rows.amax, weights.amax))
+
+
+def keeps_forms(op: Linear, recipe: Recipe, needs: Needs, has_scale: bool) -> tuple[bool, bool]:
+    """Whether backward reads x and w as forward quantises them; otherwise it gets what forward got."""
+    through_product = needs.row_scale and has_scale and not op.scale_bias
+    x = recipe.saved == "quantized" and needs.w and not recipe.wgrad[0].plain and not through_product
+    return x, (needs.x or through_product) and not recipe.dgrad[1].plain
 
 
 def linear_saved(op: Linear, needs: Needs, has_bias: bool, has_scale: bool) -> Needs:
@@ -87,12 +179,17 @@ def linear_saved(op: Linear, needs: Needs, has_bias: bool, has_scale: bool) -> N
     )
 
 
-def linear_grads(
+def linear_grads(*arguments: Any, **options: Any) -> Gradients:
+    """The gradients of `linear_backward`, whose arguments it takes."""
+    return linear_backward(*arguments, **options).grads
+
+
+def linear_backward(
     run: Runner,
     op: Linear,
-    specs: tuple[ArraySpec, ArraySpec, ArraySpec | None, ArraySpec | None],
-    x: Array | None,
-    w: Array | Listed | None,
+    specs: tuple[OperandSpec, OperandSpec, ArraySpec | None, ArraySpec | None],
+    x: Operand | None,
+    w: Operand | None,
     group_sizes: Array,
     bias: Array | Listed | None,
     row_scale: Array | None,
@@ -101,14 +198,21 @@ def linear_grads(
     *,
     into_w: Array | Listed | None = None,
     accumulate: bool = False,
+    half: int = 0,
     grad_input: Array | None = None,
-) -> Gradients:
-    """Gradients that `needs` asks for; arrays that `linear_saved` did not keep are None.
+    extras: Extras = NO_EXTRAS,
+    stream: int = 0,
+    stored_dy: QTensor[Any] | None = None,
+) -> Backward:
+    """Gradients that `needs` asks for; x and w are those that `linear_forward` kept, None where it did not.
 
     Args:
         specs: of x, w, bias, row_scale, the latter two None where the operation had none.
         dy: [M, N]. into_w: destination of dW, in the weight's layout; with `accumulate` dW is added to it.
+        half: 1, 2: dW of the first, second half of the N columns alone, [G, K, N / 2]; 0: of all.
         grad_input: the caller's [M, K] buffer for dx; its tail rows are left alone.
+        stream: which of several dy this is that one key rounds.
+        stored_dy: forms of dy that are there already; the one along rows is that of c dy.
 
     With c the row scale: dx = c (dy W^T), dW_g = sum x^T (c dy), db_g = sum c dy, dc = <x, dy W^T> + <dy, b>.
     With `scale_bias`, c stands beside the bias alone: dx = dy W^T, dW_g = sum x^T dy, db_g = sum c dy, dc = <dy, b>.
@@ -123,17 +227,22 @@ def linear_grads(
 
     dx = dw = db = dc = None
     product_grad = None
-    if needs.x or scale_through_product:
+    through_weight = needs.x or scale_through_product
+    wgrad_form = [(0, recipe.wgrad[1])]
+    dy_forms = [(1, recipe.dgrad[0])] if through_weight else []
+    dy_forms += wgrad_form if needs.w and row_factor is None else []
+    rows = store_grad(run, recipe, dy, dy_forms, group_sizes, extras, stream, stored=stored_dy)
+    if through_weight:
         # The scale's gradient reads dy W^T unscaled and unrounded, so dx is then scaled in a pass of its own: one
         # fp32 product and one rounding either way, hence the same bits.
         fused = not scale_through_product
+        n_axis = op.weight_axes()[1]
         product_grad = product(
             run,
             op,
             recipe,
-            recipe.dgrad,
-            (dy, 1),
-            (w, op.weight_axes()[1]),
+            (rows.forms[0], 1),
+            (store_weight(run, recipe, w, n_axis, extras), n_axis),
             group_sizes,
             wide(x_spec.dtype) if fused else "float32",
             row_scale=row_factor if fused else None,
@@ -143,31 +252,37 @@ def linear_grads(
             dx = product_grad
         elif needs.x:
             dx = scale_rows(run, product_grad, row_factor, group_sizes, wide(x_spec.dtype), grad_input)
+    amax = rows.amax
     if needs.w:
-        dy_scaled = dy
-        if row_factor is not None:
-            dy_scaled = scale_rows(run, dy, row_factor, group_sizes, recipe.wgrad[1].values)
         into_spec = operand_spec(run, into_w)
-        lhs, rhs, cells = (x, 0), (dy_scaled, 0), recipe.wgrad
+        if row_factor is not None:
+            if stored_dy is None or (rows_of_w := given_forms(stored_dy, wgrad_form)) is None:
+                scaled = scale_rows(run, dy, row_factor, group_sizes, run.spec(dy).dtype)
+                rows_of_w, amax = store_grad(run, recipe, scaled, wgrad_form, group_sizes, extras, stream, amax)
+        else:
+            rows_of_w = rows.forms[-1:]
+        x_forms = [(0, recipe.wgrad[0])]
+        x_form = store(run, x, x_forms, group_sizes, encode=extras.x, requantize=recipe.requantize).forms[0]
+        lhs, rhs, halves = (x_form, 0), (rows_of_w[0], 0), (0, half)
         if op.transposed:
-            lhs, rhs, cells = rhs, lhs, (cells[1], cells[0])
+            lhs, rhs, halves = rhs, lhs, (half, 0)
         dw = product(
             run,
             op,
             recipe,
-            cells,
             lhs,
             rhs,
             group_sizes,
             into_spec.dtype if into_spec else op.wgrad_dtype or wide(w_spec.dtype),
             into=into_w,
+            halves=halves,
             accumulate=accumulate,
         )
     if needs.bias and bias_spec is not None:
         call = calls.group_sum(run.spec(dy), sizes_spec, bias_spec.dtype, operand_spec(run, scale))
         (db,) = run(call, call.arrange(rows=dy, group_sizes=group_sizes, row_scale=scale))
     if needs.row_scale and scale_spec is not None:
-        pair = (x, product_grad) if scale_through_product else None
+        pair = (plain_rows(run, x, group_sizes), product_grad) if scale_through_product else None
         group_pair = (dy, bias) if bias is not None else None
         call = calls.row_dot(
             sizes_spec,
@@ -179,4 +294,62 @@ def linear_grads(
         lhs, rhs = pair or (None, None)
         named = {"lhs": lhs, "rhs": rhs, "group_lhs": dy if group_pair else None, "group_rhs": bias}
         dc = run.cast(run(call, arranged(call, group_sizes=group_sizes, **named))[0], scale_spec.dtype)
-    return Gradients(dx, dw, db, dc)
+    return Backward(Gradients(dx, dw, db, dc), Amaxes(dy=amax))
+
+
+def store_grad(
+    run: Runner,
+    recipe: Recipe,
+    dy: Operand,
+    wanted: Sequence[tuple[int, Format]],
+    group_sizes: Array,
+    extras: Extras,
+    stream: int,
+    amax: Array | None = None,
+    stored: QTensor[Any] | None = None,
+) -> Stored:
+    """dy in the formats `wanted`; `amax` is what the magnitudes of delayed scaling are merged with.
+
+    Args:
+        stored: forms of dy that are there already; nothing is quantised if they are all that is wanted.
+    """
+    if stored is not None and (ready := given_forms(stored, wanted)) is not None:
+        return Stored(ready, None)
+    again = recipe.requantize
+    return store(
+        run, dy, wanted, group_sizes, encode=extras.dy, amax=amax, key=extras.key, stream=stream, requantize=again
+    )
+
+
+def store_weight(run: Runner, recipe: Recipe, w: Operand, axis: int, extras: Extras) -> Operand:
+    """w as dgrad reads it, contracted along `axis`."""
+    return store(run, w, [(axis, recipe.dgrad[1])], None, encode=extras.w, requantize=recipe.requantize).forms[0]
+
+
+def plain_rows(run: Runner, x: Operand, group_sizes: Array) -> Array:
+    """x as an array, dequantised where the caller quantised it."""
+    return dequantize(run, x, group_sizes, x.dtype) if isinstance(x, QTensor) else x
+
+
+def weight_grad(
+    run: Runner,
+    op: Linear,
+    x_spec: OperandSpec,
+    w_spec: OperandSpec,
+    x: Operand,
+    dy: Array,
+    group_sizes: Array,
+    *,
+    into: Array | Listed | None = None,
+    accumulate: bool = False,
+    half: int = 0,
+) -> Array:
+    """dW_g = sum x^T dy over the rows of group g, alone, in the weight's layout.
+
+    Args:
+        x: [M, K]. dy: [M, N]. w_spec: of the packed weight. into, accumulate, half: as in `linear_backward`.
+    """
+    needs = Needs(x=False, bias=False, row_scale=False)
+    specs = (x_spec, w_spec, None, None)
+    options = {"into_w": into, "accumulate": accumulate, "half": half}
+    return linear_grads(run, op, specs, x, None, group_sizes, None, None, dy, needs, **options).w

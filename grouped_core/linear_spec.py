@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grouped_core.calls import MAX_GROUPS, MAX_ROWS, ArraySpec
-from grouped_core.formats import PLAIN, WIDE
-from grouped_core.recipes import Recipe, plain
+from grouped_core.calls import MAX_GROUPS, MAX_ROWS, ArraySpec, OperandSpec, StoredSpec
+from grouped_core.formats import PLAIN, WIDE, Format
+from grouped_core.recipes import BoundRecipe, Recipe, plain
 
 
 class Names(NamedTuple):
@@ -47,6 +47,7 @@ class Linear:
         wgrad_dtype: dtype of a new weight gradient; None: that of the weight.
         rows_hint: usual rows a group, for tile choice only; 0 is unknown.
         implementation: pinned kernels, a comma list; "" lets dispatch choose.
+        paired: the weight is two arrays, halves of its N columns.
     """
 
     names: Names
@@ -57,14 +58,39 @@ class Linear:
     wgrad_dtype: str | None = None
     rows_hint: int = 0
     implementation: str = ""
+    paired: bool = False
 
-    def resolve(self, x: ArraySpec, w: ArraySpec) -> Recipe:
-        """The recipe in force for these operands."""
-        return self.recipe or plain(x.dtype, w.dtype)
+    def resolve(self, x: OperandSpec, w: OperandSpec) -> Recipe:
+        """The recipe in force for these operands: without one they are used as they stand, quantised or not.
+
+        Raises:
+            ValueError: a weight in two arrays beside quantised operands.
+        """
+        recipe = self.recipe or _as_they_stand(x.dtype, w.dtype, _format(x), _format(w))
+        if self.paired and recipe.quantized:
+            raise ValueError(
+                f"`{self.names.w}`: two arrays beside recipe {recipe.name}, expected one that quantises nothing; "
+                "pass one array."
+            )
+        return recipe
 
     def weight_axes(self) -> tuple[int, int]:
         """Axes of the weight that hold K and N."""
         return (2, 1) if self.transposed else (1, 2)
+
+
+def _format(operand: OperandSpec) -> Format | None:
+    return operand.format if isinstance(operand, StoredSpec) else None
+
+
+@lru_cache(maxsize=256)
+def _as_they_stand(x: str, w: str, x_format: Format | None, w_format: Format | None) -> Recipe:
+    found = plain(x, w)
+    if x_format is None and w_format is None:
+        return found
+    rows, weight = x_format or found.forward[0], w_format or found.forward[1]
+    name = f"{rows.name} x {weight.name}"
+    return found.replace(name=name, forward=(rows, weight), dgrad=(found.dgrad[0], weight))
 
 
 def implementation_names(implementation: str | Sequence[str] | None) -> str:
@@ -83,11 +109,17 @@ def implementation_names(implementation: str | Sequence[str] | None) -> str:
     return ",".join(names)
 
 
-def recipe_option(recipe: Any) -> Recipe | None:
-    """`recipe=` of a public function, which is a `Recipe` or None."""
+def recipe_option(recipe: Any) -> BoundRecipe:
+    """`recipe=` of a public function: None, a `Recipe` or one bound to arrays; without a recipe nothing is bound.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(recipe, BoundRecipe):
+        return recipe
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"`recipe`: {type(recipe).__name__}, expected None or a Recipe; pass one, e.g. BF16.")
-    return recipe
+    return BoundRecipe(recipe)
 
 
 def dtype_option(dtype: Any) -> str | None:
@@ -100,7 +132,19 @@ def dtype_option(dtype: Any) -> str | None:
         return str(dtype)
 
 
-def _shape(name: str, spec: ArraySpec, wanted: str, remedy: str) -> ValueError:
+def wide_option(name: str, dtype: Any) -> str | None:
+    """The name of the dtype of a result, None where the user chose none.
+
+    Raises:
+        TypeError: results do not have it.
+    """
+    found = dtype_option(dtype)
+    if found is not None and found not in WIDE:
+        raise TypeError(f"`{name}`: {found}, expected None or one of {', '.join(WIDE)}; choose one of them.")
+    return found
+
+
+def _shape(name: str, spec: OperandSpec, wanted: str, remedy: str) -> ValueError:
     return ValueError(f"`{name}`: shape {spec.shape}, expected {wanted}; {remedy}.")
 
 
@@ -115,7 +159,7 @@ def check_sizes(names: Names, sizes: ArraySpec) -> None:
         raise _shape(names.sizes, sizes, "one axis [G]", "pass one size a group")
 
 
-def _check_float(name: str, spec: ArraySpec, allowed: tuple[str, ...]) -> None:
+def _check_float(name: str, spec: OperandSpec, allowed: tuple[str, ...]) -> None:
     if spec.dtype not in allowed:
         raise TypeError(f"`{name}`: dtype {spec.dtype}, expected one of {', '.join(allowed)}; cast it first.")
 
@@ -123,8 +167,8 @@ def _check_float(name: str, spec: ArraySpec, allowed: tuple[str, ...]) -> None:
 @lru_cache(maxsize=4096)
 def check_linear(
     op: Linear,
-    x: ArraySpec,
-    w: ArraySpec,
+    x: OperandSpec,
+    w: OperandSpec,
     sizes: ArraySpec,
     bias: ArraySpec | None = None,
     row_scale: ArraySpec | None = None,
@@ -144,7 +188,11 @@ def check_linear(
         raise _shape(n.x, x, "two axes [M, K]", "fold leading axes into rows with a reshape")
     if len(w.shape) != 3:
         raise _shape(n.w, w, f"three axes {layout}", "stack one matrix a group on the first axis")
-    if x.dtype != w.dtype and not (x.dtype.startswith("float8") and w.dtype.startswith("float8")):
+    if x.dtype != w.dtype and not (
+        isinstance(x, StoredSpec)
+        or isinstance(w, StoredSpec)
+        or (x.dtype.startswith("float8") and w.dtype.startswith("float8"))
+    ):
         raise TypeError(
             f"`{n.w}`: dtype {w.dtype}, expected {x.dtype} = dtype of `{n.x}`; "
             "cast one of them, nothing is cast behind your back."
@@ -181,9 +229,8 @@ def check_linear(
             raise _shape(
                 n.row_scale, row_scale, f"({x.shape[0]},) = all rows of `{n.x}`, tail included", "pass one factor a row"
             )
-    for name, dtype in ((n.result, op.result_dtype), (n.wgrad, op.wgrad_dtype)):
-        if dtype is not None and dtype not in WIDE:
-            raise TypeError(f"`{name}`: {dtype}, expected None or one of {', '.join(WIDE)}; choose one of them.")
+    wide_option(n.result, op.result_dtype)
+    wide_option(n.wgrad, op.wgrad_dtype)
     default = x.dtype if x.dtype in WIDE else "bfloat16"
     result = ArraySpec((x.shape[0], width), op.result_dtype or default)
     if out is not None:
@@ -191,14 +238,38 @@ def check_linear(
     return result
 
 
-def _check_recipe(op: Linear, x: ArraySpec, w: ArraySpec) -> None:
+def _check_recipe(op: Linear, x: OperandSpec, w: OperandSpec) -> None:
+    """Operands are what the recipe's cells store: plain ones of their dtype, others of any wide dtype, or stored so."""
+    axes = (1, op.weight_axes()[0])
+    for name, spec, axis in zip((op.names.x, op.names.w), (x, w), axes, strict=True):
+        if isinstance(spec, StoredSpec) and spec.axis != axis and not spec.has_other:
+            raise ValueError(
+                f"`{name}`: {spec} along axis {spec.axis}, expected along axis {axis}, which the product contracts; "
+                f"quantise it with axis={axis}, or with both."
+            )
+    if isinstance(w, StoredSpec) and w.format.values == "uint8" and w.format.rule == "e8m0" and x.dtype == "float16":
+        raise TypeError(
+            f"`{op.names.x}`: float16 beside {w.format.name}, expected bfloat16 or float32, whose range holds its "
+            "scales; cast it."
+        )
     if op.recipe is None:
         return
     for name, spec, cell in zip((op.names.x, op.names.w), (x, w), op.recipe.forward, strict=True):
-        if spec.dtype != cell.values:
+        if isinstance(spec, StoredSpec):
+            if spec.format.layout != cell.layout and op.recipe.requantize is None:
+                raise ValueError(
+                    f"`{name}`: stored as {spec.format.name}, expected {cell.name} as the recipe {op.recipe.name} "
+                    "stores it; quantise it so, or pass a recipe with requantize='from_dequantized'."
+                )
+        elif cell.plain and spec.dtype != cell.values:
             raise TypeError(
                 f"`{name}`: dtype {spec.dtype}, expected {cell.values} as the recipe {op.recipe.name} stores it; "
                 "cast it, or pass recipe=None to use the operands as they stand."
+            )
+        elif spec.dtype not in WIDE:
+            raise TypeError(
+                f"`{name}`: dtype {spec.dtype}, expected one of {', '.join(WIDE)}, which the recipe {op.recipe.name} "
+                "quantises; pass the array before any rounding, or a QTensor."
             )
 
 

@@ -11,19 +11,36 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from grouped_core import calls, gradients
-from grouped_core.calls import ArraySpec
-from grouped_core.gradients import Gradients, Needs
+from grouped_core.calls import ArraySpec, OperandSpec
+from grouped_core.formats import QTensor
+from grouped_core.gradients import Amaxes, Forms, Needs
 from grouped_core.linear_spec import Linear
-from grouped_core.mlp_spec import Mlp, MlpNeeds, MlpSpecs, check, kept, needs_dh, needs_dz, restrict
-from grouped_core.products import Array, Listed, Operand, Runner, all_aligned, arranged, operand_spec, wide
+from grouped_core.mlp_spec import NO_NEEDS, Mlp, MlpNeeds, MlpSpecs, check, kept, needs_dh, needs_dz, restrict
+from grouped_core.products import (
+    Array,
+    Listed,
+    Operand,
+    Paired,
+    Runner,
+    all_aligned,
+    arranged,
+    operand_spec,
+    weight_specs,
+    wide,
+)
+from grouped_core.storing import Extras, Stored, store
 
 
 class Forward(NamedTuple):
-    """y [M, K]; h [M, W] and z [M, F] where they are kept."""
+    """y [M, K], and what backward reads of rows and weights, in its form; None where it does not."""
 
     y: Array
-    h: Array | None
-    z: Array | None
+    x: Operand | None
+    h: Array | None  # [M, W]
+    z: Operand | None  # [M, F]
+    wi: Operand | None
+    wo: Operand | None
+    amax: tuple[Amaxes, Amaxes]  # of x and wi, of z and wo
 
 
 class MlpGradients(NamedTuple):
@@ -44,14 +61,21 @@ class MainGrads(NamedTuple):
     probs: Array | None
     wi_bias: Array | None
     wo_bias: Array | None
-    dh: Array | None  # [M, W], with x gives dW1
-    z: Array | None  # [M, F], with dy gives dW2
+    rows: Operand | None  # [M, K]: x, with dh gives dW1
+    dh: Operand | None  # [M, W]
+    z: Operand | None  # [M, F], with dy gives dW2
+    dy: Operand | None
+    amax: tuple[Amaxes, Amaxes]  # of dh, of dy
+
+
+NO_EXTRAS = (Extras(), Extras())
+"""Nothing is bound to the recipe."""
 
 
 def hidden_rows(
     run: Runner,
     op: Mlp,
-    x: Array,
+    x: Operand,
     wi: Operand,
     group_sizes: Array,
     probs: Array | None,
@@ -59,30 +83,34 @@ def hidden_rows(
     *,
     keep: bool,
 ) -> tuple[Array, Array | None]:
-    """(z [M, F], h [M, W] if it is to be kept): the first product and the activation in one call."""
+    """(z [M, F], h [M, W] if it is to be kept): the first product and the activation in one call.
+
+    Args:
+        x, wi: as forward stores them.
+    """
     linear = op.fc1()
-    recipe = linear.resolve(run.spec(x), operand_spec(run, wi))
-    rows = run.cast(x, recipe.forward[0].values)
-    right = wi if isinstance(wi, Listed) else run.cast(wi, recipe.forward[1].values)
+    x_spec = operand_spec(run, x)
+    right_spec, up_spec = weight_specs(run, wi)
     p = None if probs is None else run.cast(probs, "float32")
     call = calls.grouped_matmul_act(
-        run.spec(rows),
-        operand_spec(run, right),
+        x_spec,
+        right_spec,
         linear.weight_axes()[0],
         run.spec(group_sizes),
-        wide(run.spec(x).dtype),
+        wide(x_spec.dtype),
         activation=op.activation,
-        recipe=recipe,
+        recipe=linear.resolve(x_spec, operand_spec(run, wi)),
         bias=operand_spec(run, wi_bias),
         row_scale=operand_spec(run, p),
-        tables=(isinstance(right, Listed), isinstance(wi_bias, Listed)),
-        aligned_tables=all_aligned(right),
+        tables=(isinstance(wi, Listed), isinstance(wi_bias, Listed)),
+        rhs_up=up_spec,
+        aligned_tables=all_aligned(wi),
         hidden=keep,
         zero_tail=op.clear_residuals,
         rows_hint=op.rows_hint,
         implementation=op.implementation,
     )
-    named = {"lhs": rows, "rhs": right, "bias": wi_bias, "group_sizes": group_sizes, "row_scale": p}
+    named = {"lhs": x, "rhs": wi, "bias": wi_bias, "group_sizes": group_sizes, "row_scale": p}
     z, h = run(call, arranged(call, **named))
     return z, h
 
@@ -90,7 +118,7 @@ def hidden_rows(
 def mlp(
     run: Runner,
     op: Mlp,
-    x: Array,
+    x: Operand,
     wi: Operand,
     wo: Operand,
     group_sizes: Array,
@@ -99,21 +127,53 @@ def mlp(
     wo_bias: Operand | None = None,
     out: Array | None = None,
     *,
-    keep_h: bool = False,
-    keep_z: bool = False,
+    needs: MlpNeeds = NO_NEEDS,
+    extras: tuple[Extras, Extras] = NO_EXTRAS,
 ) -> Forward:
-    """y[r] = (p[r] act(x[r] W1[g] + b1[g])) W2[g] + p[r] b2[g], p = probs or 1, and the rows that are kept.
+    """y[r] = (p[r] act(x[r] W1[g] + b1[g])) W2[g] + p[r] b2[g], p = probs or 1, and what backward reads.
 
     Args:
         x: [M, K]. wi: [G, K, W], wo: [G, F, K], or both with the last two axes swapped when transposed; one array or
-            `Listed` each. group_sizes: int32 [G]. probs: [M]. wi_bias: [G, W]. wo_bias: [G, K].
+            `Listed` each, wi perhaps `Paired`; x and weights perhaps quantised. group_sizes: int32 [G]. probs: [M].
+            wi_bias: [G, W]. wo_bias: [G, K].
         out: the caller's [M, K] buffer; its tail rows are left alone.
+        needs: gradients that will be asked for. extras: of the two products.
     """
     check(op, *(operand_spec(run, each) for each in (x, wi, wo, group_sizes, probs, wi_bias, wo_bias, out)))
-    z, h = hidden_rows(run, op, x, wi, group_sizes, probs, wi_bias, keep=keep_h)
+    keep = kept(op, needs, probs is not None, wi_bias is not None, wo_bias is not None)
+    first = first_forms(run, op, x, wi, group_sizes, extras[0], needs)
+    z, h = hidden_rows(run, op, first.x, first.w, group_sizes, probs, wi_bias, keep=keep.h)
     linear = op.fc2(wo_bias is not None and probs is not None)
-    y = gradients.linear(run, linear, z, wo, group_sizes, wo_bias, probs if linear.scale_bias else None, out)
-    return Forward(y, h, z if keep_z else None)
+    second = gradients.linear_forward(
+        run,
+        linear,
+        z,
+        wo,
+        group_sizes,
+        wo_bias,
+        probs if linear.scale_bias else None,
+        out,
+        extras=extras[1],
+        needs=Needs(needs_dz(needs), keep.z, False, False),
+    )
+    return Forward(
+        y=second.y,
+        x=first.kept_x if keep.x else None,
+        h=h,
+        z=second.x if keep.z else None,
+        wi=first.kept_w if keep.wi else None,
+        wo=second.w if keep.wo else None,
+        amax=(first.amax, second.amax),
+    )
+
+
+def first_forms(
+    run: Runner, op: Mlp, x: Operand, wi: Operand, group_sizes: Array, extras: Extras, needs: MlpNeeds
+) -> Forms:
+    """x and wi in the forms of the first product; where everything is computed again, they are kept as they came."""
+    again = op.residuals.policy == "save_input"
+    asked = Needs(needs.x and not again, needs.wi and not again, False, False)
+    return gradients.linear_forms(run, op.fc1(), x, wi, group_sizes, extras, asked)
 
 
 def hidden_grads(
@@ -126,6 +186,8 @@ def hidden_grads(
     wo_bias: Operand | None,
     dy: Array,
     wanted: tuple[bool, bool, bool],
+    *,
+    stored_dy: Operand,
 ) -> tuple[Array | None, Array | None, Array | None]:
     """(dh [M, W], z [M, F], dp [M] float32), each if wanted: two products' worth of gradients in one call.
 
@@ -133,32 +195,30 @@ def hidden_grads(
 
     Args:
         h: [M, W]. probs: [M], read for dh and z. wo_bias: read for dp. dy: [M, K].
+        wo, stored_dy: as the product stores them.
     """
     linear = op.fc2()
-    recipe = linear.resolve(run.spec(h), operand_spec(run, wo))
-    rows = run.cast(dy, recipe.dgrad[0].values)
-    right = wo if isinstance(wo, Listed) else run.cast(wo, recipe.dgrad[1].values)
     p = None if probs is None else run.cast(probs, "float32")
     base = _bias_dots(run, dy, wo_bias, group_sizes) if wanted[2] and wo_bias is not None else None
     call = calls.grouped_matmul_dact(
-        run.spec(rows),
-        operand_spec(run, right),
+        operand_spec(run, stored_dy),
+        operand_spec(run, wo),
         linear.weight_axes()[1],
         run.spec(group_sizes),
         run.spec(h),
         run.spec(h).dtype,
         activation=op.activation,
-        recipe=recipe,
+        recipe=linear.resolve(run.spec(h), operand_spec(run, wo)),
         wanted=wanted,
         row_scale=operand_spec(run, p),
         row_base=operand_spec(run, base),
-        table=isinstance(right, Listed),
-        aligned_tables=all_aligned(right),
+        table=isinstance(wo, Listed),
+        aligned_tables=all_aligned(wo),
         zero_tail=op.clear_residuals,
         rows_hint=op.rows_hint,
         implementation=op.implementation,
     )
-    named = {"lhs": rows, "rhs": right, "group_sizes": group_sizes, "hidden": h, "row_scale": p, "row_base": base}
+    named = {"lhs": stored_dy, "rhs": wo, "group_sizes": group_sizes, "hidden": h, "row_scale": p, "row_base": base}
     dh, z, dp = run(call, arranged(call, **named))
     return dh, z, dp
 
@@ -171,13 +231,34 @@ def _bias_dots(run: Runner, dy: Array, bias: Operand, group_sizes: Array) -> Arr
     return run(call, arranged(call, group_sizes=group_sizes, group_lhs=dy, group_rhs=bias))[0]
 
 
+def grad_forms(
+    run: Runner,
+    op: Mlp,
+    x: OperandSpec,
+    wo: Operand,
+    dy: Operand,
+    group_sizes: Array,
+    extras: Extras,
+    forms: tuple[bool, bool],
+) -> Stored:
+    """dy as the gradients at the hidden rows read it, and as that of wo does, each if wanted; from one pass.
+
+    Args:
+        x: spec of the rows that wo multiplies.
+    """
+    recipe = op.fc2().resolve(x, operand_spec(run, wo))
+    cells = ((1, recipe.dgrad[0]), (0, recipe.wgrad[1]))
+    wanted = [cell for cell, want in zip(cells, forms, strict=True) if want]
+    return gradients.store_grad(run, recipe, dy, wanted, group_sizes, extras, 0)
+
+
 def main_grads(
     run: Runner,
     op: Mlp,
     specs: MlpSpecs,
-    x: Array | None,
+    x: Operand | None,
     h: Array | None,
-    z: Array | None,
+    z: Operand | None,
     wi: Operand | None,
     wo: Operand | None,
     group_sizes: Array,
@@ -188,6 +269,7 @@ def main_grads(
     needs: MlpNeeds,
     *,
     grad_input: Array | None = None,
+    extras: tuple[Extras, Extras] = NO_EXTRAS,
 ) -> MainGrads:
     """Gradients that `needs` asks for but those of the weights; operands that `kept` does not name are None.
 
@@ -195,83 +277,104 @@ def main_grads(
     for dy.
 
     Args:
-        dy: [M, K]. grad_input: the caller's [M, K] buffer for dx; its tail rows are left alone.
+        x, z, wi, wo: as `mlp` kept them. dy: [M, K].
+        grad_input: the caller's [M, K] buffer for dx; its tail rows are left alone.
+        extras: of the two products.
     """
     needs = restrict(needs, specs)
+    first, second = op.fc1(), op.fc2(specs.probs is not None and specs.wo_bias is not None)
+    z_spec = ArraySpec((specs.x.shape[0], specs.wo.shape[second.weight_axes()[0]]), wide(specs.x.dtype))
+    recipe = second.resolve(z_spec, specs.wo)
     dp = dh = None
+    if (needs_dz(needs) and h is None) or (not needs_dz(needs) and needs.wo and z is None):
+        # Forward's own call once more, so a weight in two arrays needs no other; z comes with h.
+        forms = first_forms(run, op, x, wi, group_sizes, extras[0], NO_NEEDS)
+        z, h = hidden_rows(run, op, forms.x, forms.w, group_sizes, probs, wi_bias, keep=needs_dz(needs))
+    dy_forms = [(1, recipe.dgrad[0])] if needs_dz(needs) else []
+    dy_forms += [(0, recipe.wgrad[1])] if needs.wo else []
+    grads = gradients.store_grad(run, recipe, dy, dy_forms, group_sizes, extras[1], 0)
     if needs_dz(needs):
-        if h is None:
-            h = gradients.linear(run, op.fc1(), x, wi, group_sizes, wi_bias)
         wanted = (needs_dh(needs), needs.wo and z is None, needs.probs)
-        dh, rebuilt, dp = hidden_grads(run, op, h, wo, group_sizes, probs, wo_bias, dy, wanted)
+        weight = gradients.store_weight(run, recipe, wo, second.weight_axes()[1], extras[1])
+        dh, rebuilt, dp = hidden_grads(
+            run, op, h, weight, group_sizes, probs, wo_bias, dy, wanted, stored_dy=grads.forms[0]
+        )
         z = rebuilt if z is None else z
         dp = dp if dp is None or specs.probs is None else run.cast(dp, specs.probs.dtype)
-    elif needs.wo and z is None:
-        z, _ = hidden_rows(run, op, x, wi, group_sizes, probs, wi_bias, keep=False)
-    first = second = Gradients(None, None, None, None)
-    if needs.x or needs.wi_bias:
-        asked = Needs(needs.x, False, needs.wi_bias, False)
-        first = _linear_grads(
-            run, op.fc1(), specs.x, specs.wi, specs.wi_bias, wi, group_sizes, None, dh, asked, grad_input
-        )
+    if needs.wo:
+        wgrad = [(0, recipe.wgrad[0])]
+        z = store(run, z, wgrad, group_sizes, encode=extras[1].x, requantize=recipe.requantize).forms[0]
+    dx = db1 = db2 = rows = None
+    hidden = Stored([], None)
+    if needs_dh(needs):
+        own = first.resolve(specs.x, specs.wi)
+        dh_forms = [(1, own.dgrad[0])] if needs.x else []
+        dh_forms += [(0, own.wgrad[1])] if needs.wi else []
+        hidden = gradients.store_grad(run, own, dh, dh_forms, group_sizes, extras[0], 1)
+        if needs.wi:
+            wgrad = [(0, own.wgrad[0])]
+            rows = store(run, x, wgrad, group_sizes, encode=extras[0].x, requantize=own.requantize).forms[0]
+        if needs.x or needs.wi_bias:
+            asked = Needs(needs.x, False, needs.wi_bias, False)
+            found = gradients.linear_grads(
+                run,
+                first,
+                (specs.x, specs.wi, specs.wi_bias, None),
+                None,
+                wi,
+                group_sizes,
+                None,
+                None,
+                dh,
+                asked,
+                grad_input=grad_input,
+                extras=extras[0],
+                stored_dy=hidden.forms[0] if needs.x and isinstance(hidden.forms[0], QTensor) else None,
+            )
+            dx, db1 = found.x, found.bias
     if needs.wo_bias:
-        rows = ArraySpec((specs.x.shape[0], specs.wo.shape[op.fc2().weight_axes()[0]]), wide(specs.x.dtype))
-        linear = op.fc2(specs.probs is not None)
+        scale = operand_spec(run, probs) if second.scale_bias else None
+        row_scale = probs if second.scale_bias else None
         asked = Needs(False, False, True, False)
-        second = _linear_grads(run, linear, rows, specs.wo, specs.wo_bias, None, group_sizes, probs, dy, asked)
-    return MainGrads(first.x, dp, first.bias, second.bias, dh if needs.wi else None, z if needs.wo else None)
-
-
-def _linear_grads(
-    run: Runner,
-    linear: Linear,
-    x: ArraySpec,
-    w: ArraySpec,
-    bias: ArraySpec | None,
-    weight: Operand | None,
-    group_sizes: Array,
-    row_scale: Array | None,
-    dy: Array,
-    needs: Needs,
-    grad_input: Array | None = None,
-) -> Gradients:
-    scale = operand_spec(run, row_scale)
-    return gradients.linear_grads(
-        run,
-        linear,
-        (x, w, bias, scale),
-        None,
-        weight,
-        group_sizes,
-        None,
-        row_scale,
-        dy,
-        needs,
-        grad_input=grad_input,
+        of_bias = (z_spec, specs.wo, specs.wo_bias, scale)
+        db2 = gradients.linear_grads(run, second, of_bias, None, None, group_sizes, None, row_scale, dy, asked).bias
+    return MainGrads(
+        x=dx,
+        probs=dp,
+        wi_bias=db1,
+        wo_bias=db2,
+        rows=rows,
+        dh=hidden.forms[-1] if needs.wi else None,
+        z=z if needs.wo else None,
+        dy=grads.forms[-1] if needs.wo else None,
+        amax=(Amaxes(dy=hidden.amax), Amaxes(dy=grads.amax)),
     )
 
 
 def weight_grad(
     run: Runner,
     linear: Linear,
-    weight: ArraySpec,
-    rows: Array,
-    dy: Array,
+    weight: OperandSpec,
+    rows: Operand,
+    dy: Operand,
     group_sizes: Array,
     *,
     into: Operand | None = None,
     accumulate: bool = False,
+    half: int = 0,
 ) -> Array:
     """dW_g = sum rows^T dy in the weight's layout: of W1 with `op.fc1()`, x and dh; of W2 with `op.fc2()`, z and dy.
 
     Args:
-        into: destination; with `accumulate` the gradient is added to it.
+        weight: spec of the packed weight. into: destination; with `accumulate` the gradient is added to it.
+        half: 1, 2: of the gates', the linear halves' columns alone, where these are arrays of their own; 0: of all.
     """
-    specs = (run.spec(rows), weight, None, None)
-    needs = Needs(x=False, bias=False, row_scale=False)
-    return gradients.linear_grads(
-        run, linear, specs, rows, None, group_sizes, None, None, dy, needs, into_w=into, accumulate=accumulate
-    ).w
+    return gradients.weight_grad(
+        *(run, linear, operand_spec(run, rows), weight, rows, dy, group_sizes),
+        into=into,
+        accumulate=accumulate,
+        half=half,
+    )
 
 
 def plan(
@@ -282,25 +385,44 @@ def plan(
     *,
     needs: MlpNeeds | None = None,
     accumulators: tuple[Any, Any] = (None, None),
+    halves: Sequence[int] = (1, 2),
     out: ArraySpec | None = None,
     grad_input: ArraySpec | None = None,
+    extras: tuple[Extras, Extras] = NO_EXTRAS,
 ) -> None:
     """Runs forward and backward on specs, for a runner that notes calls (`grouped_core.plans.Planner`).
 
     Args:
         operands: specs of x, wi, wo, probs, wi_bias, wo_bias, `Listed` ones with the spec of their table; None where
-            absent. accumulators: likewise, of the two weight gradients.
+            absent. accumulators: likewise, of the two weight gradients; a tuple for a wi in two arrays.
+        halves: of a wi in two arrays, those that need gradients: 1, 2.
     """
     x, wi, wo, probs, wi_bias, wo_bias = operands
     given: Any = [operand_spec(run, each) for each in operands]
     specs = MlpSpecs(*given)
     needs = restrict(needs or MlpNeeds(), specs)
-    keep = kept(op, needs, probs is not None, wi_bias is not None, wo_bias is not None)
-    y, h, z = mlp(run, op, x, wi, wo, sizes, probs, wi_bias, wo_bias, out, keep_h=keep.h, keep_z=keep.z)
-    main = main_grads(run, op, specs, x, h, z, wi, wo, sizes, probs, wi_bias, wo_bias, y, needs, grad_input=grad_input)
-    for linear, weight, rows, dy, into in (
-        (op.fc1(), specs.wi, x if needs.wi else None, main.dh, accumulators[0]),
-        (op.fc2(), specs.wo, main.z, y, accumulators[1]),
-    ):
-        if rows is not None:
-            weight_grad(run, linear, weight, rows, dy, sizes, into=into, accumulate=into is not None)
+    found = mlp(run, op, x, wi, wo, sizes, probs, wi_bias, wo_bias, out, needs=needs, extras=extras)
+    main = main_grads(
+        run,
+        op,
+        specs,
+        found.x,
+        found.h,
+        found.z,
+        found.wi,
+        found.wo,
+        sizes,
+        probs,
+        wi_bias,
+        wo_bias,
+        found.y,
+        needs,
+        grad_input=grad_input,
+        extras=extras,
+    )
+    into = accumulators[0]
+    targets = [(into and into[half - 1], half) for half in halves] if isinstance(wi, Paired) else [(into, 0)]
+    work = [(op.fc1(), specs.wi, main.rows, main.dh, *target) for target in targets if needs.wi]
+    work += [(op.fc2(), specs.wo, main.z, main.dy, accumulators[1], 0)] if needs.wo else []
+    for linear, weight, rows, dy, to, half in work:
+        weight_grad(run, linear, weight, rows, dy, sizes, into=to, accumulate=to is not None, half=half)

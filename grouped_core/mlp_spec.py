@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from grouped_core import linear_spec
 from grouped_core.activations import Activation
-from grouped_core.calls import ArraySpec
+from grouped_core.calls import ArraySpec, OperandSpec, StoredSpec
 from grouped_core.formats import WIDE
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.recipes import Recipe
@@ -92,6 +92,7 @@ class Mlp:
         rows_hint: usual rows a group, for tile choice only; 0 is unknown.
         implementation: pinned kernels, a comma list; "" lets dispatch choose. A name concerns its own call alone.
         clear_residuals: tail rows of what is kept are zero instead of undefined.
+        paired: the first weight is two arrays, gate and linear half.
     """
 
     names: MlpNames
@@ -103,16 +104,21 @@ class Mlp:
     rows_hint: int = 0
     implementation: str = ""
     clear_residuals: bool = False
+    paired: bool = False
+
+    def parts(self) -> tuple[int, ...]:
+        """The arrays of the first weight, as halves of its columns; 0 for all of them in one."""
+        return (1, 2) if self.paired else (0,)
 
     def fc1(self) -> Linear:
         """The first product as a linear operation."""
-        return self._linear(self.names.wi, self.names.wi_bias, self.names.x, False)
+        return self._linear(self.names.wi, self.names.wi_bias, self.names.x, False, self.paired)
 
     def fc2(self, scale_bias: bool = False) -> Linear:
         """The second product as a linear operation; with `scale_bias` its bias is weighted by the probabilities."""
         return self._linear(self.names.wo, self.names.wo_bias, "activated rows", scale_bias)
 
-    def _linear(self, w: str, bias: str, x: str, scale_bias: bool) -> Linear:
+    def _linear(self, w: str, bias: str, x: str, scale_bias: bool, paired: bool = False) -> Linear:
         n = self.names
         names = Names(x, w, n.transposed, n.sizes, bias, n.probs, wgrad=n.wgrad, accum=n.accum, out=n.out)
         return Linear(
@@ -123,6 +129,7 @@ class Mlp:
             wgrad_dtype=self.wgrad_dtype,
             rows_hint=self.rows_hint,
             implementation=self.implementation,
+            paired=paired,
         )
 
 
@@ -135,6 +142,9 @@ class MlpNeeds(NamedTuple):
     probs: bool = True
     wi_bias: bool = True
     wo_bias: bool = True
+
+
+NO_NEEDS = MlpNeeds(*[False] * len(MlpNeeds._fields))
 
 
 # NOTE: functions, because torch.compile does not see through tuples that have properties.
@@ -169,9 +179,9 @@ def residuals_option(residuals: Residuals | str) -> Residuals:
 class MlpSpecs(NamedTuple):
     """Specs of the operands, kept or not; None where the operation had none."""
 
-    x: ArraySpec
-    wi: ArraySpec
-    wo: ArraySpec
+    x: OperandSpec
+    wi: OperandSpec
+    wo: OperandSpec
     probs: ArraySpec | None
     wi_bias: ArraySpec | None
     wo_bias: ArraySpec | None
@@ -212,7 +222,48 @@ def kept(op: Mlp, needs: MlpNeeds, has_probs: bool, has_wi_bias: bool, has_wo_bi
     )
 
 
-def check_cotangent(x: ArraySpec, dy: ArraySpec) -> None:
+@lru_cache(maxsize=1024)
+def check_pair(op: Mlp, *halves: ArraySpec) -> None:
+    """Refuses several arrays as the first weight unless they are gate and linear half (MAT-3, MLP-5).
+
+    Raises:
+        TypeError: dtypes. ValueError: count, shapes, an activation without a linear half or with an interleave.
+    """
+    n = op.names
+    layout = "[G, F, K]" if op.transposed else "[G, K, F]"
+    if len(halves) != 2:
+        raise ValueError(
+            f"`{n.wi}`: {len(halves)} arrays, expected one, or gate and linear half; stack one matrix a group on the "
+            "first axis."
+        )
+    gate, up = halves
+    if any(isinstance(half, StoredSpec) for half in halves):
+        raise TypeError(f"`{n.wi}`: two quantised arrays, expected one, or two as they stand; pass one array.")
+    if len(gate.shape) != 3:
+        raise ValueError(
+            f"`{n.wi}[0]`: shape {gate.shape}, expected three axes {layout} of each of two arrays; "
+            "stack one matrix a group on the first axis."
+        )
+    if up.shape != gate.shape:
+        raise ValueError(
+            f"`{n.wi}[1]`: shape {up.shape}, expected {gate.shape} = shape of `{n.wi}[0]`; pass halves of one shape."
+        )
+    if up.dtype != gate.dtype:
+        raise TypeError(
+            f"`{n.wi}[1]`: dtype {up.dtype}, expected {gate.dtype} = dtype of `{n.wi}[0]`; cast one of them."
+        )
+    if not op.activation.gated:
+        raise ValueError(
+            f"`{n.wi}`: two arrays, expected one for {op.activation.kind}, which has no linear half; pass one array."
+        )
+    if op.activation.interleave is not None:
+        raise ValueError(
+            f"`interleave` of Activation: {op.activation.interleave} beside `{n.wi}` in two arrays, expected None; "
+            "each array holds its half in one piece."
+        )
+
+
+def check_cotangent(x: OperandSpec, dy: ArraySpec) -> None:
     """Refuses a gradient of y that is not like y, [M, K] in its dtype.
 
     Raises:
@@ -228,9 +279,9 @@ def check_cotangent(x: ArraySpec, dy: ArraySpec) -> None:
 @lru_cache(maxsize=4096)
 def check(
     op: Mlp,
-    x: ArraySpec,
-    wi: ArraySpec,
-    wo: ArraySpec,
+    x: OperandSpec,
+    wi: OperandSpec,
+    wo: OperandSpec,
     sizes: ArraySpec,
     probs: ArraySpec | None = None,
     wi_bias: ArraySpec | None = None,

@@ -1,4 +1,4 @@
-"""One grouped product as the rules ask for it: operands as the recipe stores them, everything fused into one call.
+"""One grouped product as the rules ask for it: operands as they are stored, everything fused into one call.
 
 Rules are written against one injected `Runner`, so JAX, PyTorch, NumPy and planning without arrays share them to the
 letter. The number beside an operand is its contracted axis.
@@ -6,13 +6,13 @@ letter. The number beside an operand is its contracted axis.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, overload
 
 from grouped_core import calls
 from grouped_core.calls import ArraySpec, Call, OperandSpec, StoredSpec
-from grouped_core.formats import Format, QTensor
+from grouped_core.formats import QTensor
 from grouped_core.linear_spec import Linear
 from grouped_core.recipes import Recipe
 
@@ -54,8 +54,29 @@ class Listed:
     aligned: bool = True
 
 
-Operand = Array | Listed | QTensor[Any]
-"""One array, one a group, or codes and scales."""
+@dataclass(frozen=True)
+class Paired:
+    """A weight in two arrays of equal shape, read as if one lay behind the other (contracts.md, MAT-3).
+
+    Attributes:
+        gate, up: [G, ...], the first and the second half. axis: along which they stand side by side.
+    """
+
+    gate: Array
+    up: Array
+    axis: int
+
+
+Operand = Array | Listed | Paired | QTensor[Any]
+"""One array, one a group, two side by side, or codes and scales."""
+
+
+def in_form(op: Linear, weight: Any) -> Any:
+    """`weight` as rules take it: a tuple of two arrays as the halves of its columns, anything else as it stands."""
+    if type(weight) is not tuple:  # a spec is a tuple of a kind of its own
+        return weight
+    gate, up = weight
+    return Paired(gate, up, op.weight_axes()[1])
 
 
 @overload
@@ -63,22 +84,47 @@ def operand_spec(run: Runner, operand: None) -> None: ...
 @overload
 def operand_spec(run: Runner, operand: Array) -> Any: ...
 def operand_spec(run: Runner, operand: Operand | None) -> OperandSpec | None:
-    """Spec of an operand, of the packed form where it is listed."""
+    """Spec of an operand, of the packed form where it is listed or in two arrays."""
     if operand is None:
         return None
+    if isinstance(operand, Paired):
+        half = run.spec(operand.gate)
+        return half._replace(shape=tuple(d * (1 + (at == operand.axis)) for at, d in enumerate(half.shape)))
     if isinstance(operand, QTensor):
-        q = operand
-        arrays = [None if each is None else run.spec(each) for each in (q.values, q.scales, q.group_scales)]
-        return StoredSpec(*arrays, q.format, q.axis, q.shape, q.dtype)  # pyright: ignore[reportArgumentType]
+        return stored_spec(operand, run.spec)
     return operand.spec if isinstance(operand, Listed) else run.spec(operand)
 
 
+def stored_spec(q: QTensor[Any], spec: Callable[[Array], ArraySpec]) -> StoredSpec:
+    """What planning knows of `q`; `spec` says what it knows of an array."""
+    scales, group_scales = (None if each is None else spec(each) for each in (q.scales, q.group_scales))
+    return StoredSpec(spec(q.values), scales, group_scales, q.format, q.axis, q.shape, q.dtype, q.other is not None)
+
+
+def weight_specs(run: Runner, weight: Operand) -> tuple[Any, ArraySpec | None]:
+    """Specs of a weight's slots `rhs`, of the packed form where it is listed, and `rhs_up`."""
+    if isinstance(weight, Paired):
+        return run.spec(weight.gate), run.spec(weight.up)
+    return operand_spec(run, weight), None
+
+
+def rounded(run: Runner, operand: Operand, dtype: str) -> Operand:
+    """The arrays of an operand rounded to `dtype`; a listed one as it stands."""
+    if isinstance(operand, Listed):
+        return operand
+    if isinstance(operand, Paired):
+        return Paired(run.cast(operand.gate, dtype), run.cast(operand.up, dtype), operand.axis)
+    return run.cast(operand, dtype)
+
+
 def operand_arrays(name: str, operand: Operand | None) -> dict[str, Array]:
-    """The arrays of an operand by slot: of a table of addresses, or codes and scales, or the array itself."""
+    """The arrays of an operand by slot: a table of addresses, two halves, codes and scales, or the array itself."""
     if operand is None:
         return {}
     if isinstance(operand, Listed):
         return {f"{name}_table": operand.table}
+    if isinstance(operand, Paired):
+        return {name: operand.gate, f"{name}_up": operand.up}
     if isinstance(operand, QTensor):
         scales = {f"{name}_scales": operand.scales, f"{name}_group_scales": operand.group_scales}
         return {name: operand.values, **{slot: array for slot, array in scales.items() if array is not None}}
@@ -93,7 +139,7 @@ def arranged(call: Call, **operands: Operand | None) -> tuple[Any, ...]:
     return call.arrange(**arrays)
 
 
-def all_aligned(*operands: Array | Listed | None) -> bool:
+def all_aligned(*operands: Operand | None) -> bool:
     """Whether every address of the listed ones is a multiple of 16 bytes."""
     return all(operand.aligned for operand in operands if isinstance(operand, Listed))
 
@@ -102,24 +148,27 @@ def product(
     run: Runner,
     op: Linear,
     recipe: Recipe,
-    cells: tuple[Format, Format],
-    lhs: tuple[Array, int],
-    rhs: tuple[Array | Listed, int],
+    lhs: tuple[Operand, int],
+    rhs: tuple[Operand, int],
     group_sizes: Array,
     result_dtype: str,
     *,
     bias: Array | Listed | None = None,
     row_scale: Array | None = None,
     into: Array | Listed | None = None,
+    halves: tuple[int, int] = (0, 0),
     accumulate: bool = False,
 ) -> Array:
-    """One grouped product, each operand stored as its cell of the recipe says, everything fused into one call."""
-    left = run.cast(lhs[0], cells[0].values)
-    right = rhs[0] if isinstance(rhs[0], Listed) else run.cast(rhs[0], cells[1].values)
+    """One grouped product of two stored operands, everything fused into one call.
+
+    `halves`: of the columns of lhs and rhs, as in `calls.grouped_matmul`.
+    """
+    (left, left_axis), (right, right_axis) = lhs, rhs
+    right_spec, up_spec = weight_specs(run, right)
     call = calls.grouped_matmul(
-        run.spec(left),
-        operand_spec(run, right),
-        (lhs[1], rhs[1]),
+        operand_spec(run, left),
+        right_spec,
+        (left_axis, right_axis),
         run.spec(group_sizes),
         result_dtype,
         recipe=recipe,
@@ -127,6 +176,8 @@ def product(
         row_scale=operand_spec(run, row_scale),
         into=operand_spec(run, into),
         tables=(isinstance(right, Listed), isinstance(bias, Listed), isinstance(into, Listed)),
+        rhs_up=up_spec,
+        halves=halves,
         aligned_tables=all_aligned(right, into),
         scale_bias=op.scale_bias and bias is not None,
         accumulate=accumulate,

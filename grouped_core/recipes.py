@@ -116,17 +116,17 @@ class Recipe:
 
 @dataclass(frozen=True, eq=False)
 class BoundRecipe:
-    """A recipe and the arrays of one use of it; see `Recipe.bind`."""
+    """A recipe and the arrays of one use of it; see `Recipe.bind`. Without a recipe there are none."""
 
-    recipe: Recipe
+    recipe: Recipe | None
     state: Any = None
     key: Any = None
 
     def __post_init__(self) -> None:
-        if self.state is not None and not self.recipe.delayed:
+        if self.state is not None and not (self.recipe and self.recipe.delayed):
+            name = self.recipe.name if self.recipe else None
             raise ValueError(
-                f"`state` of recipe {self.recipe.name}: given, wanted None, for nothing of it is scaled with delay; "
-                "bind no state."
+                f"`state` of recipe {name}: given, wanted None, for nothing of it is scaled with delay; bind no state."
             )
 
 

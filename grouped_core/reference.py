@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from grouped_core import rounding
+from grouped_core import reference_stored, rounding
 from grouped_core.activations import KINDS, Slopes, half_columns
 from grouped_core.calls import RESULTS, SLOTS, ArraySpec, Call, spec_of
 from grouped_core.products import Array
@@ -155,9 +155,27 @@ def with_values(call: Call, arrays: Sequence[Any]) -> tuple[Call, tuple[Any, ...
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def _whole_rhs(o: Operands, axis: int) -> NDArray[np.float64]:
+    """The weight, of two arrays side by side if it lies in two; `axis` is contracted."""
+    rhs, up = o["rhs"], o.get("rhs_up")
+    if up is None:
+        return rhs
+    return np.concatenate((rhs, up), axis=3 - axis if o["lhs"].shape[1] == rhs.shape[axis] else axis)
+
+
+def _half(rows: NDArray[np.float64], half: int) -> NDArray[np.float64]:
+    """The columns that a contraction over rows reads: all (0), the first or the second half."""
+    width = rows.shape[1] // 2
+    return rows if half == 0 else rows[:, width * (half - 1) : width * half]
+
+
 def _grouped_matmul(o: Operands, p: dict[str, Any], results: Results) -> None:
     result = results["result"]
     rows = o["lhs"].shape[0]
+    if p["contract_rows"]:
+        o = {**o, "lhs": _half(o["lhs"], p["lhs_half"]), "rhs": _half(o["rhs"], p["rhs_half"])}
+    else:
+        o = {**o, "rhs": _whole_rhs(o, p["rhs_axis"])}
     for g, at in groups(o["group_sizes"], rows):
         if p["contract_rows"]:
             if at.start == at.stop:  # an empty group: zero, or what the accumulator held
@@ -261,7 +279,7 @@ def between_dtype(call: Call) -> str:
 
 
 def _grouped_matmul_act(o: Operands, p: dict[str, Any], results: Results) -> None:
-    hidden = p["round"](_product(o, p, o["rhs"].shape[3 - p["rhs_axis"]]))
+    hidden = p["round"](_product(o, p, _whole_rhs(o, p["rhs_axis"]).shape[3 - p["rhs_axis"]]))
     if "hidden" in results:
         results["hidden"][...] = hidden
     _activation({**o, "rows": hidden}, p, results)
@@ -300,6 +318,8 @@ class Oracle:
         """The results of `call`, one a slot; None where a result is not asked for."""
         call, arrays = with_values(call, arrays)
         operands: Operands = dict(zip(SLOTS[call.name], arrays, strict=True))
+        if call.name in reference_stored.CALLS:
+            return self._stored(call, operands)
         for name, array in operands.items():
             if array is not None and name != "group_sizes":
                 operands[name] = np.asarray(array).astype(np.float64)
@@ -311,6 +331,19 @@ class Oracle:
             results["result"][...] = into  # whose tail stays
         _MEANING[call.name](operands, params, results)
         return tuple(None if spec is None else self.cast(results[name], spec.dtype) for name, spec in slots.items())
+
+    def _stored(self, call: Call, operands: Operands) -> tuple[Any, ...]:
+        """Results of calls whose bits are promised, exact or not."""
+        taken = {
+            name: None if array is None or spec is None else np.asarray(array).astype(numpy_dtype(spec.dtype))
+            for (name, array), spec in zip(operands.items(), call.inputs, strict=True)
+        }
+        slots = dict(zip(RESULTS[call.name], call.outputs, strict=True))
+        results = {name: np.zeros(s.shape, numpy_dtype(s.dtype)) for name, s in slots.items() if s is not None}
+        sizes, rows = taken.get("group_sizes"), call.inputs[0] if call.name == "quantize" else call.outputs[0]
+        ends = None if sizes is None or rows is None else group_ends(sizes, rows.shape[0])
+        reference_stored.run(call, taken, results, ends)
+        return tuple(results.get(name) for name in slots)
 
     def _rounding(self, call: Call) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
         """What the hidden rows of a fused call go through before the activation reads them, stored or not."""

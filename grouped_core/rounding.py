@@ -246,14 +246,18 @@ def nvfp4_block_errors(rows: Floats) -> Floats:
 
 
 def delayed_update(
-    history: Floats, scale: Floats, dtype: str, *, margin: int = 0, most_recent: bool = False
+    history: Floats, scale: Floats, top: ArrayLike, *, most_recent: bool = False
 ) -> tuple[Floats, Floats]:
-    """(history, scale) after a step of delayed scaling: history [L, ...] with slot 0 live, scale [...]."""
+    """(history, scale) after a step of delayed scaling: history [L, ...] with slot 0 live, scale [...].
+
+    Args:
+        top: what the largest magnitude is mapped to: the type's largest value * 2^-margin.
+    """
     newest = history[0]
     keep = (newest == 0) | ~np.isfinite(newest)
     peak = newest if most_recent else amax(history, axis=0)
     with np.errstate(all="ignore"):
-        fresh = np.minimum(np.float32(float(TYPES[dtype].max) * 2.0**-margin) / peak, FLOAT_MAX)
+        fresh = np.minimum(_floats(top) / peak, FLOAT_MAX)
     still, rolled = history.copy(), np.roll(history, -1, axis=0)
     rolled[-1] = newest
     still[0] = rolled[0] = 0
@@ -304,4 +308,4 @@ def random_words(key: int, rows: int, columns: int, group: int, stream: int) -> 
     counter[..., 0] = np.arange(quads)
     counter[..., 1] = np.arange(rows)[:, None]
     counter[..., 2], counter[..., 3] = group, stream
-    return philox(counter, key).reshape(rows, -1)[:, :columns]
+    return philox(counter, key).reshape(rows, 4 * quads)[:, :columns]

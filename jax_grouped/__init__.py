@@ -4,10 +4,16 @@ from grouped_core.activations import Activation as Activation
 from grouped_core.activations import deinterleave as deinterleave
 from grouped_core.activations import interleave as interleave
 from grouped_core.formats import Format as Format
+from grouped_core.formats import QTensor as QTensor
 from grouped_core.mlp_spec import Residuals as Residuals
 from grouped_core.recipes import BF16 as BF16
 from grouped_core.recipes import FP16 as FP16
 from grouped_core.recipes import FP32 as FP32
+from grouped_core.recipes import MXFP8 as MXFP8
+from grouped_core.recipes import NVFP4 as NVFP4
+from grouped_core.recipes import FP8Block as FP8Block
+from grouped_core.recipes import FP8Current as FP8Current
+from grouped_core.recipes import FP8Delayed as FP8Delayed
 from grouped_core.recipes import Recipe as Recipe
 from grouped_core.sizes import GroupSizes as GroupSizes
 from jax_grouped import accumulate as accumulate
@@ -17,3 +23,8 @@ from jax_grouped.debug import why_unsupported as why_unsupported
 from jax_grouped.mlp import grouped_mlp as grouped_mlp
 from jax_grouped.ops import ragged_dot as ragged_dot
 from jax_grouped.ops import size_status as size_status
+from jax_grouped.quantize import dequantize as dequantize
+from jax_grouped.quantize import quantize as quantize
+from jax_grouped.quantize import scaling_state as scaling_state
+from jax_grouped.quantize import straight_through as straight_through
+from jax_grouped.quantize import update_scaling as update_scaling

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,13 +13,22 @@ from jaxtyping import Array
 
 from grouped_core import calls, debug
 from grouped_core.calls import ArraySpec
-from grouped_core.formats import PLAIN
+from grouped_core.formats import PLAIN, QTensor
+from grouped_core.recipes import BoundRecipe
+from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes
 
 AnyArray = Array | np.ndarray
 """What an operand may be; NumPy arrays become constants of the program."""
 
 jax.tree_util.register_dataclass(GroupSizes, data_fields=["value"], meta_fields=["representative"])
+jax.tree_util.register_dataclass(
+    QTensor,
+    data_fields=["values", "scales", "group_scales", "other", "group_sizes"],
+    meta_fields=["format", "axis", "shape", "dtype"],
+)
+jax.tree_util.register_dataclass(BoundRecipe, data_fields=["state", "key"], meta_fields=["recipe"])
+jax.tree_util.register_dataclass(ScalingState, data_fields=["scale", "history", "top"], meta_fields=["algorithm"])
 
 _logger = logging.getLogger("grouped_core")
 _INT32 = np.iinfo(np.int32)
@@ -39,6 +49,30 @@ def as_array(name: str, value: Any, shape: str) -> Any:
 def as_spec(name: str, value: Any, shape: str) -> ArraySpec:
     """Shape and dtype of an array or `jax.ShapeDtypeStruct`."""
     return calls.spec_of(value if isinstance(value, jax.ShapeDtypeStruct) else as_array(name, value, shape))
+
+
+def as_operand(name: str, value: Any, shape: str) -> Any:
+    """As `as_array`, for an operand that may be quantised."""
+    if isinstance(value, QTensor):
+        return _each_array(value, lambda field, array: as_array(f"{name}.{field}", array, "of a QTensor"))
+    return as_array(name, value, shape)
+
+
+def as_operand_spec(name: str, value: Any, shape: str) -> Any:
+    """As `as_spec`, for an operand that may be quantised: then a `QTensor` of specs."""
+    if isinstance(value, QTensor):
+        return _each_array(value, lambda field, array: as_spec(f"{name}.{field}", array, "of a QTensor"))
+    return as_spec(name, value, shape)
+
+
+def _each_array(q: QTensor[Any], take: Callable[[str, Any], Any]) -> QTensor[Any]:
+    def taken(field: str) -> Any:
+        array = getattr(q, field)
+        return None if array is None else take(field, array)
+
+    other = None if q.other is None else _each_array(q.other, take)
+    values, scales, group_scales, sizes = map(taken, ("values", "scales", "group_scales", "group_sizes"))
+    return QTensor(values, scales, group_scales, q.format, q.axis, q.shape, q.dtype, other, sizes)
 
 
 def to_int32(sizes: Any) -> jax.Array:

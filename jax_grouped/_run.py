@@ -118,20 +118,22 @@ def _attribute(value: Param) -> Any:
 def _lower(ctx: Any, *operands: Any, call: Call, platform: str) -> Sequence[Any]:
     arch = "cpu" if platform == "cpu" else cuda_arch()
     plan = plans.plan(call, arch)
-    present = [slot for slot, spec in enumerate(call.inputs) if spec is not None]
+    present, made = (
+        [slot for slot, spec in enumerate(specs) if spec is not None] for specs in (call.inputs, call.outputs)
+    )
     params = {name: _attribute(value) for name, value in call.params}
     # NOTE: scratch memory of XLA's own is absent on the CPU and unfit for CUDA graphs, so the workspace is a result.
     workspace = jax.core.ShapedArray((plan.workspace_bytes,), np.dtype(np.uint8))
     rule = jax.ffi.ffi_lowering(
         f"jg_{call.name}_v1",
-        operand_output_aliases={present.index(slot): output for slot, output in call.aliases},
+        operand_output_aliases={present.index(slot): made.index(output) for slot, output in call.aliases},
     )
     *results, _ = rule(
         ctx.replace(avals_out=[*ctx.avals_out, workspace]),
         *operands,
         **params,
         operands=np.int64(sum(1 << slot for slot in present)),
-        results=np.int64(sum(1 << slot for slot, spec in enumerate(call.outputs) if spec is not None)),
+        results=np.int64(sum(1 << slot for slot in made)),
         arch=arch,
         implementation=call.implementation,
     )

@@ -6,23 +6,25 @@ activations, else F.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from grouped_core import activations, calls, debug, linear_spec
+from grouped_core import activations, calls, debug, linear_spec, scaling
 from grouped_core import mlp as rules
 from grouped_core.activations import Activation
-from grouped_core.calls import ArraySpec, Call
+from grouped_core.calls import ArraySpec, Call, OperandSpec
+from grouped_core.formats import QTensor
+from grouped_core.linear_spec import Linear
 from grouped_core.mlp_spec import (
+    NO_NEEDS,
     ROW_NAMES,
     Mlp,
     MlpNames,
@@ -31,26 +33,43 @@ from grouped_core.mlp_spec import (
     Residuals,
     check,
     check_cotangent,
+    check_pair,
     kept,
     residuals_option,
     restrict,
 )
 from grouped_core.plans import Planner
-from grouped_core.recipes import Recipe
+from grouped_core.products import Paired, in_form, operand_spec
+from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes, unwrap
+from grouped_core.storing import Extras
 from jax_grouped import _accumulators as accumulate
 from jax_grouped._accumulators import Accumulator
-from jax_grouped._arguments import AnyArray, as_array, as_spec, report_sizes, to_int32
+from jax_grouped._arguments import AnyArray, as_array, as_operand, as_operand_spec, report_sizes, to_int32
 from jax_grouped._run import RUN, reduce_to, varying_axes
-from jax_grouped.ops import size_status
+from jax_grouped.ops import (
+    Take,
+    cotangent_of,
+    master_dtype,
+    merged_state,
+    named,
+    operand_node,
+    size_status,
+    target_of,
+    value_of,
+)
+from jax_grouped.quantize import StraightThrough
 
 NAMES = MlpNames()
 
+Accumulators = tuple[Accumulator | Sequence[Accumulator | None] | None, Accumulator | None]
+"""What `wgrad_accum` takes: those of `wi`, a pair where it is one, and of `wo`."""
+
 
 def grouped_mlp(
-    x: Float[AnyArray, "M K"],
-    wi: Float[AnyArray, "G K W"] | Float[AnyArray, "G W K"],
-    wo: Float[AnyArray, "G F K"] | Float[AnyArray, "G K F"],
+    x: Float[AnyArray, "M K"] | QTensor[Array] | StraightThrough,
+    wi: Float[AnyArray, "G K W"] | Float[AnyArray, "G W K"] | Sequence[Any] | QTensor[Array] | StraightThrough,
+    wo: Float[AnyArray, "G F K"] | Float[AnyArray, "G K F"] | QTensor[Array] | StraightThrough,
     group_sizes: Int[AnyArray, " G"] | GroupSizes,
     *,
     rhs_transposed: bool = False,
@@ -58,9 +77,9 @@ def grouped_mlp(
     probs: Float[AnyArray, " M"] | None = None,
     wi_bias: Float[AnyArray, "G W"] | None = None,
     wo_bias: Float[AnyArray, "G K"] | None = None,
-    recipe: Recipe | None = None,
+    recipe: Recipe | BoundRecipe | None = None,
     residuals: str | Residuals = "save_fc1",
-    wgrad_accum: tuple[Accumulator | None, Accumulator | None] | None = None,
+    wgrad_accum: Accumulators | None = None,
     wgrad_dtype: DTypeLike | None = None,
     out: Float[Array, "M K"] | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -73,17 +92,20 @@ def grouped_mlp(
 
     Args:
         x: [M, K]; float32, bfloat16 or float16.
-        wi: [G, K, W], gate columns first or interleaved as the `Activation` says; [G, W, K] with `rhs_transposed`.
+        wi: [G, K, W], gate columns first or interleaved as the `Activation` says; [G, W, K] with `rhs_transposed`. Or
+            a pair of gate and linear half, [G, K, F] each ([G, F, K]): the same bits, nothing is concatenated, and its
+            gradients come as a pair.
         wo: [G, F, K], with `rhs_transposed` [G, K, F].
         group_sizes: [G], any integer dtype, as in `ragged_dot`.
         activation: a kind with its defaults, or an `Activation`.
         probs: [M], the router's probability of each row, fp32 inside.
         wi_bias: [G, W]. wo_bias: [G, K].
-        recipe: formats of both products; default: operands as they stand.
+        recipe: formats of both products; default: operands as they stand. A state of delayed scaling that is bound to
+            it is one of `scaling_state(..., products=2)`; it and quantised operands are as in `ragged_dot`.
         residuals: what is kept for backward: "save_all" the rows x [M, K], hidden [M, W] and activated [M, F],
             "save_fc1" x and hidden, "save_input" x; or `Residuals`. The bits are the same.
-        wgrad_accum: accumulators of `wi` and `wo`, each as in `ragged_dot`, or None; two arrays or two Refs. With a Ref
-            every gradient counts as asked for.
+        wgrad_accum: accumulators of `wi` and `wo`, each as in `ragged_dot`, or None; two arrays or two Refs, a pair of
+            them for a `wi` that is one. With a Ref every gradient counts as asked for.
         wgrad_dtype: dtype of the weight gradients; default that of the weights.
         out: [M, K], the result's buffer, as in `ragged_dot`.
         implementation: names of the kernels allowed, each for its own call; "composed" for the unfused ones.
@@ -96,8 +118,8 @@ def grouped_mlp(
         ValueError: shapes that do not fit, options that contradict each other.
         NotImplementedError: no kernel takes the operands (`why_unsupported` tells beforehand); `jax.vmap`.
     """
-    op, o = _prepare(as_array, **locals())  # the arguments, by name
-    kinds = {accumulate.is_sink(accum) for accum in (o.accum_wi, o.accum_wo) if accum is not None}
+    op, o = _prepare(as_operand, as_array, **locals())  # the arguments, by name
+    kinds = {accumulate.is_sink(accum) for accum in (*_members(o.accum_wi), o.accum_wo) if accum is not None}
     if len(kinds) == 2:
         raise ValueError(
             f"`{NAMES.accum}`: an array beside a jax.Ref, expected two of one kind; beside a Ref nobody sees whether "
@@ -108,10 +130,21 @@ def grouped_mlp(
 
 def plan_grouped_mlp(**arguments: Any) -> list[Call]:
     """Every native call of `grouped_mlp` and of all its gradients; arrays may be `jax.ShapeDtypeStruct`."""
-    op, o = _prepare(as_spec, **arguments)
+    op, o = _prepare(as_operand_spec, as_operand_spec, **arguments)
     run = Planner()
-    into_wi, into_wo = (None if accum is None else accumulate.spec(accum) for accum in (o.accum_wi, o.accum_wo))
-    rules.plan(op, _specs(o), o.sizes._replace(dtype="int32"), run, accumulators=(into_wi, into_wo), out=o.out)
+    groups = o.sizes.shape[0]
+    into_wi: Any = [None if accum is None else accumulate.spec(accum) for accum in _members(o.accum_wi)]
+    into_wo = None if o.accum_wo is None else accumulate.spec(o.accum_wo)
+    operands = (value_of(o.x), in_form(op.fc1(), value_of(o.wi)), value_of(o.wo), o.probs, o.wi_bias, o.wo_bias)
+    rules.plan(
+        op,
+        operands,
+        o.sizes._replace(dtype="int32"),
+        run,
+        accumulators=(into_wi if op.paired else into_wi[0], into_wo),
+        out=o.out,
+        extras=(scaling.planned(o.bound, groups), scaling.planned(o.bound, groups)),
+    )
     return run.calls
 
 
@@ -133,17 +166,29 @@ class _Operands(NamedTuple):
     out: Any
     accum_wi: Any
     accum_wo: Any
+    bound: Any
 
 
-def _specs(o: Any) -> MlpSpecs:
-    """Specs of what has gradients, None where absent."""
-    arrays = (o.x, o.wi, o.wo, o.probs, o.wi_bias, o.wo_bias)
-    specs: Any = [each if each is None or isinstance(each, ArraySpec) else RUN.spec(each) for each in arrays]
+def _specs(op: Mlp, o: Any, run: Any = RUN) -> MlpSpecs:
+    """Specs of what has gradients, packed, None where absent."""
+    arrays = (value_of(o.x), in_form(op.fc1(), value_of(o.wi)), value_of(o.wo), o.probs, o.wi_bias, o.wo_bias)
+    specs: Any = [operand_spec(run, each) for each in arrays]
     return MlpSpecs(*specs)
 
 
+def _members(operand: Any) -> tuple[Any, ...]:
+    """The arrays of a first weight, or of what belongs to each of them."""
+    return operand if type(operand) is tuple else (operand,)
+
+
+def _like(form: Any, members: Sequence[Any]) -> Any:
+    """One entry for each array of a first weight, in its form."""
+    return tuple(members) if type(form) is tuple else members[0]
+
+
 def _prepare(
-    take: Callable[[str, Any, str], Any],
+    take_operand: Take,
+    take: Take,
     *,
     x: Any,
     wi: Any,
@@ -154,7 +199,7 @@ def _prepare(
     probs: Any,
     wi_bias: Any,
     wo_bias: Any,
-    recipe: Recipe | None,
+    recipe: Recipe | BoundRecipe | None,
     residuals: str | Residuals,
     wgrad_accum: Any,
     wgrad_dtype: DTypeLike | None,
@@ -168,53 +213,76 @@ def _prepare(
         return None if value is None else take(name, value, shape)
 
     sizes, rows_hint = unwrap(group_sizes)
-    accum_wi, accum_wo = _pair(n.accum, wgrad_accum)
+    paired = isinstance(wi, (tuple, list))
+    accum_wi, accum_wo = _accumulators(n.accum, wgrad_accum, paired)
+    bound = linear_spec.recipe_option(recipe)
     o = _Operands(
-        take(n.x, x, "[M, K]"),
-        take(n.wi, wi, "[G, W, K]" if rhs_transposed else "[G, K, W]"),
-        take(n.wo, wo, "[G, K, F]" if rhs_transposed else "[G, F, K]"),
+        operand_node(take_operand, n.x, x, "[M, K]"),
+        tuple(take(f"{n.wi}[{at}]", each, "[G, F, K]" if rhs_transposed else "[G, K, F]") for at, each in enumerate(wi))
+        if paired
+        else operand_node(take_operand, n.wi, wi, "[G, W, K]" if rhs_transposed else "[G, K, W]"),
+        operand_node(take_operand, n.wo, wo, "[G, K, F]" if rhs_transposed else "[G, F, K]"),
         take(n.sizes, sizes, "[G]"),
         optional(n.probs, probs, "[M]"),
         optional(n.wi_bias, wi_bias, "[G, W]"),
         optional(n.wo_bias, wo_bias, "[G, K]"),
         optional(n.out, out, "[M, K]"),
-        None if accum_wi is None else accumulate.take(take, n.accum, accum_wi),
+        _like(
+            accum_wi, [None if each is None else accumulate.take(take, n.accum, each) for each in _members(accum_wi)]
+        ),
         None if accum_wo is None else accumulate.take(take, n.accum, accum_wo),
+        bound,
     )
+    masters = [master_dtype(each) for each in (o.wi, o.wo) if isinstance(each, StraightThrough)]
     op = Mlp(
         n,
         activations.resolve(activation),
         transposed=bool(rhs_transposed),
-        recipe=linear_spec.recipe_option(recipe),
+        recipe=bound.recipe,
         residuals=residuals_option(residuals),
-        wgrad_dtype=linear_spec.dtype_option(wgrad_dtype),
+        wgrad_dtype=linear_spec.dtype_option(wgrad_dtype) or (masters[0] if masters and wgrad_accum is None else None),
         rows_hint=rows_hint,
         implementation=linear_spec.implementation_names(implementation),
         clear_residuals=bool(jax.config.jax_debug_nans),  # pyright: ignore[reportAttributeAccessIssue]
+        paired=paired,
     )
-    check(op, *(None if each is None else calls.spec_of(each) for each in o[:8]))
-    for linear, accum, weight in ((op.fc1(), o.accum_wi, o.wi), (op.fc2(), o.accum_wo, o.wo)):
+    if paired:
+        check_pair(op, *(calls.spec_of(each) for each in o.wi))
+    run: Any = Planner() if take is as_operand_spec else RUN
+    specs = _specs(op, o, run)
+    check(op, *specs[:3], run.spec(o.sizes), *specs[3:], operand_spec(run, o.out))
+    scaling.check_bound(bound, o.sizes.shape[0], products=2)
+    weights = [*((op.fc1(), weight) for weight in _members(value_of(o.wi))), (op.fc2(), value_of(o.wo))]
+    for (linear, weight), accum in zip(weights, (*_members(o.accum_wi), o.accum_wo), strict=True):
         if accum is not None:
-            accumulate.check(linear, accum, calls.spec_of(weight))
+            spec: Any = operand_spec(run, weight)
+            accumulate.check(linear, accum, ArraySpec(tuple(spec.shape), spec.dtype))
     return op, o
 
 
-def _pair(name: str, accum: Any) -> tuple[Any, Any]:
-    if accum is None:
-        return None, None
+def _accumulators(name: str, accum: Any, paired: bool) -> tuple[Any, Any]:
+    """(of wi, of wo); that of a `wi` in two arrays is a tuple of two, each perhaps None."""
+    of_wi, of_wo = (None, None) if accum is None else _two(name, accum, f"of `{NAMES.wi}` and of `{NAMES.wo}`")
+    if paired:
+        of_wi = (None, None) if of_wi is None else _two(f"{name}[0]", of_wi, f"as `{NAMES.wi}` is one")
+    sinks = [each for each in (*_members(of_wi), of_wo) if accumulate.is_sink(each)]
+    if len({id(each) for each in sinks}) < len(sinks):
+        raise ValueError(f"`{name}`: one array for both weights, expected one each; the cotangent would hold it twice.")
+    return of_wi, of_wo
+
+
+def _two(name: str, accum: Any, what: str) -> tuple[Any, Any]:
     if not isinstance(accum, (tuple, list)) or len(accum) != 2:
         raise TypeError(
-            f"`{name}`: {type(accum).__name__}, expected None or a pair, of `{NAMES.wi}` and of `{NAMES.wo}`; "
-            "put None where a weight has no accumulator."
+            f"`{name}`: {type(accum).__name__}, expected None or a pair, {what}; put None where a weight has no "
+            "accumulator."
         )
-    if accumulate.is_sink(accum[0]) and accum[0] is accum[1]:
-        raise ValueError(f"`{name}`: one array for both weights, expected one each; the cotangent would hold it twice.")
     return accum[0], accum[1]
 
 
 def _on_device(o: _Operands) -> _Operands:
     if "sizes" in debug.debug_flags():
-        jax.debug.callback(report_sizes, size_status(o.sizes, o.x.shape[0]))
+        jax.debug.callback(report_sizes, size_status(o.sizes, value_of(o.x).shape[0]))
     return o._replace(sizes=to_int32(o.sizes))
 
 
@@ -224,8 +292,8 @@ def _on_device(o: _Operands) -> _Operands:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["x", "h", "z", "wi", "wo", "sizes", "probs", "wi_bias", "wo_bias"],
-    meta_fields=["op", "needs", "specs", "varying"],
+    data_fields=["x", "h", "z", "wi", "wo", "sizes", "probs", "wi_bias", "wo_bias", "bound", "amax"],
+    meta_fields=["op", "needs", "parts", "specs", "masters", "varying"],
 )
 @dataclass(frozen=True)
 class MlpResiduals:
@@ -240,31 +308,44 @@ class MlpResiduals:
     probs: Any
     wi_bias: Any
     wo_bias: Any
+    bound: BoundRecipe
+    amax: Any
+    """Magnitudes that forward found, of delayed scaling."""
     op: Mlp
     needs: MlpNeeds
+    parts: tuple[int, ...]
+    """Of `op.parts()`, those whose gradient is needed."""
     specs: MlpSpecs
-    varying: tuple[frozenset[str], ...]
-    """Manual mesh axes over which x, wi, wo, probs, wi_bias and wo_bias vary."""
+    masters: tuple[str | None, ...]
+    """`master_dtype` of x, wi and wo."""
+    varying: tuple[Any, ...]
+    """Manual mesh axes over which x, wi (a tuple: each array of it), wo, probs, wi_bias and wo_bias vary."""
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["x", "dh", "z", "dy", "sizes"],
-    meta_fields=["op", "needs", "specs", "varying"],
+    data_fields=["x", "dh", "z", "dy", "sizes", "state"],
+    meta_fields=["op", "needs", "parts", "specs", "varying"],
 )
 @dataclass(frozen=True)
 class Deferred:
-    """What the weight gradients read: dW1 is made of x [M, K] and dh [M, W], dW2 of z [M, F] and dy [M, K]."""
+    """What the weight gradients read: dW1 is made of x [M, K] and dh [M, W], dW2 of z [M, F] and dy [M, K].
+
+    Attributes:
+        state: of delayed scaling, with this microbatch's magnitudes merged in; None where there is none.
+    """
 
     x: Any
     dh: Any
     z: Any
     dy: Any
     sizes: Any
+    state: Any
     op: Mlp
     needs: MlpNeeds
+    parts: tuple[int, ...]
     specs: MlpSpecs
-    varying: tuple[frozenset[str], ...]
+    varying: tuple[Any, ...]
 
 
 def grouped_mlp_fwd(*args: Any, **kwargs: Any) -> tuple[Array, MlpResiduals]:
@@ -279,8 +360,8 @@ def grouped_mlp_fwd(*args: Any, **kwargs: Any) -> tuple[Array, MlpResiduals]:
         raise ValueError(
             f"`{NAMES.accum}` of grouped_mlp_fwd: given, expected None; hand the accumulators to grouped_mlp_bwd_dw."
         )
-    op, o = _prepare(as_array, **bound.arguments)
-    return _save(op, MlpNeeds(), _on_device(o))
+    op, o = _prepare(as_operand, as_array, **bound.arguments)
+    return _save(op, MlpNeeds(), op.parts(), _on_device(o))
 
 
 def grouped_mlp_bwd_dx(
@@ -302,7 +383,7 @@ def grouped_mlp_bwd_dx(
         res.x,
         res.h,
         res.z,
-        res.wi,
+        in_form(res.op.fc1(), res.wi),
         res.wo,
         res.sizes,
         res.probs,
@@ -310,6 +391,7 @@ def grouped_mlp_bwd_dx(
         res.wo_bias,
         dy,
         res.needs,
+        extras=_extras(res.bound),
     )
     of = dict(zip(MlpSpecs._fields, res.varying, strict=True))
     dx, dp, db1, db2 = (
@@ -318,23 +400,25 @@ def grouped_mlp_bwd_dx(
     )
     needs = res.needs
     deferred = Deferred(
-        x=res.x if needs.wi else None,
+        x=main.rows,
         dh=main.dh,
         z=main.z,
-        dy=dy if needs.wo else None,
+        dy=main.dy,
         sizes=res.sizes,
+        state=merged_state(
+            res.bound, [found._replace(dy=amax.dy) for found, amax in zip(res.amax, main.amax, strict=True)]
+        ),
         op=res.op,
         needs=needs,
+        parts=res.parts,
         specs=res.specs,
         varying=res.varying,
     )
     return dx, dp, db1, db2, deferred
 
 
-def grouped_mlp_bwd_dw(
-    deferred: Deferred, wgrad_accum: tuple[Accumulator | None, Accumulator | None] | None = None
-) -> tuple[Array | None, Array | None]:
-    """(dW1, dW2), in the layouts of `wi` and `wo`: computed when the schedule says so, from what backward left.
+def grouped_mlp_bwd_dw(deferred: Deferred, wgrad_accum: Accumulators | None = None) -> tuple[Any, Any]:
+    """(dW1, dW2), in form and layout of `wi` and `wo`: computed when the schedule says so, from what backward left.
 
     Args:
         deferred: from `grouped_mlp_bwd_dx`.
@@ -342,98 +426,159 @@ def grouped_mlp_bwd_dw(
             updated and None returned in its place. k deferred microbatches give the bits of k undeferred ones.
     """
     d = deferred
-    results = []
-    into_wi, into_wo = _pair(NAMES.accum, wgrad_accum)
-    for needed, linear, weight, rows, dy, accum, axes in (
-        (d.needs.wi, d.op.fc1(), d.specs.wi, d.x, d.dh, into_wi, d.varying[1]),
-        (d.needs.wo, d.op.fc2(), d.specs.wo, d.z, d.dy, into_wo, d.varying[2]),
-    ):
-        if not needed:
-            results.append(None)
-            continue
-        if accum is not None:
-            accumulate.check(linear, accum, weight)
-            accumulate.check_varying(linear, accum, varying_axes(rows) | varying_axes(dy))
-        into = None if accum is None else accumulate.read(accum)
-        found = rules.weight_grad(RUN, linear, weight, rows, dy, d.sizes, into=into, accumulate=into is not None)
-        if accum is None:
-            results.append(reduce_to(found, axes))
-        else:
-            results.append(accumulate.write(accum, found))
-    return results[0], results[1]
+    into_wi, into_wo = _accumulators(NAMES.accum, wgrad_accum, d.op.paired)
+    gate_and_up = []
+    for half, accum, axes in zip(d.op.parts(), _members(into_wi), _members(d.varying[1]), strict=True):
+        needed = d.needs.wi and half in d.parts
+        gate_and_up.append(_weight_grad(d, d.op.fc1(), d.specs.wi, d.x, d.dh, half, accum, axes) if needed else None)
+    dwo = _weight_grad(d, d.op.fc2(), d.specs.wo, d.z, d.dy, 0, into_wo, d.varying[2]) if d.needs.wo else None
+    return _like(into_wi, gate_and_up), dwo
+
+
+def _weight_grad(
+    d: Deferred,
+    linear: Linear,
+    whole: OperandSpec,
+    rows: Array,
+    dy: Array,
+    half: int,
+    accum: Accumulator | None,
+    axes: frozenset[str],
+) -> Array | None:
+    """The gradient of one array of a weight, or the accumulator's new value; None where a Ref holds it."""
+    if accum is None:
+        return reduce_to(rules.weight_grad(RUN, linear, whole, rows, dy, d.sizes, half=half), axes)
+    accumulate.check(linear, accum, _part_spec(linear, whole, half))
+    accumulate.check_varying(linear, accum, varying_axes(rows) | varying_axes(dy))
+    into = accumulate.read(accum)
+    return accumulate.write(
+        accum, rules.weight_grad(RUN, linear, whole, rows, dy, d.sizes, into=into, accumulate=True, half=half)
+    )
+
+
+def _part_spec(linear: Linear, whole: OperandSpec, half: int) -> ArraySpec:
+    """Spec of one array of a weight."""
+    columns = linear.weight_axes()[1]
+    parts = 2 if half else 1
+    return ArraySpec(tuple(d // parts if axis == columns else d for axis, d in enumerate(whole.shape)), whole.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The operation.
 
 
+def _extras(bound: BoundRecipe) -> tuple[Extras, Extras]:
+    return scaling.extras(bound, 0), scaling.extras(bound, 1)
+
+
+def _run_rules(op: Mlp, o: _Operands, needs: MlpNeeds, x: Any) -> rules.Forward:
+    wi = in_form(op.fc1(), value_of(o.wi))
+    operands = (x, wi, value_of(o.wo), o.sizes, o.probs, o.wi_bias, o.wo_bias, o.out)
+    return rules.mlp(RUN, op, *operands, needs=needs, extras=_extras(o.bound))
+
+
 def _value(op: Mlp, *operands: Any) -> Any:
     o = _Operands(*operands)
-    return rules.mlp(RUN, op, o.x, o.wi, o.wo, o.sizes, o.probs, o.wi_bias, o.wo_bias, o.out).y
+    return _run_rules(op, o, NO_NEEDS, value_of(o.x)).y
 
 
-def _save(op: Mlp, needs: MlpNeeds, o: _Operands) -> tuple[Any, MlpResiduals]:
-    specs = _specs(o)
+def _save(op: Mlp, needs: MlpNeeds, parts: tuple[int, ...], o: _Operands) -> tuple[Any, MlpResiduals]:
+    specs = _specs(op, o)
     needs = restrict(needs, specs)
     keep = kept(op, needs, o.probs is not None, o.wi_bias is not None, o.wo_bias is not None)
     x_name, h_name, z_name = (op.residuals.name(name) for name in ROW_NAMES)
     # Named before it is used, so that a policy which saves it spares what made it.
-    x = checkpoint_name(o.x, x_name) if keep.x else o.x
-    found = rules.mlp(
-        RUN, op, x, o.wi, o.wo, o.sizes, o.probs, o.wi_bias, o.wo_bias, o.out, keep_h=keep.h, keep_z=keep.z
-    )
-    arrays = (o.x, o.wi, o.wo, o.probs, o.wi_bias, o.wo_bias)
+    x = named(value_of(o.x), x_name) if keep.x else value_of(o.x)
+    found = _run_rules(op, o, needs, x)
+    arrays = (target_of(o.x), target_of(o.wi), target_of(o.wo), o.probs, o.wi_bias, o.wo_bias)
     saved = MlpResiduals(
-        x=x if keep.x else None,
-        h=None if found.h is None else checkpoint_name(found.h, h_name),
-        z=None if found.z is None else checkpoint_name(found.z, z_name),
-        wi=o.wi if keep.wi else None,
-        wo=o.wo if keep.wo else None,
+        x=found.x if found.x is x else named(found.x, x_name),
+        h=named(found.h, h_name),
+        z=named(found.z, z_name),
+        wi=_out_of_form(found.wi),
+        wo=found.wo,
         sizes=o.sizes,
         probs=o.probs if keep.probs else None,
         wi_bias=o.wi_bias if keep.wi_bias else None,
         wo_bias=o.wo_bias if keep.wo_bias else None,
+        bound=o.bound,
+        amax=found.amax,
         op=op,
         needs=needs,
+        parts=parts,
         specs=specs,
-        varying=tuple(frozenset() if each is None else varying_axes(each) for each in arrays),
+        masters=tuple(map(master_dtype, (o.x, o.wi, o.wo))),
+        varying=tuple(_like(each, [_axes(member) for member in _members(each)]) for each in arrays),
     )
     return found.y, saved
+
+
+def _out_of_form(wi: Any) -> Any:
+    """A first weight as residuals keep it: two arrays as a tuple."""
+    return (wi.gate, wi.up) if isinstance(wi, Paired) else wi
+
+
+def _axes(array: Any) -> frozenset[str]:
+    return frozenset() if array is None else varying_axes(array)
 
 
 _Kept = tuple[MlpResiduals, tuple[Any, Any]]  # and the accumulators
 
 
 def _fwd(op: Mlp, *primals: Any) -> tuple[Any, _Kept]:
-    perturbed = _Operands(*(any(leaf.perturbed for leaf in jax.tree.leaves(each)) for each in primals))
+    perturbed = _Operands(*map(_perturbed, primals))
     o = _Operands(*custom_vjp_primal_tree_values(primals))
-    wi, wo = perturbed.wi, perturbed.wo
-    if o.accum_wi is not None:
-        accumulate.check_asked(op.fc1(), weight=wi, accum=perturbed.accum_wi)
-        wi = perturbed.accum_wi
-    if o.accum_wo is not None:
-        accumulate.check_asked(op.fc2(), weight=wo, accum=perturbed.accum_wo)
-        wo = perturbed.accum_wo
-    needs = MlpNeeds(perturbed.x, wi, wo, perturbed.probs, perturbed.wi_bias, perturbed.wo_bias)
-    return _keep(op, needs, o)
+
+    def asked(linear: Linear, weight: bool, accum: bool | None) -> bool:
+        if accum is not None:
+            accumulate.check_asked(linear, weight=weight, accum=accum)
+        return weight if accum is None else accum
+
+    of_wi = zip(op.parts(), _members(perturbed.wi), _members(perturbed.accum_wi), strict=True)
+    parts = tuple(part for part, weight, accum in of_wi if asked(op.fc1(), bool(weight), accum))
+    wo = asked(op.fc2(), bool(perturbed.wo), perturbed.accum_wo)
+    others = (bool(each) for each in (perturbed.probs, perturbed.wi_bias, perturbed.wo_bias))
+    return _keep(op, MlpNeeds(bool(perturbed.x), bool(parts), bool(wo), *others), parts, o)
 
 
-def _keep(op: Mlp, needs: MlpNeeds, o: _Operands) -> tuple[Any, _Kept]:
-    y, saved = _save(op, needs, o)
-    accums = (o.accum_wi if saved.needs.wi else None, o.accum_wo if saved.needs.wo else None)
-    for linear, accum in zip((op.fc1(), op.fc2()), accums, strict=True):
+def _perturbed(primal: Any) -> Any:
+    """Whether somebody differentiates with respect to an operand, or each of a pair; None where there is none."""
+    if type(primal) is tuple:
+        return tuple(map(_perturbed, primal))
+    leaves = jax.tree.leaves(primal)
+    return any(leaf.perturbed for leaf in leaves) if leaves else None
+
+
+def _keep(op: Mlp, needs: MlpNeeds, parts: tuple[int, ...], o: _Operands) -> tuple[Any, _Kept]:
+    y, saved = _save(op, needs, parts, o)
+    of_wi = zip(op.parts(), _members(o.accum_wi), strict=True)
+    accum_wi = [accum if saved.needs.wi and part in parts else None for part, accum in of_wi]
+    accum_wo = o.accum_wo if saved.needs.wo else None
+    for linear, accum in (*((op.fc1(), each) for each in accum_wi), (op.fc2(), accum_wo)):
         if accum is not None:
             accumulate.check_varying(linear, accum, varying_axes(y))
-    return y, (saved, accums)
+    return y, (saved, (_like(o.accum_wi, accum_wi), accum_wo))
 
 
 def _bwd(op: Mlp, residuals: _Kept, dy: Any) -> tuple[Any, ...]:
     saved, accums = residuals
     dx, dp, db1, db2, deferred = grouped_mlp_bwd_dx(saved, dy)
-    results = grouped_mlp_bwd_dw(deferred, accums)
-    weights = [result if accum is None else None for result, accum in zip(results, accums, strict=True)]
-    sinks = [None if accum is None else result for result, accum in zip(results, accums, strict=True)]
-    return (dx, *weights, None, dp, db1, db2, None, *sinks)
+    found = grouped_mlp_bwd_dw(deferred, accums)
+
+    def where(given: bool) -> list[Any]:
+        """The results of weights that have an accumulator, or of those that have none; None for the others."""
+        return [
+            _like(accum, [result if (one is not None) == given else None for result, one in pairs])
+            for accum, pairs in (
+                (accum, list(zip(_members(result), _members(accum), strict=True)))
+                for result, accum in zip(found, accums, strict=True)
+            )
+        ]
+
+    of_wi, of_wo = where(False)
+    of_x, of_wi, of_wo = map(cotangent_of, saved.masters, (dx, of_wi, of_wo))
+    bound = None if deferred.state is None else BoundRecipe(saved.bound.recipe, deferred.state, None)
+    return (of_x, of_wi, of_wo, None, dp, db1, db2, None, *where(True), bound)
 
 
 _mlp = jax.custom_vjp(_value, nondiff_argnums=(0,))
@@ -441,4 +586,4 @@ _mlp.defvjp(_fwd, _bwd, symbolic_zeros=True)
 
 # NOTE: as with the linear operation, a rule that is told of symbolic zeros may not keep a Ref.
 _mlp_into_ref = jax.custom_vjp(_value, nondiff_argnums=(0,))
-_mlp_into_ref.defvjp(lambda op, *operands: _keep(op, MlpNeeds(), _Operands(*operands)), _bwd)
+_mlp_into_ref.defvjp(lambda op, *operands: _keep(op, MlpNeeds(), op.parts(), _Operands(*operands)), _bwd)

@@ -9,7 +9,7 @@ Letters: G groups, M rows, K in, N out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,23 +20,26 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from grouped_core import calls, debug, gradients, linear_spec
-from grouped_core.calls import Call
-from grouped_core.gradients import Needs
+from grouped_core import calls, debug, gradients, linear_spec, scaling
+from grouped_core.calls import ArraySpec, Call
+from grouped_core.formats import QTensor
+from grouped_core.gradients import Amaxes, Needs
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.plans import Planner
-from grouped_core.recipes import Recipe
+from grouped_core.products import operand_spec
+from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes, unwrap
 from jax_grouped import _accumulators as accumulate
-from jax_grouped._arguments import AnyArray, as_array, as_spec, report_sizes, to_int32
+from jax_grouped._arguments import AnyArray, as_array, as_operand, as_operand_spec, report_sizes, to_int32
 from jax_grouped._run import RUN, reduce_to, varying_axes
+from jax_grouped.quantize import StraightThrough, merged
 
 NAMES = Names(x="lhs", w="rhs")
 
 
 def ragged_dot(
-    lhs: Float[AnyArray, "M K"],
-    rhs: Float[AnyArray, "G K N"] | Float[AnyArray, "G N K"],
+    lhs: Float[AnyArray, "M K"] | QTensor[Array] | StraightThrough,
+    rhs: Float[AnyArray, "G K N"] | Float[AnyArray, "G N K"] | QTensor[Array] | StraightThrough,
     group_sizes: Int[AnyArray, " G"] | GroupSizes,
     *,
     rhs_transposed: bool = False,
@@ -44,7 +47,7 @@ def ragged_dot(
     row_scale: Float[AnyArray, " M"] | None = None,
     scale_bias: bool = False,
     preferred_element_type: DTypeLike | None = None,
-    recipe: Recipe | None = None,
+    recipe: Recipe | BoundRecipe | None = None,
     wgrad_accum: accumulate.Accumulator | None = None,
     wgrad_dtype: DTypeLike | None = None,
     out: Float[Array, "M N"] | None = None,
@@ -58,14 +61,16 @@ def ragged_dot(
     values are rounded once. Works under `jit`, `grad`, `scan`, `checkpoint` and, on local shapes, inside `shard_map`.
 
     Args:
-        lhs: [M, K]; float32, bfloat16, float16, or plain float8_e4m3fn / float8_e5m2.
-        rhs: [G, K, N], or [G, N, K] with `rhs_transposed` (read in place); of the dtype of lhs.
+        lhs: [M, K]; float32, bfloat16, float16, or plain float8_e4m3fn / float8_e5m2; or quantised, a `QTensor`.
+        rhs: [G, K, N], or [G, N, K] with `rhs_transposed` (read in place); of the dtype of lhs, or a `QTensor`.
+            The gradient of a `QTensor` goes to the master of `straight_through`, or nowhere.
         group_sizes: [G], any integer dtype. Sizes that sum to more than M are clamped, negative ones count as 0
             (`size_status` tells). `GroupSizes` adds the usual number of rows, a hint for speed.
         bias: [G, N]. row_scale: [M]. Both differentiable, float32 or 16 bits.
         scale_bias: `row_scale` multiplies the bias alone: lhs[r] @ rhs[g] + row_scale[r] * bias[g].
         preferred_element_type: dtype of y; default that of lhs (bfloat16 for float8).
-        recipe: formats of the three products; default: operands as they stand.
+        recipe: formats of the three products; default: operands as they stand. Bound to a state of delayed scaling
+            (`Recipe.bind`), the state's cotangent is the state with this step's magnitudes merged in.
         wgrad_accum: accumulator of the weight's shape; backward adds the weight gradient to it, in its dtype, and the
             weight's own gradient is zero. An array: its cotangent is the new accumulator, so use it once a step. A
             `jax.Ref` or `accumulate.StackedRef`: updated in place.
@@ -83,9 +88,9 @@ def ragged_dot(
         ValueError: shapes that do not fit, options that contradict each other.
         NotImplementedError: no kernel takes the operands (`why_unsupported` tells beforehand); `jax.vmap`.
     """
-    op, o = _prepare(as_array, **locals())  # the arguments, by name
+    op, o = _prepare(as_operand, as_array, **locals())  # the arguments, by name
     if "sizes" in debug.debug_flags():
-        jax.debug.callback(report_sizes, size_status(o.sizes, o.x.shape[0]))
+        jax.debug.callback(report_sizes, size_status(o.sizes, value_of(o.x).shape[0]))
     run = _linear if o.accum is None or accumulate.is_sink(o.accum) else _linear_into_ref
     return run(op, *o._replace(sizes=to_int32(o.sizes)))
 
@@ -106,23 +111,27 @@ def size_status(group_sizes: Int[AnyArray, " G"] | GroupSizes, M: int) -> Int[Ar
 
 def plan_ragged_dot(**arguments: Any) -> list[Call]:
     """Every native call of `ragged_dot` and of all its gradients; arrays may be `jax.ShapeDtypeStruct`."""
-    op, o = _prepare(as_spec, **arguments)
+    op, o = _prepare(as_operand_spec, as_operand_spec, **arguments)
     o = o._replace(sizes=o.sizes._replace(dtype="int32"))  # what `to_int32` makes of them
+    x, w = value_of(o.x), value_of(o.w)
     run = Planner()
-    y = gradients.linear(run, op, o.x, o.w, o.sizes, o.bias, o.row_scale, o.out)
+    extras = scaling.planned(o.bound, w.shape[0])
+    needs = Needs(bias=o.bias is not None, row_scale=o.row_scale is not None)
+    found = gradients.linear_forward(run, op, x, w, o.sizes, o.bias, o.row_scale, o.out, extras=extras, needs=needs)
     gradients.linear_grads(
         run,
         op,
-        (o.x, o.w, o.bias, o.row_scale),
-        o.x,
-        o.w,
+        (operand_spec(run, x), operand_spec(run, w), o.bias, o.row_scale),
+        found.x,
+        found.w,
         o.sizes,
         o.bias,
         o.row_scale,
-        y,
-        Needs(bias=o.bias is not None, row_scale=o.row_scale is not None),
+        found.y,
+        needs,
         into_w=None if o.accum is None else accumulate.spec(o.accum),
         accumulate=o.accum is not None,
+        extras=extras,
     )
     return run.calls
 
@@ -139,10 +148,28 @@ class _Operands(NamedTuple):
     row_scale: Any
     out: Any
     accum: Any
+    bound: Any
+
+
+Take = Callable[[str, Any, str], Any]
+"""(name, argument, shape in words) -> operand."""
+
+
+def operand_node(take: Take, name: str, value: Any, shape: str) -> Any:
+    """An operand that may be quantised, with or without a master."""
+    if isinstance(value, StraightThrough):
+        return StraightThrough(take(name, value.master, shape), take(name, value.q, shape))
+    return take(name, value, shape)
+
+
+def value_of(node: Any) -> Any:
+    """What the kernels read of an operand."""
+    return node.q if isinstance(node, StraightThrough) else node
 
 
 def _prepare(
-    take: Callable[[str, Any, str], Any],
+    take_operand: Take,
+    take: Take,
     *,
     lhs: Any,
     rhs: Any,
@@ -171,28 +198,37 @@ def _prepare(
         return None if value is None else take(name, value, shape)
 
     sizes, rows_hint = unwrap(group_sizes)
+    bound = linear_spec.recipe_option(recipe)
     operands = _Operands(
-        take(n.x, lhs, "[M, K]"),
-        take(n.w, rhs, "[G, N, K]" if rhs_transposed else "[G, K, N]"),
+        operand_node(take_operand, n.x, lhs, "[M, K]"),
+        operand_node(take_operand, n.w, rhs, "[G, N, K]" if rhs_transposed else "[G, K, N]"),
         take(n.sizes, sizes, "[G]"),
         optional(n.bias, bias, "[G, N]"),
         optional(n.row_scale, row_scale, "[M]"),
         optional(n.out, out, "[M, N]"),
         None if wgrad_accum is None else accumulate.take(take, n.accum, wgrad_accum),
+        bound,
     )
+    wgrad_dtype = linear_spec.dtype_option(wgrad_dtype)
+    if wgrad_dtype is None and isinstance(operands.w, StraightThrough) and wgrad_accum is None:
+        wgrad_dtype = calls.spec_of(operands.w.master).dtype
     op = Linear(
         names=n,
         transposed=bool(rhs_transposed),
-        recipe=linear_spec.recipe_option(recipe),
+        recipe=bound.recipe,
         scale_bias=bool(scale_bias),
         result_dtype=linear_spec.dtype_option(preferred_element_type),
-        wgrad_dtype=linear_spec.dtype_option(wgrad_dtype),
+        wgrad_dtype=wgrad_dtype,
         rows_hint=rows_hint,
         implementation=linear_spec.implementation_names(implementation),
     )
-    linear_spec.check_linear(op, *(None if a is None else calls.spec_of(a) for a in operands[:6]))
+    x, w, *others = map(value_of, operands[:6])
+    run: Any = Planner() if take is as_operand_spec else RUN
+    specs: list[Any] = [operand_spec(run, x), operand_spec(run, w)]
+    linear_spec.check_linear(op, *specs, *(None if a is None else calls.spec_of(a) for a in others))
+    scaling.check_bound(bound, w.shape[0])
     if operands.accum is not None:
-        accumulate.check(op, operands.accum, calls.spec_of(operands.w))
+        accumulate.check(op, operands.accum, ArraySpec(tuple(w.shape), specs[1].dtype))
     return op, operands
 
 
@@ -202,8 +238,8 @@ def _prepare(
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["x", "w", "sizes", "bias", "row_scale", "accum"],
-    meta_fields=["needs", "specs", "varying"],
+    data_fields=["x", "w", "sizes", "bias", "row_scale", "accum", "bound", "amax"],
+    meta_fields=["needs", "specs", "masters", "varying"],
 )
 @dataclass(frozen=True)
 class _Saved:
@@ -215,43 +251,97 @@ class _Saved:
     bias: Any
     row_scale: Any
     accum: Any
+    bound: Any
+    amax: Any
+    """Magnitudes that forward found, of delayed scaling."""
     needs: Needs
     specs: Any
     """Specs of x, w, bias, row_scale, the latter two None where absent."""
+    masters: tuple[str | None, ...]
+    """Of x and w: dtype of the array that the gradient goes to, None where it goes nowhere."""
     varying: tuple[frozenset[str], ...]
-    """Manual mesh axes over which they vary."""
+    """Manual mesh axes over which their gradients vary."""
 
 
-def _linear_value(op: Linear, x: Any, w: Any, sizes: Any, bias: Any, row_scale: Any, out: Any, accum: Any) -> Any:
-    return gradients.linear(RUN, op, x, w, sizes, bias, row_scale, out)
+def _linear_value(
+    op: Linear, x: Any, w: Any, sizes: Any, bias: Any, row_scale: Any, out: Any, accum: Any, bound: Any
+) -> Any:
+    extras = scaling.extras(bound)
+    return gradients.linear_forward(RUN, op, value_of(x), value_of(w), sizes, bias, row_scale, out, extras=extras).y
 
 
 def _linear_save(op: Linear, needs: Needs, *operands: Any) -> tuple[Any, _Saved]:
-    x, w, sizes, bias, row_scale, out, accum = operands
+    x_node, w_node, sizes, bias, row_scale, out, accum, bound = operands
+    x, w = value_of(x_node), value_of(w_node)
     keep = gradients.linear_saved(op, needs, bias is not None, row_scale is not None)
     if keep.x:  # named before it is used, so that a policy which saves it spares what made it
-        x = checkpoint_name(x, "grouped_x")
-    y = _linear_value(op, x, w, sizes, bias, row_scale, out, accum)
+        x = named(x, "grouped_x")
+    found = gradients.linear_forward(
+        RUN, op, x, w, sizes, bias, row_scale, out, extras=scaling.extras(bound), needs=needs
+    )
     if accum is not None:
-        accumulate.check_varying(op, accum, varying_axes(y))
-    differentiable = (x, w, bias, row_scale)
-    return y, _Saved(
-        x=x if keep.x else None,
-        w=w if keep.w else None,
+        accumulate.check_varying(op, accum, varying_axes(found.y))
+    targets = (*map(target_of, (x_node, w_node)), bias, row_scale)
+    return found.y, _Saved(
+        x=found.x if found.x is x else named(found.x, "grouped_x"),
+        w=found.w,
         sizes=sizes,
         bias=bias if keep.bias else None,
         row_scale=row_scale if keep.row_scale else None,
         accum=accum if needs.w else None,
+        bound=bound,
+        amax=found.amax,
         needs=needs,
-        specs=tuple(None if a is None else RUN.spec(a) for a in differentiable),
-        varying=tuple(frozenset() if a is None else varying_axes(a) for a in differentiable),
+        specs=tuple(operand_spec(RUN, a) for a in (x, w, bias, row_scale)),
+        masters=tuple(map(master_dtype, (x_node, w_node))),
+        varying=tuple(frozenset() if a is None else varying_axes(a) for a in targets),
     )
 
 
+def target_of(node: Any) -> Any:
+    """The array that an operand's gradient belongs to."""
+    if isinstance(node, StraightThrough):
+        return node.master
+    return node.values if isinstance(node, QTensor) else node
+
+
+def master_dtype(node: Any) -> str | None:
+    """Dtype of the master that a quantised operand's gradient goes to, "" for an operand that is not quantised."""
+    if isinstance(node, StraightThrough):
+        return calls.spec_of(node.master).dtype
+    return None if isinstance(node, QTensor) else ""
+
+
+def cotangent_of(master: str | None, gradient: Any) -> Any:
+    """The gradient as the cotangent of an operand, given its `master_dtype`."""
+    if gradient is None or master is None:
+        return None
+    return StraightThrough(gradient.astype(master), None) if master else gradient
+
+
+def merged_state(bound: BoundRecipe, amaxes: Sequence[Amaxes]) -> Any:
+    """The state that a recipe is bound to, with the magnitudes of each product merged in; None where it has none."""
+    if bound.state is None:
+        return None
+    return merged(bound.state, dict(enumerate(amax for product in amaxes for amax in product)))
+
+
+def named(operand: Any, name: str) -> Any:
+    """`operand` under a name that policies of `jax.checkpoint` know; of a quantised one `<name>_q`, `<name>_scale`."""
+    if not isinstance(operand, QTensor):
+        return None if operand is None else checkpoint_name(operand, name)
+    scales, group_scales = (
+        None if each is None else checkpoint_name(each, f"{name}_scale")
+        for each in (operand.scales, operand.group_scales)
+    )
+    values = checkpoint_name(operand.values, f"{name}_q")
+    return replace(operand, values=values, scales=scales, group_scales=group_scales)
+
+
 def _linear_fwd(op: Linear, *primals: Any) -> tuple[Any, _Saved]:
-    x, w, _, bias, row_scale, _, accum = (any(leaf.perturbed for leaf in jax.tree.leaves(p)) for p in primals)
-    operands = custom_vjp_primal_tree_values(primals)
-    if operands[-1] is not None:
+    x, w, _, bias, row_scale, _, accum, _ = (any(leaf.perturbed for leaf in jax.tree.leaves(p)) for p in primals)
+    operands = _Operands(*custom_vjp_primal_tree_values(primals))
+    if operands.accum is not None:
         accumulate.check_asked(op, weight=w, accum=accum)
         w = accum
     return _linear_save(op, Needs(x, w, bias, row_scale), *operands)
@@ -259,7 +349,7 @@ def _linear_fwd(op: Linear, *primals: Any) -> tuple[Any, _Saved]:
 
 def _linear_bwd(op: Linear, saved: _Saved, dy: Any) -> tuple[Any, ...]:
     into = None if saved.accum is None else accumulate.read(saved.accum)
-    found = gradients.linear_grads(
+    found, amax = gradients.linear_backward(
         RUN,
         op,
         saved.specs,
@@ -272,7 +362,9 @@ def _linear_bwd(op: Linear, saved: _Saved, dy: Any) -> tuple[Any, ...]:
         saved.needs,
         into_w=into,
         accumulate=into is not None,
+        extras=scaling.extras(saved.bound),
     )
+    state = merged_state(saved.bound, [saved.amax._replace(dy=amax.dy)])
     accum = None
     if into is not None:
         accum = accumulate.write(saved.accum, found.w)
@@ -281,7 +373,11 @@ def _linear_bwd(op: Linear, saved: _Saved, dy: Any) -> tuple[Any, ...]:
         None if cotangent is None else reduce_to(cotangent, axes)
         for cotangent, axes in zip(found, saved.varying, strict=True)
     )
-    return dx, dw, None, db, dc, None, accum
+    return (
+        *map(cotangent_of, saved.masters, (dx, dw)),
+        *(None, db, dc, None, accum),
+        None if state is None else BoundRecipe(saved.bound.recipe, state, None),
+    )
 
 
 _linear = jax.custom_vjp(_linear_value, nondiff_argnums=(0,))

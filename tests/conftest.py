@@ -53,7 +53,11 @@ def _label(name: str, value: object) -> str:
         return name + "".join("01"[part] for part in value)
     if isinstance(value, str | int | cases.Case):
         return str(value)
-    return getattr(value, "__name__", None) or (name if value is not None else f"no_{name}")
+    return (
+        getattr(value, "name", None)
+        or getattr(value, "__name__", None)
+        or (name if value is not None else f"no_{name}")
+    )
 
 
 def _gpu_missing() -> str | None:

@@ -64,7 +64,7 @@ def check_arguments(
     compiling = torch.compiler.is_compiling()
     sizes, rows_hint = unwrap(group_sizes)
     names = linear_spec.implementation_names(implementation)
-    options = (bool(rhs_transposed), linear_spec.recipe_option(recipe), bool(scale_bias), rows_hint, names)
+    options = (bool(rhs_transposed), linear_spec.recipe_option(recipe).recipe, bool(scale_bias), rows_hint, names)
     # What is checked depends on the facts of the operands alone, so it is checked once for them. Facts are None where
     # there is no plain memory; then, and in a trace, every call is checked.
     facts = None
@@ -106,7 +106,7 @@ def _check_operands(
         members_of(NAMES.bias, bias, 2, x)
     if row_scale is not None:
         check_operand(NAMES.row_scale, row_scale, x)
-    text = _text(*options)
+    text = text_of(*options)
     for operand, rank in ((weight, 3), (bias, 2)):
         if isinstance(operand, Tensor) and operand.dim() != rank:
             _refuse_unpacked(text, x, weight, sizes, bias, row_scale)
@@ -150,13 +150,18 @@ def _stacked(members: Sequence[Tensor]) -> ArraySpec:
 
 
 @torch.compiler.assume_constant_result
-def _text(transposed: bool, recipe: Recipe | None, scale_bias: bool, rows_hint: int, names: str) -> str:
+def text_of(transposed: bool, recipe: Recipe | None, scale_bias: bool, rows_hint: int, names: str) -> str:
     return _library.encode(transposed, recipe, scale_bias, rows_hint, names)
 
 
 def weight_names(weights: Sequence[Tensor], name: str = NAMES.w) -> list[str]:
     """How messages name each weight of the argument `name`."""
-    return [name] if weights[0].dim() == 3 else _numbered(name, len(weights))
+    return [name] if is_packed(weights) else _numbered(name, len(weights))
+
+
+def is_packed(weights: Sequence[Tensor]) -> bool:
+    """Whether a weight is one tensor; else it is one a group, or two that have all groups each."""
+    return len(weights) == 1 and weights[0].dim() == 3
 
 
 def _numbered(name: str, count: int) -> list[str]:
@@ -175,7 +180,7 @@ def accumulators_of(
             f"`{accum_name}`: {given!r}, expected None, a tensor for a packed weight or a list of tensors for a "
             "list of weights, or 'main_grad' for all weights of the operation; pass one of them."
         )
-    if len(found) != len(weights) or (weights[0].dim() == 3) != isinstance(given, Tensor):
+    if len(found) != len(weights) or is_packed(weights) != isinstance(given, Tensor):
         raise ValueError(
             f"`{accum_name}`: {len(found)} tensors, expected one for each of the {len(weights)} weights, in the same "
             "form (a tensor for a packed weight, a list for a list); pass None for a frozen member of a list."

@@ -21,6 +21,7 @@ from grouped_core.debug import debug_flags
 from grouped_core.formats import WIDE, Format
 from grouped_core.gradients import Needs
 from grouped_core.linear_spec import Linear, Names
+from grouped_core.products import in_form
 from grouped_core.recipes import Recipe
 from torch_bridge import _run
 from torch_bridge._run import Operand
@@ -36,7 +37,12 @@ _PRODUCTS = ("forward", "dgrad", "wgrad")
 
 @lru_cache(maxsize=1024)
 def encode(
-    transposed: bool, recipe: Recipe | None, scale_bias: bool, rows_hint: int = 0, implementation: str = ""
+    transposed: bool,
+    recipe: Recipe | None,
+    scale_bias: bool,
+    rows_hint: int = 0,
+    implementation: str = "",
+    paired: bool = False,
 ) -> str:
     """A linear operation as the text that operators carry: what differs from the defaults of `Linear`."""
     facts = {
@@ -44,6 +50,7 @@ def encode(
         "scale_bias": scale_bias,
         "rows_hint": rows_hint,
         "implementation": implementation,
+        "paired": paired,
         "recipe": None if recipe is None else dataclasses.asdict(recipe),
     }
     return json.dumps({name: value for name, value in facts.items() if value}, sort_keys=True)
@@ -90,32 +97,44 @@ def _forward_rule(run: Any, text: str, operands: Sequence[Any]) -> tuple[Any]:
 _FORWARD_ROWS = (0, 4, 5)  # operands with M rows
 
 
-def _backward_rule(run: Any, static: tuple[str, str, str, int, bool], operands: Sequence[Any]) -> tuple[Any, ...]:
-    text, letters, dtypes, k, accumulate = static
-    x, weight, sizes, bias, row_scale, dy, into, grad_input = operands
-    return tuple(
-        gradients.linear_grads(
-            run,
-            decode(text),
-            _specs(decode(text), dtypes, run.spec(dy), run.spec(sizes).shape[0], k),
-            x,
-            weight,
-            sizes,
-            bias,
-            row_scale,
-            dy,
-            Needs(*(letter in letters for letter in NEEDS)),
-            into_w=into,
-            accumulate=accumulate,
-            grad_input=grad_input,
-        )
+_BackwardFacts = tuple[str, str, str, int, tuple[int, ...], bool]
+"""The operation, needed gradients, dtypes, K, halves of a weight in two arrays (see `_halves`), whether to add."""
+
+
+def _backward_rule(run: Any, static: _BackwardFacts, operands: Sequence[Any]) -> tuple[Any, ...]:
+    text, letters, dtypes, k, halves, accumulate = static
+    x, weight, sizes, bias, row_scale, dy, into, grad_input, up, into_up = operands
+    op, needs = decode(text), Needs(*(letter in letters for letter in NEEDS))
+    given = specs(op, dtypes, run.spec(dy), run.spec(sizes).shape[0], k)
+    found = gradients.linear_grads(
+        run,
+        op,
+        given,
+        x,
+        weight if up is None else in_form(op, (weight, up)),
+        sizes,
+        bias,
+        row_scale,
+        dy,
+        needs._replace(w=needs.w and not halves),
+        into_w=into,
+        accumulate=accumulate,
+        grad_input=grad_input,
     )
+    arrays = [found.w]
+    if halves and needs.w:
+        arrays = [
+            gradients.weight_grad(run, op, *given[:2], x, dy, sizes, into=to, accumulate=accumulate, half=half)
+            for half, to in zip((1, 2), (into, into_up), strict=True)
+            if half in halves
+        ]
+    return (found.x, *arrays, found.bias, found.row_scale)
 
 
 _BACKWARD_ROWS = (5, 0, 4, 7)
 
 
-def _specs(
+def specs(
     op: Linear, dtypes: str, dy: ArraySpec, groups: int, k: int
 ) -> tuple[ArraySpec, ArraySpec, ArraySpec | None, ArraySpec | None]:
     """Specs of x, weight, bias, row_scale from their dtypes ("-" where absent), those that are not kept included."""
@@ -146,6 +165,18 @@ def grouped(members: Sequence[Tensor], packed_rank: int) -> Operand:
     return members[0] if members[0].dim() == packed_rank else members
 
 
+def weight_operands(members: Sequence[Tensor]) -> tuple[Operand, Tensor | None]:
+    """A weight from the list form of operators, and the second half of one in two arrays."""
+    if len(members) == 2 and members[0].dim() == 3:
+        return members[0], members[1]
+    return grouped(members, 3), None
+
+
+def _halves(op: str, live: Sequence[int]) -> tuple[int, ...]:
+    """Of a weight in two arrays, those at `live` as halves of its columns, 1 and 2; nothing for other weights."""
+    return tuple(at + 1 for at in (live or (0, 1))) if decode(op).paired else ()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Operators
 
@@ -153,7 +184,8 @@ _OPERANDS = "Tensor[] weight, Tensor group_sizes, Tensor[] bias, Tensor? row_sca
 _SCHEMAS = {
     "linear": f"(Tensor x, {_OPERANDS}, str op) -> Tensor",
     "linear_into": f"(Tensor x, {_OPERANDS}, str op, Tensor(a!) out) -> ()",
-    # Gradients named by `needs`, in its order; of a list of weights only those of the groups `live`.
+    # Gradients named by `needs`, in its order; of a list of weights only those of the groups `live`. A weight in two
+    # arrays is a list of them, has a result for each, and `live` says which.
     "linear_grads": f"(Tensor? x, {_OPERANDS}, Tensor dy, SymInt k, str op, str dtypes, str needs, int[] live)"
     " -> Tensor[]",
     # The same gradients into the caller's tensors; a weight's is added if `accumulate`.
@@ -224,7 +256,7 @@ def subset(groups: Sequence[int], count: int) -> list[int]:
     return [] if len(groups) == count else list(groups)
 
 
-def _scattered(buffers: Sequence[Tensor], live: Sequence[int], groups: int) -> list[Tensor | None]:
+def scattered(buffers: Sequence[Tensor], live: Sequence[int], groups: int) -> list[Tensor | None]:
     """One destination a group: `buffers` in the order of `live`, None elsewhere."""
     destinations: list[Tensor | None] = [None] * groups
     for group, buffer in zip(live or range(groups), buffers, strict=True):
@@ -232,7 +264,7 @@ def _scattered(buffers: Sequence[Tensor], live: Sequence[int], groups: int) -> l
     return destinations
 
 
-def _weight_gradients(op: str, dtypes: str, live: Sequence[int], dy: Tensor, k: int) -> Tensor:
+def weight_gradients(op: str, dtypes: str, live: Sequence[int], dy: Tensor, k: int) -> Tensor:
     """A buffer for the weight gradients of the groups `live`, each laid out as its weight."""
     shape = (len(live), dy.shape[1], k) if decode(op).transposed else (len(live), k, dy.shape[1])
     name = dtypes.split(",")[1]
@@ -253,12 +285,14 @@ def _linear_grads(
     live: list[int],
 ) -> list[Tensor]:
     buffer = into = None
-    if "w" in needs and live:  # frozen members of a list have no destination
-        buffer = _weight_gradients(op, dtypes, live, dy, k)
-        into = _scattered(buffer.unbind(), live, group_sizes.shape[0])
-    operands = (x, grouped(weight, 3), group_sizes, grouped(bias, 2), row_scale, dy, into, None)
-    dx, dw, db, dc = _run.run(_backward_rule, (op, needs, dtypes, k, False), operands, debug_flags())
-    return [each for each in (dx, dw if buffer is None else buffer, db, dc) if each is not None]
+    halves = _halves(op, live)
+    if "w" in needs and live and not halves:  # frozen members of a list have no destination
+        buffer = weight_gradients(op, dtypes, live, dy, k)
+        into = scattered(buffer.unbind(), live, group_sizes.shape[0])
+    w, up = weight_operands(weight)
+    operands = (x, w, group_sizes, grouped(bias, 2), row_scale, dy, into, None, up, None)
+    dx, *dw, db, dc = _run.run(_backward_rule, (op, needs, dtypes, k, halves, False), operands, debug_flags())
+    return [each for each in (dx, *(dw if buffer is None else [buffer]), db, dc) if each is not None]
 
 
 def _linear_grads_fake(
@@ -274,12 +308,14 @@ def _linear_grads_fake(
     needs: str,
     live: list[int],
 ) -> list[Tensor]:
-    operands = (x, grouped(weight, 3), group_sizes, grouped(bias, 2), row_scale, dy, None, None)
-    static = (op, needs, dtypes, int(k), False)
-    dx, dw, db, dc = _run.fake(_backward_rule, static, operands, _BACKWARD_ROWS, dy.device)
-    if dw is not None and live:
-        dw = _weight_gradients(op, dtypes, live, dy, int(k))
-    return [each for each in (dx, dw, db, dc) if each is not None]
+    halves = _halves(op, live)
+    w, up = weight_operands(weight)
+    operands = (x, w, group_sizes, grouped(bias, 2), row_scale, dy, None, None, up, None)
+    static = (op, needs, dtypes, int(k), halves, False)
+    dx, *dw, db, dc = _run.fake(_backward_rule, static, operands, _BACKWARD_ROWS, dy.device)
+    if "w" in needs and live and not halves:
+        dw = [weight_gradients(op, dtypes, live, dy, int(k))]
+    return [each for each in (dx, *dw, db, dc) if each is not None]
 
 
 def _linear_grads_into(
@@ -299,11 +335,15 @@ def _linear_grads_into(
     wgrad: list[Tensor],
     scale_grad: Tensor | None,
 ) -> None:
-    into = grouped(wgrad, 3)
-    if into is wgrad:  # of a list of weights
-        into = _scattered(wgrad, live, group_sizes.shape[0])
-    operands = (x, grouped(weight, 3), group_sizes, grouped(bias, 2), row_scale, dy, into, grad_input)
-    dc = _run.run(_backward_rule, (op, needs, dtypes, k, accumulate), operands, debug_flags())[3]
+    into, into_up = grouped(wgrad, 3), None
+    halves = _halves(op, live)
+    if halves and wgrad:
+        into, into_up = (dict(zip(halves, wgrad, strict=True)).get(half) for half in (1, 2))
+    elif into is wgrad:  # of a list of weights
+        into = scattered(wgrad, live, group_sizes.shape[0])
+    w, up = weight_operands(weight)
+    operands = (x, w, group_sizes, grouped(bias, 2), row_scale, dy, into, grad_input, up, into_up)
+    dc = _run.run(_backward_rule, (op, needs, dtypes, k, halves, accumulate), operands, debug_flags())[-1]
     if scale_grad is not None:
         scale_grad.copy_(dc)
 
@@ -369,8 +409,8 @@ def backward_calls(
     if into_dtype is not None and needs.w:
         into = grouped([each.to("meta", _run.TORCH_DTYPES[into_dtype]) for each in weight], 3)
     dtypes = dtypes_text(x, weight[0], bias[0] if bias else None, row_scale)
-    operands = (x, grouped(weight, 3), group_sizes, grouped(bias, 2), row_scale, dy, into, grad_input)
-    static = (op, needs_text(needs), dtypes, x.shape[1], into is not None)
+    operands = (x, grouped(weight, 3), group_sizes, grouped(bias, 2), row_scale, dy, into, grad_input, None, None)
+    static = (op, needs_text(needs), dtypes, x.shape[1], (), into is not None)
     return _run.calls_of(_backward_rule, static, operands)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
@@ -35,10 +36,43 @@ def address_table(members: Sequence[Tensor | None], device: int) -> Tensor:
     addresses = EXCHANGE.addresses(members)
     if device < 0:
         return _table(addresses, device, 0)
-    if torch.cuda.is_current_stream_capturing():  # filled by the graph itself, in memory of the graph
-        return _new_table(addresses, device)
+    if torch.cuda.is_current_stream_capturing():  # a module's, or one in memory of the graph, filled by the graph
+        owned = _owned.get((addresses, device))
+        return _new_table(addresses, device) if owned is None else owned
     # A table is filled on the stream that first asked for it; another stream gets its own.
     return _table(addresses, device, raw_stream(device))
+
+
+_owned: weakref.WeakValueDictionary[tuple[bytes, int], Tensor] = weakref.WeakValueDictionary()
+
+
+class OwnedTable:
+    """A table of addresses at an address of its own: what a captured graph reads, and a refresh rewrites.
+
+    Graphs that were captured while the table held the addresses of their weights follow it.
+    """
+
+    def __init__(self) -> None:
+        self._addresses = b""
+        self._table: Tensor | None = None
+
+    def __reduce__(self) -> tuple[type[OwnedTable], tuple[()]]:
+        return OwnedTable, ()  # a copy has weights of its own
+
+    def point_to(self, members: Sequence[Tensor], device: int) -> None:
+        """Makes the table hold the addresses of `members`, on the current stream; nothing to do if it does already."""
+        addresses = EXCHANGE.addresses(members)
+        if self._table is not None and addresses == self._addresses and len(self._table) == len(members):
+            _owned[addresses, device] = self._table
+            return
+        new = _new_table(addresses, device)
+        if self._table is None or self._table.device != new.device or len(self._table) != len(members):
+            self._table = new
+        else:
+            _owned.pop((self._addresses, device), None)
+            self._table.copy_(new)
+        self._addresses = addresses
+        _owned[addresses, device] = self._table
 
 
 def aligned(members: Sequence[Tensor]) -> bool:

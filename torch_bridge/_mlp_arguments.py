@@ -11,7 +11,9 @@ from torch import Tensor
 from grouped_core import activations, linear_spec
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec
-from grouped_core.mlp_spec import MlpSpecs, Residuals, check, residuals_option
+from grouped_core.mlp_spec import MlpSpecs, Residuals, check, check_pair, residuals_option
+from grouped_core.plans import Planner
+from grouped_core.products import in_form, operand_spec
 from grouped_core.recipes import Recipe
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge import _mlp_library
@@ -86,13 +88,13 @@ def check_arguments(
     """The arguments of `grouped_mlp`, checked."""
     compiling = torch.compiler.is_compiling()
     sizes, rows_hint = unwrap(group_sizes)
-    options = (rhs_transposed, activation, recipe, residuals, rows_hint, implementation)
+    options = (rhs_transposed, activation, recipe, residuals, rows_hint, implementation, is_pair(wi))
     operands = (x, wi, wo, sizes, probs, wi_bias, wo_bias)
     if compiling:
-        sizes, text = _check_operands(operands, _text(*options))
+        sizes, text = _check_operands(operands, text_of(*options))
     else:
         refuse_transforms("grouped_mlp", x, wi, wo, probs, wi_bias, wo_bias)
-        sizes, text = _checked_once(operands, _text(*options))
+        sizes, text = _checked_once(operands, text_of(*options))
     given = Arguments(
         x,
         _members(wi),
@@ -141,6 +143,13 @@ def _checked_once(operands: tuple[Any, ...], text: str) -> tuple[Tensor, str]:
     return sizes, text
 
 
+def is_pair(operand: Any) -> bool:
+    """Whether a first weight is gate and linear half, which have all groups each; not a list of one a group."""
+    if not isinstance(operand, (list, tuple)) or len(operand) != 2:
+        return False
+    return isinstance(operand[0], Tensor) and operand[0].dim() == 3
+
+
 def _members(operand: Members | None) -> list[Tensor]:
     return [] if operand is None else [operand] if isinstance(operand, Tensor) else list(operand)
 
@@ -160,6 +169,10 @@ def _check_operands(operands: tuple[Any, ...], text: str) -> tuple[Tensor, str]:
     ):
         if operand is None:
             continue
+        if name == NAMES.wi and is_pair(operand):
+            for at, half in enumerate(operand):
+                check_operand(f"{name}[{at}]", half, x)
+            continue
         members_of(name, operand, rank, x)
         if isinstance(operand, Tensor) and operand.dim() != rank:  # operators would take it for a list of one
             raise ValueError(
@@ -167,29 +180,34 @@ def _check_operands(operands: tuple[Any, ...], text: str) -> tuple[Tensor, str]:
                 "stack one a group on the first axis, or pass a list."
             )
     if not torch.compiler.is_compiling():  # where M is a symbol; the operators refuse what does not fit
+        op = _mlp_library.decode(text)
+        if op.paired:
+            check_pair(op, *(spec_of(half) for half in wi))
         weights, biases = (_members(wi), _members(wo)), (_members(wi_bias), _members(wo_bias))
         given = Arguments(x, *weights, sizes, probs, *biases, text, False, (), ())
         specs, sizes_spec = specs_of(given)
-        check(_mlp_library.decode(text), *specs[:3], sizes_spec, *specs[3:])
+        check(op, *specs[:3], sizes_spec, *specs[3:])
     return sizes, text
 
 
 @torch.compiler.assume_constant_result
-def _text(
+def text_of(
     rhs_transposed: bool,
     activation: str | Activation,
     recipe: Recipe | None,
     residuals: str | Residuals,
     rows_hint: int,
     implementation: str | Sequence[str] | None,
+    paired: bool,
 ) -> str:
     return _mlp_library.encode(
         bool(rhs_transposed),
         activations.resolve(activation),
-        linear_spec.recipe_option(recipe),
+        linear_spec.recipe_option(recipe).recipe,
         residuals_option(residuals),
         rows_hint,
         linear_spec.implementation_names(implementation),
+        paired,
     )
 
 
@@ -203,6 +221,9 @@ def specs_of(given: Arguments) -> tuple[MlpSpecs, ArraySpec]:
         return one if len(one.shape) == rank else ArraySpec((len(members), *one.shape), one.dtype)
 
     wi, wo = packed(given.wi, 3), packed(given.wo, 3)
+    op = _mlp_library.decode(given.text)
+    if op.paired:
+        wi = operand_spec(Planner(), in_form(op.fc1(), tuple(spec_of(half) for half in given.wi)))
     assert wi is not None, "a weight is always given"
     assert wo is not None, "a weight is always given"
     probs = None if given.probs is None else spec_of(given.probs)

@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grouped_core import gradients
 from grouped_core import mlp as rules
 from grouped_core.activations import Activation
 from grouped_core.debug import debug_flags
-from grouped_core.mlp_spec import Mlp, MlpNames, Residuals
+from grouped_core.mlp_spec import NO_NEEDS, Mlp, MlpNames, Residuals
+from grouped_core.products import in_form, operand_spec
 from grouped_core.recipes import Recipe
+from grouped_core.storing import Extras
 from torch_bridge import _library, _run
 from torch_bridge.sizes import note_sizes
 
@@ -34,10 +37,11 @@ def encode(
     residuals: Residuals,
     rows_hint: int = 0,
     implementation: str = "",
+    paired: bool = False,
 ) -> str:
     """An MLP as the text that operators carry."""
     facts: dict[str, Any] = {"transposed": transposed, "rows_hint": rows_hint, "implementation": implementation}
-    facts |= {"activation": dataclasses.asdict(activation), "residuals": residuals.policy}
+    facts |= {"activation": dataclasses.asdict(activation), "residuals": residuals.policy, "paired": paired}
     if recipe is not None:
         facts["recipe"] = dataclasses.asdict(recipe)
     return json.dumps(facts, sort_keys=True)
@@ -59,8 +63,8 @@ def linear_texts(text: str, scale_bias: bool) -> tuple[str, str]:
     """The two products as the linear operators know them; `scale_bias`: the second bias is weighted."""
     op = decode(text)
     first, second = (
-        _library.encode(op.transposed, op.recipe, scaled, op.rows_hint, op.implementation)
-        for scaled in (False, scale_bias)
+        _library.encode(op.transposed, op.recipe, scaled, op.rows_hint, op.implementation, paired)
+        for scaled, paired in ((False, op.paired), (scale_bias, False))
     )
     return first, second
 
@@ -82,8 +86,18 @@ def wanted(dh: bool, z: bool, dp: bool) -> str:
 
 def _hidden_rule(run: Any, static: tuple[str, bool], operands: Sequence[Any]) -> tuple[Any, ...]:
     text, keep = static
-    x, wi, sizes, probs, wi_bias = operands
-    return rules.hidden_rows(run, decode(text), x, wi, sizes, probs, wi_bias, keep=keep)
+    x, wi, sizes, probs, wi_bias, up = operands
+    op = decode(text)
+    weight = wi if up is None else in_form(op.fc1(), (wi, up))
+    return hidden_rule(run, op, x, weight, sizes, probs, wi_bias, keep)
+
+
+def hidden_rule(
+    run: Any, op: Mlp, x: Any, wi: Any, sizes: Any, probs: Any, wi_bias: Any, keep: bool
+) -> tuple[Any, ...]:
+    """z and h; operands that stand for themselves are cast where the recipe says so."""
+    forms = rules.first_forms(run, op, x, wi, sizes, Extras(), NO_NEEDS)
+    return rules.hidden_rows(run, op, forms.x, forms.w, sizes, probs, wi_bias, keep=keep)
 
 
 _HIDDEN_ROWS = (0, 3)  # operands with M rows
@@ -92,8 +106,20 @@ _HIDDEN_ROWS = (0, 3)  # operands with M rows
 def _grads_rule(run: Any, static: tuple[str, str], operands: Sequence[Any]) -> tuple[Any, ...]:
     text, wanted = static
     h, wo, sizes, probs, wo_bias, dy = operands
+    return grads_rule(run, decode(text), h, wo, sizes, probs, wo_bias, dy, dy, wanted)
+
+
+def grads_rule(
+    run: Any, op: Mlp, h: Any, wo: Any, sizes: Any, probs: Any, wo_bias: Any, dy: Any, stored_dy: Any, wanted: str
+) -> tuple[Any, ...]:
+    """dh, z and dp, of them what `wanted` names; `stored_dy` is dy as the product stores it, or dy itself."""
+    second = op.fc2()
+    w_spec: Any = operand_spec(run, wo)
+    recipe = second.resolve(run.spec(h), w_spec)
+    weight = gradients.store_weight(run, recipe, wo, second.weight_axes()[1], Extras())
+    form = rules.grad_forms(run, op, run.spec(h), wo, stored_dy, sizes, Extras(), (True, False)).forms[0]
     dh, z, dp = (letter in wanted for letter in WANTED)
-    return rules.hidden_grads(run, decode(text), h, wo, sizes, probs, wo_bias, dy, (dh, z, dp))
+    return rules.hidden_grads(run, op, h, weight, sizes, probs, wo_bias, dy, (dh, z, dp), stored_dy=form)
 
 
 _GRADS_ROWS = (0, 3, 5)
@@ -106,7 +132,7 @@ WANTED = "hzp"
 # Operators
 
 _SCHEMAS = {
-    # z [M, F], and with `keep` h [M, W]
+    # z [M, F], and with `keep` h [M, W]; wi is packed, one tensor a group, or gate and linear half
     "mlp_hidden": "(Tensor x, Tensor[] wi, Tensor group_sizes, Tensor? probs, Tensor[] wi_bias, str op, bool keep)"
     " -> Tensor[]",
     # what `wanted` names, in the order of WANTED
@@ -121,14 +147,16 @@ def _hidden(
     flags = debug_flags()
     if "sizes" in flags:
         note_sizes(group_sizes, x.shape[0])
-    operands = (x, _library.grouped(wi, 3), group_sizes, probs, _library.grouped(wi_bias, 2))
+    w, up = _library.weight_operands(wi)
+    operands = (x, w, group_sizes, probs, _library.grouped(wi_bias, 2), up)
     return _present(_run.run(_hidden_rule, (op, keep), operands, flags))
 
 
 def _hidden_fake(
     x: Tensor, wi: list[Tensor], group_sizes: Tensor, probs: Tensor | None, wi_bias: list[Tensor], op: str, keep: bool
 ) -> list[Tensor]:
-    operands = (x, _library.grouped(wi, 3), group_sizes, probs, _library.grouped(wi_bias, 2))
+    w, up = _library.weight_operands(wi)
+    operands = (x, w, group_sizes, probs, _library.grouped(wi_bias, 2), up)
     return _present(_run.fake(_hidden_rule, (op, keep), operands, _HIDDEN_ROWS, x.device))
 
 

@@ -84,12 +84,11 @@ class Cast(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One native call. A result slot has a register, a new one or that of `into`; None: absent, or goes to a table."""
+    """One native call. A result slot has a register, new or that of a buffer; None: absent, or goes to a table."""
 
     call: Call
     operands: tuple[tuple[int, int], ...]  # (slot, register) of those that are there
     results: tuple[int | None, ...]
-    is_new: bool
 
 
 Rule = Callable[["Recorder", Any, Sequence[Any]], Sequence[Any]]
@@ -123,13 +122,13 @@ class Recorder:
 
     def __call__(self, call: Call, arrays: Sequence[Register | None]) -> tuple[Register | None, ...]:
         present = tuple((slot, array.at) for slot, array in enumerate(arrays) if array is not None)
-        results: tuple[Register | None, ...]
-        if not call.aliases:
-            results = tuple(None if spec is None else self._register(spec) for spec in call.outputs)
-        else:  # the caller's buffer, or nothing where a table says where to write
-            results = (arrays[call.aliases[0][0]],)
+        buffers = {output: arrays[slot] for slot, output in call.aliases}  # None where a table says where to write
+        results = tuple(
+            buffers[at] if at in buffers else None if spec is None else self._register(spec)
+            for at, spec in enumerate(call.outputs)
+        )
         ats = tuple(None if result is None else result.at for result in results)
-        self.steps.append(Launch(call, present, ats, not call.aliases))
+        self.steps.append(Launch(call, present, ats))
         return results
 
     def spec(self, array: Register) -> ArraySpec:
@@ -215,16 +214,17 @@ def _program(rule: Rule, static: Hashable, operands: Sequence[Operand], device: 
             registers[slot] = -1 if register is None else register
         if plan.workspace_bytes:
             registers[-1] = recording.registers
+        shared = {output for _, output in step.call.aliases}
         new = [
             (register, spec.shape, _strides(spec.shape), TORCH_DTYPES[spec.dtype])
-            for register, spec in zip(step.results, step.call.outputs, strict=True)
-            if register is not None and spec is not None
+            for at, (register, spec) in enumerate(zip(step.results, step.call.outputs, strict=True))
+            if register is not None and spec is not None and at not in shared
         ]
         steps.append(
             _Planned(
                 step.call.name,
                 _native.Launcher(EXCHANGE, plan, registers).launch,
-                tuple(new) if step.is_new else (),
+                tuple(new),
                 tuple(register for register in read - keep if register >= given),
             )
         )
@@ -335,12 +335,14 @@ _SYMBOLIC_ROWS = calls.MAX_ROWS  # stands for M where torch.compile has a symbol
 
 
 def fake(rule: Rule, static: Hashable, operands: Sequence[Any], rows: Sequence[int], device: torch.device) -> list[Any]:
-    """New tensors shaped as the results of `rule`; operands at the positions `rows` have M rows, which may be a symbol.
+    """New tensors shaped as the results of `rule`; operands at the positions `rows` have M rows, which may be a symbol;
+    without such positions M becomes a number too.
 
     NOTE: specs must be hashable, and torch's symbols are not. M alone may stay symbolic, other axes become numbers.
     """
     lengths = [operands[at].shape[0] for at in rows if operands[at] is not None]
-    symbol = lengths[0] if all(isinstance(length, torch.SymInt) for length in lengths) else None
+    symbolic = bool(lengths) and all(isinstance(length, torch.SymInt) for length in lengths)
+    symbol = lengths[0] if symbolic else None
     if symbol is not None:
         for length in lengths:
             torch._check(length == symbol)

@@ -14,7 +14,7 @@ from grouped_core.debug import Planned, bound_arguments, explain_calls, why_not
 from grouped_core.gradients import Needs
 from grouped_core.mlp_spec import MlpNeeds
 from grouped_core.plans import Planner
-from grouped_core.products import Listed
+from grouped_core.products import Listed, in_form
 from torch_bridge import _library, _mlp_library, mlp
 from torch_bridge import _mlp_arguments as mlp_arguments
 from torch_bridge._arguments import check_arguments, check_buffers
@@ -45,6 +45,7 @@ def _linear_calls(*, out: Tensor | None, grad_input: Tensor | None, **arguments:
 def _mlp_calls(*, out: Tensor | None, grad_input: Tensor | None, **arguments: Any) -> list[Call]:
     """Native calls of `grouped_mlp` with these arguments, and of the gradients that they need."""
     given = mlp_arguments.check_arguments(**arguments)
+    specs: Any
     specs, sizes = mlp_arguments.specs_of(given)
     if out is not None or grad_input is not None:
         mlp_arguments.check_buffers(out, grad_input, given)
@@ -53,23 +54,30 @@ def _mlp_calls(*, out: Tensor | None, grad_input: Tensor | None, **arguments: An
     table = ArraySpec(sizes.shape, "int64")
     listed = (False, len(given.wi[0].shape) == 2, len(given.wo[0].shape) == 2, False)
     listed += tuple(bool(each) and each[0].dim() == 1 for each in (given.wi_bias, given.wo_bias))
-    operands = [
+    operands: list[Any] = [
         Listed(spec, table) if apart and spec is not None else spec for spec, apart in zip(specs, listed, strict=True)
     ]
+    op = _mlp_library.decode(given.text)
+    if op.paired:
+        operands[1] = in_form(op.fc1(), tuple(spec_of(half) for half in given.wi))
     accumulators: Any = []
-    for weight, apart, given_to in zip(specs[1:3], listed[1:3], given[-2:], strict=True):
+    weights = (spec_of(given.wi[0]) if op.paired else specs.wi, specs.wo)
+    for weight, apart, given_to in zip(weights, listed[1:3], given[-2:], strict=True):
         one = next((each for each in given_to if each is not None), None)
         dtype = "float32" if given.to_main_grad else None if one is None else dtype_name(one.dtype)
         into = None if dtype is None else weight._replace(dtype=dtype)
         accumulators.append(Listed(into, table) if apart and into is not None else into)
+    if op.paired and accumulators[0] is not None:
+        accumulators[0] = (accumulators[0], accumulators[0])
     run = Planner()
     rules.plan(
-        _mlp_library.decode(given.text),
+        op,
         operands,
         sizes,
         run,
         needs=needs if torch.is_grad_enabled() else MlpNeeds(*[False] * 6),
         accumulators=tuple(accumulators),
+        halves=[at for at, half in enumerate(given.wi, 1) if half.requires_grad],
         out=None if out is None else spec_of(out),
         grad_input=None if grad_input is None else spec_of(grad_input),
     )

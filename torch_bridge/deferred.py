@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from grouped_core import linear_spec
+from grouped_core.calls import ArraySpec
 from grouped_core.gradients import Needs
 from grouped_core.mlp_spec import MlpNeeds, MlpSpecs, check_cotangent, restrict
 from grouped_core.sizes import GroupSizes
@@ -21,9 +22,9 @@ from torch_bridge import mlp
 from torch_bridge._arguments import Members, accumulators_of, check_apart, check_writable
 from torch_bridge._mlp_arguments import Accumulators, check_arguments, check_buffers, specs_of
 from torch_bridge._mlp_library import NAMES
+from torch_bridge._products import ProductFacts
 from torch_bridge._run import spec_of
 from torch_bridge.mlp import Facts, HiddenGradients
-from torch_bridge.ops import ProductFacts
 from torch_bridge.params import check_operand
 
 
@@ -126,7 +127,7 @@ def _check_grad_input(res: MlpResiduals, buffer: Tensor, dy: Tensor) -> None:
     sizes, x, *rest = res.tensors
     check_operand(NAMES.grad_input, buffer, dy)
     check_writable(NAMES.grad_input, buffer)
-    linear_spec.check_buffer(NAMES.grad_input, spec_of(buffer), res.specs.x)
+    linear_spec.check_buffer(NAMES.grad_input, spec_of(buffer), ArraySpec(res.specs.x.shape, res.specs.x.dtype))
     read = [("dy", dy), (NAMES.x, x), (NAMES.sizes, sizes), *(("what is kept", each) for each in rest)]
     check_apart([(NAMES.grad_input, buffer)], read)
 
@@ -138,8 +139,8 @@ def grouped_mlp_bwd_dw(
 
     Args:
         deferred: from `grouped_mlp_bwd_dx`.
-        wgrad_accum: a pair, for wi and wo, of what is added to in place: a tensor, or for a list a list with None for
-            members whose gradient nobody wants. None is returned for these.
+        wgrad_accum: a pair, for wi and wo, of what is added to in place: a tensor, or for a list (a wi in two tensors
+            too) a list with None for members whose gradient nobody wants. None is returned for these.
 
     Raises:
         TypeError, ValueError: accumulators that do not fit, or overlap; nothing was added then.
@@ -192,7 +193,7 @@ def _form(facts: Facts, at: int, gradients: list[Tensor | None]) -> Any:
 
 
 def _packed(gradients: list[Any], packed: bool) -> Any:
-    """One tensor for a packed operand, a list for a listed one, None where nothing was asked for."""
+    """One tensor for a packed operand, a list for one in several, None where nothing was asked for."""
     if not any(each is not None for each in gradients):
         return None
-    return gradients[0] if packed else gradients
+    return gradients[0] if packed and len(gradients) == 1 else gradients

@@ -13,21 +13,31 @@ import torch
 from torch import Tensor
 
 from grouped_core.activations import Activation
+from grouped_core.formats import QTensor
 from grouped_core.gradients import Needs
 from grouped_core.mlp_spec import Kept, MlpNeeds, Residuals, kept, needs_dh, needs_dz
-from grouped_core.recipes import Recipe
+from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
-from torch_bridge import _library, _mlp_library, main_grad
+from torch_bridge import _library, _mlp_library, _saved, main_grad, stored_mlp
 from torch_bridge._arguments import Members, destinations
 from torch_bridge._mlp_arguments import Accumulators, Arguments, check_arguments, check_buffers
 from torch_bridge._mlp_library import NAMES
-from torch_bridge.ops import ProductFacts, ProductGradients, once, product_gradients
+from torch_bridge._products import (
+    Owner,
+    PlainLauncher,
+    ProductFacts,
+    ProductGradients,
+    once,
+    owners_of,
+    product_gradients,
+)
+from torch_bridge.quantize import StraightThrough
 
 
 def grouped_mlp(
-    x: Tensor,
-    wi: Members,
-    wo: Members,
+    x: Tensor | QTensor[Tensor] | StraightThrough,
+    wi: Members | QTensor[Tensor] | StraightThrough,
+    wo: Members | QTensor[Tensor] | StraightThrough,
     group_sizes: Tensor | Sequence[int] | GroupSizes,
     *,
     rhs_transposed: bool = True,
@@ -35,7 +45,7 @@ def grouped_mlp(
     probs: Tensor | None = None,
     wi_bias: Members | None = None,
     wo_bias: Members | None = None,
-    recipe: Recipe | None = None,
+    recipe: Recipe | BoundRecipe | None = None,
     residuals: str | Residuals = "save_fc1",
     wgrad_accum: Accumulators | None = None,
     out: Tensor | None = None,
@@ -52,7 +62,8 @@ def grouped_mlp(
     Args:
         x: [M, K] fp32, bf16 or fp16. Nothing is cast, autocast included.
         wi: [G, W, K], gate rows first or interleaved as the `Activation` says; [G, K, W] with `rhs_transposed=False`;
-            or a list of G such matrices.
+            or a list of G such matrices; or a pair of gate and linear half, [G, F, K] each ([G, K, F]): the same bits,
+            nothing is concatenated.
         wo: [G, K, F], with `rhs_transposed=False` [G, F, K]; or a list.
         group_sizes: G integers, as in `grouped_linear`.
         activation: a kind with its defaults, or an `Activation`.
@@ -61,7 +72,8 @@ def grouped_mlp(
         recipe: formats of both products; None takes the operands as they stand.
         residuals: what is kept for backward: "save_all" the rows x [M, K], hidden [M, W] and activated [M, F],
             "save_fc1" x and hidden, "save_input" x. The bits are the same.
-        wgrad_accum: "main_grad", or a pair for wi and wo, each as in `grouped_linear` or None.
+        wgrad_accum: "main_grad", or a pair for wi and wo, each as in `grouped_linear` or None; that of a wi in two
+            tensors is a list of two.
         out, grad_input: the caller's buffers for y and the gradient of x, both [M, K], as in `grouped_linear`.
         implementation: kernels' names, each for its own call; "composed" for the unfused ones. See `explain`.
 
@@ -70,34 +82,37 @@ def grouped_mlp(
         NotImplementedError: no kernel takes it. RuntimeError: in backward, `main_grad` cannot be written, or it is
             differentiated again.
     """
-    given = check_arguments(
-        x,
-        wi,
-        wo,
-        group_sizes,
-        rhs_transposed,
-        activation,
-        probs,
-        wi_bias,
-        wo_bias,
-        recipe,
-        residuals,
-        wgrad_accum,
-        implementation,
-    )
+    arguments: list[Any] = [x, wi, wo, group_sizes, rhs_transposed, activation, probs, wi_bias, wo_bias, recipe]
+    arguments += [residuals, wgrad_accum, implementation]
+    if stored_mlp.is_stored_mlp(x, wi, wo, recipe):
+        return stored_mlp.mlp(stored_mlp.check_arguments(*arguments), out, grad_input, None)
+    return differentiable(check_arguments(*arguments), out, grad_input, None)
+
+
+Owners = tuple[Owner, Owner]
+"""A module's side of both products."""
+
+
+def differentiable(given: Arguments, out: Tensor | None, grad_input: Tensor | None, owners: Owners | None) -> Tensor:
+    """The result of checked arguments, with gradients where somebody needs them."""
     if out is not None or grad_input is not None:
         check_buffers(out, grad_input, given)
     if not given.differentiates():
         return _forward(given, out, False)[0]
-    if wgrad_accum is None or not torch.compiler.is_compiling():
-        return _attach(given, out, grad_input, None)
-    if given.to_main_grad and main_grad.needs_python([*given.wi, *given.wo]):
-        return _attach_uncompiled(given, out, grad_input, None)
+    if not torch.compiler.is_compiling():
+        return _attach(given, out, grad_input, None, owners)
+    if owners is not None and any(each.delayed is not None for each in owners):
+        return _attach_uncompiled(given, out, grad_input, None, owners)
+    if not given.to_main_grad and not given.accum_wi and not given.accum_wo:
+        return _attach(given, out, grad_input, None, None)
     # A graph holds tensors, not the state of Parameters: both are looked up while it is traced.
-    overwrite = tuple(main_grad.overwrites(each) for each in (*given.wi, *given.wo))
+    wi, wo = (given.wi, given.wo) if owners is None else (each.parameters for each in owners)
+    if given.to_main_grad and main_grad.needs_python([*wi, *wo]):
+        return _attach_uncompiled(given, out, grad_input, None, owners)
+    overwrite = tuple(main_grad.overwrites(each) for each in (*wi, *wo))
     if given.to_main_grad:
-        given = given._replace(accum_wi=destinations(given.wi, NAMES.wi), accum_wo=destinations(given.wo, NAMES.wo))
-    return _attach(given, out, grad_input, overwrite)
+        given = given._replace(accum_wi=destinations(wi, NAMES.wi), accum_wo=destinations(wo, NAMES.wo))
+    return _attach(given, out, grad_input, overwrite, None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -119,14 +134,18 @@ def _forward(given: Arguments, out: Tensor | None, keep_h: bool) -> tuple[Tensor
 
 
 def _attach(
-    given: Arguments, out: Tensor | None, grad_input: Tensor | None, overwrite: tuple[bool, ...] | None
+    given: Arguments,
+    out: Tensor | None,
+    grad_input: Tensor | None,
+    overwrite: tuple[bool, ...] | None,
+    owners: Owners | None,
 ) -> Tensor:
     """The result with its gradients; `overwrite` stands for the attributes of that name if they were read already."""
     lists = (given.wi, given.wo, given.wi_bias, given.wo_bias, given.accum_wi, given.accum_wo)
     counts = tuple(len(each) for each in lists)
     members = [each for one in lists for each in one]
     return _Mlp.apply(
-        *(given.text, counts, given.to_main_grad, overwrite, given.sizes, out, grad_input),
+        *(given.text, counts, given.to_main_grad, overwrite, owners, given.sizes, out, grad_input),
         given.x,
         given.probs,
         *members,
@@ -135,7 +154,7 @@ def _attach(
 
 _attach_uncompiled: Any = torch.compiler.disable(_attach)
 
-_PLAIN_ARGUMENTS = 7  # of `_Mlp` that have no gradient and stand first
+_PLAIN_ARGUMENTS = 8  # of `_Mlp` that have no gradient and stand first
 
 
 @torch.compiler.assume_constant_result
@@ -146,7 +165,8 @@ def _kept(
     return kept(_mlp_library.decode(text), MlpNeeds(x, wi, wo, probs, wi_bias, wo_bias), *has)
 
 
-_HIDDEN, _ACTIVATED = 2, 3  # places of h and z among the saved tensors
+_INPUT, _HIDDEN, _ACTIVATED = 1, 2, 3  # places of x, h and z among the saved tensors
+_ROW_NAMES = (_saved.ROWS, _saved.HIDDEN, _saved.ACTIVATED)
 
 
 class Facts(NamedTuple):
@@ -247,8 +267,8 @@ def hidden_gradients(facts: Facts, tensors: Sequence[Any], dy: Tensor) -> Hidden
     needs, (wi, wo, wi_bias, wo_bias) = facts.needs, split(saved, facts.saved)
     dh = dp = None
     if needs_dz(needs):
-        if h is None:
-            h = _library.linear(x, wi, sizes, wi_bias, None, facts.first.text)
+        if h is None:  # as in `grouped_core.mlp.main_grads`
+            z, h = _mlp_library.hidden(x, wi, sizes, probs, wi_bias, facts.text, True)
         letters = _mlp_library.wanted(needs_dh(needs), needs.wo and z is None, needs.probs)
         results = _mlp_library.hidden_grads(h, wo, sizes, probs, wo_bias, dy, facts.text, letters)
         found = dict(zip(letters, results, strict=True))
@@ -261,13 +281,18 @@ def hidden_gradients(facts: Facts, tensors: Sequence[Any], dy: Tensor) -> Hidden
 
 
 def second_gradients(
-    facts: Facts, tensors: Sequence[Any], rows: HiddenGradients, owners: Sequence[Tensor], accumulators: Any
+    facts: Facts,
+    tensors: Sequence[Any],
+    rows: HiddenGradients,
+    owners: Sequence[Tensor],
+    accumulators: Any,
+    delayed: main_grad.Delayed | None = None,
 ) -> ProductGradients:
     """Gradients of the second product's weight and bias."""
     sizes, _, _, _, probs, *saved = tensors
     _, wo, _, wo_bias = split(saved, facts.saved)
     scale = probs if facts.weighted else None
-    return _of_product(facts.second, (rows.z, wo, sizes, wo_bias, scale, rows.dy), owners, accumulators, None)
+    return _of_product(facts.second, (rows.z, wo, sizes, wo_bias, scale, rows.dy), owners, accumulators, None, delayed)
 
 
 def first_gradients(
@@ -277,11 +302,13 @@ def first_gradients(
     owners: Sequence[Tensor],
     accumulators: Any,
     grad_input: Tensor | None,
+    delayed: main_grad.Delayed | None = None,
 ) -> ProductGradients:
     """Gradients of x and of the first product's weight and bias."""
     sizes, _, _, _, _, *saved = tensors
     wi, _, wi_bias, _ = split(saved, facts.saved)
-    return _of_product(facts.first, (rows.x, wi, sizes, wi_bias, None, rows.dh), owners, accumulators, grad_input)
+    operands = (rows.x, wi, sizes, wi_bias, None, rows.dh)
+    return _of_product(facts.first, operands, owners, accumulators, grad_input, delayed)
 
 
 def _of_product(
@@ -290,10 +317,13 @@ def _of_product(
     owners: Sequence[Tensor],
     accumulators: Sequence[Tensor | None],
     buffer: Tensor | None,
+    delayed: main_grad.Delayed | None,
 ) -> ProductGradients:
     if not any(facts.needs):
         return ProductGradients(None, None, [None] * facts.counts[0], [None] * facts.counts[1])
-    return product_gradients(facts, tensors, owners, accumulators, buffer)
+    x, weights, sizes, biases, row_scale, dy = tensors
+    launcher = PlainLauncher(x, weights, sizes, biases, row_scale, dy, facts.k, facts.text, facts.dtypes)
+    return product_gradients(facts, launcher, dy, owners, accumulators, buffer, delayed)
 
 
 class _Mlp(torch.autograd.Function):
@@ -306,6 +336,7 @@ class _Mlp(torch.autograd.Function):
         counts: tuple[int, ...],
         to_main_grad: bool,
         overwrite: tuple[bool, ...] | None,
+        owners: Owners | None,
         sizes: Tensor,
         out: Tensor | None,
         grad_input: Tensor | None,
@@ -320,11 +351,16 @@ class _Mlp(torch.autograd.Function):
         needs = MlpNeeds(needs_x, bool(live[0]), bool(live[1]), needs_probs, bool(live[2]), bool(live[3]))
         given = Arguments(x, wi, wo, sizes, probs, wi_bias, wo_bias, text, to_main_grad, accum_wi, accum_wo)
         y, tensors, ctx.facts = forward_and_saved(given, live, needs, out, overwrite)
+        rows = tensors[_INPUT : _ACTIVATED + 1]
+        _saved.tell([*rows, tensors[0], *tensors[_ACTIVATED + 1 :]], _ROW_NAMES)
         ctx.save_for_backward(*tensors)
         # NOTE: no saved tensors: destinations change between forward and backward, Parameters are asked for attributes.
         ctx.grad_input = grad_input
         ctx.accumulators = (accum_wi, accum_wo)
-        ctx.owners = (wi if to_main_grad or accum_wi else (), wo if to_main_grad or accum_wo else ())
+        first, second = (None, None) if owners is None else owners
+        owners_wi, delayed_wi = owners_of(wi, bool(to_main_grad or accum_wi), first)
+        owners_wo, delayed_wo = owners_of(wo, bool(to_main_grad or accum_wo), second)
+        ctx.owners, ctx.delayed = (owners_wi, owners_wo), (delayed_wi, delayed_wo)
         return y
 
     @staticmethod
@@ -345,9 +381,9 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: rows go as soon as nothing reads them
     rows = hidden_gradients(facts, tensors, dy.contiguous())
     tensors[_HIDDEN] = tensors[_ACTIVATED] = None
-    second = second_gradients(facts, tensors, rows, ctx.owners[1], ctx.accumulators[1])
+    second = second_gradients(facts, tensors, rows, ctx.owners[1], ctx.accumulators[1], ctx.delayed[1])
     rows = rows._replace(z=None)
-    first = first_gradients(facts, tensors, rows, ctx.owners[0], ctx.accumulators[0], ctx.grad_input)
+    first = first_gradients(facts, tensors, rows, ctx.owners[0], ctx.accumulators[0], ctx.grad_input, ctx.delayed[0])
     return (
         *[None] * _PLAIN_ARGUMENTS,
         first.x,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +55,11 @@ def check_operand(name: str, value: Tensor, x: Tensor) -> None:
     """A tensor on the device of `x`, contiguous. Raises TypeError or ValueError otherwise."""
     if not isinstance(value, Tensor):
         raise TypeError(f"`{name}`: {type(value).__name__}, expected a torch.Tensor; convert it first.")
+    if is_distributed(value):
+        raise ValueError(
+            f"`{name}`: a DTensor, expected the part that lies here, because each rank computes by itself; call "
+            "`.to_local()`."
+        )
     if value.device != x.device:
         raise ValueError(f"`{name}`: on {value.device}, expected {x.device} = device of `x`; move it with `.to`.")
     check_layout(name, value)
@@ -82,3 +89,25 @@ def device_integers(values: Sequence[int], dtype: torch.dtype, device: torch.dev
             list(result.unbind()), list(values)
         )
     return result
+
+
+def is_distributed(tensor: Any) -> bool:
+    """Whether it is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # not imported for those who have none: it takes 0.6 s
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Any) -> Tensor:
+    """The part of a DTensor that lies here, without a history; another tensor as it stands."""
+    return tensor._local_tensor if is_distributed(tensor) else tensor
+
+
+def distributed_like(parameter: Any, part: Tensor) -> Tensor:
+    """`part` as the local part of a DTensor placed as `parameter`, if that is one; else as it stands."""
+    if not is_distributed(parameter):
+        return part
+    dtensor: Any = type(parameter.data)
+    shape, stride = parameter.shape, parameter.stride()
+    return dtensor.from_local(
+        part, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )

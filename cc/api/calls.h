@@ -46,10 +46,13 @@ struct OperandScales {
 //   with scale_bias the scale multiplies the bias alone. rhs is [G, K, N] (rhs_axis = 1) or [G, N, K] (rhs_axis = 2).
 // Ragged contraction (contract_rows = 1), [G, A, B]:  result[g] = sum over the rows r of g of outer(lhs[r], rhs[r])
 //   (+ into[g] with accumulate); lhs is [M, A], rhs is [M, B], rhs_axis = 0. An empty group gives zero, and with
-//   accumulate is not written. Quantised operands have rows padded to segments: with `segment` = S, group g starts at
-//   row S * sum of ceil(size / S) of the groups before it, of a fixed number P of rows; lhs is [P, A], rhs [P, B], or,
-//   with `turned`, [A, P] and [B, P]. A group's segment is contracted whole: behind its last row lie zero codes, or the
-//   rest of a rotated block.
+//   accumulate is not written. lhs_half and rhs_half: 1, 2 read the first, second half of that operand's columns only.
+//   Quantised operands have rows padded to segments: with `segment` = S, group g starts at row S * sum of
+//   ceil(size / S) of the groups before it, of a fixed number P of rows; lhs is [P, A], rhs [P, B], or, with `turned`,
+//   [A, P] and [B, P]. A group's segment is contracted whole: behind its last row lie zero codes, or the rest of a
+//   rotated block.
+// A weight may be two arrays of equal shape, `rhs` and `rhs_up` (halves.h): the bits are those of one array. Neither
+// that nor halves of columns stand beside quantised operands.
 // Shapes of block scales, C contracted, b the block: float32 [C/b, M] for lhs, [G, N/outer, C/b] for rhs; with segments
 //   [P/b, A] and [P/b, B]; of other types [M, C/b] for lhs, the rest alike. Divisions round up.
 // Sums are fp32; the order of the epilogue is scale, bias, row scale, accumulate, one rounding (numerics 1).
@@ -64,6 +67,7 @@ struct GroupedMatmul {
   TensorView rhs_table;    // [G] int64: addresses of one [K, N] (or [N, K]) weight a group
   TensorView bias_table;   // [G] int64: addresses of one [N] bias a group
   TensorView into_table;   // [G] int64: addresses of one [A, B] destination a group; 0 skips the group
+  TensorView rhs_up;       // the second half of a weight in two arrays, shaped as `rhs`; ragged rows only
   OperandScales scales;
   TensorView result;
   int64_t contract_rows = 0;    // 0: rows are grouped (forward, dgrad); 1: the sum runs over a group's rows (wgrad)
@@ -73,6 +77,8 @@ struct GroupedMatmul {
   int64_t batch_invariant = 0;  // 1: a row's bits depend neither on M nor on G
   int64_t aligned_tables = 1;   // 1: every address in a table is a multiple of 16 bytes
   int64_t rows_hint = 0;        // usual rows a group, for tile choice; 0: unknown. Never changes meaning
+  int64_t lhs_half = 0;         // 1, 2: with contract_rows, the half of the columns of lhs that is read; 0: all
+  int64_t rhs_half = 0;         // of rhs
   std::string fp32_mode = "tf32x3";  // float32 operands on tensor cores: tf32x3, tf32; ieee elsewhere
   int64_t segment = 0;               // contract_rows: rows of a group are padded to a multiple of this; 0: they are not
   int64_t turned = 0;                // 1: padded rows are the last axis of both operands
@@ -89,6 +95,7 @@ struct GroupedMatmul {
     v.optional("rhs_table", rhs_table);
     v.optional("bias_table", bias_table);
     v.optional("into_table", into_table);
+    v.optional("rhs_up", rhs_up);
     scales.visit_inputs(v);
     v.output("result", result);
     v.param("contract_rows", contract_rows);
@@ -98,6 +105,8 @@ struct GroupedMatmul {
     v.param("batch_invariant", batch_invariant);
     v.param("aligned_tables", aligned_tables);
     v.param("rows_hint", rows_hint);
+    v.param("lhs_half", lhs_half);
+    v.param("rhs_half", rhs_half);
     v.param("fp32_mode", fp32_mode);
     scales.visit_params(v);
     v.param("segment", segment);
@@ -205,6 +214,7 @@ struct GroupedMatmulAct {
   TensorView row_scale;    // [M] float32
   TensorView rhs_table;    // [G] int64: addresses of one weight a group
   TensorView bias_table;   // [G] int64: addresses of one [W] bias a group
+  TensorView rhs_up;       // as in GroupedMatmul; then rhs is [G, K, F] or [G, F, K], and nothing is interleaved
   OperandScales scales;
   TensorView result;     // [M, F]
   TensorView hidden;     // [M, W]; absent: not stored. Rounded to `compute` either way
@@ -226,6 +236,7 @@ struct GroupedMatmulAct {
     v.optional("row_scale", row_scale);
     v.optional("rhs_table", rhs_table);
     v.optional("bias_table", bias_table);
+    v.optional("rhs_up", rhs_up);
     scales.visit_inputs(v);
     v.output("result", result);
     v.optional_output("hidden", hidden);
@@ -485,11 +496,12 @@ struct ScaleUpdate {
 };
 
 // The list that every binding iterates over.
-#define GROUPED_CALLS(X)                                                                                   \
-  X(GroupedMatmul)                                                                                         \
-  X(GroupSum)                                                                                              \
-  X(RowDot)                                                                                                \
-  X(ScaleRows) X(GroupedMatmulAct) X(GroupedMatmulDact) X(ActivationForward) X(ActivationGrad) X(Quantize) \
-      X(Dequantize) X(ScaleUpdate)
+#define GROUPED_CALLS(X)                                                                                    \
+  X(GroupedMatmul)                                                                                          \
+  X(GroupSum)                                                                                               \
+  X(RowDot)                                                                                                 \
+  X(ScaleRows)                                                                                              \
+  X(GroupedMatmulAct) X(GroupedMatmulDact) X(ActivationForward) X(ActivationGrad) X(Quantize) X(Dequantize) \
+      X(ScaleUpdate)
 
 }  // namespace grouped

@@ -1,7 +1,7 @@
 // What the operands of a product are multiplied as.
 #pragma once
 
-#include "cc/api/calls.h"
+#include "cc/api/halves.h"
 
 namespace grouped {
 
@@ -39,7 +39,8 @@ DType multiplied_type(const Call& call) {
 // code may stand for nothing.
 template <class Call>
 int64_t contracted_length(const Call& call) {
-  const int64_t lhs = last_axis(call.lhs), rhs = call.rhs_axis == 2 ? last_axis(call.rhs) : call.rhs.dims[1];
+  const TensorView weight = whole_rhs(call);
+  const int64_t lhs = last_axis(call.lhs), rhs = call.rhs_axis == 2 ? last_axis(weight) : weight.dims[1];
   return lhs < rhs ? lhs : rhs;
 }
 

@@ -323,6 +323,17 @@ void encode(DType dtype, const float* from, int64_t count, void* to) {
 
 // ---- The block.
 
+// Where the depths of rhs from k on lie, and how many lie there in one piece.
+struct Source {
+  const PanelOperand& operand;
+  int64_t begin;
+  int64_t depth;
+};
+Source rhs_at(const PanelProduct& p, int64_t k) {
+  if (k == 0 || k < p.rhs_depth) return {p.rhs, k, p.rhs_depth - k};
+  return {p.rhs_rest, k - p.rhs_depth, p.depth - k};
+}
+
 int64_t bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
 // pack, of an operand that may have to be widened first, into `wide`.
@@ -350,18 +361,22 @@ void multiply_panels(const PanelProduct& p, const PanelProduct& next) {
   const int64_t result_bytes = bytes_of(p.result.dtype);
 
   constexpr int64_t kDepthBlock = kDepthUnits * Panel::kDepth;
-  const int64_t blocks = p.depth > 0 ? ceil_div(p.depth, kDepthBlock) : 1;
-  const int64_t tile_step = blocks > 1 ? kTile : 0;  // a single block needs no more than one tile of sums
-  for (int64_t block = 0; block < blocks; ++block) {
-    const int64_t k = block * kDepthBlock;
-    const int64_t depth = least(kDepthBlock, p.depth - k);
+  const auto block_depth = [](const PanelProduct& of, int64_t from) {
+    return least(kDepthBlock, rhs_at(of, from).depth);
+  };
+  const int64_t tile_step = block_depth(p, 0) < p.depth ? kTile : 0;  // a single block needs one tile of sums
+  bool last = false;
+  for (int64_t k = 0, depth; !last; k += depth) {
+    depth = block_depth(p, k);
+    const Source source = rhs_at(p, k);
     const int64_t units = ceil_div(depth, Panel::kDepth);
-    const bool last = block == blocks - 1;
+    last = k + depth >= p.depth;
     pack_any<Panel, kTileRows, kLhsWidth>(p.dtype, p.lhs, 0, p.rows, k, depth, lhs, wide);
     float* tile = sums;
     for (int64_t chunk = 0; chunk < p.columns; chunk += kChunkColumns) {
       const int64_t columns = least(kChunkColumns, p.columns - chunk);
-      pack_any<Panel, kTileColumns, kTileColumns>(p.dtype, p.rhs, chunk, columns, k, depth, rhs, wide);
+      pack_any<Panel, kTileColumns, kTileColumns>(p.dtype, source.operand, chunk, columns, source.begin, depth, rhs,
+                                                  wide);
       if (last && p.result.bias) {
         decode(p.result.bias_dtype, static_cast<const char*>(p.result.bias) + chunk * bytes_of(p.result.bias_dtype),
                columns, bias);
@@ -370,10 +385,11 @@ void multiply_panels(const PanelProduct& p, const PanelProduct& next) {
       const PanelProduct& then = more || !last ? p : next;
       const int64_t then_column = more ? chunk + columns : 0;
       const int64_t then_k = more ? k : last ? 0 : k + depth;
-      const int64_t then_depth = least(kDepthBlock, then.depth - then_k);
+      const int64_t then_depth = block_depth(then, then_k);
+      const Source then_source = rhs_at(then, then_k);
       const int64_t tiles = ceil_div(columns, kTileColumns) * ceil_div(p.rows, kTileRows);
-      Ahead ahead_rhs(then.rhs, then_column, least(kChunkColumns, then.columns - then_column), then_k, then_depth,
-                      tiles);
+      Ahead ahead_rhs(then_source.operand, then_column, least(kChunkColumns, then.columns - then_column),
+                      then_source.begin, then_depth, tiles);
       Ahead ahead_lhs(then.lhs, 0, more ? 0 : then.rows, then_k, then_depth, tiles);
       for (int64_t j = 0; j < columns; j += kTileColumns) {
         const int64_t tile_columns = least(kTileColumns, columns - j);
@@ -382,8 +398,7 @@ void multiply_panels(const PanelProduct& p, const PanelProduct& next) {
           ahead_rhs.next();
           ahead_lhs.next();
           if (last) expect_tile(p.result, result_bytes, rows, tile_columns, i, chunk + j);
-          add_products_of<Panel>(rows)(lhs + i / kTileRows * kLhsWidth * units, rhs + j * units, units, block == 0,
-                                       tile);
+          add_products_of<Panel>(rows)(lhs + i / kTileRows * kLhsWidth * units, rhs + j * units, units, k == 0, tile);
           if (last) {
             write(tile, rows, tile_columns, p.result.bias ? bias + j : nullptr, p.result.row_scale, p.result, i,
                   chunk + j);
@@ -406,21 +421,35 @@ void multiply(const PanelProduct& product, const PanelProduct& next) {
 void activate(const ActivationSpec& spec, const float* a, const float* u, int64_t count, float* t);
 void activate_grad(const ActivationSpec& spec, const float* a, const float* u, const float* grad, int64_t count,
                    float* t, float* da, float* du);
+// In quantize.cc.
+uint32_t row_amax(const float* x, int64_t count);
+void column_amax(const float* x, int64_t count, uint32_t* amax);
+void encode_codes(DType type, const float* x, const float* e, int64_t count, uint8_t* codes);
+void decode_codes(DType type, const uint8_t* codes, int64_t count, float* values);
 
 }  // namespace GROUPED_ISA
 
+#define GROUPED_ISA_ROW(isa) \
+  {                          \
+      #isa,                  \
+      has_##isa,             \
+      isa::multiply,         \
+      isa::decode,           \
+      isa::encode,           \
+      isa::activate,         \
+      isa::activate_grad,    \
+      isa::row_amax,         \
+      isa::column_amax,      \
+      isa::encode_codes,     \
+      isa::decode_codes}
 #if defined(__AVX512BF16__)
-const Isa kIsaAvx512Bf16 = {"avx512bf16",       has_avx512bf16,       avx512bf16::multiply,     avx512bf16::decode,
-                            avx512bf16::encode, avx512bf16::activate, avx512bf16::activate_grad};
+const Isa kIsaAvx512Bf16 = GROUPED_ISA_ROW(avx512bf16);
 #elif defined(__AVX512F__)
-const Isa kIsaAvx512 = {"avx512",       has_avx512,       avx512::multiply,     avx512::decode,
-                        avx512::encode, avx512::activate, avx512::activate_grad};
+const Isa kIsaAvx512 = GROUPED_ISA_ROW(avx512);
 #elif defined(__AVX2__)
-const Isa kIsaAvx2 = {"avx2",       has_avx2,       avx2::multiply,     avx2::decode,
-                      avx2::encode, avx2::activate, avx2::activate_grad};
+const Isa kIsaAvx2 = GROUPED_ISA_ROW(avx2);
 #else
-const Isa kIsaPlain = {"plain",       has_plain,       plain::multiply,     plain::decode,
-                       plain::encode, plain::activate, plain::activate_grad};
+const Isa kIsaPlain = GROUPED_ISA_ROW(plain);
 #endif
 
 }  // namespace grouped

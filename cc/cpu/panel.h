@@ -1,6 +1,6 @@
 // The packed product: one dense block of a grouped product, computed from panels that are decoded while they are
-// packed; and loops over elements. panel.cc, widen.cc and activate.cc are built for each instruction set; `best_isa` is
-// chosen by cpuid at run time.
+// packed; and loops over elements. panel.cc, widen.cc, activate.cc and quantize.cc are built for each instruction set;
+// `best_isa` is chosen by cpuid at run time.
 #pragma once
 
 #include <cstddef>
@@ -58,6 +58,8 @@ struct PanelProduct {
   DType dtype;
   PanelOperand lhs;
   PanelOperand rhs;
+  PanelOperand rhs_rest;  // of depths from `rhs_depth` on, counted from there
+  int64_t rhs_depth;      // even, or the whole depth
   PanelResult result;
 };
 
@@ -78,6 +80,12 @@ struct Isa {
   void (*activate)(const ActivationSpec& spec, const float* a, const float* u, int64_t count, float* t);
   void (*activate_grad)(const ActivationSpec& spec, const float* a, const float* u, const float* grad, int64_t count,
                         float* t, float* da, float* du);
+  // Magnitudes as bits: the largest of a row;  amax[i] = the larger of it and |x[i]|.
+  uint32_t (*row_amax)(const float* x, int64_t count);
+  void (*column_amax)(const float* x, int64_t count, uint32_t* amax);
+  // codes[i] of x[i] * e[i], and back, one a byte; `type` is E4M3, E5M2, or uint8 for E2M1.
+  void (*encode_codes)(DType type, const float* x, const float* e, int64_t count, uint8_t* codes);
+  void (*decode_codes)(DType type, const uint8_t* codes, int64_t count, float* values);
 };
 
 extern const Isa kIsaPlain;

@@ -41,7 +41,8 @@ inline int64_t most_row_tiles(int64_t rows, int64_t count, int64_t tile_rows) {
 
 namespace device {
 
-// Exclusive prefix sum over the block; *total is the sum of all. `warps` is scratch of 33 entries.
+// Exclusive prefix sum over a block of kWarps warps; *total is the sum of all. `warps` is scratch of 33 entries.
+template <int kWarps = kScanThreads / 32>
 __device__ inline int64_t exclusive_sum(int64_t value, int64_t* warps, int64_t* total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int64_t sum = value;
@@ -52,7 +53,7 @@ __device__ inline int64_t exclusive_sum(int64_t value, int64_t* warps, int64_t* 
   if (lane == 31) warps[warp] = sum;
   __syncthreads();
   if (warp == 0) {
-    const int64_t mine = warps[lane];
+    const int64_t mine = lane < kWarps ? warps[lane] : 0;
     int64_t prefix = mine;
     for (int d = 1; d < 32; d *= 2) {
       const int64_t below = __shfl_up_sync(~0u, prefix, d);
@@ -99,7 +100,8 @@ static __global__ void __launch_bounds__(kScanThreads)
 
 // The largest i < count with starts[i] <= value; starts[0] <= value. Called by a whole warp, which probes 32 places at
 // once: a dependent load each for 32, 1024, 32768 groups.
-__device__ inline int find_last(const int64_t* starts, int count, int64_t value) {
+template <class Index>
+__device__ inline int find_last(const Index* starts, int count, Index value) {
   int first = 0;
   while (count > 1) {
     const int step = (count + 31) / 32;

@@ -71,16 +71,17 @@ struct PairedTile {
   static constexpr uint32_t kBoxBytes = 32 * 128;
   static constexpr uint32_t kBoxCols = kMajor == Major::k ? 64 : 32, kBoxRows = kMajor == Major::k ? 32 : 64;
 
-  // `at` is the first element of part 0. Part 1 lies `part` columns further, the boxes of a part `step` columns apart.
-  static __device__ void load(const CUtensorMap* map, ptx::Coords at, int part, int step, int boxes, bool across,
-                              uint32_t rank, uint32_t to, uint32_t barrier) {
+  // `at` is the first element of part 0 in the map `first`. Part 1 lies `part` columns further in the map `second`, the
+  // boxes of a part `step` columns apart.
+  static __device__ void load(const CUtensorMap* first, const CUtensorMap* second, ptx::Coords at, int part, int step,
+                              int boxes, bool across, uint32_t rank, uint32_t to, uint32_t barrier) {
     if (across) {
-      load_part<false>(map, at, step, boxes, to, barrier);
+      load_part<false>(first, at, step, boxes, to, barrier);
       at.c[kColsDim] += part;
-      load_part<false>(map, at, step, boxes, to + kBoxBytes, barrier);
+      load_part<false>(second, at, step, boxes, to + kBoxBytes, barrier);
     } else {
       at.c[kColsDim] += part * int(rank);
-      load_part<true>(map, at, step, boxes, to + kBoxBytes * rank, barrier);
+      load_part<true>(rank != 0 ? second : first, at, step, boxes, to + kBoxBytes * rank, barrier);
     }
   }
 

@@ -31,11 +31,14 @@ struct Problem {
   int64_t lhs_stride;  // elements from one row in memory to the next
   int64_t rhs_stride;
   int64_t rhs_group_stride;  // elements from one group's weight to the next; 0 in a ragged contraction
+  int64_t rhs_jump;          // bytes to add where a weight goes on in a second array (halves.h); 0: in one
   int64_t row_tiles;         // of one group in a ragged contraction; a matter of the scan else
   int64_t col_tiles;         // of kTileCols columns, which each kernel chooses
   int rows;                  // of one group's result in a ragged contraction
   int cols;                  // of the result
   int depth;                 // K; a matter of the scan in a ragged contraction
+  int jump_col;              // from this column of rhs on, or
+  int jump_depth;            // while no more than this is left of the contraction
   DType lhs_type, rhs_type, bias_type, result_type;
   bool rhs_k_major;
   bool contract_rows, scale_bias, accumulate;
@@ -115,7 +118,8 @@ __device__ inline const char* rhs_at(const Problem& p, const Place& at) {
   if (p.contract_rows) return element(p.rhs, p.rhs_type, p.scan.offsets[at.group] * p.rhs_stride + at.first_col);
   const char* weight = p.rhs_table ? reinterpret_cast<const char*>(p.rhs_table[at.group])
                                    : element(p.rhs, p.rhs_type, at.group * p.rhs_group_stride);
-  return element(weight, p.rhs_type, at.first_col * (p.rhs_k_major ? p.rhs_stride : 1));
+  const int64_t jump = at.first_col >= p.jump_col ? p.rhs_jump : 0;
+  return element(weight, p.rhs_type, at.first_col * (p.rhs_k_major ? p.rhs_stride : 1)) + jump;
 }
 
 __device__ inline bool aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }

@@ -85,6 +85,15 @@ GROUPED_HOST_DEVICE inline Slice slice_of(uint64_t distance) {
   return {int32_t(distance >> 4 & (kRagged - 1)), int32_t(distance >> 34)};
 }
 
+// Where index `i` lies along two arrays that follow one another, the first of `first` elements.
+struct OneOfTwo {
+  bool second;
+  int at;
+};
+GROUPED_HOST_DEVICE inline OneOfTwo one_of_two(int i, int first) {
+  return i < first ? OneOfTwo{false, i} : OneOfTwo{true, i - first};
+}
+
 // Items that are sorted by length and drawn from both ends, so that at any time the chip works on a mix of long sums
 // (which multiply) and short ones (which mostly store). One counter holds how many were drawn from the front (low half)
 // and from the back (high half).

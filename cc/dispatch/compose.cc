@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <string>
 
+#include "cc/api/halves.h"
 #include "cc/dispatch/dispatch.h"
 
 namespace grouped {
@@ -41,13 +42,16 @@ GroupedMatmul product_of(const Call& call) {
   return product;
 }
 
+int64_t product_width(const GroupedMatmulAct& call) { return whole_rhs(call).dims[3 - call.rhs_axis]; }
+int64_t product_width(const GroupedMatmulDact& call) { return call.rhs.dims[3 - call.rhs_axis]; }
+
 template <class Call>
 TensorView product_result(const Call& call) {
   TensorView result;
   result.dtype = compute_type(call);
   result.rank = 2;
   result.dims[0] = call.lhs.dims[0];
-  result.dims[1] = call.rhs.dims[3 - call.rhs_axis];
+  result.dims[1] = product_width(call);
   return result;
 }
 
@@ -61,6 +65,7 @@ Parts<ActivationForward> parts(const GroupedMatmulAct& call, void* workspace) {
   p.product = product_of(call);
   p.product.bias = call.bias;
   p.product.bias_table = call.bias_table;
+  p.product.rhs_up = call.rhs_up;
   p.product.result = p.between;
   p.activation.rows = p.between;
   p.activation.group_sizes = call.group_sizes;

@@ -1,5 +1,5 @@
 // The last rows of the fused calls: they compose plain calls, take whatever these take, and are what the fused kernels
-// are measured against.
+// are measured against. And those of products of weights in two arrays, which join them first (join.cc).
 #pragma once
 
 #include "cc/api/calls.h"
@@ -11,9 +11,11 @@ namespace grouped {
 GroupedMatmul product_inside(const GroupedMatmulAct& call);
 GroupedMatmul product_inside(const GroupedMatmulDact& call);
 
+extern const Kernel<GroupedMatmul> grouped_matmul_joined_cpu;
 extern const Kernel<GroupedMatmulAct> grouped_matmul_act_composed_cpu;
 extern const Kernel<GroupedMatmulDact> grouped_matmul_dact_composed_cpu;
 #if GROUPED_WITH_CUDA
+extern const Kernel<GroupedMatmul> grouped_matmul_joined_cuda;
 extern const Kernel<GroupedMatmulAct> grouped_matmul_act_composed_cuda;
 extern const Kernel<GroupedMatmulDact> grouped_matmul_dact_composed_cuda;
 #endif

@@ -52,13 +52,16 @@ bool addresses_suit(const Call&, int) {
   return true;
 }
 bool addresses_suit(const GroupedMatmul& call, int alignment) {
-  return aligned({&call.lhs, &call.rhs, &call.result}, alignment);
+  return aligned({&call.lhs, &call.rhs, &call.rhs_up, &call.result}, alignment);
 }
 bool addresses_suit(const GroupedMatmulAct& call, int alignment) {
-  return aligned({&call.lhs, &call.rhs, &call.result, &call.hidden}, alignment);
+  return aligned({&call.lhs, &call.rhs, &call.rhs_up, &call.result, &call.hidden}, alignment);
 }
 bool addresses_suit(const GroupedMatmulDact& call, int alignment) {
   return aligned({&call.lhs, &call.rhs, &call.hidden, &call.result, &call.activated}, alignment);
+}
+bool addresses_suit(const Quantize& call, int alignment) {
+  return aligned({&call.source, &call.values, &call.cross_values}, alignment);
 }
 
 template <class Call>

@@ -24,8 +24,9 @@ template <>
 Table<GroupedMatmul> table<GroupedMatmul>(Platform platform) {
   static const Kernel<GroupedMatmul> cpu[] = {
       grouped_matmul_any_cpu,
+      grouped_matmul_joined_cpu,
 #if defined(__x86_64__)
-      // Never reached unless pinned: they take what the row above takes, at most.
+      // Never reached unless pinned: they take what the first row takes, at most.
       grouped_matmul_any_cpu_avx512,
       grouped_matmul_any_cpu_avx2,
 #endif
@@ -34,7 +35,9 @@ Table<GroupedMatmul> table<GroupedMatmul>(Platform platform) {
 #if GROUPED_WITH_CUDA
   static const Kernel<GroupedMatmul> cuda[] = {
       grouped_matmul_bf16_sm90,        grouped_matmul_bf16_wgrad_sm90, grouped_matmul_fp32_sm90,
-      grouped_matmul_weight_only_sm90, grouped_matmul_widened_cuda,    grouped_matmul_any_cuda,
+      grouped_matmul_weight_only_sm90, grouped_matmul_widened_cuda,
+      grouped_matmul_joined_cuda,  // before the last row: where a kernel above takes the joined weight, its bits count
+      grouped_matmul_any_cuda,
   };
   if (platform == Platform::cuda) return rows_of(cuda);
 #endif
@@ -128,18 +131,47 @@ Table<ActivationGrad> table<ActivationGrad>(Platform platform) {
 }
 
 template <>
-Table<Quantize> table<Quantize>(Platform) {
-  return {};
+Table<Quantize> table<Quantize>(Platform platform) {
+  static const Kernel<Quantize> cpu[] = {
+      quantize_any_cpu,
+#if defined(__x86_64__)
+      quantize_any_cpu_avx512,
+      quantize_any_cpu_avx2,
+#endif
+      quantize_any_cpu_plain,
+  };
+#if GROUPED_WITH_CUDA
+  static const Kernel<Quantize> cuda[] = {quantize_fp8_cuda, quantize_any_cuda};
+  if (platform == Platform::cuda) return rows_of(cuda);
+#endif
+  return rows_if(platform == Platform::cpu, cpu);
 }
 
 template <>
-Table<Dequantize> table<Dequantize>(Platform) {
-  return {};
+Table<Dequantize> table<Dequantize>(Platform platform) {
+  static const Kernel<Dequantize> cpu[] = {
+      dequantize_any_cpu,
+#if defined(__x86_64__)
+      dequantize_any_cpu_avx512,
+      dequantize_any_cpu_avx2,
+#endif
+      dequantize_any_cpu_plain,
+  };
+#if GROUPED_WITH_CUDA
+  static const Kernel<Dequantize> cuda[] = {dequantize_any_cuda};
+  if (platform == Platform::cuda) return rows_of(cuda);
+#endif
+  return rows_if(platform == Platform::cpu, cpu);
 }
 
 template <>
-Table<ScaleUpdate> table<ScaleUpdate>(Platform) {
-  return {};
+Table<ScaleUpdate> table<ScaleUpdate>(Platform platform) {
+  static const Kernel<ScaleUpdate> cpu[] = {scale_update_any_cpu};
+#if GROUPED_WITH_CUDA
+  static const Kernel<ScaleUpdate> cuda[] = {scale_update_any_cuda};
+  if (platform == Platform::cuda) return rows_of(cuda);
+#endif
+  return rows_if(platform == Platform::cpu, cpu);
 }
 
 }  // namespace grouped

@@ -2,13 +2,23 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <utility>
 
+#include "cc/api/halves.h"
 #include "cc/math/activation.h"
 
 namespace grouped {
 namespace {
 
 using Dims = std::initializer_list<int64_t>;
+
+// Whether an operand of a product is more than its elements.
+template <class Call>
+bool has_codes(const Call& call) {
+  const OperandScales& s = call.scales;
+  return call.lhs.dtype == DType::u8 || call.rhs.dtype == DType::u8 || s.lhs_scales.present() ||
+         s.rhs_scales.present() || s.lhs_group_scales.present() || s.rhs_group_scales.present();
+}
 
 // Collects the first disagreement; later ones may only follow from it. Words are functions, called for that one alone:
 // XLA's edge asks at every run.
@@ -42,6 +52,21 @@ class Check {
   }
   void dtype(const char* name, const TensorView& t, DType wanted) {
     require(!t.present() || t.dtype == wanted, [&] { return named(name, t) + ", expected " + dtype_name(wanted); });
+  }
+  // A weight in two arrays, of which lhs says how they lie.
+  template <class Call>
+  TensorView whole_weight(const Call& call) {
+    if (!call.rhs_up.present()) return call.rhs;
+    require(!has_codes(call),
+            [&] { return named("rhs_up", call.rhs_up) + ", expected none beside quantised operands; pass one array"; });
+    require(call.rhs_axis == 1 || call.rhs_axis == 2, [] { return "rhs_axis: expected 1 or 2"; });
+    rank("lhs", call.lhs, 2);
+    rank("rhs", call.rhs, 3);
+    if (!wrong.empty()) return call.rhs;
+    shape("rhs_up", call.rhs_up, {call.rhs.dims[0], call.rhs.dims[1], call.rhs.dims[2]});
+    dtype("rhs_up", call.rhs_up, call.rhs.dtype);
+    absent("rhs_table", call.rhs_table);
+    return whole_rhs(call);
   }
   void absent(const char* name, const TensorView& t) {
     require(!t.present(), [&] { return named(name, t) + ", expected none here"; });
@@ -202,8 +227,13 @@ void contraction(Check* check, const GroupedMatmul& call, int64_t groups) {
   check->absent("rhs_table", call.rhs_table);
   check->absent("bias_table", call.bias_table);
   check->rank("result", call.result, 3);
+  check->absent("rhs_up", call.rhs_up);
   check->require(call.segment >= 0 && (call.turned == 0 || (call.turned == 1 && call.segment > 0)),
                  [] { return "turned: expected 0, or 1 beside segments"; });
+  check->require(std::min(call.lhs_half, call.rhs_half) >= 0 && std::max(call.lhs_half, call.rhs_half) <= 2,
+                 [] { return "lhs_half, rhs_half: expected 0, 1 or 2"; });
+  check->require((call.lhs_half == 0 && call.rhs_half == 0) || (call.segment == 0 && !has_codes(call)),
+                 [] { return "lhs_half, rhs_half: expected 0 beside quantised operands; pass one array"; });
   if (!check->wrong.empty()) return;
   const int64_t lhs_width = call.result.dims[1], rhs_width = call.result.dims[2];
   const int64_t padded = call.segment ? padded_rows(call.rows, groups, call.segment) : call.lhs.dims[0];
@@ -212,8 +242,9 @@ void contraction(Check* check, const GroupedMatmul& call, int64_t groups) {
     check->shape("lhs", call.lhs, {lhs_width, padded});
     check->shape("rhs", call.rhs, {rhs_width, padded});
   } else {
-    check->shape("lhs", call.lhs, {padded, code_bytes(call.lhs.dtype, lhs_width)});
-    check->shape("rhs", call.rhs, {padded, code_bytes(call.rhs.dtype, rhs_width)});
+    const int64_t lhs_halves = call.lhs_half ? 2 : 1, rhs_halves = call.rhs_half ? 2 : 1;
+    check->shape("lhs", call.lhs, {padded, code_bytes(call.lhs.dtype, lhs_halves * lhs_width)});
+    check->shape("rhs", call.rhs, {padded, code_bytes(call.rhs.dtype, rhs_halves * rhs_width)});
   }
   contraction_scales(check, call.scales, padded, lhs_width, rhs_width, groups);
 }
@@ -227,7 +258,8 @@ std::string disagreement(const GroupedMatmul& call) {
   if (call.contract_rows) {
     contraction(&check, call, groups);
   } else {
-    const int64_t width = product_width(&check, call.lhs, call.rhs, call.rhs_axis, groups);
+    check.require(call.lhs_half == 0 && call.rhs_half == 0, [] { return "halves: expected none with ragged rows"; });
+    const int64_t width = product_width(&check, call.lhs, check.whole_weight(call), call.rhs_axis, groups);
     if (check.wrong.empty()) {
       const int64_t rows = call.lhs.dims[0];
       check.shape("result", call.result, {rows, width});
@@ -294,7 +326,11 @@ std::string disagreement(const ScaleRows& call) {
 std::string disagreement(const GroupedMatmulAct& call) {
   Check check;
   const int64_t groups = groups_of(&check, call.group_sizes);
-  const int64_t wide = product_width(&check, call.lhs, call.rhs, call.rhs_axis, groups);
+  const int64_t wide = product_width(&check, call.lhs, check.whole_weight(call), call.rhs_axis, groups);
+  ActivationKind kind{};
+  check.require(!call.rhs_up.present() || (activation_named(call.activation.kind, &kind) && is_gated(kind) &&
+                                           call.activation.interleave == 0),
+                [] { return "activation: expected a gated kind without interleave beside `rhs_up`"; });
   check.rank("result", call.result, 2);
   if (!check.wrong.empty()) return check.wrong;
   const int64_t rows = call.lhs.dims[0];
@@ -406,6 +442,56 @@ void stored_form(Check* check, const Call& call, const StoredForm& form, const T
   group_scales(check, "group_scales", form.group_scales, groups);
 }
 
+// Tiles of the quantisers are this long: blocks and segments divide it.
+constexpr int64_t kLongestBlock = 128;
+
+bool divides(int64_t part, int64_t least) {
+  return part >= least && part <= kLongestBlock && kLongestBlock % part == 0;
+}
+
+// What the rule, its blocks and its options ask of each other, and of the element types.
+void store_format(Check* check, const Quantize& call) {
+  const bool ragged = call.group_sizes.present(), fp32 = call.rule == "fp32", nvfp4 = call.rule == "nvfp4";
+  const DType type = (call.values.present() ? call.values : call.cross_values).dtype;
+  const DType scale = fp32 ? DType::f32 : nvfp4 ? DType::e4m3fn : DType::e8m0;
+  check->dtype("cross_values", call.cross_values, type);
+  check->dtype("scales", call.scales, scale);
+  check->dtype("cross_scales", call.cross_scales, scale);
+  check->require(call.block == 0 ? fp32 : divides(call.block, 16) && (!nvfp4 || call.block == 16),
+                 [&] { return "block: " + std::to_string(call.block) + ", expected 16 (nvfp4), 16 to 128, 0 (fp32)"; });
+  check->require(call.block_outer == 1 || (call.block_outer == call.block && !ragged),
+                 [] { return "block_outer: expected 1, or for weights that of square blocks"; });
+  check->require(call.segment == 0 || divides(call.segment, 1), [] { return "segment: expected a divisor of 128"; });
+  check->require(type == DType::u8 ? !fp32 : !nvfp4, [&] {
+    return std::string("values of ") + dtype_name(type) + ", expected another type for rule " + call.rule;
+  });
+  check->require(!call.encode.present() || (fp32 && call.block == 0),
+                 [] { return "encode: expected only with one fp32 scale a group"; });
+  check->require(!call.stochastic || type == DType::u8, [] { return "stochastic: expected only for uint8 values"; });
+  check->require(!call.rotate || (nvfp4 && ragged), [] { return "rotate: expected only for rows and nvfp4"; });
+  check->require(call.four_over_six.empty() || call.four_over_six == "absolute" || call.four_over_six == "square",
+                 [] { return "four_over_six: expected nothing, absolute or square"; });
+  check->require(call.four_over_six.empty() || (nvfp4 && !call.rotate && !call.stochastic),
+                 [] { return "four_over_six: expected only for nvfp4, neither rotated nor stochastic"; });
+}
+
+// A launch that may write nothing needs results that hold something.
+void reused_if_skipped(Check* check, const Quantize& call) {
+  const std::pair<const TensorView*, const TensorView*> results[] = {
+      {&call.values, &call.into_values},
+      {&call.scales, &call.into_scales},
+      {&call.group_scales, &call.into_group_scales},
+      {&call.cross_values, &call.into_cross_values},
+      {&call.cross_scales, &call.into_cross_scales},
+      {&call.cross_group_scales, &call.into_cross_group_scales},
+      {&call.amax, &call.into_amax},
+  };
+  for (const auto& [result, into] : results) {
+    check->require(!call.skip.present() || result->present() == into->present(),
+                   [] { return "skip: expected a buffer for every result beside it"; });
+  }
+}
+
 // Groups of a call whose source may be weights.
 int64_t groups_of_source(Check* check, const TensorView& source, const TensorView& group_sizes) {
   if (group_sizes.present()) {
@@ -431,6 +517,10 @@ std::string disagreement(const Quantize& call) {
   stored_form(&check, call, {"values", call.values, call.scales, call.group_scales}, call.source, false, groups);
   stored_form(&check, call, {"cross_values", call.cross_values, call.cross_scales, call.cross_group_scales},
               call.source, true, groups);
+  if (call.values.present() || call.cross_values.present()) store_format(&check, call);
+  reused_if_skipped(&check, call);
+  check.require(!call.source_table.present() || !call.group_sizes.present(),
+                [] { return "source_table: expected for weights only"; });
   table(&check, "source_table", call.source_table, groups, call.source);
   group_scales(&check, "encode", call.encode, groups);
   group_scales(&check, "amax", call.amax, groups);
@@ -452,7 +542,10 @@ std::string disagreement(const Dequantize& call) {
   Check check;
   const int64_t groups = groups_of_source(&check, call.result, call.group_sizes);
   check.require(is_float(call.result.dtype), [&] { return Check::named("result", call.result) + ", expected floats"; });
-  check.require(call.block >= 0 && call.block_outer >= 1, [] { return "block, block_outer: expected none negative"; });
+  check.require(call.block == 0 || divides(call.block, 16), [] { return "block: expected 0, or 16 to 128"; });
+  check.require(call.block_outer == 1 || call.block_outer == call.block,
+                [] { return "block_outer: expected 1, or that of square blocks"; });
+  check.require(call.segment == 0 || divides(call.segment, 1), [] { return "segment: expected a divisor of 128"; });
   if (!check.wrong.empty()) return check.wrong;
   stored_form(&check, call, {"values", call.values, call.scales, call.group_scales}, call.result, call.cross != 0,
               groups);

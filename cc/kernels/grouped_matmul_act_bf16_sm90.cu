@@ -2,7 +2,7 @@
 // row_scale * act(hidden), rounded, in one pass. Bits are those of the plain product followed by the activation.
 //
 //   loader: lhs rows by a ragged map; weights by boxes of 32 columns, first those of the gates, then those of the
-//           linear halves, wherever the interleave puts them
+//           linear halves, wherever the interleave puts them, or each from an array of its own
 //            |  ring of blocks: lhs 128 x 64, weights 64 x (96 + 96)
 //            v
 //   2 consumer warpgroups in turn: wgmma m64n192k16, fp32 in registers; accumulators i and i + 16 of a thread are gate
@@ -37,13 +37,14 @@ using UpShape = TileShape<kTileCols, kWithActivation.stages, kWithActivation.slo
 
 struct UpParams : RowsParams {
   CUtensorMap out, hidden[2];  // hidden: one map a half where they lie apart, so that each clips at its own edge
+  CUtensorMap rhs_up;          // of part 1 of the weights, where `rhs` is of part 0; the same if both are of one array
   // Box i of part 0 of the tile at result column c starts at column c * across + i * step of the weights, the box of
   // part 1 `part` columns further. Parts are gates and linear halves, or else every other box.
   int32_t across, step, part;
-  int32_t hidden_part;        // the same `part` in the maps of hidden: 0 where each half has its own
-  const void* bias;           // [groups, width], or null
-  const int64_t* bias_table;  // addresses of the biases, or null
-  const float* row_scale;     // [rows], or null
+  int32_t weight_part, hidden_part;  // the same `part` in the maps of either: 0 where each half has its own
+  const void* bias;                  // [groups, width], or null
+  const int64_t* bias_table;         // addresses of the biases, or null
+  const float* row_scale;            // [rows], or null
   uint8_t* result;
   uint8_t* hidden_rows;  // null: hidden is not stored
   int32_t width;         // columns of hidden
@@ -116,8 +117,8 @@ struct UpProduct {
     if (!columns) return;
     const int32_t col = p.across * work.col0;
     const int32_t c0 = kRhsMajor == Major::k ? k : col, c1 = kRhsMajor == Major::k ? col : k;
-    Rhs::load(&p.rhs, {{c0, c1, work.slice2, work.slice3}}, p.part, p.step, boxes(p.cols - work.col0), work.across,
-              rank, to + 2 * kBlockBytes, full);
+    Rhs::load(&p.rhs, &p.rhs_up, {{c0, c1, work.slice2, work.slice3}}, p.weight_part, p.step, boxes(p.cols - work.col0),
+              work.across, rank, to + 2 * kBlockBytes, full);
   }
 
   using Epilogue = NothingHeld;
@@ -256,11 +257,14 @@ void launch_up(const GroupedMatmulAct& call, UpParams p, void* stream) {
   using Rhs = typename Product::Rhs;
   const int64_t k = call.lhs.dims[1], width = p.width;
   const DType dtype = call.lhs.dtype;
-  const int64_t rhs_rows = kWeights == Major::k ? width : k, rhs_cols = kWeights == Major::k ? k : width;
+  const int64_t held = call.rhs.dims[3 - call.rhs_axis];  // columns of one array of weights
+  const int64_t rhs_rows = kWeights == Major::k ? held : k, rhs_cols = kWeights == Major::k ? k : held;
   const MapShape rhs_shape = p.rhs_table != nullptr ? scattered_shape(rhs_rows, rhs_cols, dtype)
                                                     : packed_shape(p.groups, rhs_rows, rhs_cols, dtype);
   p.lhs = tensor_map(call.lhs.data, dtype, ragged_shape(k, dtype), 64, 64);
   p.rhs = tensor_map(reinterpret_cast<const void*>(p.rhs_base), dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows);
+  p.rhs_up =
+      call.rhs_up.present() ? tensor_map(call.rhs_up.data, dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows) : p.rhs;
   p.out = tensor_map(p.result, dtype, ragged_shape(p.cols, dtype), kSliceCols, 16);
   const int64_t half = p.hidden_part == 0 ? p.cols : 0;  // where linear halves lie apart, they start here
   for (int part = 0; part < Product::kParts && p.hidden_rows != nullptr; ++part) {
@@ -296,7 +300,7 @@ std::string refuses(const GroupedMatmulAct& c, const Target& target) {
   if (c.lhs.dtype != DType::bf16 && c.lhs.dtype != DType::f16) {
     return std::string("takes bfloat16 and float16; lhs is ") + dtype_name(c.lhs.dtype);
   }
-  for (const TensorView* t : {&c.rhs, &c.result, &c.hidden}) {
+  for (const TensorView* t : {&c.rhs, &c.rhs_up, &c.result, &c.hidden}) {
     if (t->present() && t->dtype != c.lhs.dtype) {
       return std::string("takes and gives one type, that of lhs, ") + dtype_name(c.lhs.dtype) + ", not " +
              dtype_name(t->dtype);
@@ -351,6 +355,7 @@ void launch(const GroupedMatmulAct& call, const Context& context) {
   p.across = gated && !apart ? 2 : 1;
   p.step = apart ? kSliceCols : 2 * kSliceCols;
   p.part = apart ? p.cols : kSliceCols;
+  p.weight_part = call.rhs_up.present() ? 0 : p.part;
   p.hidden_part = apart ? 0 : p.part;
   return call.lhs.dtype == DType::bf16 ? launch_types<__nv_bfloat16>(call, p, context.stream)
                                        : launch_types<__half>(call, p, context.stream);

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "cc/api/halves.h"
 #include "cc/cpu/formats.h"
 #include "cc/cpu/groups.h"
 #include "cc/cpu/panel.h"
@@ -18,8 +19,10 @@ std::string refuses_operand(const char* name, const TensorView& operand) {
 }
 
 std::string refuses_operands(const GroupedMatmul& call, const Target& target) {
+  const bool odd = contracts_pair(call) && call.rhs.dims[call.rhs_axis] % 2 != 0;  // bf16 is multiplied in pairs
   return first_of({refuses_unless_cpu(target), refuses_operand("lhs", call.lhs), refuses_operand("rhs", call.rhs),
-                   refuses_unless_plain("result", call.result), refuses_unless_plain("bias", call.bias)});
+                   refuses_unless_plain("result", call.result), refuses_unless_plain("bias", call.bias),
+                   odd ? "contracts a weight in two arrays if both are even; rhs is " + describe(call.rhs) : ""});
 }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -41,9 +44,10 @@ struct Problem {
   std::vector<int64_t> first_rows;  // of what is contracted, in ragged contraction
   bool ragged_rows;
   int64_t segment;
-  int64_t rows;     // of a group's result, in ragged contraction
-  int64_t columns;  // of every group's result
-  int64_t depth;    // contracted, in ragged rows
+  int64_t rows;          // of a group's result, in ragged contraction
+  int64_t columns;       // of every group's result
+  int64_t depth;         // contracted, in ragged rows
+  int64_t column_parts;  // arrays that hold the columns of a weight
 
   explicit Problem(const GroupedMatmul& call)
       : ends(group_ends(call.group_sizes, call.segment ? call.rows : call.lhs.dims[0])),
@@ -52,12 +56,14 @@ struct Problem {
     rows = ragged_rows ? 0 : call.result.dims[1];
     columns = call.result.dims[call.result.rank - 1];
     depth = ragged_rows ? contracted_length(call) : 0;
+    column_parts = ragged_rows && call.rhs_up.present() && !contracts_pair(call) ? 2 : 1;
     int64_t first = 0;
     for (int64_t g = 0; g < static_cast<int64_t>(ends.size()); ++g) {
       first_rows.push_back(first);
       first += depth_of(g);
     }
   }
+  int64_t part_columns() const { return columns / column_parts; }
   int64_t begin(int64_t g) const { return group_begin(ends, g); }
   int64_t size(int64_t g) const { return ends[static_cast<size_t>(g)] - begin(g); }
   int64_t rows_of(int64_t g) const { return ragged_rows ? size(g) : rows; }
@@ -106,12 +112,13 @@ std::vector<Task> make_tasks(const GroupedMatmul& call, const Problem& problem, 
     if (skips(call, problem, g)) continue;
     const int64_t begin = problem.ragged_rows ? problem.begin(g) : 0;
     const int64_t blocks = ceil_div(problem.rows_of(g), kPanelRows);
-    for (int64_t column = 0; column < problem.columns; column += columns) {
+    const int64_t part = problem.part_columns();
+    for (int64_t column = 0, wide; column < problem.columns; column += wide) {
+      wide = std::min(columns, part - column % part);
       for (int64_t block = 0; block < blocks; ++block) {  // of nearly equal height
         const int64_t first = problem.rows_of(g) * block / blocks;
         const int64_t last = problem.rows_of(g) * (block + 1) / blocks;
-        tasks.push_back(
-            {g, begin + first, last - first, column, std::min(columns, problem.columns - column), problem.depth_of(g)});
+        tasks.push_back({g, begin + first, last - first, column, wide, problem.depth_of(g)});
       }
     }
   }
@@ -143,16 +150,15 @@ PanelOperand contracted_rows(const GroupedMatmul& call, const TensorView& operan
   return {operand.as<const char>() + bytes, operand.dtype, 1, width, column, s};
 }
 
-// One weight: [depth, columns] with rhs_axis 1, [columns, depth] with 2.
-PanelOperand weight_of(const GroupedMatmul& call, const Task& t) {
-  const TensorView& rhs = call.rhs;
-  const void* data = call.rhs_table.present() ? table_entry(call.rhs_table, t.group)
-                                              : at(rhs.data, rhs.dtype, t.group * rhs.dims[1] * rhs.dims[2]);
+// One weight, in `rhs` or a half of it: [depth, columns] with rhs_axis 1, [columns, depth] with 2.
+PanelOperand weight_of(const GroupedMatmul& call, const TensorView& rhs, int64_t group, int64_t column) {
+  const void* data = call.rhs_table.present() ? table_entry(call.rhs_table, group)
+                                              : at(rhs.data, rhs.dtype, group * rhs.dims[1] * rhs.dims[2]);
   const OperandScales& s = call.scales;
   const int64_t lines = s.rhs_scales.present() ? s.rhs_scales.dims[1] : 0;
-  const PanelScales scales = scales_of(s.rhs_scales, t.group * lines, false, s.rhs_block_outer, s.rhs_block);
-  if (call.rhs_axis == 1) return {data, rhs.dtype, 1, rhs.dims[2], t.column, scales};
-  return {data, rhs.dtype, last_axis(rhs), 1, t.column, scales};
+  const PanelScales scales = scales_of(s.rhs_scales, group * lines, false, s.rhs_block_outer, s.rhs_block);
+  if (call.rhs_axis == 1) return {data, rhs.dtype, 1, rhs.dims[2], column, scales};
+  return {data, rhs.dtype, last_axis(rhs), 1, column, scales};
 }
 
 float factor_of(const GroupedMatmul& call, int64_t g) {
@@ -170,6 +176,7 @@ PanelProduct block(const GroupedMatmul& call, const Problem& problem, const Task
   p.columns = t.columns;
   p.depth = t.depth;
   p.dtype = multiplied_type(call);
+  p.rhs_depth = p.depth;
   if (problem.ragged_rows) {
     const bool turned = s.lhs_scales.present() && s.lhs_scales.dtype == DType::f32;
     p.lhs = {call.lhs.data,
@@ -178,11 +185,19 @@ PanelProduct block(const GroupedMatmul& call, const Problem& problem, const Task
              1,
              t.row,
              scales_of(s.lhs_scales, 0, turned, 1, s.lhs_block)};
-    p.rhs = weight_of(call, t);
+    const bool second = t.column >= problem.part_columns();
+    p.rhs = weight_of(call, second ? call.rhs_up : call.rhs, t.group,
+                      second ? t.column - problem.part_columns() : t.column);
+    if (contracts_pair(call)) {
+      p.rhs_rest = weight_of(call, call.rhs_up, t.group, t.column);
+      p.rhs_depth = call.rhs.dims[call.rhs_axis];
+    }
   } else {
     const int64_t first = problem.first_rows[static_cast<size_t>(t.group)];
-    p.lhs = contracted_rows(call, call.lhs, s.lhs_scales, s.lhs_block, first, t.row);
-    p.rhs = contracted_rows(call, call.rhs, s.rhs_scales, s.rhs_block, first, t.column);
+    const int64_t lhs_first = columns_read(call.lhs, call.lhs_half).first;
+    const int64_t rhs_first = columns_read(call.rhs, call.rhs_half).first;
+    p.lhs = contracted_rows(call, call.lhs, s.lhs_scales, s.lhs_block, first, lhs_first + t.row);
+    p.rhs = contracted_rows(call, call.rhs, s.rhs_scales, s.rhs_block, first, rhs_first + t.column);
   }
   p.result.factor = factor_of(call, t.group);
 

@@ -19,6 +19,7 @@
 #include <type_traits>
 
 #include "cc/api/calls.h"
+#include "cc/api/halves.h"
 #include "cc/api/operands.h"
 #include "cc/device/groups.cuh"
 #include "cc/device/mma.cuh"
@@ -149,14 +150,14 @@ class Copier {
  public:
   Copier() = default;
 
-  // `extent`: elements of the operand from `data` on, along the result's axis.
-  __device__ Copier(const char* data, DType type, int64_t stride_bytes, int extent) {
+  // `extent`: elements of the operand from `data` on, along the result's axis. `jump`: bytes that it will be moved by.
+  __device__ Copier(const char* data, DType type, int64_t stride_bytes, int extent, int64_t jump) {
     const int chunk = threadIdx.x % kChunksARow, row = threadIdx.x / kChunksARow;
     at_ = data + row * stride_bytes + chunk * kChunk * bytes_of(type);
     offset_ = chunk_offset<kKMajor, kExtent>(row, chunk);
     inner_ = kKMajor ? chunk * kChunk : row;
     outer_left_ = extent - (kKMajor ? row : chunk * kChunk);
-    vectors_ = copies_in_vectors(data, type, stride_bytes);
+    vectors_ = copies_in_vectors(data, type, stride_bytes | jump);
   }
 
   // Fills this thread's part of the stage at `to`, of which `depth` elements along k exist, with zeros behind them, and
@@ -185,6 +186,7 @@ class Copier {
     at_ = kKMajor ? at_ + kDepth * bytes_of(type) : from;
   }
 
+  __device__ void move(int64_t bytes) { at_ += bytes; }
   __device__ bool vectors() const { return vectors_; }
 
  private:
@@ -270,13 +272,14 @@ class Copies {
   Copies() = default;
 
   __device__ Copies(const Problem& p, const Place& at)
-      : lhs_(lhs_at(p, at), p.lhs_type, p.lhs_stride * bytes_of(p.lhs_type), at.rows),
-        rhs_(rhs_at(p, at), p.rhs_type, p.rhs_stride * bytes_of(p.rhs_type), at.cols),
+      : lhs_(lhs_at(p, at), p.lhs_type, p.lhs_stride * bytes_of(p.lhs_type), at.rows, 0),
+        rhs_(rhs_at(p, at), p.rhs_type, p.rhs_stride * bytes_of(p.rhs_type), at.cols, p.rhs_jump),
         depth_left_(at.depth) {}
 
   // Stages behind the end are filled with zeros, which nobody multiplies.
   template <bool kVectors>
   __device__ void copy_stage(uint32_t stage, const Problem& p, DType lhs_type, DType rhs_type) {
+    rhs_.move(depth_left_ == p.jump_depth ? p.rhs_jump : 0);
     lhs_.template copy<kVectors>(stage, depth_left_, lhs_type, p.lhs_stride * bytes_of(lhs_type));
     rhs_.template copy<kVectors>(stage + kLhsBytes, depth_left_, rhs_type, p.rhs_stride * bytes_of(rhs_type));
     commit_copies();
@@ -447,6 +450,10 @@ class ValueCopier {
     at_ += k_major ? kFmaDepth : kFmaDepth * stride;
   }
 
+  __device__ void move(int64_t bytes) {
+    at_ = reinterpret_cast<const float*>(reinterpret_cast<const char*>(at_) + bytes);
+  }
+
  private:
   const float* at_;
   uint32_t offset_;
@@ -470,15 +477,15 @@ __global__ void __launch_bounds__(kFmaThreads, 2) multiply_fma(const __grid_cons
     ValueCopier lhs(lhs_at(p, at), lhs_k_major, p.lhs_stride, at.rows);
     ValueCopier rhs(rhs_at(p, at), p.rhs_k_major, p.rhs_stride, at.cols);
     float sums[8][8] = {};
-    int depth_left = at.depth;
     // Step -1 fills the first stage.
 #pragma unroll 1
     for (int step = -1; step * kFmaDepth < at.depth; ++step) {
+      const int depth_left = at.depth - (step + 1) * kFmaDepth;
       if (depth_left > 0) {
+        if (depth_left == p.jump_depth) rhs.move(p.rhs_jump);
         const uint32_t fill = shared_address(ring[(step + 1) % kFmaStages]);
         lhs.copy(fill, depth_left, lhs_k_major, p.lhs_stride);
         rhs.copy(fill + kFmaOperand * sizeof(float), depth_left, p.rhs_k_major, p.rhs_stride);
-        depth_left -= kFmaDepth;
       }
       commit_copies();
       if (step < 0) continue;
@@ -547,6 +554,13 @@ std::string refuses(const GroupedMatmul& call, const Target& target) {
   if (call.bias.present() && !is_wide(call.bias.dtype)) {
     return "takes a bias of float32, bfloat16 or float16, got " + describe(call.bias);
   }
+  if (call.rhs_up.present()) {
+    const int64_t half = call.rhs.dims[joined_axis(call)], wanted = contracts_pair(call) ? kDepth : kMmaCols;
+    if (half % wanted != 0) {
+      return std::string("takes a weight in two arrays if both are ") + (contracts_pair(call) ? "deep" : "wide") +
+             " by a multiple of " + std::to_string(wanted) + "; rhs is " + describe(call.rhs);
+    }
+  }
   for (const TensorView* t : {&call.lhs, &call.rhs}) {
     for (int i = 0; i < t->rank; ++i) {
       if (t->dims[i] > kMostCoordinates) return "takes dimensions below 2^31 - 256, got " + describe(*t);
@@ -564,10 +578,13 @@ Problem describe_problem(const GroupedMatmul& call, const Context& context) {
   const int64_t* lhs = call.lhs.dims;
   const int64_t* rhs = call.rhs.dims;
   const bool k_major = !contract && call.rhs_axis == 2;
+  const Columns lhs_columns = columns_read(call.lhs, call.lhs_half);
+  const Columns rhs_columns = columns_read(call.rhs, call.rhs_half);
   Problem p = {};
+  p.jump_col = INT32_MAX;
   p.scan = GroupScan::at(context.workspace, call.group_sizes.dims[0]);
-  p.lhs = call.lhs.as<const char>();
-  p.rhs = call.rhs.as<const char>();
+  p.lhs = call.lhs.as<const char>() + lhs_columns.first * dtype_bytes(call.lhs.dtype);
+  p.rhs = call.rhs.as<const char>() + rhs_columns.first * dtype_bytes(call.rhs.dtype);
   p.bias = call.bias.present() ? call.bias.as<const char>() : nullptr;
   p.row_scale = call.row_scale.present() ? call.row_scale.as<const float>() : nullptr;
   p.lhs_factors = floats_or_null(call.scales.lhs_group_scales);
@@ -580,9 +597,15 @@ Problem describe_problem(const GroupedMatmul& call, const Context& context) {
   p.lhs_stride = lhs[1];
   p.rhs_stride = contract ? rhs[1] : rhs[2];
   p.rhs_group_stride = contract ? 0 : rhs[1] * rhs[2];
-  p.rows = contract ? static_cast<int>(lhs[1]) : 0;
-  p.cols = static_cast<int>(contract ? rhs[1] : rhs[k_major ? 1 : 2]);
+  p.rows = contract ? static_cast<int>(lhs_columns.count) : 0;
+  p.cols = static_cast<int>(contract ? rhs_columns.count : whole_rhs(call).dims[k_major ? 1 : 2]);
   p.depth = contract ? 0 : static_cast<int>(lhs[1]);
+  if (call.rhs_up.present()) {
+    const int64_t half = rhs[joined_axis(call)];
+    const int64_t step = joined_axis(call) == 1 ? half * rhs[2] : half;  // what addresses have advanced by
+    p.rhs_jump = call.rhs_up.as<const char>() - p.rhs - step * dtype_bytes(call.rhs.dtype);
+    (contracts_pair(call) ? p.jump_depth : p.jump_col) = static_cast<int>(half);
+  }
   p.row_tiles = tiles_of(p.rows, kTileRows);
   p.col_tiles = tiles_of(p.cols, call.lhs.dtype == DType::f32 ? kFmaTile : kMmaCols);
   p.lhs_type = call.lhs.dtype;

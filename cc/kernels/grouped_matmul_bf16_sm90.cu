@@ -2,7 +2,8 @@
 // group, which lies as [G, K, N] or [G, N, K] (wgmma reads either major, nothing is transposed).
 //
 //   counter --leader's scheduler--> mailbox of its peer;  sizes --scan--> work rings of both
-//   loader: lhs rows by a ragged map, weights by a packed (or scattered) map, both swizzled
+//   loader: lhs rows by a ragged map, weights by a packed (or scattered) map, both swizzled; of weights in two arrays,
+//           each k block by the map of its half
 //            |  ring of blocks: lhs 128 x 64, weights 64 x BN; shared tiles multicast to the pair
 //            v
 //   2 consumer warpgroups in turn: wgmma m64nBNk16, fp32 in registers
@@ -14,6 +15,7 @@
 //   128 x 192   192 a thread   5 x 40 KiB   8 x 1 x 2 KiB   40 / 232    long sums
 //   128 x 192   192 a thread   4 x 40 KiB   8 x 4 x 2 KiB   40 / 232    short sums
 #include "cc/api/calls.h"
+#include "cc/api/halves.h"
 #include "cc/api/kernel.h"
 #include "cc/api/operands.h"
 #include "cc/device/factor.cuh"
@@ -30,6 +32,8 @@ using namespace sm90;
 
 struct MatmulParams : RowsParams {
   CUtensorMap out;
+  CUtensorMap rhs_up;         // of a second array of weights, whose k follow those of the first
+  int32_t first_depth;        // k of the first, a multiple of kBlockK where there is a second; else all
   const void* bias;           // [groups, cols], or null
   const int64_t* bias_table;  // addresses of the biases, or null
   const float* row_scale;     // [rows], or null
@@ -65,8 +69,10 @@ struct RowsProduct {
                               uint32_t to, uint32_t full) {
     load_lhs<1>(&p.lhs, ragged_at(work, k, 0), halves, work.across, rank, to, full);
     if (!columns) return;
-    const int32_t c0 = kRhsMajor == Major::k ? k : work.col0, c1 = kRhsMajor == Major::k ? work.col0 : k;
-    Rhs::load(&p.rhs, {{c0, c1, work.slice2, work.slice3}}, work.across, rank, to + 2 * kBlockBytes, full);
+    const OneOfTwo from = one_of_two(k, p.first_depth);
+    const int32_t c0 = kRhsMajor == Major::k ? from.at : work.col0, c1 = kRhsMajor == Major::k ? work.col0 : from.at;
+    Rhs::load(from.second ? &p.rhs_up : &p.rhs, {{c0, c1, work.slice2, work.slice3}}, work.across, rank,
+              to + 2 * kBlockBytes, full);
   }
 
   using Epilogue = NothingHeld;
@@ -155,12 +161,17 @@ void launch_rows(const GroupedMatmul& call, MatmulParams p, int64_t row_tiles, v
   using Product = RowsProduct<T, Out, kWeights, Shape>;
   using Rhs = typename Product::Rhs;
   const int64_t k = call.lhs.dims[1], n = p.cols, groups = p.groups;
-  const int64_t rhs_rows = kWeights == Major::k ? n : k, rhs_cols = kWeights == Major::k ? k : n;
+  const int64_t rhs_k = call.rhs.dims[call.rhs_axis];
+  const int64_t rhs_rows = kWeights == Major::k ? n : rhs_k, rhs_cols = kWeights == Major::k ? rhs_k : n;
   const MapShape rhs_shape = p.rhs_table != nullptr ? scattered_shape(rhs_rows, rhs_cols, call.rhs.dtype)
                                                     : packed_shape(groups, rhs_rows, rhs_cols, call.rhs.dtype);
   p.lhs = tensor_map(call.lhs.data, call.lhs.dtype, ragged_shape(k, call.lhs.dtype), 64, 64);
   p.rhs =
       tensor_map(reinterpret_cast<const void*>(p.rhs_base), call.rhs.dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows);
+  p.first_depth = int32_t(rhs_k);
+  if (call.rhs_up.present()) {
+    p.rhs_up = tensor_map(call.rhs_up.data, call.rhs.dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows);
+  }
   p.out = tensor_map(call.result.data, call.result.dtype, ragged_shape(n, call.result.dtype), 128 / sizeof(Out), 16);
   if constexpr (kWeights == Major::k && std::is_same_v<T, __nv_bfloat16>) {
     if (has_group_scales(call.scales)) {
@@ -213,6 +224,10 @@ std::string refuses(const GroupedMatmul& c, const Target& target) {
     return "takes scales of groups beside bfloat16 operands and weights stored [G, N, K] alone";
   }
   if (c.accumulate) return "does not accumulate into ragged rows";
+  // Blocks of k then begin where those of one array do, so sums are added in the same order.
+  if (c.rhs_up.present() && (!contracts_pair(c) || c.rhs.dims[c.rhs_axis] % kBlockK != 0)) {
+    return "contracts weights in two arrays if both are a multiple of 64 deep; rhs is " + describe(c.rhs);
+  }
   const int64_t m = c.lhs.dims[0], k = c.lhs.dims[1], n = c.result.dims[1];
   if (m >= kRagged) return "takes fewer than 2^30 rows";
   if (n >= kRagged || k >= kRagged) return "takes fewer than 2^30 columns";

@@ -15,6 +15,7 @@
 //   tile        accumulators   ring         slots           registers, 128 + 256 threads
 //   128 x 192   192 a thread   4 x 40 KiB   8 x 4 x 2 KiB   40 / 232
 #include "cc/api/calls.h"
+#include "cc/api/halves.h"
 #include "cc/api/kernel.h"
 #include "cc/api/operands.h"
 #include "cc/device/factor.cuh"
@@ -245,8 +246,12 @@ void launch_types(const GroupedMatmul& call, ContractionParams p, void* stream) 
   const DType in = call.lhs.dtype, out = call.result.dtype;
   // Without rows nothing is loaded, but a map wants an address.
   const bool empty = call.lhs.dims[0] == 0;
-  p.lhs = tensor_map(empty ? p.spans : call.lhs.data, in, ragged_shape(p.rows, in), 64, 64);
-  p.rhs = tensor_map(empty ? p.spans : call.rhs.data, in, ragged_shape(p.cols, in), Rhs::kBoxCols, Rhs::kBoxRows);
+  const int64_t lhs_first = columns_read(call.lhs, call.lhs_half).first;
+  const int64_t rhs_first = columns_read(call.rhs, call.rhs_half).first;
+  p.lhs = tensor_map(empty ? static_cast<const void*>(p.spans) : call.lhs.as<const T>() + lhs_first, in,
+                     ragged_shape(p.rows, call.lhs.dims[1], in), 64, 64);
+  p.rhs = tensor_map(empty ? static_cast<const void*>(p.spans) : call.rhs.as<const T>() + rhs_first, in,
+                     ragged_shape(p.cols, call.rhs.dims[1], in), Rhs::kBoxCols, Rhs::kBoxRows);
   p.out = tensor_map(
       reinterpret_cast<const void*>(p.out_base), out,
       p.into_table != nullptr ? scattered_shape(p.rows, p.cols, out) : packed_shape(p.groups, p.rows, p.cols, out),
@@ -283,7 +288,7 @@ std::string refuses(const GroupedMatmul& c, const Target& target) {
   if (has_group_scales(c.scales) && c.lhs.dtype != DType::bf16) {
     return "takes scales of groups beside bfloat16 operands alone";
   }
-  const int64_t m = c.lhs.dims[0], a = c.lhs.dims[1], b = c.rhs.dims[1];
+  const int64_t m = c.lhs.dims[0], a = columns_read(c.lhs, c.lhs_half).count, b = columns_read(c.rhs, c.rhs_half).count;
   if (m >= kRagged) return "takes fewer than 2^30 rows";
   if (a >= kRagged || b >= kRagged) return "takes fewer than 2^30 columns";
   if (a % 8 != 0) return "needs lhs rows of a multiple of 16 bytes: A = " + std::to_string(a) + " is no multiple of 8";
@@ -307,8 +312,8 @@ void launch(const GroupedMatmul& call, const Context& context) {
   p.into_table = call.into_table.present() ? call.into_table.as<int64_t>() : nullptr;
   // Scattered results are addressed relative to any mapped address.
   p.out_base = reinterpret_cast<int64_t>(p.into_table != nullptr ? context.workspace : call.result.data);
-  p.rows = int32_t(call.lhs.dims[1]);
-  p.cols = int32_t(call.rhs.dims[1]);
+  p.rows = int32_t(columns_read(call.lhs, call.lhs_half).count);
+  p.cols = int32_t(columns_read(call.rhs, call.rhs_half).count);
   p.accumulate = call.accumulate != 0;
   order_groups<<<1, kOrderThreads, 0, static_cast<cudaStream_t>(context.stream)>>>(
       call.group_sizes.as<int32_t>(), p.groups, call.lhs.dims[0], spans, spans + p.groups, p.draws);

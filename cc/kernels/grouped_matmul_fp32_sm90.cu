@@ -12,6 +12,7 @@
 //            v
 //   ragged store, clipped at the group's last row; tail rows cleared as items behind the last tile
 #include "cc/api/calls.h"
+#include "cc/api/halves.h"
 #include "cc/api/kernel.h"
 #include "cc/api/operands.h"
 #include "cc/device/groups.cuh"
@@ -65,6 +66,8 @@ __device__ inline void push_pair(Work work, int item, int rows, int cols, Push p
 // ---- ragged rows ----
 
 struct RowsParams : Tf32Params {
+  CUtensorMap rhs_up;               // of a second array of weights, which holds k or columns from these on
+  int32_t first_depth, first_cols;  // multiples of 32 where there is one; else beyond all
   const int32_t* sizes;
   const int64_t* rhs_table;   // addresses of the weights; null where they are packed
   int64_t rhs_base;           // address that `rhs` starts at
@@ -120,11 +123,13 @@ struct RowsProduct {
       ptx::tensor_load(to + u * Shape::kUnitBytes, &p.lhs, at, full);
       at.c[1] += kUnitRows;
     }
-    const uint32_t rhs = to + Shape::kLhsBytes;
-    if constexpr (kRhsMajor == Major::k) {
-      ptx::tensor_load(rhs, &p.rhs, {{k, work.col0, work.slice2, work.slice3}}, full);
-    } else {
-      load_boxes(&p.rhs, {{work.col0, k, work.slice2, work.slice3}}, Shape::kCols / kBoxWidth, rhs, full);
+    // Boxes of 32 columns, each of the array of weights that it lies in.
+    const OneOfTwo depth = one_of_two(k, p.first_depth);
+    for (int i = 0; i < Shape::kCols / kBoxWidth; ++i) {
+      const OneOfTwo col = one_of_two(work.col0 + i * kBoxWidth, p.first_cols);
+      const int32_t c0 = kRhsMajor == Major::k ? depth.at : col.at, c1 = kRhsMajor == Major::k ? col.at : depth.at;
+      ptx::tensor_load(to + Shape::kLhsBytes + i * kBoxBytes, depth.second || col.second ? &p.rhs_up : &p.rhs,
+                       {{c0, c1, work.slice2, work.slice3}}, full);
     }
   }
 
@@ -266,12 +271,12 @@ void launch_product(const typename Product::Params& p, int64_t row_tiles, cudaSt
 // 128-row tiles that any sizes can give: every group may have one that is not full.
 int64_t most_row_tiles(const GroupedMatmul& c) {
   const int64_t groups = c.group_sizes.dims[0];
-  return c.contract_rows ? groups * ((c.lhs.dims[1] + kTileRows - 1) / kTileRows) : c.lhs.dims[0] / kTileRows + groups;
+  return c.contract_rows ? groups * ((c.result.dims[1] + kTileRows - 1) / kTileRows)
+                         : c.lhs.dims[0] / kTileRows + groups;
 }
 
 template <int kTerms>
 void launch_rows(const GroupedMatmul& call, const Tf32Params& both, const Context& context) {
-  using Shape = Tf32Shape<kTerms>;
   RowsParams p{};
   static_cast<Tf32Params&>(p) = both;
   p.sizes = call.group_sizes.as<int32_t>();
@@ -288,12 +293,15 @@ void launch_rows(const GroupedMatmul& call, const Tf32Params& both, const Contex
   p.clear_tail = !call.into.present();
   const DType f32 = DType::f32;
   const bool k_major = call.rhs_axis == 2;
-  const int64_t rhs_rows = k_major ? p.cols : p.length, rhs_cols = k_major ? p.length : p.cols;
+  const MapShape rhs_shape = p.rhs_table != nullptr ? scattered_shape(call.rhs.dims[1], call.rhs.dims[2], f32)
+                                                    : packed_shape(p.groups, call.rhs.dims[1], call.rhs.dims[2], f32);
   p.lhs = tensor_map(call.lhs.data, f32, ragged_shape(p.length, f32), kTf32K, kUnitRows);
-  p.rhs = tensor_map(reinterpret_cast<const void*>(p.rhs_base), f32,
-                     p.rhs_table != nullptr ? scattered_shape(rhs_rows, rhs_cols, f32)
-                                            : packed_shape(p.groups, rhs_rows, rhs_cols, f32),
-                     kBoxWidth, k_major ? Shape::kCols : kTf32K);
+  p.rhs = tensor_map(reinterpret_cast<const void*>(p.rhs_base), f32, rhs_shape, kBoxWidth, kTf32K);
+  p.first_depth = p.first_cols = INT32_MAX;
+  if (call.rhs_up.present()) {
+    p.rhs_up = tensor_map(call.rhs_up.data, f32, rhs_shape, kBoxWidth, kTf32K);
+    (contracts_pair(call) ? p.first_depth : p.first_cols) = int32_t(call.rhs.dims[joined_axis(call)]);
+  }
   p.out = tensor_map(call.result.data, f32, ragged_shape(p.cols, f32), kBoxWidth, kOutRows);
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
   return k_major ? launch_product<RowsProduct<Major::k, kTerms>>(p, most_row_tiles(call), stream)
@@ -311,13 +319,16 @@ void launch_contraction(const GroupedMatmul& call, const Tf32Params& both, const
   p.into_table = call.into_table.present() ? call.into_table.as<int64_t>() : nullptr;
   // Scattered results are addressed relative to any mapped address.
   p.out_base = reinterpret_cast<int64_t>(p.into_table != nullptr ? context.workspace : call.result.data);
-  p.rows = int32_t(call.lhs.dims[1]);
+  const Columns rows = columns_read(call.lhs, call.lhs_half), cols = columns_read(call.rhs, call.rhs_half);
+  p.rows = int32_t(rows.count);
   p.accumulate = call.accumulate != 0;
   // Without rows nothing is loaded, but a map wants an address.
   const DType f32 = DType::f32;
   const bool empty = call.lhs.dims[0] == 0;
-  p.lhs = tensor_map(empty ? context.workspace : call.lhs.data, f32, ragged_shape(p.rows, f32), kBoxWidth, kTf32K);
-  p.rhs = tensor_map(empty ? context.workspace : call.rhs.data, f32, ragged_shape(p.cols, f32), kBoxWidth, kTf32K);
+  p.lhs = tensor_map(empty ? context.workspace : call.lhs.as<float>() + rows.first, f32,
+                     ragged_shape(rows.count, call.lhs.dims[1], f32), kBoxWidth, kTf32K);
+  p.rhs = tensor_map(empty ? context.workspace : call.rhs.as<float>() + cols.first, f32,
+                     ragged_shape(cols.count, call.rhs.dims[1], f32), kBoxWidth, kTf32K);
   p.out = tensor_map(
       reinterpret_cast<const void*>(p.out_base), f32,
       p.into_table != nullptr ? scattered_shape(p.rows, p.cols, f32) : packed_shape(p.groups, p.rows, p.cols, f32),
@@ -332,7 +343,7 @@ void launch_terms(const GroupedMatmul& call, const Context& context) {
   // First, since it makes the device's context current, which the driver's encoder of maps asks for.
   GROUPED_CUDA_CHECK(cudaMemsetAsync(p.counter, 0, sizeof(*p.counter), static_cast<cudaStream_t>(context.stream)));
   p.groups = int32_t(call.group_sizes.dims[0]);
-  p.cols = int32_t(call.contract_rows ? call.rhs.dims[1] : call.result.dims[1]);
+  p.cols = int32_t(call.result.dims[call.contract_rows ? 2 : 1]);
   return call.contract_rows ? launch_contraction<kTerms>(call, p, context) : launch_rows<kTerms>(call, p, context);
 }
 
@@ -350,7 +361,11 @@ std::string refuses(const GroupedMatmul& c, const Target& target) {
     return "takes a bias of float32, bfloat16 or float16, got " + describe(c.bias);
   }
   if (c.accumulate && !c.contract_rows) return "does not accumulate into ragged rows";
-  const int64_t inner = c.contract_rows ? c.rhs.dims[1] : c.result.dims[1], m = c.lhs.dims[0], k = c.lhs.dims[1];
+  if (c.rhs_up.present() && c.rhs.dims[joined_axis(c)] % kBoxWidth != 0) {
+    return "takes a weight in two arrays if both are a multiple of 32 wide; rhs is " + describe(c.rhs);
+  }
+  const int64_t inner = c.result.dims[c.contract_rows ? 2 : 1], m = c.lhs.dims[0];
+  const int64_t k = c.contract_rows ? c.result.dims[1] : c.lhs.dims[1];
   if (m >= kRagged || k >= kRagged || inner >= kRagged) return "takes fewer than 2^30 rows and columns";
   for (const int64_t width : {k, inner}) {
     if (width % 4 != 0) {

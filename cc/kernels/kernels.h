@@ -30,6 +30,18 @@ extern const Kernel<ActivationGrad> activation_grad_any_cpu_avx2;
 extern const Kernel<ActivationGrad> activation_grad_any_cpu_avx512;
 #endif
 
+extern const Kernel<Quantize> quantize_any_cpu;
+extern const Kernel<Quantize> quantize_any_cpu_plain;
+extern const Kernel<Dequantize> dequantize_any_cpu;
+extern const Kernel<Dequantize> dequantize_any_cpu_plain;
+#if defined(__x86_64__)
+extern const Kernel<Quantize> quantize_any_cpu_avx2;
+extern const Kernel<Quantize> quantize_any_cpu_avx512;
+extern const Kernel<Dequantize> dequantize_any_cpu_avx2;
+extern const Kernel<Dequantize> dequantize_any_cpu_avx512;
+#endif
+extern const Kernel<ScaleUpdate> scale_update_any_cpu;
+
 #if GROUPED_WITH_CUDA
 // Hopper's tensor cores (wgmma): bf16 and fp16, ragged rows and the contraction over rows.
 extern const Kernel<GroupedMatmul> grouped_matmul_bf16_sm90;
@@ -48,6 +60,13 @@ extern const Kernel<RowDot> row_dot_any_cuda;
 extern const Kernel<ScaleRows> scale_rows_any_cuda;
 extern const Kernel<ActivationForward> activation_any_cuda;
 extern const Kernel<ActivationGrad> activation_grad_any_cuda;
+extern const Kernel<Quantize> quantize_fp8_cuda;  // where bandwidth counts
+extern const Kernel<Quantize> quantize_any_cuda;
+extern const Kernel<Dequantize> dequantize_any_cuda;
+extern const Kernel<ScaleUpdate> scale_update_any_cuda;
+
+// Two dense matrices of `lines` lines of `bytes` bytes side by side, at `to`; for cc/dispatch, which has no CUDA.
+void join_lines_cuda(void* to, const void* first, const void* second, int64_t lines, int64_t bytes, void* stream);
 #endif
 
 }  // namespace grouped

@@ -92,14 +92,14 @@ GROUPED_HOST_DEVICE static inline float nvfp4_value(uint8_t code, uint8_t block_
   return fl_mul(fl_mul(decode<E2M1>(code), decode<E4M3>(block_scale)), group_scale);
 }
 
-// 4over6: what a candidate scale costs `count` values of one row of a block, summed left to right. The candidate with
-// the smaller sum is kept, the first if they are equal (or NaN).
-GROUPED_HOST_DEVICE static inline float nvfp4_row_error(const float* values, int count, uint8_t block_scale,
-                                                        float group_scale, bool squares) {
+// 4over6: what a candidate scale costs `count` values of one row of a block, `step` apart, summed left to right. The
+// candidate with the smaller sum is kept, the first if they are equal (or NaN).
+GROUPED_HOST_DEVICE static inline float nvfp4_row_error(const float* values, int64_t step, int count,
+                                                        uint8_t block_scale, float group_scale, bool squares) {
   const float e = nvfp4_block_encode_scale(block_scale, group_scale);
   float sum = 0.0f;
   for (int i = 0; i < count; ++i) {
-    const float x = values[i];
+    const float x = values[i * step];
     const float error = fl_sub(nvfp4_value(encode<E2M1>(fl_mul(x, e)), block_scale, group_scale), x);
     sum = fl_add(sum, squares ? fl_mul(error, error) : bits_float(magnitude_bits(error)));
   }

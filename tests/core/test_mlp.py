@@ -40,7 +40,8 @@ def gradients(
     sizes = np.array(CASE.sizes, np.int32)
     keep = kept(op, needs, True, True, True)
     x, wi, wo, p, b1, b2 = (a[name] for name in FIELDS)
-    _, h, z = mlp.mlp(run, op, x, wi, wo, sizes, p, b1, b2, keep_h=keep.h, keep_z=keep.z)
+    found = mlp.mlp(run, op, x, wi, wo, sizes, p, b1, b2, needs=needs)
+    h, z = found.h, found.z
     assert (h is not None, z is not None) == (keep.h, keep.z)
     specs = MlpSpecs(*(run.spec(a[name]) for name in FIELDS))
 

@@ -17,6 +17,8 @@ import torch_bridge
 from grouped_core import arrays
 from grouped_core.gradients import Gradients, Needs
 from grouped_core.linear_spec import Names
+from grouped_core.recipes import BoundRecipe
+from grouped_core.scaling import ScalingState
 from tests.asserts import as_numpy
 
 Operands = dict[str, Any]
@@ -67,7 +69,18 @@ def _numpy(gradients: list[Any]) -> Gradients:
 
 def _jax_call(x: Any, w: Any, group_sizes: Any, *, transposed: bool, result_dtype: Any = None, **options: Any) -> Any:
     options.update(rhs_transposed=transposed, preferred_element_type=result_dtype)
+    bound_to(options, jnp.asarray)
     return jax_grouped.ragged_dot(x, w, group_sizes, **options)
+
+
+def bound_to(options: dict[str, Any], array: Callable[[NDArray[Any]], Any]) -> None:
+    """Arrays that a recipe is bound to, NumPy's, become those of a face."""
+    recipe = options.get("recipe")
+    if isinstance(recipe, BoundRecipe):
+        state = recipe.state
+        if state is not None:
+            state = ScalingState(array(state.scale), array(state.history), array(state.top), state.algorithm)
+        options["recipe"] = BoundRecipe(recipe.recipe, state, None if recipe.key is None else array(recipe.key))
 
 
 def _jax_operands(operands: Operands) -> list[Any]:
@@ -104,6 +117,7 @@ def _jax_gradients(operands: Operands, dy: NDArray[Any], needs: Needs, **options
 
 
 def _torch_call(x: Any, w: Any, group_sizes: Any, *, transposed: bool, **options: Any) -> Any:
+    bound_to(options, to_torch)
     return torch_bridge.grouped_linear(x, w, group_sizes, rhs_transposed=transposed, **options)
 
 

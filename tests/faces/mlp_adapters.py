@@ -19,7 +19,7 @@ from grouped_core.mlp import MlpGradients
 from grouped_core.mlp_spec import MlpNeeds
 from tests import cases
 from tests.asserts import as_numpy
-from tests.faces.adapters import to_torch
+from tests.faces.adapters import bound_to, to_torch
 
 Operands = dict[str, Any]
 """x, wi, wo, probs, wi_bias, wo_bias (the latter three may be None) and group_sizes, in NumPy."""
@@ -65,6 +65,12 @@ def problem(
     return operands, dy
 
 
+def in_halves(operands: Operands, transposed: bool = False) -> Operands:
+    """The operands with `wi` as a pair of arrays, gate and linear half."""
+    halves = np.split(operands["wi"], 2, axis=1 if transposed else 2)
+    return {**operands, "wi": tuple(np.ascontiguousarray(half) for half in halves)}
+
+
 def present(operands: Operands, needs: MlpNeeds | None = None) -> MlpNeeds:
     """The needs, without those of operands that there are not."""
     asked = needs or MlpNeeds()
@@ -73,7 +79,10 @@ def present(operands: Operands, needs: MlpNeeds | None = None) -> MlpNeeds:
 
 @dataclass(frozen=True)
 class MlpFace:
-    """One way to the MLP: forward(operands, **options) -> y, gradients(operands, dy, needs, **options) -> gradients."""
+    """One way to the MLP: forward(operands, **options) -> y, gradients(operands, dy, needs, **options) -> gradients.
+
+    `wi` may be a pair; its gradient, which then is one, comes joined.
+    """
 
     name: str
     forward: Callable[..., NDArray[Any]]
@@ -83,8 +92,23 @@ class MlpFace:
         return self.name
 
 
-def _numpy(found: list[Any]) -> MlpGradients:
-    return MlpGradients(*(None if each is None else as_numpy(each) for each in found))
+def _numpy(found: list[Any], options: dict[str, Any]) -> MlpGradients:
+    def joined(gradient: Any) -> Any:
+        if not isinstance(gradient, (tuple, list)):
+            return None if gradient is None else as_numpy(gradient)
+        halves = [as_numpy(half) for half in gradient if half is not None]
+        return np.concatenate(halves, axis=1 if options.get("transposed") else 2) if halves else None
+
+    return MlpGradients(*map(joined, found))
+
+
+def _held(operands: Operands, convert: Callable[[NDArray[Any]], Any]) -> list[Any]:
+    def converted(operand: Any) -> Any:
+        if isinstance(operand, tuple):
+            return tuple(convert(each) for each in operand)
+        return None if operand is None else convert(operand)
+
+    return [converted(operands[name]) for name in LEAVES]
 
 
 def _arrays_forward(operands: Operands, **options: Any) -> NDArray[Any]:
@@ -93,23 +117,23 @@ def _arrays_forward(operands: Operands, **options: Any) -> NDArray[Any]:
 
 
 def _arrays_gradients(operands: Operands, dy: NDArray[Any], needs: MlpNeeds, **options: Any) -> MlpGradients:
-    return arrays.grouped_mlp_grads(**operands, dy=dy, needs=needs, **options)
+    return _numpy(list(arrays.grouped_mlp_grads(**operands, dy=dy, needs=needs, **options)), options)
 
 
 def _jax(values: list[Any], operands: Operands, options: dict[str, Any]) -> Any:
     named = dict(zip(LEAVES, values, strict=True))
     options = dict(options)
     options["rhs_transposed"] = options.pop("transposed", False)
+    bound_to(options, jnp.asarray)
     return jax_grouped.grouped_mlp(**named, group_sizes=operands["group_sizes"], **options)
 
 
 def _jax_forward(operands: Operands, **options: Any) -> NDArray[Any]:
-    held = [None if operands[name] is None else jnp.asarray(operands[name]) for name in LEAVES]
-    return np.asarray(_jax(held, operands, options))
+    return np.asarray(_jax(_held(operands, jnp.asarray), operands, options))
 
 
 def _jax_gradients(operands: Operands, dy: NDArray[Any], needs: MlpNeeds, **options: Any) -> MlpGradients:
-    held = [None if operands[name] is None else jnp.asarray(operands[name]) for name in LEAVES]
+    held = _held(operands, jnp.asarray)
     live = [at for at, need in enumerate(needs) if need]
 
     def function(*some: Any) -> Any:
@@ -123,29 +147,33 @@ def _jax_gradients(operands: Operands, dy: NDArray[Any], needs: MlpNeeds, **opti
         _, pull = jax.vjp(function, *(held[at] for at in live))
         for at, gradient in zip(live, pull(jnp.asarray(dy)), strict=True):
             found[at] = gradient
-    return _numpy(found)
+    return _numpy(found, options)
 
 
 def _torch(values: list[Any], operands: Operands, options: dict[str, Any]) -> Any:
     named = dict(zip(LEAVES, values, strict=True))
     options = dict(options)
     options["rhs_transposed"] = options.pop("transposed", False)
+    bound_to(options, to_torch)
     return torch_bridge.grouped_mlp(**named, group_sizes=to_torch(operands["group_sizes"]), **options)
 
 
 def _torch_forward(operands: Operands, **options: Any) -> NDArray[Any]:
-    return as_numpy(_torch([None if operands[n] is None else to_torch(operands[n]) for n in LEAVES], operands, options))
+    return as_numpy(_torch(_held(operands, to_torch), operands, options))
 
 
 def _torch_gradients(operands: Operands, dy: NDArray[Any], needs: MlpNeeds, **options: Any) -> MlpGradients:
-    held = [None if operands[name] is None else to_torch(operands[name]) for name in LEAVES]
-    for value, need in zip(held, needs, strict=True):
-        if need:
+    held = _held(operands, to_torch)
+    members = [value if isinstance(value, tuple) else (value,) for value in held]
+    for several, need in zip(members, needs, strict=True):
+        for value in several if need else ():
             value.requires_grad_()
     y = _torch(held, operands, options)
     if any(needs):
         y.backward(to_torch(dy))
-    return _numpy([None if value is None else value.grad for value in held])
+    grads = [[None if value is None else value.grad for value in several] for several in members]
+    found = [each if isinstance(value, tuple) else each[0] for value, each in zip(held, grads, strict=True)]
+    return _numpy(found, options)
 
 
 ARRAYS = MlpFace("arrays", _arrays_forward, _arrays_gradients)

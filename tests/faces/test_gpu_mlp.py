@@ -22,7 +22,7 @@ from tests import asserts, bounds, cases
 from tests.faces.adapters import to_torch
 from tests.faces.gpu_tools import REPLAYED, ROWS, launches_only
 from tests.faces.jax_tools import copies, optimised
-from tests.faces.mlp_adapters import JAX, LEAVES, TORCH, present, problem
+from tests.faces.mlp_adapters import JAX, LEAVES, TORCH, in_halves, present, problem
 from tests.faces.torch_tools import leaf
 
 pytestmark = [
@@ -34,7 +34,10 @@ pytestmark = [
 
 WIDE = cases.Case("wide", (130, 0, 257, 64, 1), 500, 136, 200, frozenset())
 """Several tiles, none of them full."""
-CASES = [*(cases.named(name) for name in ("tail", "jagged", "clamped", "negative", "all_empty", "k_n_odd")), WIDE]
+EVEN = cases.Case("even", (130, 0, 257, 64, 1), 500, 136, 192, frozenset())
+"""Halves of three tiles, which kernels read where they lie."""
+NAMED = ("tail", "jagged", "clamped", "negative", "all_empty", "k_n_odd")
+CASES = [*(cases.named(name) for name in NAMED), WIDE, EVEN]
 
 
 def kernels_of(given: dict[str, Any], **options: Any) -> dict[str, str]:
@@ -58,7 +61,7 @@ def _on_the_gpu() -> Iterator[None]:
         yield
 
 
-@pytest.mark.rule("ALL-1", "ALL-2", "MLP-1", "MLP-2", "MLP-3", "MLP-5", "MLP-7", "MLP-8", "GRP-5", "GRP-6")
+@pytest.mark.rule("ALL-1", "ALL-2", "MAT-3", "MLP-1", "MLP-2", "MLP-3", "MLP-5", "MLP-7", "MLP-8", "GRP-5", "GRP-6")
 @pytest.mark.matrix(
     case=CASES,
     kind=(*PLAIN_KINDS, *GATED_KINDS),
@@ -68,19 +71,22 @@ def _on_the_gpu() -> Iterator[None]:
     probs=(None, "float32", "bfloat16"),
     bias=(None, "float32", "bfloat16"),
     policy=POLICIES,
+    halves=(False, True),
+    valid=lambda kind, interleave, halves, **_: not halves or (kind in GATED_KINDS and interleave is None),
 )
 def test_both_faces_give_the_same_bits_within_the_bounds(
-    case, kind, interleave, dtype, transposed, probs, bias, policy
+    case, kind, interleave, dtype, transposed, probs, bias, policy, halves
 ):
     activation = Activation(kind, interleave=interleave if kind in GATED_KINDS and case.n % 8 == 0 else None)
     given, dy = problem(case, dtype, activation, transposed=transposed, probs=probs, bias=bias)
     needs = present(given)
     options: dict[str, Any] = {"activation": activation, "transposed": transposed}
     y = TORCH.forward(given, **options)
-    asserts.bitwise(JAX.forward(given, residuals=policy, **options), y, "y of jax")
     found = TORCH.gradients(given, dy, needs, **options)
+    form = in_halves(given, transposed) if halves else given
     for face in (JAX, TORCH):
-        again = face.gradients(given, dy, needs, residuals=policy, **options)
+        asserts.bitwise(face.forward(form, residuals=policy, **options), y, f"y of {face}")
+        again = face.gradients(form, dy, needs, residuals=policy, **options)
         for name, need, a, b in zip(LEAVES, needs, again, found, strict=True):
             if need:
                 asserts.bitwise(a, b, f"gradient of {name} from {face} with {policy}")

@@ -13,14 +13,16 @@ import torch
 
 import jax_grouped
 import torch_bridge
+from grouped_core import arrays
 from grouped_core.activations import GATED_KINDS, PLAIN_KINDS, Activation
 from grouped_core.calls import SLOTS
 from grouped_core.mlp_spec import POLICIES, Mlp, MlpNames, MlpNeeds, Residuals, kept, needs_dz
+from grouped_core.recipes import MXFP8
 from jax_grouped import accumulate
 from tests import asserts, bounds, cases
 from tests.faces.adapters import to_torch
 from tests.faces.jax_tools import copies, optimised
-from tests.faces.mlp_adapters import ARRAYS, JAX, LEAVES, TORCH, present, problem
+from tests.faces.mlp_adapters import ARRAYS, JAX, LEAVES, TORCH, in_halves, present, problem
 from tests.faces.torch_tools import counted_launches, leaf, leaves, saved_tensors
 from torch_bridge.debug import _PLANS
 
@@ -37,7 +39,7 @@ def spec_of(kind: str, interleave: int | None, width: int) -> Activation:
     return Activation(kind, interleave=interleave)
 
 
-@pytest.mark.rule("ALL-1", "MLP-1", "MLP-2", "MLP-3", "MLP-5", "MLP-7", "GRP-5", "GRP-6", "GRP-9")
+@pytest.mark.rule("ALL-1", "MAT-3", "MLP-1", "MLP-2", "MLP-3", "MLP-5", "MLP-7", "GRP-5", "GRP-6", "GRP-9")
 @pytest.mark.matrix(
     case=CASES,
     kind=KINDS,
@@ -47,17 +49,23 @@ def spec_of(kind: str, interleave: int | None, width: int) -> Activation:
     probs=(None, "float32", "bfloat16"),
     bias=(None, "float32", "bfloat16"),
     policy=POLICIES,
+    halves=(False, True),
+    valid=lambda kind, interleave, halves, **_: not halves or (kind in GATED_KINDS and interleave is None),
 )
-def test_faces_agree_bitwise_and_lie_within_the_bounds(case, kind, interleave, dtype, transposed, probs, bias, policy):
+def test_faces_agree_bitwise_and_lie_within_the_bounds(
+    case, kind, interleave, dtype, transposed, probs, bias, policy, halves
+):
+    """Of each other's results, and whether gate and linear half are one array or, with `halves`, two."""
     activation = spec_of(kind, interleave, case.n)
     given, dy = problem(case, dtype, activation, transposed=transposed, probs=probs, bias=bias)
     needs = present(given)
     options: dict[str, Any] = {"activation": activation, "transposed": transposed}
     y = ARRAYS.forward(given, **options)
     gradients = ARRAYS.gradients(given, dy, needs, **options)
-    for face in (JAX, TORCH):
-        asserts.bitwise(face.forward(given, residuals=policy, **options), y, f"y of {face}")
-        found = face.gradients(given, dy, needs, residuals=policy, **options)
+    form = in_halves(given, transposed) if halves else given
+    for face in (ARRAYS, JAX, TORCH):
+        asserts.bitwise(face.forward(form, residuals=policy, **options), y, f"y of {face}")
+        found = face.gradients(form, dy, needs, residuals=policy, **options)
         for name, need, a, b in zip(LEAVES, needs, found, gradients, strict=True):
             assert (a is not None) == need, f"gradient of {name} from {face}"
             if need:
@@ -217,31 +225,98 @@ def test_torch_lists_of_weights_give_the_same_bits(policy, to):
                     asserts.bitwise(buffer.to(torch.bfloat16), packed[name].grad[g], f"{name}[{g}]")
 
 
-@pytest.mark.rule("ACC-1", "ACC-2", "ACC-3", "MAT-11")
+def halves_of(wi: torch.Tensor) -> list[torch.Tensor]:
+    """Gate and linear half of [G, 2F, K], each a leaf that needs a gradient."""
+    return [leaf(half.contiguous()) for half in wi.detach().chunk(2, dim=1)]
+
+
+@pytest.mark.rule("MAT-3", "GRD-5", "MAT-11")
+@pytest.mark.matrix(policy=POLICIES, to=("return", "tensors", "main_grad"), frozen=(None, 0, 1))
+def test_torch_halves_have_gradients_of_their_own(policy, to, frozen):
+    """Each is computed, returned or added to its accumulator only if its half needs one."""
+    given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True, bias="float32")
+    options = {"group_sizes": to_torch(given["group_sizes"]), "residuals": policy}
+    packed = {name: leaf(to_torch(given[name])) for name in LEAVES}
+    torch_bridge.grouped_mlp(**packed, **options).backward(to_torch(dy))
+    held: dict[str, Any] = {name: leaf(value) for name, value in packed.items()}
+    held["wi"] = halves = halves_of(packed["wi"])
+    if frozen is not None:
+        halves[frozen].requires_grad_(False)
+    # Sums start from zero, so rounding them gives the returned gradient; group 1 is empty and keeps what it holds.
+    buffers = [torch.zeros(weight.shape) for weight in (*halves, held["wo"])]
+    for buffer in buffers:
+        buffer[1] = 0.5
+    accum: Any = {"return": None, "tensors": (buffers[:2], buffers[2]), "main_grad": "main_grad"}[to]
+    if to == "tensors" and frozen is not None:
+        accum[0][frozen] = None
+    if to == "main_grad":
+        weights: list[Any] = [*halves, held["wo"]]
+        for weight, buffer in zip(weights, buffers, strict=True):
+            weight.main_grad = buffer
+    y = torch_bridge.grouped_mlp(**held, **options, wgrad_accum=accum)
+    with counted_launches() as names:
+        y.backward(to_torch(dy))
+    assert names.count("grouped_matmul") == 3 + (frozen is None), "dx, dwo, and one a half"
+    for name in ("x", "wo_bias", "wi_bias", "probs"):
+        asserts.bitwise(held[name].grad, packed[name].grad, name)
+    expected = [*halves_of(packed["wi"].grad), packed["wo"].grad]
+    for at, (weight, buffer, gradient) in enumerate(zip((*halves, held["wo"]), buffers, expected, strict=True)):
+        if at == frozen:
+            assert weight.grad is None
+        elif to == "return":
+            asserts.bitwise(weight.grad, gradient, f"weight {at}")
+        else:
+            assert weight.grad is None
+            asserts.filled(buffer[1], 0.5, f"weight {at} of the empty group")
+            buffer[1] = 0
+            asserts.bitwise(buffer.to(torch.bfloat16), gradient, f"weight {at}")
+
+
+@pytest.mark.rule("MAT-3", "ALL-4")
+@pytest.mark.parametrize("half", [0, 1])
+def test_jax_halves_have_gradients_of_their_own(half):
+    given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"))
+    whole: Any = ARRAYS.gradients(given, dy, MlpNeeds(wi_bias=False, wo_bias=False)).wi
+    held, wi = {name: jnp.asarray(given[name]) for name in ("x", "wo", "probs")}, in_halves(given)["wi"]
+
+    def mlp(one):
+        pair = [one if at == half else jnp.asarray(each) for at, each in enumerate(wi)]
+        return jax_grouped.grouped_mlp(**held, wi=pair, group_sizes=given["group_sizes"])
+
+    gradient = jax.jit(lambda one: jax.vjp(mlp, one)[1](jnp.asarray(dy))[0])
+    asserts.bitwise(gradient(wi[half]), np.split(whole, 2, axis=2)[half], f"half {half}")
+    calls = optimised(gradient.lower(wi[half])).count('custom_call_target="jg_')
+    assert calls == 3, "the first product, the second one's backward, and the half's gradient"
+
+
+@pytest.mark.rule("ACC-1", "ACC-2", "ACC-3", "MAT-3", "MAT-11")
 @pytest.mark.parametrize("form", ["sink", "ref"])
-def test_jax_accumulators_hold_the_sum(form):
+@pytest.mark.parametrize("halves", [False, True])
+def test_jax_accumulators_hold_the_sum(form, halves):
     given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), bias="float32")
-    held = {name: jnp.asarray(given[name]) for name in LEAVES}
-    start = [jnp.zeros(held[name].shape, jnp.float32).at[1].set(0.5) for name in ("wi", "wo")]  # group 1 is empty
+    held = jax.tree.map(jnp.asarray, in_halves(given) if halves else given)
+    start = jax.tree.map(  # group 1 is empty
+        lambda weight: jnp.zeros(weight.shape, jnp.float32).at[1].set(0.5), (held["wi"], held["wo"])
+    )
 
     def loss(x, wi, wo, accum):
         named = {**held, "x": x, "wi": wi, "wo": wo}
-        y = jax_grouped.grouped_mlp(**named, group_sizes=given["group_sizes"], wgrad_accum=accum)
+        y = jax_grouped.grouped_mlp(**named, wgrad_accum=accum)
         return jnp.sum(y.astype(jnp.float32) * jnp.nan_to_num(jnp.asarray(dy)).astype(jnp.float32))
 
     dx, dwi, dwo = jax.grad(loss, (0, 1, 2))(held["x"], held["wi"], held["wo"], None)
     if form == "sink":
-        dx2, zi, zo, new = jax.grad(loss, (0, 1, 2, 3))(held["x"], held["wi"], held["wo"], tuple(start))
+        dx2, zi, zo, new = jax.grad(loss, (0, 1, 2, 3))(held["x"], held["wi"], held["wo"], start)
     else:
-        refs = tuple(jax.new_ref(each) for each in start)
+        refs = jax.tree.map(jax.new_ref, start)
         dx2, zi, zo = jax.grad(loss, (0, 1, 2))(held["x"], held["wi"], held["wo"], refs)
-        new = tuple(ref[...] for ref in refs)
+        new = jax.tree.map(lambda ref: ref[...], refs)
     asserts.bitwise(dx2, dx, "dx")
-    assert not np.asarray(zi).any()
-    assert not np.asarray(zo).any()
-    for name, got, dw in zip(("wi", "wo"), new, (dwi, dwo), strict=True):
-        asserts.bitwise(np.asarray(got.at[1].set(0)).astype(dw.dtype), np.asarray(dw), name)
-        asserts.filled(np.asarray(got)[1], 0.5, f"{name} of the empty group")
+    assert not any(np.asarray(each).any() for each in jax.tree.leaves((zi, zo)))
+    assert jax.tree.structure(new) == jax.tree.structure((dwi, dwo))
+    for at, (got, dw) in enumerate(zip(*map(jax.tree.leaves, (new, (dwi, dwo))), strict=True)):
+        asserts.bitwise(np.asarray(got.at[1].set(0)).astype(dw.dtype), np.asarray(dw), f"weight {at}")
+        asserts.filled(np.asarray(got)[1], 0.5, f"weight {at} of the empty group")
 
 
 # ---- deferred weight gradients ---------------------------------------------------------------------------------------
@@ -257,14 +332,28 @@ def microbatches(count: int) -> list[tuple[dict[str, Any], np.ndarray]]:
 
 @pytest.mark.rule("DLY-3", "ACC-6")
 @pytest.mark.parametrize("policy", POLICIES)
-def test_torch_delayed_microbatches_equal_the_undelayed_run(policy):
-    weights = {name: to_torch(microbatches(1)[0][0][name]) for name in ("wi", "wo", "wi_bias", "wo_bias")}
-    now, later = ([torch.zeros(weights[name].shape) for name in ("wi", "wo")] for _ in range(2))
+@pytest.mark.parametrize("halves", [False, True])
+def test_torch_delayed_microbatches_equal_the_undelayed_run(policy, halves):
+    weights: dict[str, Any] = {name: to_torch(microbatches(1)[0][0][name]) for name in ("wi", "wo")}
+    weights |= {name: to_torch(microbatches(1)[0][0][name]) for name in ("wi_bias", "wo_bias")}
+    if halves:
+        weights["wi"] = [half.detach() for half in halves_of(weights["wi"])]
+
+    def like(weight: Any) -> Any:
+        return [like(each) for each in weight] if isinstance(weight, list) else torch.zeros(weight.shape)
+
+    def flat(wi: Any, wo: Any) -> list[Any]:
+        return [*(wi if isinstance(wi, list) else [wi]), wo]
+
+    now, later = ([like(weights[name]) for name in ("wi", "wo")] for _ in range(2))
     queue, undelayed = [], []
     for given, dy in microbatches(3):
         rows = {name: to_torch(given[name]) for name in ("x", "probs")}
         sizes = to_torch(given["group_sizes"])
-        leafy = {name: leaf(value) for name, value in {**weights, **rows}.items()}
+        leafy: dict[str, Any] = {
+            name: [leaf(each) for each in value] if isinstance(value, list) else leaf(value)
+            for name, value in {**weights, **rows}.items()
+        }
         y = torch_bridge.grouped_mlp(**leafy, group_sizes=sizes, residuals=policy, wgrad_accum=tuple(now))
         y.backward(to_torch(dy))
         undelayed.append((y, leafy))
@@ -276,22 +365,24 @@ def test_torch_delayed_microbatches_equal_the_undelayed_run(policy):
         queue.append(deferred)
     for deferred in queue:
         assert torch_bridge.grouped_mlp_bwd_dw(deferred, tuple(later)) == (None, None)
-    for name, a, b in zip(("wi", "wo"), later, now, strict=True):
-        asserts.bitwise(a, b, name)
-    dwi, dwo = torch_bridge.grouped_mlp_bwd_dw(queue[0])
-    fresh = [torch.zeros(weights[name].shape) for name in ("wi", "wo")]
+    for at, (a, b) in enumerate(zip(flat(*later), flat(*now), strict=True)):
+        asserts.bitwise(a, b, f"weight {at}")
+    returned = torch_bridge.grouped_mlp_bwd_dw(queue[0])
+    fresh = [like(weights[name]) for name in ("wi", "wo")]
     torch_bridge.grouped_mlp_bwd_dw(queue[0], tuple(fresh))
-    for name, a, b in (("wi", dwi, fresh[0]), ("wo", dwo, fresh[1])):
+    for at, (a, b) in enumerate(zip(flat(*returned), flat(*fresh), strict=True)):
         assert isinstance(a, torch.Tensor)
-        asserts.bitwise(a, b.to(a.dtype), name)
+        asserts.bitwise(a, b.to(a.dtype), f"weight {at}")
 
 
 @pytest.mark.rule("DLY-3", "ACC-6")
 @pytest.mark.parametrize("policy", POLICIES)
-def test_jax_delayed_microbatches_equal_the_undelayed_run(policy):
+@pytest.mark.parametrize("halves", [False, True])
+def test_jax_delayed_microbatches_equal_the_undelayed_run(policy, halves):
     first = microbatches(1)[0][0]
-    weights = {name: jnp.asarray(first[name]) for name in ("wi", "wo", "wi_bias", "wo_bias")}
-    now = later = tuple(jnp.zeros(weights[name].shape, jnp.float32) for name in ("wi", "wo"))
+    first = in_halves(first, True) if halves else first
+    weights = {name: jax.tree.map(jnp.asarray, first[name]) for name in ("wi", "wo", "wi_bias", "wo_bias")}
+    now = later = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), (weights["wi"], weights["wo"]))
     queue = []
     for given, dy in microbatches(3):
         rows = {name: jnp.asarray(given[name]) for name in ("x", "probs")}
@@ -313,8 +404,8 @@ def test_jax_delayed_microbatches_equal_the_undelayed_run(policy):
         queue.append(deferred)
     for deferred in queue:
         later = jax.jit(accumulate.grouped_mlp_bwd_dw, donate_argnums=1)(deferred, later)
-    for name, a, b in zip(("wi", "wo"), later, now, strict=True):
-        asserts.bitwise(a, b, name)
+    for at, (a, b) in enumerate(zip(*map(jax.tree.leaves, (later, now)), strict=True)):
+        asserts.bitwise(a, b, f"weight {at}")
 
 
 def parts(**changed: Any) -> tuple[dict[str, torch.Tensor], Any, torch.Tensor]:
@@ -403,6 +494,50 @@ def test_jax_refuses_accumulators_of_two_kinds():
         jax_grouped.grouped_mlp(**given, wgrad_accum=(arrays[0], arrays[0]))
 
 
+@pytest.mark.rule("MAT-3", "MLP-5", "ERR-1")
+def test_refusals_of_halves():
+    given, _ = problem(cases.named("groups_2"), "float32", Activation("swiglu"))
+    wi = in_halves(given)["wi"]
+    short = wi[1][:, :, :-1].copy()
+    plain = {**given, "wi": wi, "activation": "relu"}
+    for face in (
+        lambda **o: arrays.grouped_mlp(**o),
+        lambda **o: jax_grouped.grouped_mlp(**o),
+        lambda **o: torch_bridge.grouped_mlp(
+            **{name: jax.tree.map(to_torch, v) if name in (*LEAVES, "group_sizes") else v for name, v in o.items()},
+            rhs_transposed=False,
+        ),
+    ):
+        with asserts.refused(ValueError, ("`wi[1]`", f"{short.shape}", f"{wi[0].shape} = shape of `wi[0]`", "pass")):
+            face(**{**given, "wi": (wi[0], short)})
+        with asserts.refused(TypeError, ("`wi[1]`", "float16", "float32", "cast")):
+            face(**{**given, "wi": (wi[0], wi[1].astype(np.float16))})
+        with asserts.refused(ValueError, ("`wi`", "two arrays", "expected one for relu", "pass one array")):
+            face(**plain)
+        with asserts.refused(ValueError, ("`interleave` of Activation", "1 beside `wi`", "expected None", "one piece")):
+            face(**{**plain, "activation": Activation("swiglu", interleave=1)})
+        with asserts.refused(ValueError, ("`wi`", "two arrays beside recipe MXFP8", "quantises nothing", "one array")):
+            face(**{**given, "wi": wi, "recipe": MXFP8})
+    stored = [arrays.quantize(each, "mxfp8", axis=1) for each in wi]
+    with asserts.refused(TypeError, ("`wi`", "two quantised arrays", "two as they stand", "pass one array")):
+        arrays.grouped_mlp(**{**given, "wi": stored})
+    for face in (arrays.grouped_mlp, jax_grouped.grouped_mlp):
+        with asserts.refused(ValueError, ("`wi`", "3 arrays", "expected one, or gate and linear half", "stack")):
+            face(**{**given, "wi": [wi[0]] * 3})
+        with asserts.refused(ValueError, ("`wi[0]`", "expected three axes [G, K, F]", "stack")):
+            face(**{**given, "wi": (wi[0][0], wi[1][0])})
+    zeros = [jnp.zeros(each.shape) for each in wi]
+    with asserts.refused(TypeError, ("`wgrad_accum[0]`", "expected None or a pair", "put None")):
+        jax_grouped.grouped_mlp(**{**given, "wi": wi}, wgrad_accum=(zeros[0], None))
+    with asserts.refused(ValueError, ("`wgrad_accum`", "one array for", "expected one each")):
+        jax_grouped.grouped_mlp(**{**given, "wi": wi}, wgrad_accum=((zeros[0], zeros[0]), None))
+    held = {name: to_torch(given[name]) for name in ("x", "wo", "group_sizes")}
+    leafs = [leaf(to_torch(each)) for each in wi]
+    with asserts.refused(ValueError, ("`wgrad_accum[0]`", "1 tensors", "2 weights", "in the same form")):
+        accum = (torch.zeros(wi[0].shape), None)
+        torch_bridge.grouped_mlp(**held, wi=leafs, rhs_transposed=False, wgrad_accum=accum)
+
+
 @pytest.mark.rule("MAT-3", "ERR-1")
 def test_torch_refuses_operands_that_lack_the_axis_of_groups():
     given, _ = problem(cases.named("groups_1"), "float32", Activation("swiglu"), transposed=True, bias="float32")
@@ -429,6 +564,16 @@ def test_torch_explains_the_program_that_runs():
     ]
     assert tables == ["grouped_matmul_act", "grouped_matmul", "grouped_matmul_dact", "grouped_matmul"]
     assert made[1].aliases, "the caller's buffer"
+    halves = halves_of(held["wi"])
+    halves[0].requires_grad_(False)
+    accum = ([None, torch.zeros(halves[1].shape)], None)
+    made = planned(**{**defaults, **held, "wi": halves, "group_sizes": sizes, "wgrad_accum": accum})
+    two = [call.name for call in made if dict(zip(SLOTS[call.name], call.inputs, strict=True)).get("rhs_up")]
+    assert two == ["grouped_matmul_act", "grouped_matmul"], "forward and dx"
+    read = [dict(call.params).get("lhs_half") for call in made if dict(call.params).get("contract_rows")]
+    assert read == [2, 0], "the linear half's gradient, and that of wo"
+    text = torch_bridge.explain(torch_bridge.grouped_mlp, **{**held, "wi": halves}, group_sizes=sizes)
+    assert "grouped_matmul_any_cpu" in text
 
 
 @pytest.mark.rule("GRD-13")
@@ -458,6 +603,10 @@ def test_torch_operators_pass_opcheck():
     assert z.shape == (given["x"].shape[0], 40)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(_mlp_library.hidden, (x, wi, sizes, probs, wi_bias, text, True), test_utils=tests)
+    halves = [half.detach() for half in halves_of(held["wi"])]
+    text_of_halves = check_arguments(**{**held, "wi": halves}, group_sizes=sizes).text
+    operands = (x, halves, sizes, probs, wi_bias, text_of_halves, True)
+    torch.library.opcheck(_mlp_library.hidden, operands, test_utils=tests)
     grads = (h, wo, sizes, probs, wo_bias, to_torch(np.nan_to_num(dy)), text, "hzp")
     torch.library.opcheck(_mlp_library.hidden_grads, grads, test_utils=tests)
 
@@ -465,37 +614,46 @@ def test_torch_operators_pass_opcheck():
 @pytest.mark.rule("GRD-12")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo makes an instance of autograd.Function
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.matrix(backend=("eager", "aot_eager"), policy=POLICIES, to=("return", "tensors", "main_grad"))
-def test_torch_compiles_whole(backend, policy, to):
+@pytest.mark.matrix(
+    backend=("eager", "aot_eager"), policy=POLICIES, to=("return", "tensors", "main_grad"), halves=(False, True)
+)
+def test_torch_compiles_whole(backend, policy, to, halves):
     given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True, bias="float32")
     sizes = to_torch(given["group_sizes"])
 
-    def step(accum, *values):
-        named = dict(zip(LEAVES, values, strict=True))
+    def step(accum, x, wi, *values):
+        named = {"x": x, "wi": wi, **dict(zip(LEAVES[2:], values, strict=True))}
         return torch_bridge.grouped_mlp(**named, group_sizes=sizes, residuals=policy, wgrad_accum=accum)
 
     results = []
     torch.compiler.reset()
     for function in (step, torch.compile(step, fullgraph=True, backend=backend)):
         held = [leaf(to_torch(given[name])) for name in LEAVES]
-        buffers = tuple(torch.full(held[LEAVES.index(name)].shape, 0.5) for name in ("wi", "wo"))
+        wi = halves_of(held[1]) if halves else [held[1]]
+        weights = [*wi, held[2]]
+        buffers = [torch.full(weight.shape, 0.5) for weight in weights]
         if to == "main_grad":
-            for name, buffer in zip(("wi", "wo"), buffers, strict=True):
-                held[LEAVES.index(name)].main_grad = buffer
-        y = function({"return": None, "tensors": buffers, "main_grad": "main_grad"}[to], *held)
+            for weight, buffer in zip(weights, buffers, strict=True):
+                weight.main_grad = buffer
+        given_to: Any = {"return": None, "tensors": (buffers[:-1], buffers[-1]), "main_grad": "main_grad"}[to]
+        if to == "tensors" and not halves:
+            given_to = tuple(buffers)
+        y = function(given_to, held[0], wi if halves else wi[0], *held[2:])
         y.backward(to_torch(dy))
-        results.append([y, *buffers, *(each.grad for each in held)])
+        results.append([y, *buffers, *(each.grad for each in (held[0], *wi, *held[2:]))])
     for at, (a, b) in enumerate(zip(*results, strict=True)):
         assert (a is None) == (b is None), f"result {at}"
         if a is not None:
             asserts.bitwise(a, b, f"result {at}")
 
 
-@pytest.mark.rule("ACC-7", "ACC-4")
-def test_jax_step_has_no_copies_of_weights_and_drops_what_is_frozen():
+@pytest.mark.rule("ACC-7", "ACC-4", "MAT-3")
+@pytest.mark.parametrize("halves", [False, True])
+def test_jax_step_has_no_copies_of_weights_and_drops_what_is_frozen(halves):
     given, _ = problem(cases.named("tail"), "bfloat16", Activation("swiglu"))
-    held = {name: jnp.asarray(given[name]) for name in ("x", "wi", "wo", "probs")}
-    accum = tuple(jnp.zeros(held[name].shape, jnp.float32) for name in ("wi", "wo"))
+    given = in_halves(given) if halves else given
+    held = {name: jax.tree.map(jnp.asarray, given[name]) for name in ("x", "wi", "wo", "probs")}
+    accum = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), (held["wi"], held["wo"]))
 
     def loss(weights, accum, x, probs):
         y = jax_grouped.grouped_mlp(x, weights[0], weights[1], given["group_sizes"], probs=probs, wgrad_accum=accum)
@@ -504,6 +662,7 @@ def test_jax_step_has_no_copies_of_weights_and_drops_what_is_frozen():
     step = jax.jit(accumulate.value_and_accumulate_grad(loss), donate_argnums=1)
     text = optimised(step.lower((held["wi"], held["wo"]), accum, held["x"], held["probs"]))
     assert copies(text, r"(bf16|f32)\[3,") == 0, "a weight or an accumulator is copied"
+    assert "concatenate" not in text
     frozen = jax.jit(jax.grad(lambda x: loss((held["wi"], held["wo"]), None, x, held["probs"])))
     calls = optimised(frozen.lower(held["x"])).count('custom_call_target="jg_')
     assert calls == 3, "the first product, which is kept, and backward's two: no weight gradient, no unread y"
@@ -554,14 +713,16 @@ def test_jax_keeps_what_the_table_says(policy):
 
 @pytest.mark.rule("ACC-8", "ACC-9")
 @pytest.mark.parametrize("check_vma", [False, True])
-def test_jax_under_shard_map(check_vma):
+@pytest.mark.parametrize("halves", [False, True])
+def test_jax_under_shard_map(check_vma, halves):
     """Rows over a data axis, weights replicated: local products, and sums of the replicated gradients alone."""
     shards = len(jax.devices())
     assert shards > 1, "the suite runs on several host devices"
     mesh = jax.make_mesh((shards,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     parts = [problem(cases.named("tail"), "float32", Activation("swiglu"), bias="float32") for _ in range(shards)]
     given = parts[0][0]
-    weights = [jnp.asarray(given[name]) for name in ("wi", "wo", "wi_bias", "wo_bias")]
+    form = in_halves(given) if halves else given
+    weights = [jax.tree.map(jnp.asarray, form[name]) for name in ("wi", "wo", "wi_bias", "wo_bias")]
     rows = [jnp.concatenate([part[0][name] * (1 + i) for i, part in enumerate(parts)]) for name in ("x", "probs")]
     sizes = jnp.concatenate([jnp.asarray(part[0]["group_sizes"]) for part in parts])
     dy = jnp.concatenate([part[1] for part in parts])
@@ -585,8 +746,8 @@ def test_jax_under_shard_map(check_vma):
         dx, dp, *rest = pull(dy[some])
         asserts.bitwise(found[0][some], dx, "dx")
         asserts.bitwise(found[1][some], dp, "dp")
-        terms.append([np.asarray(each, np.float64) for each in rest])
-    for name, a, *each in zip(("wi", "wo", "wi_bias", "wo_bias"), found[2:], *terms, strict=True):
+        terms.append([np.asarray(each, np.float64) for each in jax.tree.leaves(rest)])
+    for at, (a, *each) in enumerate(zip(jax.tree.leaves(found[2:]), *terms, strict=True)):
         error = shards * bounds.F32_HALF_ULP * np.sum(np.abs(each), axis=0)
-        asserts.within(a, bounds.Bounded(np.sum(each, axis=0), error, "float32"), name)
+        asserts.within(a, bounds.Bounded(np.sum(each, axis=0), error, "float32"), f"weight or bias {at}")
     assert "all-gather" not in optimised(jax.jit(sharded).lower(sizes, *rows, *weights))

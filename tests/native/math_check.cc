@@ -108,7 +108,7 @@ EXPORT void four_over_six(int64_t n, const float* x, const uint8_t* s_block, con
   for (int64_t i = 0; i < n; ++i) {  // [n, 16, 16]
     float sums[16];
     for (int r = 0; r < 16; ++r) {
-      sums[r] = nvfp4_row_error(x + (i * 16 + r) * 16, 16, s_block[i], d_group[i], squares != 0);
+      sums[r] = nvfp4_row_error(x + (i * 16 + r) * 16, 1, 16, s_block[i], d_group[i], squares != 0);
       rows[i * 16 + r] = sums[r];
     }
     blocks[i] = nvfp4_block_error(sums);

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from grouped_core import _native, calls, plans
+from grouped_core import _native, calls, plans, reference_stored
 from grouped_core.calls import RESULTS, SLOTS, ArraySpec, Call, spec_of
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.recipes import plain
-from grouped_core.reference import is_quantized
+from grouped_core.reference import Oracle, is_quantized
 from tests import asserts, cases
 from tests.bounds import SCALES, Bounded, Expected
 
@@ -23,9 +23,13 @@ _CANARY = 0xA5
 _NAN = 0xFF  # this byte throughout is a NaN in every float type
 
 
-def kernels(call: str) -> list[Any]:
+JOINED = "_joined_"
+"""In the names of kernels that take nothing but weights in two arrays."""
+
+
+def kernels(call: str, *, joined: bool = False) -> list[Any]:
     """Names of the kernels of `call`, as test parameters; those that need a GPU carry the mark."""
-    names = _native.kernels()[call]
+    names = [name for name in _native.kernels()[call] if joined or JOINED not in name]
     return [name if "_cpu" in name else pytest.param(name, marks=pytest.mark.gpu) for name in names]
 
 
@@ -93,7 +97,8 @@ class Native:
     """A runner over NumPy arrays; every call that the oracle knows is checked on the very operands it got.
 
     Args:
-        kernel: pinned for the call it belongs to; a refusal skips the test with the kernel's reason. None: dispatch.
+        kernel: pinned for the call it belongs to; a refusal skips the test with the kernel's reason. Several, with
+            commas: the first that takes the call, and for addresses that it does not, the next. None: dispatch.
         dlpack: through the DLPack entry instead of plan and addresses.
         check: compare with the oracle.
         unaligned: operands and result start one element past an aligned address.
@@ -109,14 +114,16 @@ class Native:
         self.memory = _Gpu() if kernel and "_cpu" not in kernel else _Cpu()
 
     def __call__(self, call: Call, arrays: Sequence[Any]) -> tuple[Any, ...]:
-        if self.kernel in _native.kernels()[call.name]:
+        if self.kernel and self.kernel.split(",")[0] in _native.kernels()[call.name]:
             call = dataclasses.replace(call, implementation=self.kernel)
         plan = plans.attempt(call, self.memory.arch)
         if not plan.kernel:
             pytest.skip("; ".join(f"{kernel}: {reason}" for kernel, reason in plan.refusals))
-        into = dict(zip(SLOTS[call.name], arrays, strict=True)).get("into")
+        into = {result: arrays[slot] for slot, result in call.aliases}
         tabled = dict(zip(SLOTS[call.name], call.inputs, strict=True)).get("into_table") is not None
-        guarded = [None if tabled or spec is None else self._buffer(spec, into) for spec in call.outputs]
+        guarded = [
+            None if tabled or spec is None else self._buffer(spec, into.get(i)) for i, spec in enumerate(call.outputs)
+        ]
         self._launch(call, plan, arrays, guarded)
         if tabled:
             return (None,)
@@ -125,14 +132,22 @@ class Native:
             for buffer, spec in zip(guarded, call.outputs, strict=True)
         )
         if self.check and all(table is None for s, table in zip(SLOTS[call.name], arrays, strict=True) if "table" in s):
+            self._compare(call, arrays, results, plan.kernel)
+        return results
+
+    def _compare(self, call: Call, arrays: Sequence[Any], results: tuple[Any, ...], kernel: str) -> None:
+        """Results against the oracle's: bit by bit where bits are promised, else within the bound."""
+        exact = call.name in reference_stored.CALLS
+        if exact:
+            expected = Oracle()(call, arrays)
+        else:
             names = zip(SLOTS[call.name], arrays, strict=True)
             stored = ("group_sizes", "lhs", "rhs", *SCALES) if is_quantized(call) else ("group_sizes",)
             bounded = [a if a is None or s in stored else Bounded.of(a) for s, a in names]
-            expected = Expected({call.name: plan.kernel})(call, bounded)
-            for name, result, wanted in zip(RESULTS[call.name], results, expected, strict=True):
-                if result is not None:
-                    asserts.within(result, wanted, f"{name} of {plan.kernel}")
-        return results
+            expected = Expected({call.name: kernel})(call, bounded)
+        for name, result, wanted in zip(RESULTS[call.name], results, expected, strict=True):
+            if result is not None:
+                (asserts.bitwise if exact else asserts.within)(result, wanted, f"{name} of {kernel}")
 
     def _buffer(self, spec: ArraySpec, into: NDArray[Any] | None) -> Any:
         dtype = cases.numpy_dtype(spec.dtype)
@@ -229,19 +244,48 @@ def product(
     *,
     result_dtype: str | None = None,
     recipe: dict[str, Any] | None = None,
+    halves: bool = False,
     **options: Any,
 ) -> NDArray[Any]:
-    """One of the three products of a problem; `options` are arrays by slot (bias, row_scale, into) and flags."""
-    dtype = p.x.dtype.name
+    """One of the three products of a problem; `options` are arrays by slot (bias, row_scale, into) and flags.
+
+    With `halves` the weight, or its gradient, is two arrays; the gradient's are computed apart and come joined.
+    """
     op = Linear(Names("x", "w"), transposed=p.transposed)
     k_axis, n_axis = op.weight_axes()
     if which == "wgrad":
         (lhs, rhs), axes = ((p.dy, p.x) if p.transposed else (p.x, p.dy)), (0, 0)
     else:
         lhs, rhs, axes = (p.x, p.w, (1, k_axis)) if which == "forward" else (p.dy, p.w, (1, n_axis))
+    if halves and which == "wgrad":
+        columns = [(half, 0) if p.transposed else (0, half) for half in (1, 2)]
+        found = [_product(run, lhs, rhs, axes, p, result_dtype, recipe, options, columns=each) for each in columns]
+        return np.concatenate(found, axis=n_axis)
+    up = None
+    if halves:
+        rhs, up = (np.ascontiguousarray(half) for half in np.split(rhs, 2, axis=n_axis))
+    return _product(run, lhs, rhs, axes, p, result_dtype, recipe, options, up=up)
+
+
+def _product(
+    run: Native,
+    lhs: NDArray[Any],
+    rhs: NDArray[Any],
+    axes: tuple[int, int],
+    p: cases.Problem,
+    result_dtype: str | None,
+    recipe: dict[str, Any] | None,
+    options: dict[str, Any],
+    *,
+    up: NDArray[Any] | None = None,
+    columns: tuple[int, int] = (0, 0),
+) -> NDArray[Any]:
+    dtype = p.x.dtype.name
     arrays = {"lhs": lhs, "rhs": rhs, "group_sizes": p.group_sizes}
+    if up is not None:
+        arrays["rhs_up"] = up
     arrays.update((name, a) for name, a in options.items() if isinstance(a, np.ndarray))
-    specs = {name: spec_of(arrays[name]) for name in ("bias", "row_scale", "into") if name in arrays}
+    specs = {name: spec_of(arrays[name]) for name in ("bias", "row_scale", "into", "rhs_up") if name in arrays}
     flags = {name: value for name, value in options.items() if value is not None and name not in arrays}
     call = calls.grouped_matmul(
         spec_of(lhs),
@@ -250,6 +294,7 @@ def product(
         spec_of(p.group_sizes),
         result_dtype or ("bfloat16" if dtype.startswith("float8") else dtype),
         recipe=plain(lhs.dtype.name, rhs.dtype.name).replace(**(recipe or {})),
+        halves=columns,
         **specs,
         **flags,
     )

@@ -277,12 +277,23 @@ def product_of(case: cases.Case, activation: Activation, dtype: str, rhs_axis: i
 
 
 def activated_product(
-    run: Native, p: Product, result: str, *, bias: bool, scaled: bool, hidden: bool, table: Any = None
+    run: Native,
+    p: Product,
+    result: str,
+    *,
+    bias: bool,
+    scaled: bool,
+    hidden: bool,
+    table: Any = None,
+    halves: bool = False,
 ) -> tuple[Any, ...]:
     r, scale, b = p.rows, p.rows.row_scale if scaled else None, p.bias if bias else None
+    w, up = p.w, None
+    if halves:
+        w, up = (np.ascontiguousarray(half) for half in np.split(p.w, 2, axis=3 - p.rhs_axis))
     call = calls.grouped_matmul_act(
         spec_of(p.x),
-        spec_of(p.w),
+        spec_of(w),
         p.rhs_axis,
         spec_of(r.group_sizes),
         result,
@@ -291,17 +302,19 @@ def activated_product(
         bias=maybe(b),
         row_scale=maybe(scale),
         tables=(table is not None, False),
+        rhs_up=maybe(up),
         hidden=hidden,
     )
     return run(
         call,
         call.arrange(
             lhs=p.x,
-            rhs=p.w if table is None else None,
+            rhs=w if table is None else None,
             group_sizes=r.group_sizes,
             bias=b,
             row_scale=scale,
             rhs_table=table,
+            rhs_up=up,
         ),
     )
 
@@ -344,7 +357,12 @@ def plain_kernel(fused: str) -> str:
 PRODUCTS = [case for case in cases.select("small") if case.k <= 40]
 
 
-@pytest.mark.rule("MLP-1", "MLP-2", "GRP-4", "GRP-6")
+def fits_halves(kind: str, interleave: int | None, halves: bool, **others: Any) -> bool:
+    in_two = kind in GATED_KINDS and interleave is None
+    return (not halves or in_two) and fits(kind=kind, interleave=interleave, **others)
+
+
+@pytest.mark.rule("MAT-3", "MLP-1", "MLP-2", "GRP-4", "GRP-6")
 @pytest.mark.parametrize("kernel", kernels("grouped_matmul_act"))
 @pytest.mark.matrix(
     kind=tuple(KINDS),
@@ -355,11 +373,16 @@ PRODUCTS = [case for case in cases.select("small") if case.k <= 40]
     bias=(False, True),
     scaled=(False, True),
     hidden=(False, True),
-    valid=fits,
+    halves=(False, True),
+    valid=fits_halves,
 )
-def test_activated_products(kernel, kind, case, dtype, interleave, rhs_axis, bias, scaled, hidden):
+def test_activated_products(kernel, kind, case, dtype, interleave, rhs_axis, bias, scaled, hidden, halves):
     p = product_of(case, Activation(kind, interleave=interleave), dtype, rhs_axis)
-    z, h = activated_product(Native(kernel), p, dtype, bias=bias, scaled=scaled, hidden=hidden)
+    options = {"bias": bias, "scaled": scaled, "hidden": hidden}
+    z, h = activated_product(Native(kernel), p, dtype, **options, halves=halves)
+    if halves:
+        whole = activated_product(Native(kernel), p, dtype, **options)
+        asserts.bitwise(z, whole[0], "result of one array")
     asserts.zero(z[case.valid :], "tail")
     if hidden:  # what is stored is what the activation read
         h[case.valid :] = cases.TAIL

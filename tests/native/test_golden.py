@@ -27,6 +27,17 @@ FAST: dict[tuple[str, str, str], str] = {
 }
 """Kernels of fast paths, by (arch, product, dtype): of cases whose rows are multiples of 16 bytes."""
 
+IN_PLACE: dict[tuple[str, str, str], int] = {
+    **{("cpu", "forward", dtype): 1 for dtype in cases.DTYPES},
+    **{("cpu", "dgrad", dtype): 2 for dtype in cases.DTYPES},
+    **{(arch, "forward", dtype): 128 for arch in ("sm_80", "sm_89") for dtype in cases.DTYPES},
+    **{(arch, "dgrad", dtype): 32 for arch in ("sm_80", "sm_89") for dtype in cases.DTYPES},
+    **{("sm_90a", "dgrad", dtype): 64 for dtype in ("bfloat16", "float16")},
+    **{("sm_90a", which, "float32"): 32 for which in ("forward", "dgrad")},
+}
+"""By (arch, product, dtype): halves of a weight whose columns are multiples of this are read where they lie, by the
+kernel that takes them as one array. Others are joined: those of the products that a fused call makes on sm_90a."""
+
 FAST_WIDTH = {"float32": 4, "bfloat16": 8, "float16": 8}
 """Elements in 16 bytes."""
 
@@ -72,6 +83,23 @@ def test_products(arch, which, dtype):
         assert plan.kernel == golden(arch, which, dtype, case), f"{case}: {plan.refusals}"
 
 
+@pytest.mark.rule("ERR-3", "MAT-3")
+@pytest.mark.parametrize("arch", DEFAULT)
+@pytest.mark.parametrize("which", ["forward", "dgrad"])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_halves_of_a_weight(arch, which, dtype):
+    compiled(arch)
+    for half in (1, 2, 61, 96, 128, 136, 192, 256):
+        whole = cases.Case("whole", (150, 301), 540, 136, 2 * half, frozenset())
+        x, _, dy, sizes = specs(whole, dtype)
+        w = ArraySpec((whole.groups, whole.k, half), dtype)
+        lhs, axes = (x, (1, 1)) if which == "forward" else (dy, (1, 2))
+        plan = plans.attempt(calls.grouped_matmul(lhs, w, axes, sizes, dtype, recipe=plain(dtype), rhs_up=w), arch)
+        in_place = half % IN_PLACE.get((arch, which, dtype), 2 * half) == 0
+        joined = f"grouped_matmul_joined_{'cpu' if arch == 'cpu' else 'cuda'}"
+        assert plan.kernel == (golden(arch, which, dtype, whole) if in_place else joined), f"{half}: {plan.refusals}"
+
+
 @pytest.mark.rule("ERR-3")
 @pytest.mark.parametrize("arch", DEFAULT)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
@@ -103,6 +131,6 @@ def test_the_other_calls(arch):
 def test_every_fast_kernel_is_golden_somewhere():
     """A kernel that is listed and that no row names may have lost all its cases."""
     listed = set(_native.kernels()["grouped_matmul"])
-    fast = {name for name in listed if "_any_" not in name}
+    fast = {name for name in listed if "_any_" not in name and "_joined_" not in name}
     assert fast <= set(FAST.values()), f"say in FAST which cases get {sorted(fast - set(FAST.values()))}"
     assert set(FAST.values()) <= listed or not _native.cuda_compiled

@@ -11,7 +11,7 @@ from grouped_core.calls import SLOTS, ArraySpec, spec_of
 from grouped_core.recipes import BF16, FP32, FP32_MODES, plain
 from grouped_core.reference import Oracle
 from tests import asserts, bounds, cases
-from tests.native.runner import PRODUCTS, Native, kernels, product
+from tests.native.runner import JOINED, PRODUCTS, Native, kernels, product
 
 KERNELS = kernels("grouped_matmul")
 each_kernel = pytest.mark.parametrize("kernel", KERNELS)
@@ -93,6 +93,25 @@ def test_an_accumulator_of_a_group_without_rows_keeps_its_nan_bits(kernel):
     found = product(Native(kernel, check=False), "wgrad", p, result_dtype="float32", into=before, accumulate=True)
     for g in (0, 2, 4):
         asserts.bitwise(found[g], before[g])
+
+
+@pytest.mark.rule("MAT-3")
+@pytest.mark.parametrize("kernel", kernels("grouped_matmul", joined=True))
+@pytest.mark.matrix(
+    half=(61, 136, 192, 256),  # of the weight's columns, of which kernels read multiples of 1, 8, 64, 128 in place
+    sizes=((150, 0, 301, 61), (0, 0), (513, 700)),
+    dtype=cases.DTYPES,
+    which=PRODUCTS,
+    transposed=(False, True),
+    bias=(False, True),
+    valid=lambda which, bias, **_: not bias or which == "forward",
+)
+def test_halves_give_the_bits_of_the_whole(kernel, half, sizes, dtype, which, transposed, bias):
+    p = cases.problem(cases.Case("halves", sizes, 540, 136, 2 * half, frozenset()), dtype, transposed=transposed)
+    options = {"bias": cases.normal((len(sizes), 2 * half), dtype, "bias") if bias else None}
+    found = product(Native(kernel), which, p, halves=True, **options)
+    whole = Native(kernel.replace(JOINED, "_dispatched_"))  # a name of none: what joins leaves the rest to dispatch
+    asserts.bitwise(found, product(whole, which, p, **options))
 
 
 @pytest.mark.rule("GRP-7")

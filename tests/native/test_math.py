@@ -225,8 +225,8 @@ def test_delayed_scaling(lib, length, most_recent, margin):
     scale = np.full(40, 3, np.float32)
     for dtype in ("float8_e4m3fn", "float8_e5m2"):
         for _ in range(2 * length):
-            wanted = rounding.delayed_update(history, scale, dtype, margin=margin, most_recent=most_recent)
             largest = np.float32(float(TYPES[dtype].max) * 2.0**-margin)
+            wanted = rounding.delayed_update(history, scale, largest, most_recent=most_recent)
             call(lib, "update_delayed", length, 40, history, scale, largest, int(most_recent))
             asserts.bitwise(history, wanted[0], "history")
             asserts.bitwise(scale, wanted[1], "scale")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from grouped_core import calls, rounding
+from grouped_core import calls, plans, rounding
 from grouped_core.activations import Activation
 from grouped_core.calls import Call, OperandSpec, StoredSpec, spec_of
 from grouped_core.formats import FORMATS, Format, QTensor
@@ -274,6 +275,28 @@ def test_tails_of_a_callers_buffer_are_left_alone(kernel, formats):
     buffer = np.full((case.rows, case.n), cases.SENTINEL, cases.numpy_dtype("bfloat16"))
     found = product(Native(kernel), lhs, rhs, sizes_of(case), (1, 2), "bfloat16", into=buffer)
     asserts.filled(found[case.valid :], cases.SENTINEL, "tail")
+
+
+@pytest.mark.rule("MAT-3", "ERR-1")
+@pytest.mark.parametrize("formats", [("fp8_tensor", "fp8_tensor"), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4")])
+def test_two_arrays_and_halves_of_columns_are_refused(formats):
+    case = cases.named("jagged")
+    lhs, rhs = rows_operands(formats, case)
+    sizes, act = spec_of(sizes_of(case)), {"activation": Activation("swiglu"), "recipe": BF16}
+    for whole in (
+        call_of(lhs, rhs, sizes_of(case), (1, 2), "bfloat16"),
+        calls.grouped_matmul_act(spec(lhs), spec(rhs), 2, sizes, "bfloat16", **act),
+    ):
+        inputs = list(whole.inputs)
+        inputs[whole.slot("rhs_up")] = inputs[whole.slot("rhs")]
+        with asserts.refused(ValueError, ["`rhs_up`", "none beside quantised operands", "pass one array"]):
+            plans.attempt(dataclasses.replace(whole, inputs=tuple(inputs)), "cpu")
+    lhs, rhs = contracted_operands(formats, case)
+    whole = call_of(lhs, rhs, sizes_of(case), (0, 0), "bfloat16")
+    for half in ("lhs_half", "rhs_half"):
+        params = tuple({**dict(whole.params), half: 1}.items())
+        with asserts.refused(ValueError, ["lhs_half, rhs_half", "0 beside quantised operands", "pass one array"]):
+            plans.attempt(dataclasses.replace(whole, params=params), "cpu")
 
 
 @pytest.mark.rule("QNT-1", "MLP-1", "MLP-2")

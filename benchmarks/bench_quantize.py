@@ -1,0 +1,200 @@
+"""How close do quantising and dequantising come to the rate of a device copy?
+
+    python benchmarks/bench_quantize.py                      # on a GPU
+    python benchmarks/bench_quantize.py --formats mxfp8 --cases C
+    python benchmarks/bench_quantize.py --device cpu --cases cpu
+
+A candidate's bytes are what it must read and write: valid rows of the source, codes and scales of whole results. The
+bound is a copy of the same run, as large as the source, timed in turn with the candidates of a case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+from benchmarks import harness
+from grouped_core import _native, calls, plans
+from grouped_core.calls import SLOTS, ArraySpec, Call
+from grouped_core.formats import FORMATS, Format
+from tests import cases
+
+FORMS = {"rows": (True, False), "cross": (False, True), "both": (True, True)}
+DELAYED = FORMATS["fp8_tensor"].replace(name="fp8_tensor_delayed", delayed=True)
+ROTATED = FORMATS["nvfp4"].replace(name="nvfp4_rotate_stochastic", rotate=True, stochastic=True)
+CHOICES = {f.name: f for f in (*FORMATS.values(), DELAYED, ROTATED) if not f.plain}
+ROWS = ("fp8_1x128", "fp8_tensor", "fp8_tensor_delayed", "mxfp8", "nvfp4", "nvfp4_rotate_stochastic")
+WEIGHTS = ("fp8_128x128", "mxfp8", "nvfp4_2d")
+TORCH_BYTES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclasses.dataclass
+class Launch:
+    """A planned call with its memory."""
+
+    run: Callable[[int], Any]
+    bytes: int
+    kernel: str
+    results: list[torch.Tensor | None]
+
+
+def memory(spec: ArraySpec, device: str) -> torch.Tensor:
+    """As many bytes as `spec` has, 256-byte aligned."""
+    count = cases.numpy_dtype(spec.dtype).itemsize
+    for axis in spec.shape:
+        count *= axis
+    return torch.zeros(max(count, 1), dtype=torch.uint8, device=device)
+
+
+def launch(call: Call, device: str, **operands: torch.Tensor | None) -> Launch:
+    """`call` on these operands, results and workspace allocated once."""
+    arch = _native.device_arch(0) if device == "cuda" else "cpu"
+    plan = plans.plan(call, arch)
+    results = [None if spec is None else memory(spec, device) for spec in call.outputs]
+    slots = [operands.get(slot) for slot in SLOTS[call.name]]
+    for slot, result in call.aliases:
+        slots[slot] = results[result]
+    workspace = torch.empty(plan.workspace_bytes + 1, dtype=torch.uint8, device=device)
+    held = [*slots, *results, workspace]
+    addresses = [0 if each is None else each.data_ptr() for each in held]
+    stream = torch.cuda.current_stream().cuda_stream if device == "cuda" else 0
+
+    def run(_: int) -> Any:
+        plan.launch(addresses, stream)
+        return held
+
+    moved = sum(each.nbytes for each in (*slots, *results) if each is not None)
+    return Launch(run, moved, plan.kernel, results)
+
+
+def quantizer(source: torch.Tensor, format: Format, form: str, sizes: torch.Tensor | None) -> Launch:
+    """Rows with sizes, or weights."""
+    device, dtype = source.device.type, str(source.dtype).removeprefix("torch.")
+    spec = ArraySpec(tuple(source.shape), dtype)
+    groups = source.shape[0] if sizes is None else sizes.shape[0]
+    call = calls.quantize(
+        *(spec, format, FORMS[form], None if sizes is None else ArraySpec((groups,), "int32")),
+        encode=format.delayed,
+        amax=format.delayed,
+        key=format.stochastic,
+    )
+    more: dict[str, torch.Tensor] = {}
+    if format.delayed:
+        more["encode"] = torch.full((groups,), 64.0, device=device)
+    if format.stochastic:
+        more["key"] = torch.tensor([1, 2], dtype=torch.int32, device=device)
+    return launch(call, device, source=source, group_sizes=sizes, **more)
+
+
+def dequantizer(source: torch.Tensor, format: Format, form: str, sizes: torch.Tensor | None) -> Launch:
+    """Of what `quantizer` gave."""
+    made = quantizer(source, format, form, sizes)
+    made.run(0)
+    dtype = str(source.dtype).removeprefix("torch.")
+    cross = form == "cross"
+    groups = source.shape[0] if sizes is None else sizes.shape[0]
+    axis = source.ndim - 2 if cross else source.ndim - 1
+    spec = calls.stored_spec(format, tuple(source.shape), axis, dtype, groups)
+    call = calls.dequantize(spec, None if sizes is None else ArraySpec((groups,), "int32"), dtype)
+    values, scales, group_scales = made.results[3:6] if cross else made.results[:3]
+    named = {"values": values, "scales": scales, "group_scales": group_scales}
+    return launch(call, source.device.type, group_sizes=sizes, **named)
+
+
+def compiled_rows(source: torch.Tensor) -> Callable[[int], Any]:
+    """1x128 in row form as PyTorch's compiler makes it: full scales, groups ignored."""
+
+    def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = x.float().view(x.shape[0], -1, 128)
+        scale = 448.0 / blocks.abs().amax(-1, keepdim=True).clamp(min=1e-12)
+        return (blocks * scale).to(torch.float8_e4m3fn).view(x.shape), 1 / scale.squeeze(-1)
+
+    compiled = torch.compile(quantize)
+    return lambda _: compiled(source)
+
+
+def rows_of(case: cases.Case, device: str, args: argparse.Namespace) -> list[harness.Row]:
+    """The candidates of one case's rows x [M, K], and its weights [G, K, N]."""
+    torch.manual_seed(0)
+    source = torch.randn(case.rows, case.k, device=device).to(TORCH_BYTES[args.dtype])
+    sizes = torch.tensor(case.sizes, dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+    made: dict[str, Launch] = {}
+    for name in args.formats or ROWS:
+        format = CHOICES[name]
+        if format.square or not format.segment:
+            continue
+        for form in FORMS:
+            made[f"{name}, {form}"] = quantizer(source, format, form, sizes)
+        if not (format.stochastic or format.delayed):
+            for form in ("rows", "cross"):
+                made[f"{name}, {form}, back"] = dequantizer(source, format, form, sizes)
+    if args.weights:
+        weights = torch.randn(case.groups, case.k, case.n, device=device, dtype=TORCH_BYTES[args.dtype])
+        for name in args.formats or WEIGHTS:
+            for form in FORMS if name in WEIGHTS else ():
+                made[f"W {name}, {form}"] = quantizer(weights, CHOICES[name], form, None)
+    thunks: dict[str, Callable[[int], Any]] = {"copy": lambda _: target.copy_(source)}
+    thunks |= {name: each.run for name, each in made.items()}
+    if args.compiled:
+        thunks["torch.compile, fp8_1x128, rows"] = compiled_rows(source)
+    clock = harness.cuda_clock if device == "cuda" else harness.cpu_clock
+    timings = harness.measure(thunks, clock=clock, rounds=args.rounds, budget_s=args.budget)
+    copy_rate = 2 * source.nbytes / timings["copy"].median_us
+    rows = []
+    for name, timing in timings.items():
+        each = made.get(name)
+        moved = each.bytes if each else 2 * source.nbytes if name == "copy" else source.nbytes * 3 // 2
+        label = f"{name}  [{each.kernel.removeprefix('quantize_').removeprefix('dequantize_')}]" if each else name
+        gigabytes = moved / timing.median_us / 1e3
+        share = moved / timing.median_us / copy_rate
+        rows.append(harness.Row(case.name, "quantize", args.dtype, label, timing, gigabytes, share, "copy", None))
+    return rows
+
+
+def table(rows: list[harness.Row]) -> str:
+    """The rows as text: microseconds, spread, GB/s, share of the copy."""
+    lines = [f"{'case':<6}{'candidate':<52}{'us':>10}{'+-':>6}{'GB/s':>9}{'share':>8}"]
+    for r in rows:
+        assert r.timing is not None
+        lines.append(
+            f"{r.case:<6}{r.candidate:<52}{r.timing.median_us:>10.1f}{r.timing.spread:>6.0%}{r.tflops:>9.0f}{r.share:>8.3f}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--cases", nargs="+", default=["A", "B", "C"])
+    parser.add_argument("--formats", nargs="+", choices=tuple(CHOICES))
+    parser.add_argument("--dtype", default="bfloat16", choices=tuple(TORCH_BYTES))
+    parser.add_argument("--weights", action="store_true", help="weights as well")
+    parser.add_argument("--compiled", action="store_true", help="what torch.compile makes beside it")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds a case")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows: list[harness.Row] = []
+    for name in args.cases:
+        rows += rows_of(cases.named(name), args.device, args)
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+    print(table(rows), flush=True)
+    if args.json:
+        harness.save(rows, args.json)
+    if os.environ.get("GROUPED_DEBUG"):
+        print("GROUPED_DEBUG adds checks, and time")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,571 @@
+// FP8 codes of bf16 or fp16 values: a scale a group, blocks of 128 (or 128 x 128), MXFP8's blocks of 32 in place. Both
+// forms come from one read.
+//
+// One launch: each block scans the group sizes into its shared memory, then walks over tiles of 128 x 128 values of one
+// group, 256 threads with 8 columns of 8 rows each. Current scaling has a launch before, of which only amaxes remain.
+//
+//     cp.async, 16 bytes a row --> own part of shared memory --> 32 registers --> amaxes, two values a word
+//                 ^ the next tile's, as soon as this one's are in registers: nobody else reads them, no barrier
+//     rows:    amax over 16 lanes (4 for blocks of 32), scattered so that each lane finds the scale of one row
+//              --> scales back by shuffles --> codes, 8 bytes a row and lane
+//     columns: amax over the 8 warps through shared memory, a scale a thread --> codes of two rows a conversion
+//              --> turned: 16 KiB of shared memory, swizzled by 8 bytes --> lines of 128 bytes
+//
+// 32 KiB of raw values, 12 of the scan, 16 of turned codes, 4 of amaxes and factors; 3 blocks an SM (85 registers) keep
+// 96 KiB in flight. Bound by memory: 3.03 bytes a value for one form, 4.06 for both.
+#include <algorithm>
+#include <cstddef>
+#include <string>
+
+#include "cc/device/store.cuh"
+#include "cc/kernels/kernels.h"
+
+namespace grouped {
+namespace {
+
+using namespace device;
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kVector = 8;  // columns, and rows, of a thread
+constexpr int kLanes = kStoreColumns / kVector;
+constexpr int kWarpRows = kStoreRows / kWarps;
+static_assert(kWarpRows == 2 * kVector && kLanes == 16, "a warp has two threads a column vector");
+
+constexpr int64_t kMostTiles = int64_t{1} << 31;
+
+constexpr int kRows = 1, kColumns = 2;  // forms
+// Blocks of an SM: as many as spill nothing.
+template <int kBlock, int kForms>
+constexpr int kBlocks = kForms == kRows ? 4 : kBlock == 0 && kForms == kRows + kColumns ? 2 : 3;
+
+constexpr uint32_t kMagnitudes = 0x7FFF7FFFu;
+
+// What scan_store finds, for few enough groups.
+constexpr int kMostGroups = 1024;
+struct GroupTable {
+  int32_t offsets[kMostGroups + 1];
+  int32_t tiles[kMostGroups + 2];
+  int32_t segments[kMostGroups + 1];
+};
+
+struct Shared {
+  uint4 raw[kVector][kThreads];
+  GroupTable table;
+  StoreTile next[kWarps];  // a warp's own; in registers it would live through everything
+  uint32_t warp_amax[kWarps];
+  int64_t sums[33];
+  // From here on of columns alone.
+  alignas(16) uint64_t turned[kStoreColumns][kStoreRows / 8];
+  uint4 amax[kWarps][kLanes];  // by warp
+  float factors[kStoreRows / 32][kStoreColumns];
+};
+
+// Rows [M] of ragged groups.
+__device__ void scan_sizes(const StoreProblem& p, Shared* s) {
+  constexpr int kEach = kMostGroups / kThreads;
+  GroupTable& t = s->table;
+  const int first = threadIdx.x * kEach, count = p.scan.count;
+  int64_t sizes[kEach], sum = 0, total;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    sizes[i] = first + i < count ? max(p.sizes[first + i], 0) : 0;
+    sum += sizes[i];
+  }
+  int64_t before = exclusive_sum<kWarps>(sum, s->sums, &total);
+  const int64_t end = min(total, p.rows);
+  // Tiles in the low half, segments in the high one.
+  int64_t parts[kEach];
+  sum = 0;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int64_t start = min(before, p.rows), rows = min(before + sizes[i], p.rows) - start;
+    if (first + i < count) t.offsets[first + i] = static_cast<int32_t>(start);
+    before += sizes[i];
+    parts[i] = divide_up(rows, kStoreRows) | (p.segment ? divide_up(rows, p.segment) : 0) << 32;
+    sum += parts[i];
+  }
+  int64_t at = exclusive_sum<kWarps>(sum, s->sums, &total);
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    if (first + i < count) {
+      t.tiles[first + i] = static_cast<int32_t>(at);
+      t.segments[first + i] = static_cast<int32_t>((at >> 32) * p.segment);
+    }
+    at += parts[i];
+  }
+  if (threadIdx.x == 0) {
+    const int64_t padded = (total >> 32) * p.segment;
+    const int64_t rest = max(p.rows - end, p.padded_rows ? p.padded_rows - padded : 0);
+    t.offsets[count] = static_cast<int32_t>(end);
+    t.segments[count] = static_cast<int32_t>(padded);
+    t.tiles[count] = static_cast<int32_t>(total);
+    t.tiles[count + 1] = static_cast<int32_t>(total) + static_cast<int32_t>(divide_up(rest, kStoreRows));
+  }
+  __syncthreads();
+}
+
+// As find_tile, from the table; weights need none.
+__device__ inline bool find(const StoreProblem& p, const GroupTable& t, uint32_t item, uint32_t column_tiles,
+                            StoreTile* tile) {
+  const uint32_t row_tile = item / column_tiles;
+  if (p.ragged) {
+    if (row_tile >= static_cast<uint32_t>(t.tiles[p.scan.count + 1])) return false;
+    const int g = find_last(t.tiles, p.scan.count + 1, static_cast<int32_t>(row_tile));
+    tile->group = g;
+    tile->row = (static_cast<int64_t>(row_tile) - t.tiles[g]) * kStoreRows;
+    tile->source = t.offsets[g] + tile->row;
+    tile->padded = t.segments[g] + tile->row;
+    tile->rows = g < p.scan.count ? static_cast<int>(min(t.offsets[g + 1] - tile->source, int64_t{kStoreRows})) : 0;
+  } else {
+    const uint32_t each = static_cast<uint32_t>(divide_up(p.rows, kStoreRows)), g = row_tile / each;
+    if (g >= static_cast<uint32_t>(p.scan.count)) return false;
+    tile->group = static_cast<int>(g);
+    tile->row = static_cast<int64_t>(row_tile - g * each) * kStoreRows;
+    tile->source = g * p.rows + tile->row;
+    tile->padded = 0;
+    tile->rows = static_cast<int>(min(p.rows - tile->row, int64_t{kStoreRows}));
+  }
+  tile->column = static_cast<int64_t>(item - row_tile * column_tiles) * kStoreColumns;
+  tile->columns = static_cast<int>(min(p.width - tile->column, int64_t{kStoreColumns}));
+  return true;
+}
+
+// Where this thread's values lie in a tile.
+struct Place {
+  int column = threadIdx.x % kLanes * kVector;
+  int row = threadIdx.x / 32 * kWarpRows + threadIdx.x % 32 / kLanes * kVector;
+};
+
+__device__ inline void copy_async(void* shared, const void* global, bool exists) {
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(exists ? 16 : 0) : "memory");
+}
+
+__device__ inline void load_tile(const StoreProblem& p, const StoreTile& tile, Shared* s) {
+  const Place at;
+  const char* from =
+      static_cast<const char*>(p.source) + 2 * ((tile.source + at.row) * p.width + tile.column + at.column);
+  const int count = at.column < tile.columns ? tile.rows - at.row : 0;  // rows of this thread that exist
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    copy_async(&s->raw[i][threadIdx.x], from, i < count);
+    from += 2 * p.width;
+  }
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+__device__ inline void take_tile(const Shared* s, uint4 (&raw)[kVector]) {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) raw[i] = s->raw[i][threadIdx.x];
+}
+
+__device__ inline uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+template <bool kBf16>
+__device__ inline float value_of(uint32_t bits16) {
+  if constexpr (kBf16) return __uint_as_float(bits16 << 16);
+  return __half2float(__ushort_as_half(static_cast<uint16_t>(bits16)));
+}
+// Value `i` of eight.
+template <bool kBf16>
+__device__ inline float value_at(const uint4& v, int i) {
+  const uint32_t word = word_of(v, i / 2);
+  if constexpr (kBf16) return __uint_as_float(i % 2 ? word & 0xFFFF0000u : word << 16);
+  return value_of<kBf16>(i % 2 ? word >> 16 : word & 0xFFFFu);
+}
+// Bits of the fp32 value of a magnitude in 16 bits.
+template <bool kBf16>
+__device__ inline uint32_t amax_of(uint32_t bits16) {
+  return float_bits(value_of<kBf16>(bits16));
+}
+
+__device__ inline uint32_t both(uint32_t pair) { return max(pair & 0xFFFFu, pair >> 16); }
+
+__device__ inline uint32_t codes_of(float low, float high, bool e5m2) {
+  return e5m2 ? encode_pair<E5M2>(low, high) : encode_pair<E4M3>(low, high);
+}
+
+__device__ inline BlockScale scale_of(const StoreProblem& p, uint32_t amax) {
+  const GroupScale none = {1.0f, 1.0f};
+  return p.type == DType::e5m2 ? block_scale<E5M2>(p.rule, amax, none) : block_scale<E4M3>(p.rule, amax, none);
+}
+
+// Scales of this thread's 8 rows, for blocks of kBlock columns: stores them and returns the factors.
+template <bool kBf16, int kBlock>
+__device__ inline void row_factors(const StoreProblem& p, const StoreTile& tile, const uint4 (&raw)[kVector],
+                                   float (&factors)[kVector]) {
+  const Place at;
+  const int lane = threadIdx.x % 32;
+  uint32_t pair[4];  // rows i and i + 4
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t found[2];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const uint4& v = raw[i + 4 * k];
+      found[k] = both(
+          __vmaxu2(__vmaxu2(v.x & kMagnitudes, v.y & kMagnitudes), __vmaxu2(v.z & kMagnitudes, v.w & kMagnitudes)));
+    }
+    pair[i] = found[0] | found[1] << 16;
+  }
+  // Each step halves what a lane keeps: the upper half of lanes the upper half of words.
+  constexpr int kFirst = kBlock == 32 ? 2 : 8;  // lanes that share a block differ in kFirst and the bits below
+  const bool upper = lane & kFirst, odd = lane & (kFirst / 2);
+  const uint32_t keep0 = upper ? pair[2] : pair[0], keep1 = upper ? pair[3] : pair[1];
+  const uint32_t send0 = upper ? pair[0] : pair[2], send1 = upper ? pair[1] : pair[3];
+  const uint32_t two0 = __vmaxu2(keep0, __shfl_xor_sync(~0u, send0, kFirst));
+  const uint32_t two1 = __vmaxu2(keep1, __shfl_xor_sync(~0u, send1, kFirst));
+  uint32_t mine = __vmaxu2(odd ? two1 : two0, __shfl_xor_sync(~0u, odd ? two0 : two1, kFirst / 2));
+  const int word = 2 * upper + odd;
+  const int64_t row = tile.source + at.row + word;
+  if constexpr (kBlock == 32) {
+    float e[2];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const BlockScale scale = scale_of(p, amax_of<kBf16>(k ? mine >> 16 : mine & 0xFFFFu));
+      e[k] = scale.encode;
+      if (at.row + word + 4 * k < tile.rows && at.column / 32 * 32 < tile.columns) {
+        put_scale(p.forms[0].scales, false, p.forms[0].place.at(0, row + 4 * k, (tile.column + at.column) / 32),
+                  scale.stored);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      const int from = (lane & ~3) | ((i & 3) / 2 * 2 + (i & 1));
+      factors[i] = __shfl_sync(~0u, e[i / 4], from);
+    }
+  } else {
+    mine = __vmaxu2(mine, __shfl_xor_sync(~0u, mine, 2));
+    mine = __vmaxu2(mine, __shfl_xor_sync(~0u, mine, 1));
+    const int high = lane & 1;  // of the word's two rows, which lane has which
+    const BlockScale scale = scale_of(p, amax_of<kBf16>(high ? mine >> 16 : mine & 0xFFFFu));
+    if (at.row + word + 4 * high < tile.rows && !(lane & 2)) {
+      put_scale(p.forms[0].scales, true, p.forms[0].place.at(0, row + 4 * high, tile.column / kBlock), scale.stored);
+    }
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      const int from = (lane & 16) | ((i & 3) / 2 * 8 + (i & 1) * 4) | i / 4;
+      factors[i] = __shfl_sync(~0u, scale.encode, from);
+    }
+  }
+}
+
+// Codes of `rows` rows; the factor of value c of row i is factor(i, c).
+template <bool kBf16, class Factor>
+__device__ inline void put_rows(const StoreProblem& p, const StoreTile& tile, const uint4 (&raw)[kVector], uint8_t* to,
+                                int64_t pitch, int rows, Factor factor) {
+  const Place at;
+  const bool e5m2 = p.type == DType::e5m2;
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    uint32_t words[2];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      uint32_t codes[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int first = 4 * k + 2 * c;
+        codes[c] = codes_of(fl_mul(value_at<kBf16>(raw[i], first), factor(i, first)),
+                            fl_mul(value_at<kBf16>(raw[i], first + 1), factor(i, first + 1)), e5m2);
+      }
+      words[k] = codes[0] | codes[1] << 16;
+    }
+    if (at.row + i < rows && at.column < tile.columns) {
+      *reinterpret_cast<uint2*>(to + (at.row + i) * pitch + at.column) = make_uint2(words[0], words[1]);
+    }
+  }
+}
+
+// Scales of the tile's columns, for blocks of kBlock rows, stored; factors of this thread's columns.
+template <bool kBf16, int kBlock>
+__device__ inline void column_factors(const StoreProblem& p, const StoreTile& tile, const uint4 (&raw)[kVector],
+                                      int rows, Shared* s, float (&factors)[kVector]) {
+  const Place at;
+  uint4 found = make_uint4(0, 0, 0, 0);
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    found.x = __vmaxu2(found.x, raw[i].x & kMagnitudes);
+    found.y = __vmaxu2(found.y, raw[i].y & kMagnitudes);
+    found.z = __vmaxu2(found.z, raw[i].z & kMagnitudes);
+    found.w = __vmaxu2(found.w, raw[i].w & kMagnitudes);
+  }
+  found.x = __vmaxu2(found.x, __shfl_xor_sync(~0u, found.x, 16));
+  found.y = __vmaxu2(found.y, __shfl_xor_sync(~0u, found.y, 16));
+  found.z = __vmaxu2(found.z, __shfl_xor_sync(~0u, found.z, 16));
+  found.w = __vmaxu2(found.w, __shfl_xor_sync(~0u, found.w, 16));
+  if (threadIdx.x % 32 < kLanes) s->amax[threadIdx.x / 32][threadIdx.x % kLanes] = found;
+  __syncthreads();
+  constexpr int kBlockWarps = kBlock / kWarpRows;
+  for (int item = threadIdx.x; item < kStoreRows / kBlock * kStoreColumns; item += kThreads) {
+    const int column = item % kStoreColumns, b = item / kStoreColumns;
+    uint32_t amax = 0;
+#pragma unroll
+    for (int w = 0; w < kBlockWarps; ++w) {
+      amax = max(amax, uint32_t{reinterpret_cast<const uint16_t*>(s->amax[b * kBlockWarps + w])[column]});
+    }
+    const BlockScale scale = scale_of(p, amax_of<kBf16>(amax));
+    s->factors[b][column] = scale.encode;
+    if (column < tile.columns && b * kBlock < rows) {
+      const int64_t first = p.ragged ? tile.padded : tile.row;
+      put_scale(p.forms[1].scales, kBlock == 128,
+                p.forms[1].place.at(p.ragged ? 0 : tile.group, first / kBlock + b, tile.column + column), scale.stored);
+    }
+  }
+  __syncthreads();
+  const float4* from = reinterpret_cast<const float4*>(&s->factors[at.row / kBlock][at.column]);
+  const float4 low = from[0], high = from[1];
+  factors[0] = low.x, factors[1] = low.y, factors[2] = low.z, factors[3] = low.w;
+  factors[4] = high.x, factors[5] = high.y, factors[6] = high.z, factors[7] = high.w;
+}
+
+// Codes of columns to shared memory, 8 rows in one word, and from there to lines of `rows` bytes (a multiple of 16).
+template <bool kBf16>
+__device__ inline void put_turned(const StoreProblem& p, const StoreTile& tile, const uint4 (&raw)[kVector],
+                                  const float (&factors)[kVector], int rows, Shared* s) {
+  const Place at;
+  const bool e5m2 = p.type == DType::e5m2;
+  const int lane = at.column / kVector, piece = at.row / 8;
+#pragma unroll
+  for (int c = 0; c < kVector; ++c) {
+    uint32_t words[2];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      uint32_t codes[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int first = 4 * k + 2 * r;
+        codes[r] = codes_of(fl_mul(value_at<kBf16>(raw[first], c), factors[c]),
+                            fl_mul(value_at<kBf16>(raw[first + 1], c), factors[c]), e5m2);
+      }
+      words[k] = codes[0] | codes[1] << 16;
+    }
+    // Sixteen lanes write the same piece of columns that are 8 apart: their words go to different banks.
+    s->turned[at.column + c][piece ^ lane] = words[0] | static_cast<uint64_t>(words[1]) << 32;
+  }
+  __syncthreads();
+  const StoredForm& form = p.forms[1];
+  uint8_t* to = form.values + ((p.ragged ? 0 : tile.group * p.width) + tile.column) * form.pitch +
+                (p.ragged ? tile.padded : tile.row);
+  const int chunk = threadIdx.x % 8;  // 16 bytes of a line
+#pragma unroll
+  for (int i = 0; i < kStoreColumns * 8 / kThreads; ++i) {
+    const int column = threadIdx.x / 8 + i * (kThreads / 8), swap = column / kVector;
+    const ulonglong2 v = *reinterpret_cast<const ulonglong2*>(&s->turned[column][2 * chunk ^ (swap & ~1)]);
+    const ulonglong2 codes = swap & 1 ? ulonglong2{v.y, v.x} : v;
+    if (column < tile.columns && chunk * 16 < rows) {
+      *reinterpret_cast<ulonglong2*>(to + column * form.pitch + chunk * 16) = codes;
+    }
+  }
+}
+
+// NOTE: keeps the compiler from holding 64 decoded values from one form to the next: decoding is cheaper than
+// registers.
+__device__ inline void forget_values(uint4 (&raw)[kVector]) {
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) asm volatile("" : "+r"(raw[i].x), "+r"(raw[i].y), "+r"(raw[i].z), "+r"(raw[i].w));
+}
+
+// The largest magnitude of this thread's values, 16 bits.
+__device__ inline uint32_t largest(const uint4 (&raw)[kVector]) {
+  uint32_t found = 0;
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    found = __vmaxu2(found, __vmaxu2(__vmaxu2(raw[i].x & kMagnitudes, raw[i].y & kMagnitudes),
+                                     __vmaxu2(raw[i].z & kMagnitudes, raw[i].w & kMagnitudes)));
+  }
+  return both(found);
+}
+
+// The scale of a whole tile, of either form: square blocks.
+template <bool kBf16>
+__device__ inline float square_factor(const StoreProblem& p, const StoreTile& tile, const uint4 (&raw)[kVector],
+                                      Shared* s) {
+  const uint32_t warp = __reduce_max_sync(~0u, largest(raw));
+  if (threadIdx.x % 32 == 0) s->warp_amax[threadIdx.x / 32] = warp;
+  __syncthreads();
+  uint32_t amax = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) amax = max(amax, s->warp_amax[w]);
+  const BlockScale scale = scale_of(p, amax_of<kBf16>(amax));
+  const int64_t row = tile.row / kStoreRows, column = tile.column / kStoreColumns;
+  if (threadIdx.x == 0) {
+    for (const StoredForm& form : p.forms) {
+      if (form.values) put_scale(form.scales, true, form.place.at(tile.group, row, column), scale.stored);
+    }
+  }
+  return scale.encode;
+}
+
+__device__ inline void store_group_scales(const StoreProblem& p) {
+  for (int g = threadIdx.x; g < p.scan.count; g += kThreads) {
+    const float scale = group_scale_of(p.scan, p.rule, true, p.encode, false, g).decode;
+    if (p.forms[0].group_scales) p.forms[0].group_scales[g] = scale;
+    if (p.forms[1].group_scales) p.forms[1].group_scales[g] = scale;
+  }
+}
+
+// kBlock 0: one scale a group. kForms 0: amaxes alone.
+template <bool kBf16, int kBlock, int kForms>
+__global__ void __launch_bounds__(kThreads, kBlocks<kBlock, kForms>)
+    store_tiles(const __grid_constant__ StoreProblem p, uint32_t column_tiles) {
+  extern __shared__ uint4 dynamic_shared[];
+  if (p.skip && *p.skip != 0) return;
+  Shared* s = reinterpret_cast<Shared*>(dynamic_shared);
+  if (p.ragged) scan_sizes(p, s);
+  StoreTile tile;
+  StoreTile& next = s->next[threadIdx.x / 32];
+  uint32_t item = blockIdx.x;
+  bool more = find(p, s->table, item, column_tiles, &tile);
+  if (more && tile.group < p.scan.count) load_tile(p, tile, s);
+  if (kBlock == 0 && kForms && blockIdx.x == 0) store_group_scales(p);
+  for (; more; tile = next) {
+    item += gridDim.x;
+    {  // while this tile's values arrive
+      StoreTile found = {};
+      more = find(p, s->table, item, column_tiles, &found);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) next = found;
+      __syncwarp();
+    }
+    if (tile.group == p.scan.count) {  // from here on there is nothing else
+      if (kForms) store_nothing(p, tile, kThreads);
+      continue;
+    }
+    uint4 raw[kVector];
+    take_tile(s, raw);
+    uint32_t amax = 0;
+    if (!kForms || p.measure) amax = largest(raw);
+    if (more && next.group < p.scan.count) load_tile(p, next, s);
+    if (!kForms || p.measure) raise_amax(p.scan.amax + tile.group, amax_of<kBf16>(amax));
+    if constexpr (kForms == 0) continue;
+    const bool square = kBlock == 128 && p.block_outer > 1;
+    float shared = 1.0f;
+    if (kBlock == 0) shared = group_scale_of(p.scan, p.rule, true, p.encode, false, tile.group).encode;
+    if (square) shared = square_factor<kBf16>(p, tile, raw, s);
+    float factors[kVector];
+    if constexpr ((kForms & kRows) != 0) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) factors[i] = shared;
+      if constexpr (kBlock > 0) {
+        if (!square) row_factors<kBf16, kBlock>(p, tile, raw, factors);
+      }
+      put_rows<kBf16>(p, tile, raw, p.forms[0].values + tile.source * p.forms[0].pitch + tile.column, p.forms[0].pitch,
+                      tile.rows, [&](int i, int) { return factors[i]; });
+    }
+    if constexpr ((kForms & kColumns) != 0) {
+      if (kBlock == 0 || square) __syncthreads();  // the codes of the tile before have left shared memory
+      if constexpr (kForms == kRows + kColumns) {
+        forget_values(raw);
+        asm volatile("" : "+f"(shared));
+      }
+      const int count = p.segment ? (tile.rows + p.segment - 1) / p.segment * p.segment : tile.rows;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) factors[i] = shared;
+      if constexpr (kBlock > 0) {
+        if (!square) column_factors<kBf16, kBlock>(p, tile, raw, count, s, factors);
+      }
+      if (kBlock == 32 && !p.transposed) {
+        put_rows<kBf16>(p, tile, raw, p.forms[1].values + tile.padded * p.forms[1].pitch + tile.column,
+                        p.forms[1].pitch, count, [&](int, int c) { return factors[c]; });
+      } else {
+        put_turned<kBf16>(p, tile, raw, factors, count, s);
+      }
+    }
+    if (square) __syncthreads();  // everybody has read the amaxes of warps
+  }
+}
+
+int64_t groups_of(const Quantize& call) {
+  return call.group_sizes.present() ? call.group_sizes.dims[0] : call.source.dims[0];
+}
+
+// Tiles of all groups and of what none owns.
+int64_t most_tiles(const Quantize& call) {
+  const bool ragged = call.group_sizes.present();
+  const int64_t width = call.source.dims[call.source.rank - 1], groups = groups_of(call);
+  const int64_t rows = ragged ? call.source.dims[0] : groups * call.source.dims[1];
+  const int64_t padded = ragged && call.cross_values.present() ? call.cross_values.dims[call.turned ? 1 : 0] : 0;
+  const int64_t tall =
+      ragged ? most_row_tiles(rows, groups, kStoreRows) : groups * divide_up(call.source.dims[1], kStoreRows);
+  return (tall + divide_up(std::max(rows, padded), kStoreRows)) * divide_up(width, kStoreColumns);
+}
+
+std::string refuses(const Quantize& call, const Target& target) {
+  if (target.platform != Platform::cuda) return "is a CUDA kernel";
+  const bool ragged = call.group_sizes.present();
+  const TensorView& cross = call.cross_values;
+  const DType type = (call.values.present() ? call.values : cross).dtype, from = call.source.dtype;
+  if (from != DType::bf16 && from != DType::f16) return "takes bfloat16 or float16, not " + describe(call.source);
+  if (!call.values.present() && !cross.present()) return "stores codes";
+  if (type != DType::e4m3fn && type != DType::e5m2) return std::string("gives FP8, not ") + dtype_name(type);
+  if (call.source_table.present()) return "takes packed weights";
+  if (call.source.dims[call.source.rank - 1] % kVector != 0) return "takes widths that are multiples of 8";
+  if (most_tiles(call) >= kMostTiles) return "takes fewer tiles than 2^31";
+  if (call.rule == "fp32" && call.block != 0 && call.block != 128) return "takes blocks of 128";
+  if (call.rule == "e8m0" && (call.block != 32 || call.block_outer != 1)) return "takes blocks of 32";
+
+  if (call.rule != "fp32" && call.rule != "e8m0") return "has no rule " + call.rule;
+  if (groups_of(call) > kMostGroups) return "takes up to 1024 groups";
+  if (!cross.present()) return "";
+  if (!ragged && call.source.dims[1] % 16 != 0) return "turns weights whose rows are a multiple of 16";
+  if (ragged && call.turned && call.segment % 16 != 0) return "turns rows in segments of 16 or more";
+  if (ragged && !call.turned && call.block != 32) return "leaves blocks of 32 in place, turns others";
+  return "";
+}
+
+size_t workspace(const Quantize& call, const Target&) { return StoreScan::bytes(groups_of(call)); }
+
+template <bool kBf16, int kBlock, int kForms>
+void run(const Quantize& call, const StoreProblem& p, cudaStream_t stream) {
+  constexpr auto kKernel = store_tiles<kBf16, kBlock, kForms>;
+  constexpr int kBytes = (kForms & kColumns) != 0 ? sizeof(Shared) : offsetof(Shared, turned);
+  allow_shared_memory<kKernel>(kBytes);
+  const int64_t grid = std::min(most_tiles(call), int64_t{kBlocks<kBlock, kForms>} * multiprocessors());
+  if (grid == 0) return;
+  kKernel<<<static_cast<unsigned>(grid), kThreads, kBytes, stream>>>(
+      p, static_cast<uint32_t>(divide_up(p.width, kStoreColumns)));
+  GROUPED_CUDA_CHECK(cudaGetLastError());
+}
+
+template <bool kBf16, int kBlock>
+void run_forms(const Quantize& call, const StoreProblem& p, cudaStream_t stream) {
+  if (!p.forms[0].values) return run<kBf16, kBlock, kColumns>(call, p, stream);
+  if (!p.forms[1].values) return run<kBf16, kBlock, kRows>(call, p, stream);
+  run<kBf16, kBlock, kRows + kColumns>(call, p, stream);
+}
+
+template <bool kBf16>
+void launch_as(const Quantize& call, const Context& context) {
+  const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
+  StoreProblem p = store_problem(call, context);
+  const bool ahead = p.block == 0 && !p.encode;  // scales want amaxes first
+  const bool direct = !ahead && call.into_amax.present();
+  if (ahead || (call.amax.present() && !direct)) {
+    GROUPED_CUDA_CHECK(cudaMemsetAsync(p.scan.amax, 0, sizeof(uint32_t) * static_cast<size_t>(p.scan.count), stream));
+  }
+  if (direct) p.scan.amax = call.amax.as<uint32_t>();  // magnitudes already: raised in place
+  if (ahead) run<kBf16, 0, 0>(call, p, stream);
+  p.measure = !ahead && call.amax.present();
+  if (p.block == 0) {
+    run_forms<kBf16, 0>(call, p, stream);
+  } else if (p.block == 32) {
+    run_forms<kBf16, 32>(call, p, stream);
+  } else {
+    run_forms<kBf16, 128>(call, p, stream);
+  }
+  if (call.amax.present() && !direct) launch_finish(call, p, stream);
+}
+
+void launch(const Quantize& call, const Context& context) {
+  if (call.source.dims[call.source.rank - 1] == 0) return;
+  if (call.source.dtype == DType::bf16) return launch_as<true>(call, context);
+  launch_as<false>(call, context);
+}
+
+}  // namespace
+
+const Kernel<Quantize> quantize_fp8_cuda = {"quantize_fp8_cuda", refuses, workspace, launch, kAlignment};
+
+}  // namespace grouped

@@ -1,0 +1,99 @@
+// What a quantiser does with the largest magnitude of a block: the rules of cc/math/scales.h behind one function, so
+// that kernels know no formats. And where stored scales lie (numerics 2.4).
+#pragma once
+
+#include <string>
+
+#include "cc/api/tensor.h"
+#include "cc/math/rotate.h"
+#include "cc/math/scales.h"
+
+namespace grouped {
+
+enum class ScaleRule : int { fp32, e8m0, nvfp4 };
+
+struct StoreRule {
+  ScaleRule kind;
+  Fp32ScaleRule fp32;
+  float range;  // nvfp4: what the amax of a group is mapped to
+};
+
+// A multiplier and its decode scale. Rules without a group's scale have 1 and 1.
+struct GroupScale {
+  float encode;
+  float decode;
+};
+
+struct BlockScale {
+  float encode;
+  uint32_t stored;  // bits of an fp32 decode scale, or its code
+};
+
+// Of a Quantize of cc/api/calls.h that has been checked; `max` is the largest value of the element type.
+template <class Call>
+StoreRule store_rule(const Call& call, float max, bool bf16_source) {
+  StoreRule rule = {};
+  rule.kind = call.rule == "fp32" ? ScaleRule::fp32 : call.rule == "e8m0" ? ScaleRule::e8m0 : ScaleRule::nvfp4;
+  rule.fp32 = {max, call.eps, call.block > 0 && bf16_source ? kOverflowScaleBf16 : kFloatMax, call.pow2 != 0};
+  rule.range = call.four_over_six.empty() ? kNvfp4Range : kFourOverSixRange;
+  return rule;
+}
+
+// The amax as it is told to others: one NaN for all.
+GROUPED_HOST_DEVICE static inline float amax_value(uint32_t amax) {
+  return bits_float(is_nan_bits(amax) ? kNanBits : amax);
+}
+
+// Of a whole group; `per_group` says that an fp32 scale is the group's, not the block's.
+GROUPED_HOST_DEVICE static inline GroupScale group_scale(const StoreRule& rule, bool per_group, uint32_t amax) {
+  float e = 1.0f;
+  if (rule.kind == ScaleRule::nvfp4) e = nvfp4_group_encode_scale(bits_float(amax), rule.range);
+  if (rule.kind == ScaleRule::fp32 && per_group) e = fp32_encode_scale(bits_float(amax), rule.fp32);
+  return {e, decode_scale(e)};
+}
+
+template <class T>
+GROUPED_HOST_DEVICE static inline BlockScale block_scale(const StoreRule& rule, uint32_t amax, GroupScale group) {
+  const float a = bits_float(amax);
+  if (rule.kind == ScaleRule::fp32) {
+    const float e = fp32_encode_scale(a, rule.fp32);
+    return {e, float_bits(decode_scale(e))};
+  }
+  if (rule.kind == ScaleRule::e8m0) {
+    const uint8_t code = e8m0_code<T>(a);
+    return {e8m0_encode_scale(code), code};
+  }
+  const uint8_t code = nvfp4_block_scale(a, group.encode, 1.0f);
+  return {nvfp4_block_encode_scale(code, group.decode), code};
+}
+
+// One value of a stored form: code * scale of its block * scale of its group, whichever there are; one NaN for all.
+GROUPED_HOST_DEVICE static inline float stored_value(float code, float block, float group) {
+  const float value = fl_mul(fl_mul(code, block), group);
+  return is_nan_bits(magnitude_bits(value)) ? bits_float(kNanBits) : value;
+}
+
+GROUPED_HOST_DEVICE constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Bytes of a row of codes: E2M1 are two a byte.
+inline int64_t row_bytes(DType type, int64_t codes) { return type == DType::u8 ? divide_up(codes, 2) : codes; }
+
+// Where the block scales of one form lie: of (row of blocks, column of blocks) as the source has them.
+struct ScalePlace {
+  int64_t group_step;  // between the groups of weights
+  int64_t row_step;
+  int64_t column_step;
+
+  // `wide`: the columns of blocks of the whole source, and `tall` its rows of blocks: those of one weight, of all M
+  // rows (of P / b, in the padded form).
+  static ScalePlace of(const TensorView& scales, bool ragged, bool cross, int64_t tall, int64_t wide) {
+    if (!ragged) return cross ? ScalePlace{tall * wide, 1, tall} : ScalePlace{tall * wide, wide, 1};
+    if (!cross && scales.dtype == DType::f32) return {0, 1, tall};
+    return {0, wide, 1};
+  }
+  GROUPED_HOST_DEVICE int64_t at(int64_t group, int64_t row, int64_t column) const {
+    return group * group_step + row * row_step + column * column_step;
+  }
+};
+
+}  // namespace grouped

@@ -1,0 +1,106 @@
+"""Delayed scaling: the state that a recipe carries from step to step, and what updates it (numerics 2.5).
+
+Letters: G groups, R roles: x, weight and dy of each product, in this order; L steps of history.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from grouped_core import calls
+from grouped_core.calls import ArraySpec
+from grouped_core.formats import Format
+from grouped_core.products import Runner
+from grouped_core.recipes import BoundRecipe, Recipe
+from grouped_core.storing import Extras
+
+ROLES = ("x", "w", "dy")
+"""Operands of one linear operation that have a state."""
+
+_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+
+_Array = TypeVar("_Array")
+
+
+@dataclass(frozen=True, eq=False)
+class ScalingState(Generic[_Array]):
+    """State of delayed scaling of one use of a recipe; `scaling_state` makes one, `update_scaling` the next step's.
+
+    Attributes:
+        scale: float32 [R, G], multipliers in use, 1 at first.
+        history: float32 [R, L, G], largest magnitudes; slot 0 is the step that runs, which every use merges into.
+        top: float32 [R], what the largest magnitude is scaled to.
+        algorithm: "max" of the history, or the "most_recent" entry.
+    """
+
+    scale: _Array
+    history: _Array
+    top: _Array
+    algorithm: str
+
+
+def tops(recipe: Recipe, products: int = 1) -> list[float]:
+    """What the largest magnitude of each role is scaled to.
+
+    Raises:
+        ValueError: nothing of the recipe is scaled with delay.
+    """
+    if not recipe.delayed:
+        raise ValueError(
+            f"`recipe`: {recipe.name}, wanted one with delayed scaling, e.g. FP8Delayed; others have no state."
+        )
+    cells: tuple[Format, ...] = (*recipe.forward, recipe.dgrad[0])
+    return [_LARGEST.get(cell.values, 1.0) * 2.0**-recipe.margin for cell in cells] * products
+
+
+def update(run: Runner, state: ScalingState[Any], *, reuse: bool = False) -> ScalingState[Any]:
+    """The state of the next step, in one launch; a role and group without a finite magnitude stays as it is.
+
+    Args:
+        reuse: the new state takes the place of the old one.
+    """
+    call = calls.scale_update(run.spec(state.scale), run.spec(state.history), state.algorithm, reuse=reuse)
+    named = {"scale": state.scale, "history": state.history, "top": state.top}
+    if reuse:
+        named |= {"into_new_scale": state.scale, "into_new_history": state.history}
+    arrays = call.arrange(**named)
+    scale, history = run(call, arrays)
+    return ScalingState(scale, history, state.top, state.algorithm)
+
+
+def extras(bound: BoundRecipe, product: int = 0) -> Extras:
+    """What the operands of one linear operation get of what is bound: of product 0, or of the MLP's 0 and 1."""
+    if bound.state is None:
+        return Extras(bound.key)
+    first = len(ROLES) * product
+    return Extras(bound.key, *(bound.state.scale[first + role] for role in range(len(ROLES))))
+
+
+def planned(bound: BoundRecipe, groups: int) -> Extras:
+    """What `extras` gives, as specs."""
+    multipliers = ArraySpec((groups,), "float32") if bound.recipe is not None and bound.recipe.delayed else None
+    return Extras(None if bound.key is None else ArraySpec((2,), "uint32"), multipliers, multipliers, multipliers)
+
+
+def check_bound(bound: BoundRecipe, groups: int, products: int = 1) -> None:
+    """Refuses a state that does not fit the use it is bound to.
+
+    Raises:
+        ValueError: there is none where the recipe wants one, or its shape is not that of this use.
+    """
+    if bound.recipe is None or not bound.recipe.delayed:
+        return
+    name, roles = bound.recipe.name, len(ROLES) * products
+    if bound.state is None:
+        raise ValueError(
+            f"`recipe`: {name} without a state, wanted one for each use; pass recipe.bind(scaling_state(recipe, "
+            f"{groups}{', products=2' if products == 2 else ''}))."
+        )
+    got = (tuple(bound.state.scale.shape), tuple(bound.state.history.shape))
+    wanted = ((roles, groups), (roles, bound.recipe.history, groups))
+    if got != wanted:
+        raise ValueError(
+            f"`state` of recipe {name}: scale and history {got}, expected {wanted} = (R, G) and (R, L, G); make it "
+            f"with scaling_state(recipe, {groups}{', products=2' if products == 2 else ''})."
+        )

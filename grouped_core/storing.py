@@ -1,0 +1,246 @@
+"""How an operand gets into the formats that a recipe asks for: a cast, or one pass that quantises both of its forms.
+
+Letters: G groups, M rows, X the features of a row, A and B axes of a weight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from grouped_core import calls
+from grouped_core.calls import ArraySpec
+from grouped_core.formats import WIDE, Format, QTensor
+from grouped_core.linear_spec import Names, check_sizes
+from grouped_core.products import Array, Listed, Operand, Runner, arranged, operand_spec, rounded
+
+
+class Extras(NamedTuple):
+    """Arrays that a recipe needs beside the operands; None where it does not."""
+
+    key: Array | None = None  # uint32 [2], of stochastic rounding
+    x: Array | None = None  # float32 [G] each: multipliers of delayed scaling
+    w: Array | None = None
+    dy: Array | None = None
+
+
+NO_EXTRAS = Extras()
+
+
+class Stored(NamedTuple):
+    """An operand in the formats asked for, in that order; of delayed scaling the largest magnitudes [G], else None."""
+
+    forms: list[Operand]
+    amax: Array | None
+
+
+def store(
+    run: Runner,
+    operand: Operand,
+    wanted: Sequence[tuple[int, Format]],
+    group_sizes: Array | None,
+    *,
+    encode: Array | None = None,
+    amax: Array | None = None,
+    key: Array | None = None,
+    stream: int = 0,
+    requantize: str | None = None,
+    into: Sequence[QTensor[Any]] | None = None,
+    skip: Array | None = None,
+) -> Stored:
+    """`operand` once for each (contracted axis, format) of `wanted`; forms of one format come from one pass.
+
+    Args:
+        operand: rows [M, X] with group_sizes, or weights [G, A, B] without. One that is quantised already has to be
+            what is wanted, unless `requantize` lets its values be stored anew.
+        encode: [G], multipliers of delayed scaling. amax: [G], merged into the magnitudes that come back.
+        stream: number of this operand among those that a key rounds.
+        into: buffers of the forms, which are then all quantised, to be written in place.
+        skip: int32 [1]; not zero leaves the buffers as they are.
+
+    Raises:
+        ValueError: a quantised operand in another format or form.
+    """
+    if isinstance(operand, QTensor):
+        if (ready := given_forms(operand, wanted)) is not None:
+            return Stored(ready, None)
+        operand = _values(run, operand, wanted, group_sizes, requantize)
+    forms: list[Operand | None] = [None] * len(wanted)
+    passes: dict[Format, dict[int, int]] = {}  # format -> {axis: place in `wanted`}
+    for place, (axis, cell) in enumerate(wanted):
+        if cell.plain:
+            forms[place] = rounded(run, operand, cell.values)
+        else:
+            passes.setdefault(cell.replace(rotate=False), {})[axis] = place
+    for cell, places in passes.items():
+        buffers = {} if into is None else {axis: into[place] for axis, place in places.items()}
+        randoms = (key if cell.stochastic else None, 2 * stream)
+        made, amax = _quantize(run, operand, cell, places, wanted, group_sizes, (encode, amax), randoms, buffers, skip)
+        for place, form in made.items():
+            forms[place] = form
+    return Stored([form for form in forms if form is not None], amax)
+
+
+def _quantize(
+    run: Runner,
+    source: Array | Listed,
+    cell: Format,
+    places: dict[int, int],
+    wanted: Sequence[tuple[int, Format]],
+    group_sizes: Array | None,
+    delayed: tuple[Array | None, Array | None],
+    randoms: tuple[Array | None, int],
+    buffers: dict[int, QTensor[Any]],
+    skip: Array | None,
+) -> tuple[dict[int, QTensor[Any]], Array | None]:
+    spec: ArraySpec = operand_spec(run, source)
+    last = len(spec.shape) - 1
+    rotate = any(wanted[place][1].rotate for place in places.values())
+    encode, merged = delayed if cell.delayed else (None, None)
+    key, stream = randoms
+    call = calls.quantize(
+        spec,
+        cell.replace(rotate=rotate),
+        (last in places, last - 1 in places),
+        None if group_sizes is None else run.spec(group_sizes),
+        table=isinstance(source, Listed),
+        encode=encode is not None,
+        amax=cell.delayed,
+        merge=merged is not None,
+        key=key is not None,
+        skip=skip is not None,
+        reuse=bool(buffers),
+        stream=stream,
+    )
+    named = {
+        "source": source,
+        "group_sizes": group_sizes,
+        "encode": encode,
+        "into_amax": merged,
+        "key": key,
+        "skip": skip,
+    }
+    for axis, buffer in buffers.items():
+        prefix = "into_" if axis == last else "into_cross_"
+        named |= {
+            f"{prefix}values": buffer.values,
+            f"{prefix}scales": buffer.scales,
+            f"{prefix}group_scales": buffer.group_scales,
+        }
+    results = dict(zip(calls.RESULTS[call.name], run(call, arranged(call, **named)), strict=True))
+    made = {}
+    for axis, place in places.items():
+        prefix = "" if axis == last else "cross_"
+        values, scales, group_scales = (results[prefix + name] for name in calls.QUANTIZED[:3])
+        made[place] = QTensor(values, scales, group_scales, wanted[place][1], axis, spec.shape, spec.dtype)
+    return made, results["amax"] if cell.delayed else delayed[1]
+
+
+def quantize(
+    run: Runner,
+    source: Array | Listed,
+    format: Format,
+    axes: Sequence[int],
+    group_sizes: Array | None,
+    *,
+    key: Array | None = None,
+) -> QTensor[Any]:
+    """`source` in one pass for products that contract `axes`, one or both of its last two.
+
+    Args:
+        source: rows [M, X] with group_sizes, or weights [G, A, B] without.
+        key: uint32 [2], of stochastic rounding.
+    """
+    made: list[Any] = store(run, source, [(axis, format) for axis in axes], group_sizes, key=key).forms
+    first, *others = (dataclasses.replace(each, group_sizes=group_sizes) for each in made)
+    return dataclasses.replace(first, other=others[0] if others else None)
+
+
+@lru_cache(maxsize=1024)
+def check_quantize(
+    source: ArraySpec,
+    format: Format,
+    axis: int | tuple[int, ...],
+    sizes: ArraySpec | None,
+    key: ArraySpec | None = None,
+) -> tuple[int, ...]:
+    """The contracted axes, from 0; refuses what `quantize` does not take.
+
+    Raises:
+        TypeError: dtypes. ValueError: shapes, axes, a format that is not for such an array.
+    """
+    rank, weights = len(source.shape), len(source.shape) == 3
+    if source.dtype not in WIDE:
+        raise TypeError(f"`x`: dtype {source.dtype}, expected one of {', '.join(WIDE)}; cast it first.")
+    if rank not in (2, 3):
+        raise ValueError(
+            f"`x`: shape {source.shape}, expected rows [M, X] or weights [G, A, B]; fold leading axes with a reshape."
+        )
+    given = axis if isinstance(axis, tuple) else (axis,)
+    axes = tuple(each + rank if each < 0 else each for each in given)
+    if not axes or len(set(axes)) < len(axes) or not set(axes) <= {rank - 2, rank - 1}:
+        raise ValueError(f"`axis`: {axis}, expected {rank - 1}, {rank - 2} or both, the axes that products contract.")
+    if weights and sizes is not None:
+        raise ValueError(f"`group_sizes`: {sizes} beside weights {source}, expected None; each member is a group.")
+    if sizes is not None:
+        check_sizes(Names("x", "w"), sizes)
+    if key is not None and (key.dtype, key.shape) != ("uint32", (2,)):
+        raise ValueError(f"`key`: {key}, expected uint32[2], low word first; pass such an array.")
+    if format.plain or format.delayed:
+        raise ValueError(
+            f"`format`: {format.name}{' with delayed scaling' if format.delayed else ''}, wanted one that finds its "
+            "scales in the array; choose one, e.g. 'mxfp8'."
+        )
+    if not weights and (format.square or (format.values == "uint8" and format.rule == "e8m0")):
+        raise ValueError(f"`format`: {format.name} for rows [M, X], wanted one that is not for weights alone.")
+    if weights and (format.rotate or format.stochastic):
+        raise ValueError(f"`format`: {format.name} with rotation or random rounding for weights, wanted neither.")
+    return axes
+
+
+def dequantize(run: Runner, q: QTensor[Any], group_sizes: Array | None, dtype: str) -> Array:
+    """The values of `q` in its logical shape; rows need group sizes, by default those that came with it.
+
+    Raises:
+        ValueError: rows without group sizes.
+    """
+    group_sizes = q.group_sizes if group_sizes is None else group_sizes
+    if len(q.shape) == 2 and group_sizes is None:
+        raise ValueError("`group_sizes`: None, expected one size a group, for rows are stored by groups; pass them.")
+    sizes = None if group_sizes is None else run.spec(group_sizes)
+    call = calls.dequantize(operand_spec(run, q), sizes, dtype)
+    named = {"values": q.values, "scales": q.scales, "group_scales": q.group_scales, "group_sizes": group_sizes}
+    return run(call, call.arrange(**named))[0]
+
+
+def given_forms(q: QTensor[Any], wanted: Sequence[tuple[int, Format]]) -> list[Operand] | None:
+    """The forms of `q` that are wanted, or None where it has not all of them."""
+    ready = [_given(q, axis, cell) for axis, cell in wanted]
+    return None if any(form is None for form in ready) else list(ready)
+
+
+def _given(q: QTensor[Any], axis: int, cell: Format) -> QTensor[Any] | None:
+    """The form of `q` that is wanted, where it has it. How codes were rounded or scales found is not looked at."""
+    for form in (q, q.other):
+        if form is not None and (form.axis, form.format.layout) == (axis, cell.layout):
+            return form
+    return None
+
+
+def _values(
+    run: Runner,
+    q: QTensor[Any],
+    wanted: Sequence[tuple[int, Format]],
+    group_sizes: Array | None,
+    requantize: str | None,
+) -> Array:
+    if requantize is None:
+        axis, cell = next(each for each in wanted if _given(q, *each) is None)
+        raise ValueError(
+            f"a quantised operand: {q.format.name} along axis {q.axis}, expected {cell.name} along axis {axis}, which "
+            "a product reads; hand in that form too (`quantize` with both axes), pass the plain array, or a recipe "
+            "with requantize='from_dequantized'."
+        )
+    return dequantize(run, q, group_sizes, q.dtype)

@@ -1,0 +1,140 @@
+"""Quantised arrays and the state of delayed scaling in JAX.
+
+Letters: G groups, M rows, X the features of a row, A and B axes of a weight, R roles, L steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, UInt32
+
+from grouped_core import calls, linear_spec, scaling, storing
+from grouped_core.formats import Format, QTensor, format_option
+from grouped_core.recipes import Recipe
+from grouped_core.scaling import ScalingState
+from grouped_core.sizes import GroupSizes, unwrap
+from jax_grouped._arguments import AnyArray, as_array, as_operand, to_int32
+from jax_grouped._run import RUN
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["master", "q"], meta_fields=[])
+@dataclass(frozen=True, eq=False)
+class StraightThrough:
+    """A quantised operand whose gradient goes to another array; see `straight_through`."""
+
+    master: Any
+    q: QTensor[Any] | None
+
+
+def quantize(
+    x: Float[AnyArray, "M X"] | Float[AnyArray, "G A B"],
+    format: str | Format,
+    *,
+    axis: int | tuple[int, ...] = -1,
+    group_sizes: Int[AnyArray, " G"] | GroupSizes | None = None,
+    key: UInt32[AnyArray, " 2"] | None = None,
+) -> QTensor[jax.Array]:
+    """x as codes and scales, for products that contract `axis`; both forms of two axes come from one pass.
+
+    It has no derivative: `straight_through` sends the gradient of a product with it to another array.
+
+    Args:
+        x: rows [M, X] or weights [G, A, B]; float32, bfloat16 or float16.
+        format: a name of `FORMATS`, e.g. "fp8_1x128", or a `Format`.
+        axis: the contracted one: of rows 1, or 0, where blocks run along rows and restart at each group; of weights 2
+            or 1. Or both, and `other` of the result is the second.
+        group_sizes: integers [G], of rows; None: one group of all rows.
+        key: [2], low word first, of stochastic rounding; None: zeros.
+
+    Raises:
+        TypeError, ValueError: what does not fit together. NotImplementedError: no kernel takes it.
+    """
+    rows = as_array("x", x, "[M, X] or [G, A, B]")
+    sizes = None if group_sizes is None else as_array("group_sizes", unwrap(group_sizes)[0], "[G]")
+    words = None if key is None else as_array("key", key, "[2]")
+    cell = format_option(format)
+    specs = (None if each is None else calls.spec_of(each) for each in (sizes, words))
+    axes = storing.check_quantize(calls.spec_of(rows), cell, axis, *specs)
+    if rows.ndim == 2:
+        sizes = jnp.full((1,), rows.shape[0], jnp.int32) if sizes is None else to_int32(sizes)
+    return storing.quantize(RUN, jax.lax.stop_gradient(rows), cell, axes, sizes, key=words)
+
+
+def dequantize(
+    q: QTensor[Any], dtype: DTypeLike | None = None, *, group_sizes: Int[AnyArray, " G"] | GroupSizes | None = None
+) -> jax.Array:
+    """The values of q in its logical shape, code * scales in float32 with one rounding; tail rows are zero.
+
+    Args:
+        dtype: float32, bfloat16 or float16; None: the nominal one of q.
+        group_sizes: of rows; None: those that came with q.
+
+    Raises:
+        TypeError: a dtype that results do not have. ValueError: rows without group sizes.
+    """
+    sizes = None if group_sizes is None else to_int32(as_array("group_sizes", unwrap(group_sizes)[0], "[G]"))
+    stored = jax.lax.stop_gradient(as_operand("q", q, "codes and scales"))
+    return storing.dequantize(RUN, stored, sizes, linear_spec.wide_option("dtype", dtype) or q.dtype)
+
+
+def straight_through(master: Float[AnyArray, ...], q: QTensor[Any]) -> StraightThrough:
+    """q as an operand whose gradient, that of its dequantised values, is the gradient of `master`, in its dtype.
+
+    Args:
+        master: of the logical shape of q, e.g. the float32 weight that q was quantised from, once for several uses.
+
+    Raises:
+        ValueError: shapes that differ. TypeError: q is not quantised.
+    """
+    if not isinstance(q, QTensor):
+        raise TypeError(f"`q`: {type(q).__name__}, expected a QTensor; make one with quantize.")
+    array = as_array("master", master, "of the shape of q")
+    if tuple(array.shape) != tuple(q.shape):
+        raise ValueError(
+            f"`master`: shape {tuple(array.shape)}, expected {q.shape} = shape of `q`; pass its own master."
+        )
+    return StraightThrough(array, q)
+
+
+def scaling_state(recipe: Recipe, num_groups: int, *, products: int = 1) -> ScalingState[jax.Array]:
+    """A fresh state of delayed scaling, for one linear operation, or with products=2 for one MLP.
+
+    Its cotangent is the state with this step's magnitudes merged in, to be used as it is (overwrite with gradient);
+    `update_scaling` then makes the next step's. Use one state in one place: cotangents of two uses would be summed.
+
+    Raises:
+        ValueError: nothing of the recipe is scaled with delay.
+    """
+    top = jnp.asarray(scaling.tops(recipe, products), jnp.float32)
+    scale = jnp.ones((top.size, num_groups), jnp.float32)
+    history = jnp.zeros((top.size, recipe.history, num_groups), jnp.float32)
+    return ScalingState(scale, history, top, recipe.amax_algorithm)
+
+
+def update_scaling(
+    state: ScalingState[jax.Array], *, axis_name: str | tuple[str, ...] | None = None
+) -> ScalingState[jax.Array]:
+    """The state of the next step (numerics 2.5): multipliers of the magnitudes so far, and room for new ones.
+
+    Args:
+        axis_name: mesh axes over which the live magnitudes take their maximum first, inside `shard_map`.
+    """
+    if axis_name is not None:
+        live = jax.lax.pmax(state.history[:, 0], axis_name)
+        state = ScalingState(state.scale, state.history.at[:, 0].set(live), state.top, state.algorithm)
+    return scaling.update(RUN, state)
+
+
+def merged(state: ScalingState[jax.Array], found: dict[int, Array | None]) -> ScalingState[jax.Array]:
+    """The state with magnitudes [G] of some roles merged into its live slots."""
+    history = state.history
+    for role, amax in found.items():
+        if amax is not None:
+            history = history.at[role, 0].max(amax)
+    return ScalingState(state.scale, history, state.top, state.algorithm)

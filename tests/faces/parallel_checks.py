@@ -1,0 +1,319 @@
+"""What two ranks check together, each in a process of its own: FSDP2 around the modules, experts spread as DTensors.
+
+    python -m tests.faces.parallel_checks --device cuda      # by hand, on two GPUs; the tests run it on the CPU
+
+Rank r has the rows of the problem times r + 1, so that ranks differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from tests import asserts
+from tests.faces.nn_tools import MODULES, Setup, main_grads, setup
+from tests.faces.torch_tools import leaf
+from torch_bridge import grouped_linear, nn, parallel
+
+RANKS = 2
+CHECKS: dict[str, Callable[[DeviceMesh], None]] = {}
+
+
+def check(run: Callable[[DeviceMesh], None]) -> Callable[[DeviceMesh], None]:
+    """Adds a check to the list."""
+    CHECKS[run.__name__] = run
+    return run
+
+
+def _setup(form: str, listed: bool, mesh: DeviceMesh, **options: Any) -> Setup:
+    """The problem of `nn_tools` on this rank's device, with its own rows."""
+    s = setup(form, listed, **options)
+    device = torch.device("cuda", mesh.get_rank()) if mesh.device_type == "cuda" else torch.device("cpu")
+    s.module.to(device)
+    s.x, s.dy = s.x.to(device) * (mesh.get_rank() + 1), s.dy.to(device)
+    s.sizes, s.probs = s.sizes.to(device), s.probs.to(device)
+    return s
+
+
+def _run(s: Setup, module: Any, x: Tensor) -> Tensor:
+    extra = {"GroupedLinear": (s.sizes,), "GroupedMLP": (s.sizes, s.probs)}.get(s.form, (s.sizes, s.probs, s.sizes))
+    return module(x, *extra)
+
+
+def _mean_over_ranks(tensor: Tensor) -> Tensor:
+    found = [torch.empty_like(tensor) for _ in range(RANKS)]
+    dist.all_gather(found, tensor.contiguous())
+    return (found[0] + found[1]) / RANKS
+
+
+def _same_gradients(sharded: Any, plain: Any) -> None:
+    """The sharded ones are the mean over ranks of the plain ones."""
+    for (name, a), (_, b) in zip(sharded.named_parameters(), plain.named_parameters(), strict=True):
+        if b.grad is None:
+            assert a.grad is None, name
+        else:
+            assert a.grad.placements == a.placements, name
+            asserts.bitwise(a.grad.full_tensor(), _mean_over_ranks(b.grad), name)
+
+
+@check
+def fsdp2_gives_the_mean_of_the_gradients(mesh: DeviceMesh) -> None:
+    """Every module, both forms of parameters, an expert frozen where it has a parameter of its own."""
+    for form in MODULES:
+        for listed in (False, True):
+            s = _setup(form, listed, mesh)
+            if listed:
+                s.weights[1].requires_grad_(False)
+            plain = copy.deepcopy(s.module)
+            fully_shard(s.module, mesh=mesh)
+            x, x2 = leaf(s.x), leaf(s.x)
+            y, y2 = _run(s, s.module, x), _run(s, plain, x2)
+            asserts.bitwise(y, y2, "y")
+            y.backward(s.dy)
+            y2.backward(s.dy)
+            asserts.bitwise(x.grad, x2.grad, "dx")
+            _same_gradients(s.module, plain)
+
+
+class _Model(torch.nn.Module):
+    """Experts behind a weight of their own."""
+
+    def __init__(self, experts: nn.GroupedMLP) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(2, device=next(experts.parameters()).device))
+        self.experts = experts
+
+    def forward(self, x: Tensor, sizes: Tensor, probs: Tensor) -> Tensor:
+        return self.scale[0] * self.experts(x, sizes, probs)
+
+
+@check
+def fsdp2_trains_as_copies_that_average_do(mesh: DeviceMesh) -> None:
+    """Four steps, layer within layer: the experts are a unit of their own inside a model."""
+    s = _setup("GroupedMLP", True, mesh)
+    plain = _Model(s.module)
+    model = copy.deepcopy(plain)
+    fully_shard(model.experts, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for _ in range(4):
+        for one, optimizer in zip((model, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            one(leaf(s.x), s.sizes, s.probs).backward(s.dy)
+            if one is plain:
+                for parameter in plain.parameters():
+                    parameter.grad = _mean_over_ranks(parameter.grad)
+            optimizer.step()
+    for (name, a), (_, b) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert isinstance(a, DTensor)
+        asserts.bitwise(a.full_tensor(), b, name)
+
+
+@check
+def delayed_gradients_are_averaged_when_they_run(mesh: DeviceMesh) -> None:
+    """Two microbatches, drained after FSDP2 has sharded the weights again, equal to the undelayed ones."""
+    for form in MODULES:
+        for listed in (False, True):
+            found = []
+            for delay in (False, True):
+                s = _setup(form, listed, mesh, delay=delay)
+                fully_shard(s.module, mesh=mesh)
+                for at in range(2):
+                    _run(s, s.module, leaf(s.x * (at + 1))).backward(s.dy)
+                if delay:
+                    assert all(each.grad is None for each in s.module.parameters())
+                    s.module.backward_dw(all=True)
+                found.append(s.module)
+            for (name, a), (_, b) in zip(*(each.named_parameters() for each in found), strict=True):
+                assert a.grad.placements == a.placements, name
+                asserts.bitwise(a.grad.full_tensor(), b.grad.full_tensor(), name)
+
+
+@check
+def an_idle_rank_runs_every_collective(mesh: DeviceMesh) -> None:
+    s = _setup("GroupedMLP", True, mesh)
+    if mesh.get_rank() == 1:
+        s.sizes = torch.zeros_like(s.sizes)
+    plain = copy.deepcopy(s.module)
+    fully_shard(s.module, mesh=mesh)
+    for module in (s.module, plain):
+        _run(s, module, leaf(s.x)).backward(s.dy)
+    if mesh.get_rank() == 1:
+        assert not any(each.grad.any() for each in plain.parameters())
+    _same_gradients(s.module, plain)
+
+
+@check
+def main_grad_is_looked_for_on_the_unsharded_parameter(mesh: DeviceMesh) -> None:
+    """FSDP2 has none to offer, which is said when it is written; a wrapper that has one (FSDP attributes) is asked."""
+    s = _setup("GroupedLinear", False, mesh, accumulate=True)
+    fully_shard(s.module, mesh=mesh)
+    y = _run(s, s.module, leaf(s.x))
+    with asserts.refused(RuntimeError, ["`main_grad` of `weight`", "missing", "create it"]):
+        y.backward(s.dy)
+
+
+@check
+def a_sharded_state_dict_loads_into_either_form(mesh: DeviceMesh) -> None:
+    for listed in (False, True):
+        s = _setup("GroupedMLP", listed, mesh)
+        plain = copy.deepcopy(s.module)
+        fully_shard(s.module, mesh=mesh)
+        state = get_model_state_dict(s.module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if mesh.get_rank():
+            continue  # rank 0 has it
+        other = _setup("GroupedMLP", not listed, mesh).module
+        other.load_state_dict(state)
+        asserts.bitwise(_run(s, other, s.x), _run(s, plain, s.x))
+
+
+@check
+def layers_inside_an_mlp_are_not_wrapped_alone(mesh: DeviceMesh) -> None:
+    """Their forward is not called, so nobody would gather their weights."""
+    s = _setup("GroupedMLP", True, mesh)
+    fully_shard(s.module.linear_fc1, mesh=mesh)
+    with asserts.refused(ValueError, ["`weight0`", "DTensor", "wrap the module that is called"]):
+        _run(s, s.module, s.x)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experts as DTensors
+
+
+def _experts(mesh: DeviceMesh, **options: Any) -> tuple[Setup, Any, Any]:
+    """(the whole problem, all experts in one module, those of this rank): four groups, two a rank."""
+    s = _setup("GroupedMLP", False, mesh, case="uniform", **options)
+    s.x = s.x / (mesh.get_rank() + 1)  # here both have the same rows
+    spread = parallel.shard_experts(copy.deepcopy(s.module), mesh)
+    return s, s.module, spread
+
+
+def _part(s: Setup, mesh: DeviceMesh) -> tuple[slice, Tensor]:
+    """(the rows of this rank's experts, their sizes)."""
+    groups, rows = len(s.sizes) // RANKS, len(s.x) // RANKS
+    rank = mesh.get_rank()
+    return slice(rank * rows, (rank + 1) * rows), s.sizes[rank * groups : (rank + 1) * groups]
+
+
+def _local(parameter: Any) -> Any:
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+@check
+def each_rank_computes_its_own_experts(mesh: DeviceMesh) -> None:
+    """y, dx and the gradients are the parts of those of the whole; gradients are DTensors placed as the weights."""
+    for mode in ("grad", "main_grad", "delayed", "delayed_main_grad"):
+        options = {"accumulate": "main_grad" in mode, "delay": "delayed" in mode}
+        s, whole, spread = _experts(mesh, **options)
+        rows, sizes = _part(s, mesh)
+        for module in (whole, spread):
+            if options["accumulate"]:
+                main_grads([_local(each) for each in module.parameters()], 0.5)
+                for parameter in module.parameters():
+                    parameter.main_grad = _local(parameter).main_grad
+                    parameter.grad_added_to_main_grad = False
+        x, mine = leaf(s.x), leaf(s.x[rows])
+        y, y2 = whole(x, s.sizes, s.probs), spread(mine, sizes, s.probs[rows].contiguous())
+        asserts.bitwise(y2, y[rows], "y")
+        y.backward(s.dy)
+        y2.backward(s.dy[rows].contiguous())
+        asserts.bitwise(mine.grad, x.grad[rows], "dx")
+        if options["delay"]:
+            whole.backward_dw()
+            spread.backward_dw()
+        for (name, a), (_, b) in zip(spread.named_parameters(), whole.named_parameters(), strict=True):
+            assert a.grad.placements == (Shard(0),), name
+            asserts.bitwise(a.grad.full_tensor(), b.grad, f"{mode}: {name}")
+            if options["accumulate"]:
+                assert a.grad_added_to_main_grad is True
+                parts = b.main_grad.view(RANKS, -1)
+                asserts.bitwise(a.main_grad, parts[mesh.get_rank()], f"{mode}: main_grad of {name}")
+
+
+@check
+def other_placements_and_uses_are_refused(mesh: DeviceMesh) -> None:
+    s, _, spread = _experts(mesh)
+    _, sizes = _part(s, mesh)
+    layer: Any = spread.linear_fc1
+    whole: Any = layer.weight.detach().full_tensor()
+    for placement in (Replicate(), Shard(1)):
+        layer.weight = torch.nn.Parameter(distribute_tensor(whole, mesh, [placement]))
+        with asserts.refused(ValueError, ["`weight`", "placed", "Shard(0) along every axis", "redistribute"]):
+            layer(s.x, sizes)
+    weight = spread.linear_fc2.weight
+    with asserts.refused(ValueError, ["`weight`", "a DTensor", "to_local()"]):
+        grouped_linear(s.x[:, :8].contiguous(), weight, s.sizes)
+    with asserts.refused(ValueError, ["`x`", "a DTensor", "to_local()"]):
+        grouped_linear(distribute_tensor(s.x, mesh, [Shard(0)]), torch.zeros(4, 3, s.x.shape[1]), s.sizes)
+    with asserts.refused(ValueError, ["one parameter a group", "`single_grouped_weight`"]):
+        parallel.shard_experts(nn.GroupedLinear(4, 3, 3), mesh)
+    with asserts.refused(ValueError, ["layer `linear_fc1`", "5 groups over 2 ranks", "divide"]):
+        parallel.shard_experts(nn.GroupedMLP(5, 3, 3, single_grouped_weight=True), mesh)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running
+
+
+def _process(rank: int, device: str, folder: str) -> None:
+    """All checks on one rank; each leaves a file, empty if it passed."""
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
+    )
+    mesh = init_device_mesh(device, (RANKS,))
+    for name, run in CHECKS.items():
+        failure = ""
+        try:
+            run(mesh)
+        except BaseException:
+            failure = traceback.format_exc()
+        Path(folder, f"{name}.{rank}").write_text(failure)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_all(device: str) -> dict[str, str]:
+    """What went wrong in each check, on either rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("spawn")
+        ranks = [context.Process(target=_process, args=(rank, device, folder)) for rank in range(RANKS)]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join()
+        return {name: "".join(Path(folder, f"{name}.{r}").read_text() for r in range(RANKS)) for name in CHECKS}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    found = run_all(parser.parse_args().device)
+    for name, failure in found.items():
+        print(f"{'FAILED' if failure else 'passed'}  {name}")
+        if failure:
+            print(failure)
+    return int(any(found.values()))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the problems are made by tools that import it
+    sys.exit(main())

@@ -1,0 +1,290 @@
+"""The modules on a GPU: the table of gradients, delayed gradients beside a stream and as graphs, captured modules."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import asserts
+from tests.faces import test_torch_gradient_table as table
+from tests.faces.gpu_tools import REPLAYED, ROWS, launches_only
+from tests.faces.nn_tools import FORMS, FUNCTIONS, MODULES, main_grads, setup
+from tests.faces.torch_tools import leaf
+from torch_bridge import nn
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+H, F, G = 256, 192, 4
+
+
+@pytest.fixture(autouse=True)
+def _on_the_gpu() -> Iterator[None]:
+    with torch.device("cuda"):
+        yield
+
+
+@pytest.mark.rule("GRD-1", "GRD-2", "GRD-3", "GRD-4", "GRD-6", "GRP-9")
+@pytest.mark.matrix(
+    valid=lambda row, form, listed: not (row.delay and form in FUNCTIONS),
+    row=table.ROWS,
+    form=FORMS,
+    listed=(False, True),
+)
+def test_row(row: Any, form: str, listed: bool) -> None:
+    table.test_row(row, form, listed)
+
+
+class Step:
+    """A module on static buffers, tail rows poisoned."""
+
+    def __init__(self, form: str, listed: bool, **options: Any) -> None:
+        torch.manual_seed(0)
+        options = {"single_grouped_weight": not listed, "dtype": torch.bfloat16, "bias": False, **options}
+        if form == "GroupedLinear":
+            self.module: Any = nn.GroupedLinear(G, H, H, **options)
+        elif form == "GroupedMLP":
+            self.module = nn.GroupedMLP(G, H, F, **options)
+        else:
+            layers = nn.GroupedLinear(G, H, 2 * F, **options), nn.ScaledSwiGLU(), nn.GroupedLinear(G, F, H, **options)
+            self.module = nn.Sequential(*layers, fuse="never" if form == "Sequential_composed" else "always")
+        self.form = form
+        self.x = torch.randn(ROWS, H).to(torch.bfloat16).requires_grad_()
+        self.probs, self.dy = torch.rand(ROWS).requires_grad_(), torch.randn(ROWS, H).to(torch.bfloat16)
+        self.sizes = torch.zeros(G, dtype=torch.int32)
+        self.rows = (self.x, self.probs, self.dy)
+        self.clean = [each.detach().clone() for each in self.rows]
+        self.weights: list[Any] = [p for name, p in self.module.named_parameters() if "weight" in name]
+        self.load(REPLAYED[0])
+
+    def load(self, sizes: tuple[int, ...]) -> None:
+        """Other sizes, in place."""
+        valid = min(ROWS, sum(max(size, 0) for size in sizes))
+        for tensor, clean in zip(self.rows, self.clean, strict=True):
+            tensor.data.copy_(clean)
+            tensor.data[valid:] = float("nan")
+        self.sizes.copy_(torch.tensor(sizes, dtype=torch.int32))
+
+    def forward(self, x: Tensor, probs: Tensor, sizes: Tensor) -> Tensor:
+        """y of rows."""
+        extra = {"GroupedLinear": (sizes,), "GroupedMLP": (sizes, probs)}.get(self.form, (sizes, probs, sizes))
+        return self.module(x, *extra)
+
+    def run(self) -> list[Tensor]:
+        """y and the gradients of rows and, where autograd has them, of weights."""
+        y = self.forward(self.x, self.probs, self.sizes)
+        wanted = [self.x, *([] if self.form == "GroupedLinear" else [self.probs])]
+        if not self.delays:
+            wanted += self.weights
+        return [y, *torch.autograd.grad(y, wanted, self.dy)]
+
+    @property
+    def delays(self) -> bool:
+        """Whether weight gradients wait."""
+        return any(each.delay_wgrad_compute for each in self.module.modules() if isinstance(each, nn.GroupedLinear))
+
+
+def captured(run: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of `run` and the tensors that its replays fill."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    return graph, results
+
+
+@pytest.mark.rule("CAP-1", "CAP-2", "GRP-3", "GRP-5")
+@pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
+@pytest.mark.parametrize("form", MODULES)
+def test_a_captured_module_replays_with_other_sizes_and_weights(form: str, listed: bool) -> None:
+    step = Step(form, listed)
+    graph, results = captured(step.run)
+    for at, sizes in enumerate(REPLAYED):
+        step.load(sizes)
+        with torch.no_grad():
+            for weight in step.weights:  # in place, as an optimizer does
+                weight.mul_(1.0 + 0.25 * at)
+        eager = [each.clone() for each in step.run()]
+        for _ in range(2):
+            for tensor in results:
+                tensor.fill_(float("nan"))
+            graph.replay()
+            for at_result, (a, b) in enumerate(zip(results, eager, strict=True)):
+                asserts.bitwise(a, b, f"result {at_result} with sizes {sizes}")
+
+
+@pytest.mark.rule("MAT-4")
+@pytest.mark.parametrize("form", MODULES)
+def test_a_graph_follows_weights_that_move(form: str) -> None:
+    """After `refresh_weight_table` alone; the old memory holds NaN."""
+    step = Step(form, True)
+    graph, results = captured(step.run)
+    old = [weight.data for weight in step.weights]
+    for weight in step.weights:
+        weight.data = weight.data.clone()
+    for each in old:
+        each.fill_(float("nan"))
+    step.module.refresh_weight_table()
+    graph.replay()
+    for at, (a, b) in enumerate(zip(results, step.run(), strict=True)):
+        asserts.bitwise(a, b, f"result {at}")
+
+
+@pytest.mark.rule("CAP-1")
+@pytest.mark.parametrize("form", MODULES)
+def test_make_graphed_callables(form: str) -> None:
+    """Against a module of its own: a graphed one replaces its original."""
+    step, other = Step(form, True), Step(form, True)
+
+    def forward(x: Tensor, probs: Tensor, sizes: Tensor) -> Tensor:
+        return step.forward(x, probs, sizes)
+
+    sample = (step.x.detach().clone().requires_grad_(), step.probs.detach().clone(), step.sizes.clone())
+    graphed: Any = torch.cuda.make_graphed_callables(forward, sample)
+    for sizes in REPLAYED[:4]:
+        for one in (step, other):
+            one.load(sizes)
+        x, x2 = leaf(step.x), leaf(other.x)
+        y, y2 = graphed(x, step.probs.detach(), step.sizes), other.forward(x2, other.probs.detach(), other.sizes)
+        asserts.bitwise(y, y2, f"y with sizes {sizes}")
+        y.backward(step.dy)
+        y2.backward(other.dy)
+        asserts.bitwise(x.grad, x2.grad, f"dx with sizes {sizes}")
+
+
+@pytest.mark.rule("CAP-1", "GRP-3")
+@pytest.mark.parametrize("form", MODULES)
+def test_modules_neither_synchronise_nor_copy_nor_allocate(form: str) -> None:
+    launches_only(Step(form, True).run)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Delayed weight gradients
+
+
+@pytest.mark.rule("DLY-3", "DLY-4")
+@pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
+@pytest.mark.parametrize("form", MODULES)
+def test_backward_dw_on_a_side_stream(form: str, listed: bool) -> None:
+    """It waits for the backward that queued it, and keeps what it reads although the compute stream goes on."""
+    found = []
+    for delay in (False, True):
+        s = setup(form, listed, accumulate=True, delay=delay, case="jagged")
+        main_grads(s.weights, 0.0)
+        side = torch.cuda.Stream()
+        for at in range(4):
+            s.run(leaf(s.x * (at + 1))).backward(s.dy)
+            if delay:
+                with torch.cuda.stream(side):
+                    s.module.backward_dw()
+            del at
+            _ = [torch.full_like(s.x, float("nan")) for _ in range(8)]  # takes memory that was given back early
+        torch.cuda.current_stream().wait_stream(side)
+        found.append([weight.main_grad.clone() for weight in s.weights])
+    for a, b in zip(*found, strict=True):
+        asserts.bitwise(b, a)
+
+
+@pytest.mark.rule("DLY-8", "DLY-3", "CAP-1")
+@pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
+@pytest.mark.parametrize("form", MODULES)
+def test_backward_dw_is_a_graph_of_its_own(form: str, listed: bool) -> None:
+    """Replayed behind that of the backward, with other sizes; hooks are the caller's after a replay."""
+    step = Step(form, listed, accumulate_into_main_grad=True, delay_wgrad_compute=True)
+    other = Step(form, listed, accumulate_into_main_grad=True)
+    for one in (step, other):
+        for weight in one.weights:
+            weight.main_grad = torch.zeros(weight.shape)
+    fired: list[int] = []
+    for each in step.module.modules():
+        if isinstance(each, nn.GroupedLinear):
+            each.register_wgrad_accumulation_and_reduce_hooks(lambda: fired.append(1))
+
+    def eager() -> None:
+        step.run()
+        step.module.backward_dw(all=True)
+
+    eager()
+    step.run()
+    first = torch.cuda.CUDAGraph()
+    pending = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(first):
+        kept = step.run()
+    words = ["a CUDA graph is captured", "eager backward", "drain the eager ones"]
+    with asserts.refused(RuntimeError, words), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        step.module.backward_dw()
+    step.module.backward_dw()
+    fired.clear()
+    with torch.cuda.graph(pending, pool=first.pool()):
+        step.module.backward_dw()
+    assert not fired
+    for one in (step, other):
+        for weight in one.weights:
+            weight.main_grad.zero_()
+    for sizes in REPLAYED:
+        for one in (step, other):
+            one.load(sizes)
+        first.replay()
+        pending.replay()
+        y = other.forward(other.x, other.probs, other.sizes)
+        y.backward(other.dy)
+        asserts.bitwise(kept[0], y, f"y with sizes {sizes}")
+        for at, (a, b) in enumerate(zip(step.weights, other.weights, strict=True)):
+            asserts.bitwise(a.main_grad, b.main_grad, f"weight {at} after sizes {sizes}")
+    step.module.fire_wgrad_hooks()
+    assert len(fired) == len([each for each in step.module.modules() if isinstance(each, nn.GroupedLinear)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# As on the CPU
+
+
+@pytest.mark.rule("MAT-6")
+@pytest.mark.parametrize("form", MODULES)
+def test_autocast_has_the_bits_of_casts_by_hand(form: str) -> None:
+    wide, narrow = Step(form, True, dtype=torch.float32), Step(form, True)
+    with torch.no_grad():
+        for a, b in zip(wide.weights, narrow.weights, strict=True):
+            b.copy_(a)
+    with torch.autocast("cuda", torch.bfloat16):
+        y, dx, *rest = wide.run()
+    y2, dx2, *rest2 = narrow.run()
+    for a, b in itertools.chain([(y, y2), (dx, dx2)], zip(rest, rest2, strict=True)):
+        asserts.bitwise(a.to(b.dtype), b)
+
+
+@pytest.mark.rule("GRD-12")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("form", ["GroupedLinear", "GroupedMLP"])
+def test_whole_compiled_graphs_have_the_bits_of_eager(form: str) -> None:
+    torch.compiler.reset()
+    step = Step(form, True)
+    expected = step.run()
+    step.module.compile(fullgraph=True, backend="aot_eager")
+    for a, b in zip(step.run(), expected, strict=True):
+        asserts.bitwise(a, b)
+
+
+def test_operators_of_the_activation_pass_opcheck() -> None:
+    from grouped_core.activations import Activation
+    from torch_bridge import activation
+
+    h, p, dz = torch.randn(11, 16), torch.rand(11), torch.randn(11, 8)
+    text = activation._encode(Activation("swiglu"))
+    sizes = torch.tensor([5, 6], dtype=torch.int32)
+    torch.library.opcheck(activation._activation, (h, sizes, p, text))
+    torch.library.opcheck(activation._activation_grads, (dz, h, sizes, p, text, "hp"))

@@ -1,0 +1,176 @@
+"""Recipes that quantise in the experts' MLP: the faces' bits, the policies' bits, errors, and the state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import jax_grouped
+import torch_bridge
+from grouped_core import arrays, recipes
+from grouped_core.activations import Activation
+from grouped_core.mlp_spec import POLICIES, MlpNeeds
+from grouped_core.recipes import Recipe
+from jax_grouped import accumulate
+from tests import asserts, bounds, cases
+from tests.faces.adapters import to_torch
+from tests.faces.mlp_adapters import ARRAYS, JAX, LEAVES, TORCH, in_halves, present, problem
+from tests.faces.test_recipes import MIXED, RECIPES
+
+CASES = [cases.named(name) for name in ("tail", "jagged", "clamped", "all_empty", "no_rows")]
+SOME_NEEDS = (
+    MlpNeeds(),
+    MlpNeeds(True, False, False, False, False, False),
+    MlpNeeds(False, True, False, False, False, False),
+    MlpNeeds(False, False, True, False, False, False),
+    MlpNeeds(False, False, True, True, True, True),
+    MlpNeeds(True, False, True, False, True, False),
+)
+
+
+def bind(recipe: Recipe, groups: int, key: tuple[int, int] = (3, 5)) -> Any:
+    state = None
+    if recipe.delayed:
+        state = arrays.scaling_state(recipe, groups, products=2)
+        state.scale[...] = (state.top / 6)[:, None]
+    return recipe.bind(state, np.array(key, np.uint32))
+
+
+@pytest.mark.rule("ALL-1", "ALL-4", "MLP-8", "MLP-10", "MLP-11")
+@pytest.mark.matrix(
+    recipe=(*RECIPES, *MIXED),
+    case=CASES,
+    kind=("swiglu", "clamped_qgeglu", "srelu"),
+    dtype=("bfloat16", "float32"),
+    transposed=(False, True),
+    probs=(None, "float32"),
+    bias=(None, "float32"),
+    policy=POLICIES,
+    needs=SOME_NEEDS,
+    valid=lambda recipe, dtype, **_: dtype == "bfloat16" or recipe.forward[0].values != "bfloat16",
+)
+def test_faces_and_policies_have_the_same_bits(recipe, case, kind, dtype, transposed, probs, bias, policy, needs):
+    given, dy = problem(case, dtype, Activation(kind), transposed=transposed, probs=probs, bias=bias)
+    needs = present(given, needs)
+    options: dict[str, Any] = {"activation": kind, "transposed": transposed, "recipe": bind(recipe, case.groups)}
+    y = ARRAYS.forward(given, **options)
+    wanted = ARRAYS.gradients(given, dy, needs, **options)
+    for face in (ARRAYS, JAX, TORCH):
+        asserts.bitwise(face.forward(given, residuals=policy, **options), y, f"y of {face}")
+        found = face.gradients(given, dy, needs, residuals=policy, **options)
+        for name, need, a, b in zip(LEAVES, needs, found, wanted, strict=True):
+            assert (a is not None) == need, f"gradient of {name} from {face}"
+            if need:
+                asserts.bitwise(a, b, f"gradient of {name} from {face} with {policy}")
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
+def test_errors_are_those_of_the_formats(recipe):
+    case = cases.Case("wide", (300, 0, 130, 82), 520, 256, 192, frozenset())
+    given, dy = problem(case, "float32", Activation("swiglu"))
+    needs = present(given)
+    exact = (ARRAYS.forward(given), *ARRAYS.gradients(given, dy, needs)[:4])
+    bound = recipe.bind(key=np.array((3, 5), np.uint32))
+    if recipe.delayed:  # multipliers as a first step leaves them
+        state = arrays.scaling_state(recipe, case.groups, products=2)
+        ARRAYS.forward(given, recipe=recipe.bind(state))
+        ARRAYS.gradients(given, dy, needs, recipe=recipe.bind(state))
+        bound = recipe.bind(arrays.update_scaling(state))
+    found = (ARRAYS.forward(given, recipe=bound), *ARRAYS.gradients(given, dy, needs, recipe=bound)[:4])
+    # Two or three products stand behind each result, whose errors are independent.
+    limit = 2 * max(bounds.RELATIVE_ERRORS[recipe.name])
+    for name, a, b in zip(("y", *LEAVES[:4]), found, exact, strict=True):
+        assert a is not None
+        a, b = (np.nan_to_num(each.astype(np.float64)) for each in (a, b))
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert limit / 8 < error <= limit, f"{name}: relative error {error}, expected at most {limit} and not far less"
+
+
+def test_states_of_all_faces_agree_step_by_step():
+    recipe = recipes.FP8Delayed.replace(history=2)
+    case = cases.named("tail")
+    given, dy = problem(case, "bfloat16", Activation("swiglu"), transposed=True)
+    groups, sizes = case.groups, given["group_sizes"]
+    held = arrays.scaling_state(recipe, groups, products=2)
+    of_torch = torch_bridge.scaling_state(recipe, groups, products=2)
+    of_jax = jax_grouped.scaling_state(recipe, groups, products=2)
+
+    def product(x: Any, wi: Any, wo: Any, state: Any) -> Any:
+        return jax_grouped.grouped_mlp(x, wi, wo, sizes, rhs_transposed=True, recipe=recipe.bind(state))
+
+    for step in range(3):
+        operands = {name: given[name] for name in ("x", "wi", "wo")}
+        arrays.grouped_mlp(**operands, group_sizes=sizes, transposed=True, recipe=recipe.bind(held))
+        arrays.grouped_mlp_grads(**operands, group_sizes=sizes, dy=dy, transposed=True, recipe=recipe.bind(held))
+        x, wi, wo = (to_torch(each).requires_grad_() for each in operands.values())
+        torch_bridge.grouped_mlp(x, wi, wo, to_torch(sizes), recipe=recipe.bind(of_torch)).backward(to_torch(dy))
+        _, pull = jax.vjp(product, *map(jnp.asarray, operands.values()), of_jax)
+        of_jax = pull(jnp.asarray(dy))[3]
+        for name, state in (("torch", of_torch), ("jax", of_jax)):
+            asserts.bitwise(state.history, held.history, f"history of {name} in step {step}")
+        held, of_torch, of_jax = (
+            arrays.update_scaling(held),
+            torch_bridge.update_scaling(of_torch),
+            jax_grouped.update_scaling(of_jax),
+        )
+        for name, state in (("torch", of_torch), ("jax", of_jax)):
+            asserts.bitwise(state.scale, held.scale, f"scale of {name} after step {step}")
+    assert (np.asarray(of_jax.scale)[:, sizes > 0] != 1).all()
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
+def test_deferred_gradients_of_jax_have_the_undeferred_bits(recipe):
+    given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), bias="float32")
+    bound = bind(recipe, len(given["group_sizes"]))
+    wanted = ARRAYS.gradients(given, dy, present(given), recipe=bound)
+    state = None if bound.state is None else jax.tree.map(jnp.asarray, bound.state)
+    of_jax = recipe.bind(state, jnp.asarray(bound.key))
+    _, res = accumulate.grouped_mlp_fwd(**given, recipe=of_jax)
+    dx, dp, db1, db2, deferred = accumulate.grouped_mlp_bwd_dx(res, jnp.asarray(dy))
+    dwi, dwo = accumulate.grouped_mlp_bwd_dw(deferred)
+    for name, a, b in zip(LEAVES, (dx, dwi, dwo, dp, db1, db2), wanted, strict=True):
+        asserts.bitwise(a, b, name)
+    assert (deferred.state is not None) == recipe.delayed
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "fp8_128x128"])
+def test_quantised_weights_beside_plain_rows(format):
+    given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True)
+    stored = {**given, "wi": arrays.quantize(given["wi"], format), "wo": arrays.quantize(given["wo"], format)}
+    y = arrays.grouped_mlp(**stored, transposed=True)
+    masters = [to_torch(given[name].astype(np.float32)).requires_grad_() for name in ("wi", "wo")]
+    x, p, sizes = (to_torch(given[name]) for name in ("x", "probs", "group_sizes"))
+    x.requires_grad_()
+    wi, wo = (
+        torch_bridge.straight_through(m, torch_bridge.quantize(m.detach().bfloat16(), format, axis=(2, 1)))
+        for m in masters
+    )
+    found = torch_bridge.grouped_mlp(x, wi, wo, sizes, probs=p)
+    asserts.bitwise(found, y)
+    gradients = torch.autograd.grad(found, (x, *masters), to_torch(dy))
+
+    def function(x: Any, wi: Any, wo: Any) -> Any:
+        first, second = (
+            jax_grouped.straight_through(m, jax_grouped.quantize(m.astype(jnp.bfloat16), format, axis=(2, 1)))
+            for m in (wi, wo)
+        )
+        sizes = given["group_sizes"]
+        return jax_grouped.grouped_mlp(x, first, second, sizes, rhs_transposed=True, probs=given["probs"])
+
+    of_jax = [jnp.asarray(given["x"]), *(jnp.asarray(given[name].astype(np.float32)) for name in ("wi", "wo"))]
+    y_jax, pull = jax.vjp(function, *of_jax)
+    asserts.bitwise(y_jax, y)
+    for a, b in zip(gradients, pull(jnp.asarray(dy)), strict=True):
+        asserts.bitwise(a, b)
+
+
+def test_a_pair_beside_a_recipe_that_quantises_is_refused():
+    given, _ = problem(cases.named("tail"), "bfloat16", Activation("swiglu"))
+    for face in (ARRAYS, JAX, TORCH):
+        with asserts.refused(ValueError, ["expected one that quantises nothing", "pass one array"]):
+            face.forward(in_halves(given), recipe=recipes.MXFP8)

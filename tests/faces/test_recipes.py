@@ -1,0 +1,393 @@
+"""Recipes that quantise, through every face: the same bits, and errors as large as their formats say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import jax_grouped
+import torch_bridge
+from grouped_core import arrays, gradients, recipes, scaling
+from grouped_core.formats import FORMATS, QTensor
+from grouped_core.gradients import Needs
+from grouped_core.linear_spec import Linear
+from grouped_core.recipes import Recipe
+from tests import asserts, bounds, cases
+from tests.core.test_gradients import ALL_NEEDS
+from tests.faces.adapters import ARRAYS, FACES, JAX, TORCH, to_torch
+from tests.native.runner import Native
+
+RECIPES = tuple(getattr(recipes, name) for name in bounds.RELATIVE_ERRORS)
+MIXED = (
+    recipes.FP8Block.replace(name="plain wgrad", wgrad=recipes.BF16.wgrad),
+    recipes.MXFP8.replace(name="weights alone", forward=(FORMATS["bf16"], FORMATS["mxfp8"]), dgrad=recipes.BF16.dgrad,
+                          wgrad=recipes.BF16.wgrad),
+    recipes.FP8Current.replace(name="fast", promote="never"),
+    recipes.MXFP8.replace(name="kept as it came", saved="input"),
+)  # fmt: skip
+CASES = [cases.named(name) for name in ("tail", "jagged", "clamped", "k_n_odd", "all_empty", "no_rows", "idle_ends")]
+
+
+def bind(recipe: Recipe, groups: int, key: tuple[int, int] | None = None) -> Any:
+    """The recipe with what it needs, in NumPy; multipliers are those of data with the largest magnitude 6."""
+    state = None
+    if recipe.delayed:
+        state = arrays.scaling_state(recipe, groups)
+        state.scale[...] = (state.top / 6)[:, None]
+    return recipe.bind(state, None if key is None else np.array(key, np.uint32))
+
+
+def operands(p: cases.Problem, bias: bool, row_scale: bool) -> dict[str, Any]:
+    return {
+        "x": p.x,
+        "w": p.w,
+        "group_sizes": p.group_sizes,
+        "bias": p.bias if bias else None,
+        "row_scale": p.row_scale if row_scale else None,
+    }
+
+
+@pytest.mark.rule("ALL-1", "ALL-4", "MAT-2")
+@pytest.mark.matrix(
+    recipe=(*RECIPES, *MIXED),
+    case=CASES,
+    dtype=("float32", "bfloat16", "float16"),
+    transposed=(False, True),
+    bias=(False, True),
+    row_scale=(False, True),
+    scale_bias=(False, True),
+    needs=ALL_NEEDS,
+    valid=lambda recipe, dtype, bias, row_scale, scale_bias, needs, **_: (
+        (not scale_bias or (bias and row_scale))
+        and (bias or not needs.bias)
+        and (row_scale or not needs.row_scale)
+        and (dtype == "bfloat16" or recipe.forward[0].values != "bfloat16")
+    ),
+)
+def test_faces_have_the_same_bits(recipe, case, dtype, transposed, bias, row_scale, scale_bias, needs):
+    p = cases.problem(case, dtype, transposed=transposed)
+    given = operands(p, bias, row_scale)
+    options = {"transposed": transposed, "scale_bias": scale_bias, "recipe": bind(recipe, case.groups, (7, 11))}
+    y = ARRAYS.forward(given, **options)
+    wanted = ARRAYS.gradients(given, p.dy, needs, **options)
+    for face in (JAX, TORCH):
+        asserts.bitwise(face.forward(given, **options), y, f"y of {face}")
+        found = face.gradients(given, p.dy, needs, **options)
+        for name, need, a, b in zip(needs._fields, needs, found, wanted, strict=True):
+            assert (a is not None) == need, f"gradient of {name} from {face}"
+            if need:
+                asserts.bitwise(a, b, f"gradient of {name} from {face}")
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("recipe", [*RECIPES, *MIXED], ids=lambda r: r.name)
+def test_each_call_lies_within_its_bound(recipe, transposed):
+    """Quantisers have the oracle's bits, and products its values for the same codes and scales."""
+    p = cases.problem(cases.named("jagged"), "bfloat16", transposed=transposed)
+    op = Linear(ARRAYS.names, transposed=transposed, recipe=recipe)
+    run = Native()
+    extras = scaling.extras(bind(recipe, p.case.groups))
+    found = gradients.linear_forward(run, op, p.x, p.w, p.group_sizes, extras=extras, needs=Needs())
+    specs = (run.spec(p.x), run.spec(p.w), None, None)
+    gradients.linear_backward(
+        run,
+        op,
+        specs,
+        found.x,
+        found.w,
+        p.group_sizes,
+        None,
+        None,
+        p.dy,
+        Needs(True, True, False, False),
+        extras=extras,
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
+def test_errors_are_those_of_the_formats(recipe):
+    case = cases.Case("wide", (300, 0, 130, 82), 520, 384, 264, frozenset())
+    p = cases.problem(case, "float32")
+    given = operands(p, False, False)
+    needs = Needs(True, True, False, False)
+    exact = (ARRAYS.forward(given), *ARRAYS.gradients(given, p.dy, needs)[:2])
+    bound = bind(recipe, case.groups)
+    found = (ARRAYS.forward(given, recipe=bound), *ARRAYS.gradients(given, p.dy, needs, recipe=bound)[:2])
+    for name, a, b, limit in zip(("y", "dx", "dw"), found, exact, bounds.RELATIVE_ERRORS[recipe.name], strict=True):
+        assert a is not None
+        error = np.linalg.norm(a.astype(np.float64) - b.astype(np.float64)) / np.linalg.norm(b)
+        assert limit / 4 < error <= limit, f"{name}: relative error {error}, expected at most {limit} and not far less"
+
+
+@pytest.mark.rule("MLP-10")
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
+@pytest.mark.parametrize("face", FACES, ids=str)
+def test_what_is_kept_changes_no_bits(face, recipe):
+    p = cases.problem(cases.named("tail"), "bfloat16")
+    given, needs = operands(p, False, False), Needs(True, True, False, False)
+    kept, again = (
+        face.gradients(given, p.dy, needs, recipe=bind(recipe.replace(saved=saved), p.case.groups), transposed=False)
+        for saved in ("quantized", "input")
+    )
+    for a, b in zip(kept, again, strict=True):
+        if a is not None:
+            asserts.bitwise(a, b)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Delayed scaling
+
+
+@pytest.mark.rule("GRP-9")
+def test_states_of_all_faces_agree_step_by_step():
+    recipe = recipes.FP8Delayed.replace(history=3)
+    p = cases.problem(cases.named("tail"), "bfloat16")
+    groups = p.case.groups
+    held = arrays.scaling_state(recipe, groups)
+    of_torch = torch_bridge.scaling_state(recipe, groups)
+    of_jax = jax_grouped.scaling_state(recipe, groups)
+    sizes = to_torch(p.group_sizes)
+
+    def jax_product(x: Any, w: Any, state: Any) -> Any:
+        return jax_grouped.ragged_dot(x, w, p.group_sizes, recipe=recipe.bind(state))
+
+    for step in range(5):
+        x, dy = (array * np.array(2.0**step, array.dtype) for array in (p.x, p.dy))
+        arrays.grouped_linear(x, p.w, p.group_sizes, recipe=recipe.bind(held))
+        arrays.grouped_linear_grads(x, p.w, p.group_sizes, dy, recipe=recipe.bind(held))
+        xt, wt = to_torch(x).requires_grad_(), to_torch(p.w).requires_grad_()
+        y = torch_bridge.grouped_linear(xt, wt, sizes, rhs_transposed=False, recipe=recipe.bind(of_torch))
+        y.backward(to_torch(dy))
+        _, pull = jax.vjp(jax_product, jnp.asarray(x), jnp.asarray(p.w), of_jax)
+        of_jax = pull(jnp.asarray(dy))[2]
+        for name, state in (("torch", of_torch), ("jax", of_jax)):
+            asserts.bitwise(state.history, held.history, f"history of {name} in step {step}")
+        held, of_torch, of_jax = (
+            arrays.update_scaling(held),
+            torch_bridge.update_scaling(of_torch),
+            jax_grouped.update_scaling(of_jax),
+        )
+        for name, state in (("torch", of_torch), ("jax", of_jax)):
+            asserts.bitwise(state.scale, held.scale, f"scale of {name} after step {step}")
+    empty = p.group_sizes[: p.case.groups] <= 0
+    assert (held.scale[0][~empty] != 1).all()
+    assert (held.scale[0][empty] == 1).all(), "a group without rows keeps its multiplier"
+
+
+def test_the_state_survives_jit_scan_and_checkpoint():
+    recipe = recipes.FP8Delayed.replace(history=2)
+    p = cases.problem(cases.named("tail"), "bfloat16")
+    state = jax_grouped.scaling_state(recipe, p.case.groups)
+
+    def loss(w: Any, state: Any) -> Any:
+        product = jax.checkpoint(lambda w, s: jax_grouped.ragged_dot(p.x, w, p.group_sizes, recipe=recipe.bind(s)))
+        return product(w, state).astype(jnp.float32).sum()
+
+    def step(carry: Any, _: Any) -> Any:
+        w, state = carry
+        dw, state = jax.grad(loss, argnums=(0, 1))(w, state)
+        return (w - dw * np.array(0.01, dw.dtype), jax_grouped.update_scaling(state)), None
+
+    carry = (jnp.asarray(p.w), state)
+    scanned, _ = jax.jit(lambda carry: jax.lax.scan(step, carry, length=3))(carry)
+    for _ in range(3):
+        carry, _ = step(carry, None)
+    asserts.bitwise(scanned[1].scale, carry[1].scale)
+    asserts.bitwise(scanned[0], carry[0])
+
+
+def test_a_recipe_with_a_state_wants_one_of_its_shape():
+    p = cases.problem(cases.named("tail"), "bfloat16")
+    for face in FACES:
+        given = {"x": p.x, "w": p.w, "group_sizes": p.group_sizes, "bias": None, "row_scale": None}
+        with asserts.refused(ValueError, ["without a state"]):
+            face.forward(given, recipe=recipes.FP8Delayed, transposed=False)
+        with asserts.refused(ValueError, ["= (R, G) and (R, L, G)"]):
+            face.forward(given, recipe=bind(recipes.FP8Delayed, p.case.groups + 1), transposed=False)
+    with asserts.refused(ValueError, ["nothing of it is scaled with delay"]):
+        recipes.MXFP8.bind(arrays.scaling_state(recipes.FP8Delayed, 2))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Quantised operands
+
+
+def bits(q: QTensor[Any]) -> list[np.ndarray]:
+    """Codes and scales of both forms, as bytes."""
+    forms = [q] if q.other is None else [q, q.other]
+    parts = [part for form in forms for part in (form.values, form.scales, form.group_scales) if part is not None]
+    return [_bytes(part) for part in parts]
+
+
+def _bytes(part: Any) -> np.ndarray:
+    if isinstance(part, torch.Tensor):
+        return part.contiguous().view(torch.uint8).numpy()
+    return np.ascontiguousarray(np.asarray(part)).view(np.uint8)
+
+
+QUANTISED = [name for name, row in FORMATS.items() if not row.plain]
+OF_ROWS = [name for name in QUANTISED if not FORMATS[name].square and name != "mxfp4"]
+
+
+@pytest.mark.matrix(format=QUANTISED, dtype=("float32", "bfloat16", "float16"), axis=(-1, 1, (2, 1)))
+def test_weights_are_quantised_alike(format, dtype, axis):
+    w = cases.problem(cases.named("k_n_odd"), dtype).w
+    made = arrays.quantize(w, format, axis=axis)
+    for found in (jax_grouped.quantize(w, format, axis=axis), torch_bridge.quantize(to_torch(w), format, axis=axis)):
+        assert (found.format, found.axis, found.shape, found.dtype) == (made.format, made.axis, made.shape, made.dtype)
+        for a, b in zip(bits(found), bits(made), strict=True):
+            asserts.bitwise(a, b)
+    values = arrays.dequantize(made)
+    asserts.bitwise(jax_grouped.dequantize(jax_grouped.quantize(w, format, axis=axis)), values)
+    asserts.bitwise(torch_bridge.dequantize(torch_bridge.quantize(to_torch(w), format, axis=axis)), values)
+    asserts.bitwise(arrays.dequantize(made, "float32").astype(values.dtype), values)
+
+
+@pytest.mark.matrix(format=OF_ROWS, dtype=("float32", "bfloat16"), axis=(1, 0, (1, 0)), sized=(False, True))
+def test_rows_are_quantised_alike(format, dtype, axis, sized):
+    p = cases.problem(cases.named("tail"), dtype)
+    x, sizes = (p.x, p.group_sizes) if sized else (np.nan_to_num(p.x), None)
+    made = arrays.quantize(x, format, axis=axis, group_sizes=sizes)
+    of_torch = torch_bridge.quantize(
+        to_torch(x), format, axis=axis, group_sizes=None if sizes is None else to_torch(sizes)
+    )
+    for found in (jax_grouped.quantize(x, format, axis=axis, group_sizes=sizes), of_torch):
+        for a, b in zip(bits(found), bits(made), strict=True):
+            asserts.bitwise(a, b)
+    asserts.bitwise(torch_bridge.dequantize(of_torch), arrays.dequantize(made))
+
+
+@pytest.mark.rule("MLP-13")
+@pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda r: r.name)
+def test_operands_that_come_quantised_give_the_same_bits(recipe):
+    """As the recipe stores them, in both forms: then nothing is quantised but dy."""
+    p = cases.problem(cases.named("tail"), "bfloat16", transposed=True)
+    (x_r, w_k), (x_t, _) = recipe.forward, recipe.wgrad
+    sizes = p.group_sizes
+    w = arrays.quantize(p.w, w_k, axis=(2, 1))
+    if x_t.rotate:
+        x = arrays.quantize(p.x, x_t, axis=(1, 0), group_sizes=sizes)
+        x = QTensor(x.values, x.scales, x.group_scales, x_r, 1, x.shape, x.dtype, x.other)
+    else:
+        x = arrays.quantize(p.x, x_r, axis=(1, 0), group_sizes=sizes)
+    needs = Needs(True, True, False, False)
+    y = arrays.grouped_linear(p.x, p.w, sizes, transposed=True, recipe=recipe)
+    asserts.bitwise(arrays.grouped_linear(x, w, sizes, transposed=True, recipe=recipe), y)
+    plain = arrays.grouped_linear_grads(p.x, p.w, sizes, p.dy, transposed=True, recipe=recipe, needs=needs)
+    stored = arrays.grouped_linear_grads(x, w, sizes, p.dy, transposed=True, recipe=recipe, needs=needs)
+    for a, b in zip(stored[:2], plain[:2], strict=True):
+        asserts.bitwise(a, b)
+
+
+@pytest.mark.rule("QNT-8")
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "mxfp8", "fp8_128x128", "fp8_tensor"])
+def test_quantised_weights_beside_plain_rows(format):
+    """Weight-only: the product of the dequantised weight; the gradient goes to the master, in its dtype."""
+    p = cases.problem(cases.named("tail"), "bfloat16", transposed=True)
+    master = p.w.astype(np.float32)
+    q = arrays.quantize(master, format, axis=(2, 1))
+    y = arrays.grouped_linear(p.x, q, p.group_sizes, transposed=True, result_dtype="float32")
+    wide = arrays.dequantize(q, "float32").astype(p.x.dtype)
+    if format in ("mxfp4", "nvfp4", "mxfp8"):  # whose values are bfloat16 numbers, but for the group's scale
+        exact = arrays.grouped_linear(
+            p.x.astype(np.float32), arrays.dequantize(q, "float32"), p.group_sizes, transposed=True
+        )
+        np.testing.assert_allclose(y, exact, rtol=0, atol=np.abs(exact).max() * 2.0**-16)
+    assert wide.shape == p.w.shape
+
+    def jax_loss(master: Any, x: Any) -> Any:
+        w = jax_grouped.straight_through(master, jax_grouped.quantize(master, format, axis=(2, 1)))
+        y = jax_grouped.ragged_dot(x, w, p.group_sizes, rhs_transposed=True)
+        return jnp.vdot(y.astype(jnp.float32), p.dy.astype(jnp.float32))
+
+    dm, dx = jax.grad(jax_loss, (0, 1))(jnp.asarray(master), jnp.asarray(p.x))
+    leaf, x = to_torch(master).requires_grad_(), to_torch(p.x).requires_grad_()
+    w = torch_bridge.straight_through(leaf, torch_bridge.quantize(leaf.detach(), format, axis=(2, 1)))
+    torch_bridge.grouped_linear(x, w, to_torch(p.group_sizes)).backward(to_torch(p.dy))
+    asserts.bitwise(leaf.grad, dm)
+    asserts.bitwise(x.grad, dx)
+    plain = arrays.grouped_linear_grads(
+        p.x, p.w, p.group_sizes, p.dy, transposed=True, wgrad_dtype="float32", needs=Needs(False, True, False, False)
+    )
+    asserts.bitwise(dm, plain.w, "the master's gradient is that of a plain weight")
+
+
+@pytest.mark.rule("ERR-5")
+def test_what_a_quantised_operand_lacks_is_said():
+    p = cases.problem(cases.named("tail"), "bfloat16", transposed=True)
+    sizes, kind = p.group_sizes, {"transposed": True}
+    with asserts.refused(ValueError, ["along axis 1, expected along axis 2"]):
+        arrays.grouped_linear(p.x, arrays.quantize(p.w, "mxfp8", axis=1), sizes, **kind)
+    q = arrays.quantize(p.w, "mxfp8", axis=2)
+    with asserts.refused(ValueError, ["hand in that form too"]):
+        arrays.grouped_linear_grads(p.x, q, sizes, p.dy, needs=Needs(True, False, False, False), **kind)
+    with asserts.refused(ValueError, ["stored as mxfp8, expected fp8_128x128"]):
+        arrays.grouped_linear(p.x, q, sizes, recipe=recipes.FP8Block, **kind)
+    with asserts.refused(TypeError, ["float16 beside mxfp4"]):
+        arrays.grouped_linear(p.x.astype(np.float16), arrays.quantize(p.w, "mxfp4"), sizes, **kind)
+    with asserts.refused(ValueError, ["wanted one that is not for weights alone"]):
+        arrays.quantize(p.x, "mxfp4")
+    with asserts.refused(ValueError, ["wanted one that finds its scales"]):
+        arrays.quantize(p.x, "bf16")
+    again = recipes.MXFP8.replace(requantize="from_dequantized")
+    found = arrays.grouped_linear_grads(p.x, q, sizes, p.dy, recipe=again, **kind)
+    wanted = arrays.grouped_linear_grads(p.x, arrays.dequantize(q), sizes, p.dy, recipe=again, **kind)
+    asserts.bitwise(found.x, wanted.x)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Graphs of torch
+
+
+@pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda r: r.name)
+def test_compiled_whole_and_bitwise_like_eager(recipe):
+    p = cases.problem(cases.named("tail"), "bfloat16", transposed=True)
+    sizes, dy = to_torch(p.group_sizes), to_torch(p.dy)
+
+    def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch_bridge.grouped_linear(x, w, sizes, recipe=recipe)
+
+    results = []
+    for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        x, w = to_torch(p.x).requires_grad_(), to_torch(p.w).requires_grad_()
+        y = function(x, w)
+        y.backward(dy)
+        results.append((y, x.grad, w.grad))
+    for a, b in zip(*results, strict=True):
+        asserts.bitwise(a, b)
+
+
+def test_operators_of_stored_operands_are_sound():
+    p = cases.problem(cases.named("tail"), "bfloat16", transposed=True)
+    from torch_bridge import _library, _stored
+
+    x, w, sizes, dy = map(to_torch, (p.x, p.w, p.group_sizes, p.dy))
+    recipe = recipes.FP8Block
+    op = torch.ops.torch_bridge
+    rows = _stored.store([x], ((1, recipe.forward[0]), (0, recipe.wgrad[0])), sizes).forms
+    weights = _stored.store([w], ((2, recipe.forward[1]), (1, recipe.dgrad[1])), None).forms
+    grads = _stored.store([dy], ((1, recipe.dgrad[0]), (0, recipe.wgrad[1])), sizes).forms
+    text = _library.encode(True, recipe, False)
+    (x_r, x_t), (w_k, w_n), (dy_r, dy_t) = (tuple(map(_stored.arrays_of, each)) for each in (rows, weights, grads))
+    # NOTE: the schema test multiplies whatever it gets, and PyTorch does not multiply 8-bit floats.
+    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(
+        op.store, ([x], sizes, None, None, _stored.store_text(((1, recipe.forward[0]),))), test_utils=tests
+    )
+    torch.library.opcheck(
+        op.stored_linear, (x_r.tensors, w_k.tensors, sizes, [], None, text, x_r.text, w_k.text), test_utils=tests
+    )
+    torch.library.opcheck(
+        op.stored_linear_grads,
+        (
+            *(x_t.tensors, w_n.tensors, sizes, [], None, [dy, *dy_r.tensors, *dy_t.tensors], None, None),
+            *(x.shape[1], text, x_t.text, w_n.text, [dy_r.text, dy_t.text], "bfloat16,bfloat16,-,-", "xw", []),
+        ),
+        test_utils=tests,
+    )
+    torch.library.opcheck(op.dequantize, (w_k.tensors, None, w_k.text, w.shape[0], "float32"), test_utils=tests)

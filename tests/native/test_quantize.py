@@ -1,0 +1,428 @@
+"""Quantise, dequantise and the step of delayed scaling: every bit against the oracle, in every format and form."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from grouped_core import calls, plans
+from grouped_core.calls import QUANTIZED, RESULTS, ArraySpec, spec_of
+from grouped_core.formats import FORMATS, Format
+from tests import asserts, cases
+from tests.native.runner import Native, kernels
+
+STORED = [row for row in FORMATS.values() if not row.plain]
+
+
+def variant(name: str, **changes: Any) -> Format:
+    return FORMATS[name].replace(name="_".join([name, *changes]), **changes)
+
+
+VARIANTS = [
+    *STORED,
+    variant("fp8_tensor", pow2=True),
+    variant("fp8_tensor_e5m2", eps=0.5),
+    variant("fp8_1x128", pow2=False),
+    variant("fp8_1x128", eps=2.0**-3),
+    variant("fp8_128x128", pow2=False),
+    variant("mxfp8", square=False, segment=128),
+    variant("nvfp4", stochastic=True),
+    variant("nvfp4", rotate=True),
+    variant("nvfp4", rotate=True, stochastic=True),
+    variant("nvfp4", four_over_six="absolute"),
+    variant("nvfp4", four_over_six="square"),
+    variant("nvfp4_2d", four_over_six="absolute"),
+    variant("nvfp4_2d", four_over_six="square"),
+]
+FOR_ROWS = [row for row in VARIANTS if not row.square and row.segment]
+FOR_WEIGHTS = [row for row in VARIANTS if not row.rotate]
+FORMS = ((True, False), (False, True), (True, True))
+CASES = [
+    cases.named(name)
+    for name in (
+        *("tail", "idle_ends", "rows_1_15_127", "rows_1027", "one_takes_all", "all_empty", "no_rows", "overflow_32"),
+        *("negative", "clamped_idle", "groups_65", "groups_1_tail", "k_n_odd", "k_1", "k_2880"),
+    )
+]
+MEMBERS = ((3, 37, 53), (2, 128, 256), (1, 1, 1), (2, 130, 300), (5, 16, 32), (1, 257, 31))
+KEY = np.array([0x243F6A88, 0x85A308D3], np.uint32)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_exceptional():
+    """Sources hold infinities, NaN and numbers that no narrower type has."""
+    with np.errstate(all="ignore"):
+        yield
+
+
+def numbers(shape: tuple[int, ...], dtype: str, seed: object = 0) -> NDArray[Any]:
+    """Normal numbers whose rows and columns reach over many binades, zeros, subnormals, and a few special ones."""
+    rng = np.random.default_rng(zlib.crc32(repr((shape, dtype, seed)).encode()))
+    spread = 6 if dtype == "float16" else 20
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-spread, spread, (*shape[:-1], 1)) / 2)
+    x *= np.exp2(rng.integers(-spread, spread, shape[-1]) / 2)
+    x[rng.random(shape) < 0.05] = 0
+    x[rng.random(shape[:-1]) < 0.1] = 0
+    x[rng.random(shape[:-1]) < 0.05] *= 2.0 ** (-20 if dtype == "float16" else -130)
+    for special in (np.nan, -np.inf, np.inf, 3e38, -1e-45, -0.0):
+        x[rng.random(shape) < 0.3 / max(x.size / 64, 8)] = special
+    return x.astype(cases.numpy_dtype(dtype))
+
+
+def rows_of(case: cases.Case, dtype: str) -> tuple[NDArray[Any], NDArray[Any]]:
+    """(rows [M, K] with NaN past the groups, group sizes)."""
+    x = numbers((case.rows, case.k), dtype, case.name)
+    x[case.valid :] = cases.TAIL
+    return x, np.array(case.sizes, np.int32)
+
+
+def quantize(
+    run: Native,
+    source: NDArray[Any],
+    format: Format,
+    forms: tuple[bool, bool] = (True, True),
+    group_sizes: NDArray[Any] | None = None,
+    *,
+    table: NDArray[Any] | None = None,
+    into: dict[str, NDArray[Any]] | None = None,
+    stream: int = 0,
+    **operands: NDArray[Any],
+) -> dict[str, NDArray[Any]]:
+    """Results by name; `operands` are encode, key, skip, into_amax; `into` holds buffers by result."""
+    call = calls.quantize(
+        spec_of(source),
+        format,
+        forms,
+        None if group_sizes is None else spec_of(group_sizes),
+        table=table is not None,
+        amax="into_amax" in operands,
+        reuse=into is not None,
+        stream=stream,
+        **{name: name in operands for name in ("encode", "key", "skip")},
+    )
+    buffers = {f"into_{name}": buffer for name, buffer in (into or {}).items() if name in QUANTIZED}
+    given = {"source": source, "group_sizes": group_sizes, **operands, **buffers}
+    if table is not None:
+        given |= {"source": None, "source_table": table}
+    results = run(call, call.arrange(**given))
+    return {n: r for n, r in zip(RESULTS["quantize"], results, strict=True) if r is not None}
+
+
+def same(found: dict[str, NDArray[Any]], wanted: dict[str, NDArray[Any]]) -> None:
+    assert found.keys() == wanted.keys()
+    for name in found:
+        asserts.bitwise(found[name], wanted[name], name)
+
+
+def dequantize(
+    run: Native,
+    stored: dict[str, NDArray[Any]],
+    format: Format,
+    axis: int,
+    like: NDArray[Any],
+    group_sizes: NDArray[Any] | None,
+    dtype: str,
+) -> NDArray[Any]:
+    groups = like.shape[0] if group_sizes is None else group_sizes.shape[0]
+    spec = calls.stored_spec(format, like.shape, axis, like.dtype.name, groups)
+    call = calls.dequantize(spec, None if group_sizes is None else spec_of(group_sizes), dtype)
+    prefix = "cross_" if axis == like.ndim - 2 else ""
+    named = {name: stored.get(prefix + name) for name in ("values", "scales", "group_scales")}
+    return run(call, call.arrange(group_sizes=group_sizes, **named))[0]
+
+
+@pytest.mark.rule("GRP-4", "GRP-5", "GRP-6", "GRP-12", "MAT-2")
+@pytest.mark.parametrize("kernel", kernels("quantize"))
+@pytest.mark.matrix(format=FOR_ROWS, case=CASES, dtype=cases.DTYPES, forms=FORMS)
+def test_rows(kernel, format, case, dtype, forms):
+    x, sizes = rows_of(case, dtype)
+    quantize(Native(kernel), x, format, forms, sizes, key=KEY)
+
+
+@pytest.mark.rule("MAT-2", "GRP-12")
+@pytest.mark.parametrize("kernel", kernels("quantize"))
+@pytest.mark.matrix(format=FOR_WEIGHTS, shape=MEMBERS, dtype=cases.DTYPES, forms=FORMS)
+def test_weights(kernel, format, shape, dtype, forms):
+    quantize(Native(kernel), numbers(shape, dtype), format, forms, key=KEY)
+
+
+@pytest.mark.rule("MAT-4")
+@pytest.mark.parametrize("kernel", kernels("quantize"))
+@pytest.mark.matrix(format=FOR_WEIGHTS[::2], dtype=cases.DTYPES)
+def test_listed_weights(kernel, format, dtype):
+    w, run = numbers((3, 37, 53), dtype), Native(kernel)
+    _held, table = run.hold(list(w))
+    same(quantize(run, w, format, table=table), quantize(run, w, format))
+
+
+@pytest.mark.parametrize("kernel", kernels("quantize"))
+@pytest.mark.matrix(format=FOR_ROWS, case=CASES[:4], dtype=cases.DTYPES)
+def test_amaxes_are_merged(kernel, format, case, dtype):
+    """Of the values as they come, whatever their form; what was there already counts."""
+    x, sizes = rows_of(case, dtype)
+    before = np.zeros(case.groups, np.float32)
+    before[::2] = 100
+    found = quantize(Native(kernel), x, format, (True, True), sizes, into_amax=before)["amax"]
+    alone = quantize(Native(kernel), x, format, (False, False), sizes, into_amax=before)["amax"]
+    asserts.bitwise(alone, found)
+    for g, span in enumerate(case.spans()):
+        largest = np.max(np.abs(x[span].astype(np.float32)), initial=before[g])
+        asserts.bitwise(found[g : g + 1], np.array([largest if largest == largest else np.nan], np.float32))
+
+
+@pytest.mark.parametrize("kernel", kernels("quantize"))
+@pytest.mark.matrix(name=("fp8_tensor", "fp8_tensor_e5m2"), dtype=cases.DTYPES, rows=(False, True), forms=FORMS)
+def test_given_multipliers(kernel, name, dtype, rows, forms):
+    """Delayed scaling: nothing is found; amaxes are merged on the way."""
+    encode = np.array([0.5, 1.0, 3.0, 2.0**-100, 2.0**127], np.float32)
+    case = cases.Case("five", (7, 0, 130, 1, 40), 190, 37, 1, frozenset())
+    source, sizes = rows_of(case, dtype) if rows else (numbers((5, 24, 37), dtype), None)
+    options = {"encode": encode, "into_amax": np.full(5, 1e-3, np.float32)}
+    quantize(Native(kernel), source, FORMATS[name].replace(delayed=True), forms, sizes, **options)
+
+
+def is_for(format: Format, rows: bool, **_: Any) -> bool:
+    return format in (FOR_ROWS if rows else FOR_WEIGHTS)
+
+
+def buffers(found: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """As large as the results, full of something else."""
+    return {n: np.full(r.nbytes, 0x5A, np.uint8).view(r.dtype).reshape(r.shape) for n, r in found.items()}
+
+
+@pytest.mark.rule("QNT-6")
+@pytest.mark.parametrize("kernel", kernels("quantize"))
+@pytest.mark.matrix(format=VARIANTS, rows=(False, True), amax=(False, True), valid=is_for)
+def test_a_device_flag_turns_it_into_nothing(kernel, format, rows, amax):
+    source, sizes = rows_of(CASES[0], "bfloat16") if rows else (numbers((3, 37, 53), "bfloat16"), None)
+    groups = source.shape[0] if sizes is None else sizes.shape[0]
+    options = {"into_amax": np.full(groups, 2, np.float32)} if amax else {}
+    fresh = quantize(Native(kernel), source, format, (True, True), sizes, **options)
+    into = buffers(fresh)
+    taken = quantize(Native(kernel), source, format, (True, True), sizes, into=into, **options)
+    same(taken, fresh)
+    for flag in (0, 1, -1):
+        skip = np.array([flag], np.int32)
+        found = quantize(Native(kernel), source, format, (True, True), sizes, into=into, skip=skip, **options)
+        same(found, (into | {"amax": options["into_amax"]} if amax else into) if flag else fresh)
+
+
+def every_value(dtype: str) -> NDArray[Any]:
+    """All numbers of a 16-bit type, [512, 128], in an order that mixes magnitudes."""
+    bits = (np.arange(2**16, dtype=np.uint32) * 40503 % 2**16).astype(np.uint16)
+    return bits.view(cases.numpy_dtype(dtype)).reshape(512, 128)
+
+
+@pytest.mark.rule("GRP-12")
+@pytest.mark.parametrize("kernel", kernels("quantize"))
+@pytest.mark.matrix(format=FOR_ROWS, dtype=("bfloat16", "float16"), ordered=(False, True))
+def test_every_value_of_16_bits(kernel, format, dtype, ordered):
+    """Ordered, blocks hold neighbours, so that each of them is near its block's largest."""
+    x = every_value(dtype)
+    if ordered:
+        x = np.arange(2**16, dtype=np.uint16).view(x.dtype).reshape(x.shape)
+    quantize(Native(kernel), x, format, (True, True), np.array([100, 412], np.int32), key=KEY)
+
+
+def around(values: NDArray[Any]) -> NDArray[np.float32]:
+    """fp32 numbers and both neighbours of each."""
+    x = values.astype(np.float32)
+    return np.stack([x, np.nextafter(x, np.float32(np.inf)), np.nextafter(x, np.float32(-np.inf))], axis=-1).reshape(-1)
+
+
+@pytest.mark.parametrize("kernel", kernels("quantize"))
+@pytest.mark.parametrize("format", FOR_ROWS, ids=lambda f: f.name)
+def test_decision_points(kernel, format):
+    """Where a cast of fp32 turns from one code to the next, at scales that map to the type's largest times 2^k."""
+    kind = "float8_e4m3fn" if format.values == "uint8" else format.values
+    codes = np.arange(256, dtype=np.uint8).view(cases.numpy_dtype(kind)).astype(np.float32)
+    grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]) if format.values == "uint8" else np.unique(codes[np.isfinite(codes)])
+    points = around(np.concatenate([grid, (grid[1:] + grid[:-1]) / 2]))
+    top = np.float32(grid.max())
+    block = format.block or 128
+    lines = points[: points.size // (block - 1) * (block - 1)].reshape(-1, block - 1)
+    lines = np.pad(lines, ((0, 0), (1, 0)), constant_values=top)
+    scales = np.exp2([-140.0, -120, -8, 0, 1, 100, 118]).astype(np.float32)
+    largest = around(np.array([top]))
+    x = (lines[None, None] * scales[:, None, None, None]).repeat(3, axis=1)
+    x[..., 0] = (largest[None, :, None] * scales[:, None, None]).astype(np.float32)
+    x = np.ascontiguousarray(x.reshape(-1, block), np.float32)
+    sizes = np.array([x.shape[0] // 2, x.shape[0] - x.shape[0] // 2], np.int32)
+    quantize(Native(kernel), x, format, (True, False), sizes, key=KEY)
+    turned = np.ascontiguousarray(x.T)
+    quantize(Native(kernel), turned, format, (False, True), np.array([turned.shape[0]], np.int32), key=KEY)
+
+
+@pytest.mark.parametrize("kernel", kernels("quantize"))
+@pytest.mark.parametrize("format", [f for f in FOR_WEIGHTS if f.square or not f.block], ids=lambda f: f.name)
+def test_both_forms_hold_the_same_codes(kernel, format):
+    """Where a scale covers as much of one axis as of the other, the forms are transposes (numerics 2.4)."""
+    found = quantize(Native(kernel), cases.normal((2, 64, 48), "bfloat16"), format)
+    one, other = found["values"].view(np.uint8), found["cross_values"].view(np.uint8)
+    if format.values == "uint8":
+        one, other = (np.stack([a & 15, a >> 4], axis=-1).reshape(*a.shape[:2], -1) for a in (one, other))
+    asserts.bitwise(one, np.ascontiguousarray(other.swapaxes(1, 2)))
+    if format.block:
+        asserts.bitwise(found["scales"], np.ascontiguousarray(found["cross_scales"].swapaxes(1, 2)))
+
+
+@pytest.mark.parametrize("kernel", kernels("quantize"))
+@pytest.mark.parametrize("rotate", [False, True])
+def test_random_bits_follow_key_and_stream(kernel, rotate):
+    """The forms of one call have neighbouring streams; a key or stream gives its own numbers, each time the same."""
+    x, sizes = cases.normal((64, 48), "bfloat16"), np.array([30, 34], np.int32)
+    format = FORMATS["nvfp4"].replace(stochastic=True, rotate=rotate)
+    run = Native(kernel)
+    found = [
+        quantize(run, x, format, (True, True), sizes, key=key, stream=stream)["values"].tobytes()
+        for key, stream in ((KEY, 0), (KEY, 0), (KEY, 2), (KEY[::-1].copy(), 0), (np.zeros(2, np.uint32), 0))
+    ]
+    assert found[0] == found[1]
+    assert len(set(found)) == 4
+    asserts.bitwise(
+        quantize(run, x, format, (True, True), sizes)["values"].reshape(-1),
+        np.frombuffer(found[4], np.uint8),
+    )
+
+
+@pytest.mark.rule("ALL-2")
+@pytest.mark.parametrize("kernel", kernels("quantize"))
+@pytest.mark.matrix(format=FOR_ROWS, case=CASES[:4], dtype=cases.DTYPES)
+def test_the_same_at_any_address_and_through_both_entries(kernel, format, case, dtype):
+    x, sizes = rows_of(case, dtype)
+    first = quantize(Native(kernel), x, format, (True, True), sizes, key=KEY)
+    anywhere = kernel if "_any_" in kernel else f"{kernel},quantize_any_cuda"
+    for run in (Native(anywhere, unaligned=True), Native(kernel, check=False, dlpack=True)):
+        same(quantize(run, x, format, (True, True), sizes, key=KEY), first)
+
+
+@pytest.mark.rule("ALL-2", "GRP-12")
+@pytest.mark.parametrize("kernel", kernels("quantize"))
+@pytest.mark.parametrize("format", FOR_ROWS, ids=lambda f: f.name)
+def test_groups_do_not_see_each_other(kernel, format):
+    """A group quantised alone has the codes that it has between others; its random bits are those of its place."""
+    x, sizes = cases.normal((180, 40), "bfloat16"), np.array([0, 50, 130], np.int32)
+    found = quantize(Native(kernel), x, format, (True, True), sizes)
+    spoiled = x.copy()
+    spoiled[50:] = np.nan
+    other = quantize(Native(kernel), spoiled, format, (True, True), sizes)
+    asserts.bitwise(other["values"][:50], found["values"][:50])
+    segment = -(-50 // format.segment) * format.segment
+    columns = (slice(None), slice(segment)) if format.turned else slice(segment)
+    asserts.bitwise(other["cross_values"][columns], found["cross_values"][columns])
+
+
+@pytest.mark.rule("GRP-5", "GRP-6")
+@pytest.mark.parametrize("kernel", kernels("dequantize"))
+@pytest.mark.matrix(format=FOR_ROWS, case=CASES, dtype=cases.DTYPES, cross=(False, True), codes=("found", "any"))
+def test_values_of_rows(kernel, format, case, dtype, cross, codes):
+    x, sizes = rows_of(case, "float32")
+    if format.rotate:
+        format = format.replace(rotate=False)  # values of what was stored; nobody turns it back
+    forms = (not cross, cross)
+    stored = quantize(Native("quantize_any_cpu", check=False), x, format, forms, sizes)
+    if codes == "any":
+        stored = {name: shuffled(array, name) for name, array in stored.items()}
+    found = dequantize(Native(kernel), stored, format, 0 if cross else 1, x, sizes, dtype)
+    asserts.zero(found[case.valid :], "tail")
+
+
+def shuffled(array: NDArray[Any], name: str) -> NDArray[Any]:
+    """Any codes, NaN among them, and any scales."""
+    rng = np.random.default_rng(len(name) + array.size)
+    if array.dtype != np.float32:
+        return rng.integers(0, 256, array.shape, np.uint8).view(array.dtype)
+    scales = np.exp2(rng.integers(-149, 128, array.shape).astype(np.float64)).astype(np.float32)
+    scales[rng.random(array.shape) < 0.1] = np.nan
+    return scales
+
+
+@pytest.mark.parametrize("kernel", kernels("dequantize"))
+@pytest.mark.matrix(
+    format=[f for f in FOR_WEIGHTS if not (f.stochastic or f.four_over_six)],
+    shape=MEMBERS,
+    dtype=cases.DTYPES,
+    cross=(False, True),
+    codes=("found", "any"),
+)
+def test_values_of_weights(kernel, format, shape, dtype, cross, codes):
+    w = numbers(shape, "float32")
+    stored = quantize(Native("quantize_any_cpu", check=False), w, format, (not cross, cross))
+    if codes == "any":
+        stored = {name: shuffled(array, name) for name, array in stored.items()}
+    dequantize(Native(kernel), stored, format, 1 if cross else 2, w, None, dtype)
+
+
+@pytest.mark.parametrize("kernel", kernels("scale_update"))
+@pytest.mark.matrix(
+    length=(1, 2, 5, 300), roles=(1, 3), groups=(1, 7, 300), most_recent=(False, True), reuse=(False, True)
+)
+def test_steps_of_delayed_scaling(kernel, length, roles, groups, most_recent, reuse):
+    rng = np.random.default_rng(length + groups)
+    history = np.abs(rng.standard_normal((roles, length, groups))).astype(np.float32)
+    special = np.array([0, np.inf, np.nan, 2.0**-149, 2.0**-126, 3.4e38], np.float32)
+    history[:, 0, : special.size] = special[:groups]
+    history[:, -1, -1] = np.inf  # one that entered no window, in a window
+    scale = np.full((roles, groups), 3, np.float32)
+    top = np.array([448, 57344, 56], np.float32)[:roles]
+    call = calls.scale_update(spec_of(scale), spec_of(history), "most_recent" if most_recent else "max", reuse=reuse)
+    run = Native(kernel)
+    for _ in range(3):
+        if reuse:  # in the same memory: operands and results are one
+            call = dataclasses.replace(call, aliases=((0, 0), (1, 1), (3, 0), (4, 1)))
+        into = {"into_new_scale": scale, "into_new_history": history} if reuse else {}
+        scale, history = run(call, call.arrange(scale=scale, history=history, top=top, **into))
+        history[:, 0] = np.abs(rng.standard_normal((roles, groups))) * (rng.random((roles, groups)) < 0.7)
+
+
+class TestRefusals:
+    """Formats that contradict themselves are refused by the native module itself."""
+
+    ROWS, WEIGHTS = ArraySpec((12, 64), "bfloat16"), ArraySpec((3, 32, 64), "bfloat16")
+    SIZES = ArraySpec((3,), "int32")
+
+    @pytest.mark.parametrize(
+        ("name", "rows", "params", "words"),
+        [
+            ("mxfp8", True, {"block": 24}, "block"),
+            ("mxfp8", True, {"block": 256}, "block"),
+            ("mxfp8", True, {"segment": 96}, "segment"),
+            ("mxfp8", True, {"segment": 16}, "segment"),
+            ("mxfp8", True, {"block_outer": 32}, "block_outer"),
+            ("mxfp8", True, {"rule": "fp32"}, "scales"),
+            ("mxfp8", True, {"rule": "nvfp4"}, "expected"),
+            ("mxfp8", True, {"rule": "none"}, "no rule none"),
+            ("mxfp8", True, {"stochastic": 1}, "stochastic"),
+            ("mxfp8", True, {"rotate": 1}, "rotate"),
+            ("mxfp8", False, {"block_outer": 16}, "block_outer"),
+            ("nvfp4", True, {"turned": 1}, "turned"),
+            ("nvfp4", True, {"block": 32}, "block"),
+            ("nvfp4", True, {"four_over_six": "cubes"}, "four_over_six"),
+            ("nvfp4", True, {"four_over_six": "square", "stochastic": 1}, "four_over_six"),
+            ("nvfp4", False, {"rotate": 1}, "rotate"),
+            ("fp8_1x128", True, {"block": 0}, "scales"),
+        ],
+    )
+    def test_parameters(self, name, rows, params, words):
+        source, sizes = (self.ROWS, self.SIZES) if rows else (self.WEIGHTS, None)
+        call = calls.quantize(source, FORMATS[name], (True, True), sizes)
+        call = dataclasses.replace(call, params=tuple({**dict(call.params), **params}.items()))
+
+        with asserts.refused(ValueError, ["quantize", words]):
+            plans.attempt(call, "cpu")
+
+    def test_operands(self):
+
+        for call, words in (
+            (calls.quantize(self.ROWS, FORMATS["mxfp8"], (True, True), self.SIZES, encode=True), "encode"),
+            (calls.quantize(self.ROWS, FORMATS["mxfp8"], (True, True), self.SIZES, skip=True), "skip"),
+            (calls.quantize(self.ROWS, FORMATS["mxfp8"], (True, True), self.SIZES, table=True), "source_table"),
+            (calls.quantize(self.ROWS, FORMATS["mxfp8"], (False, False), self.SIZES), "at least one"),
+        ):
+            with asserts.refused(ValueError, ["quantize", words]):
+                plans.attempt(call, "cpu")

@@ -1,0 +1,240 @@
+"""Where the gradients of one product go, whatever operators compute them: facts, launchers, delivery.
+
+Letters: G groups, M rows, K in, N out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from grouped_core.gradients import Needs
+from grouped_core.products import wide
+from torch_bridge import _library, main_grad
+from torch_bridge._arguments import weight_names
+from torch_bridge._run import TORCH_DTYPES
+
+
+class Owner(NamedTuple):
+    """A module's side of one product: its Parameters, of which the weights may be casts, and what it delays."""
+
+    parameters: tuple[Any, ...]
+    delayed: main_grad.Delayed | None
+
+
+Static = tuple[str, tuple[int, int], tuple[bool, bool], bool, tuple[bool, ...] | None]
+"""The operation; how many weights and biases; whether each is one tensor; whether gradients of weights go to
+`main_grad`; whether they replace what is there (None: ask the Parameters)."""
+
+
+class ProductFacts(NamedTuple):
+    """What forward tells the backward of one product beside tensors."""
+
+    text: str  # the operation
+    dtypes: str  # of x, weight, bias, row_scale
+    counts: tuple[int, int]  # weights, biases
+    packed: tuple[bool, bool]  # whether weights, biases are one tensor, or weights two that have all groups each
+    live: Sequence[int]  # weights that need a gradient
+    live_biases: Sequence[int]
+    kept_weights: int  # of the saved tensors
+    flags: bool  # whether Parameters have flags to raise
+    overwrite: tuple[bool, ...] | None  # None: ask the Parameters
+    needs: Needs
+    k: int
+    weight_name: str = _library.NAMES.w  # the argument, for messages
+
+
+@lru_cache(maxsize=1024)
+def facts_of(
+    static: Static, dtypes: tuple[torch.dtype | None, ...], needed: tuple[bool, ...], first: int
+) -> tuple[Needs, tuple[bool, ...], tuple[Any, ...]]:
+    """As `_facts`, of a function whose differentiable arguments start at `first`."""
+    text, counts, packed, to_main_grad, overwrite = static
+    needs_x, needs_scale, *needs_members = needed[first:]
+    live = tuple(at for at in range(counts[0]) if needs_members[at])
+    live_biases = tuple(at for at in range(counts[1]) if needs_members[counts[0] + at])
+    needs = Needs(needs_x, bool(live), bool(live_biases), needs_scale)
+    kept = _library.saved(text, needs, dtypes[2] is not None, dtypes[3] is not None)
+    kept_weights = counts[0] if kept.w else 0
+    flags = to_main_grad and overwrite is None
+    names = _library.dtype_names(*dtypes)
+    return kept, tuple(needs), (text, names, counts, packed, live, live_biases, kept_weights, flags, overwrite)
+
+
+def owners_of(
+    weights: Sequence[Tensor], elsewhere: bool, owner: Owner | None
+) -> tuple[Sequence[Any], main_grad.Delayed | None]:
+    """(the Parameters of weights whose gradients do not go to autograd, what delays them); () if they do."""
+    if owner is None:
+        return (weights if elsewhere else ()), None
+    return (owner.parameters if elsewhere or owner.delayed is not None else ()), owner.delayed
+
+
+class ProductGradients(NamedTuple):
+    """Gradients of one product, None where not needed or written elsewhere; one entry a weight and a bias."""
+
+    x: Tensor | None
+    row_scale: Tensor | None
+    weights: list[Tensor | None]
+    biases: list[Tensor | None]
+
+
+class Launcher(Protocol):
+    """The gradient operators with their operands at hand."""
+
+    def new(self, letters: str, live: list[int]) -> list[Tensor]:
+        """Gradients named by `letters`, in that order; of a list of weights those of the groups `live`."""
+        ...
+
+    def into(
+        self,
+        letters: str,
+        live: list[int],
+        accumulate: bool,
+        grad_input: Tensor | None,
+        wgrad: list[Tensor],
+        scale_grad: Tensor | None,
+    ) -> None:
+        """The same gradients into the caller's tensors."""
+        ...
+
+    def of_weights(self) -> Launcher:
+        """This one with nothing but what weight gradients read, for a delayed launch keeps it alive."""
+        ...
+
+    def tensors(self) -> Sequence[Tensor | None]:
+        """What it keeps alive."""
+        ...
+
+
+class PlainLauncher(NamedTuple):
+    """Of operands as they stand; those that no needed gradient reads are None or []."""
+
+    x: Tensor | None
+    weights: list[Tensor]
+    sizes: Tensor
+    biases: list[Tensor]
+    row_scale: Tensor | None
+    dy: Tensor
+    k: int
+    text: str
+    dtypes: str
+
+    def new(self, letters: str, live: list[int]) -> list[Tensor]:
+        return _library.linear_grads(*self, letters, live)
+
+    def into(
+        self,
+        letters: str,
+        live: list[int],
+        accumulate: bool,
+        grad_input: Tensor | None,
+        wgrad: list[Tensor],
+        scale_grad: Tensor | None,
+    ) -> None:
+        _library.linear_grads_into(*self, letters, live, accumulate, grad_input, wgrad, scale_grad)
+
+    def of_weights(self) -> PlainLauncher:
+        return self._replace(weights=[], biases=[])
+
+    def tensors(self) -> Sequence[Tensor | None]:
+        return (self.x, *self.weights, self.sizes, *self.biases, self.row_scale, self.dy)
+
+
+def product_gradients(
+    facts: ProductFacts,
+    launcher: Launcher,
+    dy: Tensor,
+    owners: Sequence[Tensor],
+    accumulators: Sequence[Tensor | None],
+    grad_input: Tensor | None,
+    delayed: main_grad.Delayed | None = None,
+) -> ProductGradients:
+    """What `facts.needs` asks for, each gradient where it belongs.
+
+    Args:
+        dy: [M, N], contiguous.
+        owners: the weights, if their gradients do not go to autograd but to `accumulators` or to `main_grad`.
+        grad_input: the caller's buffer for the gradient of x.
+        delayed: where the weight gradients wait, if they do.
+    """
+    needs, (weight_count, bias_count) = facts.needs, facts.counts
+    elsewhere = bool(owners) and needs.w
+    buffer = grad_input if needs.x else None
+
+    new = needs._replace(w=needs.w and not elsewhere)
+    if buffer is not None:  # the gradient of the row scale is a by-product of that of x
+        new = new._replace(x=False, row_scale=False)
+    dx = db = dc = None
+    dw: list[Tensor] = []  # one for each weight that needs one, or for a list [live, N, K]
+    if letters := _library.needs_text(new):
+        results = iter(launcher.new(letters, _library.subset(facts.live, weight_count)))
+        dx = next(results) if new.x else None
+        dw = [next(results) for _ in (facts.live if facts.packed[0] else facts.live[:1])] if new.w else []
+        db, dc = (next(results) if needed else None for needed in new[2:])
+    if buffer is not None:
+        if needs.row_scale:
+            dc = dy.new_empty(dy.shape[:1], dtype=TORCH_DTYPES[facts.dtypes.split(",")[3]])
+        letters = _library.needs_text(Needs(True, False, False, needs.row_scale))
+        launcher.into(letters, [], False, buffer, [], dc)
+        dx = buffer.detach()
+
+    weight_gradients: list[Tensor | None] = [None] * weight_count
+    bias_gradients: list[Tensor | None] = [None] * bias_count
+    if elsewhere:
+        later = launcher.of_weights()
+
+        def launch(destinations: list[Tensor], groups: list[int], accumulate: bool) -> None:
+            later.into("w", _library.subset(groups, weight_count), accumulate, None, destinations, None)
+
+        weight_gradients = main_grad.deliver(
+            weight_names(owners, facts.weight_name),
+            owners,
+            accumulators or None,
+            facts.overwrite,
+            facts.live,
+            launch,
+            flags=facts.flags,
+            delayed=delayed,
+            operands=later.tensors(),
+            dtype=TORCH_DTYPES[wide(facts.dtypes.split(",")[1])],
+        )
+    if dw:
+        for at, gradient in zip(facts.live, dw if facts.packed[0] else dw[0].unbind(), strict=True):
+            weight_gradients[at] = gradient
+    if db is not None:
+        gradients = [db] if facts.packed[1] else db.unbind()
+        for at in facts.live_biases:
+            bias_gradients[at] = gradients[at]
+    return ProductGradients(dx, dc, weight_gradients, bias_gradients)
+
+
+def once(name: str, gradients: Sequence[Tensor | None], sources: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The gradients, with a history that refuses to be differentiated.
+
+    Args:
+        name: of the operation, for the words. sources: what the gradients were made of, whose derivatives are refused.
+    """
+    apart = (None if each is None else each.detach().requires_grad_() for each in gradients)  # always a history
+    return _Once.apply(name, len(gradients), *apart, *sources)
+
+
+class _Once(torch.autograd.Function):
+    """Lets gradients through and refuses to differentiate them again."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        """`tensors`: gradients, as many as `count` says, then what they were made of."""
+        ctx.name = name
+        return tuple(None if each is None else each.view_as(each) for each in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        raise RuntimeError(
+            f"{ctx.name}: differentiated twice, expected once; its gradients have no derivative of their own, "
+            "compose it of differentiable torch operations where second derivatives are needed."
+        )

@@ -1,0 +1,498 @@
+"""The torch operators of quantised operands: one that stores, and those of the linear operation on what is stored.
+
+As in `_library`, operators see lists of tensors and text. A quantised operand is the list of its arrays, and the text
+says how they lie; so residuals are plain tensors, which hooks of saved tensors see singly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grouped_core import gradients, storing
+from grouped_core.debug import debug_flags
+from grouped_core.formats import Format, QTensor
+from grouped_core.gradients import Needs
+from torch_bridge import _library, _run
+from torch_bridge._library import NEEDS, decode, define, grouped
+
+_PARTS = ("values", "scales", "group_scales")
+
+
+class Stored(NamedTuple):
+    """An operand as operators take it: `text` is "" for plain tensors, one or one a group."""
+
+    tensors: list[Tensor]
+    text: str = ""
+
+
+def arrays_of(operand: Any) -> Stored:
+    """A tensor, a list of one a group, or a `QTensor` (without its other form) as operators take it."""
+    if isinstance(operand, QTensor):
+        parts = {name: getattr(operand, name) for name in _PARTS}
+        present = [name for name, part in parts.items() if part is not None]
+        shape = operand.shape if len(operand.shape) == 3 else (-1, operand.shape[1])  # for M may change
+        text = _describe(operand.format, operand.axis, tuple(shape), operand.dtype, "".join([n[0] for n in present]))
+        return Stored([parts[name] for name in present], text)
+    return Stored([operand] if isinstance(operand, Tensor) else list(operand))
+
+
+@torch.compiler.assume_constant_result
+def _describe(format: Format, axis: int, shape: tuple[int, ...], dtype: str, parts: str) -> str:
+    return json.dumps([dataclasses.asdict(format), axis, list(map(int, shape)), dtype, parts])
+
+
+@lru_cache(maxsize=1024)
+def described(text: str) -> tuple[Format, int, tuple[int, ...], str, str]:
+    """Format, axis, shape (-1 for rows), dtype and initials of the arrays that text of a form says."""
+    format, axis, shape, dtype, parts = json.loads(text)
+    return Format(**format), axis, tuple(shape), dtype, parts
+
+
+def restored(stored: Stored, rows: int) -> QTensor[Any]:
+    """The `QTensor` that `arrays_of` took apart; `rows` is its M."""
+    format, axis, shape, dtype, parts = described(stored.text)
+    by_name = dict(zip((name for name in _PARTS if name[0] in parts), stored.tensors, strict=True))
+    whole = (rows, shape[1]) if len(shape) == 2 else shape
+    return QTensor(by_name["values"], by_name.get("scales"), by_name.get("group_scales"), format, axis, whole, dtype)
+
+
+def slots_of(tensors: Sequence[Tensor], text: str, rank: int) -> tuple[Any, Any, Any]:
+    """An operand's three places among the operands of a rule."""
+    if not text:
+        return grouped(tensors, rank), None, None
+    names = described(text)[4]
+    by_name = dict(zip(names, tensors, strict=True))
+    return by_name["v"], by_name.get("s"), by_name.get("g")
+
+
+def operand_of(slots: Sequence[Any], text: str, rows: int) -> Any:
+    """What a rule reads in the three places."""
+    if not text or slots[0] is None:
+        return slots[0]
+    format, axis, shape, dtype, _ = described(text)
+    values, scales, group_scales = slots
+    return QTensor(values, scales, group_scales, format, axis, (rows, shape[1]) if len(shape) == 2 else shape, dtype)
+
+
+def present(*forms: Any) -> list[Any]:
+    """The arrays of forms, in order."""
+    return [
+        array
+        for form in forms
+        if form is not None
+        for array in ([form] if not isinstance(form, QTensor) else [form.values, form.scales, form.group_scales])
+        if array is not None
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Storing
+
+Wanted = tuple[tuple[int, Format], ...]
+"""(contracted axis, format) of each form."""
+
+
+@lru_cache(maxsize=1024)
+def store_text(wanted: Wanted, stream: int = 0) -> str:
+    """Static facts of one `store`."""
+    return json.dumps([[[axis, dataclasses.asdict(cell)] for axis, cell in wanted], stream])
+
+
+@lru_cache(maxsize=1024)
+def _store_facts(text: str) -> tuple[Wanted, int]:
+    wanted, stream = json.loads(text)
+    return tuple((axis, Format(**cell)) for axis, cell in wanted), stream
+
+
+def _store_rule(run: Any, text: str, operands: Sequence[Any]) -> tuple[Any, ...]:
+    source, sizes, encode, key, skip, *buffers = operands
+    wanted, stream = _store_facts(text)
+    into = None
+    if buffers:
+        spec = run.spec(source) if not hasattr(source, "spec") else source.spec
+        left = iter(buffers)
+        into = [
+            QTensor(
+                next(left),
+                next(left) if cell.scales else None,
+                next(left) if cell.per_group else None,
+                cell,
+                axis,
+                spec.shape,
+                spec.dtype,
+            )
+            for axis, cell in wanted
+        ]
+    found = storing.store(run, source, wanted, sizes, encode=encode, key=key, stream=stream, into=into, skip=skip)
+    return (*present(*found.forms), found.amax)
+
+
+def _store(
+    source: list[Tensor], group_sizes: Tensor | None, encode: Tensor | None, key: Tensor | None, how: str
+) -> list[Tensor]:
+    operands = (_source(source, group_sizes), group_sizes, encode, key, None)
+    return [each for each in _run.run(_store_rule, how, operands, debug_flags()) if each is not None]
+
+
+def _store_fake(
+    source: list[Tensor], group_sizes: Tensor | None, encode: Tensor | None, key: Tensor | None, how: str
+) -> list[Tensor]:
+    operands = (_source(source, group_sizes), group_sizes, encode, key, None)
+    return [each for each in _run.fake(_store_rule, how, operands, (), source[0].device) if each is not None]
+
+
+def _source(source: Sequence[Tensor], group_sizes: Tensor | None) -> Any:
+    return grouped(source, 2 if group_sizes is not None else 3)
+
+
+def _store_into(
+    source: list[Tensor],
+    group_sizes: Tensor | None,
+    encode: Tensor | None,
+    key: Tensor | None,
+    skip: Tensor | None,
+    how: str,
+    buffers: list[Tensor],
+) -> None:
+    operands = (_source(source, group_sizes), group_sizes, encode, key, skip, *buffers)
+    _run.run(_store_rule, how, operands, debug_flags())
+
+
+def nothing(*_: Any) -> None:
+    """The fake of an operator that returns nothing."""
+
+
+_SOURCE = "Tensor[] source, Tensor? group_sizes, Tensor? encode, Tensor? key"
+define("store", f"({_SOURCE}, str how) -> Tensor[]", _store, _store_fake)
+define("store_into", f"({_SOURCE}, Tensor? skip, str how, Tensor(a!)[] buffers) -> ()", _store_into, nothing)
+_store_op = torch.ops.torch_bridge.store.default
+_store_into_op = torch.ops.torch_bridge.store_into.default
+
+
+class Forms(NamedTuple):
+    """What `store` makes: the forms in the order asked for, and the largest magnitudes of delayed scaling."""
+
+    forms: list[Any]
+    amax: Tensor | None
+
+
+def store(
+    source: Sequence[Tensor],
+    wanted: Wanted,
+    group_sizes: Tensor | None,
+    *,
+    encode: Tensor | None = None,
+    key: Tensor | None = None,
+    stream: int = 0,
+) -> Forms:
+    """Rows (with group sizes) or weights in the quantised formats wanted; forms of one format come from one pass."""
+    arrays = _store_op(list(source), group_sizes, encode, key, store_text(wanted, stream))
+    first = source[0]
+    shape = tuple(first.shape) if group_sizes is not None or first.dim() == 3 else (len(source), *first.shape)
+    return _forms(arrays, wanted, shape, _run.dtype_name(first.dtype))
+
+
+def _forms(arrays: Sequence[Tensor], wanted: Wanted, shape: tuple[int, ...], dtype: str) -> Forms:
+    left = list(arrays)
+    forms = []
+    for axis, cell in wanted:
+        values, scales, group_scales = (
+            left.pop(0) if there else None for there in (True, bool(cell.scales), cell.per_group)
+        )
+        forms.append(QTensor(values, scales, group_scales, cell, axis, shape, dtype))
+    return Forms(forms, left[0] if left else None)
+
+
+def store_into(source: Sequence[Tensor], forms: Sequence[QTensor[Tensor]], *, skip: Tensor | None = None) -> None:
+    """Weights anew in forms that exist, in place; `skip` [1] int32 not zero on the device leaves them as they are."""
+    wanted = tuple((form.axis, form.format) for form in forms)
+    buffers = present(*forms)
+    _store_into_op(list(source), None, None, None, skip, store_text(wanted), buffers)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Dequantising
+
+
+def _dequantize_rule(run: Any, static: tuple[str, int, str], operands: Sequence[Any]) -> tuple[Any]:
+    text, rows, dtype = static
+    *slots, sizes = operands
+    return (storing.dequantize(run, operand_of(slots, text, rows), sizes, dtype),)
+
+
+def _dequantize(parts: list[Tensor], group_sizes: Tensor | None, form: str, rows: int, dtype: str) -> Tensor:
+    operands = (*slots_of(parts, form, 3), group_sizes)
+    return _run.run(_dequantize_rule, (form, rows, dtype), operands, debug_flags())[0]
+
+
+def _dequantize_fake(parts: list[Tensor], group_sizes: Tensor | None, form: str, rows: int, dtype: str) -> Tensor:
+    operands = (*slots_of(parts, form, 3), group_sizes)
+    return _run.fake(_dequantize_rule, (form, int(rows), dtype), operands, (), parts[0].device)[0]
+
+
+define(
+    "dequantize",
+    "(Tensor[] parts, Tensor? group_sizes, str form, SymInt rows, str dtype) -> Tensor",
+    _dequantize,
+    _dequantize_fake,
+)
+_dequantize_op = torch.ops.torch_bridge.dequantize.default
+
+
+def dequantize(q: QTensor[Tensor], group_sizes: Tensor | None, dtype: str) -> Tensor:
+    """The values of q in its logical shape."""
+    stored = arrays_of(q)
+    return _dequantize_op(stored.tensors, group_sizes, stored.text, q.shape[0], dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The linear operation on stored operands. `x_form` and `weight_form` are texts of `Stored`.
+
+
+class _Static(NamedTuple):
+    op: str
+    x_form: str
+    weight_form: str
+
+
+def _linear_rule(run: Any, static: _Static, operands: Sequence[Any]) -> tuple[Any]:
+    sizes, bias, row_scale, out = operands[6:]
+    rows = run.spec(operands[0]).shape[0]
+    x, weight = operand_of(operands[:3], static.x_form, rows), operand_of(operands[3:6], static.weight_form, rows)
+    return (gradients.linear(run, decode(static.op), x, weight, sizes, bias, row_scale, out),)
+
+
+def _linear_operands(
+    x: list[Tensor],
+    weight: list[Tensor],
+    group_sizes: Tensor,
+    bias: list[Tensor],
+    row_scale: Tensor | None,
+    static: _Static,
+    out: Tensor | None,
+) -> tuple[Any, ...]:
+    rows, weights = slots_of(x, static.x_form, 2), slots_of(weight, static.weight_form, 3)
+    return (*rows, *weights, group_sizes, grouped(bias, 2), row_scale, out)
+
+
+def _linear(
+    x: list[Tensor],
+    weight: list[Tensor],
+    group_sizes: Tensor,
+    bias: list[Tensor],
+    row_scale: Tensor | None,
+    op: str,
+    x_form: str,
+    weight_form: str,
+) -> Tensor:
+    static = _Static(op, x_form, weight_form)
+    operands = _linear_operands(x, weight, group_sizes, bias, row_scale, static, None)
+    return _run.run(_linear_rule, static, operands, debug_flags())[0]
+
+
+def _linear_fake(
+    x: list[Tensor],
+    weight: list[Tensor],
+    group_sizes: Tensor,
+    bias: list[Tensor],
+    row_scale: Tensor | None,
+    op: str,
+    x_form: str,
+    weight_form: str,
+) -> Tensor:
+    static = _Static(op, x_form, weight_form)
+    operands = _linear_operands(x, weight, group_sizes, bias, row_scale, static, None)
+    return _run.fake(_linear_rule, static, operands, (), x[0].device)[0]
+
+
+def _linear_into(
+    x: list[Tensor],
+    weight: list[Tensor],
+    group_sizes: Tensor,
+    bias: list[Tensor],
+    row_scale: Tensor | None,
+    op: str,
+    x_form: str,
+    weight_form: str,
+    out: Tensor,
+) -> None:
+    static = _Static(op, x_form, weight_form)
+    operands = _linear_operands(x, weight, group_sizes, bias, row_scale, static, out)
+    _run.run(_linear_rule, static, operands, debug_flags())
+
+
+_OPERANDS = "Tensor[] x, Tensor[] weight, Tensor group_sizes, Tensor[] bias, Tensor? row_scale"
+_FORMS = "str op, str x_form, str weight_form"
+define("stored_linear", f"({_OPERANDS}, {_FORMS}) -> Tensor", _linear, _linear_fake)
+define("stored_linear_into", f"({_OPERANDS}, {_FORMS}, Tensor(a!) out) -> ()", _linear_into, nothing)
+linear = torch.ops.torch_bridge.stored_linear.default
+linear_into = torch.ops.torch_bridge.stored_linear_into.default
+
+
+class _GradStatic(NamedTuple):
+    op: str
+    x_form: str
+    weight_form: str
+    dy_forms: tuple[str, ...]
+    dtypes: str
+    needs: str
+    k: int
+    accumulate: bool
+
+
+def _grads_rule(run: Any, static: _GradStatic, operands: Sequence[Any]) -> tuple[Any, ...]:
+    sizes, bias, row_scale, dy, key, encode, into, grad_input = operands[6:14]
+    rows, groups = run.spec(dy).shape[0], run.spec(sizes).shape[0]
+    op = decode(static.op)
+    stored_dy = None
+    for at, text in enumerate(static.dy_forms):
+        form = operand_of(operands[14 + 3 * at : 17 + 3 * at], text, rows)
+        stored_dy = form if stored_dy is None else dataclasses.replace(stored_dy, other=form)
+    found = gradients.linear_backward(
+        run,
+        op,
+        _library.specs(op, static.dtypes, run.spec(dy), groups, static.k),
+        operand_of(operands[:3], static.x_form, rows),
+        operand_of(operands[3:6], static.weight_form, rows),
+        sizes,
+        bias,
+        row_scale,
+        dy,
+        Needs(*(letter in static.needs for letter in NEEDS)),
+        into_w=into,
+        accumulate=static.accumulate,
+        grad_input=grad_input,
+        extras=storing.Extras(key, encode),
+        stored_dy=stored_dy,
+    )
+    return tuple(found.grads)
+
+
+def _grads_operands(
+    static: _GradStatic,
+    x: list[Tensor],
+    weight: list[Tensor],
+    group_sizes: Tensor,
+    bias: list[Tensor],
+    row_scale: Tensor | None,
+    dy: list[Tensor],
+    key: Tensor | None,
+    encode: Tensor | None,
+    into: Any,
+    grad_input: Tensor | None,
+) -> tuple[Any, ...]:
+    plain, *parts = dy
+    forms: list[Any] = []
+    for text in static.dy_forms:
+        count = len(described(text)[4])
+        forms += slots_of(parts[:count], text, 2)
+        parts = parts[count:]
+    rows, weights = slots_of(x, static.x_form, 2), slots_of(weight, static.weight_form, 3)
+    return (*rows, *weights, group_sizes, grouped(bias, 2), row_scale, plain, key, encode, into, grad_input, *forms)
+
+
+def _grads(
+    x: list[Tensor],
+    weight: list[Tensor],
+    group_sizes: Tensor,
+    bias: list[Tensor],
+    row_scale: Tensor | None,
+    dy: list[Tensor],
+    key: Tensor | None,
+    encode: Tensor | None,
+    k: int,
+    op: str,
+    x_form: str,
+    weight_form: str,
+    dy_forms: list[str],
+    dtypes: str,
+    needs: str,
+    live: list[int],
+) -> list[Tensor]:
+    buffer = into = None
+    if "w" in needs and live:  # frozen members of a list have no destination
+        buffer = _library.weight_gradients(op, dtypes, live, dy[0], k)
+        into = _library.scattered(buffer.unbind(), live, group_sizes.shape[0])
+    static = _GradStatic(op, x_form, weight_form, tuple(dy_forms), dtypes, needs, k, False)
+    operands = _grads_operands(static, x, weight, group_sizes, bias, row_scale, dy, key, encode, into, None)
+    dx, dw, db, dc = _run.run(_grads_rule, static, operands, debug_flags())
+    return [each for each in (dx, dw if buffer is None else buffer, db, dc) if each is not None]
+
+
+def _grads_fake(
+    x: list[Tensor],
+    weight: list[Tensor],
+    group_sizes: Tensor,
+    bias: list[Tensor],
+    row_scale: Tensor | None,
+    dy: list[Tensor],
+    key: Tensor | None,
+    encode: Tensor | None,
+    k: int,
+    op: str,
+    x_form: str,
+    weight_form: str,
+    dy_forms: list[str],
+    dtypes: str,
+    needs: str,
+    live: list[int],
+) -> list[Tensor]:
+    static = _GradStatic(op, x_form, weight_form, tuple(dy_forms), dtypes, needs, int(k), False)
+    operands = _grads_operands(static, x, weight, group_sizes, bias, row_scale, dy, key, encode, None, None)
+    dx, dw, db, dc = _run.fake(_grads_rule, static, operands, (), dy[0].device)
+    if dw is not None and live:
+        dw = _library.weight_gradients(op, dtypes, live, dy[0], int(k))
+    return [each for each in (dx, dw, db, dc) if each is not None]
+
+
+def _grads_into(
+    x: list[Tensor],
+    weight: list[Tensor],
+    group_sizes: Tensor,
+    bias: list[Tensor],
+    row_scale: Tensor | None,
+    dy: list[Tensor],
+    key: Tensor | None,
+    encode: Tensor | None,
+    k: int,
+    op: str,
+    x_form: str,
+    weight_form: str,
+    dy_forms: list[str],
+    dtypes: str,
+    needs: str,
+    live: list[int],
+    accumulate: bool,
+    grad_input: Tensor | None,
+    wgrad: list[Tensor],
+    scale_grad: Tensor | None,
+) -> None:
+    into = grouped(wgrad, 3)
+    if into is wgrad:  # of a list of weights
+        into = _library.scattered(wgrad, live, group_sizes.shape[0])
+    static = _GradStatic(op, x_form, weight_form, tuple(dy_forms), dtypes, needs, k, accumulate)
+    operands = _grads_operands(static, x, weight, group_sizes, bias, row_scale, dy, key, encode, into, grad_input)
+    dc = _run.run(_grads_rule, static, operands, debug_flags())[3]
+    if scale_grad is not None:
+        scale_grad.copy_(dc)
+
+
+_DY = "Tensor[] dy, Tensor? key, Tensor? encode, SymInt k"  # multipliers of x, where it is quantised once more
+_REST = "str[] dy_forms, str dtypes, str needs, int[] live"
+define("stored_linear_grads", f"({_OPERANDS}, {_DY}, {_FORMS}, {_REST}) -> Tensor[]", _grads, _grads_fake)
+define(
+    "stored_linear_grads_into",
+    f"({_OPERANDS}, {_DY}, {_FORMS}, {_REST}, bool accumulate, Tensor(a!)? grad_input, Tensor(b!)[] wgrad,"
+    " Tensor(c!)? scale_grad) -> ()",
+    _grads_into,
+    nothing,
+)
+linear_grads = torch.ops.torch_bridge.stored_linear_grads.default
+linear_grads_into = torch.ops.torch_bridge.stored_linear_grads_into.default

@@ -1,0 +1,67 @@
+"""Keywords of a Sequential's modules, addressed by module or index."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.nn import Module
+
+
+def addressed(
+    layers: Sequence[Module],
+    taken: Sequence[Sequence[str] | None],
+    op_kwargs: Mapping[Module | int, Mapping[str, Any]],
+) -> dict[int, Mapping[str, Any]]:
+    """The keywords by place (BUF-5).
+
+    Args:
+        taken: the keywords that each layer takes; None: it is none of ours. op_kwargs: by module or index.
+
+    Raises:
+        ValueError: it addresses no layer of ours, or one twice. TypeError: unknown keywords.
+    """
+    found: dict[int, Mapping[str, Any]] = {}
+    for key, keywords in op_kwargs.items():
+        at = _place(layers, key)
+        takes, name = taken[at], type(layers[at]).__name__
+        if takes is None:
+            raise ValueError(
+                f"`op_kwargs` of Sequential: module {at} is a {name}, expected one of this package's modules; "
+                "others take no keywords, leave it out."
+            )
+        if at in found:
+            raise ValueError(
+                f"`op_kwargs` of Sequential: module {at} ({name}) is addressed twice, expected once; "
+                "merge its keywords."
+            )
+        unknown = [each for each in keywords if each not in takes]
+        if unknown:
+            valid = ", ".join(takes) or "none"
+            raise TypeError(
+                f"`op_kwargs` of Sequential: keyword {unknown[0]!r} for module {at} ({name}), valid ones: {valid}; "
+                "use one of these."
+            )
+        found[at] = keywords
+    return found
+
+
+def _place(layers: Sequence[Module], key: Module | int) -> int:
+    if isinstance(key, int):
+        if not -len(layers) <= key < len(layers):
+            raise ValueError(
+                f"`op_kwargs` of Sequential: index {key}, expected one of {len(layers)} modules; count them from 0."
+            )
+        return key % len(layers)
+    places = [at for at, layer in enumerate(layers) if layer is key]
+    if not places:
+        raise ValueError(
+            f"`op_kwargs` of Sequential: a {type(key).__name__} that is not in this Sequential, expected one of its "
+            "modules; pass that one, or its index."
+        )
+    if len(places) > 1:
+        raise ValueError(
+            f"`op_kwargs` of Sequential: a {type(key).__name__} that is held at {places}, expected a module held once; "
+            "use the index."
+        )
+    return places[0]

@@ -1,0 +1,57 @@
+"""Checkpoints with one tensor for all groups load into a layer with one a group, and the other way round.
+
+A layer adapts the entries under its own prefix, so names match by whole path segments. Values are never changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def adapt(state: dict[str, Any], prefix: str, kind: str, groups: int, shape: Sequence[int], *, grouped: bool) -> None:
+    """Brings `{prefix}{kind}` or `{prefix}{kind}0` to `{prefix}{kind}{G-1}` into the form that the layer has, in place.
+
+    Args:
+        state: what is loaded. kind: "weight" or "bias". groups: G. shape: of one group's tensor.
+        grouped: whether the layer has one tensor for all groups.
+
+    Raises:
+        ValueError: both forms are there, the indexed one is incomplete, or the grouped one cannot be split.
+    """
+    whole = f"{prefix}{kind}"
+    indexed = [f"{whole}{group}" for group in range(groups)]
+    found = [key for key in indexed if key in state]
+    if whole in state and found:
+        raise ValueError(
+            f"checkpoint: both `{whole}` and `{found[0]}` ({len(found)} indexed entries), expected one of the two "
+            "forms; remove the other."
+        )
+    if grouped and found:
+        missing = [str(group) for group, key in enumerate(indexed) if key not in state]
+        if missing:
+            raise ValueError(
+                f"checkpoint: `{whole}` has entries for {len(found)} of {groups} groups, missing {', '.join(missing)}; "
+                "expected all of them; load a complete checkpoint."
+            )
+        state[whole] = torch.stack([state.pop(key) for key in indexed])
+    elif not grouped and whole in state:
+        members = _split(whole, state[whole], groups, tuple(shape))
+        del state[whole]
+        state.update(zip(indexed, members, strict=True))
+
+
+def _split(key: str, tensor: Tensor, groups: int, shape: tuple[int, ...]) -> Sequence[Tensor]:
+    if tuple(tensor.shape) == (groups, *shape):
+        return tensor.unbind()
+    if tuple(tensor.shape) == (groups * shape[0], *shape[1:]):
+        return tensor.chunk(groups)
+    a = ", ".join(map(str, shape))
+    flat = ", ".join(map(str, (groups * shape[0], *shape[1:])))
+    raise ValueError(
+        f"cannot split checkpoint tensor `{key}`: shape {tuple(tensor.shape)}, expected ({groups}, {a}) or ({flat}); "
+        "check the number of groups and the sizes of the layer."
+    )

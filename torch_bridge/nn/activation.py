@@ -1,0 +1,78 @@
+"""Activations weighted by row: what stands between two grouped linear layers. They hold no parameters."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import Module
+
+from grouped_core.activations import Activation, resolve
+from torch_bridge.activation import scaled_activation_rows
+
+
+class ScaledActivation(Module):
+    """z[r] = probs[r] act(h[r]), fp32 inside, rounded once to the dtype of h.
+
+    Args:
+        activation: a kind with its defaults, or an `Activation`.
+    """
+
+    def __init__(self, activation: str | Activation) -> None:
+        super().__init__()
+        self.activation = resolve(activation)
+
+    def forward(self, h: Tensor, probs: Tensor | None = None) -> Tensor:
+        """z [M, F] of h [M, W], W = 2F for gated kinds, gate half first or interleaved. probs: [M], None: 1.
+
+        Raises:
+            TypeError: dtypes. ValueError: shapes, devices, layouts. RuntimeError: differentiated twice.
+        """
+        return scaled_activation_rows(h, probs, self.activation)
+
+    def extra_repr(self) -> str:
+        """The activation with what it sets."""
+        given = {name: value for name, value in vars(self.activation).items() if value is not None}
+        return ", ".join(f"{name}={value!r}" for name, value in given.items())
+
+
+class ScaledSwiGLU(ScaledActivation):
+    """`ScaledActivation("swiglu")`; glu_interleave_size: block in which gate and linear columns alternate."""
+
+    def __init__(self, glu_interleave_size: int | None = None) -> None:
+        super().__init__(Activation("swiglu", interleave=glu_interleave_size))
+
+
+class ScaledSReLU(ScaledActivation):
+    """`ScaledActivation("srelu")`: the square of ReLU."""
+
+    def __init__(self) -> None:
+        super().__init__("srelu")
+
+
+class ScaledSiTUGLU(ScaledActivation):
+    """`ScaledActivation("situ_glu")`; glu_interleave_size: block in which gate and linear columns alternate."""
+
+    def __init__(self, glu_interleave_size: int | None = None) -> None:
+        super().__init__(Activation("situ_glu", interleave=glu_interleave_size))
+
+
+class ScaledClampedQGeGLU(ScaledActivation):
+    """`ScaledActivation("clamped_qgeglu")`, the activation of GPT-OSS.
+
+    Args:
+        limit: clamp of the gate from above and of the linear half on both sides; None clamps nothing.
+        alpha: factor inside the logistic function. glu_linear_offset: added to the linear half after its clamp.
+        glu_interleave_size: block in which gate and linear columns alternate.
+    """
+
+    def __init__(
+        self,
+        limit: float | None = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        super().__init__(
+            Activation(
+                "clamped_qgeglu", alpha=alpha, limit=limit, offset=glu_linear_offset, interleave=glu_interleave_size
+            )
+        )

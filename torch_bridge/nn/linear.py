@@ -1,0 +1,304 @@
+"""The grouped linear layer: it holds parameters and says where their gradients go; the arithmetic is in `ops`.
+
+Letters: G groups (experts), M rows sorted by group, K in, N out.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from grouped_core.formats import WIDE
+from grouped_core.linear_spec import recipe_option
+from grouped_core.recipes import Recipe
+from grouped_core.sizes import GroupSizes
+from torch_bridge import main_grad, ops
+from torch_bridge._arguments import Members, check_arguments
+from torch_bridge._memory import OwnedTable
+from torch_bridge._products import Owner
+from torch_bridge._run import DTYPES, TORCH_DTYPES
+from torch_bridge.nn._state import adapt
+from torch_bridge.params import is_distributed
+
+
+def positive(layer: str, **sizes: Any) -> tuple[int, ...]:
+    """The sizes as integers. Raises TypeError for what is none, ValueError below 1."""
+    found = []
+    for name, size in sizes.items():
+        try:
+            found.append(operator.index(size))
+        except TypeError:
+            raise TypeError(
+                f"`{name}` of {layer}: {size!r}, expected an integer; give the size of that axis."
+            ) from None
+        if found[-1] < 1:
+            raise ValueError(f"`{name}` of {layer}: {size}, expected 1 or more; give the size of that axis.")
+    return tuple(found)
+
+
+def compute_dtype(device: torch.device, parameters: torch.dtype) -> torch.dtype:
+    """The dtype that a layer computes in: autocast's where it is on, else that of its parameters."""
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):  # which knows no meta device
+        return torch.get_autocast_dtype(device.type)
+    return parameters
+
+
+def cast_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows in the dtype of the computation; 8-bit ones stand as they are."""
+    wide = isinstance(x, Tensor) and DTYPES.get(x.dtype) in (*WIDE, "float64")
+    return x.to(dtype) if wide else x
+
+
+class GroupedLinear(Module):
+    """y[r] = x[r] weight[g].T + bias[g], g being the group of row r; the weight of a group is [N, K].
+
+    The parameters are `weight0` [N, K] ... and `bias0` [N] ..., or `weight` [G, N, K] and `bias` [G, N]; a checkpoint
+    of either form loads into either. Weights are registered before biases, but a single weight after listed biases.
+    Input and weights are cast to the dtype of the computation: autocast's where it is on, else that of the parameters.
+
+    Args:
+        num_groups: G. in_features: K. out_features: N.
+        bias: whether there is a bias.
+        device, dtype: of the parameters; fp32, bf16 or fp16.
+        recipe: formats of the products; None takes the operands as they stand.
+        scale_bias: `row_scale` then multiplies the bias alone.
+        accumulate_into_main_grad: weight gradients are added to the parameters' `main_grad` by the kernel instead of
+            going to `.grad`; see `torch_bridge.main_grad` for the attributes that count.
+        single_grouped_weight, single_grouped_bias: one parameter for all groups instead of one a group.
+        delay_wgrad_compute: weight gradients wait for `backward_dw`. Bias gradients never wait.
+        preserve_high_precision_init: for quantised parameters; plain ones lose nothing when they are initialised.
+
+    Raises:
+        TypeError, ValueError: an option has a value that it does not take, or contradicts another.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        recipe: Recipe | None = None,
+        scale_bias: bool = False,
+        accumulate_into_main_grad: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        delay_wgrad_compute: bool = False,
+        preserve_high_precision_init: bool = False,
+    ) -> None:
+        super().__init__()
+        self.num_groups, self.in_features, self.out_features = positive(
+            "GroupedLinear", num_groups=num_groups, in_features=in_features, out_features=out_features
+        )
+        if scale_bias and not bias:
+            raise ValueError(
+                "`scale_bias` of GroupedLinear: True with `bias` False, expected a bias to scale; drop one of them."
+            )
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if DTYPES.get(dtype) not in WIDE:
+            raise TypeError(
+                f"`dtype` of GroupedLinear: {dtype}, expected one of {', '.join(str(TORCH_DTYPES[w]) for w in WIDE)}; "
+                "choose one of them."
+            )
+        self.recipe = recipe_option(recipe).recipe
+        self.scale_bias = bool(scale_bias)
+        self.accumulate_into_main_grad = bool(accumulate_into_main_grad)
+        self.delay_wgrad_compute = bool(delay_wgrad_compute)
+        self.preserve_high_precision_init = bool(preserve_high_precision_init)
+        self.delayed = main_grad.Delayed()
+        self._table = OwnedTable()
+        self.weight_names = self._names("weight", single_grouped_weight)
+        self.bias_names = self._names("bias", single_grouped_bias) if bias else ()
+        shapes = {"weight": (self.out_features, self.in_features), "bias": (self.out_features,)}
+        biases_first = single_grouped_weight and not single_grouped_bias
+        kinds = [("weight", self.weight_names), ("bias", self.bias_names)]
+        for kind, names in reversed(kinds) if biases_first else kinds:
+            for name in names:
+                shape = (self.num_groups, *shapes[kind]) if name == kind else shapes[kind]
+                self.register_parameter(name, Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self.mark_weights()
+        self.reset_parameters()
+
+    def _names(self, kind: str, single: bool) -> tuple[str, ...]:
+        return (kind,) if single else tuple(f"{kind}{group}" for group in range(self.num_groups))
+
+    def reset_parameters(self) -> None:
+        """New values: uniform within 1/sqrt(K), group after group, so that both forms of parameters get the same."""
+        bound = 1 / math.sqrt(self.in_features)
+        with torch.no_grad():
+            for kind, names in (("weight", self.weight_names), ("bias", self.bias_names)):
+                for name in names:
+                    parameter = getattr(self, name)
+                    for member in parameter.unbind() if name == kind else (parameter,):
+                        member.uniform_(-bound, bound)
+
+    # ---- the product -------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        x: Tensor,
+        group_sizes: Tensor | Sequence[int] | GroupSizes,
+        row_scale: Tensor | None = None,
+        *,
+        is_first_microbatch: bool | None = None,
+        out: Tensor | None = None,
+        grad_input: Tensor | None = None,
+    ) -> Tensor:
+        """y [M, N] of x [M, K]; rows past the groups are zero.
+
+        Args:
+            x: [M, K]. group_sizes: G integers, as in `grouped_linear`. row_scale: [M], multiplies rows of y, with
+                `scale_bias` the bias alone.
+            is_first_microbatch: for the cache of quantised weights; plain recipes have nothing to keep. It never
+                decides whether a gradient is added or replaces.
+            out, grad_input: the caller's buffers for y and the gradient of x, in the dtype of the computation.
+
+        Raises what `grouped_linear` raises.
+        """
+        check_microbatch(is_first_microbatch)
+        dtype = compute_dtype(x.device, getattr(self, self.weight_names[0]).dtype)
+        owner = self.owner()
+        given = check_arguments(
+            cast_rows(x, dtype),
+            self.weights(dtype),
+            group_sizes,
+            True,
+            self.biases(),
+            row_scale,
+            self.scale_bias,
+            self.recipe,
+            "main_grad" if self.accumulate_into_main_grad else None,
+            None,
+        )
+        self.note_addresses(given.weights)
+        return ops.differentiable(given, out, grad_input, owner)
+
+    def weights(self, dtype: torch.dtype) -> Members:
+        """The weights as the operation takes them, in `dtype`."""
+        return self._members(self.weight_names, "weight", dtype)
+
+    def biases(self) -> Members | None:
+        """The biases as the operation takes them, in the dtype that they have."""
+        return self._members(self.bias_names, "bias", None) if self.bias_names else None
+
+    def _members(self, names: Sequence[str], kind: str, dtype: torch.dtype | None) -> Members:
+        members: list[Any] = [getattr(self, name) for name in names]
+        if any(is_distributed(each) for each in members):
+            members = [_local_experts(each, name, name == kind) for each, name in zip(members, names, strict=True)]
+        if dtype is not None:
+            members = [each if each.dtype == dtype else each.to(dtype) for each in members]
+        return members[0] if names[0] == kind else members
+
+    def owner(self) -> Owner | None:
+        """Its side of the product, if the weight gradients do not simply go to autograd."""
+        if not self.accumulate_into_main_grad and not self.delay_wgrad_compute:
+            return None
+        return Owner(self.weight_parameters(), self.delayed if self.delay_wgrad_compute else None)
+
+    def weight_parameters(self) -> tuple[Any, ...]:
+        """The Parameters that hold its weights, one, or one a group."""
+        return tuple([getattr(self, name) for name in self.weight_names])
+
+    # ---- what is kept for graphs and quantised weights ---------------------------------------------------------------
+
+    def note_addresses(self, weights: Sequence[Tensor]) -> None:
+        """Lets graphs that are captured from now on follow `refresh_weight_table`; for lists of weights on a GPU.
+
+        Casts of the weights are not noted: a graph makes its own, and reads them where it made them.
+        """
+        device = weights[0].device
+        if device.type != "cuda" or weights[0].dim() == 3 or torch.compiler.is_compiling():
+            return
+        if weights[0] is not getattr(self, self.weight_names[0]):
+            return
+        if not torch.cuda.is_current_stream_capturing():
+            self._table.point_to(weights, device.index)
+
+    def refresh_weight_table(self) -> None:
+        """Makes captured graphs read the weights where they are now; call it before a replay, outside of captures."""
+        self.note_addresses(self.weight_parameters())
+
+    def set_weight_update(self, flag: bool) -> None:
+        """Whether captured graphs quantise the weights again. Plain recipes quantise none, so there is nothing to set.
+
+        Raises:
+            TypeError: `flag` is no bool.
+        """
+        if not isinstance(flag, bool):
+            raise TypeError(f"`flag` of set_weight_update: {flag!r}, expected True or False; pass one of them.")
+
+    # ---- delayed weight gradients ------------------------------------------------------------------------------------
+
+    def backward_dw(self, all: bool = False) -> None:
+        """Computes the oldest delayed weight gradients (`all`: every one, oldest first), adds them, calls the hooks.
+
+        It runs on the current stream, which waits for what the gradients read. With none pending nothing happens.
+        """
+        main_grad.backward_dw([self], every=all)
+
+    def pending_wgrads(self) -> int:
+        """How many backward passes have delayed weight gradients that are still to be computed."""
+        return len(self.delayed)
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
+        """Adds a function that is called, without arguments, after each write of delayed weight gradients."""
+        self.delayed.hooks.append(hook)
+
+    def fire_wgrad_hooks(self) -> None:
+        """Calls the hooks: after the replay of a graph, which calls none itself."""
+        self.delayed.fire()
+
+    def mark_weights(self) -> None:
+        """Tells data-parallel wrappers that hooks of the weights come from `backward_dw` (DLY-7)."""
+        if self.delay_wgrad_compute:
+            for parameter in self.weight_parameters():
+                parameter.skip_backward_post_hook = True
+
+    # ---- the life of a module ----------------------------------------------------------------------------------------
+
+    # NOTE: torch makes new Parameters in these four places, and their attributes are lost.
+    def _apply(self, fn: Any, recurse: bool = True) -> GroupedLinear:
+        super()._apply(fn, recurse)
+        self.mark_weights()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.mark_weights()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        shapes = (("weight", self.weight_names, (self.out_features, self.in_features)),)
+        shapes += (("bias", self.bias_names, (self.out_features,)),)
+        for kind, names, shape in shapes:
+            if names:
+                adapt(state_dict, prefix, kind, self.num_groups, shape, grouped=names[0] == kind)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self.mark_weights()
+
+    def extra_repr(self) -> str:
+        """Sizes, and options that differ from the defaults."""
+        text = f"{self.num_groups}, {self.in_features}, {self.out_features}, bias={bool(self.bias_names)}"
+        for name in ("scale_bias", "accumulate_into_main_grad", "delay_wgrad_compute"):
+            text += f", {name}=True" if getattr(self, name) else ""
+        return text + (f", recipe={self.recipe.name}" if self.recipe else "")
+
+
+def check_microbatch(value: Any) -> None:
+    """Refuses what is no flag."""
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"`is_first_microbatch`: {value!r}, expected None, True or False; pass one of them.")
+
+
+def _local_experts(parameter: Any, name: str, packed: bool) -> Tensor:
+    from torch_bridge import parallel  # which imports torch.distributed.tensor
+
+    return parallel.local_experts(parameter, name, packed)

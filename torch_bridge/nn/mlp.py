@@ -1,0 +1,153 @@
+"""The experts' MLP as a layer of two grouped linear layers; the arithmetic is in `torch_bridge.mlp`.
+
+Letters: G groups (experts), M rows sorted by group, H hidden size of the model, F expert width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from grouped_core.activations import Activation, resolve
+from grouped_core.mlp_spec import Residuals, residuals_option
+from grouped_core.sizes import GroupSizes
+from torch_bridge import main_grad, mlp
+from torch_bridge._mlp_arguments import check_arguments
+from torch_bridge._products import Owner
+from torch_bridge.nn.linear import GroupedLinear, cast_rows, check_microbatch, compute_dtype, positive
+
+
+def fused_mlp(
+    fc1: GroupedLinear,
+    fc2: GroupedLinear,
+    activation: Activation,
+    residuals: Residuals,
+    x: Tensor,
+    group_sizes: Any,
+    probs: Tensor | None,
+    out: Tensor | None,
+    grad_input: Tensor | None,
+) -> Tensor:
+    """Both layers and the activation between them as one operation."""
+    dtype = compute_dtype(x.device, getattr(fc1, fc1.weight_names[0]).dtype)
+    owners = (fc1.owner(), fc2.owner())
+    given = check_arguments(
+        cast_rows(x, dtype),
+        fc1.weights(dtype),
+        fc2.weights(dtype),
+        group_sizes,
+        True,
+        activation,
+        probs,
+        fc1.biases(),
+        fc2.biases(),
+        fc1.recipe,
+        residuals,
+        "main_grad" if fc1.accumulate_into_main_grad else None,
+        None,
+    )
+    fc1.note_addresses(given.wi)
+    fc2.note_addresses(given.wo)
+    if owners == (None, None):
+        return mlp.differentiable(given, out, grad_input, None)
+    first, second = (
+        each or Owner(tuple(weights), None) for each, weights in zip(owners, (given.wi, given.wo), strict=True)
+    )
+    return mlp.differentiable(given, out, grad_input, (first, second))
+
+
+class GroupedMLP(Module):
+    """y[r] = (p[r] act(x[r] W1[g].T + b1[g])) W2[g].T + p[r] b2[g], g being the group of row r, p = probs or 1.
+
+    It holds `linear_fc1` and `linear_fc2`, two `GroupedLinear`, and runs them as one operation: their own `forward`,
+    and hooks on it, are not called. Hooks after delayed weight gradients are registered on these two.
+
+    Args:
+        num_groups: G. hidden: H. mlp_dim: F.
+        activation: a kind, or an `Activation`. Gated kinds make the first weight [2F, H], gate rows first or
+            interleaved.
+        bias: whether both layers have one; that of the second is weighted by the probabilities.
+        residuals: what is kept for backward, as in `grouped_mlp`.
+        options: the other keywords of `GroupedLinear`, for both layers.
+
+    Raises:
+        TypeError, ValueError: an option has a value that it does not take, or contradicts another.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        hidden: int,
+        mlp_dim: int,
+        *,
+        activation: str | Activation = "swiglu",
+        bias: bool = False,
+        residuals: str | Residuals = "save_fc1",
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        num_groups, hidden, mlp_dim = positive("GroupedMLP", num_groups=num_groups, hidden=hidden, mlp_dim=mlp_dim)
+        if "scale_bias" in options:
+            raise TypeError(
+                "`scale_bias` of GroupedMLP: given, expected no such keyword, its second bias is always weighted by "
+                "the probabilities; use a Sequential for another meaning."
+            )
+        self.activation = resolve(activation)
+        self.residuals = residuals_option(residuals)
+        wide = self.activation.fc1_width(mlp_dim)
+        self.linear_fc1 = GroupedLinear(num_groups, hidden, wide, bias=bias, **options)
+        self.linear_fc2 = GroupedLinear(num_groups, mlp_dim, hidden, bias=bias, scale_bias=bias, **options)
+
+    def forward(
+        self,
+        x: Tensor,
+        group_sizes: Tensor | Sequence[int] | GroupSizes,
+        probs: Tensor | None = None,
+        *,
+        is_first_microbatch: bool | None = None,
+        out: Tensor | None = None,
+        grad_input: Tensor | None = None,
+    ) -> Tensor:
+        """y [M, H] of x [M, H]; rows past the groups are zero.
+
+        Args:
+            x: [M, H]. group_sizes: G integers. probs: [M], the router's probability of each row; None: 1.
+            is_first_microbatch: for the cache of quantised weights; plain recipes have nothing to keep.
+            out, grad_input: the caller's buffers for y and the gradient of x, in the dtype of the computation.
+
+        Raises what `grouped_mlp` raises.
+        """
+        check_microbatch(is_first_microbatch)
+        fc1, fc2 = self.linear_fc1, self.linear_fc2
+        return fused_mlp(fc1, fc2, self.activation, self.residuals, x, group_sizes, probs, out, grad_input)
+
+    def backward_dw(self, all: bool = False) -> None:
+        """The oldest delayed weight gradients (`all`: every one) of FC2, then of FC1; then FC2's hooks, then FC1's."""
+        main_grad.backward_dw([self.linear_fc2, self.linear_fc1], every=all)
+
+    def pending_wgrads(self) -> int:
+        """How many backward passes have delayed weight gradients that are still to be computed."""
+        return max(self.linear_fc1.pending_wgrads(), self.linear_fc2.pending_wgrads())
+
+    def fire_wgrad_hooks(self) -> None:
+        """Calls FC2's hooks, then FC1's: after the replay of a graph, which calls none itself."""
+        self.linear_fc2.fire_wgrad_hooks()
+        self.linear_fc1.fire_wgrad_hooks()
+
+    def refresh_weight_table(self) -> None:
+        """Makes captured graphs read the weights where they are now."""
+        self.linear_fc1.refresh_weight_table()
+        self.linear_fc2.refresh_weight_table()
+
+    def set_weight_update(self, flag: bool) -> None:
+        """As of `GroupedLinear`, for both layers."""
+        self.linear_fc1.set_weight_update(flag)
+        self.linear_fc2.set_weight_update(flag)
+
+    def reset_parameters(self) -> None:
+        """New values, as of `GroupedLinear`."""
+        self.linear_fc1.reset_parameters()
+        self.linear_fc2.reset_parameters()

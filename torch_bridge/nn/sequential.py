@@ -1,0 +1,301 @@
+"""Layers in a row. Where linear, activation, linear stand next to each other they run as one experts' MLP.
+
+Letters: M rows, H hidden size of the model, F expert width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from grouped_core.mlp_spec import residuals_option
+from grouped_core.sizes import unwrap
+from torch_bridge import main_grad
+from torch_bridge.activation import scaled_activation_rows
+from torch_bridge.nn._routing import addressed
+from torch_bridge.nn.activation import ScaledActivation
+from torch_bridge.nn.linear import GroupedLinear
+from torch_bridge.nn.mlp import GroupedMLP, fused_mlp
+
+_MODES = ("auto", "always", "never")
+_BUFFERS = ("out", "grad_input")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class _Window(NamedTuple):
+    """Three layers that make an MLP: the place of the first, and the layers."""
+
+    start: int
+    fc1: GroupedLinear
+    act: ScaledActivation
+    fc2: GroupedLinear
+
+    def why_unsupported(self) -> str | None:
+        """Why they cannot run as one operation, from what was constructed, without weights."""
+        fc1, act, fc2 = self.fc1, self.act, self.fc2
+        at = f"modules {self.start} to {self.start + 2}"
+        if fc1.num_groups != fc2.num_groups:
+            return f"{at}: {fc1.num_groups} and {fc2.num_groups} groups, expected the same number in both layers"
+        wide = act.activation.fc1_width(fc2.in_features)
+        if fc1.out_features != wide:
+            return (
+                f"{at}: the first layer gives {fc1.out_features} columns, expected {wide} for {act.activation.kind} in "
+                f"front of a layer that reads {fc2.in_features}"
+            )
+        if fc1.in_features != fc2.out_features:
+            return f"{at}: {fc1.in_features} columns in and {fc2.out_features} out, expected the same number"
+        if fc1.scale_bias:
+            return f"{at}: the first layer has `scale_bias`, expected a bias that is not weighted"
+        if fc2.bias_names and not fc2.scale_bias:
+            return (
+                f"{at}: the bias of the second layer is not weighted by the probabilities, expected `scale_bias=True`"
+            )
+        for name in ("recipe", "accumulate_into_main_grad"):
+            if getattr(fc1, name) != getattr(fc2, name):
+                return f"{at}: `{name}` differs between the two layers, expected the same"
+        first, second = (getattr(layer, layer.weight_names[0]) for layer in (fc1, fc2))
+        if first.dtype != second.dtype:
+            return f"{at}: weights of {first.dtype} and {second.dtype}, expected one dtype"
+        hooked = [type(each).__name__ for each in (fc1, act, fc2) if any(getattr(each, hooks) for hooks in _HOOKS)]
+        if hooked:
+            return f"{at}: a {hooked[0]} has hooks, which one operation would not call"
+        return None
+
+
+class Sequential(Module):
+    """Modules applied one after the other; ours take what they need beside rows from `extra`, in module order.
+
+    A `GroupedLinear` takes group_sizes, and with `scale_bias` row_scale; a `ScaledActivation` takes probs; a
+    `GroupedMLP` takes group_sizes and probs; other modules take nothing. Linear, activation, linear in a row run as one
+    operation, as `GroupedMLP` does; they must then be given the same group_sizes and the same probs.
+
+    Args:
+        modules: what is applied. fuse: "auto" runs as one operation what can; "always" raises the reason if something
+            cannot; "never" runs each module by itself.
+
+    Raises:
+        ValueError: `fuse` is something else. TypeError: a module is none. NotImplementedError: "always", and why not.
+    """
+
+    def __init__(self, *modules: Module, fuse: str = "auto") -> None:
+        super().__init__()
+        if fuse not in _MODES:
+            raise ValueError(
+                f"`fuse` of Sequential: {fuse!r}, expected one of {', '.join(_MODES)}; choose one of them."
+            )
+        for at, module in enumerate(modules):
+            if not isinstance(module, Module):
+                raise TypeError(
+                    f"module {at} of Sequential: {type(module).__name__}, expected a torch.nn.Module; wrap it in one."
+                )
+            self.add_module(str(at), module)
+        self.fuse = fuse
+        if fuse == "always":
+            self._refuse()
+
+    def _refuse(self) -> None:
+        reason = self.why_unsupported()
+        if reason is not None:
+            raise NotImplementedError(
+                f"`fuse` of Sequential: 'always', but {reason}; change that, or choose fuse='auto'."
+            )
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __getitem__(self, index: int) -> Module:
+        return self._layers()[index]
+
+    def _layers(self) -> list[Module]:
+        return [each for each in self._modules.values() if each is not None]
+
+    def _windows(self) -> list[_Window]:
+        layers, found, at = self._layers(), [], 0
+        while at + 2 < len(layers):
+            fc1, act, fc2 = layers[at : at + 3]
+            if isinstance(fc1, GroupedLinear) and isinstance(act, ScaledActivation) and isinstance(fc2, GroupedLinear):
+                found.append(_Window(at, fc1, act, fc2))
+                at += 3
+            else:
+                at += 1
+        return found
+
+    def why_unsupported(self) -> str | None:
+        """None where each linear, activation, linear in a row runs as one operation, and there is one; else why not."""
+        windows = self._windows()
+        if not windows:
+            return "no GroupedLinear, ScaledActivation, GroupedLinear stand in a row"
+        return next((reason for window in windows if (reason := window.why_unsupported())), None)
+
+    # ---- forward -----------------------------------------------------------------------------------------------------
+
+    def forward(self, x: Any, *extra: Any, op_kwargs: Mapping[Module | int, Mapping[str, Any]] | None = None) -> Any:
+        """The result of the last module.
+
+        Args:
+            x: input of the first module, [M, H] for ours.
+            extra: in module order: group_sizes, probs, group_sizes (and probs again for `scale_bias`), ...
+            op_kwargs: keywords `out` and `grad_input` (the caller's buffers) of a module, by module or index. Of an MLP
+                that runs as one operation the first layer takes `grad_input` alone, the second one `out` alone.
+
+        Raises:
+            TypeError: another number of extra inputs, unknown keywords. ValueError: `op_kwargs` addresses no module of
+            ours, or one twice, or a buffer that does not exist; layers of one MLP are given different tensors. Else
+            what the modules raise.
+        """
+        layers = self._layers()
+        if self.fuse == "always":
+            self._refuse()
+        takes = [_extras(layer) for layer in layers]
+        if sum(takes) != len(extra):
+            names = ", ".join(f"{type(layer).__name__} takes {n}" for layer, n in zip(layers, takes, strict=True) if n)
+            raise TypeError(
+                f"`extra` of Sequential: {len(extra)} inputs, expected {sum(takes)} ({names}); "
+                "pass them in the order of modules."
+            )
+        rest = iter(extra)
+        extras = [[next(rest) for _ in range(count)] for count in takes]
+        given = addressed(layers, [_keywords(layer) for layer in layers], op_kwargs or {})
+        windows = {window.start: window for window in self._windows()}
+        for window in windows.values():
+            _check_same(window, extras)
+        at = 0
+        while at < len(layers):
+            window = windows.get(at)
+            if window is not None and self.fuse != "never" and window.why_unsupported() is None:
+                x = _run_window(window, x, extras[at], extras[at + 1], given)
+                at += 3
+                continue
+            x = _run_one(layers[at], x, extras[at], _sizes_before(layers, extras, at), given.get(at, {}))
+            at += 1
+        return x
+
+    # ---- delayed weight gradients ------------------------------------------------------------------------------------
+
+    def _delaying(self) -> list[GroupedLinear]:
+        """Its grouped linear layers, in the order of backward."""
+        found: list[GroupedLinear] = []
+        for layer in reversed(self._layers()):
+            if isinstance(layer, GroupedMLP):
+                found += [layer.linear_fc2, layer.linear_fc1]
+            elif isinstance(layer, Sequential):
+                found += layer._delaying()
+            elif isinstance(layer, GroupedLinear):
+                found.append(layer)
+        return list(dict.fromkeys(found))
+
+    def backward_dw(self, all: bool = False) -> None:
+        """The oldest delayed weight gradients (`all`: every one) of each layer, last layer first, then their hooks."""
+        main_grad.backward_dw(self._delaying(), every=all)
+
+    def pending_wgrads(self) -> int:
+        """How many backward passes have delayed weight gradients that are still to be computed."""
+        return max((layer.pending_wgrads() for layer in self._delaying()), default=0)
+
+    def fire_wgrad_hooks(self) -> None:
+        """Calls the hooks of the layers, last layer first: after the replay of a graph, which calls none itself."""
+        for layer in self._delaying():
+            layer.fire_wgrad_hooks()
+
+    def refresh_weight_table(self) -> None:
+        """Makes captured graphs read the weights where they are now."""
+        for layer in self._delaying():
+            layer.refresh_weight_table()
+
+    def set_weight_update(self, flag: bool) -> None:
+        """As of `GroupedLinear`, for every layer."""
+        for layer in self._delaying():
+            layer.set_weight_update(flag)
+
+
+def _extras(layer: Module) -> int:
+    """How many inputs beside rows a module takes."""
+    if isinstance(layer, GroupedLinear):
+        return 1 + layer.scale_bias
+    if isinstance(layer, Sequential):
+        return sum(_extras(each) for each in layer._layers())
+    return {ScaledActivation: 1, GroupedMLP: 2}.get(_kind(layer), 0)
+
+
+def _kind(layer: Module) -> type[Module]:
+    return next((kind for kind in (ScaledActivation, GroupedMLP) if isinstance(layer, kind)), Module)
+
+
+def _keywords(layer: Module) -> tuple[str, ...] | None:
+    """The keywords of `op_kwargs` that a module takes; None: it is none of ours."""
+    if isinstance(layer, (GroupedLinear, GroupedMLP)):
+        return _BUFFERS
+    return () if isinstance(layer, ScaledActivation) else None
+
+
+def _check_same(window: _Window, extras: Sequence[Sequence[Any]]) -> None:
+    """Sizes and probabilities of one MLP are the same objects: values cannot be compared without reading them."""
+    first, second = extras[window.start], extras[window.start + 2]
+    pairs = [("group_sizes", first[0], second[0])]
+    if window.fc2.scale_bias:
+        pairs.append(("probs", extras[window.start + 1][0], second[1]))
+    for name, a, b in pairs:
+        if not _same(a, b):
+            raise ValueError(
+                f"`extra` of Sequential: `{name}` of modules {window.start} and {window.start + 2} are different "
+                "objects, expected the same tensor for all layers of an MLP; pass one tensor in each place."
+            )
+    if window.fc2.scale_bias and second[1] is None:
+        raise ValueError(
+            f"`extra` of Sequential: module {window.start + 2} has `scale_bias` and got None, expected probabilities "
+            "[M]; pass them, or build the layer without `scale_bias`."
+        )
+
+
+def _same(a: Any, b: Any) -> bool:
+    a, b = unwrap(a)[0], unwrap(b)[0]
+    if isinstance(a, Tensor) or isinstance(b, Tensor) or a is None or b is None:
+        return a is b
+    return list(a) == list(b)
+
+
+def _run_window(
+    window: _Window,
+    x: Tensor,
+    first: Sequence[Any],
+    probs: Sequence[Any],
+    given: Mapping[int, Mapping[str, Any]],
+) -> Tensor:
+    at1, at2 = window.start, window.start + 2
+    for at, name in ((at1, "out"), (at2, "grad_input")):
+        if given.get(at, {}).get(name) is not None:
+            raise ValueError(
+                f"`{name}` of module {at} in Sequential: given, but not materialised, because modules {at1} to {at2} "
+                "run as one operation, expected None; leave it out, or choose fuse='never'."
+            )
+    return fused_mlp(
+        window.fc1,
+        window.fc2,
+        window.act.activation,
+        residuals_option("save_fc1"),
+        x,
+        first[0],
+        probs[0],
+        given.get(at2, {}).get("out"),
+        given.get(at1, {}).get("grad_input"),
+    )
+
+
+def _sizes_before(layers: Sequence[Module], extras: Sequence[Sequence[Any]], at: int) -> Tensor | None:
+    """Group sizes of the rows that an activation gets from a linear layer, if kernels take them as they stand."""
+    if at == 0 or not isinstance(layers[at - 1], GroupedLinear):
+        return None
+    sizes, _ = unwrap(extras[at - 1][0])
+    return sizes if isinstance(sizes, Tensor) and sizes.dtype == torch.int32 else None
+
+
+def _run_one(layer: Module, x: Any, extras: Sequence[Any], sizes: Tensor | None, keywords: Mapping[str, Any]) -> Any:
+    # Straight to the rows, so that the tail behind a linear layer is not read; hooks want the module itself.
+    plain = type(layer).forward is ScaledActivation.forward and not any(getattr(layer, hooks) for hooks in _HOOKS)
+    if plain and isinstance(layer, ScaledActivation) and sizes is not None and sizes.device == x.device:
+        return scaled_activation_rows(x, extras[0], layer.activation, sizes)
+    return layer(x, *extras, **keywords)

@@ -1,0 +1,184 @@
+"""Activations in host memory between forward and backward.
+
+Each `with cpu_offload():` is one unit, a layer for instance: what is saved for backward inside is copied to pinned
+memory beside the computation, and comes back, a unit ahead, when backward arrives there. Bits, kernels and graphs stay
+as they are.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
+
+from torch_bridge import _saved, _transfer
+from torch_bridge._saved import NAMES, UNNAMED
+
+
+@contextmanager
+def cpu_offload(
+    enabled: bool = True,
+    names: Iterable[str] | None = None,
+    min_numel: int = 262144,
+    prefetch: int = 1,
+    retain_pinned: bool = False,
+) -> Iterator[None]:
+    """Inside, rows saved for backward go to pinned host memory, and are back in time.
+
+    Contexts nest, and the innermost decides. Never moved: parameters and casts of them, group sizes and other integers,
+    vectors (probabilities, scales of groups), and what is not contiguous or not on a GPU. On a machine without a GPU
+    nothing is moved, which is said once.
+
+    Args:
+        enabled: False keeps on the device what is saved inside.
+        names: only tensors that our operations save under these names: "grouped_x" (rows that a product reads),
+            "grouped_fc1" (pre-activations), "grouped_act" (activated rows). None: whatever is saved, also by others.
+        min_numel: smaller tensors stay.
+        prefetch: how many units before the one that backward is in are brought back.
+        retain_pinned: keeps the pinned memory for the next step. Needed under capture of a CUDA graph, in the eager
+            steps before it too; the graph then owns its buffers, and the outermost context waits for its copies.
+
+    Raises:
+        TypeError, ValueError: an option has a value that it does not take. RuntimeError: while a CUDA graph is
+            captured, pinned memory is not retained, or no eager step has left any.
+    """
+    chosen = None if names is None else frozenset(_checked_names(names))
+    unit = _Unit(bool(enabled), chosen, _count("min_numel", min_numel), _count("prefetch", prefetch), retain_pinned)
+    if enabled and not torch.cuda.is_available():
+        _say_once()
+    _saved.listeners.append(unit.hear)
+    _open.depth = depth = getattr(_open, "depth", 0) + 1
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(unit.pack, unit.unpack):
+            yield
+    finally:
+        _open.depth = depth - 1
+        _saved.listeners.remove(unit.hear)
+        if depth == 1 and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            _transfer.settle()  # a capture must not end with copies under way
+
+
+_open = threading.local()
+_said: list[bool] = []
+_MOVABLE = ("cuda",)  # types of devices whose tensors are moved
+
+
+def _say_once() -> None:
+    if not _said:
+        _said.append(True)
+        warnings.warn("cpu_offload: there is no GPU here, so nothing is moved; results are the same.", stacklevel=4)
+
+
+def _checked_names(names: Iterable[str]) -> list[str]:
+    found = [names] if isinstance(names, str) else list(names)
+    for name in found:
+        if name not in NAMES:
+            raise ValueError(
+                f"`names` of cpu_offload: {name!r}, expected some of {', '.join(NAMES)}; choose among them, or pass "
+                "None for everything."
+            )
+    return found
+
+
+def _count(name: str, value: Any) -> int:
+    try:
+        found = operator.index(value)
+    except TypeError:
+        raise TypeError(f"`{name}` of cpu_offload: {value!r}, expected an integer; pass one.") from None
+    if found < 0:
+        raise ValueError(f"`{name}` of cpu_offload: {found}, expected 0 or more; pass such a number.")
+    return found
+
+
+class _Packed:
+    """What autograd holds instead of a moved tensor."""
+
+    def __init__(self, moved: _transfer.Moved, unit: _Unit, shape: torch.Size) -> None:
+        self.moved, self.unit, self.shape = moved, unit, shape
+
+
+_last: list[weakref.ref[_Unit]] = []  # the unit that moved something last
+_moved: dict[tuple[int, int, int, int], tuple[StorageWeakRef, weakref.ref[_transfer.Moved]]] = {}
+"""By storage, version, address and bytes: what was moved and is still the same."""
+_MAX_MOVED = 1024
+
+
+class _Unit:
+    """What one context moves."""
+
+    def __init__(
+        self, enabled: bool, names: frozenset[str] | None, min_numel: int, prefetch: int, retain: bool
+    ) -> None:
+        self._enabled, self._names, self._min_numel = enabled, names, min_numel
+        self._prefetch, self._retain = prefetch, retain
+        self._heard: dict[int, str] = {}
+        self._members: list[weakref.ref[_transfer.Moved]] = []
+        self._before: weakref.ref[_Unit] | None = None
+        self._started = False
+
+    def hear(self, names: dict[int, str]) -> None:
+        """Names of what is saved next, by address."""
+        self._heard = names
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What autograd is to keep."""
+        if not self._moves(tensor, self._heard.pop(tensor.data_ptr(), None) if self._heard else None):
+            return tensor if tensor.is_leaf else tensor.detach()  # a result that held its own history would never die
+        return _Packed(self._send(tensor), self, tensor.shape)
+
+    def _moves(self, tensor: Tensor, name: str | None) -> bool:
+        if not self._enabled or name == UNNAMED or (self._names is not None and name not in self._names):
+            return False
+        if tensor.device.type not in _MOVABLE or tensor.numel() < self._min_numel or not tensor.is_contiguous():
+            return False
+        if name is not None:
+            return True
+        owned = isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter)
+        return tensor.is_floating_point() and tensor.dim() > 1 and not owned
+
+    def _send(self, tensor: Tensor) -> _transfer.Moved:
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, tensor._version, tensor.data_ptr(), tensor.nbytes)
+        known = _moved.get(key)
+        moved = None if known is None or known[0].expired() else known[1]()
+        if moved is None:
+            moved = _transfer.Moved(tensor, self._retain)
+            if len(_moved) >= _MAX_MOVED:
+                _moved.clear()
+            _moved[key] = (StorageWeakRef(storage), weakref.ref(moved))
+            if not self._members:
+                self._before = _last[0] if _last else None
+                _last[:] = [weakref.ref(self)]
+            self._members.append(weakref.ref(moved))
+        moved.saved += 1
+        return moved
+
+    def unpack(self, packed: Any) -> Tensor:
+        """The tensor again."""
+        if not isinstance(packed, _Packed):
+            return packed
+        packed.unit.start()
+        return packed.moved.take(packed.shape)
+
+    def start(self) -> None:
+        """Begins to bring back this unit and those before it, once."""
+        unit: _Unit | None = self
+        for _ in range(1 + self._prefetch):
+            if unit is None:
+                return
+            if not unit._started:
+                unit._started = True
+                for member in reversed(unit._members):  # backward reads the last ones first
+                    moved = member()
+                    if moved is not None:
+                        moved.start()
+            unit = None if unit._before is None else unit._before()

@@ -1,0 +1,161 @@
+"""Quantised tensors and the state of delayed scaling in PyTorch.
+
+Letters: G groups, M rows, X the features of a row, A and B axes of a weight, R roles, L steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grouped_core import linear_spec, scaling, storing
+from grouped_core.debug import debug_flags
+from grouped_core.formats import Format, QTensor, format_option
+from grouped_core.recipes import BoundRecipe, Recipe
+from grouped_core.scaling import ScalingState
+from grouped_core.sizes import GroupSizes, unwrap
+from torch_bridge import _run, _stored
+from torch_bridge._library import NAMES
+from torch_bridge._run import DTYPES, spec_of
+from torch_bridge.params import check_operand
+from torch_bridge.sizes import prepare_sizes
+
+
+@dataclass(frozen=True, eq=False)
+class StraightThrough:
+    """A quantised operand whose gradient goes to another tensor; see `straight_through`."""
+
+    master: Tensor
+    q: QTensor[Tensor]
+
+
+def quantize(
+    x: Tensor,
+    format: str | Format,
+    *,
+    axis: int | tuple[int, ...] = -1,
+    group_sizes: Tensor | Sequence[int] | GroupSizes | None = None,
+    key: Tensor | None = None,
+) -> QTensor[Tensor]:
+    """x as codes and scales, for products that contract `axis`; both forms of two axes come from one pass.
+
+    It has no derivative: `straight_through` sends the gradient of a product with it to another tensor.
+
+    Args:
+        x: rows [M, X] or weights [G, A, B]; float32, bfloat16 or float16.
+        format: a name of `FORMATS`, e.g. "fp8_1x128", or a `Format`.
+        axis: the contracted one: of rows 1, or 0, where blocks run along rows and restart at each group; of weights 2
+            or 1. Or both, and `other` of the result is the second.
+        group_sizes: G integers, of rows; None: one group of all rows.
+        key: uint32 [2], low word first, of stochastic rounding; None: zeros.
+
+    Raises:
+        TypeError, ValueError: what does not fit together. NotImplementedError: no kernel takes it.
+    """
+    check_operand("x", x, x)
+    cell = format_option(format)
+    sizes = None
+    if group_sizes is not None:
+        sizes, _ = prepare_sizes(unwrap(group_sizes)[0], x, NAMES)
+    if key is not None:
+        check_operand("key", key, x)
+    specs = (None if each is None else spec_of(each) for each in (sizes, key))
+    axes = storing.check_quantize(spec_of(x), cell, tuple(axis) if isinstance(axis, (tuple, list)) else axis, *specs)
+    if x.dim() == 2 and sizes is None:
+        sizes = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
+    made = _stored.store([x.detach()], tuple((each, cell) for each in axes), sizes, key=key).forms
+    first, *others = (dataclasses.replace(form, group_sizes=sizes) for form in made)
+    return dataclasses.replace(first, other=others[0] if others else None)
+
+
+def dequantize(
+    q: QTensor[Tensor],
+    dtype: torch.dtype | None = None,
+    *,
+    group_sizes: Tensor | Sequence[int] | GroupSizes | None = None,
+) -> Tensor:
+    """The values of q in its logical shape, code * scales in float32 with one rounding; tail rows are zero.
+
+    Args:
+        dtype: float32, bfloat16 or float16; None: the nominal one of q.
+        group_sizes: of rows; None: those that came with q.
+
+    Raises:
+        TypeError: a dtype that results do not have. ValueError: rows without group sizes.
+    """
+    wide = linear_spec.wide_option("dtype", None if dtype is None else DTYPES.get(dtype, str(dtype))) or q.dtype
+    sizes = q.group_sizes
+    if group_sizes is not None:
+        sizes, _ = prepare_sizes(unwrap(group_sizes)[0], q.values, NAMES)
+    if len(q.shape) == 2 and sizes is None:
+        raise ValueError("`group_sizes`: None, expected one size a group, for rows are stored by groups; pass them.")
+    return _stored.dequantize(q, sizes if len(q.shape) == 2 else None, wide)
+
+
+def straight_through(master: Tensor, q: QTensor[Tensor]) -> StraightThrough:
+    """q as an operand whose gradient, that of its dequantised values, is the gradient of `master`, in its dtype.
+
+    Args:
+        master: of the logical shape of q, e.g. the float32 weight that q was quantised from, once for several uses.
+
+    Raises:
+        TypeError: q is not quantised. ValueError: shapes that differ.
+    """
+    if not isinstance(q, QTensor):
+        raise TypeError(f"`q`: {type(q).__name__}, expected a QTensor; make one with quantize.")
+    check_operand("master", master, q.values)
+    if tuple(master.shape) != tuple(q.shape):
+        raise ValueError(
+            f"`master`: shape {tuple(master.shape)}, expected {q.shape} = shape of `q`; pass its own master."
+        )
+    return StraightThrough(master, q)
+
+
+def scaling_state(
+    recipe: Recipe, num_groups: int, *, products: int = 1, device: torch.device | str | None = None
+) -> ScalingState[Tensor]:
+    """A fresh state of delayed scaling, for one linear operation, or with products=2 for one MLP.
+
+    Operations bound to it that somebody differentiates merge their magnitudes into `history[:, 0]`, in place and on the
+    device; `update_scaling` makes the next step's.
+
+    Raises:
+        ValueError: nothing of the recipe is scaled with delay.
+    """
+    top = torch.tensor(scaling.tops(recipe, products), dtype=torch.float32, device=device)
+    scale = torch.ones((len(top), num_groups), dtype=torch.float32, device=device)
+    history = torch.zeros((len(top), recipe.history, num_groups), dtype=torch.float32, device=device)
+    return ScalingState(scale, history, top, recipe.amax_algorithm)
+
+
+def update_scaling(state: ScalingState[Tensor], *, process_group: Any = None) -> ScalingState[Tensor]:
+    """Makes the state that of the next step (numerics 2.5), in place, and returns it; graphs may hold it.
+
+    Args:
+        process_group: over which the live magnitudes take their maximum first.
+    """
+    if process_group is not None:
+        live = state.history[:, 0].contiguous()
+        torch.distributed.all_reduce(live, torch.distributed.ReduceOp.MAX, group=process_group)
+        state.history[:, 0].copy_(live)
+    _run.run(_update_rule, state.algorithm, (state.scale, state.history, state.top), debug_flags())
+    return state
+
+
+def _update_rule(run: Any, algorithm: str, operands: Sequence[Any]) -> tuple[Any, ...]:
+    scale, history, top = operands
+    scaling.update(run, ScalingState(scale, history, top, algorithm), reuse=True)
+    return ()
+
+
+def merge_amax(bound: BoundRecipe, amax: Sequence[Tensor | None], product: int = 0) -> None:
+    """Merges magnitudes [G] into the live slots of the state, in place; `amax` of x, weight and dy."""
+    for role, found in enumerate(amax, len(amax) * product):
+        if found is not None:
+            live = bound.state.history[role, 0]
+            torch.maximum(live, found, out=live)

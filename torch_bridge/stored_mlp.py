@@ -1,0 +1,490 @@
+"""The experts' MLP on quantised operands, and recipes that quantise: what `grouped_mlp` does with them.
+
+As with the linear operation (`stored`), forms are made by the operator `store`, each tensor in one pass, and what is
+kept for backward is what backward reads.
+
+Letters: G groups, M rows, K hidden size of the model, F expert width, W columns of the hidden rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grouped_core import gradients, linear_spec, scaling
+from grouped_core.formats import Format, QTensor
+from grouped_core.gradients import Needs
+from grouped_core.linear_spec import Linear
+from grouped_core.mlp_spec import NO_NEEDS, Kept, Mlp, MlpNeeds, MlpSpecs, check, kept, needs_dh, needs_dz
+from grouped_core.plans import Planner
+from grouped_core.products import in_form, operand_spec
+from grouped_core.recipes import BoundRecipe, Recipe
+from grouped_core.sizes import unwrap
+from torch_bridge import _library, _mlp_arguments, _mlp_library, _saved, _stored, _stored_mlp
+from torch_bridge._arguments import accumulators_of, check_apart, check_writable, refuse_transforms
+from torch_bridge._mlp_library import NAMES
+from torch_bridge._products import ProductFacts, ProductGradients, once, owners_of, product_gradients
+from torch_bridge._run import spec_of
+from torch_bridge._stored import Stored, arrays_of
+from torch_bridge.params import check_operand, members_of
+from torch_bridge.quantize import merge_amax
+from torch_bridge.sizes import prepare_sizes
+from torch_bridge.stored import Launcher, forms_of, is_stored, listed, packed_spec, parts_of, taken
+
+
+def is_stored_mlp(x: Any, wi: Any, wo: Any, recipe: Any) -> bool:
+    """Whether an operand is quantised, or the recipe quantises one."""
+    return is_stored(x, wi, recipe) or is_stored(None, wo, None)
+
+
+class Arguments(NamedTuple):
+    """What a user passed, checked."""
+
+    x: Any  # tensors, lists of one a group, or QTensors
+    wi: Any
+    wo: Any
+    sizes: Tensor
+    probs: Tensor | None
+    wi_bias: list[Tensor]
+    wo_bias: list[Tensor]
+    op: Mlp
+    text: str
+    bound: BoundRecipe
+    specs: MlpSpecs
+    leaf: Tensor | None  # what the gradient of x belongs to
+    wi_leaves: list[Tensor]
+    wo_leaves: list[Tensor]
+    to_main_grad: bool
+    accum_wi: Sequence[Tensor | None]
+    accum_wo: Sequence[Tensor | None]
+
+    def differentiates(self) -> bool:
+        """Whether anybody needs a gradient."""
+        leaves = (self.leaf, self.probs, *self.wi_leaves, *self.wo_leaves, *self.wi_bias, *self.wo_bias)
+        needed = any(each is not None and each.requires_grad for each in leaves)
+        return torch.is_grad_enabled() and (needed or bool(self.accum_wi) or bool(self.accum_wo))
+
+
+def check_arguments(
+    x: Any,
+    wi: Any,
+    wo: Any,
+    group_sizes: Any,
+    rhs_transposed: bool,
+    activation: Any,
+    probs: Tensor | None,
+    wi_bias: Any,
+    wo_bias: Any,
+    recipe: Any,
+    residuals: Any,
+    wgrad_accum: Any,
+    implementation: Any,
+) -> Arguments:
+    """The arguments of `grouped_mlp`; raises what it raises."""
+    refuse_transforms("grouped_mlp", x, wi, wo, probs, wi_bias, wo_bias)
+    bound = linear_spec.recipe_option(recipe)
+    sizes, rows_hint = unwrap(group_sizes)
+    paired = _mlp_arguments.is_pair(wi)
+    text = _mlp_arguments.text_of(
+        rhs_transposed, activation, bound.recipe, residuals, rows_hint, implementation, paired
+    )
+    op = _mlp_library.decode(text)
+    leaf, rows = taken(x)
+    (wi_leaves, first), (wo_leaves, second) = taken(wi), taken(wo)
+    home = rows.values if isinstance(rows, QTensor) else rows
+    check_operand(NAMES.x, home, home)
+    sizes, _ = prepare_sizes(sizes, home, linear_spec.Names(NAMES.x, NAMES.wi))
+    for name, operand in ((NAMES.x, rows), (NAMES.wi, first), (NAMES.wo, second)):
+        if isinstance(operand, QTensor):
+            for part in parts_of(operand):
+                check_operand(name, part, home)
+        elif name != NAMES.x and not paired:
+            members_of(name, operand, 3, home)
+    if probs is not None:
+        check_operand(NAMES.probs, probs, home)
+    for name, operand in ((NAMES.wi_bias, wi_bias), (NAMES.wo_bias, wo_bias)):
+        if operand is not None:
+            members_of(name, operand, 2, home)
+    wi_members = first if isinstance(first, QTensor) else listed(first)
+    wo_members = second if isinstance(second, QTensor) else listed(second)
+    biases = [[] if each is None else listed(each) for each in (wi_bias, wo_bias)]
+    bias_specs = [packed_spec(each, 2) if each else None for each in biases]
+    wi_spec: Any = packed_spec(wi_members)
+    if paired:  # which the check refuses
+        wi_spec = operand_spec(Planner(), in_form(op.fc1(), tuple(map(spec_of, listed(wi)))))
+    specs = MlpSpecs(packed_spec(rows), wi_spec, packed_spec(wo_members), packed_spec(probs), *bias_specs)
+    check(op, *specs[:3], spec_of(sizes), *specs[3:])
+    scaling.check_bound(bound, specs.wo.shape[0], products=2)
+    leaves = [[] if each is None else listed(each) for each in (wi_leaves, wo_leaves)]
+    accums: list[Sequence[Tensor | None]] = [(), ()]
+    if wgrad_accum is not None and wgrad_accum != "main_grad":
+        if not isinstance(wgrad_accum, (tuple, list)) or len(wgrad_accum) != 2:
+            raise ValueError(
+                f"`{NAMES.accum}`: {wgrad_accum!r}, expected None, 'main_grad' or a pair, of `{NAMES.wi}` and of "
+                f"`{NAMES.wo}`; put None where a weight has no accumulator."
+            )
+        for at, (each, members, name) in enumerate(zip(wgrad_accum, leaves, (NAMES.wi, NAMES.wo), strict=True)):
+            if each is not None:
+                accums[at] = accumulators_of(each, members, f"{NAMES.accum}[{at}]", name)
+        if not torch.compiler.is_compiling():
+            written = [(f"{NAMES.accum}[{at}]", each) for at, some in enumerate(accums) for each in some]
+            check_apart(written, [(NAMES.x, home), (NAMES.sizes, sizes), (NAMES.probs, probs)])
+    to_main_grad = isinstance(wgrad_accum, str)
+    operands = (rows, wi_members, wo_members, sizes, probs, biases[0], biases[1])
+    return Arguments(*operands, op, text, bound, specs, leaf, leaves[0], leaves[1], to_main_grad, accums[0], accums[1])
+
+
+def linear_of(given: Arguments, at: int) -> tuple[Linear, Recipe, str]:
+    """The first or second product: the operation, its recipe in force, and its text with that recipe."""
+    weighted = given.specs.wo_bias is not None and given.specs.probs is not None
+    op = given.op.fc1() if at == 0 else given.op.fc2(weighted)
+    rows = given.specs.x if at == 0 else hidden_spec(given)
+    recipe = op.resolve(rows, given.specs.wi if at == 0 else given.specs.wo)
+    text = _library.encode(op.transposed, recipe, op.scale_bias, op.rows_hint, op.implementation)
+    return op, recipe, text
+
+
+def hidden_spec(given: Arguments) -> Any:
+    """Spec of the activated rows."""
+    width = given.specs.wo.shape[given.op.fc2().weight_axes()[0]]
+    return linear_spec.ArraySpec((given.specs.x.shape[0], width), given.specs.x.dtype)
+
+
+class Facts(NamedTuple):
+    """What forward tells backward beside tensors."""
+
+    given: Arguments  # without operands
+    needs: MlpNeeds
+    products: tuple[ProductFacts, ProductFacts]
+    texts: tuple[str, ...]  # of the forms of x, z, wi and wo
+    counts: tuple[int, ...]  # saved tensors of x, z, wi, wo, wi_bias, wo_bias
+    probs_dtype: torch.dtype | None
+
+
+def mlp(given: Arguments, out: Tensor | None, grad_input: Tensor | None, owners: Any) -> Tensor:
+    """The result, with gradients where somebody needs them."""
+    for name, buffer in ((NAMES.out, out), (NAMES.grad_input, grad_input)):
+        if buffer is not None:
+            check_operand(name, buffer, given.sizes)
+            check_writable(name, buffer)
+            linear_spec.check_buffer(
+                name, spec_of(buffer), linear_spec.ArraySpec(given.specs.x.shape, given.specs.x.dtype)
+            )
+    if not given.differentiates():
+        return _forward(given, NO_NEEDS, out).y
+    members = (given.wi_leaves or [None], given.wo_leaves or [None], given.wi_bias, given.wo_bias)
+    counts = tuple(len(each) for each in (*members, given.accum_wi, given.accum_wo))
+    flat = [each for one in (*members, given.accum_wi, given.accum_wo) for each in one]
+    return _StoredMlp.apply(given, counts, owners, out, grad_input, given.leaf, given.probs, *flat)
+
+
+_PLAIN_ARGUMENTS = 5  # of `_StoredMlp` that have no gradient and stand first
+
+
+class _Forward(NamedTuple):
+    y: Tensor
+    x: Stored
+    h: Tensor | None
+    z: Stored
+    wi: Stored
+    wo: Stored
+    keep: Kept
+
+
+def _none() -> Stored:
+    return Stored([])
+
+
+def _forward(given: Arguments, needs: MlpNeeds, out: Tensor | None) -> _Forward:
+    """y and what backward reads, as `grouped_core.mlp.mlp` has it."""
+    op, probs = given.op, given.probs
+    keep = kept(op, needs, probs is not None, bool(given.wi_bias), bool(given.wo_bias))
+    again = op.residuals.policy == "save_input"
+    asked = Needs(needs.x and not again, needs.wi and not again, False, False)
+    training = any(needs)
+    x, wi = _operands(given, 0, given.x, given.wi, asked, training)
+    z, *rest = _stored_mlp.hidden(
+        *(x[0].tensors, wi[0].tensors, given.sizes, probs, given.wi_bias, given.text, x[0].text, wi[0].text, keep.h)
+    )
+    asked = Needs(needs_dz(needs), keep.z, False, False)
+    rows, wo = _operands(given, 1, z, given.wo, asked, training)
+    scale = probs if given.wo_bias and probs is not None else None
+    text = linear_of(given, 1)[2]
+    operands = (rows[0].tensors, wo[0].tensors, given.sizes, given.wo_bias, scale, text, rows[0].text, wo[0].text)
+    if out is None:
+        y = _stored.linear(*operands)
+    else:
+        _stored.linear_into(*operands, out)
+        y = out.detach()
+    return _Forward(
+        y,
+        x[1] if keep.x else _none(),
+        rest[0] if rest else None,
+        rows[1] if keep.z else _none(),
+        wi[1] if keep.wi else _none(),
+        wo[1] if keep.wo else _none(),
+        keep,
+    )
+
+
+def _operands(
+    given: Arguments, at: int, rows: Any, weight: Any, needs: Needs, training: bool
+) -> tuple[tuple[Stored, Stored], tuple[Stored, Stored]]:
+    """Rows and weight of a product: (as forward reads them, as backward does); in training magnitudes are merged."""
+    op, recipe, _ = linear_of(given, at)
+    extras = scaling.extras(given.bound, at)
+    k_axis, n_axis = op.weight_axes()
+    keep_x, keep_w = gradients.keeps_forms(op, recipe, needs, False)
+    x_wanted = [(1, recipe.forward[0]), *([(0, recipe.wgrad[0])] if keep_x else [])]
+    w_wanted = [(k_axis, recipe.forward[1]), *([(n_axis, recipe.dgrad[1])] if keep_w else [])]
+    x_forms, amax_x = forms_of(rows, x_wanted, given.sizes, extras.x, recipe)
+    w_forms, amax_w = forms_of(weight, w_wanted, None, extras.w, recipe)
+    if training:
+        merge_amax(given.bound, (amax_x, amax_w, None), at)
+    return (
+        (arrays_of(x_forms[0]), arrays_of(x_forms[-1] if keep_x else rows)),
+        (arrays_of(w_forms[0]), arrays_of(w_forms[-1] if keep_w else weight)),
+    )
+
+
+class _StoredMlp(torch.autograd.Function):
+    """Gradients around the operators. What backward reads is saved, results never."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        given: Arguments,
+        counts: tuple[int, ...],
+        owners: Any,
+        out: Tensor | None,
+        grad_input: Tensor | None,
+        leaf: Tensor | None,
+        probs: Tensor | None,
+        *members: Any,
+    ) -> Tensor:
+        """`members`: what gradients of wi, wo and their biases belong to, then accumulators, as `counts` says."""
+        needs_x, needs_probs, *needed = ctx.needs_input_grad[_PLAIN_ARGUMENTS:]
+        live, start = [], 0
+        for count in counts[:4]:
+            live.append([at for at in range(count) if needed[start + at]])
+            start += count
+        for at, accums in enumerate((given.accum_wi, given.accum_wo)):
+            if not (given.wi_leaves, given.wo_leaves)[at] and any(each is not None for each in accums):
+                live[at] = [0]
+        needs = MlpNeeds(needs_x, bool(live[0]), bool(live[1]), needs_probs, bool(live[2]), bool(live[3]))
+        found = _forward(given, needs, out)
+        keep = found.keep
+        biases = (given.wi_bias if keep.wi_bias else [], given.wo_bias if keep.wo_bias else [])
+        rows = (found.x, found.z)
+        names = [*_names(_saved.ROWS, found.x), _saved.HIDDEN, *_names(_saved.ACTIVATED, found.z)]
+        saved = [*found.x.tensors, found.h, *found.z.tensors]
+        saved += [given.sizes, probs if keep.probs else None, given.bound.key]
+        saved += [*found.wi.tensors, *found.wo.tensors, *biases[0], *biases[1]]
+        _saved.tell(saved, names)
+        ctx.save_for_backward(*saved)
+        ctx.facts = Facts(
+            given._replace(
+                x=None,
+                wi=None,
+                wo=None,
+                probs=None,
+                leaf=None,
+                wi_leaves=[],
+                wo_leaves=[],
+                wi_bias=[],
+                wo_bias=[],
+                accum_wi=(),
+                accum_wo=(),
+            ),
+            needs,
+            _product_facts(given, needs, live, counts),
+            tuple(form.text for form in (*rows, found.wi, found.wo)),
+            tuple(len(each.tensors) for each in (*rows, found.wi, found.wo)) + tuple(map(len, biases)),
+            None if probs is None else probs.dtype,
+        )
+        ctx.grad_input, ctx.accumulators = grad_input, (given.accum_wi, given.accum_wo)
+        first, second = (None, None) if owners is None else owners
+        elsewhere = [bool(given.to_main_grad or accum) for accum in ctx.accumulators]
+        wi_owners, wi_delayed = owners_of(given.wi_leaves or destinations_of(given.accum_wi), elsewhere[0], first)
+        wo_owners, wo_delayed = owners_of(given.wo_leaves or destinations_of(given.accum_wo), elsewhere[1], second)
+        ctx.owners, ctx.delayed = (wi_owners, wo_owners), (wi_delayed, wo_delayed)
+        return found.y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of forward's arguments; the one of the result is dy [M, K]."""
+        (dy,) = grad_outputs
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return _backward(ctx, dy)
+        sources = (dy, *ctx.saved_tensors)
+        with torch.no_grad():
+            found = _backward(ctx, dy)
+        return once("grouped_mlp", found, sources)
+
+
+def destinations_of(accumulators: Sequence[Tensor | None]) -> list[Tensor]:
+    """Stands for the weights where these are quantised and have no master."""
+    return [each for each in accumulators if each is not None]
+
+
+def _names(name: str, form: Stored) -> list[str]:
+    parts = ("_q", "_scale", "_scale") if form.text else ("",)
+    return [name + part for part in parts[: len(form.tensors)]]
+
+
+def _product_facts(
+    given: Arguments, needs: MlpNeeds, live: list[list[int]], counts: tuple[int, ...]
+) -> tuple[ProductFacts, ProductFacts]:
+    weighted = bool(given.wo_bias) and given.probs is not None
+
+    def product(at: int) -> ProductFacts:
+        leaves, biases = (given.wi_leaves, given.wi_bias) if at == 0 else (given.wo_leaves, given.wo_bias)
+        spec = (given.specs.x, given.specs.wi) if at == 0 else (hidden_spec(given), given.specs.wo)
+        weight = spec_of(leaves[0]).dtype if leaves else spec[1].dtype
+        dtypes = [spec[0].dtype, weight, biases and spec_of(biases[0]).dtype]
+        dtypes.append(spec_of(given.probs).dtype if at == 1 and weighted and given.probs is not None else None)
+        return ProductFacts(
+            linear_of(given, at)[2],
+            dtypes=",".join(each or "-" for each in dtypes),
+            k=spec[0].shape[1],
+            counts=(counts[at], len(biases)),
+            packed=(not leaves or leaves[0].dim() == 3, bool(biases) and biases[0].dim() == 2),
+            needs=Needs(needs.x and at == 0, bool(live[at]), bool(live[2 + at]), False),
+            live=tuple(live[at]),
+            live_biases=tuple(live[2 + at]),
+            kept_weights=0,
+            flags=given.to_main_grad,
+            weight_name=(NAMES.wi, NAMES.wo)[at],
+            overwrite=None,
+        )
+
+    return product(0), product(1)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    facts: Facts = ctx.facts
+    tensors, needs, given = list(ctx.saved_tensors), facts.needs, facts.given
+    if not torch.compiler.is_compiling():
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained: rows go as soon as nothing reads them
+    counts = list(facts.counts)
+
+    def take(count: int) -> list[Tensor]:
+        part = tensors[:count]
+        del tensors[:count]
+        return part
+
+    x = Stored(take(counts[0]), facts.texts[0])
+    (h,) = take(1)
+    z = Stored(take(counts[1]), facts.texts[1])
+    sizes, probs, key = take(3)
+    wi, wo = (Stored(take(counts[2 + at]), facts.texts[2 + at]) for at in (0, 1))
+    wi_bias, wo_bias = take(counts[4]), take(counts[5])
+    dy = dy.contiguous()
+    rows = dy.shape[0]
+    bound = BoundRecipe(given.bound.recipe, given.bound.state, key)
+    given = given._replace(sizes=sizes, bound=bound)
+    (first, own, _), (second, recipe, _) = linear_of(given, 0), linear_of(given, 1)
+    dgrad = (first.weight_axes()[1], own.dgrad[1])
+    plain_z: Any = None
+    if (needs_dz(needs) and h is None) or (not needs_dz(needs) and needs.wo and not z.tensors):
+        (x_read, _), (wi_read, _) = _again(given, x, wi, rows)
+        plain_z, *rest = _stored_mlp.hidden(
+            *(x_read.tensors, wi_read.tensors, sizes, probs, wi_bias, given.text, x_read.text, wi_read.text),
+            needs_dz(needs),
+        )
+        h = rest[0] if rest else None
+    grads = _grad_forms(given, 1, dy, needs_dz(needs), needs.wo, recipe, 0)
+    dp = dh = None
+    if needs_dz(needs):
+        letters = _mlp_library.wanted(needs_dh(needs), needs.wo and plain_z is None and not z.tensors, needs.probs)
+        parts = [dy, *grads[0].tensors] if grads[0].text else [dy]
+        operands = (h, wo.tensors, sizes, probs, wo_bias, parts, given.text, wo.text, grads[0].text, letters)
+        found = dict(zip(letters, _stored_mlp.hidden_grads(*operands), strict=True))
+        dh, plain_z, dp = found.get("h"), found.get("z", plain_z), found.get("p")
+        dp = dp if dp is None or facts.probs_dtype is None else dp.to(facts.probs_dtype)
+    h = None
+    if needs.wo and not z.tensors:
+        forms, _ = forms_of(plain_z, [(0, recipe.wgrad[0])], sizes, scaling.extras(bound, 1).x, recipe)
+        z, plain_z = arrays_of(forms[0]), None
+    results: list[ProductGradients] = []
+    scale = probs if second.scale_bias else None
+    for at, (weight, biases) in enumerate(((wi, wi_bias), (wo, wo_bias))):
+        product = facts.products[at]
+        if not any(product.needs):
+            results.append(ProductGradients(None, None, [None] * product.counts[0], [None] * product.counts[1]))
+            continue
+        cotangent: Any
+        cotangent, forms, left = (dh, [], x) if at == 0 else (dy, [grads[1]] if grads[1].text else [], z)
+        if at == 0:
+            made = _grad_forms(given, 0, dh, product.needs.x, product.needs.w, own, 1)
+            forms = [form for form in made if form.text]
+            if product.needs.w and x.tensors and not own.wgrad[0].plain and not _is_cross(x):
+                again = _whole(x, rows)
+                cross, _ = forms_of(again, [(0, own.wgrad[0])], sizes, scaling.extras(bound, 0).x, own)
+                left = arrays_of(cross[0])
+            if product.needs.x and not wi.text:
+                turned, _ = forms_of(_whole(wi, rows), [dgrad], None, scaling.extras(bound, 0).w, own)
+                weight = arrays_of(turned[0])
+        launcher = Launcher(
+            *(left, weight if at == 0 else Stored([]), sizes, biases, scale if at == 1 else None),
+            *([cotangent, *(part for form in forms for part in form.tensors)], key),
+            *(scaling.extras(bound, at).x, product.k, product.text, [form.text for form in forms], product.dtypes),
+        )
+        buffer = ctx.grad_input if at == 0 else None
+        results.append(
+            product_gradients(
+                *(product, launcher, cotangent, ctx.owners[at], ctx.accumulators[at], buffer, ctx.delayed[at])
+            )
+        )
+    one, two = results
+    return (
+        *[None] * _PLAIN_ARGUMENTS,
+        one.x,
+        dp,
+        *one.weights,
+        *two.weights,
+        *one.biases,
+        *two.biases,
+        *[None] * (len(ctx.accumulators[0]) + len(ctx.accumulators[1])),
+    )
+
+
+def _is_cross(form: Stored) -> bool:
+    return bool(form.text) and _stored.described(form.text)[1] == 0
+
+
+def _whole(stored: Stored, rows: int) -> Any:
+    """The operand that `arrays_of` took apart."""
+    if stored.text:
+        return _stored.restored(stored, rows)
+    return stored.tensors[0] if len(stored.tensors) == 1 else stored.tensors
+
+
+def _again(given: Arguments, x: Stored, wi: Stored, rows: int) -> Any:
+    """x and wi once more in the forms of forward; no magnitudes are merged, for forward did."""
+    op, recipe, _ = linear_of(given, 0)
+    extras = scaling.extras(given.bound, 0)
+    x_forms, _ = forms_of(_whole(x, rows), [(1, recipe.forward[0])], given.sizes, extras.x, recipe)
+    w_forms, _ = forms_of(_whole(wi, rows), [(op.weight_axes()[0], recipe.forward[1])], None, extras.w, recipe)
+    return (arrays_of(x_forms[0]), x), (arrays_of(w_forms[0]), wi)
+
+
+def _grad_forms(
+    given: Arguments, at: int, dy: Any, through: bool, weights: bool, recipe: Recipe, stream: int
+) -> tuple[Stored, Stored]:
+    """dy along its features and along its rows, each if wanted and quantised, from one pass; magnitudes are merged."""
+    wanted: list[tuple[int, Format]] = []
+    if through and not recipe.dgrad[0].plain:
+        wanted.append((1, recipe.dgrad[0]))
+    if weights and not recipe.wgrad[1].plain:
+        wanted.append((0, recipe.wgrad[1]))
+    if not wanted:
+        return Stored([]), Stored([])
+    encode = scaling.extras(given.bound, at).dy
+    found = _stored.store([dy], tuple(wanted), given.sizes, encode=encode, key=given.bound.key, stream=stream)
+    merge_amax(given.bound, (None, None, found.amax), at)
+    forms = {axis: arrays_of(form) for (axis, _), form in zip(wanted, found.forms, strict=True)}
+    return forms.get(1, Stored([])), forms.get(0, Stored([]))
