@@ -30,6 +30,11 @@ int64_t segment_of(const GroupedMatmul& call) {
   return call.segment;
 }
 
+// Whether an operand is two arrays, or half of one.
+bool has_halves(const GroupedMatmul& call) { return call.rhs_up.present() || call.lhs_half || call.rhs_half; }
+bool has_halves(const GroupedMatmulAct& call) { return call.rhs_up.present(); }
+bool has_halves(const GroupedMatmulDact&) { return false; }
+
 TensorView scratch(void* workspace, size_t* used, DType dtype, std::initializer_list<int64_t> dims) {
   TensorView view;
   view.dtype = dtype;
@@ -163,7 +168,7 @@ std::string refuses(const Call& call, const Target& target) {
   for (const TensorView* t : {&call.lhs, &call.rhs}) {
     if (!is_plain(t->dtype) && !is_code(t->dtype)) return "takes codes and plain numbers, not " + describe(*t);
   }
-  if (call.rhs_table.present()) return "takes weights as one array, not listed ones";
+  if (call.rhs_table.present() || has_halves(call)) return "takes operands of one array each";
   for (const int64_t block : {call.scales.lhs_block, call.scales.rhs_block, call.scales.rhs_block_outer}) {
     if (block != 0 && !is_power_of_two(block)) {
       return "takes blocks of a power of two, not " + std::to_string(block);
