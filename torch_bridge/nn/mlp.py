@@ -16,6 +16,7 @@ from grouped_core.mlp_spec import Residuals, residuals_option
 from grouped_core.sizes import GroupSizes
 from torch_bridge import main_grad, mlp
 from torch_bridge._mlp_arguments import check_arguments
+from torch_bridge.nn.activation import shortest
 from torch_bridge.nn.linear import GroupedLinear, cast_rows, check_microbatch, compute_dtype, positive
 from torch_bridge.ops import Owner
 
@@ -23,8 +24,8 @@ from torch_bridge.ops import Owner
 def fused_mlp(
     fc1: GroupedLinear,
     fc2: GroupedLinear,
-    activation: Activation,
-    residuals: Residuals,
+    activation: str | Activation,
+    residuals: str | Residuals,
     x: Tensor,
     group_sizes: Any,
     probs: Tensor | None,
@@ -98,6 +99,8 @@ class GroupedMLP(Module):
             )
         self.activation = resolve(activation)
         self.residuals = residuals_option(residuals)
+        plain = self.residuals == Residuals(self.residuals.policy)
+        self._as_given = (shortest(self.activation), self.residuals.policy if plain else self.residuals)
         wide = self.activation.fc1_width(mlp_dim)
         self.linear_fc1 = GroupedLinear(num_groups, hidden, wide, bias=bias, **options)
         self.linear_fc2 = GroupedLinear(num_groups, mlp_dim, hidden, bias=bias, scale_bias=bias, **options)
@@ -124,7 +127,7 @@ class GroupedMLP(Module):
         if is_first_microbatch is not None:
             check_microbatch(is_first_microbatch)
         fc1, fc2 = self.linear_fc1, self.linear_fc2
-        return fused_mlp(fc1, fc2, self.activation, self.residuals, x, group_sizes, probs, out, grad_input)
+        return fused_mlp(fc1, fc2, *self._as_given, x, group_sizes, probs, out, grad_input)
 
     def backward_dw(self, all: bool = False) -> None:
         """The oldest delayed weight gradients (`all`: every one) of FC2, then of FC1; then FC2's hooks, then FC1's."""

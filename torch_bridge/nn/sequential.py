@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from grouped_core.mlp_spec import residuals_option
 from grouped_core.sizes import unwrap
 from torch_bridge import main_grad
 from torch_bridge.activation import scaled_activation_rows
@@ -290,8 +289,8 @@ def _run_window(
     return fused_mlp(
         window.fc1,
         window.fc2,
-        window.act.activation,
-        residuals_option("save_fc1"),
+        window.act.as_given,
+        "save_fc1",
         x,
         first[0],
         probs[0],
@@ -312,5 +311,5 @@ def _run_one(layer: Module, x: Any, extras: Sequence[Any], sizes: Tensor | None,
     # Straight to the rows, so that the tail behind a linear layer is not read; hooks want the module itself.
     plain = type(layer).forward is ScaledActivation.forward and not any(getattr(layer, hooks) for hooks in _HOOKS)
     if plain and isinstance(layer, ScaledActivation) and sizes is not None and sizes.device == x.device:
-        return scaled_activation_rows(x, extras[0], layer.activation, sizes)
+        return scaled_activation_rows(x, extras[0], layer.as_given, sizes)
     return layer(x, *extras, **keywords)
