@@ -53,6 +53,9 @@ RELATIVE = {"ieee": 2e-6, "tf32x3": 5e-6, "tf32": 1e-3}
 MMA_DEPTH = {"float32": 8, "bfloat16": 16, "float16": 16, "float8_e4m3fn": 16, "float8_e5m2": 16}
 """Terms that one tensor-core instruction adds up (kappa); fp8 values are widened to bf16 first."""
 
+FP8_DEPTH = 32
+"""Terms of one instruction on 8-bit operands."""
+
 
 def half_ulp(values: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
     """Half a unit in the last place of `dtype` at `values`, elementwise."""
@@ -79,6 +82,15 @@ def gamma(terms: NDArray[np.float64] | float, dtype: str, kernel: str, fp32_mode
     if not _is_tf32(dtype, kernel, fp32_mode):
         return (c + 1) * F32_HALF_ULP
     return 2.0**-20 + 3 * tensor_core if fp32_mode == "tf32x3" else 2.0**-9 + tensor_core
+
+
+def gamma_fp8(terms: float, fast: bool) -> float:
+    """The same for 8-bit operands on Hopper: tensor cores keep about 14 bits of a sum and truncate (numerics 7).
+
+    Args:
+        fast: they sum all of it; else partial sums of 128 terms are added in fp32.
+    """
+    return (terms + math.ceil(terms / FP8_DEPTH)) * 2.0**-13 if fast else 2.0**-9
 
 
 @dataclass(frozen=True)
