@@ -186,7 +186,7 @@ def run(
     arrays = {"lhs": lhs.exact, "rhs": rhs.exact, "group_sizes": sizes, **others}
     value, largest = _exact(plain, arrays, False), _exact(plain, arrays, True)
     terms = case.rows if contract_rows else case.k
-    error = bounds.gamma_fp8(terms, fast=kernel == FAST) * largest
+    error = bounds.gamma(terms, lhs.spec.values.dtype, kernel) * largest
     error = error + bounds.half_ulp(np.abs(value) + error, result_dtype)
     asserts.within(found, Bounded(value, error, result_dtype), f"result of {kernel}")
     return found
