@@ -176,8 +176,11 @@ std::string refuses(const Call& call, const Target& target) {
   }
   if constexpr (!std::is_same_v<Call, GroupedMatmul>) {
     // Then the row behind, which leaves the weights as they are, reads fewer bytes.
-    if (grouped_matmul_weight_only_sm90.refuses(product_inside(call), target).empty()) {
-      return "leaves products of few rows to the kernel that widens in registers";
+    for (const Kernel<GroupedMatmul>* better :
+         {&grouped_matmul_weight_only_sm90, &grouped_matmul_fp8_fast_sm90, &grouped_matmul_fp8_sm90}) {
+      if (better->refuses(product_inside(call), target).empty()) {
+        return std::string("leaves this product to ") + better->name + ", which reads codes as they are";
+      }
     }
   }
   const Choice<Call> choice = choose(plan_of(call, nullptr).inner, target, "");

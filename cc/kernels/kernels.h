@@ -51,6 +51,10 @@ extern const Kernel<GroupedMatmul> grouped_matmul_bf16_wgrad_sm90;
 extern const Kernel<GroupedMatmul> grouped_matmul_weight_only_sm90;
 // The same for fp32 in the modes tf32 and tf32x3.
 extern const Kernel<GroupedMatmul> grouped_matmul_fp32_sm90;
+// 8-bit operands with scales: with fast accumulation, and with partial sums that go to fp32.
+extern const Kernel<GroupedMatmul> grouped_matmul_fp8_fast_sm90;
+extern const Kernel<GroupedMatmul> grouped_matmul_fp8_sm90;
+extern const Kernel<GroupedMatmul> grouped_matmul_fp8_wgrad_sm90;
 extern const Kernel<GroupedMatmulAct> grouped_matmul_act_bf16_sm90;
 extern const Kernel<GroupedMatmulDact> grouped_matmul_dact_bf16_sm90;
 
