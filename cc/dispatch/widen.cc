@@ -12,7 +12,6 @@
 #include <utility>
 
 #include "cc/api/operands.h"
-#include "cc/device/widen.h"
 #include "cc/dispatch/compose.h"
 #include "cc/dispatch/dispatch.h"
 #include "cc/kernels/kernels.h"
@@ -177,8 +176,11 @@ std::string refuses(const Call& call, const Target& target) {
   }
   if constexpr (!std::is_same_v<Call, GroupedMatmul>) {
     // Then the row behind, which leaves the weights as they are, reads fewer bytes.
-    if (grouped_matmul_weight_only_sm90.refuses(product_inside(call), target).empty()) {
-      return "leaves products of few rows to the kernel that widens in registers";
+    for (const Kernel<GroupedMatmul>* better :
+         {&grouped_matmul_weight_only_sm90, &grouped_matmul_fp8_fast_sm90, &grouped_matmul_fp8_sm90}) {
+      if (better->refuses(product_inside(call), target).empty()) {
+        return std::string("leaves this product to ") + better->name + ", which reads codes as they are";
+      }
     }
   }
   const Choice<Call> choice = choose(plan_of(call, nullptr).inner, target, "");
@@ -195,12 +197,11 @@ size_t workspace(const Call& call, const Target& target) {
 template <class Call>
 void launch(const Call& call, const Context& context) {
   const Plan<Call> plan = plan_of(call, context.workspace);
-  const auto stream = static_cast<cudaStream_t>(context.stream);
-  for (int i = 0; i < plan.count; ++i) launch_widening(plan.passes[i], stream);
+  for (int i = 0; i < plan.count; ++i) launch_widening(plan.passes[i], context.stream);
   if constexpr (std::is_same_v<Call, GroupedMatmul>) {
     if (plan.padded != nullptr) {
       launch_padding(call.group_sizes.template as<const int32_t>(), call.group_sizes.dims[0], call.rows, call.segment,
-                     plan.padded, plan.scan, stream);
+                     plan.padded, plan.scan, context.stream);
     }
   }
   Context inner = context;
