@@ -291,7 +291,8 @@ class _Activated:
         # What a composed call chose inside is not known here: the tensor cores' bound is the widest of its device.
         slots = SLOTS["grouped_matmul"]
         specs = dict(zip(SLOTS[self.call.name], self.call.inputs, strict=True))
-        codes = all((spec := specs[slot]) is not None and spec.dtype.startswith("float8") for slot in ("lhs", "rhs"))
+        operands = (specs["lhs"], specs["rhs"])
+        codes = all(spec is not None and spec.dtype.startswith("float8") for spec in operands)
         inner = self.kernel.replace("_composed_cuda", "_fp8_sm90" if codes else "_sm90")
         product = ("lhs", "rhs", "group_sizes", "bias", "rhs_table", "bias_table", "rhs_up", *SCALES)
         width = self.o["rhs"].shape[3 - self.p["rhs_axis"]] * (1 if self.o.get("rhs_up") is None else 2)
