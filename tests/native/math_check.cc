@@ -1,5 +1,6 @@
 // The arithmetic of cc/math over whole arrays, for tests/native/test_math.py: compiled there, called by ctypes.
 #include <cstdint>
+#include <initializer_list>
 
 #include "cc/math/narrow.h"
 #include "cc/math/rotate.h"
