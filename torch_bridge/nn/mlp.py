@@ -36,6 +36,11 @@ def fused_mlp(
     parameters = (fc1.weight_parameters(), fc2.weight_parameters())
     dtype = compute_dtype(x, parameters[0][0].dtype)
     owners = (fc1.owner(parameters[0]), fc2.owner(parameters[1]))
+    if fc1.accumulate_into_main_grad != fc2.accumulate_into_main_grad:
+        raise ValueError(
+            f"`accumulate_into_main_grad`: {fc1.accumulate_into_main_grad} in the first layer and "
+            f"{fc2.accumulate_into_main_grad} in the second, expected the same in both; set it in both."
+        )
     given = check_arguments(
         cast_rows(x, dtype),
         fc1.weights(parameters[0], dtype),
