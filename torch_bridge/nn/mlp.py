@@ -32,12 +32,13 @@ def fused_mlp(
     grad_input: Tensor | None,
 ) -> Tensor:
     """Both layers and the activation between them as one operation."""
-    dtype = compute_dtype(x.device, getattr(fc1, fc1.weight_names[0]).dtype)
-    owners = (fc1.owner(), fc2.owner())
+    parameters = (fc1.weight_parameters(), fc2.weight_parameters())
+    dtype = compute_dtype(x, parameters[0][0].dtype)
+    owners = (fc1.owner(parameters[0]), fc2.owner(parameters[1]))
     given = check_arguments(
         cast_rows(x, dtype),
-        fc1.weights(dtype),
-        fc2.weights(dtype),
+        fc1.weights(parameters[0], dtype),
+        fc2.weights(parameters[1], dtype),
         group_sizes,
         True,
         activation,
@@ -120,7 +121,8 @@ class GroupedMLP(Module):
 
         Raises what `grouped_mlp` raises.
         """
-        check_microbatch(is_first_microbatch)
+        if is_first_microbatch is not None:
+            check_microbatch(is_first_microbatch)
         fc1, fc2 = self.linear_fc1, self.linear_fc2
         return fused_mlp(fc1, fc2, self.activation, self.residuals, x, group_sizes, probs, out, grad_input)
 

@@ -66,6 +66,14 @@ class _Window(NamedTuple):
         return None
 
 
+class _Plan(NamedTuple):
+    """The layers, how many inputs beside rows each takes, and what could run as one operation."""
+
+    layers: tuple[Module, ...]
+    takes: list[int]
+    windows: list[_Window]
+
+
 class Sequential(Module):
     """Modules applied one after the other; ours take what they need beside rows from `extra`, in module order.
 
@@ -94,6 +102,7 @@ class Sequential(Module):
                 )
             self.add_module(str(at), module)
         self.fuse = fuse
+        self._plan: _Plan | None = None
         if fuse == "always":
             self._refuse()
 
@@ -113,6 +122,13 @@ class Sequential(Module):
     def _layers(self) -> list[Module]:
         return [each for each in self._modules.values() if each is not None]
 
+    def _planned(self) -> _Plan:
+        """What follows from the layers that it has now."""
+        layers = tuple(self._layers())
+        if self._plan is None or self._plan.layers != layers:
+            self._plan = _Plan(layers, [_extras(layer) for layer in layers], self._windows())
+        return self._plan
+
     def _windows(self) -> list[_Window]:
         layers, found, at = self._layers(), [], 0
         while at + 2 < len(layers):
@@ -126,7 +142,7 @@ class Sequential(Module):
 
     def why_unsupported(self) -> str | None:
         """None where each linear, activation, linear in a row runs as one operation, and there is one; else why not."""
-        windows = self._windows()
+        windows = self._planned().windows
         if not windows:
             return "no GroupedLinear, ScaledActivation, GroupedLinear stand in a row"
         return next((reason for window in windows if (reason := window.why_unsupported())), None)
@@ -147,10 +163,9 @@ class Sequential(Module):
             ours, or one twice, or a buffer that does not exist; layers of one MLP are given different tensors. Else
             what the modules raise.
         """
-        layers = self._layers()
         if self.fuse == "always":
             self._refuse()
-        takes = [_extras(layer) for layer in layers]
+        layers, takes, found = self._planned()
         if sum(takes) != len(extra):
             names = ", ".join(f"{type(layer).__name__} takes {n}" for layer, n in zip(layers, takes, strict=True) if n)
             raise TypeError(
@@ -159,9 +174,9 @@ class Sequential(Module):
             )
         rest = iter(extra)
         extras = [[next(rest) for _ in range(count)] for count in takes]
-        given = addressed(layers, [_keywords(layer) for layer in layers], op_kwargs or {})
-        windows = {window.start: window for window in self._windows()}
-        for window in windows.values():
+        given = addressed(layers, [_keywords(layer) for layer in layers], op_kwargs) if op_kwargs else {}
+        windows = {window.start: window for window in found}
+        for window in found:
             _check_same(window, extras)
         at = 0
         while at < len(layers):
