@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from collections.abc import Sequence
@@ -141,9 +142,14 @@ def quantized_members(q: QTensor[Tensor]) -> list[QTensor[Tensor]]:
 
     def part(group: int, form: QTensor[Tensor]) -> QTensor[Tensor]:
         own = slice(group, group + 1)
-        arrays = (None if each is None else each[own] for each in (form.values, form.scales, form.group_scales))
-        other = None if form.other is None else part(group, form.other)
-        return QTensor(*arrays, form.format, form.axis, (1, *member), form.dtype, other)
+        return dataclasses.replace(
+            form,
+            values=form.values[own],
+            scales=None if form.scales is None else form.scales[own],
+            group_scales=None if form.group_scales is None else form.group_scales[own],
+            shape=(1, *member),
+            other=None if form.other is None else part(group, form.other),
+        )
 
     return [part(group, q) for group in range(groups)]
 

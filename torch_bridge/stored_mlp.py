@@ -139,7 +139,8 @@ def check_arguments(
             check_apart(written, [(NAMES.x, home), (NAMES.sizes, sizes), (NAMES.probs, probs)])
     to_main_grad = isinstance(wgrad_accum, str)
     operands = (rows, wi_members, wo_members, sizes, probs, biases[0], biases[1])
-    return Arguments(*operands, op, text, bounds, specs, leaf, *leaves, to_main_grad, *accums)
+    own = (op, text, bounds, specs, leaf, leaves[0], leaves[1])
+    return Arguments(*operands, *own, to_main_grad, accums[0], accums[1])
 
 
 def _of_products(bound: BoundRecipe, groups: int) -> tuple[BoundRecipe, BoundRecipe]:
