@@ -205,6 +205,7 @@ def test_linear_compiles_whole(recipe: Recipe, accumulate: bool) -> None:
 
 
 @pytest.mark.rule("GRD-12")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo makes an instance of autograd.Function
 @pytest.mark.parametrize("recipe", [DELAYED, recipes.MXFP8], ids=lambda r: r.name)
 @by_form

@@ -116,7 +116,7 @@ def linear(
     recipe = bound(layer.recipe, state, home(rows).device)
     cache = layer.cache.bind("GroupedLinear", parameters, first)
     accum: Any = "main_grad" if to_main_grad else None
-    arguments = (rows, weights, group_sizes, True, layer.biases(), row_scale, layer.scale_bias, recipe)
+    arguments: Any = (rows, weights, group_sizes, True, layer.biases(), row_scale, layer.scale_bias, recipe)
     if torch.compiler.is_compiling() and cache is None and state is None and not layer.delay_wgrad_compute:
         if not to_main_grad:
             return stored.linear(*arguments, None, None, out, grad_input)
@@ -125,13 +125,12 @@ def linear(
             found = destinations(parameters)
             accum = found[0] if isinstance(weights, Tensor) else found
             return stored.linear(*arguments, accum, None, out, grad_input)
-    return _eager_linear(layer, arguments, accum, cache, parameters, out, grad_input)
+    return _uncompiled_linear(layer, arguments, accum, cache, parameters, out, grad_input)
 
 
-@torch.compiler.disable
-def _eager_linear(
+def _linear(
     layer: Any,
-    arguments: tuple[Any, ...],
+    arguments: Any,
     accum: Any,
     cache: Any,
     parameters: tuple[Any, ...],
@@ -144,11 +143,13 @@ def _eager_linear(
     return stored.grouped_linear(given._replace(cache=cache), out, grad_input, layer.owner(parameters))
 
 
-@torch.compiler.disable
-def mlp(
+_uncompiled_linear: Any = torch.compiler.disable(_linear)
+
+
+def _mlp(
     fc1: Any,
     fc2: Any,
-    arguments: tuple[Any, ...],
+    arguments: Any,
     residuals: Any,
     state: ScalingState[Tensor] | None,
     owners: Any,
@@ -175,3 +176,6 @@ def mlp(
         for name, layer in (("linear_fc1", fc1), ("linear_fc2", fc2))
     )
     return stored_mlp.mlp(given._replace(caches=caches), out, grad_input, owners)
+
+
+mlp: Any = torch.compiler.disable(_mlp)
