@@ -116,15 +116,16 @@ def linear(
     recipe = bound(layer.recipe, state, home(rows).device)
     cache = layer.cache.bind("GroupedLinear", parameters, first)
     accum: Any = "main_grad" if to_main_grad else None
-    arguments: Any = (rows, weights, group_sizes, True, layer.biases(), row_scale, layer.scale_bias, recipe)
+    arguments: list[Any] = [rows, weights, group_sizes, True, layer.biases(), row_scale, layer.scale_bias, recipe]
     if torch.compiler.is_compiling() and cache is None and state is None and not layer.delay_wgrad_compute:
+        rest: dict[str, Any] = {"wgrad_accum": None, "implementation": None, "out": out, "grad_input": grad_input}
         if not to_main_grad:
-            return stored.linear(*arguments, None, None, out, grad_input)
+            return stored.linear(*arguments, **rest)
         plain = not main_grad.needs_python(parameters) and not any(map(main_grad.overwrites, parameters))
         if plain:  # destinations are what a graph can hold
             found = destinations(parameters)
-            accum = found[0] if isinstance(weights, Tensor) else found
-            return stored.linear(*arguments, accum, None, out, grad_input)
+            rest["wgrad_accum"] = found[0] if isinstance(weights, Tensor) else found
+            return stored.linear(*arguments, **rest)
     return _uncompiled_linear(layer, arguments, accum, cache, parameters, out, grad_input)
 
 
@@ -137,7 +138,7 @@ def _linear(
     out: Tensor | None,
     grad_input: Tensor | None,
 ) -> Tensor:
-    given = stored.check_arguments(*arguments, accum, None)
+    given = stored.check_arguments(*arguments, wgrad_accum=accum, implementation=None)
     if isinstance(given.weight, list):
         layer.note_addresses(given.weight)
     return stored.grouped_linear(given._replace(cache=cache), out, grad_input, layer.owner(parameters))
@@ -167,7 +168,9 @@ def _mlp(
         key = recipe.key
         recipe = tuple(BoundRecipe(each.recipe, state_of(each, each.recipe), key) for each in (fc1, fc2))
     accum = "main_grad" if fc1.accumulate_into_main_grad else None
-    given = stored_mlp.check_arguments(*arguments, recipe, residuals, accum, None)
+    given = stored_mlp.check_arguments(
+        *arguments, recipe=recipe, residuals=residuals, wgrad_accum=accum, implementation=None
+    )
     for layer, weights in ((fc1, given.wi), (fc2, given.wo)):
         if isinstance(weights, list):
             layer.note_addresses(weights)
