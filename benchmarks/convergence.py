@@ -1,11 +1,11 @@
-"""Does a model learn as well with each recipe as with bf16? Trains the demo's model from the same seeds with all of them.
+"""Does a model learn as well with each recipe as with bf16? Trains the demo's model from the same seeds with all.
 
-    python benchmarks/convergence.py --json convergence.json --plot benchmarks/convergence.png          # the CPU's size
-    python benchmarks/convergence.py --width 512 --layers 6 --experts 32 --top-k 4 --batch 16 --length 512 --steps 400 ...
+    python benchmarks/convergence.py --json convergence.json --plot benchmarks/convergence.png      # the CPU's size
+    python benchmarks/convergence.py --json gpu.json --width 512 --layers 6 --experts 32 --top-k 4 --batch 16 \
+      --length 512 --steps 400 --learning-rate 2e-3                                                 # a GPU's
 
-Runs of one seed see the same weights at first and the same batches. A run that the JSON file holds is not repeated, so a
-sweep that was stopped goes on where it was. The seed of a run is a value and no part of its program: each recipe is
-compiled once.
+Runs of one seed see the same weights at first and the same batches. A run that the JSON file holds is not repeated, so
+a sweep that was stopped goes on where it was. The seed is no part of the program, so each recipe is compiled once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import jax
 import numpy as np
