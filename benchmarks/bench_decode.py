@@ -42,7 +42,7 @@ def captured(thunk: harness.Thunk, sets: int) -> harness.Thunk:
     return lambda i: graphs[i].replay()
 
 
-def measure_weights(case: cases.Case, formats: list[str], rate: float) -> None:
+def measure_weights(case: cases.Case, formats: list[str], rate: float, budget: float) -> None:
     """Weights stored in each of `formats`; beside the share the time in microseconds."""
     active = sum(size > 0 for size in case.sizes)
     for name in formats:
@@ -51,7 +51,7 @@ def measure_weights(case: cases.Case, formats: list[str], rate: float) -> None:
         sets = max(1, min(8, -(-ROTATED_BYTES // stored)))
         thunk, kernel = coded.thunk(case, "forward", ("bf16", name), sets)
         replay = captured(thunk, sets)
-        timing = harness.measure({name: replay}, clock=harness.cuda_clock, sets=sets, rounds=20, budget_s=1)[name]
+        timing = harness.measure({name: replay}, clock=harness.cuda_clock, sets=sets, rounds=20, budget_s=budget)[name]
         moved = stored * active / case.groups + 2 * case.rows * (case.k + case.n)
         share = moved / timing.median_us * 1e6 / rate
         print(f"{case.name:<22}{name:<14}{kernel:<34}{timing.median_us:>10.1f}{share:>10.3f}", flush=True)
@@ -61,13 +61,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--formats", nargs="+", default=[], help="of quantised weights")
     parser.add_argument("--cases", nargs="+", default=[case.name for case in cases.select("decode")])
+    parser.add_argument("--budget", type=float, default=1.0, help="seconds a case and format")
     arguments = parser.parse_args()
     chosen = [cases.named(name) for name in arguments.cases]
     if arguments.formats:
         rate = harness.copy_rate("cuda")
         print(f"copy {rate / 1e12:.2f} TB/s")
         for case in chosen:
-            measure_weights(case, arguments.formats, rate)
+            measure_weights(case, arguments.formats, rate, arguments.budget)
         print(harness.machine())
         return
     rate = harness.copy_rate("cuda")

@@ -31,19 +31,20 @@ from benchmarks import harness
 GROUPS, ROWS, WIDTH = 8, 64, 64
 
 
-def host_us(call: Callable[[], Any], finish: Callable[[Any], None], batch: int = 50, rounds: int = 40) -> float:
-    """Median microseconds of one call, over `rounds` batches of calls that are enqueued back to back."""
-    for _ in range(batch):
-        result = call()
-    finish(result)
-    samples = []
-    for _ in range(rounds):
-        start = time.perf_counter_ns()
-        for _ in range(batch):
-            result = call()
-        samples.append((time.perf_counter_ns() - start) / 1e3 / batch)
-        finish(result)
-    return float(np.median(samples))
+def host_us(
+    calls: dict[str, Callable[[], Any]], finish: Callable[[Any], None], batch: int = 50, rounds: int = 24
+) -> dict[str, float]:
+    """Median microseconds of each call, over batches that are enqueued back to back; calls take turns in each round."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for at in range(rounds + 1):
+        for name, call in calls.items():
+            start = time.perf_counter_ns()
+            for _ in range(batch):
+                result = call()
+            if at:  # the first round warms up
+                samples[name].append((time.perf_counter_ns() - start) / 1e3 / batch)
+            finish(result)
+    return {name: float(np.median(each)) for name, each in samples.items()}
 
 
 def torch_calls(device: str) -> dict[str, Callable[[], Any]]:
@@ -158,10 +159,10 @@ def main() -> None:
         if options.device == "cuda":
             torch.cuda.synchronize()
 
-    for name, call in torch_calls(options.device).items():
-        print(f"torch  {name:<42}{host_us(call, torch_finish):8.1f} us", flush=True)
-    for name, call in jax_calls(options.device).items():
-        print(f"jax    {name:<42}{host_us(call, jax.block_until_ready):8.1f} us", flush=True)
+    for name, us in host_us(torch_calls(options.device), torch_finish).items():
+        print(f"torch  {name:<42}{us:8.1f} us", flush=True)
+    for name, us in host_us(jax_calls(options.device), jax.block_until_ready).items():
+        print(f"jax    {name:<42}{us:8.1f} us", flush=True)
     print(harness.machine())
 
 

@@ -89,15 +89,16 @@ class Training:
         self.options, self.switches = options, switches
         self.device = torch.device(options.device)
         self.dtype = getattr(torch, options.dtype)
-        model = LanguageModel(
-            options.width,
-            options.layers,
-            options.experts,
-            options.top_k,
-            accumulate_into_main_grad=switches.main_grad,
-            delay_wgrad_compute=switches.delay_wgrad,
-        )
-        self.model = model.to(self.device, self.dtype)
+        with self.device:
+            model = LanguageModel(
+                options.width,
+                options.layers,
+                options.experts,
+                options.top_k,
+                accumulate_into_main_grad=switches.main_grad,
+                delay_wgrad_compute=switches.delay_wgrad,
+            )
+        self.model = model.to(self.dtype)
         self.experts = [each for each in self.model.modules() if isinstance(each, nn.GroupedMLP)]
         self.weights: list[Any] = [p for each in self.experts for p in each.parameters()]
         if switches.main_grad:

@@ -53,6 +53,11 @@ RELATIVE = {"ieee": 2e-6, "tf32x3": 5e-6, "tf32": 1e-3}
 MMA_DEPTH = {"float32": 8, "bfloat16": 16, "float16": 16, "float8_e4m3fn": 16, "float8_e5m2": 16}
 """Terms that one tensor-core instruction adds up (kappa); fp8 values are widened to bf16 first."""
 
+FP8_DEPTH = 32
+"""Terms of one instruction on 8-bit operands."""
+FP8_PROMOTED = 2.0**-9
+"""Relative error of sums of 8-bit products that go to fp32 every 128 terms, however many there are (numerics 7)."""
+
 
 def half_ulp(values: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
     """Half a unit in the last place of `dtype` at `values`, elementwise."""
@@ -73,6 +78,9 @@ def gamma(terms: NDArray[np.float64] | float, dtype: str, kernel: str, fp32_mode
         kernel: name of the kernel that sums; it says on what it runs.
     """
     c = np.asarray(terms, np.float64)
+    if "_fp8_" in kernel:  # tensor cores keep about 14 bits of a sum of 8-bit products, and truncate
+        fast = (c + np.ceil(c / FP8_DEPTH)) * 2.0**-13
+        return fast if "_fast_" in kernel else np.full_like(c, FP8_PROMOTED)
     tensor_core = 2 * F32_HALF_ULP * (c + np.ceil(c / MMA_DEPTH[dtype]))
     if dtype != "float32" and "_cpu" not in kernel:
         return tensor_core
@@ -281,7 +289,8 @@ class _Activated:
     def _product(self, dtype: str) -> Bounded:
         """The grouped product inside of a fused call, stored as `dtype`."""
         # What a composed call chose inside is not known here: the tensor cores' bound is the widest of its device.
-        inner = self.kernel.replace("_composed_cuda", "_sm90")
+        codes = all(self._dtype(slot).startswith("float8") for slot in ("lhs", "rhs"))
+        inner = self.kernel.replace("_composed_cuda", "_fp8_sm90" if codes else "_sm90")
         slots = SLOTS["grouped_matmul"]
         specs = dict(zip(SLOTS[self.call.name], self.call.inputs, strict=True))
         product = ("lhs", "rhs", "group_sizes", "bias", "rhs_table", "bias_table", "rhs_up", *SCALES)

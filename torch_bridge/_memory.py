@@ -62,8 +62,7 @@ class OwnedTable:
     def point_to(self, members: Sequence[Tensor], device: int) -> None:
         """Makes the table hold the addresses of `members`, on the current stream; nothing to do if it does already."""
         addresses = EXCHANGE.addresses(members)
-        if self._table is not None and addresses == self._addresses and len(self._table) == len(members):
-            _owned[addresses, device] = self._table
+        if self._table is not None and addresses == self._addresses and (addresses, device) in _owned:
             return
         new = _new_table(addresses, device)
         if self._table is None or self._table.device != new.device or len(self._table) != len(members):

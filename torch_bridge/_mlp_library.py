@@ -61,6 +61,11 @@ def decode(text: str) -> Mlp:
 @torch.compiler.assume_constant_result
 def linear_texts(text: str, scale_bias: bool) -> tuple[str, str]:
     """The two products as the linear operators know them; `scale_bias`: the second bias is weighted."""
+    return _linear_texts(text, scale_bias)
+
+
+@lru_cache(maxsize=1024)
+def _linear_texts(text: str, scale_bias: bool) -> tuple[str, str]:
     op = decode(text)
     first, second = (
         _library.encode(op.transposed, op.recipe, scaled, op.rows_hint, op.implementation, paired)

@@ -52,7 +52,7 @@ class Pinned:
                 "that an eager step left; run the step eagerly with `retain_pinned=True` before it is captured."
             )
         else:
-            found = torch.empty(like.nbytes, dtype=torch.uint8, pin_memory=True)
+            found = torch.empty(like.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         if captured:
             self._of_graphs.append(found)
         return found.view(like.dtype)

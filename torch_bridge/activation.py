@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from grouped_core import calls, scaled_activation
-from grouped_core.activations import Activation
+from grouped_core.activations import Activation, resolve
 from grouped_core.debug import debug_flags
 from torch_bridge import _library, _run, _saved
 from torch_bridge._arguments import refuse_transforms
@@ -26,7 +26,7 @@ from torch_bridge.params import check_operand, device_integers
 
 
 def scaled_activation_rows(
-    h: Tensor, probs: Tensor | None, activation: Activation, group_sizes: Tensor | None = None
+    h: Tensor, probs: Tensor | None, activation: str | Activation, group_sizes: Tensor | None = None
 ) -> Tensor:
     """z [M, F]: z[r] = probs[r] act(h[r]), computed in fp32 and rounded once to the dtype of h.
 
@@ -43,7 +43,7 @@ def scaled_activation_rows(
         check_operand("h", h, h)
         if probs is not None:
             check_operand("probs", probs, h)
-        scaled_activation.check(activation, spec_of(h), None if probs is None else spec_of(probs))
+        scaled_activation.check(_decode(text), spec_of(h), None if probs is None else spec_of(probs))
     needs = torch.is_grad_enabled() and (h.requires_grad or (probs is not None and probs.requires_grad))
     if not needs:
         return _activation(h, group_sizes, probs, text)
@@ -51,13 +51,13 @@ def scaled_activation_rows(
 
 
 @torch.compiler.assume_constant_result
-def _encode(activation: Activation) -> str:
+def _encode(activation: str | Activation) -> str:
     return _encoded(activation)
 
 
 @lru_cache(maxsize=256)
-def _encoded(activation: Activation) -> str:
-    return json.dumps(dataclasses.asdict(activation), sort_keys=True)
+def _encoded(activation: str | Activation) -> str:
+    return json.dumps(dataclasses.asdict(resolve(activation)), sort_keys=True)
 
 
 @lru_cache(maxsize=256)

@@ -78,7 +78,7 @@ def grouped_mlp_fwd(
         needs = restrict(needs or MlpNeeds(), specs)
         lists = (given.wi, given.wo, given.wi_bias, given.wo_bias)
         asked = (needs.wi, needs.wo, needs.wi_bias, needs.wo_bias)
-        live = [list(range(len(each))) if need else [] for each, need in zip(lists, asked, strict=True)]
+        live = [tuple(range(len(each))) if need else () for each, need in zip(lists, asked, strict=True)]
         # Parts add, whatever the attributes of Parameters say: these belong to `wgrad_accum="main_grad"`.
         adding = (False,) * (len(given.wi) + len(given.wo))
         y, tensors, facts = mlp.forward_and_saved(given, live, needs, out, adding)

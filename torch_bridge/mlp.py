@@ -7,6 +7,7 @@ activations, else F.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -162,7 +163,12 @@ def _kept(
     text: str, has: tuple[bool, bool, bool], x: bool, wi: bool, wo: bool, probs: bool, wi_bias: bool, wo_bias: bool
 ) -> Kept:
     """`has`: whether there are probabilities and biases; the others: which gradients are needed."""
-    return kept(_mlp_library.decode(text), MlpNeeds(x, wi, wo, probs, wi_bias, wo_bias), *has)
+    return _kept_once(text, has, MlpNeeds(x, wi, wo, probs, wi_bias, wo_bias))
+
+
+@lru_cache(maxsize=1024)
+def _kept_once(text: str, has: tuple[bool, bool, bool], needs: MlpNeeds) -> Kept:
+    return kept(_mlp_library.decode(text), needs, *has)
 
 
 _INPUT, _HIDDEN, _ACTIVATED = 1, 2, 3  # places of x, h and z among the saved tensors
@@ -194,9 +200,39 @@ def split(members: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
     return parts
 
 
+@lru_cache(maxsize=1024)
+def _product(
+    text: str,
+    dtypes: tuple[torch.dtype | None, ...],
+    k: int,
+    members: tuple[int, int, int],
+    packed: tuple[bool, bool],
+    live: tuple[tuple[int, ...], tuple[int, ...]],
+    needs_x: bool,
+    flags: bool,
+    overwrite: tuple[bool, ...] | None,
+    name: str,
+) -> ProductFacts:
+    """Facts of one product, put together once; `members`: weights, biases, weights that are saved."""
+    return ProductFacts(
+        text,
+        dtypes=_library.dtype_names(*dtypes),
+        k=k,
+        counts=members[:2],
+        packed=packed,
+        needs=Needs(needs_x, bool(live[0]), bool(live[1]), False),
+        live=live[0],
+        live_biases=live[1],
+        kept_weights=members[2],
+        flags=flags,
+        weight_name=name,
+        overwrite=overwrite,
+    )
+
+
 def forward_and_saved(
     given: Arguments,
-    live: Sequence[list[int]],
+    live: Sequence[tuple[int, ...]],
     needs: MlpNeeds,
     out: Tensor | None,
     overwrite: tuple[bool, ...] | None,
@@ -213,23 +249,22 @@ def forward_and_saved(
     texts = _mlp_library.linear_texts(text, weighted)
     flags = given.to_main_grad and overwrite is None
 
+    make = _product.__wrapped__ if torch.compiler.is_compiling() else _product  # a traced number of rows is no key
+
     def product(at: int, rows: Tensor, weights: list[Tensor], biases: list[Tensor], name: str) -> ProductFacts:
         start = 0 if at == 0 else len(wi)
-        return ProductFacts(
+        scale = probs if at == 1 and weighted else None
+        return make(
             texts[at],
-            dtypes=_library.dtypes_text(
-                rows, weights[0], biases[0] if biases else None, probs if at == 1 and weighted else None
-            ),
-            k=rows.shape[1],
-            counts=(len(weights), len(biases)),
-            packed=(weights[0].dim() == 3, bool(biases) and biases[0].dim() == 2),
-            needs=Needs(needs.x and at == 0, bool(live[at]), bool(live[2 + at]), False),
-            live=live[at],
-            live_biases=live[2 + at],
-            kept_weights=len(lists[at]),
-            flags=flags,
-            weight_name=name,
-            overwrite=None if overwrite is None else overwrite[start : start + len(weights)],
+            (rows.dtype, weights[0].dtype, biases[0].dtype if biases else None, None if scale is None else scale.dtype),
+            rows.shape[1],
+            (len(weights), len(biases), len(lists[at])),
+            (weights[0].dim() == 3, bool(biases) and biases[0].dim() == 2),
+            (live[at], live[2 + at]),
+            needs.x and at == 0,
+            flags,
+            None if overwrite is None else overwrite[start : start + len(weights)],
+            name,
         )
 
     tensors = [
@@ -347,7 +382,7 @@ class _Mlp(torch.autograd.Function):
         """`members`: the tensors of wi, wo, their biases and accumulators, as many of each as `counts` says."""
         wi, wo, wi_bias, wo_bias, accum_wi, accum_wo = split(members, counts)
         needs_x, needs_probs, *needed = ctx.needs_input_grad[_PLAIN_ARGUMENTS:]
-        live = [[at for at, need in enumerate(part) if need] for part in split(needed, counts[:4])]
+        live = [tuple([at for at, need in enumerate(part) if need]) for part in split(needed, counts[:4])]
         needs = MlpNeeds(needs_x, bool(live[0]), bool(live[1]), needs_probs, bool(live[2]), bool(live[3]))
         given = Arguments(x, wi, wo, sizes, probs, wi_bias, wo_bias, text, to_main_grad, accum_wi, accum_wo)
         y, tensors, ctx.facts = forward_and_saved(given, live, needs, out, overwrite)

@@ -91,10 +91,10 @@ def device_integers(values: Sequence[int], dtype: torch.dtype, device: torch.dev
     return result
 
 
-def is_distributed(tensor: Any) -> bool:
-    """Whether it is a DTensor."""
+def is_distributed(*tensors: Any) -> bool:
+    """Whether any of them is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")  # not imported for those who have none: it takes 0.6 s
-    return module is not None and isinstance(tensor, module.DTensor)
+    return module is not None and True in [isinstance(each, module.DTensor) for each in tensors]
 
 
 def local(tensor: Any) -> Tensor:

@@ -496,12 +496,12 @@ struct ScaleUpdate {
 };
 
 // The list that every binding iterates over.
-#define GROUPED_CALLS(X)                                                                                    \
-  X(GroupedMatmul)                                                                                          \
-  X(GroupSum)                                                                                               \
-  X(RowDot)                                                                                                 \
-  X(ScaleRows)                                                                                              \
-  X(GroupedMatmulAct) X(GroupedMatmulDact) X(ActivationForward) X(ActivationGrad) X(Quantize) X(Dequantize) \
-      X(ScaleUpdate)
+#define GROUPED_CALLS(X) \
+  X(GroupedMatmul)       \
+  X(GroupSum)            \
+  X(RowDot)              \
+  X(ScaleRows)           \
+  X(GroupedMatmulAct)    \
+  X(GroupedMatmulDact) X(ActivationForward) X(ActivationGrad) X(Quantize) X(Dequantize) X(ScaleUpdate)
 
 }  // namespace grouped

@@ -23,6 +23,8 @@ TensorView whole_rhs(const Call& call) {
   return whole;
 }
 
+inline TensorView whole_rhs(const GroupedMatmulDact& call) { return call.rhs; }  // never in two halves
+
 inline bool contracts_pair(const GroupedMatmul& call) {
   return call.rhs_up.present() && joined_axis(call) == call.rhs_axis;
 }

@@ -109,6 +109,43 @@ struct NothingHeld {
   __device__ void next(const Slots_&) {}
 };
 
+// Rounds and writes 128 bytes of each of 16 rows into a slot; with `add`, the sums plus what the slot holds.
+template <class Out>
+__device__ inline void write_slice(float* sums, uint32_t slot, bool add) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (sizeof(Out) == 2) {
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+      float* v = &sums[4 * j];
+      const uint32_t to = slot + slot_of_matrix(lane, j);
+      if (add) {
+        uint32_t old[4];
+        ptx::load_matrix_x4(to, old);
+        __syncwarp();  // every lane has read before one writes
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] += to_float(reinterpret_cast<const Out*>(old)[i]);
+      }
+      ptx::store_matrix_x4(to, pack2<Out>(v[0], v[1]), pack2<Out>(v[2], v[3]), pack2<Out>(v[4], v[5]),
+                           pack2<Out>(v[6], v[7]));
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float* v = &sums[4 * j];
+      const uint32_t to = slot + slot_of_pair(lane, j);
+      if (add) {
+        float old[4];
+        ptx::load_shared_v2(to, old[0], old[1]);
+        ptx::load_shared_v2(to + 8 * 128, old[2], old[3]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v[i] += old[i];
+      }
+      ptx::store_shared_v2(to, v[0], v[1]);
+      ptx::store_shared_v2(to + 8 * 128, v[2], v[3]);
+    }
+  }
+}
+
 // Stores the 16 x kCols part of a tile that this warp holds (lane l: rows l/4 and l/4 + 8, columns 8j + 2(l%4) + {0,
 // 1}). `at` is its first element in `map`; columns from `valid_cols` on are outside. `change(col, v)` sees four
 // accumulators, columns col and col + 1 of the first row, then of the second. With `add` the sums are added to what is
@@ -131,37 +168,7 @@ __device__ inline void store_rows(float (&acc)[kCols / 2], const CUtensorMap* ma
     for (int j = 0; j < kSliceCols / 8; ++j) {
       change(s * kSliceCols + 8 * j + lane_col, *reinterpret_cast<float (*)[4]>(&acc[(s * kSliceCols + 8 * j) / 2]));
     }
-    if constexpr (sizeof(Out) == 2) {
-#pragma unroll
-      for (int j = 0; j < 8; j += 2) {
-        float* v = &acc[s * 32 + 4 * j];
-        const uint32_t to = slot + slot_of_matrix(lane, j);
-        if (add) {
-          uint32_t old[4];
-          ptx::load_matrix_x4(to, old);
-          __syncwarp();  // every lane has read before one writes
-#pragma unroll
-          for (int i = 0; i < 8; ++i) v[i] += to_float(reinterpret_cast<const Out*>(old)[i]);
-        }
-        ptx::store_matrix_x4(to, pack2<Out>(v[0], v[1]), pack2<Out>(v[2], v[3]), pack2<Out>(v[4], v[5]),
-                             pack2<Out>(v[6], v[7]));
-      }
-    } else {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float* v = &acc[s * 16 + 4 * j];
-        const uint32_t to = slot + slot_of_pair(lane, j);
-        if (add) {
-          float old[4];
-          ptx::load_shared_v2(to, old[0], old[1]);
-          ptx::load_shared_v2(to + 8 * 128, old[2], old[3]);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) v[i] += old[i];
-        }
-        ptx::store_shared_v2(to, v[0], v[1]);
-        ptx::store_shared_v2(to + 8 * 128, v[2], v[3]);
-      }
-    }
+    write_slice<Out>(&acc[s * kSliceCols / 2], slot, add);
     ptx::fence_async();
     __syncwarp();
     if (lane == 0) {
@@ -170,6 +177,69 @@ __device__ inline void store_rows(float (&acc)[kCols / 2], const CUtensorMap* ma
     }
     if (add) held.next(slots);
     slots.advance();
+  }
+}
+
+// Slots that hold all of a warp's part, slice i in slot i: nothing is waited for between slices, and what memory holds
+// is fetched whole. `slots.parity` has a bit a slot.
+template <class Out, int kCols, int kSlots>
+constexpr bool holds_whole() {
+  return kSlots * (128 / int(sizeof(Out))) == kCols;
+}
+template <class Out, int kCols, int kSlots>
+__device__ inline void fetch_whole(const CUtensorMap* map, ptx::Coords at, int valid_cols, const Slots<kSlots>& slots) {
+  static_assert(holds_whole<Out, kCols, kSlots>());
+  constexpr int kSliceCols = 128 / sizeof(Out);
+  if (threadIdx.x % 32 != 0) return;
+  ptx::store_wait_read<0>();
+  for (int s = 0; s < kSlots && s * kSliceCols < valid_cols; ++s) {
+    ptx::barrier_arrive_expect(slots.full + 8 * s, kSlotBytes);
+    ptx::tensor_load(slots.base + s * kSlotBytes, map, {{at.c[0] + s * kSliceCols, at.c[1], at.c[2], at.c[3]}},
+                     slots.full + 8 * s);
+  }
+}
+// As store_rows; with `add` the sums are added to what fetch_whole brings.
+template <class Out, int kCols, int kSlots, class Change>
+__device__ inline void store_whole(float (&acc)[kCols / 2], const CUtensorMap* map, ptx::Coords at, int valid_cols,
+                                   Slots<kSlots>& slots, bool add, Change change) {
+  static_assert(holds_whole<Out, kCols, kSlots>());
+  constexpr int kSliceCols = 128 / sizeof(Out);
+  const int lane = threadIdx.x % 32, lane_col = 2 * (lane % 4);
+  if (!add) {
+    if (lane == 0) ptx::store_wait_read<0>();
+    __syncwarp();
+  }
+#pragma unroll
+  for (int s = 0; s < kSlots; ++s) {
+    if (s * kSliceCols >= valid_cols) break;
+    if (add) {
+      ptx::barrier_wait(slots.full + 8 * s, slots.parity >> s & 1);
+      slots.parity ^= 1u << s;
+    }
+#pragma unroll
+    for (int j = 0; j < kSliceCols / 8; ++j) {
+      change(s * kSliceCols + 8 * j + lane_col, *reinterpret_cast<float (*)[4]>(&acc[(s * kSliceCols + 8 * j) / 2]));
+    }
+    write_slice<Out>(&acc[s * kSliceCols / 2], slots.base + s * kSlotBytes, add);
+  }
+  ptx::fence_async();
+  __syncwarp();
+  if (lane == 0) {
+    for (int s = 0; s < kSlots && s * kSliceCols < valid_cols; ++s) {
+      ptx::tensor_store(map, {{at.c[0] + s * kSliceCols, at.c[1], at.c[2], at.c[3]}}, slots.base + s * kSlotBytes);
+    }
+    ptx::store_commit();
+  }
+}
+
+// Either of them, for results that are only stored.
+template <class Out, int kCols, int kSlots, class Held_, class Change>
+__device__ inline void store_part(float (&acc)[kCols / 2], const CUtensorMap* map, ptx::Coords at, int valid_cols,
+                                  Slots<kSlots>& slots, Held_& held, Change change) {
+  if constexpr (holds_whole<Out, kCols, kSlots>()) {
+    store_whole<Out, kCols>(acc, map, at, valid_cols, slots, false, change);
+  } else {
+    store_rows<Out, kCols, kSlots>(acc, map, at, valid_cols, slots, false, held, change);
   }
 }
 

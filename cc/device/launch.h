@@ -74,6 +74,8 @@ inline CUtensorMapDataType tensor_map_dtype(DType dtype) {
       return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     case DType::f16:
       return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    case DType::e4m3fn:
+    case DType::e5m2:
     case DType::u8:
       return CU_TENSOR_MAP_DATA_TYPE_UINT8;
     default:

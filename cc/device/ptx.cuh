@@ -84,6 +84,15 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
+// ---- copies of single words ----
+__device__ inline void copy_word(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(to), "l"(from) : "memory");
+}
+// Arrives, as one of the barrier's count, once the copies of words that this thread started are there.
+__device__ inline void barrier_arrive_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(barrier) : "memory");
+}
+
 // ---- bulk tensor copies ----
 struct Coords {
   int32_t c[4];
@@ -136,6 +145,11 @@ __device__ inline void store_matrix_x2(uint32_t to, uint32_t a, uint32_t b) {
 __device__ inline void load_shared_v2(uint32_t from, float& a, float& b) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(a), "=f"(b) : "r"(from) : "memory");
 }
+__device__ inline float load_shared_float(uint32_t from) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];\n" : "=f"(v) : "r"(from) : "memory");
+  return v;
+}
 __device__ inline void store_shared(uint32_t to, uint32_t v) {
   asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(to), "r"(v) : "memory");
 }
@@ -166,12 +180,30 @@ __device__ inline void store_shared_v4(uint32_t to, const uint32_t (&v)[4]) {
                : "memory");
 }
 
+// ---- threads of several warps ----
+// Named barriers: `threads` of a CTA, multiples of 32, arrive or wait.
+template <int kBarrier>
+__device__ inline void threads_wait(int threads) {
+  asm volatile("bar.sync %0, %1;\n" ::"n"(kBarrier), "r"(threads) : "memory");
+}
+template <int kBarrier>
+__device__ inline void threads_arrive(int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"n"(kBarrier), "r"(threads) : "memory");
+}
+
 // ---- wgmma ----
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 template <int kPending>
 __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
+}
+
+// Sums that a wait has made available: no arithmetic on them may move in front of it.
+template <int kCount>
+__device__ inline void wgmma_done(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 #define GROUPED_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -220,13 +252,60 @@ __device__ inline void wgmma_wait() {
         GROUPED_D16(96), GROUPED_D16(112)                                                                    \
       : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposedA), "n"(kTransposedB))
 
-// d[64, kN] (+)= a[64, 16] * b[16, kN]; a and b are shared-memory descriptors, `transposed` operands are MN-major.
+#define GROUPED_WGMMA_FP8_PAIRS(MACRO)          \
+  if constexpr (Pair::kWideA && Pair::kWideB) { \
+    MACRO("e5m2.e5m2");                         \
+  } else if constexpr (Pair::kWideA) {          \
+    MACRO("e5m2.e4m3");                         \
+  } else if constexpr (Pair::kWideB) {          \
+    MACRO("e4m3.e5m2");                         \
+  } else {                                      \
+    MACRO("e4m3.e4m3");                         \
+  }
+#define GROUPED_WGMMA_FP8_128(TYPES)                                                                         \
+  asm volatile(                                                                                              \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                           \
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32." TYPES " {" GROUPED_REGS_64 "}, %64, %65, p, 1, 1;\n}\n" \
+      : GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), GROUPED_D16(48)                                    \
+      : "l"(a), "l"(b), "r"(accumulate))
+#define GROUPED_WGMMA_FP8_192(TYPES)                                                                         \
+  asm volatile(                                                                                              \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"                                                           \
+      "wgmma.mma_async.sync.aligned.m64n192k32.f32." TYPES " {" GROUPED_REGS_96 "}, %96, %97, p, 1, 1;\n}\n" \
+      : GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), GROUPED_D16(48), GROUPED_D16(64), GROUPED_D16(80)  \
+      : "l"(a), "l"(b), "r"(accumulate))
+
+// Element types of two 8-bit operands, which tensor cores take K-major only: E5M2 (wide) or E4M3.
+template <bool kWideA_, bool kWideB_>
+struct Fp8Pair {
+  static constexpr bool kWideA = kWideA_, kWideB = kWideB_;
+};
+template <class T>
+struct IsFp8Pair : std::false_type {};
+template <bool kWideA, bool kWideB>
+struct IsFp8Pair<Fp8Pair<kWideA, kWideB>> : std::true_type {};
+
+// d[64, kN] (+)= a[64, 32] * b[32, kN] of 8-bit elements.
+template <class Pair, int kN>
+__device__ inline void wgmma_fp8(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
+  static_assert(kN == 128 || kN == 192);
+  if constexpr (kN == 128) {
+    GROUPED_WGMMA_FP8_PAIRS(GROUPED_WGMMA_FP8_128)
+  } else {
+    GROUPED_WGMMA_FP8_PAIRS(GROUPED_WGMMA_FP8_192)
+  }
+}
+
+// d[64, kN] (+)= a[64, 16] * b[16, kN]; a and b are shared-memory descriptors, `transposed` operands are MN-major. Of
+// 8-bit elements, which come by pairs of types, the same bytes are 32 deep.
 template <class T, int kN, int kTransposedA, int kTransposedB>
 __device__ inline void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
-  constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
-  static_assert(kBf16 || std::is_same_v<T, __half>);
+  constexpr bool kPair = IsFp8Pair<T>::value, kBf16 = std::is_same_v<T, __nv_bfloat16>;
+  static_assert(kPair ? !kTransposedA && !kTransposedB : kBf16 || std::is_same_v<T, __half>);
   static_assert(kN == 128 || kN == 192 || kN == 256);
-  if constexpr (kN == 256 && kBf16) {
+  if constexpr (kPair) {
+    wgmma_fp8<T, kN>(d, a, b, accumulate);
+  } else if constexpr (kN == 256 && kBf16) {
     GROUPED_WGMMA_256("bf16");
   } else if constexpr (kN == 256 && !kBf16) {
     GROUPED_WGMMA_256("f16");
@@ -241,6 +320,9 @@ __device__ inline void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, int acc
   }
 }
 
+#define GROUPED_REGS_32                                                    \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define GROUPED_REGS_48                                                              \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
@@ -271,13 +353,71 @@ __device__ inline void wgmma_tf32_first(float (&d)[48], uint32_t a0, uint32_t a1
 #define GROUPED_W16(i) GROUPED_W4(i), GROUPED_W4(i + 4), GROUPED_W4(i + 8), GROUPED_W4(i + 12)
   GROUPED_WGMMA_TF32("96", GROUPED_REGS_48, "%48, %49, %50, %51", "%52", "0", GROUPED_W16(0), GROUPED_W16(16),
                      GROUPED_W16(32));
+}
+// d[64, kN] (+)= a[64, 32] * b[32, kN] of 8-bit elements; with kFirst likewise.
+template <class Pair, int kN, bool kFirst>
+__device__ inline void wgmma_fp8_part(float (&d)[kN / 2], uint64_t a, uint64_t b) {
+#define GROUPED_PART(N, REGS, A, B, SCALE, TYPES, ...)                                                                \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" N "k32.f32." TYPES " {" REGS "}, " A ", " B ", " SCALE ", 1, 1;\n" \
+               : __VA_ARGS__                                                                                          \
+               : "l"(a), "l"(b))
+#define GROUPED_PART_64(TYPES) \
+  GROUPED_PART("64", GROUPED_REGS_32, "%32", "%33", "1", TYPES, GROUPED_D16(0), GROUPED_D16(16))
+#define GROUPED_PART_96(TYPES) \
+  GROUPED_PART("96", GROUPED_REGS_48, "%48", "%49", "1", TYPES, GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32))
+#define GROUPED_PART_128(TYPES)                                                                                    \
+  GROUPED_PART("128", GROUPED_REGS_64, "%64", "%65", "1", TYPES, GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), \
+               GROUPED_D16(48))
+#define GROUPED_PART_192(TYPES)                                                                                    \
+  GROUPED_PART("192", GROUPED_REGS_96, "%96", "%97", "1", TYPES, GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), \
+               GROUPED_D16(48), GROUPED_D16(64), GROUPED_D16(80))
+#define GROUPED_FIRST_64(TYPES) \
+  GROUPED_PART("64", GROUPED_REGS_32, "%32", "%33", "0", TYPES, GROUPED_W16(0), GROUPED_W16(16))
+#define GROUPED_FIRST_96(TYPES) \
+  GROUPED_PART("96", GROUPED_REGS_48, "%48", "%49", "0", TYPES, GROUPED_W16(0), GROUPED_W16(16), GROUPED_W16(32))
+#define GROUPED_FIRST_128(TYPES)                                                                                   \
+  GROUPED_PART("128", GROUPED_REGS_64, "%64", "%65", "0", TYPES, GROUPED_W16(0), GROUPED_W16(16), GROUPED_W16(32), \
+               GROUPED_W16(48))
+#define GROUPED_FIRST_192(TYPES)                                                                                   \
+  GROUPED_PART("192", GROUPED_REGS_96, "%96", "%97", "0", TYPES, GROUPED_W16(0), GROUPED_W16(16), GROUPED_W16(32), \
+               GROUPED_W16(48), GROUPED_W16(64), GROUPED_W16(80))
+#define GROUPED_PART_OF(SIZE)                     \
+  if constexpr (kFirst) {                         \
+    GROUPED_WGMMA_FP8_PAIRS(GROUPED_FIRST_##SIZE) \
+  } else {                                        \
+    GROUPED_WGMMA_FP8_PAIRS(GROUPED_PART_##SIZE)  \
+  }
+  static_assert(kN == 64 || kN == 96 || kN == 128 || kN == 192);
+  if constexpr (kN == 64) {
+    GROUPED_PART_OF(64)
+  } else if constexpr (kN == 96) {
+    GROUPED_PART_OF(96)
+  } else if constexpr (kN == 128) {
+    GROUPED_PART_OF(128)
+  } else {
+    GROUPED_PART_OF(192)
+  }
+#undef GROUPED_PART
+#undef GROUPED_PART_OF
+#undef GROUPED_PART_64
+#undef GROUPED_PART_96
+#undef GROUPED_PART_128
+#undef GROUPED_PART_192
+#undef GROUPED_FIRST_64
+#undef GROUPED_FIRST_96
+#undef GROUPED_FIRST_128
+#undef GROUPED_FIRST_192
+}
 #undef GROUPED_W4
 #undef GROUPED_W16
-}
 
 #undef GROUPED_WGMMA_TF32
+#undef GROUPED_WGMMA_FP8_128
+#undef GROUPED_WGMMA_FP8_192
+#undef GROUPED_WGMMA_FP8_PAIRS
 #undef GROUPED_D4
 #undef GROUPED_D16
+#undef GROUPED_REGS_32
 #undef GROUPED_REGS_48
 #undef GROUPED_REGS_64
 #undef GROUPED_WGMMA_128

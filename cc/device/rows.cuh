@@ -16,6 +16,16 @@ struct RowsParams {
   bool clear_tail;
 };
 
+// And what becomes of a result: bias and row scale, then one rounding.
+struct MatmulParams : RowsParams {
+  CUtensorMap out;
+  const void* bias;           // [groups, cols], or null
+  const int64_t* bias_table;  // addresses of the biases, or null
+  const float* row_scale;     // [rows], or null
+  uint8_t* result;
+  bool scale_bias, float_bias;
+};
+
 // Draws the pair's items and pushes this CTA's tile of each, `tile_cols` columns wide.
 template <class Push>
 __device__ inline void schedule_rows(const RowsParams& p, int tile_cols, uint32_t rank, uint32_t mail, Push push) {
@@ -58,6 +68,49 @@ __device__ inline void schedule_rows(const RowsParams& p, int tile_cols, uint32_
 // Coordinates of a row of a tile in a ragged map, `row` counted from the tile's first.
 __device__ inline ptx::Coords ragged_at(const Work& work, int col, int row) {
   return {{col, kRagged - work.rows + work.row0 + row, kRagged, work.end}};
+}
+
+// Ends and stores the warp's 16 rows of a tile, the first of which is `row`; `first(v)` sees the four values of a
+// column pair before anything else. A bias that is not float32 is of type Bias.
+template <class Bias, class Out, int kCols, int kSlots, class Held_, class First>
+__device__ inline void finish_and_store(const MatmulParams& p, const Work& work, int row, int cols,
+                                        float (&acc)[kCols / 2], Slots<kSlots>& slots, Held_& held, First first) {
+  const int lane = threadIdx.x % 32;
+  float scale[2] = {1, 1};
+  if (p.row_scale != nullptr) {
+    const float* of_rows = p.row_scale + (work.end - work.rows + work.row0 + row);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (row + lane / 4 + 8 * i < work.valid_rows) scale[i] = of_rows[lane / 4 + 8 * i];
+    }
+  }
+  const int64_t bytes = p.float_bias ? 4 : sizeof(Bias);
+  const char* bias = static_cast<const char*>(p.bias);
+  if (p.bias_table != nullptr) {
+    bias = reinterpret_cast<const char*>(p.bias_table[work.group]) + bytes * work.col0;
+  } else if (bias != nullptr) {
+    bias += bytes * (int64_t(work.group) * p.cols + work.col0);
+  }
+  const bool plain = bias == nullptr && p.row_scale == nullptr;
+  const auto change = [&](int col, float (&v)[4]) {
+    first(v);
+    if (plain) return;
+    float b[2] = {0, 0};
+    if (bias != nullptr) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (col + i >= cols) continue;
+        b[i] = p.float_bias ? reinterpret_cast<const float*>(bias)[col + i]
+                            : to_float(reinterpret_cast<const Bias*>(bias)[col + i]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float s = scale[i / 2];
+      v[i] = p.scale_bias ? v[i] + s * b[i % 2] : s * (v[i] + b[i % 2]);
+    }
+  };
+  store_part<Out, kCols>(acc, &p.out, ragged_at(work, work.col0, row), cols, slots, held, change);
 }
 
 // Zeros in the kTailRows rows from work.end on, half of them a CTA, by its 256 consumer threads. `pitch` in bytes.

@@ -203,14 +203,14 @@ __device__ inline void zero_codes(uint8_t* to, int lines, int length, int64_t pi
   }
 }
 
-// One tile of what no group owns, as if it were zeros: of the rows, and of the padded rows.
-__device__ inline void store_nothing(const StoreProblem& p, const StoreTile& tile, int threads) {
+// One tile, `height` rows, of what no group owns, as if it were zeros: of the rows, and of the padded rows.
+__device__ inline void store_nothing(const StoreProblem& p, const StoreTile& tile, int height, int threads) {
   const uint32_t none = p.wide_scales ? float_bits(decode_scale(fp32_encode_scale(0.0f, p.rule.fp32))) : 0;
   const int bits = p.type == DType::u8 ? 4 : 8;
   for (int cross = 0; cross < 2; ++cross) {
     const StoredForm& form = p.forms[cross];
     const int64_t first = cross ? tile.padded : tile.source, left = (cross ? p.padded_rows : p.rows) - first;
-    const int count = static_cast<int>(min(left, int64_t{kStoreRows}));
+    const int count = static_cast<int>(min(left, int64_t{height}));
     if (!form.values || count <= 0) continue;
     if (cross && p.transposed) {
       zero_codes(form.values + tile.column * form.pitch + first, tile.columns, count, form.pitch, threads);

@@ -12,7 +12,6 @@
 #include <utility>
 
 #include "cc/api/operands.h"
-#include "cc/device/widen.h"
 #include "cc/dispatch/compose.h"
 #include "cc/dispatch/dispatch.h"
 #include "cc/kernels/kernels.h"
@@ -30,6 +29,11 @@ template <>
 int64_t segment_of(const GroupedMatmul& call) {
   return call.segment;
 }
+
+// Whether an operand is two arrays, or half of one.
+bool has_halves(const GroupedMatmul& call) { return call.rhs_up.present() || call.lhs_half || call.rhs_half; }
+bool has_halves(const GroupedMatmulAct& call) { return call.rhs_up.present(); }
+bool has_halves(const GroupedMatmulDact&) { return false; }
 
 TensorView scratch(void* workspace, size_t* used, DType dtype, std::initializer_list<int64_t> dims) {
   TensorView view;
@@ -164,7 +168,7 @@ std::string refuses(const Call& call, const Target& target) {
   for (const TensorView* t : {&call.lhs, &call.rhs}) {
     if (!is_plain(t->dtype) && !is_code(t->dtype)) return "takes codes and plain numbers, not " + describe(*t);
   }
-  if (call.rhs_table.present()) return "takes weights as one array, not listed ones";
+  if (call.rhs_table.present() || has_halves(call)) return "takes operands of one array each";
   for (const int64_t block : {call.scales.lhs_block, call.scales.rhs_block, call.scales.rhs_block_outer}) {
     if (block != 0 && !is_power_of_two(block)) {
       return "takes blocks of a power of two, not " + std::to_string(block);
@@ -172,8 +176,11 @@ std::string refuses(const Call& call, const Target& target) {
   }
   if constexpr (!std::is_same_v<Call, GroupedMatmul>) {
     // Then the row behind, which leaves the weights as they are, reads fewer bytes.
-    if (grouped_matmul_weight_only_sm90.refuses(product_inside(call), target).empty()) {
-      return "leaves products of few rows to the kernel that widens in registers";
+    for (const Kernel<GroupedMatmul>* better :
+         {&grouped_matmul_weight_only_sm90, &grouped_matmul_fp8_fast_sm90, &grouped_matmul_fp8_sm90}) {
+      if (better->refuses(product_inside(call), target).empty()) {
+        return std::string("leaves this product to ") + better->name + ", which reads codes as they are";
+      }
     }
   }
   const Choice<Call> choice = choose(plan_of(call, nullptr).inner, target, "");
@@ -190,12 +197,11 @@ size_t workspace(const Call& call, const Target& target) {
 template <class Call>
 void launch(const Call& call, const Context& context) {
   const Plan<Call> plan = plan_of(call, context.workspace);
-  const auto stream = static_cast<cudaStream_t>(context.stream);
-  for (int i = 0; i < plan.count; ++i) launch_widening(plan.passes[i], stream);
+  for (int i = 0; i < plan.count; ++i) launch_widening(plan.passes[i], context.stream);
   if constexpr (std::is_same_v<Call, GroupedMatmul>) {
     if (plan.padded != nullptr) {
       launch_padding(call.group_sizes.template as<const int32_t>(), call.group_sizes.dims[0], call.rows, call.segment,
-                     plan.padded, plan.scan, stream);
+                     plan.padded, plan.scan, context.stream);
     }
   }
   Context inner = context;

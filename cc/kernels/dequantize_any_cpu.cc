@@ -79,7 +79,8 @@ struct Job {
       const int64_t columns = std::min(kTileColumns, width - column);
       load(band, column, columns, s);
       for (int64_t r = 0; r < band.valid; ++r) {
-        if (call.scales.present()) load_factors(band, r, column, columns, s);
+        const bool same = call.cross && r % block != 0;  // the block of the row before
+        if (call.scales.present() && !same) load_factors(band, r, column, columns, s);
         isa.decode_codes(call.values.dtype, s->codes + r * kTileColumns, columns, s->values);
         for (int64_t c = 0; c < columns; ++c) s->values[c] = stored_value(s->values[c], s->factors[c], shared);
         isa.encode(call.result.dtype, s->values, columns,

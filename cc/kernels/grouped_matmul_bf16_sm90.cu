@@ -30,20 +30,14 @@ namespace {
 
 using namespace sm90;
 
-struct MatmulParams : RowsParams {
-  CUtensorMap out;
-  CUtensorMap rhs_up;         // of a second array of weights, whose k follow those of the first
-  int32_t first_depth;        // k of the first, a multiple of kBlockK where there is a second; else all
-  const void* bias;           // [groups, cols], or null
-  const int64_t* bias_table;  // addresses of the biases, or null
-  const float* row_scale;     // [rows], or null
-  uint8_t* result;
-  bool scale_bias, float_bias;
+struct HalvesParams : MatmulParams {
+  CUtensorMap rhs_up;   // of a second array of weights, whose k follow those of the first
+  int32_t first_depth;  // k of the first, a multiple of kBlockK where there is a second; else all
 };
 
 template <class T, class Out, Major kWeights, class Shape_>
 struct RowsProduct {
-  using Params = MatmulParams;
+  using Params = HalvesParams;
   using Element = T;
   using Shape = Shape_;
   static constexpr Major kLhsMajor = Major::k, kRhsMajor = kWeights;
@@ -80,42 +74,7 @@ struct RowsProduct {
 
   static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[Shape::kCols / 2],
                                Slots<Shape::kSlots>& slots, Epilogue& held) {
-    const int lane = threadIdx.x % 32;
-    float scale[2] = {1, 1};
-    if (p.row_scale != nullptr) {
-      const float* first = p.row_scale + (work.end - work.rows + work.row0 + row);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (row + lane / 4 + 8 * i < work.valid_rows) scale[i] = first[lane / 4 + 8 * i];
-      }
-    }
-    const int64_t bytes = p.float_bias ? 4 : sizeof(T);
-    const char* bias = static_cast<const char*>(p.bias);
-    if (p.bias_table != nullptr) {
-      bias = reinterpret_cast<const char*>(p.bias_table[work.group]) + bytes * work.col0;
-    } else if (bias != nullptr) {
-      bias += bytes * (int64_t(work.group) * p.cols + work.col0);
-    }
-    const bool plain = bias == nullptr && p.row_scale == nullptr;
-    const auto change = [&](int col, float (&v)[4]) {
-      if (plain) return;
-      float b[2] = {0, 0};
-      if (bias != nullptr) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if (col + i >= cols) continue;
-          b[i] = p.float_bias ? reinterpret_cast<const float*>(bias)[col + i]
-                              : to_float(reinterpret_cast<const T*>(bias)[col + i]);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float s = scale[i / 2];
-        v[i] = p.scale_bias ? v[i] + s * b[i % 2] : s * (v[i] + b[i % 2]);
-      }
-    };
-    store_rows<Out, Shape::kCols, Shape::kSlots>(acc, &p.out, ragged_at(work, work.col0, row), cols, slots, false, held,
-                                                 change);
+    finish_and_store<T, Out, Shape::kCols, Shape::kSlots>(p, work, row, cols, acc, slots, held, [](float (&)[4]) {});
   }
 
   static __device__ void clear_tail(const Params& p, const Work& work, uint32_t rank, int thread) {
@@ -125,7 +84,7 @@ struct RowsProduct {
 
 // The same with sums that are multiplied by their group's scales first: of widened operands, whose weights lie as [G,
 // N, K]. A kernel of its own, so that products without scales keep theirs.
-struct ScaledParams : MatmulParams {
+struct ScaledParams : HalvesParams {
   const float* lhs_scales;  // [groups], or null
   const float* rhs_scales;
 };
@@ -157,7 +116,7 @@ void launch_product(const typename Product::Params& p, int64_t row_tiles, void* 
 }
 
 template <class T, class Out, Major kWeights, class Shape>
-void launch_rows(const GroupedMatmul& call, MatmulParams p, int64_t row_tiles, void* stream) {
+void launch_rows(const GroupedMatmul& call, HalvesParams p, int64_t row_tiles, void* stream) {
   using Product = RowsProduct<T, Out, kWeights, Shape>;
   using Rhs = typename Product::Rhs;
   const int64_t k = call.lhs.dims[1], n = p.cols, groups = p.groups;
@@ -176,7 +135,7 @@ void launch_rows(const GroupedMatmul& call, MatmulParams p, int64_t row_tiles, v
   if constexpr (kWeights == Major::k && std::is_same_v<T, __nv_bfloat16>) {
     if (has_group_scales(call.scales)) {
       ScaledParams scaled{};
-      static_cast<MatmulParams&>(scaled) = p;
+      static_cast<HalvesParams&>(scaled) = p;
       scaled.lhs_scales = floats_or_null(call.scales.lhs_group_scales);
       scaled.rhs_scales = floats_or_null(call.scales.rhs_group_scales);
       return launch_product<ScaledRowsProduct<T, Out, kWeights, Shape>>(scaled, row_tiles, stream);
@@ -186,7 +145,7 @@ void launch_rows(const GroupedMatmul& call, MatmulParams p, int64_t row_tiles, v
 }
 
 template <class T, class Out, class Shape>
-void launch_shape(const GroupedMatmul& call, const MatmulParams& p, void* stream) {
+void launch_shape(const GroupedMatmul& call, const HalvesParams& p, void* stream) {
   // Every group may have one tile that is not full.
   const int64_t row_tiles = (p.rows + int64_t(kTileRows - 1) * p.groups) / kTileRows;
   return call.rhs_axis == 2 ? launch_rows<T, Out, Major::k, Shape>(call, p, row_tiles, stream)
@@ -194,7 +153,7 @@ void launch_shape(const GroupedMatmul& call, const MatmulParams& p, void* stream
 }
 
 template <class T, class Out>
-void launch_types(const GroupedMatmul& call, const MatmulParams& p, void* stream) {
+void launch_types(const GroupedMatmul& call, const HalvesParams& p, void* stream) {
   if constexpr (sizeof(Out) == 2) {
     if (&rows_tile_sm90(p.length, sizeof(Out)) == &kManyStages) {
       return launch_shape<T, Out, TileOf<kManyStages>>(call, p, stream);
@@ -244,7 +203,7 @@ size_t workspace(const GroupedMatmul&, const Target&) { return sizeof(unsigned l
 
 void launch(const GroupedMatmul& call, const Context& context) {
   if (call.lhs.dims[0] == 0) return;
-  MatmulParams p{};
+  HalvesParams p{};
   p.sizes = call.group_sizes.as<int32_t>();
   p.counter = static_cast<unsigned long long*>(context.workspace);
   GROUPED_CUDA_CHECK(cudaMemsetAsync(p.counter, 0, sizeof(*p.counter), static_cast<cudaStream_t>(context.stream)));

@@ -18,6 +18,7 @@
 #include "cc/api/halves.h"
 #include "cc/api/kernel.h"
 #include "cc/api/operands.h"
+#include "cc/device/contraction.cuh"
 #include "cc/device/factor.cuh"
 #include "cc/device/launch.h"
 #include "cc/device/pipeline.cuh"
@@ -28,95 +29,6 @@ namespace grouped {
 namespace {
 
 using namespace sm90;
-
-struct alignas(16) GroupSpan {
-  int32_t group, rows, end, pad;
-};
-struct alignas(16) Draws {
-  unsigned long long counter;  // of both ends, schedule.cuh
-  int64_t mean_rows;           // of a group
-};
-
-// ---- groups, longest first ----
-
-// Row counts in buckets of at most 1.6 %: the exponent and six bits of the number of k blocks; 0 for an empty group.
-constexpr int kBuckets = 26 * 64;
-__device__ inline int bucket(int rows) {
-  if (rows == 0) return 0;
-  const float blocks = float((rows + kBlockK - 1) / kBlockK);
-  return (__float_as_int(blocks) >> 17) - (127 << 6) + 1;
-}
-
-// Sum over the block of the values of lower threads; `total` is the sum over all.
-__device__ inline int64_t block_scan(int64_t value, int64_t* of_warp, int64_t* total) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int64_t sum = value;
-  for (int d = 1; d < 32; d *= 2) {
-    const int64_t up = __shfl_up_sync(~0u, sum, d);
-    if (lane >= d) sum += up;
-  }
-  if (lane == 31) of_warp[warp] = sum;
-  __syncthreads();
-  int64_t before = 0, all = 0;
-  for (int w = 0; w < int(blockDim.x) / 32; ++w) {
-    if (w < warp) before += of_warp[w];
-    all += of_warp[w];
-  }
-  __syncthreads();
-  *total = all;
-  return before + sum - value;
-}
-
-constexpr int kOrderThreads = 1024;
-
-// One block. Groups of one bucket come in any order: which tile is computed when has no influence on its bits.
-__global__ void __launch_bounds__(kOrderThreads) order_groups(const int32_t* sizes, int groups, int64_t max_rows,
-                                                              GroupSpan* spans, GroupSpan* unordered, Draws* draws) {
-  __shared__ int32_t start[kBuckets];
-  __shared__ int64_t of_warp[kOrderThreads / 32];
-  for (int i = threadIdx.x; i < kBuckets; i += kOrderThreads) start[i] = 0;
-  __syncthreads();
-  int64_t rows_before = 0;
-  for (int first = 0; first < groups; first += kOrderThreads) {
-    const int g = first + threadIdx.x;
-    const int64_t size = g < groups && sizes[g] > 0 ? sizes[g] : 0;
-    int64_t total;
-    const int64_t begin = rows_before + block_scan(size, of_warp, &total);
-    rows_before += total;
-    const int64_t from = begin < max_rows ? begin : max_rows, end = begin + size < max_rows ? begin + size : max_rows;
-    if (g >= groups) continue;
-    unordered[g] = {g, int32_t(end - from), int32_t(end), 0};
-    atomicAdd(&start[bucket(int(end - from))], 1);
-  }
-  if (threadIdx.x == 0) *draws = {0, (rows_before < max_rows ? rows_before : max_rows) / groups};
-  __syncthreads();
-  int64_t after = 0;  // groups in longer buckets
-  for (int first = 0; first < kBuckets; first += kOrderThreads) {
-    const int i = kBuckets - 1 - first - int(threadIdx.x);
-    const int64_t count = i >= 0 ? start[i] : 0;
-    int64_t total;
-    const int64_t at = after + block_scan(count, of_warp, &total);
-    after += total;
-    if (i >= 0) start[i] = int32_t(at);
-  }
-  __syncthreads();
-  for (int g = threadIdx.x; g < groups; g += kOrderThreads) {
-    const GroupSpan span = unordered[g];
-    spans[atomicAdd(&start[bucket(span.rows)], 1)] = span;
-  }
-}
-
-// ---- the product ----
-
-struct ContractionParams {
-  CUtensorMap lhs, rhs, out;
-  const GroupSpan* spans;
-  Draws* draws;
-  const int64_t* into_table;  // addresses of the results, 0 skips a group; null where they are packed
-  int64_t out_base;           // address that `out` starts at
-  int32_t groups, rows, cols;
-  bool accumulate;
-};
 
 template <class T, class Out, class Shape_>
 struct ContractionProduct {
@@ -130,55 +42,14 @@ struct ContractionProduct {
 
   template <class Push>
   static __device__ void schedule(const Params& p, uint32_t rank, uint32_t mail, uint32_t spare, Push push) {
-    const int row_tiles = (p.rows + kTileRows - 1) / kTileRows;
-    const int col_tiles = (p.cols + Shape::kCols - 1) / Shape::kCols;
-    const int per_group = int(pair_count(row_tiles, col_tiles)), items = per_group * p.groups;
-    Mailbox pair(rank, mail);
-    const Zeros<Out, Shape::kCols> zeros(spare);
-    // Rows drawn beyond the mean. Pairs start at different points of the mix, not all with a long sum.
-    int64_t surplus = int64_t(p.spans[0].rows) * (blockIdx.x / 2) / (gridDim.x / 2);
-    const int64_t mean_rows = p.draws->mean_rows;
-    int64_t next = 0;
-    const auto draw = [&] {
-      if (!pair.leader() || threadIdx.x % 32 != 0) return;
-      const uint64_t step = surplus > 0 ? kFromBack : kFromFront;
-      next = drawn_item(atomicAdd(&p.draws->counter, step), step, items);
-    };
-    draw();
-    while (true) {
-      const int64_t item = pair.share(next);
-      if (item < 0) break;
-      const int4 packed = __ldg(reinterpret_cast<const int4*>(p.spans + int(item) / per_group));
-      const GroupSpan span = {packed.x, packed.y, packed.z, 0};
-      surplus += span.rows - mean_rows;
-      draw();  // one ahead
-      Work work{};
-      work.slice2 = span.group;
-      if (p.into_table != nullptr) {
-        const uint64_t address = uint64_t(p.into_table[span.group]);
-        if (address == 0) continue;
-        const Slice slice = slice_of(address - uint64_t(p.out_base));
-        work.slice2 = slice.near;
-        work.slice3 = slice.far;
-      }
-      const Tile tile = pair_at(int(item) % per_group, row_tiles, col_tiles, rank);
-      work.kind = Work::kTile;
-      work.length = span.rows;
-      work.row0 = tile.row * kTileRows;
-      work.col0 = tile.col * Shape::kCols;
-      work.valid_rows = p.rows - work.row0;
-      work.across = tile.across;
-      work.group = span.group;
-      work.rows = span.rows;
-      work.end = span.end;
-      if (span.rows != 0) {
-        push(work);
-      } else if (!p.accumulate) {
-        zeros.store(&p.out, at(work, 0), work.valid_rows, p.cols - work.col0);
-      }
-    }
-    push(Work{});
-    zeros.finish();
+    schedule_contraction<Out, Shape::kCols>(
+        p, rank, mail, spare,
+        [](Work& work, const GroupSpan& span) {
+          work.length = span.rows;
+          work.rows = span.rows;
+          work.end = span.end;
+        },
+        push);
   }
 
   static __device__ void load(const Params& p, const Work& work, int k, int halves, bool columns, uint32_t rank,
@@ -192,19 +63,15 @@ struct ContractionProduct {
   using Epilogue = Held<Out, Shape::kSlots>;
   static __device__ Epilogue begin(const Params& p, const Work& work, int row, int cols,
                                    const Slots<Shape::kSlots>& slots) {
-    Epilogue held(&p.out, at(work, row), work.valid_rows - row, cols, Shape::kCols);
+    Epilogue held(&p.out, contraction_at(work, row), work.valid_rows - row, cols, Shape::kCols);
     if (p.accumulate) held.begin(slots);
     return held;
   }
 
-  static __device__ ptx::Coords at(const Work& work, int row) {
-    return {{work.col0, work.row0 + row, work.slice2, work.slice3}};
-  }
-
   static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[Shape::kCols / 2],
                                Slots<Shape::kSlots>& slots, Epilogue& held) {
-    store_rows<Out, Shape::kCols, Shape::kSlots>(acc, &p.out, at(work, row), cols, slots, p.accumulate, held,
-                                                 [](int, float (&)[4]) {});
+    store_rows<Out, Shape::kCols, Shape::kSlots>(acc, &p.out, contraction_at(work, row), cols, slots, p.accumulate,
+                                                 held, [](int, float (&)[4]) {});
   }
 
   static __device__ void clear_tail(const Params&, const Work&, uint32_t, int) {}
@@ -299,9 +166,7 @@ std::string refuses(const GroupedMatmul& c, const Target& target) {
   return "";
 }
 
-size_t workspace(const GroupedMatmul& c, const Target&) {
-  return sizeof(GroupSpan) * 2 * size_t(c.group_sizes.dims[0]) + sizeof(Draws);  // spans, unordered spans
-}
+size_t workspace(const GroupedMatmul& c, const Target&) { return contraction_workspace(c.group_sizes.dims[0]); }
 
 void launch(const GroupedMatmul& call, const Context& context) {
   ContractionParams p{};
@@ -315,7 +180,7 @@ void launch(const GroupedMatmul& call, const Context& context) {
   p.rows = int32_t(columns_read(call.lhs, call.lhs_half).count);
   p.cols = int32_t(columns_read(call.rhs, call.rhs_half).count);
   p.accumulate = call.accumulate != 0;
-  order_groups<<<1, kOrderThreads, 0, static_cast<cudaStream_t>(context.stream)>>>(
+  order_groups<false><<<1, kOrderThreads, 0, static_cast<cudaStream_t>(context.stream)>>>(
       call.group_sizes.as<int32_t>(), p.groups, call.lhs.dims[0], spans, spans + p.groups, p.draws);
   GROUPED_CUDA_CHECK(cudaGetLastError());
   const bool wide = call.result.dtype == DType::f32;

@@ -5,22 +5,24 @@
 //   producer  (1 lane): a stage is 128 k of 256 weight rows (tensor copy) and of up to 8 kBlocks rows (one bulk copy)
 //            |  ring, 3 to 8 stages: 16 or 32 KiB of codes, 2 KiB a block of rows
 //            v
-//   8 warps   of 32 weight rows each: codes --bits, * scale--> A fragments; rows --ld.shared.v4--> B fragments;
-//             mma m16n8k16, fp32: 8 sums a thread and block of rows
-//            |  through 1 KiB a warp, so that 8 columns of a row leave together
+//   warps     of 16 or 32 weight rows each: codes --bits, * scale--> A fragments; rows --ld.shared.v4--> B fragments;
+//             mma m16n8k16, fp32: 4 or 8 sums a thread and block of rows
+//            |  through shared memory, so that 8 columns of a row leave together
 //            v
 //   result
 //
-//   kBlocks   rows      sums a thread   stages of E4M3, E2M1
-//   4         to 32     32              5, 8
-//   8         to 64     64              4, 6
-//   16        to 128    128             3, 4
-//   384 threads, 1 block an SM, 40 / 232 registers. Groups with more rows than a tile has take several.
+//   kBlocks   rows      warps   sums a thread   stages of E4M3, E2M1   registers
+//   4         to 32     16      16              5, 8                   32 / 112
+//   8         to 64     8       64              4, 6                   40 / 232
+//   16        to 128    8       128             3, 4                   40 / 232
+//   1 block an SM. Groups with more rows than a tile has take several.
 //
-// A lane owns the same 16 k of 64 in all of its rows, so 16 codes lie together and share a scale. Which of the 16 k of
-// an mma a code stands for does not matter as long as the rows agree: codes come apart by masks and shifts alone, and
-// `arrange` puts the rows into that order. The bits are a bfloat16 too small by a power of two, which the
+// A lane owns the same 32 k of 128 in all of its rows, so their codes lie together and have one scale, or two. Which of
+// the 16 k of an mma a code stands for does not matter as long as the rows agree: codes come apart by masks and shifts
+// alone, and `arrange` puts the rows into that order. The bits are a bfloat16 too small by a power of two, which the
 // multiplication with the scale sets right: exact wherever codes times scales are bfloat16 (numerics 4).
+#include <cuda_fp8.h>
+
 #include <algorithm>
 #include <string>
 
@@ -39,16 +41,11 @@ namespace {
 
 constexpr int kStageK = 128;
 constexpr int kTileCols = 256;  // weight rows
-constexpr int kWarps = 8;
-constexpr int kWarpCols = kTileCols / kWarps;
-constexpr int kThreads = 32 * (kWarps + 4);  // registers are handed over by warpgroups
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 constexpr int kBlockRows = 8;
 constexpr int kBlockBytes = kBlockRows * kStageK * 2;  // of one stage
 constexpr int kMostGroups = 1024;
 constexpr int kTables = 3;  // of groups + 1 entries
 constexpr int kTableBytes = kTables * (kMostGroups + 8) * 4;
-constexpr int kStagedFloats = kBlockRows * (kWarpCols + 4);  // of a warp; rows 4 floats apart in banks
 constexpr int kSharedBytes = 227 * 1024;
 constexpr int kMostStages = 8;
 
@@ -60,10 +57,17 @@ struct Shape {
   static constexpr Scale kScale = kScale_;
   static constexpr int kBlocks = kBlocks_;
   static constexpr bool kNibbles = kType == DType::u8;
+  static constexpr int kWarps = kBlocks == 4 ? 16 : 8;
+  static constexpr int kWarpCols = kTileCols / kWarps;
+  static constexpr int kFragments = kWarpCols / 16;
+  static constexpr int kGroup = kBlocks == 4 ? 2 : 4;  // blocks multiplied at once
+  static constexpr int kThreads = 32 * (kWarps + 4);   // registers are handed over by warpgroups
+  static constexpr int kProducerRegisters = kWarps == 16 ? 32 : 40, kConsumerRegisters = kWarps == 16 ? 112 : 232;
+  static constexpr int kStagedBytes = kWarps * kBlockRows * (kWarpCols + 4) * 4;  // rows 4 floats apart in banks
   static constexpr int kRowBytes = kNibbles ? kStageK / 2 : kStageK;
   static constexpr int kCodeBytes = kTileCols * kRowBytes;
   static constexpr int kStageBytes = kCodeBytes + kBlocks * kBlockBytes;
-  static constexpr int kFixedBytes = 1024 + kTableBytes + kWarps * kStagedFloats * 4;  // and alignment, barriers
+  static constexpr int kFixedBytes = 1024 + kTableBytes + kStagedBytes;  // and barriers
   static constexpr int kFitting = (kSharedBytes - kFixedBytes) / kStageBytes;
   static constexpr int kStages = kFitting < kMostStages ? kFitting : kMostStages;
   static constexpr int kBytes = kStages * kStageBytes + kFixedBytes;
@@ -85,7 +89,7 @@ struct Params {
   int64_t rows;
   int most_blocks;
   int groups, cols, depth;
-  int scale_lines, scale_run, scale_outer, scale_block;  // [groups, lines, run]; columns and k that share one
+  int scale_lines, scale_run, scale_outer, scale_shift;  // [groups, lines, run]; columns, and 2^shift k, share one
   int tile_blocks;
   DType result_type, bias_type;
   bool scale_bias, clear_tail;
@@ -142,7 +146,7 @@ __device__ uint4 in_fragment_order(uint4 x) {
 }
 
 // Block x: one block of 8 rows, or, the last of all, the tables. Thread (half, part, lane = 4 row + q) moves the 8 k
-// from 64 half + 16 q + 8 part on.
+// from 32 q + 16 half + 8 part on.
 template <bool kNibbles>
 __global__ void __launch_bounds__(kArrangeThreads) arrange_rows(const __grid_constant__ Params p) {
   __shared__ int found[2];  // first row, rows
@@ -168,7 +172,7 @@ __global__ void __launch_bounds__(kArrangeThreads) arrange_rows(const __grid_con
   const int row = lane / 4, stages = (p.depth + kStageK - 1) / kStageK;
   const uint8_t* from = p.lhs + (int64_t{found[0]} + row) * p.depth * 2;
   for (int stage = blockIdx.y; stage < stages; stage += gridDim.y) {
-    const int k = stage * kStageK + 64 * half + 16 * (lane % 4) + 8 * part;
+    const int k = stage * kStageK + 32 * (lane % 4) + 16 * half + 8 * part;
     uint4 x = make_uint4(0, 0, 0, 0);
     if (row < found[1] && k < p.depth) x = *reinterpret_cast<const uint4*>(from + int64_t{k} * 2);
     uint8_t* to = p.arranged + (int64_t{stage} * p.most_blocks + block) * kBlockBytes;
@@ -184,20 +188,22 @@ __device__ uint32_t times(uint32_t pair, uint32_t factor) {
   return *reinterpret_cast<const uint32_t*>(&product);
 }
 
-// Four pairs of bfloat16 bits, 2^-kBias of the values. E4M3: of two words, (0 2) (1 3) (4 6) (5 7); E2M1: of one, (0 4)
-// (1 5) (2 6) (3 7).
+// 16 codes, as pairs of bfloat16 bits, 2^-kBias of the values. E4M3: of two words, (0 2) (1 3) (4 6) (5 7); E2M1: of
+// one, (0 4) (1 5) (2 6) (3 7).
 template <bool kNibbles>
 struct Codes;
 
 template <>
 struct Codes<false> {
   static constexpr int kBias = 120;
-  uint32_t words[4];  // of 16 codes
-  __device__ void load(uint32_t tile, int row, int half, int q) {
-    ptx::load_shared_v4(tile + row * 128 + ((4 * half + q) ^ (row % 8)) * 16, words);
+  uint32_t words[4];
+  // Where a lane's 32 k of a row lie in the tile, and both halves of them. Eight lanes read eight different chunks of
+  // 16 bytes; rows 8 apart are swizzled alike.
+  static __device__ uint32_t place(int row, int q) { return row * 128 + ((2 * q) ^ (row % 8)) * 16; }
+  static __device__ void load(uint32_t at, Codes (&halves)[2]) {
+    ptx::load_shared_v4(at, halves[0].words);
+    ptx::load_shared_v4(at ^ 16, halves[1].words);
   }
-  // Rows of a fragment's lanes, so that eight lanes read different banks.
-  static __device__ int row_of(int i) { return i / 2 | i % 2 * 4; }
   __device__ void pairs(int part, uint32_t (&to)[4]) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -226,10 +232,12 @@ template <>
 struct Codes<true> {
   static constexpr int kBias = 126;
   uint32_t words[2];
-  __device__ void load(uint32_t tile, int row, int half, int q) {
-    ptx::load_words_v2(tile + row * 64 + ((2 * half + q / 2) ^ (row / 2 % 4)) * 16 + q % 2 * 8, words[0], words[1]);
+  static __device__ uint32_t place(int row, int q) { return row * 64 + (q ^ (row / 2 % 4)) * 16; }
+  static __device__ void load(uint32_t at, Codes (&halves)[2]) {
+    uint32_t w[4];
+    ptx::load_shared_v4(at, w);
+    halves[0].words[0] = w[0], halves[0].words[1] = w[1], halves[1].words[0] = w[2], halves[1].words[1] = w[3];
   }
-  static __device__ int row_of(int i) { return i % 2 | (i & 2) << 1 | i / 4 * 2; }
   __device__ void pairs(int part, uint32_t (&to)[4]) const {
     const uint32_t w = words[part];
     to[0] = (w << 12 & 0x80008000u) | (w << 6 & 0x01c001c0u);
@@ -241,30 +249,45 @@ struct Codes<true> {
   static __device__ uint32_t with_nan(uint32_t pair) { return pair; }
 };
 
-// A scale as factors of the bits above: usually one, two where the product of 2^kBias and the scale is no bfloat16.
-struct Factor {
-  uint32_t first, second;  // pairs of bfloat16; second 0: not needed
-};
-
 constexpr int kE4M3Shift =
     8;  // E4M3 scales are made smaller by 2^8, which the sums make good: s * 2^126 might overflow
+static_assert(Codes<true>::kBias - kE4M3Shift == 118, "the exponent below");
 
+// Factors of the bits above that make values of them, as pairs of bfloat16. Scales of E8M0 are exponents; where the
+// product of 2^kBias and one is no bfloat16, or the scale is NaN, it is `rare`, and takes two multiplications.
 template <Scale kScale, int kBias>
-__device__ Factor factor_of(uint32_t code) {
-  if constexpr (kScale == Scale::e8m0) {
-    constexpr uint32_t kLargest = 254 - kBias;  // code whose factor is the largest power of two
-    const uint32_t fits = code < kLargest ? code : kLargest;
-    const uint32_t bits = code == 255 ? 0x7fc0u : (fits + kBias) << 7;
-    const uint32_t rest = code > kLargest && code != 255 ? (code - kLargest + 127) << 7 : 0;
-    return {bits * 0x10001u, rest * 0x10001u};
-  } else if constexpr (kScale == Scale::e4m3) {
-    const float s = device::to_float(device::half_bits_of_e4m3(static_cast<uint8_t>(code)), DType::f16);
-    return {device::packed(s, s, DType::bf16) == 0 ? 0u : device::packed(s * 0x1p118f, s * 0x1p118f, DType::bf16), 0u};
-  } else {
-    return {static_cast<uint32_t>(127 + kBias) * 0x800080u, 0u};
+struct Factors;
+
+template <int kBias>
+struct Factors<Scale::e8m0, kBias> {
+  static constexpr uint32_t kLargest = 254 - kBias, kExponent = 0x00800080u;  // of two bfloat16
+  static __device__ bool is_rare(uint32_t code) { return code > kLargest; }
+  static __device__ uint32_t first(uint32_t code) { return (code + kBias) * kExponent; }
+  static __device__ uint32_t first_of_rare(uint32_t code) {
+    return code == 255 ? 0x7fc07fc0u : first(code < kLargest ? code : kLargest);
   }
-}
-static_assert(126 - kE4M3Shift == 118, "the factor of E2M1 codes");
+  static __device__ uint32_t second_of_rare(uint32_t code) {
+    return (code == 255 || code < kLargest ? 127 : code - kLargest + 127) * kExponent;
+  }
+};
+template <int kBias>
+struct Factors<Scale::e4m3, kBias> {
+  static __device__ bool is_rare(uint32_t) { return false; }
+  static __device__ uint32_t first(uint32_t code) {
+    const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(code), __NV_E4M3);
+    const float s = __half2float(__low2half(__half2(raw))) * 0x1p118f;
+    return device::packed(s, s, DType::bf16);
+  }
+  static __device__ uint32_t first_of_rare(uint32_t code) { return first(code); }
+  static __device__ uint32_t second_of_rare(uint32_t) { return 0x3f803f80u; }
+};
+template <Scale kScale, int kBias>
+struct Factors {  // codes alone
+  static __device__ bool is_rare(uint32_t) { return false; }
+  static __device__ uint32_t first(uint32_t) { return (127 + kBias) * 0x00800080u; }
+  static __device__ uint32_t first_of_rare(uint32_t) { return first(0); }
+  static __device__ uint32_t second_of_rare(uint32_t) { return 0x3f803f80u; }
+};
 
 // --- the product ---
 
@@ -326,7 +349,15 @@ template <class S>
 class Consumer {
  public:
   __device__ Consumer(const Params& p, const int32_t* tables, uint32_t ring, uint32_t barriers, float* staged)
-      : p_(p), tables_(tables), ring_(ring), barriers_(barriers), staged_(staged) {}
+      : p_(p),
+        tables_(tables),
+        ring_(ring),
+        barriers_(barriers),
+        staged_(staged),
+        place_(C::place(column(0), threadIdx.x % 4)) {
+    // Kept, not computed anew in every stage, where registers allow.
+    if constexpr (S::kBlocks < 16) asm("" : "+r"(place_));
+  }
 
   __device__ void run() {
     Item item;
@@ -338,64 +369,102 @@ class Consumer {
 
  private:
   using C = Codes<S::kNibbles>;
-  static constexpr int kRowsOfLane = 4;                     // of the weight: two fragments of two
-  static constexpr bool kInSums = S::kScale == Scale::f32;  // scales multiply sums, not codes
+  using F = Factors<S::kScale, C::kBias>;
+  static constexpr int kFragments = S::kFragments;  // of 16 weight rows
+  static constexpr int kRowsOfLane = 2 * kFragments;
+  static constexpr bool kInSums = S::kScale == Scale::f32;              // scales multiply sums, not codes
+  static constexpr int kCodesOfRow = S::kScale == Scale::e4m3 ? 2 : 1;  // scales of a lane's 32 k
+  using Fragment = uint32_t[4];
 
-  // Offset of this lane's row `r` from the tile's first column.
+  // This lane's row `r` of the tile.
   static __device__ int column(int r) {
-    const int lane = threadIdx.x % 32;
-    return threadIdx.x / 32 * kWarpCols + r * 8 + C::row_of(lane / 4);
+    return static_cast<int>(threadIdx.x) / 32 * S::kWarpCols + r * 8 + static_cast<int>(threadIdx.x) % 32 / 4;
   }
 
-  // Scales of one stage: of half h and row r, or, fp32, of row r alone.
   struct Held {
-    uint32_t code[kInSums ? 1 : 2][kRowsOfLane];
+    uint32_t code[kRowsOfLane][kCodesOfRow];
   };
-  __device__ void load_scales(const Item& item, int stage, Held* held) const {
+  // Scales of this lane's rows: where the first is, and how many stages have one.
+  struct Line {
+    const uint8_t* first;
+    int stages;
+  };
+  __device__ void find_scales(const Item& item, Line (&lines)[kRowsOfLane]) const {
+    constexpr int kBytes = kInSums ? 4 : 1;
+    const int k = kInSums ? 0 : 32 * (threadIdx.x % 4);
+#pragma unroll
+    for (int r = 0; r < kRowsOfLane; ++r) {
+      const int col = item.col + column(r);
+      const int64_t line = (int64_t{item.group} * p_.scale_lines + col / p_.scale_outer) * p_.scale_run;
+      lines[r].first = static_cast<const uint8_t*>(p_.scales) + (line + (k >> p_.scale_shift)) * kBytes;
+      lines[r].stages = col < p_.cols ? (p_.depth - k + kStageK - 1) / kStageK : 0;
+    }
+  }
+  static __device__ void load_scales(const Line (&lines)[kRowsOfLane], int stage, Held* held) {
+    constexpr int kStep = S::kScale == Scale::e8m0 ? kStageK / 32 : S::kScale == Scale::e4m3 ? kStageK / 16 : 4;
     if constexpr (S::kScale != Scale::none) {
 #pragma unroll
       for (int r = 0; r < kRowsOfLane; ++r) {
-        const int col = item.col + column(r);
-        const int64_t line = int64_t{item.group} * p_.scale_lines + col / p_.scale_outer;
+        const uint8_t* at = lines[r].first + stage * kStep;
 #pragma unroll
-        for (int h = 0; h < (kInSums ? 1 : 2); ++h) {
-          const int k = stage * kStageK + (kInSums ? 0 : 64 * h + 16 * (threadIdx.x % 4));
-          const bool exists = col < p_.cols && k < p_.depth;
-          const int64_t at = line * p_.scale_run + k / p_.scale_block;
-          if constexpr (kInSums) {
-            held->code[h][r] = exists ? __ldg(static_cast<const uint32_t*>(p_.scales) + at) : 0;
-          } else {
-            held->code[h][r] = exists ? __ldg(static_cast<const uint8_t*>(p_.scales) + at) : 0;
-          }
+        for (int i = 0; i < kCodesOfRow; ++i) {
+          held->code[r][i] = 0;
+          if (stage >= lines[r].stages) continue;
+          held->code[r][i] = kInSums ? __ldg(reinterpret_cast<const uint32_t*>(at)) : __ldg(at + i);
         }
       }
     }
   }
 
-  // A fragments of one half: 4 steps of k16 for 32 rows.
-  __device__ void widen(uint32_t tile, int half, const Held& held, uint32_t (&a)[4][2][4]) const {
+  // A fragments of one half of the lane's k: 4 steps of k16. Branches would keep rows from overlapping, so what is rare
+  // is found out for all rows at once.
+  template <bool kRare>
+  __device__ void widen(const C (&codes)[kRowsOfLane][2], int half, const Held& held,
+                        Fragment (&a)[4][kFragments]) const {
 #pragma unroll
     for (int r = 0; r < kRowsOfLane; ++r) {
-      C codes;
-      codes.load(tile, column(r), half, threadIdx.x % 4);
-      const Factor factor = factor_of<S::kScale, C::kBias>(kInSums ? 0 : held.code[kInSums ? 0 : half][r]);
-      const bool nan = codes.has_nan();
+      const uint32_t code = held.code[r][kCodesOfRow == 2 ? half : 0];
+      const uint32_t factor = kRare ? F::first_of_rare(code) : F::first(code);
 #pragma unroll
       for (int part = 0; part < 2; ++part) {
         uint32_t pairs[4];
-        codes.pairs(part, pairs);
-        if (nan) {
+        codes[r][half].pairs(part, pairs);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) pairs[i] = C::with_nan(pairs[i]);
+        for (int i = 0; i < 4; ++i) {
+          if constexpr (kRare) pairs[i] = C::with_nan(pairs[i]);
+          pairs[i] = times(pairs[i], factor);
+          if constexpr (kRare) pairs[i] = times(pairs[i], F::second_of_rare(code));
+          a[2 * part + i / 2][r / 2][r % 2 + 2 * (i % 2)] = pairs[i];
         }
+      }
+    }
+  }
+
+  // Sums of one half, kGroup blocks of rows at a time so that products which follow each other do not wait. Blocks that
+  // do not exist give sums that nobody stores.
+  template <class Sums>
+  __device__ void multiply_half(uint32_t rows, int blocks, const Fragment (&a)[4][kFragments], Sums& sums) const {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) pairs[i] = times(pairs[i], factor.first);
-        if (factor.second != 0) {
+    for (int first = 0; first < S::kBlocks; first += S::kGroup) {
+      if (first >= blocks) break;
+      uint32_t b[S::kGroup][2][4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) pairs[i] = times(pairs[i], factor.second);
+      for (int j = 0; j < S::kGroup; ++j) {
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+          ptx::load_shared_v4(rows + (first + j) * kBlockBytes + part * (kBlockBytes / 4), b[j][part]);
         }
+      }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) a[2 * part + i / 2][r / 2][r % 2 + 2 * (i % 2)] = pairs[i];
+      for (int step = 0; step < 4; ++step) {
+#pragma unroll
+        for (int j = 0; j < S::kGroup; ++j) {
+#pragma unroll
+          for (int f = 0; f < kFragments; ++f) {
+            device::multiply_add<__nv_bfloat16>(sums[f][first + j], a[step][f], b[j][step / 2][step % 2 * 2],
+                                                b[j][step / 2][step % 2 * 2 + 1]);
+          }
+        }
       }
     }
   }
@@ -409,35 +478,39 @@ class Consumer {
 #pragma unroll
       for (auto& s : of_fragment) s[0] = s[1] = s[2] = s[3] = 0.0f;
     }
+    Line lines[kRowsOfLane] = {};
+    if constexpr (S::kScale != Scale::none) find_scales(item, lines);
     Held held = {}, next = {};
-    load_scales(item, 0, &next);
+    load_scales(lines, 0, &next);
 #pragma unroll 1
     for (int stage = 0; stage < stages; ++stage) {
       held = next;
-      if (stage + 1 < stages) load_scales(item, stage + 1, &next);
+      if (stage + 1 < stages) load_scales(lines, stage + 1, &next);
       const uint32_t full = barriers_ + 16 * slot_, tile = ring_ + slot_ * S::kStageBytes;
       ptx::barrier_wait(full, parity_);
-      float part[kInSums ? 2 : 1][kInSums ? S::kBlocks : 1][4] = {};
+      C codes[kRowsOfLane][2];
+      bool rare = false;
+#pragma unroll
+      for (int r = 0; r < kRowsOfLane; ++r) C::load(tile + place_ + r * 8 * S::kRowBytes, codes[r]);
+#pragma unroll
+      for (int r = 0; r < kRowsOfLane; ++r) {
+        rare = rare || codes[r][0].has_nan() || codes[r][1].has_nan() || F::is_rare(held.code[r][0]);
+      }
+      rare = __any_sync(~0u, rare);
+      float part[kInSums ? kFragments : 1][kInSums ? S::kBlocks : 1][4] = {};
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        uint32_t a[4][2][4];
-        widen(tile, half, held, a);
+        Fragment a[4][kFragments];
+        if (rare) {
+          widen<true>(codes, half, held, a);
+        } else {
+          widen<false>(codes, half, held, a);
+        }
         const uint32_t rows = tile + S::kCodeBytes + half * (kBlockBytes / 2) + lane * 16;
-#pragma unroll
-        for (int j = 0; j < S::kBlocks; ++j) {
-          if (j >= blocks) break;
-          uint32_t b[2][4];
-          ptx::load_shared_v4(rows + j * kBlockBytes, b[0]);
-          ptx::load_shared_v4(rows + j * kBlockBytes + kBlockBytes / 4, b[1]);
-#pragma unroll
-          for (int step = 0; step < 4; ++step) {
-#pragma unroll
-            for (int f = 0; f < 2; ++f) {
-              float (&to)[4] = kInSums ? part[kInSums ? f : 0][kInSums ? j : 0] : sums_[f][j];
-              device::multiply_add<__nv_bfloat16>(to, a[step][f], b[step / 2][step % 2 * 2],
-                                                  b[step / 2][step % 2 * 2 + 1]);
-            }
-          }
+        if constexpr (kInSums) {
+          multiply_half(rows, blocks, a, part);
+        } else {
+          multiply_half(rows, blocks, a, sums_);
         }
       }
       __syncwarp();
@@ -445,12 +518,12 @@ class Consumer {
       if (++slot_ == S::kStages) slot_ = 0, parity_ ^= 1;
       if constexpr (kInSums) {
 #pragma unroll
-        for (int f = 0; f < 2; ++f) {
+        for (int f = 0; f < kFragments; ++f) {
 #pragma unroll
           for (int j = 0; j < S::kBlocks; ++j) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-              sums_[f][j][i] = __fmaf_rn(part[f][j][i], __uint_as_float(held.code[0][2 * f + i / 2]), sums_[f][j][i]);
+              sums_[f][j][i] = __fmaf_rn(part[f][j][i], __uint_as_float(held.code[2 * f + i / 2][0]), sums_[f][j][i]);
             }
           }
         }
@@ -460,9 +533,9 @@ class Consumer {
 
   __device__ void finish(const Item& item) {
     using namespace device;
-    const int lane = threadIdx.x % 32, col = item.col + threadIdx.x / 32 * kWarpCols;
-    float* staged = staged_ + threadIdx.x / 32 * kStagedFloats;
-    constexpr int kStride = kWarpCols + 4;
+    const int lane = threadIdx.x % 32, col = item.col + threadIdx.x / 32 * S::kWarpCols;
+    constexpr int kStride = S::kWarpCols + 4;
+    float* staged = staged_ + threadIdx.x / 32 * (kBlockRows * kStride);
     Finish f = {};
     f.factor = group_factor(nullptr, p_.factors, item.group) *
                (S::kScale == Scale::e4m3 ? static_cast<float>(1 << kE4M3Shift) : 1.0f);
@@ -484,7 +557,7 @@ class Consumer {
       __syncwarp();
 #pragma unroll
       for (int r = 0; r < kRowsOfLane; ++r) {
-        const int c = r * 8 + C::row_of(lane / 4);
+        const int c = r * 8 + lane / 4;
 #pragma unroll
         for (int i = 0; i < 2; ++i) staged[(lane % 4 * 2 + i) * kStride + c] = sums_[r / 2][j][r % 2 * 2 + i];
       }
@@ -493,17 +566,20 @@ class Consumer {
       f.rows = item.rows - j * kBlockRows;
       f.result = p_.result + (row * p_.cols + col) * bytes_of(p_.result_type);
       f.row_scale = p_.row_scale ? p_.row_scale + row : nullptr;
-      const float* at = staged + lane / 4 * kStride + lane % 4 * 8;
+      constexpr int kLanesARow = S::kWarpCols / 8;
+      const int out_row = lane / kLanesARow, out_col = lane % kLanesARow * 8;
+      if (out_row >= kBlockRows) continue;
+      const float* at = staged + out_row * kStride + out_col;
       if (vectors) {
         float values[1][8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) values[0][i] = at[i];
-        finish_rows(f, lane / 4, kBlockRows, lane % 4 * 8, values);
+        finish_rows(f, out_row, kBlockRows, out_col, values);
       } else {
 #pragma unroll 1
         for (int i = 0; i < 8; ++i) {
           float value[1][1] = {{at[i]}};
-          finish_rows(f, lane / 4, kBlockRows, lane % 4 * 8 + i, value);
+          finish_rows(f, out_row, kBlockRows, out_col + i, value);
         }
       }
     }
@@ -515,10 +591,12 @@ class Consumer {
   float* staged_;
   int slot_ = 0;
   uint32_t parity_ = 0;
-  float sums_[2][S::kBlocks][4];
+  uint32_t place_;  // of this lane's first codes in a tile
+  float sums_[kFragments][S::kBlocks][4];
 };
 
 // Rows past the groups, zeroed by everybody together.
+template <int kThreads>
 __device__ void clear_tail(const Params& p, const int32_t* tables) {
   const int64_t row_words = int64_t{p.cols} * device::bytes_of(p.result_type) / 16;
   const int64_t first = tables[p.groups] * row_words, end = p.rows * row_words;
@@ -529,7 +607,7 @@ __device__ void clear_tail(const Params& p, const int32_t* tables) {
 }
 
 template <class S>
-__global__ void __launch_bounds__(kThreads, 1) stream_weights(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(S::kThreads, 1) stream_weights(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t memory[];
   int32_t* tables = reinterpret_cast<int32_t*>(memory + S::kStages * S::kStageBytes);
   float* staged = reinterpret_cast<float*>(memory + S::kStages * S::kStageBytes + kTableBytes);
@@ -538,19 +616,19 @@ __global__ void __launch_bounds__(kThreads, 1) stream_weights(const __grid_const
   if (threadIdx.x == 0) {
     for (int s = 0; s < S::kStages; ++s) {
       ptx::barrier_init(barriers + 16 * s, 1);
-      ptx::barrier_init(barriers + 16 * s + 8, kWarps);
+      ptx::barrier_init(barriers + 16 * s + 8, S::kWarps);
     }
     ptx::barrier_init_fence();
   }
-  for (int i = threadIdx.x; i < kTableBytes / 4; i += kThreads) tables[i] = p.tables[i];
+  for (int i = threadIdx.x; i < kTableBytes / 4; i += S::kThreads) tables[i] = p.tables[i];
   __syncthreads();
-  if (p.clear_tail) clear_tail(p, tables);
-  if (threadIdx.x / 32 >= kWarps) {
-    ptx::set_max_registers_down<kProducerRegisters>();
-    if (threadIdx.x == 32 * kWarps) produce<S>(p, tables, ring, barriers);
+  if (p.clear_tail) clear_tail<S::kThreads>(p, tables);
+  if (threadIdx.x / 32 >= S::kWarps) {
+    ptx::set_max_registers_down<S::kProducerRegisters>();
+    if (threadIdx.x == 32 * S::kWarps) produce<S>(p, tables, ring, barriers);
     return;
   }
-  ptx::set_max_registers_up<kConsumerRegisters>();
+  ptx::set_max_registers_up<S::kConsumerRegisters>();
   Consumer<S>(p, tables, ring, barriers, staged).run();
 }
 
@@ -563,14 +641,8 @@ void launch_shape(const Params& p, cudaStream_t stream) {
   const int64_t col_tiles = (p.cols + kTileCols - 1) / kTileCols;
   const int64_t most = (p.most_blocks + int64_t{p.tile_blocks - 1} * p.groups) / p.tile_blocks * col_tiles;
   const auto grid = static_cast<unsigned>(std::clamp<int64_t>(most, 1, multiprocessors()));
-  stream_weights<S><<<grid, kThreads, S::kBytes, stream>>>(p);
+  stream_weights<S><<<grid, S::kThreads, S::kBytes, stream>>>(p);
   GROUPED_CUDA_CHECK(cudaGetLastError());
-}
-
-// Blocks of rows of a tile, from what a group usually has, so that most groups need one tile; 0: too many rows.
-int tile_blocks(const GroupedMatmul& c) {
-  const int64_t mean = c.rows_hint ? c.rows_hint : c.lhs.dims[0] / c.group_sizes.dims[0];
-  return mean <= 16 ? 4 : mean <= 44 ? 8 : mean <= 96 ? 16 : 0;
 }
 
 Scale scale_of(const GroupedMatmul& c) {
@@ -578,6 +650,14 @@ Scale scale_of(const GroupedMatmul& c) {
   return c.scales.rhs_scales.dtype == DType::f32    ? Scale::f32
          : c.scales.rhs_scales.dtype == DType::e8m0 ? Scale::e8m0
                                                     : Scale::e4m3;
+}
+
+// Blocks of rows of a tile, from what a group usually has, so that most groups need one tile; 0: too many rows. fp32
+// scales keep two sets of sums, so no more than 8 blocks, and any number of tiles: widened weights would be fp32.
+int tile_blocks(const GroupedMatmul& c) {
+  const int64_t mean = c.rows_hint ? c.rows_hint : c.lhs.dims[0] / c.group_sizes.dims[0];
+  if (scale_of(c) == Scale::f32) return mean <= 16 ? 4 : 8;
+  return mean <= 16 ? 4 : mean <= 44 ? 8 : mean <= 96 ? 16 : 0;
 }
 
 template <DType kType, Scale kScale>
@@ -597,7 +677,7 @@ std::string refuses(const GroupedMatmul& c, const Target& target) {
   }
   const bool nibbles = c.rhs.dtype == DType::u8;
   if (c.rhs.dtype != DType::e4m3fn && !nibbles) return "takes weights of E4M3 or E2M1 codes, not " + describe(c.rhs);
-  if (c.rhs_axis != 2 || c.rhs_table.present()) return "takes weights as one array [G, N, K]";
+  if (c.rhs_axis != 2 || c.rhs_table.present() || c.rhs_up.present()) return "takes weights as one array [G, N, K]";
   if (c.batch_invariant) return "is chosen by the number of rows, which must not show in a row's bits";
   const Scale scale = scale_of(c);
   const int64_t block = c.scales.rhs_block, k = c.lhs.dims[1], n = c.result.dims[1], groups = c.group_sizes.dims[0];
@@ -610,8 +690,7 @@ std::string refuses(const GroupedMatmul& c, const Target& target) {
   }
   if (c.accumulate) return "does not accumulate into ragged rows";
   if (groups > kMostGroups) return "takes at most " + std::to_string(kMostGroups) + " groups";
-  const int blocks = tile_blocks(c);
-  if (blocks == 0 || (scale == Scale::f32 && blocks > 8)) return "is for few rows a group";
+  if (tile_blocks(c) == 0) return "is for few rows a group";
   if (k % (nibbles ? 32 : 16) != 0) return "needs rows of codes of a multiple of 16 bytes: K = " + std::to_string(k);
   if (n % 8 != 0) return "needs result rows of a multiple of 16 bytes: N = " + std::to_string(n);
   if (c.lhs.dims[0] > INT32_MAX / 2 || k > INT32_MAX / 2 || n > INT32_MAX / 2) return "takes dimensions below 2^30";
@@ -653,7 +732,7 @@ void launch(const GroupedMatmul& call, const Context& context) {
     p.scale_lines = static_cast<int>(s.dims[1]);
     p.scale_run = static_cast<int>(s.dims[2]);
     p.scale_outer = static_cast<int>(call.scales.rhs_block_outer);
-    p.scale_block = static_cast<int>(call.scales.rhs_block);
+    p.scale_shift = call.scales.rhs_block == 16 ? 4 : call.scales.rhs_block == 32 ? 5 : 7;
   }
   p.tile_blocks = tile_blocks(call);
   p.result_type = call.result.dtype;

@@ -3,6 +3,7 @@
 
 #include "cc/api/calls.h"
 #include "cc/api/kernel.h"
+#include "cc/api/widening.h"
 
 namespace grouped {
 
@@ -50,6 +51,10 @@ extern const Kernel<GroupedMatmul> grouped_matmul_bf16_wgrad_sm90;
 extern const Kernel<GroupedMatmul> grouped_matmul_weight_only_sm90;
 // The same for fp32 in the modes tf32 and tf32x3.
 extern const Kernel<GroupedMatmul> grouped_matmul_fp32_sm90;
+// 8-bit operands with scales: with fast accumulation, and with partial sums that go to fp32.
+extern const Kernel<GroupedMatmul> grouped_matmul_fp8_fast_sm90;
+extern const Kernel<GroupedMatmul> grouped_matmul_fp8_sm90;
+extern const Kernel<GroupedMatmul> grouped_matmul_fp8_wgrad_sm90;
 extern const Kernel<GroupedMatmulAct> grouped_matmul_act_bf16_sm90;
 extern const Kernel<GroupedMatmulDact> grouped_matmul_dact_bf16_sm90;
 
@@ -65,6 +70,14 @@ extern const Kernel<Quantize> quantize_any_cuda;
 extern const Kernel<Dequantize> dequantize_any_cuda;
 extern const Kernel<ScaleUpdate> scale_update_any_cuda;
 
+// For cc/dispatch, which has no CUDA of its own.
+// result = round(value * scale), dense. Exact in fp32 but for float32 scales that are no powers of two.
+void launch_widening(const Widening& w, void* stream);
+
+// padded[g] = rows of group g, rounded up to whole segments; `scan_space` has padding_bytes(groups).
+size_t padding_bytes(int64_t groups);
+void launch_padding(const int32_t* sizes, int64_t groups, int64_t rows, int64_t segment, int32_t* padded,
+                    void* scan_space, void* stream);
 // Two dense matrices of `lines` lines of `bytes` bytes side by side, at `to`; for cc/dispatch, which has no CUDA.
 void join_lines_cuda(void* to, const void* first, const void* second, int64_t lines, int64_t bytes, void* stream);
 #endif

@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(kThreads) store_tiles(const __grid_constant__ 
   StoreTile tile;
   for (int64_t item = blockIdx.x; find_tile(p.scan, item, column_tiles, p.width, &tile); item += gridDim.x) {
     if (tile.group == p.scan.count) {
-      store_nothing(p, tile, kThreads);
+      store_nothing(p, tile, kStoreRows, kThreads);
       continue;
     }
     load_tile(p, tile, s);

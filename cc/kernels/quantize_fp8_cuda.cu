@@ -32,14 +32,31 @@ constexpr int kLanes = kStoreColumns / kVector;
 constexpr int kWarpRows = kStoreRows / kWarps;
 static_assert(kWarpRows == 2 * kVector && kLanes == 16, "a warp has two threads a column vector");
 
-constexpr int64_t kMostTiles = int64_t{1} << 31;
+constexpr int64_t kMostRows = int64_t{1} << 31;  // and tiles: 32 bits count them
 
 constexpr int kRows = 1, kColumns = 2;  // forms
 // Blocks of an SM: as many as spill nothing.
-template <int kBlock, int kForms>
-constexpr int kBlocks = kForms == kRows ? 4 : kBlock == 0 && kForms == kRows + kColumns ? 2 : 3;
+template <int kBlock, bool kSquare, int kForms>
+constexpr int kBlocks = kForms == kRows                                          ? 4
+                        : kForms == kRows + kColumns && (kBlock == 0 || kSquare) ? 2
+                                                                                 : 3;
+
+template <bool kSquare, int kForms>
+constexpr bool kIsWide = !kSquare && kForms <= kRows;
 
 constexpr uint32_t kMagnitudes = 0x7FFF7FFFu;
+
+// A tile, and where in it a thread's 8 columns of 8 rows lie: as high as the blocks of columns, or, where rows are
+// stored alone, wide, so that memory is read and written in long runs and the ends of groups waste less.
+template <bool kWide>
+struct Shape {
+  static constexpr int kRows = kWide ? 16 : kStoreRows;
+  static constexpr int kColumns = kWide ? 1024 : kStoreColumns;
+  static_assert(kRows * kColumns == kThreads * kVector * kVector, "a value has one thread");
+
+  int column = kWide ? threadIdx.x / kLanes % 8 * 128 + threadIdx.x % kLanes * kVector : threadIdx.x % kLanes * kVector;
+  int row = kWide ? threadIdx.x / kLanes / 8 * kVector : threadIdx.x / kLanes * kVector;
+};
 
 // What scan_store finds, for few enough groups.
 constexpr int kMostGroups = 1024;
@@ -61,7 +78,8 @@ struct Shared {
   float factors[kStoreRows / 32][kStoreColumns];
 };
 
-// Rows [M] of ragged groups.
+// Rows [M] of ragged groups, tiles of kTileRows.
+template <int kTileRows>
 __device__ void scan_sizes(const StoreProblem& p, Shared* s) {
   constexpr int kEach = kMostGroups / kThreads;
   GroupTable& t = s->table;
@@ -82,7 +100,7 @@ __device__ void scan_sizes(const StoreProblem& p, Shared* s) {
     const int64_t start = min(before, p.rows), rows = min(before + sizes[i], p.rows) - start;
     if (first + i < count) t.offsets[first + i] = static_cast<int32_t>(start);
     before += sizes[i];
-    parts[i] = divide_up(rows, kStoreRows) | (p.segment ? divide_up(rows, p.segment) : 0) << 32;
+    parts[i] = divide_up(rows, kTileRows) | (p.segment ? divide_up(rows, p.segment) : 0) << 32;
     sum += parts[i];
   }
   int64_t at = exclusive_sum<kWarps>(sum, s->sums, &total);
@@ -100,50 +118,51 @@ __device__ void scan_sizes(const StoreProblem& p, Shared* s) {
     t.offsets[count] = static_cast<int32_t>(end);
     t.segments[count] = static_cast<int32_t>(padded);
     t.tiles[count] = static_cast<int32_t>(total);
-    t.tiles[count + 1] = static_cast<int32_t>(total) + static_cast<int32_t>(divide_up(rest, kStoreRows));
+    t.tiles[count + 1] = static_cast<int32_t>(total) + static_cast<int32_t>(divide_up(rest, kTileRows));
   }
   __syncthreads();
 }
 
-// As find_tile, from the table; weights need none.
+// As find_tile, from the table; weights need none. There are fewer rows than 2^31, so all but addresses has 32 bits.
+template <bool kWide>
 __device__ inline bool find(const StoreProblem& p, const GroupTable& t, uint32_t item, uint32_t column_tiles,
                             StoreTile* tile) {
-  const uint32_t row_tile = item / column_tiles;
+  constexpr int kTileRows = Shape<kWide>::kRows, kTileColumns = Shape<kWide>::kColumns;
+  const int row_tile = static_cast<int>(item / column_tiles);
+  int row, left;
   if (p.ragged) {
-    if (row_tile >= static_cast<uint32_t>(t.tiles[p.scan.count + 1])) return false;
-    const int g = find_last(t.tiles, p.scan.count + 1, static_cast<int32_t>(row_tile));
+    if (row_tile >= t.tiles[p.scan.count + 1]) return false;
+    const int g = find_last(t.tiles, p.scan.count + 1, row_tile);
+    row = (row_tile - t.tiles[g]) * kTileRows;
+    left = g < p.scan.count ? t.offsets[g + 1] - t.offsets[g] - row : 0;
     tile->group = g;
-    tile->row = (static_cast<int64_t>(row_tile) - t.tiles[g]) * kStoreRows;
-    tile->source = t.offsets[g] + tile->row;
-    tile->padded = t.segments[g] + tile->row;
-    tile->rows = g < p.scan.count ? static_cast<int>(min(t.offsets[g + 1] - tile->source, int64_t{kStoreRows})) : 0;
+    tile->source = t.offsets[g] + row;
+    tile->padded = t.segments[g] + row;
   } else {
-    const uint32_t each = static_cast<uint32_t>(divide_up(p.rows, kStoreRows)), g = row_tile / each;
-    if (g >= static_cast<uint32_t>(p.scan.count)) return false;
-    tile->group = static_cast<int>(g);
-    tile->row = static_cast<int64_t>(row_tile - g * each) * kStoreRows;
-    tile->source = g * p.rows + tile->row;
+    const int rows = static_cast<int>(p.rows), each = (rows + kTileRows - 1) / kTileRows, g = row_tile / each;
+    if (g >= p.scan.count) return false;
+    row = (row_tile - g * each) * kTileRows;
+    left = rows - row;
+    tile->group = g;
+    tile->source = g * rows + row;
     tile->padded = 0;
-    tile->rows = static_cast<int>(min(p.rows - tile->row, int64_t{kStoreRows}));
   }
-  tile->column = static_cast<int64_t>(item - row_tile * column_tiles) * kStoreColumns;
-  tile->columns = static_cast<int>(min(p.width - tile->column, int64_t{kStoreColumns}));
+  tile->row = row;
+  tile->rows = min(left, kTileRows);
+  const int column = static_cast<int>(item - row_tile * column_tiles) * kTileColumns;
+  tile->column = column;
+  tile->columns = min(static_cast<int>(p.width) - column, kTileColumns);
   return true;
 }
-
-// Where this thread's values lie in a tile.
-struct Place {
-  int column = threadIdx.x % kLanes * kVector;
-  int row = threadIdx.x / 32 * kWarpRows + threadIdx.x % 32 / kLanes * kVector;
-};
 
 __device__ inline void copy_async(void* shared, const void* global, bool exists) {
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(exists ? 16 : 0) : "memory");
 }
 
+template <bool kWide>
 __device__ inline void load_tile(const StoreProblem& p, const StoreTile& tile, Shared* s) {
-  const Place at;
+  const Shape<kWide> at;
   const char* from =
       static_cast<const char*>(p.source) + 2 * ((tile.source + at.row) * p.width + tile.column + at.column);
   const int count = at.column < tile.columns ? tile.rows - at.row : 0;  // rows of this thread that exist
@@ -183,20 +202,16 @@ __device__ inline uint32_t amax_of(uint32_t bits16) {
 
 __device__ inline uint32_t both(uint32_t pair) { return max(pair & 0xFFFFu, pair >> 16); }
 
-__device__ inline uint32_t codes_of(float low, float high, bool e5m2) {
-  return e5m2 ? encode_pair<E5M2>(low, high) : encode_pair<E4M3>(low, high);
-}
-
 __device__ inline BlockScale scale_of(const StoreProblem& p, uint32_t amax) {
   const GroupScale none = {1.0f, 1.0f};
   return p.type == DType::e5m2 ? block_scale<E5M2>(p.rule, amax, none) : block_scale<E4M3>(p.rule, amax, none);
 }
 
 // Scales of this thread's 8 rows, for blocks of kBlock columns: stores them and returns the factors.
-template <bool kBf16, int kBlock>
+template <bool kBf16, int kBlock, bool kWide>
 __device__ inline void row_factors(const StoreProblem& p, const StoreTile& tile, const uint4 (&raw)[kVector],
                                    float (&factors)[kVector]) {
-  const Place at;
+  const Shape<kWide> at;
   const int lane = threadIdx.x % 32;
   uint32_t pair[4];  // rows i and i + 4
 #pragma unroll
@@ -241,8 +256,9 @@ __device__ inline void row_factors(const StoreProblem& p, const StoreTile& tile,
     mine = __vmaxu2(mine, __shfl_xor_sync(~0u, mine, 1));
     const int high = lane & 1;  // of the word's two rows, which lane has which
     const BlockScale scale = scale_of(p, amax_of<kBf16>(high ? mine >> 16 : mine & 0xFFFFu));
-    if (at.row + word + 4 * high < tile.rows && !(lane & 2)) {
-      put_scale(p.forms[0].scales, true, p.forms[0].place.at(0, row + 4 * high, tile.column / kBlock), scale.stored);
+    if (at.row + word + 4 * high < tile.rows && !(lane & 2) && at.column / kBlock * kBlock < tile.columns) {
+      put_scale(p.forms[0].scales, true, p.forms[0].place.at(0, row + 4 * high, (tile.column + at.column) / kBlock),
+                scale.stored);
     }
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
@@ -253,11 +269,12 @@ __device__ inline void row_factors(const StoreProblem& p, const StoreTile& tile,
 }
 
 // Codes of `rows` rows; the factor of value c of row i is factor(i, c).
-template <bool kBf16, class Factor>
-__device__ inline void put_rows(const StoreProblem& p, const StoreTile& tile, const uint4 (&raw)[kVector], uint8_t* to,
-                                int64_t pitch, int rows, Factor factor) {
-  const Place at;
-  const bool e5m2 = p.type == DType::e5m2;
+template <class T, bool kBf16, bool kWide, class Factor>
+__device__ inline void put_rows(const StoreTile& tile, const uint4 (&raw)[kVector], uint8_t* to, int64_t pitch,
+                                int rows, Factor factor) {
+  const Shape<kWide> at;
+  const int count = at.column < tile.columns ? rows - at.row : 0;
+  to += at.row * pitch + at.column;
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     uint32_t words[2];
@@ -267,14 +284,13 @@ __device__ inline void put_rows(const StoreProblem& p, const StoreTile& tile, co
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int first = 4 * k + 2 * c;
-        codes[c] = codes_of(fl_mul(value_at<kBf16>(raw[i], first), factor(i, first)),
-                            fl_mul(value_at<kBf16>(raw[i], first + 1), factor(i, first + 1)), e5m2);
+        codes[c] = encode_pair<T>(fl_mul(value_at<kBf16>(raw[i], first), factor(i, first)),
+                                  fl_mul(value_at<kBf16>(raw[i], first + 1), factor(i, first + 1)));
       }
       words[k] = codes[0] | codes[1] << 16;
     }
-    if (at.row + i < rows && at.column < tile.columns) {
-      *reinterpret_cast<uint2*>(to + (at.row + i) * pitch + at.column) = make_uint2(words[0], words[1]);
-    }
+    if (i < count) *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
+    to += pitch;
   }
 }
 
@@ -282,7 +298,7 @@ __device__ inline void put_rows(const StoreProblem& p, const StoreTile& tile, co
 template <bool kBf16, int kBlock>
 __device__ inline void column_factors(const StoreProblem& p, const StoreTile& tile, const uint4 (&raw)[kVector],
                                       int rows, Shared* s, float (&factors)[kVector]) {
-  const Place at;
+  const Shape<false> at;
   uint4 found = make_uint4(0, 0, 0, 0);
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
@@ -321,11 +337,10 @@ __device__ inline void column_factors(const StoreProblem& p, const StoreTile& ti
 }
 
 // Codes of columns to shared memory, 8 rows in one word, and from there to lines of `rows` bytes (a multiple of 16).
-template <bool kBf16>
+template <class T, bool kBf16>
 __device__ inline void put_turned(const StoreProblem& p, const StoreTile& tile, const uint4 (&raw)[kVector],
                                   const float (&factors)[kVector], int rows, Shared* s) {
-  const Place at;
-  const bool e5m2 = p.type == DType::e5m2;
+  const Shape<false> at;
   const int lane = at.column / kVector, piece = at.row / 8;
 #pragma unroll
   for (int c = 0; c < kVector; ++c) {
@@ -336,8 +351,8 @@ __device__ inline void put_turned(const StoreProblem& p, const StoreTile& tile, 
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int first = 4 * k + 2 * r;
-        codes[r] = codes_of(fl_mul(value_at<kBf16>(raw[first], c), factors[c]),
-                            fl_mul(value_at<kBf16>(raw[first + 1], c), factors[c]), e5m2);
+        codes[r] = encode_pair<T>(fl_mul(value_at<kBf16>(raw[first], c), factors[c]),
+                                  fl_mul(value_at<kBf16>(raw[first + 1], c), factors[c]));
       }
       words[k] = codes[0] | codes[1] << 16;
     }
@@ -406,56 +421,64 @@ __device__ inline void store_group_scales(const StoreProblem& p) {
   }
 }
 
-// kBlock 0: one scale a group. kForms 0: amaxes alone.
-template <bool kBf16, int kBlock, int kForms>
-__global__ void __launch_bounds__(kThreads, kBlocks<kBlock, kForms>)
+// body(E4M3{}) or body(E5M2{}), a branch around whole loops.
+template <class Body>
+__device__ inline void with_type(DType type, Body body) {
+  if (type == DType::e5m2) return body(E5M2{});
+  body(E4M3{});
+}
+
+// kBlock 0: one scale a group; kSquare: of blocks 128 x 128. kForms 0: amaxes alone.
+template <bool kBf16, int kBlock, bool kSquare, int kForms>
+__global__ void __launch_bounds__(kThreads, kBlocks<kBlock, kSquare, kForms>)
     store_tiles(const __grid_constant__ StoreProblem p, uint32_t column_tiles) {
+  constexpr bool kWide = kIsWide<kSquare, kForms>;
   extern __shared__ uint4 dynamic_shared[];
   if (p.skip && *p.skip != 0) return;
   Shared* s = reinterpret_cast<Shared*>(dynamic_shared);
-  if (p.ragged) scan_sizes(p, s);
+  if (p.ragged) scan_sizes<Shape<kWide>::kRows>(p, s);
   StoreTile tile;
   StoreTile& next = s->next[threadIdx.x / 32];
   uint32_t item = blockIdx.x;
-  bool more = find(p, s->table, item, column_tiles, &tile);
-  if (more && tile.group < p.scan.count) load_tile(p, tile, s);
+  bool more = find<kWide>(p, s->table, item, column_tiles, &tile);
+  if (more && tile.group < p.scan.count) load_tile<kWide>(p, tile, s);
   if (kBlock == 0 && kForms && blockIdx.x == 0) store_group_scales(p);
   for (; more; tile = next) {
     item += gridDim.x;
     {  // while this tile's values arrive
       StoreTile found = {};
-      more = find(p, s->table, item, column_tiles, &found);
+      more = find<kWide>(p, s->table, item, column_tiles, &found);
       __syncwarp();
       if (threadIdx.x % 32 == 0) next = found;
       __syncwarp();
     }
     if (tile.group == p.scan.count) {  // from here on there is nothing else
-      if (kForms) store_nothing(p, tile, kThreads);
+      if (kForms) store_nothing(p, tile, Shape<kWide>::kRows, kThreads);
       continue;
     }
     uint4 raw[kVector];
     take_tile(s, raw);
     uint32_t amax = 0;
     if (!kForms || p.measure) amax = largest(raw);
-    if (more && next.group < p.scan.count) load_tile(p, next, s);
+    if (more && next.group < p.scan.count) load_tile<kWide>(p, next, s);
     if (!kForms || p.measure) raise_amax(p.scan.amax + tile.group, amax_of<kBf16>(amax));
     if constexpr (kForms == 0) continue;
-    const bool square = kBlock == 128 && p.block_outer > 1;
     float shared = 1.0f;
     if (kBlock == 0) shared = group_scale_of(p.scan, p.rule, true, p.encode, false, tile.group).encode;
-    if (square) shared = square_factor<kBf16>(p, tile, raw, s);
+    if (kSquare) shared = square_factor<kBf16>(p, tile, raw, s);
     float factors[kVector];
     if constexpr ((kForms & kRows) != 0) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) factors[i] = shared;
-      if constexpr (kBlock > 0) {
-        if (!square) row_factors<kBf16, kBlock>(p, tile, raw, factors);
-      }
-      put_rows<kBf16>(p, tile, raw, p.forms[0].values + tile.source * p.forms[0].pitch + tile.column, p.forms[0].pitch,
-                      tile.rows, [&](int i, int) { return factors[i]; });
+      if constexpr (kBlock > 0 && !kSquare) row_factors<kBf16, kBlock, kWide>(p, tile, raw, factors);
+      const StoredForm& form = p.forms[0];
+      with_type(p.type, [&](auto type) {
+        put_rows<decltype(type), kBf16, kWide>(tile, raw, form.values + tile.source * form.pitch + tile.column,
+                                               form.pitch, tile.rows, [&](int i, int) { return factors[i]; });
+      });
     }
     if constexpr ((kForms & kColumns) != 0) {
-      if (kBlock == 0 || square) __syncthreads();  // the codes of the tile before have left shared memory
+      if (kBlock == 0 || kSquare) __syncthreads();  // the codes of the tile before have left shared memory
       if constexpr (kForms == kRows + kColumns) {
         forget_values(raw);
         asm volatile("" : "+f"(shared));
@@ -463,17 +486,18 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kBlock, kForms>)
       const int count = p.segment ? (tile.rows + p.segment - 1) / p.segment * p.segment : tile.rows;
 #pragma unroll
       for (int i = 0; i < kVector; ++i) factors[i] = shared;
-      if constexpr (kBlock > 0) {
-        if (!square) column_factors<kBf16, kBlock>(p, tile, raw, count, s, factors);
-      }
-      if (kBlock == 32 && !p.transposed) {
-        put_rows<kBf16>(p, tile, raw, p.forms[1].values + tile.padded * p.forms[1].pitch + tile.column,
-                        p.forms[1].pitch, count, [&](int, int c) { return factors[c]; });
-      } else {
-        put_turned<kBf16>(p, tile, raw, factors, count, s);
-      }
+      if constexpr (kBlock > 0 && !kSquare) column_factors<kBf16, kBlock>(p, tile, raw, count, s, factors);
+      const StoredForm& form = p.forms[1];
+      with_type(p.type, [&](auto type) {
+        if (kBlock == 32 && !p.transposed) {
+          put_rows<decltype(type), kBf16, false>(tile, raw, form.values + tile.padded * form.pitch + tile.column,
+                                                 form.pitch, count, [&](int, int c) { return factors[c]; });
+        } else {
+          put_turned<decltype(type), kBf16>(p, tile, raw, factors, count, s);
+        }
+      });
     }
-    if (square) __syncthreads();  // everybody has read the amaxes of warps
+    if (kSquare) __syncthreads();  // everybody has read the amaxes of warps
   }
 }
 
@@ -481,15 +505,13 @@ int64_t groups_of(const Quantize& call) {
   return call.group_sizes.present() ? call.group_sizes.dims[0] : call.source.dims[0];
 }
 
-// Tiles of all groups and of what none owns.
-int64_t most_tiles(const Quantize& call) {
+// Tiles of `height` rows of all groups and of what none owns.
+int64_t most_row_tiles_of(const Quantize& call, int64_t height) {
   const bool ragged = call.group_sizes.present();
-  const int64_t width = call.source.dims[call.source.rank - 1], groups = groups_of(call);
-  const int64_t rows = ragged ? call.source.dims[0] : groups * call.source.dims[1];
-  const int64_t padded = ragged && call.cross_values.present() ? call.cross_values.dims[call.turned ? 1 : 0] : 0;
-  const int64_t tall =
-      ragged ? most_row_tiles(rows, groups, kStoreRows) : groups * divide_up(call.source.dims[1], kStoreRows);
-  return (tall + divide_up(std::max(rows, padded), kStoreRows)) * divide_up(width, kStoreColumns);
+  const int64_t groups = groups_of(call), tall = call.source.dims[ragged ? 0 : 1];
+  if (!ragged) return groups * divide_up(tall, height);
+  const int64_t padded = call.cross_values.present() ? call.cross_values.dims[call.turned ? 1 : 0] : 0;
+  return most_row_tiles(tall, groups, height) + divide_up(std::max(tall, padded), height);
 }
 
 std::string refuses(const Quantize& call, const Target& target) {
@@ -502,7 +524,12 @@ std::string refuses(const Quantize& call, const Target& target) {
   if (type != DType::e4m3fn && type != DType::e5m2) return std::string("gives FP8, not ") + dtype_name(type);
   if (call.source_table.present()) return "takes packed weights";
   if (call.source.dims[call.source.rank - 1] % kVector != 0) return "takes widths that are multiples of 8";
-  if (most_tiles(call) >= kMostTiles) return "takes fewer tiles than 2^31";
+  const int64_t rows = call.source.elements() / std::max<int64_t>(call.source.dims[call.source.rank - 1], 1);
+  if (rows + kMostGroups * kStoreRows >= kMostRows) return "takes fewer than 2^31 rows in all";
+  if (most_row_tiles_of(call, kStoreRows) * divide_up(call.source.dims[call.source.rank - 1], kStoreColumns) >=
+      kMostRows) {
+    return "takes fewer than 2^31 tiles";
+  }
   if (call.rule == "fp32" && call.block != 0 && call.block != 128) return "takes blocks of 128";
   if (call.rule == "e8m0" && (call.block != 32 || call.block_outer != 1)) return "takes blocks of 32";
 
@@ -517,23 +544,25 @@ std::string refuses(const Quantize& call, const Target& target) {
 
 size_t workspace(const Quantize& call, const Target&) { return StoreScan::bytes(groups_of(call)); }
 
-template <bool kBf16, int kBlock, int kForms>
+template <bool kBf16, int kBlock, bool kSquare, int kForms>
 void run(const Quantize& call, const StoreProblem& p, cudaStream_t stream) {
-  constexpr auto kKernel = store_tiles<kBf16, kBlock, kForms>;
+  using Tile = Shape<kIsWide<kSquare, kForms>>;
+  constexpr auto kKernel = store_tiles<kBf16, kBlock, kSquare, kForms>;
   constexpr int kBytes = (kForms & kColumns) != 0 ? sizeof(Shared) : offsetof(Shared, turned);
   allow_shared_memory<kKernel>(kBytes);
-  const int64_t grid = std::min(most_tiles(call), int64_t{kBlocks<kBlock, kForms>} * multiprocessors());
+  const int64_t column_tiles = divide_up(p.width, Tile::kColumns);
+  const int64_t tiles = most_row_tiles_of(call, Tile::kRows) * column_tiles;
+  const int64_t grid = std::min(tiles, int64_t{kBlocks<kBlock, kSquare, kForms>} * multiprocessors());
   if (grid == 0) return;
-  kKernel<<<static_cast<unsigned>(grid), kThreads, kBytes, stream>>>(
-      p, static_cast<uint32_t>(divide_up(p.width, kStoreColumns)));
+  kKernel<<<static_cast<unsigned>(grid), kThreads, kBytes, stream>>>(p, static_cast<uint32_t>(column_tiles));
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
-template <bool kBf16, int kBlock>
+template <bool kBf16, int kBlock, bool kSquare>
 void run_forms(const Quantize& call, const StoreProblem& p, cudaStream_t stream) {
-  if (!p.forms[0].values) return run<kBf16, kBlock, kColumns>(call, p, stream);
-  if (!p.forms[1].values) return run<kBf16, kBlock, kRows>(call, p, stream);
-  run<kBf16, kBlock, kRows + kColumns>(call, p, stream);
+  if (!p.forms[0].values) return run<kBf16, kBlock, kSquare, kColumns>(call, p, stream);
+  if (!p.forms[1].values) return run<kBf16, kBlock, kSquare, kRows>(call, p, stream);
+  run<kBf16, kBlock, kSquare, kRows + kColumns>(call, p, stream);
 }
 
 template <bool kBf16>
@@ -546,14 +575,16 @@ void launch_as(const Quantize& call, const Context& context) {
     GROUPED_CUDA_CHECK(cudaMemsetAsync(p.scan.amax, 0, sizeof(uint32_t) * static_cast<size_t>(p.scan.count), stream));
   }
   if (direct) p.scan.amax = call.amax.as<uint32_t>();  // magnitudes already: raised in place
-  if (ahead) run<kBf16, 0, 0>(call, p, stream);
+  if (ahead) run<kBf16, 0, false, 0>(call, p, stream);
   p.measure = !ahead && call.amax.present();
   if (p.block == 0) {
-    run_forms<kBf16, 0>(call, p, stream);
+    run_forms<kBf16, 0, false>(call, p, stream);
   } else if (p.block == 32) {
-    run_forms<kBf16, 32>(call, p, stream);
+    run_forms<kBf16, 32, false>(call, p, stream);
+  } else if (p.block_outer > 1) {
+    run_forms<kBf16, 128, true>(call, p, stream);
   } else {
-    run_forms<kBf16, 128>(call, p, stream);
+    run_forms<kBf16, 128, false>(call, p, stream);
   }
   if (call.amax.present() && !direct) launch_finish(call, p, stream);
 }

@@ -15,7 +15,7 @@
 
 #include "cc/device/groups.cuh"
 #include "cc/device/values.cuh"
-#include "cc/device/widen.h"
+#include "cc/kernels/kernels.h"
 
 namespace grouped {
 namespace {
@@ -346,7 +346,8 @@ __global__ void __launch_bounds__(kThreads) pad_sizes(GroupScan scan, int64_t se
 
 }  // namespace
 
-void launch_widening(const Widening& w, cudaStream_t stream) {
+void launch_widening(const Widening& w, void* on) {
+  const auto stream = static_cast<cudaStream_t>(on);
   if (launch_usual(w, stream)) return;
   switch (w.type) {
     case DType::u8:
@@ -364,7 +365,8 @@ void launch_widening(const Widening& w, cudaStream_t stream) {
 size_t padding_bytes(int64_t groups) { return GroupScan::bytes(groups); }
 
 void launch_padding(const int32_t* sizes, int64_t groups, int64_t rows, int64_t segment, int32_t* padded,
-                    void* scan_space, cudaStream_t stream) {
+                    void* scan_space, void* on) {
+  const auto stream = static_cast<cudaStream_t>(on);
   const GroupScan scan = GroupScan::at(scan_space, groups);
   launch_scan(sizes, rows, static_cast<int>(segment), false, scan, stream);  // a tile is a segment
   pad_sizes<<<static_cast<unsigned>((groups + kThreads - 1) / kThreads), kThreads, 0, stream>>>(scan, segment, padded);

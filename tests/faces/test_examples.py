@@ -198,3 +198,56 @@ def test_mistakes_get_one_line(
     assert line.startswith("train_lm: "), line
     assert line.count("\n") == 1, line
     assert fragment.format(tmp=tmp_path) in line
+
+
+# ---- moe_torch.py ----------------------------------------------------------------------------------------------------
+
+TORCH_SCRIPT = ROOT / "examples" / "moe_torch.py"
+TORCH_SMALL = ("--width", "64", "--layers", "1", "--batch", "2", "--length", "16", "--steps", "4", "--device", "cpu")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_every_switch_of_the_torch_example_gives_the_same_losses(text: Path, tmp_path: Path) -> None:
+    """In float32 the arithmetic is the same, so the bits are."""
+    options = ("--compare", "--text", text, "--output", tmp_path, *TORCH_SMALL)
+    done = subprocess.run(
+        [sys.executable, str(TORCH_SCRIPT), *map(str, options)],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if " equal " in line]
+    names = ["none", "main_grad", "delay_wgrad", "offload", "graph", "main_grad + delay_wgrad + offload + graph"]
+    assert [row[:44].strip() for row in rows] == names, done.stdout
+    assert (tmp_path / "moe_torch.png").read_bytes().startswith(b"\x89PNG")
+    assert "no CUDA graph on the CPU" in done.stderr
+    assert "4/4" in done.stderr, "there is no progress bar"
+
+
+@pytest.mark.parametrize(
+    ("options", "fragment"),
+    [
+        (("--text", "{tmp}/none"), "no such file or folder"),
+        (("--steps", "0"), "--steps 0 is less than 1"),
+        (("--steps", "many"), "argument --steps: invalid int value: 'many'"),
+        (("--experts", "2", "--top-k", "3"), "--top-k 3 is more than --experts 2"),
+        (("--width", "100"), "--width 100 is not a multiple of 64"),
+        (("--nonsense",), "unrecognized arguments: --nonsense"),
+    ],
+)
+def test_mistakes_of_the_torch_example_get_one_line(
+    options: tuple[str, ...],
+    fragment: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.syspath_prepend(TORCH_SCRIPT.parent)
+    example = importlib.import_module(TORCH_SCRIPT.stem)
+    assert example.main([option.format(tmp=tmp_path) for option in options]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("moe_torch: "), line
+    assert line.count("\n") == 1, line
+    assert fragment.format(tmp=tmp_path) in line

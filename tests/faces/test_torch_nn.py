@@ -183,7 +183,7 @@ def test_both_forms_start_with_the_same_values() -> None:
         torch.manual_seed(3)
         mlp = nn.GroupedMLP(3, 8, 4, bias=True, single_grouped_weight=single, single_grouped_bias=single)
         for layer in (mlp.linear_fc1, mlp.linear_fc2):
-            w, b = layer.weights(torch.float32), layer.biases()
+            w, b = layer.weights(layer.weight_parameters(), torch.float32), layer.biases()
             values.append([each if isinstance(each, Tensor) else torch.stack(each) for each in (w, b)])
             assert values[-1][0].detach().abs().max() <= layer.in_features**-0.5
     for got, expected in zip(values[2:], values[:2], strict=True):

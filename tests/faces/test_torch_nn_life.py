@@ -25,7 +25,7 @@ def _layer(weight: bool, bias: bool | None, **options: Any) -> Any:
 
 
 def _packed(layer: nn.GroupedLinear, kind: str) -> torch.Tensor:
-    members: Any = layer.weights(torch.float32) if kind == "weight" else layer.biases()
+    members: Any = layer.weights(layer.weight_parameters(), torch.float32) if kind == "weight" else layer.biases()
     return (members if isinstance(members, torch.Tensor) else torch.stack(members)).detach()
 
 

@@ -9,6 +9,7 @@
 
 #include "cc/api/tensor.h"
 #include "cc/device/layout.cuh"
+#include "cc/device/layout_fp8.cuh"
 #include "cc/device/layout_tf32.cuh"
 #include "cc/device/maps.h"
 #include "cc/device/schedule.cuh"
@@ -336,6 +337,51 @@ void tf32_descriptors() {
   std::puts("tf32 descriptors find every finished piece");
 }
 
+// ---- 8-bit codes ----
+
+// Segments follow one another in whole blocks and fit the axis that the contract gives them; of P = segment * floor((M
+// + G (segment - 1)) / segment) positions the groups never need more.
+void segments(std::mt19937_64& rng) {
+  for (int run = 0; run < 20000; ++run) {
+    const int64_t groups = 1 + int64_t(rng() % 40), room = int64_t(rng() % 3000);
+    const int64_t padded = (room + groups * (kBlockCodes - 1)) / kBlockCodes * kBlockCodes;
+    int64_t left = room, at = 0;
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t rows = rng() % 3 ? int64_t(rng() % uint64_t(left + 1)) : 0;
+      left -= rows;
+      EXPECT(at % kBlockCodes == 0, "a segment starts at %lld", Long(at));
+      const int64_t codes = segment_codes(rows);
+      EXPECT(codes >= rows && codes - rows < kBlockCodes && (rows != 0 || codes == 0), "%lld rows", Long(rows));
+      const Work work{Work::kTile, int32_t(codes / kCodesPerElement), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0};
+      EXPECT(work.k_blocks() * kBlockCodes == codes, "%lld codes in %d blocks", Long(codes), work.k_blocks());
+      at += codes;
+    }
+    EXPECT(at <= padded, "%lld positions of %lld", Long(at), Long(padded));
+  }
+  std::puts("segments of codes are whole blocks and fit the padded axis");
+}
+
+void stage_scales() {
+  for (const TileChoice& tile : {kPromoting, kPromotingWide}) {
+    std::vector<int> seen(stage_scale_bytes(tile.cols));
+    for (int row = 0; row < kTileRows; ++row) ++seen[stage_row(row)];
+    for (int col = 0; col < tile.cols; ++col) ++seen[stage_column(col)];
+    for (size_t b = 0; b < seen.size(); ++b)
+      EXPECT(seen[b] == (b % 4 == 0), "byte %d starts %d scales", int(b), seen[b]);
+    EXPECT(stage_column(0) % 16 == 0 && stage_scale_bytes(tile.cols) % 16 == 0, "columns are read 16 bytes at once");
+    for (int col0 = 0; col0 < 64 * tile.cols; col0 += tile.cols) {
+      for (int part = 0; part < tile.cols / kPartCols; ++part) {
+        const int first = col0 + kPartCols * part, last = first + kPartCols - 1;
+        EXPECT(first / kBlockCodes == last / kBlockCodes, "columns %d to %d have two scales", first, last);
+      }
+    }
+    const int shared = tile.stages * (2 * kBlockBytes + tile.cols * 128 + stage_scale_bytes(tile.cols)) +
+                       8 * tile.slots * kSlotBytes + kSlotBytes;
+    EXPECT(shared + 2048 < 227 * 1024, "%d bytes beside barriers and items", shared);
+  }
+  std::puts("scales of a stage have places of their own, and parts of a tile one scale each");
+}
+
 // ---- tiles by problem ----
 
 void choices() {
@@ -367,5 +413,7 @@ int main() {
   slots();
   tf32_operands();
   tf32_descriptors();
+  segments(rng);
+  stage_scales();
   choices();
 }

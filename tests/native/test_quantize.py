@@ -101,6 +101,7 @@ def quantize(
         None if group_sizes is None else spec_of(group_sizes),
         table=table is not None,
         amax="into_amax" in operands,
+        merge="into_amax" in operands,
         reuse=into is not None,
         stream=stream,
         **{name: name in operands for name in ("encode", "key", "skip")},

@@ -9,6 +9,11 @@ from grouped_core.activations import Activation, resolve
 from torch_bridge.activation import scaled_activation_rows
 
 
+def shortest(activation: Activation) -> str | Activation:
+    """The kind alone where that says everything: text is a constant to every release of torch's compiler."""
+    return activation.kind if activation == Activation(activation.kind) else activation
+
+
 class ScaledActivation(Module):
     """z[r] = probs[r] act(h[r]), fp32 inside, rounded once to the dtype of h.
 
@@ -19,6 +24,7 @@ class ScaledActivation(Module):
     def __init__(self, activation: str | Activation) -> None:
         super().__init__()
         self.activation = resolve(activation)
+        self.as_given = shortest(self.activation)
 
     def forward(self, h: Tensor, probs: Tensor | None = None) -> Tensor:
         """z [M, F] of h [M, W], W = 2F for gated kinds, gate half first or interleaved. probs: [M], None: 1.
@@ -26,7 +32,7 @@ class ScaledActivation(Module):
         Raises:
             TypeError: dtypes. ValueError: shapes, devices, layouts. RuntimeError: differentiated twice.
         """
-        return scaled_activation_rows(h, probs, self.activation)
+        return scaled_activation_rows(h, probs, self.as_given)
 
     def extra_repr(self) -> str:
         """The activation with what it sets."""

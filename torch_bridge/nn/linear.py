@@ -42,17 +42,19 @@ def positive(layer: str, **sizes: Any) -> tuple[int, ...]:
     return tuple(found)
 
 
-def compute_dtype(device: torch.device, parameters: torch.dtype) -> torch.dtype:
+def compute_dtype(x: Tensor, parameters: torch.dtype) -> torch.dtype:
     """The dtype that a layer computes in: autocast's where it is on, else that of its parameters."""
-    if device.type != "meta" and torch.is_autocast_enabled(device.type):  # which knows no meta device
-        return torch.get_autocast_dtype(device.type)
+    device = x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # which knows no meta device
+        return torch.get_autocast_dtype(device)
     return parameters
 
 
 def cast_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows in the dtype of the computation; 8-bit ones stand as they are."""
-    wide = isinstance(x, Tensor) and DTYPES.get(x.dtype) in (*WIDE, "float64")
-    return x.to(dtype) if wide else x
+    """Rows in the dtype of the computation; 8-bit ones stand as they are, and what is no tensor is refused later."""
+    if not isinstance(x, Tensor) or x.dtype == dtype:
+        return x
+    return x.to(dtype) if DTYPES.get(x.dtype) in (*WIDE, "float64") else x
 
 
 class GroupedLinear(Module):
@@ -164,12 +166,13 @@ class GroupedLinear(Module):
 
         Raises what `grouped_linear` raises.
         """
-        check_microbatch(is_first_microbatch)
-        dtype = compute_dtype(x.device, getattr(self, self.weight_names[0]).dtype)
-        owner = self.owner()
+        if is_first_microbatch is not None:
+            check_microbatch(is_first_microbatch)
+        parameters = self.weight_parameters()
+        dtype = compute_dtype(x, parameters[0].dtype)
         given = check_arguments(
             cast_rows(x, dtype),
-            self.weights(dtype),
+            self.weights(parameters, dtype),
             group_sizes,
             True,
             self.biases(),
@@ -180,33 +183,40 @@ class GroupedLinear(Module):
             None,
         )
         self.note_addresses(given.weights)
-        return ops.differentiable(given, out, grad_input, owner)
-
-    def weights(self, dtype: torch.dtype) -> Members:
-        """The weights as the operation takes them, in `dtype`."""
-        return self._members(self.weight_names, "weight", dtype)
-
-    def biases(self) -> Members | None:
-        """The biases as the operation takes them, in the dtype that they have."""
-        return self._members(self.bias_names, "bias", None) if self.bias_names else None
-
-    def _members(self, names: Sequence[str], kind: str, dtype: torch.dtype | None) -> Members:
-        members: list[Any] = [getattr(self, name) for name in names]
-        if any(is_distributed(each) for each in members):
-            members = [_local_experts(each, name, name == kind) for each, name in zip(members, names, strict=True)]
-        if dtype is not None:
-            members = [each if each.dtype == dtype else each.to(dtype) for each in members]
-        return members[0] if names[0] == kind else members
-
-    def owner(self) -> Owner | None:
-        """Its side of the product, if the weight gradients do not simply go to autograd."""
-        if not self.accumulate_into_main_grad and not self.delay_wgrad_compute:
-            return None
-        return Owner(self.weight_parameters(), self.delayed if self.delay_wgrad_compute else None)
+        return ops.differentiable(given, out, grad_input, self.owner(parameters))
 
     def weight_parameters(self) -> tuple[Any, ...]:
         """The Parameters that hold its weights, one, or one a group."""
-        return tuple([getattr(self, name) for name in self.weight_names])
+        return self._held(self.weight_names)
+
+    def _held(self, names: Sequence[str]) -> tuple[Any, ...]:
+        held = self._parameters  # asked itself, which is cheap; what has been parametrised is not there
+        return tuple([held[name] if name in held else getattr(self, name) for name in names])
+
+    def weights(self, parameters: Sequence[Any], dtype: torch.dtype) -> Members:
+        """The weights as the operation takes them, in `dtype`."""
+        members = self._local(parameters, self.weight_names, "weight")
+        if members[0].dtype != dtype:
+            members = [each.to(dtype) for each in members]
+        return members[0] if self.weight_names[0] == "weight" else members
+
+    def biases(self) -> Members | None:
+        """The biases as the operation takes them, in the dtype that they have."""
+        if not self.bias_names:
+            return None
+        members = self._local(self._held(self.bias_names), self.bias_names, "bias")
+        return members[0] if self.bias_names[0] == "bias" else members
+
+    def _local(self, members: Sequence[Any], names: Sequence[str], kind: str) -> list[Any]:
+        if not is_distributed(*members):
+            return list(members)
+        return [_local_experts(each, name, name == kind) for each, name in zip(members, names, strict=True)]
+
+    def owner(self, parameters: tuple[Any, ...]) -> Owner | None:
+        """Its side of the product, if the weight gradients do not simply go to autograd."""
+        if not self.accumulate_into_main_grad and not self.delay_wgrad_compute:
+            return None
+        return Owner(parameters, self.delayed if self.delay_wgrad_compute else None)
 
     # ---- what is kept for graphs and quantised weights ---------------------------------------------------------------
 
@@ -218,7 +228,7 @@ class GroupedLinear(Module):
         device = weights[0].device
         if device.type != "cuda" or weights[0].dim() == 3 or torch.compiler.is_compiling():
             return
-        if weights[0] is not getattr(self, self.weight_names[0]):
+        if weights[0] is not self._held(self.weight_names[:1])[0]:
             return
         if not torch.cuda.is_current_stream_capturing():
             self._table.point_to(weights, device.index)

@@ -17,14 +17,15 @@ from grouped_core.sizes import GroupSizes
 from torch_bridge import main_grad, mlp
 from torch_bridge._mlp_arguments import check_arguments
 from torch_bridge._products import Owner
+from torch_bridge.nn.activation import shortest
 from torch_bridge.nn.linear import GroupedLinear, cast_rows, check_microbatch, compute_dtype, positive
 
 
 def fused_mlp(
     fc1: GroupedLinear,
     fc2: GroupedLinear,
-    activation: Activation,
-    residuals: Residuals,
+    activation: str | Activation,
+    residuals: str | Residuals,
     x: Tensor,
     group_sizes: Any,
     probs: Tensor | None,
@@ -32,12 +33,13 @@ def fused_mlp(
     grad_input: Tensor | None,
 ) -> Tensor:
     """Both layers and the activation between them as one operation."""
-    dtype = compute_dtype(x.device, getattr(fc1, fc1.weight_names[0]).dtype)
-    owners = (fc1.owner(), fc2.owner())
+    parameters = (fc1.weight_parameters(), fc2.weight_parameters())
+    dtype = compute_dtype(x, parameters[0][0].dtype)
+    owners = (fc1.owner(parameters[0]), fc2.owner(parameters[1]))
     given = check_arguments(
         cast_rows(x, dtype),
-        fc1.weights(dtype),
-        fc2.weights(dtype),
+        fc1.weights(parameters[0], dtype),
+        fc2.weights(parameters[1], dtype),
         group_sizes,
         True,
         activation,
@@ -97,6 +99,8 @@ class GroupedMLP(Module):
             )
         self.activation = resolve(activation)
         self.residuals = residuals_option(residuals)
+        plain = self.residuals == Residuals(self.residuals.policy)
+        self._as_given = (shortest(self.activation), self.residuals.policy if plain else self.residuals)
         wide = self.activation.fc1_width(mlp_dim)
         self.linear_fc1 = GroupedLinear(num_groups, hidden, wide, bias=bias, **options)
         self.linear_fc2 = GroupedLinear(num_groups, mlp_dim, hidden, bias=bias, scale_bias=bias, **options)
@@ -120,9 +124,10 @@ class GroupedMLP(Module):
 
         Raises what `grouped_mlp` raises.
         """
-        check_microbatch(is_first_microbatch)
+        if is_first_microbatch is not None:
+            check_microbatch(is_first_microbatch)
         fc1, fc2 = self.linear_fc1, self.linear_fc2
-        return fused_mlp(fc1, fc2, self.activation, self.residuals, x, group_sizes, probs, out, grad_input)
+        return fused_mlp(fc1, fc2, *self._as_given, x, group_sizes, probs, out, grad_input)
 
     def backward_dw(self, all: bool = False) -> None:
         """The oldest delayed weight gradients (`all`: every one) of FC2, then of FC1; then FC2's hooks, then FC1's."""

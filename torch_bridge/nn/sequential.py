@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from grouped_core.mlp_spec import residuals_option
 from grouped_core.sizes import unwrap
 from torch_bridge import main_grad
 from torch_bridge.activation import scaled_activation_rows
@@ -66,6 +65,14 @@ class _Window(NamedTuple):
         return None
 
 
+class _Plan(NamedTuple):
+    """The layers, how many inputs beside rows each takes, and what could run as one operation."""
+
+    layers: tuple[Module, ...]
+    takes: list[int]
+    windows: list[_Window]
+
+
 class Sequential(Module):
     """Modules applied one after the other; ours take what they need beside rows from `extra`, in module order.
 
@@ -94,6 +101,7 @@ class Sequential(Module):
                 )
             self.add_module(str(at), module)
         self.fuse = fuse
+        self._plan: _Plan | None = None
         if fuse == "always":
             self._refuse()
 
@@ -113,6 +121,13 @@ class Sequential(Module):
     def _layers(self) -> list[Module]:
         return [each for each in self._modules.values() if each is not None]
 
+    def _planned(self) -> _Plan:
+        """What follows from the layers that it has now."""
+        layers = tuple(self._layers())
+        if self._plan is None or self._plan.layers != layers:
+            self._plan = _Plan(layers, [_extras(layer) for layer in layers], self._windows())
+        return self._plan
+
     def _windows(self) -> list[_Window]:
         layers, found, at = self._layers(), [], 0
         while at + 2 < len(layers):
@@ -126,7 +141,7 @@ class Sequential(Module):
 
     def why_unsupported(self) -> str | None:
         """None where each linear, activation, linear in a row runs as one operation, and there is one; else why not."""
-        windows = self._windows()
+        windows = self._planned().windows
         if not windows:
             return "no GroupedLinear, ScaledActivation, GroupedLinear stand in a row"
         return next((reason for window in windows if (reason := window.why_unsupported())), None)
@@ -147,10 +162,9 @@ class Sequential(Module):
             ours, or one twice, or a buffer that does not exist; layers of one MLP are given different tensors. Else
             what the modules raise.
         """
-        layers = self._layers()
         if self.fuse == "always":
             self._refuse()
-        takes = [_extras(layer) for layer in layers]
+        layers, takes, found = self._planned()
         if sum(takes) != len(extra):
             names = ", ".join(f"{type(layer).__name__} takes {n}" for layer, n in zip(layers, takes, strict=True) if n)
             raise TypeError(
@@ -159,9 +173,9 @@ class Sequential(Module):
             )
         rest = iter(extra)
         extras = [[next(rest) for _ in range(count)] for count in takes]
-        given = addressed(layers, [_keywords(layer) for layer in layers], op_kwargs or {})
-        windows = {window.start: window for window in self._windows()}
-        for window in windows.values():
+        given = addressed(layers, [_keywords(layer) for layer in layers], op_kwargs) if op_kwargs else {}
+        windows = {window.start: window for window in found}
+        for window in found:
             _check_same(window, extras)
         at = 0
         while at < len(layers):
@@ -275,8 +289,8 @@ def _run_window(
     return fused_mlp(
         window.fc1,
         window.fc2,
-        window.act.activation,
-        residuals_option("save_fc1"),
+        window.act.as_given,
+        "save_fc1",
         x,
         first[0],
         probs[0],
@@ -297,5 +311,5 @@ def _run_one(layer: Module, x: Any, extras: Sequence[Any], sizes: Tensor | None,
     # Straight to the rows, so that the tail behind a linear layer is not read; hooks want the module itself.
     plain = type(layer).forward is ScaledActivation.forward and not any(getattr(layer, hooks) for hooks in _HOOKS)
     if plain and isinstance(layer, ScaledActivation) and sizes is not None and sizes.device == x.device:
-        return scaled_activation_rows(x, extras[0], layer.activation, sizes)
+        return scaled_activation_rows(x, extras[0], layer.as_given, sizes)
     return layer(x, *extras, **keywords)

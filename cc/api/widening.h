@@ -1,8 +1,6 @@
 // An array of codes with scales of blocks, to be written as plain numbers.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include <cstddef>
 #include <cstdint>
 
@@ -26,13 +24,5 @@ struct Widening {
   const int32_t* sizes;  // [slices]: one that is not positive leaves its slice alone; null: all are written
   bool turned;           // the result's lines are the array's columns
 };
-
-// result = round(value * scale), dense. Exact in fp32 but for float32 scales that are no powers of two.
-void launch_widening(const Widening& w, cudaStream_t stream);
-
-// padded[g] = rows of group g, rounded up to whole segments; `scan_space` has padding_bytes(groups).
-size_t padding_bytes(int64_t groups);
-void launch_padding(const int32_t* sizes, int64_t groups, int64_t rows, int64_t segment, int32_t* padded,
-                    void* scan_space, cudaStream_t stream);
 
 }  // namespace grouped

@@ -1,0 +1,290 @@
+"""How fast are grouped products of 8-bit operands, beside a dense product of the same operations and the peers?
+
+python benchmarks/bench_fp8.py --cases A B C D E --json out.json
+
+Codes are random normal numbers in E4M3, scales are given: quantising them is measured elsewhere. The dense product is
+`torch._scaled_mm` with a scale a row and a column and fast accumulation, PyTorch's fastest on Hopper.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+from benchmarks import harness
+from benchmarks.baselines import MissingError, tried
+from grouped_core import calls, plans
+from grouped_core.calls import SLOTS, ArraySpec, StoredSpec
+from grouped_core.formats import FORMATS, padded_rows
+from grouped_core.recipes import FP8Block, FP8Current, Recipe
+from tests import cases
+
+PRODUCTS = ("forward", "dgrad", "wgrad")
+E4M3 = torch.float8_e4m3fn
+CHUNK = 1 << 28  # elements turned into codes at once
+
+
+@dataclass
+class Work:
+    """One product of one problem: `rows` x `depth` codes against `width` columns, or a contraction over rows."""
+
+    case: cases.Case
+    product: str
+
+    @property
+    def depth(self) -> int:
+        """K of a product with ragged rows."""
+        return self.case.n if self.product == "dgrad" else self.case.k
+
+    @property
+    def width(self) -> int:
+        """N of a product with ragged rows."""
+        return self.case.k if self.product == "dgrad" else self.case.n
+
+    @property
+    def flops(self) -> float:
+        """Useful operations: rows of groups only."""
+        return 2.0 * self.case.valid * self.case.k * self.case.n
+
+    @property
+    def sizes(self) -> torch.Tensor:
+        """int32 [G]."""
+        return torch.tensor(self.case.sizes, dtype=torch.int32, device="cuda")
+
+
+def codes(*shape: int) -> torch.Tensor:
+    """Standard normal numbers in E4M3."""
+    out = torch.empty(shape, dtype=E4M3, device="cuda")
+    flat = out.view(-1)
+    for start in range(0, flat.numel(), CHUNK):
+        part = flat[start : start + CHUNK]
+        part.copy_(torch.randn(part.numel(), device="cuda"))
+    return out
+
+
+def turned(work: Work, width: int) -> torch.Tensor:
+    """[X, P], zeros between a group's last row and its segment's end."""
+    case = work.case
+    held = codes(width, padded_rows(case.rows, case.groups, 128))
+    valid = torch.zeros(held.shape[1], dtype=torch.uint8, device="cuda")
+    at = 0
+    for span in case.spans():
+        count = span.stop - span.start
+        valid[at : at + count] = 1
+        at += -(-count // 128) * 128
+    held.view(torch.uint8).mul_(valid)
+    return held
+
+
+def scales(*shape: int) -> torch.Tensor:
+    """Positive numbers around 1."""
+    return torch.rand(shape, device="cuda") + 0.5
+
+
+def dense(work: Work) -> harness.Thunk:
+    """One ungrouped product of the same operations."""
+    case = work.case
+    if work.product == "wgrad":
+        depth = case.valid // 16 * 16
+        lhs, rhs = codes(case.k, depth), codes(case.n, depth)
+    else:
+        lhs, rhs = codes(case.rows, work.depth), codes(work.width, work.depth)
+    of_rows, of_columns = scales(lhs.shape[0], 1), scales(1, rhs.shape[0])
+    return lambda i: torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+        lhs, rhs.T, scale_a=of_rows, scale_b=of_columns, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+def torch_grouped(fast: bool) -> Callable[[Work], harness.Thunk]:
+    """`torch._scaled_grouped_mm`, a scale a row and a column; groups of weight gradients padded to 16 rows."""
+
+    def build(work: Work) -> harness.Thunk:
+        case, offsets = work.case, torch.cumsum(work.sizes, 0).to(torch.int32)
+        function = getattr(torch, "_scaled_grouped_mm", None)
+        if function is None:
+            raise MissingError("torch._scaled_grouped_mm is not in this PyTorch")
+        options = {"out_dtype": torch.bfloat16, "use_fast_accum": fast}
+        if work.product == "wgrad":
+            ends = torch.cumsum((work.sizes + 15) // 16 * 16, 0).to(torch.int32)
+            depth = int(ends[-1])
+            lhs, rhs = codes(case.k, depth), codes(case.n, depth)
+            a, b = scales(case.groups * case.k), scales(case.groups * case.n)
+            return tried(lambda: lambda i: function(lhs, rhs.T, a, b, offs=ends, **options))
+        lhs, rhs = codes(case.rows, work.depth), codes(case.groups, work.width, work.depth)
+        a, b = scales(case.rows), scales(case.groups, work.width)
+        return tried(lambda: lambda i: function(lhs, rhs.transpose(1, 2), a, b, offs=offsets, **options))
+
+    return build
+
+
+def _spec(tensor: torch.Tensor) -> ArraySpec:
+    return ArraySpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def _stored(
+    values: torch.Tensor, block: torch.Tensor | None, group: torch.Tensor | None, format: str, axis: int, *shape: int
+) -> tuple[StoredSpec, dict[str, torch.Tensor | None]]:
+    of_block, of_group = (None if t is None else _spec(t) for t in (block, group))
+    spec = StoredSpec(_spec(values), of_block, of_group, FORMATS[format], axis, shape, "bfloat16")
+    return spec, {"": values, "_scales": block, "_group_scales": group}
+
+
+def ours(recipe: Recipe, result: str = "bfloat16", accumulate: bool = False) -> Callable[[Work], harness.Thunk]:
+    """Our kernels through their native plan, as a recipe's forward product or weight gradient asks for them."""
+
+    def build(work: Work) -> harness.Thunk:
+        case, by_block = work.case, recipe.forward[0].block > 0
+        rows, weight = ("fp8_1x128", "fp8_128x128") if by_block else ("fp8_tensor", "fp8_tensor")
+        group = None if by_block else scales(case.groups)
+        if work.product == "wgrad":
+            if recipe.promote == "never":
+                raise MissingError("fast accumulation is for forward products")
+            axes, sides = (0, 0), []
+            for width in (case.k, case.n):
+                held = turned(work, width)
+                block = scales(held.shape[1] // 128, width) if by_block else None
+                sides.append(_stored(held, block, group, rows, 0, case.rows, width))
+            shape: tuple[int, ...] = (case.groups, case.k, case.n)
+        else:
+            if result != "bfloat16" or accumulate:
+                raise MissingError("only weight gradients are float32 here")
+            axes, depth, width = (1, 1), work.depth, work.width
+            of_rows = scales(-(-depth // 128), case.rows) if by_block else None
+            of_weight = scales(case.groups, -(-width // 128), -(-depth // 128)) if by_block else None
+            sides = [
+                _stored(codes(case.rows, depth), of_rows, group, rows, 1, case.rows, depth),
+                _stored(codes(case.groups, width, depth), of_weight, group, weight, 1, case.groups, depth, width),
+            ]
+            shape = (case.rows, width)
+        (lhs, left), (rhs, right) = sides
+        out, sizes = torch.zeros(shape, dtype=getattr(torch, result), device="cuda"), work.sizes
+        call = calls.grouped_matmul(
+            lhs,
+            rhs,
+            axes,
+            ArraySpec((case.groups,), "int32"),
+            result,
+            recipe=recipe,
+            into=_spec(out) if accumulate else None,
+            accumulate=accumulate,
+        )
+        plan = plans.plan(call, "sm_90a")
+        workspace = torch.empty(max(1, plan.workspace_bytes), dtype=torch.uint8, device="cuda")
+        given = {f"lhs{name}": t for name, t in left.items()} | {f"rhs{name}": t for name, t in right.items()}
+        given |= {"group_sizes": sizes, "into": out if accumulate else None}
+        held = [given.get(slot) for slot in SLOTS["grouped_matmul"]]
+        addresses = [0 if t is None else t.data_ptr() for t in (*held, out, workspace)]
+
+        def thunk(i: int, alive: object = (held, workspace)) -> torch.Tensor:
+            plan.launch(addresses, torch.cuda.current_stream().cuda_stream)
+            return out
+
+        return thunk
+
+    return build
+
+
+def deep_gemm(work: Work) -> harness.Thunk:
+    """DeepGEMM's contiguous grouped product, 1x128 by 128x128, every group padded to 128 rows for free."""
+    import deep_gemm as peer  # type: ignore[import-not-found]
+
+    case = work.case
+    if work.product == "wgrad":
+        raise MissingError("its weight gradients want sizes on the host")
+    padded = [-(-size // 128) * 128 for size in case.sizes]
+    of_row = torch.repeat_interleave(torch.arange(case.groups), torch.tensor(padded)).to("cuda", torch.int32)
+    rows, blocks = sum(padded), -(-work.depth // 128)
+    lhs = (codes(rows, work.depth), scales(rows, blocks))
+    rhs = (codes(case.groups, work.width, work.depth), scales(case.groups, -(-work.width // 128), blocks))
+    out = torch.empty((rows, work.width), dtype=torch.bfloat16, device="cuda")
+    return tried(lambda: lambda i: peer.m_grouped_fp8_gemm_nt_contiguous(lhs, rhs, out, of_row))
+
+
+FAST = FP8Current.replace(promote="never")
+CANDIDATES: dict[str, Callable[[Work], harness.Thunk]] = {
+    "dense": dense,
+    "ours, groups, fast": ours(FAST),
+    "ours, groups": ours(FP8Current),
+    "ours, blocks": ours(FP8Block),
+    "ours, groups, float32": ours(FP8Current, "float32"),
+    "ours, groups, float32 +=": ours(FP8Current, "float32", accumulate=True),
+    "ours, blocks, float32": ours(FP8Block, "float32"),
+    "ours, blocks, float32 +=": ours(FP8Block, "float32", accumulate=True),
+    "torch grouped, fast": torch_grouped(True),
+    "torch grouped": torch_grouped(False),
+    "DeepGEMM": deep_gemm,
+}
+"""Candidates by name; "dense" is the bound of every row."""
+
+
+def bench(case: cases.Case, product: str, names: list[str], budget_s: float, rounds: int) -> list[harness.Row]:
+    """All candidates on one product of one problem."""
+    work = Work(case, product)
+    thunks: dict[str, harness.Thunk] = {}
+    skipped: dict[str, str] = {}
+    for name in names:
+        try:
+            thunk = CANDIDATES[name](work)
+            thunk(0)
+            thunks[name] = thunk
+        except MissingError as reason:
+            skipped[name] = str(reason)
+        except ImportError as reason:
+            skipped[name] = f"cannot be imported: {reason}"
+    timings = harness.measure(thunks, clock=harness.cuda_clock, rounds=rounds, budget_s=budget_s)
+    bound = timings["dense"].median_us
+    rows = []
+    for name in names:
+        timing = timings.get(name)
+        rows.append(
+            harness.Row(
+                case=case.name,
+                product=product,
+                dtype="e4m3",
+                candidate=name,
+                timing=timing,
+                tflops=None if timing is None else work.flops / timing.median_us / 1e6,
+                share=None if timing is None else bound / timing.median_us,
+                bound="dense product of the same operations",
+                error=None,
+                skipped=skipped.get(name, ""),
+            )
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", help="names of problems in tests/cases.py; default: all for a GPU")
+    parser.add_argument("--products", nargs="+", choices=PRODUCTS, default=list(PRODUCTS))
+    parser.add_argument("--candidates", nargs="+", choices=list(CANDIDATES), default=list(CANDIDATES))
+    parser.add_argument("--budget", type=float, default=20.0, help="seconds a table block may take")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    names = list(dict.fromkeys(["dense", *options.candidates]))
+    rows = []
+    for case in cases.select("bench"):
+        if options.cases and case.name not in options.cases:
+            continue
+        for product in options.products:
+            block = bench(case, product, names, options.budget, options.rounds)
+            print(harness.table([row for row in block if row.timing is not None]), flush=True)
+            rows += block
+            torch.cuda.empty_cache()
+    for row in {row.candidate: row for row in rows if row.timing is None}.values():
+        print(f"skipped {row.candidate}: {row.skipped}")
+    print(harness.machine())
+    if options.json:
+        harness.save(rows, options.json, copy_bytes_per_s=harness.copy_rate("cuda"))
+
+
+if __name__ == "__main__":
+    main()
