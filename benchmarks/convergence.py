@@ -48,7 +48,7 @@ def arguments() -> tuple[train_lm.Settings, argparse.Namespace]:
         add(f"--{name}", type=int, default=default, help="as in the demo (default: %(default)s)")
     add("--learning-rate", type=float, default=4e-3, help="its peak (default: %(default)s)")
     add("--held-out", type=int, default=1 << 14, help="bytes that losses are measured on (default: %(default)s)")
-    add("--seeds", type=int, default=3, help="runs of each recipe (default: %(default)s)")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the runs of each recipe (default: %(default)s)")
     add("--recipes", nargs="+", choices=train_lm.RECIPES, default=list(train_lm.RECIPES))
     add("--json", type=Path, default=Path("convergence.json"), help="results, read and written (default: %(default)s)")
     add("--plot", type=Path, help="draw the losses of all runs")
@@ -134,7 +134,7 @@ def main() -> None:
     about |= {"bytes": len(text.train), "held_out_windows": len(held_out), "backend": jax.default_backend()}
     results = Results(options.json, about)
     programs: dict[str, train_lm.Program] = {}
-    for seed in range(options.seeds):
+    for seed in options.seeds:
         for recipe in options.recipes:
             name = f"{recipe}/{seed}"
             if name in results.runs:
