@@ -202,9 +202,13 @@ def test_keys_of_a_call_take_the_place_of_the_layers() -> None:
     assert int(layer.rounding.count[...]) == 0, "the layer's stream stays where it is"
     dx = [cotangents(layer, x, rngs=each)[2] for each in (None, key, jax.random.key(4))]
     assert len({np.asarray(each).tobytes() for each in dx}) == 3
+
+    @flax_nnx.grad(argnums=1)
+    def gradient(layer: Any, x: jax.Array, rngs: Any) -> jax.Array:
+        return apply(layer, x, rngs=rngs).astype(jnp.float32).sum()
+
     streams = flax_nnx.Rngs(0, rounding=5), flax_nnx.Rngs(rounding=5).rounding
-    eager = [jax.grad(lambda x, s=s: apply(layer, x, rngs=s).astype(jnp.float32).sum())(x) for s in streams]
-    asserts.bitwise(*eager)
+    asserts.bitwise(*(gradient(layer, x, each) for each in streams))
 
 
 @pytest.mark.rule("ERR-1")
