@@ -93,6 +93,21 @@ def test_a_resumed_run_equals_an_uninterrupted_one(finished: Path, text: Path, t
     assert (tmp_path / "sample.txt").read_bytes() == (finished / "sample.txt").read_bytes()
 
 
+@pytest.mark.parametrize("recipe", ["FP8Delayed", "NVFP4"])
+def test_a_checkpoint_holds_what_a_recipe_carries_on(recipe: str, text: Path, tmp_path: Path) -> None:
+    """The state of delayed scaling, the keys of stochastic rounding."""
+    options = ("--text", text, "--prompt", "ab", *SMALL, "--recipe", recipe, "--output", tmp_path)
+    saved = ("--checkpoint", tmp_path / "saved")
+    done = train(*options, *saved)
+    assert done.returncode == 0, done.stderr
+    whole = summary(tmp_path)
+    assert whole["settings"]["recipe"] == recipe
+    shutil.rmtree(tmp_path / "saved" / "6")
+    done = train(*options, *saved, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert summary(tmp_path)["losses"] == whole["losses"]
+
+
 def test_ctrl_c_saves_and_leaves(text: Path, tmp_path: Path) -> None:
     options = ("--text", text, "--output", tmp_path, "--checkpoint", tmp_path / "saved", *SMALL, "--steps", "1000000")
     with subprocess.Popen(
@@ -174,6 +189,7 @@ def test_a_text_is_read_up_to_a_bound_and_from_any_folder(
         (("--experts", "2", "--top-k", "3"), "--top-k 3 is more than --experts 2"),
         (("--width", "100"), "--width 100 is not a multiple of 64"),
         (("--resume",), "--resume needs --checkpoint"),
+        (("--recipe", "FP4"), "argument --recipe: invalid choice: 'FP4'"),
         (("--prompt", ""), "--prompt is empty"),
         (("--nonsense",), "unrecognized arguments: --nonsense"),
         (("--output", "{tmp}/short/folder"), "--output {tmp}/short/folder: Not a directory"),
