@@ -43,11 +43,11 @@ def arguments() -> tuple[train_lm.Settings, argparse.Namespace]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     for name, default in (
-        ("steps", 200), ("experts", 4), ("top-k", 2), ("width", 128), ("layers", 2), ("batch", 4), ("length", 128),
+        ("steps", 250), ("experts", 4), ("top-k", 2), ("width", 128), ("layers", 2), ("batch", 4), ("length", 128),
     ):  # fmt: skip
         add(f"--{name}", type=int, default=default, help="as in the demo (default: %(default)s)")
-    add("--learning-rate", type=float, default=4e-3, help="its peak (default: %(default)s)")
-    add("--held-out", type=int, default=1 << 14, help="bytes that losses are measured on (default: %(default)s)")
+    add("--learning-rate", type=float, default=1e-3, help="its peak (default: %(default)s)")
+    add("--held-out", type=int, default=1 << 15, help="bytes that losses are measured on (default: %(default)s)")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the runs of each recipe (default: %(default)s)")
     add("--recipes", nargs="+", choices=train_lm.RECIPES, default=list(train_lm.RECIPES))
     add("--json", type=Path, default=Path("convergence.json"), help="results, read and written (default: %(default)s)")
