@@ -60,14 +60,17 @@ __device__ inline ptx::Coords ragged_at(const Work& work, int col, int row) {
   return {{col, kRagged - work.rows + work.row0 + row, kRagged, work.end}};
 }
 
-// Zeros in the kTailRows rows from work.end on, half of them a CTA, by its 256 consumer threads. `pitch` in bytes.
+// Zeros in `width` bytes of each of the kTailRows rows from work.end on, which are `pitch` bytes apart: half of the
+// rows a CTA, by its consumer warps, a warp a row.
 __device__ inline void clear_rows(const RowsParams& p, const Work& work, uint32_t rank, int thread, uint8_t* result,
-                                  int64_t pitch) {
+                                  int64_t width, int64_t pitch) {
   const int64_t first = work.end + rank * (kTailRows / 2);
-  int64_t rows = p.rows - first;
-  if (rows > kTailRows / 2) rows = kTailRows / 2;
-  for (int64_t at = 16 * thread; at < rows * pitch; at += 16 * 32 * kConsumerWarps) {
-    *reinterpret_cast<int4*>(result + first * pitch + at) = int4{0, 0, 0, 0};
+  int64_t end = first + kTailRows / 2;
+  if (end > p.rows) end = p.rows;
+  for (int64_t row = first + thread / 32; row < end; row += kConsumerWarps) {
+    for (int64_t at = 16 * (thread % 32); at < width; at += 16 * 32) {
+      *reinterpret_cast<int4*>(result + row * pitch + at) = int4{0, 0, 0, 0};
+    }
   }
 }
 

@@ -43,12 +43,11 @@ class Check {
   void dtype(const char* name, const TensorView& t, DType wanted) {
     require(!t.present() || t.dtype == wanted, [&] { return named(name, t) + ", expected " + dtype_name(wanted); });
   }
-  // A weight in two arrays, of which lhs says how they lie.
+  // The weight, of two arrays if it lies in two.
   template <class Call>
   TensorView whole_weight(const Call& call) {
     if (!call.rhs_up.present()) return call.rhs;
     require(call.rhs_axis == 1 || call.rhs_axis == 2, [] { return "rhs_axis: expected 1 or 2"; });
-    rank("lhs", call.lhs, 2);
     rank("rhs", call.rhs, 3);
     if (!wrong.empty()) return call.rhs;
     shape("rhs_up", call.rhs_up, {call.rhs.dims[0], call.rhs.dims[1], call.rhs.dims[2]});
@@ -56,11 +55,11 @@ class Check {
     absent("rhs_table", call.rhs_table);
     return whole_rhs(call);
   }
-  // Columns that are read of [M, columns], half of them where `half` says so.
+  // Columns that count of [M, columns], half of them where `half` says so.
   int64_t columns(const char* name, const TensorView& t, int64_t half) {
     require(half >= 0 && half <= 2 && (half == 0 || t.dims[1] % 2 == 0),
             [&] { return named(name, t) + ", expected 0, or for an even width 1 or 2, as its half"; });
-    return columns_read(t, half).count;
+    return columns_of(t, half).count;
   }
   void absent(const char* name, const TensorView& t) {
     require(!t.present(), [&] { return named(name, t) + ", expected none here"; });
@@ -159,13 +158,15 @@ std::string disagreement(const GroupedMatmul& call) {
     check.absent("row_scale", call.row_scale);
     check.absent("rhs_table", call.rhs_table);
     check.absent("bias_table", call.bias_table);
+    check.require(call.result_half == 0, [] { return "result_half: expected 0 in a contraction over rows"; });
   } else {
     check.require(call.rhs_axis == 1 || call.rhs_axis == 2, [] { return "rhs_axis: expected 1 or 2"; });
-    check.require(call.lhs_half == 0 && call.rhs_half == 0, [] { return "halves: expected none with ragged rows"; });
+    check.require(call.lhs_half == 0 && call.rhs_half == 0 && call.result_half >= 0 && call.result_half <= 2,
+                  [] { return "halves: with ragged rows expected one of the result alone, 1 or 2, or none"; });
     check.rank("rhs", call.rhs, 3);
     const TensorView rhs = check.whole_weight(call);
     if (check.wrong.empty()) {
-      const int64_t width = rhs.dims[3 - call.rhs_axis];
+      const int64_t width = rhs.dims[3 - call.rhs_axis] * (call.result_half != 0 ? 2 : 1);
       check.require(rhs.dims[0] == groups && rhs.dims[call.rhs_axis] == call.lhs.dims[1], [&] {
         return Check::named("rhs", rhs) + ", expected to match lhs " + describe(call.lhs) + " and " +
                std::to_string(groups) + " groups";

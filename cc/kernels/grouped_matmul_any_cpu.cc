@@ -15,7 +15,7 @@ namespace {
 
 std::string refuses_operands(const GroupedMatmul& call, const Target& target) {
   const bool differ = call.lhs.dtype != call.rhs.dtype;
-  const bool odd = contracts_pair(call) && call.rhs.dims[call.rhs_axis] % 2 != 0;  // bf16 is multiplied in pairs
+  const bool odd = call.rhs_up.present() && call.rhs.dims[call.rhs_axis] % 2 != 0;  // bf16 is multiplied in pairs
   return first_of({refuses_unless_cpu(target), refuses_unless_plain("lhs", call.lhs),
                    refuses_unless_plain("rhs", call.rhs), refuses_unless_plain("result", call.result),
                    refuses_unless_plain("bias", call.bias),
@@ -40,19 +40,16 @@ struct Task {
 struct Problem {
   std::vector<int64_t> ends;
   bool ragged_rows;
-  int64_t rows;          // of a group's result, in ragged contraction
-  int64_t columns;       // of every group's result
-  int64_t depth;         // contracted, in ragged rows
-  int64_t column_parts;  // arrays that hold the columns of a weight
+  int64_t rows;     // of a group's result, in ragged contraction
+  int64_t columns;  // of every group's result, those that are made
+  int64_t depth;    // contracted, in ragged rows
 
   explicit Problem(const GroupedMatmul& call)
       : ends(group_ends(call.group_sizes, call.lhs.dims[0])), ragged_rows(!call.contract_rows) {
-    rows = ragged_rows ? 0 : columns_read(call.lhs, call.lhs_half).count;
-    columns = ragged_rows ? whole_rhs(call).dims[3 - call.rhs_axis] : columns_read(call.rhs, call.rhs_half).count;
+    rows = ragged_rows ? 0 : columns_of(call.lhs, call.lhs_half).count;
+    columns = ragged_rows ? call.rhs.dims[3 - call.rhs_axis] : columns_of(call.rhs, call.rhs_half).count;
     depth = ragged_rows ? call.lhs.dims[1] : 0;
-    column_parts = ragged_rows && call.rhs_up.present() && !contracts_pair(call) ? 2 : 1;
   }
-  int64_t part_columns() const { return columns / column_parts; }
   int64_t begin(int64_t g) const { return group_begin(ends, g); }
   int64_t size(int64_t g) const { return ends[static_cast<size_t>(g)] - begin(g); }
   int64_t rows_of(int64_t g) const { return ragged_rows ? size(g) : rows; }
@@ -99,13 +96,12 @@ std::vector<Task> make_tasks(const GroupedMatmul& call, const Problem& problem, 
     if (skips(call, problem, g)) continue;
     const int64_t begin = problem.ragged_rows ? problem.begin(g) : 0;
     const int64_t blocks = ceil_div(problem.rows_of(g), kPanelRows);
-    const int64_t part = problem.part_columns();
-    for (int64_t column = 0, wide; column < problem.columns; column += wide) {
-      wide = std::min(columns, part - column % part);
+    for (int64_t column = 0; column < problem.columns; column += columns) {
       for (int64_t block = 0; block < blocks; ++block) {  // of nearly equal height
         const int64_t first = problem.rows_of(g) * block / blocks;
         const int64_t last = problem.rows_of(g) * (block + 1) / blocks;
-        tasks.push_back({g, begin + first, last - first, column, wide, problem.depth_of(g)});
+        tasks.push_back(
+            {g, begin + first, last - first, column, std::min(columns, problem.columns - column), problem.depth_of(g)});
       }
     }
   }
@@ -128,23 +124,21 @@ PanelProduct block(const GroupedMatmul& call, const Problem& problem, const Task
   p.dtype = call.lhs.dtype;
   p.rhs_depth = p.depth;
   if (problem.ragged_rows) {
-    const bool second = t.column >= problem.part_columns();
-    const int64_t column = second ? t.column - problem.part_columns() : t.column;
     const auto weight = [&](const TensorView& rhs) -> PanelOperand {
       const void* data = call.rhs_table.present() ? table_entry(call.rhs_table, t.group)
                                                   : at(rhs.data, p.dtype, t.group * rhs.dims[1] * rhs.dims[2]);
-      if (call.rhs_axis == 1) return {at(data, p.dtype, column), 1, rhs_width};
-      return {at(data, p.dtype, column * rhs_width), rhs_width, 1};
+      if (call.rhs_axis == 1) return {at(data, p.dtype, t.column), 1, rhs_width};
+      return {at(data, p.dtype, t.column * rhs_width), rhs_width, 1};
     };
     p.lhs = {at(call.lhs.data, p.dtype, t.row * lhs_width), lhs_width, 1};
-    p.rhs = weight(second ? call.rhs_up : call.rhs);
-    if (contracts_pair(call)) {
+    p.rhs = weight(call.rhs);
+    if (call.rhs_up.present()) {
       p.rhs_rest = weight(call.rhs_up);
       p.rhs_depth = call.rhs.dims[call.rhs_axis];
     }
   } else {
-    const int64_t first = problem.begin(t.group), lhs_first = columns_read(call.lhs, call.lhs_half).first,
-                  rhs_first = columns_read(call.rhs, call.rhs_half).first;
+    const int64_t first = problem.begin(t.group), lhs_first = columns_of(call.lhs, call.lhs_half).first,
+                  rhs_first = columns_of(call.rhs, call.rhs_half).first;
     p.lhs = {at(call.lhs.data, p.dtype, first * lhs_width + lhs_first + t.row), 1, lhs_width};
     p.rhs = {at(call.rhs.data, p.dtype, first * rhs_width + rhs_first + t.column), 1, rhs_width};
   }
@@ -152,14 +146,15 @@ PanelProduct block(const GroupedMatmul& call, const Problem& problem, const Task
   const int64_t group_offset = problem.ragged_rows ? 0 : t.group * problem.rows * problem.columns;
   const void* result = call.into_table.present() ? table_entry(call.into_table, t.group)
                                                  : at(call.result.data, call.result.dtype, group_offset);
-  p.result.data = const_cast<char*>(at(result, call.result.dtype, t.row * problem.columns + t.column));
+  const int64_t width = call.result.dims[call.result.rank - 1];
+  const int64_t column = columns_of(call.result, call.result_half).first + t.column;
+  p.result.data = const_cast<char*>(at(result, call.result.dtype, t.row * width + column));
   p.result.dtype = call.result.dtype;
-  p.result.row_stride = problem.columns;
+  p.result.row_stride = width;
   if (call.bias.present() || call.bias_table.present()) {
     p.result.bias_dtype = call.bias.dtype;
-    p.result.bias = call.bias_table.present()
-                        ? at(table_entry(call.bias_table, t.group), call.bias.dtype, t.column)
-                        : at(call.bias.data, call.bias.dtype, t.group * problem.columns + t.column);
+    p.result.bias = call.bias_table.present() ? at(table_entry(call.bias_table, t.group), call.bias.dtype, column)
+                                              : at(call.bias.data, call.bias.dtype, t.group * width + column);
   }
   if (call.row_scale.present()) p.result.row_scale = call.row_scale.as<const float>() + t.row;
   p.result.scale_bias = call.scale_bias != 0;
@@ -173,7 +168,8 @@ void run(const GroupedMatmul& call, const Context& context, const Isa& isa) {
   const std::vector<Task> tasks = make_tasks(call, problem, threads);
   const int64_t count = static_cast<int64_t>(tasks.size());
   if (problem.ragged_rows && !call.into.present()) {
-    zero_rows(context.pool, call.result, problem.ends.back(), call.lhs.dims[0]);
+    zero_columns(context.pool, call.result, columns_of(call.result, call.result_half), problem.ends.back(),
+                 call.lhs.dims[0]);
   }
   const auto product = [&](int64_t i) {
     return i < count ? block(call, problem, tasks[static_cast<size_t>(i)]) : PanelProduct{};
