@@ -8,7 +8,6 @@ import pytest
 
 from tests.native import sass
 
-
 STREAMED = "stream_weights"
 """Kernels that make operands in registers, where few rows need no faster instruction."""
 
