@@ -1,4 +1,4 @@
-"""Pictures of a table: bars beside the bound, and the roofline. matplotlib is asked for only here."""
+"""Pictures of results: bars beside the bound, the roofline, curves of losses. matplotlib is asked for only here."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks.harness import Row
 
@@ -75,3 +77,33 @@ def _bars(axis: Any, rows: Sequence[Row], colours: dict[str, Any]) -> None:
     axis.set_ylabel("share of the dense product")
     axis.set_title(f"{rows[0].product}, {rows[0].dtype}", fontsize=9)
     axis.legend(fontsize=6, ncols=4)
+
+
+def convergence(runs: dict[str, dict[str, Any]], base: str, path: Path) -> None:
+    """Training losses over the steps, smoothed, a line a run; and each run's held-out loss beside that of `base`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    recipes = list(dict.fromkeys(name.split("/")[0] for name in runs))
+    colours = {name: plt.get_cmap("tab10")(i) for i, name in enumerate(recipes)}
+    figure, (curves, ends) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=(3, 2), layout="constrained")
+    for name, run in runs.items():
+        recipe, seed = name.split("/")
+        losses = run["losses"]
+        window = max(1, len(losses) // 20)
+        smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
+        label = recipe if seed == "0" else None
+        steps = np.arange(len(smooth)) + window
+        curves.plot(steps, smooth, color=colours[recipe], linewidth=1, alpha=0.8, label=label)
+        if f"{base}/{seed}" in runs:
+            over = 100 * (run["held_out"] / runs[f"{base}/{seed}"]["held_out"] - 1)
+            ends.plot(recipes.index(recipe), over, "o", ms=5, color=colours[recipe])
+    curves.set(xlabel="step", ylabel="bits per byte", title="training loss, a line for each recipe and seed")
+    curves.legend(fontsize=8)
+    ends.axhline(0, color="black", linewidth=0.8)
+    ends.set_xticks(range(len(recipes)), recipes, rotation=30)
+    ends.set(ylabel=f"% over {base} of the same seed", title="held-out loss, a point for each seed")
+    figure.savefig(path, dpi=80)
+    plt.close(figure)

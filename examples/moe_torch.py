@@ -121,16 +121,16 @@ class Training:
         """Forward and backward of each microbatch, then the optimizer; returns bits per byte."""
         total = torch.zeros((), device=self.device)
         count = len(self.text)
-        for at, text in enumerate(self.text):
-            for weight in self.weights:
-                weight.overwrite_main_grad = at == 0
-            # The outer context lets a captured graph wait for copies at its end, instead of after each block.
-            with cpu_offload(enabled=False) if self.switches.offload else nullcontext():
+        # The outer context lets a captured graph wait for copies at its end, and microbatches share its pinned memory.
+        with cpu_offload(enabled=False) if self.switches.offload else nullcontext():
+            for at, text in enumerate(self.text):
+                for weight in self.weights:
+                    weight.overwrite_main_grad = at == 0
                 nats, balance = self.model(text, self._around)
-            ((nats + balance) / count).backward()
-            total += nats.detach() / count
-            for each in reversed(self.experts):
-                each.backward_dw()
+                ((nats + balance) / count).backward()
+                total += nats.detach() / count
+                for each in reversed(self.experts):
+                    each.backward_dw()
         self.optimizer.step()
         return total / math.log(2)
 

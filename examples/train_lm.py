@@ -2,6 +2,7 @@
 
     python examples/train_lm.py                      # two to three minutes on two CPU cores
     python examples/train_lm.py --text my_book.txt --steps 2000 --checkpoint run1     # and later with --resume
+    python examples/train_lm.py --recipe FP8Block   # experts in bfloat16, their products in 8 bits
 
 At the end it says how many bits the model needs for a byte of text that it has not seen, beside what compressors need
 for the same bytes, continues a prompt, times the same training step with `jax.lax.ragged_dot`, and draws a picture.
@@ -31,6 +32,10 @@ from lm.errors import UserError
 from lm.model import HEAD_WIDTH, LanguageModel, XlaMoE
 from tqdm import tqdm
 
+import jax_grouped
+from jax_grouped.nnx import Scaling, update_scalings
+
+RECIPES = ("BF16", "FP8Delayed", "FP8Current", "FP8Block", "MXFP8", "NVFP4")
 SAMPLE_BYTES = 300
 TEMPERATURE = 0.7
 TIMED_STEPS = 4
@@ -54,6 +59,7 @@ class Settings:
     length: int
     learning_rate: float
     seed: int
+    recipe: str | None = None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -91,6 +97,7 @@ def parse_arguments(argv: list[str] | None) -> tuple[Settings, argparse.Namespac
     add("--length", type=whole(2, 16384), default=256, help="bytes in a window (default: %(default)s)")
     add("--learning-rate", type=_number(float, 1e-8, 1), default=4e-3, help="its peak (default: %(default)s)")
     add("--seed", type=whole(0, 2**31 - 1), default=0, help="of weights, batches, sample (default: %(default)s)")
+    add("--recipe", choices=RECIPES, help="formats of the experts' products (default: float32, as they stand)")
     add("--checkpoint", metavar="DIR", help="folder for checkpoints (default: none are written)")
     add("--save-every", type=whole(1, 1e7), default=200, help="steps between checkpoints (default: %(default)s)")
     add("--resume", action="store_true", help="continue from the newest checkpoint in --checkpoint")
@@ -117,6 +124,10 @@ class State(NamedTuple):
 
     params: nnx.State
     optimizer: optax.OptState
+    scaling: nnx.State
+    """Of recipes with delayed scaling; what comes back in place of its gradient is its next value."""
+    keys: nnx.State
+    """Of recipes that round stochastically."""
 
 
 class Program(NamedTuple):
@@ -124,45 +135,56 @@ class Program(NamedTuple):
 
     state: State
     train: Callable[[State, jax.Array], tuple[State, jax.Array]]
-    evaluate: Callable[[nnx.State, jax.Array], tuple[jax.Array, jax.Array]]
-    next_byte: Callable[[nnx.State, jax.Array, jax.Array, jax.Array], jax.Array]
+    evaluate: Callable[[State, jax.Array], tuple[jax.Array, jax.Array]]
+    next_byte: Callable[[State, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def build(settings: Settings, **model_options: Any) -> Program:
     """A fresh model with its optimizer, and the functions that train, evaluate and sample it."""
+    seed = settings.seed
     model = LanguageModel(
-        settings.width, settings.layers, settings.experts, settings.top_k, rngs=nnx.Rngs(settings.seed), **model_options
+        *(settings.width, settings.layers, settings.experts, settings.top_k),
+        recipe=None if settings.recipe is None else getattr(jax_grouped, settings.recipe),
+        rngs=nnx.Rngs(seed, rounding=seed + 1),  # of its own, so that parameters are the same with every recipe
+        **model_options,
     )
-    structure, params = nnx.split(model)
+    structure, params, scaling, keys = nnx.split(model, nnx.Param, Scaling, nnx.RngState)
     warmup = min(max(1, settings.steps // 10), 200)
     rate = optax.warmup_cosine_decay_schedule(
         0.0, settings.learning_rate, warmup, max(settings.steps, warmup + 1), 0.02 * settings.learning_rate
     )
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.1))
 
-    def loss(params: nnx.State, text: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """What is minimised; then bits per byte, and rows of each expert [layers, experts]."""
-        logits, reports = nnx.merge(structure, params)(text[:, :-1])
+    def loss(
+        params: nnx.State, scaling: nnx.State, keys: nnx.State, text: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, nnx.State]]:
+        """What is minimised; then bits per byte, rows of each expert [layers, experts], and the next step's keys."""
+        model = nnx.merge(structure, params, scaling, keys, copy=True)  # of its own, for keys change
+        logits, reports = model(text[:, :-1])
         nats = optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:].astype(jnp.int32)).mean()
         balance = sum(aux.aux_loss for aux in reports)
-        return nats + balance, (nats / math.log(2), jnp.stack([aux.load for aux in reports]))
+        load = jnp.stack([aux.load for aux in reports])
+        return nats + balance, (nats / math.log(2), load, nnx.state(model, nnx.RngState))
 
     @partial(jax.jit, donate_argnums=0)
     def train(state: State, text: jax.Array) -> tuple[State, jax.Array]:
-        gradients, (bits, _) = jax.grad(loss, has_aux=True)(state.params, text)
+        (gradients, scaling), (bits, _, keys) = jax.grad(loss, argnums=(0, 1), has_aux=True)(
+            state.params, state.scaling, state.keys, text
+        )
         updates, moments = optimizer.update(gradients, state.optimizer, state.params)
-        return State(optax.apply_updates(state.params, updates), moments), bits
+        return State(optax.apply_updates(state.params, updates), moments, update_scalings(scaling), keys), bits
 
     @jax.jit
-    def evaluate(params: nnx.State, text: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return loss(params, text)[1]
+    def evaluate(state: State, text: jax.Array) -> tuple[jax.Array, jax.Array]:
+        bits, load, _ = loss(state.params, state.scaling, state.keys, text)[1]
+        return bits, load
 
     @jax.jit
-    def next_byte(params: nnx.State, text: jax.Array, last: jax.Array, key: jax.Array) -> jax.Array:
-        logits, _ = nnx.merge(structure, params)(text)
+    def next_byte(state: State, text: jax.Array, last: jax.Array, key: jax.Array) -> jax.Array:
+        logits, _ = nnx.merge(structure, state.params, state.scaling, state.keys)(text)
         return jax.random.categorical(key, logits[0, last] / TEMPERATURE)
 
-    return Program(State(params, optimizer.init(params)), train, evaluate, next_byte)
+    return Program(State(params, optimizer.init(params), scaling, keys), train, evaluate, next_byte)
 
 
 class Interrupt:
@@ -253,7 +275,7 @@ def held_out_loss(run: Run, held_out: np.ndarray) -> tuple[float, np.ndarray]:
     total, load = 0.0, 0
     count = len(windows) // batch
     for part in tqdm(np.split(windows[: count * batch], count), unit="batch", desc="held out", leave=False):
-        bits, rows = run.program.evaluate(run.state.params, part)
+        bits, rows = run.program.evaluate(run.state, part)
         total, load = total + float(bits), load + np.asarray(rows)
     return total / count, np.asarray(load)
 
@@ -267,7 +289,7 @@ def sample(run: Run, prompt: bytes) -> bytes:
         seen = np.frombuffer(text[-length:], np.uint8)
         window = np.zeros((1, length), np.uint8)  # zeros after the text: attention never looks ahead
         window[0, : len(seen)] = seen
-        text += bytes([int(run.program.next_byte(run.state.params, window, len(seen) - 1, key))])
+        text += bytes([int(run.program.next_byte(run.state, window, len(seen) - 1, key))])
     return text
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from grouped_core.activations import Activation
-from grouped_core.recipes import Recipe
+from grouped_core.recipes import BoundRecipe, Recipe
 from jax_grouped import route
 from jax_grouped.mlp import grouped_mlp
 from jax_grouped.ops import ragged_dot
@@ -30,7 +30,7 @@ def moe(
     activation: str | Activation = "swiglu",
     wi_bias: Float[Array, "E N"] | None = None,
     wo_bias: Float[Array, "E H"] | None = None,
-    recipe: Recipe | None = None,
+    recipe: Recipe | BoundRecipe | None = None,
     mlp: Callable[..., Array] = grouped_mlp,
     **routing: Any,
 ) -> tuple[Float[Array, "T H"], MoEAux]:

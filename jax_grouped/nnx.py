@@ -1,5 +1,8 @@
 """Flax NNX layers: they hold parameters and initialise them; the arithmetic is in `jax_grouped.ops` and `.moe`.
 
+With a recipe of delayed scaling a layer has a `Scaling` variable besides, with one of stochastic rounding a stream of
+keys, `rounding`, forked from the stream of that name; either changes in training and is no parameter.
+
 Letters: G groups (experts), M rows sorted by group, K in, N out, H hidden size, F expert width.
 """
 
@@ -19,6 +22,9 @@ from jaxtyping import Array, Float
 from grouped_core.activations import Activation, resolve
 from grouped_core.recipes import Recipe
 from jax_grouped import moe
+from jax_grouped._layer_recipes import Keys, RecipeLayer
+from jax_grouped._layer_recipes import Scaling as Scaling
+from jax_grouped._layer_recipes import update_scalings as update_scalings
 from jax_grouped.mlp import grouped_mlp
 from jax_grouped.ops import ragged_dot
 from jax_grouped.route import MoEAux, check_router
@@ -51,7 +57,7 @@ def _cast(dtype: Any, *arrays: Array | None) -> tuple[Any, ...]:
     return promote_dtype(arrays, dtype=dtype)
 
 
-class GroupedLinear(nnx.Module):
+class GroupedLinear(RecipeLayer):
     """y[r] = x[r] kernel[g] + bias[g], g being the group of row r.
 
     Args:
@@ -60,7 +66,7 @@ class GroupedLinear(nnx.Module):
         dtype: of the computation; None: what input and parameters promote to.
         param_dtype: of the parameters.
         kernel_init, bias_init: initialisers; the default of the kernel does not count G in its fan-in.
-        recipe: formats of the products; None: as the operands stand.
+        recipe: formats of the products, any `Recipe`; None: as the operands stand.
         rngs: key.
         kernel_metadata, bias_metadata: for the `nnx.Param`s, such as sharding names ("expert", "embed", "mlp").
     """
@@ -88,15 +94,20 @@ class GroupedLinear(nnx.Module):
         if use_bias:
             self.bias = nnx.Param(bias_init(rngs.params(), (num_groups, out_features), param_dtype), **bias_metadata)
         self.dtype = dtype
-        self.recipe = recipe
+        self._hold_recipe(recipe, num_groups, 1, rngs)
 
-    def __call__(self, x: Float[Array, "M K"], group_sizes: Any) -> Float[Array, "M N"]:
-        """Applies the group's kernel to each row. group_sizes: integers [G]; rows past their sum give zero."""
+    def __call__(self, x: Float[Array, "M K"], group_sizes: Any, *, rngs: Keys = None) -> Float[Array, "M N"]:
+        """Applies the group's kernel to each row.
+
+        Args:
+            x: [M, K]. group_sizes: integers [G]; rows past their sum give zero.
+            rngs: of stochastic rounding, in place of the layer's own: `nnx.Rngs`, a stream, or a key.
+        """
         x, kernel, bias = _cast(self.dtype, x, self.kernel[...], _value(self.bias))
-        return ragged_dot(x, kernel, group_sizes, bias=bias, recipe=self.recipe)
+        return ragged_dot(x, kernel, group_sizes, bias=bias, recipe=self._bound_recipe(rngs))
 
 
-class _Experts(nnx.Module):
+class _Experts(RecipeLayer):
     """The parameters of `GroupedMLP`, which `MoE` has as well."""
 
     def __init__(
@@ -128,7 +139,7 @@ class _Experts(nnx.Module):
             self.wi_bias = nnx.Param(bias_init(rngs.params(), (num_groups, wide), param_dtype), **bias_metadata)
             self.wo_bias = nnx.Param(bias_init(rngs.params(), (num_groups, hidden), param_dtype), **bias_metadata)
         self.dtype = dtype
-        self.recipe = recipe
+        self._hold_recipe(recipe, num_groups, 2, rngs)
 
     def _weights(self, x: Array) -> tuple[Any, ...]:
         """x, wi, wo, wi_bias, wo_bias in the dtype of the computation."""
@@ -146,15 +157,20 @@ class GroupedMLP(_Experts):
         dtype: of the computation; None: what input and parameters promote to.
         param_dtype: of the parameters.
         kernel_init, bias_init: initialisers; the default of the kernels does not count G in their fan-in.
-        recipe: formats of the products; None: as the operands stand.
+        recipe: formats of the products, any `Recipe`; None: as the operands stand.
         rngs: key.
         wi_metadata, wo_metadata, bias_metadata: for the `nnx.Param`s, such as sharding names.
     """
 
     def __call__(
-        self, x: Float[Array, "M H"], group_sizes: Any, probs: Float[Array, " M"] | None = None
+        self, x: Float[Array, "M H"], group_sizes: Any, probs: Float[Array, " M"] | None = None, *, rngs: Keys = None
     ) -> Float[Array, "M H"]:
-        """Applies the group's MLP to each row, weighted by `probs` [M] (None: 1). group_sizes: integers [G]."""
+        """Applies the group's MLP to each row, weighted by `probs`.
+
+        Args:
+            x: [M, H]. group_sizes: integers [G]. probs: [M]; None: 1.
+            rngs: of stochastic rounding, in place of the layer's own: `nnx.Rngs`, a stream, or a key.
+        """
         x, wi, wo, wi_bias, wo_bias = self._weights(x)
         return grouped_mlp(
             x,
@@ -165,7 +181,7 @@ class GroupedMLP(_Experts):
             probs=probs,
             wi_bias=wi_bias,
             wo_bias=wo_bias,
-            recipe=self.recipe,
+            recipe=self._bound_recipe(rngs),
         )
 
 
@@ -227,8 +243,13 @@ class MoE(_Experts):
         self.aux_coeff = aux_coeff
         self.z_coeff = z_coeff
 
-    def __call__(self, x: Float[Array, "... H"]) -> tuple[Float[Array, "... H"], MoEAux]:
-        """Sends each token of x through its experts. Returns y in the shape of x, and `MoEAux`."""
+    def __call__(self, x: Float[Array, "... H"], *, rngs: Keys = None) -> tuple[Float[Array, "... H"], MoEAux]:
+        """Sends each token of x through its experts. Returns y in the shape of x, and `MoEAux`.
+
+        Args:
+            x: [..., H].
+            rngs: of stochastic rounding, in place of the layer's own: `nnx.Rngs`, a stream, or a key.
+        """
         rows, wi, wo, wi_bias, wo_bias = self._weights(x.reshape(-1, x.shape[-1]))
         y, aux = moe.moe(
             rows,
@@ -239,7 +260,7 @@ class MoE(_Experts):
             activation=self.activation,
             wi_bias=wi_bias,
             wo_bias=wo_bias,
-            recipe=self.recipe,
+            recipe=self._bound_recipe(rngs),
             mlp=self.mlp,
             score=self.score,
             after_topk=self.after_topk,

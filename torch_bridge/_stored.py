@@ -112,7 +112,7 @@ def _store_facts(text: str) -> tuple[Wanted, int]:
 
 
 def _store_rule(run: Any, text: str, operands: Sequence[Any]) -> tuple[Any, ...]:
-    source, sizes, encode, key, skip, *buffers = operands
+    source, sizes, encode, key, skip, amax, *buffers = operands
     wanted, stream = _store_facts(text)
     into = None
     if buffers:
@@ -130,21 +130,22 @@ def _store_rule(run: Any, text: str, operands: Sequence[Any]) -> tuple[Any, ...]
             )
             for axis, cell in wanted
         ]
-    found = storing.store(run, source, wanted, sizes, encode=encode, key=key, stream=stream, into=into, skip=skip)
+    options = {"encode": encode, "amax": amax, "key": key, "stream": stream, "into": into, "skip": skip}
+    found = storing.store(run, source, wanted, sizes, **options)
     return (*present(*found.forms), found.amax)
 
 
 def _store(
     source: list[Tensor], group_sizes: Tensor | None, encode: Tensor | None, key: Tensor | None, how: str
 ) -> list[Tensor]:
-    operands = (_source(source, group_sizes), group_sizes, encode, key, None)
+    operands = (_source(source, group_sizes), group_sizes, encode, key, None, None)
     return [each for each in _run.run(_store_rule, how, operands, debug_flags()) if each is not None]
 
 
 def _store_fake(
     source: list[Tensor], group_sizes: Tensor | None, encode: Tensor | None, key: Tensor | None, how: str
 ) -> list[Tensor]:
-    operands = (_source(source, group_sizes), group_sizes, encode, key, None)
+    operands = (_source(source, group_sizes), group_sizes, encode, key, None, None)
     return [each for each in _run.fake(_store_rule, how, operands, (), source[0].device) if each is not None]
 
 
@@ -160,8 +161,9 @@ def _store_into(
     skip: Tensor | None,
     how: str,
     buffers: list[Tensor],
+    amax: Tensor | None,
 ) -> None:
-    operands = (_source(source, group_sizes), group_sizes, encode, key, skip, *buffers)
+    operands = (_source(source, group_sizes), group_sizes, encode, key, skip, amax, *buffers)
     _run.run(_store_rule, how, operands, debug_flags())
 
 
@@ -171,7 +173,12 @@ def nothing(*_: Any) -> None:
 
 _SOURCE = "Tensor[] source, Tensor? group_sizes, Tensor? encode, Tensor? key"
 define("store", f"({_SOURCE}, str how) -> Tensor[]", _store, _store_fake)
-define("store_into", f"({_SOURCE}, Tensor? skip, str how, Tensor(a!)[] buffers) -> ()", _store_into, nothing)
+define(
+    "store_into",
+    f"({_SOURCE}, Tensor? skip, str how, Tensor(a!)[] buffers, Tensor(b!)? amax) -> ()",
+    _store_into,
+    nothing,
+)
 _store_op = torch.ops.torch_bridge.store.default
 _store_into_op = torch.ops.torch_bridge.store_into.default
 
@@ -210,11 +217,22 @@ def _forms(arrays: Sequence[Tensor], wanted: Wanted, shape: tuple[int, ...], dty
     return Forms(forms, left[0] if left else None)
 
 
-def store_into(source: Sequence[Tensor], forms: Sequence[QTensor[Tensor]], *, skip: Tensor | None = None) -> None:
-    """Weights anew in forms that exist, in place; `skip` [1] int32 not zero on the device leaves them as they are."""
+def store_into(
+    source: Sequence[Tensor],
+    forms: Sequence[QTensor[Tensor]],
+    *,
+    encode: Tensor | None = None,
+    amax: Tensor | None = None,
+    skip: Tensor | None = None,
+) -> None:
+    """Weights anew in forms that exist, in place.
+
+    Args:
+        encode: [G], multipliers of delayed scaling. amax: [G], which magnitudes of such forms are merged into.
+        skip: [1] int32, which on the device leaves everything as it is where it is not zero.
+    """
     wanted = tuple((form.axis, form.format) for form in forms)
-    buffers = present(*forms)
-    _store_into_op(list(source), None, None, None, skip, store_text(wanted), buffers)
+    _store_into_op(list(source), None, encode, None, skip, store_text(wanted), present(*forms), amax)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

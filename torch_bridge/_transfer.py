@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -35,14 +37,22 @@ def _event(stream: Any) -> Any:
 
 
 class Pinned:
-    """Pinned memory. What is retained is used again for the same number of bytes; what a graph took is never free."""
+    """Pinned memory that is retained is used again for the same number of bytes.
+
+    What a graph took is never anybody else's. It is used again in that graph alone: by what is sent, and has come back,
+    inside of one outermost context, for a context cannot outlast a capture.
+    """
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = defaultdict(list)
         self._of_graphs: list[Tensor] = []
+        self.scope: dict[int, list[Tensor]] | None = None
+        """Free memory of the graph that is captured, inside of an outermost context."""
 
     def take(self, like: Tensor, retain: bool, captured: bool) -> Tensor:
         """Memory for a copy of `like`, flat."""
+        if captured and self.scope is not None and self.scope[like.nbytes]:
+            return self.scope[like.nbytes].pop().view(like.dtype)
         free = self._free[like.nbytes] if retain else None
         if free:
             found = free.pop()
@@ -57,10 +67,13 @@ class Pinned:
             self._of_graphs.append(found)
         return found.view(like.dtype)
 
-    def give_back(self, memory: Tensor, captured: bool) -> None:
-        """Retained memory that nothing reads any more."""
+    def give_back(self, memory: Tensor, captured: bool, scope: Any) -> None:
+        """Retained memory that nothing reads any more; `scope`: that in which it was taken."""
+        memory = memory.view(torch.uint8)
         if not captured:
-            self._free[memory.nbytes].append(memory.view(torch.uint8))
+            self._free[memory.nbytes].append(memory)
+        elif scope is not None and scope is self.scope:
+            scope[memory.nbytes].append(memory)
 
 
 PINNED = Pinned()
@@ -90,6 +103,7 @@ class Moved:
         self._retain = retain
         self._stream = torch.cuda.current_stream(tensor.device)
         down, _ = _streams(tensor.device)
+        self._scope = PINNED.scope
         self._host = PINNED.take(tensor, retain, self.captured)
         self._device: Tensor | None = tensor.detach().view(-1)
         down.wait_event(_event(self._stream))
@@ -143,10 +157,24 @@ class Moved:
             return
         self.release()
         if self._retain:
-            PINNED.give_back(self._host, self.captured)
+            PINNED.give_back(self._host, self.captured, self._scope)
 
 
 def settle() -> None:
     """Lets the compute stream wait for every copy that is still under way."""
     while _in_flight:
         _in_flight.popleft().release()
+
+
+@contextmanager
+def outermost() -> Iterator[None]:
+    """Around an outermost context: a capture must not end with copies under way, and has memory of its own."""
+    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        yield
+        return
+    PINNED.scope = defaultdict(list)
+    try:
+        yield
+    finally:
+        settle()
+        PINNED.scope = None

@@ -8,11 +8,10 @@ as they are.
 from __future__ import annotations
 
 import operator
-import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -45,7 +44,8 @@ def cpu_offload(
         min_numel: smaller tensors stay.
         prefetch: how many units before the one that backward is in are brought back.
         retain_pinned: keeps the pinned memory for the next step. Needed under capture of a CUDA graph, in the eager
-            steps before it too; the graph then owns its buffers, and the outermost context waits for its copies.
+            steps before it too; the graph then owns its buffers, and the outermost context waits for its copies. With
+            an outermost context around several microbatches these share buffers.
 
     Raises:
         TypeError, ValueError: an option has a value that it does not take. RuntimeError: while a CUDA graph is
@@ -55,19 +55,15 @@ def cpu_offload(
     unit = _Unit(bool(enabled), chosen, _count("min_numel", min_numel), _count("prefetch", prefetch), retain_pinned)
     if enabled and not torch.cuda.is_available():
         _say_once()
+    around = nullcontext() if _saved.listeners else _transfer.outermost()
     _saved.listeners.append(unit.hear)
-    _open.depth = depth = getattr(_open, "depth", 0) + 1
     try:
-        with torch.autograd.graph.saved_tensors_hooks(unit.pack, unit.unpack):
+        with around, torch.autograd.graph.saved_tensors_hooks(unit.pack, unit.unpack):
             yield
     finally:
-        _open.depth = depth - 1
         _saved.listeners.remove(unit.hear)
-        if depth == 1 and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            _transfer.settle()  # a capture must not end with copies under way
 
 
-_open = threading.local()
 _said: list[bool] = []
 _MOVABLE = ("cuda",)  # types of devices whose tensors are moved
 

@@ -1,13 +1,17 @@
-"""Weights and biases, packed or one tensor a group."""
+"""Weights and biases, packed or one tensor a group; quantised primary weights and their optimiser's shards."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from grouped_core.formats import QTensor
 
 
 def members_of(name: str, value: Tensor | Sequence[Tensor], packed_rank: int, x: Tensor) -> list[Tensor]:
@@ -111,3 +115,95 @@ def distributed_like(parameter: Any, part: Tensor) -> Tensor:
     return dtensor.from_local(
         part, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
     )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Quantised primary weights: values and scales at stable addresses, whose master belongs to the optimiser (QNT-1)
+
+QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
+"""Element types of the values of quantised weights."""
+
+
+def is_quantized_weight(weight: Any) -> bool:
+    """Whether it is a quantised primary weight: a `QTensor`, or a tensor that holds codes."""
+    values = weight.values if isinstance(weight, QTensor) else weight
+    return isinstance(values, Tensor) and values.dtype in QUANTIZED_DTYPES
+
+
+def quantized_members(q: QTensor[Tensor]) -> list[QTensor[Tensor]]:
+    """The G members [1, A, B] of a packed quantised weight [G, A, B], views of it in both forms.
+
+    Raises:
+        ValueError: it is no weight.
+    """
+    if len(q.shape) != 3:
+        raise ValueError(f"`q`: shape {q.shape}, expected a weight [G, A, B]; rows have no members.")
+    groups, *member = q.shape
+
+    def part(group: int, form: QTensor[Tensor]) -> QTensor[Tensor]:
+        own = slice(group, group + 1)
+        return dataclasses.replace(
+            form,
+            values=form.values[own],
+            scales=None if form.scales is None else form.scales[own],
+            group_scales=None if form.group_scales is None else form.group_scales[own],
+            shape=(1, *member),
+            other=None if form.other is None else part(group, form.other),
+        )
+
+    return [part(group, q) for group in range(groups)]
+
+
+ShardEntry = tuple[Any, Tensor | None, int | None]
+"""(member, the part of the shard that lies in it, where that part starts in the member)."""
+
+
+def expand_shard(members: Any, shard: Tensor | None, start: int | None) -> list[ShardEntry]:
+    """What a flat shard of an optimiser holds of each member of a weight, one entry a member, in order (QNT-3).
+
+    Every rank gets the same members, so casts that reduce magnitudes over ranks meet.
+
+    Args:
+        members: the weights one after the other in the flat buffer; a packed quantised weight stands for its members,
+            a plain tensor for itself, whose entry is what was given.
+        shard: 1-D, elements [start, start + len(shard)) of that buffer; None: this rank holds nothing.
+
+    Returns:
+        (member, overlapping slice of the shard, its offset inside the member); None twice where they do not overlap.
+
+    Raises:
+        ValueError: a shard that is not 1-D, starts before the buffer or ends behind it, or has no start.
+    """
+    if isinstance(members, Tensor):
+        return [(members, shard, None if shard is None else start)]
+    members = quantized_members(members) if isinstance(members, QTensor) else list(members)
+    sizes = [math.prod(each.shape) for each in members]
+    if shard is None:
+        return [(member, None, None) for member in members]
+    length, total = shard.numel(), sum(sizes)
+    if shard.dim() != 1 or start is None or not 0 <= start <= total - length:
+        raise ValueError(
+            f"`shard`: shape {tuple(shard.shape)} at {start}, expected 1-D inside the {total} elements of the members; "
+            "pass the flat slice and where it starts."
+        )
+    entries: list[ShardEntry] = []
+    first = 0
+    for member, size in zip(members, sizes, strict=True):
+        low, high = max(first, start), min(first + size, start + length)
+        entries.append((member, shard[low - start : high - start], low - first) if low < high else (member, None, None))
+        first += size
+    return entries
+
+
+def preserve_high_precision_init(weight: Any, value: Tensor) -> None:
+    """Keeps the value that a quantised weight was made of, as a copy on the host (QNT-2).
+
+    The weight gets two methods: `high_precision_init_val()`, which gives that copy, and None once
+    `clear_high_precision_init_val()` was called. Its master can then start unrounded.
+
+    Args:
+        weight: the Parameter. value: of its logical shape.
+    """
+    kept: list[Tensor] = [value.detach().to("cpu", copy=True)]
+    weight.high_precision_init_val = lambda: kept[0] if kept else None
+    weight.clear_high_precision_init_val = kept.clear

@@ -153,9 +153,9 @@ def _update_rule(run: Any, algorithm: str, operands: Sequence[Any]) -> tuple[Any
     return ()
 
 
-def merge_amax(bound: BoundRecipe, amax: Sequence[Tensor | None], product: int = 0) -> None:
+def merge_amax(bound: BoundRecipe, amax: Sequence[Tensor | None]) -> None:
     """Merges magnitudes [G] into the live slots of the state, in place; `amax` of x, weight and dy."""
-    for role, found in enumerate(amax, len(amax) * product):
+    for role, found in enumerate(amax):
         if found is not None:
             live = bound.state.history[role, 0]
             torch.maximum(live, found, out=live)

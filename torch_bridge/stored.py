@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +51,16 @@ def is_stored(x: Any, weight: Any, recipe: Any) -> bool:
     return isinstance(recipe, Recipe) and recipe.quantized
 
 
+class Cache(Protocol):
+    """What keeps the forms of a layer's weight between forward passes."""
+
+    def __call__(
+        self, members: list[Tensor], wanted: Wanted, encode: Tensor | None, live: Tensor | None
+    ) -> Sequence[QTensor[Tensor]]:
+        """The forms wanted, all quantised; magnitudes of delayed scaling are merged into `live`."""
+        ...
+
+
 class Arguments(NamedTuple):
     """What a user passed, checked."""
 
@@ -67,6 +77,7 @@ class Arguments(NamedTuple):
     specs: tuple[OperandSpec, OperandSpec, ArraySpec | None, ArraySpec | None]
     to_main_grad: bool
     accumulators: Sequence[Tensor | None]
+    cache: Cache | None = None  # of a layer's weight
 
     def differentiates(self) -> bool:
         """Whether anybody needs a gradient."""
@@ -327,6 +338,23 @@ def forms_of(source: Any, wanted: list[tuple[int, Format]], sizes: Tensor | None
     return [source if cell.plain else next(made) for _, cell in wanted], found.amax
 
 
+def weight_forms(
+    cache: Cache | None, weight: Any, wanted: list[tuple[int, Format]], bound: BoundRecipe, recipe: Recipe, *,
+    training: bool,
+) -> list[Any]:  # fmt: skip
+    """A weight in the formats wanted, from the cache where there is one; in training magnitudes are merged."""
+    encode = scaling.extras(bound).w
+    if cache is None or isinstance(weight, QTensor):
+        forms, amax = forms_of(weight, wanted, None, encode, recipe)
+        if training:
+            merge_amax(bound, (None, amax, None))
+        return forms
+    live = bound.state.history[scaling.ROLES.index("w"), 0] if training and bound.state is not None else None
+    stored: Wanted = tuple((axis, cell) for axis, cell in wanted if not cell.plain)
+    made = iter(cache(weight, stored, encode, live) if stored else ())
+    return [weight if cell.plain else next(made) for _, cell in wanted]
+
+
 def _forward(given: Arguments, needs: Needs, out: Tensor | None) -> tuple[Tensor, _Kept]:
     """(y, what backward reads)."""
     op, recipe, extras = given.op, given.recipe, scaling.extras(given.bound)
@@ -337,7 +365,7 @@ def _forward(given: Arguments, needs: Needs, out: Tensor | None) -> tuple[Tensor
     x_wanted = [(1, recipe.forward[0]), *([(0, recipe.wgrad[0])] if keep_x else [])]
     w_wanted = [(k_axis, recipe.forward[1]), *([(n_axis, recipe.dgrad[1])] if keep_w else [])]
     rows, amax_x = forms_of(given.x, x_wanted, given.sizes, extras.x, recipe)
-    weights, amax_w = forms_of(given.weight, w_wanted, None, extras.w, recipe)
+    weights = weight_forms(given.cache, given.weight, w_wanted, given.bound, recipe, training=any(needs))
     x, w = arrays_of(rows[0]), arrays_of(weights[0])
     operands = (x.tensors, w.tensors, given.sizes, given.biases, given.row_scale, given.text, x.text, w.text)
     if out is None:
@@ -346,7 +374,7 @@ def _forward(given: Arguments, needs: Needs, out: Tensor | None) -> tuple[Tensor
         _stored.linear_into(*operands, out)
         y = out.detach()
     if any(needs):
-        merge_amax(given.bound, (amax_x, amax_w, None))
+        merge_amax(given.bound, (amax_x, None, None))
     return y, _Kept(
         arrays_of(rows[-1] if keep_x else given.x) if saved.x else None,
         arrays_of(weights[-1] if keep_w else given.weight) if saved.w else None,
@@ -505,11 +533,10 @@ def dy_forms(
     bound: BoundRecipe,
     key: Tensor | None,
     *,
-    product: int = 0,
     stream: int = 0,
 ) -> list[Stored]:
     """dy in the forms that the products of backward read, each source in one pass; magnitudes are merged."""
-    encode = scaling.extras(bound, product).dy
+    encode = scaling.extras(bound).dy
     factor = None if op.scale_bias else row_scale
     through_weight = needs.x or (needs.row_scale and row_scale is not None and not op.scale_bias)
     dgrad = [(1, recipe.dgrad[0])] if through_weight and not recipe.dgrad[0].plain else []
@@ -522,5 +549,5 @@ def dy_forms(
         if wanted:
             found = _stored.store([source], tuple(wanted), sizes, encode=encode, key=key, stream=stream)
             made += [arrays_of(form) for form in found.forms]
-            merge_amax(bound, (None, None, found.amax), product)
+            merge_amax(bound, (None, None, found.amax))
     return made

@@ -8,6 +8,7 @@ Letters: G groups, M rows, K hidden size of the model, F expert width, W columns
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from torch_bridge._stored import Stored, arrays_of
 from torch_bridge.params import check_operand, members_of
 from torch_bridge.quantize import merge_amax
 from torch_bridge.sizes import prepare_sizes
-from torch_bridge.stored import Launcher, forms_of, is_stored, listed, packed_spec, parts_of, taken
+from torch_bridge.stored import Cache, Launcher, forms_of, is_stored, listed, packed_spec, parts_of, taken, weight_forms
 
 
 def is_stored_mlp(x: Any, wi: Any, wo: Any, recipe: Any) -> bool:
@@ -52,7 +53,7 @@ class Arguments(NamedTuple):
     wo_bias: list[Tensor]
     op: Mlp
     text: str
-    bound: BoundRecipe
+    bounds: tuple[BoundRecipe, BoundRecipe]  # of the products: the state of each has the roles x, w and dy
     specs: MlpSpecs
     leaf: Tensor | None  # what the gradient of x belongs to
     wi_leaves: list[Tensor]
@@ -60,6 +61,7 @@ class Arguments(NamedTuple):
     to_main_grad: bool
     accum_wi: Sequence[Tensor | None]
     accum_wo: Sequence[Tensor | None]
+    caches: tuple[Cache | None, Cache | None] = (None, None)  # of a layer's weights
 
     def differentiates(self) -> bool:
         """Whether anybody needs a gradient."""
@@ -85,7 +87,8 @@ def check_arguments(
 ) -> Arguments:
     """The arguments of `grouped_mlp`; raises what it raises."""
     refuse_transforms("grouped_mlp", x, wi, wo, probs, wi_bias, wo_bias)
-    bound = linear_spec.recipe_option(recipe)
+    pair = recipe if isinstance(recipe, tuple) else None  # layers that have a state each
+    bound = pair[0] if pair else linear_spec.recipe_option(recipe)
     sizes, rows_hint = unwrap(group_sizes)
     paired = _mlp_arguments.is_pair(wi)
     text = _mlp_arguments.text_of(
@@ -117,7 +120,9 @@ def check_arguments(
         wi_spec = operand_spec(Planner(), in_form(op.fc1(), tuple(map(spec_of, listed(wi)))))
     specs = MlpSpecs(packed_spec(rows), wi_spec, packed_spec(wo_members), packed_spec(probs), *bias_specs)
     check(op, *specs[:3], spec_of(sizes), *specs[3:])
-    scaling.check_bound(bound, specs.wo.shape[0], products=2)
+    bounds = pair or _of_products(bound, specs.wo.shape[0])
+    for each in bounds:
+        scaling.check_bound(each, specs.wo.shape[0])
     leaves = [[] if each is None else listed(each) for each in (wi_leaves, wo_leaves)]
     accums: list[Sequence[Tensor | None]] = [(), ()]
     if wgrad_accum is not None and wgrad_accum != "main_grad":
@@ -134,7 +139,21 @@ def check_arguments(
             check_apart(written, [(NAMES.x, home), (NAMES.sizes, sizes), (NAMES.probs, probs)])
     to_main_grad = isinstance(wgrad_accum, str)
     operands = (rows, wi_members, wo_members, sizes, probs, biases[0], biases[1])
-    return Arguments(*operands, op, text, bound, specs, leaf, leaves[0], leaves[1], to_main_grad, accums[0], accums[1])
+    own = (op, text, bounds, specs, leaf, leaves[0], leaves[1])
+    return Arguments(*operands, *own, to_main_grad, accums[0], accums[1])
+
+
+def _of_products(bound: BoundRecipe, groups: int) -> tuple[BoundRecipe, BoundRecipe]:
+    """What each product has of what is bound to both; states are views."""
+    scaling.check_bound(bound, groups, products=2)
+    state, roles = bound.state, len(scaling.ROLES)
+    if state is None:
+        return bound, bound
+    first, second = (
+        dataclasses.replace(state, scale=state.scale[part], history=state.history[part], top=state.top[part])
+        for part in (slice(roles), slice(roles, None))
+    )
+    return dataclasses.replace(bound, state=first), dataclasses.replace(bound, state=second)
 
 
 def linear_of(given: Arguments, at: int) -> tuple[Linear, Recipe, str]:
@@ -235,15 +254,15 @@ def _operands(
 ) -> tuple[tuple[Stored, Stored], tuple[Stored, Stored]]:
     """Rows and weight of a product: (as forward reads them, as backward does); in training magnitudes are merged."""
     op, recipe, _ = linear_of(given, at)
-    extras = scaling.extras(given.bound, at)
+    bound = given.bounds[at]
     k_axis, n_axis = op.weight_axes()
     keep_x, keep_w = gradients.keeps_forms(op, recipe, needs, False)
     x_wanted = [(1, recipe.forward[0]), *([(0, recipe.wgrad[0])] if keep_x else [])]
     w_wanted = [(k_axis, recipe.forward[1]), *([(n_axis, recipe.dgrad[1])] if keep_w else [])]
-    x_forms, amax_x = forms_of(rows, x_wanted, given.sizes, extras.x, recipe)
-    w_forms, amax_w = forms_of(weight, w_wanted, None, extras.w, recipe)
+    x_forms, amax_x = forms_of(rows, x_wanted, given.sizes, scaling.extras(bound).x, recipe)
+    w_forms = weight_forms(given.caches[at], weight, w_wanted, bound, recipe, training=training)
     if training:
-        merge_amax(given.bound, (amax_x, amax_w, None), at)
+        merge_amax(bound, (amax_x, None, None))
     return (
         (arrays_of(x_forms[0]), arrays_of(x_forms[-1] if keep_x else rows)),
         (arrays_of(w_forms[0]), arrays_of(w_forms[-1] if keep_w else weight)),
@@ -281,7 +300,7 @@ class _StoredMlp(torch.autograd.Function):
         rows = (found.x, found.z)
         names = [*_names(_saved.ROWS, found.x), _saved.HIDDEN, *_names(_saved.ACTIVATED, found.z)]
         saved = [*found.x.tensors, found.h, *found.z.tensors]
-        saved += [given.sizes, probs if keep.probs else None, given.bound.key]
+        saved += [given.sizes, probs if keep.probs else None, given.bounds[0].key]
         saved += [*found.wi.tensors, *found.wo.tensors, *biases[0], *biases[1]]
         _saved.tell(saved, names)
         ctx.save_for_backward(*saved)
@@ -298,6 +317,7 @@ class _StoredMlp(torch.autograd.Function):
                 wo_bias=[],
                 accum_wi=(),
                 accum_wo=(),
+                caches=(None, None),
             ),
             needs,
             _product_facts(given, needs, live, counts),
@@ -384,8 +404,9 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     wi_bias, wo_bias = take(counts[4]), take(counts[5])
     dy = dy.contiguous()
     rows = dy.shape[0]
-    bound = BoundRecipe(given.bound.recipe, given.bound.state, key)
-    given = given._replace(sizes=sizes, bound=bound)
+    one, two = (dataclasses.replace(each, key=key) for each in given.bounds)
+    given = given._replace(sizes=sizes, bounds=(one, two))
+    extras = (scaling.extras(one), scaling.extras(two))
     (first, own, _), (second, recipe, _) = linear_of(given, 0), linear_of(given, 1)
     dgrad = (first.weight_axes()[1], own.dgrad[1])
     plain_z: Any = None
@@ -407,7 +428,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dp = dp if dp is None or facts.probs_dtype is None else dp.to(facts.probs_dtype)
     h = None
     if needs.wo and not z.tensors:
-        forms, _ = forms_of(plain_z, [(0, recipe.wgrad[0])], sizes, scaling.extras(bound, 1).x, recipe)
+        forms, _ = forms_of(plain_z, [(0, recipe.wgrad[0])], sizes, extras[1].x, recipe)
         z, plain_z = arrays_of(forms[0]), None
     results: list[ProductGradients] = []
     scale = probs if second.scale_bias else None
@@ -423,15 +444,15 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
             forms = [form for form in made if form.text]
             if product.needs.w and x.tensors and not own.wgrad[0].plain and not _is_cross(x):
                 again = _whole(x, rows)
-                cross, _ = forms_of(again, [(0, own.wgrad[0])], sizes, scaling.extras(bound, 0).x, own)
+                cross, _ = forms_of(again, [(0, own.wgrad[0])], sizes, extras[0].x, own)
                 left = arrays_of(cross[0])
             if product.needs.x and not wi.text:
-                turned, _ = forms_of(_whole(wi, rows), [dgrad], None, scaling.extras(bound, 0).w, own)
+                turned, _ = forms_of(_whole(wi, rows), [dgrad], None, extras[0].w, own)
                 weight = arrays_of(turned[0])
         launcher = Launcher(
             *(left, weight if at == 0 else Stored([]), sizes, biases, scale if at == 1 else None),
             *([cotangent, *(part for form in forms for part in form.tensors)], key),
-            *(scaling.extras(bound, at).x, product.k, product.text, [form.text for form in forms], product.dtypes),
+            *(extras[at].x, product.k, product.text, [form.text for form in forms], product.dtypes),
         )
         buffer = ctx.grad_input if at == 0 else None
         results.append(
@@ -439,15 +460,15 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
                 *(product, launcher, cotangent, ctx.owners[at], ctx.accumulators[at], buffer, ctx.delayed[at])
             )
         )
-    one, two = results
+    first_grads, second_grads = results
     return (
         *[None] * _PLAIN_ARGUMENTS,
-        one.x,
+        first_grads.x,
         dp,
-        *one.weights,
-        *two.weights,
-        *one.biases,
-        *two.biases,
+        *first_grads.weights,
+        *second_grads.weights,
+        *first_grads.biases,
+        *second_grads.biases,
         *[None] * (len(ctx.accumulators[0]) + len(ctx.accumulators[1])),
     )
 
@@ -466,7 +487,7 @@ def _whole(stored: Stored, rows: int) -> Any:
 def _again(given: Arguments, x: Stored, wi: Stored, rows: int) -> Any:
     """x and wi once more in the forms of forward; no magnitudes are merged, for forward did."""
     op, recipe, _ = linear_of(given, 0)
-    extras = scaling.extras(given.bound, 0)
+    extras = scaling.extras(given.bounds[0])
     x_forms, _ = forms_of(_whole(x, rows), [(1, recipe.forward[0])], given.sizes, extras.x, recipe)
     w_forms, _ = forms_of(_whole(wi, rows), [(op.weight_axes()[0], recipe.forward[1])], None, extras.w, recipe)
     return (arrays_of(x_forms[0]), x), (arrays_of(w_forms[0]), wi)
@@ -483,8 +504,9 @@ def _grad_forms(
         wanted.append((0, recipe.wgrad[1]))
     if not wanted:
         return Stored([]), Stored([])
-    encode = scaling.extras(given.bound, at).dy
-    found = _stored.store([dy], tuple(wanted), given.sizes, encode=encode, key=given.bound.key, stream=stream)
-    merge_amax(given.bound, (None, None, found.amax), at)
+    bound = given.bounds[at]
+    encode = scaling.extras(bound).dy
+    found = _stored.store([dy], tuple(wanted), given.sizes, encode=encode, key=bound.key, stream=stream)
+    merge_amax(bound, (None, None, found.amax))
     forms = {axis: arrays_of(form) for (axis, _), form in zip(wanted, found.forms, strict=True)}
     return forms.get(1, Stored([])), forms.get(0, Stored([]))

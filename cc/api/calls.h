@@ -382,7 +382,7 @@ struct Quantize {
   TensorView encode;        // [G] float32: multipliers, given (delayed scaling) instead of found
   TensorView key;           // [2] uint32: of stochastic rounding, low word first; absent: zero
   TensorView skip;          // [1] int32: not zero leaves every result as it is; wants all `into_`
-  TensorView into_amax;     // [G] float32, the memory of `amax`: what the maximum is merged with
+  TensorView into_amax;     // [G] float32, the memory of `amax`: magnitudes that the maximum is merged with
   TensorView into_values;   // the caller's buffers, each the memory of the result of that name
   TensorView into_scales;
   TensorView into_group_scales;

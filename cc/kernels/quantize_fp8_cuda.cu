@@ -11,11 +11,12 @@
 //     columns: amax over the 8 warps through shared memory, a scale a thread --> codes of two rows a conversion
 //              --> turned: 16 KiB of shared memory, swizzled by 8 bytes --> lines of 128 bytes
 //
-// 32 KiB of raw values, 12 of the scan, 16 of turned codes, 4 of amaxes and factors; 3 blocks an SM (85 registers) keep
-// 96 KiB in flight. Bound by memory: 3.03 bytes a value for one form, 4.06 for both.
+// 32 KiB of raw values, 16 of turned codes, 4 of amaxes and factors, 12 bytes a group; 4 blocks an SM (64 registers)
+// keep 128 KiB in flight. Bound by memory: 3.03 bytes a value for one form, 4.06 for both.
 #include <algorithm>
-#include <cstddef>
+#include <atomic>
 #include <string>
+#include <type_traits>
 
 #include "cc/device/store.cuh"
 #include "cc/kernels/kernels.h"
@@ -32,14 +33,13 @@ constexpr int kLanes = kStoreColumns / kVector;
 constexpr int kWarpRows = kStoreRows / kWarps;
 static_assert(kWarpRows == 2 * kVector && kLanes == 16, "a warp has two threads a column vector");
 
+constexpr int kReserved = 1024;                  // bytes of shared memory that a block takes beside its own
 constexpr int64_t kMostRows = int64_t{1} << 31;  // and tiles: 32 bits count them
 
 constexpr int kRows = 1, kColumns = 2;  // forms
 // Blocks of an SM: as many as spill nothing.
 template <int kBlock, bool kSquare, int kForms>
-constexpr int kBlocks = kForms == kRows                                          ? 4
-                        : kForms == kRows + kColumns && (kBlock == 0 || kSquare) ? 2
-                                                                                 : 3;
+constexpr int kBlocks = kForms == kRows + kColumns && (kBlock == 0 || kSquare) ? 2 : 4;
 
 template <bool kSquare, int kForms>
 constexpr bool kIsWide = !kSquare && kForms <= kRows;
@@ -58,21 +58,31 @@ struct Shape {
   int row = kWide ? threadIdx.x / kLanes / 8 * kVector : threadIdx.x / kLanes * kVector;
 };
 
-// What scan_store finds, for few enough groups.
+// What scan_store finds, for few enough groups; three lists, each with room for a few entries more than groups.
 constexpr int kMostGroups = 1024;
 struct GroupTable {
-  int32_t offsets[kMostGroups + 1];
-  int32_t tiles[kMostGroups + 2];
-  int32_t segments[kMostGroups + 1];
+  int32_t* offsets;
+  int32_t* tiles;
+  int32_t* segments;
+
+  static constexpr int kMore = 4;
+  static int bytes(const StoreProblem& p) {
+    return p.ragged ? 3 * (p.scan.count + kMore) * static_cast<int>(sizeof(int32_t)) : 0;
+  }
+  __device__ GroupTable(const StoreProblem& p, void* memory)
+      : offsets(static_cast<int32_t*>(memory)),
+        tiles(offsets + p.scan.count + kMore),
+        segments(tiles + p.scan.count + kMore) {}
 };
 
+// The table lies behind it.
 struct Shared {
   uint4 raw[kVector][kThreads];
-  GroupTable table;
   StoreTile next[kWarps];  // a warp's own; in registers it would live through everything
   uint32_t warp_amax[kWarps];
-  int64_t sums[33];
-  // From here on of columns alone.
+  int64_t sums[34];
+};
+struct ColumnShared : Shared {
   alignas(16) uint64_t turned[kStoreColumns][kStoreRows / 8];
   uint4 amax[kWarps][kLanes];  // by warp
   float factors[kStoreRows / 32][kStoreColumns];
@@ -80,9 +90,8 @@ struct Shared {
 
 // Rows [M] of ragged groups, tiles of kTileRows.
 template <int kTileRows>
-__device__ void scan_sizes(const StoreProblem& p, Shared* s) {
+__device__ void scan_sizes(const StoreProblem& p, const GroupTable& t, Shared* s) {
   constexpr int kEach = kMostGroups / kThreads;
-  GroupTable& t = s->table;
   const int first = threadIdx.x * kEach, count = p.scan.count;
   int64_t sizes[kEach], sum = 0, total;
 #pragma unroll
@@ -242,7 +251,8 @@ __device__ inline void row_factors(const StoreProblem& p, const StoreTile& tile,
       const BlockScale scale = scale_of(p, amax_of<kBf16>(k ? mine >> 16 : mine & 0xFFFFu));
       e[k] = scale.encode;
       if (at.row + word + 4 * k < tile.rows && at.column / 32 * 32 < tile.columns) {
-        put_scale(p.forms[0].scales, false, p.forms[0].place.at(0, row + 4 * k, (tile.column + at.column) / 32),
+        put_scale(p.forms[0].scales, false,
+                  p.forms[0].place.at(0, row + 4 * k, static_cast<uint32_t>(tile.column + at.column) / 32),
                   scale.stored);
       }
     }
@@ -257,7 +267,8 @@ __device__ inline void row_factors(const StoreProblem& p, const StoreTile& tile,
     const int high = lane & 1;  // of the word's two rows, which lane has which
     const BlockScale scale = scale_of(p, amax_of<kBf16>(high ? mine >> 16 : mine & 0xFFFFu));
     if (at.row + word + 4 * high < tile.rows && !(lane & 2) && at.column / kBlock * kBlock < tile.columns) {
-      put_scale(p.forms[0].scales, true, p.forms[0].place.at(0, row + 4 * high, (tile.column + at.column) / kBlock),
+      put_scale(p.forms[0].scales, true,
+                p.forms[0].place.at(0, row + 4 * high, static_cast<uint32_t>(tile.column + at.column) / kBlock),
                 scale.stored);
     }
 #pragma unroll
@@ -297,7 +308,7 @@ __device__ inline void put_rows(const StoreTile& tile, const uint4 (&raw)[kVecto
 // Scales of the tile's columns, for blocks of kBlock rows, stored; factors of this thread's columns.
 template <bool kBf16, int kBlock>
 __device__ inline void column_factors(const StoreProblem& p, const StoreTile& tile, const uint4 (&raw)[kVector],
-                                      int rows, Shared* s, float (&factors)[kVector]) {
+                                      int rows, ColumnShared* s, float (&factors)[kVector]) {
   const Shape<false> at;
   uint4 found = make_uint4(0, 0, 0, 0);
 #pragma unroll
@@ -324,7 +335,7 @@ __device__ inline void column_factors(const StoreProblem& p, const StoreTile& ti
     const BlockScale scale = scale_of(p, amax_of<kBf16>(amax));
     s->factors[b][column] = scale.encode;
     if (column < tile.columns && b * kBlock < rows) {
-      const int64_t first = p.ragged ? tile.padded : tile.row;
+      const uint32_t first = static_cast<uint32_t>(p.ragged ? tile.padded : tile.row);
       put_scale(p.forms[1].scales, kBlock == 128,
                 p.forms[1].place.at(p.ragged ? 0 : tile.group, first / kBlock + b, tile.column + column), scale.stored);
     }
@@ -339,7 +350,7 @@ __device__ inline void column_factors(const StoreProblem& p, const StoreTile& ti
 // Codes of columns to shared memory, 8 rows in one word, and from there to lines of `rows` bytes (a multiple of 16).
 template <class T, bool kBf16>
 __device__ inline void put_turned(const StoreProblem& p, const StoreTile& tile, const uint4 (&raw)[kVector],
-                                  const float (&factors)[kVector], int rows, Shared* s) {
+                                  const float (&factors)[kVector], int rows, ColumnShared* s) {
   const Shape<false> at;
   const int lane = at.column / kVector, piece = at.row / 8;
 #pragma unroll
@@ -428,6 +439,9 @@ __device__ inline void with_type(DType type, Body body) {
   body(E4M3{});
 }
 
+template <int kForms>
+using SharedOf = typename std::conditional<(kForms & kColumns) != 0, ColumnShared, Shared>::type;
+
 // kBlock 0: one scale a group; kSquare: of blocks 128 x 128. kForms 0: amaxes alone.
 template <bool kBf16, int kBlock, bool kSquare, int kForms>
 __global__ void __launch_bounds__(kThreads, kBlocks<kBlock, kSquare, kForms>)
@@ -435,19 +449,21 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kBlock, kSquare, kForms>)
   constexpr bool kWide = kIsWide<kSquare, kForms>;
   extern __shared__ uint4 dynamic_shared[];
   if (p.skip && *p.skip != 0) return;
-  Shared* s = reinterpret_cast<Shared*>(dynamic_shared);
-  if (p.ragged) scan_sizes<Shape<kWide>::kRows>(p, s);
+  using Scratch = SharedOf<kForms>;
+  Scratch* s = reinterpret_cast<Scratch*>(dynamic_shared);
+  const GroupTable table(p, s + 1);
+  if (p.ragged) scan_sizes<Shape<kWide>::kRows>(p, table, s);
   StoreTile tile;
   StoreTile& next = s->next[threadIdx.x / 32];
   uint32_t item = blockIdx.x;
-  bool more = find<kWide>(p, s->table, item, column_tiles, &tile);
+  bool more = find<kWide>(p, table, item, column_tiles, &tile);
   if (more && tile.group < p.scan.count) load_tile<kWide>(p, tile, s);
   if (kBlock == 0 && kForms && blockIdx.x == 0) store_group_scales(p);
   for (; more; tile = next) {
     item += gridDim.x;
     {  // while this tile's values arrive
       StoreTile found = {};
-      more = find<kWide>(p, s->table, item, column_tiles, &found);
+      more = find<kWide>(p, table, item, column_tiles, &found);
       __syncwarp();
       if (threadIdx.x % 32 == 0) next = found;
       __syncwarp();
@@ -505,6 +521,17 @@ int64_t groups_of(const Quantize& call) {
   return call.group_sizes.present() ? call.group_sizes.dims[0] : call.source.dims[0];
 }
 
+int shared_memory_of_sm() {
+  static std::atomic<int> values[kMaxDevices] = {};
+  std::atomic<int>& cached = values[device_index()];
+  int value = cached.load(std::memory_order_relaxed);
+  if (value == 0) {
+    GROUPED_CUDA_CHECK(cudaDeviceGetAttribute(&value, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device_index()));
+    cached.store(value, std::memory_order_relaxed);
+  }
+  return value;
+}
+
 // Tiles of `height` rows of all groups and of what none owns.
 int64_t most_row_tiles_of(const Quantize& call, int64_t height) {
   const bool ragged = call.group_sizes.present();
@@ -548,13 +575,15 @@ template <bool kBf16, int kBlock, bool kSquare, int kForms>
 void run(const Quantize& call, const StoreProblem& p, cudaStream_t stream) {
   using Tile = Shape<kIsWide<kSquare, kForms>>;
   constexpr auto kKernel = store_tiles<kBf16, kBlock, kSquare, kForms>;
-  constexpr int kBytes = (kForms & kColumns) != 0 ? sizeof(Shared) : offsetof(Shared, turned);
-  allow_shared_memory<kKernel>(kBytes);
+  constexpr int kMostBytes = sizeof(SharedOf<kForms>) + 3 * (kMostGroups + GroupTable::kMore) * sizeof(int32_t);
+  const int bytes = static_cast<int>(sizeof(SharedOf<kForms>)) + GroupTable::bytes(p);
+  allow_shared_memory<kKernel>(kMostBytes);
   const int64_t column_tiles = divide_up(p.width, Tile::kColumns);
   const int64_t tiles = most_row_tiles_of(call, Tile::kRows) * column_tiles;
-  const int64_t grid = std::min(tiles, int64_t{kBlocks<kBlock, kSquare, kForms>} * multiprocessors());
+  const int64_t blocks = std::min(kBlocks<kBlock, kSquare, kForms>, shared_memory_of_sm() / (bytes + kReserved));
+  const int64_t grid = std::min(tiles, blocks * multiprocessors());
   if (grid == 0) return;
-  kKernel<<<static_cast<unsigned>(grid), kThreads, kBytes, stream>>>(p, static_cast<uint32_t>(column_tiles));
+  kKernel<<<static_cast<unsigned>(grid), kThreads, bytes, stream>>>(p, static_cast<uint32_t>(column_tiles));
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -24,16 +24,35 @@ struct Fp32ScaleRule {
   bool power_of_two;     // e is rounded down to a power of two
 };
 
+// 2^(exponent - 127), for exponents from 1 on; the largest finite power of two above 254.
+GROUPED_HOST_DEVICE static inline float power_of_two(int exponent) {
+  return bits_float(static_cast<uint32_t>(exponent > 254 ? 254 : exponent) << 23);
+}
+
+// max / a rounded down to a power of two, as integers: a quotient is below 2^n exactly if its mantissas say so, for
+// rounding never carries it there. Overflow gives the power of two below any overflow_scale.
+GROUPED_HOST_DEVICE static inline float power_of_two_quotient(float max, float a) {
+  const uint32_t m = float_bits(max), v = float_bits(a);
+  const int smaller = (v & 0x7FFFFFu) > (m & 0x7FFFFFu) ? 1 : 0;
+  return power_of_two(static_cast<int>(m >> 23) - static_cast<int>(v >> 23) + 127 - smaller);
+}
+
 GROUPED_HOST_DEVICE static inline float fp32_encode_scale(float amax, const Fp32ScaleRule& rule) {
   float a = amax < rule.eps ? rule.eps : amax;  // false for NaN
   if (a == 0.0f || float_bits(a) >= kInfinityBits) return 1.0f;
-  float e = fl_div(rule.max, a);
-  if (float_bits(e) == kInfinityBits) e = rule.overflow_scale;
-  return rule.power_of_two ? bits_float(float_bits(e) & 0xFF800000u) : e;
+  if (rule.power_of_two) return power_of_two_quotient(rule.max, a);
+  const float e = fl_div(rule.max, a);
+  return float_bits(e) == kInfinityBits ? rule.overflow_scale : e;
 }
 
 // Of fp32 scales, per-group NVFP4 scales and delayed scaling alike. May be subnormal.
 GROUPED_HOST_DEVICE static inline float decode_scale(float e) { return fl_div(1.0f, e); }
+
+// The same of a normal power of two.
+GROUPED_HOST_DEVICE static inline float decode_power_of_two(float e) {
+  const uint32_t bits = float_bits(e);
+  return bits_float(bits == 254u << 23 ? 0x00400000u : (254u << 23) - bits);
+}
 
 // --- E8M0 (numerics 2.3) ---
 

@@ -57,7 +57,7 @@ GROUPED_HOST_DEVICE static inline BlockScale block_scale(const StoreRule& rule, 
   const float a = bits_float(amax);
   if (rule.kind == ScaleRule::fp32) {
     const float e = fp32_encode_scale(a, rule.fp32);
-    return {e, float_bits(decode_scale(e))};
+    return {e, float_bits(rule.fp32.power_of_two ? decode_power_of_two(e) : decode_scale(e))};
   }
   if (rule.kind == ScaleRule::e8m0) {
     const uint8_t code = e8m0_code<T>(a);

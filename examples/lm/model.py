@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_grouped import Recipe
 from jax_grouped.nnx import MoE
 from jax_grouped.route import MoEAux
 
@@ -22,7 +23,8 @@ class XlaMoE(MoE):
     def mlp(x, wi, wo, group_sizes, *, probs, **_unused):
         """SwiGLU experts as one would write them in plain JAX."""
         gate, linear = jnp.split(jax.lax.ragged_dot(x, wi, group_sizes), 2, axis=1)
-        return jax.lax.ragged_dot(probs[:, None] * jax.nn.silu(gate) * linear, wo, group_sizes)
+        activated = probs[:, None] * jax.nn.silu(gate) * linear
+        return jax.lax.ragged_dot(activated.astype(x.dtype), wo, group_sizes)
 
 
 def rotate(x: jax.Array) -> jax.Array:
@@ -51,14 +53,27 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention, then experts; each reads a normalised copy of the stream and adds to it."""
+    """Attention, then experts; each reads a normalised copy of the stream and adds to it.
 
-    def __init__(self, width: int, experts: int, top_k: int, moe: type[MoE], rngs: nnx.Rngs) -> None:
+    With a recipe the experts compute in bfloat16, in its formats; their parameters stay float32.
+    """
+
+    def __init__(
+        self, width: int, experts: int, top_k: int, moe: type[MoE], recipe: Recipe | None, rngs: nnx.Rngs
+    ) -> None:
         self.norm1 = nnx.RMSNorm(width, rngs=rngs)
         self.attention = Attention(width, rngs)
         self.norm2 = nnx.RMSNorm(width, rngs=rngs)
         # One expert alone cannot be weighted by a softmax over the chosen, so the softmax then runs over all.
-        self.experts = moe(width, 2 * width, experts, top_k, after_topk=top_k > 1, aux_coeff=0.01, rngs=rngs)
+        dtype = None if recipe is None else jnp.bfloat16
+        self.experts = moe(
+            *(width, 2 * width, experts, top_k),
+            after_topk=top_k > 1,
+            aux_coeff=0.01,
+            dtype=dtype,
+            recipe=recipe,
+            rngs=rngs,
+        )
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, MoEAux]:
         """[B, L, width] -> the same, and what the experts report."""
@@ -71,10 +86,18 @@ class LanguageModel(nnx.Module):
     """Predicts the next byte at each position."""
 
     def __init__(
-        self, width: int, layers: int, experts: int, top_k: int, *, moe: type[MoE] = MoE, rngs: nnx.Rngs
+        self,
+        width: int,
+        layers: int,
+        experts: int,
+        top_k: int,
+        *,
+        moe: type[MoE] = MoE,
+        recipe: Recipe | None = None,
+        rngs: nnx.Rngs,
     ) -> None:
         self.embed = nnx.Embed(BYTES, width, rngs=rngs)
-        self.blocks = nnx.List([Block(width, experts, top_k, moe, rngs) for _ in range(layers)])
+        self.blocks = nnx.List([Block(width, experts, top_k, moe, recipe, rngs) for _ in range(layers)])
         self.norm = nnx.RMSNorm(width, rngs=rngs)
         self.head = nnx.Linear(width, BYTES, use_bias=False, rngs=rngs)
 

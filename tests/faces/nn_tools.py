@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from grouped_core.activations import Activation
+from grouped_core.recipes import Recipe
 from tests import cases
 from tests.faces.adapters import to_torch
 from tests.faces.mlp_adapters import problem
 from tests.faces.torch_tools import leaf
-from torch_bridge import grouped_linear, grouped_mlp, nn
+from torch_bridge import grouped_linear, grouped_mlp, nn, scaling_state
 
 FUNCTIONS = ("grouped_linear", "grouped_mlp")
 MODULES = ("GroupedLinear", "GroupedMLP", "Sequential_fused", "Sequential_composed")
@@ -37,7 +38,7 @@ class Setup:
         form: of `FORMS`. weights: its weights, each product's in turn. run: x -> y.
         x, dy: rows and the gradient of y. groups: of each weight, those that it holds.
         module: None for functions. linears: the grouped linear layers of the module, in order.
-        sizes, probs: of the rows.
+        sizes, probs: of the rows. state: of delayed scaling, of a function.
     """
 
     form: str
@@ -50,6 +51,7 @@ class Setup:
     linears: list[Any]
     sizes: Tensor
     probs: Tensor
+    state: Any = None
 
     def backward(self, **keywords: Any) -> Any:
         """One forward and backward of fresh rows; returns these, with their gradient."""
@@ -82,10 +84,25 @@ def parameters_of(linear: nn.GroupedLinear) -> list[Any]:
     return [getattr(linear, name) for name in linear.weight_names]
 
 
+def drawn_key() -> Tensor:
+    """The key that a layer draws for one forward pass, from the default generator."""
+    return torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32).view(torch.uint32)
+
+
 def setup(
-    form: str, listed: bool, *, accumulate: bool = False, delay: bool = False, dtype: str = "float32", case: str = CASE
+    form: str,
+    listed: bool,
+    *,
+    accumulate: bool = False,
+    delay: bool = False,
+    dtype: str = "float32",
+    case: str = CASE,
+    recipe: Recipe | None = None,
 ) -> Setup:
-    """The problem in one form: an MLP, or its first product for the linear forms."""
+    """The problem in one form: an MLP, or its first product for the linear forms.
+
+    Functions are bound to a state of their own (`Setup.state`), and to a key that they draw as layers do.
+    """
     of = cases.named(case)
     operands, dy = problem(of, dtype, Activation("swiglu"), transposed=True)
     held = {name: None if value is None else to_torch(value) for name, value in operands.items()}
@@ -102,18 +119,25 @@ def setup(
         lists = [_members(each, listed) for each in packed]
         arguments: Any = [_argument(each, listed) for each in lists]
         options = {"wgrad_accum": accum}
+        state = scaling_state(recipe, of.groups, products=len(packed)) if recipe and recipe.delayed else None
+
+        def bound() -> Any:
+            return recipe and recipe.bind(state, drawn_key() if recipe.stochastic else None)
+
         if single:
 
             def run(x: Tensor, **keywords: Any) -> Tensor:
-                return grouped_linear(x, arguments[0], sizes, **options, **keywords)
+                return grouped_linear(x, arguments[0], sizes, recipe=bound(), **options, **keywords)
         else:
 
             def run(x: Tensor, **keywords: Any) -> Tensor:
                 wi, wo = arguments
-                return grouped_mlp(x, wi, wo, sizes, probs=probs, **options, **keywords)
+                return grouped_mlp(x, wi, wo, sizes, probs=probs, recipe=bound(), **options, **keywords)
 
-        return Setup(form, [each for part in lists for each in part], run, x, dy, groups, None, [], sizes, probs)
-    module = build(form, of, dtype, listed, accumulate_into_main_grad=accumulate, delay_wgrad_compute=delay)
+        weights = [each for part in lists for each in part]
+        return Setup(form, weights, run, x, dy, groups, None, [], sizes, probs, state)
+    options = {"accumulate_into_main_grad": accumulate, "delay_wgrad_compute": delay, "recipe": recipe}
+    module = build(form, of, dtype, listed, **options)
     linears = [each for each in module.modules() if isinstance(each, nn.GroupedLinear)]
     for linear, weight in zip(linears, packed, strict=True):
         fill(linear, weight)

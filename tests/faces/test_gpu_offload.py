@@ -121,6 +121,25 @@ def test_a_captured_step(policy: str) -> None:
 
 
 @pytest.mark.rule("OFF-6")
+def test_microbatches_of_a_captured_step_share_their_buffers() -> None:
+    """Inside an outermost context; what one eager microbatch left is then enough for three."""
+    _transfer.PINNED._free.clear()
+    stack = Stack(layers=3)
+
+    def steps() -> list[Tensor]:
+        with cpu_offload(enabled=False):
+            return [each for _ in range(3) for each in stack.run(retain_pinned=True)]
+
+    expected = [each.detach() for each in stack.run()]  # a history would tie leaves to the stream of this run
+    graph, results = captured(steps)
+    for each in results:
+        each.fill_(float("nan"))
+    graph.replay()
+    _same(results, expected * 3)
+    assert _transfer.PINNED.scope is None
+
+
+@pytest.mark.rule("OFF-6")
 def test_forward_and_backward_in_graphs_of_their_own() -> None:
     """The outermost context waits for its copies, so a graph may end with it."""
     stack = Stack(layers=3)

@@ -20,7 +20,7 @@ def _run(form: str, listed: bool, accumulate: bool, delay: bool, microbatches: i
     if accumulate:
         main_grads(s.weights, 0.25)
     for weight in s.weights:
-        weight.overwrite_main_grad = True  # for the first microbatch alone, although none has been drained by then
+        weight.overwrite_main_grad = not tied  # for the first microbatch alone, although none has been drained by then
     for at in range(microbatches):
         x = leaf(s.x * (at + 1))
         y = s.run(x)
@@ -53,10 +53,11 @@ def test_drained_microbatches_equal_the_undelayed_run(
 
 
 @pytest.mark.rule("DLY-3")
+@pytest.mark.parametrize("accumulate", [False, True], ids=["grad", "main_grad"])
 @pytest.mark.parametrize("form", MODULES)
-def test_tied_weights_add_up(form: str) -> None:
-    """Two uses in one pass: with `.grad` autograd and the queue both sum them, two terms in either order."""
-    later, now = (_run(form, False, False, delay, 1, tied=True) for delay in (True, False))
+def test_tied_weights_add_up(form: str, accumulate: bool) -> None:
+    """Two uses in a pass: autograd sums the two before `.grad`, the kernel and the queue add one after the other."""
+    later, now = (_run(form, False, accumulate, delay, 1 + accumulate, tied=True) for delay in (True, False))
     for got, expected in zip(later, now, strict=True):
         asserts.bitwise(got, expected)
 

@@ -281,3 +281,10 @@ def test_recipes_reach_the_operation() -> None:
     mlp = nn.GroupedMLP(3, 24, 8, recipe=torch_bridge.FP32, single_grouped_weight=True)
     y = grouped_mlp(t.x, mlp.linear_fc1.weight, mlp.linear_fc2.weight, t.sizes, recipe=torch_bridge.FP32)
     asserts.bitwise(mlp(t.x, t.sizes), y)
+
+
+def test_layers_of_an_mlp_that_disagree_are_refused() -> None:
+    s = setup("GroupedMLP", False)
+    s.linears[1].accumulate_into_main_grad = True  # after construction
+    with asserts.refused(ValueError, ["`accumulate_into_main_grad`", "False", "True", "the same in both"]):
+        s.run(s.x)

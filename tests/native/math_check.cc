@@ -1,5 +1,6 @@
 // The arithmetic of cc/math over whole arrays, for tests/native/test_math.py: compiled there, called by ctypes.
 #include <cstdint>
+#include <initializer_list>
 
 #include "cc/math/narrow.h"
 #include "cc/math/rotate.h"
@@ -72,6 +73,22 @@ EXPORT void scales_fp32(int64_t n, const float* a, float max, float eps, float o
   for (int64_t i = 0; i < n; ++i) {
     e[i] = fp32_encode_scale(a[i], {max, eps, overflow, power_of_two != 0});
     d[i] = decode_scale(e[i]);
+  }
+}
+
+// How often, of all mantissas in some binades, integers give another power of two than a division, or its reciprocal.
+EXPORT void powers_of_two_that_differ(float max, int64_t* count) {
+  *count = 0;
+  for (const uint32_t exponent : {0u, 1u, 7u, 126u, 127u, 135u, 253u, 254u}) {
+    for (uint32_t mantissa = 0; mantissa < 1u << 23; ++mantissa) {
+      const float a = bits_float(exponent << 23 | mantissa);
+      if (a == 0.0f) continue;
+      const float quotient = fl_div(max, a);
+      const float wanted = bits_float(
+          (float_bits(quotient) == kInfinityBits ? float_bits(kFloatMax) : float_bits(quotient)) & 0xFF800000u);
+      const float found = power_of_two_quotient(max, a);
+      *count += found != wanted || float_bits(decode_power_of_two(found)) != float_bits(decode_scale(wanted));
+    }
   }
 }
 

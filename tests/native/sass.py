@@ -21,6 +21,7 @@ MODULE = Path(str(_native.__file__))
 ARCH = "sm_90a"
 COUNTED = {
     "HGMMA": "wgmma",
+    "QGMMA": "wgmma of 8-bit operands",
     "WARPGROUP": "its fences and waits: more of them means that the compiler serialised it",
     "UTMALDG": "tensor loads",
     "UTMASTG": "tensor stores",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from grouped_core import calls, plans
+from grouped_core import _native, calls, plans
 from grouped_core.calls import SLOTS, ArraySpec, Call, StoredSpec, spec_of
 from grouped_core.formats import FORMATS, Format, padded_rows
 from grouped_core.recipes import FP32, FP8Block, FP8Current, Recipe
@@ -358,6 +358,9 @@ def test_weight_gradients_in_a_table(pair):
             asserts.bitwise(runner.release(member, before.dtype).reshape(before[g].shape), packed[g], f"member {g}")
 
 
+with_cuda = pytest.mark.skipif(not _native.cuda_compiled, reason="this build has no CUDA kernels")
+
+
 def _plan(lhs: Operand, rhs: Operand, recipe: Recipe, axes: tuple[int, int] = (1, 1), **options: Any) -> Any:
     sizes = ArraySpec((TILES.groups,), "int32")
     return plans.attempt(
@@ -365,6 +368,7 @@ def _plan(lhs: Operand, rhs: Operand, recipe: Recipe, axes: tuple[int, int] = (1
     )
 
 
+@with_cuda
 @pytest.mark.rule("MAT-6")
 @pytest.mark.parametrize(
     ("pair", "recipe", "kernel"),
@@ -379,6 +383,7 @@ def test_who_takes_rows(pair, recipe, kernel):
     assert plan.kernel == kernel, plan.refusals
 
 
+@with_cuda
 @pytest.mark.rule("MAT-6")
 @each_turned_pair
 def test_who_takes_weight_gradients(pair):
@@ -387,6 +392,7 @@ def test_who_takes_weight_gradients(pair):
     assert plan.kernel == WGRAD, plan.refusals
 
 
+@with_cuda
 @pytest.mark.rule("MAT-6")
 def test_rows_that_are_no_whole_16_bytes_are_refused_in_words():
     case = cases.Case("odd", (5, 6), 11, 24, 12, frozenset())

@@ -160,6 +160,13 @@ def test_fp32_scales(lib, dtype, eps, power_of_two, overflow):
     asserts.bitwise(d, rounding.decode_scale(wanted))
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+def test_powers_of_two_are_those_of_a_division(lib, dtype):
+    count = np.ones(1, np.int64)
+    call(lib, "powers_of_two_that_differ", TYPES[dtype].max, count)
+    assert count[0] == 0
+
+
 def test_e8m0_scales(lib):
     a = amaxes()
     found = [np.zeros(a.size, np.uint8) for _ in TYPES]

@@ -25,7 +25,7 @@ def test_no_kernel_spills_or_falls_back(kernels):
         assert not found["LDL"] + found["STL"], f"{name} keeps registers in memory"
         older = found["HMMA"] and not name.startswith(STREAMED)
         assert not older, f"{name} multiplies with instructions of older chips"
-        if found["HGMMA"]:
+        if found["HGMMA"] or found["QGMMA"]:
             assert found["UTMALDG"], f"{name} loads without tensor copies"
             assert found["USETMAXREG"], f"{name} does not hand registers over"
 

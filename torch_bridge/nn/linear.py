@@ -17,12 +17,15 @@ from torch.nn import Module, Parameter
 from grouped_core.formats import WIDE
 from grouped_core.linear_spec import recipe_option
 from grouped_core.recipes import Recipe
+from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes
-from torch_bridge import main_grad, ops
+from torch_bridge import main_grad, ops, stored
 from torch_bridge._arguments import Members, check_arguments
 from torch_bridge._memory import OwnedTable
 from torch_bridge._products import Owner
 from torch_bridge._run import DTYPES, TORCH_DTYPES
+from torch_bridge.nn import _recipes
+from torch_bridge.nn._cache import WeightCache
 from torch_bridge.nn._state import adapt
 from torch_bridge.params import is_distributed
 
@@ -68,7 +71,9 @@ class GroupedLinear(Module):
         num_groups: G. in_features: K. out_features: N.
         bias: whether there is a bias.
         device, dtype: of the parameters; fp32, bf16 or fp16.
-        recipe: formats of the products; None takes the operands as they stand.
+        recipe: formats of the products; None takes the operands as they stand. One with delayed scaling gives the layer
+            a state of its own, in buffers; hand `scaling_state` to `update_scaling` after each step. One that rounds
+            stochastically draws a key in each forward pass, from the generator of the device.
         scale_bias: `row_scale` then multiplies the bias alone.
         accumulate_into_main_grad: weight gradients are added to the parameters' `main_grad` by the kernel instead of
             going to `.grad`; see `torch_bridge.main_grad` for the attributes that count.
@@ -117,6 +122,7 @@ class GroupedLinear(Module):
         self.delay_wgrad_compute = bool(delay_wgrad_compute)
         self.preserve_high_precision_init = bool(preserve_high_precision_init)
         self.delayed = main_grad.Delayed()
+        self.cache = WeightCache()
         self._table = OwnedTable()
         self.weight_names = self._names("weight", single_grouped_weight)
         self.bias_names = self._names("bias", single_grouped_bias) if bias else ()
@@ -127,6 +133,7 @@ class GroupedLinear(Module):
             for name in names:
                 shape = (self.num_groups, *shapes[kind]) if name == kind else shapes[kind]
                 self.register_parameter(name, Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        _recipes.add_state(self, self.recipe, self.num_groups, 1, device)
         self.mark_weights()
         self.reset_parameters()
 
@@ -134,7 +141,10 @@ class GroupedLinear(Module):
         return (kind,) if single else tuple(f"{kind}{group}" for group in range(self.num_groups))
 
     def reset_parameters(self) -> None:
-        """New values: uniform within 1/sqrt(K), group after group, so that both forms of parameters get the same."""
+        """New values: uniform within 1/sqrt(K), group after group, so that both forms of parameters get the same.
+
+        The state of delayed scaling starts anew too.
+        """
         bound = 1 / math.sqrt(self.in_features)
         with torch.no_grad():
             for kind, names in (("weight", self.weight_names), ("bias", self.bias_names)):
@@ -142,6 +152,7 @@ class GroupedLinear(Module):
                     parameter = getattr(self, name)
                     for member in parameter.unbind() if name == kind else (parameter,):
                         member.uniform_(-bound, bound)
+        _recipes.reset_state(self, self.recipe)
 
     # ---- the product -------------------------------------------------------------------------------------------------
 
@@ -160,15 +171,22 @@ class GroupedLinear(Module):
         Args:
             x: [M, K]. group_sizes: G integers, as in `grouped_linear`. row_scale: [M], multiplies rows of y, with
                 `scale_bias` the bias alone.
-            is_first_microbatch: for the cache of quantised weights; plain recipes have nothing to keep. It never
-                decides whether a gradient is added or replaces.
+            is_first_microbatch: None quantises the weights in each pass, and keeps nothing unless `set_weight_update`
+                was called; True quantises them into the cache, whose buffers stay where they are; False reuses these.
+                It never decides whether a gradient is added or replaces. Plain recipes have nothing to keep.
             out, grad_input: the caller's buffers for y and the gradient of x, in the dtype of the computation.
 
-        Raises what `grouped_linear` raises.
+        Raises what `grouped_linear` raises; RuntimeError if the cache is empty or older than the weights.
         """
         if is_first_microbatch is not None:
             check_microbatch(is_first_microbatch)
         parameters = self.weight_parameters()
+        if stored.is_stored(x, None, self.recipe):
+            dtype = compute_dtype(_recipes.home(x), parameters[0].dtype)
+            rows, weights = cast_rows(x, dtype), self.weights(parameters, dtype)
+            return _recipes.linear(
+                self, rows, weights, parameters, group_sizes, row_scale, is_first_microbatch, out, grad_input
+            )
         dtype = compute_dtype(x, parameters[0].dtype)
         given = check_arguments(
             cast_rows(x, dtype),
@@ -238,13 +256,24 @@ class GroupedLinear(Module):
         self.note_addresses(self.weight_parameters())
 
     def set_weight_update(self, flag: bool) -> None:
-        """Whether captured graphs quantise the weights again. Plain recipes quantise none, so there is nothing to set.
+        """Whether passes with `is_first_microbatch=None`, above all captured ones, quantise the weights again.
+
+        From the first call on these passes always launch the quantiser of the weights, into the cache, and it reads the
+        flag on the device: one graph serves all microbatches. Nobody checks that what it reuses is not too old. Plain
+        recipes quantise no weights, so there is nothing to set.
 
         Raises:
-            TypeError: `flag` is no bool.
+            TypeError: `flag` is no bool. RuntimeError: a graph is being captured.
         """
         if not isinstance(flag, bool):
             raise TypeError(f"`flag` of set_weight_update: {flag!r}, expected True or False; pass one of them.")
+        if self.recipe is not None and self.recipe.quantized:
+            self.cache.set_update(flag, self._held(self.weight_names[:1])[0].device)
+
+    @property
+    def scaling_state(self) -> ScalingState[Tensor] | None:
+        """The state of delayed scaling, for `update_scaling`, or None; its arrays are the layer's buffers."""
+        return _recipes.state_of(self, self.recipe)
 
     # ---- delayed weight gradients ------------------------------------------------------------------------------------
 
@@ -277,7 +306,9 @@ class GroupedLinear(Module):
 
     # NOTE: torch makes new Parameters in these four places, and their attributes are lost.
     def _apply(self, fn: Any, recurse: bool = True) -> GroupedLinear:
+        held = _recipes.held_state(self)
         super()._apply(fn, recurse)
+        _recipes.applied(self, held)
         self.mark_weights()
         return self
 
@@ -291,6 +322,7 @@ class GroupedLinear(Module):
         for kind, names, shape in shapes:
             if names:
                 adapt(state_dict, prefix, kind, self.num_groups, shape, grouped=names[0] == kind)
+        _recipes.keep_missing(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self.mark_weights()
 

@@ -13,12 +13,15 @@ from torch.nn import Module
 
 from grouped_core.activations import Activation, resolve
 from grouped_core.mlp_spec import Residuals, residuals_option
+from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes
 from torch_bridge import main_grad, mlp
 from torch_bridge._mlp_arguments import check_arguments
 from torch_bridge._products import Owner
+from torch_bridge.nn import _recipes
 from torch_bridge.nn.activation import shortest
 from torch_bridge.nn.linear import GroupedLinear, cast_rows, check_microbatch, compute_dtype, positive
+from torch_bridge.stored import is_stored
 
 
 def fused_mlp(
@@ -31,11 +34,27 @@ def fused_mlp(
     probs: Tensor | None,
     out: Tensor | None,
     grad_input: Tensor | None,
+    state: ScalingState[Tensor] | None = None,
+    first_microbatch: bool | None = None,
 ) -> Tensor:
-    """Both layers and the activation between them as one operation."""
+    """Both layers and the activation between them as one operation.
+
+    Args:
+        state: of delayed scaling of both products; None: each layer has its own, or none.
+    """
     parameters = (fc1.weight_parameters(), fc2.weight_parameters())
-    dtype = compute_dtype(x, parameters[0][0].dtype)
     owners = (fc1.owner(parameters[0]), fc2.owner(parameters[1]))
+    if fc1.accumulate_into_main_grad != fc2.accumulate_into_main_grad:
+        raise ValueError(
+            f"`accumulate_into_main_grad`: {fc1.accumulate_into_main_grad} in the first layer and "
+            f"{fc2.accumulate_into_main_grad} in the second, expected the same in both; set it in both."
+        )
+    if is_stored(x, None, fc1.recipe):
+        dtype = compute_dtype(_recipes.home(x), parameters[0][0].dtype)
+        weights = (fc1.weights(parameters[0], dtype), fc2.weights(parameters[1], dtype))
+        arguments = (cast_rows(x, dtype), *weights, group_sizes, True, activation, probs, fc1.biases(), fc2.biases())
+        return _recipes.mlp(fc1, fc2, arguments, residuals, state, owners, first_microbatch, out, grad_input)
+    dtype = compute_dtype(x, parameters[0][0].dtype)
     given = check_arguments(
         cast_rows(x, dtype),
         fc1.weights(parameters[0], dtype),
@@ -72,7 +91,8 @@ class GroupedMLP(Module):
         activation: a kind, or an `Activation`. Gated kinds make the first weight [2F, H], gate rows first or
             interleaved.
         bias: whether both layers have one; that of the second is weighted by the probabilities.
-        residuals: what is kept for backward, as in `grouped_mlp`.
+        residuals: what is kept for backward, as in `grouped_mlp`. With "save_input" backward quantises the weights of
+            the first layer once more, cached or not.
         options: the other keywords of `GroupedLinear`, for both layers.
 
     Raises:
@@ -104,6 +124,9 @@ class GroupedMLP(Module):
         wide = self.activation.fc1_width(mlp_dim)
         self.linear_fc1 = GroupedLinear(num_groups, hidden, wide, bias=bias, **options)
         self.linear_fc2 = GroupedLinear(num_groups, mlp_dim, hidden, bias=bias, scale_bias=bias, **options)
+        for layer in (self.linear_fc1, self.linear_fc2):
+            _recipes.drop_state(layer)
+        _recipes.add_state(self, self.linear_fc1.recipe, num_groups, 2, options.get("device"))
 
     def forward(
         self,
@@ -119,7 +142,7 @@ class GroupedMLP(Module):
 
         Args:
             x: [M, H]. group_sizes: G integers. probs: [M], the router's probability of each row; None: 1.
-            is_first_microbatch: for the cache of quantised weights; plain recipes have nothing to keep.
+            is_first_microbatch: for the cache of quantised weights, as of `GroupedLinear`.
             out, grad_input: the caller's buffers for y and the gradient of x, in the dtype of the computation.
 
         Raises what `grouped_mlp` raises.
@@ -127,7 +150,13 @@ class GroupedMLP(Module):
         if is_first_microbatch is not None:
             check_microbatch(is_first_microbatch)
         fc1, fc2 = self.linear_fc1, self.linear_fc2
-        return fused_mlp(fc1, fc2, *self._as_given, x, group_sizes, probs, out, grad_input)
+        state, first = self.scaling_state, is_first_microbatch
+        return fused_mlp(*(fc1, fc2, *self._as_given, x, group_sizes, probs, out, grad_input, state, first))
+
+    @property
+    def scaling_state(self) -> ScalingState[Tensor] | None:
+        """The state of delayed scaling of both products, for `update_scaling`, or None."""
+        return _recipes.state_of(self, self.linear_fc1.recipe)
 
     def backward_dw(self, all: bool = False) -> None:
         """The oldest delayed weight gradients (`all`: every one) of FC2, then of FC1; then FC2's hooks, then FC1's."""
@@ -156,3 +185,14 @@ class GroupedMLP(Module):
         """New values, as of `GroupedLinear`."""
         self.linear_fc1.reset_parameters()
         self.linear_fc2.reset_parameters()
+        _recipes.reset_state(self, self.linear_fc1.recipe)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> GroupedMLP:
+        held = _recipes.held_state(self)
+        super()._apply(fn, recurse)
+        _recipes.applied(self, held)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        _recipes.keep_missing(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

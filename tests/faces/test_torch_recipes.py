@@ -1,0 +1,494 @@
+"""Recipes that quantise in the layers of `torch_bridge.nn`: bits, weight cache, state, quantised primary weights."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import torch_bridge
+from grouped_core import recipes
+from grouped_core.activations import Activation
+from grouped_core.recipes import Recipe
+from tests import asserts, bounds
+from tests.faces.nn_tools import MODULES, drawn_key, main_grads, setup
+from tests.faces.torch_tools import counted_launches, leaf
+from torch_bridge import grouped_linear, nn, params, quantize, scaling_state, update_scaling
+from torch_bridge.activation import scaled_activation_rows
+
+RECIPES = tuple(getattr(recipes, name) for name in bounds.RELATIVE_ERRORS)
+WEIGHTS_ALONE = recipes.MXFP8.replace(
+    name="weights alone",
+    forward=(recipes.BF16.forward[0], recipes.MXFP8.forward[1]),
+    dgrad=recipes.BF16.dgrad,
+    wgrad=recipes.BF16.wgrad,
+)
+DELAYED = recipes.FP8Delayed.replace(history=3)
+ALL = (*(DELAYED if each.delayed else each for each in RECIPES), WEIGHTS_ALONE)
+FUNCTION = {"GroupedLinear": "grouped_linear", "GroupedMLP": "grouped_mlp", "Sequential_fused": "grouped_mlp"}
+BF16 = {"dtype": "bfloat16", "case": "jagged"}
+
+by_recipe = pytest.mark.parametrize("recipe", ALL, ids=lambda r: r.name)
+by_form = pytest.mark.parametrize("form", MODULES)
+
+
+def seeded(one: Any, seed: int, **keywords: Any) -> list[Any]:
+    """y, dx and, where autograd has them, dW of one pass with the random numbers of `seed`."""
+    torch.manual_seed(seed)
+    x = leaf(one.x)
+    y = one.run(x, **keywords)
+    for weight in one.weights:
+        weight.grad = None
+    y.backward(one.dy)
+    return [y.detach(), x.grad, *(weight.grad for weight in one.weights)]
+
+
+def same(found: list[Any], wanted: list[Any], what: str = "") -> None:
+    for at, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        assert (a is None) == (b is None), f"result {at} {what}"
+        if b is not None:
+            asserts.bitwise(a, b, f"result {at} {what}")
+
+
+def states(module: Any) -> list[Any]:
+    """The states of delayed scaling in a module, first layer first."""
+    found = [getattr(each, "scaling_state", None) for each in module.modules()]
+    return [each for each in found if each is not None]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bits
+
+
+@pytest.mark.rule("ALL-1", "MAT-3", "MLP-1")
+@by_recipe
+@pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
+@pytest.mark.parametrize("form", list(FUNCTION))
+def test_layers_have_the_bits_of_the_functions(form: str, listed: bool, recipe: Recipe) -> None:
+    """Step by step, with the states of delayed scaling and the keys of random rounding."""
+    module = setup(form, listed, recipe=recipe, **BF16)
+    function = setup(FUNCTION[form], listed, recipe=recipe, **BF16)
+    for step in range(3):
+        same(seeded(module, step), seeded(function, step), f"in step {step}")
+        if function.state is not None:
+            held = states(module.module)
+            for name in ("scale", "history"):
+                asserts.bitwise(torch.cat([getattr(each, name) for each in held]), getattr(function.state, name), name)
+            for state in (*held, function.state):
+                update_scaling(state)
+    if recipe.delayed:
+        assert (function.state.scale != 1).any(), "nothing was scaled"
+
+
+@pytest.mark.rule("ALL-1")
+@by_recipe
+def test_a_composed_sequential_has_the_bits_of_its_parts(recipe: Recipe) -> None:
+    s = setup("Sequential_composed", False, recipe=recipe, **BF16)
+    own = [scaling_state(recipe, len(s.sizes)) if recipe.delayed else None for _ in range(2)]
+    x, (wi, wo) = leaf(s.x), [leaf(each) for each in s.weights]
+    torch.manual_seed(5)
+    bound = [recipe.bind(own[0], drawn_key() if recipe.stochastic else None)]
+    h = grouped_linear(x, wi, s.sizes, recipe=bound[0])
+    z = scaled_activation_rows(h, s.probs, Activation("swiglu"), s.sizes)
+    bound.append(recipe.bind(own[1], drawn_key() if recipe.stochastic else None))
+    y = grouped_linear(z, wo, s.sizes, recipe=bound[1])
+    y.backward(s.dy)
+    same(seeded(s, 5), [y, x.grad, wi.grad, wo.grad])
+
+
+@pytest.mark.rule("CAP-3")
+def test_each_pass_draws_a_key_of_its_own() -> None:
+    s = setup("GroupedLinear", False, recipe=recipes.NVFP4, **BF16)
+    torch.manual_seed(1)
+    x = [leaf(s.x) for _ in range(2)]
+    for each in x:
+        s.run(each).backward(s.dy)
+    assert not torch.equal(x[0].grad, x[1].grad)
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        s.run(s.x)
+    assert torch.equal(torch.get_rng_state(), state), "nothing is rounded at random in forward"
+
+
+@pytest.mark.rule("GRD-1", "DLY-3", "MAT-11")
+@by_recipe
+@pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
+@by_form
+def test_main_grad_and_delayed_gradients(form: str, listed: bool, recipe: Recipe) -> None:
+    """Two microbatches: into `main_grad` at once, and later, are the same bits; overwriting leaves the last one."""
+    found = []
+    for delay in (False, True):
+        s = setup(form, listed, accumulate=True, delay=delay, recipe=recipe, **BF16)
+        main_grads(s.weights, 0.5)
+        for weight in s.weights:
+            weight.grad_added_to_main_grad = False
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            s.run(leaf(s.x)).backward(s.dy)
+        if delay:
+            assert all((weight.main_grad == 0.5).all() for weight in s.weights)
+            assert s.module.pending_wgrads() == 2
+            s.module.backward_dw(all=True)
+        assert all(weight.grad_added_to_main_grad for weight in s.weights)
+        found.append([weight.main_grad.clone() for weight in s.weights])
+    same(found[1], found[0])
+    s = setup(form, listed, accumulate=True, recipe=recipe, **BF16)
+    main_grads(s.weights, float("nan"))
+    for weight in s.weights:
+        weight.overwrite_main_grad = True
+    torch.manual_seed(2)
+    s.run(leaf(s.x)).backward(s.dy)
+    plain = setup(form, listed, recipe=recipe, **BF16)
+    for weight, wanted in zip(s.weights, seeded(plain, 2)[2:], strict=True):
+        asserts.bitwise(weight.main_grad.view(weight.shape).bfloat16(), wanted)
+
+
+@pytest.mark.rule("BUF-1", "BUF-3")
+@by_recipe
+@by_form
+def test_buffers_of_the_caller(form: str, recipe: Recipe) -> None:
+    case = {**BF16, "case": "tail"}
+    s, other = (setup(form, False, recipe=recipe, **case) for _ in range(2))
+    valid = int(s.sizes.clamp(min=0).sum())
+    out = torch.full_like(s.dy, 7.0)
+    grad = torch.full_like(s.x, 7.0)
+    buffers: Any = {"out": out, "grad_input": grad}
+    if form.startswith("Sequential"):
+        buffers = {"op_kwargs": {0: {"grad_input": grad}, 2: {"out": out}}}
+    y, dx, *_ = seeded(s, 3, **buffers)
+    assert (y.data_ptr(), dx.data_ptr()) == (out.data_ptr(), grad.data_ptr())
+    wanted = seeded(other, 3)
+    for a, b in ((out, wanted[0]), (grad, wanted[1])):
+        asserts.bitwise(a[:valid], b[:valid])
+        asserts.filled(a[valid:], 7.0)
+
+
+@pytest.mark.rule("MLP-13")
+@pytest.mark.parametrize("recipe", [recipes.MXFP8, recipes.FP8Current], ids=lambda r: r.name)
+def test_rows_that_come_quantised(recipe: Recipe) -> None:
+    s = setup("GroupedLinear", False, recipe=recipe, **BF16)
+    x = quantize(s.x, recipe.forward[0], axis=(1, 0), group_sizes=s.sizes)
+    asserts.bitwise(s.module(x, s.sizes), s.module(s.x, s.sizes))
+
+
+@pytest.mark.rule("MAT-6")
+@pytest.mark.parametrize("form", MODULES)
+def test_autocast_computes_in_its_dtype(form: str) -> None:
+    s, narrow = (setup(form, True, dtype=dtype, recipe=recipes.MXFP8) for dtype in ("float32", "bfloat16"))
+    with torch.no_grad():
+        for weight, cast in zip(s.weights, narrow.weights, strict=True):
+            cast.copy_(weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = s.run(leaf(s.x))
+    asserts.bitwise(y, narrow.run(leaf(s.x.bfloat16())))
+
+
+@pytest.mark.rule("GRD-12")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("accumulate", [False, True], ids=["autograd", "main_grad"])
+@pytest.mark.parametrize("recipe", [each for each in ALL if not each.delayed], ids=lambda r: r.name)
+def test_linear_compiles_whole(recipe: Recipe, accumulate: bool) -> None:
+    """Rows 1, 2 and 4; delayed scaling, the cache and flags run beside a graph."""
+    torch.compiler.reset()
+    s, compiled = (setup("GroupedLinear", True, accumulate=accumulate, recipe=recipe, **BF16) for _ in range(2))
+    compiled.module.compile(fullgraph=True, backend="aot_eager")
+    for one in (s, compiled):
+        one.weights[0].requires_grad_(accumulate)
+        main_grads(one.weights, 0.5)
+    same(seeded(compiled, 4), seeded(s, 4))
+    for a, b in zip(compiled.weights, s.weights, strict=True):
+        asserts.bitwise(a.main_grad, b.main_grad)
+        assert bool((a.main_grad != 0.5).any()) <= accumulate
+
+
+@pytest.mark.rule("GRD-12")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo makes an instance of autograd.Function
+@pytest.mark.parametrize("recipe", [DELAYED, recipes.MXFP8], ids=lambda r: r.name)
+@by_form
+def test_the_rest_compiles_beside_a_graph(form: str, recipe: Recipe) -> None:
+    torch.compiler.reset()
+    s, compiled = (setup(form, False, recipe=recipe, **BF16) for _ in range(2))
+    compiled.module.compile(backend="aot_eager")
+    wanted = seeded(s, 4)
+    same(seeded(compiled, 4), wanted)
+    keyword = {} if form.startswith("Sequential") else {"is_first_microbatch": True}
+    same(seeded(compiled, 4, **keyword), wanted)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The weight cache
+
+
+@pytest.mark.rule("QNT-5", "GRD-11")
+@by_recipe
+@pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
+@pytest.mark.parametrize("form", ["GroupedLinear", "GroupedMLP"])
+def test_microbatches_reuse_the_forms_of_the_first(form: str, listed: bool, recipe: Recipe) -> None:
+    s, plain = (setup(form, listed, recipe=recipe, **BF16) for _ in range(2))
+    for step in range(2):
+        for at, first in enumerate((True, False, False)):
+            with counted_launches() as calls:
+                found = seeded(s, at, is_first_microbatch=first)
+            with counted_launches() as all_calls:
+                wanted = seeded(plain, at)
+            same(found, wanted, f"of microbatch {at} in step {step}")
+            saved = all_calls.count("quantize") - calls.count("quantize")
+            assert saved == (0 if first else len(s.linears)), (calls, all_calls)
+        for one in (s, plain):
+            with torch.no_grad():
+                for weight in one.weights:
+                    weight.mul_(1.25)
+            for state in states(one.module):
+                update_scaling(state)
+    if recipe.delayed:
+        for a, b in zip(states(s.module), states(plain.module), strict=True):
+            asserts.bitwise(a.scale, b.scale)
+            asserts.bitwise(a.history, b.history)
+
+
+@pytest.mark.rule("QNT-5")
+@pytest.mark.parametrize("form", ["GroupedLinear", "GroupedMLP"])
+def test_a_cache_that_is_empty_or_old_is_refused(form: str) -> None:
+    s = setup(form, True, recipe=recipes.MXFP8, **BF16)
+    empty, old = ["weight cache", "empty", "is_first_microbatch=True"], ["weight cache", "written since"]
+    with asserts.refused(RuntimeError, empty):
+        s.run(s.x, is_first_microbatch=False)
+    s.run(s.x)
+    with asserts.refused(RuntimeError, empty):
+        s.run(s.x, is_first_microbatch=False)
+    s.run(s.x, is_first_microbatch=True)
+    s.run(s.x, is_first_microbatch=False)
+    with torch.no_grad():
+        s.weights[-1].mul_(2)
+    with asserts.refused(RuntimeError, old):
+        s.run(s.x, is_first_microbatch=False)
+    for weight in s.weights:
+        weight.__fsdp_param__ = True  # gathered anew: versions say nothing
+    s.run(s.x, is_first_microbatch=True)
+    with torch.no_grad():
+        s.weights[-1].mul_(2)
+    s.run(s.x, is_first_microbatch=False)
+    for copied in (copy.deepcopy(s.module), pickle.loads(pickle.dumps(s.module))):
+        with asserts.refused(RuntimeError, empty):
+            copied(s.x, s.sizes, is_first_microbatch=False)
+
+
+@pytest.mark.rule("QNT-5", "QNT-6")
+@by_recipe
+def test_the_buffers_of_the_cache_stay_where_they_are(recipe: Recipe) -> None:
+    s = setup("GroupedLinear", False, recipe=recipe, **BF16)
+
+    def addresses() -> list[int]:
+        return [form.values.data_ptr() for form in s.module.cache._forms.values()]
+
+    seeded(s, 0, is_first_microbatch=True)
+    kept = addresses()
+    assert len(kept) == 2 - recipe.dgrad[1].plain
+    with torch.no_grad():
+        s.weights[0].mul_(2)
+    seeded(s, 0, is_first_microbatch=True)
+    s.module.set_weight_update(True)
+    seeded(s, 0)
+    assert addresses() == kept
+
+
+@pytest.mark.rule("QNT-6")
+@by_recipe
+@pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
+@by_form
+def test_the_flag_decides_what_a_pass_reads(form: str, listed: bool, recipe: Recipe) -> None:
+    """The quantiser is launched each time; without an update it leaves what is there, here forms of older weights."""
+    s, old = (setup(form, listed, recipe=recipe, **BF16) for _ in range(2))
+    with asserts.refused(RuntimeError, ["weight cache", "empty", "set_weight_update(True)"]):
+        s.module.set_weight_update(False)
+        s.run(leaf(s.x))
+    s.module.set_weight_update(True)
+    with counted_launches() as writing:
+        found = seeded(s, 0)
+    same(found, seeded(old, 0))
+    with torch.no_grad():
+        for weight in s.weights:
+            weight.mul_(1.25)
+    s.module.set_weight_update(False)
+    held = [each.history.clone() for each in states(s.module)]
+    with counted_launches() as reading:
+        found = seeded(s, 1)
+    assert reading == writing
+    count = 1 if recipe.dgrad[1].plain else len(found)  # dgrad then reads the weights themselves
+    same(found[:count], seeded(old, 1)[:count])
+    same([each[1::3] for each in held], [each.history[1::3] for each in states(s.module)], "magnitudes of weights")
+    s.module.set_weight_update(True)
+    with torch.no_grad():
+        for weight in old.weights:
+            weight.mul_(1.25)
+    same(seeded(s, 2), seeded(old, 2))
+
+
+@pytest.mark.rule("QNT-6")
+def test_several_passes_wait_for_backward_under_a_flag() -> None:
+    s, plain = (setup("GroupedLinear", False, recipe=recipes.MXFP8, **BF16) for _ in range(2))
+    for one in (s, plain):
+        if one is s:
+            one.module.set_weight_update(True)
+        first = one.run(leaf(one.x))
+        if one is s:
+            one.module.set_weight_update(False)
+        second = one.run(leaf(one.x * 2))
+        first.backward(one.dy)
+        second.backward(one.dy)
+    asserts.bitwise(s.weights[0].grad, plain.weights[0].grad)
+
+
+@pytest.mark.rule("QNT-5")
+def test_a_pass_that_waits_for_backward_notices_that_the_cache_was_written() -> None:
+    s = setup("GroupedLinear", False, recipe=recipes.MXFP8, **BF16)
+    y = s.run(leaf(s.x), is_first_microbatch=True)
+    s.run(leaf(s.x), is_first_microbatch=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(s.dy)
+
+
+@pytest.mark.rule("QNT-7")
+@pytest.mark.parametrize("recipe", [each for each in ALL if not each.dgrad[1].plain], ids=lambda r: r.name)
+def test_frozen_weights_have_a_form_for_dgrad_only_if_x_needs_a_gradient(recipe: Recipe) -> None:
+    s, plain = (setup("GroupedLinear", False, recipe=recipe, **BF16) for _ in range(2))
+    for one in (s, plain):
+        one.weights[0].requires_grad_(False)
+    s.run(s.x, is_first_microbatch=True)
+    assert len(s.module.cache._forms) == 1
+    same(seeded(s, 0, is_first_microbatch=False), seeded(plain, 0))  # made of the same weights
+    assert len(s.module.cache._forms) == 2
+    with torch.inference_mode():
+        asserts.bitwise(s.run(s.x, is_first_microbatch=False), plain.run(s.x))
+
+
+@pytest.mark.rule("QNT-5")
+def test_a_cache_filled_in_inference_serves_training() -> None:
+    s, plain = (setup("GroupedLinear", False, recipe=recipes.MXFP8, **BF16) for _ in range(2))
+    with torch.inference_mode():
+        s.run(s.x, is_first_microbatch=True)
+    same(seeded(s, 0, is_first_microbatch=False), seeded(plain, 0))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# State
+
+
+@pytest.mark.rule("CAP-3")
+def test_the_state_is_part_of_the_layer() -> None:
+    layer = nn.GroupedLinear(3, 8, 4, recipe=DELAYED)
+    mlp = nn.GroupedMLP(3, 8, 4, recipe=DELAYED)
+    names = {"scaling_scale", "scaling_history", "scaling_top"}
+    assert {name for name, _ in layer.named_buffers()} == names
+    assert {name for name, _ in mlp.named_buffers()} == names, "one state for both products"
+    assert layer.scaling_state.scale.shape == (3, 3)
+    assert mlp.scaling_state.scale.shape == (6, 3)
+    assert nn.GroupedLinear(3, 8, 4, recipe=recipes.MXFP8).scaling_state is None
+    assert nn.GroupedMLP(3, 8, 4).scaling_state is None
+    sizes = torch.tensor([5, 0, 6], dtype=torch.int32)
+    for module in (layer, mlp):
+        module(torch.randn(11, 8), sizes).sum().backward()
+        update_scaling(module.scaling_state)
+        for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            asserts.bitwise(copied.scaling_state.history, module.scaling_state.history)
+        module.bfloat16()
+        assert module.scaling_state.scale.dtype == torch.float32
+        other = type(module)(3, 8, 4, recipe=DELAYED)
+        other.load_state_dict(module.state_dict())
+        asserts.bitwise(other.scaling_state.scale, module.scaling_state.scale)
+        plain = type(module)(3, 8, 4)
+        other.load_state_dict(plain.state_dict())  # of another recipe: the state stays
+        asserts.bitwise(other.scaling_state.scale, module.scaling_state.scale)
+        other.reset_parameters()
+        fresh = scaling_state(DELAYED, 3, products=2 if module is mlp else 1)
+        for name in ("scale", "history", "top"):
+            asserts.bitwise(getattr(other.scaling_state, name), getattr(fresh, name))
+
+
+def test_a_state_on_the_meta_device_is_set_with_the_parameters() -> None:
+    module = nn.GroupedMLP(3, 8, 4, recipe=DELAYED, device="meta").to_empty(device="cpu")
+    module.reset_parameters()
+    fresh = scaling_state(DELAYED, 3, products=2)
+    for name in ("scale", "history", "top"):
+        asserts.bitwise(getattr(module.scaling_state, name), getattr(fresh, name))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Quantised primary weights
+
+
+@pytest.mark.rule("QNT-3")
+def test_expand_shard_for_every_start_and_length() -> None:
+    members = [torch.zeros(3), torch.zeros(5, 1), torch.zeros(2)]
+    buffer = torch.arange(10.0)
+    for start in range(11):
+        for length in range(11 - start):
+            shard = buffer[start : start + length]
+            entries = params.expand_shard(members, shard, start)
+            assert [entry[0] for entry in entries] == members
+            owners = [(m, at) for m, member in enumerate(members) for at in range(member.numel())]
+            wanted = owners[start : start + length]
+            found = []
+            for m, (_, part, offset) in enumerate(entries):
+                assert (part is None) == (offset is None)
+                if part is not None:
+                    assert len(part), "an overlap of no elements is none"
+                    assert part.data_ptr() == buffer[start:].data_ptr() + 4 * len(found)
+                    found += [(m, offset + at) for at in range(len(part))]
+            assert found == wanted
+    entries = params.expand_shard(members, buffer[2:8], 2)
+    assert [(None if p is None else p.tolist(), o) for _, p, o in entries] == [
+        ([2.0], 2),
+        ([3.0, 4.0, 5.0, 6.0, 7.0], 0),
+        (None, None),
+    ]
+
+
+@pytest.mark.rule("QNT-1", "QNT-3")
+def test_expand_shard_of_other_kinds() -> None:
+    members = [torch.zeros(3), torch.zeros(5)]
+    assert params.expand_shard(members, None, None) == [(members[0], None, None), (members[1], None, None)]
+    plain, shard = torch.zeros(2, 3), torch.zeros(4)
+    assert params.expand_shard(plain, shard, 1) == [(plain, shard, 1)]
+    assert params.expand_shard(plain, None, 1) == [(plain, None, None)]
+    for bad in ((torch.zeros(4), 5), (torch.zeros(2, 2), 0), (torch.zeros(2), -1), (torch.zeros(2), None)):
+        with asserts.refused(ValueError, ["`shard`", "8 elements", "flat slice"]):
+            params.expand_shard(members, *bad)
+    w = torch.randn(2, 32, 64)
+    q = quantize(w, "mxfp8", axis=(2, 1))
+    entries = params.expand_shard(q, torch.zeros(2048), 1024)
+    assert [(len(part), offset) for _, part, offset in entries] == [(1024, 1024), (1024, 0)]
+    for group, (member, _, _) in enumerate(entries):
+        asserts.bitwise(torch_bridge.dequantize(member), torch_bridge.dequantize(q)[group : group + 1])
+        assert member.values.data_ptr() == q.values[group].data_ptr()
+        assert member.other.scales.data_ptr() == q.other.scales[group].data_ptr()
+
+
+@pytest.mark.rule("QNT-4")
+def test_one_predicate_says_what_a_quantised_weight_is() -> None:
+    w = torch.randn(2, 32, 64)
+    for name in ("fp8_tensor", "fp8_128x128", "mxfp8", "mxfp4", "nvfp4"):
+        q: Any = quantize(w, name)
+        assert params.is_quantized_weight(q)
+        assert params.is_quantized_weight(q.values)
+    tagged: Any = torch.nn.Parameter(w)
+    tagged.quantizer = object()
+    for other in (w, w.bfloat16(), w.int(), tagged, None, quantize):
+        assert not params.is_quantized_weight(other)
+
+
+@pytest.mark.rule("QNT-2")
+def test_high_precision_initial_values() -> None:
+    w = torch.randn(2, 32, 64)
+    weight: Any = torch.nn.Parameter(quantize(w, "mxfp8").values.float())
+    initial = w.clone()
+    params.preserve_high_precision_init(weight, w)
+    w.zero_()
+    asserts.bitwise(weight.high_precision_init_val(), initial)
+    assert weight.high_precision_init_val().device.type == "cpu"
+    weight.clear_high_precision_init_val()
+    assert weight.high_precision_init_val() is None

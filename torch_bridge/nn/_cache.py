@@ -1,0 +1,150 @@
+"""Quantised forms of a layer's weights that outlive a forward pass, in buffers that stay where they are.
+
+Captured graphs hold the addresses of these buffers, so nothing but a move of the weights makes new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grouped_core.formats import Format, QTensor
+from torch_bridge import _stored
+from torch_bridge._stored import Wanted
+from torch_bridge.params import local
+
+_Key = tuple[int, Format, torch.dtype]  # contracted axis, format, dtype of the weights that the form is made of
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _mark(parameters: Sequence[Any]) -> tuple[Any, ...]:
+    """What differs once weights were written; None for those that FSDP gathers anew each time."""
+    parts = [None if hasattr(each, "__fsdp_param__") else local(each) for each in parameters]
+    return tuple([None if each is None or each.is_inference() else (each.data_ptr(), each._version) for each in parts])
+
+
+class WeightCache:
+    """The forms of one layer's weights.
+
+    Two ways to say when they are written (QNT-5, QNT-6): `first` of each forward pass, or a flag on the device, which
+    captured graphs read at each replay. A copy, also one that was pickled, starts empty.
+
+    Attributes:
+        update: what `set_update` said last; None: it was never called, there is no flag.
+    """
+
+    def __init__(self) -> None:
+        self._forms: dict[_Key, QTensor[Tensor]] = {}
+        self._current: set[_Key] = set()  # those of the weights that `_seen` is the mark of
+        self._seen: tuple[Any, ...] | None = None
+        self._skip: Tensor | None = None  # int32 [1]: not zero leaves the forms as they are
+        self.update: bool | None = None
+
+    def __reduce__(self) -> tuple[type[WeightCache], tuple[()]]:
+        return WeightCache, ()
+
+    def set_update(self, flag: bool, device: torch.device) -> None:
+        """Whether passes without a `first` of their own, and replays of captured ones, write the forms.
+
+        Raises:
+            RuntimeError: a graph is being captured, which would hold the value.
+        """
+        if _capturing():
+            raise RuntimeError(
+                "set_weight_update: a CUDA graph is captured, expected a call outside, since graphs read the flag at "
+                "each replay; call it before the replay."
+            )
+        if self._skip is None or self._skip.device != device:
+            self._skip = torch.zeros(1, dtype=torch.int32, device=device)
+        self._skip.fill_(int(not flag))
+        self.update = flag
+
+    def bind(self, name: str, parameters: Sequence[Any], first: bool | None) -> Any:
+        """How one forward pass gets its forms; None: they are made anew and not kept.
+
+        Args:
+            name: of the layer, for messages. parameters: whose versions count. first: `is_first_microbatch`.
+        """
+        if first is None and self.update is None:
+            return None
+        return partial(self._get, name=name, parameters=parameters, first=first)
+
+    def _get(
+        self,
+        members: list[Tensor],
+        wanted: Wanted,
+        encode: Tensor | None,
+        live: Tensor | None,
+        *,
+        name: str,
+        parameters: Sequence[Any],
+        first: bool | None,
+    ) -> list[QTensor[Tensor]]:
+        """The forms of `members` that are wanted, written if it is time (`stored.Cache`)."""
+        source = members[0]
+        if any(each.values.device != source.device for each in self._forms.values()):
+            self._forms.clear()  # the layer was moved
+        keys: list[_Key] = [(axis, cell, source.dtype) for axis, cell in wanted]
+        writes = self.update if first is None else first
+        if not writes and (reason := self._stale(keys, parameters, by_flag=first is None)):
+            raise RuntimeError(
+                f"weight cache of {name}: {reason}, expected forms of the weights as they are; run the first "
+                "microbatch after each change of the weights with is_first_microbatch=True, or after "
+                "set_weight_update(True)."
+            )
+        due = keys if first is not False else [key for key in keys if key not in self._current]
+        with torch.inference_mode(False), torch.no_grad():  # buffers made here may be saved for backward later
+            self._write(members, due, encode, live, self._skip if first is None else None)
+        if writes:
+            self._seen, self._current = _mark(parameters), set()
+        if writes or first is False:
+            self._current |= set(keys)
+        return [self._forms[key] for key in keys]
+
+    def _stale(self, keys: Sequence[_Key], parameters: Sequence[Any], *, by_flag: bool) -> str | None:
+        """Why there is nothing to reuse; what the flag says is not looked into, for replays cannot either."""
+        if self._seen is None or not self._forms:
+            return "empty"
+        if by_flag:
+            return None if all(key in self._forms for key in keys) else "without the form that this pass reads"
+        return None if _mark(parameters) == self._seen else "older than the weights, which were written since"
+
+    def _write(
+        self,
+        members: list[Tensor],
+        keys: Sequence[_Key],
+        encode: Tensor | None,
+        live: Tensor | None,
+        skip: Tensor | None,
+    ) -> None:
+        held = [self._forms[key] for key in keys if key in self._forms]
+        missing = [key for key in keys if key not in self._forms]
+        if live is None and any(cell.delayed for _, cell, _ in keys):
+            # With a flag magnitudes need a place of their own; nobody reads these.
+            live = torch.zeros(_groups(members), dtype=torch.float32, device=members[0].device)
+        if held:
+            _stored.store_into(members, held, encode=encode, amax=live, skip=skip)
+            if skip is None:  # a pass that still waits for its backward must not read other forms in silence
+                torch.autograd.graph.increment_version(_stored.present(*held))
+        if not missing:
+            return
+        if _capturing():
+            raise RuntimeError(
+                "weight cache: a CUDA graph is captured and there are no buffers yet, expected ones from before the "
+                "capture; run a forward pass of the same kind first, as warm-up."
+            )
+        made = _stored.store(members, tuple((axis, cell) for axis, cell, _ in missing), None, encode=encode)
+        self._forms.update(zip(missing, made.forms, strict=True))
+        if live is not None and made.amax is not None:
+            torch.maximum(live, made.amax, out=live)
+
+
+def _groups(members: Sequence[Tensor]) -> int:
+    return members[0].shape[0] if members[0].dim() == 3 else len(members)

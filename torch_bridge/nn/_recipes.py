@@ -1,0 +1,184 @@
+"""Layers with recipes that quantise: state of delayed scaling, random keys, and the way to `stored` and `stored_mlp`.
+
+Letters: G groups, M rows, K in, N out, R roles, L steps of history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from grouped_core import scaling
+from grouped_core.formats import QTensor
+from grouped_core.recipes import BoundRecipe, Recipe
+from grouped_core.scaling import ScalingState
+from torch_bridge import main_grad, stored, stored_mlp
+from torch_bridge._arguments import destinations
+from torch_bridge.quantize import StraightThrough, scaling_state
+
+BUFFERS = ("scaling_scale", "scaling_history", "scaling_top")
+"""Buffers of a layer whose recipe scales with delay: [R, G], [R, L, G] and [R], all float32."""
+
+
+def add_state(module: Module, recipe: Recipe | None, groups: int, products: int, device: Any) -> None:
+    """Gives `module` a fresh state, if the recipe scales with delay."""
+    if recipe is None or not recipe.delayed:
+        return
+    state = scaling_state(recipe, groups, products=products, device=device)
+    for name, tensor in zip(BUFFERS, (state.scale, state.history, state.top), strict=True):
+        module.register_buffer(name, tensor)
+
+
+def drop_state(module: Module) -> None:
+    """Takes the state away from a layer that runs as a part of another."""
+    for name in BUFFERS:
+        module._buffers.pop(name, None)
+
+
+def state_of(module: Module, recipe: Recipe | None) -> ScalingState[Tensor] | None:
+    """The state of a layer, of its buffers as they are now; None where it has none."""
+    held = [module._buffers.get(name) for name in BUFFERS]
+    if recipe is None or any(each is None for each in held):
+        return None
+    return ScalingState(held[0], held[1], held[2], recipe.amax_algorithm)  # pyright: ignore[reportReturnType]
+
+
+def reset_state(module: Module, recipe: Recipe | None) -> None:
+    """The state as it is before the first step."""
+    state = state_of(module, recipe)
+    if state is None or recipe is None:
+        return
+    with torch.no_grad():
+        state.scale.fill_(1)
+        state.history.zero_()
+        tops = scaling.tops(recipe, len(state.top) // len(scaling.ROLES))
+        state.top.copy_(torch.tensor(tops, dtype=torch.float32))
+
+
+def applied(module: Module, before: Sequence[Tensor | None]) -> None:
+    """Undoes what a cast of the layer did to its state, which stays float32; `before`: of the buffers, by name."""
+    for name, old in zip(BUFFERS, before, strict=True):
+        new = module._buffers.get(name)
+        if old is not None and new is not None and new.dtype != old.dtype:
+            module._buffers[name] = old.to(new.device)
+
+
+def held_state(module: Module) -> list[Tensor | None]:
+    """The buffers of the state, None for those that are not there."""
+    return [module._buffers.get(name) for name in BUFFERS]
+
+
+def keep_missing(module: Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """A checkpoint of another recipe has no state: the layer's own then stays."""
+    for name, held in zip(BUFFERS, held_state(module), strict=True):
+        if held is not None:
+            state_dict.setdefault(prefix + name, held)
+
+
+def bound(recipe: Recipe | None, state: ScalingState[Tensor] | None, device: torch.device) -> BoundRecipe:
+    """The recipe of one forward pass: with a key of its own, if something is rounded stochastically."""
+    key = None
+    if recipe is not None and recipe.stochastic and torch.is_grad_enabled():  # in backward alone
+        # From the generator of the device, which graphs advance at each replay; it draws no unsigned numbers.
+        drawn = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=device)
+        key = drawn.view(torch.uint32)
+    return BoundRecipe(recipe, state, key)
+
+
+def home(x: Any) -> Any:
+    """The tensor that says where rows are, quantised or not."""
+    x = x.q if isinstance(x, StraightThrough) else x
+    return x.values if isinstance(x, QTensor) else x
+
+
+def linear(
+    layer: Any,
+    rows: Any,
+    weights: Any,
+    parameters: tuple[Any, ...],
+    group_sizes: Any,
+    row_scale: Tensor | None,
+    first: bool | None,
+    out: Tensor | None,
+    grad_input: Tensor | None,
+) -> Tensor:
+    """`GroupedLinear.forward` where something is quantised.
+
+    Args:
+        layer: the GroupedLinear. rows, weights: in the dtype of the computation. first: `is_first_microbatch`.
+    """
+    state = state_of(layer, layer.recipe)
+    to_main_grad = layer.accumulate_into_main_grad
+    recipe = bound(layer.recipe, state, home(rows).device)
+    cache = layer.cache.bind("GroupedLinear", parameters, first)
+    accum: Any = "main_grad" if to_main_grad else None
+    arguments: list[Any] = [rows, weights, group_sizes, True, layer.biases(), row_scale, layer.scale_bias, recipe]
+    if torch.compiler.is_compiling() and cache is None and state is None and not layer.delay_wgrad_compute:
+        rest: dict[str, Any] = {"wgrad_accum": None, "implementation": None, "out": out, "grad_input": grad_input}
+        if not to_main_grad:
+            return stored.linear(*arguments, **rest)
+        plain = not main_grad.needs_python(parameters) and not any(map(main_grad.overwrites, parameters))
+        if plain:  # destinations are what a graph can hold
+            found = destinations(parameters)
+            rest["wgrad_accum"] = found[0] if isinstance(weights, Tensor) else found
+            return stored.linear(*arguments, **rest)
+    return _uncompiled_linear(layer, arguments, accum, cache, parameters, out, grad_input)
+
+
+def _linear(
+    layer: Any,
+    arguments: Any,
+    accum: Any,
+    cache: Any,
+    parameters: tuple[Any, ...],
+    out: Tensor | None,
+    grad_input: Tensor | None,
+) -> Tensor:
+    given = stored.check_arguments(*arguments, wgrad_accum=accum, implementation=None)
+    if isinstance(given.weight, list):
+        layer.note_addresses(given.weight)
+    return stored.grouped_linear(given._replace(cache=cache), out, grad_input, layer.owner(parameters))
+
+
+_uncompiled_linear: Any = torch.compiler.disable(_linear)
+
+
+def _mlp(
+    fc1: Any,
+    fc2: Any,
+    arguments: Any,
+    residuals: Any,
+    state: ScalingState[Tensor] | None,
+    owners: Any,
+    first: bool | None,
+    out: Tensor | None,
+    grad_input: Tensor | None,
+) -> Tensor:
+    """`nn.mlp.fused_mlp` where something is quantised; under torch.compile beside the graph.
+
+    Args:
+        arguments: of `grouped_mlp`, up to the biases. state: of both products; None: each layer has its own, or none.
+    """
+    recipe: Any = bound(fc1.recipe, state, home(arguments[0]).device)
+    if state is None:
+        key = recipe.key
+        recipe = tuple(BoundRecipe(each.recipe, state_of(each, each.recipe), key) for each in (fc1, fc2))
+    accum = "main_grad" if fc1.accumulate_into_main_grad else None
+    given = stored_mlp.check_arguments(
+        *arguments, recipe=recipe, residuals=residuals, wgrad_accum=accum, implementation=None
+    )
+    for layer, weights in ((fc1, given.wi), (fc2, given.wo)):
+        if isinstance(weights, list):
+            layer.note_addresses(weights)
+    caches = tuple(
+        layer.cache.bind(name, layer.weight_parameters(), first)
+        for name, layer in (("linear_fc1", fc1), ("linear_fc2", fc2))
+    )
+    return stored_mlp.mlp(given._replace(caches=caches), out, grad_input, owners)
+
+
+mlp: Any = torch.compiler.disable(_mlp)
