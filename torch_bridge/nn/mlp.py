@@ -151,9 +151,7 @@ class GroupedMLP(Module):
             check_microbatch(is_first_microbatch)
         fc1, fc2 = self.linear_fc1, self.linear_fc2
         state, first = self.scaling_state, is_first_microbatch
-        return fused_mlp(
-            *(fc1, fc2, *self._as_given, x, group_sizes, probs, out, grad_input, state, first)
-        )
+        return fused_mlp(*(fc1, fc2, *self._as_given, x, group_sizes, probs, out, grad_input, state, first))
 
     @property
     def scaling_state(self) -> ScalingState[Tensor] | None:
