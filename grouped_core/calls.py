@@ -224,6 +224,7 @@ def grouped_matmul(
     tables: tuple[bool, bool, bool] = (False, False, False),
     rhs_up: ArraySpec | None = None,
     halves: tuple[int, int] = (0, 0),
+    result_half: int = 0,
     aligned_tables: bool = True,
     scale_bias: bool = False,
     accumulate: bool = False,
@@ -238,17 +239,17 @@ def grouped_matmul(
     Quantised operands keep their logical axes here; how they lie in memory follows from their formats.
 
     `tables` says which of rhs, bias, into are given by a table of addresses instead of one packed array, and
-    `aligned_tables` that those addresses are multiples of 16 bytes, which fast kernels want. `rhs_up`: rhs is the first
-    half of a weight, this the second, side by side along N or, where lhs is as deep as both, along K. `halves`: which
-    half of the columns of lhs and rhs is read in the third form, 1 or 2; 0 reads all.
+    `aligned_tables` that those addresses are multiples of 16 bytes, which fast kernels want. `rhs_up`: the weight's
+    second half along the contracted axis, rhs being the first. `halves`: which half of the columns of lhs and rhs is
+    read in the third form, 1 or 2; 0 reads all. `result_half`: which half of a result (and bias) of 2N columns is made
+    in the others.
     """
     groups = group_sizes.shape[0]
     if axes[0] == 0:
         a, b = (rows.shape[1] // 2 if half else rows.shape[1] for rows, half in zip((lhs, rhs), halves, strict=True))
         shape: tuple[int, ...] = (groups, a, b)
     else:
-        side_by_side = rhs_up is not None and lhs.shape[1] == rhs.shape[axes[1]]
-        shape = (lhs.shape[0], rhs.shape[3 - axes[1]] * (1 + side_by_side))
+        shape = (lhs.shape[0], rhs.shape[3 - axes[1]] * (2 if result_half else 1))
     table = ArraySpec((groups,), "int64")
     operands = {
         **_operands(lhs, rhs),
@@ -271,6 +272,7 @@ def grouped_matmul(
         "rows_hint": rows_hint,
         "lhs_half": halves[0],
         "rhs_half": halves[1],
+        "result_half": result_half,
         "fp32_mode": recipe.fp32,
         **_scale_params(lhs, rhs, recipe),
         **_segment_params(lhs, axes[0] == 0),

@@ -156,15 +156,13 @@ def with_values(call: Call, arrays: Sequence[Any]) -> tuple[Call, tuple[Any, ...
 
 
 def _whole_rhs(o: Operands, axis: int) -> NDArray[np.float64]:
-    """The weight, of two arrays side by side if it lies in two; `axis` is contracted."""
+    """The weight, of two arrays joined along `axis` if it lies in two."""
     rhs, up = o["rhs"], o.get("rhs_up")
-    if up is None:
-        return rhs
-    return np.concatenate((rhs, up), axis=3 - axis if o["lhs"].shape[1] == rhs.shape[axis] else axis)
+    return rhs if up is None else np.concatenate((rhs, up), axis=axis)
 
 
 def _half(rows: NDArray[np.float64], half: int) -> NDArray[np.float64]:
-    """The columns that a contraction over rows reads: all (0), the first or the second half."""
+    """The columns that count: all (0), the first or the second half."""
     width = rows.shape[1] // 2
     return rows if half == 0 else rows[:, width * (half - 1) : width * half]
 
@@ -176,6 +174,8 @@ def _grouped_matmul(o: Operands, p: dict[str, Any], results: Results) -> None:
         o = {**o, "lhs": _half(o["lhs"], p["lhs_half"]), "rhs": _half(o["rhs"], p["rhs_half"])}
     else:
         o = {**o, "rhs": _whole_rhs(o, p["rhs_axis"])}
+        o["bias"] = o["bias"] if o["bias"] is None else _half(o["bias"], p["result_half"])
+        result = _half(result, p["result_half"])
     for g, at in groups(o["group_sizes"], rows):
         if p["contract_rows"]:
             if at.start == at.stop:  # an empty group: zero, or what the accumulator held
@@ -242,7 +242,9 @@ def _product(o: Operands, p: dict[str, Any], width: int) -> NDArray[np.float64]:
     """[M, width], the product inside of a fused call."""
     result = np.zeros((o["lhs"].shape[0], width))
     _grouped_matmul(
-        {"bias": None, **o, "row_scale": None}, {**p, "contract_rows": 0, "scale_bias": 0}, {"result": result}
+        {"bias": None, **o, "row_scale": None},
+        {**p, "contract_rows": 0, "scale_bias": 0, "result_half": 0},
+        {"result": result},
     )
     return result
 
@@ -279,7 +281,9 @@ def between_dtype(call: Call) -> str:
 
 
 def _grouped_matmul_act(o: Operands, p: dict[str, Any], results: Results) -> None:
-    hidden = p["round"](_product(o, p, _whole_rhs(o, p["rhs_axis"]).shape[3 - p["rhs_axis"]]))
+    columns = 3 - p["rhs_axis"]
+    o = {**o, "rhs": _whole_rhs(o, columns), "rhs_up": None}
+    hidden = p["round"](_product(o, p, o["rhs"].shape[columns]))
     if "hidden" in results:
         results["hidden"][...] = hidden
     _activation({**o, "rows": hidden}, p, results)

@@ -249,6 +249,11 @@ SCALES = tuple(slot for slot in SLOTS["grouped_matmul"] if slot.endswith("_scale
 _ACTIVATED = ("activation", "activation_grad", "grouped_matmul_act", "grouped_matmul_dact")
 
 
+def _joined(x: Bounded, y: Bounded, axis: int) -> Bounded:
+    value, error = (np.concatenate((getattr(x, part), getattr(y, part)), axis) for part in _PARTS)
+    return Bounded(value, error, x.dtype)
+
+
 def _times(x: Bounded, y: Bounded) -> Bounded:
     """The product of exact values, and what the errors of both make of it."""
     error = np.abs(x.value) * y.error + np.abs(y.value) * x.error + x.error * y.error
@@ -276,6 +281,8 @@ class _Activated:
         self.o = dict(zip(SLOTS[call.name], arrays, strict=True))
         self.p: dict[str, Any] = dict(call.params)
         self.specs = dict(zip(RESULTS[call.name], call.outputs, strict=True))
+        if (up := self.o.get("rhs_up")) is not None:  # as one array, for the product inside
+            self.o["rhs"], self.o["rhs_up"] = _joined(self.o["rhs"], up, 3 - self.p["rhs_axis"]), None
 
     def results(self) -> tuple[Bounded | None, ...]:
         found: dict[str, Bounded] = {}
@@ -294,14 +301,13 @@ class _Activated:
         operands = (specs["lhs"], specs["rhs"])
         codes = all(spec is not None and spec.dtype.startswith("float8") for spec in operands)
         inner = self.kernel.replace("_composed_cuda", "_fp8_sm90" if codes else "_sm90")
-        product = ("lhs", "rhs", "group_sizes", "bias", "rhs_table", "bias_table", "rhs_up", *SCALES)
-        width = self.o["rhs"].shape[3 - self.p["rhs_axis"]] * (1 if self.o.get("rhs_up") is None else 2)
-        shape = (self.o["lhs"].shape[0], width)
+        product = ("lhs", "rhs", "group_sizes", "bias", "rhs_table", "bias_table", *SCALES)
+        shape = (self.o["lhs"].shape[0], self.o["rhs"].shape[3 - self.p["rhs_axis"]])
         call = Call(
             "grouped_matmul",
             tuple(specs.get(slot) if slot in product else None for slot in slots),
             (ArraySpec(shape, dtype),),
-            tuple({**self.p, "contract_rows": 0, "scale_bias": 0, "accumulate": 0}.items()),
+            tuple({**self.p, "contract_rows": 0, "scale_bias": 0, "accumulate": 0, "result_half": 0}.items()),
         )
         arrays = [self.o.get(slot) if slot in product else None for slot in slots]
         return Expected({"grouped_matmul": inner})(call, arrays)[0]

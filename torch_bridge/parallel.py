@@ -27,6 +27,7 @@ def shard_experts(module: Module, mesh: DeviceMesh) -> Module:
         ValueError: a layer has one parameter a group, or a number of groups that the ranks do not divide; no layer was
             changed then.
     """
+    from torch_bridge.nn._recipes import take_groups
     from torch_bridge.nn.linear import GroupedLinear
 
     layers = [(path, each) for path, each in module.named_modules() if isinstance(each, GroupedLinear)]
@@ -49,6 +50,8 @@ def shard_experts(module: Module, mesh: DeviceMesh) -> Module:
             new = Parameter(distribute_tensor(old.detach(), mesh, [Shard(0)] * mesh.ndim), old.requires_grad)
             setattr(layer, name, new)
         layer.mark_weights()
+    for each in module.modules():
+        take_groups(each, mesh.get_local_rank(), ranks)
     return module
 
 

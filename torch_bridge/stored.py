@@ -293,11 +293,36 @@ def _in_graph(
     return grouped_linear(given, out, grad_input, None)
 
 
+def check_buffers(
+    out: Tensor | None, grad_input: Tensor | None, sizes: Tensor, leaf: Tensor | None, x: OperandSpec, operands: Any
+) -> None:
+    """BUF-2; the shape and dtype of `out` are the operators'. `operands`: what is read, in any form."""
+    buffers = ((NAMES.out, out), (NAMES.grad_input, grad_input))
+    for name, buffer in buffers:
+        if buffer is not None:
+            check_operand(name, buffer, sizes)
+            check_writable(name, buffer)
+    if not torch.compiler.is_compiling():  # where there are no addresses yet
+        read: list[Tensor] = []
+        for each in operands:
+            read += parts_of(each) if isinstance(each, QTensor) else [] if each is None else listed(each)
+        check_apart(buffers, [("an operand", each) for each in read])
+    if grad_input is None:
+        return
+    dtype = "bfloat16" if x.dtype.startswith("float8") else x.dtype
+    linear_spec.check_buffer(NAMES.grad_input, spec_of(grad_input), ArraySpec(x.shape, dtype))
+    if leaf is None or not leaf.requires_grad:
+        raise ValueError(
+            f"`{NAMES.grad_input}`: given, but `x` needs no gradient; expected None, or an x with requires_grad; "
+            "leave it out."
+        )
+
+
 def grouped_linear(given: Arguments, out: Tensor | None, grad_input: Tensor | None, owner: Owner | None) -> Tensor:
     """The result, with gradients where somebody needs them."""
-    if out is not None:
-        check_operand(NAMES.out, out, given.sizes)
-        check_writable(NAMES.out, out)
+    if out is not None or grad_input is not None:
+        operands = (given.x, given.weight, given.sizes, given.biases, given.row_scale)
+        check_buffers(out, grad_input, given.sizes, given.leaf, given.specs[0], operands)
     if not given.differentiates():
         return _forward(given, Needs(False, False, False, False), out)[0]
     return _attach(given, out, grad_input, owner)

@@ -25,7 +25,7 @@ from grouped_core.products import in_form, operand_spec
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import unwrap
 from torch_bridge import _library, _mlp_arguments, _mlp_library, _saved, _stored, _stored_mlp
-from torch_bridge._arguments import accumulators_of, check_apart, check_writable, refuse_transforms
+from torch_bridge._arguments import accumulators_of, check_apart, refuse_transforms
 from torch_bridge._mlp_library import NAMES
 from torch_bridge._products import ProductFacts, ProductGradients, once, owners_of, product_gradients
 from torch_bridge._run import spec_of
@@ -33,7 +33,18 @@ from torch_bridge._stored import Stored, arrays_of
 from torch_bridge.params import check_operand, members_of
 from torch_bridge.quantize import merge_amax
 from torch_bridge.sizes import prepare_sizes
-from torch_bridge.stored import Cache, Launcher, forms_of, is_stored, listed, packed_spec, parts_of, taken, weight_forms
+from torch_bridge.stored import (
+    Cache,
+    Launcher,
+    check_buffers,
+    forms_of,
+    is_stored,
+    listed,
+    packed_spec,
+    parts_of,
+    taken,
+    weight_forms,
+)
 
 
 def is_stored_mlp(x: Any, wi: Any, wo: Any, recipe: Any) -> bool:
@@ -185,13 +196,13 @@ class Facts(NamedTuple):
 
 def mlp(given: Arguments, out: Tensor | None, grad_input: Tensor | None, owners: Any) -> Tensor:
     """The result, with gradients where somebody needs them."""
-    for name, buffer in ((NAMES.out, out), (NAMES.grad_input, grad_input)):
-        if buffer is not None:
-            check_operand(name, buffer, given.sizes)
-            check_writable(name, buffer)
-            linear_spec.check_buffer(
-                name, spec_of(buffer), linear_spec.ArraySpec(given.specs.x.shape, given.specs.x.dtype)
-            )
+    if out is not None or grad_input is not None:
+        operands = (given.x, given.wi, given.wo, given.sizes, given.probs, given.wi_bias, given.wo_bias)
+        check_buffers(out, grad_input, given.sizes, given.leaf, given.specs.x, operands)
+    if out is not None:
+        linear_spec.check_buffer(
+            NAMES.out, spec_of(out), linear_spec.ArraySpec(given.specs.x.shape, given.specs.x.dtype)
+        )
     if not given.differentiates():
         return _forward(given, NO_NEEDS, out).y
     members = (given.wi_leaves or [None], given.wo_leaves or [None], given.wi_bias, given.wo_bias)

@@ -44,6 +44,9 @@ struct OperandScales {
 
 // Ragged rows (contract_rows = 0), [M, N]:  result[r] = s(r) * (lhs[r] @ rhs[g(r)] + bias[g(r)]), s = row_scale or 1;
 //   with scale_bias the scale multiplies the bias alone. rhs is [G, K, N] (rhs_axis = 1) or [G, N, K] (rhs_axis = 2).
+//   Its contraction may be cut into two arrays of equal shape, `rhs` and `rhs_up` (halves.h): the bits are those of
+//   one. result_half: 1, 2 make the first, second half of the columns of a result (and take that of the bias) twice as
+//   wide as the product, and touch no others, in tail rows neither.
 // Ragged contraction (contract_rows = 1), [G, A, B]:  result[g] = sum over the rows r of g of outer(lhs[r], rhs[r])
 //   (+ into[g] with accumulate); lhs is [M, A], rhs is [M, B], rhs_axis = 0. An empty group gives zero, and with
 //   accumulate is not written. lhs_half and rhs_half: 1, 2 read the first, second half of that operand's columns only.
@@ -51,8 +54,7 @@ struct OperandScales {
 //   ceil(size / S) of the groups before it, of a fixed number P of rows; lhs is [P, A], rhs [P, B], or, with `turned`,
 //   [A, P] and [B, P]. A group's segment is contracted whole: behind its last row lie zero codes, or the rest of a
 //   rotated block.
-// A weight may be two arrays of equal shape, `rhs` and `rhs_up` (halves.h): the bits are those of one array. Neither
-// that nor halves of columns stand beside quantised operands.
+// Neither a weight in two arrays nor halves of columns stand beside quantised operands.
 // Shapes of block scales, C contracted, b the block: float32 [C/b, M] for lhs, [G, N/outer, C/b] for rhs; with segments
 //   [P/b, A] and [P/b, B]; of other types [M, C/b] for lhs, the rest alike. Divisions round up.
 // Sums are fp32; the order of the epilogue is scale, bias, row scale, accumulate, one rounding (numerics 1).
@@ -67,7 +69,7 @@ struct GroupedMatmul {
   TensorView rhs_table;    // [G] int64: addresses of one [K, N] (or [N, K]) weight a group
   TensorView bias_table;   // [G] int64: addresses of one [N] bias a group
   TensorView into_table;   // [G] int64: addresses of one [A, B] destination a group; 0 skips the group
-  TensorView rhs_up;       // the second half of a weight in two arrays, shaped as `rhs`; ragged rows only
+  TensorView rhs_up;       // the rest of the contraction, shaped as `rhs`; ragged rows only
   OperandScales scales;
   TensorView result;
   int64_t contract_rows = 0;    // 0: rows are grouped (forward, dgrad); 1: the sum runs over a group's rows (wgrad)
@@ -79,6 +81,7 @@ struct GroupedMatmul {
   int64_t rows_hint = 0;        // usual rows a group, for tile choice; 0: unknown. Never changes meaning
   int64_t lhs_half = 0;         // 1, 2: with contract_rows, the half of the columns of lhs that is read; 0: all
   int64_t rhs_half = 0;         // of rhs
+  int64_t result_half = 0;      // 1, 2: with ragged rows, the half of the columns of the result that is made; 0: all
   std::string fp32_mode = "tf32x3";  // float32 operands on tensor cores: tf32x3, tf32; ieee elsewhere
   int64_t segment = 0;               // contract_rows: rows of a group are padded to a multiple of this; 0: they are not
   int64_t turned = 0;                // 1: padded rows are the last axis of both operands
@@ -107,6 +110,7 @@ struct GroupedMatmul {
     v.param("rows_hint", rows_hint);
     v.param("lhs_half", lhs_half);
     v.param("rhs_half", rhs_half);
+    v.param("result_half", result_half);
     v.param("fp32_mode", fp32_mode);
     scales.visit_params(v);
     v.param("segment", segment);
@@ -214,7 +218,7 @@ struct GroupedMatmulAct {
   TensorView row_scale;    // [M] float32
   TensorView rhs_table;    // [G] int64: addresses of one weight a group
   TensorView bias_table;   // [G] int64: addresses of one [W] bias a group
-  TensorView rhs_up;       // as in GroupedMatmul; then rhs is [G, K, F] or [G, F, K], and nothing is interleaved
+  TensorView rhs_up;       // the linear halves; then rhs has the gates, [G, K, F] or [G, F, K], not interleaved
   OperandScales scales;
   TensorView result;     // [M, F]
   TensorView hidden;     // [M, W]; absent: not stored. Rounded to `compute` either way

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <vector>
 
-#include "cc/api/tensor.h"
+#include "cc/api/halves.h"
 #include "cc/cpu/parallel.h"
 
 namespace grouped {
@@ -50,6 +50,17 @@ inline void zero_rows(Pool* pool, const TensorView& matrix, int64_t begin, int64
   const int64_t row_bytes = (matrix.rank > 1 ? matrix.dims[1] : 1) * dtype_bytes(matrix.dtype);
   parallel_rows(pool, begin, end, [&](int64_t first, int64_t last) {
     memset(matrix.as<char>() + first * row_bytes, 0, static_cast<size_t>((last - first) * row_bytes));
+  });
+}
+
+// The same in some columns alone.
+inline void zero_columns(Pool* pool, const TensorView& matrix, Columns columns, int64_t begin, int64_t end) {
+  const int64_t bytes = dtype_bytes(matrix.dtype);
+  parallel_rows(pool, begin, end, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) {
+      memset(matrix.as<char>() + (row * matrix.dims[1] + columns.first) * bytes, 0,
+             static_cast<size_t>(columns.count * bytes));
+    }
   });
 }
 

@@ -31,14 +31,15 @@ struct Problem {
   int64_t lhs_stride;  // elements from one row in memory to the next
   int64_t rhs_stride;
   int64_t rhs_group_stride;  // elements from one group's weight to the next; 0 in a ragged contraction
-  int64_t rhs_jump;          // bytes to add where a weight goes on in a second array (halves.h); 0: in one
+  int64_t rhs_jump;          // bytes to add where a contraction goes on in a second array (halves.h); 0: in one
+  int64_t result_stride;     // also of the bias, from one group to the next
   int64_t row_tiles;         // of one group in a ragged contraction; a matter of the scan else
   int64_t col_tiles;         // of kTileCols columns, which each kernel chooses
   int rows;                  // of one group's result in a ragged contraction
-  int cols;                  // of the result
+  int cols;                  // of the result, those that are made,
+  int first_col;             // and the first of them, also in the bias
   int depth;                 // K; a matter of the scan in a ragged contraction
-  int jump_col;              // from this column of rhs on, or
-  int jump_depth;            // while no more than this is left of the contraction
+  int jump_depth;            // what is left of the contraction at the jump
   DType lhs_type, rhs_type, bias_type, result_type;
   bool rhs_k_major;
   bool contract_rows, scale_bias, accumulate;
@@ -118,8 +119,7 @@ __device__ inline const char* rhs_at(const Problem& p, const Place& at) {
   if (p.contract_rows) return element(p.rhs, p.rhs_type, p.scan.offsets[at.group] * p.rhs_stride + at.first_col);
   const char* weight = p.rhs_table ? reinterpret_cast<const char*>(p.rhs_table[at.group])
                                    : element(p.rhs, p.rhs_type, at.group * p.rhs_group_stride);
-  const int64_t jump = at.first_col >= p.jump_col ? p.rhs_jump : 0;
-  return element(weight, p.rhs_type, at.first_col * (p.rhs_k_major ? p.rhs_stride : 1)) + jump;
+  return element(weight, p.rhs_type, at.first_col * (p.rhs_k_major ? p.rhs_stride : 1));
 }
 
 __device__ inline bool aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
@@ -127,8 +127,8 @@ __device__ inline bool aligned(const void* address) { return reinterpret_cast<ui
 __device__ inline Finish finish_at(const Problem& p, const Place& at) {
   Finish f = {};
   f.result = result_of(p, p.contract_rows ? at.group : 0) +
-             (static_cast<int64_t>(at.first_row) * p.cols + at.first_col) * bytes_of(p.result_type);
-  f.result_stride = p.cols;
+             (at.first_row * p.result_stride + p.first_col + at.first_col) * bytes_of(p.result_type);
+  f.result_stride = p.result_stride;
   f.result_type = p.result_type;
   f.factor = 1.0f;
   f.rows = at.rows;
@@ -137,9 +137,9 @@ __device__ inline Finish finish_at(const Problem& p, const Place& at) {
   if (at.depth == 0) return f;
   f.factor = group_factor(p.lhs_factors, p.rhs_factors, at.group);
   if (p.bias_table) {
-    f.bias = element(reinterpret_cast<const char*>(p.bias_table[at.group]), p.bias_type, at.first_col);
+    f.bias = element(reinterpret_cast<const char*>(p.bias_table[at.group]), p.bias_type, p.first_col + at.first_col);
   } else if (p.bias) {
-    f.bias = element(p.bias, p.bias_type, static_cast<int64_t>(at.group) * p.cols + at.first_col);
+    f.bias = element(p.bias, p.bias_type, at.group * p.result_stride + p.first_col + at.first_col);
   }
   f.vectors = f.vectors && aligned(f.bias);
   f.bias_type = p.bias_type;

@@ -19,7 +19,8 @@ struct RowsParams {
 // And what becomes of a result: bias and row scale, then one rounding.
 struct MatmulParams : RowsParams {
   CUtensorMap out;
-  const void* bias;           // [groups, cols], or null
+  int32_t width, first_col;   // columns of result and bias, and the first that is made
+  const void* bias;           // [groups, width], or null
   const int64_t* bias_table;  // addresses of the biases, or null
   const float* row_scale;     // [rows], or null
   uint8_t* result;
@@ -87,9 +88,9 @@ __device__ inline void finish_and_store(const MatmulParams& p, const Work& work,
   const int64_t bytes = p.float_bias ? 4 : sizeof(Bias);
   const char* bias = static_cast<const char*>(p.bias);
   if (p.bias_table != nullptr) {
-    bias = reinterpret_cast<const char*>(p.bias_table[work.group]) + bytes * work.col0;
+    bias = reinterpret_cast<const char*>(p.bias_table[work.group]) + bytes * (p.first_col + work.col0);
   } else if (bias != nullptr) {
-    bias += bytes * (int64_t(work.group) * p.cols + work.col0);
+    bias += bytes * (int64_t(work.group) * p.width + p.first_col + work.col0);
   }
   const bool plain = bias == nullptr && p.row_scale == nullptr;
   const auto change = [&](int col, float (&v)[4]) {
@@ -113,14 +114,17 @@ __device__ inline void finish_and_store(const MatmulParams& p, const Work& work,
   store_part<Out, kCols>(acc, &p.out, ragged_at(work, work.col0, row), cols, slots, held, change);
 }
 
-// Zeros in the kTailRows rows from work.end on, half of them a CTA, by its 256 consumer threads. `pitch` in bytes.
+// Zeros in `width` bytes of each of the kTailRows rows from work.end on, which are `pitch` bytes apart: half of the
+// rows a CTA, by its consumer warps, a warp a row.
 __device__ inline void clear_rows(const RowsParams& p, const Work& work, uint32_t rank, int thread, uint8_t* result,
-                                  int64_t pitch) {
+                                  int64_t width, int64_t pitch) {
   const int64_t first = work.end + rank * (kTailRows / 2);
-  int64_t rows = p.rows - first;
-  if (rows > kTailRows / 2) rows = kTailRows / 2;
-  for (int64_t at = 16 * thread; at < rows * pitch; at += 16 * 32 * kConsumerWarps) {
-    *reinterpret_cast<int4*>(result + first * pitch + at) = int4{0, 0, 0, 0};
+  int64_t end = first + kTailRows / 2;
+  if (end > p.rows) end = p.rows;
+  for (int64_t row = first + thread / 32; row < end; row += kConsumerWarps) {
+    for (int64_t at = 16 * (thread % 32); at < width; at += 16 * 32) {
+      *reinterpret_cast<int4*>(result + row * pitch + at) = int4{0, 0, 0, 0};
+    }
   }
 }
 

@@ -70,7 +70,8 @@ struct Fp8Rows {
   }
 
   static __device__ void clear_tail(const Params& p, const Work& work, uint32_t rank, int thread) {
-    clear_rows(p, work, rank, thread, p.result, int64_t(p.cols) * sizeof(Out));
+    const int64_t bytes = int64_t(p.cols) * sizeof(Out);
+    clear_rows(p, work, rank, thread, p.result, bytes, bytes);
   }
 };
 
@@ -125,7 +126,7 @@ inline Fp8RowsParams fp8_rows_params(const GroupedMatmul& call, const Context& c
   p.result = call.result.as<uint8_t>();
   p.rows = call.lhs.dims[0];
   p.groups = int32_t(call.group_sizes.dims[0]);
-  p.cols = int32_t(call.result.dims[1]);
+  p.cols = p.width = int32_t(call.result.dims[1]);
   p.length = int32_t(call.lhs.dims[1] / kCodesPerElement);
   p.scale_bias = call.scale_bias != 0;
   p.clear_tail = !call.into.present();

@@ -1,9 +1,11 @@
 // A grouped product and an activation, one after the other through dispatch. Workspace: the matrix between the two
-// where the caller does not ask for it, rounded to its compute type, then what the two need, who share it.
+// where the caller does not ask for it, rounded to its compute type, then what the two need, who share it. A weight in
+// two arrays makes two products, each of which writes its half of that matrix.
 #include "cc/dispatch/compose.h"
 
 #include <algorithm>
 #include <string>
+#include <vector>
 
 #include "cc/api/halves.h"
 #include "cc/dispatch/dispatch.h"
@@ -17,17 +19,17 @@ size_t padded_bytes(const TensorView& view) {
   return (static_cast<size_t>(view.bytes()) + kAlign - 1) / kAlign * kAlign;
 }
 
-// A fused call as its two parts. `between` is what the first writes and the second reads; without an address it is at
+// A fused call as its parts. `between` is what the products write and the activation reads; without an address it is at
 // the start of the workspace.
-template <class Second>
+template <class Activation>
 struct Parts {
-  GroupedMatmul product;
-  Second activation;
+  std::vector<GroupedMatmul> products;
+  Activation activation;
   TensorView between;
 };
 
 template <class Call>
-GroupedMatmul product_of(const Call& call) {
+GroupedMatmul product_of(const Call& call, const TensorView& result) {
   GroupedMatmul product;
   product.lhs = call.lhs;
   product.rhs = call.rhs;
@@ -39,20 +41,18 @@ GroupedMatmul product_of(const Call& call) {
   product.rows_hint = call.rows_hint;
   product.fp32_mode = call.fp32_mode;
   product.scales = call.scales;
+  product.result = result;
   return product;
 }
 
-int64_t product_width(const GroupedMatmulAct& call) { return whole_rhs(call).dims[3 - call.rhs_axis]; }
-int64_t product_width(const GroupedMatmulDact& call) { return call.rhs.dims[3 - call.rhs_axis]; }
-
-template <class Call>
-TensorView product_result(const Call& call) {
-  TensorView result;
-  result.dtype = compute_type(call);
-  result.rank = 2;
-  result.dims[0] = call.lhs.dims[0];
-  result.dims[1] = product_width(call);
-  return result;
+TensorView rows_between(DType dtype, int64_t count, int64_t width, void* workspace) {
+  TensorView rows;
+  rows.data = workspace;
+  rows.dtype = dtype;
+  rows.rank = 2;
+  rows.dims[0] = count;
+  rows.dims[1] = width;
+  return rows;
 }
 
 bool in_workspace(const GroupedMatmulAct& call) { return !call.hidden.present(); }
@@ -60,13 +60,18 @@ bool in_workspace(const GroupedMatmulDact&) { return true; }
 
 Parts<ActivationForward> parts(const GroupedMatmulAct& call, void* workspace) {
   Parts<ActivationForward> p;
-  p.between = in_workspace(call) ? product_result(call) : call.hidden;
-  if (in_workspace(call)) p.between.data = workspace;
-  p.product = product_of(call);
-  p.product.bias = call.bias;
-  p.product.bias_table = call.bias_table;
-  p.product.rhs_up = call.rhs_up;
-  p.product.result = p.between;
+  const int64_t width = whole_rhs(call).dims[3 - call.rhs_axis];
+  p.between = in_workspace(call) ? rows_between(compute_type(call), call.lhs.dims[0], width, workspace) : call.hidden;
+  GroupedMatmul product = product_of(call, p.between);
+  product.bias = call.bias;
+  product.bias_table = call.bias_table;
+  if (call.rhs_up.present()) {
+    product.result_half = 1;
+    p.products.push_back(product);
+    product.rhs = call.rhs_up;
+    product.result_half = 2;
+  }
+  p.products.push_back(product);
   p.activation.rows = p.between;
   p.activation.group_sizes = call.group_sizes;
   p.activation.row_scale = call.row_scale;
@@ -78,10 +83,8 @@ Parts<ActivationForward> parts(const GroupedMatmulAct& call, void* workspace) {
 
 Parts<ActivationGrad> parts(const GroupedMatmulDact& call, void* workspace) {
   Parts<ActivationGrad> p;
-  p.between = product_result(call);
-  p.between.data = workspace;
-  p.product = product_of(call);
-  p.product.result = p.between;
+  p.between = rows_between(compute_type(call), call.lhs.dims[0], call.rhs.dims[3 - call.rhs_axis], workspace);
+  p.products = {product_of(call, p.between)};
   p.activation.grad = p.between;
   p.activation.rows = call.hidden;
   p.activation.group_sizes = call.group_sizes;
@@ -107,15 +110,20 @@ std::string refusal(const Call& call, const Target& target) {
 template <class Call>
 std::string refuses(const Call& call, const Target& target) {
   const auto p = parts(call, nullptr);
-  const std::string reason = refusal(p.product, target);
-  return reason.empty() ? refusal(p.activation, target) : reason;
+  for (const GroupedMatmul& product : p.products) {
+    const std::string reason = refusal(product, target);
+    if (!reason.empty()) return reason;
+  }
+  return refusal(p.activation, target);
 }
 
 template <class Call>
 size_t workspace(const Call& call, const Target& target) {
   const auto p = parts(call, nullptr);
-  const size_t inner =
-      std::max(choose(p.product, target, "").workspace_bytes, choose(p.activation, target, "").workspace_bytes);
+  size_t inner = choose(p.activation, target, "").workspace_bytes;
+  for (const GroupedMatmul& product : p.products) {
+    inner = std::max(inner, choose(product, target, "").workspace_bytes);
+  }
   return (in_workspace(call) ? padded_bytes(p.between) : 0) + inner;
 }
 
@@ -132,14 +140,14 @@ void launch(const Call& call, const Context& context) {
   const size_t taken = in_workspace(call) ? padded_bytes(p.between) : 0;
   inner.workspace = static_cast<char*>(context.workspace) + taken;
   inner.workspace_bytes = context.workspace_bytes - taken;
-  run(p.product, inner);
+  for (const GroupedMatmul& product : p.products) run(product, inner);
   run(p.activation, inner);
 }
 
 }  // namespace
 
-GroupedMatmul product_inside(const GroupedMatmulAct& call) { return parts(call, nullptr).product; }
-GroupedMatmul product_inside(const GroupedMatmulDact& call) { return parts(call, nullptr).product; }
+GroupedMatmul product_inside(const GroupedMatmulAct& call) { return parts(call, nullptr).products.front(); }
+GroupedMatmul product_inside(const GroupedMatmulDact& call) { return parts(call, nullptr).products.front(); }
 
 #define GROUPED_COMPOSED(Call, name) const Kernel<Call> name = {#name, refuses<Call>, workspace<Call>, launch<Call>};
 GROUPED_COMPOSED(GroupedMatmulAct, grouped_matmul_act_composed_cpu)

@@ -1,5 +1,5 @@
 // The last rows of the fused calls: they compose plain calls, take whatever these take, and are what the fused kernels
-// are measured against. And those of products of weights in two arrays, which join them first (join.cc).
+// are measured against. And those of contractions over two arrays, which join them first (join.cc).
 #pragma once
 
 #include "cc/api/calls.h"
@@ -7,7 +7,7 @@
 
 namespace grouped {
 
-// The product inside of a fused call, with its result's type and shape, nowhere yet.
+// The product inside of a fused call, the first of two halves, with its result's type and shape, nowhere yet.
 GroupedMatmul product_inside(const GroupedMatmulAct& call);
 GroupedMatmul product_inside(const GroupedMatmulDact& call);
 

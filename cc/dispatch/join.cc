@@ -1,4 +1,4 @@
-// The row for weights in two arrays that no kernel reads in place: their halves are copied side by side into the
+// The row for contractions over two arrays that no kernel reads in place: the halves are copied side by side into the
 // workspace, and the call runs through dispatch with one weight. So its bits are those of that weight, whatever takes
 // it.
 #include <cstring>
@@ -21,9 +21,8 @@ struct Lines {
 };
 Lines lines_of(const GroupedMatmul& call) {
   const TensorView& half = call.rhs;
-  const int axis = static_cast<int>(joined_axis(call));
   Lines lines = {1, dtype_bytes(half.dtype)};
-  for (int i = 0; i < half.rank; ++i) (i < axis ? lines.count : lines.bytes) *= half.dims[i];
+  for (int i = 0; i < half.rank; ++i) (i < call.rhs_axis ? lines.count : lines.bytes) *= half.dims[i];
   return lines;
 }
 

@@ -53,14 +53,13 @@ class Check {
   void dtype(const char* name, const TensorView& t, DType wanted) {
     require(!t.present() || t.dtype == wanted, [&] { return named(name, t) + ", expected " + dtype_name(wanted); });
   }
-  // A weight in two arrays, of which lhs says how they lie.
+  // The weight, of two arrays if it lies in two.
   template <class Call>
   TensorView whole_weight(const Call& call) {
     if (!call.rhs_up.present()) return call.rhs;
     require(!has_codes(call),
             [&] { return named("rhs_up", call.rhs_up) + ", expected none beside quantised operands; pass one array"; });
     require(call.rhs_axis == 1 || call.rhs_axis == 2, [] { return "rhs_axis: expected 1 or 2"; });
-    rank("lhs", call.lhs, 2);
     rank("rhs", call.rhs, 3);
     if (!wrong.empty()) return call.rhs;
     shape("rhs_up", call.rhs_up, {call.rhs.dims[0], call.rhs.dims[1], call.rhs.dims[2]});
@@ -230,6 +229,7 @@ void contraction(Check* check, const GroupedMatmul& call, int64_t groups) {
   check->absent("rhs_up", call.rhs_up);
   check->require(call.segment >= 0 && (call.turned == 0 || (call.turned == 1 && call.segment > 0)),
                  [] { return "turned: expected 0, or 1 beside segments"; });
+  check->require(call.result_half == 0, [] { return "result_half: expected 0 in a contraction over rows"; });
   check->require(std::min(call.lhs_half, call.rhs_half) >= 0 && std::max(call.lhs_half, call.rhs_half) <= 2,
                  [] { return "lhs_half, rhs_half: expected 0, 1 or 2"; });
   check->require((call.lhs_half == 0 && call.rhs_half == 0) || (call.segment == 0 && !has_codes(call)),
@@ -258,10 +258,13 @@ std::string disagreement(const GroupedMatmul& call) {
   if (call.contract_rows) {
     contraction(&check, call, groups);
   } else {
-    check.require(call.lhs_half == 0 && call.rhs_half == 0, [] { return "halves: expected none with ragged rows"; });
-    const int64_t width = product_width(&check, call.lhs, check.whole_weight(call), call.rhs_axis, groups);
+    check.require(call.lhs_half == 0 && call.rhs_half == 0 && call.result_half >= 0 && call.result_half <= 2,
+                  [] { return "halves: with ragged rows expected one of the result alone, 1 or 2, or none"; });
+    check.require(call.result_half == 0 || !has_codes(call),
+                  [] { return "result_half: expected 0 beside quantised operands; pass one array"; });
+    const int64_t made = product_width(&check, call.lhs, check.whole_weight(call), call.rhs_axis, groups);
     if (check.wrong.empty()) {
-      const int64_t rows = call.lhs.dims[0];
+      const int64_t rows = call.lhs.dims[0], width = made * (call.result_half ? 2 : 1);
       check.shape("result", call.result, {rows, width});
       check.shape_if_given("bias", call.bias, {groups, width});
       check.shape_if_given("row_scale", call.row_scale, {rows});

@@ -30,8 +30,10 @@ int64_t segment_of(const GroupedMatmul& call) {
   return call.segment;
 }
 
-// Whether an operand is two arrays, or half of one.
-bool has_halves(const GroupedMatmul& call) { return call.rhs_up.present() || call.lhs_half || call.rhs_half; }
+// Whether an operand is two arrays, or half of one, or the result is.
+bool has_halves(const GroupedMatmul& call) {
+  return call.rhs_up.present() || call.lhs_half || call.rhs_half || call.result_half;
+}
 bool has_halves(const GroupedMatmulAct& call) { return call.rhs_up.present(); }
 bool has_halves(const GroupedMatmulDact&) { return false; }
 
@@ -168,7 +170,7 @@ std::string refuses(const Call& call, const Target& target) {
   for (const TensorView* t : {&call.lhs, &call.rhs}) {
     if (!is_plain(t->dtype) && !is_code(t->dtype)) return "takes codes and plain numbers, not " + describe(*t);
   }
-  if (call.rhs_table.present() || has_halves(call)) return "takes operands of one array each";
+  if (call.rhs_table.present() || has_halves(call)) return "takes operands and results of one array each";
   for (const int64_t block : {call.scales.lhs_block, call.scales.rhs_block, call.scales.rhs_block_outer}) {
     if (block != 0 && !is_power_of_two(block)) {
       return "takes blocks of a power of two, not " + std::to_string(block);

@@ -171,10 +171,9 @@ struct UpProduct {
   }
 
   static __device__ void clear_tail(const Params& p, const Work& work, uint32_t rank, int thread) {
-    clear_rows(p, work, rank, thread, p.result, int64_t(p.cols) * sizeof(T));
-    if (p.hidden_rows != nullptr) {
-      clear_rows(p, work, rank, thread, p.hidden_rows, int64_t(p.width) * sizeof(T));
-    }
+    const int64_t bytes = int64_t(p.cols) * sizeof(T), hidden_bytes = int64_t(p.width) * sizeof(T);
+    clear_rows(p, work, rank, thread, p.result, bytes, bytes);
+    if (p.hidden_rows != nullptr) clear_rows(p, work, rank, thread, p.hidden_rows, hidden_bytes, hidden_bytes);
   }
 
  private:

@@ -19,7 +19,7 @@ std::string refuses_operand(const char* name, const TensorView& operand) {
 }
 
 std::string refuses_operands(const GroupedMatmul& call, const Target& target) {
-  const bool odd = contracts_pair(call) && call.rhs.dims[call.rhs_axis] % 2 != 0;  // bf16 is multiplied in pairs
+  const bool odd = call.rhs_up.present() && call.rhs.dims[call.rhs_axis] % 2 != 0;  // bf16 is multiplied in pairs
   return first_of({refuses_unless_cpu(target), refuses_operand("lhs", call.lhs), refuses_operand("rhs", call.rhs),
                    refuses_unless_plain("result", call.result), refuses_unless_plain("bias", call.bias),
                    odd ? "contracts a weight in two arrays if both are even; rhs is " + describe(call.rhs) : ""});
@@ -44,26 +44,23 @@ struct Problem {
   std::vector<int64_t> first_rows;  // of what is contracted, in ragged contraction
   bool ragged_rows;
   int64_t segment;
-  int64_t rows;          // of a group's result, in ragged contraction
-  int64_t columns;       // of every group's result
-  int64_t depth;         // contracted, in ragged rows
-  int64_t column_parts;  // arrays that hold the columns of a weight
+  int64_t rows;     // of a group's result, in ragged contraction
+  int64_t columns;  // of every group's result, those that are made
+  int64_t depth;    // contracted, in ragged rows
 
   explicit Problem(const GroupedMatmul& call)
       : ends(group_ends(call.group_sizes, call.segment ? call.rows : call.lhs.dims[0])),
         ragged_rows(!call.contract_rows),
         segment(call.segment) {
     rows = ragged_rows ? 0 : call.result.dims[1];
-    columns = call.result.dims[call.result.rank - 1];
+    columns = ragged_rows ? columns_of(call.result, call.result_half).count : call.result.dims[2];
     depth = ragged_rows ? contracted_length(call) : 0;
-    column_parts = ragged_rows && call.rhs_up.present() && !contracts_pair(call) ? 2 : 1;
     int64_t first = 0;
     for (int64_t g = 0; g < static_cast<int64_t>(ends.size()); ++g) {
       first_rows.push_back(first);
       first += depth_of(g);
     }
   }
-  int64_t part_columns() const { return columns / column_parts; }
   int64_t begin(int64_t g) const { return group_begin(ends, g); }
   int64_t size(int64_t g) const { return ends[static_cast<size_t>(g)] - begin(g); }
   int64_t rows_of(int64_t g) const { return ragged_rows ? size(g) : rows; }
@@ -112,13 +109,12 @@ std::vector<Task> make_tasks(const GroupedMatmul& call, const Problem& problem, 
     if (skips(call, problem, g)) continue;
     const int64_t begin = problem.ragged_rows ? problem.begin(g) : 0;
     const int64_t blocks = ceil_div(problem.rows_of(g), kPanelRows);
-    const int64_t part = problem.part_columns();
-    for (int64_t column = 0, wide; column < problem.columns; column += wide) {
-      wide = std::min(columns, part - column % part);
+    for (int64_t column = 0; column < problem.columns; column += columns) {
       for (int64_t block = 0; block < blocks; ++block) {  // of nearly equal height
         const int64_t first = problem.rows_of(g) * block / blocks;
         const int64_t last = problem.rows_of(g) * (block + 1) / blocks;
-        tasks.push_back({g, begin + first, last - first, column, wide, problem.depth_of(g)});
+        tasks.push_back(
+            {g, begin + first, last - first, column, std::min(columns, problem.columns - column), problem.depth_of(g)});
       }
     }
   }
@@ -185,17 +181,15 @@ PanelProduct block(const GroupedMatmul& call, const Problem& problem, const Task
              1,
              t.row,
              scales_of(s.lhs_scales, 0, turned, 1, s.lhs_block)};
-    const bool second = t.column >= problem.part_columns();
-    p.rhs = weight_of(call, second ? call.rhs_up : call.rhs, t.group,
-                      second ? t.column - problem.part_columns() : t.column);
-    if (contracts_pair(call)) {
+    p.rhs = weight_of(call, call.rhs, t.group, t.column);
+    if (call.rhs_up.present()) {
       p.rhs_rest = weight_of(call, call.rhs_up, t.group, t.column);
       p.rhs_depth = call.rhs.dims[call.rhs_axis];
     }
   } else {
     const int64_t first = problem.first_rows[static_cast<size_t>(t.group)];
-    const int64_t lhs_first = columns_read(call.lhs, call.lhs_half).first;
-    const int64_t rhs_first = columns_read(call.rhs, call.rhs_half).first;
+    const int64_t lhs_first = columns_of(call.lhs, call.lhs_half).first;
+    const int64_t rhs_first = columns_of(call.rhs, call.rhs_half).first;
     p.lhs = contracted_rows(call, call.lhs, s.lhs_scales, s.lhs_block, first, lhs_first + t.row);
     p.rhs = contracted_rows(call, call.rhs, s.rhs_scales, s.rhs_block, first, rhs_first + t.column);
   }
@@ -204,14 +198,15 @@ PanelProduct block(const GroupedMatmul& call, const Problem& problem, const Task
   const int64_t group_offset = problem.ragged_rows ? 0 : t.group * problem.rows * problem.columns;
   const void* result = call.into_table.present() ? table_entry(call.into_table, t.group)
                                                  : at(call.result.data, call.result.dtype, group_offset);
-  p.result.data = const_cast<char*>(at(result, call.result.dtype, t.row * problem.columns + t.column));
+  const int64_t width = call.result.dims[call.result.rank - 1];
+  const int64_t column = columns_of(call.result, call.result_half).first + t.column;
+  p.result.data = const_cast<char*>(at(result, call.result.dtype, t.row * width + column));
   p.result.dtype = call.result.dtype;
-  p.result.row_stride = problem.columns;
+  p.result.row_stride = width;
   if (call.bias.present() || call.bias_table.present()) {
     p.result.bias_dtype = call.bias.dtype;
-    p.result.bias = call.bias_table.present()
-                        ? at(table_entry(call.bias_table, t.group), call.bias.dtype, t.column)
-                        : at(call.bias.data, call.bias.dtype, t.group * problem.columns + t.column);
+    p.result.bias = call.bias_table.present() ? at(table_entry(call.bias_table, t.group), call.bias.dtype, column)
+                                              : at(call.bias.data, call.bias.dtype, t.group * width + column);
   }
   if (call.row_scale.present()) p.result.row_scale = call.row_scale.as<const float>() + t.row;
   p.result.scale_bias = call.scale_bias != 0;
@@ -225,7 +220,8 @@ void run(const GroupedMatmul& call, const Context& context, const Isa& isa) {
   const std::vector<Task> tasks = make_tasks(call, problem, threads);
   const int64_t count = static_cast<int64_t>(tasks.size());
   if (problem.ragged_rows && !call.into.present()) {
-    zero_rows(context.pool, call.result, problem.ends.back(), call.lhs.dims[0]);
+    zero_columns(context.pool, call.result, columns_of(call.result, call.result_half), problem.ends.back(),
+                 call.lhs.dims[0]);
   }
   const auto product = [&](int64_t i) {
     return i < count ? block(call, problem, tasks[static_cast<size_t>(i)]) : PanelProduct{};

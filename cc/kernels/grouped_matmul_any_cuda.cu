@@ -554,12 +554,8 @@ std::string refuses(const GroupedMatmul& call, const Target& target) {
   if (call.bias.present() && !is_wide(call.bias.dtype)) {
     return "takes a bias of float32, bfloat16 or float16, got " + describe(call.bias);
   }
-  if (call.rhs_up.present()) {
-    const int64_t half = call.rhs.dims[joined_axis(call)], wanted = contracts_pair(call) ? kDepth : kMmaCols;
-    if (half % wanted != 0) {
-      return std::string("takes a weight in two arrays if both are ") + (contracts_pair(call) ? "deep" : "wide") +
-             " by a multiple of " + std::to_string(wanted) + "; rhs is " + describe(call.rhs);
-    }
+  if (call.rhs_up.present() && call.rhs.dims[call.rhs_axis] % kDepth != 0) {
+    return "contracts a weight in two arrays if both are a multiple of 32 deep; rhs is " + describe(call.rhs);
   }
   for (const TensorView* t : {&call.lhs, &call.rhs}) {
     for (int i = 0; i < t->rank; ++i) {
@@ -578,10 +574,9 @@ Problem describe_problem(const GroupedMatmul& call, const Context& context) {
   const int64_t* lhs = call.lhs.dims;
   const int64_t* rhs = call.rhs.dims;
   const bool k_major = !contract && call.rhs_axis == 2;
-  const Columns lhs_columns = columns_read(call.lhs, call.lhs_half);
-  const Columns rhs_columns = columns_read(call.rhs, call.rhs_half);
+  const Columns lhs_columns = columns_of(call.lhs, call.lhs_half);
+  const Columns rhs_columns = columns_of(call.rhs, call.rhs_half);
   Problem p = {};
-  p.jump_col = INT32_MAX;
   p.scan = GroupScan::at(context.workspace, call.group_sizes.dims[0]);
   p.lhs = call.lhs.as<const char>() + lhs_columns.first * dtype_bytes(call.lhs.dtype);
   p.rhs = call.rhs.as<const char>() + rhs_columns.first * dtype_bytes(call.rhs.dtype);
@@ -598,13 +593,15 @@ Problem describe_problem(const GroupedMatmul& call, const Context& context) {
   p.rhs_stride = contract ? rhs[1] : rhs[2];
   p.rhs_group_stride = contract ? 0 : rhs[1] * rhs[2];
   p.rows = contract ? static_cast<int>(lhs_columns.count) : 0;
-  p.cols = static_cast<int>(contract ? rhs_columns.count : whole_rhs(call).dims[k_major ? 1 : 2]);
+  p.cols = static_cast<int>(contract ? rhs_columns.count : rhs[k_major ? 1 : 2]);
+  p.first_col = static_cast<int>(columns_of(call.result, call.result_half).first);
+  p.result_stride = call.result.dims[call.result.rank - 1];
   p.depth = contract ? 0 : static_cast<int>(lhs[1]);
   if (call.rhs_up.present()) {
-    const int64_t half = rhs[joined_axis(call)];
-    const int64_t step = joined_axis(call) == 1 ? half * rhs[2] : half;  // what addresses have advanced by
+    const int64_t half = rhs[call.rhs_axis];
+    const int64_t step = k_major ? half : half * rhs[2];  // what addresses have advanced by
     p.rhs_jump = call.rhs_up.as<const char>() - p.rhs - step * dtype_bytes(call.rhs.dtype);
-    (contracts_pair(call) ? p.jump_depth : p.jump_col) = static_cast<int>(half);
+    p.jump_depth = static_cast<int>(half);
   }
   p.row_tiles = tiles_of(p.rows, kTileRows);
   p.col_tiles = tiles_of(p.cols, call.lhs.dtype == DType::f32 ? kFmaTile : kMmaCols);

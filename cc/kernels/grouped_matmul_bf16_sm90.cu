@@ -78,7 +78,8 @@ struct RowsProduct {
   }
 
   static __device__ void clear_tail(const Params& p, const Work& work, uint32_t rank, int thread) {
-    clear_rows(p, work, rank, thread, p.result, int64_t(p.cols) * sizeof(Out));
+    clear_rows(p, work, rank, thread, p.result + p.first_col * sizeof(Out), p.cols * sizeof(Out),
+               p.width * sizeof(Out));
   }
 };
 
@@ -131,7 +132,8 @@ void launch_rows(const GroupedMatmul& call, HalvesParams p, int64_t row_tiles, v
   if (call.rhs_up.present()) {
     p.rhs_up = tensor_map(call.rhs_up.data, call.rhs.dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows);
   }
-  p.out = tensor_map(call.result.data, call.result.dtype, ragged_shape(n, call.result.dtype), 128 / sizeof(Out), 16);
+  p.out = tensor_map(call.result.as<Out>() + p.first_col, call.result.dtype,
+                     ragged_shape(n, p.width, call.result.dtype), 128 / sizeof(Out), 16);
   if constexpr (kWeights == Major::k && std::is_same_v<T, __nv_bfloat16>) {
     if (has_group_scales(call.scales)) {
       ScaledParams scaled{};
@@ -184,12 +186,12 @@ std::string refuses(const GroupedMatmul& c, const Target& target) {
   }
   if (c.accumulate) return "does not accumulate into ragged rows";
   // Blocks of k then begin where those of one array do, so sums are added in the same order.
-  if (c.rhs_up.present() && (!contracts_pair(c) || c.rhs.dims[c.rhs_axis] % kBlockK != 0)) {
+  if (c.rhs_up.present() && c.rhs.dims[c.rhs_axis] % kBlockK != 0) {
     return "contracts weights in two arrays if both are a multiple of 64 deep; rhs is " + describe(c.rhs);
   }
-  const int64_t m = c.lhs.dims[0], k = c.lhs.dims[1], n = c.result.dims[1];
+  const int64_t m = c.lhs.dims[0], k = c.lhs.dims[1], n = columns_of(c.result, c.result_half).count;
   if (m >= kRagged) return "takes fewer than 2^30 rows";
-  if (n >= kRagged || k >= kRagged) return "takes fewer than 2^30 columns";
+  if (c.result.dims[1] >= kRagged || k >= kRagged) return "takes fewer than 2^30 columns";
   if (k % 8 != 0) return "needs lhs rows of a multiple of 16 bytes: K = " + std::to_string(k) + " is no multiple of 8";
   if (n % 8 != 0)
     return "needs result rows of a multiple of 16 bytes: N = " + std::to_string(n) + " is no multiple of 8";
@@ -216,7 +218,10 @@ void launch(const GroupedMatmul& call, const Context& context) {
   p.result = call.result.as<uint8_t>();
   p.rows = call.lhs.dims[0];
   p.groups = int32_t(call.group_sizes.dims[0]);
-  p.cols = int32_t(call.result.dims[1]);
+  const Columns made = columns_of(call.result, call.result_half);
+  p.cols = int32_t(made.count);
+  p.first_col = int32_t(made.first);
+  p.width = int32_t(call.result.dims[1]);
   p.length = int32_t(call.lhs.dims[1]);
   p.scale_bias = call.scale_bias != 0;
   p.clear_tail = !call.into.present();

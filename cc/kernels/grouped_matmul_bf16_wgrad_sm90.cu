@@ -113,8 +113,8 @@ void launch_types(const GroupedMatmul& call, ContractionParams p, void* stream) 
   const DType in = call.lhs.dtype, out = call.result.dtype;
   // Without rows nothing is loaded, but a map wants an address.
   const bool empty = call.lhs.dims[0] == 0;
-  const int64_t lhs_first = columns_read(call.lhs, call.lhs_half).first;
-  const int64_t rhs_first = columns_read(call.rhs, call.rhs_half).first;
+  const int64_t lhs_first = columns_of(call.lhs, call.lhs_half).first;
+  const int64_t rhs_first = columns_of(call.rhs, call.rhs_half).first;
   p.lhs = tensor_map(empty ? static_cast<const void*>(p.spans) : call.lhs.as<const T>() + lhs_first, in,
                      ragged_shape(p.rows, call.lhs.dims[1], in), 64, 64);
   p.rhs = tensor_map(empty ? static_cast<const void*>(p.spans) : call.rhs.as<const T>() + rhs_first, in,
@@ -155,7 +155,7 @@ std::string refuses(const GroupedMatmul& c, const Target& target) {
   if (has_group_scales(c.scales) && c.lhs.dtype != DType::bf16) {
     return "takes scales of groups beside bfloat16 operands alone";
   }
-  const int64_t m = c.lhs.dims[0], a = columns_read(c.lhs, c.lhs_half).count, b = columns_read(c.rhs, c.rhs_half).count;
+  const int64_t m = c.lhs.dims[0], a = columns_of(c.lhs, c.lhs_half).count, b = columns_of(c.rhs, c.rhs_half).count;
   if (m >= kRagged) return "takes fewer than 2^30 rows";
   if (a >= kRagged || b >= kRagged) return "takes fewer than 2^30 columns";
   if (a % 8 != 0) return "needs lhs rows of a multiple of 16 bytes: A = " + std::to_string(a) + " is no multiple of 8";
@@ -177,8 +177,8 @@ void launch(const GroupedMatmul& call, const Context& context) {
   p.into_table = call.into_table.present() ? call.into_table.as<int64_t>() : nullptr;
   // Scattered results are addressed relative to any mapped address.
   p.out_base = reinterpret_cast<int64_t>(p.into_table != nullptr ? context.workspace : call.result.data);
-  p.rows = int32_t(columns_read(call.lhs, call.lhs_half).count);
-  p.cols = int32_t(columns_read(call.rhs, call.rhs_half).count);
+  p.rows = int32_t(columns_of(call.lhs, call.lhs_half).count);
+  p.cols = int32_t(columns_of(call.rhs, call.rhs_half).count);
   p.accumulate = call.accumulate != 0;
   order_groups<false><<<1, kOrderThreads, 0, static_cast<cudaStream_t>(context.stream)>>>(
       call.group_sizes.as<int32_t>(), p.groups, call.lhs.dims[0], spans, spans + p.groups, p.draws);

@@ -66,12 +66,13 @@ __device__ inline void push_pair(Work work, int item, int rows, int cols, Push p
 // ---- ragged rows ----
 
 struct RowsParams : Tf32Params {
-  CUtensorMap rhs_up;               // of a second array of weights, which holds k or columns from these on
-  int32_t first_depth, first_cols;  // multiples of 32 where there is one; else beyond all
+  CUtensorMap rhs_up;        // of a second array of weights, whose k follow those of the first
+  int32_t first_depth;       // k of the first, a multiple of 32 where there is a second; else all
+  int32_t width, first_col;  // columns of result and bias, and the first that is made
   const int32_t* sizes;
   const int64_t* rhs_table;   // addresses of the weights; null where they are packed
   int64_t rhs_base;           // address that `rhs` starts at
-  const void* bias;           // [groups, cols], or null
+  const void* bias;           // [groups, width], or null
   const int64_t* bias_table;  // addresses of the biases, or null
   const float* row_scale;     // [rows], or null
   float* result;
@@ -123,13 +124,13 @@ struct RowsProduct {
       ptx::tensor_load(to + u * Shape::kUnitBytes, &p.lhs, at, full);
       at.c[1] += kUnitRows;
     }
-    // Boxes of 32 columns, each of the array of weights that it lies in.
-    const OneOfTwo depth = one_of_two(k, p.first_depth);
-    for (int i = 0; i < Shape::kCols / kBoxWidth; ++i) {
-      const OneOfTwo col = one_of_two(work.col0 + i * kBoxWidth, p.first_cols);
-      const int32_t c0 = kRhsMajor == Major::k ? depth.at : col.at, c1 = kRhsMajor == Major::k ? col.at : depth.at;
-      ptx::tensor_load(to + Shape::kLhsBytes + i * kBoxBytes, depth.second || col.second ? &p.rhs_up : &p.rhs,
-                       {{c0, c1, work.slice2, work.slice3}}, full);
+    const uint32_t rhs = to + Shape::kLhsBytes;
+    const OneOfTwo from = one_of_two(k, p.first_depth);
+    const CUtensorMap* map = from.second ? &p.rhs_up : &p.rhs;
+    if constexpr (kRhsMajor == Major::k) {
+      ptx::tensor_load(rhs, map, {{from.at, work.col0, work.slice2, work.slice3}}, full);
+    } else {
+      load_boxes(map, {{work.col0, from.at, work.slice2, work.slice3}}, Shape::kCols / kBoxWidth, rhs, full);
     }
   }
 
@@ -148,7 +149,7 @@ struct RowsProduct {
       }
     }
     const void* bias = p.bias_table != nullptr ? reinterpret_cast<const void*>(p.bias_table[work.group]) : p.bias;
-    const int64_t first_bias = work.col0 + (p.bias_table != nullptr ? 0 : int64_t(work.group) * p.cols);
+    const int64_t first_bias = p.first_col + work.col0 + (p.bias_table != nullptr ? 0 : int64_t(work.group) * p.width);
     const bool plain = bias == nullptr && p.row_scale == nullptr;
     const auto change = [&](int col, float (&v)[4]) {
       if (plain) return;
@@ -169,11 +170,13 @@ struct RowsProduct {
     store_rows<float, Shape::kCols, Shape::kSlots>(acc, &p.out, at, cols, slots, false, held, change);
   }
 
-  // Rows [end, end + kTailRows) of the result, by the 256 consumer threads.
+  // Rows [end, end + kTailRows) of the result, by the consumer warps, a warp a row.
   static __device__ void clear_tail(const Params& p, const Work& work, int thread) {
-    const int64_t rows = p.rows - work.end < kTailRows ? p.rows - work.end : kTailRows;
-    float4* first = reinterpret_cast<float4*>(p.result + int64_t(work.end) * p.cols);
-    for (int64_t i = thread; i < rows * p.cols / 4; i += 32 * kConsumerWarps) first[i] = float4{0, 0, 0, 0};
+    const int64_t end = p.rows - work.end < kTailRows ? p.rows : work.end + kTailRows;
+    for (int64_t row = work.end + thread / 32; row < end; row += kConsumerWarps) {
+      float4* to = reinterpret_cast<float4*>(p.result + row * p.width + p.first_col);
+      for (int i = thread % 32; i < p.cols / 4; i += 32) to[i] = float4{0, 0, 0, 0};
+    }
   }
 };
 
@@ -268,6 +271,10 @@ void launch_product(const typename Product::Params& p, int64_t row_tiles, cudaSt
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
+int64_t made_cols(const GroupedMatmul& c) {
+  return c.contract_rows ? c.result.dims[2] : columns_of(c.result, c.result_half).count;
+}
+
 // 128-row tiles that any sizes can give: every group may have one that is not full.
 int64_t most_row_tiles(const GroupedMatmul& c) {
   const int64_t groups = c.group_sizes.dims[0];
@@ -277,6 +284,7 @@ int64_t most_row_tiles(const GroupedMatmul& c) {
 
 template <int kTerms>
 void launch_rows(const GroupedMatmul& call, const Tf32Params& both, const Context& context) {
+  using Shape = Tf32Shape<kTerms>;
   RowsParams p{};
   static_cast<Tf32Params&>(p) = both;
   p.sizes = call.group_sizes.as<int32_t>();
@@ -293,16 +301,16 @@ void launch_rows(const GroupedMatmul& call, const Tf32Params& both, const Contex
   p.clear_tail = !call.into.present();
   const DType f32 = DType::f32;
   const bool k_major = call.rhs_axis == 2;
+  const int rhs_box = k_major ? Shape::kCols : kTf32K;
   const MapShape rhs_shape = p.rhs_table != nullptr ? scattered_shape(call.rhs.dims[1], call.rhs.dims[2], f32)
                                                     : packed_shape(p.groups, call.rhs.dims[1], call.rhs.dims[2], f32);
   p.lhs = tensor_map(call.lhs.data, f32, ragged_shape(p.length, f32), kTf32K, kUnitRows);
-  p.rhs = tensor_map(reinterpret_cast<const void*>(p.rhs_base), f32, rhs_shape, kBoxWidth, kTf32K);
-  p.first_depth = p.first_cols = INT32_MAX;
-  if (call.rhs_up.present()) {
-    p.rhs_up = tensor_map(call.rhs_up.data, f32, rhs_shape, kBoxWidth, kTf32K);
-    (contracts_pair(call) ? p.first_depth : p.first_cols) = int32_t(call.rhs.dims[joined_axis(call)]);
-  }
-  p.out = tensor_map(call.result.data, f32, ragged_shape(p.cols, f32), kBoxWidth, kOutRows);
+  p.rhs = tensor_map(reinterpret_cast<const void*>(p.rhs_base), f32, rhs_shape, kBoxWidth, rhs_box);
+  if (call.rhs_up.present()) p.rhs_up = tensor_map(call.rhs_up.data, f32, rhs_shape, kBoxWidth, rhs_box);
+  p.first_depth = int32_t(call.rhs.dims[call.rhs_axis]);
+  p.first_col = int32_t(columns_of(call.result, call.result_half).first);
+  p.width = int32_t(call.result.dims[1]);
+  p.out = tensor_map(p.result + p.first_col, f32, ragged_shape(p.cols, p.width, f32), kBoxWidth, kOutRows);
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
   return k_major ? launch_product<RowsProduct<Major::k, kTerms>>(p, most_row_tiles(call), stream)
                  : launch_product<RowsProduct<Major::mn, kTerms>>(p, most_row_tiles(call), stream);
@@ -319,7 +327,7 @@ void launch_contraction(const GroupedMatmul& call, const Tf32Params& both, const
   p.into_table = call.into_table.present() ? call.into_table.as<int64_t>() : nullptr;
   // Scattered results are addressed relative to any mapped address.
   p.out_base = reinterpret_cast<int64_t>(p.into_table != nullptr ? context.workspace : call.result.data);
-  const Columns rows = columns_read(call.lhs, call.lhs_half), cols = columns_read(call.rhs, call.rhs_half);
+  const Columns rows = columns_of(call.lhs, call.lhs_half), cols = columns_of(call.rhs, call.rhs_half);
   p.rows = int32_t(rows.count);
   p.accumulate = call.accumulate != 0;
   // Without rows nothing is loaded, but a map wants an address.
@@ -343,7 +351,7 @@ void launch_terms(const GroupedMatmul& call, const Context& context) {
   // First, since it makes the device's context current, which the driver's encoder of maps asks for.
   GROUPED_CUDA_CHECK(cudaMemsetAsync(p.counter, 0, sizeof(*p.counter), static_cast<cudaStream_t>(context.stream)));
   p.groups = int32_t(call.group_sizes.dims[0]);
-  p.cols = int32_t(call.result.dims[call.contract_rows ? 2 : 1]);
+  p.cols = int32_t(made_cols(call));
   return call.contract_rows ? launch_contraction<kTerms>(call, p, context) : launch_rows<kTerms>(call, p, context);
 }
 
@@ -361,10 +369,10 @@ std::string refuses(const GroupedMatmul& c, const Target& target) {
     return "takes a bias of float32, bfloat16 or float16, got " + describe(c.bias);
   }
   if (c.accumulate && !c.contract_rows) return "does not accumulate into ragged rows";
-  if (c.rhs_up.present() && c.rhs.dims[joined_axis(c)] % kBoxWidth != 0) {
-    return "takes a weight in two arrays if both are a multiple of 32 wide; rhs is " + describe(c.rhs);
+  if (c.rhs_up.present() && c.rhs.dims[c.rhs_axis] % kTf32K != 0) {
+    return "contracts a weight in two arrays if both are a multiple of 32 deep; rhs is " + describe(c.rhs);
   }
-  const int64_t inner = c.result.dims[c.contract_rows ? 2 : 1], m = c.lhs.dims[0];
+  const int64_t inner = made_cols(c), m = c.lhs.dims[0];
   const int64_t k = c.contract_rows ? c.result.dims[1] : c.lhs.dims[1];
   if (m >= kRagged || k >= kRagged || inner >= kRagged) return "takes fewer than 2^30 rows and columns";
   for (const int64_t width : {k, inner}) {

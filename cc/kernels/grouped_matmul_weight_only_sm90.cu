@@ -678,6 +678,7 @@ std::string refuses(const GroupedMatmul& c, const Target& target) {
   const bool nibbles = c.rhs.dtype == DType::u8;
   if (c.rhs.dtype != DType::e4m3fn && !nibbles) return "takes weights of E4M3 or E2M1 codes, not " + describe(c.rhs);
   if (c.rhs_axis != 2 || c.rhs_table.present() || c.rhs_up.present()) return "takes weights as one array [G, N, K]";
+  if (c.result_half) return "makes all columns of a result";
   if (c.batch_invariant) return "is chosen by the number of rows, which must not show in a row's bits";
   const Scale scale = scale_of(c);
   const int64_t block = c.scales.rhs_block, k = c.lhs.dims[1], n = c.result.dims[1], groups = c.group_sizes.dims[0];

@@ -21,6 +21,7 @@ MAY_IMPORT = {
 FILES_MAY_IMPORT = {
     "jax_grouped/_layer_recipes.py": {"flax"},
     "jax_grouped/nnx.py": {"flax"},
+    "jax_grouped/_layer_recipes.py": {"flax"},
     "jax_grouped/linen.py": {"flax"},
     "jax_grouped/checkpoint.py": {"safetensors", "orbax"},
     "torch_bridge/checkpoint.py": {"safetensors"},

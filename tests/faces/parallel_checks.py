@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests import asserts
 from tests.faces.nn_tools import MODULES, Setup, main_grads, setup
 from tests.faces.torch_tools import leaf
-from torch_bridge import grouped_linear, nn, parallel
+from torch_bridge import FP8Delayed, grouped_linear, nn, parallel, update_scaling
 
 RANKS = 2
 CHECKS: dict[str, Callable[[DeviceMesh], None]] = {}
@@ -265,6 +265,24 @@ def other_placements_and_uses_are_refused(mesh: DeviceMesh) -> None:
         parallel.shard_experts(nn.GroupedLinear(4, 3, 3), mesh)
     with asserts.refused(ValueError, ["layer `linear_fc1`", "5 groups over 2 ranks", "divide"]):
         parallel.shard_experts(nn.GroupedMLP(5, 3, 3, single_grouped_weight=True), mesh)
+
+
+@check
+def each_rank_has_the_scaling_state_of_its_own_experts(mesh: DeviceMesh) -> None:
+    """Bits, multipliers and magnitudes are the parts of those of the whole."""
+    s, whole, spread = _experts(mesh, recipe=FP8Delayed.replace(history=2))
+    rows, sizes = _part(s, mesh)
+    groups = slice(mesh.get_rank() * len(sizes), (mesh.get_rank() + 1) * len(sizes))
+    for _ in range(2):
+        x, mine = leaf(s.x), leaf(s.x[rows])
+        y, y2 = whole(x, s.sizes, s.probs), spread(mine, sizes, s.probs[rows].contiguous())
+        asserts.bitwise(y2, y[rows], "y")
+        y.backward(s.dy)
+        y2.backward(s.dy[rows].contiguous())
+        asserts.bitwise(mine.grad, x.grad[rows], "dx")
+        for module in (whole, spread):
+            update_scaling(module.scaling_state)
+        asserts.bitwise(spread.scaling_state.scale, whole.scaling_state.scale[:, groups].contiguous())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

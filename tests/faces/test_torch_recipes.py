@@ -166,6 +166,24 @@ def test_buffers_of_the_caller(form: str, recipe: Recipe) -> None:
         asserts.filled(a[valid:], 7.0)
 
 
+@pytest.mark.rule("BUF-2")
+@pytest.mark.parametrize("form", ["GroupedLinear", "GroupedMLP"])
+def test_buffers_that_do_not_fit_are_refused(form: str) -> None:
+    s = setup(form, False, recipe=recipes.MXFP8, **BF16)
+    x, y, grad = leaf(s.x), torch.empty_like(s.dy), torch.empty_like(s.x)
+    for rows, keywords, words in (
+        (s.x, {"grad_input": grad}, ["`grad_input`", "needs no gradient", "leave it out"]),
+        (x, {"grad_input": grad[:-1]}, ["`grad_input`", str(len(grad) - 1)]),
+        (x, {"grad_input": grad.float()}, ["`grad_input`", "float32"]),
+        (x, {"grad_input": x.detach()}, ["`grad_input`", "overlaps", "allocate one"]),
+        (x, {"out": y[1:]}, ["`out`", str(len(y) - 1)]),
+        (x, {"out": y.float()}, ["`out`", "float32"]),
+        (x, {"out": leaf(y)}, ["`out`", "requires_grad", "detach()"]),
+    ):
+        with asserts.refused(ValueError, words):
+            s.run(rows, **keywords)
+
+
 @pytest.mark.rule("MLP-13")
 @pytest.mark.parametrize("recipe", [recipes.MXFP8, recipes.FP8Current], ids=lambda r: r.name)
 def test_rows_that_come_quantised(recipe: Recipe) -> None:

@@ -249,7 +249,8 @@ def product(
 ) -> NDArray[Any]:
     """One of the three products of a problem; `options` are arrays by slot (bias, row_scale, into) and flags.
 
-    With `halves` the weight, or its gradient, is two arrays; the gradient's are computed apart and come joined.
+    With `halves` the weight, or its gradient, is two arrays. The gradient's are computed apart and come joined; forward
+    makes the columns of each in turn, in `into`, which must be given.
     """
     op = Linear(Names("x", "w"), transposed=p.transposed)
     k_axis, n_axis = op.weight_axes()
@@ -261,10 +262,19 @@ def product(
         columns = [(half, 0) if p.transposed else (0, half) for half in (1, 2)]
         found = [_product(run, lhs, rhs, axes, p, result_dtype, recipe, options, columns=each) for each in columns]
         return np.concatenate(found, axis=n_axis)
-    up = None
-    if halves:
-        rhs, up = (np.ascontiguousarray(half) for half in np.split(rhs, 2, axis=n_axis))
-    return _product(run, lhs, rhs, axes, p, result_dtype, recipe, options, up=up)
+    if not halves:
+        return _product(run, lhs, rhs, axes, p, result_dtype, recipe, options)
+    parts = [np.ascontiguousarray(part) for part in np.split(rhs, 2, axis=n_axis)]
+    if which == "dgrad":
+        return _product(run, lhs, parts[0], axes, p, result_dtype, recipe, options, up=parts[1])
+    result = options["into"]
+    for half, part in enumerate(parts, 1):
+        before, width = result, parts[0].shape[n_axis]
+        wanted = {**options, "into": before, "result_half": half}
+        result = _product(run, lhs, part, axes, p, result_dtype, recipe, wanted)
+        others = slice(width, None) if half == 1 else slice(width)
+        asserts.bitwise(result[:, others], before[:, others], f"columns beside half {half}")
+    return result
 
 
 def _product(

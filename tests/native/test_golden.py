@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from grouped_core import _native, calls, plans
+from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec
 from grouped_core.recipes import plain
 from tests import cases
@@ -27,16 +30,9 @@ FAST: dict[tuple[str, str, str], str] = {
 }
 """Kernels of fast paths, by (arch, product, dtype): of cases whose rows are multiples of 16 bytes."""
 
-IN_PLACE: dict[tuple[str, str, str], int] = {
-    **{("cpu", "forward", dtype): 1 for dtype in cases.DTYPES},
-    **{("cpu", "dgrad", dtype): 2 for dtype in cases.DTYPES},
-    **{(arch, "forward", dtype): 128 for arch in ("sm_80", "sm_89") for dtype in cases.DTYPES},
-    **{(arch, "dgrad", dtype): 32 for arch in ("sm_80", "sm_89") for dtype in cases.DTYPES},
-    **{("sm_90a", "dgrad", dtype): 64 for dtype in ("bfloat16", "float16")},
-    **{("sm_90a", which, "float32"): 32 for which in ("forward", "dgrad")},
-}
-"""By (arch, product, dtype): halves of a weight whose columns are multiples of this are read where they lie, by the
-kernel that takes them as one array. Others are joined: those of the products that a fused call makes on sm_90a."""
+IN_PLACE = {"cpu": 2, "sm_80": 32, "sm_89": 32, "sm_90a": 64}
+"""By arch: a contraction over two arrays, each as deep as a multiple of this, reads them where they lie, by the kernel
+that takes them as one array (float32 on sm_90a: of 32). Others are joined."""
 
 OF_CODES = frozenset(
     f"grouped_matmul_{name}"
@@ -91,19 +87,47 @@ def test_products(arch, which, dtype):
 
 @pytest.mark.rule("ERR-3", "MAT-3")
 @pytest.mark.parametrize("arch", DEFAULT)
-@pytest.mark.parametrize("which", ["forward", "dgrad"])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_halves_of_a_weight(arch, which, dtype):
+def test_halves_of_a_weight(arch, dtype):
     compiled(arch)
+    multiple = 32 if (arch, dtype) == ("sm_90a", "float32") else IN_PLACE[arch]
     for half in (1, 2, 61, 96, 128, 136, 192, 256):
-        whole = cases.Case("whole", (150, 301), 540, 136, 2 * half, frozenset())
-        x, _, dy, sizes = specs(whole, dtype)
-        w = ArraySpec((whole.groups, whole.k, half), dtype)
-        lhs, axes = (x, (1, 1)) if which == "forward" else (dy, (1, 2))
-        plan = plans.attempt(calls.grouped_matmul(lhs, w, axes, sizes, dtype, recipe=plain(dtype), rhs_up=w), arch)
-        in_place = half % IN_PLACE.get((arch, which, dtype), 2 * half) == 0
+        part, whole = (cases.Case("halves", (150, 301), 540, 136, n, frozenset()) for n in (half, 2 * half))
+        (x, w, _, sizes), dy, recipe = specs(part, dtype), specs(whole, dtype)[2], plain(dtype)
+        columns = plans.attempt(calls.grouped_matmul(x, w, (1, 1), sizes, dtype, recipe=recipe, result_half=2), arch)
+        assert columns.kernel == golden(arch, "forward", dtype, part), f"{half}: {columns.refusals}"
+        depths = plans.attempt(calls.grouped_matmul(dy, w, (1, 2), sizes, dtype, recipe=recipe, rhs_up=w), arch)
         joined = f"grouped_matmul_joined_{'cpu' if arch == 'cpu' else 'cuda'}"
-        assert plan.kernel == (golden(arch, which, dtype, whole) if in_place else joined), f"{half}: {plan.refusals}"
+        wanted = golden(arch, "dgrad", dtype, whole) if half % multiple == 0 else joined
+        assert depths.kernel == wanted, f"{half}: {depths.refusals}"
+
+
+MEMORY = 2**20
+"""Bytes that a call on fast paths may ask for."""
+
+
+@pytest.mark.rule("MAT-3")
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("shape", ["A", "C"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_halves_take_no_memory(dtype, shape, transposed):
+    """Nothing is joined on fast paths, and no room is kept for it, in case that addresses are not aligned."""
+    compiled("sm_90a")
+    case = cases.named(shape)
+    x, _, dh, sizes = specs(case, dtype)
+    half = case.n // 2
+    w = ArraySpec((case.groups, half, case.k) if transposed else (case.groups, case.k, half), dtype)
+    forward, dgrad = (2, 1) if transposed else (1, 2)
+    rows, columns = ((dh, x), (2, 0)) if transposed else ((x, dh), (0, 2))
+    options: dict[str, Any] = {"recipe": plain(dtype)}
+    for call in (
+        calls.grouped_matmul_act(x, w, forward, sizes, dtype, activation=Activation("swiglu"), rhs_up=w, **options),
+        calls.grouped_matmul(dh, w, (1, dgrad), sizes, dtype, rhs_up=w, **options),
+        calls.grouped_matmul(*rows, (0, 0), sizes, dtype, halves=columns, **options),
+    ):
+        plan = plans.attempt(call, "sm_90a")
+        assert plan.kernel, plan.refusals
+        assert plan.workspace_bytes < MEMORY, f"{plan.kernel} takes {plan.workspace_bytes} bytes"
 
 
 @pytest.mark.rule("ERR-3")

@@ -98,7 +98,7 @@ def test_an_accumulator_of_a_group_without_rows_keeps_its_nan_bits(kernel):
 @pytest.mark.rule("MAT-3")
 @pytest.mark.parametrize("kernel", kernels("grouped_matmul", joined=True))
 @pytest.mark.matrix(
-    half=(61, 136, 192, 256),  # of the weight's columns, of which kernels read multiples of 1, 8, 64, 128 in place
+    half=(61, 136, 192, 256),  # of the weight's columns, of which kernels contract multiples of 2, 32, 64 in place
     sizes=((150, 0, 301, 61), (0, 0), (513, 700)),
     dtype=cases.DTYPES,
     which=PRODUCTS,
@@ -108,7 +108,10 @@ def test_an_accumulator_of_a_group_without_rows_keeps_its_nan_bits(kernel):
 )
 def test_halves_give_the_bits_of_the_whole(kernel, half, sizes, dtype, which, transposed, bias):
     p = cases.problem(cases.Case("halves", sizes, 540, 136, 2 * half, frozenset()), dtype, transposed=transposed)
-    options = {"bias": cases.normal((len(sizes), 2 * half), dtype, "bias") if bias else None}
+    options = {
+        "bias": cases.normal((len(sizes), 2 * half), dtype, "bias") if bias else None,
+        "into": cases.normal((540, 2 * half), dtype, "into") if which == "forward" else None,
+    }
     found = product(Native(kernel), which, p, halves=True, **options)
     whole = Native(kernel.replace(JOINED, "_dispatched_"))  # a name of none: what joins leaves the rest to dispatch
     asserts.bitwise(found, product(whole, which, p, **options))

@@ -286,6 +286,9 @@ def test_two_arrays_and_halves_of_columns_are_refused(formats):
         inputs[whole.slot("rhs_up")] = inputs[whole.slot("rhs")]
         with asserts.refused(ValueError, ["`rhs_up`", "none beside quantised operands", "pass one array"]):
             plans.attempt(dataclasses.replace(whole, inputs=tuple(inputs)), "cpu")
+    half_made = calls.grouped_matmul(spec(lhs), spec(rhs), (1, 2), sizes, "bfloat16", recipe=BF16, result_half=1)
+    with asserts.refused(ValueError, ["result_half", "0 beside quantised operands", "pass one array"]):
+        plans.attempt(half_made, "cpu")
     lhs, rhs = contracted_operands(formats, case)
     whole = call_of(lhs, rhs, sizes_of(case), (0, 0), "bfloat16")
     for half in ("lhs_half", "rhs_half"):

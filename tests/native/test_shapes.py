@@ -45,10 +45,10 @@ CALLS = {
         tables=(False, False, True),
     ),
     "two_arrays": calls.grouped_matmul(
-        rows(K), weight(G, K, N), (1, 1), SIZES, "bfloat16", recipe=BF16, bias=weight(G, 2 * N), rhs_up=weight(G, K, N)
-    ),
-    "two_arrays_contracted": calls.grouped_matmul(
         rows(2 * N), weight(G, K, N), (1, 2), SIZES, "bfloat16", recipe=BF16, rhs_up=weight(G, K, N)
+    ),
+    "half_of_the_result": calls.grouped_matmul(
+        rows(K), weight(G, K, N), (1, 1), SIZES, "bfloat16", recipe=BF16, bias=weight(G, 2 * N), result_half=2
     ),
     "half_of_the_columns": calls.grouped_matmul(
         rows(K), rows(2 * N), (0, 0), SIZES, "bfloat16", recipe=BF16, into=weight(G, K, N), halves=(0, 2)
@@ -108,7 +108,12 @@ def test_params_count():
         (forward, "accumulate", 1),
         (wgrad, "contract_rows", 0),
         (wgrad, "rhs_axis", 1),
+        (forward, "lhs_half", 1),
         (forward, "rhs_half", 1),
+        (forward, "result_half", 1),
+        (CALLS["half_of_the_result"], "result_half", 3),
+        (CALLS["half_of_the_result"], "result_half", -1),
+        (wgrad, "result_half", 1),
         (wgrad, "lhs_half", 1),
         (CALLS["half_of_the_columns"], "rhs_half", 3),
         (CALLS["half_of_the_columns"], "lhs_half", -1),

@@ -59,6 +59,14 @@ def reset_state(module: Module, recipe: Recipe | None) -> None:
         state.top.copy_(torch.tensor(tops, dtype=torch.float32))
 
 
+def take_groups(module: Module, rank: int, ranks: int) -> None:
+    """Leaves of the state what belongs to the groups of one rank, an equal part of all."""
+    for name in BUFFERS[:2]:  # whose last axis numbers groups
+        held = module._buffers.get(name)
+        if held is not None:
+            module._buffers[name] = held.tensor_split(ranks, dim=-1)[rank].clone()
+
+
 def applied(module: Module, before: Sequence[Tensor | None]) -> None:
     """Undoes what a cast of the layer did to its state, which stays float32; `before`: of the buffers, by name."""
     for name, old in zip(BUFFERS, before, strict=True):
