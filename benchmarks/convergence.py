@@ -1,8 +1,8 @@
-"""Does a model learn as well with each recipe as with bf16? Trains the demo's model from the same seeds with all.
+r"""Does a model learn as well with each recipe as with bf16? Trains the demo's model from the same seeds with all.
 
-    python benchmarks/convergence.py --json convergence.json --plot benchmarks/convergence.png      # the CPU's size
-    python benchmarks/convergence.py --json gpu.json --width 512 --layers 6 --experts 32 --top-k 4 --batch 16 \
-      --length 512 --steps 400 --learning-rate 2e-3                                                 # a GPU's
+    python benchmarks/convergence.py --plot benchmarks/convergence_cpu.png                          # the CPU's size
+    python benchmarks/convergence.py --json gpu.json --plot benchmarks/convergence_gpu.png --width 512 --layers 4 \
+      --experts 16 --batch 16 --length 256 --steps 250 --learning-rate 2e-3 --held-out 65536        # a GPU's
 
 Runs of one seed see the same weights at first and the same batches. A run that the JSON file holds is not repeated, so
 a sweep that was stopped goes on where it was. The seed is no part of the program, so each recipe is compiled once.

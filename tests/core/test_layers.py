@@ -19,7 +19,6 @@ MAY_IMPORT = {
 }
 """Top-level modules that a package's files may import, besides the standard library."""
 FILES_MAY_IMPORT = {
-    "jax_grouped/_layer_recipes.py": {"flax"},
     "jax_grouped/nnx.py": {"flax"},
     "jax_grouped/_layer_recipes.py": {"flax"},
     "jax_grouped/linen.py": {"flax"},
