@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,11 +27,44 @@ FORBIDDEN = ("Synchronize", "Memcpy", "Malloc", "cudaFree", "EventQuery", "Strea
 """Parts of the names of runtime calls that wait, copy or allocate."""
 
 
+@contextlib.contextmanager
+def capture(graph: torch.cuda.CUDAGraph | None = None, **options: Any) -> Iterator[torch.cuda.CUDAGraph]:
+    """`torch.cuda.graph`, with cyclic garbage out of the way.
+
+    A graph that a caught exception's traceback holds is such garbage. CUDA does not let it be destroyed while another
+    one is captured: were it collected then, the capture would be invalid, and with it PyTorch's random generator.
+    """
+    graph = torch.cuda.CUDAGraph() if graph is None else graph
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, **options):
+            yield graph
+    finally:
+        gc.enable()
+
+
+def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of `run`, warmed up on another stream, and the tensors that its replays fill."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    with capture() as graph:
+        results = run()
+    return graph, results
+
+
 def launches_only(run: Callable[[], Any]) -> None:
     """The runtime calls of a warm `run`, counted by the profiler: launches and memsets alone."""
     for _ in range(3):
         run()
     torch.cuda.synchronize()
+    torch.empty(
+        1, device="cuda"
+    )  # the allocator asks here for events of blocks that earlier tests used on several streams
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.profiler.profile(

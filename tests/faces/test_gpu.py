@@ -21,7 +21,7 @@ from grouped_core.linear_spec import Linear, Names
 from grouped_core.recipes import plain
 from tests import asserts, bounds, cases
 from tests.faces.adapters import JAX, TORCH, to_torch
-from tests.faces.gpu_tools import REPLAYED, ROWS, launches_only
+from tests.faces.gpu_tools import REPLAYED, ROWS, captured, launches_only
 
 pytestmark = [
     pytest.mark.gpu,
@@ -144,23 +144,15 @@ def test_a_captured_graph_replays_with_other_sizes(dtype):
     """One graph, nine size vectors, twice each, bitwise equal to eager calls; the stream is not the default one."""
     step = Step(dtype)
     step.load(REPLAYED[0])
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step.run()
-        step.run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step.run()
+    graph, results = captured(step.run)
     for sizes in REPLAYED:
         step.load(sizes)
         eager = [t.clone() for t in step.run()]
         for _ in range(2):
-            for tensor in captured:
+            for tensor in results:
                 tensor.fill_(float("nan"))
             graph.replay()
-            for name, a, b in zip(("y", "dx", "dw", "db", "dc"), captured, eager, strict=True):
+            for name, a, b in zip(("y", "dx", "dw", "db", "dc"), results, eager, strict=True):
                 asserts.bitwise(a, b, f"{name} with sizes {sizes}")
 
 

@@ -20,7 +20,7 @@ from grouped_core.recipes import BF16
 from jax_grouped import accumulate
 from tests import asserts, bounds, cases
 from tests.faces.adapters import to_torch
-from tests.faces.gpu_tools import REPLAYED, ROWS, launches_only
+from tests.faces.gpu_tools import REPLAYED, ROWS, captured, launches_only
 from tests.faces.jax_tools import copies, optimised
 from tests.faces.mlp_adapters import JAX, LEAVES, TORCH, in_halves, present, problem
 from tests.faces.torch_tools import leaf
@@ -150,20 +150,6 @@ class Step:
     def run(self) -> list[torch.Tensor]:
         y = torch_bridge.grouped_mlp(**self.leaves, group_sizes=self.sizes, residuals=self.policy)
         return [y, *torch.autograd.grad(y, list(self.leaves.values()), self.dy)]
-
-
-def captured(run: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of `run` and the tensors that its replays fill."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
-    return graph, results
 
 
 @pytest.mark.rule("CAP-1", "CAP-2", "GRP-3", "GRP-5")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests import asserts
 from tests.faces import test_torch_gradient_table as table
-from tests.faces.gpu_tools import REPLAYED, ROWS, launches_only
+from tests.faces.gpu_tools import REPLAYED, ROWS, capture, captured, launches_only
 from tests.faces.nn_tools import FORMS, FUNCTIONS, MODULES, main_grads, setup
 from tests.faces.torch_tools import leaf
 from torch_bridge import nn
@@ -91,20 +91,6 @@ class Step:
     def delays(self) -> bool:
         """Whether weight gradients wait."""
         return any(each.delay_wgrad_compute for each in self.module.modules() if isinstance(each, nn.GroupedLinear))
-
-
-def captured(run: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of `run` and the tensors that its replays fill."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
-    return graph, results
 
 
 @pytest.mark.rule("CAP-1", "CAP-2", "GRP-3", "GRP-5")
@@ -218,13 +204,13 @@ def test_backward_dw_is_a_graph_of_its_own(form: str, listed: bool) -> None:
     first, kept = captured(step.run)  # behind two eager ones
     pending = torch.cuda.CUDAGraph()
     words = ["a CUDA graph is captured", "eager backward", "drain the eager ones"]
-    with asserts.refused(RuntimeError, words), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with asserts.refused(RuntimeError, words), capture():
         step.module.backward_dw()
     assert step.module.pending_wgrads() == 3
     step.module.backward_dw()
     step.module.backward_dw()
     fired.clear()
-    with torch.cuda.graph(pending, pool=first.pool()):
+    with capture(pending, pool=first.pool()):
         step.module.backward_dw()
     assert not fired
     for one in (step, other):

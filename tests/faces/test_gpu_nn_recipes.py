@@ -10,9 +10,9 @@ import torch
 
 from grouped_core.recipes import Recipe
 from tests import asserts
-from tests.faces.gpu_tools import REPLAYED, launches_only
+from tests.faces.gpu_tools import REPLAYED, capture, captured, launches_only
 from tests.faces.nn_tools import MODULES
-from tests.faces.test_gpu_nn import Step, captured
+from tests.faces.test_gpu_nn import Step
 from tests.faces.test_torch_recipes import ALL, DELAYED, states
 from torch_bridge import update_scaling
 
@@ -107,7 +107,7 @@ def test_what_a_capture_of_the_cache_refuses() -> None:
         (["weight cache", "captured", "warm-up"], step.run),
         (["set_weight_update", "captured", "before the replay"], lambda: step.module.set_weight_update(False)),
     ):
-        with asserts.refused(RuntimeError, words), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        with asserts.refused(RuntimeError, words), capture():
             run()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grouped_core.mlp_spec import POLICIES
 from tests import asserts
-from tests.faces.test_gpu_nn import captured
+from tests.faces.gpu_tools import capture, captured
 from torch_bridge import _transfer, nn
 from torch_bridge.offload import cpu_offload
 
@@ -162,13 +162,13 @@ def test_a_capture_wants_retained_memory() -> None:
     stack = Stack(layers=2)
     stack.run()
     words = ["`retain_pinned` False", "captured", "retain_pinned=True"]
-    with asserts.refused(RuntimeError, words), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with asserts.refused(RuntimeError, words), capture():
         stack.run(min_numel=0)
     odd = torch.ones(777, 1025).requires_grad_()  # of a size that nobody has left
     words = ["no pinned buffer of 3185700 bytes", "eager step", "retain_pinned=True"]
     with (
         asserts.refused(RuntimeError, words),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
+        capture(),
         cpu_offload(retain_pinned=True),
     ):
         odd.exp()
