@@ -26,6 +26,7 @@ import torch
 import torch_bridge
 from benchmarks import harness
 from benchmarks.baselines import TORCH_DTYPES, MissingError
+from grouped_core.recipes import Recipe
 from tests import cases
 
 PRODUCTS = ("forward", "forward+backward")
@@ -104,6 +105,29 @@ def ours(transposed: bool, halves: bool = False, **options: Any) -> Callable[[Wo
     return build
 
 
+def by_recipe(recipe: Recipe, transposed: bool = True) -> Callable[[Work], dict[str, harness.Thunk]]:
+    """Operands in bf16, quantised inside; a step of delayed scaling updates its state too."""
+
+    def build(work: Work) -> dict[str, harness.Thunk]:
+        groups, device = len(work.sizes), work.x.device
+        state = torch_bridge.scaling_state(recipe, groups, device=device, products=2) if recipe.delayed else None
+        thunks = ours(transposed, recipe=recipe.bind(state))(work)
+        step = thunks["forward+backward"]
+
+        def updating(i: int) -> Any:
+            grads = step(i)
+            torch_bridge.update_scaling(state)
+            return grads
+
+        return thunks if state is None else {**thunks, "forward+backward": updating}
+
+    return build
+
+
+RECIPES = (torch_bridge.FP8Delayed, torch_bridge.FP8Current, torch_bridge.FP8Block, torch_bridge.MXFP8)
+NEVER = torch_bridge.FP8Delayed.replace(name="FP8Delayed, fast", promote="never")
+
+
 def torch_grouped_mm(work: Work) -> dict[str, harness.Thunk]:
     """`torch.nn.functional.grouped_mm` twice with a compiled activation between, weights stored K-major."""
     grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)
@@ -155,6 +179,7 @@ CANDIDATES: dict[str, Callable[[Work], dict[str, harness.Thunk]]] = {
     "ours, [G,N,K], save_all": ours(True, residuals="save_all"),
     "ours, [G,N,K], save_input": ours(True, residuals="save_input"),
     "ours, composed": ours(True, implementation="composed"),
+    **{f"ours, {recipe.name}": by_recipe(recipe) for recipe in (*RECIPES, NEVER)},
     "torch grouped_mm": torch_grouped_mm,
     "SonicMoE": sonic_moe,
 }

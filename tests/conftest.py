@@ -9,6 +9,7 @@ import os
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes of xdist and PyTorch share a GPU
 
 import ctypes
 import sys

@@ -135,13 +135,23 @@ GROUPED_HOST_DEVICE static inline float nvfp4_block_error(float* rows) {
 
 // --- delayed scaling (numerics 2.5) ---
 
+// Whether the step of one (role, group) leaves scale and history as they are but for slot 0, which is cleared: the newest
+// amax is zero, or none that is finite.
+GROUPED_HOST_DEVICE static inline bool delayed_keeps(float newest) {
+  return newest == 0.0f || (float_bits(newest) & kInfinityBits) == kInfinityBits;
+}
+
+// The new encode scale. `peak` are the bits of the largest magnitude; `max` is the type's largest value * 2^-margin.
+GROUPED_HOST_DEVICE static inline float delayed_scale(uint32_t peak, float max) {
+  return at_most_float_max(fl_div(max, bits_float(peak)));
+}
+
 // The step of one (role, group): from history in[0 .. length), elements `stride` apart, slot 0 live, to `out`, which
-// may be `in`, and the new encode scale. `max` is the type's largest value * 2^-margin. With a newest amax of zero or
-// none that is finite, slot 0 is cleared and all else stays.
+// may be `in`, and the new encode scale.
 GROUPED_HOST_DEVICE static inline float delayed_update(const float* in, float* out, int64_t length, int64_t stride,
                                                        float scale, float max, bool most_recent) {
   const float newest = in[0];
-  const bool keep = newest == 0.0f || (float_bits(newest) & kInfinityBits) == kInfinityBits;
+  const bool keep = delayed_keeps(newest);
   uint32_t peak = magnitude_bits(newest);
   for (int64_t i = 1; i < length; ++i) {
     const float next = in[i * stride];
@@ -155,7 +165,7 @@ GROUPED_HOST_DEVICE static inline float delayed_update(const float* in, float* o
   out[0] = 0.0f;
   if (keep) return scale;
   if (length > 1) out[(length - 1) * stride] = newest;
-  return at_most_float_max(fl_div(max, bits_float(peak)));
+  return delayed_scale(peak, max);
 }
 
 }  // namespace grouped

@@ -361,7 +361,7 @@ def test_values_of_weights(kernel, format, shape, dtype, cross, codes):
 
 @pytest.mark.parametrize("kernel", kernels("scale_update"))
 @pytest.mark.matrix(
-    length=(1, 2, 5, 300), roles=(1, 3), groups=(1, 7, 300), most_recent=(False, True), reuse=(False, True)
+    length=(1, 2, 5, 300, 2500), roles=(1, 3), groups=(1, 7, 300), most_recent=(False, True), reuse=(False, True)
 )
 def test_steps_of_delayed_scaling(kernel, length, roles, groups, most_recent, reuse):
     rng = np.random.default_rng(length + groups)
