@@ -2,7 +2,7 @@
 Native calls of jax-grouped, offered as XLA FFI handlers, as plans over addresses and over DLPack arrays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 ffi_api_version: tuple = ...
@@ -56,12 +56,27 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of workspace to allocate, room for alignment included; 0: none."""
+        """
+        Bytes of workspace to allocate whatever the addresses, room for alignment included; 0: none.
+        """
+
+    @property
+    def aligned_workspace_bytes(self) -> int:
+        """
+        The same where the addresses of operands and results are multiples of 16 bytes.
+        """
+
+    def workspace_for(self, addresses: list[int]) -> int:
+        """
+        The same for these addresses, listed as for `launch`; 0 is a multiple of 16, that of the workspace is not
+        looked at.
+        """
 
     def launch(self, addresses: list[int], stream: int) -> None:
         """
         Runs the kernel: addresses of the operands in slot order (0: absent, or read through a table), of the
-        results and of the workspace (0: none); `stream` is a cudaStream_t, 0 on the CPU.
+        results and of the workspace (0: none), which has the bytes that `workspace_for` says of them; `stream` is
+        a cudaStream_t, 0 on the CPU.
         Raises ValueError for a null or unshared buffer, RuntimeError where no kernel took the call.
         """
 
@@ -74,12 +89,13 @@ def plan(call_name: str, arch: str, implementation: str, inputs: Sequence[tuple[
     a call, an arch or a parameter; that no kernel takes it is an answer, Plan.kernel == "".
     """
 
-def call(call_name: str, arch: str, implementation: str, inputs: Sequence[tuple[object, str] | None], outputs: Sequence[tuple[object, str] | None], params: dict[str, int | float | str], workspace: object | None, stream: int) -> None:
+def call(call_name: str, arch: str, implementation: str, inputs: Sequence[tuple[object, str] | None], outputs: Sequence[tuple[object, str] | None], params: dict[str, int | float | str], make_workspace: Callable[[int], object], stream: int) -> None:
     """
     Runs one call on arrays of any DLPack library: (array, dtype name) in slot order, None where absent.
 
     An array whose library cannot export its dtype is passed as a view of unsigned integers of the same
-    size. Arrays are C-contiguous and on one device; `workspace` is one of Plan.workspace_bytes, or None.
+    size. Arrays are C-contiguous and on one device. `make_workspace` is asked for an array of as many bytes as
+    the kernel for these arrays needs, unless it needs none.
     Raises ValueError for arrays that do not fit, RuntimeError where no kernel takes the call.
     """
 
@@ -91,9 +107,9 @@ class Exchange:
 
     def describe(self, operands: tuple[object, ...]) -> bytes | None:
         """
-        Device, dtypes and shapes of tensors, None and lists of alike tensors (None: skipped), and of each list
-        whether its addresses are multiples of 16 bytes: equal bytes mean equal plans. None where an operand is
-        something else, is not contiguous, or is on another device than the first.
+        Device, dtypes and shapes of tensors, None and lists of alike tensors (None: skipped), and of each tensor
+        and list whether its addresses are multiples of 16 bytes: equal bytes mean equal plans and workspaces.
+        None where an operand is something else, is not contiguous, or is on another device than the first.
         """
 
     def addresses(self, members: Sequence[object | None]) -> bytes:
@@ -109,4 +125,6 @@ class Launcher:
         """
 
     def launch(self, values: list, stream: int) -> None:
-        """Runs the kernel; otherwise as `Plan.launch`."""
+        """
+        Runs the kernel; otherwise as `Plan.launch`. Raises ValueError for a workspace that is too small.
+        """

@@ -110,12 +110,17 @@ def explain_calls(calls: Sequence[Call], arch: str) -> str:
             lines.append(refusal(call, arch, found.refusals))
             continue
         declined = "".join(f"\n    {name} declined: {reason}" for name, reason in found.refusals)
-        if found.spare:
-            declined += f"\n    {found.spare} where an address is not a multiple of 16 bytes"
-        workspace = f", workspace {found.workspace_bytes} bytes" if found.workspace_bytes else ""
+        least, most = found.aligned_workspace_bytes, found.workspace_bytes
+        if found.spare or most > least:
+            more = _workspace(most) if most > least else ""
+            declined += f"\n    {found.spare or found.kernel} where an address is not a multiple of 16 bytes{more}"
         results = " ".join(str(spec) for spec in call.outputs if spec)
-        lines.append(f"{call.name} -> {results}: {found.kernel} on {arch}{workspace}{declined}")
+        lines.append(f"{call.name} -> {results}: {found.kernel} on {arch}{_workspace(least)}{declined}")
     return "\n".join(lines)
+
+
+def _workspace(count: int) -> str:
+    return f", workspace {count} bytes" if count else ""
 
 
 def why_not(plan_calls: Callable[[], Sequence[Call]], arch: str) -> str | None:

@@ -123,7 +123,8 @@ def _lower(ctx: Any, *operands: Any, call: Call, platform: str) -> Sequence[Any]
     )
     params = {name: _attribute(value) for name, value in call.params}
     # NOTE: scratch memory of XLA's own is absent on the CPU and unfit for CUDA graphs, so the workspace is a result.
-    workspace = jax.core.ShapedArray((plan.workspace_bytes,), np.dtype(np.uint8))
+    # XLA places every buffer at a multiple of 16 bytes; should one not be, the launch refuses a workspace too small.
+    workspace = jax.core.ShapedArray((plan.aligned_workspace_bytes,), np.dtype(np.uint8))
     rule = jax.ffi.ffi_lowering(
         f"jg_{call.name}_v1",
         operand_output_aliases={present.index(slot): made.index(output) for slot, output in call.aliases},

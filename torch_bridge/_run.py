@@ -193,7 +193,9 @@ class Program(NamedTuple):
 def _program(rule: Rule, static: Hashable, operands: Sequence[Operand], device: torch.device) -> Program:
     specs = [None if each is None else _given(each) for each in operands]
     recording = record(rule, static, specs)
-    given = sum(each is not None for each in specs)
+    # Of addresses only whether they are aligned matters, which facts tell; what a replay allocates is.
+    places = [0 if not isinstance(each, Tensor) else each.data_ptr() for each in operands if each is not None]
+    given = len(places)
     made = recording.registers - given
     keep = {result.at for result in recording.results if result is not None}
     steps: list[Cast | _Planned] = []
@@ -205,15 +207,16 @@ def _program(rule: Rule, static: Hashable, operands: Sequence[Operand], device: 
             continue
         read = {register for _, register in step.operands}
         plan = plans.plan(step.call, arch_of(device))
-        workspace_bytes = max(workspace_bytes, plan.workspace_bytes)
         inputs = len(step.call.inputs)
         registers = [-1] * (inputs + len(step.call.outputs) + 1)
         for slot, register in step.operands:
             registers[slot] = register
         for slot, register in enumerate(step.results, inputs):
             registers[slot] = -1 if register is None else register
-        if plan.workspace_bytes:
+        needed = plan.workspace_for([places[at] if 0 <= at < given else 0 for at in registers])
+        if needed:
             registers[-1] = recording.registers
+        workspace_bytes = max(workspace_bytes, needed)
         shared = {output for _, output in step.call.aliases}
         new = [
             (register, spec.shape, _strides(spec.shape), TORCH_DTYPES[spec.dtype])

@@ -10,6 +10,8 @@
 
 namespace grouped {
 
+constexpr int kAlignment = 16;  // bytes; addresses that are multiples of it suit every kernel
+
 template <class Call>
 struct Kernel {
   const char* name;                                                // <call>_<format>[_<part>]_<arch>
@@ -19,6 +21,9 @@ struct Kernel {
   // Bytes that the addresses of lhs, rhs and result must be multiples of. Addresses are seen at launch alone, so where
   // they are not, the next kernel of the table that takes any address runs instead.
   int alignment = 1;
+  // Bytes of scratch memory where those addresses are multiples of kAlignment; null: `workspace` says it for any. Of
+  // rows that go through dispatch once more, and get other kernels for other addresses.
+  size_t (*aligned_workspace)(const Call& call, const Target& target) = nullptr;
 };
 
 }  // namespace grouped

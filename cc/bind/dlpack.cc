@@ -93,7 +93,8 @@ class Operands {
 };
 
 void call_arrays(const std::string& call_name, const std::string& arch, const std::string& implementation,
-                 nb::sequence inputs, nb::sequence outputs, nb::dict params, nb::object workspace, uintptr_t stream) {
+                 nb::sequence inputs, nb::sequence outputs, nb::dict params, nb::object make_workspace,
+                 uintptr_t stream) {
   Operands operands(call_name);
   const std::vector<TensorView> input_views = operands.add<nb::ro>(inputs, "operand");
   const std::vector<TensorView> output_views = operands.add<>(outputs, "result");
@@ -104,7 +105,8 @@ void call_arrays(const std::string& call_name, const std::string& arch, const st
   }
   uintptr_t scratch = 0;
   std::optional<nb::ndarray<>> scratch_array;
-  if (!workspace.is_none()) {
+  if (const size_t bytes = plan->workspace_for(operands.addresses()); bytes > 0) {
+    const nb::object workspace = make_workspace(bytes);
     if (!nb::try_cast(workspace, scratch_array.emplace())) {
       throw std::invalid_argument(call_name + ": the workspace " + kNotAnArray);
     }
@@ -113,29 +115,28 @@ void call_arrays(const std::string& call_name, const std::string& arch, const st
     }
     scratch = reinterpret_cast<uintptr_t>(scratch_array->data());
   }
-  if (plan->workspace_bytes > (scratch_array ? scratch_array->nbytes() : 0)) {
-    throw std::invalid_argument(call_name + ": the workspace has " +
-                                std::to_string(scratch_array ? scratch_array->nbytes() : 0) + " bytes, expected " +
-                                std::to_string(plan->workspace_bytes));
-  }
+  const size_t scratch_bytes = scratch_array ? scratch_array->nbytes() : 0;
   const nb::gil_scoped_release unlocked;
   const DeviceGuard guard(plan->platform, operands.device());
-  plan->launch(operands.addresses(), scratch, reinterpret_cast<void*>(stream));
+  plan->launch(operands.addresses(), scratch, scratch_bytes, reinterpret_cast<void*>(stream));
 }
 
 }  // namespace
 
 void define_array_call(nb::module_& module) {
-  module.def("call", &call_arrays, nb::arg("call_name"), nb::arg("arch"), nb::arg("implementation"), nb::arg("inputs"),
-             nb::arg("outputs"), nb::arg("params"), nb::arg("workspace").none(), nb::arg("stream"),
-             nb::sig("def call(call_name: str, arch: str, implementation: str, "
-                     "inputs: collections.abc.Sequence[tuple[object, str] | None], outputs: "
-                     "collections.abc.Sequence[tuple[object, str] | None], "
-                     "params: dict[str, int | float | str], workspace: object | None, stream: int) -> None"),
-             "Runs one call on arrays of any DLPack library: (array, dtype name) in slot order, None where absent.\n\n"
-             "An array whose library cannot export its dtype is passed as a view of unsigned integers of the same\n"
-             "size. Arrays are C-contiguous and on one device; `workspace` is one of Plan.workspace_bytes, or None.\n"
-             "Raises ValueError for arrays that do not fit, RuntimeError where no kernel takes the call.");
+  module.def(
+      "call", &call_arrays, nb::arg("call_name"), nb::arg("arch"), nb::arg("implementation"), nb::arg("inputs"),
+      nb::arg("outputs"), nb::arg("params"), nb::arg("make_workspace"), nb::arg("stream"),
+      nb::sig("def call(call_name: str, arch: str, implementation: str, "
+              "inputs: collections.abc.Sequence[tuple[object, str] | None], outputs: "
+              "collections.abc.Sequence[tuple[object, str] | None], "
+              "params: dict[str, int | float | str], "
+              "make_workspace: collections.abc.Callable[[int], object], stream: int) -> None"),
+      "Runs one call on arrays of any DLPack library: (array, dtype name) in slot order, None where absent.\n\n"
+      "An array whose library cannot export its dtype is passed as a view of unsigned integers of the same\n"
+      "size. Arrays are C-contiguous and on one device. `make_workspace` is asked for an array of as many bytes as\n"
+      "the kernel for these arrays needs, unless it needs none.\n"
+      "Raises ValueError for arrays that do not fit, RuntimeError where no kernel takes the call.");
 }
 
 }  // namespace grouped

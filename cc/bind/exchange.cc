@@ -23,7 +23,6 @@ using DlTensor = nb::dlpack::dltensor;
 
 constexpr uint32_t kDlpackMajor = 1;
 constexpr const char* kCapsule = "dlpack_exchange_api";
-constexpr uintptr_t kTableAlign = 16;  // bytes; what `aligned_tables` of a call promises of a table's addresses
 
 // `DLPackExchangeAPI` of dlpack.h 1.3, whose layout is frozen within a major version.
 struct ExchangeTable {
@@ -78,9 +77,9 @@ class Exchange {
     return false;
   }
 
-  // Everything that planning looks at, as bytes: equal bytes, equal plans. Bits that the dispatcher resolves (negated,
-  // zero tensors) are not seen, so launches stand inside operators. None where something is not in plain memory,
-  // not contiguous, or not on the one device of the others.
+  // Everything that planning looks at, as bytes: equal bytes, equal plans and workspaces. Bits that the dispatcher
+  // resolves (negated, zero tensors) are not seen, so launches stand inside operators. None where something is not in
+  // plain memory, not contiguous, or not on the one device of the others.
   nb::object describe(nb::tuple operands) const {
     Facts facts(*this);
     const auto count = static_cast<Py_ssize_t>(operands.size());
@@ -96,14 +95,19 @@ class Exchange {
     return nb::bytes(found.data(), found.size() * sizeof(uintptr_t));
   }
 
-  uintptr_t address(PyObject* object) const {
+  uintptr_t address(PyObject* object) const { return address_of(read(object)); }
+
+  // Throws std::invalid_argument for what is no tensor in plain memory.
+  DlTensor read(PyObject* object) const {
     DlTensor t;
     if (!view(object, &t)) throw std::invalid_argument("an operand is no tensor in plain memory");
-    return address_of(t);
+    return t;
   }
 
- private:
   static uintptr_t address_of(const DlTensor& t) { return reinterpret_cast<uintptr_t>(t.data) + t.byte_offset; }
+
+ private:
+  static bool aligned(const DlTensor& t) { return address_of(t) % kAlignment == 0; }
 
   class Facts {
    public:
@@ -120,9 +124,10 @@ class Exchange {
         return true;
       }
       if (PyList_Check(operand) || PyTuple_Check(operand)) return add_list(nb::borrow<nb::sequence>(operand));
-      text.push_back('t');
       DlTensor t;
-      return exchange_.view(operand, &t) && add_spec(t);
+      if (!exchange_.view(operand, &t)) return false;
+      text.push_back(aligned(t) ? 't' : 'o');
+      return add_spec(t);
     }
 
    private:
@@ -151,7 +156,7 @@ class Exchange {
       append(nb::len(members));
       const size_t start = text.size();
       size_t end = start;
-      bool aligned = true, whole_list = true;
+      bool all_aligned = true, whole_list = true;
       for (nb::handle member : members) {
         if (member.is_none()) {
           whole_list = false;
@@ -159,7 +164,7 @@ class Exchange {
         }
         DlTensor t;
         if (!exchange_.view(member.ptr(), &t) || !add_spec(t)) return false;
-        aligned = aligned && address_of(t) % kTableAlign == 0;
+        all_aligned = all_aligned && aligned(t);
         if (end == start) {
           end = text.size();
           continue;
@@ -168,7 +173,7 @@ class Exchange {
         if (whole.substr(start, end - start) != whole.substr(end)) return false;
         text.resize(end);
       }
-      text.push_back(aligned ? 'a' : 'u');
+      text.push_back(all_aligned ? 'a' : 'u');
       text.push_back(whole_list ? 'w' : 'p');
       return true;
     }
@@ -190,6 +195,12 @@ class Exchange {
   const ExchangeTable* table_ = nullptr;
 };
 
+size_t bytes_of(const DlTensor& t) {
+  int64_t bits = int64_t{t.dtype.bits} * t.dtype.lanes;
+  for (int i = 0; i < t.ndim; ++i) bits *= t.shape[i];
+  return static_cast<size_t>(bits / 8);
+}
+
 // A plan whose operands stand in a list of tensors: what `Plan.launch` does, without an address in Python's hands.
 class Launcher {
  public:
@@ -207,15 +218,18 @@ class Launcher {
 
   void launch(nb::list values, uintptr_t stream) const {
     uintptr_t addresses[kMaxSlots + 1];
+    DlTensor last{};  // the workspace
     for (size_t slot = 0; slot < registers_.size(); ++slot) {
       addresses[slot] = 0;
       if (registers_[slot] < 0) continue;
       PyObject* value = PyList_GetItem(values.ptr(), registers_[slot]);
       if (value == nullptr) throw nb::python_error();
-      addresses[slot] = exchange_->address(value);
+      last = exchange_->read(value);
+      addresses[slot] = Exchange::address_of(last);
     }
+    const bool scratch = registers_.back() >= 0;
     const nb::gil_scoped_release unlocked;
-    plan_->launch(addresses, addresses[plan_->slots], reinterpret_cast<void*>(stream));
+    plan_->launch(addresses, addresses[plan_->slots], scratch ? bytes_of(last) : 0, reinterpret_cast<void*>(stream));
   }
 
  private:
@@ -234,9 +248,9 @@ void define_exchange(nb::module_& module) {
            "Raises TypeError for a type that does not offer it.")
       .def("describe", &Exchange::describe, nb::arg("operands"),
            nb::sig("def describe(self, operands: tuple[object, ...]) -> bytes | None"),
-           "Device, dtypes and shapes of tensors, None and lists of alike tensors (None: skipped), and of each list\n"
-           "whether its addresses are multiples of 16 bytes: equal bytes mean equal plans. None where an operand is\n"
-           "something else, is not contiguous, or is on another device than the first.")
+           "Device, dtypes and shapes of tensors, None and lists of alike tensors (None: skipped), and of each tensor\n"
+           "and list whether its addresses are multiples of 16 bytes: equal bytes mean equal plans and workspaces.\n"
+           "None where an operand is something else, is not contiguous, or is on another device than the first.")
       .def("addresses", &Exchange::addresses, nb::arg("members"),
            nb::sig("def addresses(self, members: collections.abc.Sequence[object | None]) -> bytes"),
            "The address of each tensor as a native 64-bit integer, 0 for None.");
@@ -249,7 +263,7 @@ void define_exchange(nb::module_& module) {
            "where absent, or read through a table.")
       .def("launch", &Launcher::launch, nb::arg("values"), nb::arg("stream"),
            nb::sig("def launch(self, values: list, stream: int) -> None"),
-           "Runs the kernel; otherwise as `Plan.launch`.");
+           "Runs the kernel; otherwise as `Plan.launch`. Raises ValueError for a workspace that is too small.");
 }
 
 }  // namespace grouped

@@ -1,6 +1,7 @@
 // A call decoded and chosen once, launched any number of times: the one way in which all three edges run a kernel.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -74,6 +75,19 @@ struct Slots {
   }
 };
 
+// The slots of one call, in the order of `Slots`.
+struct Views {
+  const TensorView* all[kMaxSlots];
+  size_t count = 0;
+
+  void input(const char*, TensorView& view) { all[count++] = &view; }
+  void optional(const char*, TensorView& view) { all[count++] = &view; }
+  void output(const char*, TensorView& view) { all[count++] = &view; }
+  void optional_output(const char*, TensorView& view) { all[count++] = &view; }
+  template <class T>
+  void param(const char*, T&) {}
+};
+
 // Which addresses a launch cannot do without: a null or unshared buffer would be a crash or a silent copy.
 class AddressRules {
  public:
@@ -109,18 +123,6 @@ class AddressRules {
   }
 
  private:
-  struct Views {
-    const TensorView* all[kMaxSlots];
-    size_t count = 0;
-
-    void input(const char*, TensorView& view) { all[count++] = &view; }
-    void optional(const char*, TensorView& view) { all[count++] = &view; }
-    void output(const char*, TensorView& view) { all[count++] = &view; }
-    void optional_output(const char*, TensorView& view) { all[count++] = &view; }
-    template <class T>
-    void param(const char*, T&) {}
-  };
-
   uint64_t required_ = 0;                          // bit i: slot i must have an address
   std::vector<std::pair<size_t, size_t>> shared_;  // slots that are one buffer
 };
@@ -157,6 +159,14 @@ class Prepared {
   const Target& target() const { return target_; }
   std::string describe() const { return describe_call(call_); }
 
+  // Bytes of workspace to allocate for operands and results at these addresses, room for alignment included; 0: none.
+  size_t workspace_bytes(const uintptr_t* addresses) const {
+    Call call = call_;
+    call.visit(AddressSetter{addresses});
+    return with_room(workspace_for(choice_, call));
+  }
+  static size_t with_room(size_t bytes) { return bytes == 0 ? 0 : bytes + kWorkspaceAlign; }
+
   void launch(const Buffers& buffers) const {
     if (choice_.kernel == nullptr) throw InternalError("no kernel takes " + describe() + refusals());
     if (std::string wrong = rules_.template wrong<Call>(buffers.addresses); !wrong.empty()) {
@@ -168,14 +178,14 @@ class Prepared {
     context.target = target_;
     context.stream = buffers.stream;
     context.pool = buffers.pool;
-    context.workspace_bytes = choice_.workspace_bytes;
-    if (choice_.workspace_bytes > 0) context.workspace = aligned_workspace(buffers);
     const Kernel<Call>* kernel = kernel_for(choice_, call);
     if (kernel == nullptr) {
       throw std::invalid_argument(std::string(choice_.kernel->name) + " needs addresses that are multiples of " +
                                   std::to_string(choice_.kernel->alignment) + " bytes; do not pin it for " +
                                   describe());
     }
+    context.workspace_bytes = workspace_for(choice_, call);
+    if (context.workspace_bytes > 0) context.workspace = workspace_of(buffers, context.workspace_bytes, call);
     if (target_.platform == Platform::cpu) {
       const FloatEnvironment environment;
       kernel->launch(call, context);
@@ -190,14 +200,26 @@ class Prepared {
     for (const Refusal& refusal : choice_.refusals) text += "; " + refusal.kernel + ": " + refusal.reason;
     return text;
   }
-  void* aligned_workspace(const Buffers& buffers) const {
+  void* workspace_of(const Buffers& buffers, size_t needed, const Call& call) const {
     const uintptr_t start = (buffers.workspace + kWorkspaceAlign - 1) / kWorkspaceAlign * kWorkspaceAlign;
     const size_t skipped = start - buffers.workspace;
-    if (buffers.workspace == 0 || buffers.workspace_bytes < skipped + choice_.workspace_bytes) {
-      throw std::invalid_argument("the workspace has " + std::to_string(buffers.workspace_bytes) + " bytes, expected " +
-                                  std::to_string(choice_.workspace_bytes + kWorkspaceAlign) + " in " + describe());
+    if (buffers.workspace == 0 || buffers.workspace_bytes < skipped + needed) {
+      throw std::invalid_argument(too_small(buffers.workspace_bytes, needed, call));
     }
     return reinterpret_cast<void*>(start);
+  }
+  std::string too_small(size_t given, size_t needed, Call call) const {
+    std::string text = "the workspace has " + std::to_string(given) + " bytes, expected " +
+                       std::to_string(with_room(needed)) + " in " + describe();
+    const TensorView* odd = unaligned(call, kAlignment);
+    if (odd == nullptr || choice_.aligned_workspace_bytes == choice_.workspace_bytes) {
+      return text + "; allocate as many";
+    }
+    Views views;
+    call.visit(views);
+    const size_t slot = static_cast<size_t>(std::find(views.all, views.all + views.count, odd) - views.all);
+    return text + ", because the address of `" + Slots::of<Call>().names[slot] + "` is no multiple of " +
+           std::to_string(kAlignment) + "; align it, or allocate as many";
   }
 
   Call call_;

@@ -5,6 +5,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <utility>
@@ -86,20 +87,33 @@ std::unique_ptr<Plan> plan(nb::str call_name, nb::str arch, nb::str implementati
                    params_of(params));
 }
 
-// Hot: a torch op spends its host time here. Hence the plain loop instead of a converted vector.
-void launch(const Plan& plan, nb::list addresses, uintptr_t stream) {
+// Addresses of the slots of a plan and of its workspace, from Python.
+struct Addresses {
   uintptr_t values[kMaxSlots + 1];
-  const size_t count = addresses.size();
-  if (count != plan.slots + 1) {
-    throw std::invalid_argument("got " + std::to_string(count) + " addresses, expected " +
-                                std::to_string(plan.slots + 1) + ": operands, results, workspace");
+
+  Addresses(const Plan& plan, nb::list addresses) {
+    const size_t count = addresses.size();
+    if (count != plan.slots + 1) {
+      throw std::invalid_argument("got " + std::to_string(count) + " addresses, expected " +
+                                  std::to_string(plan.slots + 1) + ": operands, results, workspace");
+    }
+    for (size_t i = 0; i < count; ++i) {
+      values[i] = PyLong_AsSize_t(PyList_GetItem(addresses.ptr(), static_cast<Py_ssize_t>(i)));
+      if (values[i] == static_cast<size_t>(-1) && PyErr_Occurred() != nullptr) throw nb::python_error();
+    }
   }
-  for (size_t i = 0; i < count; ++i) {
-    values[i] = PyLong_AsSize_t(PyList_GetItem(addresses.ptr(), static_cast<Py_ssize_t>(i)));
-    if (values[i] == static_cast<size_t>(-1) && PyErr_Occurred() != nullptr) throw nb::python_error();
-  }
+};
+
+// An address does not tell how much memory is there; callers who have tensors are checked (exchange.cc, dlpack.cc).
+void launch(const Plan& plan, nb::list addresses, uintptr_t stream) {
+  const Addresses given(plan, std::move(addresses));
+  const uintptr_t workspace = given.values[plan.slots];
   const nb::gil_scoped_release unlocked;
-  plan.launch(values, values[plan.slots], reinterpret_cast<void*>(stream));
+  plan.launch(given.values, workspace, workspace == 0 ? 0 : SIZE_MAX, reinterpret_cast<void*>(stream));
+}
+
+size_t bytes_for(const Plan& plan, nb::list addresses) {
+  return plan.workspace_for(Addresses(plan, std::move(addresses)).values);
 }
 
 nb::list refusals(const Plan& plan) {
@@ -133,12 +147,20 @@ NB_MODULE(_native, m) {
       .def_prop_ro("refusals", &refusals, nb::sig("def refusals(self) -> list[tuple[str, str]]"),
                    "(kernel, reason) of the kernels asked before the chosen one; of all where there is none.")
       .def_ro("workspace_bytes", &Plan::workspace_bytes,
-              "Bytes of workspace to allocate, room for alignment included; 0: none.")
-      .def("launch", &launch, nb::arg("addresses"), nb::arg("stream"),
-           nb::sig("def launch(self, addresses: list[int], stream: int) -> None"),
-           "Runs the kernel: addresses of the operands in slot order (0: absent, or read through a table), of the\n"
-           "results and of the workspace (0: none); `stream` is a cudaStream_t, 0 on the CPU.\n"
-           "Raises ValueError for a null or unshared buffer, RuntimeError where no kernel took the call.");
+              "Bytes of workspace to allocate whatever the addresses, room for alignment included; 0: none.")
+      .def_ro("aligned_workspace_bytes", &Plan::aligned_workspace_bytes,
+              "The same where the addresses of operands and results are multiples of 16 bytes.")
+      .def("workspace_for", &bytes_for, nb::arg("addresses"),
+           nb::sig("def workspace_for(self, addresses: list[int]) -> int"),
+           "The same for these addresses, listed as for `launch`; 0 is a multiple of 16, that of the workspace is not\n"
+           "looked at.")
+      .def(
+          "launch", &launch, nb::arg("addresses"), nb::arg("stream"),
+          nb::sig("def launch(self, addresses: list[int], stream: int) -> None"),
+          "Runs the kernel: addresses of the operands in slot order (0: absent, or read through a table), of the\n"
+          "results and of the workspace (0: none), which has the bytes that `workspace_for` says of them; `stream` is\n"
+          "a cudaStream_t, 0 on the CPU.\n"
+          "Raises ValueError for a null or unshared buffer, RuntimeError where no kernel took the call.");
   m.def(
       "plan", &plan, nb::arg("call_name"), nb::arg("arch"), nb::arg("implementation"), nb::arg("inputs"),
       nb::arg("outputs"), nb::arg("params"),

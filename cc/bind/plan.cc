@@ -13,16 +13,19 @@ class PlanOf final : public Plan {
     if (choice.kernel != nullptr) kernel = choice.kernel->name;
     if (choice.spare != nullptr) spare = choice.spare->name;
     refusals = choice.refusals;
-    if (choice.workspace_bytes > 0) workspace_bytes = choice.workspace_bytes + kWorkspaceAlign;
+    workspace_bytes = prepared_.with_room(choice.workspace_bytes);
+    aligned_workspace_bytes = prepared_.with_room(choice.aligned_workspace_bytes);
     slots = signature<Call>().inputs.size() + signature<Call>().outputs.size();
     platform = prepared_.target().platform;
   }
 
-  void launch(const uintptr_t* addresses, uintptr_t workspace, void* stream) const override {
+  size_t workspace_for(const uintptr_t* addresses) const override { return prepared_.workspace_bytes(addresses); }
+
+  void launch(const uintptr_t* addresses, uintptr_t workspace, size_t bytes, void* stream) const override {
     Buffers buffers;
     buffers.addresses = addresses;
     buffers.workspace = workspace;
-    buffers.workspace_bytes = workspace_bytes;
+    buffers.workspace_bytes = bytes;
     buffers.stream = stream;
     if (platform == Platform::cpu) buffers.pool = &own_pool();
     prepared_.launch(buffers);

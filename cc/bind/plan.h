@@ -17,15 +17,20 @@ class Plan {
  public:
   virtual ~Plan() = default;
 
-  std::string kernel;             // empty: no kernel takes the call
-  std::string spare;              // runs where addresses do not suit the kernel; empty: it takes any
-  std::vector<Refusal> refusals;  // of the kernels asked before the chosen one
-  size_t workspace_bytes = 0;     // to allocate, room for alignment included; 0: none
-  size_t slots = 0;               // inputs and outputs
+  std::string kernel;                  // empty: no kernel takes the call
+  std::string spare;                   // runs where addresses do not suit the kernel; empty: it takes any
+  std::vector<Refusal> refusals;       // of the kernels asked before the chosen one
+  size_t workspace_bytes = 0;          // to allocate whatever the addresses, room for alignment included; 0: none
+  size_t aligned_workspace_bytes = 0;  // the same where operands and results are at multiples of kAlignment
+  size_t slots = 0;                    // inputs and outputs
   Platform platform = Platform::cpu;
 
-  // `addresses`: one a slot. The workspace has the bytes above. Throws std::invalid_argument or InternalError.
-  virtual void launch(const uintptr_t* addresses, uintptr_t workspace, void* stream) const = 0;
+  // The same for these addresses, one a slot; 0 counts as aligned.
+  virtual size_t workspace_for(const uintptr_t* addresses) const = 0;
+
+  // `bytes`: of the workspace, as allocated. Throws std::invalid_argument, also where it is too small for these
+  // addresses, or InternalError.
+  virtual void launch(const uintptr_t* addresses, uintptr_t workspace, size_t bytes, void* stream) const = 0;
 };
 
 // Inputs stand in slot order, an absent one with rank -1. Throws std::invalid_argument where they do not fit the call.

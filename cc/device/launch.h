@@ -22,7 +22,6 @@
 namespace grouped {
 
 constexpr int kMaxDevices = 64;
-constexpr int kAlignment = 16;  // bytes, of the base addresses of tensor maps
 
 // Of the device that is current in this thread.
 inline int device_index() {

@@ -117,12 +117,12 @@ std::string refuses(const Call& call, const Target& target) {
   return refusal(p.activation, target);
 }
 
-template <class Call>
+template <class Call, bool kAligned>
 size_t workspace(const Call& call, const Target& target) {
   const auto p = parts(call, nullptr);
-  size_t inner = choose(p.activation, target, "").workspace_bytes;
+  size_t inner = choose(p.activation, target, "").bytes(kAligned);
   for (const GroupedMatmul& product : p.products) {
-    inner = std::max(inner, choose(product, target, "").workspace_bytes);
+    inner = std::max(inner, choose(product, target, "").bytes(kAligned));
   }
   return (in_workspace(call) ? padded_bytes(p.between) : 0) + inner;
 }
@@ -149,7 +149,8 @@ void launch(const Call& call, const Context& context) {
 GroupedMatmul product_inside(const GroupedMatmulAct& call) { return parts(call, nullptr).products.front(); }
 GroupedMatmul product_inside(const GroupedMatmulDact& call) { return parts(call, nullptr).products.front(); }
 
-#define GROUPED_COMPOSED(Call, name) const Kernel<Call> name = {#name, refuses<Call>, workspace<Call>, launch<Call>};
+#define GROUPED_COMPOSED(Call, name) \
+  const Kernel<Call> name = {#name, refuses<Call>, workspace<Call, false>, launch<Call>, 1, workspace<Call, true>};
 GROUPED_COMPOSED(GroupedMatmulAct, grouped_matmul_act_composed_cpu)
 GROUPED_COMPOSED(GroupedMatmulDact, grouped_matmul_dact_composed_cpu)
 #if GROUPED_WITH_CUDA

@@ -40,28 +40,28 @@ bool tables_suit(const GroupedMatmulDact& call, int alignment) {
   return alignment == 1 || !call.rhs_table.present() || call.aligned_tables;
 }
 
-bool aligned(std::initializer_list<const TensorView*> views, int alignment) {
+const TensorView* first_unaligned(std::initializer_list<const TensorView*> views, int alignment) {
   for (const TensorView* view : views) {
-    if (reinterpret_cast<uintptr_t>(view->data) % static_cast<uintptr_t>(alignment) != 0) return false;
+    if (reinterpret_cast<uintptr_t>(view->data) % static_cast<uintptr_t>(alignment) != 0) return view;
   }
-  return true;
+  return nullptr;
 }
 
 template <class Call>
-bool addresses_suit(const Call&, int) {
-  return true;
+const TensorView* find_unaligned(const Call&, int) {
+  return nullptr;
 }
-bool addresses_suit(const GroupedMatmul& call, int alignment) {
-  return aligned({&call.lhs, &call.rhs, &call.rhs_up, &call.result}, alignment);
+const TensorView* find_unaligned(const GroupedMatmul& call, int alignment) {
+  return first_unaligned({&call.lhs, &call.rhs, &call.rhs_up, &call.result}, alignment);
 }
-bool addresses_suit(const GroupedMatmulAct& call, int alignment) {
-  return aligned({&call.lhs, &call.rhs, &call.rhs_up, &call.result, &call.hidden}, alignment);
+const TensorView* find_unaligned(const GroupedMatmulAct& call, int alignment) {
+  return first_unaligned({&call.lhs, &call.rhs, &call.rhs_up, &call.result, &call.hidden}, alignment);
 }
-bool addresses_suit(const GroupedMatmulDact& call, int alignment) {
-  return aligned({&call.lhs, &call.rhs, &call.hidden, &call.result, &call.activated}, alignment);
+const TensorView* find_unaligned(const GroupedMatmulDact& call, int alignment) {
+  return first_unaligned({&call.lhs, &call.rhs, &call.hidden, &call.result, &call.activated}, alignment);
 }
-bool addresses_suit(const Quantize& call, int alignment) {
-  return aligned({&call.source, &call.values, &call.cross_values}, alignment);
+const TensorView* find_unaligned(const Quantize& call, int alignment) {
+  return first_unaligned({&call.source, &call.values, &call.cross_values}, alignment);
 }
 
 template <class Call>
@@ -74,14 +74,16 @@ bool ask(const Kernel<Call>& kernel, const Call& call, const Target& target, Cho
     if (choice->kernel == nullptr) choice->refusals.push_back({kernel.name, std::move(reason)});
     return false;
   }
+  const size_t bytes = kernel.workspace(call, target);
   if (choice->kernel == nullptr) {
     choice->kernel = &kernel;
+    choice->aligned_workspace_bytes = kernel.aligned_workspace ? kernel.aligned_workspace(call, target) : bytes;
   } else if (kernel.alignment == 1) {
     choice->spare = &kernel;
   } else {
     return false;
   }
-  choice->workspace_bytes = std::max(choice->workspace_bytes, kernel.workspace(call, target));
+  choice->workspace_bytes = std::max(choice->workspace_bytes, bytes);
   return choice->spare != nullptr || choice->kernel->alignment == 1;
 }
 
@@ -111,14 +113,27 @@ Choice<Call> choose(const Call& call, const Target& target, const std::string& i
 }
 
 template <class Call>
+const TensorView* unaligned(const Call& call, int alignment) {
+  return find_unaligned(call, alignment);
+}
+
+template <class Call>
 const Kernel<Call>* kernel_for(const Choice<Call>& choice, const Call& call) {
-  const bool suits = choice.kernel->alignment == 1 || addresses_suit(call, choice.kernel->alignment);
-  return suits ? choice.kernel : choice.spare;
+  const int alignment = choice.kernel->alignment;
+  return alignment == 1 || unaligned(call, alignment) == nullptr ? choice.kernel : choice.spare;
+}
+
+template <class Call>
+size_t workspace_for(const Choice<Call>& choice, const Call& call) {
+  if (choice.aligned_workspace_bytes == choice.workspace_bytes) return choice.workspace_bytes;
+  return unaligned(call, kAlignment) == nullptr ? choice.aligned_workspace_bytes : choice.workspace_bytes;
 }
 
 #define X(Call)                                                                       \
   template Choice<Call> choose<Call>(const Call&, const Target&, const std::string&); \
-  template const Kernel<Call>* kernel_for<Call>(const Choice<Call>&, const Call&);
+  template const TensorView* unaligned<Call>(const Call&, int);                       \
+  template const Kernel<Call>* kernel_for<Call>(const Choice<Call>&, const Call&);    \
+  template size_t workspace_for<Call>(const Choice<Call>&, const Call&);
 GROUPED_CALLS(X)
 #undef X
 

@@ -30,7 +30,10 @@ struct Choice {
   const Kernel<Call>* kernel = nullptr;  // null: nobody takes the call
   const Kernel<Call>* spare = nullptr;   // runs where the addresses do not suit `kernel`; null: `kernel` takes any
   std::vector<Refusal> refusals;         // of the kernels asked before the chosen one, best first
-  size_t workspace_bytes = 0;            // enough for both
+  size_t workspace_bytes = 0;            // enough for both, whatever the addresses
+  size_t aligned_workspace_bytes = 0;    // enough for `kernel` where the addresses are multiples of kAlignment
+
+  size_t bytes(bool aligned) const { return aligned ? aligned_workspace_bytes : workspace_bytes; }
 };
 
 // `implementation` pins: empty asks the table; a comma list of kernel names asks these alone, in the list's order;
@@ -41,6 +44,15 @@ Choice<Call> choose(const Call& call, const Target& target, const std::string& i
 // The kernel of `choice` for these addresses; null where neither takes them (a pinned kernel has no spare).
 template <class Call>
 const Kernel<Call>* kernel_for(const Choice<Call>& choice, const Call& call);
+
+// The first operand or result whose address is no multiple of `alignment`, of those that kernels want aligned; null:
+// none.
+template <class Call>
+const TensorView* unaligned(const Call& call, int alignment);
+
+// Bytes of workspace that the kernel for these addresses needs.
+template <class Call>
+size_t workspace_for(const Choice<Call>& choice, const Call& call);
 
 bool parse_target(const std::string& arch, Target* target);  // "cpu", "sm_80", "sm_90a"
 

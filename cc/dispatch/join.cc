@@ -50,8 +50,9 @@ std::string refuses(const GroupedMatmul& call, const Target& target) {
   return "";
 }
 
+template <bool kAligned>
 size_t workspace(const GroupedMatmul& call, const Target& target) {
-  return joined_bytes(call) + choose(joined(call, nullptr), target, "").workspace_bytes;
+  return joined_bytes(call) + choose(joined(call, nullptr), target, "").bytes(kAligned);
 }
 
 void join(void* to, const GroupedMatmul& call, [[maybe_unused]] const Context& context) {
@@ -81,9 +82,12 @@ void launch(const GroupedMatmul& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<GroupedMatmul> grouped_matmul_joined_cpu = {"grouped_matmul_joined_cpu", refuses, workspace, launch};
+#define GROUPED_JOINED(name) \
+  const Kernel<GroupedMatmul> name = {#name, refuses, workspace<false>, launch, 1, workspace<true>};
+GROUPED_JOINED(grouped_matmul_joined_cpu)
 #if GROUPED_WITH_CUDA
-const Kernel<GroupedMatmul> grouped_matmul_joined_cuda = {"grouped_matmul_joined_cuda", refuses, workspace, launch};
+GROUPED_JOINED(grouped_matmul_joined_cuda)
 #endif
+#undef GROUPED_JOINED
 
 }  // namespace grouped

@@ -190,10 +190,10 @@ std::string refuses(const Call& call, const Target& target) {
   return choice.refusals.back().kernel + ": " + choice.refusals.back().reason;
 }
 
-template <class Call>
+template <class Call, bool kAligned>
 size_t workspace(const Call& call, const Target& target) {
   const Plan<Call> plan = plan_of(call, nullptr);
-  return plan.used + choose(plan.inner, target, "").workspace_bytes;
+  return plan.used + choose(plan.inner, target, "").bytes(kAligned);
 }
 
 template <class Call>
@@ -215,7 +215,8 @@ void launch(const Call& call, const Context& context) {
 
 }  // namespace
 
-#define GROUPED_WIDENED(Call, name) const Kernel<Call> name = {#name, refuses<Call>, workspace<Call>, launch<Call>};
+#define GROUPED_WIDENED(Call, name) \
+  const Kernel<Call> name = {#name, refuses<Call>, workspace<Call, false>, launch<Call>, 1, workspace<Call, true>};
 GROUPED_WIDENED(GroupedMatmul, grouped_matmul_widened_cuda)
 GROUPED_WIDENED(GroupedMatmulAct, grouped_matmul_act_widened_cuda)
 GROUPED_WIDENED(GroupedMatmulDact, grouped_matmul_dact_widened_cuda)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ REPLAYED = (
     (-7, 500, 3, 90),
 )
 """Size vectors that one captured graph is replayed with."""
+
+TEMPORARY_BYTES = 8 << 20
+"""What a product may take beyond operands and results, whatever its size."""
 
 FORBIDDEN = ("Synchronize", "Memcpy", "Malloc", "cudaFree", "EventQuery", "StreamQuery")
 """Parts of the names of runtime calls that wait, copy or allocate."""
@@ -55,6 +58,17 @@ def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     with capture() as graph:
         results = run()
     return graph, results
+
+
+def temporary_bytes(call: Callable[[], Sequence[torch.Tensor]]) -> int:
+    """The most memory that a warm `call` takes beyond its results."""
+    kept = call()
+    del kept
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = call()
+    return torch.cuda.max_memory_allocated() - before - sum(result.nbytes for result in results)
 
 
 def launches_only(run: Callable[[], Any]) -> None:

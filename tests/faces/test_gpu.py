@@ -21,7 +21,7 @@ from grouped_core.linear_spec import Linear, Names
 from grouped_core.recipes import plain
 from tests import asserts, bounds, cases
 from tests.faces.adapters import JAX, TORCH, to_torch
-from tests.faces.gpu_tools import REPLAYED, ROWS, captured, launches_only
+from tests.faces.gpu_tools import REPLAYED, ROWS, TEMPORARY_BYTES, captured, launches_only, temporary_bytes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -246,10 +246,6 @@ def test_jax_moves_nothing_between_host_and_device():
         asserts.bitwise(a, b, name)
 
 
-TEMPORARY_BYTES = 8 << 20
-"""What a product may take beyond operands and results, whatever its size."""
-
-
 @pytest.mark.rule("MAT-1", "MAT-11")
 @pytest.mark.parametrize("transposed", [False, True])
 def test_products_take_no_memory_beyond_results(transposed):
@@ -261,15 +257,6 @@ def test_products_take_no_memory_beyond_results(transposed):
     sizes = torch.full((groups,), rows // groups - 3, dtype=torch.int32)
     assert min(x.nbytes, w.nbytes, dy.nbytes) > TEMPORARY_BYTES
 
-    def peak(call) -> int:
-        kept = call()
-        del kept
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        results = call()
-        return torch.cuda.max_memory_allocated() - before - sum(result.nbytes for result in results)
-
     def linear() -> torch.Tensor:
         return torch_bridge.grouped_linear(x, w, sizes, rhs_transposed=transposed)
 
@@ -278,7 +265,8 @@ def test_products_take_no_memory_beyond_results(transposed):
         ("forward", lambda: (linear(),)),
         ("backward", lambda: torch.autograd.grad(y, (x, w), dy, retain_graph=True)),
     ):
-        assert peak(call) < TEMPORARY_BYTES, f"{name} takes {peak(call) / 2**20:.1f} MiB"
+        taken = temporary_bytes(call)
+        assert taken < TEMPORARY_BYTES, f"{name} takes {taken / 2**20:.1f} MiB"
 
     def product(x, w, sizes):
         return jax_grouped.ragged_dot(x, w, sizes, rhs_transposed=transposed)

@@ -20,7 +20,7 @@ from grouped_core.recipes import BF16
 from jax_grouped import accumulate
 from tests import asserts, bounds, cases
 from tests.faces.adapters import to_torch
-from tests.faces.gpu_tools import REPLAYED, ROWS, captured, launches_only
+from tests.faces.gpu_tools import REPLAYED, ROWS, TEMPORARY_BYTES, captured, launches_only, temporary_bytes
 from tests.faces.jax_tools import copies, optimised
 from tests.faces.mlp_adapters import JAX, LEAVES, TORCH, in_halves, present, problem
 from tests.faces.torch_tools import leaf
@@ -247,6 +247,62 @@ def test_lists_of_weights_give_the_same_bits():
     for name in LEAVES:
         got = torch.stack([m.grad for m in listed[name]]) if isinstance(listed[name], list) else listed[name].grad
         asserts.bitwise(got, packed[name].grad, name)
+
+
+@pytest.mark.rule("MLP-8", "MAT-7")
+@pytest.mark.parametrize("name", ["x", "wi", "wo"])
+def test_odd_addresses_give_results_within_the_bounds(name):
+    """They go to composed kernels, whose workspace is larger, in forward, in backward, or in both."""
+    given, dy = problem(WIDE, "bfloat16", Activation("swiglu"), bias="float32")
+    held = {key: to_torch(given[key]) for key in LEAVES}
+    room = torch.empty(held[name].numel() + 1, dtype=held[name].dtype)
+    held[name] = room[1:].view(held[name].shape).copy_(held[name])
+    held = {key: value.detach().requires_grad_() for key, value in held.items()}
+    assert held[name].data_ptr() % 16
+    sizes = to_torch(given["group_sizes"])
+    y = torch_bridge.grouped_mlp(**held, group_sizes=sizes, rhs_transposed=False)
+    y.backward(to_torch(dy))
+    op = Mlp(MlpNames(), Activation("swiglu"))
+    kernels = dict.fromkeys(("grouped_matmul", "group_sum", "row_dot"), "on_a_gpu_cuda")
+    kernels |= {call: f"{call}_composed_cuda" for call in ("grouped_matmul_act", "grouped_matmul_dact")}
+    asserts.within(y, bounds.expect_mlp(op, **given, kernels=kernels), "y")
+    expected = bounds.expect_mlp_grads(op, **given, dy=dy, needs=MlpNeeds(), kernels=kernels)
+    for key, wanted in zip(LEAVES, expected, strict=True):
+        asserts.within(held[key].grad, wanted, f"gradient of {key}")
+    with torch.no_grad():
+        asserts.bitwise(torch_bridge.grouped_mlp(**held, group_sizes=sizes, rhs_transposed=False), y, "y of inference")
+
+
+@pytest.mark.rule("MAT-1", "MLP-9")
+def test_no_rows_between_the_parts_of_fused_calls_are_in_memory():
+    """Inference holds the activated rows and no hidden ones; a backward the gradients at hidden rows and no dz."""
+    rows, groups, k, width = 8192, 8, 512, 4096
+    x = torch.randn(rows, k, dtype=torch.bfloat16).requires_grad_()
+    wi, wo = (
+        torch.randn(groups, *shape, dtype=torch.bfloat16).requires_grad_() for shape in ((2 * width, k), (k, width))
+    )
+    sizes = torch.full((groups,), rows // groups - 3, dtype=torch.int32)
+    activated = rows * width * x.itemsize
+    assert activated > 4 * TEMPORARY_BYTES
+
+    def forward() -> torch.Tensor:
+        return torch_bridge.grouped_mlp(x, wi, wo, sizes)
+
+    with torch.no_grad():
+        taken = temporary_bytes(lambda: (forward(),))
+    assert taken < activated + TEMPORARY_BYTES, f"inference takes {taken / 2**20:.1f} MiB"
+    y = forward()
+    dy = torch.randn_like(y)
+    taken = temporary_bytes(lambda: torch.autograd.grad(y, (x, wi, wo), dy, retain_graph=True))
+    assert taken < 3 * activated + TEMPORARY_BYTES, f"backward takes {taken / 2**20:.1f} MiB"
+
+    def inference(x, wi, wo, sizes):
+        return jax_grouped.grouped_mlp(x, wi, wo, sizes, rhs_transposed=True)
+
+    shapes = [jax.ShapeDtypeStruct(tuple(t.shape), "bfloat16") for t in (x, wi, wo)]
+    counts = jax.ShapeDtypeStruct((groups,), "int32")
+    taken = jax.jit(inference).lower(*shapes, counts).compile().memory_analysis().temp_size_in_bytes
+    assert taken < activated + TEMPORARY_BYTES, f"inference in JAX takes {taken / 2**20:.1f} MiB"
 
 
 @pytest.mark.rule("ALL-7")

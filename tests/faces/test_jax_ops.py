@@ -525,7 +525,7 @@ def with_cuda_kernels(monkeypatch):
 
     def attempt(call: Call, arch: str) -> Any:
         asked.append(arch)
-        return SimpleNamespace(kernel="some_cuda", refusals=[], workspace_bytes=1024)
+        return SimpleNamespace(kernel="some_cuda", refusals=[], workspace_bytes=2048, aligned_workspace_bytes=1024)
 
     monkeypatch.setattr(plans, "attempt", attempt)
     plans.plan.cache_clear()
@@ -538,8 +538,31 @@ def test_lowers_for_cuda_without_a_gpu(with_cuda_kernels):
     text = cuda_text(jax.grad(lambda x, w, s: squares(jg.ragged_dot(x, w, s)), (0, 1)), X, W, SIZES)
     assert text.count("jg_grouped_matmul_v1") == 3
     assert f'arch = "{_run.cuda_arch()}"' in text
-    assert "tensor<1024xui8>" in text, "the workspace is a result"
+    assert "tensor<1024xui8>" in text, "the workspace is a result, for addresses as XLA has them"
+    assert "tensor<2048xui8>" not in text
     assert "has_side_effect = true" not in text
+
+
+@pytest.mark.rule("ERR-1")
+def test_a_launch_refuses_a_workspace_that_is_too_small(monkeypatch):
+    """As it would be, should XLA ever place an operand where planning did not expect it."""
+    whole, p = plans.attempt, small()
+    activated = partial(jg.grouped_mlp, p.x, p.w, p.w.swapaxes(1, 2), p.group_sizes, activation="relu")
+
+    def attempt(call: Call, arch: str) -> Any:
+        found = whole(call, arch)
+        less = max(0, found.aligned_workspace_bytes - 300)
+        return SimpleNamespace(kernel=found.kernel, refusals=[], aligned_workspace_bytes=less)
+
+    monkeypatch.setattr(plans, "attempt", attempt)
+    jax.clear_caches()
+    plans.plan.cache_clear()
+    with pytest.raises(Exception, match=r"the workspace has \d+ bytes, expected \d+ in grouped_matmul_act\(.*allocate"):
+        jax.block_until_ready(activated())
+    monkeypatch.undo()
+    jax.clear_caches()
+    plans.plan.cache_clear()
+    assert jnp.isfinite(activated()[: p.case.valid]).all()
 
 
 @pytest.mark.rule("ACC-11")

@@ -24,6 +24,7 @@ from tests.faces.adapters import to_torch
 from tests.faces.jax_tools import copies, optimised
 from tests.faces.mlp_adapters import ARRAYS, JAX, LEAVES, TORCH, in_halves, present, problem
 from tests.faces.torch_tools import counted_launches, leaf, leaves, saved_tensors
+from torch_bridge import exchange
 from torch_bridge.debug import _PLANS
 
 CASES = [
@@ -79,6 +80,48 @@ def test_faces_agree_bitwise_and_lie_within_the_bounds(
     for rows in (y, gradients.x, gradients.probs):
         if rows is not None:
             asserts.zero(rows[case.valid :], "tail")
+
+
+@pytest.mark.rule("MAT-7", "MAT-3")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("halves", [False, True])
+def test_operands_may_stand_anywhere_in_memory(policy, halves):
+    """Each operand in turn, and then all of them, one element past a multiple of 16 bytes."""
+    given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True, bias="float32")
+    form = in_halves(given, True) if halves else given
+    y = ARRAYS.forward(given, transposed=True)
+    gradients = ARRAYS.gradients(given, dy, MlpNeeds(), transposed=True)
+    for names in (*((name,) for name in form), tuple(form)):
+        moved = {name: shifted(value) if name in names else value for name, value in form.items()}
+        asserts.bitwise(ARRAYS.forward(moved, transposed=True), y, f"y of arrays with {names}")
+        found = ARRAYS.gradients(moved, shifted(dy), MlpNeeds(), transposed=True)
+        for name, a, b in zip(LEAVES, found, gradients, strict=True):
+            asserts.bitwise(a, b, f"gradient of {name} from arrays with {names}")
+        held = {name: in_torch(value) for name, value in moved.items()}
+        with torch.no_grad():
+            asserts.bitwise(torch_bridge.grouped_mlp(**held), y, f"y of torch with {names}")
+        for name in LEAVES:
+            for each in held[name] if isinstance(held[name], tuple) else (held[name],):
+                each.requires_grad_()
+        torch_bridge.grouped_mlp(**held, residuals=policy).backward(in_torch(shifted(dy)))
+        for name, wanted in zip(LEAVES, gradients, strict=True):
+            several = held[name] if isinstance(held[name], tuple) else (held[name],)
+            grads = torch.cat([each.grad for each in several], dim=1) if len(several) > 1 else several[0].grad
+            asserts.bitwise(grads, wanted, f"gradient of {name} from torch with {names}")
+
+
+def shifted(operand: Any) -> Any:
+    """Copies one element past a multiple of 16 bytes."""
+    return tuple(map(shifted, operand)) if isinstance(operand, tuple) else cases.unaligned(operand)
+
+
+def in_torch(operand: Any) -> Any:
+    """Tensors over the very memory of the arrays."""
+    if isinstance(operand, tuple):
+        return tuple(map(in_torch, operand))
+    found = exchange.from_array(operand)
+    assert found.data_ptr() == operand.ctypes.data
+    return found
 
 
 @pytest.mark.rule("ALL-4", "MLP-11", "MLP-12")

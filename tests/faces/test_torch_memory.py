@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from grouped_core import _native
+from grouped_core import _native, calls, plans
+from grouped_core.activations import Activation
+from grouped_core.recipes import plain
 from tests import asserts
 from tests.faces.torch_tools import small
-from torch_bridge import _library, grouped_linear
+from torch_bridge import _library, _run, grouped_linear
 from torch_bridge._memory import EXCHANGE, address_table
 
 
@@ -48,6 +50,8 @@ def test_facts_are_shapes_dtypes_and_nothing_of_the_values() -> None:
         facts(w=[torch.ones(2, 4)]),
         facts(list=[torch.zeros(4), torch.zeros(4)]),
         facts(list=[_shifted(4), None, torch.zeros(4)]),
+        facts(x=_shifted(12).view(3, 4)),
+        facts(w=_shifted(8).view(2, 4)),
     ]
     assert len({base, *others}) == len(others) + 1
     assert None not in others
@@ -110,6 +114,87 @@ def test_launchers_refuse_what_is_not_there() -> None:
         launcher.launch([*values[:3], None], 0)
     with pytest.raises(IndexError):
         launcher.launch(values[:3], 0)
+
+
+def _moved(tensor: Tensor) -> Tensor:
+    """A copy whose address is no multiple of 16 bytes."""
+    return torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape).copy_(tensor)
+
+
+def _fused(run: Any, static: Any, operands: Any) -> Any:
+    """A rule of one call that has a workspace; `static` is the kernel to pin."""
+    x, w, sizes, _ = operands
+    call = calls.grouped_matmul_act(
+        *(x.spec, w.spec, 2, sizes.spec, x.spec.dtype),
+        activation=Activation("relu"),
+        recipe=plain(x.spec.dtype),
+        hidden=False,
+        implementation=static,
+    )
+    given = {"lhs": x, "rhs": w, "group_sizes": sizes}
+    return run(call, [given.get(slot) for slot in calls.SLOTS[call.name]])[:1]
+
+
+def _operands(rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, w, sizes of two groups, and a bias that the rule above leaves alone."""
+    x, w = torch.ones(rows, width, dtype=dtype), torch.ones(2, width, width, dtype=dtype)
+    return x, w, torch.tensor([rows - 1, 1], dtype=torch.int32), torch.ones(width)
+
+
+def test_launchers_refuse_a_workspace_that_is_too_small() -> None:
+    operands = _operands(40, 32, torch.float32)
+    (call,) = _run.calls_of(_fused, "", operands)
+    plan = plans.plan(call, "cpu")
+    needed = plan.workspace_bytes
+    registers = [0, 1, 2, *[-1] * (len(call.inputs) - 3), 3, -1, 4]
+    assert [slot for slot, spec in enumerate(call.inputs) if spec] == [0, 1, 2]
+    launcher, result = _native.Launcher(EXCHANGE, plan, registers), torch.full((40, 32), 7.0)
+    for small_one in (torch.empty(needed - 257, dtype=torch.uint8), torch.empty(needed // 4 - 65), torch.empty(0, 9)):
+        words = [f"the workspace has {small_one.nbytes} bytes", f"expected {needed}", "grouped_matmul_act(", "allocate"]
+        with asserts.refused(ValueError, words):
+            launcher.launch([*operands[:3], result, small_one], 0)
+        asserts.filled(result, 7.0)
+    launcher.launch([*operands[:3], result, torch.empty(needed // 4 + 1)[1:]], 0)
+    asserts.filled(result, 32.0)
+
+
+_NEEDS_CUDA = pytest.mark.skipif(not _native.cuda_compiled, reason="this build has no CUDA kernels")
+
+
+@_NEEDS_CUDA
+def test_a_refused_launch_names_the_odd_address() -> None:
+    """Where the workspace is that of aligned addresses. Nothing is launched, so no device is needed."""
+    operands = [*_operands(512, 64, torch.bfloat16)[:3], torch.empty(512, 64, dtype=torch.bfloat16)]
+    (call,) = _run.calls_of(_fused, "", [*operands[:3], None])
+    plan = plans.plan(call, "sm_90a")
+    launcher = _native.Launcher(EXCHANGE, plan, [0, 1, 2, *[-1] * (len(call.inputs) - 3), 3, -1, 4])
+    workspace = torch.empty(plan.aligned_workspace_bytes, dtype=torch.uint8)
+    for at, name in ((0, "lhs"), (1, "rhs"), (3, "result")):
+        odd = [_moved(each) if each is operands[at] else each for each in operands]
+        sizes = [
+            f"the workspace has {workspace.nbytes} bytes",
+            f"expected {plan.workspace_bytes} in grouped_matmul_act(",
+        ]
+        with asserts.refused(ValueError, [*sizes, f"address of `{name}` is no multiple of 16", "align it"]):
+            launcher.launch([*odd, workspace], 0)
+
+
+@_NEEDS_CUDA
+def test_odd_addresses_make_the_workspace_larger(monkeypatch) -> None:
+    """Of operands whose addresses a kernel wants aligned, and for the programs of such operands alone."""
+    monkeypatch.setattr(_run, "arch_of", lambda device: "sm_90a")  # planned for, never launched
+    x, w, sizes, bias = _operands(512, 64, torch.bfloat16)
+
+    def workspace(*operands: Tensor, kernel: str = "") -> int:
+        return _run._program(_fused, kernel, operands, torch.device("cpu")).workspace_bytes
+
+    between = x.numel() * x.itemsize
+    for even in ((x, w, sizes, bias), (x, w, _moved(sizes), bias), (x, w, sizes, _moved(bias))):
+        assert 0 < workspace(*even) < 1024
+    for odd in ((_moved(x), w, sizes, bias), (x, _moved(w), sizes, bias)):
+        assert between < workspace(*odd) < between + 4096
+    composed = [workspace(each, w, sizes, bias, kernel="composed") for each in (x, _moved(x))]
+    assert composed[0] == composed[1] > between
 
 
 @pytest.mark.rule("ERR-1")

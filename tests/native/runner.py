@@ -171,11 +171,9 @@ class Native:
 
     def _launch(self, call: Call, plan: _native.Plan, arrays: Sequence[Any], guarded: list[Any]) -> None:
         held = [None if array is None else self.memory.put(array, unaligned=self.unaligned) for array in arrays]
-        workspace = None
-        if plan.workspace_bytes:
-            workspace = self.memory.put(np.full(plan.workspace_bytes, _NAN, np.uint8))
         if self.dlpack:
-            self._call(call, held, guarded, workspace)
+            self._call(call, held, guarded)
+            self.memory.wait()
         else:
             addresses = [0 if a is None else self.memory.address(a) for a in held]
             targets = [
@@ -184,9 +182,17 @@ class Native:
             ]
             for slot, result in call.aliases:
                 addresses[slot] = targets[result]
-            last = 0 if workspace is None else self.memory.address(workspace)
-            plan.launch([*addresses, *targets, last], self.memory.stream)
+            self._at(plan, [*addresses, *targets])
+
+    def _at(self, plan: _native.Plan, addresses: list[int]) -> None:
+        """The launch, with a workspace as small as it may be, and nothing written behind it."""
+        needed = plan.workspace_for([*addresses, 0])
+        memory = np.full(needed + _GUARD, _NAN, np.uint8)
+        memory[needed:] = _CANARY
+        workspace = self.memory.put(memory)
+        plan.launch([*addresses, self.memory.address(workspace) if needed else 0], self.memory.stream)
         self.memory.wait()
+        assert (self.memory.back(workspace)[needed:] == _CANARY).all(), f"{plan.kernel} wrote behind its workspace"
 
     def _body(self, guarded: Any, spec: ArraySpec) -> Any:
         """A result between its guards, as unsigned integers."""
@@ -194,7 +200,7 @@ class Native:
         body = guarded[self._front(spec) : guarded.shape[0] - _GUARD]
         return body.view(self.memory.dtype(f"uint{8 * width}")).reshape(spec.shape)
 
-    def _call(self, call: Call, held: list[Any], guarded: list[Any], workspace: Any) -> None:
+    def _call(self, call: Call, held: list[Any], guarded: list[Any]) -> None:
         outputs = [
             None if buffer is None or spec is None else (self._body(buffer, spec), spec.dtype)
             for buffer, spec in zip(guarded, call.outputs, strict=True)
@@ -208,7 +214,10 @@ class Native:
         ]
         params = dict(call.params)
         arch, stream = self.memory.arch, self.memory.stream
-        _native.call(call.name, arch, call.implementation, inputs, outputs, params, workspace, stream)
+        _native.call(call.name, arch, call.implementation, inputs, outputs, params, self._workspace, stream)
+
+    def _workspace(self, count: int) -> Any:
+        return self.memory.put(np.full(count, _NAN, np.uint8))
 
     def hold(self, members: Sequence[NDArray[Any] | None]) -> tuple[list[Any], NDArray[np.int64]]:
         """(arrays where the kernel reads them, the table of their addresses); None has address 0."""

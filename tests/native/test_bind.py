@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from grouped_core import _native, calls, plans
+from grouped_core.activations import Activation
 from grouped_core.calls import RESULTS, SLOTS, spec_of
 from grouped_core.formats import PLAIN, WIDE
 from grouped_core.recipes import BF16
@@ -22,6 +24,16 @@ ROOT = Path(__file__).resolve().parents[2]
 def forward(p: cases.Problem, **options) -> calls.Call:
     specs = spec_of(p.x), spec_of(p.w), (1, 1), spec_of(p.group_sizes)
     return calls.grouped_matmul(*specs, p.x.dtype.name, recipe=BF16, **options)
+
+
+def no_workspace(count: int) -> None:
+    pytest.fail(f"asked for {count} bytes of workspace")
+
+
+def fused(p: cases.Problem) -> calls.Call:
+    """A call that has a workspace on the CPU: the rows between its two parts."""
+    specs = spec_of(p.x), spec_of(p.w), 1, spec_of(p.group_sizes), p.x.dtype.name
+    return calls.grouped_matmul_act(*specs, activation=Activation("relu"), recipe=BF16, hidden=False)
 
 
 class TestLists:
@@ -119,7 +131,7 @@ class TestSameThing:
             (out, "float32"),
             *[None] * 8,
         ]
-        _native.call(call.name, "cpu", "", inputs, [(out, "float32")], dict(call.params), None, 0)
+        _native.call(call.name, "cpu", "", inputs, [(out, "float32")], dict(call.params), no_workspace, 0)
         asserts.filled(out[p.case.valid :], cases.SENTINEL)
         asserts.bitwise(out[: p.case.valid], product(Native(), "forward", p)[: p.case.valid])
 
@@ -140,7 +152,7 @@ class TestRefusals:
         return call, inputs, outputs, dict(call.params)
 
     def run(self, call, inputs, outputs, params):
-        _native.call(call.name, "cpu", "", inputs, outputs, params, None, 0)
+        _native.call(call.name, "cpu", "", inputs, outputs, params, no_workspace, 0)
 
     @pytest.mark.parametrize(
         ("slot", "array", "words"),
@@ -201,11 +213,37 @@ class TestRefusals:
         with asserts.refused(ValueError, ["`into` and the result are not the same buffer", "alias them"]):
             plan.launch([*pointers, other.ctypes.data, 0], 0)
 
+    def test_workspaces(self):
+        """Their size as it is counts, wherever they start; a byte too few is refused before anything runs."""
+        p = self.P
+        call = fused(p)
+        needed = plans.plan(call, "cpu").workspace_bytes
+        assert needed > p.case.rows * p.case.n * 4
+        arrays = {"lhs": (p.x, "float32"), "rhs": (p.w, "float32"), "group_sizes": (p.group_sizes, "int32")}
+        inputs = [arrays.get(slot) for slot in SLOTS[call.name]]
+        out = np.full((p.case.rows, p.case.n), cases.SENTINEL, np.float32)
+
+        def run(workspace: Any) -> None:
+            outputs = [(out, "float32"), None]
+            _native.call(call.name, "cpu", "", inputs, outputs, dict(call.params), workspace, 0)
+
+        words = [f"the workspace has {needed - 257} bytes", f"expected {needed} in {call.name}(", "allocate as many"]
+        with asserts.refused(ValueError, words):
+            run(lambda count: np.empty(count - 257, np.uint8))
+        asserts.filled(out, cases.SENTINEL)
+        with asserts.refused(ValueError, [call.name, "the workspace", "not an array"]):
+            run(lambda count: None)
+        run(lambda count: np.empty(count + 3, np.uint8)[3:])
+        asserts.bitwise(out, Native()(call, [None if each is None else each[0] for each in inputs])[0])
+        with asserts.refused(ValueError, ["the workspace has 0 bytes", f"expected {needed}"]):
+            addresses = [0 if each is None else each[0].ctypes.data for each in inputs]
+            plans.plan(call, "cpu").launch([*addresses, out.ctypes.data, 0, 0], 0)
+
     @pytest.mark.rule("ERR-3")
     def test_a_call_that_no_kernel_takes(self):
         call, inputs, outputs, params = self.pieces()
         with pytest.raises(RuntimeError, match="no kernel takes grouped_matmul"):
-            _native.call(call.name, "cpu", "no_such_kernel", inputs, outputs, params, None, 0)
+            _native.call(call.name, "cpu", "no_such_kernel", inputs, outputs, params, no_workspace, 0)
 
 
 DIGEST = """

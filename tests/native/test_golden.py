@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from grouped_core import _native, calls, plans
+from grouped_core import _native, calls, debug, plans
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec
-from grouped_core.recipes import plain
-from tests import cases
+from grouped_core.formats import FORMATS
+from grouped_core.recipes import MXFP8, plain
+from tests import asserts, cases
 
 DEFAULT = {
     "cpu": "cpu",
@@ -128,6 +129,82 @@ def test_halves_take_no_memory(dtype, shape, transposed):
         plan = plans.attempt(call, "sm_90a")
         assert plan.kernel, plan.refusals
         assert plan.workspace_bytes < MEMORY, f"{plan.kernel} takes {plan.workspace_bytes} bytes"
+
+
+def fused(case: cases.Case, dtype: str, *, stored: str | None = None, implementation: str = "") -> list[calls.Call]:
+    """The fused calls of an MLP's first product, without kept hidden rows, and of the gradients at them.
+
+    `stored`: the format of rows and weights, contracted along their last axis; None: plain.
+    """
+    swiglu, width = Activation("swiglu"), case.n // 2
+    options: dict[str, Any] = {"activation": swiglu, "implementation": implementation}
+    options["recipe"] = MXFP8 if stored else plain(dtype)
+
+    def operand(*shape: int) -> Any:
+        whole = ArraySpec(shape, dtype)
+        return calls.stored_spec(FORMATS[stored], shape, len(shape) - 1, dtype) if stored else whole
+
+    x, hidden, sizes = operand(case.rows, case.k), ArraySpec((case.rows, case.n), dtype), specs(case, dtype)[3]
+    wi, wo = operand(case.groups, case.n, case.k), operand(case.groups, width, case.k)
+    return [
+        calls.grouped_matmul_act(x, wi, 2, sizes, dtype, hidden=False, **options),
+        calls.grouped_matmul_dact(x, wo, 2, sizes, hidden, dtype, wanted=(True, True, True), **options),
+    ]
+
+
+def between(call: calls.Call, dtype: str) -> int:
+    """Bytes of the rows that a composed call puts into the workspace."""
+    depth = 1 if call.name == "grouped_matmul_dact" else 2
+    result = call.outputs[-2 if depth == 1 else 0]
+    assert result is not None
+    return depth * result.shape[0] * result.shape[1] * cases.numpy_dtype(dtype).itemsize
+
+
+PARTIAL = 2**23
+"""Bytes that the sums of a call's column tiles may take."""
+
+
+@pytest.mark.rule("GRP-3")
+@pytest.mark.parametrize(("dtype", "stored"), [("bfloat16", None), ("float16", None), ("bfloat16", "mxfp8")])
+@pytest.mark.parametrize("shape", ["A", "C"])
+def test_aligned_operands_need_no_room_for_the_spare(dtype, stored, shape):
+    """Rows between product and activation are kept for odd addresses alone, also behind a pass that widens codes."""
+    compiled("sm_90a")
+    for call in fused(cases.named(shape), dtype, stored=stored):
+        plan, kernel = plans.attempt(call, "sm_90a"), f"{call.name}_{'widened_cuda' if stored else 'bf16_sm90'}"
+        assert plan.kernel == kernel, plan.refusals
+        assert (plan.spare == f"{call.name}_composed_cuda") == (stored is None)
+        more = plan.workspace_bytes - plan.aligned_workspace_bytes
+        assert between(call, dtype) - PARTIAL < more < between(call, dtype) + MEMORY
+        if stored is None:
+            assert plan.aligned_workspace_bytes < PARTIAL, f"{kernel} takes {plan.aligned_workspace_bytes} bytes"
+        text = debug.explain_calls([call], "sm_90a")
+        assert f"{kernel} on sm_90a, workspace {plan.aligned_workspace_bytes} bytes\n" in text
+        odd = f"where an address is not a multiple of 16 bytes, workspace {plan.workspace_bytes} bytes"
+        assert f"\n    {plan.spare or kernel} {odd}" in text
+
+
+@pytest.mark.parametrize("arch", DEFAULT)
+@pytest.mark.parametrize("name", ["", "composed", "reference"])
+def test_workspaces_of_addresses(arch, name):
+    """Only addresses that a kernel wants aligned make a workspace larger; where all take any, there is one size."""
+    compiled(arch)
+    wanted = {"lhs", "rhs", "rhs_up", "hidden", "result", "activated"}
+    for call in fused(cases.named("A"), "bfloat16", implementation=name):
+        plan = plans.attempt(call, arch)
+        slots = [*calls.SLOTS[call.name], *calls.RESULTS[call.name], "workspace"]
+        given = [spec is not None for spec in (*call.inputs, *call.outputs)]
+        even = [16 * at for at in range(len(slots))]
+        assert plan.workspace_for(even) == plan.aligned_workspace_bytes <= plan.workspace_bytes
+        assert (plan.aligned_workspace_bytes < plan.workspace_bytes) == ((arch, name) == ("sm_90a", ""))
+        for at, slot in enumerate(slots[:-1]):
+            if not given[at]:
+                continue
+            for odd in (1, 2, 4, 8):
+                needed = plan.workspace_bytes if slot in wanted else plan.aligned_workspace_bytes
+                assert plan.workspace_for([*even[:at], even[at] + odd, *even[at + 1 :]]) == needed, slot
+        with asserts.refused(ValueError, [f"got {len(slots) - 1} addresses", f"expected {len(slots)}"]):
+            plan.workspace_for(even[:-1])
 
 
 @pytest.mark.rule("ERR-3")

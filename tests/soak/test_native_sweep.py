@@ -313,9 +313,10 @@ def launch(draw: Draw, work: Work, plan: _native.Plan) -> list[np.ndarray | None
     addresses = [
         0 if work.arrays.get(slot) is None else work.arrays[slot].ctypes.data for slot in SLOTS[work.call.name]
     ]
-    workspace = draw.block((plan.workspace_bytes,), "uint8")
     targets = [0 if result is None else result.ctypes.data for result in results]
-    plan.launch([*addresses, *targets, workspace.ctypes.data if plan.workspace_bytes else 0], 0)
+    needed = plan.workspace_for([*addresses, *targets, 0])
+    workspace = draw.block((needed,), "uint8")
+    plan.launch([*addresses, *targets, workspace.ctypes.data if needed else 0], 0)
     return results
 
 
