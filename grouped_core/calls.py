@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import ml_dtypes as ml_dtypes  # NumPy then knows the narrow types by name
 
-from grouped_core.activations import Activation
+from grouped_core.activations import KINDS, Activation
 from grouped_core.formats import Format, padded_rows
 from grouped_core.recipes import Recipe
 
@@ -93,6 +93,17 @@ QUANTIZED = ("values", "scales", "group_scales", "cross_values", "cross_scales",
 """What `quantize` makes of an array, in the order of its results: the form that contracts the last axis, then the
 form that contracts the axis before it."""
 
+_STORING = ("encode", "key", "into_amax")
+"""What storing reads beside its source."""
+
+_STORING_PARAMS = (
+    *("rule", "block", "block_outer", "segment", "turned", "pow2", "eps"),
+    *("stochastic", "stream", "rotate", "four_over_six"),
+)
+
+FUSED = ("grouped_matmul_act", "grouped_matmul_dact")
+"""Calls that stand for a product and an activation."""
+
 SLOTS: dict[str, tuple[str, ...]] = {
     "grouped_matmul": (
         "lhs",
@@ -112,13 +123,16 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "scale_rows": ("rows", "row_scale", "group_sizes", "into"),
     "grouped_matmul_act": (
         *("lhs", "rhs", "group_sizes", "bias", "row_scale", "rhs_table", "bias_table", "rhs_up"),
-        *_SCALES,
+        *(*_SCALES, *_STORING),
     ),
-    "grouped_matmul_dact": ("lhs", "rhs", "group_sizes", "hidden", "row_scale", "row_base", "rhs_table", *_SCALES),
+    "grouped_matmul_dact": (
+        *("lhs", "rhs", "group_sizes", "hidden", "row_scale", "row_base", "rhs_table"),
+        *(*_SCALES, *_STORING),
+    ),
     "activation": ("rows", "group_sizes", "row_scale"),
     "activation_grad": ("grad", "rows", "group_sizes", "row_scale", "row_base"),
     "quantize": (
-        *("source", "group_sizes", "source_table", "encode", "key", "skip", "into_amax"),
+        *("source", "group_sizes", "source_table", *_STORING, "skip"),
         *(f"into_{name}" for name in QUANTIZED),
     ),
     "dequantize": ("values", "group_sizes", "scales", "group_scales"),
@@ -129,8 +143,8 @@ SLOTS: dict[str, tuple[str, ...]] = {
 _HIDDEN_GRADS = ("result", "activated", "row_sum")
 RESULTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("grouped_matmul", "group_sum", "row_dot", "scale_rows", "activation"), ("result",)),
-    "grouped_matmul_act": ("result", "hidden"),
-    "grouped_matmul_dact": _HIDDEN_GRADS,
+    "grouped_matmul_act": ("result", "hidden", *QUANTIZED, "amax"),
+    "grouped_matmul_dact": (*_HIDDEN_GRADS, *QUANTIZED, "amax"),
     "activation_grad": _HIDDEN_GRADS,
     "quantize": (*QUANTIZED, "amax"),
     "dequantize": ("result",),
@@ -170,7 +184,7 @@ def _wishes(name: str, implementation: str) -> str:
     for wish in implementation.split(","):
         owner = max((call for call in SLOTS if wish.startswith(f"{call}_")), key=len, default=None)
         if wish == "composed":
-            owner = name if name in ("grouped_matmul_act", "grouped_matmul_dact") else "another"
+            owner = name if name in FUSED else "another"
         if owner in (None, name):
             wishes.append(wish)
     return ",".join(wishes)
@@ -335,6 +349,69 @@ def _product_params(
     }
 
 
+class Storing(NamedTuple):
+    """How a call stores a result of its in a quantised format.
+
+    Attributes:
+        format: of both forms; `rotate` and `segment` concern rows contracted along rows alone.
+        forms: whether the form that contracts the last axis is wanted, and that of the axis before it.
+        encode: multipliers [G] are given (delayed scaling).
+        amax: the largest magnitudes [G] are a result, merged into a buffer with `merge`.
+        key: of stochastic rounding. stream: of random numbers.
+    """
+
+    format: Format
+    forms: tuple[bool, bool]
+    encode: bool = False
+    amax: bool = False
+    merge: bool = False
+    key: bool = False
+    stream: int = 0
+
+    def operands(self, groups: int) -> dict[str, ArraySpec | None]:
+        """The slots that storing adds."""
+        per_group = ArraySpec((groups,), "float32")
+        return {
+            "encode": per_group if self.encode else None,
+            "key": ArraySpec((2,), "uint32") if self.key else None,
+            "into_amax": per_group if self.merge else None,
+        }
+
+    def results(self, source: ArraySpec, groups: int) -> dict[str, ArraySpec | None]:
+        """The results that storing `source` adds."""
+        last = len(source.shape) - 1
+        found: dict[str, ArraySpec | None] = {"amax": ArraySpec((groups,), "float32") if self.amax else None}
+        for prefix, wanted, axis in (("", self.forms[0], last), ("cross_", self.forms[1], last - 1)):
+            if wanted:
+                spec = stored_spec(self.format, source.shape, axis, source.dtype, groups)
+                found |= {
+                    f"{prefix}values": spec.values,
+                    f"{prefix}scales": spec.scales,
+                    f"{prefix}group_scales": spec.group_scales,
+                }
+        return found
+
+    def params(self) -> dict[str, Param]:
+        """The parameters that storing adds."""
+        return {
+            "rule": self.format.rule,
+            **_block_params(self.format),
+            "pow2": int(self.format.pow2),
+            "eps": float(self.format.eps),
+            "stochastic": int(self.format.stochastic),
+            "stream": self.stream,
+            "rotate": int(self.format.rotate),
+            "four_over_six": self.format.four_over_six,
+        }
+
+
+def _storing(stored: Storing | None, source: ArraySpec, groups: int) -> tuple[dict[str, Any], ...]:
+    """Operands, results and parameters that `stored` adds, if it is given."""
+    if stored is None:
+        return {}, {}, {}
+    return stored.operands(groups), stored.results(source, groups), stored.params()
+
+
 @lru_cache(maxsize=1024)
 def grouped_matmul_act(
     lhs: OperandSpec,
@@ -351,12 +428,15 @@ def grouped_matmul_act(
     rhs_up: ArraySpec | None = None,
     aligned_tables: bool = True,
     hidden: bool = True,
+    stored: Storing | None = None,
     zero_tail: bool = True,
     rows_hint: int = 0,
     implementation: str = "",
 ) -> Call:
     """result [M, F] = row_scale[r] * act(hidden[r]), hidden [M, W] = lhs [M, K] @ rhs + bias, rounded to lhs's dtype
     (the nominal one of a quantised lhs).
+
+    With `stored` the result, rounded to that dtype too, comes in quantised forms alone.
 
     rhs is [G, K, W] (`rhs_axis` 1) or [G, W, K] (2), W = 2F for gated kinds, or with `rhs_up` F of each. `tables` as
     in `grouped_matmul`, for rhs and bias; `hidden` says whether the hidden rows are wanted as a second result.
@@ -373,15 +453,18 @@ def grouped_matmul_act(
         "rhs_up": rhs_up,
     }
     width = wide // 2 if activation.gated else wide
+    rows = (lhs.shape[0], width)
+    added = _storing(stored, ArraySpec(rows, lhs.dtype), group_sizes.shape[0])
     results = {
-        "result": ArraySpec((lhs.shape[0], width), result_dtype),
+        "result": ArraySpec(rows, result_dtype) if stored is None else None,
         "hidden": ArraySpec((lhs.shape[0], wide), lhs.dtype) if hidden else None,
+        **added[1],
     }
     axis = _stored_axis(rhs, rhs_axis)
     params = {"rhs_axis": axis, **_activation_params(activation, width), "zero_tail": int(zero_tail)}
     params |= _product_params(lhs, rhs, recipe, aligned_tables, rows_hint)
-    params["compute"] = lhs.dtype
-    return _call("grouped_matmul_act", operands, results, params, implementation)
+    params |= {"compute": lhs.dtype, **added[2]}
+    return _call("grouped_matmul_act", operands | added[0], results, params, implementation)
 
 
 def _hidden_grads(
@@ -408,11 +491,14 @@ def grouped_matmul_dact(
     row_base: ArraySpec | None = None,
     table: bool = False,
     aligned_tables: bool = True,
+    stored: Storing | None = None,
     zero_tail: bool = True,
     rows_hint: int = 0,
     implementation: str = "",
 ) -> Call:
     """Gradients at the hidden rows, with dz [M, F] = lhs [M, N] @ rhs, lhs being dy.
+
+    `stored`: quantised forms of `result`, whether it is wanted beside or not.
 
     `wanted`, in this order: result [M, W] = row_scale[r] dz[r] act'(hidden[r]); activated [M, F] = row_scale[r]
     act(hidden[r]); row_sum [M] float32 = row_base[r] + <dz[r], act(hidden[r])>.
@@ -429,8 +515,9 @@ def grouped_matmul_dact(
     axis = _stored_axis(rhs, rhs_axis)
     params = {"rhs_axis": axis, **_activation_params(activation, width), "zero_tail": int(zero_tail)}
     params |= _product_params(lhs, rhs, recipe, aligned_tables, rows_hint)
-    results = _hidden_grads(hidden, width, result_dtype, wanted)
-    return _call("grouped_matmul_dact", operands, results, params, implementation)
+    added = _storing(stored, hidden, group_sizes.shape[0])
+    results = {**_hidden_grads(hidden, width, result_dtype, wanted), **added[1]}
+    return _call("grouped_matmul_dact", operands | added[0], results, params | added[2], implementation)
 
 
 @lru_cache(maxsize=1024)
@@ -541,48 +628,49 @@ def quantize(
     """Codes and scales of rows [M, X], or, without group sizes, of weights [G, A, B].
 
     Args:
-        format: of both forms; `rotate` and `segment` concern rows contracted along rows alone.
-        forms: whether the form that contracts the last axis is wanted, and that of the axis before it.
-        table: weights are given by a table of addresses. encode: multipliers [G] are given (delayed scaling).
-        amax: the largest magnitudes [G] are a result, merged into a buffer with `merge`.
-        key: of stochastic rounding. skip: the no-op flag.
+        format, forms, encode, amax, merge, key, stream: as in `Storing`.
+        table: weights are given by a table of addresses. skip: the no-op flag.
         reuse: results go into the caller's buffers.
-        stream: of random numbers.
     """
-    last = len(source.shape) - 1
     groups = group_sizes.shape[0] if group_sizes is not None else source.shape[0]
-    per_group = ArraySpec((groups,), "float32")
-    results: dict[str, ArraySpec | None] = {"amax": per_group if amax else None}
-    for prefix, wanted, axis in (("", forms[0], last), ("cross_", forms[1], last - 1)):
-        if wanted:
-            spec = stored_spec(format, source.shape, axis, source.dtype, groups)
-            results |= {
-                f"{prefix}values": spec.values,
-                f"{prefix}scales": spec.scales,
-                f"{prefix}group_scales": spec.group_scales,
-            }
+    stored = Storing(format, forms, encode, amax, merge, key, stream)
+    results = stored.results(source, groups)
     operands = {
         "source": source,
         "group_sizes": group_sizes,
         "source_table": ArraySpec((groups,), "int64") if table else None,
-        "encode": per_group if encode else None,
-        "key": ArraySpec((2,), "uint32") if key else None,
+        **stored.operands(groups),
         "skip": ArraySpec((1,), "int32") if skip else None,
-        "into_amax": per_group if merge else None,
     }
     if reuse:
         operands |= {f"into_{name}": results.get(name) for name in QUANTIZED}
-    params: dict[str, Param] = {
-        "rule": format.rule,
-        **_block_params(format),
-        "pow2": int(format.pow2),
-        "eps": float(format.eps),
-        "stochastic": int(format.stochastic),
-        "stream": stream,
-        "rotate": int(format.rotate),
-        "four_over_six": format.four_over_six,
-    }
-    return _call("quantize", operands, results, params)
+    return _call("quantize", operands, results, stored.params())
+
+
+def stored_parts(call: Call) -> tuple[Call, Call] | None:
+    """The plain call and the `quantize` that a fused call with quantised results stands for; None for other calls."""
+    names = RESULTS[call.name]
+    results = dict(zip(names, call.outputs, strict=True))
+    if call.name not in FUSED or (results["values"] is None and results["cross_values"] is None):
+        return None
+    operands, params = dict(zip(SLOTS[call.name], call.inputs, strict=True)), dict(call.params)
+    added = {name: params.pop(name) for name in _STORING_PARAMS}
+    source = operands.get("hidden") or _activated_spec(operands, params)
+    own = {name: results.pop(name) for name in (*QUANTIZED, "amax")}
+    reads = {name: operands.pop(name) for name in _STORING}
+    plain = _call(call.name, operands, {**results, "result": source}, params)
+    source_of = {"source": source, "group_sizes": operands["group_sizes"], **reads}
+    return plain, _call("quantize", source_of, own, added)
+
+
+def _activated_spec(operands: dict[str, ArraySpec | None], params: dict[str, Param]) -> ArraySpec:
+    """Spec of the activated rows of a `grouped_matmul_act`."""
+    lhs, rhs = operands["lhs"], operands["rhs"]
+    assert lhs is not None, "lhs is always given"
+    assert rhs is not None, "rhs is always given"
+    width = rhs.shape[3 - int(params["rhs_axis"])]
+    halves = KINDS[str(params["kind"])].gated and operands["rhs_up"] is None
+    return ArraySpec((lhs.shape[0], width // 2 if halves else width), str(params["compute"]))
 
 
 @lru_cache(maxsize=1024)

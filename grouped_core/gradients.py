@@ -151,12 +151,17 @@ def linear_forms(
     recipe = op.resolve(operand_spec(run, x), operand_spec(run, w))
     k_axis, n_axis = op.weight_axes()
     keep_x, keep_w = keeps_forms(op, recipe, needs, has_scale)
-    x_forms = [(1, recipe.forward[0]), *([(0, recipe.wgrad[0])] if keep_x else [])]
+    x_forms = row_forms(recipe, keep_x)
     w_forms = [(k_axis, recipe.forward[1]), *([(n_axis, recipe.dgrad[1])] if keep_w else [])]
     rows = store(run, x, x_forms, group_sizes, encode=extras.x, requantize=recipe.requantize)
     weights = store(run, w, w_forms, None, encode=extras.w, requantize=recipe.requantize)
     kept = (rows.forms[-1] if keep_x else x, weights.forms[-1] if keep_w else w)
     return Forms(rows.forms[0], weights.forms[0], *kept, Amaxes(rows.amax, weights.amax))
+
+
+def row_forms(recipe: Recipe, keep: bool) -> list[tuple[int, Format]]:
+    """(contracted axis, format) of the rows that forward reads, and with `keep` of those of the weight gradient."""
+    return [(1, recipe.forward[0]), *([(0, recipe.wgrad[0])] if keep else [])]
 
 
 def keeps_forms(op: Linear, recipe: Recipe, needs: Needs, has_scale: bool) -> tuple[bool, bool]:

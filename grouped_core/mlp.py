@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from grouped_core import calls, gradients
 from grouped_core.calls import ArraySpec, OperandSpec
-from grouped_core.formats import QTensor
+from grouped_core.formats import Format, QTensor
 from grouped_core.gradients import Amaxes, Forms, Needs
 from grouped_core.linear_spec import Linear
 from grouped_core.mlp_spec import NO_NEEDS, Mlp, MlpNeeds, MlpSpecs, check, kept, needs_dh, needs_dz, restrict
@@ -28,7 +28,8 @@ from grouped_core.products import (
     weight_specs,
     wide,
 )
-from grouped_core.storing import Extras, Stored, store
+from grouped_core.recipes import Recipe
+from grouped_core.storing import Extras, Stored, Within, joined, store, within
 
 
 class Forward(NamedTuple):
@@ -52,6 +53,15 @@ class MlpGradients(NamedTuple):
     probs: Array | None
     wi_bias: Array | None
     wo_bias: Array | None
+
+
+class HiddenGrads(NamedTuple):
+    """dh [M, W], z [M, F], dp [M] float32; None where not wanted. Of dh what is stored in the same pass too."""
+
+    dh: Array | None
+    z: Array | None
+    dp: Array | None
+    stored: Stored
 
 
 class MainGrads(NamedTuple):
@@ -82,11 +92,12 @@ def hidden_rows(
     wi_bias: Operand | None,
     *,
     keep: bool,
-) -> tuple[Array, Array | None]:
-    """(z [M, F], h [M, W] if it is to be kept): the first product and the activation in one call.
+    stored: Within | None = None,
+) -> tuple[Operand, Array | None, Array | None]:
+    """(z [M, F], h [M, W] if it is to be kept, magnitudes of z): the first product and the activation in one call.
 
     Args:
-        x, wi: as forward stores them.
+        x, wi: as forward stores them. stored: how z is stored; None: as it is.
     """
     linear = op.fc1()
     x_spec = operand_spec(run, x)
@@ -106,13 +117,18 @@ def hidden_rows(
         rhs_up=up_spec,
         aligned_tables=all_aligned(wi),
         hidden=keep,
+        stored=stored and stored.call,
         zero_tail=op.clear_residuals,
         rows_hint=op.rows_hint,
         implementation=op.implementation,
     )
     named = {"lhs": x, "rhs": wi, "bias": wi_bias, "group_sizes": group_sizes, "row_scale": p}
-    z, h = run(call, arranged(call, **named))
-    return z, h
+    z, h, *results = run(call, arranged(call, **named, **(stored.arrays if stored else {})))
+    if stored is None:
+        return z, h, None
+    width = operand_spec(run, wi).shape[linear.weight_axes()[1]] // (2 if op.activation.gated else 1)
+    forms = stored.forms(call, (z, h, *results), ArraySpec((x_spec.shape[0], width), x_spec.dtype))
+    return joined(forms.forms), h, forms.amax
 
 
 def mlp(
@@ -142,8 +158,9 @@ def mlp(
     check(op, *(operand_spec(run, each) for each in (x, wi, wo, group_sizes, probs, wi_bias, wo_bias, out)))
     keep = kept(op, needs, probs is not None, wi_bias is not None, wo_bias is not None)
     first = first_forms(run, op, x, wi, group_sizes, extras[0], needs)
-    z, h = hidden_rows(run, op, first.x, first.w, group_sizes, probs, wi_bias, keep=keep.h)
     linear = op.fc2(wo_bias is not None and probs is not None)
+    stored = activated_forms(run, op, operand_spec(run, x), wo, extras[1], keep.z)
+    z, h, amax = hidden_rows(run, op, first.x, first.w, group_sizes, probs, wi_bias, keep=keep.h, stored=stored)
     second = gradients.linear_forward(
         run,
         linear,
@@ -163,8 +180,27 @@ def mlp(
         z=second.x if keep.z else None,
         wi=first.kept_w if keep.wi else None,
         wo=second.w if keep.wo else None,
-        amax=(first.amax, second.amax),
+        amax=(first.amax, second.amax._replace(x=second.amax.x if amax is None else amax)),
     )
+
+
+def activated_forms(run: Runner, op: Mlp, x: OperandSpec, wo: Operand, extras: Extras, keep: bool) -> Within | None:
+    """How the activated rows are stored in the pass that makes them; None where they are not, or not in one.
+
+    Args:
+        x: spec of the rows. extras: of the second product. keep: backward reads them too.
+    """
+    linear = op.fc2()
+    recipe = linear.resolve(x, operand_spec(run, wo))
+    keep = gradients.keeps_forms(linear, recipe, Needs(False, keep, False, False), False)[0]
+    return stored_within(op, gradients.row_forms(recipe, keep), encode=extras.x)
+
+
+def stored_within(op: Mlp, wanted: Sequence[tuple[int, Format]], **arrays: Any) -> Within | None:
+    """`within`, unless kernels that do one thing at a time are asked for."""
+    if {"composed", "reference"} & set(op.implementation.split(",")):
+        return None
+    return within(wanted, **arrays)
 
 
 def first_forms(
@@ -188,14 +224,15 @@ def hidden_grads(
     wanted: tuple[bool, bool, bool],
     *,
     stored_dy: Operand,
-) -> tuple[Array | None, Array | None, Array | None]:
-    """(dh [M, W], z [M, F], dp [M] float32), each if wanted: two products' worth of gradients in one call.
+    stored: Within | None = None,
+) -> HiddenGrads:
+    """dh, z and dp, each if wanted: two products' worth of gradients in one call.
 
         dz = dy W2^T;  dh = p dz act'(h);  z = p act(h);  dp = <dz, act(h)> + <dy, b2>
 
     Args:
         h: [M, W]. probs: [M], read for dh and z. wo_bias: read for dp. dy: [M, K].
-        wo, stored_dy: as the product stores them.
+        wo, stored_dy: as the product stores them. stored: how dh is stored, beside what is wanted.
     """
     linear = op.fc2()
     p = None if probs is None else run.cast(probs, "float32")
@@ -214,13 +251,30 @@ def hidden_grads(
         row_base=operand_spec(run, base),
         table=isinstance(wo, Listed),
         aligned_tables=all_aligned(wo),
+        stored=stored and stored.call,
         zero_tail=op.clear_residuals,
         rows_hint=op.rows_hint,
         implementation=op.implementation,
     )
     named = {"lhs": stored_dy, "rhs": wo, "group_sizes": group_sizes, "hidden": h, "row_scale": p, "row_base": base}
-    dh, z, dp = run(call, arranged(call, **named))
-    return dh, z, dp
+    results = run(call, arranged(call, **named, **(stored.arrays if stored else {})))
+    dh, z, dp, *_ = results
+    return HiddenGrads(dh, z, dp, stored.forms(call, results, run.spec(h)) if stored else Stored([], None))
+
+
+def hidden_forms(op: Mlp, recipe: Recipe, extras: Extras, needs: MlpNeeds) -> Within | None:
+    """How gradients at the hidden rows are stored in the pass that makes them; None where they are not.
+
+    Args:
+        recipe, extras: of the first product.
+    """
+    wanted = grad_row_forms(recipe, needs)
+    return stored_within(op, wanted, encode=extras.dy, key=extras.key, stream=1)
+
+
+def grad_row_forms(recipe: Recipe, needs: MlpNeeds) -> list[tuple[int, Format]]:
+    """(contracted axis, format) of dh as the gradient of x reads it and as that of wi does, each if needed."""
+    return [*([(1, recipe.dgrad[0])] if needs.x else []), *([(0, recipe.wgrad[1])] if needs.wi else [])]
 
 
 def _bias_dots(run: Runner, dy: Array, bias: Operand, group_sizes: Array) -> Array:
@@ -289,15 +343,19 @@ def main_grads(
     if (needs_dz(needs) and h is None) or (not needs_dz(needs) and needs.wo and z is None):
         # Forward's own call once more, so a weight in two arrays needs no other; z comes with h.
         forms = first_forms(run, op, x, wi, group_sizes, extras[0], NO_NEEDS)
-        z, h = hidden_rows(run, op, forms.x, forms.w, group_sizes, probs, wi_bias, keep=needs_dz(needs))
+        z, h, _ = hidden_rows(run, op, forms.x, forms.w, group_sizes, probs, wi_bias, keep=needs_dz(needs))
     dy_forms = [(1, recipe.dgrad[0])] if needs_dz(needs) else []
     dy_forms += [(0, recipe.wgrad[1])] if needs.wo else []
     grads = gradients.store_grad(run, recipe, dy, dy_forms, group_sizes, extras[1], 0)
+    hidden = Stored([], None)
+    own = first.resolve(specs.x, specs.wi)
     if needs_dz(needs):
-        wanted = (needs_dh(needs), needs.wo and z is None, needs.probs)
+        stored = hidden_forms(op, own, extras[0], needs) if needs_dh(needs) else None
+        plain = needs_dh(needs) and (stored is None or needs.wi_bias)
+        wanted = (plain, needs.wo and z is None, needs.probs)
         weight = gradients.store_weight(run, recipe, wo, second.weight_axes()[1], extras[1])
-        dh, rebuilt, dp = hidden_grads(
-            run, op, h, weight, group_sizes, probs, wo_bias, dy, wanted, stored_dy=grads.forms[0]
+        dh, rebuilt, dp, hidden = hidden_grads(
+            run, op, h, weight, group_sizes, probs, wo_bias, dy, wanted, stored_dy=grads.forms[0], stored=stored
         )
         z = rebuilt if z is None else z
         dp = dp if dp is None or specs.probs is None else run.cast(dp, specs.probs.dtype)
@@ -305,12 +363,10 @@ def main_grads(
         wgrad = [(0, recipe.wgrad[0])]
         z = store(run, z, wgrad, group_sizes, encode=extras[1].x, requantize=recipe.requantize).forms[0]
     dx = db1 = db2 = rows = None
-    hidden = Stored([], None)
     if needs_dh(needs):
-        own = first.resolve(specs.x, specs.wi)
-        dh_forms = [(1, own.dgrad[0])] if needs.x else []
-        dh_forms += [(0, own.wgrad[1])] if needs.wi else []
-        hidden = gradients.store_grad(run, own, dh, dh_forms, group_sizes, extras[0], 1)
+        dh_forms = grad_row_forms(own, needs)
+        if not hidden.forms:
+            hidden = gradients.store_grad(run, own, dh, dh_forms, group_sizes, extras[0], 1)
         if needs.wi:
             wgrad = [(0, own.wgrad[0])]
             rows = store(run, x, wgrad, group_sizes, encode=extras[0].x, requantize=own.requantize).forms[0]

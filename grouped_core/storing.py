@@ -130,12 +130,61 @@ def _quantize(
             f"{prefix}group_scales": buffer.group_scales,
         }
     results = dict(zip(calls.RESULTS[call.name], run(call, arranged(call, **named)), strict=True))
-    made = {}
-    for axis, place in places.items():
-        prefix = "" if axis == last else "cross_"
-        values, scales, group_scales = (results[prefix + name] for name in calls.QUANTIZED[:3])
-        made[place] = QTensor(values, scales, group_scales, wanted[place][1], axis, spec.shape, spec.dtype)
+    made = {place: _form(results, spec, axis, wanted[place][1]) for axis, place in places.items()}
     return made, results["amax"] if cell.delayed else delayed[1]
+
+
+def _form(results: dict[str, Any], spec: ArraySpec, axis: int, cell: Format) -> QTensor[Any]:
+    """The form that contracts `axis`, of the results of a call that stores."""
+    prefix = "" if axis == len(spec.shape) - 1 else "cross_"
+    values, scales, group_scales = (results[prefix + name] for name in calls.QUANTIZED[:3])
+    return QTensor(values, scales, group_scales, cell, axis, spec.shape, spec.dtype)
+
+
+class Within(NamedTuple):
+    """How a fused call stores a result of its, rows [M, X], in forms that one pass makes.
+
+    Attributes:
+        call: for the call's plan. wanted: (contracted axis, format) of each form. arrays: by slot.
+    """
+
+    call: calls.Storing
+    wanted: tuple[tuple[int, Format], ...]
+    arrays: dict[str, Array | None]
+
+    def forms(self, call: calls.Call, results: Sequence[Any], spec: ArraySpec) -> Stored:
+        """What is wanted, among the results of `call`; `spec` is that of the rows."""
+        by_name = dict(zip(calls.RESULTS[call.name], results, strict=True))
+        return Stored([_form(by_name, spec, axis, cell) for axis, cell in self.wanted], by_name["amax"])
+
+
+def within(
+    wanted: Sequence[tuple[int, Format]],
+    *,
+    encode: Array | None = None,
+    amax: Array | None = None,
+    key: Array | None = None,
+    stream: int = 0,
+) -> Within | None:
+    """How a fused call stores what `store` would make of its result, with the same arguments; None where that takes
+    more than one pass, or a cast.
+    """
+    bases = {cell.replace(rotate=False) for _, cell in wanted}
+    if len(bases) != 1 or (cell := bases.pop()).plain:
+        return None
+    encode, amax = (encode, amax) if cell.delayed else (None, None)
+    key = key if cell.stochastic else None
+    axes = {axis for axis, _ in wanted}
+    call = calls.Storing(
+        cell.replace(rotate=any(each.rotate for _, each in wanted)),
+        (1 in axes, 0 in axes),
+        encode is not None,
+        cell.delayed,
+        amax is not None,
+        key is not None,
+        2 * stream,
+    )
+    return Within(call, tuple(wanted), {"encode": encode, "into_amax": amax, "key": key})
 
 
 def quantize(
@@ -154,7 +203,12 @@ def quantize(
         key: uint32 [2], of stochastic rounding.
     """
     made: list[Any] = store(run, source, [(axis, format) for axis in axes], group_sizes, key=key).forms
-    first, *others = (dataclasses.replace(each, group_sizes=group_sizes) for each in made)
+    return joined([dataclasses.replace(each, group_sizes=group_sizes) for each in made])
+
+
+def joined(forms: Sequence[Any]) -> QTensor[Any]:
+    """One form, or two as one quantised array."""
+    first, *others = forms
     return dataclasses.replace(first, other=others[0] if others else None)
 
 

@@ -22,7 +22,7 @@ from grouped_core.debug import debug_flags
 from grouped_core.mlp_spec import NO_NEEDS, Mlp, MlpNames, Residuals
 from grouped_core.products import in_form, operand_spec
 from grouped_core.recipes import Recipe
-from grouped_core.storing import Extras
+from grouped_core.storing import Extras, Within
 from torch_bridge import _library, _run
 from torch_bridge.sizes import note_sizes
 
@@ -94,15 +94,15 @@ def _hidden_rule(run: Any, static: tuple[str, bool], operands: Sequence[Any]) ->
     x, wi, sizes, probs, wi_bias, up = operands
     op = decode(text)
     weight = wi if up is None else in_form(op.fc1(), (wi, up))
-    return hidden_rule(run, op, x, weight, sizes, probs, wi_bias, keep)
+    return hidden_rule(run, op, x, weight, sizes, probs, wi_bias, keep)[:2]
 
 
 def hidden_rule(
-    run: Any, op: Mlp, x: Any, wi: Any, sizes: Any, probs: Any, wi_bias: Any, keep: bool
+    run: Any, op: Mlp, x: Any, wi: Any, sizes: Any, probs: Any, wi_bias: Any, keep: bool, stored: Within | None = None
 ) -> tuple[Any, ...]:
-    """z and h; operands that stand for themselves are cast where the recipe says so."""
+    """z, h and the magnitudes of z; operands that stand for themselves are cast where the recipe says so."""
     forms = rules.first_forms(run, op, x, wi, sizes, Extras(), NO_NEEDS)
-    return rules.hidden_rows(run, op, forms.x, forms.w, sizes, probs, wi_bias, keep=keep)
+    return rules.hidden_rows(run, op, forms.x, forms.w, sizes, probs, wi_bias, keep=keep, stored=stored)
 
 
 _HIDDEN_ROWS = (0, 3)  # operands with M rows
@@ -111,12 +111,22 @@ _HIDDEN_ROWS = (0, 3)  # operands with M rows
 def _grads_rule(run: Any, static: tuple[str, str], operands: Sequence[Any]) -> tuple[Any, ...]:
     text, wanted = static
     h, wo, sizes, probs, wo_bias, dy = operands
-    return grads_rule(run, decode(text), h, wo, sizes, probs, wo_bias, dy, dy, wanted)
+    return grads_rule(run, decode(text), h, wo, sizes, probs, wo_bias, dy, dy, wanted)[:3]
 
 
 def grads_rule(
-    run: Any, op: Mlp, h: Any, wo: Any, sizes: Any, probs: Any, wo_bias: Any, dy: Any, stored_dy: Any, wanted: str
-) -> tuple[Any, ...]:
+    run: Any,
+    op: Mlp,
+    h: Any,
+    wo: Any,
+    sizes: Any,
+    probs: Any,
+    wo_bias: Any,
+    dy: Any,
+    stored_dy: Any,
+    wanted: str,
+    stored: Within | None = None,
+) -> rules.HiddenGrads:
     """dh, z and dp, of them what `wanted` names; `stored_dy` is dy as the product stores it, or dy itself."""
     second = op.fc2()
     w_spec: Any = operand_spec(run, wo)
@@ -124,7 +134,8 @@ def grads_rule(
     weight = gradients.store_weight(run, recipe, wo, second.weight_axes()[1], Extras())
     form = rules.grad_forms(run, op, run.spec(h), wo, stored_dy, sizes, Extras(), (True, False)).forms[0]
     dh, z, dp = (letter in wanted for letter in WANTED)
-    return rules.hidden_grads(run, op, h, weight, sizes, probs, wo_bias, dy, (dh, z, dp), stored_dy=form)
+    wants = (dh, z, dp)
+    return rules.hidden_grads(run, op, h, weight, sizes, probs, wo_bias, dy, wants, stored_dy=form, stored=stored)
 
 
 _GRADS_ROWS = (0, 3, 5)

@@ -106,14 +106,15 @@ def store_text(wanted: Wanted, stream: int = 0) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _store_facts(text: str) -> tuple[Wanted, int]:
+def store_facts(text: str) -> tuple[Wanted, int]:
+    """What `store_text` put down."""
     wanted, stream = json.loads(text)
     return tuple((axis, Format(**cell)) for axis, cell in wanted), stream
 
 
 def _store_rule(run: Any, text: str, operands: Sequence[Any]) -> tuple[Any, ...]:
     source, sizes, encode, key, skip, amax, *buffers = operands
-    wanted, stream = _store_facts(text)
+    wanted, stream = store_facts(text)
     into = None
     if buffers:
         spec = run.spec(source) if not hasattr(source, "spec") else source.spec
@@ -200,21 +201,22 @@ def store(
     stream: int = 0,
 ) -> Forms:
     """Rows (with group sizes) or weights in the quantised formats wanted; forms of one format come from one pass."""
-    arrays = _store_op(list(source), group_sizes, encode, key, store_text(wanted, stream))
+    arrays = list(_store_op(list(source), group_sizes, encode, key, store_text(wanted, stream)))
     first = source[0]
     shape = tuple(first.shape) if group_sizes is not None or first.dim() == 3 else (len(source), *first.shape)
-    return _forms(arrays, wanted, shape, _run.dtype_name(first.dtype))
+    forms = take_forms(arrays, wanted, shape, _run.dtype_name(first.dtype))
+    return Forms(forms, arrays[0] if arrays else None)
 
 
-def _forms(arrays: Sequence[Tensor], wanted: Wanted, shape: tuple[int, ...], dtype: str) -> Forms:
-    left = list(arrays)
+def take_forms(arrays: list[Tensor], wanted: Wanted, shape: tuple[int, ...], dtype: str) -> list[QTensor[Tensor]]:
+    """The forms that an operator gave, whose arrays stand first; what follows them is left."""
     forms = []
     for axis, cell in wanted:
         values, scales, group_scales = (
-            left.pop(0) if there else None for there in (True, bool(cell.scales), cell.per_group)
+            arrays.pop(0) if there else None for there in (True, bool(cell.scales), cell.per_group)
         )
         forms.append(QTensor(values, scales, group_scales, cell, axis, shape, dtype))
-    return Forms(forms, left[0] if left else None)
+    return forms
 
 
 def store_into(

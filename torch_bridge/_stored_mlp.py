@@ -8,11 +8,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grouped_core.calls import ArraySpec
 from grouped_core.debug import debug_flags
+from grouped_core.formats import QTensor
+from grouped_core.storing import Within, joined, within
 from torch_bridge import _run
 from torch_bridge._library import define, grouped
 from torch_bridge._mlp_library import decode, grads_rule, hidden_rule
-from torch_bridge._stored import operand_of, slots_of
+from torch_bridge._stored import (
+    Forms,
+    Stored,
+    Wanted,
+    operand_of,
+    present,
+    slots_of,
+    store_facts,
+    store_text,
+    take_forms,
+)
 
 
 class _Hidden(NamedTuple):
@@ -20,13 +33,25 @@ class _Hidden(NamedTuple):
     x_form: str
     wi_form: str
     keep: bool
+    how: str
+
+
+def _within(how: str, **arrays: Any) -> Within | None:
+    """How a result is stored, of the text of `store_text`; "": it is not."""
+    if not how:
+        return None
+    wanted, stream = store_facts(how)
+    return within(wanted, stream=stream, **arrays)
 
 
 def _hidden_rule(run: Any, static: _Hidden, operands: Sequence[Any]) -> tuple[Any, ...]:
     rows = run.spec(operands[0]).shape[0]
     x, wi = operand_of(operands[:3], static.x_form, rows), operand_of(operands[3:6], static.wi_form, rows)
-    sizes, probs, wi_bias = operands[6:]
-    return hidden_rule(run, decode(static.op), x, wi, sizes, probs, wi_bias, static.keep)
+    sizes, probs, wi_bias, encode = operands[6:]
+    stored = _within(static.how, encode=encode)
+    z, h, amax = hidden_rule(run, decode(static.op), x, wi, sizes, probs, wi_bias, static.keep, stored)
+    forms = [z, z.other] if isinstance(z, QTensor) else [z]
+    return (*present(*forms), h, amax)
 
 
 def _hidden(
@@ -35,13 +60,15 @@ def _hidden(
     group_sizes: Tensor,
     probs: Tensor | None,
     wi_bias: list[Tensor],
+    encode: Tensor | None,
     op: str,
     x_form: str,
     wi_form: str,
     keep: bool,
+    how: str,
 ) -> list[Tensor]:
-    operands = (*slots_of(x, x_form, 2), *slots_of(wi, wi_form, 3), group_sizes, probs, grouped(wi_bias, 2))
-    found = _run.run(_hidden_rule, _Hidden(op, x_form, wi_form, keep), operands, debug_flags())
+    operands = (*slots_of(x, x_form, 2), *slots_of(wi, wi_form, 3), group_sizes, probs, grouped(wi_bias, 2), encode)
+    found = _run.run(_hidden_rule, _Hidden(op, x_form, wi_form, keep, how), operands, debug_flags())
     return [each for each in found if each is not None]
 
 
@@ -51,13 +78,15 @@ def _hidden_fake(
     group_sizes: Tensor,
     probs: Tensor | None,
     wi_bias: list[Tensor],
+    encode: Tensor | None,
     op: str,
     x_form: str,
     wi_form: str,
     keep: bool,
+    how: str,
 ) -> list[Tensor]:
-    operands = (*slots_of(x, x_form, 2), *slots_of(wi, wi_form, 3), group_sizes, probs, grouped(wi_bias, 2))
-    found = _run.fake(_hidden_rule, _Hidden(op, x_form, wi_form, keep), operands, (), x[0].device)
+    operands = (*slots_of(x, x_form, 2), *slots_of(wi, wi_form, 3), group_sizes, probs, grouped(wi_bias, 2), encode)
+    found = _run.fake(_hidden_rule, _Hidden(op, x_form, wi_form, keep, how), operands, (), x[0].device)
     return [each for each in found if each is not None]
 
 
@@ -66,13 +95,16 @@ class _Grads(NamedTuple):
     wo_form: str
     dy_form: str
     wanted: str
+    how: str
 
 
 def _grads_rule(run: Any, static: _Grads, operands: Sequence[Any]) -> tuple[Any, ...]:
-    h, sizes, probs, wo_bias, dy, *slots = operands
+    h, sizes, probs, wo_bias, dy, encode, key, *slots = operands
     rows = run.spec(dy).shape[0]
-    wo, stored = operand_of(slots[:3], static.wo_form, rows), operand_of(slots[3:], static.dy_form, rows)
-    return grads_rule(run, decode(static.op), h, wo, sizes, probs, wo_bias, dy, stored, static.wanted)
+    wo, stored_dy = operand_of(slots[:3], static.wo_form, rows), operand_of(slots[3:], static.dy_form, rows)
+    stored = _within(static.how, encode=encode, key=key)
+    found = grads_rule(run, decode(static.op), h, wo, sizes, probs, wo_bias, dy, stored_dy, static.wanted, stored)
+    return (*found[:3], *present(*found.stored.forms), found.stored.amax)
 
 
 def _grads_operands(
@@ -82,12 +114,14 @@ def _grads_operands(
     probs: Tensor | None,
     wo_bias: list[Tensor],
     dy: list[Tensor],
+    encode: Tensor | None,
+    key: Tensor | None,
     wo_form: str,
     dy_form: str,
 ) -> tuple[Any, ...]:
     plain, *parts = dy
     form = slots_of(parts, dy_form, 2) if dy_form else (plain, None, None)
-    return (h, group_sizes, probs, grouped(wo_bias, 2), plain, *slots_of(wo, wo_form, 3), *form)
+    return (h, group_sizes, probs, grouped(wo_bias, 2), plain, encode, key, *slots_of(wo, wo_form, 3), *form)
 
 
 def _grads(
@@ -97,13 +131,16 @@ def _grads(
     probs: Tensor | None,
     wo_bias: list[Tensor],
     dy: list[Tensor],
+    encode: Tensor | None,
+    key: Tensor | None,
     op: str,
     wo_form: str,
     dy_form: str,
     wanted: str,
+    how: str,
 ) -> list[Tensor]:
-    operands = _grads_operands(h, wo, group_sizes, probs, wo_bias, dy, wo_form, dy_form)
-    found = _run.run(_grads_rule, _Grads(op, wo_form, dy_form, wanted), operands, debug_flags())
+    operands = _grads_operands(h, wo, group_sizes, probs, wo_bias, dy, encode, key, wo_form, dy_form)
+    found = _run.run(_grads_rule, _Grads(op, wo_form, dy_form, wanted, how), operands, debug_flags())
     return [each for each in found if each is not None]
 
 
@@ -114,29 +151,104 @@ def _grads_fake(
     probs: Tensor | None,
     wo_bias: list[Tensor],
     dy: list[Tensor],
+    encode: Tensor | None,
+    key: Tensor | None,
     op: str,
     wo_form: str,
     dy_form: str,
     wanted: str,
+    how: str,
 ) -> list[Tensor]:
-    operands = _grads_operands(h, wo, group_sizes, probs, wo_bias, dy, wo_form, dy_form)
-    found = _run.fake(_grads_rule, _Grads(op, wo_form, dy_form, wanted), operands, (), h.device)
+    operands = _grads_operands(h, wo, group_sizes, probs, wo_bias, dy, encode, key, wo_form, dy_form)
+    found = _run.fake(_grads_rule, _Grads(op, wo_form, dy_form, wanted, how), operands, (), h.device)
     return [each for each in found if each is not None]
 
 
 define(
     "stored_mlp_hidden",
-    "(Tensor[] x, Tensor[] wi, Tensor group_sizes, Tensor? probs, Tensor[] wi_bias, str op, str x_form, str wi_form,"
-    " bool keep) -> Tensor[]",
+    "(Tensor[] x, Tensor[] wi, Tensor group_sizes, Tensor? probs, Tensor[] wi_bias, Tensor? encode,"
+    " str op, str x_form, str wi_form, bool keep, str how) -> Tensor[]",
     _hidden,
     _hidden_fake,
 )
 define(
     "stored_mlp_hidden_grads",
-    "(Tensor h, Tensor[] wo, Tensor group_sizes, Tensor? probs, Tensor[] wo_bias, Tensor[] dy, str op, str wo_form,"
-    " str dy_form, str wanted) -> Tensor[]",
+    "(Tensor h, Tensor[] wo, Tensor group_sizes, Tensor? probs, Tensor[] wo_bias, Tensor[] dy,"
+    " Tensor? encode, Tensor? key, str op, str wo_form, str dy_form, str wanted, str how) -> Tensor[]",
     _grads,
     _grads_fake,
 )
-hidden = torch.ops.torch_bridge.stored_mlp_hidden.default
-hidden_grads = torch.ops.torch_bridge.stored_mlp_hidden_grads.default
+_hidden_op = torch.ops.torch_bridge.stored_mlp_hidden.default
+_grads_op = torch.ops.torch_bridge.stored_mlp_hidden_grads.default
+
+
+class Activated(NamedTuple):
+    """z [M, F], h [M, W] if it is kept, and the magnitudes [G] of z where delayed scaling stores it."""
+
+    z: Any
+    h: Tensor | None
+    amax: Tensor | None
+
+
+def hidden(
+    x: Stored,
+    wi: Stored,
+    group_sizes: Tensor,
+    probs: Tensor | None,
+    wi_bias: list[Tensor],
+    op: str,
+    *,
+    keep: bool,
+    spec: ArraySpec,
+    wanted: Wanted = (),
+    encode: Tensor | None = None,
+) -> Activated:
+    """The first product and the activation.
+
+    Args:
+        spec: of z. wanted: the forms that z is stored in, all from one pass; none: z as it is.
+    """
+    how = store_text(wanted) if wanted else ""
+    found = list(_hidden_op(x.tensors, wi.tensors, group_sizes, probs, wi_bias, encode, op, x.text, wi.text, keep, how))
+    z = joined(take_forms(found, wanted, spec.shape, spec.dtype)) if wanted else found.pop(0)
+    h = found.pop(0) if keep else None
+    return Activated(z, h, found[0] if found else None)
+
+
+class Gradients(NamedTuple):
+    """dh [M, W], z [M, F], dp [M] float32, None where not wanted; forms of dh that are stored, and its magnitudes."""
+
+    dh: Tensor | None
+    z: Tensor | None
+    dp: Tensor | None
+    forms: Forms
+
+
+def hidden_grads(
+    h: Tensor,
+    wo: Stored,
+    group_sizes: Tensor,
+    probs: Tensor | None,
+    wo_bias: list[Tensor],
+    dy: Tensor,
+    stored_dy: Stored,
+    op: str,
+    letters: str,
+    *,
+    wanted: Wanted = (),
+    encode: Tensor | None = None,
+    key: Tensor | None = None,
+) -> Gradients:
+    """Gradients at the hidden rows, of which `letters` names those that are wanted as they are.
+
+    Args:
+        stored_dy: dy as the product stores it; without text it is dy. wanted: the forms that dh is stored in, all from
+            one pass.
+    """
+    how = store_text(wanted, 1) if wanted else ""
+    parts = [dy, *(stored_dy.tensors if stored_dy.text else [])]
+    forms = (wo.text, stored_dy.text, letters, how)
+    found = list(_grads_op(h, wo.tensors, group_sizes, probs, wo_bias, parts, encode, key, op, *forms))
+    plain = {letter: found.pop(0) for letter in letters}
+    made = take_forms(found, wanted, tuple(h.shape), _run.dtype_name(h.dtype))
+    return Gradients(plain.get("h"), plain.get("z"), plain.get("p"), Forms(made, found[0] if found else None))

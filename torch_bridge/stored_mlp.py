@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from grouped_core import gradients, linear_spec, scaling
+from grouped_core import mlp as rules
 from grouped_core.formats import Format, QTensor
 from grouped_core.gradients import Needs
 from grouped_core.linear_spec import Linear
@@ -236,11 +237,19 @@ def _forward(given: Arguments, needs: MlpNeeds, out: Tensor | None) -> _Forward:
     asked = Needs(needs.x and not again, needs.wi and not again, False, False)
     training = any(needs)
     x, wi = _operands(given, 0, given.x, given.wi, asked, training)
-    z, *rest = _stored_mlp.hidden(
-        *(x[0].tensors, wi[0].tensors, given.sizes, probs, given.wi_bias, given.text, x[0].text, wi[0].text, keep.h)
-    )
     asked = Needs(needs_dz(needs), keep.z, False, False)
-    rows, wo = _operands(given, 1, z, given.wo, asked, training)
+    second, recipe, _ = linear_of(given, 1)
+    z_forms = gradients.row_forms(recipe, gradients.keeps_forms(second, recipe, asked, False)[0])
+    activated = _stored_mlp.hidden(
+        *(x[0], wi[0], given.sizes, probs, given.wi_bias, given.text),
+        keep=keep.h,
+        spec=hidden_spec(given),
+        wanted=_in_one_pass(op, z_forms),
+        encode=scaling.extras(given.bounds[1]).x,
+    )
+    rows, wo = _operands(given, 1, activated.z, given.wo, asked, training)
+    if training:
+        merge_amax(given.bounds[1], (activated.amax, None, None))
     scale = probs if given.wo_bias and probs is not None else None
     text = linear_of(given, 1)[2]
     operands = (rows[0].tensors, wo[0].tensors, given.sizes, given.wo_bias, scale, text, rows[0].text, wo[0].text)
@@ -252,12 +261,17 @@ def _forward(given: Arguments, needs: MlpNeeds, out: Tensor | None) -> _Forward:
     return _Forward(
         y,
         x[1] if keep.x else _none(),
-        rest[0] if rest else None,
+        activated.h,
         rows[1] if keep.z else _none(),
         wi[1] if keep.wi else _none(),
         wo[1] if keep.wo else _none(),
         keep,
     )
+
+
+def _in_one_pass(op: Mlp, wanted: Sequence[tuple[int, Format]]) -> tuple[tuple[int, Format], ...]:
+    """`wanted`, where the activation's own pass stores it; else nothing."""
+    return tuple(wanted) if rules.stored_within(op, wanted) else ()
 
 
 def _operands(
@@ -423,19 +437,29 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     plain_z: Any = None
     if (needs_dz(needs) and h is None) or (not needs_dz(needs) and needs.wo and not z.tensors):
         (x_read, _), (wi_read, _) = _again(given, x, wi, rows)
-        plain_z, *rest = _stored_mlp.hidden(
-            *(x_read.tensors, wi_read.tensors, sizes, probs, wi_bias, given.text, x_read.text, wi_read.text),
-            needs_dz(needs),
+        plain_z, h, _ = _stored_mlp.hidden(
+            *(x_read, wi_read, sizes, probs, wi_bias, given.text), keep=needs_dz(needs), spec=hidden_spec(given)
         )
-        h = rest[0] if rest else None
     grads = _grad_forms(given, 1, dy, needs_dz(needs), needs.wo, recipe, 0)
     dp = dh = None
-    if needs_dz(needs):
-        letters = _mlp_library.wanted(needs_dh(needs), needs.wo and plain_z is None and not z.tensors, needs.probs)
-        parts = [dy, *grads[0].tensors] if grads[0].text else [dy]
-        operands = (h, wo.tensors, sizes, probs, wo_bias, parts, given.text, wo.text, grads[0].text, letters)
-        found = dict(zip(letters, _stored_mlp.hidden_grads(*operands), strict=True))
-        dh, plain_z, dp = found.get("h"), found.get("z", plain_z), found.get("p")
+    hidden: tuple[Stored, Stored] | None = None
+    if h is not None:
+        wanted = _in_one_pass(given.op, rules.grad_row_forms(own, needs)) if needs_dh(needs) else ()
+        plain = needs_dh(needs) and (not wanted or needs.wi_bias)
+        letters = _mlp_library.wanted(plain, needs.wo and plain_z is None and not z.tensors, needs.probs)
+        found = _stored_mlp.hidden_grads(
+            *(h, wo, sizes, probs, wo_bias, dy, grads[0], given.text, letters),
+            wanted=wanted,
+            encode=extras[0].dy,
+            key=key,
+        )
+        dh, dp = found.dh, found.dp
+        plain_z = found.z if plain_z is None else plain_z
+        if wanted:
+            merge_amax(one, (None, None, found.forms.amax))
+            hidden = _by_axis(wanted, found.forms)
+            if dh is None:  # nobody reads it as it is; its shape and dtype count
+                dh = h.new_empty(()).expand(h.shape)
         dp = dp if dp is None or facts.probs_dtype is None else dp.to(facts.probs_dtype)
     h = None
     if needs.wo and not z.tensors:
@@ -451,7 +475,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         cotangent: Any
         cotangent, forms, left = (dh, [], x) if at == 0 else (dy, [grads[1]] if grads[1].text else [], z)
         if at == 0:
-            made = _grad_forms(given, 0, dh, product.needs.x, product.needs.w, own, 1)
+            made = hidden or _grad_forms(given, 0, dh, product.needs.x, product.needs.w, own, 1)
             forms = [form for form in made if form.text]
             if product.needs.w and x.tensors and not own.wgrad[0].plain and not _is_cross(x):
                 again = _whole(x, rows)
@@ -519,5 +543,10 @@ def _grad_forms(
     encode = scaling.extras(bound).dy
     found = _stored.store([dy], tuple(wanted), given.sizes, encode=encode, key=bound.key, stream=stream)
     merge_amax(bound, (None, None, found.amax))
+    return _by_axis(wanted, found)
+
+
+def _by_axis(wanted: Sequence[tuple[int, Format]], found: _stored.Forms) -> tuple[Stored, Stored]:
+    """The forms along features and along rows; without arrays where there is none."""
     forms = {axis: arrays_of(form) for (axis, _), form in zip(wanted, found.forms, strict=True)}
     return forms.get(1, Stored([])), forms.get(0, Stored([]))

@@ -203,12 +203,77 @@ struct ActivationParams {
   }
 };
 
+// What a call that stores in a quantised format has beside its source: numerics 2 has the formats, cc/math/scales.h the
+// arithmetic. Two forms of the source, rows [M, X] with group_sizes or weights [G, A, B], each made if its `values` are
+// asked for, from one pass:
+//   values, the last axis contracted:   [M, X] or [G, A, B]
+//   cross_values, the axis before it:   rows padded to segments, [P, X] or turned [X, P] (see GroupedMatmul); [G, B, A]
+// of E4M3, E5M2, or uint8 with two E2M1 codes a byte along the last axis, whose length is then halved, rounding up.
+// Block scales have the shapes that GroupedMatmul reads; group scales are float32 [G]. Blocks along rows start anew
+// with each group. Rows past the groups and padding hold what quantising zeros gives.
+struct Storing {
+  TensorView encode;     // [G] float32: multipliers, given (delayed scaling) instead of found
+  TensorView key;        // [2] uint32: of stochastic rounding, low word first; absent: zero
+  TensorView into_amax;  // [G] float32, the memory of `amax`: magnitudes that the maximum is merged with
+  TensorView values;
+  TensorView scales;
+  TensorView group_scales;
+  TensorView cross_values;
+  TensorView cross_scales;
+  TensorView cross_group_scales;
+  TensorView amax;            // [G] float32: largest magnitude of the group's values, merged with into_amax
+  std::string rule = "fp32";  // fp32 (2.2), e8m0 (2.3), nvfp4: an E4M3 scale a block and an fp32 one a group
+  int64_t block = 0;          // contracted elements that share a scale; 0: the whole group does
+  int64_t block_outer = 1;    // elements of the other axis that share it too (square blocks); 1: none do
+  int64_t segment = 0;        // of the cross form of rows
+  int64_t turned = 0;         // likewise
+  int64_t pow2 = 0;           // fp32 rule: multipliers are rounded down to powers of two
+  float eps = 0;              // fp32 rule: least amax
+  int64_t stochastic = 0;     // E2M1 codes are rounded stochastically
+  int64_t stream = 0;         // of random numbers: that of `values`, the next one is that of `cross_values`
+  int64_t rotate = 0;         // cross form of rows: Hadamard transform of each block
+  std::string four_over_six;  // nvfp4: "absolute" or "square" errors choose between two scales; empty: no choice
+
+  bool stores() const { return values.present() || cross_values.present(); }
+
+  template <class Visitor>
+  void visit_inputs(Visitor&& v) {
+    v.optional("encode", encode);
+    v.optional("key", key);
+    v.optional("into_amax", into_amax);
+  }
+  template <class Visitor>
+  void visit_results(Visitor&& v) {
+    v.optional_output("values", values);
+    v.optional_output("scales", scales);
+    v.optional_output("group_scales", group_scales);
+    v.optional_output("cross_values", cross_values);
+    v.optional_output("cross_scales", cross_scales);
+    v.optional_output("cross_group_scales", cross_group_scales);
+    v.optional_output("amax", amax);
+  }
+  template <class Visitor>
+  void visit_params(Visitor&& v) {
+    v.param("rule", rule);
+    v.param("block", block);
+    v.param("block_outer", block_outer);
+    v.param("segment", segment);
+    v.param("turned", turned);
+    v.param("pow2", pow2);
+    v.param("eps", eps);
+    v.param("stochastic", stochastic);
+    v.param("stream", stream);
+    v.param("rotate", rotate);
+    v.param("four_over_six", four_over_six);
+  }
+};
+
 // Letters of the four calls below: F expert width, W = 2F for gated kinds and F for others; h a row of W columns in the
 // activation's order; t = act(h) unscaled; s(r) = row_scale[r] or 1. `result` and friends are written in valid rows;
 // tail rows are zero with zero_tail, else undefined (on the CPU zero too). row_sum is zero there always.
 
 // hidden[r] = lhs[r] @ rhs[g(r)] + bias[g(r)], rounded to the dtype `compute` (empty: that of lhs);  result[r] = s(r) *
-// act(hidden[r]), rounded.
+// act(hidden[r]), rounded to the dtype `compute` where `stored` says how it is stored; then `result` is absent.
 struct GroupedMatmulAct {
   static constexpr const char* kName = "grouped_matmul_act";
   TensorView lhs;          // [M, K]
@@ -220,6 +285,7 @@ struct GroupedMatmulAct {
   TensorView bias_table;   // [G] int64: addresses of one [W] bias a group
   TensorView rhs_up;       // the linear halves; then rhs has the gates, [G, K, F] or [G, F, K], not interleaved
   OperandScales scales;
+  Storing stored;
   TensorView result;     // [M, F]
   TensorView hidden;     // [M, W]; absent: not stored. Rounded to `compute` either way
   int64_t rhs_axis = 1;  // contracted axis of rhs: 1 or 2
@@ -242,8 +308,10 @@ struct GroupedMatmulAct {
     v.optional("bias_table", bias_table);
     v.optional("rhs_up", rhs_up);
     scales.visit_inputs(v);
-    v.output("result", result);
+    stored.visit_inputs(v);
+    v.optional_output("result", result);
     v.optional_output("hidden", hidden);
+    stored.visit_results(v);
     v.param("rhs_axis", rhs_axis);
     activation.visit(v);
     v.param("zero_tail", zero_tail);
@@ -253,6 +321,7 @@ struct GroupedMatmulAct {
     v.param("fp32_mode", fp32_mode);
     scales.visit_params(v);
     v.param("compute", compute);
+    stored.visit_params(v);
   }
 };
 
@@ -260,7 +329,8 @@ struct GroupedMatmulAct {
 // is rounded to the dtype of hidden where it is stored):
 //   result[r] = s(r) * dz[r] * act'(hidden[r]), [M, W];  activated[r] = s(r) * act(hidden[r]), [M, F];
 //   row_sum[r] = row_base[r] + <dz[r], act(hidden[r])>, [M], one fp32 sum in a fixed order.
-// Any of the three results may be absent, but not all.
+// Any of the three results may be absent, but not all. `stored`: what quantised forms of `result` are wanted, beside it
+// or in its place.
 struct GroupedMatmulDact {
   static constexpr const char* kName = "grouped_matmul_dact";
   TensorView lhs;          // [M, N]
@@ -271,6 +341,7 @@ struct GroupedMatmulDact {
   TensorView row_base;     // [M] float32
   TensorView rhs_table;    // [G] int64: addresses of one weight a group
   OperandScales scales;
+  Storing stored;
   TensorView result;     // [M, W]
   TensorView activated;  // [M, F]
   TensorView row_sum;    // [M] float32
@@ -292,9 +363,11 @@ struct GroupedMatmulDact {
     v.optional("row_base", row_base);
     v.optional("rhs_table", rhs_table);
     scales.visit_inputs(v);
+    stored.visit_inputs(v);
     v.optional_output("result", result);
     v.optional_output("activated", activated);
     v.optional_output("row_sum", row_sum);
+    stored.visit_results(v);
     v.param("rhs_axis", rhs_axis);
     activation.visit(v);
     v.param("zero_tail", zero_tail);
@@ -303,6 +376,7 @@ struct GroupedMatmulDact {
     v.param("rows_hint", rows_hint);
     v.param("fp32_mode", fp32_mode);
     scales.visit_params(v);
+    stored.visit_params(v);
   }
 };
 
@@ -366,81 +440,35 @@ struct ActivationGrad {
   }
 };
 
-// Stores rows or weights in a quantised format: numerics 2 has the formats, cc/math/scales.h the arithmetic. `source`
-// is rows [M, X] with group_sizes, else weights [G, A, B]. Two forms, each made if its `values` are asked for, from one
-// pass:
-//   values, the last axis contracted:   [M, X] or [G, A, B]
-//   cross_values, the axis before it:   rows padded to segments, [P, X] or turned [X, P] (see GroupedMatmul); [G, B, A]
-// of E4M3, E5M2, or uint8 with two E2M1 codes a byte along the last axis, whose length is then halved, rounding up.
-// Block scales have the shapes that GroupedMatmul reads; group scales are float32 [G]. Blocks along rows start anew
-// with each group. Rows past the groups and padding hold what quantising zeros gives.
-struct Quantize {
+// Stores rows or weights in a quantised format.
+struct Quantize : Storing {
   static constexpr const char* kName = "quantize";
   TensorView source;        // float32, bfloat16 or float16; data is null where source_table is present
   TensorView group_sizes;   // [G] int32; absent: weights, one member a group
   TensorView source_table;  // [G] int64: addresses of one [A, B] weight a group
-  TensorView encode;        // [G] float32: multipliers, given (delayed scaling) instead of found
-  TensorView key;           // [2] uint32: of stochastic rounding, low word first; absent: zero
   TensorView skip;          // [1] int32: not zero leaves every result as it is; wants all `into_`
-  TensorView into_amax;     // [G] float32, the memory of `amax`: magnitudes that the maximum is merged with
   TensorView into_values;   // the caller's buffers, each the memory of the result of that name
   TensorView into_scales;
   TensorView into_group_scales;
   TensorView into_cross_values;
   TensorView into_cross_scales;
   TensorView into_cross_group_scales;
-  TensorView values;
-  TensorView scales;
-  TensorView group_scales;
-  TensorView cross_values;
-  TensorView cross_scales;
-  TensorView cross_group_scales;
-  TensorView amax;            // [G] float32: largest magnitude of the group's values, merged with into_amax
-  std::string rule = "fp32";  // fp32 (2.2), e8m0 (2.3), nvfp4: an E4M3 scale a block and an fp32 one a group
-  int64_t block = 0;          // contracted elements that share a scale; 0: the whole group does
-  int64_t block_outer = 1;    // elements of the other axis that share it too (square blocks); 1: none do
-  int64_t segment = 0;        // of the cross form of rows
-  int64_t turned = 0;         // likewise
-  int64_t pow2 = 0;           // fp32 rule: multipliers are rounded down to powers of two
-  float eps = 0;              // fp32 rule: least amax
-  int64_t stochastic = 0;     // E2M1 codes are rounded stochastically
-  int64_t stream = 0;         // of random numbers: that of `values`, the next one is that of `cross_values`
-  int64_t rotate = 0;         // cross form of rows: Hadamard transform of each block
-  std::string four_over_six;  // nvfp4: "absolute" or "square" errors choose between two scales; empty: no choice
 
   template <class Visitor>
   void visit(Visitor&& v) {
     v.input("source", source);
     v.optional("group_sizes", group_sizes);
     v.optional("source_table", source_table);
-    v.optional("encode", encode);
-    v.optional("key", key);
+    visit_inputs(v);
     v.optional("skip", skip);
-    v.optional("into_amax", into_amax);
     v.optional("into_values", into_values);
     v.optional("into_scales", into_scales);
     v.optional("into_group_scales", into_group_scales);
     v.optional("into_cross_values", into_cross_values);
     v.optional("into_cross_scales", into_cross_scales);
     v.optional("into_cross_group_scales", into_cross_group_scales);
-    v.optional_output("values", values);
-    v.optional_output("scales", scales);
-    v.optional_output("group_scales", group_scales);
-    v.optional_output("cross_values", cross_values);
-    v.optional_output("cross_scales", cross_scales);
-    v.optional_output("cross_group_scales", cross_group_scales);
-    v.optional_output("amax", amax);
-    v.param("rule", rule);
-    v.param("block", block);
-    v.param("block_outer", block_outer);
-    v.param("segment", segment);
-    v.param("turned", turned);
-    v.param("pow2", pow2);
-    v.param("eps", eps);
-    v.param("stochastic", stochastic);
-    v.param("stream", stream);
-    v.param("rotate", rotate);
-    v.param("four_over_six", four_over_six);
+    visit_results(v);
+    visit_params(v);
   }
 };
 

@@ -109,6 +109,7 @@ std::string refusal(const Call& call, const Target& target) {
 
 template <class Call>
 std::string refuses(const Call& call, const Target& target) {
+  if (call.stored.stores()) return "gives plain rows";
   const auto p = parts(call, nullptr);
   for (const GroupedMatmul& product : p.products) {
     const std::string reason = refusal(product, target);

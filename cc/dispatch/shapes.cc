@@ -175,6 +175,9 @@ int64_t hidden_width(Check* check, const ActivationParams& activation, int64_t w
   return is_gated(kind) ? 2 * width : width;
 }
 
+bool wants_gradients(const ActivationGrad& call) { return call.result.present(); }
+bool wants_gradients(const GroupedMatmulDact& call) { return call.result.present() || call.stored.stores(); }
+
 // What the gradients at the hidden rows have in common, with or without the product in front; F = width.
 template <class Call>
 void hidden_grads(Check* check, const Call& call, const TensorView& hidden, int64_t rows, int64_t width) {
@@ -189,7 +192,7 @@ void hidden_grads(Check* check, const Call& call, const TensorView& hidden, int6
   check->shape_if_given("activated", call.activated, {rows, width});
   check->shape_if_given("row_sum", call.row_sum, {rows});
   check->dtype("row_sum", call.row_sum, DType::f32);
-  check->require(call.result.present() || call.activated.present() || call.row_sum.present(),
+  check->require(wants_gradients(call) || call.activated.present() || call.row_sum.present(),
                  [] { return "results: expected at least one of them"; });
 }
 
@@ -326,69 +329,6 @@ std::string disagreement(const ScaleRows& call) {
   return check.wrong;
 }
 
-std::string disagreement(const GroupedMatmulAct& call) {
-  Check check;
-  const int64_t groups = groups_of(&check, call.group_sizes);
-  const int64_t wide = product_width(&check, call.lhs, check.whole_weight(call), call.rhs_axis, groups);
-  ActivationKind kind{};
-  check.require(!call.rhs_up.present() || (activation_named(call.activation.kind, &kind) && is_gated(kind) &&
-                                           call.activation.interleave == 0),
-                [] { return "activation: expected a gated kind without interleave beside `rhs_up`"; });
-  check.rank("result", call.result, 2);
-  if (!check.wrong.empty()) return check.wrong;
-  const int64_t rows = call.lhs.dims[0];
-  const int64_t expected = hidden_width(&check, call.activation, call.result.dims[1]);
-  check.require(expected == wide, [&] {
-    return Check::named("result", call.result) + ", expected the activation of " + std::to_string(wide) + " columns";
-  });
-  check.shape("result", call.result, {rows, call.result.dims[1]});
-  check.shape_if_given("hidden", call.hidden, {rows, wide});
-  check.require(!call.hidden.present() || call.hidden.dtype == compute_type(call),
-                [&] { return Check::named("hidden", call.hidden) + ", expected the type of `compute`"; });
-  check.shape_if_given("bias", call.bias, {groups, wide});
-  check.shape_if_given("row_scale", call.row_scale, {rows});
-  check.dtype("row_scale", call.row_scale, DType::f32);
-  table(&check, "rhs_table", call.rhs_table, groups, call.rhs);
-  table(&check, "bias_table", call.bias_table, groups, call.bias);
-  row_product_scales(&check, call.scales, call.lhs, call.rhs, call.rhs_axis, groups);
-  return check.wrong;
-}
-
-std::string disagreement(const GroupedMatmulDact& call) {
-  Check check;
-  const int64_t groups = groups_of(&check, call.group_sizes);
-  const int64_t width = product_width(&check, call.lhs, call.rhs, call.rhs_axis, groups);
-  if (!check.wrong.empty()) return check.wrong;
-  hidden_grads(&check, call, call.hidden, call.lhs.dims[0], width);
-  table(&check, "rhs_table", call.rhs_table, groups, call.rhs);
-  row_product_scales(&check, call.scales, call.lhs, call.rhs, call.rhs_axis, groups);
-  return check.wrong;
-}
-
-std::string disagreement(const ActivationForward& call) {
-  Check check;
-  groups_of(&check, call.group_sizes);
-  check.rank("rows", call.rows, 2);
-  check.rank("result", call.result, 2);
-  if (!check.wrong.empty()) return check.wrong;
-  const int64_t rows = call.rows.dims[0], width = call.result.dims[1];
-  const int64_t wide = hidden_width(&check, call.activation, width);
-  check.shape("rows", call.rows, {rows, wide});
-  check.shape("result", call.result, {rows, width});
-  check.shape_if_given("row_scale", call.row_scale, {rows});
-  check.dtype("row_scale", call.row_scale, DType::f32);
-  return check.wrong;
-}
-
-std::string disagreement(const ActivationGrad& call) {
-  Check check;
-  groups_of(&check, call.group_sizes);
-  check.rank("grad", call.grad, 2);
-  if (!check.wrong.empty()) return check.wrong;
-  hidden_grads(&check, call, call.rows, call.grad.dims[0], call.grad.dims[1]);
-  return check.wrong;
-}
-
 namespace {
 
 bool is_float(DType dtype) { return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16; }
@@ -404,8 +344,8 @@ struct StoredForm {
 
 // Shapes of the form of rows [M, X] or weights [G, A, B] that contracts the last axis (`cross` 0) or the one before.
 template <class Call>
-void stored_form(Check* check, const Call& call, const StoredForm& form, const TensorView& source, bool cross,
-                 int64_t groups) {
+void stored_form(Check* check, const Call& call, const StoredForm& form, const TensorView& source, bool ragged,
+                 bool cross, int64_t groups) {
   if (!form.values.present()) {
     check->require(!form.scales.present() && !form.group_scales.present(),
                    [&] { return std::string(form.name) + "scales: expected values beside them"; });
@@ -417,7 +357,7 @@ void stored_form(Check* check, const Call& call, const StoredForm& form, const T
   check->require(form.scales.present() == (call.block > 0),
                  [&] { return std::string(form.name) + "scales: expected if and only if block is not 0"; });
   if (!check->wrong.empty()) return;
-  if (!call.group_sizes.present()) {  // weights, stored with the contracted axis last
+  if (!ragged) {  // weights, stored with the contracted axis last
     const int64_t outer = source.dims[cross ? 2 : 1], depth = source.dims[cross ? 1 : 2];
     check->shape(form.name, form.values, {groups, outer, code_bytes(type, depth)});
     check->shape_if_given("scales", form.scales, {groups, blocks(outer, call.block_outer), blocks(depth, b)});
@@ -453,8 +393,8 @@ bool divides(int64_t part, int64_t least) {
 }
 
 // What the rule, its blocks and its options ask of each other, and of the element types.
-void store_format(Check* check, const Quantize& call) {
-  const bool ragged = call.group_sizes.present(), fp32 = call.rule == "fp32", nvfp4 = call.rule == "nvfp4";
+void store_format(Check* check, const Storing& call, bool ragged) {
+  const bool fp32 = call.rule == "fp32", nvfp4 = call.rule == "nvfp4";
   const DType type = (call.values.present() ? call.values : call.cross_values).dtype;
   const DType scale = fp32 ? DType::f32 : nvfp4 ? DType::e4m3fn : DType::e8m0;
   check->dtype("cross_values", call.cross_values, type);
@@ -477,6 +417,104 @@ void store_format(Check* check, const Quantize& call) {
   check->require(call.four_over_six.empty() || (nvfp4 && !call.rotate && !call.stochastic),
                  [] { return "four_over_six: expected only for nvfp4, neither rotated nor stochastic"; });
 }
+
+// All that a call stores of `source`, and what it stores it with.
+void storing(Check* check, const Storing& call, const TensorView& source, bool ragged, int64_t groups) {
+  check->require(call.rule == "fp32" || call.rule == "e8m0" || call.rule == "nvfp4",
+                 [&] { return "rule: no rule " + call.rule; });
+  check->require(call.block >= 0 && call.block_outer >= 1, [] { return "block, block_outer: expected none negative"; });
+  if (!check->wrong.empty()) return;
+  stored_form(check, call, {"values", call.values, call.scales, call.group_scales}, source, ragged, false, groups);
+  stored_form(check, call, {"cross_values", call.cross_values, call.cross_scales, call.cross_group_scales}, source,
+              ragged, true, groups);
+  if (call.stores()) store_format(check, call, ragged);
+  group_scales(check, "encode", call.encode, groups);
+  group_scales(check, "amax", call.amax, groups);
+  check->shape_if_given("key", call.key, {2});
+  check->dtype("key", call.key, DType::u32);
+  same_buffer(check, "into_amax", call.into_amax, call.amax);
+}
+
+TensorView rows_like(DType dtype, int64_t count, int64_t width) {
+  TensorView rows;
+  rows.dtype = dtype;
+  rows.rank = 2;
+  rows.dims[0] = count;
+  rows.dims[1] = width;
+  return rows;
+}
+
+}  // namespace
+
+std::string disagreement(const GroupedMatmulAct& call) {
+  Check check;
+  const int64_t groups = groups_of(&check, call.group_sizes);
+  const int64_t wide = product_width(&check, call.lhs, check.whole_weight(call), call.rhs_axis, groups);
+  ActivationKind kind{};
+  check.require(!call.rhs_up.present() || (activation_named(call.activation.kind, &kind) && is_gated(kind) &&
+                                           call.activation.interleave == 0),
+                [] { return "activation: expected a gated kind without interleave beside `rhs_up`"; });
+  const bool plain = call.result.present();
+  if (plain) check.rank("result", call.result, 2);
+  check.require(plain != call.stored.stores(), [] { return "result: expected it, or values in its place"; });
+  if (!check.wrong.empty()) return check.wrong;
+  const int64_t rows = call.lhs.dims[0];
+  const int64_t width = activation_named(call.activation.kind, &kind) && is_gated(kind) ? wide / 2 : wide;
+  const int64_t expected = hidden_width(&check, call.activation, width);
+  check.require(expected == wide, [&] {
+    return "activation: expected one of " + std::to_string(expected) + " columns, not of " + std::to_string(wide);
+  });
+  check.shape_if_given("result", call.result, {rows, width});
+  if (!plain) storing(&check, call.stored, rows_like(compute_type(call), rows, width), true, groups);
+  check.shape_if_given("hidden", call.hidden, {rows, wide});
+  check.require(!call.hidden.present() || call.hidden.dtype == compute_type(call),
+                [&] { return Check::named("hidden", call.hidden) + ", expected the type of `compute`"; });
+  check.shape_if_given("bias", call.bias, {groups, wide});
+  check.shape_if_given("row_scale", call.row_scale, {rows});
+  check.dtype("row_scale", call.row_scale, DType::f32);
+  table(&check, "rhs_table", call.rhs_table, groups, call.rhs);
+  table(&check, "bias_table", call.bias_table, groups, call.bias);
+  row_product_scales(&check, call.scales, call.lhs, call.rhs, call.rhs_axis, groups);
+  return check.wrong;
+}
+
+std::string disagreement(const GroupedMatmulDact& call) {
+  Check check;
+  const int64_t groups = groups_of(&check, call.group_sizes);
+  const int64_t width = product_width(&check, call.lhs, call.rhs, call.rhs_axis, groups);
+  if (!check.wrong.empty()) return check.wrong;
+  hidden_grads(&check, call, call.hidden, call.lhs.dims[0], width);
+  if (call.stored.stores() && check.wrong.empty()) storing(&check, call.stored, call.hidden, true, groups);
+  table(&check, "rhs_table", call.rhs_table, groups, call.rhs);
+  row_product_scales(&check, call.scales, call.lhs, call.rhs, call.rhs_axis, groups);
+  return check.wrong;
+}
+
+std::string disagreement(const ActivationForward& call) {
+  Check check;
+  groups_of(&check, call.group_sizes);
+  check.rank("rows", call.rows, 2);
+  check.rank("result", call.result, 2);
+  if (!check.wrong.empty()) return check.wrong;
+  const int64_t rows = call.rows.dims[0], width = call.result.dims[1];
+  const int64_t wide = hidden_width(&check, call.activation, width);
+  check.shape("rows", call.rows, {rows, wide});
+  check.shape("result", call.result, {rows, width});
+  check.shape_if_given("row_scale", call.row_scale, {rows});
+  check.dtype("row_scale", call.row_scale, DType::f32);
+  return check.wrong;
+}
+
+std::string disagreement(const ActivationGrad& call) {
+  Check check;
+  groups_of(&check, call.group_sizes);
+  check.rank("grad", call.grad, 2);
+  if (!check.wrong.empty()) return check.wrong;
+  hidden_grads(&check, call, call.rows, call.grad.dims[0], call.grad.dims[1]);
+  return check.wrong;
+}
+
+namespace {
 
 // A launch that may write nothing needs results that hold something.
 void reused_if_skipped(Check* check, const Quantize& call) {
@@ -511,27 +549,17 @@ std::string disagreement(const Quantize& call) {
   Check check;
   const int64_t groups = groups_of_source(&check, call.source, call.group_sizes);
   check.require(is_float(call.source.dtype), [&] { return Check::named("source", call.source) + ", expected floats"; });
-  check.require(call.rule == "fp32" || call.rule == "e8m0" || call.rule == "nvfp4",
-                [&] { return "rule: no rule " + call.rule; });
-  check.require(call.block >= 0 && call.block_outer >= 1, [] { return "block, block_outer: expected none negative"; });
   check.require(call.values.present() || call.cross_values.present() || call.amax.present(),
                 [] { return "results: expected at least one of them"; });
   if (!check.wrong.empty()) return check.wrong;
-  stored_form(&check, call, {"values", call.values, call.scales, call.group_scales}, call.source, false, groups);
-  stored_form(&check, call, {"cross_values", call.cross_values, call.cross_scales, call.cross_group_scales},
-              call.source, true, groups);
-  if (call.values.present() || call.cross_values.present()) store_format(&check, call);
+  storing(&check, call, call.source, call.group_sizes.present(), groups);
+  if (!check.wrong.empty()) return check.wrong;
   reused_if_skipped(&check, call);
   check.require(!call.source_table.present() || !call.group_sizes.present(),
                 [] { return "source_table: expected for weights only"; });
   table(&check, "source_table", call.source_table, groups, call.source);
-  group_scales(&check, "encode", call.encode, groups);
-  group_scales(&check, "amax", call.amax, groups);
-  check.shape_if_given("key", call.key, {2});
-  check.dtype("key", call.key, DType::u32);
   check.shape_if_given("skip", call.skip, {1});
   check.dtype("skip", call.skip, DType::i32);
-  same_buffer(&check, "into_amax", call.into_amax, call.amax);
   same_buffer(&check, "into_values", call.into_values, call.values);
   same_buffer(&check, "into_scales", call.into_scales, call.scales);
   same_buffer(&check, "into_group_scales", call.into_group_scales, call.group_scales);
@@ -550,8 +578,8 @@ std::string disagreement(const Dequantize& call) {
                 [] { return "block_outer: expected 1, or that of square blocks"; });
   check.require(call.segment == 0 || divides(call.segment, 1), [] { return "segment: expected a divisor of 128"; });
   if (!check.wrong.empty()) return check.wrong;
-  stored_form(&check, call, {"values", call.values, call.scales, call.group_scales}, call.result, call.cross != 0,
-              groups);
+  stored_form(&check, call, {"values", call.values, call.scales, call.group_scales}, call.result,
+              call.group_sizes.present(), call.cross != 0, groups);
   return check.wrong;
 }
 

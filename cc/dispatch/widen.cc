@@ -177,6 +177,7 @@ std::string refuses(const Call& call, const Target& target) {
     }
   }
   if constexpr (!std::is_same_v<Call, GroupedMatmul>) {
+    if (call.stored.stores()) return "gives plain rows";
     // Then the row behind, which leaves the weights as they are, reads fewer bytes.
     for (const Kernel<GroupedMatmul>* better :
          {&grouped_matmul_weight_only_sm90, &grouped_matmul_fp8_fast_sm90, &grouped_matmul_fp8_sm90}) {

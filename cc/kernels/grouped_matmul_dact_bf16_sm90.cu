@@ -279,6 +279,7 @@ void launch_weights(const GroupedMatmulDact& call, const DactParams& p, cudaStre
 std::string refuses(const GroupedMatmulDact& c, const Target& target) {
   if (target.platform != Platform::cuda || target.sm != 90 || !target.sm_a) return "needs an sm_90a GPU";
   if (!has_plain_operands(c) || has_group_scales(c.scales)) return "takes no scaled operands";
+  if (c.stored.stores()) return "gives plain rows";
   if (c.lhs.dtype != DType::bf16 && c.lhs.dtype != DType::f16) {
     return std::string("takes bfloat16 and float16; lhs is ") + dtype_name(c.lhs.dtype);
   }

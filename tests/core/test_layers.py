@@ -156,12 +156,12 @@ def test_cuda_ends_at_its_own_files():
 def test_kernels_are_named_after_their_files():
     """<call>_<format>[_<part>]_<arch>: file, registered name, test id and benchmark label are one string.
 
-    Kernels that compose others are all in cc/dispatch, whose compose.h and widen.h list them by name.
+    Kernels that compose others are all in cc/dispatch, whose compose.h, widen.h and stored.h list them by name.
     """
     from grouped_core import _native
 
     stems = {path.stem for path in (ROOT / "cc" / "kernels").iterdir() if path.suffix in (".cc", ".cu")}
-    for header in ("compose.h", "widen.h"):
+    for header in ("compose.h", "widen.h", "stored.h"):
         stems |= set(re.findall(r"> (\w+);", (ROOT / "cc" / "dispatch" / header).read_text()))
     for call, names in _native.kernels().items():
         for name in names:

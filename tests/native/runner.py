@@ -27,9 +27,17 @@ JOINED = "_joined_"
 """In the names of kernels that take nothing but weights in two arrays."""
 
 
-def kernels(call: str, *, joined: bool = False) -> list[Any]:
-    """Names of the kernels of `call`, as test parameters; those that need a GPU carry the mark."""
-    names = [name for name in _native.kernels()[call] if joined or JOINED not in name]
+STORED = "_stored_"
+"""In the names of kernels that give quantised results alone."""
+
+
+def kernels(call: str, *, joined: bool = False, stored: bool = False) -> list[Any]:
+    """Names of the kernels of `call`, as test parameters; those that need a GPU carry the mark.
+
+    Args:
+        joined: those of weights in two arrays too. stored: those of quantised results instead of plain ones.
+    """
+    names = [n for n in _native.kernels()[call] if (joined or JOINED not in n) and stored == (STORED in n)]
     return [name if "_cpu" in name else pytest.param(name, marks=pytest.mark.gpu) for name in names]
 
 

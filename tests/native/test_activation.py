@@ -316,7 +316,7 @@ def activated_product(
             rhs_table=table,
             rhs_up=up,
         ),
-    )
+    )[:2]
 
 
 def product_gradients(
@@ -346,7 +346,7 @@ def product_gradients(
         table=table is not None,
     )
     named = {"lhs": p.dy, "rhs": p.wo if table is None else None, "group_sizes": r.group_sizes, "hidden": r.hidden}
-    return run(call, call.arrange(**named, row_scale=scale, row_base=base, rhs_table=table))
+    return run(call, call.arrange(**named, row_scale=scale, row_base=base, rhs_table=table))[:3]
 
 
 def plain_kernel(fused: str) -> str:

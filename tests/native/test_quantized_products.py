@@ -324,5 +324,6 @@ def test_activations(kernel, formats, case):
         )
     else:
         call = calls.grouped_matmul_act(spec(lhs), spec(rhs), 2, spec_of(sizes), "bfloat16", **options)
-    for result in Native(kernel)(call, arranged(call, **arrays)):
-        asserts.zero(result[case.valid :], "tail")
+    for result, wanted in zip(Native(kernel)(call, arranged(call, **arrays)), call.outputs, strict=True):
+        if wanted is not None:
+            asserts.zero(result[case.valid :], "tail")

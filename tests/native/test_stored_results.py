@@ -1,0 +1,162 @@
+"""Fused calls whose result is quantised in the pass that makes it: the bits of the plain call and the quantiser."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grouped_core import calls
+from grouped_core.activations import Activation
+from grouped_core.calls import ArraySpec, Storing, spec_of, stored_parts
+from grouped_core.formats import FORMATS
+from grouped_core.recipes import BF16
+from tests import asserts, cases
+from tests.native.runner import Native, kernels
+from tests.native.test_quantized_products import arranged, operand, sizes_of, spec
+
+CASES = [cases.named(name) for name in ("jagged", "tail", "idle_ends", "n_2880", "clamped_idle", "all_empty")]
+FORMAT_NAMES = ("fp8_tensor", "fp8_tensor_e5m2", "fp8_1x128", "mxfp8", "nvfp4")
+FORMS = ((True, True), (True, False), (False, True))
+OPERANDS = (("bf16", "bf16"), ("fp8_tensor", "fp8_tensor"), ("fp8_1x128", "fp8_128x128"), ("mxfp8", "mxfp8"))
+
+
+def fits(case: cases.Case, activation: str, interleave: int | None, format: str, **_: Any) -> bool:
+    if interleave is not None and (not Activation(activation).gated or case.n % interleave):
+        return False
+    return format != "nvfp4" or case.n % 16 == 0
+
+
+def storing_of(format: str, forms: tuple[bool, bool], given: bool) -> tuple[Storing, dict[str, Any]]:
+    """How results are stored, and what is read for it but by groups."""
+    cell = FORMATS[format]
+    if given and cell.rule == "fp32" and not cell.block:
+        return Storing(cell.replace(delayed=True), forms, encode=True, amax=True, merge=True), {}
+    rotated = cell.replace(rotate=True, stochastic=True) if format == "nvfp4" and given else cell
+    return Storing(rotated, forms, key=rotated.stochastic, stream=2), {"key": np.array([7, 9], np.uint32)}
+
+
+def problem(
+    grad: bool, case: cases.Case, activation: Activation, operands: tuple[str, str], dtype: str, rhs_axis: int
+) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+    """Specs, options and arrays of a fused call."""
+    sizes, wide = sizes_of(case), activation.fc1_width(case.n)
+    width = case.n if grad else wide
+    if operands[0] == "bf16":
+        lhs = cases.normal((case.rows, case.k), dtype, "x")
+        lhs[case.valid :] = cases.TAIL
+        shape = (case.groups, width, case.k) if rhs_axis == 2 else (case.groups, case.k, width)
+        rhs: Any = cases.normal(shape, dtype, "w")
+    else:
+        lhs = operand(operands[0], (case.rows, case.k), 1, sizes, "x")
+        rhs = operand(operands[1], (case.groups, width, case.k), 2, sizes, "w")
+        rhs_axis = 2
+    scale = cases.normal((case.rows,), "float32", "row_scale")
+    arrays: dict[str, Any] = {"lhs": lhs, "rhs": rhs, "group_sizes": sizes, "row_scale": scale}
+    specs = (spec(lhs), spec(rhs), rhs_axis, spec_of(sizes))
+    if grad:
+        hidden, base = cases.normal((case.rows, wide), dtype, "hidden"), cases.normal((case.rows,), "float32", "base")
+        for array in (hidden, base):
+            array[case.valid :] = cases.TAIL
+        arrays |= {"hidden": hidden, "row_base": base}
+        specs += (spec_of(hidden),)
+    return (*specs, dtype), {"activation": activation, "recipe": BF16, "row_scale": spec_of(scale)}, arrays
+
+
+def plain_quantiser(kernel: str) -> Native:
+    return Native("quantize_any_cpu" if "_cpu" in kernel else "quantize_any_cuda", check=False)
+
+
+def check(kernel: str, call: calls.Call, arrays: dict[str, Any], wanted: Storing, groups: int) -> None:
+    """Every result has the bits of the plain call, here `composed`, and of the plain quantiser."""
+    device = "cpu" if "_cpu" in kernel else "cuda"
+    if wanted.encode:
+        arrays["encode"] = np.exp2(np.arange(groups) % 9 - 4).astype(np.float32)
+        arrays["into_amax"] = cases.normal((groups,), "float32", "amax") ** 2
+    results = dict(
+        zip(calls.RESULTS[call.name], Native(kernel, check=False)(call, arranged(call, **arrays)), strict=True)
+    )
+    parts = stored_parts(call)
+    assert parts is not None, "the call stores"
+    inner = Native(f"{call.name}_widened_{device},{call.name}_composed_{device}", check=False)
+    given = {name: array for name, array in arrays.items() if name not in ("encode", "key", "into_amax")}
+    expected = dict(zip(calls.RESULTS[call.name], inner(parts[0], arranged(parts[0], **given)), strict=True))
+    named = {name: arrays.get(name) for name in ("group_sizes", "encode", "key", "into_amax")}
+    forms = plain_quantiser(kernel)(parts[1], parts[1].arrange(source=expected["result"], **named))
+    expected |= dict(zip(calls.RESULTS["quantize"], forms, strict=True))
+    for name, want in zip(calls.RESULTS[call.name], call.outputs, strict=True):
+        if want is not None:
+            asserts.bitwise(results[name], expected[name], name)
+
+
+@pytest.mark.rule("QNT-1", "MLP-1", "MLP-2", "GRP-5")
+@pytest.mark.parametrize("kernel", kernels("grouped_matmul_act", stored=True))
+@pytest.mark.matrix(
+    case=CASES,
+    activation=("swiglu", "relu", "geglu_erf", "clamped_qgeglu"),
+    interleave=(None, 1, 8, 32),
+    operands=OPERANDS,
+    dtype=("bfloat16", "float16"),
+    format=FORMAT_NAMES,
+    forms=FORMS,
+    given=(False, True),
+    hidden=(False, True),
+    valid=fits,
+)
+def test_activated_rows(kernel, case, activation, interleave, operands, dtype, format, forms, given, hidden):
+    wanted, arrays = storing_of(format, forms, given)
+    specs, options, more = problem(
+        False,
+        case,
+        Activation(activation, interleave=interleave),
+        operands,
+        dtype if operands[0] == "bf16" else "bfloat16",
+        1,
+    )
+    call = calls.grouped_matmul_act(*specs, hidden=hidden, stored=wanted, **options)
+    check(kernel, call, {**arrays, **more} if wanted.key else more, wanted, case.groups)
+
+
+@pytest.mark.rule("QNT-1", "MLP-1", "MLP-2", "GRP-5")
+@pytest.mark.parametrize("kernel", kernels("grouped_matmul_dact", stored=True))
+@pytest.mark.matrix(
+    case=CASES,
+    activation=("swiglu", "silu", "geglu_tanh", "situ_glu"),
+    interleave=(None, 1, 8, 128),
+    operands=OPERANDS,
+    dtype=("bfloat16", "float16"),
+    format=FORMAT_NAMES,
+    forms=FORMS,
+    given=(False, True),
+    beside=((False, False, False), (False, True, True), (True, False, True)),
+    valid=fits,
+)
+def test_gradients(kernel, case, activation, interleave, operands, dtype, format, forms, given, beside):
+    wanted, arrays = storing_of(format, forms, given)
+    specs, options, more = problem(
+        True,
+        case,
+        Activation(activation, interleave=interleave),
+        operands,
+        dtype if operands[0] == "bf16" else "bfloat16",
+        2,
+    )
+    based = {"row_base": spec_of(more["row_base"])} if beside[2] else {}
+    more = more if beside[2] else {name: array for name, array in more.items() if name != "row_base"}
+    call = calls.grouped_matmul_dact(*specs, wanted=beside, stored=wanted, **options, **based)
+    check(kernel, call, {**arrays, **more} if wanted.key else more, wanted, case.groups)
+
+
+def test_nothing_is_stored_twice():
+    """A plain result beside stored forms is for gradients alone, whose bias sums read it."""
+    case = cases.named("jagged")
+    wanted, _ = storing_of("fp8_tensor", (True, False), False)
+    specs, options, _ = problem(False, case, Activation("swiglu"), OPERANDS[1], "bfloat16", 2)
+    call = calls.grouped_matmul_act(*specs, stored=wanted, **options)
+    from grouped_core import plans
+
+    outputs = (ArraySpec((case.rows, case.n), "bfloat16"), *call.outputs[1:])
+    with asserts.refused(ValueError, ["result", "values in its place"]):
+        plans.attempt(dataclasses.replace(call, outputs=outputs), "cpu")
