@@ -13,12 +13,10 @@
 //
 // 32 KiB of raw values, 16 of turned codes, 4 of amaxes and factors, 12 bytes a group; 4 blocks an SM (64 registers)
 // keep 128 KiB in flight. Bound by memory: 3.03 bytes a value for one form, 4.06 for both.
-#include <algorithm>
-#include <atomic>
 #include <string>
 #include <type_traits>
 
-#include "cc/device/store.cuh"
+#include "cc/device/store_tiles.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -26,15 +24,12 @@ namespace {
 
 using namespace device;
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
+constexpr int kThreads = kStoreThreads;
+constexpr int kWarps = kStoreWarps;
 constexpr int kVector = 8;  // columns, and rows, of a thread
 constexpr int kLanes = kStoreColumns / kVector;
 constexpr int kWarpRows = kStoreRows / kWarps;
 static_assert(kWarpRows == 2 * kVector && kLanes == 16, "a warp has two threads a column vector");
-
-constexpr int kReserved = 1024;                  // bytes of shared memory that a block takes beside its own
-constexpr int64_t kMostRows = int64_t{1} << 31;  // and tiles: 32 bits count them
 
 constexpr int kRows = 1, kColumns = 2;  // forms
 // Blocks of an SM: as many as spill nothing.
@@ -43,8 +38,6 @@ constexpr int kBlocks = kForms == kRows + kColumns && (kBlock == 0 || kSquare) ?
 
 template <bool kSquare, int kForms>
 constexpr bool kIsWide = !kSquare && kForms <= kRows;
-
-constexpr uint32_t kMagnitudes = 0x7FFF7FFFu;
 
 // A tile, and where in it a thread's 8 columns of 8 rows lie: as high as the blocks of columns, or, where rows are
 // stored alone, wide, so that memory is read and written in long runs and the ends of groups waste less.
@@ -56,23 +49,6 @@ struct Shape {
 
   int column = kWide ? threadIdx.x / kLanes % 8 * 128 + threadIdx.x % kLanes * kVector : threadIdx.x % kLanes * kVector;
   int row = kWide ? threadIdx.x / kLanes / 8 * kVector : threadIdx.x / kLanes * kVector;
-};
-
-// What scan_store finds, for few enough groups; three lists, each with room for a few entries more than groups.
-constexpr int kMostGroups = 1024;
-struct GroupTable {
-  int32_t* offsets;
-  int32_t* tiles;
-  int32_t* segments;
-
-  static constexpr int kMore = 4;
-  static int bytes(const StoreProblem& p) {
-    return p.ragged ? 3 * (p.scan.count + kMore) * static_cast<int>(sizeof(int32_t)) : 0;
-  }
-  __device__ GroupTable(const StoreProblem& p, void* memory)
-      : offsets(static_cast<int32_t*>(memory)),
-        tiles(offsets + p.scan.count + kMore),
-        segments(tiles + p.scan.count + kMore) {}
 };
 
 // The table lies behind it.
@@ -87,87 +63,6 @@ struct ColumnShared : Shared {
   uint4 amax[kWarps][kLanes];  // by warp
   float factors[kStoreRows / 32][kStoreColumns];
 };
-
-// Rows [M] of ragged groups, tiles of kTileRows.
-template <int kTileRows>
-__device__ void scan_sizes(const StoreProblem& p, const GroupTable& t, Shared* s) {
-  constexpr int kEach = kMostGroups / kThreads;
-  const int first = threadIdx.x * kEach, count = p.scan.count;
-  int64_t sizes[kEach], sum = 0, total;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    sizes[i] = first + i < count ? max(p.sizes[first + i], 0) : 0;
-    sum += sizes[i];
-  }
-  int64_t before = exclusive_sum<kWarps>(sum, s->sums, &total);
-  const int64_t end = min(total, p.rows);
-  // Tiles in the low half, segments in the high one.
-  int64_t parts[kEach];
-  sum = 0;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int64_t start = min(before, p.rows), rows = min(before + sizes[i], p.rows) - start;
-    if (first + i < count) t.offsets[first + i] = static_cast<int32_t>(start);
-    before += sizes[i];
-    parts[i] = divide_up(rows, kTileRows) | (p.segment ? divide_up(rows, p.segment) : 0) << 32;
-    sum += parts[i];
-  }
-  int64_t at = exclusive_sum<kWarps>(sum, s->sums, &total);
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    if (first + i < count) {
-      t.tiles[first + i] = static_cast<int32_t>(at);
-      t.segments[first + i] = static_cast<int32_t>((at >> 32) * p.segment);
-    }
-    at += parts[i];
-  }
-  if (threadIdx.x == 0) {
-    const int64_t padded = (total >> 32) * p.segment;
-    const int64_t rest = max(p.rows - end, p.padded_rows ? p.padded_rows - padded : 0);
-    t.offsets[count] = static_cast<int32_t>(end);
-    t.segments[count] = static_cast<int32_t>(padded);
-    t.tiles[count] = static_cast<int32_t>(total);
-    t.tiles[count + 1] = static_cast<int32_t>(total) + static_cast<int32_t>(divide_up(rest, kTileRows));
-  }
-  __syncthreads();
-}
-
-// As find_tile, from the table; weights need none. There are fewer rows than 2^31, so all but addresses has 32 bits.
-template <bool kWide>
-__device__ inline bool find(const StoreProblem& p, const GroupTable& t, uint32_t item, uint32_t column_tiles,
-                            StoreTile* tile) {
-  constexpr int kTileRows = Shape<kWide>::kRows, kTileColumns = Shape<kWide>::kColumns;
-  const int row_tile = static_cast<int>(item / column_tiles);
-  int row, left;
-  if (p.ragged) {
-    if (row_tile >= t.tiles[p.scan.count + 1]) return false;
-    const int g = find_last(t.tiles, p.scan.count + 1, row_tile);
-    row = (row_tile - t.tiles[g]) * kTileRows;
-    left = g < p.scan.count ? t.offsets[g + 1] - t.offsets[g] - row : 0;
-    tile->group = g;
-    tile->source = t.offsets[g] + row;
-    tile->padded = t.segments[g] + row;
-  } else {
-    const int rows = static_cast<int>(p.rows), each = (rows + kTileRows - 1) / kTileRows, g = row_tile / each;
-    if (g >= p.scan.count) return false;
-    row = (row_tile - g * each) * kTileRows;
-    left = rows - row;
-    tile->group = g;
-    tile->source = g * rows + row;
-    tile->padded = 0;
-  }
-  tile->row = row;
-  tile->rows = min(left, kTileRows);
-  const int column = static_cast<int>(item - row_tile * column_tiles) * kTileColumns;
-  tile->column = column;
-  tile->columns = min(static_cast<int>(p.width) - column, kTileColumns);
-  return true;
-}
-
-__device__ inline void copy_async(void* shared, const void* global, bool exists) {
-  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(exists ? 16 : 0) : "memory");
-}
 
 template <bool kWide>
 __device__ inline void load_tile(const StoreProblem& p, const StoreTile& tile, Shared* s) {
@@ -188,28 +83,6 @@ __device__ inline void take_tile(const Shared* s, uint4 (&raw)[kVector]) {
 #pragma unroll
   for (int i = 0; i < kVector; ++i) raw[i] = s->raw[i][threadIdx.x];
 }
-
-__device__ inline uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
-
-template <bool kBf16>
-__device__ inline float value_of(uint32_t bits16) {
-  if constexpr (kBf16) return __uint_as_float(bits16 << 16);
-  return __half2float(__ushort_as_half(static_cast<uint16_t>(bits16)));
-}
-// Value `i` of eight.
-template <bool kBf16>
-__device__ inline float value_at(const uint4& v, int i) {
-  const uint32_t word = word_of(v, i / 2);
-  if constexpr (kBf16) return __uint_as_float(i % 2 ? word & 0xFFFF0000u : word << 16);
-  return value_of<kBf16>(i % 2 ? word >> 16 : word & 0xFFFFu);
-}
-// Bits of the fp32 value of a magnitude in 16 bits.
-template <bool kBf16>
-__device__ inline uint32_t amax_of(uint32_t bits16) {
-  return float_bits(value_of<kBf16>(bits16));
-}
-
-__device__ inline uint32_t both(uint32_t pair) { return max(pair & 0xFFFFu, pair >> 16); }
 
 __device__ inline BlockScale scale_of(const StoreProblem& p, uint32_t amax) {
   const GroupScale none = {1.0f, 1.0f};
@@ -386,11 +259,9 @@ __device__ inline void put_turned(const StoreProblem& p, const StoreTile& tile, 
   }
 }
 
-// NOTE: keeps the compiler from holding 64 decoded values from one form to the next: decoding is cheaper than
-// registers.
 __device__ inline void forget_values(uint4 (&raw)[kVector]) {
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) asm volatile("" : "+r"(raw[i].x), "+r"(raw[i].y), "+r"(raw[i].z), "+r"(raw[i].w));
+  for (int i = 0; i < kVector; ++i) forget(raw[i].x), forget(raw[i].y), forget(raw[i].z), forget(raw[i].w);
 }
 
 // The largest magnitude of this thread's values, 16 bits.
@@ -447,29 +318,30 @@ template <bool kBf16, int kBlock, bool kSquare, int kForms>
 __global__ void __launch_bounds__(kThreads, kBlocks<kBlock, kSquare, kForms>)
     store_tiles(const __grid_constant__ StoreProblem p, uint32_t column_tiles) {
   constexpr bool kWide = kIsWide<kSquare, kForms>;
+  using Tile = Shape<kWide>;
   extern __shared__ uint4 dynamic_shared[];
   if (p.skip && *p.skip != 0) return;
   using Scratch = SharedOf<kForms>;
   Scratch* s = reinterpret_cast<Scratch*>(dynamic_shared);
   const GroupTable table(p, s + 1);
-  if (p.ragged) scan_sizes<Shape<kWide>::kRows>(p, table, s);
+  if (p.ragged) scan_sizes<Tile::kRows>(p, table, s->sums);
   StoreTile tile;
   StoreTile& next = s->next[threadIdx.x / 32];
   uint32_t item = blockIdx.x;
-  bool more = find<kWide>(p, table, item, column_tiles, &tile);
+  bool more = find_in_table<Tile::kRows, Tile::kColumns>(p, table, item, column_tiles, &tile);
   if (more && tile.group < p.scan.count) load_tile<kWide>(p, tile, s);
   if (kBlock == 0 && kForms && blockIdx.x == 0) store_group_scales(p);
   for (; more; tile = next) {
     item += gridDim.x;
     {  // while this tile's values arrive
       StoreTile found = {};
-      more = find<kWide>(p, table, item, column_tiles, &found);
+      more = find_in_table<Tile::kRows, Tile::kColumns>(p, table, item, column_tiles, &found);
       __syncwarp();
       if (threadIdx.x % 32 == 0) next = found;
       __syncwarp();
     }
     if (tile.group == p.scan.count) {  // from here on there is nothing else
-      if (kForms) store_nothing(p, tile, Shape<kWide>::kRows, kThreads);
+      if (kForms) store_nothing(p, tile, Tile::kRows, kThreads);
       continue;
     }
     uint4 raw[kVector];
@@ -517,51 +389,16 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kBlock, kSquare, kForms>)
   }
 }
 
-int64_t groups_of(const Quantize& call) {
-  return call.group_sizes.present() ? call.group_sizes.dims[0] : call.source.dims[0];
-}
-
-int shared_memory_of_sm() {
-  static std::atomic<int> values[kMaxDevices] = {};
-  std::atomic<int>& cached = values[device_index()];
-  int value = cached.load(std::memory_order_relaxed);
-  if (value == 0) {
-    GROUPED_CUDA_CHECK(cudaDeviceGetAttribute(&value, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device_index()));
-    cached.store(value, std::memory_order_relaxed);
-  }
-  return value;
-}
-
-// Tiles of `height` rows of all groups and of what none owns.
-int64_t most_row_tiles_of(const Quantize& call, int64_t height) {
-  const bool ragged = call.group_sizes.present();
-  const int64_t groups = groups_of(call), tall = call.source.dims[ragged ? 0 : 1];
-  if (!ragged) return groups * divide_up(tall, height);
-  const int64_t padded = call.cross_values.present() ? call.cross_values.dims[call.turned ? 1 : 0] : 0;
-  return most_row_tiles(tall, groups, height) + divide_up(std::max(tall, padded), height);
-}
-
 std::string refuses(const Quantize& call, const Target& target) {
-  if (target.platform != Platform::cuda) return "is a CUDA kernel";
+  const std::string reason = refuses_tiles(call, target);
+  if (!reason.empty()) return reason;
   const bool ragged = call.group_sizes.present();
   const TensorView& cross = call.cross_values;
-  const DType type = (call.values.present() ? call.values : cross).dtype, from = call.source.dtype;
-  if (from != DType::bf16 && from != DType::f16) return "takes bfloat16 or float16, not " + describe(call.source);
-  if (!call.values.present() && !cross.present()) return "stores codes";
+  const DType type = (call.values.present() ? call.values : cross).dtype;
   if (type != DType::e4m3fn && type != DType::e5m2) return std::string("gives FP8, not ") + dtype_name(type);
-  if (call.source_table.present()) return "takes packed weights";
-  if (call.source.dims[call.source.rank - 1] % kVector != 0) return "takes widths that are multiples of 8";
-  const int64_t rows = call.source.elements() / std::max<int64_t>(call.source.dims[call.source.rank - 1], 1);
-  if (rows + kMostGroups * kStoreRows >= kMostRows) return "takes fewer than 2^31 rows in all";
-  if (most_row_tiles_of(call, kStoreRows) * divide_up(call.source.dims[call.source.rank - 1], kStoreColumns) >=
-      kMostRows) {
-    return "takes fewer than 2^31 tiles";
-  }
+  if (call.rule != "fp32" && call.rule != "e8m0") return "has no rule " + call.rule;
   if (call.rule == "fp32" && call.block != 0 && call.block != 128) return "takes blocks of 128";
   if (call.rule == "e8m0" && (call.block != 32 || call.block_outer != 1)) return "takes blocks of 32";
-
-  if (call.rule != "fp32" && call.rule != "e8m0") return "has no rule " + call.rule;
-  if (groups_of(call) > kMostGroups) return "takes up to 1024 groups";
   if (!cross.present()) return "";
   if (!ragged && call.source.dims[1] % 16 != 0) return "turns weights whose rows are a multiple of 16";
   if (ragged && call.turned && call.segment % 16 != 0) return "turns rows in segments of 16 or more";
@@ -580,10 +417,9 @@ void run(const Quantize& call, const StoreProblem& p, cudaStream_t stream) {
   allow_shared_memory<kKernel>(kMostBytes);
   const int64_t column_tiles = divide_up(p.width, Tile::kColumns);
   const int64_t tiles = most_row_tiles_of(call, Tile::kRows) * column_tiles;
-  const int64_t blocks = std::min(kBlocks<kBlock, kSquare, kForms>, shared_memory_of_sm() / (bytes + kReserved));
-  const int64_t grid = std::min(tiles, blocks * multiprocessors());
+  const unsigned grid = blocks_for(tiles, kBlocks<kBlock, kSquare, kForms>, bytes);
   if (grid == 0) return;
-  kKernel<<<static_cast<unsigned>(grid), kThreads, bytes, stream>>>(p, static_cast<uint32_t>(column_tiles));
+  kKernel<<<grid, kThreads, bytes, stream>>>(p, static_cast<uint32_t>(column_tiles));
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
@@ -596,30 +432,17 @@ void run_forms(const Quantize& call, const StoreProblem& p, cudaStream_t stream)
 
 template <bool kBf16>
 void launch_as(const Quantize& call, const Context& context) {
-  const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
-  StoreProblem p = store_problem(call, context);
-  const bool ahead = p.block == 0 && !p.encode;  // scales want amaxes first
-  const bool direct = !ahead && call.into_amax.present();
-  if (ahead || (call.amax.present() && !direct)) {
-    GROUPED_CUDA_CHECK(cudaMemsetAsync(p.scan.amax, 0, sizeof(uint32_t) * static_cast<size_t>(p.scan.count), stream));
-  }
-  if (direct) p.scan.amax = call.amax.as<uint32_t>();  // magnitudes already: raised in place
-  if (ahead) run<kBf16, 0, false, 0>(call, p, stream);
-  p.measure = !ahead && call.amax.present();
-  if (p.block == 0) {
-    run_forms<kBf16, 0, false>(call, p, stream);
-  } else if (p.block == 32) {
-    run_forms<kBf16, 32, false>(call, p, stream);
-  } else if (p.block_outer > 1) {
-    run_forms<kBf16, 128, true>(call, p, stream);
-  } else {
-    run_forms<kBf16, 128, false>(call, p, stream);
-  }
-  if (call.amax.present() && !direct) launch_finish(call, p, stream);
+  launch_tiles(
+      call, context, [&](const StoreProblem& p, cudaStream_t stream) { run<kBf16, 0, false, 0>(call, p, stream); },
+      [&](const StoreProblem& p, cudaStream_t stream) {
+        if (p.block == 0) return run_forms<kBf16, 0, false>(call, p, stream);
+        if (p.block == 32) return run_forms<kBf16, 32, false>(call, p, stream);
+        if (p.block_outer > 1) return run_forms<kBf16, 128, true>(call, p, stream);
+        run_forms<kBf16, 128, false>(call, p, stream);
+      });
 }
 
 void launch(const Quantize& call, const Context& context) {
-  if (call.source.dims[call.source.rank - 1] == 0) return;
   if (call.source.dtype == DType::bf16) return launch_as<true>(call, context);
   launch_as<false>(call, context);
 }
