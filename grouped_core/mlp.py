@@ -190,10 +190,17 @@ def activated_forms(run: Runner, op: Mlp, x: OperandSpec, wo: Operand, extras: E
     Args:
         x: spec of the rows. extras: of the second product. keep: backward reads them too.
     """
-    linear = op.fc2()
-    recipe = linear.resolve(x, operand_spec(run, wo))
-    keep = gradients.keeps_forms(linear, recipe, Needs(False, keep, False, False), False)[0]
-    return stored_within(op, gradients.row_forms(recipe, keep), encode=extras.x)
+    recipe = op.fc2().resolve(x, operand_spec(run, wo))
+    return stored_within(op, activated_row_forms(op, recipe, keep), encode=extras.x)
+
+
+def activated_row_forms(op: Mlp, recipe: Recipe, keep: bool) -> list[tuple[int, Format]]:
+    """(contracted axis, format) of z as the second product reads it, and with `keep` as its weight gradient does;
+    nothing where that gradient reads z as it is.
+    """
+    asked = Needs(False, keep, False, False)
+    kept = gradients.keeps_forms(op.fc2(), recipe, asked, False)[0]
+    return gradients.row_forms(recipe, kept) if kept == keep else []
 
 
 def stored_within(op: Mlp, wanted: Sequence[tuple[int, Format]], **arrays: Any) -> Within | None:

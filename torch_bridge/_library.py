@@ -264,9 +264,10 @@ def scattered(buffers: Sequence[Tensor], live: Sequence[int], groups: int) -> li
     return destinations
 
 
-def weight_gradients(op: str, dtypes: str, live: Sequence[int], dy: Tensor, k: int) -> Tensor:
-    """A buffer for the weight gradients of the groups `live`, each laid out as its weight."""
-    shape = (len(live), dy.shape[1], k) if decode(op).transposed else (len(live), k, dy.shape[1])
+def weight_gradients(op: str, dtypes: str, live: Sequence[int], dy: Tensor, k: int, n: int | None = None) -> Tensor:
+    """A buffer for the weight gradients of the groups `live`, each laid out as its weight; `n`: N, if not dy's."""
+    n = dy.shape[1] if n is None else n
+    shape = (len(live), n, k) if decode(op).transposed else (len(live), k, n)
     name = dtypes.split(",")[1]
     return dy.new_empty(shape, dtype=_run.TORCH_DTYPES["bfloat16" if name.startswith("float8") else name])
 

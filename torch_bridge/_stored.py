@@ -367,9 +367,15 @@ class _GradStatic(NamedTuple):
     accumulate: bool
 
 
+def width_of(columns: int, dy_forms: Sequence[str]) -> int:
+    """N of a dy of so many columns; where nobody reads it as it is, it has none and its forms tell."""
+    return columns or described(dy_forms[0])[2][1]
+
+
 def _grads_rule(run: Any, static: _GradStatic, operands: Sequence[Any]) -> tuple[Any, ...]:
     sizes, bias, row_scale, dy, key, encode, into, grad_input = operands[6:14]
-    rows, groups = run.spec(dy).shape[0], run.spec(sizes).shape[0]
+    (rows, columns), groups = run.spec(dy).shape, run.spec(sizes).shape[0]
+    dy_spec = run.spec(dy)._replace(shape=(rows, width_of(columns, static.dy_forms)))
     op = decode(static.op)
     stored_dy = None
     for at, text in enumerate(static.dy_forms):
@@ -378,7 +384,7 @@ def _grads_rule(run: Any, static: _GradStatic, operands: Sequence[Any]) -> tuple
     found = gradients.linear_backward(
         run,
         op,
-        _library.specs(op, static.dtypes, run.spec(dy), groups, static.k),
+        _library.specs(op, static.dtypes, dy_spec, groups, static.k),
         operand_of(operands[:3], static.x_form, rows),
         operand_of(operands[3:6], static.weight_form, rows),
         sizes,
@@ -438,7 +444,7 @@ def _grads(
 ) -> list[Tensor]:
     buffer = into = None
     if "w" in needs and live:  # frozen members of a list have no destination
-        buffer = _library.weight_gradients(op, dtypes, live, dy[0], k)
+        buffer = _library.weight_gradients(op, dtypes, live, dy[0], k, width_of(dy[0].shape[1], dy_forms))
         into = _library.scattered(buffer.unbind(), live, group_sizes.shape[0])
     static = _GradStatic(op, x_form, weight_form, tuple(dy_forms), dtypes, needs, k, False)
     operands = _grads_operands(static, x, weight, group_sizes, bias, row_scale, dy, key, encode, into, None)
@@ -468,7 +474,7 @@ def _grads_fake(
     operands = _grads_operands(static, x, weight, group_sizes, bias, row_scale, dy, key, encode, None, None)
     dx, dw, db, dc = _run.fake(_grads_rule, static, operands, (), dy[0].device)
     if dw is not None and live:
-        dw = _library.weight_gradients(op, dtypes, live, dy[0], int(k))
+        dw = _library.weight_gradients(op, dtypes, live, dy[0], int(k), width_of(dy[0].shape[1], dy_forms))
     return [each for each in (dx, dw, db, dc) if each is not None]
 
 

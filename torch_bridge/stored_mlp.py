@@ -238,13 +238,12 @@ def _forward(given: Arguments, needs: MlpNeeds, out: Tensor | None) -> _Forward:
     training = any(needs)
     x, wi = _operands(given, 0, given.x, given.wi, asked, training)
     asked = Needs(needs_dz(needs), keep.z, False, False)
-    second, recipe, _ = linear_of(given, 1)
-    z_forms = gradients.row_forms(recipe, gradients.keeps_forms(second, recipe, asked, False)[0])
+    recipe = linear_of(given, 1)[1]
     activated = _stored_mlp.hidden(
         *(x[0], wi[0], given.sizes, probs, given.wi_bias, given.text),
         keep=keep.h,
         spec=hidden_spec(given),
-        wanted=_in_one_pass(op, z_forms),
+        wanted=_in_one_pass(op, rules.activated_row_forms(op, recipe, keep.z)),
         encode=scaling.extras(given.bounds[1]).x,
     )
     rows, wo = _operands(given, 1, activated.z, given.wo, asked, training)
@@ -458,8 +457,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if wanted:
             merge_amax(one, (None, None, found.forms.amax))
             hidden = _by_axis(wanted, found.forms)
-            if dh is None:  # nobody reads it as it is; its shape and dtype count
-                dh = h.new_empty(()).expand(h.shape)
+            if dh is None:  # nobody reads it as it is
+                dh = h.new_empty((h.shape[0], 0))
         dp = dp if dp is None or facts.probs_dtype is None else dp.to(facts.probs_dtype)
     h = None
     if needs.wo and not z.tensors:

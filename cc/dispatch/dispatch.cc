@@ -55,10 +55,14 @@ const TensorView* find_unaligned(const GroupedMatmul& call, int alignment) {
   return first_unaligned({&call.lhs, &call.rhs, &call.rhs_up, &call.result}, alignment);
 }
 const TensorView* find_unaligned(const GroupedMatmulAct& call, int alignment) {
-  return first_unaligned({&call.lhs, &call.rhs, &call.rhs_up, &call.result, &call.hidden}, alignment);
+  return first_unaligned(
+      {&call.lhs, &call.rhs, &call.rhs_up, &call.result, &call.hidden, &call.stored.values, &call.stored.cross_values},
+      alignment);
 }
 const TensorView* find_unaligned(const GroupedMatmulDact& call, int alignment) {
-  return first_unaligned({&call.lhs, &call.rhs, &call.hidden, &call.result, &call.activated}, alignment);
+  return first_unaligned({&call.lhs, &call.rhs, &call.hidden, &call.result, &call.activated, &call.stored.values,
+                          &call.stored.cross_values},
+                         alignment);
 }
 const TensorView* find_unaligned(const Quantize& call, int alignment) {
   return first_unaligned({&call.source, &call.values, &call.cross_values}, alignment);

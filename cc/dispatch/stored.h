@@ -11,6 +11,8 @@ extern const Kernel<GroupedMatmulDact> grouped_matmul_dact_stored_cpu;
 #if GROUPED_WITH_CUDA
 extern const Kernel<GroupedMatmulAct> grouped_matmul_act_stored_cuda;
 extern const Kernel<GroupedMatmulDact> grouped_matmul_dact_stored_cuda;
+extern const Kernel<GroupedMatmulAct> grouped_matmul_act_stored_fp8_cuda;
+extern const Kernel<GroupedMatmulDact> grouped_matmul_dact_stored_fp8_cuda;
 #endif
 
 }  // namespace grouped

@@ -18,6 +18,7 @@
 #include "cc/device/dact.cuh"
 #include "cc/device/launch.h"
 #include "cc/device/pipeline.cuh"
+#include "cc/device/row_partials.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -218,22 +219,6 @@ struct DactProduct {
   }
 };
 
-constexpr int kSumThreads = 256;
-
-// row_sum[r] = row_base[r] + the partials of row r, in the order of the column tiles; 0 in the tail.
-__global__ void __launch_bounds__(kSumThreads)
-    sum_partials(const float* partials, const int32_t* valid_rows, const float* row_base, float* row_sum, int64_t rows,
-                 int col_tiles) {
-  const int64_t row = int64_t(blockIdx.x) * kSumThreads + threadIdx.x;
-  if (row >= rows) return;
-  float sum = 0;
-  if (row < *valid_rows) {
-    for (int tile = 0; tile < col_tiles; ++tile) sum = __fadd_rn(sum, partials[tile * rows + row]);
-    if (row_base != nullptr) sum = __fadd_rn(row_base[row], sum);
-  }
-  row_sum[row] = sum;
-}
-
 // Workspace: counter and first tail row, then the partials.
 struct alignas(256) Head {
   unsigned long long counter;
@@ -343,7 +328,7 @@ void launch(const GroupedMatmulDact& call, const Context& context) {
     launch_weights<__half>(call, p, stream);
   }
   if (p.partials == nullptr) return;
-  sum_partials<<<unsigned((p.rows + kSumThreads - 1) / kSumThreads), kSumThreads, 0, stream>>>(
+  sum_partials<<<partial_blocks(p.rows), kPartialThreads, 0, stream>>>(
       p.partials, p.valid_rows, call.row_base.present() ? call.row_base.as<float>() : nullptr, call.row_sum.as<float>(),
       p.rows, int(col_tiles(p.cols)));
   GROUPED_CUDA_CHECK(cudaGetLastError());

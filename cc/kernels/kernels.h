@@ -1,6 +1,7 @@
 // Every kernel, by table; registry.cc lists them, best first.
 #pragma once
 
+#include "cc/api/activated.h"
 #include "cc/api/calls.h"
 #include "cc/api/kernel.h"
 #include "cc/api/widening.h"
@@ -78,6 +79,10 @@ void launch_widening(const Widening& w, void* stream);
 size_t padding_bytes(int64_t groups);
 void launch_padding(const int32_t* sizes, int64_t groups, int64_t rows, int64_t segment, int32_t* padded,
                     void* scan_space, void* stream);
+// Activation, or gradients at hidden rows, and FP8 codes of them in one pass; workspace as the function says.
+std::string refuses_activated_store(const ActivatedStore& call, const Target& target);
+size_t activated_store_bytes(const ActivatedStore& call);
+void launch_activated_store(const ActivatedStore& call, const Context& context);
 // Two dense matrices of `lines` lines of `bytes` bytes side by side, at `to`; for cc/dispatch, which has no CUDA.
 void join_lines_cuda(void* to, const void* first, const void* second, int64_t lines, int64_t bytes, void* stream);
 #endif

@@ -1,0 +1,340 @@
+// Activated rows, or gradients at hidden rows, of bf16 as FP8 codes in one pass: a scale a group, given or found, or
+// blocks of 128. The plain row is in memory nowhere, unless it is asked for.
+//
+// Each block walks over tiles of 128 rows x 128 activated columns of one group, 256 threads with 8 columns of 8 rows
+// each:
+//
+//     cp.async, 16 bytes a row: gate, linear half, dz --> own slots of shared memory, 64 or 96 KiB, all in flight at
+//     once
+//        --> a row at a time: act(h), or both halves of dz * act'(h), * row scale, rounded --> over the gate and the
+//            linear half; beside, where wanted: act(h) and the plain gradients to memory, <dz, act(h)> over 16 lanes to
+//            a partial sum of the row and column tile
+//     for each half of the result: 32 registers --> rows and columns as in quantize_fp8_cuda.cu, whose turned codes
+//     take
+//            the slots of what has been read
+//
+// Two blocks an SM (128 registers, at most 98 KiB): one loads while the other computes. Current scaling runs the same
+// tiles twice, of which only amaxes remain the first time; row sums are added by a launch behind. Bound by memory:
+// gradients read 6 bytes an activated column and write 2 or 4.
+#include <algorithm>
+#include <string>
+
+#include "cc/device/hidden.cuh"
+#include "cc/device/row_partials.cuh"
+#include "cc/device/store_fp8.cuh"
+#include "cc/kernels/kernels.h"
+
+namespace grouped {
+namespace {
+
+using namespace device;
+
+struct Problem {
+  StoreProblem store;  // but `width` counts activated columns
+  ActivationSpec spec;
+  HiddenRows hidden;
+  const uint16_t* grad;    // null: forward
+  const float* row_scale;  // null: none
+  uint16_t* result;        // null: not wanted, as the next two
+  uint16_t* activated;
+  float* partials;      // [column tiles, rows]
+  int32_t* valid_rows;  // set to the first tail row
+  bool clear_tail;
+};
+
+constexpr int kBlocksOfSm = 2;
+using Slots = uint4[kVector][kStoreThreads];
+using Tile = Shape<false>;
+
+__device__ inline void load_slots(const uint16_t* first, int64_t pitch, int count, Slots* to) {
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    copy_async(&(*to)[i][threadIdx.x], first, i < count);
+    first += pitch;
+  }
+}
+
+__device__ inline uint4 rounded(const float (&v)[kVector]) {
+  const Stored8 bits = encode_stored(v, DType::bf16);
+  return make_uint4(bits.words[0], bits.words[1], bits.words[2], bits.words[3]);
+}
+
+__device__ inline void decoded(const uint4& bits, float (&v)[kVector]) {
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) v[i] = value_at<true>(bits, i);
+}
+
+__device__ inline int64_t hidden_pitch(const Problem& p) {
+  return p.hidden.gated ? 2 * int64_t{p.hidden.width} : int64_t{p.hidden.width};
+}
+
+// What the slots of a tile hold, as it is stored: act over the gates, or the gradients of both halves over these.
+// Apart from the rest and once for all kernels: a copy of it for each kind is long.
+__device__ __noinline__ void activate_tile(const Problem& p, const StoreTile& tile, Slots* gates, Slots* linears,
+                                           const Slots* grads) {
+  const Tile at;
+  const int64_t source = tile.source + at.row, width = p.hidden.width;
+  const int column = static_cast<int>(tile.column) + at.column, gate_column = p.hidden.gate_column(column);
+  const int count = at.column < tile.columns ? tile.rows - at.row : 0;  // rows of this thread that exist
+  with_activation(p.spec.kind, [&](auto kind) {
+    using Act = ActivationOf<decltype(kind)::value>;
+#pragma unroll 1
+    for (int i = 0; i < kVector; ++i) {
+      const bool exists = i < count;
+      const float scale = exists && p.row_scale ? p.row_scale[source + i] : 1.0f;
+      uint4& gate = (*gates)[i][threadIdx.x];
+      uint4& linear = (*linears)[i][threadIdx.x];
+      float a[kVector], u[kVector], t[kVector];
+      decoded(gate, a);
+      decoded(p.hidden.gated ? linear : gate, u);
+      if (!p.grad) {
+#pragma unroll
+        for (int c = 0; c < kVector; ++c) t[c] = __fmul_rn(scale, Act::value(p.spec, a[c], u[c]));
+        gate = exists ? rounded(t) : uint4{};
+        continue;
+      }
+      float dz[kVector], da[kVector], du[kVector], sum = 0.0f;
+      decoded((*grads)[i][threadIdx.x], dz);
+#pragma unroll
+      for (int c = 0; c < kVector; ++c) {
+        const typename Act::Grad g = Act::grad(p.spec, a[c], u[c]);
+        const float scaled = __fmul_rn(scale, dz[c]);
+        sum = __fmaf_rn(dz[c], g.t, sum);
+        t[c] = __fmul_rn(scale, g.t);
+        da[c] = __fmul_rn(scaled, g.da);
+        du[c] = __fmul_rn(scaled, g.du);
+      }
+      gate = exists ? rounded(da) : uint4{};
+      if (p.hidden.gated) linear = exists ? rounded(du) : uint4{};
+      if (exists && p.activated) {
+        *reinterpret_cast<uint4*>(p.activated + (source + i) * width + column) = rounded(t);
+      }
+      if (exists && p.result) {
+        uint16_t* to = p.result + (source + i) * hidden_pitch(p) + gate_column;
+        *reinterpret_cast<uint4*>(to) = gate;
+        if (p.hidden.gated) *reinterpret_cast<uint4*>(to + p.hidden.block) = linear;
+      }
+      if (p.partials) {
+        sum = exists ? sum : 0.0f;
+#pragma unroll
+        for (int d = kLanes / 2; d > 0; d /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, d));
+        if (threadIdx.x % kLanes == 0 && at.row + i < tile.rows) {
+          p.partials[tile.column / kStoreColumns * p.store.rows + source + i] = sum;
+        }
+      }
+    }
+  });
+}
+
+// Zeros in the plain results under a tile of the tail.
+__device__ inline void clear_plain(const Problem& p, const StoreTile& tile) {
+  const Tile at;
+  const int column = static_cast<int>(tile.column) + at.column;
+  if (at.column >= tile.columns) return;
+  for (int i = 0; i < kVector; ++i) {
+    const int64_t row = tile.source + at.row + i;
+    if (row >= p.store.rows) return;
+    if (p.activated) *reinterpret_cast<uint4*>(p.activated + row * p.hidden.width + column) = uint4{};
+    if (p.result) {
+      uint16_t* to = p.result + row * hidden_pitch(p) + p.hidden.gate_column(column);
+      *reinterpret_cast<uint4*>(to) = uint4{};
+      if (p.hidden.gated) *reinterpret_cast<uint4*>(to + p.hidden.block) = uint4{};
+    }
+  }
+}
+
+// The forms of one half of the result. `scratch` is free.
+template <int kBlock, int kForms>
+__device__ inline void store_half(const StoreProblem& p, const StoreTile& tile, const Slots* from,
+                                  ColumnScratch* scratch) {
+  uint4 raw[kVector];
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) raw[i] = (*from)[i][threadIdx.x];
+  if (!kForms || p.measure) raise_amax(p.scan.amax + tile.group, amax_of<true>(largest(raw)));
+  if constexpr (kForms == 0) return;
+  float shared = 1.0f, factors[kVector];
+  if (kBlock == 0) shared = group_scale_of(p.scan, p.rule, true, p.encode, false, tile.group).encode;
+  if constexpr ((kForms & kRows) != 0) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) factors[i] = shared;
+    if constexpr (kBlock > 0) row_factors<true, kBlock, false>(p, tile, raw, factors);
+    const StoredForm& form = p.forms[0];
+    with_type(p.type, [&](auto type) {
+      put_rows<decltype(type), true, false>(tile, raw, form.values + tile.source * form.pitch + tile.column, form.pitch,
+                                            tile.rows, [&](int i, int) { return factors[i]; });
+    });
+  }
+  if constexpr ((kForms & kColumns) != 0) {
+    if constexpr (kForms == kRows + kColumns) {
+      forget_values(raw);
+      asm volatile("" : "+f"(shared));
+    }
+    __syncthreads();  // what had the scratch's memory has been read
+    const int count = p.segment ? (tile.rows + p.segment - 1) / p.segment * p.segment : tile.rows;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) factors[i] = shared;
+    if constexpr (kBlock > 0) column_factors<true, kBlock>(p, tile, raw, count, scratch, factors);
+    with_type(p.type, [&](auto type) { put_turned<decltype(type), true>(p, tile, raw, factors, count, scratch); });
+    __syncthreads();  // it may be loaded over again
+  }
+}
+
+template <int kBlock, int kForms>
+__global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm)
+    store_activated(const __grid_constant__ Problem p, uint32_t column_tiles) {
+  extern __shared__ uint4 dynamic_shared[];
+  __shared__ int64_t sums[34];
+  Slots* slots = reinterpret_cast<Slots*>(dynamic_shared);
+  const int operands = (p.hidden.gated ? 2 : 1) + (p.grad ? 1 : 0), halves = p.grad && p.hidden.gated ? 2 : 1;
+  // Forward keeps one array of slots, gradients as many as there are halves: the scratch lies in or behind the last.
+  const int held = operands > halves ? operands - 1 : operands;
+  ColumnScratch* scratch = reinterpret_cast<ColumnScratch*>(slots + held);
+  const GroupTable table(p.store, slots + held + 1);
+  scan_sizes<Tile::kRows>(p.store, table, sums);
+  if (kForms && blockIdx.x == 0) {
+    if (kBlock == 0) store_group_scales(p.store);
+    if (p.valid_rows && threadIdx.x == 0) *p.valid_rows = table.offsets[p.store.scan.count];
+  }
+  const uint16_t* hidden = static_cast<const uint16_t*>(p.hidden.data);
+  StoreTile tile;
+  for (uint32_t item = blockIdx.x;
+       find_in_table<Tile::kRows, Tile::kColumns>(p.store, table, item, column_tiles, &tile); item += gridDim.x) {
+    StoreTile part = tile;  // of the result: where its columns lie
+    if (p.grad) part.column = p.hidden.gate_column(static_cast<int>(tile.column));
+    const bool tail = tile.group == p.store.scan.count;
+    if (tail && !kForms) continue;
+    if (tail) {
+      if (p.clear_tail) clear_plain(p, tile);
+    } else {
+      const Tile at;
+      const int count = at.column < tile.columns ? tile.rows - at.row : 0;
+      const int column = static_cast<int>(tile.column) + at.column;
+      const uint16_t* gate =
+          hidden + (tile.source + at.row) * hidden_pitch(p) + p.hidden.gate_column(count > 0 ? column : 0);
+      load_slots(gate, hidden_pitch(p), count, slots);
+      if (p.hidden.gated) load_slots(gate + p.hidden.block, hidden_pitch(p), count, slots + 1);
+      if (p.grad) {
+        const uint16_t* grad = p.grad + (tile.source + at.row) * p.hidden.width + column;
+        load_slots(grad, p.hidden.width, count, slots + operands - 1);
+      }
+      asm volatile("cp.async.commit_group;" ::: "memory");
+      asm volatile("cp.async.wait_all;" ::: "memory");
+      activate_tile(p, tile, slots, slots + 1, slots + operands - 1);
+    }
+    for (int half = 0; half < halves; ++half) {
+      if (tail) {
+        store_nothing(p.store, part, Tile::kRows, kStoreThreads);
+      } else {
+        store_half<kBlock, kForms>(p.store, part, slots + half, scratch);
+      }
+      part.column += p.hidden.block;
+    }
+  }
+}
+
+int64_t column_tiles_of(int64_t width) { return divide_up(width, Tile::kColumns); }
+
+int64_t activated_width(const ActivatedStore& call, bool gated) { return call.hidden.dims[1] / (gated ? 2 : 1); }
+
+template <int kBlock, int kForms>
+void run(const ActivatedStore& call, const Problem& p, cudaStream_t stream) {
+  constexpr auto kKernel = store_activated<kBlock, kForms>;
+  constexpr int kSlotBytes = sizeof(Slots), kTableBytes = 3 * (kMostGroups + GroupTable::kMore) * sizeof(int32_t);
+  static_assert(sizeof(ColumnScratch) <= kSlotBytes, "the scratch has the memory of one array of slots");
+  allow_shared_memory<kKernel>(3 * kSlotBytes + kTableBytes);
+  const int operands = (p.hidden.gated ? 2 : 1) + (p.grad ? 1 : 0);
+  const int bytes = std::max(operands, 2) * kSlotBytes + GroupTable::bytes(p.store);
+  const int64_t column_tiles = column_tiles_of(p.hidden.width);
+  const int64_t tiles = most_row_tiles_of(call.store, Tile::kRows) * column_tiles;
+  const unsigned grid = blocks_for(tiles, kBlocksOfSm, bytes);
+  if (grid == 0) return;
+  kKernel<<<grid, kStoreThreads, bytes, stream>>>(p, static_cast<uint32_t>(column_tiles));
+  GROUPED_CUDA_CHECK(cudaGetLastError());
+}
+
+template <int kBlock>
+void run_forms(const ActivatedStore& call, const Problem& p, cudaStream_t stream) {
+  if (!p.store.forms[0].values) return run<kBlock, kColumns>(call, p, stream);
+  if (!p.store.forms[1].values) return run<kBlock, kRows>(call, p, stream);
+  run<kBlock, kRows + kColumns>(call, p, stream);
+}
+
+size_t partials_at(const ActivatedStore& call) {
+  return StoreScan::bytes(groups_of(call.store)) + sizeof(int32_t) * 64;
+}
+
+}  // namespace
+
+std::string refuses_activated_store(const ActivatedStore& call, const Target& target) {
+  const std::string reason = refuses_tiles(call.store, target);
+  if (!reason.empty()) return reason;
+  for (const TensorView* t : {&call.hidden, &call.grad, &call.result, &call.activated}) {
+    if (t->present() && t->dtype != DType::bf16) return "takes and gives bfloat16, not " + describe(*t);
+  }
+  ActivationKind kind{};
+  if (!activation_named(call.activation.kind, &kind)) return "knows no activation " + call.activation.kind;
+  const int64_t width = activated_width(call, is_gated(kind)), s = call.activation.interleave;
+  if (width % kVector != 0) return "takes widths that are multiples of 8";
+  const int64_t unit = call.grad.present() ? kStoreColumns : kVector;
+  if (is_gated(kind) && s != 0 && s != width && s % unit != 0) {
+    return "takes halves in one piece or interleaved in multiples of " + std::to_string(unit) + " columns, not " +
+           std::to_string(s);
+  }
+  const Quantize& store = call.store;
+  const TensorView& cross = store.cross_values;
+  const DType type = (store.values.present() ? store.values : cross).dtype;
+  if (type != DType::e4m3fn && type != DType::e5m2) return std::string("gives FP8, not ") + dtype_name(type);
+  if (store.rule != "fp32" || (store.block != 0 && store.block != kStoreColumns)) {
+    return "takes fp32 scales of groups or of blocks of 128";
+  }
+  if (call.grad.present() && is_gated(kind) && store.block && store.values.present() && width % kStoreColumns != 0) {
+    return "takes halves of whole blocks: F = " + std::to_string(width) + " is no multiple of 128";
+  }
+  if (cross.present() && (!store.turned || store.segment % 16 != 0)) return "turns rows in segments of 16 or more";
+  return "";
+}
+
+// The quantiser's own, the first tail row, then partial sums of rows.
+size_t activated_store_bytes(const ActivatedStore& call) {
+  if (!call.row_sum.present()) return partials_at(call);
+  return partials_at(call) + sizeof(float) * size_t(call.grad.dims[0] * column_tiles_of(call.grad.dims[1]));
+}
+
+void launch_activated_store(const ActivatedStore& call, const Context& context) {
+  Problem all = {};
+  all.spec = activation_spec(call.activation);
+  const bool gated = is_gated(all.spec.kind);
+  const int64_t width = activated_width(call, gated);
+  all.hidden = HiddenRows::of(call.hidden, call.activation, gated, width);
+  all.grad = data_of<const uint16_t>(call.grad);
+  all.row_scale = data_of<const float>(call.row_scale);
+  char* behind = static_cast<char*>(context.workspace) + partials_at(call);
+  launch_tiles(
+      call.store, context,
+      [&](const StoreProblem& p, cudaStream_t stream) {
+        Problem amaxes = all;
+        amaxes.store = p;
+        amaxes.store.width = width;
+        run<0, 0>(call, amaxes, stream);
+      },
+      [&](const StoreProblem& p, cudaStream_t stream) {
+        Problem found = all;
+        found.store = p;
+        found.store.width = width;
+        found.result = data_of<uint16_t>(call.result);
+        found.activated = data_of<uint16_t>(call.activated);
+        found.clear_tail = call.zero_tail != 0;
+        if (call.row_sum.present()) {
+          found.valid_rows = reinterpret_cast<int32_t*>(behind) - 64;
+          found.partials = reinterpret_cast<float*>(behind);
+        }
+        p.block == 0 ? run_forms<0>(call, found, stream) : run_forms<128>(call, found, stream);
+        if (!found.partials || p.rows == 0) return;
+        sum_partials<<<partial_blocks(p.rows), kPartialThreads, 0, stream>>>(
+            found.partials, found.valid_rows, data_of<const float>(call.row_base), call.row_sum.as<float>(), p.rows,
+            static_cast<int>(column_tiles_of(width)));
+        GROUPED_CUDA_CHECK(cudaGetLastError());
+      });
+}
+
+}  // namespace grouped
