@@ -13,7 +13,7 @@
 //     take
 //            the slots of what has been read
 //
-// Two blocks an SM (128 registers, at most 98 KiB): one loads while the other computes. Current scaling runs the same
+// Two blocks an SM (128 registers, at most 98 KiB), three where rows alone are stored. Current scaling runs the same
 // tiles twice, of which only amaxes remain the first time; row sums are added by a launch behind. Bound by memory:
 // gradients read 6 bytes an activated column and write 2 or 4.
 #include <algorithm>
@@ -42,17 +42,17 @@ struct Problem {
   bool clear_tail;
 };
 
-constexpr int kBlocksOfSm = 2;
+// Rows alone take fewer registers than the three blocks that shared memory has room for.
+template <int kForms>
+constexpr int kBlocksOfSm = kForms <= kRows ? 3 : 2;
 using Slots = uint4[kVector][kStoreThreads];
 using Tile = Shape<false>;
 
-__device__ inline void load_slots(const uint16_t* first, int64_t pitch, int count, Slots* to) {
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    copy_async(&(*to)[i][threadIdx.x], first, i < count);
-    first += pitch;
-  }
-}
+// Arrays of slots: one an operand. Forward keeps the first, gradients as many as there are halves; turned codes take
+// the place of the last, or of one more where all are kept.
+__host__ __device__ inline int operands_of(const Problem& p) { return (p.hidden.gated ? 2 : 1) + (p.grad ? 1 : 0); }
+__host__ __device__ inline int slots_of(const Problem& p) { return operands_of(p) > 2 ? 3 : 2; }
+__host__ __device__ inline int scratch_of(const Problem& p) { return slots_of(p) - 1; }
 
 __device__ inline uint4 rounded(const float (&v)[kVector]) {
   const Stored8 bits = encode_stored(v, DType::bf16);
@@ -143,14 +143,38 @@ __device__ inline void clear_plain(const Problem& p, const StoreTile& tile) {
   }
 }
 
-// The forms of one half of the result. `scratch` is free.
-template <int kBlock, int kForms>
-__device__ inline void store_half(const StoreProblem& p, const StoreTile& tile, const Slots* from,
-                                  ColumnScratch* scratch) {
+// Starts loads of a tile's operand `which`: gates, linear halves (where there are any), dz (with gradients).
+__device__ inline void load_operand(const Problem& p, const StoreTile& tile, int which, Slots* slots) {
+  const Tile at;
+  const int count = at.column < tile.columns ? tile.rows - at.row : 0;  // rows of this thread that exist
+  const int column = count > 0 ? static_cast<int>(tile.column) + at.column : 0;
+  const int64_t row = tile.source + at.row;
+  const bool grad = p.grad && which == (p.hidden.gated ? 2 : 1);
+  const int64_t pitch = grad ? int64_t{p.hidden.width} : hidden_pitch(p);
+  const uint16_t* from = grad ? p.grad + row * pitch + column
+                              : static_cast<const uint16_t*>(p.hidden.data) + row * pitch +
+                                    p.hidden.gate_column(column) + which * p.hidden.block;
+  uint4(&to)[kVector][kStoreThreads] = slots[which];
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    copy_async(&to[i][threadIdx.x], from, i < count);
+    from += pitch;
+  }
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// The forms of one half of the result, out of `from`, whose memory is free when `taken` is called. `scratch` is that of
+// an operand that has been read.
+template <int kBlock, int kForms, class Taken>
+__device__ inline void store_half(const StoreProblem& p, const StoreTile& tile, const Slots& from,
+                                  ColumnScratch* scratch, Taken taken) {
   uint4 raw[kVector];
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) raw[i] = (*from)[i][threadIdx.x];
-  if (!kForms || p.measure) raise_amax(p.scan.amax + tile.group, amax_of<true>(largest(raw)));
+  for (int i = 0; i < kVector; ++i) raw[i] = from[i][threadIdx.x];
+  uint32_t amax = 0;
+  if (!kForms || p.measure) amax = largest(raw);
+  taken();
+  if (!kForms || p.measure) raise_amax(p.scan.amax + tile.group, amax_of<true>(amax));
   if constexpr (kForms == 0) return;
   float shared = 1.0f, factors[kVector];
   if (kBlock == 0) shared = group_scale_of(p.scan, p.rule, true, p.encode, false, tile.group).encode;
@@ -169,66 +193,75 @@ __device__ inline void store_half(const StoreProblem& p, const StoreTile& tile, 
       forget_values(raw);
       asm volatile("" : "+f"(shared));
     }
-    __syncthreads();  // what had the scratch's memory has been read
+    __syncthreads();  // everybody has read what the scratch lies over, and the codes of the half before
     const int count = p.segment ? (tile.rows + p.segment - 1) / p.segment * p.segment : tile.rows;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) factors[i] = shared;
     if constexpr (kBlock > 0) column_factors<true, kBlock>(p, tile, raw, count, scratch, factors);
     with_type(p.type, [&](auto type) { put_turned<decltype(type), true>(p, tile, raw, factors, count, scratch); });
-    __syncthreads();  // it may be loaded over again
   }
 }
 
+// What a block has beside its slots, which lie before it, and the table, which lies behind.
+struct Shared {
+  StoreTile next[kStoreWarps];  // a warp's own; in registers it would live through everything
+  int64_t sums[34];
+};
+
 template <int kBlock, int kForms>
-__global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm)
+__global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm<kForms>)
     store_activated(const __grid_constant__ Problem p, uint32_t column_tiles) {
   extern __shared__ uint4 dynamic_shared[];
-  __shared__ int64_t sums[34];
   Slots* slots = reinterpret_cast<Slots*>(dynamic_shared);
-  const int operands = (p.hidden.gated ? 2 : 1) + (p.grad ? 1 : 0), halves = p.grad && p.hidden.gated ? 2 : 1;
-  // Forward keeps one array of slots, gradients as many as there are halves: the scratch lies in or behind the last.
-  const int held = operands > halves ? operands - 1 : operands;
-  ColumnScratch* scratch = reinterpret_cast<ColumnScratch*>(slots + held);
-  const GroupTable table(p.store, slots + held + 1);
-  scan_sizes<Tile::kRows>(p.store, table, sums);
+  const int operands = operands_of(p), halves = p.grad && p.hidden.gated ? 2 : 1;
+  ColumnScratch* scratch = reinterpret_cast<ColumnScratch*>(slots + scratch_of(p));
+  Shared* s = reinterpret_cast<Shared*>(slots + slots_of(p));
+  const GroupTable table(p.store, s + 1);
+  scan_sizes<Tile::kRows>(p.store, table, s->sums);
+  const int count = p.store.scan.count;
   if (kForms && blockIdx.x == 0) {
     if (kBlock == 0) store_group_scales(p.store);
-    if (p.valid_rows && threadIdx.x == 0) *p.valid_rows = table.offsets[p.store.scan.count];
+    if (p.valid_rows && threadIdx.x == 0) *p.valid_rows = table.offsets[count];
   }
-  const uint16_t* hidden = static_cast<const uint16_t*>(p.hidden.data);
   StoreTile tile;
-  for (uint32_t item = blockIdx.x;
-       find_in_table<Tile::kRows, Tile::kColumns>(p.store, table, item, column_tiles, &tile); item += gridDim.x) {
+  StoreTile& next = s->next[threadIdx.x / 32];
+  uint32_t item = blockIdx.x;
+  const auto find = [&](StoreTile* found) {
+    return find_in_table<Tile::kRows, Tile::kColumns>(p.store, table, item, column_tiles, found);
+  };
+  bool more = find(&tile);
+  for (int i = 0; i < operands && more && tile.group < count; ++i) load_operand(p, tile, i, slots);
+  for (; more; tile = next) {
+    item += gridDim.x;
+    {
+      StoreTile found = {};
+      more = find(&found);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) next = found;
+      __syncwarp();
+    }
     StoreTile part = tile;  // of the result: where its columns lie
     if (p.grad) part.column = p.hidden.gate_column(static_cast<int>(tile.column));
-    const bool tail = tile.group == p.store.scan.count;
-    if (tail && !kForms) continue;
-    if (tail) {
+    if (tile.group == count) {  // from here on there is nothing else
+      if (!kForms) return;
       if (p.clear_tail) clear_plain(p, tile);
-    } else {
-      const Tile at;
-      const int count = at.column < tile.columns ? tile.rows - at.row : 0;
-      const int column = static_cast<int>(tile.column) + at.column;
-      const uint16_t* gate =
-          hidden + (tile.source + at.row) * hidden_pitch(p) + p.hidden.gate_column(count > 0 ? column : 0);
-      load_slots(gate, hidden_pitch(p), count, slots);
-      if (p.hidden.gated) load_slots(gate + p.hidden.block, hidden_pitch(p), count, slots + 1);
-      if (p.grad) {
-        const uint16_t* grad = p.grad + (tile.source + at.row) * p.hidden.width + column;
-        load_slots(grad, p.hidden.width, count, slots + operands - 1);
-      }
-      asm volatile("cp.async.commit_group;" ::: "memory");
-      asm volatile("cp.async.wait_all;" ::: "memory");
-      activate_tile(p, tile, slots, slots + 1, slots + operands - 1);
-    }
-    for (int half = 0; half < halves; ++half) {
-      if (tail) {
+      for (int half = 0; half < halves; ++half, part.column += p.hidden.block) {
         store_nothing(p.store, part, Tile::kRows, kStoreThreads);
-      } else {
-        store_half<kBlock, kForms>(p.store, part, slots + half, scratch);
       }
-      part.column += p.hidden.block;
+      continue;
     }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    activate_tile(p, tile, slots, slots + 1, slots + operands - 1);
+    // The next tile's operands take the place of what has been read: of a half in registers, of what forward has no
+    // more use for, of the scratch last.
+    const bool loads = more && next.group < count;
+    for (int half = 0; half < halves; ++half, part.column += p.hidden.block) {
+      store_half<kBlock, kForms>(p.store, part, slots[half], scratch, [&] {
+        if (loads) load_operand(p, next, half, slots);
+      });
+    }
+    if constexpr ((kForms & kColumns) != 0) __syncthreads();  // the codes have left the scratch
+    for (int i = halves; i < operands && loads; ++i) load_operand(p, next, i, slots);
   }
 }
 
@@ -239,14 +272,13 @@ int64_t activated_width(const ActivatedStore& call, bool gated) { return call.hi
 template <int kBlock, int kForms>
 void run(const ActivatedStore& call, const Problem& p, cudaStream_t stream) {
   constexpr auto kKernel = store_activated<kBlock, kForms>;
-  constexpr int kSlotBytes = sizeof(Slots), kTableBytes = 3 * (kMostGroups + GroupTable::kMore) * sizeof(int32_t);
-  static_assert(sizeof(ColumnScratch) <= kSlotBytes, "the scratch has the memory of one array of slots");
-  allow_shared_memory<kKernel>(3 * kSlotBytes + kTableBytes);
-  const int operands = (p.hidden.gated ? 2 : 1) + (p.grad ? 1 : 0);
-  const int bytes = std::max(operands, 2) * kSlotBytes + GroupTable::bytes(p.store);
+  constexpr int kTableBytes = 3 * (kMostGroups + GroupTable::kMore) * sizeof(int32_t);
+  static_assert(sizeof(ColumnScratch) <= sizeof(Slots), "the scratch has the memory of one array of slots");
+  allow_shared_memory<kKernel>(3 * sizeof(Slots) + sizeof(Shared) + kTableBytes);
+  const int bytes = static_cast<int>(slots_of(p) * sizeof(Slots) + sizeof(Shared)) + GroupTable::bytes(p.store);
   const int64_t column_tiles = column_tiles_of(p.hidden.width);
   const int64_t tiles = most_row_tiles_of(call.store, Tile::kRows) * column_tiles;
-  const unsigned grid = blocks_for(tiles, kBlocksOfSm, bytes);
+  const unsigned grid = blocks_for(tiles, kBlocksOfSm<kForms>, bytes);
   if (grid == 0) return;
   kKernel<<<grid, kStoreThreads, bytes, stream>>>(p, static_cast<uint32_t>(column_tiles));
   GROUPED_CUDA_CHECK(cudaGetLastError());
