@@ -17,7 +17,6 @@ namespace grouped {
 namespace {
 
 constexpr size_t kAlign = 256;
-constexpr int kStoredAlignment = 16;  // of the addresses that one pass reads and writes
 
 size_t padded_bytes(const TensorView& view) {
   return (static_cast<size_t>(view.bytes()) + kAlign - 1) / kAlign * kAlign;
@@ -74,10 +73,10 @@ std::string refuses(const Call& call, const Target& target) {
   return reason.empty() ? refusal(p.store, target) : reason;
 }
 
-template <class Call>
+template <class Call, bool kAligned>
 size_t workspace(const Call& call, const Target& target) {
   const Parts<Call> p = parts(call, nullptr);
-  return p.taken + std::max(choose(p.inner, target, "").workspace_bytes, choose(p.store, target, "").workspace_bytes);
+  return p.taken + std::max(choose(p.inner, target, "").bytes(kAligned), choose(p.store, target, "").bytes(kAligned));
 }
 
 template <class Part>
@@ -152,10 +151,10 @@ std::string refuses_one_pass(const Call& call, const Target& target) {
   return reason.empty() ? refuses_activated_store(p.rest, target) : reason;
 }
 
-template <class Call>
+template <class Call, bool kAligned>
 size_t one_pass_bytes(const Call& call, const Target& target) {
   const OnePass p = one_pass(call, nullptr);
-  return p.taken + std::max(choose(p.product, target, "").workspace_bytes, activated_store_bytes(p.rest));
+  return p.taken + std::max(choose(p.product, target, "").bytes(kAligned), activated_store_bytes(p.rest));
 }
 
 template <class Call>
@@ -172,7 +171,8 @@ void launch_one_pass(const Call& call, const Context& context) {
 
 }  // namespace
 
-#define GROUPED_STORED(Call, name) const Kernel<Call> name = {#name, refuses<Call>, workspace<Call>, launch<Call>};
+#define GROUPED_STORED(Call, name) \
+  const Kernel<Call> name = {#name, refuses<Call>, workspace<Call, false>, launch<Call>, 1, workspace<Call, true>};
 GROUPED_STORED(GroupedMatmulAct, grouped_matmul_act_stored_cpu)
 GROUPED_STORED(GroupedMatmulDact, grouped_matmul_dact_stored_cpu)
 #if GROUPED_WITH_CUDA
@@ -182,9 +182,10 @@ GROUPED_STORED(GroupedMatmulDact, grouped_matmul_dact_stored_cuda)
 #undef GROUPED_STORED
 
 #if GROUPED_WITH_CUDA
-#define GROUPED_ONE_PASS(Call, name)                                                                     \
-  const Kernel<Call> name = {#name, refuses_one_pass<Call>, one_pass_bytes<Call>, launch_one_pass<Call>, \
-                             kStoredAlignment};
+#define GROUPED_ONE_PASS(Call, name)                                                             \
+  const Kernel<Call> name = {                                                                    \
+      #name,      refuses_one_pass<Call>,    one_pass_bytes<Call, false>, launch_one_pass<Call>, \
+      kAlignment, one_pass_bytes<Call, true>};
 GROUPED_ONE_PASS(GroupedMatmulAct, grouped_matmul_act_stored_fp8_cuda)
 GROUPED_ONE_PASS(GroupedMatmulDact, grouped_matmul_dact_stored_fp8_cuda)
 #undef GROUPED_ONE_PASS

@@ -41,6 +41,12 @@ def kernels(call: str, *, joined: bool = False, stored: bool = False) -> list[An
     return [name if "_cpu" in name else pytest.param(name, marks=pytest.mark.gpu) for name in names]
 
 
+def plain_kernels(call: str, kernel: str) -> str:
+    """Those of `call` on the device of `kernel` that give plain results, as a list to pin."""
+    device = [name for name in _native.kernels()[call] if ("_cpu" in name) == ("_cpu" in kernel)]
+    return ",".join(name for name in device if STORED not in name)
+
+
 def on_cpu(call: str) -> list[str]:
     """Names of the kernels of `call` that run here, whatever the machine."""
     return [name for name in _native.kernels()[call] if "_cpu" in name]
