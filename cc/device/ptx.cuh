@@ -88,6 +88,10 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
 __device__ inline void copy_word(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(to), "l"(from) : "memory");
 }
+// The first `bytes` of a word; the rest of it becomes zero.
+__device__ inline void copy_word_part(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
 // Arrives, as one of the barrier's count, once the copies of words that this thread started are there.
 __device__ inline void barrier_arrive_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(barrier) : "memory");

@@ -1,6 +1,7 @@
 // The arithmetic that the wgmma kernels share, by brute force and without a GPU: who computes which tile, which address
 // a map's coordinates name, where an element lies in shared memory and where the descriptors look for it.
 // test_schedule.py compiles and runs this; each line of output is one property that held.
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -9,6 +10,7 @@
 
 #include "cc/api/tensor.h"
 #include "cc/device/layout.cuh"
+#include "cc/device/layout_codes.cuh"
 #include "cc/device/layout_fp8.cuh"
 #include "cc/device/layout_tf32.cuh"
 #include "cc/device/maps.h"
@@ -382,6 +384,68 @@ void stage_scales() {
   std::puts("scales of a stage have places of their own, and parts of a tile one scale each");
 }
 
+// ---- codes of weights, bf16 rows ----
+
+double value_of(bool nibbles, int code) {
+  const int exponent = nibbles ? code >> 1 & 3 : code >> 3 & 15, mantissa = nibbles ? code & 1 : code & 7;
+  const int bits = nibbles ? 1 : 3, bias = nibbles ? 1 : 7;
+  const double fraction = std::ldexp(mantissa, -bits) + (exponent ? 1 : 0);
+  return (code >> (nibbles ? 3 : 7) ? -1 : 1) * std::ldexp(fraction, (exponent ? exponent : 1) - bias);
+}
+double value_of_bf16(uint32_t bits) {
+  const int exponent = bits >> 7 & 255;
+  const double fraction = (bits & 127) / 128.0 + (exponent ? 1 : 0);
+  return (bits >> 15 ? -1 : 1) * std::ldexp(fraction, (exponent ? exponent : 1) - 127);
+}
+
+// Every code of a tile reaches the fragments as its value, at the place that meets its k of the rows.
+template <bool kNibbles>
+void codes_meet_rows(std::mt19937_64& rng) {
+  using C = Codes<kNibbles>;
+  constexpr int kLoadBytes = 16, kCodes = kNibbles ? 16 : 256, kPartsALoad = 4 / C::kLoads;
+  std::vector<int> codes(16 * kStageK);
+  std::vector<uint8_t> tile(16 * C::kRowBytes);
+  for (int row = 0; row < 16; ++row) {
+    for (int k = 0; k < kStageK; ++k) {
+      const int code = codes[row * kStageK + k] = int(rng() % kCodes), byte = kNibbles ? k / 2 : k;
+      const uint32_t at = row * C::kRowBytes + byte, chunk = kNibbles ? at >> 7 & 3 : at >> 7 & 7;
+      tile[at ^ chunk << 4] |= kNibbles ? code << (k % 2 * 4) : code;
+    }
+  }
+  const uint64_t d = rows_descriptor(0);
+  const uint32_t leading = uint32_t(d >> 16 & 0x3fff) << 4, stride = uint32_t(d >> 32 & 0x3fff) << 4;
+  for (int r = 0; r < 16; r += 8) {
+    for (int part = 0; part < 4; ++part) {
+      std::vector<uint32_t> from(32);
+      for (int lane = 0; lane < 32; ++lane) {
+        const int row = lane / 4 + r, q = lane % 4;
+        from[lane] = C::place(row, q) ^ (16 * (part / kPartsALoad));
+        EXPECT(C::place(row, q) == C::place(row % 8, q) + r * C::kRowBytes, "rows 8 apart are swizzled alike");
+        uint32_t words[4] = {}, pairs[4];
+        for (int byte = 0; byte < kLoadBytes; ++byte) {
+          words[byte / 4] |= uint32_t(tile[from[lane] + byte]) << (byte % 4 * 8);
+        }
+        C::pairs(words, part % kPartsALoad, pairs);
+        for (int i = 0; i < 4; ++i) {
+          for (int h = 0; h < 2; ++h) {
+            const int k = 32 * q + 8 * part + C::k_of_pair(i, h), code = codes[row * kStageK + k];
+            const double found = std::ldexp(value_of_bf16(pairs[i] >> (16 * h) & 0xffff), C::kBias);
+            EXPECT(found == value_of(kNibbles, code), "row %d, k %d, code %d: %g", row, k, code, found);
+            // Columns 2 q + h and 8 on of step 2 part + i / 2, which the descriptor finds in piece i % 2.
+            for (uint32_t n = 0; n < 16; ++n) {
+              const uint32_t step = 2 * part + i / 2, column = 2 * q + h;
+              const uint32_t at = step * (kRowStep << 4) + i % 2 * leading + n / 8 * stride + n % 8 * 16 + column * 2;
+              const uint32_t put = n / 8 * kRowBlockBytes + row_pair(part, int(n % 8), q, i) + 2 * h;
+              EXPECT(at == put, "row %u at k %d: %u, put at %u", n, k, at, put);
+            }
+          }
+        }
+      }
+      spread_over_banks(from, kLoadBytes);
+    }
+  }
+}
+
 // ---- tiles by problem ----
 
 void choices() {
@@ -413,6 +477,9 @@ int main() {
   slots();
   tf32_operands();
   tf32_descriptors();
+  codes_meet_rows<false>(rng);
+  codes_meet_rows<true>(rng);
+  std::puts("codes become their values and meet the rows at the same k");
   segments(rng);
   stage_scales();
   choices();

@@ -50,10 +50,13 @@ CONTRACTED = (
 # Several blocks of every length along each axis, several tiles, nothing aligned; then with rows of whole 16 bytes.
 LONG = cases.Case("long", (150, 0, 61, 301), 530, 300, 277, frozenset())
 ALIGNED = cases.Case("long_16", (150, 0, 61, 301), 530, 320, 288, frozenset())
-# Few rows a group, some of them more than a tile of the kernel for few rows takes; columns and depth no whole tiles.
+# Few rows a group, every height of a tile of the kernel for few rows, and some of them more than one takes; columns no
+# whole tiles, depth neither, lines of scales that start anywhere, then at whole words.
 FEW = tuple(
-    cases.Case(f"few_{i}", sizes, sum(sizes) + 3, 416, 296, frozenset())
-    for i, sizes in enumerate(((3, 0, 45, 9), (70, 0, 30, 20), (150, 1, 0, 60)))
+    cases.Case(f"few_{i}", sizes, sum(sizes) + 3, k, 296, frozenset())
+    for i, (sizes, k) in enumerate(
+        (((3, 0, 45, 9, 26), 416), ((70, 0, 30, 20), 416), ((150, 1, 0, 60), 416), ((12, 40, 90), 512))
+    )
 )
 CASES = (LONG, ALIGNED, *(cases.named(name) for name in ("tail", "idle_ends", "clamped", "k_n_odd")))
 
@@ -223,6 +226,23 @@ def test_every_code_alone(kernel, name, side):
         weight = first_column(format, np.full((1, 8), ONE[format.values], np.uint8))
         lhs = first_column(format, codes)
         found = product(run, lhs, weight, sizes_of_one(len(codes)), (1, 2), "float32")[:, 0]
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.rule("QNT-1", "ALL-6")
+@each_kernel
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4"])
+def test_every_scale_alone(kernel, name):
+    """Of a one, against a one: the result is the value of the scale, however large or small."""
+    format = FORMATS[name]
+    codes = np.arange(8, 120, dtype=np.uint8) if name == "nvfp4" else np.arange(4, 252, dtype=np.uint8)
+    weight = first_column(format, np.full((1, len(codes)), ONE[format.values], np.uint8))
+    assert weight.scales is not None
+    weight.scales.view(np.uint8)[0] = codes[:, None]
+    ones = np.zeros((8, DEPTH), cases.numpy_dtype("bfloat16"))
+    ones[:, 0] = 1
+    found = product(Native(kernel, check=False), ones, weight, sizes_of_one(8), (1, 2), "float32")[0]
+    expected = rounding.decode(codes, format.scales) if name == "nvfp4" else np.exp2(codes.astype(np.float32) - 127)
     np.testing.assert_array_equal(found, expected)
 
 

@@ -1,0 +1,161 @@
+// Few rows a group: blocks of 8 rows of one group in the order in which tensor cores read them, where groups and their
+// tiles start, and the items that tiles are worked through by.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "cc/api/tensor.h"
+#include "cc/device/layout_codes.cuh"
+
+namespace grouped::sm90 {
+
+constexpr int kMostGroups = 1024;
+constexpr int kTableEntries = kMostGroups + 8;  // groups + 1 are used
+constexpr int kTableBytes = 3 * kTableEntries * 4;
+
+struct FewRowsParams {
+  CUtensorMap codes;
+  const int32_t* sizes;
+  const uint8_t* lhs;
+  uint8_t* arranged;  // [stages of k, blocks, 2 KiB]
+  int32_t* tables;    // first row, first block, first row tile of each group; the last entries are totals
+  const uint8_t* scales;
+  const float* factors;  // [groups], or null
+  const uint8_t* bias;
+  const int64_t* bias_table;
+  const float* row_scale;
+  uint8_t* result;
+  int64_t rows;
+  int most_blocks;
+  int groups, cols, depth;
+  int scale_lines, scale_line_bytes, scale_outer;  // [groups, lines, bytes]; so many columns share a line
+  bool scales_aligned;                             // lines start at multiples of 4 bytes
+  int tile_blocks, tile_cols;                      // at most, of a row tile; weight rows, columns of the result
+  DType result_type, bias_type;
+  bool scale_bias, clear_tail;
+};
+
+__device__ inline int stages_of(const FewRowsParams& p) { return (p.depth + kStageK - 1) / kStageK; }
+
+// --- arrange ---
+
+constexpr int kArrangeThreads = 128;  // pieces of 8 k of one block and stage
+
+// An inclusive sum over the lanes of a warp.
+__device__ inline int64_t warp_sums(int64_t value) {
+  for (int d = 1; d < 32; d *= 2) {
+    const int64_t below = __shfl_up_sync(~0u, value, d);
+    if (threadIdx.x % 32 >= d) value += below;
+  }
+  return value;
+}
+
+struct Span {
+  int first, end;  // rows
+};
+
+// Calls use(g, span, first block, first tile) for every group, by one warp, each lane its own group.
+template <class Use>
+__device__ void for_groups(const FewRowsParams& p, Use use) {
+  int64_t rows = 0;
+  int blocks = 0, tiles = 0;
+  for (int first = 0; first < p.groups; first += 32) {
+    const int g = first + threadIdx.x % 32;
+    const int64_t size = g < p.groups && p.sizes[g] > 0 ? p.sizes[g] : 0;
+    const int64_t end = rows + warp_sums(size);
+    const Span span = {int(min(end - size, p.rows)), int(min(end, p.rows))};
+    const int mine = (span.end - span.first + kBlockRows - 1) / kBlockRows;
+    const int my_tiles = (mine + p.tile_blocks - 1) / p.tile_blocks;
+    const int blocks_end = blocks + int(warp_sums(mine)), tiles_end = tiles + int(warp_sums(my_tiles));
+    if (g < p.groups) use(g, span, blocks_end - mine, tiles_end - my_tiles);
+    rows = __shfl_sync(~0u, end, 31);
+    blocks = __shfl_sync(~0u, blocks_end, 31);
+    tiles = __shfl_sync(~0u, tiles_end, 31);
+  }
+  if (threadIdx.x % 32 == 0) use(p.groups, Span{int(min(rows, p.rows)), 0}, blocks, tiles);
+}
+
+// 8 neighbours as the four pairs of their codes.
+template <bool kNibbles>
+__device__ uint4 in_pairs(uint4 x) {
+  if constexpr (kNibbles) {  // 0 4, 1 5, 2 6, 3 7
+    return make_uint4(__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632), __byte_perm(x.y, x.w, 0x5410),
+                      __byte_perm(x.y, x.w, 0x7632));
+  } else {  // 0 2, 1 3, 4 6, 5 7
+    return make_uint4(__byte_perm(x.x, x.y, 0x5410), __byte_perm(x.x, x.y, 0x7632), __byte_perm(x.z, x.w, 0x5410),
+                      __byte_perm(x.z, x.w, 0x7632));
+  }
+}
+
+// Block x: one block of 8 rows, or, the last of all, the tables. Thread (part, row, q) moves the 8 k of a row from
+// 32 q + 8 part on, which lane q of a quad multiplies.
+template <bool kNibbles>
+__global__ void __launch_bounds__(kArrangeThreads) arrange_rows(const __grid_constant__ FewRowsParams p) {
+  __shared__ int found[2];  // first row, rows
+  const int block = blockIdx.x;
+  const bool tables = block == p.most_blocks;
+  if (threadIdx.x == 0) found[1] = 0;
+  __syncthreads();
+  if (threadIdx.x < 32 && (!tables || blockIdx.y == 0)) {
+    for_groups(p, [&](int g, Span span, int first_block, int first_tile) {
+      if (tables) {
+        p.tables[g] = span.first;
+        p.tables[kTableEntries + g] = first_block;
+        p.tables[2 * kTableEntries + g] = first_tile;
+      } else if (g < p.groups && block >= first_block) {
+        const int row = span.first + (block - first_block) * kBlockRows;
+        if (row < span.end) found[0] = row, found[1] = span.end - row;
+      }
+    });
+  }
+  __syncthreads();
+  if (tables || found[1] == 0) return;
+  const int part = threadIdx.x / 32, row = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+  const uint8_t* from = p.lhs + (int64_t{found[0]} + row) * p.depth * 2;
+  for (int stage = blockIdx.y; stage < stages_of(p); stage += gridDim.y) {
+    const int k = stage * kStageK + 32 * q + 8 * part;
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (row < found[1] && k < p.depth) x = *reinterpret_cast<const uint4*>(from + int64_t{k} * 2);
+    x = in_pairs<kNibbles>(x);
+    uint8_t* to = p.arranged + (int64_t{stage} * p.most_blocks + block) * kRowBlockBytes;
+    const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) *reinterpret_cast<uint32_t*>(to + row_pair(part, row, q, i)) = pairs[i];
+  }
+}
+
+// --- items ---
+
+struct Item {
+  int group, first_row, rows, first_block, col;
+  __device__ int blocks() const { return (rows + kBlockRows - 1) / kBlockRows; }
+};
+
+// The item `index`: of one group, row tiles of the same columns next to each other, so that codes are read from memory
+// once. A group's tiles have as many blocks as each other, but the last. Tables lie in shared memory.
+__device__ inline bool find_item(const FewRowsParams& p, const int32_t* tables, int index, Item* item) {
+  const int32_t* rows = tables;
+  const int32_t* blocks = rows + kTableEntries;
+  const int32_t* tiles = blocks + kTableEntries;
+  const int col_tiles = (p.cols + p.tile_cols - 1) / p.tile_cols;
+  if (index >= tiles[p.groups] * col_tiles) return false;
+  int low = 0, high = p.groups;  // the last group whose first item is not behind
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (tiles[middle] * col_tiles <= index ? low : high) = middle;
+  }
+  const int row_tiles = tiles[low + 1] - tiles[low];
+  const int each = (blocks[low + 1] - blocks[low] + row_tiles - 1) / row_tiles;
+  const int inside = index - tiles[low] * col_tiles;
+  const int first = inside % row_tiles * each;
+  item->group = low;
+  item->first_row = rows[low] + first * kBlockRows;
+  item->rows = min(rows[low + 1] - item->first_row, each * kBlockRows);
+  item->first_block = blocks[low] + first;
+  item->col = inside / row_tiles * p.tile_cols;
+  return true;
+}
+
+}  // namespace grouped::sm90
