@@ -56,25 +56,37 @@ struct Span {
   int first, end;  // rows
 };
 
-// Calls use(g, span, first block, first tile) for every group, by one warp, each lane its own group.
+// Calls use(g, span, first block, first tile) for every group and once more with the totals, by one warp: a lane has
+// neighbouring groups, so that loads do not wait for sums.
 template <class Use>
 __device__ void for_groups(const FewRowsParams& p, Use use) {
+  const int lane = threadIdx.x % 32, each = (p.groups + 31) / 32;
+  const int first = min(lane * each, p.groups), end = min(first + each, p.groups);
+  const auto size_of = [&](int g) -> int64_t { return max(p.sizes[g], 0); };
+  const auto span_of = [&](int g, int64_t row) {
+    return Span{int(min(row, p.rows)), int(min(row + size_of(g), p.rows))};
+  };
+  const auto blocks_of = [](Span span) { return (span.end - span.first + kBlockRows - 1) / kBlockRows; };
+  const auto tiles_of = [&](int blocks) { return (blocks + p.tile_blocks - 1) / p.tile_blocks; };
   int64_t rows = 0;
+#pragma unroll 4
+  for (int g = first; g < end; ++g) rows += size_of(g);
+  const int64_t rows_end = warp_sums(rows);
   int blocks = 0, tiles = 0;
-  for (int first = 0; first < p.groups; first += 32) {
-    const int g = first + threadIdx.x % 32;
-    const int64_t size = g < p.groups && p.sizes[g] > 0 ? p.sizes[g] : 0;
-    const int64_t end = rows + warp_sums(size);
-    const Span span = {int(min(end - size, p.rows)), int(min(end, p.rows))};
-    const int mine = (span.end - span.first + kBlockRows - 1) / kBlockRows;
-    const int my_tiles = (mine + p.tile_blocks - 1) / p.tile_blocks;
-    const int blocks_end = blocks + int(warp_sums(mine)), tiles_end = tiles + int(warp_sums(my_tiles));
-    if (g < p.groups) use(g, span, blocks_end - mine, tiles_end - my_tiles);
-    rows = __shfl_sync(~0u, end, 31);
-    blocks = __shfl_sync(~0u, blocks_end, 31);
-    tiles = __shfl_sync(~0u, tiles_end, 31);
+  int64_t row = rows_end - rows;
+  for (int g = first; g < end; row += size_of(g), ++g) {
+    const int mine = blocks_of(span_of(g, row));
+    blocks += mine, tiles += tiles_of(mine);
   }
-  if (threadIdx.x % 32 == 0) use(p.groups, Span{int(min(rows, p.rows)), 0}, blocks, tiles);
+  const int64_t both_end = warp_sums(int64_t{blocks} << 32 | tiles);
+  const int blocks_end = static_cast<int>(both_end >> 32), tiles_end = static_cast<int>(both_end);
+  row = rows_end - rows, blocks = blocks_end - blocks, tiles = tiles_end - tiles;
+  for (int g = first; g < end; row += size_of(g), ++g) {
+    const Span span = span_of(g, row);
+    use(g, span, blocks, tiles);
+    blocks += blocks_of(span), tiles += tiles_of(blocks_of(span));
+  }
+  if (lane == 31) use(p.groups, Span{int(min(rows_end, p.rows)), 0}, blocks_end, tiles_end);
 }
 
 // 8 neighbours as the four pairs of their codes.
