@@ -8,6 +8,7 @@
 
 #include "cc/api/tensor.h"
 #include "cc/device/layout_codes.cuh"
+#include "cc/device/ptx.cuh"
 
 namespace grouped::sm90 {
 
@@ -20,7 +21,6 @@ struct FewRowsParams {
   const int32_t* sizes;
   const uint8_t* lhs;
   uint8_t* arranged;  // [stages of k, blocks, 2 KiB]
-  int32_t* tables;    // first row, first block, first row tile of each group; the last entries are totals
   const uint8_t* scales;
   const float* factors;  // [groups], or null
   const uint8_t* bias;
@@ -101,29 +101,24 @@ __device__ uint4 in_pairs(uint4 x) {
   }
 }
 
-// Block x: one block of 8 rows, or, the last of all, the tables. Thread (part, row, q) moves the 8 k of a row from
-// 32 q + 8 part on, which lane q of a quad multiplies.
+// Block x: one block of 8 rows. Thread (part, row, q) moves the 8 k of a row from 32 q + 8 part on, which lane q of a
+// quad multiplies.
 template <bool kNibbles>
 __global__ void __launch_bounds__(kArrangeThreads) arrange_rows(const __grid_constant__ FewRowsParams p) {
+  ptx::let_next_grid_start();
   __shared__ int found[2];  // first row, rows
   const int block = blockIdx.x;
-  const bool tables = block == p.most_blocks;
   if (threadIdx.x == 0) found[1] = 0;
   __syncthreads();
-  if (threadIdx.x < 32 && (!tables || blockIdx.y == 0)) {
-    for_groups(p, [&](int g, Span span, int first_block, int first_tile) {
-      if (tables) {
-        p.tables[g] = span.first;
-        p.tables[kTableEntries + g] = first_block;
-        p.tables[2 * kTableEntries + g] = first_tile;
-      } else if (g < p.groups && block >= first_block) {
-        const int row = span.first + (block - first_block) * kBlockRows;
-        if (row < span.end) found[0] = row, found[1] = span.end - row;
-      }
+  if (threadIdx.x < 32) {
+    for_groups(p, [&](int g, Span span, int first_block, int) {
+      if (g == p.groups || block < first_block) return;
+      const int row = span.first + (block - first_block) * kBlockRows;
+      if (row < span.end) found[0] = row, found[1] = span.end - row;
     });
   }
   __syncthreads();
-  if (tables || found[1] == 0) return;
+  if (found[1] == 0) return;
   const int part = threadIdx.x / 32, row = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
   const uint8_t* from = p.lhs + (int64_t{found[0]} + row) * p.depth * 2;
   for (int stage = blockIdx.y; stage < stages_of(p); stage += gridDim.y) {
@@ -139,6 +134,15 @@ __global__ void __launch_bounds__(kArrangeThreads) arrange_rows(const __grid_con
 }
 
 // --- items ---
+
+// First row, first block, first row tile of each group, and the totals behind the last, by one warp.
+__device__ inline void make_tables(const FewRowsParams& p, int32_t* tables) {
+  for_groups(p, [&](int g, Span span, int first_block, int first_tile) {
+    tables[g] = span.first;
+    tables[kTableEntries + g] = first_block;
+    tables[2 * kTableEntries + g] = first_tile;
+  });
+}
 
 struct Item {
   int group, first_row, rows, first_block, col;

@@ -52,6 +52,24 @@ void allow_shared_memory(int bytes) {
   allowed.store(true, std::memory_order_relaxed);
 }
 
+// Launches a kernel that may start while the one in front of it on the stream still runs, and waits for it itself
+// (ptx::wait_for_grid_before).
+template <class Params>
+void launch_early(void (*kernel)(Params), unsigned blocks, unsigned threads, int shared_bytes, cudaStream_t stream,
+                  const Params& params) {
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = 1;
+  GROUPED_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
+}
+
 inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   static const auto encode = [] {
     void* entry = nullptr;

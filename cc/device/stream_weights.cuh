@@ -78,18 +78,30 @@ __device__ void produce(const FewRowsParams& p, const int32_t* tables, uint32_t 
   const int stages = stages_of(p);
   Ring<S::kStages> ring;
   Item item, next;
-  if (find_item(p, tables, blockIdx.x, &item)) prefetch_scales<S>(p, item);
-  for (int index = blockIdx.x; find_item(p, tables, index, &item); index += gridDim.x) {
+  const auto load_codes = [&](int stage, uint32_t slot) {
+    const uint32_t full = barriers + 16 * slot;
+    ptx::barrier_arrive_expect(full, S::kCodeBytes + item.blocks() * kRowBlockBytes);
+    ptx::tensor_load(shared + slot * S::kStageBytes, &p.codes, {{stage * S::C::kRowBytes, item.col, item.group, 0}},
+                     full);
+  };
+  int under_way = 0;  // stages of the first item, whose codes come while rows are still being arranged
+  if (find_item(p, tables, blockIdx.x, &item)) {
+    prefetch_scales<S>(p, item);
+#pragma unroll 1
+    for (; under_way < min(stages, S::kStages); ++under_way) load_codes(under_way, under_way);
+  }
+  ptx::wait_for_grid_before();
+  for (int index = blockIdx.x; find_item(p, tables, index, &item); index += gridDim.x, under_way = 0) {
     if (find_item(p, tables, index + gridDim.x, &next)) prefetch_scales<S>(p, next);
-    const uint32_t row_bytes = item.blocks() * kRowBlockBytes;
 #pragma unroll 1
     for (int stage = 0; stage < stages; ++stage) {
-      const uint32_t full = barriers + 16 * ring.slot, to = shared + ring.slot * S::kStageBytes;
-      ptx::barrier_wait(full + 8, ring.parity ^ 1);
-      ptx::barrier_arrive_expect(full, S::kCodeBytes + row_bytes);
-      ptx::tensor_load(to, &p.codes, {{stage * S::C::kRowBytes, item.col, item.group, 0}}, full);
-      bulk_load(to + S::kCodeBytes, p.arranged + (int64_t{stage} * p.most_blocks + item.first_block) * kRowBlockBytes,
-                row_bytes, full);
+      if (stage >= under_way) {
+        ptx::barrier_wait(barriers + 16 * ring.slot + 8, ring.parity ^ 1);
+        load_codes(stage, ring.slot);
+      }
+      bulk_load(shared + ring.slot * S::kStageBytes + S::kCodeBytes,
+                p.arranged + (int64_t{stage} * p.most_blocks + item.first_block) * kRowBlockBytes,
+                item.blocks() * kRowBlockBytes, barriers + 16 * ring.slot);
       ring.advance();
     }
   }
@@ -367,7 +379,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) stream_weights(const __grid_co
     }
     ptx::barrier_init_fence();
   }
-  for (int i = threadIdx.x; i < kTableBytes / 4; i += S::kThreads) tables[i] = p.tables[i];
+  if (threadIdx.x / 32 == 1) make_tables(p, tables);
   __syncthreads();
   if (p.clear_tail) clear_tail<S::kThreads>(p, tables);
   if (threadIdx.x / 32 >= S::kWarps) {

@@ -2,9 +2,9 @@
 // through the chip once and are widened in registers. What counts is the rate of memory.
 //
 //   arrange_rows    rows -> workspace: blocks of 8 rows of one group, zero-filled, in the order in which tensor cores
-//                   read them; where groups and tiles start (few_rows.cuh)
+//                   read them (few_rows.cuh)
 //   stream_weights  256 weight rows by up to 48 rows a tile, or 192 by up to 96; 1 block an SM (stream_weights.cuh).
-//                   Groups with more rows take several tiles of even height.
+//                   Groups with more rows take several tiles of even height. Starts before rows are arranged.
 #include <algorithm>
 #include <string>
 
@@ -40,14 +40,13 @@ void launch_shape(const GroupedMatmul& call, Params p, cudaStream_t stream) {
   p.tile_blocks = S::kBlocks;
   p.tile_cols = S::kTileCols;
   const unsigned parts = static_cast<unsigned>(std::min((p.depth + kStageK - 1) / kStageK, 8));
-  arrange_rows<S::kNibbles><<<dim3(p.most_blocks + 1, parts), kArrangeThreads, 0, stream>>>(p);
+  arrange_rows<S::kNibbles><<<dim3(p.most_blocks, parts), kArrangeThreads, 0, stream>>>(p);
   GROUPED_CUDA_CHECK(cudaGetLastError());
   allow_shared_memory<stream_weights<S>>(S::kBytes);
   const int64_t col_tiles = (p.cols + S::kTileCols - 1) / S::kTileCols;
   const int64_t most = (p.most_blocks + int64_t{p.tile_blocks - 1} * p.groups) / p.tile_blocks * col_tiles;
   const auto grid = static_cast<unsigned>(std::clamp<int64_t>(most, 1, multiprocessors()));
-  stream_weights<S><<<grid, S::kThreads, S::kBytes, stream>>>(p);
-  GROUPED_CUDA_CHECK(cudaGetLastError());
+  launch_early(stream_weights<S>, grid, S::kThreads, S::kBytes, stream, p);
 }
 
 // 256 weight rows by up to 48 rows, or 192 by up to 96, where a group usually has as many: a code is widened once for
@@ -97,7 +96,7 @@ int most_blocks(const GroupedMatmul& c) {
 
 size_t workspace(const GroupedMatmul& c, const Target&) {
   const int64_t stages = (c.lhs.dims[1] + kStageK - 1) / kStageK;
-  return static_cast<size_t>(kTableBytes + stages * most_blocks(c) * kRowBlockBytes);
+  return static_cast<size_t>(stages * most_blocks(c) * kRowBlockBytes);
 }
 
 void launch(const GroupedMatmul& call, const Context& context) {
@@ -108,8 +107,7 @@ void launch(const GroupedMatmul& call, const Context& context) {
   const Scale scale = scale_of(call);
   p.sizes = call.group_sizes.as<const int32_t>();
   p.lhs = call.lhs.as<const uint8_t>();
-  p.tables = static_cast<int32_t*>(context.workspace);
-  p.arranged = static_cast<uint8_t*>(context.workspace) + kTableBytes;
+  p.arranged = static_cast<uint8_t*>(context.workspace);
   p.factors = floats_or_null(call.scales.rhs_group_scales);
   p.bias = call.bias.present() ? call.bias.as<const uint8_t>() : nullptr;
   p.bias_table = call.bias_table.present() ? call.bias_table.as<const int64_t>() : nullptr;
