@@ -31,7 +31,7 @@ struct FewRowsParams {
   int most_blocks;
   int groups, cols, depth;
   int scale_lines, scale_line_bytes, scale_outer;  // [groups, lines, bytes]; so many columns share a line
-  bool scales_aligned;                             // lines start at multiples of 4 bytes
+  int scale_alignment;                             // of lines, in bytes: 8, 4 or 1
   int tile_blocks, tile_cols;                      // at most, of a row tile; weight rows, columns of the result
   DType result_type, bias_type;
   bool scale_bias, clear_tail;

@@ -94,9 +94,11 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
 __device__ inline void copy_word(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(to), "l"(from) : "memory");
 }
-// The first `bytes` of a word; the rest of it becomes zero.
-__device__ inline void copy_word_part(uint32_t to, const void* from, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+// The first `bytes` of 4 or 8; the rest of them become zero.
+template <int kSize>
+__device__ inline void copy_part(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;\n" ::"r"(to), "l"(from), "n"(kSize), "r"(bytes)
+               : "memory");
 }
 // Arrives, as one of the barrier's count, once the copies of words that this thread started are there.
 __device__ inline void barrier_arrive_copies(uint32_t barrier) {

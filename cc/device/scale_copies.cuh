@@ -37,15 +37,25 @@ class ScaleCopies {
   // Of the next stage. Zeros follow the end of a line: what is there may be a NaN.
   __device__ void copy(const FewRowsParams& p, uint32_t to) {
     constexpr int kBytes = scale_bytes_of_stage(kScale), kStride = 4 * scale_words(kScale);
+    to += row(0) * kStride;
+    asm("" : "+r"(to));  // one register, and distances from it
+    if (kBytes == 8 && p.scale_alignment == 8) {
+      const int bytes = min(max(left_, 0), 8);
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const uintptr_t from = from_ + line_[i];
-      const int offset = static_cast<int>(from) & 3;
+      for (int i = 0; i < kRows; ++i) {
+        ptx::copy_part<8>(to + i * kScaleLanes * kStride, reinterpret_cast<const void*>(from_ + line_[i]), bytes);
+      }
+    } else {
 #pragma unroll
-      for (int byte = 0; byte < (kScale == Scale::f32 ? kBytes : kBytes + 4); byte += 4) {
-        if (byte == kBytes && p.scales_aligned) continue;  // else a stage's bytes touch one word more
-        ptx::copy_word_part(to + row(i) * kStride + byte, reinterpret_cast<const void*>(from - offset + byte),
+      for (int i = 0; i < kRows; ++i) {
+        const uintptr_t from = from_ + line_[i];
+        const int offset = static_cast<int>(from) & 3;
+#pragma unroll
+        for (int byte = 0; byte < (kScale == Scale::f32 ? kBytes : kBytes + 4); byte += 4) {
+          if (byte == kBytes && p.scale_alignment > 1) continue;  // else a stage's bytes touch one word more
+          ptx::copy_part<4>(to + i * kScaleLanes * kStride + byte, reinterpret_cast<const void*>(from - offset + byte),
                             min(max(left_ + offset - byte, 0), 4));
+        }
       }
     }
     from_ += kBytes;

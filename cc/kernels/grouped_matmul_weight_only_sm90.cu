@@ -123,7 +123,8 @@ void launch(const GroupedMatmul& call, const Context& context) {
     p.scale_lines = static_cast<int>(s.dims[1]);
     p.scale_line_bytes = static_cast<int>(s.dims[2]) * scale_bytes(scale);
     p.scale_outer = static_cast<int>(call.scales.rhs_block_outer);
-    p.scales_aligned = (reinterpret_cast<uintptr_t>(p.scales) | static_cast<uintptr_t>(p.scale_line_bytes)) % 4 == 0;
+    const uintptr_t starts = reinterpret_cast<uintptr_t>(p.scales) | static_cast<uintptr_t>(p.scale_line_bytes);
+    p.scale_alignment = starts % 8 == 0 ? 8 : starts % 4 == 0 ? 4 : 1;
   }
   p.result_type = call.result.dtype;
   p.bias_type = call.bias.present() ? call.bias.dtype : DType::f32;
