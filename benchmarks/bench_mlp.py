@@ -105,26 +105,43 @@ def ours(transposed: bool, halves: bool = False, **options: Any) -> Callable[[Wo
     return build
 
 
-def by_recipe(recipe: Recipe, transposed: bool = True) -> Callable[[Work], dict[str, harness.Thunk]]:
-    """Operands in bf16, quantised inside; a step of delayed scaling updates its state too."""
+def by_recipe(recipe: Recipe, *, stored: bool = False) -> Callable[[Work], dict[str, harness.Thunk]]:
+    """Operands in bf16, quantised inside; a step of delayed scaling updates its state too.
+
+    Args:
+        stored: the weights are quantised once, outside, as for all microbatches of a step but the first.
+    """
 
     def build(work: Work) -> dict[str, harness.Thunk]:
         groups, device = len(work.sizes), work.x.device
         state = torch_bridge.scaling_state(recipe, groups, device=device, products=2) if recipe.delayed else None
-        thunks = ours(transposed, recipe=recipe.bind(state))(work)
-        step = thunks["forward+backward"]
+        bound = recipe.bind(state)
+        leaves = work.leaves(True)
+        codes = [torch_bridge.quantize(w, recipe.forward[1].replace(delayed=False), axis=(2, 1)) for w in leaves[1:]]
+
+        def function(x: torch.Tensor, *masters: torch.Tensor) -> torch.Tensor:
+            pairs = zip(masters, codes, strict=True)
+            wi, wo = (torch_bridge.straight_through(*each) if stored else each[0] for each in pairs)
+            return torch_bridge.grouped_mlp(x, wi, wo, work.sizes, rhs_transposed=True, recipe=bound)
+
+        thunks = both(function, leaves, work.dy)
+        if state is None:
+            return thunks
 
         def updating(i: int) -> Any:
-            grads = step(i)
+            grads = thunks["forward+backward"](i)
             torch_bridge.update_scaling(state)
             return grads
 
-        return thunks if state is None else {**thunks, "forward+backward": updating}
+        return {**thunks, "forward+backward": updating}
 
     return build
 
 
-RECIPES = (torch_bridge.FP8Delayed, torch_bridge.FP8Current, torch_bridge.FP8Block, torch_bridge.MXFP8)
+RECIPES = (
+    *(torch_bridge.FP8Delayed, torch_bridge.FP8Current, torch_bridge.FP8Block),
+    *(torch_bridge.MXFP8, torch_bridge.NVFP4),
+)
 NEVER = torch_bridge.FP8Delayed.replace(name="FP8Delayed, fast", promote="never")
 
 
@@ -180,6 +197,7 @@ CANDIDATES: dict[str, Callable[[Work], dict[str, harness.Thunk]]] = {
     "ours, [G,N,K], save_input": ours(True, residuals="save_input"),
     "ours, composed": ours(True, implementation="composed"),
     **{f"ours, {recipe.name}": by_recipe(recipe) for recipe in (*RECIPES, NEVER)},
+    **{f"ours, {recipe.name}, stored weights": by_recipe(recipe, stored=True) for recipe in RECIPES},
     "torch grouped_mm": torch_grouped_mm,
     "SonicMoE": sonic_moe,
 }
