@@ -68,59 +68,87 @@ __device__ inline int64_t hidden_pitch(const Problem& p) {
   return p.hidden.gated ? 2 * int64_t{p.hidden.width} : int64_t{p.hidden.width};
 }
 
+// act(h) of one row of this thread, times its scale.
+template <class Act>
+__device__ inline uint4 activated_row(const ActivationSpec& spec, const uint4& gate, const uint4& linear, float scale) {
+  float a[kVector], u[kVector], t[kVector];
+  decoded(gate, a);
+  decoded(linear, u);
+#pragma unroll
+  for (int c = 0; c < kVector; ++c) t[c] = __fmul_rn(scale, Act::value(spec, a[c], u[c]));
+  return rounded(t);
+}
+
+// The gradients over both halves, and act(h) over dz; returns <dz, act(h)> of these columns, unscaled.
+template <class Act>
+__device__ inline float gradient_row(const ActivationSpec& spec, uint4& gate, uint4& linear, uint4& grad, float scale) {
+  float a[kVector], u[kVector], t[kVector], dz[kVector], da[kVector], du[kVector], sum = 0.0f;
+  decoded(gate, a);
+  decoded(linear, u);
+  decoded(grad, dz);
+#pragma unroll
+  for (int c = 0; c < kVector; ++c) {
+    const typename Act::Grad g = Act::grad(spec, a[c], u[c]);
+    const float scaled = __fmul_rn(scale, dz[c]);
+    sum = __fmaf_rn(dz[c], g.t, sum);
+    t[c] = __fmul_rn(scale, g.t);
+    da[c] = __fmul_rn(scaled, g.da);
+    du[c] = __fmul_rn(scaled, g.du);
+  }
+  gate = rounded(da);
+  linear = rounded(du);
+  grad = rounded(t);
+  return sum;
+}
+
 // What the slots of a tile hold, as it is stored: act over the gates, or the gradients of both halves over these.
-// Apart from the rest and once for all kernels: a copy of it for each kind is long.
-__device__ __noinline__ void activate_tile(const Problem& p, const StoreTile& tile, Slots* gates, Slots* linears,
-                                           const Slots* grads) {
+// Apart from the rest: a copy of it for each kind is long. What it reads of `p` again and again it takes at the start,
+// for stores might change what a reference leads to.
+__device__ __noinline__ void activate_tile(const Problem& p, const StoreTile& tile, Slots* slots) {
   const Tile at;
-  const int64_t source = tile.source + at.row, width = p.hidden.width;
-  const int column = static_cast<int>(tile.column) + at.column, gate_column = p.hidden.gate_column(column);
+  const bool gated = p.hidden.gated;
+  const int64_t source = tile.source + at.row, width = p.hidden.width, pitch = hidden_pitch(p);
+  const int column = static_cast<int>(tile.column) + at.column;
   const int count = at.column < tile.columns ? tile.rows - at.row : 0;  // rows of this thread that exist
-  with_activation(p.spec.kind, [&](auto kind) {
-    using Act = ActivationOf<decltype(kind)::value>;
+  const float* row_scale = p.row_scale ? p.row_scale + source : nullptr;
+  uint4 *gates = &slots[0][0][threadIdx.x], *linears = gated ? &slots[1][0][threadIdx.x] : gates;
+  const ActivationSpec spec = p.spec;
+  if (!p.grad) {
+    with_activation(spec.kind, [&](auto kind) {
+#pragma unroll 1
+      for (int i = 0; i < kVector; ++i) {
+        const float scale = row_scale && i < count ? row_scale[i] : 1.0f;
+        const uint4 t = activated_row<ActivationOf<decltype(kind)::value>>(spec, gates[i * kStoreThreads],
+                                                                           linears[i * kStoreThreads], scale);
+        gates[i * kStoreThreads] = i < count ? t : uint4{};
+      }
+    });
+    return;
+  }
+  uint4* grads = &slots[gated ? 2 : 1][0][threadIdx.x];
+  uint16_t* activated = p.activated ? p.activated + source * width + column : nullptr;
+  uint16_t* result = p.result ? p.result + source * pitch + p.hidden.gate_column(column) : nullptr;
+  float* partials = p.partials ? p.partials + tile.column / kStoreColumns * p.store.rows + source : nullptr;
+  const int block = p.hidden.block, rows = tile.rows - at.row;
+  with_activation(spec.kind, [&](auto kind) {
 #pragma unroll 1
     for (int i = 0; i < kVector; ++i) {
       const bool exists = i < count;
-      const float scale = exists && p.row_scale ? p.row_scale[source + i] : 1.0f;
-      uint4& gate = (*gates)[i][threadIdx.x];
-      uint4& linear = (*linears)[i][threadIdx.x];
-      float a[kVector], u[kVector], t[kVector];
-      decoded(gate, a);
-      decoded(p.hidden.gated ? linear : gate, u);
-      if (!p.grad) {
-#pragma unroll
-        for (int c = 0; c < kVector; ++c) t[c] = __fmul_rn(scale, Act::value(p.spec, a[c], u[c]));
-        gate = exists ? rounded(t) : uint4{};
-        continue;
+      const float scale = row_scale && exists ? row_scale[i] : 1.0f;
+      uint4 gate = gates[i * kStoreThreads], linear = linears[i * kStoreThreads], t = grads[i * kStoreThreads];
+      float sum = gradient_row<ActivationOf<decltype(kind)::value>>(spec, gate, linear, t, scale);
+      if (!exists) gate = linear = uint4{}, sum = 0.0f;
+      if (gated) linears[i * kStoreThreads] = linear;
+      gates[i * kStoreThreads] = gate;
+      if (exists && activated) *reinterpret_cast<uint4*>(activated + i * width) = t;
+      if (exists && result) {
+        *reinterpret_cast<uint4*>(result + i * pitch) = gate;
+        if (gated) *reinterpret_cast<uint4*>(result + i * pitch + block) = linear;
       }
-      float dz[kVector], da[kVector], du[kVector], sum = 0.0f;
-      decoded((*grads)[i][threadIdx.x], dz);
-#pragma unroll
-      for (int c = 0; c < kVector; ++c) {
-        const typename Act::Grad g = Act::grad(p.spec, a[c], u[c]);
-        const float scaled = __fmul_rn(scale, dz[c]);
-        sum = __fmaf_rn(dz[c], g.t, sum);
-        t[c] = __fmul_rn(scale, g.t);
-        da[c] = __fmul_rn(scaled, g.da);
-        du[c] = __fmul_rn(scaled, g.du);
-      }
-      gate = exists ? rounded(da) : uint4{};
-      if (p.hidden.gated) linear = exists ? rounded(du) : uint4{};
-      if (exists && p.activated) {
-        *reinterpret_cast<uint4*>(p.activated + (source + i) * width + column) = rounded(t);
-      }
-      if (exists && p.result) {
-        uint16_t* to = p.result + (source + i) * hidden_pitch(p) + gate_column;
-        *reinterpret_cast<uint4*>(to) = gate;
-        if (p.hidden.gated) *reinterpret_cast<uint4*>(to + p.hidden.block) = linear;
-      }
-      if (p.partials) {
-        sum = exists ? sum : 0.0f;
+      if (partials) {
 #pragma unroll
         for (int d = kLanes / 2; d > 0; d /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, d));
-        if (threadIdx.x % kLanes == 0 && at.row + i < tile.rows) {
-          p.partials[tile.column / kStoreColumns * p.store.rows + source + i] = sum;
-        }
+        if (threadIdx.x % kLanes == 0 && i < rows) partials[i] = sum;
       }
     }
   });
@@ -251,7 +279,7 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm<kForms>)
       continue;
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
-    activate_tile(p, tile, slots, slots + 1, slots + operands - 1);
+    activate_tile(p, tile, slots);
     // The next tile's operands take the place of what has been read: of a half in registers, of what forward has no
     // more use for, of the scratch last.
     const bool loads = more && next.group < count;
