@@ -161,13 +161,13 @@ inline int shared_memory_of_sm() {
   return value;
 }
 
-// Tiles of `height` rows of all groups and of what none owns.
+// Tiles of `height` rows of all groups and of what none owns; rows have one at least, for what belongs to groups.
 inline int64_t most_row_tiles_of(const Quantize& call, int64_t height) {
   const bool ragged = call.group_sizes.present();
   const int64_t groups = groups_of(call), tall = call.source.dims[ragged ? 0 : 1];
   if (!ragged) return groups * divide_up(tall, height);
   const int64_t padded = call.cross_values.present() ? call.cross_values.dims[call.turned ? 1 : 0] : 0;
-  return most_row_tiles(tall, groups, height) + divide_up(std::max(tall, padded), height);
+  return std::max<int64_t>(most_row_tiles(tall, groups, height) + divide_up(std::max(tall, padded), height), 1);
 }
 
 // Why a call does not fit such tiles; empty: it does.

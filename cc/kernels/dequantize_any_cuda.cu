@@ -5,9 +5,10 @@
 //          8 codes a load --> fp32, block scale, group scale --> one rounding --> 16 bytes
 //          (forms with rows as their last axis: codes of the tile through 17 KiB of shared memory first)
 //
-// Bound by memory where rows are rows.
+// Types and whole vectors are known at compile time where results have 16 bits and addresses allow it.
 #include <algorithm>
 #include <string>
+#include <type_traits>
 
 #include "cc/device/store.cuh"
 #include "cc/device/values.cuh"
@@ -65,10 +66,25 @@ __device__ uint64_t load_codes(const uint8_t* row, int64_t first, int count) {
   return codes;
 }
 
-__device__ float load_scale(const Problem& p, int64_t index) {
-  if (p.scale_type == DType::f32) return static_cast<const float*>(p.scales)[index];
-  const uint8_t code = static_cast<const uint8_t*>(p.scales)[index];
-  return p.scale_type == DType::e8m0 ? decode_e8m0(code) : decode<E4M3>(code);
+// Scales `step` apart, the first `count` of them: of eight rows or columns. One branch on their type, then all loads.
+__device__ inline void load_scales(const Problem& p, int64_t first, int64_t step, int count, float (&scales)[kVector]) {
+  if (p.scale_type == DType::f32) {
+    const float* at = static_cast<const float*>(p.scales) + first;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) scales[i] = i < count ? at[i * step] : 1.0f;
+    return;
+  }
+  const uint8_t* at = static_cast<const uint8_t*>(p.scales) + first;
+  uint8_t codes[kVector];
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) codes[i] = i < count ? at[i * step] : 0;
+  if (p.scale_type == DType::e8m0) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) scales[i] = decode_e8m0(codes[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) scales[i] = decode<E4M3>(codes[i]);
+  }
 }
 
 // Codes of a tile whose rows are the last axis, into shared memory as [column][row].
@@ -127,33 +143,68 @@ __device__ inline void put_values(void* base, DType type, int64_t first, int cou
   }
 }
 
-// Eight columns of eight rows. All loads come first.
-template <class T, bool kTurned>
-__device__ void write_square(const Problem& p, const StoreTile& tile, int row, int column, const uint8_t* shared) {
-  const int count = min(tile.columns - column, kVector), rows = min(tile.rows - row, kVector);
-  const int64_t first = tile.column + column;
-  const int64_t stored = (p.ragged ? (p.cross ? tile.padded : tile.source) : tile.row) + row;
-  const int group = p.ragged ? 0 : tile.group;
-  uint64_t codes[kVector];  // of a row or, turned, of a column
+// Eight values of 16 bits at a multiple of 16 bytes. NaN is rare, and looked for in all of them at once.
+template <bool kBf16>
+__device__ inline void put_whole(void* base, int64_t first, const float (&v)[kVector]) {
+  constexpr DType kType = kBf16 ? DType::bf16 : DType::f16;
+  constexpr uint32_t kMagnitudes = 0x7FFF7FFFu, kInfinity = kBf16 ? 0x7F80u : 0x7C00u;
+  uint32_t words[kVector / 2], largest = 0;
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    if constexpr (kTurned) {
+  for (int i = 0; i < kVector / 2; ++i) {
+    words[i] = packed(v[2 * i], v[2 * i + 1], kType);
+    largest = __vmaxu2(largest, words[i] & kMagnitudes);
+  }
+  if (max(largest & 0xFFFFu, largest >> 16) > kInfinity) {
+#pragma unroll
+    for (int i = 0; i < kVector / 2; ++i) words[i] = bits16(v[2 * i], kType) | bits16(v[2 * i + 1], kType) << 16;
+  }
+  *reinterpret_cast<uint4*>(static_cast<uint16_t*>(base) + first) = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// What is known of the results: nothing, or that eight of them are 16 bytes at a multiple of 16, their codes likewise,
+// and that 32 bits count tiles.
+enum class Into { any, bf16, f16 };
+
+// Eight columns of eight rows. All loads come first.
+template <class T, bool kTurned, Into kInto>
+__device__ void write_square(const Problem& p, const StoreTile& tile, int row, int column, const uint8_t* shared) {
+  constexpr bool kWhole = kInto != Into::any;
+  const bool cross = kTurned || p.cross;
+  const int count = kWhole ? kVector : min(tile.columns - column, kVector), rows = min(tile.rows - row, kVector);
+  const int64_t first = tile.column + column;
+  const int64_t stored = (p.ragged ? (cross ? tile.padded : tile.source) : tile.row) + row;
+  uint64_t codes[kVector];  // of a row or, turned, of a column
+  if constexpr (kTurned) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
       codes[i] = *reinterpret_cast<const uint64_t*>(shared + (column + i) * kPitch + row);
-    } else {
-      const int64_t line = (p.cross ? tile.padded : tile.source) + row + i;
-      codes[i] = i < rows ? load_codes<T>(p.values + line * p.pitch, first, count) : 0;
+    }
+  } else {
+    const uint8_t* line = p.values + ((cross ? tile.padded : tile.source) + row) * p.pitch;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      if constexpr (kWhole && T::kBits == 8) {
+        codes[i] = i < rows ? *reinterpret_cast<const uint64_t*>(line + first) : 0;
+      } else {
+        codes[i] = i < rows ? load_codes<T>(line, first, count) : 0;
+      }
+      line += p.pitch;
     }
   }
-  // Blocks along rows are longer than eight, so scales are those of the columns; blocks along columns, of the rows.
+  // Blocks along rows are longer than eight, so scales are those of the columns; blocks along columns, of the rows. Of
+  // square blocks all eight lines have the same.
   float scales[kVector];
+  if (p.scales) {
+    const int64_t step = p.outer_bits ? 0 : cross ? p.place.column_step : p.place.row_step;
+    const int tall = cross ? p.block_bits : p.outer_bits, wide = cross ? p.outer_bits : p.block_bits;
+    load_scales(p, p.place.at(p.ragged ? 0 : tile.group, stored >> tall, first >> wide), step, cross ? count : rows,
+                scales);
+  } else {
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    scales[i] = 1.0f;
-    if (!p.scales || i >= (p.cross ? count : rows)) continue;
-    scales[i] = load_scale(p, p.cross ? p.place.at(group, stored >> p.block_bits, (first + i) >> p.outer_bits)
-                                      : p.place.at(group, (stored + i) >> p.outer_bits, first >> p.block_bits));
+    for (int i = 0; i < kVector; ++i) scales[i] = 1.0f;
   }
   const float shared_scale = p.group_scales ? p.group_scales[tile.group] : 1.0f;
+  int64_t to = (tile.source + row) * p.width + first;
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     float v[kVector];
@@ -166,19 +217,28 @@ __device__ void write_square(const Problem& p, const StoreTile& tile, int row, i
       } else {
         two = decode_two<T>(static_cast<uint32_t>(codes[i] >> (8 * c) & 0xFFFF));
       }
-      v[c] = fl_mul(fl_mul(two.x, p.cross ? scales[c] : scales[i]), shared_scale);
-      v[c + 1] = fl_mul(fl_mul(two.y, p.cross ? scales[c + 1] : scales[i]), shared_scale);
+      v[c] = fl_mul(fl_mul(two.x, cross ? scales[c] : scales[i]), shared_scale);
+      v[c + 1] = fl_mul(fl_mul(two.y, cross ? scales[c + 1] : scales[i]), shared_scale);
     }
-    if (i < rows) put_values(p.result, p.type, (tile.source + row + i) * p.width + first, count, v);
+    if (i < rows) {
+      if constexpr (kWhole) {
+        put_whole<kInto == Into::bf16>(p.result, to, v);
+      } else {
+        put_values(p.result, p.type, to, count, v);
+      }
+    }
+    to += p.width;
   }
 }
 
-template <class T, bool kTurned>
+template <class T, bool kTurned, Into kInto>
 __global__ void __launch_bounds__(kThreads, 3)
     write_tiles(const __grid_constant__ Problem p, int64_t column_tiles, int64_t rows) {
+  using Index = typename std::conditional<kInto == Into::any, int64_t, uint32_t>::type;
   __shared__ alignas(8) uint8_t shared[kTurned ? kStoreColumns * kPitch : 8];
   StoreTile tile;
-  for (int64_t item = blockIdx.x; find_tile(p.scan, item, column_tiles, p.width, &tile); item += gridDim.x) {
+  const Index across = static_cast<Index>(column_tiles);
+  for (Index item = blockIdx.x; find_tile(p.scan, item, across, p.width, &tile); item += gridDim.x) {
     const bool tail = tile.group == p.scan.count;
     if (tail) tile.rows = static_cast<int>(min(rows - tile.source, int64_t{kStoreRows}));
     if (kTurned && !tail) {
@@ -189,7 +249,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     const int column = threadIdx.x % kLanes * kVector, row = threadIdx.x / kLanes * kVector;
     if (column >= tile.columns) continue;
     if (!tail) {
-      if (row < tile.rows) write_square<T, kTurned>(p, tile, row, column, shared);
+      if (row < tile.rows) write_square<T, kTurned, kInto>(p, tile, row, column, shared);
       continue;
     }
     for (int i = 0; i < min(tile.rows - row, kVector); ++i) {
@@ -204,10 +264,20 @@ std::string refuses(const Dequantize&, const Target& target) {
   return target.platform == Platform::cuda ? "" : "is a CUDA kernel";
 }
 
+template <class T, Into kInto>
+void write_into(const Problem& p, int64_t column_tiles, int64_t rows, unsigned grid, cudaStream_t stream) {
+  const auto kernel = p.turned ? write_tiles<T, true, kInto> : write_tiles<T, false, kInto>;
+  kernel<<<grid, kThreads, 0, stream>>>(p, column_tiles, rows);
+}
+
 template <class T>
 void write(const Problem& p, int64_t column_tiles, int64_t rows, unsigned grid, cudaStream_t stream) {
-  const auto kernel = p.turned ? write_tiles<T, true> : write_tiles<T, false>;
-  kernel<<<grid, kThreads, 0, stream>>>(p, column_tiles, rows);
+  const uintptr_t addresses = reinterpret_cast<uintptr_t>(p.values) | reinterpret_cast<uintptr_t>(p.result);
+  const int64_t tiles = (most_row_tiles(rows, p.scan.count, kStoreRows) + 1) * column_tiles;
+  const bool whole = p.width % kVector == 0 && addresses % 16 == 0 && tiles < int64_t{1} << 31;
+  if (whole && p.type == DType::bf16) return write_into<T, Into::bf16>(p, column_tiles, rows, grid, stream);
+  if (whole && p.type == DType::f16) return write_into<T, Into::f16>(p, column_tiles, rows, grid, stream);
+  write_into<T, Into::any>(p, column_tiles, rows, grid, stream);
 }
 
 size_t workspace(const Dequantize& call, const Target&) {

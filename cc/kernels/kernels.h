@@ -67,6 +67,7 @@ extern const Kernel<ScaleRows> scale_rows_any_cuda;
 extern const Kernel<ActivationForward> activation_any_cuda;
 extern const Kernel<ActivationGrad> activation_grad_any_cuda;
 extern const Kernel<Quantize> quantize_fp8_cuda;  // where bandwidth counts
+extern const Kernel<Quantize> quantize_fp4_cuda;  // likewise
 extern const Kernel<Quantize> quantize_any_cuda;
 extern const Kernel<Dequantize> dequantize_any_cuda;
 extern const Kernel<ScaleUpdate> scale_update_any_cuda;

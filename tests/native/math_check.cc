@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "cc/math/e2m1.h"
 #include "cc/math/narrow.h"
 #include "cc/math/rotate.h"
 #include "cc/math/scales.h"
@@ -58,6 +59,28 @@ EXPORT void pack(int64_t n, const uint8_t* codes, uint8_t* bytes, uint8_t* back)
 
 EXPORT void encode_stochastic(int64_t n, const float* x, const uint32_t* random, uint8_t* codes) {
   for (int64_t i = 0; i < n; ++i) codes[i] = encode_e2m1_stochastic(x[i], random[i]);
+}
+
+// Codes of magnitudes, without NaN, eight in a word; `random` null: to the nearest.
+EXPORT void encode_by_adder(int64_t n, const float* x, const uint32_t* random, uint32_t* words) {
+  for (int64_t i = 0; i < n / 8; ++i) {
+    uint32_t found[8];
+    for (int64_t j = 0; j < 8; ++j) {
+      const float y = x[8 * i + j];
+      found[j] = random ? stochastic_e2m1(y, random[8 * i + j]) : nearest_e2m1(y);
+    }
+    words[i] = random ? pack_codes<kStochasticBase>(found) : pack_codes<kNearestBase>(found);
+  }
+}
+
+// How often the adder gives another code to the nearest: all mantissas from 2^-4 to 2^4, where codes change, and some
+// of each other binade.
+EXPORT void codes_that_differ(int64_t* count) {
+  *count = 0;
+  for (uint32_t bits = 0; bits <= kInfinityBits;) {
+    *count += nearest_e2m1(bits_float(bits)) - kNearestBase != encode<E2M1>(bits_float(bits));
+    bits += bits >> 23 < 123 || bits >> 23 > 131 ? 0x8000u : 1u;
+  }
 }
 
 EXPORT void amax(int64_t n, int64_t block, const float* x, float* result) {

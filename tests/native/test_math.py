@@ -119,7 +119,8 @@ def test_packed_codes(lib, n):
     asserts.bitwise(rounding.unpack(packed, n), codes)
 
 
-def test_stochastic_rounding(lib):
+def draws() -> tuple[np.ndarray, np.ndarray]:
+    """(numbers around decision points and between, random words), some exactly at the threshold and one step beside."""
     points = np.concatenate([decision_points("float4_e2m1fn"), random_floats((5000,), 3)])
     x = np.repeat(points, 16)
     random = np.random.default_rng(2).integers(0, 1 << 32, x.size, dtype=np.uint32)
@@ -132,9 +133,41 @@ def test_stochastic_rounding(lib):
         threshold = np.floor((number - values[low]) / gap * 2.0**24).astype(np.int64)
     for place, step in ((2, -1), (3, 0), (4, 1)):
         random[place::16] = (np.clip(threshold + step, 0, 2**24 - 1) << 8).astype(np.uint32)
+    return x, random
+
+
+def test_stochastic_rounding(lib):
+    x, random = draws()
     codes = np.zeros(x.size, np.uint8)
     call(lib, "encode_stochastic", x.size, x, random, codes)
     asserts.bitwise(codes, rounding.encode_stochastic(x, random))
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_codes_by_the_adder(lib, stochastic):
+    """The cast of kernels that have no time for comparisons: magnitudes, eight codes a word."""
+    x, random = draws()
+    if not stochastic:
+        with np.errstate(all="ignore"):
+            x = np.concatenate([(every_16_bit_input()[:, None] * SCALES).reshape(-1), x])
+    kept = np.flatnonzero(~np.isnan(x))
+    kept = kept[: kept.size // 8 * 8]
+    x = np.ascontiguousarray(np.abs(x[kept]))
+    words = np.zeros(x.size // 8, np.uint32)
+    if stochastic:
+        random = np.ascontiguousarray(random[kept])
+        call(lib, "encode_by_adder", x.size, x, random, words)
+        wanted = rounding.encode_stochastic(x, random)
+    else:
+        call(lib, "encode_by_adder", x.size, x, 0, words)
+        wanted = rounding.encode(x, "float4_e2m1fn")
+    asserts.bitwise(words.view(np.uint8), rounding.pack(wanted))
+
+
+def test_the_adder_gives_the_codes_of_the_cast(lib):
+    count = np.ones(1, np.int64)
+    call(lib, "codes_that_differ", count)
+    assert count[0] == 0
 
 
 def test_amax(lib):
