@@ -13,7 +13,7 @@
 //     take
 //            the slots of what has been read
 //
-// Two blocks an SM (128 registers, at most 98 KiB), three where rows alone are stored. Current scaling runs the same
+// Two blocks an SM (128 registers, at most 98 KiB). Current scaling runs the same
 // tiles twice, of which only amaxes remain the first time; row sums are added by a launch behind. Bound by memory:
 // gradients read 6 bytes an activated column and write 2 or 4.
 #include <algorithm>
@@ -42,9 +42,7 @@ struct Problem {
   bool clear_tail;
 };
 
-// Rows alone take fewer registers than the three blocks that shared memory has room for.
-template <int kForms>
-constexpr int kBlocksOfSm = kForms <= kRows ? 3 : 2;
+constexpr int kBlocksOfSm = 2;  // three, with fewer registers, are slower where they fit
 using Slots = uint4[kVector][kStoreThreads];
 using Tile = Shape<false>;
 
@@ -237,7 +235,7 @@ struct Shared {
 };
 
 template <int kBlock, int kForms>
-__global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm<kForms>)
+__global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm)
     store_activated(const __grid_constant__ Problem p, uint32_t column_tiles) {
   extern __shared__ uint4 dynamic_shared[];
   Slots* slots = reinterpret_cast<Slots*>(dynamic_shared);
@@ -306,7 +304,7 @@ void run(const ActivatedStore& call, const Problem& p, cudaStream_t stream) {
   const int bytes = static_cast<int>(slots_of(p) * sizeof(Slots) + sizeof(Shared)) + GroupTable::bytes(p.store);
   const int64_t column_tiles = column_tiles_of(p.hidden.width);
   const int64_t tiles = most_row_tiles_of(call.store, Tile::kRows) * column_tiles;
-  const unsigned grid = blocks_for(tiles, kBlocksOfSm<kForms>, bytes);
+  const unsigned grid = blocks_for(tiles, kBlocksOfSm, bytes);
   if (grid == 0) return;
   kKernel<<<grid, kStoreThreads, bytes, stream>>>(p, static_cast<uint32_t>(column_tiles));
   GROUPED_CUDA_CHECK(cudaGetLastError());

@@ -12,7 +12,8 @@
 //              --> turned: 16 KiB of shared memory, swizzled by 8 bytes --> lines of 128 bytes
 //
 // 32 KiB of raw values, 16 of turned codes, 4 of amaxes and factors, 12 bytes a group; 4 blocks an SM (64 registers)
-// keep 128 KiB in flight. Bound by memory: 3.03 bytes a value for one form, 4.06 for both.
+// keep 128 KiB in flight, 2 (128 registers) 64 KiB where both forms are made. Bound by memory: 3.03 bytes a value for
+// one form, 4.06 for both.
 #include <string>
 #include <type_traits>
 
@@ -26,9 +27,9 @@ using namespace device;
 
 constexpr int kThreads = kStoreThreads;
 constexpr int kWarps = kStoreWarps;
-// Blocks of an SM: as many as spill nothing.
-template <int kBlock, bool kSquare, int kForms>
-constexpr int kBlocks = kForms == kRows + kColumns && (kBlock == 0 || kSquare) ? 2 : 4;
+// Blocks of an SM. Both forms want registers more than blocks.
+template <int kForms>
+constexpr int kBlocks = kForms == kRows + kColumns ? 2 : 4;
 
 template <bool kSquare, int kForms>
 constexpr bool kIsWide = !kSquare && kForms <= kRows;
@@ -89,7 +90,7 @@ using SharedOf = typename std::conditional<(kForms & kColumns) != 0, ColumnShare
 
 // kBlock 0: one scale a group; kSquare: of blocks 128 x 128. kForms 0: amaxes alone.
 template <bool kBf16, int kBlock, bool kSquare, int kForms>
-__global__ void __launch_bounds__(kThreads, kBlocks<kBlock, kSquare, kForms>)
+__global__ void __launch_bounds__(kThreads, kBlocks<kForms>)
     store_tiles(const __grid_constant__ StoreProblem p, uint32_t column_tiles) {
   constexpr bool kWide = kIsWide<kSquare, kForms>;
   using Tile = Shape<kWide>;
@@ -191,7 +192,7 @@ void run(const Quantize& call, const StoreProblem& p, cudaStream_t stream) {
   allow_shared_memory<kKernel>(kMostBytes);
   const int64_t column_tiles = divide_up(p.width, Tile::kColumns);
   const int64_t tiles = most_row_tiles_of(call, Tile::kRows) * column_tiles;
-  const unsigned grid = blocks_for(tiles, kBlocks<kBlock, kSquare, kForms>, bytes);
+  const unsigned grid = blocks_for(tiles, kBlocks<kForms>, bytes);
   if (grid == 0) return;
   kKernel<<<grid, kThreads, bytes, stream>>>(p, static_cast<uint32_t>(column_tiles));
   GROUPED_CUDA_CHECK(cudaGetLastError());
