@@ -13,7 +13,7 @@ from grouped_core import linear_spec
 from grouped_core.calls import ArraySpec
 from grouped_core.recipes import Recipe
 from grouped_core.sizes import GroupSizes, unwrap
-from torch_bridge import _library, main_grad
+from torch_bridge import _graph, _library, main_grad
 from torch_bridge._library import NAMES
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._run import dtype_name, spec_of
@@ -149,9 +149,14 @@ def _stacked(members: Sequence[Tensor]) -> ArraySpec:
     return ArraySpec((len(members), *one.shape), one.dtype)
 
 
-@torch.compiler.assume_constant_result
 def text_of(transposed: bool, recipe: Recipe | None, scale_bias: bool, rows_hint: int, names: str) -> str:
-    return _library.encode(transposed, recipe, scale_bias, rows_hint, names)
+    options = (transposed, recipe, scale_bias, rows_hint, names)
+    return _constant(_graph.taken_apart(options)) if torch.compiler.is_compiling() else _library.encode(*options)
+
+
+@torch.compiler.assume_constant_result
+def _constant(options: Any) -> str:
+    return _library.encode(*_graph.together(options))
 
 
 def weight_names(weights: Sequence[Tensor], name: str = NAMES.w) -> list[str]:
@@ -266,7 +271,7 @@ def check_apart(written: _Named, read: _Named) -> None:
     spans = [
         (each.data_ptr(), each.data_ptr() + each.nbytes, at, name)
         for at, name, each in named
-        if each is not None and each.numel()
+        if each is not None and each.numel() and not each.is_meta
     ]
     furthest = {False: (0, 0, ""), True: (0, 0, "")}  # of what is read, and written: the span that ends last so far
     for start, end, at, name in sorted(spans):

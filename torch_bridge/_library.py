@@ -9,16 +9,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from grouped_core import gradients
-from grouped_core.calls import ArraySpec, Call
+from grouped_core.calls import ArraySpec
 from grouped_core.debug import debug_flags
-from grouped_core.formats import WIDE, Format
+from grouped_core.formats import Format
 from grouped_core.gradients import Needs
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.products import in_form
@@ -180,6 +180,12 @@ def _halves(op: str, live: Sequence[int]) -> tuple[int, ...]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Operators
 
+Execute = Callable[..., list[Any]]
+"""How an operator's rules run: `_run.execute`, or for its fake implementation `_run.imagine`.
+
+(rule, static facts, operands, and from `rows` on what `_run.fake` takes) -> results.
+"""
+
 _OPERANDS = "Tensor[] weight, Tensor group_sizes, Tensor[] bias, Tensor? row_scale"
 _SCHEMAS = {
     "linear": f"(Tensor x, {_OPERANDS}, str op) -> Tensor",
@@ -194,61 +200,29 @@ _SCHEMAS = {
 }
 
 
-def _forward_operands(
-    x: Tensor,
-    weight: Sequence[Tensor],
-    group_sizes: Tensor,
-    bias: Sequence[Tensor],
-    row_scale: Tensor | None,
-    out: Tensor | None,
-) -> tuple[Any, ...]:
-    return x, grouped(weight, 3), group_sizes, grouped(bias, 2), row_scale, out
-
-
-def _run_forward(op: str, operands: tuple[Any, ...]) -> Tensor:
-    flags = debug_flags()
-    x, _, group_sizes, *_ = operands
-    if "sizes" in flags:
-        note_sizes(group_sizes, x.shape[0])
-    return _run.run(_forward_rule, op, operands, flags)[0]
+def forward(execute: Execute, rule: _run.Rule, static: Any, operands: tuple[Any, ...], at: int, *facts: Any) -> Any:
+    """What `execute` does with a forward rule; sizes, which stand at `at`, are noted if GROUPED_DEBUG says so."""
+    if execute is _run.execute and "sizes" in debug_flags():
+        note_sizes(operands[at], operands[0].shape[0])
+    return execute(rule, static, operands, *facts)
 
 
 def _linear(
-    x: Tensor, weight: list[Tensor], group_sizes: Tensor, bias: list[Tensor], row_scale: Tensor | None, op: str
-) -> Tensor:
-    return _run_forward(op, _forward_operands(x, weight, group_sizes, bias, row_scale, None))
-
-
-def _linear_fake(
-    x: Tensor, weight: list[Tensor], group_sizes: Tensor, bias: list[Tensor], row_scale: Tensor | None, op: str
-) -> Tensor:
-    operands = _forward_operands(x, weight, group_sizes, bias, row_scale, None)
-    return _run.fake(_forward_rule, op, operands, _FORWARD_ROWS, x.device)[0]
-
-
-def _linear_into(
+    execute: Execute,
     x: Tensor,
     weight: list[Tensor],
     group_sizes: Tensor,
     bias: list[Tensor],
     row_scale: Tensor | None,
     op: str,
-    out: Tensor,
-) -> None:
-    _run_forward(op, _forward_operands(x, weight, group_sizes, bias, row_scale, out))
+    out: Tensor | None = None,
+) -> Tensor:
+    operands = (x, grouped(weight, 3), group_sizes, grouped(bias, 2), row_scale, out)
+    return forward(execute, _forward_rule, op, operands, 2, _FORWARD_ROWS)[0]
 
 
-def _linear_into_fake(
-    x: Tensor,
-    weight: list[Tensor],
-    group_sizes: Tensor,
-    bias: list[Tensor],
-    row_scale: Tensor | None,
-    op: str,
-    out: Tensor,
-) -> None:
-    operands = _forward_operands(x, weight, group_sizes, bias, row_scale, out)
-    _run.fake(_forward_rule, op, operands, _FORWARD_ROWS, x.device)
+def _linear_into(*arguments: Any) -> None:
+    _linear(*arguments)
 
 
 def subset(groups: Sequence[int], count: int) -> list[int]:
@@ -258,21 +232,29 @@ def subset(groups: Sequence[int], count: int) -> list[int]:
 
 def scattered(buffers: Sequence[Tensor], live: Sequence[int], groups: int) -> list[Tensor | None]:
     """One destination a group: `buffers` in the order of `live`, None elsewhere."""
-    destinations: list[Tensor | None] = [None] * groups
+    destinations: list[Tensor | None] = [None] * int(groups)
     for group, buffer in zip(live or range(groups), buffers, strict=True):
         destinations[group] = buffer
     return destinations
 
 
-def weight_gradients(op: str, dtypes: str, live: Sequence[int], dy: Tensor, k: int, n: int | None = None) -> Tensor:
-    """A buffer for the weight gradients of the groups `live`, each laid out as its weight; `n`: N, if not dy's."""
+def weight_gradients(
+    op: str, dtypes: str, live: Sequence[int], dy: Tensor, k: int, group_sizes: Tensor, n: int | None = None
+) -> tuple[Tensor, list[Tensor | None]]:
+    """A buffer for the weight gradients of the groups `live`, each laid out as its weight; and one part a group.
+
+    Args:
+        n: N, if it is not dy's.
+    """
     n = dy.shape[1] if n is None else n
     shape = (len(live), n, k) if decode(op).transposed else (len(live), k, n)
     name = dtypes.split(",")[1]
-    return dy.new_empty(shape, dtype=_run.TORCH_DTYPES["bfloat16" if name.startswith("float8") else name])
+    buffer = dy.new_empty(shape, dtype=_run.TORCH_DTYPES["bfloat16" if name.startswith("float8") else name])
+    return buffer, scattered(buffer.unbind(), live, group_sizes.shape[0])
 
 
 def _linear_grads(
+    execute: Execute,
     x: Tensor | None,
     weight: list[Tensor],
     group_sizes: Tensor,
@@ -288,38 +270,16 @@ def _linear_grads(
     buffer = into = None
     halves = _halves(op, live)
     if "w" in needs and live and not halves:  # frozen members of a list have no destination
-        buffer = weight_gradients(op, dtypes, live, dy, k)
-        into = scattered(buffer.unbind(), live, group_sizes.shape[0])
+        buffer, into = weight_gradients(op, dtypes, live, dy, k, group_sizes)
     w, up = weight_operands(weight)
     operands = (x, w, group_sizes, grouped(bias, 2), row_scale, dy, into, None, up, None)
-    dx, *dw, db, dc = _run.run(_backward_rule, (op, needs, dtypes, k, halves, False), operands, debug_flags())
+    static = (op, needs, dtypes, int(k), halves, False)
+    dx, *dw, db, dc = execute(_backward_rule, static, operands, _BACKWARD_ROWS)
     return [each for each in (dx, *(dw if buffer is None else [buffer]), db, dc) if each is not None]
 
 
-def _linear_grads_fake(
-    x: Tensor | None,
-    weight: list[Tensor],
-    group_sizes: Tensor,
-    bias: list[Tensor],
-    row_scale: Tensor | None,
-    dy: Tensor,
-    k: int,
-    op: str,
-    dtypes: str,
-    needs: str,
-    live: list[int],
-) -> list[Tensor]:
-    halves = _halves(op, live)
-    w, up = weight_operands(weight)
-    operands = (x, w, group_sizes, grouped(bias, 2), row_scale, dy, None, None, up, None)
-    static = (op, needs, dtypes, int(k), halves, False)
-    dx, *dw, db, dc = _run.fake(_backward_rule, static, operands, _BACKWARD_ROWS, dy.device)
-    if "w" in needs and live and not halves:
-        dw = [weight_gradients(op, dtypes, live, dy, int(k))]
-    return [each for each in (dx, *dw, db, dc) if each is not None]
-
-
 def _linear_grads_into(
+    execute: Execute,
     x: Tensor | None,
     weight: list[Tensor],
     group_sizes: Tensor,
@@ -344,76 +304,36 @@ def _linear_grads_into(
         into = scattered(wgrad, live, group_sizes.shape[0])
     w, up = weight_operands(weight)
     operands = (x, w, group_sizes, grouped(bias, 2), row_scale, dy, into, grad_input, up, into_up)
-    dc = _run.run(_backward_rule, (op, needs, dtypes, k, halves, accumulate), operands, debug_flags())[-1]
+    static = (op, needs, dtypes, int(k), halves, accumulate)
+    dc = execute(_backward_rule, static, operands, _BACKWARD_ROWS)[-1]
     if scale_grad is not None:
         scale_grad.copy_(dc)
-
-
-def _linear_grads_into_fake(*_: Any) -> None:
-    """Nothing comes back, and the operands were checked with the forward call."""
 
 
 _LIBRARY = torch.library.Library("torch_bridge", "DEF")
 
 
-def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """An operator of this package, on CPU and CUDA, and its fake implementation."""
+def define(name: str, schema: str, body: Callable[..., Any]) -> None:
+    """An operator of this package, on CPU and CUDA, and its fake implementation.
+
+    Args:
+        body: both of it, given how rules run, and the operator's arguments.
+    """
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     for device in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, run, device)
-    torch.library.register_fake(f"torch_bridge::{name}", fake, lib=_LIBRARY)
+        _LIBRARY.impl(name, partial(body, _run.execute), device)
+    torch.library.register_fake(f"torch_bridge::{name}", partial(body, _run.imagine), lib=_LIBRARY)
 
 
-define("linear", _SCHEMAS["linear"], _linear, _linear_fake)
-define("linear_into", _SCHEMAS["linear_into"], _linear_into, _linear_into_fake)
-define("linear_grads", _SCHEMAS["linear_grads"], _linear_grads, _linear_grads_fake)
-define("linear_grads_into", _SCHEMAS["linear_grads_into"], _linear_grads_into, _linear_grads_into_fake)
+for _name, _body in (
+    ("linear", _linear),
+    ("linear_into", _linear_into),
+    ("linear_grads", _linear_grads),
+    ("linear_grads_into", _linear_grads_into),
+):
+    define(_name, _SCHEMAS[_name], _body)
 
 linear = torch.ops.torch_bridge.linear.default
 linear_into = torch.ops.torch_bridge.linear_into.default
 linear_grads = torch.ops.torch_bridge.linear_grads.default
 linear_grads_into = torch.ops.torch_bridge.linear_grads_into.default
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Planning
-
-
-def forward_calls(
-    x: Tensor,
-    weight: Sequence[Tensor],
-    group_sizes: Tensor,
-    bias: Sequence[Tensor],
-    row_scale: Tensor | None,
-    op: str,
-    out: Tensor | None,
-) -> list[Call]:
-    """Native calls of the forward operator."""
-    return _run.calls_of(_forward_rule, op, _forward_operands(x, weight, group_sizes, bias, row_scale, out))
-
-
-def backward_calls(
-    x: Tensor,
-    weight: Sequence[Tensor],
-    group_sizes: Tensor,
-    bias: Sequence[Tensor],
-    row_scale: Tensor | None,
-    op: str,
-    needs: Needs,
-    into_dtype: str | None,
-    grad_input: Tensor | None,
-) -> list[Call]:
-    """Native calls of the gradients `needs`; those of weights go to destinations of `into_dtype`, if not None."""
-    n = weight[0].shape[-2 if decode(op).transposed else -1]
-    dy = x.new_empty((x.shape[0], n), dtype=_forward_dtype(x), device="meta")
-    into = None
-    if into_dtype is not None and needs.w:
-        into = grouped([each.to("meta", _run.TORCH_DTYPES[into_dtype]) for each in weight], 3)
-    dtypes = dtypes_text(x, weight[0], bias[0] if bias else None, row_scale)
-    operands = (x, grouped(weight, 3), group_sizes, grouped(bias, 2), row_scale, dy, into, grad_input, None, None)
-    static = (op, needs_text(needs), dtypes, x.shape[1], (), into is not None)
-    return _run.calls_of(_backward_rule, static, operands)
-
-
-def _forward_dtype(x: Tensor) -> torch.dtype:
-    return x.dtype if _run.dtype_name(x.dtype) in WIDE else torch.bfloat16

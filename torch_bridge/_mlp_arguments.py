@@ -16,7 +16,7 @@ from grouped_core.plans import Planner
 from grouped_core.products import in_form, operand_spec
 from grouped_core.recipes import Recipe
 from grouped_core.sizes import GroupSizes, unwrap
-from torch_bridge import _mlp_library
+from torch_bridge import _graph, _mlp_library
 from torch_bridge._arguments import (
     MAX_TEXTS,
     Members,
@@ -190,8 +190,21 @@ def _check_operands(operands: tuple[Any, ...], text: str) -> tuple[Tensor, str]:
     return sizes, text
 
 
+def text_of(*options: Any) -> str:
+    """The operation as text.
+
+    Args:
+        options: rhs_transposed, activation, recipe, residuals, hint of rows, implementation, whether wi is a pair.
+    """
+    return _constant(_graph.taken_apart(options)) if torch.compiler.is_compiling() else _encode(*options)
+
+
 @torch.compiler.assume_constant_result
-def text_of(
+def _constant(options: Any) -> str:
+    return _encode(*_graph.together(options))
+
+
+def _encode(
     rhs_transposed: bool,
     activation: str | Activation,
     recipe: Recipe | None,

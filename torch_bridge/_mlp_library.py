@@ -18,13 +18,12 @@ from torch import Tensor
 from grouped_core import gradients
 from grouped_core import mlp as rules
 from grouped_core.activations import Activation
-from grouped_core.debug import debug_flags
 from grouped_core.mlp_spec import NO_NEEDS, Mlp, MlpNames, Residuals
 from grouped_core.products import in_form, operand_spec
 from grouped_core.recipes import Recipe
 from grouped_core.storing import Extras, Within
-from torch_bridge import _library, _run
-from torch_bridge.sizes import note_sizes
+from torch_bridge import _library
+from torch_bridge._library import Execute
 
 NAMES = MlpNames()
 
@@ -158,25 +157,22 @@ _SCHEMAS = {
 
 
 def _hidden(
-    x: Tensor, wi: list[Tensor], group_sizes: Tensor, probs: Tensor | None, wi_bias: list[Tensor], op: str, keep: bool
-) -> list[Tensor]:
-    flags = debug_flags()
-    if "sizes" in flags:
-        note_sizes(group_sizes, x.shape[0])
-    w, up = _library.weight_operands(wi)
-    operands = (x, w, group_sizes, probs, _library.grouped(wi_bias, 2), up)
-    return _present(_run.run(_hidden_rule, (op, keep), operands, flags))
-
-
-def _hidden_fake(
-    x: Tensor, wi: list[Tensor], group_sizes: Tensor, probs: Tensor | None, wi_bias: list[Tensor], op: str, keep: bool
+    execute: Execute,
+    x: Tensor,
+    wi: list[Tensor],
+    group_sizes: Tensor,
+    probs: Tensor | None,
+    wi_bias: list[Tensor],
+    op: str,
+    keep: bool,
 ) -> list[Tensor]:
     w, up = _library.weight_operands(wi)
     operands = (x, w, group_sizes, probs, _library.grouped(wi_bias, 2), up)
-    return _present(_run.fake(_hidden_rule, (op, keep), operands, _HIDDEN_ROWS, x.device))
+    return _present(_library.forward(execute, _hidden_rule, (op, keep), operands, 2, _HIDDEN_ROWS))
 
 
 def _hidden_grads(
+    execute: Execute,
     h: Tensor,
     wo: list[Tensor],
     group_sizes: Tensor,
@@ -187,29 +183,15 @@ def _hidden_grads(
     wanted: str,
 ) -> list[Tensor]:
     operands = (h, _library.grouped(wo, 3), group_sizes, probs, _library.grouped(wo_bias, 2), dy)
-    return _present(_run.run(_grads_rule, (op, wanted), operands, debug_flags()))
-
-
-def _hidden_grads_fake(
-    h: Tensor,
-    wo: list[Tensor],
-    group_sizes: Tensor,
-    probs: Tensor | None,
-    wo_bias: list[Tensor],
-    dy: Tensor,
-    op: str,
-    wanted: str,
-) -> list[Tensor]:
-    operands = (h, _library.grouped(wo, 3), group_sizes, probs, _library.grouped(wo_bias, 2), dy)
-    return _present(_run.fake(_grads_rule, (op, wanted), operands, _GRADS_ROWS, dy.device))
+    return _present(execute(_grads_rule, (op, wanted), operands, _GRADS_ROWS))
 
 
 def _present(results: Sequence[Tensor | None]) -> list[Tensor]:
     return [each for each in results if each is not None]
 
 
-_library.define("mlp_hidden", _SCHEMAS["mlp_hidden"], _hidden, _hidden_fake)
-_library.define("mlp_hidden_grads", _SCHEMAS["mlp_hidden_grads"], _hidden_grads, _hidden_grads_fake)
+_library.define("mlp_hidden", _SCHEMAS["mlp_hidden"], _hidden)
+_library.define("mlp_hidden_grads", _SCHEMAS["mlp_hidden_grads"], _hidden_grads)
 
 hidden = torch.ops.torch_bridge.mlp_hidden.default
 hidden_grads = torch.ops.torch_bridge.mlp_hidden_grads.default

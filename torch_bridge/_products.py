@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from grouped_core.gradients import Needs
 from grouped_core.products import wide
 from torch_bridge import _library, main_grad
-from torch_bridge._arguments import weight_names
+from torch_bridge._arguments import destinations, weight_names
 from torch_bridge._run import TORCH_DTYPES
 
 
@@ -74,6 +74,31 @@ def owners_of(
     return (owner.parameters if elsewhere or owner.delayed is not None else ()), owner.delayed
 
 
+OUTSIDE = "delayed weight gradients, flags of main_grad and weight caches are state of Python: they run beside a graph"
+
+
+def stays_outside(owner: Owner | None, parameters: Sequence[Tensor], to_main_grad: bool) -> bool:
+    """Whether the way of weight gradients is state of Python: delayed ones, and flags that are raised."""
+    if owner is not None and owner.delayed is not None:
+        return True
+    return to_main_grad and main_grad.needs_python(parameters)
+
+
+def accumulators(given: Any, parameters: Sequence[Tensor], packed: bool, name: str) -> tuple[Any, Any]:
+    """(`wgrad_accum` of one weight as tensors, whether each is replaced): both are looked up while a graph is traced.
+
+    Args:
+        given: what the user passed. packed: whether the weight is one tensor. name: of the weight.
+    """
+    if given is None:
+        return None, None
+    replaced = tuple([main_grad.overwrites(each) for each in parameters])
+    if not isinstance(given, str):
+        return given, replaced
+    found = destinations(parameters, name)
+    return found[0] if packed else found, replaced
+
+
 class ProductGradients(NamedTuple):
     """Gradients of one product, None where not needed or written elsewhere; one entry a weight and a bias."""
 
@@ -83,12 +108,15 @@ class ProductGradients(NamedTuple):
     biases: list[Tensor | None]
 
 
-class Launcher(Protocol):
-    """The gradient operators with their operands at hand."""
+class Launcher(NamedTuple):
+    """The gradient operators of one product with their operands; what no needed gradient reads is None or []."""
+
+    operators: tuple[Any, Any]  # one that returns new tensors, one that writes into the caller's
+    operands: tuple[Any, ...]  # of both, x, weight, group_sizes, bias, row_scale and dy first, up to the letters
 
     def new(self, letters: str, live: list[int]) -> list[Tensor]:
         """Gradients named by `letters`, in that order; of a list of weights those of the groups `live`."""
-        ...
+        return self.operators[0](*self.operands, letters, live)
 
     def into(
         self,
@@ -100,55 +128,38 @@ class Launcher(Protocol):
         scale_grad: Tensor | None,
     ) -> None:
         """The same gradients into the caller's tensors."""
-        ...
+        self.operators[1](*self.operands, letters, live, accumulate, grad_input, wgrad, scale_grad)
 
     def of_weights(self) -> Launcher:
         """This one with nothing but what weight gradients read, for a delayed launch keeps it alive."""
-        ...
+        x, _, sizes, _, *rest = self.operands
+        return Launcher(self.operators, (x, [], sizes, [], *rest))
 
-    def tensors(self) -> Sequence[Tensor | None]:
+    def tensors(self) -> list[Tensor]:
         """What it keeps alive."""
-        ...
+        parts = [each if isinstance(each, list) else [each] for each in self.operands]
+        return [each for part in parts for each in part if isinstance(each, Tensor)]
 
 
-class PlainLauncher(NamedTuple):
-    """Of operands as they stand; those that no needed gradient reads are None or []."""
-
-    x: Tensor | None
-    weights: list[Tensor]
-    sizes: Tensor
-    biases: list[Tensor]
-    row_scale: Tensor | None
-    dy: Tensor
-    k: int
-    text: str
-    dtypes: str
-
-    def new(self, letters: str, live: list[int]) -> list[Tensor]:
-        return _library.linear_grads(*self, letters, live)
-
-    def into(
-        self,
-        letters: str,
-        live: list[int],
-        accumulate: bool,
-        grad_input: Tensor | None,
-        wgrad: list[Tensor],
-        scale_grad: Tensor | None,
-    ) -> None:
-        _library.linear_grads_into(*self, letters, live, accumulate, grad_input, wgrad, scale_grad)
-
-    def of_weights(self) -> PlainLauncher:
-        return self._replace(weights=[], biases=[])
-
-    def tensors(self) -> Sequence[Tensor | None]:
-        return (self.x, *self.weights, self.sizes, *self.biases, self.row_scale, self.dy)
+def plain_launcher(
+    x: Tensor | None,
+    weights: list[Tensor],
+    sizes: Tensor,
+    biases: list[Tensor],
+    row_scale: Tensor | None,
+    dy: Tensor,
+    k: int,
+    text: str,
+    dtypes: str,
+) -> Launcher:
+    """Of operands as they stand."""
+    operands = (x, weights, sizes, biases, row_scale, dy, k, text, dtypes)
+    return Launcher((_library.linear_grads, _library.linear_grads_into), operands)
 
 
 def product_gradients(
     facts: ProductFacts,
-    launcher: Launcher,
-    dy: Tensor,
+    launcher: Launcher | None,
     owners: Sequence[Tensor],
     accumulators: Sequence[Tensor | None],
     grad_input: Tensor | None,
@@ -157,12 +168,14 @@ def product_gradients(
     """What `facts.needs` asks for, each gradient where it belongs.
 
     Args:
-        dy: [M, N], contiguous.
+        launcher: None where nothing is asked for.
         owners: the weights, if their gradients do not go to autograd but to `accumulators` or to `main_grad`.
         grad_input: the caller's buffer for the gradient of x.
         delayed: where the weight gradients wait, if they do.
     """
     needs, (weight_count, bias_count) = facts.needs, facts.counts
+    if launcher is None or not any(needs):
+        return ProductGradients(None, None, [None] * weight_count, [None] * bias_count)
     elsewhere = bool(owners) and needs.w
     buffer = grad_input if needs.x else None
 
@@ -178,7 +191,7 @@ def product_gradients(
         db, dc = (next(results) if needed else None for needed in new[2:])
     if buffer is not None:
         if needs.row_scale:
-            dc = dy.new_empty(dy.shape[:1], dtype=TORCH_DTYPES[facts.dtypes.split(",")[3]])
+            dc = buffer.new_empty(buffer.shape[:1], dtype=TORCH_DTYPES[facts.dtypes.split(",")[3]])
         letters = _library.needs_text(Needs(True, False, False, needs.row_scale))
         launcher.into(letters, [], False, buffer, [], dc)
         dx = buffer.detach()
@@ -211,6 +224,24 @@ def product_gradients(
         for at in facts.live_biases:
             bias_gradients[at] = gradients[at]
     return ProductGradients(dx, dc, weight_gradients, bias_gradients)
+
+
+def mlp_gradients(
+    products: tuple[ProductFacts, ProductFacts],
+    work: list[Launcher | None],
+    owners: Sequence[Sequence[Tensor]],
+    accumulators: Sequence[Sequence[Tensor | None]],
+    grad_input: Tensor | None,
+    delayed: Sequence[main_grad.Delayed | None] = (None, None),
+) -> tuple[ProductGradients, ProductGradients]:
+    """The gradients of an MLP's products, the second's first; arguments as of `product_gradients`.
+
+    Args:
+        work: launchers of both products, taken out of the list, so that rows go as soon as nothing reads them.
+    """
+    second = product_gradients(products[1], work.pop(), owners[1], accumulators[1], None, delayed[1])
+    first = product_gradients(products[0], work.pop(), owners[0], accumulators[0], grad_input, delayed[0])
+    return first, second
 
 
 def once(name: str, gradients: Sequence[Tensor | None], sources: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:

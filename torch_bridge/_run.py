@@ -17,6 +17,7 @@ from torch import Tensor
 
 from grouped_core import _native, calls, plans
 from grouped_core.calls import ArraySpec, Call
+from grouped_core.debug import debug_flags
 from grouped_core.products import Listed
 from torch_bridge._memory import (
     EXCHANGE,
@@ -44,6 +45,10 @@ Operand = Tensor | Sequence[Tensor | None] | None
 """What a rule reads: a tensor, one tensor a group (None: a destination that is skipped), or nothing."""
 
 
+SYMBOLIC_ROWS = calls.MAX_ROWS
+"""Stands for M where torch.compile has a symbol: no K, N or G comes near it."""
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of a torch dtype in specs; one that specs do not know keeps torch's."""
     return DTYPES.get(dtype) or str(dtype).removeprefix("torch.")
@@ -52,6 +57,18 @@ def dtype_name(dtype: torch.dtype) -> str:
 def spec_of(tensor: Tensor) -> ArraySpec:
     """Shape and dtype of a tensor."""
     return ArraySpec(tuple(tensor.shape), dtype_name(tensor.dtype))
+
+
+def fixed_spec(tensor: Tensor) -> ArraySpec:
+    """As `spec_of`; sizes for which torch.compile has symbols become numbers, so that the spec is a key."""
+    return ArraySpec(tuple(map(int, tensor.shape)), dtype_name(tensor.dtype))
+
+
+def rows_spec(tensor: Tensor) -> ArraySpec:
+    """As `fixed_spec`, of rows, whose number may be a symbol: `SYMBOLIC_ROWS` then stands for it."""
+    if not tensor.shape or not _is_symbol(tensor.shape[0]):
+        return fixed_spec(tensor)
+    return ArraySpec((SYMBOLIC_ROWS, *map(int, tensor.shape[1:])), dtype_name(tensor.dtype))
 
 
 @lru_cache(maxsize=64)
@@ -166,6 +183,10 @@ def calls_of(rule: Rule, static: Hashable, operands: Sequence[Operand]) -> list[
     return record(rule, static, [None if each is None else _given(each, has_memory=False) for each in operands]).calls
 
 
+planned: list[list[Call]] = []
+"""Lists of those who want to know the calls that `imagine` would launch, innermost last."""
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Replay
 
@@ -275,6 +296,11 @@ def run(rule: Rule, static: Hashable, operands: tuple[Operand, ...], flags: froz
     return _replay(program, operands, flags)
 
 
+def execute(rule: Rule, static: Hashable, operands: tuple[Operand, ...], *_: Any) -> list[Any]:
+    """`run` in the form that `imagine` shares, for operators that are written once for both."""
+    return run(rule, static, operands, debug_flags())
+
+
 def _check_plain(operands: Sequence[Operand], facts: bytes | None) -> torch.device:
     """The device of the operands. Raises ValueError for what kernels cannot read where it lies."""
     named = [
@@ -334,36 +360,82 @@ def _poison(*tensors: Tensor | None) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Without arrays
 
-_SYMBOLIC_ROWS = calls.MAX_ROWS  # stands for M where torch.compile has a symbol: no K, N or G comes near it
+
+def _is_symbol(length: Any) -> bool:
+    return isinstance(length, torch.SymInt) and length.node.expr.is_Symbol
 
 
-def fake(rule: Rule, static: Hashable, operands: Sequence[Any], rows: Sequence[int], device: torch.device) -> list[Any]:
-    """New tensors shaped as the results of `rule`; operands at the positions `rows` have M rows, which may be a symbol;
-    without such positions M becomes a number too.
+def settle_rows(*operands: Any) -> None:
+    """Makes M a number unless it is a symbol in all of these, None apart, of which a quantised one is no tensor."""
+    rows = [each.shape[0] if isinstance(each, Tensor) and each.shape else 0 for each in operands if each is not None]
+    if not all(map(_is_symbol, rows)):
+        for each in rows:
+            int(each)
+
+
+def _known(length: Any, symbol: Any) -> int:
+    """A number for a length that follows from M, `SYMBOLIC_ROWS` standing for M if that is `symbol`."""
+    if symbol is None or not isinstance(length, torch.SymInt) or length.node.expr.free_symbols != {symbol.node.expr}:
+        return int(length)
+    return int(length.node.expr.subs(symbol.node.expr, SYMBOLIC_ROWS))
+
+
+def fake(
+    rule: Rule,
+    static: Hashable,
+    operands: Sequence[Any],
+    device: torch.device,
+    rows: Sequence[int] = (),
+    forms: Sequence[int] = (),
+    lengths: Callable[[Any], Sequence[Any]] | None = None,
+) -> list[Any]:
+    """New tensors shaped as the results of `rule`.
+
+    Args:
+        rows: positions of operands that have M rows, which may be a symbol; without any M becomes a number too.
+        forms: positions of operands any of whose axes may follow from M.
+        lengths: of axes of the results that follow from M in another way than being it.
 
     NOTE: specs must be hashable, and torch's symbols are not. M alone may stay symbolic, other axes become numbers.
     """
-    lengths = [operands[at].shape[0] for at in rows if operands[at] is not None]
-    symbolic = bool(lengths) and all(isinstance(length, torch.SymInt) for length in lengths)
-    symbol = lengths[0] if symbolic else None
+    given = [None if each is None else _given(each, has_memory=False) for each in operands]
+    for at, each in enumerate(given):  # numbers first: M may be the same symbol
+        if each is not None and at not in forms:
+            for length in each.spec.shape[at in rows :]:
+                int(length)
+    found = [operands[at].shape[0] for at in rows if operands[at] is not None]
+    symbol = found[0] if found and all(map(_is_symbol, found)) else None
     if symbol is not None:
-        for length in lengths:
+        for length in found:
             torch._check(length == symbol)
 
-    def spec(at: int, operand: Operand) -> Given | None:
-        if operand is None:
+    def spec(each: Given | None) -> Given | None:
+        if each is None:
             return None
-        given = _given(operand, has_memory=False)
-        shape = [int(d) if axis or at not in rows or symbol is None else _SYMBOLIC_ROWS
-                 for axis, d in enumerate(given.spec.shape)]  # fmt: skip
-        return given._replace(spec=ArraySpec(tuple(shape), given.spec.dtype))
+        return each._replace(
+            spec=ArraySpec(tuple(_known(length, symbol) for length in each.spec.shape), each.spec.dtype)
+        )
 
-    recording = record(rule, static, [spec(at, operand) for at, operand in enumerate(operands)])
+    recording = record(rule, static, [spec(each) for each in given])
+    if planned:
+        planned[-1] += recording.calls
+    symbols = {}
+    if symbol is not None:
+        symbols = dict(zip(lengths(SYMBOLIC_ROWS), lengths(symbol), strict=True)) if lengths else {}
+        symbols[SYMBOLIC_ROWS] = symbol
     made = []
     for result in recording.results:
         if result is None:
             made.append(None)
             continue
-        shape = [symbol if symbol is not None and d == _SYMBOLIC_ROWS else d for d in result.spec.shape]
+        shape = [symbols.get(length, length) for length in result.spec.shape]
         made.append(torch.empty(shape, dtype=TORCH_DTYPES[result.spec.dtype], device=device))
     return made
+
+
+def imagine(rule: Rule, static: Hashable, operands: tuple[Operand, ...], *facts: Any) -> list[Any]:
+    """`fake` in the form that `execute` shares; `facts` are its arguments from `rows` on."""
+    first = next(each for each in operands if each is not None)
+    if not isinstance(first, Tensor):
+        first = next(each for each in first if each is not None)
+    return fake(rule, static, operands, first.device, *facts)

@@ -9,18 +9,18 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from grouped_core import gradients, storing
-from grouped_core.debug import debug_flags
+from grouped_core.calls import stored_spec
 from grouped_core.formats import Format, QTensor
 from grouped_core.gradients import Needs
 from torch_bridge import _library, _run
-from torch_bridge._library import NEEDS, decode, define, grouped
+from torch_bridge._library import NEEDS, Execute, decode, define, grouped
 
 _PARTS = ("values", "scales", "group_scales")
 
@@ -64,8 +64,8 @@ def restored(stored: Stored, rows: int) -> QTensor[Any]:
 
 
 def slots_of(tensors: Sequence[Tensor], text: str, rank: int) -> tuple[Any, Any, Any]:
-    """An operand's three places among the operands of a rule."""
-    if not text:
+    """An operand's three places among the operands of a rule; empty ones where there are no arrays."""
+    if not text or not tensors:
         return grouped(tensors, rank), None, None
     names = described(text)[4]
     by_name = dict(zip(names, tensors, strict=True))
@@ -137,17 +137,25 @@ def _store_rule(run: Any, text: str, operands: Sequence[Any]) -> tuple[Any, ...]
 
 
 def _store(
-    source: list[Tensor], group_sizes: Tensor | None, encode: Tensor | None, key: Tensor | None, how: str
+    execute: Execute,
+    source: list[Tensor],
+    group_sizes: Tensor | None,
+    encode: Tensor | None,
+    key: Tensor | None,
+    how: str,
 ) -> list[Tensor]:
     operands = (_source(source, group_sizes), group_sizes, encode, key, None, None)
-    return [each for each in _run.run(_store_rule, how, operands, debug_flags()) if each is not None]
+    if group_sizes is None:
+        return [each for each in execute(_store_rule, how, operands) if each is not None]
+    lengths = partial(lengths_of, store_facts(how)[0], group_sizes.shape[0])
+    return [each for each in execute(_store_rule, how, operands, (0,), (), lengths) if each is not None]
 
 
-def _store_fake(
-    source: list[Tensor], group_sizes: Tensor | None, encode: Tensor | None, key: Tensor | None, how: str
-) -> list[Tensor]:
-    operands = (_source(source, group_sizes), group_sizes, encode, key, None, None)
-    return [each for each in _run.fake(_store_rule, how, operands, (), source[0].device) if each is not None]
+def lengths_of(wanted: Wanted, groups: int, rows: Any) -> list[Any]:
+    """Lengths of all axes of forms of rows that follow from M, others among them."""
+    specs = [stored_spec(cell, (rows, 1), axis, "float32", int(groups)) for axis, cell in wanted]
+    parts = [part for spec in specs for part in (spec.values, spec.scales) if part is not None]
+    return [length for part in parts for length in part.shape]
 
 
 def _source(source: Sequence[Tensor], group_sizes: Tensor | None) -> Any:
@@ -155,6 +163,7 @@ def _source(source: Sequence[Tensor], group_sizes: Tensor | None) -> Any:
 
 
 def _store_into(
+    execute: Execute,
     source: list[Tensor],
     group_sizes: Tensor | None,
     encode: Tensor | None,
@@ -165,20 +174,15 @@ def _store_into(
     amax: Tensor | None,
 ) -> None:
     operands = (_source(source, group_sizes), group_sizes, encode, key, skip, amax, *buffers)
-    _run.run(_store_rule, how, operands, debug_flags())
-
-
-def nothing(*_: Any) -> None:
-    """The fake of an operator that returns nothing."""
+    execute(_store_rule, how, operands)
 
 
 _SOURCE = "Tensor[] source, Tensor? group_sizes, Tensor? encode, Tensor? key"
-define("store", f"({_SOURCE}, str how) -> Tensor[]", _store, _store_fake)
+define("store", f"({_SOURCE}, str how) -> Tensor[]", _store)
 define(
     "store_into",
     f"({_SOURCE}, Tensor? skip, str how, Tensor(a!)[] buffers, Tensor(b!)? amax) -> ()",
     _store_into,
-    nothing,
 )
 _store_op = torch.ops.torch_bridge.store.default
 _store_into_op = torch.ops.torch_bridge.store_into.default
@@ -247,22 +251,14 @@ def _dequantize_rule(run: Any, static: tuple[str, int, str], operands: Sequence[
     return (storing.dequantize(run, operand_of(slots, text, rows), sizes, dtype),)
 
 
-def _dequantize(parts: list[Tensor], group_sizes: Tensor | None, form: str, rows: int, dtype: str) -> Tensor:
+def _dequantize(
+    execute: Execute, parts: list[Tensor], group_sizes: Tensor | None, form: str, rows: int, dtype: str
+) -> Tensor:
     operands = (*slots_of(parts, form, 3), group_sizes)
-    return _run.run(_dequantize_rule, (form, rows, dtype), operands, debug_flags())[0]
+    return execute(_dequantize_rule, (form, int(rows), dtype), operands)[0]
 
 
-def _dequantize_fake(parts: list[Tensor], group_sizes: Tensor | None, form: str, rows: int, dtype: str) -> Tensor:
-    operands = (*slots_of(parts, form, 3), group_sizes)
-    return _run.fake(_dequantize_rule, (form, int(rows), dtype), operands, (), parts[0].device)[0]
-
-
-define(
-    "dequantize",
-    "(Tensor[] parts, Tensor? group_sizes, str form, SymInt rows, str dtype) -> Tensor",
-    _dequantize,
-    _dequantize_fake,
-)
+define("dequantize", "(Tensor[] parts, Tensor? group_sizes, str form, SymInt rows, str dtype) -> Tensor", _dequantize)
 _dequantize_op = torch.ops.torch_bridge.dequantize.default
 
 
@@ -289,20 +285,8 @@ def _linear_rule(run: Any, static: _Static, operands: Sequence[Any]) -> tuple[An
     return (gradients.linear(run, decode(static.op), x, weight, sizes, bias, row_scale, out),)
 
 
-def _linear_operands(
-    x: list[Tensor],
-    weight: list[Tensor],
-    group_sizes: Tensor,
-    bias: list[Tensor],
-    row_scale: Tensor | None,
-    static: _Static,
-    out: Tensor | None,
-) -> tuple[Any, ...]:
-    rows, weights = slots_of(x, static.x_form, 2), slots_of(weight, static.weight_form, 3)
-    return (*rows, *weights, group_sizes, grouped(bias, 2), row_scale, out)
-
-
 def _linear(
+    execute: Execute,
     x: list[Tensor],
     weight: list[Tensor],
     group_sizes: Tensor,
@@ -311,47 +295,21 @@ def _linear(
     op: str,
     x_form: str,
     weight_form: str,
+    out: Tensor | None = None,
 ) -> Tensor:
-    static = _Static(op, x_form, weight_form)
-    operands = _linear_operands(x, weight, group_sizes, bias, row_scale, static, None)
-    return _run.run(_linear_rule, static, operands, debug_flags())[0]
+    rows, weights = slots_of(x, x_form, 2), slots_of(weight, weight_form, 3)
+    operands = (*rows, *weights, group_sizes, grouped(bias, 2), row_scale, out)
+    return _library.forward(execute, _linear_rule, _Static(op, x_form, weight_form), operands, 6, (0, 8, 9), (0, 1))[0]
 
 
-def _linear_fake(
-    x: list[Tensor],
-    weight: list[Tensor],
-    group_sizes: Tensor,
-    bias: list[Tensor],
-    row_scale: Tensor | None,
-    op: str,
-    x_form: str,
-    weight_form: str,
-) -> Tensor:
-    static = _Static(op, x_form, weight_form)
-    operands = _linear_operands(x, weight, group_sizes, bias, row_scale, static, None)
-    return _run.fake(_linear_rule, static, operands, (), x[0].device)[0]
-
-
-def _linear_into(
-    x: list[Tensor],
-    weight: list[Tensor],
-    group_sizes: Tensor,
-    bias: list[Tensor],
-    row_scale: Tensor | None,
-    op: str,
-    x_form: str,
-    weight_form: str,
-    out: Tensor,
-) -> None:
-    static = _Static(op, x_form, weight_form)
-    operands = _linear_operands(x, weight, group_sizes, bias, row_scale, static, out)
-    _run.run(_linear_rule, static, operands, debug_flags())
+def _linear_into(*arguments: Any) -> None:
+    _linear(*arguments)
 
 
 _OPERANDS = "Tensor[] x, Tensor[] weight, Tensor group_sizes, Tensor[] bias, Tensor? row_scale"
 _FORMS = "str op, str x_form, str weight_form"
-define("stored_linear", f"({_OPERANDS}, {_FORMS}) -> Tensor", _linear, _linear_fake)
-define("stored_linear_into", f"({_OPERANDS}, {_FORMS}, Tensor(a!) out) -> ()", _linear_into, nothing)
+define("stored_linear", f"({_OPERANDS}, {_FORMS}) -> Tensor", _linear)
+define("stored_linear_into", f"({_OPERANDS}, {_FORMS}, Tensor(a!) out) -> ()", _linear_into)
 linear = torch.ops.torch_bridge.stored_linear.default
 linear_into = torch.ops.torch_bridge.stored_linear_into.default
 
@@ -424,7 +382,11 @@ def _grads_operands(
     return (*rows, *weights, group_sizes, grouped(bias, 2), row_scale, plain, key, encode, into, grad_input, *forms)
 
 
+_GRADS_FACTS = ((8, 9, 13), (0, 1, *range(14, 20)))  # operands that have M rows, and forms of such
+
+
 def _grads(
+    execute: Execute,
     x: list[Tensor],
     weight: list[Tensor],
     group_sizes: Tensor,
@@ -444,41 +406,16 @@ def _grads(
 ) -> list[Tensor]:
     buffer = into = None
     if "w" in needs and live:  # frozen members of a list have no destination
-        buffer = _library.weight_gradients(op, dtypes, live, dy[0], k, width_of(dy[0].shape[1], dy_forms))
-        into = _library.scattered(buffer.unbind(), live, group_sizes.shape[0])
-    static = _GradStatic(op, x_form, weight_form, tuple(dy_forms), dtypes, needs, k, False)
+        n = int(width_of(dy[0].shape[1], dy_forms))
+        buffer, into = _library.weight_gradients(op, dtypes, live, dy[0], k, group_sizes, n)
+    static = _GradStatic(op, x_form, weight_form, tuple(dy_forms), dtypes, needs, int(k), False)
     operands = _grads_operands(static, x, weight, group_sizes, bias, row_scale, dy, key, encode, into, None)
-    dx, dw, db, dc = _run.run(_grads_rule, static, operands, debug_flags())
+    dx, dw, db, dc = execute(_grads_rule, static, operands, *_GRADS_FACTS)
     return [each for each in (dx, dw if buffer is None else buffer, db, dc) if each is not None]
 
 
-def _grads_fake(
-    x: list[Tensor],
-    weight: list[Tensor],
-    group_sizes: Tensor,
-    bias: list[Tensor],
-    row_scale: Tensor | None,
-    dy: list[Tensor],
-    key: Tensor | None,
-    encode: Tensor | None,
-    k: int,
-    op: str,
-    x_form: str,
-    weight_form: str,
-    dy_forms: list[str],
-    dtypes: str,
-    needs: str,
-    live: list[int],
-) -> list[Tensor]:
-    static = _GradStatic(op, x_form, weight_form, tuple(dy_forms), dtypes, needs, int(k), False)
-    operands = _grads_operands(static, x, weight, group_sizes, bias, row_scale, dy, key, encode, None, None)
-    dx, dw, db, dc = _run.fake(_grads_rule, static, operands, (), dy[0].device)
-    if dw is not None and live:
-        dw = _library.weight_gradients(op, dtypes, live, dy[0], int(k), width_of(dy[0].shape[1], dy_forms))
-    return [each for each in (dx, dw, db, dc) if each is not None]
-
-
 def _grads_into(
+    execute: Execute,
     x: list[Tensor],
     weight: list[Tensor],
     group_sizes: Tensor,
@@ -503,22 +440,21 @@ def _grads_into(
     into = grouped(wgrad, 3)
     if into is wgrad:  # of a list of weights
         into = _library.scattered(wgrad, live, group_sizes.shape[0])
-    static = _GradStatic(op, x_form, weight_form, tuple(dy_forms), dtypes, needs, k, accumulate)
+    static = _GradStatic(op, x_form, weight_form, tuple(dy_forms), dtypes, needs, int(k), accumulate)
     operands = _grads_operands(static, x, weight, group_sizes, bias, row_scale, dy, key, encode, into, grad_input)
-    dc = _run.run(_grads_rule, static, operands, debug_flags())[3]
+    dc = execute(_grads_rule, static, operands, *_GRADS_FACTS)[3]
     if scale_grad is not None:
         scale_grad.copy_(dc)
 
 
 _DY = "Tensor[] dy, Tensor? key, Tensor? encode, SymInt k"  # multipliers of x, where it is quantised once more
 _REST = "str[] dy_forms, str dtypes, str needs, int[] live"
-define("stored_linear_grads", f"({_OPERANDS}, {_DY}, {_FORMS}, {_REST}) -> Tensor[]", _grads, _grads_fake)
+define("stored_linear_grads", f"({_OPERANDS}, {_DY}, {_FORMS}, {_REST}) -> Tensor[]", _grads)
 define(
     "stored_linear_grads_into",
     f"({_OPERANDS}, {_DY}, {_FORMS}, {_REST}, bool accumulate, Tensor(a!)? grad_input, Tensor(b!)[] wgrad,"
     " Tensor(c!)? scale_grad) -> ()",
     _grads_into,
-    nothing,
 )
 linear_grads = torch.ops.torch_bridge.stored_linear_grads.default
 linear_grads_into = torch.ops.torch_bridge.stored_linear_grads_into.default

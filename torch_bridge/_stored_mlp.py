@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from grouped_core.calls import ArraySpec
-from grouped_core.debug import debug_flags
 from grouped_core.formats import QTensor
 from grouped_core.storing import Within, joined, within
 from torch_bridge import _run
-from torch_bridge._library import define, grouped
+from torch_bridge._library import Execute, define, forward, grouped
 from torch_bridge._mlp_library import decode, grads_rule, hidden_rule
 from torch_bridge._stored import (
     Forms,
     Stored,
     Wanted,
+    lengths_of,
     operand_of,
     present,
     slots_of,
@@ -44,6 +45,11 @@ def _within(how: str, **arrays: Any) -> Within | None:
     return within(wanted, stream=stream, **arrays)
 
 
+def _lengths(how: str, group_sizes: Tensor) -> Any:
+    """As `_run.fake` takes them, of a result stored so."""
+    return partial(lengths_of, store_facts(how)[0], group_sizes.shape[0]) if how else None
+
+
 def _hidden_rule(run: Any, static: _Hidden, operands: Sequence[Any]) -> tuple[Any, ...]:
     rows = run.spec(operands[0]).shape[0]
     x, wi = operand_of(operands[:3], static.x_form, rows), operand_of(operands[3:6], static.wi_form, rows)
@@ -55,6 +61,7 @@ def _hidden_rule(run: Any, static: _Hidden, operands: Sequence[Any]) -> tuple[An
 
 
 def _hidden(
+    execute: Execute,
     x: list[Tensor],
     wi: list[Tensor],
     group_sizes: Tensor,
@@ -68,25 +75,8 @@ def _hidden(
     how: str,
 ) -> list[Tensor]:
     operands = (*slots_of(x, x_form, 2), *slots_of(wi, wi_form, 3), group_sizes, probs, grouped(wi_bias, 2), encode)
-    found = _run.run(_hidden_rule, _Hidden(op, x_form, wi_form, keep, how), operands, debug_flags())
-    return [each for each in found if each is not None]
-
-
-def _hidden_fake(
-    x: list[Tensor],
-    wi: list[Tensor],
-    group_sizes: Tensor,
-    probs: Tensor | None,
-    wi_bias: list[Tensor],
-    encode: Tensor | None,
-    op: str,
-    x_form: str,
-    wi_form: str,
-    keep: bool,
-    how: str,
-) -> list[Tensor]:
-    operands = (*slots_of(x, x_form, 2), *slots_of(wi, wi_form, 3), group_sizes, probs, grouped(wi_bias, 2), encode)
-    found = _run.fake(_hidden_rule, _Hidden(op, x_form, wi_form, keep, how), operands, (), x[0].device)
+    static, facts = _Hidden(op, x_form, wi_form, keep, how), ((0, 7), (0, 1), _lengths(how, group_sizes))
+    found = forward(execute, _hidden_rule, static, operands, 6, *facts)
     return [each for each in found if each is not None]
 
 
@@ -125,6 +115,7 @@ def _grads_operands(
 
 
 def _grads(
+    execute: Execute,
     h: Tensor,
     wo: list[Tensor],
     group_sizes: Tensor,
@@ -140,27 +131,8 @@ def _grads(
     how: str,
 ) -> list[Tensor]:
     operands = _grads_operands(h, wo, group_sizes, probs, wo_bias, dy, encode, key, wo_form, dy_form)
-    found = _run.run(_grads_rule, _Grads(op, wo_form, dy_form, wanted, how), operands, debug_flags())
-    return [each for each in found if each is not None]
-
-
-def _grads_fake(
-    h: Tensor,
-    wo: list[Tensor],
-    group_sizes: Tensor,
-    probs: Tensor | None,
-    wo_bias: list[Tensor],
-    dy: list[Tensor],
-    encode: Tensor | None,
-    key: Tensor | None,
-    op: str,
-    wo_form: str,
-    dy_form: str,
-    wanted: str,
-    how: str,
-) -> list[Tensor]:
-    operands = _grads_operands(h, wo, group_sizes, probs, wo_bias, dy, encode, key, wo_form, dy_form)
-    found = _run.fake(_grads_rule, _Grads(op, wo_form, dy_form, wanted, how), operands, (), h.device)
+    facts = ((0, 2, 4), (10, 11), _lengths(how, group_sizes))
+    found = execute(_grads_rule, _Grads(op, wo_form, dy_form, wanted, how), operands, *facts)
     return [each for each in found if each is not None]
 
 
@@ -169,14 +141,12 @@ define(
     "(Tensor[] x, Tensor[] wi, Tensor group_sizes, Tensor? probs, Tensor[] wi_bias, Tensor? encode,"
     " str op, str x_form, str wi_form, bool keep, str how) -> Tensor[]",
     _hidden,
-    _hidden_fake,
 )
 define(
     "stored_mlp_hidden_grads",
     "(Tensor h, Tensor[] wo, Tensor group_sizes, Tensor? probs, Tensor[] wo_bias, Tensor[] dy,"
     " Tensor? encode, Tensor? key, str op, str wo_form, str dy_form, str wanted, str how) -> Tensor[]",
     _grads,
-    _grads_fake,
 )
 _hidden_op = torch.ops.torch_bridge.stored_mlp_hidden.default
 _grads_op = torch.ops.torch_bridge.stored_mlp_hidden_grads.default
@@ -210,7 +180,8 @@ def hidden(
     """
     how = store_text(wanted) if wanted else ""
     found = list(_hidden_op(x.tensors, wi.tensors, group_sizes, probs, wi_bias, encode, op, x.text, wi.text, keep, how))
-    z = joined(take_forms(found, wanted, spec.shape, spec.dtype)) if wanted else found.pop(0)
+    shape = (x.tensors[0].shape[0], spec.shape[1])  # M may be a symbol
+    z = joined(take_forms(found, wanted, shape, spec.dtype)) if wanted else found.pop(0)
     h = found.pop(0) if keep else None
     return Activated(z, h, found[0] if found else None)
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from grouped_core import calls, scaled_activation
 from grouped_core.activations import Activation, resolve
-from grouped_core.debug import debug_flags
-from torch_bridge import _library, _run, _saved
+from torch_bridge import _graph, _library, _run, _saved
 from torch_bridge._arguments import refuse_transforms
+from torch_bridge._library import Execute
 from torch_bridge._memory import raw_stream
 from torch_bridge._products import once
 from torch_bridge._run import spec_of
@@ -50,9 +50,13 @@ def scaled_activation_rows(
     return _Scaled.apply(text, group_sizes, h, probs)
 
 
-@torch.compiler.assume_constant_result
 def _encode(activation: str | Activation) -> str:
-    return _encoded(activation)
+    return _constant(_graph.taken_apart(activation)) if torch.compiler.is_compiling() else _encoded(activation)
+
+
+@torch.compiler.assume_constant_result
+def _constant(activation: Any) -> str:
+    return _encoded(_graph.together(activation))
 
 
 @lru_cache(maxsize=256)
@@ -118,10 +122,12 @@ def _grads_rule(run: Any, static: tuple[str, str], operands: Sequence[Any]) -> t
 _every_row: dict[tuple[torch.device, int], Tensor] = {}  # by device and stream, on which it was filled
 
 
-def _sizes(group_sizes: Tensor | None, h: Tensor) -> Tensor:
+def _sizes(execute: Execute, group_sizes: Tensor | None, h: Tensor) -> Tensor:
     """The sizes, or those of one group of all rows: what is above M is clamped, so one tensor serves every M."""
     if group_sizes is not None:
         return group_sizes
+    if execute is not _run.execute:
+        return h.new_empty((1,), dtype=torch.int32)
     on_gpu = h.device.type == "cuda"
     key = (h.device, raw_stream(h.device.index) if on_gpu else 0)
     kept = _every_row.get(key)
@@ -132,36 +138,29 @@ def _sizes(group_sizes: Tensor | None, h: Tensor) -> Tensor:
     return kept
 
 
-def _run_activation(rows: Tensor, group_sizes: Tensor | None, probs: Tensor | None, activation: str) -> Tensor:
-    operands = (rows, _sizes(group_sizes, rows), probs)
-    return _run.run(_forward_rule, activation, operands, debug_flags())[0]
-
-
-def _fake_activation(rows: Tensor, group_sizes: Tensor | None, probs: Tensor | None, activation: str) -> Tensor:
-    sizes = rows.new_empty((1,), dtype=torch.int32) if group_sizes is None else group_sizes
-    return _run.fake(_forward_rule, activation, (rows, sizes, probs), (0, 2), rows.device)[0]
+def _run_activation(
+    execute: Execute, rows: Tensor, group_sizes: Tensor | None, probs: Tensor | None, activation: str
+) -> Tensor:
+    return execute(_forward_rule, activation, (rows, _sizes(execute, group_sizes, rows), probs), (0, 2))[0]
 
 
 def _run_grads(
-    dz: Tensor, rows: Tensor, group_sizes: Tensor | None, probs: Tensor | None, activation: str, wanted: str
+    execute: Execute,
+    dz: Tensor,
+    rows: Tensor,
+    group_sizes: Tensor | None,
+    probs: Tensor | None,
+    activation: str,
+    wanted: str,
 ) -> list[Tensor]:
-    operands = (rows, _sizes(group_sizes, rows), probs, dz)
-    found = _run.run(_grads_rule, (activation, wanted), operands, debug_flags())
-    return [each for each in found if each is not None]
-
-
-def _fake_grads(
-    dz: Tensor, rows: Tensor, group_sizes: Tensor | None, probs: Tensor | None, activation: str, wanted: str
-) -> list[Tensor]:
-    sizes = rows.new_empty((1,), dtype=torch.int32) if group_sizes is None else group_sizes
-    found = _run.fake(_grads_rule, (activation, wanted), (rows, sizes, probs, dz), (0, 2, 3), rows.device)
+    found = execute(_grads_rule, (activation, wanted), (rows, _sizes(execute, group_sizes, rows), probs, dz), (0, 2, 3))
     return [each for each in found if each is not None]
 
 
 _OPERANDS = "Tensor rows, Tensor? group_sizes, Tensor? probs, str activation"
-_library.define("activation", f"({_OPERANDS}) -> Tensor", _run_activation, _fake_activation)
+_library.define("activation", f"({_OPERANDS}) -> Tensor", _run_activation)
 # `wanted`: "h" the gradient of the rows, "p" that of the probabilities, in float32.
-_library.define("activation_grads", f"(Tensor dz, {_OPERANDS}, str wanted) -> Tensor[]", _run_grads, _fake_grads)
+_library.define("activation_grads", f"(Tensor dz, {_OPERANDS}, str wanted) -> Tensor[]", _run_grads)
 
 _activation = torch.ops.torch_bridge.activation.default
 _activation_grads = torch.ops.torch_bridge.activation_grads.default

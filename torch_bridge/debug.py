@@ -1,4 +1,8 @@
-"""Looking from outside: what an operation would launch, and why it would not run."""
+"""Looking from outside: what an operation would launch, and why it would not run.
+
+An operation is run on meta tensors, forward and backward, and the calls of its operators are noted: so what is told is
+what is launched, quantisers included.
+"""
 
 from __future__ import annotations
 
@@ -8,90 +12,86 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grouped_core import mlp as rules
-from grouped_core.calls import ArraySpec, Call
+from grouped_core.calls import Call
 from grouped_core.debug import Planned, bound_arguments, explain_calls, why_not
-from grouped_core.gradients import Needs
-from grouped_core.mlp_spec import MlpNeeds
-from grouped_core.plans import Planner
-from grouped_core.products import Listed, in_form
-from torch_bridge import _library, _mlp_library, mlp
+from grouped_core.formats import QTensor
+from torch_bridge import _arguments as linear_arguments
+from torch_bridge import _graph, _run, mlp, ops, stored, stored_mlp
 from torch_bridge import _mlp_arguments as mlp_arguments
-from torch_bridge._arguments import check_arguments, check_buffers
-from torch_bridge._run import arch_of, dtype_name, spec_of
-from torch_bridge.ops import grouped_linear
+from torch_bridge._run import arch_of
 
 
-def _linear_calls(*, out: Tensor | None, grad_input: Tensor | None, **arguments: Any) -> list[Call]:
-    """Native calls of `grouped_linear` with these arguments, and of the gradients that they need."""
-    given = check_arguments(**arguments)
-    if out is not None or grad_input is not None:
-        check_buffers(out, grad_input, given)
-    x, weights, sizes, biases, row_scale, text, to_main_grad, accumulators = given
-    found = _library.forward_calls(x, weights, sizes, biases, row_scale, text, out)
-    needs = Needs(
-        *(
-            any(each is not None and each.requires_grad for each in group)
-            for group in ([x], weights, biases, [row_scale])
+def _check_linear(arguments: dict[str, Any], out: Tensor | None, grad_input: Tensor | None) -> None:
+    if stored.is_stored(arguments["x"], arguments["weight"], arguments["recipe"]):
+        stored.check_results(stored.check_arguments(**arguments), out, grad_input)
+    else:
+        linear_arguments.check_buffers(out, grad_input, linear_arguments.check_arguments(**arguments))
+
+
+def _check_mlp(arguments: dict[str, Any], out: Tensor | None, grad_input: Tensor | None) -> None:
+    if stored_mlp.is_stored_mlp(*(arguments[name] for name in ("x", "wi", "wo", "recipe"))):
+        stored_mlp.check_results(stored_mlp.check_arguments(**arguments), out, grad_input)
+    else:
+        mlp_arguments.check_buffers(out, grad_input, mlp_arguments.check_arguments(**arguments))
+
+
+def _planner(operation: Callable[..., Tensor], check: Callable[..., None], weights: tuple[str, ...]) -> Planned:
+    """Native calls of an operation and of the gradients that its arguments need; `weights` are names of arguments."""
+
+    def calls(*, out: Tensor | None, grad_input: Tensor | None, **arguments: Any) -> list[Call]:
+        check(arguments, out, grad_input)  # devices and memory, which meta tensors do not have
+        if isinstance(arguments["wgrad_accum"], str):
+            found = [_main_grads(stored.taken(arguments[name])[0]) for name in weights]
+            arguments["wgrad_accum"] = found[0] if len(weights) == 1 else tuple(found)
+        leaves: list[Tensor] = []
+
+        def meta(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                stand_in = value.detach().to("meta").requires_grad_(value.requires_grad)
+                leaves.append(stand_in)
+                return stand_in
+            return type(value)(map(meta, value)) if isinstance(value, (list, tuple)) else value
+
+        given = _graph.together(
+            meta(_graph.taken_apart([*arguments.items(), ("out", out), ("grad_input", grad_input)]))
         )
-    )
-    if torch.is_grad_enabled() and any(needs):
-        into = next((each for each in accumulators if each is not None), None)
-        into_dtype = "float32" if to_main_grad else None if into is None else dtype_name(into.dtype)
-        found += _library.backward_calls(x, weights, sizes, biases, row_scale, text, needs, into_dtype, grad_input)
-    return found
+        noted: list[Call] = []
+        _run.planned.append(noted)
+        try:
+            y = operation(**dict(given))
+            if y.requires_grad:
+                needed = [each for each in leaves if each.requires_grad]
+                torch.autograd.grad(y, needed, torch.empty_like(y), allow_unused=True)
+        finally:
+            _run.planned.pop()
+        return noted
+
+    return calls
 
 
-def _mlp_calls(*, out: Tensor | None, grad_input: Tensor | None, **arguments: Any) -> list[Call]:
-    """Native calls of `grouped_mlp` with these arguments, and of the gradients that they need."""
-    given = mlp_arguments.check_arguments(**arguments)
-    specs: Any
-    specs, sizes = mlp_arguments.specs_of(given)
-    if out is not None or grad_input is not None:
-        mlp_arguments.check_buffers(out, grad_input, given)
-    lists = ([given.x], given.wi, given.wo, [given.probs], given.wi_bias, given.wo_bias)
-    needs = MlpNeeds(*(any(each is not None and each.requires_grad for each in group) for group in lists))
-    table = ArraySpec(sizes.shape, "int64")
-    listed = (False, len(given.wi[0].shape) == 2, len(given.wo[0].shape) == 2, False)
-    listed += tuple(bool(each) and each[0].dim() == 1 for each in (given.wi_bias, given.wo_bias))
-    operands: list[Any] = [
-        Listed(spec, table) if apart and spec is not None else spec for spec, apart in zip(specs, listed, strict=True)
-    ]
-    op = _mlp_library.decode(given.text)
-    if op.paired:
-        operands[1] = in_form(op.fc1(), tuple(spec_of(half) for half in given.wi))
-    accumulators: Any = []
-    weights = (spec_of(given.wi[0]) if op.paired else specs.wi, specs.wo)
-    for weight, apart, given_to in zip(weights, listed[1:3], given[-2:], strict=True):
-        one = next((each for each in given_to if each is not None), None)
-        dtype = "float32" if given.to_main_grad else None if one is None else dtype_name(one.dtype)
-        into = None if dtype is None else weight._replace(dtype=dtype)
-        accumulators.append(Listed(into, table) if apart and into is not None else into)
-    if op.paired and accumulators[0] is not None:
-        accumulators[0] = (accumulators[0], accumulators[0])
-    run = Planner()
-    rules.plan(
-        op,
-        operands,
-        sizes,
-        run,
-        needs=needs if torch.is_grad_enabled() else MlpNeeds(*[False] * 6),
-        accumulators=tuple(accumulators),
-        halves=[at for at, half in enumerate(given.wi, 1) if half.requires_grad],
-        out=None if out is None else spec_of(out),
-        grad_input=None if grad_input is None else spec_of(grad_input),
-    )
-    return run.calls
+def _main_grads(weight: Any) -> Any:
+    """Tensors like the `main_grad` of a weight, or as it is where there is none yet."""
+    if isinstance(weight, (list, tuple)):
+        return [_main_grads(each) for each in weight]
+    if weight is None or not weight.requires_grad:
+        return None
+    held = getattr(weight, "main_grad", None)
+    return torch.empty(weight.shape, dtype=torch.float32 if held is None else held.dtype, device="meta")
 
 
-_PLANS: dict[Callable[..., Any], Planned] = {grouped_linear: _linear_calls, mlp.grouped_mlp: _mlp_calls}
+_PLANS: dict[Callable[..., Any], Planned] = {
+    ops.grouped_linear: _planner(ops.grouped_linear, _check_linear, ("weight",)),
+    mlp.grouped_mlp: _planner(mlp.grouped_mlp, _check_mlp, ("wi", "wo")),
+}
 
 
 def _arch(arch: str | None, x: Any) -> str:
     if arch is not None:
         return arch
-    if isinstance(x, Tensor) and x.device.type != "meta":
-        return arch_of(x.device)
+    x = stored.taken(x)[1]
+    home = x.values if isinstance(x, QTensor) else x
+    if isinstance(home, Tensor) and home.device.type != "meta":
+        return arch_of(home.device)
     return arch_of(
         torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     )

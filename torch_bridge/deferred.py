@@ -6,6 +6,7 @@ the bits of k undeferred ones.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,34 +18,40 @@ from grouped_core import linear_spec
 from grouped_core.calls import ArraySpec
 from grouped_core.gradients import Needs
 from grouped_core.mlp_spec import MlpNeeds, MlpSpecs, check_cotangent, restrict
+from grouped_core.products import wide
 from grouped_core.sizes import GroupSizes
-from torch_bridge import mlp
+from torch_bridge import _saved, mlp, stored_mlp
 from torch_bridge._arguments import Members, accumulators_of, check_apart, check_writable
 from torch_bridge._mlp_arguments import Accumulators, check_arguments, check_buffers, specs_of
 from torch_bridge._mlp_library import NAMES
-from torch_bridge._products import ProductFacts
+from torch_bridge._products import Launcher, ProductFacts, mlp_gradients
 from torch_bridge._run import spec_of
-from torch_bridge.mlp import Facts, HiddenGradients
 from torch_bridge.params import check_operand
+from torch_bridge.stored_mlp import is_stored_mlp
 
 
 @dataclass(frozen=True)
 class MlpResiduals:
     """What `grouped_mlp_fwd` keeps: the tensors that the gradients read, and their places."""
 
-    facts: Facts
+    path: Any  # the module whose operation it is: `mlp`, or `stored_mlp`
+    facts: Any  # of that module
     specs: MlpSpecs
+    sizes: Tensor
     tensors: tuple[Tensor | None, ...]
     weights: tuple[list[Tensor], list[Tensor]]
+    rows: tuple[Tensor, ...]  # of `tensors`, those that x is kept in
 
 
 @dataclass(frozen=True)
 class Deferred:
-    """What the weight gradients read: dW1 is made of x [M, K] and dh [M, W], dW2 of z [M, F] and dy [M, K]."""
+    """What the weight gradients read: dW1 is made of x [M, K] and dh [M, W], dW2 of z [M, F] and dy [M, K].
 
-    facts: Facts
-    rows: HiddenGradients
-    sizes: Tensor
+    Of a recipe that quantises these are codes and scales.
+    """
+
+    products: tuple[ProductFacts, ProductFacts]
+    work: tuple[Launcher | None, Launcher | None]
     weights: tuple[list[Tensor], list[Tensor]]
 
 
@@ -70,19 +77,47 @@ def grouped_mlp_fwd(
     for name, part in ((NAMES.accum, "grouped_mlp_bwd_dw"), (NAMES.grad_input, "grouped_mlp_bwd_dx")):
         if options.pop(name, None) is not None:
             raise ValueError(f"`{name}` of grouped_mlp_fwd: given, expected None; hand it to {part}.")
+    signature = inspect.signature(mlp.grouped_mlp).bind(x, wi, wo, group_sizes, **options)
+    signature.apply_defaults()
+    arguments = signature.arguments
+    for name in ("out", NAMES.grad_input):
+        arguments.pop(name)
     with torch.no_grad():
-        given = check_arguments(x, wi, wo, group_sizes, **options)
+        if is_stored_mlp(x, wi, wo, arguments["recipe"]):
+            return _stored_fwd(stored_mlp.check_arguments(**arguments), out, needs)
+        given = check_arguments(**arguments)
         if out is not None:
             check_buffers(out, None, given)
         specs, _ = specs_of(given)
-        needs = restrict(needs or MlpNeeds(), specs)
-        lists = (given.wi, given.wo, given.wi_bias, given.wo_bias)
-        asked = (needs.wi, needs.wo, needs.wi_bias, needs.wo_bias)
-        live = [tuple(range(len(each))) if need else () for each, need in zip(lists, asked, strict=True)]
+        needs, live = _asked(needs, specs, (given.wi, given.wo, given.wi_bias, given.wo_bias))
         # Parts add, whatever the attributes of Parameters say: these belong to `wgrad_accum="main_grad"`.
         adding = (False,) * (len(given.wi) + len(given.wo))
         y, tensors, facts = mlp.forward_and_saved(given, live, needs, out, adding)
-        return y, MlpResiduals(facts, specs, tuple(tensors), (given.wi, given.wo))
+        x_kept = () if tensors[1] is None else (tensors[1],)
+        return y, MlpResiduals(mlp, facts, specs, given.sizes, tuple(tensors), (given.wi, given.wo), x_kept)
+
+
+def _stored_fwd(given: Any, out: Tensor | None, needs: MlpNeeds | None) -> tuple[Tensor, MlpResiduals]:
+    """As `grouped_mlp_fwd`, where something is quantised. What comes quantised without a master has no gradient."""
+    if out is not None:
+        stored_mlp.check_results(given, out)
+    lists = (given.wi_leaves, given.wo_leaves, given.wi_bias, given.wo_bias)
+    needs, live = _asked(needs, given.specs, lists)
+    needs = needs._replace(x=needs.x and given.leaf is not None, wi=bool(live[0]), wo=bool(live[1]))
+    adding: Any = tuple((False,) * max(1, len(each)) for each in lists[:2])
+    y, tensors, names, facts = stored_mlp.forward_and_saved(given, live, needs, out, adding)
+    x_kept = [each for each, name in zip(tensors, names, strict=False) if name.startswith(_saved.ROWS)]
+    rows = tuple(each for each in x_kept if each is not None)
+    return y, MlpResiduals(stored_mlp, facts, given.specs, given.sizes, tuple(tensors), lists[:2], rows)
+
+
+def _asked(
+    needs: MlpNeeds | None, specs: MlpSpecs, lists: Sequence[list[Tensor]]
+) -> tuple[MlpNeeds, list[tuple[int, ...]]]:
+    """Needed gradients, and the members of wi, wo and their biases that have one."""
+    needs = restrict(needs or MlpNeeds(), specs)
+    asked = (needs.wi, needs.wo, needs.wi_bias, needs.wo_bias)
+    return needs, [tuple(range(len(each))) if need else () for each, need in zip(lists, asked, strict=True)]
 
 
 def grouped_mlp_bwd_dx(
@@ -100,35 +135,31 @@ def grouped_mlp_bwd_dx(
     Raises:
         TypeError, ValueError: dy is not like y; the buffer does not fit, or overlaps what is read.
     """
-    sizes = res.tensors[0]
-    assert sizes is not None, "sizes are always kept"
     dy = dy.contiguous()
-    check_operand("dy", dy, sizes)
+    check_operand("dy", dy, res.sizes)
     check_cotangent(res.specs.x, spec_of(dy))
     if grad_input is not None:
         _check_grad_input(res, grad_input, dy)
     with torch.no_grad():
-        rows = mlp.hidden_gradients(res.facts, res.tensors, dy)
-        facts, needs = _asking(res.facts, weights=False), res.facts.needs
-        second = mlp.second_gradients(facts, res.tensors, rows, (), ())
-        first = mlp.first_gradients(facts, res.tensors, rows, (), (), grad_input)
-        left = HiddenGradients(
-            x=rows.x if needs.wi else None,
-            dh=rows.dh if needs.wi else None,
-            z=rows.z if needs.wo else None,
-            dy=rows.dy if needs.wo else None,
-            dp=None,
+        dp, work = res.path.launchers(res.facts, list(res.tensors), dy)
+        products = res.facts.products
+        one, two = (
+            each.of_weights() if each is not None and of.needs.w else None
+            for each, of in zip(work, products, strict=True)
         )
-        deferred = Deferred(res.facts, left, sizes, res.weights)
-        return first.x, rows.dp, _form(facts, 0, first.biases), _form(facts, 1, second.biases), deferred
+        first, second = mlp_gradients(_asking(products, weights=False), work, ((), ()), ((), ()), grad_input)
+        db1, db2 = (_packed(of.biases, facts.packed[1]) for of, facts in zip((first, second), products, strict=True))
+        return first.x, dp, db1, db2, Deferred(products, (one, two), res.weights)
 
 
 def _check_grad_input(res: MlpResiduals, buffer: Tensor, dy: Tensor) -> None:
-    sizes, x, *rest = res.tensors
     check_operand(NAMES.grad_input, buffer, dy)
     check_writable(NAMES.grad_input, buffer)
-    linear_spec.check_buffer(NAMES.grad_input, spec_of(buffer), ArraySpec(res.specs.x.shape, res.specs.x.dtype))
-    read = [("dy", dy), (NAMES.x, x), (NAMES.sizes, sizes), *(("what is kept", each) for each in rest)]
+    wanted = ArraySpec(res.specs.x.shape, wide(res.specs.x.dtype))
+    linear_spec.check_buffer(NAMES.grad_input, spec_of(buffer), wanted)
+    rest = [each for each in res.tensors if each is not None and each is not res.sizes]
+    read = [("dy", dy), (NAMES.sizes, res.sizes), *((NAMES.x, each) for each in res.rows)]
+    read += [("what is kept", each) for each in rest if not any(each is row for row in res.rows)]
     check_apart([(NAMES.grad_input, buffer)], read)
 
 
@@ -157,15 +188,13 @@ def grouped_mlp_bwd_dw(
         for at, (accum, weights, name) in enumerate(zip(pair, d.weights, (NAMES.wi, NAMES.wo), strict=True))
     ]
     written = [(f"{NAMES.accum}[{at}]", each) for at, some in enumerate(to) for each in some]
-    check_apart(written, [("x", d.rows.x), ("dh", d.rows.dh), ("z", d.rows.z), ("dy", d.rows.dy), ("sizes", d.sizes)])
-    facts = _asking(d.facts, weights=True)
-    first, second = (_into(product, some) for product, some in zip((facts.first, facts.second), to, strict=True))
-    facts = facts._replace(first=first, second=second, saved=(0, 0, 0, 0))
-    tensors = (d.sizes, d.rows.x, None, None, None)
+    check_apart(written, [("what is kept", each) for work in d.work if work is not None for each in work.tensors()])
+    asking = _asking(d.products, weights=True)
+    one, two = (_into(product, some) for product, some in zip(asking, to, strict=True))
+    owners = [weights if some else () for weights, some in zip(d.weights, to, strict=True)]
     with torch.no_grad():
-        dw1 = mlp.first_gradients(facts, tensors, d.rows, d.weights[0] if to[0] else (), to[0], None)
-        dw2 = mlp.second_gradients(facts, tensors, d.rows, d.weights[1] if to[1] else (), to[1])
-    return _packed(dw1.weights, first.packed[0]), _packed(dw2.weights, second.packed[0])
+        dw1, dw2 = mlp_gradients((one, two), list(d.work), owners, to, None)
+    return _packed(dw1.weights, one.packed[0]), _packed(dw2.weights, two.packed[0])
 
 
 def _into(product: ProductFacts, accumulators: Sequence[Tensor | None]) -> ProductFacts:
@@ -176,20 +205,14 @@ def _into(product: ProductFacts, accumulators: Sequence[Tensor | None]) -> Produ
     return product._replace(live=live, needs=product.needs._replace(w=product.needs.w and bool(live)))
 
 
-def _asking(facts: Facts, *, weights: bool) -> Facts:
+def _asking(products: tuple[ProductFacts, ProductFacts], *, weights: bool) -> tuple[ProductFacts, ProductFacts]:
     """The facts, asking for the weight gradients alone, or for all the others."""
 
-    def part(needs: Needs) -> Needs:
-        return Needs(False, needs.w, False, False) if weights else needs._replace(w=False)
+    def part(facts: ProductFacts) -> ProductFacts:
+        needs = facts.needs
+        return facts._replace(needs=Needs(False, needs.w, False, False) if weights else needs._replace(w=False))
 
-    first, second = facts.first, facts.second
-    return facts._replace(
-        first=first._replace(needs=part(first.needs)), second=second._replace(needs=part(second.needs))
-    )
-
-
-def _form(facts: Facts, at: int, gradients: list[Tensor | None]) -> Any:
-    return _packed(gradients, (facts.first, facts.second)[at].packed[1])
+    return part(products[0]), part(products[1])
 
 
 def _packed(gradients: list[Any], packed: bool) -> Any:

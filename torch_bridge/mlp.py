@@ -24,13 +24,13 @@ from torch_bridge._arguments import Members, destinations
 from torch_bridge._mlp_arguments import Accumulators, Arguments, check_arguments, check_buffers
 from torch_bridge._mlp_library import NAMES
 from torch_bridge._products import (
+    Launcher,
     Owner,
-    PlainLauncher,
     ProductFacts,
-    ProductGradients,
+    mlp_gradients,
     once,
     owners_of,
-    product_gradients,
+    plain_launcher,
 )
 from torch_bridge.quantize import StraightThrough
 
@@ -86,7 +86,7 @@ def grouped_mlp(
     arguments: list[Any] = [x, wi, wo, group_sizes, rhs_transposed, activation, probs, wi_bias, wo_bias, recipe]
     arguments += [residuals, wgrad_accum, implementation]
     if stored_mlp.is_stored_mlp(x, wi, wo, recipe):
-        return stored_mlp.mlp(stored_mlp.check_arguments(*arguments), out, grad_input, None)
+        return stored_mlp.grouped_mlp(*arguments, out=out, grad_input=grad_input)
     return differentiable(check_arguments(*arguments), out, grad_input, None)
 
 
@@ -171,7 +171,7 @@ def _kept_once(text: str, has: tuple[bool, bool, bool], needs: MlpNeeds) -> Kept
     return kept(_mlp_library.decode(text), needs, *has)
 
 
-_INPUT, _HIDDEN, _ACTIVATED = 1, 2, 3  # places of x, h and z among the saved tensors
+_INPUT, _ACTIVATED = 1, 3  # places of x and z among the saved tensors, h between them
 _ROW_NAMES = (_saved.ROWS, _saved.HIDDEN, _saved.ACTIVATED)
 
 
@@ -181,14 +181,13 @@ class Facts(NamedTuple):
     text: str
     needs: MlpNeeds
     probs_dtype: torch.dtype | None
-    first: ProductFacts
-    second: ProductFacts
+    products: tuple[ProductFacts, ProductFacts]
     saved: tuple[int, ...]  # members saved of wi, wo, wi_bias, wo_bias
 
     @property
     def weighted(self) -> bool:
         """Whether the second bias is weighted by the probabilities."""
-        return _mlp_library.is_weighted(self.second.text)
+        return _mlp_library.is_weighted(self.products[1].text)
 
 
 def split(members: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
@@ -279,25 +278,17 @@ def forward_and_saved(
         text,
         needs,
         None if probs is None else probs.dtype,
-        product(0, x, wi, wi_bias, NAMES.wi),
-        product(1, z, wo, wo_bias, NAMES.wo),
+        (product(0, x, wi, wi_bias, NAMES.wi), product(1, z, wo, wo_bias, NAMES.wo)),
         tuple(len(part) for part in lists),
     )
     return y, tensors, facts
 
 
-class HiddenGradients(NamedTuple):
-    """What the gradients of the two products read: x and dh of the first, z and dy of the second; and dp."""
+def launchers(facts: Facts, tensors: Sequence[Any], dy: Tensor) -> tuple[Tensor | None, list[Launcher | None]]:
+    """The gradient of the probabilities, and what is left of each product once that at the hidden rows is there.
 
-    x: Tensor | None
-    dh: Tensor | None
-    z: Tensor | None
-    dy: Tensor | None
-    dp: Tensor | None
-
-
-def hidden_gradients(facts: Facts, tensors: Sequence[Any], dy: Tensor) -> HiddenGradients:
-    """Gradients at the hidden rows; rows that were not kept are computed again."""
+    Rows that were not kept are computed again.
+    """
     sizes, x, h, z, probs, *saved = tensors
     needs, (wi, wo, wi_bias, wo_bias) = facts.needs, split(saved, facts.saved)
     dh = dp = None
@@ -312,53 +303,14 @@ def hidden_gradients(facts: Facts, tensors: Sequence[Any], dy: Tensor) -> Hidden
             dp = dp.to(facts.probs_dtype)
     elif needs.wo and z is None:
         (z,) = _mlp_library.hidden(x, wi, sizes, probs, wi_bias, facts.text, False)
-    return HiddenGradients(x, dh, z, dy, dp)
-
-
-def second_gradients(
-    facts: Facts,
-    tensors: Sequence[Any],
-    rows: HiddenGradients,
-    owners: Sequence[Tensor],
-    accumulators: Any,
-    delayed: main_grad.Delayed | None = None,
-) -> ProductGradients:
-    """Gradients of the second product's weight and bias."""
-    sizes, _, _, _, probs, *saved = tensors
-    _, wo, _, wo_bias = split(saved, facts.saved)
-    scale = probs if facts.weighted else None
-    return _of_product(facts.second, (rows.z, wo, sizes, wo_bias, scale, rows.dy), owners, accumulators, None, delayed)
-
-
-def first_gradients(
-    facts: Facts,
-    tensors: Sequence[Any],
-    rows: HiddenGradients,
-    owners: Sequence[Tensor],
-    accumulators: Any,
-    grad_input: Tensor | None,
-    delayed: main_grad.Delayed | None = None,
-) -> ProductGradients:
-    """Gradients of x and of the first product's weight and bias."""
-    sizes, _, _, _, _, *saved = tensors
-    wi, _, wi_bias, _ = split(saved, facts.saved)
-    operands = (rows.x, wi, sizes, wi_bias, None, rows.dh)
-    return _of_product(facts.first, operands, owners, accumulators, grad_input, delayed)
-
-
-def _of_product(
-    facts: ProductFacts,
-    tensors: Any,
-    owners: Sequence[Tensor],
-    accumulators: Sequence[Tensor | None],
-    buffer: Tensor | None,
-    delayed: main_grad.Delayed | None,
-) -> ProductGradients:
-    if not any(facts.needs):
-        return ProductGradients(None, None, [None] * facts.counts[0], [None] * facts.counts[1])
-    x, weights, sizes, biases, row_scale, dy = tensors
-    launcher = PlainLauncher(x, weights, sizes, biases, row_scale, dy, facts.k, facts.text, facts.dtypes)
-    return product_gradients(facts, launcher, dy, owners, accumulators, buffer, delayed)
+    one, two = facts.products
+    first = second = None
+    if dh is not None:
+        first = plain_launcher(x, wi, sizes, wi_bias, None, dh, one.k, one.text, one.dtypes)
+    if any(two.needs):
+        scale = probs if facts.weighted else None
+        second = plain_launcher(z, wo, sizes, wo_bias, scale, dy, two.k, two.text, two.dtypes)
+    return dp, [first, second]
 
 
 class _Mlp(torch.autograd.Function):
@@ -414,15 +366,13 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     facts, tensors = ctx.facts, list(ctx.saved_tensors)
     if not torch.compiler.is_compiling():
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: rows go as soon as nothing reads them
-    rows = hidden_gradients(facts, tensors, dy.contiguous())
-    tensors[_HIDDEN] = tensors[_ACTIVATED] = None
-    second = second_gradients(facts, tensors, rows, ctx.owners[1], ctx.accumulators[1], ctx.delayed[1])
-    rows = rows._replace(z=None)
-    first = first_gradients(facts, tensors, rows, ctx.owners[0], ctx.accumulators[0], ctx.grad_input, ctx.delayed[0])
+    dp, work = launchers(facts, tensors, dy.contiguous())
+    tensors.clear()
+    first, second = mlp_gradients(facts.products, work, ctx.owners, ctx.accumulators, ctx.grad_input, ctx.delayed)
     return (
         *[None] * _PLAIN_ARGUMENTS,
         first.x,
-        rows.dp,
+        dp,
         *first.weights,
         *second.weights,
         *first.biases,

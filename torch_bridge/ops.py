@@ -19,12 +19,12 @@ from torch_bridge import _library, _saved, main_grad, stored
 from torch_bridge._arguments import Arguments, Members, check_arguments, check_buffers, destinations
 from torch_bridge._products import (
     Owner,
-    PlainLauncher,
     ProductFacts,
     Static,
     facts_of,
     once,
     owners_of,
+    plain_launcher,
     product_gradients,
 )
 from torch_bridge.quantize import StraightThrough
@@ -204,9 +204,9 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     facts: ProductFacts = ctx.facts
     x, sizes, row_scale, *members = ctx.saved_tensors
     dy, count = dy.contiguous(), facts.kept_weights
-    launcher = PlainLauncher(
+    launcher = plain_launcher(
         x, members[:count], sizes, members[count:], row_scale, dy, facts.k, facts.text, facts.dtypes
     )
-    found = product_gradients(facts, launcher, dy, ctx.owners, ctx.accumulators, ctx.grad_input, ctx.delayed)
+    found = product_gradients(facts, launcher, ctx.owners, ctx.accumulators, ctx.grad_input, ctx.delayed)
     gradients = (found.x, found.row_scale, *found.weights, *found.biases)
     return (*[None] * _PLAIN_ARGUMENTS, *gradients, *[None] * len(ctx.accumulators))

@@ -8,7 +8,6 @@ Letters: G groups, M rows, K in, N out.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -24,7 +23,7 @@ from grouped_core.products import stored_spec
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes, unwrap
 from grouped_core.storing import given_forms
-from torch_bridge import _library, _saved, _stored
+from torch_bridge import _graph, _library, _products, _saved, _stored
 from torch_bridge._arguments import (
     Members,
     accumulators_of,
@@ -34,8 +33,8 @@ from torch_bridge._arguments import (
     text_of,
 )
 from torch_bridge._library import NAMES
-from torch_bridge._products import Owner, ProductFacts, facts_of, once, owners_of, product_gradients
-from torch_bridge._run import TORCH_DTYPES, spec_of
+from torch_bridge._products import Launcher, Owner, ProductFacts, facts_of, once, owners_of, product_gradients
+from torch_bridge._run import TORCH_DTYPES, fixed_spec, rows_spec, settle_rows
 from torch_bridge._stored import Stored, Wanted, arrays_of
 from torch_bridge.params import check_operand, members_of
 from torch_bridge.quantize import StraightThrough, merge_amax
@@ -128,13 +127,13 @@ def check_arguments(
     members = weights if isinstance(weights, QTensor) else listed(weights)
     biases = [] if bias is None else listed(bias)
     specs = (
-        packed_spec(rows),
+        packed_spec(rows, 0),
         packed_spec(members),
         None if bias is None else packed_spec(biases, 2),
-        packed_spec(row_scale),
+        packed_spec(row_scale, 0),
     )
     op = _library.decode(text)
-    linear_spec.check_linear(op, specs[0], specs[1], spec_of(sizes), *specs[2:])
+    linear_spec.check_linear(op, specs[0], specs[1], fixed_spec(sizes), *specs[2:])
     scaling.check_bound(bound, specs[1].shape[0])
     if op.recipe is None:  # operators are told what the operands, which they see in parts, stand for
         text = text_of(op.transposed, op.resolve(*specs[:2]), op.scale_bias, op.rows_hint, op.implementation)
@@ -146,7 +145,9 @@ def check_arguments(
             accumulators = accumulators_of(wgrad_accum, owners)
         elif isinstance(wgrad_accum, Tensor):  # of a quantised weight without a master
             check_operand(NAMES.accum, wgrad_accum, first)
-            linear_spec.check_accumulator(NAMES.accum, spec_of(wgrad_accum), ArraySpec(specs[1].shape, specs[1].dtype))
+            linear_spec.check_accumulator(
+                NAMES.accum, fixed_spec(wgrad_accum), ArraySpec(specs[1].shape, specs[1].dtype)
+            )
             check_writable(NAMES.accum, wgrad_accum)
             accumulators = [wgrad_accum]
         if not torch.compiler.is_compiling():
@@ -183,14 +184,18 @@ def listed(operand: Members) -> list[Tensor]:
 
 
 def packed_spec(operand: Any, packed_rank: int = 3) -> Any:
-    """Spec of an operand, packed where it is a list; None for None."""
+    """Spec of an operand, packed where it is a list; None for None.
+
+    Args:
+        packed_rank: axes of what is packed; 0: these are rows.
+    """
     if operand is None:
         return None
     if isinstance(operand, QTensor):
-        return stored_spec(operand, spec_of)
+        return stored_spec(operand, fixed_spec)
     if isinstance(operand, Tensor):
-        return spec_of(operand)
-    one = spec_of(operand[0])
+        return fixed_spec(operand) if packed_rank else rows_spec(operand)
+    one = fixed_spec(operand[0])
     return one if len(one.shape) == packed_rank else ArraySpec((len(operand), *one.shape), one.dtype)
 
 
@@ -207,90 +212,35 @@ def linear(
     implementation: Any,
     out: Tensor | None,
     grad_input: Tensor | None,
+    owner: Owner | None = None,
+    cache: Cache | None = None,
 ) -> Tensor:
-    """`ops.grouped_linear` where something is quantised; arguments and errors are its."""
+    """`ops.grouped_linear` where something is quantised; arguments and errors are its.
+
+    Args:
+        owner, cache: of a layer.
+    """
+    arguments = (x, weight, group_sizes, rhs_transposed, bias, row_scale, scale_bias, recipe)
     if not torch.compiler.is_compiling():
-        given = check_arguments(
-            *(x, weight, group_sizes, rhs_transposed, bias, row_scale, scale_bias, recipe, wgrad_accum, implementation)
-        )
-        return grouped_linear(given, out, grad_input, None)
-    bound = recipe if isinstance(recipe, BoundRecipe) else BoundRecipe(recipe)
-    if isinstance(wgrad_accum, str) or (bound.recipe is not None and bound.recipe.delayed):
-        return _uncompiled(
-            *(x, weight, group_sizes, rhs_transposed, bias, row_scale, scale_bias, recipe, wgrad_accum, implementation),
-            *(out, grad_input),
-        )
-    sizes, rows_hint = unwrap(group_sizes)
-    names = implementation_text(implementation)
-    text = text_of(bool(rhs_transposed), bound.recipe, bool(scale_bias), rows_hint, names)
-    (x_leaf, x_parts, x_forms), (w_leaves, w_parts, w_forms) = _flat(x), _flat(weight)
-    biases = [] if bias is None else listed(bias)
-    accumulators = [] if wgrad_accum is None else listed(wgrad_accum)
-    return _in_graph(
-        *(x_leaf, x_parts, x_forms, w_leaves, w_parts, w_forms, sizes, biases, isinstance(bias, Tensor), row_scale),
-        *(bound.key, text, accumulators, isinstance(wgrad_accum, Tensor), out, grad_input),
-    )
+        given = check_arguments(*arguments, wgrad_accum, implementation)
+        return grouped_linear(given._replace(cache=cache), out, grad_input, owner)
+    master = taken(weight)[0]
+    parameters = owner.parameters if owner is not None else [] if master is None else listed(master)
+    if cache is not None or _products.stays_outside(owner, parameters, isinstance(wgrad_accum, str)):
+        return _uncompiled(*arguments, wgrad_accum, implementation, out, grad_input, owner, cache)
+    accum, replaced = _products.accumulators(wgrad_accum, parameters, isinstance(master, Tensor), NAMES.w)
+    return _node(*_graph.taken_apart([*arguments, accum, implementation]), out, grad_input, replaced)
 
 
-def _flat(operand: Any) -> tuple[list[Tensor], list[Tensor], list[str]]:
-    """(plain tensors, or the master of a quantised operand; its arrays; text of each of its forms)."""
-    leaf, value = taken(operand)
-    if not isinstance(value, QTensor):
-        return listed(value), [], ["packed" if isinstance(value, Tensor) else "listed"]
-    stored = [arrays_of(form) for form in (value, value.other) if form is not None]
-    parts = [part for form in stored for part in form.tensors]
-    return ([] if leaf is None else [leaf]), parts, [form.text for form in stored]
-
-
-def _whole(leaves: list[Tensor], parts: list[Tensor], forms: list[str], rows: int) -> Any:
-    """What `_flat` took apart."""
-    if not parts:
-        return leaves[0] if forms[0] == "packed" else leaves
-    whole = None
-    for text in reversed(forms):
-        count = len(_stored.described(text)[4])
-        parts, own = parts[:-count], parts[-count:]
-        form = _stored.restored(Stored(own, text), rows)
-        whole = form if whole is None else dataclasses.replace(form, other=whole)
-    assert whole is not None, "it has parts"
-    return StraightThrough(leaves[0], whole) if leaves else whole
+_uncompiled: Any = torch.compiler.disable(linear, reason=_products.OUTSIDE)
 
 
 @torch.compiler.allow_in_graph
-def _in_graph(
-    x_leaf: list[Tensor],
-    x_parts: list[Tensor],
-    x_forms: list[str],
-    w_leaves: list[Tensor],
-    w_parts: list[Tensor],
-    w_forms: list[str],
-    sizes: Any,
-    biases: list[Tensor],
-    packed_bias: bool,
-    row_scale: Tensor | None,
-    key: Tensor | None,
-    text: str,
-    accumulators: list[Tensor],
-    packed_accumulator: bool,
-    out: Tensor | None,
-    grad_input: Tensor | None,
-) -> Tensor:
-    """`linear` as one node of a graph, whose inside is traced later, with fake tensors."""
-    first = x_leaf[0] if x_leaf else x_parts[0]
-    op = _library.decode(text)
-    given = check_arguments(
-        _whole(x_leaf, x_parts, x_forms, first.shape[0]),
-        _whole(w_leaves, w_parts, w_forms, 0),
-        GroupSizes(sizes, op.rows_hint) if op.rows_hint else sizes,
-        op.transposed,
-        None if not biases else biases[0] if packed_bias else biases,
-        row_scale,
-        op.scale_bias,
-        None if op.recipe is None else op.recipe.bind(key=key),
-        None if not accumulators else accumulators[0] if packed_accumulator else accumulators,
-        op.implementation.split(",") if op.implementation else None,
-    )
-    return grouped_linear(given, out, grad_input, None)
+def _node(*arguments: Any) -> Tensor:
+    """`linear` as one node of a graph; `arguments` as `_graph` takes them apart, up to `implementation`."""
+    *given, out, grad_input, replaced = arguments
+    settle_rows(given[0], given[5], out, grad_input)
+    return grouped_linear(check_arguments(*_graph.together(given)), out, grad_input, None, replaced)
 
 
 def check_buffers(
@@ -310,7 +260,7 @@ def check_buffers(
     if grad_input is None:
         return
     dtype = "bfloat16" if x.dtype.startswith("float8") else x.dtype
-    linear_spec.check_buffer(NAMES.grad_input, spec_of(grad_input), ArraySpec(x.shape, dtype))
+    linear_spec.check_buffer(NAMES.grad_input, rows_spec(grad_input), ArraySpec(x.shape, dtype))
     if leaf is None or not leaf.requires_grad:
         raise ValueError(
             f"`{NAMES.grad_input}`: given, but `x` needs no gradient; expected None, or an x with requires_grad; "
@@ -318,14 +268,29 @@ def check_buffers(
         )
 
 
-def grouped_linear(given: Arguments, out: Tensor | None, grad_input: Tensor | None, owner: Owner | None) -> Tensor:
-    """The result, with gradients where somebody needs them."""
+def grouped_linear(
+    given: Arguments,
+    out: Tensor | None,
+    grad_input: Tensor | None,
+    owner: Owner | None,
+    replaced: tuple[bool, ...] | None = None,
+) -> Tensor:
+    """The result, with gradients where somebody needs them.
+
+    Args:
+        replaced: of each weight, whether its gradient replaces what the accumulator holds; None: ask the Parameters.
+    """
     if out is not None or grad_input is not None:
-        operands = (given.x, given.weight, given.sizes, given.biases, given.row_scale)
-        check_buffers(out, grad_input, given.sizes, given.leaf, given.specs[0], operands)
+        check_results(given, out, grad_input)
     if not given.differentiates():
         return _forward(given, Needs(False, False, False, False), out)[0]
-    return _attach(given, out, grad_input, owner)
+    return _attach(given, out, grad_input, owner, replaced)
+
+
+def check_results(given: Arguments, out: Tensor | None, grad_input: Tensor | None) -> None:
+    """BUF-2."""
+    operands = (given.x, given.weight, given.sizes, given.biases, given.row_scale)
+    check_buffers(out, grad_input, given.sizes, given.leaf, given.specs[0], operands)
 
 
 class _Kept(NamedTuple):
@@ -333,10 +298,6 @@ class _Kept(NamedTuple):
 
     x: Stored | None
     weight: Stored | None
-
-
-def _read(form: Any, listed: Any) -> Stored:
-    return arrays_of(form if isinstance(form, QTensor) else listed)
 
 
 def forms_of(source: Any, wanted: list[tuple[int, Format]], sizes: Tensor | None, encode: Tensor | None,
@@ -406,11 +367,17 @@ def _forward(given: Arguments, needs: Needs, out: Tensor | None) -> tuple[Tensor
     )
 
 
-def _attach(given: Arguments, out: Tensor | None, grad_input: Tensor | None, owner: Owner | None) -> Tensor:
+def _attach(
+    given: Arguments,
+    out: Tensor | None,
+    grad_input: Tensor | None,
+    owner: Owner | None,
+    replaced: tuple[bool, ...] | None,
+) -> Tensor:
     weights = given.leaves
     packed = (not weights or weights[0].dim() == 3, bool(given.biases) and given.biases[0].dim() == 2)
     counts = (max(1, len(weights)), len(given.biases))
-    static = (given.text, counts, packed, given.to_main_grad, None)
+    static = (given.text, counts, packed, given.to_main_grad, replaced)
     quiet = weights or [None]
     return _StoredLinear.apply(
         *(static, owner, given, out, grad_input),
@@ -418,54 +385,30 @@ def _attach(given: Arguments, out: Tensor | None, grad_input: Tensor | None, own
     )
 
 
-_uncompiled: Any = torch.compiler.disable(linear)
 _PLAIN_ARGUMENTS = 5  # of `_StoredLinear` that have no gradient and stand first
 
 
-class Launcher(NamedTuple):
-    """The gradient operators of stored operands (`_products.Launcher`)."""
+def launcher(
+    x: Stored,
+    weight: Stored,
+    sizes: Tensor,
+    biases: list[Tensor],
+    row_scale: Tensor | None,
+    dy: Tensor,
+    forms: list[Stored],
+    key: Tensor | None,
+    encode: Tensor | None,
+    facts: ProductFacts,
+) -> Launcher:
+    """Of stored operands.
 
-    x: Stored
-    weight: Stored
-    sizes: Tensor
-    biases: list[Tensor]
-    row_scale: Tensor | None
-    dy: list[Tensor]
-    key: Tensor | None
-    encode: Tensor | None  # multipliers of x, where it is quantised once more
-    k: int
-    text: str
-    dy_forms: list[str]
-    dtypes: str
-
-    def _operands(self, letters: str, live: list[int]) -> tuple[Any, ...]:
-        x, w = self.x, self.weight
-        first = (x.tensors, w.tensors, self.sizes, self.biases, self.row_scale, self.dy, self.key)
-        return (*first, self.encode, self.k, self.text, x.text, w.text, self.dy_forms, self.dtypes, letters, live)
-
-    def new(self, letters: str, live: list[int]) -> list[Tensor]:
-        """As `_products.Launcher` says; so the others."""
-        return _stored.linear_grads(*self._operands(letters, live))
-
-    def into(
-        self,
-        letters: str,
-        live: list[int],
-        accumulate: bool,
-        grad_input: Tensor | None,
-        wgrad: list[Tensor],
-        scale_grad: Tensor | None,
-    ) -> None:
-        """Into the caller's tensors."""
-        _stored.linear_grads_into(*self._operands(letters, live), accumulate, grad_input, wgrad, scale_grad)
-
-    def of_weights(self) -> Launcher:
-        """Without what weight gradients do not read."""
-        return self._replace(weight=Stored([]), biases=[])
-
-    def tensors(self) -> Sequence[Tensor | None]:
-        """What it keeps alive."""
-        return (*self.x.tensors, self.sizes, self.row_scale, *self.dy)
+    Args:
+        forms: of dy, those that are quantised. encode: multipliers of x, where it is quantised once more.
+    """
+    cotangent = [dy, *(part for form in forms for part in form.tensors)]
+    operands = (x.tensors, weight.tensors, sizes, biases, row_scale, cotangent, key, encode, facts.k, facts.text)
+    texts = (x.text, weight.text, [form.text for form in forms], facts.dtypes)
+    return Launcher((_stored.linear_grads, _stored.linear_grads_into), (*operands, *texts))
 
 
 class _StoredLinear(torch.autograd.Function):
@@ -488,9 +431,9 @@ class _StoredLinear(torch.autograd.Function):
         accumulators = members[first_bias + bias_count :]
         names = [None if spec is None else spec.dtype for spec in given.specs]
         if given.leaf is not None and isinstance(given.x, QTensor):
-            names[0] = spec_of(given.leaf).dtype
+            names[0] = fixed_spec(given.leaf).dtype
         if given.leaves and isinstance(given.weight, QTensor):
-            names[1] = spec_of(given.leaves[0]).dtype
+            names[1] = fixed_spec(given.leaves[0]).dtype
         dtypes = tuple([None if name is None else TORCH_DTYPES[name] for name in names])
         needed = list(ctx.needs_input_grad)
         for at, accumulator in enumerate(accumulators):  # of a quantised weight without a master
@@ -537,13 +480,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     weight, biases, key = Stored(rest[:w_count], ctx.texts[1]), rest[w_count:-1], rest[-1]
     dy = dy.contiguous()
     forms = dy_forms(ctx.op, ctx.recipe, dy, sizes, row_scale, facts.needs, ctx.bound, key)
-    launcher = Launcher(
-        *(x, weight, sizes, biases, row_scale),
-        *([dy, *(part for form in forms for part in form.tensors)], key),
-        *(scaling.extras(ctx.bound).x, facts.k, facts.text),
-        *([form.text for form in forms], facts.dtypes),
-    )
-    found = product_gradients(facts, launcher, dy, ctx.owners, ctx.accumulators, ctx.grad_input, ctx.delayed)
+    work = launcher(x, weight, sizes, biases, row_scale, dy, forms, key, scaling.extras(ctx.bound).x, facts)
+    found = product_gradients(facts, work, ctx.owners, ctx.accumulators, ctx.grad_input, ctx.delayed)
     results = (found.x, found.row_scale, *found.weights, *found.biases)
     return (*[None] * _PLAIN_ARGUMENTS, *results, *[None] * len(ctx.accumulators))
 

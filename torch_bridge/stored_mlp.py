@@ -25,21 +25,21 @@ from grouped_core.plans import Planner
 from grouped_core.products import in_form, operand_spec
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import unwrap
-from torch_bridge import _library, _mlp_arguments, _mlp_library, _saved, _stored, _stored_mlp
+from torch_bridge import _graph, _library, _mlp_arguments, _mlp_library, _products, _saved, _stored, _stored_mlp
 from torch_bridge._arguments import accumulators_of, check_apart, refuse_transforms
 from torch_bridge._mlp_library import NAMES
-from torch_bridge._products import ProductFacts, ProductGradients, once, owners_of, product_gradients
-from torch_bridge._run import spec_of
+from torch_bridge._products import Launcher, Owner, ProductFacts, mlp_gradients, once, owners_of
+from torch_bridge._run import fixed_spec, rows_spec, settle_rows
 from torch_bridge._stored import Stored, arrays_of
 from torch_bridge.params import check_operand, members_of
 from torch_bridge.quantize import merge_amax
 from torch_bridge.sizes import prepare_sizes
 from torch_bridge.stored import (
     Cache,
-    Launcher,
     check_buffers,
     forms_of,
     is_stored,
+    launcher,
     listed,
     packed_spec,
     parts_of,
@@ -51,6 +51,13 @@ from torch_bridge.stored import (
 def is_stored_mlp(x: Any, wi: Any, wo: Any, recipe: Any) -> bool:
     """Whether an operand is quantised, or the recipe quantises one."""
     return is_stored(x, wi, recipe) or is_stored(None, wo, None)
+
+
+Owners = tuple[Owner | None, Owner | None]
+"""A module's side of both products."""
+
+Replaced = tuple[tuple[bool, ...] | None, tuple[bool, ...] | None]
+"""Of the weights of both products, whether each gradient replaces what is there; None: ask the Parameters."""
 
 
 class Arguments(NamedTuple):
@@ -129,9 +136,9 @@ def check_arguments(
     bias_specs = [packed_spec(each, 2) if each else None for each in biases]
     wi_spec: Any = packed_spec(wi_members)
     if paired:  # which the check refuses
-        wi_spec = operand_spec(Planner(), in_form(op.fc1(), tuple(map(spec_of, listed(wi)))))
-    specs = MlpSpecs(packed_spec(rows), wi_spec, packed_spec(wo_members), packed_spec(probs), *bias_specs)
-    check(op, *specs[:3], spec_of(sizes), *specs[3:])
+        wi_spec = operand_spec(Planner(), in_form(op.fc1(), tuple(map(fixed_spec, listed(wi)))))
+    specs = MlpSpecs(packed_spec(rows, 0), wi_spec, packed_spec(wo_members), packed_spec(probs, 0), *bias_specs)
+    check(op, *specs[:3], fixed_spec(sizes), *specs[3:])
     bounds = pair or _of_products(bound, specs.wo.shape[0])
     for each in bounds:
         scaling.check_bound(each, specs.wo.shape[0])
@@ -195,24 +202,94 @@ class Facts(NamedTuple):
     probs_dtype: torch.dtype | None
 
 
-def mlp(given: Arguments, out: Tensor | None, grad_input: Tensor | None, owners: Any) -> Tensor:
-    """The result, with gradients where somebody needs them."""
+def grouped_mlp(
+    x: Any,
+    wi: Any,
+    wo: Any,
+    group_sizes: Any,
+    rhs_transposed: bool,
+    activation: Any,
+    probs: Tensor | None,
+    wi_bias: Any,
+    wo_bias: Any,
+    recipe: Any,
+    residuals: Any,
+    wgrad_accum: Any,
+    implementation: Any,
+    out: Tensor | None,
+    grad_input: Tensor | None,
+    owners: Owners = (None, None),
+    caches: tuple[Cache | None, Cache | None] = (None, None),
+) -> Tensor:
+    """`mlp.grouped_mlp` where something is quantised; arguments and errors are its.
+
+    Args:
+        recipe: or a pair of bound ones, of layers that have a state each. owners, caches: of layers.
+    """
+    arguments = (x, wi, wo, group_sizes, rhs_transposed, activation, probs, wi_bias, wo_bias, recipe, residuals)
+    if not torch.compiler.is_compiling():
+        given = check_arguments(*arguments, wgrad_accum, implementation)
+        return mlp(given._replace(caches=caches), out, grad_input, owners)
+    masters = [taken(wi)[0], taken(wo)[0]]
+    parameters = [
+        owner.parameters if owner is not None else [] if master is None else listed(master)
+        for owner, master in zip(owners, masters, strict=True)
+    ]
+    to_main_grad = isinstance(wgrad_accum, str)
+    outside = [_products.stays_outside(*each, to_main_grad) for each in zip(owners, parameters, strict=True)]
+    if any(outside) or any(each is not None for each in caches):
+        return _uncompiled(*arguments, wgrad_accum, implementation, out, grad_input, owners, caches)
+    replaced: Any = (None, None)
+    if to_main_grad or (isinstance(wgrad_accum, (tuple, list)) and len(wgrad_accum) == 2):
+        found = [
+            _products.accumulators(
+                wgrad_accum if to_main_grad else wgrad_accum[at], own, isinstance(master, Tensor), name
+            )
+            for at, (own, master, name) in enumerate(zip(parameters, masters, (NAMES.wi, NAMES.wo), strict=True))
+        ]
+        wgrad_accum, replaced = (tuple([each[part] for each in found]) for part in (0, 1))
+    return _node(*_graph.taken_apart([*arguments, wgrad_accum, implementation]), out, grad_input, replaced)
+
+
+_uncompiled: Any = torch.compiler.disable(grouped_mlp, reason=_products.OUTSIDE)
+
+
+@torch.compiler.allow_in_graph
+def _node(*arguments: Any) -> Tensor:
+    """`grouped_mlp` as one node of a graph; `arguments` as `_graph` takes them apart, up to `implementation`."""
+    *given, out, grad_input, replaced = arguments
+    settle_rows(given[0], given[6], out, grad_input)
+    return mlp(check_arguments(*_graph.together(given)), out, grad_input, (None, None), replaced)
+
+
+def mlp(
+    given: Arguments, out: Tensor | None, grad_input: Tensor | None, owners: Owners, replaced: Replaced = (None, None)
+) -> Tensor:
+    """The result, with gradients where somebody needs them.
+
+    Args:
+        replaced: of each weight of wi and wo, as in `stored.grouped_linear`.
+    """
     if out is not None or grad_input is not None:
-        operands = (given.x, given.wi, given.wo, given.sizes, given.probs, given.wi_bias, given.wo_bias)
-        check_buffers(out, grad_input, given.sizes, given.leaf, given.specs.x, operands)
-    if out is not None:
-        linear_spec.check_buffer(
-            NAMES.out, spec_of(out), linear_spec.ArraySpec(given.specs.x.shape, given.specs.x.dtype)
-        )
+        check_results(given, out, grad_input)
     if not given.differentiates():
         return _forward(given, NO_NEEDS, out).y
     members = (given.wi_leaves or [None], given.wo_leaves or [None], given.wi_bias, given.wo_bias)
     counts = tuple(len(each) for each in (*members, given.accum_wi, given.accum_wo))
     flat = [each for one in (*members, given.accum_wi, given.accum_wo) for each in one]
-    return _StoredMlp.apply(given, counts, owners, out, grad_input, given.leaf, given.probs, *flat)
+    return _StoredMlp.apply(given, counts, owners, replaced, out, grad_input, given.leaf, given.probs, *flat)
 
 
-_PLAIN_ARGUMENTS = 5  # of `_StoredMlp` that have no gradient and stand first
+def check_results(given: Arguments, out: Tensor | None, grad_input: Tensor | None = None) -> None:
+    """BUF-2."""
+    operands = (given.x, given.wi, given.wo, given.sizes, given.probs, given.wi_bias, given.wo_bias)
+    check_buffers(out, grad_input, given.sizes, given.leaf, given.specs.x, operands)
+    if out is not None:
+        wanted = linear_spec.ArraySpec(given.specs.x.shape, given.specs.x.dtype)
+        linear_spec.check_buffer(NAMES.out, rows_spec(out), wanted)
+
+
+_PLAIN_ARGUMENTS = 6  # of `_StoredMlp` that have no gradient and stand first
 
 
 class _Forward(NamedTuple):
@@ -293,6 +370,35 @@ def _operands(
     )
 
 
+def forward_and_saved(
+    given: Arguments, live: Sequence[Sequence[int]], needs: MlpNeeds, out: Tensor | None, replaced: Replaced
+) -> tuple[Tensor, list[Tensor | None], list[str], Facts]:
+    """(y, the tensors that backward reads, names of the first of them, what it has to know).
+
+    Args:
+        live: members that need gradients, of wi, wo and their biases. replaced: as of `mlp`.
+    """
+    found = _forward(given, needs, out)
+    keep, probs = found.keep, given.probs
+    biases = (given.wi_bias if keep.wi_bias else [], given.wo_bias if keep.wo_bias else [])
+    rows = (found.x, found.z)
+    names = [*_names(_saved.ROWS, found.x), _saved.HIDDEN, *_names(_saved.ACTIVATED, found.z)]
+    saved = [*found.x.tensors, found.h, *found.z.tensors]
+    saved += [given.sizes, probs if keep.probs else None, given.bounds[0].key]
+    saved += [*found.wi.tensors, *found.wo.tensors, *biases[0], *biases[1]]
+    quiet: dict[str, Any] = dict.fromkeys(("x", "wi", "wo", "probs", "leaf"))
+    quiet |= {"wi_leaves": [], "wo_leaves": [], "wi_bias": [], "wo_bias": [], "accum_wi": (), "accum_wo": ()}
+    facts = Facts(
+        given._replace(**quiet, caches=(None, None)),
+        needs,
+        _product_facts(given, needs, live, replaced),
+        tuple(form.text for form in (*rows, found.wi, found.wo)),
+        tuple(len(each.tensors) for each in (*rows, found.wi, found.wo)) + tuple(map(len, biases)),
+        None if probs is None else probs.dtype,
+    )
+    return found.y, saved, names, facts
+
+
 class _StoredMlp(torch.autograd.Function):
     """Gradients around the operators. What backward reads is saved, results never."""
 
@@ -301,7 +407,8 @@ class _StoredMlp(torch.autograd.Function):
         ctx: Any,
         given: Arguments,
         counts: tuple[int, ...],
-        owners: Any,
+        owners: Owners,
+        replaced: Replaced,
         out: Tensor | None,
         grad_input: Tensor | None,
         leaf: Tensor | None,
@@ -318,44 +425,16 @@ class _StoredMlp(torch.autograd.Function):
             if not (given.wi_leaves, given.wo_leaves)[at] and any(each is not None for each in accums):
                 live[at] = [0]
         needs = MlpNeeds(needs_x, bool(live[0]), bool(live[1]), needs_probs, bool(live[2]), bool(live[3]))
-        found = _forward(given, needs, out)
-        keep = found.keep
-        biases = (given.wi_bias if keep.wi_bias else [], given.wo_bias if keep.wo_bias else [])
-        rows = (found.x, found.z)
-        names = [*_names(_saved.ROWS, found.x), _saved.HIDDEN, *_names(_saved.ACTIVATED, found.z)]
-        saved = [*found.x.tensors, found.h, *found.z.tensors]
-        saved += [given.sizes, probs if keep.probs else None, given.bounds[0].key]
-        saved += [*found.wi.tensors, *found.wo.tensors, *biases[0], *biases[1]]
+        y, saved, names, ctx.facts = forward_and_saved(given, live, needs, out, replaced)
         _saved.tell(saved, names)
         ctx.save_for_backward(*saved)
-        ctx.facts = Facts(
-            given._replace(
-                x=None,
-                wi=None,
-                wo=None,
-                probs=None,
-                leaf=None,
-                wi_leaves=[],
-                wo_leaves=[],
-                wi_bias=[],
-                wo_bias=[],
-                accum_wi=(),
-                accum_wo=(),
-                caches=(None, None),
-            ),
-            needs,
-            _product_facts(given, needs, live, counts),
-            tuple(form.text for form in (*rows, found.wi, found.wo)),
-            tuple(len(each.tensors) for each in (*rows, found.wi, found.wo)) + tuple(map(len, biases)),
-            None if probs is None else probs.dtype,
-        )
         ctx.grad_input, ctx.accumulators = grad_input, (given.accum_wi, given.accum_wo)
-        first, second = (None, None) if owners is None else owners
+        first, second = owners
         elsewhere = [bool(given.to_main_grad or accum) for accum in ctx.accumulators]
         wi_owners, wi_delayed = owners_of(given.wi_leaves or destinations_of(given.accum_wi), elsewhere[0], first)
         wo_owners, wo_delayed = owners_of(given.wo_leaves or destinations_of(given.accum_wo), elsewhere[1], second)
         ctx.owners, ctx.delayed = (wi_owners, wo_owners), (wi_delayed, wo_delayed)
-        return found.y
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -380,21 +459,21 @@ def _names(name: str, form: Stored) -> list[str]:
 
 
 def _product_facts(
-    given: Arguments, needs: MlpNeeds, live: list[list[int]], counts: tuple[int, ...]
+    given: Arguments, needs: MlpNeeds, live: Sequence[Sequence[int]], replaced: Replaced
 ) -> tuple[ProductFacts, ProductFacts]:
     weighted = bool(given.wo_bias) and given.probs is not None
 
     def product(at: int) -> ProductFacts:
         leaves, biases = (given.wi_leaves, given.wi_bias) if at == 0 else (given.wo_leaves, given.wo_bias)
         spec = (given.specs.x, given.specs.wi) if at == 0 else (hidden_spec(given), given.specs.wo)
-        weight = spec_of(leaves[0]).dtype if leaves else spec[1].dtype
-        dtypes = [spec[0].dtype, weight, biases and spec_of(biases[0]).dtype]
-        dtypes.append(spec_of(given.probs).dtype if at == 1 and weighted and given.probs is not None else None)
+        weight = fixed_spec(leaves[0]).dtype if leaves else spec[1].dtype
+        dtypes = [spec[0].dtype, weight, biases and fixed_spec(biases[0]).dtype]
+        dtypes.append(fixed_spec(given.probs).dtype if at == 1 and weighted and given.probs is not None else None)
         return ProductFacts(
             linear_of(given, at)[2],
             dtypes=",".join(each or "-" for each in dtypes),
             k=spec[0].shape[1],
-            counts=(counts[at], len(biases)),
+            counts=(max(1, len(leaves)), len(biases)),
             packed=(not leaves or leaves[0].dim() == 3, bool(biases) and biases[0].dim() == 2),
             needs=Needs(needs.x and at == 0, bool(live[at]), bool(live[2 + at]), False),
             live=tuple(live[at]),
@@ -402,7 +481,7 @@ def _product_facts(
             kept_weights=0,
             flags=given.to_main_grad,
             weight_name=(NAMES.wi, NAMES.wo)[at],
-            overwrite=None,
+            overwrite=replaced[at],
         )
 
     return product(0), product(1)
@@ -410,9 +489,30 @@ def _product_facts(
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     facts: Facts = ctx.facts
-    tensors, needs, given = list(ctx.saved_tensors), facts.needs, facts.given
+    tensors = list(ctx.saved_tensors)
     if not torch.compiler.is_compiling():
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: rows go as soon as nothing reads them
+    dp, work = launchers(facts, tensors, dy.contiguous())
+    first, second = mlp_gradients(facts.products, work, ctx.owners, ctx.accumulators, ctx.grad_input, ctx.delayed)
+    return (
+        *[None] * _PLAIN_ARGUMENTS,
+        first.x,
+        dp,
+        *first.weights,
+        *second.weights,
+        *first.biases,
+        *second.biases,
+        *[None] * (len(ctx.accumulators[0]) + len(ctx.accumulators[1])),
+    )
+
+
+def launchers(facts: Facts, tensors: list[Any], dy: Tensor) -> tuple[Tensor | None, list[Launcher | None]]:
+    """The gradient of the probabilities, and what is left of each product once that at the hidden rows is there.
+
+    Args:
+        tensors: as `forward_and_saved` gave them; they are taken out of the list.
+    """
+    needs, given = facts.needs, facts.given
     counts = list(facts.counts)
 
     def take(count: int) -> list[Tensor]:
@@ -426,7 +526,6 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     sizes, probs, key = take(3)
     wi, wo = (Stored(take(counts[2 + at]), facts.texts[2 + at]) for at in (0, 1))
     wi_bias, wo_bias = take(counts[4]), take(counts[5])
-    dy = dy.contiguous()
     rows = dy.shape[0]
     one, two = (dataclasses.replace(each, key=key) for each in given.bounds)
     given = given._replace(sizes=sizes, bounds=(one, two))
@@ -464,47 +563,25 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     if needs.wo and not z.tensors:
         forms, _ = forms_of(plain_z, [(0, recipe.wgrad[0])], sizes, extras[1].x, recipe)
         z, plain_z = arrays_of(forms[0]), None
-    results: list[ProductGradients] = []
-    scale = probs if second.scale_bias else None
-    for at, (weight, biases) in enumerate(((wi, wi_bias), (wo, wo_bias))):
-        product = facts.products[at]
-        if not any(product.needs):
-            results.append(ProductGradients(None, None, [None] * product.counts[0], [None] * product.counts[1]))
-            continue
-        cotangent: Any
-        cotangent, forms, left = (dh, [], x) if at == 0 else (dy, [grads[1]] if grads[1].text else [], z)
-        if at == 0:
-            made = hidden or _grad_forms(given, 0, dh, product.needs.x, product.needs.w, own, 1)
-            forms = [form for form in made if form.text]
-            if product.needs.w and x.tensors and not own.wgrad[0].plain and not _is_cross(x):
-                again = _whole(x, rows)
-                cross, _ = forms_of(again, [(0, own.wgrad[0])], sizes, extras[0].x, own)
-                left = arrays_of(cross[0])
-            if product.needs.x and not wi.text:
-                turned, _ = forms_of(_whole(wi, rows), [dgrad], None, extras[0].w, own)
-                weight = arrays_of(turned[0])
-        launcher = Launcher(
-            *(left, weight if at == 0 else Stored([]), sizes, biases, scale if at == 1 else None),
-            *([cotangent, *(part for form in forms for part in form.tensors)], key),
-            *(extras[at].x, product.k, product.text, [form.text for form in forms], product.dtypes),
-        )
-        buffer = ctx.grad_input if at == 0 else None
-        results.append(
-            product_gradients(
-                *(product, launcher, cotangent, ctx.owners[at], ctx.accumulators[at], buffer, ctx.delayed[at])
-            )
-        )
-    first_grads, second_grads = results
-    return (
-        *[None] * _PLAIN_ARGUMENTS,
-        first_grads.x,
-        dp,
-        *first_grads.weights,
-        *second_grads.weights,
-        *first_grads.biases,
-        *second_grads.biases,
-        *[None] * (len(ctx.accumulators[0]) + len(ctx.accumulators[1])),
-    )
+    one_facts, two_facts = facts.products
+    work: list[Launcher | None] = [None, None]
+    if any(one_facts.needs):
+        made = hidden or _grad_forms(given, 0, dh, needs.x, needs.wi, own, 1)
+        forms = [form for form in made if form.text]
+        left, turned = x, wi
+        if needs.wi and x.tensors and not own.wgrad[0].plain and not _is_cross(x):
+            cross, _ = forms_of(_whole(x, rows), [(0, own.wgrad[0])], sizes, extras[0].x, own)
+            left = arrays_of(cross[0])
+        if needs.x and not wi.text:
+            across, _ = forms_of(_whole(wi, rows), [dgrad], None, extras[0].w, own)
+            turned = arrays_of(across[0])
+        assert dh is not None, "gradients of the first product are needed"
+        work[0] = launcher(left, turned, sizes, wi_bias, None, dh, forms, key, extras[0].x, one_facts)
+    if any(two_facts.needs):
+        forms = [grads[1]] if grads[1].text else []
+        scale = probs if second.scale_bias else None
+        work[1] = launcher(z, _none(), sizes, wo_bias, scale, dy, forms, key, extras[1].x, two_facts)
+    return dp, work
 
 
 def _is_cross(form: Stored) -> bool:

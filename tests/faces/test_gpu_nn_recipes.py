@@ -118,3 +118,23 @@ def test_layers_neither_synchronise_nor_copy_nor_allocate(form: str, recipe: Rec
     step = Step(form, True, recipe=recipe)
     step.module.set_weight_update(True)
     launches_only(step.run)
+
+
+@pytest.mark.rule("GRD-12")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@by_recipe
+@pytest.mark.parametrize("form", ["GroupedLinear", "GroupedMLP"])
+def test_compiled_layers_have_the_bits_of_eager(form: str, recipe: Recipe) -> None:
+    """Whole graphs, over steps with other sizes and scales."""
+    torch.compiler.reset()
+    step, other = (Step(form, True, recipe=recipe) for _ in range(2))
+    step.module.compile(fullgraph=True, backend="aot_eager")
+    for at, sizes in enumerate(REPLAYED):
+        found = []
+        for one in (step, other):
+            one.load(sizes)
+            torch.manual_seed(at)
+            found.append([*one.run(), *(state.history.clone() for state in states(one.module))])
+            for state in states(one.module):
+                update_scaling(state)
+        same(found[0], found[1], f"with sizes {sizes}")

@@ -494,14 +494,14 @@ def test_torch_parts_keep_nothing_for_weights_that_nobody_wants():
     needs = MlpNeeds(wi=False, wo=False)
     _, res = torch_bridge.grouped_mlp_fwd(**held, group_sizes=to_torch(given["group_sizes"]), needs=needs)
     *_, deferred = torch_bridge.grouped_mlp_bwd_dx(res, to_torch(dy))
-    assert not any(each is not None for each in deferred.rows)
+    assert deferred.work == (None, None)
     assert torch_bridge.grouped_mlp_bwd_dw(deferred) == (None, None)
 
 
 @pytest.mark.rule("BUF-2", "ERR-1", "ACC-6")
 def test_refusals_of_the_parts():
     held, res, dy = parts()
-    arguments = {**held, "group_sizes": res.tensors[0]}
+    arguments = {**held, "group_sizes": res.sizes}
     for name, part in (("wgrad_accum", "bwd_dw"), ("grad_input", "bwd_dx")):
         with asserts.refused(ValueError, (f"`{name}` of grouped_mlp_fwd", "given", "expected None", part)):
             torch_bridge.grouped_mlp_fwd(**arguments, **{name: "main_grad"})
@@ -614,7 +614,7 @@ def test_torch_explains_the_program_that_runs():
     two = [call.name for call in made if dict(zip(SLOTS[call.name], call.inputs, strict=True)).get("rhs_up")]
     assert two == ["grouped_matmul_act", "grouped_matmul"], "forward and dx"
     read = [dict(call.params).get("lhs_half") for call in made if dict(call.params).get("contract_rows")]
-    assert read == [2, 0], "the linear half's gradient, and that of wo"
+    assert read == [0, 2], "the gradient of wo, and that of the linear half"
     text = torch_bridge.explain(torch_bridge.grouped_mlp, **{**held, "wi": halves}, group_sizes=sizes)
     assert "grouped_matmul_any_cpu" in text
 

@@ -138,6 +138,95 @@ def test_deferred_gradients_of_jax_have_the_undeferred_bits(recipe):
     assert (deferred.state is not None) == recipe.delayed
 
 
+@pytest.mark.rule("DLY-3", "ACC-6")
+@pytest.mark.matrix(recipe=(*RECIPES, *MIXED), policy=POLICIES, listed=(False, True), bias=(None, "float32"))
+def test_deferred_gradients_of_torch_have_the_bits_of_autograd(recipe, policy, listed, bias):
+    """Two microbatches, whose weight gradients are added afterwards; states get the same magnitudes."""
+    case = cases.named("tail")
+    given, dy = problem(case, "bfloat16", Activation("swiglu"), transposed=True, bias=bias)
+    sizes, dy = to_torch(given["group_sizes"]), to_torch(dy)
+    names = [name for name in LEAVES if given[name] is not None]
+    packed = {name: to_torch(given[name]) for name in names}
+    states = [torch_bridge.scaling_state(recipe, case.groups, products=2) if recipe.delayed else None for _ in range(2)]
+    now, later = ([torch.ones(packed[name].shape) for name in ("wi", "wo")] for _ in range(2))
+
+    def members(name: str, value: Any) -> Any:
+        return list(value) if listed and name in ("wi", "wo", "wi_bias", "wo_bias") else value
+
+    def options(state: Any, seed: int) -> dict[str, Any]:
+        bound = recipe.bind(state, torch.tensor([seed, 5], dtype=torch.uint32))
+        return {"group_sizes": sizes, "recipe": bound, "residuals": policy}
+
+    queue, leafy = [], {}
+    for seed in range(2):
+        held = {name: packed[name].clone() for name in names}
+        leafy = {name: value.clone().requires_grad_() for name, value in held.items()}
+        into = tuple(members(name, value) for name, value in zip(("wi", "wo"), now, strict=True))
+        y = torch_bridge.grouped_mlp(
+            **{name: members(name, value) for name, value in leafy.items()},
+            **options(states[0], seed),
+            wgrad_accum=into,
+        )
+        y.backward(dy)
+        given_parts = {name: members(name, value) for name, value in held.items()}
+        z, res = torch_bridge.grouped_mlp_fwd(**given_parts, **options(states[1], seed))
+        asserts.bitwise(z, y, "y")
+        dx, dp, db1, db2, deferred = torch_bridge.grouped_mlp_bwd_dx(res, dy)
+        for name, got in (("x", dx), ("probs", dp), ("wi_bias", db1), ("wo_bias", db2)):
+            wanted = leafy[name].grad if name in leafy else None
+            assert (got is None) == (wanted is None), name
+            if got is not None:
+                asserts.bitwise(torch.stack(got) if isinstance(got, list) else got, wanted, name)
+        queue.append(deferred)
+    if states[0] is not None:
+        asserts.bitwise(states[1].history, states[0].history, "history")
+    for deferred in queue:
+        into = tuple(members(name, value) for name, value in zip(("wi", "wo"), later, strict=True))
+        assert torch_bridge.grouped_mlp_bwd_dw(deferred, into) == (None, None)
+    for name, a, b in zip(("wi", "wo"), later, now, strict=True):
+        asserts.bitwise(a, b, name)
+    fresh = torch_bridge.grouped_mlp_bwd_dw(queue[1])
+    wanted = torch.autograd.grad(
+        torch_bridge.grouped_mlp(**leafy, **options(states[0], 1)), (leafy["wi"], leafy["wo"]), dy
+    )
+    for a, b in zip(fresh, wanted, strict=True):
+        asserts.bitwise(torch.stack(a) if isinstance(a, list) else a, b)
+
+
+@pytest.mark.rule("ACC-6", "BUF-2", "QNT-4")
+def test_torch_parts_with_masters_buffers_and_what_has_no_gradient():
+    given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True)
+    x, wi, wo, probs, sizes = (to_torch(given[name]) for name in ("x", "wi", "wo", "probs", "group_sizes"))
+    stored = torch_bridge.quantize(wi, "mxfp8", axis=(2, 1))
+    out, buffer, dy = torch.full_like(x, 7.0), torch.full_like(x, 7.0), to_torch(dy)
+    master = wi.float().requires_grad_()
+    leafy = [each.clone().requires_grad_() for each in (x, wo)]
+    options: dict[str, Any] = {"probs": probs, "recipe": recipes.MXFP8}
+    first = torch_bridge.straight_through(master, stored)
+    y = torch_bridge.grouped_mlp(leafy[0], first, leafy[1], sizes, **options)
+    y.backward(dy)
+    z, res = torch_bridge.grouped_mlp_fwd(x, first, wo, sizes, out=out, **options)
+    with asserts.refused(ValueError, ("`grad_input`", "overlaps `dy`", "allocate")):
+        torch_bridge.grouped_mlp_bwd_dx(res, dy, grad_input=dy)
+    with asserts.refused(TypeError, ("`dy`", "float32", "bfloat16", "cast")):
+        torch_bridge.grouped_mlp_bwd_dx(res, dy.float())
+    dx, *_, deferred = torch_bridge.grouped_mlp_bwd_dx(res, dy, grad_input=buffer)
+    assert (z.data_ptr(), dx.data_ptr()) == (out.data_ptr(), buffer.data_ptr())
+    valid = int(sizes.sum())
+    asserts.bitwise(out[:valid], y[:valid])
+    asserts.bitwise(buffer[:valid], leafy[0].grad[:valid])
+    asserts.filled(out[valid:], 7.0)
+    dwi, dwo = torch_bridge.grouped_mlp_bwd_dw(deferred)
+    asserts.bitwise(dwi, master.grad)
+    asserts.bitwise(dwo, leafy[1].grad)
+    _, res = torch_bridge.grouped_mlp_fwd(x, stored, wo, sizes, needs=MlpNeeds(wo=False), **options)
+    *_, deferred = torch_bridge.grouped_mlp_bwd_dx(res, dy)
+    assert deferred.work == (None, None), "a quantised weight without a master has no gradient"
+    assert torch_bridge.grouped_mlp_bwd_dw(deferred) == (None, None)
+    with asserts.refused(ValueError, ["state", "scaling_state"]):
+        torch_bridge.grouped_mlp_fwd(x, wi, wo, sizes, recipe=recipes.FP8Delayed)
+
+
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "fp8_128x128"])
 def test_quantised_weights_beside_plain_rows(format):
     given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True)

@@ -141,12 +141,17 @@ def _operands(rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
     return x, w, torch.tensor([rows - 1, 1], dtype=torch.int32), torch.ones(width)
 
 
+def _registers(call: calls.Call) -> list[int]:
+    """Three operands, the first result, the workspace."""
+    return [0, 1, 2, *[-1] * (len(call.inputs) - 3), 3, *[-1] * (len(call.outputs) - 1), 4]
+
+
 def test_launchers_refuse_a_workspace_that_is_too_small() -> None:
     operands = _operands(40, 32, torch.float32)
     (call,) = _run.calls_of(_fused, "", operands)
     plan = plans.plan(call, "cpu")
     needed = plan.workspace_bytes
-    registers = [0, 1, 2, *[-1] * (len(call.inputs) - 3), 3, -1, 4]
+    registers = _registers(call)
     assert [slot for slot, spec in enumerate(call.inputs) if spec] == [0, 1, 2]
     launcher, result = _native.Launcher(EXCHANGE, plan, registers), torch.full((40, 32), 7.0)
     for small_one in (torch.empty(needed - 257, dtype=torch.uint8), torch.empty(needed // 4 - 65), torch.empty(0, 9)):
@@ -167,7 +172,7 @@ def test_a_refused_launch_names_the_odd_address() -> None:
     operands = [*_operands(512, 64, torch.bfloat16)[:3], torch.empty(512, 64, dtype=torch.bfloat16)]
     (call,) = _run.calls_of(_fused, "", [*operands[:3], None])
     plan = plans.plan(call, "sm_90a")
-    launcher = _native.Launcher(EXCHANGE, plan, [0, 1, 2, *[-1] * (len(call.inputs) - 3), 3, -1, 4])
+    launcher = _native.Launcher(EXCHANGE, plan, _registers(call))
     workspace = torch.empty(plan.aligned_workspace_bytes, dtype=torch.uint8)
     for at, name in ((0, "lhs"), (1, "rhs"), (3, "result")):
         odd = [_moved(each) if each is operands[at] else each for each in operands]

@@ -404,6 +404,15 @@ def test_size_status_and_debug_word(monkeypatch: pytest.MonkeyPatch) -> None:
     with asserts.refused(ValueError, ["group_sizes", "negative", "clamped", "check what computed them"]):
         torch_bridge.check_debug_word()
     torch_bridge.check_debug_word()  # reading cleared it
+    for run in (
+        lambda sizes: grouped_linear(t.x, t.w, sizes, recipe=torch_bridge.MXFP8),
+        lambda sizes: torch_bridge.grouped_mlp(
+            t.x, t.w, t.w[:, : t.w.shape[1] // 2].mT.contiguous(), sizes, recipe=torch_bridge.MXFP8
+        ),
+    ):
+        run([-1, 2, 3])
+        with asserts.refused(ValueError, ["group_sizes", "negative", "check what computed them"]):
+            torch_bridge.check_debug_word()
 
 
 @pytest.mark.rule("ERR-4")

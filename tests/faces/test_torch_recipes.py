@@ -14,7 +14,7 @@ from grouped_core import recipes
 from grouped_core.activations import Activation
 from grouped_core.recipes import Recipe
 from tests import asserts, bounds
-from tests.faces.nn_tools import MODULES, drawn_key, main_grads, setup
+from tests.faces.nn_tools import FUNCTIONS, MODULES, drawn_key, main_grads, setup
 from tests.faces.torch_tools import counted_launches, leaf
 from torch_bridge import grouped_linear, nn, params, quantize, scaling_state, update_scaling
 from torch_bridge.activation import scaled_activation_rows
@@ -204,37 +204,61 @@ def test_autocast_computes_in_its_dtype(form: str) -> None:
     asserts.bitwise(y, narrow.run(leaf(s.x.bfloat16())))
 
 
-@pytest.mark.rule("GRD-12")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("accumulate", [False, True], ids=["autograd", "main_grad"])
-@pytest.mark.parametrize("recipe", [each for each in ALL if not each.delayed], ids=lambda r: r.name)
-def test_linear_compiles_whole(recipe: Recipe, accumulate: bool) -> None:
-    """Rows 1, 2 and 4; delayed scaling, the cache and flags run beside a graph."""
-    torch.compiler.reset()
-    s, compiled = (setup("GroupedLinear", True, accumulate=accumulate, recipe=recipe, **BF16) for _ in range(2))
-    compiled.module.compile(fullgraph=True, backend="aot_eager")
-    for one in (s, compiled):
-        one.weights[0].requires_grad_(accumulate)
-        main_grads(one.weights, 0.5)
-    same(seeded(compiled, 4), seeded(s, 4))
-    for a, b in zip(compiled.weights, s.weights, strict=True):
-        asserts.bitwise(a.main_grad, b.main_grad)
-        assert bool((a.main_grad != 0.5).any()) <= accumulate
+# ---------------------------------------------------------------------------------------------------------------------
+# Planning
 
 
-@pytest.mark.rule("GRD-12")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo makes an instance of autograd.Function
-@pytest.mark.parametrize("recipe", [DELAYED, recipes.MXFP8], ids=lambda r: r.name)
-@by_form
-def test_the_rest_compiles_beside_a_graph(form: str, recipe: Recipe) -> None:
-    torch.compiler.reset()
-    s, compiled = (setup(form, False, recipe=recipe, **BF16) for _ in range(2))
-    compiled.module.compile(backend="aot_eager")
-    wanted = seeded(s, 4)
-    same(seeded(compiled, 4), wanted)
-    keyword = {} if form.startswith("Sequential") else {"is_first_microbatch": True}
-    same(seeded(compiled, 4, **keyword), wanted)
+@pytest.mark.rule("ERR-3")
+@pytest.mark.matrix(
+    form=FUNCTIONS, recipe=(None, *ALL), listed=(False, True), how=("plain", "main_grad", "buffers", "frozen", "scaled")
+)
+def test_explain_names_every_launch(form: str, recipe: Recipe | None, listed: bool, how: str) -> None:
+    """Quantisers included, in their order; nothing runs, and no state or Parameter changes."""
+    s = setup(form, listed, recipe=recipe, **BF16)
+    half = len(s.weights) if form == "grouped_linear" else len(s.weights) // 2
+    parts = [s.weights[:half], s.weights[half:]][: len(s.weights) // half]
+    weights = [part if listed else part[0] for part in parts]
+    x, options = leaf(s.x), {"recipe": recipe and recipe.bind(s.state, drawn_key() if recipe.stochastic else None)}
+    if how == "main_grad":
+        main_grads(s.weights, 0.5)
+        options["wgrad_accum"] = "main_grad"
+    if how == "buffers":
+        options |= {"out": torch.empty_like(s.dy), "grad_input": torch.empty_like(s.x)}
+    for weight in s.weights:
+        weight.requires_grad_(how != "frozen")
+    if form == "grouped_mlp":
+        options["probs"] = leaf(s.probs)
+    elif how == "scaled":
+        options["row_scale"] = leaf(s.probs)
+    operation = getattr(torch_bridge, form)
+    held = None if s.state is None else s.state.history.clone()
+    text = torch_bridge.explain(operation, x, *weights, s.sizes, **options)
+    assert torch_bridge.why_unsupported(operation, x, *weights, s.sizes, **options) is None
+    if held is not None:
+        asserts.bitwise(s.state.history, held)
+    with counted_launches() as calls:
+        operation(x, *weights, s.sizes, **options).backward(s.dy)
+    lines = [line.split(" ->")[0] for line in text.splitlines() if " -> " in line]
+    assert lines == calls, text
+    assert (recipe is None) == ("quantize ->" not in text)
+
+
+@pytest.mark.rule("ERR-2", "ERR-3")
+def test_explain_of_recipes_needs_neither_device_nor_weights() -> None:
+    x = torch.empty(1000, 256, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    w = torch.empty(8, 128, 256, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    sizes = torch.empty(8, dtype=torch.int32, device="meta")
+    state = scaling_state(DELAYED, 8, device="meta")
+    for recipe in (*RECIPES[1:], DELAYED.bind(state)):
+        text = torch_bridge.explain(grouped_linear, x, w, sizes, recipe=recipe, arch="cpu")
+        assert "quantize_any_cpu on cpu" in text
+        assert text.count("grouped_matmul ->") == 3
+    refused = torch_bridge.why_unsupported(grouped_linear, x, w, sizes, recipe=DELAYED, arch="cpu")
+    assert refused is not None
+    assert "scaling_state" in refused
+    q: Any = quantize(torch.randn(2, 32, 64), "mxfp4")
+    text = torch_bridge.explain(grouped_linear, torch.randn(5, 64), q, [2, 3])
+    assert text.startswith("grouped_matmul ->"), "quantised already"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

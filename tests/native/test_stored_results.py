@@ -72,7 +72,7 @@ def plain_quantiser(kernel: str) -> Native:
 
 
 def check(kernel: str, call: calls.Call, arrays: dict[str, Any], wanted: Storing, groups: int) -> None:
-    """Every result has the bits of the plain call and of the plain quantiser; sums of rows are added in another order."""
+    """Every result has the bits of the plain call and of the plain quantiser; sums of rows have another order."""
     if wanted.encode:
         arrays["encode"] = np.exp2(np.arange(groups) % 9 - 4).astype(np.float32)
         arrays["into_amax"] = cases.normal((groups,), "float32", "amax") ** 2

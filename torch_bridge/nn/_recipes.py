@@ -16,8 +16,7 @@ from grouped_core import scaling
 from grouped_core.formats import QTensor
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.scaling import ScalingState
-from torch_bridge import main_grad, stored, stored_mlp
-from torch_bridge._arguments import destinations
+from torch_bridge import stored, stored_mlp
 from torch_bridge.quantize import StraightThrough, scaling_state
 
 BUFFERS = ("scaling_scale", "scaling_history", "scaling_top")
@@ -119,43 +118,17 @@ def linear(
     Args:
         layer: the GroupedLinear. rows, weights: in the dtype of the computation. first: `is_first_microbatch`.
     """
-    state = state_of(layer, layer.recipe)
-    to_main_grad = layer.accumulate_into_main_grad
-    recipe = bound(layer.recipe, state, home(rows).device)
-    cache = layer.cache.bind("GroupedLinear", parameters, first)
-    accum: Any = "main_grad" if to_main_grad else None
-    arguments: list[Any] = [rows, weights, group_sizes, True, layer.biases(), row_scale, layer.scale_bias, recipe]
-    if torch.compiler.is_compiling() and cache is None and state is None and not layer.delay_wgrad_compute:
-        rest: dict[str, Any] = {"wgrad_accum": None, "implementation": None, "out": out, "grad_input": grad_input}
-        if not to_main_grad:
-            return stored.linear(*arguments, **rest)
-        plain = not main_grad.needs_python(parameters) and not any(map(main_grad.overwrites, parameters))
-        if plain:  # destinations are what a graph can hold
-            found = destinations(parameters)
-            rest["wgrad_accum"] = found[0] if isinstance(weights, Tensor) else found
-            return stored.linear(*arguments, **rest)
-    return _uncompiled_linear(layer, arguments, accum, cache, parameters, out, grad_input)
+    recipe = bound(layer.recipe, state_of(layer, layer.recipe), home(rows).device)
+    layer.note_addresses(stored.listed(weights))
+    return stored.linear(
+        *(rows, weights, group_sizes, True, layer.biases(), row_scale, layer.scale_bias, recipe),
+        *("main_grad" if layer.accumulate_into_main_grad else None, None, out, grad_input),
+        owner=layer.owner(parameters),
+        cache=layer.cache.bind("GroupedLinear", parameters, first),
+    )
 
 
-def _linear(
-    layer: Any,
-    arguments: Any,
-    accum: Any,
-    cache: Any,
-    parameters: tuple[Any, ...],
-    out: Tensor | None,
-    grad_input: Tensor | None,
-) -> Tensor:
-    given = stored.check_arguments(*arguments, wgrad_accum=accum, implementation=None)
-    if isinstance(given.weight, list):
-        layer.note_addresses(given.weight)
-    return stored.grouped_linear(given._replace(cache=cache), out, grad_input, layer.owner(parameters))
-
-
-_uncompiled_linear: Any = torch.compiler.disable(_linear)
-
-
-def _mlp(
+def mlp(
     fc1: Any,
     fc2: Any,
     arguments: Any,
@@ -166,7 +139,7 @@ def _mlp(
     out: Tensor | None,
     grad_input: Tensor | None,
 ) -> Tensor:
-    """`nn.mlp.fused_mlp` where something is quantised; under torch.compile beside the graph.
+    """`nn.mlp.fused_mlp` where something is quantised.
 
     Args:
         arguments: of `grouped_mlp`, up to the biases. state: of both products; None: each layer has its own, or none.
@@ -175,18 +148,12 @@ def _mlp(
     if state is None:
         key = recipe.key
         recipe = tuple(BoundRecipe(each.recipe, state_of(each, each.recipe), key) for each in (fc1, fc2))
-    accum = "main_grad" if fc1.accumulate_into_main_grad else None
-    given = stored_mlp.check_arguments(
-        *arguments, recipe=recipe, residuals=residuals, wgrad_accum=accum, implementation=None
-    )
-    for layer, weights in ((fc1, given.wi), (fc2, given.wo)):
-        if isinstance(weights, list):
-            layer.note_addresses(weights)
-    caches = tuple(
+    for layer, weights in zip((fc1, fc2), arguments[1:3], strict=True):
+        layer.note_addresses(stored.listed(weights))
+    caches = [
         layer.cache.bind(name, layer.weight_parameters(), first)
         for name, layer in (("linear_fc1", fc1), ("linear_fc2", fc2))
-    )
-    return stored_mlp.mlp(given._replace(caches=caches), out, grad_input, owners)
-
-
-mlp: Any = torch.compiler.disable(_mlp)
+    ]
+    accum = "main_grad" if fc1.accumulate_into_main_grad else None
+    rest = (recipe, residuals, accum, None, out, grad_input, owners, (caches[0], caches[1]))
+    return stored_mlp.grouped_mlp(*[*arguments, *rest])
