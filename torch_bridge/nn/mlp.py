@@ -127,6 +127,7 @@ class GroupedMLP(Module):
         for layer in (self.linear_fc1, self.linear_fc2):
             _recipes.drop_state(layer)
         _recipes.add_state(self, self.linear_fc1.recipe, num_groups, 2, options.get("device"))
+        self._share_state()
 
     def forward(
         self,
@@ -158,6 +159,10 @@ class GroupedMLP(Module):
         """The state of delayed scaling of both products, for `update_scaling`, or None."""
         return _recipes.state_of(self, self.linear_fc1.recipe)
 
+    def _share_state(self) -> None:
+        for product, layer in enumerate((self.linear_fc1, self.linear_fc2)):
+            layer.follow_state(self.scaling_state, product)
+
     def backward_dw(self, all: bool = False) -> None:
         """The oldest delayed weight gradients (`all`: every one) of FC2, then of FC1; then FC2's hooks, then FC1's."""
         main_grad.backward_dw([self.linear_fc2, self.linear_fc1], every=all)
@@ -183,15 +188,20 @@ class GroupedMLP(Module):
 
     def reset_parameters(self) -> None:
         """New values, as of `GroupedLinear`."""
+        _recipes.reset_state(self, self.linear_fc1.recipe)
         self.linear_fc1.reset_parameters()
         self.linear_fc2.reset_parameters()
-        _recipes.reset_state(self, self.linear_fc1.recipe)
 
     def _apply(self, fn: Any, recurse: bool = True) -> GroupedMLP:
         held = _recipes.held_state(self)
         super()._apply(fn, recurse)
         _recipes.applied(self, held)
+        self._share_state()
         return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share_state()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         _recipes.keep_missing(self, state_dict, prefix)
