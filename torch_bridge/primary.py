@@ -38,7 +38,6 @@ SOURCES = (torch.float32, torch.bfloat16, torch.float16)
 """What quantisers read."""
 
 
-
 class QuantizedWeight(Tensor):
     """A weight [A, B], or [G, A, B], that is stored quantised.
 
@@ -248,6 +247,8 @@ def empty(shape: tuple[int, int, int], formats: tuple[Format, Format], dtype: st
 
     def form(axis: int, cell: Format, other: QTensor[Tensor] | None) -> QTensor[Tensor]:
         spec = stored_spec(cell, shape, axis, dtype)
-        return QTensor(zeros(spec.values), zeros(spec.scales), zeros(spec.group_scales), cell, axis, shape, dtype, other)
+        return QTensor(
+            zeros(spec.values), zeros(spec.scales), zeros(spec.group_scales), cell, axis, shape, dtype, other
+        )
 
     return form(2, formats[0], form(1, formats[1], None))

@@ -170,7 +170,9 @@ def _batches(
             continue
         check_operand(f"shards[{at}]", shard, q.values)
         if dtype is not None and shard.dtype != dtype:
-            raise TypeError(f"`shards[{at}]`: {shard.dtype}, expected {dtype} = `dtype`; pass the dtype of all masters.")
+            raise TypeError(
+                f"`shards[{at}]`: {shard.dtype}, expected {dtype} = `dtype`; pass the dtype of all masters."
+            )
         members = [weight] if isinstance(weight, QuantizedWeight) and weight.dim() == 2 else _members(q)
         for place, (_, part, offset) in enumerate(expand_shard(members, shard, start), first):
             if part is not None and offset is not None:
@@ -231,5 +233,3 @@ def _cast_rule(run: Any, static: Any, operands: Sequence[Any]) -> tuple[Any, ...
     ]
     shards.cast(run, source, forms, table, amax, encode, skip)
     return ()
-
-

@@ -474,21 +474,21 @@ struct Dequantize {
   }
 };
 
-// Weights [G, A, B] that are quantised in parts, each by the rank that holds it: two calls, and between them a maximum of
-// `amax` over ranks, as int32. `source_table` [3, G] int64 has for each member the address of the elements that lie here,
-// 0 for none, which of the member's A * B elements is the first, and how many there are. `source` says shape and dtype
-// and has no data.
+// Weights [G, A, B] that are quantised in parts, each by the rank that holds it: two calls, and between them a maximum
+// of `amax` over ranks, as int32. `source_table` [3, G] int64 has for each member the address of the elements that lie
+// here, 0 for none, which of the member's A * B elements is the first, and how many there are. `source` says shape and
+// dtype and has no data.
 //
 // amax[g], [G, S] int32, has the bits of the largest magnitudes among the elements that lie here, 0 where none do: of
 // the member; then of its blocks along B, [A / outer, B / block]; then, unless blocks are square, of those along A,
 // [B, A / block]. Divisions round up; without blocks S is 1.
 struct ShardAmax {
   static constexpr const char* kName = "shard_amax";
-  TensorView source;       // [G, A, B] float32, bfloat16 or float16
+  TensorView source;        // [G, A, B] float32, bfloat16 or float16
   TensorView source_table;  // [3, G] int64
-  TensorView into_amax;    // the caller's buffer, the memory of `amax`
-  TensorView amax;         // [G, S] int32
-  int64_t block = 0;       // as in Quantize, with the next
+  TensorView into_amax;     // the caller's buffer, the memory of `amax`
+  TensorView amax;          // [G, S] int32
+  int64_t block = 0;        // as in Quantize, with the next
   int64_t block_outer = 1;
 
   template <class Visitor>
@@ -506,12 +506,12 @@ struct ShardAmax {
 // of Quantize.
 struct ShardCast {
   static constexpr const char* kName = "shard_cast";
-  TensorView source;       // [G, A, B] float32, bfloat16 or float16
+  TensorView source;        // [G, A, B] float32, bfloat16 or float16
   TensorView source_table;  // [3, G] int64
-  TensorView amax;         // [G, S] int32
-  TensorView encode;       // [G] float32: multipliers of delayed scaling
-  TensorView skip;         // [1] int32: not zero leaves every result as it is
-  TensorView into_values;  // the caller's buffers, each the memory of the result of that name
+  TensorView amax;          // [G, S] int32
+  TensorView encode;        // [G] float32: multipliers of delayed scaling
+  TensorView skip;          // [1] int32: not zero leaves every result as it is
+  TensorView into_values;   // the caller's buffers, each the memory of the result of that name
   TensorView into_scales;
   TensorView into_group_scales;
   TensorView into_cross_values;
@@ -528,11 +528,6 @@ struct ShardCast {
   int64_t block_outer = 1;
   int64_t pow2 = 0;
   float eps = 0;
-  // What shards never have: rows, and choices that look at every value of a block.
-  TensorView group_sizes;
-  std::string four_over_six;
-  int64_t segment = 0;
-  int64_t turned = 0;
 
   template <class Visitor>
   void visit(Visitor&& v) {
@@ -560,6 +555,32 @@ struct ShardCast {
     v.param("eps", eps);
   }
 };
+
+// The call that has the same results, where all elements lie here.
+inline Quantize whole_of(const ShardCast& call) {
+  Quantize whole;
+  whole.source = call.source;
+  whole.encode = call.encode;
+  whole.skip = call.skip;
+  whole.into_values = call.into_values;
+  whole.into_scales = call.into_scales;
+  whole.into_group_scales = call.into_group_scales;
+  whole.into_cross_values = call.into_cross_values;
+  whole.into_cross_scales = call.into_cross_scales;
+  whole.into_cross_group_scales = call.into_cross_group_scales;
+  whole.values = call.values;
+  whole.scales = call.scales;
+  whole.group_scales = call.group_scales;
+  whole.cross_values = call.cross_values;
+  whole.cross_scales = call.cross_scales;
+  whole.cross_group_scales = call.cross_group_scales;
+  whole.rule = call.rule;
+  whole.block = call.block;
+  whole.block_outer = call.block_outer;
+  whole.pow2 = call.pow2;
+  whole.eps = call.eps;
+  return whole;
+}
 
 // Delayed scaling, once a step: multipliers from the history of amaxes (numerics 2.5), for R operand roles at once.
 struct ScaleUpdate {
@@ -593,6 +614,7 @@ struct ScaleUpdate {
   X(RowDot)              \
   X(ScaleRows)           \
   X(GroupedMatmulAct)    \
-  X(GroupedMatmulDact) X(ActivationForward) X(ActivationGrad) X(Quantize) X(Dequantize) X(ScaleUpdate) X(ShardAmax) X(ShardCast)
+  X(GroupedMatmulDact)   \
+  X(ActivationForward) X(ActivationGrad) X(Quantize) X(Dequantize) X(ScaleUpdate) X(ShardAmax) X(ShardCast)
 
 }  // namespace grouped

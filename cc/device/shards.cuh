@@ -11,7 +11,7 @@ namespace grouped {
 
 constexpr int kShardTile = 64;
 constexpr int kShardThreads = 256;
-constexpr int kShardPitch = kShardTile + 1;  // threads walk along rows and columns alike
+constexpr int kShardPitch = kShardTile + 1;    // threads walk along rows and columns alike
 constexpr int kShardBlocks = kShardTile / 16;  // most blocks along a tile
 
 struct ShardProblem {
@@ -24,8 +24,13 @@ struct ShardProblem {
   template <class Call>
   static ShardProblem of(const Call& call) {
     const int64_t* dims = call.source.dims;
-    return {call.source_table.template as<const int64_t>(), call.source.dtype,   dims[0], dims[1], dims[2],
-            ShardSlots::of(call),                          call.amax.template as<uint32_t>()};
+    return {call.source_table.template as<const int64_t>(),
+            call.source.dtype,
+            dims[0],
+            dims[1],
+            dims[2],
+            ShardSlots::of(call),
+            call.amax.template as<uint32_t>()};
   }
   dim3 grid() const {
     return {static_cast<unsigned>(divide_up(width, kShardTile)), static_cast<unsigned>(divide_up(rows, kShardTile)),
@@ -44,7 +49,7 @@ struct ShardPart {
   __device__ static ShardPart mine(const ShardProblem& p) {
     const int64_t member = blockIdx.z;
     return {Shard::of(p.table, p.groups, member), member, int64_t{blockIdx.y} * kShardTile,
-            int64_t{blockIdx.x} * kShardTile, p.rows, p.width};
+            int64_t{blockIdx.x} * kShardTile,     p.rows, p.width};
   }
   // Whether some of its rows lie here; a whole block agrees.
   __device__ bool any() const {

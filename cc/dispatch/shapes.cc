@@ -1,7 +1,6 @@
 #include "cc/dispatch/shapes.h"
 
 #include <algorithm>
-#include <array>
 #include <initializer_list>
 #include <utility>
 
@@ -454,9 +453,8 @@ bool divides(int64_t part, int64_t least) {
   return part >= least && part <= kLongestBlock && kLongestBlock % part == 0;
 }
 
-// What the rule and its blocks ask of each other, and of the element types.
-template <class Call>
-void store_format(Check* check, const Call& call) {
+// What the rule, its blocks and its options ask of each other, and of the element types.
+void store_format(Check* check, const Quantize& call) {
   const bool ragged = call.group_sizes.present(), fp32 = call.rule == "fp32", nvfp4 = call.rule == "nvfp4";
   const DType type = (call.values.present() ? call.values : call.cross_values).dtype;
   const DType scale = fp32 ? DType::f32 : nvfp4 ? DType::e4m3fn : DType::e8m0;
@@ -473,12 +471,6 @@ void store_format(Check* check, const Call& call) {
   });
   check->require(!call.encode.present() || (fp32 && call.block == 0),
                  [] { return "encode: expected only with one fp32 scale a group"; });
-}
-
-// What its options ask beside that.
-void store_options(Check* check, const Quantize& call) {
-  const bool ragged = call.group_sizes.present(), nvfp4 = call.rule == "nvfp4";
-  const DType type = (call.values.present() ? call.values : call.cross_values).dtype;
   check->require(!call.stochastic || type == DType::u8, [] { return "stochastic: expected only for uint8 values"; });
   check->require(!call.rotate || (nvfp4 && ragged), [] { return "rotate: expected only for rows and nvfp4"; });
   check->require(call.four_over_six.empty() || call.four_over_six == "absolute" || call.four_over_six == "square",
@@ -487,44 +479,21 @@ void store_options(Check* check, const Quantize& call) {
                  [] { return "four_over_six: expected only for nvfp4, neither rotated nor stochastic"; });
 }
 
-// What is stored, and the caller's buffers for it.
-using Buffers = std::array<std::pair<const TensorView*, const TensorView*>, 6>;
-template <class Call>
-Buffers forms_and_buffers(const Call& call) {
-  return {{{&call.values, &call.into_values},
-           {&call.scales, &call.into_scales},
-           {&call.group_scales, &call.into_group_scales},
-           {&call.cross_values, &call.into_cross_values},
-           {&call.cross_scales, &call.into_cross_scales},
-           {&call.cross_group_scales, &call.into_cross_group_scales}}};
-}
-
 // A launch that may write nothing needs results that hold something.
 void reused_if_skipped(Check* check, const Quantize& call) {
-  const char* words = "skip: expected a buffer for every result beside it";
-  for (const auto& [result, into] : forms_and_buffers(call)) {
-    check->require(!call.skip.present() || result->present() == into->present(), [&] { return words; });
+  const std::pair<const TensorView*, const TensorView*> results[] = {
+      {&call.values, &call.into_values},
+      {&call.scales, &call.into_scales},
+      {&call.group_scales, &call.into_group_scales},
+      {&call.cross_values, &call.into_cross_values},
+      {&call.cross_scales, &call.into_cross_scales},
+      {&call.cross_group_scales, &call.into_cross_group_scales},
+      {&call.amax, &call.into_amax},
+  };
+  for (const auto& [result, into] : results) {
+    check->require(!call.skip.present() || result->present() == into->present(),
+                   [] { return "skip: expected a buffer for every result beside it"; });
   }
-  check->require(!call.skip.present() || call.amax.present() == call.into_amax.present(), [&] { return words; });
-}
-
-template <class Call>
-void same_forms(Check* check, const Call& call) {
-  const char* names[] = {"into_values",       "into_scales",       "into_group_scales",
-                         "into_cross_values", "into_cross_scales", "into_cross_group_scales"};
-  const Buffers pairs = forms_and_buffers(call);
-  for (size_t i = 0; i < pairs.size(); ++i) same_buffer(check, names[i], *pairs[i].second, *pairs[i].first);
-}
-
-// What the calls of shards have in common.
-template <class Call>
-void shards(Check* check, const Call& call) {
-  check->rank("source", call.source, 3);
-  check->require(is_float(call.source.dtype),
-                 [&] { return Check::named("source", call.source) + ", expected floats"; });
-  if (!check->wrong.empty()) return;
-  check->shape("source_table", call.source_table, {3, call.source.dims[0]});
-  check->dtype("source_table", call.source_table, DType::i64);
 }
 
 // Groups of a call whose source may be weights.
@@ -552,10 +521,7 @@ std::string disagreement(const Quantize& call) {
   stored_form(&check, call, {"values", call.values, call.scales, call.group_scales}, call.source, false, groups);
   stored_form(&check, call, {"cross_values", call.cross_values, call.cross_scales, call.cross_group_scales},
               call.source, true, groups);
-  if (call.values.present() || call.cross_values.present()) {
-    store_format(&check, call);
-    store_options(&check, call);
-  }
+  if (call.values.present() || call.cross_values.present()) store_format(&check, call);
   reused_if_skipped(&check, call);
   check.require(!call.source_table.present() || !call.group_sizes.present(),
                 [] { return "source_table: expected for weights only"; });
@@ -567,7 +533,12 @@ std::string disagreement(const Quantize& call) {
   check.shape_if_given("skip", call.skip, {1});
   check.dtype("skip", call.skip, DType::i32);
   same_buffer(&check, "into_amax", call.into_amax, call.amax);
-  same_forms(&check, call);
+  same_buffer(&check, "into_values", call.into_values, call.values);
+  same_buffer(&check, "into_scales", call.into_scales, call.scales);
+  same_buffer(&check, "into_group_scales", call.into_group_scales, call.group_scales);
+  same_buffer(&check, "into_cross_values", call.into_cross_values, call.cross_values);
+  same_buffer(&check, "into_cross_scales", call.into_cross_scales, call.cross_scales);
+  same_buffer(&check, "into_cross_group_scales", call.into_cross_group_scales, call.cross_group_scales);
   return check.wrong;
 }
 
@@ -606,15 +577,29 @@ std::string disagreement(const ScaleUpdate& call) {
   return check.wrong;
 }
 
+namespace {
+
+// What the calls of parts of weights have in common.
+template <class Call>
+void shards(Check* check, const Call& call) {
+  check->rank("source", call.source, 3);
+  check->require(is_float(call.source.dtype),
+                 [&] { return Check::named("source", call.source) + ", expected floats"; });
+  check->require(call.block == 0 || divides(call.block, 16), [] { return "block: expected 0, or 16 to 128"; });
+  check->require(call.block_outer == 1 || call.block_outer == call.block,
+                 [] { return "block_outer: expected 1, or that of square blocks"; });
+  if (!check->wrong.empty()) return;
+  check->shape("source_table", call.source_table, {3, call.source.dims[0]});
+  check->dtype("source_table", call.source_table, DType::i64);
+  check->shape("amax", call.amax, {call.source.dims[0], ShardSlots::of(call).count});
+  check->dtype("amax", call.amax, DType::i32);
+}
+
+}  // namespace
+
 std::string disagreement(const ShardAmax& call) {
   Check check;
   shards(&check, call);
-  check.require(call.block == 0 || divides(call.block, 16), [] { return "block: expected 0, or 16 to 128"; });
-  check.require(call.block_outer == 1 || call.block_outer == call.block,
-                [] { return "block_outer: expected 1, or that of square blocks"; });
-  if (!check.wrong.empty()) return check.wrong;
-  check.shape("amax", call.amax, {call.source.dims[0], shard_slots(call)});
-  check.dtype("amax", call.amax, DType::i32);
   same_buffer(&check, "into_amax", call.into_amax, call.amax);
   return check.wrong;
 }
@@ -622,29 +607,17 @@ std::string disagreement(const ShardAmax& call) {
 std::string disagreement(const ShardCast& call) {
   Check check;
   shards(&check, call);
-  check.require(call.rule == "fp32" || call.rule == "e8m0" || call.rule == "nvfp4",
-                [&] { return "rule: no rule " + call.rule; });
-  check.require(call.block >= 0 && call.block_outer >= 1, [] { return "block, block_outer: expected none negative"; });
-  check.require(call.values.present() || call.cross_values.present(),
-                [] { return "results: expected at least one of them"; });
-  if (!check.wrong.empty()) return check.wrong;
-  const int64_t groups = call.source.dims[0];
-  stored_form(&check, call, {"values", call.values, call.scales, call.group_scales}, call.source, false, groups);
-  stored_form(&check, call, {"cross_values", call.cross_values, call.cross_scales, call.cross_group_scales},
-              call.source, true, groups);
-  store_format(&check, call);
-  if (!check.wrong.empty()) return check.wrong;
-  check.shape("amax", call.amax, {groups, shard_slots(call)});
-  check.dtype("amax", call.amax, DType::i32);
-  group_scales(&check, "encode", call.encode, groups);
-  check.shape_if_given("skip", call.skip, {1});
-  check.dtype("skip", call.skip, DType::i32);
-  same_forms(&check, call);
-  for (const auto& [result, into] : forms_and_buffers(call)) {
+  const Quantize whole = whole_of(call);
+  for (const auto& [result, into] : {std::pair{&whole.values, &whole.into_values},
+                                     {&whole.scales, &whole.into_scales},
+                                     {&whole.group_scales, &whole.into_group_scales},
+                                     {&whole.cross_values, &whole.into_cross_values},
+                                     {&whole.cross_scales, &whole.into_cross_scales},
+                                     {&whole.cross_group_scales, &whole.into_cross_group_scales}}) {
     check.require(result->present() == into->present(),
                   [] { return "results: expected a buffer for every one, for others have written their part"; });
   }
-  return check.wrong;
+  return check.wrong.empty() ? disagreement(whole) : check.wrong;
 }
 
 }  // namespace grouped

@@ -15,7 +15,7 @@ class Job {
         isa_(best_isa()),
         slots_(ShardSlots::of(call)),
         type_(call.values.present() ? call.values.dtype : call.cross_values.dtype),
-        rule_(store_rule(call, T::kMax, call.source.dtype == DType::bf16)) {
+        rule_(store_rule(whole_of(call), T::kMax, call.source.dtype == DType::bf16)) {
     const int64_t a = call.source.dims[1], b = call.source.dims[2], block = std::max<int64_t>(call.block, 1);
     place_ = ScalePlace::of(call.scales, false, false, divide_up(a, call.block_outer), divide_up(b, block));
     cross_place_ = ScalePlace::of(call.cross_scales, false, true, divide_up(a, block), divide_up(b, call.block_outer));
@@ -33,7 +33,8 @@ class Job {
         for (const bool cross : {false, true}) {
           if (!(cross ? call_.cross_values : call_.values).present()) continue;
           for (int64_t i = 0; i < strip.count; ++i) {
-            factors[i] = call_.block ? scale_at(member, group, strip.row, strip.column + i, cross).encode : group.encode;
+            factors[i] =
+                call_.block ? scale_at(member, group, strip.row, strip.column + i, cross).encode : group.encode;
           }
           isa_.encode_codes(type_, x, factors, strip.count, codes);
           for (int64_t i = 0; i < strip.count; ++i) put(member, strip.row, strip.column + i, cross, codes[i]);
@@ -82,7 +83,7 @@ class Job {
     }
   }
 
-  // Half a byte leaves the other half, which may be another rank's.
+  // Half a byte leaves the other half, which may be another rank's; behind an odd end it is zero.
   void put(int64_t member, int64_t a, int64_t b, bool cross, uint8_t code) const {
     const int64_t lines = call_.source.dims[cross ? 2 : 1], length = call_.source.dims[cross ? 1 : 2];
     const int64_t line = cross ? b : a, at = cross ? a : b;
@@ -91,8 +92,8 @@ class Job {
     if (T::kBits == 8) {
       row[at] = code;
     } else {
-      const int shift = at % 2 ? 4 : 0;
-      row[at / 2] = static_cast<uint8_t>((row[at / 2] & (0xF0 >> shift)) | code << shift);
+      const int shift = at % 2 ? 4 : 0, kept = at + 1 == length ? 0 : row[at / 2];
+      row[at / 2] = static_cast<uint8_t>((at % 2 ? row[at / 2] & 0x0F : kept & 0xF0) | code << shift);
     }
   }
 

@@ -120,11 +120,15 @@ __global__ void __launch_bounds__(kShardThreads) put_shards(const __grid_constan
       uint32_t word = 0, here = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        here |= (part.has(cross ? first + i : line, cross ? line : first + i) ? 1u : 0u) << i;
+        if (!part.has(cross ? first + i : line, cross ? line : first + i)) continue;
         const float x = values[line * across + (first + i) * along];
         word |= static_cast<uint32_t>(encode<T>(fl_mul(x, factor))) << (i * T::kBits);
+        here |= 1u << i;
       }
       const int64_t depth = (cross ? part.row : part.column) + first;
+      const int64_t last = (cross ? part.rows : part.width) - 1 - depth;
+      // Behind an odd end the other half of the byte is zero.
+      if (T::kBits == 4 && last % 2 == 0 && last >= 0 && last < 4 && (here >> last & 1)) here |= 2u << last;
       if (here) put_codes<T>(form.values + (first_line + line) * form.pitch + depth * T::kBits / 8, word, here);
     }
     __syncthreads();
@@ -154,20 +158,17 @@ void launch(const ShardCast& call, const Context& context) {
   const DType type = (call.values.present() ? call.values : call.cross_values).dtype;
   const auto form = [&](const TensorView& values, const TensorView& scales, const TensorView& group_scales,
                         bool cross) {
-    const ScalePlace place = ScalePlace::of(scales, false, cross, divide_up(a, cross ? block : outer),
-                                            divide_up(b, cross ? outer : block));
-    return Form{data_of<uint8_t>(values),
-                data_of<uint8_t>(scales),
-                data_of<float>(group_scales),
-                place,
-                cross ? b : a,
-                row_bytes(type, cross ? a : b)};
+    const ScalePlace place =
+        ScalePlace::of(scales, false, cross, divide_up(a, cross ? block : outer), divide_up(b, cross ? outer : block));
+    return Form{
+        data_of<uint8_t>(values),      data_of<uint8_t>(scales), data_of<float>(group_scales), place, cross ? b : a,
+        row_bytes(type, cross ? a : b)};
   };
   const Problem p = {
       ShardProblem::of(call),
       {form(call.values, call.scales, call.group_scales, false),
        form(call.cross_values, call.cross_scales, call.cross_group_scales, true)},
-      store_rule(call, largest_value(type), call.source.dtype == DType::bf16),
+      store_rule(whole_of(call), largest_value(type), call.source.dtype == DType::bf16),
       data_of<const float>(call.encode),
       data_of<const int32_t>(call.skip),
       (call.scales.present() ? call.scales : call.cross_scales).dtype == DType::f32,

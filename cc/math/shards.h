@@ -32,11 +32,6 @@ struct ShardSlots {
   }
 };
 
-template <class Call>
-int64_t shard_slots(const Call& call) {
-  return ShardSlots::of(call).count;
-}
-
 // The elements of one member that lie here: elements[i] is element first + i of the member.
 struct Shard {
   const void* elements;

@@ -183,16 +183,16 @@ def gathered(parameters: Sequence[Any]) -> None:
         parameters[0].home = (parameters[0].q, 0)
         return
     store, _ = parameters[0].home
-    if store.shape[0] == len(parameters) and not any(map(_strayed, parameters, quantized_members(store))):
-        return
-    parts = [parts_of(each.q) for each in parameters]
-    store = _assembled(parameters[0].q, {name: torch.cat([each[name] for each in parts]) for name in parts[0]})
-    _house(parameters, dataclasses.replace(store, shape=(len(parameters), *store.shape[1:])))
+    if store.shape[0] != len(parameters) or any(map(_strayed, parameters, quantized_members(store))):
+        parts = [parts_of(each.q) for each in parameters]
+        store = _assembled(parameters[0].q, {name: torch.cat([each[name] for each in parts]) for name in parts[0]})
+    _house(parameters, store)
 
 
 def _strayed(weight: QuantizedWeight, member: QTensor[Tensor]) -> bool:
     return any(
-        a.data_ptr() != b.data_ptr() for a, b in zip(parts_of(weight.q).values(), parts_of(member).values(), strict=True)
+        a.data_ptr() != b.data_ptr()
+        for a, b in zip(parts_of(weight.q).values(), parts_of(member).values(), strict=True)
     )
 
 
@@ -231,9 +231,7 @@ def loaded(layer: Any, state: dict[str, Any], prefix: str) -> None:
     grouped = layer.weight_names[0] == "weight"
     like = parts_of(parameters[0].q)
     for part, tensor in like.items():
-        adapt(
-            *(state, prefix, "weight", layer.num_groups, tuple(tensor.shape[1:])), grouped=grouped, suffix=f".{part}"
-        )
+        adapt(*(state, prefix, "weight", layer.num_groups, tuple(tensor.shape[1:])), grouped=grouped, suffix=f".{part}")
     for name, weight in zip(layer.weight_names, parameters, strict=True):
         found = {part: state.pop(f"{prefix}{name}.{part}") for part in like if f"{prefix}{name}.{part}" in state}
         if not found:
@@ -252,5 +250,3 @@ def loaded(layer: Any, state: dict[str, Any], prefix: str) -> None:
                     "checkpoint of weights in that format, or plain ones."
                 )
         state[prefix + name] = QuantizedWeight(_assembled(weight.q, whole), packed=grouped)
-
-

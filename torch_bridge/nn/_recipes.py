@@ -125,8 +125,7 @@ def linear(
     cache = layer.cache.bind("GroupedLinear", parameters, first)
     accum: Any = "main_grad" if to_main_grad else None
     arguments: list[Any] = [rows, weights, group_sizes, True, layer.biases(), row_scale, layer.scale_bias, recipe]
-    alone = cache is None and state is None and not isinstance(weights, StraightThrough)
-    if torch.compiler.is_compiling() and alone and not layer.delay_wgrad_compute:
+    if torch.compiler.is_compiling() and cache is None and state is None and not layer.delay_wgrad_compute:
         rest: dict[str, Any] = {"wgrad_accum": None, "implementation": None, "out": out, "grad_input": grad_input}
         if not to_main_grad:
             return stored.linear(*arguments, **rest)

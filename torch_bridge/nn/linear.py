@@ -126,6 +126,7 @@ class GroupedLinear(Module):
         self.scale_bias = bool(scale_bias)
         self.accumulate_into_main_grad = bool(accumulate_into_main_grad)
         self.delay_wgrad_compute = bool(delay_wgrad_compute)
+        self.quantized_weights = held.quantized
         self.preserve_high_precision_init = held.preserve
         self.delayed = main_grad.Delayed()
         self.cache = WeightCache()
@@ -199,6 +200,8 @@ class GroupedLinear(Module):
         """
         if is_first_microbatch is not None:
             check_microbatch(is_first_microbatch)
+        if self.quantized_weights and torch.compiler.is_compiling():
+            return _uncompiled(self, x, group_sizes, row_scale, is_first_microbatch, out, grad_input)
         parameters = self.weight_parameters()
         if stored.is_stored(x, None, self.recipe):
             dtype = compute_dtype(_recipes.home(x), parameters[0].dtype)
@@ -365,9 +368,24 @@ class GroupedLinear(Module):
     def extra_repr(self) -> str:
         """Sizes, and options that differ from the defaults."""
         text = f"{self.num_groups}, {self.in_features}, {self.out_features}, bias={bool(self.bias_names)}"
-        for name in ("scale_bias", "accumulate_into_main_grad", "delay_wgrad_compute"):
+        for name in ("scale_bias", "accumulate_into_main_grad", "delay_wgrad_compute", "quantized_weights"):
             text += f", {name}=True" if getattr(self, name) else ""
         return text + (f", recipe={self.recipe.name}" if self.recipe else "")
+
+
+@torch.compiler.disable(reason="quantised Parameters stay outside of graphs")
+def _uncompiled(
+    layer: GroupedLinear,
+    x: Any,
+    group_sizes: Any,
+    row_scale: Tensor | None,
+    first: bool | None,
+    out: Tensor | None,
+    grad_input: Tensor | None,
+) -> Tensor:
+    return GroupedLinear.forward(
+        layer, x, group_sizes, row_scale, is_first_microbatch=first, out=out, grad_input=grad_input
+    )
 
 
 def check_microbatch(value: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -42,6 +43,10 @@ def fused_mlp(
     Args:
         state: of delayed scaling of both products; None: each layer has its own, or none.
     """
+    if (fc1.quantized_weights or fc2.quantized_weights) and torch.compiler.is_compiling():
+        return _uncompiled(
+            *(fc1, fc2, activation, residuals, x, group_sizes, probs, out, grad_input, state, first_microbatch)
+        )
     parameters = (fc1.weight_parameters(), fc2.weight_parameters())
     owners = (fc1.owner(parameters[0]), fc2.owner(parameters[1]))
     if fc1.accumulate_into_main_grad != fc2.accumulate_into_main_grad:
@@ -78,6 +83,9 @@ def fused_mlp(
         each or Owner(tuple(weights), None) for each, weights in zip(owners, (given.wi, given.wo), strict=True)
     )
     return mlp.differentiable(given, out, grad_input, (first, second))
+
+
+_uncompiled: Any = torch.compiler.disable(fused_mlp, reason="quantised Parameters stay outside of graphs")
 
 
 class GroupedMLP(Module):
