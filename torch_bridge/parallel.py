@@ -43,7 +43,8 @@ def shard_experts(module: Module, mesh: DeviceMesh) -> Module:
             )
         if isinstance(layer.weight, QuantizedWeight):
             raise ValueError(
-                f"{what}: quantised weights, expected plain ones to shard; build each rank's layer with its own experts."
+                f"{what}: quantised weights, expected plain ones to shard; build each rank's layer with its own "
+                "experts."
             )
         if layer.num_groups % ranks:
             raise ValueError(

@@ -202,8 +202,8 @@ def expand_shard(members: Any, shard: Tensor | None, start: int | None) -> list[
 def preserve_high_precision_init(weight: QuantizedWeight, value: Tensor) -> None:
     """Keeps the value that a quantised weight was made of, as a copy on the host (QNT-2).
 
-    `weight.high_precision_init_val()` gives it until `weight.clear_high_precision_init_val()`. Its master can then start
-    unrounded.
+    `weight.high_precision_init_val()` gives it until `weight.clear_high_precision_init_val()`. Its master can then
+    start unrounded.
 
     Args:
         value: of its shape.

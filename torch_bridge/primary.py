@@ -44,8 +44,8 @@ class QuantizedWeight(Tensor):
     Attributes:
         q: codes and scales of one or G members, in the forms that products read; its tensors stay where they are.
         home: the `QTensor` that holds it, and its place there, where several members share one; else `q` and 0.
-        scaling: of delayed scaling the multipliers and the live magnitudes of all members of `home`, views of the state;
-            or None.
+        scaling: of delayed scaling the multipliers and live magnitudes of all members of `home`, views of the state; or
+            None.
     """
 
     q: QTensor[Tensor]
@@ -53,12 +53,11 @@ class QuantizedWeight(Tensor):
     scaling: tuple[Tensor, Tensor] | None
     _initial: Tensor | None
 
-    @staticmethod
     def __new__(cls, q: QTensor[Tensor], *, packed: bool, requires_grad: bool = False) -> QuantizedWeight:
         """`packed`: whether the shape keeps the axis of members, of which there is one otherwise."""
         shape = q.shape if packed else q.shape[1:]
         dtype = getattr(torch, q.dtype)
-        self: Any = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+        self: Any = Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=q.values.device, requires_grad=requires_grad
         )
         self.q, self.home, self.scaling, self._initial = q, (q, 0), None, None

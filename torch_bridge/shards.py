@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grouped_core import calls, shards
+from grouped_core import calls
+from grouped_core import shards as rules
 from grouped_core.calls import ArraySpec
 from grouped_core.debug import debug_flags
 from grouped_core.formats import Format, QTensor
@@ -67,9 +68,9 @@ def cast_shards(
 ) -> None:
     """Quantises what this rank holds of the masters into quantised primary weights, in place and on the device.
 
-    Codes of the elements that lie here are written, in both forms, and no others (`gather_codes` brings the rest); scales
-    are written whole, on every rank. Both have the bits of a cast from the whole master. Members that share storage take the same launches, and all
-    magnitudes one reduction, so a captured graph holds the casts of a model in few nodes.
+    Codes of the elements that lie here are written, in both forms, and no others (`gather_codes` brings the rest);
+    scales are written whole, on every rank. Both have the bits of a cast from the whole master. Members that share
+    storage take the same launches, all magnitudes one reduction, and nothing waits for the device.
 
     Args:
         weights: Parameters of layers with quantised weights, or `QTensor`s [G, A, B]; the same on every rank.
@@ -194,7 +195,7 @@ def _passes(batches: Sequence[_Batch], dtype: torch.dtype) -> list[_Pass]:
         source = ArraySpec(tuple(batch.q.shape), _run.dtype_name(dtype))
         table = batch.table(batch.q.values.device)
         for cell, forms in batch.passes().items():
-            shards.check_format(cell)
+            rules.check_format(cell)
             shape = (batch.q.shape[0], calls.shard_slots(source.shape, cell))
             amax = batch.q.values.new_empty((), dtype=torch.int32).expand(shape)  # its place follows
             passes.append(_Pass(batch, forms, source, table, amax))
@@ -220,16 +221,16 @@ def _buffers(forms: Sequence[QTensor[Tensor]]) -> list[Tensor | None]:
 
 def _amax_rule(run: Any, static: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
     source, cell = static
-    shards.amax(run, source, cell, *operands)
+    rules.amax(run, source, cell, *operands)
     return ()
 
 
 def _cast_rule(run: Any, static: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
     source, wanted = static
     table, amax, encode, skip, *buffers = operands
-    forms = [
-        QTensor(*buffers[3 * at : 3 * at + 3], cell, axis, source.shape, source.dtype)
-        for at, (axis, cell) in enumerate(wanted)
-    ]
-    shards.cast(run, source, forms, table, amax, encode, skip)
+    forms = []
+    for at, (axis, cell) in enumerate(wanted):
+        values, scales, group_scales = buffers[3 * at : 3 * at + 3]
+        forms.append(QTensor(values, scales, group_scales, cell, axis, source.shape, source.dtype))
+    rules.cast(run, source, forms, table, amax, encode, skip)
     return ()

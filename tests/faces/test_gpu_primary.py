@@ -11,10 +11,9 @@ import torch
 from grouped_core.recipes import Recipe
 from tests import asserts
 from tests.faces.gpu_tools import REPLAYED, captured, launches_only
-from tests.faces.nn_tools import MODULES
+from tests.faces.primary_tools import by_form, by_holding, by_recipe, same_codes
 from tests.faces.test_gpu_nn import Step
 from tests.faces.test_gpu_nn_recipes import same
-from tests.faces.test_torch_primary import HELD, same_codes
 from tests.faces.test_torch_recipes import states
 from torch_bridge import shards, update_scaling
 
@@ -25,9 +24,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
-by_recipe = pytest.mark.parametrize("recipe", HELD, ids=lambda r: r.name)
-by_holding = pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
-by_form = pytest.mark.parametrize("form", MODULES)
 
 
 @pytest.fixture(autouse=True)

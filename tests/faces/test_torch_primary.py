@@ -1,10 +1,7 @@
-"""Quantised primary weights in the layers of `torch_bridge.nn`: bits, gradients, optimisers, checkpoints, shards."""
+"""Quantised primary weights in the layers of `torch_bridge.nn`: bits, gradients, writing, how they start."""
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -13,60 +10,22 @@ import torch
 from torch import Tensor
 
 from grouped_core import recipes
-from grouped_core.formats import FORMATS
 from grouped_core.recipes import Recipe
 from tests import asserts
-from tests.faces.nn_tools import MODULES, main_grads, setup
+from tests.faces.nn_tools import main_grads, setup
+from tests.faces.primary_tools import (
+    SIZES,
+    addresses,
+    by_form,
+    by_holding,
+    by_recipe,
+    copies,
+    layer,
+)
 from tests.faces.test_torch_recipes import ALL, BF16, same, seeded
 from tests.faces.torch_tools import leaf
-from torch_bridge import dequantize, nn, parallel, params, quantize, shards, update_scaling
-from torch_bridge.primary import QuantizedWeight, parts_of
-
-FOUR_BITS = Recipe(
-    "weights in 4 bits",
-    forward=(FORMATS["bf16"], FORMATS["mxfp4"]),
-    dgrad=(FORMATS["bf16"], FORMATS["mxfp4"]),
-    wgrad=recipes.BF16.wgrad,
-)
-HELD = (*(each for each in ALL if not each.dgrad[1].plain), FOUR_BITS)
-SIZES = torch.tensor([5, 0, 6], dtype=torch.int32)
-
-by_recipe = pytest.mark.parametrize("recipe", HELD, ids=lambda r: r.name)
-by_form = pytest.mark.parametrize("form", MODULES)
-by_holding = pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
-
-
-def layer(recipe: Recipe, listed: bool = False, **options: Any) -> nn.GroupedLinear:
-    """Three experts [70, 48]: no block, and no byte of two codes, divides the axes of the flat weight evenly."""
-    options = {"bias": False, "quantized_weights": True, "dtype": torch.bfloat16, **options}
-    return nn.GroupedLinear(3, 48, 70, recipe=recipe, single_grouped_weight=not listed, **options)
-
-
-def raw(module: Any) -> dict[str, Tensor]:
-    """Every code and scale of a module, as bytes."""
-    return {
-        f"{name}.{part}": tensor.clone().view(torch.uint8)
-        for name, weight in module.named_parameters()
-        if isinstance(weight, QuantizedWeight)
-        for part, tensor in parts_of(weight.q).items()
-    }
-
-
-def same_codes(a: Any, b: Any) -> None:
-    found, wanted = raw(a), raw(b)
-    assert found.keys() == wanted.keys()
-    assert found
-    for name in wanted:
-        asserts.bitwise(found[name], wanted[name], name)
-
-
-def copies(module: Any) -> list[Any]:
-    return [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
-
-
-def addresses(module: Any) -> list[int]:
-    return [part.data_ptr() for weight in module.parameters() for part in parts_of(weight.q).values()]
-
+from torch_bridge import dequantize, nn, params, quantize, shards, update_scaling
+from torch_bridge.primary import parts_of
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Products
@@ -223,7 +182,8 @@ def test_writing_quantises_in_place_into_both_forms(recipe: Recipe, listed: bool
                 weight.zero_()
                 way(weight, value[at] if listed else value)
         assert addresses(module) == kept
-        store = next(iter(module.parameters())).home[0]
+        first: Any = next(iter(module.parameters()))
+        store = first.home[0]
         for q, form in zip(wanted, (store, store.other), strict=False):
             for name, part in parts_of(q).items():
                 asserts.bitwise(
@@ -358,8 +318,9 @@ def test_the_initial_value_is_that_of_plain_weights_and_may_be_preserved(recipe:
             assert weight.high_precision_init_val() is None
     held = layer(recipe, listed, preserve_high_precision_init=True)
     for module in (*copies(held), held):
-        for a, b in zip(module.parameters(), held.parameters(), strict=True):
-            weight, other = a, b
+        found: list[Any] = [*module.parameters()]
+        wanted: list[Any] = [*held.parameters()]
+        for weight, other in zip(found, wanted, strict=True):
             asserts.bitwise(weight.high_precision_init_val(), other.high_precision_init_val())
 
 
@@ -382,225 +343,3 @@ def test_layers_made_inside_quantized_model_init() -> None:
     for recipe in (None, recipes.BF16, next(each for each in ALL if each.dgrad[1].plain)):
         with asserts.refused(ValueError, ["`recipe` of GroupedLinear", "quantises", "FP8Block"]):
             nn.GroupedLinear(3, 32, 32, recipe=recipe, quantized_weights=True)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The life of a module
-
-
-@pytest.mark.rule("QNT-1")
-@by_recipe
-@by_holding
-def test_copies_and_casts_keep_codes(recipe: Recipe, listed: bool) -> None:
-    module = nn.GroupedMLP(
-        3, 48, 32, recipe=recipe, single_grouped_weight=not listed, quantized_weights=True, dtype=torch.bfloat16
-    )
-    x = torch.randn(11, 48).bfloat16()
-    y = module(x, SIZES)
-    before = raw(module)
-    for copied in copies(module):
-        same_codes(copied, module)
-        asserts.bitwise(copied(x, SIZES), y)
-        kinds = [(type(each), each.requires_grad, isinstance(each, torch.nn.Parameter)) for each in copied.parameters()]
-        assert set(kinds) == {(QuantizedWeight, True, True)}
-        with torch.no_grad():
-            for weight in copied.parameters():
-                weight.zero_()
-        assert not copied(x, SIZES).any(), "products read what was written"
-    same([*raw(module).values()], [*before.values()])
-    kept = list(module.parameters())
-    module.float()
-    assert {each.dtype for each in module.parameters()} == {torch.float32}
-    assert all(a is b for a, b in zip(module.parameters(), kept, strict=True))
-    same([*raw(module).values()], [*before.values()])
-    module.bfloat16()
-    asserts.bitwise(module(x, SIZES), y)
-    with asserts.refused(TypeError, ["quantised weights as torch.float64", "expected one of"]):
-        module.double()
-
-
-@pytest.mark.rule("QNT-2")
-@by_recipe
-@by_holding
-def test_the_meta_device(recipe: Recipe, listed: bool) -> None:
-    torch.manual_seed(0)
-    wanted = layer(recipe, listed, preserve_high_precision_init=True)
-    module = layer(recipe, listed, preserve_high_precision_init=True, device="meta")
-    first: Any = next(iter(module.parameters()))
-    assert first.device.type == "meta"
-    assert first.high_precision_init_val() is None
-    module.to_empty(device="cpu")
-    torch.manual_seed(0)
-    module.reset_parameters()
-    same_codes(module, wanted)
-    asserts.bitwise(first.high_precision_init_val(), next(iter(wanted.parameters())).high_precision_init_val())
-    x = torch.randn(11, 48).bfloat16()
-    torch.manual_seed(1)
-    asserts.bitwise(module(x, SIZES), wanted(x, SIZES))
-
-
-@pytest.mark.rule("CKP-1", "CKP-8")
-@by_recipe
-def test_checkpoints_have_plain_tensors_that_load_into_either_form(recipe: Recipe) -> None:
-    """Grouped, indexed, grouped again: the same bytes; and plain weights are quantised as they are loaded."""
-    first = layer(recipe)
-    state = first.state_dict()
-    assert all(type(each) is Tensor for each in state.values())
-    parts = {f"weight.{name}" for name in parts_of(next(iter(first.parameters())).q)}
-    assert parts <= state.keys()
-    assert "weight" not in state
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    indexed = layer(recipe, listed=True)
-    kept = addresses(indexed)
-    indexed.load_state_dict(state)
-    assert addresses(indexed) == kept
-    assert {f"weight2.{name.partition('.')[2]}" for name in parts} <= indexed.state_dict().keys()
-    again = layer(recipe)
-    again.load_state_dict(indexed.state_dict())
-    same_codes(again, first)
-    plain = layer(recipe, listed=True, quantized_weights=False)
-    for listed in (False, True):
-        loaded, written = layer(recipe, listed), layer(recipe, listed)
-        loaded.load_state_dict(plain.state_dict())
-        with torch.no_grad():
-            packed = torch.stack(list(plain.parameters()))
-            for at, weight in enumerate(written.parameters()):
-                weight.copy_(packed[at] if listed else packed)
-        same_codes(loaded, written)
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*weight\d?\.values"):
-        plain.load_state_dict(again.state_dict())
-
-
-@pytest.mark.rule("CKP-1")
-def test_what_checkpoints_of_quantised_weights_refuse() -> None:
-    state = layer(recipes.MXFP8).state_dict()
-    for listed in (False, True):
-        module = layer(recipes.MXFP8, listed)
-        before = raw(module)
-        some = {name: each for name, each in state.items() if name != "weight.other.scales"}
-        more = {name: torch.cat([each, each[:1]]) for name, each in state.items()}
-        other = layer(recipes.FP8Block).state_dict()
-        for given, words in (
-            (some, ["quantised without other.scales", "mxfp8"]),
-            (more, ["weight.values", "4", "3"]),
-            (other, ["weight", "scales", "mxfp8"]),
-        ):
-            with asserts.refused(ValueError, words):
-                module.load_state_dict(dict(given))
-        same([*raw(module).values()], [*before.values()])
-    indexed = layer(recipes.MXFP8, listed=True).state_dict()
-    both = {**state, **indexed}
-    with asserts.refused(ValueError, ["both `weight.values` and `weight0.values`"]):
-        layer(recipes.MXFP8).load_state_dict(both)
-    del indexed["weight1.values"]
-    with asserts.refused(ValueError, ["`weight.values` has entries for 2 of 3 groups, missing 1"]):
-        layer(recipes.MXFP8).load_state_dict(indexed)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Masters in shards
-
-
-def shard_lists(module: Any, masters: list[Tensor], cuts: list[int]) -> list[tuple[Any, Any, Any]]:
-    """For each rank what it casts: masters lie behind each other, last first as in Megatron's buffers, and are cut."""
-    weights = list(module.parameters())[::-1]
-    flat = torch.cat([each.reshape(-1) for each in masters[::-1]])
-    ranks = []
-    for begin, end in zip([0, *cuts], [*cuts, len(flat)], strict=True):
-        entries = params.expand_shard(weights, flat[begin:end], begin)
-        ranks.append(tuple(zip(*entries, strict=True)))
-    return ranks
-
-
-@pytest.mark.rule("QNT-3", "QNT-1")
-@by_recipe
-@by_holding
-def test_a_whole_shard_is_a_whole_cast(recipe: Recipe, listed: bool) -> None:
-    """Of several layers at once; with delayed scaling the state takes part as it does in a plain write."""
-    options: Any = {"single_grouped_weight": not listed, "quantized_weights": True, "dtype": torch.bfloat16}
-    module = nn.GroupedMLP(3, 48, 32, recipe=recipe, **options)
-    written = copy.deepcopy(module)
-    for step in range(3):
-        masters = [torch.randn(each.shape) * (step + 1) for each in module.parameters()]
-        with torch.no_grad():
-            for weight, master in zip(written.parameters(), masters, strict=True):
-                weight.copy_(master)
-        kept = addresses(module)
-        shards.cast_shards(*shard_lists(module, masters, [])[0])
-        assert addresses(module) == kept
-        same_codes(module, written)
-        for one in (module, written):
-            if one.scaling_state is not None:
-                update_scaling(one.scaling_state)
-        if recipe.delayed:
-            asserts.bitwise(module.scaling_state.scale, written.scaling_state.scale)
-            asserts.bitwise(module.scaling_state.history, written.scaling_state.history)
-            assert (module.scaling_state.scale[1] != 1).all()
-
-
-@pytest.mark.rule("QNT-6", "QNT-3")
-@by_recipe
-def test_a_flag_keeps_the_cast_from_writing(recipe: Recipe) -> None:
-    module = layer(recipe, listed=True)
-    masters = [torch.randn(each.shape) for each in module.parameters()]
-    arguments = shard_lists(module, masters, [])[0]
-    skip = torch.ones(1, dtype=torch.int32)
-    before = raw(module)
-    state = None if module.scaling_state is None else module.scaling_state.history.clone()
-    shards.cast_shards(*arguments, skip=skip)
-    same([*raw(module).values()], [*before.values()])
-    if state is not None:
-        asserts.bitwise(module.scaling_state.history, state)
-    wanted = copy.deepcopy(module)
-    shards.cast_shards(*shard_lists(wanted, masters, [])[0])
-    skip.zero_()
-    shards.cast_shards(*arguments, skip=skip)
-    same_codes(module, wanted)
-
-
-@pytest.mark.rule("QNT-3")
-def test_shards_of_quantised_tensors_and_other_dtypes() -> None:
-    w = torch.randn(3, 70, 48).bfloat16()
-    for name in ("fp8_tensor", "fp8_128x128", "mxfp8", "mxfp4", "nvfp4", "nvfp4_2d"):
-        wanted, q = quantize(w, name, axis=(2, 1)), quantize(torch.zeros_like(w), name, axis=(2, 1))
-        shards.cast_shards([q], [w.view(-1)], [0], dtype=torch.bfloat16)
-        for part, tensor in parts_of(wanted).items():
-            asserts.bitwise(parts_of(q)[part].view(torch.uint8), tensor.view(torch.uint8), f"{part} of {name}")
-
-
-@pytest.mark.rule("QNT-3")
-def test_what_the_cast_of_shards_refuses() -> None:
-    weight = next(iter(layer(recipes.MXFP8).parameters()))
-    chosen = quantize(torch.randn(3, 70, 48), FORMATS["nvfp4"].replace(four_over_six="square"))
-    flat, skip = torch.zeros(10), torch.zeros(1)
-    cases: list[tuple[Any, Any, list[str]]] = [
-        (TypeError, ([flat], [flat], [0]), ["`weights[0]`", "quantised weight", "copy_"]),
-        (TypeError, ([weight], [flat.bfloat16()], [0]), ["`shards[0]`", "bfloat16", "`dtype`"]),
-        (ValueError, ([weight], [flat], [3 * 70 * 48]), ["`shard`", "elements", "flat slice"]),
-        (ValueError, ([weight], [flat], [None]), ["`shard`", "None", "flat slice"]),
-        (NotImplementedError, ([chosen], [flat], [0]), ["four_over_six", "gather"]),
-    ]
-    for kind, arguments, words in cases:
-        with asserts.refused(kind, words):
-            shards.cast_shards(*arguments)
-    with asserts.refused(ValueError, ["`skip`", "int32[1]"]):
-        shards.cast_shards([weight], [flat], [0], skip=skip)
-    with asserts.refused(TypeError, ["`dtype`", "float64"]):
-        shards.cast_shards([weight], [flat], [0], dtype=torch.float64)
-    shards.cast_shards([], [], [])
-
-
-@pytest.mark.rule("LYR-9")
-def test_experts_over_ranks_want_plain_weights() -> None:
-    class Mesh:
-        ndim = 1
-
-        def size(self) -> int:
-            return 3
-
-    mesh: Any = Mesh()
-    with asserts.refused(ValueError, ["quantised weights", "own experts"]):
-        parallel.shard_experts(layer(recipes.MXFP8), mesh)

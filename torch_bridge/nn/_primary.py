@@ -36,7 +36,8 @@ class Options(NamedTuple):
     preserve: bool = False
 
 
-_defaults: ContextVar[Options] = ContextVar("quantized_model_init", default=Options())
+_PLAIN = Options()
+_defaults: ContextVar[Options] = ContextVar("quantized_model_init", default=_PLAIN)
 
 
 @contextmanager
@@ -72,8 +73,8 @@ def options(quantized: bool | None, recipe: Any, preserve: bool | None) -> Optio
     if found.quantized and (recipe is None or recipe.forward[1].plain or recipe.dgrad[1].plain):
         cells = "None" if recipe is None else f"{recipe.forward[1].name} and {recipe.dgrad[1].name} ({recipe.name})"
         raise ValueError(
-            f"`recipe` of GroupedLinear: weights in {cells}, expected a recipe that quantises them in forward and dgrad "
-            "beside `quantized_weights`; choose one, e.g. FP8Block."
+            f"`recipe` of GroupedLinear: weights in {cells}, expected a recipe that quantises them in forward and "
+            "dgrad beside `quantized_weights`; choose one, e.g. FP8Block."
         )
     return found
 
@@ -159,8 +160,8 @@ def applied(layer: Any, fn: Callable[[Tensor], Tensor], apply: Callable[[], Any]
         return
     if probe.dtype not in primary.SOURCES:
         raise TypeError(
-            f"quantised weights as {probe.dtype}: expected one of {', '.join(map(str, primary.SOURCES))}, which they can "
-            "stand for; cast the layer to one of them."
+            f"quantised weights as {probe.dtype}: expected one of {', '.join(map(str, primary.SOURCES))}, which they "
+            "can stand for; cast the layer to one of them."
         )
 
     def move(part: Tensor) -> Tensor:

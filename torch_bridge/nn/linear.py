@@ -6,7 +6,6 @@ Letters: G groups (experts), M rows sorted by group, K in, N out.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,40 +24,10 @@ from torch_bridge._products import Owner
 from torch_bridge._run import DTYPES, TORCH_DTYPES
 from torch_bridge.nn import _primary, _recipes
 from torch_bridge.nn._cache import WeightCache
+from torch_bridge.nn._checks import cast_rows, check_microbatch, compute_dtype, positive
 from torch_bridge.nn._state import adapt
 from torch_bridge.params import is_distributed
 from torch_bridge.primary import QuantizedWeight
-from torch_bridge.quantize import StraightThrough
-
-
-def positive(layer: str, **sizes: Any) -> tuple[int, ...]:
-    """The sizes as integers. Raises TypeError for what is none, ValueError below 1."""
-    found = []
-    for name, size in sizes.items():
-        try:
-            found.append(operator.index(size))
-        except TypeError:
-            raise TypeError(
-                f"`{name}` of {layer}: {size!r}, expected an integer; give the size of that axis."
-            ) from None
-        if found[-1] < 1:
-            raise ValueError(f"`{name}` of {layer}: {size}, expected 1 or more; give the size of that axis.")
-    return tuple(found)
-
-
-def compute_dtype(x: Tensor, parameters: torch.dtype) -> torch.dtype:
-    """The dtype that a layer computes in: autocast's where it is on, else that of its parameters."""
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # which knows no meta device
-        return torch.get_autocast_dtype(device)
-    return parameters
-
-
-def cast_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows in the dtype of the computation; 8-bit ones stand as they are, and what is no tensor is refused later."""
-    if not isinstance(x, Tensor) or x.dtype == dtype:
-        return x
-    return x.to(dtype) if DTYPES.get(x.dtype) in (*WIDE, "float64") else x
 
 
 class GroupedLinear(Module):
@@ -83,7 +52,8 @@ class GroupedLinear(Module):
         quantized_weights: the weights are held as codes and scales in the formats of `recipe`, their master is the
             optimiser's; None: as `quantized_model_init` says, else False.
         preserve_high_precision_init: what quantised weights are initialised with stays on the host, until it is given
-            up (`QuantizedWeight.high_precision_init_val`); plain ones lose nothing. None: as `quantized_model_init` says.
+            up (`QuantizedWeight.high_precision_init_val`); plain ones lose nothing. None: as `quantized_model_init`
+            says, else False.
 
     Raises:
         TypeError, ValueError: an option has a value that it does not take, or contradicts another.
@@ -233,7 +203,7 @@ class GroupedLinear(Module):
         held = self._parameters  # asked itself, which is cheap; what has been parametrised is not there
         return tuple([held[name] if name in held else getattr(self, name) for name in names])
 
-    def weights(self, parameters: Sequence[Any], dtype: torch.dtype) -> Members | StraightThrough:
+    def weights(self, parameters: Sequence[Any], dtype: torch.dtype) -> Any:
         """The weights as the operation takes them, in `dtype`."""
         if _primary.is_held(parameters):
             return _primary.operand(parameters, dtype)
@@ -386,12 +356,6 @@ def _uncompiled(
     return GroupedLinear.forward(
         layer, x, group_sizes, row_scale, is_first_microbatch=first, out=out, grad_input=grad_input
     )
-
-
-def check_microbatch(value: Any) -> None:
-    """Refuses what is no flag."""
-    if value is not None and not isinstance(value, bool):
-        raise TypeError(f"`is_first_microbatch`: {value!r}, expected None, True or False; pass one of them.")
 
 
 def _local_experts(parameter: Any, name: str, packed: bool) -> Tensor:

@@ -15,9 +15,10 @@ from torch.nn import Module
 from grouped_core.sizes import unwrap
 from torch_bridge import main_grad
 from torch_bridge.activation import scaled_activation_rows
+from torch_bridge.nn._checks import check_microbatch
 from torch_bridge.nn._routing import addressed
 from torch_bridge.nn.activation import ScaledActivation
-from torch_bridge.nn.linear import GroupedLinear, check_microbatch
+from torch_bridge.nn.linear import GroupedLinear
 from torch_bridge.nn.mlp import GroupedMLP, fused_mlp
 
 _MODES = ("auto", "always", "never")
