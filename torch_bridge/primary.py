@@ -2,7 +2,8 @@
 
 A `QuantizedWeight` has the shape, the device and the nominal dtype of what it stands for, so gradients, `main_grad` and
 optimisers meet a Parameter like any other. What reads it sees its values, what writes it quantises them again, in place
-and into both forms. Products read the codes themselves.
+and into both forms. Members of a packed one are views; other views are copies of values, as of any expression. Products
+read the codes themselves.
 
 Letters: G groups, A and B the axes of a member.
 """
@@ -24,6 +25,7 @@ from grouped_core.formats import Format, QTensor
 
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default)
+_OF_MEMBERS = (_aten.select.int, _aten.unbind.int)
 _LIKE = tuple(
     getattr(_aten, name).default
     for name in (
@@ -71,6 +73,12 @@ class QuantizedWeight(Tensor):
         return f"QuantizedWeight({tuple(self.shape)}, {self.q.format.name}, nominally {self.dtype}, on {self.device})"
 
     # ---- values ------------------------------------------------------------------------------------------------------
+
+    # NOTE: tools for checkpoints look parameters up by the names in a state dict, `weight.scales`.
+    values = property(lambda self: self.q.values)  # pyright: ignore[reportAssignmentType]
+    scales = property(lambda self: self.q.scales)
+    group_scales = property(lambda self: self.q.group_scales)
+    other = property(lambda self: self.q.other)
 
     def dequantize(self) -> Tensor:
         """Its values, in the nominal dtype."""
@@ -135,6 +143,8 @@ class QuantizedWeight(Tensor):
         if func is _aten.copy_.default and isinstance(args[0], QuantizedWeight):
             args[0].store(args[1])
             return args[0]
+        if func in _OF_MEMBERS and args[0].dim() == 3 and (args[1] if len(args) > 1 else 0) in (0, -3):
+            return args[0]._member(args[2]) if func is _aten.select.int else args[0]._members()
         flat, tree = tree_flatten((args, kwargs))
         read = QuantizedWeight._stand_in if func in _LIKE else QuantizedWeight.dequantize
         plain = [read(each) if isinstance(each, QuantizedWeight) else each for each in flat]
@@ -147,6 +157,17 @@ class QuantizedWeight(Tensor):
         for weight in written:
             weight.store(next(value for each, value in zip(flat, plain, strict=True) if each is weight))
         return back.get(id(result), result)
+
+    def _members(self) -> tuple[QuantizedWeight, ...]:
+        return tuple(self._member(at) for at in range(self.shape[0]))
+
+    def _member(self, at: int) -> QuantizedWeight:
+        from torch_bridge.params import quantized_members
+
+        at %= self.shape[0]
+        made = QuantizedWeight(quantized_members(self.q)[at], packed=False)
+        made.home, made.scaling = (self.q, at), self.scaling
+        return made
 
     def _stand_in(self) -> Tensor:
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)

@@ -198,7 +198,7 @@ def test_writing_quantises_in_place_into_both_forms(recipe: Recipe, listed: bool
 def test_what_reads_sees_values_and_what_is_made_like_it_is_plain() -> None:
     weight = next(iter(layer(recipes.MXFP8).parameters()))
     values = weight.dequantize()
-    for found in (weight + 0, weight.float(), weight.sum(), torch.stack([weight, weight])[0], weight.mT, weight[1]):
+    for found in (weight + 0, weight.float(), weight.sum(), torch.stack([weight, weight])[0], weight.mT, weight[:, 1]):
         assert type(found) is Tensor
     asserts.bitwise((weight * 1).detach(), values)
     for made in (torch.zeros_like(weight), torch.empty_like(weight), weight.new_zeros(3), torch.randn_like(weight)):
@@ -213,6 +213,36 @@ def test_what_reads_sees_values_and_what_is_made_like_it_is_plain() -> None:
     assert "mxfp8" in repr(weight)
     with pytest.raises(ValueError, match="shape"), torch.no_grad():
         weight.copy_(values[:1])
+
+
+@pytest.mark.rule("QNT-1")
+@by_recipe
+def test_members_of_a_packed_weight_are_views(recipe: Recipe) -> None:
+    module = layer(recipe)
+    weight: Any = next(iter(module.parameters()))
+    value = torch.randn(70, 48)
+    with torch.no_grad():
+        weight.zero_()
+        weight[1] = value
+        weight[-1].copy_(value)
+        first, second, third = weight.unbind()
+        asserts.bitwise(second.dequantize(), third.dequantize())
+        second.zero_()
+        assert not weight[:2].any()
+        asserts.bitwise(weight.dequantize()[2], third.dequantize())
+    assert third.any()
+    assert params.is_quantized_weight(first)
+    shards.cast_shards([third, weight[0]], [None, value.view(-1)], [None, 0])
+    asserts.bitwise(weight.dequantize()[0], layer_value(recipe, value))
+
+
+def layer_value(recipe: Recipe, value: Tensor) -> Tensor:
+    """What a weight holds once `value` is written to all its experts, of the first."""
+    module = layer(recipe)
+    weight: Any = next(iter(module.parameters()))
+    with torch.no_grad():
+        weight.copy_(value.expand(weight.shape))
+    return weight.dequantize()[0]
 
 
 @pytest.mark.rule("QNT-1")

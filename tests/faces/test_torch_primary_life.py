@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from grouped_core import recipes
 from grouped_core.recipes import Recipe
@@ -89,6 +90,7 @@ def test_checkpoints_have_plain_tensors_that_load_into_either_form(recipe: Recip
     weight: Any = next(iter(first.parameters()))
     parts = {f"weight.{name}" for name in parts_of(weight.q)}
     assert parts <= state.keys()
+    assert get_model_state_dict(first).keys() == state.keys(), "tools look names up as attributes"
     assert "weight" not in state
     file = io.BytesIO()
     torch.save(state, file)
@@ -102,6 +104,12 @@ def test_checkpoints_have_plain_tensors_that_load_into_either_form(recipe: Recip
     again = layer(recipe)
     again.load_state_dict(indexed.state_dict())
     same_codes(again, first)
+    for listed in (False, True):
+        assigned = layer(recipe, listed)
+        assigned.load_state_dict(state, assign=True)
+        same_codes(assigned, layer_of(first, recipe, listed))
+        x = torch.randn(11, 48).bfloat16()
+        asserts.bitwise(assigned(x, SIZES), first(x, SIZES))
     plain = layer(recipe, listed=True, quantized_weights=False)
     for listed in (False, True):
         loaded, written = layer(recipe, listed), layer(recipe, listed)
@@ -113,6 +121,13 @@ def test_checkpoints_have_plain_tensors_that_load_into_either_form(recipe: Recip
         same_codes(loaded, written)
     with pytest.raises(RuntimeError, match=r"Unexpected key.*weight\d?\.values"):
         plain.load_state_dict(again.state_dict())
+
+
+def layer_of(other: Any, recipe: Recipe, listed: bool) -> Any:
+    """A layer with the codes of another."""
+    made = layer(recipe, listed)
+    made.load_state_dict(other.state_dict())
+    return made
 
 
 @pytest.mark.rule("CKP-1")
