@@ -137,6 +137,8 @@ SLOTS: dict[str, tuple[str, ...]] = {
     ),
     "dequantize": ("values", "group_sizes", "scales", "group_scales"),
     "scale_update": ("scale", "history", "top", "into_new_scale", "into_new_history"),
+    "shard_amax": ("source", "source_table", "into_amax"),
+    "shard_cast": ("source", "source_table", "amax", "encode", "skip", *(f"into_{name}" for name in QUANTIZED)),
 }
 """Operand slots of every native call, in order."""
 
@@ -149,6 +151,8 @@ RESULTS: dict[str, tuple[str, ...]] = {
     "quantize": (*QUANTIZED, "amax"),
     "dequantize": ("result",),
     "scale_update": ("new_scale", "new_history"),
+    "shard_amax": ("amax",),
+    "shard_cast": QUANTIZED,
 }
 """Result slots of every native call, in order."""
 
@@ -694,6 +698,50 @@ def scale_update(scale: ArraySpec, history: ArraySpec, algorithm: str, *, reuse:
     if reuse:
         operands |= {"into_new_scale": scale, "into_new_history": history}
     return _call("scale_update", operands, {"new_scale": scale, "new_history": history}, {"algorithm": algorithm})
+
+
+def shard_slots(shape: tuple[int, ...], format: Format) -> int:
+    """S: how many magnitudes of one member [A, B] of weights [G, A, B] ranks have in common."""
+    _, a, b = shape
+    if not format.block:
+        return 1
+    along_b = -(-a // format.block_outer) * -(-b // format.block)
+    return 1 + along_b + (0 if format.square else b * -(-a // format.block))
+
+
+def _shard_operands(source: ArraySpec) -> dict[str, ArraySpec | None]:
+    return {"source": source, "source_table": ArraySpec((3, source.shape[0]), "int64")}
+
+
+@lru_cache(maxsize=256)
+def shard_amax(source: ArraySpec, format: Format) -> Call:
+    """int32 [G, S]: bits of the largest magnitudes among the elements of weights [G, A, B] that lie here, in place."""
+    amax = ArraySpec((source.shape[0], shard_slots(source.shape, format)), "int32")
+    params: dict[str, Param] = {"block": format.block, "block_outer": format.block_outer}
+    return _call("shard_amax", {**_shard_operands(source), "into_amax": amax}, {"amax": amax}, params)
+
+
+@lru_cache(maxsize=256)
+def shard_cast(
+    source: ArraySpec, format: Format, forms: tuple[bool, bool], *, encode: bool = False, skip: bool = False
+) -> Call:
+    """The codes of the elements that lie here, and every scale, given the magnitudes of all ranks, in place.
+
+    Args:
+        forms, encode, skip: as of `quantize`.
+    """
+    groups = source.shape[0]
+    whole = quantize(source, format, forms, None)
+    results = {name: spec for name, spec in zip(RESULTS["quantize"], whole.outputs, strict=True) if name in QUANTIZED}
+    operands = {
+        **_shard_operands(source),
+        "amax": ArraySpec((groups, shard_slots(source.shape, format)), "int32"),
+        "encode": ArraySpec((groups,), "float32") if encode else None,
+        "skip": ArraySpec((1,), "int32") if skip else None,
+        **{f"into_{name}": spec for name, spec in results.items()},
+    }
+    wanted = ("rule", "block", "block_outer", "pow2", "eps")
+    return _call("shard_cast", operands, results, {name: value for name, value in whole.params if name in wanted})
 
 
 def spec_of(array: Any) -> ArraySpec:

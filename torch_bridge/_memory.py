@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
@@ -41,6 +42,14 @@ def address_table(members: Sequence[Tensor | None], device: int) -> Tensor:
         return _new_table(addresses, device) if owned is None else owned
     # A table is filled on the stream that first asked for it; another stream gets its own.
     return _table(addresses, device, raw_stream(device))
+
+
+def number_table(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Host integers as int64 on a device; kept as address tables are."""
+    packed, index = array("q", numbers).tobytes(), -1 if device.type == "cpu" else device.index
+    if index >= 0 and torch.cuda.is_current_stream_capturing():
+        return _new_table(packed, index)
+    return _table(packed, index, 0 if index < 0 else raw_stream(index))
 
 
 _owned: weakref.WeakValueDictionary[tuple[bytes, int], Tensor] = weakref.WeakValueDictionary()

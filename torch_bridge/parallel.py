@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn import Module, Parameter
 
+from torch_bridge.primary import QuantizedWeight
+
 
 def shard_experts(module: Module, mesh: DeviceMesh) -> Module:
     """Gives each rank of `mesh` its part of the experts of all grouped layers in `module`, in place; returns it.
@@ -38,6 +40,11 @@ def shard_experts(module: Module, mesh: DeviceMesh) -> Module:
             raise ValueError(
                 f"{what}: one parameter a group, expected single ones to shard; build it with `single_grouped_weight` "
                 "and `single_grouped_bias`."
+            )
+        if isinstance(layer.weight, QuantizedWeight):
+            raise ValueError(
+                f"{what}: quantised weights, expected plain ones to shard; build each rank's layer with its own "
+                "experts."
             )
         if layer.num_groups % ranks:
             raise ValueError(

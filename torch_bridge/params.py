@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from grouped_core.formats import QTensor
+from torch_bridge.primary import QuantizedWeight
 
 
 def members_of(name: str, value: Tensor | Sequence[Tensor], packed_rank: int, x: Tensor) -> list[Tensor]:
@@ -125,7 +126,8 @@ QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
 
 
 def is_quantized_weight(weight: Any) -> bool:
-    """Whether it is a quantised primary weight: a `QTensor`, or a tensor that holds codes."""
+    """Whether it is a quantised primary weight: a layer's, a `QTensor`, or a tensor that holds codes."""
+    weight = weight.q if isinstance(weight, QuantizedWeight) else weight
     values = weight.values if isinstance(weight, QTensor) else weight
     return isinstance(values, Tensor) and values.dtype in QUANTIZED_DTYPES
 
@@ -174,6 +176,8 @@ def expand_shard(members: Any, shard: Tensor | None, start: int | None) -> list[
     Raises:
         ValueError: a shard that is not 1-D, starts before the buffer or ends behind it, or has no start.
     """
+    if isinstance(members, QuantizedWeight):
+        members = members.q if members.dim() == 3 else [members]
     if isinstance(members, Tensor):
         return [(members, shard, None if shard is None else start)]
     members = quantized_members(members) if isinstance(members, QTensor) else list(members)
@@ -195,15 +199,13 @@ def expand_shard(members: Any, shard: Tensor | None, start: int | None) -> list[
     return entries
 
 
-def preserve_high_precision_init(weight: Any, value: Tensor) -> None:
+def preserve_high_precision_init(weight: QuantizedWeight, value: Tensor) -> None:
     """Keeps the value that a quantised weight was made of, as a copy on the host (QNT-2).
 
-    The weight gets two methods: `high_precision_init_val()`, which gives that copy, and None once
-    `clear_high_precision_init_val()` was called. Its master can then start unrounded.
+    `weight.high_precision_init_val()` gives it until `weight.clear_high_precision_init_val()`. Its master can then
+    start unrounded.
 
     Args:
-        weight: the Parameter. value: of its logical shape.
+        value: of its shape.
     """
-    kept: list[Tensor] = [value.detach().to("cpu", copy=True)]
-    weight.high_precision_init_val = lambda: kept[0] if kept else None
-    weight.clear_high_precision_init_val = kept.clear
+    weight._initial = value.detach().to("cpu", copy=True)

@@ -366,7 +366,7 @@ def _operands(
         merge_amax(bound, (amax_x, None, None))
     return (
         (arrays_of(x_forms[0]), arrays_of(x_forms[-1] if keep_x else rows)),
-        (arrays_of(w_forms[0]), arrays_of(w_forms[-1] if keep_w else weight)),
+        (arrays_of(w_forms[0]), arrays_of(w_forms[-1]) if keep_w else _with_other(weight)),
     )
 
 
@@ -572,7 +572,7 @@ def launchers(facts: Facts, tensors: list[Any], dy: Tensor) -> tuple[Tensor | No
         if needs.wi and x.tensors and not own.wgrad[0].plain and not _is_cross(x):
             cross, _ = forms_of(_whole(x, rows), [(0, own.wgrad[0])], sizes, extras[0].x, own)
             left = arrays_of(cross[0])
-        if needs.x and not wi.text:
+        if needs.x:
             across, _ = forms_of(_whole(wi, rows), [dgrad], None, extras[0].w, own)
             turned = arrays_of(across[0])
         assert dh is not None, "gradients of the first product are needed"
@@ -588,9 +588,23 @@ def _is_cross(form: Stored) -> bool:
     return bool(form.text) and _stored.described(form.text)[1] == 0
 
 
+def _with_other(operand: Any) -> Stored:
+    """As `arrays_of`, with both forms of a quantised operand: a line of text for each."""
+    first = arrays_of(operand)
+    if not isinstance(operand, QTensor) or operand.other is None:
+        return first
+    second = arrays_of(operand.other)
+    return Stored([*first.tensors, *second.tensors], f"{first.text}\n{second.text}")
+
+
 def _whole(stored: Stored, rows: int) -> Any:
-    """The operand that `arrays_of` took apart."""
-    if stored.text:
+    """The operand that `arrays_of` or `_with_other` took apart."""
+    first, _, second = stored.text.partition("\n")
+    if second:
+        count = len(_stored.described(first)[4])
+        other = _stored.restored(Stored(stored.tensors[count:], second), rows)
+        return dataclasses.replace(_stored.restored(Stored(stored.tensors[:count], first), rows), other=other)
+    if first:
         return _stored.restored(stored, rows)
     return stored.tensors[0] if len(stored.tensors) == 1 else stored.tensors
 

@@ -502,6 +502,114 @@ struct Dequantize {
   }
 };
 
+// Weights [G, A, B] that are quantised in parts, each by the rank that holds it: two calls, and between them a maximum
+// of `amax` over ranks, as int32. `source_table` [3, G] int64 has for each member the address of the elements that lie
+// here, 0 for none, which of the member's A * B elements is the first, and how many there are. `source` says shape and
+// dtype and has no data.
+//
+// amax[g], [G, S] int32, has the bits of the largest magnitudes among the elements that lie here, 0 where none do: of
+// the member; then of its blocks along B, [A / outer, B / block]; then, unless blocks are square, of those along A,
+// [B, A / block]. Divisions round up; without blocks S is 1.
+struct ShardAmax {
+  static constexpr const char* kName = "shard_amax";
+  TensorView source;        // [G, A, B] float32, bfloat16 or float16
+  TensorView source_table;  // [3, G] int64
+  TensorView into_amax;     // the caller's buffer, the memory of `amax`
+  TensorView amax;          // [G, S] int32
+  int64_t block = 0;        // as in Quantize, with the next
+  int64_t block_outer = 1;
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("source", source);
+    v.input("source_table", source_table);
+    v.optional("into_amax", into_amax);
+    v.output("amax", amax);
+    v.param("block", block);
+    v.param("block_outer", block_outer);
+  }
+};
+
+// Given amax of whole members: the codes of the elements that lie here, no others, and every scale. The bits are those
+// of Quantize.
+struct ShardCast {
+  static constexpr const char* kName = "shard_cast";
+  TensorView source;        // [G, A, B] float32, bfloat16 or float16
+  TensorView source_table;  // [3, G] int64
+  TensorView amax;          // [G, S] int32
+  TensorView encode;        // [G] float32: multipliers of delayed scaling
+  TensorView skip;          // [1] int32: not zero leaves every result as it is
+  TensorView into_values;   // the caller's buffers, each the memory of the result of that name
+  TensorView into_scales;
+  TensorView into_group_scales;
+  TensorView into_cross_values;
+  TensorView into_cross_scales;
+  TensorView into_cross_group_scales;
+  TensorView values;  // the two forms of Quantize, of which one may be absent
+  TensorView scales;
+  TensorView group_scales;
+  TensorView cross_values;
+  TensorView cross_scales;
+  TensorView cross_group_scales;
+  std::string rule = "fp32";  // as in Quantize, with the next
+  int64_t block = 0;
+  int64_t block_outer = 1;
+  int64_t pow2 = 0;
+  float eps = 0;
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("source", source);
+    v.input("source_table", source_table);
+    v.input("amax", amax);
+    v.optional("encode", encode);
+    v.optional("skip", skip);
+    v.optional("into_values", into_values);
+    v.optional("into_scales", into_scales);
+    v.optional("into_group_scales", into_group_scales);
+    v.optional("into_cross_values", into_cross_values);
+    v.optional("into_cross_scales", into_cross_scales);
+    v.optional("into_cross_group_scales", into_cross_group_scales);
+    v.optional_output("values", values);
+    v.optional_output("scales", scales);
+    v.optional_output("group_scales", group_scales);
+    v.optional_output("cross_values", cross_values);
+    v.optional_output("cross_scales", cross_scales);
+    v.optional_output("cross_group_scales", cross_group_scales);
+    v.param("rule", rule);
+    v.param("block", block);
+    v.param("block_outer", block_outer);
+    v.param("pow2", pow2);
+    v.param("eps", eps);
+  }
+};
+
+// The call that has the same results, where all elements lie here.
+inline Quantize whole_of(const ShardCast& call) {
+  Quantize whole;
+  whole.source = call.source;
+  whole.encode = call.encode;
+  whole.skip = call.skip;
+  whole.into_values = call.into_values;
+  whole.into_scales = call.into_scales;
+  whole.into_group_scales = call.into_group_scales;
+  whole.into_cross_values = call.into_cross_values;
+  whole.into_cross_scales = call.into_cross_scales;
+  whole.into_cross_group_scales = call.into_cross_group_scales;
+  whole.values = call.values;
+  whole.scales = call.scales;
+  whole.group_scales = call.group_scales;
+  whole.cross_values = call.cross_values;
+  whole.cross_scales = call.cross_scales;
+  whole.cross_group_scales = call.cross_group_scales;
+  whole.rule = call.rule;
+  whole.block = call.block;
+  whole.block_outer = call.block_outer;
+  whole.pow2 = call.pow2;
+  whole.eps = call.eps;
+  return whole;
+}
+
 // Delayed scaling, once a step: multipliers from the history of amaxes (numerics 2.5), for R operand roles at once.
 struct ScaleUpdate {
   static constexpr const char* kName = "scale_update";
@@ -534,6 +642,7 @@ struct ScaleUpdate {
   X(RowDot)              \
   X(ScaleRows)           \
   X(GroupedMatmulAct)    \
-  X(GroupedMatmulDact) X(ActivationForward) X(ActivationGrad) X(Quantize) X(Dequantize) X(ScaleUpdate)
+  X(GroupedMatmulDact)   \
+  X(ActivationForward) X(ActivationGrad) X(Quantize) X(Dequantize) X(ScaleUpdate) X(ShardAmax) X(ShardCast)
 
 }  // namespace grouped

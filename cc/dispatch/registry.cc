@@ -178,4 +178,24 @@ Table<ScaleUpdate> table<ScaleUpdate>(Platform platform) {
   return rows_if(platform == Platform::cpu, cpu);
 }
 
+template <>
+Table<ShardAmax> table<ShardAmax>(Platform platform) {
+  static const Kernel<ShardAmax> cpu[] = {shard_amax_any_cpu};
+#if GROUPED_WITH_CUDA
+  static const Kernel<ShardAmax> cuda[] = {shard_amax_any_cuda};
+  if (platform == Platform::cuda) return rows_of(cuda);
+#endif
+  return rows_if(platform == Platform::cpu, cpu);
+}
+
+template <>
+Table<ShardCast> table<ShardCast>(Platform platform) {
+  static const Kernel<ShardCast> cpu[] = {shard_cast_any_cpu};
+#if GROUPED_WITH_CUDA
+  static const Kernel<ShardCast> cuda[] = {shard_cast_any_cuda};
+  if (platform == Platform::cuda) return rows_of(cuda);
+#endif
+  return rows_if(platform == Platform::cpu, cpu);
+}
+
 }  // namespace grouped

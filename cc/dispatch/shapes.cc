@@ -6,6 +6,7 @@
 
 #include "cc/api/halves.h"
 #include "cc/math/activation.h"
+#include "cc/math/shards.h"
 
 namespace grouped {
 namespace {
@@ -602,6 +603,49 @@ std::string disagreement(const ScaleUpdate& call) {
   same_buffer(&check, "into_new_scale", call.into_new_scale, call.new_scale);
   same_buffer(&check, "into_new_history", call.into_new_history, call.new_history);
   return check.wrong;
+}
+
+namespace {
+
+// What the calls of parts of weights have in common.
+template <class Call>
+void shards(Check* check, const Call& call) {
+  check->rank("source", call.source, 3);
+  check->require(is_float(call.source.dtype),
+                 [&] { return Check::named("source", call.source) + ", expected floats"; });
+  check->require(call.block == 0 || divides(call.block, 16), [] { return "block: expected 0, or 16 to 128"; });
+  check->require(call.block_outer == 1 || call.block_outer == call.block,
+                 [] { return "block_outer: expected 1, or that of square blocks"; });
+  if (!check->wrong.empty()) return;
+  check->shape("source_table", call.source_table, {3, call.source.dims[0]});
+  check->dtype("source_table", call.source_table, DType::i64);
+  check->shape("amax", call.amax, {call.source.dims[0], ShardSlots::of(call).count});
+  check->dtype("amax", call.amax, DType::i32);
+}
+
+}  // namespace
+
+std::string disagreement(const ShardAmax& call) {
+  Check check;
+  shards(&check, call);
+  same_buffer(&check, "into_amax", call.into_amax, call.amax);
+  return check.wrong;
+}
+
+std::string disagreement(const ShardCast& call) {
+  Check check;
+  shards(&check, call);
+  const Quantize whole = whole_of(call);
+  for (const auto& [result, into] : {std::pair{&whole.values, &whole.into_values},
+                                     {&whole.scales, &whole.into_scales},
+                                     {&whole.group_scales, &whole.into_group_scales},
+                                     {&whole.cross_values, &whole.into_cross_values},
+                                     {&whole.cross_scales, &whole.into_cross_scales},
+                                     {&whole.cross_group_scales, &whole.into_cross_group_scales}}) {
+    check.require(result->present() == into->present(),
+                  [] { return "results: expected a buffer for every one, for others have written their part"; });
+  }
+  return check.wrong.empty() ? disagreement(whole) : check.wrong;
 }
 
 }  // namespace grouped

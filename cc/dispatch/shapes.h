@@ -20,5 +20,7 @@ std::string disagreement(const ActivationGrad& call);
 std::string disagreement(const Quantize& call);
 std::string disagreement(const Dequantize& call);
 std::string disagreement(const ScaleUpdate& call);
+std::string disagreement(const ShardAmax& call);
+std::string disagreement(const ShardCast& call);
 
 }  // namespace grouped

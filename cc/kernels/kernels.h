@@ -43,6 +43,8 @@ extern const Kernel<Dequantize> dequantize_any_cpu_avx2;
 extern const Kernel<Dequantize> dequantize_any_cpu_avx512;
 #endif
 extern const Kernel<ScaleUpdate> scale_update_any_cpu;
+extern const Kernel<ShardAmax> shard_amax_any_cpu;
+extern const Kernel<ShardCast> shard_cast_any_cpu;
 
 #if GROUPED_WITH_CUDA
 // Hopper's tensor cores (wgmma): bf16 and fp16, ragged rows and the contraction over rows.
@@ -71,6 +73,8 @@ extern const Kernel<Quantize> quantize_fp4_cuda;  // likewise
 extern const Kernel<Quantize> quantize_any_cuda;
 extern const Kernel<Dequantize> dequantize_any_cuda;
 extern const Kernel<ScaleUpdate> scale_update_any_cuda;
+extern const Kernel<ShardAmax> shard_amax_any_cuda;
+extern const Kernel<ShardCast> shard_cast_any_cuda;
 
 // For cc/dispatch, which has no CUDA of its own.
 // result = round(value * scale), dense. Exact in fp32 but for float32 scales that are no powers of two.

@@ -98,10 +98,12 @@ def setup(
     dtype: str = "float32",
     case: str = CASE,
     recipe: Recipe | None = None,
+    quantized: bool = False,
 ) -> Setup:
     """The problem in one form: an MLP, or its first product for the linear forms.
 
-    Functions are bound to a state of their own (`Setup.state`), and to a key that they draw as layers do.
+    Functions are bound to a state of their own (`Setup.state`), and to a key that they draw as layers do. `quantized`:
+    modules hold quantised weights.
     """
     of = cases.named(case)
     operands, dy = problem(of, dtype, Activation("swiglu"), transposed=True)
@@ -137,6 +139,7 @@ def setup(
         weights = [each for part in lists for each in part]
         return Setup(form, weights, run, x, dy, groups, None, [], sizes, probs, state)
     options = {"accumulate_into_main_grad": accumulate, "delay_wgrad_compute": delay, "recipe": recipe}
+    options["quantized_weights"] = quantized
     module = build(form, of, dtype, listed, **options)
     linears = [each for each in module.modules() if isinstance(each, nn.GroupedLinear)]
     for linear, weight in zip(linears, packed, strict=True):

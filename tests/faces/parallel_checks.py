@@ -1,4 +1,5 @@
-"""What two ranks check together, each in a process of its own: FSDP2 around the modules, experts spread as DTensors.
+"""What two ranks check together, each in a process of its own: FSDP2 around the modules, experts spread as DTensors,
+masters of quantised weights in shards.
 
     python -m tests.faces.parallel_checks --device cuda      # by hand, on two GPUs; the tests run it on the CPU
 
@@ -29,7 +30,20 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests import asserts
 from tests.faces.nn_tools import MODULES, Setup, main_grads, setup
 from tests.faces.torch_tools import leaf
-from torch_bridge import FP8Delayed, grouped_linear, nn, parallel, update_scaling
+from torch_bridge import (
+    MXFP8,
+    NVFP4,
+    FP8Block,
+    FP8Current,
+    FP8Delayed,
+    grouped_linear,
+    nn,
+    parallel,
+    params,
+    shards,
+    update_scaling,
+)
+from torch_bridge.primary import parts_of
 
 RANKS = 2
 CHECKS: dict[str, Callable[[DeviceMesh], None]] = {}
@@ -283,6 +297,66 @@ def each_rank_has_the_scaling_state_of_its_own_experts(mesh: DeviceMesh) -> None
         for module in (whole, spread):
             update_scaling(module.scaling_state)
         asserts.bitwise(spread.scaling_state.scale, whole.scaling_state.scale[:, groups].contiguous())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Masters of quantised weights
+
+
+_HELD = (FP8Delayed.replace(history=2), FP8Current, FP8Block, MXFP8, NVFP4)
+
+
+def _codes(module: Any) -> dict[str, Tensor]:
+    return {
+        f"{name}.{part}": tensor.clone().view(torch.uint8)
+        for name, weight in module.named_parameters()
+        for part, tensor in parts_of(weight.q).items()
+    }
+
+
+@check
+def shards_of_masters_give_the_codes_of_whole_ones(mesh: DeviceMesh) -> None:
+    """Cut in the middle of a row, of a block and of a byte, at the end of a weight, and where one rank has nothing.
+
+    A rank's part of the magnitudes decides nothing alone: the largest lie with either, and a NaN with the first.
+    """
+    rank, group = mesh.get_rank(), mesh.get_group()
+    for recipe in _HELD:
+        for listed in (False, True):
+            torch.manual_seed(7)
+            options: Any = {"recipe": recipe, "quantized_weights": True, "single_grouped_weight": not listed}
+            module = nn.GroupedMLP(3, 50, 36, **options).to(mesh.device_type)
+            weights: list[Any] = list(module.parameters())[::-1]
+            flat = torch.cat([torch.randn(each.numel()) for each in weights]).to(mesh.device_type)
+            flat[5], flat[-5], flat[100] = 30.0, -40.0, float("nan")
+            whole = copy.deepcopy(module)
+            with torch.no_grad():
+                for weight, (_, master, _) in zip(
+                    reversed(list(whole.parameters())), params.expand_shard(weights, flat, 0), strict=True
+                ):
+                    weight.copy_(master.view(weight.shape))
+            for cut in (1, 2053, weights[0].numel(), len(flat) - 2053, len(flat)):
+                begin, end = ((0, cut), (cut, len(flat)))[rank]
+                entries = params.expand_shard(weights, flat[begin:end], begin)
+                arguments: Any = [list(each) for each in zip(*entries, strict=True)]
+                for weight in weights:
+                    weight.detach().zero_()
+                before = _codes(module)
+                for skip in (torch.ones(1, dtype=torch.int32), None):
+                    skip = None if skip is None else skip.to(mesh.device_type)
+                    shards.cast_shards(*arguments, process_group=group, skip=skip)
+                    found, wanted = _codes(module), _codes(whole) if skip is None else before
+                    for name, scales in found.items():
+                        if not name.endswith("values") or skip is not None:
+                            asserts.bitwise(scales, wanted[name], name)
+                    shards.gather_codes(*arguments, process_group=group, skip=skip)
+                    for name, part in _codes(module).items():
+                        asserts.bitwise(part, wanted[name], name)
+            if recipe.delayed:
+                for one in (module, whole):
+                    update_scaling(one.scaling_state)
+                asserts.bitwise(module.scaling_state.scale, whole.scaling_state.scale)
+                assert (module.scaling_state.scale[1] != 1).any()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

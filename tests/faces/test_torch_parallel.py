@@ -18,7 +18,7 @@ def outcome() -> str:
     return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=600).stdout
 
 
-@pytest.mark.rule("DLY-3", "GRP-10", "GRD-6", "LYR-9")
+@pytest.mark.rule("DLY-3", "GRP-10", "GRD-6", "LYR-9", "QNT-3")
 @pytest.mark.parametrize("name", CHECKS)
 def test_two_ranks(name: str, outcome: str) -> None:
     assert f"passed  {name}\n" in outcome, outcome

@@ -268,7 +268,7 @@ def test_explain_of_recipes_needs_neither_device_nor_weights() -> None:
 @pytest.mark.rule("QNT-5", "GRD-11")
 @by_recipe
 @pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
-@pytest.mark.parametrize("form", ["GroupedLinear", "GroupedMLP"])
+@by_form
 def test_microbatches_reuse_the_forms_of_the_first(form: str, listed: bool, recipe: Recipe) -> None:
     s, plain = (setup(form, listed, recipe=recipe, **BF16) for _ in range(2))
     for step in range(2):
@@ -293,7 +293,7 @@ def test_microbatches_reuse_the_forms_of_the_first(form: str, listed: bool, reci
 
 
 @pytest.mark.rule("QNT-5")
-@pytest.mark.parametrize("form", ["GroupedLinear", "GroupedMLP"])
+@by_form
 def test_a_cache_that_is_empty_or_old_is_refused(form: str) -> None:
     s = setup(form, True, recipe=recipes.MXFP8, **BF16)
     empty, old = ["weight cache", "empty", "is_first_microbatch=True"], ["weight cache", "written since"]
@@ -314,9 +314,28 @@ def test_a_cache_that_is_empty_or_old_is_refused(form: str) -> None:
     with torch.no_grad():
         s.weights[-1].mul_(2)
     s.run(s.x, is_first_microbatch=False)
+    extra = (s.sizes, s.probs, s.sizes)[: {"GroupedLinear": 1, "GroupedMLP": 2}.get(form, 3)]
     for copied in (copy.deepcopy(s.module), pickle.loads(pickle.dumps(s.module))):
         with asserts.refused(RuntimeError, empty):
-            copied(s.x, s.sizes, is_first_microbatch=False)
+            copied(s.x, *extra, is_first_microbatch=False)
+
+
+@pytest.mark.rule("QNT-5")
+def test_a_sequential_hands_the_flag_to_the_modules_inside() -> None:
+    """To nested ones, and to none of another kind."""
+    inner = nn.Sequential(nn.GroupedLinear(3, 8, 16, recipe=recipes.MXFP8))
+    outer = nn.Sequential(torch.nn.Identity(), inner, nn.GroupedMLP(3, 16, 8, recipe=recipes.MXFP8), nn.ScaledSReLU())
+    sizes, probs = torch.tensor([5, 0, 6], dtype=torch.int32), torch.rand(11)
+    layers = [each for each in outer.modules() if isinstance(each, nn.GroupedLinear)]
+    x, extra = torch.randn(11, 8), (sizes, sizes, probs, probs)
+    with asserts.refused(RuntimeError, ["weight cache", "empty"]):
+        outer(x, *extra, is_first_microbatch=False)
+    y = outer(x, *extra, is_first_microbatch=True)
+    assert all(each.cache._forms for each in layers)
+    asserts.bitwise(outer(x, *extra, is_first_microbatch=False), y)
+    asserts.bitwise(outer(x, *extra), y)
+    with asserts.refused(TypeError, ["`is_first_microbatch`", "1", "True or False"]):
+        outer(x, *extra, is_first_microbatch=1)
 
 
 @pytest.mark.rule("QNT-5", "QNT-6")
@@ -517,20 +536,8 @@ def test_one_predicate_says_what_a_quantised_weight_is() -> None:
         q: Any = quantize(w, name)
         assert params.is_quantized_weight(q)
         assert params.is_quantized_weight(q.values)
+        assert params.is_quantized_weight(torch.nn.Parameter(nn.QuantizedWeight(q, packed=True)))
     tagged: Any = torch.nn.Parameter(w)
     tagged.quantizer = object()
     for other in (w, w.bfloat16(), w.int(), tagged, None, quantize):
         assert not params.is_quantized_weight(other)
-
-
-@pytest.mark.rule("QNT-2")
-def test_high_precision_initial_values() -> None:
-    w = torch.randn(2, 32, 64)
-    weight: Any = torch.nn.Parameter(quantize(w, "mxfp8").values.float())
-    initial = w.clone()
-    params.preserve_high_precision_init(weight, w)
-    w.zero_()
-    asserts.bitwise(weight.high_precision_init_val(), initial)
-    assert weight.high_precision_init_val().device.type == "cpu"
-    weight.clear_high_precision_init_val()
-    assert weight.high_precision_init_val() is None

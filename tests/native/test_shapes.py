@@ -8,6 +8,7 @@ import pytest
 
 from grouped_core import calls, plans
 from grouped_core.calls import SLOTS, ArraySpec, Call
+from grouped_core.formats import FORMATS
 from grouped_core.recipes import BF16
 from tests import asserts
 
@@ -56,6 +57,8 @@ CALLS = {
     "group_sum": calls.group_sum(rows(N), SIZES, "float32", SCALE),
     "row_dot": calls.row_dot(SIZES, M, (rows(K), rows(K)), (rows(N), weight(G, N)), True),
     "scale_rows": calls.scale_rows(rows(N), SCALE, SIZES, "bfloat16", rows(N)),
+    "shard_amax": calls.shard_amax(weight(G, 32, 64), FORMATS["mxfp8"]),
+    "shard_cast": calls.shard_cast(weight(G, 32, 64), FORMATS["nvfp4"], (True, True), skip=True),
 }
 
 
@@ -86,7 +89,9 @@ def test_every_shape_counts(name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("fixed", ["group_sizes", "row_scale", "rhs_table", "bias_table", "into_table"])
+@pytest.mark.parametrize(
+    "fixed", ["group_sizes", "row_scale", "rhs_table", "bias_table", "into_table", "source_table", "skip"]
+)
 def test_fixed_dtypes_count(name, fixed):
     """Operands whose dtype calls.h fixes are refused in another."""
     call = CALLS[name]

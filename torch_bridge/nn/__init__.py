@@ -1,5 +1,6 @@
 """Layers for training: parameters, where their gradients go, and checkpoints; the arithmetic is in `torch_bridge`."""
 
+from torch_bridge.nn._primary import quantized_model_init as quantized_model_init
 from torch_bridge.nn.activation import ScaledActivation as ScaledActivation
 from torch_bridge.nn.activation import ScaledClampedQGeGLU as ScaledClampedQGeGLU
 from torch_bridge.nn.activation import ScaledSiTUGLU as ScaledSiTUGLU
@@ -8,3 +9,4 @@ from torch_bridge.nn.activation import ScaledSwiGLU as ScaledSwiGLU
 from torch_bridge.nn.linear import GroupedLinear as GroupedLinear
 from torch_bridge.nn.mlp import GroupedMLP as GroupedMLP
 from torch_bridge.nn.sequential import Sequential as Sequential
+from torch_bridge.primary import QuantizedWeight as QuantizedWeight

@@ -119,13 +119,18 @@ def linear(
         layer: the GroupedLinear. rows, weights: in the dtype of the computation. first: `is_first_microbatch`.
     """
     recipe = bound(layer.recipe, state_of(layer, layer.recipe), home(rows).device)
-    layer.note_addresses(stored.listed(weights))
+    _note_addresses(layer, weights)
     return stored.linear(
         *(rows, weights, group_sizes, True, layer.biases(), row_scale, layer.scale_bias, recipe),
         *("main_grad" if layer.accumulate_into_main_grad else None, None, out, grad_input),
         owner=layer.owner(parameters),
         cache=layer.cache.bind("GroupedLinear", parameters, first),
     )
+
+
+def _note_addresses(layer: Any, weights: Any) -> None:
+    if not isinstance(weights, StraightThrough):  # held quantised, in one packed array
+        layer.note_addresses(stored.listed(weights))
 
 
 def mlp(
@@ -149,7 +154,7 @@ def mlp(
         key = recipe.key
         recipe = tuple(BoundRecipe(each.recipe, state_of(each, each.recipe), key) for each in (fc1, fc2))
     for layer, weights in zip((fc1, fc2), arguments[1:3], strict=True):
-        layer.note_addresses(stored.listed(weights))
+        _note_addresses(layer, weights)
     caches = [
         layer.cache.bind(name, layer.weight_parameters(), first)
         for name, layer in (("linear_fc1", fc1), ("linear_fc2", fc2))

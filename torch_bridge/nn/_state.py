@@ -12,18 +12,28 @@ import torch
 from torch import Tensor
 
 
-def adapt(state: dict[str, Any], prefix: str, kind: str, groups: int, shape: Sequence[int], *, grouped: bool) -> None:
+def adapt(
+    state: dict[str, Any],
+    prefix: str,
+    kind: str,
+    groups: int,
+    shape: Sequence[int],
+    *,
+    grouped: bool,
+    suffix: str = "",
+) -> None:
     """Brings `{prefix}{kind}` or `{prefix}{kind}0` to `{prefix}{kind}{G-1}` into the form that the layer has, in place.
 
     Args:
         state: what is loaded. kind: "weight" or "bias". groups: G. shape: of one group's tensor.
         grouped: whether the layer has one tensor for all groups.
+        suffix: behind these names; that of a part of a quantised weight, whose groups are its first axis.
 
     Raises:
         ValueError: both forms are there, the indexed one is incomplete, or the grouped one cannot be split.
     """
-    whole = f"{prefix}{kind}"
-    indexed = [f"{whole}{group}" for group in range(groups)]
+    whole = f"{prefix}{kind}{suffix}"
+    indexed = [f"{prefix}{kind}{group}{suffix}" for group in range(groups)]
     found = [key for key in indexed if key in state]
     if whole in state and found:
         raise ValueError(
@@ -39,9 +49,18 @@ def adapt(state: dict[str, Any], prefix: str, kind: str, groups: int, shape: Seq
             )
         state[whole] = torch.stack([state.pop(key) for key in indexed])
     elif not grouped and whole in state:
-        members = _split(whole, state[whole], groups, tuple(shape))
+        split = _members if suffix else _split
+        members = split(whole, state[whole], groups, tuple(shape))
         del state[whole]
         state.update(zip(indexed, members, strict=True))
+
+
+def _members(key: str, tensor: Tensor, groups: int, shape: tuple[int, ...]) -> Sequence[Tensor]:
+    del shape  # is looked at when all parts are there
+    found = len(tensor) if tensor.dim() else 0
+    if found != groups:
+        raise ValueError(f"`{key}` has {found} groups, expected {groups}; load a checkpoint of as many experts.")
+    return tensor.unbind()
 
 
 def _split(key: str, tensor: Tensor, groups: int, shape: tuple[int, ...]) -> Sequence[Tensor]:

@@ -6,7 +6,6 @@ Letters: G groups (experts), M rows sorted by group, K in, N out.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from grouped_core.formats import WIDE
-from grouped_core.linear_spec import recipe_option
 from grouped_core.recipes import Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes
@@ -24,40 +22,12 @@ from torch_bridge._arguments import Members, check_arguments
 from torch_bridge._memory import OwnedTable
 from torch_bridge._products import Owner
 from torch_bridge._run import DTYPES, TORCH_DTYPES
-from torch_bridge.nn import _recipes
+from torch_bridge.nn import _primary, _recipes
 from torch_bridge.nn._cache import WeightCache
+from torch_bridge.nn._checks import cast_rows, check_microbatch, compute_dtype, positive
 from torch_bridge.nn._state import adapt
 from torch_bridge.params import is_distributed
-
-
-def positive(layer: str, **sizes: Any) -> tuple[int, ...]:
-    """The sizes as integers. Raises TypeError for what is none, ValueError below 1."""
-    found = []
-    for name, size in sizes.items():
-        try:
-            found.append(operator.index(size))
-        except TypeError:
-            raise TypeError(
-                f"`{name}` of {layer}: {size!r}, expected an integer; give the size of that axis."
-            ) from None
-        if found[-1] < 1:
-            raise ValueError(f"`{name}` of {layer}: {size}, expected 1 or more; give the size of that axis.")
-    return tuple(found)
-
-
-def compute_dtype(x: Tensor, parameters: torch.dtype) -> torch.dtype:
-    """The dtype that a layer computes in: autocast's where it is on, else that of its parameters."""
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # which knows no meta device
-        return torch.get_autocast_dtype(device)
-    return parameters
-
-
-def cast_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows in the dtype of the computation; 8-bit ones stand as they are, and what is no tensor is refused later."""
-    if not isinstance(x, Tensor) or x.dtype == dtype:
-        return x
-    return x.to(dtype) if DTYPES.get(x.dtype) in (*WIDE, "float64") else x
+from torch_bridge.primary import QuantizedWeight
 
 
 class GroupedLinear(Module):
@@ -79,7 +49,11 @@ class GroupedLinear(Module):
             going to `.grad`; see `torch_bridge.main_grad` for the attributes that count.
         single_grouped_weight, single_grouped_bias: one parameter for all groups instead of one a group.
         delay_wgrad_compute: weight gradients wait for `backward_dw`. Bias gradients never wait.
-        preserve_high_precision_init: for quantised parameters; plain ones lose nothing when they are initialised.
+        quantized_weights: the weights are held as codes and scales in the formats of `recipe`, their master is the
+            optimiser's; None: as `quantized_model_init` says, else False.
+        preserve_high_precision_init: what quantised weights are initialised with stays on the host, until it is given
+            up (`QuantizedWeight.high_precision_init_val`); plain ones lose nothing. None: as `quantized_model_init`
+            says, else False.
 
     Raises:
         TypeError, ValueError: an option has a value that it does not take, or contradicts another.
@@ -100,7 +74,8 @@ class GroupedLinear(Module):
         single_grouped_weight: bool = False,
         single_grouped_bias: bool = False,
         delay_wgrad_compute: bool = False,
-        preserve_high_precision_init: bool = False,
+        quantized_weights: bool | None = None,
+        preserve_high_precision_init: bool | None = None,
     ) -> None:
         super().__init__()
         self.num_groups, self.in_features, self.out_features = positive(
@@ -116,11 +91,13 @@ class GroupedLinear(Module):
                 f"`dtype` of GroupedLinear: {dtype}, expected one of {', '.join(str(TORCH_DTYPES[w]) for w in WIDE)}; "
                 "choose one of them."
             )
-        self.recipe = recipe_option(recipe).recipe
+        held = _primary.options(quantized_weights, recipe, preserve_high_precision_init)
+        self.recipe = held.recipe
         self.scale_bias = bool(scale_bias)
         self.accumulate_into_main_grad = bool(accumulate_into_main_grad)
         self.delay_wgrad_compute = bool(delay_wgrad_compute)
-        self.preserve_high_precision_init = bool(preserve_high_precision_init)
+        self.quantized_weights = held.quantized
+        self.preserve_high_precision_init = held.preserve
         self.delayed = main_grad.Delayed()
         self.cache = WeightCache()
         self._table = OwnedTable()
@@ -130,10 +107,16 @@ class GroupedLinear(Module):
         biases_first = single_grouped_weight and not single_grouped_bias
         kinds = [("weight", self.weight_names), ("bias", self.bias_names)]
         for kind, names in reversed(kinds) if biases_first else kinds:
-            for name in names:
-                shape = (self.num_groups, *shapes[kind]) if name == kind else shapes[kind]
-                self.register_parameter(name, Parameter(torch.empty(shape, device=device, dtype=dtype)))
+            shape = (self.num_groups, *shapes[kind]) if names == (kind,) else shapes[kind]
+            if kind == "weight" and held.quantized and held.recipe is not None:
+                whole = (self.num_groups, *shapes[kind])
+                made = _primary.weights(whole, names == (kind,), held.recipe, dtype, device)
+            else:
+                made = [Parameter(torch.empty(shape, device=device, dtype=dtype)) for _ in names]
+            for name, parameter in zip(names, made, strict=True):
+                self.register_parameter(name, parameter)
         _recipes.add_state(self, self.recipe, self.num_groups, 1, device)
+        self.follow_state(self.scaling_state)
         self.mark_weights()
         self.reset_parameters()
 
@@ -146,13 +129,20 @@ class GroupedLinear(Module):
         The state of delayed scaling starts anew too.
         """
         bound = 1 / math.sqrt(self.in_features)
+        _recipes.reset_state(self, self.recipe)  # which quantised weights are scaled with
         with torch.no_grad():
             for kind, names in (("weight", self.weight_names), ("bias", self.bias_names)):
                 for name in names:
                     parameter = getattr(self, name)
-                    for member in parameter.unbind() if name == kind else (parameter,):
-                        member.uniform_(-bound, bound)
-        _recipes.reset_state(self, self.recipe)
+
+                    def draw(whole: Tensor, packed: bool = name == kind) -> None:
+                        for member in whole.unbind() if packed else (whole,):
+                            member.uniform_(-bound, bound)
+
+                    if isinstance(parameter, QuantizedWeight):
+                        _primary.initialise(parameter, self.preserve_high_precision_init, draw)
+                    else:
+                        draw(parameter)
 
     # ---- the product -------------------------------------------------------------------------------------------------
 
@@ -180,6 +170,8 @@ class GroupedLinear(Module):
         """
         if is_first_microbatch is not None:
             check_microbatch(is_first_microbatch)
+        if self.quantized_weights and torch.compiler.is_compiling():
+            return _uncompiled(self, x, group_sizes, row_scale, is_first_microbatch, out, grad_input)
         parameters = self.weight_parameters()
         if stored.is_stored(x, None, self.recipe):
             dtype = compute_dtype(_recipes.home(x), parameters[0].dtype)
@@ -211,8 +203,10 @@ class GroupedLinear(Module):
         held = self._parameters  # asked itself, which is cheap; what has been parametrised is not there
         return tuple([held[name] if name in held else getattr(self, name) for name in names])
 
-    def weights(self, parameters: Sequence[Any], dtype: torch.dtype) -> Members:
+    def weights(self, parameters: Sequence[Any], dtype: torch.dtype) -> Any:
         """The weights as the operation takes them, in `dtype`."""
+        if _primary.is_held(parameters):
+            return _primary.operand(parameters, dtype)
         members = self._local(parameters, self.weight_names, "weight")
         if members[0].dtype != dtype:
             members = [each.to(dtype) for each in members]
@@ -296,6 +290,10 @@ class GroupedLinear(Module):
         """Calls the hooks: after the replay of a graph, which calls none itself."""
         self.delayed.fire()
 
+    def follow_state(self, state: ScalingState[Tensor] | None, product: int = 0) -> None:
+        """Lets quantised weights be scaled by a state with delay, its own or that of the layer it is a part of."""
+        _primary.follow(self.weight_parameters(), state, product)
+
     def mark_weights(self) -> None:
         """Tells data-parallel wrappers that hooks of the weights come from `backward_dw` (DLY-7)."""
         if self.delay_wgrad_compute:
@@ -307,37 +305,57 @@ class GroupedLinear(Module):
     # NOTE: torch makes new Parameters in these four places, and their attributes are lost.
     def _apply(self, fn: Any, recurse: bool = True) -> GroupedLinear:
         held = _recipes.held_state(self)
-        super()._apply(fn, recurse)
+        _primary.applied(self, fn, lambda: super(GroupedLinear, self)._apply(fn, recurse))
         _recipes.applied(self, held)
+        self.follow_state(self.scaling_state)
         self.mark_weights()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._settle()
+
+    def _settle(self) -> None:
+        _primary.gathered(self.weight_parameters())
+        self.follow_state(self.scaling_state)
         self.mark_weights()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        _primary.saved(self, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         shapes = (("weight", self.weight_names, (self.out_features, self.in_features)),)
         shapes += (("bias", self.bias_names, (self.out_features,)),)
+        _primary.loaded(self, state_dict, prefix)
         for kind, names, shape in shapes:
             if names:
                 adapt(state_dict, prefix, kind, self.num_groups, shape, grouped=names[0] == kind)
         _recipes.keep_missing(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        self.mark_weights()
+        self._settle()
 
     def extra_repr(self) -> str:
         """Sizes, and options that differ from the defaults."""
         text = f"{self.num_groups}, {self.in_features}, {self.out_features}, bias={bool(self.bias_names)}"
-        for name in ("scale_bias", "accumulate_into_main_grad", "delay_wgrad_compute"):
+        for name in ("scale_bias", "accumulate_into_main_grad", "delay_wgrad_compute", "quantized_weights"):
             text += f", {name}=True" if getattr(self, name) else ""
         return text + (f", recipe={self.recipe.name}" if self.recipe else "")
 
 
-def check_microbatch(value: Any) -> None:
-    """Refuses what is no flag."""
-    if value is not None and not isinstance(value, bool):
-        raise TypeError(f"`is_first_microbatch`: {value!r}, expected None, True or False; pass one of them.")
+@torch.compiler.disable(reason="quantised Parameters stay outside of graphs")
+def _uncompiled(
+    layer: GroupedLinear,
+    x: Any,
+    group_sizes: Any,
+    row_scale: Tensor | None,
+    first: bool | None,
+    out: Tensor | None,
+    grad_input: Tensor | None,
+) -> Tensor:
+    return GroupedLinear.forward(
+        layer, x, group_sizes, row_scale, is_first_microbatch=first, out=out, grad_input=grad_input
+    )
 
 
 def _local_experts(parameter: Any, name: str, packed: bool) -> Tensor:

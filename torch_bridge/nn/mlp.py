@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -19,8 +20,9 @@ from torch_bridge import main_grad, mlp
 from torch_bridge._mlp_arguments import check_arguments
 from torch_bridge._products import Owner
 from torch_bridge.nn import _recipes
+from torch_bridge.nn._checks import cast_rows, check_microbatch, compute_dtype, positive
 from torch_bridge.nn.activation import shortest
-from torch_bridge.nn.linear import GroupedLinear, cast_rows, check_microbatch, compute_dtype, positive
+from torch_bridge.nn.linear import GroupedLinear
 from torch_bridge.stored import is_stored
 
 
@@ -42,6 +44,10 @@ def fused_mlp(
     Args:
         state: of delayed scaling of both products; None: each layer has its own, or none.
     """
+    if (fc1.quantized_weights or fc2.quantized_weights) and torch.compiler.is_compiling():
+        return _uncompiled(
+            *(fc1, fc2, activation, residuals, x, group_sizes, probs, out, grad_input, state, first_microbatch)
+        )
     parameters = (fc1.weight_parameters(), fc2.weight_parameters())
     owners = (fc1.owner(parameters[0]), fc2.owner(parameters[1]))
     if fc1.accumulate_into_main_grad != fc2.accumulate_into_main_grad:
@@ -78,6 +84,9 @@ def fused_mlp(
         each or Owner(tuple(weights), None) for each, weights in zip(owners, (given.wi, given.wo), strict=True)
     )
     return mlp.differentiable(given, out, grad_input, (first, second))
+
+
+_uncompiled: Any = torch.compiler.disable(fused_mlp, reason="quantised Parameters stay outside of graphs")
 
 
 class GroupedMLP(Module):
@@ -127,6 +136,7 @@ class GroupedMLP(Module):
         for layer in (self.linear_fc1, self.linear_fc2):
             _recipes.drop_state(layer)
         _recipes.add_state(self, self.linear_fc1.recipe, num_groups, 2, options.get("device"))
+        self._share_state()
 
     def forward(
         self,
@@ -158,6 +168,10 @@ class GroupedMLP(Module):
         """The state of delayed scaling of both products, for `update_scaling`, or None."""
         return _recipes.state_of(self, self.linear_fc1.recipe)
 
+    def _share_state(self) -> None:
+        for product, layer in enumerate((self.linear_fc1, self.linear_fc2)):
+            layer.follow_state(self.scaling_state, product)
+
     def backward_dw(self, all: bool = False) -> None:
         """The oldest delayed weight gradients (`all`: every one) of FC2, then of FC1; then FC2's hooks, then FC1's."""
         main_grad.backward_dw([self.linear_fc2, self.linear_fc1], every=all)
@@ -183,15 +197,20 @@ class GroupedMLP(Module):
 
     def reset_parameters(self) -> None:
         """New values, as of `GroupedLinear`."""
+        _recipes.reset_state(self, self.linear_fc1.recipe)
         self.linear_fc1.reset_parameters()
         self.linear_fc2.reset_parameters()
-        _recipes.reset_state(self, self.linear_fc1.recipe)
 
     def _apply(self, fn: Any, recurse: bool = True) -> GroupedMLP:
         held = _recipes.held_state(self)
         super()._apply(fn, recurse)
         _recipes.applied(self, held)
+        self._share_state()
         return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share_state()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         _recipes.keep_missing(self, state_dict, prefix)

@@ -15,6 +15,7 @@ from torch.nn import Module
 from grouped_core.sizes import unwrap
 from torch_bridge import main_grad
 from torch_bridge.activation import scaled_activation_rows
+from torch_bridge.nn._checks import check_microbatch
 from torch_bridge.nn._routing import addressed
 from torch_bridge.nn.activation import ScaledActivation
 from torch_bridge.nn.linear import GroupedLinear
@@ -148,7 +149,13 @@ class Sequential(Module):
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
-    def forward(self, x: Any, *extra: Any, op_kwargs: Mapping[Module | int, Mapping[str, Any]] | None = None) -> Any:
+    def forward(
+        self,
+        x: Any,
+        *extra: Any,
+        op_kwargs: Mapping[Module | int, Mapping[str, Any]] | None = None,
+        is_first_microbatch: bool | None = None,
+    ) -> Any:
         """The result of the last module.
 
         Args:
@@ -156,12 +163,15 @@ class Sequential(Module):
             extra: in module order: group_sizes, probs, group_sizes (and probs again for `scale_bias`), ...
             op_kwargs: keywords `out` and `grad_input` (the caller's buffers) of a module, by module or index. Of an MLP
                 that runs as one operation the first layer takes `grad_input` alone, the second one `out` alone.
+            is_first_microbatch: for the caches of quantised weights, handed to every module of ours that has one.
 
         Raises:
             TypeError: another number of extra inputs, unknown keywords. ValueError: `op_kwargs` addresses no module of
             ours, or one twice, or a buffer that does not exist; layers of one MLP are given different tensors. Else
             what the modules raise.
         """
+        if is_first_microbatch is not None:
+            check_microbatch(is_first_microbatch)
         if self.fuse == "always":
             self._refuse()
         layers, takes, found = self._planned()
@@ -181,10 +191,13 @@ class Sequential(Module):
         while at < len(layers):
             window = windows.get(at)
             if window is not None and self.fuse != "never" and window.why_unsupported() is None:
-                x = _run_window(window, x, extras[at], extras[at + 1], given)
+                x = _run_window(window, x, extras[at], extras[at + 1], given, is_first_microbatch)
                 at += 3
                 continue
-            x = _run_one(layers[at], x, extras[at], _sizes_before(layers, extras, at), given.get(at, {}))
+            keywords = dict(given.get(at, {}))
+            if is_first_microbatch is not None and isinstance(layers[at], _CACHING):
+                keywords["is_first_microbatch"] = is_first_microbatch
+            x = _run_one(layers[at], x, extras[at], _sizes_before(layers, extras, at), keywords)
             at += 1
         return x
 
@@ -224,6 +237,10 @@ class Sequential(Module):
         """As of `GroupedLinear`, for every layer."""
         for layer in self._delaying():
             layer.set_weight_update(flag)
+
+
+_CACHING = (GroupedLinear, GroupedMLP, Sequential)
+"""Modules of ours with caches of quantised weights."""
 
 
 def _extras(layer: Module) -> int:
@@ -278,6 +295,7 @@ def _run_window(
     first: Sequence[Any],
     probs: Sequence[Any],
     given: Mapping[int, Mapping[str, Any]],
+    first_microbatch: bool | None,
 ) -> Tensor:
     at1, at2 = window.start, window.start + 2
     for at, name in ((at1, "out"), (at2, "grad_input")):
@@ -296,6 +314,7 @@ def _run_window(
         probs[0],
         given.get(at2, {}).get("out"),
         given.get(at1, {}).get("grad_input"),
+        first_microbatch=first_microbatch,
     )
 
 

@@ -1,0 +1,48 @@
+"""What the layers check and cast before they compute."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grouped_core.formats import WIDE
+from torch_bridge._run import DTYPES
+
+
+def positive(layer: str, **sizes: Any) -> tuple[int, ...]:
+    """The sizes as integers. Raises TypeError for what is none, ValueError below 1."""
+    found = []
+    for name, size in sizes.items():
+        try:
+            found.append(operator.index(size))
+        except TypeError:
+            raise TypeError(
+                f"`{name}` of {layer}: {size!r}, expected an integer; give the size of that axis."
+            ) from None
+        if found[-1] < 1:
+            raise ValueError(f"`{name}` of {layer}: {size}, expected 1 or more; give the size of that axis.")
+    return tuple(found)
+
+
+def compute_dtype(x: Tensor, parameters: torch.dtype) -> torch.dtype:
+    """The dtype that a layer computes in: autocast's where it is on, else that of its parameters."""
+    device = x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # which knows no meta device
+        return torch.get_autocast_dtype(device)
+    return parameters
+
+
+def cast_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows in the dtype of the computation; 8-bit ones stand as they are, and what is no tensor is refused later."""
+    if not isinstance(x, Tensor) or x.dtype == dtype:
+        return x
+    return x.to(dtype) if DTYPES.get(x.dtype) in (*WIDE, "float64") else x
+
+
+def check_microbatch(value: Any) -> None:
+    """Refuses what is no flag."""
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"`is_first_microbatch`: {value!r}, expected None, True or False; pass one of them.")

@@ -1,0 +1,253 @@
+"""Layers whose weights are held quantised: their Parameters, how these move, and how checkpoints have them.
+
+The members of one layer lie in one `QTensor` [G, N, K], which products read; listed Parameters are views of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from grouped_core import scaling
+from grouped_core.formats import QTensor
+from grouped_core.linear_spec import recipe_option
+from grouped_core.recipes import Recipe
+from grouped_core.scaling import ScalingState
+from torch_bridge import primary
+from torch_bridge._run import dtype_name
+from torch_bridge.nn._state import adapt
+from torch_bridge.params import preserve_high_precision_init, quantized_members
+from torch_bridge.primary import QuantizedWeight, mapped, parts_of
+from torch_bridge.quantize import StraightThrough
+
+
+class Options(NamedTuple):
+    """How a layer holds its weights."""
+
+    quantized: bool = False
+    recipe: Recipe | None = None
+    preserve: bool = False
+
+
+_PLAIN = Options()
+_defaults: ContextVar[Options] = ContextVar("quantized_model_init", default=_PLAIN)
+
+
+@contextmanager
+def quantized_model_init(
+    enabled: bool = True, *, recipe: Recipe | None = None, preserve_high_precision_init: bool = False
+) -> Iterator[None]:
+    """Layers made inside hold their weights quantised, unless their own keywords say otherwise.
+
+    Args:
+        enabled: False: plain again, inside of another one.
+        recipe, preserve_high_precision_init: of layers that are made without one.
+    """
+    token = _defaults.set(Options(bool(enabled), recipe, bool(preserve_high_precision_init)))
+    try:
+        yield
+    finally:
+        _defaults.reset(token)
+
+
+def options(quantized: bool | None, recipe: Any, preserve: bool | None) -> Options:
+    """The keywords of a layer, with the defaults in force.
+
+    Raises:
+        ValueError: quantised weights without a recipe that reads them so.
+    """
+    given = _defaults.get()
+    recipe = recipe_option(recipe).recipe or given.recipe
+    found = Options(
+        given.quantized if quantized is None else bool(quantized),
+        recipe,
+        given.preserve if preserve is None else bool(preserve),
+    )
+    if found.quantized and (recipe is None or recipe.forward[1].plain or recipe.dgrad[1].plain):
+        cells = "None" if recipe is None else f"{recipe.forward[1].name} and {recipe.dgrad[1].name} ({recipe.name})"
+        raise ValueError(
+            f"`recipe` of GroupedLinear: weights in {cells}, expected a recipe that quantises them in forward and "
+            "dgrad beside `quantized_weights`; choose one, e.g. FP8Block."
+        )
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parameters
+
+
+def weights(shape: tuple[int, int, int], single: bool, recipe: Recipe, dtype: torch.dtype, device: Any) -> list[Any]:
+    """The Parameters of a layer's weight [G, N, K], one, or one a group; zeros."""
+    formats = (recipe.forward[1], recipe.dgrad[1])
+    store = primary.empty(shape, formats, dtype_name(dtype), device)
+    if single:
+        return [Parameter(QuantizedWeight(store, packed=True))]
+    made = [Parameter(QuantizedWeight(member, packed=False)) for member in quantized_members(store)]
+    _house(made, store)
+    return made
+
+
+def _house(listed: Sequence[Any], store: QTensor[Tensor]) -> None:
+    for at, (weight, member) in enumerate(zip(listed, quantized_members(store), strict=True)):
+        weight.q, weight.home = member, (store, at)
+
+
+def is_held(parameters: Sequence[Any]) -> bool:
+    """Whether a layer's weights are quantised."""
+    return isinstance(parameters[0], QuantizedWeight)
+
+
+def operand(parameters: Sequence[Any], dtype: torch.dtype) -> StraightThrough:
+    """What products read: the codes of all members; gradients go to the Parameters. `dtype`: of the computation."""
+    store, _ = parameters[0].home
+    whole: Any = parameters[0] if parameters[0].dim() == 3 else list(parameters)
+    return StraightThrough(whole, _nominal(store, dtype_name(dtype)))
+
+
+def _nominal(q: QTensor[Tensor], dtype: str) -> QTensor[Tensor]:
+    if q.dtype == dtype:
+        return q
+    return dataclasses.replace(q, dtype=dtype, other=None if q.other is None else _nominal(q.other, dtype))
+
+
+def initialise(weight: QuantizedWeight, preserve: bool, draw: Callable[[Tensor], Any]) -> None:
+    """A new value, kept on the host too where it is to be preserved; `draw` fills a tensor in place."""
+    value = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    draw(value)
+    weight.store(value)
+    weight.clear_high_precision_init_val()
+    if preserve and not value.is_meta:
+        preserve_high_precision_init(weight, value)
+
+
+def follow(parameters: Sequence[Any], state: ScalingState[Tensor] | None, product: int = 0) -> None:
+    """Points weights with delayed scaling to their multipliers and live magnitudes in the state."""
+    if state is None or not is_held(parameters) or not parameters[0].q.format.delayed:
+        return
+    role = len(scaling.ROLES) * product + scaling.ROLES.index("w")
+    for weight in parameters:
+        weight.scaling = (state.scale[role], state.history[role, 0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The life of a module
+
+
+def applied(layer: Any, fn: Callable[[Tensor], Tensor], apply: Callable[[], Any]) -> None:
+    """`apply` is Module._apply of the layer with `fn`; quantised weights keep their codes, which only change places.
+
+    A cast changes the nominal dtype alone.
+    """
+    held = {name: layer._parameters[name] for name in layer.weight_names if layer._parameters.get(name) is not None}
+    if not held or not is_held(list(held.values())):
+        apply()
+        return
+    layer._parameters.update(dict.fromkeys(held))
+    try:
+        apply()
+    finally:
+        layer._parameters.update(held)
+    first = next(iter(held.values()))
+    probe = fn(torch.empty(0, dtype=first.dtype, device=first.device))
+    if (probe.dtype, probe.device) == (first.dtype, first.device):
+        return
+    if probe.dtype not in primary.SOURCES:
+        raise TypeError(
+            f"quantised weights as {probe.dtype}: expected one of {', '.join(map(str, primary.SOURCES))}, which they "
+            "can stand for; cast the layer to one of them."
+        )
+
+    def move(part: Tensor) -> Tensor:
+        return torch.zeros_like(part, device=probe.device) if part.is_meta else part.to(probe.device)
+
+    store = _nominal(mapped(first.home[0], move), dtype_name(probe.dtype))
+    members = [store] if first.dim() == 3 else quantized_members(store)
+    for at, (old, q) in enumerate(zip(held.values(), members, strict=True)):
+        new: Any = Parameter(QuantizedWeight(q, packed=old.dim() == 3), old.requires_grad)
+        new.__dict__.update({**old.__dict__, "q": q, "home": (store, at)})
+        new.grad = None if old.grad is None else fn(old.grad)
+        torch.utils.swap_tensors(old, new)
+
+
+def gathered(parameters: Sequence[Any]) -> None:
+    """Makes listed weights views of one store again, where a copy took them apart."""
+    if not is_held(parameters):
+        return
+    if parameters[0].dim() == 3:
+        parameters[0].home = (parameters[0].q, 0)
+        return
+    store, _ = parameters[0].home
+    if store.shape[0] != len(parameters) or any(map(_strayed, parameters, quantized_members(store))):
+        parts = [parts_of(each.q) for each in parameters]
+        store = _assembled(parameters[0].q, {name: torch.cat([each[name] for each in parts]) for name in parts[0]})
+    _house(parameters, store)
+
+
+def _strayed(weight: QuantizedWeight, member: QTensor[Tensor]) -> bool:
+    return any(
+        a.data_ptr() != b.data_ptr()
+        for a, b in zip(parts_of(weight.q).values(), parts_of(member).values(), strict=True)
+    )
+
+
+def _assembled(like: QTensor[Tensor], parts: dict[str, Tensor], prefix: str = "") -> QTensor[Tensor]:
+    """A `QTensor` in the forms of `like` with the tensors of `parts`, whose groups may be others."""
+    own = {name.removeprefix(prefix): part for name, part in parts.items() if name.rpartition(".")[0] == prefix[:-1]}
+    groups = own["values"].shape[0]
+    other = None if like.other is None else _assembled(like.other, parts, "other.")
+    return dataclasses.replace(like, **own, other=other, shape=(groups, *like.shape[1:]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints: `{weight}.values`, `{weight}.scales`, `{weight}.group_scales`, and `{weight}.other.values` ...
+
+
+def saved(layer: Any, destination: dict[str, Any], prefix: str) -> None:
+    """Takes quantised weights of the layer apart among what was saved: plain tensors, which share memory."""
+    for name in layer.weight_names:
+        weight = destination.get(prefix + name)
+        if isinstance(weight, QuantizedWeight):
+            del destination[prefix + name]
+            for part, tensor in parts_of(weight.q).items():
+                whole = tensor.detach()
+                destination[f"{prefix}{name}.{part}"] = whole if weight.dim() == 3 else whole[0]
+
+
+def loaded(layer: Any, state: dict[str, Any], prefix: str) -> None:
+    """Puts quantised weights of a checkpoint, grouped or indexed, together as the layer has them, in place.
+
+    Raises:
+        ValueError: parts that are missing, or of another number of groups; what `adapt` raises.
+    """
+    parameters = layer.weight_parameters()
+    if not is_held(parameters):
+        return
+    grouped = layer.weight_names[0] == "weight"
+    like = parts_of(parameters[0].q)
+    for part, tensor in like.items():
+        adapt(*(state, prefix, "weight", layer.num_groups, tuple(tensor.shape[1:])), grouped=grouped, suffix=f".{part}")
+    for name, weight in zip(layer.weight_names, parameters, strict=True):
+        found = {part: state.pop(f"{prefix}{name}.{part}") for part in like if f"{prefix}{name}.{part}" in state}
+        if not found:
+            continue
+        if missing := [part for part in like if part not in found]:
+            raise ValueError(
+                f"checkpoint: `{prefix}{name}` is quantised without {', '.join(missing)}, expected "
+                f"{', '.join(like)}; load a checkpoint of weights in {weight.q.format.name}, or plain ones."
+            )
+        whole = {part: tensor if grouped else tensor[None] for part, tensor in found.items()}
+        for part, tensor in whole.items():
+            if (tuple(tensor.shape), tensor.dtype) != (tuple(parts_of(weight.q)[part].shape), like[part].dtype):
+                raise ValueError(
+                    f"checkpoint: `{prefix}{name}.{part}` is {tensor.dtype}{list(tensor.shape)}, expected "
+                    f"{like[part].dtype}{list(parts_of(weight.q)[part].shape)} of {weight.q.format.name}; load a "
+                    "checkpoint of weights in that format, or plain ones."
+                )
+        state[prefix + name] = QuantizedWeight(_assembled(weight.q, whole), packed=grouped)

@@ -1,0 +1,274 @@
+"""Quantised primary weights: Parameters that are codes and scales, whose master belongs to the optimiser (QNT-1).
+
+A `QuantizedWeight` has the shape, the device and the nominal dtype of what it stands for, so gradients, `main_grad` and
+optimisers meet a Parameter like any other. What reads it sees its values, what writes it quantises them again, in place
+and into both forms. Members of a packed one are views; other views are copies of values, as of any expression. Products
+read the codes themselves.
+
+Letters: G groups, A and B the axes of a member.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from grouped_core.calls import ArraySpec, stored_spec
+from grouped_core.formats import Format, QTensor
+
+# NOTE: `params` asks what is quantised, and the operators are built on it: they are imported where they are called.
+
+_aten = torch.ops.aten
+_SAME = (_aten.detach.default, _aten.alias.default)
+_OF_MEMBERS = (_aten.select.int, _aten.unbind.int)
+_LIKE = tuple(
+    getattr(_aten, name).default
+    for name in (
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+        *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
+    )
+)
+"""Operators that look at shapes, dtypes and devices alone."""
+
+_PARTS = ("values", "scales", "group_scales")
+SOURCES = (torch.float32, torch.bfloat16, torch.float16)
+"""What quantisers read."""
+
+
+class QuantizedWeight(Tensor):
+    """A weight [A, B], or [G, A, B], that is stored quantised.
+
+    Attributes:
+        q: codes and scales of one or G members, in the forms that products read; its tensors stay where they are.
+        home: the `QTensor` that holds it, and its place there, where several members share one; else `q` and 0.
+        scaling: of delayed scaling the multipliers and live magnitudes of all members of `home`, views of the state; or
+            None.
+    """
+
+    q: QTensor[Tensor]
+    home: tuple[QTensor[Tensor], int]
+    scaling: tuple[Tensor, Tensor] | None
+    _initial: Tensor | None
+
+    def __new__(cls, q: QTensor[Tensor], *, packed: bool, requires_grad: bool = False) -> QuantizedWeight:
+        """`packed`: whether the shape keeps the axis of members, of which there is one otherwise."""
+        shape = q.shape if packed else q.shape[1:]
+        dtype = getattr(torch, q.dtype)
+        self: Any = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=q.values.device, requires_grad=requires_grad
+        )
+        self.q, self.home, self.scaling, self._initial = q, (q, 0), None, None
+        return self
+
+    def __init__(self, q: QTensor[Tensor], *, packed: bool, requires_grad: bool = False) -> None:
+        del q, packed, requires_grad  # known to __new__
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        del tensor_contents
+        return f"QuantizedWeight({tuple(self.shape)}, {self.q.format.name}, nominally {self.dtype}, on {self.device})"
+
+    # ---- values ------------------------------------------------------------------------------------------------------
+
+    # NOTE: tools for checkpoints look parameters up by the names in a state dict, `weight.scales`.
+    values = property(lambda self: self.q.values)  # pyright: ignore[reportAssignmentType]
+    scales = property(lambda self: self.q.scales)
+    group_scales = property(lambda self: self.q.group_scales)
+    other = property(lambda self: self.q.other)
+
+    def dequantize(self) -> Tensor:
+        """Its values, in the nominal dtype."""
+        from torch_bridge import _stored
+
+        if self.q.values.is_meta:
+            return torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return _stored.dequantize(self.q, None, self.q.dtype).view(self.shape)
+
+    def store(self, value: Tensor) -> None:
+        """Quantises `value` into its own codes and scales; another quantised weight gives its codes as they are.
+
+        Raises:
+            ValueError: another shape; a quantised weight in another format.
+        """
+        from torch_bridge import _stored
+
+        if tuple(value.shape) != tuple(self.shape):
+            raise ValueError(
+                f"value of a quantised weight: shape {tuple(value.shape)}, expected {tuple(self.shape)} = its own; "
+                "pass a tensor of that shape."
+            )
+        if isinstance(value, QuantizedWeight):
+            parts, given = parts_of(self.q), parts_of(value.q)
+            if facts_of(self.q) != facts_of(value.q):
+                raise ValueError(
+                    f"value of a quantised weight: {facts_of(value.q)}, expected {facts_of(self.q)} = its own forms; "
+                    "pass a plain tensor, which is quantised anew."
+                )
+            for name, part in parts.items():
+                part.copy_(given[name])
+        elif not self.q.values.is_meta:
+            source = value.detach().to(self.device, value.dtype if value.dtype in SOURCES else self.dtype)
+            at = self.home[1]
+            own = slice(None) if self.dim() == 3 else slice(at, at + 1)
+            encode, live = (None, None) if self.scaling is None else (each[own] for each in self.scaling)
+            _stored.store_into([source.contiguous().view(self.q.shape)], forms_of(self.q), encode=encode, amax=live)
+            torch.autograd.graph.increment_version(list(parts_of(self.q).values()))
+
+    # ---- the value that it was made of -------------------------------------------------------------------------------
+
+    def high_precision_init_val(self) -> Tensor | None:
+        """The value that it was initialised with, on the host, where that was to be preserved (QNT-2)."""
+        return self._initial
+
+    get_high_precision_init_val = high_precision_init_val  # what Megatron calls it
+
+    def clear_high_precision_init_val(self) -> None:
+        """Gives that value up."""
+        self._initial = None
+
+    # ---- what PyTorch asks -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if func in _SAME:
+            return args[0]._like(args[0].q)
+        if func is _aten.clone.default:
+            return args[0]._like(mapped(args[0].q, torch.clone), shares=False)
+        if func is _aten.copy_.default and isinstance(args[0], QuantizedWeight):
+            args[0].store(args[1])
+            return args[0]
+        if func in _OF_MEMBERS and args[0].dim() == 3 and (args[1] if len(args) > 1 else 0) in (0, -3):
+            return args[0]._member(args[2]) if func is _aten.select.int else args[0]._members()
+        flat, tree = tree_flatten((args, kwargs))
+        read = QuantizedWeight._stand_in if func in _LIKE else QuantizedWeight.dequantize
+        plain = [read(each) if isinstance(each, QuantizedWeight) else each for each in flat]
+        given, keywords = tree_unflatten(plain, tree)
+        result = func(*given, **keywords)
+        if not func._schema.is_mutable:
+            return result
+        written = _written(func, args, kwargs)
+        back = {id(value): each for each, value in zip(flat, plain, strict=True) if each is not value}
+        for weight in written:
+            weight.store(next(value for each, value in zip(flat, plain, strict=True) if each is weight))
+        return back.get(id(result), result)
+
+    def _members(self) -> tuple[QuantizedWeight, ...]:
+        return tuple(self._member(at) for at in range(self.shape[0]))
+
+    def _member(self, at: int) -> QuantizedWeight:
+        from torch_bridge.params import quantized_members
+
+        at %= self.shape[0]
+        made = QuantizedWeight(quantized_members(self.q)[at], packed=False)
+        made.home, made.scaling = (self.q, at), self.scaling
+        return made
+
+    def _stand_in(self) -> Tensor:
+        return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+
+    def _like(self, q: QTensor[Tensor], *, shares: bool = True) -> QuantizedWeight:
+        made = QuantizedWeight(q, packed=self.dim() == 3)
+        if shares:
+            made.home, made.scaling, made._initial = self.home, self.scaling, self._initial
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedWeight:
+        if id(self) in memo:
+            return memo[id(self)]
+        made = memo[id(self)] = self._restored(copy.deepcopy(self.q, memo), copy.deepcopy(dict(self.__dict__), memo))
+        made.grad = copy.deepcopy(self.grad, memo)
+        return made
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        del proto
+        # NOTE: pickle does not know all element types of scales, and a copy stands by itself.
+        state = {name: value for name, value in self.__dict__.items() if name not in ("q", "home", "scaling")}
+        static = (self.dim() == 3, self.requires_grad, isinstance(self, torch.nn.Parameter))
+        return _unpickled, (mapped(self.q, lambda part: part.view(torch.uint8)), *static, state)
+
+    def _restored(self, q: QTensor[Tensor], state: dict[str, Any]) -> QuantizedWeight:
+        return _made(q, self.dim() == 3, self.requires_grad, isinstance(self, torch.nn.Parameter), state)
+
+
+def _made(
+    q: QTensor[Tensor], packed: bool, requires_grad: bool, is_parameter: bool, state: dict[str, Any]
+) -> QuantizedWeight:
+    made: Any = QuantizedWeight(q, packed=packed, requires_grad=requires_grad)
+    if is_parameter:
+        made = torch.nn.Parameter(made, requires_grad)
+    made.__dict__.update(state)
+    return made
+
+
+def _unpickled(raw: QTensor[Tensor], *rest: Any) -> QuantizedWeight:
+    return _made(typed(raw), *rest)
+
+
+def typed(q: QTensor[Tensor]) -> QTensor[Tensor]:
+    """`q`, whose tensors are bytes, with the element types that its format has."""
+    types = {"values": q.format.values, "scales": q.format.scales, "group_scales": "float32"}
+    made = {name: getattr(q, name).view(getattr(torch, types[name])) for name in _PARTS if getattr(q, name) is not None}
+    return dataclasses.replace(q, **made, other=None if q.other is None else typed(q.other))
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[QuantizedWeight]:
+    """The quantised weights among the arguments that an operator writes."""
+    found: list[QuantizedWeight] = []
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[at] if at < len(args) else kwargs.get(argument.name)
+        values = value if isinstance(value, (list, tuple)) else [value]
+        found += [each for each in values if isinstance(each, QuantizedWeight)]
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Their codes and scales
+
+
+def forms_of(q: QTensor[Tensor]) -> list[QTensor[Tensor]]:
+    """The forms that `q` has, one or two."""
+    return [q] if q.other is None else [q, q.other]
+
+
+def parts_of(q: QTensor[Tensor]) -> dict[str, Tensor]:
+    """The tensors of `q` by the names that checkpoints give them: "values", "scales", ..., "other.values", ..."""
+    return {
+        prefix + name: getattr(form, name)
+        for prefix, form in zip(("", "other."), forms_of(q), strict=False)
+        for name in _PARTS
+        if getattr(form, name) is not None
+    }
+
+
+def facts_of(q: QTensor[Tensor]) -> tuple[Any, ...]:
+    """What two quantised weights have in common if they are to share codes."""
+    return q.shape, *((form.axis, form.format.layout) for form in forms_of(q))
+
+
+def mapped(q: QTensor[Tensor], function: Any) -> QTensor[Tensor]:
+    """`q` with `function` applied to each of its tensors."""
+    made = {name: function(part) for name in _PARTS if (part := getattr(q, name)) is not None}
+    return dataclasses.replace(q, **made, other=None if q.other is None else mapped(q.other, function))
+
+
+def empty(shape: tuple[int, int, int], formats: tuple[Format, Format], dtype: str, device: Any) -> QTensor[Tensor]:
+    """A weight [G, A, B] of zeros, with a form that contracts B and one that contracts A."""
+
+    def zeros(spec: ArraySpec | None) -> Any:
+        return None if spec is None else torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+
+    def form(axis: int, cell: Format, other: QTensor[Tensor] | None) -> QTensor[Tensor]:
+        spec = stored_spec(cell, shape, axis, dtype)
+        return QTensor(
+            zeros(spec.values), zeros(spec.scales), zeros(spec.group_scales), cell, axis, shape, dtype, other
+        )
+
+    return form(2, formats[0], form(1, formats[1], None))

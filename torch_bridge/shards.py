@@ -1,0 +1,236 @@
+"""Casts from the parts of masters that sharded optimisers hold, with the bits of a cast from the whole.
+
+Letters: G groups, A and B axes of a member, S magnitudes of one member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grouped_core import calls
+from grouped_core import shards as rules
+from grouped_core.calls import ArraySpec
+from grouped_core.debug import debug_flags
+from grouped_core.formats import Format, QTensor
+from torch_bridge import _run, _stored
+from torch_bridge._memory import number_table
+from torch_bridge.params import check_operand, expand_shard, is_quantized_weight
+from torch_bridge.primary import SOURCES, QuantizedWeight, forms_of
+
+
+@dataclass
+class _Batch:
+    """The members of one packed weight, and what lies here of each: cast by the same launches."""
+
+    q: QTensor[Tensor]
+    scaling: tuple[Tensor, Tensor] | None
+    here: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # place of the member: (part, its first element)
+
+    def passes(self) -> dict[Format, list[QTensor[Tensor]]]:
+        """Its forms by the format that they have in common."""
+        found: dict[Format, list[QTensor[Tensor]]] = {}
+        for form in forms_of(self.q):
+            found.setdefault(form.format, []).append(form)
+        return found
+
+    def table(self, device: torch.device) -> Tensor:
+        """int64 [3, G], as `grouped_core.shards` reads it."""
+        groups = self.q.shape[0]
+        rows = [[0] * groups for _ in range(3)]
+        for at, (part, first) in self.here.items():
+            rows[0][at], rows[1][at], rows[2][at] = part.data_ptr(), first, part.numel()
+        return number_table([number for row in rows for number in row], device).view(3, groups)
+
+
+class _Pass(NamedTuple):
+    """One cast of a batch: forms of one format, and where their magnitudes stand."""
+
+    batch: _Batch
+    forms: list[QTensor[Tensor]]
+    source: ArraySpec
+    table: Tensor
+    amax: Tensor  # int32 [G, S]
+
+
+def cast_shards(
+    weights: Sequence[Any],
+    shards: Sequence[Tensor | None],
+    starts: Sequence[int | None],
+    *,
+    process_group: Any = None,
+    skip: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Quantises what this rank holds of the masters into quantised primary weights, in place and on the device.
+
+    Codes of the elements that lie here are written, in both forms, and no others (`gather_codes` brings the rest);
+    scales are written whole, on every rank. Both have the bits of a cast from the whole master. Members that share
+    storage take the same launches, all magnitudes one reduction, and nothing waits for the device.
+
+    Args:
+        weights: Parameters of layers with quantised weights, or `QTensor`s [G, A, B]; the same on every rank.
+        shards: of each weight a flat slice of its master, 1-D, or None where nothing of it lies here.
+        starts: of each the element of the weight that its slice begins with.
+        process_group: over which magnitudes take their maximum; None: what lies here is everything.
+        skip: int32 [1]; where it is not zero on the device nothing is written.
+        dtype: of the masters, the same on every rank.
+
+    Raises:
+        TypeError: a weight that is not quantised, a slice in another dtype. ValueError: slices that do not fit, or lie
+        on another device. NotImplementedError: a format whose scales do not follow from magnitudes.
+    """
+    batches = _batches(weights, shards, starts, dtype)
+    passes = _passes(batches, dtype)
+    if not passes:
+        return
+    device = passes[0].amax.device
+    if skip is not None:
+        check_operand("skip", skip, passes[0].amax)
+        if skip.dtype != torch.int32 or tuple(skip.shape) != (1,):
+            raise ValueError(f"`skip`: {skip.dtype}{list(skip.shape)}, expected int32[1]; pass such a tensor.")
+    with torch.no_grad():
+        everything = torch.empty(sum(each.amax.numel() for each in passes), dtype=torch.int32, device=device)
+        slices = everything.split([each.amax.numel() for each in passes])
+        passes = [each._replace(amax=own.view(each.amax.shape)) for each, own in zip(passes, slices, strict=True)]
+        for each in passes:
+            _run.run(_amax_rule, (each.source, each.forms[0].format), (each.table, each.amax), debug_flags())
+        if process_group is not None:  # as integers, for the maximum of floats may drop a NaN
+            torch.distributed.all_reduce(everything, torch.distributed.ReduceOp.MAX, group=process_group)
+        for each in passes:
+            _cast(each, skip)
+
+
+def gather_codes(
+    weights: Sequence[Any],
+    shards: Sequence[Tensor | None],
+    starts: Sequence[int | None],
+    *,
+    process_group: Any,
+    skip: Tensor | None = None,
+) -> None:
+    """Codes of the other ranks after `cast_shards` with the same arguments, so that every rank has whole weights.
+
+    Every code has one owner, so the sum of bytes in which others have zeros is the whole: one reduction, whatever the
+    layout of a form and whichever halves of its bytes belong to whom.
+
+    Args:
+        shards, starts: each element of a weight lies on exactly one rank.
+    """
+    batches = _batches(weights, shards, starts, None)
+    places = [form for batch in batches for form in forms_of(batch.q)]
+    if not places:
+        return
+    with torch.no_grad():
+        owned = [form.values.view(torch.uint8) & _mask(batch, form) for batch in batches for form in forms_of(batch.q)]
+        everything = torch.cat([each.view(-1) for each in owned])
+        torch.distributed.all_reduce(everything, torch.distributed.ReduceOp.SUM, group=process_group)
+        for form, found in zip(places, everything.split([each.numel() for each in owned]), strict=True):
+            values = form.values.view(torch.uint8)
+            found = found.view(values.shape)
+            values.copy_(found if skip is None else torch.where(skip != 0, values, found))
+
+
+def _mask(batch: _Batch, form: QTensor[Tensor]) -> Tensor:
+    """Which bits of a form's bytes lie here, uint8 as its values."""
+    groups, a, b = batch.q.shape
+    own = torch.zeros((groups, a * b), dtype=torch.uint8, device=form.values.device)
+    for at, (part, first) in batch.here.items():
+        own[at, first : first + part.numel()] = 0xFF
+    own = own.view(groups, a, b)
+    own = own if form.axis == 2 else own.mT
+    if form.format.values != "uint8":
+        return own
+    pairs = torch.nn.functional.pad(own, (0, own.shape[2] % 2)).unflatten(2, (-1, 2))
+    return pairs[..., 0] & 0x0F | pairs[..., 1] & 0xF0
+
+
+def _batches(
+    weights: Sequence[Any], shards: Sequence[Tensor | None], starts: Sequence[int | None], dtype: torch.dtype | None
+) -> list[_Batch]:
+    """One for each packed weight, in the order of their first member, which is the same on every rank."""
+    if dtype is not None and dtype not in SOURCES:
+        raise TypeError(f"`dtype`: {dtype}, expected one of {', '.join(map(str, SOURCES))}; choose one of them.")
+    found: dict[int, _Batch] = {}
+    for at, (weight, shard, start) in enumerate(zip(weights, shards, starts, strict=True)):
+        if not is_quantized_weight(weight) or not isinstance(weight, (QuantizedWeight, QTensor)):
+            raise TypeError(
+                f"`weights[{at}]`: {type(weight).__name__}, expected a quantised weight; write plain ones with copy_."
+            )
+        q, first = weight.home if isinstance(weight, QuantizedWeight) else (weight, 0)
+        batch = found.get(q.values.data_ptr())
+        if batch is None:
+            batch = found[q.values.data_ptr()] = _Batch(q, None)
+        if isinstance(weight, QuantizedWeight):
+            batch.scaling = weight.scaling
+        if shard is None:
+            continue
+        check_operand(f"shards[{at}]", shard, q.values)
+        if dtype is not None and shard.dtype != dtype:
+            raise TypeError(
+                f"`shards[{at}]`: {shard.dtype}, expected {dtype} = `dtype`; pass the dtype of all masters."
+            )
+        members = [weight] if isinstance(weight, QuantizedWeight) and weight.dim() == 2 else _members(q)
+        for place, (_, part, offset) in enumerate(expand_shard(members, shard, start), first):
+            if part is not None and offset is not None:
+                batch.here[place] = (part, offset)
+    return list(found.values())
+
+
+class _Member(NamedTuple):
+    shape: tuple[int, ...]
+
+
+def _members(q: QTensor[Tensor]) -> list[_Member]:
+    return [_Member(q.shape[1:])] * q.shape[0]
+
+
+def _passes(batches: Sequence[_Batch], dtype: torch.dtype) -> list[_Pass]:
+    passes: list[_Pass] = []
+    for batch in batches:
+        source = ArraySpec(tuple(batch.q.shape), _run.dtype_name(dtype))
+        table = batch.table(batch.q.values.device)
+        for cell, forms in batch.passes().items():
+            rules.check_format(cell)
+            shape = (batch.q.shape[0], calls.shard_slots(source.shape, cell))
+            amax = batch.q.values.new_empty((), dtype=torch.int32).expand(shape)  # its place follows
+            passes.append(_Pass(batch, forms, source, table, amax))
+    return passes
+
+
+def _cast(each: _Pass, skip: Tensor | None) -> None:
+    encode = None
+    if each.forms[0].format.delayed and each.batch.scaling is not None:
+        encode, live = each.batch.scaling
+        found = torch.maximum(live, each.amax[:, 0].view(torch.float32))
+        live.copy_(found if skip is None else torch.where(skip != 0, live, found))
+    static = (each.source, tuple((form.axis, form.format) for form in each.forms))
+    operands = (each.table, each.amax, encode, skip, *_buffers(each.forms))
+    _run.run(_cast_rule, static, operands, debug_flags())
+    if skip is None:  # a pass that still waits for its backward must not read other codes in silence
+        torch.autograd.graph.increment_version(_stored.present(*each.forms))
+
+
+def _buffers(forms: Sequence[QTensor[Tensor]]) -> list[Tensor | None]:
+    return [part for form in forms for part in (form.values, form.scales, form.group_scales)]
+
+
+def _amax_rule(run: Any, static: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
+    source, cell = static
+    rules.amax(run, source, cell, *operands)
+    return ()
+
+
+def _cast_rule(run: Any, static: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
+    source, wanted = static
+    table, amax, encode, skip, *buffers = operands
+    forms = []
+    for at, (axis, cell) in enumerate(wanted):
+        values, scales, group_scales = buffers[3 * at : 3 * at + 3]
+        forms.append(QTensor(values, scales, group_scales, cell, axis, source.shape, source.dtype))
+    rules.cast(run, source, forms, table, amax, encode, skip)
+    return ()
