@@ -206,8 +206,10 @@ def _cast(each: _Pass, skip: Tensor | None) -> None:
     encode = None
     if each.forms[0].format.delayed and each.batch.scaling is not None:
         encode, live = each.batch.scaling
-        found = torch.maximum(live, each.amax[:, 0].view(torch.float32))
-        live.copy_(found if skip is None else torch.where(skip != 0, live, found))
+        found = each.amax[:, 0].view(torch.float32)
+        if skip is not None:
+            found = torch.where(skip != 0, live, found)
+        torch.maximum(live, found, out=live)
     static = (each.source, tuple((form.axis, form.format) for form in each.forms))
     operands = (each.table, each.amax, encode, skip, *_buffers(each.forms))
     _run.run(_cast_rule, static, operands, debug_flags())
