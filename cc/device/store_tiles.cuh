@@ -196,23 +196,22 @@ inline unsigned blocks_for(int64_t tiles, int most, int bytes) {
 }
 
 // As launch_store, but the scan, and the scales of groups, are the kernels' own. Where no scale wants the amaxes of
-// groups first, they are raised on the way, in place where the caller has some.
+// groups first, they are raised on the way, where the caller wants them.
 template <class Measure, class Store>
 void launch_tiles(const Quantize& call, const Context& context, Measure measure, Store store) {
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
   StoreProblem p = store_problem(call, context);
   if (p.width == 0) return;
   const bool ahead = (p.block == 0 || p.rule.kind == ScaleRule::nvfp4) && !p.encode;
-  const bool direct = !ahead && call.into_amax.present();
-  if (ahead || (call.amax.present() && !direct)) {
+  p.measure = !ahead && call.amax.present();
+  if (p.measure) p.scan.amax = call.amax.as<uint32_t>();  // the bits of a magnitude
+  if (ahead || (p.measure && !call.into_amax.present())) {
     const size_t words = static_cast<size_t>(p.scan.count) * (p.rotate ? 2 : 1);  // `rotated` follows `amax`
     GROUPED_CUDA_CHECK(cudaMemsetAsync(p.scan.amax, 0, sizeof(uint32_t) * words, stream));
   }
-  if (direct) p.scan.amax = call.amax.as<uint32_t>();  // magnitudes already
   if (ahead) measure(p, stream);
-  p.measure = !ahead && call.amax.present();
   store(p, stream);
-  if (call.amax.present() && !direct) launch_finish(call, p, stream);
+  if (ahead && call.amax.present()) launch_finish(call, p, stream);
 }
 
 }  // namespace grouped
