@@ -179,18 +179,28 @@ def test_activations_are_freed_in_their_own_iteration(form: str, delay: bool) ->
 @by_form
 def test_a_recipe_does_not_reach_its_neighbours(form: str, recipe: Recipe) -> None:
     """Normalisations in front of a layer and behind it, and a layer of ours without a recipe, are as they are alone."""
-    s = setup(form, False, dtype="bfloat16", case="jagged", recipe=recipe)
-    plain = nn.GroupedLinear(5, s.dy.shape[1], 24, dtype=torch.bfloat16)
-    before, after = (torch.nn.LayerNorm(each.shape[1], dtype=torch.bfloat16) for each in (s.x, s.dy))
-    neighbours: list[Any] = [before, after, lambda rows: plain(rows, s.sizes)]
+    options: dict[str, Any] = {"dtype": "bfloat16", "case": "jagged"}
+    bare = setup(form, False, **options)
+    plain = nn.GroupedLinear(5, bare.dy.shape[1], 24, dtype=torch.bfloat16)
+    before, after = (torch.nn.LayerNorm(each.shape[1], dtype=torch.bfloat16) for each in (bare.x, bare.dy))
+    neighbours: list[Any] = [before, after, lambda rows: plain(rows, bare.sizes)]
     parameters = [*before.parameters(), *after.parameters(), *plain.parameters()]
 
-    def gradients() -> list[Any]:
-        found = [each.grad for each in parameters]
+    def alone(given: list[Tensor], cotangents: list[Tensor]) -> list[Any]:
+        """Results of the neighbours and all their gradients, each by itself."""
+        rows = [leaf(each) for each in given]
+        results = [run(each) for run, each in zip(neighbours, rows, strict=True)]
+        for result, cotangent in zip(results, cotangents, strict=True):
+            result.backward(cotangent)
+        found = [*results, *(each.grad for each in (*rows, *parameters))]
         for each in parameters:
             each.grad = None
         return found
 
+    cotangents = [bare.x, bare.dy, torch.ones(len(bare.x), 24, dtype=torch.bfloat16)]
+    earlier = alone([bare.x, bare.dy, bare.dy], cotangents)
+
+    s = setup(form, False, recipe=recipe, **options)
     torch.manual_seed(0)
     x = leaf(s.x)
     a = before(x)
@@ -200,13 +210,11 @@ def test_a_recipe_does_not_reach_its_neighbours(form: str, recipe: Recipe) -> No
     for each in (a, b, c, y):
         each.retain_grad()
     y.backward(torch.ones_like(y))
-    together = gradients()
-    for alone, given, result in zip(neighbours, (x, b, c), (a, c, y), strict=True):
-        rows = leaf(given)
-        got = alone(rows)
-        got.backward(result.grad)
-        _same([got, rows.grad], [result, given.grad])
-    _same(gradients(), together)
+    together = [a, c, y, *(each.grad for each in (x, b, c, *parameters))]
+    for each in parameters:
+        each.grad = None
+    _same(alone([x, b, c], [a.grad, c.grad, y.grad]), together, "beside the layer")
+    _same(alone([bare.x, bare.dy, bare.dy], cotangents), earlier, "after the layer")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
