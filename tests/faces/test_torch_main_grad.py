@@ -51,6 +51,7 @@ class _Row(NamedTuple):
 ROWS = [_Row(*row) for row in itertools.product((False, True), repeat=6)]
 
 
+@pytest.mark.rule("DEF-7", "DEF-11", "TE #2765")
 @pytest.mark.rule("GRD-1")
 @pytest.mark.rule("GRD-2")
 @pytest.mark.rule("GRD-3")
@@ -301,6 +302,7 @@ def test_other_gradients_stay_ordinary() -> None:
         asserts.bitwise(got, expected.grad)
 
 
+@pytest.mark.rule("DEF-9")
 @pytest.mark.rule("GRD-6")
 @pytest.mark.rule("GRD-7")
 @pytest.mark.rule("GRD-8")
