@@ -101,6 +101,7 @@ def test_meta_parameters_cost_nothing() -> None:
         (6, (False, False), (False, False)),
         (2, (True, False), (False, True)),  # weight and bias are decided independently
     ],
+    ids=["row1", "row2", "row3", "row4", "row6_grouped", "row6_indexed", "row2_weight_alone"],
 )
 @pytest.mark.parametrize("assign", [False, True])
 def test_rows_1_to_6_load(row: int, model: Any, file: Any, assign: bool) -> None:
