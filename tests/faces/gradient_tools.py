@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from tests.faces.nn_tools import FUNCTIONS, LINEAR, setup
 from tests.faces.torch_tools import leaf
 from torch_bridge import grouped_linear, grouped_mlp
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modules
 
 
 def gradients(form: str, listed: bool) -> list[Tensor]:
@@ -50,3 +54,29 @@ def _sums_on(form: str, listed: bool, _device: str) -> list[Tensor]:
         y = grouped_mlp(leaf(s.x), wi, wo, s.sizes, probs=s.probs, wgrad_accum=tuple(into))
     y.backward(s.dy)
     return sums
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One weight of the function
+
+
+def members_of(packed: Tensor, listed: bool) -> list[Any]:
+    """The weight as one Parameter, or one for each group."""
+    return [Parameter(each.clone()) for each in (packed if listed else [packed])]
+
+
+def as_argument(parameters: list[Any], listed: bool) -> Any:
+    """What the function takes."""
+    return parameters if listed else parameters[0]
+
+
+def plain_gradient(t: Any) -> Tensor:
+    """dW as it goes to `.grad`."""
+    w = leaf(t.w)
+    grouped_linear(t.x, w, t.sizes).backward(t.dy)
+    return w.grad
+
+
+def stacked(members: list[Tensor], listed: bool) -> Tensor:
+    """All groups as one tensor."""
+    return torch.stack(members) if listed else members[0]
