@@ -15,8 +15,8 @@ from tests.core.test_layers import ROOT, name_of, python_files
 CONTRACTS = ROOT / "docs" / "contracts.md"
 
 LATER = {
-    "OFF-8": "policies of rematerialisation by name come with the recipes in Flax layers",
-    "OFF-9": "residuals of JAX in host memory come with its offloading",
+    "OFF-8": "policies of rematerialisation come with the full Flax layers",
+    "OFF-9": "residuals in host memory, in JAX, come with the full Flax layers",
     "CKP-4": "optimiser states come with the converters",
     "CKP-5": "metadata come with the converters",
     "CKP-6": "metadata come with the converters",

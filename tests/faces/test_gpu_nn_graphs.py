@@ -13,7 +13,6 @@ from tests import asserts
 from tests.faces.gpu_tools import REPLAYED, capture, captured
 from tests.faces.nn_tools import MODULES
 from tests.faces.test_gpu_nn import Step
-from tests.faces.test_torch_nn_training import trained
 
 pytestmark = [
     pytest.mark.gpu,
@@ -101,12 +100,3 @@ def test_sizes_from_the_host_are_captured_with_a_warning(form: str, made: Any) -
             each.fill_(float("nan"))
         graph.replay()
         _same(results, expected, "after a replay")
-
-
-@pytest.mark.rule("ALL-2", "MLM #7441", "TE #3407", "TE #2921")
-@pytest.mark.parametrize("form", MODULES)
-def test_the_same_run_has_the_same_losses(form: str) -> None:
-    """Over as many rows as keep every multiprocessor busy."""
-    first = trained(form, "rows_1027")
-    for _ in range(3):
-        _same(trained(form, "rows_1027"), first, "of another run")
