@@ -136,10 +136,12 @@ class _Unit:
             return False
         if tensor.device.type not in _MOVABLE or tensor.numel() < self._min_numel or not tensor.is_contiguous():
             return False
+        if tensor.dim() < 2:  # named or not: scales of groups are too small to gain anything
+            return False
         if name is not None:
             return True
         owned = isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter)
-        return tensor.is_floating_point() and tensor.dim() > 1 and not owned
+        return tensor.is_floating_point() and not owned
 
     def _send(self, tensor: Tensor) -> _transfer.Moved:
         storage = tensor.untyped_storage()

@@ -109,6 +109,7 @@ def test_the_interleave_of_the_contract() -> None:
     assert [list(half) for half in half_columns(4, 1)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
+@pytest.mark.rule("prime-rl #2365")
 @pytest.mark.rule("MLP-3", "MLP-4")
 def test_clamps_include_their_limit_and_keep_nan() -> None:
     above = np.nextafter(7.0, 8.0)

@@ -100,6 +100,7 @@ def test_the_native_module_is_used_in_few_places():
     assert users <= MAY_USE_NATIVE, f"{sorted(users - MAY_USE_NATIVE)} use _native past `plans` and the runners"
 
 
+@pytest.mark.rule("MLM #7495", "MLM #4636")
 @pytest.mark.rule("ERR-4")
 def test_variables_are_read_in_one_place_and_never_in_native_code():
     for path in python_files(*PACKAGES):

@@ -103,24 +103,28 @@ def test_what_is_kept_is_enough_and_policies_agree(policy):
                 asserts.bitwise(one, whole, f"{name} with {needs} under {policy}")
 
 
-@pytest.mark.rule("MLP-11")
-def test_the_table_of_what_is_kept():
-    def keeps(policy: str, *needed: str) -> str:
-        op = Mlp(MlpNames(), Activation("swiglu"), residuals=Residuals(policy))
-        found = kept(op, MlpNeeds(*(name in needed for name in FIELDS)), True, True, True)
-        return " ".join(name for name, keep in found._asdict().items() if keep)
+KEPT = {
+    "grad_mode_off": ("save_fc1", (), ""),
+    "save_fc1": ("save_fc1", FIELDS, "x h wi wo probs wo_bias"),
+    "save_all": ("save_all", FIELDS, "x h z wi wo probs wo_bias"),
+    "save_input": ("save_input", FIELDS, "x wi wo probs wi_bias wo_bias"),
+    "w1_frozen": ("save_fc1", ("x", "wo", "probs"), "h wi wo probs wo_bias"),  # no x
+    "w2_frozen": ("save_all", ("x", "wi"), "x h wi wo probs"),  # no z
+    "x_needs_none": ("save_fc1", ("wi",), "x h wo probs"),  # no W1
+    "w2_alone": ("save_fc1", ("wo",), "z"),  # no dz
+    "w2_alone_save_input": ("save_input", ("wo",), "x wi probs wi_bias"),
+    "b2_alone": ("save_fc1", ("wo_bias",), "probs"),
+    "p_alone": ("save_fc1", ("probs",), "h wo wo_bias"),
+}
+"""Rows of the contract: policy, arguments that need gradients, what is kept."""
 
-    assert keeps("save_fc1") == ""
-    assert keeps("save_fc1", *FIELDS) == "x h wi wo probs wo_bias"
-    assert keeps("save_all", *FIELDS) == "x h z wi wo probs wo_bias"
-    assert keeps("save_input", *FIELDS) == "x wi wo probs wi_bias wo_bias"
-    assert keeps("save_fc1", "x", "wo", "probs") == "h wi wo probs wo_bias"  # W1 frozen: no x
-    assert keeps("save_all", "x", "wi") == "x h wi wo probs"  # W2 frozen: no z
-    assert keeps("save_fc1", "wi") == "x h wo probs"  # x without gradient: no W1
-    assert keeps("save_fc1", "wo") == "z"  # no dz
-    assert keeps("save_input", "wo") == "x wi probs wi_bias"
-    assert keeps("save_fc1", "wo_bias") == "probs"
-    assert keeps("save_fc1", "probs") == "h wo wo_bias"
+
+@pytest.mark.rule("MLP-9", "MLP-11")
+@pytest.mark.parametrize(("policy", "needed", "expected"), KEPT.values(), ids=KEPT)
+def test_the_table_of_what_is_kept(policy: str, needed: tuple[str, ...], expected: str):
+    op = Mlp(MlpNames(), Activation("swiglu"), residuals=Residuals(policy))
+    found = kept(op, MlpNeeds(*(name in needed for name in FIELDS)), True, True, True)
+    assert " ".join(name for name, keep in found._asdict().items() if keep) == expected
 
 
 @pytest.mark.rule("ERR-1", "MLP-5", "MLP-6")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grouped_core import calls, debug, gradients, plans
+from grouped_core import _native, calls, debug, gradients, plans
 from grouped_core.calls import ArraySpec
 from grouped_core.gradients import Needs
 from grouped_core.linear_spec import Linear, Names
@@ -13,6 +13,9 @@ from grouped_core.reference import Oracle
 from tests import asserts, cases
 
 X, W, SIZES = ArraySpec((6, 8), "bfloat16"), ArraySpec((3, 8, 4), "bfloat16"), ArraySpec((3,), "int32")
+
+ARCHS = {"cpu": ("_cpu",), "sm_80": ("_cuda",), "sm_90a": ("_cuda", "_sm90"), "sm_120": ("_cuda",)}
+"""What the names of kernels say that an architecture runs."""
 
 
 def call(implementation: str = "", rows: int = 6) -> calls.Call:
@@ -49,6 +52,20 @@ def test_refusals_are_not_implemented_errors_with_every_reason():
 def test_an_unknown_arch_is_refused():
     with asserts.refused(ValueError, ["sm_9x", '"cpu"', '"sm_90a"']):
         plans.plan(call(), "sm_9x")
+
+
+@pytest.mark.rule("TensorRT-LLM #17570")
+@pytest.mark.parametrize("rows", [0, 6, 4096])
+@pytest.mark.parametrize(("arch", "ours"), ARCHS.items())
+def test_a_kernel_is_of_the_architecture_that_it_runs_on(arch, ours, rows):
+    if arch != "cpu" and not _native.cuda_compiled:
+        pytest.skip("this build has no CUDA kernels")
+    runs = [name for name in _native.kernels()["grouped_matmul"] if any(part in name for part in ours)]
+    assert plans.plan(call(rows=rows), arch).kernel in runs
+    for name in _native.kernels()["grouped_matmul"]:
+        if name not in runs:
+            found = plans.attempt(call(name, rows=rows), arch)
+            assert not found.kernel, f"{name} would run on {arch}"
 
 
 @pytest.mark.rule("GRP-10")

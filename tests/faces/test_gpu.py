@@ -138,6 +138,7 @@ class Step:
         return [y, *torch.autograd.grad(y, (self.x, self.w, self.bias, self.scale), self.dy)]
 
 
+@pytest.mark.rule("TE #3171", "DeepGEMM #444")
 @pytest.mark.rule("CAP-1", "CAP-2", "CAP-3", "GRP-3", "GRP-5")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_captured_graph_replays_with_other_sizes(dtype):
@@ -191,6 +192,7 @@ print(digest.hexdigest())
     assert python(program, XLA_FLAGS=flags, **settings) == plain_run
 
 
+@pytest.mark.rule("TE #2048")
 @pytest.mark.rule("CAP-5")
 def test_xla_puts_the_calls_into_graphs(python):
     """XLA's own log names every call of ours as part of a command buffer, with default flags, and runs it."""
@@ -228,6 +230,7 @@ print(done.stdout + done.stderr)
     assert "Execute command buffer" in log, "graphs were made, but none was launched"
 
 
+@pytest.mark.rule("TE #2213")
 @pytest.mark.rule("GRP-3")
 def test_jax_moves_nothing_between_host_and_device():
     """Compiled steps run under a guard that forbids every transfer."""
@@ -246,6 +249,7 @@ def test_jax_moves_nothing_between_host_and_device():
         asserts.bitwise(a, b, name)
 
 
+@pytest.mark.rule("marin #5394", "marin #6979")
 @pytest.mark.rule("MAT-1", "MAT-11")
 @pytest.mark.parametrize("transposed", [False, True])
 def test_products_take_no_memory_beyond_results(transposed):

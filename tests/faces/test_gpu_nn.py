@@ -93,6 +93,7 @@ class Step:
         return any(each.delay_wgrad_compute for each in self.module.modules() if isinstance(each, nn.GroupedLinear))
 
 
+@pytest.mark.rule("TE #3171", "DeepGEMM #444")
 @pytest.mark.rule("CAP-1", "CAP-2", "GRP-3", "GRP-5")
 @pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
 @pytest.mark.parametrize("form", MODULES)
@@ -113,6 +114,7 @@ def test_a_captured_module_replays_with_other_sizes_and_weights(form: str, liste
                 asserts.bitwise(a, b, f"result {at_result} with sizes {sizes}")
 
 
+@pytest.mark.rule("MLM #6228")
 @pytest.mark.rule("MAT-4")
 @pytest.mark.parametrize("form", MODULES)
 def test_a_graph_follows_weights_that_move(form: str) -> None:
@@ -130,6 +132,7 @@ def test_a_graph_follows_weights_that_move(form: str) -> None:
         asserts.bitwise(a, b, f"result {at}")
 
 
+@pytest.mark.rule("TE #3210", "TE #1345")
 @pytest.mark.rule("CAP-1")
 @pytest.mark.parametrize("form", MODULES)
 def test_make_graphed_callables(form: str) -> None:

@@ -75,6 +75,7 @@ def test_same_bits(policy: str, prefetch: int, retain: bool) -> None:
             _same(stack.run(names=names, prefetch=prefetch, retain_pinned=retain), expected)
 
 
+@pytest.mark.rule("MLM #3221")
 @pytest.mark.rule("OFF-4")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_saved_bytes_leave_the_device(policy: str) -> None:

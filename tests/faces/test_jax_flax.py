@@ -381,6 +381,7 @@ def test_grouped_mlp(use_bias: bool, weighted: bool) -> None:
         exact(leaf[...], expected[".".join(map(str, path))], ".".join(map(str, path)))
 
 
+@pytest.mark.rule("MLM #5850")
 @pytest.mark.rule("MLP-1")
 def test_second_bias_is_weighted_too() -> None:
     wi, wo, wo_bias = jnp.zeros((2, H, 2 * F)), jnp.zeros((2, F, H)), jnp.asarray([[2.0] * H, [4.0] * H])
@@ -437,6 +438,7 @@ def test_moe_reports_its_load_and_losses() -> None:
     asserts.within(aux.z_loss, near(expected.z_loss, FUNCTIONS * abs(float(expected.z_loss))))
 
 
+@pytest.mark.rule("MLM #7441", "unsloth-zoo #1258")
 @pytest.mark.rule("ALL-2")
 def test_same_run_twice_has_the_same_bits() -> None:
     draw = np.random.default_rng(0)

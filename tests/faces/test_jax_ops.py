@@ -226,6 +226,7 @@ def test_a_hint_changes_nothing_but_the_plan():
     assert "('rows_hint', 18)" in str(jaxpr)
 
 
+@pytest.mark.rule("TE #2213")
 @pytest.mark.rule("GRP-3")
 def test_no_value_of_the_sizes_is_read():
     p = small("tail")
@@ -401,6 +402,7 @@ def test_shard_map(shards, shape, kind, check_vma):
         asserts.bitwise(got, getattr(shards, what), what)
 
 
+@pytest.mark.rule("jax #33403")
 @pytest.mark.rule("ACC-8")
 def test_operands_that_vary_over_different_axes():
     mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
@@ -420,6 +422,7 @@ def test_operands_that_vary_over_different_axes():
             asserts.bitwise(a, b)
 
 
+@pytest.mark.rule("jax #33403")
 @pytest.mark.rule("ACC-10")
 def test_an_explicitly_sharded_operand_outside_shard_map_is_refused():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
@@ -533,6 +536,7 @@ def with_cuda_kernels(monkeypatch):
     plans.plan.cache_clear()
 
 
+@pytest.mark.rule("TE #2048")
 @pytest.mark.rule("ACC-11", "CAP-5")
 def test_lowers_for_cuda_without_a_gpu(with_cuda_kernels):
     text = cuda_text(jax.grad(lambda x, w, s: squares(jg.ragged_dot(x, w, s)), (0, 1)), X, W, SIZES)
@@ -543,6 +547,7 @@ def test_lowers_for_cuda_without_a_gpu(with_cuda_kernels):
     assert "has_side_effect = true" not in text
 
 
+@pytest.mark.rule("TE #2660")
 @pytest.mark.rule("ERR-1")
 def test_a_launch_refuses_a_workspace_that_is_too_small(monkeypatch):
     """As it would be, should XLA ever place an operand where planning did not expect it."""
@@ -700,6 +705,7 @@ def test_the_good_call_is_taken():
     assert jax.eval_shape(jg.ragged_dot, x, w, sizes).shape == (6, 4)
 
 
+@pytest.mark.rule("jax #34168")
 @pytest.mark.rule("ERR-1", "GRP-14")
 @pytest.mark.parametrize(
     ("change", "parts"),

@@ -174,6 +174,7 @@ def test_torch_launches_only_what_is_needed():
         assert names.count("grouped_matmul_act") == 0, needs
 
 
+@pytest.mark.rule("MLM #5850")
 @pytest.mark.rule("MLP-1")
 @pytest.mark.parametrize("face", [ARRAYS, JAX, TORCH], ids=str)
 def test_the_example_of_the_contract(face):
@@ -690,6 +691,7 @@ def test_torch_compiles_whole(backend, policy, to, halves):
             asserts.bitwise(a, b, f"result {at}")
 
 
+@pytest.mark.rule("marin #5394")
 @pytest.mark.rule("ACC-7", "ACC-4", "MAT-3")
 @pytest.mark.parametrize("halves", [False, True])
 def test_jax_step_has_no_copies_of_weights_and_drops_what_is_frozen(halves):

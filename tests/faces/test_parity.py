@@ -445,6 +445,7 @@ def digests() -> list[str]:
     return found
 
 
+@pytest.mark.rule("MLM #7495")
 @pytest.mark.rule("ERR-4", "ALL-1")
 def test_foreign_variables_change_nothing(python):
     foreign = {

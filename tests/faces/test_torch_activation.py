@@ -65,6 +65,23 @@ def test_values_and_gradients_lie_within_the_bounds(kind, interleave, dtype, pro
                 asserts.zero(rows[8:], "tail")
 
 
+@pytest.mark.rule("MLP-3", "prime-rl #2365", "TE #2938")
+@pytest.mark.parametrize("offset", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("limit", [7.0, None])
+def test_the_gate_is_clamped_above_alone_and_the_offset_is_the_callers(limit: float | None, offset: float) -> None:
+    """With alpha 0 the logistic function is 1/2, and everything is exact."""
+    gate, linear = torch.meshgrid(*[torch.tensor([-16.0, -7.0, 2.0, 7.0, 16.0])] * 2, indexing="ij")
+    gate, linear = leaf(gate.flatten()), leaf(linear.flatten())
+    a, u = (gate, linear) if limit is None else (gate.clamp(max=limit), linear.clamp(-limit, limit))
+    expected = a * 0.5 * (u + offset)
+    expected.sum().backward()
+    h = leaf(torch.stack([gate, linear], 1))
+    z = nn.ScaledClampedQGeGLU(limit=limit, alpha=0.0, glu_linear_offset=offset)(h)
+    z.sum().backward()
+    asserts.bitwise(z[:, 0], expected)
+    asserts.bitwise(h.grad, torch.stack([gate.grad, linear.grad], 1))
+
+
 @pytest.mark.rule("GRP-5")
 def test_tail_rows_are_not_read() -> None:
     h, p, dz = (tensor(each) for each in _operands(Activation("swiglu"), "float32", "float32"))

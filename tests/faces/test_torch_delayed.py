@@ -38,7 +38,7 @@ def _run(form: str, listed: bool, accumulate: bool, delay: bool, microbatches: i
     return [weight.main_grad if accumulate else weight.grad for weight in s.weights]
 
 
-@pytest.mark.rule("DLY-1", "DLY-2", "DLY-3", "GRD-1", "GRD-4")
+@pytest.mark.rule("DLY-1", "DLY-2", "DLY-3", "GRD-1", "GRD-4", "DEF-2", "TE #3437")
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 4])
 @pytest.mark.parametrize("accumulate", [False, True], ids=["grad", "main_grad"])
 @pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
@@ -52,7 +52,7 @@ def test_drained_microbatches_equal_the_undelayed_run(
         asserts.bitwise(got, expected)
 
 
-@pytest.mark.rule("DLY-3")
+@pytest.mark.rule("DLY-3", "DEF-2", "TE #3552")
 @pytest.mark.parametrize("accumulate", [False, True], ids=["grad", "main_grad"])
 @pytest.mark.parametrize("form", MODULES)
 def test_tied_weights_add_up(form: str, accumulate: bool) -> None:
@@ -80,7 +80,7 @@ def test_an_empty_store_is_a_no_op_without_hooks(form: str) -> None:
     assert not fired
 
 
-@pytest.mark.rule("DLY-5", "DLY-6")
+@pytest.mark.rule("DLY-5", "DLY-6", "MLM #4311", "MLM #6132")
 @pytest.mark.parametrize("form", [form for form in MODULES if form != "GroupedLinear"])
 @pytest.mark.parametrize("every", [False, True])
 def test_fc2_comes_before_fc1_and_products_before_hooks(form: str, every: bool) -> None:
@@ -156,7 +156,7 @@ def test_weights_skip_the_post_hook_of_wrappers(listed: bool) -> None:
     assert not any(hasattr(each, "skip_backward_post_hook") for each in plain.parameters())
 
 
-@pytest.mark.rule("DLY-9", "GRP-10")
+@pytest.mark.rule("DLY-9", "GRP-10", "TE #3019")
 @pytest.mark.parametrize("form", MODULES)
 def test_all_empty_sizes_give_zeros_and_fire_hooks(form: str) -> None:
     s = setup(form, False, delay=True, case="all_empty")
@@ -170,12 +170,13 @@ def test_all_empty_sizes_give_zeros_and_fire_hooks(form: str) -> None:
     assert len(fired) == len(s.linears)
 
 
-@pytest.mark.rule("GRD-9", "MAT-10", "DLY-9")
+@pytest.mark.rule("GRD-9", "MAT-10", "DLY-9", "TE #3400")
+@pytest.mark.parametrize("case", [CASE, "all_empty"])
 @pytest.mark.parametrize("single", [False, True])
-def test_biases_never_wait(single: bool) -> None:
+def test_biases_never_wait(single: bool, case: str) -> None:
     """Not even where their gradient is of no rows."""
-    layer = nn.GroupedLinear(5, 16, 24, delay_wgrad_compute=True, single_grouped_bias=single)
-    s = setup("GroupedLinear", True, case=CASE)
+    s = setup("GroupedLinear", True, case=case)
+    layer = nn.GroupedLinear(len(s.sizes), 16, 24, delay_wgrad_compute=True, single_grouped_bias=single)
     layer(leaf(s.x), s.sizes).backward(s.dy[:, :24].contiguous())
     assert all(getattr(layer, name).grad is not None for name in layer.bias_names)
     assert all(each.grad is None for each in parameters_of(layer))

@@ -10,31 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tests import asserts, bounds, cases
+from tests import asserts, bounds
+from tests.faces.gradient_tools import as_argument, members_of, plain_gradient, stacked
+from tests.faces.nn_tools import CASE, EMPTY
 from tests.faces.torch_tools import counted_launches, leaf, operation, saved_tensors, small
 from torch_bridge import grouped_linear, main_grad
-
-CASE = "idle_ends"  # groups 0, 2 and 4 are empty
-EMPTY = (0, 2, 4)
-
-
-def _parameters(packed: Tensor, listed: bool) -> list[Any]:
-    return [Parameter(each.clone()) for each in (packed if listed else [packed])]
-
-
-def _argument(parameters: list[Any], listed: bool) -> Any:
-    return parameters if listed else parameters[0]
-
-
-def _plain_gradient(t: Any) -> Tensor:
-    """dW as it goes to `.grad`."""
-    w = leaf(t.w)
-    grouped_linear(t.x, w, t.sizes).backward(t.dy)
-    return w.grad
-
-
-def _stacked(members: list[Tensor], listed: bool) -> Tensor:
-    return torch.stack(members) if listed else members[0]
 
 
 class _Row(NamedTuple):
@@ -51,6 +31,7 @@ class _Row(NamedTuple):
 ROWS = [_Row(*row) for row in itertools.product((False, True), repeat=6)]
 
 
+@pytest.mark.rule("DEF-7", "DEF-11", "TE #2765")
 @pytest.mark.rule("GRD-1")
 @pytest.mark.rule("GRD-2")
 @pytest.mark.rule("GRD-3")
@@ -62,8 +43,8 @@ ROWS = [_Row(*row) for row in itertools.product((False, True), repeat=6)]
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "".join(n for n, on in zip(row._fields, row, strict=True) if on))
 def test_the_table(row: _Row, listed: bool) -> None:
     t = small(CASE)
-    plain = _plain_gradient(t)
-    parameters = _parameters(t.w, listed)
+    plain = plain_gradient(t)
+    parameters = members_of(t.w, listed)
     start = float("nan") if row.overwrite else 0.5
     buffers = [torch.full((each.numel(),), start) for each in parameters]  # flat, as Megatron's are
     looked_up = []
@@ -81,7 +62,7 @@ def test_the_table(row: _Row, listed: bool) -> None:
         else:
             parameter.main_grad = buffer
     x = leaf(t.x)
-    y = grouped_linear(x, _argument(parameters, listed), t.sizes, wgrad_accum="main_grad" if row.A else None)
+    y = grouped_linear(x, as_argument(parameters, listed), t.sizes, wgrad_accum="main_grad" if row.A else None)
     assert not looked_up, "main_grad was looked up before it was written"
     y.backward(t.dy)
 
@@ -124,7 +105,7 @@ def test_the_table(row: _Row, listed: bool) -> None:
             into_w=asserts.as_numpy(held),
             accumulate=True,
         )
-        got = _stacked([each.view(p.shape) for each, p in zip(buffers, parameters, strict=True)], listed)
+        got = stacked([each.view(p.shape) for each, p in zip(buffers, parameters, strict=True)], listed)
         asserts.within(got, expected.w, "main_grad")
         for g in EMPTY:
             asserts.filled(got[g], 0.5, f"empty group {g}")
@@ -136,8 +117,8 @@ def test_the_table(row: _Row, listed: bool) -> None:
 @pytest.mark.rule("GRD-5")
 def test_flags_of_each_member_count() -> None:
     t = small("jagged")
-    plain = _plain_gradient(t)
-    parameters = _parameters(t.w, listed=True)
+    plain = plain_gradient(t)
+    parameters = members_of(t.w, listed=True)
     for parameter in parameters:
         parameter.main_grad = torch.full(parameter.shape, 0.5)
     parameters[0].grad_added_to_main_grad = False
@@ -168,7 +149,7 @@ def test_flags_of_each_member_count() -> None:
 @pytest.mark.parametrize("listed", [False, True])
 def test_the_flag_follows_the_write(listed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     t = small()
-    parameters = _parameters(t.w, listed)
+    parameters = members_of(t.w, listed)
     for parameter in parameters:
         parameter.main_grad = torch.zeros(parameter.shape)
         parameter.grad_added_to_main_grad = False
@@ -180,7 +161,7 @@ def test_the_flag_follows_the_write(listed: bool, monkeypatch: pytest.MonkeyPatc
         return original(weight)
 
     monkeypatch.setattr(main_grad, "returned", returned)
-    y = grouped_linear(t.x, _argument(parameters, listed), t.sizes, wgrad_accum="main_grad")
+    y = grouped_linear(t.x, as_argument(parameters, listed), t.sizes, wgrad_accum="main_grad")
     assert not any(each.grad_added_to_main_grad for each in parameters)
     y.backward(t.dy)
     assert [flag for flag, _ in seen] == [False] * len(parameters)
@@ -212,75 +193,6 @@ def test_dummies_are_kept_and_refilled() -> None:
     asserts.zero(wide)
 
 
-@pytest.mark.rule("GRD-8")
-@pytest.mark.rule("MAT-11")
-@pytest.mark.matrix(
-    weight_dtype=cases.DTYPES,
-    dtype=cases.DTYPES,
-    listed=(False, True),
-    overwrite=(False, True),
-    by=("tensor", "main_grad"),
-)
-def test_destinations_of_any_wide_dtype(weight_dtype: str, dtype: str, listed: bool, overwrite: bool, by: str) -> None:
-    problem = cases.problem(cases.named(CASE), weight_dtype, transposed=True)
-    t = small(CASE, weight_dtype)
-    parameters = _parameters(t.w, listed)
-    start = cases.normal(t.w.shape, dtype, "accumulator")
-    held = [torch.from_numpy(start.astype("float32")).to(getattr(torch, dtype))]
-    held = [each.clone() for each in held[0]] if listed else held
-    for parameter, buffer in zip(parameters, held, strict=True):
-        parameter.overwrite_main_grad = overwrite
-        if by == "main_grad":
-            parameter.main_grad = buffer
-    accum = by if by == "main_grad" else _argument(held, listed)
-    addresses = [each.data_ptr() for each in held]
-    grouped_linear(t.x, _argument(parameters, listed), t.sizes, wgrad_accum=accum).backward(t.dy)
-    assert [each.data_ptr() for each in held] == addresses
-    expected = bounds.expect_linear_grads(
-        operation(),
-        problem.x,
-        problem.w,
-        problem.group_sizes,
-        None,
-        None,
-        problem.dy,
-        into_w=start,
-        accumulate=not overwrite,
-    )
-    asserts.within(_stacked(held, listed), expected.w, "main_grad")
-    assert all(parameter.grad is None for parameter in parameters)
-
-
-@pytest.mark.rule("MAT-5")
-def test_accumulators_of_a_list_with_frozen_members() -> None:
-    t = small("jagged")
-    plain = _plain_gradient(t)
-    weight = [leaf(w, g != 1) for g, w in enumerate(t.w)]
-    accumulators: list[Tensor | None] = [torch.zeros(w.shape) for w in weight]
-    accumulators[1] = None
-    grouped_linear(t.x, weight, t.sizes, wgrad_accum=accumulators).backward(t.dy)
-    for g, accumulator in enumerate(accumulators):
-        assert weight[g].grad is None
-        if accumulator is not None:
-            asserts.bitwise(accumulator, plain[g])
-    accumulators[0] = None
-    with asserts.refused(ValueError, ["`wgrad_accum[0]`", "None", "`weight[0]` needs a gradient", "freeze"]):
-        grouped_linear(t.x, weight, t.sizes, wgrad_accum=accumulators)
-
-
-@pytest.mark.rule("MAT-11")
-def test_accumulation_over_microbatches_adds_up() -> None:
-    t = small()
-    weight, accumulator = leaf(t.w), torch.zeros(t.w.shape)
-    for _ in range(2):
-        grouped_linear(t.x, weight, t.sizes, wgrad_accum=accumulator).backward(t.dy)
-    asserts.bitwise(accumulator, 2 * _plain_gradient(t))
-    y = grouped_linear(t.x, weight, t.sizes, wgrad_accum=accumulator)
-    accumulator.zero_()  # between forward and backward, as an optimizer step in between would
-    y.backward(t.dy)
-    asserts.bitwise(accumulator, _plain_gradient(t))
-
-
 @pytest.mark.rule("GRD-9")
 @pytest.mark.rule("ALL-4")
 def test_other_gradients_stay_ordinary() -> None:
@@ -299,48 +211,6 @@ def test_other_gradients_stay_ordinary() -> None:
     assert sorted(calls) == ["group_sum", "grouped_matmul", "grouped_matmul", "row_dot", "scale_rows", "scale_rows"]
     for got, expected in ((x.grad, base[0]), (accumulator, base[1]), (bias.grad, base[2]), (row_scale.grad, base[3])):
         asserts.bitwise(got, expected.grad)
-
-
-@pytest.mark.rule("GRD-6")
-@pytest.mark.rule("GRD-7")
-@pytest.mark.rule("GRD-8")
-@pytest.mark.parametrize("listed", [False, True])
-@pytest.mark.parametrize(
-    ("made", "fragments"),
-    [
-        (lambda w: None, ["missing", "views as", "create it", "not a cast"]),
-        (lambda w: torch.zeros(w.numel() + 1), ["shape (", "contiguous", "views as", "allocate"]),
-        (lambda w: torch.zeros((*w.shape, 2))[..., 0], ["strides", "without a copy", "allocate"]),
-        (lambda w: torch.zeros(w.mT.shape).mT, ["strides", "without a copy", "allocate"]),
-        (
-            lambda w: torch.zeros(w.shape, dtype=torch.float64),
-            ["torch.float64", "float32, bfloat16, float16", "allocate"],
-        ),
-        (lambda w: torch.zeros(w.shape, device="meta"), ["meta", "expected it on cpu", "allocate"]),
-    ],
-    ids=["missing", "numel", "strided", "transposed", "dtype", "device"],
-)
-def test_main_grads_that_cannot_be_written(made: Any, fragments: list[str], listed: bool) -> None:
-    t = small()
-    parameters = _parameters(t.w, listed)
-    for parameter in parameters:
-        parameter.main_grad = made(parameter)
-    with torch.no_grad():  # inference never needs one
-        grouped_linear(t.x, _argument(parameters, listed), t.sizes, wgrad_accum="main_grad")
-    y = grouped_linear(t.x, _argument(parameters, listed), t.sizes, wgrad_accum="main_grad")
-    name = "`weight[0]`" if listed else "`weight`"
-    with asserts.refused(RuntimeError, ["`main_grad` of", name, *fragments]):
-        y.backward(t.dy)
-
-
-@pytest.mark.rule("GRD-6")
-def test_a_cast_in_place_of_the_parameter() -> None:
-    t = small()
-    parameter: Any = Parameter(t.w.double())
-    parameter.main_grad = torch.zeros(t.w.shape)
-    y = grouped_linear(t.x, parameter.float(), t.sizes, wgrad_accum="main_grad")
-    with asserts.refused(RuntimeError, ["`main_grad` of `weight`", "missing", "expected", "not a cast or a view"]):
-        y.backward(t.dy)
 
 
 @pytest.mark.rule("GRD-13")

@@ -146,6 +146,7 @@ def _registers(call: calls.Call) -> list[int]:
     return [0, 1, 2, *[-1] * (len(call.inputs) - 3), 3, *[-1] * (len(call.outputs) - 1), 4]
 
 
+@pytest.mark.rule("TE #2660")
 def test_launchers_refuse_a_workspace_that_is_too_small() -> None:
     operands = _operands(40, 32, torch.float32)
     (call,) = _run.calls_of(_fused, "", operands)

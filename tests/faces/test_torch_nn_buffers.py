@@ -29,6 +29,7 @@ def _buffers(s: Setup) -> tuple[Tensor, Tensor]:
     return torch.full_like(s.dy, cases.SENTINEL), torch.full_like(s.x, cases.SENTINEL)
 
 
+@pytest.mark.rule("TE #3161")
 @pytest.mark.rule("BUF-1", "BUF-3", "BUF-4", "GRP-7")
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("form", FORMS)
@@ -114,6 +115,7 @@ def test_modules_are_addressed_by_index_or_by_themselves(by: str) -> None:
     assert y.data_ptr() == out.data_ptr()
 
 
+@pytest.mark.rule("TE #3161")
 @pytest.mark.rule("BUF-5", "BUF-6")
 @pytest.mark.parametrize(
     ("op_kwargs", "kind", "fragments"),

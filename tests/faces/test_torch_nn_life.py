@@ -101,6 +101,7 @@ def test_meta_parameters_cost_nothing() -> None:
         (6, (False, False), (False, False)),
         (2, (True, False), (False, True)),  # weight and bias are decided independently
     ],
+    ids=["row1", "row2", "row3", "row4", "row6_grouped", "row6_indexed", "row2_weight_alone"],
 )
 @pytest.mark.parametrize("assign", [False, True])
 def test_rows_1_to_6_load(row: int, model: Any, file: Any, assign: bool) -> None:
@@ -188,10 +189,16 @@ def test_near_miss_names_are_other_names() -> None:
         asserts.bitwise(_packed(again[name], "weight"), _packed(holder[name], "weight"), name)
 
 
+@pytest.mark.rule("MLM #5487", "MLM #5464")
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("form", MODULES)
 def test_evaluation_and_saving_in_between_change_nothing(form: str, listed: bool) -> None:
-    """Packed weights do not drift from indexed ones (MLM 5487)."""
+    """Packed weights do not drift from indexed ones, before these are loaded and after."""
+
+    def compare(what: str) -> None:
+        for a, b in zip(s.linears, other.linears, strict=True):
+            asserts.bitwise(_packed(a, "weight"), _packed(b, "weight"), what)
+
     s, other = setup(form, listed), setup(form, not listed)
     for at in range(3):
         for one in (s, other):
@@ -203,8 +210,8 @@ def test_evaluation_and_saving_in_between_change_nothing(form: str, listed: bool
                 for weight in one.weights:
                     weight -= 0.1 * weight.grad
                     weight.grad = None
+        compare(f"step {at}")
         other.module.load_state_dict(s.module.state_dict())
-        for a, b in zip(s.linears, other.linears, strict=True):
-            asserts.bitwise(_packed(a, "weight"), _packed(b, "weight"), f"step {at}")
+        compare(f"step {at}, loaded")
         for linear in other.linears:
             assert all(each.requires_grad for each in parameters_of(linear))

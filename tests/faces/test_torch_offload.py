@@ -1,6 +1,7 @@
 """`offload.cpu_offload` without a GPU: what would be moved and when, over a transfer that stays on the CPU.
 
-The transfer itself, its streams, memory and captured graphs: test_gpu_offload.py.
+With recipes that quantise: test_torch_offload_recipes.py. The transfer itself, its streams, memory and captured graphs:
+test_gpu_offload.py.
 """
 
 from __future__ import annotations
@@ -11,50 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from grouped_core.mlp_spec import POLICIES
 from tests import asserts
 from tests.faces.nn_tools import FORMS, setup
+from tests.faces.offload_tools import Sent, recorded
 from tests.faces.torch_tools import leaf
-from torch_bridge import _saved, _transfer, nn, offload
+from torch_bridge import nn, offload
 from torch_bridge.offload import cpu_offload
 
 
-class Sent:
-    """Stands for a transfer: a copy is what comes back, whatever became of the original."""
-
-    log: list[Sent]
-    started: list[Sent]
-
-    def __init__(self, tensor: Tensor, retain: bool) -> None:
-        self.copy, self.source, self.retain = tensor.detach().clone(), tensor.detach(), retain
-        self.saved = self.taken = 0
-        Sent.log.append(self)
-
-    def start(self) -> None:
-        if self not in Sent.started:
-            Sent.started.append(self)
-
-    def take(self, shape: torch.Size) -> Tensor:
-        assert self in Sent.started, "it was read before it was on its way"
-        self.taken += 1
-        return self.copy.view(shape)
-
-
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Sent]]:
+def sent() -> Iterator[list[Sent]]:
     """What was moved."""
-    Sent.log, Sent.started = [], []
-    monkeypatch.setattr(_transfer, "Moved", Sent)
-    monkeypatch.setattr(offload, "_MOVABLE", ("cpu",))
-    monkeypatch.setattr(offload, "_said", [True])
-    offload._last.clear()
-    offload._moved.clear()
-    yield Sent.log
-    assert not _saved.listeners
-    offload._last.clear()
-    offload._moved.clear()
+    with recorded() as moved:
+        yield moved
 
 
 def _results(s: Any, **options: Any) -> list[Any]:
@@ -93,6 +65,7 @@ def test_without_a_gpu_it_does_nothing_and_says_so_once(monkeypatch: pytest.Monk
     _same(_results(s, min_numel=0), expected)  # warnings are errors here
 
 
+@pytest.mark.rule("TE #1959")
 @pytest.mark.rule("OFF-2", "OFF-6")
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("form", FORMS)
@@ -112,6 +85,7 @@ def test_same_bits_and_rows_alone_are_moved(form: str, listed: bool, sent: list[
     assert len(sent) == before, "small ones stay"
 
 
+@pytest.mark.rule("MLM #5082")
 @pytest.mark.rule("OFF-5", "MLP-9")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_names_choose_what_is_moved(policy: str, sent: list[Sent]) -> None:

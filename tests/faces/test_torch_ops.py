@@ -103,6 +103,7 @@ def test_unscaled_fp8_values(x_dtype: str, w_dtype: str) -> None:
     asserts.within(y, bounds.expect_linear(operation(), problem.x, problem.w, problem.group_sizes), "y")
 
 
+@pytest.mark.rule("TE #3019")
 @pytest.mark.rule("GRP-10")
 @pytest.mark.parametrize("name", ["all_empty", "no_rows"])
 @pytest.mark.parametrize("listed", [True, False])
@@ -167,6 +168,7 @@ def test_frozen_members_of_a_list(frozen: tuple[int, ...]) -> None:
             asserts.bitwise(weight[g].grad, base_w.grad[g], f"dw[{g}]")
 
 
+@pytest.mark.rule("MLM #6228")
 @pytest.mark.rule("MAT-4")
 def test_list_follows_members_that_move() -> None:
     t = small("jagged")
@@ -221,6 +223,7 @@ def _saved(needs: Needs, scale_bias: bool) -> set[str]:
     return saved | ({"sizes"} if any(needs) else set())
 
 
+@pytest.mark.rule("TE #2923")
 @pytest.mark.rule("ALL-4")
 @pytest.mark.rule("MLP-12")
 @pytest.mark.parametrize("scale_bias", [False, True])
@@ -434,6 +437,7 @@ def test_debug_checks_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         run()
 
 
+@pytest.mark.rule("GRP-8")
 @pytest.mark.rule("ERR-4")
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_poison_fills_new_results(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -780,6 +784,7 @@ def _operator_inputs(listed: bool, extras: bool) -> dict[str, tuple[Any, ...]]:
     }
 
 
+@pytest.mark.rule("ALL-5")
 @pytest.mark.parametrize("name", ["linear", "linear_into", "linear_grads", "linear_grads_into"])
 @pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("extras", [True, False])

@@ -20,5 +20,6 @@ def outcome() -> str:
 
 @pytest.mark.rule("DLY-3", "GRP-10", "GRD-6", "LYR-9", "QNT-3")
 @pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.rule("TE #3019", "torchtitan #1166", "MLM #5209", "MLM #6228")
 def test_two_ranks(name: str, outcome: str) -> None:
     assert f"passed  {name}\n" in outcome, outcome

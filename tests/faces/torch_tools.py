@@ -10,6 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from grouped_core.linear_spec import Linear
 from grouped_core.recipes import Recipe
@@ -76,6 +77,25 @@ def counted_launches() -> Iterator[list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_run, "_launch", launch)
         yield names
+
+
+@contextmanager
+def allocations() -> Iterator[list[StorageWeakRef]]:
+    """Storages that kernels were given to write results into inside; `expired()` once nobody holds them."""
+    found: list[StorageWeakRef] = []
+    original = _run._launch
+
+    def launch(step: Any, values: Any, program: Any, *rest: Any) -> None:
+        def empty(*facts: Any) -> Tensor:
+            made = program.empty(*facts)
+            found.append(StorageWeakRef(made.untyped_storage()))
+            return made
+
+        original(step, values, program._replace(empty=empty), *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_run, "_launch", launch)
+        yield found
 
 
 @contextmanager

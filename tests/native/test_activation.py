@@ -189,6 +189,7 @@ def test_the_bound_of_far_tails_is_relative(kind):
     assert (expected.error < 2.0**-20 * np.abs(expected.value)).all()
 
 
+@pytest.mark.rule("prime-rl #2365")
 @pytest.mark.rule("MLP-3")
 @pytest.mark.parametrize("kernel", kernels("activation_grad"))
 def test_boundaries_keep_their_gradient(kernel):

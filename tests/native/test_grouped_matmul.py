@@ -24,6 +24,7 @@ ALIGNED_TILES = cases.Case("tiles_16", (150, 0, 301, 61), 540, 136, 280, frozens
 LONG_SUMS = cases.Case("long_sums", (300, 40), 350, 2048, 32, frozenset())
 
 
+@pytest.mark.rule("TE #2765", "pytorch #172439", "TE #2966", "TE #3176")
 @pytest.mark.rule("GRP-4", "GRP-5", "GRP-6", "GRP-9", "GRP-10", "GRP-11", "GRP-12", "MAT-7")
 @each_kernel
 @pytest.mark.matrix(case=cases.select(), dtype=cases.DTYPES, which=PRODUCTS, transposed=(False, True))
@@ -62,6 +63,7 @@ def test_epilogues(kernel, case, dtype, which, bias, row_scale, scale_bias, resu
     product(Native(kernel), which, p, result_dtype=result_dtype, **options)
 
 
+@pytest.mark.rule("TE #2499")
 @pytest.mark.rule("MAT-11", "GRP-9")
 @each_kernel
 @pytest.mark.matrix(

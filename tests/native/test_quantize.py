@@ -137,6 +137,7 @@ def dequantize(
     return run(call, call.arrange(group_sizes=group_sizes, **named))[0]
 
 
+@pytest.mark.rule("maxtext #4971")
 @pytest.mark.rule("GRP-4", "GRP-5", "GRP-6", "GRP-12", "MAT-2")
 @pytest.mark.parametrize("kernel", kernels("quantize"))
 @pytest.mark.matrix(format=FOR_ROWS, case=CASES, dtype=cases.DTYPES, forms=FORMS)

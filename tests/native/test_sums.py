@@ -137,6 +137,7 @@ def one_bad_row() -> tuple[cases.Problem, cases.Problem]:
     return p, bad
 
 
+@pytest.mark.rule("TE #3407", "TE #2921", "MLM #7441")
 @pytest.mark.rule("ALL-2")
 @pytest.mark.parametrize("kernel", kernels("group_sum"))
 def test_sums_are_the_same_twice_and_through_both_entries(kernel):
