@@ -237,7 +237,7 @@ class TestRefusals:
         asserts.bitwise(out, Native()(call, [None if each is None else each[0] for each in inputs])[0])
         with asserts.refused(ValueError, ["the workspace has 0 bytes", f"expected {needed}"]):
             addresses = [0 if each is None else each[0].ctypes.data for each in inputs]
-            plans.plan(call, "cpu").launch([*addresses, out.ctypes.data, 0, 0], 0)
+            plans.plan(call, "cpu").launch([*addresses, out.ctypes.data, *[0] * len(RESULTS[call.name])], 0)
 
     @pytest.mark.rule("ERR-3")
     def test_a_call_that_no_kernel_takes(self):

@@ -155,7 +155,7 @@ def fused(case: cases.Case, dtype: str, *, stored: str | None = None, implementa
 def between(call: calls.Call, dtype: str) -> int:
     """Bytes of the rows that a composed call puts into the workspace."""
     depth = 1 if call.name == "grouped_matmul_dact" else 2
-    result = call.outputs[-2 if depth == 1 else 0]
+    result = call.outputs[1 if depth == 1 else 0]
     assert result is not None
     return depth * result.shape[0] * result.shape[1] * cases.numpy_dtype(dtype).itemsize
 
