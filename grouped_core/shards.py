@@ -31,7 +31,8 @@ def amax(run: Runner, source: ArraySpec, format: Format, table: Array, into: Arr
 
     Args:
         source: of the whole weights [G, A, B]; its dtype is that of the parts.
-        table: int64 [3, G]: address of what lies here of each member (0: nothing), its first element, its length.
+        table: int64 [3, G]: address of what lies here of each member (0: nothing), its first element (-1: the
+            member stays as it is), its length.
     """
     call = calls.shard_amax(source, format)
     return run(call, arranged(call, source=Listed(source, table), into_amax=into))[0]

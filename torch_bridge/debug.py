@@ -47,7 +47,7 @@ def _planner(operation: Callable[..., Tensor], check: Callable[..., None], weigh
 
         def meta(value: Any) -> Any:
             if isinstance(value, Tensor):
-                stand_in = value.detach().to("meta").requires_grad_(value.requires_grad)
+                stand_in = torch.empty_like(value, device="meta").requires_grad_(value.requires_grad)
                 leaves.append(stand_in)
                 return stand_in
             return type(value)(map(meta, value)) if isinstance(value, (list, tuple)) else value

@@ -43,6 +43,8 @@ SOURCES = (torch.float32, torch.bfloat16, torch.float16)
 class QuantizedWeight(Tensor):
     """A weight [A, B], or [G, A, B], that is stored quantised.
 
+    Writing to views other than members (`w[1:3].zero_()`) writes to a copy of values and changes nothing.
+
     Attributes:
         q: codes and scales of one or G members, in the forms that products read; its tensors stay where they are.
         home: the `QTensor` that holds it, and its place there, where several members share one; else `q` and 0.
@@ -164,6 +166,10 @@ class QuantizedWeight(Tensor):
     def _member(self, at: int) -> QuantizedWeight:
         from torch_bridge.params import quantized_members
 
+        if not -self.shape[0] <= at < self.shape[0]:
+            raise IndexError(
+                f"member {at} of a quantised weight: expected one of its {self.shape[0]}; pass such a number."
+            )
         at %= self.shape[0]
         made = QuantizedWeight(quantized_members(self.q)[at], packed=False)
         made.home, made.scaling = (self.q, at), self.scaling

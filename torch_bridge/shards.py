@@ -30,6 +30,7 @@ class _Batch:
     q: QTensor[Tensor]
     scaling: tuple[Tensor, Tensor] | None
     here: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # place of the member: (part, its first element)
+    named: set[int] = field(default_factory=set)  # places of the members to be cast; the others stay as they are
 
     def passes(self) -> dict[Format, list[QTensor[Tensor]]]:
         """Its forms by the format that they have in common."""
@@ -41,7 +42,7 @@ class _Batch:
     def table(self, device: torch.device) -> Tensor:
         """int64 [3, G], as `grouped_core.shards` reads it."""
         groups = self.q.shape[0]
-        rows = [[0] * groups for _ in range(3)]
+        rows = [[0] * groups, [0 if at in self.named else -1 for at in range(groups)], [0] * groups]
         for at, (part, first) in self.here.items():
             rows[0][at], rows[1][at], rows[2][at] = part.data_ptr(), first, part.numel()
         return number_table([number for row in rows for number in row], device).view(3, groups)
@@ -70,7 +71,8 @@ def cast_shards(
 
     Codes of the elements that lie here are written, in both forms, and no others (`gather_codes` brings the rest);
     scales are written whole, on every rank. Both have the bits of a cast from the whole master. Members that share
-    storage take the same launches, all magnitudes one reduction, and nothing waits for the device.
+    storage take the same launches, all magnitudes one reduction, and nothing waits for the device. Members that are not
+    among `weights` stay as they are.
 
     Args:
         weights: Parameters of layers with quantised weights, or `QTensor`s [G, A, B]; the same on every rank.
@@ -129,10 +131,15 @@ def gather_codes(
         owned = [form.values.view(torch.uint8) & _mask(batch, form) for batch in batches for form in forms_of(batch.q)]
         everything = torch.cat([each.view(-1) for each in owned])
         torch.distributed.all_reduce(everything, torch.distributed.ReduceOp.SUM, group=process_group)
-        for form, found in zip(places, everything.split([each.numel() for each in owned]), strict=True):
+        named = [batch.named for batch in batches for _ in forms_of(batch.q)]
+        parts = everything.split([each.numel() for each in owned])
+        for form, found, members in zip(places, parts, named, strict=True):
             values = form.values.view(torch.uint8)
             found = found.view(values.shape)
-            values.copy_(found if skip is None else torch.where(skip != 0, values, found))
+            if skip is not None:
+                found = torch.where(skip != 0, values, found)
+            for at in [...] if len(members) == len(values) else sorted(members):
+                values[at].copy_(found[at])
 
 
 def _mask(batch: _Batch, form: QTensor[Tensor]) -> Tensor:
@@ -167,6 +174,8 @@ def _batches(
             batch = found[q.values.data_ptr()] = _Batch(q, None)
         if isinstance(weight, QuantizedWeight):
             batch.scaling = weight.scaling
+        one = isinstance(weight, QuantizedWeight) and weight.dim() == 2
+        batch.named.update([first] if one else range(q.shape[0]))
         if shard is None:
             continue
         check_operand(f"shards[{at}]", shard, q.values)
@@ -174,7 +183,7 @@ def _batches(
             raise TypeError(
                 f"`shards[{at}]`: {shard.dtype}, expected {dtype} = `dtype`; pass the dtype of all masters."
             )
-        members = [weight] if isinstance(weight, QuantizedWeight) and weight.dim() == 2 else _members(q)
+        members = [weight] if one else _members(q)
         for place, (_, part, offset) in enumerate(expand_shard(members, shard, start), first):
             if part is not None and offset is not None:
                 batch.here[place] = (part, offset)
@@ -196,6 +205,11 @@ def _passes(batches: Sequence[_Batch], dtype: torch.dtype) -> list[_Pass]:
         table = batch.table(batch.q.values.device)
         for cell, forms in batch.passes().items():
             rules.check_format(cell)
+            if cell.delayed and batch.scaling is None:
+                raise ValueError(
+                    f"`weights`: a QTensor of {cell.name} with delayed scaling, expected a layer's Parameters, which "
+                    "know their multipliers; pass these."
+                )
             shape = (batch.q.shape[0], calls.shard_slots(source.shape, cell))
             amax = batch.q.values.new_empty((), dtype=torch.int32).expand(shape)  # its place follows
             passes.append(_Pass(batch, forms, source, table, amax))
@@ -213,8 +227,9 @@ def _cast(each: _Pass, skip: Tensor | None) -> None:
     static = (each.source, tuple((form.axis, form.format) for form in each.forms))
     operands = (each.table, each.amax, encode, skip, *_buffers(each.forms))
     _run.run(_cast_rule, static, operands, debug_flags())
-    if skip is None:  # a pass that still waits for its backward must not read other codes in silence
-        torch.autograd.graph.increment_version(_stored.present(*each.forms))
+    # A pass that still waits for its backward must not read other codes in silence; whether the flag said no, the host
+    # does not know.
+    torch.autograd.graph.increment_version(_stored.present(*each.forms))
 
 
 def _buffers(forms: Sequence[QTensor[Tensor]]) -> list[Tensor | None]:

@@ -348,7 +348,7 @@ def _forward(given: Arguments, needs: Needs, out: Tensor | None) -> tuple[Tensor
     has_bias, has_scale = bool(given.biases), given.row_scale is not None
     saved = gradients.linear_saved(op, needs, has_bias, has_scale)
     keep_x, keep_w = gradients.keeps_forms(op, recipe, needs, has_scale)
-    x_wanted = [(1, recipe.forward[0]), *([(0, recipe.wgrad[0])] if keep_x else [])]
+    x_wanted = gradients.row_forms(recipe, keep_x)
     w_wanted = [(k_axis, recipe.forward[1]), *([(n_axis, recipe.dgrad[1])] if keep_w else [])]
     rows, amax_x = forms_of(given.x, x_wanted, given.sizes, extras.x, recipe)
     weights = weight_forms(given.cache, given.weight, w_wanted, given.bound, recipe, training=any(needs))

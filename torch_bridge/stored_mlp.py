@@ -358,14 +358,14 @@ def _operands(
     bound = given.bounds[at]
     k_axis, n_axis = op.weight_axes()
     keep_x, keep_w = gradients.keeps_forms(op, recipe, needs, False)
-    x_wanted = [(1, recipe.forward[0]), *([(0, recipe.wgrad[0])] if keep_x else [])]
+    x_wanted = gradients.row_forms(recipe, keep_x)
     w_wanted = [(k_axis, recipe.forward[1]), *([(n_axis, recipe.dgrad[1])] if keep_w else [])]
     x_forms, amax_x = forms_of(rows, x_wanted, given.sizes, scaling.extras(bound).x, recipe)
     w_forms = weight_forms(given.caches[at], weight, w_wanted, bound, recipe, training=training)
     if training:
         merge_amax(bound, (amax_x, None, None))
     return (
-        (arrays_of(x_forms[0]), arrays_of(x_forms[-1] if keep_x else rows)),
+        (arrays_of(x_forms[0]), arrays_of(x_forms[-1]) if keep_x else _with_other(rows)),
         (arrays_of(w_forms[0]), arrays_of(w_forms[-1]) if keep_w else _with_other(weight)),
     )
 
@@ -454,8 +454,10 @@ def destinations_of(accumulators: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 def _names(name: str, form: Stored) -> list[str]:
-    parts = ("_q", "_scale", "_scale") if form.text else ("",)
-    return [name + part for part in parts[: len(form.tensors)]]
+    if not form.text:
+        return [name] * len(form.tensors)
+    parts = "".join(_stored.described(line)[4] for line in form.text.split("\n"))
+    return [name + ("_q" if part == "v" else "_scale") for part in parts]
 
 
 def _product_facts(
@@ -585,7 +587,7 @@ def launchers(facts: Facts, tensors: list[Any], dy: Tensor) -> tuple[Tensor | No
 
 
 def _is_cross(form: Stored) -> bool:
-    return bool(form.text) and _stored.described(form.text)[1] == 0
+    return bool(form.text) and "\n" not in form.text and _stored.described(form.text)[1] == 0
 
 
 def _with_other(operand: Any) -> Stored:

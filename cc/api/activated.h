@@ -1,5 +1,5 @@
-// What follows a product whose result is activated, or whose gradients at the hidden rows are wanted, and then stored in
-// a quantised format: one pass over rows, where the plain calls make several.
+// What follows a product whose result is activated, or whose gradients at the hidden rows are wanted, and then stored
+// in a quantised format: one pass over rows, where the plain calls make several.
 #pragma once
 
 #include "cc/api/calls.h"

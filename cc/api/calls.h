@@ -504,8 +504,8 @@ struct Dequantize {
 
 // Weights [G, A, B] that are quantised in parts, each by the rank that holds it: two calls, and between them a maximum
 // of `amax` over ranks, as int32. `source_table` [3, G] int64 has for each member the address of the elements that lie
-// here, 0 for none, which of the member's A * B elements is the first, and how many there are. `source` says shape and
-// dtype and has no data.
+// here, 0 for none, which of the member's A * B elements is the first, and how many there are; a first one of -1 leaves
+// the member's codes and scales as they are. `source` says shape and dtype and has no data.
 //
 // amax[g], [G, S] int32, has the bits of the largest magnitudes among the elements that lie here, 0 where none do: of
 // the member; then of its blocks along B, [A / outer, B / block]; then, unless blocks are square, of those along A,

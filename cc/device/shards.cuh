@@ -2,6 +2,8 @@
 // tiles have work, and stands in device memory: the grid covers whole weights, and idle blocks leave at once.
 #pragma once
 
+#include <string>
+
 #include "cc/device/launch.h"
 #include "cc/device/store.cuh"
 #include "cc/device/values.cuh"
@@ -37,6 +39,16 @@ struct ShardProblem {
             static_cast<unsigned>(groups)};
   }
 };
+
+// Why the grid cannot cover the weights; empty: it can.
+template <class Call>
+std::string refuses_shards(const Call& call) {
+  constexpr int64_t kMost = 65535;
+  if (divide_up(call.source.dims[1], kShardTile) > kMost || call.source.dims[0] > kMost) {
+    return "takes up to 65535 members of fewer than 2^22 rows";
+  }
+  return "";
+}
 
 namespace device {
 

@@ -178,7 +178,7 @@ inline std::string refuses_tiles(const Quantize& call, const Target& target) {
   if (!call.values.present() && !call.cross_values.present()) return "stores codes";
   if (call.source_table.present()) return "takes packed weights";
   const int64_t width = call.source.dims[call.source.rank - 1];
-  if (width % 8 != 0) return "takes widths that are multiples of 8";
+  if (width == 0 || width % 8 != 0) return "takes widths that are multiples of 8";
   if (call.source.elements() / std::max<int64_t>(width, 1) + kMostGroups * kStoreRows >= kMostRows) {
     return "takes fewer than 2^31 rows in all";
   }
@@ -191,7 +191,8 @@ inline std::string refuses_tiles(const Quantize& call, const Target& target) {
 
 // Blocks for `tiles`, at most `most` an SM, each with `bytes` of shared memory.
 inline unsigned blocks_for(int64_t tiles, int most, int bytes) {
-  const int64_t blocks = std::min(most, shared_memory_of_sm() / (bytes + kReserved));
+  // One at least, so that a launch that does not fit says so.
+  const int64_t blocks = std::max(std::min(most, shared_memory_of_sm() / (bytes + kReserved)), 1);
   return static_cast<unsigned>(std::min(tiles, blocks * multiprocessors()));
 }
 
@@ -201,7 +202,6 @@ template <class Measure, class Store>
 void launch_tiles(const Quantize& call, const Context& context, Measure measure, Store store) {
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
   StoreProblem p = store_problem(call, context);
-  if (p.width == 0) return;
   const bool ahead = (p.block == 0 || p.rule.kind == ScaleRule::nvfp4) && !p.encode;
   p.measure = !ahead && call.amax.present();
   if (p.measure) p.scan.amax = call.amax.as<uint32_t>();  // the bits of a magnitude

@@ -65,7 +65,10 @@ const TensorView* find_unaligned(const GroupedMatmulDact& call, int alignment) {
                          alignment);
 }
 const TensorView* find_unaligned(const Quantize& call, int alignment) {
-  return first_unaligned({&call.source, &call.values, &call.cross_values}, alignment);
+  const TensorView* found = first_unaligned({&call.source, &call.values, &call.cross_values}, alignment);
+  const DType type = (call.values.present() ? call.values : call.cross_values).dtype;
+  if (found != nullptr || type != DType::u8) return found;
+  return first_unaligned({&call.scales, &call.cross_scales}, alignment);  // written eight at once
 }
 
 template <class Call>

@@ -144,7 +144,7 @@ std::string refuses_one_pass(const Call& call, const Target& target) {
   if (has_pair(call)) return "takes a weight in one array";
   const Choice<Call> plain = choose(parts(call, nullptr).inner, target, "");
   if (plain.kernel && std::string(plain.kernel->name).find("_composed_") == std::string::npos) {
-    return std::string("leaves the activation to the epilogue of ") + plain.kernel->name;
+    return std::string("leaves product and activation to ") + plain.kernel->name;
   }
   const OnePass p = one_pass(call, nullptr);
   const std::string reason = refusal(p.product, target);

@@ -1,8 +1,8 @@
 // Delayed scaling, a step of every role and group. State is a few numbers a group, so latency is what it costs: a block
 // has 8 groups of a role and 128 slots of their history at a time, 8 of which a thread loads at once.
 //
-//   history --8 loads a thread in flight--> registers --barrier--> one slot further, over what was read; largest of each
-//   group by shuffles and shared memory --> new scale
+//   history --8 loads a thread in flight--> registers --barrier--> one slot further, over what was read; largest of
+//   each group by shuffles and shared memory --> new scale
 //
 // 32 KiB of registers for 1024 slots of 8 groups, 1 KiB of shared memory.
 #include <string>
@@ -74,8 +74,8 @@ size_t workspace(const ScaleUpdate&, const Target&) { return 0; }
 
 void launch(const ScaleUpdate& call, const Context& context) {
   const Problem p = {
-      call.scale.as<const float>(), call.history.as<const float>(), call.top.as<const float>(),
-      call.new_scale.as<float>(),   call.new_history.as<float>(),   call.scale.dims[1],
+      call.scale.as<const float>(), call.history.as<const float>(),  call.top.as<const float>(),
+      call.new_scale.as<float>(),   call.new_history.as<float>(),    call.scale.dims[1],
       call.history.dims[1],         call.algorithm == "most_recent",
   };
   if (call.scale.elements() == 0) return;

@@ -54,8 +54,8 @@ __global__ void __launch_bounds__(kShardThreads) measure_shards(const __grid_con
   }
 }
 
-std::string refuses(const ShardAmax&, const Target& target) {
-  return target.platform == Platform::cuda ? "" : "is a CUDA kernel";
+std::string refuses(const ShardAmax& call, const Target& target) {
+  return target.platform == Platform::cuda ? refuses_shards(call) : "is a CUDA kernel";
 }
 
 size_t workspace(const ShardAmax&, const Target&) { return 0; }

@@ -22,7 +22,9 @@ class Job {
   }
 
   void run(Pool* pool) {
+    const int64_t* starts = call_.source_table.as<const int64_t>() + call_.source.dims[0];
     shard_bands(pool, call_, [&](int64_t member, int64_t first, int64_t last) {
+      if (starts[member] < 0) return;
       const GroupScale group = group_scale_of(member);
       if (first == 0) put_group_scales(member, group);
       if (call_.block) put_block_scales(member, group, first, last);

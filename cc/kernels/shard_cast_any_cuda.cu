@@ -45,6 +45,7 @@ __global__ void __launch_bounds__(kShardThreads) put_scales(const __grid_constan
   const int64_t all = p.shards.groups * slots.count, step = int64_t{gridDim.x} * kShardThreads;
   for (int64_t item = int64_t{blockIdx.x} * kShardThreads + threadIdx.x; item < all; item += step) {
     const int64_t member = item / slots.count, along = slots.tall * slots.wide;
+    if (p.shards.table[p.shards.groups + member] < 0) continue;
     const GroupScale group = group_scale_of(p, member);
     int64_t slot = item % slots.count;
     if (slot-- == 0) {
@@ -145,8 +146,8 @@ void store(const Problem& p, cudaStream_t stream) {
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
-std::string refuses(const ShardCast&, const Target& target) {
-  return target.platform == Platform::cuda ? "" : "is a CUDA kernel";
+std::string refuses(const ShardCast& call, const Target& target) {
+  return target.platform == Platform::cuda ? refuses_shards(call) : "is a CUDA kernel";
 }
 
 size_t workspace(const ShardCast&, const Target&) { return 0; }

@@ -135,8 +135,8 @@ GROUPED_HOST_DEVICE static inline float nvfp4_block_error(float* rows) {
 
 // --- delayed scaling (numerics 2.5) ---
 
-// Whether the step of one (role, group) leaves scale and history as they are but for slot 0, which is cleared: the newest
-// amax is zero, or none that is finite.
+// Whether the step of one (role, group) leaves scale and history as they are but for slot 0, which is cleared: the
+// newest amax is zero, or none that is finite.
 GROUPED_HOST_DEVICE static inline bool delayed_keeps(float newest) {
   return newest == 0.0f || (float_bits(newest) & kInfinityBits) == kInfinityBits;
 }

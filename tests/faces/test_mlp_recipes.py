@@ -258,6 +258,23 @@ def test_quantised_weights_beside_plain_rows(format):
         asserts.bitwise(a, b)
 
 
+@pytest.mark.rule("MLP-10", "MLP-13")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("axis", [(1, 0), (0, 1)], ids=str)
+def test_quantised_rows_serve_every_policy(policy, axis):
+    """Both of their forms are kept where backward computes forward's operands again."""
+    given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True)
+    x, wi, wo, sizes = (to_torch(given[name]) for name in ("x", "wi", "wo", "group_sizes"))
+    for each in (wi, wo):
+        each.requires_grad_()
+    found = []
+    for rows in (x, torch_bridge.quantize(x, "fp8_1x128", axis=axis, group_sizes=sizes)):
+        y = torch_bridge.grouped_mlp(rows, wi, wo, sizes, recipe=recipes.FP8Block, residuals=policy)
+        found.append((y, *torch.autograd.grad(y, (wi, wo), to_torch(dy))))
+    for a, b in zip(*found, strict=True):
+        asserts.bitwise(a, b)
+
+
 def test_a_pair_beside_a_recipe_that_quantises_is_refused():
     given, _ = problem(cases.named("tail"), "bfloat16", Activation("swiglu"))
     for face in (ARRAYS, JAX, TORCH):

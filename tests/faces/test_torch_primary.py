@@ -218,6 +218,8 @@ def test_what_reads_sees_values_and_what_is_made_like_it_is_plain() -> None:
 @pytest.mark.rule("QNT-1")
 @by_recipe
 def test_members_of_a_packed_weight_are_views(recipe: Recipe) -> None:
+    with pytest.raises(IndexError, match="expected one of its 3"):
+        torch.select(next(iter(layer(recipe).parameters())), 0, 3)
     module = layer(recipe)
     weight: Any = next(iter(module.parameters()))
     value = torch.randn(70, 48)

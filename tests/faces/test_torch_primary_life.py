@@ -80,6 +80,18 @@ def test_the_meta_device(recipe: Recipe, listed: bool) -> None:
     asserts.bitwise(module(x, SIZES), wanted(x, SIZES))
 
 
+@pytest.mark.rule("CKP-1", "QNT-1")
+def test_plain_checkpoints_are_quantised_with_the_multipliers_that_they_hold() -> None:
+    module, plain = layer(recipes.FP8Delayed), layer(recipes.FP8Delayed, quantized_weights=False)
+    with torch.no_grad():
+        plain.scaling_state.scale.fill_(4096)
+    for _ in range(2):  # whatever was there before
+        module.load_state_dict(plain.state_dict())
+        weight: Any = next(iter(module.parameters()))
+        asserts.bitwise(weight.q.group_scales, torch.full((3,), 1 / 4096))
+        asserts.bitwise(module.scaling_state.history, plain.scaling_state.history)
+
+
 @pytest.mark.rule("CKP-1", "CKP-8")
 @by_recipe
 def test_checkpoints_have_plain_tensors_that_load_into_either_form(recipe: Recipe) -> None:

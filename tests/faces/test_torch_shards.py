@@ -84,6 +84,23 @@ def test_a_flag_keeps_the_cast_from_writing(recipe: Recipe) -> None:
 
 
 @pytest.mark.rule("QNT-3")
+@by_recipe
+@pytest.mark.parametrize("flagged", [False, True], ids=["", "flag"])
+def test_members_that_are_not_named_stay_as_they_are(recipe: Recipe, flagged: bool) -> None:
+    """Frozen experts, or buckets of an optimiser that cut a layer."""
+    module = layer(recipe, listed=True)
+    written, weights = copy.deepcopy(module), list(module.parameters())
+    master = 3 * torch.randn(weights[1].shape)
+    with torch.no_grad():
+        list(written.parameters())[1].copy_(master)
+    skip = torch.zeros(1, dtype=torch.int32) if flagged else None
+    shards.cast_shards([weights[1]], [master.view(-1)], [0], skip=skip)
+    same_codes(module, written)
+    if module.scaling_state is not None:
+        asserts.bitwise(module.scaling_state.history, written.scaling_state.history)
+
+
+@pytest.mark.rule("QNT-3")
 def test_shards_of_quantised_tensors_and_other_dtypes() -> None:
     w = torch.randn(3, 70, 48).bfloat16()
     for name in ("fp8_tensor", "fp8_128x128", "mxfp8", "mxfp4", "nvfp4", "nvfp4_2d"):
@@ -96,6 +113,9 @@ def test_shards_of_quantised_tensors_and_other_dtypes() -> None:
 @pytest.mark.rule("QNT-3")
 def test_what_the_cast_of_shards_refuses() -> None:
     weight = next(iter(layer(recipes.MXFP8).parameters()))
+    delayed: Any = next(iter(layer(recipes.FP8Delayed).parameters()))
+    with asserts.refused(ValueError, ["QTensor of", "delayed scaling", "Parameters", "pass these"]):
+        shards.cast_shards([delayed.q], [torch.zeros(10)], [0])
     chosen = quantize(torch.randn(3, 70, 48), FORMATS["nvfp4"].replace(four_over_six="square"))
     flat, skip = torch.zeros(10), torch.zeros(1)
     cases: list[tuple[Any, Any, list[str]]] = [

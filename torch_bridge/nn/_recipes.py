@@ -79,6 +79,15 @@ def held_state(module: Module) -> list[Tensor | None]:
     return [module._buffers.get(name) for name in BUFFERS]
 
 
+def load_state(module: Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Loads the state ahead of the parameters, which may be quantised with its multipliers."""
+    with torch.no_grad():
+        for name in BUFFERS:
+            held, given = module._buffers.get(name), state_dict.get(prefix + name)
+            if held is not None and given is not None and held.shape == given.shape:
+                held.copy_(given)
+
+
 def keep_missing(module: Module, state_dict: dict[str, Any], prefix: str) -> None:
     """A checkpoint of another recipe has no state: the layer's own then stays."""
     for name, held in zip(BUFFERS, held_state(module), strict=True):

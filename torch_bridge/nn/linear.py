@@ -332,6 +332,7 @@ class GroupedLinear(Module):
             if names:
                 adapt(state_dict, prefix, kind, self.num_groups, shape, grouped=names[0] == kind)
         _recipes.keep_missing(self, state_dict, prefix)
+        _recipes.load_state(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self._settle()
 
