@@ -241,7 +241,7 @@ def grouped_linear_grads(
     x: Array,
     w: Array,
     group_sizes: Any,
-    dy: Array,
+    dy: Array | QTensor[Array],
     *,
     transposed: bool = False,
     bias: Array | None = None,
@@ -256,6 +256,8 @@ def grouped_linear_grads(
     implementation: str | Sequence[str] | None = None,
 ) -> Gradients:
     """Gradients of `grouped_linear` for the cotangent `dy` [M, N], in the dtype of y; None where `needs` says no.
+
+    A quantised dy has the forms that the recipe's products read; biases and row scales see its values.
 
     Args:
         wgrad_dtype: of a new weight gradient; None: that of w (bfloat16 for float8).
@@ -273,10 +275,7 @@ def grouped_linear_grads(
     buffers = {_NAMES.accum: wgrad_accum, _NAMES.grad_input: grad_input}
     specs = _specs(required, bias=bias, row_scale=row_scale)
     x_spec, w_spec, _, bias_spec, scale_spec = specs
-    (dy_spec,) = _specs({"dy": dy})
-    y = linear_spec.check_linear(op, *specs)
-    if dy_spec != y:
-        raise ValueError(f"`dy`: {dy_spec}, expected {y} = that of the result; pass the cotangent of the result.")
+    _check_cotangent(dy, linear_spec.check_linear(op, *specs))
     accum_spec, input_spec = _specs({}, **buffers)
     if accum_spec is not None:
         linear_spec.check_accumulator(_NAMES.accum, accum_spec, w_spec)
@@ -286,7 +285,7 @@ def grouped_linear_grads(
         linear_spec.check_buffer(_NAMES.grad_input, input_spec, ArraySpec(x_spec.shape, dx_dtype))
     _checked(buffers, {**required, "bias": bias, "row_scale": row_scale})
     scaling.check_bound(bound, w.shape[0])
-    run = ArrayRunner(dy)
+    run = ArrayRunner(dy.values if isinstance(dy, QTensor) else dy)
     found = gradients.linear_backward(
         run,
         op,
@@ -296,7 +295,7 @@ def grouped_linear_grads(
         run.sizes(sizes),
         bias,
         row_scale,
-        run.xp.ascontiguousarray(dy),
+        dy if isinstance(dy, QTensor) else run.xp.ascontiguousarray(dy),
         needs or Needs(bias=bias is not None, row_scale=row_scale is not None),
         into_w=wgrad_accum,
         accumulate=wgrad_accum is not None,
@@ -305,6 +304,12 @@ def grouped_linear_grads(
     )
     _merge(bound, found.amax)
     return found.grads
+
+
+def _check_cotangent(dy: Any, y: ArraySpec) -> None:
+    (spec,) = _specs({"dy": dy})
+    if (spec.shape, spec.dtype) != y:
+        raise ValueError(f"`dy`: {spec}, expected {y} = that of the result; pass the cotangent of the result.")
 
 
 def _merge(bound: BoundRecipe, amax: Amaxes, product: int = 0) -> None:
@@ -475,7 +480,7 @@ def grouped_mlp_grads(
     wi: Array | Sequence[Array],
     wo: Array,
     group_sizes: Any,
-    dy: Array,
+    dy: Array | QTensor[Array],
     *,
     transposed: bool = False,
     activation: str | Activation = "swiglu",
@@ -491,6 +496,8 @@ def grouped_mlp_grads(
     implementation: str | Sequence[str] | None = None,
 ) -> MlpGradients:
     """Gradients of `grouped_mlp` for the cotangent `dy` [M, K], in the dtype of y; None where `needs` says no.
+
+    A quantised dy has the forms that the recipe's products read; biases and probabilities see its values.
 
     Forward runs again first: nothing is kept between two calls here.
 
@@ -516,9 +523,7 @@ def grouped_mlp_grads(
     written = {**accums, "grad_input": grad_input}
     x_spec, wi_spec, wo_spec, sizes_spec, p_spec, bi_spec, bo_spec = _mlp_specs(op, required, **optional)
     y = check(op, x_spec, wi_spec, wo_spec, sizes_spec, p_spec, bi_spec, bo_spec)
-    (dy_spec,) = _specs({"dy": dy})
-    if dy_spec != y:
-        raise ValueError(f"`dy`: {dy_spec}, expected {y} = that of the result; pass the cotangent of the result.")
+    _check_cotangent(dy, y)
     weights = [*((op.fc1(), each) for each in members.values()), (op.fc2(), wo)]
     for (name, buffer), (linear, weight) in zip(accums.items(), weights, strict=True):
         if buffer is not None:
@@ -538,7 +543,7 @@ def grouped_mlp_grads(
     extras = (scaling.extras(bound, 0), scaling.extras(bound, 1))
     more = (probs, wi_bias, wo_bias)
     found = mlp.mlp(run, op, x, first, wo, native, *more, needs=wanted, extras=extras)
-    dy = run.xp.ascontiguousarray(dy)
+    dy = dy if isinstance(dy, QTensor) else run.xp.ascontiguousarray(dy)
     held = (found.x, found.h, found.z, found.wi, found.wo, native)
     main = mlp.main_grads(run, op, specs, *held, *more, dy, wanted, grad_input=grad_input, extras=extras)
     for product, amax in enumerate(main.amax):

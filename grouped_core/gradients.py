@@ -198,7 +198,7 @@ def linear_backward(
     group_sizes: Array,
     bias: Array | Listed | None,
     row_scale: Array | None,
-    dy: Array,
+    dy: Operand,
     needs: Needs,
     *,
     into_w: Array | Listed | None = None,
@@ -213,7 +213,8 @@ def linear_backward(
 
     Args:
         specs: of x, w, bias, row_scale, the latter two None where the operation had none.
-        dy: [M, N]. into_w: destination of dW, in the weight's layout; with `accumulate` dW is added to it.
+        dy: [M, N], perhaps quantised as the products read it; what else reads it sees its values.
+        into_w: destination of dW, in the weight's layout; with `accumulate` dW is added to it.
         half: 1, 2: dW of the first, second half of the N columns alone, [G, K, N / 2]; 0: of all.
         grad_input: the caller's [M, K] buffer for dx; its tail rows are left alone.
         stream: which of several dy this is that one key rounds.
@@ -230,13 +231,14 @@ def linear_backward(
     # A scale that multiplies the bias alone reaches no product.
     scale_through_product = needs.row_scale and scale_spec is not None and not op.scale_bias
 
+    given, dy = dy, plain_rows(run, dy, group_sizes)
     dx = dw = db = dc = None
     product_grad = None
     through_weight = needs.x or scale_through_product
     wgrad_form = [(0, recipe.wgrad[1])]
     dy_forms = [(1, recipe.dgrad[0])] if through_weight else []
     dy_forms += wgrad_form if needs.w and row_factor is None else []
-    rows = store_grad(run, recipe, dy, dy_forms, group_sizes, extras, stream, stored=stored_dy)
+    rows = store_grad(run, recipe, given, dy_forms, group_sizes, extras, stream, stored=stored_dy)
     if through_weight:
         # The scale's gradient reads dy W^T unscaled and unrounded, so dx is then scaled in a pass of its own: one
         # fp32 product and one rounding either way, hence the same bits.

@@ -326,7 +326,7 @@ def main_grads(
     probs: Array | None,
     wi_bias: Operand | None,
     wo_bias: Operand | None,
-    dy: Array,
+    dy: Operand,
     needs: MlpNeeds,
     *,
     grad_input: Array | None = None,
@@ -338,7 +338,8 @@ def main_grads(
     for dy.
 
     Args:
-        x, z, wi, wo: as `mlp` kept them. dy: [M, K].
+        x, z, wi, wo: as `mlp` kept them.
+        dy: [M, K], perhaps quantised as the products read it; what else reads it sees its values.
         grad_input: the caller's [M, K] buffer for dx; its tail rows are left alone.
         extras: of the two products.
     """
@@ -353,7 +354,8 @@ def main_grads(
         z, h, _ = hidden_rows(run, op, forms.x, forms.w, group_sizes, probs, wi_bias, keep=needs_dz(needs))
     dy_forms = [(1, recipe.dgrad[0])] if needs_dz(needs) else []
     dy_forms += [(0, recipe.wgrad[1])] if needs.wo else []
-    grads = gradients.store_grad(run, recipe, dy, dy_forms, group_sizes, extras[1], 0)
+    given, dy = dy, gradients.plain_rows(run, dy, group_sizes)
+    grads = gradients.store_grad(run, recipe, given, dy_forms, group_sizes, extras[1], 0)
     hidden = Stored([], None)
     own = first.resolve(specs.x, specs.wi)
     if needs_dz(needs):

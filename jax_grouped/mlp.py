@@ -365,17 +365,18 @@ def grouped_mlp_fwd(*args: Any, **kwargs: Any) -> tuple[Array, MlpResiduals]:
 
 
 def grouped_mlp_bwd_dx(
-    res: MlpResiduals, dy: Float[Array, "M K"]
+    res: MlpResiduals, dy: Float[Array, "M K"] | QTensor[Any]
 ) -> tuple[Array | None, Array | None, Array | None, Array | None, Deferred]:
     """(dx, dp, db1, db2, deferred): every gradient but those of the weights, and what these read.
 
     Args:
-        res: from `grouped_mlp_fwd`. dy: [M, K], the cotangent of y.
+        res: from `grouped_mlp_fwd`.
+        dy: [M, K], the cotangent of y, perhaps quantised as the products of the recipe read it.
 
     Returns:
         dx [M, K], dp [M], db1 [G, W], db2 [G, K], None for what the operation did not have, and a pytree of arrays.
     """
-    check_cotangent(res.specs.x, RUN.spec(dy))
+    check_cotangent(res.specs.x, ArraySpec(dy.shape, dy.dtype) if isinstance(dy, QTensor) else RUN.spec(dy))
     main = rules.main_grads(
         RUN,
         res.op,

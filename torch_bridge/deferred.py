@@ -16,6 +16,7 @@ from torch import Tensor
 
 from grouped_core import linear_spec
 from grouped_core.calls import ArraySpec
+from grouped_core.formats import QTensor
 from grouped_core.gradients import Needs
 from grouped_core.mlp_spec import MlpNeeds, MlpSpecs, check_cotangent, restrict
 from grouped_core.products import wide
@@ -121,12 +122,14 @@ def _asked(
 
 
 def grouped_mlp_bwd_dx(
-    res: MlpResiduals, dy: Tensor, *, grad_input: Tensor | None = None
+    res: MlpResiduals, dy: Tensor | QTensor[Tensor], *, grad_input: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None, Any, Any, Deferred]:
     """(dx, dp, db1, db2, deferred): every gradient but those of the weights, and what these read.
 
     Args:
-        res: from `grouped_mlp_fwd`. dy: [M, K], the gradient of y. grad_input: the caller's buffer for dx [M, K].
+        res: from `grouped_mlp_fwd`.
+        dy: [M, K], the gradient of y, perhaps quantised as the products of the recipe read it.
+        grad_input: the caller's buffer for dx [M, K].
 
     Returns:
         dx [M, K], dp [M], db1 [G, W] and db2 [G, K] (lists of vectors for listed biases), None for what was not asked
@@ -135,11 +138,17 @@ def grouped_mlp_bwd_dx(
     Raises:
         TypeError, ValueError: dy is not like y; the buffer does not fit, or overlaps what is read.
     """
-    dy = dy.contiguous()
-    check_operand("dy", dy, res.sizes)
-    check_cotangent(res.specs.x, spec_of(dy))
+    if isinstance(dy, QTensor) and res.path is mlp:
+        raise ValueError(
+            f"`dy`: stored as {dy.format.name}, expected a plain tensor, for the recipe of this operation quantises "
+            "nothing; dequantise it."
+        )
+    plain = dy.values if isinstance(dy, QTensor) else dy.contiguous()
+    check_operand("dy", plain, res.sizes)
+    check_cotangent(res.specs.x, ArraySpec(dy.shape, dy.dtype) if isinstance(dy, QTensor) else spec_of(plain))
     if grad_input is not None:
-        _check_grad_input(res, grad_input, dy)
+        _check_grad_input(res, grad_input, plain)
+    dy = dy if isinstance(dy, QTensor) else plain
     with torch.no_grad():
         dp, work = res.path.launchers(res.facts, list(res.tensors), dy)
         products = res.facts.products

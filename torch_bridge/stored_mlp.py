@@ -508,7 +508,9 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-def launchers(facts: Facts, tensors: list[Any], dy: Tensor) -> tuple[Tensor | None, list[Launcher | None]]:
+def launchers(
+    facts: Facts, tensors: list[Any], dy: Tensor | QTensor[Tensor]
+) -> tuple[Tensor | None, list[Launcher | None]]:
     """The gradient of the probabilities, and what is left of each product once that at the hidden rows is there.
 
     Args:
@@ -541,6 +543,7 @@ def launchers(facts: Facts, tensors: list[Any], dy: Tensor) -> tuple[Tensor | No
             *(x_read, wi_read, sizes, probs, wi_bias, given.text), keep=needs_dz(needs), spec=hidden_spec(given)
         )
     grads = _grad_forms(given, 1, dy, needs_dz(needs), needs.wo, recipe, 0)
+    dy = _stored.dequantize(dy, sizes, dy.dtype) if isinstance(dy, QTensor) else dy
     dp = dh = None
     hidden: tuple[Stored, Stored] | None = None
     if h is not None:
@@ -624,6 +627,10 @@ def _grad_forms(
     given: Arguments, at: int, dy: Any, through: bool, weights: bool, recipe: Recipe, stream: int
 ) -> tuple[Stored, Stored]:
     """dy along its features and along its rows, each if wanted and quantised, from one pass; magnitudes are merged."""
+    if isinstance(dy, QTensor):
+        cells = [*([(1, recipe.dgrad[0])] if through else []), *([(0, recipe.wgrad[1])] if weights else [])]
+        forms, _ = forms_of(dy, cells, given.sizes, None, recipe)
+        return _by_axis(cells, _stored.Forms(forms, None))
     wanted: list[tuple[int, Format]] = []
     if through and not recipe.dgrad[0].plain:
         wanted.append((1, recipe.dgrad[0]))

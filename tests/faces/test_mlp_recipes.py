@@ -280,3 +280,56 @@ def test_a_pair_beside_a_recipe_that_quantises_is_refused():
     for face in (ARRAYS, JAX, TORCH):
         with asserts.refused(ValueError, ["expected one that quantises nothing", "pass one array"]):
             face.forward(in_halves(given), recipe=recipes.MXFP8)
+
+
+@pytest.mark.rule("MLP-13")
+@pytest.mark.parametrize("recipe", [recipes.FP8Current, recipes.FP8Block, recipes.MXFP8], ids=lambda r: r.name)
+def test_a_quantised_cotangent_has_the_bits_of_one_that_is_quantised_inside(recipe):
+    """In every face that takes one; biases and probabilities see its values."""
+    case = cases.named("tail")
+    given, dy = problem(case, "bfloat16", Activation("swiglu"), transposed=True, bias="float32")
+    operands = {name: given[name] for name in ("x", "wi", "wo", "group_sizes")}
+    q = arrays.quantize(dy, recipe.dgrad[0], axis=(1, 0), group_sizes=given["group_sizes"])
+    plain, found = (arrays.grouped_mlp_grads(**operands, dy=each, transposed=True, recipe=recipe) for each in (dy, q))
+    for name in ("x", "wi", "wo"):
+        asserts.bitwise(getattr(found, name), getattr(plain, name), name)
+    values = arrays.dequantize(q)
+    biased = {"wo_bias": given["wo_bias"], "probs": given["probs"]}
+    of_values, of_codes = (
+        arrays.grouped_mlp_grads(**operands, **biased, dy=each, transposed=True, recipe=recipe) for each in (values, q)
+    )
+    asserts.bitwise(of_codes.wo_bias, of_values.wo_bias)
+
+    x, wi, wo, sizes = (to_torch(operands[name]) for name in operands)
+    for each in (x, wi, wo):
+        each.requires_grad_()
+    _, kept = torch_bridge.grouped_mlp_fwd(x, wi, wo, sizes, recipe=recipe)
+    of_torch = torch_bridge.quantize(to_torch(dy), recipe.dgrad[0], axis=(1, 0), group_sizes=sizes)
+    dx, _, _, _, deferred = torch_bridge.grouped_mlp_bwd_dx(kept, of_torch)
+    asserts.bitwise(dx, plain.x)
+    for a, b in zip(torch_bridge.grouped_mlp_bwd_dw(deferred), (plain.wi, plain.wo), strict=True):
+        asserts.bitwise(a, b)
+
+    arrays_of_jax = {name: jnp.asarray(array) for name, array in operands.items()}
+    _, saved = accumulate.grouped_mlp_fwd(
+        *(arrays_of_jax[name] for name in operands), rhs_transposed=True, recipe=recipe
+    )
+    of_jax = jax_grouped.quantize(
+        jnp.asarray(dy), recipe.dgrad[0], axis=(1, 0), group_sizes=arrays_of_jax["group_sizes"]
+    )
+    asserts.bitwise(accumulate.grouped_mlp_bwd_dx(saved, of_jax)[0], plain.x)
+
+
+@pytest.mark.rule("MLP-13", "ERR-1")
+def test_a_quantised_cotangent_in_another_format_is_refused():
+    given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True)
+    operands = {name: given[name] for name in ("x", "wi", "wo", "group_sizes")}
+    q = arrays.quantize(dy, "fp8_1x128", axis=1, group_sizes=given["group_sizes"])
+    for recipe in (recipes.MXFP8, recipes.FP8Block):  # another format; the form along rows is missing
+        with asserts.refused(ValueError, ["quantised operand", "fp8_1x128 along axis 1", "expected"]):
+            arrays.grouped_mlp_grads(**operands, dy=q, transposed=True, recipe=recipe)
+    tensors = [to_torch(each) for each in operands.values()]
+    tensors[0].requires_grad_()
+    _, kept = torch_bridge.grouped_mlp_fwd(*tensors)
+    with asserts.refused(ValueError, ["`dy`", "fp8_1x128", "quantises nothing", "dequantise it"]):
+        torch_bridge.grouped_mlp_bwd_dx(kept, torch_bridge.quantize(to_torch(dy), "fp8_1x128", group_sizes=tensors[3]))
