@@ -1,7 +1,10 @@
-// A fused call that stores what it gives: the plain call, then the quantiser, each through dispatch. Workspace: the
-// plain rows where the caller does not ask for them, then what the two need, who share it.
-// Where no product's kernel has the activation in its epilogue: the product, then one pass that activates and stores.
-// Workspace: what the product gives, unless it is asked for, then what the two need.
+// Fused calls whose result is stored in a quantised format, two rows a table.
+//
+// `*_stored_fp8_cuda`, where no product's kernel has the activation in its epilogue: the product, then one pass that
+// activates and stores. Workspace: what the product gives, unless it is asked for, then what the two need.
+//
+// `*_stored_cpu`, `*_stored_cuda`, for all others: the plain call, then the quantiser, each through dispatch.
+// Workspace: the plain rows where the caller does not ask for them, then what the two need, who share it.
 #include "cc/dispatch/stored.h"
 
 #include <algorithm>
