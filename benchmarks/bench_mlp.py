@@ -215,7 +215,25 @@ def peak_mib(thunk: harness.Thunk) -> float:
     return (torch.cuda.max_memory_allocated() - before - given) / 2**20
 
 
-def bench(case: cases.Case, dtype: str, device: str, names: list[str], budget_s: float) -> list[harness.Row]:
+def profile(case: cases.Case, name: str, thunk: harness.Thunk, steps: int = 3) -> None:
+    """Prints how long each kernel of a step takes, as PyTorch's profiler sees it."""
+    for _ in range(5):
+        thunk(0)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        for _ in range(steps):
+            thunk(0)
+        torch.cuda.synchronize()
+    kernels = sorted(seen.key_averages(), key=lambda event: -event.device_time_total)
+    print(f"{case.name:<16}{name}: kernels of a step {sum(k.device_time_total for k in kernels) / steps:.0f} us")
+    for kernel in kernels:
+        if kernel.device_time_total:
+            print(f"  {kernel.device_time_total / steps:>10.1f}{kernel.count / steps:>6.1f}  {kernel.key[:150]}")
+
+
+def bench(
+    case: cases.Case, dtype: str, device: str, names: list[str], budget_s: float, profiled: bool = False
+) -> list[harness.Row]:
     """All candidates on one case."""
     work = make_work(case, dtype, device)
     built: dict[str, dict[str, harness.Thunk]] = {}
@@ -253,6 +271,8 @@ def bench(case: cases.Case, dtype: str, device: str, names: list[str], budget_s:
                 )
             )
     if device == "cuda":
+        for name, thunks in built.items() if profiled else ():
+            profile(case, name, thunks["forward+backward"])
         for name, thunks in built.items():
             if name != "dense":
                 print(f"{case.name:<16}peak MiB  {name:<30}{peak_mib(thunks['forward+backward']):>10.0f}", flush=True)
@@ -303,6 +323,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=list(TORCH_DTYPES), default="bfloat16")
     parser.add_argument("--candidates", nargs="+", choices=list(CANDIDATES), default=list(CANDIDATES))
     parser.add_argument("--budget", type=float, default=10.0, help="seconds a case may take")
+    parser.add_argument("--profile", action="store_true", help="the kernels of a step with backward, on a GPU")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     names = list(dict.fromkeys(["dense", *options.candidates]))
@@ -311,7 +332,7 @@ def main() -> None:
         if options.cases and case.name not in options.cases:
             continue
         if case is not PARTS:
-            block = bench(case, options.dtype, options.device, names, options.budget)
+            block = bench(case, options.dtype, options.device, names, options.budget, options.profile)
         elif options.device == "cuda":
             block = bench_parts(case, options.dtype, options.budget)
         else:

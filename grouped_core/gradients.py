@@ -231,7 +231,10 @@ def linear_backward(
     # A scale that multiplies the bias alone reaches no product.
     scale_through_product = needs.row_scale and scale_spec is not None and not op.scale_bias
 
-    given, dy = dy, plain_rows(run, dy, group_sizes)
+    given = dy
+    if isinstance(dy, QTensor):  # whose values products do not read, unless they are scaled first
+        read = needs.bias or needs.row_scale or (needs.w and row_factor is not None)
+        dy = plain_rows(run, dy, group_sizes) if read else None
     dx = dw = db = dc = None
     product_grad = None
     through_weight = needs.x or scale_through_product

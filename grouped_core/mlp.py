@@ -354,7 +354,10 @@ def main_grads(
         z, h, _ = hidden_rows(run, op, forms.x, forms.w, group_sizes, probs, wi_bias, keep=needs_dz(needs))
     dy_forms = [(1, recipe.dgrad[0])] if needs_dz(needs) else []
     dy_forms += [(0, recipe.wgrad[1])] if needs.wo else []
-    given, dy = dy, gradients.plain_rows(run, dy, group_sizes)
+    given = dy
+    if isinstance(dy, QTensor):  # whose values the biases alone read
+        read = needs.wo_bias or (needs.probs and wo_bias is not None)
+        dy = gradients.plain_rows(run, dy, group_sizes) if read else None
     grads = gradients.store_grad(run, recipe, given, dy_forms, group_sizes, extras[1], 0)
     hidden = Stored([], None)
     own = first.resolve(specs.x, specs.wi)

@@ -29,7 +29,7 @@ from torch_bridge import _graph, _library, _mlp_arguments, _mlp_library, _produc
 from torch_bridge._arguments import accumulators_of, check_apart, refuse_transforms
 from torch_bridge._mlp_library import NAMES
 from torch_bridge._products import Launcher, Owner, ProductFacts, mlp_gradients, once, owners_of
-from torch_bridge._run import fixed_spec, rows_spec, settle_rows
+from torch_bridge._run import TORCH_DTYPES, fixed_spec, rows_spec, settle_rows
 from torch_bridge._stored import Stored, arrays_of
 from torch_bridge.params import check_operand, members_of
 from torch_bridge.quantize import merge_amax
@@ -543,7 +543,13 @@ def launchers(
             *(x_read, wi_read, sizes, probs, wi_bias, given.text), keep=needs_dz(needs), spec=hidden_spec(given)
         )
     grads = _grad_forms(given, 1, dy, needs_dz(needs), needs.wo, recipe, 0)
-    dy = _stored.dequantize(dy, sizes, dy.dtype) if isinstance(dy, QTensor) else dy
+    if isinstance(dy, QTensor):  # whose values the biases alone read
+        read = needs.wo_bias or (needs.probs and wo_bias)
+        dy = (
+            _stored.dequantize(dy, sizes, dy.dtype)
+            if read
+            else dy.values.new_empty((rows, 0), dtype=TORCH_DTYPES[dy.dtype])
+        )
     dp = dh = None
     hidden: tuple[Stored, Stored] | None = None
     if h is not None:

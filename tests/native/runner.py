@@ -146,10 +146,10 @@ class Native:
             for buffer, spec in zip(guarded, call.outputs, strict=True)
         )
         if self.check and all(table is None for s, table in zip(SLOTS[call.name], arrays, strict=True) if "table" in s):
-            self._compare(call, arrays, results, plan.kernel)
+            self.compare(call, arrays, results, plan.kernel)
         return results
 
-    def _compare(self, call: Call, arrays: Sequence[Any], results: tuple[Any, ...], kernel: str) -> None:
+    def compare(self, call: Call, arrays: Sequence[Any], results: Sequence[Any], kernel: str) -> None:
         """Results against the oracle's: bit by bit where bits are promised, else within the bound."""
         exact = call.name in reference_stored.CALLS
         if exact:
