@@ -23,18 +23,20 @@ struct StoreScan {
   int64_t* offsets;   // [count + 1]
   int64_t* tiles;     // [count + 2]
   int64_t* segments;  // [count + 1]
+  uint32_t* drawn;    // [2]; tiles that the blocks of each launch have drawn, zero at first
   uint32_t* amax;     // [count]; zero at first
   uint32_t* rotated;  // [count]; of the rotated values
   int count;
 
   static size_t bytes(int64_t count) {
     const size_t n = static_cast<size_t>(count);
-    return align_up(sizeof(int64_t) * (3 * n + 4) + sizeof(uint32_t) * 2 * n);
+    return align_up(sizeof(int64_t) * (3 * n + 4) + sizeof(uint32_t) * (2 * n + 2));
   }
   static StoreScan at(void* workspace, int64_t count) {
     int64_t* words = static_cast<int64_t*>(workspace);
-    uint32_t* amax = reinterpret_cast<uint32_t*>(words + 3 * count + 4);
-    return {words, words + count + 1, words + 2 * count + 3, amax, amax + count, static_cast<int>(count)};
+    uint32_t* drawn = reinterpret_cast<uint32_t*>(words + 3 * count + 4);
+    uint32_t* amax = drawn + 2;
+    return {words, words + count + 1, words + 2 * count + 3, drawn, amax, amax + count, static_cast<int>(count)};
   }
 };
 
@@ -85,8 +87,9 @@ struct StoreProblem {
   bool stochastic;
   bool rotate;
   uint32_t stream;
-  int choice;    // of 4over6: 0 none, 1 absolute errors, 2 squares
-  bool measure;  // amaxes of groups are wanted from this launch
+  int choice;       // of 4over6: 0 none, 1 absolute errors, 2 squares
+  bool measure;     // amaxes of groups are wanted from this launch
+  uint32_t* drawn;  // of this launch
 };
 
 namespace device {

@@ -111,6 +111,65 @@ __device__ inline bool find_in_table(const StoreProblem& p, const GroupTable& t,
   return true;
 }
 
+// The tiles of a block, in turns. Blocks draw them one after the other, so that the grid works on neighbouring memory
+// at any time: with a fixed stride blocks drift apart, and memory is read and written in worse order. A tile is drawn
+// two turns ahead by one thread, and told to the others by the barrier that every turn has. Amaxes of a turn's values
+// are raised behind the next barrier, one for the block: those of 8 warps and of all blocks at once would queue up.
+class Turns {
+ public:
+  struct Shared {
+    uint32_t item[2];
+    uint32_t amax[3];
+  };
+
+  // `amaxes` of groups. Has a barrier.
+  __device__ Turns(const StoreProblem& p, Shared* s) : drawn_(p.drawn), amaxes_(p.scan.amax), s_(s) {
+    if (threadIdx.x == 0) s->item[1] = blockIdx.x + gridDim.x, s->amax[0] = s->amax[1] = s->amax[2] = 0;
+    __syncthreads();
+  }
+  // The item of the next turn.
+  __device__ uint32_t next() const { return s_->item[turn_ % 2 ^ 1]; }
+
+  __device__ void draw() {
+    if (threadIdx.x == 0) item_ = 2 * gridDim.x + atomicAdd(drawn_, 1u);
+  }
+  // What this warp has seen of the values of the turn, which are of `group`.
+  __device__ void see(uint32_t amax, int group) {
+    amax = __reduce_max_sync(~0u, amax);
+    if (threadIdx.x % 32 == 0) atomicMax(&s_->amax[turn_ % 3], amax);
+    group_ = group;
+  }
+  // The turn's barrier.
+  __device__ void meet() {
+    if (threadIdx.x == 0) s_->item[turn_ % 2] = item_;
+    __syncthreads();
+    raise();
+  }
+  __device__ void advance() { turn_ = turn_ == 5 ? 0 : turn_ + 1; }
+  // After the last turn, behind its advance().
+  __device__ void finish() {
+    __syncthreads();
+    raise();
+  }
+
+ private:
+  // The amax of the group of the turn before, by what that turn has seen.
+  __device__ void raise() {
+    if (group_ >= 0 && threadIdx.x == 32) {
+      uint32_t& seen = s_->amax[(turn_ + 2) % 3];
+      atomicMax(amaxes_ + group_, float_bits(amax_value(seen)));
+      seen = 0;
+    }
+    group_ = -1;
+  }
+
+  uint32_t* drawn_;
+  uint32_t* amaxes_;
+  Shared* s_;
+  uint32_t item_ = 0;
+  int group_ = -1, turn_ = 0;  // modulo 6
+};
+
 __device__ inline void copy_async(void* shared, const void* global, bool exists) {
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(exists ? 16 : 0) : "memory");
@@ -204,12 +263,18 @@ void launch_tiles(const Quantize& call, const Context& context, Measure measure,
   StoreProblem p = store_problem(call, context);
   const bool ahead = (p.block == 0 || p.rule.kind == ScaleRule::nvfp4) && !p.encode;
   p.measure = !ahead && call.amax.present();
-  if (p.measure) p.scan.amax = call.amax.as<uint32_t>();  // the bits of a magnitude
-  if (ahead || (p.measure && !call.into_amax.present())) {
-    const size_t words = static_cast<size_t>(p.scan.count) * (p.rotate ? 2 : 1);  // `rotated` follows `amax`
-    GROUPED_CUDA_CHECK(cudaMemsetAsync(p.scan.amax, 0, sizeof(uint32_t) * words, stream));
+  const auto clear = [&](uint32_t* from, size_t words) {
+    GROUPED_CUDA_CHECK(cudaMemsetAsync(from, 0, sizeof(uint32_t) * words, stream));
+  };
+  // `amax` follows `drawn`, and `rotated` follows `amax`.
+  clear(p.scan.drawn, 2 + (ahead ? static_cast<size_t>(p.scan.count) * (p.rotate ? 2 : 1) : 0));
+  if (p.measure) {
+    p.scan.amax = call.amax.as<uint32_t>();  // the bits of a magnitude
+    if (!call.into_amax.present()) clear(p.scan.amax, static_cast<size_t>(p.scan.count));
   }
+  p.drawn = p.scan.drawn;
   if (ahead) measure(p, stream);
+  p.drawn = p.scan.drawn + 1;
   store(p, stream);
   if (ahead && call.amax.present()) launch_finish(call, p, stream);
 }

@@ -1,7 +1,7 @@
 // Activated rows, or gradients at hidden rows, of bf16 as FP8 codes in one pass: a scale a group, given or found, or
 // blocks of 128. The plain row is in memory nowhere, unless it is asked for.
 //
-// Each block walks over tiles of 128 rows x 128 activated columns of one group, 256 threads with 8 columns of 8 rows
+// Each block draws tiles of 128 rows x 128 activated columns of one group, 256 threads with 8 columns of 8 rows
 // each:
 //
 //   cp.async, 16 bytes a row: gate, linear half, dz --> own slots of shared memory, 64 or 96 KiB
@@ -193,14 +193,14 @@ __device__ inline void load_operand(const Problem& p, const StoreTile& tile, int
 // an operand that has been read.
 template <int kBlock, int kForms, class Taken>
 __device__ inline void store_half(const StoreProblem& p, const StoreTile& tile, const Slots& from,
-                                  ColumnScratch* scratch, Taken taken) {
+                                  ColumnScratch* scratch, Turns& turns, Taken taken) {
   uint4 raw[kVector];
 #pragma unroll
   for (int i = 0; i < kVector; ++i) raw[i] = from[i][threadIdx.x];
   uint32_t amax = 0;
   if (!kForms || p.measure) amax = largest(raw);
   taken();
-  if (!kForms || p.measure) raise_amax(p.scan.amax + tile.group, amax_of<true>(amax));
+  if (!kForms || p.measure) turns.see(amax_of<true>(amax), tile.group);
   if constexpr (kForms == 0) return;
   float shared = 1.0f, factors[kVector];
   if (kBlock == 0) shared = group_scale_of(p.scan, p.rule, true, p.encode, false, tile.group).encode;
@@ -232,6 +232,7 @@ __device__ inline void store_half(const StoreProblem& p, const StoreTile& tile, 
 struct Shared {
   StoreTile next[kStoreWarps];  // a warp's own; in registers it would live through everything
   int64_t sums[34];
+  Turns::Shared turns;
 };
 
 template <int kBlock, int kForms>
@@ -243,6 +244,7 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm)
   ColumnScratch* scratch = reinterpret_cast<ColumnScratch*>(slots + scratch_of(p));
   Shared* s = reinterpret_cast<Shared*>(slots + slots_of(p));
   const GroupTable table(p.store, s + 1);
+  Turns turns(p.store, &s->turns);
   scan_sizes<Tile::kRows>(p.store, table, s->sums);
   const int count = p.store.scan.count;
   if (kForms && blockIdx.x == 0) {
@@ -251,17 +253,16 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm)
   }
   StoreTile tile;
   StoreTile& next = s->next[threadIdx.x / 32];
-  uint32_t item = blockIdx.x;
-  const auto find = [&](StoreTile* found) {
+  const auto find = [&](uint32_t item, StoreTile* found) {
     return find_in_table<Tile::kRows, Tile::kColumns>(p.store, table, item, column_tiles, found);
   };
-  bool more = find(&tile);
+  bool more = find(blockIdx.x, &tile);
   for (int i = 0; i < operands && more && tile.group < count; ++i) load_operand(p, tile, i, slots);
-  for (; more; tile = next) {
-    item += gridDim.x;
+  for (; more; tile = next, turns.advance()) {
+    turns.draw();
     {
       StoreTile found = {};
-      more = find(&found);
+      more = find(turns.next(), &found);
       __syncwarp();
       if (threadIdx.x % 32 == 0) next = found;
       __syncwarp();
@@ -269,26 +270,29 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm)
     StoreTile part = tile;  // of the result: where its columns lie
     if (p.grad) part.column = p.hidden.gate_column(static_cast<int>(tile.column));
     if (tile.group == count) {  // from here on there is nothing else
-      if (!kForms) return;
+      if (!kForms) break;
       if (p.clear_tail) clear_plain(p, tile);
       for (int half = 0; half < halves; ++half, part.column += p.hidden.block) {
         store_nothing(p.store, part, Tile::kRows, kStoreThreads);
       }
+      turns.meet();
       continue;
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
+    turns.meet();
     activate_tile(p, tile, slots);
     // The next tile's operands take the place of what has been read: of a half in registers, of what forward has no
     // more use for, of the scratch last.
     const bool loads = more && next.group < count;
     for (int half = 0; half < halves; ++half, part.column += p.hidden.block) {
-      store_half<kBlock, kForms>(p.store, part, slots[half], scratch, [&] {
+      store_half<kBlock, kForms>(p.store, part, slots[half], scratch, turns, [&] {
         if (loads) load_operand(p, next, half, slots);
       });
     }
     if constexpr ((kForms & kColumns) != 0) __syncthreads();  // the codes have left the scratch
     for (int i = halves; i < operands && loads; ++i) load_operand(p, next, i, slots);
   }
+  turns.finish();
 }
 
 int64_t column_tiles_of(int64_t width) { return divide_up(width, Tile::kColumns); }

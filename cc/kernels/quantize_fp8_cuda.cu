@@ -1,7 +1,7 @@
 // FP8 codes of bf16 or fp16 values: a scale a group, blocks of 128 (or 128 x 128), MXFP8's blocks of 32 in place. Both
 // forms come from one read.
 //
-// One launch: each block scans the group sizes into its shared memory, then walks over tiles of 128 x 128 values of one
+// One launch: each block scans the group sizes into its shared memory, then draws tiles of 128 x 128 values of one
 // group, 256 threads with 8 columns of 8 rows each. Current scaling has a launch before, of which only amaxes remain.
 //
 //     cp.async, 16 bytes a row --> own part of shared memory --> 32 registers --> amaxes, two values a word
@@ -40,6 +40,7 @@ struct Shared {
   StoreTile next[kWarps];  // a warp's own; in registers it would live through everything
   uint32_t warp_amax[kWarps];
   int64_t sums[34];
+  Turns::Shared turns;
 };
 struct ColumnShared : Shared {
   ColumnScratch columns;
@@ -99,32 +100,32 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kForms>)
   using Scratch = SharedOf<kForms>;
   Scratch* s = reinterpret_cast<Scratch*>(dynamic_shared);
   const GroupTable table(p, s + 1);
+  Turns turns(p, &s->turns);
   if (p.ragged) scan_sizes<Tile::kRows>(p, table, s->sums);
   StoreTile tile;
   StoreTile& next = s->next[threadIdx.x / 32];
-  uint32_t item = blockIdx.x;
-  bool more = find_in_table<Tile::kRows, Tile::kColumns>(p, table, item, column_tiles, &tile);
+  bool more = find_in_table<Tile::kRows, Tile::kColumns>(p, table, blockIdx.x, column_tiles, &tile);
   if (more && tile.group < p.scan.count) load_tile<kWide>(p, tile, s);
   if (kBlock == 0 && kForms && blockIdx.x == 0) store_group_scales(p);
-  for (; more; tile = next) {
-    item += gridDim.x;
+  for (; more; tile = next, turns.advance()) {
+    turns.draw();
     {  // while this tile's values arrive
       StoreTile found = {};
-      more = find_in_table<Tile::kRows, Tile::kColumns>(p, table, item, column_tiles, &found);
+      more = find_in_table<Tile::kRows, Tile::kColumns>(p, table, turns.next(), column_tiles, &found);
       __syncwarp();
       if (threadIdx.x % 32 == 0) next = found;
       __syncwarp();
     }
     if (tile.group == p.scan.count) {  // from here on there is nothing else
       if (kForms) store_nothing(p, tile, Tile::kRows, kThreads);
+      turns.meet();
       continue;
     }
     uint4 raw[kVector];
     take_tile(s, raw);
-    uint32_t amax = 0;
-    if (!kForms || p.measure) amax = largest(raw);
     if (more && next.group < p.scan.count) load_tile<kWide>(p, next, s);
-    if (!kForms || p.measure) raise_amax(p.scan.amax + tile.group, amax_of<kBf16>(amax));
+    turns.meet();  // the codes and amaxes of the tile before have left shared memory
+    if (!kForms || p.measure) turns.see(amax_of<kBf16>(largest(raw)), tile.group);
     if constexpr (kForms == 0) continue;
     float shared = 1.0f;
     if (kBlock == 0) shared = group_scale_of(p.scan, p.rule, true, p.encode, false, tile.group).encode;
@@ -141,7 +142,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kForms>)
       });
     }
     if constexpr ((kForms & kColumns) != 0) {
-      if (kBlock == 0 || kSquare) __syncthreads();  // the codes of the tile before have left shared memory
       if constexpr (kForms == kRows + kColumns) {
         forget_values(raw);
         asm volatile("" : "+f"(shared));
@@ -160,8 +160,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kForms>)
         }
       });
     }
-    if (kSquare) __syncthreads();  // everybody has read the amaxes of warps
   }
+  turns.finish();
 }
 
 std::string refuses(const Quantize& call, const Target& target) {
