@@ -271,8 +271,7 @@ def linear_backward(
                 rows_of_w, amax = store_grad(run, recipe, scaled, wgrad_form, group_sizes, extras, stream, amax)
         else:
             rows_of_w = rows.forms[-1:]
-        x_forms = [(0, recipe.wgrad[0])]
-        x_form = store(run, x, x_forms, group_sizes, encode=extras.x, requantize=recipe.requantize).forms[0]
+        x_form = store_again(run, recipe, x, [(0, recipe.wgrad[0])], group_sizes, extras.x)
         lhs, rhs, halves = (x_form, 0), (rows_of_w[0], 0), (0, half)
         if op.transposed:
             lhs, rhs, halves = rhs, lhs, (half, 0)
@@ -333,7 +332,20 @@ def store_grad(
 
 def store_weight(run: Runner, recipe: Recipe, w: Operand, axis: int, extras: Extras) -> Operand:
     """w as dgrad reads it, contracted along `axis`."""
-    return store(run, w, [(axis, recipe.dgrad[1])], None, encode=extras.w, requantize=recipe.requantize).forms[0]
+    return store_again(run, recipe, w, [(axis, recipe.dgrad[1])], None, extras.w)
+
+
+def store_again(
+    run: Runner,
+    recipe: Recipe,
+    operand: Operand,
+    wanted: Sequence[tuple[int, Format]],
+    group_sizes: Array | None,
+    encode: Array | None,
+) -> Operand:
+    """An operand of forward in the one form `wanted` of backward; its magnitudes were found in forward."""
+    again = recipe.requantize
+    return store(run, operand, wanted, group_sizes, encode=encode, measure=False, requantize=again).forms[0]
 
 
 def plain_rows(run: Runner, x: Operand, group_sizes: Array) -> Array:

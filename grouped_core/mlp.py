@@ -29,7 +29,7 @@ from grouped_core.products import (
     wide,
 )
 from grouped_core.recipes import Recipe
-from grouped_core.storing import Extras, Stored, Within, joined, store, within
+from grouped_core.storing import Extras, Stored, Within, joined, within
 
 
 class Forward(NamedTuple):
@@ -373,7 +373,7 @@ def main_grads(
         dp = dp if dp is None or specs.probs is None else run.cast(dp, specs.probs.dtype)
     if needs.wo:
         wgrad = [(0, recipe.wgrad[0])]
-        z = store(run, z, wgrad, group_sizes, encode=extras[1].x, requantize=recipe.requantize).forms[0]
+        z = gradients.store_again(run, recipe, z, wgrad, group_sizes, extras[1].x)
     dx = db1 = db2 = rows = None
     if needs_dh(needs):
         dh_forms = grad_row_forms(own, needs)
@@ -381,7 +381,7 @@ def main_grads(
             hidden = gradients.store_grad(run, own, dh, dh_forms, group_sizes, extras[0], 1)
         if needs.wi:
             wgrad = [(0, own.wgrad[0])]
-            rows = store(run, x, wgrad, group_sizes, encode=extras[0].x, requantize=own.requantize).forms[0]
+            rows = gradients.store_again(run, own, x, wgrad, group_sizes, extras[0].x)
         if needs.x or needs.wi_bias:
             asked = Needs(needs.x, False, needs.wi_bias, False)
             found = gradients.linear_grads(

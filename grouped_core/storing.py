@@ -44,6 +44,7 @@ def store(
     *,
     encode: Array | None = None,
     amax: Array | None = None,
+    measure: bool = True,
     key: Array | None = None,
     stream: int = 0,
     requantize: str | None = None,
@@ -56,6 +57,7 @@ def store(
         operand: rows [M, X] with group_sizes, or weights [G, A, B] without. One that is quantised already has to be
             what is wanted, unless `requantize` lets its values be stored anew.
         encode: [G], multipliers of delayed scaling. amax: [G], merged into the magnitudes that come back.
+        measure: whether anybody wants these magnitudes.
         stream: number of this operand among those that a key rounds.
         into: buffers of the forms, which are then all quantised, to be written in place.
         skip: int32 [1]; not zero leaves the buffers as they are.
@@ -77,10 +79,19 @@ def store(
     for cell, places in passes.items():
         buffers = {} if into is None else {axis: into[place] for axis, place in places.items()}
         randoms = (key if cell.stochastic else None, 2 * stream)
-        made, amax = _quantize(run, operand, cell, places, wanted, group_sizes, (encode, amax), randoms, buffers, skip)
+        delayed = _Delayed(encode, amax, measure)
+        made, amax = _quantize(run, operand, cell, places, wanted, group_sizes, delayed, randoms, buffers, skip)
         for place, form in made.items():
             forms[place] = form
     return Stored([form for form in forms if form is not None], amax)
+
+
+class _Delayed(NamedTuple):
+    """Delayed scaling of one pass: multipliers, what its magnitudes are merged with, whether these are wanted."""
+
+    encode: Array | None
+    amax: Array | None
+    measure: bool
 
 
 def _quantize(
@@ -90,7 +101,7 @@ def _quantize(
     places: dict[int, int],
     wanted: Sequence[tuple[int, Format]],
     group_sizes: Array | None,
-    delayed: tuple[Array | None, Array | None],
+    delayed: _Delayed,
     randoms: tuple[Array | None, int],
     buffers: dict[int, QTensor[Any]],
     skip: Array | None,
@@ -98,7 +109,7 @@ def _quantize(
     spec: ArraySpec = operand_spec(run, source)
     last = len(spec.shape) - 1
     rotate = any(wanted[place][1].rotate for place in places.values())
-    encode, merged = delayed if cell.delayed else (None, None)
+    encode, merged, measure = delayed if cell.delayed else _Delayed(None, None, measure=False)
     key, stream = randoms
     call = calls.quantize(
         spec,
@@ -107,7 +118,7 @@ def _quantize(
         None if group_sizes is None else run.spec(group_sizes),
         table=isinstance(source, Listed),
         encode=encode is not None,
-        amax=cell.delayed,
+        amax=measure,
         merge=merged is not None,
         key=key is not None,
         skip=skip is not None,
@@ -131,7 +142,7 @@ def _quantize(
         }
     results = dict(zip(calls.RESULTS[call.name], run(call, arranged(call, **named)), strict=True))
     made = {place: _form(results, spec, axis, wanted[place][1]) for axis, place in places.items()}
-    return made, results["amax"] if cell.delayed else delayed[1]
+    return made, results["amax"] if measure else delayed.amax
 
 
 def _form(results: dict[str, Any], spec: ArraySpec, axis: int, cell: Format) -> QTensor[Any]:
@@ -163,6 +174,7 @@ def within(
     *,
     encode: Array | None = None,
     amax: Array | None = None,
+    measure: bool = True,
     key: Array | None = None,
     stream: int = 0,
 ) -> Within | None:
@@ -179,7 +191,7 @@ def within(
         cell.replace(rotate=any(each.rotate for _, each in wanted)),
         (1 in axes, 0 in axes),
         encode is not None,
-        cell.delayed,
+        cell.delayed and measure,
         amax is not None,
         key is not None,
         2 * stream,

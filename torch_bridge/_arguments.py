@@ -14,6 +14,7 @@ from grouped_core.calls import ArraySpec
 from grouped_core.recipes import Recipe
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge import _graph, _library, main_grad
+from torch_bridge._decided import Decided
 from torch_bridge._library import NAMES
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._run import dtype_name, spec_of
@@ -76,9 +77,7 @@ def check_arguments(
         given_sizes = sizes
         sizes, text = _check_operands(x, weight, sizes, bias, row_scale, options)
         if facts is not None and sizes is given_sizes:
-            if len(_texts) >= MAX_TEXTS:
-                _texts.clear()
-            _texts[facts, options] = text
+            _texts.keep((facts, options), text)
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = [] if bias is None else [bias] if isinstance(bias, Tensor) else list(bias)
     to_main_grad = isinstance(wgrad_accum, str)
@@ -91,8 +90,7 @@ def check_arguments(
     return Arguments(x, weights, sizes, biases, row_scale, text, to_main_grad, accumulators)
 
 
-_texts: dict[tuple[bytes, _Options], str] = {}  # of operands and options that were checked
-MAX_TEXTS = 8192  # as for programs: M may change each step
+_texts: Decided[tuple[bytes, _Options], str] = Decided()  # of operands and options that were checked
 
 
 def _check_operands(

@@ -325,6 +325,27 @@ def define(name: str, schema: str, body: Callable[..., Any]) -> None:
     torch.library.register_fake(f"torch_bridge::{name}", partial(body, _run.imagine), lib=_LIBRARY)
 
 
+def define_merging(name: str, arguments: str, body: Callable[..., Any], most: int) -> dict[int, Any]:
+    """The operators that `define` would make of a body that gives a list, but which raise magnitudes [G] in place.
+
+    Functionalisation takes no operator that changes an argument and gives a list, so there is one for each number of
+    results, from 2 (codes and a scale a group) to `most`.
+
+    Args:
+        arguments: all but the last one, the magnitudes.
+    """
+    found: dict[int, Any] = {}
+    for count in range(2, most + 1):
+        one = f"{name}_merging{count}"
+        define(one, f"({arguments}, Tensor(a!) amax) -> ({', '.join(['Tensor'] * count)})", partial(_tuple_of, body))
+        found[count] = getattr(torch.ops.torch_bridge, one).default
+    return found
+
+
+def _tuple_of(body: Callable[..., list[Tensor]], *arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(body(*arguments))
+
+
 for _name, _body in (
     ("linear", _linear),
     ("linear_into", _linear_into),

@@ -18,7 +18,6 @@ from grouped_core.recipes import Recipe
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge import _graph, _mlp_library
 from torch_bridge._arguments import (
-    MAX_TEXTS,
     Members,
     accumulators_of,
     check_apart,
@@ -27,6 +26,7 @@ from torch_bridge._arguments import (
     refuse_transforms,
     weight_names,
 )
+from torch_bridge._decided import Decided
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._mlp_library import NAMES
 from torch_bridge._run import spec_of
@@ -127,7 +127,7 @@ def check_arguments(
     return given._replace(accum_wi=first, accum_wo=second)
 
 
-_checked: set[tuple[bytes, str]] = set()  # facts of operands and operations that were checked, sizes as they are
+_checked: Decided[tuple[bytes, str], str] = Decided()  # texts of operands that were checked, sizes as they are
 
 
 def _checked_once(operands: tuple[Any, ...], text: str) -> tuple[Tensor, str]:
@@ -137,9 +137,7 @@ def _checked_once(operands: tuple[Any, ...], text: str) -> tuple[Tensor, str]:
         return operands[3], text
     sizes, text = _check_operands(operands, text)
     if facts is not None and sizes is operands[3]:
-        if len(_checked) >= MAX_TEXTS:
-            _checked.clear()
-        _checked.add((facts, text))
+        _checked.keep((facts, text), text)
     return sizes, text
 
 

@@ -65,6 +65,36 @@ def facts_of(
     return kept, tuple(needs), (text, names, counts, packed, live, live_biases, kept_weights, flags, overwrite)
 
 
+@lru_cache(maxsize=1024)
+def product_facts(
+    text: str,
+    dtypes: tuple[torch.dtype | None, ...],
+    k: int,
+    members: tuple[int, int, int],
+    packed: tuple[bool, bool],
+    live: tuple[tuple[int, ...], tuple[int, ...]],
+    needs_x: bool,
+    flags: bool,
+    overwrite: tuple[bool, ...] | None,
+    name: str,
+) -> ProductFacts:
+    """Facts of one product of an MLP, put together once; `members`: weights, biases, weights that are saved."""
+    return ProductFacts(
+        text,
+        dtypes=_library.dtype_names(*dtypes),
+        k=k,
+        counts=members[:2],
+        packed=packed,
+        needs=Needs(needs_x, bool(live[0]), bool(live[1]), False),
+        live=live[0],
+        live_biases=live[1],
+        kept_weights=members[2],
+        flags=flags,
+        weight_name=name,
+        overwrite=overwrite,
+    )
+
+
 def owners_of(
     weights: Sequence[Tensor], elsewhere: bool, owner: Owner | None
 ) -> tuple[Sequence[Any], main_grad.Delayed | None]:

@@ -19,6 +19,7 @@ from grouped_core import _native, calls, plans
 from grouped_core.calls import ArraySpec, Call
 from grouped_core.debug import debug_flags
 from grouped_core.products import Listed
+from torch_bridge._decided import Decided
 from torch_bridge._memory import (
     EXCHANGE,
     address_table,
@@ -270,8 +271,7 @@ def _given(operand: Tensor | Sequence[Tensor | None], *, has_memory: bool = True
     return Given(ArraySpec((len(operand), *one.shape), one.dtype), True, not has_memory or aligned(members))
 
 
-_programs: dict[Hashable, Program] = {}
-_MAX_PROGRAMS = 8192  # a training run meets a few dozen; changing M each step must not grow without bound
+_programs: Decided[Hashable, Program] = Decided()
 
 
 def run(rule: Rule, static: Hashable, operands: tuple[Operand, ...], flags: frozenset[str]) -> list[Any]:
@@ -287,9 +287,7 @@ def run(rule: Rule, static: Hashable, operands: tuple[Operand, ...], flags: froz
     program = _programs.get((rule, static, facts))
     if program is None:
         device = _check_plain(operands, facts)
-        if len(_programs) >= _MAX_PROGRAMS:
-            _programs.clear()
-        program = _programs[rule, static, facts] = _program(rule, static, operands, device)
+        program = _programs.keep((rule, static, facts), _program(rule, static, operands, device))
     if program.device >= 0 and program.device != current_device():
         with torch.cuda.device(program.device):
             return _replay(program, operands, flags)

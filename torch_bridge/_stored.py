@@ -20,9 +20,7 @@ from grouped_core.calls import stored_spec
 from grouped_core.formats import Format, QTensor
 from grouped_core.gradients import Needs
 from torch_bridge import _library, _run
-from torch_bridge._library import NEEDS, Execute, decode, define, grouped
-
-_PARTS = ("values", "scales", "group_scales")
+from torch_bridge._library import NEEDS, Execute, decode, define, define_merging, grouped
 
 
 class Stored(NamedTuple):
@@ -32,20 +30,30 @@ class Stored(NamedTuple):
     text: str = ""
 
 
+NOTHING = Stored([])
+"""An operand that nobody reads."""
+
+
 def arrays_of(operand: Any) -> Stored:
     """A tensor, a list of one a group, or a `QTensor` (without its other form) as operators take it."""
     if isinstance(operand, QTensor):
-        parts = {name: getattr(operand, name) for name in _PARTS}
-        present = [name for name, part in parts.items() if part is not None]
-        shape = operand.shape if len(operand.shape) == 3 else (-1, operand.shape[1])  # for M may change
-        text = _describe(operand.format, operand.axis, tuple(shape), operand.dtype, "".join([n[0] for n in present]))
-        return Stored([parts[name] for name in present], text)
+        q = operand
+        initials = "v" if q.scales is None else "vs"
+        if q.group_scales is not None:
+            initials += "g"
+        tensors = [each for each in (q.values, q.scales, q.group_scales) if each is not None]
+        return Stored(tensors, _describe(q.format, q.axis, _fixed(q.shape), q.dtype, initials))
     return Stored([operand] if isinstance(operand, Tensor) else list(operand))
 
 
-@torch.compiler.assume_constant_result
-def _describe(format: Format, axis: int, shape: tuple[int, ...], dtype: str, parts: str) -> str:
-    return json.dumps([dataclasses.asdict(format), axis, list(map(int, shape)), dtype, parts])
+def _fixed(shape: Sequence[Any]) -> tuple[int, ...]:
+    """A logical shape as text has it: M may change, and is -1."""
+    return tuple(map(int, shape)) if len(shape) == 3 else (-1, int(shape[1]))
+
+
+@lru_cache(maxsize=1024)
+def _describe(format: Format, axis: int, shape: tuple[int, ...], dtype: str, initials: str) -> str:
+    return json.dumps([dataclasses.asdict(format), axis, shape, dtype, initials])
 
 
 @lru_cache(maxsize=1024)
@@ -57,19 +65,28 @@ def described(text: str) -> tuple[Format, int, tuple[int, ...], str, str]:
 
 def restored(stored: Stored, rows: int) -> QTensor[Any]:
     """The `QTensor` that `arrays_of` took apart; `rows` is its M."""
-    format, axis, shape, dtype, parts = described(stored.text)
-    by_name = dict(zip((name for name in _PARTS if name[0] in parts), stored.tensors, strict=True))
-    whole = (rows, shape[1]) if len(shape) == 2 else shape
-    return QTensor(by_name["values"], by_name.get("scales"), by_name.get("group_scales"), format, axis, whole, dtype)
+    return operand_of(slots_of(*stored, 0), stored.text, rows)
 
 
 def slots_of(tensors: Sequence[Tensor], text: str, rank: int) -> tuple[Any, Any, Any]:
     """An operand's three places among the operands of a rule; empty ones where there are no arrays."""
     if not text or not tensors:
         return grouped(tensors, rank), None, None
-    names = described(text)[4]
-    by_name = dict(zip(names, tensors, strict=True))
-    return by_name["v"], by_name.get("s"), by_name.get("g")
+    initials = described(text)[4]
+    if initials == "vsg":
+        values, scales, group_scales = tensors
+        return values, scales, group_scales
+    values, scale = tensors
+    return (values, scale, None) if initials == "vs" else (values, None, scale)
+
+
+@lru_cache(maxsize=1024)
+def reads(text: str, axis: int, cell: Format) -> bool:
+    """Whether text is that of one form, and a product that contracts `axis` of operands stored so reads it."""
+    if not text or "\n" in text:
+        return False
+    format, along, *_ = described(text)
+    return (along, format.layout) == (axis, cell.layout)
 
 
 def operand_of(slots: Sequence[Any], text: str, rows: int) -> Any:
@@ -131,9 +148,9 @@ def _store_rule(run: Any, text: str, operands: Sequence[Any]) -> tuple[Any, ...]
             )
             for axis, cell in wanted
         ]
-    options = {"encode": encode, "amax": amax, "key": key, "stream": stream, "into": into, "skip": skip}
-    found = storing.store(run, source, wanted, sizes, **options)
-    return (*present(*found.forms), found.amax)
+    delayed = {"encode": encode, "amax": amax, "measure": amax is not None}
+    found = storing.store(run, source, wanted, sizes, key=key, stream=stream, into=into, skip=skip, **delayed)
+    return tuple(present(*found.forms))
 
 
 def _store(
@@ -143,12 +160,13 @@ def _store(
     encode: Tensor | None,
     key: Tensor | None,
     how: str,
+    amax: Tensor | None = None,
 ) -> list[Tensor]:
-    operands = (_source(source, group_sizes), group_sizes, encode, key, None, None)
+    operands = (_source(source, group_sizes), group_sizes, encode, key, None, amax)
     if group_sizes is None:
-        return [each for each in execute(_store_rule, how, operands) if each is not None]
+        return execute(_store_rule, how, operands)
     lengths = partial(lengths_of, store_facts(how)[0], group_sizes.shape[0])
-    return [each for each in execute(_store_rule, how, operands, (0,), (), lengths) if each is not None]
+    return execute(_store_rule, how, operands, (0,), (), lengths)
 
 
 def lengths_of(wanted: Wanted, groups: int, rows: Any) -> list[Any]:
@@ -179,6 +197,7 @@ def _store_into(
 
 _SOURCE = "Tensor[] source, Tensor? group_sizes, Tensor? encode, Tensor? key"
 define("store", f"({_SOURCE}, str how) -> Tensor[]", _store)
+_store_merging = define_merging("store", f"{_SOURCE}, str how", _store, 6)
 define(
     "store_into",
     f"({_SOURCE}, Tensor? skip, str how, Tensor(a!)[] buffers, Tensor(b!)? amax) -> ()",
@@ -188,11 +207,41 @@ _store_op = torch.ops.torch_bridge.store.default
 _store_into_op = torch.ops.torch_bridge.store_into.default
 
 
-class Forms(NamedTuple):
-    """What `store` makes: the forms in the order asked for, and the largest magnitudes of delayed scaling."""
+class Made(NamedTuple):
+    """What an operator makes that stores, as far as that does not depend on arrays.
 
-    forms: list[Any]
-    amax: Tensor | None
+    Attributes:
+        how: for the operator. forms: number of arrays and text of each form, in their order. merges: whether magnitudes
+            go to a state. count: of all arrays.
+    """
+
+    how: str
+    forms: tuple[tuple[int, str], ...]
+    merges: bool
+    count: int
+
+    def take(self, arrays: Sequence[Tensor], at: int = 0) -> list[Stored]:
+        """The forms, whose arrays stand from `at` on."""
+        found = []
+        for count, text in self.forms:
+            found.append(Stored(list(arrays[at : at + count]), text))
+            at += count
+        return found
+
+
+def made_of(wanted: Wanted, shape: Sequence[Any], dtype: torch.dtype, stream: int = 0) -> Made:
+    """What is made of an array of that logical shape; nothing where nothing is wanted."""
+    return _made(wanted, _fixed(shape), dtype, stream)
+
+
+@lru_cache(maxsize=1024)
+def _made(wanted: Wanted, shape: tuple[int, ...], dtype: torch.dtype, stream: int) -> Made:
+    forms = []
+    for axis, cell in wanted:
+        initials = "v" + "s" * bool(cell.scales) + "g" * cell.per_group
+        forms.append((len(initials), _describe(cell, axis, shape, _run.dtype_name(dtype), initials)))
+    merges = any(cell.delayed for _, cell in wanted)
+    return Made(store_text(wanted, stream) if wanted else "", tuple(forms), merges, sum(count for count, _ in forms))
 
 
 def store(
@@ -201,26 +250,23 @@ def store(
     group_sizes: Tensor | None,
     *,
     encode: Tensor | None = None,
+    amax: Tensor | None = None,
     key: Tensor | None = None,
     stream: int = 0,
-) -> Forms:
-    """Rows (with group sizes) or weights in the quantised formats wanted; forms of one format come from one pass."""
-    arrays = list(_store_op(list(source), group_sizes, encode, key, store_text(wanted, stream)))
+) -> list[Stored]:
+    """Rows (with group sizes) or weights in the quantised formats wanted; forms of one format come from one pass.
+
+    Args:
+        encode: [G], multipliers of delayed scaling. amax: [G], which magnitudes of such forms are merged into; None:
+            nobody wants them.
+    """
     first = source[0]
-    shape = tuple(first.shape) if group_sizes is not None or first.dim() == 3 else (len(source), *first.shape)
-    forms = take_forms(arrays, wanted, shape, _run.dtype_name(first.dtype))
-    return Forms(forms, arrays[0] if arrays else None)
-
-
-def take_forms(arrays: list[Tensor], wanted: Wanted, shape: tuple[int, ...], dtype: str) -> list[QTensor[Tensor]]:
-    """The forms that an operator gave, whose arrays stand first; what follows them is left."""
-    forms = []
-    for axis, cell in wanted:
-        values, scales, group_scales = (
-            arrays.pop(0) if there else None for there in (True, bool(cell.scales), cell.per_group)
-        )
-        forms.append(QTensor(values, scales, group_scales, cell, axis, shape, dtype))
-    return forms
+    shape = first.shape if group_sizes is not None or first.dim() == 3 else (len(source), *first.shape)
+    made = made_of(wanted, shape, first.dtype, stream)
+    operands = (list(source), group_sizes, encode, key, made.how)
+    if amax is None or not made.merges:
+        return made.take(_store_op(*operands))
+    return made.take(_store_merging[made.count](*operands, amax))
 
 
 def store_into(

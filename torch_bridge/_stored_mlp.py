@@ -11,22 +11,11 @@ from torch import Tensor
 
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import QTensor
-from grouped_core.storing import Within, joined, within
-from torch_bridge import _run
-from torch_bridge._library import Execute, define, forward, grouped
+from grouped_core.storing import Within, within
+from torch_bridge._library import Execute, define, define_merging, forward, grouped
 from torch_bridge._mlp_library import decode, grads_rule, hidden_rule
-from torch_bridge._stored import (
-    Forms,
-    Stored,
-    Wanted,
-    lengths_of,
-    operand_of,
-    present,
-    slots_of,
-    store_facts,
-    store_text,
-    take_forms,
-)
+from torch_bridge._run import TORCH_DTYPES
+from torch_bridge._stored import Stored, Wanted, lengths_of, made_of, operand_of, present, slots_of, store_facts
 
 
 class _Hidden(NamedTuple):
@@ -42,7 +31,7 @@ def _within(how: str, **arrays: Any) -> Within | None:
     if not how:
         return None
     wanted, stream = store_facts(how)
-    return within(wanted, stream=stream, **arrays)
+    return within(wanted, stream=stream, measure=arrays["amax"] is not None, **arrays)
 
 
 def _lengths(how: str, group_sizes: Tensor) -> Any:
@@ -53,11 +42,11 @@ def _lengths(how: str, group_sizes: Tensor) -> Any:
 def _hidden_rule(run: Any, static: _Hidden, operands: Sequence[Any]) -> tuple[Any, ...]:
     rows = run.spec(operands[0]).shape[0]
     x, wi = operand_of(operands[:3], static.x_form, rows), operand_of(operands[3:6], static.wi_form, rows)
-    sizes, probs, wi_bias, encode = operands[6:]
-    stored = _within(static.how, encode=encode)
-    z, h, amax = hidden_rule(run, decode(static.op), x, wi, sizes, probs, wi_bias, static.keep, stored)
+    sizes, probs, wi_bias, encode, amax = operands[6:]
+    stored = _within(static.how, encode=encode, amax=amax)
+    z, h, _ = hidden_rule(run, decode(static.op), x, wi, sizes, probs, wi_bias, static.keep, stored)
     forms = [z, z.other] if isinstance(z, QTensor) else [z]
-    return (*present(*forms), h, amax)
+    return (*present(*forms), h)
 
 
 def _hidden(
@@ -73,8 +62,10 @@ def _hidden(
     wi_form: str,
     keep: bool,
     how: str,
+    amax: Tensor | None = None,
 ) -> list[Tensor]:
-    operands = (*slots_of(x, x_form, 2), *slots_of(wi, wi_form, 3), group_sizes, probs, grouped(wi_bias, 2), encode)
+    rows, weights = slots_of(x, x_form, 2), slots_of(wi, wi_form, 3)
+    operands = (*rows, *weights, group_sizes, probs, grouped(wi_bias, 2), encode, amax)
     static, facts = _Hidden(op, x_form, wi_form, keep, how), ((0, 7), (0, 1), _lengths(how, group_sizes))
     found = forward(execute, _hidden_rule, static, operands, 6, *facts)
     return [each for each in found if each is not None]
@@ -89,12 +80,12 @@ class _Grads(NamedTuple):
 
 
 def _grads_rule(run: Any, static: _Grads, operands: Sequence[Any]) -> tuple[Any, ...]:
-    h, sizes, probs, wo_bias, dy, encode, key, *slots = operands
+    h, sizes, probs, wo_bias, dy, encode, key, amax, *slots = operands
     rows = run.spec(dy).shape[0]
     wo, stored_dy = operand_of(slots[:3], static.wo_form, rows), operand_of(slots[3:], static.dy_form, rows)
-    stored = _within(static.how, encode=encode, key=key)
+    stored = _within(static.how, encode=encode, amax=amax, key=key)
     found = grads_rule(run, decode(static.op), h, wo, sizes, probs, wo_bias, dy, stored_dy, static.wanted, stored)
-    return (*found[:3], *present(*found.stored.forms), found.stored.amax)
+    return (*found[:3], *present(*found.stored.forms))
 
 
 def _grads_operands(
@@ -106,12 +97,13 @@ def _grads_operands(
     dy: list[Tensor],
     encode: Tensor | None,
     key: Tensor | None,
+    amax: Tensor | None,
     wo_form: str,
     dy_form: str,
 ) -> tuple[Any, ...]:
     plain, *parts = dy
     form = slots_of(parts, dy_form, 2) if dy_form else (plain, None, None)
-    return (h, group_sizes, probs, grouped(wo_bias, 2), plain, encode, key, *slots_of(wo, wo_form, 3), *form)
+    return (h, group_sizes, probs, grouped(wo_bias, 2), plain, encode, key, amax, *slots_of(wo, wo_form, 3), *form)
 
 
 def _grads(
@@ -129,35 +121,35 @@ def _grads(
     dy_form: str,
     wanted: str,
     how: str,
+    amax: Tensor | None = None,
 ) -> list[Tensor]:
-    operands = _grads_operands(h, wo, group_sizes, probs, wo_bias, dy, encode, key, wo_form, dy_form)
-    facts = ((0, 2, 4), (10, 11), _lengths(how, group_sizes))
+    operands = _grads_operands(h, wo, group_sizes, probs, wo_bias, dy, encode, key, amax, wo_form, dy_form)
+    facts = ((0, 2, 4), (11, 12), _lengths(how, group_sizes))
     found = execute(_grads_rule, _Grads(op, wo_form, dy_form, wanted, how), operands, *facts)
     return [each for each in found if each is not None]
 
 
-define(
-    "stored_mlp_hidden",
-    "(Tensor[] x, Tensor[] wi, Tensor group_sizes, Tensor? probs, Tensor[] wi_bias, Tensor? encode,"
-    " str op, str x_form, str wi_form, bool keep, str how) -> Tensor[]",
-    _hidden,
+_HIDDEN = (
+    "Tensor[] x, Tensor[] wi, Tensor group_sizes, Tensor? probs, Tensor[] wi_bias, Tensor? encode,"
+    " str op, str x_form, str wi_form, bool keep, str how"
 )
-define(
-    "stored_mlp_hidden_grads",
-    "(Tensor h, Tensor[] wo, Tensor group_sizes, Tensor? probs, Tensor[] wo_bias, Tensor[] dy,"
-    " Tensor? encode, Tensor? key, str op, str wo_form, str dy_form, str wanted, str how) -> Tensor[]",
-    _grads,
+_GRADS = (
+    "Tensor h, Tensor[] wo, Tensor group_sizes, Tensor? probs, Tensor[] wo_bias, Tensor[] dy,"
+    " Tensor? encode, Tensor? key, str op, str wo_form, str dy_form, str wanted, str how"
 )
+define("stored_mlp_hidden", f"({_HIDDEN}) -> Tensor[]", _hidden)
+define("stored_mlp_hidden_grads", f"({_GRADS}) -> Tensor[]", _grads)
 _hidden_op = torch.ops.torch_bridge.stored_mlp_hidden.default
 _grads_op = torch.ops.torch_bridge.stored_mlp_hidden_grads.default
+_hidden_merging = define_merging("stored_mlp_hidden", _HIDDEN, _hidden, 7)
+_grads_merging = define_merging("stored_mlp_hidden_grads", _GRADS, _grads, 9)
 
 
 class Activated(NamedTuple):
-    """z [M, F], h [M, W] if it is kept, and the magnitudes [G] of z where delayed scaling stores it."""
+    """z [M, F] as it is or in its forms, and h [M, W] if it is kept."""
 
-    z: Any
+    z: list[Stored]
     h: Tensor | None
-    amax: Tensor | None
 
 
 def hidden(
@@ -172,27 +164,32 @@ def hidden(
     spec: ArraySpec,
     wanted: Wanted = (),
     encode: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> Activated:
     """The first product and the activation.
 
     Args:
-        spec: of z. wanted: the forms that z is stored in, all from one pass; none: z as it is.
+        spec: of z. wanted: the forms that z is stored in, all from one pass; none: z as it is. encode, amax: of these,
+            as of `store`.
     """
-    how = store_text(wanted) if wanted else ""
-    found = list(_hidden_op(x.tensors, wi.tensors, group_sizes, probs, wi_bias, encode, op, x.text, wi.text, keep, how))
-    shape = (x.tensors[0].shape[0], spec.shape[1])  # M may be a symbol
-    z = joined(take_forms(found, wanted, shape, spec.dtype)) if wanted else found.pop(0)
-    h = found.pop(0) if keep else None
-    return Activated(z, h, found[0] if found else None)
+    made = made_of(wanted, spec.shape, TORCH_DTYPES[spec.dtype])
+    texts = (op, x.text, wi.text, keep, made.how)
+    operands = (x.tensors, wi.tensors, group_sizes, probs, wi_bias, encode, *texts)
+    if amax is None or not made.merges:
+        found = _hidden_op(*operands)
+    else:
+        found = _hidden_merging[made.count + keep](*operands, amax)
+    z = made.take(found) if wanted else [Stored([found[0]])]
+    return Activated(z, found[-1] if keep else None)
 
 
 class Gradients(NamedTuple):
-    """dh [M, W], z [M, F], dp [M] float32, None where not wanted; forms of dh that are stored, and its magnitudes."""
+    """dh [M, W], z [M, F], dp [M] float32, None where not wanted; and the forms of dh that are stored."""
 
     dh: Tensor | None
     z: Tensor | None
     dp: Tensor | None
-    forms: Forms
+    forms: list[Stored]
 
 
 def hidden_grads(
@@ -208,18 +205,22 @@ def hidden_grads(
     *,
     wanted: Wanted = (),
     encode: Tensor | None = None,
+    amax: Tensor | None = None,
     key: Tensor | None = None,
 ) -> Gradients:
     """Gradients at the hidden rows, of which `letters` names those that are wanted as they are.
 
     Args:
         stored_dy: dy as the product stores it; without text it is dy. wanted: the forms that dh is stored in, all from
-            one pass.
+            one pass. encode, amax, key: of these, as of `store`.
     """
-    how = store_text(wanted, 1) if wanted else ""
+    made = made_of(wanted, h.shape, h.dtype, 1)
     parts = [dy, *(stored_dy.tensors if stored_dy.text else [])]
-    forms = (wo.text, stored_dy.text, letters, how)
-    found = list(_grads_op(h, wo.tensors, group_sizes, probs, wo_bias, parts, encode, key, op, *forms))
-    plain = {letter: found.pop(0) for letter in letters}
-    made = take_forms(found, wanted, tuple(h.shape), _run.dtype_name(h.dtype))
-    return Gradients(plain.get("h"), plain.get("z"), plain.get("p"), Forms(made, found[0] if found else None))
+    texts = (op, wo.text, stored_dy.text, letters, made.how)
+    operands = (h, wo.tensors, group_sizes, probs, wo_bias, parts, encode, key, *texts)
+    if amax is None or not made.merges:
+        found = _grads_op(*operands)
+    else:
+        found = _grads_merging[len(letters) + made.count](*operands, amax)
+    plain = dict(zip(letters, found, strict=False))
+    return Gradients(plain.get("h"), plain.get("z"), plain.get("p"), made.take(found, len(letters)))

@@ -103,13 +103,13 @@ def _stored_fwd(given: Any, out: Tensor | None, needs: MlpNeeds | None) -> tuple
     if out is not None:
         stored_mlp.check_results(given, out)
     lists = (given.wi_leaves, given.wo_leaves, given.wi_bias, given.wo_bias)
-    needs, live = _asked(needs, given.specs, lists)
+    needs, live = _asked(needs, given.checked.specs, lists)
     needs = needs._replace(x=needs.x and given.leaf is not None, wi=bool(live[0]), wo=bool(live[1]))
     adding: Any = tuple((False,) * max(1, len(each)) for each in lists[:2])
     y, tensors, names, facts = stored_mlp.forward_and_saved(given, live, needs, out, adding)
     x_kept = [each for each, name in zip(tensors, names, strict=False) if name.startswith(_saved.ROWS)]
     rows = tuple(each for each in x_kept if each is not None)
-    return y, MlpResiduals(stored_mlp, facts, given.specs, given.sizes, tuple(tensors), lists[:2], rows)
+    return y, MlpResiduals(stored_mlp, facts, given.checked.specs, given.sizes, tuple(tensors), lists[:2], rows)
 
 
 def _asked(

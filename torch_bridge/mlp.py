@@ -15,7 +15,6 @@ from torch import Tensor
 
 from grouped_core.activations import Activation
 from grouped_core.formats import QTensor
-from grouped_core.gradients import Needs
 from grouped_core.mlp_spec import Kept, MlpNeeds, Residuals, kept, needs_dh, needs_dz
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
@@ -31,6 +30,7 @@ from torch_bridge._products import (
     once,
     owners_of,
     plain_launcher,
+    product_facts,
 )
 from torch_bridge.quantize import StraightThrough
 
@@ -199,36 +199,6 @@ def split(members: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
     return parts
 
 
-@lru_cache(maxsize=1024)
-def _product(
-    text: str,
-    dtypes: tuple[torch.dtype | None, ...],
-    k: int,
-    members: tuple[int, int, int],
-    packed: tuple[bool, bool],
-    live: tuple[tuple[int, ...], tuple[int, ...]],
-    needs_x: bool,
-    flags: bool,
-    overwrite: tuple[bool, ...] | None,
-    name: str,
-) -> ProductFacts:
-    """Facts of one product, put together once; `members`: weights, biases, weights that are saved."""
-    return ProductFacts(
-        text,
-        dtypes=_library.dtype_names(*dtypes),
-        k=k,
-        counts=members[:2],
-        packed=packed,
-        needs=Needs(needs_x, bool(live[0]), bool(live[1]), False),
-        live=live[0],
-        live_biases=live[1],
-        kept_weights=members[2],
-        flags=flags,
-        weight_name=name,
-        overwrite=overwrite,
-    )
-
-
 def forward_and_saved(
     given: Arguments,
     live: Sequence[tuple[int, ...]],
@@ -248,7 +218,7 @@ def forward_and_saved(
     texts = _mlp_library.linear_texts(text, weighted)
     flags = given.to_main_grad and overwrite is None
 
-    make = _product.__wrapped__ if torch.compiler.is_compiling() else _product  # a traced number of rows is no key
+    make = product_facts.__wrapped__ if torch.compiler.is_compiling() else product_facts  # traced sizes are no keys
 
     def product(at: int, rows: Tensor, weights: list[Tensor], biases: list[Tensor], name: str) -> ProductFacts:
         start = 0 if at == 0 else len(wi)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from grouped_core import linear_spec, scaling, storing
 from grouped_core.debug import debug_flags
 from grouped_core.formats import Format, QTensor, format_option
-from grouped_core.recipes import BoundRecipe, Recipe
+from grouped_core.recipes import Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge import _run, _stored
@@ -68,8 +68,8 @@ def quantize(
     axes = storing.check_quantize(spec_of(x), cell, tuple(axis) if isinstance(axis, (tuple, list)) else axis, *specs)
     if x.dim() == 2 and sizes is None:
         sizes = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
-    made = _stored.store([x.detach()], tuple((each, cell) for each in axes), sizes, key=key).forms
-    first, *others = (dataclasses.replace(form, group_sizes=sizes) for form in made)
+    made = _stored.store([x.detach()], tuple((each, cell) for each in axes), sizes, key=key)
+    first, *others = (dataclasses.replace(_stored.restored(form, x.shape[0]), group_sizes=sizes) for form in made)
     return dataclasses.replace(first, other=others[0] if others else None)
 
 
@@ -153,9 +153,29 @@ def _update_rule(run: Any, algorithm: str, operands: Sequence[Any]) -> tuple[Any
     return ()
 
 
-def merge_amax(bound: BoundRecipe, amax: Sequence[Tensor | None]) -> None:
-    """Merges magnitudes [G] into the live slots of the state, in place; `amax` of x, weight and dy."""
-    for role, found in enumerate(amax):
-        if found is not None:
-            live = bound.state.history[role, 0]
-            torch.maximum(live, found, out=live)
+class Use(NamedTuple):
+    """What one product has of what is bound to an operation.
+
+    Attributes:
+        state: of delayed scaling, or None. first: the role of x in it; those of the weight and dy follow.
+        key: of stochastic rounding, or None.
+    """
+
+    state: ScalingState[Tensor] | None
+    key: Tensor | None
+    first: int = 0
+
+    def delayed(self, role: int, *, training: bool = False) -> tuple[Tensor | None, Tensor | None]:
+        """(multipliers [G] of an operand, its live magnitudes [G], which stores of it raise in place).
+
+        Args:
+            role: `X`, `WEIGHT` or `DY`. training: whether magnitudes are merged; else there are None.
+        """
+        if self.state is None:
+            return None, None
+        at = self.first + role
+        return self.state.scale[at], self.state.history[at, 0] if training else None
+
+
+X, WEIGHT, DY = range(len(scaling.ROLES))
+"""Roles of a product's operands."""

@@ -9,6 +9,7 @@ Letters: G groups, M rows, K in, N out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,11 +17,12 @@ from torch import Tensor
 
 from grouped_core import gradients, linear_spec, scaling
 from grouped_core.calls import ArraySpec, OperandSpec
-from grouped_core.formats import Format, QTensor
-from grouped_core.gradients import Needs
+from grouped_core.formats import QTensor
+from grouped_core.gradients import NO_NEEDS, Needs
 from grouped_core.linear_spec import Linear
 from grouped_core.products import stored_spec
 from grouped_core.recipes import BoundRecipe, Recipe
+from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes, unwrap
 from grouped_core.storing import given_forms
 from torch_bridge import _graph, _library, _products, _saved, _stored
@@ -32,12 +34,14 @@ from torch_bridge._arguments import (
     refuse_transforms,
     text_of,
 )
+from torch_bridge._decided import Decided
 from torch_bridge._library import NAMES
+from torch_bridge._memory import EXCHANGE
 from torch_bridge._products import Launcher, Owner, ProductFacts, facts_of, once, owners_of, product_gradients
 from torch_bridge._run import TORCH_DTYPES, fixed_spec, rows_spec, settle_rows
-from torch_bridge._stored import Stored, Wanted, arrays_of
+from torch_bridge._stored import NOTHING, Stored, Wanted, arrays_of
 from torch_bridge.params import check_operand, members_of
-from torch_bridge.quantize import StraightThrough, merge_amax
+from torch_bridge.quantize import DY, WEIGHT, StraightThrough, Use, X
 from torch_bridge.sizes import prepare_sizes
 
 
@@ -60,6 +64,16 @@ class Cache(Protocol):
         ...
 
 
+class Checked(NamedTuple):
+    """What follows from the facts of operands and options, decided once for them."""
+
+    op: Linear
+    text: str  # of the operation, with the recipe in force
+    recipe: Recipe
+    specs: tuple[OperandSpec, OperandSpec, ArraySpec | None, ArraySpec | None]  # of x, weight, bias, row_scale
+    dtypes: tuple[torch.dtype | None, ...]  # of these
+
+
 class Arguments(NamedTuple):
     """What a user passed, checked."""
 
@@ -68,26 +82,22 @@ class Arguments(NamedTuple):
     sizes: Tensor
     biases: list[Tensor]
     row_scale: Tensor | None
-    op: Linear
-    text: str
-    bound: BoundRecipe
+    checked: Checked
+    use: Use
     leaf: Tensor | None  # what the gradient of x belongs to
     leaves: list[Tensor]  # what those of the weights belong to
-    specs: tuple[OperandSpec, OperandSpec, ArraySpec | None, ArraySpec | None]
     to_main_grad: bool
     accumulators: Sequence[Tensor | None]
     cache: Cache | None = None  # of a layer's weight
 
     def differentiates(self) -> bool:
         """Whether anybody needs a gradient."""
-        targets = (self.leaf, *self.leaves, *self.biases, self.row_scale)
-        needed = any(each is not None and each.requires_grad for each in targets)
-        return torch.is_grad_enabled() and (needed or any(each is not None for each in self.accumulators))
-
-    @property
-    def recipe(self) -> Recipe:
-        """The recipe in force."""
-        return self.op.resolve(*self.specs[:2])
+        if not torch.is_grad_enabled():
+            return False
+        targets = (self.leaf, self.row_scale, *self.leaves, *self.biases)
+        if True in [each is not None and each.requires_grad for each in targets]:
+            return True
+        return True in [each is not None for each in self.accumulators]
 
 
 def check_arguments(
@@ -101,16 +111,64 @@ def check_arguments(
     recipe: Recipe | BoundRecipe | None,
     wgrad_accum: str | Tensor | Sequence[Tensor | None] | None,
     implementation: str | Sequence[str] | None,
+    cache: Cache | None = None,
 ) -> Arguments:
     """The arguments of `grouped_linear`; raises what it raises."""
+    compiling = torch.compiler.is_compiling()
     refuse_transforms("grouped_linear", x, weight, bias, row_scale)
     bound = linear_spec.recipe_option(recipe)
     sizes, rows_hint = unwrap(group_sizes)
     names = implementation_text(implementation)
-    text = text_of(bool(rhs_transposed), bound.recipe, bool(scale_bias), rows_hint, names)
     leaf, rows = taken(x)
     leaves, weights = taken(weight)
-    first = rows.values if isinstance(rows, QTensor) else rows
+    options = (bool(rhs_transposed), bound.recipe, bool(scale_bias), rows_hint, names)
+    # As with plain operands: what is checked depends on facts alone, those of the state's arrays among them.
+    facts = key = found = None
+    if not compiling:
+        facts = EXCHANGE.describe((*arrays(rows), *arrays(weights), sizes, bias, row_scale, *arrays(bound.state)))
+    if facts is not None:
+        key = (facts, options, form_facts(rows), form_facts(weights))
+        found = _checked.get(key)
+    if found is None:
+        given_sizes = sizes
+        sizes, found = _check_operands(rows, weights, sizes, bias, row_scale, bound, options)
+        if key is not None and sizes is given_sizes:
+            _checked.keep(key, found)
+    members = weights if isinstance(weights, QTensor) else listed(weights)
+    owners = [] if leaves is None else members if leaves is weights else listed(leaves)
+    accumulators: Sequence[Tensor | None] = ()
+    if wgrad_accum is not None and wgrad_accum != "main_grad":
+        first = home(rows)
+        if owners:
+            accumulators = accumulators_of(wgrad_accum, owners)
+        elif isinstance(wgrad_accum, Tensor):  # of a quantised weight without a master
+            wanted = ArraySpec(found.specs[1].shape, found.specs[1].dtype)
+            check_operand(NAMES.accum, wgrad_accum, first)
+            linear_spec.check_accumulator(NAMES.accum, fixed_spec(wgrad_accum), wanted)
+            check_writable(NAMES.accum, wgrad_accum)
+            accumulators = [wgrad_accum]
+        if not compiling:
+            written = [(NAMES.accum, each) for each in accumulators]
+            check_apart(written, [(NAMES.x, first), (NAMES.sizes, sizes), (NAMES.row_scale, row_scale)])
+    to_main_grad = isinstance(wgrad_accum, str) and wgrad_accum == "main_grad"
+    biases = [] if bias is None else listed(bias)
+    operands = (rows, members, sizes, biases, row_scale)
+    use = Use(bound.state, bound.key)
+    return Arguments(*operands, found, use, leaf, owners, to_main_grad, accumulators, cache)
+
+
+_checked: Decided[Any, Checked] = Decided()  # by facts of arrays, options, and how quantised operands lie
+
+
+def _check_operands(
+    rows: Any, weights: Any, sizes: Any, bias: Any, row_scale: Any, bound: BoundRecipe, options: tuple[Any, ...]
+) -> tuple[Tensor, Checked]:
+    """(sizes as kernels read them, what was decided); raises for what does not fit, in words.
+
+    Args:
+        options: of `text_of`.
+    """
+    first = home(rows)
     for name, operand in ((NAMES.x, rows), (NAMES.w, weights)):
         if isinstance(operand, QTensor):
             for part in parts_of(operand):
@@ -124,39 +182,45 @@ def check_arguments(
         members_of(NAMES.bias, bias, 2, first)
     if row_scale is not None:
         check_operand(NAMES.row_scale, row_scale, first)
-    members = weights if isinstance(weights, QTensor) else listed(weights)
-    biases = [] if bias is None else listed(bias)
     specs = (
         packed_spec(rows, 0),
-        packed_spec(members),
-        None if bias is None else packed_spec(biases, 2),
+        packed_spec(weights if isinstance(weights, QTensor) else listed(weights)),
+        None if bias is None else packed_spec(listed(bias), 2),
         packed_spec(row_scale, 0),
     )
+    text = text_of(*options)
     op = _library.decode(text)
     linear_spec.check_linear(op, specs[0], specs[1], fixed_spec(sizes), *specs[2:])
     scaling.check_bound(bound, specs[1].shape[0])
+    recipe = op.resolve(*specs[:2])
     if op.recipe is None:  # operators are told what the operands, which they see in parts, stand for
-        text = text_of(op.transposed, op.resolve(*specs[:2]), op.scale_bias, op.rows_hint, op.implementation)
+        text = text_of(op.transposed, recipe, op.scale_bias, op.rows_hint, op.implementation)
         op = _library.decode(text)
-    owners = [] if leaves is None else listed(leaves)
-    accumulators: Sequence[Tensor | None] = ()
-    if wgrad_accum is not None and wgrad_accum != "main_grad":
-        if owners:
-            accumulators = accumulators_of(wgrad_accum, owners)
-        elif isinstance(wgrad_accum, Tensor):  # of a quantised weight without a master
-            check_operand(NAMES.accum, wgrad_accum, first)
-            linear_spec.check_accumulator(
-                NAMES.accum, fixed_spec(wgrad_accum), ArraySpec(specs[1].shape, specs[1].dtype)
-            )
-            check_writable(NAMES.accum, wgrad_accum)
-            accumulators = [wgrad_accum]
-        if not torch.compiler.is_compiling():
-            written = [(NAMES.accum, each) for each in accumulators]
-            check_apart(written, [(NAMES.x, first), (NAMES.sizes, sizes), (NAMES.row_scale, row_scale)])
-    to_main_grad = wgrad_accum == "main_grad" if isinstance(wgrad_accum, str) else False
-    return Arguments(
-        rows, members, sizes, biases, row_scale, op, text, bound, leaf, owners, specs, to_main_grad, accumulators
-    )
+    dtypes = tuple([None if spec is None else TORCH_DTYPES[spec.dtype] for spec in specs])
+    return sizes, Checked(op, text, recipe, specs, dtypes)
+
+
+def arrays(operand: Any) -> Sequence[Any]:
+    """The arrays of an operand or of a state, as facts are asked of them: parts of what is quantised."""
+    if isinstance(operand, QTensor):
+        return parts_of(operand)
+    if isinstance(operand, ScalingState):
+        return operand.scale, operand.history
+    return (operand,)
+
+
+def form_facts(operand: Any) -> tuple[Any, ...] | None:
+    """What parts of a quantised operand do not tell of it."""
+    if not isinstance(operand, QTensor):
+        return None
+    there = (operand.scales is not None, operand.group_scales is not None)
+    return operand.format, operand.axis, operand.shape, operand.dtype, there, form_facts(operand.other)
+
+
+def home(rows: Any) -> Any:
+    """The tensor that says where rows are, quantised or not."""
+    rows = rows.q if isinstance(rows, StraightThrough) else rows
+    return rows.values if isinstance(rows, QTensor) else rows
 
 
 def taken(operand: Any) -> tuple[Any, Any]:
@@ -222,8 +286,8 @@ def linear(
     """
     arguments = (x, weight, group_sizes, rhs_transposed, bias, row_scale, scale_bias, recipe)
     if not torch.compiler.is_compiling():
-        given = check_arguments(*arguments, wgrad_accum, implementation)
-        return grouped_linear(given._replace(cache=cache), out, grad_input, owner)
+        given = check_arguments(*arguments, wgrad_accum, implementation, cache)
+        return grouped_linear(given, out, grad_input, owner)
     master = taken(weight)[0]
     parameters = owner.parameters if owner is not None else [] if master is None else listed(master)
     if cache is not None or _products.stays_outside(owner, parameters, isinstance(wgrad_accum, str)):
@@ -283,29 +347,59 @@ def grouped_linear(
     if out is not None or grad_input is not None:
         check_results(given, out, grad_input)
     if not given.differentiates():
-        return _forward(given, Needs(False, False, False, False), out)[0]
+        return _forward(given, NO_NEEDS, out)[0]
     return _attach(given, out, grad_input, owner, replaced)
 
 
 def check_results(given: Arguments, out: Tensor | None, grad_input: Tensor | None) -> None:
     """BUF-2."""
     operands = (given.x, given.weight, given.sizes, given.biases, given.row_scale)
-    check_buffers(out, grad_input, given.sizes, given.leaf, given.specs[0], operands)
+    check_buffers(out, grad_input, given.sizes, given.leaf, given.checked.specs[0], operands)
 
 
-class _Kept(NamedTuple):
-    """What forward leaves for backward."""
+class _Plan(NamedTuple):
+    """What forward does with x and weight, as far as it does not depend on arrays."""
 
-    x: Stored | None
-    weight: Stored | None
+    x: Wanted
+    weight: Wanted
+    keeps: tuple[bool, bool]  # whether backward reads x and weight in the last of these forms
+    saved: Needs
+    training: bool
 
 
-def forms_of(source: Any, wanted: list[tuple[int, Format]], sizes: Tensor | None, encode: Tensor | None,
-           recipe: Recipe) -> tuple[list[Any], Tensor | None]:  # fmt: skip
-    """An operand in the formats wanted; plain formats give the operand itself."""
+@lru_cache(maxsize=1024)
+def _plan(text: str, needs: Needs, has_bias: bool, has_scale: bool) -> _Plan:
+    op, recipe = with_recipe(text)
+    keeps = gradients.keeps_forms(op, recipe, needs, has_scale)
+    saved = gradients.linear_saved(op, needs, has_bias, has_scale)
+    return _Plan(*forms_read(op, recipe, keeps), keeps, saved, any(needs))
+
+
+def with_recipe(text: str) -> tuple[Linear, Recipe]:
+    """The operation of a text that has a recipe, and that recipe."""
+    op = _library.decode(text)
+    assert op.recipe is not None, "texts of stored operands have one"
+    return op, op.recipe
+
+
+def forms_read(op: Linear, recipe: Recipe, keeps: tuple[bool, bool]) -> tuple[Wanted, Wanted]:
+    """Forms of x and of the weight that forward reads, and where `keeps` says so those of backward."""
+    k_axis, n_axis = op.weight_axes()
+    weight: Wanted = ((k_axis, recipe.forward[1]), *([(n_axis, recipe.dgrad[1])] if keeps[1] else []))
+    return tuple(gradients.row_forms(recipe, keeps[0])), weight
+
+
+def forms_of(
+    source: Any, wanted: Wanted, sizes: Tensor | None, encode: Tensor | None, recipe: Recipe, amax: Tensor | None = None
+) -> list[Stored]:
+    """An operand in the formats wanted, of which plain ones give the operand itself.
+
+    Args:
+        encode, amax: as of `_stored.store`.
+    """
     if isinstance(source, QTensor):
         if (ready := given_forms(source, wanted)) is not None:
-            return ready, None
+            return list(map(arrays_of, ready))
         if recipe.requantize is None:
             raise ValueError(
                 f"a quantised operand: {source.format.name} along axis {source.axis}, expected "
@@ -314,56 +408,49 @@ def forms_of(source: Any, wanted: list[tuple[int, Format]], sizes: Tensor | None
                 "requantize='from_dequantized'."
             )
         source = _stored.dequantize(source, sizes, source.dtype)
-    forms: list[Any] = [source] * len(wanted)
-    stored: Wanted = tuple((axis, cell) for axis, cell in wanted if not cell.plain)
-    if not stored:
-        return forms, None
-    members = [source] if isinstance(source, Tensor) else source
-    found = _stored.store(members, stored, sizes, encode=encode)
-    made = iter(found.forms)
-    return [source if cell.plain else next(made) for _, cell in wanted], found.amax
+    plain = arrays_of(source)
+    stored = quantised(wanted)
+    made = iter(_stored.store(plain.tensors, stored, sizes, encode=encode, amax=amax) if stored else ())
+    return [plain if cell.plain else next(made) for _, cell in wanted]
+
+
+@lru_cache(maxsize=1024)
+def quantised(wanted: Wanted) -> Wanted:
+    """The forms that are no plain ones."""
+    return tuple((axis, cell) for axis, cell in wanted if not cell.plain)
 
 
 def weight_forms(
-    cache: Cache | None, weight: Any, wanted: list[tuple[int, Format]], bound: BoundRecipe, recipe: Recipe, *,
-    training: bool,
-) -> list[Any]:  # fmt: skip
+    cache: Cache | None, weight: Any, wanted: Wanted, use: Use, recipe: Recipe, *, training: bool
+) -> list[Stored]:
     """A weight in the formats wanted, from the cache where there is one; in training magnitudes are merged."""
-    encode = scaling.extras(bound).w
+    encode, live = use.delayed(WEIGHT, training=training)
     if cache is None or isinstance(weight, QTensor):
-        forms, amax = forms_of(weight, wanted, None, encode, recipe)
-        if training:
-            merge_amax(bound, (None, amax, None))
-        return forms
-    live = bound.state.history[scaling.ROLES.index("w"), 0] if training and bound.state is not None else None
-    stored: Wanted = tuple((axis, cell) for axis, cell in wanted if not cell.plain)
-    made = iter(cache(weight, stored, encode, live) if stored else ())
-    return [weight if cell.plain else next(made) for _, cell in wanted]
+        return forms_of(weight, wanted, None, encode, recipe, live)
+    stored = quantised(wanted)
+    made = map(arrays_of, cache(weight, stored, encode, live) if stored else ())
+    return [arrays_of(weight) if cell.plain else next(made) for _, cell in wanted]
 
 
-def _forward(given: Arguments, needs: Needs, out: Tensor | None) -> tuple[Tensor, _Kept]:
-    """(y, what backward reads)."""
-    op, recipe, extras = given.op, given.recipe, scaling.extras(given.bound)
-    k_axis, n_axis = op.weight_axes()
-    has_bias, has_scale = bool(given.biases), given.row_scale is not None
-    saved = gradients.linear_saved(op, needs, has_bias, has_scale)
-    keep_x, keep_w = gradients.keeps_forms(op, recipe, needs, has_scale)
-    x_wanted = gradients.row_forms(recipe, keep_x)
-    w_wanted = [(k_axis, recipe.forward[1]), *([(n_axis, recipe.dgrad[1])] if keep_w else [])]
-    rows, amax_x = forms_of(given.x, x_wanted, given.sizes, extras.x, recipe)
-    weights = weight_forms(given.cache, given.weight, w_wanted, given.bound, recipe, training=any(needs))
-    x, w = arrays_of(rows[0]), arrays_of(weights[0])
-    operands = (x.tensors, w.tensors, given.sizes, given.biases, given.row_scale, given.text, x.text, w.text)
+def _forward(given: Arguments, needs: Needs, out: Tensor | None) -> tuple[Tensor, Stored, Stored]:
+    """(y, x and weight as backward reads them, without arrays where it does not)."""
+    text, recipe, use = given.checked.text, given.checked.recipe, given.use
+    plan = _plan(text, needs, bool(given.biases), given.row_scale is not None)
+    encode, live = use.delayed(X, training=plan.training)
+    rows = forms_of(given.x, plan.x, given.sizes, encode, recipe, live)
+    weights = weight_forms(given.cache, given.weight, plan.weight, use, recipe, training=plan.training)
+    x, w = rows[0], weights[0]
+    operands = (x.tensors, w.tensors, given.sizes, given.biases, given.row_scale, text, x.text, w.text)
     if out is None:
         y = _stored.linear(*operands)
     else:
         _stored.linear_into(*operands, out)
         y = out.detach()
-    if any(needs):
-        merge_amax(given.bound, (amax_x, None, None))
-    return y, _Kept(
-        arrays_of(rows[-1] if keep_x else given.x) if saved.x else None,
-        arrays_of(weights[-1] if keep_w else given.weight) if saved.w else None,
+    keep_x, keep_w = plan.keeps
+    return (
+        y,
+        (rows[-1] if keep_x else arrays_of(given.x)) if plan.saved.x else NOTHING,
+        (weights[-1] if keep_w else arrays_of(given.weight)) if plan.saved.w else NOTHING,
     )
 
 
@@ -377,7 +464,7 @@ def _attach(
     weights = given.leaves
     packed = (not weights or weights[0].dim() == 3, bool(given.biases) and given.biases[0].dim() == 2)
     counts = (max(1, len(weights)), len(given.biases))
-    static = (given.text, counts, packed, given.to_main_grad, replaced)
+    static = (given.checked.text, counts, packed, given.to_main_grad, replaced)
     quiet = weights or [None]
     return _StoredLinear.apply(
         *(static, owner, given, out, grad_input),
@@ -386,6 +473,7 @@ def _attach(
 
 
 _PLAIN_ARGUMENTS = 5  # of `_StoredLinear` that have no gradient and stand first
+_PLAIN, _PARTS = (_saved.ROWS,), (f"{_saved.ROWS}_q", f"{_saved.ROWS}_scale", f"{_saved.ROWS}_scale")  # names of x
 
 
 def launcher(
@@ -429,34 +517,31 @@ class _StoredLinear(torch.autograd.Function):
         """`members`: weights (or their masters, None where there is none), biases, destinations of weight gradients."""
         _, (first_bias, bias_count), _, to_main_grad, _ = static
         accumulators = members[first_bias + bias_count :]
-        names = [None if spec is None else spec.dtype for spec in given.specs]
-        if given.leaf is not None and isinstance(given.x, QTensor):
-            names[0] = fixed_spec(given.leaf).dtype
-        if given.leaves and isinstance(given.weight, QTensor):
-            names[1] = fixed_spec(given.leaves[0]).dtype
-        dtypes = tuple([None if name is None else TORCH_DTYPES[name] for name in names])
-        needed = list(ctx.needs_input_grad)
-        for at, accumulator in enumerate(accumulators):  # of a quantised weight without a master
-            needed[_PLAIN_ARGUMENTS + 2 + at] |= accumulator is not None and members[at] is None
-        kept, needs, facts = facts_of(static, dtypes, tuple(needed), _PLAIN_ARGUMENTS)
-        ctx.facts = ProductFacts(*facts, needs=Needs(*needs), k=given.specs[0].shape[1])
-        y, forms = _forward(given, Needs(*needs), out)
-        x, weight = forms.x or Stored([]), forms.weight or Stored([])
-        key = given.bound.key
+        dtypes = given.checked.dtypes
+        if isinstance(given.x, QTensor) or isinstance(given.weight, QTensor):  # which have masters, or none
+            masters = (given.leaf, given.leaves[0] if given.leaves else None)
+            own = [one if each is None else each.dtype for one, each in zip(dtypes, masters, strict=False)]
+            dtypes = (*own, *dtypes[2:])
+        needed = ctx.needs_input_grad
+        if accumulators and members[0] is None:  # of a quantised weight without a master
+            at = _PLAIN_ARGUMENTS + 2
+            needed = (*needed[:at], accumulators[0] is not None, *needed[at + 1 :])
+        kept, needs, facts = facts_of(static, dtypes, needed, _PLAIN_ARGUMENTS)
+        needs = Needs(*needs)
+        ctx.facts = ProductFacts(*facts, needs=needs, k=given.checked.specs[0].shape[1])
+        y, x, weight = _forward(given, needs, out)
+        key = given.use.key
         biases = given.biases if kept.bias else []
         saved = (*x.tensors, given.sizes, row_scale if kept.row_scale else None, *weight.tensors, *biases, key)
-        parts = ("", "_scale", "_scale") if not x.text else ("_q", "_scale", "_scale")
-        _saved.tell(saved, tuple(_saved.ROWS + part for part in parts[: len(x.tensors)]))
+        _saved.tell(saved, (_PARTS if x.text else _PLAIN)[: len(x.tensors)])
         ctx.save_for_backward(*saved)
         ctx.counts = (len(x.tensors), len(weight.tensors))
         ctx.texts = (x.text, weight.text)
-        ctx.bound, ctx.op, ctx.recipe = given.bound, given.op, given.recipe
+        ctx.use = given.use
         ctx.grad_input = grad_input
         ctx.accumulators = accumulators
-        elsewhere = bool(to_main_grad or accumulators)
-        ctx.owners, ctx.delayed = owners_of(
-            given.leaves or [each for each in accumulators if each is not None], elsewhere, owner
-        )
+        weights = given.leaves or [each for each in accumulators if each is not None]
+        ctx.owners, ctx.delayed = owners_of(weights, bool(to_main_grad or accumulators), owner)
         return y
 
     @staticmethod
@@ -479,38 +564,33 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     sizes, row_scale, *rest = tensors[x_count:]
     weight, biases, key = Stored(rest[:w_count], ctx.texts[1]), rest[w_count:-1], rest[-1]
     dy = dy.contiguous()
-    forms = dy_forms(ctx.op, ctx.recipe, dy, sizes, row_scale, facts.needs, ctx.bound, key)
-    work = launcher(x, weight, sizes, biases, row_scale, dy, forms, key, scaling.extras(ctx.bound).x, facts)
+    forms = _dy_forms(facts.text, dy, sizes, row_scale, facts.needs, ctx.use._replace(key=key))
+    encode, _ = ctx.use.delayed(X)
+    work = launcher(x, weight, sizes, biases, row_scale, dy, forms, key, encode, facts)
     found = product_gradients(facts, work, ctx.owners, ctx.accumulators, ctx.grad_input, ctx.delayed)
     results = (found.x, found.row_scale, *found.weights, *found.biases)
     return (*[None] * _PLAIN_ARGUMENTS, *results, *[None] * len(ctx.accumulators))
 
 
-def dy_forms(
-    op: Linear,
-    recipe: Recipe,
-    dy: Tensor,
-    sizes: Tensor,
-    row_scale: Tensor | None,
-    needs: Needs,
-    bound: BoundRecipe,
-    key: Tensor | None,
-    *,
-    stream: int = 0,
-) -> list[Stored]:
+@lru_cache(maxsize=1024)
+def _cotangent(text: str, needs: Needs, has_scale: bool) -> tuple[Wanted, Wanted]:
+    """Forms of dy that backward reads, and of c dy where a row scale c multiplies rows."""
+    op, recipe = with_recipe(text)
+    scaled = has_scale and not op.scale_bias
+    through_weight = needs.x or (needs.row_scale and scaled)
+    dgrad = quantised(((1, recipe.dgrad[0]),)) if through_weight else ()
+    wgrad = quantised(((0, recipe.wgrad[1]),)) if needs.w else ()
+    return (dgrad, wgrad) if scaled else ((*dgrad, *wgrad), ())
+
+
+def _dy_forms(text: str, dy: Tensor, sizes: Tensor, row_scale: Tensor | None, needs: Needs, use: Use) -> list[Stored]:
     """dy in the forms that the products of backward read, each source in one pass; magnitudes are merged."""
-    encode = scaling.extras(bound).dy
-    factor = None if op.scale_bias else row_scale
-    through_weight = needs.x or (needs.row_scale and row_scale is not None and not op.scale_bias)
-    dgrad = [(1, recipe.dgrad[0])] if through_weight and not recipe.dgrad[0].plain else []
-    wgrad = [(0, recipe.wgrad[1])] if needs.w and not recipe.wgrad[1].plain else []
-    passes = [(dy, [*dgrad, *wgrad])]
-    if factor is not None and wgrad:  # rounded once from fp32, as `scale_rows` does
-        passes = [(dy, dgrad), ((dy.float() * factor.float()[:, None]).to(dy.dtype), wgrad)]
+    encode, live = use.delayed(DY, training=True)
+    own, scaled = _cotangent(text, needs, row_scale is not None)
     made: list[Stored] = []
-    for source, wanted in passes:
-        if wanted:
-            found = _stored.store([source], tuple(wanted), sizes, encode=encode, key=key, stream=stream)
-            made += [arrays_of(form) for form in found.forms]
-            merge_amax(bound, (None, None, found.amax))
+    if own:
+        made += _stored.store([dy], own, sizes, encode=encode, amax=live, key=use.key)
+    if scaled and row_scale is not None:  # rounded once from fp32, as `scale_rows` does
+        rows = (dy.float() * row_scale.float()[:, None]).to(dy.dtype)
+        made += _stored.store([rows], scaled, sizes, encode=encode, amax=live, key=use.key)
     return made

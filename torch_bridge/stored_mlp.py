@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from grouped_core import gradients, linear_spec, scaling
 from grouped_core import mlp as rules
+from grouped_core.calls import ArraySpec, OperandSpec
 from grouped_core.formats import Format, QTensor
 from grouped_core.gradients import Needs
 from grouped_core.linear_spec import Linear
@@ -27,24 +29,32 @@ from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import unwrap
 from torch_bridge import _graph, _library, _mlp_arguments, _mlp_library, _products, _saved, _stored, _stored_mlp
 from torch_bridge._arguments import accumulators_of, check_apart, refuse_transforms
+from torch_bridge._decided import Decided
+from torch_bridge._memory import EXCHANGE
 from torch_bridge._mlp_library import NAMES
-from torch_bridge._products import Launcher, Owner, ProductFacts, mlp_gradients, once, owners_of
+from torch_bridge._products import Launcher, Owner, ProductFacts, mlp_gradients, once, owners_of, product_facts
 from torch_bridge._run import TORCH_DTYPES, fixed_spec, rows_spec, settle_rows
-from torch_bridge._stored import Stored, arrays_of
+from torch_bridge._stored import NOTHING, Stored, Wanted, arrays_of
 from torch_bridge.params import check_operand, members_of
-from torch_bridge.quantize import merge_amax
+from torch_bridge.quantize import DY, WEIGHT, Use, X
 from torch_bridge.sizes import prepare_sizes
 from torch_bridge.stored import (
     Cache,
+    arrays,
     check_buffers,
+    form_facts,
     forms_of,
+    forms_read,
+    home,
     is_stored,
     launcher,
     listed,
     packed_spec,
     parts_of,
+    quantised,
     taken,
     weight_forms,
+    with_recipe,
 )
 
 
@@ -60,6 +70,36 @@ Replaced = tuple[tuple[bool, ...] | None, tuple[bool, ...] | None]
 """Of the weights of both products, whether each gradient replaces what is there; None: ask the Parameters."""
 
 
+class Product(NamedTuple):
+    """What is known of one of the two products beside arrays."""
+
+    op: Linear
+    recipe: Recipe  # in force
+    text: str  # of the operation with this recipe
+
+
+class Checked(NamedTuple):
+    """What follows from the facts of operands and options, decided once for them."""
+
+    op: Mlp
+    text: str
+    specs: MlpSpecs
+    hidden: ArraySpec  # of the activated rows
+    products: tuple[Product, Product]
+    dtypes: MlpDtypes
+
+
+class MlpDtypes(NamedTuple):
+    """Dtypes of rows, weights, probabilities and biases; None where absent."""
+
+    x: torch.dtype
+    wi: torch.dtype
+    wo: torch.dtype
+    probs: torch.dtype | None
+    wi_bias: torch.dtype | None
+    wo_bias: torch.dtype | None
+
+
 class Arguments(NamedTuple):
     """What a user passed, checked."""
 
@@ -70,10 +110,8 @@ class Arguments(NamedTuple):
     probs: Tensor | None
     wi_bias: list[Tensor]
     wo_bias: list[Tensor]
-    op: Mlp
-    text: str
-    bounds: tuple[BoundRecipe, BoundRecipe]  # of the products: the state of each has the roles x, w and dy
-    specs: MlpSpecs
+    checked: Checked
+    uses: tuple[Use, Use]  # of the products
     leaf: Tensor | None  # what the gradient of x belongs to
     wi_leaves: list[Tensor]
     wo_leaves: list[Tensor]
@@ -84,9 +122,11 @@ class Arguments(NamedTuple):
 
     def differentiates(self) -> bool:
         """Whether anybody needs a gradient."""
+        if not torch.is_grad_enabled():
+            return False
         leaves = (self.leaf, self.probs, *self.wi_leaves, *self.wo_leaves, *self.wi_bias, *self.wo_bias)
-        needed = any(each is not None and each.requires_grad for each in leaves)
-        return torch.is_grad_enabled() and (needed or bool(self.accum_wi) or bool(self.accum_wo))
+        needed = True in [each is not None and each.requires_grad for each in leaves]
+        return needed or bool(self.accum_wi) or bool(self.accum_wo)
 
 
 def check_arguments(
@@ -103,45 +143,36 @@ def check_arguments(
     residuals: Any,
     wgrad_accum: Any,
     implementation: Any,
+    caches: tuple[Cache | None, Cache | None] = (None, None),
 ) -> Arguments:
     """The arguments of `grouped_mlp`; raises what it raises."""
+    compiling = torch.compiler.is_compiling()
     refuse_transforms("grouped_mlp", x, wi, wo, probs, wi_bias, wo_bias)
-    pair = recipe if isinstance(recipe, tuple) else None  # layers that have a state each
-    bound = pair[0] if pair else linear_spec.recipe_option(recipe)
+    # Layers that have a state each come with a pair.
+    bounds = recipe if isinstance(recipe, tuple) else (linear_spec.recipe_option(recipe),)
     sizes, rows_hint = unwrap(group_sizes)
     paired = _mlp_arguments.is_pair(wi)
     text = _mlp_arguments.text_of(
-        rhs_transposed, activation, bound.recipe, residuals, rows_hint, implementation, paired
+        rhs_transposed, activation, bounds[0].recipe, residuals, rows_hint, implementation, paired
     )
-    op = _mlp_library.decode(text)
     leaf, rows = taken(x)
     (wi_leaves, first), (wo_leaves, second) = taken(wi), taken(wo)
-    home = rows.values if isinstance(rows, QTensor) else rows
-    check_operand(NAMES.x, home, home)
-    sizes, _ = prepare_sizes(sizes, home, linear_spec.Names(NAMES.x, NAMES.wi))
-    for name, operand in ((NAMES.x, rows), (NAMES.wi, first), (NAMES.wo, second)):
-        if isinstance(operand, QTensor):
-            for part in parts_of(operand):
-                check_operand(name, part, home)
-        elif name != NAMES.x and not paired:
-            members_of(name, operand, 3, home)
-    if probs is not None:
-        check_operand(NAMES.probs, probs, home)
-    for name, operand in ((NAMES.wi_bias, wi_bias), (NAMES.wo_bias, wo_bias)):
-        if operand is not None:
-            members_of(name, operand, 2, home)
+    operands = (rows, first, second, sizes, probs, wi_bias, wo_bias)
+    # As with plain operands: what is checked depends on facts alone, those of the states' arrays among them.
+    facts = key = found = None
+    if not compiling:
+        states = [array for each in bounds for array in arrays(each.state)]
+        facts = EXCHANGE.describe((*arrays(rows), *arrays(first), *arrays(second), *operands[3:], *states))
+    if facts is not None:
+        key = (facts, text, len(bounds), form_facts(rows), form_facts(first), form_facts(second))
+        found = _checked.get(key)
+    if found is None:
+        given_sizes = sizes
+        sizes, found = _check_operands(operands, bounds, text)
+        if key is not None and sizes is given_sizes:
+            _checked.keep(key, found)
     wi_members = first if isinstance(first, QTensor) else listed(first)
     wo_members = second if isinstance(second, QTensor) else listed(second)
-    biases = [[] if each is None else listed(each) for each in (wi_bias, wo_bias)]
-    bias_specs = [packed_spec(each, 2) if each else None for each in biases]
-    wi_spec: Any = packed_spec(wi_members)
-    if paired:  # which the check refuses
-        wi_spec = operand_spec(Planner(), in_form(op.fc1(), tuple(map(fixed_spec, listed(wi)))))
-    specs = MlpSpecs(packed_spec(rows, 0), wi_spec, packed_spec(wo_members), packed_spec(probs, 0), *bias_specs)
-    check(op, *specs[:3], fixed_spec(sizes), *specs[3:])
-    bounds = pair or _of_products(bound, specs.wo.shape[0])
-    for each in bounds:
-        scaling.check_bound(each, specs.wo.shape[0])
     leaves = [[] if each is None else listed(each) for each in (wi_leaves, wo_leaves)]
     accums: list[Sequence[Tensor | None]] = [(), ()]
     if wgrad_accum is not None and wgrad_accum != "main_grad":
@@ -153,48 +184,65 @@ def check_arguments(
         for at, (each, members, name) in enumerate(zip(wgrad_accum, leaves, (NAMES.wi, NAMES.wo), strict=True)):
             if each is not None:
                 accums[at] = accumulators_of(each, members, f"{NAMES.accum}[{at}]", name)
-        if not torch.compiler.is_compiling():
+        if not compiling:
             written = [(f"{NAMES.accum}[{at}]", each) for at, some in enumerate(accums) for each in some]
-            check_apart(written, [(NAMES.x, home), (NAMES.sizes, sizes), (NAMES.probs, probs)])
-    to_main_grad = isinstance(wgrad_accum, str)
-    operands = (rows, wi_members, wo_members, sizes, probs, biases[0], biases[1])
-    own = (op, text, bounds, specs, leaf, leaves[0], leaves[1])
-    return Arguments(*operands, *own, to_main_grad, accums[0], accums[1])
-
-
-def _of_products(bound: BoundRecipe, groups: int) -> tuple[BoundRecipe, BoundRecipe]:
-    """What each product has of what is bound to both; states are views."""
-    scaling.check_bound(bound, groups, products=2)
-    state, roles = bound.state, len(scaling.ROLES)
-    if state is None:
-        return bound, bound
-    first, second = (
-        dataclasses.replace(state, scale=state.scale[part], history=state.history[part], top=state.top[part])
-        for part in (slice(roles), slice(roles, None))
+            check_apart(written, [(NAMES.x, home(rows)), (NAMES.sizes, sizes), (NAMES.probs, probs)])
+    biases = [[] if each is None else listed(each) for each in (wi_bias, wo_bias)]
+    one, two = bounds[0], bounds[-1]
+    uses = (Use(one.state, one.key), Use(two.state, two.key, 0 if len(bounds) == 2 else len(scaling.ROLES)))
+    return Arguments(
+        *(rows, wi_members, wo_members, sizes, probs, biases[0], biases[1]),
+        *(found, uses, leaf, leaves[0], leaves[1], isinstance(wgrad_accum, str), accums[0], accums[1], caches),
     )
-    return dataclasses.replace(bound, state=first), dataclasses.replace(bound, state=second)
 
 
-def linear_of(given: Arguments, at: int) -> tuple[Linear, Recipe, str]:
-    """The first or second product: the operation, its recipe in force, and its text with that recipe."""
-    weighted = given.specs.wo_bias is not None and given.specs.probs is not None
-    op = given.op.fc1() if at == 0 else given.op.fc2(weighted)
-    rows = given.specs.x if at == 0 else hidden_spec(given)
-    recipe = op.resolve(rows, given.specs.wi if at == 0 else given.specs.wo)
-    text = _library.encode(op.transposed, recipe, op.scale_bias, op.rows_hint, op.implementation)
-    return op, recipe, text
+_checked: Decided[Any, Checked] = Decided()  # by facts of arrays, options as text, and how quantised operands lie
 
 
-def hidden_spec(given: Arguments) -> Any:
-    """Spec of the activated rows."""
-    width = given.specs.wo.shape[given.op.fc2().weight_axes()[0]]
-    return linear_spec.ArraySpec((given.specs.x.shape[0], width), given.specs.x.dtype)
+def _check_operands(operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], text: str) -> tuple[Tensor, Checked]:
+    """(sizes as kernels read them, what was decided); raises for what does not fit, in words."""
+    rows, first, second, sizes, probs, wi_bias, wo_bias = operands
+    op = _mlp_library.decode(text)
+    one = home(rows)
+    check_operand(NAMES.x, one, one)
+    sizes, _ = prepare_sizes(sizes, one, linear_spec.Names(NAMES.x, NAMES.wi))
+    for name, operand in ((NAMES.x, rows), (NAMES.wi, first), (NAMES.wo, second)):
+        if isinstance(operand, QTensor):
+            for part in parts_of(operand):
+                check_operand(name, part, one)
+        elif name != NAMES.x and not op.paired:
+            members_of(name, operand, 3, one)
+    if probs is not None:
+        check_operand(NAMES.probs, probs, one)
+    for name, operand in ((NAMES.wi_bias, wi_bias), (NAMES.wo_bias, wo_bias)):
+        if operand is not None:
+            members_of(name, operand, 2, one)
+    wi_spec: Any = packed_spec(first if isinstance(first, QTensor) else listed(first))
+    if op.paired:  # which the check refuses
+        wi_spec = operand_spec(Planner(), in_form(op.fc1(), tuple(map(fixed_spec, listed(first)))))
+    wo_spec: Any = packed_spec(second if isinstance(second, QTensor) else listed(second))
+    bias_specs = [packed_spec(listed(each), 2) if each is not None else None for each in (wi_bias, wo_bias)]
+    specs = MlpSpecs(packed_spec(rows, 0), wi_spec, wo_spec, packed_spec(probs, 0), *bias_specs)
+    check(op, *specs[:3], fixed_spec(sizes), *specs[3:])
+    for each in bounds:
+        scaling.check_bound(each, specs.wo.shape[0], products=3 - len(bounds))
+    weighted = specs.wo_bias is not None and specs.probs is not None
+    hidden = ArraySpec((specs.x.shape[0], specs.wo.shape[op.fc2().weight_axes()[0]]), specs.x.dtype)
+    products = (_product(op.fc1(), specs.x, specs.wi), _product(op.fc2(weighted), hidden, specs.wo))
+    dtypes = MlpDtypes(*[None if each is None else TORCH_DTYPES[each.dtype] for each in specs])
+    return sizes, Checked(op, text, specs, hidden, products, dtypes)
+
+
+def _product(op: Linear, rows: OperandSpec, weight: OperandSpec) -> Product:
+    recipe = op.resolve(rows, weight)
+    return Product(op, recipe, _library.encode(op.transposed, recipe, op.scale_bias, op.rows_hint, op.implementation))
 
 
 class Facts(NamedTuple):
     """What forward tells backward beside tensors."""
 
-    given: Arguments  # without operands
+    checked: Checked
+    uses: tuple[Use, Use]
     needs: MlpNeeds
     products: tuple[ProductFacts, ProductFacts]
     texts: tuple[str, ...]  # of the forms of x, z, wi and wo
@@ -228,8 +276,7 @@ def grouped_mlp(
     """
     arguments = (x, wi, wo, group_sizes, rhs_transposed, activation, probs, wi_bias, wo_bias, recipe, residuals)
     if not torch.compiler.is_compiling():
-        given = check_arguments(*arguments, wgrad_accum, implementation)
-        return mlp(given._replace(caches=caches), out, grad_input, owners)
+        return mlp(check_arguments(*arguments, wgrad_accum, implementation, caches), out, grad_input, owners)
     masters = [taken(wi)[0], taken(wo)[0]]
     parameters = [
         owner.parameters if owner is not None else [] if master is None else listed(master)
@@ -283,9 +330,10 @@ def mlp(
 def check_results(given: Arguments, out: Tensor | None, grad_input: Tensor | None = None) -> None:
     """BUF-2."""
     operands = (given.x, given.wi, given.wo, given.sizes, given.probs, given.wi_bias, given.wo_bias)
-    check_buffers(out, grad_input, given.sizes, given.leaf, given.specs.x, operands)
+    spec = given.checked.specs.x
+    check_buffers(out, grad_input, given.sizes, given.leaf, spec, operands)
     if out is not None:
-        wanted = linear_spec.ArraySpec(given.specs.x.shape, given.specs.x.dtype)
+        wanted = linear_spec.ArraySpec(spec.shape, spec.dtype)
         linear_spec.check_buffer(NAMES.out, rows_spec(out), wanted)
 
 
@@ -302,33 +350,60 @@ class _Forward(NamedTuple):
     keep: Kept
 
 
-def _none() -> Stored:
-    return Stored([])
+class _Plan(NamedTuple):
+    """What forward does, as far as it does not depend on arrays."""
+
+    keep: Kept
+    forms: tuple[tuple[Wanted, Wanted], tuple[Wanted, Wanted]]  # of rows and weight of both products
+    keeps: tuple[tuple[bool, bool], tuple[bool, bool]]  # whether backward reads these in the last of their forms
+    within: Wanted  # forms of the activated rows that the activation's own pass stores
+    training: bool
+
+
+@lru_cache(maxsize=1024)
+def _plan(text: str, texts: tuple[str, str], needs: MlpNeeds, has: tuple[bool, bool, bool]) -> _Plan:
+    """`has`: whether there are probabilities and biases."""
+    op = _mlp_library.decode(text)
+    keep = kept(op, needs, *has)
+    again = op.residuals.policy == "save_input"
+    asked = (
+        Needs(needs.x and not again, needs.wi and not again, False, False),
+        Needs(needs_dz(needs), keep.z, False, False),
+    )
+    products = [with_recipe(each) for each in texts]
+    first, second = (gradients.keeps_forms(*product, one, False) for product, one in zip(products, asked, strict=True))
+    forms = (forms_read(*products[0], first), forms_read(*products[1], second))
+    within = _in_one_pass(op, rules.activated_row_forms(op, products[1][1], keep.z))
+    return _Plan(keep, forms, (first, second), within, any(needs))
 
 
 def _forward(given: Arguments, needs: MlpNeeds, out: Tensor | None) -> _Forward:
     """y and what backward reads, as `grouped_core.mlp.mlp` has it."""
-    op, probs = given.op, given.probs
-    keep = kept(op, needs, probs is not None, bool(given.wi_bias), bool(given.wo_bias))
-    again = op.residuals.policy == "save_input"
-    asked = Needs(needs.x and not again, needs.wi and not again, False, False)
-    training = any(needs)
-    x, wi = _operands(given, 0, given.x, given.wi, asked, training)
-    asked = Needs(needs_dz(needs), keep.z, False, False)
-    recipe = linear_of(given, 1)[1]
+    checked, probs, (one, two) = given.checked, given.probs, given.uses
+    first, second = checked.products
+    has = (probs is not None, bool(given.wi_bias), bool(given.wo_bias))
+    plan = _plan(checked.text, (first.text, second.text), needs, has)
+    keep, training, ((x_wanted, wi_wanted), (z_wanted, wo_wanted)) = plan.keep, plan.training, plan.forms
+    (keeps_x, keeps_wi), (keeps_z, keeps_wo) = plan.keeps
+    x = forms_of(given.x, x_wanted, given.sizes, *_state(one, first, training))
+    wi = weight_forms(given.caches[0], given.wi, wi_wanted, one, first.recipe, training=training)
+    encode, recipe, live = _state(two, second, training)
     activated = _stored_mlp.hidden(
-        *(x[0], wi[0], given.sizes, probs, given.wi_bias, given.text),
+        *(x[0], wi[0], given.sizes, probs, given.wi_bias, checked.text),
         keep=keep.h,
-        spec=hidden_spec(given),
-        wanted=_in_one_pass(op, rules.activated_row_forms(op, recipe, keep.z)),
-        encode=scaling.extras(given.bounds[1]).x,
+        spec=checked.hidden,
+        wanted=plan.within,
+        encode=encode,
+        amax=live,
     )
-    rows, wo = _operands(given, 1, activated.z, given.wo, asked, training)
-    if training:
-        merge_amax(given.bounds[1], (activated.amax, None, None))
+    z = activated.z
+    whole = z[0]  # as backward reads the rows where it does not read them stored
+    if not plan.within:
+        z = forms_of(whole.tensors[0], z_wanted, given.sizes, encode, recipe, live)
+    wo = weight_forms(given.caches[1], given.wo, wo_wanted, two, recipe, training=training)
     scale = probs if given.wo_bias and probs is not None else None
-    text = linear_of(given, 1)[2]
-    operands = (rows[0].tensors, wo[0].tensors, given.sizes, given.wo_bias, scale, text, rows[0].text, wo[0].text)
+    texts = (second.text, z[0].text, wo[0].text)
+    operands = (z[0].tensors, wo[0].tensors, given.sizes, given.wo_bias, scale, *texts)
     if out is None:
         y = _stored.linear(*operands)
     else:
@@ -336,38 +411,24 @@ def _forward(given: Arguments, needs: MlpNeeds, out: Tensor | None) -> _Forward:
         y = out.detach()
     return _Forward(
         y,
-        x[1] if keep.x else _none(),
+        (x[-1] if keeps_x else _with_other(given.x)) if keep.x else NOTHING,
         activated.h,
-        rows[1] if keep.z else _none(),
-        wi[1] if keep.wi else _none(),
-        wo[1] if keep.wo else _none(),
+        (z[-1] if keeps_z else whole) if keep.z else NOTHING,
+        (wi[-1] if keeps_wi else _with_other(given.wi)) if keep.wi else NOTHING,
+        (wo[-1] if keeps_wo else _with_other(given.wo)) if keep.wo else NOTHING,
         keep,
     )
 
 
-def _in_one_pass(op: Mlp, wanted: Sequence[tuple[int, Format]]) -> tuple[tuple[int, Format], ...]:
+def _state(use: Use, product: Product, training: bool) -> tuple[Tensor | None, Recipe, Tensor | None]:
+    """What `forms_of` takes for the rows of a product: multipliers, recipe, live magnitudes."""
+    encode, live = use.delayed(X, training=training)
+    return encode, product.recipe, live
+
+
+def _in_one_pass(op: Mlp, wanted: Sequence[tuple[int, Format]]) -> Wanted:
     """`wanted`, where the activation's own pass stores it; else nothing."""
     return tuple(wanted) if rules.stored_within(op, wanted) else ()
-
-
-def _operands(
-    given: Arguments, at: int, rows: Any, weight: Any, needs: Needs, training: bool
-) -> tuple[tuple[Stored, Stored], tuple[Stored, Stored]]:
-    """Rows and weight of a product: (as forward reads them, as backward does); in training magnitudes are merged."""
-    op, recipe, _ = linear_of(given, at)
-    bound = given.bounds[at]
-    k_axis, n_axis = op.weight_axes()
-    keep_x, keep_w = gradients.keeps_forms(op, recipe, needs, False)
-    x_wanted = gradients.row_forms(recipe, keep_x)
-    w_wanted = [(k_axis, recipe.forward[1]), *([(n_axis, recipe.dgrad[1])] if keep_w else [])]
-    x_forms, amax_x = forms_of(rows, x_wanted, given.sizes, scaling.extras(bound).x, recipe)
-    w_forms = weight_forms(given.caches[at], weight, w_wanted, bound, recipe, training=training)
-    if training:
-        merge_amax(bound, (amax_x, None, None))
-    return (
-        (arrays_of(x_forms[0]), arrays_of(x_forms[-1]) if keep_x else _with_other(rows)),
-        (arrays_of(w_forms[0]), arrays_of(w_forms[-1]) if keep_w else _with_other(weight)),
-    )
 
 
 def forward_and_saved(
@@ -384,16 +445,15 @@ def forward_and_saved(
     rows = (found.x, found.z)
     names = [*_names(_saved.ROWS, found.x), _saved.HIDDEN, *_names(_saved.ACTIVATED, found.z)]
     saved = [*found.x.tensors, found.h, *found.z.tensors]
-    saved += [given.sizes, probs if keep.probs else None, given.bounds[0].key]
+    saved += [given.sizes, probs if keep.probs else None, given.uses[0].key]
     saved += [*found.wi.tensors, *found.wo.tensors, *biases[0], *biases[1]]
-    quiet: dict[str, Any] = dict.fromkeys(("x", "wi", "wo", "probs", "leaf"))
-    quiet |= {"wi_leaves": [], "wo_leaves": [], "wi_bias": [], "wo_bias": [], "accum_wi": (), "accum_wo": ()}
     facts = Facts(
-        given._replace(**quiet, caches=(None, None)),
+        given.checked,
+        given.uses,
         needs,
         _product_facts(given, needs, live, replaced),
-        tuple(form.text for form in (*rows, found.wi, found.wo)),
-        tuple(len(each.tensors) for each in (*rows, found.wi, found.wo)) + tuple(map(len, biases)),
+        tuple([form.text for form in (*rows, found.wi, found.wo)]),
+        tuple([len(each.tensors) for each in (*rows, found.wi, found.wo)] + [len(each) for each in biases]),
         None if probs is None else probs.dtype,
     )
     return found.y, saved, names, facts
@@ -463,30 +523,29 @@ def _names(name: str, form: Stored) -> list[str]:
 def _product_facts(
     given: Arguments, needs: MlpNeeds, live: Sequence[Sequence[int]], replaced: Replaced
 ) -> tuple[ProductFacts, ProductFacts]:
+    checked, dtypes = given.checked, given.checked.dtypes
     weighted = bool(given.wo_bias) and given.probs is not None
 
-    def product(at: int) -> ProductFacts:
-        leaves, biases = (given.wi_leaves, given.wi_bias) if at == 0 else (given.wo_leaves, given.wo_bias)
-        spec = (given.specs.x, given.specs.wi) if at == 0 else (hidden_spec(given), given.specs.wo)
-        weight = fixed_spec(leaves[0]).dtype if leaves else spec[1].dtype
-        dtypes = [spec[0].dtype, weight, biases and fixed_spec(biases[0]).dtype]
-        dtypes.append(fixed_spec(given.probs).dtype if at == 1 and weighted and given.probs is not None else None)
-        return ProductFacts(
-            linear_of(given, at)[2],
-            dtypes=",".join(each or "-" for each in dtypes),
-            k=spec[0].shape[1],
-            counts=(max(1, len(leaves)), len(biases)),
-            packed=(not leaves or leaves[0].dim() == 3, bool(biases) and biases[0].dim() == 2),
-            needs=Needs(needs.x and at == 0, bool(live[at]), bool(live[2 + at]), False),
-            live=tuple(live[at]),
-            live_biases=tuple(live[2 + at]),
-            kept_weights=0,
-            flags=given.to_main_grad,
-            weight_name=(NAMES.wi, NAMES.wo)[at],
-            overwrite=replaced[at],
+    def product(at: int, leaves: list[Tensor], biases: list[Tensor], own: tuple[torch.dtype | None, ...]) -> Any:
+        rows, weight, bias, scale = own
+        return product_facts(
+            checked.products[at].text,
+            (rows, leaves[0].dtype if leaves else weight, bias, scale),
+            (checked.specs.x, checked.hidden)[at].shape[1],
+            (max(1, len(leaves)), len(biases), 0),
+            (not leaves or leaves[0].dim() == 3, bool(biases) and biases[0].dim() == 2),
+            (tuple(live[at]), tuple(live[2 + at])),
+            needs.x and at == 0,
+            given.to_main_grad,
+            replaced[at],
+            (NAMES.wi, NAMES.wo)[at],
         )
 
-    return product(0), product(1)
+    scale = dtypes.probs if weighted else None
+    return (
+        product(0, given.wi_leaves, given.wi_bias, (dtypes.x, dtypes.wi, dtypes.wi_bias, None)),
+        product(1, given.wo_leaves, given.wo_bias, (dtypes.x, dtypes.wo, dtypes.wo_bias, scale)),
+    )
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -516,7 +575,7 @@ def launchers(
     Args:
         tensors: as `forward_and_saved` gave them; they are taken out of the list.
     """
-    needs, given = facts.needs, facts.given
+    needs, checked = facts.needs, facts.checked
     counts = list(facts.counts)
 
     def take(count: int) -> list[Tensor]:
@@ -531,18 +590,17 @@ def launchers(
     wi, wo = (Stored(take(counts[2 + at]), facts.texts[2 + at]) for at in (0, 1))
     wi_bias, wo_bias = take(counts[4]), take(counts[5])
     rows = dy.shape[0]
-    one, two = (dataclasses.replace(each, key=key) for each in given.bounds)
-    given = given._replace(sizes=sizes, bounds=(one, two))
-    extras = (scaling.extras(one), scaling.extras(two))
-    (first, own, _), (second, recipe, _) = linear_of(given, 0), linear_of(given, 1)
-    dgrad = (first.weight_axes()[1], own.dgrad[1])
+    one, two = (each._replace(key=key) for each in facts.uses)
+    first, second = checked.products
+    plan = _backward_plan(checked.text, (first.text, second.text), needs, isinstance(dy, QTensor))
     plain_z: Any = None
     if (needs_dz(needs) and h is None) or (not needs_dz(needs) and needs.wo and not z.tensors):
-        (x_read, _), (wi_read, _) = _again(given, x, wi, rows)
-        plain_z, h, _ = _stored_mlp.hidden(
-            *(x_read, wi_read, sizes, probs, wi_bias, given.text), keep=needs_dz(needs), spec=hidden_spec(given)
+        x_again, wi_again = _again(first, one, x, wi, sizes, rows)
+        again, h = _stored_mlp.hidden(
+            *(x_again, wi_again, sizes, probs, wi_bias, checked.text), keep=needs_dz(needs), spec=checked.hidden
         )
-    grads = _grad_forms(given, 1, dy, needs_dz(needs), needs.wo, recipe, 0)
+        (plain_z,) = again[0].tensors
+    grads = _grad_forms(dy, plan.dy, sizes, two, second.recipe, 0)
     if isinstance(dy, QTensor):  # whose values the biases alone read
         read = needs.wo_bias or (needs.probs and wo_bias)
         dy = (
@@ -553,50 +611,72 @@ def launchers(
     dp = dh = None
     hidden: tuple[Stored, Stored] | None = None
     if h is not None:
-        wanted = _in_one_pass(given.op, rules.grad_row_forms(own, needs)) if needs_dh(needs) else ()
-        plain = needs_dh(needs) and (not wanted or needs.wi_bias)
+        plain = needs_dh(needs) and (not plan.within or needs.wi_bias)
         letters = _mlp_library.wanted(plain, needs.wo and plain_z is None and not z.tensors, needs.probs)
+        encode, live = one.delayed(DY, training=True)
         found = _stored_mlp.hidden_grads(
-            *(h, wo, sizes, probs, wo_bias, dy, grads[0], given.text, letters),
-            wanted=wanted,
-            encode=extras[0].dy,
+            *(h, wo, sizes, probs, wo_bias, dy, grads[0], checked.text, letters),
+            wanted=plan.within,
+            encode=encode,
+            amax=live,
             key=key,
         )
         dh, dp = found.dh, found.dp
         plain_z = found.z if plain_z is None else plain_z
-        if wanted:
-            merge_amax(one, (None, None, found.forms.amax))
-            hidden = _by_axis(wanted, found.forms)
+        if plan.within:
+            hidden = _by_axis(plan.within, found.forms)
             if dh is None:  # nobody reads it as it is
                 dh = h.new_empty((h.shape[0], 0))
         dp = dp if dp is None or facts.probs_dtype is None else dp.to(facts.probs_dtype)
     h = None
     if needs.wo and not z.tensors:
-        forms, _ = forms_of(plain_z, [(0, recipe.wgrad[0])], sizes, extras[1].x, recipe)
-        z, plain_z = arrays_of(forms[0]), None
+        (z,) = forms_of(plain_z, ((0, second.recipe.wgrad[0]),), sizes, two.delayed(X)[0], second.recipe)
+        plain_z = None
     one_facts, two_facts = facts.products
     work: list[Launcher | None] = [None, None]
     if any(one_facts.needs):
-        made = hidden or _grad_forms(given, 0, dh, needs.x, needs.wi, own, 1)
-        forms = [form for form in made if form.text]
-        left, turned = x, wi
-        if needs.wi and x.tensors and not own.wgrad[0].plain and not _is_cross(x):
-            cross, _ = forms_of(_whole(x, rows), [(0, own.wgrad[0])], sizes, extras[0].x, own)
-            left = arrays_of(cross[0])
-        if needs.x:
-            across, _ = forms_of(_whole(wi, rows), [dgrad], None, extras[0].w, own)
-            turned = arrays_of(across[0])
         assert dh is not None, "gradients of the first product are needed"
-        work[0] = launcher(left, turned, sizes, wi_bias, None, dh, forms, key, extras[0].x, one_facts)
+        made = hidden or _grad_forms(dh, plan.dh, sizes, one, first.recipe, 1)
+        forms = [form for form in made if form.text]
+        left, turned, encode = x, wi, one.delayed(X)[0]
+        if needs.wi and x.tensors and not first.recipe.wgrad[0].plain:
+            left = _form(x, (0, first.recipe.wgrad[0]), rows, sizes, encode, first.recipe)
+        if needs.x:
+            axis, cell = first.op.weight_axes()[1], first.recipe.dgrad[1]
+            turned = _form(wi, (axis, cell), rows, None, one.delayed(WEIGHT)[0], first.recipe)
+        work[0] = launcher(left, turned, sizes, wi_bias, None, dh, forms, key, encode, one_facts)
     if any(two_facts.needs):
         forms = [grads[1]] if grads[1].text else []
-        scale = probs if second.scale_bias else None
-        work[1] = launcher(z, _none(), sizes, wo_bias, scale, dy, forms, key, extras[1].x, two_facts)
+        scale = probs if second.op.scale_bias else None
+        work[1] = launcher(z, NOTHING, sizes, wo_bias, scale, dy, forms, key, two.delayed(X)[0], two_facts)
     return dp, work
 
 
-def _is_cross(form: Stored) -> bool:
-    return bool(form.text) and "\n" not in form.text and _stored.described(form.text)[1] == 0
+class _BackwardPlan(NamedTuple):
+    """What backward does, as far as it does not depend on arrays."""
+
+    dy: Wanted  # its forms; of a quantised one plain ones too
+    dh: Wanted
+    within: Wanted  # those that the pass at the hidden rows stores; empty where dh is stored in a pass of its own
+
+
+@lru_cache(maxsize=1024)
+def _backward_plan(text: str, texts: tuple[str, str], needs: MlpNeeds, is_stored: bool) -> _BackwardPlan:
+    op = _mlp_library.decode(text)
+    (_, own), (_, second) = (with_recipe(each) for each in texts)
+    cells: Wanted = (((1, second.dgrad[0]),) if needs_dz(needs) else ()) + (((0, second.wgrad[1]),) if needs.wo else ())
+    of_dh = tuple(rules.grad_row_forms(own, needs))
+    within = _in_one_pass(op, of_dh) if needs_dh(needs) else ()
+    return _BackwardPlan(cells if is_stored else quantised(cells), quantised(of_dh), within)
+
+
+def _form(
+    kept: Stored, wanted: tuple[int, Format], rows: int, sizes: Tensor | None, encode: Tensor | None, recipe: Recipe
+) -> Stored:
+    """An operand of forward in the form `wanted`: as it was kept, or made of that."""
+    if _stored.reads(kept.text, *wanted):
+        return kept
+    return forms_of(_whole(kept, rows), (wanted,), sizes, encode, recipe)[0]
 
 
 def _with_other(operand: Any) -> Stored:
@@ -620,38 +700,27 @@ def _whole(stored: Stored, rows: int) -> Any:
     return stored.tensors[0] if len(stored.tensors) == 1 else stored.tensors
 
 
-def _again(given: Arguments, x: Stored, wi: Stored, rows: int) -> Any:
+def _again(product: Product, use: Use, x: Stored, wi: Stored, sizes: Tensor, rows: int) -> tuple[Stored, Stored]:
     """x and wi once more in the forms of forward; no magnitudes are merged, for forward did."""
-    op, recipe, _ = linear_of(given, 0)
-    extras = scaling.extras(given.bounds[0])
-    x_forms, _ = forms_of(_whole(x, rows), [(1, recipe.forward[0])], given.sizes, extras.x, recipe)
-    w_forms, _ = forms_of(_whole(wi, rows), [(op.weight_axes()[0], recipe.forward[1])], None, extras.w, recipe)
-    return (arrays_of(x_forms[0]), x), (arrays_of(w_forms[0]), wi)
+    op, recipe, _ = product
+    cells = recipe.forward
+    return (
+        _form(x, (1, cells[0]), rows, sizes, use.delayed(X)[0], recipe),
+        _form(wi, (op.weight_axes()[0], cells[1]), rows, None, use.delayed(WEIGHT)[0], recipe),
+    )
 
 
-def _grad_forms(
-    given: Arguments, at: int, dy: Any, through: bool, weights: bool, recipe: Recipe, stream: int
-) -> tuple[Stored, Stored]:
-    """dy along its features and along its rows, each if wanted and quantised, from one pass; magnitudes are merged."""
+def _grad_forms(dy: Any, wanted: Wanted, sizes: Tensor, use: Use, recipe: Recipe, stream: int) -> tuple[Stored, Stored]:
+    """dy along its features and along its rows, each if wanted, from one pass; magnitudes are merged."""
     if isinstance(dy, QTensor):
-        cells = [*([(1, recipe.dgrad[0])] if through else []), *([(0, recipe.wgrad[1])] if weights else [])]
-        forms, _ = forms_of(dy, cells, given.sizes, None, recipe)
-        return _by_axis(cells, _stored.Forms(forms, None))
-    wanted: list[tuple[int, Format]] = []
-    if through and not recipe.dgrad[0].plain:
-        wanted.append((1, recipe.dgrad[0]))
-    if weights and not recipe.wgrad[1].plain:
-        wanted.append((0, recipe.wgrad[1]))
+        return _by_axis(wanted, forms_of(dy, wanted, sizes, None, recipe))
     if not wanted:
-        return Stored([]), Stored([])
-    bound = given.bounds[at]
-    encode = scaling.extras(bound).dy
-    found = _stored.store([dy], tuple(wanted), given.sizes, encode=encode, key=bound.key, stream=stream)
-    merge_amax(bound, (None, None, found.amax))
-    return _by_axis(wanted, found)
+        return NOTHING, NOTHING
+    encode, live = use.delayed(DY, training=True)
+    return _by_axis(wanted, _stored.store([dy], wanted, sizes, encode=encode, amax=live, key=use.key, stream=stream))
 
 
-def _by_axis(wanted: Sequence[tuple[int, Format]], found: _stored.Forms) -> tuple[Stored, Stored]:
+def _by_axis(wanted: Wanted, made: Sequence[Stored]) -> tuple[Stored, Stored]:
     """The forms along features and along rows; without arrays where there is none."""
-    forms = {axis: arrays_of(form) for (axis, _), form in zip(wanted, found.forms, strict=True)}
-    return forms.get(1, Stored([])), forms.get(0, Stored([]))
+    forms = {axis: form for (axis, _), form in zip(wanted, made, strict=True)}
+    return forms.get(1, NOTHING), forms.get(0, NOTHING)

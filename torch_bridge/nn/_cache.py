@@ -126,9 +126,6 @@ class WeightCache:
     ) -> None:
         held = [self._forms[key] for key in keys if key in self._forms]
         missing = [key for key in keys if key not in self._forms]
-        if live is None and any(cell.delayed for _, cell, _ in keys):
-            # With a flag magnitudes need a place of their own; nobody reads these.
-            live = torch.zeros(_groups(members), dtype=torch.float32, device=members[0].device)
         if held:
             _stored.store_into(members, held, encode=encode, amax=live, skip=skip)
             if skip is None:  # a pass that still waits for its backward must not read other forms in silence
@@ -140,11 +137,6 @@ class WeightCache:
                 "weight cache: a CUDA graph is captured and there are no buffers yet, expected ones from before the "
                 "capture; run a forward pass of the same kind first, as warm-up."
             )
-        made = _stored.store(members, tuple((axis, cell) for axis, cell, _ in missing), None, encode=encode)
-        self._forms.update(zip(missing, made.forms, strict=True))
-        if live is not None and made.amax is not None:
-            torch.maximum(live, made.amax, out=live)
-
-
-def _groups(members: Sequence[Tensor]) -> int:
-    return members[0].shape[0] if members[0].dim() == 3 else len(members)
+        wanted = tuple((axis, cell) for axis, cell, _ in missing)
+        made = _stored.store(members, wanted, None, encode=encode, amax=live)
+        self._forms |= {key: _stored.restored(form, 0) for key, form in zip(missing, made, strict=True)}

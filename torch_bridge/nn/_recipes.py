@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from grouped_core import scaling
-from grouped_core.formats import QTensor
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.scaling import ScalingState
 from torch_bridge import stored, stored_mlp
@@ -105,12 +104,6 @@ def bound(recipe: Recipe | None, state: ScalingState[Tensor] | None, device: tor
     return BoundRecipe(recipe, state, key)
 
 
-def home(x: Any) -> Any:
-    """The tensor that says where rows are, quantised or not."""
-    x = x.q if isinstance(x, StraightThrough) else x
-    return x.values if isinstance(x, QTensor) else x
-
-
 def linear(
     layer: Any,
     rows: Any,
@@ -127,7 +120,7 @@ def linear(
     Args:
         layer: the GroupedLinear. rows, weights: in the dtype of the computation. first: `is_first_microbatch`.
     """
-    recipe = bound(layer.recipe, state_of(layer, layer.recipe), home(rows).device)
+    recipe = bound(layer.recipe, state_of(layer, layer.recipe), stored.home(rows).device)
     _note_addresses(layer, weights)
     return stored.linear(
         *(rows, weights, group_sizes, True, layer.biases(), row_scale, layer.scale_bias, recipe),
@@ -158,7 +151,7 @@ def mlp(
     Args:
         arguments: of `grouped_mlp`, up to the biases. state: of both products; None: each layer has its own, or none.
     """
-    recipe: Any = bound(fc1.recipe, state, home(arguments[0]).device)
+    recipe: Any = bound(fc1.recipe, state, stored.home(arguments[0]).device)
     if state is None:
         key = recipe.key
         recipe = tuple(BoundRecipe(each.recipe, state_of(each, each.recipe), key) for each in (fc1, fc2))

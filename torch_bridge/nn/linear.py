@@ -174,7 +174,7 @@ class GroupedLinear(Module):
             return _uncompiled(self, x, group_sizes, row_scale, is_first_microbatch, out, grad_input)
         parameters = self.weight_parameters()
         if stored.is_stored(x, None, self.recipe):
-            dtype = compute_dtype(_recipes.home(x), parameters[0].dtype)
+            dtype = compute_dtype(stored.home(x), parameters[0].dtype)
             rows, weights = cast_rows(x, dtype), self.weights(parameters, dtype)
             return _recipes.linear(
                 self, rows, weights, parameters, group_sizes, row_scale, is_first_microbatch, out, grad_input

@@ -23,7 +23,7 @@ from torch_bridge.nn import _recipes
 from torch_bridge.nn._checks import cast_rows, check_microbatch, compute_dtype, positive
 from torch_bridge.nn.activation import shortest
 from torch_bridge.nn.linear import GroupedLinear
-from torch_bridge.stored import is_stored
+from torch_bridge.stored import home, is_stored
 
 
 def fused_mlp(
@@ -56,7 +56,7 @@ def fused_mlp(
             f"{fc2.accumulate_into_main_grad} in the second, expected the same in both; set it in both."
         )
     if is_stored(x, None, fc1.recipe):
-        dtype = compute_dtype(_recipes.home(x), parameters[0][0].dtype)
+        dtype = compute_dtype(home(x), parameters[0][0].dtype)
         weights = (fc1.weights(parameters[0], dtype), fc2.weights(parameters[1], dtype))
         arguments = (cast_rows(x, dtype), *weights, group_sizes, True, activation, probs, fc1.biases(), fc2.biases())
         return _recipes.mlp(fc1, fc2, arguments, residuals, state, owners, first_microbatch, out, grad_input)
