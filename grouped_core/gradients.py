@@ -71,9 +71,11 @@ def linear(
     bias: Array | Listed | None = None,
     row_scale: Array | None = None,
     out: Array | None = None,
+    encode: tuple[Array | None, Array | None] = (None, None),
 ) -> Array:
-    """y of `linear_forward`, for operations that nobody differentiates and that carry no state."""
-    return linear_forward(run, op, x, w, group_sizes, bias, row_scale, out).y
+    """y of `linear_forward`, for operations that nobody differentiates; `encode`: multipliers of x and w."""
+    extras = Extras(None, *encode, measure=False)
+    return linear_forward(run, op, x, w, group_sizes, bias, row_scale, out, extras=extras).y
 
 
 def linear_forward(
@@ -153,8 +155,9 @@ def linear_forms(
     keep_x, keep_w = keeps_forms(op, recipe, needs, has_scale)
     x_forms = row_forms(recipe, keep_x)
     w_forms = [(k_axis, recipe.forward[1]), *([(n_axis, recipe.dgrad[1])] if keep_w else [])]
-    rows = store(run, x, x_forms, group_sizes, encode=extras.x, requantize=recipe.requantize)
-    weights = store(run, w, w_forms, None, encode=extras.w, requantize=recipe.requantize)
+    measure, again = extras.measure, recipe.requantize
+    rows = store(run, x, x_forms, group_sizes, encode=extras.x, measure=measure, requantize=again)
+    weights = store(run, w, w_forms, None, encode=extras.w, measure=measure, requantize=again)
     kept = (rows.forms[-1] if keep_x else x, weights.forms[-1] if keep_w else w)
     return Forms(rows.forms[0], weights.forms[0], *kept, Amaxes(rows.amax, weights.amax))
 

@@ -191,7 +191,7 @@ def activated_forms(run: Runner, op: Mlp, x: OperandSpec, wo: Operand, extras: E
         x: spec of the rows. extras: of the second product. keep: backward reads them too.
     """
     recipe = op.fc2().resolve(x, operand_spec(run, wo))
-    return stored_within(op, activated_row_forms(op, recipe, keep), encode=extras.x)
+    return stored_within(op, activated_row_forms(op, recipe, keep), encode=extras.x, measure=extras.measure)
 
 
 def activated_row_forms(op: Mlp, recipe: Recipe, keep: bool) -> list[tuple[int, Format]]:
@@ -203,11 +203,11 @@ def activated_row_forms(op: Mlp, recipe: Recipe, keep: bool) -> list[tuple[int, 
     return gradients.row_forms(recipe, kept) if kept == keep else []
 
 
-def stored_within(op: Mlp, wanted: Sequence[tuple[int, Format]], **arrays: Any) -> Within | None:
+def stored_within(op: Mlp, wanted: Sequence[tuple[int, Format]], **options: Any) -> Within | None:
     """`within`, unless kernels that do one thing at a time are asked for."""
     if {"composed", "reference"} & set(op.implementation.split(",")):
         return None
-    return within(wanted, **arrays)
+    return within(wanted, **options)
 
 
 def first_forms(

@@ -18,12 +18,17 @@ from grouped_core.products import Array, Listed, Operand, Runner, arranged, oper
 
 
 class Extras(NamedTuple):
-    """Arrays that a recipe needs beside the operands; None where it does not."""
+    """Arrays that a recipe needs beside the operands; None where it does not.
+
+    Attributes:
+        measure: whether anybody wants the magnitudes of operands that are scaled with delay.
+    """
 
     key: Array | None = None  # uint32 [2], of stochastic rounding
     x: Array | None = None  # float32 [G] each: multipliers of delayed scaling
     w: Array | None = None
     dy: Array | None = None
+    measure: bool = True
 
 
 NO_EXTRAS = Extras()

@@ -21,7 +21,7 @@ from grouped_core.activations import Activation
 from grouped_core.mlp_spec import NO_NEEDS, Mlp, MlpNames, Residuals
 from grouped_core.products import in_form, operand_spec
 from grouped_core.recipes import Recipe
-from grouped_core.storing import Extras, Within
+from grouped_core.storing import NO_EXTRAS, Extras, Within
 from torch_bridge import _library
 from torch_bridge._library import Execute
 
@@ -97,10 +97,19 @@ def _hidden_rule(run: Any, static: tuple[str, bool], operands: Sequence[Any]) ->
 
 
 def hidden_rule(
-    run: Any, op: Mlp, x: Any, wi: Any, sizes: Any, probs: Any, wi_bias: Any, keep: bool, stored: Within | None = None
+    run: Any,
+    op: Mlp,
+    x: Any,
+    wi: Any,
+    sizes: Any,
+    probs: Any,
+    wi_bias: Any,
+    keep: bool,
+    stored: Within | None = None,
+    extras: Extras = NO_EXTRAS,
 ) -> tuple[Any, ...]:
-    """z, h and the magnitudes of z; operands that stand for themselves are cast where the recipe says so."""
-    forms = rules.first_forms(run, op, x, wi, sizes, Extras(), NO_NEEDS)
+    """z, h and the magnitudes of z; plain operands are cast, or stored, as the recipe says; `extras`: of x and wi."""
+    forms = rules.first_forms(run, op, x, wi, sizes, extras, NO_NEEDS)
     return rules.hidden_rows(run, op, forms.x, forms.w, sizes, probs, wi_bias, keep=keep, stored=stored)
 
 

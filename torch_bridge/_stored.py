@@ -325,10 +325,10 @@ class _Static(NamedTuple):
 
 
 def _linear_rule(run: Any, static: _Static, operands: Sequence[Any]) -> tuple[Any]:
-    sizes, bias, row_scale, out = operands[6:]
+    sizes, bias, row_scale, out, *encode = operands[6:]
     rows = run.spec(operands[0]).shape[0]
     x, weight = operand_of(operands[:3], static.x_form, rows), operand_of(operands[3:6], static.weight_form, rows)
-    return (gradients.linear(run, decode(static.op), x, weight, sizes, bias, row_scale, out),)
+    return (gradients.linear(run, decode(static.op), x, weight, sizes, bias, row_scale, out, tuple(encode)),)
 
 
 def _linear(
@@ -338,13 +338,15 @@ def _linear(
     group_sizes: Tensor,
     bias: list[Tensor],
     row_scale: Tensor | None,
+    encode_x: Tensor | None,
+    encode_weight: Tensor | None,
     op: str,
     x_form: str,
     weight_form: str,
     out: Tensor | None = None,
 ) -> Tensor:
     rows, weights = slots_of(x, x_form, 2), slots_of(weight, weight_form, 3)
-    operands = (*rows, *weights, group_sizes, grouped(bias, 2), row_scale, out)
+    operands = (*rows, *weights, group_sizes, grouped(bias, 2), row_scale, out, encode_x, encode_weight)
     return _library.forward(execute, _linear_rule, _Static(op, x_form, weight_form), operands, 6, (0, 8, 9), (0, 1))[0]
 
 
@@ -354,8 +356,10 @@ def _linear_into(*arguments: Any) -> None:
 
 _OPERANDS = "Tensor[] x, Tensor[] weight, Tensor group_sizes, Tensor[] bias, Tensor? row_scale"
 _FORMS = "str op, str x_form, str weight_form"
-define("stored_linear", f"({_OPERANDS}, {_FORMS}) -> Tensor", _linear)
-define("stored_linear_into", f"({_OPERANDS}, {_FORMS}, Tensor(a!) out) -> ()", _linear_into)
+# Operands without a form are plain, and stored on the way where the recipe stores them, by the multipliers `encode`.
+_ENCODE = "Tensor? encode_x, Tensor? encode_weight"
+define("stored_linear", f"({_OPERANDS}, {_ENCODE}, {_FORMS}) -> Tensor", _linear)
+define("stored_linear_into", f"({_OPERANDS}, {_ENCODE}, {_FORMS}, Tensor(a!) out) -> ()", _linear_into)
 linear = torch.ops.torch_bridge.stored_linear.default
 linear_into = torch.ops.torch_bridge.stored_linear_into.default
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import QTensor
-from grouped_core.storing import Within, within
+from grouped_core.storing import Extras, Within, within
 from torch_bridge._library import Execute, define, define_merging, forward, grouped
 from torch_bridge._mlp_library import decode, grads_rule, hidden_rule
 from torch_bridge._run import TORCH_DTYPES
@@ -42,9 +42,9 @@ def _lengths(how: str, group_sizes: Tensor) -> Any:
 def _hidden_rule(run: Any, static: _Hidden, operands: Sequence[Any]) -> tuple[Any, ...]:
     rows = run.spec(operands[0]).shape[0]
     x, wi = operand_of(operands[:3], static.x_form, rows), operand_of(operands[3:6], static.wi_form, rows)
-    sizes, probs, wi_bias, encode, amax = operands[6:]
-    stored = _within(static.how, encode=encode, amax=amax)
-    z, h, _ = hidden_rule(run, decode(static.op), x, wi, sizes, probs, wi_bias, static.keep, stored)
+    sizes, probs, wi_bias, encode, amax, *first = operands[6:]
+    stored, extras = _within(static.how, encode=encode, amax=amax), Extras(None, *first, measure=False)
+    z, h, _ = hidden_rule(run, decode(static.op), x, wi, sizes, probs, wi_bias, static.keep, stored, extras)
     forms = [z, z.other] if isinstance(z, QTensor) else [z]
     return (*present(*forms), h)
 
@@ -56,6 +56,8 @@ def _hidden(
     group_sizes: Tensor,
     probs: Tensor | None,
     wi_bias: list[Tensor],
+    encode_x: Tensor | None,
+    encode_wi: Tensor | None,
     encode: Tensor | None,
     op: str,
     x_form: str,
@@ -65,7 +67,7 @@ def _hidden(
     amax: Tensor | None = None,
 ) -> list[Tensor]:
     rows, weights = slots_of(x, x_form, 2), slots_of(wi, wi_form, 3)
-    operands = (*rows, *weights, group_sizes, probs, grouped(wi_bias, 2), encode, amax)
+    operands = (*rows, *weights, group_sizes, probs, grouped(wi_bias, 2), encode, amax, encode_x, encode_wi)
     static, facts = _Hidden(op, x_form, wi_form, keep, how), ((0, 7), (0, 1), _lengths(how, group_sizes))
     found = forward(execute, _hidden_rule, static, operands, 6, *facts)
     return [each for each in found if each is not None]
@@ -130,7 +132,8 @@ def _grads(
 
 
 _HIDDEN = (
-    "Tensor[] x, Tensor[] wi, Tensor group_sizes, Tensor? probs, Tensor[] wi_bias, Tensor? encode,"
+    "Tensor[] x, Tensor[] wi, Tensor group_sizes, Tensor? probs, Tensor[] wi_bias,"
+    " Tensor? encode_x, Tensor? encode_wi, Tensor? encode,"
     " str op, str x_form, str wi_form, bool keep, str how"
 )
 _GRADS = (
@@ -158,6 +161,7 @@ def hidden(
     group_sizes: Tensor,
     probs: Tensor | None,
     wi_bias: list[Tensor],
+    first: tuple[Tensor | None, Tensor | None],
     op: str,
     *,
     keep: bool,
@@ -169,12 +173,12 @@ def hidden(
     """The first product and the activation.
 
     Args:
-        spec: of z. wanted: the forms that z is stored in, all from one pass; none: z as it is. encode, amax: of these,
-            as of `store`.
+        first: multipliers of x and wi, where these are stored on the way. spec: of z. wanted: the forms that z is
+            stored in, all from one pass; none: z as it is. encode, amax: of these, as of `store`.
     """
     made = made_of(wanted, spec.shape, TORCH_DTYPES[spec.dtype])
     texts = (op, x.text, wi.text, keep, made.how)
-    operands = (x.tensors, wi.tensors, group_sizes, probs, wi_bias, encode, *texts)
+    operands = (x.tensors, wi.tensors, group_sizes, probs, wi_bias, *first, encode, *texts)
     if amax is None or not made.merges:
         found = _hidden_op(*operands)
     else:

@@ -420,10 +420,23 @@ def quantised(wanted: Wanted) -> Wanted:
     return tuple((axis, cell) for axis, cell in wanted if not cell.plain)
 
 
+def row_forms(x: Any, wanted: Wanted, sizes: Tensor, use: Use, recipe: Recipe, *, training: bool) -> list[Stored]:
+    """Rows as forward reads them: in training in the formats wanted, and magnitudes are merged; else, where nobody
+    wants more than the product, plain rows stay plain, and its operator stores them on the way.
+    """
+    if not training and not isinstance(x, QTensor):
+        return [arrays_of(x)]
+    encode, live = use.delayed(X, training=training)
+    return forms_of(x, wanted, sizes, encode, recipe, live)
+
+
 def weight_forms(
     cache: Cache | None, weight: Any, wanted: Wanted, use: Use, recipe: Recipe, *, training: bool
 ) -> list[Stored]:
-    """A weight in the formats wanted, from the cache where there is one; in training magnitudes are merged."""
+    """As `row_forms`, of a weight; from the cache where there is one."""
+    stored_outside = isinstance(weight, QTensor) or cache is not None
+    if not training and not stored_outside:
+        return [arrays_of(weight)]
     encode, live = use.delayed(WEIGHT, training=training)
     if cache is None or isinstance(weight, QTensor):
         return forms_of(weight, wanted, None, encode, recipe, live)
@@ -432,15 +445,20 @@ def weight_forms(
     return [arrays_of(weight) if cell.plain else next(made) for _, cell in wanted]
 
 
+def encode_of(use: Use, x: Stored, weight: Stored) -> tuple[Tensor | None, Tensor | None]:
+    """Multipliers for operands that a product's operator stores on the way."""
+    return None if x.text else use.delayed(X)[0], None if weight.text else use.delayed(WEIGHT)[0]
+
+
 def _forward(given: Arguments, needs: Needs, out: Tensor | None) -> tuple[Tensor, Stored, Stored]:
     """(y, x and weight as backward reads them, without arrays where it does not)."""
     text, recipe, use = given.checked.text, given.checked.recipe, given.use
     plan = _plan(text, needs, bool(given.biases), given.row_scale is not None)
-    encode, live = use.delayed(X, training=plan.training)
-    rows = forms_of(given.x, plan.x, given.sizes, encode, recipe, live)
+    rows = row_forms(given.x, plan.x, given.sizes, use, recipe, training=plan.training)
     weights = weight_forms(given.cache, given.weight, plan.weight, use, recipe, training=plan.training)
     x, w = rows[0], weights[0]
-    operands = (x.tensors, w.tensors, given.sizes, given.biases, given.row_scale, text, x.text, w.text)
+    operands = (x.tensors, w.tensors, given.sizes, given.biases, given.row_scale, *encode_of(use, x, w))
+    operands = (*operands, text, x.text, w.text)
     if out is None:
         y = _stored.linear(*operands)
     else:

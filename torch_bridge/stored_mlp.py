@@ -42,6 +42,7 @@ from torch_bridge.stored import (
     Cache,
     arrays,
     check_buffers,
+    encode_of,
     form_facts,
     forms_of,
     forms_read,
@@ -52,6 +53,7 @@ from torch_bridge.stored import (
     packed_spec,
     parts_of,
     quantised,
+    row_forms,
     taken,
     weight_forms,
     with_recipe,
@@ -385,11 +387,11 @@ def _forward(given: Arguments, needs: MlpNeeds, out: Tensor | None) -> _Forward:
     plan = _plan(checked.text, (first.text, second.text), needs, has)
     keep, training, ((x_wanted, wi_wanted), (z_wanted, wo_wanted)) = plan.keep, plan.training, plan.forms
     (keeps_x, keeps_wi), (keeps_z, keeps_wo) = plan.keeps
-    x = forms_of(given.x, x_wanted, given.sizes, *_state(one, first, training))
+    x = row_forms(given.x, x_wanted, given.sizes, one, first.recipe, training=training)
     wi = weight_forms(given.caches[0], given.wi, wi_wanted, one, first.recipe, training=training)
-    encode, recipe, live = _state(two, second, training)
+    recipe, (encode, live) = second.recipe, two.delayed(X, training=training)
     activated = _stored_mlp.hidden(
-        *(x[0], wi[0], given.sizes, probs, given.wi_bias, checked.text),
+        *(x[0], wi[0], given.sizes, probs, given.wi_bias, encode_of(one, x[0], wi[0]), checked.text),
         keep=keep.h,
         spec=checked.hidden,
         wanted=plan.within,
@@ -399,11 +401,11 @@ def _forward(given: Arguments, needs: MlpNeeds, out: Tensor | None) -> _Forward:
     z = activated.z
     whole = z[0]  # as backward reads the rows where it does not read them stored
     if not plan.within:
-        z = forms_of(whole.tensors[0], z_wanted, given.sizes, encode, recipe, live)
+        z = row_forms(whole.tensors[0], z_wanted, given.sizes, two, recipe, training=training)
     wo = weight_forms(given.caches[1], given.wo, wo_wanted, two, recipe, training=training)
     scale = probs if given.wo_bias and probs is not None else None
-    texts = (second.text, z[0].text, wo[0].text)
-    operands = (z[0].tensors, wo[0].tensors, given.sizes, given.wo_bias, scale, *texts)
+    operands = (z[0].tensors, wo[0].tensors, given.sizes, given.wo_bias, scale, *encode_of(two, z[0], wo[0]))
+    operands = (*operands, second.text, z[0].text, wo[0].text)
     if out is None:
         y = _stored.linear(*operands)
     else:
@@ -418,12 +420,6 @@ def _forward(given: Arguments, needs: MlpNeeds, out: Tensor | None) -> _Forward:
         (wo[-1] if keeps_wo else _with_other(given.wo)) if keep.wo else NOTHING,
         keep,
     )
-
-
-def _state(use: Use, product: Product, training: bool) -> tuple[Tensor | None, Recipe, Tensor | None]:
-    """What `forms_of` takes for the rows of a product: multipliers, recipe, live magnitudes."""
-    encode, live = use.delayed(X, training=training)
-    return encode, product.recipe, live
 
 
 def _in_one_pass(op: Mlp, wanted: Sequence[tuple[int, Format]]) -> Wanted:
@@ -597,7 +593,9 @@ def launchers(
     if (needs_dz(needs) and h is None) or (not needs_dz(needs) and needs.wo and not z.tensors):
         x_again, wi_again = _again(first, one, x, wi, sizes, rows)
         again, h = _stored_mlp.hidden(
-            *(x_again, wi_again, sizes, probs, wi_bias, checked.text), keep=needs_dz(needs), spec=checked.hidden
+            *(x_again, wi_again, sizes, probs, wi_bias, (None, None), checked.text),
+            keep=needs_dz(needs),
+            spec=checked.hidden,
         )
         (plain_z,) = again[0].tensors
     grads = _grad_forms(dy, plan.dy, sizes, two, second.recipe, 0)

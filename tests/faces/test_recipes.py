@@ -369,18 +369,20 @@ def test_operators_of_stored_operands_are_sound():
     x, w, sizes, dy = map(to_torch, (p.x, p.w, p.group_sizes, p.dy))
     recipe = recipes.FP8Block
     op = torch.ops.torch_bridge
-    rows = _stored.store([x], ((1, recipe.forward[0]), (0, recipe.wgrad[0])), sizes).forms
-    weights = _stored.store([w], ((2, recipe.forward[1]), (1, recipe.dgrad[1])), None).forms
-    grads = _stored.store([dy], ((1, recipe.dgrad[0]), (0, recipe.wgrad[1])), sizes).forms
+    rows = _stored.store([x], ((1, recipe.forward[0]), (0, recipe.wgrad[0])), sizes)
+    weights = _stored.store([w], ((2, recipe.forward[1]), (1, recipe.dgrad[1])), None)
+    grads = _stored.store([dy], ((1, recipe.dgrad[0]), (0, recipe.wgrad[1])), sizes)
     text = _library.encode(True, recipe, False)
-    (x_r, x_t), (w_k, w_n), (dy_r, dy_t) = (tuple(map(_stored.arrays_of, each)) for each in (rows, weights, grads))
+    (x_r, x_t), (w_k, w_n), (dy_r, dy_t) = rows, weights, grads
     # NOTE: the schema test multiplies whatever it gets, and PyTorch does not multiply 8-bit floats.
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(
         op.store, ([x], sizes, None, None, _stored.store_text(((1, recipe.forward[0]),))), test_utils=tests
     )
     torch.library.opcheck(
-        op.stored_linear, (x_r.tensors, w_k.tensors, sizes, [], None, text, x_r.text, w_k.text), test_utils=tests
+        op.stored_linear,
+        (x_r.tensors, w_k.tensors, sizes, [], None, None, None, text, x_r.text, w_k.text),
+        test_utils=tests,
     )
     torch.library.opcheck(
         op.stored_linear_grads,
@@ -390,4 +392,7 @@ def test_operators_of_stored_operands_are_sound():
         ),
         test_utils=tests,
     )
+    delayed = _stored.store_text(((1, recipes.FP8Delayed.forward[0]),))
+    scale, live = torch.ones(len(sizes)), torch.zeros(len(sizes))
+    torch.library.opcheck(op.store_merging2, ([x], sizes, scale, None, delayed, live), test_utils=tests)
     torch.library.opcheck(op.dequantize, (w_k.tensors, None, w_k.text, w.shape[0], "float32"), test_utils=tests)
