@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ import jax_grouped
 import torch_bridge
 import torch_bridge.nn
 from benchmarks import harness
+from grouped_core import recipes
 
 GROUPS, ROWS, WIDTH = 8, 64, 64
+RECIPES = (recipes.FP8Delayed, recipes.FP8Current, recipes.FP8Block, recipes.MXFP8)
 
 
 def host_us(
@@ -59,7 +62,7 @@ def torch_calls(device: str) -> dict[str, Callable[[], Any]]:
     dy = torch.randn_like(result)
     grouped_mm = torch.nn.functional.grouped_mm
     peer = grouped_mm(leaf, parameter.transpose(1, 2), offs=offsets)
-    return module_calls(device) | {
+    calls = {
         "grouped_linear": lambda: torch_bridge.grouped_linear(x, weight, sizes),
         "grouped_linear, with grad": lambda: torch_bridge.grouped_linear(leaf, parameter, sizes),
         "grouped_linear, list of weights": lambda: torch_bridge.grouped_linear(x, members, sizes),
@@ -68,6 +71,18 @@ def torch_calls(device: str) -> dict[str, Callable[[], Any]]:
         "F.grouped_mm, with grad": lambda: grouped_mm(leaf, parameter.transpose(1, 2), offs=offsets),
         "F.grouped_mm, backward": lambda: torch.autograd.grad(peer, (leaf, parameter), dy, retain_graph=True),
     }
+    for recipe in RECIPES:
+        bound = recipe.bind(torch_bridge.scaling_state(recipe, GROUPS, device=device) if recipe.delayed else None)
+        y = torch_bridge.grouped_linear(leaf, parameter, sizes, recipe=bound)
+
+        def forward(x: Any, weight: Any, bound: Any = bound) -> Any:
+            return torch_bridge.grouped_linear(x, weight, sizes, recipe=bound)
+
+        name = f"grouped_linear, {recipe.name}"
+        calls[name] = partial(forward, x, weight)
+        calls[f"{name}, with grad"] = partial(forward, leaf, parameter)
+        calls[f"{name}, backward"] = partial(torch.autograd.grad, y, (leaf, parameter), dy, retain_graph=True)
+    return calls | module_calls(device)
 
 
 class PeerMLP(torch.nn.Module):
@@ -117,6 +132,10 @@ def module_calls(device: str) -> dict[str, Callable[[], Any]]:
             (x, offsets, probs),
         ),
     }
+    for recipe in RECIPES:
+        own = options | {"recipe": recipe, "single_grouped_weight": True}
+        found[f"nn.GroupedLinear, {recipe.name}"] = (nn.GroupedLinear(GROUPS, WIDTH, WIDTH, **own), (x, sizes))
+        found[f"nn.GroupedMLP, {recipe.name}"] = (nn.GroupedMLP(GROUPS, WIDTH, WIDTH, **own), (x, sizes, probs))
     calls: dict[str, Callable[[], Any]] = {}
     for name, (module, given) in found.items():
         y = module(*given)

@@ -212,13 +212,13 @@ class Made(NamedTuple):
 
     Attributes:
         how: for the operator. forms: number of arrays and text of each form, in their order. merges: whether magnitudes
-            go to a state. count: of all arrays.
+            go to a state. arrays: how many there are.
     """
 
     how: str
     forms: tuple[tuple[int, str], ...]
     merges: bool
-    count: int
+    arrays: int
 
     def take(self, arrays: Sequence[Tensor], at: int = 0) -> list[Stored]:
         """The forms, whose arrays stand from `at` on."""
@@ -266,7 +266,7 @@ def store(
     operands = (list(source), group_sizes, encode, key, made.how)
     if amax is None or not made.merges:
         return made.take(_store_op(*operands))
-    return made.take(_store_merging[made.count](*operands, amax))
+    return made.take(_store_merging[made.arrays](*operands, amax))
 
 
 def store_into(

@@ -182,7 +182,7 @@ def hidden(
     if amax is None or not made.merges:
         found = _hidden_op(*operands)
     else:
-        found = _hidden_merging[made.count + keep](*operands, amax)
+        found = _hidden_merging[made.arrays + keep](*operands, amax)
     z = made.take(found) if wanted else [Stored([found[0]])]
     return Activated(z, found[-1] if keep else None)
 
@@ -225,6 +225,6 @@ def hidden_grads(
     if amax is None or not made.merges:
         found = _grads_op(*operands)
     else:
-        found = _grads_merging[len(letters) + made.count](*operands, amax)
+        found = _grads_merging[len(letters) + made.arrays](*operands, amax)
     plain = dict(zip(letters, found, strict=False))
     return Gradients(plain.get("h"), plain.get("z"), plain.get("p"), made.take(found, len(letters)))

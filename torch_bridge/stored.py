@@ -134,8 +134,8 @@ def check_arguments(
         sizes, found = _check_operands(rows, weights, sizes, bias, row_scale, bound, options)
         if key is not None and sizes is given_sizes:
             _checked.keep(key, found)
-    members = weights if isinstance(weights, QTensor) else listed(weights)
-    owners = [] if leaves is None else members if leaves is weights else listed(leaves)
+    owners = [] if leaves is None else listed(leaves)
+    members = weights if isinstance(weights, QTensor) else owners
     accumulators: Sequence[Tensor | None] = ()
     if wgrad_accum is not None and wgrad_accum != "main_grad":
         first = home(rows)

@@ -88,18 +88,7 @@ class Checked(NamedTuple):
     specs: MlpSpecs
     hidden: ArraySpec  # of the activated rows
     products: tuple[Product, Product]
-    dtypes: MlpDtypes
-
-
-class MlpDtypes(NamedTuple):
-    """Dtypes of rows, weights, probabilities and biases; None where absent."""
-
-    x: torch.dtype
-    wi: torch.dtype
-    wo: torch.dtype
-    probs: torch.dtype | None
-    wi_bias: torch.dtype | None
-    wo_bias: torch.dtype | None
+    dtypes: tuple[torch.dtype | None, ...]  # of what `specs` has
 
 
 class Arguments(NamedTuple):
@@ -221,7 +210,8 @@ def _check_operands(operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], 
             members_of(name, operand, 2, one)
     wi_spec: Any = packed_spec(first if isinstance(first, QTensor) else listed(first))
     if op.paired:  # which the check refuses
-        wi_spec = operand_spec(Planner(), in_form(op.fc1(), tuple(map(fixed_spec, listed(first)))))
+        halves: Any = first
+        wi_spec = operand_spec(Planner(), in_form(op.fc1(), tuple(map(fixed_spec, halves))))
     wo_spec: Any = packed_spec(second if isinstance(second, QTensor) else listed(second))
     bias_specs = [packed_spec(listed(each), 2) if each is not None else None for each in (wi_bias, wo_bias)]
     specs = MlpSpecs(packed_spec(rows, 0), wi_spec, wo_spec, packed_spec(probs, 0), *bias_specs)
@@ -231,7 +221,7 @@ def _check_operands(operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], 
     weighted = specs.wo_bias is not None and specs.probs is not None
     hidden = ArraySpec((specs.x.shape[0], specs.wo.shape[op.fc2().weight_axes()[0]]), specs.x.dtype)
     products = (_product(op.fc1(), specs.x, specs.wi), _product(op.fc2(weighted), hidden, specs.wo))
-    dtypes = MlpDtypes(*[None if each is None else TORCH_DTYPES[each.dtype] for each in specs])
+    dtypes = tuple([None if each is None else TORCH_DTYPES[each.dtype] for each in specs])
     return sizes, Checked(op, text, specs, hidden, products, dtypes)
 
 
@@ -519,8 +509,7 @@ def _names(name: str, form: Stored) -> list[str]:
 def _product_facts(
     given: Arguments, needs: MlpNeeds, live: Sequence[Sequence[int]], replaced: Replaced
 ) -> tuple[ProductFacts, ProductFacts]:
-    checked, dtypes = given.checked, given.checked.dtypes
-    weighted = bool(given.wo_bias) and given.probs is not None
+    checked, (x, wi, wo, probs, wi_bias, wo_bias) = given.checked, given.checked.dtypes
 
     def product(at: int, leaves: list[Tensor], biases: list[Tensor], own: tuple[torch.dtype | None, ...]) -> Any:
         rows, weight, bias, scale = own
@@ -537,10 +526,10 @@ def _product_facts(
             (NAMES.wi, NAMES.wo)[at],
         )
 
-    scale = dtypes.probs if weighted else None
+    scale = None if wo_bias is None else probs
     return (
-        product(0, given.wi_leaves, given.wi_bias, (dtypes.x, dtypes.wi, dtypes.wi_bias, None)),
-        product(1, given.wo_leaves, given.wo_bias, (dtypes.x, dtypes.wo, dtypes.wo_bias, scale)),
+        product(0, given.wi_leaves, given.wi_bias, (x, wi, wi_bias, None)),
+        product(1, given.wo_leaves, given.wo_bias, (x, wo, wo_bias, scale)),
     )
 
 
