@@ -1,6 +1,7 @@
 """What does one call cost on the host, beside the peers: the time until the call returns, not until it is done.
 
     python benchmarks/bench_overhead.py --device cuda
+    python benchmarks/bench_overhead.py --no-launch      # PyTorch without kernels, which on the CPU run inside calls
 
 Problems are so small that the device never lags behind the host; calls are enqueued back to back.
 """
@@ -29,6 +30,7 @@ import torch_bridge
 import torch_bridge.nn
 from benchmarks import harness
 from grouped_core import recipes
+from torch_bridge import _run
 
 GROUPS, ROWS, WIDTH = 8, 64, 64
 RECIPES = (recipes.FP8Delayed, recipes.FP8Current, recipes.FP8Block, recipes.MXFP8)
@@ -48,6 +50,22 @@ def host_us(
                 samples[name].append((time.perf_counter_ns() - start) / 1e3 / batch)
             finish(result)
     return {name: float(np.median(each)) for name, each in samples.items()}
+
+
+def launch_nothing() -> None:
+    """Leaves the kernels out of every call from here on; everything around them stays."""
+    plan = _run._program
+
+    def program(*arguments: Any) -> Any:
+        made = plan(*arguments)
+        steps = [step if isinstance(step, _run.Cast) else step._replace(launch=_nothing) for step in made.steps]
+        return made._replace(steps=tuple(steps))
+
+    _run._program = program
+
+
+def _nothing(values: list[Any], stream: int) -> None:
+    pass
 
 
 def torch_calls(device: str) -> dict[str, Callable[[], Any]]:
@@ -172,7 +190,10 @@ def jax_calls(device: str) -> dict[str, Callable[[], Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--no-launch", action="store_true", help="without our kernels and without JAX")
     options = parser.parse_args()
+    if options.no_launch:
+        launch_nothing()
 
     def torch_finish(_: Any) -> None:
         if options.device == "cuda":
@@ -180,7 +201,8 @@ def main() -> None:
 
     for name, us in host_us(torch_calls(options.device), torch_finish).items():
         print(f"torch  {name:<42}{us:8.1f} us", flush=True)
-    for name, us in host_us(jax_calls(options.device), jax.block_until_ready).items():
+    jax_rows = {} if options.no_launch else jax_calls(options.device)
+    for name, us in host_us(jax_rows, jax.block_until_ready).items():
         print(f"jax    {name:<42}{us:8.1f} us", flush=True)
     print(harness.machine())
 

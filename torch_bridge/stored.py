@@ -214,7 +214,7 @@ def form_facts(operand: Any) -> tuple[Any, ...] | None:
     if not isinstance(operand, QTensor):
         return None
     there = (operand.scales is not None, operand.group_scales is not None)
-    return operand.format, operand.axis, operand.shape, operand.dtype, there, form_facts(operand.other)
+    return operand.format, operand.axis, tuple(operand.shape), operand.dtype, there, form_facts(operand.other)
 
 
 def home(rows: Any) -> Any:

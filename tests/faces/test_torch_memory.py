@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,12 +12,25 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from grouped_core import _native, calls, plans
+from grouped_core import _native, calls, plans, recipes
 from grouped_core.activations import Activation
 from grouped_core.recipes import plain
 from tests import asserts
-from tests.faces.torch_tools import small
-from torch_bridge import _library, _run, grouped_linear
+from tests.faces.nn_tools import FUNCTIONS, setup
+from tests.faces.torch_tools import leaf, small
+from torch_bridge import (
+    _arguments,
+    _decided,
+    _library,
+    _mlp_arguments,
+    _run,
+    grouped_linear,
+    grouped_mlp,
+    quantize,
+    scaling_state,
+    stored,
+    stored_mlp,
+)
 from torch_bridge._memory import EXCHANGE, address_table
 
 
@@ -214,6 +229,85 @@ def test_a_call_that_differs_in_layout_alone_is_checked_again() -> None:
             grouped_linear(square.t(), weight, t.sizes)
         with asserts.refused(TypeError, ["`weight[1]`", "dtype"]):
             grouped_linear(square, [weight[0], weight[1].double(), *weight[2:]], t.sizes)
+
+
+def _twice(form: str, recipe: Any, **changes: Any) -> Callable[[], Tensor]:
+    """A call of a function of `FUNCTIONS`, with fresh operands and a fresh state each time."""
+    one = setup(form, True, recipe=None, case="idle_ends", dtype="bfloat16")
+    products = len(one.weights) // len(one.sizes)
+    weights = [one.weights[at * len(one.sizes) :][: len(one.sizes)] for at in range(products)]
+
+    def call() -> Tensor:
+        bound = recipe
+        if recipe is not None and recipe.delayed:
+            bound = recipe.bind(scaling_state(recipe, len(one.sizes), products=products))
+        given = {"x": leaf(one.x), "sizes": one.sizes.clone()} | changes
+        members = [[leaf(each) for each in part] for part in weights]
+        if form == "grouped_linear":
+            return grouped_linear(given["x"], members[0], given["sizes"], recipe=bound)
+        return grouped_mlp(given["x"], *members, given["sizes"], recipe=bound)
+
+    return call
+
+
+CHECKING = (_arguments, _mlp_arguments, stored, stored_mlp)
+"""Modules that check operands of the public functions."""
+
+
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize("recipe", [None, recipes.FP8Delayed, recipes.MXFP8], ids=lambda r: r and r.name)
+@pytest.mark.parametrize("form", FUNCTIONS)
+def test_operands_are_checked_once_for_their_facts(monkeypatch: pytest.MonkeyPatch, form: str, recipe: Any) -> None:
+    """Facts are those of other tensors too; what has others is checked, and so is another recipe."""
+    call = _twice(form, recipe)
+    first = call()
+    checked: list[str] = []
+    for module in CHECKING:
+
+        def note(*arguments: Any, check: Any = module._check_operands, name: str = module.__name__) -> Any:
+            checked.append(name)
+            return check(*arguments)
+
+        monkeypatch.setattr(module, "_check_operands", note)
+    monkeypatch.setattr(_run, "_program", lambda *_: pytest.fail("planned again"))
+    asserts.bitwise(call(), first)
+    assert not checked
+    monkeypatch.undo()
+    for module in CHECKING:
+        monkeypatch.setattr(module, "_check_operands", lambda *_: pytest.fail("checked"))
+    rows = leaf(first.detach().new_zeros(len(first) + 1, setup(form, True).x.shape[1]))
+    others = [_twice(form, recipe, x=rows)]
+    if recipe is not None:
+        others.append(_twice(form, recipe.replace(name="another")))
+    if recipe is recipes.FP8Delayed:
+        others.append(_twice(form, recipe.replace(history=recipe.history + 1)))
+    for other in others:
+        with pytest.raises(pytest.fail.Exception, match="checked"):
+            other()
+
+
+@pytest.mark.rule("ERR-1")
+def test_quantised_operands_are_checked_by_what_they_mean() -> None:
+    """The same arrays along another axis, in another format or of another nominal dtype are another operand."""
+    t = small("tail", "bfloat16")
+    square = t.w[:, :, : t.w.shape[1]].contiguous()
+    x = t.x[:, : square.shape[1]].contiguous()
+    q = quantize(square, "mxfp8")
+    for _ in range(2):
+        y = grouped_linear(x, q, t.sizes)
+        with asserts.refused(ValueError, ["`weight`", "along axis 1", "expected along axis 2"]):
+            grouped_linear(x, dataclasses.replace(q, axis=1), t.sizes)
+        with asserts.refused(ValueError, ["`weight`", "stored as mxfp8", "FP8Block"]):
+            grouped_linear(x, q, t.sizes, recipe=recipes.FP8Block)
+    wide = grouped_linear(x.float(), dataclasses.replace(q, dtype="float32"), t.sizes)
+    assert (y.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_what_was_decided_is_forgotten_when_it_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_decided, "MOST", 2)
+    kept: _decided.Decided[int, int] = _decided.Decided()
+    assert [kept.keep(at, -at) for at in range(3)] == [0, -1, -2]
+    assert kept == {2: -2}
 
 
 def test_operators_refuse_what_kernels_cannot_read() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_bridge
 from grouped_core import recipes
@@ -97,6 +98,40 @@ def test_a_composed_sequential_has_the_bits_of_its_parts(recipe: Recipe) -> None
     y = grouped_linear(z, wo, s.sizes, recipe=bound[1])
     y.backward(s.dy)
     same(seeded(s, 5), [y, x.grad, wi.grad, wo.grad])
+
+
+class _Torch(TorchDispatchMode):
+    """Notes the operators of torch's own that run, views apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "aten" and not func.is_view:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@by_form
+def test_magnitudes_are_raised_by_the_launches_that_store(form: str) -> None:
+    """Nothing of torch runs for the state; passes without gradients leave it as it is."""
+    s = setup(form, False, recipe=DELAYED, **BF16)
+    names = {}
+    for recipe in (recipes.FP8Current, DELAYED):
+        one = s if recipe.delayed else setup(form, False, recipe=recipe, **BF16)
+        with torch.no_grad():
+            one.run(one.x)
+        assert not any(state.history.any() for state in states(one.module))
+        x = leaf(one.x)
+        with _Torch() as seen:
+            one.run(x).backward(one.dy)
+        names[recipe.name] = seen.names
+        for state in states(one.module):
+            roles = state.history[:, 0].amax(-1)
+            assert (roles > 0).all(), roles
+            assert not state.history[:, 1:].any()
+    assert names[DELAYED.name] == names["FP8Current"]
 
 
 @pytest.mark.rule("CAP-3")
