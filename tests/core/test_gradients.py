@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from grouped_core import gradients
-from grouped_core.calls import Call
+from grouped_core.calls import RESULTS, ArraySpec, Call
 from grouped_core.gradients import Needs
 from grouped_core.linear_spec import Linear, Names
+from grouped_core.plans import Planner
+from grouped_core.recipes import SAVED, FP8Delayed
 from grouped_core.reference import Oracle
+from grouped_core.storing import Extras
 from tests import asserts, bounds, cases
 
 NAMES = Names("x", "w")
@@ -225,3 +228,28 @@ def test_a_scaled_bias_alone():
     found = s.backward(run, Needs())
     asserts.bitwise(found.row_scale, np.array([6.0, 6.0, 2.0]))
     asserts.bitwise(found.bias, np.array([[0.75, 0.75], [0.125, 0.125]]))
+
+
+@pytest.mark.parametrize("saved", SAVED)
+def test_magnitudes_are_found_once_where_somebody_wants_them(saved):
+    """Of x and w in forward, of dy in backward; an operand that is stored a second time is not measured again."""
+    op = Linear(NAMES, transposed=True, recipe=FP8Delayed.replace(saved=saved))
+    sizes, multipliers = ArraySpec((3,), "int32"), ArraySpec((3,), "float32")
+    x, w, dy = ArraySpec((7, 32), "bfloat16"), ArraySpec((3, 16, 32), "bfloat16"), ArraySpec((7, 16), "bfloat16")
+    extras = Extras(None, multipliers, multipliers, multipliers)
+
+    def measured(run: Planner) -> list[bool]:
+        calls, run.calls = run.calls, []
+        return [
+            call.outputs[RESULTS["quantize"].index("amax")] is not None for call in calls if call.name == "quantize"
+        ]
+
+    run, needs = Planner(), Needs(bias=False, row_scale=False)
+    found = gradients.linear_forward(run, op, x, w, sizes, extras=extras, needs=needs)
+    assert measured(run) == [True, True]
+    kept = found.x, found.w
+    back = gradients.linear_backward(run, op, (x, w, None, None), *kept, sizes, None, None, dy, needs, extras=extras)
+    assert measured(run) == ([True] if saved == "quantized" else [True, False])
+    assert [each is not None for each in (*found.amax, *back.amax)] == [True, True, False, False, False, True]
+    gradients.linear(run, op, x, w, sizes, encode=(multipliers, multipliers))
+    assert measured(run) == [False, False]
