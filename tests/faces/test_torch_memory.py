@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -231,23 +230,17 @@ def test_a_call_that_differs_in_layout_alone_is_checked_again() -> None:
             grouped_linear(square, [weight[0], weight[1].double(), *weight[2:]], t.sizes)
 
 
-def _twice(form: str, recipe: Any, **changes: Any) -> Callable[[], Tensor]:
-    """A call of a function of `FUNCTIONS`, with fresh operands and a fresh state each time."""
-    one = setup(form, True, recipe=None, case="idle_ends", dtype="bfloat16")
-    products = len(one.weights) // len(one.sizes)
-    weights = [one.weights[at * len(one.sizes) :][: len(one.sizes)] for at in range(products)]
-
-    def call() -> Tensor:
-        bound = recipe
-        if recipe is not None and recipe.delayed:
-            bound = recipe.bind(scaling_state(recipe, len(one.sizes), products=products))
-        given = {"x": leaf(one.x), "sizes": one.sizes.clone()} | changes
-        members = [[leaf(each) for each in part] for part in weights]
-        if form == "grouped_linear":
-            return grouped_linear(given["x"], members[0], given["sizes"], recipe=bound)
-        return grouped_mlp(given["x"], *members, given["sizes"], recipe=bound)
-
-    return call
+def _call(form: str, recipe: Any, x: Tensor | None = None) -> Tensor:
+    """A function of `FUNCTIONS` on fresh operands and a fresh state, of rows `x` if they are given."""
+    one = setup(form, True, case="idle_ends", dtype="bfloat16")
+    groups = len(one.sizes)
+    weights = [leaf(each) for each in one.weights]
+    if recipe is not None and recipe.delayed:
+        recipe = recipe.bind(scaling_state(recipe, groups, products=len(weights) // groups))
+    rows = leaf(one.x if x is None else x)
+    if form == "grouped_linear":
+        return grouped_linear(rows, weights, one.sizes, recipe=recipe)
+    return grouped_mlp(rows, weights[:groups], weights[groups:], one.sizes, recipe=recipe)
 
 
 CHECKING = (_arguments, _mlp_arguments, stored, stored_mlp)
@@ -259,8 +252,7 @@ CHECKING = (_arguments, _mlp_arguments, stored, stored_mlp)
 @pytest.mark.parametrize("form", FUNCTIONS)
 def test_operands_are_checked_once_for_their_facts(monkeypatch: pytest.MonkeyPatch, form: str, recipe: Any) -> None:
     """Facts are those of other tensors too; what has others is checked, and so is another recipe."""
-    call = _twice(form, recipe)
-    first = call()
+    first = _call(form, recipe)
     checked: list[str] = []
     for module in CHECKING:
 
@@ -270,20 +262,17 @@ def test_operands_are_checked_once_for_their_facts(monkeypatch: pytest.MonkeyPat
 
         monkeypatch.setattr(module, "_check_operands", note)
     monkeypatch.setattr(_run, "_program", lambda *_: pytest.fail("planned again"))
-    asserts.bitwise(call(), first)
+    asserts.bitwise(_call(form, recipe), first)
     assert not checked
     monkeypatch.undo()
     for module in CHECKING:
         monkeypatch.setattr(module, "_check_operands", lambda *_: pytest.fail("checked"))
-    rows = leaf(first.detach().new_zeros(len(first) + 1, setup(form, True).x.shape[1]))
-    others = [_twice(form, recipe, x=rows)]
-    if recipe is not None:
-        others.append(_twice(form, recipe.replace(name="another")))
-    if recipe is recipes.FP8Delayed:
-        others.append(_twice(form, recipe.replace(history=recipe.history + 1)))
+    with pytest.raises(pytest.fail.Exception, match="checked"):
+        _call(form, recipe, torch.zeros(len(first) + 1, setup(form, True).x.shape[1], dtype=torch.bfloat16))
+    others = [] if recipe is None else [recipe.replace(name="another"), recipe.replace(history=recipe.history + 1)]
     for other in others:
         with pytest.raises(pytest.fail.Exception, match="checked"):
-            other()
+            _call(form, other)
 
 
 @pytest.mark.rule("ERR-1")
@@ -293,8 +282,9 @@ def test_quantised_operands_are_checked_by_what_they_mean() -> None:
     square = t.w[:, :, : t.w.shape[1]].contiguous()
     x = t.x[:, : square.shape[1]].contiguous()
     q = quantize(square, "mxfp8")
+    y = grouped_linear(x, q, t.sizes)
     for _ in range(2):
-        y = grouped_linear(x, q, t.sizes)
+        asserts.bitwise(grouped_linear(x, q, t.sizes), y)
         with asserts.refused(ValueError, ["`weight`", "along axis 1", "expected along axis 2"]):
             grouped_linear(x, dataclasses.replace(q, axis=1), t.sizes)
         with asserts.refused(ValueError, ["`weight`", "stored as mxfp8", "FP8Block"]):

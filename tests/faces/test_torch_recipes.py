@@ -100,6 +100,24 @@ def test_a_composed_sequential_has_the_bits_of_its_parts(recipe: Recipe) -> None
     same(seeded(s, 5), [y, x.grad, wi.grad, wo.grad])
 
 
+@pytest.mark.rule("ALL-1")
+@by_recipe
+@pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
+@by_form
+def test_passes_without_gradients_have_the_bits_of_others(form: str, listed: bool, recipe: Recipe) -> None:
+    """There products store their operands on the way; with a cache the weights alone come stored."""
+    s = setup(form, listed, recipe=recipe, **BF16)
+    for state in states(s.module):
+        state.scale.mul_(torch.linspace(0.5, 4, state.scale.numel()).view_as(state.scale))
+    wanted = s.run(leaf(s.x)).detach()
+    with torch.no_grad(), counted_launches() as calls:
+        asserts.bitwise(s.run(s.x), wanted)
+    assert "quantize" in calls
+    with torch.no_grad():
+        for first in (True, False):
+            asserts.bitwise(s.run(s.x, is_first_microbatch=first), wanted)
+
+
 class _Torch(TorchDispatchMode):
     """Notes the operators of torch's own that run, views apart."""
 
