@@ -89,6 +89,7 @@ struct StoreProblem {
   uint32_t stream;
   int choice;       // of 4over6: 0 none, 1 absolute errors, 2 squares
   bool measure;     // amaxes of groups are wanted from this launch
+  bool last_first;  // a launch before has read all tiles: the L2 cache may hold the last ones
   uint32_t* drawn;  // of this launch
 };
 

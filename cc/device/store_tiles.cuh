@@ -111,6 +111,19 @@ __device__ inline bool find_in_table(const StoreProblem& p, const GroupTable& t,
   return true;
 }
 
+// Tile `item` of a launch, from its first or from its last.
+template <int kTileRows, int kTileColumns>
+__device__ inline bool find_in_order(const StoreProblem& p, const GroupTable& t, uint32_t item, uint32_t column_tiles,
+                                     StoreTile* tile) {
+  if (p.last_first) {
+    const uint32_t rows = static_cast<uint32_t>(p.rows), each = (rows + kTileRows - 1) / kTileRows;
+    const uint32_t tiles = (p.ragged ? t.tiles[p.scan.count + 1] : p.scan.count * each) * column_tiles;
+    if (item >= tiles) return false;
+    item = tiles - 1 - item;
+  }
+  return find_in_table<kTileRows, kTileColumns>(p, t, item, column_tiles, tile);
+}
+
 // The tiles of a block, in turns. Blocks draw them one after the other, so that the grid works on neighbouring memory
 // at any time: with a fixed stride blocks drift apart, and memory is read and written in worse order. A tile is drawn
 // two turns ahead by one thread, and told to the others by the barrier that every turn has. Amaxes of a turn's values
@@ -275,6 +288,7 @@ void launch_tiles(const Quantize& call, const Context& context, Measure measure,
   p.drawn = p.scan.drawn;
   if (ahead) measure(p, stream);
   p.drawn = p.scan.drawn + 1;
+  p.last_first = ahead;
   store(p, stream);
   if (ahead && call.amax.present()) launch_finish(call, p, stream);
 }

@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm)
   StoreTile tile;
   StoreTile& next = s->next[threadIdx.x / 32];
   const auto find = [&](uint32_t item, StoreTile* found) {
-    return find_in_table<Tile::kRows, Tile::kColumns>(p.store, table, item, column_tiles, found);
+    return find_in_order<Tile::kRows, Tile::kColumns>(p.store, table, item, column_tiles, found);
   };
   bool more = find(blockIdx.x, &tile);
   for (int i = 0; i < operands && more && tile.group < count; ++i) load_operand(p, tile, i, slots);
@@ -267,14 +267,16 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm)
       if (threadIdx.x % 32 == 0) next = found;
       __syncwarp();
     }
+    const bool loads = more && next.group < count;
     StoreTile part = tile;  // of the result: where its columns lie
     if (p.grad) part.column = p.hidden.gate_column(static_cast<int>(tile.column));
-    if (tile.group == count) {  // from here on there is nothing else
+    if (tile.group == count) {
       if (!kForms) break;
       if (p.clear_tail) clear_plain(p, tile);
       for (int half = 0; half < halves; ++half, part.column += p.hidden.block) {
         store_nothing(p.store, part, Tile::kRows, kStoreThreads);
       }
+      for (int i = 0; i < operands && loads; ++i) load_operand(p, next, i, slots);
       turns.meet();
       continue;
     }
@@ -283,7 +285,6 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm)
     activate_tile(p, tile, slots);
     // The next tile's operands take the place of what has been read: of a half in registers, of what forward has no
     // more use for, of the scratch last.
-    const bool loads = more && next.group < count;
     for (int half = 0; half < halves; ++half, part.column += p.hidden.block) {
       store_half<kBlock, kForms>(p.store, part, slots[half], scratch, turns, [&] {
         if (loads) load_operand(p, next, half, slots);

@@ -280,21 +280,15 @@ __device__ inline void store_tile(const StoreProblem& p, const StoreTile& tile, 
   }
 }
 
-// Tiles of one group each, from the first or from the last: body(tile, raw) with their values in registers, while the
-// next one's are on their way. What no group owns goes to rest(tile).
-template <bool kTall, bool kLastFirst, class Body, class Rest>
+// Tiles of one group each: body(tile, raw) with their values in registers, while the next one's are on their way. What
+// no group owns goes to rest(tile).
+template <bool kTall, class Body, class Rest>
 __device__ inline void walk_tiles(const StoreProblem& p, uint32_t column_tiles, const GroupTable& table, Shared* s,
                                   Body body, Rest rest) {
   using Tile = Shape<kTall>;
   if (p.ragged) scan_sizes<Tile::kTileRows>(p, table, s->sums);
-  const uint32_t row_tiles =
-      p.ragged ? table.tiles[p.scan.count + 1]
-               : p.scan.count * ((static_cast<uint32_t>(p.rows) + Tile::kTileRows - 1) / Tile::kTileRows);
-  const uint32_t tiles = row_tiles * column_tiles;
   const auto find = [&](uint32_t item, StoreTile* tile) {
-    if (item >= tiles) return false;
-    return find_in_table<Tile::kTileRows, Tile::kTileColumns>(p, table, kLastFirst ? tiles - 1 - item : item,
-                                                              column_tiles, tile);
+    return find_in_order<Tile::kTileRows, Tile::kTileColumns>(p, table, item, column_tiles, tile);
   };
   StoreTile tile;
   StoreTile& next = s->next[threadIdx.x / 32];
@@ -332,7 +326,7 @@ __global__ void __launch_bounds__(kThreads, kMeasureBlocks)
     measure_tiles(const __grid_constant__ StoreProblem p, uint32_t column_tiles, uint32_t) {
   if (p.skip && *p.skip != 0) return;
   Shared* s = reinterpret_cast<Shared*>(dynamic_shared);
-  walk_tiles<false, false>(
+  walk_tiles<false>(
       p, column_tiles, GroupTable(p, s + 1), s,
       [&](const StoreTile& tile, uint2(&raw)[kRows]) {
         raise_amax(p.scan.amax + tile.group, amax_of<kBf16>(largest(raw)));
@@ -356,7 +350,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<O>)
   Scratch* s = reinterpret_cast<Scratch*>(dynamic_shared);
   if (blockIdx.x == 0) store_group_scales(p);
   int filled = -1;
-  walk_tiles<kTall, true>(
+  walk_tiles<kTall>(
       p, column_tiles, GroupTable(p, s + 1), s,
       [&](const StoreTile& tile, uint2(&raw)[kRows]) {
         if (p.measure) raise_amax(p.scan.amax + tile.group, amax_of<O::is_bf16>(largest(raw)));

@@ -2,7 +2,8 @@
 // forms come from one read.
 //
 // One launch: each block scans the group sizes into its shared memory, then draws tiles of 128 x 128 values of one
-// group, 256 threads with 8 columns of 8 rows each. Current scaling has a launch before, of which only amaxes remain.
+// group, 256 threads with 8 columns of 8 rows each. Current scaling has a launch before, of which only amaxes remain;
+// the second one then starts from the last tile.
 //
 //     cp.async, 16 bytes a row --> own part of shared memory --> 32 registers --> amaxes, two values a word
 //                 ^ the next tile's, as soon as this one's are in registers: nobody else reads them, no barrier
@@ -104,20 +105,21 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kForms>)
   if (p.ragged) scan_sizes<Tile::kRows>(p, table, s->sums);
   StoreTile tile;
   StoreTile& next = s->next[threadIdx.x / 32];
-  bool more = find_in_table<Tile::kRows, Tile::kColumns>(p, table, blockIdx.x, column_tiles, &tile);
+  bool more = find_in_order<Tile::kRows, Tile::kColumns>(p, table, blockIdx.x, column_tiles, &tile);
   if (more && tile.group < p.scan.count) load_tile<kWide>(p, tile, s);
   if (kBlock == 0 && kForms && blockIdx.x == 0) store_group_scales(p);
   for (; more; tile = next, turns.advance()) {
     turns.draw();
     {  // while this tile's values arrive
       StoreTile found = {};
-      more = find_in_table<Tile::kRows, Tile::kColumns>(p, table, turns.next(), column_tiles, &found);
+      more = find_in_order<Tile::kRows, Tile::kColumns>(p, table, turns.next(), column_tiles, &found);
       __syncwarp();
       if (threadIdx.x % 32 == 0) next = found;
       __syncwarp();
     }
-    if (tile.group == p.scan.count) {  // from here on there is nothing else
+    if (tile.group == p.scan.count) {
       if (kForms) store_nothing(p, tile, Tile::kRows, kThreads);
+      if (more && next.group < p.scan.count) load_tile<kWide>(p, next, s);
       turns.meet();
       continue;
     }
