@@ -1,5 +1,5 @@
-// FP8 codes of a tile of 16-bit values that 256 threads hold, 8 columns of 8 rows each (quantize_fp8_cuda.cu draws
-// how).
+// FP8 codes of a tile of 16-bit values, of which a thread holds 8 columns of 8 rows: 256 threads (quantize_fp8_cuda.cu
+// draws how), or one warp (quantize_fp8_rows_cuda.cu).
 #pragma once
 
 #include "cc/device/store_tiles.cuh"
@@ -26,6 +26,16 @@ struct Shape {
   int row = kWide ? threadIdx.x / kLanes / 8 * kVector : threadIdx.x / kLanes * kVector;
 };
 
+// A tile of one warp, and where in it a thread's values lie: rows alone, 512 bytes of the source and 256 of codes in
+// each.
+struct Strip {
+  static constexpr int kRows = kVector;
+  static constexpr int kColumns = 32 * kVector;
+
+  int column = threadIdx.x % 32 * kVector;
+  static constexpr int row = 0;
+};
+
 // Of the forms that are turned.
 struct ColumnScratch {
   alignas(16) uint64_t turned[kStoreColumns][kStoreRows / 8];
@@ -38,11 +48,12 @@ __device__ inline BlockScale scale_of(const StoreProblem& p, uint32_t amax) {
   return p.type == DType::e5m2 ? block_scale<E5M2>(p.rule, amax, none) : block_scale<E4M3>(p.rule, amax, none);
 }
 
-// Scales of this thread's 8 rows, for blocks of kBlock columns: stores them and returns the factors.
-template <bool kBf16, int kBlock, bool kWide>
+// Scales of this thread's 8 rows, for blocks of kBlock columns: stores them and returns the factors. Tile: a Shape or
+// Strip.
+template <bool kBf16, int kBlock, class Tile>
 __device__ inline void row_factors(const StoreProblem& p, const StoreTile& tile, const uint4 (&raw)[kVector],
                                    float (&factors)[kVector]) {
-  const Shape<kWide> at;
+  const Tile at;
   const int lane = threadIdx.x % 32;
   uint32_t pair[4];  // rows i and i + 4
 #pragma unroll
@@ -102,10 +113,10 @@ __device__ inline void row_factors(const StoreProblem& p, const StoreTile& tile,
 }
 
 // Codes of `rows` rows; the factor of value c of row i is factor(i, c).
-template <class T, bool kBf16, bool kWide, class Factor>
+template <class T, bool kBf16, class Tile, class Factor>
 __device__ inline void put_rows(const StoreTile& tile, const uint4 (&raw)[kVector], uint8_t* to, int64_t pitch,
                                 int rows, Factor factor) {
-  const Shape<kWide> at;
+  const Tile at;
   const int count = at.column < tile.columns ? rows - at.row : 0;
   to += at.row * pitch + at.column;
 #pragma unroll

@@ -207,11 +207,11 @@ __device__ inline void store_half(const StoreProblem& p, const StoreTile& tile, 
   if constexpr ((kForms & kRows) != 0) {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) factors[i] = shared;
-    if constexpr (kBlock > 0) row_factors<true, kBlock, false>(p, tile, raw, factors);
+    if constexpr (kBlock > 0) row_factors<true, kBlock, Tile>(p, tile, raw, factors);
     const StoredForm& form = p.forms[0];
     with_type(p.type, [&](auto type) {
-      put_rows<decltype(type), true, false>(tile, raw, form.values + tile.source * form.pitch + tile.column, form.pitch,
-                                            tile.rows, [&](int i, int) { return factors[i]; });
+      put_rows<decltype(type), true, Tile>(tile, raw, form.values + tile.source * form.pitch + tile.column, form.pitch,
+                                           tile.rows, [&](int i, int) { return factors[i]; });
     });
   }
   if constexpr ((kForms & kColumns) != 0) {

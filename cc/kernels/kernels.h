@@ -68,8 +68,9 @@ extern const Kernel<RowDot> row_dot_any_cuda;
 extern const Kernel<ScaleRows> scale_rows_any_cuda;
 extern const Kernel<ActivationForward> activation_any_cuda;
 extern const Kernel<ActivationGrad> activation_grad_any_cuda;
-extern const Kernel<Quantize> quantize_fp8_cuda;  // where bandwidth counts
-extern const Kernel<Quantize> quantize_fp4_cuda;  // likewise
+extern const Kernel<Quantize> quantize_fp8_rows_cuda;  // where bandwidth counts, as the next two
+extern const Kernel<Quantize> quantize_fp8_cuda;
+extern const Kernel<Quantize> quantize_fp4_cuda;
 extern const Kernel<Quantize> quantize_any_cuda;
 extern const Kernel<Dequantize> dequantize_any_cuda;
 extern const Kernel<ScaleUpdate> scale_update_any_cuda;

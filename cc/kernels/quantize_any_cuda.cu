@@ -8,7 +8,7 @@
 //   finish   scales and amaxes of groups
 //
 // 66 KiB of values (an odd pitch: threads walk along rows and columns alike) and 10 KiB of amaxes and factors a block.
-// Bound by instructions; `quantize_fp8_cuda` takes the formats where bandwidth counts.
+// Bound by instructions; the rows of the table in front of it take the formats where bandwidth counts.
 #include <algorithm>
 #include <string>
 

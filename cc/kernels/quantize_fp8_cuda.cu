@@ -1,5 +1,5 @@
 // FP8 codes of bf16 or fp16 values: a scale a group, blocks of 128 (or 128 x 128), MXFP8's blocks of 32 in place. Both
-// forms come from one read.
+// forms come from one read; quantize_fp8_rows_cuda.cu has blocks along rows where rows alone are wanted.
 //
 // One launch: each block scans the group sizes into its shared memory, then draws tiles of 128 x 128 values of one
 // group, 256 threads with 8 columns of 8 rows each. Current scaling has a launch before, of which only amaxes remain;
@@ -32,6 +32,7 @@ constexpr int kWarps = kStoreWarps;
 template <int kForms>
 constexpr int kBlocks = kForms == kRows + kColumns ? 2 : 4;
 
+// Rows alone with scales of groups, and the amaxes of these.
 template <bool kSquare, int kForms>
 constexpr bool kIsWide = !kSquare && kForms <= kRows;
 
@@ -136,11 +137,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kForms>)
     if constexpr ((kForms & kRows) != 0) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) factors[i] = shared;
-      if constexpr (kBlock > 0 && !kSquare) row_factors<kBf16, kBlock, kWide>(p, tile, raw, factors);
+      if constexpr (kBlock > 0 && !kSquare) row_factors<kBf16, kBlock, Tile>(p, tile, raw, factors);
       const StoredForm& form = p.forms[0];
       with_type(p.type, [&](auto type) {
-        put_rows<decltype(type), kBf16, kWide>(tile, raw, form.values + tile.source * form.pitch + tile.column,
-                                               form.pitch, tile.rows, [&](int i, int) { return factors[i]; });
+        put_rows<decltype(type), kBf16, Tile>(tile, raw, form.values + tile.source * form.pitch + tile.column,
+                                              form.pitch, tile.rows, [&](int i, int) { return factors[i]; });
       });
     }
     if constexpr ((kForms & kColumns) != 0) {
@@ -155,8 +156,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kForms>)
       const StoredForm& form = p.forms[1];
       with_type(p.type, [&](auto type) {
         if (kBlock == 32 && !p.transposed) {
-          put_rows<decltype(type), kBf16, false>(tile, raw, form.values + tile.padded * form.pitch + tile.column,
-                                                 form.pitch, count, [&](int, int c) { return factors[c]; });
+          put_rows<decltype(type), kBf16, Tile>(tile, raw, form.values + tile.padded * form.pitch + tile.column,
+                                                form.pitch, count, [&](int, int c) { return factors[c]; });
         } else {
           put_turned<decltype(type), kBf16>(p, tile, raw, factors, count, &s->columns);
         }
@@ -176,7 +177,8 @@ std::string refuses(const Quantize& call, const Target& target) {
   if (call.rule != "fp32" && call.rule != "e8m0") return "has no rule " + call.rule;
   if (call.rule == "fp32" && call.block != 0 && call.block != 128) return "takes blocks of 128";
   if (call.rule == "e8m0" && (call.block != 32 || call.block_outer != 1)) return "takes blocks of 32";
-  if (!cross.present()) return "";
+  const bool along_rows = call.block != 0 && call.block_outer == 1;
+  if (!cross.present()) return along_rows ? "takes blocks along rows where the cross form is wanted too" : "";
   if (!ragged && call.source.dims[1] % 16 != 0) return "turns weights whose rows are a multiple of 16";
   if (ragged && call.turned && call.segment % 16 != 0) return "turns rows in segments of 16 or more";
   if (ragged && !call.turned && call.block != 32) return "leaves blocks of 32 in place, turns others";
@@ -203,7 +205,9 @@ void run(const Quantize& call, const StoreProblem& p, cudaStream_t stream) {
 template <bool kBf16, int kBlock, bool kSquare>
 void run_forms(const Quantize& call, const StoreProblem& p, cudaStream_t stream) {
   if (!p.forms[0].values) return run<kBf16, kBlock, kSquare, kColumns>(call, p, stream);
-  if (!p.forms[1].values) return run<kBf16, kBlock, kSquare, kRows>(call, p, stream);
+  if constexpr (kBlock == 0 || kSquare) {
+    if (!p.forms[1].values) return run<kBf16, kBlock, kSquare, kRows>(call, p, stream);
+  }
   run<kBf16, kBlock, kSquare, kRows + kColumns>(call, p, stream);
 }
 

@@ -235,6 +235,62 @@ def test_the_other_calls(arch):
             assert plan.kernel == f"{call.name}_any_{DEFAULT[arch]}", f"{case}: {plan.refusals}"
 
 
+STORES = {
+    "fp8_tensor": ("fp8", "fp8"),
+    "fp8_tensor_e5m2": ("fp8", "fp8"),
+    "fp8_1x128": ("fp8_rows", "fp8"),
+    "fp8_1x128_e5m2": ("fp8_rows", "fp8"),
+    "fp8_128x128": ("fp8", "fp8"),
+    "mxfp8": ("fp8_rows", "fp8"),
+    "mxfp8_e5m2": ("fp8_rows", "fp8"),
+    "mxfp8_2d": ("any", "any"),
+    "mxfp4": ("fp4", "any"),
+    "nvfp4": ("fp4", "fp4"),
+    "nvfp4_2d": ("fp4", "fp4"),
+}
+"""Quantisers of 16-bit values on CUDA, by format: of rows alone, and with the cross form."""
+
+
+@pytest.mark.rule("MAT-2")
+@pytest.mark.parametrize("arch", DEFAULT)
+@pytest.mark.parametrize("name", STORES)
+def test_quantisers(arch, name):
+    compiled(arch)
+    format, end = FORMATS[name], DEFAULT[arch]
+    for case in cases.select("bench"):
+        for dtype in ("bfloat16", "float16"):
+            rows, _, _, sizes = specs(case, dtype)
+            sources = [(ArraySpec((case.groups, case.k, case.n), dtype), None)]
+            if not format.square:
+                sources.append((rows, sizes))
+            for source, group_sizes in sources:
+                for kind, forms in zip(STORES[name], ((True, False), (True, True)), strict=True):
+                    plan = plans.attempt(calls.quantize(source, format, forms, group_sizes), arch)
+                    wanted = "any" if end == "cpu" else kind
+                    assert plan.kernel == f"quantize_{wanted}_{end}", f"{case}, {forms}: {plan.refusals}"
+
+
+@pytest.mark.parametrize("arch", DEFAULT)
+@pytest.mark.parametrize("name", [name for name, kinds in STORES.items() if kinds[0] == "fp8_rows"])
+def test_rows_that_the_portable_quantiser_takes(arch, name):
+    """A width that no vector divides, more sizes than a table holds, amaxes of groups in blocks, listed weights."""
+    compiled(arch)
+    rows, weights = ArraySpec((64, 256), "bfloat16"), ArraySpec((4, 64, 256), "bfloat16")
+    sizes, many = ArraySpec((4,), "int32"), ArraySpec((1025,), "int32")
+    format, forms = FORMATS[name], (True, False)
+    for call in (
+        calls.quantize(ArraySpec((64, 260), "bfloat16"), format, forms, sizes),
+        calls.quantize(ArraySpec((64, 256), "float32"), format, forms, sizes),
+        calls.quantize(rows, format, forms, many),
+        calls.quantize(rows, format, forms, sizes, amax=True),
+        calls.quantize(weights, format, forms, None, table=True),
+    ):
+        plan = plans.attempt(call, arch)
+        assert plan.kernel == f"quantize_any_{DEFAULT[arch]}", plan.refusals
+        if arch != "cpu":
+            assert dict(plan.refusals)["quantize_fp8_rows_cuda"], "refuses in words"
+
+
 def test_every_fast_kernel_is_golden_somewhere():
     """A kernel that is listed and that no row names may have lost all its cases."""
     listed = set(_native.kernels()["grouped_matmul"])

@@ -42,6 +42,9 @@ VARIANTS = [
 FOR_ROWS = [row for row in VARIANTS if not row.square and row.segment]
 FOR_WEIGHTS = [row for row in VARIANTS if not row.rotate]
 FORMS = ((True, False), (False, True), (True, True))
+WITH_ROWS = ((True, True), (True, False))
+IN_BLOCKS = [row for row in VARIANTS if row.block and not row.square and row.values != "uint8"]
+"""FP8 in blocks along rows: where rows alone are wanted, groups do not matter."""
 CASES = [
     cases.named(name)
     for name in (
@@ -49,6 +52,9 @@ CASES = [
         *("negative", "clamped_idle", "groups_65", "groups_1_tail", "k_n_odd", "k_1", "k_2880"),
     )
 ]
+NARROW = ("bfloat16", "float16")
+WIDTHS = (8, 120, 128, 136, 256, 264, 776)
+"""On both sides of blocks of 32 and of 128, and of the 256 columns of a warp."""
 MEMBERS = ((3, 37, 53), (2, 128, 256), (1, 1, 1), (2, 130, 300), (5, 16, 32), (1, 257, 31))
 KEY = np.array([0x243F6A88, 0x85A308D3], np.uint32)
 
@@ -153,6 +159,25 @@ def test_weights(kernel, format, shape, dtype, forms):
     quantize(Native(kernel), numbers(shape, dtype), format, forms, key=KEY)
 
 
+@pytest.mark.rule("GRP-4", "GRP-5", "GRP-6", "GRP-12", "MAT-2")
+@pytest.mark.parametrize("kernel", kernels("quantize"))
+@pytest.mark.matrix(
+    format=IN_BLOCKS, case=[*CASES, cases.named("groups_1024"), cases.named("clamped")], width=WIDTHS, dtype=NARROW
+)
+def test_rows_alone(kernel, format, case, width, dtype):
+    """Of 16 bits, in blocks along them: ends of rows, of groups, of sizes that are read 32 at a time."""
+    x, sizes = rows_of(dataclasses.replace(case, k=width), dtype)
+    quantize(Native(kernel), x, format, (True, False), sizes)
+
+
+@pytest.mark.rule("MAT-2", "GRP-12")
+@pytest.mark.parametrize("kernel", kernels("quantize"))
+@pytest.mark.matrix(format=IN_BLOCKS, tall=(0, 1, 8, 37, 128), width=WIDTHS, dtype=NARROW)
+def test_rows_alone_of_weights(kernel, format, tall, width, dtype):
+    """The same of weights, whose rows lie one behind the other: 8 of them may belong to two."""
+    quantize(Native(kernel), numbers((3, tall, width), dtype), format, (True, False))
+
+
 @pytest.mark.rule("MAT-4")
 @pytest.mark.parametrize("kernel", kernels("quantize"))
 @pytest.mark.matrix(format=FOR_WEIGHTS[::2], dtype=cases.DTYPES)
@@ -199,18 +224,25 @@ def buffers(found: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
 
 @pytest.mark.rule("QNT-6")
 @pytest.mark.parametrize("kernel", kernels("quantize"))
-@pytest.mark.matrix(format=VARIANTS, rows=(False, True), amax=(False, True), valid=is_for)
-def test_a_device_flag_turns_it_into_nothing(kernel, format, rows, amax):
-    source, sizes = rows_of(CASES[0], "bfloat16") if rows else (numbers((3, 37, 53), "bfloat16"), None)
+@pytest.mark.matrix(
+    format=VARIANTS,
+    rows=(False, True),
+    wanted=((True, True, False), (True, True, True), (True, False, False)),
+    valid=is_for,
+)
+def test_a_device_flag_turns_it_into_nothing(kernel, format, rows, wanted):
+    """`wanted`: both forms, and amaxes."""
+    forms, amax = wanted[:2], wanted[2]
+    source, sizes = rows_of(CASES[0], "bfloat16") if rows else (numbers((3, 48, 56), "bfloat16"), None)
     groups = source.shape[0] if sizes is None else sizes.shape[0]
     options = {"into_amax": np.full(groups, 2, np.float32)} if amax else {}
-    fresh = quantize(Native(kernel), source, format, (True, True), sizes, **options)
+    fresh = quantize(Native(kernel), source, format, forms, sizes, **options)
     into = buffers(fresh)
-    taken = quantize(Native(kernel), source, format, (True, True), sizes, into=into, **options)
+    taken = quantize(Native(kernel), source, format, forms, sizes, into=into, **options)
     same(taken, fresh)
     for flag in (0, 1, -1):
         skip = np.array([flag], np.int32)
-        found = quantize(Native(kernel), source, format, (True, True), sizes, into=into, skip=skip, **options)
+        found = quantize(Native(kernel), source, format, forms, sizes, into=into, skip=skip, **options)
         same(found, (into | {"amax": options["into_amax"]} if amax else into) if flag else fresh)
 
 
@@ -222,13 +254,13 @@ def every_value(dtype: str) -> NDArray[Any]:
 
 @pytest.mark.rule("GRP-12")
 @pytest.mark.parametrize("kernel", kernels("quantize"))
-@pytest.mark.matrix(format=FOR_ROWS, dtype=("bfloat16", "float16"), ordered=(False, True))
-def test_every_value_of_16_bits(kernel, format, dtype, ordered):
+@pytest.mark.matrix(format=FOR_ROWS, dtype=NARROW, ordered=(False, True), forms=WITH_ROWS)
+def test_every_value_of_16_bits(kernel, format, dtype, ordered, forms):
     """Ordered, blocks hold neighbours, so that each of them is near its block's largest."""
     x = every_value(dtype)
     if ordered:
         x = np.arange(2**16, dtype=np.uint16).view(x.dtype).reshape(x.shape)
-    quantize(Native(kernel), x, format, (True, True), np.array([100, 412], np.int32), key=KEY)
+    quantize(Native(kernel), x, format, forms, np.array([100, 412], np.int32), key=KEY)
 
 
 def around(values: NDArray[Any]) -> NDArray[np.float32]:
@@ -294,26 +326,28 @@ def test_random_bits_follow_key_and_stream(kernel, rotate):
 
 @pytest.mark.rule("ALL-2")
 @pytest.mark.parametrize("kernel", kernels("quantize"))
-@pytest.mark.matrix(format=FOR_ROWS, case=CASES[:4], dtype=cases.DTYPES)
-def test_the_same_at_any_address_and_through_both_entries(kernel, format, case, dtype):
+@pytest.mark.matrix(format=FOR_ROWS, case=CASES[:4], dtype=cases.DTYPES, forms=WITH_ROWS)
+def test_the_same_at_any_address_and_through_both_entries(kernel, format, case, dtype, forms):
     x, sizes = rows_of(case, dtype)
-    first = quantize(Native(kernel), x, format, (True, True), sizes, key=KEY)
+    first = quantize(Native(kernel), x, format, forms, sizes, key=KEY)
     anywhere = kernel if "_any_" in kernel else f"{kernel},quantize_any_cuda"
     for run in (Native(anywhere, unaligned=True), Native(kernel, check=False, dlpack=True)):
-        same(quantize(run, x, format, (True, True), sizes, key=KEY), first)
+        same(quantize(run, x, format, forms, sizes, key=KEY), first)
 
 
 @pytest.mark.rule("ALL-2", "GRP-12")
 @pytest.mark.parametrize("kernel", kernels("quantize"))
-@pytest.mark.parametrize("format", FOR_ROWS, ids=lambda f: f.name)
-def test_groups_do_not_see_each_other(kernel, format):
+@pytest.mark.matrix(format=FOR_ROWS, forms=WITH_ROWS)
+def test_groups_do_not_see_each_other(kernel, format, forms):
     """A group quantised alone has the codes that it has between others; its random bits are those of its place."""
     x, sizes = cases.normal((180, 40), "bfloat16"), np.array([0, 50, 130], np.int32)
-    found = quantize(Native(kernel), x, format, (True, True), sizes)
+    found = quantize(Native(kernel), x, format, forms, sizes)
     spoiled = x.copy()
     spoiled[50:] = np.nan
-    other = quantize(Native(kernel), spoiled, format, (True, True), sizes)
+    other = quantize(Native(kernel), spoiled, format, forms, sizes)
     asserts.bitwise(other["values"][:50], found["values"][:50])
+    if not forms[1]:
+        return
     segment = -(-50 // format.segment) * format.segment
     columns = (slice(None), slice(segment)) if format.turned else slice(segment)
     asserts.bitwise(other["cross_values"][columns], found["cross_values"][columns])
