@@ -28,6 +28,7 @@ from tests import cases
 
 PRODUCTS = ("forward", "dgrad", "wgrad")
 E4M3 = torch.float8_e4m3fn
+Clock = Callable[[harness.Thunk, int, int], float]
 CHUNK = 1 << 28  # elements turned into codes at once
 
 
@@ -224,7 +225,9 @@ CANDIDATES: dict[str, Callable[[Work], harness.Thunk]] = {
 """Candidates by name; "dense" is the bound of every row."""
 
 
-def bench(case: cases.Case, product: str, names: list[str], budget_s: float, rounds: int) -> list[harness.Row]:
+def bench(
+    case: cases.Case, product: str, names: list[str], clock: Clock, budget_s: float, rounds: int
+) -> list[harness.Row]:
     """All candidates on one product of one problem."""
     work = Work(case, product)
     thunks: dict[str, harness.Thunk] = {}
@@ -238,7 +241,7 @@ def bench(case: cases.Case, product: str, names: list[str], budget_s: float, rou
             skipped[name] = str(reason)
         except ImportError as reason:
             skipped[name] = f"cannot be imported: {reason}"
-    timings = harness.measure(thunks, clock=harness.cuda_clock, rounds=rounds, budget_s=budget_s)
+    timings = harness.measure(thunks, clock=clock, rounds=rounds, budget_s=budget_s)
     bound = timings["dense"].median_us
     rows = []
     for name in names:
@@ -267,6 +270,9 @@ def main() -> None:
     parser.add_argument("--candidates", nargs="+", choices=list(CANDIDATES), default=list(CANDIDATES))
     parser.add_argument("--budget", type=float, default=20.0, help="seconds a table block may take")
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument(
+        "--steady", type=float, metavar="SECONDS", help="time each candidate in runs of so many seconds"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     names = list(dict.fromkeys(["dense", *options.candidates]))
@@ -275,7 +281,8 @@ def main() -> None:
         if options.cases and case.name not in options.cases:
             continue
         for product in options.products:
-            block = bench(case, product, names, options.budget, options.rounds)
+            clock = harness.steady_clock(options.steady) if options.steady else harness.cuda_clock
+            block = bench(case, product, names, clock, options.budget, options.rounds)
             print(harness.table([row for row in block if row.timing is not None]), flush=True)
             rows += block
             torch.cuda.empty_cache()

@@ -232,7 +232,13 @@ def profile(case: cases.Case, name: str, thunk: harness.Thunk, steps: int = 3) -
 
 
 def bench(
-    case: cases.Case, dtype: str, device: str, names: list[str], budget_s: float, profiled: bool = False
+    case: cases.Case,
+    dtype: str,
+    device: str,
+    names: list[str],
+    budget_s: float,
+    profiled: bool = False,
+    steady_s: float | None = None,
 ) -> list[harness.Row]:
     """All candidates on one case."""
     work = make_work(case, dtype, device)
@@ -247,11 +253,12 @@ def bench(
             skipped[name] = str(reason)
             built.pop(name, None)
     clock = harness.cpu_clock if device == "cpu" else harness.cuda_clock
+    runs: dict[str, Any] = {"budget_s": budget_s / 2}
+    if steady_s is not None:
+        clock, runs = harness.steady_clock(steady_s), {"rounds": 3, "warmup": 1}
     rows = []
     for product in PRODUCTS:
-        timings = harness.measure(
-            {name: thunks[product] for name, thunks in built.items()}, clock=clock, budget_s=budget_s / 2
-        )
+        timings = harness.measure({name: thunks[product] for name, thunks in built.items()}, clock=clock, **runs)
         bound = timings["dense"].median_us
         flops = work.flops * (1 if product == "forward" else 3)
         for name in names:
@@ -323,6 +330,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=list(TORCH_DTYPES), default="bfloat16")
     parser.add_argument("--candidates", nargs="+", choices=list(CANDIDATES), default=list(CANDIDATES))
     parser.add_argument("--budget", type=float, default=10.0, help="seconds a case may take")
+    parser.add_argument(
+        "--steady", type=float, metavar="SECONDS", help="time each candidate in runs of so many seconds"
+    )
     parser.add_argument("--profile", action="store_true", help="the kernels of a step with backward, on a GPU")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -332,7 +342,7 @@ def main() -> None:
         if options.cases and case.name not in options.cases:
             continue
         if case is not PARTS:
-            block = bench(case, options.dtype, options.device, names, options.budget, options.profile)
+            block = bench(case, options.dtype, options.device, names, options.budget, options.profile, options.steady)
         elif options.device == "cuda":
             block = bench_parts(case, options.dtype, options.budget)
         else:

@@ -73,6 +73,32 @@ def cuda_clock(thunk: Thunk, index: int, sets: int) -> float:
     return start.elapsed_time(end) * 1e3 / CUDA_CALLS
 
 
+def steady_clock(seconds: float) -> Callable[[Thunk, int, int], float]:
+    """As `cuda_clock`, for `seconds` behind half as many of the same calls.
+
+    A chip at its power limit takes some tenths of a second to find the clock of its work; short runs of candidates in
+    turns share the heat and the clocks of one another.
+    """
+
+    def clock(thunk: Thunk, index: int, sets: int) -> float:
+        import torch
+
+        def run(calls: int) -> float:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for i in range(calls):
+                thunk((index + i) % sets)
+            end.record()
+            end.synchronize()
+            return start.elapsed_time(end) * 1e3 / calls
+
+        calls = max(CUDA_CALLS, int(seconds * 1e6 / cuda_clock(thunk, index, sets)))
+        run(calls // 2)
+        return run(calls)
+
+    return clock
+
+
 def queue_clock(thunk: Thunk, index: int, sets: int) -> float:
     """The same for thunks whose results are arrays of JAX, which has no events: from the end of the calls in front to
     the end of the others, all of which are queued before the first has ended.
