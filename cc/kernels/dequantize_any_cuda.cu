@@ -314,7 +314,8 @@ void launch(const Dequantize& call, const Context& context) {
   GROUPED_CUDA_CHECK(cudaGetLastError());
   const int64_t column_tiles = divide_up(p.width, kStoreColumns);
   const int64_t tiles = (most_row_tiles(rows, groups, kStoreRows) + 1) * column_tiles;
-  const unsigned grid = static_cast<unsigned>(std::min(tiles, int64_t{8} * multiprocessors()));
+  // A tile a block: started in order, they keep to neighbouring memory.
+  const unsigned grid = static_cast<unsigned>(std::min(tiles, int64_t{1} << 30));
   const DType codes = call.values.dtype;
   if (codes == DType::e4m3fn) {
     write<E4M3>(p, column_tiles, rows, grid, stream);
