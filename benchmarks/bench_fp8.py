@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -28,7 +29,6 @@ from tests import cases
 
 PRODUCTS = ("forward", "dgrad", "wgrad")
 E4M3 = torch.float8_e4m3fn
-Clock = Callable[[harness.Thunk, int, int], float]
 CHUNK = 1 << 28  # elements turned into codes at once
 
 
@@ -225,9 +225,7 @@ CANDIDATES: dict[str, Callable[[Work], harness.Thunk]] = {
 """Candidates by name; "dense" is the bound of every row."""
 
 
-def bench(
-    case: cases.Case, product: str, names: list[str], clock: Clock, budget_s: float, rounds: int
-) -> list[harness.Row]:
+def bench(case: cases.Case, product: str, names: list[str], protocol: dict[str, Any]) -> list[harness.Row]:
     """All candidates on one product of one problem."""
     work = Work(case, product)
     thunks: dict[str, harness.Thunk] = {}
@@ -241,7 +239,7 @@ def bench(
             skipped[name] = str(reason)
         except ImportError as reason:
             skipped[name] = f"cannot be imported: {reason}"
-    timings = harness.measure(thunks, clock=clock, rounds=rounds, budget_s=budget_s)
+    timings = harness.measure(thunks, **protocol)
     bound = timings["dense"].median_us
     rows = []
     for name in names:
@@ -276,13 +274,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     names = list(dict.fromkeys(["dense", *options.candidates]))
+    protocol = {"clock": harness.cuda_clock, "rounds": options.rounds, "budget_s": options.budget}
+    if options.steady is not None:
+        protocol = harness.steady(options.steady)
     rows = []
     for case in cases.select("bench"):
         if options.cases and case.name not in options.cases:
             continue
         for product in options.products:
-            clock = harness.steady_clock(options.steady) if options.steady else harness.cuda_clock
-            block = bench(case, product, names, clock, options.budget, options.rounds)
+            block = bench(case, product, names, protocol)
             print(harness.table([row for row in block if row.timing is not None]), flush=True)
             rows += block
             torch.cuda.empty_cache()

@@ -253,12 +253,12 @@ def bench(
             skipped[name] = str(reason)
             built.pop(name, None)
     clock = harness.cpu_clock if device == "cpu" else harness.cuda_clock
-    runs: dict[str, Any] = {"budget_s": budget_s / 2}
+    protocol: dict[str, Any] = {"clock": clock, "budget_s": budget_s / 2}
     if steady_s is not None:
-        clock, runs = harness.steady_clock(steady_s), {"rounds": 3, "warmup": 1}
+        protocol = harness.steady(steady_s)
     rows = []
     for product in PRODUCTS:
-        timings = harness.measure({name: thunks[product] for name, thunks in built.items()}, clock=clock, **runs)
+        timings = harness.measure({name: thunks[product] for name, thunks in built.items()}, **protocol)
         bound = timings["dense"].median_us
         flops = work.flops * (1 if product == "forward" else 3)
         for name in names:
@@ -336,6 +336,8 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="the kernels of a step with backward, on a GPU")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.steady is not None and options.device == "cpu":
+        parser.error("--steady is for GPUs")
     names = list(dict.fromkeys(["dense", *options.candidates]))
     rows = []
     for case in [*cases.select("cpu_bench" if options.device == "cpu" else "bench"), PARTS]:

@@ -73,8 +73,11 @@ def cuda_clock(thunk: Thunk, index: int, sets: int) -> float:
     return start.elapsed_time(end) * 1e3 / CUDA_CALLS
 
 
-def steady_clock(seconds: float) -> Callable[[Thunk, int, int], float]:
-    """As `cuda_clock`, for `seconds` behind half as many of the same calls.
+Clock = Callable[[Thunk, int, int], float]
+
+
+def steady(seconds: float) -> dict[str, Any]:
+    """Options of `measure` for long runs: three of `seconds`, each behind half as many of the same calls.
 
     A chip at its power limit takes some tenths of a second to find the clock of its work; short runs of candidates in
     turns share the heat and the clocks of one another.
@@ -96,7 +99,7 @@ def steady_clock(seconds: float) -> Callable[[Thunk, int, int], float]:
         run(calls // 2)
         return run(calls)
 
-    return clock
+    return {"clock": clock, "rounds": 3, "warmup": 1}
 
 
 def queue_clock(thunk: Thunk, index: int, sets: int) -> float:
@@ -130,7 +133,7 @@ def copy_rate(device: str) -> float:
 def measure(
     thunks: Mapping[str, Thunk],
     *,
-    clock: Callable[[Thunk, int, int], float] = cpu_clock,
+    clock: Clock = cpu_clock,
     sets: int = 1,
     warmup: int = 3,
     rounds: int = 30,

@@ -327,10 +327,8 @@ def store_grad(
     """
     if stored is not None and (ready := given_forms(stored, wanted)) is not None:
         return Stored(ready, None)
-    again = recipe.requantize
-    return store(
-        run, dy, wanted, group_sizes, encode=extras.dy, amax=amax, key=extras.key, stream=stream, requantize=again
-    )
+    delayed = {"encode": extras.dy, "amax": amax, "measure": extras.measure}
+    return store(run, dy, wanted, group_sizes, key=extras.key, stream=stream, requantize=recipe.requantize, **delayed)
 
 
 def store_weight(run: Runner, recipe: Recipe, w: Operand, axis: int, extras: Extras) -> Operand:

@@ -276,7 +276,7 @@ def hidden_forms(op: Mlp, recipe: Recipe, extras: Extras, needs: MlpNeeds) -> Wi
         recipe, extras: of the first product.
     """
     wanted = grad_row_forms(recipe, needs)
-    return stored_within(op, wanted, encode=extras.dy, key=extras.key, stream=1)
+    return stored_within(op, wanted, encode=extras.dy, measure=extras.measure, key=extras.key, stream=1)
 
 
 def grad_row_forms(recipe: Recipe, needs: MlpNeeds) -> list[tuple[int, Format]]:
@@ -350,7 +350,8 @@ def main_grads(
     dp = dh = None
     if (needs_dz(needs) and h is None) or (not needs_dz(needs) and needs.wo and z is None):
         # Forward's own call once more, so a weight in two arrays needs no other; z comes with h.
-        forms = first_forms(run, op, x, wi, group_sizes, extras[0], NO_NEEDS)
+        again = extras[0]._replace(measure=False)  # forward found the magnitudes
+        forms = first_forms(run, op, x, wi, group_sizes, again, NO_NEEDS)
         z, h, _ = hidden_rows(run, op, forms.x, forms.w, group_sizes, probs, wi_bias, keep=needs_dz(needs))
     dy_forms = [(1, recipe.dgrad[0])] if needs_dz(needs) else []
     dy_forms += [(0, recipe.wgrad[1])] if needs.wo else []

@@ -197,7 +197,8 @@ def _store_into(
 
 _SOURCE = "Tensor[] source, Tensor? group_sizes, Tensor? encode, Tensor? key"
 define("store", f"({_SOURCE}, str how) -> Tensor[]", _store)
-_store_merging = define_merging("store", f"{_SOURCE}, str how", _store, 6)
+# A form with delayed scaling is two arrays; the other form has up to three.
+_store_merging = define_merging("store", f"{_SOURCE}, str how", _store, 5)
 define(
     "store_into",
     f"({_SOURCE}, Tensor? skip, str how, Tensor(a!)[] buffers, Tensor(b!)? amax) -> ()",
@@ -403,7 +404,7 @@ def _grads_rule(run: Any, static: _GradStatic, operands: Sequence[Any]) -> tuple
         into_w=into,
         accumulate=static.accumulate,
         grad_input=grad_input,
-        extras=storing.Extras(key, encode),
+        extras=storing.Extras(key, encode, measure=False),
         stored_dy=stored_dy,
     )
     return tuple(found.grads)

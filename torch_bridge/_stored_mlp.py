@@ -144,8 +144,9 @@ define("stored_mlp_hidden", f"({_HIDDEN}) -> Tensor[]", _hidden)
 define("stored_mlp_hidden_grads", f"({_GRADS}) -> Tensor[]", _grads)
 _hidden_op = torch.ops.torch_bridge.stored_mlp_hidden.default
 _grads_op = torch.ops.torch_bridge.stored_mlp_hidden_grads.default
-_hidden_merging = define_merging("stored_mlp_hidden", _HIDDEN, _hidden, 7)
-_grads_merging = define_merging("stored_mlp_hidden_grads", _GRADS, _grads, 9)
+# Both forms are of one format, so of two arrays; beside them the hidden rows, or three gradients.
+_hidden_merging = define_merging("stored_mlp_hidden", _HIDDEN, _hidden, 5)
+_grads_merging = define_merging("stored_mlp_hidden_grads", _GRADS, _grads, 7)
 
 
 class Activated(NamedTuple):

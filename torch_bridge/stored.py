@@ -67,7 +67,6 @@ class Cache(Protocol):
 class Checked(NamedTuple):
     """What follows from the facts of operands and options, decided once for them."""
 
-    op: Linear
     text: str  # of the operation, with the recipe in force
     recipe: Recipe
     specs: tuple[OperandSpec, OperandSpec, ArraySpec | None, ArraySpec | None]  # of x, weight, bias, row_scale
@@ -197,7 +196,7 @@ def _check_operands(
         text = text_of(op.transposed, recipe, op.scale_bias, op.rows_hint, op.implementation)
         op = _library.decode(text)
     dtypes = tuple([None if spec is None else TORCH_DTYPES[spec.dtype] for spec in specs])
-    return sizes, Checked(op, text, recipe, specs, dtypes)
+    return sizes, Checked(text, recipe, specs, dtypes)
 
 
 def arrays(operand: Any) -> Sequence[Any]:

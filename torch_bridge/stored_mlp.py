@@ -83,7 +83,6 @@ class Product(NamedTuple):
 class Checked(NamedTuple):
     """What follows from the facts of operands and options, decided once for them."""
 
-    op: Mlp
     text: str
     specs: MlpSpecs
     hidden: ArraySpec  # of the activated rows
@@ -222,7 +221,7 @@ def _check_operands(operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], 
     hidden = ArraySpec((specs.x.shape[0], specs.wo.shape[op.fc2().weight_axes()[0]]), specs.x.dtype)
     products = (_product(op.fc1(), specs.x, specs.wi), _product(op.fc2(weighted), hidden, specs.wo))
     dtypes = tuple([None if each is None else TORCH_DTYPES[each.dtype] for each in specs])
-    return sizes, Checked(op, text, specs, hidden, products, dtypes)
+    return sizes, Checked(text, specs, hidden, products, dtypes)
 
 
 def _product(op: Linear, rows: OperandSpec, weight: OperandSpec) -> Product:

@@ -7,9 +7,12 @@ import pytest
 
 from grouped_core import mlp
 from grouped_core.activations import GATED_KINDS, PLAIN_KINDS, Activation
-from grouped_core.calls import ArraySpec
+from grouped_core.calls import RESULTS, ArraySpec
 from grouped_core.mlp_spec import POLICIES, Mlp, MlpNames, MlpNeeds, MlpSpecs, Residuals, check, kept
+from grouped_core.plans import Planner
+from grouped_core.recipes import FP8Delayed
 from grouped_core.reference import Oracle
+from grouped_core.storing import Extras
 from tests import asserts, bounds, cases
 
 CASE = cases.Case("tiny", (3, 0, 2), 7, 4, 3, frozenset())
@@ -157,3 +160,27 @@ def test_refusals():
         Residuals("all")
     with asserts.refused(ValueError, ("`names`", "'x'", "grouped_x", "rename")):
         Residuals(names={"x": "y"})
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_magnitudes_of_operands_are_found_once(policy):
+    """Of x, wi, z and wo in forward, of dy and dh in backward, whatever is computed again."""
+    op = Mlp(MlpNames(), Activation("swiglu"), transposed=True, recipe=FP8Delayed, residuals=Residuals(policy))
+    x, wi, wo = (ArraySpec(shape, "bfloat16") for shape in ((64, 256), (3, 512, 256), (3, 256, 256)))
+    sizes, each = ArraySpec((3,), "int32"), ArraySpec((3,), "float32")
+    extras = (Extras(None, each, each, each),) * 2
+    run, needs = Planner(), MlpNeeds(probs=False, wi_bias=False, wo_bias=False)
+
+    def measured() -> int:
+        calls, run.calls = run.calls, []
+        found = [dict(zip(RESULTS[call.name], call.outputs, strict=True)).get("amax") for call in calls]
+        return sum(amax is not None for amax in found)
+
+    found = mlp.mlp(run, op, x, wi, wo, sizes, needs=needs, extras=extras)
+    assert measured() == 4
+    keep = kept(op, needs, False, False, False)
+    specs = MlpSpecs(x, wi, wo, None, None, None)
+    kept_x = found.x if found.x is not None else x if keep.x else None
+    held = (found.wi if found.wi is not None else wi, found.wo if found.wo is not None else wo)
+    mlp.main_grads(run, op, specs, kept_x, found.h, found.z, *held, sizes, None, None, None, x, needs, extras=extras)
+    assert measured() == 2
