@@ -16,21 +16,21 @@ from grouped_core.calls import Call
 from grouped_core.debug import Planned, bound_arguments, explain_calls, why_not
 from grouped_core.formats import QTensor
 from torch_bridge import _arguments as linear_arguments
-from torch_bridge import _graph, _run, mlp, ops, stored, stored_mlp
+from torch_bridge import _graph, _run, _stored_arguments, _stored_mlp_arguments, mlp, ops
 from torch_bridge import _mlp_arguments as mlp_arguments
 from torch_bridge._run import arch_of
 
 
 def _check_linear(arguments: dict[str, Any], out: Tensor | None, grad_input: Tensor | None) -> None:
-    if stored.is_stored(arguments["x"], arguments["weight"], arguments["recipe"]):
-        stored.check_results(stored.check_arguments(**arguments), out, grad_input)
+    if _stored_arguments.is_stored(arguments["x"], arguments["weight"], arguments["recipe"]):
+        _stored_arguments.check_results(_stored_arguments.check_arguments(**arguments), out, grad_input)
     else:
         linear_arguments.check_buffers(out, grad_input, linear_arguments.check_arguments(**arguments))
 
 
 def _check_mlp(arguments: dict[str, Any], out: Tensor | None, grad_input: Tensor | None) -> None:
-    if stored_mlp.is_stored_mlp(*(arguments[name] for name in ("x", "wi", "wo", "recipe"))):
-        stored_mlp.check_results(stored_mlp.check_arguments(**arguments), out, grad_input)
+    if _stored_mlp_arguments.is_stored_mlp(*(arguments[name] for name in ("x", "wi", "wo", "recipe"))):
+        _stored_mlp_arguments.check_results(_stored_mlp_arguments.check_arguments(**arguments), out, grad_input)
     else:
         mlp_arguments.check_buffers(out, grad_input, mlp_arguments.check_arguments(**arguments))
 
@@ -41,7 +41,7 @@ def _planner(operation: Callable[..., Tensor], check: Callable[..., None], weigh
     def calls(*, out: Tensor | None, grad_input: Tensor | None, **arguments: Any) -> list[Call]:
         check(arguments, out, grad_input)  # devices and memory, which meta tensors do not have
         if isinstance(arguments["wgrad_accum"], str):
-            found = [_main_grads(stored.taken(arguments[name])[0]) for name in weights]
+            found = [_main_grads(_stored_arguments.taken(arguments[name])[0]) for name in weights]
             arguments["wgrad_accum"] = found[0] if len(weights) == 1 else tuple(found)
         leaves: list[Tensor] = []
 
@@ -88,7 +88,7 @@ _PLANS: dict[Callable[..., Any], Planned] = {
 def _arch(arch: str | None, x: Any) -> str:
     if arch is not None:
         return arch
-    x = stored.taken(x)[1]
+    x = _stored_arguments.taken(x)[1]
     home = x.values if isinstance(x, QTensor) else x
     if isinstance(home, Tensor) and home.device.type != "meta":
         return arch_of(home.device)

@@ -21,14 +21,14 @@ from grouped_core.gradients import Needs
 from grouped_core.mlp_spec import MlpNeeds, MlpSpecs, check_cotangent, restrict
 from grouped_core.products import wide
 from grouped_core.sizes import GroupSizes
-from torch_bridge import _saved, mlp, stored_mlp
+from torch_bridge import _saved, _stored_mlp_arguments, mlp, stored_mlp
 from torch_bridge._arguments import Members, accumulators_of, check_apart, check_writable
 from torch_bridge._mlp_arguments import Accumulators, check_arguments, check_buffers, specs_of
 from torch_bridge._mlp_library import NAMES
 from torch_bridge._products import Launcher, ProductFacts, mlp_gradients
 from torch_bridge._run import spec_of
+from torch_bridge._stored_mlp_arguments import check_results, is_stored_mlp
 from torch_bridge.params import check_operand
-from torch_bridge.stored_mlp import is_stored_mlp
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def grouped_mlp_fwd(
         arguments.pop(name)
     with torch.no_grad():
         if is_stored_mlp(x, wi, wo, arguments["recipe"]):
-            return _stored_fwd(stored_mlp.check_arguments(**arguments), out, needs)
+            return _stored_fwd(_stored_mlp_arguments.check_arguments(**arguments), out, needs)
         given = check_arguments(**arguments)
         if out is not None:
             check_buffers(out, None, given)
@@ -101,7 +101,7 @@ def grouped_mlp_fwd(
 def _stored_fwd(given: Any, out: Tensor | None, needs: MlpNeeds | None) -> tuple[Tensor, MlpResiduals]:
     """As `grouped_mlp_fwd`, where something is quantised. What comes quantised without a master has no gradient."""
     if out is not None:
-        stored_mlp.check_results(given, out)
+        check_results(given, out)
     lists = (given.wi_leaves, given.wo_leaves, given.wi_bias, given.wo_bias)
     needs, live = _asked(needs, given.checked.specs, lists)
     needs = needs._replace(x=needs.x and given.leaf is not None, wi=bool(live[0]), wo=bool(live[1]))

@@ -32,6 +32,7 @@ from torch_bridge._products import (
     plain_launcher,
     product_facts,
 )
+from torch_bridge._stored_mlp_arguments import is_stored_mlp
 from torch_bridge.quantize import StraightThrough
 
 
@@ -85,7 +86,7 @@ def grouped_mlp(
     """
     arguments: list[Any] = [x, wi, wo, group_sizes, rhs_transposed, activation, probs, wi_bias, wo_bias, recipe]
     arguments += [residuals, wgrad_accum, implementation]
-    if stored_mlp.is_stored_mlp(x, wi, wo, recipe):
+    if is_stored_mlp(x, wi, wo, recipe):
         return stored_mlp.grouped_mlp(*arguments, out=out, grad_input=grad_input)
     return differentiable(check_arguments(*arguments), out, grad_input, None)
 

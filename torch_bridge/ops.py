@@ -27,6 +27,7 @@ from torch_bridge._products import (
     plain_launcher,
     product_gradients,
 )
+from torch_bridge._stored_arguments import is_stored
 from torch_bridge.quantize import StraightThrough
 
 
@@ -76,7 +77,7 @@ def grouped_linear(
     """
     arguments: list[Any] = [x, weight, group_sizes, rhs_transposed, bias, row_scale, scale_bias, recipe, wgrad_accum]
     arguments.append(implementation)
-    if stored.is_stored(x, weight, recipe):
+    if is_stored(x, weight, recipe):
         return stored.linear(*arguments, out=out, grad_input=grad_input)
     return differentiable(check_arguments(*arguments), out, grad_input, None)
 

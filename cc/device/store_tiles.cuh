@@ -135,7 +135,7 @@ class Turns {
     uint32_t amax[3];
   };
 
-  // `amaxes` of groups. Has a barrier.
+  // Has a barrier, which the first turn needs.
   __device__ Turns(const StoreProblem& p, Shared* s) : drawn_(p.drawn), amaxes_(p.scan.amax), s_(s) {
     if (threadIdx.x == 0) s->item[1] = blockIdx.x + gridDim.x, s->amax[0] = s->amax[1] = s->amax[2] = 0;
     __syncthreads();

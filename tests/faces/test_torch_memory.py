@@ -23,12 +23,12 @@ from torch_bridge import (
     _library,
     _mlp_arguments,
     _run,
+    _stored_arguments,
+    _stored_mlp_arguments,
     grouped_linear,
     grouped_mlp,
     quantize,
     scaling_state,
-    stored,
-    stored_mlp,
 )
 from torch_bridge._memory import EXCHANGE, address_table
 
@@ -243,7 +243,7 @@ def _call(form: str, recipe: Any, x: Tensor | None = None) -> Tensor:
     return grouped_mlp(rows, weights[:groups], weights[groups:], one.sizes, recipe=recipe)
 
 
-CHECKING = (_arguments, _mlp_arguments, stored, stored_mlp)
+CHECKING = (_arguments, _mlp_arguments, _stored_arguments, _stored_mlp_arguments)
 """Modules that check operands of the public functions."""
 
 

@@ -16,6 +16,7 @@ from grouped_core import scaling
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.scaling import ScalingState
 from torch_bridge import stored, stored_mlp
+from torch_bridge._stored_arguments import home, listed
 from torch_bridge.quantize import StraightThrough, scaling_state
 
 BUFFERS = ("scaling_scale", "scaling_history", "scaling_top")
@@ -120,7 +121,7 @@ def linear(
     Args:
         layer: the GroupedLinear. rows, weights: in the dtype of the computation. first: `is_first_microbatch`.
     """
-    recipe = bound(layer.recipe, state_of(layer, layer.recipe), stored.home(rows).device)
+    recipe = bound(layer.recipe, state_of(layer, layer.recipe), home(rows).device)
     _note_addresses(layer, weights)
     return stored.linear(
         *(rows, weights, group_sizes, True, layer.biases(), row_scale, layer.scale_bias, recipe),
@@ -132,7 +133,7 @@ def linear(
 
 def _note_addresses(layer: Any, weights: Any) -> None:
     if not isinstance(weights, StraightThrough):  # held quantised, in one packed array
-        layer.note_addresses(stored.listed(weights))
+        layer.note_addresses(listed(weights))
 
 
 def mlp(
@@ -151,7 +152,7 @@ def mlp(
     Args:
         arguments: of `grouped_mlp`, up to the biases. state: of both products; None: each layer has its own, or none.
     """
-    recipe: Any = bound(fc1.recipe, state, stored.home(arguments[0]).device)
+    recipe: Any = bound(fc1.recipe, state, home(arguments[0]).device)
     if state is None:
         key = recipe.key
         recipe = tuple(BoundRecipe(each.recipe, state_of(each, each.recipe), key) for each in (fc1, fc2))

@@ -17,11 +17,12 @@ from grouped_core.formats import WIDE
 from grouped_core.recipes import Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes
-from torch_bridge import main_grad, ops, stored
+from torch_bridge import main_grad, ops
 from torch_bridge._arguments import Members, check_arguments
 from torch_bridge._memory import OwnedTable
 from torch_bridge._products import Owner
 from torch_bridge._run import DTYPES, TORCH_DTYPES
+from torch_bridge._stored_arguments import home, is_stored
 from torch_bridge.nn import _primary, _recipes
 from torch_bridge.nn._cache import WeightCache
 from torch_bridge.nn._checks import cast_rows, check_microbatch, compute_dtype, positive
@@ -173,8 +174,8 @@ class GroupedLinear(Module):
         if self.quantized_weights and torch.compiler.is_compiling():
             return _uncompiled(self, x, group_sizes, row_scale, is_first_microbatch, out, grad_input)
         parameters = self.weight_parameters()
-        if stored.is_stored(x, None, self.recipe):
-            dtype = compute_dtype(stored.home(x), parameters[0].dtype)
+        if is_stored(x, None, self.recipe):
+            dtype = compute_dtype(home(x), parameters[0].dtype)
             rows, weights = cast_rows(x, dtype), self.weights(parameters, dtype)
             return _recipes.linear(
                 self, rows, weights, parameters, group_sizes, row_scale, is_first_microbatch, out, grad_input

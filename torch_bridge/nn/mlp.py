@@ -19,11 +19,11 @@ from grouped_core.sizes import GroupSizes
 from torch_bridge import main_grad, mlp
 from torch_bridge._mlp_arguments import check_arguments
 from torch_bridge._products import Owner
+from torch_bridge._stored_arguments import home, is_stored
 from torch_bridge.nn import _recipes
 from torch_bridge.nn._checks import cast_rows, check_microbatch, compute_dtype, positive
 from torch_bridge.nn.activation import shortest
 from torch_bridge.nn.linear import GroupedLinear
-from torch_bridge.stored import home, is_stored
 
 
 def fused_mlp(
