@@ -203,6 +203,46 @@ struct ActivationParams {
   }
 };
 
+// The two forms of a source that is stored in a quantised format, each made if its `values` are asked for.
+struct StoredForms {
+  TensorView values;
+  TensorView scales;
+  TensorView group_scales;
+  TensorView cross_values;
+  TensorView cross_scales;
+  TensorView cross_group_scales;
+
+  template <class Visitor>
+  void visit_forms(Visitor&& v) {
+    v.optional_output("values", values);
+    v.optional_output("scales", scales);
+    v.optional_output("group_scales", group_scales);
+    v.optional_output("cross_values", cross_values);
+    v.optional_output("cross_scales", cross_scales);
+    v.optional_output("cross_group_scales", cross_group_scales);
+  }
+};
+
+// The caller's buffers, each the memory of the form's array of that name.
+struct StoredBuffers {
+  TensorView into_values;
+  TensorView into_scales;
+  TensorView into_group_scales;
+  TensorView into_cross_values;
+  TensorView into_cross_scales;
+  TensorView into_cross_group_scales;
+
+  template <class Visitor>
+  void visit_buffers(Visitor&& v) {
+    v.optional("into_values", into_values);
+    v.optional("into_scales", into_scales);
+    v.optional("into_group_scales", into_group_scales);
+    v.optional("into_cross_values", into_cross_values);
+    v.optional("into_cross_scales", into_cross_scales);
+    v.optional("into_cross_group_scales", into_cross_group_scales);
+  }
+};
+
 // What a call that stores in a quantised format has beside its source: numerics 2 has the formats, cc/math/scales.h the
 // arithmetic. Two forms of the source, rows [M, X] with group_sizes or weights [G, A, B], each made if its `values` are
 // asked for, from one pass:
@@ -211,16 +251,10 @@ struct ActivationParams {
 // of E4M3, E5M2, or uint8 with two E2M1 codes a byte along the last axis, whose length is then halved, rounding up.
 // Block scales have the shapes that GroupedMatmul reads; group scales are float32 [G]. Blocks along rows start anew
 // with each group. Rows past the groups and padding hold what quantising zeros gives.
-struct Storing {
-  TensorView encode;     // [G] float32: multipliers, given (delayed scaling) instead of found
-  TensorView key;        // [2] uint32: of stochastic rounding, low word first; absent: zero
-  TensorView into_amax;  // [G] float32, the memory of `amax`: magnitudes that the maximum is merged with
-  TensorView values;
-  TensorView scales;
-  TensorView group_scales;
-  TensorView cross_values;
-  TensorView cross_scales;
-  TensorView cross_group_scales;
+struct Storing : StoredForms {
+  TensorView encode;          // [G] float32: multipliers, given (delayed scaling) instead of found
+  TensorView key;             // [2] uint32: of stochastic rounding, low word first; absent: zero
+  TensorView into_amax;       // [G] float32, the memory of `amax`: magnitudes that the maximum is merged with
   TensorView amax;            // [G] float32: largest magnitude of the group's values, merged with into_amax
   std::string rule = "fp32";  // fp32 (2.2), e8m0 (2.3), nvfp4: an E4M3 scale a block and an fp32 one a group
   int64_t block = 0;          // contracted elements that share a scale; 0: the whole group does
@@ -244,12 +278,7 @@ struct Storing {
   }
   template <class Visitor>
   void visit_results(Visitor&& v) {
-    v.optional_output("values", values);
-    v.optional_output("scales", scales);
-    v.optional_output("group_scales", group_scales);
-    v.optional_output("cross_values", cross_values);
-    v.optional_output("cross_scales", cross_scales);
-    v.optional_output("cross_group_scales", cross_group_scales);
+    visit_forms(v);
     v.optional_output("amax", amax);
   }
   template <class Visitor>
@@ -441,18 +470,12 @@ struct ActivationGrad {
 };
 
 // Stores rows or weights in a quantised format.
-struct Quantize : Storing {
+struct Quantize : Storing, StoredBuffers {
   static constexpr const char* kName = "quantize";
   TensorView source;        // float32, bfloat16 or float16; data is null where source_table is present
   TensorView group_sizes;   // [G] int32; absent: weights, one member a group
   TensorView source_table;  // [G] int64: addresses of one [A, B] weight a group
   TensorView skip;          // [1] int32: not zero leaves every result as it is; wants all `into_`
-  TensorView into_values;   // the caller's buffers, each the memory of the result of that name
-  TensorView into_scales;
-  TensorView into_group_scales;
-  TensorView into_cross_values;
-  TensorView into_cross_scales;
-  TensorView into_cross_group_scales;
 
   template <class Visitor>
   void visit(Visitor&& v) {
@@ -461,12 +484,7 @@ struct Quantize : Storing {
     v.optional("source_table", source_table);
     visit_inputs(v);
     v.optional("skip", skip);
-    v.optional("into_values", into_values);
-    v.optional("into_scales", into_scales);
-    v.optional("into_group_scales", into_group_scales);
-    v.optional("into_cross_values", into_cross_values);
-    v.optional("into_cross_scales", into_cross_scales);
-    v.optional("into_cross_group_scales", into_cross_group_scales);
+    visit_buffers(v);
     visit_results(v);
     visit_params(v);
   }
@@ -532,25 +550,13 @@ struct ShardAmax {
 
 // Given amax of whole members: the codes of the elements that lie here, no others, and every scale. The bits are those
 // of Quantize.
-struct ShardCast {
+struct ShardCast : StoredForms, StoredBuffers {
   static constexpr const char* kName = "shard_cast";
-  TensorView source;        // [G, A, B] float32, bfloat16 or float16
-  TensorView source_table;  // [3, G] int64
-  TensorView amax;          // [G, S] int32
-  TensorView encode;        // [G] float32: multipliers of delayed scaling
-  TensorView skip;          // [1] int32: not zero leaves every result as it is
-  TensorView into_values;   // the caller's buffers, each the memory of the result of that name
-  TensorView into_scales;
-  TensorView into_group_scales;
-  TensorView into_cross_values;
-  TensorView into_cross_scales;
-  TensorView into_cross_group_scales;
-  TensorView values;  // the two forms of Quantize, of which one may be absent
-  TensorView scales;
-  TensorView group_scales;
-  TensorView cross_values;
-  TensorView cross_scales;
-  TensorView cross_group_scales;
+  TensorView source;          // [G, A, B] float32, bfloat16 or float16
+  TensorView source_table;    // [3, G] int64
+  TensorView amax;            // [G, S] int32
+  TensorView encode;          // [G] float32: multipliers of delayed scaling
+  TensorView skip;            // [1] int32: not zero leaves every result as it is
   std::string rule = "fp32";  // as in Quantize, with the next
   int64_t block = 0;
   int64_t block_outer = 1;
@@ -564,18 +570,8 @@ struct ShardCast {
     v.input("amax", amax);
     v.optional("encode", encode);
     v.optional("skip", skip);
-    v.optional("into_values", into_values);
-    v.optional("into_scales", into_scales);
-    v.optional("into_group_scales", into_group_scales);
-    v.optional("into_cross_values", into_cross_values);
-    v.optional("into_cross_scales", into_cross_scales);
-    v.optional("into_cross_group_scales", into_cross_group_scales);
-    v.optional_output("values", values);
-    v.optional_output("scales", scales);
-    v.optional_output("group_scales", group_scales);
-    v.optional_output("cross_values", cross_values);
-    v.optional_output("cross_scales", cross_scales);
-    v.optional_output("cross_group_scales", cross_group_scales);
+    visit_buffers(v);
+    visit_forms(v);
     v.param("rule", rule);
     v.param("block", block);
     v.param("block_outer", block_outer);

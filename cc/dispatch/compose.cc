@@ -8,16 +8,10 @@
 #include <vector>
 
 #include "cc/api/halves.h"
-#include "cc/dispatch/dispatch.h"
+#include "cc/dispatch/parts.h"
 
 namespace grouped {
 namespace {
-
-constexpr size_t kAlign = 256;
-
-size_t padded_bytes(const TensorView& view) {
-  return (static_cast<size_t>(view.bytes()) + kAlign - 1) / kAlign * kAlign;
-}
 
 // A fused call as its parts. `between` is what the products write and the activation reads; without an address it is at
 // the start of the workspace.
@@ -98,15 +92,6 @@ Parts<ActivationGrad> parts(const GroupedMatmulDact& call, void* workspace) {
   return p;
 }
 
-// The reason why nobody takes a part: that of the table's last row, which takes most.
-template <class Call>
-std::string refusal(const Call& call, const Target& target) {
-  const Choice<Call> choice = choose(call, target, "");
-  if (choice.kernel) return "";
-  if (choice.refusals.empty()) return std::string("no kernel of ") + Call::kName + " on this platform";
-  return choice.refusals.back().kernel + ": " + choice.refusals.back().reason;
-}
-
 template <class Call>
 std::string refuses(const Call& call, const Target& target) {
   if (call.stored.stores()) return "gives plain rows";
@@ -129,20 +114,14 @@ size_t workspace(const Call& call, const Target& target) {
 }
 
 template <class Call>
-void run(const Call& call, const Context& context) {
-  const Choice<Call> choice = choose(call, context.target, "");
-  kernel_for(choice, call)->launch(call, context);
-}
-
-template <class Call>
 void launch(const Call& call, const Context& context) {
   const auto p = parts(call, context.workspace);
   Context inner = context;
   const size_t taken = in_workspace(call) ? padded_bytes(p.between) : 0;
   inner.workspace = static_cast<char*>(context.workspace) + taken;
   inner.workspace_bytes = context.workspace_bytes - taken;
-  for (const GroupedMatmul& product : p.products) run(product, inner);
-  run(p.activation, inner);
+  for (const GroupedMatmul& product : p.products) run_part(product, inner);
+  run_part(p.activation, inner);
 }
 
 }  // namespace

@@ -12,18 +12,12 @@
 
 #include "cc/api/halves.h"
 #include "cc/dispatch/compose.h"
-#include "cc/dispatch/dispatch.h"
+#include "cc/dispatch/parts.h"
 #include "cc/kernels/kernels.h"
 #include "cc/math/activation.h"
 
 namespace grouped {
 namespace {
-
-constexpr size_t kAlign = 256;
-
-size_t padded_bytes(const TensorView& view) {
-  return (static_cast<size_t>(view.bytes()) + kAlign - 1) / kAlign * kAlign;
-}
 
 template <class Call>
 struct Parts {
@@ -61,13 +55,6 @@ Parts<Call> parts(const Call& call, void* workspace) {
   return p;
 }
 
-template <class Part>
-std::string refusal(const Part& part, const Target& target) {
-  const Choice<Part> choice = choose(part, target, "");
-  if (choice.kernel) return "";
-  return choice.refusals.back().kernel + ": " + choice.refusals.back().reason;
-}
-
 template <class Call>
 std::string refuses(const Call& call, const Target& target) {
   if (!call.stored.stores()) return "is for results in a quantised format";
@@ -82,20 +69,14 @@ size_t workspace(const Call& call, const Target& target) {
   return p.taken + std::max(choose(p.inner, target, "").bytes(kAligned), choose(p.store, target, "").bytes(kAligned));
 }
 
-template <class Part>
-void run(const Part& part, const Context& context) {
-  const Choice<Part> choice = choose(part, context.target, "");
-  kernel_for(choice, part)->launch(part, context);
-}
-
 template <class Call>
 void launch(const Call& call, const Context& context) {
   const Parts<Call> p = parts(call, context.workspace);
   Context inner = context;
   inner.workspace = static_cast<char*>(context.workspace) + p.taken;
   inner.workspace_bytes = context.workspace_bytes - p.taken;
-  run(p.inner, inner);
-  run(p.store, inner);
+  run_part(p.inner, inner);
+  run_part(p.store, inner);
 }
 
 #if GROUPED_WITH_CUDA
@@ -166,7 +147,7 @@ void launch_one_pass(const Call& call, const Context& context) {
   Context inner = context;
   inner.workspace = static_cast<char*>(context.workspace) + p.taken;
   inner.workspace_bytes = context.workspace_bytes - p.taken;
-  run(p.product, inner);
+  run_part(p.product, inner);
   launch_activated_store(p.rest, inner);
 }
 

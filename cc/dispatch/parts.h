@@ -1,0 +1,32 @@
+// What calls share that run others through dispatch: why nobody takes a part, how it runs, and what a matrix between two
+// parts takes of the workspace.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "cc/dispatch/dispatch.h"
+
+namespace grouped {
+
+inline size_t padded_bytes(const TensorView& view) {
+  constexpr size_t kAlign = 256;
+  return (static_cast<size_t>(view.bytes()) + kAlign - 1) / kAlign * kAlign;
+}
+
+// The reason of the table's last row, which takes most; empty: somebody takes the part.
+template <class Part>
+std::string refusal(const Part& part, const Target& target) {
+  const Choice<Part> choice = choose(part, target, "");
+  if (choice.kernel) return "";
+  if (choice.refusals.empty()) return std::string("no kernel of ") + Part::kName + " on this platform";
+  return choice.refusals.back().kernel + ": " + choice.refusals.back().reason;
+}
+
+template <class Part>
+void run_part(const Part& part, const Context& context) {
+  const Choice<Part> choice = choose(part, context.target, "");
+  kernel_for(choice, part)->launch(part, context);
+}
+
+}  // namespace grouped
