@@ -1,5 +1,5 @@
-// What calls share that run others through dispatch: why nobody takes a part, how it runs, and what a matrix between two
-// parts takes of the workspace.
+// What calls share that run others through dispatch: why nobody takes a part, how it runs, and what a matrix between
+// two parts takes of the workspace.
 #pragma once
 
 #include <cstddef>
