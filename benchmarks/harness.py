@@ -60,17 +60,22 @@ def cuda_clock(thunk: Thunk, index: int, sets: int) -> float:
     `CUDA_LEAD` calls in front of the first event keep the GPU busy while the host enqueues the others, so host time
     does not enter, and the chip works at the clocks and the power of steady work.
     """
+    for i in range(CUDA_LEAD):
+        thunk((index + i) % sets)
+    return _timed(thunk, index, sets, CUDA_CALLS)
+
+
+def _timed(thunk: Thunk, index: int, sets: int, calls: int) -> float:
+    """Mean time of calls between two events, microseconds."""
     import torch
 
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for i in range(CUDA_LEAD):
-        thunk((index + i) % sets)
     start.record()
-    for i in range(CUDA_CALLS):
+    for i in range(calls):
         thunk((index + i) % sets)
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) * 1e3 / CUDA_CALLS
+    return start.elapsed_time(end) * 1e3 / calls
 
 
 Clock = Callable[[Thunk, int, int], float]
@@ -84,20 +89,9 @@ def steady(seconds: float) -> dict[str, Any]:
     """
 
     def clock(thunk: Thunk, index: int, sets: int) -> float:
-        import torch
-
-        def run(calls: int) -> float:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for i in range(calls):
-                thunk((index + i) % sets)
-            end.record()
-            end.synchronize()
-            return start.elapsed_time(end) * 1e3 / calls
-
         calls = max(CUDA_CALLS, int(seconds * 1e6 / cuda_clock(thunk, index, sets)))
-        run(calls // 2)
-        return run(calls)
+        _timed(thunk, index, sets, calls // 2)
+        return _timed(thunk, index, sets, calls)
 
     return {"clock": clock, "rounds": 3, "warmup": 1}
 

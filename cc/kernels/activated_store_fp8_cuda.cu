@@ -7,9 +7,8 @@
 //   cp.async, 16 bytes a row: gate, linear half, dz --> own slots of shared memory, 64 or 96 KiB
 //        ^ the next tile's, each as soon as nobody reads the slots that it takes
 //   once a tile, a row at a time: act(h), or both halves of dz * act'(h), * row scale, rounded --> over the gate and
-//   the
-//        linear half; beside, where wanted: act(h) and the plain gradients to memory, <dz, act(h)> over 16 lanes to a
-//        partial sum of the row and column tile
+//        the linear half; beside, where wanted: act(h) and the plain gradients to memory, <dz, act(h)> over 16 lanes
+//        to a partial sum of the row and column tile
 //   for each half of the result: 32 registers --> rows and columns as in quantize_fp8_cuda.cu; turned codes take the
 //        slots of what has been read
 //
