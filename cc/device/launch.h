@@ -52,6 +52,22 @@ void allow_shared_memory(int bytes) {
   allowed.store(true, std::memory_order_relaxed);
 }
 
+// Asks for multiprocessors that are divided so that blocks with `bytes` of shared memory find room, whatever kKernel
+// itself needs: one that runs beside another kernel or just before it must not make them be divided anew, which takes
+// an idle multiprocessor.
+template <auto kKernel>
+void prefer_shared_memory(int bytes) {
+  static std::atomic<bool> done[kMaxDevices] = {};
+  std::atomic<bool>& asked = done[device_index()];
+  if (asked.load(std::memory_order_relaxed)) return;
+  int whole = 0;
+  GROUPED_CUDA_CHECK(
+      cudaDeviceGetAttribute(&whole, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device_index()));
+  const int percent = static_cast<int>(int64_t{bytes} * 100 / whole);  // rounded up to what the device can do
+  GROUPED_CUDA_CHECK(cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, percent));
+  asked.store(true, std::memory_order_relaxed);
+}
+
 // Launches a kernel that may start while the one in front of it on the stream still runs, and waits for it itself
 // (ptx::wait_for_grid_before).
 template <class Params>

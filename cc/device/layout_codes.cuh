@@ -1,6 +1,7 @@
-// Codes of weights in shared memory and registers, and the bf16 rows that they meet there.
+// Codes of weights and their scales in shared memory and registers, and the bf16 rows that they meet there.
 //
-// A lane owns the same 32 k of 128 in two weight rows. They come apart in four parts of 8 k, two steps of wgmma each,
+// Both come in slabs of 128 k, one or two of them a stage. A lane owns the same 32 k of a slab in two weight rows. They
+// come apart in four parts of 8 k, two steps of wgmma each,
 // as four pairs; which k of a part meet in a pair is free as long as the rows lie in that order. A block of 8 rows has
 // two pieces a step, of 8 k that the four lanes q of a quad own two by two: 8 rows of 16 bytes, without swizzle.
 // Arithmetic alone: tests/native/schedule_check.cc follows every code on the CPU.
@@ -12,12 +13,12 @@
 
 namespace grouped::sm90 {
 
-constexpr int kStageK = 128;
+constexpr int kSlabK = 128;
 constexpr int kBlockRows = 8;
 constexpr uint32_t kRowPieceBytes = kBlockRows * 16;
-constexpr uint32_t kRowBlockBytes = kBlockRows * kStageK * 2;  // of one stage
+constexpr uint32_t kRowBlockBytes = kBlockRows * kSlabK * 2;  // of one slab
 
-// Where pair i of a part lies in a block's stage: piece i % 2 of step 2 part + i / 2.
+// Where pair i of a part lies in a block's slab: piece i % 2 of step 2 part + i / 2.
 GROUPED_HOST_DEVICE constexpr uint32_t row_pair(int part, int row, int q, int i) {
   return (4 * part + i) * kRowPieceBytes + row * 16 + q * 4;
 }
@@ -83,5 +84,30 @@ struct Codes<true> {
   GROUPED_HOST_DEVICE static void find_nan(const uint32_t (&)[4], uint32_t&) {}
   GROUPED_HOST_DEVICE static bool is_nan(uint32_t) { return false; }
 };
+
+// --- scales ---
+
+enum class Scale { none, e8m0, e4m3, f32 };
+
+constexpr int scale_bytes(Scale scale) { return scale == Scale::none ? 0 : scale == Scale::f32 ? 4 : 1; }
+// Bytes of the scales of one row and slab.
+constexpr int scale_bytes_of_slab(Scale scale) { return scale == Scale::none ? 0 : scale == Scale::e4m3 ? 8 : 4; }
+// From one row's words to the next one's in a stage: room for those that the bytes of `slabs` touch, wherever they
+// start. Eight rows lie in banks of their own.
+constexpr int scale_words(Scale scale, int slabs) {
+  return scale == Scale::none  ? 0
+         : scale == Scale::f32 ? 1
+                               : (scale == Scale::e8m0 ? 2 : 3) * slabs + (scale == Scale::e4m3 && slabs == 1);
+}
+// Where the scales of a lane's 32 k of a slab lie in a row's words: bytes of this word and the next, by a selector, if
+// the line of scales starts `start` bytes behind a multiple of 4. E8M0: one byte, and three times the sign of another,
+// which is 0 where no scale is large; E4M3: two.
+GROUPED_HOST_DEVICE constexpr uint32_t scale_word(Scale scale, int slab, uint32_t q) {
+  return scale == Scale::e4m3 ? 2 * slab + q / 2 : slab;
+}
+GROUPED_HOST_DEVICE constexpr uint32_t scale_selector(Scale scale, uint32_t start, uint32_t q) {
+  const uint32_t first = start % 4 + (scale == Scale::e4m3 ? q % 2 * 2 : q);
+  return scale == Scale::e4m3 ? first | (first + 1) << 4 : 0x8880 | first;
+}
 
 }  // namespace grouped::sm90

@@ -100,6 +100,12 @@ __device__ inline void copy_part(uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;\n" ::"r"(to), "l"(from), "n"(kSize), "r"(bytes)
                : "memory");
 }
+__device__ inline void copies_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+// Until at most the last kPending groups of this thread's copies are under way.
+template <int kPending>
+__device__ inline void copies_wait() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
+}
 // Arrives, as one of the barrier's count, once the copies of words that this thread started are there.
 __device__ inline void barrier_arrive_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(barrier) : "memory");

@@ -25,32 +25,70 @@
 
 namespace grouped::sm90 {
 
-template <bool kNibbles_, Scale kScale_, int kWarps_>
+// For a block. What is left of 228 KiB or, with 4-bit codes, of 196, so that words of scales, which come from lines of
+// 256 rows, find them in the first cache: a KiB, and a block of arrange_rows.
+constexpr int shared_bytes(bool nibbles, int warps) { return (nibbles && warps == 16 ? 193 : 225) * 1024; }
+
+template <bool kNibbles_, Scale kScale_, int kWarps_, int kSlabs_ = 1>
 struct StreamShape {
   static constexpr bool kNibbles = kNibbles_;
   static constexpr Scale kScale = kScale_;
   using C = Codes<kNibbles>;
   static constexpr bool kApart = kScale == Scale::f32;  // scales multiply sums of a stage, not codes
   static constexpr int kWarps = kWarps_;                // that multiply, 16 weight rows each
+  static constexpr int kSlabs = kSlabs_;                // of 128 k, a stage
   static constexpr int kTileCols = 16 * kWarps;
   // Blocks of a row tile, as many as there are registers for; with scales that multiply sums there are two sets of
-  // these.
-  static constexpr int kBlocks = kWarps == 16 ? (kApart ? 4 : 6) : (kApart ? 8 : 12);
+  // these. Stages of two slabs: as many as leave room for three stages.
+  static constexpr int kBlocks = kSlabs == 2 ? 3 : kWarps == 16 ? (kApart ? 4 : 6) : (kApart ? 8 : 12);
+  static constexpr int kPartsACommit = kSlabs;        // with few columns there are registers for more fragments
   static constexpr int kThreads = 32 * (kWarps + 4);  // registers are handed over by warpgroups
   static constexpr int kProducerRegisters = 32, kConsumerRegisters = kWarps == 16 ? 112 : 160;
   static constexpr int kStagedStride = 16 + 4;  // floats: rows 4 apart in banks
   static constexpr int kStagedBytes = kWarps * kBlockRows * kStagedStride * 4;
-  static constexpr int kCodeBytes = kTileCols * C::kRowBytes;
-  static constexpr int kScalesAt = kCodeBytes + kBlocks * kRowBlockBytes;  // of a stage: codes, rows, scales
-  static constexpr int kStageBytes = (kScalesAt + kTileCols * 4 * scale_words(kScale) + 1023) / 1024 * 1024;
-  static constexpr int kFixedBytes = 256 + kTableBytes + kStagedBytes;  // barriers, too
-  // Words of scales come from lines of 256 rows: with 4-bit codes enough stages fit beside a first cache that holds
-  // them.
-  static constexpr int kSharedBytes = (kNibbles && kWarps == 16 ? 195 : 227) * 1024;
-  static constexpr int kFitting = (kSharedBytes - kFixedBytes) / kStageBytes;
+  // A stage: codes of its slabs, rows of its slabs, scales.
+  static constexpr int kCodeBytes = kTileCols * C::kRowBytes, kRowsBytes = kBlocks * kRowBlockBytes;  // of a slab
+  static constexpr int kRowsAt = kSlabs * kCodeBytes, kScalesAt = kRowsAt + kSlabs * kRowsBytes;
+  static constexpr int kStageBytes = (kScalesAt + kTileCols * 4 * scale_words(kScale, kSlabs) + 1023) / 1024 * 1024;
+  static constexpr int kControlBytes = 512;
+  static constexpr int kFixedBytes = kControlBytes + kTableBytes + kStagedBytes;
+  static constexpr int kFitting = (shared_bytes(kNibbles, kWarps) - kFixedBytes) / kStageBytes;
   static constexpr int kStages = kFitting < 8 ? kFitting : 8;
   static constexpr int kBytes = kStages * kStageBytes + kFixedBytes;
-  static_assert(kStages >= 3, "copies run ahead");
+  static_assert(kStages >= 3, "copies run ahead, and scales are looked at a stage behind them");
+};
+
+// What the warps of a block tell each other, at the end of its shared memory: for each stage barriers, whether it has
+// large scales (a word for each warp that copies them), and the item that begins with it.
+struct Control {
+  uint32_t base;
+  __device__ uint32_t full(uint32_t slot) const { return base + 16 * slot; }
+  __device__ uint32_t empty(uint32_t slot) const { return base + 16 * slot + 8; }
+  __device__ uint32_t large(uint32_t slot) const { return base + 128 + 8 * slot; }
+  __device__ uint32_t item(uint32_t slot) const { return base + 192 + 16 * slot; }
+  __device__ uint32_t next_item() const { return base + 320; }
+  // An item in 16 bytes, and in 4 more where its rows were arranged, which those who multiply do not ask for.
+  __device__ void store_next(const Item& item) const {
+    const uint32_t words[4] = {item.tag, uint32_t(item.first_row), uint32_t(item.rows),
+                               uint32_t(item.col)};
+    ptx::store_shared_v4(next_item(), words);
+    ptx::store_shared(next_item() + 16, item.first_block);
+  }
+  __device__ Item load_next() const {
+    Item item = load(next_item());
+    item.first_block = static_cast<int>(ptx::load_shared_word(next_item() + 16));
+    return item;
+  }
+  __device__ void next_begins(uint32_t slot) const {
+    uint32_t words[4];
+    ptx::load_shared_v4(next_item(), words);
+    ptx::store_shared_v4(item(slot), words);
+  }
+  static __device__ Item load(uint32_t from) {
+    uint32_t words[4];
+    ptx::load_shared_v4(from, words);
+    return Item{words[0], int(words[1]), int(words[2]), int(words[3]), 0};
+  }
 };
 
 __device__ inline void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
@@ -64,7 +102,7 @@ template <class S>
 __device__ void prefetch_scales(const FewRowsParams& p, const Item& item) {
   if constexpr (S::kScale != Scale::none) {
     const int first = scale_line(p, item.col), end = scale_line(p, item.col + S::kTileCols - 1) + 1;
-    const uintptr_t lines = scales_of_group(p, item.group);
+    const uintptr_t lines = scales_of_group(p, item.group());
     const uintptr_t from = (lines + int64_t{first} * p.scale_line_bytes + 15) & ~uintptr_t{15};
     const uintptr_t to = (lines + int64_t{end} * p.scale_line_bytes) & ~uintptr_t{15};
     if (from < to) {
@@ -74,79 +112,119 @@ __device__ void prefetch_scales(const FewRowsParams& p, const Item& item) {
 }
 
 template <class S>
-__device__ void produce(const FewRowsParams& p, const int32_t* tables, uint32_t shared, uint32_t barriers) {
-  const int stages = stages_of(p);
+__device__ void produce(const FewRowsParams& p, const int32_t* tables, uint32_t shared, Control control) {
+  const int slabs = slabs_of(p), stages = (slabs + S::kSlabs - 1) / S::kSlabs;
   Ring<S::kStages> ring;
-  Item item, next;
-  const auto load_codes = [&](int stage, uint32_t slot) {
-    const uint32_t full = barriers + 16 * slot;
-    ptx::barrier_arrive_expect(full, S::kCodeBytes + item.blocks() * kRowBlockBytes);
-    ptx::tensor_load(shared + slot * S::kStageBytes, &p.codes, {{stage * S::C::kRowBytes, item.col, item.group, 0}},
-                     full);
+  Item item;  // few of its words are kept in registers, of which there are few
+  const auto find = [&](int index) {
+    Item found;
+    if (!find_item(p, tables, index, &found)) return false;
+    control.store_next(found);
+    prefetch_scales<S>(p, found);
+    return true;
   };
-  int under_way = 0;  // stages of the first item, whose codes come while rows are still being arranged
-  if (find_item(p, tables, blockIdx.x, &item)) {
-    prefetch_scales<S>(p, item);
+  const auto slabs_in = [&](int stage) { return min(S::kSlabs, slabs - stage * S::kSlabs); };
+  const auto load_codes = [&](int stage, uint32_t slot) {
+    const uint32_t full = control.full(slot);
+    if (stage == 0) control.next_begins(slot);
+    ptx::barrier_arrive_expect(full, slabs_in(stage) * (S::kCodeBytes + item.blocks() * kRowBlockBytes));
 #pragma unroll 1
-    for (; under_way < min(stages, S::kStages); ++under_way) load_codes(under_way, under_way);
-  }
+    for (int i = 0; i < slabs_in(stage); ++i) {
+      ptx::tensor_load(shared + slot * S::kStageBytes + i * S::kCodeBytes, &p.codes,
+                       {{(stage * S::kSlabs + i) * S::C::kRowBytes, item.col, item.group(), 0}}, full);
+    }
+  };
+  if (!find(blockIdx.x)) return;
+  item = control.load_next();
+  int under_way = 0;  // stages of the first item, whose codes come while rows are still being arranged
+#pragma unroll 1
+  for (; under_way < min(stages, S::kStages); ++under_way) load_codes(under_way, under_way);
   ptx::wait_for_grid_before();
-  for (int index = blockIdx.x; find_item(p, tables, index, &item); index += gridDim.x, under_way = 0) {
-    if (find_item(p, tables, index + gridDim.x, &next)) prefetch_scales<S>(p, next);
+#pragma unroll 1
+  for (int index = blockIdx.x;; under_way = 0) {
 #pragma unroll 1
     for (int stage = 0; stage < stages; ++stage) {
       if (stage >= under_way) {
-        ptx::barrier_wait(barriers + 16 * ring.slot + 8, ring.parity ^ 1);
+        ptx::barrier_wait(control.empty(ring.slot), ring.parity ^ 1);
         load_codes(stage, ring.slot);
       }
-      bulk_load(shared + ring.slot * S::kStageBytes + S::kCodeBytes,
-                p.arranged + (int64_t{stage} * p.most_blocks + item.first_block) * kRowBlockBytes,
-                item.blocks() * kRowBlockBytes, barriers + 16 * ring.slot);
+#pragma unroll 1
+      for (int i = 0; i < slabs_in(stage); ++i) {
+        bulk_load(shared + ring.slot * S::kStageBytes + S::kRowsAt + i * S::kRowsBytes,
+                  p.arranged + (int64_t{stage * S::kSlabs + i} * p.most_blocks + item.first_block) * kRowBlockBytes,
+                  item.blocks() * kRowBlockBytes, control.full(ring.slot));
+      }
       ring.advance();
+      if (stage == 0 && !item.last()) find(index += gridDim.x);  // while the stage is multiplied
     }
+    if (item.last()) return;
+    item = control.load_next();
   }
 }
 
+// Where no large scale may go unseen, a stage is shown when the next one's copies have been started: by then it is
+// there, and its bytes are looked at.
 template <class S>
-__device__ void produce_scales(const FewRowsParams& p, const int32_t* tables, uint32_t shared, uint32_t barriers) {
-  const int stages = stages_of(p);
+__device__ void produce_scales(const FewRowsParams& p, const int32_t* tables, uint32_t shared, Control control) {
+  constexpr bool kLarge = S::kScale == Scale::e8m0;
+  using Copies = ScaleCopies<S::kScale, S::kTileCols / kScaleLanes, S::kSlabs>;
+  const int slabs = slabs_of(p);
   Ring<S::kStages> ring;
-  ScaleCopies<S::kScale, S::kTileCols / kScaleLanes> copies;
+  Copies copies;
   Item item;
+  const auto scales_at = [&](uint32_t slot) { return shared + slot * S::kStageBytes + S::kScalesAt; };
+  const auto show = [&](uint32_t slot) {
+    const bool large = __any_sync(~0u, Copies::any_large(p, scales_at(slot)));
+    if (threadIdx.x % 32 == 0) ptx::store_shared(control.large(slot) + threadIdx.x / 32 % 2 * 4, large);
+    ptx::barrier_arrive(control.full(slot));
+  };
+  int before = -1;
   for (int index = blockIdx.x; find_item(p, tables, index, &item); index += gridDim.x) {
     copies.begin(p, item);
 #pragma unroll 1
-    for (int stage = 0; stage < stages; ++stage) {
-      const uint32_t full = barriers + 16 * ring.slot;
-      ptx::barrier_wait(full + 8, ring.parity ^ 1);
-      copies.copy(p, shared + ring.slot * S::kStageBytes + S::kScalesAt);
-      ptx::barrier_arrive_copies(full);
+    for (int slab = 0; slab < slabs; slab += S::kSlabs) {
+      ptx::barrier_wait(control.empty(ring.slot), ring.parity ^ 1);
+      copies.copy(p, scales_at(ring.slot));
+      if constexpr (kLarge) {
+        ptx::copies_commit();
+        ptx::copies_wait<1>();
+        if (before >= 0) show(before);
+        before = ring.slot;
+      } else {
+        ptx::barrier_arrive_copies(control.full(ring.slot));
+      }
       ring.advance();
     }
+  }
+  if constexpr (kLarge) {
+    ptx::copies_wait<0>();
+    if (before >= 0) show(before);
   }
 }
 
 template <class S>
 class Consumer {
  public:
-  __device__ Consumer(const FewRowsParams& p, const int32_t* tables, uint32_t shared, uint32_t barriers, float* staged)
-      : p_(p), tables_(tables), shared_(shared), barriers_(barriers), staged_(staged) {
+  __device__ Consumer(const FewRowsParams& p, uint32_t shared, Control control, float* staged)
+      : p_(p), shared_(shared), control_(control), staged_(staged) {
     const int lane = threadIdx.x % 32;
     place_ = C::place(threadIdx.x / 32 * 16 + lane / 4, lane % 4);
   }
 
   __device__ void run() {
     Item item;
-    for (int index = blockIdx.x; find_item(p_, tables_, index, &item); index += gridDim.x) {
+    do {
+      arrival();
+      item = Control::load(control_.item(ring_.slot));
       const int blocks = item.blocks();
       if constexpr (S::kWarps == 16) {
         if (blocks <= 1) {
           work<8>(item);
         } else if (blocks <= 2) {
           work<16>(item);
-        } else if (blocks <= 3) {
+        } else if (S::kBlocks == 3 || blocks <= 3) {
           work<24>(item);
-        } else {
+        } else if constexpr (S::kBlocks > 3) {
           work<8 * S::kBlocks>(item);
         }
       } else {
@@ -162,123 +240,203 @@ class Consumer {
           }
         }
       }
-    }
+    } while (!item.last());
   }
 
  private:
   using C = typename S::C;
   using F = Factors<S::kScale, C::kBias>;
   static constexpr bool kApart = S::kApart;
-  static constexpr int kPartsALoad = 4 / C::kLoads;
+  static constexpr int kSlabs = S::kSlabs, kPartsALoad = 4 / C::kLoads, kParts = S::kPartsACommit;
+  static constexpr bool kAllPlain = kSlabs == 1 && !F::kLarge;
+  using Codes2 = uint32_t[kSlabs][2];  // scales of a lane's two rows
 
   template <int kN>
-  __device__ void work(const Item& item) {
+  __device__ void work(Item& item) {
     float sums[kN / 2];
     uint32_t nan[2] = {};
     multiply<kN>(item, sums, nan);
+    asm volatile("" : "+r"(item.tag));  // one register across the product, not what is made of it as well
     finish<kN>(item, sums, nan);
   }
 
   __device__ uint32_t arrival() const {
-    ptx::barrier_wait(barriers_ + 16 * ring_.slot, ring_.parity);
+    ptx::barrier_wait(control_.full(ring_.slot), ring_.parity);
     return shared_ + ring_.slot * S::kStageBytes;
   }
   __device__ void release(uint32_t slot) const {
-    if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barriers_ + 16 * slot + 8);
+    if (threadIdx.x % 32 == 0) ptx::barrier_arrive(control_.empty(slot));
   }
-  // One load of both rows' codes.
-  __device__ void load_codes(uint32_t tile, int load, uint32_t (&words)[2][4]) const {
+  // Whether the stage that has arrived is whole, with `left` slabs to do, and has no large scale. All warps agree:
+  // wgmma is one instruction of a warpgroup.
+  __device__ bool is_plain(int left) const {
+    bool plain = left >= kSlabs;
+    if constexpr (F::kLarge) {
+      uint32_t first, second;
+      ptx::load_words_v2(control_.large(ring_.slot), first, second);
+      plain = plain && !__any_sync(~0u, (first | second) != 0);
+    }
+    return plain;
+  }
+  // One load of both rows' codes of a slab.
+  __device__ void load_codes(uint32_t codes, int load, uint32_t (&words)[2][4]) const {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) ptx::load_shared_v4((tile + place_ + r * 8 * C::kRowBytes) ^ (16 * load), words[r]);
+    for (int r = 0; r < 2; ++r) ptx::load_shared_v4((codes + place_ + r * 8 * C::kRowBytes) ^ (16 * load), words[r]);
+  }
+  // A part's codes as two steps' fragments.
+  __device__ void widen(const uint32_t (&words)[2][4], int part, const uint32_t (&factors)[2][2], uint32_t (*a)[4],
+                        uint32_t (&nan)[2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      uint32_t pairs[4];
+      C::pairs(words[r], part % kPartsALoad, pairs);
+      if (part % kPartsALoad == 0) C::find_nan(words[r], nan[r]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i / 2][r + 2 * (i % 2)] = times(pairs[i], factors[r][part / 2]);
+    }
+  }
+  __device__ uint64_t rows_of(uint32_t slot) const {
+    return rows_descriptor(shared_ + S::kRowsAt) + slot * (S::kStageBytes >> 4);
   }
 
-  // Sums of all stages. Slots are released once no wgmma reads them; codes are loaded a part ahead, also across stages.
+  // Sums of all stages.
   template <int kN>
   __device__ void multiply(const Item& item, float (&sums)[kN / 2], uint32_t (&nan)[2]) {
-    const int stages = stages_of(p_), row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
-    const ScaleReader<S::kScale> scales(p_, item.group, item.col + row, row);
-    const uint64_t first_rows = rows_descriptor(shared_ + S::kCodeBytes);
+    const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+    const ScaleReader<S::kScale, kSlabs> scales(p_, item.group(), item.col + row, row);
 #pragma unroll
     for (float& s : sums) s = 0.0f;
-    uint32_t words[2][4], fragments[2][2][4], before = 0;
-    uint32_t tile = arrival();
-    load_codes(tile, 0, words);
-#pragma unroll 1
-    for (int stage = 0; stage < stages; ++stage) {
-      const uint32_t slot = ring_.slot;
-      const uint64_t rows = first_rows + slot * (S::kStageBytes >> 4);
-      int more = stage + 1 < stages;
-      asm volatile("" : "+r"(more));     // else the last stage is compiled apart, and its wgmmas are serialised
-      uint32_t codes[2], factors[2][2];  // of scales
-      bool rare = false;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        codes[r] = S::kScale == Scale::none ? 0 : scales.read(tile + S::kScalesAt, r);
-        F::make(codes[r], factors[r]);
-        if constexpr (F::kRare) rare = rare || F::is_rare(codes[r]);
+    int left = slabs_of(p_);
+    if constexpr (kAllPlain) {
+      multiply_plain<kN>(scales, sums, nan, left);
+    } else {
+      while (left > 0) {
+        if (is_plain(left)) {
+          multiply_plain<kN>(scales, sums, nan, left);
+        } else {
+          multiply_any<kN>(scales, sums, nan, left);
+        }
       }
-      if constexpr (F::kRare) rare = __any_sync(~0u, rare);
+    }
+    ring_.advance();
+  }
+
+  // A run of plain stages, up to the first that is not; `left` slabs are left then. Slots are released once no wgmma
+  // reads them; codes are loaded a part ahead, also across stages.
+  template <int kN>
+  __device__ void multiply_plain(const ScaleReader<S::kScale, kSlabs>& scales, float (&sums)[kN / 2],
+                                 uint32_t (&nan)[2], int& left) {
+    uint32_t words[2][4], fragments[2][2 * kParts][4], before = 0;
+    Codes2 codes;
+    uint32_t tile = shared_ + ring_.slot * S::kStageBytes;
+    load_codes(tile, 0, words);
+    bool first = true, plain;
+#pragma unroll 1
+    do {
+      const uint32_t slot = ring_.slot;
+      scales.read(tile + S::kScalesAt, codes);
       float apart[kApart ? kN / 2 : 1];
 #pragma unroll
-      for (int part = 0; part < 4; ++part) {
-        uint32_t (&a)[2][4] = fragments[part % 2];
+      for (int slab = 0; slab < kSlabs; ++slab) {
+        const uint64_t rows = rows_of(slot) + slab * (S::kRowsBytes >> 4);
+        const bool last = slab == kSlabs - 1;
+        uint32_t factors[2][2];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          uint32_t pairs[4];
-          C::pairs(words[r], part % kPartsALoad, pairs);
-          if (part % kPartsALoad == 0) C::find_nan(words[r], nan[r]);
+        for (int r = 0; r < 2; ++r) F::make(codes[slab][r], factors[r]);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) a[i / 2][r + 2 * (i % 2)] = times(pairs[i], factors[r][part / 2]);
-        }
-        if constexpr (F::kRare) {
-          if (rare) second_factors(a, codes);
-        }
-        ptx::wgmma_fence();
+        for (int part = 0; part < 4; part += kParts) {
+          uint32_t (&a)[2 * kParts][4] = fragments[part / kParts % 2];
 #pragma unroll
-        for (int step = 0; step < 2; ++step) {
-          const uint64_t at = rows + (2 * part + step) * kRowStep;
-          if constexpr (!kApart) {
-            ptx::wgmma_register<kN, false>(sums, a[step], at);
-          } else if (part == 0 && step == 0) {
-            ptx::wgmma_register<kN, true>(apart, a[step], at);
-          } else {
-            ptx::wgmma_register<kN, false>(apart, a[step], at);
+          for (int i = 0; i < kParts; ++i) widen(words, part + i, factors, a + 2 * i, nan);
+          ptx::wgmma_fence();
+#pragma unroll
+          for (int i = 0; i < 2 * kParts; ++i) {
+            const uint64_t at = rows + (2 * part + i) * kRowStep;
+            if constexpr (!kApart) {
+              ptx::wgmma_register<kN, false>(sums, a[i], at);
+            } else if (part == 0 && i == 0) {
+              ptx::wgmma_register<kN, true>(apart, a[i], at);
+            } else {
+              ptx::wgmma_register<kN, false>(apart, a[i], at);
+            }
           }
+          ptx::wgmma_commit();
+          const int behind = part + kParts;
+          if (behind == 4 && last) {  // behind the last stage there is none: that one is read again, for nothing
+            left -= kSlabs;
+            int more = left > 0;
+            asm volatile("" : "+r"(more));  // else the last stage is compiled apart, and its wgmmas are serialised
+            ring_.advance(more);
+            tile = arrival();
+            plain = kAllPlain ? more : is_plain(left);
+          }
+          if (behind % kPartsALoad == 0) {
+            const int of = behind < 4 ? slab : last ? 0 : slab + 1;
+            load_codes(tile + of * S::kCodeBytes, behind % 4 / kPartsALoad, words);
+          }
+          ptx::wgmma_wait<1>();
+          if (!kApart && part == 0 && slab == 0 && !first) release(before);
         }
-        ptx::wgmma_commit();
-        if (part == 3) {  // behind the last stage there is none: that one is read again, for nothing
-          ring_.advance(more);
-          tile = arrival();
-        }
-        if (part % kPartsALoad == kPartsALoad - 1) load_codes(tile, (part + 1) % 4 / kPartsALoad, words);
-        ptx::wgmma_wait<1>();
-        if (!kApart && part == 0 && stage != 0) release(before);
       }
       if constexpr (kApart) {
         ptx::wgmma_wait<0>();
         release(slot);
 #pragma unroll
         for (int i = 0; i < kN / 2; ++i) {
-          sums[i] = __fmaf_rn(apart[i], __uint_as_float(codes[i / 2 % 2]), sums[i]);
+          sums[i] = __fmaf_rn(apart[i], __uint_as_float(codes[0][i / 2 % 2]), sums[i]);
         }
       }
       before = slot;
-    }
-    ring_.advance();
+      first = false;
+    } while (plain);
     if constexpr (!kApart) {
       ptx::wgmma_wait<0>();
       release(before);
     }
   }
 
-  __device__ void second_factors(uint32_t (&a)[2][4], const uint32_t (&codes)[2]) const {
-    if constexpr (F::kRare) {
+  // Any stage, out of the way of the others: one part after the other, whatever scales are, and half a stage.
+  template <int kN>
+  __device__ void multiply_any(const ScaleReader<S::kScale, kSlabs>& scales, float (&sums)[kN / 2],
+                               uint32_t (&nan)[2], int& left) {
+    const uint32_t tile = shared_ + ring_.slot * S::kStageBytes;
+    Codes2 codes;
+    scales.read(tile + S::kScalesAt, codes);
+    const int slabs = min(left, kSlabs);
+#pragma unroll 1
+    for (int slab = 0; slab < slabs; ++slab) {
+      const uint64_t rows = rows_of(ring_.slot) + slab * (S::kRowsBytes >> 4);
+      uint32_t words[2][4], factors[2][2], seconds[2] = {};
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const uint32_t second = F::second(codes[r]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[i / 2][r + 2 * (i % 2)] = times(a[i / 2][r + 2 * (i % 2)], second);
+        const uint32_t code = slab == 0 ? codes[0][r] : codes[kSlabs - 1][r];
+        if constexpr (F::kLarge) {
+          F::make_both(code, factors[r], seconds[r]);
+        } else {
+          F::make(code, factors[r]);
+        }
       }
+#pragma unroll
+      for (int part = 0; part < 4; ++part) {
+        if (part % kPartsALoad == 0) load_codes(tile + slab * S::kCodeBytes, part / kPartsALoad, words);
+        uint32_t a[2][4];
+        widen(words, part, factors, a, nan);
+        if constexpr (F::kLarge) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = times(a[i / 4][i % 4], seconds[i % 2]);
+        }
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) ptx::wgmma_register<kN, false>(sums, a[i], rows + (2 * part + i) * kRowStep);
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<0>();
+      }
+    }
+    release(ring_.slot);
+    left -= slabs;
+    if (left > 0) {
+      ring_.advance();
+      arrival();
     }
   }
 
@@ -289,7 +447,7 @@ class Consumer {
     constexpr int kStride = S::kStagedStride;
     float* staged = staged_ + threadIdx.x / 32 * (kBlockRows * kStride);
     Finish f = {};
-    f.factor = group_factor(nullptr, p_.factors, item.group) *
+    f.factor = group_factor(nullptr, p_.factors, item.group()) *
                (S::kScale == Scale::e4m3 ? static_cast<float>(1 << kE4M3Shift) : 1.0f);
     f.result_stride = p_.cols;
     f.result_type = p_.result_type;
@@ -297,8 +455,8 @@ class Consumer {
     f.scale_bias = p_.scale_bias;
     f.vectors = true;
     f.cols = p_.cols - col;
-    const uint8_t* bias = p_.bias_table ? reinterpret_cast<const uint8_t*>(p_.bias_table[item.group])
-                          : p_.bias     ? p_.bias + int64_t{item.group} * p_.cols * bytes_of(p_.bias_type)
+    const uint8_t* bias = p_.bias_table ? reinterpret_cast<const uint8_t*>(p_.bias_table[item.group()])
+                          : p_.bias     ? p_.bias + int64_t{item.group()} * p_.cols * bytes_of(p_.bias_type)
                                         : nullptr;
     if (bias) bias += int64_t{col} * bytes_of(p_.bias_type);
     f.bias = bias;
@@ -347,8 +505,8 @@ class Consumer {
   }
 
   const FewRowsParams& p_;
-  const int32_t* tables_;
-  uint32_t shared_, barriers_;
+  uint32_t shared_;
+  Control control_;
   float* staged_;
   uint32_t place_;  // of this lane's first codes in a tile
   Ring<S::kStages> ring_;
@@ -371,29 +529,30 @@ __global__ void __launch_bounds__(S::kThreads, 1) stream_weights(const __grid_co
   int32_t* tables = reinterpret_cast<int32_t*>(memory + S::kStages * S::kStageBytes);
   float* staged = reinterpret_cast<float*>(memory + S::kStages * S::kStageBytes + kTableBytes);
   const uint32_t shared = ptx::shared_address(memory);
-  const uint32_t barriers = shared + S::kBytes - 256;  // full and empty of each stage
+  const Control control = {shared + S::kBytes - S::kControlBytes};
   if (threadIdx.x == 0) {
     for (int s = 0; s < S::kStages; ++s) {
-      ptx::barrier_init(barriers + 16 * s, S::kScale == Scale::none ? 1 : 1 + kScaleLanes);
-      ptx::barrier_init(barriers + 16 * s + 8, S::kWarps);
+      ptx::barrier_init(control.full(s), S::kScale == Scale::none ? 1 : 1 + kScaleLanes);
+      ptx::barrier_init(control.empty(s), S::kWarps);
     }
     ptx::barrier_init_fence();
   }
-  if (threadIdx.x / 32 == 1) make_tables(p, tables);
+  if (threadIdx.x / 32 == 1) make_tables<S::kBlocks>(p, tables);
   __syncthreads();
   if (p.clear_tail) clear_tail<S::kThreads>(p, tables);
   if (threadIdx.x / 32 >= S::kWarps) {
     ptx::set_max_registers_down<S::kProducerRegisters>();
     const int warp = threadIdx.x / 32 - S::kWarps;
     if (warp == 0) {
-      if (threadIdx.x % 32 == 0) produce<S>(p, tables, shared, barriers);
+      if (threadIdx.x % 32 == 0) produce<S>(p, tables, shared, control);
     } else if (S::kScale != Scale::none && warp <= kScaleLanes / 32) {
-      produce_scales<S>(p, tables, shared, barriers);
+      produce_scales<S>(p, tables, shared, control);
     }
     return;
   }
   ptx::set_max_registers_up<S::kConsumerRegisters>();
-  Consumer<S>(p, tables, shared, barriers, staged).run();
+  Item first;
+  if (find_item(p, tables, blockIdx.x, &first)) Consumer<S>(p, shared, control, staged).run();
 }
 
 }  // namespace grouped::sm90

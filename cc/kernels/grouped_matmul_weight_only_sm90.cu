@@ -37,14 +37,16 @@ template <class S>
 void launch_shape(const GroupedMatmul& call, Params p, cudaStream_t stream) {
   const MapShape shape = packed_shape(call.rhs.dims[0], call.rhs.dims[1], call.rhs.dims[2], DType::u8);
   p.codes = tensor_map(call.rhs.data, DType::u8, shape, S::C::kRowBytes, S::kTileCols);
-  p.tile_blocks = S::kBlocks;
   p.tile_cols = S::kTileCols;
-  const unsigned parts = static_cast<unsigned>(std::min((p.depth + kStageK - 1) / kStageK, 8));
-  arrange_rows<S::kNibbles><<<dim3(p.most_blocks, parts), kArrangeThreads, 0, stream>>>(p);
+  const int64_t pieces = int64_t{slabs_of(p)} * p.most_blocks;
+  const int64_t runs = std::max<int64_t>(multiprocessors(), (pieces + kArrangeSlabs - 1) / kArrangeSlabs);
+  prefer_shared_memory<arrange_rows<S::kNibbles>>(shared_bytes(S::kNibbles, 16));
+  arrange_rows<S::kNibbles><<<static_cast<unsigned>(runs), kArrangeThreads, 0, stream>>>(p);
   GROUPED_CUDA_CHECK(cudaGetLastError());
   allow_shared_memory<stream_weights<S>>(S::kBytes);
+  prefer_shared_memory<stream_weights<S>>(shared_bytes(S::kNibbles, S::kWarps));
   const int64_t col_tiles = (p.cols + S::kTileCols - 1) / S::kTileCols;
-  const int64_t most = (p.most_blocks + int64_t{p.tile_blocks - 1} * p.groups) / p.tile_blocks * col_tiles;
+  const int64_t most = (p.most_blocks + int64_t{S::kBlocks - 1} * p.groups) / S::kBlocks * col_tiles;
   const auto grid = static_cast<unsigned>(std::clamp<int64_t>(most, 1, multiprocessors()));
   launch_early(stream_weights<S>, grid, S::kThreads, S::kBytes, stream, p);
 }
@@ -53,6 +55,9 @@ void launch_shape(const GroupedMatmul& call, Params p, cudaStream_t stream) {
 // all of them.
 template <bool kNibbles, Scale kScale>
 void launch_scale(const GroupedMatmul& call, const Params& p, cudaStream_t stream) {
+  if constexpr (kNibbles) {
+    if (mean_rows(call) <= 18) return launch_shape<StreamShape<true, kScale, 16, 2>>(call, p, stream);
+  }
   if (mean_rows(call) <= (kScale == Scale::f32 ? 22 : 36)) {
     launch_shape<StreamShape<kNibbles, kScale, 16>>(call, p, stream);
   } else {
@@ -75,7 +80,7 @@ std::string refuses(const GroupedMatmul& c, const Target& target) {
   const int64_t block = c.scales.rhs_block, k = c.lhs.dims[1], n = c.result.dims[1], groups = c.group_sizes.dims[0];
   const bool known = nibbles ? (scale == Scale::e8m0 && block == 32) || (scale == Scale::e4m3 && block == 16)
                              : scale == Scale::none || (scale == Scale::e8m0 && block == 32) ||
-                                   (scale == Scale::f32 && block == kStageK);
+                                   (scale == Scale::f32 && block == kSlabK);
   if (!known) return "takes no blocks of " + std::to_string(block) + " with " + describe(c.scales.rhs_scales);
   if (!is_plain(c.result.dtype) || (c.bias.present() && !is_plain(c.bias.dtype))) {
     return "gives float32, bfloat16 or float16 and takes biases of these";
@@ -95,8 +100,8 @@ int most_blocks(const GroupedMatmul& c) {
 }
 
 size_t workspace(const GroupedMatmul& c, const Target&) {
-  const int64_t stages = (c.lhs.dims[1] + kStageK - 1) / kStageK;
-  return static_cast<size_t>(stages * most_blocks(c) * kRowBlockBytes);
+  const int64_t slabs = (c.lhs.dims[1] + kSlabK - 1) / kSlabK;
+  return static_cast<size_t>(slabs * most_blocks(c) * kRowBlockBytes);
 }
 
 void launch(const GroupedMatmul& call, const Context& context) {
