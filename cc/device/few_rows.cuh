@@ -57,10 +57,11 @@ struct Span {
   int first, end;  // rows
 };
 
-// Calls use(g, span, first block, first tile, blocks of all groups) for every group and once more with the totals, by
-// one warp: a lane has neighbouring groups, so that loads do not wait for sums. Tiles have at most kTileBlocks blocks.
-template <int kTileBlocks, class Use>
-__device__ void for_groups(const FewRowsParams& p, Use use) {
+// Calls start(blocks of all groups), and then use(g, span, first block, first tile) for every group and once more with
+// the totals, by one warp: a lane has neighbouring groups, so that loads do not wait for sums. Tiles have at most
+// kTileBlocks blocks.
+template <int kTileBlocks, class Start, class Use>
+__device__ void for_groups(const FewRowsParams& p, Start start, Use use) {
   const int lane = threadIdx.x % 32, each = (p.groups + 31) / 32;
   const int first = min(lane * each, p.groups), end = min(first + each, p.groups);
   const auto size_of = [&](int g) -> int64_t { return max(p.sizes[g], 0); };
@@ -81,14 +82,14 @@ __device__ void for_groups(const FewRowsParams& p, Use use) {
   }
   const int64_t both_end = warp_sums(int64_t{blocks} << 32 | tiles);
   const int blocks_end = static_cast<int>(both_end >> 32), tiles_end = static_cast<int>(both_end);
-  const int all_blocks = __shfl_sync(~0u, blocks_end, 31);
+  start(__shfl_sync(~0u, blocks_end, 31));
   row = rows_end - rows, blocks = blocks_end - blocks, tiles = tiles_end - tiles;
   for (int g = first; g < end; row += size_of(g), ++g) {
     const Span span = span_of(g, row);
-    use(g, span, blocks, tiles, all_blocks);
+    use(g, span, blocks, tiles);
     blocks += blocks_of(span), tiles += tiles_of(blocks_of(span));
   }
-  if (lane == 31) use(p.groups, Span{int(min(rows_end, p.rows)), 0}, blocks_end, tiles_end, all_blocks);
+  if (lane == 31) use(p.groups, Span{int(min(rows_end, p.rows)), 0}, blocks_end, tiles_end);
 }
 
 // 8 neighbours as the four pairs of their codes.
@@ -107,57 +108,72 @@ __device__ uint4 in_pairs(uint4 x) {
 // product's blocks are to find room beside. Thread (part, row, q) moves the 8 k of a row from 32 q + 8 part on, which
 // lane q of a quad multiplies.
 template <bool kNibbles>
-__global__ void __launch_bounds__(kArrangeThreads) arrange_rows(const __grid_constant__ FewRowsParams p) {
+__global__ void __launch_bounds__(kArrangeThreads, 16) arrange_rows(const __grid_constant__ FewRowsParams p) {
   ptx::let_next_grid_start();
   __shared__ Span found[kArrangeSlabs + 1];  // the rows from a block's first one on to the group's end
-  __shared__ int64_t all;                    // slabs of blocks
+  __shared__ int run[2];                     // the first slab, how many
   const int slabs = slabs_of(p);
-  const auto run = [&](int64_t total, int64_t index) { return total * index / gridDim.x; };
   if (threadIdx.x < 32) {
-    for_groups<1>(p, [&](int g, Span span, int first_block, int, int all_blocks) {
-      const int64_t total = int64_t{all_blocks} * slabs, end = run(total, blockIdx.x + 1);
-      const int first = static_cast<int>(run(total, blockIdx.x) / slabs), behind = static_cast<int>((end - 1) / slabs) + 1;
-      if (g == p.groups) {
-        all = total;
-        return;
-      }
+    int first = 0, behind = 0;  // blocks
+    const auto start = [&](int blocks) {
+      const int all = blocks * slabs, each = (all + gridDim.x - 1) / gridDim.x;
+      const int begin = min(static_cast<int>(blockIdx.x) * each, all), end = min(begin + each, all);
+      first = begin / slabs, behind = (end + slabs - 1) / slabs;
+      if (threadIdx.x == 0) run[0] = begin, run[1] = end - begin;
+    };
+    const auto use = [&](int g, Span span, int first_block, int) {
+      if (g == p.groups) return;
       for (int block = max(first, first_block); block < behind; ++block) {
         const int row = span.first + (block - first_block) * kBlockRows;
         if (row >= span.end) break;
         found[block - first] = Span{row, span.end};
       }
-    });
+    };
+    for_groups<1>(p, start, use);
   }
   __syncthreads();
-  const int64_t begin = run(all, blockIdx.x);
-  const int count = static_cast<int>(run(all, blockIdx.x + 1) - begin), first = static_cast<int>(begin / slabs);
+  const int first = run[0] / slabs, count = run[1];
   const int part = threadIdx.x / 32, row = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-  int slab = static_cast<int>(begin - int64_t{first} * slabs), block = first;
-  constexpr int kTogether = 4;  // loads under way
+  struct Walk {
+    const Span* block;
+    int slab;
+  };
+  const Walk start = {found, run[0] - first * slabs};
+  const auto step = [&](Walk& at) {
+    if (++at.slab == slabs) at.slab = 0, ++at.block;
+  };
+  const auto source = [&](const Walk& at) -> const uint4* {  // or null: zeros
+    const int from = at.block->first + row, k = at.slab * kSlabK + 32 * q + 8 * part;
+    const bool exists = from < at.block->end && k < p.depth;
+    return exists ? reinterpret_cast<const uint4*>(p.lhs + (int64_t{from} * p.depth + k) * 2) : nullptr;
+  };
+  Walk at = start;
 #pragma unroll 1
-  for (int i = 0; i < count; i += kTogether) {
+  for (int i = 0; i < count; ++i, step(at)) {  // one trip to memory for all
+    if (const uint4* x = source(at)) ptx::prefetch(x);
+  }
+  constexpr int kTogether = 3;  // as many as there are registers for
+  at = start;
+#pragma unroll 1
+  for (int left = count; left > 0; left -= kTogether) {
     uint4 x[kTogether];
-    uint8_t* to[kTogether];
+    int to[kTogether];
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) {
-      to[j] = nullptr;
       x[j] = make_uint4(0, 0, 0, 0);
-      if (i + j >= count) continue;
-      const Span rows = found[block - first];
-      const int k = slab * kSlabK + 32 * q + 8 * part;
-      if (rows.first + row < rows.end && k < p.depth) {
-        x[j] = *reinterpret_cast<const uint4*>(p.lhs + ((int64_t{rows.first} + row) * p.depth + k) * 2);
-      }
-      to[j] = p.arranged + (int64_t{slab} * p.most_blocks + block) * kRowBlockBytes;
-      if (++slab == slabs) slab = 0, ++block;
+      if (j >= left) continue;
+      if (const uint4* from = source(at)) x[j] = *from;
+      to[j] = at.slab * p.most_blocks + first + static_cast<int>(at.block - found);
+      step(at);
     }
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) {
-      if (i + j >= count) continue;
+      if (j >= left) continue;
       const uint4 y = in_pairs<kNibbles>(x[j]);
       const uint32_t pairs[4] = {y.x, y.y, y.z, y.w};
+      uint8_t* there = p.arranged + int64_t{to[j]} * kRowBlockBytes;
 #pragma unroll
-      for (int n = 0; n < 4; ++n) *reinterpret_cast<uint32_t*>(to[j] + row_pair(part, row, q, n)) = pairs[n];
+      for (int i = 0; i < 4; ++i) *reinterpret_cast<uint32_t*>(there + row_pair(part, row, q, i)) = pairs[i];
     }
   }
 }
@@ -167,11 +183,12 @@ __global__ void __launch_bounds__(kArrangeThreads) arrange_rows(const __grid_con
 // First row, first block, first row tile of each group, and the totals behind the last, by one warp.
 template <int kTileBlocks>
 __device__ void make_tables(const FewRowsParams& p, int32_t* tables) {
-  for_groups<kTileBlocks>(p, [&](int g, Span span, int first_block, int first_tile, int) {
+  const auto use = [&](int g, Span span, int first_block, int first_tile) {
     tables[g] = span.first;
     tables[kTableEntries + g] = first_block;
     tables[2 * kTableEntries + g] = first_tile;
-  });
+  };
+  for_groups<kTileBlocks>(p, [](int) {}, use);
 }
 
 struct Item {
@@ -183,8 +200,9 @@ struct Item {
   __device__ int blocks() const { return (rows + kBlockRows - 1) / kBlockRows; }
 };
 
-// The item `index`, of which a block of the grid takes every gridDim.x-th: of one group, row tiles of the same columns next to each other, so that codes are read from memory
-// once. A group's tiles have as many blocks as each other, but the last. Tables lie in shared memory.
+// The item `index`, of which a block of the grid takes every gridDim.x-th: of one group, row tiles of the same columns
+// next to each other, so that codes are read from memory once. A group's tiles have as many blocks as each other, but
+// the last. Tables lie in shared memory.
 __device__ inline bool find_item(const FewRowsParams& p, const int32_t* tables, int index, Item* item) {
   const int32_t* rows = tables;
   const int32_t* blocks = rows + kTableEntries;

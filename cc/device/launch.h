@@ -61,8 +61,7 @@ void prefer_shared_memory(int bytes) {
   std::atomic<bool>& asked = done[device_index()];
   if (asked.load(std::memory_order_relaxed)) return;
   int whole = 0;
-  GROUPED_CUDA_CHECK(
-      cudaDeviceGetAttribute(&whole, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device_index()));
+  GROUPED_CUDA_CHECK(cudaDeviceGetAttribute(&whole, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device_index()));
   const int percent = static_cast<int>(int64_t{bytes} * 100 / whole);  // rounded up to what the device can do
   GROUPED_CUDA_CHECK(cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, percent));
   asked.store(true, std::memory_order_relaxed);

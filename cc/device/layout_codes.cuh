@@ -110,4 +110,15 @@ GROUPED_HOST_DEVICE constexpr uint32_t scale_selector(Scale scale, uint32_t star
   return scale == Scale::e4m3 ? first | (first + 1) << 4 : 0x8880 | first;
 }
 
+// --- a stage: codes of its slabs, rows of its slabs, scales ---
+
+template <bool kNibbles, Scale kScale, int kTileCols, int kBlocks, int kSlabs>
+struct StageLayout {
+  static constexpr int kCodeBytes = kTileCols * Codes<kNibbles>::kRowBytes;  // of a slab
+  static constexpr int kRowsBytes = kBlocks * kRowBlockBytes;                // of a slab
+  static constexpr int kRowsAt = kSlabs * kCodeBytes;
+  static constexpr int kScalesAt = kRowsAt + kSlabs * kRowsBytes;
+  static constexpr int kBytes = (kScalesAt + kTileCols * 4 * scale_words(kScale, kSlabs) + 1023) / 1024 * 1024;
+};
+
 }  // namespace grouped::sm90

@@ -91,6 +91,8 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
 }
 
 // ---- copies of single words ----
+// Asks for what lies at `from` into the L2.
+__device__ inline void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];\n" ::"l"(from) : "memory"); }
 __device__ inline void copy_word(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(to), "l"(from) : "memory");
 }

@@ -25,9 +25,9 @@
 
 namespace grouped::sm90 {
 
-// For a block. What is left of 228 KiB or, with 4-bit codes, of 196, so that words of scales, which come from lines of
-// 256 rows, find them in the first cache: a KiB, and a block of arrange_rows.
-constexpr int shared_bytes(bool nibbles, int warps) { return (nibbles && warps == 16 ? 193 : 225) * 1024; }
+// Of a block. With 4-bit codes enough stages fit beside a first cache for words of scales, which come from lines of 256
+// rows; and where there are registers for it a block of arrange_rows finds room beside.
+constexpr int shared_bytes(bool nibbles, int warps) { return (warps == 12 ? 227 : nibbles ? 193 : 225) * 1024; }
 
 template <bool kNibbles_, Scale kScale_, int kWarps_, int kSlabs_ = 1>
 struct StreamShape {
@@ -46,10 +46,9 @@ struct StreamShape {
   static constexpr int kProducerRegisters = 32, kConsumerRegisters = kWarps == 16 ? 112 : 160;
   static constexpr int kStagedStride = 16 + 4;  // floats: rows 4 apart in banks
   static constexpr int kStagedBytes = kWarps * kBlockRows * kStagedStride * 4;
-  // A stage: codes of its slabs, rows of its slabs, scales.
-  static constexpr int kCodeBytes = kTileCols * C::kRowBytes, kRowsBytes = kBlocks * kRowBlockBytes;  // of a slab
-  static constexpr int kRowsAt = kSlabs * kCodeBytes, kScalesAt = kRowsAt + kSlabs * kRowsBytes;
-  static constexpr int kStageBytes = (kScalesAt + kTileCols * 4 * scale_words(kScale, kSlabs) + 1023) / 1024 * 1024;
+  using Stage = StageLayout<kNibbles, kScale, kTileCols, kBlocks, kSlabs>;
+  static constexpr int kCodeBytes = Stage::kCodeBytes, kRowsBytes = Stage::kRowsBytes, kRowsAt = Stage::kRowsAt;
+  static constexpr int kScalesAt = Stage::kScalesAt, kStageBytes = Stage::kBytes;
   static constexpr int kControlBytes = 512;
   static constexpr int kFixedBytes = kControlBytes + kTableBytes + kStagedBytes;
   static constexpr int kFitting = (shared_bytes(kNibbles, kWarps) - kFixedBytes) / kStageBytes;
@@ -69,8 +68,7 @@ struct Control {
   __device__ uint32_t next_item() const { return base + 320; }
   // An item in 16 bytes, and in 4 more where its rows were arranged, which those who multiply do not ask for.
   __device__ void store_next(const Item& item) const {
-    const uint32_t words[4] = {item.tag, uint32_t(item.first_row), uint32_t(item.rows),
-                               uint32_t(item.col)};
+    const uint32_t words[4] = {item.tag, uint32_t(item.first_row), uint32_t(item.rows), uint32_t(item.col)};
     ptx::store_shared_v4(next_item(), words);
     ptx::store_shared(next_item() + 16, item.first_block);
   }
@@ -270,13 +268,10 @@ class Consumer {
   // Whether the stage that has arrived is whole, with `left` slabs to do, and has no large scale. All warps agree:
   // wgmma is one instruction of a warpgroup.
   __device__ bool is_plain(int left) const {
-    bool plain = left >= kSlabs;
-    if constexpr (F::kLarge) {
-      uint32_t first, second;
-      ptx::load_words_v2(control_.large(ring_.slot), first, second);
-      plain = plain && !__any_sync(~0u, (first | second) != 0);
-    }
-    return plain;
+    if constexpr (!F::kLarge) return left >= kSlabs;
+    uint32_t first, second;
+    ptx::load_words_v2(control_.large(ring_.slot), first, second);
+    return !__any_sync(~0u, (first | second | (left < kSlabs)) != 0);
   }
   // One load of both rows' codes of a slab.
   __device__ void load_codes(uint32_t codes, int load, uint32_t (&words)[2][4]) const {
@@ -294,9 +289,6 @@ class Consumer {
 #pragma unroll
       for (int i = 0; i < 4; ++i) a[i / 2][r + 2 * (i % 2)] = times(pairs[i], factors[r][part / 2]);
     }
-  }
-  __device__ uint64_t rows_of(uint32_t slot) const {
-    return rows_descriptor(shared_ + S::kRowsAt) + slot * (S::kStageBytes >> 4);
   }
 
   // Sums of all stages.
@@ -330,6 +322,7 @@ class Consumer {
     Codes2 codes;
     uint32_t tile = shared_ + ring_.slot * S::kStageBytes;
     load_codes(tile, 0, words);
+    const uint64_t first_rows = rows_descriptor(shared_ + S::kRowsAt);
     bool first = true, plain;
 #pragma unroll 1
     do {
@@ -338,7 +331,7 @@ class Consumer {
       float apart[kApart ? kN / 2 : 1];
 #pragma unroll
       for (int slab = 0; slab < kSlabs; ++slab) {
-        const uint64_t rows = rows_of(slot) + slab * (S::kRowsBytes >> 4);
+        const uint64_t rows = first_rows + slot * (S::kStageBytes >> 4) + slab * (S::kRowsBytes >> 4);
         const bool last = slab == kSlabs - 1;
         uint32_t factors[2][2];
 #pragma unroll
@@ -397,15 +390,15 @@ class Consumer {
 
   // Any stage, out of the way of the others: one part after the other, whatever scales are, and half a stage.
   template <int kN>
-  __device__ void multiply_any(const ScaleReader<S::kScale, kSlabs>& scales, float (&sums)[kN / 2],
-                               uint32_t (&nan)[2], int& left) {
+  __device__ void multiply_any(const ScaleReader<S::kScale, kSlabs>& scales, float (&sums)[kN / 2], uint32_t (&nan)[2],
+                               int& left) {
     const uint32_t tile = shared_ + ring_.slot * S::kStageBytes;
     Codes2 codes;
     scales.read(tile + S::kScalesAt, codes);
     const int slabs = min(left, kSlabs);
 #pragma unroll 1
     for (int slab = 0; slab < slabs; ++slab) {
-      const uint64_t rows = rows_of(ring_.slot) + slab * (S::kRowsBytes >> 4);
+      const uint64_t rows = rows_descriptor(tile + S::kRowsAt + slab * S::kRowsBytes);
       uint32_t words[2][4], factors[2][2], seconds[2] = {};
 #pragma unroll
       for (int r = 0; r < 2; ++r) {

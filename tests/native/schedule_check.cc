@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <random>
 #include <vector>
 
@@ -398,50 +399,113 @@ double value_of_bf16(uint32_t bits) {
   return (bits >> 15 ? -1 : 1) * std::ldexp(fraction, (exponent ? exponent : 1) - 127);
 }
 
-// Every code of a tile reaches the fragments as its value, at the place that meets its k of the rows.
-template <bool kNibbles>
+// Every code of a stage reaches the fragments as its value, at the place that meets its k of the rows.
+template <bool kNibbles, int kSlabs>
 void codes_meet_rows(std::mt19937_64& rng) {
   using C = Codes<kNibbles>;
-  constexpr int kLoadBytes = 16, kCodes = kNibbles ? 16 : 256, kPartsALoad = 4 / C::kLoads;
-  std::vector<int> codes(16 * kStageK);
-  std::vector<uint8_t> tile(16 * C::kRowBytes);
+  using Stage = StageLayout<kNibbles, Scale::e8m0, 256, 3, kSlabs>;
+  constexpr int kLoadBytes = 16, kCodes = kNibbles ? 16 : 256, kPartsALoad = 4 / C::kLoads, kDepth = kSlabs * kSlabK;
+  static_assert(Stage::kCodeBytes % 1024 == 0 && Stage::kBytes % 1024 == 0, "swizzles begin at multiples of 1 KiB");
+  std::vector<int> codes(16 * kDepth);
+  std::vector<uint8_t> stage(Stage::kBytes);
   for (int row = 0; row < 16; ++row) {
-    for (int k = 0; k < kStageK; ++k) {
-      const int code = codes[row * kStageK + k] = int(rng() % kCodes), byte = kNibbles ? k / 2 : k;
-      const uint32_t at = row * C::kRowBytes + byte, chunk = kNibbles ? at >> 7 & 3 : at >> 7 & 7;
-      tile[at ^ chunk << 4] |= kNibbles ? code << (k % 2 * 4) : code;
+    for (int k = 0; k < kDepth; ++k) {
+      const int code = codes[row * kDepth + k] = int(rng() % kCodes), in_slab = k % kSlabK;
+      const uint32_t at = row * C::kRowBytes + (kNibbles ? in_slab / 2 : in_slab);
+      const uint32_t chunk = kNibbles ? at >> 7 & 3 : at >> 7 & 7;
+      stage[k / kSlabK * Stage::kCodeBytes + (at ^ chunk << 4)] |= kNibbles ? code << (k % 2 * 4) : code;
     }
   }
-  const uint64_t d = rows_descriptor(0);
-  const uint32_t leading = uint32_t(d >> 16 & 0x3fff) << 4, stride = uint32_t(d >> 32 & 0x3fff) << 4;
-  for (int r = 0; r < 16; r += 8) {
-    for (int part = 0; part < 4; ++part) {
-      std::vector<uint32_t> from(32);
-      for (int lane = 0; lane < 32; ++lane) {
-        const int row = lane / 4 + r, q = lane % 4;
-        from[lane] = C::place(row, q) ^ (16 * (part / kPartsALoad));
-        EXPECT(C::place(row, q) == C::place(row % 8, q) + r * C::kRowBytes, "rows 8 apart are swizzled alike");
-        uint32_t words[4] = {}, pairs[4];
-        for (int byte = 0; byte < kLoadBytes; ++byte) {
-          words[byte / 4] |= uint32_t(tile[from[lane] + byte]) << (byte % 4 * 8);
+  for (int slab = 0; slab < kSlabs; ++slab) {
+    const uint32_t rows = Stage::kRowsAt + slab * Stage::kRowsBytes;
+    EXPECT((slab + 1) * Stage::kCodeBytes <= Stage::kRowsAt, "codes of slab %d end under the rows", slab);
+    EXPECT(rows + Stage::kRowsBytes <= uint32_t(Stage::kScalesAt), "rows of slab %d end under the scales", slab);
+    const uint64_t d = rows_descriptor(rows);
+    const uint32_t start = uint32_t(d & 0x3fff) << 4, leading = uint32_t(d >> 16 & 0x3fff) << 4;
+    const uint32_t stride = uint32_t(d >> 32 & 0x3fff) << 4;
+    for (int r = 0; r < 16; r += 8) {
+      for (int part = 0; part < 4; ++part) {
+        std::vector<uint32_t> from(32);
+        for (int lane = 0; lane < 32; ++lane) {
+          const int row = lane / 4 + r, q = lane % 4;
+          from[lane] = (slab * Stage::kCodeBytes + C::place(row, q)) ^ (16 * (part / kPartsALoad));
+          EXPECT(C::place(row, q) == C::place(row % 8, q) + r * C::kRowBytes, "rows 8 apart are swizzled alike");
+          uint32_t words[4] = {}, pairs[4];
+          for (int byte = 0; byte < kLoadBytes; ++byte) {
+            words[byte / 4] |= uint32_t(stage[from[lane] + byte]) << (byte % 4 * 8);
+          }
+          C::pairs(words, part % kPartsALoad, pairs);
+          for (int i = 0; i < 4; ++i) {
+            for (int h = 0; h < 2; ++h) {
+              const int k = slab * kSlabK + 32 * q + 8 * part + C::k_of_pair(i, h), code = codes[row * kDepth + k];
+              const double found = std::ldexp(value_of_bf16(pairs[i] >> (16 * h) & 0xffff), C::kBias);
+              EXPECT(found == value_of(kNibbles, code), "row %d, k %d, code %d: %g", row, k, code, found);
+              // Columns 2 q + h and 8 on of step 2 part + i / 2, which the descriptor finds in piece i % 2.
+              for (uint32_t n = 0; n < 24; ++n) {
+                const uint32_t step = 2 * part + i / 2, column = 2 * q + h;
+                const uint32_t at =
+                    start + step * (kRowStep << 4) + i % 2 * leading + n / 8 * stride + n % 8 * 16 + column * 2;
+                const uint32_t put = rows + n / 8 * kRowBlockBytes + row_pair(part, int(n % 8), q, i) + 2 * h;
+                EXPECT(at == put, "row %u at k %d: %u, put at %u", n, k, at, put);
+              }
+            }
+          }
         }
-        C::pairs(words, part % kPartsALoad, pairs);
-        for (int i = 0; i < 4; ++i) {
-          for (int h = 0; h < 2; ++h) {
-            const int k = 32 * q + 8 * part + C::k_of_pair(i, h), code = codes[row * kStageK + k];
-            const double found = std::ldexp(value_of_bf16(pairs[i] >> (16 * h) & 0xffff), C::kBias);
-            EXPECT(found == value_of(kNibbles, code), "row %d, k %d, code %d: %g", row, k, code, found);
-            // Columns 2 q + h and 8 on of step 2 part + i / 2, which the descriptor finds in piece i % 2.
-            for (uint32_t n = 0; n < 16; ++n) {
-              const uint32_t step = 2 * part + i / 2, column = 2 * q + h;
-              const uint32_t at = step * (kRowStep << 4) + i % 2 * leading + n / 8 * stride + n % 8 * 16 + column * 2;
-              const uint32_t put = n / 8 * kRowBlockBytes + row_pair(part, int(n % 8), q, i) + 2 * h;
-              EXPECT(at == put, "row %u at k %d: %u, put at %u", n, k, at, put);
+        spread_over_banks(from, kLoadBytes);
+      }
+    }
+  }
+}
+
+// Bytes of two words by a selector, as the instruction has it: its high bit stands for eight times a byte's sign.
+uint32_t chosen_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+  uint32_t found = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t of = selector >> (4 * i) & 15, byte = (uint64_t{high} << 32 | low) >> (8 * (of & 7)) & 0xff;
+    found |= (of & 8 ? byte >> 7 ? 0xffu : 0u : byte) << (8 * i);
+  }
+  return found;
+}
+
+// A lane finds the scales of its k in the words that were copied, wherever a line starts.
+template <Scale kScale, int kSlabs>
+void scales_of_lanes(std::mt19937_64& rng) {
+  constexpr uint32_t kBytes = scale_bytes_of_slab(kScale) * kSlabs, kStride = scale_words(kScale, kSlabs);
+  static_assert(kStride * 4 >= kBytes + (kScale == Scale::f32 ? 0 : 4), "rows have room for one word more");
+  static_assert(kBytes % 8 != 0 || kStride % 2 == 0, "copies of 8 bytes are aligned");
+  for (uint32_t start = 0; start < 4; ++start) {
+    for (bool whole : {false, true}) {  // lines at multiples of 4: only a stage's own bytes are copied
+      if (whole && start != 0) continue;
+      for (bool large : {false, true}) {
+        std::vector<uint8_t> line(4 + kBytes * 3 + 8);
+        for (uint8_t& code : line) code = uint8_t(rng() % (large ? 256 : 128));
+        const uint32_t stage = 1, from = start + stage * kBytes, words = kBytes / 4 + !whole;
+        std::vector<uint32_t> copied(kStride, 0xffffffffu);
+        for (uint32_t i = 0; i < words; ++i) std::memcpy(&copied[i], &line[from / 4 * 4 + 4 * i], 4);
+        for (int slab = 0; slab < kSlabs; ++slab) {
+          for (uint32_t q = 0; q < 4; ++q) {
+            const uint32_t word = scale_word(kScale, slab, q), selector = scale_selector(kScale, start, q);
+            EXPECT(word + 1 < kStride, "word %u of %u", word, kStride);
+            const uint32_t found = chosen_bytes(copied[word], copied[word + 1], selector);
+            // Blocks of 32 k or, with E4M3, of 16; a lane has 32 k from 32 q on.
+            const uint8_t* at = &line[from + scale_bytes_of_slab(kScale) * slab + (kScale == Scale::e4m3 ? 2 * q : q)];
+            if (kScale == Scale::e4m3) {
+              EXPECT((found & 0xffff) == (at[0] | uint32_t{at[1]} << 8), "slab %d, lane %u: %x", slab, q, found);
+            } else {
+              EXPECT((found & 0xff) == at[0], "slab %d, lane %u: %x", slab, q, found);
+              EXPECT(large || found == at[0], "slab %d, lane %u: %x where no scale is large", slab, q, found);
             }
           }
         }
       }
-      spread_over_banks(from, kLoadBytes);
+    }
+  }
+  std::vector<bool> used(32);
+  for (uint32_t row = 0; row < 8; ++row) {  // of one access: words of eight rows
+    for (uint32_t word = 0; word < 2; ++word) {
+      const uint32_t bank = (row * kStride + word) % 32;
+      EXPECT(!used[bank], "row %u meets another", row);
+      used[bank] = true;
     }
   }
 }
@@ -477,9 +541,15 @@ int main() {
   slots();
   tf32_operands();
   tf32_descriptors();
-  codes_meet_rows<false>(rng);
-  codes_meet_rows<true>(rng);
+  codes_meet_rows<false, 1>(rng);
+  codes_meet_rows<true, 1>(rng);
+  codes_meet_rows<true, 2>(rng);
   std::puts("codes become their values and meet the rows at the same k");
+  scales_of_lanes<Scale::e8m0, 1>(rng);
+  scales_of_lanes<Scale::e8m0, 2>(rng);
+  scales_of_lanes<Scale::e4m3, 1>(rng);
+  scales_of_lanes<Scale::e4m3, 2>(rng);
+  std::puts("lanes find the scales of their codes wherever lines of scales start");
   segments(rng);
   stage_scales();
   choices();
