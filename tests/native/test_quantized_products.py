@@ -51,11 +51,15 @@ CONTRACTED = (
 LONG = cases.Case("long", (150, 0, 61, 301), 530, 300, 277, frozenset())
 ALIGNED = cases.Case("long_16", (150, 0, 61, 301), 530, 320, 288, frozenset())
 # Few rows a group, every height of a tile of the kernel for few rows, and some of them more than one takes; columns no
-# whole tiles, depth neither, lines of scales that start anywhere, then at whole words.
+# whole tiles, depth neither, lines of scales that start anywhere, then at whole words; then as few rows as take the
+# longest stages: an odd number of halves of these, lines at multiples of 4 and of 8 bytes, more tiles than blocks.
 FEW = tuple(
     cases.Case(f"few_{i}", sizes, sum(sizes) + 3, k, 296, frozenset())
     for i, (sizes, k) in enumerate(
-        (((3, 0, 45, 9, 26), 416), ((70, 0, 30, 20), 416), ((150, 1, 0, 60), 416), ((12, 40, 90), 512))
+        (
+            *(((3, 0, 45, 9, 26), 416), ((70, 0, 30, 20), 416), ((150, 1, 0, 60), 416), ((12, 40, 90), 512)),
+            *(((12, 3, 20), 1152), ((5, 17, 0, 11), 1280), ((1,) * 150, 288)),
+        )
     )
 )
 CASES = (LONG, ALIGNED, *(cases.named(name) for name in ("tail", "idle_ends", "clamped", "k_n_odd")))
@@ -263,6 +267,24 @@ def test_a_scale_of_nan_is_a_block_of_nan(kernel, name):
     found = product(run, lhs, rhs, sizes_of(case), (1, 2), "bfloat16")
     span = list(case.spans())[2]
     assert np.isnan(found[span, 5].astype(np.float32)).all()
+    found[span, 5] = good[span, 5]
+    asserts.bitwise(found, good)
+
+
+@pytest.mark.rule("QNT-1", "ALL-6")
+@each_kernel
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
+def test_large_scales_leave_other_columns_alone(kernel, name):
+    """Among stages of small ones, whose bits must not depend on how the others are multiplied."""
+    case = FEW[4]
+    lhs, rhs = rows_operands(("bf16", name), case)
+    assert isinstance(rhs, QTensor)
+    good = product(Native(kernel), lhs, rhs, sizes_of(case), (1, 2), "float32")
+    scales = rhs.scales.view(np.uint8)[2, 5]
+    scales[[9, 25, 26]] = 131  # 16, in the second and the fourth 256 of 1152 k
+    found = product(Native(kernel), lhs, rhs, sizes_of(case), (1, 2), "float32")
+    span = list(case.spans())[2]
+    assert (found[span, 5] != good[span, 5]).all()
     found[span, 5] = good[span, 5]
     asserts.bitwise(found, good)
 
