@@ -253,9 +253,10 @@ class Consumer {
   __device__ void work(Item& item) {
     float sums[kN / 2];
     uint32_t nan[2] = {};
+    const float factor = device::group_factor(nullptr, p_.factors, item.group());  // nobody waits for it here
     multiply<kN>(item, sums, nan);
     asm volatile("" : "+r"(item.tag));  // one register across the product, not what is made of it as well
-    finish<kN>(item, sums, nan);
+    finish<kN>(item, factor, sums, nan);
   }
 
   __device__ uint32_t arrival() const {
@@ -434,14 +435,13 @@ class Consumer {
   }
 
   template <int kN>
-  __device__ void finish(const Item& item, float (&sums)[kN / 2], const uint32_t (&nan)[2]) {
+  __device__ void finish(const Item& item, float factor, float (&sums)[kN / 2], const uint32_t (&nan)[2]) {
     using namespace device;
     const int lane = threadIdx.x % 32, col = item.col + threadIdx.x / 32 * 16;
     constexpr int kStride = S::kStagedStride;
     float* staged = staged_ + threadIdx.x / 32 * (kBlockRows * kStride);
     Finish f = {};
-    f.factor = group_factor(nullptr, p_.factors, item.group()) *
-               (S::kScale == Scale::e4m3 ? static_cast<float>(1 << kE4M3Shift) : 1.0f);
+    f.factor = factor * (S::kScale == Scale::e4m3 ? static_cast<float>(1 << kE4M3Shift) : 1.0f);
     f.result_stride = p_.cols;
     f.result_type = p_.result_type;
     f.bias_type = p_.bias_type;
