@@ -104,9 +104,9 @@ __device__ uint4 in_pairs(uint4 x) {
   }
 }
 
-// A run of slabs of blocks, one after the other, of which there are few enough for a warp of each multiprocessor: the
-// product's blocks are to find room beside. Thread (part, row, q) moves the 8 k of a row from 32 q + 8 part on, which
-// lane q of a quad multiplies.
+// A run of slabs of blocks, one after the other. Where there are few, each multiprocessor has one block of the grid,
+// and the product's blocks, which may start meanwhile, find room beside: 32 registers a thread. Thread (part, row, q)
+// moves the 8 k of a row from 32 q + 8 part on, which lane q of a quad multiplies.
 template <bool kNibbles>
 __global__ void __launch_bounds__(kArrangeThreads, 16) arrange_rows(const __grid_constant__ FewRowsParams p) {
   ptx::let_next_grid_start();

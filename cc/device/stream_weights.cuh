@@ -2,11 +2,12 @@
 // wgmma takes from registers, so a code is read from shared memory once and its value never written; rows are the
 // other operand, read from shared memory by the tensor cores themselves, once for 64 weight rows.
 //
-//   producers: a stage is 128 k of 256 weight rows (a tensor copy), of the item's blocks of rows (a bulk copy) and of
-//            |  the weights' scales (2 warps, by words); the scales of the next item are asked into L2 before
-//            v  ring, 4 to 6 stages
+//   producers: a slab is 128 k of 256 weight rows (a tensor copy) and of the item's blocks of rows (a bulk copy); a
+//            |  stage is one or two of them and the weights' scales (2 warps, by words). The next item is looked up and
+//            |  its scales are asked into L2 while this one is multiplied
+//            v  ring, 3 to 5 stages
 //   consumers, 4 warpgroups of 64 weight rows: codes --bits, * scale--> fragments; wgmma, kN columns for kN rows. While
-//            |  it multiplies one part of 32 k, the next one is widened
+//            |  it multiplies one part of 32 k, or two, the next ones are widened
 //            v  through shared memory, so that 8 columns of a row leave together
 //   result
 #pragma once

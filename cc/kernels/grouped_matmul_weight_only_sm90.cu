@@ -3,8 +3,8 @@
 //
 //   arrange_rows    rows -> workspace: blocks of 8 rows of one group, zero-filled, in the order in which tensor cores
 //                   read them (few_rows.cuh)
-//   stream_weights  256 weight rows by up to 48 rows a tile, or 192 by up to 96; 1 block an SM (stream_weights.cuh).
-//                   Groups with more rows take several tiles of even height. Starts before rows are arranged.
+//   stream_weights  256 weight rows by up to 24 or 48 rows a tile, or 192 by up to 96; 1 block an SM. Groups with more
+//                   rows take several tiles of even height. Starts before rows are arranged (stream_weights.cuh).
 #include <algorithm>
 #include <string>
 
@@ -52,7 +52,7 @@ void launch_shape(const GroupedMatmul& call, Params p, cudaStream_t stream) {
 }
 
 // 256 weight rows by up to 48 rows, or 192 by up to 96, where a group usually has as many: a code is widened once for
-// all of them.
+// all of them. With 4-bit codes, and so few rows that 24 are enough for most groups, stages of two slabs.
 template <bool kNibbles, Scale kScale>
 void launch_scale(const GroupedMatmul& call, const Params& p, cudaStream_t stream) {
   if constexpr (kNibbles) {
