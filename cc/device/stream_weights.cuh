@@ -133,7 +133,7 @@ __device__ void produce(const FewRowsParams& p, const int32_t* tables, uint32_t 
                        {{(stage * S::kSlabs + i) * S::C::kRowBytes, item.col, item.group(), 0}}, full);
     }
   };
-  if (!find(blockIdx.x)) return;
+  if (!find(blockIdx.x)) return ptx::wait_for_grid_before();  // what follows this grid follows that one, too
   item = control.load_next();
   int under_way = 0;  // stages of the first item, whose codes come while rows are still being arranged
 #pragma unroll 1
