@@ -117,13 +117,13 @@ struct ScaleReader {
         }
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab) {
-          codes[slab][r] = __byte_perm(words[slab], words[slab + 1], selector[r]);
+          codes[slab][r] = ptx::choose_bytes(words[slab], words[slab + 1], selector[r]);
         }
       } else if constexpr (kScale == Scale::e4m3) {
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab) {
           const uint32_t low = ptx::load_shared_word(at + 8 * slab), high = ptx::load_shared_word(at + 8 * slab + 4);
-          codes[slab][r] = __byte_perm(low, high, selector[r]);
+          codes[slab][r] = ptx::choose_bytes(low, high, selector[r]);
         }
       } else {
         codes[0][r] = 0;

@@ -457,7 +457,7 @@ void codes_meet_rows(std::mt19937_64& rng) {
   }
 }
 
-// Bytes of two words by a selector, as the instruction has it: its high bit stands for eight times a byte's sign.
+// What ptx::choose_bytes does.
 uint32_t chosen_bytes(uint32_t low, uint32_t high, uint32_t selector) {
   uint32_t found = 0;
   for (int i = 0; i < 4; ++i) {
