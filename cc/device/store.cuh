@@ -90,7 +90,8 @@ struct StoreProblem {
   int choice;       // of 4over6: 0 none, 1 absolute errors, 2 squares
   bool measure;     // amaxes of groups are wanted from this launch
   bool last_first;  // a launch before has read all tiles: the L2 cache may hold the last ones
-  uint32_t* drawn;  // of this launch
+  uint32_t* drawn;  // of this launch; null: no block has more than two tiles
+  bool cleared;     // and zero already
 };
 
 namespace device {

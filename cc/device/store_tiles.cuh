@@ -132,33 +132,33 @@ class Turns {
  public:
   struct Shared {
     uint32_t item[2];
-    uint32_t amax[3];
+    uint32_t amax[2];
   };
 
   // Has a barrier, which the first turn needs.
   __device__ Turns(const StoreProblem& p, Shared* s) : drawn_(p.drawn), amaxes_(p.scan.amax), s_(s) {
-    if (threadIdx.x == 0) s->item[1] = blockIdx.x + gridDim.x, s->amax[0] = s->amax[1] = s->amax[2] = 0;
+    if (threadIdx.x == 0) s->item[1] = blockIdx.x + gridDim.x, s->amax[0] = s->amax[1] = 0;
     __syncthreads();
   }
   // The item of the next turn.
-  __device__ uint32_t next() const { return s_->item[turn_ % 2 ^ 1]; }
+  __device__ uint32_t next() const { return s_->item[odd_ ^ 1]; }
 
   __device__ void draw() {
-    if (threadIdx.x == 0) item_ = 2 * gridDim.x + atomicAdd(drawn_, 1u);
+    if (threadIdx.x == 0 && drawn_) item_ = 2 * gridDim.x + atomicAdd(drawn_, 1u);
   }
   // What this warp has seen of the values of the turn, which are of `group`.
   __device__ void see(uint32_t amax, int group) {
     amax = __reduce_max_sync(~0u, amax);
-    if (threadIdx.x % 32 == 0) atomicMax(&s_->amax[turn_ % 3], amax);
+    if (threadIdx.x % 32 == 0) atomicMax(&s_->amax[odd_], amax);
     group_ = group;
   }
   // The turn's barrier.
   __device__ void meet() {
-    if (threadIdx.x == 0) s_->item[turn_ % 2] = item_;
+    if (threadIdx.x == 0) s_->item[odd_] = item_;
     __syncthreads();
     raise();
   }
-  __device__ void advance() { turn_ = turn_ == 5 ? 0 : turn_ + 1; }
+  __device__ void advance() { odd_ ^= 1; }
   // After the last turn, behind its advance().
   __device__ void finish() {
     __syncthreads();
@@ -169,7 +169,7 @@ class Turns {
   // The amax of the group of the turn before, by what that turn has seen.
   __device__ void raise() {
     if (group_ >= 0 && threadIdx.x == 32) {
-      uint32_t& seen = s_->amax[(turn_ + 2) % 3];
+      uint32_t& seen = s_->amax[odd_ ^ 1];
       atomicMax(amaxes_ + group_, float_bits(amax_value(seen)));
       seen = 0;
     }
@@ -179,8 +179,8 @@ class Turns {
   uint32_t* drawn_;
   uint32_t* amaxes_;
   Shared* s_;
-  uint32_t item_ = 0;
-  int group_ = -1, turn_ = 0;  // modulo 6
+  uint32_t item_ = 0x7FFFFFFF;  // past every launch
+  int group_ = -1, odd_ = 0;
 };
 
 __device__ inline void copy_async(void* shared, const void* global, bool exists) {
@@ -268,6 +268,12 @@ inline unsigned blocks_for(int64_t tiles, int most, int bytes) {
   return static_cast<unsigned>(std::min(tiles, blocks * multiprocessors()));
 }
 
+// Before a launch of `grid` blocks for `tiles` tiles: clears its counter, where any block draws.
+inline void ready_to_draw(StoreProblem* p, int64_t tiles, unsigned grid, cudaStream_t stream) {
+  if (tiles <= 2 * int64_t{grid}) p->drawn = nullptr;
+  if (p->drawn && !p->cleared) GROUPED_CUDA_CHECK(cudaMemsetAsync(p->drawn, 0, sizeof(*p->drawn), stream));
+}
+
 // As launch_store, but the scan, and the scales of groups, are the kernels' own. Where no scale wants the amaxes of
 // groups first, they are raised on the way, where the caller wants them.
 template <class Measure, class Store>
@@ -280,7 +286,8 @@ void launch_tiles(const Quantize& call, const Context& context, Measure measure,
     GROUPED_CUDA_CHECK(cudaMemsetAsync(from, 0, sizeof(uint32_t) * words, stream));
   };
   // `amax` follows `drawn`, and `rotated` follows `amax`.
-  clear(p.scan.drawn, 2 + (ahead ? static_cast<size_t>(p.scan.count) * (p.rotate ? 2 : 1) : 0));
+  if (ahead) clear(p.scan.drawn, 2 + static_cast<size_t>(p.scan.count) * (p.rotate ? 2 : 1));
+  p.cleared = ahead;
   if (p.measure) {
     p.scan.amax = call.amax.as<uint32_t>();  // the bits of a magnitude
     if (!call.into_amax.present()) clear(p.scan.amax, static_cast<size_t>(p.scan.count));

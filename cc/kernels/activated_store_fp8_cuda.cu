@@ -300,7 +300,7 @@ int64_t column_tiles_of(int64_t width) { return divide_up(width, Tile::kColumns)
 int64_t activated_width(const ActivatedStore& call, bool gated) { return call.hidden.dims[1] / (gated ? 2 : 1); }
 
 template <int kBlock, int kForms>
-void run(const ActivatedStore& call, const Problem& p, cudaStream_t stream) {
+void run(const ActivatedStore& call, Problem p, cudaStream_t stream) {
   constexpr auto kKernel = store_activated<kBlock, kForms>;
   constexpr int kTableBytes = 3 * (kMostGroups + GroupTable::kMore) * sizeof(int32_t);
   static_assert(sizeof(ColumnScratch) <= sizeof(Slots), "the scratch has the memory of one array of slots");
@@ -310,6 +310,7 @@ void run(const ActivatedStore& call, const Problem& p, cudaStream_t stream) {
   const int64_t tiles = most_row_tiles_of(call.store, Tile::kRows) * column_tiles;
   const unsigned grid = blocks_for(tiles, kBlocksOfSm, bytes);
   if (grid == 0) return;
+  ready_to_draw(&p.store, tiles, grid, stream);
   kKernel<<<grid, kStoreThreads, bytes, stream>>>(p, static_cast<uint32_t>(column_tiles));
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }

@@ -119,7 +119,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kForms>)
       __syncwarp();
     }
     if (tile.group == p.scan.count) {
-      if (kForms) store_nothing(p, tile, Tile::kRows, kThreads);
+      if constexpr (kForms == 0) break;  // nothing comes behind
+      store_nothing(p, tile, Tile::kRows, kThreads);
       if (more && next.group < p.scan.count) load_tile<kWide>(p, next, s);
       turns.meet();
       continue;
@@ -188,7 +189,7 @@ std::string refuses(const Quantize& call, const Target& target) {
 size_t workspace(const Quantize& call, const Target&) { return StoreScan::bytes(groups_of(call)); }
 
 template <bool kBf16, int kBlock, bool kSquare, int kForms>
-void run(const Quantize& call, const StoreProblem& p, cudaStream_t stream) {
+void run(const Quantize& call, StoreProblem p, cudaStream_t stream) {
   using Tile = Shape<kIsWide<kSquare, kForms>>;
   constexpr auto kKernel = store_tiles<kBf16, kBlock, kSquare, kForms>;
   constexpr int kMostBytes = sizeof(SharedOf<kForms>) + 3 * (kMostGroups + GroupTable::kMore) * sizeof(int32_t);
@@ -198,6 +199,7 @@ void run(const Quantize& call, const StoreProblem& p, cudaStream_t stream) {
   const int64_t tiles = most_row_tiles_of(call, Tile::kRows) * column_tiles;
   const unsigned grid = blocks_for(tiles, kBlocks<kForms>, bytes);
   if (grid == 0) return;
+  ready_to_draw(&p, tiles, grid, stream);
   kKernel<<<grid, kThreads, bytes, stream>>>(p, static_cast<uint32_t>(column_tiles));
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
