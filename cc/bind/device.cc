@@ -34,9 +34,10 @@ DeviceGuard::DeviceGuard(Platform platform, int device) {
   if (platform != Platform::cuda) return;
   int current = 0;
   check(cudaGetDevice(&current), "asking for the current device");
-  if (current == device) return;
+  // Also where it is the current one: a thread that has asked the runtime for nothing yet, such as one of autograd's,
+  // has no context, and the driver's cuTensorMapEncodeTiled makes none.
   check(cudaSetDevice(device), "choosing the arrays' device");
-  previous_ = current;
+  if (current != device) previous_ = current;
 }
 
 DeviceGuard::~DeviceGuard() {

@@ -30,14 +30,13 @@ struct FewRowsParams {
   int64_t rows;
   int most_blocks;
   int groups, cols, depth;
+  int slabs;                                       // of k, filled up to whole stages with zeros
   int scale_lines, scale_line_bytes, scale_outer;  // [groups, lines, bytes]; so many columns share a line
   int scale_alignment;                             // of lines, in bytes: 8, 4 or 1
   int tile_cols;                                   // weight rows, columns of the result
   DType result_type, bias_type;
   bool scale_bias, clear_tail;
 };
-
-GROUPED_HOST_DEVICE inline int slabs_of(const FewRowsParams& p) { return (p.depth + kSlabK - 1) / kSlabK; }
 
 // --- arrange ---
 
@@ -112,7 +111,7 @@ __global__ void __launch_bounds__(kArrangeThreads, 16) arrange_rows(const __grid
   ptx::let_next_grid_start();
   __shared__ Span found[kArrangeSlabs + 1];  // the rows from a block's first one on to the group's end
   __shared__ int run[2];                     // the first slab, how many
-  const int slabs = slabs_of(p);
+  const int slabs = p.slabs;
   if (threadIdx.x < 32) {
     int first = 0, behind = 0;  // blocks
     const auto start = [&](int blocks) {

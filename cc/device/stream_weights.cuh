@@ -30,6 +30,8 @@ namespace grouped::sm90 {
 // rows; and where there are registers for it a block of arrange_rows finds room beside.
 constexpr int shared_bytes(bool nibbles, int warps) { return (warps == 12 ? 227 : nibbles ? 193 : 225) * 1024; }
 
+constexpr int kMostSlabs = 2;  // of a stage
+
 template <bool kNibbles_, Scale kScale_, int kWarps_, int kSlabs_ = 1>
 struct StreamShape {
   static constexpr bool kNibbles = kNibbles_;
@@ -112,7 +114,7 @@ __device__ void prefetch_scales(const FewRowsParams& p, const Item& item) {
 
 template <class S>
 __device__ void produce(const FewRowsParams& p, const int32_t* tables, uint32_t shared, Control control) {
-  const int slabs = slabs_of(p), stages = (slabs + S::kSlabs - 1) / S::kSlabs;
+  const int stages = p.slabs / S::kSlabs;
   Ring<S::kStages> ring;
   Item item;  // few of its words are kept in registers, of which there are few
   const auto find = [&](int index) {
@@ -122,13 +124,12 @@ __device__ void produce(const FewRowsParams& p, const int32_t* tables, uint32_t 
     prefetch_scales<S>(p, found);
     return true;
   };
-  const auto slabs_in = [&](int stage) { return min(S::kSlabs, slabs - stage * S::kSlabs); };
   const auto load_codes = [&](int stage, uint32_t slot) {
     const uint32_t full = control.full(slot);
     if (stage == 0) control.next_begins(slot);
-    ptx::barrier_arrive_expect(full, slabs_in(stage) * (S::kCodeBytes + item.blocks() * kRowBlockBytes));
+    ptx::barrier_arrive_expect(full, S::kSlabs * (S::kCodeBytes + item.blocks() * kRowBlockBytes));
 #pragma unroll 1
-    for (int i = 0; i < slabs_in(stage); ++i) {
+    for (int i = 0; i < S::kSlabs; ++i) {
       ptx::tensor_load(shared + slot * S::kStageBytes + i * S::kCodeBytes, &p.codes,
                        {{(stage * S::kSlabs + i) * S::C::kRowBytes, item.col, item.group(), 0}}, full);
     }
@@ -148,7 +149,7 @@ __device__ void produce(const FewRowsParams& p, const int32_t* tables, uint32_t 
         load_codes(stage, ring.slot);
       }
 #pragma unroll 1
-      for (int i = 0; i < slabs_in(stage); ++i) {
+      for (int i = 0; i < S::kSlabs; ++i) {
         bulk_load(shared + ring.slot * S::kStageBytes + S::kRowsAt + i * S::kRowsBytes,
                   p.arranged + (int64_t{stage * S::kSlabs + i} * p.most_blocks + item.first_block) * kRowBlockBytes,
                   item.blocks() * kRowBlockBytes, control.full(ring.slot));
@@ -167,7 +168,6 @@ template <class S>
 __device__ void produce_scales(const FewRowsParams& p, const int32_t* tables, uint32_t shared, Control control) {
   constexpr bool kLarge = S::kScale == Scale::e8m0;
   using Copies = ScaleCopies<S::kScale, S::kTileCols / kScaleLanes, S::kSlabs>;
-  const int slabs = slabs_of(p);
   Ring<S::kStages> ring;
   Copies copies;
   Item item;
@@ -181,7 +181,7 @@ __device__ void produce_scales(const FewRowsParams& p, const int32_t* tables, ui
   for (int index = blockIdx.x; find_item(p, tables, index, &item); index += gridDim.x) {
     copies.begin(p, item);
 #pragma unroll 1
-    for (int slab = 0; slab < slabs; slab += S::kSlabs) {
+    for (int slab = 0; slab < p.slabs; slab += S::kSlabs) {
       ptx::barrier_wait(control.empty(ring.slot), ring.parity ^ 1);
       copies.copy(p, scales_at(ring.slot));
       if constexpr (kLarge) {
@@ -247,7 +247,7 @@ class Consumer {
   using F = Factors<S::kScale, C::kBias>;
   static constexpr bool kApart = S::kApart;
   static constexpr int kSlabs = S::kSlabs, kPartsALoad = 4 / C::kLoads, kParts = S::kPartsACommit;
-  static constexpr bool kAllPlain = kSlabs == 1 && !F::kLarge;
+  static constexpr bool kAllPlain = !F::kLarge;
   using Codes2 = uint32_t[kSlabs][2];  // scales of a lane's two rows
 
   template <int kN>
@@ -267,13 +267,11 @@ class Consumer {
   __device__ void release(uint32_t slot) const {
     if (threadIdx.x % 32 == 0) ptx::barrier_arrive(control_.empty(slot));
   }
-  // Whether the stage that has arrived is whole, with `left` slabs to do, and has no large scale. All warps agree:
-  // wgmma is one instruction of a warpgroup.
-  __device__ bool is_plain(int left) const {
-    if constexpr (!F::kLarge) return left >= kSlabs;
+  // Whether the stage that has arrived has no large scale. All warps agree: wgmma is one instruction of a warpgroup.
+  __device__ bool is_plain() const {
     uint32_t first, second;
     ptx::load_words_v2(control_.large(ring_.slot), first, second);
-    return !__any_sync(~0u, (first | second | (left < kSlabs)) != 0);
+    return !__any_sync(~0u, (first | second) != 0);
   }
   // One load of both rows' codes of a slab.
   __device__ void load_codes(uint32_t codes, int load, uint32_t (&words)[2][4]) const {
@@ -300,12 +298,12 @@ class Consumer {
     const ScaleReader<S::kScale, kSlabs> scales(p_, item.group(), item.col + row, row);
 #pragma unroll
     for (float& s : sums) s = 0.0f;
-    int left = slabs_of(p_);
+    int left = p_.slabs / kSlabs;
     if constexpr (kAllPlain) {
       multiply_plain<kN>(scales, sums, nan, left);
     } else {
       while (left > 0) {
-        if (is_plain(left)) {
+        if (is_plain()) {
           multiply_plain<kN>(scales, sums, nan, left);
         } else {
           multiply_any<kN>(scales, sums, nan, left);
@@ -315,7 +313,7 @@ class Consumer {
     ring_.advance();
   }
 
-  // A run of plain stages, up to the first that is not; `left` slabs are left then. Slots are released once no wgmma
+  // A run of plain stages, up to the first that is not; `left` stages are left then. Slots are released once no wgmma
   // reads them; codes are loaded a part ahead, also across stages.
   template <int kN>
   __device__ void multiply_plain(const ScaleReader<S::kScale, kSlabs>& scales, float (&sums)[kN / 2],
@@ -358,12 +356,12 @@ class Consumer {
           ptx::wgmma_commit();
           const int behind = part + kParts;
           if (behind == 4 && last) {  // behind the last stage there is none: that one is read again, for nothing
-            left -= kSlabs;
+            --left;
             int more = left > 0;
             asm volatile("" : "+r"(more));  // else the last stage is compiled apart, and its wgmmas are serialised
             ring_.advance(more);
             tile = arrival();
-            plain = kAllPlain ? more : is_plain(left);
+            plain = (kAllPlain || is_plain()) && more;
           }
           if (behind % kPartsALoad == 0) {
             const int of = behind < 4 ? slab : last ? 0 : slab + 1;
@@ -390,16 +388,15 @@ class Consumer {
     }
   }
 
-  // Any stage, out of the way of the others: one part after the other, whatever scales are, and half a stage.
+  // Any stage, out of the way of the others: one part after the other, whatever its scales are.
   template <int kN>
   __device__ void multiply_any(const ScaleReader<S::kScale, kSlabs>& scales, float (&sums)[kN / 2], uint32_t (&nan)[2],
                                int& left) {
     const uint32_t tile = shared_ + ring_.slot * S::kStageBytes;
     Codes2 codes;
     scales.read(tile + S::kScalesAt, codes);
-    const int slabs = min(left, kSlabs);
 #pragma unroll 1
-    for (int slab = 0; slab < slabs; ++slab) {
+    for (int slab = 0; slab < kSlabs; ++slab) {
       const uint64_t rows = rows_descriptor(tile + S::kRowsAt + slab * S::kRowsBytes);
       uint32_t words[2][4], factors[2][2], seconds[2] = {};
 #pragma unroll
@@ -428,8 +425,7 @@ class Consumer {
       }
     }
     release(ring_.slot);
-    left -= slabs;
-    if (left > 0) {
+    if (--left > 0) {
       ring_.advance();
       arrival();
     }

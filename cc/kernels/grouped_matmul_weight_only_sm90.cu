@@ -29,6 +29,9 @@ Scale scale_of(const GroupedMatmul& c) {
                                                     : Scale::e4m3;
 }
 
+// Slabs of k; those of whole stages.
+int64_t slabs_of(int64_t k, int a_stage) { return (k + a_stage * kSlabK - 1) / (a_stage * kSlabK) * a_stage; }
+
 int64_t mean_rows(const GroupedMatmul& c) { return c.rows_hint ? c.rows_hint : c.lhs.dims[0] / c.group_sizes.dims[0]; }
 // With fp32 scales any number: widened weights would be float32.
 bool few_rows(const GroupedMatmul& c) { return scale_of(c) == Scale::f32 || mean_rows(c) <= kMostRows; }
@@ -38,7 +41,8 @@ void launch_shape(const GroupedMatmul& call, Params p, cudaStream_t stream) {
   const MapShape shape = packed_shape(call.rhs.dims[0], call.rhs.dims[1], call.rhs.dims[2], DType::u8);
   p.codes = tensor_map(call.rhs.data, DType::u8, shape, S::C::kRowBytes, S::kTileCols);
   p.tile_cols = S::kTileCols;
-  const int64_t pieces = int64_t{slabs_of(p)} * p.most_blocks;
+  p.slabs = static_cast<int>(slabs_of(call.lhs.dims[1], S::kSlabs));
+  const int64_t pieces = int64_t{p.slabs} * p.most_blocks;
   const int64_t runs = std::max<int64_t>(multiprocessors(), (pieces + kArrangeSlabs - 1) / kArrangeSlabs);
   prefer_shared_memory<arrange_rows<S::kNibbles>>(shared_bytes(S::kNibbles, 16));
   arrange_rows<S::kNibbles><<<static_cast<unsigned>(runs), kArrangeThreads, 0, stream>>>(p);
@@ -100,8 +104,7 @@ int most_blocks(const GroupedMatmul& c) {
 }
 
 size_t workspace(const GroupedMatmul& c, const Target&) {
-  const int64_t slabs = (c.lhs.dims[1] + kSlabK - 1) / kSlabK;
-  return static_cast<size_t>(slabs * most_blocks(c) * kRowBlockBytes);
+  return static_cast<size_t>(slabs_of(c.lhs.dims[1], kMostSlabs) * most_blocks(c) * kRowBlockBytes);
 }
 
 void launch(const GroupedMatmul& call, const Context& context) {

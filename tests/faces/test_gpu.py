@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -354,3 +355,27 @@ def test_batch_invariant_rows_do_not_see_the_batch(dtype):
         recipe=recipe,
     )
     asserts.bitwise(alone, y[390:398], "rows alone")
+
+
+def test_a_threads_first_call_finds_a_context():
+    # Autograd's threads ask the runtime for nothing before our first tensor map.
+    p = cases.problem(cases.named("tail"), "bfloat16", transposed=True)
+    x, w, sizes = (to_torch(each).cuda() for each in (p.x, p.w, p.group_sizes))
+    expected = torch_bridge.grouped_linear(x, w, sizes)
+    found = torch.empty_like(expected)
+    torch.cuda.synchronize()
+    failures: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            torch_bridge.grouped_linear(x, w, sizes, out=found)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert not failures
+    valid = int(sizes.sum())
+    asserts.bitwise(found[:valid], expected[:valid], "y of another thread")
