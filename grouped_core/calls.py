@@ -101,6 +101,11 @@ _STORING_PARAMS = (
     *("stochastic", "stream", "rotate", "four_over_six"),
 )
 
+ACTIVATED = {f"activated_{name}": f"cross_{name}" for name in ("values", "scales", "group_scales")}
+"""Results that are stored forms of activated rows, by what `quantize` calls them."""
+
+_ACTIVATED_PARAMS = ("rule", "block", "segment", "turned", "pow2", "eps", "stochastic", "rotate", "four_over_six")
+
 FUSED = ("grouped_matmul_act", "grouped_matmul_dact")
 """Calls that stand for a product and an activation."""
 
@@ -127,7 +132,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
     ),
     "grouped_matmul_dact": (
         *("lhs", "rhs", "group_sizes", "hidden", "row_scale", "row_base", "rhs_table"),
-        *(*_SCALES, *_STORING),
+        *(*_SCALES, *_STORING, "activated_encode"),
     ),
     "activation": ("rows", "group_sizes", "row_scale"),
     "activation_grad": ("grad", "rows", "group_sizes", "row_scale", "row_base"),
@@ -146,7 +151,7 @@ _HIDDEN_GRADS = ("result", "activated", "row_sum")
 RESULTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("grouped_matmul", "group_sum", "row_dot", "scale_rows", "activation"), ("result",)),
     "grouped_matmul_act": ("result", "hidden", *QUANTIZED, "amax"),
-    "grouped_matmul_dact": (*_HIDDEN_GRADS, *QUANTIZED, "amax"),
+    "grouped_matmul_dact": (*_HIDDEN_GRADS, *QUANTIZED, "amax", *ACTIVATED),
     "activation_grad": _HIDDEN_GRADS,
     "quantize": (*QUANTIZED, "amax"),
     "dequantize": ("result",),
@@ -409,6 +414,18 @@ class Storing(NamedTuple):
         }
 
 
+def _storing_activated(stored: Storing | None, rows: ArraySpec, groups: int) -> tuple[dict[str, Any], ...]:
+    """As `_storing`, of activated rows, beside what else is stored."""
+    if stored is None:
+        return {}, {}, {}
+    made, params = stored.results(rows, groups), stored.params()
+    return (
+        {"activated_encode": stored.operands(groups)["encode"]},
+        {name: made.get(own) for name, own in ACTIVATED.items()},
+        {f"activated_{name}": params[name] for name in _ACTIVATED_PARAMS},
+    )
+
+
 def _storing(stored: Storing | None, source: ArraySpec, groups: int) -> tuple[dict[str, Any], ...]:
     """Operands, results and parameters that `stored` adds, if it is given."""
     if stored is None:
@@ -496,13 +513,15 @@ def grouped_matmul_dact(
     table: bool = False,
     aligned_tables: bool = True,
     stored: Storing | None = None,
+    stored_activated: Storing | None = None,
     zero_tail: bool = True,
     rows_hint: int = 0,
     implementation: str = "",
 ) -> Call:
     """Gradients at the hidden rows, with dz [M, F] = lhs [M, N] @ rhs, lhs being dy.
 
-    `stored`: quantised forms of `result`, whether it is wanted beside or not.
+    `stored`: quantised forms of `result`, whether it is wanted beside or not. `stored_activated`, only beside `stored`:
+    the form of `activated`, rounded to the dtype of hidden, that contracts the rows; no magnitudes, and no key.
 
     `wanted`, in this order: result [M, W] = row_scale[r] dz[r] act'(hidden[r]); activated [M, F] = row_scale[r]
     act(hidden[r]); row_sum [M] float32 = row_base[r] + <dz[r], act(hidden[r])>.
@@ -519,9 +538,11 @@ def grouped_matmul_dact(
     axis = _stored_axis(rhs, rhs_axis)
     params = {"rhs_axis": axis, **_activation_params(activation, width), "zero_tail": int(zero_tail)}
     params |= _product_params(lhs, rhs, recipe, aligned_tables, rows_hint)
-    added = _storing(stored, hidden, group_sizes.shape[0])
-    results = {**_hidden_grads(hidden, width, result_dtype, wanted), **added[1]}
-    return _call("grouped_matmul_dact", operands | added[0], results, params | added[2], implementation)
+    results = _hidden_grads(hidden, width, result_dtype, wanted)
+    groups, rows = group_sizes.shape[0], ArraySpec((hidden.shape[0], width), hidden.dtype)
+    for added in (_storing(stored, hidden, groups), _storing_activated(stored_activated, rows, groups)):
+        operands, results, params = operands | added[0], results | added[1], params | added[2]
+    return _call("grouped_matmul_dact", operands, results, params, implementation)
 
 
 @lru_cache(maxsize=1024)
@@ -651,10 +672,17 @@ def quantize(
     return _call("quantize", operands, results, stored.params())
 
 
-def stored_parts(call: Call) -> tuple[Call, Call] | None:
-    """The plain call and the `quantize` that a fused call with quantised results stands for; None for other calls."""
-    names = RESULTS[call.name]
-    results = dict(zip(names, call.outputs, strict=True))
+class StoredParts(NamedTuple):
+    """Calls that a fused call with quantised results stands for; the last one has none where rows are not stored."""
+
+    plain: Call
+    quantize: Call  # of `result`
+    activated: Call | None  # of `activated`
+
+
+def stored_parts(call: Call) -> StoredParts | None:
+    """The plain call and each `quantize` that a fused call with quantised results stands for; None for other calls."""
+    results = dict(zip(RESULTS[call.name], call.outputs, strict=True))
     if call.name not in FUSED or (results["values"] is None and results["cross_values"] is None):
         return None
     operands, params = dict(zip(SLOTS[call.name], call.inputs, strict=True)), dict(call.params)
@@ -662,9 +690,18 @@ def stored_parts(call: Call) -> tuple[Call, Call] | None:
     source = operands.get("hidden") or _activated_spec(operands, params)
     own = {name: results.pop(name) for name in (*QUANTIZED, "amax")}
     reads = {name: operands.pop(name) for name in _STORING}
-    plain = _call(call.name, operands, {**results, "result": source}, params)
-    source_of = {"source": source, "group_sizes": operands["group_sizes"], **reads}
-    return plain, _call("quantize", source_of, own, added)
+    sizes = {"group_sizes": operands["group_sizes"]}
+    results["result"], activated = source, None
+    forms = {own: results.pop(name, None) for name, own in ACTIVATED.items()}
+    encode = {"encode": operands.pop("activated_encode", None)}
+    how = {name: params.pop(f"activated_{name}") for name in _ACTIVATED_PARAMS if f"activated_{name}" in params}
+    if forms["cross_values"] is not None:
+        assert source is not None, "hidden rows are given"
+        width = source.shape[1] // (2 if KINDS[str(params["kind"])].gated else 1)
+        results["activated"] = ArraySpec((source.shape[0], width), source.dtype)
+        activated = _call("quantize", {"source": results["activated"], **sizes, **encode}, forms, how)
+    plain = _call(call.name, operands, results, params)
+    return StoredParts(plain, _call("quantize", {"source": source, **sizes, **reads}, own, added), activated)
 
 
 def _activated_spec(operands: dict[str, ArraySpec | None], params: dict[str, Param]) -> ArraySpec:

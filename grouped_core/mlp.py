@@ -56,10 +56,10 @@ class MlpGradients(NamedTuple):
 
 
 class HiddenGrads(NamedTuple):
-    """dh [M, W], z [M, F], dp [M] float32; None where not wanted. Of dh what is stored in the same pass too."""
+    """dh [M, W], z [M, F], perhaps stored, dp [M] float32; None where not wanted. Forms of dh from the same pass."""
 
     dh: Array | None
-    z: Array | None
+    z: Operand | None
     dp: Array | None
     stored: Stored
 
@@ -232,6 +232,7 @@ def hidden_grads(
     *,
     stored_dy: Operand,
     stored: Within | None = None,
+    stored_z: Within | None = None,
 ) -> HiddenGrads:
     """dh, z and dp, each if wanted: two products' worth of gradients in one call.
 
@@ -240,6 +241,7 @@ def hidden_grads(
     Args:
         h: [M, W]. probs: [M], read for dh and z. wo_bias: read for dp. dy: [M, K].
         wo, stored_dy: as the product stores them. stored: how dh is stored, beside what is wanted.
+        stored_z: how z is, which is then not wanted as it is; only beside `stored`.
     """
     linear = op.fc2()
     p = None if probs is None else run.cast(probs, "float32")
@@ -259,13 +261,20 @@ def hidden_grads(
         table=isinstance(wo, Listed),
         aligned_tables=all_aligned(wo),
         stored=stored and stored.call,
+        stored_activated=stored_z and stored_z.call,
         zero_tail=op.clear_residuals,
         rows_hint=op.rows_hint,
         implementation=op.implementation,
     )
     named = {"lhs": stored_dy, "rhs": wo, "group_sizes": group_sizes, "hidden": h, "row_scale": p, "row_base": base}
+    if stored_z is not None:
+        named["activated_encode"] = stored_z.arrays["encode"]
     results = run(call, arranged(call, **named, **(stored.arrays if stored else {})))
     dh, z, dp, *_ = results
+    if stored_z is not None:
+        spec = run.spec(h)
+        width = spec.shape[1] // (2 if op.activation.gated else 1)
+        z = stored_z.activated_form(call, results, ArraySpec((spec.shape[0], width), spec.dtype))
     return HiddenGrads(dh, z, dp, stored.forms(call, results, run.spec(h)) if stored else Stored([], None))
 
 
@@ -277,6 +286,16 @@ def hidden_forms(op: Mlp, recipe: Recipe, extras: Extras, needs: MlpNeeds) -> Wi
     """
     wanted = grad_row_forms(recipe, needs)
     return stored_within(op, wanted, encode=extras.dy, measure=extras.measure, key=extras.key, stream=1)
+
+
+def rebuilt_rows(op: Mlp, recipe: Recipe, encode: Array | None) -> Within | None:
+    """How activated rows are stored in the pass at the hidden rows, where the gradient of wo alone reads them there;
+    None where they are not.
+
+    Args:
+        recipe: of the second product. encode: multipliers of its rows; forward found the magnitudes.
+    """
+    return stored_within(op, [(0, recipe.wgrad[0])], encode=encode, measure=False)
 
 
 def grad_row_forms(recipe: Recipe, needs: MlpNeeds) -> list[tuple[int, Format]]:
@@ -365,11 +384,13 @@ def main_grads(
     if needs_dz(needs):
         stored = hidden_forms(op, own, extras[0], needs) if needs_dh(needs) else None
         plain = needs_dh(needs) and (stored is None or needs.wi_bias)
-        wanted = (plain, needs.wo and z is None, needs.probs)
+        rebuilds = needs.wo and z is None
+        stored_z = rebuilt_rows(op, recipe, extras[1].x) if rebuilds and stored is not None else None
+        wanted = (plain, rebuilds and stored_z is None, needs.probs)
         weight = gradients.store_weight(run, recipe, wo, second.weight_axes()[1], extras[1])
-        dh, rebuilt, dp, hidden = hidden_grads(
-            run, op, h, weight, group_sizes, probs, wo_bias, dy, wanted, stored_dy=grads.forms[0], stored=stored
-        )
+        given_rows = (h, weight, group_sizes, probs, wo_bias, dy)
+        how = {"stored_dy": grads.forms[0], "stored": stored, "stored_z": stored_z}
+        dh, rebuilt, dp, hidden = hidden_grads(run, op, *given_rows, wanted, **how)
         z = rebuilt if z is None else z
         dp = dp if dp is None or specs.probs is None else run.cast(dp, specs.probs.dtype)
     if needs.wo:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from grouped_core import reference_stored, rounding
 from grouped_core.activations import KINDS, Slopes, half_columns
-from grouped_core.calls import RESULTS, SLOTS, ArraySpec, Call, spec_of, stored_parts
+from grouped_core.calls import ACTIVATED, RESULTS, SLOTS, ArraySpec, Call, StoredParts, spec_of, stored_parts
 from grouped_core.products import Array
 
 Operands = dict[str, Any]
@@ -321,7 +321,7 @@ class Oracle:
     def __call__(self, call: Call, arrays: Sequence[Array | None]) -> tuple[Any, ...]:
         """The results of `call`, one a slot; None where a result is not asked for."""
         if parts := stored_parts(call):
-            return self._then_stored(call, *parts, dict(zip(SLOTS[call.name], arrays, strict=True)))
+            return self._then_stored(call, parts, dict(zip(SLOTS[call.name], arrays, strict=True)))
         call, arrays = with_values(call, arrays)
         operands: Operands = dict(zip(SLOTS[call.name], arrays, strict=True))
         if call.name in reference_stored.CALLS:
@@ -338,16 +338,21 @@ class Oracle:
         _MEANING[call.name](operands, params, results)
         return tuple(None if spec is None else self.cast(results[name], spec.dtype) for name, spec in slots.items())
 
-    def _then_stored(self, call: Call, plain: Call, quantize: Call, operands: Operands) -> tuple[Any, ...]:
-        """Results of a fused call whose own result, rounded to its dtype, is stored."""
+    def _then_stored(self, call: Call, parts: StoredParts, operands: Operands) -> tuple[Any, ...]:
+        """Results of a fused call of which some, rounded to their dtypes, are stored."""
+        plain, quantize, activated = parts
         results = dict(zip(RESULTS[plain.name], self(plain, plain.arrange(**operands)), strict=True))
-        source = results["result"]
-        if dict(zip(RESULTS[call.name], call.outputs, strict=True))["result"] is None:
-            results["result"] = None
-        given = {name: operands.get(name) for name in ("group_sizes", "encode", "key", "into_amax")}
-        forms = self(quantize, quantize.arrange(source=source, **given))
+        sizes = {"group_sizes": operands["group_sizes"]}
+        given = {name: operands.get(name) for name in ("encode", "key", "into_amax")}
+        forms = self(quantize, quantize.arrange(source=results["result"], **sizes, **given))
         results |= dict(zip(RESULTS["quantize"], forms, strict=True))
-        return tuple(results[name] for name in RESULTS[call.name])
+        if activated is not None:
+            encode = operands.get("activated_encode")
+            forms = self(activated, activated.arrange(source=results["activated"], **sizes, encode=encode))
+            made = dict(zip(RESULTS["quantize"], forms, strict=True))
+            results |= {name: made[own] for name, own in ACTIVATED.items()}
+        wanted = zip(RESULTS[call.name], call.outputs, strict=True)
+        return tuple(None if spec is None else results[name] for name, spec in wanted)
 
     def _stored(self, call: Call, operands: Operands) -> tuple[Any, ...]:
         """Results of calls whose bits are promised, exact or not."""

@@ -173,6 +173,12 @@ class Within(NamedTuple):
         by_name = dict(zip(calls.RESULTS[call.name], results, strict=True))
         return Stored([_form(by_name, spec, axis, cell) for axis, cell in self.wanted], by_name["amax"])
 
+    def activated_form(self, call: calls.Call, results: Sequence[Any], spec: ArraySpec) -> QTensor[Any]:
+        """The one that is wanted of the activated rows, of `spec`, that `call` stores beside its result."""
+        by_name = dict(zip(calls.RESULTS[call.name], results, strict=True))
+        ((axis, cell),) = self.wanted
+        return _form({own: by_name[name] for name, own in calls.ACTIVATED.items()}, spec, axis, cell)
+
 
 def within(
     wanted: Sequence[tuple[int, Format]],

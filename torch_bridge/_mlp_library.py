@@ -134,6 +134,7 @@ def grads_rule(
     stored_dy: Any,
     wanted: str,
     stored: Within | None = None,
+    stored_z: Within | None = None,
 ) -> rules.HiddenGrads:
     """dh, z and dp, of them what `wanted` names; `stored_dy` is dy as the product stores it, or dy itself."""
     second = op.fc2()
@@ -142,8 +143,8 @@ def grads_rule(
     weight = gradients.store_weight(run, recipe, wo, second.weight_axes()[1], Extras())
     form = rules.grad_forms(run, op, run.spec(h), wo, stored_dy, sizes, Extras(), (True, False)).forms[0]
     dh, z, dp = (letter in wanted for letter in WANTED)
-    wants = (dh, z, dp)
-    return rules.hidden_grads(run, op, h, weight, sizes, probs, wo_bias, dy, wants, stored_dy=form, stored=stored)
+    rows, how = (h, weight, sizes, probs, wo_bias, dy), {"stored_dy": form, "stored": stored, "stored_z": stored_z}
+    return rules.hidden_grads(run, op, *rows, (dh, z, dp), **how)
 
 
 _GRADS_ROWS = (0, 3, 5)

@@ -34,9 +34,10 @@ def _within(how: str, **arrays: Any) -> Within | None:
     return within(wanted, stream=stream, measure=arrays["amax"] is not None, **arrays)
 
 
-def _lengths(how: str, group_sizes: Tensor) -> Any:
-    """As `_run.fake` takes them, of a result stored so."""
-    return partial(lengths_of, store_facts(how)[0], group_sizes.shape[0]) if how else None
+def _lengths(group_sizes: Tensor, *hows: str) -> Any:
+    """As `_run.fake` takes them, of results stored so."""
+    wanted = tuple([form for how in hows if how for form in store_facts(how)[0]])
+    return partial(lengths_of, wanted, group_sizes.shape[0]) if wanted else None
 
 
 def _hidden_rule(run: Any, static: _Hidden, operands: Sequence[Any]) -> tuple[Any, ...]:
@@ -68,7 +69,7 @@ def _hidden(
 ) -> list[Tensor]:
     rows, weights = slots_of(x, x_form, 2), slots_of(wi, wi_form, 3)
     operands = (*rows, *weights, group_sizes, probs, grouped(wi_bias, 2), encode, amax, encode_x, encode_wi)
-    static, facts = _Hidden(op, x_form, wi_form, keep, how), ((0, 7), (0, 1), _lengths(how, group_sizes))
+    static, facts = _Hidden(op, x_form, wi_form, keep, how), ((0, 7), (0, 1), _lengths(group_sizes, how))
     found = forward(execute, _hidden_rule, static, operands, 6, *facts)
     return [each for each in found if each is not None]
 
@@ -79,15 +80,20 @@ class _Grads(NamedTuple):
     dy_form: str
     wanted: str
     how: str
+    how_z: str
 
 
 def _grads_rule(run: Any, static: _Grads, operands: Sequence[Any]) -> tuple[Any, ...]:
-    h, sizes, probs, wo_bias, dy, encode, key, amax, *slots = operands
+    h, sizes, probs, wo_bias, dy, encode, key, encode_z, amax, *slots = operands
     rows = run.spec(dy).shape[0]
     wo, stored_dy = operand_of(slots[:3], static.wo_form, rows), operand_of(slots[3:], static.dy_form, rows)
-    stored = _within(static.how, encode=encode, amax=amax, key=key)
-    found = grads_rule(run, decode(static.op), h, wo, sizes, probs, wo_bias, dy, stored_dy, static.wanted, stored)
-    return (*found[:3], *present(*found.stored.forms))
+    stored, stored_z = _within(static.how, encode=encode, amax=amax, key=key), None
+    if static.how_z:
+        stored_z = _within(static.how_z, encode=encode_z, amax=None)
+    rows, how = (h, wo, sizes, probs, wo_bias, dy, stored_dy), {"stored": stored, "stored_z": stored_z}
+    dh, z, dp, forms = grads_rule(run, decode(static.op), *rows, static.wanted, **how)
+    plain = (dh, None, dp) if isinstance(z, QTensor) else (dh, z, dp)
+    return (*plain, *present(*forms.forms), *(present(z) if isinstance(z, QTensor) else ()))
 
 
 def _grads_operands(
@@ -99,13 +105,15 @@ def _grads_operands(
     dy: list[Tensor],
     encode: Tensor | None,
     key: Tensor | None,
+    encode_z: Tensor | None,
     amax: Tensor | None,
     wo_form: str,
     dy_form: str,
 ) -> tuple[Any, ...]:
     plain, *parts = dy
     form = slots_of(parts, dy_form, 2) if dy_form else (plain, None, None)
-    return (h, group_sizes, probs, grouped(wo_bias, 2), plain, encode, key, amax, *slots_of(wo, wo_form, 3), *form)
+    given = (h, group_sizes, probs, grouped(wo_bias, 2), plain, encode, key, encode_z, amax)
+    return (*given, *slots_of(wo, wo_form, 3), *form)
 
 
 def _grads(
@@ -118,16 +126,18 @@ def _grads(
     dy: list[Tensor],
     encode: Tensor | None,
     key: Tensor | None,
+    encode_z: Tensor | None,
     op: str,
     wo_form: str,
     dy_form: str,
     wanted: str,
     how: str,
+    how_z: str,
     amax: Tensor | None = None,
 ) -> list[Tensor]:
-    operands = _grads_operands(h, wo, group_sizes, probs, wo_bias, dy, encode, key, amax, wo_form, dy_form)
-    facts = ((0, 2, 4), (11, 12), _lengths(how, group_sizes))
-    found = execute(_grads_rule, _Grads(op, wo_form, dy_form, wanted, how), operands, *facts)
+    operands = _grads_operands(h, wo, group_sizes, probs, wo_bias, dy, encode, key, encode_z, amax, wo_form, dy_form)
+    facts = ((0, 2, 4), (12, 13), _lengths(group_sizes, how, how_z))
+    found = execute(_grads_rule, _Grads(op, wo_form, dy_form, wanted, how, how_z), operands, *facts)
     return [each for each in found if each is not None]
 
 
@@ -138,15 +148,17 @@ _HIDDEN = (
 )
 _GRADS = (
     "Tensor h, Tensor[] wo, Tensor group_sizes, Tensor? probs, Tensor[] wo_bias, Tensor[] dy,"
-    " Tensor? encode, Tensor? key, str op, str wo_form, str dy_form, str wanted, str how"
+    " Tensor? encode, Tensor? key, Tensor? encode_z,"
+    " str op, str wo_form, str dy_form, str wanted, str how, str how_z"
 )
 define("stored_mlp_hidden", f"({_HIDDEN}) -> Tensor[]", _hidden)
 define("stored_mlp_hidden_grads", f"({_GRADS}) -> Tensor[]", _grads)
 _hidden_op = torch.ops.torch_bridge.stored_mlp_hidden.default
 _grads_op = torch.ops.torch_bridge.stored_mlp_hidden_grads.default
-# Both forms are of one format, so of two arrays; beside them the hidden rows, or three gradients.
+# Both forms are of one format, so of two arrays; beside them the hidden rows, or three gradients, of which z may have
+# a form of three arrays.
 _hidden_merging = define_merging("stored_mlp_hidden", _HIDDEN, _hidden, 5)
-_grads_merging = define_merging("stored_mlp_hidden_grads", _GRADS, _grads, 7)
+_grads_merging = define_merging("stored_mlp_hidden_grads", _GRADS, _grads, 9)
 
 
 class Activated(NamedTuple):
@@ -189,12 +201,13 @@ def hidden(
 
 
 class Gradients(NamedTuple):
-    """dh [M, W], z [M, F], dp [M] float32, None where not wanted; and the forms of dh that are stored."""
+    """dh [M, W], z [M, F], dp [M] float32, None where not wanted; and the forms of dh and z that are stored."""
 
     dh: Tensor | None
     z: Tensor | None
     dp: Tensor | None
     forms: list[Stored]
+    z_forms: list[Stored]
 
 
 def hidden_grads(
@@ -212,20 +225,25 @@ def hidden_grads(
     encode: Tensor | None = None,
     amax: Tensor | None = None,
     key: Tensor | None = None,
+    wanted_z: Wanted = (),
+    encode_z: Tensor | None = None,
 ) -> Gradients:
     """Gradients at the hidden rows, of which `letters` names those that are wanted as they are.
 
     Args:
         stored_dy: dy as the product stores it; without text it is dy. wanted: the forms that dh is stored in, all from
-            one pass. encode, amax, key: of these, as of `store`.
+            one pass. encode, amax, key: of these, as of `store`. wanted_z: likewise of z, beside `wanted` alone.
     """
-    made = made_of(wanted, h.shape, h.dtype, 1)
+    made, count = made_of(wanted, h.shape, h.dtype, 1), len(letters)
+    width = h.shape[1] // (2 if decode(op).activation.gated else 1)
+    of_z = made_of(wanted_z, (h.shape[0], width), h.dtype)
     parts = [dy, *(stored_dy.tensors if stored_dy.text else [])]
-    texts = (op, wo.text, stored_dy.text, letters, made.how)
-    operands = (h, wo.tensors, group_sizes, probs, wo_bias, parts, encode, key, *texts)
+    texts = (op, wo.text, stored_dy.text, letters, made.how, of_z.how)
+    operands = (h, wo.tensors, group_sizes, probs, wo_bias, parts, encode, key, encode_z, *texts)
     if amax is None or not made.merges:
         found = _grads_op(*operands)
     else:
-        found = _grads_merging[len(letters) + made.arrays](*operands, amax)
+        found = _grads_merging[count + made.arrays + of_z.arrays](*operands, amax)
     plain = dict(zip(letters, found, strict=False))
-    return Gradients(plain.get("h"), plain.get("z"), plain.get("p"), made.take(found, len(letters)))
+    forms, z_forms = made.take(found, count), of_z.take(found, count + made.arrays)
+    return Gradients(plain.get("h"), plain.get("z"), plain.get("p"), forms, z_forms)

@@ -418,7 +418,9 @@ def launchers(
     hidden: tuple[Stored, Stored] | None = None
     if h is not None:
         plain = needs_dh(needs) and (not plan.within or needs.wi_bias)
-        letters = _mlp_library.wanted(plain, needs.wo and plain_z is None and not z.tensors, needs.probs)
+        rebuilds = needs.wo and plain_z is None and not z.tensors
+        wanted_z = plan.rebuilt if rebuilds else ()
+        letters = _mlp_library.wanted(plain, rebuilds and not wanted_z, needs.probs)
         encode, live = one.delayed(DY, training=True)
         found = _stored_mlp.hidden_grads(
             *(h, wo, sizes, probs, wo_bias, dy, grads[0], checked.text, letters),
@@ -426,8 +428,12 @@ def launchers(
             encode=encode,
             amax=live,
             key=key,
+            wanted_z=wanted_z,
+            encode_z=two.delayed(X)[0] if wanted_z else None,
         )
         dh, dp = found.dh, found.dp
+        if wanted_z:
+            (z,) = found.z_forms
         plain_z = found.z if plain_z is None else plain_z
         if plan.within:
             hidden = _by_axis(plan.within, found.forms)
@@ -464,6 +470,7 @@ class _BackwardPlan(NamedTuple):
     dy: Wanted  # its forms; of a quantised one plain ones too
     dh: Wanted
     within: Wanted  # those that the pass at the hidden rows stores; empty where dh is stored in a pass of its own
+    rebuilt: Wanted  # of z, likewise, where the weight gradient alone reads it
 
 
 @lru_cache(maxsize=1024)
@@ -473,7 +480,8 @@ def _backward_plan(text: str, texts: tuple[str, str], needs: MlpNeeds, is_stored
     cells: Wanted = (((1, second.dgrad[0]),) if needs_dz(needs) else ()) + (((0, second.wgrad[1]),) if needs.wo else ())
     of_dh = tuple(rules.grad_row_forms(own, needs))
     within = _in_one_pass(op, of_dh) if needs_dh(needs) else ()
-    return _BackwardPlan(cells if is_stored else quantised(cells), quantised(of_dh), within)
+    rebuilt = ((0, second.wgrad[0]),) if within and rules.rebuilt_rows(op, second, None) is not None else ()
+    return _BackwardPlan(cells if is_stored else quantised(cells), quantised(of_dh), within, rebuilt)
 
 
 def _form(

@@ -7,7 +7,8 @@
 namespace grouped {
 
 // result = act(hidden) or, with `grad`, the gradients at `hidden`, as ActivationForward and ActivationGrad have them.
-// What is stored is `result`, rounded to the type of hidden: `store` is of that, with a source that is nowhere.
+// What is stored is `result`, rounded to the type of hidden: `store` is of that, with a source that is nowhere, and so
+// is `store_activated`.
 struct ActivatedStore {
   TensorView hidden;     // [M, W]
   TensorView grad;       // [M, F]; absent: forward
@@ -19,6 +20,7 @@ struct ActivatedStore {
   ActivationParams activation;
   int64_t zero_tail = 1;  // of `result` and `activated`
   Quantize store;
+  Quantize store_activated;  // of rows that `activated` would hold, with gradients; no values: it is not wanted
 };
 
 }  // namespace grouped

@@ -297,6 +297,33 @@ struct Storing : StoredForms {
   }
 };
 
+// What a call stores of the activated rows [M, F] beside its result: the cross form alone, which a weight gradient
+// reads, and no magnitudes.
+struct StoringActivated : Storing {
+  template <class Visitor>
+  void visit_inputs(Visitor&& v) {
+    v.optional("activated_encode", encode);
+  }
+  template <class Visitor>
+  void visit_results(Visitor&& v) {
+    v.optional_output("activated_values", cross_values);
+    v.optional_output("activated_scales", cross_scales);
+    v.optional_output("activated_group_scales", cross_group_scales);
+  }
+  template <class Visitor>
+  void visit_params(Visitor&& v) {
+    v.param("activated_rule", rule);
+    v.param("activated_block", block);
+    v.param("activated_segment", segment);
+    v.param("activated_turned", turned);
+    v.param("activated_pow2", pow2);
+    v.param("activated_eps", eps);
+    v.param("activated_stochastic", stochastic);
+    v.param("activated_rotate", rotate);
+    v.param("activated_four_over_six", four_over_six);
+  }
+};
+
 // Letters of the four calls below: F expert width, W = 2F for gated kinds and F for others; h a row of W columns in the
 // activation's order; t = act(h) unscaled; s(r) = row_scale[r] or 1. `result` and friends are written in valid rows;
 // tail rows are zero with zero_tail, else undefined (on the CPU zero too). row_sum is zero there always.
@@ -359,7 +386,7 @@ struct GroupedMatmulAct {
 //   result[r] = s(r) * dz[r] * act'(hidden[r]), [M, W];  activated[r] = s(r) * act(hidden[r]), [M, F];
 //   row_sum[r] = row_base[r] + <dz[r], act(hidden[r])>, [M], one fp32 sum in a fixed order.
 // Any of the three results may be absent, but not all. `stored`: what quantised forms of `result` are wanted, beside it
-// or in its place.
+// or in its place; `stored_activated`, beside these: that of activated[r] rounded to the dtype of hidden.
 struct GroupedMatmulDact {
   static constexpr const char* kName = "grouped_matmul_dact";
   TensorView lhs;          // [M, N]
@@ -371,6 +398,7 @@ struct GroupedMatmulDact {
   TensorView rhs_table;    // [G] int64: addresses of one weight a group
   OperandScales scales;
   Storing stored;
+  StoringActivated stored_activated;
   TensorView result;     // [M, W]
   TensorView activated;  // [M, F]
   TensorView row_sum;    // [M] float32
@@ -393,10 +421,12 @@ struct GroupedMatmulDact {
     v.optional("rhs_table", rhs_table);
     scales.visit_inputs(v);
     stored.visit_inputs(v);
+    stored_activated.visit_inputs(v);
     v.optional_output("result", result);
     v.optional_output("activated", activated);
     v.optional_output("row_sum", row_sum);
     stored.visit_results(v);
+    stored_activated.visit_results(v);
     v.param("rhs_axis", rhs_axis);
     activation.visit(v);
     v.param("zero_tail", zero_tail);
@@ -406,6 +436,7 @@ struct GroupedMatmulDact {
     v.param("fp32_mode", fp32_mode);
     scales.visit_params(v);
     stored.visit_params(v);
+    stored_activated.visit_params(v);
   }
 };
 

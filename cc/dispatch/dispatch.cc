@@ -61,7 +61,7 @@ const TensorView* find_unaligned(const GroupedMatmulAct& call, int alignment) {
 }
 const TensorView* find_unaligned(const GroupedMatmulDact& call, int alignment) {
   return first_unaligned({&call.lhs, &call.rhs, &call.hidden, &call.result, &call.activated, &call.stored.values,
-                          &call.stored.cross_values},
+                          &call.stored.cross_values, &call.stored_activated.cross_values},
                          alignment);
 }
 const TensorView* find_unaligned(const Quantize& call, int alignment) {

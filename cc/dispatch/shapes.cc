@@ -486,6 +486,12 @@ std::string disagreement(const GroupedMatmulDact& call) {
   if (!check.wrong.empty()) return check.wrong;
   hidden_grads(&check, call, call.hidden, call.lhs.dims[0], width);
   if (call.stored.stores() && check.wrong.empty()) storing(&check, call.stored, call.hidden, true, groups);
+  if (call.stored_activated.stores() && check.wrong.empty()) {
+    check.require(call.stored.stores(),
+                  [] { return "activated_values: expected values of the gradients beside them"; });
+    const TensorView activated = rows_like(call.hidden.dtype, call.lhs.dims[0], width);
+    storing(&check, call.stored_activated, activated, true, groups);
+  }
   table(&check, "rhs_table", call.rhs_table, groups, call.rhs);
   row_product_scales(&check, call.scales, call.lhs, call.rhs, call.rhs_axis, groups);
   return check.wrong;

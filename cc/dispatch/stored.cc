@@ -1,10 +1,11 @@
 // Fused calls whose result is stored in a quantised format, two rows a table.
 //
 // `*_stored_fp8_cuda`, where no product's kernel has the activation in its epilogue: the product, then one pass that
-// activates and stores. Workspace: what the product gives, unless it is asked for, then what the two need.
+// activates and stores. Activated rows that it does not store have a quantiser behind. Workspace: what the product
+// gives, unless it is asked for, activated rows likewise, then what the parts need, who share it.
 //
-// `*_stored_cpu`, `*_stored_cuda`, for all others: the plain call, then the quantiser, each through dispatch.
-// Workspace: the plain rows where the caller does not ask for them, then what the two need, who share it.
+// `*_stored_cpu`, `*_stored_cuda`, for all others: the plain call, then a quantiser for each array, through dispatch.
+// Workspace: the plain rows where the caller does not ask for them, then what the parts need, who share it.
 #include "cc/dispatch/stored.h"
 
 #include <algorithm>
@@ -19,12 +20,50 @@
 namespace grouped {
 namespace {
 
+// Rows for the parts of a call, out of its workspace.
+class Space {
+ public:
+  explicit Space(void* workspace) : at_(static_cast<char*>(workspace)) {}
+  TensorView rows(DType dtype, int64_t count, int64_t width) {
+    TensorView rows;
+    rows.data = at_ + taken_;
+    rows.dtype = dtype;
+    rows.rank = 2;
+    rows.dims[0] = count;
+    rows.dims[1] = width;
+    taken_ += padded_bytes(rows);
+    return rows;
+  }
+  size_t taken() const { return taken_; }
+
+ private:
+  char* at_;
+  size_t taken_ = 0;
+};
+
+// What runs behind the rows in the workspace.
+Context behind(const Context& context, size_t taken) {
+  Context rest = context;
+  rest.workspace = static_cast<char*>(context.workspace) + taken;
+  rest.workspace_bytes = context.workspace_bytes - taken;
+  return rest;
+}
+
 template <class Call>
 struct Parts {
   Call inner;
   Quantize store;
-  size_t taken = 0;  // bytes of the workspace that hold plain rows
+  Quantize activated;  // `store` of the activated rows; without values: there is none
+  size_t taken = 0;    // bytes of the workspace that hold plain rows
 };
+
+Quantize stored_rows(const Storing& how, const TensorView& rows, const TensorView& group_sizes) {
+  Quantize store;
+  static_cast<Storing&>(store) = how;
+  store.source = rows;
+  store.group_sizes = group_sizes;
+  return store;
+}
 
 // Columns of what is stored.
 int64_t stored_width(const GroupedMatmulAct& call) {
@@ -34,24 +73,29 @@ int64_t stored_width(const GroupedMatmulAct& call) {
 }
 int64_t stored_width(const GroupedMatmulDact& call) { return call.hidden.dims[1]; }
 
+void set_activated(const GroupedMatmulAct&, Space*, Parts<GroupedMatmulAct>*) {}
+void set_activated(const GroupedMatmulDact& call, Space* space, Parts<GroupedMatmulDact>* p) {
+  p->inner.stored_activated = StoringActivated{};
+  if (!call.stored_activated.stores()) return;
+  if (!call.activated.present()) {
+    const int64_t width = call.rhs.dims[3 - call.rhs_axis];
+    p->inner.activated = space->rows(call.hidden.dtype, call.lhs.dims[0], width);
+  }
+  p->activated = stored_rows(call.stored_activated, p->inner.activated, call.group_sizes);
+}
+
 template <class Call>
 Parts<Call> parts(const Call& call, void* workspace) {
   Parts<Call> p;
+  Space space(workspace);
   p.inner = call;
   p.inner.stored = Storing{};
   if (!call.result.present()) {
-    TensorView rows;
-    rows.data = workspace;
-    rows.dtype = compute_type(call);
-    rows.rank = 2;
-    rows.dims[0] = call.lhs.dims[0];
-    rows.dims[1] = stored_width(call);
-    p.inner.result = rows;
-    p.taken = padded_bytes(rows);
+    p.inner.result = space.rows(compute_type(call), call.lhs.dims[0], stored_width(call));
   }
-  static_cast<Storing&>(p.store) = call.stored;
-  p.store.source = p.inner.result;
-  p.store.group_sizes = call.group_sizes;
+  p.store = stored_rows(call.stored, p.inner.result, call.group_sizes);
+  set_activated(call, &space, &p);
+  p.taken = space.taken();
   return p;
 }
 
@@ -59,24 +103,30 @@ template <class Call>
 std::string refuses(const Call& call, const Target& target) {
   if (!call.stored.stores()) return "is for results in a quantised format";
   const Parts<Call> p = parts(call, nullptr);
-  const std::string reason = refusal(p.inner, target);
-  return reason.empty() ? refusal(p.store, target) : reason;
+  std::string reason = refusal(p.inner, target);
+  if (reason.empty()) reason = refusal(p.store, target);
+  return reason.empty() && p.activated.stores() ? refusal(p.activated, target) : reason;
+}
+
+template <bool kAligned>
+size_t bytes_of_store(const Quantize& store, const Target& target) {
+  return store.stores() ? choose(store, target, "").bytes(kAligned) : 0;
 }
 
 template <class Call, bool kAligned>
 size_t workspace(const Call& call, const Target& target) {
   const Parts<Call> p = parts(call, nullptr);
-  return p.taken + std::max(choose(p.inner, target, "").bytes(kAligned), choose(p.store, target, "").bytes(kAligned));
+  return p.taken + std::max({choose(p.inner, target, "").bytes(kAligned), bytes_of_store<kAligned>(p.store, target),
+                             bytes_of_store<kAligned>(p.activated, target)});
 }
 
 template <class Call>
 void launch(const Call& call, const Context& context) {
   const Parts<Call> p = parts(call, context.workspace);
-  Context inner = context;
-  inner.workspace = static_cast<char*>(context.workspace) + p.taken;
-  inner.workspace_bytes = context.workspace_bytes - p.taken;
+  const Context inner = behind(context, p.taken);
   run_part(p.inner, inner);
   run_part(p.store, inner);
+  if (p.activated.stores()) run_part(p.activated, inner);
 }
 
 #if GROUPED_WITH_CUDA
@@ -85,17 +135,27 @@ void launch(const Call& call, const Context& context) {
 struct OnePass {
   GroupedMatmul product;
   ActivatedStore rest;
+  Quantize activated;  // behind the pass, which gives its rows; without values: there is none
   size_t taken = 0;
 };
 
-void set_rest(const GroupedMatmulAct&, OnePass* p) { p->rest.hidden = p->product.result; }
-void set_rest(const GroupedMatmulDact& call, OnePass* p) {
+void set_rest(const GroupedMatmulAct&, Space*, OnePass* p) { p->rest.hidden = p->product.result; }
+void set_rest(const GroupedMatmulDact& call, Space* space, OnePass* p) {
   p->rest.hidden = call.hidden;
   p->rest.grad = p->product.result;
   p->rest.row_base = call.row_base;
   p->rest.result = call.result;
   p->rest.activated = call.activated;
   p->rest.row_sum = call.row_sum;
+  if (!call.stored_activated.stores()) return;
+  p->rest.store_activated = stored_rows(call.stored_activated, p->product.result, call.group_sizes);
+  if (stores_activated(p->rest)) return;
+  if (!call.activated.present()) {
+    const TensorView& like = p->product.result;
+    p->rest.activated = space->rows(like.dtype, like.dims[0], like.dims[1]);
+  }
+  p->activated = stored_rows(call.stored_activated, p->rest.activated, call.group_sizes);
+  p->rest.store_activated = Quantize{};
 }
 
 const TensorView* asked_for(const GroupedMatmulAct& call) { return call.hidden.present() ? &call.hidden : nullptr; }
@@ -104,18 +164,17 @@ const TensorView* asked_for(const GroupedMatmulDact&) { return nullptr; }
 template <class Call>
 OnePass one_pass(const Call& call, void* workspace) {
   OnePass p;
+  Space space(workspace);
   p.product = product_inside(call);
-  if (const TensorView* given = asked_for(call)) {
-    p.product.result = *given;
-  } else {
-    p.product.result.data = workspace;
-    p.taken = padded_bytes(p.product.result);
-  }
-  set_rest(call, &p);
+  const TensorView& between = p.product.result;
+  const TensorView* given = asked_for(call);
+  p.product.result = given ? *given : space.rows(between.dtype, between.dims[0], between.dims[1]);
+  p.rest.store = parts(call, nullptr).store;
   p.rest.row_scale = call.row_scale;
   p.rest.activation = call.activation;
   p.rest.zero_tail = call.zero_tail;
-  p.rest.store = parts(call, nullptr).store;
+  set_rest(call, &space, &p);
+  p.taken = space.taken();
   return p;
 }
 
@@ -131,24 +190,25 @@ std::string refuses_one_pass(const Call& call, const Target& target) {
     return std::string("leaves product and activation to ") + plain.kernel->name;
   }
   const OnePass p = one_pass(call, nullptr);
-  const std::string reason = refusal(p.product, target);
-  return reason.empty() ? refuses_activated_store(p.rest, target) : reason;
+  std::string reason = refusal(p.product, target);
+  if (reason.empty()) reason = refuses_activated_store(p.rest, target);
+  return reason.empty() && p.activated.stores() ? refusal(p.activated, target) : reason;
 }
 
 template <class Call, bool kAligned>
 size_t one_pass_bytes(const Call& call, const Target& target) {
   const OnePass p = one_pass(call, nullptr);
-  return p.taken + std::max(choose(p.product, target, "").bytes(kAligned), activated_store_bytes(p.rest));
+  return p.taken + std::max({choose(p.product, target, "").bytes(kAligned), activated_store_bytes(p.rest),
+                             bytes_of_store<kAligned>(p.activated, target)});
 }
 
 template <class Call>
 void launch_one_pass(const Call& call, const Context& context) {
   const OnePass p = one_pass(call, context.workspace);
-  Context inner = context;
-  inner.workspace = static_cast<char*>(context.workspace) + p.taken;
-  inner.workspace_bytes = context.workspace_bytes - p.taken;
+  const Context inner = behind(context, p.taken);
   run_part(p.product, inner);
   launch_activated_store(p.rest, inner);
+  if (p.activated.stores()) run_part(p.activated, inner);
 }
 
 #endif

@@ -9,8 +9,8 @@
 //   once a tile, a row at a time: act(h), or both halves of dz * act'(h), * row scale, rounded --> over the gate and
 //        the linear half; beside, where wanted: act(h) and the plain gradients to memory, <dz, act(h)> over 16 lanes
 //        to a partial sum of the row and column tile
-//   for each half of the result: 32 registers --> rows and columns as in quantize_fp8_cuda.cu; turned codes take the
-//        slots of what has been read
+//   for act(h), where its turned codes are wanted beside gradients, and each half of the result: 32 registers --> rows
+//        and columns as in quantize_fp8_cuda.cu; turned codes take the slots of what has been read
 //
 // Two blocks an SM (128 registers, at most 109 KiB). Current scaling runs the same tiles twice, of which only amaxes
 // remain the first time; row sums are added by a launch behind. Bound by memory: gradients read 6 bytes an activated
@@ -29,7 +29,8 @@ namespace {
 using namespace device;
 
 struct Problem {
-  StoreProblem store;  // but `width` counts activated columns
+  StoreProblem store;            // but `width` counts activated columns
+  StoreProblem store_activated;  // of act(h), with gradients; no cross form: it is not wanted
   ActivationSpec spec;
   HiddenRows hidden;
   const uint16_t* grad;    // null: forward
@@ -50,6 +51,7 @@ using Tile = Shape<false>;
 __host__ __device__ inline int operands_of(const Problem& p) { return (p.hidden.gated ? 2 : 1) + (p.grad ? 1 : 0); }
 __host__ __device__ inline int slots_of(const Problem& p) { return operands_of(p) > 2 ? 3 : 2; }
 __host__ __device__ inline int scratch_of(const Problem& p) { return slots_of(p) - 1; }
+__host__ __device__ inline bool has_activated(const Problem& p) { return p.store_activated.forms[1].values != nullptr; }
 
 __device__ inline uint4 rounded(const float (&v)[kVector]) {
   const Stored8 bits = encode_stored(v, DType::bf16);
@@ -98,7 +100,8 @@ __device__ inline float gradient_row(const ActivationSpec& spec, uint4& gate, ui
   return sum;
 }
 
-// What the slots of a tile hold, as it is stored: act over the gates, or the gradients of both halves over these.
+// What the slots of a tile hold, as it is stored: act over the gates, or the gradients of both halves over these, and
+// act over dz where it is stored as well.
 // Apart from the rest: a copy of it for each kind is long. What it reads of `p` again and again it takes at the start,
 // for stores might change what a reference leads to.
 __device__ __noinline__ void activate_tile(const Problem& p, const StoreTile& tile, Slots* slots) {
@@ -127,6 +130,7 @@ __device__ __noinline__ void activate_tile(const Problem& p, const StoreTile& ti
   uint16_t* result = p.result ? p.result + source * pitch + p.hidden.gate_column(column) : nullptr;
   float* partials = p.partials ? p.partials + tile.column / kStoreColumns * p.store.rows + source : nullptr;
   const int block = p.hidden.block, rows = tile.rows - at.row;
+  const bool stores = has_activated(p);
   with_activation(spec.kind, [&](auto kind) {
 #pragma unroll 1
     for (int i = 0; i < kVector; ++i) {
@@ -137,6 +141,7 @@ __device__ __noinline__ void activate_tile(const Problem& p, const StoreTile& ti
       if (!exists) gate = linear = uint4{}, sum = 0.0f;
       if (gated) linears[i * kStoreThreads] = linear;
       gates[i * kStoreThreads] = gate;
+      if (stores) grads[i * kStoreThreads] = exists ? t : uint4{};
       if (exists && activated) *reinterpret_cast<uint4*>(activated + i * width) = t;
       if (exists && result) {
         *reinterpret_cast<uint4*>(result + i * pitch) = gate;
@@ -248,6 +253,7 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm)
   const int count = p.store.scan.count;
   if (kForms && blockIdx.x == 0) {
     if (kBlock == 0) store_group_scales(p.store);
+    if (kBlock == 0 && has_activated(p)) store_group_scales(p.store_activated);
     if (p.valid_rows && threadIdx.x == 0) *p.valid_rows = table.offsets[count];
   }
   StoreTile tile;
@@ -275,6 +281,7 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm)
       for (int half = 0; half < halves; ++half, part.column += p.hidden.block) {
         store_nothing(p.store, part, Tile::kRows, kStoreThreads);
       }
+      if (has_activated(p)) store_nothing(p.store_activated, tile, Tile::kRows, kStoreThreads);
       for (int i = 0; i < operands && loads; ++i) load_operand(p, next, i, slots);
       turns.meet();
       continue;
@@ -282,6 +289,11 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm)
     asm volatile("cp.async.wait_all;" ::: "memory");
     turns.meet();
     activate_tile(p, tile, slots);
+    if constexpr ((kForms & kColumns) != 0) {  // first, for it lies where the scratch will
+      if (has_activated(p)) {
+        store_half<kBlock, kColumns>(p.store_activated, tile, slots[scratch_of(p)], scratch, turns, [] {});
+      }
+    }
     // The next tile's operands take the place of what has been read: of a half in registers, of what forward has no
     // more use for, of the scratch last.
     for (int half = 0; half < halves; ++half, part.column += p.hidden.block) {
@@ -322,6 +334,8 @@ void run_forms(const ActivatedStore& call, const Problem& p, cudaStream_t stream
   run<kBlock, kRows + kColumns>(call, p, stream);
 }
 
+bool is_fp8(DType type) { return type == DType::e4m3fn || type == DType::e5m2; }
+
 size_t partials_at(const ActivatedStore& call) {
   return StoreScan::bytes(groups_of(call.store)) + sizeof(int32_t) * 64;
 }
@@ -347,7 +361,7 @@ std::string refuses_activated_store(const ActivatedStore& call, const Target& ta
   const Quantize& store = call.store;
   const TensorView& cross = store.cross_values;
   const DType type = (store.values.present() ? store.values : cross).dtype;
-  if (type != DType::e4m3fn && type != DType::e5m2) return std::string("gives FP8, not ") + dtype_name(type);
+  if (!is_fp8(type)) return std::string("gives FP8, not ") + dtype_name(type);
   if (store.rule != "fp32" || (store.block != 0 && store.block != kStoreColumns)) {
     return "takes fp32 scales of groups or of blocks of 128";
   }
@@ -356,6 +370,13 @@ std::string refuses_activated_store(const ActivatedStore& call, const Target& ta
   }
   if (cross.present() && (!store.turned || store.segment % 16 != 0)) return "turns rows in segments of 16 or more";
   return "";
+}
+
+bool stores_activated(const ActivatedStore& call) {
+  const Quantize &store = call.store, &z = call.store_activated;
+  // Its padded rows are those of the gradients, and its scales are given, or found in a tile.
+  return is_fp8(z.cross_values.dtype) && z.rule == "fp32" && z.turned && store.cross_values.present() &&
+         z.segment == store.segment && z.block == store.block && (z.block != 0 || z.encode.present());
 }
 
 // The quantiser's own, the first tail row, then partial sums of rows.
@@ -388,6 +409,9 @@ void launch_activated_store(const ActivatedStore& call, const Context& context) 
         found.result = data_of<uint16_t>(call.result);
         found.activated = data_of<uint16_t>(call.activated);
         found.clear_tail = call.zero_tail != 0;
+        if (call.store_activated.cross_values.present()) {
+          found.store_activated = store_problem(call.store_activated, context);
+        }
         if (call.row_sum.present()) {
           found.valid_rows = reinterpret_cast<int32_t*>(behind) - 64;
           found.partials = reinterpret_cast<float*>(behind);

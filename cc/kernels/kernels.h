@@ -87,6 +87,8 @@ void launch_padding(const int32_t* sizes, int64_t groups, int64_t rows, int64_t 
                     void* scan_space, void* stream);
 // Activation, or gradients at hidden rows, and FP8 codes of them in one pass; workspace as the function says.
 std::string refuses_activated_store(const ActivatedStore& call, const Target& target);
+// Whether the pass can store `store_activated`, of a call that it takes without; else a quantiser of its own has to.
+bool stores_activated(const ActivatedStore& call);
 size_t activated_store_bytes(const ActivatedStore& call);
 void launch_activated_store(const ActivatedStore& call, const Context& context);
 // Two dense matrices of `lines` lines of `bytes` bytes side by side, at `to`; for cc/dispatch, which has no CUDA.

@@ -20,13 +20,18 @@ from tests.native.test_quantized_products import arranged, operand, sizes_of, sp
 CASES = [cases.named(name) for name in ("jagged", "tail", "idle_ends", "n_2880", "clamped_idle", "all_empty")]
 FORMAT_NAMES = ("fp8_tensor", "fp8_tensor_e5m2", "fp8_1x128", "mxfp8", "nvfp4")
 FORMS = ((True, True), (True, False), (False, True))
+STORING = ("encode", "key", "into_amax", "activated_encode")
+"""What is read for stored results."""
+
 OPERANDS = (("bf16", "bf16"), ("fp8_tensor", "fp8_tensor"), ("fp8_1x128", "fp8_128x128"), ("mxfp8", "mxfp8"))
 
 
-def fits(case: cases.Case, activation: str, interleave: int | None, format: str, **_: Any) -> bool:
+def fits(
+    case: cases.Case, activation: str, interleave: int | None, format: str, activated: str | None = None, **_: Any
+) -> bool:
     if interleave is not None and (not Activation(activation).gated or case.n % interleave):
         return False
-    return format != "nvfp4" or case.n % 16 == 0
+    return "nvfp4" not in (format, activated) or case.n % 16 == 0
 
 
 def storing_of(format: str, forms: tuple[bool, bool], given: bool) -> tuple[Storing, dict[str, Any]]:
@@ -36,6 +41,13 @@ def storing_of(format: str, forms: tuple[bool, bool], given: bool) -> tuple[Stor
         return Storing(cell.replace(delayed=True), forms, encode=True, amax=True, merge=True), {}
     rotated = cell.replace(rotate=True, stochastic=True) if format == "nvfp4" and given else cell
     return Storing(rotated, forms, key=rotated.stochastic, stream=2), {"key": np.array([7, 9], np.uint32)}
+
+
+def storing_activated(format: str, given: bool) -> Storing:
+    """How activated rows are stored beside gradients."""
+    cell = FORMATS[format]
+    delayed = given and cell.rule == "fp32" and not cell.block
+    return Storing(cell.replace(delayed=delayed, rotate=given and format == "nvfp4"), (False, True), encode=delayed)
 
 
 def problem(
@@ -79,21 +91,29 @@ def check(kernel: str, call: calls.Call, arrays: dict[str, Any], wanted: Storing
     if wanted.encode:
         arrays["encode"] = np.exp2(np.arange(groups) % 9 - 4).astype(np.float32)
         arrays["into_amax"] = cases.normal((groups,), "float32", "amax") ** 2
+    if "activated_encode" in calls.SLOTS[call.name] and call.inputs[call.slot("activated_encode")] is not None:
+        arrays["activated_encode"] = np.exp2(np.arange(groups) % 7 - 2).astype(np.float32)
     results = dict(
         zip(calls.RESULTS[call.name], Native(kernel, check=False)(call, arranged(call, **arrays)), strict=True)
     )
     parts = stored_parts(call)
     assert parts is not None, "the call stores"
     inner = Native(plain_kernels(call.name, kernel), check=False)
-    given = {name: array for name, array in arrays.items() if name not in ("encode", "key", "into_amax")}
-    expected = dict(zip(calls.RESULTS[call.name], inner(parts[0], arranged(parts[0], **given)), strict=True))
+    given = {name: array for name, array in arrays.items() if name not in STORING}
+    expected = dict(zip(calls.RESULTS[call.name], inner(parts.plain, arranged(parts.plain, **given)), strict=True))
     named = {name: arrays.get(name) for name in ("group_sizes", "encode", "key", "into_amax")}
-    forms = plain_quantiser(kernel)(parts[1], parts[1].arrange(source=expected["result"], **named))
+    forms = plain_quantiser(kernel)(parts.quantize, parts.quantize.arrange(source=expected["result"], **named))
     expected |= dict(zip(calls.RESULTS["quantize"], forms, strict=True))
+    if parts.activated is not None:
+        named = {"group_sizes": arrays["group_sizes"], "encode": arrays.get("activated_encode")}
+        rows = expected["activated"]
+        forms = plain_quantiser(kernel)(parts.activated, parts.activated.arrange(source=rows, **named))
+        made = dict(zip(calls.RESULTS["quantize"], forms, strict=True))
+        expected |= {name: made[own] for name, own in calls.ACTIVATED.items()}
     for name, want in zip(calls.RESULTS[call.name], call.outputs, strict=True):
         if name == "row_sum" and want is not None:
             alone = [results[name] if each == name else None for each in calls.RESULTS[call.name]]
-            inner.compare(parts[0], arranged(parts[0], **given), alone, composed_kernel(call.name, kernel))
+            inner.compare(parts.plain, arranged(parts.plain, **given), alone, composed_kernel(call.name, kernel))
         elif want is not None:
             asserts.bitwise(results[name], expected[name], name)
 
@@ -138,9 +158,10 @@ def test_activated_rows(kernel, case, activation, interleave, operands, dtype, f
     forms=FORMS,
     given=(False, True),
     beside=((False, False, False), (False, True, True), (True, False, True)),
+    activated=(None, *FORMAT_NAMES),
     valid=fits,
 )
-def test_gradients(kernel, case, activation, interleave, operands, dtype, format, forms, given, beside):
+def test_gradients(kernel, case, activation, interleave, operands, dtype, format, forms, given, beside, activated):
     wanted, arrays = storing_of(format, forms, given)
     specs, options, more = problem(
         True,
@@ -152,7 +173,8 @@ def test_gradients(kernel, case, activation, interleave, operands, dtype, format
     )
     based = {"row_base": spec_of(more["row_base"])} if beside[2] else {}
     more = more if beside[2] else {name: array for name, array in more.items() if name != "row_base"}
-    call = calls.grouped_matmul_dact(*specs, wanted=beside, stored=wanted, **options, **based)
+    how = None if activated is None else storing_activated(activated, given)
+    call = calls.grouped_matmul_dact(*specs, wanted=beside, stored=wanted, stored_activated=how, **options, **based)
     check(kernel, call, {**arrays, **more} if wanted.key else more, wanted, case.groups)
 
 
