@@ -20,7 +20,7 @@ from grouped_core.recipes import Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes, unwrap
 from jax_grouped._arguments import AnyArray, as_array, as_operand, to_int32
-from jax_grouped._run import RUN
+from jax_grouped._run import RUN, reduce_to, varying_axes
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["master", "q"], meta_fields=[])
@@ -126,15 +126,28 @@ def update_scaling(
         axis_name: mesh axes over which the live magnitudes take their maximum first, inside `shard_map`.
     """
     if axis_name is not None:
-        live = jax.lax.pmax(state.history[:, 0], axis_name)
+        live = _values(jax.lax.pmax(_bits(state.history[:, 0]), axis_name))
         state = ScalingState(state.scale, state.history.at[:, 0].set(live), state.top, state.algorithm)
     return scaling.update(RUN, state)
 
 
 def merged(state: ScalingState[jax.Array], found: dict[int, Array | None]) -> ScalingState[jax.Array]:
-    """The state with magnitudes [G] of some roles merged into its live slots."""
-    history = state.history
+    """The state with magnitudes [G] of some roles merged into its live slots.
+
+    A state that is one for several shards gets the largest of theirs, as the gradient of such a weight is their sum.
+    """
+    live = _bits(state.history[:, 0])
     for role, amax in found.items():
         if amax is not None:
-            history = history.at[role, 0].max(amax)
-    return ScalingState(state.scale, history, state.top, state.algorithm)
+            live = live.at[role].max(_bits(amax))
+    live = _values(reduce_to(live, varying_axes(state.history), jax.lax.pmax))
+    return ScalingState(state.scale, state.history.at[:, 0].set(live), state.top, state.algorithm)
+
+
+def _bits(magnitudes: jax.Array) -> jax.Array:
+    """Magnitudes as integers of the same order: on a CPU, XLA's maximum of floats takes subnormals for zeros."""
+    return jax.lax.bitcast_convert_type(magnitudes, jnp.int32)
+
+
+def _values(bits: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -177,6 +178,66 @@ def test_states_of_all_faces_agree_step_by_step():
     empty = p.group_sizes[: p.case.groups] <= 0
     assert (held.scale[0][~empty] != 1).all()
     assert (held.scale[0][empty] == 1).all(), "a group without rows keeps its multiplier"
+
+
+def test_subnormal_magnitudes_reach_the_states_of_all_faces():
+    recipe = recipes.FP8Delayed.replace(history=2)
+    tiny = np.float32(1e-40)  # of which XLA's own arithmetic on a CPU makes a zero
+    x, w, dy = (np.full(shape, tiny) for shape in ((4, 8), (1, 8, 8), (4, 8)))
+    sizes = np.array([4], np.int32)
+    held, of_torch = arrays.scaling_state(recipe, 1), torch_bridge.scaling_state(recipe, 1)
+    arrays.grouped_linear(x, w, sizes, recipe=recipe.bind(held))
+    arrays.grouped_linear_grads(x, w, sizes, dy, recipe=recipe.bind(held))
+    xt, wt = to_torch(x).requires_grad_(), to_torch(w).requires_grad_()
+    torch_bridge.grouped_linear(xt, wt, to_torch(sizes), rhs_transposed=False, recipe=recipe.bind(of_torch)).backward(
+        to_torch(dy)
+    )
+
+    def product(x: Any, w: Any, state: Any) -> Any:
+        return jax_grouped.ragged_dot(x, w, sizes, recipe=recipe.bind(state))
+
+    of_jax = jax.vjp(product, x, w, jax_grouped.scaling_state(recipe, 1))[1](jnp.asarray(dy))[2]
+    for state in (held, of_torch, of_jax):
+        asserts.bitwise(state.history[:, 0], np.full((3, 1), tiny))
+    asserts.bitwise(jax_grouped.update_scaling(of_jax).scale, np.full((3, 1), np.finfo(np.float32).max))
+
+
+@pytest.mark.rule("ACC-8")
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+@pytest.mark.parametrize("products", [1, 2], ids=["linear", "mlp"])
+def test_one_state_of_all_shards_gets_their_largest_magnitudes(products: int, inside: bool):
+    recipe = recipes.FP8Delayed.replace(history=2)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+    x, w, dy = (
+        cases.normal(shape, "float32", name) for shape, name in (((64, 8), "x"), ((2, 8, 8), "w"), ((64, 8), "dy"))
+    )
+    sizes = np.array([16, 0, 3, 5, 0, 0, 1, 30], np.int32)
+    wo = np.ascontiguousarray(w[:, :4])
+    held = jax_grouped.scaling_state(recipe, 2, products=products)
+
+    def product(x: Any, w: Any, sizes: Any, state: Any) -> Any:
+        if products == 1:
+            return jax_grouped.ragged_dot(x, w, sizes, recipe=recipe.bind(state))
+        return jax_grouped.grouped_mlp(x, w, jnp.asarray(wo), sizes, recipe=recipe.bind(state))
+
+    def after(product: Any, *operands: Any) -> Any:
+        x, w, sizes, dy, state = operands
+        return jax.vjp(lambda x, w, state: product(x, w, sizes, state), x, w, state)[1](dy)[2]
+
+    specs = (split, whole, split, split, whole)
+    if inside:
+        program = jax.shard_map(partial(after, product), mesh=mesh, in_specs=specs, out_specs=whole)
+    else:
+        program = partial(after, jax.shard_map(product, mesh=mesh, in_specs=(*specs[:3], whole), out_specs=split))
+    got = jax.jit(program)(x, w, sizes, dy, held)
+    each = [
+        after(product, *map(jnp.asarray, (x[at : at + 16], w, sizes[at // 8 :][:2], dy[at : at + 16])), held)
+        for at in range(0, 64, 16)
+    ]
+    asserts.bitwise(got.history, np.max([state.history for state in each], axis=0))
+    asserts.bitwise(got.scale, held.scale)
+    assert (np.asarray(got.history[:, 0]) > 0).all()
 
 
 def test_the_state_survives_jit_scan_and_checkpoint():
