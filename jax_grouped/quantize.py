@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt32
 
 from grouped_core import calls, linear_spec, scaling, storing
-from grouped_core.formats import Format, QTensor, format_option
+from grouped_core.formats import Format, QTensor, check_quantized, format_option
 from grouped_core.recipes import Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes, unwrap
@@ -76,8 +76,9 @@ def dequantize(
         group_sizes: of rows; None: those that came with q.
 
     Raises:
-        TypeError: a dtype that results do not have. ValueError: rows without group sizes.
+        TypeError: q is not quantised; a dtype that results do not have. ValueError: rows without group sizes.
     """
+    check_quantized(q)
     sizes = None if group_sizes is None else to_int32(as_array("group_sizes", unwrap(group_sizes)[0], "[G]"))
     stored = jax.lax.stop_gradient(as_operand("q", q, "codes and scales"))
     return storing.dequantize(RUN, stored, sizes, linear_spec.wide_option("dtype", dtype) or q.dtype)
@@ -92,8 +93,7 @@ def straight_through(master: Float[AnyArray, ...], q: QTensor[Any]) -> StraightT
     Raises:
         ValueError: shapes that differ. TypeError: q is not quantised.
     """
-    if not isinstance(q, QTensor):
-        raise TypeError(f"`q`: {type(q).__name__}, expected a QTensor; make one with quantize.")
+    check_quantized(q)
     array = as_array("master", master, "of the shape of q")
     if tuple(array.shape) != tuple(q.shape):
         raise ValueError(

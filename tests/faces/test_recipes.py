@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -270,12 +271,35 @@ def test_a_recipe_with_a_state_wants_one_of_its_shape():
             face.forward(given, recipe=recipes.FP8Delayed, transposed=False)
         with asserts.refused(ValueError, ["= (R, G) and (R, L, G)"]):
             face.forward(given, recipe=bind(recipes.FP8Delayed, p.case.groups + 1), transposed=False)
+        halved = bind(recipes.FP8Delayed, p.case.groups)
+        halved = halved.recipe.bind(replace(halved.state, scale=halved.state.scale.astype(np.float16)))
+        with asserts.refused(ValueError, ["`state`", "float16", "expected float32", "scaling_state("]):
+            face.forward(given, recipe=halved, transposed=False)
     with asserts.refused(ValueError, ["nothing of it is scaled with delay"]):
         recipes.MXFP8.bind(arrays.scaling_state(recipes.FP8Delayed, 2))
 
 
+@pytest.mark.rule("ACC-11", "ERR-1")
+@pytest.mark.parametrize("key", [np.zeros(3, np.uint32), np.zeros(2, np.int32)], ids=["three", "int32"])
+def test_a_key_is_checked_before_anything_runs(key: np.ndarray):
+    p = cases.problem(cases.named("tail"), "bfloat16")
+    given = {"x": p.x, "w": p.w, "group_sizes": p.group_sizes, "bias": None, "row_scale": None}
+    for face in FACES:
+        with asserts.refused(ValueError, ["`key`", f"{key.dtype}[{key.size}]", "expected uint32[2]", "pass such"]):
+            face.forward(given, recipe=recipes.NVFP4.bind(key=key), transposed=False)
+    with asserts.refused(TypeError, ["`key`", "list", "expected an array uint32[2]", "pass one"]):
+        jax_grouped.ragged_dot(p.x, p.w, p.group_sizes, recipe=recipes.NVFP4.bind(key=[0, 0]))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Quantised operands
+
+
+def test_only_what_is_quantised_is_dequantised():
+    x = np.zeros((2, 4), np.float32)
+    for face, q in ((arrays, x), (jax_grouped, jnp.asarray(x)), (torch_bridge, to_torch(x))):
+        with asserts.refused(TypeError, ["`q`", "expected a QTensor", "make one with quantize"]):
+            face.dequantize(q)
 
 
 def bits(q: QTensor[Any]) -> list[np.ndarray]:
