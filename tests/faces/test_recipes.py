@@ -295,6 +295,22 @@ def test_a_key_is_checked_before_anything_runs(key: np.ndarray):
 # Quantised operands
 
 
+@pytest.mark.rule("ALL-4")
+def test_explain_plans_no_gradient_that_goes_nowhere():
+    p = cases.problem(cases.named("tail"), "bfloat16")
+    x, q = jnp.asarray(p.x), jax_grouped.quantize(p.w, "mxfp8", axis=(1, 2))
+    rows = jax_grouped.quantize(x, "mxfp8", group_sizes=p.group_sizes)
+
+    def products(x: Any, w: Any, recipe: Recipe | None = None) -> int:
+        told = jax_grouped.explain(jax_grouped.ragged_dot, x, w, p.group_sizes, recipe=recipe)
+        return sum(line.startswith("grouped_matmul ->") for line in told.splitlines())
+
+    assert products(x, jnp.asarray(p.w)) == 3
+    assert products(x, jax_grouped.straight_through(p.w, q)) == 3
+    assert products(x, q) == 2, "no weight gradient"
+    assert products(rows, q, recipes.MXFP8) == 1, "neither gradient"
+
+
 def test_only_what_is_quantised_is_dequantised():
     x = np.zeros((2, 4), np.float32)
     for face, q in ((arrays, x), (jax_grouped, jnp.asarray(x)), (torch_bridge, to_torch(x))):
