@@ -93,7 +93,7 @@ def check_bound(
         spec: shape and dtype of a framework's array.
 
     Raises:
-        TypeError: the key is no array.
+        TypeError: the key is no array, the state is something else.
         ValueError: a key of another shape or dtype; there is no state where the recipe wants one, or its shapes and
             dtypes are not those of this use.
     """
@@ -106,6 +106,11 @@ def check_bound(
         raise ValueError(
             f"`recipe`: {name} without a state, wanted one for each use; pass recipe.bind(scaling_state(recipe, "
             f"{groups}{', products=2' if products == 2 else ''}))."
+        )
+    if not isinstance(bound.state, ScalingState):
+        raise TypeError(
+            f"`state` of recipe {name}: {type(bound.state).__name__}, expected a ScalingState; make it with "
+            f"scaling_state(recipe, {groups}{', products=2' if products == 2 else ''})."
         )
     got = (spec(bound.state.scale), spec(bound.state.history))
     wanted = (ArraySpec((roles, groups), "float32"), ArraySpec((roles, bound.recipe.history, groups), "float32"))

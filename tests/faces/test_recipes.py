@@ -275,6 +275,8 @@ def test_a_recipe_with_a_state_wants_one_of_its_shape():
         halved = halved.recipe.bind(replace(halved.state, scale=halved.state.scale.astype(np.float16)))
         with asserts.refused(ValueError, ["`state`", "float16", "expected float32", "scaling_state("]):
             face.forward(given, recipe=halved, transposed=False)
+    with asserts.refused(TypeError, ["`state`", "int", "expected a ScalingState", "scaling_state("]):
+        jax_grouped.ragged_dot(p.x, p.w, p.group_sizes, recipe=recipes.FP8Delayed.bind(1))
     with asserts.refused(ValueError, ["nothing of it is scaled with delay"]):
         recipes.MXFP8.bind(arrays.scaling_state(recipes.FP8Delayed, 2))
 
