@@ -15,7 +15,7 @@ import numpy as np
 from grouped_core import _native, activations, gradients, linear_spec, mlp, plans, scaling, storing
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec, Call, spec_of
-from grouped_core.formats import Format, QTensor, format_option
+from grouped_core.formats import Format, QTensor, check_quantized, format_option
 from grouped_core.gradients import Amaxes, Gradients, Needs
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.mlp import MlpGradients
@@ -359,8 +359,9 @@ def dequantize(q: QTensor[Any], dtype: str | None = None, *, group_sizes: Any = 
         dtype: float32, bfloat16 or float16; None: the nominal one. group_sizes: of rows; None: those that came with q.
 
     Raises:
-        ValueError: rows without group sizes.
+        TypeError: q is not quantised; a dtype that results do not have. ValueError: rows without group sizes.
     """
+    check_quantized(q)
     run = ArrayRunner(q.values)
     sizes = None if group_sizes is None else run.sizes(unwrap(group_sizes)[0])
     return storing.dequantize(run, q, sizes, linear_spec.wide_option("dtype", dtype) or q.dtype)

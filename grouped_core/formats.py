@@ -196,3 +196,13 @@ class QTensor(Generic[_Array]):
     dtype: str
     other: QTensor[_Array] | None = None
     group_sizes: _Array | None = None
+
+
+def check_quantized(q: Any) -> None:
+    """Refuses what is no `QTensor`.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(q, QTensor):
+        raise TypeError(f"`q`: {type(q).__name__}, expected a QTensor; make one with quantize.")

@@ -5,6 +5,7 @@ Letters: G groups, R roles: x, weight and dy of each product, in this order; L s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -83,12 +84,21 @@ def planned(bound: BoundRecipe, groups: int) -> Extras:
     return Extras(None if bound.key is None else ArraySpec((2,), "uint32"), multipliers, multipliers, multipliers)
 
 
-def check_bound(bound: BoundRecipe, groups: int, products: int = 1) -> None:
-    """Refuses a state that does not fit the use it is bound to.
+def check_bound(
+    bound: BoundRecipe, groups: int, products: int = 1, spec: Callable[[Any], ArraySpec] = calls.spec_of
+) -> None:
+    """Refuses a key, and a state that does not fit the use it is bound to.
+
+    Args:
+        spec: shape and dtype of a framework's array.
 
     Raises:
-        ValueError: there is none where the recipe wants one, or its shape is not that of this use.
+        TypeError: the key is no array, the state is something else.
+        ValueError: a key of another shape or dtype; there is no state where the recipe wants one, or its shapes and
+            dtypes are not those of this use.
     """
+    if bound.key is not None:
+        _check_key(bound.key, spec)
     if bound.recipe is None or not bound.recipe.delayed:
         return
     name, roles = bound.recipe.name, len(ROLES) * products
@@ -97,10 +107,24 @@ def check_bound(bound: BoundRecipe, groups: int, products: int = 1) -> None:
             f"`recipe`: {name} without a state, wanted one for each use; pass recipe.bind(scaling_state(recipe, "
             f"{groups}{', products=2' if products == 2 else ''}))."
         )
-    got = (tuple(bound.state.scale.shape), tuple(bound.state.history.shape))
-    wanted = ((roles, groups), (roles, bound.recipe.history, groups))
+    if not isinstance(bound.state, ScalingState):
+        raise TypeError(
+            f"`state` of recipe {name}: {type(bound.state).__name__}, expected a ScalingState; make it with "
+            f"scaling_state(recipe, {groups}{', products=2' if products == 2 else ''})."
+        )
+    got = (spec(bound.state.scale), spec(bound.state.history))
+    wanted = (ArraySpec((roles, groups), "float32"), ArraySpec((roles, bound.recipe.history, groups), "float32"))
     if got != wanted:
         raise ValueError(
-            f"`state` of recipe {name}: scale and history {got}, expected {wanted} = (R, G) and (R, L, G); make it "
-            f"with scaling_state(recipe, {groups}{', products=2' if products == 2 else ''})."
+            f"`state` of recipe {name}: scale and history {got[0]} and {got[1]}, expected {wanted[0]} and {wanted[1]} "
+            f"= (R, G) and (R, L, G); make it with scaling_state(recipe, {groups}"
+            f"{', products=2' if products == 2 else ''})."
         )
+
+
+def _check_key(key: Any, spec: Callable[[Any], ArraySpec]) -> None:
+    if not hasattr(key, "dtype"):
+        raise TypeError(f"`key` of recipe.bind: {type(key).__name__}, expected an array uint32[2]; pass one.")
+    got, wanted = spec(key), ArraySpec((2,), "uint32")
+    if got != wanted:
+        raise ValueError(f"`key` of recipe.bind: {got}, expected {wanted}, low word first; pass such an array.")

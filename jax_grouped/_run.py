@@ -6,7 +6,7 @@ Everything JAX has to know about native calls is in this file; `Runner` is what 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -187,13 +187,15 @@ def vary_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     ]
 
 
-def reduce_to(cotangent: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """The cotangent of a value that varies over `axes` only: its sum over the other axes that it varies over.
+def reduce_to(
+    cotangent: jax.Array, axes: frozenset[str], collective: Callable[..., jax.Array] = jax.lax.psum
+) -> jax.Array:
+    """The cotangent of a value that varies over `axes` only: its sum, or what else, over the other axes it varies over.
 
     With `check_vma=False` nothing is known to vary, and `shard_map` sums by itself.
     """
     extra = varying_axes(cotangent) - axes
-    return jax.lax.psum(cotangent, tuple(sorted(extra))) if extra else cotangent
+    return collective(cotangent, tuple(sorted(extra))) if extra else cotangent
 
 
 def _check_local(call: Call, arrays: Sequence[jax.Array | None]) -> None:

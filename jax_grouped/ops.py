@@ -116,7 +116,12 @@ def plan_ragged_dot(**arguments: Any) -> list[Call]:
     x, w = value_of(o.x), value_of(o.w)
     run = Planner()
     extras = scaling.planned(o.bound, w.shape[0])
-    needs = Needs(bias=o.bias is not None, row_scale=o.row_scale is not None)
+    needs = Needs(
+        x=master_dtype(o.x) is not None,
+        w=master_dtype(o.w) is not None or o.accum is not None,
+        bias=o.bias is not None,
+        row_scale=o.row_scale is not None,
+    )
     found = gradients.linear_forward(run, op, x, w, o.sizes, o.bias, o.row_scale, o.out, extras=extras, needs=needs)
     gradients.linear_grads(
         run,

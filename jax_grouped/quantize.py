@@ -15,12 +15,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt32
 
 from grouped_core import calls, linear_spec, scaling, storing
-from grouped_core.formats import Format, QTensor, format_option
+from grouped_core.formats import Format, QTensor, check_quantized, format_option
 from grouped_core.recipes import Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes, unwrap
 from jax_grouped._arguments import AnyArray, as_array, as_operand, to_int32
-from jax_grouped._run import RUN
+from jax_grouped._run import RUN, reduce_to, varying_axes
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["master", "q"], meta_fields=[])
@@ -76,8 +76,9 @@ def dequantize(
         group_sizes: of rows; None: those that came with q.
 
     Raises:
-        TypeError: a dtype that results do not have. ValueError: rows without group sizes.
+        TypeError: q is not quantised; a dtype that results do not have. ValueError: rows without group sizes.
     """
+    check_quantized(q)
     sizes = None if group_sizes is None else to_int32(as_array("group_sizes", unwrap(group_sizes)[0], "[G]"))
     stored = jax.lax.stop_gradient(as_operand("q", q, "codes and scales"))
     return storing.dequantize(RUN, stored, sizes, linear_spec.wide_option("dtype", dtype) or q.dtype)
@@ -92,8 +93,7 @@ def straight_through(master: Float[AnyArray, ...], q: QTensor[Any]) -> StraightT
     Raises:
         ValueError: shapes that differ. TypeError: q is not quantised.
     """
-    if not isinstance(q, QTensor):
-        raise TypeError(f"`q`: {type(q).__name__}, expected a QTensor; make one with quantize.")
+    check_quantized(q)
     array = as_array("master", master, "of the shape of q")
     if tuple(array.shape) != tuple(q.shape):
         raise ValueError(
@@ -126,15 +126,28 @@ def update_scaling(
         axis_name: mesh axes over which the live magnitudes take their maximum first, inside `shard_map`.
     """
     if axis_name is not None:
-        live = jax.lax.pmax(state.history[:, 0], axis_name)
+        live = _values(jax.lax.pmax(_bits(state.history[:, 0]), axis_name))
         state = ScalingState(state.scale, state.history.at[:, 0].set(live), state.top, state.algorithm)
     return scaling.update(RUN, state)
 
 
 def merged(state: ScalingState[jax.Array], found: dict[int, Array | None]) -> ScalingState[jax.Array]:
-    """The state with magnitudes [G] of some roles merged into its live slots."""
-    history = state.history
+    """The state with magnitudes [G] of some roles merged into its live slots.
+
+    A state that is one for several shards gets the largest of theirs, as the gradient of such a weight is their sum.
+    """
+    live = _bits(state.history[:, 0])
     for role, amax in found.items():
         if amax is not None:
-            history = history.at[role, 0].max(amax)
-    return ScalingState(state.scale, history, state.top, state.algorithm)
+            live = live.at[role].max(_bits(amax))
+    live = _values(reduce_to(live, varying_axes(state.history), jax.lax.pmax))
+    return ScalingState(state.scale, state.history.at[:, 0].set(live), state.top, state.algorithm)
+
+
+def _bits(magnitudes: jax.Array) -> jax.Array:
+    """Magnitudes as integers of the same order: on a CPU, XLA's maximum of floats takes subnormals for zeros."""
+    return jax.lax.bitcast_convert_type(magnitudes, jnp.int32)
+
+
+def _values(bits: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)

@@ -110,10 +110,12 @@ def check_arguments(
     leaf, rows = taken(x)
     leaves, weights = taken(weight)
     options = (bool(rhs_transposed), bound.recipe, bool(scale_bias), rows_hint, names)
-    # As with plain operands: what is checked depends on facts alone, those of the state's arrays among them.
+    # As with plain operands: what is checked depends on facts alone, those of what is bound among them.
     facts = key = found = None
     if not compiling:
-        facts = EXCHANGE.describe((*arrays(rows), *arrays(weights), sizes, bias, row_scale, *arrays(bound.state)))
+        facts = EXCHANGE.describe(
+            (*arrays(rows), *arrays(weights), sizes, bias, row_scale, bound.key, *arrays(bound.state))
+        )
     if facts is not None:
         key = (facts, options, form_facts(rows), form_facts(weights))
         found = _checked.get(key)
@@ -179,7 +181,9 @@ def _check_operands(
     text = text_of(*options)
     op = _library.decode(text)
     linear_spec.check_linear(op, specs[0], specs[1], fixed_spec(sizes), *specs[2:])
-    scaling.check_bound(bound, specs[1].shape[0])
+    if bound.key is not None:
+        check_operand("key", bound.key, first)
+    scaling.check_bound(bound, specs[1].shape[0], spec=fixed_spec)
     recipe = op.resolve(*specs[:2])
     if op.recipe is None:  # operators are told what the operands, which they see in parts, stand for
         text = text_of(op.transposed, recipe, op.scale_bias, op.rows_hint, op.implementation)

@@ -121,11 +121,11 @@ def check_arguments(
     leaf, rows = taken(x)
     (wi_leaves, first), (wo_leaves, second) = taken(wi), taken(wo)
     operands = (rows, first, second, sizes, probs, wi_bias, wo_bias)
-    # As with plain operands: what is checked depends on facts alone, those of the states' arrays among them.
+    # As with plain operands: what is checked depends on facts alone, those of what is bound among them.
     facts = key = found = None
     if not compiling:
-        states = [array for each in bounds for array in arrays(each.state)]
-        facts = EXCHANGE.describe((*arrays(rows), *arrays(first), *arrays(second), *operands[3:], *states))
+        held = [array for each in bounds for array in (each.key, *arrays(each.state))]
+        facts = EXCHANGE.describe((*arrays(rows), *arrays(first), *arrays(second), *operands[3:], *held))
     if facts is not None:
         key = (facts, text, len(bounds), form_facts(rows), form_facts(first), form_facts(second))
         found = _checked.get(key)
@@ -189,7 +189,9 @@ def _check_operands(operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], 
     specs = MlpSpecs(packed_spec(rows, 0), wi_spec, wo_spec, packed_spec(probs, 0), *bias_specs)
     check(op, *specs[:3], fixed_spec(sizes), *specs[3:])
     for each in bounds:
-        scaling.check_bound(each, specs.wo.shape[0], products=3 - len(bounds))
+        if each.key is not None:
+            check_operand("key", each.key, one)
+        scaling.check_bound(each, specs.wo.shape[0], products=3 - len(bounds), spec=fixed_spec)
     weighted = specs.wo_bias is not None and specs.probs is not None
     hidden = ArraySpec((specs.x.shape[0], specs.wo.shape[op.fc2().weight_axes()[0]]), specs.x.dtype)
     products = (_product(op.fc1(), specs.x, specs.wi), _product(op.fc2(weighted), hidden, specs.wo))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grouped_core import linear_spec, scaling, storing
 from grouped_core.debug import debug_flags
-from grouped_core.formats import Format, QTensor, format_option
+from grouped_core.formats import Format, QTensor, check_quantized, format_option
 from grouped_core.recipes import Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes, unwrap
@@ -86,8 +86,9 @@ def dequantize(
         group_sizes: of rows; None: those that came with q.
 
     Raises:
-        TypeError: a dtype that results do not have. ValueError: rows without group sizes.
+        TypeError: q is not quantised; a dtype that results do not have. ValueError: rows without group sizes.
     """
+    check_quantized(q)
     wide = linear_spec.wide_option("dtype", None if dtype is None else DTYPES.get(dtype, str(dtype))) or q.dtype
     sizes = q.group_sizes
     if group_sizes is not None:
@@ -106,8 +107,7 @@ def straight_through(master: Tensor, q: QTensor[Tensor]) -> StraightThrough:
     Raises:
         TypeError: q is not quantised. ValueError: shapes that differ.
     """
-    if not isinstance(q, QTensor):
-        raise TypeError(f"`q`: {type(q).__name__}, expected a QTensor; make one with quantize.")
+    check_quantized(q)
     check_operand("master", master, q.values)
     if tuple(master.shape) != tuple(q.shape):
         raise ValueError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -179,6 +181,66 @@ def test_states_of_all_faces_agree_step_by_step():
     assert (held.scale[0][empty] == 1).all(), "a group without rows keeps its multiplier"
 
 
+def test_subnormal_magnitudes_reach_the_states_of_all_faces():
+    recipe = recipes.FP8Delayed.replace(history=2)
+    tiny = np.float32(1e-40)  # of which XLA's own arithmetic on a CPU makes a zero
+    x, w, dy = (np.full(shape, tiny) for shape in ((4, 8), (1, 8, 8), (4, 8)))
+    sizes = np.array([4], np.int32)
+    held, of_torch = arrays.scaling_state(recipe, 1), torch_bridge.scaling_state(recipe, 1)
+    arrays.grouped_linear(x, w, sizes, recipe=recipe.bind(held))
+    arrays.grouped_linear_grads(x, w, sizes, dy, recipe=recipe.bind(held))
+    xt, wt = to_torch(x).requires_grad_(), to_torch(w).requires_grad_()
+    torch_bridge.grouped_linear(xt, wt, to_torch(sizes), rhs_transposed=False, recipe=recipe.bind(of_torch)).backward(
+        to_torch(dy)
+    )
+
+    def product(x: Any, w: Any, state: Any) -> Any:
+        return jax_grouped.ragged_dot(x, w, sizes, recipe=recipe.bind(state))
+
+    of_jax = jax.vjp(product, x, w, jax_grouped.scaling_state(recipe, 1))[1](jnp.asarray(dy))[2]
+    for state in (held, of_torch, of_jax):
+        asserts.bitwise(state.history[:, 0], np.full((3, 1), tiny))
+    asserts.bitwise(jax_grouped.update_scaling(of_jax).scale, np.full((3, 1), np.finfo(np.float32).max))
+
+
+@pytest.mark.rule("ACC-8")
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+@pytest.mark.parametrize("products", [1, 2], ids=["linear", "mlp"])
+def test_one_state_of_all_shards_gets_their_largest_magnitudes(products: int, inside: bool):
+    recipe = recipes.FP8Delayed.replace(history=2)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+    x, w, dy = (
+        cases.normal(shape, "float32", name) for shape, name in (((64, 8), "x"), ((2, 8, 8), "w"), ((64, 8), "dy"))
+    )
+    sizes = np.array([16, 0, 3, 5, 0, 0, 1, 30], np.int32)
+    wo = np.ascontiguousarray(w[:, :4])
+    held = jax_grouped.scaling_state(recipe, 2, products=products)
+
+    def product(x: Any, w: Any, sizes: Any, state: Any) -> Any:
+        if products == 1:
+            return jax_grouped.ragged_dot(x, w, sizes, recipe=recipe.bind(state))
+        return jax_grouped.grouped_mlp(x, w, jnp.asarray(wo), sizes, recipe=recipe.bind(state))
+
+    def after(product: Any, *operands: Any) -> Any:
+        x, w, sizes, dy, state = operands
+        return jax.vjp(lambda x, w, state: product(x, w, sizes, state), x, w, state)[1](dy)[2]
+
+    specs = (split, whole, split, split, whole)
+    if inside:
+        program = jax.shard_map(partial(after, product), mesh=mesh, in_specs=specs, out_specs=whole)
+    else:
+        program = partial(after, jax.shard_map(product, mesh=mesh, in_specs=(*specs[:3], whole), out_specs=split))
+    got = jax.jit(program)(x, w, sizes, dy, held)
+    each = [
+        after(product, *map(jnp.asarray, (x[at : at + 16], w, sizes[at // 8 :][:2], dy[at : at + 16])), held)
+        for at in range(0, 64, 16)
+    ]
+    asserts.bitwise(got.history, np.max([state.history for state in each], axis=0))
+    asserts.bitwise(got.scale, held.scale)
+    assert (np.asarray(got.history[:, 0]) > 0).all()
+
+
 def test_the_state_survives_jit_scan_and_checkpoint():
     recipe = recipes.FP8Delayed.replace(history=2)
     p = cases.problem(cases.named("tail"), "bfloat16")
@@ -209,12 +271,53 @@ def test_a_recipe_with_a_state_wants_one_of_its_shape():
             face.forward(given, recipe=recipes.FP8Delayed, transposed=False)
         with asserts.refused(ValueError, ["= (R, G) and (R, L, G)"]):
             face.forward(given, recipe=bind(recipes.FP8Delayed, p.case.groups + 1), transposed=False)
+        halved = bind(recipes.FP8Delayed, p.case.groups)
+        halved = halved.recipe.bind(replace(halved.state, scale=halved.state.scale.astype(np.float16)))
+        with asserts.refused(ValueError, ["`state`", "float16", "expected float32", "scaling_state("]):
+            face.forward(given, recipe=halved, transposed=False)
+    with asserts.refused(TypeError, ["`state`", "int", "expected a ScalingState", "scaling_state("]):
+        jax_grouped.ragged_dot(p.x, p.w, p.group_sizes, recipe=recipes.FP8Delayed.bind(1))
     with asserts.refused(ValueError, ["nothing of it is scaled with delay"]):
         recipes.MXFP8.bind(arrays.scaling_state(recipes.FP8Delayed, 2))
 
 
+@pytest.mark.rule("ACC-11", "ERR-1")
+@pytest.mark.parametrize("key", [np.zeros(3, np.uint32), np.zeros(2, np.int32)], ids=["three", "int32"])
+def test_a_key_is_checked_before_anything_runs(key: np.ndarray):
+    p = cases.problem(cases.named("tail"), "bfloat16")
+    given = {"x": p.x, "w": p.w, "group_sizes": p.group_sizes, "bias": None, "row_scale": None}
+    for face in FACES:
+        with asserts.refused(ValueError, ["`key`", f"{key.dtype}[{key.size}]", "expected uint32[2]", "pass such"]):
+            face.forward(given, recipe=recipes.NVFP4.bind(key=key), transposed=False)
+    with asserts.refused(TypeError, ["`key`", "list", "expected an array uint32[2]", "pass one"]):
+        jax_grouped.ragged_dot(p.x, p.w, p.group_sizes, recipe=recipes.NVFP4.bind(key=[0, 0]))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Quantised operands
+
+
+@pytest.mark.rule("ALL-4")
+def test_explain_plans_no_gradient_that_goes_nowhere():
+    p = cases.problem(cases.named("tail"), "bfloat16")
+    x, q = jnp.asarray(p.x), jax_grouped.quantize(p.w, "mxfp8", axis=(1, 2))
+    rows = jax_grouped.quantize(x, "mxfp8", group_sizes=p.group_sizes)
+
+    def products(x: Any, w: Any, recipe: Recipe | None = None) -> int:
+        told = jax_grouped.explain(jax_grouped.ragged_dot, x, w, p.group_sizes, recipe=recipe)
+        return sum(line.startswith("grouped_matmul ->") for line in told.splitlines())
+
+    assert products(x, jnp.asarray(p.w)) == 3
+    assert products(x, jax_grouped.straight_through(p.w, q)) == 3
+    assert products(x, q) == 2, "no weight gradient"
+    assert products(rows, q, recipes.MXFP8) == 1, "neither gradient"
+
+
+def test_only_what_is_quantised_is_dequantised():
+    x = np.zeros((2, 4), np.float32)
+    for face, q in ((arrays, x), (jax_grouped, jnp.asarray(x)), (torch_bridge, to_torch(x))):
+        with asserts.refused(TypeError, ["`q`", "expected a QTensor", "make one with quantize"]):
+            face.dequantize(q)
 
 
 def bits(q: QTensor[Any]) -> list[np.ndarray]:
