@@ -216,7 +216,7 @@ def _scale_params(lhs: OperandSpec, rhs: OperandSpec, recipe: Recipe) -> dict[st
         "lhs_block": lhs.format.block if isinstance(lhs, StoredSpec) else 0,
         "rhs_block": rhs.format.block if isinstance(rhs, StoredSpec) else 0,
         "rhs_block_outer": rhs.format.block_outer if isinstance(rhs, StoredSpec) else 1,
-        "promote": recipe.promote,
+        "promote": "never" if recipe.accumulate == "fast" else "every_128",
     }
 
 
@@ -518,7 +518,7 @@ def grouped_matmul_dact(
     width = rhs.shape[3 - rhs_axis]
     axis = _stored_axis(rhs, rhs_axis)
     params = {"rhs_axis": axis, **_activation_params(activation, width), "zero_tail": int(zero_tail)}
-    params |= _product_params(lhs, rhs, recipe, aligned_tables, rows_hint)
+    params |= _product_params(lhs, rhs, recipe.of_gradients, aligned_tables, rows_hint)
     added = _storing(stored, hidden, group_sizes.shape[0])
     results = {**_hidden_grads(hidden, width, result_dtype, wanted), **added[1]}
     return _call("grouped_matmul_dact", operands | added[0], results, params | added[2], implementation)

@@ -51,6 +51,19 @@ def test_replace_makes_a_variant_and_leaves_the_original():
 
 
 @pytest.mark.rule("ERR-1")
+def test_fast_accumulation_is_for_forward_products_of_scales_of_groups():
+    fast = recipes.FP8Current.replace(accumulate="fast")
+    assert fast.of_gradients == recipes.FP8Current
+    assert recipes.MXFP8.of_gradients is recipes.MXFP8
+    with asserts.refused(ValueError, ["`accumulate` of Recipe:", "'never'", "'promote', 'fast'", "choose"]):
+        recipes.FP8Current.replace(accumulate="never")
+    with asserts.refused(
+        ValueError, ["`forward` of recipe MXFP8:", "accumulate='fast'", "one scale a tensor", "change"]
+    ):
+        recipes.MXFP8.replace(accumulate="fast")
+
+
+@pytest.mark.rule("ERR-1")
 def test_an_unknown_fp32_mode_is_refused():
     with asserts.refused(ValueError, ["`fp32` of Recipe:", "'fast'", "'tf32x3', 'tf32', 'ieee'", "choose"]):
         recipes.FP32.replace(fp32="fast")

@@ -27,7 +27,7 @@ MIXED = (
     recipes.FP8Block.replace(name="plain wgrad", wgrad=recipes.BF16.wgrad),
     recipes.MXFP8.replace(name="weights alone", forward=(FORMATS["bf16"], FORMATS["mxfp8"]), dgrad=recipes.BF16.dgrad,
                           wgrad=recipes.BF16.wgrad),
-    recipes.FP8Current.replace(name="fast", promote="never"),
+    recipes.FP8Current.replace(name="fast", accumulate="fast"),
     recipes.MXFP8.replace(name="kept as it came", saved="input"),
 )  # fmt: skip
 CASES = [cases.named(name) for name in ("tail", "jagged", "clamped", "k_n_odd", "all_empty", "no_rows", "idle_ends")]
