@@ -150,10 +150,10 @@ def _check_cells(recipe: Recipe) -> None:
             refuse(product, f"{weight.name} with rounding or rotation for a weight", "neither")
         if rows.rotate:
             refuse(product, f"{rows.name} with a rotation along features", "a rotation along rows, in wgrad")
-        if not rows.plain and weight.plain:
-            refuse(product, f"{rows.name} against {weight.name}", "a quantised weight beside quantised rows")
         if rows.name.startswith("mxfp4"):
             refuse(product, f"{rows.name} for rows", "a format for rows: mxfp4 is for weights")
+        if rows.values == "float16" and weight.name.startswith("mxfp4"):
+            refuse(product, f"{rows.name} against {weight.name}", "rows whose range holds its scales, e.g. bf16")
     x, dy = recipe.wgrad
     for cell in (x, dy):
         if cell.square or cell.name.startswith("mxfp4"):

@@ -63,6 +63,19 @@ def test_fast_accumulation_is_for_forward_products_of_scales_of_groups():
         recipes.MXFP8.replace(accumulate="fast")
 
 
+@pytest.mark.rule("MAT-6")
+def test_a_plain_operand_goes_with_a_quantised_one_but_fp16_rows_with_mxfp4():
+    plain, coded = formats.FORMATS["bf16"], formats.FORMATS["mxfp8"]
+    for forward in ((plain, coded), (coded, plain)):
+        assert recipes.BF16.replace(forward=forward).forward == forward
+    half = (formats.FORMATS["fp16"], formats.FORMATS["mxfp4"])
+    for product in ("forward", "dgrad"):
+        with asserts.refused(
+            ValueError, [f"`{product}` of recipe FP16:", "fp16 against mxfp4", "whose range", "change"]
+        ):
+            recipes.FP16.replace(**{product: half})
+
+
 @pytest.mark.rule("ERR-1")
 def test_an_unknown_fp32_mode_is_refused():
     with asserts.refused(ValueError, ["`fp32` of Recipe:", "'fast'", "'tf32x3', 'tf32', 'ieee'", "choose"]):

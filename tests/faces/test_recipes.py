@@ -27,6 +27,7 @@ MIXED = (
     recipes.FP8Block.replace(name="plain wgrad", wgrad=recipes.BF16.wgrad),
     recipes.MXFP8.replace(name="weights alone", forward=(FORMATS["bf16"], FORMATS["mxfp8"]), dgrad=recipes.BF16.dgrad,
                           wgrad=recipes.BF16.wgrad),
+    recipes.MXFP8.replace(name="rows alone", forward=(FORMATS["mxfp8"], FORMATS["bf16"]), dgrad=recipes.BF16.dgrad),
     recipes.FP8Current.replace(name="fast", accumulate="fast"),
     recipes.MXFP8.replace(name="kept as it came", saved="input"),
 )  # fmt: skip
@@ -66,7 +67,7 @@ def operands(p: cases.Problem, bias: bool, row_scale: bool) -> dict[str, Any]:
         (not scale_bias or (bias and row_scale))
         and (bias or not needs.bias)
         and (row_scale or not needs.row_scale)
-        and (dtype == "bfloat16" or recipe.forward[0].values != "bfloat16")
+        and (dtype == "bfloat16" or all(cell.values != "bfloat16" for cell in recipe.forward))
     ),
 )
 def test_faces_have_the_same_bits(recipe, case, dtype, transposed, bias, row_scale, scale_bias, needs):

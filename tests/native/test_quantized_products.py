@@ -32,6 +32,10 @@ ROWS = (
     ("mxfp8", "mxfp4"),
     ("nvfp4", "nvfp4"),
     ("nvfp4", "nvfp4_2d"),
+    ("fp8_tensor", "bf16"),
+    ("fp8_1x128", "fp16"),
+    ("mxfp8", "bf16"),
+    ("nvfp4", "fp32"),
 )
 WEIGHTS = ("fp8_tensor", "fp8_1x128", "fp8_128x128", "mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4", "nvfp4_2d")
 WEIGHT_ONLY = (
