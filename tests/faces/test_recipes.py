@@ -397,3 +397,5 @@ def test_operators_of_stored_operands_are_sound():
     scale, live = torch.ones(len(sizes)), torch.zeros(len(sizes))
     torch.library.opcheck(op.store_merging2, ([x], sizes, scale, None, delayed, live), test_utils=tests)
     torch.library.opcheck(op.dequantize, (w_k.tensors, None, w_k.text, w.shape[0], "float32"), test_utils=tests)
+    state = torch_bridge.scaling_state(recipes.FP8Delayed, 3)
+    torch.library.opcheck(op.update_scaling, (state.scale, state.history, state.top, state.algorithm))
