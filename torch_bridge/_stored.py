@@ -47,10 +47,8 @@ def arrays_of(operand: Any) -> Stored:
     """A tensor, a list of one a group, or a `QTensor` (without its other form) as operators take it."""
     if isinstance(operand, QTensor):
         q = operand
-        initials = "v" if q.scales is None else "vs"
-        if q.group_scales is not None:
-            initials += "g"
-        tensors = [each for each in (q.values, q.scales, q.group_scales) if each is not None]
+        tensors = [each for each in q.slots if each is not None]
+        initials = "v" + "s" * bool(q.format.scales) + "g" * q.format.per_group
         return Stored(tensors, _describe(q.format, q.axis, _fixed(q.shape), q.dtype, initials))
     return Stored([operand] if isinstance(operand, Tensor) else list(operand))
 

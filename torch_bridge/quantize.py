@@ -57,10 +57,10 @@ def quantize(
     sizes = arrays[-1] if x.dim() == 2 else None
     form = None
     for place in reversed(range(len(axes))):
-        values, *rest = arrays[place * count : (place + 1) * count]
-        scales = rest[0] if cell.scales else None, rest[-1] if cell.per_group else None
+        values, scales, *others = arrays[place * count : (place + 1) * count]
         along, shape, dtype = axes[place] % x.dim(), tuple(x.shape), dtype_name(x.dtype)
-        form = QTensor(values, *scales, cell, along, shape, dtype, other=form, group_sizes=sizes)
+        group_scales = others[0] if others else None
+        form = QTensor(values, scales, group_scales, cell, along, shape, dtype, form, sizes)
     assert form is not None, "axes were checked"
     return form
 

@@ -63,6 +63,15 @@ def test_fast_accumulation_is_for_forward_products_of_scales_of_groups():
         recipes.MXFP8.replace(accumulate="fast")
 
 
+@pytest.mark.parametrize("name", [name for name, row in formats.FORMATS.items() if not row.plain])
+def test_scales_are_those_of_blocks_or_where_there_are_none_of_groups(name):
+    format = formats.FORMATS[name]
+    slots = ("codes", "blocks" if format.scales else None, "groups" if format.per_group else None)
+    q = formats.QTensor(*slots, format, 1, (4, 4), "float32")
+    assert (q.scales, q.group_scales) == (("groups", None) if name.startswith("fp8_tensor") else slots[1:])
+    assert q.slots == dataclasses.replace(q, axis=0).slots == slots
+
+
 @pytest.mark.rule("MAT-6")
 def test_a_plain_operand_goes_with_a_quantised_one_but_fp16_rows_with_mxfp4():
     plain, coded = formats.FORMATS["bf16"], formats.FORMATS["mxfp8"]

@@ -85,7 +85,7 @@ def operand(name: str, shape: tuple[int, ...], axis: int, sizes: NDArray[Any], *
 def spec(held: Operand) -> OperandSpec:
     if not isinstance(held, QTensor):
         return spec_of(held)
-    arrays = [None if a is None else spec_of(a) for a in (held.values, held.scales, held.group_scales)]
+    arrays = [None if a is None else spec_of(a) for a in held.slots]
     values, scales, factors = arrays
     assert values is not None
     return StoredSpec(values, scales, factors, held.format, held.axis, held.shape, held.dtype)
