@@ -145,7 +145,7 @@ def ours(recipe: Recipe, result: str = "bfloat16", accumulate: bool = False) -> 
         rows, weight = ("fp8_1x128", "fp8_128x128") if by_block else ("fp8_tensor", "fp8_tensor")
         group = None if by_block else scales(case.groups)
         if work.product == "wgrad":
-            if recipe.promote == "never":
+            if recipe.accumulate == "fast":
                 raise MissingError("fast accumulation is for forward products")
             axes, sides = (0, 0), []
             for width in (case.k, case.n):
@@ -208,7 +208,7 @@ def deep_gemm(work: Work) -> harness.Thunk:
     return tried(lambda: lambda i: peer.m_grouped_fp8_gemm_nt_contiguous(lhs, rhs, out, of_row))
 
 
-FAST = FP8Current.replace(promote="never")
+FAST = FP8Current.replace(accumulate="fast")
 CANDIDATES: dict[str, Callable[[Work], harness.Thunk]] = {
     "dense": dense,
     "ours, groups, fast": ours(FAST),

@@ -142,7 +142,7 @@ RECIPES = (
     *(torch_bridge.FP8Delayed, torch_bridge.FP8Current, torch_bridge.FP8Block),
     *(torch_bridge.MXFP8, torch_bridge.NVFP4),
 )
-NEVER = torch_bridge.FP8Delayed.replace(name="FP8Delayed, fast", promote="never")
+NEVER = torch_bridge.FP8Delayed.replace(name="FP8Delayed, fast", accumulate="fast")
 
 
 def torch_grouped_mm(work: Work) -> dict[str, harness.Thunk]:

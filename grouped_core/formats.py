@@ -176,9 +176,9 @@ class QTensor(Generic[_Array]):
     Attributes:
         values: codes. Rows [M, X] contracted along X: [M, X]; contracted along rows: [X, P] or, not turned, [P, X].
             Weights: [G, O, C], the contracted axis last. E2M1 halves the last axis, rounding up.
-        scales: of blocks of b elements; None where there are none. Rows: [M, X/b], float32 ones [X/b, M]; contracted
-            along rows [P/b, X]. Weights [G, O, C/b], square blocks [G, O/b, C/b]. Divisions round up.
-        group_scales: float32 [G], or None.
+        scales: of blocks of b elements. Rows: [M, X/b], float32 ones [X/b, M]; contracted along rows [P/b, X]. Weights
+            [G, O, C/b], square blocks [G, O/b, C/b]. Divisions round up. Of formats without blocks: float32 [G].
+        group_scales: float32 [G] of formats that have them beside those of blocks, else None.
         format: the row of the table that it is stored in.
         axis: the contracted axis of the logical shape.
         shape: the logical shape: rows [M, X] or weights [G, A, B].
@@ -196,6 +196,18 @@ class QTensor(Generic[_Array]):
     dtype: str
     other: QTensor[_Array] | None = None
     group_sizes: _Array | None = None
+
+    def __post_init__(self) -> None:
+        if self.scales is None and not self.format.scales:  # made of `slots`
+            object.__setattr__(self, "scales", self.group_scales)
+            object.__setattr__(self, "group_scales", None)
+
+    @property
+    def slots(self) -> tuple[_Array, _Array | None, _Array | None]:
+        """Codes, scales of blocks and scales of groups, as native calls take them."""
+        if self.format.scales:
+            return self.values, self.scales, self.group_scales
+        return self.values, None, self.scales
 
 
 def check_quantized(q: Any) -> None:

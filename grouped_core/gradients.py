@@ -253,7 +253,7 @@ def linear_backward(
         product_grad = product(
             run,
             op,
-            recipe,
+            recipe.of_gradients,
             (rows.forms[0], 1),
             (store_weight(run, recipe, w, n_axis, extras), n_axis),
             group_sizes,
@@ -281,7 +281,7 @@ def linear_backward(
         dw = product(
             run,
             op,
-            recipe,
+            recipe.of_gradients,
             lhs,
             rhs,
             group_sizes,

@@ -97,8 +97,9 @@ def operand_spec(run: Runner, operand: Operand | None) -> OperandSpec | None:
 
 def stored_spec(q: QTensor[Any], spec: Callable[[Array], ArraySpec]) -> StoredSpec:
     """What planning knows of `q`; `spec` says what it knows of an array."""
-    scales, group_scales = (None if each is None else spec(each) for each in (q.scales, q.group_scales))
-    return StoredSpec(spec(q.values), scales, group_scales, q.format, q.axis, q.shape, q.dtype, q.other is not None)
+    _, *scales = q.slots
+    block, group = (None if each is None else spec(each) for each in scales)
+    return StoredSpec(spec(q.values), block, group, q.format, q.axis, q.shape, q.dtype, q.other is not None)
 
 
 def weight_specs(run: Runner, weight: Operand) -> tuple[Any, ArraySpec | None]:
@@ -126,8 +127,8 @@ def operand_arrays(name: str, operand: Operand | None) -> dict[str, Array]:
     if isinstance(operand, Paired):
         return {name: operand.gate, f"{name}_up": operand.up}
     if isinstance(operand, QTensor):
-        scales = {f"{name}_scales": operand.scales, f"{name}_group_scales": operand.group_scales}
-        return {name: operand.values, **{slot: array for slot, array in scales.items() if array is not None}}
+        slots = zip((name, f"{name}_scales", f"{name}_group_scales"), operand.slots, strict=True)
+        return {slot: array for slot, array in slots if array is not None}
     return {name: operand}
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from grouped_core.formats import FORMATS, PLAIN, Format
 
 FP32_MODES = ("tf32x3", "tf32", "ieee")
-PROMOTE_MODES = ("every_128", "never")
+ACCUMULATE_MODES = ("promote", "fast")
 SAVED = ("quantized", "input")
 AMAX_ALGORITHMS = ("max", "most_recent")
 
@@ -35,8 +35,9 @@ class Recipe:
             G. Formats whose scales depend on all rows of a group refuse it.
         fp32: how float32 operands meet tensor cores: "tf32x3" (float32 accuracy), "tf32", or "ieee". Kernels without
             tensor cores run every mode as "ieee" (numerics 2.5).
-        promote: how often partial sums of 8-bit products go to fp32 where the hardware keeps fewer bits: "every_128"
-            contracted elements, or "never" ("fast accumulation", the forward product of per-tensor scales alone).
+        accumulate: what becomes of partial sums of 8-bit products where the hardware keeps fewer bits than fp32:
+            "promote" (to fp32, every 128 contracted elements) or "fast" (never; the forward product of per-tensor
+            scales alone, gradients are promoted all the same).
         saved: what is kept of x for the weight gradient: the form that it reads ("quantized"), or the caller's array
             ("input"), to be quantised again with the same bits.
         requantize: what becomes of an operand that the caller hands in quantised where a gradient needs its other form:
@@ -54,7 +55,7 @@ class Recipe:
     wgrad: tuple[Format, Format]
     batch_invariant: bool = False
     fp32: str = "tf32x3"
-    promote: str = "every_128"
+    accumulate: str = "promote"
     saved: str = "quantized"
     requantize: str | None = None
     history: int = 1024
@@ -64,7 +65,7 @@ class Recipe:
     def __post_init__(self) -> None:
         options: tuple[tuple[str, tuple[Any, ...]], ...] = (
             ("fp32", FP32_MODES),
-            ("promote", PROMOTE_MODES),
+            ("accumulate", ACCUMULATE_MODES),
             ("saved", SAVED),
             ("requantize", (None, "from_dequantized")),
             ("amax_algorithm", AMAX_ALGORITHMS),
@@ -92,6 +93,11 @@ class Recipe:
     def stochastic(self) -> bool:
         """Whether some operand is rounded stochastically."""
         return any(cell.stochastic for cell in self.cells())
+
+    @property
+    def of_gradients(self) -> Recipe:
+        """This recipe for products of gradients: fast accumulation is forward's alone."""
+        return self if self.accumulate == "promote" else self.replace(accumulate="promote")
 
     def cells(self) -> tuple[Format, ...]:
         """All six formats."""
@@ -144,10 +150,10 @@ def _check_cells(recipe: Recipe) -> None:
             refuse(product, f"{weight.name} with rounding or rotation for a weight", "neither")
         if rows.rotate:
             refuse(product, f"{rows.name} with a rotation along features", "a rotation along rows, in wgrad")
-        if not rows.plain and weight.plain:
-            refuse(product, f"{rows.name} against {weight.name}", "a quantised weight beside quantised rows")
         if rows.name.startswith("mxfp4"):
             refuse(product, f"{rows.name} for rows", "a format for rows: mxfp4 is for weights")
+        if rows.values == "float16" and weight.name.startswith("mxfp4"):
+            refuse(product, f"{rows.name} against {weight.name}", "rows whose range holds its scales, e.g. bf16")
     x, dy = recipe.wgrad
     for cell in (x, dy):
         if cell.square or cell.name.startswith("mxfp4"):
@@ -156,8 +162,8 @@ def _check_cells(recipe: Recipe) -> None:
         refuse("wgrad", f"{x.name} and {dy.name}", "two formats that lie alike along rows")
     if x.rotate != dy.rotate:
         refuse("wgrad", "one operand rotated", "both or none, or the rotations do not cancel")
-    if recipe.promote == "never" and any(cell.block or cell.plain for cell in recipe.forward):
-        refuse("forward", "promote='never'", "one scale a tensor and group with it")
+    if recipe.accumulate == "fast" and any(cell.block or cell.plain for cell in recipe.forward):
+        refuse("forward", "accumulate='fast'", "one scale a tensor and group with it")
     if recipe.batch_invariant:
         for cell in (*recipe.forward, *recipe.dgrad):
             if cell.rule == "nvfp4" or (cell.rule == "fp32" and cell.block == 0 and not cell.delayed):

@@ -58,12 +58,8 @@ def cast(
     call = calls.shard_cast(
         *(source, cell, (wanted[0], wanted[1])), encode=encode is not None and cell.delayed, skip=skip is not None
     )
-    buffers = {
-        name: getattr(form, name.removeprefix("cross_"))
-        for form in forms
-        for name in QUANTIZED
-        if name.startswith("cross_") == (form.axis == 1)
-    }
+    places = {2: QUANTIZED[:3], 1: QUANTIZED[3:]}
+    buffers = {name: slot for form in forms for name, slot in zip(places[form.axis], form.slots, strict=True)}
     named = {"amax": magnitudes, "encode": encode if cell.delayed else None, "skip": skip}
     named |= {f"into_{name}": buffer for name, buffer in buffers.items()}
     run(call, arranged(call, source=Listed(source, table), **named))

@@ -140,11 +140,7 @@ def _quantize(
     }
     for axis, buffer in buffers.items():
         prefix = "into_" if axis == last else "into_cross_"
-        named |= {
-            f"{prefix}values": buffer.values,
-            f"{prefix}scales": buffer.scales,
-            f"{prefix}group_scales": buffer.group_scales,
-        }
+        named |= dict(zip((prefix + name for name in calls.QUANTIZED[:3]), buffer.slots, strict=True))
     results = dict(zip(calls.RESULTS[call.name], run(call, arranged(call, **named)), strict=True))
     made = {place: _form(results, spec, axis, wanted[place][1]) for axis, place in places.items()}
     return made, results["amax"] if measure else delayed.amax
@@ -288,7 +284,7 @@ def dequantize(run: Runner, q: QTensor[Any], group_sizes: Array | None, dtype: s
         raise ValueError("`group_sizes`: None, expected one size a group, for rows are stored by groups; pass them.")
     sizes = None if group_sizes is None else run.spec(group_sizes)
     call = calls.dequantize(operand_spec(run, q), sizes, dtype)
-    named = {"values": q.values, "scales": q.scales, "group_scales": q.group_scales, "group_sizes": group_sizes}
+    named = dict(zip(calls.QUANTIZED[:3], q.slots, strict=True)) | {"group_sizes": group_sizes}
     return run(call, call.arrange(**named))[0]
 
 

@@ -22,7 +22,7 @@ def as_numpy(array: Any) -> NDArray[Any]:
 
     tensor = array.detach().cpu().contiguous()
     name = str(tensor.dtype).removeprefix("torch.")
-    if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+    if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"):
         bits = torch.uint8 if name.startswith("float8") else torch.uint16
         return tensor.view(bits).numpy().view(numpy_dtype(name))
     return tensor.numpy()

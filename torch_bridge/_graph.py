@@ -16,7 +16,7 @@ from grouped_core.mlp_spec import Residuals
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes
-from torch_bridge.quantize import StraightThrough
+from torch_bridge._stored import StraightThrough
 
 _FIELDS: dict[type[Any], tuple[str, ...]] = {
     kind: tuple(field.name for field in dataclasses.fields(kind))

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grouped_core import gradients, storing
+from grouped_core import gradients, scaling, storing
 from grouped_core.calls import stored_spec
 from grouped_core.formats import Format, QTensor
 from grouped_core.gradients import Needs
+from grouped_core.scaling import ScalingState
 from torch_bridge import _library, _run
 from torch_bridge._library import NEEDS, Execute, decode, define, define_merging, grouped
 
@@ -30,6 +31,14 @@ class Stored(NamedTuple):
     text: str = ""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class StraightThrough:
+    """A quantised operand whose gradient goes to another tensor; see `quantize.straight_through`."""
+
+    master: Tensor
+    q: QTensor[Tensor]
+
+
 NOTHING = Stored([])
 """An operand that nobody reads."""
 
@@ -38,10 +47,8 @@ def arrays_of(operand: Any) -> Stored:
     """A tensor, a list of one a group, or a `QTensor` (without its other form) as operators take it."""
     if isinstance(operand, QTensor):
         q = operand
-        initials = "v" if q.scales is None else "vs"
-        if q.group_scales is not None:
-            initials += "g"
-        tensors = [each for each in (q.values, q.scales, q.group_scales) if each is not None]
+        tensors = [each for each in q.slots if each is not None]
+        initials = "v" + "s" * bool(q.format.scales) + "g" * q.format.per_group
         return Stored(tensors, _describe(q.format, q.axis, _fixed(q.shape), q.dtype, initials))
     return Stored([operand] if isinstance(operand, Tensor) else list(operand))
 
@@ -314,6 +321,23 @@ def dequantize(q: QTensor[Tensor], group_sizes: Tensor | None, dtype: str) -> Te
     stored = arrays_of(q)
     return _dequantize_op(stored.tensors, group_sizes, stored.text, q.shape[0], dtype)
 
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The step of delayed scaling
+
+
+def _update_rule(run: Any, algorithm: str, operands: Sequence[Any]) -> tuple[Any, ...]:
+    scale, history, top = operands
+    scaling.update(run, ScalingState(scale, history, top, algorithm), reuse=True)
+    return ()
+
+
+def _update(execute: Execute, scale: Tensor, history: Tensor, top: Tensor, algorithm: str) -> None:
+    execute(_update_rule, algorithm, (scale, history, top))
+
+
+define("update_scaling", "(Tensor(a!) scale, Tensor(b!) history, Tensor top, str algorithm) -> ()", _update)
+update_scaling = torch.ops.torch_bridge.update_scaling.default
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The linear operation on stored operands. `x_form` and `weight_form` are texts of `Stored`.

@@ -218,7 +218,7 @@ def _unpickled(raw: QTensor[Tensor], *rest: Any) -> QuantizedWeight:
 
 def typed(q: QTensor[Tensor]) -> QTensor[Tensor]:
     """`q`, whose tensors are bytes, with the element types that its format has."""
-    types = {"values": q.format.values, "scales": q.format.scales, "group_scales": "float32"}
+    types = {"values": q.format.values, "scales": q.format.scales or "float32", "group_scales": "float32"}
     made = {name: getattr(q, name).view(getattr(torch, types[name])) for name in _PARTS if getattr(q, name) is not None}
     return dataclasses.replace(q, **made, other=None if q.other is None else typed(q.other))
 

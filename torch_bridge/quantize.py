@@ -5,33 +5,23 @@ Letters: G groups, M rows, X the features of a row, A and B axes of a weight, R 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from grouped_core import linear_spec, scaling, storing
-from grouped_core.debug import debug_flags
 from grouped_core.formats import Format, QTensor, check_quantized, format_option
 from grouped_core.recipes import Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes, unwrap
-from torch_bridge import _run, _stored
+from torch_bridge import _graph, _stored
 from torch_bridge._library import NAMES
-from torch_bridge._run import DTYPES, spec_of
+from torch_bridge._run import DTYPES, dtype_name, fixed_spec, rows_spec
+from torch_bridge._stored import StraightThrough
 from torch_bridge.params import check_operand
 from torch_bridge.sizes import prepare_sizes
-
-
-@dataclass(frozen=True, eq=False)
-class StraightThrough:
-    """A quantised operand whose gradient goes to another tensor; see `straight_through`."""
-
-    master: Tensor
-    q: QTensor[Tensor]
 
 
 def quantize(
@@ -57,20 +47,44 @@ def quantize(
     Raises:
         TypeError, ValueError: what does not fit together. NotImplementedError: no kernel takes it.
     """
-    check_operand("x", x, x)
     cell = format_option(format)
+    if torch.compiler.is_compiling():
+        arrays = _quantize_node(*_graph.taken_apart([x, cell, axis, group_sizes, key]))
+    else:
+        arrays = _quantize(x, cell, axis, group_sizes, key)
+    axes = axis if isinstance(axis, (tuple, list)) else (axis,)
+    count = 1 + bool(cell.scales) + cell.per_group
+    sizes = arrays[-1] if x.dim() == 2 else None
+    form = None
+    for place in reversed(range(len(axes))):
+        values, scales, *others = arrays[place * count : (place + 1) * count]
+        along, shape, dtype = axes[place] % x.dim(), tuple(x.shape), dtype_name(x.dtype)
+        group_scales = others[0] if others else None
+        form = QTensor(values, scales, group_scales, cell, along, shape, dtype, form, sizes)
+    assert form is not None, "axes were checked"
+    return form
+
+
+def _quantize(x: Tensor, cell: Format, axis: Any, group_sizes: Any, key: Tensor | None) -> list[Tensor]:
+    """The arrays of `quantize`: those of each form, then int32 group sizes if x is rows."""
+    check_operand("x", x, x)
     sizes = None
     if group_sizes is not None:
         sizes, _ = prepare_sizes(unwrap(group_sizes)[0], x, NAMES)
     if key is not None:
         check_operand("key", key, x)
-    specs = (None if each is None else spec_of(each) for each in (sizes, key))
-    axes = storing.check_quantize(spec_of(x), cell, tuple(axis) if isinstance(axis, (tuple, list)) else axis, *specs)
+    source, specs = rows_spec(x), (None if each is None else fixed_spec(each) for each in (sizes, key))
+    axes = storing.check_quantize(source, cell, tuple(axis) if isinstance(axis, (tuple, list)) else axis, *specs)
     if x.dim() == 2 and sizes is None:
         sizes = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
     made = _stored.store([x.detach()], tuple((each, cell) for each in axes), sizes, key=key)
-    first, *others = (dataclasses.replace(_stored.restored(form, x.shape[0]), group_sizes=sizes) for form in made)
-    return dataclasses.replace(first, other=others[0] if others else None)
+    return [*(array for form in made for array in form.tensors), *([] if sizes is None else [sizes])]
+
+
+@torch.compiler.allow_in_graph
+def _quantize_node(*arguments: Any) -> list[Tensor]:
+    """`_quantize` as one node of a graph; `arguments` as `_graph` takes them apart."""
+    return _quantize(*_graph.together(list(arguments)))
 
 
 def dequantize(
@@ -86,9 +100,15 @@ def dequantize(
         group_sizes: of rows; None: those that came with q.
 
     Raises:
-        TypeError: q is not quantised; a dtype that results do not have. ValueError: rows without group sizes.
+        TypeError: q is not quantised, or a dtype that results do not have. ValueError: rows without group sizes.
     """
     check_quantized(q)
+    if torch.compiler.is_compiling():
+        return _dequantize_node(*_graph.taken_apart([q, dtype, group_sizes]))
+    return _dequantize(q, dtype, group_sizes)
+
+
+def _dequantize(q: QTensor[Tensor], dtype: torch.dtype | None, group_sizes: Any) -> Tensor:
     wide = linear_spec.wide_option("dtype", None if dtype is None else DTYPES.get(dtype, str(dtype))) or q.dtype
     sizes = q.group_sizes
     if group_sizes is not None:
@@ -96,6 +116,12 @@ def dequantize(
     if len(q.shape) == 2 and sizes is None:
         raise ValueError("`group_sizes`: None, expected one size a group, for rows are stored by groups; pass them.")
     return _stored.dequantize(q, sizes if len(q.shape) == 2 else None, wide)
+
+
+@torch.compiler.allow_in_graph
+def _dequantize_node(*arguments: Any) -> Tensor:
+    """`_dequantize` as one node of a graph; `arguments` as `_graph` takes them apart."""
+    return _dequantize(*_graph.together(list(arguments)))
 
 
 def straight_through(master: Tensor, q: QTensor[Tensor]) -> StraightThrough:
@@ -143,14 +169,8 @@ def update_scaling(state: ScalingState[Tensor], *, process_group: Any = None) ->
         live = state.history[:, 0].contiguous()
         torch.distributed.all_reduce(live, torch.distributed.ReduceOp.MAX, group=process_group)
         state.history[:, 0].copy_(live)
-    _run.run(_update_rule, state.algorithm, (state.scale, state.history, state.top), debug_flags())
+    _stored.update_scaling(state.scale, state.history, state.top, state.algorithm)
     return state
-
-
-def _update_rule(run: Any, algorithm: str, operands: Sequence[Any]) -> tuple[Any, ...]:
-    scale, history, top = operands
-    scaling.update(run, ScalingState(scale, history, top, algorithm), reuse=True)
-    return ()
 
 
 class Use(NamedTuple):

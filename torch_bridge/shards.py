@@ -233,7 +233,7 @@ def _cast(each: _Pass, skip: Tensor | None) -> None:
 
 
 def _buffers(forms: Sequence[QTensor[Tensor]]) -> list[Tensor | None]:
-    return [part for form in forms for part in (form.values, form.scales, form.group_scales)]
+    return [part for form in forms for part in form.slots]
 
 
 def _amax_rule(run: Any, static: Any, operands: Sequence[Any]) -> tuple[Any, ...]:

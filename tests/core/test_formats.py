@@ -51,6 +51,41 @@ def test_replace_makes_a_variant_and_leaves_the_original():
 
 
 @pytest.mark.rule("ERR-1")
+def test_fast_accumulation_is_for_forward_products_of_scales_of_groups():
+    fast = recipes.FP8Current.replace(accumulate="fast")
+    assert fast.of_gradients == recipes.FP8Current
+    assert recipes.MXFP8.of_gradients is recipes.MXFP8
+    with asserts.refused(ValueError, ["`accumulate` of Recipe:", "'never'", "'promote', 'fast'", "choose"]):
+        recipes.FP8Current.replace(accumulate="never")
+    with asserts.refused(
+        ValueError, ["`forward` of recipe MXFP8:", "accumulate='fast'", "one scale a tensor", "change"]
+    ):
+        recipes.MXFP8.replace(accumulate="fast")
+
+
+@pytest.mark.parametrize("name", [name for name, row in formats.FORMATS.items() if not row.plain])
+def test_scales_are_those_of_blocks_or_where_there_are_none_of_groups(name):
+    format = formats.FORMATS[name]
+    slots = ("codes", "blocks" if format.scales else None, "groups" if format.per_group else None)
+    q = formats.QTensor(*slots, format, 1, (4, 4), "float32")
+    assert (q.scales, q.group_scales) == (("groups", None) if name.startswith("fp8_tensor") else slots[1:])
+    assert q.slots == dataclasses.replace(q, axis=0).slots == slots
+
+
+@pytest.mark.rule("MAT-6")
+def test_a_plain_operand_goes_with_a_quantised_one_but_fp16_rows_with_mxfp4():
+    plain, coded = formats.FORMATS["bf16"], formats.FORMATS["mxfp8"]
+    for forward in ((plain, coded), (coded, plain)):
+        assert recipes.BF16.replace(forward=forward).forward == forward
+    half = (formats.FORMATS["fp16"], formats.FORMATS["mxfp4"])
+    for product in ("forward", "dgrad"):
+        with asserts.refused(
+            ValueError, [f"`{product}` of recipe FP16:", "fp16 against mxfp4", "whose range", "change"]
+        ):
+            recipes.FP16.replace(**{product: half})
+
+
+@pytest.mark.rule("ERR-1")
 def test_an_unknown_fp32_mode_is_refused():
     with asserts.refused(ValueError, ["`fp32` of Recipe:", "'fast'", "'tf32x3', 'tf32', 'ieee'", "choose"]):
         recipes.FP32.replace(fp32="fast")

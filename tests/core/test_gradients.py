@@ -13,7 +13,7 @@ from grouped_core.calls import RESULTS, ArraySpec, Call
 from grouped_core.gradients import Needs
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.plans import Planner
-from grouped_core.recipes import SAVED, FP8Delayed
+from grouped_core.recipes import SAVED, FP8Current, FP8Delayed
 from grouped_core.reference import Oracle
 from grouped_core.storing import Extras
 from tests import asserts, bounds, cases
@@ -172,6 +172,17 @@ def test_what_is_saved_is_enough_and_nothing_is_saved_in_vain(transposed, bias, 
             assert any(g is not None and np.isnan(g.astype(np.float32)).any() for g in spoilt), (
                 f"{name} is saved for {needs} and never read"
             )
+
+
+@pytest.mark.parametrize(("accumulate", "forward"), [("promote", "every_128"), ("fast", "never")])
+def test_gradients_are_promoted_however_forward_accumulates(accumulate, forward):
+    s = setup(True, False, False, False, "bfloat16")
+    s.op = dataclasses.replace(s.op, recipe=FP8Current.replace(accumulate=accumulate))
+    run = Recorder()
+    s.forward(run)
+    s.backward(run, s.needs())
+    found = [dict(call.params)["promote"] for call in run.calls if call.name == "grouped_matmul"]
+    assert found == [forward, "every_128", "every_128"]
 
 
 @pytest.mark.rule("MAT-11", "GRP-9")

@@ -29,7 +29,8 @@ MIXED = (
     recipes.FP8Block.replace(name="plain wgrad", wgrad=recipes.BF16.wgrad),
     recipes.MXFP8.replace(name="weights alone", forward=(FORMATS["bf16"], FORMATS["mxfp8"]), dgrad=recipes.BF16.dgrad,
                           wgrad=recipes.BF16.wgrad),
-    recipes.FP8Current.replace(name="fast", promote="never"),
+    recipes.MXFP8.replace(name="rows alone", forward=(FORMATS["mxfp8"], FORMATS["bf16"]), dgrad=recipes.BF16.dgrad),
+    recipes.FP8Current.replace(name="fast", accumulate="fast"),
     recipes.MXFP8.replace(name="kept as it came", saved="input"),
 )  # fmt: skip
 CASES = [cases.named(name) for name in ("tail", "jagged", "clamped", "k_n_odd", "all_empty", "no_rows", "idle_ends")]
@@ -68,7 +69,7 @@ def operands(p: cases.Problem, bias: bool, row_scale: bool) -> dict[str, Any]:
         (not scale_bias or (bias and row_scale))
         and (bias or not needs.bias)
         and (row_scale or not needs.row_scale)
-        and (dtype == "bfloat16" or recipe.forward[0].values != "bfloat16")
+        and (dtype == "bfloat16" or all(cell.values != "bfloat16" for cell in recipe.forward))
     ),
 )
 def test_faces_have_the_same_bits(recipe, case, dtype, transposed, bias, row_scale, scale_bias, needs):
@@ -499,3 +500,5 @@ def test_operators_of_stored_operands_are_sound():
     scale, live = torch.ones(len(sizes)), torch.zeros(len(sizes))
     torch.library.opcheck(op.store_merging2, ([x], sizes, scale, None, delayed, live), test_utils=tests)
     torch.library.opcheck(op.dequantize, (w_k.tensors, None, w_k.text, w.shape[0], "float32"), test_utils=tests)
+    state = torch_bridge.scaling_state(recipes.FP8Delayed, 3)
+    torch.library.opcheck(op.update_scaling, (state.scale, state.history, state.top, state.algorithm))

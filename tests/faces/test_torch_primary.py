@@ -193,7 +193,7 @@ def test_writing_quantises_in_place_into_both_forms(recipe: Recipe, listed: bool
                 )
         if recipe.delayed:  # by the multipliers of the state, which are 1
             asserts.bitwise(store.values, value.to(torch.float8_e4m3fn))
-            asserts.bitwise(store.group_scales, torch.ones(3))
+            asserts.bitwise(store.scales, torch.ones(3))
 
 
 @pytest.mark.rule("QNT-1")

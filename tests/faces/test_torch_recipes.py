@@ -17,7 +17,16 @@ from grouped_core.recipes import Recipe
 from tests import asserts, bounds
 from tests.faces.nn_tools import FUNCTIONS, MODULES, drawn_key, main_grads, setup
 from tests.faces.torch_tools import counted_launches, leaf
-from torch_bridge import grouped_linear, nn, params, quantize, scaling_state, update_scaling
+from torch_bridge import (
+    dequantize,
+    grouped_linear,
+    nn,
+    params,
+    quantize,
+    scaling_state,
+    straight_through,
+    update_scaling,
+)
 from torch_bridge.activation import scaled_activation_rows
 
 RECIPES = tuple(getattr(recipes, name) for name in bounds.RELATIVE_ERRORS)
@@ -312,6 +321,13 @@ def test_explain_of_recipes_needs_neither_device_nor_weights() -> None:
     q: Any = quantize(torch.randn(2, 32, 64), "mxfp4")
     text = torch_bridge.explain(grouped_linear, torch.randn(5, 64), q, [2, 3])
     assert text.startswith("grouped_matmul ->"), "quantised already"
+
+
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize("function", [dequantize, lambda q: straight_through(torch.ones(2, 3), q)])
+def test_what_is_not_quantised_is_refused(function: Any) -> None:
+    with asserts.refused(TypeError, ["`q`", "Tensor", "expected a QTensor", "make one with quantize"]):
+        function(torch.ones(2, 3))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from grouped_core import recipes
 from grouped_core.activations import Activation
+from grouped_core.formats import FORMATS
 from grouped_core.recipes import Recipe
 from tests import asserts
 from tests.faces.nn_tools import FORMS, MODULES, Setup, main_grads, setup
@@ -20,6 +21,7 @@ from tests.faces.test_torch_recipes import ALL, BF16, DELAYED, same, seeded, sta
 from tests.faces.torch_tools import counted_launches, leaf, small
 from torch_bridge import (
     GroupSizes,
+    dequantize,
     grouped_linear,
     grouped_mlp,
     quantize,
@@ -27,6 +29,7 @@ from torch_bridge import (
     straight_through,
     update_scaling,
 )
+from torch_bridge._stored import present
 
 # torch's own: Dynamo makes an instance of autograd.Function and looks at `.grad`, inductor imports torch.jit.
 pytestmark = [
@@ -159,6 +162,40 @@ def test_quantised_operands_and_masters(whole: str) -> None:
         with torch.no_grad():
             found.append([y, f(rows, *masters), x.grad, *(master.grad for master in masters)])
     same(found[1], found[0])
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_1x128", "mxfp8", "nvfp4"])
+def test_codes_are_made_and_read_inside(name: str, dynamic: bool) -> None:
+    """Rows in both forms with a key, and weights; of a QTensor a graph may give back all parts."""
+    one = setup("grouped_linear", False, recipe=recipes.MXFP8, **BF16)
+    rows_of = FORMATS[name].replace(stochastic=name == "nvfp4")
+    key = torch.tensor([3, 2**31], dtype=torch.uint32)
+
+    def run(x: Any, weight: Any) -> Any:
+        rows = quantize(x * 2, rows_of, axis=(1, 0), group_sizes=one.sizes, key=key)
+        weights = quantize(weight, name, axis=-2)
+        read = [dequantize(rows), dequantize(rows.other, torch.float32), dequantize(weights) + 1]
+        return rows, weights, read, dequantize(quantize(x, name))
+
+    f = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for rows in (40, 33):
+        found = [each(one.x[:rows].detach(), one.weights[0].detach()) for each in (f, run)]
+        for a, b in zip(*(each[:2] for each in found), strict=True):
+            assert (a.format, a.axis, tuple(a.shape), a.dtype) == (b.format, b.axis, tuple(b.shape), b.dtype)
+        same(*([*present(q, q.other, w), *read, last] for q, w, read, last in found))
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_the_step_of_states(algorithm: str) -> None:
+    recipe = DELAYED.replace(history=3, amax_algorithm=algorithm)
+    held = [scaling_state(recipe, 2) for _ in range(2)]
+    steps = [update_scaling, torch.compile(update_scaling, fullgraph=True, backend="aot_eager")]
+    for live in (3.0, 0.0, 5.0, 2.0):
+        for state, step in zip(held, steps, strict=True):
+            state.history[:, 0] = live
+            step(state)
+        same(*([state.scale, state.history] for state in held))
 
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])

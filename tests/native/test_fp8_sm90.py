@@ -30,7 +30,7 @@ PAIRS = ((TENSOR, TENSOR), (TENSOR_E5M2, TENSOR), (TENSOR, TENSOR_E5M2), (BLOCK,
 """Formats of rows and weights."""
 TURNED = ((TENSOR, TENSOR), (TENSOR, TENSOR_E5M2), (TENSOR_E5M2, TENSOR), (BLOCK, BLOCK), (BLOCK, BLOCK_E5M2))
 """Formats of the operands of a weight gradient."""
-FAST_TENSOR = FP8Current.replace(promote="never")
+FAST_TENSOR = FP8Current.replace(accumulate="fast")
 RECIPES = {"promoted": FP8Current, "fast": FAST_TENSOR, "block": FP8Block}
 # Rows of whole 16 bytes, several tiles and blocks in each direction, nothing else aligned.
 TILES = cases.Case("tiles_16", (150, 0, 301, 61), 540, 400, 456, frozenset())

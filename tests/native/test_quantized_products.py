@@ -32,6 +32,10 @@ ROWS = (
     ("mxfp8", "mxfp4"),
     ("nvfp4", "nvfp4"),
     ("nvfp4", "nvfp4_2d"),
+    ("fp8_tensor", "bf16"),
+    ("fp8_1x128", "fp16"),
+    ("mxfp8", "bf16"),
+    ("nvfp4", "fp32"),
 )
 WEIGHTS = ("fp8_tensor", "fp8_1x128", "fp8_128x128", "mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4", "nvfp4_2d")
 WEIGHT_ONLY = (
@@ -81,7 +85,7 @@ def operand(name: str, shape: tuple[int, ...], axis: int, sizes: NDArray[Any], *
 def spec(held: Operand) -> OperandSpec:
     if not isinstance(held, QTensor):
         return spec_of(held)
-    arrays = [None if a is None else spec_of(a) for a in (held.values, held.scales, held.group_scales)]
+    arrays = [None if a is None else spec_of(a) for a in held.slots]
     values, scales, factors = arrays
     assert values is not None
     return StoredSpec(values, scales, factors, held.format, held.axis, held.shape, held.dtype)
