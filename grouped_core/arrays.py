@@ -5,6 +5,7 @@ Letters: G groups, M rows, K in, N out.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from grouped_core.mlp_spec import (
     MlpSpecs,
     Residuals,
     check,
+    check_join,
     check_pair,
     residuals_option,
     restrict,
@@ -375,6 +377,7 @@ def scaling_state(recipe: Recipe, num_groups: int, *, products: int = 1) -> Scal
     Raises:
         ValueError: nothing of the recipe is scaled with delay.
     """
+    scaling.check_groups(num_groups)
     top = np.asarray(scaling.tops(recipe, products), np.float32)
     scale = np.ones((len(top), num_groups), np.float32)
     history = np.zeros((len(top), recipe.history, num_groups), np.float32)
@@ -430,6 +433,18 @@ def _mlp_specs(op: Mlp, required: dict[str, Any], **optional: Any) -> list[Any]:
     return [x, operand_spec(Planner(), in_form(op.fc1(), halves)), *others[count:]]
 
 
+def _joined(op: Mlp, halves: Sequence[Any], accumulates: bool = False) -> tuple[Mlp, Any]:
+    """The operation and gate and linear half as one weight, where these are quantised: scales are those of both."""
+    check_pair(op, *map(spec_of, halves))
+    check_join(op, accumulates)
+    axis = op.fc1().weight_axes()[1]
+    return dataclasses.replace(op, paired=False), ArrayRunner(halves[0]).xp.concatenate(list(halves), axis)
+
+
+def _quantises(op: Mlp, x: Any) -> bool:
+    return isinstance(x, QTensor) or (op.recipe is not None and op.recipe.quantized)
+
+
 def grouped_mlp(
     x: Array,
     wi: Array | Sequence[Array],
@@ -463,6 +478,9 @@ def grouped_mlp(
     bound = linear_spec.recipe_option(recipe)
     members = _members("wi", wi)
     op = _mlp(transposed, activation, bound, Residuals(), None, hint, implementation, "wi" not in members)
+    if op.paired and _quantises(op, x):
+        op, wi = _joined(op, wi)
+        members = {"wi": wi}
     required = {"x": x, **members, "wo": wo, "group_sizes": sizes}
     optional = {"probs": probs, "wi_bias": wi_bias, "wo_bias": wo_bias}
     check(op, *_mlp_specs(op, required, **optional, out=out))
@@ -517,6 +535,10 @@ def grouped_mlp_grads(
     bound = linear_spec.recipe_option(recipe)
     members = _members("wi", wi)
     op = _mlp(transposed, activation, bound, residuals, wgrad_dtype, hint, implementation, "wi" not in members)
+    parted = op.paired and _quantises(op, x)
+    if parted:
+        op, wi = _joined(op, wi, wgrad_accum[0] is not None)
+        members = {"wi": wi}
     required = {"x": x, **members, "wo": wo, "group_sizes": sizes}
     optional = {"probs": probs, "wi_bias": wi_bias, "wo_bias": wo_bias}
     into_wi = (None, None) if op.paired and wgrad_accum[0] is None else wgrad_accum[0]
@@ -562,6 +584,8 @@ def grouped_mlp_grads(
         halves = zip(into_wi, op.parts(), strict=True)
         dwi = tuple(weight_grad(op.fc1(), wi_spec, main.rows, main.dh, into, half) for into, half in halves)
         dwi = dwi if op.paired else dwi[0]
+        if parted:
+            dwi = tuple(map(run.xp.ascontiguousarray, run.xp.split(dwi, 2, op.fc1().weight_axes()[1])))
     if wanted.wo:
         dwo = weight_grad(op.fc2(), wo_spec, main.z, main.dy, into_wo)
     return MlpGradients(main.x, dwi, dwo, main.probs, main.wi_bias, main.wo_bias)

@@ -64,11 +64,11 @@ class Linear:
         """The recipe in force for these operands: without one they are used as they stand, quantised or not.
 
         Raises:
-            ValueError: a weight in two arrays beside quantised operands.
+            NotImplementedError: a weight in two arrays beside quantised operands.
         """
         recipe = self.recipe or _as_they_stand(x.dtype, w.dtype, _format(x), _format(w))
         if self.paired and recipe.quantized:
-            raise ValueError(
+            raise NotImplementedError(
                 f"`{self.names.w}`: two arrays beside recipe {recipe.name}, expected one that quantises nothing; "
                 "pass one array."
             )

@@ -222,6 +222,20 @@ def kept(op: Mlp, needs: MlpNeeds, has_probs: bool, has_wi_bias: bool, has_wo_bi
     )
 
 
+def check_join(op: Mlp, accumulates: bool) -> None:
+    """Refuses what a first weight in two arrays does not have where they are joined, for what is quantised.
+
+    Raises:
+        NotImplementedError: its gradient is added to accumulators.
+    """
+    if accumulates:
+        n, name = op.names, "quantised operands" if op.recipe is None else f"recipe {op.recipe.name}"
+        raise NotImplementedError(
+            f"`{n.accum}` of `{n.wi}`: given for two arrays beside {name}, expected None; pass one array, or add the "
+            "gradients."
+        )
+
+
 @lru_cache(maxsize=1024)
 def check_pair(op: Mlp, *halves: ArraySpec) -> None:
     """Refuses several arrays as the first weight unless they are gate and linear half (MAT-3, MLP-5).

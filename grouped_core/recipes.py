@@ -28,9 +28,9 @@ class Recipe:
     """How the three products of a linear map are computed. Frozen and hashable; `replace` makes a variant.
 
     Attributes:
-        name: shown in messages.
         forward, dgrad, wgrad: formats of the product's two operands, in the order of the module's table. Each is made
             from the high-precision array, so forward and wgrad may see different roundings of one x.
+        name: shown in messages; "" stands for the formats of forward.
         batch_invariant: a row of y or dx then depends on that row and its group's weights and scales alone, not on M or
             G. Formats whose scales depend on all rows of a group refuse it.
         fp32: how float32 operands meet tensor cores: "tf32x3" (float32 accuracy), "tf32", or "ieee". Kernels without
@@ -49,10 +49,10 @@ class Recipe:
         ValueError: an option has a value that it does not take, or formats do not go together.
     """
 
-    name: str
     forward: tuple[Format, Format]
     dgrad: tuple[Format, Format]
     wgrad: tuple[Format, Format]
+    name: str = ""
     batch_invariant: bool = False
     fp32: str = "tf32x3"
     accumulate: str = "promote"
@@ -75,6 +75,8 @@ class Recipe:
                 raise ValueError(
                     f"`{name}` of Recipe: {getattr(self, name)!r}, wanted one of {allowed}; choose one of them."
                 )
+        if not self.name:
+            object.__setattr__(self, "name", " x ".join(cell.name for cell in self.forward))
         if self.history < 1:
             raise ValueError(f"`history` of Recipe: {self.history}, wanted at least 1 step; pass a larger number.")
         _check_cells(self)
@@ -177,11 +179,11 @@ def plain(x: str, w: str | None = None) -> Recipe:
     """The recipe of operands that are used as they stand: `x` and `w` are element types, dy takes that of x."""
     fx, fw = PLAIN[x], PLAIN[w or x]
     name = fx.name.upper() if fx == fw else f"{fx.name} x {fw.name}"
-    return Recipe(name, forward=(fx, fw), dgrad=(fx, fw), wgrad=(fx, fx))
+    return Recipe((fx, fw), (fx, fw), (fx, fx), name)
 
 
 def _scaled(name: str, x: Format, w: Format, dy: Format, wgrad: tuple[Format, Format] | None = None) -> Recipe:
-    return Recipe(name, forward=(x, w), dgrad=(dy, w), wgrad=wgrad or (x, dy))
+    return Recipe((x, w), (dy, w), wgrad or (x, dy), name)
 
 
 _CURRENT, _CURRENT_DY = FORMATS["fp8_tensor"], FORMATS["fp8_tensor_e5m2"]

@@ -41,6 +41,16 @@ class ScalingState(Generic[_Array]):
     algorithm: str
 
 
+def check_groups(count: int) -> None:
+    """Refuses a state of no groups.
+
+    Raises:
+        ValueError: fewer than one.
+    """
+    if count < 1:
+        raise ValueError(f"`num_groups`: {count}, expected at least 1; pass the number of groups that the weight has.")
+
+
 def tops(recipe: Recipe, products: int = 1) -> list[float]:
     """What the largest magnitude of each role is scaled to.
 

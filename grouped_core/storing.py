@@ -231,11 +231,10 @@ def joined(forms: Sequence[Any]) -> QTensor[Any]:
     return dataclasses.replace(first, other=others[0] if others else None)
 
 
-@lru_cache(maxsize=1024)
 def check_quantize(
     source: ArraySpec,
     format: Format,
-    axis: int | tuple[int, ...],
+    axis: int | Sequence[int],
     sizes: ArraySpec | None,
     key: ArraySpec | None = None,
 ) -> tuple[int, ...]:
@@ -244,6 +243,13 @@ def check_quantize(
     Raises:
         TypeError: dtypes. ValueError: shapes, axes, a format that is not for such an array.
     """
+    return _axes(source, format, tuple(axis) if isinstance(axis, (tuple, list)) else (axis,), sizes, key)
+
+
+@lru_cache(maxsize=1024)
+def _axes(
+    source: ArraySpec, format: Format, given: tuple[int, ...], sizes: ArraySpec | None, key: ArraySpec | None
+) -> tuple[int, ...]:
     rank, weights = len(source.shape), len(source.shape) == 3
     if source.dtype not in WIDE:
         raise TypeError(f"`x`: dtype {source.dtype}, expected one of {', '.join(WIDE)}; cast it first.")
@@ -251,10 +257,12 @@ def check_quantize(
         raise ValueError(
             f"`x`: shape {source.shape}, expected rows [M, X] or weights [G, A, B]; fold leading axes with a reshape."
         )
-    given = axis if isinstance(axis, tuple) else (axis,)
     axes = tuple(each + rank if each < 0 else each for each in given)
     if not axes or len(set(axes)) < len(axes) or not set(axes) <= {rank - 2, rank - 1}:
-        raise ValueError(f"`axis`: {axis}, expected {rank - 1}, {rank - 2} or both, the axes that products contract.")
+        raise ValueError(
+            f"`axis`: {given}, expected {rank - 1}, {rank - 2} or both, the axes that products contract; pass one of "
+            "them, or both as a tuple."
+        )
     if weights and sizes is not None:
         raise ValueError(f"`group_sizes`: {sizes} beside weights {source}, expected None; each member is a group.")
     if sizes is not None:
@@ -267,9 +275,13 @@ def check_quantize(
             "scales in the array; choose one, e.g. 'mxfp8'."
         )
     if not weights and (format.square or (format.values == "uint8" and format.rule == "e8m0")):
-        raise ValueError(f"`format`: {format.name} for rows [M, X], wanted one that is not for weights alone.")
+        raise ValueError(
+            f"`format`: {format.name} for rows [M, X], wanted one that is not for weights alone; choose e.g. 'mxfp8'."
+        )
     if weights and (format.rotate or format.stochastic):
-        raise ValueError(f"`format`: {format.name} with rotation or random rounding for weights, wanted neither.")
+        raise ValueError(
+            f"`format`: {format.name} with rotation or random rounding for weights, wanted neither; leave both out."
+        )
     return axes
 
 
@@ -309,11 +321,22 @@ def _values(
     group_sizes: Array | None,
     requantize: str | None,
 ) -> Array:
-    if requantize is None:
-        axis, cell = next(each for each in wanted if _given(q, *each) is None)
-        raise ValueError(
-            f"a quantised operand: {q.format.name} along axis {q.axis}, expected {cell.name} along axis {axis}, which "
-            "a product reads; hand in that form too (`quantize` with both axes), pass the plain array, or a recipe "
-            "with requantize='from_dequantized'."
-        )
+    check_requantize(q, wanted, requantize)
     return dequantize(run, q, group_sizes, q.dtype)
+
+
+def check_requantize(q: QTensor[Any], wanted: Sequence[tuple[int, Format]], requantize: str | None) -> None:
+    """Refuses a quantised operand that lacks a form, unless a recipe lets it be made of the values.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if requantize is not None:
+        return
+    axis, cell = next(each for each in wanted if _given(q, *each) is None)
+    operand = "quantised rows" if len(q.shape) == 2 else "a quantised weight"
+    raise ValueError(
+        f"{operand} {q.shape}: {q.format.name} along axis {q.axis}, expected {cell.name} along axis {axis}, which a "
+        "product reads; hand in that form too (`quantize` with both axes), pass the plain array, or a recipe with "
+        "requantize='from_dequantized'."
+    )

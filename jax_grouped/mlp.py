@@ -7,12 +7,13 @@ activations, else F.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -20,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from grouped_core import activations, calls, debug, linear_spec, scaling
 from grouped_core import mlp as rules
 from grouped_core.activations import Activation
-from grouped_core.calls import ArraySpec, Call, OperandSpec
+from grouped_core.calls import ArraySpec, Call, OperandSpec, StoredSpec
 from grouped_core.formats import QTensor
 from grouped_core.linear_spec import Linear
 from grouped_core.mlp_spec import (
@@ -33,6 +34,7 @@ from grouped_core.mlp_spec import (
     Residuals,
     check,
     check_cotangent,
+    check_join,
     check_pair,
     kept,
     residuals_option,
@@ -93,8 +95,8 @@ def grouped_mlp(
     Args:
         x: [M, K]; float32, bfloat16 or float16.
         wi: [G, K, W], gate columns first or interleaved as the `Activation` says; [G, W, K] with `rhs_transposed`. Or
-            a pair of gate and linear half, [G, K, F] each ([G, F, K]): the same bits, nothing is concatenated, and its
-            gradients come as a pair.
+            a pair of gate and linear half, [G, K, F] each ([G, F, K]): the same bits, nothing is concatenated unless it
+            is quantised, and its gradients come as a pair.
         wo: [G, F, K], with `rhs_transposed` [G, K, F].
         group_sizes: [G], any integer dtype, as in `ragged_dot`.
         activation: a kind with its defaults, or an `Activation`.
@@ -136,11 +138,17 @@ def plan_grouped_mlp(**arguments: Any) -> list[Call]:
     into_wi: Any = [None if accum is None else accumulate.spec(accum) for accum in _members(o.accum_wi)]
     into_wo = None if o.accum_wo is None else accumulate.spec(o.accum_wo)
     operands = (value_of(o.x), in_form(op.fc1(), value_of(o.wi)), value_of(o.wo), o.probs, o.wi_bias, o.wo_bias)
+    needs = MlpNeeds(
+        x=master_dtype(o.x) is not None,
+        wi=master_dtype(o.wi) is not None or any(each is not None for each in into_wi),
+        wo=master_dtype(o.wo) is not None or into_wo is not None,
+    )
     rules.plan(
         op,
         operands,
         o.sizes._replace(dtype="int32"),
         run,
+        needs=needs,
         accumulators=(into_wi if op.paired else into_wi[0], into_wo),
         out=o.out,
         extras=(scaling.planned(o.bound, groups), scaling.planned(o.bound, groups)),
@@ -205,8 +213,13 @@ def _prepare(
     wgrad_dtype: DTypeLike | None,
     out: Any,
     implementation: str | Sequence[str] | None,
+    joins: bool = True,
 ) -> tuple[Mlp, _Operands]:
-    """The static facts and the operands of `grouped_mlp`, checked; `take` makes an operand of an argument."""
+    """The static facts and the operands of `grouped_mlp`, checked; `take` makes an operand of an argument.
+
+    Args:
+        joins: a `wi` in two arrays becomes one where it is quantised, for scales are those of both.
+    """
     n = NAMES
 
     def optional(name: str, value: Any, shape: str) -> Any:
@@ -248,6 +261,9 @@ def _prepare(
     )
     if paired:
         check_pair(op, *(calls.spec_of(each) for each in o.wi))
+    if paired and joins and (isinstance(value_of(o.x), (QTensor, StoredSpec)) or (op.recipe and op.recipe.quantized)):
+        check_join(op, any(each is not None for each in o.accum_wi))
+        op, o = replace(op, paired=False), o._replace(wi=_joined(op, o.wi), accum_wi=None)
     run: Any = Planner() if take is as_operand_spec else RUN
     specs = _specs(op, o, run)
     check(op, *specs[:3], run.spec(o.sizes), *specs[3:], operand_spec(run, o.out))
@@ -258,6 +274,15 @@ def _prepare(
             spec: Any = operand_spec(run, weight)
             accumulate.check(linear, accum, ArraySpec(tuple(spec.shape), spec.dtype))
     return op, o
+
+
+def _joined(op: Mlp, halves: tuple[Any, ...]) -> Any:
+    """Gate and linear half as one weight, or its spec."""
+    axis = op.fc1().weight_axes()[1]
+    if not isinstance(halves[0], ArraySpec):
+        return jnp.concatenate(halves, axis)
+    shape = halves[0].shape
+    return ArraySpec((*shape[:axis], 2 * shape[axis], *shape[axis + 1 :]), halves[0].dtype)
 
 
 def _accumulators(name: str, accum: Any, paired: bool) -> tuple[Any, Any]:
@@ -360,7 +385,7 @@ def grouped_mlp_fwd(*args: Any, **kwargs: Any) -> tuple[Array, MlpResiduals]:
         raise ValueError(
             f"`{NAMES.accum}` of grouped_mlp_fwd: given, expected None; hand the accumulators to grouped_mlp_bwd_dw."
         )
-    op, o = _prepare(as_operand, as_array, **bound.arguments)
+    op, o = _prepare(as_operand, as_array, **bound.arguments, joins=False)
     return _save(op, MlpNeeds(), op.parts(), _on_device(o))
 
 
@@ -450,7 +475,7 @@ def _weight_grad(
     if accum is None:
         return reduce_to(rules.weight_grad(RUN, linear, whole, rows, dy, d.sizes, half=half), axes)
     accumulate.check(linear, accum, _part_spec(linear, whole, half))
-    accumulate.check_varying(linear, accum, varying_axes(rows) | varying_axes(dy))
+    accumulate.check_varying(linear, accum, varying_axes(target_of(rows)) | varying_axes(target_of(dy)))
     into = accumulate.read(accum)
     return accumulate.write(
         accum, rules.weight_grad(RUN, linear, whole, rows, dy, d.sizes, into=into, accumulate=True, half=half)

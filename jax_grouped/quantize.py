@@ -111,6 +111,7 @@ def scaling_state(recipe: Recipe, num_groups: int, *, products: int = 1) -> Scal
     Raises:
         ValueError: nothing of the recipe is scaled with delay.
     """
+    scaling.check_groups(num_groups)
     top = jnp.asarray(scaling.tops(recipe, products), jnp.float32)
     scale = jnp.ones((top.size, num_groups), jnp.float32)
     history = jnp.zeros((top.size, recipe.history, num_groups), jnp.float32)

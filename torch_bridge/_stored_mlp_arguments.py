@@ -12,9 +12,7 @@ from grouped_core import linear_spec, scaling
 from grouped_core.calls import ArraySpec, OperandSpec
 from grouped_core.formats import QTensor
 from grouped_core.linear_spec import Linear
-from grouped_core.mlp_spec import MlpSpecs, check
-from grouped_core.plans import Planner
-from grouped_core.products import in_form, operand_spec
+from grouped_core.mlp_spec import MlpSpecs, check, check_join, check_pair
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import unwrap
 from torch_bridge import _library, _mlp_arguments, _mlp_library
@@ -114,9 +112,13 @@ def check_arguments(
     # Layers that have a state each come with a pair.
     bounds = recipe if isinstance(recipe, tuple) else (linear_spec.recipe_option(recipe),)
     sizes, rows_hint = unwrap(group_sizes)
-    paired = _mlp_arguments.is_pair(wi)
+    if _mlp_arguments.is_pair(wi):
+        name = "quantised operands" if bounds[0].recipe is None else f"recipe {bounds[0].recipe.name}"
+        raise NotImplementedError(
+            f"`{NAMES.wi}`: two arrays beside {name} in parts of grouped_mlp, expected one; pass one array."
+        )
     text = _mlp_arguments.text_of(
-        rhs_transposed, activation, bounds[0].recipe, residuals, rows_hint, implementation, paired
+        rhs_transposed, activation, bounds[0].recipe, residuals, rows_hint, implementation, False
     )
     leaf, rows = taken(x)
     (wi_leaves, first), (wo_leaves, second) = taken(wi), taken(wo)
@@ -162,6 +164,35 @@ def check_arguments(
 _checked: Decided[Any, Checked] = Decided()  # by facts of arrays, options as text, and how quantised operands lie
 
 
+def in_one_array(
+    wi: Any,
+    wgrad_accum: Any,
+    rhs_transposed: bool,
+    activation: Any,
+    recipe: Any,
+    residuals: Any,
+    **_: Any,
+) -> Any:
+    """`wi`; gate and linear half as one weight [G, 2F, K] ([G, K, 2F]), for scales are those of both. Gradients go to
+    each.
+
+    Raises:
+        TypeError, ValueError: halves that do not fit together. NotImplementedError: accumulators for them.
+    """
+    if not _mlp_arguments.is_pair(wi):
+        return wi
+    if not torch.compiler.is_compiling():
+        bound = recipe[0] if isinstance(recipe, tuple) else linear_spec.recipe_option(recipe)
+        op = _mlp_library.decode(
+            _mlp_arguments.text_of(rhs_transposed, activation, bound.recipe, residuals, 0, None, True)
+        )
+        for at, half in enumerate(wi):
+            check_operand(f"{NAMES.wi}[{at}]", half, wi[0])
+        check_pair(op, *map(fixed_spec, wi))
+        check_join(op, wgrad_accum is not None and (isinstance(wgrad_accum, str) or wgrad_accum[0] is not None))
+    return torch.cat(tuple(wi), dim=1 if rhs_transposed else 2)
+
+
 def _check_operands(operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], text: str) -> tuple[Tensor, Checked]:
     """(sizes as kernels read them, what was decided); raises for what does not fit, in words."""
     rows, first, second, sizes, probs, wi_bias, wo_bias = operands
@@ -173,7 +204,7 @@ def _check_operands(operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], 
         if isinstance(operand, QTensor):
             for part in parts_of(operand):
                 check_operand(name, part, one)
-        elif name != NAMES.x and not op.paired:
+        elif name != NAMES.x:
             members_of(name, operand, 3, one)
     if probs is not None:
         check_operand(NAMES.probs, probs, one)
@@ -181,9 +212,6 @@ def _check_operands(operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], 
         if operand is not None:
             members_of(name, operand, 2, one)
     wi_spec: Any = packed_spec(first if isinstance(first, QTensor) else listed(first))
-    if op.paired:  # which the check refuses
-        halves: Any = first
-        wi_spec = operand_spec(Planner(), in_form(op.fc1(), tuple(map(fixed_spec, halves))))
     wo_spec: Any = packed_spec(second if isinstance(second, QTensor) else listed(second))
     bias_specs = [packed_spec(listed(each), 2) if each is not None else None for each in (wi_bias, wo_bias)]
     specs = MlpSpecs(packed_spec(rows, 0), wi_spec, wo_spec, packed_spec(probs, 0), *bias_specs)

@@ -30,6 +30,7 @@ def _check_linear(arguments: dict[str, Any], out: Tensor | None, grad_input: Ten
 
 def _check_mlp(arguments: dict[str, Any], out: Tensor | None, grad_input: Tensor | None) -> None:
     if _stored_mlp_arguments.is_stored_mlp(*(arguments[name] for name in ("x", "wi", "wo", "recipe"))):
+        arguments = {**arguments, "wi": _stored_mlp_arguments.in_one_array(**arguments)}
         _stored_mlp_arguments.check_results(_stored_mlp_arguments.check_arguments(**arguments), out, grad_input)
     else:
         mlp_arguments.check_buffers(out, grad_input, mlp_arguments.check_arguments(**arguments))

@@ -74,7 +74,7 @@ def _quantize(x: Tensor, cell: Format, axis: Any, group_sizes: Any, key: Tensor 
     if key is not None:
         check_operand("key", key, x)
     source, specs = rows_spec(x), (None if each is None else fixed_spec(each) for each in (sizes, key))
-    axes = storing.check_quantize(source, cell, tuple(axis) if isinstance(axis, (tuple, list)) else axis, *specs)
+    axes = storing.check_quantize(source, cell, axis, *specs)
     if x.dim() == 2 and sizes is None:
         sizes = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
     made = _stored.store([x.detach()], tuple((each, cell) for each in axes), sizes, key=key)
@@ -153,6 +153,7 @@ def scaling_state(
     Raises:
         ValueError: nothing of the recipe is scaled with delay.
     """
+    scaling.check_groups(num_groups)
     top = torch.tensor(scaling.tops(recipe, products), dtype=torch.float32, device=device)
     scale = torch.ones((len(top), num_groups), dtype=torch.float32, device=device)
     history = torch.zeros((len(top), recipe.history, num_groups), dtype=torch.float32, device=device)

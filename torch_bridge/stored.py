@@ -19,7 +19,7 @@ from grouped_core.formats import QTensor
 from grouped_core.gradients import NO_NEEDS, Needs
 from grouped_core.linear_spec import Linear
 from grouped_core.recipes import BoundRecipe, Recipe
-from grouped_core.storing import given_forms
+from grouped_core.storing import check_requantize, given_forms
 from torch_bridge import _graph, _library, _products, _saved, _stored
 from torch_bridge._arguments import (
     Members,
@@ -145,13 +145,7 @@ def forms_of(
     if isinstance(source, QTensor):
         if (ready := given_forms(source, wanted)) is not None:
             return list(map(arrays_of, ready))
-        if recipe.requantize is None:
-            raise ValueError(
-                f"a quantised operand: {source.format.name} along axis {source.axis}, expected "
-                f"{', '.join(f'{cell.name} along axis {axis}' for axis, cell in wanted)}, which a product reads; hand "
-                "in that form too (`quantize` with both axes), pass the plain tensor, or a recipe with "
-                "requantize='from_dequantized'."
-            )
+        check_requantize(source, wanted, recipe.requantize)
         source = _stored.dequantize(source, sizes, source.dtype)
     plain = arrays_of(source)
     stored = quantised(wanted)

@@ -38,6 +38,7 @@ from torch_bridge._stored_mlp_arguments import (
     Product,
     check_arguments,
     check_results,
+    in_one_array,
 )
 from torch_bridge.quantize import DY, WEIGHT, Use, X
 from torch_bridge.stored import (
@@ -95,6 +96,7 @@ def grouped_mlp(
     Args:
         recipe: or a pair of bound ones, of layers that have a state each. owners, caches: of layers.
     """
+    wi = in_one_array(wi, wgrad_accum, rhs_transposed, activation, recipe, residuals)
     arguments = (x, wi, wo, group_sizes, rhs_transposed, activation, probs, wi_bias, wo_bias, recipe, residuals)
     if not torch.compiler.is_compiling():
         return mlp(check_arguments(*arguments, wgrad_accum, implementation, caches), out, grad_input, owners)

@@ -349,14 +349,15 @@ void stored_form(Check* check, const Call& call, const StoredForm& form, const T
                  bool cross, int64_t groups) {
   if (!form.values.present()) {
     check->require(!form.scales.present() && !form.group_scales.present(),
-                   [&] { return std::string(form.name) + "scales: expected values beside them"; });
+                   [&] { return std::string(form.name) + ": absent, expected codes beside their scales"; });
     return;
   }
   const DType type = form.values.dtype;
   const int64_t b = std::max<int64_t>(call.block, 1);
   check->require(is_code(type), [&] { return Check::named(form.name, form.values) + ", expected codes"; });
-  check->require(form.scales.present() == (call.block > 0),
-                 [&] { return std::string(form.name) + "scales: expected if and only if block is not 0"; });
+  check->require(form.scales.present() == (call.block > 0), [&] {
+    return std::string(form.name) + ": expected scales beside them if and only if block is not 0";
+  });
   if (!check->wrong.empty()) return;
   if (!ragged) {  // weights, stored with the contracted axis last
     const int64_t outer = source.dims[cross ? 2 : 1], depth = source.dims[cross ? 1 : 2];

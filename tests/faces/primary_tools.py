@@ -20,7 +20,7 @@ from torch_bridge import nn
 from torch_bridge.primary import QuantizedWeight, parts_of
 
 FOUR_BITS = Recipe(
-    "weights in 4 bits",
+    name="weights in 4 bits",
     forward=(FORMATS["bf16"], FORMATS["mxfp4"]),
     dgrad=(FORMATS["bf16"], FORMATS["mxfp4"]),
     wgrad=recipes.BF16.wgrad,

@@ -41,7 +41,13 @@ def bind(recipe: Recipe, groups: int, key: tuple[int, int] = (3, 5)) -> Any:
     return recipe.bind(state, np.array(key, np.uint32))
 
 
-@pytest.mark.rule("ALL-1", "ALL-4", "MLP-8", "MLP-10", "MLP-11")
+def fits(recipe: Recipe, kind: str, dtype: str, halves: bool, **_: Any) -> bool:
+    if halves and not Activation(kind).gated:
+        return False
+    return dtype == "bfloat16" or all(cell.values != "bfloat16" for cell in recipe.forward)
+
+
+@pytest.mark.rule("ALL-1", "ALL-4", "MAT-3", "MLP-8", "MLP-10", "MLP-11")
 @pytest.mark.matrix(
     recipe=(*RECIPES, *MIXED),
     case=CASES,
@@ -52,17 +58,21 @@ def bind(recipe: Recipe, groups: int, key: tuple[int, int] = (3, 5)) -> Any:
     bias=(None, "float32"),
     policy=POLICIES,
     needs=SOME_NEEDS,
-    valid=lambda recipe, dtype, **_: dtype == "bfloat16" or all(cell.values != "bfloat16" for cell in recipe.forward),
+    halves=(False, True),
+    valid=fits,
 )
-def test_faces_and_policies_have_the_same_bits(recipe, case, kind, dtype, transposed, probs, bias, policy, needs):
+def test_faces_and_policies_have_the_same_bits(
+    recipe, case, kind, dtype, transposed, probs, bias, policy, needs, halves
+):
     given, dy = problem(case, dtype, Activation(kind), transposed=transposed, probs=probs, bias=bias)
     needs = present(given, needs)
     options: dict[str, Any] = {"activation": kind, "transposed": transposed, "recipe": bind(recipe, case.groups)}
     y = ARRAYS.forward(given, **options)
     wanted = ARRAYS.gradients(given, dy, needs, **options)
+    form = in_halves(given, transposed) if halves else given
     for face in (ARRAYS, JAX, TORCH):
-        asserts.bitwise(face.forward(given, residuals=policy, **options), y, f"y of {face}")
-        found = face.gradients(given, dy, needs, residuals=policy, **options)
+        asserts.bitwise(face.forward(form, residuals=policy, **options), y, f"y of {face}")
+        found = face.gradients(form, dy, needs, residuals=policy, **options)
         for name, need, a, b in zip(LEAVES, needs, found, wanted, strict=True):
             assert (a is not None) == need, f"gradient of {name} from {face}"
             if need:
@@ -275,11 +285,37 @@ def test_quantised_rows_serve_every_policy(policy, axis):
         asserts.bitwise(a, b)
 
 
-def test_a_pair_beside_a_recipe_that_quantises_is_refused():
-    given, _ = problem(cases.named("tail"), "bfloat16", Activation("swiglu"))
-    for face in (ARRAYS, JAX, TORCH):
-        with asserts.refused(ValueError, ["expected one that quantises nothing", "pass one array"]):
-            face.forward(in_halves(given), recipe=recipes.MXFP8)
+def test_a_pair_beside_a_recipe_that_quantises_has_no_accumulators():
+    given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"))
+    pair = in_halves({name: given[name] for name in ("x", "wi", "wo", "group_sizes")})
+    words = ["`wgrad_accum` of `wi`", "two arrays beside recipe MXFP8", "expected None", "pass one array"]
+    accums = ([np.zeros(half.shape, np.float32) for half in pair["wi"]], None)
+    with asserts.refused(NotImplementedError, words):
+        arrays.grouped_mlp_grads(**pair, dy=dy, recipe=recipes.MXFP8, wgrad_accum=accums)
+    with asserts.refused(NotImplementedError, words):
+        jax_grouped.grouped_mlp(**pair, recipe=recipes.MXFP8, wgrad_accum=accums)
+    x, *halves, wo, sizes = map(to_torch, (pair["x"], *pair["wi"], pair["wo"], pair["group_sizes"]))
+    for accum in ("main_grad", ([to_torch(each) for each in accums[0]], None)):
+        with asserts.refused(NotImplementedError, words):
+            torch_bridge.grouped_mlp(
+                x, halves, wo, sizes, rhs_transposed=False, recipe=recipes.MXFP8, wgrad_accum=accum
+            )
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
+def test_deferred_weight_gradients_of_jax_take_accumulators(recipe):
+    given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True)
+    operands = {name: jnp.asarray(given[name]) for name in ("x", "wi", "wo", "group_sizes")}
+    bound = recipe.bind(jax_grouped.scaling_state(recipe, 3, products=2) if recipe.delayed else None)
+    _, kept = accumulate.grouped_mlp_fwd(**operands, rhs_transposed=True, recipe=bound)
+    *_, deferred = accumulate.grouped_mlp_bwd_dx(kept, jnp.asarray(dy))
+    plain = accumulate.grouped_mlp_bwd_dw(deferred)
+    zeros = tuple(jnp.zeros(operands[name].shape, jnp.float32) for name in ("wi", "wo"))
+    refs = tuple(map(jax.new_ref, zeros))
+    assert accumulate.grouped_mlp_bwd_dw(deferred, refs) == (None, None)
+    for ref, into, own in zip(refs, accumulate.grouped_mlp_bwd_dw(deferred, zeros), plain, strict=True):
+        asserts.bitwise(ref[...], into)
+        asserts.bitwise(into.astype(own.dtype), own)
 
 
 @pytest.mark.rule("MLP-13")
@@ -326,7 +362,7 @@ def test_a_quantised_cotangent_in_another_format_is_refused():
     operands = {name: given[name] for name in ("x", "wi", "wo", "group_sizes")}
     q = arrays.quantize(dy, "fp8_1x128", axis=1, group_sizes=given["group_sizes"])
     for recipe in (recipes.MXFP8, recipes.FP8Block):  # another format; the form along rows is missing
-        with asserts.refused(ValueError, ["quantised operand", "fp8_1x128 along axis 1", "expected"]):
+        with asserts.refused(ValueError, ["quantised rows", "fp8_1x128 along axis 1", "expected"]):
             arrays.grouped_mlp_grads(**operands, dy=q, transposed=True, recipe=recipe)
     tensors = [to_torch(each) for each in operands.values()]
     tensors[0].requires_grad_()

@@ -438,6 +438,11 @@ def test_what_a_quantised_operand_lacks_is_said():
         arrays.quantize(p.x, "mxfp4")
     with asserts.refused(ValueError, ["wanted one that finds its scales"]):
         arrays.quantize(p.x, "bf16")
+    for face, x in ((arrays, p.x), (jax_grouped, jnp.asarray(p.x)), (torch_bridge, to_torch(p.x))):
+        with asserts.refused(ValueError, ["`axis`: (2,)", "expected 1, 0 or both", "pass one of them"]):
+            face.quantize(x, "mxfp8", axis=2, group_sizes=to_torch(sizes) if face is torch_bridge else sizes)
+        with asserts.refused(ValueError, ["`num_groups`: 0", "expected at least 1", "pass the number of groups"]):
+            face.scaling_state(recipes.FP8Delayed, 0)
     again = recipes.MXFP8.replace(requantize="from_dequantized")
     found = arrays.grouped_linear_grads(p.x, q, sizes, p.dy, recipe=again, **kind)
     wanted = arrays.grouped_linear_grads(p.x, arrays.dequantize(q), sizes, p.dy, recipe=again, **kind)
