@@ -98,13 +98,13 @@ _STORING = ("encode", "key", "into_amax")
 
 _STORING_PARAMS = (
     *("rule", "block", "block_outer", "segment", "turned", "pow2", "eps"),
-    *("stochastic", "stream", "rotate", "four_over_six"),
+    *("stochastic", "stream", "rotate", "four_over_six", "full_range"),
 )
 
 ACTIVATED = {f"activated_{name}": f"cross_{name}" for name in ("values", "scales", "group_scales")}
 """Results that are stored forms of activated rows, by what `quantize` calls them."""
 
-_ACTIVATED_PARAMS = ("rule", "block", "segment", "turned", "pow2", "eps", "stochastic", "rotate", "four_over_six")
+_ACTIVATED_PARAMS = tuple(name for name in _STORING_PARAMS if name not in ("block_outer", "stream"))
 
 FUSED = ("grouped_matmul_act", "grouped_matmul_dact")
 """Calls that stand for a product and an activation."""
@@ -411,6 +411,7 @@ class Storing(NamedTuple):
             "stream": self.stream,
             "rotate": int(self.format.rotate),
             "four_over_six": self.format.four_over_six,
+            "full_range": int(self.format.full_range),
         }
 
 

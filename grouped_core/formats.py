@@ -34,6 +34,7 @@ class Format:
         stochastic: E2M1 codes are rounded stochastically.
         rotate: where rows are contracted, blocks go through a Hadamard transform.
         four_over_six: "nvfp4": "absolute" or "square" errors choose between two scales a block; "" takes the first.
+        full_range: with four_over_six: groups are scaled to 2688, as without it, instead of 1536.
 
     Raises:
         ValueError: options that the format does not have.
@@ -53,6 +54,7 @@ class Format:
     stochastic: bool = False
     rotate: bool = False
     four_over_six: str = ""
+    full_range: bool = False
 
     def __post_init__(self) -> None:
         allowed = {
@@ -62,6 +64,7 @@ class Format:
             "stochastic": self.values == "uint8",
             "rotate": self.rule == "nvfp4" and not self.square,
             "four_over_six": self.rule == "nvfp4" and not (self.rotate or self.stochastic),
+            "full_range": self.four_over_six != "",
         }
         for option, legal in allowed.items():
             if getattr(self, option) and not legal:

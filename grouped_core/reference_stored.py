@@ -88,7 +88,8 @@ def _form(p: Mapping[str, Any], x: Floats, source: str, kind: str, axis: int, en
             scales = rounding.e8m0_code(amax, kind)
             factors = _spread(rounding.e8m0_encode_scale(scales), x.shape, shape)
         elif p["rule"] == "nvfp4":
-            value_range = rounding.FOUR_OVER_SIX_RANGE if p["four_over_six"] else rounding.NVFP4_RANGE
+            narrow = p["four_over_six"] and not p["full_range"]
+            value_range = rounding.FOUR_OVER_SIX_RANGE if narrow else rounding.NVFP4_RANGE
             group = rounding.nvfp4_group_encode_scale(rounding.amax(x), value_range)
             group_scale = np.float32(rounding.decode_scale(group))
             scales = _nvfp4_scales(p, blocks, np.float32(group), axis)

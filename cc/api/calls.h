@@ -267,6 +267,7 @@ struct Storing : StoredForms {
   int64_t stream = 0;         // of random numbers: that of `values`, the next one is that of `cross_values`
   int64_t rotate = 0;         // cross form of rows: Hadamard transform of each block
   std::string four_over_six;  // nvfp4: "absolute" or "square" errors choose between two scales; empty: no choice
+  int64_t full_range = 0;     // beside four_over_six: groups are scaled to the range that they have without
 
   bool stores() const { return values.present() || cross_values.present(); }
 
@@ -294,6 +295,7 @@ struct Storing : StoredForms {
     v.param("stream", stream);
     v.param("rotate", rotate);
     v.param("four_over_six", four_over_six);
+    v.param("full_range", full_range);
   }
 };
 
@@ -321,6 +323,7 @@ struct StoringActivated : Storing {
     v.param("activated_stochastic", stochastic);
     v.param("activated_rotate", rotate);
     v.param("activated_four_over_six", four_over_six);
+    v.param("activated_full_range", full_range);
   }
 };
 

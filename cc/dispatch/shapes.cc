@@ -418,6 +418,8 @@ void store_format(Check* check, const Storing& call, bool ragged) {
                  [] { return "four_over_six: expected nothing, absolute or square"; });
   check->require(call.four_over_six.empty() || (nvfp4 && !call.rotate && !call.stochastic),
                  [] { return "four_over_six: expected only for nvfp4, neither rotated nor stochastic"; });
+  check->require(!call.full_range || !call.four_over_six.empty(),
+                 [] { return "full_range: expected only with four_over_six"; });
 }
 
 // All that a call stores of `source`, and what it stores it with.

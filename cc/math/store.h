@@ -35,7 +35,7 @@ StoreRule store_rule(const Call& call, float max, bool bf16_source) {
   StoreRule rule = {};
   rule.kind = call.rule == "fp32" ? ScaleRule::fp32 : call.rule == "e8m0" ? ScaleRule::e8m0 : ScaleRule::nvfp4;
   rule.fp32 = {max, call.eps, call.block > 0 && bf16_source ? kOverflowScaleBf16 : kFloatMax, call.pow2 != 0};
-  rule.range = call.four_over_six.empty() ? kNvfp4Range : kFourOverSixRange;
+  rule.range = call.four_over_six.empty() || call.full_range ? kNvfp4Range : kFourOverSixRange;
   return rule;
 }
 

@@ -38,6 +38,7 @@ VARIANTS = [
     variant("nvfp4", four_over_six="square"),
     variant("nvfp4_2d", four_over_six="absolute"),
     variant("nvfp4_2d", four_over_six="square"),
+    variant("nvfp4", four_over_six="square", full_range=True),
 ]
 FOR_ROWS = [row for row in VARIANTS if not row.square and row.segment]
 FOR_WEIGHTS = [row for row in VARIANTS if not row.rotate]
@@ -440,6 +441,7 @@ class TestRefusals:
             ("nvfp4", True, {"block": 32}, "block"),
             ("nvfp4", True, {"four_over_six": "cubes"}, "four_over_six"),
             ("nvfp4", True, {"four_over_six": "square", "stochastic": 1}, "four_over_six"),
+            ("nvfp4", True, {"full_range": 1}, "full_range"),
             ("nvfp4", False, {"rotate": 1}, "rotate"),
             ("fp8_1x128", True, {"block": 0}, "scales"),
         ],
