@@ -89,14 +89,20 @@ Planned = Callable[..., Sequence[Call]]
 def bound_arguments(known: Mapping[Any, Planned], op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """(the planner of `op`, all arguments of `op(*args, **kwargs)` by name).
 
+    Args:
+        op: one of `known`, or a layer class, which stands for its `operation`.
+
     Raises:
-        TypeError: `op` is none of `known`, or takes no such arguments.
+        TypeError: `op` is none of these, or takes no such arguments.
     """
-    planner = next((each for function, each in known.items() if function is op), None)
+    operation = getattr(op, "operation", op)
+    planner = next((each for function, each in known.items() if function is operation), None)
     if planner is None:
         names = ", ".join(function.__name__ for function in known)
-        raise TypeError(f"`op`: {op!r}, expected one of {names}; pass the public function itself.")
-    bound = inspect.signature(op).bind(*args, **kwargs)
+        raise TypeError(
+            f"`op`: {op!r}, expected one of {names}; pass the public function itself, or its layer's class."
+        )
+    bound = inspect.signature(operation).bind(*args, **kwargs)
     bound.apply_defaults()
     return planner, bound.arguments
 

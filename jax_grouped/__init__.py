@@ -1,5 +1,8 @@
 """Grouped matrix products for JAX: `ragged_dot`, a drop-in for `jax.lax.ragged_dot`, its accumulators, and routing."""
 
+import importlib
+from typing import Any
+
 from grouped_core.activations import Activation as Activation
 from grouped_core.activations import deinterleave as deinterleave
 from grouped_core.activations import interleave as interleave
@@ -28,3 +31,10 @@ from jax_grouped.quantize import quantize as quantize
 from jax_grouped.quantize import scaling_state as scaling_state
 from jax_grouped.quantize import straight_through as straight_through
 from jax_grouped.quantize import update_scaling as update_scaling
+
+
+def __getattr__(name: str) -> Any:
+    """The module of layers, which wants Flax, is imported when somebody asks for it."""
+    if name == "nnx":
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,8 +26,8 @@ def why_unsupported(op: Callable[..., Any], *args: Any, arch: str | None = None,
     """None where `op(*args, **kwargs)` and all its gradients run on `arch`, else the reason, as `op` would say it.
 
     Args:
-        op: a public operation, e.g. `ragged_dot`.
-        *args: as for `op`; a `jax.ShapeDtypeStruct` will do for an array.
+        op: a public operation, e.g. `ragged_dot`, or the class of its layer.
+        *args: as for the operation; a `jax.ShapeDtypeStruct` will do for an array.
         **kwargs: as for `op`.
         arch: "cpu", "sm_80", "sm_90a", ...; None is JAX's default device.
 

@@ -71,6 +71,8 @@ class GroupedLinear(RecipeLayer):
         kernel_metadata, bias_metadata: for the `nnx.Param`s, such as sharding names ("expert", "embed", "mlp").
     """
 
+    operation = staticmethod(ragged_dot)
+
     def __init__(
         self,
         num_groups: int,
@@ -161,6 +163,8 @@ class GroupedMLP(_Experts):
         rngs: key.
         wi_metadata, wo_metadata, bias_metadata: for the `nnx.Param`s, such as sharding names.
     """
+
+    operation = staticmethod(grouped_mlp)
 
     def __call__(
         self, x: Float[Array, "M H"], group_sizes: Any, probs: Float[Array, " M"] | None = None, *, rngs: Keys = None

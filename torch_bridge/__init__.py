@@ -1,5 +1,8 @@
 """Grouped matrix products for PyTorch: the same kernels, rules and messages as `jax_grouped`."""
 
+import importlib
+from typing import Any
+
 from grouped_core.activations import Activation as Activation
 from grouped_core.activations import deinterleave as deinterleave
 from grouped_core.activations import interleave as interleave
@@ -31,3 +34,10 @@ from torch_bridge.quantize import update_scaling as update_scaling
 from torch_bridge.sizes import check_debug_word as check_debug_word
 from torch_bridge.sizes import device_sizes as device_sizes
 from torch_bridge.sizes import size_status as size_status
+
+
+def __getattr__(name: str) -> Any:
+    """Modules that are imported when somebody asks for them."""
+    if name in ("nn", "offload", "parallel"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

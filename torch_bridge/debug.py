@@ -102,7 +102,8 @@ def why_unsupported(op: Callable[..., Any], *args: Any, arch: str | None = None,
     """None where `op(*args, **kwargs)` and the gradients that its arguments need run, else the reason in one text.
 
     Args:
-        op: a public function such as `grouped_linear`. args, kwargs: its arguments; meta tensors do.
+        op: a public function such as `grouped_linear`, or the class of its layer. args, kwargs: the function's
+            arguments; meta tensors do.
         arch: "cpu", "sm_80", "sm_90a"; None: the device of the arguments, of meta tensors the default one.
 
     Raises:

@@ -628,6 +628,9 @@ def test_why_unsupported_says_what_the_call_says():
     for op in (print, []):
         with asserts.refused(TypeError, ["`op`", "expected one of ragged_dot", "pass the public function"]):
             jg.explain(op, X, W, SIZES)
+    assert jg.explain(jg.nnx.GroupedLinear, X, W, SIZES) == jg.explain(jg.ragged_dot, X, W, SIZES)
+    mlp = (X, jnp.zeros((3, 8, 8)), jnp.zeros((3, 4, 8)), SIZES)
+    assert jg.explain(jg.nnx.GroupedMLP, *mlp) == jg.explain(jg.grouped_mlp, *mlp)
 
 
 @pytest.mark.rule("ERR-2", "ACC-1")

@@ -736,6 +736,12 @@ def test_planning_needs_neither_device_nor_weights() -> None:
     text = torch_bridge.explain(grouped_linear, x, w, sizes, arch="cpu")
     assert text.count("grouped_matmul") == 3 + text.count("grouped_matmul_any"), text
     assert len([line for line in text.splitlines() if line.startswith("grouped_matmul ->")]) == 3
+    assert torch_bridge.explain(torch_bridge.nn.GroupedLinear, x, w, sizes, arch="cpu") == text
+    wi, wo = torch.empty(8, 256, 64, device="meta"), torch.empty(8, 64, 128, device="meta")
+    operands = (x.float(), wi, wo, sizes)
+    assert torch_bridge.explain(torch_bridge.nn.GroupedMLP, *operands, arch="cpu") == torch_bridge.explain(
+        torch_bridge.grouped_mlp, *operands, arch="cpu"
+    )
     into = torch_bridge.explain(grouped_linear, x, w, sizes, wgrad_accum="main_grad", arch="cpu")
     assert "float32[8, 128, 64]" in into
     with asserts.refused(TypeError, ["`op`", "expected one of grouped_linear", "pass"]):

@@ -60,6 +60,8 @@ class GroupedLinear(Module):
         TypeError, ValueError: an option has a value that it does not take, or contradicts another.
     """
 
+    operation = staticmethod(ops.grouped_linear)
+
     def __init__(
         self,
         num_groups: int,

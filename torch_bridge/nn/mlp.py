@@ -108,6 +108,8 @@ class GroupedMLP(Module):
         TypeError, ValueError: an option has a value that it does not take, or contradicts another.
     """
 
+    operation = staticmethod(mlp.grouped_mlp)
+
     def __init__(
         self,
         num_groups: int,
