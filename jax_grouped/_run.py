@@ -190,7 +190,7 @@ def vary_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 def reduce_to(
     cotangent: jax.Array, axes: frozenset[str], collective: Callable[..., jax.Array] = jax.lax.psum
 ) -> jax.Array:
-    """The cotangent of a value that varies over `axes` only: its sum, or what else, over the other axes it varies over.
+    """The cotangent of a value that varies over `axes` only: its sum (`collective`) over its other axes.
 
     With `check_vma=False` nothing is known to vary, and `shard_map` sums by itself.
     """

@@ -65,7 +65,7 @@ def grouped_mlp(
         x: [M, K] fp32, bf16 or fp16. Nothing is cast, autocast included.
         wi: [G, W, K], gate rows first or interleaved as the `Activation` says; [G, K, W] with `rhs_transposed=False`;
             or a list of G such matrices; or a pair of gate and linear half, [G, F, K] each ([G, K, F]): the same bits,
-            nothing is concatenated.
+            nothing is concatenated unless it is quantised.
         wo: [G, K, F], with `rhs_transposed=False` [G, F, K]; or a list.
         group_sizes: G integers, as in `grouped_linear`.
         activation: a kind with its defaults, or an `Activation`.
