@@ -1,8 +1,7 @@
 // Codes of weights in registers, as pairs of bfloat16: bits apart by masks, then one multiplication with the scale,
 // which has what the bits lack of the exponent. Exact wherever codes times scales are bfloat16 (numerics 4).
 //
-// A lane owns the same 32 k of 128 in two rows. They come apart in four parts of 8 k, two steps of wgmma each; which k
-// of a part meet in a pair is free as long as the rows of the other operand lie in that order (few_rows.cuh).
+// Which k a lane owns, and how they meet the rows of the other operand, is in layout_codes.cuh.
 #pragma once
 
 #include <cuda_bf16.h>

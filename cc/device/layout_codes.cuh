@@ -1,10 +1,10 @@
 // Codes of weights and their scales in shared memory and registers, and the bf16 rows that they meet there.
 //
 // Both come in slabs of 128 k, one or two of them a stage. A lane owns the same 32 k of a slab in two weight rows. They
-// come apart in four parts of 8 k, two steps of wgmma each,
-// as four pairs; which k of a part meet in a pair is free as long as the rows lie in that order. A block of 8 rows has
-// two pieces a step, of 8 k that the four lanes q of a quad own two by two: 8 rows of 16 bytes, without swizzle.
-// Arithmetic alone: tests/native/schedule_check.cc follows every code on the CPU.
+// come apart in four parts of 8 k, two steps of wgmma each, as four pairs; which k of a part meet in a pair is free as
+// long as the rows lie in that order. A block of 8 rows has two pieces a step, of 8 k that the four lanes q of a quad
+// own two by two: 8 rows of 16 bytes, without swizzle. Arithmetic alone: tests/native/schedule_check.cc follows every
+// code on the CPU.
 #pragma once
 
 #include <cstdint>
