@@ -181,15 +181,28 @@ def _check_operands(
     text = text_of(*options)
     op = _library.decode(text)
     linear_spec.check_linear(op, specs[0], specs[1], fixed_spec(sizes), *specs[2:])
-    if bound.key is not None:
-        check_operand("key", bound.key, first)
-    scaling.check_bound(bound, specs[1].shape[0], spec=fixed_spec)
+    check_bound(bound, specs[1].shape[0], first)
     recipe = op.resolve(*specs[:2])
     if op.recipe is None:  # operators are told what the operands, which they see in parts, stand for
         text = text_of(op.transposed, recipe, op.scale_bias, op.rows_hint, op.implementation)
         op = _library.decode(text)
     dtypes = tuple([None if spec is None else TORCH_DTYPES[spec.dtype] for spec in specs])
     return sizes, Checked(text, recipe, specs, dtypes)
+
+
+def check_bound(bound: BoundRecipe, groups: int, x: Tensor, products: int = 1) -> None:
+    """`scaling.check_bound` of tensors, which lie where `x` does; beside a meta tensor a state may lie anywhere.
+
+    Raises:
+        TypeError, ValueError: what is no tensor, lies elsewhere, is not contiguous, or does not fit the use.
+    """
+    if bound.key is not None:
+        check_operand("key", bound.key, x)
+    if isinstance(bound.state, ScalingState):
+        for name in ("scale", "history"):
+            each = getattr(bound.state, name)
+            check_operand(f"state.{name}", each, each if x.device.type == "meta" else x)
+    scaling.check_bound(bound, groups, products, fixed_spec)
 
 
 def arrays(operand: Any) -> Sequence[Any]:

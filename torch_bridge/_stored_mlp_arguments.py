@@ -24,6 +24,7 @@ from torch_bridge._run import TORCH_DTYPES, fixed_spec, rows_spec
 from torch_bridge._stored_arguments import (
     Cache,
     arrays,
+    check_bound,
     check_buffers,
     form_facts,
     home,
@@ -217,9 +218,7 @@ def _check_operands(operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], 
     specs = MlpSpecs(packed_spec(rows, 0), wi_spec, wo_spec, packed_spec(probs, 0), *bias_specs)
     check(op, *specs[:3], fixed_spec(sizes), *specs[3:])
     for each in bounds:
-        if each.key is not None:
-            check_operand("key", each.key, one)
-        scaling.check_bound(each, specs.wo.shape[0], products=3 - len(bounds), spec=fixed_spec)
+        check_bound(each, specs.wo.shape[0], one, products=3 - len(bounds))
     weighted = specs.wo_bias is not None and specs.probs is not None
     hidden = ArraySpec((specs.x.shape[0], specs.wo.shape[op.fc2().weight_axes()[0]]), specs.x.dtype)
     products = (_product(op.fc1(), specs.x, specs.wi), _product(op.fc2(weighted), hidden, specs.wo))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.faces.torch_tools import counted_launches, leaf
 from torch_bridge import (
     dequantize,
     grouped_linear,
+    grouped_mlp,
     nn,
     params,
     quantize,
@@ -321,6 +323,24 @@ def test_explain_of_recipes_needs_neither_device_nor_weights() -> None:
     q: Any = quantize(torch.randn(2, 32, 64), "mxfp4")
     text = torch_bridge.explain(grouped_linear, torch.randn(5, 64), q, [2, 3])
     assert text.startswith("grouped_matmul ->"), "quantised already"
+
+
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize("name", ["scale", "history"])
+@pytest.mark.parametrize("function", [grouped_linear, grouped_mlp])
+def test_a_state_that_no_kernel_can_read_is_refused(function: Any, name: str) -> None:
+    """An operator that is given one meta tensor makes tensors of nothing."""
+    weights = [torch.ones(2, 8, 8), torch.ones(2, 8, 4)][: 1 if function is grouped_linear else 2]
+    state = scaling_state(DELAYED, 2, products=len(weights))
+    held = getattr(state, name)
+    for wrong, kind, words in (
+        (held.to("meta"), ValueError, ["on meta", "expected cpu", "move it"]),
+        (held.mT.contiguous().mT, ValueError, ["strides", "expected a contiguous tensor", "call"]),
+        (held.numpy(), TypeError, ["ndarray", "expected a torch.Tensor", "convert it"]),
+    ):
+        bound = DELAYED.bind(replace(state, **{name: wrong}))
+        with asserts.refused(kind, [f"`state.{name}`", *words]):
+            function(torch.ones(4, 8), *weights, torch.tensor([3, 1]), recipe=bound)
 
 
 @pytest.mark.rule("ERR-1")
