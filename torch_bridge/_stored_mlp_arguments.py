@@ -15,7 +15,7 @@ from grouped_core.linear_spec import Linear
 from grouped_core.mlp_spec import MlpSpecs, check, check_join, check_pair
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import unwrap
-from torch_bridge import _library, _mlp_arguments, _mlp_library
+from torch_bridge import _graph, _library, _mlp_arguments, _mlp_library
 from torch_bridge._arguments import accumulators_of, check_apart, refuse_transforms
 from torch_bridge._decided import Decided
 from torch_bridge._memory import EXCHANGE
@@ -182,16 +182,29 @@ def in_one_array(
     """
     if not _mlp_arguments.is_pair(wi):
         return wi
-    if not torch.compiler.is_compiling():
-        bound = recipe[0] if isinstance(recipe, tuple) else linear_spec.recipe_option(recipe)
-        op = _mlp_library.decode(
-            _mlp_arguments.text_of(rhs_transposed, activation, bound.recipe, residuals, 0, None, True)
-        )
-        for at, half in enumerate(wi):
-            check_operand(f"{NAMES.wi}[{at}]", half, wi[0])
-        check_pair(op, *map(fixed_spec, wi))
-        check_join(op, wgrad_accum is not None and (isinstance(wgrad_accum, str) or wgrad_accum[0] is not None))
-    return torch.cat(tuple(wi), dim=1 if rhs_transposed else 2)
+    accumulates = wgrad_accum is not None and (isinstance(wgrad_accum, str) or wgrad_accum[0] is not None)
+    arguments = [list(wi), accumulates, rhs_transposed, activation, recipe, residuals]
+    if torch.compiler.is_compiling():
+        return _join_node(*_graph.taken_apart(arguments))
+    return _join(*arguments)
+
+
+def _join(
+    halves: list[Tensor], accumulates: bool, rhs_transposed: bool, activation: Any, recipe: Any, residuals: Any
+) -> Tensor:
+    bound = recipe[0] if isinstance(recipe, tuple) else linear_spec.recipe_option(recipe)
+    op = _mlp_library.decode(_mlp_arguments.text_of(rhs_transposed, activation, bound.recipe, residuals, 0, None, True))
+    for at, half in enumerate(halves):
+        check_operand(f"{NAMES.wi}[{at}]", half, halves[0])
+    check_pair(op, *map(fixed_spec, halves))
+    check_join(op, accumulates)
+    return torch.cat(halves, dim=1 if rhs_transposed else 2)
+
+
+@torch.compiler.allow_in_graph
+def _join_node(*arguments: Any) -> Tensor:
+    """`_join` as one node of a graph; `arguments` as `_graph` takes them apart."""
+    return _join(*_graph.together(list(arguments)))
 
 
 def _check_operands(operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], text: str) -> tuple[Tensor, Checked]:

@@ -137,6 +137,33 @@ def test_accumulators_of_the_caller() -> None:
     same(found[1], found[0])
 
 
+@pytest.mark.rule("MAT-3")
+def test_gate_and_linear_half_are_joined_inside() -> None:
+    one = setup("grouped_mlp", False, recipe=recipes.MXFP8, **BF16)
+    wi, wo = (weight.detach() for weight in one.weights)
+    found = []
+
+    def run(x: Any, *halves: Any, **options: Any) -> Any:
+        return grouped_mlp(x * 2, halves, wo, one.sizes, recipe=recipes.MXFP8, **options)
+
+    def whole(*arguments: Any, **options: Any) -> Any:
+        return torch.compile(run, fullgraph=True, backend="aot_eager")(*arguments, **options)
+
+    for f in (run, whole):
+        halves = [leaf(half.contiguous()) for half in wi.chunk(2, 1)]
+        y = f(one.x, *halves)
+        y.backward(one.dy)
+        found.append([y, *(half.grad for half in halves)])
+    same(found[1], found[0])
+    # What eager execution refuses is not computed in a graph.
+    halves = [half.contiguous() for half in wi.chunk(2, 1)]
+    with pytest.raises(Exception, match="beside `wi` in two arrays"):
+        whole(one.x, *halves, activation=Activation("swiglu", interleave=2))
+    for accum in ("main_grad", ([torch.zeros(half.shape) for half in halves], None)):
+        with pytest.raises(Exception, match="given for two arrays beside recipe MXFP8"):
+            whole(one.x, *map(leaf, halves), wgrad_accum=accum)
+
+
 @pytest.mark.rule("MLP-13")
 @pytest.mark.parametrize("whole", ["grouped_linear", "grouped_mlp"])
 def test_quantised_operands_and_masters(whole: str) -> None:
