@@ -433,12 +433,14 @@ def _mlp_specs(op: Mlp, required: dict[str, Any], **optional: Any) -> list[Any]:
     return [x, operand_spec(Planner(), in_form(op.fc1(), halves)), *others[count:]]
 
 
-def _joined(op: Mlp, halves: Sequence[Any], accumulates: bool = False) -> tuple[Mlp, Any]:
+def _joined(op: Mlp, halves: dict[str, Any], accumulator: Any = None) -> tuple[Mlp, Any]:
     """The operation and gate and linear half as one weight, where these are quantised: scales are those of both."""
-    check_pair(op, *map(spec_of, halves))
-    check_join(op, accumulates)
-    axis = op.fc1().weight_axes()[1]
-    return dataclasses.replace(op, paired=False), ArrayRunner(halves[0]).xp.concatenate(list(halves), axis)
+    check_pair(op, *_specs(halves))
+    check_join(op, any(each is not None for each in _members("", accumulator).values()))
+    _checked({}, halves)
+    first, second = halves.values()
+    whole = ArrayRunner(first).xp.concatenate([first, second], op.fc1().weight_axes()[1])
+    return dataclasses.replace(op, paired=False), whole
 
 
 def _quantises(op: Mlp, x: Any) -> bool:
@@ -479,7 +481,7 @@ def grouped_mlp(
     members = _members("wi", wi)
     op = _mlp(transposed, activation, bound, Residuals(), None, hint, implementation, "wi" not in members)
     if op.paired and _quantises(op, x):
-        op, wi = _joined(op, wi)
+        op, wi = _joined(op, members)
         members = {"wi": wi}
     required = {"x": x, **members, "wo": wo, "group_sizes": sizes}
     optional = {"probs": probs, "wi_bias": wi_bias, "wo_bias": wo_bias}
@@ -537,8 +539,8 @@ def grouped_mlp_grads(
     op = _mlp(transposed, activation, bound, residuals, wgrad_dtype, hint, implementation, "wi" not in members)
     parted = op.paired and _quantises(op, x)
     if parted:
-        op, wi = _joined(op, wi, wgrad_accum[0] is not None)
-        members = {"wi": wi}
+        op, wi = _joined(op, members, wgrad_accum[0])
+        members, wgrad_accum = {"wi": wi}, (None, wgrad_accum[1])
     required = {"x": x, **members, "wo": wo, "group_sizes": sizes}
     optional = {"probs": probs, "wi_bias": wi_bias, "wo_bias": wo_bias}
     into_wi = (None, None) if op.paired and wgrad_accum[0] is None else wgrad_accum[0]

@@ -539,8 +539,10 @@ def test_jax_refuses_accumulators_of_two_kinds():
 
 
 @pytest.mark.rule("MAT-3", "MLP-5", "ERR-1")
-def test_refusals_of_halves():
+@pytest.mark.parametrize("recipe", [None, MXFP8], ids=["plain", "recipe"])
+def test_refusals_of_halves(recipe):
     given, _ = problem(cases.named("groups_2"), "float32", Activation("swiglu"))
+    given["recipe"] = recipe
     wi = in_halves(given)["wi"]
     short = wi[1][:, :, :-1].copy()
     plain = {**given, "wi": wi, "activation": "relu"}
@@ -563,6 +565,10 @@ def test_refusals_of_halves():
     stored = [arrays.quantize(each, "mxfp8", axis=1) for each in wi]
     with asserts.refused(TypeError, ("`wi`", "two quantised arrays", "two as they stand", "pass one array")):
         arrays.grouped_mlp(**{**given, "wi": stored})
+    with asserts.refused(ValueError, ("`wi[1]`", "strides", "expected a C-contiguous array", "copy it")):
+        arrays.grouped_mlp(**{**given, "wi": (wi[0], np.asfortranarray(wi[1]))})
+    with asserts.refused(TypeError, ("`wi[0]`", "list", "expected a NumPy or CuPy array", "convert it")):
+        arrays.grouped_mlp(**{**given, "wi": [each.tolist() for each in wi]})
     for face in (arrays.grouped_mlp, jax_grouped.grouped_mlp):
         with asserts.refused(ValueError, ("`wi`", "3 arrays", "expected one, or gate and linear half", "stack")):
             face(**{**given, "wi": [wi[0]] * 3})
