@@ -88,7 +88,8 @@ def _as_they_stand(x: str, w: str, x_format: Format | None, w_format: Format | N
     found = plain(x, w)
     if x_format is None and w_format is None:
         return found
-    rows, weight = x_format or found.forward[0], w_format or found.forward[1]
+    # Codes are read alike however they were rounded.
+    rows, weight = (x_format or found.forward[0]).replace(stochastic=False), w_format or found.forward[1]
     name = f"{rows.name} x {weight.name}"
     return found.replace(name=name, forward=(rows, weight), dgrad=(found.dgrad[0], weight))
 

@@ -76,7 +76,7 @@ class Recipe:
                     f"`{name}` of Recipe: {getattr(self, name)!r}, wanted one of {allowed}; choose one of them."
                 )
         if not self.name:
-            object.__setattr__(self, "name", " x ".join(cell.name for cell in self.forward))
+            object.__setattr__(self, "name", _name_of(self.forward))
         if self.history < 1:
             raise ValueError(f"`history` of Recipe: {self.history}, wanted at least 1 step; pass a larger number.")
         _check_cells(self)
@@ -107,6 +107,8 @@ class Recipe:
 
     def replace(self, **changes: Any) -> Recipe:
         """This recipe with the fields of `changes` changed."""
+        if self.name == _name_of(self.forward):
+            changes = {"name": "", **changes}
         return dataclasses.replace(self, **changes)
 
     def bind(self, state: Any = None, key: Any = None) -> BoundRecipe:
@@ -138,6 +140,11 @@ class BoundRecipe:
             )
 
 
+def _name_of(forward: tuple[Format, Format]) -> str:
+    """The name of a recipe that was given none."""
+    return " x ".join(cell.name for cell in forward)
+
+
 def _check_cells(recipe: Recipe) -> None:
     """Refuses formats that do not go together in one product."""
 
@@ -152,6 +159,8 @@ def _check_cells(recipe: Recipe) -> None:
             refuse(product, f"{weight.name} with rounding or rotation for a weight", "neither")
         if rows.rotate:
             refuse(product, f"{rows.name} with a rotation along features", "a rotation along rows, in wgrad")
+        if product == "forward" and rows.stochastic:
+            refuse(product, f"{rows.name} with random rounding of x", "it for gradients alone, which a key is for")
         if rows.name.startswith("mxfp4"):
             refuse(product, f"{rows.name} for rows", "a format for rows: mxfp4 is for weights")
         if rows.values == "float16" and weight.name.startswith("mxfp4"):
@@ -162,6 +171,8 @@ def _check_cells(recipe: Recipe) -> None:
             refuse("wgrad", f"{cell.name}", "a format for rows")
     if (x.segment, x.turned, x.block) != (dy.segment, dy.turned, dy.block):
         refuse("wgrad", f"{x.name} and {dy.name}", "two formats that lie alike along rows")
+    if x.stochastic:
+        refuse("wgrad", f"{x.name} with random rounding of x", "it for gradients alone, which a key is for")
     if x.rotate != dy.rotate:
         refuse("wgrad", "one operand rotated", "both or none, or the rotations do not cancel")
     if recipe.accumulate == "fast" and any(cell.block or cell.plain for cell in recipe.forward):

@@ -86,6 +86,25 @@ def test_a_plain_operand_goes_with_a_quantised_one_but_fp16_rows_with_mxfp4():
 
 
 @pytest.mark.rule("ERR-1")
+def test_random_rounding_is_for_gradients():
+    cell = formats.FORMATS["nvfp4"]
+    words = ["nvfp4 with random rounding of x", "for gradients alone", "change"]
+    with asserts.refused(ValueError, ["`forward` of recipe NVFP4:", *words]):
+        recipes.NVFP4.replace(forward=(cell.replace(stochastic=True), cell))
+    with asserts.refused(ValueError, ["`wgrad` of recipe NVFP4:", *words]):
+        recipes.NVFP4.replace(wgrad=(cell.replace(stochastic=True), cell))
+
+
+def test_a_recipe_without_a_name_has_that_of_its_formats():
+    bf16, mxfp8, plain = formats.FORMATS["bf16"], formats.FORMATS["mxfp8"], recipes.BF16
+    found = recipes.Recipe(forward=(bf16, mxfp8), dgrad=plain.dgrad, wgrad=plain.wgrad)
+    assert found.name == found.replace(saved="input").name == "bf16 x mxfp8"
+    assert found.replace(forward=plain.forward).name == "bf16 x bf16"
+    assert found.replace(name="own", forward=plain.forward).name == "own"
+    assert recipes.MXFP8.replace(forward=plain.forward).name == "MXFP8"
+
+
+@pytest.mark.rule("ERR-1")
 def test_an_unknown_fp32_mode_is_refused():
     with asserts.refused(ValueError, ["`fp32` of Recipe:", "'fast'", "'tf32x3', 'tf32', 'ieee'", "choose"]):
         recipes.FP32.replace(fp32="fast")

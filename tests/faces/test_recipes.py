@@ -388,6 +388,14 @@ def test_operands_that_come_quantised_give_the_same_bits(recipe):
         asserts.bitwise(a, b)
 
 
+def test_rows_that_were_rounded_randomly_are_an_operand():
+    p = cases.problem(cases.named("tail"), "bfloat16")
+    cell, key = FORMATS["nvfp4"], np.array([3, 5], np.uint32)
+    q = arrays.quantize(p.x, cell.replace(stochastic=True), group_sizes=p.group_sizes, key=key)
+    y = arrays.grouped_linear(q, p.w, p.group_sizes)
+    asserts.bitwise(y, arrays.grouped_linear(replace(q, format=cell), p.w, p.group_sizes))
+
+
 @pytest.mark.rule("QNT-8")
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "mxfp8", "fp8_128x128", "fp8_tensor"])
 def test_quantised_weights_beside_plain_rows(format):
