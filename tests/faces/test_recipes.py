@@ -304,14 +304,24 @@ def test_explain_plans_no_gradient_that_goes_nowhere():
     x, q = jnp.asarray(p.x), jax_grouped.quantize(p.w, "mxfp8", axis=(1, 2))
     rows = jax_grouped.quantize(x, "mxfp8", group_sizes=p.group_sizes)
 
-    def products(x: Any, w: Any, recipe: Recipe | None = None) -> int:
-        told = jax_grouped.explain(jax_grouped.ragged_dot, x, w, p.group_sizes, recipe=recipe)
-        return sum(line.startswith("grouped_matmul ->") for line in told.splitlines())
+    def products(op: Any, *operands: Any, **options: Any) -> int:
+        if op is jax_grouped.grouped_mlp:
+            options["activation"] = "relu"  # which has no linear half
+        told = jax_grouped.explain(op, *operands, p.group_sizes, **options)
+        return sum(line.startswith("grouped_matmul") and " -> " in line for line in told.splitlines())
 
-    assert products(x, jnp.asarray(p.w)) == 3
-    assert products(x, jax_grouped.straight_through(p.w, q)) == 3
-    assert products(x, q) == 2, "no weight gradient"
-    assert products(rows, q, recipes.MXFP8) == 1, "neither gradient"
+    op = jax_grouped.ragged_dot
+    assert products(op, x, jnp.asarray(p.w)) == 3
+    assert products(op, x, jax_grouped.straight_through(p.w, q)) == 3
+    assert products(op, x, q) == 2, "no weight gradient"
+    assert products(op, rows, q, recipe=recipes.MXFP8) == 1, "neither gradient"
+    op, wo = jax_grouped.grouped_mlp, np.ascontiguousarray(p.w.swapaxes(1, 2))
+    second = jax_grouped.quantize(wo, "mxfp8", axis=(1, 2))
+    assert products(op, x, jnp.asarray(p.w), jnp.asarray(wo)) == 6
+    assert products(op, x, jax_grouped.straight_through(p.w, q), jax_grouped.straight_through(wo, second)) == 6
+    assert products(op, x, q, jnp.asarray(wo)) == 5, "none of the first weight"
+    assert products(op, x, q, second) == 4, "of no weight"
+    assert products(op, rows, q, second, recipe=recipes.MXFP8) == 2, "none at all"
 
 
 def test_only_what_is_quantised_is_dequantised():
