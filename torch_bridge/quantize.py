@@ -110,6 +110,8 @@ def dequantize(
 
 def _dequantize(q: QTensor[Tensor], dtype: torch.dtype | None, group_sizes: Any) -> Tensor:
     wide = linear_spec.wide_option("dtype", None if dtype is None else DTYPES.get(dtype, str(dtype))) or q.dtype
+    for part in _stored.present(q):
+        check_operand("q", part, q.values)
     sizes = q.group_sizes
     if group_sizes is not None:
         sizes, _ = prepare_sizes(unwrap(group_sizes)[0], q.values, NAMES)

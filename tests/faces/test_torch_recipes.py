@@ -350,6 +350,13 @@ def test_what_is_not_quantised_is_refused(function: Any) -> None:
         function(torch.ones(2, 3))
 
 
+@pytest.mark.rule("ERR-1")
+def test_parts_that_lie_apart_are_not_dequantised() -> None:
+    q = quantize(torch.ones(2, 3, 4), "mxfp8")
+    with asserts.refused(ValueError, ["`q`", "on meta", "expected cpu", "move it"]):
+        dequantize(replace(q, scales=q.scales.to("meta")))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The weight cache
 
