@@ -241,9 +241,12 @@ def check_quantize(
     """The contracted axes, from 0; refuses what `quantize` does not take.
 
     Raises:
-        TypeError: dtypes. ValueError: shapes, axes, a format that is not for such an array.
+        TypeError: dtypes, axes that are no integers. ValueError: shapes, axes, a format that is not for such an array.
     """
-    return _axes(source, format, tuple(axis) if isinstance(axis, (tuple, list)) else (axis,), sizes, key)
+    given: tuple[Any, ...] = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
+    if not all(hasattr(each, "__index__") for each in given):
+        raise TypeError(f"`axis`: {axis!r}, expected an integer or several; pass the axes that products contract.")
+    return _axes(source, format, tuple(map(int, given)), sizes, key)
 
 
 @lru_cache(maxsize=1024)

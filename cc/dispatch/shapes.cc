@@ -489,11 +489,15 @@ std::string disagreement(const GroupedMatmulDact& call) {
   if (!check.wrong.empty()) return check.wrong;
   hidden_grads(&check, call, call.hidden, call.lhs.dims[0], width);
   if (call.stored.stores() && check.wrong.empty()) storing(&check, call.stored, call.hidden, true, groups);
-  if (call.stored_activated.stores() && check.wrong.empty()) {
+  const StoringActivated& z = call.stored_activated;
+  check.require(z.stores() || (!z.cross_scales.present() && !z.cross_group_scales.present()),
+                [] { return "activated_values: absent, expected codes beside their scales"; });
+  if (z.stores() && check.wrong.empty()) {
+    check.dtype("activated", call.activated, call.hidden.dtype);  // what is stored is rounded to it
     check.require(call.stored.stores(),
                   [] { return "activated_values: expected values of the gradients beside them"; });
     const TensorView activated = rows_like(call.hidden.dtype, call.lhs.dims[0], width);
-    storing(&check, call.stored_activated, activated, true, groups);
+    storing(&check, z, activated, true, groups);
   }
   table(&check, "rhs_table", call.rhs_table, groups, call.rhs);
   row_product_scales(&check, call.scales, call.lhs, call.rhs, call.rhs_axis, groups);

@@ -459,6 +459,8 @@ def test_what_a_quantised_operand_lacks_is_said():
     for face, x in ((arrays, p.x), (jax_grouped, jnp.asarray(p.x)), (torch_bridge, to_torch(p.x))):
         with asserts.refused(ValueError, ["`axis`: (2,)", "expected 1, 0 or both", "pass one of them"]):
             face.quantize(x, "mxfp8", axis=2, group_sizes=to_torch(sizes) if face is torch_bridge else sizes)
+        with asserts.refused(TypeError, ["`axis`: 1.0", "expected an integer", "pass the axes"]):
+            face.quantize(x, "mxfp8", axis=1.0, group_sizes=to_torch(sizes) if face is torch_bridge else sizes)
         with asserts.refused(ValueError, ["`num_groups`: 0", "expected at least 1", "pass the number of groups"]):
             face.scaling_state(recipes.FP8Delayed, 0)
     again = recipes.MXFP8.replace(requantize="from_dequantized")

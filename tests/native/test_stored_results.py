@@ -178,6 +178,23 @@ def test_gradients(kernel, case, activation, interleave, operands, dtype, format
     check(kernel, call, {**arrays, **more} if wanted.key else more, wanted, case.groups)
 
 
+def test_activated_codes_are_of_rows_rounded_as_hidden_ones():
+    case = cases.named("jagged")
+    wanted, _ = storing_of("fp8_tensor", (True, True), False)
+    specs, options, _ = problem(True, case, Activation("swiglu"), OPERANDS[1], "bfloat16", 2)
+    how = storing_activated("fp8_tensor", False)
+    beside = (False, True, False)
+    call = calls.grouped_matmul_dact(*specs, wanted=beside, stored=wanted, stored_activated=how, **options)
+    at = calls.RESULTS[call.name].index("activated")
+    outputs = (*call.outputs[:at], ArraySpec((case.rows, case.n), "float32"), *call.outputs[at + 1 :])
+    with asserts.refused(ValueError, ["activated", "float32", "bfloat16"]):
+        plans.attempt(dataclasses.replace(call, outputs=outputs), "cpu")
+    codes = calls.RESULTS[call.name].index("activated_values")
+    outputs = tuple(None if place == codes else spec for place, spec in enumerate(call.outputs))
+    with asserts.refused(ValueError, ["activated_values: absent", "codes beside their scales"]):
+        plans.attempt(dataclasses.replace(call, outputs=outputs), "cpu")
+
+
 def test_nothing_is_stored_twice():
     """A plain result beside stored forms is for gradients alone, whose bias sums read it."""
     case = cases.named("jagged")
