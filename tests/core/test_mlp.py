@@ -10,7 +10,7 @@ from grouped_core.activations import GATED_KINDS, PLAIN_KINDS, Activation
 from grouped_core.calls import RESULTS, ArraySpec
 from grouped_core.mlp_spec import POLICIES, Mlp, MlpNames, MlpNeeds, MlpSpecs, Residuals, check, kept
 from grouped_core.plans import Planner
-from grouped_core.recipes import FP8Delayed
+from grouped_core.recipes import FP8Current, FP8Delayed
 from grouped_core.reference import Oracle
 from grouped_core.storing import Extras
 from tests import asserts, bounds, cases
@@ -184,3 +184,17 @@ def test_magnitudes_of_operands_are_found_once(policy):
     held = (found.wi if found.wi is not None else wi, found.wo if found.wo is not None else wo)
     mlp.main_grads(run, op, specs, kept_x, found.h, found.z, *held, sizes, None, None, None, x, needs, extras=extras)
     assert measured() == 2
+
+
+def test_fast_accumulation_is_asked_for_in_forward_alone():
+    op = Mlp(MlpNames(), Activation("swiglu"), transposed=True, recipe=FP8Current.replace(accumulate="fast"))
+    x, wi, wo = (ArraySpec(shape, "bfloat16") for shape in ((64, 256), (3, 512, 256), (3, 256, 256)))
+    run = Planner()
+    mlp.plan(op, (x, wi, wo, None, None, None), ArraySpec((3,), "int32"), run)
+    products = [(call.name, dict(call.params).get("promote")) for call in run.calls if "matmul" in call.name]
+    assert products == [
+        ("grouped_matmul_act", "never"),
+        ("grouped_matmul", "never"),
+        ("grouped_matmul_dact", "every_128"),
+        *[("grouped_matmul", "every_128")] * 3,  # dx and both weight gradients
+    ]
