@@ -6,7 +6,19 @@
 namespace grouped {
 
 inline bool is_plain(DType dtype) { return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16; }
-inline bool is_code(DType dtype) { return dtype == DType::e4m3fn || dtype == DType::e5m2 || dtype == DType::u8; }
+inline bool is_fp8(DType dtype) { return dtype == DType::e4m3fn || dtype == DType::e5m2; }
+inline bool is_code(DType dtype) { return is_fp8(dtype) || dtype == DType::u8; }
+
+// Rows [count, width], not of anybody's memory yet unless `data` is given.
+inline TensorView matrix_of(DType dtype, int64_t count, int64_t width, void* data = nullptr) {
+  TensorView rows;
+  rows.data = data;
+  rows.dtype = dtype;
+  rows.rank = 2;
+  rows.dims[0] = count;
+  rows.dims[1] = width;
+  return rows;
+}
 
 // Elements along the last axis; uint8 holds two codes a byte.
 inline int64_t last_axis(const TensorView& t) { return t.dims[t.rank - 1] * (t.dtype == DType::u8 ? 2 : 1); }

@@ -6,13 +6,11 @@
 
 #include <type_traits>
 
-#include "cc/api/calls.h"
+#include "cc/api/operands.h"
 #include "cc/device/layout_fp8.cuh"
 #include "cc/device/ptx.cuh"
 
 namespace grouped::sm90 {
-
-inline bool is_fp8(DType dtype) { return dtype == DType::e4m3fn || dtype == DType::e5m2; }
 
 // Calls `launch(types of the operands, type of the result)` with values that say them.
 template <class Launch>

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "cc/api/halves.h"
+#include "cc/api/operands.h"
 #include "cc/dispatch/parts.h"
 
 namespace grouped {
@@ -39,23 +39,13 @@ GroupedMatmul product_of(const Call& call, const TensorView& result) {
   return product;
 }
 
-TensorView rows_between(DType dtype, int64_t count, int64_t width, void* workspace) {
-  TensorView rows;
-  rows.data = workspace;
-  rows.dtype = dtype;
-  rows.rank = 2;
-  rows.dims[0] = count;
-  rows.dims[1] = width;
-  return rows;
-}
-
 bool in_workspace(const GroupedMatmulAct& call) { return !call.hidden.present(); }
 bool in_workspace(const GroupedMatmulDact&) { return true; }
 
 Parts<ActivationForward> parts(const GroupedMatmulAct& call, void* workspace) {
   Parts<ActivationForward> p;
   const int64_t width = whole_rhs(call).dims[3 - call.rhs_axis];
-  p.between = in_workspace(call) ? rows_between(compute_type(call), call.lhs.dims[0], width, workspace) : call.hidden;
+  p.between = in_workspace(call) ? matrix_of(compute_type(call), call.lhs.dims[0], width, workspace) : call.hidden;
   GroupedMatmul product = product_of(call, p.between);
   product.bias = call.bias;
   product.bias_table = call.bias_table;
@@ -77,7 +67,7 @@ Parts<ActivationForward> parts(const GroupedMatmulAct& call, void* workspace) {
 
 Parts<ActivationGrad> parts(const GroupedMatmulDact& call, void* workspace) {
   Parts<ActivationGrad> p;
-  p.between = rows_between(compute_type(call), call.lhs.dims[0], call.rhs.dims[3 - call.rhs_axis], workspace);
+  p.between = matrix_of(compute_type(call), call.lhs.dims[0], call.rhs.dims[3 - call.rhs_axis], workspace);
   p.products = {product_of(call, p.between)};
   p.activation.grad = p.between;
   p.activation.rows = call.hidden;
@@ -116,10 +106,7 @@ size_t workspace(const Call& call, const Target& target) {
 template <class Call>
 void launch(const Call& call, const Context& context) {
   const auto p = parts(call, context.workspace);
-  Context inner = context;
-  const size_t taken = in_workspace(call) ? padded_bytes(p.between) : 0;
-  inner.workspace = static_cast<char*>(context.workspace) + taken;
-  inner.workspace_bytes = context.workspace_bytes - taken;
+  const Context inner = behind(context, in_workspace(call) ? padded_bytes(p.between) : 0);
   for (const GroupedMatmul& product : p.products) run_part(product, inner);
   run_part(p.activation, inner);
 }

@@ -6,7 +6,7 @@
 
 #include "cc/api/halves.h"
 #include "cc/dispatch/compose.h"
-#include "cc/dispatch/dispatch.h"
+#include "cc/dispatch/parts.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -74,10 +74,7 @@ void join(void* to, const GroupedMatmul& call, [[maybe_unused]] const Context& c
 void launch(const GroupedMatmul& call, const Context& context) {
   join(context.workspace, call, context);
   const GroupedMatmul whole = joined(call, context.workspace);
-  Context inner = context;
-  inner.workspace = static_cast<char*>(context.workspace) + joined_bytes(call);
-  inner.workspace_bytes = context.workspace_bytes - joined_bytes(call);
-  kernel_for(choose(whole, context.target, ""), whole)->launch(whole, inner);
+  run_part(whole, behind(context, joined_bytes(call)));
 }
 
 }  // namespace

@@ -23,6 +23,14 @@ std::string refusal(const Part& part, const Target& target) {
   return choice.refusals.back().kernel + ": " + choice.refusals.back().reason;
 }
 
+// What runs behind the first `taken` bytes of a call's workspace.
+inline Context behind(const Context& context, size_t taken) {
+  Context rest = context;
+  rest.workspace = static_cast<char*>(context.workspace) + taken;
+  rest.workspace_bytes = context.workspace_bytes - taken;
+  return rest;
+}
+
 template <class Part>
 void run_part(const Part& part, const Context& context) {
   const Choice<Part> choice = choose(part, context.target, "");

@@ -4,7 +4,7 @@
 #include <initializer_list>
 #include <utility>
 
-#include "cc/api/halves.h"
+#include "cc/api/operands.h"
 #include "cc/math/activation.h"
 #include "cc/math/shards.h"
 
@@ -333,7 +333,6 @@ std::string disagreement(const ScaleRows& call) {
 namespace {
 
 bool is_float(DType dtype) { return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16; }
-bool is_code(DType dtype) { return dtype == DType::e4m3fn || dtype == DType::e5m2 || dtype == DType::u8; }
 
 // One stored form of `source`; what the two forms differ in is their shapes.
 struct StoredForm {
@@ -439,15 +438,6 @@ void storing(Check* check, const Storing& call, const TensorView& source, bool r
   same_buffer(check, "into_amax", call.into_amax, call.amax);
 }
 
-TensorView rows_like(DType dtype, int64_t count, int64_t width) {
-  TensorView rows;
-  rows.dtype = dtype;
-  rows.rank = 2;
-  rows.dims[0] = count;
-  rows.dims[1] = width;
-  return rows;
-}
-
 }  // namespace
 
 std::string disagreement(const GroupedMatmulAct& call) {
@@ -469,7 +459,7 @@ std::string disagreement(const GroupedMatmulAct& call) {
     return "activation: expected one of " + std::to_string(expected) + " columns, not of " + std::to_string(wide);
   });
   check.shape_if_given("result", call.result, {rows, width});
-  if (!plain) storing(&check, call.stored, rows_like(compute_type(call), rows, width), true, groups);
+  if (!plain) storing(&check, call.stored, matrix_of(compute_type(call), rows, width), true, groups);
   check.shape_if_given("hidden", call.hidden, {rows, wide});
   check.require(!call.hidden.present() || call.hidden.dtype == compute_type(call),
                 [&] { return Check::named("hidden", call.hidden) + ", expected the type of `compute`"; });
@@ -496,7 +486,7 @@ std::string disagreement(const GroupedMatmulDact& call) {
     check.dtype("activated", call.activated, call.hidden.dtype);  // what is stored is rounded to it
     check.require(call.stored.stores(),
                   [] { return "activated_values: expected values of the gradients beside them"; });
-    const TensorView activated = rows_like(call.hidden.dtype, call.lhs.dims[0], width);
+    const TensorView activated = matrix_of(call.hidden.dtype, call.lhs.dims[0], width);
     storing(&check, z, activated, true, groups);
   }
   table(&check, "rhs_table", call.rhs_table, groups, call.rhs);

@@ -11,7 +11,7 @@
 #include <algorithm>
 #include <string>
 
-#include "cc/api/halves.h"
+#include "cc/api/operands.h"
 #include "cc/dispatch/compose.h"
 #include "cc/dispatch/parts.h"
 #include "cc/kernels/kernels.h"
@@ -25,12 +25,7 @@ class Space {
  public:
   explicit Space(void* workspace) : at_(static_cast<char*>(workspace)) {}
   TensorView rows(DType dtype, int64_t count, int64_t width) {
-    TensorView rows;
-    rows.data = at_ + taken_;
-    rows.dtype = dtype;
-    rows.rank = 2;
-    rows.dims[0] = count;
-    rows.dims[1] = width;
+    const TensorView rows = matrix_of(dtype, count, width, at_ + taken_);
     taken_ += padded_bytes(rows);
     return rows;
   }
@@ -40,14 +35,6 @@ class Space {
   char* at_;
   size_t taken_ = 0;
 };
-
-// What runs behind the rows in the workspace.
-Context behind(const Context& context, size_t taken) {
-  Context rest = context;
-  rest.workspace = static_cast<char*>(context.workspace) + taken;
-  rest.workspace_bytes = context.workspace_bytes - taken;
-  return rest;
-}
 
 template <class Call>
 struct Parts {

@@ -13,7 +13,7 @@
 
 #include "cc/api/operands.h"
 #include "cc/dispatch/compose.h"
-#include "cc/dispatch/dispatch.h"
+#include "cc/dispatch/parts.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -207,11 +207,7 @@ void launch(const Call& call, const Context& context) {
                      plan.padded, plan.scan, context.stream);
     }
   }
-  Context inner = context;
-  inner.workspace = static_cast<char*>(context.workspace) + plan.used;
-  inner.workspace_bytes = context.workspace_bytes - plan.used;
-  const Choice<Call> choice = choose(plan.inner, context.target, "");
-  kernel_for(choice, plan.inner)->launch(plan.inner, inner);
+  run_part(plan.inner, behind(context, plan.used));
 }
 
 }  // namespace

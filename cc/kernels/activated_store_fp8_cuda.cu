@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <string>
 
+#include "cc/api/operands.h"
 #include "cc/device/hidden.cuh"
 #include "cc/device/row_partials.cuh"
 #include "cc/device/store_fp8.cuh"
@@ -333,8 +334,6 @@ void run_forms(const ActivatedStore& call, const Problem& p, cudaStream_t stream
   if (!p.store.forms[1].values) return run<kBlock, kRows>(call, p, stream);
   run<kBlock, kRows + kColumns>(call, p, stream);
 }
-
-bool is_fp8(DType type) { return type == DType::e4m3fn || type == DType::e5m2; }
 
 size_t partials_at(const ActivatedStore& call) {
   return StoreScan::bytes(groups_of(call.store)) + sizeof(int32_t) * 64;

@@ -539,13 +539,11 @@ constexpr int kLowestSm = 80;
 constexpr int64_t kMostCoordinates = INT32_MAX - kMmaCols;  // tile coordinates are 32 bits wide
 constexpr int64_t kMostBlocks = INT32_MAX;
 
-bool fp8(DType type) { return type == DType::e4m3fn || type == DType::e5m2; }
-
 std::string refuses(const GroupedMatmul& call, const Target& target) {
   if (target.platform != Platform::cuda) return "is a CUDA kernel";
   if (target.sm < kLowestSm) return "needs sm_80 or later, the device is sm_" + std::to_string(target.sm);
   const bool same = call.lhs.dtype == call.rhs.dtype && is_wide(call.lhs.dtype);
-  if (!same && !(fp8(call.lhs.dtype) && fp8(call.rhs.dtype))) {
+  if (!same && !(is_fp8(call.lhs.dtype) && is_fp8(call.rhs.dtype))) {
     return "takes two operands of float32, bfloat16 or float16, or two of float8, got " + describe(call.lhs) + " and " +
            describe(call.rhs);
   }

@@ -18,6 +18,7 @@
 #include <string>
 #include <type_traits>
 
+#include "cc/api/operands.h"
 #include "cc/device/store_fp8.cuh"
 #include "cc/kernels/kernels.h"
 
@@ -174,7 +175,7 @@ std::string refuses(const Quantize& call, const Target& target) {
   const bool ragged = call.group_sizes.present();
   const TensorView& cross = call.cross_values;
   const DType type = (call.values.present() ? call.values : cross).dtype;
-  if (type != DType::e4m3fn && type != DType::e5m2) return std::string("gives FP8, not ") + dtype_name(type);
+  if (!is_fp8(type)) return std::string("gives FP8, not ") + dtype_name(type);
   if (call.rule != "fp32" && call.rule != "e8m0") return "has no rule " + call.rule;
   if (call.rule == "fp32" && call.block != 0 && call.block != 128) return "takes blocks of 128";
   if (call.rule == "e8m0" && (call.block != 32 || call.block_outer != 1)) return "takes blocks of 32";

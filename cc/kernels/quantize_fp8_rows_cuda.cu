@@ -16,6 +16,7 @@
 // Meant to be bound by memory: 3.03 bytes a value, and about 10 issue slots in time for 21.
 #include <string>
 
+#include "cc/api/operands.h"
 #include "cc/device/store_fp8.cuh"
 #include "cc/kernels/kernels.h"
 
@@ -83,7 +84,7 @@ std::string refuses(const Quantize& call, const Target& target) {
   if (!reason.empty()) return reason;
   if (call.cross_values.present()) return "stores rows alone";
   const DType type = call.values.dtype;
-  if (type != DType::e4m3fn && type != DType::e5m2) return std::string("gives FP8, not ") + dtype_name(type);
+  if (!is_fp8(type)) return std::string("gives FP8, not ") + dtype_name(type);
   if (call.rule != "fp32" && call.rule != "e8m0") return "has no rule " + call.rule;
   if (call.block != (call.rule == "fp32" ? 128 : 32) || call.block_outer != 1) {
     return "takes blocks of 128, of 32 with E8M0 scales, along rows";
