@@ -29,6 +29,7 @@ from grouped_core.mlp_spec import (
     check,
     check_join,
     check_pair,
+    joins,
     residuals_option,
     restrict,
 )
@@ -443,10 +444,6 @@ def _joined(op: Mlp, halves: dict[str, Any], accumulator: Any = None) -> tuple[M
     return dataclasses.replace(op, paired=False), whole
 
 
-def _quantises(op: Mlp, x: Any) -> bool:
-    return isinstance(x, QTensor) or (op.recipe is not None and op.recipe.quantized)
-
-
 def grouped_mlp(
     x: Array,
     wi: Array | Sequence[Array],
@@ -480,7 +477,7 @@ def grouped_mlp(
     bound = linear_spec.recipe_option(recipe)
     members = _members("wi", wi)
     op = _mlp(transposed, activation, bound, Residuals(), None, hint, implementation, "wi" not in members)
-    if op.paired and _quantises(op, x):
+    if joins(op, x):
         op, wi = _joined(op, members)
         members = {"wi": wi}
     required = {"x": x, **members, "wo": wo, "group_sizes": sizes}
@@ -537,7 +534,7 @@ def grouped_mlp_grads(
     bound = linear_spec.recipe_option(recipe)
     members = _members("wi", wi)
     op = _mlp(transposed, activation, bound, residuals, wgrad_dtype, hint, implementation, "wi" not in members)
-    parted = op.paired and _quantises(op, x)
+    parted = joins(op, x)
     if parted:
         op, wi = _joined(op, members, wgrad_accum[0])
         members, wgrad_accum = {"wi": wi}, (None, wgrad_accum[1])

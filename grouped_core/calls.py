@@ -538,7 +538,7 @@ def grouped_matmul_dact(
     width = rhs.shape[3 - rhs_axis]
     axis = _stored_axis(rhs, rhs_axis)
     params = {"rhs_axis": axis, **_activation_params(activation, width), "zero_tail": int(zero_tail)}
-    params |= _product_params(lhs, rhs, recipe.of_gradients, aligned_tables, rows_hint)
+    params |= _product_params(lhs, rhs, recipe, aligned_tables, rows_hint)
     results = _hidden_grads(hidden, width, result_dtype, wanted)
     groups, rows = group_sizes.shape[0], ArraySpec((hidden.shape[0], width), hidden.dtype)
     for added in (_storing(stored, hidden, groups), _storing_activated(stored_activated, rows, groups)):

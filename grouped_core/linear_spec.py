@@ -68,15 +68,18 @@ class Linear:
         """
         recipe = self.recipe or _as_they_stand(x.dtype, w.dtype, _format(x), _format(w))
         if self.paired and recipe.quantized:
-            raise NotImplementedError(
-                f"`{self.names.w}`: two arrays beside recipe {recipe.name}, expected one that quantises nothing; "
-                "pass one array."
-            )
+            raise two_arrays(self.names.w, recipe)
         return recipe
 
     def weight_axes(self) -> tuple[int, int]:
         """Axes of the weight that hold K and N."""
         return (2, 1) if self.transposed else (1, 2)
+
+
+def two_arrays(name: str, recipe: Recipe | None) -> NotImplementedError:
+    """What refuses a weight in two arrays beside what is quantised; without a recipe that is another operand."""
+    beside = "quantised operands" if recipe is None else f"recipe {recipe.name}"
+    return NotImplementedError(f"`{name}`: two arrays beside {beside}, expected one here; pass one array.")
 
 
 def _format(operand: OperandSpec) -> Format | None:

@@ -254,7 +254,7 @@ def hidden_grads(
         run.spec(h),
         run.spec(h).dtype,
         activation=op.activation,
-        recipe=linear.resolve(run.spec(h), operand_spec(run, wo)),
+        recipe=linear.resolve(run.spec(h), operand_spec(run, wo)).of_gradients,
         wanted=wanted,
         row_scale=operand_spec(run, p),
         row_base=operand_spec(run, base),

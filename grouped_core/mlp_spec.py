@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from grouped_core import linear_spec
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec, OperandSpec, StoredSpec
-from grouped_core.formats import WIDE
+from grouped_core.formats import WIDE, QTensor
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.recipes import Recipe
 
@@ -220,6 +220,16 @@ def kept(op: Mlp, needs: MlpNeeds, has_probs: bool, has_wi_bias: bool, has_wo_bi
         wi_bias=has_wi_bias and from_input,
         wo_bias=has_wo_bias and needs.probs,
     )
+
+
+def joins(op: Mlp, x: Any) -> bool:
+    """Whether a first weight in two arrays is joined: where it is quantised, for scales are those of both.
+
+    Args:
+        x: the rows, or their spec.
+    """
+    quantized = isinstance(x, (QTensor, StoredSpec)) or (op.recipe is not None and op.recipe.quantized)
+    return op.paired and quantized
 
 
 def check_join(op: Mlp, accumulates: bool) -> None:

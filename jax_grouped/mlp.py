@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from grouped_core import activations, calls, debug, linear_spec, scaling
 from grouped_core import mlp as rules
 from grouped_core.activations import Activation
-from grouped_core.calls import ArraySpec, Call, OperandSpec, StoredSpec
+from grouped_core.calls import ArraySpec, Call, OperandSpec
 from grouped_core.formats import QTensor
 from grouped_core.linear_spec import Linear
 from grouped_core.mlp_spec import (
@@ -36,6 +36,7 @@ from grouped_core.mlp_spec import (
     check_cotangent,
     check_join,
     check_pair,
+    joins,
     kept,
     residuals_option,
     restrict,
@@ -213,12 +214,12 @@ def _prepare(
     wgrad_dtype: DTypeLike | None,
     out: Any,
     implementation: str | Sequence[str] | None,
-    joins: bool = True,
+    join: bool = True,
 ) -> tuple[Mlp, _Operands]:
     """The static facts and the operands of `grouped_mlp`, checked; `take` makes an operand of an argument.
 
     Args:
-        joins: a `wi` in two arrays becomes one where it is quantised, for scales are those of both.
+        join: a `wi` in two arrays becomes one where it is quantised.
     """
     n = NAMES
 
@@ -261,7 +262,7 @@ def _prepare(
     )
     if paired:
         check_pair(op, *(calls.spec_of(each) for each in o.wi))
-    if paired and joins and (isinstance(value_of(o.x), (QTensor, StoredSpec)) or (op.recipe and op.recipe.quantized)):
+    if join and joins(op, value_of(o.x)):
         check_join(op, any(each is not None for each in o.accum_wi))
         op, o = replace(op, paired=False), o._replace(wi=_joined(op, o.wi), accum_wi=None)
     run: Any = Planner() if take is as_operand_spec else RUN
@@ -385,7 +386,7 @@ def grouped_mlp_fwd(*args: Any, **kwargs: Any) -> tuple[Array, MlpResiduals]:
         raise ValueError(
             f"`{NAMES.accum}` of grouped_mlp_fwd: given, expected None; hand the accumulators to grouped_mlp_bwd_dw."
         )
-    op, o = _prepare(as_operand, as_array, **bound.arguments, joins=False)
+    op, o = _prepare(as_operand, as_array, **bound.arguments, join=False)
     return _save(op, MlpNeeds(), op.parts(), _on_device(o))
 
 

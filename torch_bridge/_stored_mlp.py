@@ -87,9 +87,8 @@ def _grads_rule(run: Any, static: _Grads, operands: Sequence[Any]) -> tuple[Any,
     h, sizes, probs, wo_bias, dy, encode, key, encode_z, amax, *slots = operands
     rows = run.spec(dy).shape[0]
     wo, stored_dy = operand_of(slots[:3], static.wo_form, rows), operand_of(slots[3:], static.dy_form, rows)
-    stored, stored_z = _within(static.how, encode=encode, amax=amax, key=key), None
-    if static.how_z:
-        stored_z = _within(static.how_z, encode=encode_z, amax=None)
+    stored = _within(static.how, encode=encode, amax=amax, key=key)
+    stored_z = _within(static.how_z, encode=encode_z, amax=None)
     rows, how = (h, wo, sizes, probs, wo_bias, dy, stored_dy), {"stored": stored, "stored_z": stored_z}
     dh, z, dp, forms = grads_rule(run, decode(static.op), *rows, static.wanted, **how)
     plain = (dh, None, dp) if isinstance(z, QTensor) else (dh, z, dp)

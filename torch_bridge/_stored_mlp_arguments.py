@@ -114,10 +114,7 @@ def check_arguments(
     bounds = recipe if isinstance(recipe, tuple) else (linear_spec.recipe_option(recipe),)
     sizes, rows_hint = unwrap(group_sizes)
     if _mlp_arguments.is_pair(wi):
-        name = "quantised operands" if bounds[0].recipe is None else f"recipe {bounds[0].recipe.name}"
-        raise NotImplementedError(
-            f"`{NAMES.wi}`: two arrays beside {name} in parts of grouped_mlp, expected one; pass one array."
-        )
+        raise linear_spec.two_arrays(NAMES.wi, bounds[0].recipe)
     text = _mlp_arguments.text_of(
         rhs_transposed, activation, bounds[0].recipe, residuals, rows_hint, implementation, False
     )

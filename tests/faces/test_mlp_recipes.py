@@ -295,6 +295,8 @@ def test_a_pair_beside_a_recipe_that_quantises_has_no_accumulators():
     with asserts.refused(NotImplementedError, words):
         jax_grouped.grouped_mlp(**pair, recipe=recipes.MXFP8, wgrad_accum=accums)
     x, *halves, wo, sizes = map(to_torch, (pair["x"], *pair["wi"], pair["wo"], pair["group_sizes"]))
+    with asserts.refused(NotImplementedError, ["`wi`", "two arrays beside recipe MXFP8", "expected one", "one array"]):
+        torch_bridge.grouped_mlp_fwd(x, halves, wo, sizes, rhs_transposed=False, recipe=recipes.MXFP8)
     for accum in ("main_grad", ([to_torch(each) for each in accums[0]], None)):
         with asserts.refused(NotImplementedError, words):
             torch_bridge.grouped_mlp(
