@@ -42,14 +42,15 @@ struct PromotingShape : TileShape<kCols_, kStages_, kSlots_> {
 // column.
 enum class Scaling { none, parts, columns };
 
-// Scales of the two rows and of the columns that a thread holds; those of single columns are read when they are needed.
+// Scales of the two rows that a thread holds, and those of its columns: of all parts, or as they are read for `kCount`
+// columns of the tile.
 template <Scaling kScaling, int kCols>
 struct BlockScales {
   float rows[2], parts[kCols / kPartCols];
   uint32_t columns;  // shared address
 
   // Of the stage whose scales are at `at`.
-  __device__ BlockScales(uint32_t at, int first_row) : columns(at + stage_column(0)) {
+  __device__ BlockScales(uint32_t at, int first_row) : columns(at + stage_column(2 * (threadIdx.x % 4))) {
     if constexpr (kScaling != Scaling::none) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -62,17 +63,32 @@ struct BlockScales {
     }
   }
 
+  template <int kCount>
+  struct OfColumns {
+    float pairs[kCount / 8][2];
+  };
+  // From the tile's column kFirst on. While products run shared memory answers late, so this is asked for well before.
+  template <int kFirst, int kCount>
+  __device__ void read(OfColumns<kCount>& to) const {
+    if constexpr (kScaling == Scaling::columns) {
+#pragma unroll
+      for (int j = 0; j < kCount / 8; ++j) {
+        ptx::load_shared_v2(columns + stage_column(kFirst + 8 * j) - stage_column(0), to.pairs[j][0], to.pairs[j][1]);
+      }
+    }
+  }
+
   // acc += scale * sums, columns kFirst to kFirst + kCount - 1 of the tile. An addition alone reads one register less,
   // and registers are what the other warpgroup's products leave few of.
   template <int kFirst, int kCount>
-  __device__ void promote(float* acc, const float (&sums)[kCount / 2]) const {
+  __device__ void promote(float* acc, const float (&sums)[kCount / 2], const OfColumns<kCount>& of_columns) const {
 #pragma unroll
     for (int j = 0; j < kCount / 8; ++j) {
-      const int col = kFirst + 8 * j;
       float of_column[2];
-      if constexpr (kScaling == Scaling::parts) of_column[0] = of_column[1] = parts[col / kPartCols];
-      if constexpr (kScaling == Scaling::columns) {
-        ptx::load_shared_v2(columns + 4 * (col + 2 * (threadIdx.x % 4)), of_column[0], of_column[1]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if constexpr (kScaling == Scaling::parts) of_column[i] = parts[(kFirst + 8 * j) / kPartCols];
+        if constexpr (kScaling == Scaling::columns) of_column[i] = of_columns.pairs[j][i];
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -118,23 +134,19 @@ __device__ inline void multiply_promoting(float* acc, Ring<Product::Shape::kStag
       ptx::wgmma_commit();
     }
     if (b == 0) started();
-    const BlockScales<kScaling, kCols> of_block(scales + ring.slot * Shape::kScaleBytes, first_row);
-    if constexpr (kParts == 2) {
-      ptx::wgmma_wait<1>();
-      ptx::wgmma_done(sums[0]);
-      of_block.template promote<0, kPart>(acc, sums[0]);
-    }
+    using Scales = BlockScales<kScaling, kCols>;
+    const Scales of_block(scales + ring.slot * Shape::kScaleBytes, first_row);
+    typename Scales::template OfColumns<kPart> low, high;
+    of_block.template read<0, kPart>(low);
+    ptx::wgmma_wait<1>();
+    ptx::wgmma_done(sums[0]);
+    of_block.template promote<0, kPart>(acc, sums[0], low);
+    of_block.template read<kPart, kPart>(high);
     ptx::wgmma_wait<0>();
-    ptx::wgmma_done(sums[kParts - 1]);
-    const auto release = [&] {
-      if (lane < 2) ptx::barrier_arrive_peer(barriers + 8 * (Shape::kEmpty + ring.slot), lane);
-    };
-    if constexpr (kScaling != Scaling::columns) release();
-    of_block.template promote<kCols - kPart, kPart>(acc, sums[kParts - 1]);
-    if constexpr (kScaling == Scaling::columns) {
-      __syncwarp();  // every lane has read its scales
-      release();
-    }
+    ptx::wgmma_done(sums[1]);
+    if constexpr (kScaling == Scaling::columns) __syncwarp();  // every lane has read its scales
+    if (lane < 2) ptx::barrier_arrive_peer(barriers + 8 * (Shape::kEmpty + ring.slot), lane);
+    of_block.template promote<kPart, kPart>(acc, sums[1], high);
     ring.advance();
   }
 }

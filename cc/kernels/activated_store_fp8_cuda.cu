@@ -1,5 +1,5 @@
-// Activated rows, or gradients at hidden rows, of bf16 as FP8 codes in one pass: a scale a group, given or found, or
-// blocks of 128. The plain row is in memory nowhere, unless it is asked for.
+// Activated rows, or gradients at hidden rows, of bf16 as FP8 codes in one pass: blocks of 128 here, scales of groups
+// in activated_groups_fp8_cuda.cu. The plain row is in memory nowhere, unless it is asked for.
 //
 // Each block draws tiles of 128 rows x 128 activated columns of one group, 256 threads with 8 columns of 8 rows
 // each:
@@ -12,16 +12,14 @@
 //   for act(h), where its turned codes are wanted beside gradients, and each half of the result: 32 registers --> rows
 //        and columns as in quantize_fp8_cuda.cu; turned codes take the slots of what has been read
 //
-// Two blocks an SM (128 registers, at most 109 KiB). Current scaling runs the same tiles twice, of which only amaxes
-// remain the first time; row sums are added by a launch behind. Bound by memory: gradients read 6 bytes an activated
-// column and write 2 or 4.
+// Two blocks an SM (128 registers, at most 109 KiB); row sums are added by a launch behind. Bound by memory: gradients
+// read 6 bytes an activated column and write 2 to 5.
 #include <algorithm>
 #include <string>
 
 #include "cc/api/operands.h"
-#include "cc/device/hidden.cuh"
+#include "cc/device/activated_fp8.cuh"
 #include "cc/device/row_partials.cuh"
-#include "cc/device/store_fp8.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -29,19 +27,7 @@ namespace {
 
 using namespace device;
 
-struct Problem {
-  StoreProblem store;            // but `width` counts activated columns
-  StoreProblem store_activated;  // of act(h), with gradients; no cross form: it is not wanted
-  ActivationSpec spec;
-  HiddenRows hidden;
-  const uint16_t* grad;    // null: forward
-  const float* row_scale;  // null: none
-  uint16_t* result;        // null: not wanted, as the next two
-  uint16_t* activated;
-  float* partials;      // [column tiles, rows]
-  int32_t* valid_rows;  // set to the first tail row
-  bool clear_tail;
-};
+using Problem = ActivatedProblem;
 
 constexpr int kBlocksOfSm = 2;  // three, with fewer registers, are slower where they fit
 using Slots = uint4[kVector][kStoreThreads];
@@ -49,57 +35,8 @@ using Tile = Shape<false>;
 
 // Arrays of slots: one an operand. Forward keeps the first, gradients as many as there are halves; turned codes take
 // the place of the last, or of one more where all are kept.
-__host__ __device__ inline int operands_of(const Problem& p) { return (p.hidden.gated ? 2 : 1) + (p.grad ? 1 : 0); }
 __host__ __device__ inline int slots_of(const Problem& p) { return operands_of(p) > 2 ? 3 : 2; }
 __host__ __device__ inline int scratch_of(const Problem& p) { return slots_of(p) - 1; }
-__host__ __device__ inline bool has_activated(const Problem& p) { return p.store_activated.forms[1].values != nullptr; }
-
-__device__ inline uint4 rounded(const float (&v)[kVector]) {
-  const Stored8 bits = encode_stored(v, DType::bf16);
-  return make_uint4(bits.words[0], bits.words[1], bits.words[2], bits.words[3]);
-}
-
-__device__ inline void decoded(const uint4& bits, float (&v)[kVector]) {
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) v[i] = value_at<true>(bits, i);
-}
-
-__device__ inline int64_t hidden_pitch(const Problem& p) {
-  return p.hidden.gated ? 2 * int64_t{p.hidden.width} : int64_t{p.hidden.width};
-}
-
-// act(h) of one row of this thread, times its scale.
-template <class Act>
-__device__ inline uint4 activated_row(const ActivationSpec& spec, const uint4& gate, const uint4& linear, float scale) {
-  float a[kVector], u[kVector], t[kVector];
-  decoded(gate, a);
-  decoded(linear, u);
-#pragma unroll
-  for (int c = 0; c < kVector; ++c) t[c] = __fmul_rn(scale, Act::value(spec, a[c], u[c]));
-  return rounded(t);
-}
-
-// The gradients over both halves, and act(h) over dz; returns <dz, act(h)> of these columns, unscaled.
-template <class Act>
-__device__ inline float gradient_row(const ActivationSpec& spec, uint4& gate, uint4& linear, uint4& grad, float scale) {
-  float a[kVector], u[kVector], t[kVector], dz[kVector], da[kVector], du[kVector], sum = 0.0f;
-  decoded(gate, a);
-  decoded(linear, u);
-  decoded(grad, dz);
-#pragma unroll
-  for (int c = 0; c < kVector; ++c) {
-    const typename Act::Grad g = Act::grad(spec, a[c], u[c]);
-    const float scaled = __fmul_rn(scale, dz[c]);
-    sum = __fmaf_rn(dz[c], g.t, sum);
-    t[c] = __fmul_rn(scale, g.t);
-    da[c] = __fmul_rn(scaled, g.da);
-    du[c] = __fmul_rn(scaled, g.du);
-  }
-  gate = rounded(da);
-  linear = rounded(du);
-  grad = rounded(t);
-  return sum;
-}
 
 // What the slots of a tile hold, as it is stored: act over the gates, or the gradients of both halves over these, and
 // act over dz where it is stored as well.
@@ -148,30 +85,9 @@ __device__ __noinline__ void activate_tile(const Problem& p, const StoreTile& ti
         *reinterpret_cast<uint4*>(result + i * pitch) = gate;
         if (gated) *reinterpret_cast<uint4*>(result + i * pitch + block) = linear;
       }
-      if (partials) {
-#pragma unroll
-        for (int d = kLanes / 2; d > 0; d /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, d));
-        if (threadIdx.x % kLanes == 0 && i < rows) partials[i] = sum;
-      }
+      if (partials) put_partial(sum, partials + i, i < rows);
     }
   });
-}
-
-// Zeros in the plain results under a tile of the tail.
-__device__ inline void clear_plain(const Problem& p, const StoreTile& tile) {
-  const Tile at;
-  const int column = static_cast<int>(tile.column) + at.column;
-  if (at.column >= tile.columns) return;
-  for (int i = 0; i < kVector; ++i) {
-    const int64_t row = tile.source + at.row + i;
-    if (row >= p.store.rows) return;
-    if (p.activated) *reinterpret_cast<uint4*>(p.activated + row * p.hidden.width + column) = uint4{};
-    if (p.result) {
-      uint16_t* to = p.result + row * hidden_pitch(p) + p.hidden.gate_column(column);
-      *reinterpret_cast<uint4*>(to) = uint4{};
-      if (p.hidden.gated) *reinterpret_cast<uint4*>(to + p.hidden.block) = uint4{};
-    }
-  }
 }
 
 // Starts loads of a tile's operand `which`: gates, linear halves (where there are any), dz (with gradients).
@@ -196,23 +112,19 @@ __device__ inline void load_operand(const Problem& p, const StoreTile& tile, int
 
 // The forms of one half of the result, out of `from`, whose memory is free when `taken` is called. `scratch` is that of
 // an operand that has been read.
-template <int kBlock, int kForms, class Taken>
+template <int kForms, class Taken>
 __device__ inline void store_half(const StoreProblem& p, const StoreTile& tile, const Slots& from,
                                   ColumnScratch* scratch, Turns& turns, Taken taken) {
   uint4 raw[kVector];
 #pragma unroll
   for (int i = 0; i < kVector; ++i) raw[i] = from[i][threadIdx.x];
   uint32_t amax = 0;
-  if (!kForms || p.measure) amax = largest(raw);
+  if (p.measure) amax = largest(raw);
   taken();
-  if (!kForms || p.measure) turns.see(amax_of<true>(amax), tile.group);
-  if constexpr (kForms == 0) return;
-  float shared = 1.0f, factors[kVector];
-  if (kBlock == 0) shared = group_scale_of(p.scan, p.rule, true, p.encode, false, tile.group).encode;
+  if (p.measure) turns.see(amax_of<true>(amax), tile.group);
+  float factors[kVector];
   if constexpr ((kForms & kRows) != 0) {
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) factors[i] = shared;
-    if constexpr (kBlock > 0) row_factors<true, kBlock, Tile>(p, tile, raw, factors);
+    row_factors<true, kStoreColumns, Tile>(p, tile, raw, factors);
     const StoredForm& form = p.forms[0];
     with_type(p.type, [&](auto type) {
       put_rows<decltype(type), true, Tile>(tile, raw, form.values + tile.source * form.pitch + tile.column, form.pitch,
@@ -220,15 +132,10 @@ __device__ inline void store_half(const StoreProblem& p, const StoreTile& tile, 
     });
   }
   if constexpr ((kForms & kColumns) != 0) {
-    if constexpr (kForms == kRows + kColumns) {
-      forget_values(raw);
-      asm volatile("" : "+f"(shared));
-    }
+    if constexpr (kForms == kRows + kColumns) forget_values(raw);
     __syncthreads();  // everybody has read what the scratch lies over, and the codes of the half before
     const int count = p.segment ? (tile.rows + p.segment - 1) / p.segment * p.segment : tile.rows;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) factors[i] = shared;
-    if constexpr (kBlock > 0) column_factors<true, kBlock>(p, tile, raw, count, scratch, factors);
+    column_factors<true, kStoreRows>(p, tile, raw, count, scratch, factors);
     with_type(p.type, [&](auto type) { put_turned<decltype(type), true>(p, tile, raw, factors, count, scratch); });
   }
 }
@@ -240,23 +147,19 @@ struct Shared {
   Turns::Shared turns;
 };
 
-template <int kBlock, int kForms>
+template <int kForms>
 __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm)
-    store_activated(const __grid_constant__ Problem p, uint32_t column_tiles) {
+    store_activated_blocks(const __grid_constant__ Problem p, uint32_t column_tiles) {
   extern __shared__ uint4 dynamic_shared[];
   Slots* slots = reinterpret_cast<Slots*>(dynamic_shared);
-  const int operands = operands_of(p), halves = p.grad && p.hidden.gated ? 2 : 1;
+  const int operands = operands_of(p), halves = halves_of(p);
   ColumnScratch* scratch = reinterpret_cast<ColumnScratch*>(slots + scratch_of(p));
   Shared* s = reinterpret_cast<Shared*>(slots + slots_of(p));
   const GroupTable table(p.store, s + 1);
   Turns turns(p.store, &s->turns);
   scan_sizes<Tile::kRows>(p.store, table, s->sums);
   const int count = p.store.scan.count;
-  if (kForms && blockIdx.x == 0) {
-    if (kBlock == 0) store_group_scales(p.store);
-    if (kBlock == 0 && has_activated(p)) store_group_scales(p.store_activated);
-    if (p.valid_rows && threadIdx.x == 0) *p.valid_rows = table.offsets[count];
-  }
+  if (p.valid_rows && blockIdx.x == 0 && threadIdx.x == 0) *p.valid_rows = table.offsets[count];
   StoreTile tile;
   StoreTile& next = s->next[threadIdx.x / 32];
   const auto find = [&](uint32_t item, StoreTile* found) {
@@ -274,15 +177,8 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm)
       __syncwarp();
     }
     const bool loads = more && next.group < count;
-    StoreTile part = tile;  // of the result: where its columns lie
-    if (p.grad) part.column = p.hidden.gate_column(static_cast<int>(tile.column));
     if (tile.group == count) {
-      if (!kForms) break;
-      if (p.clear_tail) clear_plain(p, tile);
-      for (int half = 0; half < halves; ++half, part.column += p.hidden.block) {
-        store_nothing(p.store, part, Tile::kRows, kStoreThreads);
-      }
-      if (has_activated(p)) store_nothing(p.store_activated, tile, Tile::kRows, kStoreThreads);
+      activate_nothing(p, tile);
       for (int i = 0; i < operands && loads; ++i) load_operand(p, next, i, slots);
       turns.meet();
       continue;
@@ -292,13 +188,14 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm)
     activate_tile(p, tile, slots);
     if constexpr ((kForms & kColumns) != 0) {  // first, for it lies where the scratch will
       if (has_activated(p)) {
-        store_half<kBlock, kColumns>(p.store_activated, tile, slots[scratch_of(p)], scratch, turns, [] {});
+        store_half<kColumns>(p.store_activated, tile, slots[scratch_of(p)], scratch, turns, [] {});
       }
     }
     // The next tile's operands take the place of what has been read: of a half in registers, of what forward has no
     // more use for, of the scratch last.
+    StoreTile part = result_tile(p, tile);
     for (int half = 0; half < halves; ++half, part.column += p.hidden.block) {
-      store_half<kBlock, kForms>(p.store, part, slots[half], scratch, turns, [&] {
+      store_half<kForms>(p.store, part, slots[half], scratch, turns, [&] {
         if (loads) load_operand(p, next, half, slots);
       });
     }
@@ -308,31 +205,19 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm)
   turns.finish();
 }
 
-int64_t column_tiles_of(int64_t width) { return divide_up(width, Tile::kColumns); }
-
 int64_t activated_width(const ActivatedStore& call, bool gated) { return call.hidden.dims[1] / (gated ? 2 : 1); }
 
-template <int kBlock, int kForms>
-void run(const ActivatedStore& call, Problem p, cudaStream_t stream) {
-  constexpr auto kKernel = store_activated<kBlock, kForms>;
-  constexpr int kTableBytes = 3 * (kMostGroups + GroupTable::kMore) * sizeof(int32_t);
+template <int kForms>
+void run(const ActivatedStore& call, const Problem& p, cudaStream_t stream) {
   static_assert(sizeof(ColumnScratch) <= sizeof(Slots), "the scratch has the memory of one array of slots");
-  allow_shared_memory<kKernel>(3 * sizeof(Slots) + sizeof(Shared) + kTableBytes);
-  const int bytes = static_cast<int>(slots_of(p) * sizeof(Slots) + sizeof(Shared)) + GroupTable::bytes(p.store);
-  const int64_t column_tiles = column_tiles_of(p.hidden.width);
-  const int64_t tiles = most_row_tiles_of(call.store, Tile::kRows) * column_tiles;
-  const unsigned grid = blocks_for(tiles, kBlocksOfSm, bytes);
-  if (grid == 0) return;
-  ready_to_draw(&p.store, tiles, grid, stream);
-  kKernel<<<grid, kStoreThreads, bytes, stream>>>(p, static_cast<uint32_t>(column_tiles));
-  GROUPED_CUDA_CHECK(cudaGetLastError());
+  run_activated<store_activated_blocks<kForms>>(call, p, kBlocksOfSm, 3 * sizeof(Slots) + sizeof(Shared),
+                                                static_cast<int>(slots_of(p) * sizeof(Slots) + sizeof(Shared)), stream);
 }
 
-template <int kBlock>
-void run_forms(const ActivatedStore& call, const Problem& p, cudaStream_t stream) {
-  if (!p.store.forms[0].values) return run<kBlock, kColumns>(call, p, stream);
-  if (!p.store.forms[1].values) return run<kBlock, kRows>(call, p, stream);
-  run<kBlock, kRows + kColumns>(call, p, stream);
+void run_blocks(const ActivatedStore& call, const Problem& p, cudaStream_t stream) {
+  if (!p.store.forms[0].values) return run<kColumns>(call, p, stream);
+  if (!p.store.forms[1].values) return run<kRows>(call, p, stream);
+  run<kRows + kColumns>(call, p, stream);
 }
 
 size_t partials_at(const ActivatedStore& call) {
@@ -399,7 +284,7 @@ void launch_activated_store(const ActivatedStore& call, const Context& context) 
         Problem amaxes = all;
         amaxes.store = p;
         amaxes.store.width = width;
-        run<0, 0>(call, amaxes, stream);
+        run_activated_groups(call, amaxes, false, stream);
       },
       [&](const StoreProblem& p, cudaStream_t stream) {
         Problem found = all;
@@ -415,7 +300,7 @@ void launch_activated_store(const ActivatedStore& call, const Context& context) 
           found.valid_rows = reinterpret_cast<int32_t*>(behind) - 64;
           found.partials = reinterpret_cast<float*>(behind);
         }
-        p.block == 0 ? run_forms<0>(call, found, stream) : run_forms<128>(call, found, stream);
+        p.block == 0 ? run_activated_groups(call, found, true, stream) : run_blocks(call, found, stream);
         if (!found.partials || p.rows == 0) return;
         sum_partials<<<partial_blocks(p.rows), kPartialThreads, 0, stream>>>(
             found.partials, found.valid_rows, data_of<const float>(call.row_base), call.row_sum.as<float>(), p.rows,

@@ -1,0 +1,296 @@
+// Activated rows, or gradients at hidden rows, of bf16 as FP8 codes with a scale a group, given or found, in one pass:
+// a value has one code then, whatever the form, so it is made once. The plain row is in memory nowhere, unless it is
+// asked for. activated_store_fp8_cuda.cu has blocks of 128.
+//
+// Each block draws tiles of 128 rows x 128 activated columns of one group, 256 threads with 8 columns of 8 rows each:
+//
+//   cp.async, 16 bytes a row: gate, linear half, dz --> rings of 4 rows, each thread's own, 32 or 48 KiB a block
+//        ^ row i + 4, of this tile or the next, as soon as row i is in registers: no barrier, and none waits for a tile
+//   once a row: act(h), or both halves of dz * act'(h), * row scale, rounded --> * scale of the group --> codes
+//        --> rows: 8 bytes a lane, lines of 128
+//        --> columns: 16 KiB of shared memory for each half, and for act(h) where it is wanted beside gradients
+//        beside, where wanted: amaxes, act(h) and the plain gradients to memory, <dz, act(h)> over 16 lanes to a
+//        partial sum of the row and column tile
+//   once a tile, where columns are wanted: 4 x 4 bytes turned in registers --> 16 rows a thread, lines of 128 bytes
+//
+// Two barriers a tile. Gradients: 128 registers, at most 109 KiB, two blocks an SM; forward 80, 61 KiB, three. Current
+// scaling runs the same rows twice, of which only amaxes remain the first time; row sums are added by a launch behind.
+// Bound by memory: gradients read 6 bytes an activated column and write 2 to 5.
+#include "cc/device/activated_fp8.cuh"
+
+namespace grouped {
+namespace {
+
+using namespace device;
+
+constexpr int kAhead = 4;  // rows of a thread under way
+static_assert(kVector % kAhead == 0, "a row's place in the ring is its own");
+
+using Tile = Shape<false>;
+using Ring = uint4[kAhead][kStoreThreads];
+
+template <bool kGrad>
+constexpr int kBlocks = kGrad ? 2 : 3;
+
+// Codes of a tile, a row of 128 bytes. Words of row r are swizzled by r / 16, which a warp of writers has in common and
+// lanes that read the same word of different rows have not.
+struct Codes {
+  alignas(16) uint32_t words[kStoreRows][kStoreColumns / 4];
+
+  __device__ static int swizzled(int word, int chunk) { return word ^ 4 * chunk; }
+  __device__ void put(int row, int column, uint2 codes) {
+    *reinterpret_cast<uint2*>(&words[row][swizzled(column / 4, row / 16)]) = codes;
+  }
+};
+
+// How many of these a tile has.
+__host__ __device__ inline int turned_of(const ActivatedProblem& p) {
+  return p.store.forms[1].values ? halves_of(p) + (has_activated(p) ? 1 : 0) : 0;
+}
+
+struct Shared {
+  StoreTile next[kStoreWarps];  // a warp's own; in registers it would live through everything
+  int64_t sums[34];
+  Turns::Shared turns;
+};
+
+// Where the rows of a thread lie that it asks for next, and how many of a tile there are.
+struct Sources {
+  const uint16_t *hidden, *grad;
+  int count;
+
+  __device__ Sources(const ActivatedProblem& p, const StoreTile& tile, bool exists) {
+    const Tile at;
+    count = exists && at.column < tile.columns ? tile.rows - at.row : 0;
+    const int column = count > 0 ? static_cast<int>(tile.column) + at.column : 0;
+    const int64_t row = tile.source + at.row;
+    hidden = static_cast<const uint16_t*>(p.hidden.data) + row * hidden_pitch(p) + p.hidden.gate_column(column);
+    grad = p.grad + row * p.hidden.width + column;
+  }
+};
+
+// Starts the loads of row `i` of a tile, the next one's turn.
+template <bool kGrad>
+__device__ inline void load_row(const ActivatedProblem& p, Sources& from, int i, Ring* ring) {
+  const int slot = i % kAhead;
+  const bool exists = i < from.count;
+  int operand = 0;
+  copy_async(&ring[operand++][slot][threadIdx.x], from.hidden, exists);
+  if (p.hidden.gated) copy_async(&ring[operand++][slot][threadIdx.x], from.hidden + p.hidden.block, exists);
+  if (kGrad) copy_async(&ring[operand][slot][threadIdx.x], from.grad, exists);
+  asm volatile("cp.async.commit_group;" ::: "memory");
+  from.hidden += hidden_pitch(p);
+  if (kGrad) from.grad += p.hidden.width;
+}
+
+template <class T>
+__device__ inline uint2 codes_of(const uint4& bits, float factor) {
+  uint32_t pairs[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    pairs[i] =
+        encode_pair<T>(fl_mul(value_at<true>(bits, 2 * i), factor), fl_mul(value_at<true>(bits, 2 * i + 1), factor));
+  }
+  return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
+}
+
+__device__ inline uint32_t larger(uint32_t found, const uint4& bits) {
+  return __vmaxu2(__vmaxu2(found, __vmaxu2(bits.x & kMagnitudes, bits.y & kMagnitudes)),
+                  __vmaxu2(bits.z & kMagnitudes, bits.w & kMagnitudes));
+}
+
+__device__ inline float factor_of(const StoreProblem& p, int group) {
+  return group_scale_of(p.scan, p.rule, true, p.encode, false, group).encode;
+}
+
+// Rows of a tile, while the first of `next` are asked for: amaxes alone, or codes too, in `turned` those of each half
+// of the result and of act(h). Returns the largest magnitude of the result, 16 bits.
+template <bool kGrad, bool kStore>
+__device__ __forceinline__ uint32_t activate_rows(const ActivatedProblem& p, const StoreTile& tile,
+                                                  const StoreTile& next, bool loads, Ring* ring, Codes* turned) {
+  const Tile at;
+  const bool gated = p.hidden.gated, two = kGrad && gated, by_rows = kStore && p.store.forms[0].values != nullptr;
+  const bool by_columns = kStore && p.store.forms[1].values != nullptr, sees = !kStore || p.store.measure;
+  const bool stores_activated = kGrad && kStore && has_activated(p);
+  const int64_t source = tile.source + at.row, width = p.hidden.width, pitch = hidden_pitch(p);
+  const int column = static_cast<int>(tile.column) + at.column, block = p.hidden.block;
+  const int rows = tile.rows - at.row, count = at.column < tile.columns ? rows : 0;  // of this thread that exist
+  const int first = kGrad ? p.hidden.gate_column(column) : column;
+  float factor = 1.0f, activated_factor = 1.0f;
+  if (kStore) factor = factor_of(p.store, tile.group);
+  if (stores_activated) activated_factor = factor_of(p.store_activated, tile.group);
+  uint8_t* codes = p.store.forms[0].values + source * p.store.forms[0].pitch + first;
+  Sources ahead(p, tile, true);
+  ahead.hidden += kAhead * pitch, ahead.grad += kAhead * width;
+  uint32_t largest = 0;
+
+  const auto encode = [&](const uint4& low, const uint4& high, uint2(&made)[2]) {
+    with_type(p.store.type, [&](auto type) {
+      made[0] = codes_of<decltype(type)>(low, factor);
+      if (two) made[1] = codes_of<decltype(type)>(high, factor);
+    });
+  };
+  const auto encode_activated = [&](const uint4& bits) {
+    uint2 made;
+    with_type(p.store_activated.type, [&](auto type) { made = codes_of<decltype(type)>(bits, activated_factor); });
+    return made;
+  };
+  // Padding holds the codes of zeros.
+  uint2 none[2] = {}, none_activated = {};
+  if (by_columns) encode(uint4{}, uint4{}, none);
+  if (stores_activated) none_activated = encode_activated(uint4{});
+
+  with_activation(p.spec.kind, [&](auto kind) {
+    using Act = ActivationOf<decltype(kind)::value>;
+#pragma unroll 1
+    for (int i = 0; i < kVector; ++i) {
+      const int slot = i % kAhead;
+      asm volatile("cp.async.wait_group %0;" ::"n"(kAhead - 1) : "memory");
+      uint4 gate = ring[0][slot][threadIdx.x], linear = gate, t = gate;
+      if (gated) linear = ring[1][slot][threadIdx.x];
+      if (kGrad) t = ring[gated ? 2 : 1][slot][threadIdx.x];
+      if (i == kVector - kAhead) ahead = Sources(p, next, loads);
+      load_row<kGrad>(p, ahead, (i + kAhead) % kVector, ring);
+      uint2 made[2] = {none[0], none[1]}, made_activated = none_activated;
+      float sum = 0.0f;
+      if (i < count) {
+        const float scale = p.row_scale ? p.row_scale[source + i] : 1.0f;
+        if constexpr (kGrad) {
+          sum = gradient_row<Act>(p.spec, gate, linear, t, scale);
+        } else {
+          gate = activated_row<Act>(p.spec, gate, linear, scale);
+        }
+        if (sees) largest = larger(largest, gate);
+        if (sees && two) largest = larger(largest, linear);
+        if (kStore) encode(gate, linear, made);
+        if (by_rows) {
+          uint8_t* to = codes + i * p.store.forms[0].pitch;
+          *reinterpret_cast<uint2*>(to) = made[0];
+          if (two) *reinterpret_cast<uint2*>(to + block) = made[1];
+        }
+        if (stores_activated) made_activated = encode_activated(t);
+        if (kGrad && kStore && p.activated) {
+          *reinterpret_cast<uint4*>(p.activated + (source + i) * width + column) = t;
+        }
+        if (kGrad && kStore && p.result) {
+          uint16_t* to = p.result + (source + i) * pitch + first;
+          *reinterpret_cast<uint4*>(to) = gate;
+          if (gated) *reinterpret_cast<uint4*>(to + block) = linear;
+        }
+      }
+      if (by_columns) turned[0].put(at.row + i, at.column, made[0]);
+      if (by_columns && two) turned[1].put(at.row + i, at.column, made[1]);
+      if (stores_activated) turned[halves_of(p)].put(at.row + i, at.column, made_activated);
+      if (kGrad && kStore && p.partials) {
+        put_partial(sum, p.partials + tile.column / kStoreColumns * p.store.rows + source + i, i < rows);
+      }
+    }
+  });
+  return both(largest);
+}
+
+// Turned codes of a tile to lines of `rows` bytes, a multiple of 16.
+__device__ inline void put_lines(const StoreProblem& p, const StoreTile& tile, const Codes& codes, int rows) {
+  const int chunk = threadIdx.x % 8, word = threadIdx.x / 8;  // 16 rows, 4 columns
+  uint32_t lines[4][4];
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    uint32_t w[4];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) w[r] = codes.words[16 * chunk + 4 * k + r][Codes::swizzled(word, chunk)];
+    const uint32_t low0 = __byte_perm(w[0], w[1], 0x5140), low1 = __byte_perm(w[2], w[3], 0x5140);
+    const uint32_t high0 = __byte_perm(w[0], w[1], 0x7362), high1 = __byte_perm(w[2], w[3], 0x7362);
+    lines[0][k] = __byte_perm(low0, low1, 0x5410), lines[1][k] = __byte_perm(low0, low1, 0x7632);
+    lines[2][k] = __byte_perm(high0, high1, 0x5410), lines[3][k] = __byte_perm(high0, high1, 0x7632);
+  }
+  if (chunk * 16 >= rows) return;
+  uint8_t* to = p.forms[1].values + (tile.column + 4 * word) * p.forms[1].pitch + tile.padded + chunk * 16;
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    if (4 * word + c < tile.columns) {
+      *reinterpret_cast<uint4*>(to + c * p.forms[1].pitch) =
+          make_uint4(lines[c][0], lines[c][1], lines[c][2], lines[c][3]);
+    }
+  }
+}
+
+template <bool kGrad, bool kStore>
+__global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
+    store_activated_groups(const __grid_constant__ ActivatedProblem p, uint32_t column_tiles) {
+  extern __shared__ uint4 dynamic_shared[];
+  const bool stores_activated = kGrad && kStore && has_activated(p);
+  Ring* ring = reinterpret_cast<Ring*>(dynamic_shared);
+  Codes* turned = reinterpret_cast<Codes*>(ring + operands_of(p));
+  Shared* s = reinterpret_cast<Shared*>(turned + (kStore ? turned_of(p) : 0));
+  const GroupTable table(p.store, s + 1);
+  Turns turns(p.store, &s->turns);
+  scan_sizes<Tile::kRows>(p.store, table, s->sums);
+  const int count = p.store.scan.count;
+  if (kStore && blockIdx.x == 0) {
+    store_group_scales(p.store);
+    if (stores_activated) store_group_scales(p.store_activated);
+    if (p.valid_rows && threadIdx.x == 0) *p.valid_rows = table.offsets[count];
+  }
+  const auto find = [&](uint32_t item, StoreTile* found) {
+    return find_in_order<Tile::kRows, Tile::kColumns>(p.store, table, item, column_tiles, found);
+  };
+  const auto begin = [&](const StoreTile& of) {  // the first rows of a tile that none goes before
+    Sources from(p, of, true);
+#pragma unroll 1
+    for (int i = 0; i < kAhead; ++i) load_row<kGrad>(p, from, i, ring);
+  };
+  StoreTile tile;
+  StoreTile& next = s->next[threadIdx.x / 32];
+  bool more = find(blockIdx.x, &tile);
+  if (more && tile.group < count) begin(tile);
+  for (; more; tile = next, turns.advance()) {
+    turns.draw();
+    {
+      StoreTile found = {};
+      more = find(turns.next(), &found);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) next = found;
+      __syncwarp();
+    }
+    const bool loads = more && next.group < count;
+    if (tile.group == count) {
+      if (!kStore) break;
+      activate_nothing(p, tile);
+      if (loads) begin(next);
+      turns.meet();
+      continue;
+    }
+    const uint32_t largest = activate_rows<kGrad, kStore>(p, tile, next, loads, ring, turned);
+    turns.meet();
+    if (!kStore || p.store.measure) turns.see(amax_of<true>(largest), tile.group);
+    if (!kStore || !p.store.forms[1].values) continue;
+    const int segment = p.store.segment, rows = segment ? (tile.rows + segment - 1) / segment * segment : tile.rows;
+    StoreTile part = result_tile(p, tile);
+#pragma unroll 1
+    for (int half = 0; half < halves_of(p); ++half, part.column += p.hidden.block) {
+      put_lines(p.store, part, turned[half], rows);
+    }
+    if (stores_activated) put_lines(p.store_activated, tile, turned[halves_of(p)], rows);
+    __syncthreads();  // before the next tile's codes
+  }
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  turns.finish();
+}
+
+template <bool kGrad, bool kStore>
+void run(const ActivatedStore& call, const ActivatedProblem& p, cudaStream_t stream) {
+  constexpr int kOperands = kGrad ? 3 : 2, kTurned = !kStore ? 0 : kGrad ? 3 : 1;
+  run_activated<store_activated_groups<kGrad, kStore>>(
+      call, p, kBlocks<kGrad>, kOperands * sizeof(Ring) + kTurned * sizeof(Codes) + sizeof(Shared),
+      static_cast<int>(operands_of(p) * sizeof(Ring) + (kStore ? turned_of(p) : 0) * sizeof(Codes) + sizeof(Shared)),
+      stream);
+}
+
+}  // namespace
+
+void run_activated_groups(const ActivatedStore& call, const ActivatedProblem& p, bool store, cudaStream_t stream) {
+  if (p.grad) return store ? run<true, true>(call, p, stream) : run<true, false>(call, p, stream);
+  store ? run<false, true>(call, p, stream) : run<false, false>(call, p, stream);
+}
+
+}  // namespace grouped
