@@ -2,6 +2,7 @@
 // the places of results. Results are [groups, rows, cols], sums run over rows of the operands.
 #pragma once
 
+#include "cc/device/block_sum.cuh"
 #include "cc/device/layout_fp8.cuh"
 #include "cc/device/pipeline.cuh"
 
@@ -26,26 +27,6 @@ __device__ inline int bucket(int rows) {
   return (__float_as_int(blocks) >> 17) - (127 << 6) + 1;
 }
 
-// Sum over the block of the values of lower threads; `total` is the sum over all.
-__device__ inline int64_t block_scan(int64_t value, int64_t* of_warp, int64_t* total) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int64_t sum = value;
-  for (int d = 1; d < 32; d *= 2) {
-    const int64_t up = __shfl_up_sync(~0u, sum, d);
-    if (lane >= d) sum += up;
-  }
-  if (lane == 31) of_warp[warp] = sum;
-  __syncthreads();
-  int64_t before = 0, all = 0;
-  for (int w = 0; w < int(blockDim.x) / 32; ++w) {
-    if (w < warp) before += of_warp[w];
-    all += of_warp[w];
-  }
-  __syncthreads();
-  *total = all;
-  return before + sum - value;
-}
-
 constexpr int kOrderThreads = 1024;
 
 // One block. Groups of one bucket come in any order: which tile is computed when has no influence on its bits. With
@@ -54,7 +35,10 @@ template <bool kSegmented>
 __global__ void __launch_bounds__(kOrderThreads) order_groups(const int32_t* sizes, int groups, int64_t max_rows,
                                                               GroupSpan* spans, GroupSpan* unordered, Draws* draws) {
   __shared__ int32_t start[kBuckets];
-  __shared__ int64_t of_warp[kOrderThreads / 32];
+  __shared__ int64_t of_warp[33];
+  const auto block_scan = [&](int64_t value, int64_t* total) {
+    return device::exclusive_sum<kOrderThreads / 32>(value, of_warp, total);
+  };
   for (int i = threadIdx.x; i < kBuckets; i += kOrderThreads) start[i] = 0;
   __syncthreads();
   int64_t rows_before = 0, codes_before = 0;
@@ -62,12 +46,12 @@ __global__ void __launch_bounds__(kOrderThreads) order_groups(const int32_t* siz
     const int g = first + threadIdx.x;
     const int64_t size = g < groups && sizes[g] > 0 ? sizes[g] : 0;
     int64_t total;
-    const int64_t begin = rows_before + block_scan(size, of_warp, &total);
+    const int64_t begin = rows_before + block_scan(size, &total);
     rows_before += total;
     const int64_t from = begin < max_rows ? begin : max_rows, end = begin + size < max_rows ? begin + size : max_rows;
     int64_t segment = 0;
     if constexpr (kSegmented) {
-      segment = codes_before + block_scan(segment_codes(end - from), of_warp, &total);
+      segment = codes_before + block_scan(segment_codes(end - from), &total);
       codes_before += total;
     }
     if (g >= groups) continue;
@@ -81,7 +65,7 @@ __global__ void __launch_bounds__(kOrderThreads) order_groups(const int32_t* siz
     const int i = kBuckets - 1 - first - int(threadIdx.x);
     const int64_t count = i >= 0 ? start[i] : 0;
     int64_t total;
-    const int64_t at = after + block_scan(count, of_warp, &total);
+    const int64_t at = after + block_scan(count, &total);
     after += total;
     if (i >= 0) start[i] = int32_t(at);
   }

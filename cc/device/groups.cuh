@@ -8,6 +8,7 @@
 #include <string>
 
 #include "cc/api/check.h"
+#include "cc/device/block_sum.cuh"
 #include "cc/device/launch.h"
 
 namespace grouped {
@@ -41,34 +42,6 @@ inline int64_t most_row_tiles(int64_t rows, int64_t count, int64_t tile_rows) {
 
 namespace device {
 
-// Exclusive prefix sum over a block of kWarps warps; *total is the sum of all. `warps` is scratch of 33 entries.
-template <int kWarps = kScanThreads / 32>
-__device__ inline int64_t exclusive_sum(int64_t value, int64_t* warps, int64_t* total) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int64_t sum = value;
-  for (int d = 1; d < 32; d *= 2) {
-    const int64_t below = __shfl_up_sync(~0u, sum, d);
-    if (lane >= d) sum += below;
-  }
-  if (lane == 31) warps[warp] = sum;
-  __syncthreads();
-  if (warp == 0) {
-    const int64_t mine = lane < kWarps ? warps[lane] : 0;
-    int64_t prefix = mine;
-    for (int d = 1; d < 32; d *= 2) {
-      const int64_t below = __shfl_up_sync(~0u, prefix, d);
-      if (lane >= d) prefix += below;
-    }
-    warps[lane] = prefix - mine;
-    if (lane == 31) warps[32] = prefix;
-  }
-  __syncthreads();
-  const int64_t before = warps[warp] + sum - value;
-  *total = warps[32];
-  __syncthreads();  // the scratch is free again
-  return before;
-}
-
 // Sums are 64 bits wide: 65535 sizes of 31 bits cannot overflow, so clamping after the sum is enough (GRP-4).
 static __global__ void __launch_bounds__(kScanThreads)
     scan_groups(const int32_t* sizes, int64_t rows, int tile_rows, bool tail_tiles, GroupScan scan) {
@@ -78,11 +51,11 @@ static __global__ void __launch_bounds__(kScanThreads)
     const int g = first + threadIdx.x;
     const int64_t size = g < scan.count && sizes[g] > 0 ? sizes[g] : 0;
     int64_t total;
-    const int64_t before = rows_before + exclusive_sum(size, warps, &total);
+    const int64_t before = rows_before + exclusive_sum<kScanThreads / 32>(size, warps, &total);
     rows_before += total;
     const int64_t start = min(before, rows), end = min(before + size, rows);
     const int64_t tiles = (end - start + tile_rows - 1) / tile_rows;
-    const int64_t tile = tiles_before + exclusive_sum(tiles, warps, &total);
+    const int64_t tile = tiles_before + exclusive_sum<kScanThreads / 32>(tiles, warps, &total);
     tiles_before += total;
     if (g < scan.count) {
       scan.offsets[g] = start;

@@ -42,15 +42,14 @@ struct PromotingShape : TileShape<kCols_, kStages_, kSlots_> {
 // column.
 enum class Scaling { none, parts, columns };
 
-// Scales of the two rows that a thread holds, and those of its columns: of all parts, or as they are read for `kCount`
-// columns of the tile.
+// Scales of the two rows and of the columns that a thread holds; those of single columns are read when they are needed.
 template <Scaling kScaling, int kCols>
 struct BlockScales {
   float rows[2], parts[kCols / kPartCols];
   uint32_t columns;  // shared address
 
   // Of the stage whose scales are at `at`.
-  __device__ BlockScales(uint32_t at, int first_row) : columns(at + stage_column(2 * (threadIdx.x % 4))) {
+  __device__ BlockScales(uint32_t at, int first_row) : columns(at + stage_column(0)) {
     if constexpr (kScaling != Scaling::none) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -63,32 +62,17 @@ struct BlockScales {
     }
   }
 
-  template <int kCount>
-  struct OfColumns {
-    float pairs[kCount / 8][2];
-  };
-  // From the tile's column kFirst on. While products run shared memory answers late, so this is asked for well before.
-  template <int kFirst, int kCount>
-  __device__ void read(OfColumns<kCount>& to) const {
-    if constexpr (kScaling == Scaling::columns) {
-#pragma unroll
-      for (int j = 0; j < kCount / 8; ++j) {
-        ptx::load_shared_v2(columns + stage_column(kFirst + 8 * j) - stage_column(0), to.pairs[j][0], to.pairs[j][1]);
-      }
-    }
-  }
-
   // acc += scale * sums, columns kFirst to kFirst + kCount - 1 of the tile. An addition alone reads one register less,
   // and registers are what the other warpgroup's products leave few of.
   template <int kFirst, int kCount>
-  __device__ void promote(float* acc, const float (&sums)[kCount / 2], const OfColumns<kCount>& of_columns) const {
+  __device__ void promote(float* acc, const float (&sums)[kCount / 2]) const {
 #pragma unroll
     for (int j = 0; j < kCount / 8; ++j) {
+      const int col = kFirst + 8 * j;
       float of_column[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if constexpr (kScaling == Scaling::parts) of_column[i] = parts[(kFirst + 8 * j) / kPartCols];
-        if constexpr (kScaling == Scaling::columns) of_column[i] = of_columns.pairs[j][i];
+      if constexpr (kScaling == Scaling::parts) of_column[0] = of_column[1] = parts[col / kPartCols];
+      if constexpr (kScaling == Scaling::columns) {
+        ptx::load_shared_v2(columns + 4 * (col + 2 * (threadIdx.x % 4)), of_column[0], of_column[1]);
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -104,20 +88,20 @@ struct BlockScales {
 };
 
 // Multiplies 64 rows of a tile, the warp's from `first_row` on, by its first kCols columns: a block by kParts of these,
-// of which one multiplies while another is added. Leaves all blocks released. `scales` are those of stage 0. `started`
-// is called while the first block multiplies.
+// of which one multiplies while another is added. A sum stops at the step of 32 codes that holds its last one; `length`
+// counts elements of 16 bits. Leaves all blocks released. `scales` are those of stage 0. `started` is called while the
+// first block multiplies.
 constexpr int kParts = 2;
 template <class Product, Scaling kScaling, int kCols, class Started>
-__device__ inline void multiply_promoting(float* acc, Ring<Product::Shape::kStages>& ring, int blocks, int first_row,
+__device__ inline void multiply_promoting(float* acc, Ring<Product::Shape::kStages>& ring, int length, int first_row,
                                           uint64_t lhs, uint64_t rhs, uint32_t barriers, uint32_t scales,
                                           Started started) {
   using Shape = typename Product::Shape;
   using Pair = typename Product::Element;
-  constexpr int kPart = kCols / kParts;
+  constexpr int kPart = kCols / kParts, kSteps = kBlockK / 16;
   const int lane = threadIdx.x % 32;
-  // Nothing is in flight at the loop's end: ptxas serialises products whose sums are read in another turn.
-#pragma unroll 1
-  for (int b = 0; b < blocks; ++b) {
+  int left = length;
+  const auto block = [&](auto steps) {
     ptx::barrier_wait(barriers + 8 * (Shape::kFull + ring.slot), ring.parity);
     const uint64_t stage = uint64_t(ring.slot * (Shape::kStageBytes >> 4));
     float sums[kParts][kPart / 2];
@@ -127,27 +111,42 @@ __device__ inline void multiply_promoting(float* acc, Ring<Product::Shape::kStag
       ptx::wgmma_fence();
       ptx::wgmma_fp8_part<Pair, kPart, true>(sums[part], lhs + stage, columns);
 #pragma unroll
-      for (int k = 1; k < kBlockK / 16; ++k) {
+      for (int k = 1; k < decltype(steps)::value; ++k) {
         const uint32_t step = k * descriptor_step(Major::k);
         ptx::wgmma_fp8_part<Pair, kPart, false>(sums[part], lhs + stage + step, columns + step);
       }
       ptx::wgmma_commit();
     }
-    if (b == 0) started();
-    using Scales = BlockScales<kScaling, kCols>;
-    const Scales of_block(scales + ring.slot * Shape::kScaleBytes, first_row);
-    typename Scales::template OfColumns<kPart> low, high;
-    of_block.template read<0, kPart>(low);
-    ptx::wgmma_wait<1>();
-    ptx::wgmma_done(sums[0]);
-    of_block.template promote<0, kPart>(acc, sums[0], low);
-    of_block.template read<kPart, kPart>(high);
+    if (left == length) started();
+    const BlockScales<kScaling, kCols> of_block(scales + ring.slot * Shape::kScaleBytes, first_row);
+    if constexpr (kParts == 2) {
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_done(sums[0]);
+      of_block.template promote<0, kPart>(acc, sums[0]);
+    }
     ptx::wgmma_wait<0>();
-    ptx::wgmma_done(sums[1]);
-    if constexpr (kScaling == Scaling::columns) __syncwarp();  // every lane has read its scales
-    if (lane < 2) ptx::barrier_arrive_peer(barriers + 8 * (Shape::kEmpty + ring.slot), lane);
-    of_block.template promote<kPart, kPart>(acc, sums[1], high);
+    ptx::wgmma_done(sums[kParts - 1]);
+    const auto release = [&] {
+      if (lane < 2) ptx::barrier_arrive_peer(barriers + 8 * (Shape::kEmpty + ring.slot), lane);
+    };
+    if constexpr (kScaling != Scaling::columns) release();
+    of_block.template promote<kCols - kPart, kPart>(acc, sums[kParts - 1]);
+    if constexpr (kScaling == Scaling::columns) {
+      __syncwarp();  // every lane has read its scales
+      release();
+    }
     ring.advance();
+    left -= kBlockK;
+  };
+  // Nothing is in flight at the loop's end: ptxas serialises products whose sums are read in another turn.
+#pragma unroll 1
+  while (left > kBlockK - 16) block(std::integral_constant<int, kSteps>{});
+  if (left > 32) {
+    block(std::integral_constant<int, 3>{});
+  } else if (left > 16) {
+    block(std::integral_constant<int, 2>{});
+  } else if (left > 0) {
+    block(std::integral_constant<int, 1>{});
   }
 }
 
@@ -262,7 +261,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
       Product::with_scaling(p, [&](auto scaling) {
         fp8_tile_cols<Shape::kCols>(valid_cols, [&](auto cols) {
           multiply_promoting<Product, decltype(scaling)::value, decltype(cols)::value>(
-              acc, ring, blocks, first_row, lhs, rhs, barriers, shared + Shape::kScalesAt, [&] { held.start(slots); });
+              acc, ring, work.length, first_row, lhs, rhs, barriers, shared + Shape::kScalesAt,
+              [&] { held.start(slots); });
         });
       });
       if (first_row < work.valid_rows) Product::store(p, work, first_row, valid_cols, acc, slots, held);

@@ -106,13 +106,13 @@ static __global__ void __launch_bounds__(kScanThreads)
     const int g = first + threadIdx.x;
     const int64_t size = g >= scan.count ? 0 : sizes ? (sizes[g] > 0 ? sizes[g] : 0) : rows;
     int64_t total;
-    const int64_t before = rows_before + exclusive_sum(size, warps, &total);
+    const int64_t before = rows_before + exclusive_sum<kScanThreads / 32>(size, warps, &total);
     rows_before += total;
     const int64_t start = min(before, limit), count = min(before + size, limit) - start;
-    const int64_t tile = tiles_before + exclusive_sum(divide_up(count, kStoreRows), warps, &total);
+    const int64_t tile = tiles_before + exclusive_sum<kScanThreads / 32>(divide_up(count, kStoreRows), warps, &total);
     tiles_before += total;
-    const int64_t place =
-        padded_before + exclusive_sum(segment ? divide_up(count, segment) * segment : 0, warps, &total);
+    const int64_t place = padded_before + exclusive_sum<kScanThreads / 32>(
+                                              segment ? divide_up(count, segment) * segment : 0, warps, &total);
     padded_before += total;
     if (g < scan.count) {
       scan.offsets[g] = start;

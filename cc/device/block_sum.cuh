@@ -1,0 +1,40 @@
+// Sums over the threads of a block.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace grouped {
+namespace device {
+
+// Exclusive prefix sum over a block of kWarps warps; *total is the sum of all. `warps` is scratch of 33 entries.
+template <int kWarps>
+__device__ inline int64_t exclusive_sum(int64_t value, int64_t* warps, int64_t* total) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int64_t sum = value;
+  for (int d = 1; d < 32; d *= 2) {
+    const int64_t below = __shfl_up_sync(~0u, sum, d);
+    if (lane >= d) sum += below;
+  }
+  if (lane == 31) warps[warp] = sum;
+  __syncthreads();
+  if (warp == 0) {
+    const int64_t mine = lane < kWarps ? warps[lane] : 0;
+    int64_t prefix = mine;
+    for (int d = 1; d < 32; d *= 2) {
+      const int64_t below = __shfl_up_sync(~0u, prefix, d);
+      if (lane >= d) prefix += below;
+    }
+    warps[lane] = prefix - mine;
+    if (lane == 31) warps[32] = prefix;
+  }
+  __syncthreads();
+  const int64_t before = warps[warp] + sum - value;
+  *total = warps[32];
+  __syncthreads();  // the scratch is free again
+  return before;
+}
+
+}  // namespace device
+}  // namespace grouped
