@@ -39,10 +39,9 @@ __host__ __device__ inline int slots_of(const Problem& p) { return operands_of(p
 __host__ __device__ inline int scratch_of(const Problem& p) { return slots_of(p) - 1; }
 
 // What the slots of a tile hold, as it is stored: act over the gates, or the gradients of both halves over these, and
-// act over dz where it is stored as well.
-// Apart from the rest: a copy of it for each kind is long. What it reads of `p` again and again it takes at the start,
-// for stores might change what a reference leads to.
-__device__ __noinline__ void activate_tile(const Problem& p, const StoreTile& tile, Slots* slots) {
+// act over dz where it is stored as well. Inlined, long as it is: a function of its own knows neither that `p` never
+// changes nor that slots are shared memory.
+__device__ __forceinline__ void activate_tile(const Problem& p, const StoreTile& tile, Slots* slots) {
   const Tile at;
   const bool gated = p.hidden.gated;
   const int64_t source = tile.source + at.row, width = p.hidden.width, pitch = hidden_pitch(p);
