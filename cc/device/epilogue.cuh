@@ -180,26 +180,22 @@ __device__ inline void store_rows(float (&acc)[kCols / 2], const CUtensorMap* ma
   }
 }
 
-// Slots that hold all of a warp's part, and perhaps slices of the next one: nothing is waited for between slices, what
-// memory holds is fetched whole, and what was stored last still leaves while the next part is fetched or written.
-// `slots.parity` has a bit a slot.
+// Slots that hold all of a warp's part, slice i in slot i: nothing is waited for between slices, and what memory holds
+// is fetched whole. `slots.parity` has a bit a slot.
 template <class Out, int kCols, int kSlots>
 constexpr bool holds_whole() {
-  return kSlots * (128 / int(sizeof(Out))) >= kCols;
+  return kSlots * (128 / int(sizeof(Out))) == kCols;
 }
-// Commits of the part before, one a slice, that may be under way when this part's slots are taken.
-template <class Out, int kCols, int kSlots>
-constexpr int kWholeCommits = kSlots - kCols / (128 / int(sizeof(Out)));
-
 template <class Out, int kCols, int kSlots>
 __device__ inline void fetch_whole(const CUtensorMap* map, ptx::Coords at, int valid_cols, const Slots<kSlots>& slots) {
   static_assert(holds_whole<Out, kCols, kSlots>());
   constexpr int kSliceCols = 128 / sizeof(Out);
   if (threadIdx.x % 32 != 0) return;
-  ptx::store_wait_read<kWholeCommits<Out, kCols, kSlots>>();
-  for (int s = 0; s < kCols / kSliceCols && s * kSliceCols < valid_cols; ++s) {
-    ptx::barrier_arrive_expect(slots.barrier(s), kSlotBytes);
-    ptx::tensor_load(slots.address(s), map, {{at.c[0] + s * kSliceCols, at.c[1], at.c[2], at.c[3]}}, slots.barrier(s));
+  ptx::store_wait_read<0>();
+  for (int s = 0; s < kSlots && s * kSliceCols < valid_cols; ++s) {
+    ptx::barrier_arrive_expect(slots.full + 8 * s, kSlotBytes);
+    ptx::tensor_load(slots.base + s * kSlotBytes, map, {{at.c[0] + s * kSliceCols, at.c[1], at.c[2], at.c[3]}},
+                     slots.full + 8 * s);
   }
 }
 // As store_rows; with `add` the sums are added to what fetch_whole brings.
@@ -207,37 +203,33 @@ template <class Out, int kCols, int kSlots, class Change>
 __device__ inline void store_whole(float (&acc)[kCols / 2], const CUtensorMap* map, ptx::Coords at, int valid_cols,
                                    Slots<kSlots>& slots, bool add, Change change) {
   static_assert(holds_whole<Out, kCols, kSlots>());
-  constexpr int kSliceCols = 128 / sizeof(Out), kSlices = kCols / kSliceCols;
+  constexpr int kSliceCols = 128 / sizeof(Out);
   const int lane = threadIdx.x % 32, lane_col = 2 * (lane % 4);
   if (!add) {
-    if (lane == 0) ptx::store_wait_read<kWholeCommits<Out, kCols, kSlots>>();
+    if (lane == 0) ptx::store_wait_read<0>();
     __syncwarp();
   }
 #pragma unroll
-  for (int s = 0; s < kSlices; ++s) {
+  for (int s = 0; s < kSlots; ++s) {
     if (s * kSliceCols >= valid_cols) break;
     if (add) {
-      const uint32_t bit = 1u << (slots.turn + s) % kSlots;
-      ptx::barrier_wait(slots.barrier(s), (slots.parity & bit) != 0);
-      slots.parity ^= bit;
+      ptx::barrier_wait(slots.full + 8 * s, slots.parity >> s & 1);
+      slots.parity ^= 1u << s;
     }
 #pragma unroll
     for (int j = 0; j < kSliceCols / 8; ++j) {
       change(s * kSliceCols + 8 * j + lane_col, *reinterpret_cast<float (*)[4]>(&acc[(s * kSliceCols + 8 * j) / 2]));
     }
-    write_slice<Out>(&acc[s * kSliceCols / 2], slots.address(s), add);
+    write_slice<Out>(&acc[s * kSliceCols / 2], slots.base + s * kSlotBytes, add);
   }
   ptx::fence_async();
   __syncwarp();
   if (lane == 0) {
-    for (int s = 0; s < kSlices; ++s) {  // also of slices that are not there, so that commits can be counted
-      if (s * kSliceCols < valid_cols) {
-        ptx::tensor_store(map, {{at.c[0] + s * kSliceCols, at.c[1], at.c[2], at.c[3]}}, slots.address(s));
-      }
-      ptx::store_commit();
+    for (int s = 0; s < kSlots && s * kSliceCols < valid_cols; ++s) {
+      ptx::tensor_store(map, {{at.c[0] + s * kSliceCols, at.c[1], at.c[2], at.c[3]}}, slots.base + s * kSlotBytes);
     }
+    ptx::store_commit();
   }
-  if constexpr (kSlots > kSlices) slots.turn = (slots.turn + kSlices) % kSlots;
 }
 
 // Either of them, for results that are only stored.

@@ -17,7 +17,6 @@
 //
 //   tile        accumulators        ring         slots           scales          registers, 128 + 256 threads
 //   128 x 192   96 + 96 a thread    4 x 40 KiB   8 x 3 x 2 KiB   4 x 1.25 KiB    56 / 224
-//   128 x 128   64 + 64            3 x 32 KiB   8 x 7 x 2 KiB   3 x 1 KiB       56 / 224, fp32 weight gradients
 #pragma once
 
 #include "cc/device/epilogue.cuh"

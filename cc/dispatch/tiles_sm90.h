@@ -18,11 +18,9 @@ inline constexpr TileChoice kManySlots = {192, 4, 4};
 // With an activation a slot is half as large, and three of them take turns.
 inline constexpr TileChoice kWithActivation = {192, 5, 3};
 
-// Where partial sums have registers of their own: a warp's slots hold its 16 rows of a tile. Results of 32 bits have
-// smaller tiles and room for three more of four slices: else the accumulators of a tile are only fetched when those of
-// the one before have left, and both take as long as its products.
+// Where partial sums have registers of their own: a warp's slots hold its 16 rows of a tile, of 16 or 32 bits.
 inline constexpr TileChoice kPromoting = {192, 4, 3};
-inline constexpr TileChoice kPromotingWide = {128, 3, 7};
+inline constexpr TileChoice kPromotingWide = {192, 3, 6};
 
 // For ragged rows: `contracted` elements a sum, `out_bytes` of a result element.
 const TileChoice& rows_tile_sm90(int64_t contracted, int64_t out_bytes);

@@ -15,7 +15,7 @@
 //
 //   results   ring         slots
 //   16 bits   4 x 40 KiB   8 x 3 x 2 KiB, a warp's part of a tile
-//   fp32      3 x 32 KiB   8 x 7 x 2 KiB, of tiles of 128 columns four slices, and three of the next one
+//   fp32      3 x 40 KiB   8 x 6 x 2 KiB, likewise
 #include "cc/api/calls.h"
 #include "cc/api/kernel.h"
 #include "cc/device/contraction.cuh"
