@@ -18,6 +18,10 @@ GROUPED_HOST_DEVICE constexpr int stage_scale_bytes(int cols) { return 4 * (kTil
 GROUPED_HOST_DEVICE constexpr uint32_t stage_row(uint32_t row) { return 4 * row; }
 GROUPED_HOST_DEVICE constexpr uint32_t stage_column(uint32_t column) { return 4 * (kTileRows + column); }
 
+// Elements that so many codes reach into: a sum's length.
+GROUPED_HOST_DEVICE constexpr int32_t elements_of_codes(int32_t codes) {
+  return (codes + kCodesPerElement - 1) / kCodesPerElement;
+}
 // Positions in rows padded to segments of kBlockCodes (numerics 2.4) that `rows` rows take.
 GROUPED_HOST_DEVICE constexpr int64_t segment_codes(int64_t rows) {
   return (rows + kBlockCodes - 1) / kBlockCodes * kBlockCodes;

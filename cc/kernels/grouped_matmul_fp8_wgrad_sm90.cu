@@ -57,7 +57,7 @@ struct Fp8Contraction {
     schedule_contraction<Out, Shape::kCols>(
         p, rank, mail, spare,
         [](Work& work, const GroupSpan& span) {
-          work.length = (span.rows + kCodesPerElement - 1) / kCodesPerElement;
+          work.length = elements_of_codes(span.rows);
           work.rows = span.rows;
           work.end = span.first;  // of the segment
         },

@@ -355,8 +355,10 @@ void segments(std::mt19937_64& rng) {
       EXPECT(at % kBlockCodes == 0, "a segment starts at %lld", Long(at));
       const int64_t codes = segment_codes(rows);
       EXPECT(codes >= rows && codes - rows < kBlockCodes && (rows != 0 || codes == 0), "%lld rows", Long(rows));
-      const Work work{Work::kTile, int32_t((rows + 1) / kCodesPerElement), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0};
+      const Work work{Work::kTile, elements_of_codes(int32_t(rows)), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0};
       EXPECT(work.k_blocks() * kBlockCodes == codes, "%lld codes in %d blocks", Long(codes), work.k_blocks());
+      EXPECT(kCodesPerElement * work.length >= rows && kCodesPerElement * (work.length - 1) < rows,
+             "%lld rows in a sum of %d elements", Long(rows), work.length);
       at += codes;
     }
     EXPECT(at <= padded, "%lld positions of %lld", Long(at), Long(padded));
