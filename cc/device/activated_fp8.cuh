@@ -14,9 +14,10 @@ struct ActivatedProblem {
   StoreProblem store_activated;  // of act(h), with gradients; no cross form: it is not wanted
   ActivationSpec spec;
   HiddenRows hidden;
-  const uint16_t* grad;    // null: forward
-  const float* row_scale;  // null: none
-  uint16_t* result;        // null: not wanted, as the next two
+  uint32_t* activated_amax;  // [groups], found with those of the result; null: not wanted
+  const uint16_t* grad;      // null: forward
+  const float* row_scale;    // null: none
+  uint16_t* result;          // null: not wanted, as the next two
   uint16_t* activated;
   float* partials;      // [column tiles, rows]
   int32_t* valid_rows;  // set to the first tail row

@@ -133,11 +133,16 @@ class Turns {
   struct Shared {
     uint32_t item[2];
     uint32_t amax[2];
+    uint32_t other[2];
   };
 
-  // Has a barrier, which the first turn needs.
-  __device__ Turns(const StoreProblem& p, Shared* s) : drawn_(p.drawn), amaxes_(p.scan.amax), s_(s) {
-    if (threadIdx.x == 0) s->item[1] = blockIdx.x + gridDim.x, s->amax[0] = s->amax[1] = 0;
+  // Has a barrier, which the first turn needs. `others`: amaxes of a second kind of values, or null.
+  __device__ Turns(const StoreProblem& p, Shared* s, uint32_t* others = nullptr)
+      : drawn_(p.drawn), amaxes_(p.scan.amax), others_(others), s_(s) {
+    if (threadIdx.x == 0) {
+      s->item[1] = blockIdx.x + gridDim.x;
+      s->amax[0] = s->amax[1] = s->other[0] = s->other[1] = 0;
+    }
     __syncthreads();
   }
   // The item of the next turn.
@@ -151,6 +156,11 @@ class Turns {
     amax = __reduce_max_sync(~0u, amax);
     if (threadIdx.x % 32 == 0) atomicMax(&s_->amax[odd_], amax);
     group_ = group;
+  }
+  // Beside, of the other values.
+  __device__ void see_other(uint32_t amax) {
+    amax = __reduce_max_sync(~0u, amax);
+    if (threadIdx.x % 32 == 0) atomicMax(&s_->other[odd_], amax);
   }
   // The turn's barrier.
   __device__ void meet() {
@@ -172,12 +182,18 @@ class Turns {
       uint32_t& seen = s_->amax[odd_ ^ 1];
       atomicMax(amaxes_ + group_, float_bits(amax_value(seen)));
       seen = 0;
+      if (others_) {
+        uint32_t& other = s_->other[odd_ ^ 1];
+        atomicMax(others_ + group_, float_bits(amax_value(other)));
+        other = 0;
+      }
     }
     group_ = -1;
   }
 
   uint32_t* drawn_;
   uint32_t* amaxes_;
+  uint32_t* others_;
   Shared* s_;
   uint32_t item_ = 0x7FFFFFFF;  // past every launch
   int group_ = -1, odd_ = 0;
@@ -286,7 +302,7 @@ void launch_tiles(const Quantize& call, const Context& context, Measure measure,
     GROUPED_CUDA_CHECK(cudaMemsetAsync(from, 0, sizeof(uint32_t) * words, stream));
   };
   // `amax` follows `drawn`, and `rotated` follows `amax`.
-  if (ahead) clear(p.scan.drawn, 2 + static_cast<size_t>(p.scan.count) * (p.rotate ? 2 : 1));
+  if (ahead) clear(p.scan.drawn, 2 + 2 * static_cast<size_t>(p.scan.count));
   p.cleared = ahead;
   if (p.measure) {
     p.scan.amax = call.amax.as<uint32_t>();  // the bits of a magnitude

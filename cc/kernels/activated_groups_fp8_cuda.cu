@@ -103,15 +103,21 @@ __device__ inline float factor_of(const StoreProblem& p, int group) {
   return group_scale_of(p.scan, p.rule, true, p.encode, false, group).encode;
 }
 
+// Largest magnitudes, 16 bits.
+struct Largest {
+  uint32_t result, activated;
+};
+
 // Rows of a tile, while the first of `next` are asked for: amaxes alone, or codes too, in `turned` those of each half
-// of the result and of act(h). Returns the largest magnitude of the result, 16 bits.
+// of the result and of act(h).
 template <bool kGrad, bool kStore>
-__device__ __forceinline__ uint32_t activate_rows(const ActivatedProblem& p, const StoreTile& tile,
-                                                  const StoreTile& next, bool loads, Ring* ring, Codes* turned) {
+__device__ __forceinline__ Largest activate_rows(const ActivatedProblem& p, const StoreTile& tile,
+                                                 const StoreTile& next, bool loads, Ring* ring, Codes* turned) {
   const Tile at;
   const bool gated = p.hidden.gated, two = kGrad && gated, by_rows = kStore && p.store.forms[0].values != nullptr;
   const bool by_columns = kStore && p.store.forms[1].values != nullptr, sees = !kStore || p.store.measure;
   const bool stores_activated = kGrad && kStore && has_activated(p);
+  const bool sees_activated = kGrad && !kStore && p.activated_amax != nullptr;
   const int64_t source = tile.source + at.row, width = p.hidden.width, pitch = hidden_pitch(p);
   const int column = static_cast<int>(tile.column) + at.column, block = p.hidden.block;
   const int rows = tile.rows - at.row, count = at.column < tile.columns ? rows : 0;  // of this thread that exist
@@ -122,7 +128,7 @@ __device__ __forceinline__ uint32_t activate_rows(const ActivatedProblem& p, con
   uint8_t* codes = p.store.forms[0].values + source * p.store.forms[0].pitch + first;
   Sources ahead(p, tile, true);
   ahead.hidden += kAhead * pitch, ahead.grad += kAhead * width;
-  uint32_t largest = 0;
+  uint32_t largest = 0, largest_activated = 0;
 
   const auto encode = [&](const uint4& low, const uint4& high, uint2(&made)[2]) {
     with_type(p.store.type, [&](auto type) {
@@ -162,6 +168,7 @@ __device__ __forceinline__ uint32_t activate_rows(const ActivatedProblem& p, con
         }
         if (sees) largest = larger(largest, gate);
         if (sees && two) largest = larger(largest, linear);
+        if (sees_activated) largest_activated = larger(largest_activated, t);
         if (kStore) encode(gate, linear, made);
         if (by_rows) {
           uint8_t* to = codes + i * p.store.forms[0].pitch;
@@ -186,7 +193,7 @@ __device__ __forceinline__ uint32_t activate_rows(const ActivatedProblem& p, con
       }
     }
   });
-  return both(largest);
+  return {both(largest), both(largest_activated)};
 }
 
 // Turned codes of a tile to lines of `rows` bytes, a multiple of 16.
@@ -223,7 +230,7 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
   Codes* turned = reinterpret_cast<Codes*>(ring + operands_of(p));
   Shared* s = reinterpret_cast<Shared*>(turned + (kStore ? turned_of(p) : 0));
   const GroupTable table(p.store, s + 1);
-  Turns turns(p.store, &s->turns);
+  Turns turns(p.store, &s->turns, kGrad && !kStore ? p.activated_amax : nullptr);
   scan_sizes<Tile::kRows>(p.store, table, s->sums);
   const int count = p.store.scan.count;
   if (kStore && blockIdx.x == 0) {
@@ -260,9 +267,10 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
       turns.meet();
       continue;
     }
-    const uint32_t largest = activate_rows<kGrad, kStore>(p, tile, next, loads, ring, turned);
+    const Largest largest = activate_rows<kGrad, kStore>(p, tile, next, loads, ring, turned);
     turns.meet();
-    if (!kStore || p.store.measure) turns.see(amax_of<true>(largest), tile.group);
+    if (!kStore || p.store.measure) turns.see(amax_of<true>(largest.result), tile.group);
+    if (kGrad && !kStore && p.activated_amax) turns.see_other(amax_of<true>(largest.activated));
     if (!kStore || !p.store.forms[1].values) continue;
     const int segment = p.store.segment, rows = segment ? (tile.rows + segment - 1) / segment * segment : tile.rows;
     StoreTile part = result_tile(p, tile);

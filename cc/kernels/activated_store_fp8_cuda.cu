@@ -255,11 +255,18 @@ std::string refuses_activated_store(const ActivatedStore& call, const Target& ta
   return "";
 }
 
+// Scales of groups that are found want a launch that finds them, which the result's have as well.
+bool finds_activated(const ActivatedStore& call) {
+  const Quantize& z = call.store_activated;
+  return z.cross_values.present() && z.block == 0 && !z.encode.present();
+}
+
 bool stores_activated(const ActivatedStore& call) {
   const Quantize &store = call.store, &z = call.store_activated;
-  // Its padded rows are those of the gradients, and its scales are given, or found in a tile.
+  if (finds_activated(call) && (store.encode.present() || z.amax.present())) return false;
+  // Its padded rows are those of the gradients.
   return is_fp8(z.cross_values.dtype) && z.rule == "fp32" && z.turned && store.cross_values.present() &&
-         z.segment == store.segment && z.block == store.block && (z.block != 0 || z.encode.present());
+         z.segment == store.segment && z.block == store.block;
 }
 
 // The quantiser's own, the first tail row, then partial sums of rows.
@@ -283,6 +290,7 @@ void launch_activated_store(const ActivatedStore& call, const Context& context) 
         Problem amaxes = all;
         amaxes.store = p;
         amaxes.store.width = width;
+        if (finds_activated(call)) amaxes.activated_amax = p.scan.rotated;  // nothing is rotated here
         run_activated_groups(call, amaxes, false, stream);
       },
       [&](const StoreProblem& p, cudaStream_t stream) {
@@ -294,6 +302,7 @@ void launch_activated_store(const ActivatedStore& call, const Context& context) 
         found.clear_tail = call.zero_tail != 0;
         if (call.store_activated.cross_values.present()) {
           found.store_activated = store_problem(call.store_activated, context);
+          if (finds_activated(call)) found.store_activated.scan.amax = p.scan.rotated;
         }
         if (call.row_sum.present()) {
           found.valid_rows = reinterpret_cast<int32_t*>(behind) - 64;
