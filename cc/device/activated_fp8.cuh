@@ -24,6 +24,13 @@ struct ActivatedProblem {
   bool clear_tail;
 };
 
+// What a block has in shared memory beside rows and codes, which lie before it, and the table, which lies behind.
+struct ActivatedShared {
+  StoreTile next[kStoreWarps];
+  int64_t sums[34];
+  Turns::Shared turns;
+};
+
 __host__ __device__ inline int halves_of(const ActivatedProblem& p) { return p.grad && p.hidden.gated ? 2 : 1; }
 // Gates, linear halves, dz.
 __host__ __device__ inline int operands_of(const ActivatedProblem& p) {

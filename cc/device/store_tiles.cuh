@@ -124,6 +124,18 @@ __device__ inline bool find_in_order(const StoreProblem& p, const GroupTable& t,
   return find_in_table<kTileRows, kTileColumns>(p, t, item, column_tiles, tile);
 }
 
+// Finds what follows a tile, by a whole warp, and keeps it in the warp's own `next` in shared memory: in registers it
+// would live through everything.
+template <class Find>
+__device__ inline bool find_next(StoreTile& next, Find find) {
+  StoreTile found = {};
+  const bool more = find(&found);
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) next = found;
+  __syncwarp();
+  return more;
+}
+
 // The tiles of a block, in turns. Blocks draw them one after the other, so that the grid works on neighbouring memory
 // at any time: with a fixed stride blocks drift apart, and memory is read and written in worse order. A tile is drawn
 // two turns ahead by one thread, and told to the others by the barrier that every turn has. Amaxes of a turn's values

@@ -27,6 +27,7 @@ constexpr int kAhead = 4;  // rows of a thread under way
 static_assert(kVector % kAhead == 0, "a row's place in the ring is its own");
 
 using Tile = Shape<false>;
+using Shared = ActivatedShared;
 using Ring = uint4[kAhead][kStoreThreads];
 
 template <bool kGrad>
@@ -47,12 +48,6 @@ struct Codes {
 __host__ __device__ inline int turned_of(const ActivatedProblem& p) {
   return p.store.forms[1].values ? halves_of(p) + (has_activated(p) ? 1 : 0) : 0;
 }
-
-struct Shared {
-  StoreTile next[kStoreWarps];  // a warp's own; in registers it would live through everything
-  int64_t sums[34];
-  Turns::Shared turns;
-};
 
 // Where the rows of a thread lie that it asks for next, and how many of a tile there are.
 struct Sources {
@@ -252,13 +247,7 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
   if (more && tile.group < count) begin(tile);
   for (; more; tile = next, turns.advance()) {
     turns.draw();
-    {
-      StoreTile found = {};
-      more = find(turns.next(), &found);
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) next = found;
-      __syncwarp();
-    }
+    more = find_next(next, [&](StoreTile* found) { return find(turns.next(), found); });
     const bool loads = more && next.group < count;
     if (tile.group == count) {
       if (!kStore) break;

@@ -28,6 +28,7 @@ namespace {
 using namespace device;
 
 using Problem = ActivatedProblem;
+using Shared = ActivatedShared;
 
 constexpr int kBlocksOfSm = 2;  // three, with fewer registers, are slower where they fit
 using Slots = uint4[kVector][kStoreThreads];
@@ -139,13 +140,6 @@ __device__ inline void store_half(const StoreProblem& p, const StoreTile& tile, 
   }
 }
 
-// What a block has beside its slots, which lie before it, and the table, which lies behind.
-struct Shared {
-  StoreTile next[kStoreWarps];  // a warp's own; in registers it would live through everything
-  int64_t sums[34];
-  Turns::Shared turns;
-};
-
 template <int kForms>
 __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm)
     store_activated_blocks(const __grid_constant__ Problem p, uint32_t column_tiles) {
@@ -168,13 +162,7 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm)
   for (int i = 0; i < operands && more && tile.group < count; ++i) load_operand(p, tile, i, slots);
   for (; more; tile = next, turns.advance()) {
     turns.draw();
-    {
-      StoreTile found = {};
-      more = find(turns.next(), &found);
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) next = found;
-      __syncwarp();
-    }
+    more = find_next(next, [&](StoreTile* found) { return find(turns.next(), found); });
     const bool loads = more && next.group < count;
     if (tile.group == count) {
       activate_nothing(p, tile);

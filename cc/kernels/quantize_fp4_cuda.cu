@@ -298,13 +298,8 @@ __device__ inline void walk_tiles(const StoreProblem& p, uint32_t column_tiles, 
     item += gridDim.x;
     const bool owned = tile.group < p.scan.count;
     if (owned && !loaded) load_tile<kTall>(p, tile, s);
-    {  // while this tile's values arrive
-      StoreTile found = {};
-      more = find(item, &found);
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) next = found;
-      __syncwarp();
-    }
+    // While this tile's values arrive.
+    more = find_next(next, [&](StoreTile* found) { return find(item, found); });
     loaded = false;
     if (!owned) {
       rest(tile);

@@ -40,7 +40,7 @@ constexpr bool kIsWide = !kSquare && kForms <= kRows;
 // The table lies behind it.
 struct Shared {
   uint4 raw[kVector][kThreads];
-  StoreTile next[kWarps];  // a warp's own; in registers it would live through everything
+  StoreTile next[kWarps];
   uint32_t warp_amax[kWarps];
   int64_t sums[34];
   Turns::Shared turns;
@@ -112,13 +112,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kForms>)
   if (kBlock == 0 && kForms && blockIdx.x == 0) store_group_scales(p);
   for (; more; tile = next, turns.advance()) {
     turns.draw();
-    {  // while this tile's values arrive
-      StoreTile found = {};
-      more = find_in_order<Tile::kRows, Tile::kColumns>(p, table, turns.next(), column_tiles, &found);
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) next = found;
-      __syncwarp();
-    }
+    more = find_next(next, [&](StoreTile* found) {  // while this tile's values arrive
+      return find_in_order<Tile::kRows, Tile::kColumns>(p, table, turns.next(), column_tiles, found);
+    });
     if (tile.group == p.scan.count) {
       if constexpr (kForms == 0) break;  // nothing comes behind
       store_nothing(p, tile, Tile::kRows, kThreads);
