@@ -215,11 +215,16 @@ def peak_mib(thunk: harness.Thunk) -> float:
     return (torch.cuda.max_memory_allocated() - before - given) / 2**20
 
 
-def profile(case: cases.Case, name: str, thunk: harness.Thunk, steps: int = 3) -> None:
-    """Prints how long each kernel of a step takes, as PyTorch's profiler sees it."""
-    for _ in range(5):
+def profile(case: cases.Case, name: str, thunk: harness.Thunk, steady_s: float | None) -> None:
+    """Prints how long each kernel of a step takes, as PyTorch's profiler sees it.
+
+    Three steps on a cool chip, or a run of `steady_s` seconds behind as long a one.
+    """
+    steps = 3 if steady_s is None else max(3, int(steady_s * 1e6 / harness.cuda_clock(thunk, 0, 1)))
+    for _ in range(max(5, steps)):
         thunk(0)
-    torch.cuda.synchronize()
+    if steady_s is None:
+        torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
         for _ in range(steps):
             thunk(0)
@@ -279,7 +284,7 @@ def bench(
             )
     if device == "cuda":
         for name, thunks in built.items() if profiled else ():
-            profile(case, name, thunks["forward+backward"])
+            profile(case, name, thunks["forward+backward"], steady_s)
         for name, thunks in built.items():
             if name != "dense":
                 print(f"{case.name:<16}peak MiB  {name:<30}{peak_mib(thunks['forward+backward']):>10.0f}", flush=True)
@@ -333,7 +338,11 @@ def main() -> None:
     parser.add_argument(
         "--steady", type=float, metavar="SECONDS", help="time each candidate in runs of so many seconds"
     )
-    parser.add_argument("--profile", action="store_true", help="the kernels of a step with backward, on a GPU")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="the kernels of a step with backward, on a GPU; with --steady of a long run",
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.steady is not None and options.device == "cpu":

@@ -65,24 +65,32 @@ __device__ inline uint4 activated_row(const ActivationSpec& spec, const uint4& g
   return rounded(t);
 }
 
-// The gradients over both halves, and act(h) over dz; returns <dz, act(h)> of these columns, unscaled.
+// The gradients over both halves, and act(h) over dz; returns <dz, act(h)> of these columns, unscaled, if it is wanted.
 template <class Act>
-__device__ inline float gradient_row(const ActivationSpec& spec, uint4& gate, uint4& linear, uint4& grad, float scale) {
-  float a[kVector], u[kVector], t[kVector], dz[kVector], da[kVector], du[kVector], sum = 0.0f;
+__device__ inline float gradient_row(const ActivationSpec& spec, uint4& gate, uint4& linear, uint4& grad, float scale,
+                                     bool wants_sum) {
+  float a[kVector], u[kVector], t[kVector], dz[kVector], sum = 0.0f;
   decoded(gate, a);
   decoded(linear, u);
   decoded(grad, dz);
 #pragma unroll
-  for (int c = 0; c < kVector; ++c) {
+  for (int c = 0; c < kVector; ++c) {  // a and u become the derivatives
     const typename Act::Grad g = Act::grad(spec, a[c], u[c]);
-    const float scaled = __fmul_rn(scale, dz[c]);
-    sum = __fmaf_rn(dz[c], g.t, sum);
-    t[c] = __fmul_rn(scale, g.t);
-    da[c] = __fmul_rn(scaled, g.da);
-    du[c] = __fmul_rn(scaled, g.du);
+    t[c] = g.t, a[c] = g.da, u[c] = g.du;
   }
-  gate = rounded(da);
-  linear = rounded(du);
+  if (wants_sum) {
+#pragma unroll
+    for (int c = 0; c < kVector; ++c) sum = __fmaf_rn(dz[c], t[c], sum);
+  }
+#pragma unroll
+  for (int c = 0; c < kVector; ++c) {
+    const float scaled = __fmul_rn(scale, dz[c]);
+    t[c] = __fmul_rn(scale, t[c]);
+    a[c] = __fmul_rn(scaled, a[c]);
+    u[c] = __fmul_rn(scaled, u[c]);
+  }
+  gate = rounded(a);
+  linear = rounded(u);
   grad = rounded(t);
   return sum;
 }

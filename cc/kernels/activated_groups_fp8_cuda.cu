@@ -13,9 +13,11 @@
 //        partial sum of the row and column tile
 //   once a tile, where columns are wanted: 4 x 4 bytes turned in registers --> 16 rows a thread, lines of 128 bytes
 //
-// Two barriers a tile. Gradients: 128 registers, at most 109 KiB, two blocks an SM; forward 80, 61 KiB, three. Current
-// scaling runs the same rows twice, of which only amaxes remain the first time; row sums are added by a launch behind.
-// Bound by memory: gradients read 6 bytes an activated column and write 2 to 5.
+// The loop over rows is what the pass costs: 370 instructions for eight columns of SwiGLU's gradients, so what a kind
+// knows is constant in it, and addresses go on by additions. Two barriers a tile. Gradients: 128 registers, at most 109
+// KiB, two blocks an SM; forward 80, 61 KiB, three. Current scaling runs the same rows twice, of which only amaxes
+// remain the first time; row sums are added by a launch behind. Bound by memory: gradients read 6 bytes an activated
+// column and write 2 to 5.
 #include "cc/device/activated_fp8.cuh"
 
 namespace grouped {
@@ -29,6 +31,7 @@ static_assert(kVector % kAhead == 0, "a row's place in the ring is its own");
 using Tile = Shape<false>;
 using Shared = ActivatedShared;
 using Ring = uint4[kAhead][kStoreThreads];
+constexpr int kRing = sizeof(Ring) / sizeof(uint4);
 
 template <bool kGrad>
 constexpr int kBlocks = kGrad ? 2 : 3;
@@ -39,10 +42,13 @@ struct Codes {
   alignas(16) uint32_t words[kStoreRows][kStoreColumns / 4];
 
   __device__ static int swizzled(int word, int chunk) { return word ^ 4 * chunk; }
-  __device__ void put(int row, int column, uint2 codes) {
-    *reinterpret_cast<uint2*>(&words[row][swizzled(column / 4, row / 16)]) = codes;
+  // Of eight columns; those of the next rows, up to a multiple of 16, lie kPitch further on each.
+  static constexpr int kPitch = kStoreColumns / sizeof(uint2);
+  __device__ uint2* place(int row, int column) {
+    return reinterpret_cast<uint2*>(&words[row][swizzled(column / 4, row / 16)]);
   }
 };
+static_assert(16 % kVector == 0, "rows of a thread lie in one run of places");
 
 // How many of these a tile has.
 __host__ __device__ inline int turned_of(const ActivatedProblem& p) {
@@ -64,17 +70,15 @@ struct Sources {
   }
 };
 
-// Starts the loads of row `i` of a tile, the next one's turn.
-template <bool kGrad>
-__device__ inline void load_row(const ActivatedProblem& p, Sources& from, int i, Ring* ring) {
-  const int slot = i % kAhead;
-  const bool exists = i < from.count;
-  int operand = 0;
-  copy_async(&ring[operand++][slot][threadIdx.x], from.hidden, exists);
-  if (p.hidden.gated) copy_async(&ring[operand++][slot][threadIdx.x], from.hidden + p.hidden.block, exists);
-  if (kGrad) copy_async(&ring[operand][slot][threadIdx.x], from.grad, exists);
+// Starts the loads of a row, whose place in the first ring is `to`, and goes on to the next. kGated: p.hidden.gated,
+// which a kind of activation knows before it runs.
+template <bool kGrad, bool kGated>
+__device__ __forceinline__ void load_row(const ActivatedProblem& p, Sources& from, bool exists, uint4* to) {
+  copy_async(to, from.hidden, exists);
+  if (kGated) copy_async(to + kRing, from.hidden + p.hidden.block, exists);
+  if (kGrad) copy_async(to + (kGated ? 2 : 1) * kRing, from.grad, exists);
   asm volatile("cp.async.commit_group;" ::: "memory");
-  from.hidden += hidden_pitch(p);
+  from.hidden += (kGated ? 2 : 1) * int64_t{p.hidden.width};
   if (kGrad) from.grad += p.hidden.width;
 }
 
@@ -109,10 +113,11 @@ template <bool kGrad, bool kStore>
 __device__ __forceinline__ Largest activate_rows(const ActivatedProblem& p, const StoreTile& tile,
                                                  const StoreTile& next, bool loads, Ring* ring, Codes* turned) {
   const Tile at;
-  const bool gated = p.hidden.gated, two = kGrad && gated, by_rows = kStore && p.store.forms[0].values != nullptr;
+  const bool by_rows = kStore && p.store.forms[0].values != nullptr;
   const bool by_columns = kStore && p.store.forms[1].values != nullptr, sees = !kStore || p.store.measure;
   const bool stores_activated = kGrad && kStore && has_activated(p);
   const bool sees_activated = kGrad && !kStore && p.activated_amax != nullptr;
+  const bool sums = kGrad && kStore && p.partials != nullptr;
   const int64_t source = tile.source + at.row, width = p.hidden.width, pitch = hidden_pitch(p);
   const int column = static_cast<int>(tile.column) + at.column, block = p.hidden.block;
   const int rows = tile.rows - at.row, count = at.column < tile.columns ? rows : 0;  // of this thread that exist
@@ -121,54 +126,56 @@ __device__ __forceinline__ Largest activate_rows(const ActivatedProblem& p, cons
   if (kStore) factor = factor_of(p.store, tile.group);
   if (stores_activated) activated_factor = factor_of(p.store_activated, tile.group);
   uint8_t* codes = p.store.forms[0].values + source * p.store.forms[0].pitch + first;
+  uint2* const first_place = turned->place(at.row, at.column);
   Sources ahead(p, tile, true);
   ahead.hidden += kAhead * pitch, ahead.grad += kAhead * width;
   uint32_t largest = 0, largest_activated = 0;
 
-  const auto encode = [&](const uint4& low, const uint4& high, uint2(&made)[2]) {
-    with_type(p.store.type, [&](auto type) {
-      made[0] = codes_of<decltype(type)>(low, factor);
-      if (two) made[1] = codes_of<decltype(type)>(high, factor);
-    });
-  };
-  const auto encode_activated = [&](const uint4& bits) {
-    uint2 made;
-    with_type(p.store_activated.type, [&](auto type) { made = codes_of<decltype(type)>(bits, activated_factor); });
-    return made;
-  };
-  // Padding holds the codes of zeros.
-  uint2 none[2] = {}, none_activated = {};
-  if (by_columns) encode(uint4{}, uint4{}, none);
-  if (stores_activated) none_activated = encode_activated(uint4{});
-
   with_activation(p.spec.kind, [&](auto kind) {
     using Act = ActivationOf<decltype(kind)::value>;
+    constexpr bool kGated = is_gated(decltype(kind)::value), kTwo = kGrad && kGated;
+    constexpr int kCodes = sizeof(Codes) / sizeof(uint2);
+    const auto encode = [&](const uint4& low, const uint4& high, uint2(&made)[2]) {
+      with_type(p.store.type, [&](auto type) {
+        made[0] = codes_of<decltype(type)>(low, factor);
+        if (kTwo) made[1] = codes_of<decltype(type)>(high, factor);
+      });
+    };
+    const auto encode_activated = [&](const uint4& bits) {
+      uint2 made;
+      with_type(p.store_activated.type, [&](auto type) { made = codes_of<decltype(type)>(bits, activated_factor); });
+      return made;
+    };
+    // Padding holds the codes of zeros.
+    uint2 none[2] = {}, none_activated = {};
+    if (by_columns) encode(uint4{}, uint4{}, none);
+    if (stores_activated) none_activated = encode_activated(uint4{});
 #pragma unroll 1
     for (int i = 0; i < kVector; ++i) {
-      const int slot = i % kAhead;
       asm volatile("cp.async.wait_group %0;" ::"n"(kAhead - 1) : "memory");
-      uint4 gate = ring[0][slot][threadIdx.x], linear = gate, t = gate;
-      if (gated) linear = ring[1][slot][threadIdx.x];
-      if (kGrad) t = ring[gated ? 2 : 1][slot][threadIdx.x];
+      uint4* mine = &ring[0][i % kAhead][threadIdx.x];
+      uint4 gate = mine[0], linear = {}, t = {};
+      if (kGated) linear = mine[kRing];
+      if (kGrad) t = mine[(kGated ? 2 : 1) * kRing];
       if (i == kVector - kAhead) ahead = Sources(p, next, loads);
-      load_row<kGrad>(p, ahead, (i + kAhead) % kVector, ring);
+      load_row<kGrad, kGated>(p, ahead, (i + kAhead) % kVector < ahead.count, mine);  // where row i was
       uint2 made[2] = {none[0], none[1]}, made_activated = none_activated;
       float sum = 0.0f;
       if (i < count) {
         const float scale = p.row_scale ? p.row_scale[source + i] : 1.0f;
         if constexpr (kGrad) {
-          sum = gradient_row<Act>(p.spec, gate, linear, t, scale);
+          sum = gradient_row<Act>(p.spec, gate, linear, t, scale, sums);
         } else {
           gate = activated_row<Act>(p.spec, gate, linear, scale);
         }
         if (sees) largest = larger(largest, gate);
-        if (sees && two) largest = larger(largest, linear);
+        if (sees && kTwo) largest = larger(largest, linear);
         if (sees_activated) largest_activated = larger(largest_activated, t);
         if (kStore) encode(gate, linear, made);
         if (by_rows) {
           uint8_t* to = codes + i * p.store.forms[0].pitch;
           *reinterpret_cast<uint2*>(to) = made[0];
-          if (two) *reinterpret_cast<uint2*>(to + block) = made[1];
+          if (kTwo) *reinterpret_cast<uint2*>(to + block) = made[1];
         }
         if (stores_activated) made_activated = encode_activated(t);
         if (kGrad && kStore && p.activated) {
@@ -177,15 +184,16 @@ __device__ __forceinline__ Largest activate_rows(const ActivatedProblem& p, cons
         if (kGrad && kStore && p.result) {
           uint16_t* to = p.result + (source + i) * pitch + first;
           *reinterpret_cast<uint4*>(to) = gate;
-          if (gated) *reinterpret_cast<uint4*>(to + block) = linear;
+          if (kGated) *reinterpret_cast<uint4*>(to + block) = linear;
         }
       }
-      if (by_columns) turned[0].put(at.row + i, at.column, made[0]);
-      if (by_columns && two) turned[1].put(at.row + i, at.column, made[1]);
-      if (stores_activated) turned[halves_of(p)].put(at.row + i, at.column, made_activated);
-      if (kGrad && kStore && p.partials) {
-        put_partial(sum, p.partials + tile.column / kStoreColumns * p.store.rows + source + i, i < rows);
+      if (by_columns) {
+        uint2* place = first_place + i * Codes::kPitch;
+        place[0] = made[0];
+        if (kTwo) place[kCodes] = made[1];
+        if (stores_activated) place[(kTwo ? 2 : 1) * kCodes] = made_activated;
       }
+      if (sums) put_partial(sum, p.partials + tile.column / kStoreColumns * p.store.rows + source + i, i < rows);
     }
   });
   return {both(largest), both(largest_activated)};
@@ -239,7 +247,11 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
   const auto begin = [&](const StoreTile& of) {  // the first rows of a tile that none goes before
     Sources from(p, of, true);
 #pragma unroll 1
-    for (int i = 0; i < kAhead; ++i) load_row<kGrad>(p, from, i, ring);
+    for (int i = 0; i < kAhead; ++i) {
+      uint4* to = &ring[0][i][threadIdx.x];
+      p.hidden.gated ? load_row<kGrad, true>(p, from, i < from.count, to)
+                     : load_row<kGrad, false>(p, from, i < from.count, to);
+    }
   };
   StoreTile tile;
   StoreTile& next = s->next[threadIdx.x / 32];

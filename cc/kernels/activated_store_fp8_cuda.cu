@@ -75,7 +75,7 @@ __device__ __forceinline__ void activate_tile(const Problem& p, const StoreTile&
       const bool exists = i < count;
       const float scale = row_scale && exists ? row_scale[i] : 1.0f;
       uint4 gate = gates[i * kStoreThreads], linear = linears[i * kStoreThreads], t = grads[i * kStoreThreads];
-      float sum = gradient_row<ActivationOf<decltype(kind)::value>>(spec, gate, linear, t, scale);
+      float sum = gradient_row<ActivationOf<decltype(kind)::value>>(spec, gate, linear, t, scale, partials != nullptr);
       if (!exists) gate = linear = uint4{}, sum = 0.0f;
       if (gated) linears[i * kStoreThreads] = linear;
       gates[i * kStoreThreads] = gate;
