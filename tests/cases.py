@@ -139,6 +139,8 @@ CASES: tuple[Case, ...] = (
     _row("k_n_odd", [9, 14], 37, 53, "small width"),
     _row("k_2880", [33, 7], 2880, 40, "width"),
     _row("n_2880", [7, 33], 40, 2880, "width"),
+    # More tiles than a device has room for, so that a block takes one after the other, tail rows behind them.
+    _row("many_tiles", jagged(7, 9000), 16, 1024, "tiles tail", rows=9100),
     # Benchmarks: models' layers (rows are routed rows), gate and up together.
     _row("A", jagged(8, 16384), 4096, 28672, "bench"),
     _row("B", jagged(32, 32768), 7168, 4096, "bench"),
@@ -162,7 +164,7 @@ CASES: tuple[Case, ...] = (
 )
 """All problems."""
 
-_HEAVY = frozenset({"bench", "cpu_bench", "decode"})
+_HEAVY = frozenset({"bench", "cpu_bench", "decode", "tiles"})
 
 
 def select(*tags: str) -> list[Case]:

@@ -178,6 +178,27 @@ def test_gradients(kernel, case, activation, interleave, operands, dtype, format
     check(kernel, call, {**arrays, **more} if wanted.key else more, wanted, case.groups)
 
 
+@pytest.mark.rule("QNT-1", "MLP-1")
+@pytest.mark.parametrize("format", ["fp8_tensor", "fp8_1x128"])
+@pytest.mark.parametrize(
+    "kernel", kernels("grouped_matmul_act", stored=True) + kernels("grouped_matmul_dact", stored=True)
+)
+def test_more_tiles_than_blocks(kernel, format):
+    """Blocks take several tiles, of several groups, and raise the amaxes of each."""
+    case, grad = cases.named("many_tiles"), "dact" in kernel
+    wanted, _ = storing_of(format, (True, True), False)
+    specs, options, more = problem(grad, case, Activation("swiglu"), OPERANDS[0], "bfloat16", 2 if grad else 1)
+    if grad:
+        del more["row_base"]
+        activated = storing_activated(format, False)
+        call = calls.grouped_matmul_dact(
+            *specs, wanted=(False, False, False), stored=wanted, stored_activated=activated, **options
+        )
+    else:
+        call = calls.grouped_matmul_act(*specs, hidden=True, stored=wanted, **options)
+    check(kernel, call, more, wanted, case.groups)
+
+
 def test_activated_codes_are_of_rows_rounded_as_hidden_ones():
     case = cases.named("jagged")
     wanted, _ = storing_of("fp8_tensor", (True, True), False)
