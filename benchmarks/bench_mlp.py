@@ -218,13 +218,13 @@ def peak_mib(thunk: harness.Thunk) -> float:
 def profile(case: cases.Case, name: str, thunk: harness.Thunk, steady_s: float | None) -> None:
     """Prints how long each kernel of a step takes, as PyTorch's profiler sees it.
 
-    Three steps on a cool chip, or a run of `steady_s` seconds behind as long a one.
+    Three steps on a cool chip, or a run of `steady_s` seconds behind as long a one. Between the two the profiler
+    starts, and in that pause clocks recover a little.
     """
     steps = 3 if steady_s is None else max(3, int(steady_s * 1e6 / harness.cuda_clock(thunk, 0, 1)))
     for _ in range(max(5, steps)):
         thunk(0)
-    if steady_s is None:
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
         for _ in range(steps):
             thunk(0)

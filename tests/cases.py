@@ -34,8 +34,8 @@ class Case:
         sizes: rows of each group, as the caller hands them in; they may be negative or sum to more than `rows`.
         rows: M. k: contracted features. n: features of the result.
         tags: `small` a few thousand products at most; `edge` an odd distribution of rows; `tail` S < M; `clamp` sizes
-            that do not fit; `groups` an odd number of groups; `width` odd K or N; `bench`, `cpu_bench`, `decode`
-            shapes of the benchmarks.
+            that do not fit; `groups` an odd number of groups; `width` odd K or N; `tiles` more tiles than a device
+            has room for; `bench`, `cpu_bench`, `decode` shapes of the benchmarks.
     """
 
     name: str
@@ -140,7 +140,7 @@ CASES: tuple[Case, ...] = (
     _row("k_2880", [33, 7], 2880, 40, "width"),
     _row("n_2880", [7, 33], 40, 2880, "width"),
     # More tiles than a device has room for, so that a block takes one after the other, tail rows behind them.
-    _row("many_tiles", jagged(7, 9000), 16, 1024, "tiles tail", rows=9100),
+    _row("many_tiles", jagged(7, 9000), 16, 1024, "tiles", rows=9100),
     # Benchmarks: models' layers (rows are routed rows), gate and up together.
     _row("A", jagged(8, 16384), 4096, 28672, "bench"),
     _row("B", jagged(32, 32768), 7168, 4096, "bench"),

@@ -25,7 +25,7 @@ struct StoreScan {
   int64_t* segments;  // [count + 1]
   uint32_t* drawn;    // [2]; tiles that the blocks of each launch have drawn, zero at first
   uint32_t* amax;     // [count]; zero at first
-  uint32_t* rotated;  // [count]; of the rotated values
+  uint32_t* rotated;  // [count]; of the rotated values, or of act(h) beside gradients
   int count;
 
   static size_t bytes(int64_t count) {

@@ -13,11 +13,12 @@
 //        partial sum of the row and column tile
 //   once a tile, where columns are wanted: 4 x 4 bytes turned in registers --> 16 rows a thread, lines of 128 bytes
 //
-// The loop over rows is what the pass costs: 370 instructions for eight columns of SwiGLU's gradients, so what a kind
-// knows is constant in it, and addresses go on by additions. Two barriers a tile. Gradients: 128 registers, at most 109
-// KiB, two blocks an SM; forward 80, 61 KiB, three. Current scaling runs the same rows twice, of which only amaxes
-// remain the first time; row sums are added by a launch behind. Bound by memory: gradients read 6 bytes an activated
-// column and write 2 to 5.
+// Two barriers a tile. Gradients: 128 registers, at most 109 KiB, two blocks an SM; forward 80, 61 KiB, three. Current
+// scaling runs the same rows twice, of which only amaxes remain the first time; row sums are added by a launch behind.
+//
+// Memory and issue slots bound it about alike: gradients read 6 bytes an activated column and write 2 to 5, and take
+// some 370 instructions for eight columns of SwiGLU, more of the time the lower the clock is. So the loop over rows
+// stands inside of the choice of a kind, where gated or not is a constant, and addresses go on by additions.
 #include "cc/device/activated_fp8.cuh"
 
 namespace grouped {
@@ -70,8 +71,8 @@ struct Sources {
   }
 };
 
-// Starts the loads of a row, whose place in the first ring is `to`, and goes on to the next. kGated: p.hidden.gated,
-// which a kind of activation knows before it runs.
+// Starts the loads of a row, whose place in the first ring is `to`, and goes on to the next. kGated is p.hidden.gated,
+// a constant where the kind of activation is one.
 template <bool kGrad, bool kGated>
 __device__ __forceinline__ void load_row(const ActivatedProblem& p, Sources& from, bool exists, uint4* to) {
   copy_async(to, from.hidden, exists);

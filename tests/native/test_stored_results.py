@@ -179,23 +179,26 @@ def test_gradients(kernel, case, activation, interleave, operands, dtype, format
 
 
 @pytest.mark.rule("QNT-1", "MLP-1")
-@pytest.mark.parametrize("format", ["fp8_tensor", "fp8_1x128"])
+@pytest.mark.parametrize(("format", "given"), [("fp8_tensor", False), ("fp8_tensor", True), ("fp8_1x128", False)])
 @pytest.mark.parametrize(
     "kernel", kernels("grouped_matmul_act", stored=True) + kernels("grouped_matmul_dact", stored=True)
 )
-def test_more_tiles_than_blocks(kernel, format):
-    """Blocks take several tiles, of several groups, and raise the amaxes of each."""
+def test_more_tiles_than_blocks(kernel, format, given):
+    """Blocks take several tiles, of several groups; where amaxes are found, or wanted, each group's is raised."""
     case, grad = cases.named("many_tiles"), "dact" in kernel
-    wanted, _ = storing_of(format, (True, True), False)
-    specs, options, more = problem(grad, case, Activation("swiglu"), OPERANDS[0], "bfloat16", 2 if grad else 1)
+    wanted, _ = storing_of(format, (True, True), given)
+    operands = OPERANDS["_fp8_" in kernel]  # of others the product's kernel has the activation in its epilogue
+    specs, options, more = problem(grad, case, Activation("swiglu"), operands, "bfloat16", 2 if grad else 1)
     if grad:
         del more["row_base"]
-        activated = storing_activated(format, False)
+        activated = storing_activated(format, given)
         call = calls.grouped_matmul_dact(
             *specs, wanted=(False, False, False), stored=wanted, stored_activated=activated, **options
         )
     else:
         call = calls.grouped_matmul_act(*specs, hidden=True, stored=wanted, **options)
+    pinned = dataclasses.replace(call, implementation=kernel)
+    assert plans.attempt(pinned, "cpu" if "_cpu" in kernel else "sm_90a").kernel == kernel, "nothing is skipped"
     check(kernel, call, more, wanted, case.groups)
 
 
