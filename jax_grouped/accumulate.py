@@ -23,10 +23,10 @@ from jaxtyping import Array
 from jax_grouped._accumulators import Accumulator as Accumulator
 from jax_grouped._accumulators import StackedRef as StackedRef
 from jax_grouped._accumulators import is_accum, is_sink
-from jax_grouped.mlp import Deferred as Deferred
-from jax_grouped.mlp import MlpResiduals as MlpResiduals
-from jax_grouped.mlp import grouped_mlp_bwd_dw as grouped_mlp_bwd_dw
-from jax_grouped.mlp import grouped_mlp_bwd_dx as grouped_mlp_bwd_dx
+from jax_grouped._mlp_gradients import Deferred as Deferred
+from jax_grouped._mlp_gradients import MlpResiduals as MlpResiduals
+from jax_grouped._mlp_gradients import grouped_mlp_bwd_dw as grouped_mlp_bwd_dw
+from jax_grouped._mlp_gradients import grouped_mlp_bwd_dx as grouped_mlp_bwd_dx
 from jax_grouped.mlp import grouped_mlp_fwd as grouped_mlp_fwd
 
 

@@ -1,4 +1,5 @@
-"""The experts' MLP as one operation: `custom_vjp` around the rules of `grouped_core.mlp`, and the same rules in parts.
+"""The experts' MLP as one operation: `custom_vjp` around the rules of `grouped_core.mlp`; its backward is in
+`_mlp_gradients`.
 
 Letters: G groups, M rows, K hidden size of the model, F expert width, W columns of the hidden rows: 2F for gated
 activations, else F.
@@ -7,8 +8,7 @@ activations, else F.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -21,19 +21,17 @@ from jaxtyping import Array, Float, Int
 from grouped_core import activations, calls, debug, linear_spec, scaling
 from grouped_core import mlp as rules
 from grouped_core.activations import Activation
-from grouped_core.calls import ArraySpec, Call, OperandSpec
+from grouped_core.calls import ArraySpec, Call
 from grouped_core.formats import QTensor
 from grouped_core.linear_spec import Linear
 from grouped_core.mlp_spec import (
     NO_NEEDS,
     ROW_NAMES,
     Mlp,
-    MlpNames,
     MlpNeeds,
     MlpSpecs,
     Residuals,
     check,
-    check_cotangent,
     check_join,
     check_pair,
     joins,
@@ -45,16 +43,24 @@ from grouped_core.plans import Planner
 from grouped_core.products import Paired, in_form, operand_spec
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes, unwrap
-from grouped_core.storing import Extras
 from jax_grouped import _accumulators as accumulate
-from jax_grouped._accumulators import Accumulator
 from jax_grouped._arguments import AnyArray, as_array, as_operand, as_operand_spec, report_sizes, to_int32
-from jax_grouped._run import RUN, reduce_to, varying_axes
+from jax_grouped._mlp_gradients import (
+    NAMES,
+    Accumulators,
+    MlpResiduals,
+    accumulators_of,
+    extras_of,
+    grouped_mlp_bwd_dw,
+    grouped_mlp_bwd_dx,
+    like,
+    members,
+)
+from jax_grouped._run import RUN, varying_axes
 from jax_grouped.ops import (
     Take,
     cotangent_of,
     master_dtype,
-    merged_state,
     named,
     operand_node,
     size_status,
@@ -62,11 +68,6 @@ from jax_grouped.ops import (
     value_of,
 )
 from jax_grouped.quantize import StraightThrough
-
-NAMES = MlpNames()
-
-Accumulators = tuple[Accumulator | Sequence[Accumulator | None] | None, Accumulator | None]
-"""What `wgrad_accum` takes: those of `wi`, a pair where it is one, and of `wo`."""
 
 
 def grouped_mlp(
@@ -122,7 +123,7 @@ def grouped_mlp(
         NotImplementedError: no kernel takes the operands (`why_unsupported` tells beforehand); `jax.vmap`.
     """
     op, o = _prepare(as_operand, as_array, **locals())  # the arguments, by name
-    kinds = {accumulate.is_sink(accum) for accum in (*_members(o.accum_wi), o.accum_wo) if accum is not None}
+    kinds = {accumulate.is_sink(accum) for accum in (*members(o.accum_wi), o.accum_wo) if accum is not None}
     if len(kinds) == 2:
         raise ValueError(
             f"`{NAMES.accum}`: an array beside a jax.Ref, expected two of one kind; beside a Ref nobody sees whether "
@@ -136,7 +137,7 @@ def plan_grouped_mlp(**arguments: Any) -> list[Call]:
     op, o = _prepare(as_operand_spec, as_operand_spec, **arguments)
     run = Planner()
     groups = o.sizes.shape[0]
-    into_wi: Any = [None if accum is None else accumulate.spec(accum) for accum in _members(o.accum_wi)]
+    into_wi: Any = [None if accum is None else accumulate.spec(accum) for accum in members(o.accum_wi)]
     into_wo = None if o.accum_wo is None else accumulate.spec(o.accum_wo)
     operands = (value_of(o.x), in_form(op.fc1(), value_of(o.wi)), value_of(o.wo), o.probs, o.wi_bias, o.wo_bias)
     needs = MlpNeeds(
@@ -185,16 +186,6 @@ def _specs(op: Mlp, o: Any, run: Any = RUN) -> MlpSpecs:
     return MlpSpecs(*specs)
 
 
-def _members(operand: Any) -> tuple[Any, ...]:
-    """The arrays of a first weight, or of what belongs to each of them."""
-    return operand if type(operand) is tuple else (operand,)
-
-
-def _like(form: Any, members: Sequence[Any]) -> Any:
-    """One entry for each array of a first weight, in its form."""
-    return tuple(members) if type(form) is tuple else members[0]
-
-
 def _prepare(
     take_operand: Take,
     take: Take,
@@ -228,7 +219,7 @@ def _prepare(
 
     sizes, rows_hint = unwrap(group_sizes)
     paired = isinstance(wi, (tuple, list))
-    accum_wi, accum_wo = _accumulators(n.accum, wgrad_accum, paired)
+    accum_wi, accum_wo = accumulators_of(n.accum, wgrad_accum, paired)
     bound = linear_spec.recipe_option(recipe)
     o = _Operands(
         operand_node(take_operand, n.x, x, "[M, K]"),
@@ -241,9 +232,7 @@ def _prepare(
         optional(n.wi_bias, wi_bias, "[G, W]"),
         optional(n.wo_bias, wo_bias, "[G, K]"),
         optional(n.out, out, "[M, K]"),
-        _like(
-            accum_wi, [None if each is None else accumulate.take(take, n.accum, each) for each in _members(accum_wi)]
-        ),
+        like(accum_wi, [None if each is None else accumulate.take(take, n.accum, each) for each in members(accum_wi)]),
         None if accum_wo is None else accumulate.take(take, n.accum, accum_wo),
         bound,
     )
@@ -269,8 +258,8 @@ def _prepare(
     specs = _specs(op, o, run)
     check(op, *specs[:3], run.spec(o.sizes), *specs[3:], operand_spec(run, o.out))
     scaling.check_bound(bound, o.sizes.shape[0], products=2)
-    weights = [*((op.fc1(), weight) for weight in _members(value_of(o.wi))), (op.fc2(), value_of(o.wo))]
-    for (linear, weight), accum in zip(weights, (*_members(o.accum_wi), o.accum_wo), strict=True):
+    weights = [*((op.fc1(), weight) for weight in members(value_of(o.wi))), (op.fc2(), value_of(o.wo))]
+    for (linear, weight), accum in zip(weights, (*members(o.accum_wi), o.accum_wo), strict=True):
         if accum is not None:
             spec: Any = operand_spec(run, weight)
             accumulate.check(linear, accum, ArraySpec(tuple(spec.shape), spec.dtype))
@@ -286,26 +275,6 @@ def _joined(op: Mlp, halves: tuple[Any, ...]) -> Any:
     return ArraySpec((*shape[:axis], 2 * shape[axis], *shape[axis + 1 :]), halves[0].dtype)
 
 
-def _accumulators(name: str, accum: Any, paired: bool) -> tuple[Any, Any]:
-    """(of wi, of wo); that of a `wi` in two arrays is a tuple of two, each perhaps None."""
-    of_wi, of_wo = (None, None) if accum is None else _two(name, accum, f"of `{NAMES.wi}` and of `{NAMES.wo}`")
-    if paired:
-        of_wi = (None, None) if of_wi is None else _two(f"{name}[0]", of_wi, f"as `{NAMES.wi}` is one")
-    sinks = [each for each in (*_members(of_wi), of_wo) if accumulate.is_sink(each)]
-    if len({id(each) for each in sinks}) < len(sinks):
-        raise ValueError(f"`{name}`: one array for both weights, expected one each; the cotangent would hold it twice.")
-    return of_wi, of_wo
-
-
-def _two(name: str, accum: Any, what: str) -> tuple[Any, Any]:
-    if not isinstance(accum, (tuple, list)) or len(accum) != 2:
-        raise TypeError(
-            f"`{name}`: {type(accum).__name__}, expected None or a pair, {what}; put None where a weight has no "
-            "accumulator."
-        )
-    return accum[0], accum[1]
-
-
 def _on_device(o: _Operands) -> _Operands:
     if "sizes" in debug.debug_flags():
         jax.debug.callback(report_sizes, size_status(o.sizes, value_of(o.x).shape[0]))
@@ -313,65 +282,7 @@ def _on_device(o: _Operands) -> _Operands:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Forward and backward in parts: what zero-bubble schedules call, and what the gradient of `grouped_mlp` is made of.
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["x", "h", "z", "wi", "wo", "sizes", "probs", "wi_bias", "wo_bias", "bound", "amax"],
-    meta_fields=["op", "needs", "parts", "specs", "masters", "varying"],
-)
-@dataclass(frozen=True)
-class MlpResiduals:
-    """What `grouped_mlp` keeps for its backward; arrays that no needed gradient reads are None."""
-
-    x: Any
-    h: Any
-    z: Any
-    wi: Any
-    wo: Any
-    sizes: Any
-    probs: Any
-    wi_bias: Any
-    wo_bias: Any
-    bound: BoundRecipe
-    amax: Any
-    """Magnitudes that forward found, of delayed scaling."""
-    op: Mlp
-    needs: MlpNeeds
-    parts: tuple[int, ...]
-    """Of `op.parts()`, those whose gradient is needed."""
-    specs: MlpSpecs
-    masters: tuple[str | None, ...]
-    """`master_dtype` of x, wi and wo."""
-    varying: tuple[Any, ...]
-    """Manual mesh axes over which x, wi (a tuple: each array of it), wo, probs, wi_bias and wo_bias vary."""
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["x", "dh", "z", "dy", "sizes", "state"],
-    meta_fields=["op", "needs", "parts", "specs", "varying"],
-)
-@dataclass(frozen=True)
-class Deferred:
-    """What the weight gradients read: dW1 is made of x [M, K] and dh [M, W], dW2 of z [M, F] and dy [M, K].
-
-    Attributes:
-        state: of delayed scaling, with this microbatch's magnitudes merged in; None where there is none.
-    """
-
-    x: Any
-    dh: Any
-    z: Any
-    dy: Any
-    sizes: Any
-    state: Any
-    op: Mlp
-    needs: MlpNeeds
-    parts: tuple[int, ...]
-    specs: MlpSpecs
-    varying: tuple[Any, ...]
+# The operation, and its forward as a part for schedules that call backward themselves.
 
 
 def grouped_mlp_fwd(*args: Any, **kwargs: Any) -> tuple[Array, MlpResiduals]:
@@ -390,118 +301,10 @@ def grouped_mlp_fwd(*args: Any, **kwargs: Any) -> tuple[Array, MlpResiduals]:
     return _save(op, MlpNeeds(), op.parts(), _on_device(o))
 
 
-def grouped_mlp_bwd_dx(
-    res: MlpResiduals, dy: Float[Array, "M K"] | QTensor[Any]
-) -> tuple[Array | None, Array | None, Array | None, Array | None, Deferred]:
-    """(dx, dp, db1, db2, deferred): every gradient but those of the weights, and what these read.
-
-    Args:
-        res: from `grouped_mlp_fwd`.
-        dy: [M, K], the cotangent of y, perhaps quantised as the products of the recipe read it.
-
-    Returns:
-        dx [M, K], dp [M], db1 [G, W], db2 [G, K], None for what the operation did not have, and a pytree of arrays.
-    """
-    check_cotangent(res.specs.x, ArraySpec(dy.shape, dy.dtype) if isinstance(dy, QTensor) else RUN.spec(dy))
-    main = rules.main_grads(
-        RUN,
-        res.op,
-        res.specs,
-        res.x,
-        res.h,
-        res.z,
-        in_form(res.op.fc1(), res.wi),
-        res.wo,
-        res.sizes,
-        res.probs,
-        res.wi_bias,
-        res.wo_bias,
-        dy,
-        res.needs,
-        extras=_extras(res.bound),
-    )
-    of = dict(zip(MlpSpecs._fields, res.varying, strict=True))
-    dx, dp, db1, db2 = (
-        None if cotangent is None else reduce_to(cotangent, of[name])
-        for name, cotangent in zip(("x", "probs", "wi_bias", "wo_bias"), main[:4], strict=True)
-    )
-    needs = res.needs
-    deferred = Deferred(
-        x=main.rows,
-        dh=main.dh,
-        z=main.z,
-        dy=main.dy,
-        sizes=res.sizes,
-        state=merged_state(
-            res.bound, [found._replace(dy=amax.dy) for found, amax in zip(res.amax, main.amax, strict=True)]
-        ),
-        op=res.op,
-        needs=needs,
-        parts=res.parts,
-        specs=res.specs,
-        varying=res.varying,
-    )
-    return dx, dp, db1, db2, deferred
-
-
-def grouped_mlp_bwd_dw(deferred: Deferred, wgrad_accum: Accumulators | None = None) -> tuple[Any, Any]:
-    """(dW1, dW2), in form and layout of `wi` and `wo`: computed when the schedule says so, from what backward left.
-
-    Args:
-        deferred: from `grouped_mlp_bwd_dx`.
-        wgrad_accum: accumulators of the two; an array's new value is returned (donate it, or XLA copies it), a Ref is
-            updated and None returned in its place. k deferred microbatches give the bits of k undeferred ones.
-    """
-    d = deferred
-    into_wi, into_wo = _accumulators(NAMES.accum, wgrad_accum, d.op.paired)
-    gate_and_up = []
-    for half, accum, axes in zip(d.op.parts(), _members(into_wi), _members(d.varying[1]), strict=True):
-        needed = d.needs.wi and half in d.parts
-        gate_and_up.append(_weight_grad(d, d.op.fc1(), d.specs.wi, d.x, d.dh, half, accum, axes) if needed else None)
-    dwo = _weight_grad(d, d.op.fc2(), d.specs.wo, d.z, d.dy, 0, into_wo, d.varying[2]) if d.needs.wo else None
-    return _like(into_wi, gate_and_up), dwo
-
-
-def _weight_grad(
-    d: Deferred,
-    linear: Linear,
-    whole: OperandSpec,
-    rows: Array,
-    dy: Array,
-    half: int,
-    accum: Accumulator | None,
-    axes: frozenset[str],
-) -> Array | None:
-    """The gradient of one array of a weight, or the accumulator's new value; None where a Ref holds it."""
-    if accum is None:
-        return reduce_to(rules.weight_grad(RUN, linear, whole, rows, dy, d.sizes, half=half), axes)
-    accumulate.check(linear, accum, _part_spec(linear, whole, half))
-    accumulate.check_varying(linear, accum, varying_axes(target_of(rows)) | varying_axes(target_of(dy)))
-    into = accumulate.read(accum)
-    return accumulate.write(
-        accum, rules.weight_grad(RUN, linear, whole, rows, dy, d.sizes, into=into, accumulate=True, half=half)
-    )
-
-
-def _part_spec(linear: Linear, whole: OperandSpec, half: int) -> ArraySpec:
-    """Spec of one array of a weight."""
-    columns = linear.weight_axes()[1]
-    parts = 2 if half else 1
-    return ArraySpec(tuple(d // parts if axis == columns else d for axis, d in enumerate(whole.shape)), whole.dtype)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The operation.
-
-
-def _extras(bound: BoundRecipe) -> tuple[Extras, Extras]:
-    return scaling.extras(bound, 0), scaling.extras(bound, 1)
-
-
 def _run_rules(op: Mlp, o: _Operands, needs: MlpNeeds, x: Any) -> rules.Forward:
     wi = in_form(op.fc1(), value_of(o.wi))
     operands = (x, wi, value_of(o.wo), o.sizes, o.probs, o.wi_bias, o.wo_bias, o.out)
-    return rules.mlp(RUN, op, *operands, needs=needs, extras=_extras(o.bound))
+    return rules.mlp(RUN, op, *operands, needs=needs, extras=extras_of(o.bound))
 
 
 def _value(op: Mlp, *operands: Any) -> Any:
@@ -535,7 +338,7 @@ def _save(op: Mlp, needs: MlpNeeds, parts: tuple[int, ...], o: _Operands) -> tup
         parts=parts,
         specs=specs,
         masters=tuple(map(master_dtype, (o.x, o.wi, o.wo))),
-        varying=tuple(_like(each, [_axes(member) for member in _members(each)]) for each in arrays),
+        varying=tuple(like(each, [_axes(member) for member in members(each)]) for each in arrays),
     )
     return found.y, saved
 
@@ -561,7 +364,7 @@ def _fwd(op: Mlp, *primals: Any) -> tuple[Any, _Kept]:
             accumulate.check_asked(linear, weight=weight, accum=accum)
         return weight if accum is None else accum
 
-    of_wi = zip(op.parts(), _members(perturbed.wi), _members(perturbed.accum_wi), strict=True)
+    of_wi = zip(op.parts(), members(perturbed.wi), members(perturbed.accum_wi), strict=True)
     parts = tuple(part for part, weight, accum in of_wi if asked(op.fc1(), bool(weight), accum))
     wo = asked(op.fc2(), bool(perturbed.wo), perturbed.accum_wo)
     others = (bool(each) for each in (perturbed.probs, perturbed.wi_bias, perturbed.wo_bias))
@@ -578,13 +381,13 @@ def _perturbed(primal: Any) -> Any:
 
 def _keep(op: Mlp, needs: MlpNeeds, parts: tuple[int, ...], o: _Operands) -> tuple[Any, _Kept]:
     y, saved = _save(op, needs, parts, o)
-    of_wi = zip(op.parts(), _members(o.accum_wi), strict=True)
+    of_wi = zip(op.parts(), members(o.accum_wi), strict=True)
     accum_wi = [accum if saved.needs.wi and part in parts else None for part, accum in of_wi]
     accum_wo = o.accum_wo if saved.needs.wo else None
     for linear, accum in (*((op.fc1(), each) for each in accum_wi), (op.fc2(), accum_wo)):
         if accum is not None:
             accumulate.check_varying(linear, accum, varying_axes(y))
-    return y, (saved, (_like(o.accum_wi, accum_wi), accum_wo))
+    return y, (saved, (like(o.accum_wi, accum_wi), accum_wo))
 
 
 def _bwd(op: Mlp, residuals: _Kept, dy: Any) -> tuple[Any, ...]:
@@ -595,9 +398,9 @@ def _bwd(op: Mlp, residuals: _Kept, dy: Any) -> tuple[Any, ...]:
     def where(given: bool) -> list[Any]:
         """The results of weights that have an accumulator, or of those that have none; None for the others."""
         return [
-            _like(accum, [result if (one is not None) == given else None for result, one in pairs])
+            like(accum, [result if (one is not None) == given else None for result, one in pairs])
             for accum, pairs in (
-                (accum, list(zip(_members(result), _members(accum), strict=True)))
+                (accum, list(zip(members(result), members(accum), strict=True)))
                 for result, accum in zip(found, accums, strict=True)
             )
         ]

@@ -21,7 +21,7 @@ from grouped_core.gradients import Needs
 from grouped_core.mlp_spec import MlpNeeds, MlpSpecs, check_cotangent, restrict
 from grouped_core.products import wide
 from grouped_core.sizes import GroupSizes
-from torch_bridge import _saved, _stored_mlp_arguments, mlp, stored_mlp
+from torch_bridge import _saved, _stored_mlp_arguments, _stored_mlp_gradients, mlp, stored_mlp
 from torch_bridge._arguments import Members, accumulators_of, check_apart, check_writable
 from torch_bridge._mlp_arguments import Accumulators, check_arguments, check_buffers, specs_of
 from torch_bridge._mlp_library import NAMES
@@ -35,7 +35,7 @@ from torch_bridge.params import check_operand
 class MlpResiduals:
     """What `grouped_mlp_fwd` keeps: the tensors that the gradients read, and their places."""
 
-    path: Any  # the module whose operation it is: `mlp`, or `stored_mlp`
+    path: Any  # the module whose `launchers` reads this: `mlp`, or `_stored_mlp_gradients`
     facts: Any  # of that module
     specs: MlpSpecs
     sizes: Tensor
@@ -109,7 +109,8 @@ def _stored_fwd(given: Any, out: Tensor | None, needs: MlpNeeds | None) -> tuple
     y, tensors, names, facts = stored_mlp.forward_and_saved(given, live, needs, out, adding)
     x_kept = [each for each, name in zip(tensors, names, strict=False) if name.startswith(_saved.ROWS)]
     rows = tuple(each for each in x_kept if each is not None)
-    return y, MlpResiduals(stored_mlp, facts, given.checked.specs, given.sizes, tuple(tensors), lists[:2], rows)
+    members, specs = lists[:2], given.checked.specs
+    return y, MlpResiduals(_stored_mlp_gradients, facts, specs, given.sizes, tuple(tensors), members, rows)
 
 
 def _asked(

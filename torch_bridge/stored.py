@@ -20,22 +20,13 @@ from grouped_core.gradients import NO_NEEDS, Needs
 from grouped_core.linear_spec import Linear
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.storing import check_requantize, given_forms
-from torch_bridge import _graph, _library, _products, _saved, _stored
-from torch_bridge._arguments import (
-    Members,
-)
+from torch_bridge import _graph, _library, _products, _saved, _stored, _stored_linear
+from torch_bridge._arguments import Members
 from torch_bridge._library import NAMES
 from torch_bridge._products import Launcher, Owner, ProductFacts, facts_of, once, owners_of, product_gradients
 from torch_bridge._run import settle_rows
 from torch_bridge._stored import NOTHING, Stored, Wanted, arrays_of
-from torch_bridge._stored_arguments import (
-    Arguments,
-    Cache,
-    check_arguments,
-    check_results,
-    listed,
-    taken,
-)
+from torch_bridge._stored_arguments import Arguments, Cache, check_arguments, check_results, listed, taken
 from torch_bridge.quantize import DY, WEIGHT, Use, X
 
 
@@ -199,9 +190,9 @@ def _forward(given: Arguments, needs: Needs, out: Tensor | None) -> tuple[Tensor
     operands = (x.tensors, w.tensors, given.sizes, given.biases, given.row_scale, *encode_of(use, x, w))
     operands = (*operands, text, x.text, w.text)
     if out is None:
-        y = _stored.linear(*operands)
+        y = _stored_linear.linear(*operands)
     else:
-        _stored.linear_into(*operands, out)
+        _stored_linear.linear_into(*operands, out)
         y = out.detach()
     keep_x, keep_w = plan.keeps
     return (
@@ -255,7 +246,7 @@ def launcher(
     cotangent = [dy, *(part for form in forms for part in form.tensors)]
     operands = (x.tensors, weight.tensors, sizes, biases, row_scale, cotangent, key, encode, facts.k, facts.text)
     texts = (x.text, weight.text, [form.text for form in forms], facts.dtypes)
-    return Launcher((_stored.linear_grads, _stored.linear_grads_into), (*operands, *texts))
+    return Launcher((_stored_linear.linear_grads, _stored_linear.linear_grads_into), (*operands, *texts))
 
 
 class _StoredLinear(torch.autograd.Function):

@@ -8,7 +8,6 @@ Letters: G groups, M rows, K hidden size of the model, F expert width, W columns
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -18,39 +17,19 @@ from torch import Tensor
 
 from grouped_core import gradients
 from grouped_core import mlp as rules
-from grouped_core.formats import Format, QTensor
+from grouped_core.formats import QTensor
 from grouped_core.gradients import Needs
-from grouped_core.mlp_spec import NO_NEEDS, Kept, Mlp, MlpNeeds, kept, needs_dh, needs_dz
-from grouped_core.recipes import Recipe
-from torch_bridge import _graph, _mlp_library, _products, _saved, _stored, _stored_mlp
+from grouped_core.mlp_spec import NO_NEEDS, Kept, MlpNeeds, kept, needs_dz
+from torch_bridge import _graph, _mlp_library, _products, _saved, _stored, _stored_linear, _stored_mlp
 from torch_bridge._mlp_library import NAMES
-from torch_bridge._products import Launcher, Owner, ProductFacts, mlp_gradients, once, owners_of, product_facts
-from torch_bridge._run import TORCH_DTYPES, settle_rows
+from torch_bridge._products import Owner, ProductFacts, mlp_gradients, once, owners_of, product_facts
+from torch_bridge._run import settle_rows
 from torch_bridge._stored import NOTHING, Stored, Wanted, arrays_of
-from torch_bridge._stored_arguments import (
-    Cache,
-    listed,
-    taken,
-)
-from torch_bridge._stored_mlp_arguments import (
-    Arguments,
-    Checked,
-    Product,
-    check_arguments,
-    check_results,
-    in_one_array,
-)
-from torch_bridge.quantize import DY, WEIGHT, Use, X
-from torch_bridge.stored import (
-    encode_of,
-    forms_of,
-    forms_read,
-    launcher,
-    quantised,
-    row_forms,
-    weight_forms,
-    with_recipe,
-)
+from torch_bridge._stored_arguments import Cache, listed, taken
+from torch_bridge._stored_mlp_arguments import Arguments, check_arguments, check_results, in_one_array
+from torch_bridge._stored_mlp_gradients import Facts, in_one_pass, launchers
+from torch_bridge.quantize import X
+from torch_bridge.stored import encode_of, forms_read, row_forms, weight_forms, with_recipe
 
 Owners = tuple[Owner | None, Owner | None]
 """A module's side of both products."""
@@ -58,18 +37,6 @@ Owners = tuple[Owner | None, Owner | None]
 
 Replaced = tuple[tuple[bool, ...] | None, tuple[bool, ...] | None]
 """Of the weights of both products, whether each gradient replaces what is there; None: ask the Parameters."""
-
-
-class Facts(NamedTuple):
-    """What forward tells backward beside tensors."""
-
-    checked: Checked
-    uses: tuple[Use, Use]
-    needs: MlpNeeds
-    products: tuple[ProductFacts, ProductFacts]
-    texts: tuple[str, ...]  # of the forms of x, z, wi and wo
-    counts: tuple[int, ...]  # saved tensors of x, z, wi, wo, wi_bias, wo_bias
-    probs_dtype: torch.dtype | None
 
 
 def grouped_mlp(
@@ -186,7 +153,7 @@ def _plan(text: str, texts: tuple[str, str], needs: MlpNeeds, has: tuple[bool, b
     products = [with_recipe(each) for each in texts]
     first, second = (gradients.keeps_forms(*product, one, False) for product, one in zip(products, asked, strict=True))
     forms = (forms_read(*products[0], first), forms_read(*products[1], second))
-    within = _in_one_pass(op, rules.activated_row_forms(op, products[1][1], keep.z))
+    within = in_one_pass(op, rules.activated_row_forms(op, products[1][1], keep.z))
     return _Plan(keep, forms, (first, second), within, any(needs))
 
 
@@ -218,9 +185,9 @@ def _forward(given: Arguments, needs: MlpNeeds, out: Tensor | None) -> _Forward:
     operands = (z[0].tensors, wo[0].tensors, given.sizes, given.wo_bias, scale, *encode_of(two, z[0], wo[0]))
     operands = (*operands, second.text, z[0].text, wo[0].text)
     if out is None:
-        y = _stored.linear(*operands)
+        y = _stored_linear.linear(*operands)
     else:
-        _stored.linear_into(*operands, out)
+        _stored_linear.linear_into(*operands, out)
         y = out.detach()
     return _Forward(
         y,
@@ -231,11 +198,6 @@ def _forward(given: Arguments, needs: MlpNeeds, out: Tensor | None) -> _Forward:
         (wo[-1] if keeps_wo else _with_other(given.wo)) if keep.wo else NOTHING,
         keep,
     )
-
-
-def _in_one_pass(op: Mlp, wanted: Sequence[tuple[int, Format]]) -> Wanted:
-    """`wanted`, where the activation's own pass stores it; else nothing."""
-    return tuple(wanted) if rules.stored_within(op, wanted) else ()
 
 
 def forward_and_saved(
@@ -373,128 +335,6 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-def launchers(
-    facts: Facts, tensors: list[Any], dy: Tensor | QTensor[Tensor]
-) -> tuple[Tensor | None, list[Launcher | None]]:
-    """The gradient of the probabilities, and what is left of each product once that at the hidden rows is there.
-
-    Args:
-        tensors: as `forward_and_saved` gave them; they are taken out of the list.
-    """
-    needs, checked = facts.needs, facts.checked
-    counts = list(facts.counts)
-
-    def take(count: int) -> list[Tensor]:
-        part = tensors[:count]
-        del tensors[:count]
-        return part
-
-    x = Stored(take(counts[0]), facts.texts[0])
-    (h,) = take(1)
-    z = Stored(take(counts[1]), facts.texts[1])
-    sizes, probs, key = take(3)
-    wi, wo = (Stored(take(counts[2 + at]), facts.texts[2 + at]) for at in (0, 1))
-    wi_bias, wo_bias = take(counts[4]), take(counts[5])
-    rows = dy.shape[0]
-    one, two = (each._replace(key=key) for each in facts.uses)
-    first, second = checked.products
-    plan = _backward_plan(checked.text, (first.text, second.text), needs, isinstance(dy, QTensor))
-    plain_z: Any = None
-    if (needs_dz(needs) and h is None) or (not needs_dz(needs) and needs.wo and not z.tensors):
-        x_again, wi_again = _again(first, one, x, wi, sizes, rows)
-        again, h = _stored_mlp.hidden(
-            *(x_again, wi_again, sizes, probs, wi_bias, (None, None), checked.text),
-            keep=needs_dz(needs),
-            spec=checked.hidden,
-        )
-        (plain_z,) = again[0].tensors
-    grads = _grad_forms(dy, plan.dy, sizes, two, second.recipe, 0)
-    if isinstance(dy, QTensor):  # whose values the biases alone read
-        read = needs.wo_bias or (needs.probs and wo_bias)
-        dy = (
-            _stored.dequantize(dy, sizes, dy.dtype)
-            if read
-            else dy.values.new_empty((rows, 0), dtype=TORCH_DTYPES[dy.dtype])
-        )
-    dp = dh = None
-    hidden: tuple[Stored, Stored] | None = None
-    if h is not None:
-        plain = needs_dh(needs) and (not plan.within or needs.wi_bias)
-        rebuilds = needs.wo and plain_z is None and not z.tensors
-        wanted_z = plan.rebuilt if rebuilds else ()
-        letters = _mlp_library.wanted(plain, rebuilds and not wanted_z, needs.probs)
-        encode, live = one.delayed(DY, training=True)
-        found = _stored_mlp.hidden_grads(
-            *(h, wo, sizes, probs, wo_bias, dy, grads[0], checked.text, letters),
-            wanted=plan.within,
-            encode=encode,
-            amax=live,
-            key=key,
-            wanted_z=wanted_z,
-            encode_z=two.delayed(X)[0] if wanted_z else None,
-        )
-        dh, dp = found.dh, found.dp
-        if wanted_z:
-            (z,) = found.z_forms
-        plain_z = found.z if plain_z is None else plain_z
-        if plan.within:
-            hidden = _by_axis(plan.within, found.forms)
-            if dh is None:  # nobody reads it as it is
-                dh = h.new_empty((h.shape[0], 0))
-        dp = dp if dp is None or facts.probs_dtype is None else dp.to(facts.probs_dtype)
-    h = None
-    if needs.wo and not z.tensors:
-        (z,) = forms_of(plain_z, ((0, second.recipe.wgrad[0]),), sizes, two.delayed(X)[0], second.recipe)
-        plain_z = None
-    one_facts, two_facts = facts.products
-    work: list[Launcher | None] = [None, None]
-    if any(one_facts.needs):
-        assert dh is not None, "gradients of the first product are needed"
-        made = hidden or _grad_forms(dh, plan.dh, sizes, one, first.recipe, 1)
-        forms = [form for form in made if form.text]
-        left, turned, encode = x, wi, one.delayed(X)[0]
-        if needs.wi and x.tensors and not first.recipe.wgrad[0].plain:
-            left = _form(x, (0, first.recipe.wgrad[0]), rows, sizes, encode, first.recipe)
-        if needs.x:
-            axis, cell = first.op.weight_axes()[1], first.recipe.dgrad[1]
-            turned = _form(wi, (axis, cell), rows, None, one.delayed(WEIGHT)[0], first.recipe)
-        work[0] = launcher(left, turned, sizes, wi_bias, None, dh, forms, key, encode, one_facts)
-    if any(two_facts.needs):
-        forms = [grads[1]] if grads[1].text else []
-        scale = probs if second.op.scale_bias else None
-        work[1] = launcher(z, NOTHING, sizes, wo_bias, scale, dy, forms, key, two.delayed(X)[0], two_facts)
-    return dp, work
-
-
-class _BackwardPlan(NamedTuple):
-    """What backward does, as far as it does not depend on arrays."""
-
-    dy: Wanted  # its forms; of a quantised one plain ones too
-    dh: Wanted
-    within: Wanted  # those that the pass at the hidden rows stores; empty where dh is stored in a pass of its own
-    rebuilt: Wanted  # of z, likewise, where the weight gradient alone reads it
-
-
-@lru_cache(maxsize=1024)
-def _backward_plan(text: str, texts: tuple[str, str], needs: MlpNeeds, is_stored: bool) -> _BackwardPlan:
-    op = _mlp_library.decode(text)
-    (_, own), (_, second) = (with_recipe(each) for each in texts)
-    cells: Wanted = (((1, second.dgrad[0]),) if needs_dz(needs) else ()) + (((0, second.wgrad[1]),) if needs.wo else ())
-    of_dh = tuple(rules.grad_row_forms(own, needs))
-    within = _in_one_pass(op, of_dh) if needs_dh(needs) else ()
-    rebuilt = ((0, second.wgrad[0]),) if within and rules.rebuilt_rows(op, second, None) is not None else ()
-    return _BackwardPlan(cells if is_stored else quantised(cells), quantised(of_dh), within, rebuilt)
-
-
-def _form(
-    kept: Stored, wanted: tuple[int, Format], rows: int, sizes: Tensor | None, encode: Tensor | None, recipe: Recipe
-) -> Stored:
-    """An operand of forward in the form `wanted`: as it was kept, or made of that."""
-    if _stored.reads(kept.text, *wanted):
-        return kept
-    return forms_of(_whole(kept, rows), (wanted,), sizes, encode, recipe)[0]
-
-
 def _with_other(operand: Any) -> Stored:
     """As `arrays_of`, with both forms of a quantised operand: a line of text for each."""
     first = arrays_of(operand)
@@ -502,41 +342,3 @@ def _with_other(operand: Any) -> Stored:
         return first
     second = arrays_of(operand.other)
     return Stored([*first.tensors, *second.tensors], f"{first.text}\n{second.text}")
-
-
-def _whole(stored: Stored, rows: int) -> Any:
-    """The operand that `arrays_of` or `_with_other` took apart."""
-    first, _, second = stored.text.partition("\n")
-    if second:
-        count = len(_stored.described(first)[4])
-        other = _stored.restored(Stored(stored.tensors[count:], second), rows)
-        return dataclasses.replace(_stored.restored(Stored(stored.tensors[:count], first), rows), other=other)
-    if first:
-        return _stored.restored(stored, rows)
-    return stored.tensors[0] if len(stored.tensors) == 1 else stored.tensors
-
-
-def _again(product: Product, use: Use, x: Stored, wi: Stored, sizes: Tensor, rows: int) -> tuple[Stored, Stored]:
-    """x and wi once more in the forms of forward; no magnitudes are merged, for forward did."""
-    op, recipe, _ = product
-    cells = recipe.forward
-    return (
-        _form(x, (1, cells[0]), rows, sizes, use.delayed(X)[0], recipe),
-        _form(wi, (op.weight_axes()[0], cells[1]), rows, None, use.delayed(WEIGHT)[0], recipe),
-    )
-
-
-def _grad_forms(dy: Any, wanted: Wanted, sizes: Tensor, use: Use, recipe: Recipe, stream: int) -> tuple[Stored, Stored]:
-    """dy along its features and along its rows, each if wanted, from one pass; magnitudes are merged."""
-    if isinstance(dy, QTensor):
-        return _by_axis(wanted, forms_of(dy, wanted, sizes, None, recipe))
-    if not wanted:
-        return NOTHING, NOTHING
-    encode, live = use.delayed(DY, training=True)
-    return _by_axis(wanted, _stored.store([dy], wanted, sizes, encode=encode, amax=live, key=use.key, stream=stream))
-
-
-def _by_axis(wanted: Wanted, made: Sequence[Stored]) -> tuple[Stored, Stored]:
-    """The forms along features and along rows; without arrays where there is none."""
-    forms = {axis: form for (axis, _), form in zip(wanted, made, strict=True)}
-    return forms.get(1, NOTHING), forms.get(0, NOTHING)

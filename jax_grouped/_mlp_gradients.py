@@ -1,0 +1,225 @@
+"""Gradients of the experts' MLP, in parts: what backward makes of what forward kept, and weight gradients later.
+
+Letters: G groups, M rows, K hidden size of the model, F expert width, W columns of the hidden rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from grouped_core import mlp as rules
+from grouped_core import scaling
+from grouped_core.calls import ArraySpec, OperandSpec
+from grouped_core.formats import QTensor
+from grouped_core.linear_spec import Linear
+from grouped_core.mlp_spec import Mlp, MlpNames, MlpNeeds, MlpSpecs, check_cotangent
+from grouped_core.products import in_form
+from grouped_core.recipes import BoundRecipe
+from grouped_core.storing import Extras
+from jax_grouped import _accumulators as accumulate
+from jax_grouped._accumulators import Accumulator
+from jax_grouped._run import RUN, reduce_to, varying_axes
+from jax_grouped.ops import merged_state, target_of
+
+NAMES = MlpNames()
+
+Accumulators = tuple[Accumulator | Sequence[Accumulator | None] | None, Accumulator | None]
+"""What `wgrad_accum` takes: those of `wi`, a pair where it is one, and of `wo`."""
+
+
+def members(operand: Any) -> tuple[Any, ...]:
+    """The arrays of a first weight, or of what belongs to each of them."""
+    return operand if type(operand) is tuple else (operand,)
+
+
+def like(form: Any, entries: Sequence[Any]) -> Any:
+    """One entry for each array of a first weight, in its form."""
+    return tuple(entries) if type(form) is tuple else entries[0]
+
+
+def accumulators_of(name: str, accum: Any, paired: bool) -> tuple[Any, Any]:
+    """(of wi, of wo); that of a `wi` in two arrays is a tuple of two, each perhaps None."""
+    of_wi, of_wo = (None, None) if accum is None else _two(name, accum, f"of `{NAMES.wi}` and of `{NAMES.wo}`")
+    if paired:
+        of_wi = (None, None) if of_wi is None else _two(f"{name}[0]", of_wi, f"as `{NAMES.wi}` is one")
+    sinks = [each for each in (*members(of_wi), of_wo) if accumulate.is_sink(each)]
+    if len({id(each) for each in sinks}) < len(sinks):
+        raise ValueError(f"`{name}`: one array for both weights, expected one each; the cotangent would hold it twice.")
+    return of_wi, of_wo
+
+
+def _two(name: str, accum: Any, what: str) -> tuple[Any, Any]:
+    if not isinstance(accum, (tuple, list)) or len(accum) != 2:
+        raise TypeError(
+            f"`{name}`: {type(accum).__name__}, expected None or a pair, {what}; put None where a weight has no "
+            "accumulator."
+        )
+    return accum[0], accum[1]
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["x", "h", "z", "wi", "wo", "sizes", "probs", "wi_bias", "wo_bias", "bound", "amax"],
+    meta_fields=["op", "needs", "parts", "specs", "masters", "varying"],
+)
+@dataclass(frozen=True)
+class MlpResiduals:
+    """What `grouped_mlp` keeps for its backward; arrays that no needed gradient reads are None."""
+
+    x: Any
+    h: Any
+    z: Any
+    wi: Any
+    wo: Any
+    sizes: Any
+    probs: Any
+    wi_bias: Any
+    wo_bias: Any
+    bound: BoundRecipe
+    amax: Any
+    """Magnitudes that forward found, of delayed scaling."""
+    op: Mlp
+    needs: MlpNeeds
+    parts: tuple[int, ...]
+    """Of `op.parts()`, those whose gradient is needed."""
+    specs: MlpSpecs
+    masters: tuple[str | None, ...]
+    """`master_dtype` of x, wi and wo."""
+    varying: tuple[Any, ...]
+    """Manual mesh axes over which x, wi (a tuple: each array of it), wo, probs, wi_bias and wo_bias vary."""
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["x", "dh", "z", "dy", "sizes", "state"],
+    meta_fields=["op", "needs", "parts", "specs", "varying"],
+)
+@dataclass(frozen=True)
+class Deferred:
+    """What the weight gradients read: dW1 is made of x [M, K] and dh [M, W], dW2 of z [M, F] and dy [M, K].
+
+    Attributes:
+        state: of delayed scaling, with this microbatch's magnitudes merged in; None where there is none.
+    """
+
+    x: Any
+    dh: Any
+    z: Any
+    dy: Any
+    sizes: Any
+    state: Any
+    op: Mlp
+    needs: MlpNeeds
+    parts: tuple[int, ...]
+    specs: MlpSpecs
+    varying: tuple[Any, ...]
+
+
+def grouped_mlp_bwd_dx(
+    res: MlpResiduals, dy: Float[Array, "M K"] | QTensor[Any]
+) -> tuple[Array | None, Array | None, Array | None, Array | None, Deferred]:
+    """(dx, dp, db1, db2, deferred): every gradient but those of the weights, and what these read.
+
+    Args:
+        res: from `grouped_mlp_fwd`.
+        dy: [M, K], the cotangent of y, perhaps quantised as the products of the recipe read it.
+
+    Returns:
+        dx [M, K], dp [M], db1 [G, W], db2 [G, K], None for what the operation did not have, and a pytree of arrays.
+    """
+    check_cotangent(res.specs.x, ArraySpec(dy.shape, dy.dtype) if isinstance(dy, QTensor) else RUN.spec(dy))
+    main = rules.main_grads(
+        RUN,
+        res.op,
+        res.specs,
+        res.x,
+        res.h,
+        res.z,
+        in_form(res.op.fc1(), res.wi),
+        res.wo,
+        res.sizes,
+        res.probs,
+        res.wi_bias,
+        res.wo_bias,
+        dy,
+        res.needs,
+        extras=extras_of(res.bound),
+    )
+    of = dict(zip(MlpSpecs._fields, res.varying, strict=True))
+    dx, dp, db1, db2 = (
+        None if cotangent is None else reduce_to(cotangent, of[name])
+        for name, cotangent in zip(("x", "probs", "wi_bias", "wo_bias"), main[:4], strict=True)
+    )
+    needs = res.needs
+    deferred = Deferred(
+        x=main.rows,
+        dh=main.dh,
+        z=main.z,
+        dy=main.dy,
+        sizes=res.sizes,
+        state=merged_state(
+            res.bound, [found._replace(dy=amax.dy) for found, amax in zip(res.amax, main.amax, strict=True)]
+        ),
+        op=res.op,
+        needs=needs,
+        parts=res.parts,
+        specs=res.specs,
+        varying=res.varying,
+    )
+    return dx, dp, db1, db2, deferred
+
+
+def grouped_mlp_bwd_dw(deferred: Deferred, wgrad_accum: Accumulators | None = None) -> tuple[Any, Any]:
+    """(dW1, dW2), in form and layout of `wi` and `wo`: computed when the schedule says so, from what backward left.
+
+    Args:
+        deferred: from `grouped_mlp_bwd_dx`.
+        wgrad_accum: accumulators of the two; an array's new value is returned (donate it, or XLA copies it), a Ref is
+            updated and None returned in its place. k deferred microbatches give the bits of k undeferred ones.
+    """
+    d = deferred
+    into_wi, into_wo = accumulators_of(NAMES.accum, wgrad_accum, d.op.paired)
+    gate_and_up = []
+    for half, accum, axes in zip(d.op.parts(), members(into_wi), members(d.varying[1]), strict=True):
+        needed = d.needs.wi and half in d.parts
+        gate_and_up.append(_weight_grad(d, d.op.fc1(), d.specs.wi, d.x, d.dh, half, accum, axes) if needed else None)
+    dwo = _weight_grad(d, d.op.fc2(), d.specs.wo, d.z, d.dy, 0, into_wo, d.varying[2]) if d.needs.wo else None
+    return like(into_wi, gate_and_up), dwo
+
+
+def _weight_grad(
+    d: Deferred,
+    linear: Linear,
+    whole: OperandSpec,
+    rows: Array,
+    dy: Array,
+    half: int,
+    accum: Accumulator | None,
+    axes: frozenset[str],
+) -> Array | None:
+    """The gradient of one array of a weight, or the accumulator's new value; None where a Ref holds it."""
+    if accum is None:
+        return reduce_to(rules.weight_grad(RUN, linear, whole, rows, dy, d.sizes, half=half), axes)
+    accumulate.check(linear, accum, _part_spec(linear, whole, half))
+    accumulate.check_varying(linear, accum, varying_axes(target_of(rows)) | varying_axes(target_of(dy)))
+    into = accumulate.read(accum)
+    return accumulate.write(
+        accum, rules.weight_grad(RUN, linear, whole, rows, dy, d.sizes, into=into, accumulate=True, half=half)
+    )
+
+
+def _part_spec(linear: Linear, whole: OperandSpec, half: int) -> ArraySpec:
+    """Spec of one array of a weight."""
+    columns = linear.weight_axes()[1]
+    parts = 2 if half else 1
+    return ArraySpec(tuple(d // parts if axis == columns else d for axis, d in enumerate(whole.shape)), whole.dtype)
+
+
+def extras_of(bound: BoundRecipe) -> tuple[Extras, Extras]:
+    return scaling.extras(bound, 0), scaling.extras(bound, 1)
