@@ -358,6 +358,8 @@ def quantize(
 def dequantize(q: QTensor[Any], dtype: str | None = None, *, group_sizes: Any = None) -> Array:
     """The values of q in its logical shape, code * scales in float32 with one rounding; tail rows are zero.
 
+    Of a rotated form (NVFP4's for weight gradients) these are rotated, too, unless q has another that is not.
+
     Args:
         dtype: float32, bfloat16 or float16; None: the nominal one. group_sizes: of rows; None: those that came with q.
 

@@ -42,7 +42,7 @@ class StoredSpec(NamedTuple):
     axis: int
     shape: tuple[int, ...]
     dtype: str
-    has_other: bool = False  # the form for the other axis comes with it
+    other: StoredSpec | None = None  # the form for the other axis, where it comes with it
 
     def __str__(self) -> str:
         return f"{self.format.name}[{', '.join(map(str, self.shape))}]"

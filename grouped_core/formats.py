@@ -113,6 +113,10 @@ class Format:
         """This format with the fields of `changes` changed."""
         return dataclasses.replace(self, **changes)
 
+    def along(self, *, rows: bool) -> Format:
+        """What an array stored so is stored as, contracted along rows or not: rotations are of rows alone."""
+        return self.replace(rotate=False) if self.rotate and not rows else self
+
 
 _E4M3, _E5M2, _E8M0 = "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"
 _TENSOR: dict[str, Any] = {"rule": "fp32", "segment": 128, "turned": True}
@@ -201,6 +205,10 @@ class QTensor(Generic[_Array]):
     group_sizes: _Array | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.format, Format):
+            raise TypeError(
+                f"`format` of a QTensor: {type(self.format).__name__}, expected a Format; pass a row of FORMATS."
+            )
         if self.scales is None and not self.format.scales:  # made of `slots`
             object.__setattr__(self, "scales", self.group_scales)
             object.__setattr__(self, "group_scales", None)

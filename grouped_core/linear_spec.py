@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grouped_core.calls import MAX_GROUPS, MAX_ROWS, ArraySpec, OperandSpec, StoredSpec
+from grouped_core.calls import MAX_GROUPS, MAX_ROWS, ArraySpec, OperandSpec, StoredSpec, stored_spec
 from grouped_core.formats import PLAIN, WIDE, Format
 from grouped_core.recipes import BoundRecipe, Recipe, plain
 
@@ -91,8 +91,8 @@ def _as_they_stand(x: str, w: str, x_format: Format | None, w_format: Format | N
     found = plain(x, w)
     if x_format is None and w_format is None:
         return found
-    # Codes are read alike however they were rounded.
-    rows, weight = (x_format or found.forward[0]).replace(stochastic=False), w_format or found.forward[1]
+    # Codes are read alike however they were rounded; what is rotated is a form that forward does not read.
+    rows, weight = (x_format or found.forward[0]).replace(stochastic=False, rotate=False), w_format or found.forward[1]
     name = f"{rows.name} x {weight.name}"
     return found.replace(name=name, forward=(rows, weight), dgrad=(found.dgrad[0], weight))
 
@@ -217,6 +217,9 @@ def check_linear(
     if sizes.shape[0] != groups:
         raise _shape(n.sizes, sizes, f"({groups},) = one size for each group of `{n.w}`", "pass one size a group")
     _check_recipe(op, x, w)
+    for name, spec in ((n.x, x), (n.w, w)):
+        if isinstance(spec, StoredSpec):
+            _check_stored(name, spec, groups)
     if op.scale_bias and (bias is None or row_scale is None):
         missing = n.bias if bias is None else n.row_scale
         raise ValueError(
@@ -242,11 +245,35 @@ def check_linear(
     return result
 
 
+def _check_stored(name: str, spec: StoredSpec, groups: int) -> None:
+    """The arrays of a quantised operand are what its format makes of its shape and of so many groups."""
+    remedy = "quantise it with the sizes of this call" if len(spec.shape) == 2 else "quantise it anew"
+    for form in (spec, spec.other):
+        if form is None:
+            continue
+        if form.shape != spec.shape:
+            raise _shape(
+                f"{name}.other", form, f"{spec.shape} = shape of `{name}`", "quantise one array with both axes"
+            )
+        wanted = stored_spec(form.format, form.shape, form.axis, form.dtype, groups)
+        for part, got, want in zip(("codes", "scales", "scales of groups"), form[:3], wanted[:3], strict=True):
+            if got != want:
+                raise ValueError(
+                    f"`{name}`: {part} {got}, expected {want} = those of {form.format.name}{list(form.shape)} along "
+                    f"axis {form.axis} in {groups} groups; {remedy}."
+                )
+
+
 def _check_recipe(op: Linear, x: OperandSpec, w: OperandSpec) -> None:
     """Operands are what the recipe's cells store: plain ones of their dtype, others of any wide dtype, or stored so."""
     axes = (1, op.weight_axes()[0])
-    for name, spec, axis in zip((op.names.x, op.names.w), (x, w), axes, strict=True):
-        if isinstance(spec, StoredSpec) and spec.axis != axis and not spec.has_other:
+    formats: list[Format | None] = [None, None]
+    for at, (name, spec, axis) in enumerate(zip((op.names.x, op.names.w), (x, w), axes, strict=True)):
+        if not isinstance(spec, StoredSpec):
+            continue
+        forms = (spec, spec.other)
+        formats[at] = next((form.format for form in forms if form is not None and form.axis == axis), None)
+        if formats[at] is None:
             raise ValueError(
                 f"`{name}`: {spec} along axis {spec.axis}, expected along axis {axis}, which the product contracts; "
                 f"quantise it with axis={axis}, or with both."
@@ -258,11 +285,11 @@ def _check_recipe(op: Linear, x: OperandSpec, w: OperandSpec) -> None:
         )
     if op.recipe is None:
         return
-    for name, spec, cell in zip((op.names.x, op.names.w), (x, w), op.recipe.forward, strict=True):
-        if isinstance(spec, StoredSpec):
-            if spec.format.layout != cell.layout and op.recipe.requantize is None:
+    for name, spec, held, cell in zip((op.names.x, op.names.w), (x, w), formats, op.recipe.forward, strict=True):
+        if held is not None:
+            if held.layout != cell.layout and op.recipe.requantize is None:
                 raise ValueError(
-                    f"`{name}`: stored as {spec.format.name}, expected {cell.name} as the recipe {op.recipe.name} "
+                    f"`{name}`: stored as {held.name}, expected {cell.name} as the recipe {op.recipe.name} "
                     "stores it; quantise it so, or pass a recipe with requantize='from_dequantized'."
                 )
         elif cell.plain and spec.dtype != cell.values:

@@ -89,6 +89,7 @@ class Mlp:
         recipe: of both products; None computes with the operands as they stand.
         residuals: what is kept for backward.
         wgrad_dtype: dtype of new weight gradients; None: that of the weights.
+        master_dtypes: of the masters of wi and wo, which then is that of their new gradients; None where there is none.
         rows_hint: usual rows a group, for tile choice only; 0 is unknown.
         implementation: pinned kernels, a comma list; "" lets dispatch choose. A name concerns its own call alone.
         clear_residuals: tail rows of what is kept are zero instead of undefined.
@@ -101,6 +102,7 @@ class Mlp:
     recipe: Recipe | None = None
     residuals: Residuals = Residuals()
     wgrad_dtype: str | None = None
+    master_dtypes: tuple[str | None, str | None] = (None, None)
     rows_hint: int = 0
     implementation: str = ""
     clear_residuals: bool = False
@@ -112,13 +114,13 @@ class Mlp:
 
     def fc1(self) -> Linear:
         """The first product as a linear operation."""
-        return self._linear(self.names.wi, self.names.wi_bias, self.names.x, False, self.paired)
+        return self._linear(0, self.names.wi, self.names.wi_bias, self.names.x, False, self.paired)
 
     def fc2(self, scale_bias: bool = False) -> Linear:
         """The second product as a linear operation; with `scale_bias` its bias is weighted by the probabilities."""
-        return self._linear(self.names.wo, self.names.wo_bias, "activated rows", scale_bias)
+        return self._linear(1, self.names.wo, self.names.wo_bias, "activated rows", scale_bias)
 
-    def _linear(self, w: str, bias: str, x: str, scale_bias: bool, paired: bool = False) -> Linear:
+    def _linear(self, at: int, w: str, bias: str, x: str, scale_bias: bool, paired: bool = False) -> Linear:
         n = self.names
         names = Names(x, w, n.transposed, n.sizes, bias, n.probs, wgrad=n.wgrad, accum=n.accum, out=n.out)
         return Linear(
@@ -126,7 +128,7 @@ class Mlp:
             transposed=self.transposed,
             recipe=self.recipe,
             scale_bias=scale_bias,
-            wgrad_dtype=self.wgrad_dtype,
+            wgrad_dtype=self.wgrad_dtype or self.master_dtypes[at],
             rows_hint=self.rows_hint,
             implementation=self.implementation,
             paired=paired,

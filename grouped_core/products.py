@@ -99,7 +99,8 @@ def stored_spec(q: QTensor[Any], spec: Callable[[Array], ArraySpec]) -> StoredSp
     """What planning knows of `q`; `spec` says what it knows of an array."""
     _, *scales = q.slots
     block, group = (None if each is None else spec(each) for each in scales)
-    return StoredSpec(spec(q.values), block, group, q.format, q.axis, q.shape, q.dtype, q.other is not None)
+    other = None if q.other is None else stored_spec(q.other, spec)
+    return StoredSpec(spec(q.values), block, group, q.format, q.axis, q.shape, q.dtype, other)
 
 
 def weight_specs(run: Runner, weight: Operand) -> tuple[Any, ArraySpec | None]:

@@ -21,6 +21,7 @@ FP32_MODES = ("tf32x3", "tf32", "ieee")
 ACCUMULATE_MODES = ("promote", "fast")
 SAVED = ("quantized", "input")
 AMAX_ALGORITHMS = ("max", "most_recent")
+MOST_MARGIN = 100
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Recipe:
         amax_algorithm: of delayed scaling: the "max" of the history, or its "most_recent" entry.
 
     Raises:
-        ValueError: an option has a value that it does not take, or formats do not go together.
+        TypeError: what should be formats or integers is something else. ValueError: an option has a value that it does
+            not take, or formats do not go together.
     """
 
     forward: tuple[Format, Format]
@@ -63,6 +65,16 @@ class Recipe:
     amax_algorithm: str = "max"
 
     def __post_init__(self) -> None:
+        for name in ("forward", "dgrad", "wgrad"):
+            cells: Any = getattr(self, name)
+            if not isinstance(cells, tuple) or len(cells) != 2 or not all(isinstance(cell, Format) for cell in cells):
+                raise TypeError(
+                    f"`{name}` of Recipe: {cells!r}, wanted a tuple of two Formats; take them from FORMATS."
+                )
+        for name in ("history", "margin"):
+            value: Any = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"`{name}` of Recipe: {value!r}, wanted an integer; pass one.")
         options: tuple[tuple[str, tuple[Any, ...]], ...] = (
             ("fp32", FP32_MODES),
             ("accumulate", ACCUMULATE_MODES),
@@ -79,6 +91,11 @@ class Recipe:
             object.__setattr__(self, "name", _name_of(self.forward))
         if self.history < 1:
             raise ValueError(f"`history` of Recipe: {self.history}, wanted at least 1 step; pass a larger number.")
+        if abs(self.margin) > MOST_MARGIN:
+            raise ValueError(
+                f"`margin` of Recipe: {self.margin}, wanted at most {MOST_MARGIN} either way, so that multipliers are "
+                "finite; pass a smaller one."
+            )
         _check_cells(self)
 
     @property

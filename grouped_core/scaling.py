@@ -45,8 +45,12 @@ def check_groups(count: int) -> None:
     """Refuses a state of no groups.
 
     Raises:
-        ValueError: fewer than one.
+        TypeError: no integer. ValueError: fewer than one.
     """
+    if not hasattr(count, "__index__"):
+        raise TypeError(
+            f"`num_groups`: {type(count).__name__}, expected an integer; pass the number of groups that the weight has."
+        )
     if count < 1:
         raise ValueError(f"`num_groups`: {count}, expected at least 1; pass the number of groups that the weight has.")
 
@@ -55,14 +59,33 @@ def tops(recipe: Recipe, products: int = 1) -> list[float]:
     """What the largest magnitude of each role is scaled to.
 
     Raises:
-        ValueError: nothing of the recipe is scaled with delay.
+        TypeError: no `Recipe`. ValueError: nothing of the recipe is scaled with delay; so many products have no state.
     """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"`recipe`: {type(recipe).__name__}, expected a Recipe; pass one that is not bound yet.")
+    if products not in (1, 2):
+        raise ValueError(
+            f"`products`: {products}, expected 1, of a linear operation, or 2, of an MLP; pass one of them."
+        )
     if not recipe.delayed:
         raise ValueError(
             f"`recipe`: {recipe.name}, wanted one with delayed scaling, e.g. FP8Delayed; others have no state."
         )
     cells: tuple[Format, ...] = (*recipe.forward, recipe.dgrad[0])
     return [_LARGEST.get(cell.values, 1.0) * 2.0**-recipe.margin for cell in cells] * products
+
+
+def check_state(state: Any) -> None:
+    """Refuses what is no state of delayed scaling.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(state, ScalingState):
+        raise TypeError(
+            f"`state`: {type(state).__name__}, expected a ScalingState; pass what scaling_state made, or a gradient "
+            "with respect to it."
+        )
 
 
 def update(run: Runner, state: ScalingState[Any], *, reuse: bool = False) -> ScalingState[Any]:
@@ -121,6 +144,11 @@ def check_bound(
         raise TypeError(
             f"`state` of recipe {name}: {type(bound.state).__name__}, expected a ScalingState; make it with "
             f"scaling_state(recipe, {groups}{', products=2' if products == 2 else ''})."
+        )
+    if bound.state.algorithm != bound.recipe.amax_algorithm:
+        raise ValueError(
+            f"`state` of recipe {name}: made for amax_algorithm={bound.state.algorithm!r}, expected "
+            f"{bound.recipe.amax_algorithm!r} as the recipe has it; make it with scaling_state of this recipe."
         )
     got = (spec(bound.state.scale), spec(bound.state.history))
     wanted = (ArraySpec((roles, groups), "float32"), ArraySpec((roles, bound.recipe.history, groups), "float32"))

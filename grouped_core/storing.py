@@ -150,7 +150,7 @@ def _form(results: dict[str, Any], spec: ArraySpec, axis: int, cell: Format) -> 
     """The form that contracts `axis`, of the results of a call that stores."""
     prefix = "" if axis == len(spec.shape) - 1 else "cross_"
     values, scales, group_scales = (results[prefix + name] for name in calls.QUANTIZED[:3])
-    return QTensor(values, scales, group_scales, cell, axis, spec.shape, spec.dtype)
+    return QTensor(values, scales, group_scales, cell.along(rows=bool(prefix)), axis, spec.shape, spec.dtype)
 
 
 class Within(NamedTuple):
@@ -260,6 +260,10 @@ def _axes(
         raise ValueError(
             f"`x`: shape {source.shape}, expected rows [M, X] or weights [G, A, B]; fold leading axes with a reshape."
         )
+    if 0 in source.shape[0 if weights else 1 :]:
+        raise ValueError(
+            f"`x`: shape {source.shape}, expected every axis at least 1; only M, the number of rows, may be 0."
+        )
     axes = tuple(each + rank if each < 0 else each for each in given)
     if not axes or len(set(axes)) < len(axes) or not set(axes) <= {rank - 2, rank - 1}:
         raise ValueError(
@@ -270,6 +274,8 @@ def _axes(
         raise ValueError(f"`group_sizes`: {sizes} beside weights {source}, expected None; each member is a group.")
     if sizes is not None:
         check_sizes(Names("x", "w"), sizes)
+        if not sizes.shape[0]:
+            raise ValueError("`group_sizes`: shape (0,), expected at least one group; pass one size a group.")
     if key is not None and (key.dtype, key.shape) != ("uint32", (2,)):
         raise ValueError(f"`key`: {key}, expected uint32[2], low word first; pass such an array.")
     if format.plain or format.delayed:
@@ -288,13 +294,21 @@ def _axes(
     return axes
 
 
+def unrotated(q: QTensor[Any]) -> QTensor[Any]:
+    """The form of `q` whose values are those of the array that it was made of; a rotated one where that is all."""
+    return q.other if q.format.rotate and q.other is not None and not q.other.format.rotate else q
+
+
 def dequantize(run: Runner, q: QTensor[Any], group_sizes: Array | None, dtype: str) -> Array:
     """The values of `q` in its logical shape; rows need group sizes, by default those that came with it.
+
+    Codes times scales: where `q` is rotated and has no other form, the values are rotated, too.
 
     Raises:
         ValueError: rows without group sizes.
     """
     group_sizes = q.group_sizes if group_sizes is None else group_sizes
+    q = unrotated(q)
     if len(q.shape) == 2 and group_sizes is None:
         raise ValueError("`group_sizes`: None, expected one size a group, for rows are stored by groups; pass them.")
     sizes = None if group_sizes is None else run.spec(group_sizes)
@@ -332,9 +346,14 @@ def check_requantize(q: QTensor[Any], wanted: Sequence[tuple[int, Format]], requ
     """Refuses a quantised operand that lacks a form, unless a recipe lets it be made of the values.
 
     Raises:
-        ValueError: it does not.
+        ValueError: it does not, or the values are rotated.
     """
     if requantize is not None:
+        if unrotated(q).format.rotate:
+            raise ValueError(
+                f"quantised rows {q.shape}: rotated {q.format.name} alone, expected a form with the values themselves, "
+                "which another is made of; hand in the form along features, too (`quantize` with both axes)."
+            )
         return
     axis, cell = next(each for each in wanted if _given(q, *each) is None)
     operand = "quantised rows" if len(q.shape) == 2 else "a quantised weight"

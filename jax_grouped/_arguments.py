@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -22,11 +22,30 @@ AnyArray = Array | np.ndarray
 """What an operand may be; NumPy arrays become constants of the program."""
 
 jax.tree_util.register_dataclass(GroupSizes, data_fields=["value"], meta_fields=["representative"])
-jax.tree_util.register_dataclass(
-    QTensor,
-    data_fields=["values", "scales", "group_scales", "other", "group_sizes"],
-    meta_fields=["format", "axis", "shape", "dtype"],
-)
+_QTENSOR_ARRAYS = ("values", "scales", "group_scales", "other", "group_sizes")
+_QTENSOR_FACTS = ("format", "axis", "shape", "dtype")
+
+
+def _taken_apart(q: QTensor[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    arrays = tuple(getattr(q, name) for name in _QTENSOR_ARRAYS)
+    return arrays, tuple(getattr(q, name) for name in _QTENSOR_FACTS)
+
+
+def _taken_apart_with_keys(q: QTensor[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    arrays, facts = _taken_apart(q)
+    return tuple(zip(map(jax.tree_util.GetAttrKey, _QTENSOR_ARRAYS), arrays, strict=True)), facts
+
+
+def _together(facts: tuple[Any, ...], arrays: Iterable[Any]) -> QTensor[Any]:
+    """Of a part of its groups or rows, such as a shard's, the shape is that part's: the codes have its first axis."""
+    (format, axis, shape, dtype), (values, scales, group_scales, other, sizes) = facts, arrays
+    held: tuple[int, ...] = getattr(values, "shape", ())
+    if len(held) == len(shape) and (len(shape) == 3 or axis == 1):
+        shape = (*held[:1], *shape[1:])
+    return QTensor(values, scales, group_scales, format, axis, shape, dtype, other, sizes)
+
+
+jax.tree_util.register_pytree_with_keys(QTensor, _taken_apart_with_keys, _together, _taken_apart)
 jax.tree_util.register_dataclass(BoundRecipe, data_fields=["state", "key"], meta_fields=["recipe"])
 jax.tree_util.register_dataclass(ScalingState, data_fields=["scale", "history", "top"], meta_fields=["algorithm"])
 
@@ -73,6 +92,15 @@ def _each_array(q: QTensor[Any], take: Callable[[str, Any], Any]) -> QTensor[Any
     other = None if q.other is None else _each_array(q.other, take)
     values, scales, group_scales, sizes = map(taken, ("values", "scales", "group_scales", "group_sizes"))
     return QTensor(values, scales, group_scales, q.format, q.axis, q.shape, q.dtype, other, sizes)
+
+
+def as_bound(bound: BoundRecipe) -> BoundRecipe:
+    """What is bound to a recipe with JAX arrays for NumPy's, such as a checkpoint gives back."""
+
+    def taken(leaf: Any) -> Any:
+        return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+    return jax.tree.map(taken, bound)
 
 
 def to_int32(sizes: Any) -> jax.Array:

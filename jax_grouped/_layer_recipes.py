@@ -25,21 +25,24 @@ class Scaling(nnx.Variable[Any]):
     """
 
 
-def update_scalings(tree: _Tree, *, axis_name: str | tuple[str, ...] | None = None) -> _Tree:
+def update_scalings(
+    tree: _Tree, *, axis_name: str | tuple[str, ...] | None = None, previous: _Tree | None = None
+) -> _Tree:
     """`tree` with the next step's value of every scaling state in it; other leaves stay as they are.
 
     Args:
         tree: any pytree, such as the `nnx.State` that `nnx.split(model, Scaling, ...)` gives, or its cotangent.
         axis_name: mesh axes over which magnitudes take their maximum first, inside `shard_map`.
+        previous: what `tree` is the cotangent of, for layers that backward may not reach (`update_scaling`).
     """
 
     def is_state(node: Any) -> bool:
         return isinstance(node, ScalingState)
 
-    def next_step(node: Any) -> Any:
-        return update_scaling(node, axis_name=axis_name) if is_state(node) else node
+    def next_step(node: Any, before: Any = None) -> Any:
+        return update_scaling(node, axis_name=axis_name, previous=before) if is_state(node) else node
 
-    return jax.tree.map(next_step, tree, is_leaf=is_state)
+    return jax.tree.map(next_step, tree, *([] if previous is None else [previous]), is_leaf=is_state)
 
 
 class RecipeLayer(nnx.Module):
@@ -64,7 +67,7 @@ class RecipeLayer(nnx.Module):
         if recipe is not None and recipe.delayed:
             self.scaling = Scaling(scaling_state(recipe, num_groups, products=products))
         if recipe is not None and recipe.stochastic:
-            self.rounding = rngs.rounding.fork()
+            self.rounding = _rounding(rngs, type(self).__name__, recipe).fork()
 
     def _bound_recipe(self, rngs: Keys) -> Recipe | BoundRecipe | None:
         """The recipe for one call; `rngs` takes the place of the layer's stream."""
@@ -83,3 +86,14 @@ class RecipeLayer(nnx.Module):
                 "jax.random, or None; pass one of them."
             )
         return jax.random.bits(key, (2,), "uint32")
+
+
+def _rounding(rngs: nnx.Rngs, layer: str, recipe: Recipe) -> nnx.RngStream:
+    """The stream of keys for stochastic rounding; `rngs` has it, or a default one."""
+    try:
+        return rngs.rounding
+    except AttributeError as error:
+        raise ValueError(
+            f"`rngs` of {layer}: no stream `rounding` and no default, wanted one for the recipe {recipe.name}, which "
+            "rounds stochastically; pass nnx.Rngs(seed), or nnx.Rngs(params=..., rounding=...)."
+        ) from error

@@ -14,7 +14,6 @@ import jax
 from jaxtyping import Array, Float
 
 from grouped_core import mlp as rules
-from grouped_core import scaling
 from grouped_core.calls import ArraySpec, OperandSpec
 from grouped_core.formats import QTensor
 from grouped_core.linear_spec import Linear
@@ -25,7 +24,7 @@ from grouped_core.storing import Extras
 from jax_grouped import _accumulators as accumulate
 from jax_grouped._accumulators import Accumulator
 from jax_grouped._run import RUN, reduce_to, varying_axes
-from jax_grouped.ops import merged_state, target_of
+from jax_grouped.ops import extras_of, merged_state, target_of
 
 NAMES = MlpNames()
 
@@ -149,7 +148,7 @@ def grouped_mlp_bwd_dx(
         res.wo_bias,
         dy,
         res.needs,
-        extras=extras_of(res.bound),
+        extras=both_extras(res.bound),
     )
     of = dict(zip(MlpSpecs._fields, res.varying, strict=True))
     dx, dp, db1, db2 = (
@@ -221,5 +220,6 @@ def _part_spec(linear: Linear, whole: OperandSpec, half: int) -> ArraySpec:
     return ArraySpec(tuple(d // parts if axis == columns else d for axis, d in enumerate(whole.shape)), whole.dtype)
 
 
-def extras_of(bound: BoundRecipe) -> tuple[Extras, Extras]:
-    return scaling.extras(bound, 0), scaling.extras(bound, 1)
+def both_extras(bound: BoundRecipe) -> tuple[Extras, Extras]:
+    """What the operands of both products get of what is bound."""
+    return extras_of(bound, 0), extras_of(bound, 1)

@@ -44,22 +44,23 @@ from grouped_core.products import Paired, in_form, operand_spec
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes, unwrap
 from jax_grouped import _accumulators as accumulate
-from jax_grouped._arguments import AnyArray, as_array, as_operand, as_operand_spec, report_sizes, to_int32
+from jax_grouped._arguments import AnyArray, as_array, as_bound, as_operand, as_operand_spec, report_sizes, to_int32
 from jax_grouped._mlp_gradients import (
     NAMES,
     Accumulators,
     MlpResiduals,
     accumulators_of,
-    extras_of,
+    both_extras,
     grouped_mlp_bwd_dw,
     grouped_mlp_bwd_dx,
     like,
     members,
 )
-from jax_grouped._run import RUN, varying_axes
+from jax_grouped._run import RUN, differentiable, varying_axes
 from jax_grouped.ops import (
     Take,
     cotangent_of,
+    has_gradient,
     master_dtype,
     named,
     operand_node,
@@ -129,7 +130,7 @@ def grouped_mlp(
             f"`{NAMES.accum}`: an array beside a jax.Ref, expected two of one kind; beside a Ref nobody sees whether "
             "the array is differentiated, so make both arrays, or both Refs."
         )
-    return (_mlp_into_ref if kinds == {False} else _mlp)(op, *_on_device(o))
+    return differentiable(_mlp_into_ref if kinds == {False} else _mlp, op, *_on_device(o))
 
 
 def plan_grouped_mlp(**arguments: Any) -> list[Call]:
@@ -220,7 +221,7 @@ def _prepare(
     sizes, rows_hint = unwrap(group_sizes)
     paired = isinstance(wi, (tuple, list))
     accum_wi, accum_wo = accumulators_of(n.accum, wgrad_accum, paired)
-    bound = linear_spec.recipe_option(recipe)
+    bound = as_bound(linear_spec.recipe_option(recipe))
     o = _Operands(
         operand_node(take_operand, n.x, x, "[M, K]"),
         tuple(take(f"{n.wi}[{at}]", each, "[G, F, K]" if rhs_transposed else "[G, K, F]") for at, each in enumerate(wi))
@@ -236,14 +237,18 @@ def _prepare(
         None if accum_wo is None else accumulate.take(take, n.accum, accum_wo),
         bound,
     )
-    masters = [master_dtype(each) for each in (o.wi, o.wo) if isinstance(each, StraightThrough)]
+    masters = [
+        master_dtype(weight) if isinstance(weight, StraightThrough) and accum is None else None
+        for weight, accum in ((o.wi, o.accum_wi), (o.wo, o.accum_wo))
+    ]
     op = Mlp(
         n,
         activations.resolve(activation),
         transposed=bool(rhs_transposed),
         recipe=bound.recipe,
         residuals=residuals_option(residuals),
-        wgrad_dtype=linear_spec.dtype_option(wgrad_dtype) or (masters[0] if masters and wgrad_accum is None else None),
+        wgrad_dtype=linear_spec.dtype_option(wgrad_dtype),
+        master_dtypes=(masters[0], masters[1]),
         rows_hint=rows_hint,
         implementation=linear_spec.implementation_names(implementation),
         clear_residuals=bool(jax.config.jax_debug_nans),  # pyright: ignore[reportAttributeAccessIssue]
@@ -304,7 +309,7 @@ def grouped_mlp_fwd(*args: Any, **kwargs: Any) -> tuple[Array, MlpResiduals]:
 def _run_rules(op: Mlp, o: _Operands, needs: MlpNeeds, x: Any) -> rules.Forward:
     wi = in_form(op.fc1(), value_of(o.wi))
     operands = (x, wi, value_of(o.wo), o.sizes, o.probs, o.wi_bias, o.wo_bias, o.out)
-    return rules.mlp(RUN, op, *operands, needs=needs, extras=extras_of(o.bound))
+    return rules.mlp(RUN, op, *operands, needs=needs, extras=both_extras(o.bound))
 
 
 def _value(op: Mlp, *operands: Any) -> Any:
@@ -359,16 +364,17 @@ def _fwd(op: Mlp, *primals: Any) -> tuple[Any, _Kept]:
     perturbed = _Operands(*map(_perturbed, primals))
     o = _Operands(*custom_vjp_primal_tree_values(primals))
 
-    def asked(linear: Linear, weight: bool, accum: bool | None) -> bool:
+    def asked(linear: Linear, node: Any, weight: bool, accum: bool | None) -> bool:
         if accum is not None:
             accumulate.check_asked(linear, weight=weight, accum=accum)
-        return weight if accum is None else accum
+        return weight and has_gradient(node) if accum is None else accum
 
     of_wi = zip(op.parts(), members(perturbed.wi), members(perturbed.accum_wi), strict=True)
-    parts = tuple(part for part, weight, accum in of_wi if asked(op.fc1(), bool(weight), accum))
-    wo = asked(op.fc2(), bool(perturbed.wo), perturbed.accum_wo)
+    parts = tuple(part for part, weight, accum in of_wi if asked(op.fc1(), o.wi, bool(weight), accum))
+    wo = asked(op.fc2(), o.wo, bool(perturbed.wo), perturbed.accum_wo)
     others = (bool(each) for each in (perturbed.probs, perturbed.wi_bias, perturbed.wo_bias))
-    return _keep(op, MlpNeeds(bool(perturbed.x), bool(parts), bool(wo), *others), parts, o)
+    x = bool(perturbed.x) and has_gradient(o.x)
+    return _keep(op, MlpNeeds(x, bool(parts), bool(wo), *others), parts, o)
 
 
 def _perturbed(primal: Any) -> Any:

@@ -29,10 +29,11 @@ from grouped_core.plans import Planner
 from grouped_core.products import operand_spec
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes, unwrap
+from grouped_core.storing import Extras
 from jax_grouped import _accumulators as accumulate
-from jax_grouped._arguments import AnyArray, as_array, as_operand, as_operand_spec, report_sizes, to_int32
-from jax_grouped._run import RUN, reduce_to, varying_axes
-from jax_grouped.quantize import StraightThrough, merged
+from jax_grouped._arguments import AnyArray, as_array, as_bound, as_operand, as_operand_spec, report_sizes, to_int32
+from jax_grouped._run import RUN, differentiable, reduce_to, varying_axes
+from jax_grouped.quantize import StraightThrough, merged, multipliers
 
 NAMES = Names(x="lhs", w="rhs")
 
@@ -92,7 +93,7 @@ def ragged_dot(
     if "sizes" in debug.debug_flags():
         jax.debug.callback(report_sizes, size_status(o.sizes, value_of(o.x).shape[0]))
     run = _linear if o.accum is None or accumulate.is_sink(o.accum) else _linear_into_ref
-    return run(op, *o._replace(sizes=to_int32(o.sizes)))
+    return differentiable(run, op, *o._replace(sizes=to_int32(o.sizes)))
 
 
 def size_status(group_sizes: Int[AnyArray, " G"] | GroupSizes, M: int) -> Int[Array, ""]:
@@ -117,8 +118,8 @@ def plan_ragged_dot(**arguments: Any) -> list[Call]:
     run = Planner()
     extras = scaling.planned(o.bound, w.shape[0])
     needs = Needs(
-        x=master_dtype(o.x) is not None,
-        w=master_dtype(o.w) is not None or o.accum is not None,
+        x=has_gradient(o.x),
+        w=has_gradient(o.w) or o.accum is not None,
         bias=o.bias is not None,
         row_scale=o.row_scale is not None,
     )
@@ -203,7 +204,7 @@ def _prepare(
         return None if value is None else take(name, value, shape)
 
     sizes, rows_hint = unwrap(group_sizes)
-    bound = linear_spec.recipe_option(recipe)
+    bound = as_bound(linear_spec.recipe_option(recipe))
     operands = _Operands(
         operand_node(take_operand, n.x, lhs, "[M, K]"),
         operand_node(take_operand, n.w, rhs, "[G, N, K]" if rhs_transposed else "[G, K, N]"),
@@ -271,7 +272,7 @@ class _Saved:
 def _linear_value(
     op: Linear, x: Any, w: Any, sizes: Any, bias: Any, row_scale: Any, out: Any, accum: Any, bound: Any
 ) -> Any:
-    extras = scaling.extras(bound)
+    extras = extras_of(bound)
     return gradients.linear_forward(RUN, op, value_of(x), value_of(w), sizes, bias, row_scale, out, extras=extras).y
 
 
@@ -281,9 +282,7 @@ def _linear_save(op: Linear, needs: Needs, *operands: Any) -> tuple[Any, _Saved]
     keep = gradients.linear_saved(op, needs, bias is not None, row_scale is not None)
     if keep.x:  # named before it is used, so that a policy which saves it spares what made it
         x = named(x, "grouped_x")
-    found = gradients.linear_forward(
-        RUN, op, x, w, sizes, bias, row_scale, out, extras=scaling.extras(bound), needs=needs
-    )
+    found = gradients.linear_forward(RUN, op, x, w, sizes, bias, row_scale, out, extras=extras_of(bound), needs=needs)
     if accum is not None:
         accumulate.check_varying(op, accum, varying_axes(found.y))
     targets = (*map(target_of, (x_node, w_node)), bias, row_scale)
@@ -317,6 +316,11 @@ def master_dtype(node: Any) -> str | None:
     return None if isinstance(node, QTensor) else ""
 
 
+def has_gradient(node: Any) -> bool:
+    """Whether an operand's gradient goes anywhere: that of a quantised one only to a master."""
+    return not isinstance(node, QTensor)
+
+
 def cotangent_of(master: str | None, gradient: Any) -> Any:
     """The gradient as the cotangent of an operand, given its `master_dtype`."""
     if gradient is None or master is None:
@@ -324,11 +328,20 @@ def cotangent_of(master: str | None, gradient: Any) -> Any:
     return StraightThrough(gradient.astype(master), None) if master else gradient
 
 
+def extras_of(bound: BoundRecipe, product: int = 0) -> Extras:
+    """What the operands of one linear operation get of what is bound: of product 0, or of the MLP's 0 and 1."""
+    if bound.state is None:
+        return Extras(bound.key)
+    first = len(scaling.ROLES) * product
+    x, w, dy = multipliers(bound)[first : first + len(scaling.ROLES)]
+    return Extras(bound.key, x, w, dy)
+
+
 def merged_state(bound: BoundRecipe, amaxes: Sequence[Amaxes]) -> Any:
     """The state that a recipe is bound to, with the magnitudes of each product merged in; None where it has none."""
     if bound.state is None:
         return None
-    return merged(bound.state, dict(enumerate(amax for product in amaxes for amax in product)))
+    return merged(bound, dict(enumerate(amax for product in amaxes for amax in product)))
 
 
 def named(operand: Any, name: str) -> Any:
@@ -346,10 +359,11 @@ def named(operand: Any, name: str) -> Any:
 def _linear_fwd(op: Linear, *primals: Any) -> tuple[Any, _Saved]:
     x, w, _, bias, row_scale, _, accum, _ = (any(leaf.perturbed for leaf in jax.tree.leaves(p)) for p in primals)
     operands = _Operands(*custom_vjp_primal_tree_values(primals))
+    w = w and has_gradient(operands.w)
     if operands.accum is not None:
         accumulate.check_asked(op, weight=w, accum=accum)
         w = accum
-    return _linear_save(op, Needs(x, w, bias, row_scale), *operands)
+    return _linear_save(op, Needs(x and has_gradient(operands.x), w, bias, row_scale), *operands)
 
 
 def _linear_bwd(op: Linear, saved: _Saved, dy: Any) -> tuple[Any, ...]:
@@ -367,7 +381,7 @@ def _linear_bwd(op: Linear, saved: _Saved, dy: Any) -> tuple[Any, ...]:
         saved.needs,
         into_w=into,
         accumulate=into is not None,
-        extras=scaling.extras(saved.bound),
+        extras=extras_of(saved.bound),
     )
     state = merged_state(saved.bound, [saved.amax._replace(dy=amax.dy)])
     accum = None

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from grouped_core import calls, linear_spec, scaling, storing
 from grouped_core.formats import Format, QTensor, check_quantized, format_option
-from grouped_core.recipes import Recipe
+from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes, unwrap
 from jax_grouped._arguments import AnyArray, as_array, as_operand, to_int32
@@ -62,14 +62,21 @@ def quantize(
     specs = (None if each is None else calls.spec_of(each) for each in (sizes, words))
     axes = storing.check_quantize(calls.spec_of(rows), cell, axis, *specs)
     if rows.ndim == 2:
-        sizes = jnp.full((1,), rows.shape[0], jnp.int32) if sizes is None else to_int32(sizes)
+        sizes = _one_group(rows.shape[0]) if sizes is None else to_int32(sizes)
     return storing.quantize(RUN, jax.lax.stop_gradient(rows), cell, axes, sizes, key=words)
+
+
+@partial(jax.jit, static_argnums=0, inline=True)
+def _one_group(rows: int) -> jax.Array:
+    return jnp.full((1,), rows, jnp.int32)
 
 
 def dequantize(
     q: QTensor[Any], dtype: DTypeLike | None = None, *, group_sizes: Int[AnyArray, " G"] | GroupSizes | None = None
 ) -> jax.Array:
     """The values of q in its logical shape, code * scales in float32 with one rounding; tail rows are zero.
+
+    Of a rotated form (NVFP4's for weight gradients) these are rotated, too, unless q has another that is not.
 
     Args:
         dtype: float32, bfloat16 or float16; None: the nominal one of q.
@@ -119,24 +126,87 @@ def scaling_state(recipe: Recipe, num_groups: int, *, products: int = 1) -> Scal
 
 
 def update_scaling(
-    state: ScalingState[jax.Array], *, axis_name: str | tuple[str, ...] | None = None
+    state: ScalingState[jax.Array],
+    *,
+    axis_name: str | tuple[str, ...] | None = None,
+    previous: ScalingState[jax.Array] | None = None,
 ) -> ScalingState[jax.Array]:
     """The state of the next step (numerics 2.5): multipliers of the magnitudes so far, and room for new ones.
 
     Args:
+        state: the cotangent of the state; leading axes, such as those of a scan over layers, are kept.
         axis_name: mesh axes over which the live magnitudes take their maximum first, inside `shard_map`.
+        previous: the state that `state` is the cotangent of. Where backward did not come by (a layer was skipped, or
+            nothing read its result), JAX gives zeros for a cotangent: then the previous state goes on as it is, and
+            without `previous` the next use starts as with a fresh one.
+
+    Raises:
+        TypeError: what is no state of delayed scaling.
     """
+    scaling.check_state(state)
+    if previous is not None:
+        scaling.check_state(previous)
+        state = _reached(state, previous)
     if axis_name is not None:
-        live = _values(jax.lax.pmax(_bits(state.history[:, 0]), axis_name))
-        state = ScalingState(state.scale, state.history.at[:, 0].set(live), state.top, state.algorithm)
-    return scaling.update(RUN, state)
+        live = _values(jax.lax.pmax(_bits(state.history[..., 0, :]), axis_name))
+        state = ScalingState(state.scale, state.history.at[..., 0, :].set(live), state.top, state.algorithm)
+    (*lead, _, groups), steps = state.scale.shape, state.history.shape[-2]
+    if not lead:
+        return scaling.update(RUN, state)
+    flat = (state.scale.reshape(-1, groups), state.history.reshape(-1, steps, groups), state.top.reshape(-1))
+    new = scaling.update(RUN, ScalingState(*flat, state.algorithm))
+    arrays = (new.scale.reshape(state.scale.shape), new.history.reshape(state.history.shape), state.top)
+    return ScalingState(*arrays, state.algorithm)
 
 
-def merged(state: ScalingState[jax.Array], found: dict[int, Array | None]) -> ScalingState[jax.Array]:
-    """The state with magnitudes [G] of some roles merged into its live slots.
+def _reached(state: ScalingState[jax.Array], previous: ScalingState[jax.Array]) -> ScalingState[jax.Array]:
+    """`state` where backward came by, else `previous`; what an operation gives never has a zero in `top`."""
+    lost = state.top == 0
+    return ScalingState(
+        jnp.where(lost[..., None], previous.scale, state.scale),
+        jnp.where(lost[..., None, None], previous.history, state.history),
+        jnp.where(lost, previous.top, state.top),
+        state.algorithm,
+    )
+
+
+def multipliers(bound: BoundRecipe) -> tuple[jax.Array, ...]:
+    """What operands are scaled by, [G] of each role, of a recipe that is bound to a state."""
+    return _multipliers(bound.state, _tops(bound))
+
+
+def merged(bound: BoundRecipe, found: dict[int, Array | None]) -> ScalingState[jax.Array]:
+    """The state of `bound` with magnitudes [G] of some roles merged into its live slots.
 
     A state that is one for several shards gets the largest of theirs, as the gradient of such a weight is their sum.
     """
+    return _merged(bound.state, found, _tops(bound))
+
+
+def _tops(bound: BoundRecipe) -> tuple[float, ...]:
+    assert bound.recipe is not None, "a state belongs to a recipe"
+    return tuple(scaling.tops(bound.recipe, bound.state.top.shape[0] // len(scaling.ROLES)))
+
+
+@partial(jax.jit, static_argnums=1, inline=True)
+def _in_use(state: ScalingState[Any], tops: tuple[float, ...]) -> ScalingState[Any]:
+    """A state of zeros, JAX's cotangent of what backward did not come by, is read as a fresh one."""
+    lost = state.top == 0
+    scale, top = jnp.where(lost[:, None], 1.0, state.scale), jnp.where(lost, jnp.asarray(tops), state.top)
+    return ScalingState(scale, jnp.asarray(state.history), top, state.algorithm)
+
+
+@partial(jax.jit, static_argnums=1, inline=True)
+def _multipliers(state: ScalingState[Any], tops: tuple[float, ...]) -> tuple[jax.Array, ...]:
+    scale = _in_use(state, tops).scale
+    return tuple(jax.lax.index_in_dim(scale, role, keepdims=False) for role in range(scale.shape[0]))
+
+
+@partial(jax.jit, static_argnums=2, inline=True)
+def _merged(
+    state: ScalingState[Any], found: dict[int, Array | None], tops: tuple[float, ...]
+) -> ScalingState[jax.Array]:
+    state = _in_use(state, tops)
     live = _bits(state.history[:, 0])
     for role, amax in found.items():
         if amax is not None:

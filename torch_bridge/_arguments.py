@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 
 from grouped_core import linear_spec
@@ -127,6 +128,16 @@ def refuse_transforms(name: str, *operands: Any) -> None:
                     f"{name} in forward mode: a dual tensor, expected plain tensors; "
                     "differentiate with torch.autograd, in reverse mode."
                 )
+
+
+def refuse_vmap(name: str) -> None:
+    """Refuses `torch.func.vmap` alone, for what has no derivative; `name` of the operation is for the words."""
+    if torch._C._are_functorch_transforms_active():
+        stack = _functorch.get_interpreter_stack() or []
+        if any(each.key() == _functorch.TransformType.Vmap for each in stack):
+            raise NotImplementedError(
+                f"{name} under torch.func.vmap: expected plain tensors; fold a mapped axis into rows or groups."
+            )
 
 
 def _refuse_unpacked(

@@ -122,7 +122,7 @@ def accumulators(given: Any, parameters: Sequence[Tensor], packed: bool, name: s
     """
     if given is None:
         return None, None
-    replaced = tuple([main_grad.overwrites(each) for each in parameters])
+    replaced = tuple([main_grad.overwrites(each) for each in parameters]) or (False,)  # one that has no master
     if not isinstance(given, str):
         return given, replaced
     found = destinations(parameters, name)

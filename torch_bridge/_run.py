@@ -42,6 +42,11 @@ DTYPES: dict[torch.dtype, str] = {
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
+E8M0 = torch.float8_e8m0fnu
+MADE_DTYPES = TORCH_DTYPES | {"float8_e8m0fnu": torch.uint8}
+"""Torch dtypes of results. E8M0 goes through operators as bytes: inductor lowers no operator that reads it and writes
+into an argument."""
+
 Operand = Tensor | Sequence[Tensor | None] | None
 """What a rule reads: a tensor, one tensor a group (None: a destination that is skipped), or nothing."""
 
@@ -241,7 +246,7 @@ def _program(rule: Rule, static: Hashable, operands: Sequence[Operand], device: 
         workspace_bytes = max(workspace_bytes, needed)
         shared = {output for _, output in step.call.aliases}
         new = [
-            (register, spec.shape, _strides(spec.shape), TORCH_DTYPES[spec.dtype])
+            (register, spec.shape, _strides(spec.shape), MADE_DTYPES[spec.dtype])
             for at, (register, spec) in enumerate(zip(step.results, step.call.outputs, strict=True))
             if register is not None and spec is not None and at not in shared
         ]
@@ -427,7 +432,7 @@ def fake(
             made.append(None)
             continue
         shape = [symbols.get(length, length) for length in result.spec.shape]
-        made.append(torch.empty(shape, dtype=TORCH_DTYPES[result.spec.dtype], device=device))
+        made.append(torch.empty(shape, dtype=MADE_DTYPES[result.spec.dtype], device=device))
     return made
 
 

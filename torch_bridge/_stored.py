@@ -45,11 +45,25 @@ NOTHING = Stored([])
 def arrays_of(operand: Any) -> Stored:
     """A tensor, a list of one a group, or a `QTensor` (without its other form) as operators take it."""
     if isinstance(operand, QTensor):
-        q = operand
-        tensors = [each for each in q.slots if each is not None]
+        q, tensors = operand, _parts(operand)
         initials = "v" + "s" * bool(q.format.scales) + "g" * q.format.per_group
         return Stored(tensors, _describe(q.format, q.axis, _fixed(q.shape), q.dtype, initials))
     return Stored([operand] if isinstance(operand, Tensor) else list(operand))
+
+
+def _parts(q: QTensor[Tensor]) -> list[Tensor]:
+    """The arrays of one form as operators take them: E8M0 as bytes (`_run.MADE_DTYPES`)."""
+    parts = [each for each in q.slots if each is not None]
+    if q.scales is not None and q.scales.dtype is _run.E8M0:
+        parts[1] = parts[1].view(torch.uint8)
+    return parts
+
+
+def _typed(scales: Any, cell: Format) -> Any:
+    """Block scales as rules read them, of what operators take."""
+    if isinstance(scales, _run.Register) and scales.spec.dtype == "uint8":
+        return scales._replace(spec=scales.spec._replace(dtype=cell.scales))
+    return scales
 
 
 def _fixed(shape: Sequence[Any]) -> tuple[int, ...]:
@@ -70,7 +84,7 @@ def described(text: str) -> tuple[Format, int, tuple[int, ...], str, str]:
 
 
 def restored(stored: Stored, rows: int) -> QTensor[Any]:
-    """The `QTensor` that `arrays_of` took apart; `rows` is its M."""
+    """The `QTensor` that `arrays_of` took apart, for operators alone: E8M0 stays bytes. `rows` is its M."""
     return operand_of(slots_of(*stored, 0), stored.text, rows)
 
 
@@ -101,7 +115,8 @@ def operand_of(slots: Sequence[Any], text: str, rows: int) -> Any:
         return slots[0]
     format, axis, shape, dtype, _ = described(text)
     values, scales, group_scales = slots
-    return QTensor(values, scales, group_scales, format, axis, (rows, shape[1]) if len(shape) == 2 else shape, dtype)
+    shape = (rows, shape[1]) if len(shape) == 2 else shape
+    return QTensor(values, _typed(scales, format), group_scales, format, axis, shape, dtype)
 
 
 def present(*forms: Any) -> list[Any]:
@@ -145,7 +160,7 @@ def _store_rule(run: Any, text: str, operands: Sequence[Any]) -> tuple[Any, ...]
         into = [
             QTensor(
                 next(left),
-                next(left) if cell.scales else None,
+                _typed(next(left), cell) if cell.scales else None,
                 next(left) if cell.per_group else None,
                 cell,
                 axis,
@@ -291,7 +306,8 @@ def store_into(
         skip: [1] int32, which on the device leaves everything as it is where it is not zero.
     """
     wanted = tuple((form.axis, form.format) for form in forms)
-    _store_into_op(list(source), None, encode, None, skip, store_text(wanted), present(*forms), amax)
+    buffers = [part for form in forms for part in _parts(form)]
+    _store_into_op(list(source), None, encode, None, skip, store_text(wanted), buffers, amax)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -316,13 +332,23 @@ _dequantize_op = torch.ops.torch_bridge.dequantize.default
 
 
 def dequantize(q: QTensor[Tensor], group_sizes: Tensor | None, dtype: str) -> Tensor:
-    """The values of q in its logical shape."""
-    stored = arrays_of(q)
+    """The values of q in its logical shape, of a form that is not rotated if there is one."""
+    stored = arrays_of(storing.unrotated(q))
     return _dequantize_op(stored.tensors, group_sizes, stored.text, q.shape[0], dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The step of delayed scaling
+# Delayed scaling: multipliers for backward, and the step
+
+
+def _copied(execute: Execute, arrays: list[Tensor]) -> Tensor:
+    del execute  # no rule of ours
+    return torch.cat(arrays)
+
+
+# Compilers see through torch's own copies: backward would read the state, as it is by then.
+define("copied", "(Tensor[] arrays) -> Tensor", _copied)
+copied = torch.ops.torch_bridge.copied.default
 
 
 def _update_rule(run: Any, algorithm: str, operands: Sequence[Any]) -> tuple[Any, ...]:

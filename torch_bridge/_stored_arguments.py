@@ -82,10 +82,12 @@ class Arguments(NamedTuple):
         """Whether anybody needs a gradient."""
         if not torch.is_grad_enabled():
             return False
+        return self.needed_by_inputs() or True in [each is not None for each in self.accumulators]
+
+    def needed_by_inputs(self) -> bool:
+        """Whether an operand has a gradient in autograd."""
         targets = (self.leaf, self.row_scale, *self.leaves, *self.biases)
-        if True in [each is not None and each.requires_grad for each in targets]:
-            return True
-        return True in [each is not None for each in self.accumulators]
+        return True in [each is not None and each.requires_grad for each in targets]
 
 
 def check_arguments(

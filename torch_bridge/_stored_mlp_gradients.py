@@ -33,8 +33,8 @@ class Facts(NamedTuple):
     uses: tuple[Use, Use]
     needs: MlpNeeds
     products: tuple[ProductFacts, ProductFacts]
-    texts: tuple[str, ...]  # of the forms of x, z, wi and wo
-    counts: tuple[int, ...]  # saved tensors of x, z, wi, wo, wi_bias, wo_bias
+    texts: tuple[str, ...]  # of the forms of x, z, wi, wi once more (`_Kept.wi_read`) and wo
+    counts: tuple[int, ...]  # saved tensors of these, of wi_bias and of wo_bias
     probs_dtype: torch.dtype | None
 
 
@@ -46,6 +46,7 @@ class _Kept(NamedTuple):
     sizes: Tensor
     probs: Tensor | None
     wi: Stored
+    wi_read: Stored  # as forward read it, where the hidden rows are made again of a cached weight
     wo: Stored
     wi_bias: list[Tensor]
     wo_bias: list[Tensor]
@@ -134,14 +135,15 @@ def _taken_apart(facts: Facts, tensors: list[Any]) -> tuple[Tensor | None, Tenso
         del tensors[:count]
         return part
 
-    x_count, z_count, wi_count, wo_count, *biases = facts.counts
-    x_text, z_text, wi_text, wo_text = facts.texts
+    x_count, z_count, wi_count, read_count, wo_count, *biases = facts.counts
+    x_text, z_text, wi_text, read_text, wo_text = facts.texts
     x = Stored(take(x_count), x_text)
     (h,) = take(1)
     z = Stored(take(z_count), z_text)
     sizes, probs, key = take(3)
-    wi, wo = Stored(take(wi_count), wi_text), Stored(take(wo_count), wo_text)
-    return h, key, _Kept(x, z, sizes, probs, wi, wo, *map(take, biases))
+    wi, wi_read = Stored(take(wi_count), wi_text), Stored(take(read_count), read_text)
+    wo = Stored(take(wo_count), wo_text)
+    return h, key, _Kept(x, z, sizes, probs, wi, wi_read, wo, *map(take, biases))
 
 
 def _hidden_again(facts: Facts, use: Use, kept: _Kept, rows: int) -> tuple[Tensor | None, Tensor]:
@@ -149,7 +151,9 @@ def _hidden_again(facts: Facts, use: Use, kept: _Kept, rows: int) -> tuple[Tenso
     op, recipe, _ = facts.checked.products[0]
     cells, axis = recipe.forward, op.weight_axes()[0]
     x = _form(kept.x, (1, cells[0]), rows, kept.sizes, use.delayed(X)[0], recipe)
-    wi = _form(kept.wi, (axis, cells[1]), rows, None, use.delayed(WEIGHT)[0], recipe)
+    wi = kept.wi_read
+    if not wi.tensors:
+        wi = _form(kept.wi, (axis, cells[1]), rows, None, use.delayed(WEIGHT)[0], recipe)
     z, h = _stored_mlp.hidden(
         *(x, wi, kept.sizes, kept.probs, kept.wi_bias, (None, None), facts.checked.text),
         keep=needs_dz(facts.needs),

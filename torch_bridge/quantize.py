@@ -17,8 +17,9 @@ from grouped_core.recipes import Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge import _graph, _stored
+from torch_bridge._arguments import refuse_vmap
 from torch_bridge._library import NAMES
-from torch_bridge._run import DTYPES, dtype_name, fixed_spec, rows_spec
+from torch_bridge._run import DTYPES, E8M0, dtype_name, fixed_spec, rows_spec
 from torch_bridge._stored import StraightThrough
 from torch_bridge.params import check_operand
 from torch_bridge.sizes import prepare_sizes
@@ -45,7 +46,7 @@ def quantize(
         key: uint32 [2], low word first, of stochastic rounding; None: zeros.
 
     Raises:
-        TypeError, ValueError: what does not fit together. NotImplementedError: no kernel takes it.
+        TypeError, ValueError: what does not fit together. NotImplementedError: no kernel takes it; under vmap.
     """
     cell = format_option(format)
     if torch.compiler.is_compiling():
@@ -58,15 +59,18 @@ def quantize(
     form = None
     for place in reversed(range(len(axes))):
         values, scales, *others = arrays[place * count : (place + 1) * count]
+        scales = scales.view(E8M0) if cell.scales == "float8_e8m0fnu" else scales
         along, shape, dtype = axes[place] % x.dim(), tuple(x.shape), dtype_name(x.dtype)
         group_scales = others[0] if others else None
-        form = QTensor(values, scales, group_scales, cell, along, shape, dtype, form, sizes)
+        own = cell.along(rows=along == x.dim() - 2)
+        form = QTensor(values, scales, group_scales, own, along, shape, dtype, form, sizes)
     assert form is not None, "axes were checked"
     return form
 
 
 def _quantize(x: Tensor, cell: Format, axis: Any, group_sizes: Any, key: Tensor | None) -> list[Tensor]:
     """The arrays of `quantize`: those of each form, then int32 group sizes if x is rows."""
+    refuse_vmap("quantize")
     check_operand("x", x, x)
     sizes = None
     if group_sizes is not None:
@@ -77,7 +81,8 @@ def _quantize(x: Tensor, cell: Format, axis: Any, group_sizes: Any, key: Tensor 
     axes = storing.check_quantize(source, cell, axis, *specs)
     if x.dim() == 2 and sizes is None:
         sizes = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
-    made = _stored.store([x.detach()], tuple((each, cell) for each in axes), sizes, key=key)
+    wanted = tuple((each, cell.along(rows=each == x.dim() - 2)) for each in axes)
+    made = _stored.store([x.detach()], wanted, sizes, key=key)
     return [*(array for form in made for array in form.tensors), *([] if sizes is None else [sizes])]
 
 
@@ -95,12 +100,15 @@ def dequantize(
 ) -> Tensor:
     """The values of q in its logical shape, code * scales in float32 with one rounding; tail rows are zero.
 
+    Of a rotated form (NVFP4's for weight gradients) these are rotated, too, unless q has another that is not.
+
     Args:
         dtype: float32, bfloat16 or float16; None: the nominal one of q.
         group_sizes: of rows; None: those that came with q.
 
     Raises:
         TypeError: q is not quantised, or a dtype that results do not have. ValueError: rows without group sizes.
+        NotImplementedError: under vmap.
     """
     check_quantized(q)
     if torch.compiler.is_compiling():
@@ -109,6 +117,7 @@ def dequantize(
 
 
 def _dequantize(q: QTensor[Tensor], dtype: torch.dtype | None, group_sizes: Any) -> Tensor:
+    refuse_vmap("dequantize")
     wide = linear_spec.wide_option("dtype", None if dtype is None else DTYPES.get(dtype, str(dtype))) or q.dtype
     for part in _stored.present(q):
         check_operand("q", part, q.values)
@@ -167,13 +176,27 @@ def update_scaling(state: ScalingState[Tensor], *, process_group: Any = None) ->
 
     Args:
         process_group: over which the live magnitudes take their maximum first.
+
+    Raises:
+        NotImplementedError: under vmap.
     """
+    scaling.check_state(state)
+    if not torch.compiler.is_compiling():
+        refuse_vmap("update_scaling")
     if process_group is not None:
         live = state.history[:, 0].contiguous()
-        torch.distributed.all_reduce(live, torch.distributed.ReduceOp.MAX, group=process_group)
+        largest_of_ranks(live, process_group)
         state.history[:, 0].copy_(live)
     _stored.update_scaling(state.scale, state.history, state.top, state.algorithm)
     return state
+
+
+def largest_of_ranks(magnitudes: Tensor, process_group: Any) -> None:
+    """Makes contiguous magnitudes, float32 or their int32 bits, the largest among the ranks of a group, in place.
+
+    They are compared by their bits, which have the order of numbers with NaN on top; a maximum of floats may drop it.
+    """
+    torch.distributed.all_reduce(magnitudes.view(torch.int32), torch.distributed.ReduceOp.MAX, group=process_group)
 
 
 class Use(NamedTuple):
@@ -182,11 +205,14 @@ class Use(NamedTuple):
     Attributes:
         state: of delayed scaling, or None. first: the role of x in it; those of the weight and dy follow.
         key: of stochastic rounding, or None.
+        multipliers: [G] of x, the weight and dy, which forward and backward have in common; None: what the state has
+            now.
     """
 
     state: ScalingState[Tensor] | None
     key: Tensor | None
     first: int = 0
+    multipliers: Sequence[Tensor] | None = None
 
     def delayed(self, role: int, *, training: bool = False) -> tuple[Tensor | None, Tensor | None]:
         """(multipliers [G] of an operand, its live magnitudes [G], which stores of it raise in place).
@@ -197,7 +223,21 @@ class Use(NamedTuple):
         if self.state is None:
             return None, None
         at = self.first + role
-        return self.state.scale[at], self.state.history[at, 0] if training else None
+        encode = self.state.scale[at] if self.multipliers is None else self.multipliers[role]
+        return encode, self.state.history[at, 0] if training else None
+
+
+def with_multipliers(uses: Sequence[Use]) -> list[Use]:
+    """The products of one operation, which have states, with a copy of their multipliers: by backward a state may have
+    others. One launch, whether products share a state or have one each.
+    """
+    scales = [use.state.scale for use in uses if use.state is not None and use.first == 0]
+    if torch.compiler.is_compiling():
+        copied = _stored.copied(scales)
+    else:
+        copied = scales[0].clone() if len(scales) == 1 else torch.cat(scales)
+    rows, roles = copied.unbind(), len(scaling.ROLES)
+    return [use._replace(multipliers=rows[roles * at : roles * (at + 1)]) for at, use in enumerate(uses)]
 
 
 X, WEIGHT, DY = range(len(scaling.ROLES))

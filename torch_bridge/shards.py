@@ -21,6 +21,7 @@ from torch_bridge import _run, _stored
 from torch_bridge._memory import number_table
 from torch_bridge.params import check_operand, expand_shard, is_quantized_weight
 from torch_bridge.primary import SOURCES, QuantizedWeight, forms_of
+from torch_bridge.quantize import largest_of_ranks
 
 
 @dataclass
@@ -101,8 +102,8 @@ def cast_shards(
         passes = [each._replace(amax=own.view(each.amax.shape)) for each, own in zip(passes, slices, strict=True)]
         for each in passes:
             _run.run(_amax_rule, (each.source, each.forms[0].format), (each.table, each.amax), debug_flags())
-        if process_group is not None:  # as integers, for the maximum of floats may drop a NaN
-            torch.distributed.all_reduce(everything, torch.distributed.ReduceOp.MAX, group=process_group)
+        if process_group is not None:
+            largest_of_ranks(everything, process_group)
         for each in passes:
             _cast(each, skip)
 

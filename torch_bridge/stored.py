@@ -27,7 +27,7 @@ from torch_bridge._products import Launcher, Owner, ProductFacts, facts_of, once
 from torch_bridge._run import settle_rows
 from torch_bridge._stored import NOTHING, Stored, Wanted, arrays_of
 from torch_bridge._stored_arguments import Arguments, Cache, check_arguments, check_results, listed, taken
-from torch_bridge.quantize import DY, WEIGHT, Use, X
+from torch_bridge.quantize import DY, WEIGHT, Use, X, with_multipliers
 
 
 def linear(
@@ -213,11 +213,28 @@ def _attach(
     packed = (not weights or weights[0].dim() == 3, bool(given.biases) and given.biases[0].dim() == 2)
     counts = (max(1, len(weights)), len(given.biases))
     static = (given.checked.text, counts, packed, given.to_main_grad, replaced)
-    quiet = weights or [None]
+    quiet = weights or [_stand_in(given)]
     return _StoredLinear.apply(
         *(static, owner, given, out, grad_input),
         *(given.leaf, given.row_scale, *quiet, *given.biases, *given.accumulators),
     )
+
+
+def _stand_in(given: Arguments) -> Tensor | None:
+    """Of a quantised weight without a master: what autograd sees of it where its accumulator alone wants a gradient.
+
+    Raises:
+        NotImplementedError: in a graph of torch.compile, which has a backward for its own inputs alone.
+    """
+    if not given.accumulators or given.needed_by_inputs():
+        return None
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            f"`{NAMES.accum}` of a quantised weight without a master, under torch.compile, and nothing else needs a "
+            "gradient: expected an operand with requires_grad; pass the weight as "
+            "straight_through(master, weight), or keep the call out of the graph."
+        )
+    return torch.empty(0, device=given.sizes.device, requires_grad=True)
 
 
 _PLAIN_ARGUMENTS = 5  # of `_StoredLinear` that have no gradient and stand first
@@ -279,6 +296,8 @@ class _StoredLinear(torch.autograd.Function):
         kept, needs, facts = facts_of(static, dtypes, needed, _PLAIN_ARGUMENTS)
         needs = Needs(*needs)
         ctx.facts = ProductFacts(*facts, needs=needs, k=given.checked.specs[0].shape[1])
+        if given.use.state is not None:
+            given = given._replace(use=with_multipliers((given.use,))[0])
         y, x, weight = _forward(given, needs, out)
         key = given.use.key
         biases = given.biases if kept.bias else []

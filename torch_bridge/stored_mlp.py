@@ -28,7 +28,7 @@ from torch_bridge._stored import NOTHING, Stored, Wanted, arrays_of
 from torch_bridge._stored_arguments import Cache, listed, taken
 from torch_bridge._stored_mlp_arguments import Arguments, check_arguments, check_results, in_one_array
 from torch_bridge._stored_mlp_gradients import Facts, in_one_pass, launchers
-from torch_bridge.quantize import X
+from torch_bridge.quantize import X, with_multipliers
 from torch_bridge.stored import encode_of, forms_read, row_forms, weight_forms, with_recipe
 
 Owners = tuple[Owner | None, Owner | None]
@@ -126,6 +126,7 @@ class _Forward(NamedTuple):
     h: Tensor | None
     z: Stored
     wi: Stored
+    wi_read: Stored  # `_stored_mlp_gradients` says what it is for
     wo: Stored
     keep: Kept
 
@@ -137,24 +138,28 @@ class _Plan(NamedTuple):
     forms: tuple[tuple[Wanted, Wanted], tuple[Wanted, Wanted]]  # of rows and weight of both products
     keeps: tuple[tuple[bool, bool], tuple[bool, bool]]  # whether backward reads these in the last of their forms
     within: Wanted  # forms of the activated rows that the activation's own pass stores
+    rereads: bool  # whether backward makes the hidden rows again of a cached weight
     training: bool
 
 
 @lru_cache(maxsize=1024)
-def _plan(text: str, texts: tuple[str, str], needs: MlpNeeds, has: tuple[bool, bool, bool]) -> _Plan:
-    """`has`: whether there are probabilities and biases."""
+def _plan(text: str, texts: tuple[str, str], needs: MlpNeeds, has: tuple[bool, bool, bool], cached: bool) -> _Plan:
+    """`has`: whether there are probabilities and biases; `cached`: whether the first weight comes from a cache."""
     op = _mlp_library.decode(text)
     keep = kept(op, needs, *has)
     again = op.residuals.policy == "save_input"
+    # A cache may be older than the multipliers, or the weights: backward reads the forms that forward read.
     asked = (
-        Needs(needs.x and not again, needs.wi and not again, False, False),
+        Needs(needs.x and (cached or not again), needs.wi and not again, False, False),
         Needs(needs_dz(needs), keep.z, False, False),
     )
     products = [with_recipe(each) for each in texts]
     first, second = (gradients.keeps_forms(*product, one, False) for product, one in zip(products, asked, strict=True))
     forms = (forms_read(*products[0], first), forms_read(*products[1], second))
     within = in_one_pass(op, rules.activated_row_forms(op, products[1][1], keep.z))
-    return _Plan(keep, forms, (first, second), within, any(needs))
+    rereads = again and cached and keep.wi
+    keep = keep._replace(wi=needs.x) if rereads else keep
+    return _Plan(keep, forms, (first, second), within, rereads, any(needs))
 
 
 def _forward(given: Arguments, needs: MlpNeeds, out: Tensor | None) -> _Forward:
@@ -162,7 +167,7 @@ def _forward(given: Arguments, needs: MlpNeeds, out: Tensor | None) -> _Forward:
     checked, probs, (one, two) = given.checked, given.probs, given.uses
     first, second = checked.products
     has = (probs is not None, bool(given.wi_bias), bool(given.wo_bias))
-    plan = _plan(checked.text, (first.text, second.text), needs, has)
+    plan = _plan(checked.text, (first.text, second.text), needs, has, given.caches[0] is not None)
     keep, training, ((x_wanted, wi_wanted), (z_wanted, wo_wanted)) = plan.keep, plan.training, plan.forms
     (keeps_x, keeps_wi), (keeps_z, keeps_wo) = plan.keeps
     x = row_forms(given.x, x_wanted, given.sizes, one, first.recipe, training=training)
@@ -195,6 +200,7 @@ def _forward(given: Arguments, needs: MlpNeeds, out: Tensor | None) -> _Forward:
         activated.h,
         (z[-1] if keeps_z else whole) if keep.z else NOTHING,
         (wi[-1] if keeps_wi else _with_other(given.wi)) if keep.wi else NOTHING,
+        wi[0] if plan.rereads else NOTHING,
         (wo[-1] if keeps_wo else _with_other(given.wo)) if keep.wo else NOTHING,
         keep,
     )
@@ -208,21 +214,24 @@ def forward_and_saved(
     Args:
         live: members that need gradients, of wi, wo and their biases. replaced: as of `mlp`.
     """
+    if given.uses[0].state is not None and any(needs):
+        one, two = with_multipliers(given.uses)
+        given = given._replace(uses=(one, two))
     found = _forward(given, needs, out)
     keep, probs = found.keep, given.probs
     biases = (given.wi_bias if keep.wi_bias else [], given.wo_bias if keep.wo_bias else [])
-    rows = (found.x, found.z)
+    forms = (found.x, found.z, found.wi, found.wi_read, found.wo)
     names = [*_names(_saved.ROWS, found.x), _saved.HIDDEN, *_names(_saved.ACTIVATED, found.z)]
     saved = [*found.x.tensors, found.h, *found.z.tensors]
     saved += [given.sizes, probs if keep.probs else None, given.uses[0].key]
-    saved += [*found.wi.tensors, *found.wo.tensors, *biases[0], *biases[1]]
+    saved += [*found.wi.tensors, *found.wi_read.tensors, *found.wo.tensors, *biases[0], *biases[1]]
     facts = Facts(
         given.checked,
         given.uses,
         needs,
         _product_facts(given, needs, live, replaced),
-        tuple([form.text for form in (*rows, found.wi, found.wo)]),
-        tuple([len(each.tensors) for each in (*rows, found.wi, found.wo)] + [len(each) for each in biases]),
+        tuple([form.text for form in forms]),
+        tuple([len(each.tensors) for each in forms] + [len(each) for each in biases]),
         None if probs is None else probs.dtype,
     )
     return found.y, saved, names, facts

@@ -63,6 +63,25 @@ def test_fast_accumulation_is_for_forward_products_of_scales_of_groups():
         recipes.MXFP8.replace(accumulate="fast")
 
 
+@pytest.mark.rule("ERR-1")
+def test_options_of_a_recipe_have_types_and_ranges():
+    mxfp8 = recipes.MXFP8.forward
+    with asserts.refused(TypeError, ["`forward` of Recipe:", "'bf16'", "two Formats", "FORMATS"]):
+        recipes.Recipe(("bf16", "mxfp4"), mxfp8, mxfp8)
+    with asserts.refused(TypeError, ["`margin` of Recipe:", "'a'", "an integer", "pass"]):
+        recipes.FP8Delayed.replace(margin="a")
+    with asserts.refused(TypeError, ["`history` of Recipe:", "True", "an integer", "pass"]):
+        recipes.FP8Delayed.replace(history=True)
+    with asserts.refused(ValueError, ["`margin` of Recipe:", "200", "at most 100", "pass"]):
+        recipes.FP8Delayed.replace(margin=200)
+
+
+@pytest.mark.rule("ERR-1")
+def test_a_quantised_array_has_a_format():
+    with asserts.refused(TypeError, ["`format` of a QTensor:", "str", "a Format", "FORMATS"]):
+        formats.QTensor(None, None, None, "mxfp8", 1, (4, 4), "float32")
+
+
 @pytest.mark.parametrize("name", [name for name, row in formats.FORMATS.items() if not row.plain])
 def test_scales_are_those_of_blocks_or_where_there_are_none_of_groups(name):
     format = formats.FORMATS[name]

@@ -331,6 +331,66 @@ def test_only_what_is_quantised_is_dequantised():
             face.dequantize(q)
 
 
+QUANTISED_FACES = (
+    (jax_grouped, jnp.asarray, jax_grouped.ragged_dot),
+    (torch_bridge, to_torch, partial(torch_bridge.grouped_linear, rhs_transposed=False)),
+)
+
+
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize(("face", "array", "product"), QUANTISED_FACES, ids=["jax", "torch"])
+def test_a_quantised_operand_holds_what_its_format_makes(face: Any, array: Any, product: Any):
+    p = cases.problem(cases.named("tail"), "bfloat16")
+    x, w, sizes = map(array, (p.x, p.w, p.group_sizes))
+    groups, rows = p.case.groups, p.x.shape[0]
+    stored = face.quantize(w, "fp8_tensor", axis=1)
+    both = face.quantize(x, "mxfp8", axis=(1, 0), group_sizes=sizes)
+    short = face.quantize(x[1:], "mxfp8", axis=0, group_sizes=sizes)
+    given = (
+        (
+            (face.quantize(x, "fp8_tensor"), w),
+            ["scales of groups float32[1]", f"expected float32[{groups}]", "sizes of"],
+        ),
+        ((face.quantize(x, "mxfp8", axis=(1, 0)), w), ["codes float8_e4m3fn", "along axis 0", "sizes of this call"]),
+        ((replace(both, other=short), w), [f"shape {short.shape}", f"expected {both.shape}", "with both axes"]),
+        ((x, replace(stored, scales=None)), ["scales of groups None", f"expected float32[{groups}]", "anew"]),
+        ((x, replace(stored, values=stored.values[:-1])), ["codes float8_e4m3fn", "expected float8_e4m3fn", "anew"]),
+    )
+    for operands, words in given:
+        with asserts.refused(ValueError, words):
+            product(*operands, sizes)
+    assert rows == both.shape[0]
+
+
+@pytest.mark.rule("MAT-7", "ERR-1")
+@pytest.mark.parametrize(("face", "array", "product"), QUANTISED_FACES, ids=["jax", "torch"])
+def test_only_rows_may_be_none_where_something_is_quantised(face: Any, array: Any, product: Any):
+    none = array(np.zeros((0,), np.int32))
+    for shape in ((4, 0), (0, 4, 4), (2, 0, 4), (2, 4, 0)):
+        with asserts.refused(ValueError, ["`x`", f"shape {shape}", "every axis at least 1", "may be 0"]):
+            face.quantize(array(np.zeros(shape, np.float32)), "mxfp8")
+    with asserts.refused(ValueError, ["`group_sizes`", "shape (0,)", "at least one group", "pass one size"]):
+        face.quantize(array(np.zeros((4, 4), np.float32)), "mxfp8", group_sizes=none)
+    assert face.quantize(array(np.zeros((0, 4), np.float32)), "mxfp8").shape == (0, 4)
+
+
+@pytest.mark.rule("MLP-13")
+@pytest.mark.parametrize(("face", "array", "product"), QUANTISED_FACES, ids=["jax", "torch"])
+def test_rows_are_rotated_along_rows_alone(face: Any, array: Any, product: Any):
+    p = cases.problem(cases.named("tail"), "float32")
+    x, sizes = array(p.x), array(p.group_sizes)
+    rotated, plain = recipes.NVFP4.wgrad[0], recipes.NVFP4.forward[0]
+    q = face.quantize(x, rotated, axis=(0, 1), group_sizes=sizes)
+    assert (q.format.rotate, q.other.format.rotate) == (True, False)
+    straight = face.quantize(x, plain, axis=1, group_sizes=sizes)
+    for part, wanted in zip(bits(replace(q.other, other=None)), bits(straight), strict=True):
+        asserts.bitwise(part, wanted)
+    asserts.bitwise(face.dequantize(q), face.dequantize(straight))
+    valid = slice(0, int(p.group_sizes.sum()))
+    alone = asserts.as_numpy(face.dequantize(replace(q, other=None)))[valid]
+    assert np.linalg.norm(alone - p.x[valid]) > np.linalg.norm(p.x[valid]) / 2, "the rotated rows"
+
+
 def bits(q: QTensor[Any]) -> list[np.ndarray]:
     """Codes and scales of both forms, as bytes."""
     forms = [q] if q.other is None else [q, q.other]

@@ -13,7 +13,7 @@ from tests import asserts, bounds, cases
 from tests.faces.gradient_tools import as_argument, members_of, plain_gradient, stacked
 from tests.faces.nn_tools import CASE
 from tests.faces.torch_tools import leaf, operation, small
-from torch_bridge import grouped_linear
+from torch_bridge import MXFP8, grouped_linear, quantize, straight_through
 
 
 @pytest.mark.rule("GRD-8")
@@ -126,3 +126,30 @@ def test_a_cast_in_place_of_the_parameter() -> None:
     y = grouped_linear(t.x, parameter.float(), t.sizes, wgrad_accum="main_grad")
     with asserts.refused(RuntimeError, ["`main_grad` of `weight`", "missing", "expected", "not a cast or a view"]):
         y.backward(t.dy)
+
+
+@pytest.mark.rule("MAT-5", "QNT-4")
+@pytest.mark.parametrize("needs_x", [False, True], ids=["", "dx"])
+def test_an_accumulator_of_a_quantised_weight_without_a_master_is_written(needs_x: bool) -> None:
+    """Whether or not anything else needs a gradient."""
+    t = small("jagged", "bfloat16")
+    q = quantize(t.w, "mxfp8", axis=(2, 1))
+    master, wanted = leaf(t.w), torch.ones(t.w.shape)
+    grouped_linear(t.x, straight_through(master, q), t.sizes, recipe=MXFP8, wgrad_accum=wanted).backward(t.dy)
+
+    def run(x: Any, accum: Any) -> Any:
+        return grouped_linear(x, q, t.sizes, recipe=MXFP8, wgrad_accum=accum)
+
+    def compiled(x: Any, accum: Any) -> Any:
+        return torch.compile(run, fullgraph=True, backend="aot_eager")(x, accum)
+
+    for f in (run, compiled) if needs_x else (run,):
+        x, accum = leaf(t.x, needs_x), torch.ones(t.w.shape)
+        f(x, accum).backward(t.dy)
+        asserts.bitwise(accum, wanted)
+        assert (x.grad is not None) == needs_x
+    if not needs_x:  # a graph has a backward for its own inputs alone
+        with pytest.raises(Exception, match="quantised weight without a master"):
+            compiled(leaf(t.x, False), torch.ones(t.w.shape))
+        with torch.no_grad():
+            assert not run(t.x, torch.ones(t.w.shape)).requires_grad

@@ -16,7 +16,7 @@ from tests.faces.adapters import to_torch
 from tests.faces.mlp_adapters import problem
 from tests.faces.nn_tools import MODULES, fill, setup
 from tests.faces.torch_tools import counted_launches, leaf, small
-from torch_bridge import GroupSizes, grouped_linear, grouped_mlp, nn
+from torch_bridge import GroupSizes, grouped_linear, grouped_mlp, nn, scaling_state
 
 FORMS = [(weight, bias) for weight in (False, True) for bias in (False, True)]
 
@@ -30,6 +30,12 @@ def _linear(t: Any, single_weight: bool = True, single_bias: bool = True, **opti
     )
     fill(layer, t.w, t.bias if options["bias"] else None)
     return layer
+
+
+def _bound(recipe: Any) -> Any:
+    """With a state or a key, which layers have of their own."""
+    state = scaling_state(recipe, 2) if recipe.delayed else None
+    return recipe.bind(state, torch.zeros(2, dtype=torch.uint32) if recipe.stochastic else None)
 
 
 def _gradients(layer: nn.GroupedLinear, kind: str) -> Tensor:
@@ -254,6 +260,21 @@ def test_autocast_adds_unrounded_gradients_to_main_grad(form: str, delay: bool) 
         (lambda: nn.GroupedLinear(2, 4, 4, dtype=torch.int8), TypeError, ["`dtype`", "torch.int8", "torch.float32"]),
         (lambda: nn.GroupedLinear(2, 4, 4, bias=False, scale_bias=True), ValueError, ["`scale_bias`", "drop"]),
         (lambda: nn.GroupedLinear(2, 4, 4, recipe="fp8"), TypeError, ["`recipe`", "str", "Recipe"]),
+        (
+            lambda: nn.GroupedLinear(2, 4, 4, recipe=_bound(torch_bridge.FP8Delayed)),
+            TypeError,
+            ["`recipe` of GroupedLinear", "BoundRecipe", "a Recipe or None", "its own state and keys", "recipe itself"],
+        ),
+        (
+            lambda: nn.GroupedMLP(2, 4, 4, recipe=_bound(torch_bridge.NVFP4)),
+            TypeError,
+            ["`recipe` of GroupedMLP", "BoundRecipe", "a Recipe or None", "its own state and keys", "recipe itself"],
+        ),
+        (
+            lambda: nn.quantized_model_init(recipe=_bound(torch_bridge.FP8Delayed)).__enter__(),
+            TypeError,
+            ["`recipe` of quantized_model_init", "BoundRecipe", "a Recipe or None", "recipe itself"],
+        ),
         (lambda: nn.GroupedMLP(2, 4, 4, scale_bias=True), TypeError, ["`scale_bias` of GroupedMLP", "Sequential"]),
         (lambda: nn.GroupedMLP(2, 4, 4, activation="swish"), ValueError, ["swish", "swiglu"]),
         (lambda: nn.GroupedMLP(2, 4, 4, residuals="none"), ValueError, ["none", "save_fc1"]),

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from grouped_core import recipes
 from grouped_core.recipes import Recipe
@@ -280,3 +281,49 @@ def test_deterministic_mode_refuses_nothing_and_changes_nothing(form: str) -> No
     plain = trained(form)
     with _deterministic():
         _same(trained(form), plain)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Passes that run again
+
+
+@pytest.mark.rule("CAP-3")
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "by_hooks"])
+@by_form
+def test_a_pass_that_is_recomputed_draws_as_it_did(form: str, reentrant: bool) -> None:
+    """A reentrant one runs without gradients first; what is random behind the layer is the same in both passes."""
+    s = setup(form, False, recipe=recipes.NVFP4, dtype="bfloat16", case="jagged")
+    masks: list[Tensor] = []
+
+    def block(x: Tensor) -> Tensor:
+        y = torch.nn.functional.dropout(s.run(x), 0.5)
+        masks.append(y.detach() != 0)
+        return y
+
+    found = []
+    for again in (False, True):
+        for weight in s.weights:
+            weight.grad = None
+        torch.manual_seed(1)
+        x = leaf(s.x)
+        with set_checkpoint_early_stop(False):
+            y: Any = checkpoint(block, x, use_reentrant=reentrant) if again else block(x)
+            y.backward(s.dy)
+        found.append([y.detach(), x.grad, *(weight.grad for weight in s.weights)])
+    assert len(masks) == 3
+    asserts.bitwise(masks[2], masks[1])
+    _same(found[1], found[0])
+
+
+@pytest.mark.rule("CAP-3")
+@by_form
+def test_evaluation_draws_nothing(form: str) -> None:
+    s = setup(form, False, recipe=recipes.NVFP4, dtype="bfloat16", case="jagged")
+    s.module.eval()
+    before = torch.get_rng_state()
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            s.run(s.x)
+        asserts.bitwise(torch.get_rng_state(), before)
+    s.run(leaf(s.x)).backward(s.dy)
+    assert not torch.equal(torch.get_rng_state(), before), "a backward pass reads a key, whatever the mode"

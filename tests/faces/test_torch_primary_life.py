@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.faces.primary_tools import (
     same_codes,
 )
 from tests.faces.test_torch_recipes import same
-from torch_bridge import nn
+from torch_bridge import nn, shards
 from torch_bridge.primary import QuantizedWeight, parts_of
 
 
@@ -90,6 +91,92 @@ def test_plain_checkpoints_are_quantised_with_the_multipliers_that_they_hold() -
         weight: Any = next(iter(module.parameters()))
         asserts.bitwise(weight.q.scales, torch.full((3,), 1 / 4096))
         asserts.bitwise(module.scaling_state.history, plain.scaling_state.history)
+
+
+def _mlp(recipe: Recipe | None, listed: bool, **options: Any) -> nn.GroupedMLP:
+    options = {"quantized_weights": True, "dtype": torch.bfloat16, **options}
+    return nn.GroupedMLP(3, 48, 32, recipe=recipe, single_grouped_weight=not listed, **options)
+
+
+by_kind = pytest.mark.parametrize("make", [layer, _mlp], ids=["linear", "mlp"])
+by_device = pytest.mark.parametrize("device", ["cpu", "meta"])
+
+
+@pytest.mark.rule("QNT-1", "CKP-1")
+@by_kind
+@by_holding
+@by_device
+def test_weights_that_a_checkpoint_replaces_follow_the_state(device: str, listed: bool, make: Any) -> None:
+    """Writes read the multipliers of the layer and raise its live magnitudes, as do casts of shards."""
+    recipe = recipes.FP8Delayed.replace(history=2)
+    source = make(recipe, listed)
+    module = make(recipe, listed, device=device)
+    module.load_state_dict(copy.deepcopy(source.state_dict()), assign=True)
+    same_codes(module, source)
+    for write in ("copy_", "cast_shards"):
+        for one in (module, source):
+            one.scaling_state.scale.copy_(torch.arange(1, one.scaling_state.scale.numel() + 1).view(-1, 3))
+            one.scaling_state.history.zero_()
+            weights: list[Any] = list(one.parameters())
+            with torch.no_grad():
+                if write == "copy_":
+                    for weight in weights:
+                        weight.copy_(torch.full(weight.shape, 0.5))
+                else:
+                    masters = [torch.full((weight.numel(),), 0.5) for weight in weights]
+                    shards.cast_shards(weights, masters, [0] * len(weights))
+        same_codes(module, source)
+        asserts.bitwise(module.scaling_state.history, source.scaling_state.history)
+        assert (module.scaling_state.history[1, 0] == 0.5).all(), "of weights"
+
+
+@pytest.mark.rule("CKP-1")
+def test_a_layer_that_is_loaded_alone_goes_on_with_the_state_of_its_mlp() -> None:
+    module = _mlp(recipes.FP8Delayed, listed=True)
+    module.linear_fc2.load_state_dict(copy.deepcopy(module.linear_fc2.state_dict()), assign=True)
+    module.scaling_state.scale.fill_(4)
+    with torch.no_grad():
+        for weight in module.linear_fc2.weight_parameters():
+            weight.copy_(torch.ones(48, 32))
+            asserts.bitwise(weight.q.scales, torch.full((1,), 0.25))
+
+
+@pytest.mark.rule("CKP-1", "QNT-1")
+@by_recipe
+@by_kind
+@by_holding
+@by_device
+def test_plain_checkpoints_that_are_assigned_are_quantised(
+    device: str, listed: bool, make: Any, recipe: Recipe
+) -> None:
+    """With the codes of those that are copied, whether or not the checkpoint has a state; one in parts too."""
+    plain = make(recipe, listed=True, quantized_weights=False)
+    if recipe.delayed:
+        plain.scaling_state.scale.fill_(64)
+    x = torch.randn(11, 48).bfloat16()
+    for stateless in (True, False):
+        state = {name: each for name, each in plain.state_dict().items() if not (stateless and "scaling" in name)}
+        copied = make(recipe, listed)
+        copied.load_state_dict(copy.deepcopy(state))
+        later = {name for name in state if name.endswith("weight0") and listed}
+        for parts in ([state.keys()], [state.keys() - later, later]):
+            module = make(recipe, listed, device=device)
+            for names in parts:
+                part = {name: state[name].clone() for name in state if name in names}
+                module.load_state_dict(part, assign=True, strict=names == state.keys())
+            assert {type(each) for each in module.parameters()} == {QuantizedWeight}
+            assert {each.dtype for each in module.parameters()} == {torch.bfloat16}
+            same_codes(module, copied)
+            asserts.bitwise(module(x, SIZES), copied(x, SIZES))
+        assert all(type(each) is Tensor for each in state.values()), "the checkpoint is as it was"
+
+
+@pytest.mark.rule("CKP-1")
+def test_a_plain_checkpoint_of_other_sizes_is_refused() -> None:
+    state = {"weight": torch.zeros(3, 70, 47)}
+    for assign in (False, True):
+        with pytest.raises(RuntimeError, match="size mismatch for weight"):
+            layer(recipes.MXFP8).load_state_dict(dict(state), assign=assign)
 
 
 @pytest.mark.rule("CKP-1", "CKP-8")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 from grouped_core import recipes
 from grouped_core.activations import Activation
@@ -24,6 +25,7 @@ from torch_bridge import (
     dequantize,
     grouped_linear,
     grouped_mlp,
+    nn,
     quantize,
     scaling_state,
     straight_through,
@@ -107,6 +109,69 @@ def test_inductor(form: str, recipe: Recipe) -> None:
         warnings.simplefilter("ignore")
         wanted = steps(eager(setup(form, True, recipe=recipe, **BF16)))
         same(steps(compiled(setup(form, True, recipe=recipe, **BF16), backend="inductor")), wanted)
+
+
+@pytest.mark.rule("GRD-12")
+@pytest.mark.parametrize("changed", [False, True], ids=["new", "changed"])
+@pytest.mark.matrix(form=MODULES, recipe=(None, recipes.FP8Block, recipes.NVFP4))
+def test_a_module_inside_of_activation_checkpointing_is_a_whole_graph(
+    form: str, recipe: Recipe | None, changed: bool
+) -> None:
+    """Also one that has never run, or whose modules changed since; its keys are those of eager execution."""
+    if form == "Sequential_composed" and recipe == recipes.NVFP4:
+        recipe = recipes.MXFP8  # a compiler may draw keys of several layers in another order
+    found = []
+    for wrap in (lambda f: f, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")):
+        one = setup(form, False, recipe=recipe, **BF16)
+        if changed and form.startswith("Sequential"):
+            one.module.add_module("1", nn.ScaledSwiGLU())
+        one.run = wrap(lambda x, run=one.run: checkpoint(run, x, use_reentrant=False))
+        found.append(seeded(one, 5))
+    same(found[1], found[0])
+
+
+MXFP4_WEIGHTS = recipes.MXFP8.replace(
+    name="mxfp4 weights",
+    forward=(recipes.BF16.forward[0], FORMATS["mxfp4"]),
+    dgrad=(recipes.BF16.dgrad[0], FORMATS["mxfp4"]),
+    wgrad=recipes.BF16.wgrad,
+)
+
+
+@pytest.mark.rule("GRD-12", "BUF-1")
+@pytest.mark.parametrize("recipe", [recipes.MXFP8, MXFP4_WEIGHTS], ids=lambda r: r.name)
+@pytest.mark.parametrize("form", ["grouped_linear", "grouped_mlp", "GroupedMLP"])
+def test_inductor_writes_into_destinations(form: str, recipe: Recipe) -> None:
+    """Beside scales of an element type that it lowers no writing operator with."""
+    found = []
+    for wrap in (eager, lambda one: compiled(one, backend="inductor")):
+        one = wrap(setup(form, False, accumulate=True, recipe=recipe, **BF16))
+        main_grads(one.weights, 0.5)
+        out = torch.zeros_like(one.dy)
+        grad = {} if form == "GroupedMLP" else {"grad_input": torch.zeros_like(one.x)}
+        found.append([*seeded(one, 3, out=out, **grad), out, *(weight.main_grad for weight in one.weights)])
+    same(found[1], found[0])
+
+
+@pytest.mark.rule("BUF-1", "MLP-13")
+def test_inductor_reads_scales_that_it_is_given_and_makes() -> None:
+    """Weights quantised before, rows inside, an accumulator of a master; the scales are results too."""
+    one = setup("grouped_linear", False, recipe=recipes.MXFP8, **BF16)
+    weights = quantize(one.weights[0].detach(), "mxfp8", axis=(2, 1))
+
+    def run(x: Any, master: Any, accum: Any) -> Any:
+        rows = quantize(x.detach() * 2, "mxfp8", axis=(1, 0), group_sizes=one.sizes)
+        operands = (straight_through(x, rows), straight_through(master, weights), one.sizes)
+        return grouped_linear(*operands, recipe=recipes.MXFP8, wgrad_accum=accum), dequantize(rows), rows.scales
+
+    found = []
+    for f in (run, torch.compile(run, fullgraph=True, backend="inductor")):
+        x, accum = leaf(one.x), torch.ones(one.weights[0].shape)
+        y, values, scales = f(x, leaf(one.weights[0].float()), accum)
+        y.backward(one.dy)
+        assert scales.dtype == torch.float8_e8m0fnu
+        found.append([y, x.grad, accum, values, scales])
+    same(found[1], found[0])
 
 
 @pytest.mark.rule("BUF-1", "BUF-3")
@@ -372,5 +437,5 @@ def test_a_cache_beside_a_graph_notices_what_is_old(form: str) -> None:
         same(seeded(one, seed, is_first_microbatch=first), seeded(plain, seed))
     with torch.no_grad():
         one.weights[-1].mul_(2)
-    with asserts.refused(RuntimeError, ["weight cache", "written since"]):
+    with asserts.refused(RuntimeError, ["weight cache", "written since", "FSDP2", "is_first_microbatch=True"]):
         one.run(one.x, is_first_microbatch=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -183,3 +185,37 @@ def test_an_interleaved_activation_is_fused_too() -> None:
     layers = _layers(act=lambda: nn.ScaledActivation(Activation("swiglu", interleave=4)))
     fused, composed = nn.Sequential(*layers, fuse="always"), nn.Sequential(*layers, fuse="never")
     asserts.bitwise(fused(s.x, s.sizes, s.probs, s.sizes), composed(s.x, s.sizes, s.probs, s.sizes))
+
+
+def _changes(module: Any) -> list[Any]:
+    """Ways to change what a Sequential of three layers holds, one after the other."""
+    return [
+        lambda: module.add_module("3", torch.nn.Tanh()),
+        lambda: setattr(module, "1", nn.ScaledSReLU()),
+        lambda: delattr(module, "3"),
+        lambda: module._modules.update({"1": torch.nn.Sigmoid()}),
+        lambda: module.add_module("3", nn.GroupedLinear(G, H, H)),
+    ]
+
+
+@pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
+def test_changes_of_its_modules_are_seen(nested: bool, copied: Any) -> None:
+    """At the first pass, at later ones, and by what holds it."""
+    s = setup("GroupedMLP", True)
+    inner = nn.Sequential(_linear(H, 2 * F), nn.ScaledSwiGLU(), _linear(2 * F, H))
+    outer = copied(nn.Sequential(torch.nn.Identity(), inner, torch.nn.Identity()) if nested else inner)
+    inner = outer[1] if nested else outer
+    inner.add_module("1", torch.nn.Tanh())
+    assert not any("_plan" in name for name in outer.state_dict())
+    for change in (lambda: None, *_changes(inner)):
+        change()
+        extra: list[Any] = [s.sizes if isinstance(each, nn.GroupedLinear) else s.probs for each in inner if _ours(each)]
+        wanted, rest = s.x, iter(extra)
+        for each in inner:
+            wanted = each(wanted, *([next(rest)] if _ours(each) else []))
+        asserts.bitwise(outer(s.x, *extra), wanted)
+
+
+def _ours(module: Any) -> bool:
+    return isinstance(module, (nn.GroupedLinear, nn.ScaledActivation))

@@ -97,7 +97,7 @@ class WeightCache:
             raise RuntimeError(
                 f"weight cache of {name}: {reason}, expected forms of the weights as they are; run the first "
                 "microbatch after each change of the weights with is_first_microbatch=True, or after "
-                "set_weight_update(True)."
+                "set_weight_update(True); where FSDP2 gathers them for each pass, leave `is_first_microbatch` out."
             )
         due = keys if first is not False else [key for key in keys if key not in self._current]
         with torch.inference_mode(False), torch.no_grad():  # buffers made here may be saved for backward later
@@ -114,7 +114,9 @@ class WeightCache:
             return "empty"
         if by_flag:
             return None if all(key in self._forms for key in keys) else "without the form that this pass reads"
-        return None if _mark(parameters) == self._seen else "older than the weights, which were written since"
+        if _mark(parameters) == self._seen:
+            return None
+        return "older than the weights, which were written since, or gathered anew, as FSDP2 does after resharding"
 
     def _write(
         self,

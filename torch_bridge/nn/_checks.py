@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grouped_core.formats import WIDE
+from grouped_core.recipes import Recipe
 from torch_bridge._run import DTYPES
 
 
@@ -25,6 +26,15 @@ def positive(layer: str, **sizes: Any) -> tuple[int, ...]:
         if found[-1] < 1:
             raise ValueError(f"`{name}` of {layer}: {size}, expected 1 or more; give the size of that axis.")
     return tuple(found)
+
+
+def check_recipe(name: str, recipe: Any) -> None:
+    """Refuses what is no recipe, or is bound. Raises TypeError. `name`: of what it is given to."""
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"`recipe` of {name}: {type(recipe).__name__}, wanted a Recipe or None; the layer binds it to its own "
+            "state and keys, so pass the recipe itself."
+        )
 
 
 def compute_dtype(x: Tensor, parameters: torch.dtype) -> torch.dtype:

@@ -17,11 +17,11 @@ from torch.nn import Parameter
 
 from grouped_core import scaling
 from grouped_core.formats import QTensor
-from grouped_core.linear_spec import recipe_option
 from grouped_core.recipes import Recipe
 from grouped_core.scaling import ScalingState
 from torch_bridge import primary
 from torch_bridge._run import dtype_name
+from torch_bridge.nn._checks import check_recipe
 from torch_bridge.nn._state import adapt
 from torch_bridge.params import preserve_high_precision_init, quantized_members
 from torch_bridge.primary import QuantizedWeight, mapped, parts_of
@@ -49,7 +49,11 @@ def quantized_model_init(
     Args:
         enabled: False: plain again, inside of another one.
         recipe, preserve_high_precision_init: of layers that are made without one.
+
+    Raises:
+        TypeError: `recipe` is none, or bound.
     """
+    check_recipe("quantized_model_init", recipe)
     token = _defaults.set(Options(bool(enabled), recipe, bool(preserve_high_precision_init)))
     try:
         yield
@@ -57,14 +61,14 @@ def quantized_model_init(
         _defaults.reset(token)
 
 
-def options(quantized: bool | None, recipe: Any, preserve: bool | None) -> Options:
+def options(quantized: bool | None, recipe: Recipe | None, preserve: bool | None) -> Options:
     """The keywords of a layer, with the defaults in force.
 
     Raises:
         ValueError: quantised weights without a recipe that reads them so.
     """
     given = _defaults.get()
-    recipe = recipe_option(recipe).recipe or given.recipe
+    recipe = recipe or given.recipe
     found = Options(
         given.quantized if quantized is None else bool(quantized),
         recipe,
@@ -177,8 +181,11 @@ def applied(layer: Any, fn: Callable[[Tensor], Tensor], apply: Callable[[], Any]
 
 
 def gathered(parameters: Sequence[Any]) -> None:
-    """Makes listed weights views of one store again, where a copy took them apart."""
-    if not is_held(parameters):
+    """Makes listed weights views of one store again, where a copy took them apart.
+
+    Those that lie on two devices wait: a checkpoint in several files brings some of them to each file's load.
+    """
+    if not is_held(parameters) or len({each.device for each in parameters}) > 1:
         return
     if parameters[0].dim() == 3:
         parameters[0].home = (parameters[0].q, 0)
@@ -250,4 +257,36 @@ def loaded(layer: Any, state: dict[str, Any], prefix: str) -> None:
                     f"{like[part].dtype}{list(parts_of(weight.q)[part].shape)} of {weight.q.format.name}; load a "
                     "checkpoint of weights in that format, or plain ones."
                 )
-        state[prefix + name] = QuantizedWeight(_assembled(weight.q, whole), packed=grouped)
+        made = QuantizedWeight(_assembled(weight.q, whole), packed=grouped)
+        made.scaling = weight.scaling  # which it goes on with, if it takes the place of the weight
+        state[prefix + name] = made
+
+
+def quantised(layer: Any, state: dict[str, Any], prefix: str) -> None:
+    """Quantises plain weights of a checkpoint that are to take the place of quantised ones, in place.
+
+    They lie where the checkpoint is, and stand for the nominal dtype of the layer as any that is written to it.
+    """
+    parameters = layer.weight_parameters()
+    if not is_held(parameters):
+        return
+    like = parameters[0]
+    entries: dict[str, Any] = {name: state.get(prefix + name) for name in layer.weight_names}
+    plain = {name: each for name, each in entries.items() if _is_plain(each) and each.shape == like.shape}
+    if not plain:
+        return
+    formats = (like.q.format, like.q.other.format)
+    device = next(iter(plain.values())).device
+    store = primary.empty((layer.num_groups, *like.q.shape[1:]), formats, like.q.dtype, device)
+    packed = like.dim() == 3
+    members = [store] if packed else quantized_members(store)
+    for at, (name, weight, member) in enumerate(zip(layer.weight_names, parameters, members, strict=True)):
+        if name in plain:
+            made = QuantizedWeight(member, packed=packed)
+            made.home, made.scaling = (store, at), weight.scaling
+            made.store(plain[name])
+            state[prefix + name] = made
+
+
+def _is_plain(entry: Any) -> bool:
+    return isinstance(entry, Tensor) and not isinstance(entry, QuantizedWeight)

@@ -79,6 +79,23 @@ def held_state(module: Module) -> list[Tensor | None]:
     return [module._buffers.get(name) for name in BUFFERS]
 
 
+def place_state(module: Module, recipe: Recipe | None, state_dict: dict[str, Any], prefix: str) -> None:
+    """Brings the state to the device of the tensors that are to take the place of the layer's.
+
+    On the meta device there is nothing to bring: there it starts anew.
+    """
+    held = module._buffers.get(BUFFERS[0])
+    given = (each for name, each in state_dict.items() if name.startswith(prefix) and isinstance(each, Tensor))
+    first = next(given, None)
+    if held is None or first is None or first.device == held.device:
+        return
+    for name in BUFFERS:
+        old: Any = module._buffers[name]
+        module._buffers[name] = torch.empty_like(old, device=first.device) if old.is_meta else old.to(first.device)
+    if held.is_meta:
+        reset_state(module, recipe)
+
+
 def load_state(module: Module, state_dict: dict[str, Any], prefix: str) -> None:
     """Loads the state ahead of the parameters, which may be quantised with its multipliers."""
     with torch.no_grad():
@@ -95,10 +112,16 @@ def keep_missing(module: Module, state_dict: dict[str, Any], prefix: str) -> Non
             state_dict.setdefault(prefix + name, held)
 
 
-def bound(recipe: Recipe | None, state: ScalingState[Tensor] | None, device: torch.device) -> BoundRecipe:
-    """The recipe of one forward pass: with a key of its own, if something is rounded stochastically."""
+def bound(
+    recipe: Recipe | None, state: ScalingState[Tensor] | None, device: torch.device, *, training: bool
+) -> BoundRecipe:
+    """The recipe of one forward pass: with a key of its own, if something is rounded stochastically.
+
+    Backward alone reads it. Reentrant checkpointing runs the first of two passes without gradients, and both must draw
+    alike, lest what is random behind the layer differ; so a layer in training draws always.
+    """
     key = None
-    if recipe is not None and recipe.stochastic and torch.is_grad_enabled():  # in backward alone
+    if recipe is not None and recipe.stochastic and (training or torch.is_grad_enabled()):
         # From the generator of the device, which graphs advance at each replay; it draws no unsigned numbers.
         drawn = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=device)
         key = drawn.view(torch.uint32)
@@ -121,7 +144,7 @@ def linear(
     Args:
         layer: the GroupedLinear. rows, weights: in the dtype of the computation. first: `is_first_microbatch`.
     """
-    recipe = bound(layer.recipe, state_of(layer, layer.recipe), home(rows).device)
+    recipe = bound(layer.recipe, state_of(layer, layer.recipe), home(rows).device, training=layer.training)
     _note_addresses(layer, weights)
     return stored.linear(
         *(rows, weights, group_sizes, True, layer.biases(), row_scale, layer.scale_bias, recipe),
@@ -152,7 +175,8 @@ def mlp(
     Args:
         arguments: of `grouped_mlp`, up to the biases. state: of both products; None: each layer has its own, or none.
     """
-    recipe: Any = bound(fc1.recipe, state, home(arguments[0]).device)
+    training = fc1.training or fc2.training
+    recipe: Any = bound(fc1.recipe, state, home(arguments[0]).device, training=training)
     if state is None:
         key = recipe.key
         recipe = tuple(BoundRecipe(each.recipe, state_of(each, each.recipe), key) for each in (fc1, fc2))

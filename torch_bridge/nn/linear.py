@@ -25,7 +25,7 @@ from torch_bridge._run import DTYPES, TORCH_DTYPES
 from torch_bridge._stored_arguments import home, is_stored
 from torch_bridge.nn import _primary, _recipes
 from torch_bridge.nn._cache import WeightCache
-from torch_bridge.nn._checks import cast_rows, check_microbatch, compute_dtype, positive
+from torch_bridge.nn._checks import cast_rows, check_microbatch, check_recipe, compute_dtype, positive
 from torch_bridge.nn._state import adapt
 from torch_bridge.params import is_distributed
 from torch_bridge.primary import QuantizedWeight
@@ -44,7 +44,8 @@ class GroupedLinear(Module):
         device, dtype: of the parameters; fp32, bf16 or fp16.
         recipe: formats of the products; None takes the operands as they stand. One with delayed scaling gives the layer
             a state of its own, in buffers; hand `scaling_state` to `update_scaling` after each step. One that rounds
-            stochastically draws a key in each forward pass, from the generator of the device.
+            stochastically draws a key in each forward pass, from the generator of the device, except in evaluation
+            without gradients.
         scale_bias: `row_scale` then multiplies the bias alone.
         accumulate_into_main_grad: weight gradients are added to the parameters' `main_grad` by the kernel instead of
             going to `.grad`; see `torch_bridge.main_grad` for the attributes that count.
@@ -94,6 +95,7 @@ class GroupedLinear(Module):
                 f"`dtype` of GroupedLinear: {dtype}, expected one of {', '.join(str(TORCH_DTYPES[w]) for w in WIDE)}; "
                 "choose one of them."
             )
+        check_recipe("GroupedLinear", recipe)
         held = _primary.options(quantized_weights, recipe, preserve_high_precision_init)
         self.recipe = held.recipe
         self.scale_bias = bool(scale_bias)
@@ -327,16 +329,23 @@ class GroupedLinear(Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         _primary.saved(self, destination, prefix)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
         shapes = (("weight", self.weight_names, (self.out_features, self.in_features)),)
         shapes += (("bias", self.bias_names, (self.out_features,)),)
         _primary.loaded(self, state_dict, prefix)
         for kind, names, shape in shapes:
             if names:
                 adapt(state_dict, prefix, kind, self.num_groups, shape, grouped=names[0] == kind)
+        if assigns := local_metadata.get("assign_to_params_buffers", False):
+            _recipes.place_state(self, self.recipe, state_dict, prefix)
         _recipes.keep_missing(self, state_dict, prefix)
         _recipes.load_state(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        if assigns:
+            self.follow_state(self.scaling_state)
+            _primary.quantised(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
         self._settle()
 
     def extra_repr(self) -> str:

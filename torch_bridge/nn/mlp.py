@@ -21,7 +21,7 @@ from torch_bridge._mlp_arguments import check_arguments
 from torch_bridge._products import Owner
 from torch_bridge._stored_arguments import home, is_stored
 from torch_bridge.nn import _recipes
-from torch_bridge.nn._checks import cast_rows, check_microbatch, compute_dtype, positive
+from torch_bridge.nn._checks import cast_rows, check_microbatch, check_recipe, compute_dtype, positive
 from torch_bridge.nn.activation import shortest
 from torch_bridge.nn.linear import GroupedLinear
 
@@ -101,7 +101,7 @@ class GroupedMLP(Module):
             interleaved.
         bias: whether both layers have one; that of the second is weighted by the probabilities.
         residuals: what is kept for backward, as in `grouped_mlp`. With "save_input" backward quantises the weights of
-            the first layer once more, cached or not.
+            the first layer once more, unless they are cached.
         options: the other keywords of `GroupedLinear`, for both layers.
 
     Raises:
@@ -128,6 +128,7 @@ class GroupedMLP(Module):
                 "`scale_bias` of GroupedMLP: given, expected no such keyword, its second bias is always weighted by "
                 "the probabilities; use a Sequential for another meaning."
             )
+        check_recipe("GroupedMLP", options.get("recipe"))
         self.activation = resolve(activation)
         self.residuals = residuals_option(residuals)
         plain = self.residuals == Residuals(self.residuals.policy)
@@ -214,6 +215,11 @@ class GroupedMLP(Module):
         super().__setstate__(state)
         self._share_state()
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        if local_metadata.get("assign_to_params_buffers", False):
+            _recipes.place_state(self, self.linear_fc1.recipe, state_dict, prefix)
         _recipes.keep_missing(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+        self._share_state()  # the layers load after it, and hand on what their weights are scaled with

@@ -67,8 +67,13 @@ class _Window(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The layers, how many inputs beside rows each takes, and what could run as one operation."""
+    """The layers, how many inputs beside rows each takes, and what could run as one operation.
 
+    Attributes:
+        structure: what it follows from, as `Sequential._structure` has it.
+    """
+
+    structure: tuple[Any, ...]
     layers: tuple[Module, ...]
     takes: list[int]
     windows: list[_Window]
@@ -103,6 +108,7 @@ class Sequential(Module):
             self.add_module(str(at), module)
         self.fuse = fuse
         self._plan: _Plan | None = None
+        self._planned()
         if fuse == "always":
             self._refuse()
 
@@ -122,12 +128,19 @@ class Sequential(Module):
     def _layers(self) -> list[Module]:
         return [each for each in self._modules.values() if each is not None]
 
+    def _structure(self) -> tuple[Any, ...]:
+        """Its modules, those that are a Sequential beside their own."""
+        return tuple([(each, each._structure()) if isinstance(each, Sequential) else each for each in self._layers()])
+
     def _planned(self) -> _Plan:
         """What follows from the layers that it has now."""
-        layers = tuple(self._layers())
-        if self._plan is None or self._plan.layers != layers:
-            self._plan = _Plan(layers, [_extras(layer) for layer in layers], self._windows())
-        return self._plan
+        plan, structure = self._plan, self._structure()
+        if plan is None or plan.structure != structure:
+            layers = self._layers()
+            plan = _Plan(structure, tuple(layers), [_extras(layer) for layer in layers], self._windows())
+            if not torch.compiler.is_compiling():  # graphs inside of checkpointing take no changes of modules
+                self._plan = plan
+        return plan
 
     def _windows(self) -> list[_Window]:
         layers, found, at = self._layers(), [], 0
@@ -174,7 +187,7 @@ class Sequential(Module):
             check_microbatch(is_first_microbatch)
         if self.fuse == "always":
             self._refuse()
-        layers, takes, found = self._planned()
+        _, layers, takes, found = self._planned()
         if sum(takes) != len(extra):
             names = ", ".join(f"{type(layer).__name__} takes {n}" for layer, n in zip(layers, takes, strict=True) if n)
             raise TypeError(
