@@ -235,7 +235,7 @@ def with_multipliers(uses: Sequence[Use]) -> list[Use]:
     if torch.compiler.is_compiling():
         copied = _stored.copied(scales)
     else:
-        copied = scales[0].clone() if len(scales) == 1 else torch.cat(scales)
+        copied = scales[0] * 1 if len(scales) == 1 else torch.cat(scales)  # by a kernel; a clone is a memcpy
     rows, roles = copied.unbind(), len(scaling.ROLES)
     return [use._replace(multipliers=rows[roles * at : roles * (at + 1)]) for at, use in enumerate(uses)]
 
