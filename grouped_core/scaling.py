@@ -5,7 +5,7 @@ Letters: G groups, R roles: x, weight and dy of each product, in this order; L s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -103,12 +103,16 @@ def update(run: Runner, state: ScalingState[Any], *, reuse: bool = False) -> Sca
     return ScalingState(scale, history, state.top, state.algorithm)
 
 
-def extras(bound: BoundRecipe, product: int = 0) -> Extras:
-    """What the operands of one linear operation get of what is bound: of product 0, or of the MLP's 0 and 1."""
+def extras(bound: BoundRecipe, product: int = 0, scale: Sequence[Any] | None = None) -> Extras:
+    """What the operands of one linear operation get of what is bound: of product 0, or of the MLP's 0 and 1.
+
+    Args:
+        scale: multipliers [G] of each role; None: those of the state as they are.
+    """
     if bound.state is None:
         return Extras(bound.key)
-    first = len(ROLES) * product
-    return Extras(bound.key, *(bound.state.scale[first + role] for role in range(len(ROLES))))
+    rows, first = bound.state.scale if scale is None else scale, len(ROLES) * product
+    return Extras(bound.key, *(rows[first + role] for role in range(len(ROLES))))
 
 
 def planned(bound: BoundRecipe, groups: int) -> Extras:

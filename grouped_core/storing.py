@@ -150,7 +150,7 @@ def _form(results: dict[str, Any], spec: ArraySpec, axis: int, cell: Format) -> 
     """The form that contracts `axis`, of the results of a call that stores."""
     prefix = "" if axis == len(spec.shape) - 1 else "cross_"
     values, scales, group_scales = (results[prefix + name] for name in calls.QUANTIZED[:3])
-    return QTensor(values, scales, group_scales, cell.along(rows=bool(prefix)), axis, spec.shape, spec.dtype)
+    return QTensor(values, scales, group_scales, cell, axis, spec.shape, spec.dtype)
 
 
 class Within(NamedTuple):
@@ -221,8 +221,14 @@ def quantize(
         source: rows [M, X] with group_sizes, or weights [G, A, B] without.
         key: uint32 [2], of stochastic rounding.
     """
-    made: list[Any] = store(run, source, [(axis, format) for axis in axes], group_sizes, key=key).forms
+    wanted = forms_along(format, axes, len(operand_spec(run, source).shape))
+    made: list[Any] = store(run, source, wanted, group_sizes, key=key).forms
     return joined([dataclasses.replace(each, group_sizes=group_sizes) for each in made])
+
+
+def forms_along(format: Format, axes: Sequence[int], rank: int) -> tuple[tuple[int, Format], ...]:
+    """(contracted axis, format) of each form that `quantize` makes; what is rotated is rows contracted along rows."""
+    return tuple([(axis, format.along(rows=axis == rank - 2)) for axis in axes])
 
 
 def joined(forms: Sequence[Any]) -> QTensor[Any]:

@@ -330,11 +330,7 @@ def cotangent_of(master: str | None, gradient: Any) -> Any:
 
 def extras_of(bound: BoundRecipe, product: int = 0) -> Extras:
     """What the operands of one linear operation get of what is bound: of product 0, or of the MLP's 0 and 1."""
-    if bound.state is None:
-        return Extras(bound.key)
-    first = len(scaling.ROLES) * product
-    x, w, dy = multipliers(bound)[first : first + len(scaling.ROLES)]
-    return Extras(bound.key, x, w, dy)
+    return scaling.extras(bound, product, None if bound.state is None else multipliers(bound))
 
 
 def merged_state(bound: BoundRecipe, amaxes: Sequence[Amaxes]) -> Any:

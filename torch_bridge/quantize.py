@@ -62,7 +62,7 @@ def quantize(
         scales = scales.view(E8M0) if cell.scales == "float8_e8m0fnu" else scales
         along, shape, dtype = axes[place] % x.dim(), tuple(x.shape), dtype_name(x.dtype)
         group_scales = others[0] if others else None
-        own = cell.along(rows=along == x.dim() - 2)
+        ((_, own),) = storing.forms_along(cell, (along,), x.dim())
         form = QTensor(values, scales, group_scales, own, along, shape, dtype, form, sizes)
     assert form is not None, "axes were checked"
     return form
@@ -81,8 +81,7 @@ def _quantize(x: Tensor, cell: Format, axis: Any, group_sizes: Any, key: Tensor 
     axes = storing.check_quantize(source, cell, axis, *specs)
     if x.dim() == 2 and sizes is None:
         sizes = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
-    wanted = tuple((each, cell.along(rows=each == x.dim() - 2)) for each in axes)
-    made = _stored.store([x.detach()], wanted, sizes, key=key)
+    made = _stored.store([x.detach()], storing.forms_along(cell, axes, x.dim()), sizes, key=key)
     return [*(array for form in made for array in form.tensors), *([] if sizes is None else [sizes])]
 
 

@@ -1,9 +1,19 @@
-"""Looking into compiled JAX programs."""
+"""Comparing trees of arrays, and looking into compiled JAX programs."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
+
+import jax
+
+from tests import asserts
+
+
+def same(actual: Any, expected: Any) -> None:
+    """The leaves of two trees have the same bits."""
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        asserts.bitwise(a, b)
 
 
 def optimised(lowered: Any) -> str:

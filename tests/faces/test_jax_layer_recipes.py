@@ -16,6 +16,7 @@ from grouped_core import recipes
 from grouped_core.recipes import Recipe
 from jax_grouped import moe, nnx
 from tests import asserts, bounds
+from tests.faces.jax_tools import same
 
 RECIPES = tuple(getattr(recipes, name) for name in bounds.RELATIVE_ERRORS)
 DELAYED = recipes.FP8Delayed.replace(history=3)
@@ -52,11 +53,6 @@ def cotangents(layer: Any, x: jax.Array, **options: Any) -> tuple[Any, Any, Any]
         return jnp.vdot(y.astype(jnp.float32), jnp.sin(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape))
 
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(params, scaling, x)
-
-
-def same(actual: Any, expected: Any) -> None:
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        asserts.bitwise(a, b)
 
 
 @pytest.mark.matrix(recipe=(recipes.BF16, *RECIPES, DELAYED), kind=LAYERS)

@@ -342,7 +342,7 @@ QUANTISED_FACES = (
 def test_a_quantised_operand_holds_what_its_format_makes(face: Any, array: Any, product: Any):
     p = cases.problem(cases.named("tail"), "bfloat16")
     x, w, sizes = map(array, (p.x, p.w, p.group_sizes))
-    groups, rows = p.case.groups, p.x.shape[0]
+    groups = p.case.groups
     stored = face.quantize(w, "fp8_tensor", axis=1)
     both = face.quantize(x, "mxfp8", axis=(1, 0), group_sizes=sizes)
     short = face.quantize(x[1:], "mxfp8", axis=0, group_sizes=sizes)
@@ -359,7 +359,6 @@ def test_a_quantised_operand_holds_what_its_format_makes(face: Any, array: Any, 
     for operands, words in given:
         with asserts.refused(ValueError, words):
             product(*operands, sizes)
-    assert rows == both.shape[0]
 
 
 @pytest.mark.rule("MAT-7", "ERR-1")
@@ -386,9 +385,8 @@ def test_rows_are_rotated_along_rows_alone(face: Any, array: Any, product: Any):
     for part, wanted in zip(bits(replace(q.other, other=None)), bits(straight), strict=True):
         asserts.bitwise(part, wanted)
     asserts.bitwise(face.dequantize(q), face.dequantize(straight))
-    valid = slice(0, int(p.group_sizes.sum()))
-    alone = asserts.as_numpy(face.dequantize(replace(q, other=None)))[valid]
-    assert np.linalg.norm(alone - p.x[valid]) > np.linalg.norm(p.x[valid]) / 2, "the rotated rows"
+    alone, values = (asserts.as_numpy(face.dequantize(each)) for each in (replace(q, other=None), straight))
+    assert (alone != values).any(), "codes times scales are the rotated rows"
 
 
 def bits(q: QTensor[Any]) -> list[np.ndarray]:
