@@ -31,20 +31,33 @@ FORBIDDEN = ("Synchronize", "Memcpy", "Malloc", "cudaFree", "EventQuery", "Strea
 
 
 @contextlib.contextmanager
-def capture(graph: torch.cuda.CUDAGraph | None = None, **options: Any) -> Iterator[torch.cuda.CUDAGraph]:
-    """`torch.cuda.graph`, with cyclic garbage out of the way.
+def _without_garbage() -> Iterator[None]:
+    """Around a capture: cyclic garbage is collected before, and none inside.
 
-    A graph that a caught exception's traceback holds is such garbage. CUDA does not let it be destroyed while another
-    one is captured: were it collected then, the capture would be invalid, and with it PyTorch's random generator.
+    A graph that a caught exception's traceback holds is such garbage, and so is each pair of graphs that
+    `make_graphed_callables` made. CUDA does not let it be destroyed while another one is captured: were it collected
+    then, the capture would be invalid, and with it PyTorch's random generator.
     """
-    graph = torch.cuda.CUDAGraph() if graph is None else graph
     gc.collect()
     gc.disable()
     try:
-        with torch.cuda.graph(graph, **options):
-            yield graph
+        yield
     finally:
         gc.enable()
+
+
+@contextlib.contextmanager
+def capture(graph: torch.cuda.CUDAGraph | None = None, **options: Any) -> Iterator[torch.cuda.CUDAGraph]:
+    """`torch.cuda.graph`, with cyclic garbage out of the way."""
+    graph = torch.cuda.CUDAGraph() if graph is None else graph
+    with _without_garbage(), torch.cuda.graph(graph, **options):
+        yield graph
+
+
+def graphed(function: Callable[..., Any], sample: tuple[torch.Tensor, ...]) -> Any:
+    """`torch.cuda.make_graphed_callables`, with cyclic garbage out of the way."""
+    with _without_garbage():
+        return torch.cuda.make_graphed_callables(function, sample)
 
 
 def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:

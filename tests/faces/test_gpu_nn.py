@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests import asserts
 from tests.faces import test_torch_gradient_table as table
-from tests.faces.gpu_tools import REPLAYED, ROWS, capture, captured, launches_only
+from tests.faces.gpu_tools import REPLAYED, ROWS, capture, captured, graphed, launches_only
 from tests.faces.nn_tools import FORMS, FUNCTIONS, MODULES, main_grads, setup
 from tests.faces.torch_tools import leaf
 from torch_bridge import nn
@@ -143,12 +143,12 @@ def test_make_graphed_callables(form: str) -> None:
         return step.forward(x, probs, sizes)
 
     sample = (step.x.detach().clone().requires_grad_(), step.probs.detach().clone(), step.sizes.clone())
-    graphed: Any = torch.cuda.make_graphed_callables(forward, sample)
+    run = graphed(forward, sample)
     for sizes in REPLAYED[:4]:
         for one in (step, other):
             one.load(sizes)
         x, x2 = leaf(step.x), leaf(other.x)
-        y, y2 = graphed(x, step.probs.detach(), step.sizes), other.forward(x2, other.probs.detach(), other.sizes)
+        y, y2 = run(x, step.probs.detach(), step.sizes), other.forward(x2, other.probs.detach(), other.sizes)
         asserts.bitwise(y, y2, f"y with sizes {sizes}")
         y.backward(step.dy)
         y2.backward(other.dy)

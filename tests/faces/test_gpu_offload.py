@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grouped_core.mlp_spec import POLICIES
 from tests import asserts
-from tests.faces.gpu_tools import capture, captured
+from tests.faces.gpu_tools import capture, captured, graphed
 from torch_bridge import _transfer, nn
 from torch_bridge.offload import cpu_offload
 
@@ -150,10 +150,10 @@ def test_forward_and_backward_in_graphs_of_their_own() -> None:
             return stack.forward(x, retain_pinned=True)
 
     expected = stack.run()[:2]
-    graphed: Any = torch.cuda.make_graphed_callables(forward, (stack.x.detach().clone().requires_grad_(),))
+    run = graphed(forward, (stack.x.detach().clone().requires_grad_(),))
     for _ in range(2):
         x = stack.x.detach().clone().requires_grad_()
-        y = graphed(x)
+        y = run(x)
         y.backward(stack.dy)
         _same([y, x.grad], expected)
 
