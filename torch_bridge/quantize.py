@@ -204,14 +204,14 @@ class Use(NamedTuple):
     Attributes:
         state: of delayed scaling, or None. first: the role of x in it; those of the weight and dy follow.
         key: of stochastic rounding, or None.
-        multipliers: [G] of x, the weight and dy, which forward and backward have in common; None: what the state has
-            now.
+        multipliers: of x, the weight and dy [3, G], which forward and backward have in common; None: what the state
+            has now.
     """
 
     state: ScalingState[Tensor] | None
     key: Tensor | None
     first: int = 0
-    multipliers: Sequence[Tensor] | None = None
+    multipliers: Tensor | None = None
 
     def delayed(self, role: int, *, training: bool = False) -> tuple[Tensor | None, Tensor | None]:
         """(multipliers [G] of an operand, its live magnitudes [G], which stores of it raise in place).
@@ -233,10 +233,10 @@ def with_multipliers(uses: Sequence[Use]) -> list[Use]:
     scales = [use.state.scale for use in uses if use.state is not None and use.first == 0]
     if torch.compiler.is_compiling():
         copied = _stored.copied(scales)
-    else:
-        copied = scales[0] * 1 if len(scales) == 1 else torch.cat(scales)  # by a kernel; a clone is a memcpy
-    rows, roles = copied.unbind(), len(scaling.ROLES)
-    return [use._replace(multipliers=rows[roles * at : roles * (at + 1)]) for at, use in enumerate(uses)]
+    else:  # by a kernel: a clone is a memcpy. Multipliers are positive, and of such kernels this one returns first
+        copied = scales[0].abs() if len(scales) == 1 else torch.cat(scales)
+    parts = [copied] if len(uses) == 1 else copied.split(len(scaling.ROLES))
+    return [use._replace(multipliers=part) for use, part in zip(uses, parts, strict=True)]
 
 
 X, WEIGHT, DY = range(len(scaling.ROLES))
