@@ -158,7 +158,11 @@ class Sequential(Module):
         windows = self._planned().windows
         if not windows:
             return "no GroupedLinear, ScaledActivation, GroupedLinear stand in a row"
-        return next((reason for window in windows if (reason := window.why_unsupported())), None)
+        for window in windows:
+            reason = window.why_unsupported()
+            if reason is not None:
+                return reason
+        return None
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
