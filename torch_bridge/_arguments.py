@@ -15,6 +15,7 @@ from grouped_core.calls import ArraySpec
 from grouped_core.recipes import Recipe
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge import _graph, _library, main_grad
+from torch_bridge._compiling import is_compiling
 from torch_bridge._decided import Decided
 from torch_bridge._library import NAMES
 from torch_bridge._memory import EXCHANGE
@@ -63,7 +64,7 @@ def check_arguments(
     wgrad_accum: str | Tensor | Sequence[Tensor | None] | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Arguments:
-    compiling = torch.compiler.is_compiling()
+    compiling = is_compiling()
     sizes, rows_hint = unwrap(group_sizes)
     names = linear_spec.implementation_names(implementation)
     options = (bool(rhs_transposed), linear_spec.recipe_option(recipe).recipe, bool(scale_bias), rows_hint, names)
@@ -160,7 +161,7 @@ def _stacked(members: Sequence[Tensor]) -> ArraySpec:
 
 def text_of(transposed: bool, recipe: Recipe | None, scale_bias: bool, rows_hint: int, names: str) -> str:
     options = (transposed, recipe, scale_bias, rows_hint, names)
-    return _constant(_graph.taken_apart(options)) if torch.compiler.is_compiling() else _library.encode(*options)
+    return _constant(_graph.taken_apart(options)) if is_compiling() else _library.encode(*options)
 
 
 @torch.compiler.assume_constant_result
@@ -239,7 +240,7 @@ def check_buffers(out: Tensor | None, grad_input: Tensor | None, given: Argument
         if buffer is not None:
             check_operand(name, buffer, x)
             check_writable(name, buffer)
-    if not torch.compiler.is_compiling():  # where there are no addresses yet
+    if not is_compiling():  # where there are no addresses yet
         check_apart(buffers, _inputs(x, given.weights, given.sizes, given.biases, given.row_scale))
     if grad_input is not None:
         linear_spec.check_buffer(NAMES.grad_input, spec_of(grad_input), ArraySpec(tuple(x.shape), gradient_dtype(x)))

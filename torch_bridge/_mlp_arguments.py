@@ -26,6 +26,7 @@ from torch_bridge._arguments import (
     refuse_transforms,
     weight_names,
 )
+from torch_bridge._compiling import is_compiling
 from torch_bridge._decided import Decided
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._mlp_library import NAMES
@@ -86,7 +87,7 @@ def check_arguments(
     implementation: str | Sequence[str] | None = None,
 ) -> Arguments:
     """The arguments of `grouped_mlp`, checked."""
-    compiling = torch.compiler.is_compiling()
+    compiling = is_compiling()
     sizes, rows_hint = unwrap(group_sizes)
     options = (rhs_transposed, activation, recipe, residuals, rows_hint, implementation, is_pair(wi))
     operands = (x, wi, wo, sizes, probs, wi_bias, wo_bias)
@@ -177,7 +178,7 @@ def _check_operands(operands: tuple[Any, ...], text: str) -> tuple[Tensor, str]:
                 f"`{name}`: shape {tuple(operand.shape)}, expected {rank} axes, the first one of groups; "
                 "stack one a group on the first axis, or pass a list."
             )
-    if not torch.compiler.is_compiling():  # where M is a symbol; the operators refuse what does not fit
+    if not is_compiling():  # where M is a symbol; the operators refuse what does not fit
         op = _mlp_library.decode(text)
         if op.paired:
             check_pair(op, *(spec_of(half) for half in wi))
@@ -194,7 +195,7 @@ def text_of(*options: Any) -> str:
     Args:
         options: rhs_transposed, activation, recipe, residuals, hint of rows, implementation, whether wi is a pair.
     """
-    return _constant(_graph.taken_apart(options)) if torch.compiler.is_compiling() else _encode(*options)
+    return _constant(_graph.taken_apart(options)) if is_compiling() else _encode(*options)
 
 
 @torch.compiler.assume_constant_result
@@ -250,7 +251,7 @@ def check_buffers(out: Tensor | None, grad_input: Tensor | None, given: Argument
         if buffer is not None:
             check_operand(name, buffer, x)
             check_writable(name, buffer)
-    if not torch.compiler.is_compiling():  # where there are no addresses yet
+    if not is_compiling():  # where there are no addresses yet
         check_apart(buffers, given.named())
     wanted = ArraySpec(tuple(x.shape), gradient_dtype(x))  # of both, y has the shape and dtype of x
     if out is not None:

@@ -57,7 +57,7 @@ def facts_of(
     needs_x, needs_scale, *needs_members = needed[first:]
     live = tuple(at for at in range(counts[0]) if needs_members[at])
     live_biases = tuple(at for at in range(counts[1]) if needs_members[counts[0] + at])
-    needs = Needs(needs_x, bool(live), bool(live_biases), needs_scale)
+    needs = Needs(needs_x, len(live) > 0, len(live_biases) > 0, needs_scale)
     kept = _library.saved(text, needs, dtypes[2] is not None, dtypes[3] is not None)
     kept_weights = counts[0] if kept.w else 0
     flags = to_main_grad and overwrite is None
@@ -85,7 +85,7 @@ def product_facts(
         k=k,
         counts=members[:2],
         packed=packed,
-        needs=Needs(needs_x, bool(live[0]), bool(live[1]), False),
+        needs=Needs(needs_x, len(live[0]) > 0, len(live[1]) > 0, False),
         live=live[0],
         live_biases=live[1],
         kept_weights=members[2],
@@ -206,7 +206,7 @@ def product_gradients(
     needs, (weight_count, bias_count) = facts.needs, facts.counts
     if launcher is None or not any(needs):
         return ProductGradients(None, None, [None] * weight_count, [None] * bias_count)
-    elsewhere = bool(owners) and needs.w
+    elsewhere = len(owners) > 0 and needs.w
     buffer = grad_input if needs.x else None
 
     new = needs._replace(w=needs.w and not elsewhere)

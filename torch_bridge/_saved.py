@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
+
+from torch_bridge._compiling import is_compiling
 
 ROWS, HIDDEN, ACTIVATED = "grouped_x", "grouped_fc1", "grouped_act"
 """Rows that a product reads, pre-activations, activated rows."""
@@ -27,7 +28,7 @@ listeners: list[Listener] = []
 
 def tell(tensors: Sequence[Tensor | None], names: Sequence[str]) -> None:
     """Says what is saved next: `names` for the first tensors, the others have none."""
-    if torch.compiler.is_compiling() or not listeners:
+    if is_compiling() or not listeners:
         return
     rest = [UNNAMED] * (len(tensors) - len(names))
     pairs = zip(tensors, (*names, *rest), strict=True)

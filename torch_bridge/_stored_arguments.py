@@ -24,6 +24,7 @@ from torch_bridge._arguments import (
     refuse_transforms,
     text_of,
 )
+from torch_bridge._compiling import is_compiling
 from torch_bridge._decided import Decided
 from torch_bridge._library import NAMES
 from torch_bridge._memory import EXCHANGE
@@ -104,7 +105,7 @@ def check_arguments(
     cache: Cache | None = None,
 ) -> Arguments:
     """The arguments of `grouped_linear`; raises what it raises."""
-    compiling = torch.compiler.is_compiling()
+    compiling = is_compiling()
     refuse_transforms("grouped_linear", x, weight, bias, row_scale)
     bound = linear_spec.recipe_option(recipe)
     sizes, rows_hint = unwrap(group_sizes)
@@ -279,7 +280,7 @@ def check_buffers(
         if buffer is not None:
             check_operand(name, buffer, sizes)
             check_writable(name, buffer)
-    if not torch.compiler.is_compiling():  # where there are no addresses yet
+    if not is_compiling():  # where there are no addresses yet
         read: list[Tensor] = []
         for each in operands:
             read += parts_of(each) if isinstance(each, QTensor) else [] if each is None else listed(each)

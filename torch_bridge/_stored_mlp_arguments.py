@@ -17,6 +17,7 @@ from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import unwrap
 from torch_bridge import _graph, _library, _mlp_arguments, _mlp_library
 from torch_bridge._arguments import accumulators_of, check_apart, refuse_transforms
+from torch_bridge._compiling import is_compiling
 from torch_bridge._decided import Decided
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._mlp_library import NAMES
@@ -108,7 +109,7 @@ def check_arguments(
     caches: tuple[Cache | None, Cache | None] = (None, None),
 ) -> Arguments:
     """The arguments of `grouped_mlp`; raises what it raises."""
-    compiling = torch.compiler.is_compiling()
+    compiling = is_compiling()
     refuse_transforms("grouped_mlp", x, wi, wo, probs, wi_bias, wo_bias)
     # Layers that have a state each come with a pair.
     bounds = recipe if isinstance(recipe, tuple) else (linear_spec.recipe_option(recipe),)
@@ -181,7 +182,7 @@ def in_one_array(
         return wi
     accumulates = wgrad_accum is not None and (isinstance(wgrad_accum, str) or wgrad_accum[0] is not None)
     arguments = [list(wi), accumulates, rhs_transposed, activation, recipe, residuals]
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return _join_node(*_graph.taken_apart(arguments))
     return _join(*arguments)
 

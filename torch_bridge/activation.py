@@ -18,6 +18,7 @@ from grouped_core import calls, scaled_activation
 from grouped_core.activations import Activation, resolve
 from torch_bridge import _graph, _library, _run, _saved
 from torch_bridge._arguments import refuse_transforms
+from torch_bridge._compiling import is_compiling
 from torch_bridge._library import Execute
 from torch_bridge._memory import raw_stream
 from torch_bridge._products import once
@@ -38,7 +39,7 @@ def scaled_activation_rows(
         TypeError: dtypes. ValueError: shapes, devices, layouts.
     """
     text = _encode(activation)
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         refuse_transforms("scaled_activation", h, probs)
         check_operand("h", h, h)
         if probs is not None:
@@ -51,7 +52,7 @@ def scaled_activation_rows(
 
 
 def _encode(activation: str | Activation) -> str:
-    return _constant(_graph.taken_apart(activation)) if torch.compiler.is_compiling() else _encoded(activation)
+    return _constant(_graph.taken_apart(activation)) if is_compiling() else _encoded(activation)
 
 
 @torch.compiler.assume_constant_result
@@ -88,7 +89,7 @@ class _Scaled(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of forward's arguments; the one of the result is dz [M, F]."""
         (dz,) = grad_outputs
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if is_compiling() or not torch.is_grad_enabled():
             return _backward(ctx, dz)
         sources = (dz, *ctx.saved_tensors)
         with torch.no_grad():

@@ -104,7 +104,7 @@ def _stored_fwd(given: Any, out: Tensor | None, needs: MlpNeeds | None) -> tuple
         check_results(given, out)
     lists = (given.wi_leaves, given.wo_leaves, given.wi_bias, given.wo_bias)
     needs, live = _asked(needs, given.checked.specs, lists)
-    needs = needs._replace(x=needs.x and given.leaf is not None, wi=bool(live[0]), wo=bool(live[1]))
+    needs = needs._replace(x=needs.x and given.leaf is not None, wi=len(live[0]) > 0, wo=len(live[1]) > 0)
     adding: Any = tuple((False,) * max(1, len(each)) for each in lists[:2])
     y, tensors, names, facts = stored_mlp.forward_and_saved(given, live, needs, out, adding)
     x_kept = [each for each, name in zip(tensors, names, strict=False) if name.startswith(_saved.ROWS)]
@@ -212,7 +212,7 @@ def _into(product: ProductFacts, accumulators: Sequence[Tensor | None]) -> Produ
     if not accumulators:
         return product
     live = [at for at in product.live if accumulators[at] is not None]
-    return product._replace(live=live, needs=product.needs._replace(w=product.needs.w and bool(live)))
+    return product._replace(live=live, needs=product.needs._replace(w=product.needs.w and len(live) > 0))
 
 
 def _asking(products: tuple[ProductFacts, ProductFacts], *, weights: bool) -> tuple[ProductFacts, ProductFacts]:

@@ -20,6 +20,7 @@ from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
 from torch_bridge import _library, _mlp_library, _saved, main_grad, stored_mlp
 from torch_bridge._arguments import Members, destinations
+from torch_bridge._compiling import is_compiling
 from torch_bridge._mlp_arguments import Accumulators, Arguments, check_arguments, check_buffers
 from torch_bridge._mlp_library import NAMES
 from torch_bridge._products import (
@@ -101,7 +102,7 @@ def differentiable(given: Arguments, out: Tensor | None, grad_input: Tensor | No
         check_buffers(out, grad_input, given)
     if not given.differentiates():
         return _forward(given, out, False)[0]
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         return _attach(given, out, grad_input, None, owners)
     if owners is not None and any(each.delayed is not None for each in owners):
         return _attach_uncompiled(given, out, grad_input, None, owners)
@@ -123,7 +124,7 @@ def differentiable(given: Arguments, out: Tensor | None, grad_input: Tensor | No
 
 def _forward(given: Arguments, out: Tensor | None, keep_h: bool) -> tuple[Tensor, Tensor | None, Tensor]:
     """(y, hidden rows if they are kept, activated rows)."""
-    weighted = bool(given.wo_bias) and given.probs is not None
+    weighted = len(given.wo_bias) > 0 and given.probs is not None
     z, *rest = _mlp_library.hidden(given.x, given.wi, given.sizes, given.probs, given.wi_bias, given.text, keep_h)
     operands = (z, given.wo, given.sizes, given.wo_bias, given.probs if weighted else None)
     text = _mlp_library.linear_texts(given.text, weighted)[1]
@@ -209,17 +210,17 @@ def forward_and_saved(
 ) -> tuple[Tensor, list[Tensor | None], Facts]:
     """(y, the tensors that backward reads, what it has to know); `live`: members that need gradients, of four lists."""
     x, wi, wo, sizes, probs, wi_bias, wo_bias, text, *_ = given
-    keep = _kept(text, (probs is not None, bool(wi_bias), bool(wo_bias)), *needs)
+    keep = _kept(text, (probs is not None, len(wi_bias) > 0, len(wo_bias) > 0), *needs)
     y, h, z = _forward(given, out, keep.h)
     lists = [
         part if saved else []
         for part, saved in zip((wi, wo, wi_bias, wo_bias), (keep.wi, keep.wo, keep.wi_bias, keep.wo_bias), strict=True)
     ]
-    weighted = bool(wo_bias) and probs is not None
+    weighted = len(wo_bias) > 0 and probs is not None
     texts = _mlp_library.linear_texts(text, weighted)
     flags = given.to_main_grad and overwrite is None
 
-    make = product_facts.__wrapped__ if torch.compiler.is_compiling() else product_facts  # traced sizes are no keys
+    make = product_facts.__wrapped__ if is_compiling() else product_facts  # traced sizes are no keys
 
     def product(at: int, rows: Tensor, weights: list[Tensor], biases: list[Tensor], name: str) -> ProductFacts:
         start = 0 if at == 0 else len(wi)
@@ -229,7 +230,7 @@ def forward_and_saved(
             (rows.dtype, weights[0].dtype, biases[0].dtype if biases else None, None if scale is None else scale.dtype),
             rows.shape[1],
             (len(weights), len(biases), len(lists[at])),
-            (weights[0].dim() == 3, bool(biases) and biases[0].dim() == 2),
+            (weights[0].dim() == 3, len(biases) > 0 and biases[0].dim() == 2),
             (live[at], live[2 + at]),
             needs.x and at == 0,
             flags,
@@ -306,7 +307,7 @@ class _Mlp(torch.autograd.Function):
         wi, wo, wi_bias, wo_bias, accum_wi, accum_wo = split(members, counts)
         needs_x, needs_probs, *needed = ctx.needs_input_grad[_PLAIN_ARGUMENTS:]
         live = [tuple([at for at, need in enumerate(part) if need]) for part in split(needed, counts[:4])]
-        needs = MlpNeeds(needs_x, bool(live[0]), bool(live[1]), needs_probs, bool(live[2]), bool(live[3]))
+        needs = MlpNeeds(needs_x, len(live[0]) > 0, len(live[1]) > 0, needs_probs, len(live[2]) > 0, len(live[3]) > 0)
         given = Arguments(x, wi, wo, sizes, probs, wi_bias, wo_bias, text, to_main_grad, accum_wi, accum_wo)
         y, tensors, ctx.facts = forward_and_saved(given, live, needs, out, overwrite)
         rows = tensors[_INPUT : _ACTIVATED + 1]
@@ -316,8 +317,8 @@ class _Mlp(torch.autograd.Function):
         ctx.grad_input = grad_input
         ctx.accumulators = (accum_wi, accum_wo)
         first, second = (None, None) if owners is None else owners
-        owners_wi, delayed_wi = owners_of(wi, bool(to_main_grad or accum_wi), first)
-        owners_wo, delayed_wo = owners_of(wo, bool(to_main_grad or accum_wo), second)
+        owners_wi, delayed_wi = owners_of(wi, to_main_grad or len(accum_wi) > 0, first)
+        owners_wo, delayed_wo = owners_of(wo, to_main_grad or len(accum_wo) > 0, second)
         ctx.owners, ctx.delayed = (owners_wi, owners_wo), (delayed_wi, delayed_wo)
         return y
 
@@ -325,7 +326,7 @@ class _Mlp(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of forward's arguments; the one of the result is dy [M, K]."""
         (dy,) = grad_outputs
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if is_compiling() or not torch.is_grad_enabled():
             return _backward(ctx, dy)
         sources = (dy, *ctx.saved_tensors)
         with torch.no_grad():
@@ -335,7 +336,7 @@ class _Mlp(torch.autograd.Function):
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     facts, tensors = ctx.facts, list(ctx.saved_tensors)
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: rows go as soon as nothing reads them
     dp, work = launchers(facts, tensors, dy.contiguous())
     tensors.clear()

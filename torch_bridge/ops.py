@@ -17,6 +17,7 @@ from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
 from torch_bridge import _library, _saved, main_grad, stored
 from torch_bridge._arguments import Arguments, Members, check_arguments, check_buffers, destinations
+from torch_bridge._compiling import is_compiling
 from torch_bridge._products import (
     Owner,
     ProductFacts,
@@ -88,7 +89,7 @@ def differentiable(given: Arguments, out: Tensor | None, grad_input: Tensor | No
         check_buffers(out, grad_input, given)
     if not given.differentiates():
         return _forward(given, out)
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         return _attach(given, out, grad_input, None, owner)
     if owner is not None and owner.delayed is not None:
         return _attach_uncompiled(given, out, grad_input, None, owner)
@@ -124,7 +125,7 @@ def _attach(
     owner: Owner | None,
 ) -> Tensor:
     """The result with its gradients; `overwrite` stands for the attributes of that name if they were read already."""
-    packed = (given.weights[0].dim() == 3, bool(given.biases) and given.biases[0].dim() == 2)
+    packed = (given.weights[0].dim() == 3, len(given.biases) > 0 and given.biases[0].dim() == 2)
     counts = (len(given.weights), len(given.biases))
     static = (given.text, counts, packed, given.to_main_grad, overwrite)
     return _Linear.apply(
@@ -186,14 +187,14 @@ class _Linear(torch.autograd.Function):
         # NOTE: no saved tensors: destinations change between forward and backward, Parameters are asked for attributes.
         ctx.grad_input = grad_input
         ctx.accumulators = accumulators
-        ctx.owners, ctx.delayed = owners_of(weights, bool(to_main_grad or accumulators), owner)
+        ctx.owners, ctx.delayed = owners_of(weights, to_main_grad or len(accumulators) > 0, owner)
         return _forward(Arguments(x, weights, sizes, biases, row_scale, text, to_main_grad, accumulators), out)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of forward's arguments; the one of the result is dy [M, N]."""
         (dy,) = grad_outputs
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if is_compiling() or not torch.is_grad_enabled():
             return _backward(ctx, dy)
         sources = (dy, *ctx.saved_tensors)
         with torch.no_grad():

@@ -18,6 +18,7 @@ from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge import _graph, _stored
 from torch_bridge._arguments import refuse_vmap
+from torch_bridge._compiling import is_compiling
 from torch_bridge._library import NAMES
 from torch_bridge._run import DTYPES, E8M0, dtype_name, fixed_spec, rows_spec
 from torch_bridge._stored import StraightThrough
@@ -49,7 +50,7 @@ def quantize(
         TypeError, ValueError: what does not fit together. NotImplementedError: no kernel takes it; under vmap.
     """
     cell = format_option(format)
-    if torch.compiler.is_compiling():
+    if is_compiling():
         arrays = _quantize_node(*_graph.taken_apart([x, cell, axis, group_sizes, key]))
     else:
         arrays = _quantize(x, cell, axis, group_sizes, key)
@@ -110,7 +111,7 @@ def dequantize(
         NotImplementedError: under vmap.
     """
     check_quantized(q)
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return _dequantize_node(*_graph.taken_apart([q, dtype, group_sizes]))
     return _dequantize(q, dtype, group_sizes)
 
@@ -180,7 +181,7 @@ def update_scaling(state: ScalingState[Tensor], *, process_group: Any = None) ->
         NotImplementedError: under vmap.
     """
     scaling.check_state(state)
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         refuse_vmap("update_scaling")
     if process_group is not None:
         live = state.history[:, 0].contiguous()
@@ -231,10 +232,12 @@ def with_multipliers(uses: Sequence[Use]) -> list[Use]:
     others. One launch, whether products share a state or have one each.
     """
     scales = [use.state.scale for use in uses if use.state is not None and use.first == 0]
-    if torch.compiler.is_compiling():
+    if is_compiling():
         copied = _stored.copied(scales)
+    elif len(scales) > 1:
+        copied = torch.cat(scales)
     else:  # by a kernel: a clone is a memcpy. Multipliers are positive, and of such kernels this one returns first
-        copied = scales[0].abs() if len(scales) == 1 else torch.cat(scales)
+        copied = scales[0].abs()
     parts = [copied] if len(uses) == 1 else copied.split(len(scaling.ROLES))
     return [use._replace(multipliers=part) for use, part in zip(uses, parts, strict=True)]
 

@@ -22,6 +22,7 @@ from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.storing import check_requantize, given_forms
 from torch_bridge import _graph, _library, _products, _saved, _stored, _stored_linear
 from torch_bridge._arguments import Members
+from torch_bridge._compiling import is_compiling
 from torch_bridge._library import NAMES
 from torch_bridge._products import Launcher, Owner, ProductFacts, facts_of, once, owners_of, product_gradients
 from torch_bridge._run import settle_rows
@@ -52,7 +53,7 @@ def linear(
         owner, cache: of a layer.
     """
     arguments = (x, weight, group_sizes, rhs_transposed, bias, row_scale, scale_bias, recipe)
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         given = check_arguments(*arguments, wgrad_accum, implementation, cache)
         return grouped_linear(given, out, grad_input, owner)
     master = taken(weight)[0]
@@ -183,7 +184,7 @@ def encode_of(use: Use, x: Stored, weight: Stored) -> tuple[Tensor | None, Tenso
 def _forward(given: Arguments, needs: Needs, out: Tensor | None) -> tuple[Tensor, Stored, Stored]:
     """(y, x and weight as backward reads them, without arrays where it does not)."""
     text, recipe, use = given.checked.text, given.checked.recipe, given.use
-    plan = _plan(text, needs, bool(given.biases), given.row_scale is not None)
+    plan = _plan(text, needs, len(given.biases) > 0, given.row_scale is not None)
     rows = row_forms(given.x, plan.x, given.sizes, use, recipe, training=plan.training)
     weights = weight_forms(given.cache, given.weight, plan.weight, use, recipe, training=plan.training)
     x, w = rows[0], weights[0]
@@ -210,7 +211,7 @@ def _attach(
     replaced: tuple[bool, ...] | None,
 ) -> Tensor:
     weights = given.leaves
-    packed = (not weights or weights[0].dim() == 3, bool(given.biases) and given.biases[0].dim() == 2)
+    packed = (not weights or weights[0].dim() == 3, len(given.biases) > 0 and given.biases[0].dim() == 2)
     counts = (max(1, len(weights)), len(given.biases))
     static = (given.checked.text, counts, packed, given.to_main_grad, replaced)
     quiet = weights or [_stand_in(given)]
@@ -228,7 +229,7 @@ def _stand_in(given: Arguments) -> Tensor | None:
     """
     if not given.accumulators or given.needed_by_inputs():
         return None
-    if torch.compiler.is_compiling():
+    if is_compiling():
         raise NotImplementedError(
             f"`{NAMES.accum}` of a quantised weight without a master, under torch.compile, and nothing else needs a "
             "gradient: expected an operand with requires_grad; pass the weight as "
@@ -310,14 +311,14 @@ class _StoredLinear(torch.autograd.Function):
         ctx.grad_input = grad_input
         ctx.accumulators = accumulators
         weights = given.leaves or [each for each in accumulators if each is not None]
-        ctx.owners, ctx.delayed = owners_of(weights, bool(to_main_grad or accumulators), owner)
+        ctx.owners, ctx.delayed = owners_of(weights, to_main_grad or len(accumulators) > 0, owner)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of forward's arguments; the one of the result is dy [M, N]."""
         (dy,) = grad_outputs
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if is_compiling() or not torch.is_grad_enabled():
             return _backward(ctx, dy)
         sources = (dy, *ctx.saved_tensors)
         with torch.no_grad():

@@ -21,6 +21,7 @@ from grouped_core.formats import QTensor
 from grouped_core.gradients import Needs
 from grouped_core.mlp_spec import NO_NEEDS, Kept, MlpNeeds, kept, needs_dz
 from torch_bridge import _graph, _mlp_library, _products, _saved, _stored, _stored_linear, _stored_mlp
+from torch_bridge._compiling import is_compiling
 from torch_bridge._mlp_library import NAMES
 from torch_bridge._products import Owner, ProductFacts, mlp_gradients, once, owners_of, product_facts
 from torch_bridge._run import settle_rows
@@ -65,7 +66,7 @@ def grouped_mlp(
     """
     wi = in_one_array(wi, wgrad_accum, rhs_transposed, activation, recipe, residuals)
     arguments = (x, wi, wo, group_sizes, rhs_transposed, activation, probs, wi_bias, wo_bias, recipe, residuals)
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         return mlp(check_arguments(*arguments, wgrad_accum, implementation, caches), out, grad_input, owners)
     masters = [taken(wi)[0], taken(wo)[0]]
     parameters = [
@@ -166,7 +167,7 @@ def _forward(given: Arguments, needs: MlpNeeds, out: Tensor | None) -> _Forward:
     """y and what backward reads, as `grouped_core.mlp.mlp` has it."""
     checked, probs, (one, two) = given.checked, given.probs, given.uses
     first, second = checked.products
-    has = (probs is not None, bool(given.wi_bias), bool(given.wo_bias))
+    has = (probs is not None, len(given.wi_bias) > 0, len(given.wo_bias) > 0)
     plan = _plan(checked.text, (first.text, second.text), needs, has, given.caches[0] is not None)
     keep, training, ((x_wanted, wi_wanted), (z_wanted, wo_wanted)) = plan.keep, plan.training, plan.forms
     (keeps_x, keeps_wi), (keeps_z, keeps_wo) = plan.keeps
@@ -262,7 +263,7 @@ class _StoredMlp(torch.autograd.Function):
         for at, accums in enumerate((given.accum_wi, given.accum_wo)):
             if not (given.wi_leaves, given.wo_leaves)[at] and any(each is not None for each in accums):
                 live[at] = [0]
-        needs = MlpNeeds(needs_x, bool(live[0]), bool(live[1]), needs_probs, bool(live[2]), bool(live[3]))
+        needs = MlpNeeds(needs_x, len(live[0]) > 0, len(live[1]) > 0, needs_probs, len(live[2]) > 0, len(live[3]) > 0)
         y, saved, names, ctx.facts = forward_and_saved(given, live, needs, out, replaced)
         _saved.tell(saved, names)
         ctx.save_for_backward(*saved)
@@ -278,7 +279,7 @@ class _StoredMlp(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of forward's arguments; the one of the result is dy [M, K]."""
         (dy,) = grad_outputs
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if is_compiling() or not torch.is_grad_enabled():
             return _backward(ctx, dy)
         sources = (dy, *ctx.saved_tensors)
         with torch.no_grad():
@@ -310,7 +311,7 @@ def _product_facts(
             (rows, leaves[0].dtype if leaves else weight, bias, scale),
             (checked.specs.x, checked.hidden)[at].shape[1],
             (max(1, len(leaves)), len(biases), 0),
-            (not leaves or leaves[0].dim() == 3, bool(biases) and biases[0].dim() == 2),
+            (not leaves or leaves[0].dim() == 3, len(biases) > 0 and biases[0].dim() == 2),
             (tuple(live[at]), tuple(live[2 + at])),
             needs.x and at == 0,
             given.to_main_grad,
@@ -328,7 +329,7 @@ def _product_facts(
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     facts: Facts = ctx.facts
     tensors = list(ctx.saved_tensors)
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: rows go as soon as nothing reads them
     dp, work = launchers(facts, tensors, dy.contiguous())
     first, second = mlp_gradients(facts.products, work, ctx.owners, ctx.accumulators, ctx.grad_input, ctx.delayed)

@@ -19,6 +19,7 @@ from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes
 from torch_bridge import main_grad, ops
 from torch_bridge._arguments import Members, check_arguments
+from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import OwnedTable
 from torch_bridge._products import Owner
 from torch_bridge._run import DTYPES, TORCH_DTYPES
@@ -175,7 +176,7 @@ class GroupedLinear(Module):
         """
         if is_first_microbatch is not None:
             check_microbatch(is_first_microbatch)
-        if self.quantized_weights and torch.compiler.is_compiling():
+        if self.quantized_weights and is_compiling():
             return _uncompiled(self, x, group_sizes, row_scale, is_first_microbatch, out, grad_input)
         parameters = self.weight_parameters()
         if is_stored(x, None, self.recipe):
@@ -243,7 +244,7 @@ class GroupedLinear(Module):
         Casts of the weights are not noted: a graph makes its own, and reads them where it made them.
         """
         device = weights[0].device
-        if device.type != "cuda" or weights[0].dim() == 3 or torch.compiler.is_compiling():
+        if device.type != "cuda" or weights[0].dim() == 3 or is_compiling():
             return
         if weights[0] is not self._held(self.weight_names[:1])[0]:
             return

@@ -17,6 +17,7 @@ from grouped_core.mlp_spec import Residuals, residuals_option
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes
 from torch_bridge import main_grad, mlp
+from torch_bridge._compiling import is_compiling
 from torch_bridge._mlp_arguments import check_arguments
 from torch_bridge._products import Owner
 from torch_bridge._stored_arguments import home, is_stored
@@ -44,7 +45,7 @@ def fused_mlp(
     Args:
         state: of delayed scaling of both products; None: each layer has its own, or none.
     """
-    if (fc1.quantized_weights or fc2.quantized_weights) and torch.compiler.is_compiling():
+    if (fc1.quantized_weights or fc2.quantized_weights) and is_compiling():
         return _uncompiled(
             *(fc1, fc2, activation, residuals, x, group_sizes, probs, out, grad_input, state, first_microbatch)
         )

@@ -14,6 +14,7 @@ from torch.nn import Module
 
 from grouped_core.sizes import unwrap
 from torch_bridge import main_grad
+from torch_bridge._compiling import is_compiling
 from torch_bridge.activation import scaled_activation_rows
 from torch_bridge.nn._checks import check_microbatch
 from torch_bridge.nn._routing import addressed
@@ -138,7 +139,7 @@ class Sequential(Module):
         if plan is None or plan.structure != structure:
             layers = self._layers()
             plan = _Plan(structure, tuple(layers), [_extras(layer) for layer in layers], self._windows())
-            if not torch.compiler.is_compiling():  # graphs inside of checkpointing take no changes of modules
+            if not is_compiling():  # graphs inside of checkpointing take no changes of modules
                 self._plan = plan
         return plan
 

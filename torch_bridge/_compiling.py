@@ -1,0 +1,18 @@
+"""Whether a graph of torch.compile is being made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch._guards import TracingContext
+
+
+def _is_compiling() -> bool:
+    """`torch.compiler.is_compiling`, also inside the nodes of a graph, which older releases run without saying so."""
+    return torch.compiler.is_compiling() or TracingContext.try_get() is not None
+
+
+is_compiling: Callable[[], bool] = (
+    torch.compiler.is_compiling if hasattr(torch.compiler, "_compile_session_context") else _is_compiling
+)
