@@ -2,6 +2,7 @@
 #   make demo ARGS="--steps 20"   the main example        make test        every check, on the CPU
 #   make test-full                whole test matrices     make sanitize    soak tests under ASan and UBSan
 #   make soak                     long random draws       make wheel       a stable-ABI wheel, in dist/
+#   make test-releases            the faces with other releases of the frameworks (RELEASES), from the wheel
 #   make docs                     API pages, build/docs   make benchmark   BENCH selects a file
 #   make stub                     renews the .pyi stub    make format      lays out Python and C++
 #   make sass                     renews the instruction counts of the Hopper kernels
@@ -19,6 +20,7 @@ CXX ?= c++
 GROUPED_CUDA ?= auto
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 WORKERS ?= 2
+RELEASES ?= torch==2.11.0 jax==0.11.2
 BENCH ?= benchmarks/bench_grouped_matmul.py benchmarks/bench_overhead.py
 ARGS ?=
 
@@ -33,7 +35,7 @@ CXX_FILES := $(wildcard cc/*/*.h cc/*/*.cc cc/*/*.cuh cc/*/*.cu tests/native/*.c
 # $(call need,command,what is missing and what to do): stops with that one line where the command fails.
 need = $(if $(filter 0,$(shell { $(1); } >/dev/null 2>&1; echo $$?)),,$(error $(2)))
 
-.PHONY: demo test test-full sanitize soak wheel docs benchmark stub sass lint format types native clean
+.PHONY: demo test test-full test-releases sanitize soak wheel docs benchmark stub sass lint format types native clean
 
 $(VENV)/bin/python:
 	$(call need,$(PY) -c 'import sys; sys.exit(sys.version_info < (3$(comma) 11))',Python 3.11 or later is needed as $(PY); install it or name one: make PY=python3.12)
@@ -110,6 +112,18 @@ wheel:
 	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) build/wheel-venv/bin/pip wheel --quiet --no-deps --wheel-dir dist . \
 	  -C cmake.define.GROUPED_CUDA=$(GROUPED_CUDA)
 	@ls dist/*.whl
+
+# A tree without the packages, so that the wheel's are found. It tells whether one binary, and what Dynamo traces of the
+# packages, serve a release that the other tests do not install.
+RELEASE_TREE := build/releases/tree
+test-releases: wheel
+	$(WHEEL_PY) -m venv --clear build/releases
+	build/releases/bin/pip install --quiet --disable-pip-version-check $(RELEASES) flax optax orbax-checkpoint jaxtyping \
+	  ml_dtypes matplotlib tqdm pytest pytest-xdist hypothesis
+	build/releases/bin/pip install --quiet --disable-pip-version-check --no-deps dist/*.whl
+	@mkdir $(RELEASE_TREE)
+	@tar -c --exclude=__pycache__ pyproject.toml README.md docs examples tests | tar -x -C $(RELEASE_TREE)
+	cd $(RELEASE_TREE) && ../bin/python -m pytest -n $(WORKERS) tests/faces $(ARGS)
 
 stub: native $(VENV)/.packages
 	$(PYTHON) -m nanobind.stubgen -q --exclude-values -m grouped_core._native -o grouped_core/_native.pyi

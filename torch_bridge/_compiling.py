@@ -9,7 +9,7 @@ from torch._guards import TracingContext
 
 
 def _is_compiling() -> bool:
-    """`torch.compiler.is_compiling`, also inside the nodes of a graph, which older releases run without saying so."""
+    """`torch.compiler.is_compiling`, also where a node runs on fake tensors: PyTorch 2.11 denies it there."""
     return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 

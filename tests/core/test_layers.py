@@ -111,6 +111,12 @@ def test_variables_are_read_in_one_place_and_never_in_native_code():
         assert "getenv" not in path.read_text(), f"{name_of(path)} reads environment variables"
 
 
+def test_whether_a_graph_is_made_is_asked_in_one_place():
+    """PyTorch's own question has another answer in older releases, inside of nodes."""
+    asking = {name_of(path) for path in python_files("torch_bridge") if "compiler.is_compiling" in path.read_text()}
+    assert asking == {"torch_bridge/_compiling.py"}
+
+
 def test_benchmarks_and_examples_share_only_the_cases():
     for folder, allowed in (("benchmarks", {"tests.cases"}), ("examples", set())):
         for path in python_files(folder):

@@ -332,7 +332,9 @@ def test_transforms_are_refused_with_a_remedy(batched: bool) -> None:
         f(lambda x: grouped_linear(x, t.w, t.sizes))(torch.stack([t.x, t.x]) if batched else t.x)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on the first dual tensor
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script:DeprecationWarning", "ignore:.*torch.jit.script:FutureWarning"
+)  # torch's own
 def test_forward_mode_is_refused() -> None:
     """A tangent would be dropped in silence."""
     t = small()
