@@ -35,7 +35,7 @@ CXX_FILES := $(wildcard cc/*/*.h cc/*/*.cc cc/*/*.cuh cc/*/*.cu tests/native/*.c
 # $(call need,command,what is missing and what to do): stops with that one line where the command fails.
 need = $(if $(filter 0,$(shell { $(1); } >/dev/null 2>&1; echo $$?)),,$(error $(2)))
 
-.PHONY: demo test test-full test-releases sanitize soak wheel docs benchmark stub sass lint format types native clean
+.PHONY: demo test test-full test-releases sanitize soak wheel docs benchmark stub sass lint format types native clean FORCE
 
 $(VENV)/bin/python:
 	$(call need,$(PY) -c 'import sys; sys.exit(sys.version_info < (3$(comma) 11))',Python 3.11 or later is needed as $(PY); install it or name one: make PY=python3.12)
@@ -54,11 +54,16 @@ $(VENV)/.packages: requirements/dev.txt $(VENV)/.demo-packages
 	@touch $@
 
 # A development build: the module beside the sources, and a .pth file that leads to them, so that new files are seen.
-build/.configured: CMakeLists.txt $(VENV)/.demo-packages
+build/.configured: CMakeLists.txt build/.options $(VENV)/.demo-packages
 	PATH="$(BIN):$$PATH" cmake -S . -B build -G Ninja -DPython_EXECUTABLE=$(PYTHON) \
 	  -DGROUPED_OUTPUT_DIR=grouped_core -DGROUPED_WERROR=ON -DGROUPED_CUDA=$(GROUPED_CUDA)
 	@pwd > "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/jax_grouped_development.pth"
 	@touch $@
+
+# Changes only where an option does.
+build/.options: FORCE
+	@mkdir -p build
+	@echo '$(GROUPED_CUDA)' | cmp -s - $@ || echo '$(GROUPED_CUDA)' > $@
 
 build/.native: build/.configured $(NATIVE_SOURCES)
 	PATH="$(BIN):$$PATH" cmake --build build --parallel $(JOBS)
@@ -109,6 +114,7 @@ sanitize: $(VENV)/.packages
 wheel:
 	$(call need,$(WHEEL_PY) -c '$(HEADERS)',$(WHEEL_PY) with its headers is needed for the stable-ABI wheel; install it or name one: make wheel WHEEL_PY=python3.13)
 	$(WHEEL_PY) -m venv build/wheel-venv
+	@rm -rf dist
 	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) build/wheel-venv/bin/pip wheel --quiet --no-deps --wheel-dir dist . \
 	  -C cmake.define.GROUPED_CUDA=$(GROUPED_CUDA)
 	@ls dist/*.whl

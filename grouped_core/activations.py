@@ -252,7 +252,9 @@ def resolve(activation: str | Activation) -> Activation:
 
 
 def interleave(weight: Any, block: int, *, axis: int = -1) -> Any:
-    """A first weight or bias with contiguous halves, its 2F columns laid out in blocks of `block` (MLP-5), as a copy.
+    """A first weight or bias with contiguous halves, its 2F columns laid out in blocks of `block` (MLP-5).
+
+    A view of it where nothing moves.
 
     Args:
         weight: an array of NumPy, CuPy, JAX or PyTorch, gate half first along `axis`: `wi` or `wi_bias`, or the rows

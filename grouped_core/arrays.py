@@ -16,7 +16,7 @@ import numpy as np
 from grouped_core import _native, activations, gradients, linear_spec, mlp, plans, scaling, storing
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec, Call, spec_of
-from grouped_core.formats import Format, QTensor, check_quantized, format_option
+from grouped_core.formats import Format, QTensor, check_quantized, format_option, wide
 from grouped_core.gradients import Amaxes, Gradients, Needs
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.mlp import MlpGradients
@@ -284,11 +284,11 @@ def grouped_linear_grads(
         linear_spec.check_accumulator(_NAMES.accum, accum_spec, w_spec)
         linear_spec.check_wgrad_dtype(op, accum_spec)
     if input_spec is not None:
-        dx_dtype = "bfloat16" if x_spec.dtype.startswith("float8") else x_spec.dtype
-        linear_spec.check_buffer(_NAMES.grad_input, input_spec, ArraySpec(x_spec.shape, dx_dtype))
-    _checked(buffers, {**required, "bias": bias, "row_scale": row_scale})
+        linear_spec.check_buffer(_NAMES.grad_input, input_spec, ArraySpec(x_spec.shape, wide(x_spec.dtype)))
+    dy = dy if isinstance(dy, QTensor) else _namespace(dy).ascontiguousarray(dy)
+    _checked(buffers, {**required, "bias": bias, "row_scale": row_scale, "dy": dy})
     scaling.check_bound(bound, w.shape[0])
-    run = ArrayRunner(dy.values if isinstance(dy, QTensor) else dy)
+    run = ArrayRunner(x)
     found = gradients.linear_backward(
         run,
         op,
@@ -298,7 +298,7 @@ def grouped_linear_grads(
         run.sizes(sizes),
         bias,
         row_scale,
-        dy if isinstance(dy, QTensor) else run.xp.ascontiguousarray(dy),
+        dy,
         needs or Needs(bias=bias is not None, row_scale=row_scale is not None),
         into_w=wgrad_accum,
         accumulate=wgrad_accum is not None,
@@ -556,8 +556,9 @@ def grouped_mlp_grads(
             linear_spec.check_wgrad_dtype(linear, spec)
     if grad_input is not None:
         (input_spec,) = _specs({"grad_input": grad_input})
-        linear_spec.check_buffer("grad_input", input_spec, x_spec)
-    _checked(written, {**required, **optional})
+        linear_spec.check_buffer("grad_input", input_spec, ArraySpec(x_spec.shape, wide(x_spec.dtype)))
+    dy = dy if isinstance(dy, QTensor) else _namespace(dy).ascontiguousarray(dy)
+    _checked(written, {**required, **optional, "dy": dy})
 
     scaling.check_bound(bound, wo.shape[0], products=2)
     run, first = ArrayRunner(x), in_form(op.fc1(), tuple(wi) if op.paired else wi)
@@ -567,7 +568,6 @@ def grouped_mlp_grads(
     extras = (scaling.extras(bound, 0), scaling.extras(bound, 1))
     more = (probs, wi_bias, wo_bias)
     found = mlp.mlp(run, op, x, first, wo, native, *more, needs=wanted, extras=extras)
-    dy = dy if isinstance(dy, QTensor) else run.xp.ascontiguousarray(dy)
     held = (found.x, found.h, found.z, found.wi, found.wo, native)
     main = mlp.main_grads(run, op, specs, *held, *more, dy, wanted, grad_input=grad_input, extras=extras)
     for product, amax in enumerate(main.amax):

@@ -109,6 +109,16 @@ class Format:
         """Whether each group has a scale."""
         return self.rule == "nvfp4" or (self.rule == "fp32" and self.block == 0)
 
+    @property
+    def powers_of_fp4(self) -> bool:
+        """Whether E2M1 codes stand beside powers of two (MXFP4): for weights alone, and beyond float16's range."""
+        return self.values == "uint8" and self.rule == "e8m0"
+
+    @property
+    def for_weights(self) -> bool:
+        """Whether weights alone may be stored so."""
+        return self.square or self.powers_of_fp4
+
     def replace(self, **changes: Any) -> Format:
         """This format with the fields of `changes` changed."""
         return dataclasses.replace(self, **changes)
@@ -151,6 +161,11 @@ PLAIN = {row.values: row for row in FORMATS.values() if row.plain}
 
 WIDE = ("float32", "bfloat16", "float16")
 """Element types that results, biases and accumulators may have."""
+
+
+def wide(dtype: str) -> str:
+    """Dtype of results and gradients of an operand stored as `dtype`: its own, or bfloat16 for 8-bit values."""
+    return dtype if dtype in WIDE else "bfloat16"
 
 
 def format_option(format: Any) -> Format:

@@ -1,4 +1,4 @@
-"""Rules of the linear operation: forward, backward, and what is kept in between (contracts.md, section 2).
+"""Rules of the linear operation: forward, backward, and what is kept in between (docs/contracts.md, "Products").
 
 Letters: G groups, M rows, K in, N out. The number beside an operand is its contracted axis.
 """
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from grouped_core import calls, linear_spec
 from grouped_core.calls import ArraySpec, OperandSpec
-from grouped_core.formats import Format, QTensor
+from grouped_core.formats import Format, QTensor, wide
 from grouped_core.linear_spec import Linear
-from grouped_core.products import Array, Listed, Operand, Runner, arranged, operand_spec, product, scale_rows, wide
+from grouped_core.products import Array, Listed, Operand, Runner, arranged, operand_spec, product, scale_rows
 from grouped_core.recipes import Recipe
 from grouped_core.storing import NO_EXTRAS, Extras, Stored, dequantize, given_forms, store
 

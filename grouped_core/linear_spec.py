@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from grouped_core.calls import MAX_GROUPS, MAX_ROWS, ArraySpec, OperandSpec, StoredSpec, stored_spec
-from grouped_core.formats import PLAIN, WIDE, Format
+from grouped_core.formats import PLAIN, WIDE, Format, wide
 from grouped_core.recipes import BoundRecipe, Recipe, plain
 
 
@@ -238,8 +238,7 @@ def check_linear(
             )
     wide_option(n.result, op.result_dtype)
     wide_option(n.wgrad, op.wgrad_dtype)
-    default = x.dtype if x.dtype in WIDE else "bfloat16"
-    result = ArraySpec((x.shape[0], width), op.result_dtype or default)
+    result = ArraySpec((x.shape[0], width), op.result_dtype or wide(x.dtype))
     if out is not None:
         check_buffer(n.out, out, result)
     return result
@@ -278,7 +277,7 @@ def _check_recipe(op: Linear, x: OperandSpec, w: OperandSpec) -> None:
                 f"`{name}`: {spec} along axis {spec.axis}, expected along axis {axis}, which the product contracts; "
                 f"quantise it with axis={axis}, or with both."
             )
-    if isinstance(w, StoredSpec) and w.format.values == "uint8" and w.format.rule == "e8m0" and x.dtype == "float16":
+    if isinstance(w, StoredSpec) and w.format.powers_of_fp4 and x.dtype == "float16":
         raise TypeError(
             f"`{op.names.x}`: float16 beside {w.format.name}, expected bfloat16 or float32, whose range holds its "
             "scales; cast it."

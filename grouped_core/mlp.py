@@ -1,4 +1,4 @@
-"""Rules of the experts' MLP: forward, backward, and what is kept in between (contracts.md, section 3).
+"""Rules of the experts' MLP: forward, backward, and what is kept in between (docs/contracts.md, "The experts' MLP").
 
     h = x W1 + b1, rounded;  z = p act(h), rounded;  y = z W2 + p b2
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from grouped_core import calls, gradients
 from grouped_core.calls import ArraySpec, OperandSpec
-from grouped_core.formats import Format, QTensor
+from grouped_core.formats import Format, QTensor, wide
 from grouped_core.gradients import Amaxes, Forms, Needs
 from grouped_core.linear_spec import Linear
 from grouped_core.mlp_spec import NO_NEEDS, Mlp, MlpNeeds, MlpSpecs, check, kept, needs_dh, needs_dz, restrict
@@ -26,7 +26,6 @@ from grouped_core.products import (
     arranged,
     operand_spec,
     weight_specs,
-    wide,
 )
 from grouped_core.recipes import Recipe
 from grouped_core.storing import Extras, Stored, Within, joined, within

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from grouped_core import linear_spec
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec, OperandSpec, StoredSpec
-from grouped_core.formats import WIDE, QTensor
+from grouped_core.formats import WIDE, QTensor, wide
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.recipes import Recipe
 
@@ -295,7 +295,7 @@ def check_cotangent(x: OperandSpec, dy: ArraySpec) -> None:
     Raises:
         TypeError: dtype. ValueError: shape.
     """
-    wanted = ArraySpec(x.shape, x.dtype if x.dtype in WIDE else "bfloat16")
+    wanted = ArraySpec(x.shape, wide(x.dtype))
     if dy.shape != wanted.shape:
         raise ValueError(f"`dy`: shape {dy.shape}, expected {wanted.shape} = shape of y; pass the gradient of y.")
     if dy.dtype != wanted.dtype:

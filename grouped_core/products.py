@@ -191,11 +191,6 @@ def product(
     return result
 
 
-def wide(dtype: str) -> str:
-    """Dtype of the gradient of an operand stored as `dtype`: its own, or bfloat16 for 8-bit values."""
-    return "bfloat16" if dtype.startswith("float8") else dtype
-
-
 def scale_rows(
     run: Runner, rows: Array, scale: Array | None, group_sizes: Array, dtype: str, into: Array | None = None
 ) -> Array:

@@ -178,13 +178,13 @@ def _check_cells(recipe: Recipe) -> None:
             refuse(product, f"{rows.name} with a rotation along features", "a rotation along rows, in wgrad")
         if product == "forward" and rows.stochastic:
             refuse(product, f"{rows.name} with random rounding of x", "it for gradients alone, which a key is for")
-        if rows.name.startswith("mxfp4"):
-            refuse(product, f"{rows.name} for rows", "a format for rows: mxfp4 is for weights")
-        if rows.values == "float16" and weight.name.startswith("mxfp4"):
+        if rows.powers_of_fp4:
+            refuse(product, f"{rows.name} for rows", "a format for rows: E2M1 with E8M0 scales is for weights")
+        if rows.values == "float16" and weight.powers_of_fp4:
             refuse(product, f"{rows.name} against {weight.name}", "rows whose range holds its scales, e.g. bf16")
     x, dy = recipe.wgrad
     for cell in (x, dy):
-        if cell.square or cell.name.startswith("mxfp4"):
+        if cell.for_weights:
             refuse("wgrad", f"{cell.name}", "a format for rows")
     if (x.segment, x.turned, x.block) != (dy.segment, dy.turned, dy.block):
         refuse("wgrad", f"{x.name} and {dy.name}", "two formats that lie alike along rows")

@@ -289,7 +289,7 @@ def _axes(
             f"`format`: {format.name}{' with delayed scaling' if format.delayed else ''}, wanted one that finds its "
             "scales in the array; choose one, e.g. 'mxfp8'."
         )
-    if not weights and (format.square or (format.values == "uint8" and format.rule == "e8m0")):
+    if not weights and format.for_weights:
         raise ValueError(
             f"`format`: {format.name} for rows [M, X], wanted one that is not for weights alone; choose e.g. 'mxfp8'."
         )

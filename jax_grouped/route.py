@@ -1,7 +1,7 @@
 """Routing: which experts take a token, the order of rows that the grouped products want, and the way back.
 
 Letters: T tokens, E experts, k experts a token, M rows of the sorted buffer, H columns. Every sum has a fixed order:
-backward passes gather, they never add into shared rows (contracts.md, section 12).
+backward passes gather, they never add into shared rows (docs/contracts.md, LYR-5, LYR-6).
 """
 
 from __future__ import annotations
@@ -226,8 +226,11 @@ def permute(
     if probs is not None and probs.shape != (T, k):
         raise ValueError(f"`probs` of permute: shape {probs.shape}, wanted {(T, k)} as `experts`; reshape it.")
     M = _row_count(T * k, num_groups, align, max_rows)
-    group = experts.reshape(-1).astype(jnp.int32)
-    group = jnp.where((group >= 0) & (group < num_groups), group, num_groups)  # the last "group" is dropped
+    group = experts.reshape(-1)
+    if group.dtype.itemsize < 4:  # `num_groups` may not fit into these; numbers of 8 bytes, narrowed, could come back
+        group = group.astype(jnp.int32)
+    in_range = (group >= 0) & (group < num_groups)
+    group = jnp.where(in_range, group, num_groups).astype(jnp.int32)  # the last "group" is dropped
 
     # Stable, so equal experts keep the order of tokens and slots.
     order = jnp.argsort(group, stable=True).astype(jnp.int32)

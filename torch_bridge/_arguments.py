@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from grouped_core import linear_spec
 from grouped_core.calls import ArraySpec
+from grouped_core.formats import wide
 from grouped_core.recipes import Recipe
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge import _graph, _library, main_grad
@@ -253,8 +254,15 @@ def check_buffers(out: Tensor | None, grad_input: Tensor | None, given: Argument
 
 def gradient_dtype(x: Tensor) -> str:
     """Dtype of the gradient of `x`."""
-    name = dtype_name(x.dtype)
-    return "bfloat16" if name.startswith("float8") else name
+    return wide(dtype_name(x.dtype))
+
+
+def check_gradient(dy: Tensor, grad_input: Tensor | None, *accumulators: Sequence[Tensor | None]) -> None:
+    """BUF-2 for what forward could not see: dy is still read when buffers are written."""
+    if is_compiling() or (grad_input is None and not any(accumulators)):
+        return
+    written = [(NAMES.grad_input, grad_input), *((NAMES.accum, each) for part in accumulators for each in part)]
+    check_apart(written, [("dy", dy)])
 
 
 _Named = Iterable[tuple[str, Tensor | None]]

@@ -18,7 +18,7 @@ from torch import Tensor
 from grouped_core import gradients
 from grouped_core.calls import ArraySpec
 from grouped_core.debug import debug_flags
-from grouped_core.formats import Format
+from grouped_core.formats import Format, wide
 from grouped_core.gradients import Needs
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.products import in_form
@@ -249,7 +249,7 @@ def weight_gradients(
     n = dy.shape[1] if n is None else n
     shape = (len(live), n, k) if decode(op).transposed else (len(live), k, n)
     name = dtypes.split(",")[1]
-    buffer = dy.new_empty(shape, dtype=_run.TORCH_DTYPES["bfloat16" if name.startswith("float8") else name])
+    buffer = dy.new_empty(shape, dtype=_run.TORCH_DTYPES[wide(name)])
     return buffer, scattered(buffer.unbind(), live, group_sizes.shape[0])
 
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grouped_core.formats import wide
 from grouped_core.gradients import Needs
-from grouped_core.products import wide
 from torch_bridge import _library, main_grad
 from torch_bridge._arguments import destinations, weight_names
 from torch_bridge._run import TORCH_DTYPES

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grouped_core import linear_spec, scaling
 from grouped_core.calls import ArraySpec, OperandSpec
-from grouped_core.formats import QTensor
+from grouped_core.formats import QTensor, wide
 from grouped_core.products import stored_spec
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.scaling import ScalingState
@@ -287,8 +287,7 @@ def check_buffers(
         check_apart(buffers, [("an operand", each) for each in read])
     if grad_input is None:
         return
-    dtype = "bfloat16" if x.dtype.startswith("float8") else x.dtype
-    linear_spec.check_buffer(NAMES.grad_input, rows_spec(grad_input), ArraySpec(x.shape, dtype))
+    linear_spec.check_buffer(NAMES.grad_input, rows_spec(grad_input), ArraySpec(x.shape, wide(x.dtype)))
     if leaf is None or not leaf.requires_grad:
         raise ValueError(
             f"`{NAMES.grad_input}`: given, but `x` needs no gradient; expected None, or an x with requires_grad; "

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from grouped_core import linear_spec
 from grouped_core.calls import ArraySpec
-from grouped_core.formats import QTensor
+from grouped_core.formats import QTensor, wide
 from grouped_core.gradients import Needs
 from grouped_core.mlp_spec import MlpNeeds, MlpSpecs, check_cotangent, restrict
-from grouped_core.products import wide
 from grouped_core.sizes import GroupSizes
 from torch_bridge import _saved, _stored_mlp_arguments, _stored_mlp_gradients, mlp, stored_mlp
 from torch_bridge._arguments import Members, accumulators_of, check_apart, check_writable
@@ -27,6 +26,7 @@ from torch_bridge._mlp_arguments import Accumulators, check_arguments, check_buf
 from torch_bridge._mlp_library import NAMES
 from torch_bridge._products import Launcher, ProductFacts, mlp_gradients
 from torch_bridge._run import spec_of
+from torch_bridge._stored_arguments import parts_of
 from torch_bridge._stored_mlp_arguments import check_results, is_stored_mlp
 from torch_bridge.params import check_operand
 
@@ -148,7 +148,7 @@ def grouped_mlp_bwd_dx(
     check_operand("dy", plain, res.sizes)
     check_cotangent(res.specs.x, ArraySpec(dy.shape, dy.dtype) if isinstance(dy, QTensor) else spec_of(plain))
     if grad_input is not None:
-        _check_grad_input(res, grad_input, plain)
+        _check_grad_input(res, grad_input, parts_of(dy) if isinstance(dy, QTensor) else [plain])
     dy = dy if isinstance(dy, QTensor) else plain
     with torch.no_grad():
         dp, work = res.path.launchers(res.facts, list(res.tensors), dy)
@@ -162,13 +162,13 @@ def grouped_mlp_bwd_dx(
         return first.x, dp, db1, db2, Deferred(products, (one, two), res.weights)
 
 
-def _check_grad_input(res: MlpResiduals, buffer: Tensor, dy: Tensor) -> None:
-    check_operand(NAMES.grad_input, buffer, dy)
+def _check_grad_input(res: MlpResiduals, buffer: Tensor, dy: list[Tensor]) -> None:
+    check_operand(NAMES.grad_input, buffer, res.sizes)
     check_writable(NAMES.grad_input, buffer)
     wanted = ArraySpec(res.specs.x.shape, wide(res.specs.x.dtype))
     linear_spec.check_buffer(NAMES.grad_input, spec_of(buffer), wanted)
     rest = [each for each in res.tensors if each is not None and each is not res.sizes]
-    read = [("dy", dy), (NAMES.sizes, res.sizes), *((NAMES.x, each) for each in res.rows)]
+    read = [*(("dy", each) for each in dy), (NAMES.sizes, res.sizes), *((NAMES.x, each) for each in res.rows)]
     read += [("what is kept", each) for each in rest if not any(each is row for row in res.rows)]
     check_apart([(NAMES.grad_input, buffer)], read)
 

@@ -19,7 +19,7 @@ from grouped_core.mlp_spec import Kept, MlpNeeds, Residuals, kept, needs_dh, nee
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
 from torch_bridge import _library, _mlp_library, _saved, main_grad, stored_mlp
-from torch_bridge._arguments import Members, destinations
+from torch_bridge._arguments import Members, check_gradient, destinations
 from torch_bridge._compiling import is_compiling
 from torch_bridge._mlp_arguments import Accumulators, Arguments, check_arguments, check_buffers
 from torch_bridge._mlp_library import NAMES
@@ -335,10 +335,12 @@ class _Mlp(torch.autograd.Function):
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    dy = dy.contiguous()
+    check_gradient(dy, ctx.grad_input, *ctx.accumulators)
     facts, tensors = ctx.facts, list(ctx.saved_tensors)
     if not is_compiling():
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: rows go as soon as nothing reads them
-    dp, work = launchers(facts, tensors, dy.contiguous())
+    dp, work = launchers(facts, tensors, dy)
     tensors.clear()
     first, second = mlp_gradients(facts.products, work, ctx.owners, ctx.accumulators, ctx.grad_input, ctx.delayed)
     return (

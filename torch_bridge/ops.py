@@ -16,7 +16,7 @@ from grouped_core.gradients import Needs
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
 from torch_bridge import _library, _saved, main_grad, stored
-from torch_bridge._arguments import Arguments, Members, check_arguments, check_buffers, destinations
+from torch_bridge._arguments import Arguments, Members, check_arguments, check_buffers, check_gradient, destinations
 from torch_bridge._compiling import is_compiling
 from torch_bridge._products import (
     Owner,
@@ -206,6 +206,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     facts: ProductFacts = ctx.facts
     x, sizes, row_scale, *members = ctx.saved_tensors
     dy, count = dy.contiguous(), facts.kept_weights
+    check_gradient(dy, ctx.grad_input, ctx.accumulators)
     launcher = plain_launcher(
         x, members[:count], sizes, members[count:], row_scale, dy, facts.k, facts.text, facts.dtypes
     )

@@ -21,7 +21,7 @@ from grouped_core.linear_spec import Linear
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.storing import check_requantize, given_forms
 from torch_bridge import _graph, _library, _products, _saved, _stored, _stored_linear
-from torch_bridge._arguments import Members
+from torch_bridge._arguments import Members, check_gradient
 from torch_bridge._compiling import is_compiling
 from torch_bridge._library import NAMES
 from torch_bridge._products import Launcher, Owner, ProductFacts, facts_of, once, owners_of, product_gradients
@@ -334,6 +334,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     sizes, row_scale, *rest = tensors[x_count:]
     weight, biases, key = Stored(rest[:w_count], ctx.texts[1]), rest[w_count:-1], rest[-1]
     dy = dy.contiguous()
+    check_gradient(dy, ctx.grad_input, ctx.accumulators)
     forms = _dy_forms(facts.text, dy, sizes, row_scale, facts.needs, ctx.use._replace(key=key))
     encode, _ = ctx.use.delayed(X)
     work = launcher(x, weight, sizes, biases, row_scale, dy, forms, key, encode, facts)

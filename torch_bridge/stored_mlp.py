@@ -21,6 +21,7 @@ from grouped_core.formats import QTensor
 from grouped_core.gradients import Needs
 from grouped_core.mlp_spec import NO_NEEDS, Kept, MlpNeeds, kept, needs_dz
 from torch_bridge import _graph, _mlp_library, _products, _saved, _stored, _stored_linear, _stored_mlp
+from torch_bridge._arguments import check_gradient
 from torch_bridge._compiling import is_compiling
 from torch_bridge._mlp_library import NAMES
 from torch_bridge._products import Owner, ProductFacts, mlp_gradients, once, owners_of, product_facts
@@ -327,11 +328,13 @@ def _product_facts(
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    dy = dy.contiguous()
+    check_gradient(dy, ctx.grad_input, *ctx.accumulators)
     facts: Facts = ctx.facts
     tensors = list(ctx.saved_tensors)
     if not is_compiling():
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: rows go as soon as nothing reads them
-    dp, work = launchers(facts, tensors, dy.contiguous())
+    dp, work = launchers(facts, tensors, dy)
     first, second = mlp_gradients(facts.products, work, ctx.owners, ctx.accumulators, ctx.grad_input, ctx.delayed)
     return (
         *[None] * _PLAIN_ARGUMENTS,

@@ -37,6 +37,7 @@ constexpr int64_t kChunkColumns = 128;  // rhs columns packed at a time; with th
 static_assert(kTileRows <= kLhsWidth, "a tile's rows fit a panel");
 static_assert(kPanelRows % kTileRows == 0 && kChunkColumns % kTileColumns == 0, "blocks are whole tiles");
 
+// Not shared with other files: of inline functions the linker keeps one, and this file is built for newer sets, too.
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 // uint8 holds two codes a byte.

@@ -7,6 +7,7 @@
 #include "cc/api/operands.h"
 #include "cc/math/activation.h"
 #include "cc/math/shards.h"
+#include "cc/math/store.h"
 
 namespace grouped {
 namespace {
@@ -100,11 +101,6 @@ void table(Check* check, const char* name, const TensorView& t, int64_t groups, 
                  [&] { return Check::named(name, t) + ", expected its packed operand beside it"; });
 }
 
-int64_t blocks(int64_t length, int64_t block) { return (length + block - 1) / block; }
-
-// How many bytes hold `codes` codes: uint8 has two of E2M1.
-int64_t code_bytes(DType dtype, int64_t codes) { return dtype == DType::u8 ? blocks(codes, 2) : codes; }
-
 // Rows of an axis padded to segments: room for any sizes of `groups` groups that sum to at most `rows`.
 int64_t padded_rows(int64_t rows, int64_t groups, int64_t segment) {
   return (rows + groups * (segment - 1)) / segment * segment;
@@ -143,11 +139,11 @@ void row_product_scales(Check* check, const OperandScales& s, const TensorView& 
                  [] { return "rhs_axis: expected 2, quantised weights have their contracted axis last"; });
   const int64_t lb = std::max<int64_t>(s.lhs_block, 1), rb = std::max<int64_t>(s.rhs_block, 1);
   // A packed last byte may hold one code, so a packed length is known but for one.
-  const int64_t outer = blocks(rhs.dims[1], s.rhs_block_outer);
-  block_scales(check, "lhs_scales", s.lhs_scales, s.lhs_block, {blocks(lhs_depth, lb), rows},
-               {rows, blocks(lhs_depth, lb)});
-  block_scales(check, "rhs_scales", s.rhs_scales, s.rhs_block, {groups, outer, blocks(rhs_depth, rb)},
-               {groups, outer, blocks(rhs_depth, rb)});
+  const int64_t outer = divide_up(rhs.dims[1], s.rhs_block_outer);
+  block_scales(check, "lhs_scales", s.lhs_scales, s.lhs_block, {divide_up(lhs_depth, lb), rows},
+               {rows, divide_up(lhs_depth, lb)});
+  block_scales(check, "rhs_scales", s.rhs_scales, s.rhs_block, {groups, outer, divide_up(rhs_depth, rb)},
+               {groups, outer, divide_up(rhs_depth, rb)});
 }
 
 // Scales of a contraction over padded rows: P of them, of `lhs_width` and `rhs_width` columns.
@@ -202,7 +198,7 @@ bool same_depth(const TensorView& lhs, const TensorView& rhs, int64_t rhs_axis) 
   const bool lhs_packed = lhs.dtype == DType::u8, rhs_packed = rhs.dtype == DType::u8;
   const int64_t a = lhs.dims[1], b = rhs.dims[rhs_axis];
   if (lhs_packed == rhs_packed) return a == b;
-  return lhs_packed ? a == blocks(b, 2) : blocks(a, 2) == b;
+  return lhs_packed ? a == divide_up(b, 2) : divide_up(a, 2) == b;
 }
 
 // lhs [M, C] against rhs [G, ...] with the contracted axis `rhs_axis`; the width of the product, 0 if they disagree.
@@ -247,8 +243,8 @@ void contraction(Check* check, const GroupedMatmul& call, int64_t groups) {
     check->shape("rhs", call.rhs, {rhs_width, padded});
   } else {
     const int64_t lhs_halves = call.lhs_half ? 2 : 1, rhs_halves = call.rhs_half ? 2 : 1;
-    check->shape("lhs", call.lhs, {padded, code_bytes(call.lhs.dtype, lhs_halves * lhs_width)});
-    check->shape("rhs", call.rhs, {padded, code_bytes(call.rhs.dtype, rhs_halves * rhs_width)});
+    check->shape("lhs", call.lhs, {padded, row_bytes(call.lhs.dtype, lhs_halves * lhs_width)});
+    check->shape("rhs", call.rhs, {padded, row_bytes(call.rhs.dtype, rhs_halves * rhs_width)});
   }
   contraction_scales(check, call.scales, padded, lhs_width, rhs_width, groups);
 }
@@ -360,15 +356,15 @@ void stored_form(Check* check, const Call& call, const StoredForm& form, const T
   if (!check->wrong.empty()) return;
   if (!ragged) {  // weights, stored with the contracted axis last
     const int64_t outer = source.dims[cross ? 2 : 1], depth = source.dims[cross ? 1 : 2];
-    check->shape(form.name, form.values, {groups, outer, code_bytes(type, depth)});
-    check->shape_if_given("scales", form.scales, {groups, blocks(outer, call.block_outer), blocks(depth, b)});
+    check->shape(form.name, form.values, {groups, outer, row_bytes(type, depth)});
+    check->shape_if_given("scales", form.scales, {groups, divide_up(outer, call.block_outer), divide_up(depth, b)});
   } else if (!cross) {
     const int64_t rows = source.dims[0], depth = source.dims[1];
-    check->shape(form.name, form.values, {rows, code_bytes(type, depth)});
+    check->shape(form.name, form.values, {rows, row_bytes(type, depth)});
     if (form.scales.dtype == DType::f32) {
-      check->shape_if_given("scales", form.scales, {blocks(depth, b), rows});
+      check->shape_if_given("scales", form.scales, {divide_up(depth, b), rows});
     } else {
-      check->shape_if_given("scales", form.scales, {rows, blocks(depth, b)});
+      check->shape_if_given("scales", form.scales, {rows, divide_up(depth, b)});
     }
   } else {
     check->require(call.segment > 0 && (call.block == 0 || call.segment % call.block == 0),
@@ -379,7 +375,7 @@ void stored_form(Check* check, const Call& call, const StoredForm& form, const T
       check->shape(form.name, form.values, {width, padded});
       check->require(type != DType::u8, [] { return "turned: expected 0, codes of four bits stay in place"; });
     } else {
-      check->shape(form.name, form.values, {padded, code_bytes(type, width)});
+      check->shape(form.name, form.values, {padded, row_bytes(type, width)});
     }
     check->shape_if_given("scales", form.scales, {padded / b, width});
   }

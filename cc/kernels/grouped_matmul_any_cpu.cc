@@ -10,6 +10,7 @@
 #include "cc/cpu/panel.h"
 #include "cc/cpu/parallel.h"
 #include "cc/kernels/kernels.h"
+#include "cc/math/store.h"
 
 namespace grouped {
 namespace {
@@ -24,8 +25,6 @@ std::string refuses_operands(const GroupedMatmul& call, const Target& target) {
                    refuses_unless_plain("result", call.result), refuses_unless_plain("bias", call.bias),
                    odd ? "contracts a weight in two arrays if both are even; rhs is " + describe(call.rhs) : ""});
 }
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // A block of the result: of the matrix in ragged rows, of group's matrix in ragged contraction.
 struct Task {
@@ -67,7 +66,7 @@ struct Problem {
   // A segment is contracted whole: what lies behind a group's last row is zero, or belongs to a rotated block.
   int64_t depth_of(int64_t g) const {
     if (ragged_rows) return depth;
-    return segment ? ceil_div(size(g), segment) * segment : size(g);
+    return segment ? divide_up(size(g), segment) * segment : size(g);
   }
 };
 
@@ -108,7 +107,7 @@ std::vector<Task> make_tasks(const GroupedMatmul& call, const Problem& problem, 
   for (int64_t g = 0; g < static_cast<int64_t>(problem.ends.size()); ++g) {
     if (skips(call, problem, g)) continue;
     const int64_t begin = problem.ragged_rows ? problem.begin(g) : 0;
-    const int64_t blocks = ceil_div(problem.rows_of(g), kPanelRows);
+    const int64_t blocks = divide_up(problem.rows_of(g), kPanelRows);
     for (int64_t column = 0; column < problem.columns; column += columns) {
       for (int64_t block = 0; block < blocks; ++block) {  // of nearly equal height
         const int64_t first = problem.rows_of(g) * block / blocks;

@@ -96,12 +96,22 @@ def test_a_plain_operand_goes_with_a_quantised_one_but_fp16_rows_with_mxfp4():
     plain, coded = formats.FORMATS["bf16"], formats.FORMATS["mxfp8"]
     for forward in ((plain, coded), (coded, plain)):
         assert recipes.BF16.replace(forward=forward).forward == forward
-    half = (formats.FORMATS["fp16"], formats.FORMATS["mxfp4"])
-    for product in ("forward", "dgrad"):
-        with asserts.refused(
-            ValueError, [f"`{product}` of recipe FP16:", "fp16 against mxfp4", "whose range", "change"]
-        ):
-            recipes.FP16.replace(**{product: half})
+    for name in ("mxfp4", "four bits"):  # what a format is called decides nothing
+        half = (formats.FORMATS["fp16"], formats.FORMATS["mxfp4"].replace(name=name))
+        for product in ("forward", "dgrad"):
+            with asserts.refused(
+                ValueError, [f"`{product}` of recipe FP16:", f"fp16 against {name}", "whose range", "change"]
+            ):
+                recipes.FP16.replace(**{product: half})
+
+
+@pytest.mark.rule("MAT-6")
+@pytest.mark.parametrize("name", [name for name, row in formats.FORMATS.items() if row.for_weights])
+def test_formats_for_weights_are_refused_for_rows(name):
+    cell = formats.FORMATS[name].replace(name="mine")
+    for product, pair in (("forward", (cell, cell)), ("dgrad", (cell, cell)), ("wgrad", (cell, cell))):
+        with asserts.refused(ValueError, [f"`{product}` of recipe BF16:", "mine", "rows", "change"]):
+            recipes.BF16.replace(**{product: pair})
 
 
 @pytest.mark.rule("ERR-1")

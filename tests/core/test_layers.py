@@ -1,4 +1,4 @@
-"""Directions of dependencies (docs/architecture.md 4) and house rules that a text search can keep."""
+"""Directions of dependencies (docs/architecture.md) and house rules that a text search can keep."""
 
 from __future__ import annotations
 
@@ -21,9 +21,6 @@ MAY_IMPORT = {
 FILES_MAY_IMPORT = {
     "jax_grouped/nnx.py": {"flax"},
     "jax_grouped/_layer_recipes.py": {"flax"},
-    "jax_grouped/linen.py": {"flax"},
-    "jax_grouped/checkpoint.py": {"safetensors", "orbax"},
-    "torch_bridge/checkpoint.py": {"safetensors"},
 }
 """What single files may import besides."""
 MAY_USE_NATIVE = {

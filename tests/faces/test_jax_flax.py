@@ -216,6 +216,19 @@ def test_rows_there_and_back(
         asserts.bitwise(d_weights, expected_p.reshape(T, k), "d_weights")
 
 
+@pytest.mark.rule("LYR-5")
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64", "uint64"])
+def test_slots_outside_the_experts_are_dropped(dtype: str) -> None:
+    """Also numbers that would be experts again if 4 bytes, or the number of experts 1, held them."""
+    limits = np.iinfo(dtype)
+    outside = [each for each in (-1, 300, 2**31, 2**32, 2**32 + 1, -(2**32)) if limits.min <= each <= limits.max]
+    with jax.enable_x64(True):
+        experts = jnp.asarray([[*outside, 1]], dtype)
+        _, sizes, permutation = route.permute(jnp.ones((1, H)), experts, 300)
+    asserts.bitwise(sizes, np.eye(1, 300, 1, dtype=np.int32)[0])
+    assert permutation.dropped == 0
+
+
 @pytest.mark.rule("LYR-6", "ALL-3")
 def test_unpermute_rounds_once() -> None:
     """1 + 2^-8 + 2^-8 is 1 in bfloat16 if each sum is rounded, and 1 + 2^-7 if only the last one is."""

@@ -357,19 +357,20 @@ def test_arrays_that_do_not_fit(change, kind, parts):
     [
         (lambda o: {"dy": [1]}, TypeError, ["`dy`: list", "NumPy or CuPy array", "convert"]),
         (lambda o: {"wgrad_accum": o["w"]}, ValueError, ["`wgrad_accum`: overlaps `w`", "of its own", "allocate"]),
+        (lambda o: {"grad_input": o["dy"]}, ValueError, ["`grad_input`: overlaps `dy`", "of its own", "allocate"]),
+        (lambda o: {"wgrad_accum": o["dy"]}, ValueError, ["`wgrad_accum`", "shape (6, 8)", "(3, 8, 8)"]),
         (
             lambda o: {"wgrad_accum": np.zeros_like(o["w"]), "wgrad_dtype": "bfloat16"},
             ValueError,
             ["`wgrad_dtype`: bfloat16", "expected None or float32", "the accumulator's dtype decides"],
         ),
     ],
-    ids=["dy", "overlap", "two_dtypes"],
+    ids=["dy", "overlap", "overlaps_dy", "shape", "two_dtypes"],
 )
 def test_gradients_of_arrays_that_do_not_fit(change, kind, parts):
-    operands = _array_operands()
-    dy = np.ones((6, 8), np.float32)
+    operands = {**_array_operands(), "dy": np.ones((6, 8), np.float32)}
     with asserts.refused(kind, parts):
-        arrays.grouped_linear_grads(**{**operands, "dy": dy, **change(operands)})
+        arrays.grouped_linear_grads(**{**operands, **change(operands)})
 
 
 class TestArrays:

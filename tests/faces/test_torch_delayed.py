@@ -1,4 +1,4 @@
-"""Delayed weight gradients of the modules: the queue, what is added up, hooks (contracts.md section 5)."""
+"""Delayed weight gradients of the modules: the queue, what is added up, hooks (docs/contracts.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What backward returns and writes: the table of contracts.md section 4, for functions and modules alike."""
+"""What backward returns and writes: the table in docs/contracts.md, for functions and modules alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weight gradients that go elsewhere than `.grad`: the table of contracts.md, section 4, for functions."""
+"""Weight gradients that go elsewhere than `.grad`, for functions: the table in docs/contracts.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers of the caller in the modules, and how Sequential hands them on (contracts.md section 6)."""
+"""Buffers of the caller in the modules, and how Sequential hands them on (BUF-1 to BUF-4)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from grouped_core import recipes
+from grouped_core.recipes import Recipe
 from tests import asserts, cases
-from tests.faces.nn_tools import Setup, setup
+from tests.faces.nn_tools import Setup, main_grads, setup
 from tests.faces.torch_tools import leaf, saved_tensors
 from torch_bridge import nn
 
@@ -94,6 +96,22 @@ def test_buffers_are_of_the_dtype_of_the_computation_and_apart(form: str) -> Non
         y = s.run(x, out=out.bfloat16(), grad_input=narrow)
     y.backward(s.dy.bfloat16())
     asserts.bitwise(x.grad, narrow.float())
+
+
+@pytest.mark.rule("BUF-2")
+@pytest.mark.parametrize("recipe", [None, recipes.MXFP8], ids=["plain", "quantised"])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("form", LAYERS)
+def test_the_incoming_gradient_is_apart_from_the_buffer(form: str, accumulate: bool, recipe: Recipe | None) -> None:
+    s = setup(form, False, accumulate=accumulate, case=CASE, recipe=recipe, dtype="bfloat16")
+    main_grads(s.weights, 0.0) if accumulate else None
+    memory = torch.zeros(s.dy.numel() + s.x.numel(), dtype=s.x.dtype)
+    dy = memory[: s.dy.numel()].view(s.dy.shape).copy_(s.dy)
+    y = s.run(leaf(s.x), grad_input=memory[1 : 1 + s.x.numel()].view(s.x.shape))
+    with asserts.refused(ValueError, ["`grad_input`", "overlaps", "`dy`", "allocate"]):
+        y.backward(dy, retain_graph=True)
+    asserts.bitwise(dy, s.dy)
+    y.backward(s.dy)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The life of the modules: copies, pickles, checkpoints of either form, the meta device (contracts.md section 10)."""
+"""The life of the modules: copies, pickles, checkpoints of either form, the meta device (docs/contracts.md)."""
 
 from __future__ import annotations
 
