@@ -15,7 +15,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from grouped_core.formats import FORMATS, PLAIN, Format
+from grouped_core.formats import FORMATS, PLAIN, Format, wide
 
 FP32_MODES = ("tf32x3", "tf32", "ieee")
 ACCUMULATE_MODES = ("promote", "fast")
@@ -205,9 +205,9 @@ def _check_cells(recipe: Recipe) -> None:
 
 def plain(x: str, w: str | None = None) -> Recipe:
     """The recipe of operands that are used as they stand: `x` and `w` are element types, dy takes that of x."""
-    fx, fw = PLAIN[x], PLAIN[w or x]
+    fx, fw, fy = PLAIN[x], PLAIN[w or x], PLAIN[wide(x)]
     name = fx.name.upper() if fx == fw else f"{fx.name} x {fw.name}"
-    return Recipe((fx, fw), (fx, fw), (fx, fx), name)
+    return Recipe((fx, fw), (fy, fw), (fx, fy), name)
 
 
 def _scaled(name: str, x: Format, w: Format, dy: Format, wgrad: tuple[Format, Format] | None = None) -> Recipe:

@@ -363,8 +363,8 @@ def check_requantize(q: QTensor[Any], wanted: Sequence[tuple[int, Format]], requ
         return
     axis, cell = next(each for each in wanted if _given(q, *each) is None)
     operand = "quantised rows" if len(q.shape) == 2 else "a quantised weight"
+    form = "a recipe that reads its format" if cell.plain else "that form too (`quantize` with both axes)"
     raise ValueError(
         f"{operand} {q.shape}: {q.format.name} along axis {q.axis}, expected {cell.name} along axis {axis}, which a "
-        "product reads; hand in that form too (`quantize` with both axes), pass the plain array, or a recipe with "
-        "requantize='from_dequantized'."
+        f"product reads; hand in {form}, pass the plain array, or a recipe with requantize='from_dequantized'."
     )

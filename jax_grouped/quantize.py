@@ -5,6 +5,7 @@ Letters: G groups, M rows, X the features of a row, A and B axes of a weight, R 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,11 +16,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt32
 
 from grouped_core import calls, linear_spec, scaling, storing
+from grouped_core.calls import ArraySpec, Call
 from grouped_core.formats import Format, QTensor, check_quantized, format_option
+from grouped_core.plans import Planner
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes, unwrap
-from jax_grouped._arguments import AnyArray, as_array, as_operand, to_int32
+from jax_grouped._arguments import AnyArray, as_array, as_operand, as_operand_spec, as_spec, to_int32
 from jax_grouped._run import RUN, reduce_to, varying_axes
 
 
@@ -55,15 +58,34 @@ def quantize(
     Raises:
         TypeError, ValueError: what does not fit together. NotImplementedError: no kernel takes it.
     """
-    rows = as_array("x", x, "[M, X] or [G, A, B]")
-    sizes = None if group_sizes is None else as_array("group_sizes", unwrap(group_sizes)[0], "[G]")
-    words = None if key is None else as_array("key", key, "[2]")
-    cell = format_option(format)
-    specs = (None if each is None else calls.spec_of(each) for each in (sizes, words))
-    axes = storing.check_quantize(calls.spec_of(rows), cell, axis, *specs)
+    rows, sizes, words, cell, axes = _prepare(as_array, x, format, axis, group_sizes, key)
     if rows.ndim == 2:
         sizes = _one_group(rows.shape[0]) if sizes is None else to_int32(sizes)
     return storing.quantize(RUN, jax.lax.stop_gradient(rows), cell, axes, sizes, key=words)
+
+
+def plan_quantize(x: Any, format: Any, *, axis: Any, group_sizes: Any, key: Any) -> list[Call]:
+    """The native calls of `quantize`; arrays may be `jax.ShapeDtypeStruct`."""
+    rows, sizes, words, cell, axes = _prepare(as_spec, x, format, axis, group_sizes, key)
+    if len(rows.shape) == 2:
+        sizes = ArraySpec((1,) if sizes is None else sizes.shape, "int32")
+    run = Planner()
+    storing.quantize(run, rows, cell, axes, sizes, key=words)
+    return run.calls
+
+
+def _prepare(take: Callable[..., Any], x: Any, format: Any, axis: Any, group_sizes: Any, key: Any) -> Any:
+    """Rows, sizes and key as `take` makes them, the format and its axes: checked."""
+    rows = take("x", x, "[M, X] or [G, A, B]")
+    sizes = None if group_sizes is None else take("group_sizes", unwrap(group_sizes)[0], "[G]")
+    words = None if key is None else take("key", key, "[2]")
+    cell = format_option(format)
+
+    def spec(array: Any) -> ArraySpec:
+        return array if isinstance(array, ArraySpec) else calls.spec_of(array)
+
+    specs = (None if each is None else spec(each) for each in (sizes, words))
+    return rows, sizes, words, cell, storing.check_quantize(spec(rows), cell, axis, *specs)
 
 
 @partial(jax.jit, static_argnums=0, inline=True)
@@ -89,6 +111,18 @@ def dequantize(
     sizes = None if group_sizes is None else to_int32(as_array("group_sizes", unwrap(group_sizes)[0], "[G]"))
     stored = jax.lax.stop_gradient(as_operand("q", q, "codes and scales"))
     return storing.dequantize(RUN, stored, sizes, linear_spec.wide_option("dtype", dtype) or q.dtype)
+
+
+def plan_dequantize(q: Any, dtype: Any, *, group_sizes: Any) -> list[Call]:
+    """The native calls of `dequantize`; arrays may be `jax.ShapeDtypeStruct`."""
+    check_quantized(q)
+    sizes = (
+        None if group_sizes is None else as_spec("group_sizes", unwrap(group_sizes)[0], "[G]")._replace(dtype="int32")
+    )
+    stored = as_operand_spec("q", q, "codes and scales")
+    run = Planner()
+    storing.dequantize(run, stored, sizes, linear_spec.wide_option("dtype", dtype) or q.dtype)
+    return run.calls
 
 
 def straight_through(master: Float[AnyArray, ...], q: QTensor[Any]) -> StraightThrough:
@@ -192,7 +226,7 @@ def _tops(bound: BoundRecipe) -> tuple[float, ...]:
 def _in_use(state: ScalingState[Any], tops: tuple[float, ...]) -> ScalingState[Any]:
     """A state of zeros, JAX's cotangent of what backward did not come by, is read as a fresh one."""
     lost = state.top == 0
-    scale, top = jnp.where(lost[:, None], 1.0, state.scale), jnp.where(lost, jnp.asarray(tops), state.top)
+    scale, top = jnp.where(lost[:, None], 1.0, state.scale), jnp.where(lost, jnp.asarray(tops, jnp.float32), state.top)
     return ScalingState(scale, jnp.asarray(state.history), top, state.algorithm)
 
 

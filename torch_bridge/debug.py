@@ -19,6 +19,7 @@ from torch_bridge import _arguments as linear_arguments
 from torch_bridge import _graph, _run, _stored_arguments, _stored_mlp_arguments, mlp, ops
 from torch_bridge import _mlp_arguments as mlp_arguments
 from torch_bridge._run import arch_of
+from torch_bridge.quantize import check_dequantize, check_quantize, dequantize, quantize
 
 
 def _check_linear(arguments: dict[str, Any], out: Tensor | None, grad_input: Tensor | None) -> None:
@@ -37,37 +38,60 @@ def _check_mlp(arguments: dict[str, Any], out: Tensor | None, grad_input: Tensor
 
 
 def _planner(operation: Callable[..., Tensor], check: Callable[..., None], weights: tuple[str, ...]) -> Planned:
-    """Native calls of an operation and of the gradients that its arguments need; `weights` are names of arguments."""
+    """Native calls of a product and of the gradients that its arguments need; `weights` are names of arguments."""
 
     def calls(*, out: Tensor | None, grad_input: Tensor | None, **arguments: Any) -> list[Call]:
         check(arguments, out, grad_input)  # devices and memory, which meta tensors do not have
         if isinstance(arguments["wgrad_accum"], str):
             found = [_main_grads(_stored_arguments.taken(arguments[name])[0]) for name in weights]
             arguments["wgrad_accum"] = found[0] if len(weights) == 1 else tuple(found)
-        leaves: list[Tensor] = []
+        given, leaves = _on_meta({**arguments, "out": out, "grad_input": grad_input})
 
-        def meta(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                stand_in = torch.empty_like(value, device="meta").requires_grad_(value.requires_grad)
-                leaves.append(stand_in)
-                return stand_in
-            return type(value)(map(meta, value)) if isinstance(value, (list, tuple)) else value
-
-        given = _graph.together(
-            meta(_graph.taken_apart([*arguments.items(), ("out", out), ("grad_input", grad_input)]))
-        )
-        noted: list[Call] = []
-        _run.planned.append(noted)
-        try:
-            y = operation(**dict(given))
+        def step() -> None:
+            y = operation(**given)
             if y.requires_grad:
                 needed = [each for each in leaves if each.requires_grad]
                 torch.autograd.grad(y, needed, torch.empty_like(y), allow_unused=True)
-        finally:
-            _run.planned.pop()
-        return noted
+
+        return _noted(step)
 
     return calls
+
+
+def _planner_of_forms(operation: Callable[..., Any], check: Callable[..., Any]) -> Planned:
+    """Native calls of an operation without gradients."""
+
+    def calls(**arguments: Any) -> list[Call]:
+        check(*arguments.values())
+        given, _ = _on_meta(arguments)
+        return _noted(lambda: operation(**given))
+
+    return calls
+
+
+def _on_meta(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
+    """(the arguments with meta tensors in place of tensors, these tensors)."""
+    leaves: list[Tensor] = []
+
+    def meta(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            stand_in = torch.empty_like(value, device="meta").requires_grad_(value.requires_grad)
+            leaves.append(stand_in)
+            return stand_in
+        return type(value)(map(meta, value)) if isinstance(value, (list, tuple)) else value
+
+    return dict(_graph.together(meta(_graph.taken_apart([*arguments.items()])))), leaves
+
+
+def _noted(run: Callable[[], Any]) -> list[Call]:
+    """The native calls that `run` would make."""
+    noted: list[Call] = []
+    _run.planned.append(noted)
+    try:
+        run()
+    finally:
+        _run.planned.pop()
+    return noted
 
 
 def _main_grads(weight: Any) -> Any:
@@ -83,6 +107,8 @@ def _main_grads(weight: Any) -> Any:
 _PLANS: dict[Callable[..., Any], Planned] = {
     ops.grouped_linear: _planner(ops.grouped_linear, _check_linear, ("weight",)),
     mlp.grouped_mlp: _planner(mlp.grouped_mlp, _check_mlp, ("wi", "wo")),
+    quantize: _planner_of_forms(quantize, check_quantize),
+    dequantize: _planner_of_forms(dequantize, check_dequantize),
 }
 
 
@@ -110,7 +136,7 @@ def why_unsupported(op: Callable[..., Any], *args: Any, arch: str | None = None,
         TypeError: `op` is not an operation of this package, or takes no such arguments.
     """
     planner, arguments = bound_arguments(_PLANS, op, args, kwargs)
-    return why_not(lambda: planner(**arguments), _arch(arch, arguments["x"]))
+    return why_not(lambda: planner(**arguments), _arch(arch, next(iter(arguments.values()))))
 
 
 def explain(op: Callable[..., Any], *args: Any, arch: str | None = None, **kwargs: Any) -> str:
@@ -122,4 +148,4 @@ def explain(op: Callable[..., Any], *args: Any, arch: str | None = None, **kwarg
         TypeError, ValueError: what `op` itself would raise.
     """
     planner, arguments = bound_arguments(_PLANS, op, args, kwargs)
-    return explain_calls(planner(**arguments), _arch(arch, arguments["x"]))
+    return explain_calls(planner(**arguments), _arch(arch, next(iter(arguments.values()))))

@@ -71,6 +71,17 @@ def quantize(
 
 def _quantize(x: Tensor, cell: Format, axis: Any, group_sizes: Any, key: Tensor | None) -> list[Tensor]:
     """The arrays of `quantize`: those of each form, then int32 group sizes if x is rows."""
+    axes, sizes = check_quantize(x, cell, axis, group_sizes, key)
+    if x.dim() == 2 and sizes is None:
+        sizes = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
+    made = _stored.store([x.detach()], storing.forms_along(cell, axes, x.dim()), sizes, key=key)
+    return [*(array for form in made for array in form.tensors), *([] if sizes is None else [sizes])]
+
+
+def check_quantize(
+    x: Tensor, format: str | Format, axis: Any, group_sizes: Any, key: Tensor | None
+) -> tuple[tuple[int, ...], Tensor | None]:
+    """(axes, sizes as kernels read them, if any are given) of arguments that fit together."""
     refuse_vmap("quantize")
     check_operand("x", x, x)
     sizes = None
@@ -79,11 +90,7 @@ def _quantize(x: Tensor, cell: Format, axis: Any, group_sizes: Any, key: Tensor 
     if key is not None:
         check_operand("key", key, x)
     source, specs = rows_spec(x), (None if each is None else fixed_spec(each) for each in (sizes, key))
-    axes = storing.check_quantize(source, cell, axis, *specs)
-    if x.dim() == 2 and sizes is None:
-        sizes = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
-    made = _stored.store([x.detach()], storing.forms_along(cell, axes, x.dim()), sizes, key=key)
-    return [*(array for form in made for array in form.tensors), *([] if sizes is None else [sizes])]
+    return storing.check_quantize(source, format_option(format), axis, *specs), sizes
 
 
 @torch.compiler.allow_in_graph
@@ -117,6 +124,13 @@ def dequantize(
 
 
 def _dequantize(q: QTensor[Tensor], dtype: torch.dtype | None, group_sizes: Any) -> Tensor:
+    sizes, wide = check_dequantize(q, dtype, group_sizes)
+    return _stored.dequantize(q, sizes if len(q.shape) == 2 else None, wide)
+
+
+def check_dequantize(q: QTensor[Tensor], dtype: torch.dtype | None, group_sizes: Any) -> tuple[Tensor | None, str]:
+    """(sizes as kernels read them, the result's dtype) of arguments that fit together."""
+    check_quantized(q)
     refuse_vmap("dequantize")
     wide = linear_spec.wide_option("dtype", None if dtype is None else DTYPES.get(dtype, str(dtype))) or q.dtype
     for part in _stored.present(q):
@@ -126,7 +140,7 @@ def _dequantize(q: QTensor[Tensor], dtype: torch.dtype | None, group_sizes: Any)
         sizes, _ = prepare_sizes(unwrap(group_sizes)[0], q.values, NAMES)
     if len(q.shape) == 2 and sizes is None:
         raise ValueError("`group_sizes`: None, expected one size a group, for rows are stored by groups; pass them.")
-    return _stored.dequantize(q, sizes if len(q.shape) == 2 else None, wide)
+    return sizes, wide
 
 
 @torch.compiler.allow_in_graph

@@ -35,11 +35,11 @@ def test_named_recipes_are_one_format_in_every_cell(recipe, values):
     assert hash(recipe) == hash(recipes.plain(values))
 
 
-def test_mixed_operands_name_both_formats_and_dy_takes_that_of_x():
+def test_mixed_operands_name_both_formats_and_dy_is_wide():
     recipe = recipes.plain("float8_e5m2", "float8_e4m3fn")
     assert recipe.name == "e5m2 x e4m3fn"
-    assert [cell.name for cell in recipe.dgrad] == ["e5m2", "e4m3fn"]
-    assert [cell.name for cell in recipe.wgrad] == ["e5m2", "e5m2"]
+    assert [cell.name for cell in recipe.dgrad] == ["bf16", "e4m3fn"]
+    assert [cell.name for cell in recipe.wgrad] == ["e5m2", "bf16"]
 
 
 def test_replace_makes_a_variant_and_leaves_the_original():

@@ -614,6 +614,25 @@ def test_explain_names_the_kernel_of_every_call():
 
 
 @pytest.mark.rule("ERR-2", "ERR-3")
+def test_explain_of_quantisers():
+    x = jnp.ones(X.shape, X.dtype)
+    q = jg.quantize(x, "mxfp8", axis=(1, 0), group_sizes=np.asarray([1, 2, 3]))
+    for sizes in (SIZES, None):
+        text = jg.explain(jg.quantize, X, "mxfp8", axis=(1, 0), group_sizes=sizes, arch="cpu")
+        assert text.startswith("quantize ->")
+        assert text.count("quantize_any_cpu on cpu") == 1, "both forms come from one call"
+    assert "dequantize_any_cpu on cpu" in jg.explain(jg.dequantize, q, arch="cpu")
+    assert jg.why_unsupported(jg.quantize, X, "mxfp8", arch="cpu") is None
+    for op, given, kind, words in (
+        (jg.quantize, (x, "mxfp4"), ValueError, "`format`: mxfp4 for rows"),
+        (jg.dequantize, (x,), TypeError, "`q`"),
+    ):
+        with asserts.refused(kind, [words]) as message:
+            op(*given)
+        assert jg.why_unsupported(op, *given, arch="cpu") == message[0]
+
+
+@pytest.mark.rule("ERR-2", "ERR-3")
 def test_why_unsupported_says_what_the_call_says():
     p = small("groups_2")
     pinned = {"implementation": "no_such_kernel"}

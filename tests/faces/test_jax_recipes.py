@@ -57,6 +57,16 @@ def test_a_state_that_backward_does_not_reach_goes_on_as_it_is():
     )
 
 
+def test_states_stay_float32_with_64_bit_numbers():
+    x, state = normal(M, K), jax_grouped.scaling_state(DELAYED, G)
+    wanted = jax_grouped.update_scaling(step(state, x, True))
+    with jax.enable_x64(True):
+        found, _ = jax.lax.scan(
+            lambda state, x: (jax_grouped.update_scaling(step(state, x, True)), None), state, x[None]
+        )
+    same(found, wanted)
+
+
 def test_a_state_of_zeros_is_a_fresh_one():
     x, w, fresh = normal(M, K), normal(G, K, N, seed=1), jax_grouped.scaling_state(DELAYED, G)
     lost = jax_grouped.update_scaling(step(fresh, x, False))

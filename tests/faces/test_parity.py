@@ -17,6 +17,7 @@ import jax_grouped
 import torch_bridge
 from grouped_core import arrays
 from grouped_core.gradients import Needs
+from grouped_core.linear_spec import Linear
 from tests import asserts, bounds, cases
 from tests.core.test_gradients import ALL_NEEDS
 from tests.faces.adapters import ARRAYS, FACES, JAX, TORCH, Face, to_torch
@@ -105,8 +106,6 @@ def test_no_gradient_depends_on_which_others_are_asked_for(dtype, scale_bias):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_the_whole_operation_lies_within_its_bounds(dtype, transposed, scale_bias):
-    from grouped_core.linear_spec import Linear
-
     p = cases.problem(cases.named("tail"), dtype, transposed=transposed)
     given = operands(p, bias=dtype, row_scale="float32")
     options = {"transposed": transposed, "scale_bias": scale_bias}
@@ -115,6 +114,28 @@ def test_the_whole_operation_lies_within_its_bounds(dtype, transposed, scale_bia
     expected = bounds.expect_linear_grads(op, **given, dy=p.dy)
     for name, a, b in zip(Needs._fields, ARRAYS.gradients(given, p.dy, Needs(), **options), expected, strict=True):
         asserts.within(a, b, name)
+
+
+@pytest.mark.rule("MAT-6", "ERR-5", "ALL-4")
+@pytest.mark.parametrize("dtype", cases.FP8)
+def test_gradients_beside_fp8_operands_are_not_narrowed_to_them(dtype):
+    """Those of the result here are far below what E4M3 holds without a scale."""
+    p = cases.problem(cases.named("tail"), dtype)
+    dy = (p.dy.astype(np.float32) * 2.0**-14).astype(p.dy.dtype)
+    given = operands(p, bias=None, row_scale=None)
+    needs, wanted = Needs(bias=False, row_scale=False), bounds.expect_linear_grads(Linear(ARRAYS.names), **given, dy=dy)
+    found = ARRAYS.gradients(given, dy, needs, transposed=False)
+    for name in ("x", "w"):
+        asserts.within(getattr(found, name), getattr(wanted, name), name)
+        asserts.bitwise(getattr(JAX.gradients(given, dy, needs, transposed=False), name), getattr(found, name), name)
+
+    x, w = to_torch(p.x).requires_grad_(), to_torch(p.w).requires_grad_()
+    dx, dw = torch.zeros(p.x.shape, dtype=torch.bfloat16), torch.zeros(p.w.shape)  # autograd narrows `.grad` itself
+    torch_bridge.grouped_linear(
+        x, w, to_torch(p.group_sizes), rhs_transposed=False, grad_input=dx, wgrad_accum=dw
+    ).backward(to_torch(dy))
+    asserts.bitwise(dx[: p.case.valid], found.x[: p.case.valid])
+    asserts.bitwise(dw.bfloat16(), found.w)
 
 
 @pytest.mark.rule("GRP-1", "GRP-4")
@@ -214,8 +235,6 @@ def test_a_pinned_kernel_runs_or_says_why_not(face):
 
 
 def _linear():
-    from grouped_core.linear_spec import Linear
-
     return Linear(ARRAYS.names)
 
 

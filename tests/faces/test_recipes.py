@@ -506,6 +506,9 @@ def test_what_a_quantised_operand_lacks_is_said():
     q = arrays.quantize(p.w, "mxfp8", axis=2)
     with asserts.refused(ValueError, ["hand in that form too"]):
         arrays.grouped_linear_grads(p.x, q, sizes, p.dy, needs=Needs(True, False, False, False), **kind)
+    rows = arrays.quantize(p.x, "mxfp8", axis=(1, 0), group_sizes=sizes)
+    with asserts.refused(ValueError, ["expected bf16 along axis 0", "hand in a recipe that reads its format"]):
+        arrays.grouped_linear_grads(rows, p.w, sizes, p.dy, needs=Needs(False, True, False, False), **kind)
     with asserts.refused(ValueError, ["stored as mxfp8, expected fp8_128x128"]):
         arrays.grouped_linear(p.x, q, sizes, recipe=recipes.FP8Block, **kind)
     with asserts.refused(TypeError, ["float16 beside mxfp4"]):

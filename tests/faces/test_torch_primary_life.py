@@ -102,6 +102,16 @@ by_kind = pytest.mark.parametrize("make", [layer, _mlp], ids=["linear", "mlp"])
 by_device = pytest.mark.parametrize("device", ["cpu", "meta"])
 
 
+@pytest.mark.rule("QNT-1")
+@by_kind
+def test_first_values_are_measured(make: Any) -> None:
+    """What a new layer made its codes of counts for the next multipliers."""
+    module = make(recipes.FP8Delayed, False, preserve_high_precision_init=True)
+    live = module.scaling_state.history[1::3, 0]
+    for found, weight in zip(live, module.parameters(), strict=True):
+        asserts.bitwise(found, weight.high_precision_init_val().float().abs().amax(dim=(1, 2)))
+
+
 @pytest.mark.rule("QNT-1", "CKP-1")
 @by_kind
 @by_holding

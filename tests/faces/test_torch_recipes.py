@@ -325,7 +325,13 @@ def test_explain_of_recipes_needs_neither_device_nor_weights() -> None:
     refused = torch_bridge.why_unsupported(grouped_linear, x, w, sizes, recipe=DELAYED, arch="cpu")
     assert refused is not None
     assert "scaling_state" in refused
+    text = torch_bridge.explain(quantize, x, "mxfp8", axis=(1, 0), group_sizes=sizes, arch="cpu")
+    assert text.count("quantize_any_cpu on cpu") == 1, "both forms come from one call"
+    assert "mxfp4 for rows" in (torch_bridge.why_unsupported(quantize, x, "mxfp4", group_sizes=sizes) or "")
     q: Any = quantize(torch.randn(2, 32, 64), "mxfp4")
+    assert "dequantize_any_cpu on cpu" in torch_bridge.explain(torch_bridge.dequantize, q)
+    assert torch_bridge.why_unsupported(torch_bridge.dequantize, q) is None
+    assert "expected a QTensor" in (torch_bridge.why_unsupported(torch_bridge.dequantize, x) or "")
     text = torch_bridge.explain(grouped_linear, torch.randn(5, 64), q, [2, 3])
     assert text.startswith("grouped_matmul ->"), "quantised already"
 

@@ -36,10 +36,13 @@ def test_every_case_within_its_bound(kernel, case, dtype, which, transposed):
 @pytest.mark.rule("MAT-6")
 @each_kernel
 @pytest.mark.parametrize("dtype", cases.FP8)
-@pytest.mark.parametrize("which", ["forward", "wgrad"])
+@pytest.mark.parametrize("which", ["forward", "dgrad", "wgrad", "wgrad of fp8 rows"])
 def test_fp8_operands_as_they_stand(kernel, dtype, which):
+    """Gradients of the result are bfloat16 beside them."""
     p = cases.problem(cases.named("jagged"), dtype)
-    product(Native(kernel), which, p._replace(dy=cases.normal(p.dy.shape, dtype, "dy")))
+    if which.endswith("rows"):
+        p = p._replace(dy=cases.normal(p.dy.shape, dtype, "dy"))
+    product(Native(kernel), which.split()[0], p)
 
 
 @pytest.mark.rule("MAT-8", "MAT-9", "MAT-6")

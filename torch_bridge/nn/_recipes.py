@@ -32,10 +32,13 @@ def add_state(module: Module, recipe: Recipe | None, groups: int, products: int,
         module.register_buffer(name, tensor)
 
 
-def drop_state(module: Module) -> None:
-    """Takes the state away from a layer that runs as a part of another."""
-    for name in BUFFERS:
-        module._buffers.pop(name, None)
+def take_states(module: Module, layers: Sequence[Module]) -> None:
+    """Takes the states away from layers that run as parts of `module`, with what they hold of quantised weights."""
+    for at, layer in enumerate(layers):
+        for name in BUFFERS:
+            part, whole = layer._buffers.pop(name, None), module._buffers.get(name)
+            if part is not None and whole is not None:
+                whole[at * len(part) : (at + 1) * len(part)].copy_(part)
 
 
 def state_of(module: Module, recipe: Recipe | None) -> ScalingState[Tensor] | None:

@@ -137,9 +137,8 @@ class GroupedMLP(Module):
         wide = self.activation.fc1_width(mlp_dim)
         self.linear_fc1 = GroupedLinear(num_groups, hidden, wide, bias=bias, **options)
         self.linear_fc2 = GroupedLinear(num_groups, mlp_dim, hidden, bias=bias, scale_bias=bias, **options)
-        for layer in (self.linear_fc1, self.linear_fc2):
-            _recipes.drop_state(layer)
         _recipes.add_state(self, self.linear_fc1.recipe, num_groups, 2, options.get("device"))
+        _recipes.take_states(self, (self.linear_fc1, self.linear_fc2))
         self._share_state()
 
     def forward(
