@@ -350,8 +350,10 @@ def store_again(
 
 
 def plain_rows(run: Runner, x: Operand, group_sizes: Array) -> Array:
-    """x as an array, dequantised where the caller quantised it."""
-    return dequantize(run, x, group_sizes, x.dtype) if isinstance(x, QTensor) else x
+    """x as an array of 16 bits or more, dequantised where the caller quantised it."""
+    if isinstance(x, QTensor):
+        return dequantize(run, x, group_sizes, x.dtype)
+    return run.cast(x, wide(run.spec(x).dtype))
 
 
 def weight_grad(

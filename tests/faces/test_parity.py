@@ -122,18 +122,23 @@ def test_gradients_beside_fp8_operands_are_not_narrowed_to_them(dtype):
     """Those of the result here are far below what E4M3 holds without a scale."""
     p = cases.problem(cases.named("tail"), dtype)
     dy = (p.dy.astype(np.float32) * 2.0**-14).astype(p.dy.dtype)
-    given = operands(p, bias=None, row_scale=None)
-    needs, wanted = Needs(bias=False, row_scale=False), bounds.expect_linear_grads(Linear(ARRAYS.names), **given, dy=dy)
-    found = ARRAYS.gradients(given, dy, needs, transposed=False)
-    for name in ("x", "w"):
-        asserts.within(getattr(found, name), getattr(wanted, name), name)
-        asserts.bitwise(getattr(JAX.gradients(given, dy, needs, transposed=False), name), getattr(found, name), name)
+    given = operands(p, bias="bfloat16", row_scale="float32")
+    found, wanted = (
+        ARRAYS.gradients(given, dy, Needs(), transposed=False),
+        bounds.expect_linear_grads(Linear(ARRAYS.names), **given, dy=dy),
+    )
+    for name, of_arrays, of_jax, bound in zip(
+        Needs._fields, found, JAX.gradients(given, dy, Needs(), transposed=False), wanted, strict=True
+    ):
+        asserts.within(of_arrays, bound, name)
+        asserts.bitwise(of_jax, of_arrays, name)
 
-    x, w = to_torch(p.x).requires_grad_(), to_torch(p.w).requires_grad_()
-    dx, dw = torch.zeros(p.x.shape, dtype=torch.bfloat16), torch.zeros(p.w.shape)  # autograd narrows `.grad` itself
-    torch_bridge.grouped_linear(
-        x, w, to_torch(p.group_sizes), rhs_transposed=False, grad_input=dx, wgrad_accum=dw
-    ).backward(to_torch(dy))
+    held = {name: to_torch(given[name]).requires_grad_() for name in ("x", "w", "bias", "row_scale")}
+    x, w, sizes = held.pop("x"), held.pop("w"), to_torch(given["group_sizes"])
+    dx, dw = torch.zeros(x.shape, dtype=torch.bfloat16), torch.zeros(w.shape)  # autograd narrows `.grad` itself
+    y = torch_bridge.grouped_linear(x, w, sizes, rhs_transposed=False, grad_input=dx, wgrad_accum=dw, **held)
+    y.backward(to_torch(dy))
+    asserts.bitwise(held["row_scale"].grad, found.row_scale)
     asserts.bitwise(dx[: p.case.valid], found.x[: p.case.valid])
     asserts.bitwise(dw.bfloat16(), found.w)
 
