@@ -261,8 +261,11 @@ def check_gradient(dy: Tensor, grad_input: Tensor | None, *accumulators: Sequenc
     """BUF-2 for what forward could not see: dy is still read when buffers are written."""
     if is_compiling() or (grad_input is None and not any(accumulators)):
         return
-    written = [(NAMES.grad_input, grad_input), *((NAMES.accum, each) for part in accumulators for each in part)]
-    check_apart(written, [("dy", dy)])
+    start, end = dy.data_ptr(), dy.data_ptr() + dy.nbytes
+    for name, part in ((NAMES.grad_input, (grad_input,)), *((NAMES.accum, part) for part in accumulators)):
+        for each in part:
+            if each is not None and each.data_ptr() < end and start < each.data_ptr() + each.nbytes:
+                check_apart([(name, each)], [("dy", dy)])  # which finds the words
 
 
 _Named = Iterable[tuple[str, Tensor | None]]

@@ -134,12 +134,8 @@ def check_arguments(
         first = home(rows)
         if owners:
             accumulators = accumulators_of(wgrad_accum, owners)
-        elif isinstance(wgrad_accum, Tensor):  # of a quantised weight without a master
-            wanted = ArraySpec(found.specs[1].shape, found.specs[1].dtype)
-            check_operand(NAMES.accum, wgrad_accum, first)
-            linear_spec.check_accumulator(NAMES.accum, fixed_spec(wgrad_accum), wanted)
-            check_writable(NAMES.accum, wgrad_accum)
-            accumulators = [wgrad_accum]
+        else:
+            accumulators = [accumulator_of(wgrad_accum, found.specs[1], first, NAMES.accum)]
         if not compiling:
             written = [(NAMES.accum, each) for each in accumulators]
             check_apart(written, [(NAMES.x, first), (NAMES.sizes, sizes), (NAMES.row_scale, row_scale)])
@@ -148,6 +144,18 @@ def check_arguments(
     operands = (rows, members, sizes, biases, row_scale)
     use = Use(bound.state, bound.key)
     return Arguments(*operands, found, use, leaf, owners, to_main_grad, accumulators, cache)
+
+
+def accumulator_of(given: Any, weight: OperandSpec, home: Tensor, name: str) -> Tensor:
+    """`wgrad_accum` of a quantised weight without a master, whose gradient nothing else takes."""
+    if not isinstance(given, Tensor):
+        raise ValueError(
+            f"`{name}`: {given!r}, expected a tensor {weight.shape}, for the weight is quantised and packed; pass one."
+        )
+    check_operand(name, given, home)
+    linear_spec.check_accumulator(name, fixed_spec(given), ArraySpec(weight.shape, weight.dtype))
+    check_writable(name, given)
+    return given
 
 
 _checked: Decided[Any, Checked] = Decided()  # by facts of arrays, options, and how quantised operands lie

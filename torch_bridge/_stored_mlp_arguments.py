@@ -24,6 +24,7 @@ from torch_bridge._mlp_library import NAMES
 from torch_bridge._run import TORCH_DTYPES, fixed_spec, rows_spec
 from torch_bridge._stored_arguments import (
     Cache,
+    accumulator_of,
     arrays,
     check_bound,
     check_buffers,
@@ -87,9 +88,12 @@ class Arguments(NamedTuple):
         """Whether anybody needs a gradient."""
         if not torch.is_grad_enabled():
             return False
+        return self.needed_by_inputs() or bool(self.accum_wi) or bool(self.accum_wo)
+
+    def needed_by_inputs(self) -> bool:
+        """Whether an operand has a gradient in autograd."""
         leaves = (self.leaf, self.probs, *self.wi_leaves, *self.wo_leaves, *self.wi_bias, *self.wo_bias)
-        needed = True in [each is not None and each.requires_grad for each in leaves]
-        return needed or bool(self.accum_wi) or bool(self.accum_wo)
+        return True in [each is not None and each.requires_grad for each in leaves]
 
 
 def check_arguments(
@@ -145,9 +149,13 @@ def check_arguments(
                 f"`{NAMES.accum}`: {wgrad_accum!r}, expected None, 'main_grad' or a pair, of `{NAMES.wi}` and of "
                 f"`{NAMES.wo}`; put None where a weight has no accumulator."
             )
+        specs = (found.specs.wi, found.specs.wo)
         for at, (each, members, name) in enumerate(zip(wgrad_accum, leaves, (NAMES.wi, NAMES.wo), strict=True)):
-            if each is not None:
-                accums[at] = accumulators_of(each, members, f"{NAMES.accum}[{at}]", name)
+            own = f"{NAMES.accum}[{at}]"
+            if each is not None and members:
+                accums[at] = accumulators_of(each, members, own, name)
+            elif each is not None:
+                accums[at] = [accumulator_of(each, specs[at], home(rows), own)]
         if not compiling:
             written = [(f"{NAMES.accum}[{at}]", each) for at, some in enumerate(accums) for each in some]
             check_apart(written, [(NAMES.x, home(rows)), (NAMES.sizes, sizes), (NAMES.probs, probs)])

@@ -211,12 +211,12 @@ def _first_product(facts: Facts, use: Use, kept: _Kept, dh: Tensor, forms: list[
     """dx and the first weight's gradient, of dh [M, W] in `forms`."""
     op, recipe, _ = facts.checked.products[0]
     needs, rows, encode = facts.needs, dh.shape[0], use.delayed(X)[0]
-    x, wi = kept.x, kept.wi
-    if needs.wi and x.tensors and not recipe.wgrad[0].plain:
+    x, wi = kept.x if needs.wi else NOTHING, NOTHING  # what only made the hidden rows again is not read here
+    if x.tensors and not recipe.wgrad[0].plain:
         x = _form(x, (0, recipe.wgrad[0]), rows, kept.sizes, encode, recipe)
     if needs.x:
         turned = (op.weight_axes()[1], recipe.dgrad[1])
-        wi = _form(wi, turned, rows, None, use.delayed(WEIGHT)[0], recipe)
+        wi = _form(kept.wi, turned, rows, None, use.delayed(WEIGHT)[0], recipe)
     return launcher(x, wi, kept.sizes, kept.wi_bias, None, dh, forms, use.key, encode, facts.products[0])
 
 

@@ -118,7 +118,8 @@ class QuantizedWeight(Tensor):
             own = slice(None) if self.dim() == 3 else slice(at, at + 1)
             encode, live = (None, None) if self.scaling is None else (each[own] for each in self.scaling)
             _stored.store_into([source.contiguous().view(self.q.shape)], forms_of(self.q), encode=encode, amax=live)
-            torch.autograd.graph.increment_version(list(parts_of(self.q).values()))
+        # A pass that still waits for its backward must not read other codes in silence.
+        torch.autograd.graph.increment_version(list(parts_of(self.q).values()))
 
     # ---- the value that it was made of -------------------------------------------------------------------------------
 

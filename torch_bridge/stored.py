@@ -8,6 +8,7 @@ Letters: G groups, M rows, K in, N out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -214,20 +215,23 @@ def _attach(
     packed = (not weights or weights[0].dim() == 3, len(given.biases) > 0 and given.biases[0].dim() == 2)
     counts = (max(1, len(weights)), len(given.biases))
     static = (given.checked.text, counts, packed, given.to_main_grad, replaced)
-    quiet = weights or [_stand_in(given)]
+    quiet = weights or [stand_in(given, given.accumulators)]
     return _StoredLinear.apply(
         *(static, owner, given, out, grad_input),
         *(given.leaf, given.row_scale, *quiet, *given.biases, *given.accumulators),
     )
 
 
-def _stand_in(given: Arguments) -> Tensor | None:
+def stand_in(given: Any, accumulators: Sequence[Tensor | None]) -> Tensor | None:
     """Of a quantised weight without a master: what autograd sees of it where its accumulator alone wants a gradient.
+
+    Args:
+        given: arguments of a linear operation or of an MLP.
 
     Raises:
         NotImplementedError: in a graph of torch.compile, which has a backward for its own inputs alone.
     """
-    if not given.accumulators or given.needed_by_inputs():
+    if not accumulators or given.needed_by_inputs():
         return None
     if is_compiling():
         raise NotImplementedError(

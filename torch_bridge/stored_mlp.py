@@ -31,7 +31,7 @@ from torch_bridge._stored_arguments import Cache, listed, taken
 from torch_bridge._stored_mlp_arguments import Arguments, check_arguments, check_results, in_one_array
 from torch_bridge._stored_mlp_gradients import Facts, in_one_pass, launchers
 from torch_bridge.quantize import X, with_multipliers
-from torch_bridge.stored import encode_of, forms_read, row_forms, weight_forms, with_recipe
+from torch_bridge.stored import encode_of, forms_read, row_forms, stand_in, weight_forms, with_recipe
 
 Owners = tuple[Owner | None, Owner | None]
 """A module's side of both products."""
@@ -113,7 +113,9 @@ def mlp(
         check_results(given, out, grad_input)
     if not given.differentiates():
         return _forward(given, NO_NEEDS, out).y
-    members = (given.wi_leaves or [None], given.wo_leaves or [None], given.wi_bias, given.wo_bias)
+    wi = given.wi_leaves or [stand_in(given, given.accum_wi)]
+    wo = given.wo_leaves or [stand_in(given, given.accum_wo)]
+    members = (wi, wo, given.wi_bias, given.wo_bias)
     counts = tuple(len(each) for each in (*members, given.accum_wi, given.accum_wo))
     flat = [each for one in (*members, given.accum_wi, given.accum_wo) for each in one]
     return _StoredMlp.apply(given, counts, owners, replaced, out, grad_input, given.leaf, given.probs, *flat)

@@ -209,17 +209,6 @@ __device__ inline void store_shared_v4(uint32_t to, const uint32_t (&v)[4]) {
                : "memory");
 }
 
-// ---- threads of several warps ----
-// Named barriers: `threads` of a CTA, multiples of 32, arrive or wait.
-template <int kBarrier>
-__device__ inline void threads_wait(int threads) {
-  asm volatile("bar.sync %0, %1;\n" ::"n"(kBarrier), "r"(threads) : "memory");
-}
-template <int kBarrier>
-__device__ inline void threads_arrive(int threads) {
-  asm volatile("bar.arrive %0, %1;\n" ::"n"(kBarrier), "r"(threads) : "memory");
-}
-
 // ---- wgmma ----
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
@@ -249,15 +238,6 @@ __device__ inline void wgmma_done(float (&d)[kCount]) {
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
   "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define GROUPED_REGS_128                                                                         \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                       \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "             \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "             \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "             \
-  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "             \
-  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "             \
-  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define GROUPED_WGMMA_128(TYPE)                                                         \
   asm volatile(                                                                         \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                      \
@@ -271,14 +251,6 @@ __device__ inline void wgmma_done(float (&d)[kCount]) {
       "wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE " {" GROUPED_REGS_96                     \
       "}, %96, %97, p, 1, 1, %99, %100;\n}\n"                                                               \
       : GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), GROUPED_D16(48), GROUPED_D16(64), GROUPED_D16(80) \
-      : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposedA), "n"(kTransposedB))
-#define GROUPED_WGMMA_256(TYPE)                                                                              \
-  asm volatile(                                                                                              \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"                                                          \
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " {" GROUPED_REGS_128                     \
-      "}, %128, %129, p, 1, 1, %131, %132;\n}\n"                                                             \
-      : GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), GROUPED_D16(48), GROUPED_D16(64), GROUPED_D16(80), \
-        GROUPED_D16(96), GROUPED_D16(112)                                                                    \
       : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposedA), "n"(kTransposedB))
 
 #define GROUPED_WGMMA_FP8_PAIRS(MACRO)          \
@@ -331,13 +303,9 @@ template <class T, int kN, int kTransposedA, int kTransposedB>
 __device__ inline void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
   constexpr bool kPair = IsFp8Pair<T>::value, kBf16 = std::is_same_v<T, __nv_bfloat16>;
   static_assert(kPair ? !kTransposedA && !kTransposedB : kBf16 || std::is_same_v<T, __half>);
-  static_assert(kN == 128 || kN == 192 || kN == 256);
+  static_assert(kN == 128 || kN == 192);
   if constexpr (kPair) {
     wgmma_fp8<T, kN>(d, a, b, accumulate);
-  } else if constexpr (kN == 256 && kBf16) {
-    GROUPED_WGMMA_256("bf16");
-  } else if constexpr (kN == 256 && !kBf16) {
-    GROUPED_WGMMA_256("f16");
   } else if constexpr (kN == 192 && kBf16) {
     GROUPED_WGMMA_192("bf16");
   } else if constexpr (kN == 192 && !kBf16) {
@@ -394,48 +362,28 @@ __device__ inline void wgmma_fp8_part(float (&d)[kN / 2], uint64_t a, uint64_t b
   GROUPED_PART("64", GROUPED_REGS_32, "%32", "%33", "1", TYPES, GROUPED_D16(0), GROUPED_D16(16))
 #define GROUPED_PART_96(TYPES) \
   GROUPED_PART("96", GROUPED_REGS_48, "%48", "%49", "1", TYPES, GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32))
-#define GROUPED_PART_128(TYPES)                                                                                    \
-  GROUPED_PART("128", GROUPED_REGS_64, "%64", "%65", "1", TYPES, GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), \
-               GROUPED_D16(48))
-#define GROUPED_PART_192(TYPES)                                                                                    \
-  GROUPED_PART("192", GROUPED_REGS_96, "%96", "%97", "1", TYPES, GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), \
-               GROUPED_D16(48), GROUPED_D16(64), GROUPED_D16(80))
 #define GROUPED_FIRST_64(TYPES) \
   GROUPED_PART("64", GROUPED_REGS_32, "%32", "%33", "0", TYPES, GROUPED_W16(0), GROUPED_W16(16))
 #define GROUPED_FIRST_96(TYPES) \
   GROUPED_PART("96", GROUPED_REGS_48, "%48", "%49", "0", TYPES, GROUPED_W16(0), GROUPED_W16(16), GROUPED_W16(32))
-#define GROUPED_FIRST_128(TYPES)                                                                                   \
-  GROUPED_PART("128", GROUPED_REGS_64, "%64", "%65", "0", TYPES, GROUPED_W16(0), GROUPED_W16(16), GROUPED_W16(32), \
-               GROUPED_W16(48))
-#define GROUPED_FIRST_192(TYPES)                                                                                   \
-  GROUPED_PART("192", GROUPED_REGS_96, "%96", "%97", "0", TYPES, GROUPED_W16(0), GROUPED_W16(16), GROUPED_W16(32), \
-               GROUPED_W16(48), GROUPED_W16(64), GROUPED_W16(80))
 #define GROUPED_PART_OF(SIZE)                     \
   if constexpr (kFirst) {                         \
     GROUPED_WGMMA_FP8_PAIRS(GROUPED_FIRST_##SIZE) \
   } else {                                        \
     GROUPED_WGMMA_FP8_PAIRS(GROUPED_PART_##SIZE)  \
   }
-  static_assert(kN == 64 || kN == 96 || kN == 128 || kN == 192);
+  static_assert(kN == 64 || kN == 96);
   if constexpr (kN == 64) {
     GROUPED_PART_OF(64)
-  } else if constexpr (kN == 96) {
-    GROUPED_PART_OF(96)
-  } else if constexpr (kN == 128) {
-    GROUPED_PART_OF(128)
   } else {
-    GROUPED_PART_OF(192)
+    GROUPED_PART_OF(96)
   }
 #undef GROUPED_PART
 #undef GROUPED_PART_OF
 #undef GROUPED_PART_64
 #undef GROUPED_PART_96
-#undef GROUPED_PART_128
-#undef GROUPED_PART_192
 #undef GROUPED_FIRST_64
 #undef GROUPED_FIRST_96
-#undef GROUPED_FIRST_128
-#undef GROUPED_FIRST_192
 }
 #undef GROUPED_W4
 #undef GROUPED_W16
@@ -452,7 +400,5 @@ __device__ inline void wgmma_fp8_part(float (&d)[kN / 2], uint64_t a, uint64_t b
 #undef GROUPED_WGMMA_128
 #undef GROUPED_REGS_96
 #undef GROUPED_WGMMA_192
-#undef GROUPED_REGS_128
-#undef GROUPED_WGMMA_256
 
 }  // namespace grouped::ptx

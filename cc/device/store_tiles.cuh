@@ -277,6 +277,7 @@ inline std::string refuses_tiles(const Quantize& call, const Target& target) {
   if (from != DType::bf16 && from != DType::f16) return "takes bfloat16 or float16, not " + describe(call.source);
   if (!call.values.present() && !call.cross_values.present()) return "stores codes";
   if (call.source_table.present()) return "takes packed weights";
+  if (!call.group_sizes.present() && call.source.elements() == 0) return "takes weights that have elements";
   const int64_t width = call.source.dims[call.source.rank - 1];
   if (width == 0 || width % 8 != 0) return "takes widths that are multiples of 8";
   if (call.source.elements() / std::max<int64_t>(width, 1) + kMostGroups * kStoreRows >= kMostRows) {

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from grouped_core.activations import Activation
 from tests import asserts, bounds, cases
+from tests.faces.adapters import to_torch
 from tests.faces.gradient_tools import as_argument, members_of, plain_gradient, stacked
+from tests.faces.mlp_adapters import problem
 from tests.faces.nn_tools import CASE
 from tests.faces.torch_tools import leaf, operation, small
-from torch_bridge import MXFP8, grouped_linear, quantize, straight_through
+from torch_bridge import MXFP8, grouped_linear, grouped_mlp, quantize, straight_through
 
 
 @pytest.mark.rule("GRD-8")
@@ -153,3 +156,40 @@ def test_an_accumulator_of_a_quantised_weight_without_a_master_is_written(needs_
             compiled(leaf(t.x, False), torch.ones(t.w.shape))
         with torch.no_grad():
             assert not run(t.x, torch.ones(t.w.shape)).requires_grad
+
+
+@pytest.mark.rule("MLP-4", "QNT-4")
+@pytest.mark.parametrize("policy", ["save_all", "save_fc1", "save_input"])
+@pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)], ids=["both", "wi", "wo"])
+@pytest.mark.parametrize("needs_x", [False, True], ids=["", "dx"])
+def test_accumulators_of_quantised_weights_of_an_mlp_are_written(
+    needs_x: bool, given: tuple[bool, bool], policy: str
+) -> None:
+    of = cases.named(CASE)
+    operands, dy = problem(of, "bfloat16", Activation("swiglu"), transposed=True)
+    t = {name: None if each is None else to_torch(each) for name, each in operands.items()}
+    weights = [t["wi"], t["wo"]]
+    held = [quantize(each, "mxfp8", axis=(2, 1)) for each in weights]
+    masters = [straight_through(leaf(each), q) for each, q in zip(weights, held, strict=True)]
+
+    def run(wi: Any, wo: Any) -> tuple[Tensor | None, list[Tensor]]:
+        x, accums = leaf(t["x"], needs_x), [torch.ones(each.shape) for each in weights]
+        pair = tuple([each if one else None for each, one in zip(accums, given, strict=True)])
+        options: Any = {"recipe": MXFP8, "residuals": policy, "wgrad_accum": pair}
+        grouped_mlp(x, wi, wo, t["group_sizes"], probs=t["probs"], **options).backward(to_torch(dy))
+        return x.grad, accums
+
+    (dx, found), (dx_of_masters, wanted) = run(*held), run(*masters)
+    if needs_x:
+        asserts.bitwise(dx, dx_of_masters)
+    for each, one in zip(found, wanted, strict=True):
+        asserts.bitwise(each, one)
+
+
+@pytest.mark.rule("ERR-1", "QNT-4")
+@pytest.mark.parametrize("given", ["others", 3, [torch.zeros(1)]], ids=["text", "number", "list"])
+def test_what_is_no_accumulator_of_a_quantised_weight_is_refused(given: Any) -> None:
+    t = small("jagged", "bfloat16")
+    q = quantize(t.w, "mxfp8", axis=(2, 1))
+    with asserts.refused(ValueError, ["`wgrad_accum`", "expected a tensor", "quantised and packed", "pass one"]):
+        grouped_linear(t.x, q, t.sizes, recipe=MXFP8, wgrad_accum=given)

@@ -250,7 +250,7 @@ def layer_value(recipe: Recipe, value: Tensor) -> Tensor:
 
 
 @pytest.mark.rule("QNT-1")
-@pytest.mark.parametrize("writer", ["copy_", "cast_shards"])
+@pytest.mark.parametrize("writer", ["copy_", "codes", "load_state_dict", "cast_shards"])
 def test_a_pass_that_waits_for_backward_notices_that_codes_were_written(writer: str) -> None:
     for listed in (False, True):
         original = layer(recipes.MXFP8, listed)
@@ -258,8 +258,15 @@ def test_a_pass_that_waits_for_backward_notices_that_codes_were_written(writer: 
             y = module(leaf(torch.randn(11, 48).bfloat16()), SIZES)
             weight = next(iter(module.parameters()))
             with torch.no_grad():
-                value = torch.zeros(weight.shape)
-                weight.copy_(value) if writer == "copy_" else shards.cast_shards([weight], [value.view(-1)], [0])
+                value, other = torch.zeros(weight.shape), layer(recipes.MXFP8, listed)
+                if writer == "copy_":
+                    weight.copy_(value)
+                elif writer == "codes":
+                    weight.copy_(next(iter(other.parameters())))
+                elif writer == "load_state_dict":
+                    module.load_state_dict(other.state_dict())
+                else:
+                    shards.cast_shards([weight], [value.view(-1)], [0])
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 y.sum().backward()
 

@@ -511,6 +511,45 @@ def test_several_passes_wait_for_backward_under_a_flag() -> None:
     asserts.bitwise(s.weights[0].grad, plain.weights[0].grad)
 
 
+@pytest.mark.rule("QNT-6")
+def test_a_pass_that_waits_under_a_flag_notices_that_the_weights_were_written() -> None:
+    s = setup("GroupedLinear", False, recipe=recipes.MXFP8, **BF16)
+    s.module.set_weight_update(True)
+    waits = s.run(leaf(s.x)), s.run(leaf(s.x))  # the same weights twice
+    waits[0].backward(s.dy)
+    with torch.no_grad():
+        s.weights[0].mul_(2)
+    s.run(leaf(s.x))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        waits[1].backward(s.dy)
+
+
+@pytest.mark.rule("QNT-6")
+@pytest.mark.parametrize("recipe", [recipes.FP8Block, recipes.MXFP8], ids=lambda r: r.name)
+def test_forms_under_a_flag_are_of_the_same_weights(recipe: Recipe) -> None:
+    """A pass that reads one form alone, as in inference, writes the other ones, too."""
+    s, plain = (setup("GroupedLinear", False, recipe=recipe, **BF16) for _ in range(2))
+    s.module.set_weight_update(True)
+    seeded(s, 0)
+    with torch.no_grad():
+        for one in (s, plain):
+            one.weights[0].mul_(2)
+        s.run(s.x)
+    s.module.set_weight_update(False)
+    same(seeded(s, 1), seeded(plain, 1))
+
+
+@pytest.mark.rule("QNT-6")
+def test_the_flag_follows_a_layer_that_moves() -> None:
+    s = setup("GroupedLinear", False, recipe=recipes.MXFP8, **BF16)
+    s.module.set_weight_update(False)
+    s.module.set_weight_update(True)
+    s.run(s.x)
+    s.module.to("meta")
+    s.module(s.x.to("meta"), s.sizes.to("meta"))
+    assert s.module.cache._skip.device.type == "meta"
+
+
 @pytest.mark.rule("QNT-5")
 def test_a_pass_that_waits_for_backward_notices_that_the_cache_was_written() -> None:
     s = setup("GroupedLinear", False, recipe=recipes.MXFP8, **BF16)

@@ -91,6 +91,8 @@ class WeightCache:
         source = members[0]
         if any(each.values.device != source.device for each in self._forms.values()):
             self._forms.clear()  # the layer was moved
+        if self._skip is not None and self._skip.device != source.device:
+            self.set_update(bool(self.update), source.device)
         keys: list[_Key] = [(axis, cell, source.dtype) for axis, cell in wanted]
         writes = self.update if first is None else first
         if not writes and (reason := self._stale(keys, parameters, by_flag=first is None)):
@@ -99,13 +101,21 @@ class WeightCache:
                 "microbatch after each change of the weights with is_first_microbatch=True, or after "
                 "set_weight_update(True); where FSDP2 gathers them for each pass, leave `is_first_microbatch` out."
             )
-        due = keys if first is not False else [key for key in keys if key not in self._current]
+        due, skip = keys, None
+        if first is None:  # all that are held, that no pass finds two forms of different weights
+            due, skip = [*dict.fromkeys([*(key for key in self._forms if key[2] == source.dtype), *keys])], self._skip
+        elif not first:
+            due = [key for key in keys if key not in self._current]
+        mark = _mark(parameters) if writes else self._seen
+        # A pass that still waits for its backward must not read other forms in silence. Under a flag several may wait
+        # while the weights stay, for each writes what was there.
+        others = skip is None or (mark != self._seen and not _capturing())
         with torch.inference_mode(False), torch.no_grad():  # buffers made here may be saved for backward later
-            self._write(members, due, encode, live, self._skip if first is None else None)
+            self._write(members, due, encode, live, skip, others=others)
         if writes:
-            self._seen, self._current = _mark(parameters), set()
+            self._seen, self._current = mark, set()
         if writes or first is False:
-            self._current |= set(keys)
+            self._current |= set(due)
         return [self._forms[key] for key in keys]
 
     def _stale(self, keys: Sequence[_Key], parameters: Sequence[Any], *, by_flag: bool) -> str | None:
@@ -125,12 +135,15 @@ class WeightCache:
         encode: Tensor | None,
         live: Tensor | None,
         skip: Tensor | None,
+        *,
+        others: bool,
     ) -> None:
+        """`others`: what is written may differ from what earlier passes saved."""
         held = [self._forms[key] for key in keys if key in self._forms]
         missing = [key for key in keys if key not in self._forms]
         if held:
             _stored.store_into(members, held, encode=encode, amax=live, skip=skip)
-            if skip is None:  # a pass that still waits for its backward must not read other forms in silence
+            if others:
                 torch.autograd.graph.increment_version(_stored.present(*held))
         if not missing:
             return
