@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import Module, Parameter
 
+from torch_bridge.params import local
 from torch_bridge.primary import QuantizedWeight
 
 
@@ -83,6 +84,33 @@ def local_experts(parameter: DTensor, name: str, packed: bool) -> Tensor:
             "ranks; redistribute it, or unshard it before the layer runs."
         )
     return parameter.to_local()
+
+
+def beside_experts(parameter: Any, part: Tensor) -> Tensor:
+    """`part` [..., G / ranks], of this rank's experts, as a DTensor [..., G]; as it stands where it is of all.
+
+    Args:
+        parameter: of the experts, spread over the last axis of its mesh. FSDP2 may shard it over axes in front.
+    """
+    mesh = parameter.device_mesh
+    if not _spread(parameter, part.shape[-1]):
+        return part
+    places = [Replicate()] * (mesh.ndim - 1) + [Shard(part.dim() - 1)]
+    return DTensor.from_local(part, mesh, places, run_check=False)
+
+
+def own_experts(parameter: Any, given: Tensor, groups: int) -> Tensor:
+    """What lies here of `beside_experts`, or of a plain tensor [..., G] of all experts; [..., `groups`]."""
+    part, mesh = local(given), parameter.device_mesh
+    if part.shape[-1] == groups or not _spread(parameter, groups):
+        return part
+    return part.tensor_split(mesh.size(mesh.ndim - 1), dim=-1)[mesh.get_local_rank(mesh.ndim - 1)]
+
+
+def _spread(parameter: Any, groups: int) -> bool:
+    """Whether `groups` of the experts in a packed parameter belong to each rank along the last axis of its mesh."""
+    ranks = parameter.device_mesh.size(parameter.device_mesh.ndim - 1)
+    return parameter.dim() == 3 and ranks > 1 and groups * ranks == parameter.shape[0]
 
 
 def averaged_like(parameter: Any, whole: Tensor) -> DTensor:

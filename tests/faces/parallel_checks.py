@@ -22,7 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -198,6 +199,21 @@ def a_sharded_state_dict_loads_into_either_form(mesh: DeviceMesh) -> None:
 
 
 @check
+def forms_of_weights_that_were_gathered_anew_are_not_reused(mesh: DeviceMesh) -> None:
+    """Often at the address that they had, and always under the same version."""
+    for listed in (False, True):
+        for _ in range(8):
+            s = _setup("GroupedLinear", listed, mesh, recipe=MXFP8)
+            fully_shard(s.module, mesh=mesh)
+            optimizer = torch.optim.SGD(s.module.parameters(), lr=1.0)
+            s.module(s.x, s.sizes, is_first_microbatch=True).backward(s.dy)
+            optimizer.step()
+            with asserts.refused(RuntimeError, ["weight cache", "gathered anew", "is_first_microbatch=True"]):
+                s.module(s.x, s.sizes, is_first_microbatch=False)
+            s.module.reshard()
+
+
+@check
 def layers_inside_an_mlp_are_not_wrapped_alone(mesh: DeviceMesh) -> None:
     """Their forward is not called, so nobody would gather their weights."""
     s = _setup("GroupedMLP", True, mesh)
@@ -297,6 +313,40 @@ def each_rank_has_the_scaling_state_of_its_own_experts(mesh: DeviceMesh) -> None
         for module in (whole, spread):
             update_scaling(module.scaling_state)
         asserts.bitwise(spread.scaling_state.scale, whole.scaling_state.scale[:, groups].contiguous())
+
+
+@check
+def checkpoints_hold_the_scaling_state_of_every_rank(mesh: DeviceMesh) -> None:
+    """Loaded by as many ranks each gets its own back, by one that of all experts; a whole one is divided."""
+    recipe = FP8Delayed.replace(history=2)
+    for make in (nn.GroupedLinear, nn.GroupedMLP):
+
+        def module(make: Any = make) -> Any:
+            return make(4, 32, 32, bias=False, single_grouped_weight=True, recipe=recipe).to(mesh.device_type)
+
+        held, other, whole = (
+            parallel.shard_experts(module(), mesh),
+            parallel.shard_experts(module(), mesh),
+            module(),
+        )
+        for number, tensor in enumerate((held.scaling_scale, held.scaling_history)):
+            tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + 100 * mesh.get_rank() + 1000 * number)
+        folder: list[Any] = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folder)
+        dcp.save(get_model_state_dict(held), checkpoint_id=folder[0])
+        for each in (other, whole):
+            state = get_model_state_dict(each)
+            dcp.load(state, checkpoint_id=folder[0])
+            set_model_state_dict(each, state)
+        again = parallel.shard_experts(module(), mesh)
+        set_model_state_dict(again, whole.state_dict(), options=StateDictOptions(full_state_dict=True))
+        for name in ("scaling_scale", "scaling_history", "scaling_top"):
+            mine = getattr(held, name)
+            asserts.bitwise(getattr(other, name), mine, name)
+            asserts.bitwise(getattr(again, name), mine, name)
+            if name != "scaling_top":
+                mine = DTensor.from_local(mine, mesh, [Shard(mine.dim() - 1)]).full_tensor()
+            asserts.bitwise(getattr(whole, name), mine, name)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -38,6 +38,8 @@ class WeightCache:
 
     Attributes:
         update: what `set_update` said last; None: it was never called, there is no flag.
+        exchanges: how often the layer was given other Parameters for its weights. FSDP2 does so whenever it gathers
+            them, often at the same address, and always under the version that they had.
     """
 
     def __init__(self) -> None:
@@ -46,6 +48,7 @@ class WeightCache:
         self._seen: tuple[Any, ...] | None = None
         self._skip: Tensor | None = None  # int32 [1]: not zero leaves the forms as they are
         self.update: bool | None = None
+        self.exchanges = 0
 
     def __reduce__(self) -> tuple[type[WeightCache], tuple[()]]:
         return WeightCache, ()
@@ -106,10 +109,11 @@ class WeightCache:
             due, skip = [*dict.fromkeys([*(key for key in self._forms if key[2] == source.dtype), *keys])], self._skip
         elif not first:
             due = [key for key in keys if key not in self._current]
-        mark = _mark(parameters) if writes else self._seen
+        mark = (self.exchanges, *_mark(parameters)) if writes else self._seen
         # A pass that still waits for its backward must not read other forms in silence. Under a flag several may wait
-        # while the weights stay, for each writes what was there.
-        others = skip is None or (mark != self._seen and not _capturing())
+        # while the weights stay, for each writes what was there; of weights that are gathered anew nobody knows.
+        gathered = mark is None or self._seen is None or mark[0] != self._seen[0]
+        others = skip is None or not (gathered or mark == self._seen or _capturing())
         with torch.inference_mode(False), torch.no_grad():  # buffers made here may be saved for backward later
             self._write(members, due, encode, live, skip, others=others)
         if writes:
@@ -124,7 +128,7 @@ class WeightCache:
             return "empty"
         if by_flag:
             return None if all(key in self._forms for key in keys) else "without the form that this pass reads"
-        if _mark(parameters) == self._seen:
+        if (self.exchanges, *_mark(parameters)) == self._seen:
             return None
         return "older than the weights, which were written since, or gathered anew, as FSDP2 does after resharding"
 

@@ -17,6 +17,7 @@ from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.scaling import ScalingState
 from torch_bridge import stored, stored_mlp
 from torch_bridge._stored_arguments import home, listed
+from torch_bridge.params import is_distributed
 from torch_bridge.quantize import StraightThrough, scaling_state
 
 BUFFERS = ("scaling_scale", "scaling_history", "scaling_top")
@@ -67,6 +68,27 @@ def take_groups(module: Module, rank: int, ranks: int) -> None:
         held = module._buffers.get(name)
         if held is not None:
             module._buffers[name] = held.tensor_split(ranks, dim=-1)[rank].clone()
+
+
+def spread_state(module: Module, weight: Any, state_dict: dict[str, Any], prefix: str) -> None:
+    """In a state dict the state of experts that are spread over ranks is a DTensor, as their weights are (CKP-7)."""
+    if is_distributed(weight):
+        from torch_bridge.parallel import beside_experts
+
+        for name in BUFFERS[:2]:
+            if (held := state_dict.get(prefix + name)) is not None:
+                state_dict[prefix + name] = beside_experts(weight, held)
+
+
+def own_state(module: Module, weight: Any, state_dict: dict[str, Any], prefix: str) -> None:
+    """The inverse of `spread_state`; of the state of all experts this rank's part, too."""
+    if is_distributed(weight):
+        from torch_bridge.parallel import own_experts
+
+        for name in BUFFERS[:2]:
+            held, given = module._buffers.get(name), state_dict.get(prefix + name)
+            if held is not None and given is not None:
+                state_dict[prefix + name] = own_experts(weight, given, held.shape[-1])
 
 
 def applied(module: Module, before: Sequence[Tensor | None]) -> None:

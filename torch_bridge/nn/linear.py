@@ -308,6 +308,11 @@ class GroupedLinear(Module):
 
     # ---- the life of a module ----------------------------------------------------------------------------------------
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("weight_names", ()) and (cache := self.__dict__.get("cache")) is not None:
+            cache.exchanges += 1
+        super().__setattr__(name, value)
+
     # NOTE: torch makes new Parameters in these four places, and their attributes are lost.
     def _apply(self, fn: Any, recurse: bool = True) -> GroupedLinear:
         held = _recipes.held_state(self)
@@ -329,10 +334,12 @@ class GroupedLinear(Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         _primary.saved(self, destination, prefix)
+        _recipes.spread_state(self, self.weight_parameters()[0], destination, prefix)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
+        _recipes.own_state(self, self.weight_parameters()[0], state_dict, prefix)
         shapes = (("weight", self.weight_names, (self.out_features, self.in_features)),)
         shapes += (("bias", self.bias_names, (self.out_features,)),)
         _primary.loaded(self, state_dict, prefix)

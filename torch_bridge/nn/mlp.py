@@ -215,9 +215,14 @@ class GroupedMLP(Module):
         super().__setstate__(state)
         self._share_state()
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        _recipes.spread_state(self, self.linear_fc1.weight_parameters()[0], destination, prefix)
+
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
+        _recipes.own_state(self, self.linear_fc1.weight_parameters()[0], state_dict, prefix)
         if local_metadata.get("assign_to_params_buffers", False):
             _recipes.place_state(self, self.linear_fc1.recipe, state_dict, prefix)
         _recipes.keep_missing(self, state_dict, prefix)
