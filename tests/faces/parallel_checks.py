@@ -22,8 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -329,14 +330,15 @@ def checkpoints_hold_the_scaling_state_of_every_rank(mesh: DeviceMesh) -> None:
             parallel.shard_experts(module(), mesh),
             module(),
         )
-        for number, tensor in enumerate((held.scaling_scale, held.scaling_history)):
+        for number, name in enumerate(("scaling_scale", "scaling_history")):
+            tensor: Tensor = getattr(held, name)
             tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + 100 * mesh.get_rank() + 1000 * number)
         folder: list[Any] = [tempfile.mkdtemp()]
         dist.broadcast_object_list(folder)
-        dcp.save(get_model_state_dict(held), checkpoint_id=folder[0])
+        save(get_model_state_dict(held), checkpoint_id=folder[0])
         for each in (other, whole):
             state = get_model_state_dict(each)
-            dcp.load(state, checkpoint_id=folder[0])
+            load(state, checkpoint_id=folder[0])
             set_model_state_dict(each, state)
         again = parallel.shard_experts(module(), mesh)
         set_model_state_dict(again, whole.state_dict(), options=StateDictOptions(full_state_dict=True))
