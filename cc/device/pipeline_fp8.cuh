@@ -129,10 +129,11 @@ __device__ inline void multiply_promoting(float* acc, Ring<Product::Shape::kStag
     const auto release = [&] {
       if (lane < 2) ptx::barrier_arrive_peer(barriers + 8 * (Shape::kEmpty + ring.slot), lane);
     };
+    if constexpr (kScaling == Scaling::parts) __syncwarp();  // every lane has read its scales
     if constexpr (kScaling != Scaling::columns) release();
     of_block.template promote<kCols - kPart, kPart>(acc, sums[kParts - 1]);
     if constexpr (kScaling == Scaling::columns) {
-      __syncwarp();  // every lane has read its scales
+      __syncwarp();  // likewise
       release();
     }
     ring.advance();

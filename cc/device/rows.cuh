@@ -27,9 +27,15 @@ struct MatmulParams : RowsParams {
   bool scale_bias, float_bias;
 };
 
-// Draws the pair's items and pushes this CTA's tile of each, `tile_cols` columns wide.
-template <class Push>
-__device__ inline void schedule_rows(const RowsParams& p, int tile_cols, uint32_t rank, uint32_t mail, Push push) {
+struct IgnoreTail {
+  __device__ void operator()(int32_t) const {}
+};
+
+// Draws the pair's items and pushes this CTA's tile of each, `tile_cols` columns wide and in the order of kTileAt.
+// `at_tail` is told the first tail row.
+template <auto kTileAt = pair_at, class Push, class AtTail = IgnoreTail>
+__device__ inline void schedule_rows(const RowsParams& p, int tile_cols, uint32_t rank, uint32_t mail, Push push,
+                                     AtTail at_tail = {}) {
   const int col_tiles = (p.cols + tile_cols - 1) / tile_cols;
   RowScan scan(p.sizes, p.groups, p.rows, col_tiles);
   Mailbox pair(rank, mail);
@@ -39,7 +45,7 @@ __device__ inline void schedule_rows(const RowsParams& p, int tile_cols, uint32_
     if (pair.leader() && threadIdx.x % 32 == 0) next = int64_t(atomicAdd(p.counter, 1ull)) + gridDim.x / 2;
     Work work{};
     if (found.tile) {
-      const Tile tile = pair_at(found.item, (found.rows + kTileRows - 1) / kTileRows, col_tiles, rank);
+      const Tile tile = kTileAt(found.item, (found.rows + kTileRows - 1) / kTileRows, col_tiles, rank);
       work.kind = Work::kTile;
       work.length = p.length;
       work.row0 = tile.row * kTileRows;
@@ -56,6 +62,7 @@ __device__ inline void schedule_rows(const RowsParams& p, int tile_cols, uint32_
         work.slice3 = slice.far;
       }
     } else {
+      at_tail(found.end);
       const int64_t first = found.end + int64_t(found.item) * kTailRows;
       if (!p.clear_tail || first >= p.rows) break;
       work.kind = Work::kTail;

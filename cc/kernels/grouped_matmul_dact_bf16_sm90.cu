@@ -19,6 +19,7 @@
 #include "cc/device/launch.h"
 #include "cc/device/pipeline.cuh"
 #include "cc/device/row_partials.cuh"
+#include "cc/device/rows.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -29,20 +30,13 @@ using namespace sm90;
 // A fifth stage is worth more than a third set, and a second set more than a sixth stage.
 using DactShape = FetchingShape<128, 5, 2>;
 
-struct DactParams {
-  CUtensorMap lhs, rhs, z;
+struct DactParams : RowsParams {
+  CUtensorMap z;
   CUtensorMap hidden[2], grad[2];  // of a set's first and second block
-  const int32_t* sizes;
-  unsigned long long* counter;  // of drawn items; 0 at the start
-  int32_t* valid_rows;          // set to the first tail row
-  const int64_t* rhs_table;     // addresses of the weights; null where they are packed
-  int64_t rhs_base;             // address that `rhs` starts at
-  const float* row_scale;       // [rows], or null
-  float* partials;              // [column tiles, rows] row sums; null: not wanted
-  uint8_t *result, *activated;  // null: not wanted
-  int64_t rows;
-  int32_t groups, cols, length;
-  bool clear_tail;
+  int32_t* valid_rows;             // set to the first tail row
+  const float* row_scale;          // [rows], or null
+  float* partials;                 // [column tiles, rows] row sums; null: not wanted
+  uint8_t *result, *activated;     // null: not wanted
   HiddenColumns columns;
   ActivationSpec spec;
   float one;  // 1, see move_up
@@ -66,46 +60,13 @@ struct DactProduct {
 
   template <class Push>
   static __device__ void schedule(const Params& p, uint32_t rank, uint32_t mail, uint32_t, Push push) {
-    const int col_tiles = (p.cols + Shape::kCols - 1) / Shape::kCols;
-    RowScan scan(p.sizes, p.groups, p.rows, col_tiles);
-    Mailbox pair(rank, mail);
-    int64_t next = blockIdx.x / 2;
-    while (true) {
-      const RowScan::Found found = scan.find(pair.share(next));
-      if (pair.leader() && threadIdx.x % 32 == 0) next = int64_t(atomicAdd(p.counter, 1ull)) + gridDim.x / 2;
-      Work work{};
-      if (found.tile) {
-        const Tile tile = row_pair_at(found.item, (found.rows + kTileRows - 1) / kTileRows, col_tiles, rank);
-        work.kind = Work::kTile;
-        work.length = p.length;
-        work.row0 = tile.row * kTileRows;
-        work.col0 = tile.col * Shape::kCols;
-        work.valid_rows = found.rows - work.row0;
-        work.across = tile.across;
-        work.group = found.group;
-        work.rows = found.rows;
-        work.end = found.end;
-        work.slice2 = found.group;
-        if (p.rhs_table != nullptr) {
-          const Slice slice = slice_of(uint64_t(p.rhs_table[found.group]) - uint64_t(p.rhs_base));
-          work.slice2 = slice.near;
-          work.slice3 = slice.far;
-        }
-      } else {
-        *p.valid_rows = found.end;  // every CTA says the same
-        const int64_t first = found.end + int64_t(found.item) * kTailRows;
-        if (!p.clear_tail || first >= p.rows) break;
-        work.kind = Work::kTail;
-        work.end = int32_t(first);
-      }
-      push(work);
-    }
-    push(Work{});
+    // Every CTA says the same.
+    schedule_rows<row_pair_at>(p, Shape::kCols, rank, mail, push, [&](int32_t row) { *p.valid_rows = row; });
   }
 
   static __device__ void load(const Params& p, const Work& work, int k, int halves, bool columns, uint32_t rank,
                               uint32_t to, uint32_t full) {
-    load_lhs<1>(&p.lhs, at(work, k, 0), halves, work.across, rank, to, full);
+    load_lhs<1>(&p.lhs, ragged_at(work, k, 0), halves, work.across, rank, to, full);
     if (!columns) return;
     const int32_t c0 = kRhsMajor == Major::k ? k : work.col0, c1 = kRhsMajor == Major::k ? work.col0 : k;
     Rhs::load(&p.rhs, {{c0, c1, work.slice2, work.slice3}}, work.across, rank, to + 2 * kBlockBytes, full);
@@ -116,7 +77,7 @@ struct DactProduct {
     for_sets(p, work, [&](int col, int row) {
       sets.fill(blocks * kBlockBytes, [&](uint32_t to, uint32_t barrier) {
         for (int b = 0; b < blocks; ++b) {
-          ptx::tensor_load(to + b * kBlockBytes, &p.hidden[b], at(work, p.columns.column(col, b), row), barrier);
+          ptx::tensor_load(to + b * kBlockBytes, &p.hidden[b], ragged_at(work, p.columns.column(col, b), row), barrier);
         }
       });
     });
@@ -127,9 +88,9 @@ struct DactProduct {
     for_sets(p, work, [&](int col, int row) {
       sets.drain([&](uint32_t from) {
         for (int b = 0; b < blocks; ++b) {
-          ptx::tensor_store(&p.grad[b], at(work, p.columns.column(col, b), row), from + b * kBlockBytes);
+          ptx::tensor_store(&p.grad[b], ragged_at(work, p.columns.column(col, b), row), from + b * kBlockBytes);
         }
-        if (p.activated != nullptr) ptx::tensor_store(&p.z, at(work, col, row), from + 2 * kBlockBytes);
+        if (p.activated != nullptr) ptx::tensor_store(&p.z, ragged_at(work, col, row), from + 2 * kBlockBytes);
       });
     });
   }
@@ -141,11 +102,6 @@ struct DactProduct {
     for (int half = 0; half < row_halves(work.valid_rows); ++half) {
       for (int s = 0; s < across; ++s) body(work.col0 + s * kSetCols, 64 * half);
     }
-  }
-
-  // Column `col` and row `row` of a tile, in a ragged map.
-  static __device__ ptx::Coords at(const Work& work, int col, int row) {
-    return {{col, kRagged - work.rows + work.row0 + row, kRagged, work.end}};
   }
 
   using Epilogue = NothingHeld;
