@@ -570,8 +570,8 @@ def grouped_mlp_grads(
     found = mlp.mlp(run, op, x, first, wo, native, *more, needs=wanted, extras=extras)
     held = (found.x, found.h, found.z, found.wi, found.wo, native)
     main = mlp.main_grads(run, op, specs, *held, *more, dy, wanted, grad_input=grad_input, extras=extras)
-    for product, amax in enumerate(main.amax):
-        _merge(bound, amax, product)
+    for product, (amax, later) in enumerate(zip(found.amax, main.amax, strict=True)):
+        _merge(bound, amax.and_later(later), product)
 
     def weight_grad(
         linear: Linear, spec: ArraySpec, rows: Array, grad: Array, into: Array | None, half: int = 0

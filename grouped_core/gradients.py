@@ -14,7 +14,7 @@ from grouped_core.formats import Format, QTensor, wide
 from grouped_core.linear_spec import Linear
 from grouped_core.products import Array, Listed, Operand, Runner, arranged, operand_spec, product, scale_rows
 from grouped_core.recipes import Recipe
-from grouped_core.storing import NO_EXTRAS, Extras, Stored, dequantize, given_forms, store
+from grouped_core.storing import NO_EXTRAS, Extras, Stored, dequantize, given_form, given_forms, store
 
 
 class Needs(NamedTuple):
@@ -36,6 +36,10 @@ class Amaxes(NamedTuple):
     w: Array | None = None
     dy: Array | None = None
 
+    def and_later(self, found: Amaxes) -> Amaxes:
+        """With those that backward has found: an operand is measured where it is first quantised."""
+        return Amaxes(*(mine if later is None else later for mine, later in zip(self, found, strict=True)))
+
 
 class Gradients(NamedTuple):
     """Gradients of the linear operation, None where not needed (or written to a table of destinations)."""
@@ -47,7 +51,7 @@ class Gradients(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """Gradients, and the magnitudes of dy."""
+    """Gradients, and the magnitudes of dy, and of x and w where forward did not find them."""
 
     grads: Gradients
     amax: Amaxes
@@ -210,6 +214,7 @@ def linear_backward(
     grad_input: Array | None = None,
     extras: Extras = NO_EXTRAS,
     stream: int = 0,
+    stored_x: QTensor[Any] | None = None,
     stored_dy: QTensor[Any] | None = None,
 ) -> Backward:
     """Gradients that `needs` asks for; x and w are those that `linear_forward` kept, None where it did not.
@@ -221,6 +226,7 @@ def linear_backward(
         half: 1, 2: dW of the first, second half of the N columns alone, [G, K, N / 2]; 0: of all.
         grad_input: the caller's [M, K] buffer for dx; its tail rows are left alone.
         stream: which of several dy this is that one key rounds.
+        stored_x: x as the weight gradient reads it, where it is there already.
         stored_dy: forms of dy that are there already; the one along rows is that of c dy.
 
     With c the row scale: dx = c (dy W^T), dW_g = sum x^T (c dy), db_g = sum c dy, dc = <x, dy W^T> + <dy, b>.
@@ -239,7 +245,7 @@ def linear_backward(
         read = needs.bias or needs.row_scale or (needs.w and row_factor is not None)
         dy = plain_rows(run, dy, group_sizes) if read else None
     dx = dw = db = dc = None
-    product_grad = None
+    product_grad = x_amax = w_amax = None
     through_weight = needs.x or scale_through_product
     wgrad_form = [(0, recipe.wgrad[1])]
     dy_forms = [(1, recipe.dgrad[0])] if through_weight else []
@@ -250,12 +256,13 @@ def linear_backward(
         # fp32 product and one rounding either way, hence the same bits.
         fused = not scale_through_product
         n_axis = op.weight_axes()[1]
+        (turned,), w_amax = store_weight(run, recipe, w, n_axis, extras)
         product_grad = product(
             run,
             op,
             recipe.of_gradients,
             (rows.forms[0], 1),
-            (store_weight(run, recipe, w, n_axis, extras), n_axis),
+            (turned, n_axis),
             group_sizes,
             wide(x_spec.dtype) if fused else "float32",
             row_scale=row_factor if fused else None,
@@ -274,7 +281,9 @@ def linear_backward(
                 rows_of_w, amax = store_grad(run, recipe, scaled, wgrad_form, group_sizes, extras, stream, amax)
         else:
             rows_of_w = rows.forms[-1:]
-        x_form = store_again(run, recipe, x, [(0, recipe.wgrad[0])], group_sizes, extras.x)
+        (x_form,), x_amax = (
+            ([stored_x], None) if stored_x is not None else store_rows(run, recipe, x, group_sizes, extras)
+        )
         lhs, rhs, halves = (x_form, 0), (rows_of_w[0], 0), (0, half)
         if op.transposed:
             lhs, rhs, halves = rhs, lhs, (half, 0)
@@ -306,7 +315,7 @@ def linear_backward(
         lhs, rhs = pair or (None, None)
         named = {"lhs": lhs, "rhs": rhs, "group_lhs": dy if group_pair else None, "group_rhs": bias}
         dc = run.cast(run(call, arranged(call, group_sizes=group_sizes, **named))[0], scale_spec.dtype)
-    return Backward(Gradients(dx, dw, db, dc), Amaxes(dy=amax))
+    return Backward(Gradients(dx, dw, db, dc), Amaxes(x_amax, w_amax, amax))
 
 
 def store_grad(
@@ -323,30 +332,36 @@ def store_grad(
     """dy in the formats `wanted`; `amax` is what the magnitudes of delayed scaling are merged with.
 
     Args:
-        stored: forms of dy that are there already; nothing is quantised if they are all that is wanted.
+        stored: forms of dy that are there already; the others are made.
     """
-    if stored is not None and (ready := given_forms(stored, wanted)) is not None:
-        return Stored(ready, None)
+    ready = [None if stored is None else given_form(stored, *each) for each in wanted]
+    missing = [each for each, form in zip(wanted, ready, strict=True) if form is None]
     delayed = {"encode": extras.dy, "amax": amax, "measure": extras.measure}
-    return store(run, dy, wanted, group_sizes, key=extras.key, stream=stream, requantize=recipe.requantize, **delayed)
-
-
-def store_weight(run: Runner, recipe: Recipe, w: Operand, axis: int, extras: Extras) -> Operand:
-    """w as dgrad reads it, contracted along `axis`."""
-    return store_again(run, recipe, w, [(axis, recipe.dgrad[1])], None, extras.w)
-
-
-def store_again(
-    run: Runner,
-    recipe: Recipe,
-    operand: Operand,
-    wanted: Sequence[tuple[int, Format]],
-    group_sizes: Array | None,
-    encode: Array | None,
-) -> Operand:
-    """An operand of forward in the one form `wanted` of backward; its magnitudes were found in forward."""
     again = recipe.requantize
-    return store(run, operand, wanted, group_sizes, encode=encode, measure=False, requantize=again).forms[0]
+    made = store(run, dy, missing, group_sizes, key=extras.key, stream=stream, requantize=again, **delayed)
+    rest = iter(made.forms)
+    return Stored([next(rest) if form is None else form for form in ready], made.amax)
+
+
+def store_weight(run: Runner, recipe: Recipe, w: Operand, axis: int, extras: Extras) -> Stored:
+    """w as dgrad reads it, contracted along `axis`; measured as by `store_rows`."""
+    measure = extras.measure and measures_late(recipe, 1)
+    wanted, again = [(axis, recipe.dgrad[1])], recipe.requantize
+    return store(run, w, wanted, None, encode=extras.w, measure=measure, requantize=again)
+
+
+def store_rows(run: Runner, recipe: Recipe, x: Operand, group_sizes: Array, extras: Extras) -> Stored:
+    """x as the weight gradient reads it: what forward kept of it, or made of that."""
+    measure = extras.measure and measures_late(recipe, 0)
+    wanted, again = [(0, recipe.wgrad[0])], recipe.requantize
+    return store(run, x, wanted, group_sizes, encode=extras.x, measure=measure, requantize=again)
+
+
+def measures_late(recipe: Recipe, operand: int) -> bool:
+    """Whether backward measures x (0) or w (1), where it quantises it itself: forward reads it without delayed scaling,
+    so it has not.
+    """
+    return not recipe.forward[operand].delayed
 
 
 def plain_rows(run: Runner, x: Operand, group_sizes: Array) -> Array:

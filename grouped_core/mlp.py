@@ -74,7 +74,7 @@ class MainGrads(NamedTuple):
     dh: Operand | None  # [M, W]
     z: Operand | None  # [M, F], with dy gives dW2
     dy: Operand | None
-    amax: tuple[Amaxes, Amaxes]  # of dh, of dy
+    amax: tuple[Amaxes, Amaxes]  # that backward found, of both products
 
 
 NO_EXTRAS = (Extras(), Extras())
@@ -289,11 +289,13 @@ def hidden_forms(op: Mlp, recipe: Recipe, extras: Extras, needs: MlpNeeds) -> Wi
 
 def rebuilt_rows(op: Mlp, recipe: Recipe, encode: Array | None) -> Within | None:
     """How activated rows are stored in the pass at the hidden rows, where the gradient of wo alone reads them there;
-    None where they are not.
+    None where they are not, or are to be measured too, which that pass does for dh alone.
 
     Args:
-        recipe: of the second product. encode: multipliers of its rows; forward found the magnitudes.
+        recipe: of the second product. encode: multipliers of its rows.
     """
+    if recipe.wgrad[0].delayed and gradients.measures_late(recipe, 0):
+        return None
     return stored_within(op, [(0, recipe.wgrad[0])], encode=encode, measure=False)
 
 
@@ -365,7 +367,7 @@ def main_grads(
     first, second = op.fc1(), op.fc2(specs.probs is not None and specs.wo_bias is not None)
     z_spec = ArraySpec((specs.x.shape[0], specs.wo.shape[second.weight_axes()[0]]), wide(specs.x.dtype))
     recipe = second.resolve(z_spec, specs.wo)
-    dp = dh = None
+    dp = dh = x_amax = wi_amax = z_amax = wo_amax = None
     if (needs_dz(needs) and h is None) or (not needs_dz(needs) and needs.wo and z is None):
         # Forward's own call once more, so a weight in two arrays needs no other; z comes with h.
         again = extras[0]._replace(measure=False)  # forward found the magnitudes
@@ -386,26 +388,24 @@ def main_grads(
         rebuilds = needs.wo and z is None
         stored_z = rebuilt_rows(op, recipe, extras[1].x) if rebuilds and stored is not None else None
         wanted = (plain, rebuilds and stored_z is None, needs.probs)
-        weight = gradients.store_weight(run, recipe, wo, second.weight_axes()[1], extras[1])
+        (weight,), wo_amax = gradients.store_weight(run, recipe, wo, second.weight_axes()[1], extras[1])
         given_rows = (h, weight, group_sizes, probs, wo_bias, dy)
         how = {"stored_dy": grads.forms[0], "stored": stored, "stored_z": stored_z}
         dh, rebuilt, dp, hidden = hidden_grads(run, op, *given_rows, wanted, **how)
         z = rebuilt if z is None else z
         dp = dp if dp is None or specs.probs is None else run.cast(dp, specs.probs.dtype)
     if needs.wo:
-        wgrad = [(0, recipe.wgrad[0])]
-        z = gradients.store_again(run, recipe, z, wgrad, group_sizes, extras[1].x)
+        (z,), z_amax = gradients.store_rows(run, recipe, z, group_sizes, extras[1])
     dx = db1 = db2 = rows = None
     if needs_dh(needs):
         dh_forms = grad_row_forms(own, needs)
         if not hidden.forms:
             hidden = gradients.store_grad(run, own, dh, dh_forms, group_sizes, extras[0], 1)
         if needs.wi:
-            wgrad = [(0, own.wgrad[0])]
-            rows = gradients.store_again(run, own, x, wgrad, group_sizes, extras[0].x)
+            (rows,), x_amax = gradients.store_rows(run, own, x, group_sizes, extras[0])
         if needs.x or needs.wi_bias:
             asked = Needs(needs.x, False, needs.wi_bias, False)
-            found = gradients.linear_grads(
+            found, (_, wi_amax, _) = gradients.linear_backward(
                 run,
                 first,
                 (specs.x, specs.wi, specs.wi_bias, None),
@@ -436,7 +436,7 @@ def main_grads(
         dh=hidden.forms[-1] if needs.wi else None,
         z=z if needs.wo else None,
         dy=grads.forms[-1] if needs.wo else None,
-        amax=(Amaxes(dy=hidden.amax), Amaxes(dy=grads.amax)),
+        amax=(Amaxes(x_amax, wi_amax, hidden.amax), Amaxes(z_amax, wo_amax, grads.amax)),
     )
 
 

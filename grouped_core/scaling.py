@@ -19,6 +19,9 @@ from grouped_core.storing import Extras
 ROLES = ("x", "w", "dy")
 """Operands of one linear operation that have a state."""
 
+_CELLS = ((("forward", 0), ("wgrad", 0)), (("forward", 1), ("dgrad", 1)), (("dgrad", 0), ("wgrad", 1)))
+"""Of each role: where a recipe has formats of it, by product and operand."""
+
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 _Array = TypeVar("_Array")
@@ -56,7 +59,9 @@ def check_groups(count: int) -> None:
 
 
 def tops(recipe: Recipe, products: int = 1) -> list[float]:
-    """What the largest magnitude of each role is scaled to.
+    """What the largest magnitude of each role is scaled to, 1 where it is not scaled with delay.
+
+    A role has one multiplier: where it is scaled so in two element types, the smaller maximum holds for both.
 
     Raises:
         TypeError: no `Recipe`. ValueError: nothing of the recipe is scaled with delay; so many products have no state.
@@ -71,8 +76,13 @@ def tops(recipe: Recipe, products: int = 1) -> list[float]:
         raise ValueError(
             f"`recipe`: {recipe.name}, wanted one with delayed scaling, e.g. FP8Delayed; others have no state."
         )
-    cells: tuple[Format, ...] = (*recipe.forward, recipe.dgrad[0])
-    return [_LARGEST.get(cell.values, 1.0) * 2.0**-recipe.margin for cell in cells] * products
+    return [_top(recipe, role) for role in _CELLS] * products
+
+
+def _top(recipe: Recipe, role: Sequence[tuple[str, int]]) -> float:
+    cells: list[Format] = [getattr(recipe, product)[at] for product, at in role]
+    largest = [_LARGEST[cell.values] * 2.0**-recipe.margin for cell in cells if cell.delayed]
+    return min(largest, default=1.0)
 
 
 def check_state(state: Any) -> None:

@@ -325,11 +325,11 @@ def dequantize(run: Runner, q: QTensor[Any], group_sizes: Array | None, dtype: s
 
 def given_forms(q: QTensor[Any], wanted: Sequence[tuple[int, Format]]) -> list[Operand] | None:
     """The forms of `q` that are wanted, or None where it has not all of them."""
-    ready = [_given(q, axis, cell) for axis, cell in wanted]
+    ready = [given_form(q, axis, cell) for axis, cell in wanted]
     return None if any(form is None for form in ready) else list(ready)
 
 
-def _given(q: QTensor[Any], axis: int, cell: Format) -> QTensor[Any] | None:
+def given_form(q: QTensor[Any], axis: int, cell: Format) -> QTensor[Any] | None:
     """The form of `q` that is wanted, where it has it. How codes were rounded or scales found is not looked at."""
     for form in (q, q.other):
         if form is not None and (form.axis, form.format.layout) == (axis, cell.layout):
@@ -361,7 +361,7 @@ def check_requantize(q: QTensor[Any], wanted: Sequence[tuple[int, Format]], requ
                 "which another is made of; hand in the form along features, too (`quantize` with both axes)."
             )
         return
-    axis, cell = next(each for each in wanted if _given(q, *each) is None)
+    axis, cell = next(each for each in wanted if given_form(q, *each) is None)
     operand = "quantised rows" if len(q.shape) == 2 else "a quantised weight"
     form = "a recipe that reads its format" if cell.plain else "that form too (`quantize` with both axes)"
     raise ValueError(

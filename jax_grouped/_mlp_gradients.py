@@ -163,7 +163,7 @@ def grouped_mlp_bwd_dx(
         dy=main.dy,
         sizes=res.sizes,
         state=merged_state(
-            res.bound, [found._replace(dy=amax.dy) for found, amax in zip(res.amax, main.amax, strict=True)]
+            res.bound, [found.and_later(later) for found, later in zip(res.amax, main.amax, strict=True)]
         ),
         op=res.op,
         needs=needs,

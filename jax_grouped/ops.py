@@ -379,7 +379,7 @@ def _linear_bwd(op: Linear, saved: _Saved, dy: Any) -> tuple[Any, ...]:
         accumulate=into is not None,
         extras=extras_of(saved.bound),
     )
-    state = merged_state(saved.bound, [saved.amax._replace(dy=amax.dy)])
+    state = merged_state(saved.bound, [saved.amax.and_later(amax)])
     accum = None
     if into is not None:
         accum = accumulate.write(saved.accum, found.w)

@@ -140,7 +140,7 @@ def grads_rule(
     second = op.fc2()
     w_spec: Any = operand_spec(run, wo)
     recipe = second.resolve(run.spec(h), w_spec)
-    weight = gradients.store_weight(run, recipe, wo, second.weight_axes()[1], Extras())
+    (weight,), _ = gradients.store_weight(run, recipe, wo, second.weight_axes()[1], Extras())
     form = rules.grad_forms(run, op, run.spec(h), wo, stored_dy, sizes, Extras(), (True, False)).forms[0]
     dh, z, dp = (letter in wanted for letter in WANTED)
     rows, how = (h, weight, sizes, probs, wo_bias, dy), {"stored_dy": form, "stored": stored, "stored_z": stored_z}

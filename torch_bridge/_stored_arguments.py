@@ -48,9 +48,18 @@ class Cache(Protocol):
     """What keeps the forms of a layer's weight between forward passes."""
 
     def __call__(
-        self, members: list[Tensor], wanted: Wanted, encode: Tensor | None, live: Tensor | None
+        self,
+        members: list[Tensor],
+        wanted: Wanted,
+        encode: Tensor | None,
+        live: Tensor | None,
+        multipliers: tuple[Any, ...],
     ) -> Sequence[QTensor[Tensor]]:
-        """The forms wanted, all quantised; magnitudes of delayed scaling are merged into `live`."""
+        """The forms wanted, all quantised; magnitudes of delayed scaling are merged into `live`.
+
+        Args:
+            multipliers: what differs once those of delayed scaling were updated.
+        """
         ...
 
 

@@ -1,12 +1,12 @@
 """The torch operators of the linear operation on stored operands.
 
 `x_form`, `weight_form` and `dy_forms` are texts of `Stored`. Operands without one are plain, and stored on the way
-where the recipe stores them, by the multipliers `encode`.
+where the recipe stores them, by the multipliers `encode`. In backward `x_form` may have a second line, of x as the
+weight gradient reads it beside what the row scale's reads.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -86,15 +86,14 @@ def _grads_rule(run: Any, static: _GradStatic, operands: Sequence[Any]) -> tuple
     (rows, columns), groups = run.spec(dy).shape, run.spec(sizes).shape[0]
     dy_spec = run.spec(dy)._replace(shape=(rows, width_of(columns, static.dy_forms)))
     op = decode(static.op)
-    stored_dy = None
-    for at, text in enumerate(static.dy_forms):
-        form = operand_of(operands[14 + 3 * at : 17 + 3 * at], text, rows)
-        stored_dy = form if stored_dy is None else dataclasses.replace(stored_dy, other=form)
+    x_form, _, second_form = static.x_form.partition("\n")
+    texts = (second_form, *static.dy_forms)
+    forms = [operand_of(operands[14 + 3 * at : 17 + 3 * at], text, rows) for at, text in enumerate(texts)]
     found = gradients.linear_backward(
         run,
         op,
         _library.specs(op, static.dtypes, dy_spec, groups, static.k),
-        operand_of(operands[:3], static.x_form, rows),
+        operand_of(operands[:3], x_form, rows),
         operand_of(operands[3:6], static.weight_form, rows),
         sizes,
         bias,
@@ -105,7 +104,8 @@ def _grads_rule(run: Any, static: _GradStatic, operands: Sequence[Any]) -> tuple
         accumulate=static.accumulate,
         grad_input=grad_input,
         extras=storing.Extras(key, encode, measure=False),
-        stored_dy=stored_dy,
+        stored_x=forms[0],
+        stored_dy=storing.joined(forms[1:]) if static.dy_forms else None,
     )
     return tuple(found.grads)
 
@@ -124,16 +124,18 @@ def _grads_operands(
     grad_input: Tensor | None,
 ) -> tuple[Any, ...]:
     plain, *parts = dy
-    forms: list[Any] = []
+    x_form, _, second_form = static.x_form.partition("\n")
+    count = len(described(x_form)[4]) if x_form else 1
+    rows, forms = slots_of(x[:count], x_form, 2), [*slots_of(x[count:], second_form, 2)]
     for text in static.dy_forms:
         count = len(described(text)[4])
         forms += slots_of(parts[:count], text, 2)
         parts = parts[count:]
-    rows, weights = slots_of(x, static.x_form, 2), slots_of(weight, static.weight_form, 3)
+    weights = slots_of(weight, static.weight_form, 3)
     return (*rows, *weights, group_sizes, grouped(bias, 2), row_scale, plain, key, encode, into, grad_input, *forms)
 
 
-_GRADS_FACTS = ((8, 9, 13), (0, 1, *range(14, 20)))  # operands that have M rows, and forms of such
+_GRADS_FACTS = ((8, 9, 13), (0, 1, *range(14, 23)))  # operands that have M rows, and forms of such
 
 
 def _grads(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grouped_core import gradients
 from grouped_core import mlp as rules
 from grouped_core.formats import Format, QTensor
 from grouped_core.mlp_spec import Mlp, MlpNeeds, needs_dh, needs_dz
@@ -104,7 +105,7 @@ def launchers(
     if (needs_dz(needs) and h is None) or (not needs_dz(needs) and needs.wo and not z.tensors):
         h, plain_z = _hidden_again(facts, one, kept, rows)
     of_dy = _grad_forms(dy, plan.dy, kept.sizes, two, second.recipe, 0)
-    dy = _plain_gradient(dy, kept.sizes, read=needs.wo_bias or (needs.probs and bool(kept.wo_bias)))
+    dy = _plain_gradient(dy, of_dy, kept.sizes, read=needs.wo_bias or (needs.probs and bool(kept.wo_bias)))
     dh = forms = dp = None
     if h is not None:
         rebuilds = needs.wo and plain_z is None and not z.tensors
@@ -112,8 +113,9 @@ def launchers(
         z, plain_z = z if z_form is None else z_form, z_again if plain_z is None else plain_z
         z_again = None
     h = None
-    if needs.wo and not z.tensors:
-        (z,) = forms_of(plain_z, ((0, second.recipe.wgrad[0]),), kept.sizes, two.delayed(X)[0], second.recipe)
+    if needs.wo:
+        z = z if plain_z is None or z.tensors else Stored([plain_z])
+        z = _form(z, (0, second.recipe.wgrad[0]), rows, kept.sizes, _delayed(two, X, second.recipe), second.recipe)
     plain_z = None
     work: list[Launcher | None] = [None, None]
     if any(facts.products[0].needs):
@@ -150,10 +152,10 @@ def _hidden_again(facts: Facts, use: Use, kept: _Kept, rows: int) -> tuple[Tenso
     """The hidden rows, if gradients need them, and the activated ones; no magnitudes are merged, for forward did."""
     op, recipe, _ = facts.checked.products[0]
     cells, axis = recipe.forward, op.weight_axes()[0]
-    x = _form(kept.x, (1, cells[0]), rows, kept.sizes, use.delayed(X)[0], recipe)
+    x = _form(kept.x, (1, cells[0]), rows, kept.sizes, use.delayed(X), recipe)
     wi = kept.wi_read
     if not wi.tensors:
-        wi = _form(kept.wi, (axis, cells[1]), rows, None, use.delayed(WEIGHT)[0], recipe)
+        wi = _form(kept.wi, (axis, cells[1]), rows, None, use.delayed(WEIGHT), recipe)
     z, h = _stored_mlp.hidden(
         *(x, wi, kept.sizes, kept.probs, kept.wi_bias, (None, None), facts.checked.text),
         keep=needs_dz(facts.needs),
@@ -163,10 +165,18 @@ def _hidden_again(facts: Facts, use: Use, kept: _Kept, rows: int) -> tuple[Tenso
     return h, plain
 
 
-def _plain_gradient(dy: Tensor | QTensor[Tensor], sizes: Tensor, *, read: bool) -> Tensor:
-    """dy as it is; of a quantised one only the type and the rows, but where values are read, by biases alone."""
+def _plain_gradient(dy: Tensor | QTensor[Tensor], forms: tuple[Stored, Stored], sizes: Tensor, *, read: bool) -> Tensor:
+    """dy as it is; of a quantised one its values where they are read, by products or by biases, else only the type and
+    the rows.
+
+    Args:
+        forms: of dy; plain ones are its values already.
+    """
     if not isinstance(dy, QTensor):
         return dy
+    for form in forms:
+        if form.tensors and not form.text:
+            return form.tensors[0]
     if read:
         return _stored.dequantize(dy, sizes, dy.dtype)
     return dy.values.new_empty((dy.shape[0], 0), dtype=TORCH_DTYPES[dy.dtype])
@@ -210,23 +220,33 @@ def _at_hidden(
 def _first_product(facts: Facts, use: Use, kept: _Kept, dh: Tensor, forms: list[Stored]) -> Launcher:
     """dx and the first weight's gradient, of dh [M, W] in `forms`."""
     op, recipe, _ = facts.checked.products[0]
-    needs, rows, encode = facts.needs, dh.shape[0], use.delayed(X)[0]
+    needs, rows, of_x = facts.needs, dh.shape[0], _delayed(use, X, recipe)
     x, wi = kept.x if needs.wi else NOTHING, NOTHING  # what only made the hidden rows again is not read here
     if x.tensors and not recipe.wgrad[0].plain:
-        x = _form(x, (0, recipe.wgrad[0]), rows, kept.sizes, encode, recipe)
+        x = _form(x, (0, recipe.wgrad[0]), rows, kept.sizes, of_x, recipe)
     if needs.x:
         turned = (op.weight_axes()[1], recipe.dgrad[1])
-        wi = _form(kept.wi, turned, rows, None, use.delayed(WEIGHT)[0], recipe)
-    return launcher(x, wi, kept.sizes, kept.wi_bias, None, dh, forms, use.key, encode, facts.products[0])
+        wi = _form(kept.wi, turned, rows, None, _delayed(use, WEIGHT, recipe), recipe)
+    return launcher(x, wi, kept.sizes, kept.wi_bias, None, dh, forms, use.key, of_x[0], facts.products[0])
+
+
+def _delayed(use: Use, role: int, recipe: Recipe) -> tuple[Tensor | None, Tensor | None]:
+    """Multipliers of x or the weight where backward stores them, and magnitudes, if forward did not find them."""
+    return use.delayed(role, training=gradients.measures_late(recipe, role))
 
 
 def _form(
-    kept: Stored, wanted: tuple[int, Format], rows: int, sizes: Tensor | None, encode: Tensor | None, recipe: Recipe
+    kept: Stored,
+    wanted: tuple[int, Format],
+    rows: int,
+    sizes: Tensor | None,
+    delayed: tuple[Tensor | None, Tensor | None],
+    recipe: Recipe,
 ) -> Stored:
     """An operand of forward in the form `wanted`: as it was kept, or made of that."""
     if _stored.reads(kept.text, *wanted):
         return kept
-    return forms_of(_whole(kept, rows), (wanted,), sizes, encode, recipe)[0]
+    return forms_of(_whole(kept, rows), (wanted,), sizes, delayed[0], recipe, delayed[1])[0]
 
 
 def _whole(stored: Stored, rows: int) -> Any:

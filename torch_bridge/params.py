@@ -175,12 +175,18 @@ def expand_shard(members: Any, shard: Tensor | None, start: int | None) -> list[
 
     Raises:
         ValueError: a shard that is not 1-D, starts before the buffer or ends behind it, or has no start.
+        TypeError: a member that is no tensor.
     """
     if isinstance(members, QuantizedWeight):
         members = members.q if members.dim() == 3 else [members]
     if isinstance(members, Tensor):
         return [(members, shard, None if shard is None else start)]
     members = quantized_members(members) if isinstance(members, QTensor) else list(members)
+    for at, each in enumerate(members):
+        if not isinstance(each, (Tensor, QTensor)):
+            raise TypeError(
+                f"`members[{at}]`: {type(each).__name__}, expected a weight; pass those of the flat buffer, in order."
+            )
     sizes = [math.prod(each.shape) for each in members]
     if shard is None:
         return [(member, None, None) for member in members]

@@ -192,12 +192,19 @@ def update_scaling(state: ScalingState[Tensor], *, process_group: Any = None) ->
         process_group: over which the live magnitudes take their maximum first.
 
     Raises:
-        NotImplementedError: under vmap.
+        NotImplementedError: under vmap. TypeError: no state, no process group.
     """
     scaling.check_state(state)
     if not is_compiling():
         refuse_vmap("update_scaling")
+        if not state.scale.is_inference():
+            torch.autograd.graph.increment_version(state.scale)  # which caches of weights look at
     if process_group is not None:
+        if not isinstance(process_group, torch.distributed.ProcessGroup):
+            raise TypeError(
+                f"`process_group`: {type(process_group).__name__}, expected a torch.distributed.ProcessGroup; "
+                "pass one, or None."
+            )
         live = state.history[:, 0].contiguous()
         largest_of_ranks(live, process_group)
         state.history[:, 0].copy_(live)
@@ -239,6 +246,11 @@ class Use(NamedTuple):
         at = self.first + role
         encode = self.state.scale[at] if self.multipliers is None else self.multipliers[role]
         return encode, self.state.history[at, 0] if training else None
+
+    def mark(self) -> tuple[Any, ...]:
+        """What differs once the multipliers of the state were updated."""
+        scale = None if self.state is None else self.state.scale
+        return () if scale is None or scale.is_inference() else (scale.data_ptr(), scale._version)
 
 
 def with_multipliers(uses: Sequence[Use]) -> list[Use]:

@@ -20,7 +20,7 @@ from grouped_core.formats import QTensor
 from grouped_core.gradients import NO_NEEDS, Needs
 from grouped_core.linear_spec import Linear
 from grouped_core.recipes import BoundRecipe, Recipe
-from grouped_core.storing import check_requantize, given_forms
+from grouped_core.storing import check_requantize, given_form, given_forms, unrotated
 from torch_bridge import _graph, _library, _products, _saved, _stored, _stored_linear
 from torch_bridge._arguments import Members, check_gradient
 from torch_bridge._compiling import is_compiling
@@ -102,6 +102,7 @@ class _Plan(NamedTuple):
     weight: Wanted
     keeps: tuple[bool, bool]  # whether backward reads x and weight in the last of these forms
     saved: Needs
+    scales_product: bool  # whether the gradient of a row scale reads x
     training: bool
 
 
@@ -110,7 +111,8 @@ def _plan(text: str, needs: Needs, has_bias: bool, has_scale: bool) -> _Plan:
     op, recipe = with_recipe(text)
     keeps = gradients.keeps_forms(op, recipe, needs, has_scale)
     saved = gradients.linear_saved(op, needs, has_bias, has_scale)
-    return _Plan(*forms_read(op, recipe, keeps), keeps, saved, any(needs))
+    scales_product = needs.row_scale and not op.scale_bias
+    return _Plan(*forms_read(op, recipe, keeps), keeps, saved, scales_product, any(needs))
 
 
 def with_recipe(text: str) -> tuple[Linear, Recipe]:
@@ -173,13 +175,21 @@ def weight_forms(
     if cache is None or isinstance(weight, QTensor):
         return forms_of(weight, wanted, None, encode, recipe, live)
     stored = quantised(wanted)
-    made = map(arrays_of, cache(weight, stored, encode, live) if stored else ())
+    made = map(arrays_of, cache(weight, stored, encode, live, use.mark()) if stored else ())
     return [arrays_of(weight) if cell.plain else next(made) for _, cell in wanted]
 
 
 def encode_of(use: Use, x: Stored, weight: Stored) -> tuple[Tensor | None, Tensor | None]:
     """Multipliers for operands that a product's operator stores on the way."""
     return None if x.text else use.delayed(X)[0], None if weight.text else use.delayed(WEIGHT)[0]
+
+
+def names_of(name: str, form: Stored) -> list[str]:
+    """Names of the arrays of an operand that is kept."""
+    if not form.text:
+        return [name] * len(form.tensors)
+    parts = "".join(_stored.described(line)[4] for line in form.text.split("\n"))
+    return [name + ("_q" if part == "v" else "_scale") for part in parts]
 
 
 def _forward(given: Arguments, needs: Needs, out: Tensor | None) -> tuple[Tensor, Stored, Stored]:
@@ -199,9 +209,26 @@ def _forward(given: Arguments, needs: Needs, out: Tensor | None) -> tuple[Tensor
     keep_x, keep_w = plan.keeps
     return (
         y,
-        (rows[-1] if keep_x else arrays_of(given.x)) if plan.saved.x else NOTHING,
+        (rows[-1] if keep_x else _kept_rows(given.x, recipe, needs, plan.scales_product)) if plan.saved.x else NOTHING,
         (weights[-1] if keep_w else arrays_of(given.weight)) if plan.saved.w else NOTHING,
     )
+
+
+def _kept_rows(x: Any, recipe: Recipe, needs: Needs, scales_product: bool) -> Stored:
+    """x as it came, of which the gradient of a row scale reads the values, or backward stores it; of a quantised one
+    the forms that backward reads.
+    """
+    if not isinstance(x, QTensor):
+        return arrays_of(x)
+    of_weight = given_form(x, 0, recipe.wgrad[0]) if needs.w else None
+    forms = [unrotated(x)] if of_weight is None or scales_product else []
+    return lines_of([*forms, *([] if of_weight is None else [of_weight])])
+
+
+def lines_of(forms: Sequence[QTensor[Tensor]]) -> Stored:
+    """Forms of one operand: a line of text for each."""
+    parts = list(map(arrays_of, forms))
+    return Stored([tensor for part in parts for tensor in part.tensors], "\n".join(part.text for part in parts))
 
 
 def _attach(
@@ -243,9 +270,6 @@ def stand_in(given: Any, accumulators: Sequence[Tensor | None]) -> Tensor | None
 
 
 _PLAIN_ARGUMENTS = 5  # of `_StoredLinear` that have no gradient and stand first
-
-
-_PLAIN, _PARTS = (_saved.ROWS,), (f"{_saved.ROWS}_q", f"{_saved.ROWS}_scale", f"{_saved.ROWS}_scale")  # names of x
 
 
 def launcher(
@@ -307,7 +331,7 @@ class _StoredLinear(torch.autograd.Function):
         key = given.use.key
         biases = given.biases if kept.bias else []
         saved = (*x.tensors, given.sizes, row_scale if kept.row_scale else None, *weight.tensors, *biases, key)
-        _saved.tell(saved, (_PARTS if x.text else _PLAIN)[: len(x.tensors)])
+        _saved.tell(saved, names_of(_saved.ROWS, x))
         ctx.save_for_backward(*saved)
         ctx.counts = (len(x.tensors), len(weight.tensors))
         ctx.texts = (x.text, weight.text)
@@ -340,11 +364,21 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dy = dy.contiguous()
     check_gradient(dy, ctx.grad_input, ctx.accumulators)
     forms = _dy_forms(facts.text, dy, sizes, row_scale, facts.needs, ctx.use._replace(key=key))
-    encode, _ = ctx.use.delayed(X)
+    encode, live = ctx.use.delayed(X, training=True)
+    x = _measured_rows(facts, x, sizes, encode, live)
     work = launcher(x, weight, sizes, biases, row_scale, dy, forms, key, encode, facts)
     found = product_gradients(facts, work, ctx.owners, ctx.accumulators, ctx.grad_input, ctx.delayed)
     results = (found.x, found.row_scale, *found.weights, *found.biases)
     return (*[None] * _PLAIN_ARGUMENTS, *results, *[None] * len(ctx.accumulators))
+
+
+def _measured_rows(facts: ProductFacts, x: Stored, sizes: Tensor, encode: Tensor | None, live: Tensor | None) -> Stored:
+    """Rows of which backward has to find the magnitudes, with the form that it found them with."""
+    _, recipe = with_recipe(facts.text)
+    if x.text or not (facts.needs.w and recipe.wgrad[0].delayed and gradients.measures_late(recipe, 0)):
+        return x
+    (form,) = _stored.store(x.tensors, ((0, recipe.wgrad[0]),), sizes, encode=encode, amax=live)
+    return Stored([*x.tensors, *form.tensors], f"{x.text}\n{form.text}")
 
 
 @lru_cache(maxsize=1024)
@@ -361,7 +395,7 @@ def _cotangent(text: str, needs: Needs, has_scale: bool) -> tuple[Wanted, Wanted
 def _dy_forms(text: str, dy: Tensor, sizes: Tensor, row_scale: Tensor | None, needs: Needs, use: Use) -> list[Stored]:
     """dy in the forms that the products of backward read, each source in one pass; magnitudes are merged."""
     encode, live = use.delayed(DY, training=True)
-    own, scaled = _cotangent(text, needs, row_scale is not None)
+    own, scaled = _cotangent(text, needs, row_scale is not None or needs.row_scale)  # not kept for its own gradient
     made: list[Stored] = []
     if own:
         made += _stored.store([dy], own, sizes, encode=encode, amax=live, key=use.key)

@@ -20,7 +20,7 @@ from grouped_core import mlp as rules
 from grouped_core.formats import QTensor
 from grouped_core.gradients import Needs
 from grouped_core.mlp_spec import NO_NEEDS, Kept, MlpNeeds, kept, needs_dz
-from torch_bridge import _graph, _mlp_library, _products, _saved, _stored, _stored_linear, _stored_mlp
+from torch_bridge import _graph, _mlp_library, _products, _saved, _stored_linear, _stored_mlp
 from torch_bridge._arguments import check_gradient
 from torch_bridge._compiling import is_compiling
 from torch_bridge._mlp_library import NAMES
@@ -31,7 +31,16 @@ from torch_bridge._stored_arguments import Cache, listed, taken
 from torch_bridge._stored_mlp_arguments import Arguments, check_arguments, check_results, in_one_array
 from torch_bridge._stored_mlp_gradients import Facts, in_one_pass, launchers
 from torch_bridge.quantize import X, with_multipliers
-from torch_bridge.stored import encode_of, forms_read, row_forms, stand_in, weight_forms, with_recipe
+from torch_bridge.stored import (
+    encode_of,
+    forms_read,
+    lines_of,
+    names_of,
+    row_forms,
+    stand_in,
+    weight_forms,
+    with_recipe,
+)
 
 Owners = tuple[Owner | None, Owner | None]
 """A module's side of both products."""
@@ -225,7 +234,7 @@ def forward_and_saved(
     keep, probs = found.keep, given.probs
     biases = (given.wi_bias if keep.wi_bias else [], given.wo_bias if keep.wo_bias else [])
     forms = (found.x, found.z, found.wi, found.wi_read, found.wo)
-    names = [*_names(_saved.ROWS, found.x), _saved.HIDDEN, *_names(_saved.ACTIVATED, found.z)]
+    names = [*names_of(_saved.ROWS, found.x), _saved.HIDDEN, *names_of(_saved.ACTIVATED, found.z)]
     saved = [*found.x.tensors, found.h, *found.z.tensors]
     saved += [given.sizes, probs if keep.probs else None, given.uses[0].key]
     saved += [*found.wi.tensors, *found.wi_read.tensors, *found.wo.tensors, *biases[0], *biases[1]]
@@ -295,13 +304,6 @@ def destinations_of(accumulators: Sequence[Tensor | None]) -> list[Tensor]:
     return [each for each in accumulators if each is not None]
 
 
-def _names(name: str, form: Stored) -> list[str]:
-    if not form.text:
-        return [name] * len(form.tensors)
-    parts = "".join(_stored.described(line)[4] for line in form.text.split("\n"))
-    return [name + ("_q" if part == "v" else "_scale") for part in parts]
-
-
 def _product_facts(
     given: Arguments, needs: MlpNeeds, live: Sequence[Sequence[int]], replaced: Replaced
 ) -> tuple[ProductFacts, ProductFacts]:
@@ -351,9 +353,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _with_other(operand: Any) -> Stored:
-    """As `arrays_of`, with both forms of a quantised operand: a line of text for each."""
-    first = arrays_of(operand)
+    """As `arrays_of`, with both forms of a quantised operand."""
     if not isinstance(operand, QTensor) or operand.other is None:
-        return first
-    second = arrays_of(operand.other)
-    return Stored([*first.tensors, *second.tensors], f"{first.text}\n{second.text}")
+        return arrays_of(operand)
+    return lines_of([operand, operand.other])

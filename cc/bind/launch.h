@@ -147,7 +147,7 @@ class Prepared {
       : call_(decode_call<Call>(inputs, outputs, params)), rules_(AddressRules::of(call_)) {
     if (!parse_target(std::string(arch), &target_)) {
       throw std::invalid_argument("arch \"" + std::string(arch) +
-                                  "\" is none; expected \"cpu\", \"sm_80\", \"sm_90a\"");
+                                  "\" is none; expected \"cpu\", \"sm_80\", \"sm_90a\"; pass one of these forms");
     }
     if (std::string wrong = disagreement(call_); !wrong.empty()) {
       throw std::invalid_argument(wrong + " in " + describe());

@@ -20,7 +20,7 @@ from jax_grouped import accumulate
 from tests import asserts, bounds, cases
 from tests.faces.adapters import to_torch
 from tests.faces.mlp_adapters import ARRAYS, JAX, LEAVES, TORCH, in_halves, present, problem
-from tests.faces.test_recipes import MIXED, RECIPES
+from tests.faces.test_recipes import MIXED, PARTLY_DELAYED, RECIPES
 
 CASES = [cases.named(name) for name in ("tail", "jagged", "clamped", "all_empty", "no_rows")]
 SOME_NEEDS = (
@@ -101,8 +101,11 @@ def test_errors_are_those_of_the_formats(recipe):
         assert limit / 8 < error <= limit, f"{name}: relative error {error}, expected at most {limit} and not far less"
 
 
-def test_states_of_all_faces_agree_step_by_step():
-    recipe = recipes.FP8Delayed.replace(history=2)
+@pytest.mark.rule("MLP-10")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("recipe", [recipes.FP8Delayed, *PARTLY_DELAYED], ids=lambda r: r.name)
+def test_states_of_all_faces_and_policies_agree_step_by_step(recipe, policy):
+    recipe = recipe.replace(history=2)
     case = cases.named("tail")
     given, dy = problem(case, "bfloat16", Activation("swiglu"), transposed=True)
     groups, sizes = case.groups, given["group_sizes"]
@@ -111,14 +114,17 @@ def test_states_of_all_faces_agree_step_by_step():
     of_jax = jax_grouped.scaling_state(recipe, groups, products=2)
 
     def product(x: Any, wi: Any, wo: Any, state: Any) -> Any:
-        return jax_grouped.grouped_mlp(x, wi, wo, sizes, rhs_transposed=True, recipe=recipe.bind(state))
+        return jax_grouped.grouped_mlp(
+            x, wi, wo, sizes, rhs_transposed=True, recipe=recipe.bind(state), residuals=policy
+        )
 
     for step in range(3):
         operands = {name: given[name] for name in ("x", "wi", "wo")}
         arrays.grouped_mlp(**operands, group_sizes=sizes, transposed=True, recipe=recipe.bind(held))
         arrays.grouped_mlp_grads(**operands, group_sizes=sizes, dy=dy, transposed=True, recipe=recipe.bind(held))
         x, wi, wo = (to_torch(each).requires_grad_() for each in operands.values())
-        torch_bridge.grouped_mlp(x, wi, wo, to_torch(sizes), recipe=recipe.bind(of_torch)).backward(to_torch(dy))
+        options: dict[str, Any] = {"recipe": recipe.bind(of_torch), "residuals": policy}
+        torch_bridge.grouped_mlp(x, wi, wo, to_torch(sizes), **options).backward(to_torch(dy))
         _, pull = jax.vjp(product, *map(jnp.asarray, operands.values()), of_jax)
         of_jax = pull(jnp.asarray(dy))[3]
         for name, state in (("torch", of_torch), ("jax", of_jax)):
@@ -130,7 +136,7 @@ def test_states_of_all_faces_agree_step_by_step():
         )
         for name, state in (("torch", of_torch), ("jax", of_jax)):
             asserts.bitwise(state.scale, held.scale, f"scale of {name} after step {step}")
-    assert (np.asarray(of_jax.scale)[:, sizes > 0] != 1).all()
+    assert (np.asarray(of_jax.scale)[:, sizes > 0] != 1).all(), "every role was measured"
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
@@ -356,6 +362,23 @@ def test_a_quantised_cotangent_has_the_bits_of_one_that_is_quantised_inside(reci
         jnp.asarray(dy), recipe.dgrad[0], axis=(1, 0), group_sizes=arrays_of_jax["group_sizes"]
     )
     asserts.bitwise(accumulate.grouped_mlp_bwd_dx(saved, of_jax)[0], plain.x)
+
+
+@pytest.mark.rule("MLP-13")
+@pytest.mark.parametrize("plain", ["dgrad", "wgrad"])
+@pytest.mark.parametrize("recipe", [recipes.FP8Current, recipes.FP8Block, recipes.MXFP8], ids=lambda r: r.name)
+def test_plain_formats_read_the_values_of_a_quantised_cotangent(recipe, plain):
+    given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True)
+    x, wi, wo, sizes = (given[name] for name in ("x", "wi", "wo", "group_sizes"))
+    cell = recipe.dgrad[0]
+    recipe = recipe.replace(requantize="from_dequantized", **{plain: getattr(recipes.BF16, plain)})
+    q = arrays.quantize(dy, cell, axis=(1, 0), group_sizes=sizes)
+    wanted = arrays.grouped_mlp_grads(x, wi, wo, sizes, q, transposed=True, recipe=recipe)
+    _, kept = torch_bridge.grouped_mlp_fwd(*map(to_torch, (x, wi, wo, sizes)), recipe=recipe)
+    of_torch = torch_bridge.quantize(to_torch(dy), cell, axis=(1, 0), group_sizes=to_torch(sizes))
+    dx, *_, deferred = torch_bridge.grouped_mlp_bwd_dx(kept, of_torch)
+    for a, b in zip((dx, *torch_bridge.grouped_mlp_bwd_dw(deferred)), (wanted.x, wanted.wi, wanted.wo), strict=True):
+        asserts.bitwise(a, b)
 
 
 @pytest.mark.rule("MLP-13", "ERR-1")

@@ -32,7 +32,16 @@ MIXED = (
     recipes.MXFP8.replace(name="rows alone", forward=(FORMATS["mxfp8"], FORMATS["bf16"]), dgrad=recipes.BF16.dgrad),
     recipes.FP8Current.replace(name="fast", accumulate="fast"),
     recipes.MXFP8.replace(name="kept as it came", saved="input"),
+    recipes.NVFP4.replace(name="nvfp4, plain wgrad", wgrad=recipes.BF16.wgrad),
+    recipes.NVFP4.replace(name="nvfp4, plain dgrad", dgrad=recipes.BF16.dgrad),
 )  # fmt: skip
+PARTLY_DELAYED = (
+    recipes.FP8Delayed.replace(name="delayed, plain wgrad", wgrad=recipes.BF16.wgrad),
+    recipes.FP8Delayed.replace(name="delayed, plain dgrad", dgrad=recipes.BF16.dgrad),
+    recipes.FP8Delayed.replace(name="delayed gradients", forward=recipes.BF16.forward),
+    recipes.FP8Delayed.replace(name="delayed gradients, kept as it came", forward=recipes.BF16.forward, saved="input"),
+)  # fmt: skip
+MIXED = (*MIXED, *PARTLY_DELAYED)
 CASES = [cases.named(name) for name in ("tail", "jagged", "clamped", "k_n_odd", "all_empty", "no_rows", "idle_ends")]
 
 
@@ -83,6 +92,21 @@ def test_faces_have_the_same_bits(recipe, case, dtype, transposed, bias, row_sca
         found = face.gradients(given, p.dy, needs, **options)
         for name, need, a, b in zip(needs._fields, needs, found, wanted, strict=True):
             assert (a is not None) == need, f"gradient of {name} from {face}"
+            if need:
+                asserts.bitwise(a, b, f"gradient of {name} from {face}")
+
+
+@pytest.mark.rule("ALL-4")
+@pytest.mark.parametrize("needs", [each for each in ALL_NEEDS if each.row_scale and not each.bias], ids=str)
+@pytest.mark.parametrize("recipe", [*RECIPES, *PARTLY_DELAYED], ids=lambda r: r.name)
+def test_gradients_of_row_scales_have_the_same_bits(recipe, needs):
+    """They read dy as dgrad does, whatever else is wanted."""
+    p = cases.problem(cases.named("tail"), "bfloat16")
+    given, bound = operands(p, False, True), bind(recipe, p.case.groups, (7, 11))
+    wanted = ARRAYS.gradients(given, p.dy, needs, recipe=bound, transposed=False)
+    for face in (JAX, TORCH):
+        found = face.gradients(given, p.dy, needs, recipe=bound, transposed=False)
+        for name, need, a, b in zip(needs._fields, needs, found, wanted, strict=True):
             if need:
                 asserts.bitwise(a, b, f"gradient of {name} from {face}")
 
@@ -146,9 +170,20 @@ def test_what_is_kept_changes_no_bits(face, recipe):
 # Delayed scaling
 
 
+def test_multipliers_are_those_of_the_formats_that_are_scaled_with_delay():
+    e4m3, e5m2 = 448.0, 57344.0
+    for recipe in (recipes.FP8Delayed, *PARTLY_DELAYED):
+        assert scaling.tops(recipe) == [e4m3, e4m3, e5m2], recipe.name
+    fine = recipes.FP8Delayed.forward[0]
+    assert scaling.tops(recipes.FP8Delayed.replace(wgrad=(fine, fine), margin=1)) == [e4m3 / 2] * 3
+    of_gradients = recipes.FP8Delayed.replace(forward=recipes.FP8Current.forward, wgrad=recipes.FP8Current.wgrad)
+    assert scaling.tops(of_gradients.replace(dgrad=(of_gradients.dgrad[0], FORMATS["fp8_tensor"]))) == [1, 1, e5m2]
+
+
 @pytest.mark.rule("GRP-9")
-def test_states_of_all_faces_agree_step_by_step():
-    recipe = recipes.FP8Delayed.replace(history=3)
+@pytest.mark.parametrize("recipe", [recipes.FP8Delayed, *PARTLY_DELAYED], ids=lambda r: r.name)
+def test_states_of_all_faces_agree_step_by_step(recipe):
+    recipe = recipe.replace(history=3)
     p = cases.problem(cases.named("tail"), "bfloat16")
     groups = p.case.groups
     held = arrays.scaling_state(recipe, groups)
@@ -178,7 +213,7 @@ def test_states_of_all_faces_agree_step_by_step():
         for name, state in (("torch", of_torch), ("jax", of_jax)):
             asserts.bitwise(state.scale, held.scale, f"scale of {name} after step {step}")
     empty = p.group_sizes[: p.case.groups] <= 0
-    assert (held.scale[0][~empty] != 1).all()
+    assert (held.scale[:, ~empty] != 1).all(), "every role was measured"
     assert (held.scale[0][empty] == 1).all(), "a group without rows keeps its multiplier"
 
 
@@ -434,19 +469,50 @@ def test_rows_are_quantised_alike(format, dtype, axis, sized):
     asserts.bitwise(torch_bridge.dequantize(of_torch), arrays.dequantize(made))
 
 
+def as_stored(face: Any, p: cases.Problem, recipe: Recipe, array: Any = np.asarray) -> tuple[Any, Any]:
+    """x and w as a recipe stores them, in both forms."""
+    (x_r, w_k), (x_t, _) = recipe.forward, recipe.wgrad
+    w = face.quantize(array(p.w), w_k, axis=(2, 1))
+    x = face.quantize(array(p.x), x_t if x_t.rotate else x_r, axis=(1, 0), group_sizes=array(p.group_sizes))
+    return QTensor(x.values, x.scales, x.group_scales, x_r, 1, x.shape, x.dtype, x.other, x.group_sizes), w
+
+
+@pytest.mark.rule("MLP-13")
+@pytest.mark.parametrize("row_scale", [False, True])
+@pytest.mark.parametrize("requantize", [None, "from_dequantized"])
+@pytest.mark.parametrize("saved", ["quantized", "input"])
+@pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda r: r.name)
+def test_both_forms_of_quantised_rows_reach_backward(recipe, saved, requantize, row_scale):
+    """Whatever is kept of them: no form is made of another."""
+    recipe = recipe.replace(saved=saved, requantize=requantize)
+    p = cases.problem(cases.named("tail"), "bfloat16", transposed=True)
+    needs = Needs(False, True, False, row_scale)
+    scale = {"row_scale": p.row_scale} if row_scale else {}
+    options: dict[str, Any] = {"transposed": True, "recipe": recipe, "needs": needs}
+    wanted = arrays.grouped_linear_grads(*as_stored(arrays, p, recipe), p.group_sizes, p.dy, **scale, **options)
+    plain = arrays.grouped_linear_grads(p.x, p.w, p.group_sizes, p.dy, **scale, **options)
+    asserts.bitwise(wanted.w, plain.w)
+    x, w = as_stored(torch_bridge, p, recipe, to_torch)
+    leaves = [to_torch(p.w).requires_grad_()]
+    leaves += [to_torch(p.row_scale).requires_grad_()] if row_scale else []
+    y = torch_bridge.grouped_linear(
+        x,
+        torch_bridge.straight_through(leaves[0], w),
+        to_torch(p.group_sizes),
+        row_scale=leaves[1] if row_scale else None,
+        recipe=recipe,
+    )
+    for a, b in zip(torch.autograd.grad(y, leaves, to_torch(p.dy)), (wanted.w, wanted.row_scale), strict=False):
+        asserts.bitwise(a, b)
+
+
 @pytest.mark.rule("MLP-13")
 @pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda r: r.name)
 def test_operands_that_come_quantised_give_the_same_bits(recipe):
     """As the recipe stores them, in both forms: then nothing is quantised but dy."""
     p = cases.problem(cases.named("tail"), "bfloat16", transposed=True)
-    (x_r, w_k), (x_t, _) = recipe.forward, recipe.wgrad
     sizes = p.group_sizes
-    w = arrays.quantize(p.w, w_k, axis=(2, 1))
-    if x_t.rotate:
-        x = arrays.quantize(p.x, x_t, axis=(1, 0), group_sizes=sizes)
-        x = QTensor(x.values, x.scales, x.group_scales, x_r, 1, x.shape, x.dtype, x.other)
-    else:
-        x = arrays.quantize(p.x, x_r, axis=(1, 0), group_sizes=sizes)
+    x, w = as_stored(arrays, p, recipe)
     needs = Needs(True, True, False, False)
     y = arrays.grouped_linear(p.x, p.w, sizes, transposed=True, recipe=recipe)
     asserts.bitwise(arrays.grouped_linear(x, w, sizes, transposed=True, recipe=recipe), y)

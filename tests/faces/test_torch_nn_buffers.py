@@ -143,11 +143,24 @@ def test_modules_are_addressed_by_index_or_by_themselves(by: str) -> None:
         (lambda a, b: {-4: {}}, ValueError, ["index -4", "3 modules"]),
         (lambda a, b: {2: {}, a[2]: {}}, ValueError, ["module 2 (GroupedLinear)", "addressed twice", "merge"]),
         (lambda a, b: {2: {"output": b}}, TypeError, ["keyword 'output'", "module 2", "valid ones: out, grad_input"]),
+        (lambda a, b: 3, TypeError, ["`op_kwargs` of Sequential: int", "expected a mapping", "such a dict"]),
+        (lambda a, b: {2: b}, TypeError, ["`op_kwargs` of Sequential for 2: Tensor", "expected a mapping"]),
         (lambda a, b: {1: {"out": b}}, TypeError, ["keyword 'out'", "ScaledSwiGLU", "valid ones: none"]),
         (lambda a, b: {0: {"out": b}}, ValueError, ["`out` of module 0", "not materialised", "fuse='never'"]),
         (lambda a, b: {2: {"grad_input": b}}, ValueError, ["`grad_input` of module 2", "not materialised"]),
     ],
-    ids=["foreign", "too_high", "too_low", "twice", "unknown", "activation", "fc1_out", "fc2_grad_input"],
+    ids=[
+        "foreign",
+        "too_high",
+        "too_low",
+        "twice",
+        "unknown",
+        "number",
+        "tensor",
+        "activation",
+        "fc1_out",
+        "fc2_grad_input",
+    ],
 )
 def test_mistakes_of_op_kwargs(op_kwargs: Any, kind: type[Exception], fragments: list[str]) -> None:
     module, layers, s = _sequential()

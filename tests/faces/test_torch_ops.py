@@ -393,6 +393,8 @@ def test_sizes_from_the_host() -> None:
 @pytest.mark.rule("GRP-13")
 def test_size_status_and_debug_word(monkeypatch: pytest.MonkeyPatch) -> None:
     assert int(torch_bridge.size_status([1, 2], 3)) == 0
+    with asserts.refused(TypeError, ["`M`", "str", "expected an integer", "number of rows"]):
+        torch_bridge.size_status([1, 2], "3")
     assert int(torch_bridge.size_status(torch.tensor([1, 3]), 3)) == 2
     status = torch_bridge.size_status(torch.tensor([-1, 7], dtype=torch.int32), 3)
     assert status.dtype == torch.int32

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_bridge
@@ -16,7 +18,7 @@ from grouped_core import recipes
 from grouped_core.activations import Activation
 from grouped_core.recipes import Recipe
 from tests import asserts, bounds
-from tests.faces.nn_tools import FUNCTIONS, MODULES, drawn_key, main_grads, setup
+from tests.faces.nn_tools import FUNCTIONS, MODULES, Setup, drawn_key, main_grads, setup
 from tests.faces.torch_tools import counted_launches, leaf
 from torch_bridge import (
     dequantize,
@@ -428,6 +430,38 @@ def test_a_cache_that_is_empty_or_old_is_refused(form: str) -> None:
 
 
 @pytest.mark.rule("QNT-5")
+@by_recipe
+@pytest.mark.parametrize("form", ["GroupedLinear", "GroupedMLP"])
+def test_a_layer_may_quantise_twice_before_backward(form: str, recipe: Recipe) -> None:
+    """While weights and multipliers stay; else autograd says that what it kept was written."""
+    s, plain = (setup(form, False, recipe=recipe, **BF16) for _ in range(2))
+
+    def twice(s: Setup, between: Callable[[], Any] = list, **options: Any) -> list[Tensor]:
+        torch.manual_seed(1)
+        first = s.run(leaf(s.x), **options)
+        between()
+        y = first + s.run(leaf(s.x), **options)
+        return list(torch.autograd.grad(y, [each for each in s.module.parameters() if each.requires_grad], s.dy))
+
+    for _ in range(2):
+        for a, b in zip(twice(s, is_first_microbatch=True), twice(plain), strict=True):
+            asserts.bitwise(a, b)
+        for each in (*states(s.module), *states(plain.module)):
+            update_scaling(each)
+
+    def written() -> None:
+        with torch.no_grad():
+            s.weights[0].mul_(2)
+
+    changes: list[Callable[[], Any]] = [written]
+    if recipe.delayed:
+        changes.append(lambda: [update_scaling(each) for each in states(s.module)])
+    for change in changes:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            twice(s, change, is_first_microbatch=True)
+
+
+@pytest.mark.rule("QNT-5")
 def test_a_sequential_hands_the_flag_to_the_modules_inside() -> None:
     """To nested ones, and to none of another kind."""
     inner = nn.Sequential(nn.GroupedLinear(3, 8, 16, recipe=recipes.MXFP8))
@@ -550,15 +584,6 @@ def test_the_flag_follows_a_layer_that_moves() -> None:
     assert s.module.cache._skip.device.type == "meta"
 
 
-@pytest.mark.rule("QNT-5")
-def test_a_pass_that_waits_for_backward_notices_that_the_cache_was_written() -> None:
-    s = setup("GroupedLinear", False, recipe=recipes.MXFP8, **BF16)
-    y = s.run(leaf(s.x), is_first_microbatch=True)
-    s.run(leaf(s.x), is_first_microbatch=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.backward(s.dy)
-
-
 @pytest.mark.rule("QNT-7")
 @pytest.mark.parametrize("recipe", [each for each in ALL if not each.dgrad[1].plain], ids=lambda r: r.name)
 def test_frozen_weights_have_a_form_for_dgrad_only_if_x_needs_a_gradient(recipe: Recipe) -> None:
@@ -665,6 +690,8 @@ def test_expand_shard_of_other_kinds() -> None:
     for bad in ((torch.zeros(4), 5), (torch.zeros(2, 2), 0), (torch.zeros(2), -1), (torch.zeros(2), None)):
         with asserts.refused(ValueError, ["`shard`", "8 elements", "flat slice"]):
             params.expand_shard(members, *bad)
+    with asserts.refused(TypeError, ["`members[1]`", "int", "expected a weight"]):
+        params.expand_shard([members[0], 1], torch.zeros(2), 0)
     w = torch.randn(2, 32, 64)
     q = quantize(w, "mxfp8", axis=(2, 1))
     entries = params.expand_shard(q, torch.zeros(2048), 1024)

@@ -181,6 +181,8 @@ def test_ranks_agree_whoever_holds_what_is_not_finite() -> None:
         spawn(_step_of_rank, (folder,), len(LIVE))
         for rank in range(len(LIVE)):
             same(list(torch.load(Path(folder, str(rank)))), [whole.scale, whole.history], f"of rank {rank}")
+    with asserts.refused(TypeError, ["`process_group`", "int", "ProcessGroup", "pass one"]):
+        update_scaling(whole, process_group=1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

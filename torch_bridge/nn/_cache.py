@@ -44,8 +44,8 @@ class WeightCache:
 
     def __init__(self) -> None:
         self._forms: dict[_Key, QTensor[Tensor]] = {}
-        self._current: set[_Key] = set()  # those of the weights that `_seen` is the mark of
-        self._seen: tuple[Any, ...] | None = None
+        self._marks: dict[_Key, tuple[Any, Any]] = {}  # of the weights and of the multipliers that a form is made of
+        self._seen: tuple[Any, ...] | None = None  # mark of the weights when they were to be written last
         self._skip: Tensor | None = None  # int32 [1]: not zero leaves the forms as they are
         self.update: bool | None = None
         self.exchanges = 0
@@ -85,6 +85,7 @@ class WeightCache:
         wanted: Wanted,
         encode: Tensor | None,
         live: Tensor | None,
+        multipliers: tuple[Any, ...],
         *,
         name: str,
         parameters: Sequence[Any],
@@ -94,6 +95,7 @@ class WeightCache:
         source = members[0]
         if any(each.values.device != source.device for each in self._forms.values()):
             self._forms.clear()  # the layer was moved
+            self._marks.clear()
         if self._skip is not None and self._skip.device != source.device:
             self.set_update(bool(self.update), source.device)
         keys: list[_Key] = [(axis, cell, source.dtype) for axis, cell in wanted]
@@ -108,18 +110,21 @@ class WeightCache:
         if first is None:  # all that are held, that no pass finds two forms of different weights
             due, skip = [*dict.fromkeys([*(key for key in self._forms if key[2] == source.dtype), *keys])], self._skip
         elif not first:
-            due = [key for key in keys if key not in self._current]
-        mark = (self.exchanges, *_mark(parameters)) if writes else self._seen
-        # A pass that still waits for its backward must not read other forms in silence. Under a flag several may wait
-        # while the weights stay, for each writes what was there; of weights that are gathered anew nobody knows.
-        gathered = mark is None or self._seen is None or mark[0] != self._seen[0]
-        others = skip is None or not (gathered or mark == self._seen or _capturing())
+            due = [key for key in keys if self._marks.get(key, (None,))[0] != self._seen]
+        mark = ((self.exchanges, *_mark(parameters)), multipliers)
+        # A pass that still waits for its backward must not read other forms in silence. Several may wait while weights
+        # and multipliers stay, for each writes what was there; under a flag also of weights that are gathered anew, of
+        # which nobody knows.
+        unknown = first is not None and None in mark[0]
+        others = [key for key in due if unknown or self._marks.get(key) != mark]
+        if first is None and (not writes or self._seen is None or mark[0][0] != self._seen[0] or _capturing()):
+            others = []
         with torch.inference_mode(False), torch.no_grad():  # buffers made here may be saved for backward later
-            self._write(members, due, encode, live, skip, others=others)
+            self._write(members, due, encode, live, skip, others)
         if writes:
-            self._seen, self._current = mark, set()
+            self._seen = mark[0]
         if writes or first is False:
-            self._current |= set(due)
+            self._marks |= dict.fromkeys(due, mark)
         return [self._forms[key] for key in keys]
 
     def _stale(self, keys: Sequence[_Key], parameters: Sequence[Any], *, by_flag: bool) -> str | None:
@@ -139,16 +144,15 @@ class WeightCache:
         encode: Tensor | None,
         live: Tensor | None,
         skip: Tensor | None,
-        *,
-        others: bool,
+        others: Sequence[_Key],
     ) -> None:
-        """`others`: what is written may differ from what earlier passes saved."""
+        """`others`: of which what is written may differ from what earlier passes saved."""
         held = [self._forms[key] for key in keys if key in self._forms]
         missing = [key for key in keys if key not in self._forms]
         if held:
             _stored.store_into(members, held, encode=encode, amax=live, skip=skip)
-            if others:
-                torch.autograd.graph.increment_version(_stored.present(*held))
+            if changed := [self._forms[key] for key in others if key in self._forms]:
+                torch.autograd.graph.increment_version(_stored.present(*changed))
         if not missing:
             return
         if _capturing():

@@ -19,10 +19,12 @@ def addressed(
         taken: the keywords that each layer takes; None: it is none of ours. op_kwargs: by module or index.
 
     Raises:
-        ValueError: it addresses no layer of ours, or one twice. TypeError: unknown keywords.
+        ValueError: it addresses no layer of ours, or one twice. TypeError: unknown keywords, or no mapping.
     """
     found: dict[int, Mapping[str, Any]] = {}
+    _check_mapping("`op_kwargs` of Sequential", op_kwargs)
     for key, keywords in op_kwargs.items():
+        _check_mapping(f"`op_kwargs` of Sequential for {key!r}", keywords)
         at = _place(layers, key)
         takes, name = taken[at], type(layers[at]).__name__
         if takes is None:
@@ -44,6 +46,14 @@ def addressed(
             )
         found[at] = keywords
     return found
+
+
+def _check_mapping(name: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"{name}: {type(value).__name__}, expected a mapping of modules or indices to keywords, each a mapping of "
+            "names to tensors; pass such a dict."
+        )
 
 
 def _place(layers: Sequence[Module], key: Module | int) -> int:
