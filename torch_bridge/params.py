@@ -183,7 +183,7 @@ def expand_shard(members: Any, shard: Tensor | None, start: int | None) -> list[
         return [(members, shard, None if shard is None else start)]
     members = quantized_members(members) if isinstance(members, QTensor) else list(members)
     for at, each in enumerate(members):
-        if not isinstance(each, (Tensor, QTensor)):
+        if not hasattr(each, "shape"):
             raise TypeError(
                 f"`members[{at}]`: {type(each).__name__}, expected a weight; pass those of the flat buffer, in order."
             )
