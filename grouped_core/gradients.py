@@ -173,20 +173,24 @@ def row_forms(recipe: Recipe, keep: bool) -> list[tuple[int, Format]]:
 
 def keeps_forms(op: Linear, recipe: Recipe, needs: Needs, has_scale: bool) -> tuple[bool, bool]:
     """Whether backward reads x and w as forward quantises them; otherwise it gets what forward got."""
-    through_product = needs.row_scale and has_scale and not op.scale_bias
-    x = recipe.saved == "quantized" and needs.w and not recipe.wgrad[0].plain and not through_product
-    return x, (needs.x or through_product) and not recipe.dgrad[1].plain
+    values = reads_values(op, needs, has_scale)
+    x = recipe.saved == "quantized" and needs.w and not recipe.wgrad[0].plain and not values
+    return x, (needs.x or values) and not recipe.dgrad[1].plain
+
+
+def reads_values(op: Linear, needs: Needs, has_scale: bool) -> bool:
+    """Whether the row scale's gradient reads x and dy W^T; that of one beside the bias alone reads neither."""
+    return needs.row_scale and has_scale and not op.scale_bias
 
 
 def linear_saved(op: Linear, needs: Needs, has_bias: bool, has_scale: bool) -> Needs:
     """Which of x, w, bias, row_scale the backward will read, given the gradients that are needed."""
     scales_rows = has_scale and not op.scale_bias
-    scale_grad = needs.row_scale and has_scale
-    through_product = scale_grad and scales_rows  # its gradient needs dy W^T and x
+    values = reads_values(op, needs, has_scale)
     return Needs(
-        x=needs.w or through_product,
-        w=needs.x or through_product,
-        bias=scale_grad and has_bias,
+        x=needs.w or values,
+        w=needs.x or values,
+        bias=needs.row_scale and has_scale and has_bias,
         row_scale=has_scale and (needs.bias or (scales_rows and (needs.x or needs.w))),
     )
 
@@ -237,8 +241,7 @@ def linear_backward(
     sizes_spec = run.spec(group_sizes)
     scale = None if row_scale is None else run.cast(row_scale, "float32")
     row_factor = None if op.scale_bias else scale  # what multiplies whole rows of y
-    # A scale that multiplies the bias alone reaches no product.
-    scale_through_product = needs.row_scale and scale_spec is not None and not op.scale_bias
+    scale_through_product = reads_values(op, needs, scale_spec is not None)
 
     given = dy
     if isinstance(dy, QTensor):  # whose values products do not read, unless they are scaled first

@@ -102,7 +102,7 @@ def size_status(group_sizes: Int[AnyArray, " G"] | GroupSizes, M: int) -> Int[Ar
     Nothing is read on the host, so it may stand in a jitted program; 0 means that they fit.
 
     Raises:
-        TypeError: `group_sizes` is not an array of integers. ValueError: it has not one axis.
+        TypeError: `group_sizes` is not an array of integers, M is none. ValueError: it has not one axis.
     """
     sizes = as_array(NAMES.sizes, unwrap(group_sizes)[0], "[G]")
     linear_spec.check_sizes(NAMES, RUN.spec(sizes))

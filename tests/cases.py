@@ -6,6 +6,7 @@ Letters: G groups, M rows of the buffer, S rows that belong to groups, K in, N o
 from __future__ import annotations
 
 import itertools
+import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -240,6 +241,14 @@ def product(options: Mapping[str, Sequence[Any]], valid: Callable[..., bool] | N
     """Every combination of the options' values that `valid` accepts, in the options' order."""
     rows = itertools.product(*options.values())
     return [row for row in rows if valid is None or valid(**dict(zip(options, row, strict=True)))]
+
+
+def drawn(
+    seed: str, options: Mapping[str, Sequence[Any]], valid: Callable[..., bool] | None = None
+) -> list[tuple[Any, ...]]:
+    """Combinations at random, half as many again as `pairwise` gives, or all."""
+    rows, count = product(options, valid), 3 * len(pairwise(options, valid)) // 2
+    return rows if len(rows) <= count else random.Random(seed).sample(rows, count)
 
 
 def pairwise(options: Mapping[str, Sequence[Any]], valid: Callable[..., bool] | None = None) -> list[tuple[Any, ...]]:

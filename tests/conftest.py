@@ -13,6 +13,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes of 
 
 import ctypes
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("jax-grouped")
     group.addoption("--full", action="store_true", help="run whole products of options instead of every pair of values")
+    group.addoption("--random", metavar="SEED", help="draw the matrices at random, half as much again as every pair")
     group.addoption("--soak", action="store_true", help="long random draws in tests/soak")
 
 
@@ -41,6 +43,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         options = dict(mark.kwargs)
         valid = options.pop("valid", None)
         draw = cases.product if metafunc.config.getoption("--full") else cases.pairwise
+        if (seed := metafunc.config.getoption("--random")) is not None:
+            draw = partial(cases.drawn, f"{seed} {metafunc.function.__name__}")
         rows = draw(options, valid)
         assert rows, f"the matrix of {metafunc.function.__name__} is empty"
         ids = ["-".join(_label(name, value) for name, value in zip(options, row, strict=True)) for row in rows]

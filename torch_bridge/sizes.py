@@ -100,8 +100,6 @@ def size_status(group_sizes: Tensor | Sequence[int] | GroupSizes, M: int) -> Ten
     Raises:
         TypeError: not integers. ValueError: more than one axis.
     """
-    if not hasattr(M, "__index__"):
-        raise TypeError(f"`M`: {type(M).__name__}, expected an integer; pass the number of rows.")
     sizes, _ = unwrap(group_sizes)
     if not isinstance(sizes, Tensor):
         sizes = device_sizes(sizes, "cpu")

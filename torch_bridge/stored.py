@@ -102,7 +102,7 @@ class _Plan(NamedTuple):
     weight: Wanted
     keeps: tuple[bool, bool]  # whether backward reads x and weight in the last of these forms
     saved: Needs
-    scales_product: bool  # whether the gradient of a row scale reads x
+    reads_values: bool  # of x, for the gradient of a row scale
     training: bool
 
 
@@ -111,8 +111,8 @@ def _plan(text: str, needs: Needs, has_bias: bool, has_scale: bool) -> _Plan:
     op, recipe = with_recipe(text)
     keeps = gradients.keeps_forms(op, recipe, needs, has_scale)
     saved = gradients.linear_saved(op, needs, has_bias, has_scale)
-    scales_product = needs.row_scale and not op.scale_bias
-    return _Plan(*forms_read(op, recipe, keeps), keeps, saved, scales_product, any(needs))
+    values = gradients.reads_values(op, needs, has_scale)
+    return _Plan(*forms_read(op, recipe, keeps), keeps, saved, values, any(needs))
 
 
 def with_recipe(text: str) -> tuple[Linear, Recipe]:
@@ -186,9 +186,12 @@ def encode_of(use: Use, x: Stored, weight: Stored) -> tuple[Tensor | None, Tenso
 
 def names_of(name: str, form: Stored) -> list[str]:
     """Names of the arrays of an operand that is kept."""
-    if not form.text:
-        return [name] * len(form.tensors)
-    parts = "".join(_stored.described(line)[4] for line in form.text.split("\n"))
+    return _names_of(name, form.text) if form.text else [name] * len(form.tensors)
+
+
+@lru_cache(maxsize=1024)
+def _names_of(name: str, text: str) -> list[str]:
+    parts = "".join(_stored.described(line)[4] for line in text.split("\n"))
     return [name + ("_q" if part == "v" else "_scale") for part in parts]
 
 
@@ -209,19 +212,19 @@ def _forward(given: Arguments, needs: Needs, out: Tensor | None) -> tuple[Tensor
     keep_x, keep_w = plan.keeps
     return (
         y,
-        (rows[-1] if keep_x else _kept_rows(given.x, recipe, needs, plan.scales_product)) if plan.saved.x else NOTHING,
+        (rows[-1] if keep_x else _kept_rows(given.x, recipe, needs, plan.reads_values)) if plan.saved.x else NOTHING,
         (weights[-1] if keep_w else arrays_of(given.weight)) if plan.saved.w else NOTHING,
     )
 
 
-def _kept_rows(x: Any, recipe: Recipe, needs: Needs, scales_product: bool) -> Stored:
+def _kept_rows(x: Any, recipe: Recipe, needs: Needs, reads_values: bool) -> Stored:
     """x as it came, of which the gradient of a row scale reads the values, or backward stores it; of a quantised one
     the forms that backward reads.
     """
     if not isinstance(x, QTensor):
         return arrays_of(x)
     of_weight = given_form(x, 0, recipe.wgrad[0]) if needs.w else None
-    forms = [unrotated(x)] if of_weight is None or scales_product else []
+    forms = [unrotated(x)] if of_weight is None or reads_values else []
     return lines_of([*forms, *([] if of_weight is None else [of_weight])])
 
 
@@ -386,7 +389,7 @@ def _cotangent(text: str, needs: Needs, has_scale: bool) -> tuple[Wanted, Wanted
     """Forms of dy that backward reads, and of c dy where a row scale c multiplies rows."""
     op, recipe = with_recipe(text)
     scaled = has_scale and not op.scale_bias
-    through_weight = needs.x or (needs.row_scale and scaled)
+    through_weight = needs.x or gradients.reads_values(op, needs, has_scale)
     dgrad = quantised(((1, recipe.dgrad[0]),)) if through_weight else ()
     wgrad = quantised(((0, recipe.wgrad[1]),)) if needs.w else ()
     return (dgrad, wgrad) if scaled else ((*dgrad, *wgrad), ())

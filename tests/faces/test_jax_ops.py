@@ -256,6 +256,8 @@ def test_size_status(sizes, word):
     assert (found.dtype, found.shape, int(found)) == (jnp.int32, (), word)
     if np.abs(sizes).max() < 2**31:
         assert int(jax.jit(jg.size_status, static_argnums=1)(sizes.astype(np.int32), 10)) == word
+    with asserts.refused(TypeError, ["`M`", "str", "expected an integer", "number of rows"]):
+        jg.size_status(sizes, "10")
 
 
 @pytest.mark.rule("GRP-13", "ERR-4")

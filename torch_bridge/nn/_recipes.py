@@ -70,10 +70,10 @@ def take_groups(module: Module, rank: int, ranks: int) -> None:
             module._buffers[name] = held.tensor_split(ranks, dim=-1)[rank].clone()
 
 
-def spread_state(module: Module, weight: Any, state_dict: dict[str, Any], prefix: str) -> None:
+def spread_state(weight: Any, state_dict: dict[str, Any], prefix: str) -> None:
     """In a state dict the state of experts that are spread over ranks is a DTensor, as their weights are (CKP-7)."""
     if is_distributed(weight):
-        from torch_bridge.parallel import beside_experts
+        from torch_bridge.parallel import beside_experts  # which imports torch.distributed.tensor
 
         for name in BUFFERS[:2]:
             if (held := state_dict.get(prefix + name)) is not None:
@@ -83,7 +83,7 @@ def spread_state(module: Module, weight: Any, state_dict: dict[str, Any], prefix
 def own_state(module: Module, weight: Any, state_dict: dict[str, Any], prefix: str) -> None:
     """The inverse of `spread_state`; of the state of all experts this rank's part, too."""
     if is_distributed(weight):
-        from torch_bridge.parallel import own_experts
+        from torch_bridge.parallel import own_experts  # likewise
 
         for name in BUFFERS[:2]:
             held, given = module._buffers.get(name), state_dict.get(prefix + name)

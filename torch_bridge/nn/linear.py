@@ -334,7 +334,7 @@ class GroupedLinear(Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         _primary.saved(self, destination, prefix)
-        _recipes.spread_state(self, self.weight_parameters()[0], destination, prefix)
+        _recipes.spread_state(self.weight_parameters()[0], destination, prefix)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
