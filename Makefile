@@ -6,7 +6,8 @@
 #   make docs                     API pages, build/docs   make benchmark   BENCH selects a file
 #   make stub                     renews the .pyi stub    make format      lays out Python and C++
 #   make sass                     renews the instruction counts of the Hopper kernels
-#   PY=python3.12 chooses the interpreter; GROUPED_CUDA=auto|on|off whether CUDA sources are built.
+#   PY=python3.12 chooses the interpreter; GROUPED_CUDA=auto|on|off whether CUDA sources are built, and
+#   GROUPED_CUDA_ARCHS for which chips: found, all, or a list of 80, 89, 90, 90a (cmake/archs.cmake).
 comma := ,
 SHELL := bash
 .DEFAULT_GOAL := test
@@ -18,6 +19,7 @@ WHEEL_PY ?= python3.12
 VENV ?= .venv
 CXX ?= c++
 GROUPED_CUDA ?= auto
+GROUPED_CUDA_ARCHS ?= found
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 WORKERS ?= 2
 RELEASES ?= torch==2.11.0 jax==0.11.2
@@ -29,7 +31,7 @@ PROGRAM := int main() { if constexpr (true) return 0; }
 PYTHON := $(abspath $(VENV))/bin/python
 BIN := $(abspath $(VENV))/bin
 PACKAGES := grouped_core jax_grouped torch_bridge
-NATIVE_SOURCES := CMakeLists.txt $(wildcard cc/*/*)
+NATIVE_SOURCES := CMakeLists.txt $(wildcard cmake/*) $(wildcard cc/*/*)
 CXX_FILES := $(wildcard cc/*/*.h cc/*/*.cc cc/*/*.cuh cc/*/*.cu tests/native/*.cc)
 
 # $(call need,command,what is missing and what to do): stops with that one line where the command fails.
@@ -54,16 +56,17 @@ $(VENV)/.packages: requirements/dev.txt $(VENV)/.demo-packages
 	@touch $@
 
 # A development build: the module beside the sources, and a .pth file that leads to them, so that new files are seen.
-build/.configured: CMakeLists.txt build/.options $(VENV)/.demo-packages
+build/.configured: CMakeLists.txt $(wildcard cmake/*) build/.options $(VENV)/.demo-packages
 	PATH="$(BIN):$$PATH" cmake -S . -B build -G Ninja -DPython_EXECUTABLE=$(PYTHON) \
-	  -DGROUPED_OUTPUT_DIR=grouped_core -DGROUPED_WERROR=ON -DGROUPED_CUDA=$(GROUPED_CUDA)
+	  -DGROUPED_OUTPUT_DIR=grouped_core -DGROUPED_WERROR=ON -DGROUPED_CUDA=$(GROUPED_CUDA) \
+	  '-DGROUPED_CUDA_ARCHS=$(GROUPED_CUDA_ARCHS)'
 	@pwd > "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/jax_grouped_development.pth"
 	@touch $@
 
 # Changes only where an option does.
 build/.options: FORCE
 	@mkdir -p build
-	@echo '$(GROUPED_CUDA)' | cmp -s - $@ || echo '$(GROUPED_CUDA)' > $@
+	@echo '$(GROUPED_CUDA) $(GROUPED_CUDA_ARCHS)' | cmp -s - $@ || echo '$(GROUPED_CUDA) $(GROUPED_CUDA_ARCHS)' > $@
 
 build/.native: build/.configured $(NATIVE_SOURCES)
 	PATH="$(BIN):$$PATH" cmake --build build --parallel $(JOBS)
@@ -111,12 +114,13 @@ sanitize: $(VENV)/.packages
 	  PYTHONPATH="$$PWD:$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 	  $(PYTHON) -S -m pytest -p no:cacheprovider $(SANITIZED_TESTS) $(ARGS)
 
+WHEEL_CUDA_ARCHS ?= $(if $(filter found,$(GROUPED_CUDA_ARCHS)),all,$(GROUPED_CUDA_ARCHS))
 wheel:
 	$(call need,$(WHEEL_PY) -c '$(HEADERS)',$(WHEEL_PY) with its headers is needed for the stable-ABI wheel; install it or name one: make wheel WHEEL_PY=python3.13)
 	$(WHEEL_PY) -m venv build/wheel-venv
 	@rm -rf dist
 	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) build/wheel-venv/bin/pip wheel --quiet --no-deps --wheel-dir dist . \
-	  -C cmake.define.GROUPED_CUDA=$(GROUPED_CUDA)
+	  -C cmake.define.GROUPED_CUDA=$(GROUPED_CUDA) -C 'cmake.define.GROUPED_CUDA_ARCHS=$(WHEEL_CUDA_ARCHS)'
 	@ls dist/*.whl
 
 # A tree without the packages, so that the wheel's are found. It tells whether one binary, and what Dynamo traces of the

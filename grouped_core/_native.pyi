@@ -9,6 +9,8 @@ ffi_api_version: tuple = ...
 
 cuda_compiled: bool = ...
 
+cuda_archs: tuple = ...
+
 def handlers() -> dict[str, dict[str, object]]:
     """
     Capsules to register with XLA: platform ("cpu", "CUDA") -> target ("jg_<call>_v1") -> handler.
@@ -30,7 +32,13 @@ def cpu_isa() -> str:
 
 def device_arch(device: int) -> str:
     """
-    Arch of a CUDA device, as plans take it: "sm_90a". Raises RuntimeError where there is no such device.
+    Arch of a CUDA device, as plans take it: "sm_90a". Raises RuntimeError where there is no such device, or
+    no code for it in this build.
+    """
+
+def check_built_for(arch: str) -> None:
+    """
+    Raises RuntimeError where this build has no code for GPUs of `arch` ("sm_90a").
     """
 
 class Plan:

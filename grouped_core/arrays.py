@@ -382,7 +382,7 @@ def scaling_state(recipe: Recipe, num_groups: int, *, products: int = 1) -> Scal
     """
     scaling.check_groups(num_groups)
     top = np.asarray(scaling.tops(recipe, products), np.float32)
-    scale = np.ones((len(top), num_groups), np.float32)
+    scale = np.zeros((len(top), num_groups), np.float32)
     history = np.zeros((len(top), recipe.history, num_groups), np.float32)
     return ScalingState(scale, history, top, recipe.amax_algorithm)
 

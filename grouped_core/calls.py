@@ -97,7 +97,7 @@ _STORING = ("encode", "key", "into_amax")
 """What storing reads beside its source."""
 
 _STORING_PARAMS = (
-    *("rule", "block", "block_outer", "segment", "turned", "pow2", "eps"),
+    *("rule", "block", "block_outer", "segment", "turned", "pow2", "eps", "starts_at_one"),
     *("stochastic", "stream", "rotate", "four_over_six", "full_range"),
 )
 
@@ -407,6 +407,7 @@ class Storing(NamedTuple):
             **_block_params(self.format),
             "pow2": int(self.format.pow2),
             "eps": float(self.format.eps),
+            "starts_at_one": int(self.format.starts_at_one),
             "stochastic": int(self.format.stochastic),
             "stream": self.stream,
             "rotate": int(self.format.rotate),
@@ -778,7 +779,7 @@ def shard_cast(
         "skip": ArraySpec((1,), "int32") if skip else None,
         **{f"into_{name}": spec for name, spec in results.items()},
     }
-    wanted = ("rule", "block", "block_outer", "pow2", "eps")
+    wanted = ("rule", "block", "block_outer", "pow2", "eps", "starts_at_one")
     return _call("shard_cast", operands, results, {name: value for name, value in whole.params if name in wanted})
 
 

@@ -125,6 +125,8 @@ def explain_calls(calls: Sequence[Call], arch: str) -> str:
         if found.spare or most > least:
             more = _workspace(most) if most > least else ""
             declined += f"\n    {found.spare or found.kernel} where an address is not a multiple of 16 bytes{more}"
+        if any(name.endswith("starts_at_one") and on for name, on in call.params):
+            declined += "\n    batch_invariant: groups of delayed scaling that have not started are multiplied by 1"
         results = " ".join(str(spec) for spec in call.outputs if spec)
         lines.append(f"{call.name} -> {results}: {found.kernel} on {arch}{_workspace(least)}{declined}")
     return "\n".join(lines)

@@ -29,6 +29,8 @@ class Format:
         segment: where rows are contracted, a group's rows are padded to a multiple of this.
         turned: there, rows are the last axis of what is stored.
         delayed: multipliers come from a state, of earlier steps' magnitudes.
+        starts_at_one: with delayed: a group without a multiplier yet (its state holds 0) has 1, instead of the one that
+            follows from its rows in this call. Recipes set it, where a row must not depend on others.
         pow2: "fp32" multipliers are rounded down to powers of two.
         eps: least magnitude that "fp32" scales follow.
         stochastic: E2M1 codes are rounded stochastically.
@@ -49,6 +51,7 @@ class Format:
     segment: int = 0
     turned: bool = False
     delayed: bool = False
+    starts_at_one: bool = False
     pow2: bool = False
     eps: float = 0.0
     stochastic: bool = False
@@ -59,6 +62,7 @@ class Format:
     def __post_init__(self) -> None:
         allowed = {
             "delayed": self.rule == "fp32" and self.block == 0,
+            "starts_at_one": self.delayed,
             "pow2": self.rule == "fp32",
             "eps": self.rule == "fp32" and not self.delayed,
             "stochastic": self.values == "uint8",

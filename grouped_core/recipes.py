@@ -33,7 +33,8 @@ class Recipe:
             from the high-precision array, so forward and wgrad may see different roundings of one x.
         name: shown in messages; "" stands for the formats of forward.
         batch_invariant: a row of y or dx then depends on that row and its group's weights and scales alone, not on M or
-            G. Formats whose scales depend on all rows of a group refuse it.
+            G. Formats whose scales depend on all rows of a group refuse it; delayed scaling that has not started then
+            multiplies by 1.
         fp32: how float32 operands meet tensor cores: "tf32x3" (float32 accuracy), "tf32", or "ieee". Kernels without
             tensor cores run every mode as "ieee" (numerics 2.5).
         accumulate: what becomes of partial sums of 8-bit products where the hardware keeps fewer bits than fp32:
@@ -96,7 +97,13 @@ class Recipe:
                 f"`margin` of Recipe: {self.margin}, wanted at most {MOST_MARGIN} either way, so that multipliers are "
                 "finite; pass a smaller one."
             )
+        for name in ("forward", "dgrad", "wgrad"):
+            object.__setattr__(self, name, tuple(self._started(cell) for cell in getattr(self, name)))
         _check_cells(self)
+
+    def _started(self, cell: Format) -> Format:
+        """A scale that is found in the rows would tie them together."""
+        return cell.replace(starts_at_one=self.batch_invariant) if cell.delayed else cell
 
     @property
     def quantized(self) -> bool:

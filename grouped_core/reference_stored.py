@@ -99,7 +99,10 @@ def _form(p: Mapping[str, Any], x: Floats, source: str, kind: str, axis: int, en
             scales = rounding.decode_scale(scale)
             factors = _spread(scale, x.shape, shape)
         else:
-            factors = _fp32_scale(p, rounding.amax(x), kind, source) if encode is None else np.float32(encode)
+            if encode is not None and encode == 0 and p["starts_at_one"]:
+                encode = 1.0  # of delayed scaling that has not started
+            found = encode is None or encode == 0
+            factors = _fp32_scale(p, rounding.amax(x), kind, source) if found else np.float32(encode)
             group_scale = np.float32(rounding.decode_scale(factors))
         y = x * factors
     codes = rounding.encode_stochastic(y, words()) if p["stochastic"] else rounding.encode(y, kind)

@@ -32,7 +32,8 @@ class ScalingState(Generic[_Array]):
     """State of delayed scaling of one use of a recipe; `scaling_state` makes one, `update_scaling` the next step's.
 
     Attributes:
-        scale: float32 [R, G], multipliers in use, 1 at first.
+        scale: float32 [R, G], multipliers in use. 0 says that a role and group has not started: until an update has
+            seen a magnitude of it, it is scaled as its own values ask for in each call (numerics 2.5, Start).
         history: float32 [R, L, G], largest magnitudes; slot 0 is the step that runs, which every use merges into.
         top: float32 [R], what the largest magnitude is scaled to.
         algorithm: "max" of the history, or the "most_recent" entry.

@@ -66,7 +66,9 @@ def cuda_arch() -> str:
     except RuntimeError:
         return DEFAULT_CUDA_ARCH
     arch = "sm_" + capability.replace(".", "")
-    return DEFAULT_CUDA_ARCH if arch + "a" == DEFAULT_CUDA_ARCH else arch
+    arch = DEFAULT_CUDA_ARCH if arch + "a" == DEFAULT_CUDA_ARCH else arch
+    _native.check_built_for(arch)
+    return arch
 
 
 def default_arch() -> str:

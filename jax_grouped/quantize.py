@@ -154,7 +154,7 @@ def scaling_state(recipe: Recipe, num_groups: int, *, products: int = 1) -> Scal
     """
     scaling.check_groups(num_groups)
     top = jnp.asarray(scaling.tops(recipe, products), jnp.float32)
-    scale = jnp.ones((top.size, num_groups), jnp.float32)
+    scale = jnp.zeros((top.size, num_groups), jnp.float32)
     history = jnp.zeros((top.size, recipe.history, num_groups), jnp.float32)
     return ScalingState(scale, history, top, recipe.amax_algorithm)
 
@@ -224,10 +224,10 @@ def _tops(bound: BoundRecipe) -> tuple[float, ...]:
 
 @partial(jax.jit, static_argnums=1, inline=True)
 def _in_use(state: ScalingState[Any], tops: tuple[float, ...]) -> ScalingState[Any]:
-    """A state of zeros, JAX's cotangent of what backward did not come by, is read as a fresh one."""
+    """A state of zeros, JAX's cotangent of what backward did not come by, is a fresh one, but for its `top`."""
     lost = state.top == 0
-    scale, top = jnp.where(lost[:, None], 1.0, state.scale), jnp.where(lost, jnp.asarray(tops, jnp.float32), state.top)
-    return ScalingState(scale, jnp.asarray(state.history), top, state.algorithm)
+    top = jnp.where(lost, jnp.asarray(tops, jnp.float32), state.top)
+    return ScalingState(jnp.asarray(state.scale), jnp.asarray(state.history), top, state.algorithm)
 
 
 @partial(jax.jit, static_argnums=1, inline=True)

@@ -180,7 +180,7 @@ def scaling_state(
     """
     scaling.check_groups(num_groups)
     top = torch.tensor(scaling.tops(recipe, products), dtype=torch.float32, device=device)
-    scale = torch.ones((len(top), num_groups), dtype=torch.float32, device=device)
+    scale = torch.zeros((len(top), num_groups), dtype=torch.float32, device=device)
     history = torch.zeros((len(top), recipe.history, num_groups), dtype=torch.float32, device=device)
     return ScalingState(scale, history, top, recipe.amax_algorithm)
 
@@ -262,7 +262,7 @@ def with_multipliers(uses: Sequence[Use]) -> list[Use]:
         copied = _stored.copied(scales)
     elif len(scales) > 1:
         copied = torch.cat(scales)
-    else:  # by a kernel: a clone is a memcpy. Multipliers are positive, and of such kernels this one returns first
+    else:  # by a kernel: a clone is a memcpy. None is negative, and of such kernels this one returns first
         copied = scales[0].abs()
     parts = [copied] if len(uses) == 1 else copied.split(len(scaling.ROLES))
     return [use._replace(multipliers=part) for use, part in zip(uses, parts, strict=True)]

@@ -252,7 +252,7 @@ struct StoredBuffers {
 // Block scales have the shapes that GroupedMatmul reads; group scales are float32 [G]. Blocks along rows start anew
 // with each group. Rows past the groups and padding hold what quantising zeros gives.
 struct Storing : StoredForms {
-  TensorView encode;          // [G] float32: multipliers, given (delayed scaling) instead of found
+  TensorView encode;          // [G] float32: multipliers, given (delayed scaling) instead of found; 0: none yet
   TensorView key;             // [2] uint32: of stochastic rounding, low word first; absent: zero
   TensorView into_amax;       // [G] float32, the memory of `amax`: magnitudes that the maximum is merged with
   TensorView amax;            // [G] float32: largest magnitude of the group's values, merged with into_amax
@@ -263,6 +263,7 @@ struct Storing : StoredForms {
   int64_t turned = 0;         // likewise
   int64_t pow2 = 0;           // fp32 rule: multipliers are rounded down to powers of two
   float eps = 0;              // fp32 rule: least amax
+  int64_t starts_at_one = 0;  // with encode: where that is 0 the multiplier is 1, instead of found as without encode
   int64_t stochastic = 0;     // E2M1 codes are rounded stochastically
   int64_t stream = 0;         // of random numbers: that of `values`, the next one is that of `cross_values`
   int64_t rotate = 0;         // cross form of rows: Hadamard transform of each block
@@ -291,6 +292,7 @@ struct Storing : StoredForms {
     v.param("turned", turned);
     v.param("pow2", pow2);
     v.param("eps", eps);
+    v.param("starts_at_one", starts_at_one);
     v.param("stochastic", stochastic);
     v.param("stream", stream);
     v.param("rotate", rotate);
@@ -320,6 +322,7 @@ struct StoringActivated : Storing {
     v.param("activated_turned", turned);
     v.param("activated_pow2", pow2);
     v.param("activated_eps", eps);
+    v.param("activated_starts_at_one", starts_at_one);
     v.param("activated_stochastic", stochastic);
     v.param("activated_rotate", rotate);
     v.param("activated_four_over_six", four_over_six);
@@ -596,6 +599,7 @@ struct ShardCast : StoredForms, StoredBuffers {
   int64_t block_outer = 1;
   int64_t pow2 = 0;
   float eps = 0;
+  int64_t starts_at_one = 0;
 
   template <class Visitor>
   void visit(Visitor&& v) {
@@ -611,6 +615,7 @@ struct ShardCast : StoredForms, StoredBuffers {
     v.param("block_outer", block_outer);
     v.param("pow2", pow2);
     v.param("eps", eps);
+    v.param("starts_at_one", starts_at_one);
   }
 };
 
@@ -637,6 +642,7 @@ inline Quantize whole_of(const ShardCast& call) {
   whole.block_outer = call.block_outer;
   whole.pow2 = call.pow2;
   whole.eps = call.eps;
+  whole.starts_at_one = call.starts_at_one;
   return whole;
 }
 

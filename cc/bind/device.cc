@@ -4,6 +4,8 @@
 
 #if GROUPED_WITH_CUDA
 #include <cuda_runtime_api.h>
+
+#include "cc/bind/built.h"
 #endif
 
 namespace grouped {
@@ -27,7 +29,9 @@ std::string device_arch(int device) {
   check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "asking for the device's arch");
   const int sm = 10 * major + minor;
   // The one chip for which code with architecture-specific instructions is built.
-  return "sm_" + std::to_string(sm) + (sm == 90 ? "a" : "");
+  const std::string arch = "sm_" + std::to_string(sm) + (sm == 90 ? "a" : "");
+  check_built_for(arch);
+  return arch;
 }
 
 DeviceGuard::DeviceGuard(Platform platform, int device) {

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "cc/bind/built.h"
 #include "cc/bind/device.h"
 #include "cc/bind/dlpack.h"
 #include "cc/bind/exchange.h"
@@ -129,6 +130,7 @@ NB_MODULE(_native, m) {
   m.doc() = "Native calls of jax-grouped, offered as XLA FFI handlers, as plans over addresses and over DLPack arrays.";
   m.attr("ffi_api_version") = nb::make_tuple(xla_ffi_api_major(), xla_ffi_api_minor());
   m.attr("cuda_compiled") = cuda_compiled();
+  m.attr("cuda_archs") = nb::tuple(nb::cast(built_archs()));
 
   m.def("handlers", &handlers, nb::sig("def handlers() -> dict[str, dict[str, object]]"),
         "Capsules to register with XLA: platform (\"cpu\", \"CUDA\") -> target (\"jg_<call>_v1\") -> handler.");
@@ -138,7 +140,10 @@ NB_MODULE(_native, m) {
   m.def("dtypes", &dtypes, "Names of the element types, as NumPy and ml_dtypes spell them.");
   m.def("cpu_isa", [] { return std::string(cpu_isa()); }, "Instruction set that the CPU kernels use on this machine.");
   m.def("device_arch", &device_arch, nb::arg("device"),
-        "Arch of a CUDA device, as plans take it: \"sm_90a\". Raises RuntimeError where there is no such device.");
+        "Arch of a CUDA device, as plans take it: \"sm_90a\". Raises RuntimeError where there is no such device, or\n"
+        "no code for it in this build.");
+  m.def("check_built_for", &check_built_for, nb::arg("arch"),
+        "Raises RuntimeError where this build has no code for GPUs of `arch` (\"sm_90a\").");
 
   nb::class_<Plan>(m, "Plan", "One call with its shapes, decided: which kernel runs it and what it needs.")
       .def_ro("kernel", &Plan::kernel, "Name of the chosen kernel; empty where none takes the call.")

@@ -143,12 +143,22 @@ GROUPED_INLINE void store_encoded(typename Type::Stored* to, F32 value, int64_t 
   if (count > 0) memcpy(to, &code, static_cast<size_t>(count) * sizeof *to);
 }
 
+// Lanes I of `a`, followed by `b`.
+template <int... I>
+GROUPED_INLINE U32 shuffled(U32 a, U32 b) {
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(a, b, I...);
+#else  // GCC's own name, the only one that GCC 11 knows
+  return __builtin_shuffle(a, b, U32{static_cast<uint32_t>(I)...});
+#endif
+}
+
 // One step of the transposition: swaps the off-diagonal blocks of width H of rows `upper` and `lower`.
 template <int H, int... I>
 struct Swap {
   static GROUPED_INLINE void run(U32& upper, U32& lower) {
-    const U32 first = __builtin_shufflevector(upper, lower, ((I & H) ? kLanes + I - H : I)...);
-    lower = __builtin_shufflevector(upper, lower, ((I & H) ? kLanes + I : I + H)...);
+    const U32 first = shuffled<((I & H) ? kLanes + I - H : I)...>(upper, lower);
+    lower = shuffled<((I & H) ? kLanes + I : I + H)...>(upper, lower);
     upper = first;
   }
 };

@@ -89,8 +89,12 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   static const auto encode = [] {
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
     GROUPED_CUDA_CHECK(
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found));
+#else  // the name until CUDA 12.5: the version is that of the toolkit
+    GROUPED_CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found));
+#endif
     GROUPED_CHECK(found == cudaDriverEntryPointSuccess && entry != nullptr,
                   "the driver has no cuTensorMapEncodeTiled; a driver for CUDA 12 or newer is needed");
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);

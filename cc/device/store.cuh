@@ -87,11 +87,14 @@ struct StoreProblem {
   bool stochastic;
   bool rotate;
   uint32_t stream;
-  int choice;       // of 4over6: 0 none, 1 absolute errors, 2 squares
-  bool measure;     // amaxes of groups are wanted from this launch
-  bool last_first;  // a launch before has read all tiles: the L2 cache may hold the last ones
-  uint32_t* drawn;  // of this launch; null: no block has more than two tiles
-  bool cleared;     // and zero already
+  int choice;                 // of 4over6: 0 none, 1 absolute errors, 2 squares
+  bool measure;               // amaxes of groups are wanted from this launch
+  bool starting;              // only of groups that delayed scaling has no multiplier for yet
+  const float* encode_other;  // then: multipliers of act(h), which is stored beside gradients, or null
+  uint32_t* raised;           // [groups]: where they go
+  bool last_first;            // a launch before has read all tiles: the L2 cache may hold the last ones
+  uint32_t* drawn;            // of this launch; null: no block has more than two tiles
+  bool cleared;               // and zero already
 };
 
 namespace device {
@@ -180,7 +183,7 @@ struct GroupResults {
 
 __device__ inline GroupScale group_scale_of(const StoreScan& scan, const StoreRule& rule, bool per_group,
                                             const float* encode, bool rotated, int group) {
-  if (encode) return {encode[group], decode_scale(encode[group])};
+  if (encode) return delayed_group_scale(rule, encode[group], scan.amax[group]);
   return group_scale(rule, per_group, (rotated ? scan.rotated : scan.amax)[group]);
 }
 
@@ -192,6 +195,26 @@ static __global__ void finish_groups(const GroupResults r) {
     r.cross_group_scales[g] = group_scale_of(r.scan, r.rule, r.per_group, r.encode, r.rotate, g).decode;
   }
   if (r.amax) r.amax[g] = amax_value(r.into_amax ? amax_with(r.scan.amax[g], r.into_amax[g]) : r.scan.amax[g]);
+}
+
+// Whether a launch of a `starting` problem has nothing to find in a group.
+__device__ inline bool has_started(const StoreProblem& p, int group) {
+  return p.encode[group] != 0.0f && (!p.encode_other || p.encode_other[group] != 0.0f);
+}
+
+// Whether all groups that have rows have started, by a whole block: then the launch is over.
+__device__ inline bool all_started(const StoreProblem& p) {
+  if (!p.starting) return false;
+  bool waits = false;
+  for (int g = threadIdx.x; g < p.scan.count; g += blockDim.x) {
+    waits |= (!p.sizes || p.sizes[g] > 0) && !has_started(p, g);
+  }
+  return !__syncthreads_or(waits);
+}
+
+// Leaves a tile of a group that has started without rows, so that none are read.
+__device__ inline void pass_by_started(const StoreProblem& p, StoreTile* tile) {
+  if (p.starting && tile->group < p.scan.count && has_started(p, tile->group)) tile->rows = 0;
 }
 
 // Zero codes: `lines` of `length` bytes, `pitch` apart.
@@ -314,19 +337,26 @@ inline void launch_finish(const Quantize& call, const StoreProblem& p, cudaStrea
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
+// Whether scales of groups want amaxes of groups first: of all, or of those that delayed scaling has yet to start.
+inline bool finds_group_scales(const Quantize& call) {
+  if (call.block != 0 && call.rule != "nvfp4") return false;
+  return !call.encode.present() || call.starts_at_one == 0;
+}
+
 // Runs what a Quantize is made of: the scan, `measure(p)` where scales want the amax of a group first, `store(p)`, and
 // the results that belong to groups.
 template <class Measure, class Store>
 void launch_store(const Quantize& call, const Context& context, Measure measure, Store store) {
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
   StoreProblem p = store_problem(call, context);
-  const bool per_group = p.block == 0 || p.rule.kind == ScaleRule::nvfp4;
-  const bool stores = p.forms[0].values || p.forms[1].values;
-  const bool ahead = !stores || (per_group && !p.encode);
+  const bool stores = p.forms[0].values || p.forms[1].values, found = finds_group_scales(call);
+  const bool ahead = !stores || found;
   device::scan_store<<<1, kScanThreads, 0, stream>>>(p.sizes, p.rows, p.padded_rows, p.segment, p.scan);
   GROUPED_CUDA_CHECK(cudaGetLastError());
+  p.raised = p.scan.amax;
+  p.starting = stores && p.encode && found;
   if (ahead) measure(p, stream);
-  p.measure = !ahead && call.amax.present();
+  p.measure = call.amax.present() && (!ahead || p.starting);
   if (stores) store(p, stream);
   if (!p.forms[0].group_scales && !p.forms[1].group_scales && !call.amax.present()) return;
   launch_finish(call, p, stream);

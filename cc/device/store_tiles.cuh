@@ -150,7 +150,7 @@ class Turns {
 
   // Has a barrier, which the first turn needs. `others`: amaxes of a second kind of values, or null.
   __device__ Turns(const StoreProblem& p, Shared* s, uint32_t* others = nullptr)
-      : drawn_(p.drawn), amaxes_(p.scan.amax), others_(others), s_(s) {
+      : drawn_(p.drawn), amaxes_(p.raised), others_(others), s_(s) {
     if (threadIdx.x == 0) {
       s->item[1] = blockIdx.x + gridDim.x;
       s->amax[0] = s->amax[1] = s->other[0] = s->other[1] = 0;
@@ -303,30 +303,36 @@ inline void ready_to_draw(StoreProblem* p, int64_t tiles, unsigned grid, cudaStr
   if (p->drawn && !p->cleared) GROUPED_CUDA_CHECK(cudaMemsetAsync(p->drawn, 0, sizeof(*p->drawn), stream));
 }
 
-// As launch_store, but the scan, and the scales of groups, are the kernels' own. Where no scale wants the amaxes of
-// groups first, they are raised on the way, where the caller wants them.
+// As launch_store, but the scan, and the scales of groups, are the kernels' own. Where scales do not want the amaxes of
+// all groups first, those that the caller wants are raised on the way. Under delayed scaling the launch that measures
+// is over at once where all groups have started; the memory that it wants zero is cleared together with the counters.
 template <class Measure, class Store>
 void launch_tiles(const Quantize& call, const Context& context, Measure measure, Store store) {
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
   StoreProblem p = store_problem(call, context);
-  const bool ahead = (p.block == 0 || p.rule.kind == ScaleRule::nvfp4) && !p.encode;
-  p.measure = !ahead && call.amax.present();
+  const bool ahead = finds_group_scales(call);
+  const bool all = ahead && !p.encode;
+  const bool on_the_way = !all && call.amax.present();
   const auto clear = [&](uint32_t* from, size_t words) {
     GROUPED_CUDA_CHECK(cudaMemsetAsync(from, 0, sizeof(uint32_t) * words, stream));
   };
   // `amax` follows `drawn`, and `rotated` follows `amax`.
   if (ahead) clear(p.scan.drawn, 2 + 2 * static_cast<size_t>(p.scan.count));
   p.cleared = ahead;
-  if (p.measure) {
-    p.scan.amax = call.amax.as<uint32_t>();  // the bits of a magnitude
-    if (!call.into_amax.present()) clear(p.scan.amax, static_cast<size_t>(p.scan.count));
-  }
   p.drawn = p.scan.drawn;
+  p.raised = p.scan.amax;
+  p.starting = ahead && !all;
   if (ahead) measure(p, stream);
+  p.starting = false;
+  p.measure = on_the_way;
+  if (on_the_way) {
+    p.raised = call.amax.as<uint32_t>();  // the bits of a magnitude
+    if (!call.into_amax.present()) clear(p.raised, static_cast<size_t>(p.scan.count));
+  }
   p.drawn = p.scan.drawn + 1;
-  p.last_first = ahead;
+  p.last_first = all;
   store(p, stream);
-  if (ahead && call.amax.present()) launch_finish(call, p, stream);
+  if (all && call.amax.present()) launch_finish(call, p, stream);
 }
 
 }  // namespace grouped

@@ -14,7 +14,8 @@
 //   once a tile, where columns are wanted: 4 x 4 bytes turned in registers --> 16 rows a thread, lines of 128 bytes
 //
 // Two barriers a tile. Gradients: 128 registers, at most 109 KiB, two blocks an SM; forward 80, 61 KiB, three. Current
-// scaling runs the same rows twice, of which only amaxes remain the first time; row sums are added by a launch behind.
+// scaling runs the same rows twice, of which only amaxes remain the first time; delayed scaling does so with rows of
+// groups that have not started, and else leaves the first launch at once. Row sums are added by a launch behind.
 //
 // Memory and issue slots bound it about alike: gradients read 6 bytes an activated column and write 2 to 5, and take
 // some 370 instructions for eight columns of SwiGLU, more of the time the lower the clock is. So the loop over rows
@@ -229,6 +230,7 @@ template <bool kGrad, bool kStore>
 __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
     store_activated_groups(const __grid_constant__ ActivatedProblem p, uint32_t column_tiles) {
   extern __shared__ uint4 dynamic_shared[];
+  if (!kStore && all_started(p.store)) return;
   const bool stores_activated = kGrad && kStore && has_activated(p);
   Ring* ring = reinterpret_cast<Ring*>(dynamic_shared);
   Codes* turned = reinterpret_cast<Codes*>(ring + operands_of(p));
@@ -243,7 +245,9 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
     if (p.valid_rows && threadIdx.x == 0) *p.valid_rows = table.offsets[count];
   }
   const auto find = [&](uint32_t item, StoreTile* found) {
-    return find_in_order<Tile::kRows, Tile::kColumns>(p.store, table, item, column_tiles, found);
+    if (!find_in_order<Tile::kRows, Tile::kColumns>(p.store, table, item, column_tiles, found)) return false;
+    if (!kStore) pass_by_started(p.store, found);
+    return true;
   };
   const auto begin = [&](const StoreTile& of) {  // the first rows of a tile that none goes before
     Sources from(p, of, true);

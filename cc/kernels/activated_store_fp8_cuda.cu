@@ -243,15 +243,19 @@ std::string refuses_activated_store(const ActivatedStore& call, const Target& ta
   return "";
 }
 
-// Scales of groups that are found want a launch that finds them, which the result's have as well.
+// Scales of groups that are found want a launch that finds them, which the result's have as well: of all groups, or, if
+// the result is scaled with delay, of those that have not started.
 bool finds_activated(const ActivatedStore& call) {
   const Quantize& z = call.store_activated;
-  return z.cross_values.present() && z.block == 0 && !z.encode.present();
+  return z.cross_values.present() && finds_group_scales(z);
 }
 
 bool stores_activated(const ActivatedStore& call) {
   const Quantize &store = call.store, &z = call.store_activated;
-  if (finds_activated(call) && (store.encode.present() || z.amax.present())) return false;
+  if (finds_activated(call)) {
+    if (!finds_group_scales(store) || z.amax.present()) return false;
+    if (store.encode.present() && !z.encode.present()) return false;
+  }
   // Its padded rows are those of the gradients.
   return is_fp8(z.cross_values.dtype) && z.rule == "fp32" && z.turned && store.cross_values.present() &&
          z.segment == store.segment && z.block == store.block;
@@ -278,7 +282,10 @@ void launch_activated_store(const ActivatedStore& call, const Context& context) 
         Problem amaxes = all;
         amaxes.store = p;
         amaxes.store.width = width;
-        if (finds_activated(call)) amaxes.activated_amax = p.scan.rotated;  // nothing is rotated here
+        if (finds_activated(call)) {
+          amaxes.activated_amax = p.scan.rotated;  // nothing is rotated here
+          amaxes.store.encode_other = data_of<const float>(call.store_activated.encode);
+        }
         run_activated_groups(call, amaxes, false, stream);
       },
       [&](const StoreProblem& p, cudaStream_t stream) {

@@ -60,11 +60,11 @@ class Job {
     const bool per_group = call_.block == 0 || rule_.kind == ScaleRule::nvfp4;
     const bool stores = call_.values.present() || call_.cross_values.present();
     const bool ahead = !stores || (per_group && !call_.encode.present());
-    if (ahead) {
-      parallel_for(pool, groups_.bands(), [&](int64_t index) {
-        tiles(groups_.band(index), [&](const Tile& tile, Scratch* s) { measure(tile, s); });
-      });
-    }
+    parallel_for(pool, groups_.bands(), [&](int64_t index) {
+      const Band& band = groups_.band(index);
+      if (!ahead && !starts(band.group)) return;
+      tiles(band, [&](const Tile& tile, Scratch* s) { measure(tile, s); });
+    });
     find_group_scales();
     if (stores) {
       parallel_for(pool, groups_.bands(), [&](int64_t index) {
@@ -107,6 +107,11 @@ class Job {
     }
   }
 
+  // Whether delayed scaling has no multiplier for a group yet, and takes that of its values.
+  bool starts(int64_t group) const {
+    return call_.encode.present() && !call_.starts_at_one && call_.encode.as<const float>()[group] == 0.0f;
+  }
+
   void measure(const Tile& tile, Scratch* s) {
     raise(&amax_[static_cast<size_t>(tile.band.group)], tile_amax(tile, s->values, tile.band.valid));
     if (call_.rotate && call_.cross_values.present()) {
@@ -142,11 +147,10 @@ class Job {
       for (const bool cross : {false, true}) {
         const TensorView& result = cross ? call_.cross_group_scales : call_.group_scales;
         const auto& amax = cross && call_.rotate ? rotated_amax_ : amax_;
-        GroupScale scale = group_scale(rule_, call_.block == 0, amax[static_cast<size_t>(g)].load());
-        if (call_.encode.present()) {
-          scale.encode = call_.encode.as<const float>()[g];
-          scale.decode = decode_scale(scale.encode);
-        }
+        const uint32_t found = amax[static_cast<size_t>(g)].load();
+        const GroupScale scale = call_.encode.present()
+                                     ? delayed_group_scale(rule_, call_.encode.as<const float>()[g], found)
+                                     : group_scale(rule_, call_.block == 0, found);
         scales_[scale_index(g, cross)] = scale;
         if (result.present()) result.as<float>()[g] = scale.decode;
       }

@@ -224,11 +224,12 @@ extern __shared__ float dynamic_shared[];
 
 __global__ void __launch_bounds__(kThreads)
     measure_tiles(const __grid_constant__ StoreProblem p, int64_t column_tiles) {
-  if (p.skip && *p.skip != 0) return;
+  if ((p.skip && *p.skip != 0) || all_started(p)) return;
   Shared* s = reinterpret_cast<Shared*>(dynamic_shared);
   StoreTile tile;
   for (int64_t item = blockIdx.x; find_tile(p.scan, item, column_tiles, p.width, &tile); item += gridDim.x) {
     if (tile.group == p.scan.count) break;
+    if (p.starting && has_started(p, tile.group)) continue;
     load_tile(p, tile, s);
     measure_values(s, tile.rows, p.scan.amax + tile.group);
     __syncthreads();

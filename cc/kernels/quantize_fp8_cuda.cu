@@ -100,6 +100,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kForms>)
   using Tile = Shape<kWide>;
   extern __shared__ uint4 dynamic_shared[];
   if (p.skip && *p.skip != 0) return;
+  if (kForms == 0 && all_started(p)) return;
   using Scratch = SharedOf<kForms>;
   Scratch* s = reinterpret_cast<Scratch*>(dynamic_shared);
   const GroupTable table(p, s + 1);
@@ -107,14 +108,17 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kForms>)
   if (p.ragged) scan_sizes<Tile::kRows>(p, table, s->sums);
   StoreTile tile;
   StoreTile& next = s->next[threadIdx.x / 32];
-  bool more = find_in_order<Tile::kRows, Tile::kColumns>(p, table, blockIdx.x, column_tiles, &tile);
+  const auto find = [&](uint32_t item, StoreTile* found) {
+    if (!find_in_order<Tile::kRows, Tile::kColumns>(p, table, item, column_tiles, found)) return false;
+    if constexpr (kForms == 0) pass_by_started(p, found);
+    return true;
+  };
+  bool more = find(blockIdx.x, &tile);
   if (more && tile.group < p.scan.count) load_tile<kWide>(p, tile, s);
   if (kBlock == 0 && kForms && blockIdx.x == 0) store_group_scales(p);
   for (; more; tile = next, turns.advance()) {
     turns.draw();
-    more = find_next(next, [&](StoreTile* found) {  // while this tile's values arrive
-      return find_in_order<Tile::kRows, Tile::kColumns>(p, table, turns.next(), column_tiles, found);
-    });
+    more = find_next(next, [&](StoreTile* found) { return find(turns.next(), found); });  // while values arrive
     if (tile.group == p.scan.count) {
       if constexpr (kForms == 0) break;  // nothing comes behind
       store_nothing(p, tile, Tile::kRows, kThreads);

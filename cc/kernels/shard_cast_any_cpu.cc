@@ -50,8 +50,7 @@ class Job {
 
   GroupScale group_scale_of(int64_t member) const {
     if (!call_.encode.present()) return group_scale(rule_, call_.block == 0, amax(member)[0]);
-    const float encode = call_.encode.as<const float>()[member];
-    return {encode, decode_scale(encode)};
+    return delayed_group_scale(rule_, call_.encode.as<const float>()[member], amax(member)[0]);
   }
 
   BlockScale scale_at(int64_t member, GroupScale group, int64_t a, int64_t b, bool cross) const {

@@ -34,8 +34,9 @@ struct Problem {
 };
 
 __device__ GroupScale group_scale_of(const Problem& p, int64_t member) {
-  if (p.encode) return {p.encode[member], decode_scale(p.encode[member])};
-  return group_scale(p.rule, p.shards.slots.block == 0, p.shards.amax[member * p.shards.slots.count]);
+  const uint32_t amax = p.shards.amax[member * p.shards.slots.count];
+  if (p.encode) return delayed_group_scale(p.rule, p.encode[member], amax);
+  return group_scale(p.rule, p.shards.slots.block == 0, amax);
 }
 
 template <class T>

@@ -15,7 +15,8 @@ enum class ScaleRule : int { fp32, e8m0, nvfp4 };
 struct StoreRule {
   ScaleRule kind;
   Fp32ScaleRule fp32;
-  float range;  // nvfp4: what the amax of a group is mapped to
+  float range;         // nvfp4: what the amax of a group is mapped to
+  bool starts_at_one;  // delayed scaling: a group without a multiplier yet has 1, not that of its amax
 };
 
 // A multiplier and its decode scale. Rules without a group's scale have 1 and 1.
@@ -35,6 +36,7 @@ StoreRule store_rule(const Call& call, float max, bool bf16_source) {
   StoreRule rule = {};
   rule.kind = call.rule == "fp32" ? ScaleRule::fp32 : call.rule == "e8m0" ? ScaleRule::e8m0 : ScaleRule::nvfp4;
   rule.fp32 = {max, call.eps, call.block > 0 && bf16_source ? kOverflowScaleBf16 : kFloatMax, call.pow2 != 0};
+  rule.starts_at_one = call.starts_at_one != 0;
   rule.range = call.four_over_six.empty() || call.full_range ? kNvfp4Range : kFourOverSixRange;
   return rule;
 }
@@ -49,6 +51,13 @@ GROUPED_HOST_DEVICE static inline GroupScale group_scale(const StoreRule& rule, 
   float e = 1.0f;
   if (rule.kind == ScaleRule::nvfp4) e = nvfp4_group_encode_scale(bits_float(amax), rule.range);
   if (rule.kind == ScaleRule::fp32 && per_group) e = fp32_encode_scale(bits_float(amax), rule.fp32);
+  return {e, decode_scale(e)};
+}
+
+// Of a whole group under delayed scaling, which gives it a multiplier, or 0 where it has none yet.
+GROUPED_HOST_DEVICE static inline GroupScale delayed_group_scale(const StoreRule& rule, float given, uint32_t amax) {
+  float e = given;
+  if (e == 0.0f) e = rule.starts_at_one ? 1.0f : fp32_encode_scale(bits_float(amax), rule.fp32);
   return {e, decode_scale(e)};
 }
 

@@ -213,8 +213,8 @@ def test_states_of_all_faces_agree_step_by_step(recipe):
         for name, state in (("torch", of_torch), ("jax", of_jax)):
             asserts.bitwise(state.scale, held.scale, f"scale of {name} after step {step}")
     empty = p.group_sizes[: p.case.groups] <= 0
-    assert (held.scale[:, ~empty] != 1).all(), "every role was measured"
-    assert (held.scale[0][empty] == 1).all(), "a group without rows keeps its multiplier"
+    assert (held.scale[:, ~empty] > 0).all(), "every role was measured"
+    assert (held.scale[0][empty] == 0).all(), "a group without rows has not started"
 
 
 def test_subnormal_magnitudes_reach_the_states_of_all_faces():

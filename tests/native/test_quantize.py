@@ -214,6 +214,33 @@ def test_given_multipliers(kernel, name, dtype, rows, forms):
     quantize(Native(kernel), source, FORMATS[name].replace(delayed=True), forms, sizes, **options)
 
 
+@pytest.mark.parametrize("kernel", kernels("quantize"))
+@pytest.mark.matrix(
+    name=("fp8_tensor", "fp8_tensor_e5m2"),
+    dtype=cases.DTYPES,
+    rows=(False, True),
+    forms=FORMS,
+    width=(37, 48),
+    zeros=((0,), (1,), (0, 2, 4), (0, 1, 2, 3, 4)),
+    starts_at_one=(False, True),
+)
+def test_multipliers_that_have_not_started(kernel, name, dtype, rows, forms, width, zeros, starts_at_one):
+    """A multiplier of 0 is that of the group's own values, or 1; the others stay, and magnitudes are what they are."""
+    encode = np.array([0.5, 1.0, 3.0, 2.0**-100, 2.0**127], np.float32)
+    encode[list(zeros)] = 0
+    case = cases.Case("five", (7, 0, 130, 1, 40), 190, width, 1, frozenset())
+    source, sizes = rows_of(case, dtype) if rows else (numbers((5, 24, width), dtype), None)
+    format = FORMATS[name].replace(delayed=True, starts_at_one=starts_at_one)
+    options = {"encode": encode, "into_amax": np.full(5, 1e-3, np.float32)}
+    found = quantize(Native(kernel), source, format, forms, sizes, **options)
+    alone = quantize(Native(kernel), source, FORMATS[name], forms, sizes)
+    for form in ("group_scales", "cross_group_scales"):
+        if form in found:
+            wanted = np.float32(1) / np.where(encode == 0, np.float32(1), encode)
+            own = np.zeros(5, bool) if starts_at_one else encode == 0
+            asserts.bitwise(found[form], np.where(own, alone[form], wanted), form)
+
+
 def is_for(format: Format, rows: bool, **_: Any) -> bool:
     return format in (FOR_ROWS if rows else FOR_WEIGHTS)
 

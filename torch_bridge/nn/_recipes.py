@@ -56,7 +56,7 @@ def reset_state(module: Module, recipe: Recipe | None) -> None:
     if state is None or recipe is None:
         return
     with torch.no_grad():
-        state.scale.fill_(1)
+        state.scale.zero_()
         state.history.zero_()
         tops = scaling.tops(recipe, len(state.top) // len(scaling.ROLES))
         state.top.copy_(torch.tensor(tops, dtype=torch.float32))
