@@ -450,6 +450,7 @@ CANDIDATES: dict[str, Callable[[Work], Thunk]] = {
     "ours, torch, [G,N,K]": ours_torch("nk"),
     "ours, torch, [G,K,N]": ours_torch("kn"),
     "ours, TF32, [G,N,K]": ours_torch("nk", fp32="tf32"),
+    "ours, TF32, [G,K,N]": ours_torch("kn", fp32="tf32"),
     "ours, portable, [G,N,K]": ours_torch("nk", "reference"),
     "ours, torch, fp32 +=": ours_accumulating,
     **{name: jitted(name) for name in JAX_PRODUCTS},

@@ -2,6 +2,7 @@
 
 python benchmarks/bench_grouped_matmul.py --device cpu --dtypes float32 bfloat16 float16
 python benchmarks/bench_grouped_matmul.py --device cuda --cases A B C --json out.json --plot out.png
+python benchmarks/bench_grouped_matmul.py --device cuda --cases router --dtypes float32
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ def main() -> None:
         parser.error(missing)
     names = list(dict.fromkeys(["dense", *options.candidates]))
     rows = []
-    for problem in cases.select("cpu_bench" if options.device == "cpu" else "bench"):
+    tags = ("cpu_bench",) if options.device == "cpu" else ("bench", "router")
+    for problem in [case for tag in tags for case in cases.select(tag)]:
         if options.cases and problem.name not in options.cases:
             continue
         for dtype in options.dtypes:

@@ -36,7 +36,7 @@ class Case:
         rows: M. k: contracted features. n: features of the result.
         tags: `small` a few thousand products at most; `edge` an odd distribution of rows; `tail` S < M; `clamp` sizes
             that do not fit; `groups` an odd number of groups; `width` odd K or N; `tiles` more tiles than a device
-            has room for; `bench`, `cpu_bench`, `decode` shapes of the benchmarks.
+            has room for; `bench`, `router`, `cpu_bench`, `decode` shapes of the benchmarks.
     """
 
     name: str
@@ -124,6 +124,7 @@ CASES: tuple[Case, ...] = (
     # Numbers of groups.
     _row("groups_1", [37], 24, 40, "small groups"),
     _row("groups_1_tail", [37], 24, 40, "small groups tail", rows=64),
+    _row("groups_1_long", [3001], 264, 136, "groups"),
     _row("groups_2", [5, 31], 24, 40, "small groups"),
     _row("groups_8", jagged(8, 90), 16, 24, "small groups"),
     _row("groups_64", jagged(64, 130), 8, 16, "groups"),
@@ -150,6 +151,7 @@ CASES: tuple[Case, ...] = (
     _row("Ce", third_empty(128, 65536), 2048, 1536, "bench"),
     _row("D", jagged(64, 65536), 2048, 2048, "bench"),
     _row("E", jagged(32, 32768), 2880, 5760, "bench"),
+    _row("router", [16384], 2048, 128, "router"),
     _row("cpu", zipf(8, 4096), 1024, 2048, "cpu_bench"),
     _row("cpu_many", jagged(64, 8192), 512, 1024, "cpu_bench"),
     *(
@@ -165,7 +167,7 @@ CASES: tuple[Case, ...] = (
 )
 """All problems."""
 
-_HEAVY = frozenset({"bench", "cpu_bench", "decode", "tiles"})
+_HEAVY = frozenset({"bench", "router", "cpu_bench", "decode", "tiles"})
 
 
 def select(*tags: str) -> list[Case]:

@@ -16,7 +16,7 @@ namespace grouped {
 constexpr size_t kDeviceAlign = 256;
 constexpr int kScanThreads = 1024;
 
-inline size_t align_up(size_t bytes) { return (bytes + kDeviceAlign - 1) / kDeviceAlign * kDeviceAlign; }
+constexpr size_t align_up(size_t bytes) { return (bytes + kDeviceAlign - 1) / kDeviceAlign * kDeviceAlign; }
 
 // The scan's result. Group g owns rows offsets[g] ... offsets[g+1] - 1 and, with tiles of R rows that never straddle
 // groups, the row tiles tiles[g] ... tiles[g+1] - 1. The tail counts as group `count`: its tiles are those to be

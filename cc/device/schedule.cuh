@@ -67,7 +67,7 @@ struct alignas(16) Work {
   int32_t group;
   int32_t rows, end;       // of the group: m_g and o_g + m_g. kTail: end is the first row to clear
   int32_t slice2, slice3;  // last two coordinates of the group's slice in a [G, ...] tensor map
-  int32_t pad;
+  int32_t part;            // of the sum, where it is cut
 
   GROUPED_HOST_DEVICE int k_blocks() const { return (length + kBlockK - 1) / kBlockK; }
 };
@@ -92,6 +92,24 @@ struct OneOfTwo {
 };
 GROUPED_HOST_DEVICE inline OneOfTwo one_of_two(int i, int first) {
   return i < first ? OneOfTwo{false, i} : OneOfTwo{true, i - first};
+}
+
+// A sum over a group's rows may be cut into parts, which are added in their order. Blocks of rows, counted from the
+// group's first one, go to the parts in turn: parts of long sums are equally long, those of short sums empty but for
+// the first, and which rows a part adds follows from the number of parts alone.
+GROUPED_HOST_DEVICE inline int blocks_of_part(int blocks, int part, int parts) {
+  return (blocks - part + parts - 1) / parts;
+}
+GROUPED_HOST_DEVICE inline int block_of_part(int block, int part, int parts) { return block * parts + part; }
+GROUPED_HOST_DEVICE inline int parts_in_use(int blocks, int parts) { return blocks < parts ? blocks : parts; }
+
+// Item of a launch in which every group has the same `tiles`: those of one part, which share their rows, come together.
+struct PartItem {
+  int group, part, tile;
+};
+GROUPED_HOST_DEVICE inline PartItem part_at(int64_t item, int tiles, int parts) {
+  const int64_t of_part = item / tiles;
+  return {int(of_part / parts), int(of_part % parts), int(item % tiles)};
 }
 
 // Items that are sorted by length and drawn from both ends, so that at any time the chip works on a mix of long sums

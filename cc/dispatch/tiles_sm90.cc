@@ -10,4 +10,32 @@ const TileChoice& rows_tile_sm90(int64_t contracted, int64_t out_bytes) {
   return out_bytes == 2 && contracted >= kHidesStore ? kManyStages : kManySlots;
 }
 
+namespace {
+
+// Of an H100 or H200 (SXM). A constant, not asked of the device: bits and workspaces follow from it.
+constexpr int64_t kMultiprocessors = 132;
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// What a block of k costs, in tiles of half the height: such a tile keeps both warpgroups busy.
+int64_t half_tiles(int64_t rows, int64_t cols, int tile_cols) {
+  return divide_up(rows, kTallRows / 2) * divide_up(cols, tile_cols);
+}
+
+}  // namespace
+
+int64_t tall_tiles_sm90(int64_t rows, int64_t cols, int tile_cols) {
+  return divide_up(rows, kTallRows) * divide_up(cols, tile_cols);
+}
+
+SumCut cut_sums_sm90(int64_t groups, int64_t rows, int64_t cols, int tile_cols) {
+  const int64_t straight = half_tiles(rows, cols, tile_cols), other = half_tiles(cols, rows, tile_cols);
+  const bool turned = other < straight || (other == straight && cols > rows);
+  const int64_t tiles = groups * (turned ? tall_tiles_sm90(cols, rows, tile_cols)  //
+                                         : tall_tiles_sm90(rows, cols, tile_cols));
+  const int64_t rounds = 2 * tiles <= kMultiprocessors ? 1 : 2, parts = rounds * kMultiprocessors / tiles;
+  if (parts <= rounds) return {1, false};
+  return {int(parts), turned};
+}
+
 }  // namespace grouped

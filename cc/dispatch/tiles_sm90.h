@@ -1,6 +1,7 @@
-// Problem -> tile, for the wgmma kernels. Pure arithmetic on shapes and types, tested without a GPU. Neither M, nor G,
-// nor a group's size takes part, so every choice is batch-invariant; bits do not depend on it at all, since every tile
-// adds along the contracted axis in the same order.
+// Problem -> tile, for the wgmma kernels. Pure arithmetic on shapes and types, tested without a GPU. Neither M nor a
+// group's size takes part in any choice. That of a tile does not show in bits, since every tile adds along the
+// contracted axis in the same order; that of the parts of a sum does, and G takes part in it: batch-invariant calls
+// have one part.
 #pragma once
 
 #include <cstdint>
@@ -24,5 +25,17 @@ inline constexpr TileChoice kPromotingWide = {192, 3, 6};
 
 // For ragged rows: `contracted` elements a sum, `out_bytes` of a result element.
 const TileChoice& rows_tile_sm90(int64_t contracted, int64_t out_bytes);
+
+// Weight gradients of fp32, [groups, rows, cols], have tiles of 256 rows by `tile_cols`.
+inline constexpr int kTallRows = 256;
+int64_t tall_tiles_sm90(int64_t rows, int64_t cols, int tile_cols);
+
+// How their sums are cut where tiles are few: into parts that keep at least two thirds of the chip busy, in one round
+// or in two. Both layouts of a gradient have the same parts, and the same tiles.
+struct SumCut {
+  int parts;    // 1: sums are whole
+  bool turned;  // the tiles are those of the other layout
+};
+SumCut cut_sums_sm90(int64_t groups, int64_t rows, int64_t cols, int tile_cols);
 
 }  // namespace grouped

@@ -1,7 +1,7 @@
 // fp32 operands on Hopper's tensor cores, in the recipe's modes tf32 and tf32x3 (numerics 2.5): forward and dgrad,
 // [M, N] = rows of lhs [M, K] times the weight of their group ([G, K, N] or [G, N, K]), and wgrad, [G, A, B], the sum
 // over a group's rows of outer(lhs[r], rhs[r]). Operands are read as they lie; what wgmma cannot read is turned on the
-// chip.
+// chip. Where tiles of wgrad are few, its sums are cut into parts (tiles_sm90.h).
 //
 //   counter --scheduler--> work ring;  sizes --scan--> groups (wgrad: offsets of a scan in front)
 //   loader: raw fp32 blocks, 256 rows and 96 or 128 columns x 32 k, by ragged, packed or scattered maps
@@ -11,14 +11,19 @@
 //            |  + bias, * row scale; wgrad + what memory holds; slots of 16 rows in shared memory
 //            v
 //   ragged store, clipped at the group's last row; tail rows cleared as items behind the last tile
+//   wgrad in parts: partial sums in the workspace --add_parts--> + what memory holds, turned if it lies so --> result
+#include <utility>
+
 #include "cc/api/calls.h"
 #include "cc/api/halves.h"
 #include "cc/api/kernel.h"
 #include "cc/api/operands.h"
+#include "cc/device/add_parts.cuh"
 #include "cc/device/groups.cuh"
 #include "cc/device/launch.h"
 #include "cc/device/pipeline_tf32.cuh"
 #include "cc/device/values.cuh"
+#include "cc/dispatch/tiles_sm90.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -51,8 +56,8 @@ class Draw {
 
 // An item is a pair of 128-row tiles (schedule.cuh): here one tile of 256 rows, or the odd last row tile's two columns.
 template <class Shape, class Push>
-__device__ inline void push_pair(Work work, int item, int rows, int cols, Push push) {
-  const int row_tiles = (rows + kTileRows - 1) / kTileRows, col_tiles = (cols + Shape::kCols - 1) / Shape::kCols;
+__device__ inline void push_pair(Work work, int item, int row_tiles, int rows, int cols, Push push) {
+  const int col_tiles = (cols + Shape::kCols - 1) / Shape::kCols;
   const Tile tile = pair_at(item, row_tiles, col_tiles, 0);
   work.kind = Work::kTile;
   work.row0 = tile.row * kTileRows;
@@ -106,7 +111,7 @@ struct RowsProduct {
           work.slice2 = slice.near;
           work.slice3 = slice.far;
         }
-        push_pair<Shape>(work, found.item, found.rows, p.cols, push);
+        push_pair<Shape>(work, found.item, (found.rows + kTileRows - 1) / kTileRows, found.rows, p.cols, push);
       } else {
         const int64_t first = found.end + int64_t(found.item) * kTailRows;
         if (!p.clear_tail || first >= p.rows) break;
@@ -187,7 +192,9 @@ struct ContractionParams : Tf32Params {
   const int64_t* into_table;  // addresses of the results, 0 skips a group; null where they are packed
   int64_t out_base;           // address that `out` starts at
   int32_t rows;               // of one group's result
-  bool accumulate;
+  int32_t parts;              // of each sum; more than one: `out` is [parts * groups, rows, cols], packed
+  bool accumulate;            // to what `out` holds; whole sums alone
+  bool clear;                 // `out` of groups without rows is set to zero
 };
 
 template <int kTerms>
@@ -198,28 +205,33 @@ struct ContractionProduct {
 
   template <class Push>
   static __device__ void schedule(const Params& p, uint32_t spare, Push push) {
-    const int64_t per_group =
-        pair_count((p.rows + kTileRows - 1) / kTileRows, (p.cols + Shape::kCols - 1) / Shape::kCols);
+    const int row_tiles = (p.rows + kTf32Rows - 1) / kTf32Rows * (kTf32Rows / kTileRows);  // no odd one goes across
+    const int tiles = int(pair_count(row_tiles, (p.cols + Shape::kCols - 1) / Shape::kCols));
+    const int64_t items = int64_t(tiles) * p.parts * p.groups;
     const Zeros<float, Shape::kCols> zeros(spare);
     Draw draw(p.counter);
-    for (int64_t item = draw.take(); item < per_group * p.groups; item = draw.take()) {
+    for (int64_t item = draw.take(); item < items; item = draw.take()) {
+      const PartItem at_item = part_at(item, tiles, p.parts);
       Work work{};
-      work.group = int32_t(item / per_group);
-      work.slice2 = work.group;
+      work.group = at_item.group;
+      work.part = at_item.part;
+      work.slice2 = at_item.part * p.groups + at_item.group;
       if (p.into_table != nullptr) {
         const uint64_t address = uint64_t(p.into_table[work.group]);
         if (address == 0) continue;
-        const Slice slice = slice_of(address - uint64_t(p.out_base));
-        work.slice2 = slice.near;
-        work.slice3 = slice.far;
+        if (p.parts == 1) {
+          const Slice slice = slice_of(address - uint64_t(p.out_base));
+          work.slice2 = slice.near;
+          work.slice3 = slice.far;
+        }
       }
       work.end = int32_t(p.offsets[work.group + 1]);
       work.rows = int32_t(work.end - p.offsets[work.group]);
-      work.length = work.rows;
-      push_pair<Shape>(work, int(item % per_group), p.rows, p.cols, [&](const Work& tile) {
-        if (tile.rows != 0) {
+      work.length = kTf32K * blocks_of_part((work.rows + kTf32K - 1) / kTf32K, work.part, p.parts);
+      push_pair<Shape>(work, at_item.tile, row_tiles, p.rows, p.cols, [&](const Work& tile) {
+        if (tile.length != 0) {
           push(tile);
-        } else if (!p.accumulate) {
+        } else if (p.clear) {
           for (int row = 0; row < kTf32Rows; row += kTileRows) {
             zeros.store(&p.out, at(tile, row), tile.valid_rows - row, p.cols - tile.col0);
           }
@@ -231,7 +243,7 @@ struct ContractionProduct {
   }
 
   static __device__ void load(const Params& p, const Work& work, int k, int units, uint32_t to, uint32_t full) {
-    const int32_t row = kRagged - work.rows + k;
+    const int32_t row = kRagged - work.rows + kTf32K * block_of_part(k / kTf32K, work.part, p.parts);
     load_boxes(&p.lhs, {{work.row0, row, kRagged, work.end}}, units * kUnitRows / kBoxWidth, to, full);
     load_boxes(&p.rhs, {{work.col0, row, kRagged, work.end}}, Shape::kCols / kBoxWidth, to + Shape::kLhsBytes, full);
   }
@@ -262,9 +274,8 @@ struct ContractionProduct {
 constexpr uint32_t kOutRows = 16;  // of a slot
 
 template <class Product>
-void launch_product(const typename Product::Params& p, int64_t row_tiles, cudaStream_t stream) {
-  constexpr int kBytes = Product::Shape::kSharedBytes, kCols = Product::Shape::kCols;
-  const int64_t items = row_tiles * ((p.cols + kCols - 1) / kCols);
+void launch_product(const typename Product::Params& p, int64_t items, cudaStream_t stream) {
+  constexpr int kBytes = Product::Shape::kSharedBytes;
   allow_shared_memory<grouped_product_tf32_sm90<Product>>(kBytes);
   const unsigned grid = unsigned(items < multiprocessors() ? items : multiprocessors());
   grouped_product_tf32_sm90<Product><<<grid, kTf32Threads, kBytes, stream>>>(p);
@@ -312,36 +323,78 @@ void launch_rows(const GroupedMatmul& call, const Tf32Params& both, const Contex
   p.width = int32_t(call.result.dims[1]);
   p.out = tensor_map(p.result + p.first_col, f32, ragged_shape(p.cols, p.width, f32), kBoxWidth, kOutRows);
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
-  return k_major ? launch_product<RowsProduct<Major::k, kTerms>>(p, most_row_tiles(call), stream)
-                 : launch_product<RowsProduct<Major::mn, kTerms>>(p, most_row_tiles(call), stream);
+  const int64_t items = most_row_tiles(call) * ((p.cols + Shape::kCols - 1) / Shape::kCols);
+  return k_major ? launch_product<RowsProduct<Major::k, kTerms>>(p, items, stream)
+                 : launch_product<RowsProduct<Major::mn, kTerms>>(p, items, stream);
 }
+
+SumCut cut_of(const GroupedMatmul& c) {
+  if (c.batch_invariant) return {1, false};
+  // By the width of whole operands, also where a half is read: the bits are those of the gradient in one piece.
+  const int tile_cols = c.fp32_mode == "tf32" ? Tf32Shape<1>::kCols : Tf32Shape<3>::kCols;
+  return cut_sums_sm90(c.group_sizes.dims[0], c.lhs.dims[1], c.rhs.dims[1], tile_cols);
+}
+
+// The workspace: the counter of items; of contractions also the scan of the sizes and, of cut sums, their parts.
+struct Room {
+  static constexpr size_t kScanAt = align_up(sizeof(unsigned long long));
+  size_t parts_at, bytes;
+
+  static Room of(const GroupedMatmul& c) {
+    if (!c.contract_rows) return {kScanAt, kScanAt};
+    const size_t parts_at = kScanAt + GroupScan::bytes(c.group_sizes.dims[0]);
+    const int parts = cut_of(c).parts;
+    return {parts_at, parts_at + (parts > 1 ? size_t(parts) * size_t(c.result.bytes()) : 0)};
+  }
+};
 
 template <int kTerms>
 void launch_contraction(const GroupedMatmul& call, const Tf32Params& both, const Context& context) {
+  constexpr int kCols = Tf32Shape<kTerms>::kCols;
+  static_assert(kTf32Rows == kTallRows);
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
+  char* const memory = static_cast<char*>(context.workspace);
   ContractionParams p{};
   static_cast<Tf32Params&>(p) = both;
-  const GroupScan scan = GroupScan::at(static_cast<char*>(context.workspace) + align_up(sizeof(*p.counter)), p.groups);
+  const GroupScan scan = GroupScan::at(memory + Room::kScanAt, p.groups);
   launch_scan(call.group_sizes.as<const int32_t>(), call.lhs.dims[0], kTileRows, false, scan, stream);
   p.offsets = scan.offsets;
   p.into_table = call.into_table.present() ? call.into_table.as<int64_t>() : nullptr;
-  // Scattered results are addressed relative to any mapped address.
-  p.out_base = reinterpret_cast<int64_t>(p.into_table != nullptr ? context.workspace : call.result.data);
-  const Columns rows = columns_of(call.lhs, call.lhs_half), cols = columns_of(call.rhs, call.rhs_half);
-  p.rows = int32_t(rows.count);
-  p.accumulate = call.accumulate != 0;
-  // Without rows nothing is loaded, but a map wants an address.
+  const SumCut cut = cut_of(call);
+  const bool whole = cut.parts == 1, accumulate = call.accumulate != 0;
+  p.parts = cut.parts;
+  p.accumulate = whole && accumulate;
+  p.clear = whole && !accumulate;
+  struct Operand {
+    const TensorView* rows;
+    Columns columns;
+  };
+  Operand lhs{&call.lhs, columns_of(call.lhs, call.lhs_half)}, rhs{&call.rhs, columns_of(call.rhs, call.rhs_half)};
+  if (cut.turned) std::swap(lhs, rhs);
+  p.rows = int32_t(lhs.columns.count);
+  p.cols = int32_t(rhs.columns.count);
   const DType f32 = DType::f32;
-  const bool empty = call.lhs.dims[0] == 0;
-  p.lhs = tensor_map(empty ? context.workspace : call.lhs.as<float>() + rows.first, f32,
-                     ragged_shape(rows.count, call.lhs.dims[1], f32), kBoxWidth, kTf32K);
-  p.rhs = tensor_map(empty ? context.workspace : call.rhs.as<float>() + cols.first, f32,
-                     ragged_shape(cols.count, call.rhs.dims[1], f32), kBoxWidth, kTf32K);
+  const auto map_of = [&](const Operand& x) {
+    // Without rows nothing is loaded, but a map wants an address.
+    const void* from = x.rows->dims[0] == 0 ? context.workspace : x.rows->as<float>() + x.columns.first;
+    return tensor_map(from, f32, ragged_shape(x.columns.count, x.rows->dims[1], f32), kBoxWidth, kTf32K);
+  };
+  p.lhs = map_of(lhs);
+  p.rhs = map_of(rhs);
+  // Scattered results are addressed relative to any mapped address.
+  const bool scattered = whole && p.into_table != nullptr;
+  float* const sums = reinterpret_cast<float*>(memory + Room::of(call).parts_at);
+  const void* out = scattered ? memory : whole ? call.result.data : sums;
+  p.out_base = reinterpret_cast<int64_t>(out);
   p.out = tensor_map(
-      reinterpret_cast<const void*>(p.out_base), f32,
-      p.into_table != nullptr ? scattered_shape(p.rows, p.cols, f32) : packed_shape(p.groups, p.rows, p.cols, f32),
+      out, f32,
+      scattered ? scattered_shape(p.rows, p.cols, f32) : packed_shape(int64_t{p.parts} * p.groups, p.rows, p.cols, f32),
       kBoxWidth, kOutRows);
-  launch_product<ContractionProduct<kTerms>>(p, most_row_tiles(call), stream);
+  launch_product<ContractionProduct<kTerms>>(p, p.parts * p.groups * tall_tiles_sm90(p.rows, p.cols, kCols), stream);
+  if (whole) return;
+  launch_add_parts({sums, p.offsets, p.into_table, call.result.as<float>(), p.parts, p.groups, p.rows, p.cols, kTf32K,
+                    cut.turned, accumulate},
+                   stream);
 }
 
 template <int kTerms>
@@ -385,10 +438,7 @@ std::string refuses(const GroupedMatmul& c, const Target& target) {
   return "";
 }
 
-size_t workspace(const GroupedMatmul& c, const Target&) {
-  const size_t counter = align_up(sizeof(unsigned long long));
-  return counter + (c.contract_rows ? GroupScan::bytes(c.group_sizes.dims[0]) : 0);
-}
+size_t workspace(const GroupedMatmul& c, const Target&) { return Room::of(c).bytes; }
 
 void launch(const GroupedMatmul& call, const Context& context) {
   if (call.lhs.dims[0] == 0 && !call.contract_rows) return;

@@ -108,6 +108,100 @@ void every_draw_once(std::mt19937_64& rng) {
   std::puts("draws from both ends take every item once");
 }
 
+// ---- sums in parts ----
+
+// Every block of every tile's sum goes to one part, whatever the other groups are; parts are as long as one another,
+// and those without blocks come last. Blocks of k are in their order inside a part, as parts are in add_parts.
+void every_block_once(std::mt19937_64& rng) {
+  for (int run = 0; run < 300; ++run) {
+    const int groups = 1 + int(rng() % 5), parts = 1 + int(rng() % (run % 3 ? 8 : 132));
+    const int row_tiles = 2 * (1 + int(rng() % 12)), col_tiles = 1 + int(rng() % 5);  // pairs of row tiles, as there
+    const int tiles = int(pair_count(row_tiles, col_tiles));
+    std::vector<int> blocks(groups);
+    for (int& count : blocks) count = rng() % 4 ? int(rng() % 40) : int(rng() % 3);
+    std::vector<std::vector<int>> seen(groups);  // by group: times of (tile, block)
+    for (int g = 0; g < groups; ++g) seen[g].resize(size_t(tiles) * blocks[g]);
+    std::vector<int> at(size_t(row_tiles) * col_tiles);
+    for (int64_t item = 0; item < int64_t(tiles) * parts * groups; ++item) {
+      const PartItem found = part_at(item, tiles, parts);
+      EXPECT(found.group >= 0 && found.group < groups, "item %lld: group %d", Long(item), found.group);
+      EXPECT(found.part >= 0 && found.part < parts, "item %lld: part %d", Long(item), found.part);
+      EXPECT(item == (int64_t(found.group) * parts + found.part) * tiles + found.tile, "item %lld", Long(item));
+      const Tile tile = pair_at(found.tile, row_tiles, col_tiles, 0);
+      EXPECT(!tile.across && tile.row % 2 == 0, "tile %d is no pair of row tiles", found.tile);
+      ++at[size_t(tile.row) * col_tiles + tile.col];
+      const int count = blocks_of_part(blocks[found.group], found.part, parts);
+      EXPECT((count > 0) == (found.part < parts_in_use(blocks[found.group], parts)), "part %d of %d", found.part,
+             parts);
+      int before = -1;
+      for (int b = 0; b < count; ++b) {
+        const int block = block_of_part(b, found.part, parts);
+        EXPECT(block > before && block < blocks[found.group], "block %d of part %d", block, found.part);
+        ++seen[found.group][size_t(found.tile) * blocks[found.group] + block];
+        before = block;
+      }
+    }
+    for (int row = 0; row < row_tiles; row += 2) {
+      for (int col = 0; col < col_tiles; ++col) {
+        const int times = at[size_t(row) * col_tiles + col];
+        EXPECT(times == parts * groups, "tile (%d, %d) comes %d times in %d parts", row, col, times, parts * groups);
+      }
+    }
+    for (const auto& of_group : seen) {
+      for (int times : of_group) EXPECT(times == 1, "a block of k is added %d times", times);
+    }
+  }
+  for (int parts = 1; parts <= 132; ++parts) {
+    for (int blocks = 0; blocks < 600; ++blocks) {
+      const int longest = blocks_of_part(blocks, 0, parts), shortest = blocks_of_part(blocks, parts - 1, parts);
+      EXPECT(longest - shortest <= 1, "%d blocks in %d parts", blocks, parts);
+      EXPECT(blocks == 0 || longest + parts_in_use(blocks, parts) - 1 <= blocks, "a longer chain of additions");
+      EXPECT(parts > 1 || longest == blocks, "one part is the whole sum");
+    }
+  }
+  std::puts("every block of k is added once, in parts that depend on its group's length alone");
+}
+
+void cuts(std::mt19937_64& rng) {
+  constexpr int kChip = 132;
+  for (int tile_cols : {96, 128}) {
+    for (int run = 0; run < 200000; ++run) {
+      const int64_t groups = 1 + (rng() % 3 ? 0 : int64_t(rng() % 300));
+      const int64_t rows = 4 + 4 * int64_t(rng() % 2000), cols = 4 + 4 * int64_t(rng() % 2000);
+      const SumCut cut = cut_sums_sm90(groups, rows, cols, tile_cols),
+                   other = cut_sums_sm90(groups, cols, rows, tile_cols);
+      EXPECT(cut.parts == other.parts, "%lld x %lld: layouts have other parts", Long(rows), Long(cols));
+      EXPECT(cut.parts == 1 || rows == cols || cut.turned != other.turned, "%lld x %lld: layouts have other tiles",
+             Long(rows), Long(cols));
+      EXPECT(cut.parts > 1 || !cut.turned, "whole sums are stored as they come");
+      const int64_t straight = groups * tall_tiles_sm90(rows, cols, tile_cols);
+      const int64_t tiles = cut.turned ? groups * tall_tiles_sm90(cols, rows, tile_cols) : straight;
+      EXPECT(cut.parts > 1 || straight > kChip / 2, "%lld tiles are whole", Long(tiles));
+      if (cut.parts == 1) continue;
+      const int64_t items = tiles * cut.parts, rounds = (items + kChip - 1) / kChip;
+      EXPECT(rounds <= 2, "%lld items", Long(items));  // so the partial sums take at most 2 x 132 tiles of memory
+      EXPECT(3 * items >= 2 * rounds * kChip, "%lld items in %lld rounds leave much of the chip idle", Long(items),
+             Long(rounds));
+    }
+  }
+  struct {
+    int64_t groups, rows, cols;
+    int tile_cols, parts;
+    bool turned;
+  } const known[] = {
+      {1, 2048, 128, 96, 6, true},    {1, 128, 2048, 96, 6, false},  {1, 2048, 128, 128, 16, false},
+      {1, 128, 2048, 128, 16, true},  {1, 7168, 256, 96, 3, true},   {1, 2880, 32, 96, 11, false},
+      {8, 4096, 14336, 96, 1, false}, {1, 4096, 4096, 96, 1, false}, {128, 2048, 1536, 96, 1, false},
+      {256, 32, 32, 96, 1, false},
+  };
+  for (const auto& k : known) {
+    const SumCut cut = cut_sums_sm90(k.groups, k.rows, k.cols, k.tile_cols);
+    EXPECT(cut.parts == k.parts && cut.turned == k.turned, "%lld x %lld x %lld: %d parts%s", Long(k.groups),
+           Long(k.rows), Long(k.cols), cut.parts, cut.turned ? ", turned" : "");
+  }
+  std::puts("few tiles are cut into parts that fill the chip, alike in both layouts");
+}
+
 // ---- addresses ----
 
 constexpr uint64_t kMaxStride = uint64_t(1) << 40, kMaxExtent = uint64_t(1) << 32;  // of tensor maps
@@ -536,6 +630,8 @@ int main() {
   std::puts("every tile of every shape comes exactly once, in pairs of neighbours");
   large_shapes(rng);
   every_draw_once(rng);
+  every_block_once(rng);
+  cuts(rng);
   ragged_addresses();
   packed_addresses();
   scattered_addresses(rng);

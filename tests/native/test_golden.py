@@ -45,7 +45,7 @@ FAST_WIDTH = {"float32": 4, "bfloat16": 8, "float16": 8}
 """Elements in 16 bytes."""
 
 PRODUCTS = ("forward", "dgrad", "wgrad")
-CASES = (*cases.select(), *cases.select("bench"), *cases.select("cpu_bench"), *cases.select("decode"))
+CASES = (*cases.select(), *(case for tag in ("bench", "router", "cpu_bench", "decode") for case in cases.select(tag)))
 
 
 def golden(arch: str, which: str, dtype: str, case: cases.Case) -> str:
@@ -129,6 +129,29 @@ def test_halves_take_no_memory(dtype, shape, transposed):
         plan = plans.attempt(call, "sm_90a")
         assert plan.kernel, plan.refusals
         assert plan.workspace_bytes < MEMORY, f"{plan.kernel} takes {plan.workspace_bytes} bytes"
+
+
+@pytest.mark.parametrize(("mode", "parts"), [("tf32x3", 6), ("tf32", 16), ("ieee", 0)])
+def test_few_tiles_of_a_weight_gradient_are_summed_in_parts(mode, parts):
+    """Their room shows how many: the same in both layouts, of one half as of the whole, none in a batch-invariant call."""
+    compiled("sm_90a")
+    case = cases.named("router")
+    x, w, dy, sizes = specs(case, "float32")
+    size = 4 * case.k * case.n
+
+    def room(recipe: Any, *rows: ArraySpec, halves: tuple[int, int] = (0, 0)) -> int:
+        plan = plans.attempt(
+            calls.grouped_matmul(*rows, (0, 0), sizes, "float32", recipe=recipe, halves=halves), "sm_90a"
+        )
+        assert (plan.kernel == "grouped_matmul_fp32_sm90") == (mode != "ieee"), plan.refusals
+        return plan.aligned_workspace_bytes
+
+    recipe = plain("float32").replace(fp32=mode)
+    for rows, columns in (((x, dy), (0, 1)), ((dy, x), (2, 0))):
+        assert parts * size <= room(recipe, *rows) < parts * size + MEMORY
+        assert parts * size // 2 <= room(recipe, *rows, halves=columns) < parts * size // 2 + MEMORY
+        assert room(recipe.replace(batch_invariant=True), *rows) < MEMORY
+    assert w.shape == (1, case.k, case.n)
 
 
 def fused(case: cases.Case, dtype: str, *, stored: str | None = None, implementation: str = "") -> list[calls.Call]:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from grouped_core import calls, plans
 from grouped_core.calls import SLOTS, ArraySpec, spec_of
-from grouped_core.recipes import BF16, FP32, FP32_MODES, plain
+from grouped_core.recipes import FP32, FP32_MODES, plain
 from grouped_core.reference import Oracle
 from tests import asserts, bounds, cases
 from tests.native.runner import JOINED, PRODUCTS, Native, kernels, product
@@ -22,6 +22,7 @@ TILES = cases.Case("tiles", (150, 0, 301, 61), 540, 131, 277, frozenset())
 # The same with rows of whole 16 bytes, which the tensor-core kernels ask for; and sums whose errors show.
 ALIGNED_TILES = cases.Case("tiles_16", (150, 0, 301, 61), 540, 136, 280, frozenset())
 LONG_SUMS = cases.Case("long_sums", (300, 40), 350, 2048, 32, frozenset())
+LONG_GROUP = cases.named("groups_1_long")
 
 
 @pytest.mark.rule("TE #2765", "pytorch #172439", "TE #2966", "TE #3176")
@@ -91,9 +92,10 @@ def test_weight_gradients_into_a_buffer(kernel, case, dtype, into, transposed, a
 
 @pytest.mark.rule("MAT-11")
 @each_kernel
-def test_an_accumulator_of_a_group_without_rows_keeps_its_nan_bits(kernel):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_accumulator_of_a_group_without_rows_keeps_its_nan_bits(kernel, dtype):
     """Not written means not read either: a NaN with a payload comes back with its payload."""
-    p = cases.problem(cases.named("idle_ends"), "bfloat16")
+    p = cases.problem(cases.named("idle_ends"), dtype)
     before = np.full(p.w.shape, np.array(0x7FABCDEF, np.uint32).view(np.float32))
     found = product(Native(kernel, check=False), "wgrad", p, result_dtype="float32", into=before, accumulate=True)
     for g in (0, 2, 4):
@@ -164,7 +166,9 @@ def test_sizes_that_do_not_fit_equal_the_clamped_sizes(kernel, which, case):
 @each_kernel
 @each_product
 @each_dtype
-@pytest.mark.parametrize("case", [TILES, ALIGNED_TILES, cases.named("k_n_odd"), cases.named("groups_65")], ids=str)
+@pytest.mark.parametrize(
+    "case", [TILES, ALIGNED_TILES, LONG_GROUP, cases.named("k_n_odd"), cases.named("groups_65")], ids=str
+)
 def test_layouts_agree_bitwise(kernel, which, dtype, case):
     """For wgrad the other layout swaps the operands' roles, so the transposed result has the same bits."""
     run = Native(kernel, check=case is not TILES)
@@ -179,7 +183,7 @@ each_tiling = pytest.mark.parametrize("tiles", [TILES, ALIGNED_TILES], ids=str)
 @each_kernel
 @each_product
 @each_dtype
-@each_tiling
+@pytest.mark.parametrize("tiles", [TILES, ALIGNED_TILES, LONG_GROUP], ids=str)
 def test_twice_the_same_bits(kernel, which, dtype, tiles):
     run = Native(kernel)
     p = cases.problem(tiles, dtype)
@@ -225,6 +229,46 @@ def test_a_weight_gradient_depends_on_its_group_alone(kernel, tiles):
     asserts.bitwise(product(run, "wgrad", alone)[0], whole[2])
 
 
+each_mode = pytest.mark.parametrize("mode", FP32_MODES)
+# Its groups' sums are cut into parts on Hopper, and those of `INVARIANT` calls, or of many groups, are not.
+LONG_GROUPS = cases.Case("long_groups", (1500, 0, 33, 700), 2300, 136, 280, frozenset())
+INVARIANT = {"batch_invariant": True}
+
+
+@pytest.mark.rule("ALL-7")
+@each_kernel
+@each_mode
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_weight_gradient_of_float32_sees_neither_other_groups_nor_m(kernel, mode, transposed):
+    """Among as many groups, wherever it lies; G is a static fact that its order of addition may follow from."""
+    p = cases.problem(LONG_GROUPS, "float32", transposed=transposed)
+    run, options = Native(kernel, check=False), {"recipe": {"fp32": mode}}
+    whole = product(run, "wgrad", p, **options)
+    for g in (0, 2, 3):
+        rows = list(LONG_GROUPS.spans())[g]
+        x, dy = (np.concatenate([part[rows], part[rows][:7]]) for part in (p.x, p.dy))  # another M, and a tail
+        for place in (0, 1, 3):
+            sizes = np.zeros(4, np.int32)
+            sizes[place] = LONG_GROUPS.sizes[g]
+            alone = product(run, "wgrad", p._replace(x=x, dy=dy, group_sizes=sizes), **options)
+            asserts.bitwise(alone[place], whole[g], f"group {g} as group {place}")
+
+
+@pytest.mark.rule("ALL-7")
+@each_kernel
+@each_mode
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_batch_invariant_weight_gradient_does_not_see_the_number_of_groups(kernel, mode, transposed):
+    """Nor are sums cut in calls of so many groups that their tiles fill any chip: these have the same bits."""
+    case = cases.Case("among_many", (700, *[0, 3] * 60), 880, 136, 72, frozenset())
+    p = cases.problem(case, "float32", transposed=transposed)
+    run = Native(kernel, check=False)
+    among = product(run, "wgrad", p, recipe={"fp32": mode, **INVARIANT})
+    asserts.bitwise(product(run, "wgrad", p, recipe={"fp32": mode}), among, "whole sums")
+    alone = p._replace(x=p.x[:700], dy=p.dy[:700], group_sizes=p.group_sizes[:1])
+    asserts.bitwise(product(run, "wgrad", alone, recipe={"fp32": mode, **INVARIANT})[0], among[0])
+
+
 @pytest.mark.rule("MAT-7")
 @each_kernel
 @each_product
@@ -242,22 +286,26 @@ def test_a_hint_of_rows_changes_no_meaning(kernel, which, hint):
     product(Native(kernel), which, cases.problem(cases.named("jagged"), "bfloat16"), rows_hint=hint)
 
 
-each_mode = pytest.mark.parametrize("mode", FP32_MODES)
+@each_kernel
+@pytest.mark.matrix(
+    mode=FP32_MODES,
+    which=PRODUCTS,
+    transposed=(False, True),
+    case=(ALIGNED_TILES, LONG_GROUP, LONG_GROUPS, cases.named("jagged")),
+    invariant=(False, True),
+    accumulate=(False, True),
+    valid=lambda which, accumulate, **_: not accumulate or which == "wgrad",
+)
+def test_modes_of_fp32(kernel, which, mode, case, transposed, invariant, accumulate):
+    p = cases.problem(case, "float32", transposed=transposed)
+    options = {"into": cases.normal(p.w.shape, "float32", "into"), "accumulate": True} if accumulate else {}
+    product(Native(kernel), which, p, recipe={"fp32": mode, "batch_invariant": invariant}, **options)
 
 
 @each_kernel
 @each_mode
 @each_product
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("case", [ALIGNED_TILES, cases.named("jagged")], ids=str)
-def test_modes_of_fp32(kernel, which, mode, case, transposed):
-    product(Native(kernel), which, cases.problem(case, "float32", transposed=transposed), recipe={"fp32": mode})
-
-
-@each_kernel
-@each_mode
-@each_product
-@pytest.mark.parametrize("case", [ALIGNED_TILES, LONG_SUMS], ids=str)
+@pytest.mark.parametrize("case", [ALIGNED_TILES, LONG_SUMS, LONG_GROUP], ids=str)
 def test_errors_of_fp32_are_those_of_its_mode(kernel, mode, which, case):
     """As a whole, on data of random signs: the bounds above grow with length and would let the coarser mode pass."""
     p = cases.problem(case, "float32", tail=0.0)
@@ -301,28 +349,32 @@ def test_listed_weights_and_biases_have_the_bits_of_packed_ones(kernel, dtype, t
 @pytest.mark.rule("MAT-4", "MAT-5")
 @each_kernel
 @pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("into", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["jagged", "idle_ends", "groups_65"])
-def test_listed_destinations_and_frozen_ones(kernel, accumulate, into, name):
-    p = cases.problem(cases.named(name), "bfloat16")
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("dtype", "into"), [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")])
+@pytest.mark.parametrize(
+    "case", [LONG_GROUPS, *(cases.named(name) for name in ("jagged", "idle_ends", "groups_65"))], ids=str
+)
+def test_listed_destinations_and_frozen_ones(kernel, accumulate, transposed, dtype, into, case):
+    p = cases.problem(case, dtype, transposed=transposed)
     before = cases.normal(p.w.shape, into, "into")
+    lhs, rhs = (p.dy, p.x) if transposed else (p.x, p.dy)
     run = Native(kernel)
     options = {"into": before, "accumulate": accumulate}
     packed = product(run, "wgrad", p, result_dtype=into, **options)
     frozen = {1, p.case.groups - 1}
     members, table = run.hold([None if g in frozen else before[g] for g in range(p.case.groups)])
     call = calls.grouped_matmul(
-        spec_of(p.x),
-        spec_of(p.dy),
+        spec_of(lhs),
+        spec_of(rhs),
         (0, 0),
         spec_of(p.group_sizes),
         into,
-        recipe=BF16,
+        recipe=plain(dtype),
         into=ArraySpec(p.w.shape, into),
         tables=(False, False, True),
         accumulate=accumulate,
     )
-    arrays = {"lhs": p.x, "rhs": p.dy, "group_sizes": p.group_sizes, "into_table": table}
+    arrays = {"lhs": lhs, "rhs": rhs, "group_sizes": p.group_sizes, "into_table": table}
     run(call, [arrays.get(slot) for slot in SLOTS["grouped_matmul"]])
     for g, member in enumerate(members):
         if member is not None:
