@@ -33,8 +33,9 @@ class Recipe:
             from the high-precision array, so forward and wgrad may see different roundings of one x.
         name: shown in messages; "" stands for the formats of forward.
         batch_invariant: a row of y or dx then depends on that row and its group's weights and scales alone, not on M or
-            G. Formats whose scales depend on all rows of a group refuse it; delayed scaling that has not started then
-            multiplies by 1.
+            G, and a weight gradient on its group's rows alone, not on G. Formats whose scales depend on all rows of a
+            group refuse it; delayed scaling that has not started then multiplies by 1. It costs time where few weights
+            meet many rows: long sums are not cut into parts.
         fp32: how float32 operands meet tensor cores: "tf32x3" (float32 accuracy), "tf32", or "ieee". Kernels without
             tensor cores run every mode as "ieee" (numerics 2.5).
         accumulate: what becomes of partial sums of 8-bit products where the hardware keeps fewer bits than fp32:

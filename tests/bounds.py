@@ -81,6 +81,8 @@ def gamma(terms: NDArray[np.float64] | float, dtype: str, kernel: str, fp32_mode
     if "_fp8_" in kernel:  # tensor cores keep about 14 bits of a sum of 8-bit products, and truncate
         fast = (c + np.ceil(c / FP8_DEPTH)) * 2.0**-13
         return fast if "_fast_" in kernel else np.full_like(c, FP8_PROMOTED)
+    # Sums that a kernel cuts into P parts are no worse: n blocks take n additions whole, and n / P + P - 1 at most in
+    # parts, none of which is empty (schedule_check.cc).
     tensor_core = 2 * F32_HALF_ULP * (c + np.ceil(c / MMA_DEPTH[dtype]))
     if dtype != "float32" and "_cpu" not in kernel:
         return tensor_core

@@ -76,7 +76,7 @@ struct GroupedMatmul {
   int64_t rhs_axis = 1;         // contracted axis of rhs: 1 or 2, 0 with contract_rows
   int64_t scale_bias = 0;       // 1: row_scale multiplies the bias only
   int64_t accumulate = 0;       // 1: add to what `into` holds
-  int64_t batch_invariant = 0;  // 1: a row's bits depend neither on M nor on G
+  int64_t batch_invariant = 0;  // 1: bits of a row depend neither on M nor on G, those of a group's gradient not on G
   int64_t aligned_tables = 1;   // 1: every address in a table is a multiple of 16 bytes
   int64_t rows_hint = 0;        // usual rows a group, for tile choice; 0: unknown. Never changes meaning
   int64_t lhs_half = 0;         // 1, 2: with contract_rows, the half of the columns of lhs that is read; 0: all

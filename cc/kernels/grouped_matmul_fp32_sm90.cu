@@ -211,11 +211,11 @@ struct ContractionProduct {
     const Zeros<float, Shape::kCols> zeros(spare);
     Draw draw(p.counter);
     for (int64_t item = draw.take(); item < items; item = draw.take()) {
-      const PartItem at_item = part_at(item, tiles, p.parts);
+      const PartItem drawn = part_at(item, tiles, p.parts);
       Work work{};
-      work.group = at_item.group;
-      work.part = at_item.part;
-      work.slice2 = at_item.part * p.groups + at_item.group;
+      work.group = drawn.group;
+      work.part = drawn.part;
+      work.slice2 = drawn.part * p.groups + drawn.group;
       if (p.into_table != nullptr) {
         const uint64_t address = uint64_t(p.into_table[work.group]);
         if (address == 0) continue;
@@ -228,7 +228,7 @@ struct ContractionProduct {
       work.end = int32_t(p.offsets[work.group + 1]);
       work.rows = int32_t(work.end - p.offsets[work.group]);
       work.length = kTf32K * blocks_of_part((work.rows + kTf32K - 1) / kTf32K, work.part, p.parts);
-      push_pair<Shape>(work, at_item.tile, row_tiles, p.rows, p.cols, [&](const Work& tile) {
+      push_pair<Shape>(work, drawn.tile, row_tiles, p.rows, p.cols, [&](const Work& tile) {
         if (tile.length != 0) {
           push(tile);
         } else if (p.clear) {

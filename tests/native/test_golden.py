@@ -133,10 +133,10 @@ def test_halves_take_no_memory(dtype, shape, transposed):
 
 @pytest.mark.parametrize(("mode", "parts"), [("tf32x3", 6), ("tf32", 16), ("ieee", 0)])
 def test_few_tiles_of_a_weight_gradient_are_summed_in_parts(mode, parts):
-    """Their room shows how many: the same in both layouts, of one half as of the whole, none in a batch-invariant call."""
+    """Their room shows how many: as many in either layout, of a half as of the whole; none where batch-invariant."""
     compiled("sm_90a")
     case = cases.named("router")
-    x, w, dy, sizes = specs(case, "float32")
+    x, _, dy, sizes = specs(case, "float32")
     size = 4 * case.k * case.n
 
     def room(recipe: Any, *rows: ArraySpec, halves: tuple[int, int] = (0, 0)) -> int:
@@ -151,7 +151,6 @@ def test_few_tiles_of_a_weight_gradient_are_summed_in_parts(mode, parts):
         assert parts * size <= room(recipe, *rows) < parts * size + MEMORY
         assert parts * size // 2 <= room(recipe, *rows, halves=columns) < parts * size // 2 + MEMORY
         assert room(recipe.replace(batch_invariant=True), *rows) < MEMORY
-    assert w.shape == (1, case.k, case.n)
 
 
 def fused(case: cases.Case, dtype: str, *, stored: str | None = None, implementation: str = "") -> list[calls.Call]:

@@ -183,7 +183,7 @@ each_tiling = pytest.mark.parametrize("tiles", [TILES, ALIGNED_TILES], ids=str)
 @each_kernel
 @each_product
 @each_dtype
-@pytest.mark.parametrize("tiles", [TILES, ALIGNED_TILES, LONG_GROUP], ids=str)
+@each_tiling
 def test_twice_the_same_bits(kernel, which, dtype, tiles):
     run = Native(kernel)
     p = cases.problem(tiles, dtype)
@@ -348,13 +348,14 @@ def test_listed_weights_and_biases_have_the_bits_of_packed_ones(kernel, dtype, t
 
 @pytest.mark.rule("MAT-4", "MAT-5")
 @each_kernel
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("dtype", "into"), [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")])
-@pytest.mark.parametrize(
-    "case", [LONG_GROUPS, *(cases.named(name) for name in ("jagged", "idle_ends", "groups_65"))], ids=str
+@pytest.mark.matrix(
+    case=(LONG_GROUPS, *(cases.named(name) for name in ("jagged", "idle_ends", "groups_65"))),
+    types=(("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")),
+    transposed=(False, True),
+    accumulate=(False, True),
 )
-def test_listed_destinations_and_frozen_ones(kernel, accumulate, transposed, dtype, into, case):
+def test_listed_destinations_and_frozen_ones(kernel, case, types, transposed, accumulate):
+    dtype, into = types
     p = cases.problem(case, dtype, transposed=transposed)
     before = cases.normal(p.w.shape, into, "into")
     lhs, rhs = (p.dy, p.x) if transposed else (p.x, p.dy)
