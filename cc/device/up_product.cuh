@@ -1,0 +1,272 @@
+// The up projection with its activation, as grouped_matmul_act_bf16_sm90.cu draws it: the product, and its launch,
+// which one file for each operand type and layout of weights instantiates.
+#pragma once
+
+#include "cc/api/calls.h"
+#include "cc/api/operands.h"
+#include "cc/device/launch.h"
+#include "cc/device/pipeline.cuh"
+#include "cc/device/rows.cuh"
+#include "cc/dispatch/tiles_sm90.h"
+#include "cc/math/activation.h"
+
+namespace grouped::sm90 {
+
+constexpr int kSliceCols = 32;  // of a box of weights, and of a piece of a result
+constexpr int kTileCols = kWithActivation.cols;
+using UpShape = TileShape<kTileCols, kWithActivation.stages, kWithActivation.slots, kNarrowSlotBytes>;
+
+struct UpParams : RowsParams {
+  CUtensorMap out, hidden[2];  // hidden: one map a half where they lie apart, so that each clips at its own edge
+  CUtensorMap rhs_up;          // of part 1 of the weights, where `rhs` is of part 0; the same if both are of one array
+  // Box i of part 0 of the tile at result column c starts at column c * across + i * step of the weights, the box of
+  // part 1 `part` columns further. Parts are gates and linear halves, or else every other box.
+  int32_t across, step, part;
+  int32_t weight_part, hidden_part;  // the same `part` in the maps of either: 0 where each half has its own
+  const void* bias;                  // [groups, width], or null
+  const int64_t* bias_table;         // addresses of the biases, or null
+  const float* row_scale;            // [rows], or null
+  uint8_t* result;
+  uint8_t* hidden_rows;  // null: hidden is not stored
+  int32_t width;         // columns of hidden
+  bool float_bias;
+  ActivationSpec activation;
+};
+
+// Adds bias[8j] and bias[8j + 1] to a slice's accumulators of two rows; `cols` columns exist.
+template <class B>
+__device__ inline void add_bias(const B* bias, int cols, float (&v)[16]) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if (8 * j >= cols) break;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float b = to_float(bias[8 * j + i]);
+      v[4 * j + i] += b;
+      v[4 * j + 2 + i] += b;
+    }
+  }
+}
+
+template <class T>
+__device__ inline void unpack2(uint32_t v, float& a, float& b) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const float2 f = __half22float2(*reinterpret_cast<const __half2*>(&v));
+    a = f.x, b = f.y;
+  } else {
+    a = __uint_as_float(v << 16), b = __uint_as_float(v & 0xffff0000u);
+  }
+}
+
+// How gates and linear halves lie in hidden: not at all, kinds without a linear half; apart, or in blocks of 32
+// columns; or column by column.
+enum class Pairs { none, blocks, columns };
+
+template <class T, Major kWeights, Pairs kPairs>
+struct UpProduct {
+  using Params = UpParams;
+  using Element = T;
+  using Shape = UpShape;
+  using WarpSlots = typename Shape::WarpSlots;
+  static constexpr Major kLhsMajor = Major::k, kRhsMajor = kWeights;
+  static constexpr bool kRaggedSums = false, kGated = kPairs != Pairs::none;
+  static constexpr int kParts = kGated ? 2 : 1;  // of a slice of 32 result columns: pieces of hidden
+  static constexpr int kResultCols = kTileCols / kParts;
+  using Rhs = PairedTile<kRhsMajor>;
+
+  // Boxes a part. The last tile of a row may have one less: it is what a width that 96 does not divide pays for.
+  static constexpr int kBoxes = kTileCols / 64, kEdgeBoxes = kBoxes - 1;
+  static __device__ int boxes(int cols) { return cols <= kResultCols / kBoxes * kEdgeBoxes ? kEdgeBoxes : kBoxes; }
+  static __device__ uint32_t rhs_bytes(int cols) { return 2 * boxes(cols) * Rhs::kBoxBytes; }
+  template <class Multiply>
+  static __device__ void multiply_cols(int cols, Multiply multiply) {
+    if (boxes(cols) == kBoxes) {
+      multiply(std::integral_constant<int, 64 * kBoxes>{});
+    } else {
+      multiply(std::integral_constant<int, 64 * kEdgeBoxes>{});
+    }
+  }
+
+  template <class Push>
+  static __device__ void schedule(const Params& p, uint32_t rank, uint32_t mail, uint32_t, Push push) {
+    schedule_rows(p, kResultCols, rank, mail, push);
+  }
+
+  static __device__ void load(const Params& p, const Work& work, int k, int halves, bool columns, uint32_t rank,
+                              uint32_t to, uint32_t full) {
+    load_lhs<1>(&p.lhs, ragged_at(work, k, 0), halves, work.across, rank, to, full);
+    if (!columns) return;
+    const int32_t col = p.across * work.col0;
+    const int32_t c0 = kRhsMajor == Major::k ? k : col, c1 = kRhsMajor == Major::k ? col : k;
+    Rhs::load(&p.rhs, &p.rhs_up, {{c0, c1, work.slice2, work.slice3}}, p.weight_part, p.step, boxes(p.cols - work.col0),
+              work.across, rank, to + 2 * kBlockBytes, full);
+  }
+
+  using Epilogue = NothingHeld;
+  static __device__ Epilogue begin(const Params&, const Work&, int, int, const WarpSlots&) { return {}; }
+
+  static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[kTileCols / 2],
+                               WarpSlots& slots, Epilogue&) {
+    const int lane = threadIdx.x % 32;
+    float scale[2] = {1, 1};  // of rows l/4 and l/4 + 8
+    if (p.row_scale != nullptr) {
+      const float* first = p.row_scale + (work.end - work.rows + work.row0 + row);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (row + lane / 4 + 8 * i < work.valid_rows) scale[i] = first[lane / 4 + 8 * i];
+      }
+    }
+    const ptx::Coords at = ragged_at(work, work.col0, row);
+#pragma unroll
+    for (int s = 0; s < kResultCols / kSliceCols; ++s) {
+      const int left = cols - s * kSliceCols;
+      if (left <= 0) break;
+      const int32_t col = p.across * work.col0 + s * (kGated ? p.step : kSliceCols);
+      uint32_t h[kParts][8];  // words 2j, 2j + 1: columns 8j + 2(l%4) + {0, 1} of rows l/4, l/4 + 8
+      uint32_t z[8];
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        float (&v)[16] = *reinterpret_cast<float (*)[16]>(&acc[kSliceCols / 2 * (kParts * s + part)]);
+        bias_to(p, work, col + part * p.part, left, v);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) h[part][i] = pack2<T>(v[2 * i], v[2 * i + 1]);
+        if (p.hidden_rows != nullptr) {
+          store_piece(&p.hidden[part], {{col + part * p.hidden_part, at.c[1], at.c[2], at.c[3]}}, slots,
+                      [&](uint32_t slot) { write_matrices(slot, h[part]); });
+        }
+        if (kPairs != Pairs::columns && part + 1 < kParts) continue;  // a linear half is to come
+        with_activation(p.activation.kind, [&](auto kind) {
+          if constexpr (is_gated(decltype(kind)::value) == kGated) {
+            activate<ActivationOf<decltype(kind)::value>>(p, scale, h, part, z);
+          }
+        });
+      }
+      store_piece(&p.out, {{at.c[0] + s * kSliceCols, at.c[1], at.c[2], at.c[3]}}, slots, [&](uint32_t slot) {
+        if constexpr (kPairs == Pairs::columns) {
+          write_words(slot, z);
+        } else {
+          write_matrices(slot, z);
+        }
+      });
+    }
+  }
+
+  static __device__ void clear_tail(const Params& p, const Work& work, uint32_t rank, int thread) {
+    const int64_t bytes = int64_t(p.cols) * sizeof(T), hidden_bytes = int64_t(p.width) * sizeof(T);
+    clear_rows(p, work, rank, thread, p.result, bytes, bytes);
+    if (p.hidden_rows != nullptr) clear_rows(p, work, rank, thread, p.hidden_rows, hidden_bytes, hidden_bytes);
+  }
+
+ private:
+  // Adds the bias of hidden's columns col and on, of which `cols` results are left.
+  static __device__ void bias_to(const Params& p, const Work& work, int col, int cols, float (&v)[16]) {
+    if (p.bias == nullptr && p.bias_table == nullptr) return;
+    const void* bias = p.bias_table != nullptr ? reinterpret_cast<const void*>(p.bias_table[work.group]) : p.bias;
+    const int64_t at = (p.bias_table != nullptr ? 0 : int64_t(work.group) * p.width) + col + 2 * (threadIdx.x % 4);
+    if (kPairs == Pairs::columns) cols = p.width - col;
+    if (p.float_bias) {
+      add_bias(static_cast<const float*>(bias) + at, cols, v);
+    } else {
+      add_bias(static_cast<const T*>(bias) + at, cols, v);
+    }
+  }
+
+  // z of a slice, placed as h is. Where pairs lie column by column: of one part, word 4 * part + j as results 16 * part
+  // + 4j + (l&2) + {0, 1} of row l/4 + 8 * (l&1).
+  template <class Act>
+  static __device__ void activate(const Params& p, const float (&scale)[2], const uint32_t (&h)[kParts][8], int part,
+                                  uint32_t (&z)[8]) {
+    const auto value = [&](float a, float u) { return Act::value(p.activation, a, u); };
+    if constexpr (kPairs == Pairs::columns) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float t[2];  // of the two rows
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float a, u;
+          unpack2<T>(h[part][2 * j + r], a, u);
+          t[r] = scale[r] * value(a, u);
+        }
+        // Neighbouring lanes hold neighbouring results of both rows: each keeps one row.
+        const bool odd = threadIdx.x % 2;
+        const float other = __shfl_xor_sync(~0u, odd ? t[0] : t[1], 1);
+        z[4 * part + j] = odd ? pack2<T>(other, t[1]) : pack2<T>(t[0], other);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float a[2], u[2] = {0, 0};
+        unpack2<T>(h[0][i], a[0], a[1]);
+        if constexpr (kGated) unpack2<T>(h[kParts - 1][i], u[0], u[1]);
+        z[i] = pack2<T>(scale[i % 2] * value(a[0], u[0]), scale[i % 2] * value(a[1], u[1]));
+      }
+    }
+  }
+
+  // One piece, 16 rows x 32 columns of this warp, from a slot that `write` fills.
+  template <class Write>
+  static __device__ void store_piece(const CUtensorMap* map, ptx::Coords at, WarpSlots& slots, Write write) {
+    slots.wait_free();
+    const uint32_t slot = slots.address();
+    write(slot);
+    ptx::fence_async();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      ptx::tensor_store(map, at, slot);
+      ptx::store_commit();
+    }
+    slots.advance();
+  }
+  static __device__ void write_matrices(uint32_t slot, const uint32_t (&v)[8]) {
+    const uint32_t lane = threadIdx.x % 32, to = slot + narrow_slot_of(lane % 16, lane / 16);
+    ptx::store_matrix_x4(to, v[0], v[1], v[2], v[3]);
+    ptx::store_matrix_x4(to ^ 32, v[4], v[5], v[6], v[7]);  // two chunks further
+  }
+  static __device__ void write_words(uint32_t slot, const uint32_t (&v)[8]) {
+    const uint32_t lane = threadIdx.x % 32, row = lane / 4 + 8 * (lane % 2);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      ptx::store_shared(slot + narrow_slot_of(row, i / 2) + 8 * (i % 2) + 2 * (lane & 2), v[i]);
+    }
+  }
+};
+
+template <class T, Major kWeights, Pairs kPairs>
+void launch_up(const GroupedMatmulAct& call, UpParams p, void* stream) {
+  using Product = UpProduct<T, kWeights, kPairs>;
+  using Rhs = typename Product::Rhs;
+  const int64_t k = call.lhs.dims[1], width = p.width;
+  const DType dtype = call.lhs.dtype;
+  const int64_t held = call.rhs.dims[3 - call.rhs_axis];  // columns of one array of weights
+  const int64_t rhs_rows = kWeights == Major::k ? held : k, rhs_cols = kWeights == Major::k ? k : held;
+  const MapShape rhs_shape = p.rhs_table != nullptr ? scattered_shape(rhs_rows, rhs_cols, dtype)
+                                                    : packed_shape(p.groups, rhs_rows, rhs_cols, dtype);
+  p.lhs = tensor_map(call.lhs.data, dtype, ragged_shape(k, dtype), 64, 64);
+  p.rhs = tensor_map(reinterpret_cast<const void*>(p.rhs_base), dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows);
+  p.rhs_up =
+      call.rhs_up.present() ? tensor_map(call.rhs_up.data, dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows) : p.rhs;
+  p.out = tensor_map(p.result, dtype, ragged_shape(p.cols, dtype), kSliceCols, 16);
+  const int64_t half = p.hidden_part == 0 ? p.cols : 0;  // where linear halves lie apart, they start here
+  for (int part = 0; part < Product::kParts && p.hidden_rows != nullptr; ++part) {
+    p.hidden[part] = tensor_map(p.hidden_rows + part * half * sizeof(T), dtype,
+                                ragged_shape(width - half, width, dtype), kSliceCols, 16);
+  }
+  constexpr int kBytes = UpShape::kSharedBytes, kCols = Product::kResultCols;
+  allow_shared_memory<grouped_product_sm90<Product>>(kBytes);
+  // Every group may have one tile that is not full.
+  const int64_t row_tiles = (p.rows + int64_t(kTileRows - 1) * p.groups) / kTileRows;
+  const int64_t items = row_tiles * ((p.cols + 2 * kCols - 1) / (2 * kCols)), pairs = multiprocessors() / 2;
+  const unsigned grid = 2 * unsigned(items < pairs ? items : pairs);
+  grouped_product_sm90<Product><<<grid, kThreads, kBytes, static_cast<cudaStream_t>(stream)>>>(p);
+  GROUPED_CUDA_CHECK(cudaGetLastError());
+}
+
+// By how gates and linear halves lie.
+template <class T, Major kWeights>
+void launch_up_pairs(const GroupedMatmulAct& call, const UpParams& p, void* stream) {
+  if (!is_gated(p.activation.kind)) return launch_up<T, kWeights, Pairs::none>(call, p, stream);
+  return call.activation.interleave == 1 ? launch_up<T, kWeights, Pairs::columns>(call, p, stream)
+                                         : launch_up<T, kWeights, Pairs::blocks>(call, p, stream);
+}
+
+}  // namespace grouped::sm90
