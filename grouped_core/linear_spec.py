@@ -42,6 +42,7 @@ class Linear:
         names: the face's argument names, for messages.
         transposed: weights are [G, N, K] instead of [G, K, N].
         recipe: None computes with the operands as they stand.
+        fp32: the least accurate mode of float32 operands that the call accepts; None: any, the recipe's decides.
         scale_bias: row_scale multiplies the bias only.
         result_dtype: dtype of y; None: that of x.
         wgrad_dtype: dtype of a new weight gradient; None: that of the weight.
@@ -53,6 +54,7 @@ class Linear:
     names: Names
     transposed: bool = False
     recipe: Recipe | None = None
+    fp32: str | None = None
     scale_bias: bool = False
     result_dtype: str | None = None
     wgrad_dtype: str | None = None
@@ -69,7 +71,7 @@ class Linear:
         recipe = self.recipe or _as_they_stand(x.dtype, w.dtype, _format(x), _format(w))
         if self.paired and recipe.quantized:
             raise two_arrays(self.names.w, recipe)
-        return recipe
+        return recipe if self.fp32 is None else recipe.at_least(self.fp32)
 
     def weight_axes(self) -> tuple[int, int]:
         """Axes of the weight that hold K and N."""

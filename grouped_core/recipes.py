@@ -17,7 +17,8 @@ from typing import Any
 
 from grouped_core.formats import FORMATS, PLAIN, Format, wide
 
-FP32_MODES = ("tf32x3", "tf32", "ieee")
+FP32_MODES = ("tf32", "tf32x3", "ieee")
+"""Ways in which float32 operands meet tensor cores, each more accurate than the one before it."""
 ACCUMULATE_MODES = ("promote", "fast")
 SAVED = ("quantized", "input")
 AMAX_ALGORITHMS = ("max", "most_recent")
@@ -135,6 +136,10 @@ class Recipe:
         if self.name == _name_of(self.forward):
             changes = {"name": "", **changes}
         return dataclasses.replace(self, **changes)
+
+    def at_least(self, fp32: str) -> Recipe:
+        """This recipe, where its mode of float32 operands is less accurate than `fp32` with that one instead."""
+        return self.replace(fp32=max(self.fp32, fp32, key=FP32_MODES.index))
 
     def bind(self, state: Any = None, key: Any = None) -> BoundRecipe:
         """This recipe with arrays that belong to one use of it.

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import custom_vjp_primal_tree_values
+from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -32,6 +33,7 @@ from grouped_core.sizes import GroupSizes, unwrap
 from grouped_core.storing import Extras
 from jax_grouped import _accumulators as accumulate
 from jax_grouped._arguments import AnyArray, as_array, as_bound, as_operand, as_operand_spec, report_sizes, to_int32
+from jax_grouped._precision import fp32_mode
 from jax_grouped._run import RUN, differentiable, reduce_to, varying_axes
 from jax_grouped.quantize import StraightThrough, merged, multipliers
 
@@ -42,24 +44,27 @@ def ragged_dot(
     lhs: Float[AnyArray, "M K"] | QTensor[Array] | StraightThrough,
     rhs: Float[AnyArray, "G K N"] | Float[AnyArray, "G N K"] | QTensor[Array] | StraightThrough,
     group_sizes: Int[AnyArray, " G"] | GroupSizes,
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: None = None,
+    out_sharding: None = None,
     *,
     rhs_transposed: bool = False,
     bias: Float[AnyArray, "G N"] | None = None,
     row_scale: Float[AnyArray, " M"] | None = None,
     scale_bias: bool = False,
-    preferred_element_type: DTypeLike | None = None,
     recipe: Recipe | BoundRecipe | None = None,
     wgrad_accum: accumulate.Accumulator | None = None,
     wgrad_dtype: DTypeLike | None = None,
     out: Float[Array, "M N"] | None = None,
     implementation: str | Sequence[str] | None = None,
-    group_offset: None = None,
 ) -> Float[Array, "M N"]:
     """y[r] = row_scale[r] * (lhs[r] @ rhs[g(r)] + bias[g(r)]): each row times the weight of its group.
 
-    Drop-in for `jax.lax.ragged_dot` with its first three arguments. Group g owns the next `group_sizes[g]` rows; rows
-    past the last group, the tail, are never read and come out as zero, in y and in every gradient. Sums are fp32,
-    values are rounded once. Works under `jit`, `grad`, `scan`, `checkpoint` and, on local shapes, inside `shard_map`.
+    Drop-in for `jax.lax.ragged_dot`, whose arguments come first, in its order. Group g owns the next `group_sizes[g]`
+    rows; rows past the last group, the tail, are never read and come out as zero, in y and in every gradient. Sums are
+    fp32, values are rounded once. Works under `jit`, `grad`, `scan`, `checkpoint` and, on local shapes, inside
+    `shard_map`.
 
     Args:
         lhs: [M, K]; float32, bfloat16, float16, or plain float8_e4m3fn / float8_e5m2; or quantised, a `QTensor`.
@@ -67,9 +72,14 @@ def ragged_dot(
             The gradient of a `QTensor` goes to the master of `straight_through`, or nowhere.
         group_sizes: [G], any integer dtype. Sizes that sum to more than M are clamped, negative ones count as 0
             (`size_status` tells). `GroupSizes` adds the usual number of rows, a hint for speed.
+        precision: as in `jax.lax.ragged_dot`; it concerns float32 operands. 'highest' and algorithms on float32 compute
+            in IEEE float32, as the recipe option fp32="ieee" does, and all others ask for no more than the default,
+            "tf32x3". A recipe's own mode gives way to one that asks for more, never for less. None asks nothing,
+            whatever `jax.default_matmul_precision` says.
+        preferred_element_type: dtype of y; default that of lhs (bfloat16 for float8).
+        group_offset, out_sharding: taken only to be refused.
         bias: [G, N]. row_scale: [M]. Both differentiable, float32 or 16 bits.
         scale_bias: `row_scale` multiplies the bias alone: lhs[r] @ rhs[g] + row_scale[r] * bias[g].
-        preferred_element_type: dtype of y; default that of lhs (bfloat16 for float8).
         recipe: formats of the three products; default: operands as they stand. Bound to a state of delayed scaling
             (`Recipe.bind`), the state's cotangent is the state with this step's magnitudes merged in.
         wgrad_accum: accumulator of the weight's shape; backward adds the weight gradient to it, in its dtype, and the
@@ -79,14 +89,14 @@ def ragged_dot(
         out: [M, N], the result's buffer: valid rows are written, tail rows keep what they hold. Donate it, or XLA
             copies it first. It gets no gradient.
         implementation: names of the kernels allowed; default: the best one.
-        group_offset: taken only to be refused.
 
     Returns:
         y [M, N].
 
     Raises:
-        TypeError: an argument that is not an array, or has a dtype that is not taken; `group_offset`.
-        ValueError: shapes that do not fit, options that contradict each other.
+        TypeError: an argument that is not an array, or has a dtype that is not taken; `group_offset`,
+            `out_sharding`.
+        ValueError: shapes that do not fit, options that contradict each other, what is no precision or above float32.
         NotImplementedError: no kernel takes the operands (`why_unsupported` tells beforehand); `jax.vmap`.
     """
     op, o = _prepare(as_operand, as_array, **locals())  # the arguments, by name
@@ -180,17 +190,19 @@ def _prepare(
     lhs: Any,
     rhs: Any,
     group_sizes: Any,
+    precision: PrecisionLike,
+    preferred_element_type: DTypeLike | None,
+    group_offset: Any,
+    out_sharding: Any,
     rhs_transposed: bool,
     bias: Any,
     row_scale: Any,
     scale_bias: bool,
-    preferred_element_type: DTypeLike | None,
     recipe: Recipe | None,
     wgrad_accum: Any,
     wgrad_dtype: DTypeLike | None,
     out: Any,
     implementation: str | Sequence[str] | None,
-    group_offset: Any,
 ) -> tuple[Linear, _Operands]:
     """The static facts and the operands of `ragged_dot`, checked; `take` makes an operand of an argument."""
     n = NAMES
@@ -198,6 +210,11 @@ def _prepare(
         raise TypeError(
             f"`group_offset`: {type(group_offset).__name__}, expected None; slice `{n.sizes}` and `{n.w}` to the local "
             f"groups and let the rows of `{n.x}` start at the first of them."
+        )
+    if out_sharding is not None:
+        raise TypeError(
+            f"`out_sharding`: {type(out_sharding).__name__}, expected None; call the operation on each device's own "
+            "rows inside `jax.shard_map`, whose `out_specs` place the result."
         )
 
     def optional(name: str, value: Any, shape: str) -> Any:
@@ -222,6 +239,7 @@ def _prepare(
         names=n,
         transposed=bool(rhs_transposed),
         recipe=bound.recipe,
+        fp32=fp32_mode(precision),
         scale_bias=bool(scale_bias),
         result_dtype=linear_spec.dtype_option(preferred_element_type),
         wgrad_dtype=wgrad_dtype,

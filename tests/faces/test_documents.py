@@ -121,7 +121,9 @@ def test_signatures_are_those_of_the_functions(block: str) -> None:
     written = ast.parse(f"def {name}{arguments}: pass").body[0]
     assert isinstance(written, ast.FunctionDef)
     taken = inspect.signature(getattr(importlib.import_module(module), name)).parameters
-    found = [each for each in taken.values() if each.name != "group_offset"]  # which is taken to be refused
+    found = list(taken.values())
     assert [each.arg for each in (*written.args.args, *written.args.kwonlyargs)] == [each.name for each in found]
+    defaults = [each.default for each in found if each.kind != each.KEYWORD_ONLY and each.default is not each.empty]
+    assert [ast.literal_eval(each) for each in written.args.defaults] == defaults
     keywords = {each.name: each.default for each in found if each.kind == each.KEYWORD_ONLY}
     assert [ast.literal_eval(each) for each in written.args.kw_defaults] == list(keywords.values())
