@@ -37,17 +37,21 @@ Formula = Callable[[Mapping[str, float], Array, Array], Slopes]
 
 @dataclass(frozen=True)
 class Kind:
-    """One activation function. Its name and arithmetic are also in cc/math/activation.h; nothing else lists kinds.
+    """One activation function. Nothing lists kinds but this file and cc/math/activation.h, which also has the names and
+    arithmetic of all that are no `case_of` another one.
 
     Attributes:
         gated: it multiplies a function of the gate half by the linear half, instead of reading the whole of h.
         formula: value and derivatives.
         defaults: of the parameters that it has.
+        case_of: the kind that computes it, given the parameters `fixed` beside its own; "" is itself.
     """
 
     gated: bool
     formula: Formula
     defaults: Mapping[str, float] = field(default_factory=dict)
+    case_of: str = ""
+    fixed: Mapping[str, float] = field(default_factory=dict)
 
 
 def _logistic(x: Array) -> tuple[Array, Array]:
@@ -119,6 +123,14 @@ def _clamped_qgeglu(p: Mapping[str, float], a: Array, u: Array) -> Slopes:
     return Slopes(f * linear, np.where(a > limit, 0.0, slope * linear), np.where(np.abs(u) > limit, 0.0, f))
 
 
+def _silu_clamped_glu(p: Mapping[str, float], a: Array, u: Array) -> Slopes:
+    limit = p["limit"]
+    f, slope = _silu(p, a)
+    gate = np.where(f > limit, limit, f)
+    linear = np.where(u > limit, limit, np.where(u < -limit, -limit, u))
+    return Slopes(gate * linear, np.where(f > limit, 0.0, slope * linear), np.where(np.abs(u) > limit, 0.0, gate))
+
+
 def _situ_glu(p: Mapping[str, float], a: Array, u: Array) -> Slopes:
     s, s_slope = _logistic(a)
     gate, gate_slope = _tanh(a / p["beta1"])
@@ -141,10 +153,18 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "geglu_erf": Kind(True, _times_linear(_gelu_erf)),
         "quick_geglu": Kind(True, _times_linear(_quick_gelu), _QUICK),
         "clamped_qgeglu": Kind(True, _clamped_qgeglu, MappingProxyType({**_QUICK, "limit": 7.0, "offset": 1.0})),
+        "silu_clamped_glu": Kind(True, _silu_clamped_glu, MappingProxyType({"limit": 7.0})),
         "situ_glu": Kind(True, _situ_glu, MappingProxyType({"beta1": 4.0, "beta2": 25.0})),
+        "clamped_swiglu": Kind(
+            True,
+            _clamped_qgeglu,
+            MappingProxyType({"limit": 10.0}),
+            case_of="clamped_qgeglu",
+            fixed=MappingProxyType({"alpha": 1.0, "offset": 0.0}),
+        ),
     }
 )
-"""Every kind by name, in the order of cc/math/activation.h."""
+"""Every kind by name: those of cc/math/activation.h in its order, then cases of them."""
 
 PLAIN_KINDS = tuple(name for name, kind in KINDS.items() if not kind.gated)
 """Kinds that read the whole of h."""
@@ -167,7 +187,8 @@ class Activation:
     Attributes:
         kind: a name of `KINDS`.
         alpha: factor inside the logistic function of the quick kinds.
-        limit: clamp of the gate from above and of the linear half on both sides; None clamps nothing.
+        limit: clamp of the gate from above and of the linear half on both sides; None clamps nothing. It clamps the
+            gate's column, in `silu_clamped_glu` what silu makes of it.
         offset: added to the linear half after its clamp.
         beta1, beta2: ranges of the two tanh of `situ_glu`.
         interleave: block s in which gate and linear columns alternate; None: all gate columns, then all linear ones.
@@ -241,9 +262,10 @@ class Activation:
 
     def params(self) -> dict[str, int | float | str]:
         """The parameters of native calls (`ActivationParams` in cc/api/calls.h)."""
+        kind = KINDS[self.kind]
         values = {name: getattr(self, name) for name in _PARAMETERS}
         numbers = {name: (math.inf if name == "limit" else 0.0) if v is None else v for name, v in values.items()}
-        return {"kind": self.kind, **numbers, "interleave": self.interleave or 0}
+        return {"kind": kind.case_of or self.kind, **numbers, **kind.fixed, "interleave": self.interleave or 0}
 
 
 def resolve(activation: str | Activation) -> Activation:

@@ -248,6 +248,8 @@ def _size_of_operands(call: Call, arrays: Sequence[Any], terms: Any) -> NDArray[
 
 SCALES = tuple(slot for slot in SLOTS["grouped_matmul"] if slot.endswith("_scales"))
 """Slots of a product that hold scales of quantised operands."""
+CLAMPED_BEHIND = ("silu_clamped_glu",)
+"""Kinds that clamp a value which they compute: its last places decide whether a derivative is masked."""
 _ACTIVATED = ("activation", "activation_grad", "grouped_matmul_act", "grouped_matmul_dact")
 
 
@@ -360,14 +362,15 @@ class _Activated:
         centre = activation_of(self.p, hidden.value)
         gate, linear = half_columns(centre.t.shape[1], self.p["interleave"])
         error = np.where(np.isfinite(hidden.error), hidden.error, 0.0)  # nobody reads the tail
+        size = np.where(np.isfinite(hidden.value), np.abs(hidden.value), 0.0)  # clamps make infinities finite
+        reach = error + ACTIVATIONS * size if self.p["kind"] in CLAMPED_BEHIND else error
         around = [centre]
-        if error.any():
+        if reach.any():
             for signs in itertools.product((-1, 0, 1), (-1, 0, 1) if kind.gated else (0,)):
                 moved = hidden.value.copy()
                 for columns, sign in zip((gate, linear) if kind.gated else (gate,), signs, strict=False):
-                    moved[:, columns] += sign * error[:, columns]
+                    moved[:, columns] += sign * reach[:, columns]
                 around.append(activation_of(self.p, moved))
-        size = np.where(np.isfinite(hidden.value), np.abs(hidden.value), 0.0)  # clamps make infinities finite
         a, ea = size[:, gate], error[:, gate]
         u, eu = (size[:, linear], error[:, linear]) if kind.gated else (np.zeros_like(a), np.zeros_like(a))
         with np.errstate(all="ignore"):

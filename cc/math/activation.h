@@ -16,19 +16,21 @@
 
 namespace grouped {
 
-// The one list of kinds: name, tag, whether it has a linear half.
-#define GROUPED_ACTIVATIONS(X)              \
-  X("relu", relu, false)                    \
-  X("srelu", srelu, false)                  \
-  X("silu", silu, false)                    \
-  X("gelu_tanh", gelu_tanh, false)          \
-  X("gelu_erf", gelu_erf, false)            \
-  X("quick_gelu", quick_gelu, false)        \
-  X("swiglu", swiglu, true)                 \
-  X("geglu_tanh", geglu_tanh, true)         \
-  X("geglu_erf", geglu_erf, true)           \
-  X("quick_geglu", quick_geglu, true)       \
-  X("clamped_qgeglu", clamped_qgeglu, true) \
+// The one list of kinds that are computed: name, tag, whether it has a linear half. Kinds that are one of these with
+// certain parameters are rows of grouped_core/activations.py alone.
+#define GROUPED_ACTIVATIONS(X)                  \
+  X("relu", relu, false)                        \
+  X("srelu", srelu, false)                      \
+  X("silu", silu, false)                        \
+  X("gelu_tanh", gelu_tanh, false)              \
+  X("gelu_erf", gelu_erf, false)                \
+  X("quick_gelu", quick_gelu, false)            \
+  X("swiglu", swiglu, true)                     \
+  X("geglu_tanh", geglu_tanh, true)             \
+  X("geglu_erf", geglu_erf, true)               \
+  X("quick_geglu", quick_geglu, true)           \
+  X("clamped_qgeglu", clamped_qgeglu, true)     \
+  X("silu_clamped_glu", silu_clamped_glu, true) \
   X("situ_glu", situ_glu, true)
 
 enum class ActivationKind : int {
@@ -312,6 +314,13 @@ GROUPED_MATH Derivatives clamped_quick_geglu(const ActivationSpec& s, float a, f
   return {f.value * v, a > s.limit ? 0.0f : f.slope * v, magnitude(u) > s.limit ? 0.0f : f.value};
 }
 
+GROUPED_MATH Derivatives silu_clamped_glu(const ActivationSpec& s, float a, float u) {
+  const Gate f = silu(a);
+  const float g = at_most(f.value, s.limit);
+  const float v = within(u, s.limit);
+  return {g * v, f.value > s.limit ? 0.0f : f.slope * v, magnitude(u) > s.limit ? 0.0f : g};
+}
+
 GROUPED_MATH Derivatives situ_glu(const ActivationSpec& spec, float a, float u) {
   const Tanh gate = hyperbolic_tangent(a, spec.beta1);
   const Tanh linear = hyperbolic_tangent(u, spec.beta2);
@@ -345,6 +354,7 @@ struct ActivationOf {
     if constexpr (kKind == ActivationKind::geglu_erf) return gated(activation_math::gelu_erf(a), u);
     if constexpr (kKind == ActivationKind::quick_geglu) return gated(activation_math::quick_gelu(a, spec.alpha), u);
     if constexpr (kKind == ActivationKind::clamped_qgeglu) return clamped_quick_geglu(spec, a, u);
+    if constexpr (kKind == ActivationKind::silu_clamped_glu) return activation_math::silu_clamped_glu(spec, a, u);
     if constexpr (kKind == ActivationKind::situ_glu) return activation_math::situ_glu(spec, a, u);
   }
 };

@@ -14,8 +14,9 @@ from grouped_core.reference import activation_of, hidden_row_of
 from tests import asserts, bounds
 
 ROOT = Path(__file__).resolve().parents[2]
-KINKS = {"relu": (0.0,), "srelu": (0.0,), "clamped_qgeglu": (7.0, -7.0)}
-"""Where a kind has no second derivative."""
+KINKS = {"relu": (0.0,), "srelu": (0.0,), "clamped_qgeglu": (7.0, -7.0), "clamped_swiglu": (10.0, -10.0)}
+KINKS["silu_clamped_glu"] = (7.0, -7.0, 7.006342814601791)
+"""Where a kind has no second derivative; the last number is where silu is 7."""
 
 
 @pytest.mark.rule("MLP-3")
@@ -40,6 +41,8 @@ def test_a_kind_has_its_defaults_and_nothing_else(kind: str) -> None:
         (("clamped_qgeglu", ..., 0.0), ("`limit` of Activation", "0.0", "finite number above 0", "7.0")),
         (("clamped_qgeglu", float("nan")), ("`alpha` of Activation", "nan", "finite number", "1.702")),
         (("clamped_qgeglu", ..., ..., None), ("`offset` of Activation", "None", "finite number", "1.0")),
+        (("clamped_swiglu", 1.0), ("`alpha` of Activation", "1.0", "clamped_swiglu has limit", "leave")),
+        (("silu_clamped_glu", ..., -1), ("`limit` of Activation", "-1", "finite number above 0", "7.0")),
         (("situ_glu", ..., ..., ..., -1.0), ("`beta1` of Activation", "-1.0", "above 0", "4.0")),
         (("relu", ..., ..., ..., ..., ..., 2), ("`interleave` of Activation", "2", "relu is not gated", "leave")),
         (("swiglu", ..., ..., ..., ..., ..., 0), ("`interleave` of Activation", "0", "1 or more", "int")),
@@ -51,8 +54,48 @@ def test_what_does_not_fit_is_refused(arguments: tuple, fragments: tuple[str, ..
 
 
 @pytest.mark.rule("MLP-3")
-def test_a_clamp_may_be_switched_off() -> None:
-    assert Activation("clamped_qgeglu", limit=None).limit is None
+@pytest.mark.parametrize("kind", ["clamped_qgeglu", "clamped_swiglu", "silu_clamped_glu"])
+def test_a_clamp_may_be_switched_off(kind: str) -> None:
+    activation = Activation(kind, limit=None)
+    assert activation.limit is None
+    row = np.array([[1e4, -1e5], [-3.0, 1e5], [20.0, 20.0]])
+    if kind != "clamped_qgeglu":
+        swiglu = activation_of(Activation("swiglu").params(), row)
+        for found, wanted in zip(activation_of(activation.params(), row), swiglu, strict=True):
+            asserts.bitwise(found, wanted)
+
+
+@pytest.mark.rule("MLP-3")
+def test_a_case_of_a_kind_is_that_kind_with_its_parameters_fixed() -> None:
+    for limit in (None, 7.0, 10.0):
+        general = Activation("clamped_qgeglu", alpha=1.0, limit=limit, offset=0.0)
+        assert Activation("clamped_swiglu", limit=limit).params() == general.params()
+    for kind in KINDS.values():
+        if kind.case_of:
+            general = KINDS[kind.case_of]
+            assert not general.case_of
+            assert kind.gated == general.gated
+            assert kind.formula is general.formula
+            assert not kind.defaults.keys() & kind.fixed.keys()
+            assert kind.defaults.keys() | kind.fixed.keys() == general.defaults.keys()
+
+
+@pytest.mark.rule("MLP-3")
+def test_clamped_kinds_are_the_formulas_of_published_models() -> None:
+    """DeepSeek-V4 and GLM clamp the gate in front of silu, Step 3.5 and later what silu made of it."""
+    grid = np.linspace(-15, 15, 61)
+    a, u = (axis.reshape(-1) for axis in np.meshgrid(grid, grid))
+
+    def silu(x: np.ndarray) -> np.ndarray:
+        return x / (1 + np.exp(-x))
+
+    wanted = {
+        "clamped_swiglu": silu(np.minimum(a, 10)) * np.clip(u, -10, 10),
+        "silu_clamped_glu": np.minimum(silu(a), 7) * np.clip(u, -7, 7),
+    }
+    for kind, t in wanted.items():
+        found = activation_of(Activation(kind).params(), np.stack([a, u], axis=1)).t[:, 0]
+        asserts.within(found, bounds.Bounded(t, bounds.FINITE_DIFFERENCES * np.ones_like(t), "float64"), kind)
 
 
 @pytest.mark.rule("MLP-5", "MLP-6")
@@ -68,7 +111,7 @@ def test_kinds_are_those_of_the_native_code() -> None:
     rows = re.findall(
         r'^  X\("(\w+)", (\w+), (true|false)\)', (ROOT / "cc/math/activation.h").read_text(), re.MULTILINE
     )
-    assert [name for name, _, _ in rows] == list(KINDS)
+    assert [name for name, _, _ in rows] == [name for name, kind in KINDS.items() if not kind.case_of]
     for name, tag, gated in rows:
         assert tag == name
         assert (gated == "true") == KINDS[name].gated, name
@@ -115,6 +158,13 @@ def test_clamps_include_their_limit_and_keep_nan() -> None:
     above = np.nextafter(7.0, 8.0)
     a, u = np.array([7.0, above, 7.0, -above, np.nan, 1.0]), np.array([7.0, -7.0, above, -above, 1.0, np.nan])
     found = activation_of(Activation("clamped_qgeglu").params(), np.stack([a, u], axis=1))
+    assert list(found.da[:4, 0] != 0) == [True, False, True, True]
+    assert list(found.du[:4, 0] != 0) == [True, True, False, False]
+    assert np.isnan(found.t[4:]).all()
+    above = np.nextafter(40.0, 41.0)  # silu gives numbers of this size back
+    a, u = np.array([40.0, above, 40.0, -above, np.nan, 1.0]), np.array([40.0, -40.0, above, -above, 1.0, np.nan])
+    found = activation_of(Activation("silu_clamped_glu", limit=40.0).params(), np.stack([a, u], axis=1))
+    assert list(found.t[:3, 0]) == [1600.0, -1600.0, 1600.0]
     assert list(found.da[:4, 0] != 0) == [True, False, True, True]
     assert list(found.du[:4, 0] != 0) == [True, True, False, False]
     assert np.isnan(found.t[4:]).all()

@@ -204,6 +204,49 @@ def test_boundaries_keep_their_gradient(kernel):
     assert ((du != 0) == [True, True, False, False]).all()
 
 
+@pytest.mark.rule("prime-rl #2365")
+@pytest.mark.rule("MLP-3")
+@pytest.mark.parametrize("kernel", kernels("activation_grad"))
+def test_a_clamp_behind_silu_keeps_the_gradient_of_its_limit(kernel):
+    """The limit is a value that the kernel itself computes, and its neighbours."""
+    hidden = np.array([[5.25, 1.0], [5.25, 5.0], [5.25, 6.0]], np.float32)
+    case = cases.Case("limits", (3,), 3, 1, 1, frozenset())
+    one = np.ones(3, np.float32)
+
+    def found(limit: float | None) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        activation = Activation("silu_clamped_glu", limit=limit)
+        r = Rows(case, activation, hidden, one[:, None], np.array([3], np.int32), one, one)
+        result, activated, _ = gradients(Native(kernel), r, "float32", scaled=False, based=False)
+        return *result.T, activated[:, 0]
+
+    (da, du, t), value = found(None), float(found(None)[2][0])  # u is 1 there
+    assert 5 < value < 5.25
+    for got, wanted in zip(found(value), (da, du, t), strict=True):
+        asserts.bitwise(got[:2], wanted[:2])  # 5 is no more than that limit
+    assert found(value)[0][2] != 0
+    assert found(value)[1][2] == 0  # 6 is more
+    below = np.nextafter(np.float32(value), np.float32(0))
+    assert not found(float(below))[0].any()
+    asserts.bitwise(found(float(below))[2], below * np.minimum(hidden[:, 1], below))
+
+
+@pytest.mark.rule("MLP-3")
+@pytest.mark.parametrize("kernel", [*kernels("activation"), *kernels("activation_grad")])
+@pytest.mark.parametrize("limit", [None, 1.5])
+def test_a_case_of_a_kind_has_the_bits_of_that_kind(kernel, limit):
+    case = cases.named("tail")
+    options: dict[str, Any] = {"scaled": True, **({"based": True} if "grad" in kernel else {})}
+    compute = gradients if "grad" in kernel else values
+    case_of = compute(
+        Native(kernel), rows_of(case, Activation("clamped_swiglu", limit=limit), "bfloat16"), "float32", **options
+    )
+    general = Activation("clamped_qgeglu", alpha=1.0, limit=limit, offset=0.0)
+    for a, b in zip(
+        case_of, compute(Native(kernel), rows_of(case, general, "bfloat16"), "float32", **options), strict=True
+    ):
+        asserts.bitwise(a, b)
+
+
 @pytest.mark.rule("MLP-2")
 @pytest.mark.parametrize("kind", tuple(KINDS))
 @pytest.mark.matrix(dtype=cases.DTYPES, scaled=(False, True))
