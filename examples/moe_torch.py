@@ -181,7 +181,7 @@ def train(options: argparse.Namespace, switches: Switches, text: data.Text) -> R
     return Result(losses, tokens / timed[len(timed) // 2], peak)
 
 
-def draw(path: Path, results: dict[str, Result]) -> None:
+def draw(path: Path, results: dict[Switches, Result]) -> None:
     """The loss curves."""
     import matplotlib as mpl
 
@@ -189,23 +189,32 @@ def draw(path: Path, results: dict[str, Result]) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for name, result in results.items():
-        axes.plot(range(1, len(result.losses) + 1), result.losses, label=name, alpha=0.7)
+    for switches, result in results.items():
+        axes.plot(range(1, len(result.losses) + 1), result.losses, label=str(switches), alpha=0.7)
     axes.set(xlabel="step", ylabel="bits per byte", title="Loss")
     axes.legend()
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-def table(results: dict[str, Result]) -> str:
-    """One line a run; losses are compared, bit by bit, with those of the first."""
+def table(results: dict[Switches, Result], dtype: str) -> str:
+    """One line a run. Losses are compared, bit by bit, with the first run that adds gradients in the same dtype."""
     lines = [f"{'switches':<44}{'last loss':>10}{'losses':>12}{'tokens/s':>11}{'peak MiB':>10}"]
-    first = next(iter(results.values())).losses
-    for name, result in results.items():
+    firsts: dict[str, list[float]] = {}
+    for switches, result in results.items():
+        added_in = "float32" if switches.main_grad else dtype
+        first = firsts.setdefault(added_in, result.losses)
         apart = max(abs(a - b) for a, b in zip(result.losses, first, strict=True))
-        same = "equal" if result.losses == first else f"{apart:.1e} off"
+        same = added_in if result.losses is first else "equal" if result.losses == first else f"{apart:.1e} off"
         peak = "-" if result.peak_mib is None else f"{result.peak_mib:.0f}"
-        lines.append(f"{name:<44}{result.losses[-1]:>10.4f}{same:>12}{result.tokens_per_second:>11.0f}{peak:>10}")
+        lines.append(f"{switches!s:<44}{result.losses[-1]:>10.4f}{same:>12}{result.tokens_per_second:>11.0f}{peak:>10}")
+    if len(results) > 1:
+        lines.append(f"equal: the losses of each step have the bits of the first run, marked {' or '.join(firsts)}")
+    if len(firsts) > 1:
+        lines.append(
+            f"main_grad adds the gradients of microbatches in float32, the other runs in {dtype}: other roundings, "
+            "other losses,\nso each kind is compared with its own first run"
+        )
     return "\n".join(lines)
 
 
@@ -261,8 +270,8 @@ def run(argv: list[str] | None) -> None:
         variants = [Switches(), *alone, Switches(True, True, True, True)]
     if options.device == "cpu" and any(each.graph for each in variants):
         print("moe_torch: there is no CUDA graph on the CPU, steps are launched one by one", file=sys.stderr)
-    results = {str(each): train(options, each, text) for each in variants}
-    print(table(results))
+    results = {each: train(options, each, text) for each in variants}
+    print(table(results, options.dtype))
     folder = Path(options.output)
     try:
         folder.mkdir(parents=True, exist_ok=True)

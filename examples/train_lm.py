@@ -1,11 +1,12 @@
 """Trains a small mixture-of-experts language model on the source of the Python standard library.
 
-    python examples/train_lm.py                      # two to three minutes on two CPU cores
+    python examples/train_lm.py                      # about three minutes on two CPU cores
     python examples/train_lm.py --text my_book.txt --steps 2000 --checkpoint run1     # and later with --resume
     python examples/train_lm.py --recipe FP8Block   # experts in bfloat16, their products in 8 bits
 
 At the end it says how many bits the model needs for a byte of text that it has not seen, beside what compressors need
-for the same bytes, continues a prompt, times the same training step with `jax.lax.ragged_dot`, and draws a picture.
+for the same bytes, continues a prompt, times the same training step with `jax.lax.ragged_dot` (--compare), and draws a
+picture.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ RECIPES = ("BF16", "FP8Delayed", "FP8Current", "FP8Block", "MXFP8", "NVFP4")
 SAMPLE_BYTES = 300
 TEMPERATURE = 0.7
 TIMED_STEPS = 4
+FEW_EXPERTS = 16
+"""Up to so many the comparison is made unless it is switched off."""
+PRIMED_BYTES = 1 << 22
+"""At most so much training text is put in front of a compressor, which takes a second for each million bytes."""
 INTERRUPTED = 130  # what shells report after Ctrl-C
 
 
@@ -60,6 +65,22 @@ class Settings:
     learning_rate: float
     seed: int
     recipe: str | None = None
+
+
+class Sizes(NamedTuple):
+    """What depends on the device if the user does not choose it."""
+
+    steps: int
+    experts: int
+    width: int
+    layers: int
+    batch: int
+    length: int
+    learning_rate: float
+
+
+SIZES = {"cpu": Sizes(1800, 8, 128, 2, 8, 128, 4e-3), "gpu": Sizes(1000, 16, 512, 4, 32, 512, 1e-3)}
+"""Minutes of work for two cores; on a GPU so much work at a time that it is busy."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -87,15 +108,20 @@ def parse_arguments(argv: list[str] | None) -> tuple[Settings, argparse.Namespac
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     whole = partial(_number, int)
     add = parser.add_argument
+
+    def size(name: str, kind: Callable[[str], Any], meaning: str) -> None:
+        cpu, gpu = (getattr(sizes, name.replace("-", "_")) for sizes in SIZES.values())
+        add(f"--{name}", type=kind, help=f"{meaning} (default: {cpu}, on a GPU {gpu})")
+
     add("--text", metavar="PATH", help="file or folder to learn from (default: the Python standard library)")
-    add("--steps", type=whole(1, 1e7), default=800, help="training steps (default: %(default)s)")
-    add("--experts", type=whole(1, 4096), default=8, help="experts in each layer (default: %(default)s)")
+    size("steps", whole(1, 1e7), "training steps")
+    size("experts", whole(1, 4096), "experts in each layer")
     add("--top-k", type=whole(1, 64), default=2, help="experts for each byte (default: %(default)s)")
-    add("--width", type=whole(HEAD_WIDTH, 8192), default=128, help="size of the model's stream (default: %(default)s)")
-    add("--layers", type=whole(1, 128), default=3, help="transformer blocks (default: %(default)s)")
-    add("--batch", type=whole(1, 4096), default=4, help="windows of text in a step (default: %(default)s)")
-    add("--length", type=whole(2, 16384), default=256, help="bytes in a window (default: %(default)s)")
-    add("--learning-rate", type=_number(float, 1e-8, 1), default=4e-3, help="its peak (default: %(default)s)")
+    size("width", whole(HEAD_WIDTH, 8192), "size of the model's stream")
+    size("layers", whole(1, 128), "transformer blocks")
+    size("batch", whole(1, 4096), "windows of text in a step")
+    size("length", whole(2, 16384), "bytes in a window")
+    size("learning-rate", _number(float, 1e-8, 1), "its peak")
     add("--seed", type=whole(0, 2**31 - 1), default=0, help="of weights, batches, sample (default: %(default)s)")
     add("--recipe", choices=RECIPES, help="formats of the experts' products (default: float32, as they stand)")
     add("--checkpoint", metavar="DIR", help="folder for checkpoints (default: none are written)")
@@ -103,12 +129,22 @@ def parse_arguments(argv: list[str] | None) -> tuple[Settings, argparse.Namespac
     add("--resume", action="store_true", help="continue from the newest checkpoint in --checkpoint")
     add("--output", metavar="DIR", default="demo-output", help="folder for results (default: %(default)s)")
     add("--prompt", default="def main(", help="text to continue (default: %(default)r)")
+    add(
+        "--compare",
+        action=argparse.BooleanOptionalAction,
+        help=f"time the step with jax.lax.ragged_dot too (default: with up to {FEW_EXPERTS} experts)",
+    )
     options = parser.parse_args(argv)
+    for name, value in SIZES["cpu" if jax.default_backend() == "cpu" else "gpu"]._asdict().items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
     settings = Settings(**{f.name: getattr(options, f.name) for f in dataclasses.fields(Settings)})
     if settings.top_k > settings.experts:
         raise UserError(f"--top-k {settings.top_k} is more than --experts {settings.experts}")
     if settings.width % HEAD_WIDTH:
         raise UserError(f"--width {settings.width} is not a multiple of {HEAD_WIDTH}, the width of an attention head")
+    if options.compare is None:
+        options.compare = settings.experts <= FEW_EXPERTS
     if options.resume and not options.checkpoint:
         raise UserError("--resume needs --checkpoint DIR, the folder of the run to continue")
     if not options.prompt:
@@ -293,9 +329,11 @@ def sample(run: Run, prompt: bytes) -> bytes:
     return text
 
 
-def time_steps(run: Run) -> dict[str, float]:
-    """Milliseconds of the same training steps with our products and with `jax.lax.ragged_dot`, in turns."""
-    programs = {"jax_grouped": run.program, "jax.lax.ragged_dot": build(run.settings, moe=XlaMoE)}
+def time_steps(run: Run, compare: bool) -> dict[str, float]:
+    """Milliseconds of the same training steps with our products and, in turns, with `jax.lax.ragged_dot`."""
+    programs = {"jax_grouped": run.program}
+    if compare:
+        programs["jax.lax.ragged_dot"] = build(run.settings, moe=XlaMoE)
     states = {name: jax.tree.map(jnp.copy, run.state) for name in programs}
     best = dict.fromkeys(programs, math.inf)
     for turn in range(1 + TIMED_STEPS):
@@ -309,12 +347,24 @@ def time_steps(run: Run) -> dict[str, float]:
     return best
 
 
-def finish(run: Run, text: data.Text, tokens_per_s: float, prompt: str, output: Path, began: float) -> None:
+def phase(what: str) -> None:
+    """Says what comes next, for some of it takes a while."""
+    print(f"{what} ...", flush=True)
+
+
+def finish(run: Run, text: data.Text, tokens_per_s: float, options: argparse.Namespace, began: float) -> None:
     """Evaluates, samples, compares, draws, and prints the result."""
+    output = Path(options.output)
+    phase("predicting held-out text")
     held_out, load = held_out_loss(run, text.held_out)
-    others = data.bits_per_byte_of_others(text.held_out)
-    continued = sample(run, prompt.encode())
-    step_ms = time_steps(run)
+    phase("compressing it")
+    seen = run.settings.steps * run.settings.batch * run.settings.length
+    others = data.bits_per_byte_of_others(text.held_out, text.train[: min(seen, PRIMED_BYTES)])
+    phase("continuing the prompt")
+    continued = sample(run, options.prompt.encode())
+    peer = " and with jax.lax.ragged_dot (--no-compare leaves it out)" if options.compare else ""
+    phase(f"timing {1 + TIMED_STEPS} more steps with jax_grouped{peer}")
+    step_ms = time_steps(run, options.compare)
     figures = {
         "settings": dataclasses.asdict(run.settings),
         "held_out_bits_per_byte": held_out,
@@ -333,10 +383,15 @@ def finish(run: Run, text: data.Text, tokens_per_s: float, prompt: str, output: 
     print(f"\n{report.printable(continued)}\n")
     print(f"bits per byte on {len(text.held_out):,} held-out bytes of {text.name}")
     for name, bits in {"this model": held_out, **others}.items():
-        print(f"  {name:<18}{bits:6.2f}")
-    print("milliseconds for a training step (best of a few)")
+        print(f"  {name:<20}{bits:6.2f}")
+    print(f"milliseconds for a training step (best of {TIMED_STEPS})")
     for name, ms in step_ms.items():
-        print(f"  {name:<18}{ms:6.0f}")
+        print(f"  {name:<20}{report.three_digits(ms):>6}")
+    if not options.compare:
+        print(
+            f"  jax.lax.ragged_dot: not timed, as it may compute every row with each of {run.settings.experts} experts "
+            "(--compare)"
+        )
     print(f"{tokens_per_s:,.0f} tokens/s in training, {figures['seconds']:.0f} s in all; files: {output}")
 
 
@@ -360,10 +415,12 @@ def main(argv: list[str] | None = None) -> int:
             run = Run(settings, text)
             size = sum(p.size for p in jax.tree.leaves(run.state.params))
             print(f"{text.name}: {len(text.train):,} bytes to learn from; a model of {size:,} parameters")
+            kind = jax.devices()[0].device_kind
+            phase(f"compiling a training step, then taking {settings.steps} of them on {kind}")
             if saved and options.resume:
                 run.resume(saved)
             tokens_per_s = run.train(saved, options.save_every)
-        finish(run, text, tokens_per_s, options.prompt, output, began)
+        finish(run, text, tokens_per_s, options, began)
     except UserError as error:
         print(f"train_lm: {error}", file=sys.stderr)
         return 2

@@ -117,13 +117,22 @@ def held_out_windows(held_out: np.ndarray, length: int) -> np.ndarray:
     return held_out[np.arange(count)[:, None] * length + np.arange(length + 1)]
 
 
-def bits_per_byte_of_others(data: np.ndarray) -> dict[str, float]:
-    """What is reached without learning: byte frequencies alone, and two compressors at their best level."""
-    counts = np.bincount(data, minlength=256)
-    p = counts[counts > 0] / len(data)
-    raw = data.tobytes()
+def bits_per_byte_of_others(held_out: np.ndarray, read: np.ndarray) -> dict[str, float]:
+    """What is reached without a model: byte frequencies alone, and two compressors at their best level.
+
+    They learn from the held-out text itself, as they go along. The last one has been given `read` in front of it: text
+    that it may copy from, as a model may use what it was trained on.
+    """
+    counts = np.bincount(held_out, minlength=256)
+    p = counts[counts > 0] / len(held_out)
+    raw, before = held_out.tobytes(), read.tobytes()
     return {
         "byte frequencies": float(-(p * np.log2(p)).sum()),
         "zlib": 8 * len(zlib.compress(raw, 9)) / len(raw),
-        "lzma": 8 * len(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)) / len(raw),
+        "lzma": 8 * _lzma_bytes(raw) / len(raw),
+        f"lzma after {len(before) / 1e6:.1f} MB": 8 * (_lzma_bytes(before + raw) - _lzma_bytes(before)) / len(raw),
     }
+
+
+def _lzma_bytes(data: bytes) -> int:
+    return len(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME))

@@ -14,6 +14,10 @@ from jax_grouped.route import MoEAux
 
 BYTES = 256
 HEAD_WIDTH = 64
+LONGEST_GRAM = 5
+"""Strings of 2 to so many bytes have embeddings of their own."""
+GRAM_ROWS, GRAM_WIDTH = 1 << 14, 32
+"""Rows of the table of each length, a power of two, and the width of a row."""
 
 
 class XlaMoE(MoE):
@@ -50,6 +54,26 @@ class Attention(nnx.Module):
         scores = rotate(q) @ rotate(k).mT / math.sqrt(HEAD_WIDTH)
         seen = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((L, L), bool)), scores, -jnp.inf))
         return self.out((seen @ v).transpose(0, 2, 1, 3).reshape(B, L, width))
+
+
+class Grams(nnx.Module):
+    """Embeddings of the strings that end at each byte, found by their hash: much of the text for a lookup."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs) -> None:
+        lengths = range(2, LONGEST_GRAM + 1)
+        self.tables = nnx.List([nnx.Embed(GRAM_ROWS, GRAM_WIDTH, rngs=rngs) for _ in lengths])
+        self.out = nnx.Linear(GRAM_WIDTH * len(lengths), width, use_bias=False, rngs=rngs)
+
+    def __call__(self, text: jax.Array) -> jax.Array:
+        """text: bytes [B, L]. Returns [B, L, width]; a position sees itself and bytes in front of it."""
+        text = text.astype(jnp.uint32)
+        hashed, found = text, []
+        for back, table in enumerate(self.tables, start=1):
+            earlier = jnp.pad(text, ((0, 0), (back, 0)))[:, : text.shape[1]]
+            hashed = hashed * jnp.uint32(0x9E3779B1) + earlier + 1
+            mixed = (hashed ^ (hashed >> 15)) * jnp.uint32(0x85EBCA6B)  # the multiplication fills the upper bits
+            found.append(table((mixed >> (33 - GRAM_ROWS.bit_length())).astype(jnp.int32)))
+        return self.out(jnp.concatenate(found, axis=-1))
 
 
 class Block(nnx.Module):
@@ -97,13 +121,14 @@ class LanguageModel(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.embed = nnx.Embed(BYTES, width, rngs=rngs)
+        self.grams = Grams(width, rngs)
         self.blocks = nnx.List([Block(width, experts, top_k, moe, recipe, rngs) for _ in range(layers)])
         self.norm = nnx.RMSNorm(width, rngs=rngs)
         self.head = nnx.Linear(width, BYTES, use_bias=False, rngs=rngs)
 
     def __call__(self, text: jax.Array) -> tuple[jax.Array, list[MoEAux]]:
         """text: bytes [B, L]. Returns logits [B, L, 256], and a report of each layer's experts."""
-        x = self.embed(text.astype(jnp.int32))
+        x = self.embed(text.astype(jnp.int32)) + self.grams(text)
         reports = []
         for block in self.blocks:
             x, aux = block(x)

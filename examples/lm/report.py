@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ def picture(path: Path, losses: list[float], held_out: float, others: dict[str, 
     smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
     left.plot(steps[window - 1 :], smooth, color="tab:blue", label="training")
     left.plot(steps[-1], held_out, "o", color="tab:red", label=f"held out: {held_out:.2f}")
-    for (name, bits), style in zip(others.items(), (":", "--", "-."), strict=True):
+    for (name, bits), style in zip(others.items(), (":", "--", "-.", (0, (1, 4))), strict=True):
         left.axhline(bits, color="gray", linestyle=style, label=f"{name}: {bits:.2f}")
     left.set(xlabel="step", ylabel="bits per byte", title="Loss", ylim=(0, max(5.5, 1.1 * held_out)))
     left.legend()
@@ -40,6 +41,11 @@ def write(folder: Path, sample: bytes, figures: dict[str, Any]) -> None:
     """Writes the sample and the figures of the run."""
     (folder / "sample.txt").write_bytes(sample)
     (folder / "summary.json").write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def three_digits(number: float) -> str:
+    """A number above zero with three significant digits, whole from 100 on."""
+    return f"{number:.{max(0, 2 - math.floor(math.log10(number)))}f}"
 
 
 def printable(text: bytes) -> str:

@@ -12,8 +12,10 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from tests.conftest import ROOT
 
@@ -60,8 +62,15 @@ def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = train("--text", text, "--output", folder, "--checkpoint", folder / "saved", "--prompt", "ab", *SMALL)
     assert done.returncode == 0, done.stderr
     assert "bits per byte on 400 held-out bytes" in done.stdout, done.stdout
-    for name in ("this model", "byte frequencies", "zlib", "lzma", "jax_grouped", "jax.lax.ragged_dot", "tokens/s"):
-        assert name in done.stdout, f"{name!r} is missing:\n{done.stdout}"
+    said = (
+        *("a model of", "compiling a training step", "predicting held-out text ...", "compressing it ..."),
+        *("continuing the prompt ...", "timing 5 more steps with jax_grouped and with jax.lax.ragged_dot"),
+        *("this model", "byte frequencies", "zlib", "lzma", "lzma after 0.0 MB", "training step (best of 4)"),
+        *("jax_grouped", "jax.lax.ragged_dot", "tokens/s"),
+    )
+    at = [done.stdout.find(words) for words in said]
+    assert -1 not in at, f"{said[at.index(-1)]!r} is missing:\n{done.stdout}"
+    assert at[:6] == sorted(at[:6]), done.stdout
     return folder
 
 
@@ -84,9 +93,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one(finished: Path, text: Path, t
     """As after a crash behind step 3."""
     shutil.copytree(finished / "saved", tmp_path / "saved")
     shutil.rmtree(tmp_path / "saved" / "6")
-    options = ("--text", text, "--output", tmp_path, "--prompt", "ab", *SMALL)
+    options = ("--text", text, "--output", tmp_path, "--prompt", "ab", *SMALL, "--no-compare")
     done = train("--checkpoint", tmp_path / "saved", "--resume", *options)
     assert done.returncode == 0, done.stderr
+    assert set(summary(tmp_path)["step_ms"]) == {"jax_grouped"}
+    assert "not timed, as it may compute every row with each of 8 experts (--compare)" in done.stdout
     resumed, whole = summary(tmp_path), summary(finished)
     for name in ("losses", "held_out_bits_per_byte"):
         assert resumed[name] == whole[name], name
@@ -182,7 +193,7 @@ def test_a_text_is_read_up_to_a_bound_and_from_any_folder(
         (("--text", "{tmp}/none"), "no such file or folder"),
         (("--text", "{tmp}/empty"), "there is no text in it"),
         (("--text", "n" * 300), "File name too long"),
-        (("--text", "{tmp}/short"), "too few for --length 256"),
+        (("--text", "{tmp}/short"), "too few for --length 128"),
         (("--steps", "0"), "argument --steps: '0', wanted a number from 1 to 1e+07"),
         (("--steps", "many"), "argument --steps: 'many', wanted a number"),
         (("--learning-rate", "nan"), "argument --learning-rate: 'nan', wanted a number"),
@@ -216,6 +227,74 @@ def test_mistakes_get_one_line(
     assert fragment.format(tmp=tmp_path) in line
 
 
+def test_defaults_depend_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    example = importlib.import_module(SCRIPT.stem)
+    found = {}
+    for backend, sizes in (("cpu", "cpu"), ("gpu", "gpu"), ("cuda", "gpu")):
+        monkeypatch.setattr(example.jax, "default_backend", lambda backend=backend: backend)
+        settings, options = example.parse_arguments(["--steps", "5"])
+        assert settings.steps == 5
+        wanted = example.SIZES[sizes]._replace(steps=5)
+        assert {name: getattr(settings, name) for name in wanted._fields} == wanted._asdict()
+        found[backend] = options.compare
+    assert found == {"cpu": True, "gpu": True, "cuda": True}
+    assert not example.parse_arguments(["--experts", "64"])[1].compare
+    assert example.parse_arguments(["--experts", "64", "--compare"])[1].compare
+
+
+def test_the_model_never_looks_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither attention nor the strings of bytes that have embeddings; these do look back as far as they say."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    model = importlib.import_module("lm.model")
+    grams = model.Grams(8, nnx.Rngs(0))
+    text = np.random.default_rng(0).integers(0, 256, (2, 40), np.uint8)
+    changed = text.copy()
+    changed[:, 20] ^= 1
+    apart = np.any(np.asarray(grams(text)) != np.asarray(grams(changed)), axis=(0, 2))
+    assert list(np.flatnonzero(apart)) == list(range(20, 20 + model.LONGEST_GRAM))
+    language = model.LanguageModel(64, 1, 2, 1, rngs=nnx.Rngs(0))
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        before, after = (np.asarray(language(each)[0]) for each in (text, changed))
+    assert (before[:, :20] == after[:, :20]).all()
+    assert (before[:, 20] != after[:, 20]).any()
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0.123456, "0.123"), (1.999, "2.00"), (2.0449, "2.04"), (45.678, "45.7"), (1416.2, "1416")]
+)
+def test_times_have_three_digits(number: float, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    assert importlib.import_module("lm.report").three_digits(number) == text
+
+
+def test_a_compressor_may_copy_from_the_text_in_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    data = importlib.import_module("lm.data")
+    noise = np.random.default_rng(0).integers(0, 256, 4000, np.uint8)
+    bits = data.bits_per_byte_of_others(noise, np.concatenate([noise, noise[:1000]]))
+    assert bits["lzma"] > 8
+    assert bits["lzma after 0.0 MB"] < 0.2
+
+
+@pytest.mark.skipif(not (ROOT / "Makefile").exists(), reason="a tree for releases, without the Makefile")
+@pytest.mark.skipif(bool(list(Path("/dev").glob("nvidia[0-9]*"))), reason="there is a GPU, and CUDA sources are built")
+def test_the_demo_builds_no_cuda_without_a_gpu() -> None:
+    def planned(*arguments: str, **variables: str) -> str:
+        environment = {name: value for name, value in ENVIRONMENT.items() if name != "GROUPED_CUDA"} | variables
+        command = ["make", "--dry-run", "--always-make", *arguments]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+
+    words = "demo: no GPU found, so the kernels for the CPU are built alone"
+    assert words in planned("demo")
+    assert "-DGROUPED_CUDA=off" in planned("demo")
+    for chosen in (planned("demo", "GROUPED_CUDA=on"), planned("demo", GROUPED_CUDA="on")):
+        assert words not in chosen
+        assert "-DGROUPED_CUDA=on" in chosen
+    assert words not in planned("native")
+    assert "-DGROUPED_CUDA=auto" in planned("native")
+
+
 # ---- moe_torch.py ----------------------------------------------------------------------------------------------------
 
 TORCH_SCRIPT = ROOT / "examples" / "moe_torch.py"
@@ -234,12 +313,31 @@ def test_every_switch_of_the_torch_example_gives_the_same_losses(text: Path, tmp
         timeout=600,
     )
     assert done.returncode == 0, done.stderr
-    rows = [line for line in done.stdout.splitlines() if " equal " in line]
+    lines = done.stdout.splitlines()
+    rows = lines[1:7]
+    assert [row[54:66].strip() for row in rows] == ["float32", *["equal"] * 5], done.stdout
+    assert lines[7] == "equal: the losses of each step have the bits of the first run, marked float32"
     names = ["none", "main_grad", "delay_wgrad", "offload", "graph", "main_grad + delay_wgrad + offload + graph"]
     assert [row[:44].strip() for row in rows] == names, done.stdout
     assert (tmp_path / "moe_torch.png").read_bytes().startswith(b"\x89PNG")
     assert "no CUDA graph on the CPU" in done.stderr
     assert "4/4" in done.stderr, "there is no progress bar"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_in_bfloat16_losses_are_compared_where_they_should_be_equal(text: Path, tmp_path: Path) -> None:
+    """Sums of microbatches round in bfloat16, or with main_grad in float32."""
+    options = ("--compare", "--text", text, "--output", tmp_path, *TORCH_SMALL, "--dtype", "bfloat16")
+    command = [sys.executable, str(TORCH_SCRIPT), *map(str, options)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    marks = [row[54:66].strip() for row in lines[1:7]]
+    assert marks == ["bfloat16", "float32", "equal", "equal", "equal", "equal"], done.stdout
+    losses = [row[44:54] for row in lines[1:7]]
+    assert losses[0] == losses[2] == losses[3] == losses[4] != losses[1] == losses[5], done.stdout
+    assert lines[7].endswith("marked bfloat16 or float32")
+    assert lines[8].startswith("main_grad adds the gradients of microbatches in float32, the other runs in bfloat16")
 
 
 @pytest.mark.parametrize(
