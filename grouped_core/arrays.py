@@ -19,6 +19,7 @@ from grouped_core.calls import ArraySpec, Call, spec_of
 from grouped_core.formats import Format, QTensor, check_quantized, format_option, wide
 from grouped_core.gradients import Amaxes, Gradients, Needs
 from grouped_core.linear_spec import Linear, Names
+from grouped_core.memory import overlap
 from grouped_core.mlp import MlpGradients
 from grouped_core.mlp_spec import (
     Mlp,
@@ -173,7 +174,7 @@ def _checked(written: dict[str, Array | None], read: dict[str, Array | None]) ->
             raise ValueError(f"`{name}`: a read-only array, expected one that may be written; pass a copy of it.")
         for other, each in seen:
             if _namespace(array).may_share_memory(array, each):
-                raise ValueError(f"`{name}`: overlaps `{other}` in memory, expected a buffer of its own; allocate one.")
+                raise overlap(name, other)
         seen.append((name, array))
 
 

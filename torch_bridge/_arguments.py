@@ -10,9 +10,10 @@ from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 
-from grouped_core import linear_spec
+from grouped_core import linear_spec, memory
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import wide
+from grouped_core.memory import Span
 from grouped_core.recipes import Recipe
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge import _graph, _library, main_grad
@@ -283,23 +284,10 @@ def _inputs(
 
 
 def check_apart(written: _Named, read: _Named) -> None:
-    """Refuses memory that is written and is at the same time another operand's.
+    """`memory.check_apart` of named tensors; those without memory lie nowhere."""
+    memory.check_apart(*([_span(*each) for each in named if each[1] is not None] for named in (written, read)))
 
-    One sweep over the starts: a list of many weights costs no comparison of all pairs.
-    """
-    named = [(0, name, each) for name, each in read]  # 0: is only read
-    named += [(at, name, each) for at, (name, each) in enumerate(written, 1)]
-    spans = [
-        (each.data_ptr(), each.data_ptr() + each.nbytes, at, name)
-        for at, name, each in named
-        if each is not None and each.numel() and not each.is_meta
-    ]
-    furthest = {False: (0, 0, ""), True: (0, 0, "")}  # of what is read, and written: the span that ends last so far
-    for start, end, at, name in sorted(spans):
-        for other_end, other_at, other in furthest.values():
-            if start < other_end and (at or other_at):
-                (_, operand), (_, buffer) = sorted([(at, name), (other_at, other)])
-                raise ValueError(
-                    f"`{buffer}`: overlaps `{operand}` in memory, expected a buffer of its own; allocate one."
-                )
-        furthest[at > 0] = max(furthest[at > 0], (end, at, name))
+
+def _span(name: str, tensor: Any) -> Span:
+    start = 0 if tensor.is_meta else tensor.data_ptr()
+    return Span(name, start, start + tensor.nbytes if start else 0)

@@ -12,11 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grouped_core import memory
 from grouped_core.formats import wide
 from grouped_core.gradients import Needs
 from torch_bridge import _library, main_grad
 from torch_bridge._arguments import destinations, weight_names
+from torch_bridge._compiling import is_compiling
 from torch_bridge._run import TORCH_DTYPES
+from torch_bridge.params import local
+from torch_bridge.primary import QuantizedWeight
 
 
 class Owner(NamedTuple):
@@ -104,6 +108,45 @@ def owners_of(
     return (owner.parameters if elsewhere or owner.delayed is not None else ()), owner.delayed
 
 
+def check_listed_once(*products: tuple[str, Sequence[Any], Owner | None, bool]) -> None:
+    """Refuses a weight that stands twice in one call where its gradient goes to an accumulator, or waits.
+
+    Args:
+        products: of each the argument's name, its weights, a module's side, and whether it has accumulators.
+
+    Raises:
+        ValueError: two that need a gradient are one, or overlap in memory.
+    """
+    members = [
+        (name, weights if owner is None else owner.parameters)
+        for name, weights, owner, accumulates in products
+        if accumulates or (owner is not None and owner.delayed is not None)
+    ]
+    live = [each for _, weights in members for each in weights if each.requires_grad]
+    if is_compiling():  # where there are no addresses
+        if len(set(live)) == len(live):
+            return
+    elif memory.are_apart([_place(each) for each in live]):
+        return
+    seen: list[tuple[str, tuple[int, int]]] = []
+    for argument, weights in members:
+        for name, each in zip(weight_names(weights, argument), weights, strict=True):
+            if not each.requires_grad:
+                continue
+            place = (id(each), 1) if is_compiling() else _place(each)
+            for other, taken in seen:
+                if not memory.are_apart([taken, place]):
+                    raise memory.listed_twice(name, other, "an accumulator")
+            seen.append((name, place))
+
+
+def _place(weight: Any) -> tuple[int, int]:
+    """(address, bytes) of a weight; what has no memory is told by its identity."""
+    if type(weight) not in (Tensor, torch.nn.Parameter):
+        weight = weight.q.values if isinstance(weight, QuantizedWeight) else local(weight)
+    return (id(weight), 1) if weight.is_meta else (weight.data_ptr(), weight.nbytes)
+
+
 OUTSIDE = "delayed weight gradients, flags of main_grad and weight caches are state of Python: they run beside a graph"
 
 
@@ -122,6 +165,7 @@ def accumulators(given: Any, parameters: Sequence[Tensor], packed: bool, name: s
     """
     if given is None:
         return None, None
+    check_listed_once((name, parameters, None, True))
     replaced = tuple([main_grad.overwrites(each) for each in parameters]) or (False,)  # one that has no master
     if not isinstance(given, str):
         return given, replaced

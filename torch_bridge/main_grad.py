@@ -23,7 +23,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from grouped_core import memory
 from grouped_core.formats import WIDE
+from grouped_core.memory import Span
 from torch_bridge._run import dtype_name
 from torch_bridge.params import distributed_like, is_distributed, local
 
@@ -78,6 +80,9 @@ def write(
     Args:
         given: destinations instead of `main_grad`. overwrite: instead of the attribute, for graphs that read it when
             they were traced.
+
+    Raises:
+        ValueError: `main_grad` of two of them overlap.
     """
     batches: dict[tuple[torch.dtype, bool], tuple[list[Tensor], list[int]]] = {}
     for at in live:
@@ -88,8 +93,24 @@ def write(
         tensors, groups = batches.setdefault((to.dtype, not replaces), ([], []))
         tensors.append(to)
         groups.append(at)
+    if given is None:
+        _check_apart(
+            [
+                (names[at], each)
+                for tensors, groups in batches.values()
+                for each, at in zip(tensors, groups, strict=True)
+            ]
+        )
     for (_, accumulate), (tensors, groups) in batches.items():
         launch(tensors, groups, accumulate)
+
+
+def _check_apart(found: Sequence[tuple[str, Tensor]]) -> None:
+    """Refuses destinations of one call that overlap: tiles of one launch would write them at the same time."""
+    spans = [(0 if each.is_meta else each.data_ptr(), 0 if each.is_meta else each.nbytes) for _, each in found]
+    if not memory.are_apart(spans):
+        ordered = sorted((start, length, name) for (start, length), (name, _) in zip(spans, found, strict=True))
+        memory.check_apart([Span(f"main_grad of {name}", start, start + length) for start, length, name in ordered], ())
 
 
 def overwrites(weight: Tensor) -> bool:

@@ -27,6 +27,7 @@ from torch_bridge._products import (
     Launcher,
     Owner,
     ProductFacts,
+    check_listed_once,
     mlp_gradients,
     once,
     owners_of,
@@ -102,6 +103,11 @@ def differentiable(given: Arguments, out: Tensor | None, grad_input: Tensor | No
         check_buffers(out, grad_input, given)
     if not given.differentiates():
         return _forward(given, out, False)[0]
+    first, second = (None, None) if owners is None else owners
+    check_listed_once(
+        (NAMES.wi, given.wi, first, given.to_main_grad or len(given.accum_wi) > 0),
+        (NAMES.wo, given.wo, second, given.to_main_grad or len(given.accum_wo) > 0),
+    )
     if not is_compiling():
         return _attach(given, out, grad_input, None, owners)
     if owners is not None and any(each.delayed is not None for each in owners):

@@ -18,10 +18,12 @@ from grouped_core.sizes import GroupSizes
 from torch_bridge import _library, _saved, main_grad, stored
 from torch_bridge._arguments import Arguments, Members, check_arguments, check_buffers, check_gradient, destinations
 from torch_bridge._compiling import is_compiling
+from torch_bridge._library import NAMES
 from torch_bridge._products import (
     Owner,
     ProductFacts,
     Static,
+    check_listed_once,
     facts_of,
     once,
     owners_of,
@@ -89,6 +91,7 @@ def differentiable(given: Arguments, out: Tensor | None, grad_input: Tensor | No
         check_buffers(out, grad_input, given)
     if not given.differentiates():
         return _forward(given, out)
+    check_listed_once((NAMES.w, given.weights, owner, given.to_main_grad or len(given.accumulators) > 0))
     if not is_compiling():
         return _attach(given, out, grad_input, None, owner)
     if owner is not None and owner.delayed is not None:

@@ -25,7 +25,16 @@ from torch_bridge import _graph, _library, _products, _saved, _stored, _stored_l
 from torch_bridge._arguments import Members, check_gradient
 from torch_bridge._compiling import is_compiling
 from torch_bridge._library import NAMES
-from torch_bridge._products import Launcher, Owner, ProductFacts, facts_of, once, owners_of, product_gradients
+from torch_bridge._products import (
+    Launcher,
+    Owner,
+    ProductFacts,
+    check_listed_once,
+    facts_of,
+    once,
+    owners_of,
+    product_gradients,
+)
 from torch_bridge._run import settle_rows
 from torch_bridge._stored import NOTHING, Stored, Wanted, arrays_of
 from torch_bridge._stored_arguments import Arguments, Cache, check_arguments, check_results, listed, taken
@@ -92,6 +101,7 @@ def grouped_linear(
         check_results(given, out, grad_input)
     if not given.differentiates():
         return _forward(given, NO_NEEDS, out)[0]
+    check_listed_once((NAMES.w, given.leaves, owner, given.to_main_grad or len(given.accumulators) > 0))
     return _attach(given, out, grad_input, owner, replaced)
 
 

@@ -24,7 +24,7 @@ from torch_bridge import _graph, _mlp_library, _products, _saved, _stored_linear
 from torch_bridge._arguments import check_gradient
 from torch_bridge._compiling import is_compiling
 from torch_bridge._mlp_library import NAMES
-from torch_bridge._products import Owner, ProductFacts, mlp_gradients, once, owners_of, product_facts
+from torch_bridge._products import Owner, ProductFacts, check_listed_once, mlp_gradients, once, owners_of, product_facts
 from torch_bridge._run import settle_rows
 from torch_bridge._stored import NOTHING, Stored, Wanted, arrays_of
 from torch_bridge._stored_arguments import Cache, listed, taken
@@ -122,6 +122,10 @@ def mlp(
         check_results(given, out, grad_input)
     if not given.differentiates():
         return _forward(given, NO_NEEDS, out).y
+    check_listed_once(
+        (NAMES.wi, given.wi_leaves, owners[0], given.to_main_grad or len(given.accum_wi) > 0),
+        (NAMES.wo, given.wo_leaves, owners[1], given.to_main_grad or len(given.accum_wo) > 0),
+    )
     wi = given.wi_leaves or [stand_in(given, given.accum_wi)]
     wo = given.wo_leaves or [stand_in(given, given.accum_wo)]
     members = (wi, wo, given.wi_bias, given.wo_bias)
