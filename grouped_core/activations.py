@@ -295,6 +295,10 @@ def deinterleave(weight: Any, block: int, *, axis: int = -1) -> Any:
 
 def _swap_blocks(weight: Any, block: int, axis: int, *, blocked: bool) -> Any:
     shape = tuple(weight.shape)
+    if not shape:
+        raise ValueError(
+            "`weight` of interleave: shape (), expected at least one axis of columns; pass a weight or a bias."
+        )
     axis %= len(shape)
     width, odd = divmod(shape[axis], 2)
     if odd or block < 1 or width % block:

@@ -14,6 +14,7 @@ import numpy as np
 
 from grouped_core.calls import MAX_GROUPS, MAX_ROWS, ArraySpec, OperandSpec, StoredSpec, stored_spec
 from grouped_core.formats import PLAIN, WIDE, Format, wide
+from grouped_core.ranks import check_rank
 from grouped_core.recipes import BoundRecipe, Recipe, plain
 
 
@@ -161,8 +162,7 @@ def check_sizes(names: Names, sizes: ArraySpec) -> None:
             f"`{names.sizes}`: dtype {sizes.dtype}, expected an integer dtype (int32 is native); "
             "pass the number of rows of each group as integers."
         )
-    if len(sizes.shape) != 1:
-        raise _shape(names.sizes, sizes, "one axis [G]", "pass one size a group")
+    check_rank("linear", "sizes", names.sizes, sizes.shape)
 
 
 def _check_float(name: str, spec: OperandSpec, allowed: tuple[str, ...]) -> None:
@@ -190,10 +190,8 @@ def check_linear(
     check_sizes(n, sizes)
     _check_float(n.x, x, tuple(PLAIN))
     _check_float(n.w, w, tuple(PLAIN))
-    if len(x.shape) != 2:
-        raise _shape(n.x, x, "two axes [M, K]", "fold leading axes into rows with a reshape")
-    if len(w.shape) != 3:
-        raise _shape(n.w, w, f"three axes {layout}", "stack one matrix a group on the first axis")
+    check_rank("linear", "x", n.x, x.shape)
+    check_rank("linear", "w", n.w, w.shape, transposed=op.transposed)
     if x.dtype != w.dtype and not (
         isinstance(x, StoredSpec)
         or isinstance(w, StoredSpec)
@@ -230,10 +228,12 @@ def check_linear(
         )
     if bias is not None:
         _check_float(n.bias, bias, WIDE)
+        check_rank("linear", "bias", n.bias, bias.shape)
         if bias.shape != (groups, width):
             raise _shape(n.bias, bias, f"({groups}, {width}) = [G, N]", "pass one bias vector a group")
     if row_scale is not None:
         _check_float(n.row_scale, row_scale, WIDE)
+        check_rank("linear", "row_scale", n.row_scale, row_scale.shape)
         if row_scale.shape != (x.shape[0],):
             raise _shape(
                 n.row_scale, row_scale, f"({x.shape[0]},) = all rows of `{n.x}`, tail included", "pass one factor a row"

@@ -14,6 +14,7 @@ from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec, OperandSpec, StoredSpec
 from grouped_core.formats import WIDE, QTensor, wide
 from grouped_core.linear_spec import Linear, Names
+from grouped_core.ranks import check_rank
 from grouped_core.recipes import Recipe
 
 POLICIES = ("save_all", "save_fc1", "save_input")
@@ -256,7 +257,6 @@ def check_pair(op: Mlp, *halves: ArraySpec) -> None:
         TypeError: dtypes. ValueError: count, shapes, an activation without a linear half or with an interleave.
     """
     n = op.names
-    layout = "[G, F, K]" if op.transposed else "[G, K, F]"
     if len(halves) != 2:
         raise ValueError(
             f"`{n.wi}`: {len(halves)} arrays, expected one, or gate and linear half; stack one matrix a group on the "
@@ -265,11 +265,8 @@ def check_pair(op: Mlp, *halves: ArraySpec) -> None:
     gate, up = halves
     if any(isinstance(half, StoredSpec) for half in halves):
         raise TypeError(f"`{n.wi}`: two quantised arrays, expected one, or two as they stand; pass one array.")
-    if len(gate.shape) != 3:
-        raise ValueError(
-            f"`{n.wi}[0]`: shape {gate.shape}, expected three axes {layout} of each of two arrays; "
-            "stack one matrix a group on the first axis."
-        )
+    check_rank("mlp", "half", f"{n.wi}[0]", gate.shape, transposed=op.transposed)
+    check_rank("mlp", "half", f"{n.wi}[1]", up.shape, transposed=op.transposed)
     if up.shape != gate.shape:
         raise ValueError(
             f"`{n.wi}[1]`: shape {up.shape}, expected {gate.shape} = shape of `{n.wi}[0]`; pass halves of one shape."
@@ -287,6 +284,20 @@ def check_pair(op: Mlp, *halves: ArraySpec) -> None:
             f"`interleave` of Activation: {op.activation.interleave} beside `{n.wi}` in two arrays, expected None; "
             "each array holds its half in one piece."
         )
+
+
+def check_ranks(op: Mlp, **shapes: tuple[int, ...] | None) -> None:
+    """Refuses operands by their number of axes.
+
+    Args:
+        shapes: by the names of `MlpNames`, None where there is none.
+
+    Raises:
+        ValueError: one has another number.
+    """
+    for name, shape in shapes.items():
+        if shape is not None:
+            check_rank("mlp", name, getattr(op.names, name), shape, transposed=op.transposed)
 
 
 def check_cotangent(x: OperandSpec, dy: ArraySpec) -> None:
@@ -320,12 +331,11 @@ def check(
         TypeError: dtypes. ValueError: ranks, shapes, empty axes, contradictory options.
     """
     n = op.names
+    linear_spec.check_sizes(op.fc1().names, sizes)
+    shapes = {"x": x, "wi": wi, "wo": wo, "probs": probs, "wi_bias": wi_bias, "wo_bias": wo_bias}
+    check_ranks(op, **{name: None if spec is None else spec.shape for name, spec in shapes.items()})
     h = linear_spec.check_linear(op.fc1(), x, wi, sizes, wi_bias, None)
     layout = "[G, K, F]" if op.transposed else "[G, F, K]"
-    if len(wo.shape) != 3:
-        raise ValueError(
-            f"`{n.wo}`: shape {wo.shape}, expected three axes {layout}; stack one matrix a group on the first axis."
-        )
     k_axis, n_axis = op.fc2().weight_axes()
     width = wo.shape[k_axis]
     wide_width = op.activation.fc1_width(width)

@@ -12,6 +12,7 @@ from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import WIDE
 from grouped_core.products import Array, Runner
+from grouped_core.ranks import check_rank
 
 
 def check(activation: Activation, h: ArraySpec, probs: ArraySpec | None) -> None:
@@ -19,8 +20,9 @@ def check(activation: Activation, h: ArraySpec, probs: ArraySpec | None) -> None
     for name, spec in (("h", h), ("probs", probs)):
         if spec is not None and spec.dtype not in WIDE:
             raise TypeError(f"`{name}`: dtype {spec.dtype}, expected one of {', '.join(WIDE)}; cast it first.")
-    if len(h.shape) != 2:
-        raise ValueError(f"`h`: shape {h.shape}, expected (M, W); flatten leading axes into rows.")
+    check_rank("activation", "h", "h", h.shape)
+    if probs is not None:
+        check_rank("activation", "probs", "probs", probs.shape)
     if activation.gated and h.shape[1] % 2:
         raise ValueError(
             f"`h`: shape {h.shape}, expected an even number of columns for {activation.kind}, gate and linear half; "

@@ -13,6 +13,7 @@ from grouped_core import calls
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import Format
 from grouped_core.products import Runner
+from grouped_core.ranks import check_rank
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.storing import Extras
 
@@ -86,17 +87,20 @@ def _top(recipe: Recipe, role: Sequence[tuple[str, int]]) -> float:
     return min(largest, default=1.0)
 
 
-def check_state(state: Any) -> None:
-    """Refuses what is no state of delayed scaling.
+def check_state(state: Any, *, stacked: bool = False) -> None:
+    """Refuses what is no state of delayed scaling; `stacked`: leading axes, such as those of layers, may come first.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: it is something else. ValueError: its arrays have other numbers of axes.
     """
     if not isinstance(state, ScalingState):
         raise TypeError(
             f"`state`: {type(state).__name__}, expected a ScalingState; pass what scaling_state made, or a gradient "
             "with respect to it."
         )
+    leading = max(0, len(state.scale.shape) - 2) if stacked else 0
+    for name in ("scale", "history", "top"):
+        check_rank("state", name, name, getattr(state, name).shape[leading:], of="state")
 
 
 def update(run: Runner, state: ScalingState[Any], *, reuse: bool = False) -> ScalingState[Any]:
@@ -179,5 +183,6 @@ def _check_key(key: Any, spec: Callable[[Any], ArraySpec]) -> None:
     if not hasattr(key, "dtype"):
         raise TypeError(f"`key` of recipe.bind: {type(key).__name__}, expected an array uint32[2]; pass one.")
     got, wanted = spec(key), ArraySpec((2,), "uint32")
+    check_rank("recipe", "key", "key", got.shape, of="recipe.bind")
     if got != wanted:
         raise ValueError(f"`key` of recipe.bind: {got}, expected {wanted}, low word first; pass such an array.")

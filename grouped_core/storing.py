@@ -15,6 +15,7 @@ from grouped_core.calls import ArraySpec
 from grouped_core.formats import WIDE, Format, QTensor
 from grouped_core.linear_spec import Names, check_sizes
 from grouped_core.products import Array, Listed, Operand, Runner, arranged, operand_spec, rounded
+from grouped_core.ranks import check_either, check_rank
 
 
 class Extras(NamedTuple):
@@ -262,10 +263,7 @@ def _axes(
     rank, weights = len(source.shape), len(source.shape) == 3
     if source.dtype not in WIDE:
         raise TypeError(f"`x`: dtype {source.dtype}, expected one of {', '.join(WIDE)}; cast it first.")
-    if rank not in (2, 3):
-        raise ValueError(
-            f"`x`: shape {source.shape}, expected rows [M, X] or weights [G, A, B]; fold leading axes with a reshape."
-        )
+    check_either("quantize", ("rows", "weights"), "x", source.shape)
     if 0 in source.shape[0 if weights else 1 :]:
         raise ValueError(
             f"`x`: shape {source.shape}, expected every axis at least 1; only M, the number of rows, may be 0."
@@ -282,6 +280,8 @@ def _axes(
         check_sizes(Names("x", "w"), sizes)
         if not sizes.shape[0]:
             raise ValueError("`group_sizes`: shape (0,), expected at least one group; pass one size a group.")
+    if key is not None:
+        check_rank("quantize", "key", "key", key.shape)
     if key is not None and (key.dtype, key.shape) != ("uint32", (2,)):
         raise ValueError(f"`key`: {key}, expected uint32[2], low word first; pass such an array.")
     if format.plain or format.delayed:
@@ -318,6 +318,8 @@ def dequantize(run: Runner, q: QTensor[Any], group_sizes: Array | None, dtype: s
     if len(q.shape) == 2 and group_sizes is None:
         raise ValueError("`group_sizes`: None, expected one size a group, for rows are stored by groups; pass them.")
     sizes = None if group_sizes is None else run.spec(group_sizes)
+    if sizes is not None:
+        check_sizes(Names("q", "q"), sizes)
     call = calls.dequantize(operand_spec(run, q), sizes, dtype)
     named = dict(zip(calls.QUANTIZED[:3], q.slots, strict=True)) | {"group_sizes": group_sizes}
     return run(call, call.arrange(**named))[0]

@@ -34,6 +34,7 @@ from grouped_core.mlp_spec import (
     check,
     check_join,
     check_pair,
+    check_ranks,
     joins,
     kept,
     residuals_option,
@@ -254,6 +255,8 @@ def _prepare(
         clear_residuals=bool(jax.config.jax_debug_nans),  # pyright: ignore[reportAttributeAccessIssue]
         paired=paired,
     )
+    shapes = {"wi": None if paired else o.wi, "wo": o.wo, "x": o.x}
+    check_ranks(op, **{name: None if each is None else tuple(value_of(each).shape) for name, each in shapes.items()})
     if paired:
         check_pair(op, *(calls.spec_of(each) for each in o.wi))
     if join and joins(op, value_of(o.x)):

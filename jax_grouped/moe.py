@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from grouped_core.activations import Activation
+from grouped_core.ranks import check_rank
 from grouped_core.recipes import BoundRecipe, Recipe
 from jax_grouped import route
 from jax_grouped.mlp import grouped_mlp
@@ -48,6 +49,9 @@ def moe(
     Raises:
         ValueError, TypeError: a shape, dtype or option does not fit.
     """
+    check_rank("moe", "x", "x", x.shape, of="moe")
+    check_rank("moe", "router", "router", router.shape, of="moe")
+    check_rank("mlp", "wi", "wi", wi.shape)
     tokens = jnp.array([x.shape[0]], jnp.int32)
     # The library's own product in fp32 with one group, so that every framework routes with the same bits.
     logits = ragged_dot(x.astype(jnp.float32), router.astype(jnp.float32)[None], tokens)

@@ -20,6 +20,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jaxtyping import Array, Float
 
 from grouped_core.activations import Activation, resolve
+from grouped_core.ranks import check_rank
 from grouped_core.recipes import Recipe
 from jax_grouped import moe
 from jax_grouped._layer_recipes import Keys, RecipeLayer
@@ -105,6 +106,7 @@ class GroupedLinear(RecipeLayer):
             x: [M, K]. group_sizes: integers [G]; rows past their sum give zero.
             rngs: of stochastic rounding, in place of the layer's own: `nnx.Rngs`, a stream, or a key.
         """
+        check_rank("linear", "x", "x", x.shape)
         x, kernel, bias = _cast(self.dtype, x, self.kernel[...], _value(self.bias))
         return ragged_dot(x, kernel, group_sizes, bias=bias, recipe=self._bound_recipe(rngs))
 
@@ -254,6 +256,8 @@ class MoE(_Experts):
             x: [..., H].
             rngs: of stochastic rounding, in place of the layer's own: `nnx.Rngs`, a stream, or a key.
         """
+        if not x.ndim:
+            raise ValueError("`x` of MoE: shape (), expected at least one axis [..., H]; pass tokens of H columns.")
         rows, wi, wo, wi_bias, wo_bias = self._weights(x.reshape(-1, x.shape[-1]))
         y, aux = moe.moe(
             rows,

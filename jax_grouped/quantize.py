@@ -177,9 +177,9 @@ def update_scaling(
     Raises:
         TypeError: what is no state of delayed scaling.
     """
-    scaling.check_state(state)
+    scaling.check_state(state, stacked=True)
     if previous is not None:
-        scaling.check_state(previous)
+        scaling.check_state(previous, stacked=True)
         state = _reached(state, previous)
     if axis_name is not None:
         live = _values(jax.lax.pmax(_bits(state.history[..., 0, :]), axis_name))

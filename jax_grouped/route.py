@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from grouped_core.ranks import check_rank
+
 SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 
 _TINY = 1e-20
@@ -75,13 +77,11 @@ def check_router(E: int, k: int, score: str, after_topk: bool) -> None:
         )
 
 
-def _check_axes(function: str, **arrays: tuple[Array, str]) -> None:
-    """Refuses an array that has not the two axes named beside it."""
-    for name, (array, axes) in arrays.items():
-        if array.ndim != 2:
-            raise ValueError(
-                f"`{name}` of {function}: shape {array.shape}, wanted two axes {axes}; fold or add axes with a reshape."
-            )
+def _check_ranks(function: str, **arrays: Array | None) -> None:
+    """Refuses arrays that have not the axes of `grouped_core.ranks`."""
+    for name, array in arrays.items():
+        if array is not None:
+            check_rank(function, name, name, array.shape, of=function)
 
 
 def _check_extras(T: int, E: int, bias: Array | None, mask: Array | None) -> None:
@@ -120,7 +120,7 @@ def topk_router(
     Raises:
         ValueError: an option or a shape does not fit.
     """
-    _check_axes("topk_router", logits=(logits, "[T, E]"))
+    _check_ranks("topk_router", logits=logits, bias=bias, mask=mask)
     T, E = logits.shape
     check_router(E, k, score, after_topk)
     _check_extras(T, E, bias, mask)
@@ -170,6 +170,11 @@ def _aux(logits: Array, normalised: Array, hit: Array, valid: Array, aux_coeff: 
 
 def update_bias(bias: Float[Array, " E"], load: Int[Array, " E"], rate: float) -> Float[Array, " E"]:
     """The selection bias after a step: up for experts below the mean load, down for those above it; fp32 [E]."""
+    _check_ranks("update_bias", bias=bias, load=load)
+    if bias.shape != load.shape:
+        raise ValueError(
+            f"`load` of update_bias: shape {load.shape}, expected {bias.shape} as `bias`; pass one count an expert."
+        )
     load = load.astype(jnp.float32)
     return bias.astype(jnp.float32) + rate * jnp.sign(load.mean() - load)
 
@@ -215,7 +220,7 @@ def permute(
         ValueError: shapes do not fit, or `num_groups`, `align` or `max_rows` is out of range.
         TypeError: `experts` are no integers.
     """
-    _check_axes("permute", x=(x, "[T, H]"), experts=(experts, "[T, k]"))
+    _check_ranks("permute", x=x, experts=experts, probs=probs)
     T, k = experts.shape
     if not jnp.issubdtype(experts.dtype, jnp.integer):
         raise TypeError(f"`experts` of permute: dtype {experts.dtype}, wanted integers; give the experts' numbers.")
@@ -272,7 +277,7 @@ def unpermute(
     Raises:
         ValueError: shapes do not fit the permutation.
     """
-    _check_axes("unpermute", y=(y, "[M, H]"))
+    _check_ranks("unpermute", y=y, weights=weights)
     if y.shape[0] != permutation.source.shape[0]:
         raise ValueError(
             f"`y` of unpermute: {y.shape[0]} rows, wanted {permutation.source.shape[0]}; give all rows of `permute`."

@@ -201,7 +201,7 @@ BAD: tuple[Bad, ...] = (
         ValueError,
         "`{bias}`:",
         "shape (4,)",
-        "expected (3, 4) = [G, N]",
+        "expected two axes [G, N]",
         "pass one bias vector a group",
         bias=("float32", (4,)),
     ),

@@ -14,6 +14,7 @@ from grouped_core import linear_spec, memory
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import wide
 from grouped_core.memory import Span
+from grouped_core.ranks import check_rank
 from grouped_core.recipes import Recipe
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge import _graph, _library, main_grad
@@ -101,18 +102,36 @@ def _check_operands(
     x: Tensor, weight: Members, sizes: Any, bias: Members | None, row_scale: Tensor | None, options: _Options
 ) -> tuple[Tensor, str]:
     """(sizes as kernels read them, the operation as text); raises for what operators would not refuse in words."""
-    check_operand(NAMES.x, x, x)
+    check_rows(NAMES.x, x, x)
+    sizes = check_members(x, weight, sizes, bias, row_scale, transposed=options[0])
+    return sizes, text_of(*options)
+
+
+def check_rows(name: str, x: Tensor, home: Tensor) -> None:
+    """A tensor of rows [M, K]."""
+    check_operand(name, x, home)
+    check_rank("linear", "x", name, x.shape)
+
+
+def check_members(
+    x: Tensor, weight: Any, sizes: Any, bias: Members | None, row_scale: Tensor | None, *, transposed: bool
+) -> Tensor:
+    """Sizes as kernels read them; raises for operands of the linear operation that are not what is beside rows.
+
+    Operators would take a packed operand of another rank for a list of one, and symbols of graphs hide shapes.
+
+    Args:
+        x: whose device counts. weight: None where it is quantised.
+    """
     sizes, _ = prepare_sizes(sizes, x, NAMES)
-    members_of(NAMES.w, weight, 3, x)
+    if weight is not None:
+        members_of(("linear", "w"), NAMES.w, weight, x, transposed=transposed)
     if bias is not None:
-        members_of(NAMES.bias, bias, 2, x)
+        members_of(("linear", "bias"), NAMES.bias, bias, x)
     if row_scale is not None:
         check_operand(NAMES.row_scale, row_scale, x)
-    text = text_of(*options)
-    for operand, rank in ((weight, 3), (bias, 2)):
-        if isinstance(operand, Tensor) and operand.dim() != rank:
-            _refuse_unpacked(text, x, weight, sizes, bias, row_scale)
-    return sizes, text
+        check_rank("linear", "row_scale", NAMES.row_scale, row_scale.shape)
+    return sizes
 
 
 def refuse_transforms(name: str, *operands: Any) -> None:
@@ -141,24 +160,6 @@ def refuse_vmap(name: str) -> None:
             raise NotImplementedError(
                 f"{name} under torch.func.vmap: expected plain tensors; fold a mapped axis into rows or groups."
             )
-
-
-def _refuse_unpacked(
-    text: str, x: Tensor, weight: Members, sizes: Tensor, bias: Members | None, row_scale: Tensor | None
-) -> None:
-    """The operators would take a packed operand of another rank for a list of one; the core refuses it in words."""
-    weight_spec, bias_spec = (
-        each if each is None else spec_of(each) if isinstance(each, Tensor) else _stacked(each)
-        for each in (weight, bias)
-    )
-    assert weight_spec is not None, "a weight is always given"
-    scale_spec = None if row_scale is None else spec_of(row_scale)
-    linear_spec.check_linear(_library.decode(text), spec_of(x), weight_spec, spec_of(sizes), bias_spec, scale_spec)
-
-
-def _stacked(members: Sequence[Tensor]) -> ArraySpec:
-    one = spec_of(members[0])
-    return ArraySpec((len(members), *one.shape), one.dtype)
 
 
 def text_of(transposed: bool, recipe: Recipe | None, scale_bias: bool, rows_hint: int, names: str) -> str:

@@ -14,6 +14,7 @@ from grouped_core.calls import ArraySpec
 from grouped_core.mlp_spec import MlpSpecs, Residuals, check, check_pair, residuals_option
 from grouped_core.plans import Planner
 from grouped_core.products import in_form, operand_spec
+from grouped_core.ranks import check_rank
 from grouped_core.recipes import Recipe
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge import _graph, _mlp_library
@@ -21,6 +22,7 @@ from torch_bridge._arguments import (
     Members,
     accumulators_of,
     check_apart,
+    check_rows,
     check_writable,
     gradient_dtype,
     refuse_transforms,
@@ -92,10 +94,10 @@ def check_arguments(
     options = (rhs_transposed, activation, recipe, residuals, rows_hint, implementation, is_pair(wi))
     operands = (x, wi, wo, sizes, probs, wi_bias, wo_bias)
     if compiling:
-        sizes, text = _check_operands(operands, text_of(*options))
+        sizes, text = _check_operands(operands, text_of(*options), rhs_transposed)
     else:
         refuse_transforms("grouped_mlp", x, wi, wo, probs, wi_bias, wo_bias)
-        sizes, text = _checked_once(operands, text_of(*options))
+        sizes, text = _checked_once(operands, text_of(*options), rhs_transposed)
     given = Arguments(
         x,
         _members(wi),
@@ -131,12 +133,12 @@ def check_arguments(
 _checked: Decided[tuple[bytes, str], str] = Decided()  # texts of operands that were checked, sizes as they are
 
 
-def _checked_once(operands: tuple[Any, ...], text: str) -> tuple[Tensor, str]:
+def _checked_once(operands: tuple[Any, ...], text: str, rhs_transposed: bool) -> tuple[Tensor, str]:
     """As with the linear operation: what is checked depends on the facts of the operands alone."""
     facts = EXCHANGE.describe(operands)
     if facts is not None and (facts, text) in _checked:
         return operands[3], text
-    sizes, text = _check_operands(operands, text)
+    sizes, text = _check_operands(operands, text, rhs_transposed)
     if facts is not None and sizes is operands[3]:
         _checked.keep((facts, text), text)
     return sizes, text
@@ -153,31 +155,11 @@ def _members(operand: Members | None) -> list[Tensor]:
     return [] if operand is None else [operand] if isinstance(operand, Tensor) else list(operand)
 
 
-def _check_operands(operands: tuple[Any, ...], text: str) -> tuple[Tensor, str]:
+def _check_operands(operands: tuple[Any, ...], text: str, rhs_transposed: bool) -> tuple[Tensor, str]:
     """(sizes as kernels read them, the operation as text); raises for operands that do not fit, in words."""
     x, wi, wo, sizes, probs, wi_bias, wo_bias = operands
-    check_operand(NAMES.x, x, x)
-    sizes, _ = prepare_sizes(sizes, x, linear_spec.Names(NAMES.x, NAMES.wi))
-    if probs is not None:
-        check_operand(NAMES.probs, probs, x)
-    for name, operand, rank in (
-        (NAMES.wi, wi, 3),
-        (NAMES.wo, wo, 3),
-        (NAMES.wi_bias, wi_bias, 2),
-        (NAMES.wo_bias, wo_bias, 2),
-    ):
-        if operand is None:
-            continue
-        if name == NAMES.wi and is_pair(operand):
-            for at, half in enumerate(operand):
-                check_operand(f"{name}[{at}]", half, x)
-            continue
-        members_of(name, operand, rank, x)
-        if isinstance(operand, Tensor) and operand.dim() != rank:  # operators would take it for a list of one
-            raise ValueError(
-                f"`{name}`: shape {tuple(operand.shape)}, expected {rank} axes, the first one of groups; "
-                "stack one a group on the first axis, or pass a list."
-            )
+    check_rows(NAMES.x, x, x)
+    sizes = check_members(x, wi, wo, sizes, probs, wi_bias, wo_bias, transposed=rhs_transposed)
     if not is_compiling():  # where M is a symbol; the operators refuse what does not fit
         op = _mlp_library.decode(text)
         if op.paired:
@@ -187,6 +169,28 @@ def _check_operands(operands: tuple[Any, ...], text: str) -> tuple[Tensor, str]:
         specs, sizes_spec = specs_of(given)
         check(op, *specs[:3], sizes_spec, *specs[3:])
     return sizes, text
+
+
+def check_members(
+    x: Tensor, wi: Any, wo: Any, sizes: Any, probs: Any, wi_bias: Any, wo_bias: Any, *, transposed: bool
+) -> Tensor:
+    """Sizes as kernels read them; raises for operands that are not what is beside rows, as of the linear operation.
+
+    Args:
+        x: whose device counts. wi, wo: None where they are quantised.
+    """
+    sizes, _ = prepare_sizes(sizes, x, linear_spec.Names(NAMES.x, NAMES.wi))
+    if probs is not None:
+        check_operand(NAMES.probs, probs, x)
+        check_rank("mlp", "probs", NAMES.probs, probs.shape)
+    if is_pair(wi):
+        for at, half in enumerate(wi):
+            check_operand(f"{NAMES.wi}[{at}]", half, x)
+            check_rank("mlp", "half", f"{NAMES.wi}[{at}]", half.shape, transposed=transposed)
+    for name, operand in (("wi", wi), ("wo", wo), ("wi_bias", wi_bias), ("wo_bias", wo_bias)):
+        if operand is not None and not (name == "wi" and is_pair(wi)):
+            members_of(("mlp", name), getattr(NAMES, name), operand, x, transposed=transposed)
+    return sizes
 
 
 def text_of(*options: Any) -> str:

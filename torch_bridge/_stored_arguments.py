@@ -20,6 +20,8 @@ from torch_bridge._arguments import (
     Members,
     accumulators_of,
     check_apart,
+    check_members,
+    check_rows,
     check_writable,
     refuse_transforms,
     text_of,
@@ -30,9 +32,8 @@ from torch_bridge._library import NAMES
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._run import TORCH_DTYPES, fixed_spec, rows_spec
 from torch_bridge._stored import Wanted
-from torch_bridge.params import check_operand, members_of
+from torch_bridge.params import check_operand
 from torch_bridge.quantize import StraightThrough, Use
-from torch_bridge.sizes import prepare_sizes
 
 
 def is_stored(x: Any, weight: Any, recipe: Any) -> bool:
@@ -184,14 +185,9 @@ def _check_operands(
             for part in parts_of(operand):
                 check_operand(name, part, first)
     if not isinstance(rows, QTensor):
-        check_operand(NAMES.x, rows, first)
-    sizes, _ = prepare_sizes(sizes, first, NAMES)
-    if not isinstance(weights, QTensor):
-        members_of(NAMES.w, weights, 3, first)
-    if bias is not None:
-        members_of(NAMES.bias, bias, 2, first)
-    if row_scale is not None:
-        check_operand(NAMES.row_scale, row_scale, first)
+        check_rows(NAMES.x, rows, first)
+    plain = None if isinstance(weights, QTensor) else weights
+    sizes = check_members(first, plain, sizes, bias, row_scale, transposed=options[0])
     specs = (
         packed_spec(rows, 0),
         packed_spec(weights if isinstance(weights, QTensor) else listed(weights)),

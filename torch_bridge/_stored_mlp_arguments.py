@@ -16,7 +16,7 @@ from grouped_core.mlp_spec import MlpSpecs, check, check_join, check_pair
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import unwrap
 from torch_bridge import _graph, _library, _mlp_arguments, _mlp_library
-from torch_bridge._arguments import accumulators_of, check_apart, refuse_transforms
+from torch_bridge._arguments import accumulators_of, check_apart, check_rows, refuse_transforms
 from torch_bridge._compiling import is_compiling
 from torch_bridge._decided import Decided
 from torch_bridge._memory import EXCHANGE
@@ -36,9 +36,8 @@ from torch_bridge._stored_arguments import (
     parts_of,
     taken,
 )
-from torch_bridge.params import check_operand, members_of
+from torch_bridge.params import check_operand
 from torch_bridge.quantize import Use
-from torch_bridge.sizes import prepare_sizes
 
 
 def is_stored_mlp(x: Any, wi: Any, wo: Any, recipe: Any) -> bool:
@@ -218,19 +217,14 @@ def _check_operands(operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], 
     rows, first, second, sizes, probs, wi_bias, wo_bias = operands
     op = _mlp_library.decode(text)
     one = home(rows)
-    check_operand(NAMES.x, one, one)
-    sizes, _ = prepare_sizes(sizes, one, linear_spec.Names(NAMES.x, NAMES.wi))
     for name, operand in ((NAMES.x, rows), (NAMES.wi, first), (NAMES.wo, second)):
         if isinstance(operand, QTensor):
             for part in parts_of(operand):
                 check_operand(name, part, one)
-        elif name != NAMES.x:
-            members_of(name, operand, 3, one)
-    if probs is not None:
-        check_operand(NAMES.probs, probs, one)
-    for name, operand in ((NAMES.wi_bias, wi_bias), (NAMES.wo_bias, wo_bias)):
-        if operand is not None:
-            members_of(name, operand, 2, one)
+    if not isinstance(rows, QTensor):
+        check_rows(NAMES.x, rows, one)
+    wi, wo = (None if isinstance(each, QTensor) else each for each in (first, second))
+    sizes = _mlp_arguments.check_members(one, wi, wo, sizes, probs, wi_bias, wo_bias, transposed=op.transposed)
     wi_spec: Any = packed_spec(first if isinstance(first, QTensor) else listed(first))
     wo_spec: Any = packed_spec(second if isinstance(second, QTensor) else listed(second))
     bias_specs = [packed_spec(listed(each), 2) if each is not None else None for each in (wi_bias, wo_bias)]

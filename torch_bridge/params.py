@@ -11,38 +11,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grouped_core import ranks
 from grouped_core.formats import QTensor
 from torch_bridge.primary import QuantizedWeight
 
 
-def members_of(name: str, value: Tensor | Sequence[Tensor], packed_rank: int, x: Tensor) -> list[Tensor]:
+def members_of(
+    kind: tuple[str, str], name: str, value: Tensor | Sequence[Tensor], x: Tensor, *, transposed: bool = False
+) -> list[Tensor]:
     """A weight or bias as a list: of its one packed tensor, or of G tensors with one axis less.
 
     Args:
-        name: of the argument, for messages. packed_rank: axes of the packed form. x: whose device counts.
+        kind: operation and argument in `grouped_core.ranks.AXES`. name: of the argument, for messages. x: whose device
+            counts. transposed: layout of weights.
 
     Raises:
         TypeError: no tensor, or a list of unequal dtypes. ValueError: an empty list, members of unequal shape, another
-            device, or not contiguous.
+            number of axes, another device, or not contiguous.
     """
     if isinstance(value, Tensor):
         check_operand(name, value, x)
+        ranks.check_rank(*kind, name, value.shape, transposed=transposed)
         return [value]
     members = list(value) if isinstance(value, (list, tuple)) else None
     if members is None:
         raise TypeError(
-            f"`{name}`: {type(value).__name__}, expected a torch.Tensor with {packed_rank} axes or a list of tensors; "
-            "pass one of them."
+            f"`{name}`: {type(value).__name__}, expected a torch.Tensor {ranks.letters(*kind, transposed=transposed)} "
+            "or a list of tensors, one a group; pass one of them."
         )
     if not members:
         raise ValueError(f"`{name}`: an empty list, expected one tensor a group; pass at least one.")
     for index, member in enumerate(members):
         check_operand(f"{name}[{index}]", member, x)
-        if member.dim() != packed_rank - 1:
-            raise ValueError(
-                f"`{name}[{index}]`: shape {tuple(member.shape)}, expected {packed_rank - 1} axes in a list; "
-                "pass one tensor a group, or the packed tensor without a list."
-            )
+        ranks.check_member(*kind, f"{name}[{index}]", member.shape, transposed=transposed)
         if member.shape != members[0].shape:
             raise ValueError(
                 f"`{name}[{index}]`: shape {tuple(member.shape)}, expected {tuple(members[0].shape)} = shape of "

@@ -13,6 +13,7 @@ from torch import Tensor
 from grouped_core import calls
 from grouped_core.debug import describe_status, size_word
 from grouped_core.linear_spec import Names, check_sizes
+from grouped_core.ranks import check_rank
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge._run import spec_of
 from torch_bridge.params import check_layout, device_integers
@@ -75,6 +76,7 @@ def prepare_sizes(group_sizes: Any, x: Tensor, names: Names) -> tuple[Tensor, in
     if sizes.dtype is not torch.int32:
         check_sizes(names, spec_of(sizes))
         sizes = _saturate(sizes)
+    check_rank("linear", "sizes", names.sizes, sizes.shape)
     return sizes, hint
 
 

@@ -509,8 +509,8 @@ def test_layer_refusals() -> None:
         nnx.MoE(4, 4, 2, 1, score="best", rngs=rngs)
     with asserts.refused(TypeError, ("`probs`", "float", "expected a JAX or NumPy array [M]", "convert")):
         nnx.GroupedMLP(1, 3, 4, rngs=rngs)(jnp.ones((2, 3)), jnp.asarray([2]), 0.5)
-    for probs in (jnp.ones(1), jnp.ones((2, 1))):
-        with asserts.refused(ValueError, ("`probs`", "expected (2,)", "all rows of `x`", "one probability a row")):
+    for probs, wanted in ((jnp.ones(1), "(2,) = all rows of `x`"), (jnp.ones((2, 1)), "one axis [M]")):
+        with asserts.refused(ValueError, ("`probs`", f"expected {wanted}", "one probability a row")):
             nnx.GroupedMLP(1, 3, 4, rngs=rngs)(jnp.ones((2, 3)), jnp.asarray([2]), probs)
     with asserts.refused(ValueError, ("`wi`", "6 columns", "expected 8", "side by side")):
         jax_grouped.grouped_mlp(jnp.ones((2, 3)), jnp.ones((1, 3, 6)), jnp.ones((1, 4, 3)), jnp.asarray([2]))

@@ -592,8 +592,8 @@ def test_refusals_of_halves(recipe):
 def test_torch_refuses_operands_that_lack_the_axis_of_groups():
     given, _ = problem(cases.named("groups_1"), "float32", Activation("swiglu"), transposed=True, bias="float32")
     held = {name: to_torch(given[name]) for name in LEAVES}
-    for name, rank in (("wi", 3), ("wo", 3), ("wi_bias", 2), ("wo_bias", 2)):
-        with asserts.refused(ValueError, (f"`{name}`", f"expected {rank} axes", "stack one a group")):
+    for name, letters in (("wi", "[G, W, K]"), ("wo", "[G, K, F]"), ("wi_bias", "[G, W]"), ("wo_bias", "[G, K]")):
+        with asserts.refused(ValueError, (f"`{name}`", f"axes {letters}", "one")):
             torch_bridge.grouped_mlp(**{**held, name: held[name][0]}, group_sizes=to_torch(given["group_sizes"]))
 
 

@@ -1,0 +1,126 @@
+"""How many axes each tensor argument of a public function has, and what they are: one table for all frontends.
+
+What must be like another argument (`out`, `grad_input`, accumulators, `master`, gradients) is refused by its whole
+shape, where that shape is known.
+
+Letters: G groups, M rows, K in, N out; of an MLP F expert width, W columns of the hidden rows; X features of a row, A
+and B axes of a weight; of routing T tokens, E experts, k experts a token, H columns; of a state R roles, L steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+
+class Axes(NamedTuple):
+    """The axes of one argument.
+
+    Attributes:
+        letters: as messages write them.
+        remedy: what to do where there are more, or fewer.
+        transposed: the letters with `rhs_transposed`, where they differ.
+    """
+
+    letters: str
+    remedy: str
+    transposed: str = ""
+
+
+_ROWS = "fold leading axes into rows with a reshape"
+_STACK = "stack one matrix a group on the first axis"
+_VECTORS = "pass one bias vector a group"
+_SIZES = Axes("[G]", "pass one size a group")
+_PROBS = Axes("[M]", "pass one probability a row")
+_KEY = Axes("[2]", "pass two words of uint32, low word first")
+_RESHAPE = "fold or add axes with a reshape"
+
+AXES: dict[str, dict[str, Axes]] = {
+    "linear": {
+        "x": Axes("[M, K]", _ROWS),
+        "w": Axes("[G, K, N]", _STACK, "[G, N, K]"),
+        "sizes": _SIZES,
+        "bias": Axes("[G, N]", _VECTORS),
+        "row_scale": Axes("[M]", "pass one factor a row"),
+    },
+    "mlp": {
+        "x": Axes("[M, K]", _ROWS),
+        "wi": Axes("[G, K, W]", _STACK, "[G, W, K]"),
+        "half": Axes("[G, K, F]", _STACK, "[G, F, K]"),
+        "wo": Axes("[G, F, K]", _STACK, "[G, K, F]"),
+        "sizes": _SIZES,
+        "probs": _PROBS,
+        "wi_bias": Axes("[G, W]", _VECTORS),
+        "wo_bias": Axes("[G, K]", _VECTORS),
+    },
+    "activation": {"h": Axes("[M, W]", _ROWS), "probs": _PROBS},
+    "quantize": {"rows": Axes("[M, X]", _RESHAPE), "weights": Axes("[G, A, B]", _RESHAPE), "key": _KEY},
+    "recipe": {"key": _KEY},
+    "state": {
+        "scale": Axes("[R, G]", "pass what scaling_state made"),
+        "history": Axes("[R, L, G]", "pass what scaling_state made"),
+        "top": Axes("[R]", "pass what scaling_state made"),
+    },
+    "topk_router": {"logits": Axes("[T, E]", _RESHAPE), "bias": Axes("[E]", _RESHAPE), "mask": Axes("[T]", _RESHAPE)},
+    "update_bias": {"bias": Axes("[E]", _RESHAPE), "load": Axes("[E]", _RESHAPE)},
+    "permute": {
+        "x": Axes("[T, H]", _RESHAPE),
+        "experts": Axes("[T, k]", _RESHAPE),
+        "probs": Axes("[T, k]", _RESHAPE),
+    },
+    "moe": {"x": Axes("[T, H]", _RESHAPE), "router": Axes("[H, E]", _RESHAPE)},
+    "unpermute": {"y": Axes("[M, H]", _RESHAPE), "weights": Axes("[T, k]", _RESHAPE)},
+}
+"""By operation and argument; the names of both are the core's."""
+
+
+def letters(operation: str, argument: str, *, transposed: bool = False) -> str:
+    """The axes of one argument, as messages write them, in one layout of the weights."""
+    axes = AXES[operation][argument]
+    return axes.transposed if transposed and axes.transposed else axes.letters
+
+
+# NOTE: functions, because torch.compile does not see through tuples that have properties.
+def _count(axes: Axes) -> int:
+    return axes.letters.count(",") + 1
+
+
+_NUMBERS = ("no axes", "one axis", "two axes", "three axes", "four axes")
+
+
+def check_rank(
+    operation: str, argument: str, name: str, shape: Sequence[Any], *, transposed: bool = False, of: str = ""
+) -> None:
+    """Refuses an argument with another number of axes than the table says.
+
+    Args:
+        name: what the frontend calls the argument. of: the function, where the message names it.
+
+    Raises:
+        ValueError: it has.
+    """
+    axes = AXES[operation][argument]
+    if len(shape) != _count(axes):
+        raise ValueError(
+            f"`{name}`{of and ' of '}{of}: shape {tuple(shape)}, expected {_NUMBERS[_count(axes)]} "
+            f"{letters(operation, argument, transposed=transposed)}; {axes.remedy}."
+        )
+
+
+def check_either(operation: str, arguments: Sequence[str], name: str, shape: Sequence[Any]) -> None:
+    """As `check_rank`, of an argument that is one of several things."""
+    kinds = AXES[operation]
+    if all(len(shape) != _count(kinds[each]) for each in arguments):
+        either = " or ".join(f"{each} {kinds[each].letters}" for each in arguments)
+        raise ValueError(f"`{name}`: shape {tuple(shape)}, expected {either}; {kinds[arguments[0]].remedy}.")
+
+
+def check_member(operation: str, argument: str, name: str, shape: Sequence[Any], *, transposed: bool = False) -> None:
+    """As `check_rank`, of one member of a list of one a group: it has all axes but that of groups."""
+    axes = AXES[operation][argument]
+    if len(shape) != _count(axes) - 1:
+        one = "[" + letters(operation, argument, transposed=transposed).removeprefix("[G, ")
+        raise ValueError(
+            f"`{name}`: shape {tuple(shape)}, expected {_NUMBERS[_count(axes) - 1]} {one} in a list; "
+            "pass one tensor a group, or the packed tensor without a list."
+        )
