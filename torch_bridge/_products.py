@@ -238,6 +238,8 @@ def product_gradients(
     accumulators: Sequence[Tensor | None],
     grad_input: Tensor | None,
     delayed: main_grad.Delayed | None = None,
+    *,
+    for_leaf: bool = False,
 ) -> ProductGradients:
     """What `facts.needs` asks for, each gradient where it belongs.
 
@@ -246,6 +248,7 @@ def product_gradients(
         owners: the weights, if their gradients do not go to autograd but to `accumulators` or to `main_grad`.
         grad_input: the caller's buffer for the gradient of x.
         delayed: where the weight gradients wait, if they do.
+        for_leaf: the gradient of x becomes a `.grad`, which autograd adds to in place: a copy of the buffer then.
     """
     needs, (weight_count, bias_count) = facts.needs, facts.counts
     if launcher is None or not any(needs):
@@ -268,7 +271,7 @@ def product_gradients(
             dc = buffer.new_empty(buffer.shape[:1], dtype=TORCH_DTYPES[facts.dtypes.split(",")[3]])
         letters = _library.needs_text(Needs(True, False, False, needs.row_scale))
         launcher.into(letters, [], False, buffer, [], dc)
-        dx = buffer.detach()
+        dx = buffer.detach().clone() if for_leaf else buffer.detach()
 
     weight_gradients: list[Tensor | None] = [None] * weight_count
     bias_gradients: list[Tensor | None] = [None] * bias_count
@@ -307,6 +310,8 @@ def mlp_gradients(
     accumulators: Sequence[Sequence[Tensor | None]],
     grad_input: Tensor | None,
     delayed: Sequence[main_grad.Delayed | None] = (None, None),
+    *,
+    for_leaf: bool = False,
 ) -> tuple[ProductGradients, ProductGradients]:
     """The gradients of an MLP's products, the second's first; arguments as of `product_gradients`.
 
@@ -314,7 +319,9 @@ def mlp_gradients(
         work: launchers of both products, taken out of the list, so that rows go as soon as nothing reads them.
     """
     second = product_gradients(products[1], work.pop(), owners[1], accumulators[1], None, delayed[1])
-    first = product_gradients(products[0], work.pop(), owners[0], accumulators[0], grad_input, delayed[0])
+    first = product_gradients(
+        products[0], work.pop(), owners[0], accumulators[0], grad_input, delayed[0], for_leaf=for_leaf
+    )
     return first, second
 
 

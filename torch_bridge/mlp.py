@@ -320,7 +320,7 @@ class _Mlp(torch.autograd.Function):
         _saved.tell([*rows, tensors[0], *tensors[_ACTIVATED + 1 :]], _ROW_NAMES)
         ctx.save_for_backward(*tensors)
         # NOTE: no saved tensors: destinations change between forward and backward, Parameters are asked for attributes.
-        ctx.grad_input = grad_input
+        ctx.grad_input, ctx.for_leaf = grad_input, x.is_leaf
         ctx.accumulators = (accum_wi, accum_wo)
         first, second = (None, None) if owners is None else owners
         owners_wi, delayed_wi = owners_of(wi, to_main_grad or len(accum_wi) > 0, first)
@@ -348,7 +348,9 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: rows go as soon as nothing reads them
     dp, work = launchers(facts, tensors, dy)
     tensors.clear()
-    first, second = mlp_gradients(facts.products, work, ctx.owners, ctx.accumulators, ctx.grad_input, ctx.delayed)
+    first, second = mlp_gradients(
+        facts.products, work, ctx.owners, ctx.accumulators, ctx.grad_input, ctx.delayed, for_leaf=ctx.for_leaf
+    )
     return (
         *[None] * _PLAIN_ARGUMENTS,
         first.x,

@@ -70,7 +70,8 @@ def grouped_linear(
             `torch_bridge.main_grad`. The weight's gradient is then None (with "main_grad" perhaps a zero dummy), also
             from `torch.autograd.grad`.
         out, grad_input: the caller's buffers for y [M, N] and the gradient of x [M, K]; the results share their
-            storage (under torch.compile y may be a copy), and rows past the groups keep what they hold.
+            storage (under torch.compile they may be copies, and the `.grad` of a leaf x always is one), and rows past
+            the groups keep what they hold.
         implementation: a kernel's name, or several; see `explain`.
 
     Raises:
@@ -188,7 +189,7 @@ class _Linear(torch.autograd.Function):
         _saved.tell(saved, (_saved.ROWS,))
         ctx.save_for_backward(*saved)
         # NOTE: no saved tensors: destinations change between forward and backward, Parameters are asked for attributes.
-        ctx.grad_input = grad_input
+        ctx.grad_input, ctx.for_leaf = grad_input, x.is_leaf
         ctx.accumulators = accumulators
         ctx.owners, ctx.delayed = owners_of(weights, to_main_grad or len(accumulators) > 0, owner)
         return _forward(Arguments(x, weights, sizes, biases, row_scale, text, to_main_grad, accumulators), out)
@@ -213,6 +214,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     launcher = plain_launcher(
         x, members[:count], sizes, members[count:], row_scale, dy, facts.k, facts.text, facts.dtypes
     )
-    found = product_gradients(facts, launcher, ctx.owners, ctx.accumulators, ctx.grad_input, ctx.delayed)
+    found = product_gradients(
+        facts, launcher, ctx.owners, ctx.accumulators, ctx.grad_input, ctx.delayed, for_leaf=ctx.for_leaf
+    )
     gradients = (found.x, found.row_scale, *found.weights, *found.biases)
     return (*[None] * _PLAIN_ARGUMENTS, *gradients, *[None] * len(ctx.accumulators))

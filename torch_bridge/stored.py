@@ -349,7 +349,7 @@ class _StoredLinear(torch.autograd.Function):
         ctx.counts = (len(x.tensors), len(weight.tensors))
         ctx.texts = (x.text, weight.text)
         ctx.use = given.use
-        ctx.grad_input = grad_input
+        ctx.grad_input, ctx.for_leaf = grad_input, leaf is not None and leaf.is_leaf
         ctx.accumulators = accumulators
         weights = given.leaves or [each for each in accumulators if each is not None]
         ctx.owners, ctx.delayed = owners_of(weights, to_main_grad or len(accumulators) > 0, owner)
@@ -380,7 +380,9 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     encode, live = ctx.use.delayed(X, training=True)
     x = _measured_rows(facts, x, sizes, encode, live)
     work = launcher(x, weight, sizes, biases, row_scale, dy, forms, key, encode, facts)
-    found = product_gradients(facts, work, ctx.owners, ctx.accumulators, ctx.grad_input, ctx.delayed)
+    found = product_gradients(
+        facts, work, ctx.owners, ctx.accumulators, ctx.grad_input, ctx.delayed, for_leaf=ctx.for_leaf
+    )
     results = (found.x, found.row_scale, *found.weights, *found.biases)
     return (*[None] * _PLAIN_ARGUMENTS, *results, *[None] * len(ctx.accumulators))
 

@@ -283,7 +283,8 @@ class _StoredMlp(torch.autograd.Function):
         y, saved, names, ctx.facts = forward_and_saved(given, live, needs, out, replaced)
         _saved.tell(saved, names)
         ctx.save_for_backward(*saved)
-        ctx.grad_input, ctx.accumulators = grad_input, (given.accum_wi, given.accum_wo)
+        ctx.grad_input, ctx.for_leaf = grad_input, leaf is not None and leaf.is_leaf
+        ctx.accumulators = (given.accum_wi, given.accum_wo)
         first, second = owners
         elsewhere = [bool(given.to_main_grad or accum) for accum in ctx.accumulators]
         wi_owners, wi_delayed = owners_of(given.wi_leaves or destinations_of(given.accum_wi), elsewhere[0], first)
@@ -343,7 +344,9 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     if not is_compiling():
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: rows go as soon as nothing reads them
     dp, work = launchers(facts, tensors, dy)
-    first, second = mlp_gradients(facts.products, work, ctx.owners, ctx.accumulators, ctx.grad_input, ctx.delayed)
+    first, second = mlp_gradients(
+        facts.products, work, ctx.owners, ctx.accumulators, ctx.grad_input, ctx.delayed, for_leaf=ctx.for_leaf
+    )
     return (
         *[None] * _PLAIN_ARGUMENTS,
         first.x,
