@@ -350,7 +350,7 @@ QUACK_TILES = {  # rows, columns, ping-pong, cluster: those that won a scan of a
 
 
 def quack_gemm(work: Work) -> Thunk:
-    """QuACK's `gemm` over ragged rows or sums, with the fastest of `QUACK_TILES`; operands as its own layers have them."""
+    """QuACK's `gemm` over ragged rows or sums, with the fastest of `QUACK_TILES`, in the layouts of its own layers."""
     from quack.gemm_config import GemmConfig  # type: ignore[import-not-found]
     from quack.gemm_interface import gemm_tuned  # type: ignore[import-not-found]
 
