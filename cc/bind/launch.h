@@ -12,6 +12,7 @@
 #include "cc/bind/signature.h"
 #include "cc/cpu/parallel.h"
 #include "cc/dispatch/dispatch.h"
+#include "cc/dispatch/legal.h"
 #include "cc/dispatch/shapes.h"
 
 namespace grouped {
@@ -144,14 +145,15 @@ class Prepared {
  public:
   Prepared(std::string_view arch, std::string_view implementation, const std::vector<TensorView>& inputs,
            const std::vector<TensorView>& outputs, const Params& params)
-      : call_(decode_call<Call>(inputs, outputs, params)), rules_(AddressRules::of(call_)) {
+      : call_(decode_call<Call>(inputs, outputs, params)) {
     if (!parse_target(std::string(arch), &target_)) {
       throw std::invalid_argument("arch \"" + std::string(arch) +
                                   "\" is none; expected \"cpu\", \"sm_80\", \"sm_90a\"; pass one of these forms");
     }
-    if (std::string wrong = disagreement(call_); !wrong.empty()) {
-      throw std::invalid_argument(wrong + " in " + describe());
-    }
+    std::string wrong = illegal(call_);
+    if (wrong.empty()) wrong = disagreement(call_);
+    if (!wrong.empty()) throw std::invalid_argument(wrong + " in " + describe());
+    rules_ = AddressRules::of(call_);
     choice_ = choose(call_, target_, std::string(implementation));
   }
 

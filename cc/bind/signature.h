@@ -62,18 +62,12 @@ class Decoder {
     optional(name, view);
     if (!view.present()) fail("operand `" + std::string(name) + "` is absent; it must be given");
   }
-  void optional(const char* name, TensorView& view) {
-    view = inputs_[next_input_++];
-    check_shape(name, view);
-  }
+  void optional(const char*, TensorView& view) { view = inputs_[next_input_++]; }
   void output(const char* name, TensorView& view) {
     optional_output(name, view);
     if (!view.present()) fail("result `" + std::string(name) + "` is absent; it must be given");
   }
-  void optional_output(const char* name, TensorView& view) {
-    view = outputs_[next_output_++];
-    check_shape(name, view);
-  }
+  void optional_output(const char*, TensorView& view) { view = outputs_[next_output_++]; }
   void param(const char* name, int64_t& value) { decode(name, &value, "an integer"); }
   void param(const char* name, float& value) { decode(name, &value, "a float"); }
   void param(const char* name, std::string& value) { decode(name, &value, "a string"); }
@@ -83,16 +77,6 @@ class Decoder {
   }
 
  private:
-  // Sizes are multiplied all over the kernels; here is the one place where a product could overflow.
-  void check_shape(const char* name, const TensorView& view) const {
-    int64_t bytes = dtype_bytes(view.dtype);
-    for (int i = 0; i < view.rank; ++i) {
-      if (view.dims[i] < 0) fail("dimensions of `" + std::string(name) + "` must not be negative");
-      if (__builtin_mul_overflow(bytes, std::max<int64_t>(view.dims[i], 1), &bytes)) {
-        fail("`" + std::string(name) + "` is larger than memory can be");
-      }
-    }
-  }
   template <class T>
   void decode(const char* name, T* value, const char* wanted) {
     using Held = std::conditional_t<std::is_same_v<T, std::string>, std::string_view, T>;

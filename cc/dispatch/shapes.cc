@@ -33,8 +33,11 @@ class Check {
   void rank(const char* name, const TensorView& t, int wanted) {
     require(t.present() && t.rank == wanted,
             [&] { return named(name, t) + ", expected rank " + std::to_string(wanted); });
-    for (int i = 0; i < t.rank; ++i) {
-      require(t.dims[i] >= 0, [&] { return named(name, t) + ", expected no negative axis"; });
+  }
+  // Axes from `first_axis` on; those before it count rows, of which there may be none.
+  void not_empty(const char* name, const TensorView& t, int first_axis) {
+    for (int i = first_axis; i < t.rank; ++i) {
+      require(t.dims[i] > 0, [&] { return named(name, t) + ", expected no empty axis but that of rows"; });
     }
   }
   void shape(const char* name, const TensorView& t, Dims wanted) {
@@ -79,10 +82,18 @@ class Check {
   std::string wrong;
 };
 
+constexpr int64_t kMostGroups = 65535;  // GRP-11
+
+void some_groups(Check* check, const char* name, const TensorView& t, int axis = 0) {
+  check->require(t.dims[axis] >= 1 && t.dims[axis] <= kMostGroups,
+                 [&] { return Check::named(name, t) + ", expected 1 to " + std::to_string(kMostGroups) + " groups"; });
+}
+
 // What every call has: sizes, and rows that may carry a scale.
 int64_t groups_of(Check* check, const TensorView& sizes) {
   check->rank("group_sizes", sizes, 1);
   check->dtype("group_sizes", sizes, DType::i32);
+  some_groups(check, "group_sizes", sizes);
   return sizes.dims[0];
 }
 
@@ -129,8 +140,6 @@ void row_product_scales(Check* check, const OperandScales& s, const TensorView& 
                         int64_t rhs_axis, int64_t groups) {
   group_scales(check, "lhs_group_scales", s.lhs_group_scales, groups);
   group_scales(check, "rhs_group_scales", s.rhs_group_scales, groups);
-  check->require(s.lhs_block >= 0 && s.rhs_block >= 0 && s.rhs_block_outer >= 1,
-                 [] { return "lhs_block, rhs_block, rhs_block_outer: expected none negative"; });
   if (!check->wrong.empty()) return;
   const int64_t rows = lhs.dims[0];
   const int64_t lhs_depth = lhs.dims[1] * (lhs.dtype == DType::u8 ? 2 : 1);
@@ -147,25 +156,28 @@ void row_product_scales(Check* check, const OperandScales& s, const TensorView& 
 }
 
 // Scales of a contraction over padded rows: P of them, of `lhs_width` and `rhs_width` columns.
-void contraction_scales(Check* check, const OperandScales& s, int64_t padded, int64_t lhs_width, int64_t rhs_width,
-                        int64_t groups) {
+void contraction_scales(Check* check, const OperandScales& s, int64_t segment, int64_t padded, int64_t lhs_width,
+                        int64_t rhs_width, int64_t groups) {
   group_scales(check, "lhs_group_scales", s.lhs_group_scales, groups);
   group_scales(check, "rhs_group_scales", s.rhs_group_scales, groups);
-  check->require(s.lhs_block >= 0 && s.rhs_block >= 0 && s.rhs_block_outer == 1,
-                 [] { return "lhs_block, rhs_block: expected none negative, and rhs_block_outer 1"; });
+  check->require(s.rhs_block_outer == 1, [] { return "rhs_block_outer: expected 1 in a contraction over rows"; });
+  for (const int64_t block : {s.lhs_block, s.rhs_block}) {
+    check->require(block == 0 || (segment > 0 && segment % block == 0), [&] {
+      return "segment: " + std::to_string(segment) + ", expected a multiple of the block " + std::to_string(block);
+    });
+  }
   if (!check->wrong.empty()) return;
   const int64_t lb = std::max<int64_t>(s.lhs_block, 1), rb = std::max<int64_t>(s.rhs_block, 1);
   block_scales(check, "lhs_scales", s.lhs_scales, s.lhs_block, {padded / lb, lhs_width}, {padded / lb, lhs_width});
   block_scales(check, "rhs_scales", s.rhs_scales, s.rhs_block, {padded / rb, rhs_width}, {padded / rb, rhs_width});
 }
 
-// Columns of a hidden row in front of `width` activated ones; 0 where the parameters contradict themselves.
+// Columns of a hidden row in front of `width` activated ones.
 int64_t hidden_width(Check* check, const ActivationParams& activation, int64_t width) {
   ActivationKind kind{};
-  check->require(activation_named(activation.kind, &kind), [&] { return "kind: no activation " + activation.kind; });
-  if (!check->wrong.empty()) return 0;
+  activation_named(activation.kind, &kind);
   const int64_t s = activation.interleave;
-  check->require(s == 0 || (s > 0 && is_gated(kind) && width % s == 0), [&] {
+  check->require(s == 0 || (is_gated(kind) && width % s == 0), [&] {
     return "interleave: " + std::to_string(s) + ", expected 0 or, for a gated kind, a divisor of " +
            std::to_string(width);
   });
@@ -212,7 +224,7 @@ int64_t product_width(Check* check, const TensorView& lhs, const TensorView& rhs
            " groups";
   });
   const int64_t width = rhs.dims[3 - rhs_axis];
-  check->require(width > 0 && lhs.dims[1] > 0, [&] { return Check::named("rhs", rhs) + ", expected no empty axis"; });
+  check->not_empty("rhs", rhs, 0);
   return width;
 }
 
@@ -227,14 +239,14 @@ void contraction(Check* check, const GroupedMatmul& call, int64_t groups) {
   check->absent("bias_table", call.bias_table);
   check->rank("result", call.result, 3);
   check->absent("rhs_up", call.rhs_up);
-  check->require(call.segment >= 0 && (call.turned == 0 || (call.turned == 1 && call.segment > 0)),
-                 [] { return "turned: expected 0, or 1 beside segments"; });
+  check->require(call.turned == 0 || call.segment > 0, [] { return "turned: expected 0, or 1 beside segments"; });
+  check->require(call.turned == 0 || (call.lhs.dtype != DType::u8 && call.rhs.dtype != DType::u8),
+                 [] { return "turned: expected 0, codes of four bits stay in place"; });
   check->require(call.result_half == 0, [] { return "result_half: expected 0 in a contraction over rows"; });
-  check->require(std::min(call.lhs_half, call.rhs_half) >= 0 && std::max(call.lhs_half, call.rhs_half) <= 2,
-                 [] { return "lhs_half, rhs_half: expected 0, 1 or 2"; });
   check->require((call.lhs_half == 0 && call.rhs_half == 0) || (call.segment == 0 && !has_codes(call)),
                  [] { return "lhs_half, rhs_half: expected 0 beside quantised operands; pass one array"; });
   if (!check->wrong.empty()) return;
+  check->not_empty("result", call.result, 0);
   const int64_t lhs_width = call.result.dims[1], rhs_width = call.result.dims[2];
   const int64_t padded = call.segment ? padded_rows(call.rows, groups, call.segment) : call.lhs.dims[0];
   check->shape("result", call.result, {groups, lhs_width, rhs_width});
@@ -246,7 +258,7 @@ void contraction(Check* check, const GroupedMatmul& call, int64_t groups) {
     check->shape("lhs", call.lhs, {padded, row_bytes(call.lhs.dtype, lhs_halves * lhs_width)});
     check->shape("rhs", call.rhs, {padded, row_bytes(call.rhs.dtype, rhs_halves * rhs_width)});
   }
-  contraction_scales(check, call.scales, padded, lhs_width, rhs_width, groups);
+  contraction_scales(check, call.scales, call.segment, padded, lhs_width, rhs_width, groups);
 }
 
 }  // namespace
@@ -258,8 +270,8 @@ std::string disagreement(const GroupedMatmul& call) {
   if (call.contract_rows) {
     contraction(&check, call, groups);
   } else {
-    check.require(call.lhs_half == 0 && call.rhs_half == 0 && call.result_half >= 0 && call.result_half <= 2,
-                  [] { return "halves: with ragged rows expected one of the result alone, 1 or 2, or none"; });
+    check.require(call.lhs_half == 0 && call.rhs_half == 0,
+                  [] { return "lhs_half, rhs_half: expected 0 beside ragged rows"; });
     check.require(call.result_half == 0 || !has_codes(call),
                   [] { return "result_half: expected 0 beside quantised operands; pass one array"; });
     const int64_t made = product_width(&check, call.lhs, check.whole_weight(call), call.rhs_axis, groups);
@@ -286,6 +298,7 @@ std::string disagreement(const GroupSum& call) {
   Check check;
   const int64_t groups = groups_of(&check, call.group_sizes);
   check.rank("rows", call.rows, 2);
+  check.not_empty("rows", call.rows, 1);
   check.shape_if_given("row_scale", call.row_scale, {call.rows.dims[0]});
   check.dtype("row_scale", call.row_scale, DType::f32);
   check.shape("result", call.result, {groups, call.rows.dims[1]});
@@ -301,6 +314,7 @@ std::string disagreement(const RowDot& call) {
   check.require(call.lhs.present() == call.rhs.present(), [] { return "`lhs` and `rhs`: expected both or none"; });
   if (call.lhs.present()) {
     check.rank("lhs", call.lhs, 2);
+    check.not_empty("lhs", call.lhs, 1);
     check.shape("lhs", call.lhs, {rows, call.lhs.dims[1]});
     check.shape("rhs", call.rhs, {rows, call.lhs.dims[1]});
   }
@@ -308,6 +322,7 @@ std::string disagreement(const RowDot& call) {
                 [] { return "`group_lhs` and `group_rhs`: expected both or none"; });
   if (call.group_lhs.present()) {
     check.rank("group_lhs", call.group_lhs, 2);
+    check.not_empty("group_lhs", call.group_lhs, 1);
     check.shape("group_lhs", call.group_lhs, {rows, call.group_lhs.dims[1]});
     check.shape("group_rhs", call.group_rhs, {groups, call.group_lhs.dims[1]});
   }
@@ -319,6 +334,7 @@ std::string disagreement(const ScaleRows& call) {
   Check check;
   groups_of(&check, call.group_sizes);
   check.rank("rows", call.rows, 2);
+  check.not_empty("rows", call.rows, 1);
   check.shape("row_scale", call.row_scale, {call.rows.dims[0]});
   check.dtype("row_scale", call.row_scale, DType::f32);
   check.shape("result", call.result, {call.rows.dims[0], call.rows.dims[1]});
@@ -382,14 +398,7 @@ void stored_form(Check* check, const Call& call, const StoredForm& form, const T
   group_scales(check, "group_scales", form.group_scales, groups);
 }
 
-// Tiles of the quantisers are this long: blocks and segments divide it.
-constexpr int64_t kLongestBlock = 128;
-
-bool divides(int64_t part, int64_t least) {
-  return part >= least && part <= kLongestBlock && kLongestBlock % part == 0;
-}
-
-// What the rule, its blocks and its options ask of each other, and of the element types.
+// What the rule, its blocks and its options ask of each other, and of the element types; of magnitudes alone too.
 void store_format(Check* check, const Storing& call, bool ragged) {
   const bool fp32 = call.rule == "fp32", nvfp4 = call.rule == "nvfp4";
   const DType type = (call.values.present() ? call.values : call.cross_values).dtype;
@@ -397,36 +406,47 @@ void store_format(Check* check, const Storing& call, bool ragged) {
   check->dtype("cross_values", call.cross_values, type);
   check->dtype("scales", call.scales, scale);
   check->dtype("cross_scales", call.cross_scales, scale);
-  check->require(call.block == 0 ? fp32 : divides(call.block, 16) && (!nvfp4 || call.block == 16),
+  check->require(call.block == 0 ? fp32 : !nvfp4 || call.block == 16,
                  [&] { return "block: " + std::to_string(call.block) + ", expected 16 (nvfp4), 16 to 128, 0 (fp32)"; });
   check->require(call.block_outer == 1 || (call.block_outer == call.block && !ragged),
                  [] { return "block_outer: expected 1, or for weights that of square blocks"; });
-  check->require(call.segment == 0 || divides(call.segment, 1), [] { return "segment: expected a divisor of 128"; });
-  check->require(type == DType::u8 ? !fp32 : !nvfp4, [&] {
+  check->require(!call.stores() || (type == DType::u8 ? !fp32 : !nvfp4), [&] {
     return std::string("values of ") + dtype_name(type) + ", expected another type for rule " + call.rule;
   });
   check->require(!call.encode.present() || (fp32 && call.block == 0),
                  [] { return "encode: expected only with one fp32 scale a group"; });
-  check->require(!call.stochastic || type == DType::u8, [] { return "stochastic: expected only for uint8 values"; });
+  check->require(!call.stochastic || !call.stores() || type == DType::u8,
+                 [] { return "stochastic: expected only for uint8 values"; });
   check->require(!call.rotate || (nvfp4 && ragged), [] { return "rotate: expected only for rows and nvfp4"; });
-  check->require(call.four_over_six.empty() || call.four_over_six == "absolute" || call.four_over_six == "square",
-                 [] { return "four_over_six: expected nothing, absolute or square"; });
   check->require(call.four_over_six.empty() || (nvfp4 && !call.rotate && !call.stochastic),
                  [] { return "four_over_six: expected only for nvfp4, neither rotated nor stochastic"; });
   check->require(!call.full_range || !call.four_over_six.empty(),
                  [] { return "full_range: expected only with four_over_six"; });
 }
 
+// A call that stores nothing in a quantised format: whatever belongs to it would be left as it is.
+struct Unstored {
+  Check* check;
+
+  void optional(const char* name, const TensorView& t) {
+    check->require(!t.present(), [&] { return Check::named(name, t) + ", expected none without codes"; });
+  }
+  void optional_output(const char* name, const TensorView& t) { optional(name, t); }
+};
+
+template <class Stored>
+void nothing_stored(Check* check, Stored stored) {
+  stored.visit_inputs(Unstored{check});
+  stored.visit_results(Unstored{check});
+}
+
 // All that a call stores of `source`, and what it stores it with.
 void storing(Check* check, const Storing& call, const TensorView& source, bool ragged, int64_t groups) {
-  check->require(call.rule == "fp32" || call.rule == "e8m0" || call.rule == "nvfp4",
-                 [&] { return "rule: no rule " + call.rule; });
-  check->require(call.block >= 0 && call.block_outer >= 1, [] { return "block, block_outer: expected none negative"; });
   if (!check->wrong.empty()) return;
   stored_form(check, call, {"values", call.values, call.scales, call.group_scales}, source, ragged, false, groups);
   stored_form(check, call, {"cross_values", call.cross_values, call.cross_scales, call.cross_group_scales}, source,
               ragged, true, groups);
-  if (call.stores()) store_format(check, call, ragged);
+  store_format(check, call, ragged);
   group_scales(check, "encode", call.encode, groups);
   group_scales(check, "amax", call.amax, groups);
   check->shape_if_given("key", call.key, {2});
@@ -455,7 +475,11 @@ std::string disagreement(const GroupedMatmulAct& call) {
     return "activation: expected one of " + std::to_string(expected) + " columns, not of " + std::to_string(wide);
   });
   check.shape_if_given("result", call.result, {rows, width});
-  if (!plain) storing(&check, call.stored, matrix_of(compute_type(call), rows, width), true, groups);
+  if (plain) {
+    nothing_stored(&check, call.stored);
+  } else {
+    storing(&check, call.stored, matrix_of(compute_type(call), rows, width), true, groups);
+  }
   check.shape_if_given("hidden", call.hidden, {rows, wide});
   check.require(!call.hidden.present() || call.hidden.dtype == compute_type(call),
                 [&] { return Check::named("hidden", call.hidden) + ", expected the type of `compute`"; });
@@ -474,10 +498,13 @@ std::string disagreement(const GroupedMatmulDact& call) {
   const int64_t width = product_width(&check, call.lhs, call.rhs, call.rhs_axis, groups);
   if (!check.wrong.empty()) return check.wrong;
   hidden_grads(&check, call, call.hidden, call.lhs.dims[0], width);
-  if (call.stored.stores() && check.wrong.empty()) storing(&check, call.stored, call.hidden, true, groups);
+  if (call.stored.stores()) {
+    storing(&check, call.stored, call.hidden, true, groups);
+  } else {
+    nothing_stored(&check, call.stored);
+  }
   const StoringActivated& z = call.stored_activated;
-  check.require(z.stores() || (!z.cross_scales.present() && !z.cross_group_scales.present()),
-                [] { return "activated_values: absent, expected codes beside their scales"; });
+  if (!z.stores()) nothing_stored(&check, z);
   if (z.stores() && check.wrong.empty()) {
     check.dtype("activated", call.activated, call.hidden.dtype);  // what is stored is rounded to it
     check.require(call.stored.stores(),
@@ -495,6 +522,7 @@ std::string disagreement(const ActivationForward& call) {
   groups_of(&check, call.group_sizes);
   check.rank("rows", call.rows, 2);
   check.rank("result", call.result, 2);
+  check.not_empty("result", call.result, 1);
   if (!check.wrong.empty()) return check.wrong;
   const int64_t rows = call.rows.dims[0], width = call.result.dims[1];
   const int64_t wide = hidden_width(&check, call.activation, width);
@@ -509,6 +537,7 @@ std::string disagreement(const ActivationGrad& call) {
   Check check;
   groups_of(&check, call.group_sizes);
   check.rank("grad", call.grad, 2);
+  check.not_empty("grad", call.grad, 1);
   if (!check.wrong.empty()) return check.wrong;
   hidden_grads(&check, call, call.rows, call.grad.dims[0], call.grad.dims[1]);
   return check.wrong;
@@ -535,11 +564,13 @@ void reused_if_skipped(Check* check, const Quantize& call) {
 
 // Groups of a call whose source may be weights.
 int64_t groups_of_source(Check* check, const TensorView& source, const TensorView& group_sizes) {
+  check->not_empty("source", source, 1);
   if (group_sizes.present()) {
     check->rank("source", source, 2);
     return groups_of(check, group_sizes);
   }
   check->rank("source", source, 3);
+  some_groups(check, "source", source);
   return source.dims[0];
 }
 
@@ -573,10 +604,10 @@ std::string disagreement(const Dequantize& call) {
   Check check;
   const int64_t groups = groups_of_source(&check, call.result, call.group_sizes);
   check.require(is_float(call.result.dtype), [&] { return Check::named("result", call.result) + ", expected floats"; });
-  check.require(call.block == 0 || divides(call.block, 16), [] { return "block: expected 0, or 16 to 128"; });
-  check.require(call.block_outer == 1 || call.block_outer == call.block,
-                [] { return "block_outer: expected 1, or that of square blocks"; });
-  check.require(call.segment == 0 || divides(call.segment, 1), [] { return "segment: expected a divisor of 128"; });
+  check.require(call.block_outer == 1 || (call.block_outer == call.block && !call.group_sizes.present()),
+                [] { return "block_outer: expected 1, or for weights that of square blocks"; });
+  check.require(!call.scales.present() || is_scale(call.scales.dtype),
+                [&] { return Check::named("scales", call.scales) + ", expected the type of a scale"; });
   if (!check.wrong.empty()) return check.wrong;
   stored_form(&check, call, {"values", call.values, call.scales, call.group_scales}, call.result,
               call.group_sizes.present(), call.cross != 0, groups);
@@ -590,15 +621,14 @@ std::string disagreement(const ScaleUpdate& call) {
   if (!check.wrong.empty()) return check.wrong;
   const int64_t roles = call.scale.dims[0], groups = call.scale.dims[1], length = call.history.dims[1];
   check.shape("history", call.history, {roles, length, groups});
-  check.require(length > 0, [&] { return Check::named("history", call.history) + ", expected at least one slot"; });
+  check.not_empty("history", call.history, 0);
+  some_groups(&check, "scale", call.scale, 1);
   check.shape("top", call.top, {roles});
   check.shape("new_scale", call.new_scale, {roles, groups});
   check.shape("new_history", call.new_history, {roles, length, groups});
   for (const TensorView* view : {&call.scale, &call.history, &call.top, &call.new_scale, &call.new_history}) {
     check.dtype("operand", *view, DType::f32);
   }
-  check.require(call.algorithm == "max" || call.algorithm == "most_recent",
-                [&] { return "algorithm: no algorithm " + call.algorithm; });
   same_buffer(&check, "into_new_scale", call.into_new_scale, call.new_scale);
   same_buffer(&check, "into_new_history", call.into_new_history, call.new_history);
   return check.wrong;
@@ -610,9 +640,10 @@ namespace {
 template <class Call>
 void shards(Check* check, const Call& call) {
   check->rank("source", call.source, 3);
+  some_groups(check, "source", call.source);
+  check->not_empty("source", call.source, 1);
   check->require(is_float(call.source.dtype),
                  [&] { return Check::named("source", call.source) + ", expected floats"; });
-  check->require(call.block == 0 || divides(call.block, 16), [] { return "block: expected 0, or 16 to 128"; });
   check->require(call.block_outer == 1 || call.block_outer == call.block,
                  [] { return "block_outer: expected 1, or that of square blocks"; });
   if (!check->wrong.empty()) return;

@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 
 from grouped_core import calls, plans
-from grouped_core.calls import SLOTS, ArraySpec, Call
+from grouped_core.calls import RESULTS, SLOTS, ArraySpec, Call
 from grouped_core.formats import FORMATS
 from grouped_core.recipes import BF16
 from tests import asserts
+from tests.native.every_call import every_call
 
 M, G, K, N = 12, 3, 8, 16
 SIZES = ArraySpec((G,), "int32")
@@ -124,3 +125,92 @@ def test_params_count():
         (CALLS["half_of_the_columns"], "lhs_half", -1),
     ):
         refused(dataclasses.replace(call, params=tuple({**dict(call.params), param: value}.items())))
+
+
+G0, M0, K0, N0 = 3, 20, 24, 40
+EVERY = every_call(G0, M0, K0, N0)
+
+
+@pytest.mark.rule("MAT-7", "GRP-11", "ERR-6")
+@pytest.mark.parametrize("arch", ["cpu", "sm_90a"])
+@pytest.mark.parametrize(("axis", "count"), [("G", 0), ("G", 65536), ("K", 0), ("N", 0)])
+def test_no_axis_but_that_of_rows_is_empty(arch, axis, count):
+    """For all calls and any target, whoever asks: a kernel divides by what it finds."""
+    found = every_call(*(count if name == axis else dim for name, dim in zip("GMKN", (G0, M0, K0, N0), strict=True)))
+    checked = 0
+    for call, usual in zip(found, EVERY, strict=True):
+        if call != usual:
+            with asserts.refused(ValueError, [call.name]):
+                plans.attempt(call, arch)
+            checked += 1
+    assert checked > len(EVERY) // 2
+
+
+@pytest.mark.rule("GRP-10")
+def test_there_may_be_no_rows():
+    for call in every_call(G0, 0, K0, N0):
+        assert plans.attempt(call, "cpu").kernel, call
+
+
+def with_params(call: Call, **params: object) -> Call:
+    return dataclasses.replace(call, params=tuple({**dict(call.params), **params}.items()))
+
+
+@pytest.mark.rule("ERR-6")
+@pytest.mark.parametrize("name", SLOTS)
+def test_every_parameter_has_a_range(name):
+    """What lies outside is refused by the parameter's name, before anything is computed of it."""
+    examples = [call for call in EVERY if call.name == name]
+    for param, usual in examples[0].params:
+        wrong = ("x", "X" * 99) if isinstance(usual, str) else (-1, -(2**63), 2**63 - 1)
+        if isinstance(usual, float):
+            wrong = (float("nan"),)
+        elif "block" in param or param in ("segment", "activated_segment"):
+            wrong = (*wrong, 3, 24, 256, 2**31, 2**32, 2**32 + 128)
+        for value in wrong:
+            with asserts.refused(ValueError, [f"`{param}`: ", "expected"]):
+                plans.attempt(with_params(examples[0], **{param: value}), "cpu")
+
+
+@pytest.mark.rule("ERR-6")
+def test_square_blocks_of_weights_are_not_empty():
+    call = next(call for call in EVERY if call.name == "dequantize" and call.inputs[1] is None)
+    with asserts.refused(ValueError, ["`block_outer`: 0", "expected 1, 16"]):
+        plans.attempt(with_params(call, block=0, block_outer=0), "cpu")
+
+
+@pytest.mark.rule("ERR-6")
+def test_magnitudes_alone_have_a_format_too():
+    """Without codes the segment still says how long a tile is."""
+    call = next(call for call in EVERY if call.name == "quantize" and call.outputs[0] is None)
+    assert plans.attempt(call, "cpu").kernel
+    for segment in (96, 256, 2**31):
+        with asserts.refused(ValueError, [f"`segment`: {segment}", "a divisor of 128"]):
+            plans.attempt(with_params(call, segment=segment), "cpu")
+
+
+@pytest.mark.rule("ERR-6")
+def test_segments_hold_whole_blocks():
+    """Else the last rows of a group would read the scales of the next."""
+    call = next(c for c in EVERY if dict(c.params).get("contract_rows") and dict(c.params)["lhs_block"] == 32)
+    params = dict(call.params)
+    at = [SLOTS[call.name].index(name) for name in ("lhs", "rhs", "lhs_scales", "rhs_scales")]
+    padded = int(params["rows"]) + 15 * G0
+    padded -= padded % 16
+    shapes = [(padded, K0), (padded, N0), (padded // 32, K0), (padded // 32, N0)]
+    inputs = list(call.inputs)
+    for slot, shape in zip(at, shapes, strict=True):
+        inputs[slot] = ArraySpec(shape, call.inputs[slot].dtype)
+    changed = with_params(dataclasses.replace(call, inputs=tuple(inputs)), segment=16, turned=0)
+    with asserts.refused(ValueError, ["segment: 16", "a multiple of the block 32"]):
+        plans.attempt(changed, "cpu")
+
+
+@pytest.mark.rule("ERR-6")
+def test_nothing_is_left_of_a_format_that_is_not_stored():
+    """A maximum that nobody asks the quantiser for would stay what it was."""
+    call = next(call for call in EVERY if call.name == "grouped_matmul_act")
+    outputs = list(call.outputs)
+    outputs[RESULTS[call.name].index("amax")] = ArraySpec((G0,), "float32")
+    with asserts.refused(ValueError, ["`amax`", "expected none without codes"]):
+        plans.attempt(dataclasses.replace(call, outputs=tuple(outputs)), "cpu")

@@ -154,7 +154,7 @@ def test_multipliers_that_are_given(kernel):
     [
         ({"block": 24}, "block"),
         ({"block_outer": 16}, "block_outer"),
-        ({"rule": "none"}, "no rule none"),
+        ({"rule": "none"}, '`rule`: "none"'),
         ({"rule": "nvfp4"}, "expected"),
         ({"block": 0}, "scales"),
     ],

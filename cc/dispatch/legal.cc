@@ -1,0 +1,192 @@
+#include "cc/dispatch/legal.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string_view>
+#include <vector>
+
+#include "cc/api/check.h"
+#include "cc/math/activation.h"
+#include "cc/math/store.h"
+
+namespace grouped {
+namespace {
+
+// Of one operand. No machine has more, and sums and small multiples of such sizes stay far below 2^63.
+constexpr int64_t kMostBytes = int64_t{1} << 48;
+// Tiles of the quantisers are this long: blocks and segments divide it.
+constexpr int64_t kLongestBlock = 128;
+
+// A set of integers that parameters share.
+struct Integers {
+  bool (*has)(int64_t value);
+  const char* words;
+};
+
+constexpr bool is_power_of_two(int64_t value) { return value > 0 && (value & (value - 1)) == 0; }
+constexpr bool is_block(int64_t value) { return value >= 16 && value <= kLongestBlock && is_power_of_two(value); }
+
+constexpr Integers kFlag = {[](int64_t v) { return v == 0 || v == 1; }, "0 or 1"};
+constexpr Integers kHalf = {[](int64_t v) { return v >= 0 && v <= 2; }, "0, 1 or 2"};
+constexpr Integers kAxis = {[](int64_t v) { return v >= 0 && v <= 2; }, "0, 1 or 2"};
+constexpr Integers kBlock = {[](int64_t v) { return v == 0 || is_block(v); }, "0, 16, 32, 64 or 128"};
+constexpr Integers kOuter = {[](int64_t v) { return v == 1 || is_block(v); }, "1, 16, 32, 64 or 128"};
+constexpr Integers kSegment = {[](int64_t v) { return v == 0 || (v <= kLongestBlock && is_power_of_two(v)); },
+                               "0 or a divisor of 128"};
+constexpr Integers kCount = {[](int64_t v) { return v >= 0 && v <= kMostBytes; }, "0 to 2^48"};
+constexpr Integers kRowsOfGroup = {[](int64_t v) { return v >= 0 && v <= INT32_MAX; }, "0 to 2^31 - 1"};
+// Two forms take a stream each, numbered with 32 bits.
+constexpr Integers kStream = {[](int64_t v) { return v >= 0 && v < UINT32_MAX; }, "0 to 2^32 - 2"};
+
+constexpr struct {
+  const char* name;
+  const Integers* set;
+} kIntegers[] = {
+    {"contract_rows", &kFlag},
+    {"rhs_axis", &kAxis},
+    {"scale_bias", &kFlag},
+    {"accumulate", &kFlag},
+    {"batch_invariant", &kFlag},
+    {"aligned_tables", &kFlag},
+    {"rows_hint", &kRowsOfGroup},
+    {"lhs_half", &kHalf},
+    {"rhs_half", &kHalf},
+    {"result_half", &kHalf},
+    {"lhs_block", &kBlock},
+    {"rhs_block", &kBlock},
+    {"rhs_block_outer", &kOuter},
+    {"segment", &kSegment},
+    {"turned", &kFlag},
+    {"rows", &kCount},
+    {"zero_tail", &kFlag},
+    {"interleave", &kCount},
+    {"block", &kBlock},
+    {"block_outer", &kOuter},
+    {"pow2", &kFlag},
+    {"stochastic", &kFlag},
+    {"stream", &kStream},
+    {"rotate", &kFlag},
+    {"full_range", &kFlag},
+    {"cross", &kFlag},
+};
+
+struct Words {
+  const char* name;
+  std::vector<std::string_view> all;
+};
+
+const Words kWords[] = {
+    {"fp32_mode", {"tf32x3", "tf32", "ieee"}},
+    {"promote", {"every_128", "never"}},
+    {"rule", {"fp32", "e8m0", "nvfp4"}},
+    {"four_over_six", {"", "absolute", "square"}},
+    {"algorithm", {"max", "most_recent"}},
+    {"compute", {"", "float32", "bfloat16", "float16"}},
+    {"kind",
+     {
+#define X(text, tag, gated) text,
+         GROUPED_ACTIVATIONS(X)
+#undef X
+     }},
+};
+
+// The row of a table for a parameter; what is stored of activated rows has the parameters of what is stored.
+template <class Row, size_t N>
+const Row& row_of(const Row (&rows)[N], std::string_view name) {
+  constexpr std::string_view kActivated = "activated_";
+  if (name.substr(0, kActivated.size()) == kActivated) name.remove_prefix(kActivated.size());
+  const Row* found = std::find_if(rows, rows + N, [&](const Row& row) { return row.name == name; });
+  GROUPED_CHECK(found != rows + N, "parameter `" + std::string(name) + "` has no row in cc/dispatch/legal.cc");
+  return *found;
+}
+
+// The rows of a call's parameters, found once for each kind of call: XLA's edge asks at every run.
+struct Row {
+  const Integers* integers = nullptr;
+  const Words* words = nullptr;
+};
+
+struct Rows {
+  std::vector<Row> rows;
+
+  template <class... Operand>
+  void input(Operand&&...) {}
+  template <class... Operand>
+  void optional(Operand&&...) {}
+  template <class... Operand>
+  void output(Operand&&...) {}
+  template <class... Operand>
+  void optional_output(Operand&&...) {}
+  void param(const char* name, int64_t&) { rows.push_back({row_of(kIntegers, name).set, nullptr}); }
+  void param(const char* name, std::string&) { rows.push_back({nullptr, &row_of(kWords, name)}); }
+  void param(const char*, float&) { rows.emplace_back(); }
+
+  template <class Call>
+  static const std::vector<Row>& of() {
+    static const std::vector<Row> rows = [] {
+      Rows found;
+      Call().visit(found);
+      return found.rows;
+    }();
+    return rows;
+  }
+};
+
+class Asker {
+ public:
+  explicit Asker(const std::vector<Row>& rows) : row_(rows.data()) {}
+
+  std::string wrong;
+
+  void input(const char* name, const TensorView& view) { size(name, view); }
+  void optional(const char* name, const TensorView& view) { size(name, view); }
+  void output(const char* name, const TensorView& view) { size(name, view); }
+  void optional_output(const char* name, const TensorView& view) { size(name, view); }
+  void param(const char* name, int64_t value) {
+    const Integers& legal = *row_++->integers;
+    if (!legal.has(value)) say(name, std::to_string(value), legal.words);
+  }
+  void param(const char* name, const std::string& value) {
+    const auto& legal = row_++->words->all;
+    if (std::find(legal.begin(), legal.end(), value) != legal.end()) return;
+    std::string words;
+    for (const std::string_view word : legal) words += (words.empty() ? "\"" : ", \"") + std::string(word) + "\"";
+    say(name, "\"" + value + "\"", "one of " + words);
+  }
+  void param(const char* name, float value) {
+    ++row_;
+    if (std::isnan(value)) say(name, "nan", "a number");
+  }
+
+ private:
+  void size(const char* name, const TensorView& view) {
+    int64_t bytes = dtype_bytes(view.dtype);
+    for (int i = 0; i < view.rank; ++i) {
+      if (view.dims[i] < 0) return say(name, describe(view), "no negative axis");
+      // An axis may hide behind one that is zero.
+      if (__builtin_mul_overflow(bytes, std::max<int64_t>(view.dims[i], 1), &bytes) || bytes > kMostBytes) {
+        return say(name, describe(view), "no more than memory can hold, 2^48 bytes");
+      }
+    }
+  }
+  void say(const char* name, const std::string& came, const std::string& wanted) {
+    if (wrong.empty()) wrong = "`" + std::string(name) + "`: " + came + ", expected " + wanted;
+  }
+
+  const Row* row_;
+};
+
+}  // namespace
+
+template <class Call>
+std::string illegal(const Call& call) {
+  Asker asker(Rows::of<Call>());
+  Call(call).visit(asker);
+  return asker.wrong;
+}
+
+#define X(Call) template std::string illegal<Call>(const Call&);
+GROUPED_CALLS(X)
+#undef X
+
+}  // namespace grouped

@@ -1,0 +1,15 @@
+// What each operand and each parameter may be by itself, whatever else the call has: sizes that arithmetic on them
+// cannot overflow, and the values that calls.h gives a meaning. How they fit together is said by shapes.h.
+#pragma once
+
+#include <string>
+
+#include "cc/api/calls.h"
+
+namespace grouped {
+
+// Empty, or the first operand or parameter that is none, in words.
+template <class Call>
+std::string illegal(const Call& call);
+
+}  // namespace grouped

@@ -1,0 +1,118 @@
+"""Calls of every kind, in every form that the faces ask for: what a test of the native edge as a whole goes through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from grouped_core import calls
+from grouped_core.activations import Activation
+from grouped_core.calls import ArraySpec, Call, Storing
+from grouped_core.formats import FORMATS, PLAIN, WIDE
+from grouped_core.recipes import BF16
+
+
+def products(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
+    """Products of every form, plain and quantised, with what may stand beside them."""
+    sizes, scale = ArraySpec((groups,), "int32"), ArraySpec((rows,), "float32")
+    for dtype in PLAIN:
+        x, bias = ArraySpec((rows, k), dtype), ArraySpec((groups, n), "float32")
+        w, turned = ArraySpec((groups, k, n), dtype), ArraySpec((groups, n, k), dtype)
+        into = ArraySpec((groups, k, n), "float32")
+        dy, dtype = ArraySpec((rows, n), dtype), dtype if dtype in WIDE else "bfloat16"
+        beside: dict[str, Any] = {"bias": bias, "row_scale": scale}
+        yield calls.grouped_matmul(x, w, (1, 1), sizes, dtype, recipe=BF16, **beside, scale_bias=True)
+        yield calls.grouped_matmul(x, turned, (1, 2), sizes, dtype, recipe=BF16, **beside, tables=(True, True, False))
+        yield calls.grouped_matmul(x, w, (1, 1), sizes, "float32", recipe=BF16, into=ArraySpec((rows, n), "float32"))
+        yield calls.grouped_matmul(x, dy, (0, 0), sizes, "float32", recipe=BF16, into=into, accumulate=True)
+        yield calls.grouped_matmul(x, dy, (0, 0), sizes, "float32", recipe=BF16, into=into, tables=(False, False, True))
+        wide = ArraySpec((rows, 2 * k), x.dtype)
+        yield calls.grouped_matmul(wide, turned, (1, 2), sizes, dtype, recipe=BF16, rhs_up=turned)
+        yield calls.grouped_matmul(wide, dy, (0, 0), sizes, dtype, recipe=BF16, halves=(2, 0))
+        yield calls.grouped_matmul(x, w, (1, 1), sizes, dtype, recipe=BF16, result_half=2)
+    for name, format in FORMATS.items():
+        if format.plain:
+            continue
+        for dtype in ("bfloat16", "float32"):
+            x, dy = ArraySpec((rows, k), dtype), ArraySpec((rows, n), dtype)
+            weight = calls.stored_spec(format, (groups, n, k), 2, dtype)
+            yield calls.grouped_matmul(x, weight, (1, 2), sizes, dtype, recipe=BF16)
+            if format.square or (name.startswith("mxfp4") and dtype == "float32"):
+                continue
+            stored_x = calls.stored_spec(format, (rows, k), 1, dtype, groups)
+            yield calls.grouped_matmul(stored_x, weight, (1, 2), sizes, dtype, recipe=BF16, row_scale=scale)
+            if format.segment:
+                lhs, rhs = (calls.stored_spec(format, each.shape, 0, dtype, groups) for each in (x, dy))
+                yield calls.grouped_matmul(lhs, rhs, (0, 0), sizes, "float32", recipe=BF16)
+
+
+def fused(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
+    """Products with an activation, their results plain and stored."""
+    sizes, scale = ArraySpec((groups,), "int32"), ArraySpec((rows,), "float32")
+    x, hidden = ArraySpec((rows, k), "bfloat16"), ArraySpec((rows, 2 * n), "bfloat16")
+    gated, relu = Activation("swiglu"), Activation("relu")
+    w1, w2 = ArraySpec((groups, k, 2 * n), "bfloat16"), ArraySpec((groups, k, n), "bfloat16")
+    options: dict[str, Any] = {"recipe": BF16, "row_scale": scale}
+    yield calls.grouped_matmul_act(x, w1, 1, sizes, "bfloat16", activation=gated, **options)
+    yield calls.grouped_matmul_act(x, w1, 1, sizes, "float32", activation=relu, **options, tables=(True, False))
+    yield calls.grouped_matmul_act(x, w2, 1, sizes, "bfloat16", activation=gated, **options, rhs_up=w2)
+    given = (x, w2, 1, sizes, hidden, "bfloat16")
+    yield calls.grouped_matmul_dact(*given, activation=gated, wanted=(True, True, True), **options, row_base=scale)
+    yield calls.grouped_matmul_dact(*given, activation=gated, wanted=(False, False, True), **options, table=True)
+    for format in FORMATS.values():
+        if format.plain or format.square:
+            continue
+        stored = Storing(format, (True, bool(format.segment)), amax=True, merge=True, encode=format.delayed)
+        both: dict[str, Any] = {"stored": stored, "hidden": False, **options}
+        yield calls.grouped_matmul_act(x, w1, 1, sizes, "bfloat16", activation=gated, **both)
+        cross = Storing(format, (False, True), encode=format.delayed) if format.segment else None
+        both = {"stored": stored, "stored_activated": cross, **options}
+        yield calls.grouped_matmul_dact(*given, activation=gated, wanted=(False, False, True), **both)
+
+
+def others(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
+    """Everything but products."""
+    sizes, scale = ArraySpec((groups,), "int32"), ArraySpec((rows,), "float32")
+    x, hidden = ArraySpec((rows, n), "bfloat16"), ArraySpec((rows, 2 * n), "float32")
+    yield calls.group_sum(x, sizes, "float32", scale)
+    vectors = (x, ArraySpec((groups, n), "bfloat16"))
+    yield calls.row_dot(sizes, rows, (x, x), vectors, True)
+    yield calls.row_dot(sizes, rows, None, vectors)
+    yield calls.scale_rows(x, scale, sizes, "bfloat16", x)
+    yield calls.activation(
+        hidden, sizes, "float16", activation=Activation("swiglu", interleave=n or 1), row_scale=scale
+    )
+    yield calls.activation(x, sizes, "float32", activation=Activation("gelu_tanh"))
+    wanted: dict[str, Any] = {"wanted": (True, True, True), "row_scale": scale, "row_base": scale}
+    yield calls.activation_grad(x, hidden, sizes, "float32", activation=Activation("situ_glu"), **wanted)
+    state = ArraySpec((n, groups), "float32")
+    yield calls.scale_update(state, ArraySpec((n, k, groups), "float32"), "max", reuse=True)
+
+
+def stored(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
+    """Everything that makes or reads quantised arrays but multiplies none."""
+    sizes, x, w = ArraySpec((groups,), "int32"), ArraySpec((rows, k), "bfloat16"), ArraySpec((groups, n, k), "float32")
+    for format in FORMATS.values():
+        if format.plain:
+            continue
+        beside: dict[str, Any] = {"amax": True, "merge": True, "key": format.stochastic, "stream": 3}
+        if not format.square:
+            for forms in ((True, False), (True, True), (False, False)):
+                if format.segment or not forms[1]:
+                    yield calls.quantize(x, format, forms, sizes, **beside, encode=format.delayed)
+            for axis in (1, 0) if format.segment else (1,):
+                rows_spec = calls.stored_spec(format, x.shape, axis, "bfloat16", groups)
+                yield calls.dequantize(rows_spec, sizes, "float32")
+        if not format.rotate:
+            yield calls.quantize(w, format, (True, True), None, **beside, table=True)
+            yield calls.quantize(w, format, (True, True), None, **beside, skip=True, reuse=True)
+            for axis in (2, 1):
+                yield calls.dequantize(calls.stored_spec(format, w.shape, axis, "float32"), None, "bfloat16")
+        if not format.rotate and not format.stochastic:
+            yield calls.shard_amax(w, format)
+            yield calls.shard_cast(w, format, (True, True), encode=format.delayed, skip=True)
+
+
+def every_call(groups: int, rows: int, k: int, n: int) -> list[Call]:
+    """All of them, for weights [G, K, N] or the other way round and M rows; not every call has K and N."""
+    return [call for make in (products, fused, others, stored) for call in make(groups, rows, k, n)]
