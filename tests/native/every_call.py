@@ -9,7 +9,7 @@ from grouped_core import calls
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec, Call, Storing
 from grouped_core.formats import FORMATS, PLAIN, WIDE
-from grouped_core.recipes import BF16
+from grouped_core.recipes import BF16, FP8Current
 
 
 def products(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
@@ -40,7 +40,8 @@ def products(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
             if format.square or (name.startswith("mxfp4") and dtype == "float32"):
                 continue
             stored_x = calls.stored_spec(format, (rows, k), 1, dtype, groups)
-            yield calls.grouped_matmul(stored_x, weight, (1, 2), sizes, dtype, recipe=BF16, row_scale=scale)
+            for recipe in (BF16, FP8Current.replace(accumulate="fast")):
+                yield calls.grouped_matmul(stored_x, weight, (1, 2), sizes, dtype, recipe=recipe, row_scale=scale)
             if format.segment:
                 lhs, rhs = (calls.stored_spec(format, each.shape, 0, dtype, groups) for each in (x, dy))
                 yield calls.grouped_matmul(lhs, rhs, (0, 0), sizes, "float32", recipe=BF16)
@@ -68,6 +69,14 @@ def fused(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
         cross = Storing(format, (False, True), encode=format.delayed) if format.segment else None
         both = {"stored": stored, "stored_activated": cross, **options}
         yield calls.grouped_matmul_dact(*given, activation=gated, wanted=(False, False, True), **both)
+        codes = calls.stored_spec(format, x.shape, 1, "bfloat16", groups)
+        weights = [calls.stored_spec(format, (groups, width, k), 2, "bfloat16") for width in (2 * n, n)]
+        made = stored._replace(amax=False, merge=False)
+        for results in (None, made):
+            both = {"activation": gated, "stored": results, **options}
+            yield calls.grouped_matmul_act(codes, weights[0], 2, sizes, "bfloat16", **both, hidden=results is None)
+            both |= {"stored_activated": cross if results else None, "wanted": (results is None, False, False)}
+            yield calls.grouped_matmul_dact(codes, weights[1], 2, sizes, hidden, "bfloat16", **both)
 
 
 def others(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
@@ -100,6 +109,8 @@ def stored(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
             for forms in ((True, False), (True, True), (False, False)):
                 if format.segment or not forms[1]:
                     yield calls.quantize(x, format, forms, sizes, **beside, encode=format.delayed)
+                if forms[0] and (format.segment or not forms[1]):
+                    yield calls.quantize(x, format, forms, sizes, key=format.stochastic)
             for axis in (1, 0) if format.segment else (1,):
                 rows_spec = calls.stored_spec(format, x.shape, axis, "bfloat16", groups)
                 yield calls.dequantize(rows_spec, sizes, "float32")
