@@ -23,4 +23,19 @@ class DeviceGuard {
   int previous_ = -1;  // -1: nothing to restore
 };
 
+// A launch needs a context that is current in its thread: the driver's own calls, such as that which encodes tensor
+// maps, make none. Where none is, the guard makes that of `stream` current for its lifetime, which also says the
+// device; where the stream does not say it (0 is of any device), that of the thread's device, for good. The thread's
+// device stays what it is. Does nothing on the CPU.
+class ContextGuard {
+ public:
+  ContextGuard(Platform platform, void* stream);
+  ~ContextGuard();
+  ContextGuard(const ContextGuard&) = delete;
+  ContextGuard& operator=(const ContextGuard&) = delete;
+
+ private:
+  bool pushed_ = false;
+};
+
 }  // namespace grouped

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cc/api/check.h"
+#include "cc/bind/device.h"
 #include "cc/bind/signature.h"
 #include "cc/cpu/parallel.h"
 #include "cc/dispatch/dispatch.h"
@@ -192,6 +193,7 @@ class Prepared {
       const FloatEnvironment environment;
       kernel->launch(call, context);
     } else {
+      const ContextGuard guard(target_.platform, buffers.stream);
       kernel->launch(call, context);
     }
   }

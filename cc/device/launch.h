@@ -1,5 +1,4 @@
-// Checked launches, device facts, and tensor maps. The driver's one entry point that we need is fetched at run time, so
-// the library loads where there is no driver.
+// Checked launches, device facts, and tensor maps.
 #pragma once
 
 #include <cuda.h>
@@ -11,6 +10,7 @@
 
 #include "cc/api/check.h"
 #include "cc/api/tensor.h"
+#include "cc/device/driver.h"
 #include "cc/device/maps.h"
 
 #define GROUPED_CUDA_CHECK(call)                                                                  \
@@ -86,19 +86,7 @@ void launch_early(void (*kernel)(Params), unsigned blocks, unsigned threads, int
 }
 
 inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
-  static const auto encode = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
-    GROUPED_CUDA_CHECK(
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found));
-#else  // the name until CUDA 12.5: the version is that of the toolkit
-    GROUPED_CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found));
-#endif
-    GROUPED_CHECK(found == cudaDriverEntryPointSuccess && entry != nullptr,
-                  "the driver has no cuTensorMapEncodeTiled; a driver for CUDA 12 or newer is needed");
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
-  }();
+  static const auto encode = driver_entry<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled", 12000);
   return encode;
 }
 
@@ -119,7 +107,7 @@ inline CUtensorMapDataType tensor_map_dtype(DType dtype) {
   }
 }
 
-// A map of rank 4, swizzled as wide as its box: 64 or 128 bytes.
+// A map of rank 4, swizzled as wide as its box: 64 or 128 bytes. A context must be current in this thread.
 inline CUtensorMap tensor_map(const void* base, DType dtype, const MapShape& shape, uint32_t box_cols,
                               uint32_t box_rows) {
   CUtensorMap map;
@@ -129,11 +117,8 @@ inline CUtensorMap tensor_map(const void* base, DType dtype, const MapShape& sha
   const CUresult status = tensor_map_encoder()(&map, tensor_map_dtype(dtype), 4, const_cast<void*>(base), shape.dims,
                                                shape.strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                                                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  GROUPED_CHECK(status == CUDA_SUCCESS,
-                "cuTensorMapEncodeTiled failed with " + std::to_string(int(status)) + " for an address " +
-                    std::to_string(reinterpret_cast<uintptr_t>(base) % 16) + " bytes past a multiple of 16, " +
-                    std::to_string(shape.dims[0]) + " columns, pitch " + std::to_string(shape.strides[0]) +
-                    "; address and pitch must be multiples of 16 bytes");
+  static_assert(kInvalidValue == CUDA_ERROR_INVALID_VALUE && kInvalidContext == CUDA_ERROR_INVALID_CONTEXT);
+  GROUPED_CHECK(status == CUDA_SUCCESS, tensor_map_failure(status, reinterpret_cast<uintptr_t>(base), shape));
   return map;
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "cc/api/tensor.h"
 #include "cc/device/schedule.cuh"
@@ -36,6 +37,19 @@ inline MapShape scattered_shape(int64_t rows, int64_t cols, DType dtype) {
   const uint64_t pitch = uint64_t(cols) * dtype_bytes(dtype);
   return {{uint64_t(cols), uint64_t(rows), uint64_t(sm90::kRagged), uint64_t(sm90::kRagged)},
           {pitch, 16, uint64_t(1) << 34}};
+}
+
+// Of the driver's CUresult.
+constexpr int kInvalidValue = 1, kInvalidContext = 201;
+
+// Why the driver did not encode a map of this shape.
+inline std::string tensor_map_failure(int status, uint64_t address, const MapShape& shape) {
+  const std::string text = "cuTensorMapEncodeTiled failed with " + std::to_string(status);
+  if (status == kInvalidContext) return text + ": no CUDA context is current in this thread; launches must make one so";
+  if (status != kInvalidValue) return text + ", a CUresult of cuda.h";
+  return text + " for an address " + std::to_string(address % 16) + " bytes past a multiple of 16, " +
+         std::to_string(shape.dims[0]) + " columns, pitch " + std::to_string(shape.strides[0]) +
+         "; address and pitch must be multiples of 16 bytes";
 }
 
 }  // namespace grouped

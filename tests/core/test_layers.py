@@ -39,10 +39,10 @@ MAY_INCLUDE = {
     "cpu": {"cc/cpu/", "cc/math/", "cc/api/"},
     "kernels": {"cc/kernels/kernels.h", "cc/dispatch/tiles_", "cc/device/", "cc/cpu/", "cc/math/", "cc/api/"},
     "dispatch": {"cc/dispatch/", "cc/kernels/kernels.h", "cc/math/", "cc/api/"},
-    "bind": {"cc/bind/", "cc/dispatch/", "cc/api/", "cc/cpu/parallel.h", "cc/cpu/panel.h"},
+    "bind": {"cc/bind/", "cc/dispatch/", "cc/api/", "cc/device/driver.h", "cc/cpu/parallel.h", "cc/cpu/panel.h"},
 }
 """Our own headers by folder of cc/, as prefixes. Kernels ask for their tile, which is arithmetic. cc/bind takes the
-pool, and the name of the instruction set."""
+pool, the name of the instruction set, and what asks the driver for its functions."""
 FRAMEWORK_HEADERS = ("xla/", "nanobind/", "dlpack", "Python.h", "torch/", "ATen/", "c10/", "jaxlib/", "tensorflow/")
 CUDA_HEADERS = ("cuda", "device_", "vector_", "cooperative_groups", "mma.h", "cooperative")
 

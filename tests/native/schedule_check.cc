@@ -606,6 +606,22 @@ void scales_of_lanes(std::mt19937_64& rng) {
   }
 }
 
+// ---- what a map that is not encoded says ----
+
+bool says(const std::string& text, const char* words) { return text.find(words) != std::string::npos; }
+
+void tensor_map_failures() {
+  const MapShape shape = packed_shape(3, 64, 40, DType::bf16);
+  const std::string misplaced = tensor_map_failure(kInvalidValue, 4104, shape);
+  EXPECT(says(misplaced, "8 bytes past a multiple of 16, 40 columns, pitch 80"), "%s", misplaced.c_str());
+  const std::string homeless = tensor_map_failure(kInvalidContext, 4104, shape);
+  EXPECT(says(homeless, "failed with 201: no CUDA context is current") && !says(homeless, "multiple"), "%s",
+         homeless.c_str());
+  const std::string other = tensor_map_failure(999, 4104, shape);
+  EXPECT(says(other, "failed with 999") && !says(other, "multiple") && !says(other, "context"), "%s", other.c_str());
+  std::puts("a failure blames address and pitch only where the driver does");
+}
+
 // ---- tiles by problem ----
 
 void choices() {
@@ -650,5 +666,6 @@ int main() {
   std::puts("lanes find the scales of their codes wherever lines of scales start");
   segments(rng);
   stage_scales();
+  tensor_map_failures();
   choices();
 }

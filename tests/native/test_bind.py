@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,18 @@ class TestVersions:
         subprocess.run(command, check=True, cwd=ROOT, capture_output=True, timeout=60)
         kept = (ROOT / "grouped_core" / "_native.pyi").read_text()
         assert kept == made.read_text(), f"the stub is stale; make it anew: {' '.join(command[1:])}"
+
+
+def test_sources_are_named_as_the_project_names_them():
+    """Messages about broken invariants show no path of the machine that built the module, which does not hold one."""
+    module = Path(_native.__file__).read_bytes()
+    if b".debug_info" in module:
+        pytest.skip("a build with debug information names its sources")
+    assert str(ROOT).encode() not in module
+    folders = "|".join(sorted(path.name for path in (ROOT / "cc").iterdir()))
+    found = set(re.findall(rf"[\w./-]*\bcc/(?:{folders})/\w+\.\w+".encode(), module))
+    assert b"cc/bind/launch.h" in found
+    assert not [path for path in found if not path.startswith(b"cc/")]
 
 
 class TestSameThing:

@@ -1,0 +1,26 @@
+// Functions of the CUDA driver, fetched at run time, so that the library loads where there is no driver.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "cc/api/check.h"
+
+namespace grouped {
+
+// `name` as it is since CUDA `version` (12000 for 12.0), of type `Function`.
+template <class Function>
+Function driver_entry(const char* name, unsigned version) {
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+  const cudaError_t status = cudaGetDriverEntryPointByVersion(name, &entry, version, cudaEnableDefault, &found);
+  GROUPED_CHECK(status == cudaSuccess,
+                std::string("asking the driver for ") + name + ": " + cudaGetErrorString(status));
+  GROUPED_CHECK(found == cudaDriverEntryPointSuccess && entry != nullptr,
+                std::string("the driver has no ") + name + "; a driver for CUDA 12 or newer is needed");
+  return reinterpret_cast<Function>(entry);
+}
+
+}  // namespace grouped
