@@ -47,6 +47,14 @@ const TensorView* first_unaligned(std::initializer_list<const TensorView*> views
   return nullptr;
 }
 
+// Of what a quantiser writes: codes, and scales beside codes of four bits, which it writes eight at once.
+const TensorView* first_unaligned_of(const Storing& stored, int alignment) {
+  const TensorView* found = first_unaligned({&stored.values, &stored.cross_values}, alignment);
+  const DType type = (stored.values.present() ? stored.values : stored.cross_values).dtype;
+  if (found != nullptr || type != DType::u8) return found;
+  return first_unaligned({&stored.scales, &stored.cross_scales}, alignment);
+}
+
 template <class Call>
 const TensorView* find_unaligned(const Call&, int) {
   return nullptr;
@@ -55,20 +63,19 @@ const TensorView* find_unaligned(const GroupedMatmul& call, int alignment) {
   return first_unaligned({&call.lhs, &call.rhs, &call.rhs_up, &call.result}, alignment);
 }
 const TensorView* find_unaligned(const GroupedMatmulAct& call, int alignment) {
-  return first_unaligned(
-      {&call.lhs, &call.rhs, &call.rhs_up, &call.result, &call.hidden, &call.stored.values, &call.stored.cross_values},
-      alignment);
+  const TensorView* found =
+      first_unaligned({&call.lhs, &call.rhs, &call.rhs_up, &call.result, &call.hidden}, alignment);
+  return found != nullptr ? found : first_unaligned_of(call.stored, alignment);
 }
 const TensorView* find_unaligned(const GroupedMatmulDact& call, int alignment) {
-  return first_unaligned({&call.lhs, &call.rhs, &call.hidden, &call.result, &call.activated, &call.stored.values,
-                          &call.stored.cross_values, &call.stored_activated.cross_values},
-                         alignment);
+  const TensorView* found =
+      first_unaligned({&call.lhs, &call.rhs, &call.hidden, &call.result, &call.activated}, alignment);
+  if (found == nullptr) found = first_unaligned_of(call.stored, alignment);
+  return found != nullptr ? found : first_unaligned_of(call.stored_activated, alignment);
 }
 const TensorView* find_unaligned(const Quantize& call, int alignment) {
-  const TensorView* found = first_unaligned({&call.source, &call.values, &call.cross_values}, alignment);
-  const DType type = (call.values.present() ? call.values : call.cross_values).dtype;
-  if (found != nullptr || type != DType::u8) return found;
-  return first_unaligned({&call.scales, &call.cross_scales}, alignment);  // written eight at once
+  const TensorView* found = first_unaligned({&call.source}, alignment);
+  return found != nullptr ? found : first_unaligned_of(call, alignment);
 }
 
 template <class Call>

@@ -229,6 +229,40 @@ def test_workspaces_of_addresses(arch, name):
             plan.workspace_for(even[:-1])
 
 
+@pytest.mark.rule("GRP-3")
+@pytest.mark.parametrize(("format", "scales"), [("nvfp4", True), ("mxfp8", False)])
+def test_workspaces_of_stored_results(format, scales):
+    """A fused call asks for what its quantiser asks for: scales of four-bit codes are written several at once."""
+    compiled("sm_90a")
+    case = cases.named("A")
+    x, _, _, sizes = specs(case, "bfloat16")
+    hidden = ArraySpec((case.rows, 2 * case.n), "bfloat16")
+    wi = ArraySpec((case.groups, case.k, 2 * case.n), "bfloat16")
+    wo = ArraySpec((case.groups, case.k, case.n), "bfloat16")
+    form = FORMATS[format]
+    options: dict[str, Any] = {"activation": Activation("swiglu"), "recipe": plain("bfloat16")}
+    options["stored"] = calls.Storing(form, (True, True))
+    wanted: dict[str, Any] = {"wanted": (False, False, True), "stored_activated": calls.Storing(form, (False, True))}
+    looked_at = 0
+    for call in (
+        calls.grouped_matmul_act(x, wi, 1, sizes, "bfloat16", hidden=False, **options),
+        calls.grouped_matmul_dact(x, wo, 1, sizes, hidden, "bfloat16", **options, **wanted),
+    ):
+        plan = plans.attempt(call, "sm_90a")
+        assert plan.aligned_workspace_bytes < plan.workspace_bytes, plan.kernel
+        slots = [*calls.SLOTS[call.name], *calls.RESULTS[call.name], "workspace"]
+        given = [spec is not None for spec in (*call.inputs, *call.outputs)]
+        even = [16 * at for at in range(len(slots))]
+        for at, slot in enumerate(slots[:-1]):
+            if not given[at] or not slot.endswith(("values", "scales")) or "group" in slot:
+                continue
+            full = slot.endswith("values") or scales
+            needed = plan.workspace_bytes if full else plan.aligned_workspace_bytes
+            assert plan.workspace_for([*even[:at], even[at] + 1, *even[at + 1 :]]) == needed, slot
+            looked_at += 1
+    assert looked_at == 4 + 6
+
+
 @pytest.mark.rule("ERR-3")
 @pytest.mark.parametrize("arch", DEFAULT)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
