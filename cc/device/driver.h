@@ -15,7 +15,12 @@ template <class Function>
 Function driver_entry(const char* name, unsigned version) {
   void* entry = nullptr;
   cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
   const cudaError_t status = cudaGetDriverEntryPointByVersion(name, &entry, version, cudaEnableDefault, &found);
+#else  // there the version is that of the toolkit
+  static_cast<void>(version);
+  const cudaError_t status = cudaGetDriverEntryPoint(name, &entry, cudaEnableDefault, &found);
+#endif
   GROUPED_CHECK(status == cudaSuccess,
                 std::string("asking the driver for ") + name + ": " + cudaGetErrorString(status));
   GROUPED_CHECK(found == cudaDriverEntryPointSuccess && entry != nullptr,
