@@ -63,6 +63,7 @@ constexpr struct {
     {"block", &kBlock},
     {"block_outer", &kOuter},
     {"pow2", &kFlag},
+    {"starts_at_one", &kFlag},
     {"stochastic", &kFlag},
     {"stream", &kStream},
     {"rotate", &kFlag},

@@ -1,5 +1,5 @@
 // A part of grouped_matmul_act_bf16_sm90.cu, on its own because it takes half a minute to compile.
-#include "cc/device/up_product.cuh"
+#include "cc/kernels/grouped_matmul_act_bf16_sm90.cuh"
 
 namespace grouped::sm90 {
 

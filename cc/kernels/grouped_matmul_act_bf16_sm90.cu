@@ -17,7 +17,7 @@
 //
 // Kinds that are not gated have 192 result columns a tile and no pairs.
 #include "cc/api/kernel.h"
-#include "cc/device/up_product.cuh"
+#include "cc/kernels/grouped_matmul_act_bf16_sm90.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
