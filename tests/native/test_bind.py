@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
 import threading
 from pathlib import Path
@@ -112,6 +113,28 @@ def test_sources_are_named_as_the_project_names_them():
     found = set(re.findall(rf"[\w./-]*\bcc/(?:{folders})/\w+\.\w+".encode(), module))
     assert b"cc/bind/launch.h" in found
     assert not [path for path in found if not path.startswith(b"cc/")]
+
+
+@pytest.mark.rule("ERR-6")
+def test_programs_without_groups_end_in_an_error_of_xla():
+    """What nobody in Python has checked, as a serialised program: its handler answers, and takes the next call."""
+    import jax
+    import jax.numpy as jnp
+
+    importlib.import_module("jax_grouped")  # registers the handlers
+
+    def scaled(rows, sizes):
+        results = (jax.ShapeDtypeStruct(rows.shape, jnp.float32), jax.ShapeDtypeStruct((0,), jnp.uint8))
+        attributes = {"operands": np.int64(7), "results": np.int64(1), "arch": "cpu", "implementation": ""}
+        return jax.ffi.ffi_call("jg_scale_rows_v1", results)(rows, rows[:, 0], sizes, **attributes)[0]
+
+    rows = jnp.full((4, 3), 2.0)
+    with jax.default_device(jax.devices("cpu")[0]):
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match=r"jg_scale_rows_v1: `group_sizes`: int32\[0\], expected 1"
+        ):
+            jax.jit(scaled)(rows, jnp.zeros(0, jnp.int32)).block_until_ready()
+        asserts.filled(np.asarray(jax.jit(scaled)(rows, jnp.array([4], jnp.int32))), 4.0)
 
 
 class TestSameThing:
