@@ -196,7 +196,7 @@ def nbytes_of(spec: Spec) -> int:
 
 
 def content_of(m: Mutation, name: str, spec: Spec, memory: Memory, region: int) -> bytes | None:
-    """What an operand holds where it may not hold anything: sizes may, addresses may not."""
+    """What an operand holds where noise will not do: sizes of any sign, and addresses that lead somewhere."""
     rng = m.rng
     if name == "group_sizes":
         sizes = rng.choices((0, 1, 7, 20, 33, -1, 2**31 - 1, -(2**31)), (4, 4, 8, 8, 4, 1, 1, 1), k=spec[1][0])
