@@ -16,7 +16,7 @@ from grouped_core.calls import Call
 from grouped_core.debug import Planned, bound_arguments, explain_calls, why_not
 from grouped_core.formats import QTensor
 from torch_bridge import _arguments as linear_arguments
-from torch_bridge import _graph, _run, _stored_arguments, _stored_mlp_arguments, mlp, ops
+from torch_bridge import _autocast, _graph, _run, _stored_arguments, _stored_mlp_arguments, mlp, ops
 from torch_bridge import _mlp_arguments as mlp_arguments
 from torch_bridge._run import arch_of
 from torch_bridge.quantize import check_dequantize, check_quantize, dequantize, quantize
@@ -41,11 +41,11 @@ def _planner(operation: Callable[..., Tensor], check: Callable[..., None], weigh
     """Native calls of a product and of the gradients that its arguments need; `weights` are names of arguments."""
 
     def calls(*, out: Tensor | None, grad_input: Tensor | None, **arguments: Any) -> list[Call]:
-        check(arguments, out, grad_input)  # devices and memory, which meta tensors do not have
+        check(_cast(arguments), out, grad_input)  # devices and memory, which meta tensors do not have
         if isinstance(arguments["wgrad_accum"], str):
             found = [_main_grads(_stored_arguments.taken(arguments[name])[0]) for name in weights]
             arguments["wgrad_accum"] = found[0] if len(weights) == 1 else tuple(found)
-        given, leaves = _on_meta({**arguments, "out": out, "grad_input": grad_input})
+        given, leaves = _on_meta({**_cast(arguments), "out": out, "grad_input": grad_input})
 
         def step() -> None:
             y = operation(**given)
@@ -56,6 +56,15 @@ def _planner(operation: Callable[..., Tensor], check: Callable[..., None], weigh
         return _noted(step)
 
     return calls
+
+
+def _cast(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as autocast has them, which knows no meta tensors."""
+    dtype = _autocast.dtype_of(arguments["x"])
+    return {name: _autocast.cast(each, dtype) if name in _CAST else each for name, each in arguments.items()}
+
+
+_CAST = ("x", "weight", "bias", "wi", "wo", "wi_bias", "wo_bias")
 
 
 def _planner_of_forms(operation: Callable[..., Any], check: Callable[..., Any]) -> Planned:

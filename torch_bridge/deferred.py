@@ -20,7 +20,7 @@ from grouped_core.formats import QTensor, wide
 from grouped_core.gradients import Needs
 from grouped_core.mlp_spec import MlpNeeds, MlpSpecs, check_cotangent, restrict
 from grouped_core.sizes import GroupSizes
-from torch_bridge import _saved, _stored_mlp_arguments, _stored_mlp_gradients, mlp, stored_mlp
+from torch_bridge import _autocast, _saved, _stored_mlp_arguments, _stored_mlp_gradients, mlp, stored_mlp
 from torch_bridge._arguments import Members, accumulators_of, check_apart, check_writable
 from torch_bridge._mlp_arguments import Accumulators, check_arguments, check_buffers, specs_of
 from torch_bridge._mlp_library import NAMES
@@ -73,6 +73,8 @@ def grouped_mlp_fwd(
             of backward take.
         needs: which gradients will be asked for; None: all of what there is. Nothing is kept for the others.
 
+    Under `torch.autocast` gradients of what is cast come in its dtype, or are added to accumulators unrounded.
+
     Raises what `grouped_mlp` raises.
     """
     for name, part in ((NAMES.accum, "grouped_mlp_bwd_dw"), (NAMES.grad_input, "grouped_mlp_bwd_dx")):
@@ -84,6 +86,9 @@ def grouped_mlp_fwd(
     for name in ("out", NAMES.grad_input):
         arguments.pop(name)
     with torch.no_grad():
+        cast = _autocast.operands(x, [wi, wo], [arguments["wi_bias"], arguments["wo_bias"]])
+        x, (wi, wo) = cast.x, cast.weights
+        arguments |= {"x": x, "wi": wi, "wo": wo, "wi_bias": cast.biases[0], "wo_bias": cast.biases[1]}
         if is_stored_mlp(x, wi, wo, arguments["recipe"]):
             return _stored_fwd(_stored_mlp_arguments.check_arguments(**arguments), out, needs)
         given = check_arguments(**arguments)

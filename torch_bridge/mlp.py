@@ -18,7 +18,7 @@ from grouped_core.formats import QTensor
 from grouped_core.mlp_spec import Kept, MlpNeeds, Residuals, kept, needs_dh, needs_dz
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
-from torch_bridge import _library, _mlp_library, _saved, main_grad, stored_mlp
+from torch_bridge import _autocast, _library, _mlp_library, _saved, main_grad, stored_mlp
 from torch_bridge._arguments import Members, check_gradient, destinations
 from torch_bridge._compiling import is_compiling
 from torch_bridge._mlp_arguments import Accumulators, Arguments, check_arguments, check_buffers
@@ -64,7 +64,8 @@ def grouped_mlp(
     computed nor saved.
 
     Args:
-        x: [M, K] fp32, bf16 or fp16. Nothing is cast, autocast included.
+        x: [M, K] fp32, bf16 or fp16. Under `torch.autocast` it, the weights and the biases are cast to its dtype, as in
+            `F.linear`; else nothing is.
         wi: [G, W, K], gate rows first or interleaved as the `Activation` says; [G, K, W] with `rhs_transposed=False`;
             or a list of G such matrices; or a pair of gate and linear half, [G, F, K] each ([G, K, F]): the same bits,
             nothing is concatenated unless it is quantised.
@@ -86,11 +87,14 @@ def grouped_mlp(
         NotImplementedError: no kernel takes it. RuntimeError: in backward, `main_grad` cannot be written, or it is
             differentiated again.
     """
+    x, (wi, wo), (wi_bias, wo_bias), owners = _autocast.operands(x, [wi, wo], [wi_bias, wo_bias])
+    first, second = owners
     arguments: list[Any] = [x, wi, wo, group_sizes, rhs_transposed, activation, probs, wi_bias, wo_bias, recipe]
     arguments += [residuals, wgrad_accum, implementation]
     if is_stored_mlp(x, wi, wo, recipe):
-        return stored_mlp.grouped_mlp(*arguments, out=out, grad_input=grad_input)
-    return differentiable(check_arguments(*arguments), out, grad_input, None)
+        return stored_mlp.grouped_mlp(*arguments, out=out, grad_input=grad_input, owners=(first, second))
+    both = None if first is None or second is None else (first, second)
+    return differentiable(check_arguments(*arguments), out, grad_input, both)
 
 
 Owners = tuple[Owner, Owner]

@@ -15,7 +15,7 @@ from grouped_core.formats import QTensor
 from grouped_core.gradients import Needs
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
-from torch_bridge import _library, _saved, main_grad, stored
+from torch_bridge import _autocast, _library, _saved, main_grad, stored
 from torch_bridge._arguments import Arguments, Members, check_arguments, check_buffers, check_gradient, destinations
 from torch_bridge._compiling import is_compiling
 from torch_bridge._library import NAMES
@@ -56,7 +56,8 @@ def grouped_linear(
     members get no gradient.
 
     Args:
-        x: [M, K] fp32, bf16, fp16, e4m3fn or e5m2; or quantised. Nothing is cast, autocast included.
+        x: [M, K] fp32, bf16, fp16, e4m3fn or e5m2; or quantised. Under `torch.autocast` it, the weight and
+            the bias are cast to its dtype, as in `F.linear`; else nothing is.
         weight: [G, N, K], or [G, K, N] with `rhs_transposed=False`; or a list of G such matrices; or quantised. The
             gradient of a quantised operand goes to the master of `straight_through`, else nowhere.
         group_sizes: G integers on the device of x; a list or CPU tensor is copied there without a synchronisation.
@@ -69,9 +70,9 @@ def grouped_linear(
             for frozen members) is added to in backward instead, "main_grad" means the attribute of that name: see
             `torch_bridge.main_grad`. The weight's gradient is then None (with "main_grad" perhaps a zero dummy), also
             from `torch.autograd.grad`.
-        out, grad_input: the caller's buffers for y [M, N] and the gradient of x [M, K]; the results share their
-            storage (under torch.compile they may be copies, and the `.grad` of a leaf x always is one), and rows past
-            the groups keep what they hold.
+        out, grad_input: the caller's buffers for y [M, N] and the gradient of x [M, K], in the dtype of autocast where
+            that is on. The results share their storage (under torch.compile they may be copies, and the `.grad` of a
+            leaf x always is one), and rows past the groups keep what they hold.
         implementation: a kernel's name, or several; see `explain`.
 
     Raises:
@@ -79,11 +80,12 @@ def grouped_linear(
         NotImplementedError: no kernel takes it. RuntimeError: in backward, `main_grad` cannot be written, or it is
             differentiated again.
     """
+    x, (weight,), (bias,), (owner,) = _autocast.operands(x, [weight], [bias])
     arguments: list[Any] = [x, weight, group_sizes, rhs_transposed, bias, row_scale, scale_bias, recipe, wgrad_accum]
     arguments.append(implementation)
     if is_stored(x, weight, recipe):
-        return stored.linear(*arguments, out=out, grad_input=grad_input)
-    return differentiable(check_arguments(*arguments), out, grad_input, None)
+        return stored.linear(*arguments, out=out, grad_input=grad_input, owner=owner)
+    return differentiable(check_arguments(*arguments), out, grad_input, owner)
 
 
 def differentiable(given: Arguments, out: Tensor | None, grad_input: Tensor | None, owner: Owner | None) -> Tensor:

@@ -313,17 +313,6 @@ def test_inputs_changed_in_place_before_backward_are_noticed() -> None:
         y.backward(t.dy)
 
 
-@pytest.mark.rule("MAT-6")
-def test_autocast_leaves_functions_alone() -> None:
-    t = small()
-    with torch.autocast("cpu", torch.bfloat16):
-        y = _call(t)
-        with asserts.refused(TypeError, ["`weight`", "bfloat16", "float32", "cast one of them"]):
-            grouped_linear(t.x, t.w.bfloat16(), t.sizes)
-    assert y.dtype == torch.float32
-    asserts.bitwise(y, _call(t))
-
-
 @pytest.mark.parametrize("batched", [True, False])
 def test_transforms_are_refused_with_a_remedy(batched: bool) -> None:
     t = small()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grouped_core.formats import WIDE
 from grouped_core.recipes import Recipe
+from torch_bridge import _autocast
 from torch_bridge._run import DTYPES
 
 
@@ -39,16 +40,15 @@ def check_recipe(name: str, recipe: Any) -> None:
 
 def compute_dtype(x: Tensor, parameters: torch.dtype) -> torch.dtype:
     """The dtype that a layer computes in: autocast's where it is on, else that of its parameters."""
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # which knows no meta device
-        return torch.get_autocast_dtype(device)
-    return parameters
+    return _autocast.dtype_of(x) or parameters
 
 
 def cast_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows in the dtype of the computation; 8-bit ones stand as they are, and what is no tensor is refused later."""
     if not isinstance(x, Tensor) or x.dtype == dtype:
         return x
+    if _autocast.dtype_of(x) is not None:
+        return _autocast.cast(x, dtype)
     return x.to(dtype) if DTYPES.get(x.dtype) in (*WIDE, "float64") else x
 
 

@@ -172,7 +172,7 @@ def linear(
     recipe = bound(layer.recipe, state_of(layer, layer.recipe), home(rows).device, training=layer.training)
     _note_addresses(layer, weights)
     return stored.linear(
-        *(rows, weights, group_sizes, True, layer.biases(), row_scale, layer.scale_bias, recipe),
+        *(rows, weights, group_sizes, True, layer.biases(rows), row_scale, layer.scale_bias, recipe),
         *("main_grad" if layer.accumulate_into_main_grad else None, None, out, grad_input),
         owner=layer.owner(parameters),
         cache=layer.cache.bind("GroupedLinear", parameters, first),

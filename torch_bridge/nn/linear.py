@@ -17,7 +17,7 @@ from grouped_core.formats import WIDE
 from grouped_core.recipes import Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes
-from torch_bridge import main_grad, ops
+from torch_bridge import _autocast, main_grad, ops
 from torch_bridge._arguments import Members, check_arguments
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import OwnedTable
@@ -37,7 +37,8 @@ class GroupedLinear(Module):
 
     The parameters are `weight0` [N, K] ... and `bias0` [N] ..., or `weight` [G, N, K] and `bias` [G, N]; a checkpoint
     of either form loads into either. Weights are registered before biases, but a single weight after listed biases.
-    Input and weights are cast to the dtype of the computation: autocast's where it is on, else that of the parameters.
+    Input and weights are cast to the dtype of the computation: autocast's where it is on (and biases with them), else
+    that of the parameters.
 
     Args:
         num_groups: G. in_features: K. out_features: N.
@@ -191,7 +192,7 @@ class GroupedLinear(Module):
             self.weights(parameters, dtype),
             group_sizes,
             True,
-            self.biases(),
+            self.biases(x),
             row_scale,
             self.scale_bias,
             self.recipe,
@@ -218,11 +219,12 @@ class GroupedLinear(Module):
             members = [each.to(dtype) for each in members]
         return members[0] if self.weight_names[0] == "weight" else members
 
-    def biases(self) -> Members | None:
-        """The biases as the operation takes them, in the dtype that they have."""
+    def biases(self, x: Any) -> Members | None:
+        """The biases as the operation takes them beside rows `x`: in the dtype that they have, or that of autocast."""
         if not self.bias_names:
             return None
         members = self._local(self._held(self.bias_names), self.bias_names, "bias")
+        members = _autocast.cast(members, _autocast.dtype_of(x))
         return members[0] if self.bias_names[0] == "bias" else members
 
     def _local(self, members: Sequence[Any], names: Sequence[str], kind: str) -> list[Any]:

@@ -59,7 +59,7 @@ def fused_mlp(
     if is_stored(x, None, fc1.recipe):
         dtype = compute_dtype(home(x), parameters[0][0].dtype)
         weights = (fc1.weights(parameters[0], dtype), fc2.weights(parameters[1], dtype))
-        arguments = (cast_rows(x, dtype), *weights, group_sizes, True, activation, probs, fc1.biases(), fc2.biases())
+        arguments = (cast_rows(x, dtype), *weights, group_sizes, True, activation, probs, fc1.biases(x), fc2.biases(x))
         return _recipes.mlp(fc1, fc2, arguments, residuals, state, owners, first_microbatch, out, grad_input)
     dtype = compute_dtype(x, parameters[0][0].dtype)
     given = check_arguments(
@@ -70,8 +70,8 @@ def fused_mlp(
         True,
         activation,
         probs,
-        fc1.biases(),
-        fc2.biases(),
+        fc1.biases(x),
+        fc2.biases(x),
         fc1.recipe,
         residuals,
         "main_grad" if fc1.accumulate_into_main_grad else None,
