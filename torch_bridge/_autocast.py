@@ -8,12 +8,13 @@ pass for each tensor and call; the cache of casts that torch keeps inside of one
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grouped_core.formats import QTensor
+from torch_bridge._compiling import is_compiling
 from torch_bridge._products import Owner
 from torch_bridge.primary import QuantizedWeight
 from torch_bridge.quantize import StraightThrough
@@ -23,6 +24,8 @@ _CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 def dtype_of(x: Any) -> torch.dtype | None:
     """The dtype that autocast asks for beside rows `x`, quantised or not; None where it is off on their device."""
+    if not is_compiling() and not torch._C._is_any_autocast_enabled():  # quick where it is off
+        return None
     x = x.q if isinstance(x, StraightThrough) else x
     x = x.values if isinstance(x, QTensor) else x
     if not isinstance(x, Tensor):
@@ -44,25 +47,18 @@ def cast(operand: Any, dtype: torch.dtype | None) -> Any:
     return operand.to(dtype) if operand.dtype in _CAST and operand.dtype != dtype else operand
 
 
-class Operands(NamedTuple):
-    """Operands of a public function as kernels read them.
+_NOBODY = ((), (None,), (None, None))
 
-    Attributes:
-        owners: of each weight, what has its `main_grad` and flags, where that is not the weight itself.
-    """
-
-    x: Any
-    weights: list[Any]
-    biases: list[Any]
-    owners: list[Owner | None]
+Operands = tuple[Any, Sequence[Any], Sequence[Any], Sequence[Owner | None]]
+"""x, weights, biases, and of each weight what has its `main_grad` and flags, where that is not the weight itself."""
 
 
 def operands(x: Any, weights: Sequence[Any], biases: Sequence[Any]) -> Operands:
-    """The operands of a public function, cast where autocast is on for the device of `x`."""
+    """The operands of a public function as kernels read them: cast where autocast is on for the device of `x`."""
     dtype = dtype_of(x)
     if dtype is None:
-        return Operands(x, list(weights), list(biases), [None] * len(weights))
-    return Operands(cast(x, dtype), cast(weights, dtype), cast(biases, dtype), [_owner(each) for each in weights])
+        return x, weights, biases, _NOBODY[len(weights)]
+    return cast(x, dtype), cast(weights, dtype), cast(biases, dtype), [_owner(each) for each in weights]
 
 
 def _owner(weight: Any) -> Owner | None:

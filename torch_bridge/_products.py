@@ -18,6 +18,7 @@ from grouped_core.gradients import Needs
 from torch_bridge import _library, main_grad
 from torch_bridge._arguments import destinations, weight_names
 from torch_bridge._compiling import is_compiling
+from torch_bridge._memory import EXCHANGE
 from torch_bridge._run import TORCH_DTYPES
 from torch_bridge.params import local
 from torch_bridge.primary import QuantizedWeight
@@ -126,7 +127,7 @@ def check_listed_once(*products: tuple[str, Sequence[Any], Owner | None, bool]) 
     if is_compiling():  # where there are no addresses
         if len(set(live)) == len(live):
             return
-    elif memory.are_apart([_place(each) for each in live]):
+    elif not live or _apart(live):
         return
     seen: list[tuple[str, tuple[int, int]]] = []
     for argument, weights in members:
@@ -138,6 +139,18 @@ def check_listed_once(*products: tuple[str, Sequence[Any], Owner | None, bool]) 
                 if not memory.are_apart([taken, place]):
                     raise memory.listed_twice(name, other, "an accumulator")
             seen.append((name, place))
+
+
+def _apart(live: Sequence[Any]) -> bool:
+    if set(map(type, live)) <= {Tensor, torch.nn.Parameter} and not live[0].is_meta:
+        return _addresses_apart(EXCHANGE.addresses(live), tuple([each.nbytes for each in live]))
+    return memory.are_apart([_place(each) for each in live])
+
+
+@lru_cache(maxsize=1024)
+def _addresses_apart(addresses: bytes, lengths: tuple[int, ...]) -> bool:
+    """Found once for weights that stay where they are."""
+    return memory.are_apart(list(zip(memoryview(addresses).cast("q").tolist(), lengths, strict=True)))
 
 
 def _place(weight: Any) -> tuple[int, int]:

@@ -86,9 +86,9 @@ def grouped_mlp_fwd(
     for name in ("out", NAMES.grad_input):
         arguments.pop(name)
     with torch.no_grad():
-        cast = _autocast.operands(x, [wi, wo], [arguments["wi_bias"], arguments["wo_bias"]])
-        x, (wi, wo) = cast.x, cast.weights
-        arguments |= {"x": x, "wi": wi, "wo": wo, "wi_bias": cast.biases[0], "wo_bias": cast.biases[1]}
+        biases = (arguments["wi_bias"], arguments["wo_bias"])
+        x, (wi, wo), (wi_bias, wo_bias), _ = _autocast.operands(x, (wi, wo), biases)
+        arguments |= {"x": x, "wi": wi, "wo": wo, "wi_bias": wi_bias, "wo_bias": wo_bias}
         if is_stored_mlp(x, wi, wo, arguments["recipe"]):
             return _stored_fwd(_stored_mlp_arguments.check_arguments(**arguments), out, needs)
         given = check_arguments(**arguments)

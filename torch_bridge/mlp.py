@@ -87,8 +87,7 @@ def grouped_mlp(
         NotImplementedError: no kernel takes it. RuntimeError: in backward, `main_grad` cannot be written, or it is
             differentiated again.
     """
-    x, (wi, wo), (wi_bias, wo_bias), owners = _autocast.operands(x, [wi, wo], [wi_bias, wo_bias])
-    first, second = owners
+    x, (wi, wo), (wi_bias, wo_bias), (first, second) = _autocast.operands(x, (wi, wo), (wi_bias, wo_bias))
     arguments: list[Any] = [x, wi, wo, group_sizes, rhs_transposed, activation, probs, wi_bias, wo_bias, recipe]
     arguments += [residuals, wgrad_accum, implementation]
     if is_stored_mlp(x, wi, wo, recipe):

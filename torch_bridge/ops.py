@@ -80,7 +80,7 @@ def grouped_linear(
         NotImplementedError: no kernel takes it. RuntimeError: in backward, `main_grad` cannot be written, or it is
             differentiated again.
     """
-    x, (weight,), (bias,), (owner,) = _autocast.operands(x, [weight], [bias])
+    x, (weight,), (bias,), (owner,) = _autocast.operands(x, (weight,), (bias,))
     arguments: list[Any] = [x, weight, group_sizes, rhs_transposed, bias, row_scale, scale_bias, recipe, wgrad_accum]
     arguments.append(implementation)
     if is_stored(x, weight, recipe):

@@ -37,7 +37,15 @@ MAY_INCLUDE = {
     "math": {"cc/math/", "cc/api/tensor.h"},
     "device": {"cc/device/", "cc/math/", "cc/api/"},
     "cpu": {"cc/cpu/", "cc/math/", "cc/api/"},
-    "kernels": {"cc/kernels/kernels.h", "cc/kernels/grouped_matmul_act_bf16_sm90.cuh", "cc/dispatch/tiles_", "cc/device/", "cc/cpu/", "cc/math/", "cc/api/"},
+    "kernels": {
+        "cc/kernels/kernels.h",
+        "cc/kernels/grouped_matmul_act_bf16_sm90.cuh",
+        "cc/dispatch/tiles_",
+        "cc/device/",
+        "cc/cpu/",
+        "cc/math/",
+        "cc/api/",
+    },
     "dispatch": {"cc/dispatch/", "cc/kernels/kernels.h", "cc/math/", "cc/api/"},
     "bind": {"cc/bind/", "cc/dispatch/", "cc/api/", "cc/device/driver.h", "cc/cpu/parallel.h", "cc/cpu/panel.h"},
 }

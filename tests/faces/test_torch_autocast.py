@@ -330,7 +330,8 @@ def test_the_parts_of_an_mlp_cast_too() -> None:
             pair, options = (given["gate"], given["up"]), {"probs": given["probs"], "wo_bias": given["wo_bias"]}
             y, res = torch_bridge.grouped_mlp_fwd(given["x"], pair, given["wo"], SIZES, **options)
             dx, dp, _, db2, deferred = torch_bridge.grouped_mlp_bwd_dx(res, torch.ones_like(y))
-            (gate, up), wo = torch_bridge.grouped_mlp_bwd_dw(deferred)
-        found.append([y, dx, dp, db2, gate, up, wo])
+            dwi, dwo = torch_bridge.grouped_mlp_bwd_dw(deferred)
+        assert dwi is not None
+        found.append([y, dx, dp, db2, *dwi, dwo])
     for one, other in zip(*found, strict=True):
         asserts.bitwise(one, other)

@@ -219,7 +219,7 @@ class GroupedLinear(Module):
             members = [each.to(dtype) for each in members]
         return members[0] if self.weight_names[0] == "weight" else members
 
-    def biases(self, x: Any) -> Members | None:
+    def biases(self, x: Any = None) -> Members | None:
         """The biases as the operation takes them beside rows `x`: in the dtype that they have, or that of autocast."""
         if not self.bias_names:
             return None

@@ -58,11 +58,10 @@ class _Window(NamedTuple):
         for name in ("recipe", "accumulate_into_main_grad"):
             if getattr(fc1, name) != getattr(fc2, name):
                 return f"{at}: `{name}` differs between the two layers, expected the same"
-        held = {id(each) for each in fc1.weight_parameters()}
-        if (fc1.accumulate_into_main_grad or fc1.delay_wgrad_compute or fc2.delay_wgrad_compute) and any(
-            id(each) in held for each in fc2.weight_parameters()
-        ):
-            return f"{at}: both layers hold one weight, expected weights of their own beside accumulators"
+        if fc1.accumulate_into_main_grad or fc1.delay_wgrad_compute or fc2.delay_wgrad_compute:
+            held = [each for layer in (fc1, fc2) for each in layer.weight_parameters() if each.requires_grad]
+            if len(set(held)) < len(held):
+                return f"{at}: both layers hold one weight, expected weights of their own beside accumulators"
         first, second = (getattr(layer, layer.weight_names[0]) for layer in (fc1, fc2))
         if first.dtype != second.dtype:
             return f"{at}: weights of {first.dtype} and {second.dtype}, expected one dtype"
