@@ -50,7 +50,7 @@ MAY_INCLUDE = {
     "bind": {"cc/bind/", "cc/dispatch/", "cc/api/", "cc/device/driver.h", "cc/cpu/parallel.h", "cc/cpu/panel.h"},
 }
 """Our own headers by folder of cc/, as prefixes. Kernels ask for their tile, which is arithmetic, and one kernel is
-compiled in parts. cc/bind takes the pool, the name of the instruction set, and what asks the driver for its functions."""
+compiled in parts. cc/bind takes the pool, the name of the instruction set, and what asks the driver for functions."""
 FRAMEWORK_HEADERS = ("xla/", "nanobind/", "dlpack", "Python.h", "torch/", "ATen/", "c10/", "jaxlib/", "tensorflow/")
 CUDA_HEADERS = ("cuda", "device_", "vector_", "cooperative_groups", "mma.h", "cooperative")
 
