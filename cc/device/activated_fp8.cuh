@@ -51,7 +51,7 @@ __device__ inline uint4 rounded(const float (&v)[kVector]) {
 
 __device__ inline void decoded(const uint4& bits, float (&v)[kVector]) {
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) v[i] = value_at<true>(bits, i);
+  for (int i = 0; i < kVector; ++i) v[i] = value_at<DType::bf16>(bits, i);
 }
 
 // act(h) of eight columns of a row, times its scale.
@@ -139,8 +139,7 @@ inline int64_t column_tiles_of(int64_t width) { return divide_up(width, kStoreCo
 template <auto kKernel>
 void run_activated(const ActivatedStore& call, device::ActivatedProblem p, int most_blocks, int most_bytes, int bytes,
                    cudaStream_t stream) {
-  constexpr int kTableBytes = 3 * (kMostGroups + device::GroupTable::kMore) * sizeof(int32_t);
-  allow_shared_memory<kKernel>(most_bytes + kTableBytes);
+  allow_shared_memory<kKernel>(most_bytes + device::GroupTable::most_bytes(kFewGroups));
   bytes += device::GroupTable::bytes(p.store);
   const int64_t column_tiles = column_tiles_of(p.hidden.width);
   const int64_t tiles = most_row_tiles_of(call.store, kStoreRows) * column_tiles;

@@ -1,4 +1,4 @@
-// FP8 codes of a tile of 16-bit values, of which a thread holds 8 columns of 8 rows: 256 threads (quantize_fp8_cuda.cu
+// FP8 codes of a tile of values, of which a thread holds 8 columns of 8 rows: 256 threads (quantize_fp8_cuda.cu
 // draws how), or one warp (quantize_fp8_rows_cuda.cu).
 #pragma once
 
@@ -37,9 +37,10 @@ struct Strip {
 };
 
 // Of the forms that are turned.
+template <DType kFrom>
 struct ColumnScratch {
   alignas(16) uint64_t turned[kStoreColumns][kStoreRows / 8];
-  uint4 amax[kStoreWarps][kLanes];  // by warp
+  Eight<kFrom> amax[kStoreWarps][kLanes];  // by warp
   float factors[kStoreRows / 32][kStoreColumns];
 };
 
@@ -48,40 +49,74 @@ __device__ inline BlockScale scale_of(const StoreProblem& p, uint32_t amax) {
   return p.type == DType::e5m2 ? block_scale<E5M2>(p.rule, amax, none) : block_scale<E4M3>(p.rule, amax, none);
 }
 
-// Scales of this thread's 8 rows, for blocks of kBlock columns: stores them and returns the factors. Tile: a Shape or
-// Strip.
-template <bool kBf16, int kBlock, class Tile>
-__device__ inline void row_factors(const StoreProblem& p, const StoreTile& tile, const uint4 (&raw)[kVector],
-                                   float (&factors)[kVector]) {
-  const Tile at;
+// Amaxes of this thread's 8 rows over the lanes that share a block of kBlock columns, fp32 bits. Each step halves what
+// a lane keeps: the upper half of lanes the upper half of words. A lane ends up with those of rows `word` and word + 4
+// (blocks of 32), or of one of them, the second where the lane is odd.
+template <DType kFrom, int kBlock>
+struct RowAmaxes {
+  static constexpr int kFirst = kBlock == 32 ? 2 : 8;  // lanes that share a block differ in kFirst and the bits below
+
   const int lane = threadIdx.x % 32;
-  uint32_t pair[4];  // rows i and i + 4
+  const bool upper = lane & kFirst, odd = lane & (kFirst / 2);
+  const int word = 2 * upper + odd;
+  uint32_t found[2];
+
+  __device__ explicit RowAmaxes(const uint4 (&raw)[kVector]) {
+    uint32_t pair[4];  // rows i and i + 4
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    uint32_t found[2];
+    for (int i = 0; i < 4; ++i) {
+      pair[i] = largest_of(raw[i]) | largest_of(raw[i + 4]) << 16;
+    }
+    const uint32_t keep0 = upper ? pair[2] : pair[0], keep1 = upper ? pair[3] : pair[1];
+    const uint32_t send0 = upper ? pair[0] : pair[2], send1 = upper ? pair[1] : pair[3];
+    const uint32_t two0 = __vmaxu2(keep0, __shfl_xor_sync(~0u, send0, kFirst));
+    const uint32_t two1 = __vmaxu2(keep1, __shfl_xor_sync(~0u, send1, kFirst));
+    uint32_t mine = __vmaxu2(odd ? two1 : two0, __shfl_xor_sync(~0u, odd ? two0 : two1, kFirst / 2));
+    if constexpr (kBlock == 32) {
+      found[0] = amax_of<kFrom>(mine & 0xFFFFu);
+      found[1] = amax_of<kFrom>(mine >> 16);
+    } else {
+      mine = __vmaxu2(mine, __shfl_xor_sync(~0u, mine, 2));
+      mine = __vmaxu2(mine, __shfl_xor_sync(~0u, mine, 1));
+      found[0] = amax_of<kFrom>(lane & 1 ? mine >> 16 : mine & 0xFFFFu);
+    }
+  }
+  __device__ explicit RowAmaxes(const Floats8 (&raw)[kVector]) {
+    uint32_t row[kVector], four[4];  // rows 0, 1, 4, 5, or 2, 3, 6, 7
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) row[i] = largest_of(raw[i]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t low = row[i / 2 * 4 + i % 2], high = row[i / 2 * 4 + i % 2 + 2];
+      four[i] = max(upper ? high : low, __shfl_xor_sync(~0u, upper ? low : high, kFirst));
+    }
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      const uint4& v = raw[i + 4 * k];
-      found[k] = both(
-          __vmaxu2(__vmaxu2(v.x & kMagnitudes, v.y & kMagnitudes), __vmaxu2(v.z & kMagnitudes, v.w & kMagnitudes)));
+      const uint32_t low = four[2 * k], high = four[2 * k + 1];
+      found[k] = max(odd ? high : low, __shfl_xor_sync(~0u, odd ? low : high, kFirst / 2));
     }
-    pair[i] = found[0] | found[1] << 16;
+    if constexpr (kBlock != 32) {
+      const bool second = lane & 1;
+      const uint32_t mine = max(second ? found[1] : found[0], __shfl_xor_sync(~0u, second ? found[0] : found[1], 1));
+      found[0] = max(mine, __shfl_xor_sync(~0u, mine, 2));
+    }
   }
-  // Each step halves what a lane keeps: the upper half of lanes the upper half of words.
-  constexpr int kFirst = kBlock == 32 ? 2 : 8;  // lanes that share a block differ in kFirst and the bits below
-  const bool upper = lane & kFirst, odd = lane & (kFirst / 2);
-  const uint32_t keep0 = upper ? pair[2] : pair[0], keep1 = upper ? pair[3] : pair[1];
-  const uint32_t send0 = upper ? pair[0] : pair[2], send1 = upper ? pair[1] : pair[3];
-  const uint32_t two0 = __vmaxu2(keep0, __shfl_xor_sync(~0u, send0, kFirst));
-  const uint32_t two1 = __vmaxu2(keep1, __shfl_xor_sync(~0u, send1, kFirst));
-  uint32_t mine = __vmaxu2(odd ? two1 : two0, __shfl_xor_sync(~0u, odd ? two0 : two1, kFirst / 2));
-  const int word = 2 * upper + odd;
+};
+
+// Scales of this thread's 8 rows, for blocks of kBlock columns: stores them and returns the factors. Tile: a Shape or
+// Strip.
+template <DType kFrom, int kBlock, class Tile>
+__device__ inline void row_factors(const StoreProblem& p, const StoreTile& tile, const Eight<kFrom> (&raw)[kVector],
+                                   float (&factors)[kVector]) {
+  const Tile at;
+  const RowAmaxes<kFrom, kBlock> amaxes(raw);
+  const int lane = amaxes.lane, word = amaxes.word;
   const int64_t row = tile.source + at.row + word;
   if constexpr (kBlock == 32) {
     float e[2];
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      const BlockScale scale = scale_of(p, amax_of<kBf16>(k ? mine >> 16 : mine & 0xFFFFu));
+      const BlockScale scale = scale_of(p, amaxes.found[k]);
       e[k] = scale.encode;
       if (at.row + word + 4 * k < tile.rows && at.column / 32 * 32 < tile.columns) {
         put_scale(p.forms[0].scales, false,
@@ -95,10 +130,8 @@ __device__ inline void row_factors(const StoreProblem& p, const StoreTile& tile,
       factors[i] = __shfl_sync(~0u, e[i / 4], from);
     }
   } else {
-    mine = __vmaxu2(mine, __shfl_xor_sync(~0u, mine, 2));
-    mine = __vmaxu2(mine, __shfl_xor_sync(~0u, mine, 1));
     const int high = lane & 1;  // of the word's two rows, which lane has which
-    const BlockScale scale = scale_of(p, amax_of<kBf16>(high ? mine >> 16 : mine & 0xFFFFu));
+    const BlockScale scale = scale_of(p, amaxes.found[0]);
     if (at.row + word + 4 * high < tile.rows && !(lane & 2) && at.column / kBlock * kBlock < tile.columns) {
       put_scale(p.forms[0].scales, true,
                 p.forms[0].place.at(0, row + 4 * high, static_cast<uint32_t>(tile.column + at.column) / kBlock),
@@ -113,8 +146,8 @@ __device__ inline void row_factors(const StoreProblem& p, const StoreTile& tile,
 }
 
 // Codes of `rows` rows; the factor of value c of row i is factor(i, c).
-template <class T, bool kBf16, class Tile, class Factor>
-__device__ inline void put_rows(const StoreTile& tile, const uint4 (&raw)[kVector], uint8_t* to, int64_t pitch,
+template <class T, DType kFrom, class Tile, class Factor>
+__device__ inline void put_rows(const StoreTile& tile, const Eight<kFrom> (&raw)[kVector], uint8_t* to, int64_t pitch,
                                 int rows, Factor factor) {
   const Tile at;
   const int count = at.column < tile.columns ? rows - at.row : 0;
@@ -128,8 +161,8 @@ __device__ inline void put_rows(const StoreTile& tile, const uint4 (&raw)[kVecto
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int first = 4 * k + 2 * c;
-        codes[c] = encode_pair<T>(fl_mul(value_at<kBf16>(raw[i], first), factor(i, first)),
-                                  fl_mul(value_at<kBf16>(raw[i], first + 1), factor(i, first + 1)));
+        codes[c] = encode_pair<T>(fl_mul(value_at<kFrom>(raw[i], first), factor(i, first)),
+                                  fl_mul(value_at<kFrom>(raw[i], first + 1), factor(i, first + 1)));
       }
       words[k] = codes[0] | codes[1] << 16;
     }
@@ -139,22 +172,15 @@ __device__ inline void put_rows(const StoreTile& tile, const uint4 (&raw)[kVecto
 }
 
 // Scales of the tile's columns, for blocks of kBlock rows, stored; factors of this thread's columns.
-template <bool kBf16, int kBlock>
-__device__ inline void column_factors(const StoreProblem& p, const StoreTile& tile, const uint4 (&raw)[kVector],
-                                      int rows, ColumnScratch* s, float (&factors)[kVector]) {
+template <DType kFrom, int kBlock>
+__device__ inline void column_factors(const StoreProblem& p, const StoreTile& tile, const Eight<kFrom> (&raw)[kVector],
+                                      int rows, ColumnScratch<kFrom>* s, float (&factors)[kVector]) {
+  using Magnitude = typename std::conditional<kFrom == DType::f32, uint32_t, uint16_t>::type;
   const Shape<false> at;
-  uint4 found = make_uint4(0, 0, 0, 0);
+  Eight<kFrom> found = {};
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    found.x = __vmaxu2(found.x, raw[i].x & kMagnitudes);
-    found.y = __vmaxu2(found.y, raw[i].y & kMagnitudes);
-    found.z = __vmaxu2(found.z, raw[i].z & kMagnitudes);
-    found.w = __vmaxu2(found.w, raw[i].w & kMagnitudes);
-  }
-  found.x = __vmaxu2(found.x, __shfl_xor_sync(~0u, found.x, 16));
-  found.y = __vmaxu2(found.y, __shfl_xor_sync(~0u, found.y, 16));
-  found.z = __vmaxu2(found.z, __shfl_xor_sync(~0u, found.z, 16));
-  found.w = __vmaxu2(found.w, __shfl_xor_sync(~0u, found.w, 16));
+  for (int i = 0; i < kVector; ++i) found = larger_of(found, raw[i]);
+  found = larger_of(found, shuffled(found, 16));
   if (threadIdx.x % 32 < kLanes) s->amax[threadIdx.x / 32][threadIdx.x % kLanes] = found;
   __syncthreads();
   constexpr int kBlockWarps = kBlock / kWarpRows;
@@ -163,9 +189,9 @@ __device__ inline void column_factors(const StoreProblem& p, const StoreTile& ti
     uint32_t amax = 0;
 #pragma unroll
     for (int w = 0; w < kBlockWarps; ++w) {
-      amax = max(amax, uint32_t{reinterpret_cast<const uint16_t*>(s->amax[b * kBlockWarps + w])[column]});
+      amax = max(amax, uint32_t{reinterpret_cast<const Magnitude*>(s->amax[b * kBlockWarps + w])[column]});
     }
-    const BlockScale scale = scale_of(p, amax_of<kBf16>(amax));
+    const BlockScale scale = scale_of(p, amax_of<kFrom>(amax));
     s->factors[b][column] = scale.encode;
     if (column < tile.columns && b * kBlock < rows) {
       const uint32_t first = static_cast<uint32_t>(p.ragged ? tile.padded : tile.row);
@@ -181,9 +207,9 @@ __device__ inline void column_factors(const StoreProblem& p, const StoreTile& ti
 }
 
 // Codes of columns to shared memory, 8 rows in one word, and from there to lines of `rows` bytes (a multiple of 16).
-template <class T, bool kBf16>
-__device__ inline void put_turned(const StoreProblem& p, const StoreTile& tile, const uint4 (&raw)[kVector],
-                                  const float (&factors)[kVector], int rows, ColumnScratch* s) {
+template <class T, DType kFrom>
+__device__ inline void put_turned(const StoreProblem& p, const StoreTile& tile, const Eight<kFrom> (&raw)[kVector],
+                                  const float (&factors)[kVector], int rows, ColumnScratch<kFrom>* s) {
   const Shape<false> at;
   const int lane = at.column / kVector, piece = at.row / 8;
 #pragma unroll
@@ -195,8 +221,8 @@ __device__ inline void put_turned(const StoreProblem& p, const StoreTile& tile, 
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int first = 4 * k + 2 * r;
-        codes[r] = encode_pair<T>(fl_mul(value_at<kBf16>(raw[first], c), factors[c]),
-                                  fl_mul(value_at<kBf16>(raw[first + 1], c), factors[c]));
+        codes[r] = encode_pair<T>(fl_mul(value_at<kFrom>(raw[first], c), factors[c]),
+                                  fl_mul(value_at<kFrom>(raw[first + 1], c), factors[c]));
       }
       words[k] = codes[0] | codes[1] << 16;
     }
@@ -219,20 +245,20 @@ __device__ inline void put_turned(const StoreProblem& p, const StoreTile& tile, 
   }
 }
 
+// Values of 16 bits, so that nothing decoded is held from one form to the next.
 __device__ inline void forget_values(uint4 (&raw)[kVector]) {
 #pragma unroll
   for (int i = 0; i < kVector; ++i) forget(raw[i].x), forget(raw[i].y), forget(raw[i].z), forget(raw[i].w);
 }
+__device__ inline void forget_values(Floats8 (&)[kVector]) {}
 
-// The largest magnitude of this thread's values, 16 bits.
-__device__ inline uint32_t largest(const uint4 (&raw)[kVector]) {
-  uint32_t found = 0;
+// The largest magnitude of this thread's values, as the source has it.
+template <class Vector>
+__device__ inline uint32_t largest(const Vector (&raw)[kVector]) {
+  Vector found = {};
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    found = __vmaxu2(found, __vmaxu2(__vmaxu2(raw[i].x & kMagnitudes, raw[i].y & kMagnitudes),
-                                     __vmaxu2(raw[i].z & kMagnitudes, raw[i].w & kMagnitudes)));
-  }
-  return both(found);
+  for (int i = 0; i < kVector; ++i) found = larger_of(found, raw[i]);
+  return largest_of(found);
 }
 
 __device__ inline void store_group_scales(const StoreProblem& p) {

@@ -89,8 +89,8 @@ __device__ inline uint2 codes_of(const uint4& bits, float factor) {
   uint32_t pairs[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    pairs[i] =
-        encode_pair<T>(fl_mul(value_at<true>(bits, 2 * i), factor), fl_mul(value_at<true>(bits, 2 * i + 1), factor));
+    pairs[i] = encode_pair<T>(fl_mul(value_at<DType::bf16>(bits, 2 * i), factor),
+                              fl_mul(value_at<DType::bf16>(bits, 2 * i + 1), factor));
   }
   return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
 }
@@ -275,8 +275,8 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
     }
     const Largest largest = activate_rows<kGrad, kStore>(p, tile, next, loads, ring, turned);
     turns.meet();
-    if (!kStore || p.store.measure) turns.see(amax_of<true>(largest.result), tile.group);
-    if (kGrad && !kStore && p.activated_amax) turns.see_other(amax_of<true>(largest.activated));
+    if (!kStore || p.store.measure) turns.see(amax_of<DType::bf16>(largest.result), tile.group);
+    if (kGrad && !kStore && p.activated_amax) turns.see_other(amax_of<DType::bf16>(largest.activated));
     if (!kStore || !p.store.forms[1].values) continue;
     const int segment = p.store.segment, rows = segment ? (tile.rows + segment - 1) / segment * segment : tile.rows;
     StoreTile part = result_tile(p, tile);

@@ -31,6 +31,7 @@ using Problem = ActivatedProblem;
 using Shared = ActivatedShared;
 
 constexpr int kBlocksOfSm = 2;  // three, with fewer registers, are slower where they fit
+using ColumnScratch = device::ColumnScratch<DType::bf16>;
 using Slots = uint4[kVector][kStoreThreads];
 using Tile = Shape<false>;
 
@@ -121,22 +122,23 @@ __device__ inline void store_half(const StoreProblem& p, const StoreTile& tile, 
   uint32_t amax = 0;
   if (p.measure) amax = largest(raw);
   taken();
-  if (p.measure) turns.see(amax_of<true>(amax), tile.group);
+  if (p.measure) turns.see(amax_of<DType::bf16>(amax), tile.group);
   float factors[kVector];
   if constexpr ((kForms & kRows) != 0) {
-    row_factors<true, kStoreColumns, Tile>(p, tile, raw, factors);
+    row_factors<DType::bf16, kStoreColumns, Tile>(p, tile, raw, factors);
     const StoredForm& form = p.forms[0];
     with_type(p.type, [&](auto type) {
-      put_rows<decltype(type), true, Tile>(tile, raw, form.values + tile.source * form.pitch + tile.column, form.pitch,
-                                           tile.rows, [&](int i, int) { return factors[i]; });
+      put_rows<decltype(type), DType::bf16, Tile>(tile, raw, form.values + tile.source * form.pitch + tile.column,
+                                                  form.pitch, tile.rows, [&](int i, int) { return factors[i]; });
     });
   }
   if constexpr ((kForms & kColumns) != 0) {
     if constexpr (kForms == kRows + kColumns) forget_values(raw);
     __syncthreads();  // everybody has read what the scratch lies over, and the codes of the half before
     const int count = p.segment ? (tile.rows + p.segment - 1) / p.segment * p.segment : tile.rows;
-    column_factors<true, kStoreRows>(p, tile, raw, count, scratch, factors);
-    with_type(p.type, [&](auto type) { put_turned<decltype(type), true>(p, tile, raw, factors, count, scratch); });
+    column_factors<DType::bf16, kStoreRows>(p, tile, raw, count, scratch, factors);
+    with_type(p.type,
+              [&](auto type) { put_turned<decltype(type), DType::bf16>(p, tile, raw, factors, count, scratch); });
   }
 }
 
@@ -216,8 +218,9 @@ size_t partials_at(const ActivatedStore& call) {
 std::string refuses_activated_store(const ActivatedStore& call, const Target& target) {
   const std::string reason = refuses_tiles(call.store, target);
   if (!reason.empty()) return reason;
-  if (target.sm == 86 || target.sm == 89 || target.sm >= 120) return "needs 109 KiB of shared memory a block";
-  for (const TensorView* t : {&call.hidden, &call.grad, &call.result, &call.activated}) {
+  if (has_small_blocks(target)) return "needs 109 KiB of shared memory a block";
+  if (groups_of(call.store) > kFewGroups) return "takes up to 1024 groups";
+  for (const TensorView* t : {&call.store.source, &call.hidden, &call.grad, &call.result, &call.activated}) {
     if (t->present() && t->dtype != DType::bf16) return "takes and gives bfloat16, not " + describe(*t);
   }
   ActivationKind kind{};

@@ -1,5 +1,5 @@
-// E2M1 codes of bf16 or fp16 values: NVFP4 in blocks of 16 (or 16 x 16), in both forms from one read, and MXFP4 along
-// rows. Rotated, rounded stochastically, or both, as the call wants.
+// E2M1 codes of bf16, fp16 or fp32 values: NVFP4 in blocks of 16 (or 16 x 16), in both forms from one read, and MXFP4
+// along rows. Rotated, rounded stochastically, or both, as the call wants.
 //
 // One launch, and for NVFP4 one before, of which only the amaxes of groups remain. A block scans the group sizes into
 // its shared memory and walks over tiles, from the last to the first: the launch before went the other way, and what it
@@ -19,6 +19,10 @@
 //
 // Instructions bind it as much as memory: 13 a value for one form, 21 for both, of about 18 and 21 in the time that
 // 2.56 and 3.13 bytes take; stochastic rounding is bound by them alone.
+//
+// fp32 values: the same tiles, 8 KiB a warp and 64 registers of values, so 2 blocks an SM (128 registers); a lane loads
+// what it will hold. Rotated ones are not rounded. 4.56 and 5.13 bytes a value. Members of a list that are not aligned
+// are read value by value (copy_lines).
 #include <string>
 #include <type_traits>
 
@@ -34,8 +38,10 @@ using namespace device::fp4;
 
 // Of an SM: as many as spill nothing.
 template <class O>
-constexpr int kBlocks = O::is_stochastic || (O::along_rows && O::columns != Columns::none) ? 2 : 3;
-constexpr int kMeasureBlocks = 4;
+constexpr int kBlocks =
+    O::from == DType::f32 || O::is_stochastic || (O::along_rows && O::columns != Columns::none) ? 2 : 3;
+template <DType kFrom>
+constexpr int kMeasureBlocks = kFrom == DType::f32 ? 2 : 4;
 
 constexpr uint32_t kNanCodes = 0x77777777u;
 
@@ -52,11 +58,11 @@ struct Lines {
   uint32_t stream;  // of random numbers
 };
 
-// Codes along rows in kForms forms, of values that are decoded once. The factor of value c of row i is
-// factor(form, i, c); where it is NaN (`mend`: of some value of the thread) stands NaN's code.
+// Codes along rows in kForms forms, of values that are decoded once. The factors of row i are factors(form, i), asked
+// for by whole warps; where one is NaN (`mend`: of some value of the thread) stands NaN's code.
 template <class O, int kForms, class Factor>
-__device__ inline void put_lines(const StoreProblem& p, const StoreTile& tile, const uint2 (&raw)[kRows],
-                                 const Lines (&lines)[kForms], bool mend, Factor factor) {
+__device__ inline void put_lines(const StoreProblem& p, const StoreTile& tile, const Four<O::from> (&raw)[kRows],
+                                 const Lines (&lines)[kForms], bool mend, Factor factors) {
   const Shape<is_tall(O::columns)> at;
   const uint32_t column = static_cast<uint32_t>(tile.column) + at.column;
   const uint32_t row = static_cast<uint32_t>(tile.row) + at.warp_row;
@@ -72,20 +78,20 @@ __device__ inline void put_lines(const StoreProblem& p, const StoreTile& tile, c
   for (int i = 0; i < kRows; i += 2) {
     float x[8];
 #pragma unroll
-    for (int k = 0; k < 8; ++k) x[k] = fabsf(value_at<O::is_bf16>(raw[i + k / 4], k % 4));
-    const uint32_t one = __byte_perm(raw[i].x, raw[i].y, 0x7351);
-    const uint32_t other = __byte_perm(raw[i + 1].x, raw[i + 1].y, 0x7351);
+    for (int k = 0; k < 8; ++k) x[k] = fabsf(value_at<O::from>(raw[i + k / 4], k % 4));
+    const uint32_t one = high_bytes(raw[i]), other = high_bytes(raw[i + 1]);
     const uint32_t signs = signs_of(__byte_perm(one, other, 0x5410), __byte_perm(one, other, 0x7632));
 #pragma unroll
     for (int f = 0; f < kForms; ++f) {
       uint32_t found[8];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
+        const Factors4 factor = factors(f, i + r);
         Words4 random = {};
         if constexpr (O::is_stochastic) random = random_words(key, column, row + i + r, tile.group, lines[f].stream);
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
-          const float y = fl_mul(x[4 * r + c], factor(f, i + r, c));
+          const float y = fl_mul(x[4 * r + c], factor.of[c]);
           found[4 * r + c] = O::is_stochastic ? stochastic_e2m1(y, random.word[c]) : nearest_e2m1(y);
         }
       }
@@ -102,9 +108,10 @@ __device__ inline void put_lines(const StoreProblem& p, const StoreTile& tile, c
     to[f] = lines[f].to;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
+      const Factors4 factor = factors(f, i);
       uint32_t mask = 0;
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) mask |= isnan(factor(f, i, c)) ? 0xFu << (4 * c) : 0u;
+      for (int c = 0; c < kColumns; ++c) mask |= isnan(factor.of[c]) ? 0xFu << (4 * c) : 0u;
       if (exists && i < lines[f].count && mask) {
         uint16_t* codes = reinterpret_cast<uint16_t*>(to[f]);
         *codes = static_cast<uint16_t>((*codes & ~mask) | (kNanCodes & mask));
@@ -120,8 +127,8 @@ __device__ inline int swapped(int column) { return column ^ (column / 32 & 1); }
 // Codes of columns to shared memory, 8 bytes each, and from there to lines of `rows` codes, a multiple of 16. The
 // factor of column c is factor(c).
 template <class O, class Factor>
-__device__ inline void put_turned(const StoreProblem& p, const StoreTile& tile, const uint2 (&raw)[kRows],
-                                  TurnedShared* s, Factor factor) {
+__device__ inline void put_turned(const StoreProblem& p, const StoreTile& tile, const Four<O::from> (&raw)[kRows],
+                                  TurnedShared<O::from>* s, Factor factor) {
   static_assert(!O::is_stochastic, "weights are rounded to the nearest");
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
@@ -132,14 +139,13 @@ __device__ inline void put_turned(const StoreProblem& p, const StoreTile& tile, 
       uint32_t found[8], sign[4];
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        found[i] = nearest_e2m1(fl_mul(fabsf(value_at<O::is_bf16>(raw[8 * k + i], c)), factor(c)));
+        found[i] = nearest_e2m1(fl_mul(fabsf(value_at<O::from>(raw[8 * k + i], c)), factor(c)));
       }
       // Signs of rows i and i + 2, in bytes 0 and 1.
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = 8 * k + i / 2 * 4 + i % 2;
-        const uint2 &one = raw[row], &other = raw[row + 2];
-        sign[i] = __byte_perm(c < 2 ? one.x : one.y, c < 2 ? other.x : other.y, c % 2 ? 0x0073 : 0x0051);
+        sign[i] = high_bytes(raw[row], raw[row + 2], c);
       }
       words[k] = pack_codes<kNearestBase>(found) +
                  signs_of(__byte_perm(sign[0], sign[2], 0x5410), __byte_perm(sign[1], sign[3], 0x5410));
@@ -164,7 +170,8 @@ __device__ inline void put_turned(const StoreProblem& p, const StoreTile& tile, 
 }
 
 // The scales of turned columns, from shared memory: a tile has 8 of a column, side by side.
-__device__ inline void put_turned_scales(const StoreProblem& p, const StoreTile& tile, const TurnedShared* s) {
+template <DType kFrom>
+__device__ inline void put_turned_scales(const StoreProblem& p, const StoreTile& tile, const TurnedShared<kFrom>* s) {
   const int column = threadIdx.x;
   if (column >= tile.columns) return;
   const int64_t first = p.forms[1].place.at(tile.group, tile.row / kRows, tile.column + column);
@@ -219,10 +226,14 @@ __device__ inline void forget_values(uint2 (&raw)[kRows], uint32_t zero) {
 #pragma unroll
   for (int i = 0; i < kRows; ++i) raw[i].x ^= zero, raw[i].y ^= zero;
 }
+__device__ inline void forget_values(uint4 (&raw)[kRows], uint32_t zero) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) raw[i].x ^= zero, raw[i].y ^= zero, raw[i].z ^= zero, raw[i].w ^= zero;
+}
 
 // One tile in the forms that are wanted.
 template <class O, class Scratch>
-__device__ inline void store_tile(const StoreProblem& p, const StoreTile& tile, uint2 (&raw)[kRows], Scratch* s,
+__device__ inline void store_tile(const StoreProblem& p, const StoreTile& tile, Four<O::from> (&raw)[kRows], Scratch* s,
                                   uint32_t zero) {
   constexpr bool kTall = is_tall(O::columns);
   const Shape<kTall> at;
@@ -239,7 +250,7 @@ __device__ inline void store_tile(const StoreProblem& p, const StoreTile& tile, 
     }
     if constexpr (O::along_rows) {
       put_lines<O>(p, tile, raw, {lines_along<kTall>(p, tile)}, isnan(scale.factor),
-                   [&](int, int, int) { return scale.factor; });
+                   [&](int, int) { return Factors4{{scale.factor, scale.factor, scale.factor, scale.factor}}; });
     }
     if constexpr (O::along_rows && kTall) forget_values(raw, zero);
     if constexpr (kTall) {
@@ -248,20 +259,23 @@ __device__ inline void store_tile(const StoreProblem& p, const StoreTile& tile, 
     }
     return;
   }
-  float factors[kRows];
-  Scaled scales[kColumns];
-  bool mend = false;
-  if constexpr (O::along_rows) mend = row_factors<O>(p, tile, raw, s->factors[0], factors);
-  if constexpr (O::along_rows && O::columns == Columns::in_place) {
-    column_scales<O>(raw, s->factors[1], scales);
-    mend |= place_scales<O>(p, tile, scales);
-    put_lines<O>(p, tile, raw, {lines_along<false>(p, tile), lines_across(p, tile)}, mend,
-                 [&](int f, int i, int c) { return f ? scales[c].factor : factors[i]; });
-    return;
-  }
+  Scaled scales[kColumns] = {};
+  const auto across = [&](int, int) {
+    return Factors4{{scales[0].factor, scales[1].factor, scales[2].factor, scales[3].factor}};
+  };
   if constexpr (O::along_rows) {
-    put_lines<O>(p, tile, raw, {lines_along<kTall>(p, tile)}, mend, [&](int, int i, int) { return factors[i]; });
-    if constexpr (kTall || O::is_stochastic) forget_values(raw, zero);
+    const RowFactors<O> factors = row_factors<O>(p, tile, raw, s->factors[0]);
+    // Decoding 16-bit values once is worth their registers; fp32 values are decoded.
+    if constexpr (O::columns == Columns::in_place && O::from != DType::f32) {
+      column_scales<O>(raw, s->factors[1], scales);
+      const bool mend = factors.found_nan | place_scales<O>(p, tile, scales);
+      put_lines<O>(p, tile, raw, {lines_along<false>(p, tile), lines_across(p, tile)}, mend,
+                   [&](int f, int i) { return f ? across(f, i) : factors.at(i); });
+      return;
+    }
+    put_lines<O>(p, tile, raw, {lines_along<kTall>(p, tile)}, factors.found_nan,
+                 [&](int, int i) { return factors.at(i); });
+    if constexpr (kTall || O::is_stochastic || O::from == DType::f32) forget_values(raw, zero);
   }
   if constexpr (O::columns == Columns::none) return;
   if constexpr (O::columns == Columns::rotated) rotate_columns(raw);
@@ -273,42 +287,42 @@ __device__ inline void store_tile(const StoreProblem& p, const StoreTile& tile, 
       s->scales[at.column + c][threadIdx.x / 32] = static_cast<uint8_t>(scales[c].code);
     }
     put_turned<O>(p, tile, raw, s, [&](int c) { return scales[c].factor; });
-    put_turned_scales(p, tile, s);
+    put_turned_scales<O::from>(p, tile, s);
   } else {
-    mend = place_scales<O>(p, tile, scales);
-    put_lines<O>(p, tile, raw, {lines_across(p, tile)}, mend, [&](int, int, int c) { return scales[c].factor; });
+    const bool mend = place_scales<O>(p, tile, scales);
+    put_lines<O>(p, tile, raw, {lines_across(p, tile)}, mend, across);
   }
 }
 
 // Tiles of one group each: body(tile, raw) with their values in registers, while the next one's are on their way. What
 // no group owns goes to rest(tile).
-template <bool kTall, class Body, class Rest>
-__device__ inline void walk_tiles(const StoreProblem& p, uint32_t column_tiles, const GroupTable& table, Shared* s,
-                                  Body body, Rest rest) {
+template <DType kFrom, bool kTall, class Body, class Rest>
+__device__ inline void walk_tiles(const StoreProblem& p, uint32_t column_tiles, const GroupTable& table,
+                                  Shared<kFrom>* s, Body body, Rest rest) {
   using Tile = Shape<kTall>;
   if (p.ragged) scan_sizes<Tile::kTileRows>(p, table, s->sums);
-  const auto find = [&](uint32_t item, StoreTile* tile) {
-    return find_in_order<Tile::kTileRows, Tile::kTileColumns>(p, table, item, column_tiles, tile);
+  const auto find = [&](uint32_t item, SourceTile* tile) {
+    return find_source<kFrom, Tile::kTileRows, Tile::kTileColumns>(p, table, item, column_tiles, tile);
   };
-  StoreTile tile;
-  StoreTile& next = s->next[threadIdx.x / 32];
+  SourceTile tile;
+  SourceTile& next = s->next[threadIdx.x / 32];
   uint32_t item = blockIdx.x;
   bool more = find(item, &tile), loaded = false;
   for (; more; tile = next) {
     item += gridDim.x;
     const bool owned = tile.group < p.scan.count;
-    if (owned && !loaded) load_tile<kTall>(p, tile, s);
+    if (owned && !loaded) load_tile<kFrom, kTall>(p, tile, s);
     // While this tile's values arrive.
-    more = find_next(next, [&](StoreTile* found) { return find(item, found); });
+    more = find_next(next, [&](SourceTile* found) { return find(item, found); });
     loaded = false;
     if (!owned) {
       rest(tile);
       continue;
     }
-    uint2 raw[kRows];
-    take_tile(s, raw);
+    Four<kFrom> raw[kRows];
+    take_tile<kFrom>(s, raw);
     loaded = more && next.group < p.scan.count;
-    if (loaded) load_tile<kTall>(p, next, s);
+    if (loaded) load_tile<kFrom, kTall>(p, next, s);
     body(tile, raw);
   }
 }
@@ -316,25 +330,25 @@ __device__ inline void walk_tiles(const StoreProblem& p, uint32_t column_tiles, 
 extern __shared__ uint4 dynamic_shared[];
 
 // Amaxes of groups, as they come and rotated.
-template <bool kBf16, bool kRotated>
-__global__ void __launch_bounds__(kThreads, kMeasureBlocks)
+template <DType kFrom, bool kRotated>
+__global__ void __launch_bounds__(kThreads, kMeasureBlocks<kFrom>)
     measure_tiles(const __grid_constant__ StoreProblem p, uint32_t column_tiles, uint32_t) {
   if (p.skip && *p.skip != 0) return;
-  Shared* s = reinterpret_cast<Shared*>(dynamic_shared);
-  walk_tiles<false>(
+  Shared<kFrom>* s = reinterpret_cast<Shared<kFrom>*>(dynamic_shared);
+  walk_tiles<kFrom, false>(
       p, column_tiles, GroupTable(p, s + 1), s,
-      [&](const StoreTile& tile, uint2(&raw)[kRows]) {
-        raise_amax(p.scan.amax + tile.group, amax_of<kBf16>(largest(raw)));
+      [&](const StoreTile& tile, Four<kFrom>(&raw)[kRows]) {
+        raise_amax(p.scan.amax + tile.group, amax_of<kFrom>(largest(raw)));
         if constexpr (kRotated) {
           rotate_columns(raw);
-          raise_amax(p.scan.rotated + tile.group, amax_of<kBf16>(largest(raw)));
+          raise_amax(p.scan.rotated + tile.group, amax_of<kFrom>(largest(raw)));
         }
       },
       [](const StoreTile&) {});
 }
 
 template <class O>
-using SharedOf = typename std::conditional<is_tall(O::columns), TurnedShared, Shared>::type;
+using SharedOf = typename std::conditional<is_tall(O::columns), TurnedShared<O::from>, Shared<O::from>>::type;
 
 template <class O>
 __global__ void __launch_bounds__(kThreads, kBlocks<O>)
@@ -345,12 +359,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks<O>)
   Scratch* s = reinterpret_cast<Scratch*>(dynamic_shared);
   if (blockIdx.x == 0) store_group_scales(p);
   int filled = -1;
-  walk_tiles<kTall>(
+  walk_tiles<O::from, kTall>(
       p, column_tiles, GroupTable(p, s + 1), s,
-      [&](const StoreTile& tile, uint2(&raw)[kRows]) {
-        if (p.measure) raise_amax(p.scan.amax + tile.group, amax_of<O::is_bf16>(largest(raw)));
+      [&](const StoreTile& tile, Four<O::from>(&raw)[kRows]) {
+        if (p.measure) raise_amax(p.scan.amax + tile.group, amax_of<O::from>(largest(raw)));
         if constexpr (O::block == 16) {
-          if (tile.group != filled) fill_factors(p, tile.group, s);
+          if (tile.group != filled) fill_factors<O::from>(p, tile.group, s);
           filled = tile.group;
         }
         store_tile<O>(p, tile, raw, s, zero);
@@ -375,7 +389,7 @@ std::string refuses(const Quantize& call, const Target& target) {
   if (!cross.present()) return "";
   if (!ragged && call.source.dims[1] % kRows != 0) return "turns weights whose rows are a multiple of 16";
   if (ragged && call.segment != kRows) return "takes segments of 16";
-  if (call.rotate && call.source.dtype != DType::bf16) return "rotates bfloat16";
+  if (call.rotate && call.source.dtype == DType::f16) return "rotates bfloat16 and float32";
   return "";
 }
 
@@ -384,9 +398,9 @@ size_t workspace(const Quantize& call, const Target&) { return StoreScan::bytes(
 template <class Scratch, bool kTall, auto kKernel>
 void run(const Quantize& call, const StoreProblem& p, int most_blocks, cudaStream_t stream) {
   using Tile = Shape<kTall>;
-  constexpr int kMostBytes = sizeof(Scratch) + 3 * (kMostGroups + GroupTable::kMore) * sizeof(int32_t);
-  const int bytes = static_cast<int>(sizeof(Scratch)) + GroupTable::bytes(p);
-  allow_shared_memory<kKernel>(kMostBytes);
+  constexpr int kOwnBytes = sizeof(Scratch);
+  const int bytes = kOwnBytes + GroupTable::bytes(p);
+  allow_shared_memory<kKernel>(most_shared_bytes<kOwnBytes>());
   const int64_t column_tiles = divide_up(p.width, Tile::kTileColumns);
   const unsigned grid = blocks_for(most_row_tiles_of(call, Tile::kTileRows) * column_tiles, most_blocks, bytes);
   if (grid == 0) return;
@@ -400,49 +414,51 @@ void run_store(const Quantize& call, const StoreProblem& p, cudaStream_t stream)
 }
 
 // In blocks of 16, the forms that are wanted.
-template <bool kBf16, bool kSquare, Columns kColumns, bool kStochastic>
+template <DType kFrom, bool kSquare, Columns kColumns, bool kStochastic>
 void run_forms(const Quantize& call, const StoreProblem& p, cudaStream_t stream) {
   if (!p.forms[0].values) {
-    run_store<Options<kBf16, 16, kSquare, false, kColumns, kStochastic>>(call, p, stream);
+    run_store<Options<kFrom, 16, kSquare, false, kColumns, kStochastic>>(call, p, stream);
   } else if (!p.forms[1].values) {
-    run_store<Options<kBf16, 16, kSquare, true, Columns::none, kStochastic>>(call, p, stream);
+    run_store<Options<kFrom, 16, kSquare, true, Columns::none, kStochastic>>(call, p, stream);
   } else {
-    run_store<Options<kBf16, 16, kSquare, true, kColumns, kStochastic>>(call, p, stream);
+    run_store<Options<kFrom, 16, kSquare, true, kColumns, kStochastic>>(call, p, stream);
   }
 }
 
-template <bool kBf16, Columns kColumns>
+template <DType kFrom, Columns kColumns>
 void run_ragged(const Quantize& call, const StoreProblem& p, cudaStream_t stream) {
-  if (p.stochastic) return run_forms<kBf16, false, kColumns, true>(call, p, stream);
-  run_forms<kBf16, false, kColumns, false>(call, p, stream);
+  if (p.stochastic) return run_forms<kFrom, false, kColumns, true>(call, p, stream);
+  run_forms<kFrom, false, kColumns, false>(call, p, stream);
 }
 
-template <bool kBf16>
+template <DType kFrom>
 void launch_as(const Quantize& call, const Context& context) {
   launch_tiles(
       call, context,
       [&](const StoreProblem& p, cudaStream_t stream) {
-        if constexpr (kBf16) {
-          if (p.rotate) return run<Shared, false, measure_tiles<true, true>>(call, p, kMeasureBlocks, stream);
+        if constexpr (kFrom != DType::f16) {
+          if (p.rotate)
+            return run<Shared<kFrom>, false, measure_tiles<kFrom, true>>(call, p, kMeasureBlocks<kFrom>, stream);
         }
-        run<Shared, false, measure_tiles<kBf16, false>>(call, p, kMeasureBlocks, stream);
+        run<Shared<kFrom>, false, measure_tiles<kFrom, false>>(call, p, kMeasureBlocks<kFrom>, stream);
       },
       [&](const StoreProblem& p, cudaStream_t stream) {
         if (p.block == 32) {
-          return run_store<Options<kBf16, 32, false, true, Columns::none, false>>(call, p, stream);
+          return run_store<Options<kFrom, 32, false, true, Columns::none, false>>(call, p, stream);
         }
-        if (p.block_outer > 1) return run_forms<kBf16, true, Columns::turned, false>(call, p, stream);
-        if (!p.ragged) return run_forms<kBf16, false, Columns::turned, false>(call, p, stream);
-        if constexpr (kBf16) {
-          if (p.rotate) return run_ragged<true, Columns::rotated>(call, p, stream);
+        if (p.block_outer > 1) return run_forms<kFrom, true, Columns::turned, false>(call, p, stream);
+        if (!p.ragged) return run_forms<kFrom, false, Columns::turned, false>(call, p, stream);
+        if constexpr (kFrom != DType::f16) {
+          if (p.rotate) return run_ragged<kFrom, Columns::rotated>(call, p, stream);
         }
-        run_ragged<kBf16, Columns::in_place>(call, p, stream);
+        run_ragged<kFrom, Columns::in_place>(call, p, stream);
       });
 }
 
 void launch(const Quantize& call, const Context& context) {
-  if (call.source.dtype == DType::bf16) return launch_as<true>(call, context);
-  launch_as<false>(call, context);
+  if (call.source.dtype == DType::f32) return launch_as<DType::f32>(call, context);
+  if (call.source.dtype == DType::bf16) return launch_as<DType::bf16>(call, context);
+  launch_as<DType::f16>(call, context);
 }
 
 }  // namespace

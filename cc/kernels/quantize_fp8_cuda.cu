@@ -1,5 +1,5 @@
-// FP8 codes of bf16 or fp16 values: a scale a group, blocks of 128 (or 128 x 128), MXFP8's blocks of 32 in place. Both
-// forms come from one read; quantize_fp8_rows_cuda.cu has blocks along rows where rows alone are wanted.
+// FP8 codes of bf16, fp16 or fp32 values: a scale a group, blocks of 128 (or 128 x 128), MXFP8's blocks of 32 in place.
+// Both forms come from one read; quantize_fp8_rows_cuda.cu has blocks along rows where rows alone are wanted.
 //
 // One launch: each block scans the group sizes into its shared memory, then draws tiles of 128 x 128 values of one
 // group, 256 threads with 8 columns of 8 rows each. Current scaling has a launch before, of which only amaxes remain;
@@ -12,9 +12,14 @@
 //     columns: amax over the 8 warps through shared memory, a scale a thread --> codes of two rows a conversion
 //              --> turned: 16 KiB of shared memory, swizzled by 8 bytes --> lines of 128 bytes
 //
-// 32 KiB of raw values, 16 of turned codes, 4 of amaxes and factors, 12 bytes a group; 4 blocks an SM (64 registers)
-// keep 128 KiB in flight, 2 (128 registers) 64 KiB where both forms are made. Bound by memory: 3.03 bytes a value for
-// one form, 4.06 for both.
+// 32 KiB of raw values, 16 of turned codes, 4 of amaxes and factors, 8 or 12 bytes a group; 4 blocks an SM (64
+// registers) keep 128 KiB in flight, 2 (128 registers) 64 KiB where both forms are made. Bound by memory: 3.03 bytes a
+// value for one form, 4.06 for both.
+//
+// fp32 values: the same tiles, 64 KiB and 64 registers of values, so 2 blocks an SM (128 registers) for all forms. A
+// thread's 8 columns are 32 bytes of a row there, of which a warp would read half sectors: its lanes load a row in
+// turn, 512 bytes, and find their own in the warp's 8 KiB, swizzled by 16 bytes. 5.03 and 6.06 bytes a value.
+// Members of a list that are not aligned are read value by value (copy_lines).
 #include <string>
 #include <type_traits>
 
@@ -29,57 +34,86 @@ using namespace device;
 
 constexpr int kThreads = kStoreThreads;
 constexpr int kWarps = kStoreWarps;
-// Blocks of an SM. Both forms want registers more than blocks.
-template <int kForms>
-constexpr int kBlocks = kForms == kRows + kColumns ? 2 : 4;
+// Blocks of an SM. Both forms, and values of 32 bits, want registers more than blocks.
+template <DType kFrom, int kForms>
+constexpr int kBlocks = kFrom == DType::f32 || kForms == kRows + kColumns ? 2 : 4;
 
 // Rows alone with scales of groups, and the amaxes of these.
 template <bool kSquare, int kForms>
 constexpr bool kIsWide = !kSquare && kForms <= kRows;
 
 // The table lies behind it.
+template <DType kFrom>
 struct Shared {
-  uint4 raw[kVector][kThreads];
-  StoreTile next[kWarps];
+  uint4 raw[kVector * kBytes<kFrom> / 2][kThreads];
+  SourceTile next[kWarps];
   uint32_t warp_amax[kWarps];
   int64_t sums[34];
   Turns::Shared turns;
 };
-struct ColumnShared : Shared {
-  ColumnScratch columns;
+template <DType kFrom>
+struct ColumnShared : Shared<kFrom> {
+  ColumnScratch<kFrom> columns;
 };
 
-template <bool kWide>
-__device__ inline void load_tile(const StoreProblem& p, const StoreTile& tile, Shared* s) {
+// Of fp32 values: where in a row of 16-byte pieces, 32 of a warp, a piece lies. Eight lanes that read every other one
+// find them in different banks.
+__device__ inline int swizzled(int piece) { return piece ^ (piece >> 3 & 1); }
+
+template <DType kFrom, bool kWide>
+__device__ inline void load_tile(const StoreProblem& p, const SourceTile& tile, Shared<kFrom>* s) {
   const Shape<kWide> at;
-  const char* from =
-      static_cast<const char*>(p.source) + 2 * ((tile.source + at.row) * p.width + tile.column + at.column);
-  const int count = at.column < tile.columns ? tile.rows - at.row : 0;  // rows of this thread that exist
+  const int64_t pitch = kBytes<kFrom> * p.width;
+  const bool vectors = has_vectors(tile.values);
+  if constexpr (kFrom != DType::f32) {
+    copy_lines<kFrom, kVector>(&s->raw[0][threadIdx.x], kThreads, tile.values + at.row * pitch + 2 * at.column, pitch,
+                               at.column < tile.columns ? tile.rows - at.row : 0, vectors);
+  } else {
+    // Of the warp's 8 rows of 256 columns, or 16 of 128: runs of 128 columns, of which a lane has 4.
+    constexpr int kParts = kWide ? 2 : 1, kLines = 2 * kVector / kParts;
+    const int lane = threadIdx.x % 32, row = at.row - (kWide ? 0 : lane / kLanes * kVector);
+    const int first = at.column - (kWide ? lane * kVector : lane % kLanes * kVector) + 4 * lane;
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    copy_async(&s->raw[i][threadIdx.x], from, i < count);
-    from += 2 * p.width;
+    for (int part = 0; part < kParts; ++part) {
+      const int column = first + part * kStoreColumns;
+      copy_lines<kFrom, kLines>(&s->raw[part * kLines][threadIdx.x - lane + swizzled(lane)], kThreads,
+                                tile.values + row * pitch + 4 * column, pitch,
+                                column < tile.columns ? tile.rows - row : 0, vectors);
+    }
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-__device__ inline void take_tile(const Shared* s, uint4 (&raw)[kVector]) {
+template <DType kFrom>
+__device__ inline void take_tile(const Shared<kFrom>* s, Eight<kFrom> (&raw)[kVector]) {
   asm volatile("cp.async.wait_all;" ::: "memory");
+  if constexpr (kFrom != DType::f32) {
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) raw[i] = s->raw[i][threadIdx.x];
+    for (int i = 0; i < kVector; ++i) raw[i] = s->raw[i][threadIdx.x];
+  } else {
+    // Lines of the upper half of lanes follow those of the lower one: rows 8 to 15, or columns 128 to 255.
+    const int lane = threadIdx.x % 32, line = lane / kLanes * kVector, piece = lane % kLanes * 2;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      const uint4* from = &s->raw[line + i][threadIdx.x - lane];
+      raw[i] = {from[swizzled(piece)], from[swizzled(piece + 1)]};
+    }
+    __syncwarp();  // from here on the next tile may come
+  }
 }
 
 // The scale of a whole tile, of either form: square blocks.
-template <bool kBf16>
-__device__ inline float square_factor(const StoreProblem& p, const StoreTile& tile, const uint4 (&raw)[kVector],
-                                      Shared* s) {
+template <DType kFrom>
+__device__ inline float square_factor(const StoreProblem& p, const StoreTile& tile, const Eight<kFrom> (&raw)[kVector],
+                                      Shared<kFrom>* s) {
   const uint32_t warp = __reduce_max_sync(~0u, largest(raw));
   if (threadIdx.x % 32 == 0) s->warp_amax[threadIdx.x / 32] = warp;
   __syncthreads();
   uint32_t amax = 0;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) amax = max(amax, s->warp_amax[w]);
-  const BlockScale scale = scale_of(p, amax_of<kBf16>(amax));
+  const BlockScale scale = scale_of(p, amax_of<kFrom>(amax));
   const int64_t row = tile.row / kStoreRows, column = tile.column / kStoreColumns;
   if (threadIdx.x == 0) {
     for (const StoredForm& form : p.forms) {
@@ -89,60 +123,61 @@ __device__ inline float square_factor(const StoreProblem& p, const StoreTile& ti
   return scale.encode;
 }
 
-template <int kForms>
-using SharedOf = typename std::conditional<(kForms & kColumns) != 0, ColumnShared, Shared>::type;
+template <DType kFrom, int kForms>
+using SharedOf = typename std::conditional<(kForms & kColumns) != 0, ColumnShared<kFrom>, Shared<kFrom>>::type;
 
 // kBlock 0: one scale a group; kSquare: of blocks 128 x 128. kForms 0: amaxes alone.
-template <bool kBf16, int kBlock, bool kSquare, int kForms>
-__global__ void __launch_bounds__(kThreads, kBlocks<kForms>)
+template <DType kFrom, int kBlock, bool kSquare, int kForms>
+__global__ void __launch_bounds__(kThreads, kBlocks<kFrom, kForms>)
     store_tiles(const __grid_constant__ StoreProblem p, uint32_t column_tiles) {
   constexpr bool kWide = kIsWide<kSquare, kForms>;
   using Tile = Shape<kWide>;
   extern __shared__ uint4 dynamic_shared[];
   if (p.skip && *p.skip != 0) return;
   if (kForms == 0 && all_started(p)) return;
-  using Scratch = SharedOf<kForms>;
+  using Scratch = SharedOf<kFrom, kForms>;
   Scratch* s = reinterpret_cast<Scratch*>(dynamic_shared);
   const GroupTable table(p, s + 1);
   Turns turns(p, &s->turns);
   if (p.ragged) scan_sizes<Tile::kRows>(p, table, s->sums);
-  StoreTile tile;
-  StoreTile& next = s->next[threadIdx.x / 32];
-  const auto find = [&](uint32_t item, StoreTile* found) {
-    if (!find_in_order<Tile::kRows, Tile::kColumns>(p, table, item, column_tiles, found)) return false;
+  SourceTile tile;
+  SourceTile& next = s->next[threadIdx.x / 32];
+  const auto find = [&](uint32_t item, SourceTile* found) {
+    if (!find_source<kFrom, Tile::kRows, Tile::kColumns>(p, table, item, column_tiles, found)) return false;
     if constexpr (kForms == 0) pass_by_started(p, found);
     return true;
   };
   bool more = find(blockIdx.x, &tile);
-  if (more && tile.group < p.scan.count) load_tile<kWide>(p, tile, s);
+  if (more && tile.group < p.scan.count) load_tile<kFrom, kWide>(p, tile, s);
   if (kBlock == 0 && kForms && blockIdx.x == 0) store_group_scales(p);
   for (; more; tile = next, turns.advance()) {
     turns.draw();
-    more = find_next(next, [&](StoreTile* found) { return find(turns.next(), found); });  // while values arrive
+    // While this tile's values arrive.
+    more = find_next(next, [&](SourceTile* found) { return find(turns.next(), found); });
     if (tile.group == p.scan.count) {
       if constexpr (kForms == 0) break;  // nothing comes behind
       store_nothing(p, tile, Tile::kRows, kThreads);
-      if (more && next.group < p.scan.count) load_tile<kWide>(p, next, s);
+      if (more && next.group < p.scan.count) load_tile<kFrom, kWide>(p, next, s);
       turns.meet();
       continue;
     }
-    uint4 raw[kVector];
-    take_tile(s, raw);
-    if (more && next.group < p.scan.count) load_tile<kWide>(p, next, s);
+    Eight<kFrom> raw[kVector];
+    take_tile<kFrom>(s, raw);
+    if (more && next.group < p.scan.count) load_tile<kFrom, kWide>(p, next, s);
     turns.meet();  // the codes and amaxes of the tile before have left shared memory
-    if (!kForms || p.measure) turns.see(amax_of<kBf16>(largest(raw)), tile.group);
+    if (!kForms || p.measure) turns.see(amax_of<kFrom>(largest(raw)), tile.group);
     if constexpr (kForms == 0) continue;
     float shared = 1.0f;
     if (kBlock == 0) shared = group_scale_of(p.scan, p.rule, true, p.encode, false, tile.group).encode;
-    if (kSquare) shared = square_factor<kBf16>(p, tile, raw, s);
+    if (kSquare) shared = square_factor<kFrom>(p, tile, raw, s);
     float factors[kVector];
     if constexpr ((kForms & kRows) != 0) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) factors[i] = shared;
-      if constexpr (kBlock > 0 && !kSquare) row_factors<kBf16, kBlock, Tile>(p, tile, raw, factors);
+      if constexpr (kBlock > 0 && !kSquare) row_factors<kFrom, kBlock, Tile>(p, tile, raw, factors);
       const StoredForm& form = p.forms[0];
       with_type(p.type, [&](auto type) {
-        put_rows<decltype(type), kBf16, Tile>(tile, raw, form.values + tile.source * form.pitch + tile.column,
+        put_rows<decltype(type), kFrom, Tile>(tile, raw, form.values + tile.source * form.pitch + tile.column,
                                               form.pitch, tile.rows, [&](int i, int) { return factors[i]; });
       });
     }
@@ -154,14 +189,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kForms>)
       const int count = p.segment ? (tile.rows + p.segment - 1) / p.segment * p.segment : tile.rows;
 #pragma unroll
       for (int i = 0; i < kVector; ++i) factors[i] = shared;
-      if constexpr (kBlock > 0 && !kSquare) column_factors<kBf16, kBlock>(p, tile, raw, count, &s->columns, factors);
+      if constexpr (kBlock > 0 && !kSquare) column_factors<kFrom, kBlock>(p, tile, raw, count, &s->columns, factors);
       const StoredForm& form = p.forms[1];
       with_type(p.type, [&](auto type) {
         if (kBlock == 32 && !p.transposed) {
-          put_rows<decltype(type), kBf16, Tile>(tile, raw, form.values + tile.padded * form.pitch + tile.column,
+          put_rows<decltype(type), kFrom, Tile>(tile, raw, form.values + tile.padded * form.pitch + tile.column,
                                                 form.pitch, count, [&](int, int c) { return factors[c]; });
         } else {
-          put_turned<decltype(type), kBf16>(p, tile, raw, factors, count, &s->columns);
+          put_turned<decltype(type), kFrom>(p, tile, raw, factors, count, &s->columns);
         }
       });
     }
@@ -189,46 +224,47 @@ std::string refuses(const Quantize& call, const Target& target) {
 
 size_t workspace(const Quantize& call, const Target&) { return StoreScan::bytes(groups_of(call)); }
 
-template <bool kBf16, int kBlock, bool kSquare, int kForms>
+template <DType kFrom, int kBlock, bool kSquare, int kForms>
 void run(const Quantize& call, StoreProblem p, cudaStream_t stream) {
   using Tile = Shape<kIsWide<kSquare, kForms>>;
-  constexpr auto kKernel = store_tiles<kBf16, kBlock, kSquare, kForms>;
-  constexpr int kMostBytes = sizeof(SharedOf<kForms>) + 3 * (kMostGroups + GroupTable::kMore) * sizeof(int32_t);
-  const int bytes = static_cast<int>(sizeof(SharedOf<kForms>)) + GroupTable::bytes(p);
-  allow_shared_memory<kKernel>(kMostBytes);
+  constexpr auto kKernel = store_tiles<kFrom, kBlock, kSquare, kForms>;
+  constexpr int kOwnBytes = sizeof(SharedOf<kFrom, kForms>);
+  const int bytes = kOwnBytes + GroupTable::bytes(p);
+  allow_shared_memory<kKernel>(most_shared_bytes<kOwnBytes>());
   const int64_t column_tiles = divide_up(p.width, Tile::kColumns);
   const int64_t tiles = most_row_tiles_of(call, Tile::kRows) * column_tiles;
-  const unsigned grid = blocks_for(tiles, kBlocks<kForms>, bytes);
+  const unsigned grid = blocks_for(tiles, kBlocks<kFrom, kForms>, bytes);
   if (grid == 0) return;
   ready_to_draw(&p, tiles, grid, stream);
   kKernel<<<grid, kThreads, bytes, stream>>>(p, static_cast<uint32_t>(column_tiles));
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
-template <bool kBf16, int kBlock, bool kSquare>
+template <DType kFrom, int kBlock, bool kSquare>
 void run_forms(const Quantize& call, const StoreProblem& p, cudaStream_t stream) {
-  if (!p.forms[0].values) return run<kBf16, kBlock, kSquare, kColumns>(call, p, stream);
+  if (!p.forms[0].values) return run<kFrom, kBlock, kSquare, kColumns>(call, p, stream);
   if constexpr (kBlock == 0 || kSquare) {
-    if (!p.forms[1].values) return run<kBf16, kBlock, kSquare, kRows>(call, p, stream);
+    if (!p.forms[1].values) return run<kFrom, kBlock, kSquare, kRows>(call, p, stream);
   }
-  run<kBf16, kBlock, kSquare, kRows + kColumns>(call, p, stream);
+  run<kFrom, kBlock, kSquare, kRows + kColumns>(call, p, stream);
 }
 
-template <bool kBf16>
+template <DType kFrom>
 void launch_as(const Quantize& call, const Context& context) {
   launch_tiles(
-      call, context, [&](const StoreProblem& p, cudaStream_t stream) { run<kBf16, 0, false, 0>(call, p, stream); },
+      call, context, [&](const StoreProblem& p, cudaStream_t stream) { run<kFrom, 0, false, 0>(call, p, stream); },
       [&](const StoreProblem& p, cudaStream_t stream) {
-        if (p.block == 0) return run_forms<kBf16, 0, false>(call, p, stream);
-        if (p.block == 32) return run_forms<kBf16, 32, false>(call, p, stream);
-        if (p.block_outer > 1) return run_forms<kBf16, 128, true>(call, p, stream);
-        run_forms<kBf16, 128, false>(call, p, stream);
+        if (p.block == 0) return run_forms<kFrom, 0, false>(call, p, stream);
+        if (p.block == 32) return run_forms<kFrom, 32, false>(call, p, stream);
+        if (p.block_outer > 1) return run_forms<kFrom, 128, true>(call, p, stream);
+        run_forms<kFrom, 128, false>(call, p, stream);
       });
 }
 
 void launch(const Quantize& call, const Context& context) {
-  if (call.source.dtype == DType::bf16) return launch_as<true>(call, context);
-  launch_as<false>(call, context);
+  if (call.source.dtype == DType::f32) return launch_as<DType::f32>(call, context);
+  if (call.source.dtype == DType::bf16) return launch_as<DType::bf16>(call, context);
+  launch_as<DType::f16>(call, context);
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// FP8 codes of bf16 or fp16 values in blocks along rows, of 128 (fp32 scales) or 32 (MXFP8), where rows alone are
-// wanted: ragged ones, or those of weights. Such a scale concerns one row, so groups do not matter, but for where the
-// last one ends.
+// FP8 codes of bf16, fp16 or fp32 values in blocks along rows, of 128 (fp32 scales) or 32 (MXFP8), where rows alone are
+// wanted: ragged ones, or those of weights, each in strips of its own. Such a scale concerns one row, so groups do not
+// matter, but for where the last one ends, or where a list says that a weight lies.
 //
 // A warp takes one strip of 8 rows x 256 columns, 8 columns of each row a lane, and is done: the grid is as large as
 // the source, columns fastest, and a block is 8 warps that know nothing of each other.
@@ -13,7 +13,8 @@
 //
 // No shared memory, no barrier, no workspace. 64 registers, so that 4 blocks an SM have 128 KiB under way: by
 // estimate several times what the latency of memory asks for, so there is room for every warp to read the sizes again.
-// Meant to be bound by memory: 3.03 bytes a value, and about 10 issue slots in time for 21.
+// Meant to be bound by memory: 3.03 bytes a value, and about 10 issue slots in time for 21. Of fp32 values a lane reads
+// 32 bytes of a row by two loads, the second out of the L1 cache; 2 blocks of 128 registers have as much under way.
 #include <string>
 
 #include "cc/api/operands.h"
@@ -25,7 +26,8 @@ namespace {
 
 using namespace device;
 
-constexpr int kBlocksOfSm = 4;
+template <DType kFrom>
+constexpr int kBlocksOfSm = kFrom == DType::f32 ? 2 : 4;
 
 // Rows that groups own, by a whole warp: no more than `rows`, fewer than 2^31.
 __device__ inline int rows_of_groups(const int32_t* sizes, int count, int rows) {
@@ -37,47 +39,79 @@ __device__ inline int rows_of_groups(const int32_t* sizes, int count, int rows) 
   return static_cast<int>(min(low + (high << 16), int64_t{rows}));
 }
 
-// Of `rows` rows, those of all weights in turn.
-template <bool kBf16, int kBlock>
-__global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm)
-    store_strips(const __grid_constant__ StoreProblem p, int rows, uint32_t column_strips) {
+// Eight values of a lane, if they exist.
+__device__ inline void take(const char* from, bool exists, uint4* v) {
+  *v = exists ? __ldg(reinterpret_cast<const uint4*>(from)) : uint4{};
+}
+__device__ inline void take(const char* from, bool exists, Floats8* v) {
+  take(from, exists, &v->low);
+  take(from + sizeof(uint4), exists, &v->high);
+}
+template <DType kFrom>
+__device__ inline void take_singly(const char* from, Eight<kFrom>* v) {
+  if constexpr (kFrom == DType::f32) {
+    *v = {load_singly<kFrom>(from), load_singly<kFrom>(from + sizeof(uint4))};
+  } else {
+    *v = load_singly<kFrom>(from);
+  }
+}
+
+// `strips` of 8 rows: of ragged rows, or `each` of one weight after the other.
+template <DType kFrom, int kBlock>
+__global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm<kFrom>)
+    store_strips(const __grid_constant__ StoreProblem p, uint32_t strips, uint32_t each, uint32_t column_strips) {
   if (p.skip && *p.skip != 0) return;
   const Strip at;
-  const uint32_t item = blockIdx.x * kStoreWarps + threadIdx.x / 32, row_strip = item / column_strips;
-  const int first = static_cast<int>(row_strip) * Strip::kRows;
-  if (first >= rows) return;
-  const int column = static_cast<int>(item - row_strip * column_strips) * Strip::kColumns;
+  const uint32_t item = blockIdx.x * kStoreWarps + threadIdx.x / 32, strip = item / column_strips;
+  if (strip >= strips) return;
+  const int rows = static_cast<int>(p.rows), weight = static_cast<int>(strip / each);
+  const int first = static_cast<int>(strip - weight * each) * Strip::kRows;  // of the rows, or of a weight's
+  const int column = static_cast<int>(item - strip * column_strips) * Strip::kColumns;
   StoreTile tile = {};
-  tile.source = first;
+  tile.source = weight * p.rows + first;
   tile.rows = min(rows - first, Strip::kRows);
   tile.column = column;
   tile.columns = min(static_cast<int>(p.width) - column, Strip::kColumns);
   const int end = p.ragged ? rows_of_groups(p.sizes, p.scan.count, rows) : rows;
   const int count = at.column < tile.columns ? end - first : 0;  // rows of this thread that have values
-  const char* from = static_cast<const char*>(p.source) + 2 * (first * p.width + column + at.column);
-  uint4 raw[kVector];
+  const int64_t pitch = kBytes<kFrom> * p.width;
+  const char* from = p.table ? reinterpret_cast<const char*>(p.table[weight])
+                             : static_cast<const char*>(p.source) + weight * p.rows * pitch;
+  const bool vectors = has_vectors(from);
+  from += first * pitch + kBytes<kFrom> * (column + at.column);
+  Eight<kFrom> raw[kVector];
+  if (vectors) {
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    raw[i] = i < count ? __ldg(reinterpret_cast<const uint4*>(from + 2 * i * p.width)) : uint4{};
+    for (int i = 0; i < kVector; ++i) take(from + i * pitch, i < count, &raw[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      raw[i] = {};
+      if (i < count) take_singly<kFrom>(from + i * pitch, &raw[i]);
+    }
   }
   float factors[kVector];
-  row_factors<kBf16, kBlock, Strip>(p, tile, raw, factors);
+  row_factors<kFrom, kBlock, Strip>(p, tile, raw, factors);
   const StoredForm& form = p.forms[0];
   with_type(p.type, [&](auto type) {
-    put_rows<decltype(type), kBf16, Strip>(tile, raw, form.values + tile.source * form.pitch + tile.column, form.pitch,
+    put_rows<decltype(type), kFrom, Strip>(tile, raw, form.values + tile.source * form.pitch + tile.column, form.pitch,
                                            tile.rows, [&](int i, int) { return factors[i]; });
   });
 }
 
-int64_t rows_of(const Quantize& call) {
-  return call.group_sizes.present() ? call.source.dims[0] : call.source.dims[0] * call.source.dims[1];
+// Strips of rows that follow each other in memory: of ragged rows, or of one weight.
+int64_t strips_of_each(const Quantize& call) {
+  return divide_up(call.source.dims[call.group_sizes.present() ? 0 : 1], Strip::kRows);
+}
+int64_t row_strips_of(const Quantize& call) {
+  return strips_of_each(call) * (call.group_sizes.present() ? 1 : call.source.dims[0]);
 }
 
 int64_t column_strips_of(const Quantize& call) {
   return divide_up(call.source.dims[call.source.rank - 1], Strip::kColumns);
 }
 
-int64_t strips_of(const Quantize& call) { return divide_up(rows_of(call), Strip::kRows) * column_strips_of(call); }
+int64_t strips_of(const Quantize& call) { return row_strips_of(call) * column_strips_of(call); }
 
 std::string refuses(const Quantize& call, const Target& target) {
   const std::string reason = refuses_tiles(call, target);
@@ -96,25 +130,27 @@ std::string refuses(const Quantize& call, const Target& target) {
 
 size_t workspace(const Quantize&, const Target&) { return 0; }
 
-template <bool kBf16, int kBlock>
+template <DType kFrom, int kBlock>
 void run(const Quantize& call, const Context& context) {
   const int64_t strips = strips_of(call);
   if (strips == 0) return;
-  store_strips<kBf16, kBlock><<<static_cast<unsigned>(divide_up(strips, kStoreWarps)), kStoreThreads, 0,
+  store_strips<kFrom, kBlock><<<static_cast<unsigned>(divide_up(strips, kStoreWarps)), kStoreThreads, 0,
                                 static_cast<cudaStream_t>(context.stream)>>>(
-      store_problem(call, context), static_cast<int>(rows_of(call)), static_cast<uint32_t>(column_strips_of(call)));
+      store_problem(call, context), static_cast<uint32_t>(row_strips_of(call)),
+      static_cast<uint32_t>(strips_of_each(call)), static_cast<uint32_t>(column_strips_of(call)));
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
-template <bool kBf16>
+template <DType kFrom>
 void run_block(const Quantize& call, const Context& context) {
-  if (call.block == 32) return run<kBf16, 32>(call, context);
-  run<kBf16, 128>(call, context);
+  if (call.block == 32) return run<kFrom, 32>(call, context);
+  run<kFrom, 128>(call, context);
 }
 
 void launch(const Quantize& call, const Context& context) {
-  if (call.source.dtype == DType::bf16) return run_block<true>(call, context);
-  run_block<false>(call, context);
+  if (call.source.dtype == DType::f32) return run_block<DType::f32>(call, context);
+  if (call.source.dtype == DType::bf16) return run_block<DType::bf16>(call, context);
+  run_block<DType::f16>(call, context);
 }
 
 }  // namespace
