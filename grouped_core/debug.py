@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from grouped_core.calls import Call
+from grouped_core._native import Plan
+from grouped_core.calls import SLOTS, Call, stored_parts
 from grouped_core.plans import attempt, refusal
 
 SIZE_NEGATIVE = 1
@@ -113,23 +114,54 @@ def bound_arguments(known: Mapping[Any, Planned], op: Any, args: Sequence[Any], 
 
 
 def explain_calls(calls: Sequence[Call], arch: str) -> str:
-    """One line a native call: its operands, the kernel that runs it, and why better ones declined."""
+    """One line a native call: its operands, the kernel that runs it, and why better ones declined.
+
+    What a call quantises is told by source, dtype first, and as listed where addresses give it; behind a fused call
+    whose kernel leaves the cast of its results to a quantiser, that one is told too.
+    """
     lines = []
     for call in calls:
         found = attempt(call, arch)
         if not found.kernel:
             lines.append(refusal(call, arch, found.refusals))
             continue
-        declined = "".join(f"\n    {name} declined: {reason}" for name, reason in found.refusals)
         least, most = found.aligned_workspace_bytes, found.workspace_bytes
+        more = _declined(found)
         if found.spare or most > least:
-            more = _workspace(most) if most > least else ""
-            declined += f"\n    {found.spare or found.kernel} where an address is not a multiple of 16 bytes{more}"
+            bytes_more = _workspace(most) if most > least else ""
+            more += f"\n    {found.spare or found.kernel} where an address is not a multiple of 16 bytes{bytes_more}"
         if any(name.endswith("starts_at_one") and on for name, on in call.params):
-            declined += "\n    batch_invariant: groups of delayed scaling that have not started are multiplied by 1"
+            more += "\n    batch_invariant: groups of delayed scaling that have not started are multiplied by 1"
         results = " ".join(str(spec) for spec in call.outputs if spec)
-        lines.append(f"{call.name} -> {results}: {found.kernel} on {arch}{_workspace(least)}{declined}")
+        lines.append(
+            f"{call.name} -> {results}{_source(call)}: {found.kernel} on {arch}{_workspace(least)}{more}"
+            f"{_quantisers(call, found.kernel, arch)}"
+        )
     return "\n".join(lines)
+
+
+def _declined(plan: Plan, indent: str = "    ") -> str:
+    return "".join(f"\n{indent}{name} declined: {reason}" for name, reason in plan.refusals)
+
+
+def _source(call: Call) -> str:
+    """What a `quantize` reads, and how it is given."""
+    given = dict(zip(SLOTS[call.name], call.inputs, strict=True))
+    if call.name != "quantize":
+        return ""
+    return f" of {given['source']}{', listed' if given['source_table'] else ''}"
+
+
+def _quantisers(call: Call, kernel: str, arch: str) -> str:
+    """Those behind a fused call whose kernel is made of the plain call and of them."""
+    parts = stored_parts(call)
+    if parts is None or not kernel.endswith(("_stored_cpu", "_stored_cuda")):
+        return ""
+    text = ""
+    for part in filter(None, parts[1:]):
+        found = attempt(part, arch)
+        text += f"\n    quantises{_source(part)}: {found.kernel}{_declined(found, '        ')}"
+    return text
 
 
 def _workspace(count: int) -> str:

@@ -99,10 +99,10 @@ __device__ inline float value_at(const uint2& v, int i) {
   return value_of<kFrom>(i % 2 ? word >> 16 : word & 0xFFFFu);
 }
 
-// Bytes that have the values' signs at the top.
+// Bytes that have the signs of values 0, 2, 1, 3 at the top.
 __device__ inline uint32_t high_bytes(const uint2& v) { return __byte_perm(v.x, v.y, 0x7351); }
 __device__ inline uint32_t high_bytes(const uint4& v) {
-  return __byte_perm(__byte_perm(v.x, v.y, 0x0073), __byte_perm(v.z, v.w, 0x0073), 0x5410);
+  return __byte_perm(__byte_perm(v.x, v.z, 0x0073), __byte_perm(v.y, v.w, 0x0073), 0x5410);
 }
 // Those of value `i` of two rows, in bytes 0 and 1.
 __device__ inline uint32_t high_bytes(const uint2& one, const uint2& other, int i) {

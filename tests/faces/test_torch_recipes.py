@@ -312,6 +312,7 @@ def test_explain_names_every_launch(form: str, recipe: Recipe | None, listed: bo
     lines = [line.split(" ->")[0] for line in text.splitlines() if " -> " in line]
     assert lines == calls, text
     assert (recipe is None) == ("quantize ->" not in text)
+    assert text.count(", listed: quantize_") == (lines.count("quantize") and listed and len(parts)), text
 
 
 @pytest.mark.rule("ERR-2", "ERR-3")
@@ -336,6 +337,20 @@ def test_explain_of_recipes_needs_neither_device_nor_weights() -> None:
     assert "expected a QTensor" in (torch_bridge.why_unsupported(torch_bridge.dequantize, x) or "")
     text = torch_bridge.explain(grouped_linear, torch.randn(5, 64), q, [2, 3])
     assert text.startswith("grouped_matmul ->"), "quantised already"
+
+
+@pytest.mark.rule("ERR-3")
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda r: r.name)
+def test_explain_names_the_quantiser_of_each_operand(recipe: Recipe, listed: bool) -> None:
+    """By what it reads: shape and dtype, and whether a list's addresses give it."""
+    x = torch.empty(1000, 256, device="meta", requires_grad=True)
+    weights = [torch.empty(128, 256, device="meta", requires_grad=True) for _ in range(8)]
+    w: Any = weights if listed else torch.empty(8, 128, 256, device="meta", requires_grad=True)
+    sizes = torch.empty(8, dtype=torch.int32, device="meta")
+    text = torch_bridge.explain(grouped_linear, x, w, sizes, recipe=recipe, arch="cpu")
+    for source in ("float32[1000,256]", "float32[1000,128]", f"float32[8,128,256]{', listed' if listed else ''}"):
+        assert f" of {source}: quantize_any_cpu on cpu" in text, text
 
 
 @pytest.mark.rule("ERR-1")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -233,9 +233,18 @@ class Native:
     def _workspace(self, count: int) -> Any:
         return self.memory.put(np.full(count, _NAN, np.uint8))
 
-    def hold(self, members: Sequence[NDArray[Any] | None]) -> tuple[list[Any], NDArray[np.int64]]:
-        """(arrays where the kernel reads them, the table of their addresses); None has address 0."""
-        held = [None if member is None else self.memory.put(member.copy()) for member in members]
+    def hold(
+        self, members: Sequence[NDArray[Any] | None], *, unaligned: Container[int] = ()
+    ) -> tuple[list[Any], NDArray[np.int64]]:
+        """(arrays where the kernel reads them, the table of their addresses); None has address 0.
+
+        Args:
+            unaligned: members that lie one element past an aligned address.
+        """
+        held = [
+            None if member is None else self.memory.put(member.copy(), unaligned=g in unaligned)
+            for g, member in enumerate(members)
+        ]
         return held, np.array([0 if each is None else self.memory.address(each) for each in held], np.int64)
 
     def release(self, held: Any, dtype: np.dtype[Any]) -> NDArray[Any]:

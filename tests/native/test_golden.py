@@ -304,7 +304,7 @@ STORES = {
     "nvfp4": ("fp4", "fp4"),
     "nvfp4_2d": ("fp4", "fp4"),
 }
-"""Quantisers of 16-bit values on CUDA, by format: of rows alone, and with the cross form."""
+"""Quantisers on CUDA, by format: of rows alone, and with the cross form. Whatever the source and wherever it lies."""
 
 
 @pytest.mark.rule("MAT-2")
@@ -314,32 +314,76 @@ def test_quantisers(arch, name):
     compiled(arch)
     format, end = FORMATS[name], DEFAULT[arch]
     for case in cases.select("bench"):
-        for dtype in ("bfloat16", "float16"):
+        for dtype in cases.DTYPES:
             rows, _, _, sizes = specs(case, dtype)
-            sources = [(ArraySpec((case.groups, case.k, case.n), dtype), None)]
+            weights = ArraySpec((case.groups, case.k, case.n), dtype)
+            sources = [(weights, None, False), (weights, None, True)]
             if not format.square:
-                sources.append((rows, sizes))
-            for source, group_sizes in sources:
+                sources.append((rows, sizes, False))
+            for source, group_sizes, listed in sources:
                 for kind, forms in zip(STORES[name], ((True, False), (True, True)), strict=True):
-                    plan = plans.attempt(calls.quantize(source, format, forms, group_sizes), arch)
+                    plan = plans.attempt(calls.quantize(source, format, forms, group_sizes, table=listed), arch)
                     wanted = "any" if end == "cpu" else kind
-                    assert plan.kernel == f"quantize_{wanted}_{end}", f"{case}, {forms}: {plan.refusals}"
+                    assert plan.kernel == f"quantize_{wanted}_{end}", f"{case}, {forms}, {listed=}: {plan.refusals}"
+
+
+OPTIONS = {
+    "fp8_tensor_delayed": ("fp8_tensor", {"delayed": True}, "fp8"),
+    "nvfp4_stochastic": ("nvfp4", {"stochastic": True}, "fp4"),
+    "nvfp4_rotate": ("nvfp4", {"rotate": True}, "fp4"),
+    "nvfp4_rotate_stochastic": ("nvfp4", {"rotate": True, "stochastic": True}, "fp4"),
+    "nvfp4_four_over_six": ("nvfp4", {"four_over_six": "square"}, "any"),
+}
+"""Quantisers of rows on CUDA in both forms, by what is asked beside the format."""
+
+
+@pytest.mark.rule("MAT-2")
+@pytest.mark.parametrize("arch", DEFAULT)
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_quantisers_with_options(arch, name, dtype):
+    compiled(arch)
+    format_name, changes, kind = OPTIONS[name]
+    format = FORMATS[format_name].replace(**changes)
+    if format.rotate and dtype == "float16":
+        kind = "any"  # rotated values have more bits than it
+    sizes, rows = ArraySpec((128,), "int32"), ArraySpec((4096, 1024), dtype)
+    options = {"encode": format.delayed, "amax": format.delayed, "key": format.stochastic}
+    plan = plans.attempt(calls.quantize(rows, format, (True, True), sizes, **options), arch)
+    assert plan.kernel == f"quantize_{'any' if arch == 'cpu' else kind}_{DEFAULT[arch]}", plan.refusals
+
+
+@pytest.mark.parametrize("arch", DEFAULT)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", [name for name, kinds in STORES.items() if kinds[0] != "any"])
+def test_quantisers_of_many_groups(arch, name, dtype):
+    """Rows: as many groups as a table in shared memory holds. Weights have no table."""
+    compiled(arch)
+    format, end, kind = FORMATS[name], DEFAULT[arch], STORES[name][0]
+    most = 1024 if arch == "sm_89" else 4096
+    for groups in (1024, 1025, 4096, 4097):
+        for listed in (False, True):
+            call = calls.quantize(ArraySpec((groups, 16, 128), dtype), format, (True, False), None, table=listed)
+            assert plans.attempt(call, arch).kernel == f"quantize_{'any' if end == 'cpu' else kind}_{end}"
+        if not format.square:
+            sizes = ArraySpec((groups,), "int32")
+            call = calls.quantize(ArraySpec((8192, 128), dtype), format, (True, False), sizes)
+            fast = end != "cpu" and groups <= most
+            assert plans.attempt(call, arch).kernel == f"quantize_{kind if fast else 'any'}_{end}"
 
 
 @pytest.mark.parametrize("arch", DEFAULT)
 @pytest.mark.parametrize("name", [name for name, kinds in STORES.items() if kinds[0] == "fp8_rows"])
 def test_rows_that_the_portable_quantiser_takes(arch, name):
-    """A width that no vector divides, more sizes than a table holds, amaxes of groups in blocks, listed weights."""
+    """A width that no vector divides, more sizes than a table holds, amaxes of groups in blocks."""
     compiled(arch)
-    rows, weights = ArraySpec((64, 256), "bfloat16"), ArraySpec((4, 64, 256), "bfloat16")
-    sizes, many = ArraySpec((4,), "int32"), ArraySpec((1025,), "int32")
+    rows, sizes, many = ArraySpec((64, 256), "bfloat16"), ArraySpec((4,), "int32"), ArraySpec((4097,), "int32")
     format, forms = FORMATS[name], (True, False)
     for call in (
         calls.quantize(ArraySpec((64, 260), "bfloat16"), format, forms, sizes),
-        calls.quantize(ArraySpec((64, 256), "float32"), format, forms, sizes),
+        calls.quantize(ArraySpec((64, 260), "float32"), format, forms, sizes),
         calls.quantize(rows, format, forms, many),
         calls.quantize(rows, format, forms, sizes, amax=True),
-        calls.quantize(weights, format, forms, None, table=True),
     ):
         plan = plans.attempt(call, arch)
         assert plan.kernel == f"quantize_any_{DEFAULT[arch]}", plan.refusals

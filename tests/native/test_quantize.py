@@ -56,7 +56,11 @@ CASES = [
 NARROW = ("bfloat16", "float16")
 WIDTHS = (8, 120, 128, 136, 256, 264, 776)
 """On both sides of blocks of 32 and of 128, and of the 256 columns of a warp."""
-MEMBERS = ((3, 37, 53), (2, 128, 256), (1, 1, 1), (2, 130, 300), (5, 16, 32), (1, 257, 31))
+WIDE = (16, 120, 144, 1008, 1040)
+"""On both sides of the 128 and the 1024 columns of a tile."""
+LISTED = ((1, 16, 8), (3, 48, 72), (2, 144, 264), (64, 16, 40), (2, 16, 1040), (3, 37, 1032))
+"""Weights whose rows are whole vectors, mostly with columns that can be turned."""
+MEMBERS = ((3, 37, 53), (2, 128, 256), (1, 1, 1), (2, 130, 300), (5, 16, 32), (1, 257, 31), *LISTED)
 KEY = np.array([0x243F6A88, 0x85A308D3], np.uint32)
 
 
@@ -162,30 +166,84 @@ def test_weights(kernel, format, shape, dtype, forms):
 
 @pytest.mark.rule("GRP-4", "GRP-5", "GRP-6", "GRP-12", "MAT-2")
 @pytest.mark.parametrize("kernel", kernels("quantize"))
+@pytest.mark.matrix(format=FOR_ROWS, case=CASES, width=WIDE, dtype=cases.DTYPES, forms=FORMS)
+def test_rows_of_whole_vectors(kernel, format, case, width, dtype, forms):
+    """Tiles as wide as the kernels of bandwidth have them, and their ends."""
+    x, sizes = rows_of(dataclasses.replace(case, k=width), dtype)
+    quantize(Native(kernel), x, format, forms, sizes, key=KEY)
+
+
+@pytest.mark.rule("GRP-4", "GRP-12")
+@pytest.mark.parametrize("kernel", kernels("quantize"))
 @pytest.mark.matrix(
-    format=IN_BLOCKS, case=[*CASES, cases.named("groups_1024"), cases.named("clamped")], width=WIDTHS, dtype=NARROW
+    format=FOR_ROWS, groups=("groups_1024", "groups_1025", "groups_4096"), dtype=cases.DTYPES, forms=FORMS
+)
+def test_rows_of_many_groups(kernel, format, groups, dtype, forms):
+    """Sizes are scanned 1024 at a time; tables of all groups lie in shared memory, beside the tiles."""
+    x, sizes = rows_of(dataclasses.replace(cases.named(groups), k=16), dtype)
+    quantize(Native(kernel), x, format, forms, sizes, key=KEY)
+
+
+@pytest.mark.rule("GRP-4", "GRP-5", "GRP-6", "GRP-12", "MAT-2")
+@pytest.mark.parametrize("kernel", kernels("quantize"))
+@pytest.mark.matrix(
+    format=IN_BLOCKS,
+    case=[*CASES, cases.named("groups_1024"), cases.named("clamped")],
+    width=WIDTHS,
+    dtype=cases.DTYPES,
 )
 def test_rows_alone(kernel, format, case, width, dtype):
-    """Of 16 bits, in blocks along them: ends of rows, of groups, of sizes that are read 32 at a time."""
+    """In blocks along them: ends of rows, of groups, of sizes that are read 32 at a time."""
     x, sizes = rows_of(dataclasses.replace(case, k=width), dtype)
     quantize(Native(kernel), x, format, (True, False), sizes)
 
 
 @pytest.mark.rule("MAT-2", "GRP-12")
 @pytest.mark.parametrize("kernel", kernels("quantize"))
-@pytest.mark.matrix(format=IN_BLOCKS, tall=(1, 8, 37, 128), width=WIDTHS, dtype=NARROW)
+@pytest.mark.matrix(format=IN_BLOCKS, tall=(1, 8, 37, 128), width=WIDTHS, dtype=cases.DTYPES)
 def test_rows_alone_of_weights(kernel, format, tall, width, dtype):
-    """The same of weights, whose rows lie one behind the other: 8 of them may belong to two."""
+    """The same of weights, whose rows lie one behind the other."""
     quantize(Native(kernel), numbers((3, tall, width), dtype), format, (True, False))
 
 
 @pytest.mark.rule("MAT-4")
 @pytest.mark.parametrize("kernel", kernels("quantize"))
-@pytest.mark.matrix(format=FOR_WEIGHTS[::2], dtype=cases.DTYPES)
-def test_listed_weights(kernel, format, dtype):
-    w, run = numbers((3, 37, 53), dtype), Native(kernel)
-    _held, table = run.hold(list(w))
-    same(quantize(run, w, format, table=table), quantize(run, w, format))
+@pytest.mark.matrix(
+    format=FOR_WEIGHTS,
+    shape=(*MEMBERS[:2], *LISTED),
+    dtype=cases.DTYPES,
+    forms=FORMS,
+    odd=(None, 0, 1),
+)
+def test_listed_weights(kernel, format, shape, dtype, forms, odd):
+    """Members anywhere: all aligned, or from member `odd` on every other one an element past an aligned address."""
+    w, run = numbers(shape, dtype), Native(kernel)
+    odd_ones = () if odd is None else range(odd, shape[0], 2)
+    _held, table = run.hold(list(w), unaligned=odd_ones)
+    assert [address % 16 != 0 for address in table] == [g in odd_ones for g in range(shape[0])]
+    same(quantize(run, w, format, forms, table=table, key=KEY), quantize(run, w, format, forms, key=KEY))
+
+
+@pytest.mark.rule("MAT-4")
+@pytest.mark.parametrize("kernel", kernels("quantize"))
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_1x128", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_long_lists(kernel, name, dtype):
+    w, run = numbers((4096, 16, 8), dtype), Native(kernel)
+    _held, table = run.hold(list(w), unaligned=(0, 4095))
+    forms = (True, "fp8_rows" not in kernel)
+    same(quantize(run, w, FORMATS[name], forms, table=table), quantize(run, w, FORMATS[name], forms))
+
+
+@pytest.mark.rule("MAT-4")
+@pytest.mark.parametrize("kernel", kernels("quantize"))
+@pytest.mark.matrix(name=("fp8_tensor", "fp8_tensor_e5m2"), dtype=cases.DTYPES, forms=FORMS, odd=(False, True))
+def test_listed_weights_with_given_multipliers(kernel, name, dtype, forms, odd):
+    """Delayed scaling of a list: amaxes are merged on the way."""
+    w, run, format = numbers((5, 48, 264), dtype), Native(kernel), FORMATS[name].replace(delayed=True)
+    _held, table = run.hold(list(w), unaligned=range(5) if odd else ())
+    options = {"encode": np.exp2(np.arange(-2, 3, dtype=np.float32)), "into_amax": np.full(5, 1e-3, np.float32)}
+    same(quantize(run, w, format, forms, table=table, **options), quantize(run, w, format, forms, **options))
 
 
 @pytest.mark.parametrize("kernel", kernels("quantize"))
