@@ -2,6 +2,7 @@
 
     python benchmarks/bench_mlp.py                      # the models' shapes, SwiGLU, bf16, on a GPU
     python benchmarks/bench_mlp.py --cases parts        # first product + activation, and gradients at the hidden rows
+    python benchmarks/bench_mlp.py --lists --cases C D  # recipes on one Parameter per expert beside packed weights
     python benchmarks/bench_mlp.py --device cpu
 
 The bound of a row is the time of dense products of the same operations in the same run: two for forward, six with
@@ -77,7 +78,7 @@ def make_work(case: cases.Case, dtype: str, device: str) -> Work:
 
 
 Function = Callable[..., torch.Tensor]
-"""Of x, wi (perhaps as two tensors) and wo."""
+"""Of x, wi (perhaps as two tensors) and wo; or of x and the members of both, one expert's after the other's."""
 
 
 def both(function: Function, leaves: list[torch.Tensor], dy: torch.Tensor) -> dict[str, harness.Thunk]:
@@ -105,11 +106,14 @@ def ours(transposed: bool, halves: bool = False, **options: Any) -> Callable[[Wo
     return build
 
 
-def by_recipe(recipe: Recipe, *, stored: bool = False) -> Callable[[Work], dict[str, harness.Thunk]]:
+def by_recipe(
+    recipe: Recipe, *, stored: bool = False, listed: bool = False
+) -> Callable[[Work], dict[str, harness.Thunk]]:
     """Operands in bf16, quantised inside; a step of delayed scaling updates its state too.
 
     Args:
         stored: the weights are quantised once, outside, as for all microbatches of a step but the first.
+        listed: the weights are one tensor for each expert.
     """
 
     def build(work: Work) -> dict[str, harness.Thunk]:
@@ -117,11 +121,21 @@ def by_recipe(recipe: Recipe, *, stored: bool = False) -> Callable[[Work], dict[
         state = torch_bridge.scaling_state(recipe, groups, device=device, products=2) if recipe.delayed else None
         bound = recipe.bind(state)
         leaves = work.leaves(True)
-        codes = [torch_bridge.quantize(w, recipe.forward[1].replace(delayed=False), axis=(2, 1)) for w in leaves[1:]]
+        cell = recipe.forward[1].replace(delayed=False)
+        codes = [torch_bridge.quantize(w, cell, axis=(2, 1)) for w in leaves[1:]] if stored else []
+        if listed:
+            members = [member.clone() for weight in leaves[1:] for member in weight.detach()]
+            leaves = [leaves[0], *(member.requires_grad_() for member in members)]
 
         def function(x: torch.Tensor, *masters: torch.Tensor) -> torch.Tensor:
-            pairs = zip(masters, codes, strict=True)
-            wi, wo = (torch_bridge.straight_through(*each) if stored else each[0] for each in pairs)
+            wi: Any
+            wo: Any
+            if listed:
+                wi, wo = list(masters[:groups]), list(masters[groups:])
+            elif stored:
+                wi, wo = (torch_bridge.straight_through(*each) for each in zip(masters, codes, strict=True))
+            else:
+                wi, wo = masters
             return torch_bridge.grouped_mlp(x, wi, wo, work.sizes, rhs_transposed=True, recipe=bound)
 
         thunks = both(function, leaves, work.dy)
@@ -187,6 +201,9 @@ def dense(work: Work) -> dict[str, harness.Thunk]:
     return {"forward": forward, "forward+backward": all_six}
 
 
+LISTS = [f"ours, {recipe.name}{how}" for recipe in RECIPES for how in ("", ", listed")]
+"""Recipes on packed weights, and on one tensor for each expert."""
+
 CANDIDATES: dict[str, Callable[[Work], dict[str, harness.Thunk]]] = {
     "dense": dense,
     "ours, [G,N,K]": ours(True),
@@ -198,6 +215,7 @@ CANDIDATES: dict[str, Callable[[Work], dict[str, harness.Thunk]]] = {
     "ours, composed": ours(True, implementation="composed"),
     **{f"ours, {recipe.name}": by_recipe(recipe) for recipe in (*RECIPES, NEVER)},
     **{f"ours, {recipe.name}, stored weights": by_recipe(recipe, stored=True) for recipe in RECIPES},
+    **{f"ours, {recipe.name}, listed": by_recipe(recipe, listed=True) for recipe in RECIPES},
     "torch grouped_mm": torch_grouped_mm,
     "SonicMoE": sonic_moe,
 }
@@ -293,6 +311,16 @@ def bench(
     return rows
 
 
+def beside_packed(rows: list[harness.Row]) -> list[str]:
+    """Times on lists over those on packed weights, for each recipe that has both."""
+    times = {(row.candidate, row.product): row.timing.median_us for row in rows if row.timing is not None}
+    return [
+        f"{product:<18}{name} over packed: {time / times[packed, product]:.3f}"
+        for (name, product), time in times.items()
+        if name.endswith(", listed") and ((packed := name.removesuffix(", listed")), product) in times
+    ]
+
+
 def bench_parts(case: cases.Case, dtype: str, budget_s: float) -> list[harness.Row]:
     """The two fused kernels alone, both results stored, against one dense product each."""
     from grouped_core.activations import Activation
@@ -334,6 +362,9 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", help="names of problems in tests/cases.py, and parts; default: all")
     parser.add_argument("--dtype", choices=list(TORCH_DTYPES), default="bfloat16")
     parser.add_argument("--candidates", nargs="+", choices=list(CANDIDATES), default=list(CANDIDATES))
+    parser.add_argument(
+        "--lists", action="store_true", help="recipes on packed weights, and on lists in turn with them"
+    )
     parser.add_argument("--budget", type=float, default=10.0, help="seconds a case may take")
     parser.add_argument(
         "--steady", type=float, metavar="SECONDS", help="time each candidate in runs of so many seconds"
@@ -347,7 +378,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.steady is not None and options.device == "cpu":
         parser.error("--steady is for GPUs")
-    names = list(dict.fromkeys(["dense", *options.candidates]))
+    names = list(dict.fromkeys(["dense", *(LISTS if options.lists else options.candidates)]))
     rows = []
     for case in [*cases.select("cpu_bench" if options.device == "cpu" else "bench"), PARTS]:
         if options.cases and case.name not in options.cases:
@@ -359,6 +390,8 @@ def main() -> None:
         else:
             continue
         print(harness.table(block), flush=True)
+        for text in beside_packed(block):
+            print(f"{case.name:<16}{text}", flush=True)
         rows += block
         if options.device == "cuda":
             torch.cuda.empty_cache()

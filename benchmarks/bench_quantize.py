@@ -2,10 +2,12 @@
 
     python benchmarks/bench_quantize.py                      # on a GPU
     python benchmarks/bench_quantize.py --formats mxfp8 --cases C
+    python benchmarks/bench_quantize.py --dtype float32 --weights --lists 64 4096
     python benchmarks/bench_quantize.py --device cpu --cases cpu
 
 A candidate's bytes are what it must read and write: valid rows of the source, codes and scales of whole results. The
-bound is a copy of the same run, as large as the source, timed in turn with the candidates of a case.
+bound is a copy of the same run, as large as the source, timed in turn with the candidates of a case. Lists of weights
+have as many members as `--lists` says, each of its own memory, beside the same ones packed.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from grouped_core import _native, calls, plans
 from grouped_core.calls import SLOTS, ArraySpec, Call
 from grouped_core.formats import FORMATS, Format
 from tests import cases
+from torch_bridge._memory import address_table
 
 FORMS = {"rows": (True, False), "cross": (False, True), "both": (True, True)}
 DELAYED = FORMATS["fp8_tensor"].replace(name="fp8_tensor_delayed", delayed=True)
@@ -34,6 +37,9 @@ ROTATED = FORMATS["nvfp4"].replace(name="nvfp4_rotate_stochastic", rotate=True, 
 CHOICES = {f.name: f for f in (*FORMATS.values(), DELAYED, ROTATED) if not f.plain}
 ROWS = ("fp8_1x128", "fp8_tensor", "fp8_tensor_delayed", "mxfp8", "nvfp4", "nvfp4_rotate_stochastic")
 WEIGHTS = ("fp8_128x128", "mxfp8", "nvfp4_2d")
+LISTED = ("fp8_tensor", "fp8_tensor_delayed", "fp8_1x128", "fp8_128x128", "mxfp8", "mxfp4", "nvfp4", "nvfp4_2d")
+WITHOUT_COLUMNS = ("mxfp4",)
+"""Formats whose form along columns no kernel of bandwidth makes."""
 TORCH_BYTES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -42,7 +48,7 @@ class Launch:
     """A planned call with its memory."""
 
     run: Callable[[int], Any]
-    bytes: int
+    bytes: int  # that it reads and writes
     kernel: str
     results: list[torch.Tensor | None]
 
@@ -76,13 +82,17 @@ def launch(call: Call, device: str, **operands: torch.Tensor | None) -> Launch:
     return Launch(run, moved, plan.kernel, results)
 
 
-def quantizer(source: torch.Tensor, format: Format, form: str, sizes: torch.Tensor | None) -> Launch:
-    """Rows with sizes, or weights."""
-    device, dtype = source.device.type, str(source.dtype).removeprefix("torch.")
-    spec = ArraySpec(tuple(source.shape), dtype)
-    groups = source.shape[0] if sizes is None else sizes.shape[0]
+def quantizer(
+    source: torch.Tensor | list[torch.Tensor], format: Format, form: str, sizes: torch.Tensor | None
+) -> Launch:
+    """Rows with sizes, or weights, packed or a list."""
+    first = source[0] if isinstance(source, list) else source
+    device, dtype = first.device.type, str(first.dtype).removeprefix("torch.")
+    spec = ArraySpec((len(source), *first.shape) if isinstance(source, list) else tuple(first.shape), dtype)
+    groups = spec.shape[0] if sizes is None else sizes.shape[0]
     call = calls.quantize(
         *(spec, format, FORMS[form], None if sizes is None else ArraySpec((groups,), "int32")),
+        table=isinstance(source, list),
         encode=format.delayed,
         amax=format.delayed,
         key=format.stochastic,
@@ -92,7 +102,12 @@ def quantizer(source: torch.Tensor, format: Format, form: str, sizes: torch.Tens
         more["encode"] = torch.full((groups,), 64.0, device=device)
     if format.stochastic:
         more["key"] = torch.tensor([1, 2], dtype=torch.int32, device=device)
-    return launch(call, device, source=source, group_sizes=sizes, **more)
+    if not isinstance(source, list):
+        return launch(call, device, source=source, group_sizes=sizes, **more)
+    table = address_table(source, -1 if first.device.index is None else first.device.index)
+    made = launch(call, device, source_table=table, **more)
+    moved = made.bytes + sum(each.nbytes for each in source)
+    return dataclasses.replace(made, run=lambda i: (made.run(i), source), bytes=moved)  # members stay alive
 
 
 def dequantizer(source: torch.Tensor, format: Format, form: str, sizes: torch.Tensor | None) -> Launch:
@@ -108,6 +123,24 @@ def dequantizer(source: torch.Tensor, format: Format, form: str, sizes: torch.Te
     values, scales, group_scales = made.results[3:6] if cross else made.results[:3]
     named = {"values": values, "scales": scales, "group_scales": group_scales}
     return launch(call, source.device.type, group_sizes=sizes, **named)
+
+
+def of_lists(case: cases.Case, count: int, device: str, args: argparse.Namespace) -> dict[str, Launch]:
+    """`count` members, each of its own memory, and the same ones packed.
+
+    In all about as large as the case's weights; of whole tiles of 128 x 128, and no more than 2^28 values.
+    """
+    tall = max(1, case.groups * case.k // count // 128) * 128
+    width = min(case.n, max(1, 2**28 // (count * tall) // 128) * 128)
+    members = [torch.randn(tall, width, device=device).to(TORCH_BYTES[args.dtype]) for _ in range(count)]
+    packed, made = torch.stack(members), {}
+    for name in args.formats or LISTED:
+        for form in FORMS if name in LISTED else ():
+            if form != "rows" and name in WITHOUT_COLUMNS:
+                continue
+            made[f"{count} listed {name}, {form}"] = quantizer(members, CHOICES[name], form, None)
+            made[f"{count} packed {name}, {form}"] = quantizer(packed, CHOICES[name], form, None)
+    return made
 
 
 def compiled_rows(source: torch.Tensor) -> Callable[[int], Any]:
@@ -143,6 +176,8 @@ def rows_of(case: cases.Case, device: str, args: argparse.Namespace) -> list[har
         for name in args.formats or WEIGHTS:
             for form in FORMS if name in WEIGHTS else ():
                 made[f"W {name}, {form}"] = quantizer(weights, CHOICES[name], form, None)
+    for count in args.lists:
+        made |= of_lists(case, count, device, args)
     thunks: dict[str, Callable[[int], Any]] = {"copy": lambda _: target.copy_(source)}
     thunks |= {name: each.run for name, each in made.items()}
     if args.compiled:
@@ -179,6 +214,9 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", choices=tuple(CHOICES))
     parser.add_argument("--dtype", default="bfloat16", choices=tuple(TORCH_BYTES))
     parser.add_argument("--weights", action="store_true", help="weights as well")
+    parser.add_argument(
+        "--lists", type=int, nargs="*", default=[], metavar="COUNT", help="lists of so many weights, and packed ones"
+    )
     parser.add_argument("--compiled", action="store_true", help="what torch.compile makes beside it")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--budget", type=float, default=60.0, help="seconds a case")

@@ -349,7 +349,7 @@ def test_explain_names_the_quantiser_of_each_operand(recipe: Recipe, listed: boo
     w: Any = weights if listed else torch.empty(8, 128, 256, device="meta", requires_grad=True)
     sizes = torch.empty(8, dtype=torch.int32, device="meta")
     text = torch_bridge.explain(grouped_linear, x, w, sizes, recipe=recipe, arch="cpu")
-    for source in ("float32[1000,256]", "float32[1000,128]", f"float32[8,128,256]{', listed' if listed else ''}"):
+    for source in ("float32[1000, 256]", "float32[1000, 128]", f"float32[8, 128, 256]{', listed' if listed else ''}"):
         assert f" of {source}: quantize_any_cpu on cpu" in text, text
 
 
