@@ -274,7 +274,7 @@ template <DType kFrom, int kCount>
 __device__ inline void copy_lines(uint4* to, int step, const char* from, int64_t pitch, int exist, bool vectors) {
   if (vectors) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i, from += pitch) copy_async(to + i * step, from, i < exist);
+    for (int i = 0; i < kCount; ++i) copy_async(to + i * step, from + i * pitch, i < exist);
   } else {
 #pragma unroll 1
     for (int i = 0; i < kCount; ++i, from += pitch) to[i * step] = i < exist ? load_singly<kFrom>(from) : uint4{};
@@ -397,7 +397,9 @@ int most_shared_bytes() {
 inline std::string refuses_tiles(const Quantize& call, const Target& target) {
   if (target.platform != Platform::cuda) return "is a CUDA kernel";
   const DType from = call.source.dtype;
-  if (from != DType::bf16 && from != DType::f16 && from != DType::f32) return "has no source " + describe(call.source);
+  if (from != DType::bf16 && from != DType::f16 && from != DType::f32) {
+    return "takes float32, bfloat16 or float16, not " + describe(call.source);
+  }
   if (!call.values.present() && !call.cross_values.present()) return "stores codes";
   if (!call.group_sizes.present() && call.source.elements() == 0) return "takes weights that have elements";
   const int64_t width = call.source.dims[call.source.rank - 1];
