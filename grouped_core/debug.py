@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from grouped_core._native import Plan
 from grouped_core.calls import SLOTS, Call, stored_parts
 from grouped_core.plans import attempt, refusal
 
@@ -126,7 +125,7 @@ def explain_calls(calls: Sequence[Call], arch: str) -> str:
             lines.append(refusal(call, arch, found.refusals))
             continue
         least, most = found.aligned_workspace_bytes, found.workspace_bytes
-        more = _declined(found)
+        more = _declined(found.refusals)
         if found.spare or most > least:
             bytes_more = _workspace(most) if most > least else ""
             more += f"\n    {found.spare or found.kernel} where an address is not a multiple of 16 bytes{bytes_more}"
@@ -140,8 +139,8 @@ def explain_calls(calls: Sequence[Call], arch: str) -> str:
     return "\n".join(lines)
 
 
-def _declined(plan: Plan, indent: str = "    ") -> str:
-    return "".join(f"\n{indent}{name} declined: {reason}" for name, reason in plan.refusals)
+def _declined(refusals: Sequence[tuple[str, str]], indent: str = "    ") -> str:
+    return "".join(f"\n{indent}{name} declined: {reason}" for name, reason in refusals)
 
 
 def _source(call: Call) -> str:
@@ -160,7 +159,7 @@ def _quantisers(call: Call, kernel: str, arch: str) -> str:
     text = ""
     for part in filter(None, parts[1:]):
         found = attempt(part, arch)
-        text += f"\n    quantises{_source(part)}: {found.kernel}{_declined(found, '        ')}"
+        text += f"\n    quantises{_source(part)}: {found.kernel}{_declined(found.refusals, '        ')}"
     return text
 
 

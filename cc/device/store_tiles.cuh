@@ -277,7 +277,7 @@ __device__ inline void copy_lines(uint4* to, int step, const char* from, int64_t
     for (int i = 0; i < kCount; ++i) copy_async(to + i * step, from + i * pitch, i < exist);
   } else {
 #pragma unroll 1
-    for (int i = 0; i < kCount; ++i, from += pitch) to[i * step] = i < exist ? load_singly<kFrom>(from) : uint4{};
+    for (int i = 0; i < kCount; ++i) to[i * step] = i < exist ? load_singly<kFrom>(from + i * pitch) : uint4{};
   }
 }
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from grouped_core import _native, calls, debug, gradients, plans
+from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec
+from grouped_core.formats import FORMATS
 from grouped_core.gradients import Needs
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.recipes import BF16
@@ -78,6 +80,27 @@ def test_explain_has_a_line_a_call():
     first, second = text.splitlines()
     assert first == "grouped_matmul -> bfloat16[6, 4]: grouped_matmul_any_cpu on cpu"
     assert "no kernel takes it" in second
+
+
+@pytest.mark.rule("ERR-3")
+@pytest.mark.parametrize("listed", [False, True])
+def test_explain_says_what_is_quantised(listed):
+    weights = calls.quantize(ArraySpec((3, 16, 32), "float32"), FORMATS["mxfp8"], (True, True), None, table=listed)
+    told = f" of float32[3, 16, 32]{', listed' if listed else ''}: quantize_any_cpu on cpu"
+    assert debug.explain_calls([weights], "cpu").endswith(told)
+
+
+@pytest.mark.rule("ERR-3")
+def test_explain_names_the_quantiser_behind_a_fused_call():
+    fused = calls.grouped_matmul_act(
+        *(X, ArraySpec((3, 8, 64), "bfloat16"), 1, SIZES, "bfloat16"),
+        activation=Activation("swiglu"),
+        recipe=BF16,
+        stored=calls.Storing(FORMATS["mxfp8"], (True, True)),
+    )
+    text = debug.explain_calls([fused], "cpu")
+    assert "grouped_matmul_act_stored_cpu on cpu" in text
+    assert "\n    quantises of bfloat16[6, 32]: quantize_any_cpu" in text
 
 
 @pytest.mark.rule("ERR-2")
