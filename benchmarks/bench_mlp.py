@@ -141,6 +141,8 @@ def by_recipe(
         thunks = both(function, leaves, work.dy)
         if state is None:
             return thunks
+        thunks["forward+backward"](0)
+        torch_bridge.update_scaling(state)  # forward alone is that of a state that has started, too
 
         def updating(i: int) -> Any:
             grads = thunks["forward+backward"](i)

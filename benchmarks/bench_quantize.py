@@ -34,7 +34,9 @@ from torch_bridge._memory import address_table
 FORMS = {"rows": (True, False), "cross": (False, True), "both": (True, True)}
 DELAYED = FORMATS["fp8_tensor"].replace(name="fp8_tensor_delayed", delayed=True)
 ROTATED = FORMATS["nvfp4"].replace(name="nvfp4_rotate_stochastic", rotate=True, stochastic=True)
-CHOICES = {f.name: f for f in (*FORMATS.values(), DELAYED, ROTATED) if not f.plain}
+FROM_ONE = DELAYED.replace(name="fp8_tensor_delayed_from_one", starts_at_one=True)
+"""Without the launch that looks for groups that have not started."""
+CHOICES = {f.name: f for f in (*FORMATS.values(), DELAYED, FROM_ONE, ROTATED) if not f.plain}
 ROWS = ("fp8_1x128", "fp8_tensor", "fp8_tensor_delayed", "mxfp8", "nvfp4", "nvfp4_rotate_stochastic")
 WEIGHTS = ("fp8_128x128", "mxfp8", "nvfp4_2d")
 LISTED = ("fp8_tensor", "fp8_tensor_delayed", "fp8_1x128", "fp8_128x128", "mxfp8", "mxfp4", "nvfp4", "nvfp4_2d")
