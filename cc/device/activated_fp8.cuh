@@ -143,7 +143,7 @@ void run_activated(const ActivatedStore& call, device::ActivatedProblem p, int m
   bytes += device::GroupTable::bytes(p.store);
   const int64_t column_tiles = column_tiles_of(p.hidden.width);
   const int64_t tiles = most_row_tiles_of(call.store, kStoreRows) * column_tiles;
-  const unsigned grid = blocks_for(tiles, most_blocks, bytes);
+  const unsigned grid = blocks_for(p.store, tiles, most_blocks, bytes);
   if (grid == 0) return;
   ready_to_draw(&p.store, tiles, grid, stream);
   kKernel<<<grid, kStoreThreads, bytes, stream>>>(p, static_cast<uint32_t>(column_tiles));

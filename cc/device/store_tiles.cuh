@@ -418,7 +418,8 @@ inline std::string refuses_tiles(const Quantize& call, const Target& target) {
 }
 
 // Blocks for `tiles`, at most `most` an SM, each with `bytes` of shared memory.
-inline unsigned blocks_for(int64_t tiles, int most, int bytes) {
+inline unsigned blocks_for(const StoreProblem& p, int64_t tiles, int most, int bytes) {
+  if (p.starting) most = 1;  // it is over at once, but in a first step, and sooner the fewer they are
   // One at least, so that a launch that does not fit says so.
   const int64_t blocks = std::max(std::min(most, shared_memory_of_sm() / (bytes + kReserved)), 1);
   return static_cast<unsigned>(std::min(tiles, blocks * multiprocessors()));

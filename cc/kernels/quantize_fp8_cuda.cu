@@ -233,7 +233,7 @@ void run(const Quantize& call, StoreProblem p, cudaStream_t stream) {
   allow_shared_memory<kKernel>(most_shared_bytes<kOwnBytes>());
   const int64_t column_tiles = divide_up(p.width, Tile::kColumns);
   const int64_t tiles = most_row_tiles_of(call, Tile::kRows) * column_tiles;
-  const unsigned grid = blocks_for(tiles, kBlocks<kFrom, kForms>, bytes);
+  const unsigned grid = blocks_for(p, tiles, kBlocks<kFrom, kForms>, bytes);
   if (grid == 0) return;
   ready_to_draw(&p, tiles, grid, stream);
   kKernel<<<grid, kThreads, bytes, stream>>>(p, static_cast<uint32_t>(column_tiles));
