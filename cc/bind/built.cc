@@ -26,6 +26,8 @@ std::vector<std::string> built_archs() {
   return archs;
 }
 
+std::string built_by() { return GROUPED_CUDA_COMPILER; }
+
 void check_built_for(const std::string& arch) {
   const int chip = std::atoi(arch.c_str() + arch.find('_') + 1);
   const std::vector<std::string> archs = built_archs();

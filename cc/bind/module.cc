@@ -131,6 +131,7 @@ NB_MODULE(_native, m) {
   m.attr("ffi_api_version") = nb::make_tuple(xla_ffi_api_major(), xla_ffi_api_minor());
   m.attr("cuda_compiled") = cuda_compiled();
   m.attr("cuda_archs") = nb::tuple(nb::cast(built_archs()));
+  m.attr("cuda_compiler") = built_by();
 
   m.def("handlers", &handlers, nb::sig("def handlers() -> dict[str, dict[str, object]]"),
         "Capsules to register with XLA: platform (\"cpu\", \"CUDA\") -> target (\"jg_<call>_v1\") -> handler.");

@@ -146,8 +146,7 @@ void run_activated(const ActivatedStore& call, device::ActivatedProblem p, int m
   const unsigned grid = blocks_for(p.store, tiles, most_blocks, bytes);
   if (grid == 0) return;
   ready_to_draw(&p.store, tiles, grid, stream);
-  kKernel<<<grid, kStoreThreads, bytes, stream>>>(p, static_cast<uint32_t>(column_tiles));
-  GROUPED_CUDA_CHECK(cudaGetLastError());
+  launch_storing(p.store, kKernel, grid, bytes, stream, p, static_cast<uint32_t>(column_tiles));
 }
 
 // activated_groups_fp8_cuda.cu: scales of groups; without forms, their amaxes.

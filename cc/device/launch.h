@@ -69,9 +69,9 @@ void prefer_shared_memory(int bytes) {
 
 // Launches a kernel that may start while the one in front of it on the stream still runs, and waits for it itself
 // (ptx::wait_for_grid_before).
-template <class Params>
-void launch_early(void (*kernel)(Params), unsigned blocks, unsigned threads, int shared_bytes, cudaStream_t stream,
-                  const Params& params) {
+template <class... Params, class... Arguments>
+void launch_early(void (*kernel)(Params...), unsigned blocks, unsigned threads, int shared_bytes, cudaStream_t stream,
+                  const Arguments&... arguments) {
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
@@ -82,7 +82,7 @@ void launch_early(void (*kernel)(Params), unsigned blocks, unsigned threads, int
   config.stream = stream;
   config.attrs = &early;
   config.numAttrs = 1;
-  GROUPED_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
+  GROUPED_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 
 inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {

@@ -317,6 +317,15 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
       if constexpr (Shape::kSets != 0) {
         sets.take_turn(turn.parity());
         Product::store_tile(p, work, first_row, valid_cols, acc, sets);
+      } else if constexpr (Product::kOneStore) {
+        // One copy of the code for both halves, at the price of moving the second one: an epilogue that knows all kinds
+        // of activation is large, for the compiler and for the instruction cache.
+#pragma unroll 1
+        for (int row = first_row; row < work.valid_rows && row < kTileRows; row += 64) {
+          Product::store(p, work, row, valid_cols, acc[0], slots, held);
+#pragma unroll
+          for (int i = 0; i < Shape::kCols / 2; ++i) acc[0][i] = acc[1][i];
+        }
       } else {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {

@@ -92,6 +92,7 @@ struct StoreProblem {
   bool starting;              // only of groups that delayed scaling has no multiplier for yet
   const float* encode_other;  // then: multipliers of act(h), which is stored beside gradients, or null
   uint32_t* raised;           // [groups]: where they go
+  bool early;                 // a launch that stores may begin before the one that measures has ended
   bool last_first;            // a launch before has read all tiles: the L2 cache may hold the last ones
   uint32_t* drawn;            // of this launch; null: no block has more than two tiles
   bool cleared;               // and zero already
@@ -202,14 +203,25 @@ __device__ inline bool has_started(const StoreProblem& p, int group) {
   return p.encode[group] != 0.0f && (!p.encode_other || p.encode_other[group] != 0.0f);
 }
 
-// Whether all groups that have rows have started, by a whole block: then the launch is over.
+// Whether all groups that have rows have started, by a whole block: then the launch is over. The one that stores may
+// begin behind it.
 __device__ inline bool all_started(const StoreProblem& p) {
   if (!p.starting) return false;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
   bool waits = false;
   for (int g = threadIdx.x; g < p.scan.count; g += blockDim.x) {
     waits |= (!p.sizes || p.sizes[g] > 0) && !has_started(p, g);
   }
   return !__syncthreads_or(waits);
+}
+
+// Until the launch that measures has ended, and what it found is there, in one that may begin before (`early`).
+__device__ inline void wait_for_measures() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 // Leaves a tile of a group that has started without rows, so that none are read.

@@ -425,6 +425,15 @@ inline unsigned blocks_for(const StoreProblem& p, int64_t tiles, int most, int b
   return static_cast<unsigned>(std::min(tiles, blocks * multiprocessors()));
 }
 
+// A launch of what stores.
+template <class... Params, class... Arguments>
+void launch_storing(const StoreProblem& p, void (*kernel)(Params...), unsigned grid, int bytes, cudaStream_t stream,
+                    const Arguments&... arguments) {
+  if (p.early) return launch_early(kernel, grid, kStoreThreads, bytes, stream, arguments...);
+  kernel<<<grid, kStoreThreads, bytes, stream>>>(arguments...);
+  GROUPED_CUDA_CHECK(cudaGetLastError());
+}
+
 // Before a launch of `grid` blocks for `tiles` tiles: clears its counter, where any block draws.
 inline void ready_to_draw(StoreProblem* p, int64_t tiles, unsigned grid, cudaStream_t stream) {
   if (tiles <= 2 * int64_t{grid}) p->drawn = nullptr;
@@ -433,7 +442,8 @@ inline void ready_to_draw(StoreProblem* p, int64_t tiles, unsigned grid, cudaStr
 
 // As launch_store, but the scan, and the scales of groups, are the kernels' own. Where scales do not want the amaxes of
 // all groups first, those that the caller wants are raised on the way. Under delayed scaling the launch that measures
-// is over at once where all groups have started; the memory that it wants zero is cleared together with the counters.
+// is over at once where all groups have started; the memory that it wants zero is cleared together with the counters,
+// and on Hopper the launch that stores begins meanwhile.
 template <class Measure, class Store>
 void launch_tiles(const Quantize& call, const Context& context, Measure measure, Store store) {
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
@@ -447,16 +457,16 @@ void launch_tiles(const Quantize& call, const Context& context, Measure measure,
   // `amax` follows `drawn`, and `rotated` follows `amax`.
   if (ahead) clear(p.scan.drawn, 2 + 2 * static_cast<size_t>(p.scan.count));
   p.cleared = ahead;
+  uint32_t* const wanted = on_the_way ? call.amax.as<uint32_t>() : nullptr;  // the bits of magnitudes
+  if (on_the_way && !call.into_amax.present()) clear(wanted, static_cast<size_t>(p.scan.count));
   p.drawn = p.scan.drawn;
   p.raised = p.scan.amax;
   p.starting = ahead && !all;
   if (ahead) measure(p, stream);
+  p.early = p.starting && context.target.sm >= 90;  // nothing stands between the two launches
   p.starting = false;
   p.measure = on_the_way;
-  if (on_the_way) {
-    p.raised = call.amax.as<uint32_t>();  // the bits of a magnitude
-    if (!call.into_amax.present()) clear(p.raised, static_cast<size_t>(p.scan.count));
-  }
+  if (on_the_way) p.raised = wanted;
   p.drawn = p.scan.drawn + 1;
   p.last_first = all;
   store(p, stream);

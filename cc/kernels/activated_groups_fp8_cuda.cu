@@ -239,11 +239,6 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
   Turns turns(p.store, &s->turns, kGrad && !kStore ? p.activated_amax : nullptr);
   scan_sizes<Tile::kRows>(p.store, table, s->sums);
   const int count = p.store.scan.count;
-  if (kStore && blockIdx.x == 0) {
-    store_group_scales(p.store);
-    if (stores_activated) store_group_scales(p.store_activated);
-    if (p.valid_rows && threadIdx.x == 0) *p.valid_rows = table.offsets[count];
-  }
   const auto find = [&](uint32_t item, StoreTile* found) {
     if (!find_in_order<Tile::kRows, Tile::kColumns>(p.store, table, item, column_tiles, found)) return false;
     if (!kStore) pass_by_started(p.store, found);
@@ -262,6 +257,12 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
   StoreTile& next = s->next[threadIdx.x / 32];
   bool more = find(blockIdx.x, &tile);
   if (more && tile.group < count) begin(tile);
+  if (kStore) wait_for_measures();
+  if (kStore && blockIdx.x == 0) {
+    store_group_scales(p.store);
+    if (stores_activated) store_group_scales(p.store_activated);
+    if (p.valid_rows && threadIdx.x == 0) *p.valid_rows = table.offsets[count];
+  }
   for (; more; tile = next, turns.advance()) {
     turns.draw();
     more = find_next(next, [&](StoreTile* found) { return find(turns.next(), found); });

@@ -70,7 +70,8 @@ struct UpProduct {
   using WarpSlots = typename Shape::WarpSlots;
   static constexpr Major kLhsMajor = Major::k, kRhsMajor = kWeights;
   static constexpr bool kRaggedSums = false, kGated = kPairs != Pairs::none;
-  static constexpr int kParts = kGated ? 2 : 1;  // of a slice of 32 result columns: pieces of hidden
+  static constexpr bool kOneStore = kPairs == Pairs::blocks;  // the others would spill a word or two
+  static constexpr int kParts = kGated ? 2 : 1;               // of a slice of 32 result columns: pieces of hidden
   static constexpr int kResultCols = kTileCols / kParts;
   using Rhs = PairedTile<kRhsMajor>;
 

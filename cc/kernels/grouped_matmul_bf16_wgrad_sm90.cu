@@ -36,7 +36,7 @@ struct ContractionProduct {
   using Element = T;
   using Shape = Shape_;
   static constexpr Major kLhsMajor = Major::mn, kRhsMajor = Major::mn;
-  static constexpr bool kRaggedSums = true;
+  static constexpr bool kRaggedSums = true, kOneStore = false;
   using Rhs = RhsTile<kRhsMajor, Shape::kCols>;
   static __device__ uint32_t rhs_bytes(int) { return Rhs::kBytes; }
 

@@ -149,6 +149,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kFrom, kForms>)
   };
   bool more = find(blockIdx.x, &tile);
   if (more && tile.group < p.scan.count) load_tile<kFrom, kWide>(p, tile, s);
+  if (kBlock == 0 && kForms) wait_for_measures();
   if (kBlock == 0 && kForms && blockIdx.x == 0) store_group_scales(p);
   for (; more; tile = next, turns.advance()) {
     turns.draw();
@@ -236,8 +237,7 @@ void run(const Quantize& call, StoreProblem p, cudaStream_t stream) {
   const unsigned grid = blocks_for(p, tiles, kBlocks<kFrom, kForms>, bytes);
   if (grid == 0) return;
   ready_to_draw(&p, tiles, grid, stream);
-  kKernel<<<grid, kThreads, bytes, stream>>>(p, static_cast<uint32_t>(column_tiles));
-  GROUPED_CUDA_CHECK(cudaGetLastError());
+  launch_storing(p, kKernel, grid, bytes, stream, p, static_cast<uint32_t>(column_tiles));
 }
 
 template <DType kFrom, int kBlock, bool kSquare>

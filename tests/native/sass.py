@@ -35,15 +35,8 @@ COUNTED = {
 }
 """Instructions of interest, and what they are."""
 
-_TOOLS = re.compile(rb"Cuda compilation tools, release [\d.]+, (V[\d.]+)")
 _FUNCTION = re.compile(r"\s*Function : (\S+)")
 _INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z0-9_]+)")
-
-
-def compiler() -> str:
-    """The version of the tools that compiled the module."""
-    versions = sorted(set(_TOOLS.findall(MODULE.read_bytes())))
-    return b" ".join(versions).decode()
 
 
 def missing() -> str | None:
@@ -85,7 +78,7 @@ def _readable(mangled: str) -> str:
 
 def table() -> str:
     """The counts as text, one kernel a line."""
-    rows = [f"# nvcc {compiler()}; renew with `make sass`", " ".join(["kernel", *COUNTED])]
+    rows = [f"# nvcc {_native.cuda_compiler}; renew with `make sass`", " ".join(["kernel", *COUNTED])]
     rows += [" ".join([name, *(str(found[i]) for i in COUNTED)]) for name, found in sorted(counts().items())]
     return "\n".join(rows) + "\n"
 
