@@ -2,8 +2,8 @@
 
 python benchmarks/bench_router.py
 
-Calls stand in a captured graph, for the host takes longer to enqueue one than the GPU to run it. Peers are PyTorch's dense
-products, which take the one group as it is.
+Calls stand in a captured graph, for the host takes longer to enqueue one than the GPU to run it. Peers are PyTorch's
+dense products, which take the one group as it is.
 """
 
 from __future__ import annotations
