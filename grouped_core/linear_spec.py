@@ -43,25 +43,25 @@ class Linear:
         names: the face's argument names, for messages.
         transposed: weights are [G, N, K] instead of [G, K, N].
         recipe: None computes with the operands as they stand.
-        fp32: the least accurate mode of float32 operands that the call accepts; None: any, the recipe's decides.
         scale_bias: row_scale multiplies the bias only.
         result_dtype: dtype of y; None: that of x.
         wgrad_dtype: dtype of a new weight gradient; None: that of the weight.
         rows_hint: usual rows a group, for tile choice only; 0 is unknown.
         implementation: pinned kernels, a comma list; "" lets dispatch choose.
         paired: the weight is two arrays, halves of its N columns.
+        fp32: the least accurate mode of float32 operands that the call accepts; None: any, the recipe's decides.
     """
 
     names: Names
     transposed: bool = False
     recipe: Recipe | None = None
-    fp32: str | None = None
     scale_bias: bool = False
     result_dtype: str | None = None
     wgrad_dtype: str | None = None
     rows_hint: int = 0
     implementation: str = ""
     paired: bool = False
+    fp32: str | None = None
 
     def resolve(self, x: OperandSpec, w: OperandSpec) -> Recipe:
         """The recipe in force for these operands: without one they are used as they stand, quantised or not.
