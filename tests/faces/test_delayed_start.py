@@ -161,3 +161,34 @@ def test_explain_says_what_multiplies_by_one():
             torch_bridge.grouped_linear, x, w, sizes, recipe=each.bind(torch_bridge.scaling_state(each, 2))
         )
         assert ("have not started are multiplied by 1" in text) == said
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", ["swiglu", "srelu"])
+@pytest.mark.parametrize("waiting", ["all", "some"])
+def test_the_passes_of_a_gpu_start_groups(waiting, kind, policy):
+    """There activations and their gradients are quantised by the passes that make them, which measure them first."""
+    torch.manual_seed(0)
+    groups, sizes = 4, torch.tensor([300, 0, 130, 82], device="cuda", dtype=torch.int32)
+    wide = 512 if kind == "swiglu" else 256
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    x = torch.randn(520, 384, **options)
+    wi, wo = torch.randn(groups, wide, 384, **options) / 20, torch.randn(groups, 384, 256, **options) / 16
+    dy = torch.randn(520, 384, **options) * OF_A_MEAN
+    x[512:] = dy[512:] = float("nan")
+
+    def step(recipe):
+        leaves = [each.clone().requires_grad_() for each in (x, wi, wo)]
+        y = torch_bridge.grouped_mlp(*leaves, sizes, activation=kind, recipe=recipe, residuals=policy)
+        return [y, *torch.autograd.grad(y, leaves, dy)]
+
+    state = torch_bridge.scaling_state(recipes.FP8Delayed, groups, products=2, device="cuda")
+    if waiting == "some":  # group 2 has multipliers, which are those of its own values
+        step(recipes.FP8Delayed.bind(state))
+        torch_bridge.update_scaling(state)
+        state.scale[:, [0, 1, 3]] = 0
+    found, wanted = step(recipes.FP8Delayed.bind(state)), step(recipes.FP8Current)
+    for name, a, b in zip(("y", "dx", "dwi", "dwo"), found, wanted, strict=True):
+        asserts.bitwise(a.detach().cpu(), b.detach().cpu(), name)
+    assert all((each[:512] if len(each) == 520 else each).abs().max() > 0 for each in found)
