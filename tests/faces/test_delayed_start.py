@@ -179,8 +179,8 @@ def test_the_passes_of_a_gpu_start_groups(waiting, kind, policy):
     x[512:] = dy[512:] = float("nan")
 
     def step(recipe):
-        leaves = [each.clone().requires_grad_() for each in (x, wi, wo)]
-        y = torch_bridge.grouped_mlp(*leaves, sizes, activation=kind, recipe=recipe, residuals=policy)
+        first, second, third = leaves = [each.clone().requires_grad_() for each in (x, wi, wo)]
+        y = torch_bridge.grouped_mlp(first, second, third, sizes, activation=kind, recipe=recipe, residuals=policy)
         return [y, *torch.autograd.grad(y, leaves, dy)]
 
     state = torch_bridge.scaling_state(recipes.FP8Delayed, groups, products=2, device="cuda")
