@@ -4,7 +4,8 @@
 #   80    sm_80 code of the portable kernels, for chips of major version 8
 #   89    sm_89 code of them: FP8 conversions in hardware
 #   90    sm_90 code of them, and PTX of compute_90, which the driver compiles for chips newer than Hopper
-#   90a   the Hopper kernels; where 90 is not asked for, the portable ones too
+#   90a   where 90 is not asked for, sm_90a code of the portable kernels
+# The Hopper kernels are built always, for sm_90a: dispatch asks them by their shapes, on whatever chip.
 # GROUPED_BUILT_ARCHS (out)     that list; the module keeps it, to refuse a chip that it has no code for
 # GROUPED_PORTABLE_CODE (out)   options for *_cuda.cu
 # GROUPED_HOPPER_CODE (out)     options for *_sm90.cu
