@@ -4,7 +4,7 @@
 #   80    sm_80 code of the portable kernels, for chips of major version 8
 #   89    sm_89 code of them: FP8 conversions in hardware
 #   90    sm_90 code of them, and PTX of compute_90, which the driver compiles for chips newer than Hopper
-#   90a   where 90 is not asked for, sm_90a code of the portable kernels
+#   90a   sm_90 code of them without PTX: a Hopper chip alone
 # The Hopper kernels are built always, for sm_90a: dispatch asks them by their shapes, on whatever chip.
 # GROUPED_BUILT_ARCHS (out)     that list; the module keeps it, to refuse a chip that it has no code for
 # GROUPED_PORTABLE_CODE (out)   options for *_cuda.cu
@@ -56,8 +56,10 @@ set(GROUPED_PORTABLE_CODE "")
 foreach(arch IN LISTS asked_archs)
   if(arch STREQUAL "90")
     list(APPEND GROUPED_PORTABLE_CODE -gencode=arch=compute_90,code=[sm_90,compute_90])
-  elseif(NOT arch STREQUAL "90a" OR NOT "90" IN_LIST asked_archs)
+  elseif(NOT arch STREQUAL "90a")
     list(APPEND GROUPED_PORTABLE_CODE -gencode=arch=compute_${arch},code=sm_${arch})
+  elseif(NOT "90" IN_LIST asked_archs)
+    list(APPEND GROUPED_PORTABLE_CODE -gencode=arch=compute_90,code=sm_90)
   endif()
 endforeach()
 set(GROUPED_HOPPER_CODE -gencode=arch=compute_90a,code=sm_90a)
