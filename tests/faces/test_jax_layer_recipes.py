@@ -191,6 +191,20 @@ def test_each_call_rounds_anew_and_a_seed_repeats(kind: str) -> None:
     assert (np.asarray(first[0][2]) != np.asarray(first[1][2])).any(), "two calls round alike"
 
 
+def test_layers_made_of_one_stream_have_streams_of_their_own() -> None:
+    """A call moves neither that of the caller, which dropout may draw from, nor that of another layer."""
+    rngs = flax_nnx.Rngs(0)
+    options: dict[str, Any] = {"dtype": jnp.bfloat16, "recipe": recipes.NVFP4, "rngs": rngs}
+    layers = [nnx.GroupedLinear(G, H, H, **options) for _ in range(2)]
+    before = int(rngs.rounding.count[...])
+    apply(layers[0], rows())
+    assert int(rngs.rounding.count[...]) == before
+    assert [int(each.rounding.count[...]) for each in layers] == [1, 0]
+    streams: list[Any] = [*(layer.rounding for layer in layers), rngs.rounding]
+    drawn = [np.asarray(jax.random.key_data(each())) for each in streams]
+    assert len({each.tobytes() for each in drawn}) == 3
+
+
 def test_keys_of_a_call_take_the_place_of_the_layers() -> None:
     layer, x, key = layer_of("mlp", recipes.NVFP4), rows(), jax.random.key(3)
     wanted = cotangents(layer, x, rngs=key)

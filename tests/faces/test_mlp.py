@@ -17,13 +17,13 @@ from grouped_core import arrays
 from grouped_core.activations import GATED_KINDS, PLAIN_KINDS, Activation
 from grouped_core.calls import SLOTS
 from grouped_core.mlp_spec import POLICIES, Mlp, MlpNames, MlpNeeds, Residuals, kept, needs_dz
-from grouped_core.recipes import MXFP8
+from grouped_core.recipes import MXFP8, FP8Block
 from jax_grouped import accumulate
 from tests import asserts, bounds, cases
 from tests.faces.adapters import to_torch
 from tests.faces.jax_tools import copies, optimised
 from tests.faces.mlp_adapters import ARRAYS, JAX, LEAVES, TORCH, in_halves, present, problem
-from tests.faces.torch_tools import counted_launches, leaf, leaves, saved_tensors
+from tests.faces.torch_tools import counted_launches, leaf, leaves, living, saved_tensors
 from torch_bridge import exchange
 from torch_bridge.debug import _PLANS
 
@@ -155,6 +155,41 @@ def test_torch_keeps_what_the_table_says(policy):
         others = sum(held[name].nbytes for name in LEAVES if name != "x" and getattr(keep, name))
         expected = rows + others + sizes.nbytes if any(needs) else 0
         assert sum(each.nbytes for each in found) == expected, f"{policy} with {needs}"
+
+
+@pytest.mark.rule("MLP-9", "MLM #3221")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("recipe", [None, FP8Block, MXFP8], ids=lambda r: r and r.name)
+@pytest.mark.parametrize("implementation", [None, "composed"])
+def test_torch_drops_rows_in_backward_as_soon_as_nothing_reads_them(recipe, policy, implementation):
+    """The hidden rows once their gradients are there, and the activated rows once they are stored, or multiplied."""
+    given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True)
+    rows, width = len(dy), given["wo"].shape[2]
+    names = ("x", "wi", "wo", "probs")
+    leafy = {name: to_torch(given[name]).requires_grad_() for name in names}
+    dy, sizes = to_torch(dy), to_torch(given["group_sizes"])
+    assert width not in (rows, given["x"].shape[1])
+    options = {"group_sizes": sizes, "recipe": recipe, "residuals": policy, "implementation": implementation}
+    with living() as launches:
+        torch_bridge.grouped_mlp(**leafy, **options).backward(dy)
+    calls = [call for call, _ in launches]
+    at_hidden = calls.index("grouped_matmul_dact")
+
+    def hidden(made: Any) -> bool:
+        return made.call == "grouped_matmul_act" and made.shape == (rows, 2 * width)
+
+    def activated(made: Any) -> bool:
+        return len(made.shape) == 2 and width in made.shape
+
+    assert any(map(hidden, launches[at_hidden][1])), "they are read there"
+    for call, alive in launches[at_hidden + 1 :]:
+        assert not any(map(hidden, alive)), f"hidden rows at {call} behind that"
+        forms = {made.call == "quantize" for made in alive if activated(made)}
+        assert len(forms) <= 1, f"activated rows as they are beside stored ones at {call}"
+    *_, of_wo, of_x, of_wi = (alive for call, alive in launches if call == "grouped_matmul")
+    assert any(map(activated, of_wo)), "the gradient of the second weight reads them"
+    for alive in (of_x, of_wi):
+        assert not any(map(activated, alive)), "activated rows beside the first product"
 
 
 @pytest.mark.rule("ALL-4")
@@ -476,16 +511,37 @@ def test_torch_parts_skip_members_without_an_accumulator():
 
 
 @pytest.mark.rule("DLY-3")
-def test_torch_parts_add_whatever_parameters_say():
-    held, res, dy = parts()
-    weight: Any = held["wi"]
-    weight.overwrite_main_grad = True
-    weight.grad_added_to_main_grad = False
+@pytest.mark.parametrize("recipe", [None, MXFP8], ids=["plain", "mxfp8"])
+def test_torch_parts_add_whatever_parameters_say(recipe):
+    held, res, dy = parts(recipe=recipe)
+    for name in ("wi", "wo"):
+        setattr(held[name], "overwrite_main_grad", True)  # noqa: B010 - Tensor declares no such attributes
+        setattr(held[name], "grad_added_to_main_grad", False)  # noqa: B010
     *_, deferred = torch_bridge.grouped_mlp_bwd_dx(res, dy)
     pair = tuple(torch.ones(held[name].shape) for name in ("wi", "wo"))
     assert torch_bridge.grouped_mlp_bwd_dw(deferred, pair) == (None, None)
-    assert weight.grad_added_to_main_grad is False
-    asserts.filled(pair[0][1], 1.0, "an empty group")
+    for name, accumulator in zip(("wi", "wo"), pair, strict=True):
+        assert vars(held[name])["grad_added_to_main_grad"] is False
+        asserts.filled(accumulator[1], 1.0, f"{name} of an empty group")
+
+
+@pytest.mark.rule("MLP-1", "ACC-6")
+@pytest.mark.parametrize("recipe", [None, MXFP8], ids=["plain", "mxfp8"])
+@pytest.mark.parametrize("face", ["torch", "jax"])
+def test_parts_take_probabilities_of_16_bits(face, recipe):
+    """Their gradient comes in their dtype, and the second bias' gradient reads them."""
+    given, dy = problem(
+        cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True, probs="bfloat16", bias="float32"
+    )
+    wanted = ARRAYS.gradients(given, dy, MlpNeeds(), transposed=True, recipe=recipe)
+    array, of = (to_torch, torch_bridge) if face == "torch" else (jnp.asarray, accumulate)
+    held = {name: array(value) for name, value in given.items()}
+    options = {} if face == "torch" else {"rhs_transposed": True}
+    _, kept = of.grouped_mlp_fwd(**held, recipe=recipe, **options)
+    dx, dp, db1, db2, deferred = of.grouped_mlp_bwd_dx(kept, array(dy))
+    dw1, dw2 = of.grouped_mlp_bwd_dw(deferred)
+    for name, found, right in zip(LEAVES, (dx, dw1, dw2, dp, db1, db2), wanted, strict=True):
+        asserts.bitwise(found, right, name)
 
 
 @pytest.mark.rule("ALL-4", "DLY-9")
@@ -735,6 +791,38 @@ def test_jax_out_is_written_in_place_if_donated(donated):
     y = mlp(held, out)
     asserts.bitwise(y[: case.valid], mlp(held, None)[: case.valid], "y")
     asserts.filled(y[case.valid :], cases.SENTINEL, "tail")
+
+
+@pytest.mark.rule("ACC-9", "ACC-6", "ERR-1")
+@pytest.mark.parametrize("at", [0, 1], ids=["wi", "wo"])
+@pytest.mark.parametrize(("now", "varies"), [(True, "x"), (False, "x"), (False, "dy")], ids=str)
+def test_jax_refuses_replicated_accumulators(now, varies, at):
+    """Of either weight, wherever its gradient varies because the rows do, or their gradients."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    given, dy = problem(cases.named("tail"), "float32", Activation("swiglu"), probs=None)
+    held = {name: jnp.asarray(given[name]) for name in ("x", "wi", "wo", "group_sizes")}
+    data, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+
+    def local(x, dy, own, replicated):
+        pair = (own, replicated) if at else (replicated, own)
+        operands = {**held, "x": x}
+        if now:
+            refs = tuple(map(jax.new_ref, pair))
+            y, pull = jax.vjp(lambda x: jax_grouped.grouped_mlp(**{**operands, "x": x}, wgrad_accum=refs), x)
+            return pull(dy), y
+        _, kept = accumulate.grouped_mlp_fwd(**operands)
+        *_, deferred = accumulate.grouped_mlp_bwd_dx(kept, dy)
+        return accumulate.grouped_mlp_bwd_dw(deferred, pair)
+
+    specs = (data if varies == "x" else whole, data if varies == "dy" else whole)
+    f = jax.shard_map(local, mesh=mesh, in_specs=(*specs, data, whole), out_specs=data)
+    rows = [
+        jnp.concatenate([jnp.asarray(each)] * (1 + (name == varies))) for name, each in (("x", held["x"]), ("dy", dy))
+    ]
+    replicated = held["wo" if at else "wi"]
+    own = jnp.concatenate([held["wi" if at else "wo"]] * 2)
+    with asserts.refused(ValueError, ["`wgrad_accum`", "replicated over the mesh axes ['data']", "give each shard"]):
+        jax.eval_shape(f, *rows, own, replicated)
 
 
 @pytest.mark.rule("MLP-9", "MLP-11")

@@ -19,6 +19,7 @@ from grouped_core.formats import FORMATS, QTensor
 from grouped_core.gradients import Needs
 from grouped_core.linear_spec import Linear
 from grouped_core.recipes import Recipe
+from jax_grouped import accumulate
 from tests import asserts, bounds, cases
 from tests.core.test_gradients import ALL_NEEDS
 from tests.faces.adapters import ARRAYS, FACES, JAX, TORCH, to_torch
@@ -215,6 +216,39 @@ def test_states_of_all_faces_agree_step_by_step(recipe):
     empty = p.group_sizes[: p.case.groups] <= 0
     assert (held.scale[:, ~empty] > 0).all(), "every role was measured"
     assert (held.scale[0][empty] == 0).all(), "a group without rows has not started"
+
+
+@pytest.mark.rule("GRP-9")
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "x_frozen"])
+@pytest.mark.parametrize("face", ["arrays", "torch", "jax"])
+def test_the_state_gets_the_magnitudes_of_scaled_gradients(face: str, frozen: bool):
+    """With a row scale c the gradient of x reads dy, and that of the weight c dy: what is read is measured."""
+    recipe = recipes.FP8Delayed.replace(history=2)
+    sizes = np.array([3, 2], np.int32)
+    x, w, dy = (
+        cases.normal(shape, "float32", name) for shape, name in (((6, 8), "x"), ((2, 8, 8), "w"), ((6, 8), "dy"))
+    )
+    c = np.array([4.0, 4.0, 4.0, 0.25, 0.25, 1e4], np.float32)  # the last row is of no group
+    own, scaled = (np.array([np.abs(rows[:3]).max(), np.abs(rows[3:5]).max()]) for rows in (dy, dy * c[:, None]))
+    assert (own < scaled).tolist() == [True, False]
+    if face == "arrays":
+        held = arrays.scaling_state(recipe, 2)
+        needs = Needs(not frozen, True, False, False)
+        options = {"row_scale": c, "needs": needs, "recipe": recipe.bind(held)}
+        arrays.grouped_linear_grads(x, w, sizes, dy, **options)
+    elif face == "torch":
+        held = torch_bridge.scaling_state(recipe, 2)
+        xt, wt = to_torch(x).requires_grad_(not frozen), to_torch(w).requires_grad_()
+        options = {"rhs_transposed": False, "row_scale": to_torch(c), "recipe": recipe.bind(held)}
+        torch_bridge.grouped_linear(xt, wt, to_torch(sizes), **options).backward(to_torch(dy))
+    else:
+
+        def product(state: Any, w: Any, x: Any = x) -> Any:
+            return jax_grouped.ragged_dot(x, w, sizes, row_scale=c, recipe=recipe.bind(state))
+
+        operands = map(jnp.asarray, (w,) if frozen else (w, x))
+        held = jax.vjp(product, jax_grouped.scaling_state(recipe, 2), *operands)[1](jnp.asarray(dy))[0]
+    asserts.bitwise(held.history[2, 0], scaled if frozen else np.maximum(own, scaled))
 
 
 def test_subnormal_magnitudes_reach_the_states_of_all_faces():
@@ -422,6 +456,64 @@ def test_rows_are_rotated_along_rows_alone(face: Any, array: Any, product: Any):
     asserts.bitwise(face.dequantize(q), face.dequantize(straight))
     alone, values = (asserts.as_numpy(face.dequantize(each)) for each in (replace(q, other=None), straight))
     assert (alone != values).any(), "codes times scales are the rotated rows"
+
+
+def _weight_gradient(face: Any, x: Any, p: cases.Problem, recipe: Recipe) -> Any:
+    """dW of rows that may be quantised, and of transposed weights."""
+    if face is arrays:
+        options: dict[str, Any] = {"transposed": True, "recipe": recipe, "needs": Needs(False, True, False, False)}
+        return arrays.grouped_linear_grads(x, p.w, p.group_sizes, p.dy, **options).w
+    if face is torch_bridge:
+        w = to_torch(p.w).requires_grad_()
+        torch_bridge.grouped_linear(x, w, to_torch(p.group_sizes), recipe=recipe).backward(to_torch(p.dy))
+        return w.grad
+
+    def product(w: Any) -> Any:
+        return jax_grouped.ragged_dot(x, w, p.group_sizes, rhs_transposed=True, recipe=recipe)
+
+    return jax.vjp(product, jnp.asarray(p.w))[1](jnp.asarray(p.dy))[0]
+
+
+@pytest.mark.rule("MLP-13")
+@pytest.mark.parametrize(
+    ("face", "array"), [(arrays, np.asarray), *(pair[:2] for pair in QUANTISED_FACES)], ids=["arrays", "jax", "torch"]
+)
+def test_weight_gradients_that_are_rotated_take_rows_that_are(face: Any, array: Any):
+    """A rotation cancels between rows and gradients alone: rows without it are refused, or stored anew."""
+    p = cases.problem(cases.named("tail"), "bfloat16", transposed=True)
+    sizes, again = array(p.group_sizes), recipes.NVFP4.replace(requantize="from_dequantized")
+    straight = face.quantize(array(p.x), recipes.NVFP4.forward[0], axis=(1, 0), group_sizes=sizes)
+    with asserts.refused(ValueError, ["nvfp4 along axis 1, expected nvfp4 along axis 0", "a product reads"]):
+        _weight_gradient(face, straight, p, recipes.NVFP4)
+    found = _weight_gradient(face, straight, p, again)
+    asserts.bitwise(found, _weight_gradient(face, face.dequantize(straight), p, again))
+
+
+@pytest.mark.rule("MLP-13", "ERR-1")
+@pytest.mark.parametrize("face", ["linear", "mlp", "torch", "jax"])
+def test_nothing_is_made_of_rotated_values(face: str):
+    """Although the recipe allows to store quantised rows anew: those that are rotated would need their inverse."""
+    recipe = recipes.NVFP4.replace(requantize="from_dequantized")
+    given = (cases.normal(shape, "bfloat16", shape) for shape in ((6, 32), (2, 32, 32), (6, 32)))
+    of = {"jax": jax_grouped, "torch": torch_bridge}.get(face, arrays)
+    array = {"jax": jnp.asarray, "torch": to_torch}.get(face, np.asarray)
+    (x, w, dy), sizes = map(array, given), array(np.array([4, 2], np.int32))
+    both = of.quantize(dy, recipe.wgrad[1], axis=(0, 1), group_sizes=sizes)
+    options = {} if face == "torch" else {"rhs_transposed": True}
+
+    def dx(dy: Any) -> Any:
+        if face == "linear":
+            needs = Needs(True, False, False, False)
+            return arrays.grouped_linear_grads(x, w, sizes, dy, transposed=True, recipe=recipe, needs=needs).x
+        if face == "mlp":
+            return arrays.grouped_mlp_grads(x, w, w, sizes, dy=dy, transposed=True, recipe=recipe, activation="relu").x
+        parts = torch_bridge if face == "torch" else accumulate
+        _, kept = parts.grouped_mlp_fwd(x, w, w, sizes, recipe=recipe, activation="relu", **options)
+        return parts.grouped_mlp_bwd_dx(kept, dy)[0]
+
+    assert dx(both).shape == x.shape, "the values themselves are there, too"
+    with asserts.refused(ValueError, ["rotated nvfp4 alone", "expected a form with the values", "along features"]):
+        dx(replace(both, other=None))
 
 
 def bits(q: QTensor[Any]) -> list[np.ndarray]:

@@ -62,6 +62,24 @@ def test_tied_weights_add_up(form: str, accumulate: bool) -> None:
         asserts.bitwise(got, expected)
 
 
+@pytest.mark.rule("DLY-3", "GRD-2")
+@pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
+@pytest.mark.parametrize("form", MODULES)
+def test_a_gradient_that_is_there_is_added_to_in_place(form: str, listed: bool) -> None:
+    """As autograd does it: wrappers and optimisers hold views of it, and captured graphs its address."""
+    s = setup(form, listed, delay=True)
+    held = []
+    for weight in s.weights:
+        weight.grad = torch.full(weight.shape, 0.5)
+        held.append((weight.grad, weight.grad.data_ptr()))
+    s.backward()
+    s.module.backward_dw()
+    for weight, (gradient, address) in zip(s.weights, held, strict=True):
+        assert weight.grad is gradient
+        assert gradient.data_ptr() == address
+    assert all((gradient != 0.5).any() for gradient, _ in held if not listed)
+
+
 @pytest.mark.rule("DLY-2", "DLY-9")
 @pytest.mark.parametrize("form", MODULES)
 def test_an_empty_store_is_a_no_op_without_hooks(form: str) -> None:

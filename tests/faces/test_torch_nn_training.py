@@ -6,6 +6,7 @@ The ids of other projects are defects that were published there (docs/contracts.
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -289,10 +290,18 @@ def test_deterministic_mode_refuses_nothing_and_changes_nothing(form: str) -> No
 
 @pytest.mark.rule("CAP-3")
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "by_hooks"])
-@by_form
-def test_a_pass_that_is_recomputed_draws_as_it_did(form: str, reentrant: bool) -> None:
-    """A reentrant one runs without gradients first; what is random behind the layer is the same in both passes."""
+@pytest.mark.parametrize(
+    ("form", "evaluated"),
+    [*((form, None) for form in MODULES), *itertools.product(("GroupedMLP", "Sequential_fused"), (0, 1))],
+)
+def test_a_pass_that_is_recomputed_draws_as_it_did(form: str, evaluated: int | None, reentrant: bool) -> None:
+    """A reentrant one runs without gradients first; what is random behind the layer is the same in both passes.
+
+    Also where one of the layers that run as one operation is in evaluation mode, for the other is in training.
+    """
     s = setup(form, False, recipe=recipes.NVFP4, dtype="bfloat16", case="jagged")
+    if evaluated is not None:
+        s.linears[evaluated].eval()
     masks: list[Tensor] = []
 
     def block(x: Tensor) -> Tensor:

@@ -112,6 +112,24 @@ def test_first_values_are_measured(make: Any) -> None:
         asserts.bitwise(found, weight.high_precision_init_val().float().abs().amax(dim=(1, 2)))
 
 
+@pytest.mark.rule("QNT-1", "MLP-10")
+@by_holding
+def test_each_weight_of_an_mlp_is_written_in_its_own_role(listed: bool) -> None:
+    """With its own multipliers, and into its own magnitudes: of the six operands it is the second of its product."""
+    module = _mlp(recipes.FP8Delayed, listed)
+    state = module.scaling_state
+    state.scale.copy_(torch.arange(1, 19).view(6, 3))
+    state.history.zero_()
+    with torch.no_grad():
+        for linear, value in ((module.linear_fc1, 0.5), (module.linear_fc2, 2.0)):
+            for weight in linear.weight_parameters():
+                weight.copy_(torch.full(weight.shape, value))
+    for linear, role in ((module.linear_fc1, 1), (module.linear_fc2, 4)):
+        scales = torch.cat([weight.q.scales for weight in linear.weight_parameters()])
+        asserts.bitwise(scales, state.scale[role].reciprocal())
+    asserts.bitwise(state.history[:, 0], torch.tensor([0, 0.5, 0, 0, 2, 0])[:, None].expand(6, 3))
+
+
 @pytest.mark.rule("QNT-1", "CKP-1")
 @by_kind
 @by_holding

@@ -417,6 +417,22 @@ def test_microbatches_reuse_the_forms_of_the_first(form: str, listed: bool, reci
             asserts.bitwise(a.history, b.history)
 
 
+@pytest.mark.rule("QNT-5", "MAT-6")
+@by_form
+def test_autocast_does_not_read_forms_of_another_dtype(form: str) -> None:
+    """The weights have not changed, and yet what a pass in another dtype would store of them is something else."""
+    s, plain = (setup(form, True, recipe=recipes.MXFP8) for _ in range(2))
+
+    def passed(one: Setup, narrow: bool, **keywords: Any) -> list[Tensor]:
+        x = leaf(one.x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+            y = one.run(x, **keywords)
+        return [y, *torch.autograd.grad(y, (x, *one.weights), one.dy.to(y.dtype))]
+
+    for at, narrow in enumerate((False, True, False, True)):
+        same(passed(s, narrow, is_first_microbatch=at == 0), passed(plain, narrow), f"of microbatch {at}")
+
+
 @pytest.mark.rule("QNT-5")
 @by_form
 def test_a_cache_that_is_empty_or_old_is_refused(form: str) -> None:

@@ -83,6 +83,8 @@ def test_backward_reads_the_multipliers_of_forward(form: str, options: Any, save
     same(found[1], found[0])
     for state in held(one):
         assert (state.history[2::3, 0] > 0).any()
+        for role in (0, 1):
+            asserts.zero(state.history[role::3, 0], "magnitudes of what forward measured, before the update")
 
 
 @pytest.mark.rule("MLP-10")
@@ -107,6 +109,10 @@ def test_parts_of_backward_read_the_multipliers_of_forward(policy: str, saved: s
         if early == "dw":
             update_scaling(state)
         found.append([dx, *grouped_mlp_bwd_dw(deferred)])
+        if early == "dx":
+            assert (state.history[2::3, 0] > 0).any()
+            for role in (0, 1):
+                asserts.zero(state.history[role::3, 0], "magnitudes of what forward measured, before the update")
     assert (state.scale != 1).any()
     same(found[1], found[0], "for an update before dx")
     same(found[2], found[0], "for an update before dW")

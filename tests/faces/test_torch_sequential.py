@@ -153,19 +153,44 @@ def test_extras_are_counted() -> None:
     asserts.bitwise(nested(s.x, s.sizes, s.probs, s.sizes), nested[0](s.x, s.sizes, s.probs, s.sizes))
 
 
-def test_hooks_that_come_later_are_called() -> None:
+HOOKS = ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook")
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("at", range(3))
+def test_hooks_that_come_later_are_called(at: int, kind: str) -> None:
     """The layers run by themselves from then on, and `always` says so instead."""
     s = setup("GroupedMLP", True)
     layers = _layers()
     auto, always = nn.Sequential(*layers), nn.Sequential(*layers, fuse="always")
     asserts.bitwise(auto(s.x, s.sizes, s.probs, s.sizes), always(s.x, s.sizes, s.probs, s.sizes))
     seen: list[int] = []
-    for layer in layers:
-        layer.register_forward_hook(lambda *_: seen.append(1))
-    auto(s.x, s.sizes, s.probs, s.sizes)
-    assert len(seen) == 3
+    getattr(layers[at], f"register_{kind}")(lambda *_: seen.append(1))
+    auto(leaf(s.x), s.sizes, s.probs, s.sizes).sum().backward()
+    assert len(seen) == 1
     with asserts.refused(NotImplementedError, ["has hooks"]):
         always(s.x, s.sizes, s.probs, s.sizes)
+
+
+@pytest.mark.rule("DLY-2", "DLY-3", "DLY-6")
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
+def test_a_module_held_twice_is_drained_once_a_call(nested: bool) -> None:
+    """Each of its passes has left an entry: a call takes the oldest alone and calls its hooks once."""
+    twice, other = (_linear(H, H, delay_wgrad_compute=True) for _ in range(2))
+    module = nn.Sequential(twice, other, nn.Sequential(twice, torch.nn.Tanh()) if nested else twice)
+    s = setup("GroupedMLP", True)
+    fired: list[int] = []
+    twice.register_wgrad_accumulation_and_reduce_hooks(lambda: fired.append(1))
+    module(leaf(s.x[:, :H]), s.sizes, s.sizes, s.sizes).sum().backward()
+    assert (module.pending_wgrads(), twice.pending_wgrads(), other.pending_wgrads()) == (2, 2, 1)
+    module.backward_dw()
+    assert (module.pending_wgrads(), other.pending_wgrads(), len(fired)) == (1, 0, 1)
+    first = [weight.grad.clone() for weight in twice.weight_parameters()]
+    module.backward_dw()
+    assert (module.pending_wgrads(), len(fired)) == (0, 2)
+    assert any((weight.grad != part).any() for weight, part in zip(twice.weight_parameters(), first, strict=True))
+    module.fire_wgrad_hooks()
+    assert len(fired) == 3
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,35 @@ def allocations() -> Iterator[list[StorageWeakRef]]:
         yield found
 
 
+class Buffer(NamedTuple):
+    """What a kernel was given to write one result into: the native call, its shape, its storage."""
+
+    call: str
+    shape: tuple[int, ...]
+    storage: StorageWeakRef
+
+
+@contextmanager
+def living() -> Iterator[list[tuple[str, list[Buffer]]]]:
+    """(native call, buffers of earlier ones inside that somebody holds when it is launched) of each launch inside."""
+    seen: list[tuple[str, list[Buffer]]] = []
+    made: list[Buffer] = []
+    original = _run._launch
+
+    def launch(step: Any, values: Any, program: Any, *rest: Any) -> None:
+        def empty(shape: Any, *facts: Any) -> Tensor:
+            found = program.empty(shape, *facts)
+            made.append(Buffer(step.call, tuple(shape), StorageWeakRef(found.untyped_storage())))
+            return found
+
+        seen.append((step.call, [each for each in made if not each.storage.expired()]))
+        original(step, values, program._replace(empty=empty), *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_run, "_launch", launch)
+        yield seen
+
+
 @contextmanager
 def saved_tensors() -> Iterator[list[Tensor]]:
     """Tensors that autograd keeps for backward inside."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -23,6 +25,18 @@ TILES = cases.Case("tiles", (150, 0, 301, 61), 540, 131, 277, frozenset())
 ALIGNED_TILES = cases.Case("tiles_16", (150, 0, 301, 61), 540, 136, 280, frozenset())
 LONG_SUMS = cases.Case("long_sums", (300, 40), 350, 2048, 32, frozenset())
 LONG_GROUP = cases.named("groups_1_long")
+
+
+def test_refusals_of_cpu_kernels_are_no_skips(monkeypatch):
+    """Where a kernel starts to decline what it took, tests of it fail; what halves lack was never taken."""
+    p = cases.problem(cases.named("k_n_odd"), "bfloat16")
+    declined = "declines"
+    for kernel, kind in (("any_cpu", AssertionError), ("joined_cpu", pytest.skip.Exception)):
+        name = f"grouped_matmul_{kernel}"
+        plan = SimpleNamespace(kernel="", refusals=[(name, declined)])
+        monkeypatch.setattr(plans, "attempt", lambda *_, plan=plan: plan)
+        with pytest.raises(kind, match=f"{name}: {declined}"):
+            product(Native(name), "forward", p)
 
 
 @pytest.mark.rule("TE #2765", "pytorch #172439", "TE #2966", "TE #3176")
