@@ -2,12 +2,14 @@
 #
 # GROUPED_CUDA_ARCHS (in)   "found": the chips of this machine, all where there is none; "all"; or some of
 #   80    sm_80 code of the portable kernels, for chips of major version 8
-#   89    sm_89 code of them: FP8 conversions in hardware
+#   89    sm_89 code of them, beside 80 only of those that convert FP8 in bulk, which it has instructions for: chips of
+#         8.9 run sm_80 code of the others
 #   90    sm_90 code of them, and PTX of compute_90, which the driver compiles for chips newer than Hopper
 #   90a   sm_90 code of them without PTX: a Hopper chip alone
 # The Hopper kernels are built always, for sm_90a: dispatch asks them by their shapes, on whatever chip.
 # GROUPED_BUILT_ARCHS (out)     that list; the module keeps it, to refuse a chip that it has no code for
 # GROUPED_PORTABLE_CODE (out)   options for *_cuda.cu
+# GROUPED_FP8_CODE (out)        options for those of them that convert FP8
 # GROUPED_HOPPER_CODE (out)     options for *_sm90.cu
 include(CheckCompilerFlag)
 
@@ -52,21 +54,26 @@ foreach(arch IN LISTS asked_archs)
 endforeach()
 set(GROUPED_BUILT_ARCHS "${asked_archs}")
 
-set(GROUPED_PORTABLE_CODE "")
+set(GROUPED_FP8_CODE "")
 foreach(arch IN LISTS asked_archs)
   if(arch STREQUAL "90")
-    list(APPEND GROUPED_PORTABLE_CODE -gencode=arch=compute_90,code=[sm_90,compute_90])
+    list(APPEND GROUPED_FP8_CODE -gencode=arch=compute_90,code=[sm_90,compute_90])
   elseif(NOT arch STREQUAL "90a")
-    list(APPEND GROUPED_PORTABLE_CODE -gencode=arch=compute_${arch},code=sm_${arch})
+    list(APPEND GROUPED_FP8_CODE -gencode=arch=compute_${arch},code=sm_${arch})
   elseif(NOT "90" IN_LIST asked_archs)
-    list(APPEND GROUPED_PORTABLE_CODE -gencode=arch=compute_90,code=sm_90)
+    list(APPEND GROUPED_FP8_CODE -gencode=arch=compute_90,code=sm_90)
   endif()
 endforeach()
+set(GROUPED_PORTABLE_CODE ${GROUPED_FP8_CODE})
+if("80" IN_LIST asked_archs)
+  list(REMOVE_ITEM GROUPED_PORTABLE_CODE -gencode=arch=compute_89,code=sm_89)
+endif()
 set(GROUPED_HOPPER_CODE -gencode=arch=compute_90a,code=sm_90a)
 
 # A module of a quarter of the size. Only drivers since that of CUDA 12.4 (550.54.14) load it.
 check_compiler_flag(CUDA --compress-mode=size GROUPED_NVCC_COMPRESSES)
 if(GROUPED_NVCC_COMPRESSES)
-  list(APPEND GROUPED_PORTABLE_CODE --compress-mode=size)
-  list(APPEND GROUPED_HOPPER_CODE --compress-mode=size)
+  foreach(code IN ITEMS GROUPED_PORTABLE_CODE GROUPED_FP8_CODE GROUPED_HOPPER_CODE)
+    list(APPEND ${code} --compress-mode=size)
+  endforeach()
 endif()

@@ -27,9 +27,7 @@ struct SourcePath {
   }
 };
 
-[[noreturn]] inline void fail(const char* file, int line, const std::string& what) {
-  throw InternalError(std::string("INTERNAL ") + file + ":" + std::to_string(line) + ": " + what);
-}
+[[noreturn]] void fail(const char* file, int line, const std::string& what);
 
 }  // namespace grouped
 

@@ -2,8 +2,6 @@
 #pragma once
 
 #include <cstddef>
-#include <functional>
-#include <string>
 
 namespace grouped {
 
@@ -17,14 +15,7 @@ struct Target {
   bool sm_a = false;
 };
 
-// Threads somebody else owns: XLA's pool under JAX, our own elsewhere. A task may start late or, on a busy pool, only
-// after the caller has done all the work itself; `parallel_for` (cc/cpu/parallel.h) never waits for an unstarted one.
-class Pool {
- public:
-  virtual ~Pool() = default;
-  virtual int threads() const = 0;  // how many tasks may run at once, the caller's own thread included
-  virtual void schedule(std::function<void()> task) = 0;
-};
+class Pool;  // cc/api/pool.h
 
 struct Context {
   Target target;

@@ -71,11 +71,7 @@ struct TensorView {
   }
 };
 
-inline std::string describe(const TensorView& t) {
-  if (!t.present()) return "absent";
-  std::string s = std::string(dtype_name(t.dtype)) + "[";
-  for (int i = 0; i < t.rank; ++i) s += (i ? ", " : "") + std::to_string(t.dims[i]);
-  return s + "]";
-}
+// Its type and dimensions, for errors.
+std::string describe(const TensorView& t);
 
 }  // namespace grouped

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <functional>
 
-#include "cc/api/context.h"
+#include "cc/api/pool.h"
 
 namespace grouped {
 

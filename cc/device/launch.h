@@ -1,55 +1,42 @@
-// Checked launches, device facts, and tensor maps.
+// Checked launches, and facts of the device.
 #pragma once
 
-#include <cuda.h>
-#include <cuda_runtime.h>
+#include <cuda_runtime_api.h>
 
 #include <atomic>
-#include <cstdint>
-#include <string>
 
 #include "cc/api/check.h"
-#include "cc/api/tensor.h"
-#include "cc/device/driver.h"
-#include "cc/device/maps.h"
 
-#define GROUPED_CUDA_CHECK(call)                                                                  \
-  do {                                                                                            \
-    const cudaError_t status_ = (call);                                                           \
-    GROUPED_CHECK(status_ == cudaSuccess, std::string(#call ": ") + cudaGetErrorString(status_)); \
+#define GROUPED_CUDA_CHECK(call)                                             \
+  do {                                                                       \
+    const cudaError_t status_ = (call);                                      \
+    if (status_ != cudaSuccess) {                                            \
+      static constexpr ::grouped::SourcePath source_path(__FILE__);          \
+      ::grouped::fail_cuda(source_path.text, __LINE__, #call, int(status_)); \
+    }                                                                        \
   } while (0)
 
 namespace grouped {
 
+// Of a call of the CUDA runtime that did not return cudaSuccess.
+[[noreturn]] void fail_cuda(const char* file, int line, const char* call, int status);
+
 constexpr int kMaxDevices = 64;
 
 // Of the device that is current in this thread.
-inline int device_index() {
-  int device = 0;
-  GROUPED_CUDA_CHECK(cudaGetDevice(&device));
-  GROUPED_CHECK(device < kMaxDevices, "device " + std::to_string(device) + " is beyond the last that is supported, 63");
-  return device;
-}
+int device_index();
+int multiprocessors();
 
-inline int multiprocessors() {
-  static std::atomic<int> counts[kMaxDevices] = {};
-  std::atomic<int>& cached = counts[device_index()];
-  int count = cached.load(std::memory_order_relaxed);
-  if (count == 0) {
-    GROUPED_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device_index()));
-    cached.store(count, std::memory_order_relaxed);
-  }
-  return count;
-}
+using OfDevices = std::atomic<bool>[kMaxDevices];
+
+void allow_shared_memory(const void* kernel, int bytes, OfDevices& done);
+void prefer_shared_memory(const void* kernel, int bytes, OfDevices& done);
 
 // Lets kKernel use `bytes` of dynamic shared memory: asked of the driver once a kernel and device.
 template <auto kKernel>
 void allow_shared_memory(int bytes) {
-  static std::atomic<bool> done[kMaxDevices] = {};
-  std::atomic<bool>& allowed = done[device_index()];
-  if (allowed.load(std::memory_order_relaxed)) return;
-  GROUPED_CUDA_CHECK(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  allowed.store(true, std::memory_order_relaxed);
+  static OfDevices done = {};
+  allow_shared_memory(reinterpret_cast<const void*>(kKernel), bytes, done);
 }
 
 // Asks for multiprocessors that are divided so that blocks with `bytes` of shared memory find room, whatever kKernel
@@ -57,14 +44,8 @@ void allow_shared_memory(int bytes) {
 // an idle multiprocessor.
 template <auto kKernel>
 void prefer_shared_memory(int bytes) {
-  static std::atomic<bool> done[kMaxDevices] = {};
-  std::atomic<bool>& asked = done[device_index()];
-  if (asked.load(std::memory_order_relaxed)) return;
-  int whole = 0;
-  GROUPED_CUDA_CHECK(cudaDeviceGetAttribute(&whole, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device_index()));
-  const int percent = static_cast<int>(int64_t{bytes} * 100 / whole);  // rounded up to what the device can do
-  GROUPED_CUDA_CHECK(cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, percent));
-  asked.store(true, std::memory_order_relaxed);
+  static OfDevices done = {};
+  prefer_shared_memory(reinterpret_cast<const void*>(kKernel), bytes, done);
 }
 
 // Launches a kernel that may start while the one in front of it on the stream still runs, and waits for it itself
@@ -83,43 +64,6 @@ void launch_early(void (*kernel)(Params...), unsigned blocks, unsigned threads, 
   config.attrs = &early;
   config.numAttrs = 1;
   GROUPED_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
-}
-
-inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
-  static const auto encode = driver_entry<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled", 12000);
-  return encode;
-}
-
-inline CUtensorMapDataType tensor_map_dtype(DType dtype) {
-  switch (dtype) {
-    case DType::f32:
-      return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
-    case DType::bf16:
-      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    case DType::f16:
-      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-    case DType::e4m3fn:
-    case DType::e5m2:
-    case DType::u8:
-      return CU_TENSOR_MAP_DATA_TYPE_UINT8;
-    default:
-      GROUPED_CHECK(false, std::string("no tensor map for ") + dtype_name(dtype));
-  }
-}
-
-// A map of rank 4, swizzled as wide as its box: 64 or 128 bytes. A context must be current in this thread.
-inline CUtensorMap tensor_map(const void* base, DType dtype, const MapShape& shape, uint32_t box_cols,
-                              uint32_t box_rows) {
-  CUtensorMap map;
-  const uint32_t box[4] = {box_cols, box_rows, 1, 1}, steps[4] = {1, 1, 1, 1};
-  const CUtensorMapSwizzle swizzle =
-      box_cols * dtype_bytes(dtype) == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
-  const CUresult status = tensor_map_encoder()(&map, tensor_map_dtype(dtype), 4, const_cast<void*>(base), shape.dims,
-                                               shape.strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  static_assert(kInvalidValue == CUDA_ERROR_INVALID_VALUE && kInvalidContext == CUDA_ERROR_INVALID_CONTEXT);
-  GROUPED_CHECK(status == CUDA_SUCCESS, tensor_map_failure(status, reinterpret_cast<uintptr_t>(base), shape));
-  return map;
 }
 
 }  // namespace grouped

@@ -145,6 +145,8 @@ __device__ inline void multiply(float (&acc)[2][Product::Shape::kCols / 2], Ring
     if (left <= kBlockK) turn.hand_over();
     const uint64_t stage = uint64_t(ring.slot * (Shape::kStageBytes >> 4));
     ptx::wgmma_fence();
+    // NOTE: rolled, or with the element type chosen inside of one kernel, this compiles faster, but ptxas then fences
+    // each wgmma: 1.2 to 1.9 times as slow (docs/kernels.md).
 #pragma unroll
     for (int k = 0; k < decltype(steps)::value; ++k) {
 #pragma unroll

@@ -10,6 +10,7 @@
 #include "cc/device/launch.h"
 #include "cc/device/operands_fp8.cuh"
 #include "cc/device/rows.cuh"
+#include "cc/device/tensor_map.h"
 
 namespace grouped::sm90 {
 

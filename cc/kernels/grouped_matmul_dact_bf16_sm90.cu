@@ -20,6 +20,7 @@
 #include "cc/device/pipeline.cuh"
 #include "cc/device/row_partials.cuh"
 #include "cc/device/rows.cuh"
+#include "cc/device/tensor_map.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {

@@ -22,6 +22,7 @@
 #include "cc/device/groups.cuh"
 #include "cc/device/launch.h"
 #include "cc/device/pipeline_tf32.cuh"
+#include "cc/device/tensor_map.h"
 #include "cc/device/values.cuh"
 #include "cc/dispatch/tiles_sm90.h"
 #include "cc/kernels/kernels.h"

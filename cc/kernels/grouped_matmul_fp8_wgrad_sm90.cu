@@ -22,6 +22,7 @@
 #include "cc/device/launch.h"
 #include "cc/device/pipeline_fp8.cuh"
 #include "cc/device/rows_fp8.cuh"
+#include "cc/device/tensor_map.h"
 #include "cc/dispatch/tiles_sm90.h"
 #include "cc/kernels/kernels.h"
 

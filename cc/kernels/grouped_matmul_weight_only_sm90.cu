@@ -12,6 +12,7 @@
 #include "cc/api/operands.h"
 #include "cc/device/launch.h"
 #include "cc/device/stream_weights.cuh"
+#include "cc/device/tensor_map.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
