@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -27,8 +27,12 @@ import torch
 import torch_bridge
 from benchmarks import harness
 from benchmarks.baselines import TORCH_DTYPES, MissingError
+from grouped_core import mlp as rules
+from grouped_core.activations import Activation
+from grouped_core.mlp_spec import Mlp, MlpNames
 from grouped_core.recipes import Recipe
 from tests import cases
+from torch_bridge._operators import call, define
 
 PRODUCTS = ("forward", "forward+backward")
 PARTS = cases.Case("parts", cases.jagged(128, 24576 * 8), 24576 * 8, 1536, 512, frozenset())
@@ -323,27 +327,45 @@ def beside_packed(rows: list[harness.Row]) -> list[str]:
     ]
 
 
+class _Parts(NamedTuple):
+    x: Any
+    wi: Any
+    wo: Any
+    sizes: Any
+    probs: Any
+    h: Any
+    dy: Any
+
+
+def _up(run: Any, op: Mlp, o: _Parts) -> Any:
+    return rules.hidden_rows(run, op, o.x, o.wi, o.sizes, o.probs, None, keep=True)[:2]
+
+
+def _d_hidden(run: Any, op: Mlp, o: _Parts) -> Any:
+    wanted = (True, True, True)
+    return rules.hidden_grads(run, op, o.h, o.wo, o.sizes, o.probs, None, o.dy, wanted, stored_dy=o.dy)[:3]
+
+
+UP = define("bench_up", _up, _Parts, rows=("x", "probs"))
+D_HIDDEN = define("bench_d_hidden", _d_hidden, _Parts, rows=("h", "probs", "dy"))
+
+
 def bench_parts(case: cases.Case, dtype: str, budget_s: float) -> list[harness.Row]:
     """The two fused kernels alone, both results stored, against one dense product each."""
-    from grouped_core.activations import Activation
-    from torch_bridge import _mlp_library
-    from torch_bridge._mlp_arguments import check_arguments
-
     work = make_work(case, dtype, "cuda")
-    probs = torch.rand(case.rows, device="cuda")
-    given = check_arguments(work.x, work.wi, work.wo, work.sizes, activation=Activation("swiglu"), probs=probs)
-    hidden = (given.x, given.wi, given.sizes, given.probs, given.wi_bias, given.text, True)
-    _, h = _mlp_library.hidden(*hidden)
-    grads = (h, given.wo, given.sizes, given.probs, given.wo_bias, work.dy, given.text, "hzp")
+    op = Mlp(MlpNames(), Activation("swiglu"), transposed=True)
+    parts = _Parts(work.x, work.wi, work.wo, work.sizes, torch.rand(case.rows, device="cuda"), None, None)
+    _, h = call(UP, op, parts, case.rows)
+    grads = parts._replace(h=h, dy=work.dy)
     x, dy = work.x[: work.rows], work.dy[: work.rows]
     thunks: dict[str, dict[str, harness.Thunk]] = {
         "up + act": {
             "dense": lambda _: x @ work.wi[0].T,
-            "ours": lambda _: _mlp_library.hidden(*hidden),
+            "ours": lambda _: call(UP, op, parts, case.rows),
         },
         "d hidden": {
             "dense": lambda _: dy @ work.wo[0],
-            "ours": lambda _: _mlp_library.hidden_grads(*grads),
+            "ours": lambda _: call(D_HIDDEN, op, grads, case.rows),
         },
     }
     rows = []

@@ -30,7 +30,7 @@ import torch_bridge
 import torch_bridge.nn
 from benchmarks import harness
 from grouped_core import recipes
-from torch_bridge import _run
+from torch_bridge import _record
 
 GROUPS, ROWS, WIDTH = 8, 64, 64
 RECIPES = (recipes.FP8Delayed, recipes.FP8Current, recipes.FP8Block, recipes.MXFP8)
@@ -54,14 +54,14 @@ def host_us(
 
 def launch_nothing() -> None:
     """Leaves the kernels out of every call from here on; everything around them stays."""
-    plan = _run._program
+    plan = _record._program
 
     def program(*arguments: Any) -> Any:
         made = plan(*arguments)
-        steps = [step if isinstance(step, _run.Cast) else step._replace(launch=_nothing) for step in made.steps]
+        steps = [step if isinstance(step, _record.Cast) else step._replace(launch=_nothing) for step in made.steps]
         return made._replace(steps=tuple(steps))
 
-    _run._program = program
+    _record._program = program
 
 
 def _nothing(values: list[Any], stream: int) -> None:

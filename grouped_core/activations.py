@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from grouped_core.hashing import hashed_once
+
 Array = NDArray[np.float64]
 Parameter = Any
 """A float; `...` for the default of the kind, and None where the kind has none (or, as `limit`, does not clamp)."""
@@ -180,6 +182,7 @@ def half_columns(width: int, interleave: int | None) -> tuple[NDArray[np.int64],
     return gate, gate + block
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Activation:
     """An activation and its parameters.

@@ -11,7 +11,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from grouped_core.hashing import hashed_once
 
+
+@hashed_once
 @dataclass(frozen=True)
 class Format:
     """One storage format of an operand (numerics 2.5). Frozen and hashable; `replace` makes a variant.

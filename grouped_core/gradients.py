@@ -12,7 +12,7 @@ from grouped_core import calls, linear_spec
 from grouped_core.calls import ArraySpec, OperandSpec
 from grouped_core.formats import Format, QTensor, wide
 from grouped_core.linear_spec import Linear
-from grouped_core.products import Array, Listed, Operand, Runner, arranged, operand_spec, product, scale_rows
+from grouped_core.products import Array, Cached, Listed, Operand, Runner, arranged, operand_spec, product, scale_rows
 from grouped_core.recipes import Recipe
 from grouped_core.storing import NO_EXTRAS, Extras, Stored, dequantize, given_form, given_forms, store
 
@@ -48,6 +48,10 @@ class Gradients(NamedTuple):
     w: Array | None
     bias: Array | None
     row_scale: Array | None
+
+
+LinearSpecs = tuple[OperandSpec, OperandSpec, ArraySpec | None, ArraySpec | None]
+"""Of x, weight, bias and row scale, the latter two None where the operation had none."""
 
 
 class Backward(NamedTuple):
@@ -155,20 +159,31 @@ def linear_forms(
 ) -> Forms:
     """The operands in the forms of forward, and of backward for the gradients `needs`, each from one pass."""
     recipe = op.resolve(operand_spec(run, x), operand_spec(run, w))
-    k_axis, n_axis = op.weight_axes()
     keep_x, keep_w = keeps_forms(op, recipe, needs, has_scale)
-    x_forms = row_forms(recipe, keep_x)
-    w_forms = [(k_axis, recipe.forward[1]), *([(n_axis, recipe.dgrad[1])] if keep_w else [])]
-    measure, again = extras.measure, recipe.requantize
-    rows = store(run, x, x_forms, group_sizes, encode=extras.x, measure=measure, requantize=again)
-    weights = store(run, w, w_forms, None, encode=extras.w, measure=measure, requantize=again)
-    kept = (rows.forms[-1] if keep_x else x, weights.forms[-1] if keep_w else w)
+    x_forms, w_forms = row_forms(recipe, keep_x), weight_forms(op, recipe, keep_w)
+    again = recipe.requantize
+    of_x = {"encode": extras.x, "amax": extras.x_amax, "measure": extras.measure}
+    of_w = {"encode": extras.w, "amax": extras.w_amax, "measure": extras.measure}
+    rows = store(run, x, x_forms, group_sizes, requantize=again, **of_x)
+    weights = store(run, w, w_forms, None, requantize=again, **of_w)
+    kept = (rows.forms[-1] if keep_x else x, weights.forms[-1] if keep_w else uncached(w))
     return Forms(rows.forms[0], weights.forms[0], *kept, Amaxes(rows.amax, weights.amax))
+
+
+def uncached(w: Operand) -> Operand:
+    """A weight without the forms that its layer keeps."""
+    return w.source if isinstance(w, Cached) else w
 
 
 def row_forms(recipe: Recipe, keep: bool) -> list[tuple[int, Format]]:
     """(contracted axis, format) of the rows that forward reads, and with `keep` of those of the weight gradient."""
     return [(1, recipe.forward[0]), *([(0, recipe.wgrad[0])] if keep else [])]
+
+
+def weight_forms(op: Linear, recipe: Recipe, keep: bool) -> list[tuple[int, Format]]:
+    """(contracted axis, format) of the weight that forward reads, and with `keep` of that of the gradient of x."""
+    k_axis, n_axis = op.weight_axes()
+    return [(k_axis, recipe.forward[1]), *([(n_axis, recipe.dgrad[1])] if keep else [])]
 
 
 def keeps_forms(op: Linear, recipe: Recipe, needs: Needs, has_scale: bool) -> tuple[bool, bool]:
@@ -195,6 +210,20 @@ def linear_saved(op: Linear, needs: Needs, has_bias: bool, has_scale: bool) -> N
     )
 
 
+class MainGrads(NamedTuple):
+    """Gradients of everything but the weight, None where not needed, and what that of the weight reads."""
+
+    x: Array | None
+    bias: Array | None
+    row_scale: Array | None
+    rows: Operand | None  # [M, K]: x, with dy gives dW
+    dy: Operand | None  # [M, N]
+    amax: Amaxes  # that backward found
+
+
+NO_MAIN_GRADS = MainGrads(None, None, None, None, None, Amaxes())
+
+
 def linear_grads(*arguments: Any, **options: Any) -> Gradients:
     """The gradients of `linear_backward`, whose arguments it takes."""
     return linear_backward(*arguments, **options).grads
@@ -203,7 +232,7 @@ def linear_grads(*arguments: Any, **options: Any) -> Gradients:
 def linear_backward(
     run: Runner,
     op: Linear,
-    specs: tuple[OperandSpec, OperandSpec, ArraySpec | None, ArraySpec | None],
+    specs: LinearSpecs,
     x: Operand | None,
     w: Operand | None,
     group_sizes: Array,
@@ -214,23 +243,47 @@ def linear_backward(
     *,
     into_w: Array | Listed | None = None,
     accumulate: bool = False,
-    half: int = 0,
+    grad_input: Array | None = None,
+    extras: Extras = NO_EXTRAS,
+) -> Backward:
+    """Gradients that `needs` asks for: `main_grads`, whose other arguments these are, and `weight_grad`.
+
+    Args:
+        into_w: destination of dW, in the weight's layout; with `accumulate` dW is added to it.
+    """
+    operands = (x, w, group_sizes, bias, row_scale, dy)
+    main = main_grads(run, op, specs, *operands, needs, grad_input=grad_input, extras=extras)
+    dw = None
+    if needs.w:
+        dw = weight_grad(run, op, specs[1], main.rows, main.dy, group_sizes, into=into_w, accumulate=accumulate)
+    return Backward(Gradients(main.x, dw, main.bias, main.row_scale), main.amax)
+
+
+def main_grads(
+    run: Runner,
+    op: Linear,
+    specs: LinearSpecs,
+    x: Operand | None,
+    w: Operand | None,
+    group_sizes: Array,
+    bias: Array | Listed | None,
+    row_scale: Array | None,
+    dy: Operand,
+    needs: Needs,
+    *,
     grad_input: Array | None = None,
     extras: Extras = NO_EXTRAS,
     stream: int = 0,
-    stored_x: QTensor[Any] | None = None,
     stored_dy: QTensor[Any] | None = None,
-) -> Backward:
-    """Gradients that `needs` asks for; x and w are those that `linear_forward` kept, None where it did not.
+) -> MainGrads:
+    """Gradients that `needs` asks for but that of the weight; x and w are those that `linear_forward` kept, None where
+    it did not.
 
     Args:
         specs: of x, w, bias, row_scale, the latter two None where the operation had none.
         dy: [M, N], perhaps quantised as the products read it; what else reads it sees its values.
-        into_w: destination of dW, in the weight's layout; with `accumulate` dW is added to it.
-        half: 1, 2: dW of the first, second half of the N columns alone, [G, K, N / 2]; 0: of all.
         grad_input: the caller's [M, K] buffer for dx; its tail rows are left alone.
         stream: which of several dy this is that one key rounds.
-        stored_x: x as the weight gradient reads it, where it is there already.
         stored_dy: forms of dy that are there already; the one along rows is that of c dy.
 
     With c the row scale: dx = c (dy W^T), dW_g = sum x^T (c dy), db_g = sum c dy, dc = <x, dy W^T> + <dy, b>.
@@ -247,25 +300,25 @@ def linear_backward(
     if isinstance(dy, QTensor):  # whose values products do not read, unless they are scaled first
         read = needs.bias or needs.row_scale or (needs.w and row_factor is not None)
         dy = plain_rows(run, dy, group_sizes) if read else None
-    dx = dw = db = dc = None
+    dx = db = dc = rows = rows_dy = None
     product_grad = x_amax = w_amax = None
     through_weight = needs.x or scale_through_product
     wgrad_form = [(0, recipe.wgrad[1])]
     dy_forms = [(1, recipe.dgrad[0])] if through_weight else []
     dy_forms += wgrad_form if needs.w and row_factor is None else []
-    rows = store_grad(run, recipe, given, dy_forms, group_sizes, extras, stream, stored=stored_dy)
+    of_dy = store_grad(run, recipe, given, dy_forms, group_sizes, extras, stream, stored=stored_dy)
     if through_weight:
         # The scale's gradient reads dy W^T unscaled and unrounded, so dx is then scaled in a pass of its own: one
         # fp32 product and one rounding either way, hence the same bits.
         fused = not scale_through_product
         n_axis = op.weight_axes()[1]
-        (turned,), w_amax = store_weight(run, recipe, w, n_axis, extras)
+        (columnwise,), w_amax = store_weight(run, recipe, w, n_axis, extras)
         product_grad = product(
             run,
             op,
             recipe.of_gradients,
-            (rows.forms[0], 1),
-            (turned, n_axis),
+            (of_dy.forms[0], 1),
+            (columnwise, n_axis),
             group_sizes,
             wide(x_spec.dtype) if fused else "float32",
             row_scale=row_factor if fused else None,
@@ -275,33 +328,16 @@ def linear_backward(
             dx = product_grad
         elif needs.x:
             dx = scale_rows(run, product_grad, row_factor, group_sizes, wide(x_spec.dtype), grad_input)
-    amax = rows.amax
+    amax = of_dy.amax
     if needs.w:
-        into_spec = operand_spec(run, into_w)
+        (rows_dy,) = of_dy.forms[-1:] if row_factor is None else [None]
         if row_factor is not None:
-            if stored_dy is None or (rows_of_w := given_forms(stored_dy, wgrad_form)) is None:
+            ready = None if stored_dy is None else given_forms(stored_dy, wgrad_form)
+            if ready is None:
                 scaled = scale_rows(run, dy, row_factor, group_sizes, run.spec(dy).dtype)
-                rows_of_w, amax = store_grad(run, recipe, scaled, wgrad_form, group_sizes, extras, stream, amax)
-        else:
-            rows_of_w = rows.forms[-1:]
-        (x_form,), x_amax = (
-            ([stored_x], None) if stored_x is not None else store_rows(run, recipe, x, group_sizes, extras)
-        )
-        lhs, rhs, halves = (x_form, 0), (rows_of_w[0], 0), (0, half)
-        if op.transposed:
-            lhs, rhs, halves = rhs, lhs, (half, 0)
-        dw = product(
-            run,
-            op,
-            recipe.of_gradients,
-            lhs,
-            rhs,
-            group_sizes,
-            into_spec.dtype if into_spec else op.wgrad_dtype or wide(w_spec.dtype),
-            into=into_w,
-            halves=halves,
-            accumulate=accumulate,
-        )
+                ready, amax = store_grad(run, recipe, scaled, wgrad_form, group_sizes, extras, stream, amax)
+            (rows_dy,) = ready
+        (rows,), x_amax = store_rows(run, recipe, x, group_sizes, extras)
     if needs.bias and bias_spec is not None:
         call = calls.group_sum(run.spec(dy), sizes_spec, bias_spec.dtype, operand_spec(run, scale))
         (db,) = run(call, call.arrange(rows=dy, group_sizes=group_sizes, row_scale=scale))
@@ -318,7 +354,7 @@ def linear_backward(
         lhs, rhs = pair or (None, None)
         named = {"lhs": lhs, "rhs": rhs, "group_lhs": dy if group_pair else None, "group_rhs": bias}
         dc = run.cast(run(call, arranged(call, group_sizes=group_sizes, **named))[0], scale_spec.dtype)
-    return Backward(Gradients(dx, dw, db, dc), Amaxes(x_amax, w_amax, amax))
+    return MainGrads(dx, db, dc, rows, rows_dy, Amaxes(x_amax, w_amax, amax))
 
 
 def store_grad(
@@ -339,6 +375,7 @@ def store_grad(
     """
     ready = [None if stored is None else given_form(stored, *each) for each in wanted]
     missing = [each for each, form in zip(wanted, ready, strict=True) if form is None]
+    amax = extras.dy_amax if amax is None else amax
     delayed = {"encode": extras.dy, "amax": amax, "measure": extras.measure}
     again = recipe.requantize
     made = store(run, dy, missing, group_sizes, key=extras.key, stream=stream, requantize=again, **delayed)
@@ -350,14 +387,16 @@ def store_weight(run: Runner, recipe: Recipe, w: Operand, axis: int, extras: Ext
     """w as dgrad reads it, contracted along `axis`; measured as by `store_rows`."""
     measure = extras.measure and measures_late(recipe, 1)
     wanted, again = [(axis, recipe.dgrad[1])], recipe.requantize
-    return store(run, w, wanted, None, encode=extras.w, measure=measure, requantize=again)
+    delayed = {"encode": extras.w, "amax": extras.w_amax if measure else None, "measure": measure}
+    return store(run, w, wanted, None, requantize=again, **delayed)
 
 
 def store_rows(run: Runner, recipe: Recipe, x: Operand, group_sizes: Array, extras: Extras) -> Stored:
     """x as the weight gradient reads it: what forward kept of it, or made of that."""
     measure = extras.measure and measures_late(recipe, 0)
     wanted, again = [(0, recipe.wgrad[0])], recipe.requantize
-    return store(run, x, wanted, group_sizes, encode=extras.x, measure=measure, requantize=again)
+    delayed = {"encode": extras.x, "amax": extras.x_amax if measure else None, "measure": measure}
+    return store(run, x, wanted, group_sizes, requantize=again, **delayed)
 
 
 def measures_late(recipe: Recipe, operand: int) -> bool:
@@ -377,22 +416,37 @@ def plain_rows(run: Runner, x: Operand, group_sizes: Array) -> Array:
 def weight_grad(
     run: Runner,
     op: Linear,
-    x_spec: OperandSpec,
     w_spec: OperandSpec,
-    x: Operand,
-    dy: Array,
+    rows: Operand,
+    dy: Operand,
     group_sizes: Array,
     *,
     into: Array | Listed | None = None,
     accumulate: bool = False,
     half: int = 0,
 ) -> Array:
-    """dW_g = sum x^T dy over the rows of group g, alone, in the weight's layout.
+    """dW_g = sum rows^T dy over the rows of group g, in the weight's layout.
 
     Args:
-        x: [M, K]. dy: [M, N]. w_spec: of the packed weight. into, accumulate, half: as in `linear_backward`.
+        w_spec: of the packed weight. rows: [M, K], dy: [M, N], as `main_grads` left them.
+        into: destination; with `accumulate` dW is added to it.
+        half: 1, 2: dW of the first, second half of the N columns alone, [G, K, N / 2], of a weight in two arrays; 0: of
+            all.
     """
-    needs = Needs(x=False, bias=False, row_scale=False)
-    specs = (x_spec, w_spec, None, None)
-    options = {"into_w": into, "accumulate": accumulate, "half": half}
-    return linear_grads(run, op, specs, x, None, group_sizes, None, None, dy, needs, **options).w
+    recipe = op.resolve(operand_spec(run, rows), w_spec)
+    into_spec = operand_spec(run, into)
+    lhs, rhs, halves = (rows, 0), (dy, 0), (0, half)
+    if op.transposed:
+        lhs, rhs, halves = rhs, lhs, (half, 0)
+    return product(
+        run,
+        op,
+        recipe.of_gradients,
+        lhs,
+        rhs,
+        group_sizes,
+        into_spec.dtype if into_spec else op.wgrad_dtype or wide(w_spec.dtype),
+        into=into,
+        halves=halves,
+        accumulate=accumulate,
+    )

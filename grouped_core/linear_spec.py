@@ -14,6 +14,7 @@ import numpy as np
 
 from grouped_core.calls import MAX_GROUPS, MAX_ROWS, ArraySpec, OperandSpec, StoredSpec, stored_spec
 from grouped_core.formats import PLAIN, WIDE, Format, wide
+from grouped_core.hashing import hashed_once
 from grouped_core.ranks import check_rank
 from grouped_core.recipes import BoundRecipe, Recipe, plain
 
@@ -35,6 +36,7 @@ class Names(NamedTuple):
     grad_input: str = "grad_input"
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Linear:
     """Static facts of one grouped linear operation, y[r] = x[r] W[g(r)]: frozen, hashable, free of arrays.

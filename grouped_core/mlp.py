@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from grouped_core import calls, gradients
 from grouped_core.calls import ArraySpec, OperandSpec
 from grouped_core.formats import Format, QTensor, wide
-from grouped_core.gradients import Amaxes, Forms, Needs
-from grouped_core.linear_spec import Linear
+from grouped_core.gradients import Amaxes, Forms, Needs, weight_grad
 from grouped_core.mlp_spec import NO_NEEDS, Mlp, MlpNeeds, MlpSpecs, check, kept, needs_dh, needs_dz, restrict
 from grouped_core.products import (
     Array,
+    Cached,
     Listed,
     Operand,
     Paired,
@@ -61,6 +61,21 @@ class HiddenGrads(NamedTuple):
     z: Operand | None
     dp: Array | None
     stored: Stored
+
+
+class AtHidden(NamedTuple):
+    """What the first stage of backward leaves: gradients at the hidden rows, and what those of the products read.
+
+    `dh`, `of_dh` are None where neither x, wi nor its bias needs a gradient; `z`, `dy` where wo needs none.
+    """
+
+    probs: Array | None
+    wo_bias: Array | None
+    dh: Array | None  # [M, W], where somebody reads it as it is
+    of_dh: QTensor[Any] | None  # its forms, where the pass at the hidden rows stored them
+    z: Operand | None  # [M, F], with dy gives dW2
+    dy: Operand | None  # [M, K]
+    amax: tuple[Amaxes, Amaxes]
 
 
 class MainGrads(NamedTuple):
@@ -190,7 +205,8 @@ def activated_forms(run: Runner, op: Mlp, x: OperandSpec, wo: Operand, extras: E
         x: spec of the rows. extras: of the second product. keep: backward reads them too.
     """
     recipe = op.fc2().resolve(x, operand_spec(run, wo))
-    return stored_within(op, activated_row_forms(op, recipe, keep), encode=extras.x, measure=extras.measure)
+    delayed = {"encode": extras.x, "amax": extras.x_amax, "measure": extras.measure}
+    return stored_within(op, activated_row_forms(op, recipe, keep), **delayed)
 
 
 def activated_row_forms(op: Mlp, recipe: Recipe, keep: bool) -> list[tuple[int, Format]]:
@@ -212,10 +228,32 @@ def stored_within(op: Mlp, wanted: Sequence[tuple[int, Format]], **options: Any)
 def first_forms(
     run: Runner, op: Mlp, x: Operand, wi: Operand, group_sizes: Array, extras: Extras, needs: MlpNeeds
 ) -> Forms:
-    """x and wi in the forms of the first product; where everything is computed again, they are kept as they came."""
-    again = op.residuals.policy == "save_input"
-    asked = Needs(needs.x and not again, needs.wi and not again, False, False)
-    return gradients.linear_forms(run, op.fc1(), x, wi, group_sizes, extras, asked)
+    """x and wi in the forms of the first product; where everything is computed again, they are kept as they came.
+
+    Of a weight whose layer keeps its forms these are kept then: by backward the layer may have others.
+    """
+    again, cached = op.residuals.policy == "save_input", isinstance(wi, Cached)
+    asked = Needs(needs.x and (cached or not again), needs.wi and not again, False, False)
+    forms = gradients.linear_forms(run, op.fc1(), x, wi, group_sizes, extras, asked)
+    if again and isinstance(wi, Cached):
+        recipe = op.fc1().resolve(operand_spec(run, x), operand_spec(run, wi))
+        reads_source = recipe.forward[1].plain or (needs.x and recipe.dgrad[1].plain)
+        return forms._replace(kept_w=wi if reads_source else wi.forms)
+    return forms
+
+
+def cached_forms(
+    op: Mlp, recipe: Recipe, needs: MlpNeeds, *, keep_z: bool
+) -> tuple[list[tuple[int, Format]], list[tuple[int, Format]]]:
+    """(contracted axis, format) of wi and of wo as passes read them whose weights come from the caches of layers.
+
+    Args:
+        keep_z: whether backward reads the activated rows of forward (`kept`).
+    """
+    first, second = op.fc1(), op.fc2()
+    of_wi = gradients.keeps_forms(first, recipe, Needs(needs.x, False, False, False), False)[1]
+    of_wo = gradients.keeps_forms(second, recipe, Needs(needs_dz(needs), keep_z, False, False), False)[1]
+    return gradients.weight_forms(first, recipe, of_wi), gradients.weight_forms(second, recipe, of_wo)
 
 
 def hidden_grads(
@@ -284,7 +322,8 @@ def hidden_forms(op: Mlp, recipe: Recipe, extras: Extras, needs: MlpNeeds) -> Wi
         recipe, extras: of the first product.
     """
     wanted = grad_row_forms(recipe, needs)
-    return stored_within(op, wanted, encode=extras.dy, measure=extras.measure, key=extras.key, stream=1)
+    delayed = {"encode": extras.dy, "amax": extras.dy_amax, "measure": extras.measure}
+    return stored_within(op, wanted, key=extras.key, stream=1, **delayed)
 
 
 def rebuilt_rows(op: Mlp, recipe: Recipe, encode: Array | None) -> Within | None:
@@ -352,22 +391,63 @@ def main_grads(
     grad_input: Array | None = None,
     extras: tuple[Extras, Extras] = NO_EXTRAS,
 ) -> MainGrads:
-    """Gradients that `needs` asks for but those of the weights; operands that `kept` does not name are None.
+    """Gradients that `needs` asks for but those of the weights: `at_hidden`, whose other arguments these are, and
+    `first_product`.
 
-    The products' own gradients are those of the linear operation: dx and db1 of the first for dh, db2 of the second
-    for dy.
+    Args:
+        grad_input: the caller's [M, K] buffer for dx; its tail rows are left alone.
+    """
+    operands = (x, h, z, wi, wo, group_sizes, probs, wi_bias, wo_bias, dy)
+    hidden = at_hidden(run, op, specs, *operands, needs, extras=extras)
+    found = first_product(
+        *(run, op, specs, x, wi, group_sizes, hidden.dh, hidden.of_dh, needs),
+        grad_input=grad_input,
+        extras=extras[0],
+    )
+    first, second = hidden.amax
+    return MainGrads(
+        x=found.x,
+        probs=hidden.probs,
+        wi_bias=found.bias,
+        wo_bias=hidden.wo_bias,
+        rows=found.rows,
+        dh=found.dy,
+        z=hidden.z,
+        dy=hidden.dy,
+        amax=(found.amax._replace(dy=first.dy if found.amax.dy is None else found.amax.dy), second),
+    )
+
+
+def at_hidden(
+    run: Runner,
+    op: Mlp,
+    specs: MlpSpecs,
+    x: Operand | None,
+    h: Array | None,
+    z: Operand | None,
+    wi: Operand | None,
+    wo: Operand | None,
+    group_sizes: Array,
+    probs: Array | None,
+    wi_bias: Operand | None,
+    wo_bias: Operand | None,
+    dy: Operand,
+    needs: MlpNeeds,
+    *,
+    extras: tuple[Extras, Extras] = NO_EXTRAS,
+) -> AtHidden:
+    """The first stage of backward; operands that `kept` does not name are None. Nothing after it reads h.
 
     Args:
         x, z, wi, wo: as `mlp` kept them.
         dy: [M, K], perhaps quantised as the products read it; what else reads it sees its values.
-        grad_input: the caller's [M, K] buffer for dx; its tail rows are left alone.
         extras: of the two products.
     """
     needs = restrict(needs, specs)
     first, second = op.fc1(), op.fc2(specs.probs is not None and specs.wo_bias is not None)
     z_spec = ArraySpec((specs.x.shape[0], specs.wo.shape[second.weight_axes()[0]]), wide(specs.x.dtype))
     recipe = second.resolve(z_spec, specs.wo)
-    dp = dh = x_amax = wi_amax = z_amax = wo_amax = None
+    dp = dh = z_amax = wo_amax = None
     if (needs_dz(needs) and h is None) or (not needs_dz(needs) and needs.wo and z is None):
         # Forward's own call once more, so a weight in two arrays needs no other; z comes with h.
         again = extras[0]._replace(measure=False)  # forward found the magnitudes
@@ -396,73 +476,62 @@ def main_grads(
         dp = dp if dp is None or specs.probs is None else run.cast(dp, specs.probs.dtype)
     if needs.wo:
         (z,), z_amax = gradients.store_rows(run, recipe, z, group_sizes, extras[1])
-    dx = db1 = db2 = rows = None
-    if needs_dh(needs):
-        dh_forms = grad_row_forms(own, needs)
-        if not hidden.forms:
-            hidden = gradients.store_grad(run, own, dh, dh_forms, group_sizes, extras[0], 1)
-        if needs.wi:
-            (rows,), x_amax = gradients.store_rows(run, own, x, group_sizes, extras[0])
-        if needs.x or needs.wi_bias:
-            asked = Needs(needs.x, False, needs.wi_bias, False)
-            found, (_, wi_amax, _) = gradients.linear_backward(
-                run,
-                first,
-                (specs.x, specs.wi, specs.wi_bias, None),
-                None,
-                wi,
-                group_sizes,
-                None,
-                None,
-                dh,
-                asked,
-                grad_input=grad_input,
-                extras=extras[0],
-                stored_dy=hidden.forms[0] if needs.x and isinstance(hidden.forms[0], QTensor) else None,
-            )
-            dx, db1 = found.x, found.bias
+    db2 = None
     if needs.wo_bias:
         scale = operand_spec(run, probs) if second.scale_bias else None
         row_scale = probs if second.scale_bias else None
         asked = Needs(False, False, True, False)
         of_bias = (z_spec, specs.wo, specs.wo_bias, scale)
         db2 = gradients.linear_grads(run, second, of_bias, None, None, group_sizes, None, row_scale, dy, asked).bias
-    return MainGrads(
-        x=dx,
+    return AtHidden(
         probs=dp,
-        wi_bias=db1,
         wo_bias=db2,
-        rows=rows,
-        dh=hidden.forms[-1] if needs.wi else None,
+        dh=dh,
+        of_dh=joined(hidden.forms) if hidden.forms else None,
         z=z if needs.wo else None,
         dy=grads.forms[-1] if needs.wo else None,
-        amax=(Amaxes(x_amax, wi_amax, hidden.amax), Amaxes(z_amax, wo_amax, grads.amax)),
+        amax=(Amaxes(dy=hidden.amax), Amaxes(z_amax, wo_amax, grads.amax)),
     )
 
 
-def weight_grad(
+def first_product(
     run: Runner,
-    linear: Linear,
-    weight: OperandSpec,
-    rows: Operand,
-    dy: Operand,
+    op: Mlp,
+    specs: MlpSpecs,
+    x: Operand | None,
+    wi: Operand | None,
     group_sizes: Array,
+    dh: Array | None,
+    of_dh: QTensor[Any] | None,
+    needs: MlpNeeds,
     *,
-    into: Operand | None = None,
-    accumulate: bool = False,
-    half: int = 0,
-) -> Array:
-    """dW_g = sum rows^T dy in the weight's layout: of W1 with `op.fc1()`, x and dh; of W2 with `op.fc2()`, z and dy.
+    grad_input: Array | None = None,
+    extras: Extras = gradients.NO_EXTRAS,
+) -> gradients.MainGrads:
+    """The second stage of backward: gradients of x and of the first bias, and what that of wi reads.
 
     Args:
-        weight: spec of the packed weight. into: destination; with `accumulate` the gradient is added to it.
-        half: 1, 2: of the gates', the linear halves' columns alone, where these are arrays of their own; 0: of all.
+        x, wi: as `mlp` kept them. dh, of_dh: as `at_hidden` left them.
+        grad_input: the caller's [M, K] buffer for dx; its tail rows are left alone. extras: of the first product.
     """
-    return gradients.weight_grad(
-        *(run, linear, operand_spec(run, rows), weight, rows, dy, group_sizes),
-        into=into,
-        accumulate=accumulate,
-        half=half,
+    needs = restrict(needs, specs)
+    if not needs_dh(needs):
+        return gradients.NO_MAIN_GRADS
+    return gradients.main_grads(
+        run,
+        op.fc1(),
+        (specs.x, specs.wi, specs.wi_bias, None),
+        x if needs.wi else None,  # what only made the hidden rows again is not read here
+        wi if needs.x else None,
+        group_sizes,
+        None,
+        None,
+        of_dh if dh is None else dh,
+        Needs(needs.x, needs.wi, needs.wi_bias, False),
+        grad_input=grad_input,
+        extras=extras,
+        stream=1,
+        stored_dy=of_dh,
     )
 
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from grouped_core import linear_spec
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec, OperandSpec, StoredSpec
-from grouped_core.formats import WIDE, QTensor, wide
+from grouped_core.formats import WIDE, Format, QTensor, wide
+from grouped_core.hashing import hashed_once
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.ranks import check_rank
 from grouped_core.recipes import Recipe
@@ -21,6 +22,7 @@ POLICIES = ("save_all", "save_fc1", "save_input")
 """What forward keeps beside weights and sizes, of the rows: x, h and z; x and h; x alone."""
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Residuals:
     """What a differentiated MLP keeps between forward and backward.
@@ -79,6 +81,7 @@ class MlpNames(NamedTuple):
     grad_input: str = "grad_input"
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Mlp:
     """Static facts of one MLP: frozen, hashable, free of arrays.
@@ -300,12 +303,20 @@ def check_ranks(op: Mlp, **shapes: tuple[int, ...] | None) -> None:
             check_rank("mlp", name, getattr(op.names, name), shape, transposed=op.transposed)
 
 
-def check_cotangent(x: OperandSpec, dy: ArraySpec) -> None:
+def check_cotangent(x: OperandSpec, dy: ArraySpec, stored: Format | None = None, recipe: Recipe | None = None) -> None:
     """Refuses a gradient of y that is not like y, [M, K] in its dtype.
 
+    Args:
+        stored: the format of one that is quantised. recipe: that of the second product.
+
     Raises:
-        TypeError: dtype. ValueError: shape.
+        TypeError: dtype. ValueError: shape; it is quantised, and nothing of the recipe is.
     """
+    if stored is not None and recipe is not None and not recipe.quantized:
+        raise ValueError(
+            f"`dy`: stored as {stored.name}, expected a plain array, for the recipe of this operation quantises "
+            "nothing; dequantise it."
+        )
     wanted = ArraySpec(x.shape, wide(x.dtype))
     if dy.shape != wanted.shape:
         raise ValueError(f"`dy`: shape {dy.shape}, expected {wanted.shape} = shape of y; pass the gradient of y.")

@@ -67,8 +67,20 @@ class Paired:
     axis: int
 
 
-Operand = Array | Listed | Paired | QTensor[Any]
-"""One array, one a group, two side by side, or codes and scales."""
+@dataclass(frozen=True)
+class Cached:
+    """A weight whose quantised forms were made before, as its layer keeps them between passes.
+
+    Attributes:
+        source: the weight, one array or `Listed`, which formats that quantise nothing read. forms: its forms.
+    """
+
+    source: Array | Listed
+    forms: QTensor[Any]
+
+
+Operand = Array | Listed | Paired | QTensor[Any] | Cached
+"""One array, one per group, two side by side, codes and scales, or an array beside its codes and scales."""
 
 
 def in_form(op: Linear, weight: Any) -> Any:
@@ -92,6 +104,8 @@ def operand_spec(run: Runner, operand: Operand | None) -> OperandSpec | None:
         return half._replace(shape=tuple(d * (1 + (at == operand.axis)) for at, d in enumerate(half.shape)))
     if isinstance(operand, QTensor):
         return stored_spec(operand, run.spec)
+    if isinstance(operand, Cached):
+        return operand_spec(run, operand.source)
     return operand.spec if isinstance(operand, Listed) else run.spec(operand)
 
 

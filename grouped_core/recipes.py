@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grouped_core.formats import FORMATS, PLAIN, Format, wide
+from grouped_core.hashing import hashed_once
 
 FP32_MODES = ("tf32", "tf32x3", "ieee")
 """Ways in which float32 operands meet tensor cores, each more accurate than the one before it."""
@@ -25,6 +26,7 @@ AMAX_ALGORITHMS = ("max", "most_recent")
 MOST_MARGIN = 100
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Recipe:
     """How the three products of a linear map are computed. Frozen and hashable; `replace` makes a variant.

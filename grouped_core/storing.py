@@ -14,7 +14,7 @@ from grouped_core import calls
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import WIDE, Format, QTensor
 from grouped_core.linear_spec import Names, check_sizes
-from grouped_core.products import Array, Listed, Operand, Runner, arranged, operand_spec, rounded
+from grouped_core.products import Array, Cached, Listed, Operand, Runner, arranged, operand_spec, rounded
 from grouped_core.ranks import check_either, check_rank
 
 
@@ -22,17 +22,25 @@ class Extras(NamedTuple):
     """Arrays that a recipe needs beside the operands; None where it does not.
 
     Attributes:
-        measure: whether anybody wants the magnitudes of operands that are scaled with delay.
+        key: uint32 [2], of stochastic rounding.
+        x, w, dy: float32 [G] each, the multipliers of delayed scaling.
+        measure: whether the largest magnitudes of operands that are scaled with delay are wanted.
+        x_amax, w_amax, dy_amax: float32 [G] each, what these magnitudes are merged into, in place where the runner
+            works in place; None: they are results alone.
     """
 
-    key: Array | None = None  # uint32 [2], of stochastic rounding
-    x: Array | None = None  # float32 [G] each: multipliers of delayed scaling
+    key: Array | None = None
+    x: Array | None = None
     w: Array | None = None
     dy: Array | None = None
     measure: bool = True
+    x_amax: Array | None = None
+    w_amax: Array | None = None
+    dy_amax: Array | None = None
 
 
 NO_EXTRAS = Extras()
+NO_MEASURES = Extras(measure=False)
 
 
 class Stored(NamedTuple):
@@ -61,7 +69,8 @@ def store(
 
     Args:
         operand: rows [M, X] with group_sizes, or weights [G, A, B] without. One that is quantised already has to be
-            what is wanted, unless `requantize` lets its values be stored anew.
+            what is wanted, unless `requantize` lets its values be stored anew. Of a `Cached` one the forms are taken
+            that it has, and the others are made of its source.
         encode: [G], multipliers of delayed scaling. amax: [G], merged into the magnitudes that come back.
         measure: whether anybody wants these magnitudes.
         stream: number of this operand among those that a key rounds.
@@ -71,6 +80,13 @@ def store(
     Raises:
         ValueError: a quantised operand in another format or form.
     """
+    if isinstance(operand, Cached):
+        ready = [given_form(operand.forms, *each) for each in wanted]
+        missing = [each for each, form in zip(wanted, ready, strict=True) if form is None]
+        options: dict[str, Any] = {"encode": encode, "amax": amax, "measure": measure, "key": key, "stream": stream}
+        rest = store(run, operand.source, missing, group_sizes, **options)
+        made = iter(rest.forms)
+        return Stored([next(made) if form is None else form for form in ready], rest.amax)
     if isinstance(operand, QTensor):
         if (ready := given_forms(operand, wanted)) is not None:
             return Stored(ready, None)
@@ -116,6 +132,7 @@ def _quantize(
     last = len(spec.shape) - 1
     rotate = any(wanted[place][1].rotate for place in places.values())
     encode, merged, measure = delayed if cell.delayed else _Delayed(None, None, measure=False)
+    merged = merged if measure else None
     key, stream = randoms
     call = calls.quantize(
         spec,
@@ -192,7 +209,7 @@ def within(
     bases = {cell.replace(rotate=False) for _, cell in wanted}
     if len(bases) != 1 or (cell := bases.pop()).plain:
         return None
-    encode, amax = (encode, amax) if cell.delayed else (None, None)
+    encode, amax = (encode, amax if measure else None) if cell.delayed else (None, None)
     key = key if cell.stochastic else None
     axes = {axis for axis, _ in wanted}
     call = calls.Storing(
@@ -233,9 +250,9 @@ def forms_along(format: Format, axes: Sequence[int], rank: int) -> tuple[tuple[i
 
 
 def joined(forms: Sequence[Any]) -> QTensor[Any]:
-    """One form, or two as one quantised array."""
+    """Forms of one array as one quantised array."""
     first, *others = forms
-    return dataclasses.replace(first, other=others[0] if others else None)
+    return dataclasses.replace(first, other=joined(others) if others else None)
 
 
 def check_quantize(

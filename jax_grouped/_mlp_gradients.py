@@ -132,7 +132,11 @@ def grouped_mlp_bwd_dx(
     Returns:
         dx [M, K], dp [M], db1 [G, W], db2 [G, K], None for what the operation did not have, and a pytree of arrays.
     """
-    check_cotangent(res.specs.x, ArraySpec(dy.shape, dy.dtype) if isinstance(dy, QTensor) else RUN.spec(dy))
+    if isinstance(dy, QTensor):
+        recipe = res.op.fc2().resolve(res.specs.x, res.specs.wo)
+        check_cotangent(res.specs.x, ArraySpec(dy.shape, dy.dtype), dy.format, recipe)
+    else:
+        check_cotangent(res.specs.x, RUN.spec(dy))
     main = rules.main_grads(
         RUN,
         res.op,

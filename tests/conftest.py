@@ -80,14 +80,22 @@ def _gpu_missing() -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    reasons = {
-        "gpu": _gpu_missing() if any(item.get_closest_marker("gpu") for item in items) else None,
-        "slow": None if config.getoption("--full") else "slow: runs with --full (`make test-full`)",
-    }
-    for item in items:
-        for mark, reason in reasons.items():
-            if reason and item.get_closest_marker(mark):
-                item.add_marker(pytest.mark.skip(reason=reason))
+    for mark, reason in (("gpu", _gpu_missing()), ("slow", _slow(config))):
+        marked = [item for item in items if item.get_closest_marker(mark)] if reason else []
+        if marked:
+            config.hook.pytest_deselected(items=marked)
+            items[:] = [item for item in items if not item.get_closest_marker(mark)]
+
+
+def _slow(config: pytest.Config) -> str | None:
+    """Why slow tests are left out."""
+    return None if config.getoption("--full") else "they run with --full (`make test-full`)"
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Says which tests are left out, and why."""
+    reasons = (("GPU", _gpu_missing()), ("slow", _slow(config)))
+    return [f"{kind} tests are left out: {reason}" for kind, reason in reasons if reason]
 
 
 @pytest.fixture(autouse=True)

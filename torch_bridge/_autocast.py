@@ -15,9 +15,9 @@ from torch import Tensor
 
 from grouped_core.formats import QTensor
 from torch_bridge._compiling import is_compiling
-from torch_bridge._products import Owner
-from torch_bridge.primary import QuantizedWeight
-from torch_bridge.quantize import StraightThrough
+from torch_bridge._gradients import Owner
+from torch_bridge._tensors import StraightThrough
+from torch_bridge.quantized_weight import QuantizedWeight
 
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C import _dynamo  # pyright: ignore[reportAttributeAccessIssue]
 
 from grouped_core import _native
-from torch_bridge.params import device_integers
+from torch_bridge._checks import device_integers
 
 EXCHANGE = _native.Exchange(Tensor)
 """Reads tensors without asking Python for their attributes."""

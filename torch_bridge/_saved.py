@@ -14,6 +14,7 @@ from torch_bridge._compiling import is_compiling
 
 ROWS, HIDDEN, ACTIVATED = "grouped_x", "grouped_fc1", "grouped_act"
 """Rows that a product reads, pre-activations, activated rows."""
+OF_ROWS = (ROWS, HIDDEN, ACTIVATED)
 NAMES = tuple(f"{name}{part}" for name in (ROWS, HIDDEN, ACTIVATED) for part in ("", "_q", "_scale"))
 """All names; `_q` and `_scale` are the parts of quantised rows."""
 UNNAMED = ""

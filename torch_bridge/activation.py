@@ -5,25 +5,20 @@ Letters: M rows, F columns of the result, W columns of h: 2F for gated activatio
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from grouped_core import calls, scaled_activation
 from grouped_core.activations import Activation, resolve
-from torch_bridge import _graph, _library, _run, _saved
-from torch_bridge._arguments import refuse_transforms
+from torch_bridge import _codec, _saved
+from torch_bridge._checks import check_operand, device_integers, refuse_transforms
 from torch_bridge._compiling import is_compiling
-from torch_bridge._library import Execute
+from torch_bridge._gradients import once_differentiable
 from torch_bridge._memory import raw_stream
-from torch_bridge._products import once
-from torch_bridge._run import spec_of
-from torch_bridge.params import check_operand, device_integers
+from torch_bridge._operators import call, define
+from torch_bridge._tensors import rows_spec, settle_rows
 
 
 def scaled_activation_rows(
@@ -38,52 +33,48 @@ def scaled_activation_rows(
     Raises:
         TypeError: dtypes. ValueError: shapes, devices, layouts.
     """
-    text = _encode(activation)
-    if not is_compiling():
-        refuse_transforms("scaled_activation", h, probs)
-        check_operand("h", h, h)
-        if probs is not None:
-            check_operand("probs", probs, h)
-        scaled_activation.check(_decode(text), spec_of(h), None if probs is None else spec_of(probs))
-    needs = torch.is_grad_enabled() and (h.requires_grad or (probs is not None and probs.requires_grad))
-    if not needs:
-        return _activation(h, group_sizes, probs, text)
-    return _Scaled.apply(text, group_sizes, h, probs)
+    if is_compiling():
+        return _node(*[_codec.to_tuples(each) for each in (h, probs, activation, group_sizes)])
+    refuse_transforms("scaled_activation", h, probs)
+    return _rows(h, probs, activation, group_sizes)
 
 
-def _encode(activation: str | Activation) -> str:
-    return _constant(_graph.taken_apart(activation)) if is_compiling() else _encoded(activation)
+@torch.compiler.allow_in_graph
+def _node(*arguments: Any) -> Tensor:
+    """`_rows` as one node of a graph; `arguments` as `_codec.to_tuples` gives them."""
+    settle_rows(*arguments[:2])
+    return _rows(*[_codec.from_tuples(each) for each in arguments])
 
 
-@torch.compiler.assume_constant_result
-def _constant(activation: Any) -> str:
-    return _encoded(_graph.together(activation))
+def _rows(h: Tensor, probs: Tensor | None, activation: str | Activation, sizes: Tensor | None) -> Tensor:
+    check_operand("h", h, h)
+    if probs is not None:
+        check_operand("probs", probs, h)
+    resolved = resolve(activation)
+    scaled_activation.check(resolved, rows_spec(h), None if probs is None else rows_spec(probs))
+    if not (torch.is_grad_enabled() and (h.requires_grad or (probs is not None and probs.requires_grad))):
+        return _activated(resolved, h, sizes, probs)
+    return _Scaled.apply(resolved, sizes, h, probs)
 
 
-@lru_cache(maxsize=256)
-def _encoded(activation: str | Activation) -> str:
-    return json.dumps(dataclasses.asdict(resolve(activation)), sort_keys=True)
-
-
-@lru_cache(maxsize=256)
-def _decode(text: str) -> Activation:
-    return Activation(**json.loads(text))
+def _activated(activation: Activation, h: Tensor, sizes: Tensor | None, probs: Tensor | None) -> Tensor:
+    sizes = _every_row(h) if sizes is None else sizes
+    return call(_FORWARD, _Activation(activation), _Operands(h, sizes, probs), h.shape[0])[0]
 
 
 class _Scaled(torch.autograd.Function):
     """Keeps h and, where they are read, the probabilities."""
 
     @staticmethod
-    def forward(ctx: Any, text: str, sizes: Tensor | None, h: Tensor, probs: Tensor | None) -> Tensor:
+    def forward(ctx: Any, activation: Activation, sizes: Tensor | None, h: Tensor, probs: Tensor | None) -> Tensor:
         """z [M, F]."""
         needs_h, needs_p = ctx.needs_input_grad[2:]
-        ctx.text = text
-        ctx.wanted = "h" * needs_h + "p" * needs_p
+        ctx.static = _Grads(activation, needs_h, needs_p)
         ctx.probs_dtype = None if probs is None else probs.dtype
         saved = (h, sizes, probs if needs_h else None)
         _saved.tell(saved, (_saved.HIDDEN,))
         ctx.save_for_backward(*saved)
-        return _activation(h, sizes, probs, text)
+        return _activated(activation, h, sizes, probs)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -94,74 +85,70 @@ class _Scaled(torch.autograd.Function):
         sources = (dz, *ctx.saved_tensors)
         with torch.no_grad():
             gradients = _backward(ctx, dz)
-        return once("scaled_activation", gradients, sources)
+        return once_differentiable("scaled_activation", gradients, sources)
 
 
 def _backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
     h, sizes, probs = ctx.saved_tensors
-    found = iter(_activation_grads(dz.contiguous(), h, sizes, probs, ctx.text, ctx.wanted))
-    dh = next(found) if "h" in ctx.wanted else None
-    dp = next(found).to(ctx.probs_dtype) if "p" in ctx.wanted else None
-    return None, None, dh, dp
+    sizes = _every_row(h) if sizes is None else sizes
+    dh, dp = call(_GRADS, ctx.static, _GradOperands(h, sizes, probs, dz.contiguous()), h.shape[0])
+    return None, None, dh, None if dp is None else dp.to(ctx.probs_dtype)
+
+
+_kept_sizes: dict[tuple[torch.device, int], Tensor] = {}  # by device and stream, on which it was filled
+
+
+def _every_row(h: Tensor) -> Tensor:
+    """The size of one group of all rows: what is above M is clamped, so one tensor serves every M."""
+    if is_compiling() or h.is_meta:
+        return torch.full((1,), calls.MAX_ROWS, dtype=torch.int32, device=h.device)
+    on_gpu = h.device.type == "cuda"
+    key = (h.device, raw_stream(h.device.index) if on_gpu else 0)
+    kept = _kept_sizes.get(key)
+    if kept is None:
+        kept = device_integers([calls.MAX_ROWS], torch.int32, h.device)
+        if not (on_gpu and torch.cuda.is_current_stream_capturing()):  # else it belongs to the graph
+            _kept_sizes[key] = kept
+    return kept
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Operators
 
 
-def _forward_rule(run: Any, text: str, operands: Sequence[Any]) -> tuple[Any, ...]:
-    h, sizes, probs = operands
-    return (scaled_activation.activate(run, _decode(text), h, sizes, probs),)
+class _Activation(NamedTuple):
+    activation: Activation
 
 
-def _grads_rule(run: Any, static: tuple[str, str], operands: Sequence[Any]) -> tuple[Any, ...]:
-    text, wanted = static
-    h, sizes, probs, dz = operands
-    return scaled_activation.activate_grads(run, _decode(text), h, sizes, probs, dz, ("h" in wanted, "p" in wanted))
+class _Operands(NamedTuple):
+    rows: Any
+    sizes: Any
+    probs: Any
 
 
-_every_row: dict[tuple[torch.device, int], Tensor] = {}  # by device and stream, on which it was filled
+def _forward_rule(run: Any, static: _Activation, o: _Operands) -> tuple[Any]:
+    return (scaled_activation.activate(run, static.activation, o.rows, o.sizes, o.probs),)
 
 
-def _sizes(execute: Execute, group_sizes: Tensor | None, h: Tensor) -> Tensor:
-    """The sizes, or those of one group of all rows: what is above M is clamped, so one tensor serves every M."""
-    if group_sizes is not None:
-        return group_sizes
-    if execute is not _run.execute:
-        return h.new_empty((1,), dtype=torch.int32)
-    on_gpu = h.device.type == "cuda"
-    key = (h.device, raw_stream(h.device.index) if on_gpu else 0)
-    kept = _every_row.get(key)
-    if kept is None:
-        kept = device_integers([calls.MAX_ROWS], torch.int32, h.device)
-        if not (on_gpu and torch.cuda.is_current_stream_capturing()):  # else it belongs to the graph
-            _every_row[key] = kept
-    return kept
+_FORWARD = define("activation", _forward_rule, _Operands, _Activation, rows=("rows", "probs"))
 
 
-def _run_activation(
-    execute: Execute, rows: Tensor, group_sizes: Tensor | None, probs: Tensor | None, activation: str
-) -> Tensor:
-    return execute(_forward_rule, activation, (rows, _sizes(execute, group_sizes, rows), probs), (0, 2))[0]
+class _Grads(NamedTuple):
+    activation: Activation
+    of_rows: bool
+    of_probs: bool
 
 
-def _run_grads(
-    execute: Execute,
-    dz: Tensor,
-    rows: Tensor,
-    group_sizes: Tensor | None,
-    probs: Tensor | None,
-    activation: str,
-    wanted: str,
-) -> list[Tensor]:
-    found = execute(_grads_rule, (activation, wanted), (rows, _sizes(execute, group_sizes, rows), probs, dz), (0, 2, 3))
-    return [each for each in found if each is not None]
+class _GradOperands(NamedTuple):
+    rows: Any
+    sizes: Any
+    probs: Any
+    dz: Any
 
 
-_OPERANDS = "Tensor rows, Tensor? group_sizes, Tensor? probs, str activation"
-_library.define("activation", f"({_OPERANDS}) -> Tensor", _run_activation)
-# `wanted`: "h" the gradient of the rows, "p" that of the probabilities, in float32.
-_library.define("activation_grads", f"(Tensor dz, {_OPERANDS}, str wanted) -> Tensor[]", _run_grads)
+def _grads_rule(run: Any, static: _Grads, o: _GradOperands) -> tuple[Any, ...]:
+    wanted = (static.of_rows, static.of_probs)
+    return scaled_activation.activate_grads(run, static.activation, o.rows, o.sizes, o.probs, o.dz, wanted)
 
-_activation = torch.ops.torch_bridge.activation.default
-_activation_grads = torch.ops.torch_bridge.activation_grads.default
+
+_GRADS = define("activation_grads", _grads_rule, _GradOperands, _Grads, rows=("rows", "probs", "dz"))

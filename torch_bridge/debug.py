@@ -15,26 +15,19 @@ from torch import Tensor
 from grouped_core.calls import Call
 from grouped_core.debug import Planned, bound_arguments, explain_calls, why_not
 from grouped_core.formats import QTensor
-from torch_bridge import _arguments as linear_arguments
-from torch_bridge import _autocast, _graph, _run, _stored_arguments, _stored_mlp_arguments, mlp, ops
-from torch_bridge import _mlp_arguments as mlp_arguments
-from torch_bridge._run import arch_of
+from torch_bridge import _autocast, _codec, _fake, linear, mlp
+from torch_bridge._args import check_buffers, linear_arguments, mlp_arguments
+from torch_bridge._record import arch_of
+from torch_bridge._tensors import StraightThrough, home
 from torch_bridge.quantize import check_dequantize, check_quantize, dequantize, quantize
 
 
 def _check_linear(arguments: dict[str, Any], out: Tensor | None, grad_input: Tensor | None) -> None:
-    if _stored_arguments.is_stored(arguments["x"], arguments["weight"], arguments["recipe"]):
-        _stored_arguments.check_results(_stored_arguments.check_arguments(**arguments), out, grad_input)
-    else:
-        linear_arguments.check_buffers(out, grad_input, linear_arguments.check_arguments(**arguments))
+    check_buffers(linear_arguments(**arguments), out, grad_input)
 
 
 def _check_mlp(arguments: dict[str, Any], out: Tensor | None, grad_input: Tensor | None) -> None:
-    if _stored_mlp_arguments.is_stored_mlp(*(arguments[name] for name in ("x", "wi", "wo", "recipe"))):
-        arguments = {**arguments, "wi": _stored_mlp_arguments.in_one_array(**arguments)}
-        _stored_mlp_arguments.check_results(_stored_mlp_arguments.check_arguments(**arguments), out, grad_input)
-    else:
-        mlp_arguments.check_buffers(out, grad_input, mlp_arguments.check_arguments(**arguments))
+    check_buffers(mlp_arguments(**arguments), out, grad_input)
 
 
 def _planner(operation: Callable[..., Tensor], check: Callable[..., None], weights: tuple[str, ...]) -> Planned:
@@ -43,7 +36,7 @@ def _planner(operation: Callable[..., Tensor], check: Callable[..., None], weigh
     def calls(*, out: Tensor | None, grad_input: Tensor | None, **arguments: Any) -> list[Call]:
         check(_cast(arguments), out, grad_input)  # devices and memory, which meta tensors do not have
         if isinstance(arguments["wgrad_accum"], str):
-            found = [_main_grads(_stored_arguments.taken(arguments[name])[0]) for name in weights]
+            found = [_main_grads(_master(arguments[name])) for name in weights]
             arguments["wgrad_accum"] = found[0] if len(weights) == 1 else tuple(found)
         given, leaves = _on_meta({**_cast(arguments), "out": out, "grad_input": grad_input})
 
@@ -89,18 +82,23 @@ def _on_meta(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
             return stand_in
         return type(value)(map(meta, value)) if isinstance(value, (list, tuple)) else value
 
-    return dict(_graph.together(meta(_graph.taken_apart([*arguments.items()])))), leaves
+    return dict(_codec.from_tuples(meta(_codec.to_tuples([*arguments.items()])))), leaves
 
 
 def _noted(run: Callable[[], Any]) -> list[Call]:
     """The native calls that `run` would make."""
     noted: list[Call] = []
-    _run.planned.append(noted)
+    _fake.planned.append(noted)
     try:
         run()
     finally:
-        _run.planned.pop()
+        _fake.planned.pop()
     return noted
+
+
+def _master(weight: Any) -> Any:
+    """What the gradient of a weight belongs to."""
+    return weight.master if isinstance(weight, StraightThrough) else None if isinstance(weight, QTensor) else weight
 
 
 def _main_grads(weight: Any) -> Any:
@@ -114,7 +112,7 @@ def _main_grads(weight: Any) -> Any:
 
 
 _PLANS: dict[Callable[..., Any], Planned] = {
-    ops.grouped_linear: _planner(ops.grouped_linear, _check_linear, ("weight",)),
+    linear.grouped_linear: _planner(linear.grouped_linear, _check_linear, ("weight",)),
     mlp.grouped_mlp: _planner(mlp.grouped_mlp, _check_mlp, ("wi", "wo")),
     quantize: _planner_of_forms(quantize, check_quantize),
     dequantize: _planner_of_forms(dequantize, check_dequantize),
@@ -124,10 +122,9 @@ _PLANS: dict[Callable[..., Any], Planned] = {
 def _arch(arch: str | None, x: Any) -> str:
     if arch is not None:
         return arch
-    x = _stored_arguments.taken(x)[1]
-    home = x.values if isinstance(x, QTensor) else x
-    if isinstance(home, Tensor) and home.device.type != "meta":
-        return arch_of(home.device)
+    first = home(x)
+    if isinstance(first, Tensor) and first.device.type != "meta":
+        return arch_of(first.device)
     return arch_of(
         torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     )

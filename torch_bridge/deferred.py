@@ -17,31 +17,39 @@ from torch import Tensor
 from grouped_core import linear_spec
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import QTensor, wide
-from grouped_core.gradients import Needs
-from grouped_core.mlp_spec import MlpNeeds, MlpSpecs, check_cotangent, restrict
+from grouped_core.mlp_spec import MlpNeeds, check_cotangent, restrict
 from grouped_core.sizes import GroupSizes
-from torch_bridge import _autocast, _saved, _stored_mlp_arguments, _stored_mlp_gradients, mlp, stored_mlp
-from torch_bridge._arguments import Members, accumulators_of, check_apart, check_writable
-from torch_bridge._mlp_arguments import Accumulators, check_arguments, check_buffers, specs_of
-from torch_bridge._mlp_library import NAMES
-from torch_bridge._products import Launcher, ProductFacts, mlp_gradients
-from torch_bridge._run import spec_of
-from torch_bridge._stored_arguments import parts_of
-from torch_bridge._stored_mlp_arguments import check_results, is_stored_mlp
-from torch_bridge.params import check_operand
+from torch_bridge import _autocast, _saved
+from torch_bridge._args import (
+    Accumulators,
+    Members,
+    accumulator_pair,
+    accumulators_of,
+    check_apart,
+    check_buffers,
+    check_writable,
+    mlp_arguments,
+)
+from torch_bridge._autograd import Saved, forward_and_saved
+from torch_bridge._checks import MLP_NAMES, check_operand
+from torch_bridge._gradients import WeightGradient, route_of
+from torch_bridge._tensors import fixed_spec, parts_of, unpack
+from torch_bridge.mlp import MLP, grouped_mlp, weight_dtypes
+
+NAMES = MLP_NAMES
 
 
 @dataclass(frozen=True)
 class MlpResiduals:
     """What `grouped_mlp_fwd` keeps: the tensors that the gradients read, and their places."""
 
-    path: Any  # the module whose `launchers` reads this: `mlp`, or `_stored_mlp_gradients`
-    facts: Any  # of that module
-    specs: MlpSpecs
+    saved: Saved
+    x: ArraySpec
     sizes: Tensor
     tensors: tuple[Tensor | None, ...]
-    weights: tuple[list[Tensor], list[Tensor]]
+    weights: tuple[list[Tensor], ...]
     rows: tuple[Tensor, ...]  # of `tensors`, those that x is kept in
+    biases: tuple[bool, ...]  # of each, whether it is one tensor
 
 
 @dataclass(frozen=True)
@@ -51,9 +59,9 @@ class Deferred:
     Of a recipe that quantises these are codes and scales.
     """
 
-    products: tuple[ProductFacts, ProductFacts]
-    work: tuple[Launcher | None, Launcher | None]
-    weights: tuple[list[Tensor], list[Tensor]]
+    work: tuple[WeightGradient | None, ...]
+    weights: tuple[list[Tensor], ...]
+    dtypes: tuple[str, ...]
 
 
 def grouped_mlp_fwd(
@@ -80,7 +88,7 @@ def grouped_mlp_fwd(
     for name, part in ((NAMES.accum, "grouped_mlp_bwd_dw"), (NAMES.grad_input, "grouped_mlp_bwd_dx")):
         if options.pop(name, None) is not None:
             raise ValueError(f"`{name}` of grouped_mlp_fwd: given, expected None; hand it to {part}.")
-    signature = inspect.signature(mlp.grouped_mlp).bind(x, wi, wo, group_sizes, **options)
+    signature = inspect.signature(grouped_mlp).bind(x, wi, wo, group_sizes, **options)
     signature.apply_defaults()
     arguments = signature.arguments
     for name in ("out", NAMES.grad_input):
@@ -89,42 +97,18 @@ def grouped_mlp_fwd(
         biases = (arguments["wi_bias"], arguments["wo_bias"])
         x, (wi, wo), (wi_bias, wo_bias), _ = _autocast.operands(x, (wi, wo), biases)
         arguments |= {"x": x, "wi": wi, "wo": wo, "wi_bias": wi_bias, "wo_bias": wo_bias}
-        if is_stored_mlp(x, wi, wo, arguments["recipe"]):
-            return _stored_fwd(_stored_mlp_arguments.check_arguments(**arguments), out, needs)
-        given = check_arguments(**arguments)
+        given = mlp_arguments(**arguments, join=False)
         if out is not None:
-            check_buffers(out, None, given)
-        specs, _ = specs_of(given)
-        needs, live = _asked(needs, specs, (given.wi, given.wo, given.wi_bias, given.wo_bias))
-        # Parts add, whatever the attributes of Parameters say: these belong to `wgrad_accum="main_grad"`.
-        adding = (False,) * (len(given.wi) + len(given.wo))
-        y, tensors, facts = mlp.forward_and_saved(given, live, needs, out, adding)
-        x_kept = () if tensors[1] is None else (tensors[1],)
-        return y, MlpResiduals(mlp, facts, specs, given.sizes, tuple(tensors), (given.wi, given.wo), x_kept)
-
-
-def _stored_fwd(given: Any, out: Tensor | None, needs: MlpNeeds | None) -> tuple[Tensor, MlpResiduals]:
-    """As `grouped_mlp_fwd`, where something is quantised. What comes quantised without a master has no gradient."""
-    if out is not None:
-        check_results(given, out)
-    lists = (given.wi_leaves, given.wo_leaves, given.wi_bias, given.wo_bias)
-    needs, live = _asked(needs, given.checked.specs, lists)
-    needs = needs._replace(x=needs.x and given.leaf is not None, wi=len(live[0]) > 0, wo=len(live[1]) > 0)
-    adding: Any = tuple((False,) * max(1, len(each)) for each in lists[:2])
-    y, tensors, names, facts = stored_mlp.forward_and_saved(given, live, needs, out, adding)
-    x_kept = [each for each, name in zip(tensors, names, strict=False) if name.startswith(_saved.ROWS)]
-    rows = tuple(each for each in x_kept if each is not None)
-    members, specs = lists[:2], given.checked.specs
-    return y, MlpResiduals(_stored_mlp_gradients, facts, specs, given.sizes, tuple(tensors), members, rows)
-
-
-def _asked(
-    needs: MlpNeeds | None, specs: MlpSpecs, lists: Sequence[list[Tensor]]
-) -> tuple[MlpNeeds, list[tuple[int, ...]]]:
-    """Needed gradients, and the members of wi, wo and their biases that have one."""
-    needs = restrict(needs or MlpNeeds(), specs)
-    asked = (needs.wi, needs.wo, needs.wi_bias, needs.wo_bias)
-    return needs, [tuple(range(len(each))) if need else () for each, need in zip(lists, asked, strict=True)]
+            check_buffers(given, out, None)
+        asked = restrict(needs or MlpNeeds(), given.specs)
+        own = [len(leaves) > 0 for leaves in given.leaves]  # what comes quantised without a master has no gradient
+        asked = asked._replace(x=asked.x and given.leaf is not None, wi=asked.wi and own[0], wo=asked.wo and own[1])
+        y, tensors, names, saved = forward_and_saved(MLP, given, asked, out)
+        rows = [each for each, name in zip(tensors, names, strict=False) if name.startswith(_saved.ROWS)]
+        x_spec = ArraySpec(tuple(x.shape), given.specs.x.dtype)
+        kept = tuple(each for each in rows if each is not None)
+        packed = tuple(isinstance(each, Tensor) for each in given.biases)
+        return y, MlpResiduals(saved, x_spec, given.sizes, tuple(tensors), given.leaves, kept, packed)
 
 
 def grouped_mlp_bwd_dx(
@@ -144,34 +128,32 @@ def grouped_mlp_bwd_dx(
     Raises:
         TypeError, ValueError: dy is not like y; the buffer does not fit, or overlaps what is read.
     """
-    if isinstance(dy, QTensor) and res.path is mlp:
-        raise ValueError(
-            f"`dy`: stored as {dy.format.name}, expected a plain tensor, for the recipe of this operation quantises "
-            "nothing; dequantise it."
-        )
     plain = dy.values if isinstance(dy, QTensor) else dy.contiguous()
     check_operand("dy", plain, res.sizes)
-    check_cotangent(res.specs.x, ArraySpec(dy.shape, dy.dtype) if isinstance(dy, QTensor) else spec_of(plain))
+    if isinstance(dy, QTensor):
+        op, specs = res.saved.op, res.saved.specs
+        check_cotangent(res.x, ArraySpec(dy.shape, dy.dtype), dy.format, op.fc2().resolve(specs.x, specs.wo))
+    else:
+        check_cotangent(res.x, fixed_spec(plain))
     if grad_input is not None:
         _check_grad_input(res, grad_input, parts_of(dy) if isinstance(dy, QTensor) else [plain])
-    dy = dy if isinstance(dy, QTensor) else plain
+    work: list[WeightGradient | None] = [None, None]
     with torch.no_grad():
-        dp, work = res.path.launchers(res.facts, list(res.tensors), dy)
-        products = res.facts.products
-        one, two = (
-            each.of_weights() if each is not None and of.needs.w else None
-            for each, of in zip(work, products, strict=True)
+        kept = unpack(res.saved.layouts, res.tensors, res.saved.rows)
+        dy = dy if isinstance(dy, QTensor) else plain
+        main = MLP.backward(res.saved, kept, dy, grad_input, work.__setitem__)
+        db1, db2 = (
+            None if found is None else found if packed else list(found.unbind())
+            for found, packed in zip(main.biases, res.biases, strict=True)
         )
-        first, second = mlp_gradients(_asking(products, weights=False), work, ((), ()), ((), ()), grad_input)
-        db1, db2 = (_packed(of.biases, facts.packed[1]) for of, facts in zip((first, second), products, strict=True))
-        return first.x, dp, db1, db2, Deferred(products, (one, two), res.weights)
+        dtypes = weight_dtypes(res.saved.op, res.saved.specs)
+        return main.x, main.row_scale, db1, db2, Deferred(tuple(work), res.weights, dtypes)
 
 
 def _check_grad_input(res: MlpResiduals, buffer: Tensor, dy: list[Tensor]) -> None:
     check_operand(NAMES.grad_input, buffer, res.sizes)
     check_writable(NAMES.grad_input, buffer)
-    wanted = ArraySpec(res.specs.x.shape, wide(res.specs.x.dtype))
-    linear_spec.check_buffer(NAMES.grad_input, spec_of(buffer), wanted)
+    linear_spec.check_buffer(NAMES.grad_input, fixed_spec(buffer), ArraySpec(res.x.shape, wide(res.x.dtype)))
     rest = [each for each in res.tensors if each is not None and each is not res.sizes]
     read = [*(("dy", each) for each in dy), (NAMES.sizes, res.sizes), *((NAMES.x, each) for each in res.rows)]
     read += [("what is kept", each) for each in rest if not any(each is row for row in res.rows)]
@@ -191,47 +173,32 @@ def grouped_mlp_bwd_dw(
     Raises:
         TypeError, ValueError: accumulators that do not fit, or overlap; nothing was added then.
     """
-    pair = (None, None) if wgrad_accum is None else wgrad_accum
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise ValueError(
-            f"`{NAMES.accum}`: {wgrad_accum!r}, expected None or a pair, of `{NAMES.wi}` and of `{NAMES.wo}`; "
-            "put None where the gradient is to be returned."
-        )
+    pair = accumulator_pair((None, None) if wgrad_accum is None else wgrad_accum, _RETURNED)
     d = deferred
     to: list[list[Tensor | None]] = [
         [] if accum is None else accumulators_of(accum, weights, f"{NAMES.accum}[{at}]", name)
-        for at, (accum, weights, name) in enumerate(zip(pair, d.weights, (NAMES.wi, NAMES.wo), strict=True))
+        for at, (accum, weights, name) in enumerate(zip(pair, d.weights, MLP.weights, strict=True))
     ]
     written = [(f"{NAMES.accum}[{at}]", each) for at, some in enumerate(to) for each in some]
     check_apart(written, [("what is kept", each) for work in d.work if work is not None for each in work.tensors()])
-    asking = _asking(d.products, weights=True)
-    one, two = (_into(product, some) for product, some in zip(asking, to, strict=True))
-    owners = [weights if some else () for weights, some in zip(d.weights, to, strict=True)]
+    results = []
     with torch.no_grad():
-        dw1, dw2 = mlp_gradients((one, two), list(d.work), owners, to, None)
-    return _packed(dw1.weights, one.packed[0]), _packed(dw2.weights, two.packed[0])
+        for at in (1, 0):
+            weights, accumulators = d.weights[at], to[at]
+            live = tuple([n for n in range(len(weights)) if not accumulators or accumulators[n] is not None])
+            # Parts add, whatever the attributes of Parameters say: these belong to `wgrad_accum="main_grad"`.
+            adding = (False,) * max(1, len(weights))
+            options: Any = {"to_main_grad": False, "owner": None, "overwrite": adding}
+            route = route_of(MLP.weights[at], weights, accumulators, live, d.dtypes[at], **options)
+            results.append(_in_form(route.deliver(d.work[at]), packed=route.packed))
+    return results[1], results[0]
 
 
-def _into(product: ProductFacts, accumulators: Sequence[Tensor | None]) -> ProductFacts:
-    """The facts of a weight gradient, for the members that have an accumulator, if there are any."""
-    if not accumulators:
-        return product
-    live = [at for at in product.live if accumulators[at] is not None]
-    return product._replace(live=live, needs=product.needs._replace(w=product.needs.w and len(live) > 0))
+_RETURNED = "put None where the gradient is to be returned"
 
 
-def _asking(products: tuple[ProductFacts, ProductFacts], *, weights: bool) -> tuple[ProductFacts, ProductFacts]:
-    """The facts, asking for the weight gradients alone, or for all the others."""
-
-    def part(facts: ProductFacts) -> ProductFacts:
-        needs = facts.needs
-        return facts._replace(needs=Needs(False, needs.w, False, False) if weights else needs._replace(w=False))
-
-    return part(products[0]), part(products[1])
-
-
-def _packed(gradients: list[Any], packed: bool) -> Any:
-    """One tensor for a packed operand, a list for one in several, None where nothing was asked for."""
+def _in_form(gradients: list[Any], *, packed: bool) -> Any:
+    """One tensor for a packed weight, a list for one in several, None where nothing was asked for."""
     if not any(each is not None for each in gradients):
         return None
-    return gradients[0] if packed and len(gradients) == 1 else gradients
+    return gradients[0] if packed else gradients

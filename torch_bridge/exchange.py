@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bridge._run import TORCH_DTYPES, dtype_name
+from torch_bridge._tensors import TORCH_DTYPES, dtype_name
 
 _BITS = {1: torch.uint8, 2: torch.uint16}
 

@@ -26,8 +26,8 @@ from torch import Tensor
 from grouped_core import memory
 from grouped_core.formats import WIDE
 from grouped_core.memory import Span
-from torch_bridge._run import dtype_name
-from torch_bridge.params import distributed_like, is_distributed, local
+from torch_bridge._checks import distributed_like, is_distributed, local
+from torch_bridge._tensors import dtype_name
 
 Write = Callable[[list[Tensor], list[int], bool], None]
 """(destinations, their groups, whether to add) -> None; launches the weight gradients of these groups."""
@@ -232,9 +232,9 @@ def _add_to_grad(weight: Any, gradient: Tensor, *, is_whole: bool) -> None:
     """`is_whole`: it is not that of the part which lies here, where the weight is a DTensor."""
     gradient = gradient.to(weight.dtype)
     if is_whole and is_distributed(weight):
-        from torch_bridge import parallel  # which imports torch.distributed.tensor
+        from torch_bridge import _distributed  # which imports torch.distributed.tensor
 
-        gradient = parallel.averaged_like(weight, gradient)
+        gradient = _distributed.averaged_like(weight, gradient)
     else:
         gradient = distributed_like(weight, gradient)
     if weight.grad is None:

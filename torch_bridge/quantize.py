@@ -6,7 +6,7 @@ Letters: G groups, M rows, X the features of a row, A and B axes of a weight, R 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,11 @@ from grouped_core.formats import Format, QTensor, check_quantized, format_option
 from grouped_core.recipes import Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes, unwrap
-from torch_bridge import _graph, _stored
-from torch_bridge._arguments import refuse_vmap
+from torch_bridge import _codec, _quantizing
+from torch_bridge._checks import NAMES, check_operand, refuse_vmap
 from torch_bridge._compiling import is_compiling
-from torch_bridge._library import NAMES
-from torch_bridge._run import DTYPES, E8M0, dtype_name, fixed_spec, rows_spec
-from torch_bridge._stored import StraightThrough
-from torch_bridge.params import check_operand
+from torch_bridge._quantizing import dequantized, quantized
+from torch_bridge._tensors import DTYPES, E8M0, StraightThrough, dtype_name, fixed_spec, parts_of, rows_spec
 from torch_bridge.sizes import prepare_sizes
 
 
@@ -51,7 +49,7 @@ def quantize(
     """
     cell = format_option(format)
     if is_compiling():
-        arrays = _quantize_node(*_graph.taken_apart([x, cell, axis, group_sizes, key]))
+        arrays = _quantize_node(*[_codec.to_tuples(each) for each in (x, cell, axis, group_sizes, key)])
     else:
         arrays = _quantize(x, cell, axis, group_sizes, key)
     axes = axis if isinstance(axis, (tuple, list)) else (axis,)
@@ -74,8 +72,8 @@ def _quantize(x: Tensor, cell: Format, axis: Any, group_sizes: Any, key: Tensor 
     axes, sizes = check_quantize(x, cell, axis, group_sizes, key)
     if x.dim() == 2 and sizes is None:
         sizes = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
-    made = _stored.store([x.detach()], storing.forms_along(cell, axes, x.dim()), sizes, key=key)
-    return [*(array for form in made for array in form.tensors), *([] if sizes is None else [sizes])]
+    made = quantized(x.detach(), storing.forms_along(cell, axes, x.dim()), sizes, key=key)
+    return [*(array for form in made for array in parts_of(form)), *([] if sizes is None else [sizes])]
 
 
 def check_quantize(
@@ -95,8 +93,8 @@ def check_quantize(
 
 @torch.compiler.allow_in_graph
 def _quantize_node(*arguments: Any) -> list[Tensor]:
-    """`_quantize` as one node of a graph; `arguments` as `_graph` takes them apart."""
-    return _quantize(*_graph.together(list(arguments)))
+    """`_quantize` as one node of a graph; `arguments` as `_codec.to_tuples` gives them."""
+    return _quantize(*[_codec.from_tuples(each) for each in arguments])
 
 
 def dequantize(
@@ -119,13 +117,13 @@ def dequantize(
     """
     check_quantized(q)
     if is_compiling():
-        return _dequantize_node(*_graph.taken_apart([q, dtype, group_sizes]))
+        return _dequantize_node(*[_codec.to_tuples(each) for each in (q, dtype, group_sizes)])
     return _dequantize(q, dtype, group_sizes)
 
 
 def _dequantize(q: QTensor[Tensor], dtype: torch.dtype | None, group_sizes: Any) -> Tensor:
     sizes, wide = check_dequantize(q, dtype, group_sizes)
-    return _stored.dequantize(q, sizes if len(q.shape) == 2 else None, wide)
+    return dequantized(q, sizes if len(q.shape) == 2 else None, wide)
 
 
 def check_dequantize(q: QTensor[Tensor], dtype: torch.dtype | None, group_sizes: Any) -> tuple[Tensor | None, str]:
@@ -133,7 +131,7 @@ def check_dequantize(q: QTensor[Tensor], dtype: torch.dtype | None, group_sizes:
     check_quantized(q)
     refuse_vmap("dequantize")
     wide = linear_spec.wide_option("dtype", None if dtype is None else DTYPES.get(dtype, str(dtype))) or q.dtype
-    for part in _stored.present(q):
+    for part in parts_of(q):
         check_operand("q", part, q.values)
     sizes = q.group_sizes
     if group_sizes is not None:
@@ -145,8 +143,8 @@ def check_dequantize(q: QTensor[Tensor], dtype: torch.dtype | None, group_sizes:
 
 @torch.compiler.allow_in_graph
 def _dequantize_node(*arguments: Any) -> Tensor:
-    """`_dequantize` as one node of a graph; `arguments` as `_graph` takes them apart."""
-    return _dequantize(*_graph.together(list(arguments)))
+    """`_dequantize` as one node of a graph; `arguments` as `_codec.to_tuples` gives them."""
+    return _dequantize(*[_codec.from_tuples(each) for each in arguments])
 
 
 def straight_through(master: Tensor, q: QTensor[Tensor]) -> StraightThrough:
@@ -208,7 +206,7 @@ def update_scaling(state: ScalingState[Tensor], *, process_group: Any = None) ->
         live = state.history[:, 0].contiguous()
         largest_of_ranks(live, process_group)
         state.history[:, 0].copy_(live)
-    _stored.update_scaling(state.scale, state.history, state.top, state.algorithm)
+    _quantizing.update_scaling(state)
     return state
 
 
@@ -218,55 +216,3 @@ def largest_of_ranks(magnitudes: Tensor, process_group: Any) -> None:
     They are compared by their bits, which have the order of numbers with NaN on top; a maximum of floats may drop it.
     """
     torch.distributed.all_reduce(magnitudes.view(torch.int32), torch.distributed.ReduceOp.MAX, group=process_group)
-
-
-class Use(NamedTuple):
-    """What one product has of what is bound to an operation.
-
-    Attributes:
-        state: of delayed scaling, or None. first: the role of x in it; those of the weight and dy follow.
-        key: of stochastic rounding, or None.
-        multipliers: of x, the weight and dy [3, G], which forward and backward have in common; None: what the state
-            has now.
-    """
-
-    state: ScalingState[Tensor] | None
-    key: Tensor | None
-    first: int = 0
-    multipliers: Tensor | None = None
-
-    def delayed(self, role: int, *, training: bool = False) -> tuple[Tensor | None, Tensor | None]:
-        """(multipliers [G] of an operand, its live magnitudes [G], which stores of it raise in place).
-
-        Args:
-            role: `X`, `WEIGHT` or `DY`. training: whether magnitudes are merged; else there are None.
-        """
-        if self.state is None:
-            return None, None
-        at = self.first + role
-        encode = self.state.scale[at] if self.multipliers is None else self.multipliers[role]
-        return encode, self.state.history[at, 0] if training else None
-
-    def mark(self) -> tuple[Any, ...]:
-        """What differs once the multipliers of the state were updated."""
-        scale = None if self.state is None else self.state.scale
-        return () if scale is None or scale.is_inference() else (scale.data_ptr(), scale._version)
-
-
-def with_multipliers(uses: Sequence[Use]) -> list[Use]:
-    """The products of one operation, which have states, with a copy of their multipliers: by backward a state may have
-    others. One launch, whether products share a state or have one each.
-    """
-    scales = [use.state.scale for use in uses if use.state is not None and use.first == 0]
-    if is_compiling():
-        copied = _stored.copied(scales)
-    elif len(scales) > 1:
-        copied = torch.cat(scales)
-    else:  # by a kernel: a clone is a memcpy. None is negative, and of such kernels this one returns first
-        copied = scales[0].abs()
-    parts = [copied] if len(uses) == 1 else copied.split(len(scaling.ROLES))
-    return [use._replace(multipliers=part) for use, part in zip(uses, parts, strict=True)]
-
-
-X, WEIGHT, DY = range(len(scaling.ROLES))
-"""Roles of a product's operands."""

@@ -12,16 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grouped_core import calls
+from grouped_core import calls, storing
 from grouped_core import shards as rules
 from grouped_core.calls import ArraySpec
-from grouped_core.debug import debug_flags
 from grouped_core.formats import Format, QTensor
-from torch_bridge import _run, _stored
+from torch_bridge._checks import check_operand
 from torch_bridge._memory import number_table
-from torch_bridge.params import check_operand, expand_shard, is_quantized_weight
-from torch_bridge.primary import SOURCES, QuantizedWeight, forms_of
+from torch_bridge._operators import call, define
+from torch_bridge._tensors import dtype_name, forms_of
+from torch_bridge.params import expand_shard, is_quantized_weight
 from torch_bridge.quantize import largest_of_ranks
+from torch_bridge.quantized_weight import SOURCES, QuantizedWeight
 
 
 @dataclass
@@ -101,7 +102,7 @@ def cast_shards(
         slices = everything.split([each.amax.numel() for each in passes])
         passes = [each._replace(amax=own.view(each.amax.shape)) for each, own in zip(passes, slices, strict=True)]
         for each in passes:
-            _run.run(_amax_rule, (each.source, each.forms[0].format), (each.table, each.amax), debug_flags())
+            call(_AMAX, _Amax(each.source, each.forms[0].format), _AmaxOperands(each.table, each.amax), 0)
         if process_group is not None:
             largest_of_ranks(everything, process_group)
         for each in passes:
@@ -202,7 +203,7 @@ def _members(q: QTensor[Tensor]) -> list[_Member]:
 def _passes(batches: Sequence[_Batch], dtype: torch.dtype) -> list[_Pass]:
     passes: list[_Pass] = []
     for batch in batches:
-        source = ArraySpec(tuple(batch.q.shape), _run.dtype_name(dtype))
+        source = ArraySpec(tuple(batch.q.shape), dtype_name(dtype))
         table = batch.table(batch.q.values.device)
         for cell, forms in batch.passes().items():
             rules.check_format(cell)
@@ -225,30 +226,46 @@ def _cast(each: _Pass, skip: Tensor | None) -> None:
         if skip is not None:
             found = torch.where(skip != 0, live, found)
         torch.maximum(live, found, out=live)
-    static = (each.source, tuple((form.axis, form.format) for form in each.forms))
-    operands = (each.table, each.amax, encode, skip, *_buffers(each.forms))
-    _run.run(_cast_rule, static, operands, debug_flags())
+    operands = _CastOperands(each.table, each.amax, encode, skip, storing.joined(each.forms))
+    call(_CAST, _Cast(each.source), operands, 0)
     # A pass that still waits for its backward must not read other codes in silence; whether the flag said no, the host
     # does not know.
-    torch.autograd.graph.increment_version(_stored.present(*each.forms))
+    torch.autograd.graph.increment_version([part for form in each.forms for part in form.slots if part is not None])
 
 
-def _buffers(forms: Sequence[QTensor[Tensor]]) -> list[Tensor | None]:
-    return [part for form in forms for part in form.slots]
+class _Amax(NamedTuple):
+    source: ArraySpec
+    format: Format
 
 
-def _amax_rule(run: Any, static: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
-    source, cell = static
-    rules.amax(run, source, cell, *operands)
+class _AmaxOperands(NamedTuple):
+    table: Any
+    amax: Any
+
+
+def _amax_rule(run: Any, static: _Amax, o: _AmaxOperands) -> tuple[()]:
+    rules.amax(run, static.source, static.format, o.table, o.amax)
     return ()
 
 
-def _cast_rule(run: Any, static: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
-    source, wanted = static
-    table, amax, encode, skip, *buffers = operands
-    forms = []
-    for at, (axis, cell) in enumerate(wanted):
-        values, scales, group_scales = buffers[3 * at : 3 * at + 3]
-        forms.append(QTensor(values, scales, group_scales, cell, axis, source.shape, source.dtype))
-    rules.cast(run, source, forms, table, amax, encode, skip)
+_AMAX = define("shard_amax", _amax_rule, _AmaxOperands, _Amax, written=("amax",))
+
+
+class _Cast(NamedTuple):
+    source: ArraySpec
+
+
+class _CastOperands(NamedTuple):
+    table: Any
+    amax: Any
+    scale: Any
+    skip: Any
+    forms: Any
+
+
+def _cast_rule(run: Any, static: _Cast, o: _CastOperands) -> tuple[()]:
+    rules.cast(run, static.source, forms_of(o.forms), o.table, o.amax, o.scale, o.skip)
     return ()
+
+
+_CAST = define("shard_cast", _cast_rule, _CastOperands, _Cast, written=("forms",))

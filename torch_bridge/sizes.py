@@ -15,8 +15,8 @@ from grouped_core.debug import describe_status, size_word
 from grouped_core.linear_spec import Names, check_sizes
 from grouped_core.ranks import check_rank
 from grouped_core.sizes import GroupSizes, unwrap
-from torch_bridge._run import spec_of
-from torch_bridge.params import check_layout, device_integers
+from torch_bridge._checks import check_layout, device_integers
+from torch_bridge._tensors import spec_of
 
 _INT32 = torch.iinfo(torch.int32)
 

@@ -45,7 +45,7 @@ from torch_bridge import (
     shards,
     update_scaling,
 )
-from torch_bridge.primary import parts_of
+from torch_bridge.quantized_weight import named_parts as parts_of
 
 RANKS = 2
 CHECKS: dict[str, Callable[[DeviceMesh], None]] = {}

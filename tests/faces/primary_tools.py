@@ -17,7 +17,8 @@ from tests import asserts
 from tests.faces.nn_tools import MODULES
 from tests.faces.test_torch_recipes import ALL
 from torch_bridge import nn
-from torch_bridge.primary import QuantizedWeight, parts_of
+from torch_bridge.quantized_weight import QuantizedWeight
+from torch_bridge.quantized_weight import named_parts as parts_of
 
 FOUR_BITS = Recipe(
     name="weights in 4 bits",

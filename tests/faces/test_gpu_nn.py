@@ -14,8 +14,8 @@ from tests import asserts
 from tests.faces import test_torch_gradient_table as table
 from tests.faces.gpu_tools import REPLAYED, ROWS, capture, captured, graphed, launches_only
 from tests.faces.nn_tools import FORMS, FUNCTIONS, MODULES, main_grads, setup
-from tests.faces.torch_tools import leaf
-from torch_bridge import nn
+from tests.faces.torch_tools import leaf, opcheck
+from torch_bridge import activation, nn
 
 pytestmark = [
     pytest.mark.gpu,
@@ -264,11 +264,7 @@ def test_whole_compiled_graphs_have_the_bits_of_eager(form: str) -> None:
 
 
 def test_operators_of_the_activation_pass_opcheck() -> None:
-    from grouped_core.activations import Activation
-    from torch_bridge import activation
-
-    h, p, dz = torch.randn(11, 16), torch.rand(11), torch.randn(11, 8)
-    text = activation._encode(Activation("swiglu"))
+    h, p, dz = torch.randn(11, 16, requires_grad=True), torch.rand(11, requires_grad=True), torch.randn(11, 8)
     sizes = torch.tensor([5, 6], dtype=torch.int32)
-    torch.library.opcheck(activation._activation, (h, sizes, p, text))
-    torch.library.opcheck(activation._activation_grads, (dz, h, sizes, p, text, "hp"))
+    names = opcheck(lambda: activation.scaled_activation_rows(h, p, "swiglu", sizes).backward(dz))
+    assert names == {"activation", "activation_grads"}

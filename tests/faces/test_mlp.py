@@ -23,7 +23,7 @@ from tests import asserts, bounds, cases
 from tests.faces.adapters import to_torch
 from tests.faces.jax_tools import copies, optimised
 from tests.faces.mlp_adapters import ARRAYS, JAX, LEAVES, TORCH, in_halves, present, problem
-from tests.faces.torch_tools import counted_launches, leaf, leaves, living, saved_tensors
+from tests.faces.torch_tools import counted_launches, leaf, leaves, living, opcheck, saved_tensors
 from torch_bridge import exchange
 from torch_bridge.debug import _PLANS
 
@@ -697,24 +697,19 @@ def test_torch_refuses_a_second_derivative(allow_unused):
 # ---- what frameworks ask ---------------------------------------------------------------------------------------------
 
 
-def test_torch_operators_pass_opcheck():
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torch_operators_pass_opcheck(halves: bool) -> None:
     given, dy = problem(cases.named("tail"), "float32", Activation("swiglu"), transposed=True, bias="float32")
-    from torch_bridge import _mlp_library
-    from torch_bridge._mlp_arguments import check_arguments
+    sizes, dy = to_torch(given["group_sizes"]), to_torch(np.nan_to_num(dy))
 
-    held = {name: to_torch(np.nan_to_num(given[name])) for name in LEAVES}
-    arguments = check_arguments(**held, group_sizes=to_torch(given["group_sizes"]))
-    x, wi, wo, sizes, probs, wi_bias, wo_bias, text, *_ = arguments
-    z, h = _mlp_library.hidden(x, wi, sizes, probs, wi_bias, text, True)
-    assert z.shape == (given["x"].shape[0], 40)
-    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(_mlp_library.hidden, (x, wi, sizes, probs, wi_bias, text, True), test_utils=tests)
-    halves = [half.detach() for half in halves_of(held["wi"])]
-    text_of_halves = check_arguments(**{**held, "wi": halves}, group_sizes=sizes).text
-    operands = (x, halves, sizes, probs, wi_bias, text_of_halves, True)
-    torch.library.opcheck(_mlp_library.hidden, operands, test_utils=tests)
-    grads = (h, wo, sizes, probs, wo_bias, to_torch(np.nan_to_num(dy)), text, "hzp")
-    torch.library.opcheck(_mlp_library.hidden_grads, grads, test_utils=tests)
+    def step() -> None:
+        held: Any = {name: leaf(to_torch(np.nan_to_num(given[name]))) for name in LEAVES}
+        if halves:
+            held["wi"] = [half.detach().requires_grad_() for half in halves_of(held["wi"])]
+        torch_bridge.grouped_mlp(**held, group_sizes=sizes).backward(dy)
+
+    assert {"mlp", "mlp_at_hidden", "mlp_first_product", "weight_grad"} == opcheck(step)
 
 
 @pytest.mark.rule("GRD-12")

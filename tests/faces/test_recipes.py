@@ -23,6 +23,7 @@ from jax_grouped import accumulate
 from tests import asserts, bounds, cases
 from tests.core.test_gradients import ALL_NEEDS
 from tests.faces.adapters import ARRAYS, FACES, JAX, TORCH, to_torch
+from tests.faces.torch_tools import opcheck
 from tests.native.runner import Native
 
 RECIPES = tuple(getattr(recipes, name) for name in bounds.RELATIVE_ERRORS)
@@ -710,39 +711,21 @@ def test_compiled_whole_and_bitwise_like_eager(recipe):
         asserts.bitwise(a, b)
 
 
-def test_operators_of_stored_operands_are_sound():
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("recipe", [recipes.FP8Block, recipes.FP8Delayed], ids=lambda r: r.name)
+def test_operators_of_quantised_operands_are_sound(recipe):
     p = cases.problem(cases.named("tail"), "bfloat16", transposed=True)
-    from torch_bridge import _library, _stored
-
     x, w, sizes, dy = map(to_torch, (p.x, p.w, p.group_sizes, p.dy))
-    recipe = recipes.FP8Block
-    op = torch.ops.torch_bridge
-    rows = _stored.store([x], ((1, recipe.forward[0]), (0, recipe.wgrad[0])), sizes)
-    weights = _stored.store([w], ((2, recipe.forward[1]), (1, recipe.dgrad[1])), None)
-    grads = _stored.store([dy], ((1, recipe.dgrad[0]), (0, recipe.wgrad[1])), sizes)
-    text = _library.encode(True, recipe, False)
-    (x_r, x_t), (w_k, w_n), (dy_r, dy_t) = rows, weights, grads
-    # NOTE: the schema test multiplies whatever it gets, and PyTorch does not multiply 8-bit floats.
-    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(
-        op.store, ([x], sizes, None, None, _stored.store_text(((1, recipe.forward[0]),))), test_utils=tests
-    )
-    torch.library.opcheck(
-        op.stored_linear,
-        (x_r.tensors, w_k.tensors, sizes, [], None, None, None, text, x_r.text, w_k.text),
-        test_utils=tests,
-    )
-    torch.library.opcheck(
-        op.stored_linear_grads,
-        (
-            *(x_t.tensors, w_n.tensors, sizes, [], None, [dy, *dy_r.tensors, *dy_t.tensors], None, None),
-            *(x.shape[1], text, x_t.text, w_n.text, [dy_r.text, dy_t.text], "bfloat16,bfloat16,-,-", "xw", []),
-        ),
-        test_utils=tests,
-    )
-    delayed = _stored.store_text(((1, recipes.FP8Delayed.forward[0]),))
-    scale, live = torch.ones(len(sizes)), torch.zeros(len(sizes))
-    torch.library.opcheck(op.store_merging2, ([x], sizes, scale, None, delayed, live), test_utils=tests)
-    torch.library.opcheck(op.dequantize, (w_k.tensors, None, w_k.text, w.shape[0], "float32"), test_utils=tests)
-    state = torch_bridge.scaling_state(recipes.FP8Delayed, 3)
-    torch.library.opcheck(op.update_scaling, (state.scale, state.history, state.top, state.algorithm))
+
+    def step() -> None:
+        bound = recipe.bind(torch_bridge.scaling_state(recipe, len(sizes))) if recipe.delayed else recipe
+        rows = x.clone().requires_grad_()
+        torch_bridge.grouped_linear(rows, w.clone().requires_grad_(), sizes, recipe=bound).backward(dy)
+        q = torch_bridge.quantize(x, "mxfp8", axis=(1, 0), group_sizes=sizes)
+        torch_bridge.dequantize(q)
+        if recipe.delayed:
+            torch_bridge.update_scaling(bound.state)
+
+    names = opcheck(step, multiplies=False)
+    assert {"weight_grad", "quantize", "dequantize"} <= names
+    assert any(name.startswith("update_scaling") for name in names) == recipe.delayed

@@ -12,8 +12,8 @@ import torch
 from grouped_core import scaled_activation
 from grouped_core.activations import GATED_KINDS, PLAIN_KINDS, Activation
 from tests import asserts, bounds, cases
-from tests.faces.torch_tools import counted_launches, leaf, saved_tensors, tensor
-from torch_bridge import activation, nn
+from tests.faces.torch_tools import counted_launches, leaf, opcheck, saved_tensors, tensor
+from torch_bridge import nn
 from torch_bridge.activation import scaled_activation_rows
 
 KINDS = (*PLAIN_KINDS, *GATED_KINDS)
@@ -143,11 +143,11 @@ def test_modules_say_which_activation_they_are(made: Any, expected: Activation) 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_operators_pass_opcheck() -> None:
     h, p, dz = (tensor(each) for each in _operands(Activation("swiglu"), "float32", "float32"))
-    text = activation._encode(Activation("swiglu"))
     for sizes in (None, torch.tensor([5, 6], dtype=torch.int32)):
-        torch.library.opcheck(activation._activation, (h, sizes, p, text))
-        for wanted in ("h", "p", "hp"):
-            torch.library.opcheck(activation._activation_grads, (dz, h, sizes, p, text, wanted))
+        for of_rows, of_probs in ((True, False), (False, True), (True, True)):
+            given = (leaf(h, of_rows), leaf(p, of_probs), Activation("swiglu"), sizes)
+            names = opcheck(lambda given=given: scaled_activation_rows(*given).backward(dz))
+            assert names == {"activation", "activation_grads"}
 
 
 @pytest.mark.usefixtures("_fresh_dynamo")

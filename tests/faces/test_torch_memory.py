@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,15 +17,11 @@ from grouped_core.activations import Activation
 from grouped_core.recipes import plain
 from tests import asserts
 from tests.faces.nn_tools import FUNCTIONS, setup
-from tests.faces.torch_tools import leaf, small
+from tests.faces.torch_tools import leaf, operators_of, small
 from torch_bridge import (
-    _arguments,
-    _decided,
-    _library,
-    _mlp_arguments,
-    _run,
-    _stored_arguments,
-    _stored_mlp_arguments,
+    _args,
+    _cache,
+    _record,
     grouped_linear,
     grouped_mlp,
     quantize,
@@ -137,7 +134,7 @@ def _moved(tensor: Tensor) -> Tensor:
 
 def _fused(run: Any, static: Any, operands: Any) -> Any:
     """A rule of one call that has a workspace; `static` is the kernel to pin."""
-    x, w, sizes, _ = operands
+    x, w, sizes = operands.x, operands.w, operands.sizes
     call = calls.grouped_matmul_act(
         *(x.spec, w.spec, 2, sizes.spec, x.spec.dtype),
         activation=Activation("relu"),
@@ -147,6 +144,22 @@ def _fused(run: Any, static: Any, operands: Any) -> Any:
     )
     given = {"lhs": x, "rhs": w, "group_sizes": sizes}
     return run(call, [given.get(slot) for slot in calls.SLOTS[call.name]])[:1]
+
+
+class _Fused(NamedTuple):
+    x: Any
+    w: Any
+    sizes: Any
+    bias: Any
+
+
+FUSED = _record.Rule("fused", _fused, _Fused, frozenset({"x"}), frozenset())
+
+
+def _planned_call(*operands: Tensor | None) -> calls.Call:
+    given = [_record.given_of(each, has_memory=False) for each in operands]
+    (call,) = _record.record(FUSED, "", (None,) * 4, given, len(operands[0])).calls
+    return call
 
 
 def _operands(rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -163,7 +176,7 @@ def _registers(call: calls.Call) -> list[int]:
 @pytest.mark.rule("TE #2660")
 def test_launchers_refuse_a_workspace_that_is_too_small() -> None:
     operands = _operands(40, 32, torch.float32)
-    (call,) = _run.calls_of(_fused, "", operands)
+    call = _planned_call(*operands)
     plan = plans.plan(call, "cpu")
     needed = plan.workspace_bytes
     registers = _registers(call)
@@ -185,7 +198,7 @@ _NEEDS_CUDA = pytest.mark.skipif(not _native.cuda_compiled, reason="this build h
 def test_a_refused_launch_names_the_odd_address() -> None:
     """Where the workspace is that of aligned addresses. Nothing is launched, so no device is needed."""
     operands = [*_operands(512, 64, torch.bfloat16)[:3], torch.empty(512, 64, dtype=torch.bfloat16)]
-    (call,) = _run.calls_of(_fused, "", [*operands[:3], None])
+    call = _planned_call(*operands[:3], None)
     plan = plans.plan(call, "sm_90a")
     launcher = _native.Launcher(EXCHANGE, plan, _registers(call))
     workspace = torch.empty(plan.aligned_workspace_bytes, dtype=torch.uint8)
@@ -202,11 +215,13 @@ def test_a_refused_launch_names_the_odd_address() -> None:
 @_NEEDS_CUDA
 def test_odd_addresses_make_the_workspace_larger(monkeypatch) -> None:
     """Of operands whose addresses a kernel wants aligned, and for the programs of such operands alone."""
-    monkeypatch.setattr(_run, "arch_of", lambda device: "sm_90a")  # planned for, never launched
+    monkeypatch.setattr(_record, "arch_of", lambda device: "sm_90a")  # planned for, never launched
     x, w, sizes, bias = _operands(512, 64, torch.bfloat16)
 
     def workspace(*operands: Tensor, kernel: str = "") -> int:
-        return _run._program(_fused, kernel, operands, torch.device("cpu")).workspace_bytes
+        return _record._program(
+            FUSED, kernel, (None,) * 4, operands, len(operands[0]), torch.device("cpu")
+        ).workspace_bytes
 
     between = x.numel() * x.itemsize
     for even in ((x, w, sizes, bias), (x, w, _moved(sizes), bias), (x, w, sizes, _moved(bias))):
@@ -243,8 +258,8 @@ def _call(form: str, recipe: Any, x: Tensor | None = None) -> Tensor:
     return grouped_mlp(rows, weights[:groups], weights[groups:], one.sizes, recipe=recipe)
 
 
-CHECKING = (_arguments, _mlp_arguments, _stored_arguments, _stored_mlp_arguments)
-"""Modules that check operands of the public functions."""
+CHECKS = ("_check_linear", "_check_mlp")
+"""What checks the operands of the public functions."""
 
 
 @pytest.mark.rule("ERR-1")
@@ -254,19 +269,19 @@ def test_operands_are_checked_once_for_their_facts(monkeypatch: pytest.MonkeyPat
     """Facts are those of other tensors too; what has others is checked, and so is another recipe."""
     first = _call(form, recipe)
     checked: list[str] = []
-    for module in CHECKING:
+    for name in CHECKS:
 
-        def note(*arguments: Any, check: Any = module._check_operands, name: str = module.__name__) -> Any:
+        def note(check: Any, name: str, *arguments: Any) -> Any:
             checked.append(name)
             return check(*arguments)
 
-        monkeypatch.setattr(module, "_check_operands", note)
-    monkeypatch.setattr(_run, "_program", lambda *_: pytest.fail("planned again"))
+        monkeypatch.setattr(_args, name, partial(note, getattr(_args, name), name))
+    monkeypatch.setattr(_record, "_program", lambda *_: pytest.fail("planned again"))
     asserts.bitwise(_call(form, recipe), first)
     assert not checked
     monkeypatch.undo()
-    for module in CHECKING:
-        monkeypatch.setattr(module, "_check_operands", lambda *_: pytest.fail("checked"))
+    for name in CHECKS:
+        monkeypatch.setattr(_args, name, lambda *_: pytest.fail("checked"))
     with pytest.raises(pytest.fail.Exception, match="checked"):
         _call(form, recipe, torch.zeros(len(first) + 1, setup(form, True).x.shape[1], dtype=torch.bfloat16))
     others = [] if recipe is None else [recipe.replace(name="another"), recipe.replace(history=recipe.history + 1)]
@@ -294,8 +309,8 @@ def test_quantised_operands_are_checked_by_what_they_mean() -> None:
 
 
 def test_what_was_decided_is_forgotten_when_it_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_decided, "MOST", 2)
-    kept: _decided.Decided[int, int] = _decided.Decided()
+    monkeypatch.setattr(_cache, "MOST", 2)
+    kept: _cache.Cache[int, int] = _cache.Cache()
     assert [kept.keep(at, -at) for at in range(3)] == [0, -1, -2]
     assert kept == {2: -2}
 
@@ -303,12 +318,12 @@ def test_what_was_decided_is_forgotten_when_it_is_too_much(monkeypatch: pytest.M
 def test_operators_refuse_what_kernels_cannot_read() -> None:
     t = small()
     square = t.x[: t.x.shape[1]].contiguous()
-    text = _library.encode(True, None, False)
+    (operator, (_, *facts)), *_ = operators_of(lambda: grouped_linear(square, list(t.w.clone()), t.sizes))
     for _ in range(2):
         with asserts.refused(ValueError, ["operand 0", "strides", "contiguous"]):
-            _library.linear(square.t(), [t.w], t.sizes, [], None, text)
+            operator([square.t(), *t.w.clone(), t.sizes], *facts)
         with asserts.refused(ValueError, ["operator", "unlike", "grouped_linear"]):
-            _library.linear(square, [t.w[0].clone(), t.w[1, :8].clone()], t.sizes, [], None, text)
+            operator([square, t.w[0].clone(), t.w[1, :8].clone(), *t.w[2:].clone(), t.sizes], *facts)
 
 
 def test_tensors_of_other_types_run() -> None:

@@ -19,14 +19,15 @@ from tests.faces.torch_tools import (
     counted_launches,
     leaf,
     leaves,
+    opcheck,
     operation,
     saved_tensors,
     small,
     tensor,
     tensors,
 )
-from torch_bridge import GroupSizes, _library, _run, exchange, grouped_linear
-from torch_bridge._library import NAMES
+from torch_bridge import GroupSizes, _record, exchange, grouped_linear
+from torch_bridge._checks import NAMES
 
 SMALL = [case for case in cases.select("small") if case.groups <= 8]
 
@@ -436,12 +437,12 @@ def test_debug_checks_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_poison_fills_new_results(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     t = small("tail", dtype)
     out = torch.full_like(t.dy, cases.SENTINEL)
-    original = _run._launch
+    original = _record._launch
 
     def without_kernel(step: Any, *rest: Any) -> None:
         original(step._replace(launch=lambda values, stream: None), *rest)
 
-    monkeypatch.setattr(_run, "_launch", without_kernel)
+    monkeypatch.setattr(_record, "_launch", without_kernel)
     monkeypatch.setenv("GROUPED_DEBUG", "poison")
     assert _call(t).isnan().all()
     _call(t, out=out)
@@ -591,7 +592,7 @@ def _bad_calls() -> dict[str, tuple[dict[str, Any], type[Exception], list[str]]]
         "w_device": ({"weight": t.w.to("meta")}, ValueError, ["`weight`", "meta", "cpu", "move"]),
         "w_layout": ({"rhs_transposed": False}, ValueError, ["`x`", "(50, 24)", "[G, K, N]", "`rhs_transposed`"]),
         "w_type": ({"weight": 3}, TypeError, ["`weight`", "int", "[G, N, K]", "pass one"]),
-        "w_empty": ({"weight": []}, ValueError, ["`weight`", "empty list", "one tensor a group", "at least one"]),
+        "w_empty": ({"weight": []}, ValueError, ["`weight`", "empty list", "one tensor per group", "at least one"]),
         "w_zero": ({"weight": t.w[:, :0]}, ValueError, ["`weight`", "(3, 0, 24)", "at least 1", "may be 0"]),
         "list_rank": (
             {"weight": [t.w]},
@@ -760,40 +761,29 @@ def test_a_pinned_kernel_runs() -> None:
 # Operators and exchange
 
 
-def _operator_inputs(listed: bool, extras: bool) -> dict[str, tuple[Any, ...]]:
-    t = small("groups_2", tail=0.0)
-    weight = list(t.w.clone()) if listed else [t.w]
-    bias = [] if not extras else list(t.bias.clone()) if listed else [t.bias]
-    weight, bias = [w.clone() for w in weight], [b.clone() for b in bias]  # operators forbid nothing, opcheck overlaps
-    scale = t.row_scale if extras else None
-    text = _library.encode(True, None, False)
-    dtypes = "float32,float32," + ("float32,float32" if extras else "-,-")
-    grads = (t.x, weight, t.sizes, bias, scale, t.dy, 24, text, dtypes)
-    live = [1] if listed else []
-    destinations = [torch.zeros(40, 24)] if listed else [torch.zeros(2, 40, 24)]
-    return {
-        "linear": (t.x, weight, t.sizes, bias, scale, text),
-        "linear_into": (t.x, weight, t.sizes, bias, scale, text, torch.zeros_like(t.dy)),
-        "linear_grads": (*grads, "xwbs" if extras else "xw", live),
-        "linear_grads_into": (
-            *grads,
-            "xws" if extras else "xw",
-            live,
-            True,
-            torch.zeros_like(t.x),
-            destinations,
-            torch.zeros_like(t.row_scale) if extras else None,
-        ),
-    }
-
-
 @pytest.mark.rule("ALL-5")
-@pytest.mark.parametrize("name", ["linear", "linear_into", "linear_grads", "linear_grads_into"])
 @pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("extras", [True, False])
+@pytest.mark.parametrize("into", [True, False])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_opcheck(name: str, listed: bool, extras: bool) -> None:
-    torch.library.opcheck(getattr(torch.ops.torch_bridge, name).default, _operator_inputs(listed, extras)[name])
+def test_opcheck(listed: bool, extras: bool, into: bool) -> None:
+    t = small("groups_2", tail=0.0)
+    weight = leaves(t.w) if listed else leaf(t.w)
+    if listed:
+        weight[0].requires_grad_(False)
+    bias = None if not extras else leaves(t.bias) if listed else leaf(t.bias)
+    scale = leaf(t.row_scale) if extras else None
+    accumulators = [None, torch.zeros(40, 24)] if listed else torch.zeros(2, 40, 24)
+
+    def step() -> None:
+        buffers = {"out": torch.zeros_like(t.dy), "grad_input": torch.zeros_like(t.x)} if into else {}
+        accum = accumulators if into else None
+        y = grouped_linear(leaf(t.x), weight, t.sizes, bias=bias, row_scale=scale, wgrad_accum=accum, **buffers)
+        y.backward(t.dy)
+
+    names = opcheck(step)
+    assert len(names) == 3, names
+    assert any(name.startswith("weight_grad") for name in names)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int32", "uint8"])

@@ -26,7 +26,8 @@ from tests.faces.primary_tools import (
 )
 from tests.faces.test_torch_recipes import same
 from torch_bridge import nn, shards
-from torch_bridge.primary import QuantizedWeight, parts_of
+from torch_bridge.quantized_weight import QuantizedWeight
+from torch_bridge.quantized_weight import named_parts as parts_of
 
 
 @pytest.mark.rule("QNT-1")

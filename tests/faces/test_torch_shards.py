@@ -23,7 +23,7 @@ from tests.faces.primary_tools import (
 )
 from tests.faces.test_torch_recipes import same
 from torch_bridge import nn, parallel, params, quantize, shards, update_scaling
-from torch_bridge.primary import parts_of
+from torch_bridge.quantized_weight import named_parts as parts_of
 
 
 def shard_lists(module: Any, masters: list[Tensor], cuts: list[int]) -> list[tuple[Any, Any, Any]]:

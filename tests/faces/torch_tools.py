@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -11,12 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from grouped_core.linear_spec import Linear
 from grouped_core.recipes import Recipe
 from tests import cases
-from torch_bridge import _run, exchange
-from torch_bridge._library import NAMES
+from torch_bridge import _record, exchange
+from torch_bridge._checks import NAMES
 
 
 def tensor(array: NDArray[Any]) -> Tensor:
@@ -68,14 +70,14 @@ def leaves(packed: Tensor, needed: bool = True) -> Any:
 def counted_launches() -> Iterator[list[str]]:
     """Names of the native calls launched inside."""
     names: list[str] = []
-    original = _run._launch
+    original = _record._launch
 
     def launch(step: Any, *rest: Any) -> None:
         names.append(step.call)
         original(step, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_run, "_launch", launch)
+        patch.setattr(_record, "_launch", launch)
         yield names
 
 
@@ -83,7 +85,7 @@ def counted_launches() -> Iterator[list[str]]:
 def allocations() -> Iterator[list[StorageWeakRef]]:
     """Storages that kernels were given to write results into inside; `expired()` once nobody holds them."""
     found: list[StorageWeakRef] = []
-    original = _run._launch
+    original = _record._launch
 
     def launch(step: Any, values: Any, program: Any, *rest: Any) -> None:
         def empty(*facts: Any) -> Tensor:
@@ -94,7 +96,7 @@ def allocations() -> Iterator[list[StorageWeakRef]]:
         original(step, values, program._replace(empty=empty), *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_run, "_launch", launch)
+        patch.setattr(_record, "_launch", launch)
         yield found
 
 
@@ -111,7 +113,7 @@ def living() -> Iterator[list[tuple[str, list[Buffer]]]]:
     """(native call, buffers of earlier ones inside that somebody holds when it is launched) of each launch inside."""
     seen: list[tuple[str, list[Buffer]]] = []
     made: list[Buffer] = []
-    original = _run._launch
+    original = _record._launch
 
     def launch(step: Any, values: Any, program: Any, *rest: Any) -> None:
         def empty(shape: Any, *facts: Any) -> Tensor:
@@ -123,7 +125,7 @@ def living() -> Iterator[list[tuple[str, list[Buffer]]]]:
         original(step, values, program._replace(empty=empty), *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_run, "_launch", launch)
+        patch.setattr(_record, "_launch", launch)
         yield seen
 
 
@@ -138,3 +140,36 @@ def saved_tensors() -> Iterator[list[Tensor]]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
         yield kept
+
+
+class _Operators(TorchDispatchMode):
+    """Notes the operators of the package that run inside, with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "torch_bridge":
+            self.seen.append((func, tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, args)))
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of(function: Callable[[], Any]) -> list[tuple[Any, tuple[Any, ...]]]:
+    """(operator, arguments) of each operator of the package that `function` runs."""
+    with _Operators() as noted:
+        function()
+    return noted.seen
+
+
+def opcheck(function: Callable[[], Any], *, multiplies: bool = True) -> set[str]:
+    """Runs `torch.library.opcheck` on every operator that `function` runs; returns their names.
+
+    Args:
+        multiplies: whether PyTorch multiplies the operands: its test of schemas does, and 8-bit floats it does not.
+    """
+    seen = operators_of(function)
+    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    for operator, arguments in seen:
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", *tests) if multiplies else tests)
+    return {operator._schema.name.removeprefix("torch_bridge::") for operator, _ in seen}

@@ -9,4 +9,4 @@ from torch_bridge.nn.activation import ScaledSwiGLU as ScaledSwiGLU
 from torch_bridge.nn.linear import GroupedLinear as GroupedLinear
 from torch_bridge.nn.mlp import GroupedMLP as GroupedMLP
 from torch_bridge.nn.sequential import Sequential as Sequential
-from torch_bridge.primary import QuantizedWeight as QuantizedWeight
+from torch_bridge.quantized_weight import QuantizedWeight as QuantizedWeight

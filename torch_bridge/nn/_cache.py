@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from grouped_core.formats import Format, QTensor
-from torch_bridge import _stored
-from torch_bridge._stored import Wanted
-from torch_bridge.params import local
+from torch_bridge._checks import local
+from torch_bridge._quantizing import Wanted, quantize_into, quantized
+from torch_bridge._tensors import members, parts_of
 
 _Key = tuple[int, Format, torch.dtype]  # contracted axis, format, dtype of the weights that the form is made of
 
@@ -81,18 +81,18 @@ class WeightCache:
 
     def _get(
         self,
-        members: list[Tensor],
+        weight: Tensor | list[Tensor],
         wanted: Wanted,
-        encode: Tensor | None,
-        live: Tensor | None,
+        scale: Tensor | None,
+        amax: Tensor | None,
         multipliers: tuple[Any, ...],
         *,
         name: str,
         parameters: Sequence[Any],
         first: bool | None,
     ) -> list[QTensor[Tensor]]:
-        """The forms of `members` that are wanted, written if it is time (`stored.Cache`)."""
-        source = members[0]
+        """The forms of `weight` that are wanted, written if it is time (`_args.WeightForms`)."""
+        source = members(weight)[0]
         if any(each.values.device != source.device for each in self._forms.values()):
             self._forms.clear()  # the layer was moved
             self._marks.clear()
@@ -120,7 +120,7 @@ class WeightCache:
         if first is None and (not writes or self._seen is None or mark[0][0] != self._seen[0] or _capturing()):
             others = []
         with torch.inference_mode(False), torch.no_grad():  # buffers made here may be saved for backward later
-            self._write(members, due, encode, live, skip, others)
+            self._write(weight, due, scale, amax, skip, others)
         if writes:
             self._seen = mark[0]
         if writes or first is False:
@@ -139,10 +139,10 @@ class WeightCache:
 
     def _write(
         self,
-        members: list[Tensor],
+        weight: Tensor | list[Tensor],
         keys: Sequence[_Key],
-        encode: Tensor | None,
-        live: Tensor | None,
+        scale: Tensor | None,
+        amax: Tensor | None,
         skip: Tensor | None,
         others: Sequence[_Key],
     ) -> None:
@@ -150,9 +150,9 @@ class WeightCache:
         held = [self._forms[key] for key in keys if key in self._forms]
         missing = [key for key in keys if key not in self._forms]
         if held:
-            _stored.store_into(members, held, encode=encode, amax=live, skip=skip)
+            quantize_into(weight, held, scale=scale, amax=amax, skip=skip)
             if changed := [self._forms[key] for key in others if key in self._forms]:
-                torch.autograd.graph.increment_version(_stored.present(*changed))
+                torch.autograd.graph.increment_version([part for form in changed for part in parts_of(form)])
         if not missing:
             return
         if _capturing():
@@ -161,5 +161,5 @@ class WeightCache:
                 "capture; run a forward pass of the same kind first, as warm-up."
             )
         wanted = tuple((axis, cell) for axis, cell, _ in missing)
-        made = _stored.store(members, wanted, None, encode=encode, amax=live)
-        self._forms |= {key: _stored.restored(form, 0) for key, form in zip(missing, made, strict=True)}
+        made = quantized(weight, wanted, None, scale=scale, amax=amax)
+        self._forms |= dict(zip(missing, made, strict=True))

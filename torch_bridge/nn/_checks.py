@@ -11,7 +11,7 @@ from torch import Tensor
 from grouped_core.formats import WIDE
 from grouped_core.recipes import Recipe
 from torch_bridge import _autocast
-from torch_bridge._run import DTYPES
+from torch_bridge._tensors import DTYPES, home
 
 
 def positive(layer: str, **sizes: Any) -> tuple[int, ...]:
@@ -38,9 +38,9 @@ def check_recipe(name: str, recipe: Any) -> None:
         )
 
 
-def compute_dtype(x: Tensor, parameters: torch.dtype) -> torch.dtype:
+def compute_dtype(x: Any, parameters: torch.dtype) -> torch.dtype:
     """The dtype that a layer computes in: autocast's where it is on, else that of its parameters."""
-    return _autocast.dtype_of(x) or parameters
+    return _autocast.dtype_of(home(x)) or parameters
 
 
 def cast_rows(x: Tensor, dtype: torch.dtype) -> Tensor:

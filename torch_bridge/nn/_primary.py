@@ -19,13 +19,12 @@ from grouped_core import scaling
 from grouped_core.formats import QTensor
 from grouped_core.recipes import Recipe
 from grouped_core.scaling import ScalingState
-from torch_bridge import primary
-from torch_bridge._run import dtype_name
+from torch_bridge import quantized_weight
+from torch_bridge._tensors import StraightThrough, dtype_name
 from torch_bridge.nn._checks import check_recipe
 from torch_bridge.nn._state import adapt
-from torch_bridge.params import preserve_high_precision_init, quantized_members
-from torch_bridge.primary import QuantizedWeight, mapped, parts_of
-from torch_bridge.quantize import StraightThrough
+from torch_bridge.params import preserve_high_precision_init
+from torch_bridge.quantized_weight import QuantizedWeight, mapped, named_parts, quantized_members
 
 
 class Options(NamedTuple):
@@ -90,7 +89,7 @@ def options(quantized: bool | None, recipe: Recipe | None, preserve: bool | None
 def weights(shape: tuple[int, int, int], single: bool, recipe: Recipe, dtype: torch.dtype, device: Any) -> list[Any]:
     """The Parameters of a layer's weight [G, N, K], one, or one a group; zeros."""
     formats = (recipe.forward[1], recipe.dgrad[1])
-    store = primary.empty(shape, formats, dtype_name(dtype), device)
+    store = quantized_weight.empty(shape, formats, dtype_name(dtype), device)
     if single:
         return [Parameter(QuantizedWeight(store, packed=True))]
     made = [Parameter(QuantizedWeight(member, packed=False)) for member in quantized_members(store)]
@@ -162,10 +161,10 @@ def applied(layer: Any, fn: Callable[[Tensor], Tensor], apply: Callable[[], Any]
     probe = fn(torch.empty(0, dtype=first.dtype, device=first.device))
     if (probe.dtype, probe.device) == (first.dtype, first.device):
         return
-    if probe.dtype not in primary.SOURCES:
+    if probe.dtype not in quantized_weight.SOURCES:
         raise TypeError(
-            f"quantised weights as {probe.dtype}: expected one of {', '.join(map(str, primary.SOURCES))}, which they "
-            "can stand for; cast the layer to one of them."
+            f"quantised weights as {probe.dtype}: expected one of {', '.join(map(str, quantized_weight.SOURCES))}, "
+            "which they can stand for; cast the layer to one of them."
         )
 
     def move(part: Tensor) -> Tensor:
@@ -192,7 +191,7 @@ def gathered(parameters: Sequence[Any]) -> None:
         return
     store, _ = parameters[0].home
     if store.shape[0] != len(parameters) or any(map(_strayed, parameters, quantized_members(store))):
-        parts = [parts_of(each.q) for each in parameters]
+        parts = [named_parts(each.q) for each in parameters]
         store = _assembled(parameters[0].q, {name: torch.cat([each[name] for each in parts]) for name in parts[0]})
     _house(parameters, store)
 
@@ -200,7 +199,7 @@ def gathered(parameters: Sequence[Any]) -> None:
 def _strayed(weight: QuantizedWeight, member: QTensor[Tensor]) -> bool:
     return any(
         a.data_ptr() != b.data_ptr()
-        for a, b in zip(parts_of(weight.q).values(), parts_of(member).values(), strict=True)
+        for a, b in zip(named_parts(weight.q).values(), named_parts(member).values(), strict=True)
     )
 
 
@@ -222,7 +221,7 @@ def saved(layer: Any, destination: dict[str, Any], prefix: str) -> None:
         weight = destination.get(prefix + name)
         if isinstance(weight, QuantizedWeight):
             del destination[prefix + name]
-            for part, tensor in parts_of(weight.q).items():
+            for part, tensor in named_parts(weight.q).items():
                 whole = tensor.detach()
                 destination[f"{prefix}{name}.{part}"] = whole if weight.dim() == 3 else whole[0]
 
@@ -237,7 +236,7 @@ def loaded(layer: Any, state: dict[str, Any], prefix: str) -> None:
     if not is_held(parameters):
         return
     grouped = layer.weight_names[0] == "weight"
-    like = parts_of(parameters[0].q)
+    like = named_parts(parameters[0].q)
     for part, tensor in like.items():
         adapt(*(state, prefix, "weight", layer.num_groups, tuple(tensor.shape[1:])), grouped=grouped, suffix=f".{part}")
     for name, weight in zip(layer.weight_names, parameters, strict=True):
@@ -251,10 +250,10 @@ def loaded(layer: Any, state: dict[str, Any], prefix: str) -> None:
             )
         whole = {part: tensor if grouped else tensor[None] for part, tensor in found.items()}
         for part, tensor in whole.items():
-            if (tuple(tensor.shape), tensor.dtype) != (tuple(parts_of(weight.q)[part].shape), like[part].dtype):
+            if (tuple(tensor.shape), tensor.dtype) != (tuple(named_parts(weight.q)[part].shape), like[part].dtype):
                 raise ValueError(
                     f"checkpoint: `{prefix}{name}.{part}` is {tensor.dtype}{list(tensor.shape)}, expected "
-                    f"{like[part].dtype}{list(parts_of(weight.q)[part].shape)} of {weight.q.format.name}; load a "
+                    f"{like[part].dtype}{list(named_parts(weight.q)[part].shape)} of {weight.q.format.name}; load a "
                     "checkpoint of weights in that format, or plain ones."
                 )
         made = QuantizedWeight(_assembled(weight.q, whole), packed=grouped)
@@ -277,7 +276,7 @@ def quantised(layer: Any, state: dict[str, Any], prefix: str) -> None:
         return
     formats = (like.q.format, like.q.other.format)
     device = next(iter(plain.values())).device
-    store = primary.empty((layer.num_groups, *like.q.shape[1:]), formats, like.q.dtype, device)
+    store = quantized_weight.empty((layer.num_groups, *like.q.shape[1:]), formats, like.q.dtype, device)
     packed = like.dim() == 3
     members = [store] if packed else quantized_members(store)
     for at, (name, weight, member) in enumerate(zip(layer.weight_names, parameters, members, strict=True)):

@@ -1,4 +1,4 @@
-"""The grouped linear layer: it holds parameters and says where their gradients go; the arithmetic is in `ops`.
+"""The grouped linear layer: it holds parameters and says where their gradients go; the arithmetic is in `linear`.
 
 Letters: G groups (experts), M rows sorted by group, K in, N out.
 """
@@ -11,28 +11,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 
 from grouped_core.formats import WIDE
 from grouped_core.recipes import Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes
-from torch_bridge import _autocast, main_grad, ops
-from torch_bridge._arguments import Members, check_arguments
+from torch_bridge import _autocast, linear, main_grad
+from torch_bridge._args import Members
+from torch_bridge._calling import run
+from torch_bridge._checks import is_distributed
 from torch_bridge._compiling import is_compiling
+from torch_bridge._gradients import Owner
 from torch_bridge._memory import OwnedTable
-from torch_bridge._products import Owner
-from torch_bridge._run import DTYPES, TORCH_DTYPES
-from torch_bridge._stored_arguments import home, is_stored
-from torch_bridge.nn import _primary, _recipes
+from torch_bridge._tensors import DTYPES, TORCH_DTYPES, StraightThrough, home, members
+from torch_bridge.nn import _primary
 from torch_bridge.nn._cache import WeightCache
 from torch_bridge.nn._checks import cast_rows, check_microbatch, check_recipe, compute_dtype, positive
+from torch_bridge.nn._scaling_state import ScaledModule, bound
 from torch_bridge.nn._state import adapt
-from torch_bridge.params import is_distributed
-from torch_bridge.primary import QuantizedWeight
+from torch_bridge.quantized_weight import QuantizedWeight
 
 
-class GroupedLinear(Module):
+class GroupedLinear(ScaledModule):
     """y[r] = x[r] weight[g].T + bias[g], g being the group of row r; the weight of a group is [N, K].
 
     The parameters are `weight0` [N, K] ... and `bias0` [N] ..., or `weight` [G, N, K] and `bias` [G, N]; a checkpoint
@@ -63,7 +64,7 @@ class GroupedLinear(Module):
         TypeError, ValueError: an option has a value that it does not take, or contradicts another.
     """
 
-    operation = staticmethod(ops.grouped_linear)
+    operation = staticmethod(linear.grouped_linear)
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class GroupedLinear(Module):
                 made = [Parameter(torch.empty(shape, device=device, dtype=dtype)) for _ in names]
             for name, parameter in zip(names, made, strict=True):
                 self.register_parameter(name, parameter)
-        _recipes.add_state(self, self.recipe, self.num_groups, 1, device)
+        self.init_state(self.recipe, self.num_groups, 1, device)
         self.follow_state(self.scaling_state)
         self.mark_weights()
         self.reset_parameters()
@@ -136,7 +137,7 @@ class GroupedLinear(Module):
         The state of delayed scaling starts anew too.
         """
         bound = 1 / math.sqrt(self.in_features)
-        _recipes.reset_state(self, self.recipe)  # which quantised weights are scaled with
+        self.reset_state()  # which quantised weights are scaled with
         with torch.no_grad():
             for kind, names in (("weight", self.weight_names), ("bias", self.bias_names)):
                 for name in names:
@@ -180,27 +181,28 @@ class GroupedLinear(Module):
         if self.quantized_weights and is_compiling():
             return _uncompiled(self, x, group_sizes, row_scale, is_first_microbatch, out, grad_input)
         parameters = self.weight_parameters()
-        if is_stored(x, None, self.recipe):
-            dtype = compute_dtype(home(x), parameters[0].dtype)
-            rows, weights = cast_rows(x, dtype), self.weights(parameters, dtype)
-            return _recipes.linear(
-                self, rows, weights, parameters, group_sizes, row_scale, is_first_microbatch, out, grad_input
-            )
         dtype = compute_dtype(x, parameters[0].dtype)
-        given = check_arguments(
-            cast_rows(x, dtype),
-            self.weights(parameters, dtype),
-            group_sizes,
-            True,
-            self.biases(x),
-            row_scale,
-            self.scale_bias,
-            self.recipe,
-            "main_grad" if self.accumulate_into_main_grad else None,
-            None,
+        weights = self.weights(parameters, dtype)
+        self.note_addresses(weights)
+        recipe = bound(self.recipe, self.scaling_state, home(x), training=self.training)
+        rows = cast_rows(x, dtype)
+        return run(
+            linear.LINEAR.name,
+            (rows, weights, group_sizes, True, self.biases(x), row_scale, self.scale_bias, recipe),
+            *("main_grad" if self.accumulate_into_main_grad else None, None, out, grad_input),
+            owners=(self.owner(parameters),),
+            caches=(self.forms_of("GroupedLinear", parameters, is_first_microbatch),),
         )
-        self.note_addresses(given.weights)
-        return ops.differentiable(given, out, grad_input, self.owner(parameters))
+
+    def forms_of(self, name: str, parameters: tuple[Any, ...], first: bool | None) -> Any:
+        """What keeps quantised forms of the weights in one forward pass, None where nothing does.
+
+        Args:
+            name: of the layer, for messages. first: `is_first_microbatch`.
+        """
+        if self.recipe is None or not self.recipe.quantized:
+            return None
+        return self.cache.bind(name, parameters, first)
 
     def weight_parameters(self) -> tuple[Any, ...]:
         """The Parameters that hold its weights, one, or one a group."""
@@ -240,13 +242,16 @@ class GroupedLinear(Module):
 
     # ---- what is kept for graphs and quantised weights ---------------------------------------------------------------
 
-    def note_addresses(self, weights: Sequence[Tensor]) -> None:
+    def note_addresses(self, weights: Any) -> None:
         """Lets graphs that are captured from now on follow `refresh_weight_table`; for lists of weights on a GPU.
 
         Casts of the weights are not noted: a graph makes its own, and reads them where it made them.
         """
+        if isinstance(weights, StraightThrough) or is_compiling():  # the former is held in one packed array
+            return
+        weights = members(weights)
         device = weights[0].device
-        if device.type != "cuda" or weights[0].dim() == 3 or is_compiling():
+        if device.type != "cuda" or weights[0].dim() == 3:
             return
         if weights[0] is not self._held(self.weight_names[:1])[0]:
             return
@@ -271,11 +276,6 @@ class GroupedLinear(Module):
             raise TypeError(f"`flag` of set_weight_update: {flag!r}, expected True or False; pass one of them.")
         if self.recipe is not None and self.recipe.quantized:
             self.cache.set_update(flag, self._held(self.weight_names[:1])[0].device)
-
-    @property
-    def scaling_state(self) -> ScalingState[Tensor] | None:
-        """The state of delayed scaling, for `update_scaling`, or None; its arrays are the layer's buffers."""
-        return _recipes.state_of(self, self.recipe)
 
     # ---- delayed weight gradients ------------------------------------------------------------------------------------
 
@@ -317,9 +317,7 @@ class GroupedLinear(Module):
 
     # NOTE: torch makes new Parameters in these four places, and their attributes are lost.
     def _apply(self, fn: Any, recurse: bool = True) -> GroupedLinear:
-        held = _recipes.held_state(self)
         _primary.applied(self, fn, lambda: super(GroupedLinear, self)._apply(fn, recurse))
-        _recipes.applied(self, held)
         self.follow_state(self.scaling_state)
         self.mark_weights()
         return self
@@ -336,12 +334,12 @@ class GroupedLinear(Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         _primary.saved(self, destination, prefix)
-        _recipes.spread_state(self.weight_parameters()[0], destination, prefix)
+        self.spread_state(self.weight_parameters()[0], destination, prefix)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        _recipes.own_state(self, self.weight_parameters()[0], state_dict, prefix)
+        self.own_state(self.weight_parameters()[0], state_dict, prefix)
         shapes = (("weight", self.weight_names, (self.out_features, self.in_features)),)
         shapes += (("bias", self.bias_names, (self.out_features,)),)
         _primary.loaded(self, state_dict, prefix)
@@ -349,9 +347,9 @@ class GroupedLinear(Module):
             if names:
                 adapt(state_dict, prefix, kind, self.num_groups, shape, grouped=names[0] == kind)
         if assigns := local_metadata.get("assign_to_params_buffers", False):
-            _recipes.place_state(self, self.recipe, state_dict, prefix)
-        _recipes.keep_missing(self, state_dict, prefix)
-        _recipes.load_state(self, state_dict, prefix)
+            self.place_state(state_dict, prefix)
+        self.keep_missing(state_dict, prefix)
+        self.load_state(state_dict, prefix)
         if assigns:
             self.follow_state(self.scaling_state)
             _primary.quantised(self, state_dict, prefix)
@@ -382,6 +380,6 @@ def _uncompiled(
 
 
 def _local_experts(parameter: Any, name: str, packed: bool) -> Tensor:
-    from torch_bridge import parallel  # which imports torch.distributed.tensor
+    from torch_bridge import _distributed  # which imports torch.distributed.tensor
 
-    return parallel.local_experts(parameter, name, packed)
+    return _distributed.local_experts(parameter, name, packed)

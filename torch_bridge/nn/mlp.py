@@ -10,19 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from grouped_core.activations import Activation, resolve
 from grouped_core.mlp_spec import Residuals, residuals_option
+from grouped_core.recipes import BoundRecipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes
 from torch_bridge import main_grad, mlp
+from torch_bridge._calling import run
 from torch_bridge._compiling import is_compiling
-from torch_bridge._mlp_arguments import check_arguments
-from torch_bridge._products import Owner
-from torch_bridge._stored_arguments import home, is_stored
-from torch_bridge.nn import _recipes
+from torch_bridge._tensors import home
 from torch_bridge.nn._checks import cast_rows, check_microbatch, check_recipe, compute_dtype, positive
+from torch_bridge.nn._scaling_state import ScaledModule, bound
 from torch_bridge.nn.activation import shortest
 from torch_bridge.nn.linear import GroupedLinear
 
@@ -50,47 +49,35 @@ def fused_mlp(
             *(fc1, fc2, activation, residuals, x, group_sizes, probs, out, grad_input, state, first_microbatch)
         )
     parameters = (fc1.weight_parameters(), fc2.weight_parameters())
-    owners = (fc1.owner(parameters[0]), fc2.owner(parameters[1]))
     if fc1.accumulate_into_main_grad != fc2.accumulate_into_main_grad:
         raise ValueError(
             f"`accumulate_into_main_grad`: {fc1.accumulate_into_main_grad} in the first layer and "
             f"{fc2.accumulate_into_main_grad} in the second, expected the same in both; set it in both."
         )
-    if is_stored(x, None, fc1.recipe):
-        dtype = compute_dtype(home(x), parameters[0][0].dtype)
-        weights = (fc1.weights(parameters[0], dtype), fc2.weights(parameters[1], dtype))
-        arguments = (cast_rows(x, dtype), *weights, group_sizes, True, activation, probs, fc1.biases(x), fc2.biases(x))
-        return _recipes.mlp(fc1, fc2, arguments, residuals, state, owners, first_microbatch, out, grad_input)
     dtype = compute_dtype(x, parameters[0][0].dtype)
-    given = check_arguments(
-        cast_rows(x, dtype),
-        fc1.weights(parameters[0], dtype),
-        fc2.weights(parameters[1], dtype),
-        group_sizes,
-        True,
-        activation,
-        probs,
-        fc1.biases(x),
-        fc2.biases(x),
-        fc1.recipe,
-        residuals,
-        "main_grad" if fc1.accumulate_into_main_grad else None,
-        None,
-    )
-    fc1.note_addresses(given.wi)
-    fc2.note_addresses(given.wo)
-    if owners == (None, None):
-        return mlp.differentiable(given, out, grad_input, None)
+    weights = (fc1.weights(parameters[0], dtype), fc2.weights(parameters[1], dtype))
+    for layer, each in zip((fc1, fc2), weights, strict=True):
+        layer.note_addresses(each)
+    recipe: Any = bound(fc1.recipe, state, home(x), training=fc1.training or fc2.training)
+    if state is None and recipe is not None:
+        recipe = tuple(BoundRecipe(each.recipe, each.scaling_state, recipe.key) for each in (fc1, fc2))
     first, second = (
-        each or Owner(tuple(weights), None) for each, weights in zip(owners, (given.wi, given.wo), strict=True)
+        layer.forms_of(name, own, first_microbatch)
+        for name, layer, own in zip(("linear_fc1", "linear_fc2"), (fc1, fc2), parameters, strict=True)
     )
-    return mlp.differentiable(given, out, grad_input, (first, second))
+    operands = (cast_rows(x, dtype), *weights, group_sizes, True, activation, probs, fc1.biases(x), fc2.biases(x))
+    return run(
+        *(mlp.MLP.name, (*operands, recipe, residuals)),
+        *("main_grad" if fc1.accumulate_into_main_grad else None, None, out, grad_input),
+        owners=(fc1.owner(parameters[0]), fc2.owner(parameters[1])),
+        caches=(first, second),
+    )
 
 
 _uncompiled: Any = torch.compiler.disable(fused_mlp, reason="quantised Parameters stay outside of graphs")
 
 
-class GroupedMLP(Module):
+class GroupedMLP(ScaledModule):
     """y[r] = (p[r] act(x[r] W1[g].T + b1[g])) W2[g].T + p[r] b2[g], g being the group of row r, p = probs or 1.
 
     It holds `linear_fc1` and `linear_fc2`, two `GroupedLinear`, and runs them as one operation: their own `forward`,
@@ -137,8 +124,8 @@ class GroupedMLP(Module):
         wide = self.activation.fc1_width(mlp_dim)
         self.linear_fc1 = GroupedLinear(num_groups, hidden, wide, bias=bias, **options)
         self.linear_fc2 = GroupedLinear(num_groups, mlp_dim, hidden, bias=bias, scale_bias=bias, **options)
-        _recipes.add_state(self, self.linear_fc1.recipe, num_groups, 2, options.get("device"))
-        _recipes.take_states(self, (self.linear_fc1, self.linear_fc2))
+        self.init_state(self.linear_fc1.recipe, num_groups, 2, options.get("device"))
+        self.take_states((self.linear_fc1, self.linear_fc2))
         self._share_state()
 
     def forward(
@@ -165,11 +152,6 @@ class GroupedMLP(Module):
         fc1, fc2 = self.linear_fc1, self.linear_fc2
         state, first = self.scaling_state, is_first_microbatch
         return fused_mlp(*(fc1, fc2, *self._as_given, x, group_sizes, probs, out, grad_input, state, first))
-
-    @property
-    def scaling_state(self) -> ScalingState[Tensor] | None:
-        """The state of delayed scaling of both products, for `update_scaling`, or None."""
-        return _recipes.state_of(self, self.linear_fc1.recipe)
 
     def _share_state(self) -> None:
         for product, layer in enumerate((self.linear_fc1, self.linear_fc2)):
@@ -200,14 +182,12 @@ class GroupedMLP(Module):
 
     def reset_parameters(self) -> None:
         """New values, as of `GroupedLinear`."""
-        _recipes.reset_state(self, self.linear_fc1.recipe)
+        self.reset_state()
         self.linear_fc1.reset_parameters()
         self.linear_fc2.reset_parameters()
 
     def _apply(self, fn: Any, recurse: bool = True) -> GroupedMLP:
-        held = _recipes.held_state(self)
         super()._apply(fn, recurse)
-        _recipes.applied(self, held)
         self._share_state()
         return self
 
@@ -217,14 +197,14 @@ class GroupedMLP(Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        _recipes.spread_state(self.linear_fc1.weight_parameters()[0], destination, prefix)
+        self.spread_state(self.linear_fc1.weight_parameters()[0], destination, prefix)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        _recipes.own_state(self, self.linear_fc1.weight_parameters()[0], state_dict, prefix)
+        self.own_state(self.linear_fc1.weight_parameters()[0], state_dict, prefix)
         if local_metadata.get("assign_to_params_buffers", False):
-            _recipes.place_state(self, self.linear_fc1.recipe, state_dict, prefix)
-        _recipes.keep_missing(self, state_dict, prefix)
+            self.place_state(state_dict, prefix)
+        self.keep_missing(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
         self._share_state()  # the layers load after it, and hand on what their weights are scaled with

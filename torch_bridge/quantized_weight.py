@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from grouped_core.calls import ArraySpec, stored_spec
 from grouped_core.formats import Format, QTensor
-
-# NOTE: `params` asks what is quantised, and the operators are built on it: they are imported where they are called.
+from torch_bridge._quantizing import dequantized, quantize_into
+from torch_bridge._tensors import forms_of
 
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default)
@@ -84,11 +84,9 @@ class QuantizedWeight(Tensor):
 
     def dequantize(self) -> Tensor:
         """Its values, in the nominal dtype."""
-        from torch_bridge import _stored
-
         if self.q.values.is_meta:
             return torch.empty(self.shape, dtype=self.dtype, device="meta")
-        return _stored.dequantize(self.q, None, self.q.dtype).view(self.shape)
+        return dequantized(self.q, None, self.q.dtype).view(self.shape)
 
     def store(self, value: Tensor) -> None:
         """Quantises `value` into its own codes and scales; another quantised weight gives its codes as they are.
@@ -96,15 +94,13 @@ class QuantizedWeight(Tensor):
         Raises:
             ValueError: another shape; a quantised weight in another format.
         """
-        from torch_bridge import _stored
-
         if tuple(value.shape) != tuple(self.shape):
             raise ValueError(
                 f"value of a quantised weight: shape {tuple(value.shape)}, expected {tuple(self.shape)} = its own; "
                 "pass a tensor of that shape."
             )
         if isinstance(value, QuantizedWeight):
-            parts, given = parts_of(self.q), parts_of(value.q)
+            parts, given = named_parts(self.q), named_parts(value.q)
             if facts_of(self.q) != facts_of(value.q):
                 raise ValueError(
                     f"value of a quantised weight: {facts_of(value.q)}, expected {facts_of(self.q)} = its own forms; "
@@ -116,10 +112,10 @@ class QuantizedWeight(Tensor):
             source = value.detach().to(self.device, value.dtype if value.dtype in SOURCES else self.dtype)
             at = self.home[1]
             own = slice(None) if self.dim() == 3 else slice(at, at + 1)
-            encode, live = (None, None) if self.scaling is None else (each[own] for each in self.scaling)
-            _stored.store_into([source.contiguous().view(self.q.shape)], forms_of(self.q), encode=encode, amax=live)
+            scale, amax = (None, None) if self.scaling is None else (each[own] for each in self.scaling)
+            quantize_into(source.contiguous().view(self.q.shape), forms_of(self.q), scale=scale, amax=amax)
         # A pass that still waits for its backward must not read other codes in silence.
-        torch.autograd.graph.increment_version(list(parts_of(self.q).values()))
+        torch.autograd.graph.increment_version(list(named_parts(self.q).values()))
 
     # ---- the value that it was made of -------------------------------------------------------------------------------
 
@@ -165,8 +161,6 @@ class QuantizedWeight(Tensor):
         return tuple(self._member(at) for at in range(self.shape[0]))
 
     def _member(self, at: int) -> QuantizedWeight:
-        from torch_bridge.params import quantized_members
-
         if not -self.shape[0] <= at < self.shape[0]:
             raise IndexError(
                 f"member {at} of a quantised weight: expected one of its {self.shape[0]}; pass such a number."
@@ -240,12 +234,31 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[QuantizedWeight]:
 # Their codes and scales
 
 
-def forms_of(q: QTensor[Tensor]) -> list[QTensor[Tensor]]:
-    """The forms that `q` has, one or two."""
-    return [q] if q.other is None else [q, q.other]
+def quantized_members(q: QTensor[Tensor]) -> list[QTensor[Tensor]]:
+    """The G members [1, A, B] of a packed quantised weight [G, A, B], views of it in both forms.
+
+    Raises:
+        ValueError: it is no weight.
+    """
+    if len(q.shape) != 3:
+        raise ValueError(f"`q`: shape {q.shape}, expected a weight [G, A, B]; rows have no members.")
+    groups, *member = q.shape
+
+    def part(group: int, form: QTensor[Tensor]) -> QTensor[Tensor]:
+        own = slice(group, group + 1)
+        return dataclasses.replace(
+            form,
+            values=form.values[own],
+            scales=None if form.scales is None else form.scales[own],
+            group_scales=None if form.group_scales is None else form.group_scales[own],
+            shape=(1, *member),
+            other=None if form.other is None else part(group, form.other),
+        )
+
+    return [part(group, q) for group in range(groups)]
 
 
-def parts_of(q: QTensor[Tensor]) -> dict[str, Tensor]:
+def named_parts(q: QTensor[Tensor]) -> dict[str, Tensor]:
     """The tensors of `q` by the names that checkpoints give them: "values", "scales", ..., "other.values", ..."""
     return {
         prefix + name: getattr(form, name)

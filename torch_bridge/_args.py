@@ -1,0 +1,661 @@
+"""Arguments of the public operations: checked, in words, and put into the form that the rules take.
+
+What is checked depends on the facts of the operands and on the options alone, so it is checked once for them. Facts are
+None where there is no plain memory; then every call is checked.
+
+Letters: G groups, M rows, K in, N out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from grouped_core import activations, linear_spec, memory, ranks, scaling
+from grouped_core.activations import Activation
+from grouped_core.calls import ArraySpec, OperandSpec, StoredSpec
+from grouped_core.formats import Format, QTensor, wide
+from grouped_core.linear_spec import Linear, Names
+from grouped_core.memory import Span
+from grouped_core.mlp_spec import Mlp, MlpSpecs, Residuals, check, check_join, check_pair, joins, residuals_option
+from grouped_core.plans import Planner
+from grouped_core.products import Paired, in_form, operand_spec, stored_spec
+from grouped_core.ranks import check_rank
+from grouped_core.recipes import BoundRecipe, Recipe
+from grouped_core.scaling import ScalingState
+from grouped_core.sizes import GroupSizes, unwrap
+from torch_bridge._cache import Cache
+from torch_bridge._checks import MLP_NAMES, NAMES, check_operand, refuse_transforms
+from torch_bridge._compiling import is_compiling
+from torch_bridge._memory import EXCHANGE
+from torch_bridge._scaling import Scaling
+from torch_bridge._tensors import StraightThrough, dtype_name, fixed_spec, forms_of, home, members, parts_of, rows_spec
+from torch_bridge.exchange import is_foreign
+from torch_bridge.sizes import prepare_sizes
+
+Members = Tensor | Sequence[Tensor]
+"""One packed tensor, or a list of one tensor per group."""
+
+Accumulators = str | tuple[Tensor | Sequence[Tensor | None] | None, Tensor | Sequence[Tensor | None] | None]
+"""What `wgrad_accum` of an MLP takes: "main_grad", or a pair for the two weights."""
+
+
+class WeightForms(Protocol):
+    """What keeps the quantised forms of a layer's weight between forward passes."""
+
+    def __call__(
+        self,
+        weight: Tensor | list[Tensor],
+        wanted: tuple[tuple[int, Format], ...],
+        scale: Tensor | None,
+        amax: Tensor | None,
+        multipliers: tuple[Any, ...],
+    ) -> Sequence[QTensor[Tensor]]:
+        """The forms wanted, all quantised; largest magnitudes of delayed scaling are merged into `amax`.
+
+        Args:
+            scale: [G], multipliers of delayed scaling. multipliers: differs once these were updated.
+        """
+        ...
+
+
+class Arguments(NamedTuple):
+    """What a user passed to the linear operation, or to the MLP, which has two products; checked.
+
+    Attributes:
+        x, weights, biases: as rules read them. row_scale: of the MLP the probabilities.
+        leaf: the tensor that the gradient of x belongs to, or None. leaves: those of each weight.
+        op: the operation. specs: of its operands.
+        scaling: what each product has of what is bound to the recipe.
+        accumulators: of each weight, a tensor or None for each of its leaves; () where there are none.
+        caches: of each weight the forms that its layer keeps, or None.
+    """
+
+    x: Tensor | QTensor[Tensor]
+    weights: tuple[Any, ...]
+    sizes: Tensor
+    biases: tuple[Any, ...]
+    row_scale: Tensor | None
+    leaf: Tensor | None
+    leaves: tuple[list[Tensor], ...]
+    op: Any
+    specs: Any
+    scaling: tuple[Scaling, ...]
+    to_main_grad: bool
+    accumulators: tuple[Sequence[Tensor | None], ...]
+    caches: tuple[WeightForms | None, ...]
+
+    def differentiates(self) -> bool:
+        """Whether a gradient will be asked for."""
+        if not torch.is_grad_enabled():
+            return False
+        if self.needed_by_inputs():
+            return True
+        return any(each is not None for some in self.accumulators for each in some)
+
+    def needed_by_inputs(self) -> bool:
+        """Whether an operand has a gradient in autograd."""
+        for each in (self.leaf, self.row_scale):
+            if each is not None and each.requires_grad:
+                return True
+        several = (*self.leaves, *map(members, self.biases))
+        return any(True in [each.requires_grad for each in some] for some in several)
+
+
+class _Checked(NamedTuple):
+    """What follows from the facts of operands and from options."""
+
+    op: Any
+    specs: Any
+
+
+_checked: Cache[Any, _Checked] = Cache()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The linear operation
+
+
+def linear_arguments(
+    x: Tensor | QTensor[Tensor] | StraightThrough,
+    weight: Members | QTensor[Tensor] | StraightThrough,
+    group_sizes: Tensor | Sequence[int] | GroupSizes,
+    rhs_transposed: bool,
+    bias: Members | None,
+    row_scale: Tensor | None,
+    scale_bias: bool,
+    recipe: Recipe | BoundRecipe | None,
+    wgrad_accum: str | Tensor | Sequence[Tensor | None] | None,
+    implementation: str | Sequence[str] | None,
+    caches: tuple[WeightForms | None] = (None,),
+) -> Arguments:
+    """The arguments of `grouped_linear`; raises what it raises."""
+    refuse_transforms("grouped_linear", x, weight, bias, row_scale)
+    bound = linear_spec.recipe_option(recipe)
+    sizes, rows_hint = unwrap(group_sizes)
+    leaf, rows = _master_and_operand(x)
+    master, operand = _master_and_operand(weight)
+    options = (bool(rhs_transposed), bound.recipe, bool(scale_bias), rows_hint)
+    masters = (_dtype(rows, leaf), _dtype(operand, master))
+    options = (*options, linear_spec.implementation_names(implementation), *masters)
+    operands = (rows, operand, sizes, bias, row_scale)
+    key, found = _known("linear", operands, (bound,), options)
+    if found is None:
+        sizes, found = _check_linear(operands, bound, options)
+        if key is not None and sizes is operands[2]:
+            _checked.keep(key, found)
+    leaves = members(master)
+    accumulators = _accumulators_of_product(wgrad_accum, leaves, found.specs[1], home(rows), NAMES.accum, NAMES.w)
+    given = Arguments(
+        *(rows, (_operand(operand),), sizes, (_operand(bias),), row_scale, leaf, (leaves,), found.op, found.specs),
+        *((Scaling(bound.state, bound.key),), isinstance(wgrad_accum, str), (accumulators,), caches),
+    )
+    if accumulators:
+        single = isinstance(wgrad_accum, Tensor)
+        named = [(NAMES.accum if single else f"{NAMES.accum}[{n}]", each) for n, each in enumerate(accumulators)]
+        _check_apart_from_operands(named, given)
+    return given
+
+
+def _check_linear(operands: tuple[Any, ...], bound: BoundRecipe, options: tuple[Any, ...]) -> tuple[Tensor, _Checked]:
+    """(sizes as kernels read them, what was found); raises for what does not fit."""
+    rows, weight, sizes, bias, row_scale = operands
+    transposed, recipe, scale_bias, rows_hint, names, x_master, w_master = options
+    first = home(rows)
+    _check_rows("linear", NAMES.x, rows, first)
+    sizes, _ = prepare_sizes(sizes, first, NAMES)
+    _check_weight(("linear", "w"), NAMES.w, weight, first, transposed=transposed)
+    if bias is not None:
+        check_members(("linear", "bias"), NAMES.bias, bias, first)
+    if row_scale is not None:
+        check_operand(NAMES.row_scale, row_scale, first)
+        check_rank("linear", "row_scale", NAMES.row_scale, row_scale.shape)
+    op = Linear(
+        NAMES,
+        transposed=transposed,
+        recipe=recipe,
+        scale_bias=scale_bias,
+        rows_hint=rows_hint,
+        implementation=names,
+    )
+    specs = (_spec(rows, 0), _spec(weight, 3), _spec(bias, 2), _spec(row_scale, 0))
+    linear_spec.check_linear(op, specs[0], specs[1], fixed_spec(sizes), *specs[2:])
+    check_bound(bound, specs[1].shape[0], first)
+    if isinstance(rows, QTensor) or isinstance(weight, QTensor):  # gradients have the dtypes of the masters
+        op = dataclasses.replace(op, recipe=op.resolve(*specs[:2]), wgrad_dtype=w_master)
+        specs = (specs[0]._replace(dtype=x_master or specs[0].dtype), *specs[1:])
+    return sizes, _Checked(op, tuple(map(_static, specs)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The experts' MLP
+
+
+def mlp_arguments(
+    x: Any,
+    wi: Any,
+    wo: Any,
+    group_sizes: Any,
+    rhs_transposed: bool,
+    activation: str | Activation,
+    probs: Tensor | None,
+    wi_bias: Members | None,
+    wo_bias: Members | None,
+    recipe: Any,
+    residuals: str | Residuals,
+    wgrad_accum: Any,
+    implementation: str | Sequence[str] | None,
+    caches: tuple[WeightForms | None, WeightForms | None] = (None, None),
+    *,
+    join: bool = True,
+) -> Arguments:
+    """The arguments of `grouped_mlp`; raises what it raises.
+
+    Args:
+        recipe: or a pair of bound ones, of layers that have a state each.
+        join: whether gate and linear half become one weight where they are quantised; else they are refused there.
+    """
+    if join and is_pair(wi):
+        wi = _joined_pair(x, wi, wgrad_accum, rhs_transposed, activation, recipe, residuals)
+    refuse_transforms("grouped_mlp", x, wi, wo, probs, wi_bias, wo_bias)
+    bounds = recipe if isinstance(recipe, tuple) else (linear_spec.recipe_option(recipe),)
+    sizes, rows_hint = unwrap(group_sizes)
+    leaf, rows = _master_and_operand(x)
+    (wi_master, first), (wo_master, second) = _master_and_operand(wi), _master_and_operand(wo)
+    paired = is_pair(first)
+    options = (bool(rhs_transposed), activation, bounds[0].recipe, residuals, rows_hint)
+    masters = (_dtype(first, wi_master), _dtype(second, wo_master))
+    options = (*options, linear_spec.implementation_names(implementation), paired, *masters)
+    operands = (rows, first, second, sizes, probs, wi_bias, wo_bias)
+    key, found = _known("mlp", operands, bounds, options)
+    if found is None:
+        sizes, found = _check_mlp(operands, bounds, options)
+        if key is not None and sizes is operands[3]:
+            _checked.keep(key, found)
+    weights = (in_form(found.op.fc1(), tuple(first)) if paired else _operand(first), _operand(second))
+    leaves = (members(wi_master), members(wo_master))
+    accumulators = _accumulators_of_mlp(wgrad_accum, leaves, found.specs, home(rows))
+    one, two = bounds[0], bounds[-1]
+    uses = (Scaling(one.state, one.key), Scaling(two.state, two.key, 0 if len(bounds) == 2 else len(scaling.ROLES)))
+    given = Arguments(
+        *(rows, weights, sizes, (_operand(wi_bias), _operand(wo_bias)), probs, leaf, leaves, found.op, found.specs),
+        *(uses, isinstance(wgrad_accum, str), accumulators, caches),
+    )
+    written = [(f"{MLP_NAMES.accum}[{at}]", each) for at, some in enumerate(accumulators) for each in some]
+    if written:
+        _check_apart_from_operands(written, given)
+    return given
+
+
+def _mlp(options: Sequence[Any]) -> Mlp:
+    transposed, activation, recipe, residuals, rows_hint, names, paired = options
+    return Mlp(
+        MLP_NAMES,
+        activations.resolve(activation),
+        transposed=transposed,
+        recipe=recipe,
+        residuals=Residuals(residuals_option(residuals).policy),
+        rows_hint=rows_hint,
+        implementation=names,
+        paired=paired,
+    )
+
+
+def _check_mlp(
+    operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], options: tuple[Any, ...]
+) -> tuple[Tensor, _Checked]:
+    """(sizes as kernels read them, what was found); raises for what does not fit."""
+    rows, wi, wo, sizes, probs, wi_bias, wo_bias = operands
+    *static, wi_master, wo_master = options
+    op = _mlp(static)
+    names, first = MLP_NAMES, home(rows)
+    _check_rows("linear", names.x, rows, first)
+    sizes, _ = prepare_sizes(sizes, first, Names(names.x, names.wi))
+    if probs is not None:
+        check_operand(names.probs, probs, first)
+        check_rank("mlp", "probs", names.probs, probs.shape)
+    if op.paired:
+        for at, half in enumerate(wi):
+            check_operand(f"{names.wi}[{at}]", half, first)
+            check_rank("mlp", "half", f"{names.wi}[{at}]", half.shape, transposed=op.transposed)
+        check_pair(op, *map(fixed_spec, wi))
+        wi_spec: Any = operand_spec(Planner(), in_form(op.fc1(), tuple(map(fixed_spec, wi))))
+    else:
+        _check_weight(("mlp", "wi"), names.wi, wi, first, transposed=op.transposed)
+        wi_spec = _spec(wi, 3)
+    _check_weight(("mlp", "wo"), names.wo, wo, first, transposed=op.transposed)
+    for name, bias in (("wi_bias", wi_bias), ("wo_bias", wo_bias)):
+        if bias is not None:
+            check_members(("mlp", name), getattr(names, name), bias, first)
+    specs = MlpSpecs(_spec(rows, 0), wi_spec, _spec(wo, 3), _spec(probs, 0), _spec(wi_bias, 2), _spec(wo_bias, 2))
+    check(op, *specs[:3], fixed_spec(sizes), *specs[3:])
+    for each in bounds:
+        check_bound(each, specs.wo.shape[0], first, products=3 - len(bounds))
+    if wi_master or wo_master:  # gradients have the dtypes of the masters
+        op = dataclasses.replace(op, master_dtypes=(wi_master, wo_master))
+    return sizes, _Checked(op, MlpSpecs(*map(_static, specs)))
+
+
+def is_pair(operand: Any) -> bool:
+    """Whether a first weight is gate and linear half, which have all groups each; not a list of one per group."""
+    if not isinstance(operand, (list, tuple)) or len(operand) != 2:
+        return False
+    return isinstance(operand[0], Tensor) and operand[0].dim() == 3
+
+
+def _joined_pair(
+    x: Any,
+    wi: Any,
+    wgrad_accum: Any,
+    rhs_transposed: bool,
+    activation: Any,
+    recipe: Any,
+    residuals: Any,
+) -> Any:
+    """`wi`; gate and linear half as one weight [G, 2F, K] ([G, K, 2F]) where they are quantised, for scales are those
+    of both. Gradients go to each.
+
+    Raises:
+        TypeError, ValueError: halves that do not fit together. NotImplementedError: accumulators for them.
+    """
+    bound = recipe[0] if isinstance(recipe, tuple) else linear_spec.recipe_option(recipe)
+    op = _mlp((bool(rhs_transposed), activation, bound.recipe, residuals, 0, "", True))
+    if not joins(op, _master_and_operand(x)[1]):
+        return wi
+    for at, half in enumerate(wi):
+        check_operand(f"{MLP_NAMES.wi}[{at}]", half, wi[0])
+    check_pair(op, *map(fixed_spec, wi))
+    check_join(op, wgrad_accum is not None and (isinstance(wgrad_accum, str) or wgrad_accum[0] is not None))
+    return torch.cat(list(wi), dim=op.fc1().weight_axes()[1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Operands
+
+
+def _known(
+    name: str, operands: tuple[Any, ...], bounds: Sequence[BoundRecipe], options: tuple[Any, ...]
+) -> tuple[Any, _Checked | None]:
+    """(key of the check, None where it cannot have one; what it found before)."""
+    if is_compiling():
+        return None, None
+    arrays: list[Any] = []
+    layouts: list[Any] = []
+    for each in operands:
+        if isinstance(each, QTensor):
+            arrays += parts_of(each)
+            layouts.append(tuple([_form_facts(form) for form in forms_of(each)]))
+        else:
+            arrays.append(each)
+    for bound in bounds:
+        if bound.key is not None or bound.state is not None:
+            arrays.append(bound.key)
+            layouts.append(bound.key is None)
+            arrays += (bound.state.scale, bound.state.history) if isinstance(bound.state, ScalingState) else ()
+    facts = EXCHANGE.describe(tuple(arrays))
+    if facts is None:
+        return None, None
+    key = (name, facts, options, *layouts)
+    return key, _checked.get(key)
+
+
+def _form_facts(form: QTensor[Any]) -> tuple[Any, ...]:
+    """What the tensors of a form do not tell of it."""
+    there = (form.scales is not None, form.group_scales is not None)
+    return form.format, form.axis, tuple(form.shape), form.dtype, there
+
+
+def _master_and_operand(operand: Any) -> tuple[Any, Any]:
+    """(what the gradient belongs to, the operand itself)."""
+    if isinstance(operand, StraightThrough):
+        return operand.master, operand.q
+    return (None if isinstance(operand, QTensor) else operand), operand
+
+
+def _dtype(operand: Any, master: Any) -> str | None:
+    """The dtype of the master of a quantised operand, as specs have it; None where there is none."""
+    if not isinstance(operand, QTensor) or master is None:
+        return None
+    return dtype_name(members(master)[0].dtype)
+
+
+def _operand(operand: Any) -> Any:
+    """A weight or bias as rules read it: a packed tensor, a list of one per group, quantised, or None."""
+    return list(operand) if isinstance(operand, tuple) else operand
+
+
+def _spec(operand: Any, packed_rank: int) -> Any:
+    """Spec of an operand, packed where it is a list; None for None.
+
+    Args:
+        packed_rank: number of axes of what is packed; 0: these are rows.
+    """
+    if operand is None:
+        return None
+    if isinstance(operand, QTensor):
+        return stored_spec(operand, fixed_spec)
+    if isinstance(operand, Tensor):
+        return fixed_spec(operand) if packed_rank else rows_spec(operand)
+    one = fixed_spec(operand[0])
+    return ArraySpec((len(operand), *one.shape), one.dtype)
+
+
+def _static(spec: OperandSpec | None) -> Any:
+    """A spec without what depends on M and without arrays, so that static facts are the same for every M."""
+    if spec is None:
+        return None
+    shape = spec.shape if len(spec.shape) == 3 else (-1, *spec.shape[1:])
+    if isinstance(spec, StoredSpec):
+        nothing = ArraySpec((), spec.values.dtype)
+        return spec._replace(values=nothing, scales=None, group_scales=None, shape=shape, other=None)
+    return spec._replace(shape=shape)
+
+
+def _check_rows(operation: str, name: str, rows: Any, first: Tensor) -> None:
+    if isinstance(rows, QTensor):
+        for part in parts_of(rows):
+            check_operand(name, part, first)
+        return
+    check_operand(name, rows, first)
+    check_rank(operation, "x", name, rows.shape)
+
+
+def _check_weight(kind: tuple[str, str], name: str, weight: Any, first: Tensor, *, transposed: bool) -> None:
+    if isinstance(weight, QTensor):
+        for part in parts_of(weight):
+            check_operand(name, part, first)
+        return
+    check_members(kind, name, weight, first, transposed=transposed)
+
+
+def check_members(
+    kind: tuple[str, str], name: str, value: Tensor | Sequence[Tensor], x: Tensor, *, transposed: bool = False
+) -> None:
+    """A weight or bias: one packed tensor, or G tensors with one axis less.
+
+    Args:
+        kind: operation and argument in `grouped_core.ranks.AXES`. name: of the argument, for messages. x: whose device
+            counts. transposed: layout of weights.
+
+    Raises:
+        TypeError: no tensor, or a list of unequal dtypes. ValueError: an empty list, members of unequal shape, another
+            number of axes, another device, or not contiguous.
+    """
+    if isinstance(value, Tensor):
+        check_operand(name, value, x)
+        ranks.check_rank(*kind, name, value.shape, transposed=transposed)
+        return
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(
+            f"`{name}`: {type(value).__name__}, expected a torch.Tensor {ranks.letters(*kind, transposed=transposed)} "
+            "or a list of tensors, one per group; pass one of them."
+        )
+    if not value:
+        raise ValueError(f"`{name}`: an empty list, expected one tensor per group; pass at least one.")
+    for index, member in enumerate(value):
+        check_operand(f"{name}[{index}]", member, x)
+        ranks.check_member(*kind, f"{name}[{index}]", member.shape, transposed=transposed)
+        if member.shape != value[0].shape:
+            raise ValueError(
+                f"`{name}[{index}]`: shape {tuple(member.shape)}, expected {tuple(value[0].shape)} = shape of "
+                f"`{name}[0]`; pass tensors of one shape."
+            )
+        if member.dtype != value[0].dtype:
+            raise TypeError(
+                f"`{name}[{index}]`: dtype {member.dtype}, expected {value[0].dtype} = dtype of `{name}[0]`; "
+                "pass tensors of one dtype."
+            )
+
+
+def check_bound(bound: BoundRecipe, groups: int, x: Tensor, products: int = 1) -> None:
+    """`scaling.check_bound` of tensors, which lie where `x` does; beside a meta tensor a state may lie anywhere.
+
+    Raises:
+        TypeError, ValueError: what is no tensor, lies elsewhere, is not contiguous, or does not fit the use.
+    """
+    if bound.key is not None:
+        check_operand("key", bound.key, x)
+    if isinstance(bound.state, ScalingState):
+        for name in ("scale", "history"):
+            each = getattr(bound.state, name)
+            check_operand(f"state.{name}", each, each if x.device.type == "meta" else x)
+    scaling.check_bound(bound, groups, products, fixed_spec)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Accumulators and buffers
+
+
+def leaf_names(leaves: Sequence[Tensor], name: str) -> list[str]:
+    """How messages name each tensor of the weight argument `name`."""
+    return [name] if is_packed(leaves) else [f"{name}[{at}]" for at in range(len(leaves))]
+
+
+def is_packed(leaves: Sequence[Tensor]) -> bool:
+    """Whether a weight is one tensor; else it is one per group, or two that have all groups each."""
+    return len(leaves) == 1 and leaves[0].dim() == 3
+
+
+def _accumulators_of_product(
+    given: Any, leaves: list[Tensor], spec: OperandSpec, first: Tensor, accum_name: str, weight_name: str
+) -> Sequence[Tensor | None]:
+    """`wgrad_accum` of one weight as one destination for each of its tensors; () where there are none."""
+    if given is None or (isinstance(given, str) and given == "main_grad"):
+        return ()
+    if leaves:
+        return accumulators_of(given, leaves, accum_name, weight_name)
+    if not isinstance(given, Tensor):
+        raise ValueError(
+            f"`{accum_name}`: {given!r}, expected a tensor {spec.shape}, for the weight is quantised and packed; pass "
+            "one."
+        )
+    _check_accumulator(accum_name, given, ArraySpec(spec.shape, spec.dtype), first)
+    return [given]
+
+
+def _accumulators_of_mlp(
+    given: Any, leaves: tuple[list[Tensor], ...], specs: MlpSpecs, first: Tensor
+) -> tuple[Sequence[Tensor | None], ...]:
+    if given is None or (isinstance(given, str) and given == "main_grad"):
+        return (), ()
+    pair = accumulator_pair(given, "put None where a weight has no accumulator")
+    names = ((f"{MLP_NAMES.accum}[0]", MLP_NAMES.wi), (f"{MLP_NAMES.accum}[1]", MLP_NAMES.wo))
+    one, two = (
+        _accumulators_of_product(each, own, spec, first, *name)
+        for each, own, spec, name in zip(pair, leaves, (specs.wi, specs.wo), names, strict=True)
+    )
+    return one, two
+
+
+def accumulator_pair(given: Any, advice: str) -> Sequence[Any]:
+    """`wgrad_accum` of an MLP, but for "main_grad", as what belongs to wi and what belongs to wo.
+
+    Raises:
+        ValueError: it is no pair; `advice` ends the message.
+    """
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise ValueError(
+            f"`{MLP_NAMES.accum}`: {given!r}, expected None, 'main_grad' or a pair, of `{MLP_NAMES.wi}` and of "
+            f"`{MLP_NAMES.wo}`; {advice}."
+        )
+    return given
+
+
+def accumulators_of(given: Any, leaves: list[Tensor], accum_name: str, weight_name: str) -> list[Tensor | None]:
+    """`wgrad_accum` of a weight as one destination for each of its tensors.
+
+    Raises:
+        ValueError, TypeError: another form than the weight's, or a tensor that does not fit.
+    """
+    found: list[Any] | None = (
+        [given] if isinstance(given, Tensor) else list(given) if isinstance(given, (list, tuple)) else None
+    )
+    if found is None:
+        raise ValueError(
+            f"`{accum_name}`: {given!r}, expected None, a tensor for a packed weight or a list of tensors for a "
+            "list of weights, or 'main_grad' for all weights of the operation; pass one of them."
+        )
+    if len(found) != len(leaves) or is_packed(leaves) != isinstance(given, Tensor):
+        raise ValueError(
+            f"`{accum_name}`: {len(found)} tensors, expected one for each of the {len(leaves)} weights, in the same "
+            "form (a tensor for a packed weight, a list for a list); pass None for a frozen member of a list."
+        )
+    owners = leaf_names(leaves, weight_name)
+    for at, (accumulator, leaf, owner) in enumerate(zip(found, leaves, owners, strict=True)):
+        name = accum_name if isinstance(given, Tensor) else f"{accum_name}[{at}]"
+        if accumulator is None:
+            if leaf.requires_grad:
+                raise ValueError(
+                    f"`{name}`: None, expected a tensor, because `{owner}` needs a gradient; pass one or freeze it."
+                )
+            continue
+        _check_accumulator(name, accumulator, fixed_spec(leaf), leaf)
+    return found
+
+
+def _check_accumulator(name: str, accumulator: Tensor, spec: ArraySpec, first: Tensor) -> None:
+    check_operand(name, accumulator, first)
+    linear_spec.check_accumulator(name, fixed_spec(accumulator), spec)
+    check_writable(name, accumulator)
+
+
+def check_writable(name: str, buffer: Tensor) -> None:
+    """Refuses a buffer with a history, or of another framework."""
+    if buffer.requires_grad:
+        raise ValueError(f"`{name}`: requires_grad is True, expected False; pass `{name}.detach()`.")
+    if is_foreign(buffer):
+        raise ValueError(
+            f"`{name}`: memory of another framework (it came by `exchange`), expected memory of torch; "
+            "allocate it with torch, since nothing else may see it change."
+        )
+
+
+def check_buffers(given: Arguments, out: Tensor | None, grad_input: Tensor | None) -> None:
+    """BUF-2 for what the rules do not check themselves; the shape and dtype of `out` are theirs."""
+    written = []
+    for name, buffer in ((NAMES.out, out), (NAMES.grad_input, grad_input)):
+        if buffer is not None:
+            check_operand(name, buffer, home(given.x))
+            check_writable(name, buffer)
+            written.append((name, buffer))
+    _check_apart_from_operands(written, given)
+    if grad_input is None:
+        return
+    spec: Any = _spec(given.x, 0)
+    linear_spec.check_buffer(NAMES.grad_input, rows_spec(grad_input), ArraySpec(spec.shape, wide(spec.dtype)))
+    if given.leaf is None or not given.leaf.requires_grad:
+        raise ValueError(
+            f"`{NAMES.grad_input}`: given, but `x` needs no gradient; expected None, or an x with requires_grad; "
+            "leave it out."
+        )
+
+
+def check_gradient(dy: Tensor, grad_input: Tensor | None, *accumulators: Sequence[Tensor | None]) -> None:
+    """BUF-2 for what forward could not see: dy is still read when buffers are written."""
+    if is_compiling() or (grad_input is None and not any(accumulators)):
+        return
+    start, end = dy.data_ptr(), dy.data_ptr() + dy.nbytes
+    for name, part in ((NAMES.grad_input, (grad_input,)), *((NAMES.accum, part) for part in accumulators)):
+        for each in part:
+            if each is not None and each.data_ptr() < end and start < each.data_ptr() + each.nbytes:
+                check_apart([(name, each)], [("dy", dy)])  # which finds the words
+
+
+_Named = Iterable[tuple[str, Tensor | None]]
+
+
+def _check_apart_from_operands(written: _Named, given: Arguments) -> None:
+    if is_compiling():  # where there are no addresses yet
+        return
+    two = len(given.weights) == 2
+    names = MLP_NAMES if two else NAMES
+    read = [(names.sizes, given.sizes), (MLP_NAMES.probs if two else NAMES.row_scale, given.row_scale)]
+    weights = (MLP_NAMES.wi, MLP_NAMES.wo) if two else (NAMES.w,)
+    biases = (MLP_NAMES.wi_bias, MLP_NAMES.wo_bias) if two else (NAMES.bias,)
+    read += [(names.x, each) for each in _tensors(given.x)]
+    for name, operand in zip(weights, given.weights, strict=True):
+        tensors = _tensors(operand)
+        plain = not isinstance(operand, QTensor)
+        read += zip(leaf_names(tensors, name) if plain else [name] * len(tensors), tensors, strict=True)
+    read += [(name, each) for name, some in zip(biases, given.biases, strict=True) for each in members(some)]
+    check_apart(written, read)
+
+
+def _tensors(operand: Any) -> list[Tensor]:
+    if isinstance(operand, QTensor):
+        return parts_of(operand)
+    return [operand.gate, operand.up] if isinstance(operand, Paired) else members(operand)
+
+
+def check_apart(written: _Named, read: _Named) -> None:
+    """`memory.check_apart` of named tensors; those without memory lie nowhere."""
+    memory.check_apart(*([_span(*each) for each in named if each[1] is not None] for named in (written, read)))
+
+
+def _span(name: str, tensor: Any) -> Span:
+    start = 0 if tensor.is_meta else tensor.data_ptr()
+    return Span(name, start, start + tensor.nbytes if start else 0)

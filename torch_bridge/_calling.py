@@ -1,0 +1,104 @@
+"""How the public operations run: checked and differentiated, or as one node of a graph of torch.compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grouped_core.formats import QTensor
+from torch_bridge import _codec, main_grad
+from torch_bridge._args import WeightForms, leaf_names
+from torch_bridge._autograd import Operation, Owners, differentiable
+from torch_bridge._compiling import is_compiling
+from torch_bridge._gradients import Owner, check_listed_once
+from torch_bridge._tensors import StraightThrough, members, settle_rows
+
+OPERATIONS: dict[str, Operation] = {}
+"""The operations by name, for graphs, which hold text."""
+
+
+def run(
+    name: str,
+    arguments: tuple[Any, ...],
+    wgrad_accum: Any,
+    implementation: Any,
+    out: Tensor | None,
+    grad_input: Tensor | None,
+    owners: Owners,
+    caches: tuple[WeightForms | None, ...],
+) -> Tensor:
+    """An operation on operands that autocast has left.
+
+    Args:
+        name: of the operation. arguments: of its public function, up to the recipe or the residual policy.
+        owners, caches: of each weight a layer's side, and what keeps its quantised forms; None where there is none.
+    """
+    operation = OPERATIONS[name]
+    if not is_compiling():
+        given = operation.check(*arguments, wgrad_accum, implementation, caches)
+        return differentiable(operation, given, out, grad_input, owners)
+    # A graph holds tensors, not the state of Parameters: it is looked up while the graph is traced.
+    masters = [_master(arguments[place]) for place in operation.places]
+    parameters = [
+        members(master) if owner is None else owner.parameters for owner, master in zip(owners, masters, strict=True)
+    ]
+    to_main_grad = isinstance(wgrad_accum, str)
+    outside = [_stays_outside(owner, own, to_main_grad) for owner, own in zip(owners, parameters, strict=True)]
+    if True in outside or [each for each in caches if each is not None]:
+        return _outside(name, arguments, wgrad_accum, implementation, out, grad_input, owners, caches)
+    count, replaced = len(masters), [None] * len(masters)
+    if to_main_grad or count == 1 or (isinstance(wgrad_accum, (tuple, list)) and len(wgrad_accum) == count):
+        each = [wgrad_accum] * count if to_main_grad or count == 1 else wgrad_accum or [None] * count
+        found = [
+            _destinations(each[at], parameters[at], isinstance(masters[at], Tensor), weight)
+            for at, weight in enumerate(operation.weights)
+        ]
+        replaced = [own[1] for own in found]
+        wgrad_accum = found[0][0] if count == 1 else tuple([own[0] for own in found])
+    node = [_codec.to_tuples(each) for each in (*arguments, wgrad_accum, implementation)]
+    return _node(name, *node, out, grad_input, tuple(replaced))
+
+
+_REASON = "delayed weight gradients, flags of main_grad and weight caches are state of Python: they run beside a graph"
+_outside: Any = torch.compiler.disable(run, reason=_REASON)
+
+
+@torch.compiler.allow_in_graph
+def _node(name: str, *arguments: Any) -> Tensor:
+    """`run` as one node of a graph; `arguments` as `_codec.to_tuples` gives them, up to `implementation`."""
+    *given, out, grad_input, replaced = arguments
+    operation = OPERATIONS[name]
+    settle_rows(given[0], given[operation.scale_place], out, grad_input)
+    checked = operation.check(*[_codec.from_tuples(each) for each in given])
+    return differentiable(operation, checked, out, grad_input, None, replaced)
+
+
+def _master(weight: Any) -> Any:
+    """What the gradients of a weight belong to."""
+    return weight.master if isinstance(weight, StraightThrough) else None if isinstance(weight, QTensor) else weight
+
+
+def _stays_outside(owner: Owner | None, parameters: Any, to_main_grad: bool) -> bool:
+    """Whether the way of weight gradients is state of Python: delayed ones, and flags that are raised."""
+    if owner is not None and owner.delayed is not None:
+        return True
+    return to_main_grad and main_grad.needs_python(parameters)
+
+
+def _destinations(given: Any, parameters: Any, packed: bool, name: str) -> tuple[Any, Any]:
+    """(`wgrad_accum` of one weight as tensors, whether each is replaced).
+
+    Args:
+        given: what the user passed. packed: whether the weight is one tensor. name: of the weight.
+    """
+    if given is None:
+        return None, None
+    check_listed_once((name, parameters, None, True))
+    replaced = tuple([main_grad.overwrites(each) for each in parameters]) or (False,)  # one that has no master
+    if not isinstance(given, str):
+        return given, replaced
+    pairs = zip(parameters, leaf_names(parameters, name), strict=True)
+    found = [main_grad.destination(each, own) if each.requires_grad else None for each, own in pairs]
+    return found[0] if packed else found, replaced

@@ -1,0 +1,110 @@
+"""What is refused in words of any tensor, because kernels could not read it where it lies; and parts of DTensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch.autograd import forward_ad
+
+from grouped_core.linear_spec import Names
+from grouped_core.mlp_spec import MlpNames
+from torch_bridge._compiling import is_compiling
+
+NAMES = Names(x="x", w="weight")
+MLP_NAMES = MlpNames()
+"""What messages call the arguments of both operations."""
+
+
+def check_operand(name: str, value: Tensor, x: Tensor) -> None:
+    """A tensor on the device of `x`, contiguous. Raises TypeError or ValueError otherwise."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"`{name}`: {type(value).__name__}, expected a torch.Tensor; convert it first.")
+    if is_distributed(value):
+        raise ValueError(
+            f"`{name}`: a DTensor, expected the part that lies here, because each rank computes by itself; call "
+            "`.to_local()`."
+        )
+    if value.device != x.device:
+        raise ValueError(f"`{name}`: on {value.device}, expected {x.device} = device of `x`; move it with `.to`.")
+    check_layout(name, value)
+    if not value.is_contiguous():
+        raise ValueError(
+            f"`{name}`: strides {tuple(value.stride())} of shape {tuple(value.shape)}, expected a contiguous tensor; "
+            "call `.contiguous()`, or for a transposed weight change `rhs_transposed`."
+        )
+
+
+def check_layout(name: str, value: Tensor) -> None:
+    """Refuses what has no plain memory: sparse, nested, quantised and foreign layouts."""
+    if value.layout is torch.strided and not value.is_nested and not value.is_quantized:
+        return
+    came = "nested" if value.is_nested else "quantised" if value.is_quantized else f"layout {value.layout}"
+    raise ValueError(f"`{name}`: {came}, expected a plain dense tensor; convert it, e.g. with `.to_dense()`.")
+
+
+def device_integers(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Host integers as a tensor of `device`, without a synchronisation or a copy from pageable memory."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    # NOTE: a foreach operation carries its scalars as kernel arguments, in chunks; a copy would read host memory.
+    result = torch.zeros(len(values), dtype=dtype, device=device)
+    if values:
+        torch._foreach_add_(  # pyright: ignore[reportPrivateImportUsage]
+            list(result.unbind()), list(values)
+        )
+    return result
+
+
+def is_distributed(*tensors: Any) -> bool:
+    """Whether any of them is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # not imported for those who have none: it takes 0.6 s
+    return module is not None and True in [isinstance(each, module.DTensor) for each in tensors]
+
+
+def local(tensor: Any) -> Tensor:
+    """The part of a DTensor that lies here, without a history; another tensor as it stands."""
+    return tensor._local_tensor if is_distributed(tensor) else tensor
+
+
+def distributed_like(parameter: Any, part: Tensor) -> Tensor:
+    """`part` as the local part of a DTensor placed as `parameter`, if that is one; else as it stands."""
+    if not is_distributed(parameter):
+        return part
+    dtensor: Any = type(parameter.data)
+    shape, stride = parameter.shape, parameter.stride()
+    return dtensor.from_local(
+        part, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def refuse_transforms(name: str, *operands: Any) -> None:
+    """Refuses functorch transforms and forward mode; `name` of the operation is for the words."""
+    if torch._C._are_functorch_transforms_active() and not is_compiling():
+        raise NotImplementedError(
+            f"{name} under torch.func.vmap, grad or jvp: expected plain tensors; fold a mapped axis into rows "
+            "or groups, and differentiate with torch.autograd."
+        )
+    if forward_ad._current_level < 0:  # outside every dual level there are no tangents, which would be lost in silence
+        return
+    for operand in operands:
+        for each in operand if isinstance(operand, (list, tuple)) else [operand]:
+            if isinstance(each, Tensor) and forward_ad.unpack_dual(each).tangent is not None:
+                raise NotImplementedError(
+                    f"{name} in forward mode: a dual tensor, expected plain tensors; "
+                    "differentiate with torch.autograd, in reverse mode."
+                )
+
+
+def refuse_vmap(name: str) -> None:
+    """Refuses `torch.func.vmap` alone, for what has no derivative; `name` of the operation is for the words."""
+    if torch._C._are_functorch_transforms_active():
+        stack = _functorch.get_interpreter_stack() or []
+        if any(each.key() == _functorch.TransformType.Vmap for each in stack):
+            raise NotImplementedError(
+                f"{name} under torch.func.vmap: expected plain tensors; fold a mapped axis into rows or groups."
+            )

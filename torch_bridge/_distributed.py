@@ -1,0 +1,78 @@
+"""Experts as DTensors: which placements the layers take, what is local of them, how their gradients come back.
+
+NOTE: it takes 0.6 s to import, so other modules import it where they meet a DTensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from torch_bridge._checks import local
+
+
+def local_experts(parameter: DTensor, name: str, packed: bool) -> Tensor:
+    """The experts of this rank [G / ranks, ...], with a history that makes their gradient a DTensor of the same places.
+
+    Args:
+        parameter: all experts, sharded along the first axis over every axis of its mesh.
+        name: of the parameter, for messages. packed: whether its first axis numbers the experts.
+
+    Raises:
+        ValueError: it is placed in another way, or is one expert's own.
+    """
+    if not packed:
+        raise ValueError(
+            f"`{name}`: a DTensor of one expert, placed {_words(parameter)}, expected a plain tensor; unshard it "
+            "before the layer runs (wrap the module that is called), or use `single_grouped_weight` and shard experts."
+        )
+    if any(placement != Shard(0) for placement in parameter.placements):
+        raise ValueError(
+            f"`{name}`: placed {_words(parameter)}, expected Shard(0) along every axis of the mesh, experts over "
+            "ranks; redistribute it, or unshard it before the layer runs."
+        )
+    return parameter.to_local()
+
+
+def beside_experts(parameter: Any, part: Tensor) -> Tensor:
+    """`part` [..., G / ranks], of this rank's experts, as a DTensor [..., G]; as it stands where it is of all.
+
+    Args:
+        parameter: of the experts, spread over the last axis of its mesh. FSDP2 may shard it over axes in front.
+    """
+    mesh = parameter.device_mesh
+    if not _spread(parameter, part.shape[-1]):
+        return part
+    places = [Replicate()] * (mesh.ndim - 1) + [Shard(part.dim() - 1)]
+    return DTensor.from_local(part, mesh, places, run_check=False)
+
+
+def own_experts(parameter: Any, given: Tensor, groups: int) -> Tensor:
+    """What lies here of `beside_experts`, or of a plain tensor [..., G] of all experts; [..., `groups`]."""
+    part, mesh = local(given), parameter.device_mesh
+    if part.shape[-1] == groups or not _spread(parameter, groups):
+        return part
+    return part.tensor_split(mesh.size(mesh.ndim - 1), dim=-1)[mesh.get_local_rank(mesh.ndim - 1)]
+
+
+def _spread(parameter: Any, groups: int) -> bool:
+    """Whether `groups` of the experts in a packed parameter belong to each rank along the last axis of its mesh."""
+    ranks = parameter.device_mesh.size(parameter.device_mesh.ndim - 1)
+    return parameter.dim() == 3 and ranks > 1 and groups * ranks == parameter.shape[0]
+
+
+def averaged_like(parameter: Any, whole: Tensor) -> DTensor:
+    """The mean over ranks of their gradients for a whole weight, each rank's own part: what FSDP2 does after backward.
+
+    Args:
+        parameter: the sharded weight. whole: this rank's gradient of all of it, in its dtype.
+    """
+    mesh = parameter.device_mesh
+    mine = DTensor.from_local(whole / mesh.size(), mesh, [Partial("sum")] * mesh.ndim, run_check=False)
+    return mine.redistribute(mesh, parameter.placements)
+
+
+def _words(parameter: Any) -> str:
+    return "(" + ", ".join(str(each) for each in parameter.placements) + ")"

@@ -1,0 +1,112 @@
+"""What a rule would do on tensors without memory: fake ones of torch.compile, and meta tensors.
+
+NOTE: specs must be hashable, and torch's symbols are not. M alone may stay symbolic, other axes become numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grouped_core.calls import ArraySpec, Call, stored_spec
+from torch_bridge._cache import Cache
+from torch_bridge._record import Given, Recording, Rule, given_of, record
+from torch_bridge._tensors import RESULT_DTYPES, SYMBOLIC_ROWS, Form, Layout, Leaf, is_symbol, leaf_count
+
+planned: list[list[Call]] = []
+"""Lists of those who want to know the calls that rules would launch on meta tensors, innermost last."""
+
+
+class Fake(NamedTuple):
+    """A recording on specs, and what M is in it: a number, or a symbol for which the specs have `SYMBOLIC_ROWS`."""
+
+    recording: Recording
+    rows: Any
+
+    @property
+    def symbol(self) -> Any:
+        """The symbol, or None."""
+        return None if isinstance(self.rows, int) else self.rows
+
+
+_recordings: Cache[Hashable, Recording] = Cache()
+
+
+def fake(rule: Rule, static: Hashable, layouts: tuple[Layout, ...], leaves: Sequence[Leaf], rows: Any) -> Fake:
+    """What `rule` would do; arguments as of `_record.run`, `rows` perhaps a symbol."""
+    given = [given_of(each, has_memory=False) for each in leaves]
+    plain_rows, of_forms = _places(rule, layouts)
+    for at, each in enumerate(given):  # numbers first: M may be the same symbol
+        if each is not None and at not in of_forms:
+            for length in each.spec.shape[at in plain_rows :]:
+                int(length)
+    found = [each.spec.shape[0] for at in sorted(plain_rows) if (each := given[at]) is not None]
+    symbol = rows if is_symbol(rows) and all(map(is_symbol, found)) else None
+    if symbol is not None:
+        for length in found:
+            torch._check(length == symbol)
+    count = int(rows) if symbol is None else SYMBOLIC_ROWS
+    specs = tuple([_numbers(each, symbol) for each in given])
+    key = (rule.name, static, layouts, specs, count)
+    recording = _recordings.get(key)
+    if recording is None:
+        recording = _recordings.keep(key, record(rule, static, layouts, specs, count))
+    return Fake(recording, int(rows) if symbol is None else symbol)
+
+
+def _places(rule: Rule, layouts: Sequence[Layout]) -> tuple[set[int], set[int]]:
+    """(leaves that are plain rows [M, ...], leaves of quantised rows, of which any axis may follow from M)."""
+    plain: set[int] = set()
+    forms: set[int] = set()
+    at = 0
+    for name, layout in zip(rule.operands._fields, layouts, strict=True):
+        count = leaf_count(layout)
+        if name in rule.rows:
+            (plain if layout is None else forms).update(range(at, at + count))
+        at += count
+    return plain, forms
+
+
+def _numbers(given: Given | None, symbol: Any) -> Given | None:
+    if given is None:
+        return None
+    shape = tuple([_number(length, symbol) for length in given.spec.shape])
+    return given._replace(spec=ArraySpec(shape, given.spec.dtype))
+
+
+def _number(length: Any, symbol: Any) -> int:
+    """A number for a length that follows from M, `SYMBOLIC_ROWS` standing for M if that is `symbol`."""
+    if symbol is None or not isinstance(length, torch.SymInt) or length.node.expr.free_symbols != {symbol.node.expr}:
+        return int(length)
+    return int(length.node.expr.subs(symbol.node.expr, SYMBOLIC_ROWS))
+
+
+def new_tensors(found: Fake, leaves: Sequence[Leaf], groups: Any) -> dict[int, Tensor]:
+    """Tensors shaped as the results that a rule makes, by register.
+
+    Args:
+        leaves: of its operands, of which the first one says which device it is. groups: G.
+    """
+    recording, symbol = found.recording, found.symbol
+    shapes: dict[int, Sequence[Any]] = {at: recording.specs[at].shape for at in recording.made()}
+    if symbol is not None:
+        shapes = {at: [symbol if n == SYMBOLIC_ROWS else n for n in shape] for at, shape in shapes.items()}
+        for output in recording.outputs:
+            if isinstance(output.layout, Form) and len(output.layout.shape) == 2:
+                shapes |= _lengths(output.layout, output.leaves, symbol, int(groups))
+    several = ([leaf] if isinstance(leaf, Tensor) else leaf or () for leaf in leaves)
+    first = next(each for some in several for each in some if each is not None)
+    dtypes = {at: RESULT_DTYPES[recording.specs[at].dtype] for at in shapes}
+    return {at: first.new_empty(shape, dtype=dtypes[at]) for at, shape in shapes.items()}
+
+
+def _lengths(form: Form, leaves: Sequence[Any], symbol: Any, groups: int) -> dict[int, Sequence[Any]]:
+    """Shapes of the arrays of quantised rows, whose axes follow from M in other ways than being it."""
+    spec = stored_spec(form.format, (symbol, form.shape[1]), form.axis, form.dtype, groups)
+    parts = [part for part in (spec.values, spec.scales, spec.group_scales) if part is not None]
+    pairs = zip(leaves, parts, strict=False)
+    found: dict[int, Sequence[Any]] = {at: part.shape for at, part in pairs if isinstance(at, int)}
+    return found if form.other is None else found | _lengths(form.other, leaves[len(parts) :], symbol, groups)

@@ -1,0 +1,305 @@
+"""Where the gradients of weights go, whatever operation they belong to: to autograd, to accumulators, or to a queue.
+
+Letters: G groups, M rows, K in, N out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grouped_core import gradients, memory, storing
+from grouped_core.calls import OperandSpec
+from grouped_core.formats import Format, QTensor, wide
+from grouped_core.linear_spec import Linear
+from grouped_core.products import Cached
+from torch_bridge import main_grad
+from torch_bridge._args import WeightForms, is_packed, leaf_names
+from torch_bridge._checks import local
+from torch_bridge._compiling import is_compiling
+from torch_bridge._memory import EXCHANGE
+from torch_bridge._operators import call, define
+from torch_bridge._scaling import WEIGHT, Scaling
+from torch_bridge._tensors import TORCH_DTYPES, pack
+from torch_bridge.quantized_weight import QuantizedWeight
+
+
+class Owner(NamedTuple):
+    """A module's side of one product: its Parameters, of which the weights may be casts, and what it delays."""
+
+    parameters: tuple[Any, ...]
+    delayed: main_grad.Delayed | None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The operator
+
+
+class _WeightGrad(NamedTuple):
+    """Static facts: the product, its packed weight, the halves of a weight in two tensors, whether to add."""
+
+    op: Linear
+    weight: OperandSpec
+    halves: tuple[int, ...]
+    accumulate: bool
+
+
+class _Operands(NamedTuple):
+    rows: Any
+    dy: Any
+    sizes: Any
+    into: Any
+    into_up: Any
+
+
+def _weight_grad(run: Any, static: _WeightGrad, o: _Operands) -> list[Any]:
+    op, weight, halves, accumulate = static
+    return [
+        gradients.weight_grad(run, op, weight, o.rows, o.dy, o.sizes, into=into, accumulate=accumulate, half=half)
+        for half, into in zip(halves, (o.into, o.into_up), strict=False)
+    ]
+
+
+_WEIGHT_GRAD = define(
+    "weight_grad", _weight_grad, _Operands, _WeightGrad, rows=("rows", "dy"), written=("into", "into_up")
+)
+
+
+class WeightGradient(NamedTuple):
+    """The gradient of one weight, to be computed when its time comes: dW_g = sum rows^T dy over the rows of group g.
+
+    Attributes:
+        op: the product. weight: spec of the packed weight. rows: [M, K], dy: [M, N], as main gradients left them.
+    """
+
+    op: Linear
+    weight: Any
+    rows: Any
+    dy: Any
+    sizes: Tensor
+
+    def new(self, live: Sequence[int], count: int, *, packed: bool) -> list[Tensor]:
+        """New gradients of the tensors at `live` of a weight in `count` tensors; `packed`: it is one."""
+        if packed or self.op.paired:
+            halves = tuple([at + 1 for at in live]) if self.op.paired else (0,)
+            return self._launch(halves, False, None, None)
+        if len(live) == count:
+            (whole,) = self._launch((0,), False, None, None)
+            return list(whole.unbind())
+        shape, dtype = (len(live), *self.weight.shape[1:]), self.op.wgrad_dtype or wide(self.weight.dtype)
+        parts = list(self.sizes.new_empty(shape, dtype=TORCH_DTYPES[dtype]).unbind())
+        self.into(parts, live, count, packed=False, accumulate=False)
+        return parts
+
+    def into(
+        self, destinations: list[Tensor], live: Sequence[int], count: int, *, packed: bool, accumulate: bool
+    ) -> None:
+        """The same gradients into the caller's tensors, one for each of `live`."""
+        if self.op.paired:
+            one, two = (*destinations, None)[:2]
+            self._launch(tuple([at + 1 for at in live]), accumulate, one, two)
+            return
+        into: Any = destinations[0]
+        if not packed:  # frozen members of a list have no destination
+            into = [None] * count
+            for at, destination in zip(live, destinations, strict=True):
+                into[at] = destination
+        self._launch((0,), accumulate, into, None)
+
+    def _launch(self, halves: tuple[int, ...], accumulate: bool, into: Any, into_up: Any) -> list[Any]:
+        static = _WeightGrad(self.op, self.weight, halves, accumulate)
+        operands = _Operands(self.rows, self.dy, self.sizes, into, into_up)
+        return call(_WEIGHT_GRAD, static, operands, self.rows.shape[0])
+
+    def tensors(self) -> list[Tensor]:
+        """What it keeps alive."""
+        return [each for each in pack((self.rows, self.dy, self.sizes)).tensors if each is not None]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Destinations
+
+
+class Route(NamedTuple):
+    """Where the gradient of one weight goes, as forward finds it.
+
+    Attributes:
+        name: of the argument, for messages. parts: how many tensors the weight is. packed: whether it is one tensor.
+        live: the tensors that need a gradient.
+        owners: the tensors, or Parameters, if gradients go to accumulators or to a queue; () if they go to autograd.
+        accumulators: () where `main_grad` of the owners is meant. delayed: the queue.
+        flags: whether the owners have flags to raise.
+        overwrite: of each tensor, whether its gradient replaces what is there; None: ask the owners.
+        dtype: of gradients.
+    """
+
+    name: str
+    parts: int
+    packed: bool
+    live: tuple[int, ...]
+    owners: Sequence[Any] = ()
+    accumulators: Sequence[Tensor | None] = ()
+    delayed: main_grad.Delayed | None = None
+    flags: bool = False
+    overwrite: tuple[bool, ...] | None = None
+    dtype: torch.dtype = torch.float32
+
+    def deliver(self, gradient: WeightGradient | None) -> list[Tensor | None]:
+        """What autograd is given for each tensor of the weight; the gradient is computed now, or queued."""
+        results: list[Tensor | None] = [None] * self.parts
+        if gradient is None or not self.live:
+            return results
+        if not self.owners:
+            made = gradient.new(self.live, self.parts, packed=self.packed)
+            for at, each in zip(self.live, made, strict=True):
+                results[at] = each
+            return results
+        packed, count = self.packed, self.parts
+
+        def launch(destinations: list[Tensor], live: list[int], accumulate: bool) -> None:
+            gradient.into(destinations, live, count, packed=packed, accumulate=accumulate)
+
+        return main_grad.deliver(
+            leaf_names(self.owners, self.name),
+            self.owners,
+            self.accumulators or None,
+            self.overwrite,
+            self.live,
+            launch,
+            flags=self.flags,
+            delayed=self.delayed,
+            operands=gradient.tensors() if self.delayed is not None else (),
+            dtype=self.dtype,
+        )
+
+
+def route_of(
+    name: str,
+    leaves: Sequence[Tensor],
+    accumulators: Sequence[Tensor | None],
+    live: tuple[int, ...],
+    dtype: str,
+    *,
+    to_main_grad: bool,
+    owner: Owner | None,
+    overwrite: tuple[bool, ...] | None,
+) -> Route:
+    """The route of one weight.
+
+    Args:
+        leaves: what its gradients belong to; () for a quantised weight without a master.
+        dtype: of gradients, as specs have it. owner: a module's side.
+    """
+    stand_ins = leaves or [each for each in accumulators if each is not None]
+    elsewhere = to_main_grad or len(accumulators) > 0
+    delayed = None if owner is None else owner.delayed
+    owners: Sequence[Any] = ()
+    if elsewhere or delayed is not None:
+        owners = stand_ins if owner is None else owner.parameters
+    return Route(
+        *(name, max(1, len(leaves)), not leaves or is_packed(leaves), live, owners, accumulators, delayed),
+        *(to_main_grad and overwrite is None, overwrite, TORCH_DTYPES[dtype]),
+    )
+
+
+def check_listed_once(*products: tuple[str, Sequence[Any], Owner | None, bool]) -> None:
+    """Refuses a weight that stands twice in one call where its gradient goes to an accumulator, or waits.
+
+    Args:
+        products: of each the argument's name, its weights, a module's side, and whether it has accumulators.
+
+    Raises:
+        ValueError: two that need a gradient are one, or overlap in memory.
+    """
+    found = [
+        (name, weights if owner is None else owner.parameters)
+        for name, weights, owner, accumulates in products
+        if accumulates or (owner is not None and owner.delayed is not None)
+    ]
+    live = [each for _, weights in found for each in weights if each.requires_grad]
+    if is_compiling():  # where there are no addresses
+        if len(set(live)) == len(live):
+            return
+    elif not live or _apart(live):
+        return
+    seen: list[tuple[str, tuple[int, int]]] = []
+    for argument, weights in found:
+        for name, each in zip(leaf_names(weights, argument), weights, strict=True):
+            if not each.requires_grad:
+                continue
+            place = (id(each), 1) if is_compiling() else _place(each)
+            for other, taken in seen:
+                if not memory.are_apart([taken, place]):
+                    raise memory.listed_twice(name, other, "an accumulator")
+            seen.append((name, place))
+
+
+def _apart(live: Sequence[Any]) -> bool:
+    if set(map(type, live)) <= {Tensor, torch.nn.Parameter} and not live[0].is_meta:
+        return _addresses_apart(EXCHANGE.addresses(live), tuple([each.nbytes for each in live]))
+    return memory.are_apart([_place(each) for each in live])
+
+
+@lru_cache(maxsize=1024)
+def _addresses_apart(addresses: bytes, lengths: tuple[int, ...]) -> bool:
+    """Found once for weights that stay where they are."""
+    return memory.are_apart(list(zip(memoryview(addresses).cast("q").tolist(), lengths, strict=True)))
+
+
+def _place(weight: Any) -> tuple[int, int]:
+    """(address, bytes) of a weight; what has no memory is told by its identity."""
+    if type(weight) not in (Tensor, torch.nn.Parameter):
+        weight = weight.q.values if isinstance(weight, QuantizedWeight) else local(weight)
+    return (id(weight), 1) if weight.is_meta else (weight.data_ptr(), weight.nbytes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forms of weights that layers keep
+
+
+def with_forms(
+    cache: WeightForms | None, weight: Any, wanted: tuple[tuple[int, Format], ...], scaling: Scaling, *, training: bool
+) -> Any:
+    """A weight, beside the forms wanted that its layer keeps, if it keeps any."""
+    if cache is None or not wanted or isinstance(weight, QTensor):
+        return weight
+    amax = scaling.amax(WEIGHT) if training else None
+    forms = cache(weight, wanted, scaling.scale(WEIGHT), amax, scaling.mark())
+    return Cached(weight, storing.joined(list(forms)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradients are not differentiated again
+
+
+def once_differentiable(
+    name: str, found: Sequence[Tensor | None], sources: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Gradients with a history that refuses to be differentiated.
+
+    Args:
+        name: of the operation, for the words. sources: what the gradients were made of, whose derivatives are refused.
+    """
+    apart = (None if each is None else each.detach().requires_grad_() for each in found)  # always a history
+    return _Once.apply(name, len(found), *apart, *sources)
+
+
+class _Once(torch.autograd.Function):
+    """Lets gradients through and refuses to differentiate them again."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        """`tensors`: gradients, as many as `count` says, then what they were made of."""
+        ctx.name = name
+        return tuple(None if each is None else each.view_as(each) for each in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        raise RuntimeError(
+            f"{ctx.name}: differentiated twice, expected once; its gradients have no derivative of their own, "
+            "compose it of differentiable torch operations where second derivatives are needed."
+        )

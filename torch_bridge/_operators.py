@@ -1,0 +1,189 @@
+"""The operators of `torch.library`: each runs one whole rule, so that the dispatcher is paid once per rule.
+
+`call` is the one way from a rule to its kernels. Where plain tensors meet no tracing it replays the rule's program at
+once. Everything else, torch.compile, fake and meta tensors, dispatch modes, profilers, sees an operator. Operators take
+tensors and text: the leaves of all operands, those that are written apart from the others, and what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_bridge import _codec, _fake, _record
+from torch_bridge._compiling import is_compiling
+from torch_bridge._memory import EXCHANGE
+from torch_bridge._record import Rule, results_of
+from torch_bridge._tensors import Layout, Leaf, flatten_all, written_leaves
+
+MOST_RESULTS = 12
+"""Tensors that a rule makes at most: the MLP's forward makes y, h, and both forms of x, z and two weights in parts."""
+
+
+class _Facts(NamedTuple):
+    """What the text of an operator says.
+
+    Attributes:
+        static: facts of the rule. layouts: of its operands.
+        kinds: of each leaf: None for nothing, -1 for a tensor, the length of a list of tensors, or the length and the
+            places of those that are there.
+    """
+
+    static: Any
+    layouts: tuple[Layout, ...]
+    kinds: tuple[Any, ...]
+
+
+_codec.register(_Facts)
+_LIBRARY = torch.library.Library("torch_bridge", "DEF")
+
+
+def define(
+    name: str,
+    run: Callable[[Any, Any, Any], Sequence[Any]],
+    operands: type[Any],
+    *statics: type[Any],
+    rows: Sequence[str] = (),
+    written: Sequence[str] = (),
+    notes_sizes: bool = False,
+) -> Rule:
+    """A rule and its operators: one that makes new tensors, and one that also writes for each number of results.
+
+    Functionalisation takes no operator that writes into an argument and gives a list, hence that many.
+
+    Args:
+        name, run, operands, rows, written, notes_sizes: of the `Rule`. statics: classes of its static facts.
+    """
+    rule = Rule(name, run, operands, frozenset(rows), frozenset(written), notes_sizes)
+    _codec.register(*statics)
+    _define(name, f"({_READ}, {_STATIC}) -> Tensor[]", rule)
+    for count in range(MOST_RESULTS + 1) if written or "extras" in operands._fields else ():
+        results = ", ".join(["Tensor"] * count)
+        _define(f"{name}_into{count}", f"({_READ}, Tensor(a!)[] written, {_STATIC}) -> ({results})", rule)
+    return rule
+
+
+_READ, _STATIC = "Tensor[] read", "str facts, SymInt rows"
+
+
+def _define(name: str, schema: str, rule: Rule) -> None:
+    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for device in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, partial(_execute, rule), device)
+    torch.library.register_fake(f"torch_bridge::{name}", partial(_imagine, rule), lib=_LIBRARY)
+
+
+def call(rule: Rule, static: Hashable, operands: Any, rows: Any) -> list[Any]:
+    """The results of `rule`: new tensors, and operands as they came.
+
+    Args:
+        static: its static facts. operands: of its class. rows: M.
+    """
+    layouts, leaves = flatten_all(operands)
+    del operands  # which are freed as soon as no launch reads them
+    if not is_compiling() and torch._C._len_torch_dispatch_stack() == 0 and not _profiling():
+        facts = EXCHANGE.describe(tuple(leaves))
+        if facts is not None:
+            return _record.run(rule, static, layouts, leaves, facts, rows)
+    taken = _taken(rule, static, layouts, leaves)
+    found = _fake.fake(rule, static, layouts, leaves, rows)
+    made = found.recording.made()
+    if taken.written:
+        operator = getattr(torch.ops.torch_bridge, f"{rule.name}_into{len(made)}").default
+        tensors = operator(taken.read, taken.written, taken.facts, rows)
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors or ()
+    else:
+        tensors = getattr(torch.ops.torch_bridge, rule.name).default(taken.read, taken.facts, rows)
+    return results_of(found.recording.outputs, leaves, dict(zip(made, tensors, strict=True)), found.rows)
+
+
+_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Taken(NamedTuple):
+    """Leaves as an operator takes them."""
+
+    read: list[Tensor]
+    written: list[Tensor]
+    facts: str
+
+
+def _taken(rule: Rule, static: Any, layouts: tuple[Layout, ...], leaves: Sequence[Leaf]) -> _Taken:
+    read: list[Tensor] = []
+    written: list[Tensor] = []
+    kinds: list[Any] = []
+    for is_written, leaf in zip(_written(rule, layouts), leaves, strict=True):
+        tensors: list[Tensor] = []
+        if leaf is None:
+            kinds.append(None)
+        elif isinstance(leaf, Tensor):
+            kinds.append(-1)
+            tensors = [leaf]
+        else:
+            there = tuple([at for at, each in enumerate(leaf) if each is not None])
+            kinds.append(len(leaf) if len(there) == len(leaf) else (len(leaf), there))
+            tensors = [each for each in leaf if each is not None]
+        (written if is_written else read).extend(tensors)
+    return _Taken(read, written, _codec.to_text(_Facts(static, layouts, tuple(kinds))))
+
+
+@lru_cache(maxsize=1024)
+def _written(rule: Rule, layouts: tuple[Layout, ...]) -> tuple[bool, ...]:
+    """Of each leaf, whether it is written."""
+    pairs = zip(rule.operands._fields, layouts, strict=True)
+    return tuple(
+        [leaf for name, layout in pairs for leaf in written_leaves(layout, written=name in rule.written)],
+    )
+
+
+def _leaves(rule: Rule, facts: _Facts, read: Sequence[Tensor], written: Sequence[Tensor]) -> list[Any]:
+    """The leaves that `_taken` took."""
+    sources = {False: iter(read), True: iter(written)}
+    leaves: list[Any] = []
+    for is_written, kind in zip(_written(rule, facts.layouts), facts.kinds, strict=True):
+        source = sources[is_written]
+        if kind is None:
+            leaves.append(None)
+        elif isinstance(kind, tuple):
+            several: list[Tensor | None] = [None] * kind[0]
+            for at in kind[1]:
+                several[at] = next(source)
+            leaves.append(several)
+        else:
+            leaves.append(next(source) if kind < 0 else [next(source) for _ in range(kind)])
+    return leaves
+
+
+def _arguments(rule: Rule, *arguments: Any) -> tuple[_Facts, list[Any], Any]:
+    """(facts, leaves, M) of an operator's arguments."""
+    read, *written, text, rows = arguments
+    facts = _codec.from_text(text)
+    return facts, _leaves(rule, facts, read, written[0] if written else ()), rows
+
+
+def _results(tensors: list[Tensor], arguments: Sequence[Any]) -> Any:
+    """What an operator returns: a list, or as many tensors as its name says."""
+    if len(arguments) == 3:
+        return tensors
+    return tensors[0] if len(tensors) == 1 else tuple(tensors) if tensors else None
+
+
+def _execute(rule: Rule, *arguments: Any) -> Any:
+    facts, leaves, rows = _arguments(rule, *arguments)
+    described = EXCHANGE.describe(tuple(leaves))
+    program, values = _record.execute(rule, facts.static, facts.layouts, leaves, described, int(rows))
+    return _results([values[at] for at in program.made], arguments)
+
+
+def _imagine(rule: Rule, *arguments: Any) -> Any:
+    facts, leaves, rows = _arguments(rule, *arguments)
+    found = _fake.fake(rule, facts.static, facts.layouts, leaves, rows)
+    if _fake.planned:
+        _fake.planned[-1] += found.recording.calls
+    sizes = leaves[_record.sizes_at(rule, facts.layouts)] if "sizes" in rule.operands._fields else None
+    made = _fake.new_tensors(found, leaves, 1 if sizes is None else sizes.shape[0])
+    return _results([made[at] for at in found.recording.made()], arguments)

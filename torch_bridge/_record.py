@@ -1,0 +1,417 @@
+"""How one rule runs in PyTorch: recorded once for its shapes and dtypes, then replayed on addresses.
+
+A rule of `grouped_core` never looks at values, so what it does follows from the specs of its operands. Its first run
+notes casts and native calls; later runs allocate, collect addresses and launch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grouped_core import _native, plans
+from grouped_core.calls import ArraySpec, Call
+from grouped_core.debug import debug_flags
+from grouped_core.products import Listed
+from torch_bridge._cache import Cache
+from torch_bridge._checks import check_operand
+from torch_bridge._memory import (
+    EXCHANGE,
+    address_table,
+    aligned,
+    current_device,
+    empty_on_cpu,
+    empty_on_cuda,
+    raw_stream,
+)
+from torch_bridge._tensors import (
+    RESULT_DTYPES,
+    TORCH_DTYPES,
+    Layout,
+    Leaf,
+    flatten,
+    leaf_count,
+    spec_of,
+    unflatten,
+)
+from torch_bridge.sizes import note_sizes
+
+
+@lru_cache(maxsize=64)
+def arch_of(device: torch.device) -> str:
+    """The arch that plans are made for on `device`: "cpu", "sm_90a".
+
+    Raises:
+        ValueError: neither CPU nor CUDA.
+    """
+    if device.type == "cpu":
+        return "cpu"
+    if device.type == "cuda":
+        return _native.device_arch(0 if device.index is None else device.index)
+    raise ValueError(f"device {device}: expected a CPU or CUDA device; move the tensors there, or pass `arch`.")
+
+
+class Rule(NamedTuple):
+    """A rule of `grouped_core` as an operator of this package runs it.
+
+    Attributes:
+        name: of the operator.
+        run: (runner, static facts, operands) -> results, of which each is an operand, a new array, or None.
+        operands: the class of named tuples in which operands come.
+        rows: the fields of `operands` that have M rows. written: the fields that are written to.
+        notes_sizes: whether GROUPED_DEBUG=sizes looks at `sizes`.
+    """
+
+    name: str
+    run: Callable[[Recorder, Any, Any], Sequence[Any]]
+    operands: type[Any]
+    rows: frozenset[str]
+    written: frozenset[str]
+    notes_sizes: bool = False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Recording
+
+
+class Register(NamedTuple):
+    """Stands for an array while a rule is recorded."""
+
+    at: int
+    spec: ArraySpec
+
+
+class Cast(NamedTuple):
+    """values[result] = values[source] rounded to `dtype`."""
+
+    source: int
+    result: int
+    dtype: torch.dtype
+
+
+class Launch(NamedTuple):
+    """One native call. A result slot has a register, new or that of a buffer; None: absent, or goes to a table."""
+
+    call: Call
+    operands: tuple[tuple[int, int], ...]  # (slot, register) of those that are there
+    results: tuple[int | None, ...]
+
+
+class Given(NamedTuple):
+    """What planning knows of a leaf: its packed spec, and whether a table of (aligned) addresses gives it."""
+
+    spec: ArraySpec
+    listed: bool = False
+    aligned: bool = True
+
+
+class Recorder:
+    """The runner that notes what a rule does."""
+
+    def __init__(self) -> None:
+        self.steps: list[Cast | Launch] = []
+        self.specs: list[ArraySpec] = []
+
+    def given(self, leaf: Given | None) -> Register | Listed | None:
+        """What the rule sees of a leaf."""
+        if leaf is None:
+            return None
+        if leaf.listed:
+            return Listed(leaf.spec, self.register(ArraySpec(leaf.spec.shape[:1], "int64")), leaf.aligned)
+        return self.register(leaf.spec)
+
+    def register(self, spec: ArraySpec) -> Register:
+        """A new register."""
+        self.specs.append(spec)
+        return Register(len(self.specs) - 1, spec)
+
+    def __call__(self, call: Call, arrays: Sequence[Register | None]) -> tuple[Register | None, ...]:
+        present = tuple((slot, array.at) for slot, array in enumerate(arrays) if array is not None)
+        buffers = {output: arrays[slot] for slot, output in call.aliases}  # None where a table says where to write
+        results = tuple(
+            buffers[at] if at in buffers else None if spec is None else self.register(spec)
+            for at, spec in enumerate(call.outputs)
+        )
+        ats = tuple(None if result is None else result.at for result in results)
+        self.steps.append(Launch(call, present, ats))
+        return results
+
+    def spec(self, array: Register) -> ArraySpec:
+        return array.spec
+
+    def cast(self, array: Register, dtype: str) -> Register:
+        if array.spec.dtype == dtype:
+            return array
+        result = self.register(ArraySpec(array.spec.shape, dtype))
+        self.steps.append(Cast(array.at, result.at, TORCH_DTYPES[dtype]))
+        return result
+
+
+class Output(NamedTuple):
+    """One result of a rule: its layout, and for each leaf a register that was made, or (None, n) for given leaf n."""
+
+    layout: Layout
+    leaves: tuple[int | tuple[None, int] | None, ...]
+
+
+class Recording(NamedTuple):
+    """What a rule does. Registers are numbered: leaves that are there, in order, then whatever is made."""
+
+    steps: tuple[Cast | Launch, ...]
+    outputs: tuple[Output, ...]
+    specs: tuple[ArraySpec, ...]  # of all registers
+    given: int  # how many registers are leaves
+
+    @property
+    def calls(self) -> list[Call]:
+        return [step.call for step in self.steps if isinstance(step, Launch)]
+
+    def made(self) -> list[int]:
+        """The registers of results that are no operands, in order, each once."""
+        new = (at for output in self.outputs for at in output.leaves if isinstance(at, int))
+        return list(dict.fromkeys(new))
+
+
+def record(
+    rule: Rule, static: Hashable, layouts: Sequence[Layout], leaves: Sequence[Given | None], rows: int
+) -> Recording:
+    """Runs `rule` on what is known of its operands; raises what the rule raises.
+
+    Args:
+        static: its static facts. layouts: of its operands. leaves: of all of them. rows: M.
+    """
+    run = Recorder()
+    held = [run.given(leaf) for leaf in leaves]
+    rest = iter(held)
+    operands = rule.operands(*[unflatten(layout, rest, rows, _typed) for layout in layouts])
+    count = len(run.specs)
+    places = {_register(each): n for n, each in enumerate(held) if each is not None}
+    outputs = []
+    for result in rule.run(run, static, operands):
+        parts: list[Any] = []
+        layout = flatten(result, parts)
+        at = [None if part is None else _register(part) for part in parts]
+        outputs.append(Output(layout, tuple([(None, places[n]) if n in places else n for n in at])))
+    return Recording(tuple(run.steps), tuple(outputs), tuple(run.specs), count)
+
+
+def _register(leaf: Register | Listed) -> int:
+    return leaf.table.at if isinstance(leaf, Listed) else leaf.at
+
+
+def _typed(scales: Register, cell: Any) -> Register:
+    """Scales of blocks as rules read them, of what leaves are."""
+    return scales._replace(spec=scales.spec._replace(dtype=cell.scales)) if scales.spec.dtype == "uint8" else scales
+
+
+def results_of(outputs: Sequence[Output], leaves: Sequence[Leaf], made: Any, rows: Any) -> list[Any]:
+    """The results of a rule; operands among them are those that came.
+
+    Args:
+        leaves: of the operands. made: a new tensor by its register. rows: M.
+    """
+    results = []
+    for layout, places in outputs:
+        if layout is None:
+            (at,) = places
+            results.append(None if at is None else leaves[at[1]] if isinstance(at, tuple) else made[at])
+        else:
+            parts = iter([leaves[at[1]] if isinstance(at, tuple) else made[at] for at in places if at is not None])
+            results.append(unflatten(layout, parts, rows))
+    return results
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Replay
+
+
+class _Planned(NamedTuple):
+    """A `Launch` with its kernel chosen and everything prepared that does not depend on addresses."""
+
+    call: str  # its name
+    launch: Callable[[list[Any], int], None]  # on the values of all registers, and a stream
+    made: tuple[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # register, shape, strides, dtype
+    last_used: tuple[int, ...]  # registers that nothing reads afterwards
+
+
+class Program(NamedTuple):
+    """A recording planned for one device. Its last register is the workspace, one for all launches."""
+
+    steps: tuple[Cast | _Planned, ...]
+    outputs: tuple[Output, ...]
+    made: tuple[int, ...]  # registers of results that are no operands
+    released: tuple[int, ...]  # leaves, tensors, that are no results: each lives until its last launch
+    blank: list[None]  # registers beyond the operands
+    workspace_bytes: int
+    device: int  # the CUDA device, -1 on the CPU
+    empty: Callable[..., Tensor]  # (shape, strides, dtype) -> new tensor
+
+
+def _program(
+    rule: Rule, static: Hashable, layouts: Sequence[Layout], leaves: Sequence[Leaf], rows: int, device: torch.device
+) -> Program:
+    recording = record(rule, static, layouts, [given_of(each) for each in leaves], rows)
+    # Of addresses only whether they are aligned matters, which facts tell; what a replay allocates is.
+    places = [0 if not isinstance(each, Tensor) else each.data_ptr() for each in leaves if each is not None]
+    given = recording.given
+    keep = set(recording.made())
+    steps: list[Cast | _Planned] = []
+    workspace_bytes = 0
+    for step in reversed(recording.steps):
+        if isinstance(step, Cast):
+            steps.append(step)
+            keep.add(step.source)
+            continue
+        read = {register for _, register in step.operands}
+        plan = plans.plan(step.call, arch_of(device))
+        inputs = len(step.call.inputs)
+        registers = [-1] * (inputs + len(step.call.outputs) + 1)
+        for slot, register in step.operands:
+            registers[slot] = register
+        for slot, register in enumerate(step.results, inputs):
+            registers[slot] = -1 if register is None else register
+        needed = plan.workspace_for([places[at] if 0 <= at < given else 0 for at in registers])
+        if needed:
+            registers[-1] = len(recording.specs)
+        workspace_bytes = max(workspace_bytes, needed)
+        shared = {output for _, output in step.call.aliases}
+        new = [
+            (register, spec.shape, _strides(spec.shape), RESULT_DTYPES[spec.dtype])
+            for at, (register, spec) in enumerate(zip(step.results, step.call.outputs, strict=True))
+            if register is not None and spec is not None and at not in shared
+        ]
+        steps.append(
+            _Planned(
+                step.call.name,
+                _native.Launcher(EXCHANGE, plan, registers).launch,
+                tuple(new),
+                tuple(read - keep),
+            )
+        )
+        keep |= read
+    index, empty = (-1, empty_on_cpu) if device.type == "cpu" else (device.index, empty_on_cuda)
+    blank = [None] * (len(recording.specs) - given + 1)
+    returned = {at[1] for output in recording.outputs for at in output.leaves if isinstance(at, tuple)}
+    released = tuple(at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and at not in returned)
+    made = tuple(recording.made())
+    return Program(tuple(reversed(steps)), recording.outputs, made, released, blank, workspace_bytes, index, empty)
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def given_of(leaf: Leaf, *, has_memory: bool = True) -> Given | None:
+    """What planning knows of a leaf."""
+    if leaf is None:
+        return None
+    if isinstance(leaf, Tensor):
+        return Given(spec_of(leaf))
+    there = [each for each in leaf if each is not None]
+    one = spec_of(there[0])
+    return Given(ArraySpec((len(leaf), *one.shape), one.dtype), True, not has_memory or aligned(there))
+
+
+_programs: Cache[Hashable, Program] = Cache()
+
+
+def run(
+    rule: Rule, static: Hashable, layouts: tuple[Layout, ...], leaves: list[Any], facts: bytes | None, rows: int
+) -> list[Any]:
+    """The results of `rule` on real tensors; arguments and errors as of `execute`."""
+    program, values = execute(rule, static, layouts, leaves, facts, rows)
+    return results_of(program.outputs, leaves, values, rows)
+
+
+def execute(
+    rule: Rule, static: Hashable, layouts: tuple[Layout, ...], leaves: list[Any], facts: bytes | None, rows: int
+) -> tuple[Program, list[Any]]:
+    """The program of `rule`, and the values of its registers once it was launched on the current stream.
+
+    Args:
+        static: its static facts. layouts: of its operands. rows: M.
+        leaves: of all operands; the first one that is there says which device it is. Those that are no results are
+            taken out of the list, so that rows are freed as soon as no launch reads them.
+        facts: of the leaves, by `EXCHANGE.describe`.
+
+    Raises:
+        ValueError, TypeError: the operands do not fit. NotImplementedError: no kernel takes them.
+    """
+    flags = debug_flags()
+    key = (rule.name, static, layouts, rows, facts)
+    program = None if facts is None else _programs.get(key)
+    if program is None:
+        device = _check_plain(leaves, facts)
+        program = _programs.keep(key, _program(rule, static, layouts, leaves, rows, device))
+    if rule.notes_sizes and "sizes" in flags:
+        note_sizes(leaves[sizes_at(rule, layouts)], rows)
+    if program.device >= 0 and program.device != current_device():
+        with torch.cuda.device(program.device):
+            return program, _replay(program, leaves, flags)
+    return program, _replay(program, leaves, flags)
+
+
+def sizes_at(rule: Rule, layouts: Sequence[Layout]) -> int:
+    """The leaf that holds the group sizes of a rule which has them."""
+    return sum(map(leaf_count, layouts[: rule.operands._fields.index("sizes")]))
+
+
+def _check_plain(leaves: Sequence[Leaf], facts: bytes | None) -> torch.device:
+    """The device of the operands. Raises ValueError for what kernels cannot read where it lies."""
+    named = [
+        (f"operand {at}", each)
+        for at, leaf in enumerate(leaves)
+        for each in ([leaf] if isinstance(leaf, Tensor) else leaf or [])
+        if each is not None
+    ]
+    _, first = named[0]
+    for name, each in named:
+        check_operand(name, each, first)
+    if facts is None:
+        raise ValueError(
+            "operands of a torch_bridge operator: tensors without memory, or a list of unlike ones, expected plain "
+            "tensors; call grouped_linear, which says what is wrong with its arguments."
+        )
+    return first.device
+
+
+def _replay(program: Program, leaves: list[Any], flags: frozenset[str]) -> list[Any]:
+    stream = 0 if program.device < 0 else raw_stream(program.device)
+    values: list[Any] = [
+        each if isinstance(each, Tensor) else address_table(each, program.device) for each in leaves if each is not None
+    ]
+    for at in program.released:
+        leaves[at] = None
+    values += program.blank
+    if program.workspace_bytes:
+        values[-1] = program.empty((program.workspace_bytes,), (1,), torch.uint8)
+    for step in program.steps:
+        if isinstance(step, Cast):
+            values[step.result] = values[step.source].to(step.dtype)
+        else:
+            _launch(step, values, program, stream, flags)
+    return values
+
+
+def _launch(step: _Planned, values: list[Any], program: Program, stream: int, flags: frozenset[str]) -> None:
+    for register, shape, strides, dtype in step.made:
+        values[register] = program.empty(shape, strides, dtype)
+    if "poison" in flags:
+        _poison(values[-1], *(values[register] for register, *_ in step.made))
+    step.launch(values, stream)
+    for register in step.last_used:
+        values[register] = None
+    if "sync" in flags and program.device >= 0 and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize(program.device)
+
+
+def _poison(*tensors: Tensor | None) -> None:
+    """Fills tensors with bytes that every float type reads as NaN."""
+    for each in tensors:
+        if each is not None:
+            each.view(torch.uint8).fill_(0xFF)

@@ -1,0 +1,79 @@
+"""What the products of one operation have of the state and the key that a recipe is bound to."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grouped_core import scaling
+from grouped_core.scaling import ScalingState
+from grouped_core.storing import Extras
+from torch_bridge._compiling import is_compiling
+from torch_bridge._quantizing import copied
+
+X, WEIGHT, DY = range(len(scaling.ROLES))
+"""Roles of a product's operands."""
+
+
+class Scaling(NamedTuple):
+    """What one product has of what is bound to an operation.
+
+    Attributes:
+        state: of delayed scaling, or None. first: the role of x in it; those of the weight and dy follow.
+        key: of stochastic rounding, or None.
+        multipliers: of x, the weight and dy [3, G], which forward and backward have in common; None: what the state
+            has now.
+    """
+
+    state: ScalingState[Tensor] | None
+    key: Tensor | None
+    first: int = 0
+    multipliers: Tensor | None = None
+
+    def scale(self, role: int) -> Tensor | None:
+        """The multipliers [G] of an operand, None without a state."""
+        if self.state is None:
+            return None
+        return self.state.scale[self.first + role] if self.multipliers is None else self.multipliers[role]
+
+    def amax(self, role: int) -> Tensor | None:
+        """The largest magnitudes [G] of an operand in this step, which quantisers raise in place; None without a
+        state.
+        """
+        return None if self.state is None else self.state.history[self.first + role, 0]
+
+    def extras(self, *roles: int, training: bool) -> Extras | None:
+        """What rules get of it for the operands `roles`; None where nothing is bound.
+
+        Args:
+            training: whether largest magnitudes are merged.
+        """
+        if self.state is None:
+            return None if self.key is None or DY not in roles else Extras(self.key)
+        x, w, dy = (self.scale(role) if role in roles else None for role in (X, WEIGHT, DY))
+        amaxes = (self.amax(role) if training and role in roles else None for role in (X, WEIGHT, DY))
+        return Extras(self.key if DY in roles else None, x, w, dy, training, *amaxes)
+
+    def mark(self) -> tuple[Any, ...]:
+        """What differs once the multipliers of the state were updated."""
+        scale = None if self.state is None else self.state.scale
+        return () if scale is None or scale.is_inference() else (scale.data_ptr(), scale._version)
+
+
+def with_multipliers(uses: tuple[Scaling, ...]) -> tuple[Scaling, ...]:
+    """The products of one operation with a copy of their multipliers, where they have states: by backward a state may
+    have others. One launch, whether products share a state or have one each.
+    """
+    if uses[0].state is None:
+        return uses
+    scales = [use.state.scale for use in uses if use.state is not None and use.first == 0]
+    if is_compiling():
+        copy = copied(scales)
+    elif len(scales) > 1:
+        copy = torch.cat(scales)
+    else:  # by a kernel: a clone is a memcpy. None is negative, and of such kernels this one returns first
+        copy = scales[0].abs()
+    parts = [copy] if len(uses) == 1 else copy.split(len(scaling.ROLES))
+    return tuple([use._replace(multipliers=part) for use, part in zip(uses, parts, strict=True)])

@@ -1,0 +1,291 @@
+"""Facts of tensors as the rules of `grouped_core` see them, and operands as lists of tensors with a layout.
+
+A rule reads operands that are tensors, lists of one tensor per group, pairs, or quantised. Native calls, operators of
+`torch.library` and `save_for_backward` take tensors alone. `flatten` makes a list of tensors of an operand and says in
+a layout, which is hashable, what they are; `unflatten` is its inverse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grouped_core import calls
+from grouped_core.calls import ArraySpec
+from grouped_core.formats import Format, QTensor
+from grouped_core.products import Cached, Paired
+from grouped_core.storing import Extras
+
+DTYPES: dict[torch.dtype, str] = {
+    getattr(torch, name): name
+    for name in (
+        *("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"),
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    )
+}
+"""The names that specs carry, by torch dtype."""
+
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+E8M0 = torch.float8_e8m0fnu
+RESULT_DTYPES = TORCH_DTYPES | {"float8_e8m0fnu": torch.uint8}
+"""Torch dtypes of results. E8M0 scales are bytes inside this package: inductor lowers no operator that reads E8M0 and
+writes into an argument."""
+
+SYMBOLIC_ROWS = calls.MAX_ROWS
+"""The number that stands for M in specs where torch.compile has a symbol for it: no K, N or G comes near it."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a torch dtype in specs; a dtype that specs do not know keeps torch's name."""
+    return DTYPES.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+def spec_of(tensor: Tensor) -> ArraySpec:
+    """Shape and dtype of a tensor."""
+    return ArraySpec(tuple(tensor.shape), dtype_name(tensor.dtype))
+
+
+def fixed_spec(tensor: Tensor) -> ArraySpec:
+    """As `spec_of`; sizes for which torch.compile has symbols become numbers, so that the spec can be a key."""
+    return ArraySpec(tuple(map(int, tensor.shape)), dtype_name(tensor.dtype))
+
+
+def rows_spec(tensor: Tensor) -> ArraySpec:
+    """As `fixed_spec`, of rows, whose number may be a symbol: `SYMBOLIC_ROWS` then stands for it."""
+    if not tensor.shape or not is_symbol(tensor.shape[0]):
+        return fixed_spec(tensor)
+    return ArraySpec((SYMBOLIC_ROWS, *map(int, tensor.shape[1:])), dtype_name(tensor.dtype))
+
+
+def is_symbol(length: Any) -> bool:
+    """Whether torch.compile has a symbol of its own for a length."""
+    return isinstance(length, torch.SymInt) and length.node.expr.is_Symbol
+
+
+def settle_rows(*operands: Any) -> None:
+    """Makes M a number unless it is a symbol in all of these operands, of which quantised rows have numbers."""
+    rows = [each.shape[0] if isinstance(each, Tensor) and each.shape else 0 for each in operands if each is not None]
+    if not all(map(is_symbol, rows)):
+        for each in rows:
+            int(each)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StraightThrough:
+    """A quantised operand whose gradient goes to another tensor; see `quantize.straight_through`."""
+
+    master: Tensor
+    q: QTensor[Tensor]
+
+
+def home(rows: Any) -> Any:
+    """The tensor whose device is that of the operation: the rows, or their codes."""
+    rows = rows.q if isinstance(rows, StraightThrough) else rows
+    return rows.values if isinstance(rows, QTensor) else rows
+
+
+def members(operand: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
+    """The tensors of an operand: of one packed tensor, of one per group, or of nothing."""
+    return [] if operand is None else [operand] if isinstance(operand, Tensor) else list(operand)
+
+
+def forms_of(q: QTensor[Any]) -> list[QTensor[Any]]:
+    """The forms that a quantised operand has."""
+    return [q] if q.other is None else [q, *forms_of(q.other)]
+
+
+def parts_of(q: QTensor[Any]) -> list[Tensor]:
+    """The tensors of all forms of a quantised operand."""
+    return [part for form in forms_of(q) for part in form.slots if part is not None]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Operands as lists of tensors
+
+
+class Form(NamedTuple):
+    """Layout of a quantised operand: all of the `QTensor` but its tensors.
+
+    Attributes:
+        shape: the logical shape; of rows -1 stands for M.
+        scaled: whether there are scales of blocks, and scales of groups. other: of the other form, or None.
+    """
+
+    format: Format
+    axis: int
+    shape: tuple[int, ...]
+    dtype: str
+    scaled: tuple[bool, bool]
+    other: Form | None
+
+
+class PairLayout(NamedTuple):
+    """Layout of a weight in two tensors; `axis`: along which they stand side by side."""
+
+    axis: int
+
+
+class CachedLayout(NamedTuple):
+    """Layout of a weight beside forms that its layer keeps; `forms` is theirs."""
+
+    forms: Form
+
+
+class ExtrasLayout(NamedTuple):
+    """Layout of what is bound to a recipe; `measure`: whether largest magnitudes are merged into its last three
+    leaves, which are written.
+    """
+
+    measure: bool
+
+
+Layout = Form | PairLayout | CachedLayout | ExtrasLayout | None
+"""None: a tensor, a list of tensors, or nothing stands for itself."""
+
+Leaf = Tensor | Sequence[Tensor | None] | None
+"""A tensor, one tensor per group (None: a destination that is skipped), or nothing."""
+
+
+_READ, _WRITTEN = ("key", "x", "w", "dy"), ("x_amax", "w_amax", "dy_amax")
+"""Fields of `Extras` in front of `measure`, and behind it."""
+
+PLAIN = frozenset({type(None), Tensor, torch.nn.Parameter, list})
+"""Types of operands that stand for themselves, asked for first because it is quick."""
+
+
+def flatten(operand: Any, leaves: list[Any]) -> Layout:
+    """Appends the leaves of an operand to `leaves` and returns its layout."""
+    if type(operand) not in PLAIN:
+        if isinstance(operand, QTensor):
+            return _flatten_form(operand, leaves)
+        if isinstance(operand, Paired):
+            leaves += (operand.gate, operand.up)
+            return PairLayout(operand.axis)
+        if isinstance(operand, Cached):
+            leaves.append(operand.source)
+            return CachedLayout(_flatten_form(operand.forms, leaves))
+        if isinstance(operand, Extras):
+            leaves += operand[: len(_READ)] + operand[-len(_WRITTEN) :]
+            return ExtrasLayout(operand.measure)
+    leaves.append(operand)
+    return None
+
+
+def flatten_all(operands: Sequence[Any]) -> tuple[tuple[Layout, ...], list[Any]]:
+    """(layouts, leaves) of several operands."""
+    if PLAIN.issuperset(map(type, operands)):
+        return _NO_LAYOUTS[len(operands)], list(operands)
+    leaves: list[Any] = []
+    return tuple([flatten(each, leaves) for each in operands]), leaves
+
+
+_NO_LAYOUTS = [(None,) * count for count in range(32)]
+
+
+def _flatten_form(q: QTensor[Any], leaves: list[Any]) -> Form:
+    values, scales, group_scales = q.slots
+    leaves.append(values)
+    if scales is not None:
+        leaves.append(scales.view(torch.uint8) if isinstance(scales, Tensor) and scales.dtype is E8M0 else scales)
+    if group_scales is not None:
+        leaves.append(group_scales)
+    shape = tuple(map(int, q.shape)) if len(q.shape) == 3 else (-1, int(q.shape[1]))
+    other = None if q.other is None else _flatten_form(q.other, leaves)
+    return Form(q.format, q.axis, shape, q.dtype, (scales is not None, group_scales is not None), other)
+
+
+def unflatten(
+    layout: Layout, leaves: Iterator[Any], rows: Any, scales_of: Callable[[Any, Format], Any] | None = None
+) -> Any:
+    """The operand of that layout, whose leaves come next.
+
+    Args:
+        rows: M. scales_of: what is made of scales of blocks, given their format; None: nothing.
+    """
+    if layout is None:
+        return next(leaves)
+    if isinstance(layout, PairLayout):
+        return Paired(next(leaves), next(leaves), layout.axis)
+    if isinstance(layout, CachedLayout):
+        return Cached(next(leaves), unflatten(layout.forms, leaves, rows, scales_of))
+    if isinstance(layout, ExtrasLayout):
+        named = {name: next(leaves) for name in (*_READ, *_WRITTEN)}
+        return Extras(measure=layout.measure, **named)
+    values, (has_scales, has_group_scales) = next(leaves), layout.scaled
+    scales = next(leaves) if has_scales else None
+    if has_scales and scales_of is not None:
+        scales = scales_of(scales, layout.format)
+    group_scales = next(leaves) if has_group_scales else None
+    shape = layout.shape if layout.shape[0] >= 0 else (rows, layout.shape[1])
+    other = None if layout.other is None else unflatten(layout.other, leaves, rows, scales_of)
+    return QTensor(values, scales, group_scales, layout.format, layout.axis, shape, layout.dtype, other)
+
+
+def leaf_count(layout: Layout) -> int:
+    """How many leaves an operand of that layout has."""
+    if layout is None:
+        return 1
+    if isinstance(layout, PairLayout):
+        return 2
+    if isinstance(layout, CachedLayout):
+        return 1 + leaf_count(layout.forms)
+    if isinstance(layout, ExtrasLayout):
+        return len(_READ) + len(_WRITTEN)
+    return 1 + sum(layout.scaled) + (0 if layout.other is None else leaf_count(layout.other))
+
+
+def written_leaves(layout: Layout, *, written: bool) -> list[bool]:
+    """Of each leaf of an operand, whether it is written; `written`: whether the operand is."""
+    if isinstance(layout, ExtrasLayout):
+        return [False] * len(_READ) + [layout.measure] * len(_WRITTEN)
+    return [written] * leaf_count(layout)
+
+
+class Packed(NamedTuple):
+    """Operands as `save_for_backward` takes them: tensors, and what `unpack` needs to make the operands again."""
+
+    tensors: list[Tensor | None]
+    layouts: tuple[
+        tuple[Layout, tuple[int, ...]], ...
+    ]  # of each operand, and how many tensors each leaf has; -1: itself
+
+
+_ITSELF = (None, (-1,))
+
+
+def pack(operands: Sequence[Any]) -> Packed:
+    """Operands as tensors."""
+    tensors: list[Tensor | None] = []
+    layouts: list[tuple[Layout, tuple[int, ...]]] = []
+    for operand in operands:
+        if type(operand) in PLAIN and type(operand) is not list:
+            tensors.append(operand)
+            layouts.append(_ITSELF)
+            continue
+        leaves: list[Any] = []
+        layout = flatten(operand, leaves)
+        layouts.append((layout, tuple([len(leaf) if isinstance(leaf, (list, tuple)) else -1 for leaf in leaves])))
+        for leaf in leaves:
+            if isinstance(leaf, (list, tuple)):
+                tensors += leaf
+            else:
+                tensors.append(leaf)
+    return Packed(tensors, tuple(layouts))
+
+
+def unpack(layouts: Sequence[tuple[Layout, tuple[int, ...]]], tensors: Sequence[Any], rows: Any) -> list[Any]:
+    """The operands that `pack` made tensors of; `rows`: M."""
+    rest = iter(tensors)
+    operands = []
+    for layout, counts in layouts:
+        if counts == (-1,):
+            operands.append(next(rest))
+        else:
+            leaves = [next(rest) if n < 0 else [next(rest) for _ in range(n)] for n in counts]
+            operands.append(unflatten(layout, iter(leaves), rows))
+    return operands

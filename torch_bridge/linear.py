@@ -1,0 +1,209 @@
+"""The grouped linear operation, with gradients. The mathematics is grouped_core's.
+
+Letters: G groups, M rows, K in, N out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from grouped_core import gradients, storing
+from grouped_core.formats import Format, QTensor, wide
+from grouped_core.gradients import NO_NEEDS, LinearSpecs, Needs
+from grouped_core.linear_spec import Linear
+from grouped_core.recipes import BoundRecipe, Recipe
+from grouped_core.sizes import GroupSizes
+from torch_bridge import _autocast, _saved
+from torch_bridge._args import Arguments, Members, linear_arguments
+from torch_bridge._autograd import NOTHING, Deliver, Kept, MainGradients, Operation, Saved
+from torch_bridge._calling import OPERATIONS, run
+from torch_bridge._checks import NAMES
+from torch_bridge._gradients import (
+    WeightGradient,
+    with_forms,
+)
+from torch_bridge._operators import call, define
+from torch_bridge._scaling import DY, WEIGHT, X
+from torch_bridge._tensors import StraightThrough
+
+
+def grouped_linear(
+    x: Tensor | QTensor[Tensor] | StraightThrough,
+    weight: Members | QTensor[Tensor] | StraightThrough,
+    group_sizes: Tensor | Sequence[int] | GroupSizes,
+    *,
+    rhs_transposed: bool = True,
+    bias: Members | None = None,
+    row_scale: Tensor | None = None,
+    scale_bias: bool = False,
+    recipe: Recipe | BoundRecipe | None = None,
+    wgrad_accum: str | Tensor | Sequence[Tensor | None] | None = None,
+    out: Tensor | None = None,
+    grad_input: Tensor | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Tensor:
+    """The product [M, N] of grouped rows: `row_scale[r] * (x[r] @ weight[g].T + bias[g])` for row r of group g.
+
+    Rows past the groups are zero. Differentiable in x, weight, bias and row_scale; what needs no gradient is neither
+    computed nor saved. A weight given as a list has the same bits as a packed one, nothing is stacked, and frozen
+    members get no gradient.
+
+    Args:
+        x: [M, K] fp32, bf16, fp16, e4m3fn or e5m2; or quantised. Under `torch.autocast` it, the weight and
+            the bias are cast to its dtype, as in `F.linear`; else nothing is.
+        weight: [G, N, K], or [G, K, N] with `rhs_transposed=False`; or a list of G such matrices; or quantised. The
+            gradient of a quantised operand goes to the master of `straight_through`, else nowhere.
+        group_sizes: G integers on the device of x; a list or CPU tensor is copied there without a synchronisation.
+            A sum above M is clamped, a negative size counts as 0.
+        bias: [G, N] or a list of G vectors, added before the one rounding.
+        row_scale: [M]; with `scale_bias` it multiplies the bias alone.
+        recipe: formats of the three products; None takes the operands as they stand. Bound to a state of delayed
+            scaling (`Recipe.bind`), magnitudes are merged into it in place.
+        wgrad_accum: None returns the weight's gradient. A tensor of the weight's shape (a list of them for a list, None
+            for frozen members) is added to in backward instead, "main_grad" means the attribute of that name: see
+            `torch_bridge.main_grad`. The weight's gradient is then None (with "main_grad" perhaps a zero dummy), also
+            from `torch.autograd.grad`.
+        out, grad_input: the caller's buffers for y [M, N] and the gradient of x [M, K], in the dtype of autocast where
+            that is on. The results share their storage (under torch.compile they may be copies, and the `.grad` of a
+            leaf x always is one), and rows past the groups keep what they hold.
+        implementation: a kernel's name, or several; see `explain`.
+
+    Raises:
+        TypeError: dtypes, or an argument that is no tensor. ValueError: shapes, devices, layouts, buffers, options.
+        NotImplementedError: no kernel takes it. RuntimeError: in backward, `main_grad` cannot be written, or it is
+            differentiated again.
+    """
+    x, (weight,), (bias,), (owner,) = _autocast.operands(x, (weight,), (bias,))
+    arguments = (x, weight, group_sizes, rhs_transposed, bias, row_scale, scale_bias, recipe)
+    return run(LINEAR.name, arguments, wgrad_accum, implementation, out, grad_input, (owner,), (None,))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Operators
+
+
+class LinearForward(NamedTuple):
+    """Static facts of forward."""
+
+    op: Linear
+    needs: Needs
+
+
+class LinearOperands(NamedTuple):
+    """Operands of forward."""
+
+    x: Any
+    weight: Any
+    sizes: Any
+    bias: Any
+    row_scale: Any
+    out: Any
+    extras: Any
+
+
+def _forward_rule(run: Any, static: LinearForward, o: LinearOperands) -> tuple[Any, Any, Any]:
+    operands = list(o[:-1])
+    found = gradients.linear_forward(
+        run, static.op, *operands, extras=o.extras or storing.NO_MEASURES, needs=static.needs
+    )
+    return found.y, found.x, found.w
+
+
+_FORWARD = define(
+    *("linear", _forward_rule, LinearOperands, LinearForward),
+    rows=("x", "row_scale", "out"),
+    written=("out",),
+    notes_sizes=True,
+)
+
+
+class LinearMainGrads(NamedTuple):
+    """Static facts of all gradients but that of the weight."""
+
+    op: Linear
+    specs: LinearSpecs
+    needs: Needs
+
+
+class LinearGradOperands(NamedTuple):
+    """Operands of these gradients."""
+
+    x: Any
+    weight: Any
+    sizes: Any
+    bias: Any
+    row_scale: Any
+    dy: Any
+    grad_input: Any
+    extras: Any
+
+
+def _main_grads_rule(run: Any, static: LinearMainGrads, o: LinearGradOperands) -> tuple[Any, ...]:
+    operands = list(o[:-2])
+    options = {"grad_input": o.grad_input, "extras": o.extras or storing.NO_MEASURES}
+    return gradients.main_grads(run, static.op, static.specs, *operands, needs=static.needs, **options)[:5]
+
+
+_MAIN_GRADS = define(
+    *("linear_main_grads", _main_grads_rule, LinearGradOperands, LinearMainGrads),
+    rows=("x", "row_scale", "dy", "grad_input"),
+    written=("grad_input",),
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forward and backward
+
+
+@lru_cache(maxsize=1024)
+def _cached_forms(op: Linear, needs: Needs, has_scale: bool) -> tuple[tuple[int, Format], ...]:
+    """Forms of a weight that come from the cache of its layer."""
+    assert op.recipe is not None, "layers with caches have recipes"
+    keep = gradients.keeps_forms(op, op.recipe, needs, has_scale)[1]
+    return tuple([each for each in gradients.weight_forms(op, op.recipe, keep) if not each[1].plain])
+
+
+def _forward(given: Arguments, needs: Needs, out: Tensor | None) -> tuple[Tensor, Kept]:
+    (scaling,), (weight,), (bias,), (cache,) = given.scaling, given.weights, given.biases, given.caches
+    training, has_scale = any(needs), given.row_scale is not None
+    if cache is not None:
+        weight = with_forms(cache, weight, _cached_forms(given.op, needs, has_scale), scaling, training=training)
+    extras = scaling.extras(X, WEIGHT, training=training)
+    operands = LinearOperands(given.x, weight, given.sizes, bias, given.row_scale, out, extras)
+    y, x, weight = call(_FORWARD, LinearForward(given.op, needs), operands, given.x.shape[0])
+    if not training:
+        return y, NOTHING
+    keep = gradients.linear_saved(given.op, needs, bias is not None, has_scale)
+    row_scale, bias = given.row_scale if keep.row_scale else None, bias if keep.bias else None
+    return y, Kept((x, given.sizes, row_scale, weight, bias, scaling.key), (_saved.ROWS,))
+
+
+def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | None, deliver: Deliver) -> MainGradients:
+    x, sizes, row_scale, weight, bias, key = kept
+    scaling = saved.scaling[0]._replace(key=key)
+    static, extras = LinearMainGrads(saved.op, saved.specs, saved.needs), scaling.extras(X, WEIGHT, DY, training=True)
+    buffer = grad_input if saved.needs.x else None
+    operands = LinearGradOperands(x, weight, sizes, bias, row_scale, dy, buffer, extras)
+    dx, db, dc, rows, of_dy = call(_MAIN_GRADS, static, operands, saved.rows)
+    if saved.needs.w:
+        deliver(0, WeightGradient(saved.op, saved.specs[1], rows, of_dy, sizes))
+    return MainGradients(dx, dc, (db,))
+
+
+def _needs(x: bool, weights: Sequence[bool], row_scale: bool, biases: Sequence[bool]) -> Needs:
+    return Needs(x, weights[0], biases[0], row_scale)
+
+
+def _weight_dtypes(op: Linear, specs: LinearSpecs) -> tuple[str, ...]:
+    return (op.wgrad_dtype or wide(specs[1].dtype),)
+
+
+LINEAR = Operation(
+    *("grouped_linear", (NAMES.w,), (1,), 5, linear_arguments, ("w",), NO_NEEDS),
+    *(_needs, _weight_dtypes, _forward, _backward),
+)
+OPERATIONS[LINEAR.name] = LINEAR
