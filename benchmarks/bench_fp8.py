@@ -22,7 +22,7 @@ import torch
 from benchmarks import harness
 from benchmarks.baselines import MissingError, tried
 from grouped_core import calls, plans
-from grouped_core.calls import SLOTS, ArraySpec, StoredSpec
+from grouped_core.calls import SLOTS, ArraySpec, QuantizedSpec
 from grouped_core.formats import FORMATS, padded_rows
 from grouped_core.recipes import FP8Block, FP8Current, Recipe
 from tests import cases
@@ -131,9 +131,9 @@ def _spec(tensor: torch.Tensor) -> ArraySpec:
 
 def _stored(
     values: torch.Tensor, block: torch.Tensor | None, group: torch.Tensor | None, format: str, axis: int, *shape: int
-) -> tuple[StoredSpec, dict[str, torch.Tensor | None]]:
+) -> tuple[QuantizedSpec, dict[str, torch.Tensor | None]]:
     of_block, of_group = (None if t is None else _spec(t) for t in (block, group))
-    spec = StoredSpec(_spec(values), of_block, of_group, FORMATS[format], axis, shape, "bfloat16")
+    spec = QuantizedSpec(_spec(values), of_block, of_group, FORMATS[format], axis, shape, "bfloat16")
     return spec, {"": values, "_scales": block, "_group_scales": group}
 
 

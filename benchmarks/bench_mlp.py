@@ -125,8 +125,8 @@ def by_recipe(
         state = torch_bridge.scaling_state(recipe, groups, device=device, products=2) if recipe.delayed else None
         bound = recipe.bind(state)
         leaves = work.leaves(True)
-        cell = recipe.forward[1].replace(delayed=False)
-        codes = [torch_bridge.quantize(w, cell, axis=(2, 1)) for w in leaves[1:]] if stored else []
+        fmt = recipe.forward[1].replace(delayed=False)
+        codes = [torch_bridge.quantize(w, fmt, axis=(2, 1)) for w in leaves[1:]] if stored else []
         if listed:
             members = [member.clone() for weight in leaves[1:] for member in weight.detach()]
             leaves = [leaves[0], *(member.requires_grad_() for member in members)]
@@ -343,7 +343,7 @@ def _up(run: Any, op: Mlp, o: _Parts) -> Any:
 
 def _d_hidden(run: Any, op: Mlp, o: _Parts) -> Any:
     wanted = (True, True, True)
-    return rules.hidden_grads(run, op, o.h, o.wo, o.sizes, o.probs, None, o.dy, wanted, stored_dy=o.dy)[:3]
+    return rules.hidden_grads(run, op, o.h, o.wo, o.sizes, o.probs, None, o.dy, wanted, quantized_dy=o.dy)[:3]
 
 
 UP = define("bench_up", _up, _Parts, rows=("x", "probs"))

@@ -120,7 +120,7 @@ def dequantizer(source: torch.Tensor, format: Format, form: str, sizes: torch.Te
     cross = form == "cross"
     groups = source.shape[0] if sizes is None else sizes.shape[0]
     axis = source.ndim - 2 if cross else source.ndim - 1
-    spec = calls.stored_spec(format, tuple(source.shape), axis, dtype, groups)
+    spec = calls.spec_in_format(format, tuple(source.shape), axis, dtype, groups)
     call = calls.dequantize(spec, None if sizes is None else ArraySpec((groups,), "int32"), dtype)
     values, scales, group_scales = made.results[3:6] if cross else made.results[:3]
     named = {"values": values, "scales": scales, "group_scales": group_scales}

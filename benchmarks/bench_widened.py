@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import coded, harness
-from grouped_core.calls import StoredSpec
+from grouped_core.calls import QuantizedSpec
 from tests import cases
 
 PASS_RATE = 0.85  # of the copy rate
@@ -46,7 +46,7 @@ def main() -> None:
             found = harness.measure(thunks, clock=harness.cuda_clock, rounds=20, budget_s=arguments.budget)
             pass_us = 0.0
             for spec in coded.specs(case, product, formats):
-                if isinstance(spec, StoredSpec):
+                if isinstance(spec, QuantizedSpec):
                     elements = 1
                     for dim in spec.shape:
                         elements *= dim

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import harness
 from grouped_core import _native, calls, plans
-from grouped_core.calls import ArraySpec, OperandSpec, StoredSpec, stored_spec
+from grouped_core.calls import ArraySpec, OperandSpec, QuantizedSpec, spec_in_format
 from grouped_core.formats import FORMATS
 from grouped_core.recipes import BF16
 from tests import cases
@@ -37,12 +37,12 @@ def random(spec: ArraySpec, *, scale: bool = False) -> torch.Tensor:
 def spec_of(name: str, shape: tuple[int, ...], axis: int, groups: int) -> OperandSpec:
     """Specs of an array of `shape` stored as the format `name`."""
     format = FORMATS[name]
-    return ArraySpec(shape, format.values) if format.plain else stored_spec(format, shape, axis, "bfloat16", groups)
+    return ArraySpec(shape, format.values) if format.plain else spec_in_format(format, shape, axis, "bfloat16", groups)
 
 
 def arrays_of(slot: str, spec: OperandSpec) -> dict[str, torch.Tensor]:
     """The arrays of an operand by slot."""
-    if not isinstance(spec, StoredSpec):
+    if not isinstance(spec, QuantizedSpec):
         return {slot: random(spec)}
     arrays = {slot: random(spec.values)}
     if spec.scales is not None:
@@ -91,7 +91,7 @@ def thunk(
 
 def bytes_of(spec: OperandSpec) -> int:
     """Bytes of codes and scales."""
-    if not isinstance(spec, StoredSpec):
+    if not isinstance(spec, QuantizedSpec):
         return _size(spec)
     return sum(_size(each) for each in (spec.values, spec.scales, spec.group_scales) if each is not None)
 

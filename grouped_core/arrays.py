@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from grouped_core import _native, activations, gradients, linear_spec, mlp, plans, scaling, storing
+from grouped_core import _native, activations, gradients, linear_spec, mlp, plans, quantizing, scaling
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec, Call, spec_of
 from grouped_core.formats import Format, QTensor, check_quantized, format_option, wide
@@ -35,7 +35,7 @@ from grouped_core.mlp_spec import (
     restrict,
 )
 from grouped_core.plans import Planner
-from grouped_core.products import Array, in_form, operand_spec, stored_spec
+from grouped_core.products import Array, in_form, operand_spec, quantized_spec
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.reference import numpy_dtype
 from grouped_core.scaling import ScalingState
@@ -128,7 +128,7 @@ def _specs(required: dict[str, Any], **optional: Any) -> list[Any]:
 
 
 def _spec(operand: Any) -> Any:
-    return stored_spec(operand, spec_of) if isinstance(operand, QTensor) else spec_of(operand)
+    return quantized_spec(operand, spec_of) if isinstance(operand, QTensor) else spec_of(operand)
 
 
 def _leaves(operands: dict[str, Any]) -> dict[str, Array | None]:
@@ -346,14 +346,14 @@ def quantize(
         ValueError, TypeError: what does not fit together. NotImplementedError: no kernel takes it.
     """
     sizes = unwrap(group_sizes)[0] if group_sizes is not None else None
-    cell = format_option(format)
+    fmt = format_option(format)
     (x_spec,), (sizes_spec, key_spec) = _specs({"x": x}), _specs({}, group_sizes=sizes, key=key)
-    axes = storing.check_quantize(x_spec, cell, axis, sizes_spec, key_spec)
+    axes = quantizing.check_quantize(x_spec, fmt, axis, sizes_spec, key_spec)
     _checked({}, {"x": x, "group_sizes": sizes, "key": key})
     run = ArrayRunner(x)
     if len(x_spec.shape) == 2:
         sizes = run.xp.full((1,), x_spec.shape[0], "int32") if sizes is None else run.sizes(sizes)
-    return storing.quantize(run, x, cell, axes, sizes, key=key)
+    return quantizing.quantize(run, x, fmt, axes, sizes, key=key)
 
 
 def dequantize(q: QTensor[Any], dtype: str | None = None, *, group_sizes: Any = None) -> Array:
@@ -370,7 +370,7 @@ def dequantize(q: QTensor[Any], dtype: str | None = None, *, group_sizes: Any = 
     check_quantized(q)
     run = ArrayRunner(q.values)
     sizes = None if group_sizes is None else run.sizes(unwrap(group_sizes)[0])
-    return storing.dequantize(run, q, sizes, linear_spec.wide_option("dtype", dtype) or q.dtype)
+    return quantizing.dequantize(run, q, sizes, linear_spec.wide_option("dtype", dtype) or q.dtype)
 
 
 def scaling_state(recipe: Recipe, num_groups: int, *, products: int = 1) -> ScalingState[Any]:

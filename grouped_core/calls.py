@@ -32,7 +32,7 @@ class ArraySpec(NamedTuple):
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
-class StoredSpec(NamedTuple):
+class QuantizedSpec(NamedTuple):
     """What planning knows of a `formats.QTensor`: specs of its arrays, and what they mean."""
 
     values: ArraySpec
@@ -42,13 +42,13 @@ class StoredSpec(NamedTuple):
     axis: int
     shape: tuple[int, ...]
     dtype: str
-    other: StoredSpec | None = None  # the form for the other axis, where it comes with it
+    other: QuantizedSpec | None = None  # the form for the other axis, where it comes with it
 
     def __str__(self) -> str:
         return f"{self.format.name}[{', '.join(map(str, self.shape))}]"
 
 
-OperandSpec = ArraySpec | StoredSpec
+OperandSpec = ArraySpec | QuantizedSpec
 """An operand of a product: its shape is the logical one in either case."""
 
 Param = int | float | str
@@ -94,7 +94,7 @@ QUANTIZED = ("values", "scales", "group_scales", "cross_values", "cross_scales",
 form that contracts the axis before it."""
 
 _STORING = ("encode", "key", "into_amax")
-"""What storing reads beside its source."""
+"""What quantizing reads beside its source."""
 
 _STORING_PARAMS = (
     *("rule", "block", "block_outer", "segment", "turned", "pow2", "eps", "starts_at_one"),
@@ -203,31 +203,31 @@ def _operands(lhs: OperandSpec, rhs: OperandSpec) -> dict[str, ArraySpec | None]
     """The slots of a product's two operands."""
     slots: dict[str, ArraySpec | None] = {}
     for name, operand in (("lhs", lhs), ("rhs", rhs)):
-        stored = isinstance(operand, StoredSpec)
+        stored = isinstance(operand, QuantizedSpec)
         slots[name] = operand.values if stored else operand
         slots[f"{name}_scales"] = operand.scales if stored else None
         slots[f"{name}_group_scales"] = operand.group_scales if stored else None
     return slots
 
 
-def _stored_axis(rhs: OperandSpec, axis: int) -> int:
+def _quantized_axis(rhs: OperandSpec, axis: int) -> int:
     """The contracted axis of rhs in memory: quantised weights have it last."""
-    return 2 if isinstance(rhs, StoredSpec) and axis else axis
+    return 2 if isinstance(rhs, QuantizedSpec) and axis else axis
 
 
 def _scale_params(lhs: OperandSpec, rhs: OperandSpec, recipe: Recipe) -> dict[str, Param]:
     """Blocks of the operands' scales, and how often partial sums of 8-bit products go to fp32."""
     return {
-        "lhs_block": lhs.format.block if isinstance(lhs, StoredSpec) else 0,
-        "rhs_block": rhs.format.block if isinstance(rhs, StoredSpec) else 0,
-        "rhs_block_outer": rhs.format.block_outer if isinstance(rhs, StoredSpec) else 1,
+        "lhs_block": lhs.format.block if isinstance(lhs, QuantizedSpec) else 0,
+        "rhs_block": rhs.format.block if isinstance(rhs, QuantizedSpec) else 0,
+        "rhs_block_outer": rhs.format.block_outer if isinstance(rhs, QuantizedSpec) else 1,
         "promote": "never" if recipe.accumulate == "fast" else "every_128",
     }
 
 
 def _segment_params(lhs: OperandSpec, contract_rows: bool) -> dict[str, Param]:
     """How contracted rows are padded."""
-    if not (contract_rows and isinstance(lhs, StoredSpec)):
+    if not (contract_rows and isinstance(lhs, QuantizedSpec)):
         return {"segment": 0, "turned": 0, "rows": 0}
     return {"segment": lhs.format.segment, "turned": int(lhs.format.turned), "rows": lhs.shape[0]}
 
@@ -287,7 +287,7 @@ def grouped_matmul(
     }
     params: dict[str, Param] = {
         "contract_rows": int(axes[0] == 0),
-        "rhs_axis": _stored_axis(rhs, axes[1]),
+        "rhs_axis": _quantized_axis(rhs, axes[1]),
         "scale_bias": int(scale_bias),
         "accumulate": int(accumulate),
         "batch_invariant": int(recipe.batch_invariant),
@@ -358,7 +358,7 @@ def _product_params(
     }
 
 
-class Storing(NamedTuple):
+class QuantizedResult(NamedTuple):
     """How a call stores a result of its in a quantised format.
 
     Attributes:
@@ -378,7 +378,7 @@ class Storing(NamedTuple):
     stream: int = 0
 
     def operands(self, groups: int) -> dict[str, ArraySpec | None]:
-        """The slots that storing adds."""
+        """The slots that quantizing adds."""
         per_group = ArraySpec((groups,), "float32")
         return {
             "encode": per_group if self.encode else None,
@@ -387,12 +387,12 @@ class Storing(NamedTuple):
         }
 
     def results(self, source: ArraySpec, groups: int) -> dict[str, ArraySpec | None]:
-        """The results that storing `source` adds."""
+        """The results that quantizing `source` adds."""
         last = len(source.shape) - 1
         found: dict[str, ArraySpec | None] = {"amax": ArraySpec((groups,), "float32") if self.amax else None}
         for prefix, wanted, axis in (("", self.forms[0], last), ("cross_", self.forms[1], last - 1)):
             if wanted:
-                spec = stored_spec(self.format, source.shape, axis, source.dtype, groups)
+                spec = spec_in_format(self.format, source.shape, axis, source.dtype, groups)
                 found |= {
                     f"{prefix}values": spec.values,
                     f"{prefix}scales": spec.scales,
@@ -401,7 +401,7 @@ class Storing(NamedTuple):
         return found
 
     def params(self) -> dict[str, Param]:
-        """The parameters that storing adds."""
+        """The parameters that quantizing adds."""
         return {
             "rule": self.format.rule,
             **_block_params(self.format),
@@ -416,8 +416,8 @@ class Storing(NamedTuple):
         }
 
 
-def _storing_activated(stored: Storing | None, rows: ArraySpec, groups: int) -> tuple[dict[str, Any], ...]:
-    """As `_storing`, of activated rows, beside what else is stored."""
+def _quantized_activated(stored: QuantizedResult | None, rows: ArraySpec, groups: int) -> tuple[dict[str, Any], ...]:
+    """As `_quantized_result`, of activated rows, beside what else is stored."""
     if stored is None:
         return {}, {}, {}
     made, params = stored.results(rows, groups), stored.params()
@@ -428,7 +428,7 @@ def _storing_activated(stored: Storing | None, rows: ArraySpec, groups: int) -> 
     )
 
 
-def _storing(stored: Storing | None, source: ArraySpec, groups: int) -> tuple[dict[str, Any], ...]:
+def _quantized_result(stored: QuantizedResult | None, source: ArraySpec, groups: int) -> tuple[dict[str, Any], ...]:
     """Operands, results and parameters that `stored` adds, if it is given."""
     if stored is None:
         return {}, {}, {}
@@ -451,7 +451,7 @@ def grouped_matmul_act(
     rhs_up: ArraySpec | None = None,
     aligned_tables: bool = True,
     hidden: bool = True,
-    stored: Storing | None = None,
+    stored: QuantizedResult | None = None,
     zero_tail: bool = True,
     rows_hint: int = 0,
     implementation: str = "",
@@ -477,13 +477,13 @@ def grouped_matmul_act(
     }
     width = wide // 2 if activation.gated else wide
     rows = (lhs.shape[0], width)
-    added = _storing(stored, ArraySpec(rows, lhs.dtype), group_sizes.shape[0])
+    added = _quantized_result(stored, ArraySpec(rows, lhs.dtype), group_sizes.shape[0])
     results = {
         "result": ArraySpec(rows, result_dtype) if stored is None else None,
         "hidden": ArraySpec((lhs.shape[0], wide), lhs.dtype) if hidden else None,
         **added[1],
     }
-    axis = _stored_axis(rhs, rhs_axis)
+    axis = _quantized_axis(rhs, rhs_axis)
     params = {"rhs_axis": axis, **_activation_params(activation, width), "zero_tail": int(zero_tail)}
     params |= _product_params(lhs, rhs, recipe, aligned_tables, rows_hint)
     params |= {"compute": lhs.dtype, **added[2]}
@@ -514,16 +514,16 @@ def grouped_matmul_dact(
     row_base: ArraySpec | None = None,
     table: bool = False,
     aligned_tables: bool = True,
-    stored: Storing | None = None,
-    stored_activated: Storing | None = None,
+    stored: QuantizedResult | None = None,
+    quantized_activated: QuantizedResult | None = None,
     zero_tail: bool = True,
     rows_hint: int = 0,
     implementation: str = "",
 ) -> Call:
     """Gradients at the hidden rows, with dz [M, F] = lhs [M, N] @ rhs, lhs being dy.
 
-    `stored`: quantised forms of `result`, whether it is wanted beside or not. `stored_activated`, only beside `stored`:
-    the form of `activated`, rounded to the dtype of hidden, that contracts the rows; no magnitudes, and no key.
+    `stored`: quantised forms of `result`, whether it is wanted beside or not. `quantized_activated`, only beside
+    `stored`: the form of `activated`, rounded to the dtype of hidden, that contracts the rows; no magnitudes, no key.
 
     `wanted`, in this order: result [M, W] = row_scale[r] dz[r] act'(hidden[r]); activated [M, F] = row_scale[r]
     act(hidden[r]); row_sum [M] float32 = row_base[r] + <dz[r], act(hidden[r])>.
@@ -537,12 +537,12 @@ def grouped_matmul_dact(
         "rhs_table": ArraySpec(group_sizes.shape, "int64") if table else None,
     }
     width = rhs.shape[3 - rhs_axis]
-    axis = _stored_axis(rhs, rhs_axis)
+    axis = _quantized_axis(rhs, rhs_axis)
     params = {"rhs_axis": axis, **_activation_params(activation, width), "zero_tail": int(zero_tail)}
     params |= _product_params(lhs, rhs, recipe, aligned_tables, rows_hint)
     results = _hidden_grads(hidden, width, result_dtype, wanted)
     groups, rows = group_sizes.shape[0], ArraySpec((hidden.shape[0], width), hidden.dtype)
-    for added in (_storing(stored, hidden, groups), _storing_activated(stored_activated, rows, groups)):
+    for added in (_quantized_result(stored, hidden, groups), _quantized_activated(quantized_activated, rows, groups)):
         operands, results, params = operands | added[0], results | added[1], params | added[2]
     return _call("grouped_matmul_dact", operands, results, params, implementation)
 
@@ -589,7 +589,7 @@ def activation_grad(
     return _call("activation_grad", operands, _hidden_grads(rows, grad.shape[1], result_dtype, wanted), params)
 
 
-def stored_spec(format: Format, shape: tuple[int, ...], axis: int, dtype: str, groups: int = 1) -> StoredSpec:
+def spec_in_format(format: Format, shape: tuple[int, ...], axis: int, dtype: str, groups: int = 1) -> QuantizedSpec:
     """Specs of an array of `shape` stored as `format` for a product that contracts `axis`.
 
     Args:
@@ -611,7 +611,7 @@ def stored_spec(format: Format, shape: tuple[int, ...], axis: int, dtype: str, g
         padded = padded_rows(depth, groups, format.segment)
         stored = (outer, padded) if format.turned else (padded, _codes(format, outer))
         scales = (padded // block, outer)
-    return StoredSpec(
+    return QuantizedSpec(
         ArraySpec(stored, format.values),
         ArraySpec(scales, format.scales) if format.scales else None,
         ArraySpec((groups,), "float32") if format.per_group else None,
@@ -623,7 +623,7 @@ def stored_spec(format: Format, shape: tuple[int, ...], axis: int, dtype: str, g
 
 
 def _codes(format: Format, count: int) -> int:
-    """Stored elements that hold `count` codes along the last axis."""
+    """Quantized elements that hold `count` codes along the last axis."""
     return -(-count // 2) if format.values == "uint8" else count
 
 
@@ -655,12 +655,12 @@ def quantize(
     """Codes and scales of rows [M, X], or, without group sizes, of weights [G, A, B].
 
     Args:
-        format, forms, encode, amax, merge, key, stream: as in `Storing`.
+        format, forms, encode, amax, merge, key, stream: as in `QuantizedResult`.
         table: weights are given by a table of addresses. skip: the no-op flag.
         reuse: results go into the caller's buffers.
     """
     groups = group_sizes.shape[0] if group_sizes is not None else source.shape[0]
-    stored = Storing(format, forms, encode, amax, merge, key, stream)
+    stored = QuantizedResult(format, forms, encode, amax, merge, key, stream)
     results = stored.results(source, groups)
     operands = {
         "source": source,
@@ -682,7 +682,7 @@ class StoredParts(NamedTuple):
     activated: Call | None  # of `activated`
 
 
-def stored_parts(call: Call) -> StoredParts | None:
+def quantized_parts(call: Call) -> StoredParts | None:
     """The plain call and each `quantize` that a fused call with quantised results stands for; None for other calls."""
     results = dict(zip(RESULTS[call.name], call.outputs, strict=True))
     if call.name not in FUSED or (results["values"] is None and results["cross_values"] is None):
@@ -717,7 +717,7 @@ def _activated_spec(operands: dict[str, ArraySpec | None], params: dict[str, Par
 
 
 @lru_cache(maxsize=1024)
-def dequantize(stored: StoredSpec, group_sizes: ArraySpec | None, result_dtype: str) -> Call:
+def dequantize(stored: QuantizedSpec, group_sizes: ArraySpec | None, result_dtype: str) -> Call:
     """The values of a quantised array, in its logical shape; rows need group sizes."""
     operands = {
         "values": stored.values,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from grouped_core.calls import SLOTS, Call, stored_parts
+from grouped_core.calls import SLOTS, Call, quantized_parts
 from grouped_core.plans import attempt, refusal
 
 SIZE_NEGATIVE = 1
@@ -153,7 +153,7 @@ def _source(call: Call) -> str:
 
 def _quantisers(call: Call, kernel: str, arch: str) -> str:
     """Those behind a fused call whose kernel is made of the plain call and of them."""
-    parts = stored_parts(call)
+    parts = quantized_parts(call)
     if parts is None or not kernel.endswith(("_stored_cpu", "_stored_cuda")):
         return ""
     text = ""

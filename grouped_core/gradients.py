@@ -13,8 +13,8 @@ from grouped_core.calls import ArraySpec, OperandSpec
 from grouped_core.formats import Format, QTensor, wide
 from grouped_core.linear_spec import Linear
 from grouped_core.products import Array, Cached, Listed, Operand, Runner, arranged, operand_spec, product, scale_rows
+from grouped_core.quantizing import NO_EXTRAS, Extras, Quantized, dequantize, given_form, given_forms, in_formats
 from grouped_core.recipes import Recipe
-from grouped_core.storing import NO_EXTRAS, Extras, Stored, dequantize, given_form, given_forms, store
 
 
 class Needs(NamedTuple):
@@ -79,10 +79,10 @@ def linear(
     bias: Array | Listed | None = None,
     row_scale: Array | None = None,
     out: Array | None = None,
-    encode: tuple[Array | None, Array | None] = (None, None),
+    scales: tuple[Array | None, Array | None] = (None, None),
 ) -> Array:
-    """y of `linear_forward`, for operations that nobody differentiates; `encode`: multipliers of x and w."""
-    extras = Extras(None, *encode, measure=False)
+    """y of `linear_forward`, for operations that nobody differentiates; `scales`: multipliers of x and w."""
+    extras = Extras(None, *scales, measure=False)
     return linear_forward(run, op, x, w, group_sizes, bias, row_scale, out, extras=extras).y
 
 
@@ -162,10 +162,10 @@ def linear_forms(
     keep_x, keep_w = keeps_forms(op, recipe, needs, has_scale)
     x_forms, w_forms = row_forms(recipe, keep_x), weight_forms(op, recipe, keep_w)
     again = recipe.requantize
-    of_x = {"encode": extras.x, "amax": extras.x_amax, "measure": extras.measure}
-    of_w = {"encode": extras.w, "amax": extras.w_amax, "measure": extras.measure}
-    rows = store(run, x, x_forms, group_sizes, requantize=again, **of_x)
-    weights = store(run, w, w_forms, None, requantize=again, **of_w)
+    of_x = {"scale": extras.x, "amax": extras.x_amax, "measure": extras.measure}
+    of_w = {"scale": extras.w, "amax": extras.w_amax, "measure": extras.measure}
+    rows = in_formats(run, x, x_forms, group_sizes, requantize=again, **of_x)
+    weights = in_formats(run, w, w_forms, None, requantize=again, **of_w)
     kept = (rows.forms[-1] if keep_x else x, weights.forms[-1] if keep_w else uncached(w))
     return Forms(rows.forms[0], weights.forms[0], *kept, Amaxes(rows.amax, weights.amax))
 
@@ -274,7 +274,7 @@ def main_grads(
     grad_input: Array | None = None,
     extras: Extras = NO_EXTRAS,
     stream: int = 0,
-    stored_dy: QTensor[Any] | None = None,
+    quantized_dy: QTensor[Any] | None = None,
 ) -> MainGrads:
     """Gradients that `needs` asks for but that of the weight; x and w are those that `linear_forward` kept, None where
     it did not.
@@ -284,7 +284,7 @@ def main_grads(
         dy: [M, N], perhaps quantised as the products read it; what else reads it sees its values.
         grad_input: the caller's [M, K] buffer for dx; its tail rows are left alone.
         stream: which of several dy this is that one key rounds.
-        stored_dy: forms of dy that are there already; the one along rows is that of c dy.
+        quantized_dy: forms of dy that are there already; the one along rows is that of c dy.
 
     With c the row scale: dx = c (dy W^T), dW_g = sum x^T (c dy), db_g = sum c dy, dc = <x, dy W^T> + <dy, b>.
     With `scale_bias`, c stands beside the bias alone: dx = dy W^T, dW_g = sum x^T dy, db_g = sum c dy, dc = <dy, b>.
@@ -306,13 +306,13 @@ def main_grads(
     wgrad_form = [(0, recipe.wgrad[1])]
     dy_forms = [(1, recipe.dgrad[0])] if through_weight else []
     dy_forms += wgrad_form if needs.w and row_factor is None else []
-    of_dy = store_grad(run, recipe, given, dy_forms, group_sizes, extras, stream, stored=stored_dy)
+    of_dy = grad_in_formats(run, recipe, given, dy_forms, group_sizes, extras, stream, stored=quantized_dy)
     if through_weight:
         # The scale's gradient reads dy W^T unscaled and unrounded, so dx is then scaled in a pass of its own: one
         # fp32 product and one rounding either way, hence the same bits.
         fused = not scale_through_product
         n_axis = op.weight_axes()[1]
-        (columnwise,), w_amax = store_weight(run, recipe, w, n_axis, extras)
+        (columnwise,), w_amax = weight_for_dgrad(run, recipe, w, n_axis, extras)
         product_grad = product(
             run,
             op,
@@ -332,12 +332,12 @@ def main_grads(
     if needs.w:
         (rows_dy,) = of_dy.forms[-1:] if row_factor is None else [None]
         if row_factor is not None:
-            ready = None if stored_dy is None else given_forms(stored_dy, wgrad_form)
+            ready = None if quantized_dy is None else given_forms(quantized_dy, wgrad_form)
             if ready is None:
                 scaled = scale_rows(run, dy, row_factor, group_sizes, run.spec(dy).dtype)
-                ready, amax = store_grad(run, recipe, scaled, wgrad_form, group_sizes, extras, stream, amax)
+                ready, amax = grad_in_formats(run, recipe, scaled, wgrad_form, group_sizes, extras, stream, amax)
             (rows_dy,) = ready
-        (rows,), x_amax = store_rows(run, recipe, x, group_sizes, extras)
+        (rows,), x_amax = rows_for_wgrad(run, recipe, x, group_sizes, extras)
     if needs.bias and bias_spec is not None:
         call = calls.group_sum(run.spec(dy), sizes_spec, bias_spec.dtype, operand_spec(run, scale))
         (db,) = run(call, call.arrange(rows=dy, group_sizes=group_sizes, row_scale=scale))
@@ -357,7 +357,7 @@ def main_grads(
     return MainGrads(dx, db, dc, rows, rows_dy, Amaxes(x_amax, w_amax, amax))
 
 
-def store_grad(
+def grad_in_formats(
     run: Runner,
     recipe: Recipe,
     dy: Operand,
@@ -367,7 +367,7 @@ def store_grad(
     stream: int,
     amax: Array | None = None,
     stored: QTensor[Any] | None = None,
-) -> Stored:
+) -> Quantized:
     """dy in the formats `wanted`; `amax` is what the magnitudes of delayed scaling are merged with.
 
     Args:
@@ -376,27 +376,27 @@ def store_grad(
     ready = [None if stored is None else given_form(stored, *each) for each in wanted]
     missing = [each for each, form in zip(wanted, ready, strict=True) if form is None]
     amax = extras.dy_amax if amax is None else amax
-    delayed = {"encode": extras.dy, "amax": amax, "measure": extras.measure}
+    delayed = {"scale": extras.dy, "amax": amax, "measure": extras.measure}
     again = recipe.requantize
-    made = store(run, dy, missing, group_sizes, key=extras.key, stream=stream, requantize=again, **delayed)
+    made = in_formats(run, dy, missing, group_sizes, key=extras.key, stream=stream, requantize=again, **delayed)
     rest = iter(made.forms)
-    return Stored([next(rest) if form is None else form for form in ready], made.amax)
+    return Quantized([next(rest) if form is None else form for form in ready], made.amax)
 
 
-def store_weight(run: Runner, recipe: Recipe, w: Operand, axis: int, extras: Extras) -> Stored:
-    """w as dgrad reads it, contracted along `axis`; measured as by `store_rows`."""
+def weight_for_dgrad(run: Runner, recipe: Recipe, w: Operand, axis: int, extras: Extras) -> Quantized:
+    """w as dgrad reads it, contracted along `axis`; measured as by `rows_for_wgrad`."""
     measure = extras.measure and measures_late(recipe, 1)
     wanted, again = [(axis, recipe.dgrad[1])], recipe.requantize
-    delayed = {"encode": extras.w, "amax": extras.w_amax if measure else None, "measure": measure}
-    return store(run, w, wanted, None, requantize=again, **delayed)
+    delayed = {"scale": extras.w, "amax": extras.w_amax if measure else None, "measure": measure}
+    return in_formats(run, w, wanted, None, requantize=again, **delayed)
 
 
-def store_rows(run: Runner, recipe: Recipe, x: Operand, group_sizes: Array, extras: Extras) -> Stored:
+def rows_for_wgrad(run: Runner, recipe: Recipe, x: Operand, group_sizes: Array, extras: Extras) -> Quantized:
     """x as the weight gradient reads it: what forward kept of it, or made of that."""
     measure = extras.measure and measures_late(recipe, 0)
     wanted, again = [(0, recipe.wgrad[0])], recipe.requantize
-    delayed = {"encode": extras.x, "amax": extras.x_amax if measure else None, "measure": measure}
-    return store(run, x, wanted, group_sizes, requantize=again, **delayed)
+    delayed = {"scale": extras.x, "amax": extras.x_amax if measure else None, "measure": measure}
+    return in_formats(run, x, wanted, group_sizes, requantize=again, **delayed)
 
 
 def measures_late(recipe: Recipe, operand: int) -> bool:

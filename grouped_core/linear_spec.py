@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grouped_core.calls import MAX_GROUPS, MAX_ROWS, ArraySpec, OperandSpec, StoredSpec, stored_spec
+from grouped_core.calls import MAX_GROUPS, MAX_ROWS, ArraySpec, OperandSpec, QuantizedSpec, spec_in_format
 from grouped_core.formats import PLAIN, WIDE, Format, wide
 from grouped_core.hashing import hashed_once
 from grouped_core.ranks import check_rank
@@ -88,7 +88,7 @@ def two_arrays(name: str, recipe: Recipe | None) -> NotImplementedError:
 
 
 def _format(operand: OperandSpec) -> Format | None:
-    return operand.format if isinstance(operand, StoredSpec) else None
+    return operand.format if isinstance(operand, QuantizedSpec) else None
 
 
 @lru_cache(maxsize=256)
@@ -195,8 +195,8 @@ def check_linear(
     check_rank("linear", "x", n.x, x.shape)
     check_rank("linear", "w", n.w, w.shape, transposed=op.transposed)
     if x.dtype != w.dtype and not (
-        isinstance(x, StoredSpec)
-        or isinstance(w, StoredSpec)
+        isinstance(x, QuantizedSpec)
+        or isinstance(w, QuantizedSpec)
         or (x.dtype.startswith("float8") and w.dtype.startswith("float8"))
     ):
         raise TypeError(
@@ -220,8 +220,8 @@ def check_linear(
         raise _shape(n.sizes, sizes, f"({groups},) = one size for each group of `{n.w}`", "pass one size a group")
     _check_recipe(op, x, w)
     for name, spec in ((n.x, x), (n.w, w)):
-        if isinstance(spec, StoredSpec):
-            _check_stored(name, spec, groups)
+        if isinstance(spec, QuantizedSpec):
+            _check_quantized(name, spec, groups)
     if op.scale_bias and (bias is None or row_scale is None):
         missing = n.bias if bias is None else n.row_scale
         raise ValueError(
@@ -248,7 +248,7 @@ def check_linear(
     return result
 
 
-def _check_stored(name: str, spec: StoredSpec, groups: int) -> None:
+def _check_quantized(name: str, spec: QuantizedSpec, groups: int) -> None:
     """The arrays of a quantised operand are what its format makes of its shape and of so many groups."""
     remedy = "quantise it with the sizes of this call" if len(spec.shape) == 2 else "quantise it anew"
     for form in (spec, spec.other):
@@ -258,7 +258,7 @@ def _check_stored(name: str, spec: StoredSpec, groups: int) -> None:
             raise _shape(
                 f"{name}.other", form, f"{spec.shape} = shape of `{name}`", "quantise one array with both axes"
             )
-        wanted = stored_spec(form.format, form.shape, form.axis, form.dtype, groups)
+        wanted = spec_in_format(form.format, form.shape, form.axis, form.dtype, groups)
         for part, got, want in zip(("codes", "scales", "scales of groups"), form[:3], wanted[:3], strict=True):
             if got != want:
                 raise ValueError(
@@ -272,7 +272,7 @@ def _check_recipe(op: Linear, x: OperandSpec, w: OperandSpec) -> None:
     axes = (1, op.weight_axes()[0])
     formats: list[Format | None] = [None, None]
     for at, (name, spec, axis) in enumerate(zip((op.names.x, op.names.w), (x, w), axes, strict=True)):
-        if not isinstance(spec, StoredSpec):
+        if not isinstance(spec, QuantizedSpec):
             continue
         forms = (spec, spec.other)
         formats[at] = next((form.format for form in forms if form is not None and form.axis == axis), None)
@@ -281,23 +281,23 @@ def _check_recipe(op: Linear, x: OperandSpec, w: OperandSpec) -> None:
                 f"`{name}`: {spec} along axis {spec.axis}, expected along axis {axis}, which the product contracts; "
                 f"quantise it with axis={axis}, or with both."
             )
-    if isinstance(w, StoredSpec) and w.format.powers_of_fp4 and x.dtype == "float16":
+    if isinstance(w, QuantizedSpec) and w.format.powers_of_fp4 and x.dtype == "float16":
         raise TypeError(
             f"`{op.names.x}`: float16 beside {w.format.name}, expected bfloat16 or float32, whose range holds its "
             "scales; cast it."
         )
     if op.recipe is None:
         return
-    for name, spec, held, cell in zip((op.names.x, op.names.w), (x, w), formats, op.recipe.forward, strict=True):
+    for name, spec, held, fmt in zip((op.names.x, op.names.w), (x, w), formats, op.recipe.forward, strict=True):
         if held is not None:
-            if held.layout != cell.layout and op.recipe.requantize is None:
+            if held.layout != fmt.layout and op.recipe.requantize is None:
                 raise ValueError(
-                    f"`{name}`: stored as {held.name}, expected {cell.name} as the recipe {op.recipe.name} "
+                    f"`{name}`: stored as {held.name}, expected {fmt.name} as the recipe {op.recipe.name} "
                     "stores it; quantise it so, or pass a recipe with requantize='from_dequantized'."
                 )
-        elif cell.plain and spec.dtype != cell.values:
+        elif fmt.plain and spec.dtype != fmt.values:
             raise TypeError(
-                f"`{name}`: dtype {spec.dtype}, expected {cell.values} as the recipe {op.recipe.name} stores it; "
+                f"`{name}`: dtype {spec.dtype}, expected {fmt.values} as the recipe {op.recipe.name} stores it; "
                 "cast it, or pass recipe=None to use the operands as they stand."
             )
         elif spec.dtype not in WIDE:

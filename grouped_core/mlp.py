@@ -27,8 +27,8 @@ from grouped_core.products import (
     operand_spec,
     weight_specs,
 )
+from grouped_core.quantizing import Extras, Quantized, Within, joined, within
 from grouped_core.recipes import Recipe
-from grouped_core.storing import Extras, Stored, Within, joined, within
 
 
 class Forward(NamedTuple):
@@ -60,7 +60,7 @@ class HiddenGrads(NamedTuple):
     dh: Array | None
     z: Operand | None
     dp: Array | None
-    stored: Stored
+    stored: Quantized
 
 
 class AtHidden(NamedTuple):
@@ -205,8 +205,8 @@ def activated_forms(run: Runner, op: Mlp, x: OperandSpec, wo: Operand, extras: E
         x: spec of the rows. extras: of the second product. keep: backward reads them too.
     """
     recipe = op.fc2().resolve(x, operand_spec(run, wo))
-    delayed = {"encode": extras.x, "amax": extras.x_amax, "measure": extras.measure}
-    return stored_within(op, activated_row_forms(op, recipe, keep), **delayed)
+    delayed = {"scale": extras.x, "amax": extras.x_amax, "measure": extras.measure}
+    return fused_within(op, activated_row_forms(op, recipe, keep), **delayed)
 
 
 def activated_row_forms(op: Mlp, recipe: Recipe, keep: bool) -> list[tuple[int, Format]]:
@@ -218,7 +218,7 @@ def activated_row_forms(op: Mlp, recipe: Recipe, keep: bool) -> list[tuple[int, 
     return gradients.row_forms(recipe, kept) if kept == keep else []
 
 
-def stored_within(op: Mlp, wanted: Sequence[tuple[int, Format]], **options: Any) -> Within | None:
+def fused_within(op: Mlp, wanted: Sequence[tuple[int, Format]], **options: Any) -> Within | None:
     """`within`, unless kernels that do one thing at a time are asked for."""
     if {"composed", "reference"} & set(op.implementation.split(",")):
         return None
@@ -267,9 +267,9 @@ def hidden_grads(
     dy: Array,
     wanted: tuple[bool, bool, bool],
     *,
-    stored_dy: Operand,
+    quantized_dy: Operand,
     stored: Within | None = None,
-    stored_z: Within | None = None,
+    quantized_z: Within | None = None,
 ) -> HiddenGrads:
     """dh, z and dp, each if wanted: two products' worth of gradients in one call.
 
@@ -277,14 +277,14 @@ def hidden_grads(
 
     Args:
         h: [M, W]. probs: [M], read for dh and z. wo_bias: read for dp. dy: [M, K].
-        wo, stored_dy: as the product stores them. stored: how dh is stored, beside what is wanted.
-        stored_z: how z is, which is then not wanted as it is; only beside `stored`.
+        wo, quantized_dy: as the product stores them. stored: how dh is stored, beside what is wanted.
+        quantized_z: how z is, which is then not wanted as it is; only beside `stored`.
     """
     linear = op.fc2()
     p = None if probs is None else run.cast(probs, "float32")
     base = _bias_dots(run, dy, wo_bias, group_sizes) if wanted[2] and wo_bias is not None else None
     call = calls.grouped_matmul_dact(
-        operand_spec(run, stored_dy),
+        operand_spec(run, quantized_dy),
         operand_spec(run, wo),
         linear.weight_axes()[1],
         run.spec(group_sizes),
@@ -298,21 +298,21 @@ def hidden_grads(
         table=isinstance(wo, Listed),
         aligned_tables=all_aligned(wo),
         stored=stored and stored.call,
-        stored_activated=stored_z and stored_z.call,
+        quantized_activated=quantized_z and quantized_z.call,
         zero_tail=op.clear_residuals,
         rows_hint=op.rows_hint,
         implementation=op.implementation,
     )
-    named = {"lhs": stored_dy, "rhs": wo, "group_sizes": group_sizes, "hidden": h, "row_scale": p, "row_base": base}
-    if stored_z is not None:
-        named["activated_encode"] = stored_z.arrays["encode"]
+    named = {"lhs": quantized_dy, "rhs": wo, "group_sizes": group_sizes, "hidden": h, "row_scale": p, "row_base": base}
+    if quantized_z is not None:
+        named["activated_encode"] = quantized_z.arrays["encode"]
     results = run(call, arranged(call, **named, **(stored.arrays if stored else {})))
     dh, z, dp, *_ = results
-    if stored_z is not None:
+    if quantized_z is not None:
         spec = run.spec(h)
         width = spec.shape[1] // (2 if op.activation.gated else 1)
-        z = stored_z.activated_form(call, results, ArraySpec((spec.shape[0], width), spec.dtype))
-    return HiddenGrads(dh, z, dp, stored.forms(call, results, run.spec(h)) if stored else Stored([], None))
+        z = quantized_z.activated_form(call, results, ArraySpec((spec.shape[0], width), spec.dtype))
+    return HiddenGrads(dh, z, dp, stored.forms(call, results, run.spec(h)) if stored else Quantized([], None))
 
 
 def hidden_forms(op: Mlp, recipe: Recipe, extras: Extras, needs: MlpNeeds) -> Within | None:
@@ -322,20 +322,20 @@ def hidden_forms(op: Mlp, recipe: Recipe, extras: Extras, needs: MlpNeeds) -> Wi
         recipe, extras: of the first product.
     """
     wanted = grad_row_forms(recipe, needs)
-    delayed = {"encode": extras.dy, "amax": extras.dy_amax, "measure": extras.measure}
-    return stored_within(op, wanted, key=extras.key, stream=1, **delayed)
+    delayed = {"scale": extras.dy, "amax": extras.dy_amax, "measure": extras.measure}
+    return fused_within(op, wanted, key=extras.key, stream=1, **delayed)
 
 
-def rebuilt_rows(op: Mlp, recipe: Recipe, encode: Array | None) -> Within | None:
+def rebuilt_rows(op: Mlp, recipe: Recipe, scale: Array | None) -> Within | None:
     """How activated rows are stored in the pass at the hidden rows, where the gradient of wo alone reads them there;
     None where they are not, or are to be measured too, which that pass does for dh alone.
 
     Args:
-        recipe: of the second product. encode: multipliers of its rows.
+        recipe: of the second product. scale: multipliers of its rows.
     """
     if recipe.wgrad[0].delayed and gradients.measures_late(recipe, 0):
         return None
-    return stored_within(op, [(0, recipe.wgrad[0])], encode=encode, measure=False)
+    return fused_within(op, [(0, recipe.wgrad[0])], scale=scale, measure=False)
 
 
 def grad_row_forms(recipe: Recipe, needs: MlpNeeds) -> list[tuple[int, Format]]:
@@ -360,7 +360,7 @@ def grad_forms(
     group_sizes: Array,
     extras: Extras,
     forms: tuple[bool, bool],
-) -> Stored:
+) -> Quantized:
     """dy as the gradients at the hidden rows read it, and as that of wo does, each if wanted; from one pass.
 
     Args:
@@ -368,8 +368,8 @@ def grad_forms(
     """
     recipe = op.fc2().resolve(x, operand_spec(run, wo))
     cells = ((1, recipe.dgrad[0]), (0, recipe.wgrad[1]))
-    wanted = [cell for cell, want in zip(cells, forms, strict=True) if want]
-    return gradients.store_grad(run, recipe, dy, wanted, group_sizes, extras, 0)
+    wanted = [fmt for fmt, want in zip(cells, forms, strict=True) if want]
+    return gradients.grad_in_formats(run, recipe, dy, wanted, group_sizes, extras, 0)
 
 
 def main_grads(
@@ -459,23 +459,23 @@ def at_hidden(
     if isinstance(dy, QTensor):  # whose values the biases alone read
         read = needs.wo_bias or (needs.probs and wo_bias is not None)
         dy = gradients.plain_rows(run, dy, group_sizes) if read else None
-    grads = gradients.store_grad(run, recipe, given, dy_forms, group_sizes, extras[1], 0)
-    hidden = Stored([], None)
+    grads = gradients.grad_in_formats(run, recipe, given, dy_forms, group_sizes, extras[1], 0)
+    hidden = Quantized([], None)
     own = first.resolve(specs.x, specs.wi)
     if needs_dz(needs):
         stored = hidden_forms(op, own, extras[0], needs) if needs_dh(needs) else None
         plain = needs_dh(needs) and (stored is None or needs.wi_bias)
         rebuilds = needs.wo and z is None
-        stored_z = rebuilt_rows(op, recipe, extras[1].x) if rebuilds and stored is not None else None
-        wanted = (plain, rebuilds and stored_z is None, needs.probs)
-        (weight,), wo_amax = gradients.store_weight(run, recipe, wo, second.weight_axes()[1], extras[1])
+        quantized_z = rebuilt_rows(op, recipe, extras[1].x) if rebuilds and stored is not None else None
+        wanted = (plain, rebuilds and quantized_z is None, needs.probs)
+        (weight,), wo_amax = gradients.weight_for_dgrad(run, recipe, wo, second.weight_axes()[1], extras[1])
         given_rows = (h, weight, group_sizes, probs, wo_bias, dy)
-        how = {"stored_dy": grads.forms[0], "stored": stored, "stored_z": stored_z}
+        how = {"quantized_dy": grads.forms[0], "stored": stored, "quantized_z": quantized_z}
         dh, rebuilt, dp, hidden = hidden_grads(run, op, *given_rows, wanted, **how)
         z = rebuilt if z is None else z
         dp = dp if dp is None or specs.probs is None else run.cast(dp, specs.probs.dtype)
     if needs.wo:
-        (z,), z_amax = gradients.store_rows(run, recipe, z, group_sizes, extras[1])
+        (z,), z_amax = gradients.rows_for_wgrad(run, recipe, z, group_sizes, extras[1])
     db2 = None
     if needs.wo_bias:
         scale = operand_spec(run, probs) if second.scale_bias else None
@@ -531,7 +531,7 @@ def first_product(
         grad_input=grad_input,
         extras=extras,
         stream=1,
-        stored_dy=of_dh,
+        quantized_dy=of_dh,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from grouped_core import linear_spec
 from grouped_core.activations import Activation
-from grouped_core.calls import ArraySpec, OperandSpec, StoredSpec
+from grouped_core.calls import ArraySpec, OperandSpec, QuantizedSpec
 from grouped_core.formats import WIDE, Format, QTensor, wide
 from grouped_core.hashing import hashed_once
 from grouped_core.linear_spec import Linear, Names
@@ -234,7 +234,7 @@ def joins(op: Mlp, x: Any) -> bool:
     Args:
         x: the rows, or their spec.
     """
-    quantized = isinstance(x, (QTensor, StoredSpec)) or (op.recipe is not None and op.recipe.quantized)
+    quantized = isinstance(x, (QTensor, QuantizedSpec)) or (op.recipe is not None and op.recipe.quantized)
     return op.paired and quantized
 
 
@@ -266,7 +266,7 @@ def check_pair(op: Mlp, *halves: ArraySpec) -> None:
             "first axis."
         )
     gate, up = halves
-    if any(isinstance(half, StoredSpec) for half in halves):
+    if any(isinstance(half, QuantizedSpec) for half in halves):
         raise TypeError(f"`{n.wi}`: two quantised arrays, expected one, or two as they stand; pass one array.")
     check_rank("mlp", "half", f"{n.wi}[0]", gate.shape, transposed=op.transposed)
     check_rank("mlp", "half", f"{n.wi}[1]", up.shape, transposed=op.transposed)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, overload
 
 from grouped_core import calls
-from grouped_core.calls import ArraySpec, Call, OperandSpec, StoredSpec
+from grouped_core.calls import ArraySpec, Call, OperandSpec, QuantizedSpec
 from grouped_core.formats import QTensor
 from grouped_core.linear_spec import Linear
 from grouped_core.recipes import Recipe
@@ -103,18 +103,18 @@ def operand_spec(run: Runner, operand: Operand | None) -> OperandSpec | None:
         half = run.spec(operand.gate)
         return half._replace(shape=tuple(d * (1 + (at == operand.axis)) for at, d in enumerate(half.shape)))
     if isinstance(operand, QTensor):
-        return stored_spec(operand, run.spec)
+        return quantized_spec(operand, run.spec)
     if isinstance(operand, Cached):
         return operand_spec(run, operand.source)
     return operand.spec if isinstance(operand, Listed) else run.spec(operand)
 
 
-def stored_spec(q: QTensor[Any], spec: Callable[[Array], ArraySpec]) -> StoredSpec:
+def quantized_spec(q: QTensor[Any], spec: Callable[[Array], ArraySpec]) -> QuantizedSpec:
     """What planning knows of `q`; `spec` says what it knows of an array."""
     _, *scales = q.slots
     block, group = (None if each is None else spec(each) for each in scales)
-    other = None if q.other is None else stored_spec(q.other, spec)
-    return StoredSpec(spec(q.values), block, group, q.format, q.axis, q.shape, q.dtype, other)
+    other = None if q.other is None else quantized_spec(q.other, spec)
+    return QuantizedSpec(spec(q.values), block, group, q.format, q.axis, q.shape, q.dtype, other)
 
 
 def weight_specs(run: Runner, weight: Operand) -> tuple[Any, ArraySpec | None]:

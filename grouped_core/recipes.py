@@ -1,4 +1,4 @@
-"""Recipes: a 3 x 2 table of formats, one cell for each operand of each product, and a few options.
+"""Recipes: a 3 x 2 table of formats, one fmt for each operand of each product, and a few options.
 
 =========  ==========  ============  =========================
 product    contracts   cells         result
@@ -72,7 +72,7 @@ class Recipe:
     def __post_init__(self) -> None:
         for name in ("forward", "dgrad", "wgrad"):
             cells: Any = getattr(self, name)
-            if not isinstance(cells, tuple) or len(cells) != 2 or not all(isinstance(cell, Format) for cell in cells):
+            if not isinstance(cells, tuple) or len(cells) != 2 or not all(isinstance(fmt, Format) for fmt in cells):
                 raise TypeError(
                     f"`{name}` of Recipe: {cells!r}, wanted a tuple of two Formats; take them from FORMATS."
                 )
@@ -102,27 +102,27 @@ class Recipe:
                 "finite; pass a smaller one."
             )
         for name in ("forward", "dgrad", "wgrad"):
-            object.__setattr__(self, name, tuple(self._started(cell) for cell in getattr(self, name)))
+            object.__setattr__(self, name, tuple(self._started(fmt) for fmt in getattr(self, name)))
         _check_cells(self)
 
-    def _started(self, cell: Format) -> Format:
+    def _started(self, fmt: Format) -> Format:
         """A scale that is found in the rows would tie them together."""
-        return cell.replace(starts_at_one=self.batch_invariant) if cell.delayed else cell
+        return fmt.replace(starts_at_one=self.batch_invariant) if fmt.delayed else fmt
 
     @property
     def quantized(self) -> bool:
         """Whether some operand is quantised."""
-        return any(not cell.plain for cell in self.cells())
+        return any(not fmt.plain for fmt in self.cells())
 
     @property
     def delayed(self) -> bool:
         """Whether some operand has a state of delayed scaling."""
-        return any(cell.delayed for cell in self.cells())
+        return any(fmt.delayed for fmt in self.cells())
 
     @property
     def stochastic(self) -> bool:
         """Whether some operand is rounded stochastically."""
-        return any(cell.stochastic for cell in self.cells())
+        return any(fmt.stochastic for fmt in self.cells())
 
     @property
     def of_gradients(self) -> Recipe:
@@ -174,7 +174,7 @@ class BoundRecipe:
 
 def _name_of(forward: tuple[Format, Format]) -> str:
     """The name of a recipe that was given none."""
-    return " x ".join(cell.name for cell in forward)
+    return " x ".join(fmt.name for fmt in forward)
 
 
 def _check_cells(recipe: Recipe) -> None:
@@ -198,22 +198,22 @@ def _check_cells(recipe: Recipe) -> None:
         if rows.values == "float16" and weight.powers_of_fp4:
             refuse(product, f"{rows.name} against {weight.name}", "rows whose range holds its scales, e.g. bf16")
     x, dy = recipe.wgrad
-    for cell in (x, dy):
-        if cell.for_weights:
-            refuse("wgrad", f"{cell.name}", "a format for rows")
+    for fmt in (x, dy):
+        if fmt.for_weights:
+            refuse("wgrad", f"{fmt.name}", "a format for rows")
     if (x.segment, x.turned, x.block) != (dy.segment, dy.turned, dy.block):
         refuse("wgrad", f"{x.name} and {dy.name}", "two formats that lie alike along rows")
     if x.stochastic:
         refuse("wgrad", f"{x.name} with random rounding of x", "it for gradients alone, which a key is for")
     if x.rotate != dy.rotate:
         refuse("wgrad", "one operand rotated", "both or none, or the rotations do not cancel")
-    if recipe.accumulate == "fast" and any(cell.block or cell.plain for cell in recipe.forward):
+    if recipe.accumulate == "fast" and any(fmt.block or fmt.plain for fmt in recipe.forward):
         refuse("forward", "accumulate='fast'", "one scale a tensor and group with it")
     if recipe.batch_invariant:
-        for cell in (*recipe.forward, *recipe.dgrad):
-            if cell.rule == "nvfp4" or (cell.rule == "fp32" and cell.block == 0 and not cell.delayed):
+        for fmt in (*recipe.forward, *recipe.dgrad):
+            if fmt.rule == "nvfp4" or (fmt.rule == "fp32" and fmt.block == 0 and not fmt.delayed):
                 raise ValueError(
-                    f"`batch_invariant` of recipe {recipe.name}: True with {cell.name}, whose scales depend on all "
+                    f"`batch_invariant` of recipe {recipe.name}: True with {fmt.name}, whose scales depend on all "
                     "rows of a group, wanted False; use delayed or block scales."
                 )
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from grouped_core import reference_stored, rounding
 from grouped_core.activations import KINDS, Slopes, half_columns
-from grouped_core.calls import ACTIVATED, RESULTS, SLOTS, ArraySpec, Call, StoredParts, spec_of, stored_parts
+from grouped_core.calls import ACTIVATED, RESULTS, SLOTS, ArraySpec, Call, StoredParts, quantized_parts, spec_of
 from grouped_core.products import Array
 
 Operands = dict[str, Any]
@@ -320,8 +320,8 @@ class Oracle:
 
     def __call__(self, call: Call, arrays: Sequence[Array | None]) -> tuple[Any, ...]:
         """The results of `call`, one a slot; None where a result is not asked for."""
-        if parts := stored_parts(call):
-            return self._then_stored(call, parts, dict(zip(SLOTS[call.name], arrays, strict=True)))
+        if parts := quantized_parts(call):
+            return self._then_quantized(call, parts, dict(zip(SLOTS[call.name], arrays, strict=True)))
         call, arrays = with_values(call, arrays)
         operands: Operands = dict(zip(SLOTS[call.name], arrays, strict=True))
         if call.name in reference_stored.CALLS:
@@ -338,7 +338,7 @@ class Oracle:
         _MEANING[call.name](operands, params, results)
         return tuple(None if spec is None else self.cast(results[name], spec.dtype) for name, spec in slots.items())
 
-    def _then_stored(self, call: Call, parts: StoredParts, operands: Operands) -> tuple[Any, ...]:
+    def _then_quantized(self, call: Call, parts: StoredParts, operands: Operands) -> tuple[Any, ...]:
         """Results of a fused call of which some, rounded to their dtypes, are stored."""
         plain, quantize, activated = parts
         results = dict(zip(RESULTS[plain.name], self(plain, plain.arrange(**operands)), strict=True))

@@ -13,14 +13,14 @@ from grouped_core import calls
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import Format
 from grouped_core.products import Runner
+from grouped_core.quantizing import Extras
 from grouped_core.ranks import check_rank
 from grouped_core.recipes import BoundRecipe, Recipe
-from grouped_core.storing import Extras
 
 ROLES = ("x", "w", "dy")
 """Operands of one linear operation that have a state."""
 
-_CELLS = ((("forward", 0), ("wgrad", 0)), (("forward", 1), ("dgrad", 1)), (("dgrad", 0), ("wgrad", 1)))
+_OPERAND_FORMATS = ((("forward", 0), ("wgrad", 0)), (("forward", 1), ("dgrad", 1)), (("dgrad", 0), ("wgrad", 1)))
 """Of each role: where a recipe has formats of it, by product and operand."""
 
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
@@ -78,12 +78,12 @@ def tops(recipe: Recipe, products: int = 1) -> list[float]:
         raise ValueError(
             f"`recipe`: {recipe.name}, wanted one with delayed scaling, e.g. FP8Delayed; others have no state."
         )
-    return [_top(recipe, role) for role in _CELLS] * products
+    return [_top(recipe, role) for role in _OPERAND_FORMATS] * products
 
 
 def _top(recipe: Recipe, role: Sequence[tuple[str, int]]) -> float:
     cells: list[Format] = [getattr(recipe, product)[at] for product, at in role]
-    largest = [_LARGEST[cell.values] * 2.0**-recipe.margin for cell in cells if cell.delayed]
+    largest = [_LARGEST[fmt.values] * 2.0**-recipe.margin for fmt in cells if fmt.delayed]
     return min(largest, default=1.0)
 
 

@@ -54,12 +54,12 @@ def cast(
         encode: float32 [G], multipliers of delayed scaling. skip: int32 [1]; not zero leaves all as it is.
     """
     wanted = tuple(any(form.axis == axis for form in forms) for axis in (2, 1))
-    cell = forms[0].format
+    fmt = forms[0].format
     call = calls.shard_cast(
-        *(source, cell, (wanted[0], wanted[1])), encode=encode is not None and cell.delayed, skip=skip is not None
+        *(source, fmt, (wanted[0], wanted[1])), encode=encode is not None and fmt.delayed, skip=skip is not None
     )
     places = {2: QUANTIZED[:3], 1: QUANTIZED[3:]}
     buffers = {name: slot for form in forms for name, slot in zip(places[form.axis], form.slots, strict=True)}
-    named = {"amax": magnitudes, "encode": encode if cell.delayed else None, "skip": skip}
+    named = {"amax": magnitudes, "encode": encode if fmt.delayed else None, "skip": skip}
     named |= {f"into_{name}": buffer for name, buffer in buffers.items()}
     run(call, arranged(call, source=Listed(source, table), **named))

@@ -19,8 +19,8 @@ from grouped_core.formats import QTensor
 from grouped_core.linear_spec import Linear
 from grouped_core.mlp_spec import Mlp, MlpNames, MlpNeeds, MlpSpecs, check_cotangent
 from grouped_core.products import in_form
+from grouped_core.quantizing import Extras
 from grouped_core.recipes import BoundRecipe
-from grouped_core.storing import Extras
 from jax_grouped import _accumulators as accumulate
 from jax_grouped._accumulators import Accumulator
 from jax_grouped._run import RUN, reduce_to, varying_axes

@@ -28,9 +28,9 @@ from grouped_core.gradients import Amaxes, Needs
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.plans import Planner
 from grouped_core.products import operand_spec
+from grouped_core.quantizing import Extras
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes, unwrap
-from grouped_core.storing import Extras
 from jax_grouped import _accumulators as accumulate
 from jax_grouped._arguments import AnyArray, as_array, as_bound, as_operand, as_operand_spec, report_sizes, to_int32
 from jax_grouped._precision import fp32_mode

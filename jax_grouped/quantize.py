@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt32
 
-from grouped_core import calls, linear_spec, scaling, storing
+from grouped_core import calls, linear_spec, quantizing, scaling
 from grouped_core.calls import ArraySpec, Call
 from grouped_core.formats import Format, QTensor, check_quantized, format_option
 from grouped_core.plans import Planner
@@ -58,19 +58,19 @@ def quantize(
     Raises:
         TypeError, ValueError: what does not fit together. NotImplementedError: no kernel takes it.
     """
-    rows, sizes, words, cell, axes = _prepare(as_array, x, format, axis, group_sizes, key)
+    rows, sizes, words, fmt, axes = _prepare(as_array, x, format, axis, group_sizes, key)
     if rows.ndim == 2:
         sizes = _one_group(rows.shape[0]) if sizes is None else to_int32(sizes)
-    return storing.quantize(RUN, jax.lax.stop_gradient(rows), cell, axes, sizes, key=words)
+    return quantizing.quantize(RUN, jax.lax.stop_gradient(rows), fmt, axes, sizes, key=words)
 
 
 def plan_quantize(x: Any, format: Any, *, axis: Any, group_sizes: Any, key: Any) -> list[Call]:
     """The native calls of `quantize`; arrays may be `jax.ShapeDtypeStruct`."""
-    rows, sizes, words, cell, axes = _prepare(as_spec, x, format, axis, group_sizes, key)
+    rows, sizes, words, fmt, axes = _prepare(as_spec, x, format, axis, group_sizes, key)
     if len(rows.shape) == 2:
         sizes = ArraySpec((1,) if sizes is None else sizes.shape, "int32")
     run = Planner()
-    storing.quantize(run, rows, cell, axes, sizes, key=words)
+    quantizing.quantize(run, rows, fmt, axes, sizes, key=words)
     return run.calls
 
 
@@ -79,13 +79,13 @@ def _prepare(take: Callable[..., Any], x: Any, format: Any, axis: Any, group_siz
     rows = take("x", x, "[M, X] or [G, A, B]")
     sizes = None if group_sizes is None else take("group_sizes", unwrap(group_sizes)[0], "[G]")
     words = None if key is None else take("key", key, "[2]")
-    cell = format_option(format)
+    fmt = format_option(format)
 
     def spec(array: Any) -> ArraySpec:
         return array if isinstance(array, ArraySpec) else calls.spec_of(array)
 
     specs = (None if each is None else spec(each) for each in (sizes, words))
-    return rows, sizes, words, cell, storing.check_quantize(spec(rows), cell, axis, *specs)
+    return rows, sizes, words, fmt, quantizing.check_quantize(spec(rows), fmt, axis, *specs)
 
 
 @partial(jax.jit, static_argnums=0, inline=True)
@@ -110,7 +110,7 @@ def dequantize(
     check_quantized(q)
     sizes = None if group_sizes is None else to_int32(as_array("group_sizes", unwrap(group_sizes)[0], "[G]"))
     stored = jax.lax.stop_gradient(as_operand("q", q, "codes and scales"))
-    return storing.dequantize(RUN, stored, sizes, linear_spec.wide_option("dtype", dtype) or q.dtype)
+    return quantizing.dequantize(RUN, stored, sizes, linear_spec.wide_option("dtype", dtype) or q.dtype)
 
 
 def plan_dequantize(q: Any, dtype: Any, *, group_sizes: Any) -> list[Call]:
@@ -121,7 +121,7 @@ def plan_dequantize(q: Any, dtype: Any, *, group_sizes: Any) -> list[Call]:
     )
     stored = as_operand_spec("q", q, "codes and scales")
     run = Planner()
-    storing.dequantize(run, stored, sizes, linear_spec.wide_option("dtype", dtype) or q.dtype)
+    quantizing.dequantize(run, stored, sizes, linear_spec.wide_option("dtype", dtype) or q.dtype)
     return run.calls
 
 

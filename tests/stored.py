@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grouped_core import rounding
-from grouped_core.calls import stored_spec
+from grouped_core.calls import spec_in_format
 from grouped_core.formats import Format, QTensor
 from grouped_core.reference import group_ends, segment_sizes
 from tests import cases
@@ -52,7 +52,7 @@ def drawn(
     Rows that fill up a segment are zero codes, or any where a format may have rotated them.
     """
     rng = cases._seed("stored", format.name, shape, axis, *seed)
-    spec = stored_spec(format, shape, axis, dtype, len(group_sizes))
+    spec = spec_in_format(format, shape, axis, dtype, len(group_sizes))
     largest = _LARGEST[format.values]
     doubled = (*spec.values.shape[:-1], spec.values.shape[-1] * (2 if format.values == "uint8" else 1))
     values = _codes(rng, format, doubled)

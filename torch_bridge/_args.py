@@ -17,13 +17,13 @@ from torch import Tensor
 
 from grouped_core import activations, linear_spec, memory, ranks, scaling
 from grouped_core.activations import Activation
-from grouped_core.calls import ArraySpec, OperandSpec, StoredSpec
+from grouped_core.calls import ArraySpec, OperandSpec, QuantizedSpec
 from grouped_core.formats import Format, QTensor, wide
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.memory import Span
 from grouped_core.mlp_spec import Mlp, MlpSpecs, Residuals, check, check_join, check_pair, joins, residuals_option
 from grouped_core.plans import Planner
-from grouped_core.products import Paired, in_form, operand_spec, stored_spec
+from grouped_core.products import Paired, in_form, operand_spec, quantized_spec
 from grouped_core.ranks import check_rank
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.scaling import ScalingState
@@ -397,7 +397,7 @@ def _spec(operand: Any, packed_rank: int) -> Any:
     if operand is None:
         return None
     if isinstance(operand, QTensor):
-        return stored_spec(operand, fixed_spec)
+        return quantized_spec(operand, fixed_spec)
     if isinstance(operand, Tensor):
         return fixed_spec(operand) if packed_rank else rows_spec(operand)
     one = fixed_spec(operand[0])
@@ -409,7 +409,7 @@ def _static(spec: OperandSpec | None) -> Any:
     if spec is None:
         return None
     shape = spec.shape if len(spec.shape) == 3 else (-1, *spec.shape[1:])
-    if isinstance(spec, StoredSpec):
+    if isinstance(spec, QuantizedSpec):
         nothing = ArraySpec((), spec.values.dtype)
         return spec._replace(values=nothing, scales=None, group_scales=None, shape=shape, other=None)
     return spec._replace(shape=shape)

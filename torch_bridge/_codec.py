@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from grouped_core.activations import Activation
-from grouped_core.calls import ArraySpec, StoredSpec
+from grouped_core.calls import ArraySpec, QuantizedSpec
 from grouped_core.formats import Format, QTensor
 from grouped_core.gradients import Needs
 from grouped_core.linear_spec import Linear, Names
@@ -37,7 +37,7 @@ _TUPLES = (
     Names,
     Needs,
     PairLayout,
-    StoredSpec,
+    QuantizedSpec,
 )
 _FIELDS: dict[type[Any], tuple[str, ...]] = (
     {kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in _DATACLASSES}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grouped_core.calls import ArraySpec, Call, stored_spec
+from grouped_core.calls import ArraySpec, Call, spec_in_format
 from torch_bridge._cache import Cache
 from torch_bridge._record import Given, Recording, Rule, given_of, record
 from torch_bridge._tensors import RESULT_DTYPES, SYMBOLIC_ROWS, Form, Layout, Leaf, is_symbol, leaf_count
@@ -105,7 +105,7 @@ def new_tensors(found: Fake, leaves: Sequence[Leaf], groups: Any) -> dict[int, T
 
 def _lengths(form: Form, leaves: Sequence[Any], symbol: Any, groups: int) -> dict[int, Sequence[Any]]:
     """Shapes of the arrays of quantised rows, whose axes follow from M in other ways than being it."""
-    spec = stored_spec(form.format, (symbol, form.shape[1]), form.axis, form.dtype, groups)
+    spec = spec_in_format(form.format, (symbol, form.shape[1]), form.axis, form.dtype, groups)
     parts = [part for part in (spec.values, spec.scales, spec.group_scales) if part is not None]
     pairs = zip(leaves, parts, strict=False)
     found: dict[int, Sequence[Any]] = {at: part.shape for at, part in pairs if isinstance(at, int)}

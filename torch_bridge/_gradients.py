@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grouped_core import gradients, memory, storing
+from grouped_core import gradients, memory, quantizing
 from grouped_core.calls import OperandSpec
 from grouped_core.formats import Format, QTensor, wide
 from grouped_core.linear_spec import Linear
@@ -269,7 +269,7 @@ def with_forms(
         return weight
     amax = scaling.amax(WEIGHT) if training else None
     forms = cache(weight, wanted, scaling.scale(WEIGHT), amax, scaling.mark())
-    return Cached(weight, storing.joined(list(forms)))
+    return Cached(weight, quantizing.joined(list(forms)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

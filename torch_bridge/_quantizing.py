@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grouped_core import scaling, storing
+from grouped_core import quantizing, scaling
 from grouped_core.formats import Format, QTensor
 from grouped_core.scaling import ScalingState
 from torch_bridge._compiling import is_compiling
@@ -39,9 +39,9 @@ class _Source(NamedTuple):
 
 def _quantize(run: Any, static: _Quantize, o: _Source) -> list[Any]:
     into = None if o.into is None else forms_of(o.into)
-    delayed = {"encode": o.scale, "amax": o.amax, "measure": o.amax is not None}
+    delayed = {"scale": o.scale, "amax": o.amax, "measure": o.amax is not None}
     options = {"key": o.key, "stream": static.stream, "into": into, "skip": o.skip}
-    return storing.store(run, o.source, static.wanted, o.sizes, **options, **delayed).forms
+    return quantizing.in_formats(run, o.source, static.wanted, o.sizes, **options, **delayed).forms
 
 
 _QUANTIZE = define("quantize", _quantize, _Source, _Quantize, rows=("source",), written=("amax", "into"))
@@ -64,7 +64,7 @@ def quantized(
             into; None: they are not measured. key: uint32 [2], of stochastic rounding.
         stream: which of the operands this is that one key rounds.
     """
-    amax = amax if any(cell.delayed for _, cell in wanted) else None
+    amax = amax if any(fmt.delayed for _, fmt in wanted) else None
     rows = source.shape[0] if sizes is not None and isinstance(source, Tensor) else 0
     return call(_QUANTIZE, _Quantize(wanted, stream), _Source(source, sizes, scale, key, None, amax, None), rows)
 
@@ -85,7 +85,7 @@ def quantize_into(
     """
     wanted = tuple((form.axis, form.format) for form in forms)
     amax = amax if any(form.format.delayed for form in forms) else None
-    operands = _Source(source, None, scale, None, skip, amax, storing.joined(list(forms)))
+    operands = _Source(source, None, scale, None, skip, amax, quantizing.joined(list(forms)))
     call(_QUANTIZE, _Quantize(wanted, 0), operands, 0)
 
 
@@ -99,7 +99,7 @@ class _Dequantize(NamedTuple):
 
 
 def _dequantize(run: Any, static: _Dequantize, o: _Codes) -> tuple[Any]:
-    return (storing.dequantize(run, o.q, o.sizes, static.dtype),)
+    return (quantizing.dequantize(run, o.q, o.sizes, static.dtype),)
 
 
 _DEQUANTIZE = define("dequantize", _dequantize, _Codes, _Dequantize, rows=("q",))
@@ -107,7 +107,7 @@ _DEQUANTIZE = define("dequantize", _dequantize, _Codes, _Dequantize, rows=("q",)
 
 def dequantized(q: QTensor[Tensor], sizes: Tensor | None, dtype: str) -> Tensor:
     """The values of q in its logical shape, of a form that is not rotated if there is one."""
-    return call(_DEQUANTIZE, _Dequantize(dtype), _Codes(storing.unrotated(q), sizes), q.shape[0])[0]
+    return call(_DEQUANTIZE, _Dequantize(dtype), _Codes(quantizing.unrotated(q), sizes), q.shape[0])[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

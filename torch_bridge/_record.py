@@ -204,9 +204,9 @@ def _register(leaf: Register | Listed) -> int:
     return leaf.table.at if isinstance(leaf, Listed) else leaf.at
 
 
-def _typed(scales: Register, cell: Any) -> Register:
+def _typed(scales: Register, fmt: Any) -> Register:
     """Scales of blocks as rules read them, of what leaves are."""
-    return scales._replace(spec=scales.spec._replace(dtype=cell.scales)) if scales.spec.dtype == "uint8" else scales
+    return scales._replace(spec=scales.spec._replace(dtype=fmt.scales)) if scales.spec.dtype == "uint8" else scales
 
 
 def results_of(outputs: Sequence[Output], leaves: Sequence[Leaf], made: Any, rows: Any) -> list[Any]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from grouped_core import scaling
+from grouped_core.quantizing import Extras
 from grouped_core.scaling import ScalingState
-from grouped_core.storing import Extras
 from torch_bridge._compiling import is_compiling
 from torch_bridge._quantizing import copied
 

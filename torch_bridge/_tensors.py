@@ -18,7 +18,7 @@ from grouped_core import calls
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import Format, QTensor
 from grouped_core.products import Cached, Paired
-from grouped_core.storing import Extras
+from grouped_core.quantizing import Extras
 
 DTYPES: dict[torch.dtype, str] = {
     getattr(torch, name): name

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from grouped_core import gradients, storing
+from grouped_core import gradients, quantizing
 from grouped_core.formats import Format, QTensor, wide
 from grouped_core.gradients import NO_NEEDS, LinearSpecs, Needs
 from grouped_core.linear_spec import Linear
@@ -108,7 +108,7 @@ class LinearOperands(NamedTuple):
 def _forward_rule(run: Any, static: LinearForward, o: LinearOperands) -> tuple[Any, Any, Any]:
     operands = list(o[:-1])
     found = gradients.linear_forward(
-        run, static.op, *operands, extras=o.extras or storing.NO_MEASURES, needs=static.needs
+        run, static.op, *operands, extras=o.extras or quantizing.NO_MEASURES, needs=static.needs
     )
     return found.y, found.x, found.w
 
@@ -144,7 +144,7 @@ class LinearGradOperands(NamedTuple):
 
 def _main_grads_rule(run: Any, static: LinearMainGrads, o: LinearGradOperands) -> tuple[Any, ...]:
     operands = list(o[:-2])
-    options = {"grad_input": o.grad_input, "extras": o.extras or storing.NO_MEASURES}
+    options = {"grad_input": o.grad_input, "extras": o.extras or quantizing.NO_MEASURES}
     return gradients.main_grads(run, static.op, static.specs, *operands, needs=static.needs, **options)[:5]
 
 

@@ -16,9 +16,9 @@ from grouped_core import mlp as rules
 from grouped_core.activations import Activation
 from grouped_core.formats import Format, QTensor, wide
 from grouped_core.mlp_spec import NO_NEEDS, Mlp, MlpNeeds, MlpSpecs, Residuals, kept, needs_dh
+from grouped_core.quantizing import NO_MEASURES
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
-from grouped_core.storing import NO_MEASURES
 from torch_bridge import _autocast, _saved
 from torch_bridge._args import Accumulators, Arguments, Members, mlp_arguments
 from torch_bridge._autograd import NOTHING, Deliver, Kept, MainGradients, Operation, Saved

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grouped_core import linear_spec, scaling, storing
+from grouped_core import linear_spec, quantizing, scaling
 from grouped_core.formats import Format, QTensor, check_quantized, format_option
 from grouped_core.recipes import Recipe
 from grouped_core.scaling import ScalingState
@@ -47,32 +47,32 @@ def quantize(
     Raises:
         TypeError, ValueError: what does not fit together. NotImplementedError: no kernel takes it; under vmap.
     """
-    cell = format_option(format)
+    fmt = format_option(format)
     if is_compiling():
-        arrays = _quantize_node(*[_codec.to_tuples(each) for each in (x, cell, axis, group_sizes, key)])
+        arrays = _quantize_node(*[_codec.to_tuples(each) for each in (x, fmt, axis, group_sizes, key)])
     else:
-        arrays = _quantize(x, cell, axis, group_sizes, key)
+        arrays = _quantize(x, fmt, axis, group_sizes, key)
     axes = axis if isinstance(axis, (tuple, list)) else (axis,)
-    count = 1 + bool(cell.scales) + cell.per_group
+    count = 1 + bool(fmt.scales) + fmt.per_group
     sizes = arrays[-1] if x.dim() == 2 else None
     form = None
     for place in reversed(range(len(axes))):
         values, scales, *others = arrays[place * count : (place + 1) * count]
-        scales = scales.view(E8M0) if cell.scales == "float8_e8m0fnu" else scales
+        scales = scales.view(E8M0) if fmt.scales == "float8_e8m0fnu" else scales
         along, shape, dtype = axes[place] % x.dim(), tuple(x.shape), dtype_name(x.dtype)
         group_scales = others[0] if others else None
-        ((_, own),) = storing.forms_along(cell, (along,), x.dim())
+        ((_, own),) = quantizing.forms_along(fmt, (along,), x.dim())
         form = QTensor(values, scales, group_scales, own, along, shape, dtype, form, sizes)
     assert form is not None, "axes were checked"
     return form
 
 
-def _quantize(x: Tensor, cell: Format, axis: Any, group_sizes: Any, key: Tensor | None) -> list[Tensor]:
+def _quantize(x: Tensor, fmt: Format, axis: Any, group_sizes: Any, key: Tensor | None) -> list[Tensor]:
     """The arrays of `quantize`: those of each form, then int32 group sizes if x is rows."""
-    axes, sizes = check_quantize(x, cell, axis, group_sizes, key)
+    axes, sizes = check_quantize(x, fmt, axis, group_sizes, key)
     if x.dim() == 2 and sizes is None:
         sizes = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
-    made = quantized(x.detach(), storing.forms_along(cell, axes, x.dim()), sizes, key=key)
+    made = quantized(x.detach(), quantizing.forms_along(fmt, axes, x.dim()), sizes, key=key)
     return [*(array for form in made for array in parts_of(form)), *([] if sizes is None else [sizes])]
 
 
@@ -88,7 +88,7 @@ def check_quantize(
     if key is not None:
         check_operand("key", key, x)
     source, specs = rows_spec(x), (None if each is None else fixed_spec(each) for each in (sizes, key))
-    return storing.check_quantize(source, format_option(format), axis, *specs), sizes
+    return quantizing.check_quantize(source, format_option(format), axis, *specs), sizes
 
 
 @torch.compiler.allow_in_graph

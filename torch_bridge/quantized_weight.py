@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from grouped_core.calls import ArraySpec, stored_spec
+from grouped_core.calls import ArraySpec, spec_in_format
 from grouped_core.formats import Format, QTensor
 from torch_bridge._quantizing import dequantized, quantize_into
 from torch_bridge._tensors import forms_of
@@ -285,10 +285,8 @@ def empty(shape: tuple[int, int, int], formats: tuple[Format, Format], dtype: st
     def zeros(spec: ArraySpec | None) -> Any:
         return None if spec is None else torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
 
-    def form(axis: int, cell: Format, other: QTensor[Tensor] | None) -> QTensor[Tensor]:
-        spec = stored_spec(cell, shape, axis, dtype)
-        return QTensor(
-            zeros(spec.values), zeros(spec.scales), zeros(spec.group_scales), cell, axis, shape, dtype, other
-        )
+    def form(axis: int, fmt: Format, other: QTensor[Tensor] | None) -> QTensor[Tensor]:
+        spec = spec_in_format(fmt, shape, axis, dtype)
+        return QTensor(zeros(spec.values), zeros(spec.scales), zeros(spec.group_scales), fmt, axis, shape, dtype, other)
 
     return form(2, formats[0], form(1, formats[1], None))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grouped_core import calls, storing
+from grouped_core import calls, quantizing
 from grouped_core import shards as rules
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import Format, QTensor
@@ -205,14 +205,14 @@ def _passes(batches: Sequence[_Batch], dtype: torch.dtype) -> list[_Pass]:
     for batch in batches:
         source = ArraySpec(tuple(batch.q.shape), dtype_name(dtype))
         table = batch.table(batch.q.values.device)
-        for cell, forms in batch.passes().items():
-            rules.check_format(cell)
-            if cell.delayed and batch.scaling is None:
+        for fmt, forms in batch.passes().items():
+            rules.check_format(fmt)
+            if fmt.delayed and batch.scaling is None:
                 raise ValueError(
-                    f"`weights`: a QTensor of {cell.name} with delayed scaling, expected a layer's Parameters, which "
+                    f"`weights`: a QTensor of {fmt.name} with delayed scaling, expected a layer's Parameters, which "
                     "know their multipliers; pass these."
                 )
-            shape = (batch.q.shape[0], calls.shard_slots(source.shape, cell))
+            shape = (batch.q.shape[0], calls.shard_slots(source.shape, fmt))
             amax = batch.q.values.new_empty((), dtype=torch.int32).expand(shape)  # its place follows
             passes.append(_Pass(batch, forms, source, table, amax))
     return passes
@@ -226,7 +226,7 @@ def _cast(each: _Pass, skip: Tensor | None) -> None:
         if skip is not None:
             found = torch.where(skip != 0, live, found)
         torch.maximum(live, found, out=live)
-    operands = _CastOperands(each.table, each.amax, encode, skip, storing.joined(each.forms))
+    operands = _CastOperands(each.table, each.amax, encode, skip, quantizing.joined(each.forms))
     call(_CAST, _Cast(each.source), operands, 0)
     # A pass that still waits for its backward must not read other codes in silence; whether the flag said no, the host
     # does not know.

@@ -30,7 +30,7 @@ def test_plain_formats_are_keyed_by_their_element_type():
 )
 def test_named_recipes_are_one_format_in_every_cell(recipe, values):
     cells = (*recipe.forward, *recipe.dgrad, *recipe.wgrad)
-    assert {cell.values for cell in cells} == {values}
+    assert {fmt.values for fmt in cells} == {values}
     assert recipe == recipes.plain(values)
     assert hash(recipe) == hash(recipes.plain(values))
 
@@ -38,8 +38,8 @@ def test_named_recipes_are_one_format_in_every_cell(recipe, values):
 def test_mixed_operands_name_both_formats_and_dy_is_wide():
     recipe = recipes.plain("float8_e5m2", "float8_e4m3fn")
     assert recipe.name == "e5m2 x e4m3fn"
-    assert [cell.name for cell in recipe.dgrad] == ["bf16", "e4m3fn"]
-    assert [cell.name for cell in recipe.wgrad] == ["e5m2", "bf16"]
+    assert [fmt.name for fmt in recipe.dgrad] == ["bf16", "e4m3fn"]
+    assert [fmt.name for fmt in recipe.wgrad] == ["e5m2", "bf16"]
 
 
 def test_replace_makes_a_variant_and_leaves_the_original():
@@ -108,20 +108,20 @@ def test_a_plain_operand_goes_with_a_quantised_one_but_fp16_rows_with_mxfp4():
 @pytest.mark.rule("MAT-6")
 @pytest.mark.parametrize("name", [name for name, row in formats.FORMATS.items() if row.for_weights])
 def test_formats_for_weights_are_refused_for_rows(name):
-    cell = formats.FORMATS[name].replace(name="mine")
-    for product, pair in (("forward", (cell, cell)), ("dgrad", (cell, cell)), ("wgrad", (cell, cell))):
+    fmt = formats.FORMATS[name].replace(name="mine")
+    for product, pair in (("forward", (fmt, fmt)), ("dgrad", (fmt, fmt)), ("wgrad", (fmt, fmt))):
         with asserts.refused(ValueError, [f"`{product}` of recipe BF16:", "mine", "rows", "change"]):
             recipes.BF16.replace(**{product: pair})
 
 
 @pytest.mark.rule("ERR-1")
 def test_random_rounding_is_for_gradients():
-    cell = formats.FORMATS["nvfp4"]
+    fmt = formats.FORMATS["nvfp4"]
     words = ["nvfp4 with random rounding of x", "for gradients alone", "change"]
     with asserts.refused(ValueError, ["`forward` of recipe NVFP4:", *words]):
-        recipes.NVFP4.replace(forward=(cell.replace(stochastic=True), cell))
+        recipes.NVFP4.replace(forward=(fmt.replace(stochastic=True), fmt))
     with asserts.refused(ValueError, ["`wgrad` of recipe NVFP4:", *words]):
-        recipes.NVFP4.replace(wgrad=(cell.replace(stochastic=True), cell))
+        recipes.NVFP4.replace(wgrad=(fmt.replace(stochastic=True), fmt))
 
 
 def test_a_recipe_without_a_name_has_that_of_its_formats():

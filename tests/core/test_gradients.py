@@ -13,9 +13,9 @@ from grouped_core.calls import RESULTS, ArraySpec, Call
 from grouped_core.gradients import Needs
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.plans import Planner
+from grouped_core.quantizing import Extras
 from grouped_core.recipes import SAVED, FP8Current, FP8Delayed
 from grouped_core.reference import Oracle
-from grouped_core.storing import Extras
 from tests import asserts, bounds, cases
 
 NAMES = Names("x", "w")
@@ -262,5 +262,5 @@ def test_magnitudes_are_found_once_where_somebody_wants_them(saved):
     back = gradients.linear_backward(run, op, (x, w, None, None), *kept, sizes, None, None, dy, needs, extras=extras)
     assert measured(run) == ([True] if saved == "quantized" else [True, False])
     assert [each is not None for each in (*found.amax, *back.amax)] == [True, True, False, False, False, True]
-    gradients.linear(run, op, x, w, sizes, encode=(multipliers, multipliers))
+    gradients.linear(run, op, x, w, sizes, scales=(multipliers, multipliers))
     assert measured(run) == [False, False]

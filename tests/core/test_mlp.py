@@ -10,9 +10,9 @@ from grouped_core.activations import GATED_KINDS, PLAIN_KINDS, Activation
 from grouped_core.calls import RESULTS, ArraySpec
 from grouped_core.mlp_spec import POLICIES, Mlp, MlpNames, MlpNeeds, MlpSpecs, Residuals, check, kept
 from grouped_core.plans import Planner
+from grouped_core.quantizing import Extras
 from grouped_core.recipes import FP8Current, FP8Delayed
 from grouped_core.reference import Oracle
-from grouped_core.storing import Extras
 from tests import asserts, bounds, cases
 
 CASE = cases.Case("tiny", (3, 0, 2), 7, 4, 3, frozenset())

@@ -25,20 +25,22 @@ EPSILON = {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3, "uint8": 2.0**-2}
 LEAST = {"float8_e4m3fn": 2.0**-9, "float8_e5m2": 2.0**-16, "uint8": 0.5}
 
 
-class Stored(NamedTuple):
+class Quantized(NamedTuple):
     values: NDArray[Any]
     scales: NDArray[Any] | None
     group_scales: NDArray[Any] | None
 
 
-def stored(source: NDArray[Any], format: Format, cross: bool, sizes: NDArray[Any] | None) -> Stored:
+def stored(source: NDArray[Any], format: Format, cross: bool, sizes: NDArray[Any] | None) -> Quantized:
     forms = (not cross, cross)
     call = calls.quantize(spec_of(source), format, forms, None if sizes is None else spec_of(sizes))
     results = dict(
         zip(RESULTS["quantize"], Oracle()(call, call.arrange(source=source, group_sizes=sizes)), strict=True)
     )
-    found = Stored(*(results[name] for name in (QUANTIZED[3:] if cross else QUANTIZED[:3])))
-    spec = calls.stored_spec(format, source.shape, source.ndim - 2 if cross else source.ndim - 1, "float32", len(SIZES))
+    found = Quantized(*(results[name] for name in (QUANTIZED[3:] if cross else QUANTIZED[:3])))
+    spec = calls.spec_in_format(
+        format, source.shape, source.ndim - 2 if cross else source.ndim - 1, "float32", len(SIZES)
+    )
     for array, wanted in zip(found, (spec.values, spec.scales, spec.group_scales), strict=True):
         assert (array is None) == (wanted is None)
         if array is not None:

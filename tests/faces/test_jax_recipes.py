@@ -268,12 +268,12 @@ def test_both_forms_of_rows_come_from_one_pass_with_a_rotation_along_rows():
 
 @pytest.mark.rule("MLP-13")
 def test_a_gradient_that_comes_quantised_is_read_unrotated_in_either_order():
-    recipe, cell = recipes.NVFP4.bind(key=KEY), recipes.NVFP4.wgrad[1]
+    recipe, fmt = recipes.NVFP4.bind(key=KEY), recipes.NVFP4.wgrad[1]
     x, wi, wo, dy = (normal(*shape, seed=3, dtype=jnp.float32) for shape in ((M, K), (G, K, 2 * N), (G, N, K), (M, K)))
     bias = jnp.ones((G, K), jnp.float32)
     _, res = accumulate.grouped_mlp_fwd(x, wi, wo, SIZES, wo_bias=bias, recipe=recipe)
     first, second = (
-        accumulate.grouped_mlp_bwd_dx(res, jax_grouped.quantize(dy, cell, axis=axis, group_sizes=SIZES, key=KEY))
+        accumulate.grouped_mlp_bwd_dx(res, jax_grouped.quantize(dy, fmt, axis=axis, group_sizes=SIZES, key=KEY))
         for axis in ((1, 0), (0, 1))
     )
     same(first[:4], second[:4])

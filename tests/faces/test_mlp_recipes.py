@@ -44,7 +44,7 @@ def bind(recipe: Recipe, groups: int, key: tuple[int, int] = (3, 5)) -> Any:
 def fits(recipe: Recipe, kind: str, dtype: str, halves: bool, **_: Any) -> bool:
     if halves and not Activation(kind).gated:
         return False
-    return dtype == "bfloat16" or all(cell.values != "bfloat16" for cell in recipe.forward)
+    return dtype == "bfloat16" or all(fmt.values != "bfloat16" for fmt in recipe.forward)
 
 
 @pytest.mark.rule("ALL-1", "ALL-4", "MAT-3", "MLP-8", "MLP-10", "MLP-11")
@@ -370,12 +370,12 @@ def test_a_quantised_cotangent_has_the_bits_of_one_that_is_quantised_inside(reci
 def test_plain_formats_read_the_values_of_a_quantised_cotangent(recipe, plain):
     given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True)
     x, wi, wo, sizes = (given[name] for name in ("x", "wi", "wo", "group_sizes"))
-    cell = recipe.dgrad[0]
+    fmt = recipe.dgrad[0]
     recipe = recipe.replace(requantize="from_dequantized", **{plain: getattr(recipes.BF16, plain)})
-    q = arrays.quantize(dy, cell, axis=(1, 0), group_sizes=sizes)
+    q = arrays.quantize(dy, fmt, axis=(1, 0), group_sizes=sizes)
     wanted = arrays.grouped_mlp_grads(x, wi, wo, sizes, q, transposed=True, recipe=recipe)
     _, kept = torch_bridge.grouped_mlp_fwd(*map(to_torch, (x, wi, wo, sizes)), recipe=recipe)
-    of_torch = torch_bridge.quantize(to_torch(dy), cell, axis=(1, 0), group_sizes=to_torch(sizes))
+    of_torch = torch_bridge.quantize(to_torch(dy), fmt, axis=(1, 0), group_sizes=to_torch(sizes))
     dx, *_, deferred = torch_bridge.grouped_mlp_bwd_dx(kept, of_torch)
     for a, b in zip((dx, *torch_bridge.grouped_mlp_bwd_dw(deferred)), (wanted.x, wanted.wi, wanted.wo), strict=True):
         asserts.bitwise(a, b)

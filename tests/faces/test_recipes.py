@@ -80,7 +80,7 @@ def operands(p: cases.Problem, bias: bool, row_scale: bool) -> dict[str, Any]:
         (not scale_bias or (bias and row_scale))
         and (bias or not needs.bias)
         and (row_scale or not needs.row_scale)
-        and (dtype == "bfloat16" or all(cell.values != "bfloat16" for cell in recipe.forward))
+        and (dtype == "bfloat16" or all(fmt.values != "bfloat16" for fmt in recipe.forward))
     ),
 )
 def test_faces_have_the_same_bits(recipe, case, dtype, transposed, bias, row_scale, scale_bias, needs):
@@ -617,10 +617,10 @@ def test_operands_that_come_quantised_give_the_same_bits(recipe):
 
 def test_rows_that_were_rounded_randomly_are_an_operand():
     p = cases.problem(cases.named("tail"), "bfloat16")
-    cell, key = FORMATS["nvfp4"], np.array([3, 5], np.uint32)
-    q = arrays.quantize(p.x, cell.replace(stochastic=True), group_sizes=p.group_sizes, key=key)
+    fmt, key = FORMATS["nvfp4"], np.array([3, 5], np.uint32)
+    q = arrays.quantize(p.x, fmt.replace(stochastic=True), group_sizes=p.group_sizes, key=key)
     y = arrays.grouped_linear(q, p.w, p.group_sizes)
-    asserts.bitwise(y, arrays.grouped_linear(replace(q, format=cell), p.w, p.group_sizes))
+    asserts.bitwise(y, arrays.grouped_linear(replace(q, format=fmt), p.w, p.group_sizes))
 
 
 @pytest.mark.rule("QNT-8")

@@ -7,7 +7,7 @@ from typing import Any
 
 from grouped_core import calls
 from grouped_core.activations import Activation
-from grouped_core.calls import ArraySpec, Call, Storing
+from grouped_core.calls import ArraySpec, Call, QuantizedResult
 from grouped_core.formats import FORMATS, PLAIN, WIDE
 from grouped_core.recipes import BF16, FP8Current
 
@@ -35,15 +35,15 @@ def products(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
             continue
         for dtype in ("bfloat16", "float32"):
             x, dy = ArraySpec((rows, k), dtype), ArraySpec((rows, n), dtype)
-            weight = calls.stored_spec(format, (groups, n, k), 2, dtype)
+            weight = calls.spec_in_format(format, (groups, n, k), 2, dtype)
             yield calls.grouped_matmul(x, weight, (1, 2), sizes, dtype, recipe=BF16)
             if format.square or (name.startswith("mxfp4") and dtype == "float32"):
                 continue
-            stored_x = calls.stored_spec(format, (rows, k), 1, dtype, groups)
+            stored_x = calls.spec_in_format(format, (rows, k), 1, dtype, groups)
             for recipe in (BF16, FP8Current.replace(accumulate="fast")):
                 yield calls.grouped_matmul(stored_x, weight, (1, 2), sizes, dtype, recipe=recipe, row_scale=scale)
             if format.segment:
-                lhs, rhs = (calls.stored_spec(format, each.shape, 0, dtype, groups) for each in (x, dy))
+                lhs, rhs = (calls.spec_in_format(format, each.shape, 0, dtype, groups) for each in (x, dy))
                 yield calls.grouped_matmul(lhs, rhs, (0, 0), sizes, "float32", recipe=BF16)
 
 
@@ -63,19 +63,19 @@ def fused(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
     for format in FORMATS.values():
         if format.plain or format.square:
             continue
-        stored = Storing(format, (True, bool(format.segment)), amax=True, merge=True, encode=format.delayed)
+        stored = QuantizedResult(format, (True, bool(format.segment)), amax=True, merge=True, encode=format.delayed)
         both: dict[str, Any] = {"stored": stored, "hidden": False, **options}
         yield calls.grouped_matmul_act(x, w1, 1, sizes, "bfloat16", activation=gated, **both)
-        cross = Storing(format, (False, True), encode=format.delayed) if format.segment else None
-        both = {"stored": stored, "stored_activated": cross, **options}
+        cross = QuantizedResult(format, (False, True), encode=format.delayed) if format.segment else None
+        both = {"stored": stored, "quantized_activated": cross, **options}
         yield calls.grouped_matmul_dact(*given, activation=gated, wanted=(False, False, True), **both)
-        codes = calls.stored_spec(format, x.shape, 1, "bfloat16", groups)
-        weights = [calls.stored_spec(format, (groups, width, k), 2, "bfloat16") for width in (2 * n, n)]
+        codes = calls.spec_in_format(format, x.shape, 1, "bfloat16", groups)
+        weights = [calls.spec_in_format(format, (groups, width, k), 2, "bfloat16") for width in (2 * n, n)]
         made = stored._replace(amax=False, merge=False)
         for results in (None, made):
             both = {"activation": gated, "stored": results, **options}
             yield calls.grouped_matmul_act(codes, weights[0], 2, sizes, "bfloat16", **both, hidden=results is None)
-            both |= {"stored_activated": cross if results else None, "wanted": (results is None, False, False)}
+            both |= {"quantized_activated": cross if results else None, "wanted": (results is None, False, False)}
             yield calls.grouped_matmul_dact(codes, weights[1], 2, sizes, hidden, "bfloat16", **both)
 
 
@@ -112,13 +112,13 @@ def stored(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
                 if forms[0] and (format.segment or not forms[1]):
                     yield calls.quantize(x, format, forms, sizes, key=format.stochastic)
             for axis in (1, 0) if format.segment else (1,):
-                rows_spec = calls.stored_spec(format, x.shape, axis, "bfloat16", groups)
+                rows_spec = calls.spec_in_format(format, x.shape, axis, "bfloat16", groups)
                 yield calls.dequantize(rows_spec, sizes, "float32")
         if not format.rotate:
             yield calls.quantize(w, format, (True, True), None, **beside, table=True)
             yield calls.quantize(w, format, (True, True), None, **beside, skip=True, reuse=True)
             for axis in (2, 1):
-                yield calls.dequantize(calls.stored_spec(format, w.shape, axis, "float32"), None, "bfloat16")
+                yield calls.dequantize(calls.spec_in_format(format, w.shape, axis, "float32"), None, "bfloat16")
         if not format.rotate and not format.stochastic:
             yield calls.shard_amax(w, format)
             yield calls.shard_cast(w, format, (True, True), encode=format.delayed, skip=True)

@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from grouped_core import _native, calls, plans
-from grouped_core.calls import SLOTS, ArraySpec, Call, StoredSpec, spec_of
+from grouped_core.calls import SLOTS, ArraySpec, Call, QuantizedSpec, spec_of
 from grouped_core.formats import FORMATS, Format, padded_rows
 from grouped_core.recipes import FP32, FP8Block, FP8Current, Recipe
 from grouped_core.reference import Oracle, group_ends
@@ -43,7 +43,7 @@ CASES = [TILES, NARROW, LONG]
 class Operand:
     """A stored operand and its exact values."""
 
-    spec: StoredSpec
+    spec: QuantizedSpec
     arrays: dict[str, NDArray[Any] | None]  # values, scales, group_scales
     exact: NDArray[np.float64]  # of the logical shape
 
@@ -69,7 +69,7 @@ def _stored(format: Format, axis: int, shape: tuple[int, ...], exact: NDArray[np
         None if arrays.get(name) is None else spec_of(arrays[name]) for name in ("values", "scales", "group_scales")
     ]
     assert specs[0] is not None
-    return Operand(StoredSpec(specs[0], specs[1], specs[2], format, axis, shape, "bfloat16"), arrays, exact)
+    return Operand(QuantizedSpec(specs[0], specs[1], specs[2], format, axis, shape, "bfloat16"), arrays, exact)
 
 
 def _group_of_row(case: cases.Case) -> NDArray[np.int64]:

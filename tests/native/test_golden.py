@@ -164,7 +164,7 @@ def fused(case: cases.Case, dtype: str, *, stored: str | None = None, implementa
 
     def operand(*shape: int) -> Any:
         whole = ArraySpec(shape, dtype)
-        return calls.stored_spec(FORMATS[stored], shape, len(shape) - 1, dtype) if stored else whole
+        return calls.spec_in_format(FORMATS[stored], shape, len(shape) - 1, dtype) if stored else whole
 
     x, hidden, sizes = operand(case.rows, case.k), ArraySpec((case.rows, case.n), dtype), specs(case, dtype)[3]
     wi, wo = operand(case.groups, case.n, case.k), operand(case.groups, width, case.k)
@@ -241,8 +241,11 @@ def test_workspaces_of_stored_results(format, scales):
     wo = ArraySpec((case.groups, case.k, case.n), "bfloat16")
     form = FORMATS[format]
     options: dict[str, Any] = {"activation": Activation("swiglu"), "recipe": plain("bfloat16")}
-    options["stored"] = calls.Storing(form, (True, True))
-    wanted: dict[str, Any] = {"wanted": (False, False, True), "stored_activated": calls.Storing(form, (False, True))}
+    options["stored"] = calls.QuantizedResult(form, (True, True))
+    wanted: dict[str, Any] = {
+        "wanted": (False, False, True),
+        "quantized_activated": calls.QuantizedResult(form, (False, True)),
+    }
     looked_at = 0
     for call in (
         calls.grouped_matmul_act(x, wi, 1, sizes, "bfloat16", hidden=False, **options),

@@ -141,7 +141,7 @@ def dequantize(
     dtype: str,
 ) -> NDArray[Any]:
     groups = like.shape[0] if group_sizes is None else group_sizes.shape[0]
-    spec = calls.stored_spec(format, like.shape, axis, like.dtype.name, groups)
+    spec = calls.spec_in_format(format, like.shape, axis, like.dtype.name, groups)
     call = calls.dequantize(spec, None if group_sizes is None else spec_of(group_sizes), dtype)
     prefix = "cross_" if axis == like.ndim - 2 else ""
     named = {name: stored.get(prefix + name) for name in ("values", "scales", "group_scales")}

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from grouped_core import calls, plans, rounding
 from grouped_core.activations import Activation
-from grouped_core.calls import Call, OperandSpec, StoredSpec, spec_of
+from grouped_core.calls import Call, OperandSpec, QuantizedSpec, spec_of
 from grouped_core.formats import FORMATS, Format, QTensor
 from grouped_core.products import arranged
 from grouped_core.recipes import BF16
@@ -88,7 +88,7 @@ def spec(held: Operand) -> OperandSpec:
     arrays = [None if a is None else spec_of(a) for a in held.slots]
     values, scales, factors = arrays
     assert values is not None
-    return StoredSpec(values, scales, factors, held.format, held.axis, held.shape, held.dtype)
+    return QuantizedSpec(values, scales, factors, held.format, held.axis, held.shape, held.dtype)
 
 
 def call_of(

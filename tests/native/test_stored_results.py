@@ -10,7 +10,7 @@ import pytest
 
 from grouped_core import calls, plans
 from grouped_core.activations import Activation
-from grouped_core.calls import ArraySpec, Storing, spec_of, stored_parts
+from grouped_core.calls import ArraySpec, QuantizedResult, quantized_parts, spec_of
 from grouped_core.formats import FORMATS
 from grouped_core.recipes import BF16
 from tests import asserts, cases
@@ -34,20 +34,22 @@ def fits(
     return "nvfp4" not in (format, activated) or case.n % 16 == 0
 
 
-def storing_of(format: str, forms: tuple[bool, bool], given: bool) -> tuple[Storing, dict[str, Any]]:
+def storing_of(format: str, forms: tuple[bool, bool], given: bool) -> tuple[QuantizedResult, dict[str, Any]]:
     """How results are stored, and what is read for it but by groups."""
-    cell = FORMATS[format]
-    if given and cell.rule == "fp32" and not cell.block:
-        return Storing(cell.replace(delayed=True), forms, encode=True, amax=True, merge=True), {}
-    rotated = cell.replace(rotate=True, stochastic=True) if format == "nvfp4" and given else cell
-    return Storing(rotated, forms, key=rotated.stochastic, stream=2), {"key": np.array([7, 9], np.uint32)}
+    fmt = FORMATS[format]
+    if given and fmt.rule == "fp32" and not fmt.block:
+        return QuantizedResult(fmt.replace(delayed=True), forms, encode=True, amax=True, merge=True), {}
+    rotated = fmt.replace(rotate=True, stochastic=True) if format == "nvfp4" and given else fmt
+    return QuantizedResult(rotated, forms, key=rotated.stochastic, stream=2), {"key": np.array([7, 9], np.uint32)}
 
 
-def storing_activated(format: str, given: bool) -> Storing:
+def storing_activated(format: str, given: bool) -> QuantizedResult:
     """How activated rows are stored beside gradients."""
-    cell = FORMATS[format]
-    delayed = given and cell.rule == "fp32" and not cell.block
-    return Storing(cell.replace(delayed=delayed, rotate=given and format == "nvfp4"), (False, True), encode=delayed)
+    fmt = FORMATS[format]
+    delayed = given and fmt.rule == "fp32" and not fmt.block
+    return QuantizedResult(
+        fmt.replace(delayed=delayed, rotate=given and format == "nvfp4"), (False, True), encode=delayed
+    )
 
 
 def problem(
@@ -86,7 +88,7 @@ def composed_kernel(call: str, kernel: str) -> str:
     return f"{call}_composed_{'cpu' if '_cpu' in kernel else 'cuda'}"
 
 
-def check(kernel: str, call: calls.Call, arrays: dict[str, Any], wanted: Storing, groups: int) -> None:
+def check(kernel: str, call: calls.Call, arrays: dict[str, Any], wanted: QuantizedResult, groups: int) -> None:
     """Every result has the bits of the plain call and of the plain quantiser; sums of rows have another order."""
     if wanted.encode:
         arrays["encode"] = np.exp2(np.arange(groups) % 9 - 4).astype(np.float32)
@@ -96,7 +98,7 @@ def check(kernel: str, call: calls.Call, arrays: dict[str, Any], wanted: Storing
     results = dict(
         zip(calls.RESULTS[call.name], Native(kernel, check=False)(call, arranged(call, **arrays)), strict=True)
     )
-    parts = stored_parts(call)
+    parts = quantized_parts(call)
     assert parts is not None, "the call stores"
     inner = Native(plain_kernels(call.name, kernel), check=False)
     given = {name: array for name, array in arrays.items() if name not in STORING}
@@ -174,7 +176,7 @@ def test_gradients(kernel, case, activation, interleave, operands, dtype, format
     based = {"row_base": spec_of(more["row_base"])} if beside[2] else {}
     more = more if beside[2] else {name: array for name, array in more.items() if name != "row_base"}
     how = None if activated is None else storing_activated(activated, given)
-    call = calls.grouped_matmul_dact(*specs, wanted=beside, stored=wanted, stored_activated=how, **options, **based)
+    call = calls.grouped_matmul_dact(*specs, wanted=beside, stored=wanted, quantized_activated=how, **options, **based)
     check(kernel, call, {**arrays, **more} if wanted.key else more, wanted, case.groups)
 
 
@@ -193,7 +195,7 @@ def test_more_tiles_than_blocks(kernel, format, given):
         del more["row_base"]
         activated = storing_activated(format, given)
         call = calls.grouped_matmul_dact(
-            *specs, wanted=(False, False, False), stored=wanted, stored_activated=activated, **options
+            *specs, wanted=(False, False, False), stored=wanted, quantized_activated=activated, **options
         )
     else:
         call = calls.grouped_matmul_act(*specs, hidden=True, stored=wanted, **options)
@@ -208,7 +210,7 @@ def test_activated_codes_are_of_rows_rounded_as_hidden_ones():
     specs, options, _ = problem(True, case, Activation("swiglu"), OPERANDS[1], "bfloat16", 2)
     how = storing_activated("fp8_tensor", False)
     beside = (False, True, False)
-    call = calls.grouped_matmul_dact(*specs, wanted=beside, stored=wanted, stored_activated=how, **options)
+    call = calls.grouped_matmul_dact(*specs, wanted=beside, stored=wanted, quantized_activated=how, **options)
     at = calls.RESULTS[call.name].index("activated")
     outputs = (*call.outputs[:at], ArraySpec((case.rows, case.n), "float32"), *call.outputs[at + 1 :])
     with asserts.refused(ValueError, ["activated", "float32", "bfloat16"]):

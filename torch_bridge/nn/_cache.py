@@ -98,7 +98,7 @@ class WeightCache:
             self._marks.clear()
         if self._skip is not None and self._skip.device != source.device:
             self.set_update(bool(self.update), source.device)
-        keys: list[_Key] = [(axis, cell, source.dtype) for axis, cell in wanted]
+        keys: list[_Key] = [(axis, fmt, source.dtype) for axis, fmt in wanted]
         writes = self.update if first is None else first
         if not writes and (reason := self._stale(keys, parameters, by_flag=first is None)):
             raise RuntimeError(
@@ -160,6 +160,6 @@ class WeightCache:
                 "weight cache: a CUDA graph is captured and there are no buffers yet, expected ones from before the "
                 "capture; run a forward pass of the same kind first, as warm-up."
             )
-        wanted = tuple((axis, cell) for axis, cell, _ in missing)
+        wanted = tuple((axis, fmt) for axis, fmt, _ in missing)
         made = quantized(weight, wanted, None, scale=scale, amax=amax)
         self._forms |= dict(zip(missing, made, strict=True))

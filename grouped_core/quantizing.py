@@ -43,20 +43,20 @@ NO_EXTRAS = Extras()
 NO_MEASURES = Extras(measure=False)
 
 
-class Stored(NamedTuple):
+class Quantized(NamedTuple):
     """An operand in the formats asked for, in that order; of delayed scaling the largest magnitudes [G], else None."""
 
     forms: list[Operand]
     amax: Array | None
 
 
-def store(
+def in_formats(
     run: Runner,
     operand: Operand,
     wanted: Sequence[tuple[int, Format]],
     group_sizes: Array | None,
     *,
-    encode: Array | None = None,
+    scale: Array | None = None,
     amax: Array | None = None,
     measure: bool = True,
     key: Array | None = None,
@@ -64,14 +64,14 @@ def store(
     requantize: str | None = None,
     into: Sequence[QTensor[Any]] | None = None,
     skip: Array | None = None,
-) -> Stored:
+) -> Quantized:
     """`operand` once for each (contracted axis, format) of `wanted`; forms of one format come from one pass.
 
     Args:
         operand: rows [M, X] with group_sizes, or weights [G, A, B] without. One that is quantised already has to be
             what is wanted, unless `requantize` lets its values be stored anew. Of a `Cached` one the forms are taken
             that it has, and the others are made of its source.
-        encode: [G], multipliers of delayed scaling. amax: [G], merged into the magnitudes that come back.
+        scale: [G], multipliers of delayed scaling. amax: [G], merged into the magnitudes that come back.
         measure: whether anybody wants these magnitudes.
         stream: number of this operand among those that a key rounds.
         into: buffers of the forms, which are then all quantised, to be written in place.
@@ -83,35 +83,35 @@ def store(
     if isinstance(operand, Cached):
         ready = [given_form(operand.forms, *each) for each in wanted]
         missing = [each for each, form in zip(wanted, ready, strict=True) if form is None]
-        options: dict[str, Any] = {"encode": encode, "amax": amax, "measure": measure, "key": key, "stream": stream}
-        rest = store(run, operand.source, missing, group_sizes, **options)
+        options: dict[str, Any] = {"scale": scale, "amax": amax, "measure": measure, "key": key, "stream": stream}
+        rest = in_formats(run, operand.source, missing, group_sizes, **options)
         made = iter(rest.forms)
-        return Stored([next(made) if form is None else form for form in ready], rest.amax)
+        return Quantized([next(made) if form is None else form for form in ready], rest.amax)
     if isinstance(operand, QTensor):
         if (ready := given_forms(operand, wanted)) is not None:
-            return Stored(ready, None)
+            return Quantized(ready, None)
         operand = _values(run, operand, wanted, group_sizes, requantize)
     forms: list[Operand | None] = [None] * len(wanted)
     passes: dict[Format, dict[int, int]] = {}  # format -> {axis: place in `wanted`}
-    for place, (axis, cell) in enumerate(wanted):
-        if cell.plain:
-            forms[place] = rounded(run, operand, cell.values)
+    for place, (axis, fmt) in enumerate(wanted):
+        if fmt.plain:
+            forms[place] = rounded(run, operand, fmt.values)
         else:
-            passes.setdefault(cell.replace(rotate=False), {})[axis] = place
-    for cell, places in passes.items():
+            passes.setdefault(fmt.replace(rotate=False), {})[axis] = place
+    for fmt, places in passes.items():
         buffers = {} if into is None else {axis: into[place] for axis, place in places.items()}
-        randoms = (key if cell.stochastic else None, 2 * stream)
-        delayed = _Delayed(encode, amax, measure)
-        made, amax = _quantize(run, operand, cell, places, wanted, group_sizes, delayed, randoms, buffers, skip)
+        randoms = (key if fmt.stochastic else None, 2 * stream)
+        delayed = _Delayed(scale, amax, measure)
+        made, amax = _quantize(run, operand, fmt, places, wanted, group_sizes, delayed, randoms, buffers, skip)
         for place, form in made.items():
             forms[place] = form
-    return Stored([form for form in forms if form is not None], amax)
+    return Quantized([form for form in forms if form is not None], amax)
 
 
 class _Delayed(NamedTuple):
     """Delayed scaling of one pass: multipliers, what its magnitudes are merged with, whether these are wanted."""
 
-    encode: Array | None
+    scale: Array | None
     amax: Array | None
     measure: bool
 
@@ -119,7 +119,7 @@ class _Delayed(NamedTuple):
 def _quantize(
     run: Runner,
     source: Array | Listed,
-    cell: Format,
+    fmt: Format,
     places: dict[int, int],
     wanted: Sequence[tuple[int, Format]],
     group_sizes: Array | None,
@@ -131,16 +131,16 @@ def _quantize(
     spec: ArraySpec = operand_spec(run, source)
     last = len(spec.shape) - 1
     rotate = any(wanted[place][1].rotate for place in places.values())
-    encode, merged, measure = delayed if cell.delayed else _Delayed(None, None, measure=False)
+    scale, merged, measure = delayed if fmt.delayed else _Delayed(None, None, measure=False)
     merged = merged if measure else None
     key, stream = randoms
     call = calls.quantize(
         spec,
-        cell.replace(rotate=rotate),
+        fmt.replace(rotate=rotate),
         (last in places, last - 1 in places),
         None if group_sizes is None else run.spec(group_sizes),
         table=isinstance(source, Listed),
-        encode=encode is not None,
+        encode=scale is not None,
         amax=measure,
         merge=merged is not None,
         key=key is not None,
@@ -151,7 +151,7 @@ def _quantize(
     named = {
         "source": source,
         "group_sizes": group_sizes,
-        "encode": encode,
+        "encode": scale,
         "into_amax": merged,
         "key": key,
         "skip": skip,
@@ -164,11 +164,11 @@ def _quantize(
     return made, results["amax"] if measure else delayed.amax
 
 
-def _form(results: dict[str, Any], spec: ArraySpec, axis: int, cell: Format) -> QTensor[Any]:
+def _form(results: dict[str, Any], spec: ArraySpec, axis: int, fmt: Format) -> QTensor[Any]:
     """The form that contracts `axis`, of the results of a call that stores."""
     prefix = "" if axis == len(spec.shape) - 1 else "cross_"
     values, scales, group_scales = (results[prefix + name] for name in calls.QUANTIZED[:3])
-    return QTensor(values, scales, group_scales, cell, axis, spec.shape, spec.dtype)
+    return QTensor(values, scales, group_scales, fmt, axis, spec.shape, spec.dtype)
 
 
 class Within(NamedTuple):
@@ -178,50 +178,50 @@ class Within(NamedTuple):
         call: for the call's plan. wanted: (contracted axis, format) of each form. arrays: by slot.
     """
 
-    call: calls.Storing
+    call: calls.QuantizedResult
     wanted: tuple[tuple[int, Format], ...]
     arrays: dict[str, Array | None]
 
-    def forms(self, call: calls.Call, results: Sequence[Any], spec: ArraySpec) -> Stored:
+    def forms(self, call: calls.Call, results: Sequence[Any], spec: ArraySpec) -> Quantized:
         """What is wanted, among the results of `call`; `spec` is that of the rows."""
         by_name = dict(zip(calls.RESULTS[call.name], results, strict=True))
-        return Stored([_form(by_name, spec, axis, cell) for axis, cell in self.wanted], by_name["amax"])
+        return Quantized([_form(by_name, spec, axis, fmt) for axis, fmt in self.wanted], by_name["amax"])
 
     def activated_form(self, call: calls.Call, results: Sequence[Any], spec: ArraySpec) -> QTensor[Any]:
         """The one that is wanted of the activated rows, of `spec`, that `call` stores beside its result."""
         by_name = dict(zip(calls.RESULTS[call.name], results, strict=True))
-        ((axis, cell),) = self.wanted
-        return _form({own: by_name[name] for name, own in calls.ACTIVATED.items()}, spec, axis, cell)
+        ((axis, fmt),) = self.wanted
+        return _form({own: by_name[name] for name, own in calls.ACTIVATED.items()}, spec, axis, fmt)
 
 
 def within(
     wanted: Sequence[tuple[int, Format]],
     *,
-    encode: Array | None = None,
+    scale: Array | None = None,
     amax: Array | None = None,
     measure: bool = True,
     key: Array | None = None,
     stream: int = 0,
 ) -> Within | None:
-    """How a fused call stores what `store` would make of its result, with the same arguments; None where that takes
-    more than one pass, or a cast.
+    """How a fused call quantises its result as `in_formats` would with the same arguments; None where that takes more
+    than one pass, or a cast.
     """
-    bases = {cell.replace(rotate=False) for _, cell in wanted}
-    if len(bases) != 1 or (cell := bases.pop()).plain:
+    bases = {fmt.replace(rotate=False) for _, fmt in wanted}
+    if len(bases) != 1 or (fmt := bases.pop()).plain:
         return None
-    encode, amax = (encode, amax if measure else None) if cell.delayed else (None, None)
-    key = key if cell.stochastic else None
+    scale, amax = (scale, amax if measure else None) if fmt.delayed else (None, None)
+    key = key if fmt.stochastic else None
     axes = {axis for axis, _ in wanted}
-    call = calls.Storing(
-        cell.replace(rotate=any(each.rotate for _, each in wanted)),
+    call = calls.QuantizedResult(
+        fmt.replace(rotate=any(each.rotate for _, each in wanted)),
         (1 in axes, 0 in axes),
-        encode is not None,
-        cell.delayed and measure,
+        scale is not None,
+        fmt.delayed and measure,
         amax is not None,
         key is not None,
         2 * stream,
     )
-    return Within(call, tuple(wanted), {"encode": encode, "into_amax": amax, "key": key})
+    return Within(call, tuple(wanted), {"encode": scale, "into_amax": amax, "key": key})
 
 
 def quantize(
@@ -240,7 +240,7 @@ def quantize(
         key: uint32 [2], of stochastic rounding.
     """
     wanted = forms_along(format, axes, len(operand_spec(run, source).shape))
-    made: list[Any] = store(run, source, wanted, group_sizes, key=key).forms
+    made: list[Any] = in_formats(run, source, wanted, group_sizes, key=key).forms
     return joined([dataclasses.replace(each, group_sizes=group_sizes) for each in made])
 
 
@@ -344,14 +344,14 @@ def dequantize(run: Runner, q: QTensor[Any], group_sizes: Array | None, dtype: s
 
 def given_forms(q: QTensor[Any], wanted: Sequence[tuple[int, Format]]) -> list[Operand] | None:
     """The forms of `q` that are wanted, or None where it has not all of them."""
-    ready = [given_form(q, axis, cell) for axis, cell in wanted]
+    ready = [given_form(q, axis, fmt) for axis, fmt in wanted]
     return None if any(form is None for form in ready) else list(ready)
 
 
-def given_form(q: QTensor[Any], axis: int, cell: Format) -> QTensor[Any] | None:
+def given_form(q: QTensor[Any], axis: int, fmt: Format) -> QTensor[Any] | None:
     """The form of `q` that is wanted, where it has it. How codes were rounded or scales found is not looked at."""
     for form in (q, q.other):
-        if form is not None and (form.axis, form.format.layout) == (axis, cell.layout):
+        if form is not None and (form.axis, form.format.layout) == (axis, fmt.layout):
             return form
     return None
 
@@ -380,10 +380,10 @@ def check_requantize(q: QTensor[Any], wanted: Sequence[tuple[int, Format]], requ
                 "which another is made of; hand in the form along features, too (`quantize` with both axes)."
             )
         return
-    axis, cell = next(each for each in wanted if given_form(q, *each) is None)
+    axis, fmt = next(each for each in wanted if given_form(q, *each) is None)
     operand = "quantised rows" if len(q.shape) == 2 else "a quantised weight"
-    form = "a recipe that reads its format" if cell.plain else "that form too (`quantize` with both axes)"
+    form = "a recipe that reads its format" if fmt.plain else "that form too (`quantize` with both axes)"
     raise ValueError(
-        f"{operand} {q.shape}: {q.format.name} along axis {q.axis}, expected {cell.name} along axis {axis}, which a "
+        f"{operand} {q.shape}: {q.format.name} along axis {q.axis}, expected {fmt.name} along axis {axis}, which a "
         f"product reads; hand in {form}, pass the plain array, or a recipe with requantize='from_dequantized'."
     )
