@@ -34,9 +34,10 @@ from lm.model import HEAD_WIDTH, LanguageModel, XlaMoE
 from tqdm import tqdm
 
 import jax_grouped
+from grouped_core import recipes
 from jax_grouped.nnx import Scaling, update_scalings
 
-RECIPES = ("BF16", "FP8Delayed", "FP8Current", "FP8Block", "MXFP8", "NVFP4")
+RECIPES = ("BF16", *(name for name, recipe in recipes.RECIPES.items() if recipe.quantized))
 SAMPLE_BYTES = 300
 TEMPERATURE = 0.7
 TIMED_STEPS = 4

@@ -25,6 +25,9 @@ SAVED = ("quantized", "input")
 AMAX_ALGORITHMS = ("max", "most_recent")
 MOST_MARGIN = 100
 
+__all__ = ["BF16", "FP16", "FP32", "MXFP8", "NVFP4", "FP8Block", "FP8Current", "FP8Delayed", "Recipe"]
+"""What every package of this library offers under its own name."""
+
 
 @hashed_once
 @dataclass(frozen=True)
@@ -248,3 +251,6 @@ NVFP4 = _scaled(
     _NVFP4.replace(stochastic=True),
     (_ROTATED, _ROTATED.replace(stochastic=True)),
 )
+
+RECIPES = {name: row for name, row in globals().items() if isinstance(row, Recipe)}
+"""Every recipe by its public name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 
 import ml_dtypes
 import numpy as np
@@ -148,3 +149,12 @@ def test_group_sizes_carry_a_hint():
     assert unwrap(GroupSizes(sizes))[1] == 0
     with asserts.refused(ValueError, ["`representative` of GroupSizes:", "0", "at least 1", "pass the usual number"]):
         GroupSizes(sizes, representative=0)
+
+
+@pytest.mark.parametrize("package", ["grouped_core", "jax_grouped", "torch_bridge"])
+def test_every_package_offers_every_recipe(package: str) -> None:
+    assert set(recipes.__all__) == {*recipes.RECIPES, "Recipe"}
+    module = importlib.import_module(package)
+    for name, row in recipes.RECIPES.items():
+        assert getattr(module, name) is row
+        assert row.name == name
