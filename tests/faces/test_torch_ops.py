@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import ml_dtypes
@@ -833,3 +834,21 @@ def test_planning_refuses_what_is_no_operation() -> None:
                 ask(op, t.x, t.w, t.sizes)
         with asserts.refused(TypeError, ["unexpected keyword argument 'nonsense'"]):
             ask(grouped_linear, t.x, t.w, t.sizes, nonsense=1)
+
+
+@pytest.mark.rule("ALL-5")
+def test_profilers_see_operators_and_the_same_bits() -> None:
+    """A call that no profiler watches replays its kernels without the dispatcher."""
+    t = small("tail", "bfloat16")
+    found = []
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    for watch in (nullcontext(), profiler):
+        x, w = leaf(t.x), leaf(t.w)
+        with watch:
+            y = grouped_linear(x, w, t.sizes)
+            y.backward(t.dy)
+        found.append((y, x.grad, w.grad))
+    names = {event.name for event in profiler.events() or ()}
+    assert {f"torch_bridge::{name}" for name in ("linear", "linear_main_grads", "weight_grad")} <= names
+    for a, b in zip(*found, strict=True):
+        asserts.bitwise(a, b)
