@@ -6,6 +6,7 @@ Letters: G groups, M rows, K in, N out. The number beside an operand is its cont
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from grouped_core import calls, linear_spec
@@ -198,6 +199,7 @@ def reads_values(op: Linear, needs: Needs, has_scale: bool) -> bool:
     return needs.row_scale and has_scale and not op.scale_bias
 
 
+@lru_cache(maxsize=1024)
 def linear_saved(op: Linear, needs: Needs, has_bias: bool, has_scale: bool) -> Needs:
     """Which of x, w, bias, row_scale the backward will read, given the gradients that are needed."""
     scales_rows = has_scale and not op.scale_bias

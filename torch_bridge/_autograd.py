@@ -135,7 +135,8 @@ def differentiable(
         tensors += several
         lists.append((len(several), isinstance(bias, Tensor)))
     static = (operation, given, owners, overwrite or nothing, tuple(lists), out, grad_input)
-    return _Differentiable.apply(*static, given.leaf, given.row_scale, *tensors)
+    apply = _Differentiable.apply if is_compiling() else _apply
+    return apply(*static, given.leaf, given.row_scale, *tensors)
 
 
 _NOTHING = ((), (None,), (None, None))
@@ -243,6 +244,11 @@ class _Differentiable(torch.autograd.Function):
         with torch.no_grad():
             found = _backward(ctx, dy)
         return once_differentiable(ctx.operation.name, found, sources)
+
+
+# The public `apply` looks for transforms of functorch, which arguments were refused for, in each argument.
+_parent: Any = super(torch.autograd.Function, _Differentiable)
+_apply: Callable[..., Any] = _parent.apply
 
 
 class _Asked(NamedTuple):
