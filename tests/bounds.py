@@ -32,6 +32,9 @@ from grouped_core.reference import Oracle, activation_of, between_dtype, group_e
 
 F32_HALF_ULP = 2.0**-24
 """Relative error of one fp32 operation."""
+ALL_NEEDS = tuple(Needs(*map(bool, bits)) for bits in np.ndindex(2, 2, 2, 2))
+"""Every choice of gradients of the linear operation."""
+
 SMALLEST_F32 = 2.0**-149
 """Absolute error of an fp32 operation whose result is subnormal, doubled."""
 BF16_FLUSH = 2.0**-126

@@ -17,11 +17,11 @@ from grouped_core.quantizing import Extras
 from grouped_core.recipes import SAVED, FP8Current, FP8Delayed
 from grouped_core.reference import Oracle
 from tests import asserts, bounds, cases
+from tests.bounds import ALL_NEEDS
 
 NAMES = Names("x", "w")
 CASE = cases.Case("tiny", (3, 0, 2), 7, 4, 3, frozenset())
 EVERYTHING = Needs()
-ALL_NEEDS = tuple(Needs(*map(bool, bits)) for bits in np.ndindex(2, 2, 2, 2))
 
 
 class Recorder(Oracle):

@@ -15,7 +15,7 @@ from grouped_core.formats import FORMATS
 from grouped_core.recipes import Recipe
 from tests import asserts
 from tests.faces.nn_tools import MODULES
-from tests.faces.test_torch_recipes import ALL
+from tests.faces.recipe_tools import ALL
 from torch_bridge import nn
 from torch_bridge.quantized_weight import QuantizedWeight
 from torch_bridge.quantized_weight import named_parts as parts_of

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tests import asserts
+from tests.faces.gpu_layers import Step
 from tests.faces.gpu_tools import REPLAYED, capture, captured
 from tests.faces.nn_tools import MODULES
-from tests.faces.test_gpu_nn import Step
 
 pytestmark = [
     pytest.mark.gpu,

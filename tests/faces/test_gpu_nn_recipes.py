@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
 from grouped_core.recipes import Recipe
 from tests import asserts
+from tests.faces.gpu_layers import Step
 from tests.faces.gpu_tools import REPLAYED, capture, captured, launches_only
 from tests.faces.nn_tools import MODULES
-from tests.faces.test_gpu_nn import Step
-from tests.faces.test_torch_recipes import ALL, DELAYED, states
+from tests.faces.recipe_tools import ALL, DELAYED, same, states
 from torch_bridge import update_scaling
 
 pytestmark = [
@@ -32,11 +31,6 @@ by_form = pytest.mark.parametrize("form", MODULES)
 def _on_the_gpu() -> Iterator[None]:
     with torch.device("cuda"):
         yield
-
-
-def same(found: list[Any], wanted: list[Any], what: str) -> None:
-    for at, (a, b) in enumerate(zip(found, wanted, strict=True)):
-        asserts.bitwise(a, b, f"result {at} {what}")
 
 
 @pytest.mark.rule("CAP-1", "CAP-3", "CAP-4", "GRP-5")

@@ -10,11 +10,10 @@ import torch
 
 from grouped_core.recipes import Recipe
 from tests import asserts
+from tests.faces.gpu_layers import Step
 from tests.faces.gpu_tools import REPLAYED, captured, launches_only
 from tests.faces.primary_tools import by_form, by_holding, by_recipe, same_codes
-from tests.faces.test_gpu_nn import Step
-from tests.faces.test_gpu_nn_recipes import same
-from tests.faces.test_torch_recipes import states
+from tests.faces.recipe_tools import same, states
 from torch_bridge import shards, update_scaling
 
 pytestmark = [

@@ -20,7 +20,7 @@ from jax_grouped import accumulate
 from tests import asserts, bounds, cases
 from tests.faces.adapters import to_torch
 from tests.faces.mlp_adapters import ARRAYS, JAX, LEAVES, TORCH, in_halves, present, problem
-from tests.faces.test_recipes import MIXED, PARTLY_DELAYED, RECIPES
+from tests.faces.recipe_rows import MIXED, PARTLY_DELAYED, RECIPES
 
 CASES = [cases.named(name) for name in ("tail", "jagged", "clamped", "all_empty", "no_rows")]
 SOME_NEEDS = (

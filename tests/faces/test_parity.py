@@ -19,7 +19,7 @@ from grouped_core import arrays
 from grouped_core.gradients import Needs
 from grouped_core.linear_spec import Linear
 from tests import asserts, bounds, cases
-from tests.core.test_gradients import ALL_NEEDS
+from tests.bounds import ALL_NEEDS
 from tests.faces.adapters import ARRAYS, FACES, JAX, TORCH, Face, to_torch
 from tests.messages import BAD, Bad
 

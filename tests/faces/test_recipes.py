@@ -21,29 +21,12 @@ from grouped_core.linear_spec import Linear
 from grouped_core.recipes import Recipe
 from jax_grouped import accumulate
 from tests import asserts, bounds, cases
-from tests.core.test_gradients import ALL_NEEDS
+from tests.bounds import ALL_NEEDS
 from tests.faces.adapters import ARRAYS, FACES, JAX, TORCH, to_torch
+from tests.faces.recipe_rows import MIXED, PARTLY_DELAYED, RECIPES
 from tests.faces.torch_tools import opcheck
 from tests.native.runner import Native
 
-RECIPES = tuple(getattr(recipes, name) for name in bounds.RELATIVE_ERRORS)
-MIXED = (
-    recipes.FP8Block.replace(name="plain wgrad", wgrad=recipes.BF16.wgrad),
-    recipes.MXFP8.replace(name="weights alone", forward=(FORMATS["bf16"], FORMATS["mxfp8"]), dgrad=recipes.BF16.dgrad,
-                          wgrad=recipes.BF16.wgrad),
-    recipes.MXFP8.replace(name="rows alone", forward=(FORMATS["mxfp8"], FORMATS["bf16"]), dgrad=recipes.BF16.dgrad),
-    recipes.FP8Current.replace(name="fast", accumulate="fast"),
-    recipes.MXFP8.replace(name="kept as it came", saved="input"),
-    recipes.NVFP4.replace(name="nvfp4, plain wgrad", wgrad=recipes.BF16.wgrad),
-    recipes.NVFP4.replace(name="nvfp4, plain dgrad", dgrad=recipes.BF16.dgrad),
-)  # fmt: skip
-PARTLY_DELAYED = (
-    recipes.FP8Delayed.replace(name="delayed, plain wgrad", wgrad=recipes.BF16.wgrad),
-    recipes.FP8Delayed.replace(name="delayed, plain dgrad", dgrad=recipes.BF16.dgrad),
-    recipes.FP8Delayed.replace(name="delayed gradients", forward=recipes.BF16.forward),
-    recipes.FP8Delayed.replace(name="delayed gradients, kept as it came", forward=recipes.BF16.forward, saved="input"),
-)  # fmt: skip
-MIXED = (*MIXED, *PARTLY_DELAYED)
 CASES = [cases.named(name) for name in ("tail", "jagged", "clamped", "k_n_odd", "all_empty", "no_rows", "idle_ends")]
 
 

@@ -24,7 +24,7 @@ from tests.faces.primary_tools import (
     layer,
     same_codes,
 )
-from tests.faces.test_torch_recipes import ALL, BF16, same, seeded
+from tests.faces.recipe_tools import ALL, BF16, same, seeded
 from tests.faces.torch_tools import leaf
 from torch_bridge import dequantize, nn, params, quantize, shards, update_scaling
 from torch_bridge.quantized_weight import named_parts as parts_of

@@ -17,8 +17,9 @@ import torch_bridge
 from grouped_core import recipes
 from grouped_core.activations import Activation
 from grouped_core.recipes import Recipe
-from tests import asserts, bounds
+from tests import asserts
 from tests.faces.nn_tools import FUNCTIONS, MODULES, Setup, drawn_key, main_grads, setup
+from tests.faces.recipe_tools import ALL, BF16, DELAYED, RECIPES, same, seeded, states
 from tests.faces.torch_tools import counted_launches, leaf
 from torch_bridge import (
     dequantize,
@@ -33,44 +34,10 @@ from torch_bridge import (
 )
 from torch_bridge.activation import scaled_activation_rows
 
-RECIPES = tuple(getattr(recipes, name) for name in bounds.RELATIVE_ERRORS)
-WEIGHTS_ALONE = recipes.MXFP8.replace(
-    name="weights alone",
-    forward=(recipes.BF16.forward[0], recipes.MXFP8.forward[1]),
-    dgrad=recipes.BF16.dgrad,
-    wgrad=recipes.BF16.wgrad,
-)
-DELAYED = recipes.FP8Delayed.replace(history=3)
-ALL = (*(DELAYED if each.delayed else each for each in RECIPES), WEIGHTS_ALONE)
 FUNCTION = {"GroupedLinear": "grouped_linear", "GroupedMLP": "grouped_mlp", "Sequential_fused": "grouped_mlp"}
-BF16 = {"dtype": "bfloat16", "case": "jagged"}
 
 by_recipe = pytest.mark.parametrize("recipe", ALL, ids=lambda r: r.name)
 by_form = pytest.mark.parametrize("form", MODULES)
-
-
-def seeded(one: Any, seed: int, **keywords: Any) -> list[Any]:
-    """y, dx and, where autograd has them, dW of one pass with the random numbers of `seed`."""
-    torch.manual_seed(seed)
-    x = leaf(one.x)
-    y = one.run(x, **keywords)
-    for weight in one.weights:
-        weight.grad = None
-    y.backward(one.dy)
-    return [y.detach(), x.grad, *(weight.grad for weight in one.weights)]
-
-
-def same(found: list[Any], wanted: list[Any], what: str = "") -> None:
-    for at, (a, b) in enumerate(zip(found, wanted, strict=True)):
-        assert (a is None) == (b is None), f"result {at} {what}"
-        if b is not None:
-            asserts.bitwise(a, b, f"result {at} {what}")
-
-
-def states(module: Any) -> list[Any]:
-    """The states of delayed scaling in a module, first layer first."""
-    found = [getattr(each, "scaling_state", None) for each in module.modules()]
-    return [each for each in found if each is not None]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

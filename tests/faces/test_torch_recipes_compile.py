@@ -17,8 +17,9 @@ from grouped_core.activations import Activation
 from grouped_core.formats import FORMATS
 from grouped_core.recipes import Recipe
 from tests import asserts
+from tests.faces.compile_tools import compiled, eager
 from tests.faces.nn_tools import FORMS, MODULES, Setup, main_grads, setup
-from tests.faces.test_torch_recipes import ALL, BF16, DELAYED, same, seeded, states
+from tests.faces.recipe_tools import ALL, BF16, DELAYED, same, seeded, states
 from tests.faces.torch_tools import counted_launches, leaf, small
 from torch_bridge import (
     GroupSizes,
@@ -45,20 +46,6 @@ def _fresh_dynamo() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
-
-
-def compiled(one: Setup, *, whole: bool = True, backend: str = "aot_eager") -> Setup:
-    """The same with its operation between others in one compiled function; keys are drawn inside."""
-    run = one.run
-    one.run = torch.compile(lambda x, **keywords: torch.relu(run(x * 2, **keywords)), fullgraph=whole, backend=backend)
-    return one
-
-
-def eager(one: Setup) -> Setup:
-    """What `compiled` compiles."""
-    run = one.run
-    one.run = lambda x, **keywords: torch.relu(run(x * 2, **keywords))
-    return one
 
 
 def steps(one: Setup, count: int = 2) -> list[Any]:

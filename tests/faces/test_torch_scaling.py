@@ -14,9 +14,9 @@ from torch.multiprocessing.spawn import spawn
 
 from grouped_core import recipes
 from tests import asserts
+from tests.faces.compile_tools import compiled, eager
 from tests.faces.nn_tools import setup
-from tests.faces.test_torch_recipes import BF16, same, states
-from tests.faces.test_torch_recipes_compile import compiled, eager
+from tests.faces.recipe_tools import BF16, same, states
 from tests.faces.torch_tools import leaf
 from torch_bridge import (
     dequantize,

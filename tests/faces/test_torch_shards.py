@@ -21,7 +21,7 @@ from tests.faces.primary_tools import (
     raw,
     same_codes,
 )
-from tests.faces.test_torch_recipes import same
+from tests.faces.recipe_tools import same
 from torch_bridge import nn, parallel, params, quantize, shards, update_scaling
 from torch_bridge.quantized_weight import named_parts as parts_of
 
