@@ -228,7 +228,7 @@ class _Differentiable(torch.autograd.Function):
         y, saved, names, ctx.saved = forward_and_saved(operation, given, needs, out)
         _saved.tell(saved, names)
         ctx.save_for_backward(*saved)
-        # NOTE: routes are not saved tensors: destinations may change before backward, and Parameters have attributes.
+        # NOTE: routes are not saved tensors: destinations may change until backward, which needs Parameters themselves.
         ctx.operation, ctx.grad_input, ctx.biases, ctx.routes = operation, grad_input, biases, routes
         ctx.for_leaf = leaf is not None and leaf.is_leaf
         return y

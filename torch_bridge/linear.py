@@ -54,7 +54,7 @@ def grouped_linear(
 
     Args:
         x: [M, K] fp32, bf16, fp16, e4m3fn or e5m2; or quantised. Under `torch.autocast` x, the weight and the bias are
-            cast to its dtype, as in `F.linear`; nothing else is.
+            cast to its dtype, as in `F.linear`; without it nothing is cast.
         weight: [G, N, K], or [G, K, N] with `rhs_transposed=False`; or a list of G such matrices; or quantised. The
             gradient of a quantised operand goes to the master tensor of `straight_through`; without one there is none.
         group_sizes: G integers on the device of x; a list or CPU tensor is copied there without synchronisation.

@@ -60,7 +60,7 @@ def grouped_mlp(
 
     Args:
         x: [M, K] fp32, bf16 or fp16. Under `torch.autocast` x, the weights and the biases are cast to its dtype, as in
-            `F.linear`; nothing else is.
+            `F.linear`; without it nothing is cast.
         wi: [G, W, K], gate rows first or interleaved according to the `Activation`; [G, K, W] with
             `rhs_transposed=False`; or a list of G such matrices; or a pair of gate and linear half, [G, F, K] each
             ([G, K, F]), with the same bits; the pair is concatenated only if it is quantised.

@@ -38,7 +38,7 @@ def expand_shard(members: Any, shard: Tensor | None, start: int | None) -> list[
         shard: 1-D, elements [start, start + len(shard)) of that buffer; None: this rank has none.
 
     Returns:
-        (member, overlapping slice of the shard, its offset inside the member); two times None without an overlap.
+        (member, overlapping slice of the shard, its offset inside the member); (member, None, None) without an overlap.
 
     Raises:
         ValueError: a shard that is not 1-D, exceeds the buffer at either end, or has no start.

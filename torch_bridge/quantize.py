@@ -137,7 +137,9 @@ def check_dequantize(q: QTensor[Tensor], dtype: torch.dtype | None, group_sizes:
     if group_sizes is not None:
         sizes, _ = prepare_sizes(unwrap(group_sizes)[0], q.values, NAMES)
     if len(q.shape) == 2 and sizes is None:
-        raise ValueError("`group_sizes`: None, expected one size per group, because blocks restart there; pass them.")
+        raise ValueError(
+            "`group_sizes`: None, expected one size per group, because rows are quantised by group; pass them."
+        )
     return sizes, wide
 
 
@@ -170,7 +172,7 @@ def scaling_state(
 ) -> ScalingState[Tensor]:
     """A new state of delayed scaling, for one linear operation, or with products=2 for one MLP.
 
-    Operations that are bound to it and differentiated update the amax in `history[:, 0]`, in place on the device;
+    Operations that are bound to it and need a gradient update the amax in `history[:, 0]`, in place on the device;
     `update_scaling` advances the state to the next step.
 
     Raises:

@@ -147,7 +147,7 @@ def bound(
     """The recipe of one forward pass, with a new key if the recipe uses stochastic rounding.
 
     Only backward reads the key. Reentrant checkpointing runs the first of two passes without gradients, and both must
-    advance the generator equally for random operations behind the layer; so a layer in training always draws a key.
+    advance the generator equally for random operations after the layer; so a layer in training always draws a key.
 
     Args:
         rows: a tensor on the device of the operation.

@@ -258,7 +258,7 @@ class GroupedLinear(ScaledModule):
             self._table.point_to(weights, device.index)
 
     def refresh_weight_table(self) -> None:
-        """Makes captured graphs read the weights at their current addresses; call it before a replay, not in capture."""
+        """Makes captured graphs read the weights at their current addresses; call it before a replay."""
         self.note_addresses(self.weight_parameters())
 
     def set_weight_update(self, flag: bool) -> None:
