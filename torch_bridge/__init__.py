@@ -29,7 +29,7 @@ from torch_bridge.sizes import size_status as size_status
 
 
 def __getattr__(name: str) -> Any:
-    """Modules that are imported when somebody asks for them."""
+    """Imports a submodule when it is first used."""
     if name in ("nn", "offload", "parallel"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,7 @@
-"""Arguments of the public operations: checked, in words, and put into the form that the rules take.
+"""Checks the arguments of the public operations and converts them to the form that the rules take.
 
-What is checked depends on the facts of the operands and on the options alone, so it is checked once for them. Facts are
-None where there is no plain memory; then every call is checked.
-
+The checks depend only on facts of the operands (shapes, dtypes, layouts) and on the options, so their result is cached
+under these. Operands without plain memory have no such facts; then every call is checked.
 Letters: G groups, M rows, K in, N out.
 """
 
@@ -41,11 +40,11 @@ Members = Tensor | Sequence[Tensor]
 """One packed tensor, or a list of one tensor per group."""
 
 Accumulators = str | tuple[Tensor | Sequence[Tensor | None] | None, Tensor | Sequence[Tensor | None] | None]
-"""What `wgrad_accum` of an MLP takes: "main_grad", or a pair for the two weights."""
+"""The argument `wgrad_accum` of an MLP: "main_grad", or a pair for the two weights."""
 
 
 class WeightForms(Protocol):
-    """What keeps the quantised forms of a layer's weight between forward passes."""
+    """The cache of a layer: it keeps the quantised weight between forward passes."""
 
     def __call__(
         self,
@@ -55,24 +54,24 @@ class WeightForms(Protocol):
         amax: Tensor | None,
         multipliers: tuple[Any, ...],
     ) -> Sequence[QTensor[Tensor]]:
-        """The forms wanted, all quantised; largest magnitudes of delayed scaling are merged into `amax`.
+        """The weight quantised for each requested axis and format; delayed scaling updates `amax` with its amax.
 
         Args:
-            scale: [G], multipliers of delayed scaling. multipliers: differs once these were updated.
+            scale: [G], scales of delayed scaling. multipliers: identifies the scales; it differs after each update.
         """
         ...
 
 
 class Arguments(NamedTuple):
-    """What a user passed to the linear operation, or to the MLP, which has two products; checked.
+    """The checked arguments of a linear operation, or of an MLP, which has two products.
 
     Attributes:
-        x, weights, biases: as rules read them. row_scale: of the MLP the probabilities.
-        leaf: the tensor that the gradient of x belongs to, or None. leaves: those of each weight.
-        op: the operation. specs: of its operands.
-        scaling: what each product has of what is bound to the recipe.
-        accumulators: of each weight, a tensor or None for each of its leaves; () where there are none.
-        caches: of each weight the forms that its layer keeps, or None.
+        x, weights, biases: the operands as the rules read them. row_scale: for an MLP, the probabilities.
+        leaf: the tensor that receives the gradient of x, or None. leaves: for each weight, those of its gradient.
+        op: the operation. specs: the specs of its operands.
+        scaling: for each product, its part of the state and key that are bound to the recipe.
+        accumulators: for each weight, a tensor or None per leaf; () without accumulators.
+        caches: for each weight, the quantised weight that its layer keeps, or None.
     """
 
     x: Tensor | QTensor[Tensor]
@@ -90,7 +89,7 @@ class Arguments(NamedTuple):
     caches: tuple[WeightForms | None, ...]
 
     def differentiates(self) -> bool:
-        """Whether a gradient will be asked for."""
+        """Whether backward will be needed."""
         if not torch.is_grad_enabled():
             return False
         if self.needed_by_inputs():
@@ -98,7 +97,7 @@ class Arguments(NamedTuple):
         return any(each is not None for some in self.accumulators for each in some)
 
     def needed_by_inputs(self) -> bool:
-        """Whether an operand has a gradient in autograd."""
+        """Whether autograd needs the gradient of an operand."""
         for each in (self.leaf, self.row_scale):
             if each is not None and each.requires_grad:
                 return True
@@ -107,7 +106,7 @@ class Arguments(NamedTuple):
 
 
 class _Checked(NamedTuple):
-    """What follows from the facts of operands and from options."""
+    """The result of the checks, which is cached."""
 
     op: Any
     specs: Any
@@ -133,7 +132,7 @@ def linear_arguments(
     implementation: str | Sequence[str] | None,
     caches: tuple[WeightForms | None] = (None,),
 ) -> Arguments:
-    """The arguments of `grouped_linear`; raises what it raises."""
+    """The checked arguments of `grouped_linear`; it raises the same errors."""
     refuse_transforms("grouped_linear", x, weight, bias, row_scale)
     bound = linear_spec.recipe_option(recipe)
     sizes, rows_hint = unwrap(group_sizes)
@@ -162,7 +161,7 @@ def linear_arguments(
 
 
 def _check_linear(operands: tuple[Any, ...], bound: BoundRecipe, options: tuple[Any, ...]) -> tuple[Tensor, _Checked]:
-    """(sizes as kernels read them, what was found); raises for what does not fit."""
+    """(sizes as the kernels read them, the result of the checks); raises if the operands do not fit together."""
     rows, weight, sizes, bias, row_scale = operands
     transposed, recipe, scale_bias, rows_hint, names, x_master, w_master = options
     first = home(rows)
@@ -185,7 +184,7 @@ def _check_linear(operands: tuple[Any, ...], bound: BoundRecipe, options: tuple[
     specs = (_spec(rows, 0), _spec(weight, 3), _spec(bias, 2), _spec(row_scale, 0))
     linear_spec.check_linear(op, specs[0], specs[1], fixed_spec(sizes), *specs[2:])
     check_bound(bound, specs[1].shape[0], first)
-    if isinstance(rows, QTensor) or isinstance(weight, QTensor):  # gradients have the dtypes of the masters
+    if isinstance(rows, QTensor) or isinstance(weight, QTensor):  # gradients have the dtypes of the master tensors
         op = dataclasses.replace(op, recipe=op.resolve(*specs[:2]), wgrad_dtype=w_master)
         specs = (specs[0]._replace(dtype=x_master or specs[0].dtype), *specs[1:])
     return sizes, _Checked(op, tuple(map(_static, specs)))
@@ -213,11 +212,11 @@ def mlp_arguments(
     *,
     join: bool = True,
 ) -> Arguments:
-    """The arguments of `grouped_mlp`; raises what it raises.
+    """The checked arguments of `grouped_mlp`; it raises the same errors.
 
     Args:
-        recipe: or a pair of bound ones, of layers that have a state each.
-        join: whether gate and linear half become one weight where they are quantised; else they are refused there.
+        recipe: may also be a pair of bound recipes, for two layers that each have their own scaling state.
+        join: whether gate and linear half are concatenated if they have to be quantised; otherwise that is refused.
     """
     if join and is_pair(wi):
         wi = _joined_pair(x, wi, wgrad_accum, rhs_transposed, activation, recipe, residuals)
@@ -268,7 +267,7 @@ def _mlp(options: Sequence[Any]) -> Mlp:
 def _check_mlp(
     operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], options: tuple[Any, ...]
 ) -> tuple[Tensor, _Checked]:
-    """(sizes as kernels read them, what was found); raises for what does not fit."""
+    """(sizes as the kernels read them, the result of the checks); raises if the operands do not fit together."""
     rows, wi, wo, sizes, probs, wi_bias, wo_bias = operands
     *static, wi_master, wo_master = options
     op = _mlp(static)
@@ -295,13 +294,13 @@ def _check_mlp(
     check(op, *specs[:3], fixed_spec(sizes), *specs[3:])
     for each in bounds:
         check_bound(each, specs.wo.shape[0], first, products=3 - len(bounds))
-    if wi_master or wo_master:  # gradients have the dtypes of the masters
+    if wi_master or wo_master:  # gradients have the dtypes of the master tensors
         op = dataclasses.replace(op, master_dtypes=(wi_master, wo_master))
     return sizes, _Checked(op, MlpSpecs(*map(_static, specs)))
 
 
 def is_pair(operand: Any) -> bool:
-    """Whether a first weight is gate and linear half, which have all groups each; not a list of one per group."""
+    """Whether a first weight is a pair of gate and linear half, each with all groups, not a list of one per group."""
     if not isinstance(operand, (list, tuple)) or len(operand) != 2:
         return False
     return isinstance(operand[0], Tensor) and operand[0].dim() == 3
@@ -316,11 +315,11 @@ def _joined_pair(
     recipe: Any,
     residuals: Any,
 ) -> Any:
-    """`wi`; gate and linear half as one weight [G, 2F, K] ([G, K, 2F]) where they are quantised, for scales are those
-    of both. Gradients go to each.
+    """`wi`; a pair that has to be quantised is concatenated to one weight [G, 2F, K] ([G, K, 2F]), because scales
+    cover both halves. Each half receives its own gradient.
 
     Raises:
-        TypeError, ValueError: halves that do not fit together. NotImplementedError: accumulators for them.
+        TypeError, ValueError: the halves do not fit together. NotImplementedError: the pair has accumulators.
     """
     bound = recipe[0] if isinstance(recipe, tuple) else linear_spec.recipe_option(recipe)
     op = _mlp((bool(rhs_transposed), activation, bound.recipe, residuals, 0, "", True))
@@ -340,7 +339,7 @@ def _joined_pair(
 def _known(
     name: str, operands: tuple[Any, ...], bounds: Sequence[BoundRecipe], options: tuple[Any, ...]
 ) -> tuple[Any, _Checked | None]:
-    """(key of the check, None where it cannot have one; what it found before)."""
+    """(key of the checks, or None if they cannot be cached; the cached result, or None)."""
     if is_compiling():
         return None, None
     arrays: list[Any] = []
@@ -364,35 +363,35 @@ def _known(
 
 
 def _form_facts(form: QTensor[Any]) -> tuple[Any, ...]:
-    """What the tensors of a form do not tell of it."""
+    """The facts of a quantised tensor that its component tensors do not show."""
     there = (form.scales is not None, form.group_scales is not None)
     return form.format, form.axis, tuple(form.shape), form.dtype, there
 
 
 def _master_and_operand(operand: Any) -> tuple[Any, Any]:
-    """(what the gradient belongs to, the operand itself)."""
+    """(the tensor that receives the gradient, the operand itself)."""
     if isinstance(operand, StraightThrough):
         return operand.master, operand.q
     return (None if isinstance(operand, QTensor) else operand), operand
 
 
 def _dtype(operand: Any, master: Any) -> str | None:
-    """The dtype of the master of a quantised operand, as specs have it; None where there is none."""
+    """The dtype of a quantised operand's master tensor, as a spec names it; None without one."""
     if not isinstance(operand, QTensor) or master is None:
         return None
     return dtype_name(members(master)[0].dtype)
 
 
 def _operand(operand: Any) -> Any:
-    """A weight or bias as rules read it: a packed tensor, a list of one per group, quantised, or None."""
+    """A weight or bias as the rules read it: a packed tensor, a list of one per group, a quantised tensor, or None."""
     return list(operand) if isinstance(operand, tuple) else operand
 
 
 def _spec(operand: Any, packed_rank: int) -> Any:
-    """Spec of an operand, packed where it is a list; None for None.
+    """The spec of an operand; a list has the spec of the packed tensor, and None has none.
 
     Args:
-        packed_rank: number of axes of what is packed; 0: these are rows.
+        packed_rank: number of axes of the packed tensor; 0 for an operand of rows.
     """
     if operand is None:
         return None
@@ -405,7 +404,7 @@ def _spec(operand: Any, packed_rank: int) -> Any:
 
 
 def _static(spec: OperandSpec | None) -> Any:
-    """A spec without what depends on M and without arrays, so that static facts are the same for every M."""
+    """A spec without arrays and without M, so that the static facts are the same for every M."""
     if spec is None:
         return None
     shape = spec.shape if len(spec.shape) == 3 else (-1, *spec.shape[1:])
@@ -435,15 +434,15 @@ def _check_weight(kind: tuple[str, str], name: str, weight: Any, first: Tensor, 
 def check_members(
     kind: tuple[str, str], name: str, value: Tensor | Sequence[Tensor], x: Tensor, *, transposed: bool = False
 ) -> None:
-    """A weight or bias: one packed tensor, or G tensors with one axis less.
+    """Checks a weight or bias: one packed tensor, or G tensors with one axis less.
 
     Args:
-        kind: operation and argument in `grouped_core.ranks.AXES`. name: of the argument, for messages. x: whose device
-            counts. transposed: layout of weights.
+        kind: operation and argument in `grouped_core.ranks.AXES`. name: the argument's name in messages. x: the tensor
+            whose device is expected. transposed: layout of weights.
 
     Raises:
-        TypeError: no tensor, or a list of unequal dtypes. ValueError: an empty list, members of unequal shape, another
-            number of axes, another device, or not contiguous.
+        TypeError: not a tensor, or a list of mixed dtypes. ValueError: an empty list, members of different shapes, a
+            wrong number of axes, another device, or not contiguous.
     """
     if isinstance(value, Tensor):
         check_operand(name, value, x)
@@ -472,10 +471,10 @@ def check_members(
 
 
 def check_bound(bound: BoundRecipe, groups: int, x: Tensor, products: int = 1) -> None:
-    """`scaling.check_bound` of tensors, which lie where `x` does; beside a meta tensor a state may lie anywhere.
+    """`scaling.check_bound` for tensors on the device of `x`; if `x` is a meta tensor, a state may be on any device.
 
     Raises:
-        TypeError, ValueError: what is no tensor, lies elsewhere, is not contiguous, or does not fit the use.
+        TypeError, ValueError: not a tensor, on another device, not contiguous, or not fit for this use.
     """
     if bound.key is not None:
         check_operand("key", bound.key, x)
@@ -491,27 +490,27 @@ def check_bound(bound: BoundRecipe, groups: int, x: Tensor, products: int = 1) -
 
 
 def leaf_names(leaves: Sequence[Tensor], name: str) -> list[str]:
-    """How messages name each tensor of the weight argument `name`."""
+    """The names that messages use for the tensors of the weight argument `name`."""
     return [name] if is_packed(leaves) else [f"{name}[{at}]" for at in range(len(leaves))]
 
 
 def is_packed(leaves: Sequence[Tensor]) -> bool:
-    """Whether a weight is one tensor; else it is one per group, or two that have all groups each."""
+    """Whether a weight is one packed tensor; otherwise it is one tensor per group, or a pair with all groups each."""
     return len(leaves) == 1 and leaves[0].dim() == 3
 
 
 def _accumulators_of_product(
     given: Any, leaves: list[Tensor], spec: OperandSpec, first: Tensor, accum_name: str, weight_name: str
 ) -> Sequence[Tensor | None]:
-    """`wgrad_accum` of one weight as one destination for each of its tensors; () where there are none."""
+    """`wgrad_accum` of one weight as one destination per tensor of the weight; () without accumulators."""
     if given is None or (isinstance(given, str) and given == "main_grad"):
         return ()
     if leaves:
         return accumulators_of(given, leaves, accum_name, weight_name)
     if not isinstance(given, Tensor):
         raise ValueError(
-            f"`{accum_name}`: {given!r}, expected a tensor {spec.shape}, for the weight is quantised and packed; pass "
-            "one."
+            f"`{accum_name}`: {given!r}, expected a tensor {spec.shape}, because the weight is quantised and packed; "
+            "pass one."
         )
     _check_accumulator(accum_name, given, ArraySpec(spec.shape, spec.dtype), first)
     return [given]
@@ -532,24 +531,24 @@ def _accumulators_of_mlp(
 
 
 def accumulator_pair(given: Any, advice: str) -> Sequence[Any]:
-    """`wgrad_accum` of an MLP, but for "main_grad", as what belongs to wi and what belongs to wo.
+    """`wgrad_accum` of an MLP, other than "main_grad", as (the part of wi, the part of wo).
 
     Raises:
-        ValueError: it is no pair; `advice` ends the message.
+        ValueError: it is not a pair; the message ends with `advice`.
     """
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise ValueError(
-            f"`{MLP_NAMES.accum}`: {given!r}, expected None, 'main_grad' or a pair, of `{MLP_NAMES.wi}` and of "
+            f"`{MLP_NAMES.accum}`: {given!r}, expected None, 'main_grad' or a pair for `{MLP_NAMES.wi}` and "
             f"`{MLP_NAMES.wo}`; {advice}."
         )
     return given
 
 
 def accumulators_of(given: Any, leaves: list[Tensor], accum_name: str, weight_name: str) -> list[Tensor | None]:
-    """`wgrad_accum` of a weight as one destination for each of its tensors.
+    """`wgrad_accum` of a weight as one destination per tensor of the weight.
 
     Raises:
-        ValueError, TypeError: another form than the weight's, or a tensor that does not fit.
+        ValueError, TypeError: its form differs from the weight's (one tensor or a list), or a tensor does not fit.
     """
     found: list[Any] | None = (
         [given] if isinstance(given, Tensor) else list(given) if isinstance(given, (list, tuple)) else None
@@ -584,18 +583,18 @@ def _check_accumulator(name: str, accumulator: Tensor, spec: ArraySpec, first: T
 
 
 def check_writable(name: str, buffer: Tensor) -> None:
-    """Refuses a buffer with a history, or of another framework."""
+    """Refuses a buffer that requires a gradient or belongs to another framework."""
     if buffer.requires_grad:
         raise ValueError(f"`{name}`: requires_grad is True, expected False; pass `{name}.detach()`.")
     if is_foreign(buffer):
         raise ValueError(
             f"`{name}`: memory of another framework (it came by `exchange`), expected memory of torch; "
-            "allocate it with torch, since nothing else may see it change."
+            "allocate it with torch, because the other framework must not see it change."
         )
 
 
 def check_buffers(given: Arguments, out: Tensor | None, grad_input: Tensor | None) -> None:
-    """BUF-2 for what the rules do not check themselves; the shape and dtype of `out` are theirs."""
+    """BUF-2 for what the rules do not check themselves; they check the shape and dtype of `out`."""
     written = []
     for name, buffer in ((NAMES.out, out), (NAMES.grad_input, grad_input)):
         if buffer is not None:
@@ -615,21 +614,21 @@ def check_buffers(given: Arguments, out: Tensor | None, grad_input: Tensor | Non
 
 
 def check_gradient(dy: Tensor, grad_input: Tensor | None, *accumulators: Sequence[Tensor | None]) -> None:
-    """BUF-2 for what forward could not see: dy is still read when buffers are written."""
+    """BUF-2 for dy, which forward cannot check: dy is still read while the buffers are written."""
     if is_compiling() or (grad_input is None and not any(accumulators)):
         return
     start, end = dy.data_ptr(), dy.data_ptr() + dy.nbytes
     for name, part in ((NAMES.grad_input, (grad_input,)), *((NAMES.accum, part) for part in accumulators)):
         for each in part:
             if each is not None and each.data_ptr() < end and start < each.data_ptr() + each.nbytes:
-                check_apart([(name, each)], [("dy", dy)])  # which finds the words
+                check_apart([(name, each)], [("dy", dy)])  # raises with the full message
 
 
 _Named = Iterable[tuple[str, Tensor | None]]
 
 
 def _check_apart_from_operands(written: _Named, given: Arguments) -> None:
-    if is_compiling():  # where there are no addresses yet
+    if is_compiling():  # there are no addresses yet
         return
     two = len(given.weights) == 2
     names = MLP_NAMES if two else NAMES
@@ -652,7 +651,7 @@ def _tensors(operand: Any) -> list[Tensor]:
 
 
 def check_apart(written: _Named, read: _Named) -> None:
-    """`memory.check_apart` of named tensors; those without memory lie nowhere."""
+    """`memory.check_apart` for named tensors; tensors without memory overlap with nothing."""
     memory.check_apart(*([_span(*each) for each in named if each[1] is not None] for named in (written, read)))
 
 

@@ -1,8 +1,8 @@
-"""`torch.autocast` for functions and layers alike: what is cast, to what, and whose gradients go where.
+"""`torch.autocast` for functions and layers: which operands are cast, to which dtype, and who owns their gradients.
 
-As in `torch.nn.functional.linear`: rows, weights and biases of 16 or 32 bits take the dtype of autocast, float64 is
-left. Codes, quantised operands and their masters, probabilities, row scales and buffers are left, too. A cast costs one
-pass for each tensor and call; the cache of casts that torch keeps inside of one region is not used.
+As in `torch.nn.functional.linear`, rows, weights and biases of 16 or 32 bits are cast to the dtype of autocast, and
+float64 is not. 8-bit rows, quantised operands and their masters, probabilities, row scales and buffers are not cast
+either. A cast costs one pass per tensor and call; torch's cache of casts within one region is not used.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def dtype_of(x: Any) -> torch.dtype | None:
-    """The dtype that autocast asks for beside rows `x`, quantised or not; None where it is off on their device."""
-    if not is_compiling() and not torch._C._is_any_autocast_enabled():  # quick where it is off
+    """The dtype of autocast for rows `x`, quantised or not; None if autocast is off on their device."""
+    if not is_compiling() and not torch._C._is_any_autocast_enabled():  # a fast check
         return None
     x = x.q if isinstance(x, StraightThrough) else x
     x = x.values if isinstance(x, QTensor) else x
     if not isinstance(x, Tensor):
         return None
     device = x.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):  # which knows no meta device
+    if device == "meta" or not torch.is_autocast_enabled(device):  # autocast does not support meta
         return None
     return torch.get_autocast_dtype(device)
 
 
 def cast(operand: Any, dtype: torch.dtype | None) -> Any:
-    """An operand, or each of a list, in `dtype` where autocast casts it; differentiable."""
+    """An operand, or each of a list, in `dtype` if autocast casts it; differentiable."""
     if dtype is None:
         return operand
     if isinstance(operand, (list, tuple)):
@@ -50,11 +50,11 @@ def cast(operand: Any, dtype: torch.dtype | None) -> Any:
 _NOBODY = ((), (None,), (None, None))
 
 Operands = tuple[Any, Sequence[Any], Sequence[Any], Sequence[Owner | None]]
-"""x, weights, biases, and of each weight what has its `main_grad` and flags, where that is not the weight itself."""
+"""x, weights, biases, and for each weight the owner of its `main_grad` and flags if that is not the weight itself."""
 
 
 def operands(x: Any, weights: Sequence[Any], biases: Sequence[Any]) -> Operands:
-    """The operands of a public function as kernels read them: cast where autocast is on for the device of `x`."""
+    """The operands of a public function as kernels read them: cast if autocast is on for the device of `x`."""
     dtype = dtype_of(x)
     if dtype is None:
         return x, weights, biases, _NOBODY[len(weights)]

@@ -1,4 +1,4 @@
-"""The one function of autograd: what forward saves, what backward computes of it, and to whom gradients go.
+"""The autograd function of all operations: what forward saves, what backward computes, and where gradients go.
 
 Letters: G groups, M rows, K in, N out.
 """
@@ -29,24 +29,24 @@ from torch_bridge._scaling import Scaling, with_multipliers
 from torch_bridge._tensors import Form, Layout, members, pack, unpack
 
 Owners = tuple[Owner | None, ...]
-"""A module's side of each product, None where there is none."""
+"""For each product, the parameters and queue of the module that owns its weight, or None."""
 
 Overwrites = tuple[tuple[bool, ...] | None, ...]
-"""Of each weight, whether the gradients of its tensors replace what their accumulators hold; None: ask the tensors."""
+"""For each weight, whether each tensor's gradient replaces the content of its accumulator; None: ask the tensors."""
 
 Lists = tuple[tuple[int, bool], ...]
-"""Of each weight, then of each bias, how many tensors it is, and whether it is one packed tensor."""
+"""For each weight, then each bias: the number of its tensors, and whether it is one packed tensor."""
 
 Deliver = Callable[[int, WeightGradient], None]
 """(product, gradient of its weight) -> None."""
 
 
 class Saved(NamedTuple):
-    """What forward tells backward beside tensors.
+    """What forward hands to backward besides tensors.
 
     Attributes:
-        op: the operation. specs: of its operands. needs: gradients that are asked for.
-        scaling: of each product. layouts: of what is saved. rows: M.
+        op: the operation. specs: the specs of its operands. needs: the gradients to compute.
+        scaling: for each product. layouts: of the saved operands. rows: M.
     """
 
     op: Any
@@ -58,18 +58,18 @@ class Saved(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What forward keeps for backward: operands, rows first, and what offloading calls each of the rows."""
+    """What forward keeps for backward: operands, those of rows first, and the names of the latter for offloading."""
 
     operands: tuple[Any, ...]
     names: tuple[str, ...]
 
 
 NOTHING = Kept((), ())
-"""What is kept where no gradient will be asked for."""
+"""What is kept if no gradient is needed."""
 
 
 class MainGradients(NamedTuple):
-    """Gradients of all but weights: of x [M, K], of the row scale or the probabilities [M], of each bias [G, N]."""
+    """All gradients except those of weights: of x [M, K], row scale or probabilities [M], and each bias [G, N]."""
 
     x: Tensor | None
     row_scale: Tensor | None
@@ -78,18 +78,18 @@ class MainGradients(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """What differs between the linear operation and the MLP.
+    """The differences between the linear operation and the MLP.
 
     Attributes:
         name: for messages. weights: names of the weight arguments.
-        places: of the weights among the arguments. scale_place: of the row scale.
-        check: (all arguments, forms that layers keep) -> them, checked.
-        needs_names: what `needs` calls them. no_needs: what forward takes where no gradient will be asked for.
-        needs: (x, each weight, row scale, each bias) -> gradients that are asked for, as the rules take them.
-        weight_dtypes: (operation, specs of its operands) -> dtypes of the gradients of weights, as specs have them.
-        forward: (arguments, needs, out) -> the result [M, N], and what backward reads.
-        backward: (what forward told, what it kept, dy, buffer for dx, deliver) -> the other gradients. It takes what it
-            reads out of the list, so that rows are freed as soon as nothing reads them.
+        places: positions of the weights among the arguments. scale_place: position of the row scale.
+        check: (all arguments, caches of layers) -> checked arguments.
+        needs_names: names of the weights in `needs`. no_needs: the value of `needs` without gradients.
+        needs: (x, each weight, row scale, each bias) -> the gradients to compute, as the rules take them.
+        weight_dtypes: (operation, specs of its operands) -> dtypes of the weight gradients, as specs name them.
+        forward: (arguments, needs, out) -> (the result [M, N], what is kept for backward).
+        backward: (saved facts, kept operands, dy, buffer for dx, deliver) -> the other gradients. It removes operands
+            from the list, so that rows are freed as soon as they are no longer read.
     """
 
     name: str
@@ -113,7 +113,7 @@ def differentiable(
     owners: Owners | None = None,
     overwrite: Overwrites | None = None,
 ) -> Tensor:
-    """The result of checked arguments, with gradients where they will be asked for."""
+    """The result for checked arguments, with an autograd history if a gradient is needed."""
     nothing = _NOTHING[len(given.weights)]
     owners = nothing if owners is None else owners
     if out is not None or grad_input is not None:
@@ -140,19 +140,19 @@ def differentiable(
 
 
 _NOTHING = ((), (None,), (None, None))
-"""For each number of weights nothing for each."""
+"""The default of owners and overwrites, by the number of weights."""
 
 
 def _detached(y: Tensor, out: Tensor | None) -> Tensor:
-    """`y`; of the caller's buffer a tensor of the same storage with a history of its own."""
+    """`y`; if it is the caller's buffer, a tensor that shares its storage but not its history."""
     return y if out is None else y.detach()
 
 
 def _stand_in(given: Arguments, accumulators: Sequence[Tensor | None]) -> Tensor | None:
-    """Of a quantised weight without a master: what autograd sees of it where its accumulator alone wants a gradient.
+    """An input that makes autograd run backward for a quantised weight that has an accumulator but no master weight.
 
     Raises:
-        NotImplementedError: in a graph of torch.compile, which has a backward for its own inputs alone.
+        NotImplementedError: under torch.compile, whose backward serves only inputs of the graph.
     """
     if not accumulators or given.needed_by_inputs():
         return None
@@ -168,7 +168,7 @@ def _stand_in(given: Arguments, accumulators: Sequence[Tensor | None]) -> Tensor
 def forward_and_saved(
     operation: Operation, given: Arguments, needs: Any, out: Tensor | None
 ) -> tuple[Tensor, list[Tensor | None], list[str], Saved]:
-    """(the result, the tensors that backward reads, names of the first of them, what else it has to know)."""
+    """(the result, the tensors that backward reads, names of the first of them, other facts for backward)."""
     scaling = with_multipliers(given.scaling)
     if scaling is not given.scaling:
         given = given._replace(scaling=scaling)
@@ -182,7 +182,7 @@ def forward_and_saved(
 
 
 def _names(base: str, layout: Layout) -> list[str]:
-    """Names of the tensors of rows that are kept."""
+    """Names of the saved tensors of rows."""
     names = []
     while isinstance(layout, Form):
         names += [f"{base}_q", *[f"{base}_scale"] * sum(layout.scaled)]
@@ -191,10 +191,10 @@ def _names(base: str, layout: Layout) -> list[str]:
 
 
 class _Differentiable(torch.autograd.Function):
-    """Gradients around the operators. What backward reads is saved, results never."""
+    """Gradients around the operators. It saves what backward reads, never results."""
 
     PLAIN = 7
-    """Arguments that have no gradient and stand first."""
+    """Number of leading arguments that have no gradient."""
 
     @staticmethod
     def forward(
@@ -210,7 +210,7 @@ class _Differentiable(torch.autograd.Function):
         row_scale: Tensor | None,
         *tensors: Any,
     ) -> Tensor:
-        """`tensors`: what the gradients of weights belong to (None where there is nothing), then those of biases."""
+        """`tensors`: the tensors that receive the gradients of weights (None without any), then those of biases."""
         del tensors
         elsewhere = given.to_main_grad or owners != _NOTHING[len(owners)] or any(given.accumulators)
         live, needs, biases, routes = _asked(operation, ctx.needs_input_grad, lists)
@@ -229,14 +229,14 @@ class _Differentiable(torch.autograd.Function):
         y, saved, names, ctx.saved = forward_and_saved(operation, given, needs, out)
         _saved.tell(saved, names)
         ctx.save_for_backward(*saved)
-        # NOTE: no saved tensors: destinations change between forward and backward, Parameters are asked for attributes.
+        # NOTE: routes are not saved tensors: destinations may change until backward, which needs Parameters themselves.
         ctx.operation, ctx.grad_input, ctx.biases, ctx.routes = operation, grad_input, biases, routes
         ctx.for_leaf = leaf is not None and leaf.is_leaf
         return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of forward's arguments; the one of the result is dy [M, N]."""
+        """Gradients of forward's arguments, from that of the result: dy [M, N]."""
         (dy,) = grad_outputs
         if is_compiling() or not torch.is_grad_enabled():
             return _backward(ctx, dy)
@@ -252,12 +252,12 @@ _apply: Callable[..., Any] = _parent.apply
 
 
 class _Asked(NamedTuple):
-    """What is asked of one backward.
+    """The gradients that one backward computes.
 
     Attributes:
-        live: of each weight and bias the tensors that need a gradient. needs: as the rules take them.
-        biases: of each how many tensors it is, whether it is one, and those that need a gradient.
-        routes: of weights whose gradients go to autograd.
+        live: for each weight and bias, the tensors that need a gradient. needs: the same, as the rules take it.
+        biases: for each, the number of its tensors, whether it is packed, and those that need a gradient.
+        routes: of the weights if their gradients go to autograd.
     """
 
     live: list[tuple[int, ...]]
@@ -268,7 +268,7 @@ class _Asked(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _asked(operation: Operation, needed: tuple[bool, ...], lists: Lists) -> _Asked:
-    """`needed`: which arguments of `_Differentiable` need a gradient."""
+    """`needed`: for each argument of `_Differentiable`, whether it needs a gradient."""
     needs_x, needs_scale, *of_members = needed[_Differentiable.PLAIN :]
     live, start, weights = [], 0, len(operation.weights)
     for count, _ in lists:
@@ -285,7 +285,7 @@ def _asked(operation: Operation, needed: tuple[bool, ...], lists: Lists) -> _Ask
 def _asked_by_accumulators(
     operation: Operation, given: Arguments, live: list[Any], needs: Any
 ) -> tuple[list[Any], Any]:
-    """(live, needs), with quantised weights that have no master but an accumulator."""
+    """(live, needs), including quantised weights that have an accumulator but no master weight."""
     alone = [
         not leaves and any(each is not None for each in accumulators)
         for leaves, accumulators in zip(given.leaves, given.accumulators, strict=True)
@@ -303,7 +303,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     saved: Saved = ctx.saved
     kept = unpack(saved.layouts, ctx.saved_tensors, saved.rows)
     if not is_compiling():
-        ctx.maybe_clear_saved_tensors()  # unless the graph is retained: rows go as soon as nothing reads them
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained: rows are freed once they are no longer read
     weights: list[list[Tensor | None]] = [[None] * route.parts for route in routes]
 
     def deliver(product: int, gradient: WeightGradient) -> None:
@@ -320,7 +320,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _of_members(gradient: Tensor | None, count: int, packed: bool, live: Sequence[int]) -> list[Tensor | None]:
-    """The gradient of a bias for each of its tensors."""
+    """The gradient of a bias, split into its tensors."""
     results: list[Tensor | None] = [None] * count
     if gradient is not None:
         parts = [gradient] if packed else gradient.unbind()

@@ -1,4 +1,4 @@
-"""What follows from static facts, worked out once for them: checks, recordings, programs."""
+"""A cache for results that depend only on static facts: checks, recordings, programs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
 MOST = 8192
-"""How many entries are kept: a training run has a few dozen, but M may change in each step, without a bound."""
+"""Maximum number of entries: a training run has a few dozen, but M may change in each step, without a bound."""
 
 
 class Cache(dict[_Key, _Value]):
-    """A dictionary that starts anew when it is full."""
+    """A dictionary that is emptied when it is full."""
 
     def keep(self, key: _Key, value: _Value) -> _Value:
-        """Stores a value and returns it."""
+        """Adds a value and returns it."""
         if len(self) >= MOST:
             self.clear()
         self[key] = value

@@ -1,4 +1,4 @@
-"""How the public operations run: checked and differentiated, or as one node of a graph of torch.compile."""
+"""Runs the public operations: eagerly with checks and autograd, or as one node of a graph of torch.compile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_bridge._gradients import Owner, check_listed_once
 from torch_bridge._tensors import StraightThrough, members, settle_rows
 
 OPERATIONS: dict[str, Operation] = {}
-"""The operations by name, for graphs, which hold text."""
+"""The operations by name, because a graph can hold a name but not an operation."""
 
 
 def run(
@@ -29,17 +29,17 @@ def run(
     owners: Owners,
     caches: tuple[WeightForms | None, ...],
 ) -> Tensor:
-    """An operation on operands that autocast has left.
+    """Runs an operation on operands to which autocast has been applied.
 
     Args:
         name: of the operation. arguments: of its public function, up to the recipe or the residual policy.
-        owners, caches: of each weight a layer's side, and what keeps its quantised forms; None where there is none.
+        owners, caches: for each weight, the module that owns it, and the cache of its layer; or None.
     """
     operation = OPERATIONS[name]
     if not is_compiling():
         given = operation.check(*arguments, wgrad_accum, implementation, caches)
         return differentiable(operation, given, out, grad_input, owners)
-    # A graph holds tensors, not the state of Parameters: it is looked up while the graph is traced.
+    # A graph holds tensors but no state of Parameters, so that state is read while the graph is traced.
     masters = [_master(arguments[place]) for place in operation.places]
     parameters = [
         members(master) if owner is None else owner.parameters for owner, master in zip(owners, masters, strict=True)
@@ -67,7 +67,7 @@ _outside: Any = torch.compiler.disable(run, reason=_REASON)
 
 @torch.compiler.allow_in_graph
 def _node(name: str, *arguments: Any) -> Tensor:
-    """`run` as one node of a graph; `arguments` as `_codec.to_tuples` gives them, up to `implementation`."""
+    """`run` as one node of a graph; `arguments` up to `implementation` come from `_codec.to_tuples`."""
     *given, out, grad_input, replaced = arguments
     operation = OPERATIONS[name]
     settle_rows(given[0], given[operation.scale_place], out, grad_input)
@@ -76,27 +76,27 @@ def _node(name: str, *arguments: Any) -> Tensor:
 
 
 def _master(weight: Any) -> Any:
-    """What the gradients of a weight belong to."""
+    """The tensor that receives the gradient of a weight."""
     return weight.master if isinstance(weight, StraightThrough) else None if isinstance(weight, QTensor) else weight
 
 
 def _stays_outside(owner: Owner | None, parameters: Any, to_main_grad: bool) -> bool:
-    """Whether the way of weight gradients is state of Python: delayed ones, and flags that are raised."""
+    """Whether the weight gradient depends on state in Python: a queue of delayed ones, or flags that are set."""
     if owner is not None and owner.delayed is not None:
         return True
     return to_main_grad and main_grad.needs_python(parameters)
 
 
 def _destinations(given: Any, parameters: Any, packed: bool, name: str) -> tuple[Any, Any]:
-    """(`wgrad_accum` of one weight as tensors, whether each is replaced).
+    """(`wgrad_accum` of one weight as tensors, whether each is overwritten).
 
     Args:
-        given: what the user passed. packed: whether the weight is one tensor. name: of the weight.
+        given: the user's argument. packed: whether the weight is one tensor. name: of the weight.
     """
     if given is None:
         return None, None
     check_listed_once((name, parameters, None, True))
-    replaced = tuple([main_grad.overwrites(each) for each in parameters]) or (False,)  # one that has no master
+    replaced = tuple([main_grad.overwrites(each) for each in parameters]) or (False,)  # a weight without a master
     if not isinstance(given, str):
         return given, replaced
     pairs = zip(parameters, leaf_names(parameters, name), strict=True)

@@ -1,4 +1,4 @@
-"""What is refused in words of any tensor, because kernels could not read it where it lies; and parts of DTensors."""
+"""Checks that apply to any tensor, because kernels read its memory directly; and local parts of DTensors."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from torch_bridge._compiling import is_compiling
 
 NAMES = Names(x="x", w="weight")
 MLP_NAMES = MlpNames()
-"""What messages call the arguments of both operations."""
+"""Names of the arguments of both operations in messages."""
 
 
 def check_operand(name: str, value: Tensor, x: Tensor) -> None:
-    """A tensor on the device of `x`, contiguous. Raises TypeError or ValueError otherwise."""
+    """Checks for a contiguous tensor on the device of `x`. Raises TypeError or ValueError otherwise."""
     if not isinstance(value, Tensor):
         raise TypeError(f"`{name}`: {type(value).__name__}, expected a torch.Tensor; convert it first.")
     if is_distributed(value):
         raise ValueError(
-            f"`{name}`: a DTensor, expected the part that lies here, because each rank computes by itself; call "
-            "`.to_local()`."
+            f"`{name}`: a DTensor, expected the local part, because each rank computes by itself; call `.to_local()`."
         )
     if value.device != x.device:
         raise ValueError(f"`{name}`: on {value.device}, expected {x.device} = device of `x`; move it with `.to`.")
@@ -40,7 +39,7 @@ def check_operand(name: str, value: Tensor, x: Tensor) -> None:
 
 
 def check_layout(name: str, value: Tensor) -> None:
-    """Refuses what has no plain memory: sparse, nested, quantised and foreign layouts."""
+    """Refuses tensors without plain dense memory: sparse, nested, quantised and foreign layouts."""
     if value.layout is torch.strided and not value.is_nested and not value.is_quantized:
         return
     came = "nested" if value.is_nested else "quantised" if value.is_quantized else f"layout {value.layout}"
@@ -48,7 +47,7 @@ def check_layout(name: str, value: Tensor) -> None:
 
 
 def device_integers(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Host integers as a tensor of `device`, without a synchronisation or a copy from pageable memory."""
+    """Host integers as a tensor on `device`, without a synchronisation or a copy from pageable memory."""
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype)
     # NOTE: a foreach operation carries its scalars as kernel arguments, in chunks; a copy would read host memory.
@@ -62,17 +61,17 @@ def device_integers(values: Sequence[int], dtype: torch.dtype, device: torch.dev
 
 def is_distributed(*tensors: Any) -> bool:
     """Whether any of them is a DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")  # not imported for those who have none: it takes 0.6 s
+    module = sys.modules.get("torch.distributed.tensor")  # not imported here, because that takes 0.6 s
     return module is not None and True in [isinstance(each, module.DTensor) for each in tensors]
 
 
 def local(tensor: Any) -> Tensor:
-    """The part of a DTensor that lies here, without a history; another tensor as it stands."""
+    """The local part of a DTensor, without a history; any other tensor unchanged."""
     return tensor._local_tensor if is_distributed(tensor) else tensor
 
 
 def distributed_like(parameter: Any, part: Tensor) -> Tensor:
-    """`part` as the local part of a DTensor placed as `parameter`, if that is one; else as it stands."""
+    """`part` as the local part of a DTensor placed like `parameter`, if that is one; otherwise unchanged."""
     if not is_distributed(parameter):
         return part
     dtensor: Any = type(parameter.data)
@@ -83,13 +82,13 @@ def distributed_like(parameter: Any, part: Tensor) -> Tensor:
 
 
 def refuse_transforms(name: str, *operands: Any) -> None:
-    """Refuses functorch transforms and forward mode; `name` of the operation is for the words."""
+    """Refuses functorch transforms and forward mode; `name` of the operation is for the message."""
     if torch._C._are_functorch_transforms_active() and not is_compiling():
         raise NotImplementedError(
             f"{name} under torch.func.vmap, grad or jvp: expected plain tensors; fold a mapped axis into rows "
             "or groups, and differentiate with torch.autograd."
         )
-    if forward_ad._current_level < 0:  # outside every dual level there are no tangents, which would be lost in silence
+    if forward_ad._current_level < 0:  # tangents exist only inside a dual level; they would be lost silently
         return
     for operand in operands:
         for each in operand if isinstance(operand, (list, tuple)) else [operand]:
@@ -101,7 +100,7 @@ def refuse_transforms(name: str, *operands: Any) -> None:
 
 
 def refuse_vmap(name: str) -> None:
-    """Refuses `torch.func.vmap` alone, for what has no derivative; `name` of the operation is for the words."""
+    """Refuses only `torch.func.vmap`, for operations without a derivative; `name` is for the message."""
     if torch._C._are_functorch_transforms_active():
         stack = _functorch.get_interpreter_stack() or []
         if any(each.key() == _functorch.TransformType.Vmap for each in stack):

@@ -1,8 +1,8 @@
-"""What users pass, and static facts, as tuples of tensors, numbers and text; and static facts as text.
+"""Converts user arguments to tuples of tensors, numbers and text, and static facts to text.
 
-Dynamo follows neither the caches nor the classes of `grouped_core`. So it is shown one call, whose arguments
-`to_tuples` makes of what users pass, in steps that every release of Dynamo follows; `from_tuples` is its inverse,
-behind that call. Operators carry static facts as text, which outlives a process in the compile caches of torch.
+Dynamo can trace neither the caches nor the classes of `grouped_core`. Therefore it sees one call, whose arguments
+`to_tuples` prepares in steps that every release of Dynamo can trace; inside that call, `from_tuples` reverses them.
+Operators carry static facts as text, because torch's compile caches keep them beyond the process.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ _TUPLES = (
 _FIELDS: dict[type[Any], tuple[str, ...]] = (
     {kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in _DATACLASSES}
     | {kind: kind._fields for kind in _TUPLES}
-    | {Residuals: ("policy",)}  # the rest of it is JAX's
+    | {Residuals: ("policy",)}  # its other fields belong to JAX
 )
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in _FIELDS}
 
 
 def register(*kinds: type[Any]) -> None:
-    """Adds classes of named tuples to those that can be encoded."""
+    """Adds named tuple classes to those that can be encoded."""
     for kind in kinds:
         _FIELDS[kind] = kind._fields
         _KINDS[kind.__name__] = kind
 
 
 def to_tuples(value: Any) -> Any:
-    """`value` as nested tuples, of which each starts with the name of the class that it stands for."""
+    """`value` as nested tuples, each of which starts with the name of its class."""
     kind = type(value)
     if kind in _FIELDS:
         return (kind.__name__, *[to_tuples(getattr(value, name)) for name in _FIELDS[kind]])
@@ -67,15 +67,15 @@ def to_tuples(value: Any) -> Any:
 
 
 def _fixed(value: float) -> float:
-    """A number as part of the graph, where Dynamo may have made an input of it."""
-    from torch.fx.experimental.symbolic_shapes import guard_scalar  # which takes long to import; Dynamo already did
+    """A number as a constant of the graph, because Dynamo may have made it an input."""
+    from torch.fx.experimental.symbolic_shapes import guard_scalar  # slow to import, and Dynamo has imported it
 
     return guard_scalar(value)
 
 
 def from_tuples(value: Any) -> Any:
-    """What `to_tuples` made tuples of."""
-    if not isinstance(value, (tuple, list)):  # JSON has lists alone
+    """The value that `to_tuples` converted."""
+    if not isinstance(value, (tuple, list)):  # JSON has only lists
         return value
     name, *parts = value
     parts = [from_tuples(each) for each in parts]

@@ -1,4 +1,4 @@
-"""Whether a graph of torch.compile is being made."""
+"""Tells whether a graph of torch.compile is being traced."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch._guards import TracingContext
 
 
 def _is_compiling() -> bool:
-    """`torch.compiler.is_compiling`, also where a node runs on fake tensors: PyTorch 2.11 denies it there."""
+    """`torch.compiler.is_compiling`, also where a node runs on fake tensors, for which PyTorch 2.11 returns False."""
     return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 

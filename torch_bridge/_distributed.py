@@ -1,6 +1,6 @@
-"""Experts as DTensors: which placements the layers take, what is local of them, how their gradients come back.
+"""Experts as DTensors: supported placements, their local parts, and the return of their gradients.
 
-NOTE: it takes 0.6 s to import, so other modules import it where they meet a DTensor.
+NOTE: it takes 0.6 s to import, so other modules import it only when they meet a DTensor.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch_bridge._checks import local
 
 
 def local_experts(parameter: DTensor, name: str, packed: bool) -> Tensor:
-    """The experts of this rank [G / ranks, ...], with a history that makes their gradient a DTensor of the same places.
+    """The experts of this rank [G / ranks, ...], with a history that makes their gradient a DTensor placed like them.
 
     Args:
         parameter: all experts, sharded along the first axis over every axis of its mesh.
         name: of the parameter, for messages. packed: whether its first axis numbers the experts.
 
     Raises:
-        ValueError: it is placed in another way, or is one expert's own.
+        ValueError: it has another placement, or is the weight of one expert.
     """
     if not packed:
         raise ValueError(
@@ -37,10 +37,10 @@ def local_experts(parameter: DTensor, name: str, packed: bool) -> Tensor:
 
 
 def beside_experts(parameter: Any, part: Tensor) -> Tensor:
-    """`part` [..., G / ranks], of this rank's experts, as a DTensor [..., G]; as it stands where it is of all.
+    """`part` [..., G / ranks], of this rank's experts, as a DTensor [..., G]; unchanged if it covers all experts.
 
     Args:
-        parameter: of the experts, spread over the last axis of its mesh. FSDP2 may shard it over axes in front.
+        parameter: of the experts, spread over the last axis of its mesh. FSDP2 may shard it over the axes before.
     """
     mesh = parameter.device_mesh
     if not _spread(parameter, part.shape[-1]):
@@ -50,7 +50,7 @@ def beside_experts(parameter: Any, part: Tensor) -> Tensor:
 
 
 def own_experts(parameter: Any, given: Tensor, groups: int) -> Tensor:
-    """What lies here of `beside_experts`, or of a plain tensor [..., G] of all experts; [..., `groups`]."""
+    """The local part of `beside_experts`, or of a plain tensor [..., G] of all experts; [..., `groups`]."""
     part, mesh = local(given), parameter.device_mesh
     if part.shape[-1] == groups or not _spread(parameter, groups):
         return part
@@ -58,16 +58,16 @@ def own_experts(parameter: Any, given: Tensor, groups: int) -> Tensor:
 
 
 def _spread(parameter: Any, groups: int) -> bool:
-    """Whether `groups` of the experts in a packed parameter belong to each rank along the last axis of its mesh."""
+    """Whether each rank along the last axis of the mesh has `groups` of the experts in a packed parameter."""
     ranks = parameter.device_mesh.size(parameter.device_mesh.ndim - 1)
     return parameter.dim() == 3 and ranks > 1 and groups * ranks == parameter.shape[0]
 
 
 def averaged_like(parameter: Any, whole: Tensor) -> DTensor:
-    """The mean over ranks of their gradients for a whole weight, each rank's own part: what FSDP2 does after backward.
+    """The mean over ranks of the gradients of a whole weight, as each rank's shard, which FSDP2 makes after backward.
 
     Args:
-        parameter: the sharded weight. whole: this rank's gradient of all of it, in its dtype.
+        parameter: the sharded weight. whole: this rank's gradient of the whole weight, in its dtype.
     """
     mesh = parameter.device_mesh
     mine = DTensor.from_local(whole / mesh.size(), mesh, [Partial("sum")] * mesh.ndim, run_check=False)

@@ -1,6 +1,6 @@
-"""What a rule would do on tensors without memory: fake ones of torch.compile, and meta tensors.
+"""Runs a rule on tensors without memory: the fake tensors of torch.compile, and meta tensors.
 
-NOTE: specs must be hashable, and torch's symbols are not. M alone may stay symbolic, other axes become numbers.
+NOTE: specs must be hashable, and torch's symbols are not. Only M may stay symbolic; other lengths become numbers.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch_bridge._record import Given, Recording, Rule, given_of, record
 from torch_bridge._tensors import RESULT_DTYPES, SYMBOLIC_ROWS, Form, Layout, Leaf, is_symbol, leaf_count
 
 planned: list[list[Call]] = []
-"""Lists of those who want to know the calls that rules would launch on meta tensors, innermost last."""
+"""Lists to which rules on meta tensors append the calls that they would launch; the innermost list is last."""
 
 
 class Fake(NamedTuple):
-    """A recording on specs, and what M is in it: a number, or a symbol for which the specs have `SYMBOLIC_ROWS`."""
+    """A recording on specs, and its M: a number, or a symbol that the specs represent by `SYMBOLIC_ROWS`."""
 
     recording: Recording
     rows: Any
@@ -36,10 +36,10 @@ _recordings: Cache[Hashable, Recording] = Cache()
 
 
 def fake(rule: Rule, static: Hashable, layouts: tuple[Layout, ...], leaves: Sequence[Leaf], rows: Any) -> Fake:
-    """What `rule` would do; arguments as of `_record.run`, `rows` perhaps a symbol."""
+    """The recording of `rule`; arguments are those of `_record.run`, except that `rows` may be a symbol."""
     given = [given_of(each, has_memory=False) for each in leaves]
     plain_rows, of_forms = _places(rule, layouts)
-    for at, each in enumerate(given):  # numbers first: M may be the same symbol
+    for at, each in enumerate(given):  # first turn other lengths into numbers, because M may be the same symbol
         if each is not None and at not in of_forms:
             for length in each.spec.shape[at in plain_rows :]:
                 int(length)
@@ -58,7 +58,7 @@ def fake(rule: Rule, static: Hashable, layouts: tuple[Layout, ...], leaves: Sequ
 
 
 def _places(rule: Rule, layouts: Sequence[Layout]) -> tuple[set[int], set[int]]:
-    """(leaves that are plain rows [M, ...], leaves of quantised rows, of which any axis may follow from M)."""
+    """(leaves that are plain rows [M, ...], leaves of quantised rows, any axis of which may depend on M)."""
     plain: set[int] = set()
     forms: set[int] = set()
     at = 0
@@ -78,17 +78,17 @@ def _numbers(given: Given | None, symbol: Any) -> Given | None:
 
 
 def _number(length: Any, symbol: Any) -> int:
-    """A number for a length that follows from M, `SYMBOLIC_ROWS` standing for M if that is `symbol`."""
+    """A length as a number; if it depends on `symbol`, its value for M = `SYMBOLIC_ROWS`."""
     if symbol is None or not isinstance(length, torch.SymInt) or length.node.expr.free_symbols != {symbol.node.expr}:
         return int(length)
     return int(length.node.expr.subs(symbol.node.expr, SYMBOLIC_ROWS))
 
 
 def new_tensors(found: Fake, leaves: Sequence[Leaf], groups: Any) -> dict[int, Tensor]:
-    """Tensors shaped as the results that a rule makes, by register.
+    """New tensors, by register, with the shapes of the results that a rule makes.
 
     Args:
-        leaves: of its operands, of which the first one says which device it is. groups: G.
+        leaves: of its operands; the first one that is present determines the device. groups: G.
     """
     recording, symbol = found.recording, found.symbol
     shapes: dict[int, Sequence[Any]] = {at: recording.specs[at].shape for at in recording.made()}
@@ -104,7 +104,7 @@ def new_tensors(found: Fake, leaves: Sequence[Leaf], groups: Any) -> dict[int, T
 
 
 def _lengths(form: Form, leaves: Sequence[Any], symbol: Any, groups: int) -> dict[int, Sequence[Any]]:
-    """Shapes of the arrays of quantised rows, whose axes follow from M in other ways than being it."""
+    """Shapes of the arrays of quantised rows, whose lengths are functions of M."""
     spec = spec_in_format(form.format, (symbol, form.shape[1]), form.axis, form.dtype, groups)
     parts = [part for part in (spec.values, spec.scales, spec.group_scales) if part is not None]
     pairs = zip(leaves, parts, strict=False)

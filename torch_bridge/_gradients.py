@@ -1,4 +1,4 @@
-"""Where the gradients of weights go, whatever operation they belong to: to autograd, to accumulators, or to a queue.
+"""Delivers the weight gradients of all operations to autograd, to accumulators, or to the queue of delayed ones.
 
 Letters: G groups, M rows, K in, N out.
 """
@@ -29,7 +29,7 @@ from torch_bridge.quantized_weight import QuantizedWeight
 
 
 class Owner(NamedTuple):
-    """A module's side of one product: its Parameters, of which the weights may be casts, and what it delays."""
+    """The module that owns a weight: its Parameters, of which the weight may be a cast, and its queue."""
 
     parameters: tuple[Any, ...]
     delayed: main_grad.Delayed | None
@@ -40,7 +40,7 @@ class Owner(NamedTuple):
 
 
 class _WeightGrad(NamedTuple):
-    """Static facts: the product, its packed weight, the halves of a weight in two tensors, whether to add."""
+    """Static facts: the product, its packed weight, the halves of a weight in two tensors, whether to accumulate."""
 
     op: Linear
     weight: OperandSpec
@@ -70,10 +70,10 @@ _WEIGHT_GRAD = define(
 
 
 class WeightGradient(NamedTuple):
-    """The gradient of one weight, to be computed when its time comes: dW_g = sum rows^T dy over the rows of group g.
+    """The gradient of one weight, computed later: dW_g = sum rows^T dy over the rows of group g.
 
     Attributes:
-        op: the product. weight: spec of the packed weight. rows: [M, K], dy: [M, N], as main gradients left them.
+        op: the product. weight: spec of the packed weight. rows: [M, K], dy: [M, N], as the main gradients return them.
     """
 
     op: Linear
@@ -83,7 +83,7 @@ class WeightGradient(NamedTuple):
     sizes: Tensor
 
     def new(self, live: Sequence[int], count: int, *, packed: bool) -> list[Tensor]:
-        """New gradients of the tensors at `live` of a weight in `count` tensors; `packed`: it is one."""
+        """New gradients for the tensors at `live` of a weight of `count` tensors; `packed`: it is one tensor."""
         if packed or self.op.paired:
             halves = tuple([at + 1 for at in live]) if self.op.paired else (0,)
             return self._launch(halves, False, None, None)
@@ -98,7 +98,7 @@ class WeightGradient(NamedTuple):
     def into(
         self, destinations: list[Tensor], live: Sequence[int], count: int, *, packed: bool, accumulate: bool
     ) -> None:
-        """The same gradients into the caller's tensors, one for each of `live`."""
+        """The same gradients, written or added into the caller's tensors, one for each of `live`."""
         if self.op.paired:
             one, two = (*destinations, None)[:2]
             self._launch(tuple([at + 1 for at in live]), accumulate, one, two)
@@ -116,7 +116,7 @@ class WeightGradient(NamedTuple):
         return call(_WEIGHT_GRAD, static, operands, self.rows.shape[0])
 
     def tensors(self) -> list[Tensor]:
-        """What it keeps alive."""
+        """The tensors that it keeps alive."""
         return [each for each in pack((self.rows, self.dy, self.sizes)).tensors if each is not None]
 
 
@@ -125,15 +125,15 @@ class WeightGradient(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Where the gradient of one weight goes, as forward finds it.
+    """Where the gradient of one weight goes; forward determines it.
 
     Attributes:
-        name: of the argument, for messages. parts: how many tensors the weight is. packed: whether it is one tensor.
+        name: of the argument, for messages. parts: number of tensors of the weight. packed: whether it is one tensor.
         live: the tensors that need a gradient.
-        owners: the tensors, or Parameters, if gradients go to accumulators or to a queue; () if they go to autograd.
-        accumulators: () where `main_grad` of the owners is meant. delayed: the queue.
-        flags: whether the owners have flags to raise.
-        overwrite: of each tensor, whether its gradient replaces what is there; None: ask the owners.
+        owners: the tensors or Parameters, if gradients go to accumulators or to a queue; () if they go to autograd.
+        accumulators: () if `main_grad` of the owners is used. delayed: the queue.
+        flags: whether flags of the owners are set after accumulation.
+        overwrite: for each tensor, whether its gradient replaces the content; None: ask the owners.
         dtype: of gradients.
     """
 
@@ -149,7 +149,7 @@ class Route(NamedTuple):
     dtype: torch.dtype = torch.float32
 
     def deliver(self, gradient: WeightGradient | None) -> list[Tensor | None]:
-        """What autograd is given for each tensor of the weight; the gradient is computed now, or queued."""
+        """The gradients for autograd, one per tensor of the weight; the gradient is computed now, or queued."""
         results: list[Tensor | None] = [None] * self.parts
         if gradient is None or not self.live:
             return results
@@ -191,8 +191,8 @@ def route_of(
     """The route of one weight.
 
     Args:
-        leaves: what its gradients belong to; () for a quantised weight without a master.
-        dtype: of gradients, as specs have it. owner: a module's side.
+        leaves: the tensors that receive its gradients; () for a quantised weight without a master weight.
+        dtype: of gradients, as specs name it. owner: the module that owns the weight.
     """
     stand_ins = leaves or [each for each in accumulators if each is not None]
     elsewhere = to_main_grad or len(accumulators) > 0
@@ -207,13 +207,13 @@ def route_of(
 
 
 def check_listed_once(*products: tuple[str, Sequence[Any], Owner | None, bool]) -> None:
-    """Refuses a weight that stands twice in one call where its gradient goes to an accumulator, or waits.
+    """Refuses a weight that is passed twice in one call if its gradient is accumulated or delayed.
 
     Args:
-        products: of each the argument's name, its weights, a module's side, and whether it has accumulators.
+        products: for each, the argument's name, its weights, the owning module, and whether it has accumulators.
 
     Raises:
-        ValueError: two that need a gradient are one, or overlap in memory.
+        ValueError: two weights that need a gradient are the same tensor, or overlap in memory.
     """
     found = [
         (name, weights if owner is None else owner.parameters)
@@ -221,7 +221,7 @@ def check_listed_once(*products: tuple[str, Sequence[Any], Owner | None, bool]) 
         if accumulates or (owner is not None and owner.delayed is not None)
     ]
     live = [each for _, weights in found for each in weights if each.requires_grad]
-    if is_compiling():  # where there are no addresses
+    if is_compiling():  # there are no addresses
         if len(set(live)) == len(live):
             return
     elif not live or _apart(live):
@@ -246,25 +246,25 @@ def _apart(live: Sequence[Any]) -> bool:
 
 @lru_cache(maxsize=1024)
 def _addresses_apart(addresses: bytes, lengths: tuple[int, ...]) -> bool:
-    """Found once for weights that stay where they are."""
+    """The result is cached, because weights usually keep their addresses."""
     return memory.are_apart(list(zip(memoryview(addresses).cast("q").tolist(), lengths, strict=True)))
 
 
 def _place(weight: Any) -> tuple[int, int]:
-    """(address, bytes) of a weight; what has no memory is told by its identity."""
+    """(address, bytes) of a weight; without memory, its identity instead."""
     if type(weight) not in (Tensor, torch.nn.Parameter):
         weight = weight.q.values if isinstance(weight, QuantizedWeight) else local(weight)
     return (id(weight), 1) if weight.is_meta else (weight.data_ptr(), weight.nbytes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Forms of weights that layers keep
+# Quantised weights that layers keep
 
 
 def with_forms(
     cache: WeightForms | None, weight: Any, wanted: tuple[tuple[int, Format], ...], scaling: Scaling, *, training: bool
 ) -> Any:
-    """A weight, beside the forms wanted that its layer keeps, if it keeps any."""
+    """A weight, together with the requested quantised tensors that its layer keeps, if it keeps any."""
     if cache is None or not wanted or isinstance(weight, QTensor):
         return weight
     amax = scaling.amax(WEIGHT) if training else None
@@ -273,7 +273,7 @@ def with_forms(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Gradients are not differentiated again
+# Gradients are not differentiable
 
 
 def once_differentiable(
@@ -282,18 +282,18 @@ def once_differentiable(
     """Gradients with a history that refuses to be differentiated.
 
     Args:
-        name: of the operation, for the words. sources: what the gradients were made of, whose derivatives are refused.
+        name: of the operation, for the message. sources: the tensors from which the gradients were computed.
     """
     apart = (None if each is None else each.detach().requires_grad_() for each in found)  # always a history
     return _Once.apply(name, len(found), *apart, *sources)
 
 
 class _Once(torch.autograd.Function):
-    """Lets gradients through and refuses to differentiate them again."""
+    """Passes gradients through and refuses to differentiate them."""
 
     @staticmethod
     def forward(ctx: Any, name: str, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        """`tensors`: gradients, as many as `count` says, then what they were made of."""
+        """`tensors`: `count` gradients, then the tensors from which they were computed."""
         ctx.name = name
         return tuple(None if each is None else each.view_as(each) for each in tensors[:count])
 

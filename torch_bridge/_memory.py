@@ -1,4 +1,4 @@
-"""Where tensors lie, at the price of a few function calls: their facts and addresses, new ones, tables of addresses."""
+"""Fast access to memory: facts and addresses of tensors, allocation, tables of addresses."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from torch_bridge._checks import device_integers
 EXCHANGE = _native.Exchange(Tensor)
 """Reads tensors without asking Python for their attributes."""
 
-# NOTE: the public forms build a Stream object, check for initialisation, or go through the dispatcher once more: one to
-# several microseconds a call. A tensor on the device says that CUDA is initialised, and compiled graphs allocate by the
-# same functions. A CPU-only PyTorch has the first two not.
+# NOTE: the public functions build a Stream object, check for initialisation, or go through the dispatcher once more,
+# which takes one to several microseconds per call. A tensor on the device proves that CUDA is initialised, and compiled
+# graphs allocate with the same functions. A CPU-only PyTorch lacks the first two.
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 empty_on_cpu: Callable[..., Tensor] = _dynamo.guards._empty_strided_cpu  # (shape, strides, dtype) -> new tensor
 empty_on_cuda: Callable[..., Tensor] = _dynamo.guards._empty_strided_cuda  # on the current device
 
 ALIGNMENT = 16
-"""Fast kernels want addresses that are multiples of this many bytes."""
+"""Fast kernels need addresses that are multiples of this many bytes."""
 
 
 def address_table(members: Sequence[Tensor | None], device: int) -> Tensor:
     """[G] int64 on the CUDA device with that index (-1: the CPU), the address of each member, 0 for None.
 
-    A table depends on the addresses alone, so one is kept for each list of them and follows parameters that move.
+    A table depends only on the addresses, so it is cached by them, and parameters that move get another one.
     """
     addresses = EXCHANGE.addresses(members)
     if device < 0:
         return _table(addresses, device, 0)
-    if torch.cuda.is_current_stream_capturing():  # a module's, or one in memory of the graph, filled by the graph
+    if torch.cuda.is_current_stream_capturing():  # a module's table, or a new one in the graph's memory
         owned = _owned.get((addresses, device))
         return _new_table(addresses, device) if owned is None else owned
-    # A table is filled on the stream that first asked for it; another stream gets its own.
+    # A table is filled on the stream that first requests it; another stream gets its own.
     return _table(addresses, device, raw_stream(device))
 
 
 def number_table(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Host integers as int64 on a device; kept as address tables are."""
+    """Host integers as int64 on a device; cached like address tables."""
     packed, index = array("q", numbers).tobytes(), -1 if device.type == "cpu" else device.index
     if index >= 0 and torch.cuda.is_current_stream_capturing():
         return _new_table(packed, index)
@@ -56,9 +56,9 @@ _owned: weakref.WeakValueDictionary[tuple[bytes, int], Tensor] = weakref.WeakVal
 
 
 class OwnedTable:
-    """A table of addresses at an address of its own: what a captured graph reads, and a refresh rewrites.
+    """A table of addresses at a fixed address: captured graphs read it, and a refresh rewrites it.
 
-    Graphs that were captured while the table held the addresses of their weights follow it.
+    Graphs that were captured while the table held the addresses of their weights follow its changes.
     """
 
     def __init__(self) -> None:
@@ -66,10 +66,10 @@ class OwnedTable:
         self._table: Tensor | None = None
 
     def __reduce__(self) -> tuple[type[OwnedTable], tuple[()]]:
-        return OwnedTable, ()  # a copy has weights of its own
+        return OwnedTable, ()  # a copy has its own weights
 
     def point_to(self, members: Sequence[Tensor], device: int) -> None:
-        """Makes the table hold the addresses of `members`, on the current stream; nothing to do if it does already."""
+        """Writes the addresses of `members` to the table, on the current stream, unless it has them already."""
         addresses = EXCHANGE.addresses(members)
         if self._table is not None and addresses == self._addresses and (addresses, device) in _owned:
             return

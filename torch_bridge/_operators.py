@@ -1,8 +1,9 @@
-"""The operators of `torch.library`: each runs one whole rule, so that the dispatcher is paid once per rule.
+"""The operators of `torch.library`: each runs one whole rule, so that the dispatcher's cost is paid once per rule.
 
-`call` is the one way from a rule to its kernels. Where plain tensors meet no tracing it replays the rule's program at
-once. Everything else, torch.compile, fake and meta tensors, dispatch modes, profilers, sees an operator. Operators take
-tensors and text: the leaves of all operands, those that are written apart from the others, and what they are.
+`call` is the only way from a rule to its kernels. For plain tensors without tracing it replays the rule's recorded
+program directly. In all other cases (torch.compile, fake and meta tensors, dispatch modes, profilers) it calls an
+operator. Operators take tensors and text: the leaves of all operands, with those that are written in a list of their
+own, and a description of them.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from torch_bridge._record import Rule, results_of
 from torch_bridge._tensors import Layout, Leaf, flatten_all, written_leaves
 
 MOST_RESULTS = 12
-"""Tensors that a rule makes at most: the MLP's forward makes y, h, and both forms of x, z and two weights in parts."""
+"""Maximum number of tensors that a rule makes: the MLP's forward makes y, h, and x, z and two weights in both forms."""
 
 
 class _Facts(NamedTuple):
-    """What the text of an operator says.
+    """The content of an operator's text argument.
 
     Attributes:
         static: facts of the rule. layouts: of its operands.
-        kinds: of each leaf: None for nothing, -1 for a tensor, the length of a list of tensors, or the length and the
-            places of those that are there.
+        kinds: for each leaf: None for nothing, -1 for a tensor, the length of a list of tensors, or that length and the
+            positions that hold a tensor.
     """
 
     static: Any
@@ -51,9 +52,9 @@ def define(
     written: Sequence[str] = (),
     notes_sizes: bool = False,
 ) -> Rule:
-    """A rule and its operators: one that makes new tensors, and one that also writes for each number of results.
+    """Defines a rule and its operators: one that makes new tensors, and per number of results one that also writes.
 
-    Functionalisation takes no operator that writes into an argument and gives a list, hence that many.
+    The latter are needed because functionalisation does not support a mutating operator that returns a list.
 
     Args:
         name, run, operands, rows, written, notes_sizes: of the `Rule`. statics: classes of its static facts.
@@ -78,13 +79,13 @@ def _define(name: str, schema: str, rule: Rule) -> None:
 
 
 def call(rule: Rule, static: Hashable, operands: Any, rows: Any) -> list[Any]:
-    """The results of `rule`: new tensors, and operands as they came.
+    """The results of `rule`: new tensors, and operands that it returns unchanged.
 
     Args:
-        static: its static facts. operands: of its class. rows: M.
+        static: the rule's static facts. operands: an instance of its operand class. rows: M.
     """
     layouts, leaves = flatten_all(operands)
-    del operands  # which are freed as soon as no launch reads them
+    del operands  # so that they are freed as soon as no launch reads them
     if not is_compiling() and torch._C._len_torch_dispatch_stack() == 0 and not _profiling():
         facts = EXCHANGE.describe(tuple(leaves))
         if facts is not None:
@@ -105,7 +106,7 @@ _profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled  # pyright
 
 
 class _Taken(NamedTuple):
-    """Leaves as an operator takes them."""
+    """Leaves as arguments of an operator."""
 
     read: list[Tensor]
     written: list[Tensor]
@@ -133,7 +134,7 @@ def _taken(rule: Rule, static: Any, layouts: tuple[Layout, ...], leaves: Sequenc
 
 @lru_cache(maxsize=1024)
 def _written(rule: Rule, layouts: tuple[Layout, ...]) -> tuple[bool, ...]:
-    """Of each leaf, whether it is written."""
+    """For each leaf, whether it is written."""
     pairs = zip(rule.operands._fields, layouts, strict=True)
     return tuple(
         [leaf for name, layout in pairs for leaf in written_leaves(layout, written=name in rule.written)],
@@ -141,7 +142,7 @@ def _written(rule: Rule, layouts: tuple[Layout, ...]) -> tuple[bool, ...]:
 
 
 def _leaves(rule: Rule, facts: _Facts, read: Sequence[Tensor], written: Sequence[Tensor]) -> list[Any]:
-    """The leaves that `_taken` took."""
+    """The leaves from which `_taken` made the arguments."""
     sources = {False: iter(read), True: iter(written)}
     leaves: list[Any] = []
     for is_written, kind in zip(_written(rule, facts.layouts), facts.kinds, strict=True):
@@ -166,7 +167,7 @@ def _arguments(rule: Rule, *arguments: Any) -> tuple[_Facts, list[Any], Any]:
 
 
 def _results(tensors: list[Tensor], arguments: Sequence[Any]) -> Any:
-    """What an operator returns: a list, or as many tensors as its name says."""
+    """The return value of an operator: a list, or as many tensors as its schema declares."""
     if len(arguments) == 3:
         return tensors
     return tensors[0] if len(tensors) == 1 else tuple(tensors) if tensors else None

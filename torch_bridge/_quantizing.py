@@ -57,12 +57,12 @@ def quantized(
     key: Tensor | None = None,
     stream: int = 0,
 ) -> list[QTensor[Tensor]]:
-    """Rows (with group sizes) or weights in the formats wanted; forms of one format come from one pass.
+    """Rows (with group sizes) or weights in the requested forms; forms of one format come from one pass.
 
     Args:
-        scale: [G], multipliers of delayed scaling. amax: [G], which the largest magnitudes of such forms are merged
-            into; None: they are not measured. key: uint32 [2], of stochastic rounding.
-        stream: which of the operands this is that one key rounds.
+        scale: [G], scales of delayed scaling. amax: [G], updated with the amax of forms with delayed scaling; None: it
+            is not measured. key: uint32 [2], of stochastic rounding.
+        stream: number of the random stream, which separates the operands that share a key.
     """
     amax = amax if any(fmt.delayed for _, fmt in wanted) else None
     rows = source.shape[0] if sizes is not None and isinstance(source, Tensor) else 0
@@ -77,11 +77,11 @@ def quantize_into(
     amax: Tensor | None = None,
     skip: Tensor | None = None,
 ) -> None:
-    """Weights anew in forms that exist, in place.
+    """Quantises weights again, into existing forms.
 
     Args:
-        scale, amax: as of `quantized`.
-        skip: int32 [1], which on the device leaves everything as it is where it is not zero.
+        scale, amax: those of `quantized`.
+        skip: int32 [1]; if it is not zero on the device, nothing is written.
     """
     wanted = tuple((form.axis, form.format) for form in forms)
     amax = amax if any(form.format.delayed for form in forms) else None
@@ -106,7 +106,7 @@ _DEQUANTIZE = define("dequantize", _dequantize, _Codes, _Dequantize, rows=("q",)
 
 
 def dequantized(q: QTensor[Tensor], sizes: Tensor | None, dtype: str) -> Tensor:
-    """The values of q in its logical shape, of a form that is not rotated if there is one."""
+    """The values of q in its logical shape, from a form that is not rotated if q has one."""
     return call(_DEQUANTIZE, _Dequantize(dtype), _Codes(quantizing.unrotated(q), sizes), q.shape[0])[0]
 
 
@@ -133,7 +133,7 @@ _UPDATE = define("update_scaling", _update, _State, _Update, written=("scale", "
 
 
 def update_scaling(state: ScalingState[Tensor]) -> None:
-    """Makes a state that of the next step, in place."""
+    """Advances the state to the next step, in place."""
     (_update_node if is_compiling() else _updated)(state.scale, state.history, state.top, state.algorithm)
 
 
@@ -144,7 +144,7 @@ def _updated(scale: Tensor, history: Tensor, fp8_max: Tensor, algorithm: str) ->
 
 @torch.compiler.allow_in_graph
 def _update_node(*arguments: Any) -> Tensor:
-    """`_updated` as one node of a graph, of which each has a result."""
+    """`_updated` as one node of a graph; a node must have a result."""
     return _updated(*arguments)
 
 
@@ -152,7 +152,7 @@ def _copied(arrays: list[Tensor]) -> Tensor:
     return torch.cat(arrays)
 
 
-# Compilers see through torch's own copies: backward would read the state as it is by then.
+# Compilers optimise torch's own copies away: backward would then read the state as it is at that time.
 _COPIES = torch.library.Library("torch_bridge", "FRAGMENT")
 _COPIES.define("copied(Tensor[] arrays) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 for _device in ("CPU", "CUDA"):

@@ -1,7 +1,7 @@
-"""How one rule runs in PyTorch: recorded once for its shapes and dtypes, then replayed on addresses.
+"""Runs a rule in PyTorch: it is recorded once per combination of shapes and dtypes, then replayed on addresses.
 
-A rule of `grouped_core` never looks at values, so what it does follows from the specs of its operands. Its first run
-notes casts and native calls; later runs allocate, collect addresses and launch.
+A rule of `grouped_core` never reads values, so its steps follow from the specs of its operands. The first run records
+casts and native calls; later runs allocate, collect addresses and launch.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from torch_bridge.sizes import note_sizes
 
 @lru_cache(maxsize=64)
 def arch_of(device: torch.device) -> str:
-    """The arch that plans are made for on `device`: "cpu", "sm_90a".
+    """The architecture for which plans are made on `device`: "cpu", "sm_90a".
 
     Raises:
-        ValueError: neither CPU nor CUDA.
+        ValueError: the device is neither CPU nor CUDA.
     """
     if device.type == "cpu":
         return "cpu"
@@ -57,14 +57,14 @@ def arch_of(device: torch.device) -> str:
 
 
 class Rule(NamedTuple):
-    """A rule of `grouped_core` as an operator of this package runs it.
+    """A rule of `grouped_core` that runs as an operator of this package.
 
     Attributes:
         name: of the operator.
-        run: (runner, static facts, operands) -> results, of which each is an operand, a new array, or None.
-        operands: the class of named tuples in which operands come.
-        rows: the fields of `operands` that have M rows. written: the fields that are written to.
-        notes_sizes: whether GROUPED_DEBUG=sizes looks at `sizes`.
+        run: (runner, static facts, operands) -> results, each of which is an operand, a new array, or None.
+        operands: the named tuple class of the operands.
+        rows: the fields of `operands` that have M rows. written: the fields that are written.
+        notes_sizes: whether GROUPED_DEBUG=sizes checks `sizes`.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Rule(NamedTuple):
 
 
 class Register(NamedTuple):
-    """Stands for an array while a rule is recorded."""
+    """Represents an array while a rule is recorded."""
 
     at: int
     spec: ArraySpec
@@ -95,15 +95,15 @@ class Cast(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One native call. A result slot has a register, new or that of a buffer; None: absent, or goes to a table."""
+    """One native call. A result has a new register or that of a buffer; None: absent, or written through a table."""
 
     call: Call
-    operands: tuple[tuple[int, int], ...]  # (slot, register) of those that are there
+    operands: tuple[tuple[int, int], ...]  # (slot, register) of those that are present
     results: tuple[int | None, ...]
 
 
 class Given(NamedTuple):
-    """What planning knows of a leaf: its packed spec, and whether a table of (aligned) addresses gives it."""
+    """What planning knows about a leaf: its packed spec, and whether it is a table of (aligned) addresses."""
 
     spec: ArraySpec
     listed: bool = False
@@ -111,14 +111,14 @@ class Given(NamedTuple):
 
 
 class Recorder:
-    """The runner that notes what a rule does."""
+    """The runner that records the steps of a rule."""
 
     def __init__(self) -> None:
         self.steps: list[Cast | Launch] = []
         self.specs: list[ArraySpec] = []
 
     def given(self, leaf: Given | None) -> Register | Listed | None:
-        """What the rule sees of a leaf."""
+        """The array that represents a leaf in the rule."""
         if leaf is None:
             return None
         if leaf.listed:
@@ -132,7 +132,7 @@ class Recorder:
 
     def __call__(self, call: Call, arrays: Sequence[Register | None]) -> tuple[Register | None, ...]:
         present = tuple((slot, array.at) for slot, array in enumerate(arrays) if array is not None)
-        buffers = {output: arrays[slot] for slot, output in call.aliases}  # None where a table says where to write
+        buffers = {output: arrays[slot] for slot, output in call.aliases}  # None if a table has the destinations
         results = tuple(
             buffers[at] if at in buffers else None if spec is None else self.register(spec)
             for at, spec in enumerate(call.outputs)
@@ -153,26 +153,26 @@ class Recorder:
 
 
 class Output(NamedTuple):
-    """One result of a rule: its layout, and for each leaf a register that was made, or (None, n) for given leaf n."""
+    """One result of a rule: its layout, and for each leaf a new register, or (None, n) for leaf n of the operands."""
 
     layout: Layout
     leaves: tuple[int | tuple[None, int] | None, ...]
 
 
 class Recording(NamedTuple):
-    """What a rule does. Registers are numbered: leaves that are there, in order, then whatever is made."""
+    """The steps of a rule. Registers are numbered: first the leaves that are present, in order, then new arrays."""
 
     steps: tuple[Cast | Launch, ...]
     outputs: tuple[Output, ...]
     specs: tuple[ArraySpec, ...]  # of all registers
-    given: int  # how many registers are leaves
+    given: int  # number of registers that are leaves
 
     @property
     def calls(self) -> list[Call]:
         return [step.call for step in self.steps if isinstance(step, Launch)]
 
     def made(self) -> list[int]:
-        """The registers of results that are no operands, in order, each once."""
+        """The registers of results that are not operands, in order, each once."""
         new = (at for output in self.outputs for at in output.leaves if isinstance(at, int))
         return list(dict.fromkeys(new))
 
@@ -180,10 +180,10 @@ class Recording(NamedTuple):
 def record(
     rule: Rule, static: Hashable, layouts: Sequence[Layout], leaves: Sequence[Given | None], rows: int
 ) -> Recording:
-    """Runs `rule` on what is known of its operands; raises what the rule raises.
+    """Runs `rule` on what is known about its operands; raises what the rule raises.
 
     Args:
-        static: its static facts. layouts: of its operands. leaves: of all of them. rows: M.
+        static: its static facts. layouts: of its operands. leaves: of all operands. rows: M.
     """
     run = Recorder()
     held = [run.given(leaf) for leaf in leaves]
@@ -205,15 +205,15 @@ def _register(leaf: Register | Listed) -> int:
 
 
 def _typed(scales: Register, fmt: Any) -> Register:
-    """Scales of blocks as rules read them, of what leaves are."""
+    """Block scales in the dtype that rules expect; as leaves, E8M0 scales are uint8."""
     return scales._replace(spec=scales.spec._replace(dtype=fmt.scales)) if scales.spec.dtype == "uint8" else scales
 
 
 def results_of(outputs: Sequence[Output], leaves: Sequence[Leaf], made: Any, rows: Any) -> list[Any]:
-    """The results of a rule; operands among them are those that came.
+    """The results of a rule; operands among them are returned as they were passed.
 
     Args:
-        leaves: of the operands. made: a new tensor by its register. rows: M.
+        leaves: of the operands. made: the new tensors by register. rows: M.
     """
     results = []
     for layout, places in outputs:
@@ -231,21 +231,21 @@ def results_of(outputs: Sequence[Output], leaves: Sequence[Leaf], made: Any, row
 
 
 class _Planned(NamedTuple):
-    """A `Launch` with its kernel chosen and everything prepared that does not depend on addresses."""
+    """A `Launch` with its chosen kernel and everything prepared that does not depend on addresses."""
 
     call: str  # its name
     launch: Callable[[list[Any], int], None]  # on the values of all registers, and a stream
     made: tuple[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # register, shape, strides, dtype
-    last_used: tuple[int, ...]  # registers that nothing reads afterwards
+    last_used: tuple[int, ...]  # registers that no later step reads
 
 
 class Program(NamedTuple):
-    """A recording planned for one device. Its last register is the workspace, one for all launches."""
+    """A recording planned for one device. Its last register is the workspace, which all launches share."""
 
     steps: tuple[Cast | _Planned, ...]
     outputs: tuple[Output, ...]
-    made: tuple[int, ...]  # registers of results that are no operands
-    released: tuple[int, ...]  # leaves, tensors, that are no results: each lives until its last launch
+    made: tuple[int, ...]  # registers of results that are not operands
+    released: tuple[int, ...]  # leaves, tensors, that are not results: each is freed after its last launch
     blank: list[None]  # registers beyond the operands
     workspace_bytes: int
     device: int  # the CUDA device, -1 on the CPU
@@ -256,7 +256,7 @@ def _program(
     rule: Rule, static: Hashable, layouts: Sequence[Layout], leaves: Sequence[Leaf], rows: int, device: torch.device
 ) -> Program:
     recording = record(rule, static, layouts, [given_of(each) for each in leaves], rows)
-    # Of addresses only whether they are aligned matters, which facts tell; what a replay allocates is.
+    # Only the alignment of addresses matters, and the facts include it; what a replay allocates is aligned.
     places = [0 if not isinstance(each, Tensor) else each.data_ptr() for each in leaves if each is not None]
     given = recording.given
     keep = set(recording.made())
@@ -307,7 +307,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def given_of(leaf: Leaf, *, has_memory: bool = True) -> Given | None:
-    """What planning knows of a leaf."""
+    """What planning knows about a leaf."""
     if leaf is None:
         return None
     if isinstance(leaf, Tensor):
@@ -323,7 +323,7 @@ _programs: Cache[Hashable, Program] = Cache()
 def run(
     rule: Rule, static: Hashable, layouts: tuple[Layout, ...], leaves: list[Any], facts: bytes | None, rows: int
 ) -> list[Any]:
-    """The results of `rule` on real tensors; arguments and errors as of `execute`."""
+    """The results of `rule` on real tensors; arguments and errors are those of `execute`."""
     program, values = execute(rule, static, layouts, leaves, facts, rows)
     return results_of(program.outputs, leaves, values, rows)
 
@@ -331,16 +331,16 @@ def run(
 def execute(
     rule: Rule, static: Hashable, layouts: tuple[Layout, ...], leaves: list[Any], facts: bytes | None, rows: int
 ) -> tuple[Program, list[Any]]:
-    """The program of `rule`, and the values of its registers once it was launched on the current stream.
+    """The program of `rule`, and the values of its registers after its launch on the current stream.
 
     Args:
         static: its static facts. layouts: of its operands. rows: M.
-        leaves: of all operands; the first one that is there says which device it is. Those that are no results are
-            taken out of the list, so that rows are freed as soon as no launch reads them.
-        facts: of the leaves, by `EXCHANGE.describe`.
+        leaves: of all operands; the first one that is present determines the device. Leaves that are not results are
+            removed from the list, so that rows are freed as soon as no launch reads them.
+        facts: of the leaves, from `EXCHANGE.describe`.
 
     Raises:
-        ValueError, TypeError: the operands do not fit. NotImplementedError: no kernel takes them.
+        ValueError, TypeError: the operands do not fit. NotImplementedError: no kernel supports them.
     """
     flags = debug_flags()
     key = (rule.name, static, layouts, rows, facts)
@@ -357,12 +357,12 @@ def execute(
 
 
 def sizes_at(rule: Rule, layouts: Sequence[Layout]) -> int:
-    """The leaf that holds the group sizes of a rule which has them."""
+    """The index of the leaf with the group sizes, for a rule that has them."""
     return sum(map(leaf_count, layouts[: rule.operands._fields.index("sizes")]))
 
 
 def _check_plain(leaves: Sequence[Leaf], facts: bytes | None) -> torch.device:
-    """The device of the operands. Raises ValueError for what kernels cannot read where it lies."""
+    """The device of the operands. Raises ValueError for tensors whose memory kernels cannot read."""
     named = [
         (f"operand {at}", each)
         for at, leaf in enumerate(leaves)
@@ -374,8 +374,8 @@ def _check_plain(leaves: Sequence[Leaf], facts: bytes | None) -> torch.device:
         check_operand(name, each, first)
     if facts is None:
         raise ValueError(
-            "operands of a torch_bridge operator: tensors without memory, or a list of unlike ones, expected plain "
-            "tensors; call grouped_linear, which says what is wrong with its arguments."
+            "operands of a torch_bridge operator: tensors without memory, or a list of mixed ones, expected plain "
+            "tensors; call grouped_linear, which reports the argument that is wrong."
         )
     return first.device
 

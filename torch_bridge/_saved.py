@@ -1,7 +1,7 @@
-"""What the operations call the tensors that they save for backward, told to who listens (`offload`).
+"""Names of the tensors that operations save for backward, announced to listeners (`offload`).
 
-Rows have names; what an operation saves beside rows (weights and their casts, sizes, biases, probabilities) has none
-and stays where it is. Saved tensors themselves are plain, so that hooks of others work as well.
+Rows have names; other saved tensors (weights and their casts, sizes, biases, probabilities) have none and stay on the
+device. The saved tensors are plain, so that hooks of other libraries work as well.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ OF_ROWS = (ROWS, HIDDEN, ACTIVATED)
 NAMES = tuple(f"{name}{part}" for name in (ROWS, HIDDEN, ACTIVATED) for part in ("", "_q", "_scale"))
 """All names; `_q` and `_scale` are the parts of quantised rows."""
 UNNAMED = ""
-"""Stands for the name of a tensor that an operation saves beside its rows."""
+"""Represents the name of a tensor that an operation saves besides rows."""
 
 Listener = Callable[[dict[int, str]], None]
 """(name by address of all tensors that one operation is about to save) -> None."""
 
 listeners: list[Listener] = []
-"""Those inside of whose context we are, innermost last."""
+"""The listeners of all active contexts; the innermost is last."""
 
 
 def tell(tensors: Sequence[Tensor | None], names: Sequence[str]) -> None:
-    """Says what is saved next: `names` for the first tensors, the others have none."""
+    """Announces what is saved next: `names` belong to the first tensors, the others have none."""
     if is_compiling() or not listeners:
         return
     rest = [UNNAMED] * (len(tensors) - len(names))

@@ -1,4 +1,4 @@
-"""What the products of one operation have of the state and the key that a recipe is bound to."""
+"""The state and the key that are bound to a recipe, divided among the products of one operation."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ X, WEIGHT, DY = range(len(scaling.ROLES))
 
 
 class Scaling(NamedTuple):
-    """What one product has of what is bound to an operation.
+    """One product's part of the state and key that are bound to an operation.
 
     Attributes:
         state: of delayed scaling, or None. first: the role of x in it; those of the weight and dy follow.
         key: of stochastic rounding, or None.
-        multipliers: of x, the weight and dy [3, G], which forward and backward have in common; None: what the state
-            has now.
+        multipliers: the scales of x, the weight and dy [3, G] that forward and backward share; None: the current ones
+            of the state.
     """
 
     state: ScalingState[Tensor] | None
@@ -33,22 +33,20 @@ class Scaling(NamedTuple):
     multipliers: Tensor | None = None
 
     def scale(self, role: int) -> Tensor | None:
-        """The multipliers [G] of an operand, None without a state."""
+        """The scales [G] of an operand, None without a state."""
         if self.state is None:
             return None
         return self.state.scale[self.first + role] if self.multipliers is None else self.multipliers[role]
 
     def amax(self, role: int) -> Tensor | None:
-        """The largest magnitudes [G] of an operand in this step, which quantisers raise in place; None without a
-        state.
-        """
+        """The amax [G] of an operand in this step, which quantisers update in place; None without a state."""
         return None if self.state is None else self.state.history[self.first + role, 0]
 
     def extras(self, *roles: int, training: bool) -> Extras | None:
-        """What rules get of it for the operands `roles`; None where nothing is bound.
+        """What rules need for the operands `roles`; None if nothing is bound.
 
         Args:
-            training: whether largest magnitudes are merged.
+            training: whether amax is updated.
         """
         if self.state is None:
             return None if self.key is None or DY not in roles else Extras(self.key)
@@ -57,14 +55,14 @@ class Scaling(NamedTuple):
         return Extras(self.key if DY in roles else None, x, w, dy, training, *amaxes)
 
     def mark(self) -> tuple[Any, ...]:
-        """What differs once the multipliers of the state were updated."""
+        """Identifies the scales of the state; it differs after each update."""
         scale = None if self.state is None else self.state.scale
         return () if scale is None or scale.is_inference() else (scale.data_ptr(), scale._version)
 
 
 def with_multipliers(uses: tuple[Scaling, ...]) -> tuple[Scaling, ...]:
-    """The products of one operation with a copy of their multipliers, where they have states: by backward a state may
-    have others. One launch, whether products share a state or have one each.
+    """The products of one operation with a copy of their scales, if they have states, because a state may be updated
+    before backward. The copy takes one launch, whether products share a state or have one each.
     """
     if uses[0].state is None:
         return uses
@@ -73,7 +71,7 @@ def with_multipliers(uses: tuple[Scaling, ...]) -> tuple[Scaling, ...]:
         copy = copied(scales)
     elif len(scales) > 1:
         copy = torch.cat(scales)
-    else:  # by a kernel: a clone is a memcpy. None is negative, and of such kernels this one returns first
+    else:  # abs is the fastest kernel that copies, as no scale is negative; a clone would be a memcpy
         copy = scales[0].abs()
     parts = [copy] if len(uses) == 1 else copy.split(len(scaling.ROLES))
     return tuple([use._replace(multipliers=part) for use, part in zip(uses, parts, strict=True)])

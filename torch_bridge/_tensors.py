@@ -1,8 +1,8 @@
-"""Facts of tensors as the rules of `grouped_core` see them, and operands as lists of tensors with a layout.
+"""Specs of tensors for the rules of `grouped_core`, and the conversion of operands to lists of tensors with a layout.
 
-A rule reads operands that are tensors, lists of one tensor per group, pairs, or quantised. Native calls, operators of
-`torch.library` and `save_for_backward` take tensors alone. `flatten` makes a list of tensors of an operand and says in
-a layout, which is hashable, what they are; `unflatten` is its inverse.
+The operand of a rule is a tensor, a list of one tensor per group, a pair, or quantised. Native calls, operators of
+`torch.library` and `save_for_backward` take only tensors. `flatten` converts an operand to a list of tensors and a
+hashable layout that describes them; `unflatten` is its inverse.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ DTYPES: dict[torch.dtype, str] = {
         *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     )
 }
-"""The names that specs carry, by torch dtype."""
+"""Names of dtypes in specs, by torch dtype."""
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 E8M0 = torch.float8_e8m0fnu
 RESULT_DTYPES = TORCH_DTYPES | {"float8_e8m0fnu": torch.uint8}
-"""Torch dtypes of results. E8M0 scales are bytes inside this package: inductor lowers no operator that reads E8M0 and
-writes into an argument."""
+"""Torch dtypes of results. E8M0 scales are uint8 inside this package, because inductor cannot lower an operator that
+reads E8M0 and writes into an argument."""
 
 SYMBOLIC_ROWS = calls.MAX_ROWS
-"""The number that stands for M in specs where torch.compile has a symbol for it: no K, N or G comes near it."""
+"""The number that represents M in specs if torch.compile has a symbol for it; K, N and G are far smaller."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a torch dtype in specs; a dtype that specs do not know keeps torch's name."""
+    """The name of a torch dtype in specs; a dtype unknown to specs keeps torch's name."""
     return DTYPES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
@@ -51,24 +51,24 @@ def spec_of(tensor: Tensor) -> ArraySpec:
 
 
 def fixed_spec(tensor: Tensor) -> ArraySpec:
-    """As `spec_of`; sizes for which torch.compile has symbols become numbers, so that the spec can be a key."""
+    """Like `spec_of`, but symbolic sizes of torch.compile become numbers, so that the spec can be a key."""
     return ArraySpec(tuple(map(int, tensor.shape)), dtype_name(tensor.dtype))
 
 
 def rows_spec(tensor: Tensor) -> ArraySpec:
-    """As `fixed_spec`, of rows, whose number may be a symbol: `SYMBOLIC_ROWS` then stands for it."""
+    """Like `fixed_spec`, for rows, whose number may be a symbol; the spec then has `SYMBOLIC_ROWS`."""
     if not tensor.shape or not is_symbol(tensor.shape[0]):
         return fixed_spec(tensor)
     return ArraySpec((SYMBOLIC_ROWS, *map(int, tensor.shape[1:])), dtype_name(tensor.dtype))
 
 
 def is_symbol(length: Any) -> bool:
-    """Whether torch.compile has a symbol of its own for a length."""
+    """Whether a length is a single symbol of torch.compile."""
     return isinstance(length, torch.SymInt) and length.node.expr.is_Symbol
 
 
 def settle_rows(*operands: Any) -> None:
-    """Makes M a number unless it is a symbol in all of these operands, of which quantised rows have numbers."""
+    """Makes M a number unless it is a symbol in all of these operands; quantised rows have numbers."""
     rows = [each.shape[0] if isinstance(each, Tensor) and each.shape else 0 for each in operands if each is not None]
     if not all(map(is_symbol, rows)):
         for each in rows:
@@ -84,18 +84,18 @@ class StraightThrough:
 
 
 def home(rows: Any) -> Any:
-    """The tensor whose device is that of the operation: the rows, or their codes."""
+    """The tensor that determines the device of the operation: the rows, or their quantised values."""
     rows = rows.q if isinstance(rows, StraightThrough) else rows
     return rows.values if isinstance(rows, QTensor) else rows
 
 
 def members(operand: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
-    """The tensors of an operand: of one packed tensor, of one per group, or of nothing."""
+    """The tensors of an operand: one packed tensor, one per group, or none."""
     return [] if operand is None else [operand] if isinstance(operand, Tensor) else list(operand)
 
 
 def forms_of(q: QTensor[Any]) -> list[QTensor[Any]]:
-    """The forms that a quantised operand has."""
+    """The rowwise and columnwise forms that a quantised operand has."""
     return [q] if q.other is None else [q, *forms_of(q.other)]
 
 
@@ -109,11 +109,11 @@ def parts_of(q: QTensor[Any]) -> list[Tensor]:
 
 
 class Form(NamedTuple):
-    """Layout of a quantised operand: all of the `QTensor` but its tensors.
+    """Layout of a quantised operand: everything in the `QTensor` except its tensors.
 
     Attributes:
-        shape: the logical shape; of rows -1 stands for M.
-        scaled: whether there are scales of blocks, and scales of groups. other: of the other form, or None.
+        shape: the logical shape; for rows, -1 represents M.
+        scaled: whether there are block scales, and group scales. other: layout of the other form, or None.
     """
 
     format: Format
@@ -125,37 +125,37 @@ class Form(NamedTuple):
 
 
 class PairLayout(NamedTuple):
-    """Layout of a weight in two tensors; `axis`: along which they stand side by side."""
+    """Layout of a weight in two tensors; `axis`: the axis along which they would be concatenated."""
 
     axis: int
 
 
 class CachedLayout(NamedTuple):
-    """Layout of a weight beside forms that its layer keeps; `forms` is theirs."""
+    """Layout of a weight together with the quantised forms that its layer keeps."""
 
     forms: Form
 
 
 class ExtrasLayout(NamedTuple):
-    """Layout of what is bound to a recipe; `measure`: whether largest magnitudes are merged into its last three
-    leaves, which are written.
+    """Layout of the state and key that are bound to a recipe; `measure`: whether amax is written into the last three
+    leaves.
     """
 
     measure: bool
 
 
 Layout = Form | PairLayout | CachedLayout | ExtrasLayout | None
-"""None: a tensor, a list of tensors, or nothing stands for itself."""
+"""None: the operand is one leaf: a tensor, a list of tensors, or nothing."""
 
 Leaf = Tensor | Sequence[Tensor | None] | None
-"""A tensor, one tensor per group (None: a destination that is skipped), or nothing."""
+"""A tensor, one tensor per group (None: a skipped destination), or nothing."""
 
 
 _READ, _WRITTEN = ("key", "x", "w", "dy"), ("x_amax", "w_amax", "dy_amax")
-"""Fields of `Extras` in front of `measure`, and behind it."""
+"""Fields of `Extras` before `measure`, and after it."""
 
 PLAIN = frozenset({type(None), Tensor, torch.nn.Parameter, list})
-"""Types of operands that stand for themselves, asked for first because it is quick."""
+"""Types of operands that are one leaf, checked first because that is fast."""
 
 
 def flatten(operand: Any, leaves: list[Any]) -> Layout:
@@ -202,10 +202,10 @@ def _flatten_form(q: QTensor[Any], leaves: list[Any]) -> Form:
 def unflatten(
     layout: Layout, leaves: Iterator[Any], rows: Any, scales_of: Callable[[Any, Format], Any] | None = None
 ) -> Any:
-    """The operand of that layout, whose leaves come next.
+    """The operand with that layout, made of the next leaves.
 
     Args:
-        rows: M. scales_of: what is made of scales of blocks, given their format; None: nothing.
+        rows: M. scales_of: converts block scales, given their format; None: they are not converted.
     """
     if layout is None:
         return next(leaves)
@@ -227,7 +227,7 @@ def unflatten(
 
 
 def leaf_count(layout: Layout) -> int:
-    """How many leaves an operand of that layout has."""
+    """The number of leaves of an operand with that layout."""
     if layout is None:
         return 1
     if isinstance(layout, PairLayout):
@@ -240,26 +240,26 @@ def leaf_count(layout: Layout) -> int:
 
 
 def written_leaves(layout: Layout, *, written: bool) -> list[bool]:
-    """Of each leaf of an operand, whether it is written; `written`: whether the operand is."""
+    """For each leaf of an operand, whether it is written; `written`: whether the operand is."""
     if isinstance(layout, ExtrasLayout):
         return [False] * len(_READ) + [layout.measure] * len(_WRITTEN)
     return [written] * leaf_count(layout)
 
 
 class Packed(NamedTuple):
-    """Operands as `save_for_backward` takes them: tensors, and what `unpack` needs to make the operands again."""
+    """Operands as `save_for_backward` takes them: tensors, and the layouts from which `unpack` restores operands."""
 
     tensors: list[Tensor | None]
     layouts: tuple[
         tuple[Layout, tuple[int, ...]], ...
-    ]  # of each operand, and how many tensors each leaf has; -1: itself
+    ]  # for each operand: its layout, and per leaf the number of its tensors; -1: the leaf is one tensor or None
 
 
 _ITSELF = (None, (-1,))
 
 
 def pack(operands: Sequence[Any]) -> Packed:
-    """Operands as tensors."""
+    """Converts operands to tensors."""
     tensors: list[Tensor | None] = []
     layouts: list[tuple[Layout, tuple[int, ...]]] = []
     for operand in operands:
@@ -279,7 +279,7 @@ def pack(operands: Sequence[Any]) -> Packed:
 
 
 def unpack(layouts: Sequence[tuple[Layout, tuple[int, ...]]], tensors: Sequence[Any], rows: Any) -> list[Any]:
-    """The operands that `pack` made tensors of; `rows`: M."""
+    """The operands that `pack` converted; `rows`: M."""
     rest = iter(tensors)
     operands = []
     for layout, counts in layouts:

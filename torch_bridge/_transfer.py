@@ -1,11 +1,11 @@
-"""Tensors on their way to pinned memory and back, on streams beside the one that computes.
+"""Transfers of tensors to pinned memory and back, on streams beside the compute stream.
 
     compute   produce t ──┬─────────── ... ── wait sent, free t ── ... ── empty t' ─┬── ... ── wait loaded, read t'
     down                  └ wait, copy t to the host ── sent                       │
     up                                                                              └ wait, copy to t' ── loaded
 
-The device's copy belongs to the compute stream throughout: it is given back only after that stream has waited for the
-copy, so no memory is reused early, in a captured graph neither.
+The compute stream owns the device's copy throughout: it is freed only after that stream has waited for the copy, so no
+memory is reused too early, not even in a captured graph.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 IN_FLIGHT = 4
-"""Copies to the host that the compute stream may be ahead of; their tensors stay on the device."""
+"""Number of pending copies to the host whose tensors stay on the device; the compute stream waits for older ones."""
 
 
 @lru_cache(maxsize=64)
 def _streams(device: torch.device) -> tuple[Any, Any]:
-    """(to the host, from the host)."""
+    """(stream to the host, stream from the host)."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
@@ -37,20 +37,20 @@ def _event(stream: Any) -> Any:
 
 
 class Pinned:
-    """Pinned memory that is retained is used again for the same number of bytes.
+    """Pinned memory; retained memory is reused for tensors of the same number of bytes.
 
-    What a graph took is never anybody else's. It is used again in that graph alone: by what is sent, and has come back,
-    inside of one outermost context, for a context cannot outlast a capture.
+    Memory that a graph took is reused only in that graph, by tensors that are sent after its content has come back,
+    within one outermost context, because a context cannot outlast a capture.
     """
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = defaultdict(list)
         self._of_graphs: list[Tensor] = []
         self.scope: dict[int, list[Tensor]] | None = None
-        """Free memory of the graph that is captured, inside of an outermost context."""
+        """Free memory of the graph that is being captured, inside an outermost context."""
 
     def take(self, like: Tensor, retain: bool, captured: bool) -> Tensor:
-        """Memory for a copy of `like`, flat."""
+        """Flat memory for a copy of `like`."""
         if captured and self.scope is not None and self.scope[like.nbytes]:
             return self.scope[like.nbytes].pop().view(like.dtype)
         free = self._free[like.nbytes] if retain else None
@@ -68,7 +68,7 @@ class Pinned:
         return found.view(like.dtype)
 
     def give_back(self, memory: Tensor, captured: bool, scope: Any) -> None:
-        """Retained memory that nothing reads any more; `scope`: that in which it was taken."""
+        """Returns retained memory that is no longer read; `scope`: that in which it was taken."""
         memory = memory.view(torch.uint8)
         if not captured:
             self._free[memory.nbytes].append(memory)
@@ -84,11 +84,11 @@ class Moved:
     """A tensor that is sent to the host when it is made, and may be read as often as it was saved.
 
     Args:
-        tensor: contiguous, on a CUDA device, complete on the current stream. retain: whether the host's memory is kept
-            for the next one.
+        tensor: contiguous, on a CUDA device, complete on the current stream. retain: whether the host memory is kept
+            for reuse.
 
     Raises:
-        RuntimeError: a graph is captured, and host memory is not retained or there is none left.
+        RuntimeError: a graph is captured, and host memory is not retained or none is left.
     """
 
     def __init__(self, tensor: Tensor, retain: bool) -> None:
@@ -109,46 +109,46 @@ class Moved:
         down.wait_event(_event(self._stream))
         with torch.cuda.stream(down):
             self._host.copy_(self._device, non_blocking=True)
-        self._copied = _event(down)  # after which the device's copy may be given back, or read
+        self._copied = _event(down)  # after it the device's copy may be freed, or read
         self._loading = False
         _in_flight.append(self)
         while len(_in_flight) > IN_FLIGHT:
             _in_flight.popleft().release()
 
     def start(self) -> None:
-        """Begins to bring it back, if it is not here."""
+        """Starts the copy back to the device, unless the tensor is there."""
         if self._device is not None:
             return
         self._stream = torch.cuda.current_stream(self._stream.device)
         _, up = _streams(self._stream.device)
         self._device = torch.empty(self._host.numel(), dtype=self._host.dtype, device=self._stream.device)
-        up.wait_event(_event(self._stream))  # behind what used that memory before, and behind the copy to the host
+        up.wait_event(_event(self._stream))  # after previous uses of that memory, and after the copy to the host
         with torch.cuda.stream(up):
             self._device.copy_(self._host, non_blocking=True)
         self._copied = _event(up)
         self._loading = True
 
     def take(self, shape: torch.Size) -> Tensor:
-        """It, on the device, for one of those who saved it."""
+        """The tensor on the device, for one of the places that saved it."""
         self.start()
         device = self._device
         assert device is not None, "start brings it"
         if self._loading:
             self._wait()
         self._taken += 1
-        if self._taken == self.saved:  # a retained graph may ask again
+        if self._taken == self.saved:  # a retained graph may read it again
             self._taken = 0
             self.release()
         return device.view(shape)
 
     def release(self) -> None:
-        """Gives the device's copy back, once the copy is done."""
+        """Frees the device's copy once the transfer is done."""
         if self._device is not None:
             self._wait()
             self._device = None
 
     def _wait(self) -> None:
-        # An event of a capture means nothing outside of it; and a capture begins with a synchronisation.
+        # An event of a capture is not valid outside it; and a capture begins with a synchronisation.
         if torch.cuda.is_current_stream_capturing() == self.captured:
             self._stream.wait_event(self._copied)
 
@@ -161,14 +161,14 @@ class Moved:
 
 
 def settle() -> None:
-    """Lets the compute stream wait for every copy that is still under way."""
+    """Makes the compute stream wait for every pending copy."""
     while _in_flight:
         _in_flight.popleft().release()
 
 
 @contextmanager
 def outermost() -> Iterator[None]:
-    """Around an outermost context: a capture must not end with copies under way, and has memory of its own."""
+    """Encloses an outermost context: copies must be done when a capture ends, and it has its own pinned memory."""
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         yield
         return

@@ -1,4 +1,4 @@
-"""An activation that stands alone, weighted by row, with its gradients. The mathematics is grouped_core's.
+"""A separate activation, weighted by row, with its gradients. `grouped_core` defines the mathematics.
 
 Letters: M rows, F columns of the result, W columns of h: 2F for gated activations, else F.
 """
@@ -27,11 +27,11 @@ def scaled_activation_rows(
     """z [M, F]: z[r] = probs[r] act(h[r]), computed in fp32 and rounded once to the dtype of h.
 
     Args:
-        h: [M, W] fp32, bf16 or fp16, contiguous. probs: [M], None: 1. Its gradient comes in its dtype.
+        h: [M, W] fp32, bf16 or fp16, contiguous. probs: [M], None: 1. Its gradient has the dtype of probs.
         group_sizes: int32 [G] on the device of h; rows past their sum are not read and give zero. None: all rows count.
 
     Raises:
-        TypeError: dtypes. ValueError: shapes, devices, layouts.
+        TypeError: wrong dtypes. ValueError: shapes, devices, layouts.
     """
     if is_compiling():
         return _node(*[_codec.to_tuples(each) for each in (h, probs, activation, group_sizes)])
@@ -41,7 +41,7 @@ def scaled_activation_rows(
 
 @torch.compiler.allow_in_graph
 def _node(*arguments: Any) -> Tensor:
-    """`_rows` as one node of a graph; `arguments` as `_codec.to_tuples` gives them."""
+    """`_rows` as one node of a graph; `arguments` come from `_codec.to_tuples`."""
     settle_rows(*arguments[:2])
     return _rows(*[_codec.from_tuples(each) for each in arguments])
 
@@ -63,7 +63,7 @@ def _activated(activation: Activation, h: Tensor, sizes: Tensor | None, probs: T
 
 
 class _Scaled(torch.autograd.Function):
-    """Keeps h and, where they are read, the probabilities."""
+    """Saves h and, if backward reads them, the probabilities."""
 
     @staticmethod
     def forward(ctx: Any, activation: Activation, sizes: Tensor | None, h: Tensor, probs: Tensor | None) -> Tensor:
@@ -78,7 +78,7 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of forward's arguments; the one of the result is dz [M, F]."""
+        """Gradients of forward's arguments, from that of the result: dz [M, F]."""
         (dz,) = grad_outputs
         if is_compiling() or not torch.is_grad_enabled():
             return _backward(ctx, dz)
@@ -99,7 +99,7 @@ _kept_sizes: dict[tuple[torch.device, int], Tensor] = {}  # by device and stream
 
 
 def _every_row(h: Tensor) -> Tensor:
-    """The size of one group of all rows: what is above M is clamped, so one tensor serves every M."""
+    """The size of one group of all rows; sizes above M are clamped, so one tensor serves every M."""
     if is_compiling() or h.is_meta:
         return torch.full((1,), calls.MAX_ROWS, dtype=torch.int32, device=h.device)
     on_gpu = h.device.type == "cuda"
@@ -107,7 +107,7 @@ def _every_row(h: Tensor) -> Tensor:
     kept = _kept_sizes.get(key)
     if kept is None:
         kept = device_integers([calls.MAX_ROWS], torch.int32, h.device)
-        if not (on_gpu and torch.cuda.is_current_stream_capturing()):  # else it belongs to the graph
+        if not (on_gpu and torch.cuda.is_current_stream_capturing()):  # otherwise it belongs to the graph
             _kept_sizes[key] = kept
     return kept
 

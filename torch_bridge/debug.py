@@ -1,7 +1,7 @@
-"""Looking from outside: what an operation would launch, and why it would not run.
+"""Reports which kernels an operation would launch, and why it would not run.
 
-An operation is run on meta tensors, forward and backward, and the calls of its operators are noted: so what is told is
-what is launched, quantisers included.
+The operation runs on meta tensors, forward and backward, and the calls of its operators are recorded: so the report
+shows what is really launched, including quantisers.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def _check_mlp(arguments: dict[str, Any], out: Tensor | None, grad_input: Tensor
 
 
 def _planner(operation: Callable[..., Tensor], check: Callable[..., None], weights: tuple[str, ...]) -> Planned:
-    """Native calls of a product and of the gradients that its arguments need; `weights` are names of arguments."""
+    """Native calls of an operation and of the gradients that its arguments need; `weights`: names of its weights."""
 
     def calls(*, out: Tensor | None, grad_input: Tensor | None, **arguments: Any) -> list[Call]:
-        check(_cast(arguments), out, grad_input)  # devices and memory, which meta tensors do not have
+        check(_cast(arguments), out, grad_input)  # checks devices and memory, which meta tensors do not have
         if isinstance(arguments["wgrad_accum"], str):
             found = [_main_grads(_master(arguments[name])) for name in weights]
             arguments["wgrad_accum"] = found[0] if len(weights) == 1 else tuple(found)
@@ -52,7 +52,7 @@ def _planner(operation: Callable[..., Tensor], check: Callable[..., None], weigh
 
 
 def _cast(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments as autocast has them, which knows no meta tensors."""
+    """The arguments after autocast, which does not support meta tensors."""
     dtype = _autocast.dtype_of(arguments["x"])
     return {name: _autocast.cast(each, dtype) if name in _CAST else each for name, each in arguments.items()}
 
@@ -72,7 +72,7 @@ def _planner_of_forms(operation: Callable[..., Any], check: Callable[..., Any]) 
 
 
 def _on_meta(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
-    """(the arguments with meta tensors in place of tensors, these tensors)."""
+    """(the arguments with meta tensors instead of tensors, these meta tensors)."""
     leaves: list[Tensor] = []
 
     def meta(value: Any) -> Any:
@@ -97,12 +97,12 @@ def _noted(run: Callable[[], Any]) -> list[Call]:
 
 
 def _master(weight: Any) -> Any:
-    """What the gradient of a weight belongs to."""
+    """The tensor that receives the gradient of a weight."""
     return weight.master if isinstance(weight, StraightThrough) else None if isinstance(weight, QTensor) else weight
 
 
 def _main_grads(weight: Any) -> Any:
-    """Tensors like the `main_grad` of a weight, or as it is where there is none yet."""
+    """Meta tensors like the `main_grad` of a weight, float32 if there is none yet."""
     if isinstance(weight, (list, tuple)):
         return [_main_grads(each) for each in weight]
     if weight is None or not weight.requires_grad:
@@ -131,27 +131,27 @@ def _arch(arch: str | None, x: Any) -> str:
 
 
 def why_unsupported(op: Callable[..., Any], *args: Any, arch: str | None = None, **kwargs: Any) -> str | None:
-    """None where `op(*args, **kwargs)` and the gradients that its arguments need run, else the reason in one text.
+    """None if `op(*args, **kwargs)` and the gradients that its arguments need can run, otherwise the reason.
 
     Args:
         op: a public function such as `grouped_linear`, or the class of its layer. args, kwargs: the function's
-            arguments; meta tensors do.
-        arch: "cpu", "sm_80", "sm_90a"; None: the device of the arguments, of meta tensors the default one.
+            arguments; meta tensors are allowed.
+        arch: "cpu", "sm_80", "sm_90a"; None: the device of the arguments, for meta tensors the default device.
 
     Raises:
-        TypeError: `op` is not an operation of this package, or takes no such arguments.
+        TypeError: `op` is not an operation of this package, or does not take these arguments.
     """
     planner, arguments = bound_arguments(_PLANS, op, args, kwargs)
     return why_not(lambda: planner(**arguments), _arch(arch, next(iter(arguments.values()))))
 
 
 def explain(op: Callable[..., Any], *args: Any, arch: str | None = None, **kwargs: Any) -> str:
-    """One line for each native call of `op(*args, **kwargs)` and of its gradients: its kernel, and who declined.
+    """One line per native call of `op(*args, **kwargs)` and of its gradients: its kernel, and those that declined.
 
-    Arguments are those of `why_unsupported`.
+    The arguments are those of `why_unsupported`.
 
     Raises:
-        TypeError, ValueError: what `op` itself would raise.
+        TypeError, ValueError: those that `op` itself would raise.
     """
     planner, arguments = bound_arguments(_PLANS, op, args, kwargs)
     return explain_calls(planner(**arguments), _arch(arch, next(iter(arguments.values()))))

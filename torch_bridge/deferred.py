@@ -1,7 +1,7 @@
-"""The experts' MLP in parts, for schedules that compute weight gradients later: forward, every other gradient, weights.
+"""The experts' MLP in parts, for schedules that delay wgrad: forward, all other gradients, weight gradients.
 
-Not differentiable: the parts are the gradient. Each can be captured in a graph of its own; k deferred microbatches give
-the bits of k undeferred ones.
+The parts are not differentiable, as they compute the gradient themselves. Each can be captured in its own graph;
+k deferred microbatches give the bits of k undeferred ones.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ NAMES = MLP_NAMES
 
 @dataclass(frozen=True)
 class MlpResiduals:
-    """What `grouped_mlp_fwd` keeps: the tensors that the gradients read, and their places."""
+    """What `grouped_mlp_fwd` keeps: the tensors that the gradients read, and their layouts."""
 
     saved: Saved
     x: ArraySpec
     sizes: Tensor
     tensors: tuple[Tensor | None, ...]
     weights: tuple[list[Tensor], ...]
-    rows: tuple[Tensor, ...]  # of `tensors`, those that x is kept in
-    biases: tuple[bool, ...]  # of each, whether it is one tensor
+    rows: tuple[Tensor, ...]  # those of `tensors` that hold x
+    biases: tuple[bool, ...]  # for each, whether it is one tensor
 
 
 @dataclass(frozen=True)
 class Deferred:
-    """What the weight gradients read: dW1 is made of x [M, K] and dh [M, W], dW2 of z [M, F] and dy [M, K].
+    """What the weight gradients read: dW1 needs x [M, K] and dh [M, W], dW2 needs z [M, F] and dy [M, K].
 
-    Of a recipe that quantises these are codes and scales.
+    With a recipe that quantises, these are quantised values and scales.
     """
 
     work: tuple[WeightGradient | None, ...]
@@ -74,14 +74,14 @@ def grouped_mlp_fwd(
     needs: MlpNeeds | None = None,
     **options: Any,
 ) -> tuple[Tensor, MlpResiduals]:
-    """y [M, K] of `grouped_mlp`, and what its gradients read.
+    """y [M, K] of `grouped_mlp`, and the tensors that its gradients read.
 
     Args:
-        x, wi, wo, group_sizes, out, options: those of `grouped_mlp` but `wgrad_accum` and `grad_input`, which the parts
-            of backward take.
-        needs: which gradients will be asked for; None: all of what there is. Nothing is kept for the others.
+        x, wi, wo, group_sizes, out, options: those of `grouped_mlp` except `wgrad_accum` and `grad_input`, which the
+            parts of backward take.
+        needs: which gradients will be computed; None: all that exist. Nothing is kept for the others.
 
-    Under `torch.autocast` gradients of what is cast come in its dtype, or are added to accumulators unrounded.
+    Under `torch.autocast`, gradients of cast operands have its dtype, or are added to accumulators unrounded.
 
     Raises what `grouped_mlp` raises.
     """
@@ -101,7 +101,7 @@ def grouped_mlp_fwd(
         if out is not None:
             check_buffers(given, out, None)
         asked = restrict(needs or MlpNeeds(), given.specs)
-        own = [len(leaves) > 0 for leaves in given.leaves]  # what comes quantised without a master has no gradient
+        own = [len(leaves) > 0 for leaves in given.leaves]  # a quantised operand without a master has no gradient
         asked = asked._replace(x=asked.x and given.leaf is not None, wi=asked.wi and own[0], wo=asked.wo and own[1])
         y, tensors, names, saved = forward_and_saved(MLP, given, asked, out)
         rows = [each for each, name in zip(tensors, names, strict=False) if name.startswith(_saved.ROWS)]
@@ -114,19 +114,19 @@ def grouped_mlp_fwd(
 def grouped_mlp_bwd_dx(
     res: MlpResiduals, dy: Tensor | QTensor[Tensor], *, grad_input: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None, Any, Any, Deferred]:
-    """(dx, dp, db1, db2, deferred): every gradient but those of the weights, and what these read.
+    """(dx, dp, db1, db2, deferred): all gradients except those of the weights, and the operands of the latter.
 
     Args:
         res: from `grouped_mlp_fwd`.
-        dy: [M, K], the gradient of y, perhaps quantised as the products of the recipe read it.
+        dy: [M, K], the gradient of y, optionally quantised as the products of the recipe read it.
         grad_input: the caller's buffer for dx [M, K].
 
     Returns:
-        dx [M, K], dp [M], db1 [G, W] and db2 [G, K] (lists of vectors for listed biases), None for what was not asked
-        for; and what `grouped_mlp_bwd_dw` takes.
+        dx [M, K], dp [M], db1 [G, W] and db2 [G, K] (lists of vectors for listed biases), None for those that are not
+        needed; and the argument of `grouped_mlp_bwd_dw`.
 
     Raises:
-        TypeError, ValueError: dy is not like y; the buffer does not fit, or overlaps what is read.
+        TypeError, ValueError: dy does not match y; the buffer does not fit, or overlaps a tensor that is read.
     """
     plain = dy.values if isinstance(dy, QTensor) else dy.contiguous()
     check_operand("dy", plain, res.sizes)
@@ -163,15 +163,15 @@ def _check_grad_input(res: MlpResiduals, buffer: Tensor, dy: list[Tensor]) -> No
 def grouped_mlp_bwd_dw(
     deferred: Deferred, wgrad_accum: Accumulators | None = None
 ) -> tuple[Tensor | list[Tensor] | None, Tensor | list[Tensor] | None]:
-    """(dW1, dW2) in the form and layout of `wi` and `wo`, from what backward left.
+    """(dW1, dW2) in the form and layout of `wi` and `wo`.
 
     Args:
         deferred: from `grouped_mlp_bwd_dx`.
-        wgrad_accum: a pair, for wi and wo, of what is added to in place: a tensor, or for a list (a wi in two tensors
-            too) a list with None for members whose gradient nobody wants. None is returned for these.
+        wgrad_accum: a pair, for wi and wo, of accumulators to which the gradient is added: a tensor, or for a list (and
+            for a wi in two tensors) a list with None for members without a gradient. None is returned for these.
 
     Raises:
-        TypeError, ValueError: accumulators that do not fit, or overlap; nothing was added then.
+        TypeError, ValueError: accumulators do not fit, or overlap; then nothing was added.
     """
     pair = accumulator_pair((None, None) if wgrad_accum is None else wgrad_accum, _RETURNED)
     d = deferred
@@ -186,7 +186,7 @@ def grouped_mlp_bwd_dw(
         for at in (1, 0):
             weights, accumulators = d.weights[at], to[at]
             live = tuple([n for n in range(len(weights)) if not accumulators or accumulators[n] is not None])
-            # Parts add, whatever the attributes of Parameters say: these belong to `wgrad_accum="main_grad"`.
+            # The parts always add; attributes of Parameters count only for `wgrad_accum="main_grad"`.
             adding = (False,) * max(1, len(weights))
             options: Any = {"to_main_grad": False, "owner": None, "overwrite": adding}
             route = route_of(MLP.weights[at], weights, accumulators, live, d.dtypes[at], **options)
@@ -198,7 +198,7 @@ _RETURNED = "put None where the gradient is to be returned"
 
 
 def _in_form(gradients: list[Any], *, packed: bool) -> Any:
-    """One tensor for a packed weight, a list for one in several, None where nothing was asked for."""
+    """One tensor for a packed weight, a list for one in several tensors, None if no gradient was computed."""
     if not any(each is not None for each in gradients):
         return None
     return gradients[0] if packed else gradients

@@ -1,6 +1,6 @@
-"""Arrays in and out by DLPack, without copies: JAX, NumPy, CuPy and whoever else speaks it.
+"""Exchanges arrays by DLPack without copies: with JAX, NumPy, CuPy and other libraries that support it.
 
-A dtype that one side does not know travels as raw bytes, with its name beside it.
+A dtype that one side does not know is passed as raw bytes, together with its name.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _BITS = {1: torch.uint8, 2: torch.uint16}
 
 
 def from_array(array: Any) -> Tensor:
-    """A tensor on the memory of `array`, which must not be written: JAX for one takes its arrays for constant.
+    """A tensor on the memory of `array`, which must not be written, because JAX for example assumes constant arrays.
 
-    Element types that DLPack refuses (NumPy's bfloat16 and fp8, of ml_dtypes) are viewed as bytes on the way.
+    Element types that DLPack refuses (bfloat16 and fp8 of ml_dtypes in NumPy) are viewed as bytes for the exchange.
 
     Raises:
-        TypeError: no DLPack array. ValueError: an element type that torch does not have.
+        TypeError: not a DLPack array. ValueError: an element type that torch does not have.
     """
     if not hasattr(array, "__dlpack__"):
         raise TypeError(f"`array`: {type(array).__name__}, expected an array that speaks DLPack; convert it first.")
@@ -41,14 +41,14 @@ def _from_numpy(array: Any, name: str) -> Tensor:
         )
     if array.dtype.isbuiltin == 1:
         return torch.from_dlpack(array)
-    # An element type of ml_dtypes, which NumPy does not export.
+    # NumPy does not export element types of ml_dtypes.
     return torch.from_dlpack(array.view(f"u{array.itemsize}")).view(TORCH_DTYPES[name])
 
 
 def to_bytes(tensor: Tensor) -> tuple[Tensor, str]:
     """(the memory of `tensor` as unsigned integers of its element's size, the name of its element type).
 
-    For libraries that do not know the type; plain ones take `tensor.detach()` itself.
+    It is meant for libraries that do not know the type; for common types pass `tensor.detach()` itself.
 
     Raises:
         ValueError: elements wider than two bytes, which every library knows.
@@ -59,5 +59,5 @@ def to_bytes(tensor: Tensor) -> tuple[Tensor, str]:
 
 
 def is_foreign(tensor: Tensor) -> bool:
-    """Whether `from_array` made this tensor: others may rely on its memory, so operations do not write to it."""
+    """Whether `from_array` made this tensor: other libraries may use its memory, so operations do not write to it."""
     return getattr(tensor, "_from_exchange", False)

@@ -1,4 +1,4 @@
-"""The grouped linear operation, with gradients. The mathematics is grouped_core's.
+"""The grouped linear operation, with gradients. `grouped_core` defines the mathematics.
 
 Letters: G groups, M rows, K in, N out.
 """
@@ -48,34 +48,34 @@ def grouped_linear(
 ) -> Tensor:
     """The product [M, N] of grouped rows: `row_scale[r] * (x[r] @ weight[g].T + bias[g])` for row r of group g.
 
-    Rows past the groups are zero. Differentiable in x, weight, bias and row_scale; what needs no gradient is neither
-    computed nor saved. A weight given as a list has the same bits as a packed one, nothing is stacked, and frozen
-    members get no gradient.
+    Rows past the groups are zero. Differentiable in x, weight, bias and row_scale; gradients that are not needed are
+    neither computed nor prepared for. A list of weights gives the same bits as a packed weight and is not stacked;
+    frozen members get no gradient.
 
     Args:
-        x: [M, K] fp32, bf16, fp16, e4m3fn or e5m2; or quantised. Under `torch.autocast` it, the weight and
-            the bias are cast to its dtype, as in `F.linear`; else nothing is.
+        x: [M, K] fp32, bf16, fp16, e4m3fn or e5m2; or quantised. Under `torch.autocast` x, the weight and the bias are
+            cast to its dtype, as in `F.linear`; without it nothing is cast.
         weight: [G, N, K], or [G, K, N] with `rhs_transposed=False`; or a list of G such matrices; or quantised. The
-            gradient of a quantised operand goes to the master of `straight_through`, else nowhere.
-        group_sizes: G integers on the device of x; a list or CPU tensor is copied there without a synchronisation.
-            A sum above M is clamped, a negative size counts as 0.
-        bias: [G, N] or a list of G vectors, added before the one rounding.
-        row_scale: [M]; with `scale_bias` it multiplies the bias alone.
-        recipe: formats of the three products; None takes the operands as they stand. Bound to a state of delayed
-            scaling (`Recipe.bind`), magnitudes are merged into it in place.
-        wgrad_accum: None returns the weight's gradient. A tensor of the weight's shape (a list of them for a list, None
-            for frozen members) is added to in backward instead, "main_grad" means the attribute of that name: see
-            `torch_bridge.main_grad`. The weight's gradient is then None (with "main_grad" perhaps a zero dummy), also
-            from `torch.autograd.grad`.
-        out, grad_input: the caller's buffers for y [M, N] and the gradient of x [M, K], in the dtype of autocast where
-            that is on. The results share their storage (under torch.compile they may be copies, and the `.grad` of a
-            leaf x always is one), and rows past the groups keep what they hold.
-        implementation: a kernel's name, or several; see `explain`.
+            gradient of a quantised operand goes to the master tensor of `straight_through`; without one there is none.
+        group_sizes: G integers on the device of x; a list or CPU tensor is copied there without synchronisation.
+            A sum above M is clamped, and a negative size counts as 0.
+        bias: [G, N] or a list of G vectors, added before the result is rounded once.
+        row_scale: [M]; with `scale_bias` it multiplies only the bias.
+        recipe: formats of the three products; None uses the operands without quantising them. If a state of delayed
+            scaling is bound to it (`Recipe.bind`), the state's amax is updated in place.
+        wgrad_accum: None returns the weight's gradient. With a tensor of the weight's shape (for a list, a list with
+            None for frozen members) backward adds the gradient to it instead; "main_grad" does so with the attribute
+            of that name: see `torch_bridge.main_grad`. The weight's gradient is then None (with "main_grad" possibly a
+            zero dummy), also from `torch.autograd.grad`.
+        out, grad_input: the caller's buffers for y [M, N] and the gradient of x [M, K], in the dtype of autocast if it
+            is on. The results share their storage (under torch.compile they may be copies, and the `.grad` of a leaf x
+            is always a copy), and rows past the groups are not written.
+        implementation: the name of a kernel, or several names; see `explain`.
 
     Raises:
-        TypeError: dtypes, or an argument that is no tensor. ValueError: shapes, devices, layouts, buffers, options.
-        NotImplementedError: no kernel takes it. RuntimeError: in backward, `main_grad` cannot be written, or it is
-            differentiated again.
+        TypeError: wrong dtypes, or an argument is not a tensor. ValueError: wrong shapes, devices, layouts, buffers or
+            options. NotImplementedError: no kernel supports the call. RuntimeError: in backward, `main_grad` cannot be
+            written, or the operation is differentiated twice.
     """
     x, (weight,), (bias,), (owner,) = _autocast.operands(x, (weight,), (bias,))
     arguments = (x, weight, group_sizes, rhs_transposed, bias, row_scale, scale_bias, recipe)
@@ -122,7 +122,7 @@ _FORWARD = define(
 
 
 class LinearMainGrads(NamedTuple):
-    """Static facts of all gradients but that of the weight."""
+    """Static facts of all gradients except the weight's."""
 
     op: Linear
     specs: LinearSpecs
@@ -161,7 +161,7 @@ _MAIN_GRADS = define(
 
 @lru_cache(maxsize=1024)
 def _cached_forms(op: Linear, needs: Needs, has_scale: bool) -> tuple[tuple[int, Format], ...]:
-    """Forms of a weight that come from the cache of its layer."""
+    """The axes and formats of a weight that its layer's cache provides."""
     assert op.recipe is not None, "layers with caches have recipes"
     keep = gradients.keeps_forms(op, op.recipe, needs, has_scale)[1]
     return tuple([each for each in gradients.weight_forms(op, op.recipe, keep) if not each[1].plain])

@@ -1,16 +1,16 @@
-"""Where weight gradients go, and when, if not to autograd in the main backward; what backward then returns.
+"""Weight gradients that go to `main_grad` or are delayed, instead of going to autograd in the main backward.
 
 The contract is that of Megatron and TransformerEngine, per weight, with these attributes of the Parameter:
 
 ==========================  ==========================================================================================
-`main_grad`                 the destination; looked up when it is written, viewed in the weight's shape
-`overwrite_main_grad`       true: the gradient replaces what is there; else it is added
+`main_grad`                 the destination; read when it is written, viewed in the weight's shape
+`overwrite_main_grad`       true: the gradient replaces the content; otherwise it is added
 `grad_added_to_main_grad`   if it exists it becomes True once the write is queued, and backward returns a zero dummy
 `zero_out_wgrad`            true: the dummy is filled with zero again before it is returned
 `__fsdp_param__`            if it exists, `main_grad` comes from `get_main_grad()` whenever it is written
 ==========================  ==========================================================================================
 
-Delayed gradients wait in a `Delayed` of their module: the main backward then returns None, writes nothing and raises no
+Delayed gradients wait in a `Delayed` of their module: the main backward then returns None, writes nothing and sets no
 flag; all of that happens when the entry runs.
 """
 
@@ -37,8 +37,8 @@ def destination(weight: Any, name: str) -> Tensor:
     """`main_grad` of `weight`, in its shape and without a copy.
 
     Raises:
-        RuntimeError: it is missing, or does not view as a contiguous tensor of the weight's shape, or has another
-            device, or a dtype that kernels do not add in.
+        RuntimeError: it is missing, cannot be viewed as a contiguous tensor of the weight's shape, is on another
+            device, or has a dtype in which kernels cannot add.
     """
     if hasattr(weight, "__fsdp_param__"):
         weight.main_grad = weight.get_main_grad()
@@ -75,14 +75,14 @@ def write(
     live: Sequence[int],
     launch: Write,
 ) -> None:
-    """Writes the gradients of the weights at `live`, with one launch for each dtype and way of writing.
+    """Writes the gradients of the weights at `live`, with one launch per dtype and mode (add or overwrite).
 
     Args:
-        given: destinations instead of `main_grad`. overwrite: instead of the attribute, for graphs that read it when
-            they were traced.
+        given: destinations instead of `main_grad`. overwrite: values instead of the attribute, for graphs that read it
+            while they were traced.
 
     Raises:
-        ValueError: `main_grad` of two of them overlap.
+        ValueError: `main_grad` of two weights overlap.
     """
     batches: dict[tuple[torch.dtype, bool], tuple[list[Tensor], list[int]]] = {}
     for at in live:
@@ -106,7 +106,7 @@ def write(
 
 
 def _check_apart(found: Sequence[tuple[str, Tensor]]) -> None:
-    """Refuses destinations of one call that overlap: tiles of one launch would write them at the same time."""
+    """Refuses destinations of one call that overlap, because tiles of one launch would write them concurrently."""
     spans = [(0 if each.is_meta else each.data_ptr(), 0 if each.is_meta else each.nbytes) for _, each in found]
     if not memory.are_apart(spans):
         ordered = sorted((start, length, name) for (start, length), (name, _) in zip(spans, found, strict=True))
@@ -114,12 +114,12 @@ def _check_apart(found: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def overwrites(weight: Tensor) -> bool:
-    """Whether the next gradient replaces what the destination holds."""
+    """Whether the next gradient replaces the content of the destination."""
     return bool(getattr(weight, "overwrite_main_grad", False))
 
 
 def returned(weight: Any) -> Tensor | None:
-    """What autograd is given for a weight whose write is queued; raises the flag where there is one."""
+    """The gradient that autograd gets for a weight whose write is queued; sets the weight's flag if it has one."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
@@ -139,12 +139,12 @@ def deliver(
     operands: Sequence[Tensor | None],
     dtype: torch.dtype,
 ) -> list[Tensor | None]:
-    """What backward returns for each weight, those at `live` being written now, or later if there is a `delayed`.
+    """What backward returns for each weight; those at `live` are written now, or later if there is a `delayed`.
 
     Args:
         weights, given, overwrite: as in `write`.
-        flags: whether the gradients go to `main_grad` of Parameters that may have flags to raise.
-        operands: what `launch` reads; all of it is kept until the entry of `delayed` has run.
+        flags: whether the gradients go to `main_grad` of Parameters that may have flags to set.
+        operands: the tensors that `launch` reads; they are kept until the entry of `delayed` has run.
         dtype: of gradients that an entry adds to `.grad`.
     """
     results: list[Tensor | None] = [None] * len(weights)
@@ -165,7 +165,7 @@ _dummies: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
 
 
 def dummy(weight: Tensor, *, refill: bool = False) -> Tensor:
-    """A zero gradient like the weight, or its part that lies here: a fresh alias of the one kept for such weights."""
+    """A zero gradient like the weight (or its local part): a new alias of a tensor that such weights share."""
     here = local(weight)
     key = (here.shape, here.dtype, here.device)
     kept = _dummies.get(key)
@@ -177,7 +177,7 @@ def dummy(weight: Tensor, *, refill: bool = False) -> Tensor:
 
 
 def needs_python(weights: Sequence[Tensor]) -> bool:
-    """Whether writing depends on state that a compiled graph cannot hold: flags, FSDP, or a `main_grad` yet to come."""
+    """Whether writing depends on state that a compiled graph cannot hold: flags, FSDP, or a missing `main_grad`."""
     return any(
         weight.requires_grad
         and (
@@ -199,19 +199,19 @@ class Entry(NamedTuple):
     names: Sequence[str]
     weights: Sequence[Any]
     live: Sequence[int]
-    overwrite: Sequence[bool]  # as the main backward found them
+    overwrite: Sequence[bool]  # as they were in the main backward
     to_main_grad: bool
-    dtype: torch.dtype  # of gradients that go to `.grad`, before they take that of their Parameter
+    dtype: torch.dtype  # of gradients that go to `.grad`, before the cast to the Parameter's dtype
     launch: Write
     operands: Sequence[Tensor]
-    event: Any  # after which the operands are complete; None on the CPU, and in a capture, whose order the caller keeps
+    event: Any  # after it the operands are complete; None on the CPU and in a capture, where the caller keeps the order
     captured: bool
 
     def run(self, now: Sequence[Any]) -> None:
-        """Computes the gradients and delivers them, adding to what earlier entries left.
+        """Computes the gradients and delivers them, added to those of earlier entries.
 
         Args:
-            now: the layer's weights as they are now: others than in backward where FSDP2 has sharded them again.
+            now: the layer's weights as they are now; they differ from those of backward if FSDP2 has resharded them.
         """
         _await(self)
         if self.to_main_grad:
@@ -221,7 +221,7 @@ class Entry(NamedTuple):
                 if placeholder is not None and self.weights[at].grad is None:
                     self.weights[at].grad = distributed_like(self.weights[at], placeholder)
             return
-        # Rounded before they are added, as autograd does it.
+        # Gradients are rounded before they are added, as in autograd.
         new = [local(self.weights[at]).new_empty(local(self.weights[at]).shape, dtype=self.dtype) for at in self.live]
         self.launch(new, list(self.live), False)
         for at, gradient in zip(self.live, new, strict=True):
@@ -229,10 +229,10 @@ class Entry(NamedTuple):
 
 
 def _add_to_grad(weight: Any, gradient: Tensor, *, is_whole: bool) -> None:
-    """`is_whole`: it is not that of the part which lies here, where the weight is a DTensor."""
+    """`is_whole`: the weight is a DTensor, and the gradient belongs to all of it, not only to the local part."""
     gradient = gradient.to(weight.dtype)
     if is_whole and is_distributed(weight):
-        from torch_bridge import _distributed  # which imports torch.distributed.tensor
+        from torch_bridge import _distributed  # imports torch.distributed.tensor, which is slow
 
         gradient = _distributed.averaged_like(weight, gradient)
     else:
@@ -244,7 +244,7 @@ def _add_to_grad(weight: Any, gradient: Tensor, *, is_whole: bool) -> None:
 
 
 def _finished(device: torch.device) -> tuple[Any, bool]:
-    """(event after what is queued now, whether a graph is being captured)."""
+    """(event recorded after all work queued so far, whether a graph is being captured)."""
     if device.type != "cuda":
         return None, False
     if torch.cuda.is_current_stream_capturing():
@@ -255,7 +255,7 @@ def _finished(device: torch.device) -> tuple[Any, bool]:
 
 
 def _await(entry: Entry) -> None:
-    """Lets the current stream wait for the operands, and keeps them for it."""
+    """Makes the current stream wait for the operands, and keeps their memory until that stream has read them."""
     device = entry.operands[0].device
     if device.type != "cuda":
         return
@@ -272,9 +272,9 @@ def _await(entry: Entry) -> None:
 
 
 class Delayed:
-    """A module's weight gradients that wait, oldest first, and the hooks that follow them.
+    """A module's queue of delayed weight gradients, oldest first, and the hooks that follow them.
 
-    A copy, also one that was pickled, starts empty: pending gradients and hooks belong to the original's Parameters.
+    A copy, including an unpickled one, starts empty: pending gradients and hooks belong to the original's Parameters.
     """
 
     def __init__(self) -> None:
@@ -295,11 +295,11 @@ class Delayed:
         self._entries.append(entry)
 
     def run_oldest(self, weights: Sequence[Any]) -> bool:
-        """Runs the oldest entry and drops it; False if there is none. `weights`: of the layer, as they are now."""
+        """Runs and removes the oldest entry; False if there is none. `weights`: those of the layer now."""
         if not self._entries:
             return False
         with torch.no_grad():
-            self._entries[0].run(weights)  # stays if it raises, so that nothing is lost
+            self._entries[0].run(weights)  # an entry that raises stays queued
         self._entries.popleft()
         return True
 
@@ -310,7 +310,7 @@ class Delayed:
 
 
 class HasDelayed(Protocol):
-    """A layer with delayed gradients of its own."""
+    """A layer with its own queue of delayed gradients."""
 
     delayed: Delayed
 
@@ -320,9 +320,9 @@ class HasDelayed(Protocol):
 
 
 def backward_dw(layers: Sequence[HasDelayed], *, every: bool) -> None:
-    """The oldest pending gradients of each layer in turn, then the hooks of these layers; `every`: until none is left.
+    """Runs the oldest pending gradients of each layer in turn, then their hooks; `every`: until none is left.
 
-    While a CUDA graph is captured no hook fires: after a replay `fire_wgrad_hooks` is the caller's to call.
+    No hook runs while a CUDA graph is captured; the caller then calls `fire_wgrad_hooks` after each replay.
     """
     while ran := [layer for layer in layers if layer.delayed.run_oldest(layer.weight_parameters())]:
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):

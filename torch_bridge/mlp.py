@@ -1,4 +1,4 @@
-"""The experts' MLP as one differentiable operation. The mathematics is grouped_core's.
+"""The experts' MLP as one differentiable operation. `grouped_core` defines the mathematics.
 
 Letters: G groups, M rows, K hidden size of the model, F expert width, W columns of the hidden rows: 2F for gated
 activations, else F.
@@ -53,34 +53,34 @@ def grouped_mlp(
 ) -> Tensor:
     """y[r] = (p[r] act(x[r] wi[g].T + wi_bias[g])) wo[g].T + p[r] wo_bias[g] for row r of group g, p = probs or 1.
 
-    Few kernels: the activation and the probability are applied where the first product ends, and their gradients where
-    the product with `wo` ends. The hidden rows are rounded to the dtype of x before the activation reads them. Rows
-    past the groups are zero. Differentiable in x, wi, wo, probs and the biases; what needs no gradient is neither
-    computed nor saved.
+    It needs few kernels: the activation and the probability are fused into the first product, and their gradients into
+    the dgrad of `wo`. The hidden rows are rounded to the dtype of x before the activation. Rows past the groups are
+    zero. Differentiable in x, wi, wo, probs and the biases; gradients that are not needed are neither computed nor
+    prepared for.
 
     Args:
-        x: [M, K] fp32, bf16 or fp16. Under `torch.autocast` it, the weights and the biases are cast to its dtype, as in
-            `F.linear`; else nothing is.
-        wi: [G, W, K], gate rows first or interleaved as the `Activation` says; [G, K, W] with `rhs_transposed=False`;
-            or a list of G such matrices; or a pair of gate and linear half, [G, F, K] each ([G, K, F]): the same bits,
-            nothing is concatenated unless it is quantised.
-        wo: [G, K, F], with `rhs_transposed=False` [G, F, K]; or a list.
+        x: [M, K] fp32, bf16 or fp16. Under `torch.autocast` x, the weights and the biases are cast to its dtype, as in
+            `F.linear`; without it nothing is cast.
+        wi: [G, W, K], gate rows first or interleaved according to the `Activation`; [G, K, W] with
+            `rhs_transposed=False`; or a list of G such matrices; or a pair of gate and linear half, [G, F, K] each
+            ([G, K, F]), with the same bits; the pair is concatenated only if it is quantised.
+        wo: [G, K, F], or [G, F, K] with `rhs_transposed=False`; or a list.
         group_sizes: G integers, as in `grouped_linear`.
-        activation: a kind with its defaults, or an `Activation`.
-        probs: [M], the router's probability of each row, fp32 inside; its gradient comes in its dtype.
+        activation: the name of a kind, with its defaults, or an `Activation`.
+        probs: [M], the router's probability of each row, fp32 in the computation; the gradient has the dtype of probs.
         wi_bias: [G, W] or a list of vectors. wo_bias: [G, K] or a list.
-        recipe: formats of both products; None takes the operands as they stand.
+        recipe: formats of both products; None uses the operands without quantising them.
         residuals: what is kept for backward: "save_all" the rows x [M, K], hidden [M, W] and activated [M, F],
-            "save_fc1" x and hidden, "save_input" x. The bits are the same.
-        wgrad_accum: "main_grad", or a pair for wi and wo, each as in `grouped_linear` or None; that of a wi in two
-            tensors is a list of two.
+            "save_fc1" x and hidden, "save_input" x. The choice does not change the bits.
+        wgrad_accum: "main_grad", or a pair for wi and wo, each as in `grouped_linear` or None; for a wi in two tensors
+            it is a list of two.
         out, grad_input: the caller's buffers for y and the gradient of x, both [M, K], as in `grouped_linear`.
-        implementation: kernels' names, each for its own call; "composed" for the unfused ones. See `explain`.
+        implementation: names of kernels, each for its own call; "composed" for the unfused ones. See `explain`.
 
     Raises:
-        TypeError: dtypes, or an argument that is no tensor. ValueError: shapes, devices, layouts, buffers, options.
-        NotImplementedError: no kernel takes it. RuntimeError: in backward, `main_grad` cannot be written, or it is
-            differentiated again.
+        TypeError: wrong dtypes, or an argument is not a tensor. ValueError: wrong shapes, devices, layouts, buffers or
+            options. NotImplementedError: no kernel supports the call. RuntimeError: in backward, `main_grad` cannot be
+            written, or the operation is differentiated twice.
     """
     x, (wi, wo), (wi_bias, wo_bias), owners = _autocast.operands(x, (wi, wo), (wi_bias, wo_bias))
     arguments = (x, wi, wo, group_sizes, rhs_transposed, activation, probs, wi_bias, wo_bias, recipe, residuals)
@@ -99,7 +99,7 @@ class MlpForward(NamedTuple):
 
 
 class MlpOperands(NamedTuple):
-    """Operands of forward; extras are those of the two products."""
+    """Operands of forward; `extras` belong to the first product, `extras_2` to the second."""
 
     x: Any
     wi: Any
@@ -136,7 +136,7 @@ class MlpGrads(NamedTuple):
 
 
 class HiddenOperands(NamedTuple):
-    """Operands of the first stage, at the hidden rows."""
+    """Operands of the first stage, which ends at the gradient of the hidden rows."""
 
     x: Any
     h: Any
@@ -162,7 +162,7 @@ _AT_HIDDEN = define(*("mlp_at_hidden", _hidden_rule, HiddenOperands, MlpGrads), 
 
 
 class FirstOperands(NamedTuple):
-    """Operands of the second stage, at the first product."""
+    """Operands of the second stage, the gradients of the first product."""
 
     x: Any
     wi: Any
@@ -193,7 +193,7 @@ _FIRST_PRODUCT = define(
 
 @lru_cache(maxsize=1024)
 def _cached_forms(op: Mlp, needs: MlpNeeds, keep_z: bool) -> tuple[tuple[tuple[int, Format], ...], ...]:
-    """Forms of both weights that come from the caches of their layers."""
+    """The axes and formats of both weights that the caches of their layers provide."""
     assert op.recipe is not None, "layers with caches have recipes"
     both = rules.cached_forms(op, op.recipe, needs, keep_z=keep_z)
     return tuple([tuple([each for each in forms if not each[1].plain]) for forms in both])
@@ -220,7 +220,7 @@ def _forward(given: Arguments, needs: MlpNeeds, out: Tensor | None) -> tuple[Ten
 
 
 def _hidden_operands(kept: list[Any], *others: Any) -> HiddenOperands:
-    """The operands of the first stage, taken out of the list."""
+    """The operands of the first stage, removed from the list."""
     x, h, z, sizes, probs, _, wi, wo, wi_bias, wo_bias = kept
     kept.clear()
     return HiddenOperands(x, h, z, wi, wo, sizes, probs, wi_bias, wo_bias, *others)
@@ -232,7 +232,7 @@ def _backward(
     x, sizes, key, wi = (kept[at] for at in (0, 3, 5, 6))
     op, needs, static = saved.op, saved.needs, MlpGrads(saved.op, saved.specs, saved.needs)
     extras = [each._replace(key=key).extras(X, WEIGHT, DY, training=True) for each in saved.scaling]
-    # Nothing else here holds the operands, so the hidden rows are freed inside.
+    # No other reference to these operands exists here, so the hidden rows are freed inside the call.
     dp, db2, dh, of_dh, z, dy_form = call(_AT_HIDDEN, static, _hidden_operands(kept, dy, *extras), saved.rows)
     if needs.wo:
         deliver(1, WeightGradient(op.fc2(), saved.specs.wo, z, dy_form, sizes))

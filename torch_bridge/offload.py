@@ -1,8 +1,8 @@
-"""Activations in host memory between forward and backward.
+"""Keeps activations in host memory between forward and backward.
 
-Each `with cpu_offload():` is one unit, a layer for instance: what is saved for backward inside is copied to pinned
-memory beside the computation, and comes back, a unit ahead, when backward arrives there. Bits, kernels and graphs stay
-as they are.
+Each `with cpu_offload():` is one unit, for instance a layer: tensors saved for backward inside are copied to pinned
+memory in parallel with the computation, and come back one unit before backward needs them. Bits, kernels and graphs do
+not change.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ def cpu_offload(
     prefetch: int = 1,
     retain_pinned: bool = False,
 ) -> Iterator[None]:
-    """Inside, rows saved for backward go to pinned host memory, and are back in time.
+    """Moves rows that are saved for backward inside it to pinned host memory, and back in time.
 
     Contexts nest, and the innermost decides. Never moved: parameters and casts of them, group sizes and other integers,
-    vectors (probabilities, scales of groups), and what is not contiguous or not on a GPU. On a machine without a GPU
-    nothing is moved, which is said once.
+    vectors (probabilities, group scales), and tensors that are not contiguous or not on a GPU. On a machine without a
+    GPU nothing is moved, and one warning says so.
 
     Args:
-        enabled: False keeps on the device what is saved inside.
-        names: only tensors that our operations save under these names: "grouped_x" (rows that a product reads),
-            "grouped_fc1" (pre-activations), "grouped_act" (activated rows). None: whatever is saved, also by others.
-        min_numel: smaller tensors stay.
-        prefetch: how many units before the one that backward is in are brought back.
-        retain_pinned: keeps the pinned memory for the next step. Needed under capture of a CUDA graph, in the eager
-            steps before it too; the graph then owns its buffers, and the outermost context waits for its copies. With
-            an outermost context around several microbatches these share buffers.
+        enabled: False keeps tensors saved inside on the device.
+        names: moves only tensors that this package's operations save under these names: "grouped_x" (rows that a
+            product reads), "grouped_fc1" (pre-activations), "grouped_act" (activated rows). None: all tensors,
+            including those of other operations.
+        min_numel: smaller tensors stay on the device.
+        prefetch: how many units before the current one of backward are brought back.
+        retain_pinned: keeps the pinned memory for the next step. Required while a CUDA graph is captured and in the
+            eager steps before it; the graph then owns its buffers, and the outermost context waits for its copies.
+            Microbatches inside one outermost context share buffers.
 
     Raises:
-        TypeError, ValueError: an option has a value that it does not take. RuntimeError: while a CUDA graph is
-            captured, pinned memory is not retained, or no eager step has left any.
+        TypeError, ValueError: an option has an invalid value. RuntimeError: while a CUDA graph is captured, pinned
+            memory is not retained, or no eager step has left any.
     """
     chosen = None if names is None else frozenset(_checked_names(names))
     unit = _Unit(bool(enabled), chosen, _count("min_numel", min_numel), _count("prefetch", prefetch), retain_pinned)
@@ -96,20 +97,20 @@ def _count(name: str, value: Any) -> int:
 
 
 class _Packed:
-    """What autograd holds instead of a moved tensor."""
+    """Replaces a moved tensor among those that autograd saves."""
 
     def __init__(self, moved: _transfer.Moved, unit: _Unit, shape: torch.Size) -> None:
         self.moved, self.unit, self.shape = moved, unit, shape
 
 
-_last: list[weakref.ref[_Unit]] = []  # the unit that moved something last
+_last: list[weakref.ref[_Unit]] = []  # the last unit that moved a tensor
 _moved: dict[tuple[int, int, int, int], tuple[StorageWeakRef, weakref.ref[_transfer.Moved]]] = {}
-"""By storage, version, address and bytes: what was moved and is still the same."""
+"""By storage, version, address and bytes: tensors that were moved and have not changed since."""
 _MAX_MOVED = 1024
 
 
 class _Unit:
-    """What one context moves."""
+    """The tensors that one context moves."""
 
     def __init__(
         self, enabled: bool, names: frozenset[str] | None, min_numel: int, prefetch: int, retain: bool
@@ -122,13 +123,13 @@ class _Unit:
         self._started = False
 
     def hear(self, names: dict[int, str]) -> None:
-        """Names of what is saved next, by address."""
+        """Receives the names of the tensors that are saved next, by address."""
         self._heard = names
 
     def pack(self, tensor: Tensor) -> Any:
-        """What autograd is to keep."""
+        """What autograd saves for `tensor`."""
         if not self._moves(tensor, self._heard.pop(tensor.data_ptr(), None) if self._heard else None):
-            return tensor if tensor.is_leaf else tensor.detach()  # a result that held its own history would never die
+            return tensor if tensor.is_leaf else tensor.detach()  # a result that holds its own history is never freed
         return _Packed(self._send(tensor), self, tensor.shape)
 
     def _moves(self, tensor: Tensor, name: str | None) -> bool:
@@ -136,7 +137,7 @@ class _Unit:
             return False
         if tensor.device.type not in _MOVABLE or tensor.numel() < self._min_numel or not tensor.is_contiguous():
             return False
-        if tensor.dim() < 2:  # named or not: scales of groups are too small to gain anything
+        if tensor.dim() < 2:  # with or without a name: group scales are too small to be worth it
             return False
         if name is not None:
             return True
@@ -161,21 +162,21 @@ class _Unit:
         return moved
 
     def unpack(self, packed: Any) -> Tensor:
-        """The tensor again."""
+        """Restores the tensor."""
         if not isinstance(packed, _Packed):
             return packed
         packed.unit.start()
         return packed.moved.take(packed.shape)
 
     def start(self) -> None:
-        """Begins to bring back this unit and those before it, once."""
+        """Starts to bring back this unit and those before it, once."""
         unit: _Unit | None = self
         for _ in range(1 + self._prefetch):
             if unit is None:
                 return
             if not unit._started:
                 unit._started = True
-                for member in reversed(unit._members):  # backward reads the last ones first
+                for member in reversed(unit._members):  # in the order in which backward reads them
                     moved = member()
                     if moved is not None:
                         moved.start()

@@ -1,6 +1,6 @@
-"""Experts spread over devices.
+"""Expert parallelism: experts spread over devices.
 
-Each rank computes with its own experts on its own rows, so the products themselves never communicate.
+Each rank computes with its own experts on its own rows, so the products never communicate.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ def shard_experts(module: Module, mesh: DeviceMesh) -> Module:
     """Gives each rank of `mesh` its part of the experts of all grouped layers in `module`, in place; returns it.
 
     Rank r of n then holds the experts [r G/n, (r + 1) G/n) of every packed weight and bias, as DTensors with Shard(0);
-    forward takes the sizes of these alone. Values are those of the first rank.
+    forward takes only the sizes of these experts. Values are those of the first rank.
 
     Args:
         module: with `GroupedLinear` layers whose weights and biases are single grouped parameters.
         mesh: of one axis, over which experts are spread.
 
     Raises:
-        ValueError: a layer has one parameter a group, or a number of groups that the ranks do not divide; no layer was
-            changed then.
+        ValueError: a layer has one parameter per group, or a number of groups that the ranks do not divide; then no
+            layer was changed.
     """
     layers = [(path, each) for path, each in module.named_modules() if isinstance(each, GroupedLinear)]
     ranks = mesh.size()
@@ -36,8 +36,8 @@ def shard_experts(module: Module, mesh: DeviceMesh) -> Module:
         what = f"layer `{path or type(layer).__name__}`"
         if layer.weight_names != ("weight",) or layer.bias_names not in ((), ("bias",)):
             raise ValueError(
-                f"{what}: one parameter a group, expected single ones to shard; build it with `single_grouped_weight` "
-                "and `single_grouped_bias`."
+                f"{what}: one parameter per group, expected single ones to shard; build it with "
+                "`single_grouped_weight` and `single_grouped_bias`."
             )
         if isinstance(layer.weight, QuantizedWeight):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Quantised weights of layers and the flat shards of optimisers that update them (QNT-1 to QNT-3)."""
+"""Quantised weights of layers, and the flat optimiser shards that update them (QNT-1 to QNT-3)."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
 
 
 def is_quantized_weight(weight: Any) -> bool:
-    """Whether it is a quantised primary weight: a layer's, a `QTensor`, or a tensor that holds codes."""
+    """Whether it is a quantised primary weight: a layer's, a `QTensor`, or a tensor of quantised values."""
     weight = weight.q if isinstance(weight, QuantizedWeight) else weight
     values = weight.values if isinstance(weight, QTensor) else weight
     return isinstance(values, Tensor) and values.dtype in QUANTIZED_DTYPES
 
 
 ShardEntry = tuple[Any, Tensor | None, int | None]
-"""(member, the part of the shard that lies in it, where that part starts in the member)."""
+"""(member, the overlapping part of the shard, the start of that part in the member)."""
 
 
 def expand_shard(members: Any, shard: Tensor | None, start: int | None) -> list[ShardEntry]:
-    """What a flat shard of an optimiser holds of each member of a weight, one entry a member, in order (QNT-3).
+    """Splits a flat optimiser shard among the members of a weight; returns one entry per member, in order (QNT-3).
 
-    Every rank gets the same members, so casts that reduce magnitudes over ranks meet.
+    Every rank gets the same members, so that casts which reduce amax over ranks match.
 
     Args:
-        members: the weights one after the other in the flat buffer; a packed quantised weight stands for its members,
-            a plain tensor for itself, whose entry is what was given.
-        shard: 1-D, elements [start, start + len(shard)) of that buffer; None: this rank holds nothing.
+        members: the consecutive weights in the flat buffer; a packed quantised weight represents all its members, and a
+            plain tensor is one member, whose entry has the arguments unchanged.
+        shard: 1-D, elements [start, start + len(shard)) of that buffer; None: this rank has none.
 
     Returns:
-        (member, overlapping slice of the shard, its offset inside the member); None twice where they do not overlap.
+        (member, overlapping slice of the shard, its offset inside the member); (member, None, None) without an overlap.
 
     Raises:
-        ValueError: a shard that is not 1-D, starts before the buffer or ends behind it, or has no start.
-        TypeError: a member that is no tensor.
+        ValueError: a shard that is not 1-D, exceeds the buffer at either end, or has no start.
+        TypeError: a member that is not a tensor.
     """
     if isinstance(members, QuantizedWeight):
         members = members.q if members.dim() == 3 else [members]
@@ -73,12 +73,12 @@ def expand_shard(members: Any, shard: Tensor | None, start: int | None) -> list[
 
 
 def preserve_high_precision_init(weight: QuantizedWeight, value: Tensor) -> None:
-    """Keeps the value that a quantised weight was made of, as a copy on the host (QNT-2).
+    """Keeps the value from which a quantised weight was made, as a copy on the host (QNT-2).
 
-    `weight.high_precision_init_val()` gives it until `weight.clear_high_precision_init_val()`. Its master can then
-    start unrounded.
+    `weight.high_precision_init_val()` returns it until `weight.clear_high_precision_init_val()`. The master weight can
+    then start unrounded.
 
     Args:
-        value: of its shape.
+        value: has the shape of the weight.
     """
     weight._initial = value.detach().to("cpu", copy=True)

@@ -32,20 +32,20 @@ def quantize(
     group_sizes: Tensor | Sequence[int] | GroupSizes | None = None,
     key: Tensor | None = None,
 ) -> QTensor[Tensor]:
-    """x as codes and scales, for products that contract `axis`; both forms of two axes come from one pass.
+    """x as quantised values and scales, for products that contract `axis`; two axes are quantised in one pass.
 
     It has no derivative: `straight_through` sends the gradient of a product with it to another tensor.
 
     Args:
         x: rows [M, X] or weights [G, A, B]; float32, bfloat16 or float16.
         format: a name of `FORMATS`, e.g. "fp8_1x128", or a `Format`.
-        axis: the contracted one: of rows 1, or 0, where blocks run along rows and restart at each group; of weights 2
-            or 1. Or both, and `other` of the result is the second.
-        group_sizes: G integers, of rows; None: one group of all rows.
+        axis: the contracted axis: for rows 1 (rowwise) or 0 (columnwise: blocks run along M and restart at each group);
+            for weights 2 or 1. With a pair of axes, `other` of the result belongs to the second.
+        group_sizes: G integers, only for rows; None: all rows are one group.
         key: uint32 [2], low word first, of stochastic rounding; None: zeros.
 
     Raises:
-        TypeError, ValueError: what does not fit together. NotImplementedError: no kernel takes it; under vmap.
+        TypeError, ValueError: arguments do not fit together. NotImplementedError: no kernel supports it; under vmap.
     """
     fmt = format_option(format)
     if is_compiling():
@@ -79,7 +79,7 @@ def _quantize(x: Tensor, fmt: Format, axis: Any, group_sizes: Any, key: Tensor |
 def check_quantize(
     x: Tensor, format: str | Format, axis: Any, group_sizes: Any, key: Tensor | None
 ) -> tuple[tuple[int, ...], Tensor | None]:
-    """(axes, sizes as kernels read them, if any are given) of arguments that fit together."""
+    """(axes, sizes as kernels read them, or None) for arguments that fit together."""
     refuse_vmap("quantize")
     check_operand("x", x, x)
     sizes = None
@@ -93,7 +93,7 @@ def check_quantize(
 
 @torch.compiler.allow_in_graph
 def _quantize_node(*arguments: Any) -> list[Tensor]:
-    """`_quantize` as one node of a graph; `arguments` as `_codec.to_tuples` gives them."""
+    """`_quantize` as one node of a graph; `arguments` come from `_codec.to_tuples`."""
     return _quantize(*[_codec.from_tuples(each) for each in arguments])
 
 
@@ -103,16 +103,16 @@ def dequantize(
     *,
     group_sizes: Tensor | Sequence[int] | GroupSizes | None = None,
 ) -> Tensor:
-    """The values of q in its logical shape, code * scales in float32 with one rounding; tail rows are zero.
+    """The values of q in its logical shape: value * scales in float32, rounded once; rows past the groups are zero.
 
-    Of a rotated form (NVFP4's for weight gradients) these are rotated, too, unless q has another that is not.
+    A rotated q (NVFP4 for wgrad) gives rotated values, unless its other form is not rotated.
 
     Args:
-        dtype: float32, bfloat16 or float16; None: the nominal one of q.
-        group_sizes: of rows; None: those that came with q.
+        dtype: float32, bfloat16 or float16; None: the nominal dtype of q.
+        group_sizes: only for rows; None: those with which q was quantised.
 
     Raises:
-        TypeError: q is not quantised, or a dtype that results do not have. ValueError: rows without group sizes.
+        TypeError: q is not quantised, or a dtype that results cannot have. ValueError: rows without group sizes.
         NotImplementedError: under vmap.
     """
     check_quantized(q)
@@ -127,7 +127,7 @@ def _dequantize(q: QTensor[Tensor], dtype: torch.dtype | None, group_sizes: Any)
 
 
 def check_dequantize(q: QTensor[Tensor], dtype: torch.dtype | None, group_sizes: Any) -> tuple[Tensor | None, str]:
-    """(sizes as kernels read them, the result's dtype) of arguments that fit together."""
+    """(sizes as kernels read them, the result's dtype) for arguments that fit together."""
     check_quantized(q)
     refuse_vmap("dequantize")
     wide = linear_spec.wide_option("dtype", None if dtype is None else DTYPES.get(dtype, str(dtype))) or q.dtype
@@ -137,24 +137,26 @@ def check_dequantize(q: QTensor[Tensor], dtype: torch.dtype | None, group_sizes:
     if group_sizes is not None:
         sizes, _ = prepare_sizes(unwrap(group_sizes)[0], q.values, NAMES)
     if len(q.shape) == 2 and sizes is None:
-        raise ValueError("`group_sizes`: None, expected one size a group, for rows are stored by groups; pass them.")
+        raise ValueError(
+            "`group_sizes`: None, expected one size per group, because rows are quantised by group; pass them."
+        )
     return sizes, wide
 
 
 @torch.compiler.allow_in_graph
 def _dequantize_node(*arguments: Any) -> Tensor:
-    """`_dequantize` as one node of a graph; `arguments` as `_codec.to_tuples` gives them."""
+    """`_dequantize` as one node of a graph; `arguments` come from `_codec.to_tuples`."""
     return _dequantize(*[_codec.from_tuples(each) for each in arguments])
 
 
 def straight_through(master: Tensor, q: QTensor[Tensor]) -> StraightThrough:
-    """q as an operand whose gradient, that of its dequantised values, is the gradient of `master`, in its dtype.
+    """q as an operand whose gradient, that of its dequantised values, goes to `master`, in the dtype of `master`.
 
     Args:
-        master: of the logical shape of q, e.g. the float32 weight that q was quantised from, once for several uses.
+        master: has the logical shape of q, e.g. the float32 master weight that was quantised once for several uses.
 
     Raises:
-        TypeError: q is not quantised. ValueError: shapes that differ.
+        TypeError: q is not quantised. ValueError: the shapes differ.
     """
     check_quantized(q)
     check_operand("master", master, q.values)
@@ -168,13 +170,13 @@ def straight_through(master: Tensor, q: QTensor[Tensor]) -> StraightThrough:
 def scaling_state(
     recipe: Recipe, num_groups: int, *, products: int = 1, device: torch.device | str | None = None
 ) -> ScalingState[Tensor]:
-    """A fresh state of delayed scaling, for one linear operation, or with products=2 for one MLP.
+    """A new state of delayed scaling, for one linear operation, or with products=2 for one MLP.
 
-    Operations bound to it that somebody differentiates merge their magnitudes into `history[:, 0]`, in place and on the
-    device; `update_scaling` makes the next step's.
+    Operations that are bound to it and need a gradient update the amax in `history[:, 0]`, in place on the device;
+    `update_scaling` advances the state to the next step.
 
     Raises:
-        ValueError: nothing of the recipe is scaled with delay.
+        ValueError: the recipe has no delayed scaling.
     """
     scaling.check_groups(num_groups)
     top = torch.tensor(scaling.tops(recipe, products), dtype=torch.float32, device=device)
@@ -184,19 +186,19 @@ def scaling_state(
 
 
 def update_scaling(state: ScalingState[Tensor], *, process_group: Any = None) -> ScalingState[Tensor]:
-    """Makes the state that of the next step (numerics 2.5), in place, and returns it; graphs may hold it.
+    """Advances the state to the next step (numerics 2.5), in place, and returns it; it may be part of a graph.
 
     Args:
-        process_group: over which the live magnitudes take their maximum first.
+        process_group: the group over whose ranks the maximum of the current amax is taken first.
 
     Raises:
-        NotImplementedError: under vmap. TypeError: no state, no process group.
+        NotImplementedError: under vmap. TypeError: not a state, or not a process group.
     """
     scaling.check_state(state)
     if not is_compiling():
         refuse_vmap("update_scaling")
         if not state.scale.is_inference():
-            torch.autograd.graph.increment_version(state.scale)  # which caches of weights look at
+            torch.autograd.graph.increment_version(state.scale)  # caches of weights compare it
     if process_group is not None:
         if not isinstance(process_group, torch.distributed.ProcessGroup):
             raise TypeError(
@@ -211,8 +213,8 @@ def update_scaling(state: ScalingState[Tensor], *, process_group: Any = None) ->
 
 
 def largest_of_ranks(magnitudes: Tensor, process_group: Any) -> None:
-    """Makes contiguous magnitudes, float32 or their int32 bits, the largest among the ranks of a group, in place.
+    """Replaces contiguous amax, float32 or their int32 bits, by the maximum over the ranks of a group, in place.
 
-    They are compared by their bits, which have the order of numbers with NaN on top; a maximum of floats may drop it.
+    It compares bits, which order like the numbers with NaN on top; a maximum of floats may drop NaN.
     """
     torch.distributed.all_reduce(magnitudes.view(torch.int32), torch.distributed.ReduceOp.MAX, group=process_group)

@@ -1,9 +1,9 @@
-"""Quantised primary weights: Parameters that are codes and scales, whose master belongs to the optimiser (QNT-1).
+"""Quantised primary weights: Parameters of quantised values and scales; the optimiser has the master weight (QNT-1).
 
-A `QuantizedWeight` has the shape, the device and the nominal dtype of what it stands for, so gradients, `main_grad` and
-optimisers meet a Parameter like any other. What reads it sees its values, what writes it quantises them again, in place
-and into both forms. Members of a packed one are views; other views are copies of values, as of any expression. Products
-read the codes themselves.
+A `QuantizedWeight` has the shape, the device and the nominal dtype of the weight that it represents, so gradients,
+`main_grad` and optimisers treat it like any Parameter. Reading it gives dequantised values; writing to it quantises
+again, in place and in both forms. Members of a packed one are views; other views are copies of values, like the result
+of any expression. Products read the quantised values directly.
 
 Letters: G groups, A and B the axes of a member.
 """
@@ -33,22 +33,22 @@ _LIKE = tuple(
         *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
     )
 )
-"""Operators that look at shapes, dtypes and devices alone."""
+"""Operators that read only shapes, dtypes and devices."""
 
 _PARTS = ("values", "scales", "group_scales")
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)
-"""What quantisers read."""
+"""Dtypes that quantisers read."""
 
 
 class QuantizedWeight(Tensor):
-    """A weight [A, B], or [G, A, B], that is stored quantised.
+    """A weight [A, B], or [G, A, B], in quantised form.
 
     Writing to views other than members (`w[1:3].zero_()`) writes to a copy of values and changes nothing.
 
     Attributes:
-        q: codes and scales of one or G members, in the forms that products read; its tensors stay where they are.
-        home: the `QTensor` that holds it, and its place there, where several members share one; else `q` and 0.
-        scaling: of delayed scaling the multipliers and live magnitudes of all members of `home`, views of the state; or
+        q: values and scales of one or G members, in the forms that products read; its tensors keep their addresses.
+        home: the `QTensor` that contains it, and its index there, if several members share one; otherwise `q` and 0.
+        scaling: for delayed scaling, the scales and the current amax of all members of `home`, views of the state; or
             None.
     """
 
@@ -58,7 +58,7 @@ class QuantizedWeight(Tensor):
     _initial: Tensor | None
 
     def __new__(cls, q: QTensor[Tensor], *, packed: bool, requires_grad: bool = False) -> QuantizedWeight:
-        """`packed`: whether the shape keeps the axis of members, of which there is one otherwise."""
+        """`packed`: whether the shape keeps the axis of members; otherwise there is only one."""
         shape = q.shape if packed else q.shape[1:]
         dtype = getattr(torch, q.dtype)
         self: Any = Tensor._make_wrapper_subclass(
@@ -68,7 +68,7 @@ class QuantizedWeight(Tensor):
         return self
 
     def __init__(self, q: QTensor[Tensor], *, packed: bool, requires_grad: bool = False) -> None:
-        del q, packed, requires_grad  # known to __new__
+        del q, packed, requires_grad  # used in __new__
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         del tensor_contents
@@ -76,20 +76,20 @@ class QuantizedWeight(Tensor):
 
     # ---- values ------------------------------------------------------------------------------------------------------
 
-    # NOTE: tools for checkpoints look parameters up by the names in a state dict, `weight.scales`.
+    # NOTE: tools for checkpoints access the names in a state dict as attributes, e.g. `weight.scales`.
     values = property(lambda self: self.q.values)  # pyright: ignore[reportAssignmentType]
     scales = property(lambda self: self.q.scales)
     group_scales = property(lambda self: self.q.group_scales)
     other = property(lambda self: self.q.other)
 
     def dequantize(self) -> Tensor:
-        """Its values, in the nominal dtype."""
+        """The dequantised values, in the nominal dtype."""
         if self.q.values.is_meta:
             return torch.empty(self.shape, dtype=self.dtype, device="meta")
         return dequantized(self.q, None, self.q.dtype).view(self.shape)
 
     def store(self, value: Tensor) -> None:
-        """Quantises `value` into its own codes and scales; another quantised weight gives its codes as they are.
+        """Quantises `value` into its own tensors; from another quantised weight it copies values and scales unchanged.
 
         Raises:
             ValueError: another shape; a quantised weight in another format.
@@ -104,7 +104,7 @@ class QuantizedWeight(Tensor):
             if facts_of(self.q) != facts_of(value.q):
                 raise ValueError(
                     f"value of a quantised weight: {facts_of(value.q)}, expected {facts_of(self.q)} = its own forms; "
-                    "pass a plain tensor, which is quantised anew."
+                    "pass a plain tensor, which is quantised again."
                 )
             for name, part in parts.items():
                 part.copy_(given[name])
@@ -114,22 +114,22 @@ class QuantizedWeight(Tensor):
             own = slice(None) if self.dim() == 3 else slice(at, at + 1)
             scale, amax = (None, None) if self.scaling is None else (each[own] for each in self.scaling)
             quantize_into(source.contiguous().view(self.q.shape), forms_of(self.q), scale=scale, amax=amax)
-        # A pass that still waits for its backward must not read other codes in silence.
+        # A pending backward must not silently read changed values.
         torch.autograd.graph.increment_version(list(named_parts(self.q).values()))
 
-    # ---- the value that it was made of -------------------------------------------------------------------------------
+    # ---- the initial value -------------------------------------------------------------------------------------------
 
     def high_precision_init_val(self) -> Tensor | None:
-        """The value that it was initialised with, on the host, where that was to be preserved (QNT-2)."""
+        """The initial value, on the host, if it was preserved (QNT-2)."""
         return self._initial
 
-    get_high_precision_init_val = high_precision_init_val  # what Megatron calls it
+    get_high_precision_init_val = high_precision_init_val  # Megatron's name
 
     def clear_high_precision_init_val(self) -> None:
-        """Gives that value up."""
+        """Releases that value."""
         self._initial = None
 
-    # ---- what PyTorch asks -------------------------------------------------------------------------------------------
+    # ---- hooks of PyTorch --------------------------------------------------------------------------------------------
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -188,7 +188,7 @@ class QuantizedWeight(Tensor):
 
     def __reduce_ex__(self, proto: Any) -> Any:
         del proto
-        # NOTE: pickle does not know all element types of scales, and a copy stands by itself.
+        # NOTE: pickle does not know all element types of scales, and a copy is independent.
         state = {name: value for name, value in self.__dict__.items() if name not in ("q", "home", "scaling")}
         static = (self.dim() == 3, self.requires_grad, isinstance(self, torch.nn.Parameter))
         return _unpickled, (mapped(self.q, lambda part: part.view(torch.uint8)), *static, state)
@@ -212,7 +212,7 @@ def _unpickled(raw: QTensor[Tensor], *rest: Any) -> QuantizedWeight:
 
 
 def typed(q: QTensor[Tensor]) -> QTensor[Tensor]:
-    """`q`, whose tensors are bytes, with the element types that its format has."""
+    """`q`, whose tensors are bytes, with the element types of its format."""
     types = {"values": q.format.values, "scales": q.format.scales or "float32", "group_scales": "float32"}
     made = {name: getattr(q, name).view(getattr(torch, types[name])) for name in _PARTS if getattr(q, name) is not None}
     return dataclasses.replace(q, **made, other=None if q.other is None else typed(q.other))
@@ -231,14 +231,14 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[QuantizedWeight]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Their codes and scales
+# Their values and scales
 
 
 def quantized_members(q: QTensor[Tensor]) -> list[QTensor[Tensor]]:
     """The G members [1, A, B] of a packed quantised weight [G, A, B], views of it in both forms.
 
     Raises:
-        ValueError: it is no weight.
+        ValueError: it is not a weight.
     """
     if len(q.shape) != 3:
         raise ValueError(f"`q`: shape {q.shape}, expected a weight [G, A, B]; rows have no members.")
@@ -259,7 +259,7 @@ def quantized_members(q: QTensor[Tensor]) -> list[QTensor[Tensor]]:
 
 
 def named_parts(q: QTensor[Tensor]) -> dict[str, Tensor]:
-    """The tensors of `q` by the names that checkpoints give them: "values", "scales", ..., "other.values", ..."""
+    """The tensors of `q` by their names in checkpoints: "values", "scales", ..., "other.values", ..."""
     return {
         prefix + name: getattr(form, name)
         for prefix, form in zip(("", "other."), forms_of(q), strict=False)
@@ -269,7 +269,7 @@ def named_parts(q: QTensor[Tensor]) -> dict[str, Tensor]:
 
 
 def facts_of(q: QTensor[Tensor]) -> tuple[Any, ...]:
-    """What two quantised weights have in common if they are to share codes."""
+    """The facts in which two quantised weights must agree to share values and scales."""
     return q.shape, *((form.axis, form.format.layout) for form in forms_of(q))
 
 

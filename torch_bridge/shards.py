@@ -1,6 +1,6 @@
-"""Casts from the parts of masters that sharded optimisers hold, with the bits of a cast from the whole.
+"""Quantises from optimiser shards of master weights, with the bits of a cast from the whole.
 
-Letters: G groups, A and B axes of a member, S magnitudes of one member.
+Letters: G groups, A and B axes of a member, S amax slots per member.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from torch_bridge.quantized_weight import SOURCES, QuantizedWeight
 
 @dataclass
 class _Batch:
-    """The members of one packed weight, and what lies here of each: cast by the same launches."""
+    """The members of one packed weight, and this rank's shards of them: cast by the same launches."""
 
     q: QTensor[Tensor]
     scaling: tuple[Tensor, Tensor] | None
-    here: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # place of the member: (part, its first element)
-    named: set[int] = field(default_factory=set)  # places of the members to be cast; the others stay as they are
+    here: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # member: (local shard, its first element)
+    named: set[int] = field(default_factory=set)  # members to cast; the others do not change
 
     def passes(self) -> dict[Format, list[QTensor[Tensor]]]:
-        """Its forms by the format that they have in common."""
+        """Its forms, grouped by format."""
         found: dict[Format, list[QTensor[Tensor]]] = {}
         for form in forms_of(self.q):
             found.setdefault(form.format, []).append(form)
@@ -51,7 +51,7 @@ class _Batch:
 
 
 class _Pass(NamedTuple):
-    """One cast of a batch: forms of one format, and where their magnitudes stand."""
+    """One cast of a batch: forms of one format, and their amax."""
 
     batch: _Batch
     forms: list[QTensor[Tensor]]
@@ -69,24 +69,24 @@ def cast_shards(
     skip: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Quantises what this rank holds of the masters into quantised primary weights, in place and on the device.
+    """Quantises this rank's shards of the master weights into quantised primary weights, in place and on the device.
 
-    Codes of the elements that lie here are written, in both forms, and no others (`gather_codes` brings the rest);
-    scales are written whole, on every rank. Both have the bits of a cast from the whole master. Members that share
-    storage take the same launches, all magnitudes one reduction, and nothing waits for the device. Members that are not
-    among `weights` stay as they are.
+    It writes only the quantised values of this rank's elements, in both forms (`gather_codes` brings the rest), but all
+    scales, on every rank. Both have the bits of a cast from the whole master weight. Members that share storage use the
+    same launches, all amax take one reduction, and the host does not wait for the device. Members that are not among
+    `weights` do not change.
 
     Args:
         weights: Parameters of layers with quantised weights, or `QTensor`s [G, A, B]; the same on every rank.
-        shards: of each weight a flat slice of its master, 1-D, or None where nothing of it lies here.
-        starts: of each the element of the weight that its slice begins with.
-        process_group: over which magnitudes take their maximum; None: what lies here is everything.
-        skip: int32 [1]; where it is not zero on the device nothing is written.
+        shards: for each weight a flat slice of its master, 1-D, or None if this rank has none of it.
+        starts: for each weight the index of the element with which its slice begins.
+        process_group: the group over which the maximum of amax is taken; None: this rank has all elements.
+        skip: int32 [1]; if it is not zero on the device, nothing is written.
         dtype: of the masters, the same on every rank.
 
     Raises:
-        TypeError: a weight that is not quantised, a slice in another dtype. ValueError: slices that do not fit, or lie
-        on another device. NotImplementedError: a format whose scales do not follow from magnitudes.
+        TypeError: a weight that is not quantised, a slice in another dtype. ValueError: slices that do not fit, or are
+            on another device. NotImplementedError: a format whose scales do not follow from amax.
     """
     batches = _batches(weights, shards, starts, dtype)
     passes = _passes(batches, dtype)
@@ -117,13 +117,13 @@ def gather_codes(
     process_group: Any,
     skip: Tensor | None = None,
 ) -> None:
-    """Codes of the other ranks after `cast_shards` with the same arguments, so that every rank has whole weights.
+    """Brings the values of the other ranks after `cast_shards` with the same arguments, so that all weights are whole.
 
-    Every code has one owner, so the sum of bytes in which others have zeros is the whole: one reduction, whatever the
-    layout of a form and whichever halves of its bytes belong to whom.
+    Every value has one owner, so the sum of bytes, with zeros from the other ranks, is the whole: it takes one
+    reduction, whatever the layout of a form, even if two ranks own the halves of a byte.
 
     Args:
-        shards, starts: each element of a weight lies on exactly one rank.
+        shards, starts: each element of a weight is on exactly one rank.
     """
     batches = _batches(weights, shards, starts, None)
     places = [form for batch in batches for form in forms_of(batch.q)]
@@ -145,7 +145,7 @@ def gather_codes(
 
 
 def _mask(batch: _Batch, form: QTensor[Tensor]) -> Tensor:
-    """Which bits of a form's bytes lie here, uint8 as its values."""
+    """Mask of the bits of a form's values that this rank owns, uint8 in the shape of the values."""
     groups, a, b = batch.q.shape
     own = torch.zeros((groups, a * b), dtype=torch.uint8, device=form.values.device)
     for at, (part, first) in batch.here.items():
@@ -161,7 +161,7 @@ def _mask(batch: _Batch, form: QTensor[Tensor]) -> Tensor:
 def _batches(
     weights: Sequence[Any], shards: Sequence[Tensor | None], starts: Sequence[int | None], dtype: torch.dtype | None
 ) -> list[_Batch]:
-    """One for each packed weight, in the order of their first member, which is the same on every rank."""
+    """One batch per packed weight, in the order of their first member, which is the same on every rank."""
     if dtype is not None and dtype not in SOURCES:
         raise TypeError(f"`dtype`: {dtype}, expected one of {', '.join(map(str, SOURCES))}; choose one of them.")
     found: dict[int, _Batch] = {}
@@ -210,10 +210,10 @@ def _passes(batches: Sequence[_Batch], dtype: torch.dtype) -> list[_Pass]:
             if fmt.delayed and batch.scaling is None:
                 raise ValueError(
                     f"`weights`: a QTensor of {fmt.name} with delayed scaling, expected a layer's Parameters, which "
-                    "know their multipliers; pass these."
+                    "have scales; pass these."
                 )
             shape = (batch.q.shape[0], calls.shard_slots(source.shape, fmt))
-            amax = batch.q.values.new_empty((), dtype=torch.int32).expand(shape)  # its place follows
+            amax = batch.q.values.new_empty((), dtype=torch.int32).expand(shape)  # memory is assigned later
             passes.append(_Pass(batch, forms, source, table, amax))
     return passes
 
@@ -228,8 +228,8 @@ def _cast(each: _Pass, skip: Tensor | None) -> None:
         torch.maximum(live, found, out=live)
     operands = _CastOperands(each.table, each.amax, encode, skip, quantizing.joined(each.forms))
     call(_CAST, _Cast(each.source), operands, 0)
-    # A pass that still waits for its backward must not read other codes in silence; whether the flag said no, the host
-    # does not know.
+    # A pending backward must not silently read changed values; the host does not know whether `skip` prevented the
+    # change.
     torch.autograd.graph.increment_version([part for form in each.forms for part in form.slots if part is not None])
 
 

@@ -1,4 +1,4 @@
-"""Group sizes as kernels read them, int32 on the device, and the word that remembers sizes which did not fit."""
+"""Group sizes as kernels read them, int32 on the device, and a debug word that records invalid sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _INT32 = torch.iinfo(torch.int32)
 def device_sizes(values: Sequence[int] | Tensor, device: torch.device | str) -> Tensor:
     """int32 [G] on `device` from host integers or a CPU tensor, without a synchronisation; too large ones saturate.
 
-    While a CUDA graph is captured this works and warns: the graph keeps these values for good.
+    While a CUDA graph is captured this works and warns: the graph keeps these values permanently.
 
     Raises:
         TypeError: not integers. ValueError: more than one axis, or a tensor that is not on the CPU.
@@ -36,7 +36,7 @@ def device_sizes(values: Sequence[int] | Tensor, device: torch.device | str) -> 
         if values.device.type != "cpu":
             raise ValueError(
                 f"`values`: on {values.device}, expected host integers or a CPU tensor; "
-                "a tensor of the device is passed as `group_sizes` as it stands."
+                "pass a tensor of the device directly as `group_sizes`."
             )
         values = values.tolist()
     elif hasattr(values, "dtype"):  # NumPy's
@@ -56,7 +56,7 @@ def device_sizes(values: Sequence[int] | Tensor, device: torch.device | str) -> 
 
 
 def prepare_sizes(group_sizes: Any, x: Tensor, names: Names) -> tuple[Tensor, int]:
-    """(int32 [G] on the device of `x`, hint of rows a group or 0) of what a user passed.
+    """(int32 [G] on the device of `x`, hint of rows per group or 0) from the user's argument.
 
     Raises:
         TypeError: not integers. ValueError: another device than x's, not contiguous, more than one axis.
@@ -82,7 +82,7 @@ def prepare_sizes(group_sizes: Any, x: Tensor, names: Names) -> tuple[Tensor, in
 
 def _saturate(sizes: Tensor) -> Tensor:
     """Integers of any type as int32, clamped."""
-    if sizes.dtype is torch.uint64:  # seen as int64, what is too large is negative
+    if sizes.dtype is torch.uint64:  # viewed as int64, too large values are negative
         signed = sizes.view(torch.int64)
         sizes = torch.where(signed < 0, _INT32.max, signed)
     elif sizes.dtype is torch.uint32:
@@ -114,14 +114,14 @@ _words: dict[torch.device, Tensor] = {}
 
 
 def note_sizes(sizes: Tensor, rows: int) -> None:
-    """Adds the status of int32 `sizes` to the word of their device."""
+    """Adds the status of int32 `sizes` to the debug word of their device."""
     status = size_status(sizes, rows)
     word = _words.setdefault(sizes.device, torch.zeros_like(status))
     word |= status
 
 
 def check_debug_word() -> None:
-    """Reads and clears the size words of all devices; it waits for them.
+    """Reads and clears the debug words of all devices; it waits for them.
 
     They are written under GROUPED_DEBUG=sizes.
 
@@ -134,7 +134,7 @@ def check_debug_word() -> None:
     if wrong := "; ".join(f"on {device}: {describe_status(word)}" for device, word in found.items() if word):
         raise ValueError(
             f"group_sizes {wrong}; expected sizes from 0 on that sum to at most M; "
-            "check what computed them, `size_status` tells it of one tensor."
+            "check what computed them; `size_status` checks one tensor."
         )
 
 

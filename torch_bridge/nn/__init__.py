@@ -1,4 +1,4 @@
-"""Layers for training: parameters, where their gradients go, and checkpoints; the arithmetic is in `torch_bridge`."""
+"""Layers for training: parameters, delivery of their gradients, and checkpoints; `torch_bridge` does the arithmetic."""
 
 from torch_bridge.nn._primary import quantized_model_init as quantized_model_init
 from torch_bridge.nn.activation import ScaledActivation as ScaledActivation

@@ -1,6 +1,6 @@
-"""Quantised forms of a layer's weights that outlive a forward pass, in buffers that stay where they are.
+"""Quantised weights of a layer that outlive a forward pass, in buffers that keep their addresses.
 
-Captured graphs hold the addresses of these buffers, so nothing but a move of the weights makes new ones.
+Captured graphs hold these addresses, so new buffers are made only if the weights move to another device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch_bridge._checks import local
 from torch_bridge._quantizing import Wanted, quantize_into, quantized
 from torch_bridge._tensors import members, parts_of
 
-_Key = tuple[int, Format, torch.dtype]  # contracted axis, format, dtype of the weights that the form is made of
+_Key = tuple[int, Format, torch.dtype]  # contracted axis, format, dtype of the weights before quantisation
 
 
 def _capturing() -> bool:
@@ -25,28 +25,28 @@ def _capturing() -> bool:
 
 
 def _mark(parameters: Sequence[Any]) -> tuple[Any, ...]:
-    """What differs once weights were written; None for those that FSDP gathers anew each time."""
+    """Identifies the content of the weights; None for those that FSDP gathers again each time."""
     parts = [None if hasattr(each, "__fsdp_param__") else local(each) for each in parameters]
     return tuple([None if each is None or each.is_inference() else (each.data_ptr(), each._version) for each in parts])
 
 
 class WeightCache:
-    """The forms of one layer's weights.
+    """The quantised weights of one layer.
 
-    Two ways to say when they are written (QNT-5, QNT-6): `first` of each forward pass, or a flag on the device, which
-    captured graphs read at each replay. A copy, also one that was pickled, starts empty.
+    There are two ways to choose when they are updated (QNT-5, QNT-6): `first` of each forward pass, or a flag on the
+    device, which captured graphs read at each replay. A copy, including an unpickled one, starts empty.
 
     Attributes:
-        update: what `set_update` said last; None: it was never called, there is no flag.
+        update: the last flag of `set_update`; None: it was never called, there is no flag.
         exchanges: how often the layer was given other Parameters for its weights. FSDP2 does so whenever it gathers
-            them, often at the same address, and always under the version that they had.
+            them, often at the same address, and always with their previous version.
     """
 
     def __init__(self) -> None:
         self._forms: dict[_Key, QTensor[Tensor]] = {}
-        self._marks: dict[_Key, tuple[Any, Any]] = {}  # of the weights and of the multipliers that a form is made of
-        self._seen: tuple[Any, ...] | None = None  # mark of the weights when they were to be written last
-        self._skip: Tensor | None = None  # int32 [1]: not zero leaves the forms as they are
+        self._marks: dict[_Key, tuple[Any, Any]] = {}  # identify the weights and scales from which a form was made
+        self._seen: tuple[Any, ...] | None = None  # mark of the weights at the last requested update
+        self._skip: Tensor | None = None  # int32 [1]: if it is not zero, the forms are not written
         self.update: bool | None = None
         self.exchanges = 0
 
@@ -54,14 +54,14 @@ class WeightCache:
         return WeightCache, ()
 
     def set_update(self, flag: bool, device: torch.device) -> None:
-        """Whether passes without a `first` of their own, and replays of captured ones, write the forms.
+        """Sets whether passes without their own `first`, and replays of captured ones, update the forms.
 
         Raises:
             RuntimeError: a graph is being captured, which would hold the value.
         """
         if _capturing():
             raise RuntimeError(
-                "set_weight_update: a CUDA graph is captured, expected a call outside, since graphs read the flag at "
+                "set_weight_update: a CUDA graph is captured, expected a call outside, because graphs read the flag at "
                 "each replay; call it before the replay."
             )
         if self._skip is None or self._skip.device != device:
@@ -70,10 +70,10 @@ class WeightCache:
         self.update = flag
 
     def bind(self, name: str, parameters: Sequence[Any], first: bool | None) -> Any:
-        """How one forward pass gets its forms; None: they are made anew and not kept.
+        """How one forward pass gets its forms; None: it quantises the weights and keeps nothing.
 
         Args:
-            name: of the layer, for messages. parameters: whose versions count. first: `is_first_microbatch`.
+            name: of the layer, for messages. parameters: those whose versions count. first: `is_first_microbatch`.
         """
         if first is None and self.update is None:
             return None
@@ -91,7 +91,7 @@ class WeightCache:
         parameters: Sequence[Any],
         first: bool | None,
     ) -> list[QTensor[Tensor]]:
-        """The forms of `weight` that are wanted, written if it is time (`_args.WeightForms`)."""
+        """The requested forms of `weight`, updated if they are due (`_args.WeightForms`)."""
         source = members(weight)[0]
         if any(each.values.device != source.device for each in self._forms.values()):
             self._forms.clear()  # the layer was moved
@@ -102,19 +102,19 @@ class WeightCache:
         writes = self.update if first is None else first
         if not writes and (reason := self._stale(keys, parameters, by_flag=first is None)):
             raise RuntimeError(
-                f"weight cache of {name}: {reason}, expected forms of the weights as they are; run the first "
+                f"weight cache of {name}: {reason}, expected forms of the current weights; run the first "
                 "microbatch after each change of the weights with is_first_microbatch=True, or after "
                 "set_weight_update(True); where FSDP2 gathers them for each pass, leave `is_first_microbatch` out."
             )
         due, skip = keys, None
-        if first is None:  # all that are held, that no pass finds two forms of different weights
+        if first is None:  # update all existing forms, so that no pass finds two forms of different weights
             due, skip = [*dict.fromkeys([*(key for key in self._forms if key[2] == source.dtype), *keys])], self._skip
         elif not first:
             due = [key for key in keys if self._marks.get(key, (None,))[0] != self._seen]
         mark = ((self.exchanges, *_mark(parameters)), multipliers)
-        # A pass that still waits for its backward must not read other forms in silence. Several may wait while weights
-        # and multipliers stay, for each writes what was there; under a flag also of weights that are gathered anew, of
-        # which nobody knows.
+        # A pending backward must not silently read changed forms. Several passes may be pending while weights and
+        # scales do not change, because each writes the same content. Under a flag that also holds for weights that are
+        # gathered again, whose changes cannot be detected.
         unknown = first is not None and None in mark[0]
         others = [key for key in due if unknown or self._marks.get(key) != mark]
         if first is None and (not writes or self._seen is None or mark[0][0] != self._seen[0] or _capturing()):
@@ -128,14 +128,14 @@ class WeightCache:
         return [self._forms[key] for key in keys]
 
     def _stale(self, keys: Sequence[_Key], parameters: Sequence[Any], *, by_flag: bool) -> str | None:
-        """Why there is nothing to reuse; what the flag says is not looked into, for replays cannot either."""
+        """Why the forms cannot be reused, or None; with `by_flag` versions are not compared, as in replays."""
         if self._seen is None or not self._forms:
             return "empty"
         if by_flag:
             return None if all(key in self._forms for key in keys) else "without the form that this pass reads"
         if (self.exchanges, *_mark(parameters)) == self._seen:
             return None
-        return "older than the weights, which were written since, or gathered anew, as FSDP2 does after resharding"
+        return "older than the weights, which were written since, or gathered again, as FSDP2 does after resharding"
 
     def _write(
         self,
@@ -146,7 +146,7 @@ class WeightCache:
         skip: Tensor | None,
         others: Sequence[_Key],
     ) -> None:
-        """`others`: of which what is written may differ from what earlier passes saved."""
+        """`others`: the keys whose new content may differ from what earlier passes saved."""
         held = [self._forms[key] for key in keys if key in self._forms]
         missing = [key for key in keys if key not in self._forms]
         if held:

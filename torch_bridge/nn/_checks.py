@@ -1,4 +1,4 @@
-"""What the layers check and cast before they compute."""
+"""Checks and casts that the layers apply before they compute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_bridge._tensors import DTYPES, home
 
 
 def positive(layer: str, **sizes: Any) -> tuple[int, ...]:
-    """The sizes as integers. Raises TypeError for what is none, ValueError below 1."""
+    """The sizes as integers. Raises TypeError for other types, ValueError below 1."""
     found = []
     for name, size in sizes.items():
         try:
@@ -30,21 +30,21 @@ def positive(layer: str, **sizes: Any) -> tuple[int, ...]:
 
 
 def check_recipe(name: str, recipe: Any) -> None:
-    """Refuses what is no recipe, or is bound. Raises TypeError. `name`: of what it is given to."""
+    """Refuses anything but an unbound recipe or None. Raises TypeError. `name`: of the layer or function."""
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(
-            f"`recipe` of {name}: {type(recipe).__name__}, wanted a Recipe or None; the layer binds it to its own "
+            f"`recipe` of {name}: {type(recipe).__name__}, expected a Recipe or None; the layer binds it to its own "
             "state and keys, so pass the recipe itself."
         )
 
 
 def compute_dtype(x: Any, parameters: torch.dtype) -> torch.dtype:
-    """The dtype that a layer computes in: autocast's where it is on, else that of its parameters."""
+    """The dtype in which a layer computes: autocast's if it is on, otherwise that of its parameters."""
     return _autocast.dtype_of(home(x)) or parameters
 
 
 def cast_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows in the dtype of the computation; 8-bit ones stand as they are, and what is no tensor is refused later."""
+    """Rows in the dtype of the computation; 8-bit rows are unchanged, and other types are refused later."""
     if not isinstance(x, Tensor) or x.dtype == dtype:
         return x
     if _autocast.dtype_of(x) is not None:
@@ -53,6 +53,6 @@ def cast_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def check_microbatch(value: Any) -> None:
-    """Refuses what is no flag."""
+    """Refuses anything but a bool or None."""
     if value is not None and not isinstance(value, bool):
         raise TypeError(f"`is_first_microbatch`: {value!r}, expected None, True or False; pass one of them.")

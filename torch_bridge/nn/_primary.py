@@ -1,6 +1,6 @@
-"""Layers whose weights are held quantised: their Parameters, how these move, and how checkpoints have them.
+"""Layers with quantised weights: their Parameters, how these move between devices, and their checkpoints.
 
-The members of one layer lie in one `QTensor` [G, N, K], which products read; listed Parameters are views of it.
+The members of one layer share one `QTensor` [G, N, K], which products read; listed Parameters are views of it.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _defaults: ContextVar[Options] = ContextVar("quantized_model_init", default=_PLA
 def quantized_model_init(
     enabled: bool = True, *, recipe: Recipe | None = None, preserve_high_precision_init: bool = False
 ) -> Iterator[None]:
-    """Layers made inside hold their weights quantised, unless their own keywords say otherwise.
+    """Layers that are made inside hold quantised weights, unless their own keywords say otherwise.
 
     Args:
-        enabled: False: plain again, inside of another one.
-        recipe, preserve_high_precision_init: of layers that are made without one.
+        enabled: False makes plain weights again, inside another such context.
+        recipe, preserve_high_precision_init: defaults for layers that do not set them.
 
     Raises:
-        TypeError: `recipe` is none, or bound.
+        TypeError: `recipe` is not a recipe, or is bound.
     """
     check_recipe("quantized_model_init", recipe)
     token = _defaults.set(Options(bool(enabled), recipe, bool(preserve_high_precision_init)))
@@ -61,10 +61,10 @@ def quantized_model_init(
 
 
 def options(quantized: bool | None, recipe: Recipe | None, preserve: bool | None) -> Options:
-    """The keywords of a layer, with the defaults in force.
+    """The keywords of a layer, completed with the current defaults.
 
     Raises:
-        ValueError: quantised weights without a recipe that reads them so.
+        ValueError: quantised weights with a recipe that does not quantise weights.
     """
     given = _defaults.get()
     recipe = recipe or given.recipe
@@ -87,7 +87,7 @@ def options(quantized: bool | None, recipe: Recipe | None, preserve: bool | None
 
 
 def weights(shape: tuple[int, int, int], single: bool, recipe: Recipe, dtype: torch.dtype, device: Any) -> list[Any]:
-    """The Parameters of a layer's weight [G, N, K], one, or one a group; zeros."""
+    """The Parameters of a layer's weight [G, N, K], one, or one per group; zeros."""
     formats = (recipe.forward[1], recipe.dgrad[1])
     store = quantized_weight.empty(shape, formats, dtype_name(dtype), device)
     if single:
@@ -108,7 +108,7 @@ def is_held(parameters: Sequence[Any]) -> bool:
 
 
 def operand(parameters: Sequence[Any], dtype: torch.dtype) -> StraightThrough:
-    """What products read: the codes of all members; gradients go to the Parameters. `dtype`: of the computation."""
+    """The quantised weights of all members for a product; gradients go to the Parameters. `dtype`: to compute in."""
     store, _ = parameters[0].home
     whole: Any = parameters[0] if parameters[0].dim() == 3 else list(parameters)
     return StraightThrough(whole, _nominal(store, dtype_name(dtype)))
@@ -121,7 +121,7 @@ def _nominal(q: QTensor[Tensor], dtype: str) -> QTensor[Tensor]:
 
 
 def initialise(weight: QuantizedWeight, preserve: bool, draw: Callable[[Tensor], Any]) -> None:
-    """A new value, kept on the host too where it is to be preserved; `draw` fills a tensor in place."""
+    """Draws a new value, also kept on the host if it is to be preserved; `draw` fills a tensor in place."""
     value = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     draw(value)
     weight.store(value)
@@ -131,7 +131,7 @@ def initialise(weight: QuantizedWeight, preserve: bool, draw: Callable[[Tensor],
 
 
 def follow(parameters: Sequence[Any], state: ScalingState[Tensor] | None, product: int = 0) -> None:
-    """Points weights with delayed scaling to their multipliers and live magnitudes in the state."""
+    """Sets the scales and the current amax in the state that weights with delayed scaling use."""
     if state is None or not is_held(parameters) or not parameters[0].q.format.delayed:
         return
     role = len(scaling.ROLES) * product + scaling.ROLES.index("w")
@@ -140,13 +140,13 @@ def follow(parameters: Sequence[Any], state: ScalingState[Tensor] | None, produc
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The life of a module
+# Moves and copies of a module
 
 
 def applied(layer: Any, fn: Callable[[Tensor], Tensor], apply: Callable[[], Any]) -> None:
-    """`apply` is Module._apply of the layer with `fn`; quantised weights keep their codes, which only change places.
+    """`apply` is Module._apply of the layer with `fn`; quantised weights move but are not converted.
 
-    A cast changes the nominal dtype alone.
+    A cast changes only their nominal dtype.
     """
     held = {name: layer._parameters[name] for name in layer.weight_names if layer._parameters.get(name) is not None}
     if not held or not is_held(list(held.values())):
@@ -164,7 +164,7 @@ def applied(layer: Any, fn: Callable[[Tensor], Tensor], apply: Callable[[], Any]
     if probe.dtype not in quantized_weight.SOURCES:
         raise TypeError(
             f"quantised weights as {probe.dtype}: expected one of {', '.join(map(str, quantized_weight.SOURCES))}, "
-            "which they can stand for; cast the layer to one of them."
+            "which they can represent; cast the layer to one of them."
         )
 
     def move(part: Tensor) -> Tensor:
@@ -180,9 +180,9 @@ def applied(layer: Any, fn: Callable[[Tensor], Tensor], apply: Callable[[], Any]
 
 
 def gathered(parameters: Sequence[Any]) -> None:
-    """Makes listed weights views of one store again, where a copy took them apart.
+    """Makes listed weights views of one store again after a copy has separated them.
 
-    Those that lie on two devices wait: a checkpoint in several files brings some of them to each file's load.
+    Weights on two devices are skipped, because a checkpoint in several files loads only some of them at a time.
     """
     if not is_held(parameters) or len({each.device for each in parameters}) > 1:
         return
@@ -204,7 +204,7 @@ def _strayed(weight: QuantizedWeight, member: QTensor[Tensor]) -> bool:
 
 
 def _assembled(like: QTensor[Tensor], parts: dict[str, Tensor], prefix: str = "") -> QTensor[Tensor]:
-    """A `QTensor` in the forms of `like` with the tensors of `parts`, whose groups may be others."""
+    """A `QTensor` in the forms of `like` with the tensors of `parts`, whose number of groups may differ."""
     own = {name.removeprefix(prefix): part for name, part in parts.items() if name.rpartition(".")[0] == prefix[:-1]}
     groups = own["values"].shape[0]
     other = None if like.other is None else _assembled(like.other, parts, "other.")
@@ -216,7 +216,7 @@ def _assembled(like: QTensor[Tensor], parts: dict[str, Tensor], prefix: str = ""
 
 
 def saved(layer: Any, destination: dict[str, Any], prefix: str) -> None:
-    """Takes quantised weights of the layer apart among what was saved: plain tensors, which share memory."""
+    """Replaces quantised weights of the layer in a state dict by their plain tensors, which share memory."""
     for name in layer.weight_names:
         weight = destination.get(prefix + name)
         if isinstance(weight, QuantizedWeight):
@@ -227,10 +227,10 @@ def saved(layer: Any, destination: dict[str, Any], prefix: str) -> None:
 
 
 def loaded(layer: Any, state: dict[str, Any], prefix: str) -> None:
-    """Puts quantised weights of a checkpoint, grouped or indexed, together as the layer has them, in place.
+    """Reassembles quantised weights of a checkpoint, grouped or indexed, in the layer's form, in place.
 
     Raises:
-        ValueError: parts that are missing, or of another number of groups; what `adapt` raises.
+        ValueError: parts are missing, or have another number of groups; and the errors of `adapt`.
     """
     parameters = layer.weight_parameters()
     if not is_held(parameters):
@@ -257,14 +257,14 @@ def loaded(layer: Any, state: dict[str, Any], prefix: str) -> None:
                     "checkpoint of weights in that format, or plain ones."
                 )
         made = QuantizedWeight(_assembled(weight.q, whole), packed=grouped)
-        made.scaling = weight.scaling  # which it goes on with, if it takes the place of the weight
+        made.scaling = weight.scaling  # used further if it replaces the weight
         state[prefix + name] = made
 
 
 def quantised(layer: Any, state: dict[str, Any], prefix: str) -> None:
-    """Quantises plain weights of a checkpoint that are to take the place of quantised ones, in place.
+    """Quantises plain weights of a checkpoint that will replace quantised ones, in place.
 
-    They lie where the checkpoint is, and stand for the nominal dtype of the layer as any that is written to it.
+    They stay on the device of the checkpoint, and have the nominal dtype of the layer like any value written to it.
     """
     parameters = layer.weight_parameters()
     if not is_held(parameters):

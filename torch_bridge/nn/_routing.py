@@ -13,13 +13,15 @@ def addressed(
     taken: Sequence[Sequence[str] | None],
     op_kwargs: Mapping[Module | int, Mapping[str, Any]],
 ) -> dict[int, Mapping[str, Any]]:
-    """The keywords by place (BUF-5).
+    """The keywords by position of the module (BUF-5).
 
     Args:
-        taken: the keywords that each layer takes; None: it is none of ours. op_kwargs: by module or index.
+        taken: the keywords that each layer takes; None: it is not a module of this package. op_kwargs: by module or
+            index.
 
     Raises:
-        ValueError: it addresses no layer of ours, or one twice. TypeError: unknown keywords, or no mapping.
+        ValueError: a key is not a module of this package, or one is addressed twice. TypeError: unknown keywords, or
+            not a mapping.
     """
     found: dict[int, Mapping[str, Any]] = {}
     _check_mapping("`op_kwargs` of Sequential", op_kwargs)

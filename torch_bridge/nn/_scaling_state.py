@@ -1,4 +1,4 @@
-"""Layers with recipes that quantise: their state of delayed scaling, and random keys.
+"""Layers with recipes that quantise: their state of delayed scaling, and their random keys.
 
 Letters: G groups, R roles, L steps of history.
 """
@@ -20,20 +20,20 @@ from torch_bridge.quantize import scaling_state
 
 _SCALE, _HISTORY, _FP8_MAX = "scaling_scale", "scaling_history", "scaling_top"
 _BUFFERS = (_SCALE, _HISTORY, _FP8_MAX)
-"""Buffers of a layer whose recipe scales with delay: [R, G], [R, L, G] and [R], all float32."""
+"""Buffers of a layer whose recipe uses delayed scaling: [R, G], [R, L, G] and [R], all float32."""
 
 
 class ScaledModule(Module):
-    """A layer whose recipe may scale with delay, with a state of its own in three buffers.
+    """A layer that keeps a state in three buffers if its recipe uses delayed scaling.
 
     Attributes:
-        scaling_recipe: the recipe that the state belongs to, or None.
+        scaling_recipe: the recipe to which the state belongs, or None.
     """
 
     scaling_recipe: Recipe | None
 
     def init_state(self, recipe: Recipe | None, groups: int, products: int, device: Any) -> None:
-        """Gives the layer a fresh state, if the recipe scales with delay."""
+        """Gives the layer a new state, if the recipe uses delayed scaling."""
         self.scaling_recipe = recipe
         if recipe is None or not recipe.delayed:
             return
@@ -42,7 +42,7 @@ class ScaledModule(Module):
             self.register_buffer(name, tensor)
 
     def take_states(self, layers: Sequence[ScaledModule]) -> None:
-        """Takes the states away from layers that run as parts of this one, with what they hold of quantised weights."""
+        """Takes over the states of layers that run as parts of this one, including scales of quantised weights."""
         for at, layer in enumerate(layers):
             for name in _BUFFERS:
                 part, whole = layer._buffers.pop(name, None), self._buffers.get(name)
@@ -52,14 +52,14 @@ class ScaledModule(Module):
     @property
     def scaling_state(self) -> ScalingState[Tensor] | None:
         """The state of delayed scaling, for `update_scaling`, or None; its arrays are the layer's buffers."""
-        buffers = self._buffers  # asked itself, which is cheap
+        buffers = self._buffers  # faster than attributes of the module
         scale, history, fp8_max = buffers.get(_SCALE), buffers.get(_HISTORY), buffers.get(_FP8_MAX)
         if self.scaling_recipe is None or scale is None or history is None or fp8_max is None:
             return None
         return ScalingState(scale, history, fp8_max, self.scaling_recipe.amax_algorithm)
 
     def reset_state(self) -> None:
-        """The state as it is before the first step."""
+        """Resets the state to that before the first step."""
         state, recipe = self.scaling_state, self.scaling_recipe
         if state is None or recipe is None:
             return
@@ -70,14 +70,14 @@ class ScaledModule(Module):
             state.top.copy_(torch.tensor(tops, dtype=torch.float32))
 
     def keep_groups(self, rank: int, ranks: int) -> None:
-        """Leaves of the state what belongs to the groups of one rank, an equal part of all."""
-        for name in (_SCALE, _HISTORY):  # whose last axis numbers groups
+        """Keeps only the part of the state that belongs to the groups of one rank, an equal part of all."""
+        for name in (_SCALE, _HISTORY):  # their last axis numbers groups
             held = self._buffers.get(name)
             if held is not None:
                 self._buffers[name] = held.tensor_split(ranks, dim=-1)[rank].clone()
 
     def follow_state(self, state: ScalingState[Tensor] | None, product: int = 0) -> None:
-        """Lets quantised weights of the layer be scaled by a state, its own or that of the layer it is a part of."""
+        """Scales quantised weights of the layer by a state: its own, or that of the layer that contains it."""
         raise NotImplementedError
 
     # ---- moves and checkpoints ---------------------------------------------------------------------------------------
@@ -85,14 +85,14 @@ class ScaledModule(Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         before = [self._buffers.get(name) for name in _BUFFERS]
         super()._apply(fn, recurse)
-        for name, old in zip(_BUFFERS, before, strict=True):  # a cast of the layer leaves the state float32
+        for name, old in zip(_BUFFERS, before, strict=True):  # a cast of the layer keeps the state float32
             new = self._buffers.get(name)
             if old is not None and new is not None and new.dtype != old.dtype:
                 self._buffers[name] = old.to(new.device)
         return self
 
     def spread_state(self, weight: Any, state_dict: dict[str, Any], prefix: str) -> None:
-        """In a state dict the state of experts spread over ranks is a DTensor, as are their weights (CKP-7)."""
+        """Makes the state in a state dict a DTensor, like the weights, if experts are spread over ranks (CKP-7)."""
         if is_distributed(weight):
             from torch_bridge._distributed import beside_experts
 
@@ -101,7 +101,7 @@ class ScaledModule(Module):
                     state_dict[prefix + name] = beside_experts(weight, held)
 
     def own_state(self, weight: Any, state_dict: dict[str, Any], prefix: str) -> None:
-        """The inverse of `spread_state`; of the state of all experts this rank's part, too."""
+        """The inverse of `spread_state`; it also takes this rank's part of the state of all experts."""
         if is_distributed(weight):
             from torch_bridge._distributed import own_experts
 
@@ -111,9 +111,9 @@ class ScaledModule(Module):
                     state_dict[prefix + name] = own_experts(weight, given, held.shape[-1])
 
     def place_state(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Brings the state to the device of the tensors that are to take the place of the layer's.
+        """Moves the state to the device of the tensors that will replace the layer's.
 
-        On the meta device there is nothing to bring: there it starts anew.
+        A state on the meta device has no content: it is reset instead.
         """
         held = self._buffers.get(_SCALE)
         given = (each for name, each in state_dict.items() if name.startswith(prefix) and isinstance(each, Tensor))
@@ -127,7 +127,7 @@ class ScaledModule(Module):
             self.reset_state()
 
     def load_state(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Loads the state ahead of the parameters, which may be quantised with its multipliers."""
+        """Loads the state before the parameters, because its scales may be needed to quantise them."""
         with torch.no_grad():
             for name in _BUFFERS:
                 held, given = self._buffers.get(name), state_dict.get(prefix + name)
@@ -135,7 +135,7 @@ class ScaledModule(Module):
                     held.copy_(given)
 
     def keep_missing(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """A checkpoint of another recipe has no state: the layer's own then stays."""
+        """Keeps the layer's own state if a checkpoint, written with another recipe, has none."""
         for name in _BUFFERS:
             if (held := self._buffers.get(name)) is not None:
                 state_dict.setdefault(prefix + name, held)
@@ -144,19 +144,19 @@ class ScaledModule(Module):
 def bound(
     recipe: Recipe | None, state: ScalingState[Tensor] | None, rows: Any, *, training: bool
 ) -> BoundRecipe | None:
-    """The recipe of one forward pass: with a key of its own, if something is rounded stochastically.
+    """The recipe of one forward pass, with a new key if the recipe uses stochastic rounding.
 
-    Backward alone reads it. Reentrant checkpointing runs the first of two passes without gradients, and both must draw
-    the same, lest what is random behind the layer differ; so a layer in training draws always.
+    Only backward reads the key. Reentrant checkpointing runs the first of two passes without gradients, and both must
+    advance the generator equally for random operations after the layer; so a layer in training always draws a key.
 
     Args:
-        rows: the tensor whose device is that of the operation.
+        rows: a tensor on the device of the operation.
     """
     if recipe is None:
         return None
     key = None
     if recipe.stochastic and (training or torch.is_grad_enabled()):
-        # From the generator of the device, which graphs advance at each replay; it draws no unsigned numbers.
+        # Drawn from the device's generator, which graphs advance at each replay; it has no unsigned numbers.
         drawn = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=rows.device)
         key = drawn.view(torch.uint32)
     return BoundRecipe(recipe, state, key)

@@ -1,4 +1,4 @@
-"""Checkpoints with one tensor for all groups load into a layer with one a group, and the other way round.
+"""Loads checkpoints with one tensor for all groups into a layer with one tensor per group, and vice versa.
 
 A layer adapts the entries under its own prefix, so names match by whole path segments. Values are never changed.
 """
@@ -22,15 +22,15 @@ def adapt(
     grouped: bool,
     suffix: str = "",
 ) -> None:
-    """Brings `{prefix}{kind}` or `{prefix}{kind}0` to `{prefix}{kind}{G-1}` into the form that the layer has, in place.
+    """Converts `{prefix}{kind}`, or `{prefix}{kind}0` to `{prefix}{kind}{G-1}`, to the layer's form, in place.
 
     Args:
-        state: what is loaded. kind: "weight" or "bias". groups: G. shape: of one group's tensor.
+        state: the state dict to load. kind: "weight" or "bias". groups: G. shape: of one group's tensor.
         grouped: whether the layer has one tensor for all groups.
-        suffix: behind these names; that of a part of a quantised weight, whose groups are its first axis.
+        suffix: of these names; it belongs to a part of a quantised weight, whose first axis is groups.
 
     Raises:
-        ValueError: both forms are there, the indexed one is incomplete, or the grouped one cannot be split.
+        ValueError: both forms are present, the indexed one is incomplete, or the grouped one cannot be split.
     """
     whole = f"{prefix}{kind}{suffix}"
     indexed = [f"{prefix}{kind}{group}{suffix}" for group in range(groups)]
@@ -56,7 +56,7 @@ def adapt(
 
 
 def _members(key: str, tensor: Tensor, groups: int, shape: tuple[int, ...]) -> Sequence[Tensor]:
-    del shape  # is looked at when all parts are there
+    del shape  # checked once all parts are loaded
     found = len(tensor) if tensor.dim() else 0
     if found != groups:
         raise ValueError(f"`{key}` has {found} groups, expected {groups}; load a checkpoint of as many experts.")

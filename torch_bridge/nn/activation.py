@@ -1,4 +1,4 @@
-"""Activations weighted by row: what stands between two grouped linear layers. They hold no parameters."""
+"""Activations weighted by row, for use between two grouped linear layers. They hold no parameters."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch_bridge.activation import scaled_activation_rows
 
 
 def shortest(activation: Activation) -> str | Activation:
-    """The kind alone where that says everything: text is a constant to every release of torch's compiler."""
+    """Only the kind if all options have defaults, because any release of torch's compiler takes text as a constant."""
     return activation.kind if activation == Activation(activation.kind) else activation
 
 
 class ScaledActivation(Module):
-    """z[r] = probs[r] act(h[r]), fp32 inside, rounded once to the dtype of h.
+    """z[r] = probs[r] act(h[r]), computed in fp32 and rounded once to the dtype of h.
 
     Args:
         activation: a kind with its defaults, or an `Activation`.
@@ -30,12 +30,12 @@ class ScaledActivation(Module):
         """z [M, F] of h [M, W], W = 2F for gated kinds, gate half first or interleaved. probs: [M], None: 1.
 
         Raises:
-            TypeError: dtypes. ValueError: shapes, devices, layouts. RuntimeError: differentiated twice.
+            TypeError: wrong dtypes. ValueError: shapes, devices, layouts. RuntimeError: differentiated twice.
         """
         return scaled_activation_rows(h, probs, self.as_given)
 
     def extra_repr(self) -> str:
-        """The activation with what it sets."""
+        """The activation and its options."""
         given = {name: value for name, value in vars(self.activation).items() if value is not None}
         return ", ".join(f"{name}={value!r}" for name, value in given.items())
 

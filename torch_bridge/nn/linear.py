@@ -1,4 +1,4 @@
-"""The grouped linear layer: it holds parameters and says where their gradients go; the arithmetic is in `linear`.
+"""The grouped linear layer: its parameters and the delivery of their gradients; `linear` does the arithmetic.
 
 Letters: G groups (experts), M rows sorted by group, K in, N out.
 """
@@ -34,34 +34,33 @@ from torch_bridge.quantized_weight import QuantizedWeight
 
 
 class GroupedLinear(ScaledModule):
-    """y[r] = x[r] weight[g].T + bias[g], g being the group of row r; the weight of a group is [N, K].
+    """y[r] = x[r] weight[g].T + bias[g], where g is the group of row r and each group's weight is [N, K].
 
     The parameters are `weight0` [N, K] ... and `bias0` [N] ..., or `weight` [G, N, K] and `bias` [G, N]; a checkpoint
-    of either form loads into either. Weights are registered before biases, but a single weight after listed biases.
-    Input and weights are cast to the dtype of the computation: autocast's where it is on (and biases with them), else
-    that of the parameters.
+    of either form loads into either. Weights are registered before biases, except a single weight with listed biases.
+    Input and weights are cast to the dtype of the computation: autocast's if it is on (biases too), otherwise that of
+    the parameters.
 
     Args:
         num_groups: G. in_features: K. out_features: N.
         bias: whether there is a bias.
         device, dtype: of the parameters; fp32, bf16 or fp16.
-        recipe: formats of the products; None takes the operands as they stand. One with delayed scaling gives the layer
-            a state of its own, in buffers; hand `scaling_state` to `update_scaling` after each step. One that rounds
-            stochastically draws a key in each forward pass, from the generator of the device, except in evaluation
-            without gradients.
-        scale_bias: `row_scale` then multiplies the bias alone.
-        accumulate_into_main_grad: weight gradients are added to the parameters' `main_grad` by the kernel instead of
-            going to `.grad`; see `torch_bridge.main_grad` for the attributes that count.
-        single_grouped_weight, single_grouped_bias: one parameter for all groups instead of one a group.
+        recipe: formats of the products; None uses the operands without quantising them. With delayed scaling the layer
+            has its own state, in buffers; pass `scaling_state` to `update_scaling` after each step. With stochastic
+            rounding each forward pass draws a key from the device's generator, except in evaluation without gradients.
+        scale_bias: `row_scale` then multiplies only the bias.
+        accumulate_into_main_grad: the kernel adds weight gradients to the parameters' `main_grad` instead of returning
+            them for `.grad`; see `torch_bridge.main_grad` for the attributes of the parameters.
+        single_grouped_weight, single_grouped_bias: one parameter for all groups instead of one per group.
         delay_wgrad_compute: weight gradients wait for `backward_dw`. Bias gradients never wait.
-        quantized_weights: the weights are held as codes and scales in the formats of `recipe`, their master is the
-            optimiser's; None: as `quantized_model_init` says, else False.
-        preserve_high_precision_init: what quantised weights are initialised with stays on the host, until it is given
-            up (`QuantizedWeight.high_precision_init_val`); plain ones lose nothing. None: as `quantized_model_init`
-            says, else False.
+        quantized_weights: the weights are quantised in the formats of `recipe`, and the optimiser holds the master
+            weights; None: as in `quantized_model_init`, otherwise False.
+        preserve_high_precision_init: the initial value of quantised weights stays on the host until it is released
+            (`QuantizedWeight.high_precision_init_val`); plain weights are not affected. None: as in
+            `quantized_model_init`, otherwise False.
 
     Raises:
-        TypeError, ValueError: an option has a value that it does not take, or contradicts another.
+        TypeError, ValueError: an option has an invalid value, or contradicts another.
     """
 
     operation = staticmethod(linear.grouped_linear)
@@ -132,12 +131,12 @@ class GroupedLinear(ScaledModule):
         return (kind,) if single else tuple(f"{kind}{group}" for group in range(self.num_groups))
 
     def reset_parameters(self) -> None:
-        """New values: uniform within 1/sqrt(K), group after group, so that both forms of parameters get the same.
+        """Draws new values: uniform within 1/sqrt(K), group by group, so that both forms of parameters get the same.
 
-        The state of delayed scaling starts anew too.
+        It also resets the state of delayed scaling.
         """
         bound = 1 / math.sqrt(self.in_features)
-        self.reset_state()  # which quantised weights are scaled with
+        self.reset_state()  # before quantised weights are drawn, which use its scales
         with torch.no_grad():
             for kind, names in (("weight", self.weight_names), ("bias", self.bias_names)):
                 for name in names:
@@ -167,11 +166,11 @@ class GroupedLinear(ScaledModule):
         """y [M, N] of x [M, K]; rows past the groups are zero.
 
         Args:
-            x: [M, K]. group_sizes: G integers, as in `grouped_linear`. row_scale: [M], multiplies rows of y, with
-                `scale_bias` the bias alone.
+            x: [M, K]. group_sizes: G integers, as in `grouped_linear`. row_scale: [M], multiplies rows of y, or with
+                `scale_bias` only the bias.
             is_first_microbatch: None quantises the weights in each pass, and keeps nothing unless `set_weight_update`
-                was called; True quantises them into the cache, whose buffers stay where they are; False reuses these.
-                It never decides whether a gradient is added or replaces. Plain recipes have nothing to keep.
+                was called; True quantises them into the cache, whose buffers keep their addresses; False reuses these.
+                It never decides whether a gradient is added or replaces. Plain recipes have nothing to cache.
             out, grad_input: the caller's buffers for y and the gradient of x, in the dtype of the computation.
 
         Raises what `grouped_linear` raises; RuntimeError if the cache is empty or older than the weights.
@@ -195,7 +194,7 @@ class GroupedLinear(ScaledModule):
         )
 
     def forms_of(self, name: str, parameters: tuple[Any, ...], first: bool | None) -> Any:
-        """What keeps quantised forms of the weights in one forward pass, None where nothing does.
+        """The cache of quantised weights for one forward pass, or None.
 
         Args:
             name: of the layer, for messages. first: `is_first_microbatch`.
@@ -205,15 +204,15 @@ class GroupedLinear(ScaledModule):
         return self.cache.bind(name, parameters, first)
 
     def weight_parameters(self) -> tuple[Any, ...]:
-        """The Parameters that hold its weights, one, or one a group."""
+        """The Parameters of its weights, one, or one per group."""
         return self._held(self.weight_names)
 
     def _held(self, names: Sequence[str]) -> tuple[Any, ...]:
-        held = self._parameters  # asked itself, which is cheap; what has been parametrised is not there
+        held = self._parameters  # faster than attributes of the module; parametrised weights are not in it
         return tuple([held[name] if name in held else getattr(self, name) for name in names])
 
     def weights(self, parameters: Sequence[Any], dtype: torch.dtype) -> Any:
-        """The weights as the operation takes them, in `dtype`."""
+        """The weights as operands, in `dtype`."""
         if _primary.is_held(parameters):
             return _primary.operand(parameters, dtype)
         members = self._local(parameters, self.weight_names, "weight")
@@ -222,7 +221,7 @@ class GroupedLinear(ScaledModule):
         return members[0] if self.weight_names[0] == "weight" else members
 
     def biases(self, x: Any = None) -> Members | None:
-        """The biases as the operation takes them beside rows `x`: in the dtype that they have, or that of autocast."""
+        """The biases as operands beside rows `x`: in their own dtype, or that of autocast."""
         if not self.bias_names:
             return None
         members = self._local(self._held(self.bias_names), self.bias_names, "bias")
@@ -235,19 +234,19 @@ class GroupedLinear(ScaledModule):
         return [_local_experts(each, name, name == kind) for each, name in zip(members, names, strict=True)]
 
     def owner(self, parameters: tuple[Any, ...]) -> Owner | None:
-        """Its side of the product, if the weight gradients do not simply go to autograd."""
+        """The owner of the weight gradients, unless they simply go to autograd."""
         if not self.accumulate_into_main_grad and not self.delay_wgrad_compute:
             return None
         return Owner(parameters, self.delayed if self.delay_wgrad_compute else None)
 
-    # ---- what is kept for graphs and quantised weights ---------------------------------------------------------------
+    # ---- state for captured graphs and quantised weights -------------------------------------------------------------
 
     def note_addresses(self, weights: Any) -> None:
         """Lets graphs that are captured from now on follow `refresh_weight_table`; for lists of weights on a GPU.
 
-        Casts of the weights are not noted: a graph makes its own, and reads them where it made them.
+        Casts of the weights are not registered: a graph makes its own casts, at fixed addresses.
         """
-        if isinstance(weights, StraightThrough) or is_compiling():  # the former is held in one packed array
+        if isinstance(weights, StraightThrough) or is_compiling():  # quantised weights are one packed array
             return
         weights = members(weights)
         device = weights[0].device
@@ -259,18 +258,18 @@ class GroupedLinear(ScaledModule):
             self._table.point_to(weights, device.index)
 
     def refresh_weight_table(self) -> None:
-        """Makes captured graphs read the weights where they are now; call it before a replay, outside of captures."""
+        """Makes captured graphs read the weights at their current addresses; call it before a replay."""
         self.note_addresses(self.weight_parameters())
 
     def set_weight_update(self, flag: bool) -> None:
-        """Whether passes with `is_first_microbatch=None`, above all captured ones, quantise the weights again.
+        """Sets whether passes with `is_first_microbatch=None`, especially captured ones, quantise the weights again.
 
-        From the first call on these passes always launch the quantiser of the weights, into the cache, and it reads the
-        flag on the device: one graph serves all microbatches. Nobody checks that what it reuses is not too old. Plain
-        recipes quantise no weights, so there is nothing to set.
+        After the first call these passes always launch the quantiser of the weights, into the cache, and it reads the
+        flag on the device: one graph serves all microbatches. Whether reused weights are outdated is not checked.
+        Plain recipes quantise no weights, so the call has no effect.
 
         Raises:
-            TypeError: `flag` is no bool. RuntimeError: a graph is being captured.
+            TypeError: `flag` is not a bool. RuntimeError: a graph is being captured.
         """
         if not isinstance(flag, bool):
             raise TypeError(f"`flag` of set_weight_update: {flag!r}, expected True or False; pass one of them.")
@@ -280,14 +279,14 @@ class GroupedLinear(ScaledModule):
     # ---- delayed weight gradients ------------------------------------------------------------------------------------
 
     def backward_dw(self, all: bool = False) -> None:
-        """Computes the oldest delayed weight gradients (`all`: every one, oldest first), adds them, calls the hooks.
+        """Computes the oldest delayed weight gradients (`all`: all, oldest first), adds them, and calls the hooks.
 
-        It runs on the current stream, which waits for what the gradients read. With none pending nothing happens.
+        It runs on the current stream, which waits for the operands. If none is pending, nothing happens.
         """
         main_grad.backward_dw([self], every=all)
 
     def pending_wgrads(self) -> int:
-        """How many backward passes have delayed weight gradients that are still to be computed."""
+        """The number of backward passes whose delayed weight gradients are pending."""
         return len(self.delayed)
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
@@ -295,27 +294,27 @@ class GroupedLinear(ScaledModule):
         self.delayed.hooks.append(hook)
 
     def fire_wgrad_hooks(self) -> None:
-        """Calls the hooks: after the replay of a graph, which calls none itself."""
+        """Calls the hooks; needed after the replay of a graph, which does not call them."""
         self.delayed.fire()
 
     def follow_state(self, state: ScalingState[Tensor] | None, product: int = 0) -> None:
-        """Lets quantised weights be scaled by a state with delay, its own or that of the layer it is a part of."""
+        """Scales quantised weights by a state of delayed scaling: its own, or that of the layer that contains it."""
         _primary.follow(self.weight_parameters(), state, product)
 
     def mark_weights(self) -> None:
-        """Tells data-parallel wrappers that hooks of the weights come from `backward_dw` (DLY-7)."""
+        """Tells data-parallel wrappers that `backward_dw` calls the hooks of the weights (DLY-7)."""
         if self.delay_wgrad_compute:
             for parameter in self.weight_parameters():
                 parameter.skip_backward_post_hook = True
 
-    # ---- the life of a module ----------------------------------------------------------------------------------------
+    # ---- moves, copies and checkpoints -------------------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("weight_names", ()) and (cache := self.__dict__.get("cache")) is not None:
             cache.exchanges += 1
         super().__setattr__(name, value)
 
-    # NOTE: torch makes new Parameters in these four places, and their attributes are lost.
+    # NOTE: torch makes new Parameters in these four methods, and their attributes are lost.
     def _apply(self, fn: Any, recurse: bool = True) -> GroupedLinear:
         _primary.applied(self, fn, lambda: super(GroupedLinear, self)._apply(fn, recurse))
         self.follow_state(self.scaling_state)
@@ -380,6 +379,6 @@ def _uncompiled(
 
 
 def _local_experts(parameter: Any, name: str, packed: bool) -> Tensor:
-    from torch_bridge import _distributed  # which imports torch.distributed.tensor
+    from torch_bridge import _distributed  # imports torch.distributed.tensor, which is slow
 
     return _distributed.local_experts(parameter, name, packed)

@@ -1,4 +1,4 @@
-"""The experts' MLP as a layer of two grouped linear layers; the arithmetic is in `torch_bridge.mlp`.
+"""The experts' MLP as a layer of two grouped linear layers; `torch_bridge.mlp` does the arithmetic.
 
 Letters: G groups (experts), M rows sorted by group, H hidden size of the model, F expert width.
 """
@@ -39,7 +39,7 @@ def fused_mlp(
     state: ScalingState[Tensor] | None = None,
     first_microbatch: bool | None = None,
 ) -> Tensor:
-    """Both layers and the activation between them as one operation.
+    """Runs both layers and the activation between them as one operation.
 
     Args:
         state: of delayed scaling of both products; None: each layer has its own, or none.
@@ -80,20 +80,20 @@ _uncompiled: Any = torch.compiler.disable(fused_mlp, reason="quantised Parameter
 class GroupedMLP(ScaledModule):
     """y[r] = (p[r] act(x[r] W1[g].T + b1[g])) W2[g].T + p[r] b2[g], g being the group of row r, p = probs or 1.
 
-    It holds `linear_fc1` and `linear_fc2`, two `GroupedLinear`, and runs them as one operation: their own `forward`,
-    and hooks on it, are not called. Hooks after delayed weight gradients are registered on these two.
+    It holds `linear_fc1` and `linear_fc2`, two `GroupedLinear`, and runs them as one operation, without calling their
+    `forward` or its hooks. Hooks after delayed weight gradients are registered on these two layers.
 
     Args:
         num_groups: G. hidden: H. mlp_dim: F.
-        activation: a kind, or an `Activation`. Gated kinds make the first weight [2F, H], gate rows first or
+        activation: a kind, or an `Activation`. With gated kinds the first weight is [2F, H], gate rows first or
             interleaved.
-        bias: whether both layers have one; that of the second is weighted by the probabilities.
+        bias: whether both layers have one; the second bias is multiplied by the probabilities.
         residuals: what is kept for backward, as in `grouped_mlp`. With "save_input" backward quantises the weights of
-            the first layer once more, unless they are cached.
+            the first layer again, unless they are cached.
         options: the other keywords of `GroupedLinear`, for both layers.
 
     Raises:
-        TypeError, ValueError: an option has a value that it does not take, or contradicts another.
+        TypeError, ValueError: an option has an invalid value, or contradicts another.
     """
 
     operation = staticmethod(mlp.grouped_mlp)
@@ -113,8 +113,8 @@ class GroupedMLP(ScaledModule):
         num_groups, hidden, mlp_dim = positive("GroupedMLP", num_groups=num_groups, hidden=hidden, mlp_dim=mlp_dim)
         if "scale_bias" in options:
             raise TypeError(
-                "`scale_bias` of GroupedMLP: given, expected no such keyword, its second bias is always weighted by "
-                "the probabilities; use a Sequential for another meaning."
+                "`scale_bias` of GroupedMLP: given, expected no such keyword, because its second bias is always "
+                "multiplied by the probabilities; use a Sequential for another meaning."
             )
         check_recipe("GroupedMLP", options.get("recipe"))
         self.activation = resolve(activation)
@@ -142,7 +142,7 @@ class GroupedMLP(ScaledModule):
 
         Args:
             x: [M, H]. group_sizes: G integers. probs: [M], the router's probability of each row; None: 1.
-            is_first_microbatch: for the cache of quantised weights, as of `GroupedLinear`.
+            is_first_microbatch: for the cache of quantised weights, as in `GroupedLinear`.
             out, grad_input: the caller's buffers for y and the gradient of x, in the dtype of the computation.
 
         Raises what `grouped_mlp` raises.
@@ -158,30 +158,30 @@ class GroupedMLP(ScaledModule):
             layer.follow_state(self.scaling_state, product)
 
     def backward_dw(self, all: bool = False) -> None:
-        """The oldest delayed weight gradients (`all`: every one) of FC2, then of FC1; then FC2's hooks, then FC1's."""
+        """Runs the oldest delayed weight gradients (`all`: all) of FC2, then FC1; then FC2's hooks, then FC1's."""
         main_grad.backward_dw([self.linear_fc2, self.linear_fc1], every=all)
 
     def pending_wgrads(self) -> int:
-        """How many backward passes have delayed weight gradients that are still to be computed."""
+        """The number of backward passes whose delayed weight gradients are pending."""
         return max(self.linear_fc1.pending_wgrads(), self.linear_fc2.pending_wgrads())
 
     def fire_wgrad_hooks(self) -> None:
-        """Calls FC2's hooks, then FC1's: after the replay of a graph, which calls none itself."""
+        """Calls FC2's hooks, then FC1's; needed after the replay of a graph, which does not call them."""
         self.linear_fc2.fire_wgrad_hooks()
         self.linear_fc1.fire_wgrad_hooks()
 
     def refresh_weight_table(self) -> None:
-        """Makes captured graphs read the weights where they are now."""
+        """Makes captured graphs read the weights at their current addresses."""
         self.linear_fc1.refresh_weight_table()
         self.linear_fc2.refresh_weight_table()
 
     def set_weight_update(self, flag: bool) -> None:
-        """As of `GroupedLinear`, for both layers."""
+        """As in `GroupedLinear`, for both layers."""
         self.linear_fc1.set_weight_update(flag)
         self.linear_fc2.set_weight_update(flag)
 
     def reset_parameters(self) -> None:
-        """New values, as of `GroupedLinear`."""
+        """Draws new values, as in `GroupedLinear`."""
         self.reset_state()
         self.linear_fc1.reset_parameters()
         self.linear_fc2.reset_parameters()
@@ -207,4 +207,4 @@ class GroupedMLP(ScaledModule):
             self.place_state(state_dict, prefix)
         self.keep_missing(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
-        self._share_state()  # the layers load after it, and hand on what their weights are scaled with
+        self._share_state()  # the layers load afterwards, and may quantise their weights with its scales

@@ -1,4 +1,4 @@
-"""Layers in a row. Where linear, activation, linear stand next to each other they run as one experts' MLP.
+"""Layers in sequence. Consecutive linear, activation and linear layers run as one experts' MLP.
 
 Letters: M rows, H hidden size of the model, F expert width.
 """
@@ -28,7 +28,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class _Window(NamedTuple):
-    """Three layers that make an MLP: the place of the first, and the layers."""
+    """Three layers that form an MLP, and the index of the first."""
 
     start: int
     fc1: GroupedLinear
@@ -36,7 +36,7 @@ class _Window(NamedTuple):
     fc2: GroupedLinear
 
     def why_unsupported(self) -> str | None:
-        """Why they cannot run as one operation, from what was constructed, without weights."""
+        """Why they cannot run as one operation, judged by their construction, without reading weights."""
         fc1, act, fc2 = self.fc1, self.act, self.fc2
         at = f"modules {self.start} to {self.start + 2}"
         if fc1.num_groups != fc2.num_groups:
@@ -61,7 +61,7 @@ class _Window(NamedTuple):
         if fc1.accumulate_into_main_grad or fc1.delay_wgrad_compute or fc2.delay_wgrad_compute:
             held = [each for layer in (fc1, fc2) for each in layer.weight_parameters() if each.requires_grad]
             if len(set(held)) < len(held):
-                return f"{at}: both layers hold one weight, expected weights of their own beside accumulators"
+                return f"{at}: both layers hold one weight, expected two different weights beside accumulators"
         first, second = (getattr(layer, layer.weight_names[0]) for layer in (fc1, fc2))
         if first.dtype != second.dtype:
             return f"{at}: weights of {first.dtype} and {second.dtype}, expected one dtype"
@@ -72,10 +72,10 @@ class _Window(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The layers, how many inputs beside rows each takes, and what could run as one operation.
+    """The layers, the number of extra inputs of each, and the windows that could run as one operation.
 
     Attributes:
-        structure: what it follows from, as `Sequential._structure` has it.
+        structure: the result of `Sequential._structure` for which the plan is valid.
     """
 
     structure: tuple[Any, ...]
@@ -85,18 +85,19 @@ class _Plan(NamedTuple):
 
 
 class Sequential(Module):
-    """Modules applied one after the other; ours take what they need beside rows from `extra`, in module order.
+    """Modules applied in sequence; those of this package take their inputs besides rows from `extra`, in module order.
 
     A `GroupedLinear` takes group_sizes, and with `scale_bias` row_scale; a `ScaledActivation` takes probs; a
-    `GroupedMLP` takes group_sizes and probs; other modules take nothing. Linear, activation, linear in a row run as one
-    operation, as `GroupedMLP` does; they must then be given the same group_sizes and the same probs.
+    `GroupedMLP` takes group_sizes and probs; other modules take nothing. Consecutive linear, activation and linear
+    layers run as one operation, as in `GroupedMLP`; they must then be given the same group_sizes and the same probs.
 
     Args:
-        modules: what is applied. fuse: "auto" runs as one operation what can; "always" raises the reason if something
-            cannot; "never" runs each module by itself.
+        modules: the modules to apply. fuse: "auto" fuses where possible; "always" raises the reason if it is not
+            possible; "never" runs each module by itself.
 
     Raises:
-        ValueError: `fuse` is something else. TypeError: a module is none. NotImplementedError: "always", and why not.
+        ValueError: `fuse` has another value. TypeError: a module is not a Module. NotImplementedError: "always", and
+            the reason why it is not possible.
     """
 
     def __init__(self, *modules: Module, fuse: str = "auto") -> None:
@@ -134,16 +135,16 @@ class Sequential(Module):
         return [each for each in self._modules.values() if each is not None]
 
     def _structure(self) -> tuple[Any, ...]:
-        """Its modules, those that are a Sequential beside their own."""
+        """Its modules, a nested Sequential together with its own structure."""
         return tuple([(each, each._structure()) if isinstance(each, Sequential) else each for each in self._layers()])
 
     def _planned(self) -> _Plan:
-        """What follows from the layers that it has now."""
+        """The plan for its current layers."""
         plan, structure = self._plan, self._structure()
         if plan is None or plan.structure != structure:
             layers = self._layers()
             plan = _Plan(structure, tuple(layers), [_extras(layer) for layer in layers], self._windows())
-            if not is_compiling():  # graphs inside of checkpointing take no changes of modules
+            if not is_compiling():  # graphs inside checkpointing must not change modules
                 self._plan = plan
         return plan
 
@@ -159,10 +160,10 @@ class Sequential(Module):
         return found
 
     def why_unsupported(self) -> str | None:
-        """None where each linear, activation, linear in a row runs as one operation, and there is one; else why not."""
+        """None if all consecutive linear, activation, linear layers can be fused and some exist; else the reason."""
         windows = self._planned().windows
         if not windows:
-            return "no GroupedLinear, ScaledActivation, GroupedLinear stand in a row"
+            return "no GroupedLinear, ScaledActivation, GroupedLinear follow each other"
         for window in windows:
             reason = window.why_unsupported()
             if reason is not None:
@@ -181,16 +182,16 @@ class Sequential(Module):
         """The result of the last module.
 
         Args:
-            x: input of the first module, [M, H] for ours.
+            x: input of the first module, [M, H] for modules of this package.
             extra: in module order: group_sizes, probs, group_sizes (and probs again for `scale_bias`), ...
-            op_kwargs: keywords `out` and `grad_input` (the caller's buffers) of a module, by module or index. Of an MLP
-                that runs as one operation the first layer takes `grad_input` alone, the second one `out` alone.
-            is_first_microbatch: for the caches of quantised weights, handed to every module of ours that has one.
+            op_kwargs: keywords `out` and `grad_input` (the caller's buffers) of a module, by module or index. In an MLP
+                that runs as one operation the first layer takes only `grad_input`, the second only `out`.
+            is_first_microbatch: for the caches of quantised weights, passed to every module that has one.
 
         Raises:
-            TypeError: another number of extra inputs, unknown keywords. ValueError: `op_kwargs` addresses no module of
-            ours, or one twice, or a buffer that does not exist; layers of one MLP are given different tensors. Else
-            what the modules raise.
+            TypeError: a wrong number of extra inputs, unknown keywords. ValueError: `op_kwargs` addresses a foreign
+            module, one module twice, or a buffer that does not exist; layers of one MLP are given different tensors.
+            Also the errors of the modules.
         """
         if is_first_microbatch is not None:
             check_microbatch(is_first_microbatch)
@@ -238,35 +239,35 @@ class Sequential(Module):
         return list(dict.fromkeys(found))
 
     def backward_dw(self, all: bool = False) -> None:
-        """The oldest delayed weight gradients (`all`: every one) of each layer, last layer first, then their hooks."""
+        """Runs the oldest delayed weight gradients (`all`: all) of each layer, last layer first, then their hooks."""
         main_grad.backward_dw(self._delaying(), every=all)
 
     def pending_wgrads(self) -> int:
-        """How many backward passes have delayed weight gradients that are still to be computed."""
+        """The number of backward passes whose delayed weight gradients are pending."""
         return max((layer.pending_wgrads() for layer in self._delaying()), default=0)
 
     def fire_wgrad_hooks(self) -> None:
-        """Calls the hooks of the layers, last layer first: after the replay of a graph, which calls none itself."""
+        """Calls the hooks of the layers, last layer first; needed after the replay of a graph, which does not."""
         for layer in self._delaying():
             layer.fire_wgrad_hooks()
 
     def refresh_weight_table(self) -> None:
-        """Makes captured graphs read the weights where they are now."""
+        """Makes captured graphs read the weights at their current addresses."""
         for layer in self._delaying():
             layer.refresh_weight_table()
 
     def set_weight_update(self, flag: bool) -> None:
-        """As of `GroupedLinear`, for every layer."""
+        """As in `GroupedLinear`, for every layer."""
         for layer in self._delaying():
             layer.set_weight_update(flag)
 
 
 _CACHING = (GroupedLinear, GroupedMLP, Sequential)
-"""Modules of ours with caches of quantised weights."""
+"""Modules of this package with caches of quantised weights."""
 
 
 def _extras(layer: Module) -> int:
-    """How many inputs beside rows a module takes."""
+    """The number of inputs besides rows that a module takes."""
     if isinstance(layer, GroupedLinear):
         return 1 + layer.scale_bias
     if isinstance(layer, Sequential):
@@ -279,14 +280,14 @@ def _kind(layer: Module) -> type[Module]:
 
 
 def _keywords(layer: Module) -> tuple[str, ...] | None:
-    """The keywords of `op_kwargs` that a module takes; None: it is none of ours."""
+    """The keywords of `op_kwargs` that a module takes; None: it is not a module of this package."""
     if isinstance(layer, (GroupedLinear, GroupedMLP)):
         return _BUFFERS
     return () if isinstance(layer, ScaledActivation) else None
 
 
 def _check_same(window: _Window, extras: Sequence[Sequence[Any]]) -> None:
-    """Sizes and probabilities of one MLP are the same objects: values cannot be compared without reading them."""
+    """Checks that sizes and probabilities of one MLP are the same objects: comparing values would read the device."""
     first, second = extras[window.start], extras[window.start + 2]
     pairs = [("group_sizes", first[0], second[0])]
     if window.fc2.scale_bias:
@@ -341,7 +342,7 @@ def _run_window(
 
 
 def _sizes_before(layers: Sequence[Module], extras: Sequence[Sequence[Any]], at: int) -> Tensor | None:
-    """Group sizes of the rows that an activation gets from a linear layer, if kernels take them as they stand."""
+    """Group sizes of the rows that an activation gets from a linear layer, if kernels can read them directly."""
     if at == 0 or not isinstance(layers[at - 1], GroupedLinear):
         return None
     sizes, _ = unwrap(extras[at - 1][0])
@@ -349,7 +350,7 @@ def _sizes_before(layers: Sequence[Module], extras: Sequence[Sequence[Any]], at:
 
 
 def _run_one(layer: Module, x: Any, extras: Sequence[Any], sizes: Tensor | None, keywords: Mapping[str, Any]) -> Any:
-    # Straight to the rows, so that the tail behind a linear layer is not read; hooks want the module itself.
+    # Calls the function directly, so that rows past the groups are not read; hooks need the module itself.
     plain = type(layer).forward is ScaledActivation.forward and not any(getattr(layer, hooks) for hooks in _HOOKS)
     if plain and isinstance(layer, ScaledActivation) and sizes is not None and sizes.device == x.device:
         return scaled_activation_rows(x, extras[0], layer.as_given, sizes)
