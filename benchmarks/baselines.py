@@ -380,7 +380,7 @@ def quack_gemm(work: Work) -> Thunk:
 
 
 class Padded:
-    """A thunk of a library that needs padded groups; `rows` are the indices of the valid rows in its result, or None."""
+    """A thunk of a library that needs padded groups; `rows` are the indices of its result's valid rows, or None."""
 
     def __init__(self, call: Callable[[int], torch.Tensor], rows: torch.Tensor | None) -> None:
         self._call = call

@@ -7,7 +7,7 @@
 
 The bytes of a candidate are what it must read and write: the valid rows of the source, and the codes and scales of
 whole results. The bound is a copy of the size of the source, timed in the same run and interleaved with the candidates
-of a case. `--lists` gives the numbers of listed weights, each allocated separately; the same weights are measured packed.
+of a case. `--lists` gives the numbers of listed weights, each allocated separately and also measured packed.
 """
 
 from __future__ import annotations
