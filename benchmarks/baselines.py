@@ -305,7 +305,7 @@ def jax_loop(work: Work) -> Thunk:
     import jax.numpy as jnp
 
     if len(work.sizes) > 64 or work.device.type != "cpu":
-        raise MissingError("a static loop over this many groups is not what anybody would run")
+        raise MissingError("a static loop over this many groups is not realistic")
     starts = np.cumsum([0, *work.sizes])
 
     def loop(lhs: Any, rhs: Any, s: Any) -> Any:

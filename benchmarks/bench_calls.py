@@ -42,7 +42,7 @@ def counted(step: Callable[[], object]) -> collections.Counter[str]:
     names = [e.name for e in events if re.match(r"cu(da)?[A-Z]\w*$", e.name)]
     last = max((i for i, name in enumerate(names) if LAUNCH in name), default=-1)
     if last < 0:
-        raise RuntimeError(f"the profiler saw no launch, only {names}; expected one a step: is CUPTI available?")
+        raise RuntimeError(f"the profiler saw no launch, only {names}; expected one per step: is CUPTI available?")
     return collections.Counter(names[: last + 1])
 
 

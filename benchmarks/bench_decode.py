@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--formats", nargs="+", default=[], help="of quantised weights")
     parser.add_argument("--cases", nargs="+", default=[case.name for case in cases.select("decode")])
-    parser.add_argument("--budget", type=float, default=1.0, help="seconds a case and format")
+    parser.add_argument("--budget", type=float, default=1.0, help="seconds per case and format")
     arguments = parser.parse_args()
     chosen = [cases.named(name) for name in arguments.cases]
     if arguments.formats:

@@ -266,7 +266,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", help="names of problems in tests/cases.py; default: all for a GPU")
     parser.add_argument("--products", nargs="+", choices=PRODUCTS, default=list(PRODUCTS))
     parser.add_argument("--candidates", nargs="+", choices=list(CANDIDATES), default=list(CANDIDATES))
-    parser.add_argument("--budget", type=float, default=20.0, help="seconds a table block may take")
+    parser.add_argument("--budget", type=float, default=20.0, help="seconds per block of the table")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument(
         "--steady", type=float, metavar="SECONDS", help="time each candidate in runs of so many seconds"

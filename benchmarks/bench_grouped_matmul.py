@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument(
         "--candidates", nargs="+", choices=list(baselines.CANDIDATES), default=list(baselines.CANDIDATES)
     )
-    parser.add_argument("--budget", type=float, default=20.0, help="seconds a table block may take")
+    parser.add_argument("--budget", type=float, default=20.0, help="seconds per block of the table")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()

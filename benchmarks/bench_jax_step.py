@@ -66,7 +66,7 @@ def main() -> None:
             times[event.name] += event.device_time_total
         elif event.name.startswith("cu"):
             host[event.name] += 1
-    print(f"case {CASE}, a step:")
+    print(f"case {CASE}, per step:")
     for name, count in runs.most_common():
         print(f"  x{count / STEPS:g} {times[name] / STEPS:9.1f} us  {name[:110]}")
     print(f"runtime and driver calls of {STEPS} steps: {dict(host)}")

@@ -389,7 +389,7 @@ def main() -> None:
     parser.add_argument(
         "--lists", action="store_true", help="recipes on packed weights, and on lists in turn with them"
     )
-    parser.add_argument("--budget", type=float, default=10.0, help="seconds a case may take")
+    parser.add_argument("--budget", type=float, default=10.0, help="seconds per case")
     parser.add_argument(
         "--steady", type=float, metavar="SECONDS", help="time each candidate in runs of so many seconds"
     )

@@ -215,13 +215,13 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=["A", "B", "C"])
     parser.add_argument("--formats", nargs="+", choices=tuple(CHOICES))
     parser.add_argument("--dtype", default="bfloat16", choices=tuple(TORCH_BYTES))
-    parser.add_argument("--weights", action="store_true", help="weights as well")
+    parser.add_argument("--weights", action="store_true", help="measure weights too")
     parser.add_argument(
         "--lists", type=int, nargs="*", default=[], metavar="COUNT", help="lists of so many weights, and packed ones"
     )
-    parser.add_argument("--compiled", action="store_true", help="what torch.compile makes beside it")
+    parser.add_argument("--compiled", action="store_true", help="also measure what torch.compile generates")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds a case")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds per case")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows: list[harness.Row] = []
