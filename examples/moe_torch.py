@@ -229,20 +229,20 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("--main-grad", action="store_true", help="kernels add weight gradients to float32 main_grad buffers")
-    add("--delay-wgrad", action="store_true", help="weight gradients are computed by backward_dw")
-    add("--offload", action="store_true", help="rows of the experts wait in pinned host memory for backward")
-    add("--graph", action="store_true", help="the step is captured as a CUDA graph (on a GPU)")
-    add("--compare", action="store_true", help="runs without switches, with each alone, and with all")
+    add("--delay-wgrad", action="store_true", help="compute weight gradients in backward_dw")
+    add("--offload", action="store_true", help="keep the experts' rows in pinned host memory until backward")
+    add("--graph", action="store_true", help="capture the step as a CUDA graph (on a GPU)")
+    add("--compare", action="store_true", help="run without switches, with each alone, and with all")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--dtype", choices=("float32", "bfloat16"), help="of the weights (default: float32 on the CPU, else bfloat16)")
+    add("--dtype", choices=("float32", "bfloat16"), help="weight dtype (default: float32 on the CPU, else bfloat16)")
     add("--text", metavar="PATH", help="file or folder to learn from (default: the Python standard library)")
     for name, default in (
         *(("steps", 200), ("experts", 8), ("top-k", 2), ("width", 128), ("layers", 3)),
         *(("batch", 4), ("length", 256), ("microbatches", 2)),
     ):
         add(f"--{name}", type=int, default=default, help="(default: %(default)s)")
-    add("--learning-rate", type=float, default=4e-3, help="its peak (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
+    add("--learning-rate", type=float, default=4e-3, help="peak learning rate (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
     add("--output", metavar="DIR", default="demo-output", help="folder for the loss curve (default: %(default)s)")
     options = parser.parse_args(argv)
     for name in ("steps", "experts", "top_k", "width", "layers", "batch", "length", "microbatches"):
