@@ -1,8 +1,8 @@
-"""Candidates of the grouped products behind one signature: ours through both faces, and the peers.
+"""Candidates for the grouped GEMMs behind one signature: ours through both frontends, and other libraries.
 
 A candidate is built for a `Work` and returns a thunk, or raises `MissingError` with the reason why it cannot take part.
-Letters: G groups, M rows, K in, N out. Weights are held in both layouts, [G, K, N] and [G, N, K]; each peer is given
-the one that suits it best.
+Letters: G groups, M rows, K input features, N output features. Weights are held in both layouts, [G, K, N] and
+[G, N, K]; each library is given the layout in which it is fastest.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 class MissingError(Exception):
-    """A candidate cannot take part; the text says why."""
+    """A candidate cannot take part; the message gives the reason."""
 
 
 @dataclass
 class Work:
-    """One product on one problem, with `sets` copies of its operands.
+    """One GEMM on one problem, with `sets` copies of its operands.
 
     Attributes:
         product: "forward" y = x W, "dgrad" dx = dy W^T, "wgrad" dW = x^T dy.
-        x [M, K], dy [M, N], w_kn [G, K, N], w_nk [G, N, K]: tensors, one a set.
-        sizes: int32 [G] on the device, and the same as a list.
+        x [M, K], dy [M, N], w_kn [G, K, N], w_nk [G, N, K]: tensors, one per set.
+        sizes: group sizes as a list; `device_sizes` holds them as int32 [G] on the device.
     """
 
     product: str
@@ -48,7 +48,7 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """Useful operations: rows of groups only."""
+        """Useful operations: only rows that belong to groups count."""
         return 2.0 * sum(self.sizes) * self.x[0].shape[1] * self.dy[0].shape[1]
 
     @property
@@ -57,7 +57,7 @@ class Work:
 
     @property
     def bytes(self) -> float:
-        """What must be read and written once: rows of groups, weights of groups that have rows."""
+        """Bytes that must be read or written once: rows that belong to groups, weights of groups that have rows."""
         rows, k, n = sum(self.sizes), self.x[0].shape[1], self.dy[0].shape[1]
         return self.x[0].itemsize * (rows * (k + n) + sum(size > 0 for size in self.sizes) * k * n)
 
@@ -66,7 +66,7 @@ class Work:
         return np.cumsum(self.sizes).tolist()
 
     def jax(self, tensors: list[torch.Tensor]) -> list[Any]:
-        """The tensors as JAX arrays on the matching device."""
+        """Converts the tensors to JAX arrays on the matching device."""
         import jax
         import jax.numpy as jnp
 
@@ -79,7 +79,7 @@ class Work:
 
 
 def make_work(product: str, dtype: str, sizes: list[int], rows: int, k: int, n: int, device: str, sets: int) -> Work:
-    """Random normal operands with a fixed seed; weights scaled so that results have unit variance."""
+    """Random normal operands with a fixed seed; weights are scaled so that results have unit variance."""
     generator = torch.Generator(device=device).manual_seed(0)
 
     def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -94,7 +94,7 @@ def make_work(product: str, dtype: str, sizes: list[int], rows: int, k: int, n: 
 
 
 def reference(work: Work) -> torch.Tensor:
-    """The product of set 0 in float64, group by group."""
+    """The result for set 0 in float64, group by group."""
     x, dy, w = work.x[0].double(), work.dy[0].double(), work.w_kn[0]
     starts = [0, *work.ends()[:-1]]
     spans = [slice(a, b) for a, b in zip(starts, work.ends(), strict=True)]
@@ -109,9 +109,9 @@ def reference(work: Work) -> torch.Tensor:
 
 
 def dense(work: Work) -> Thunk:
-    """The upper bound: one ungrouped product of the same operations (same contracted length, rows of groups)."""
+    """The upper bound: one dense GEMM with the same operations (same contracted length, rows that belong to groups)."""
     rows = sum(work.sizes)
-    if work.device.type == "cpu" and work.dtype == "float16":  # no CPU multiplies fp16: fp32 is what can be reached
+    if work.device.type == "cpu" and work.dtype == "float16":  # CPUs do not multiply fp16, so the bound is fp32
         parts = [[t.float() for t in side] for side in (work.x, work.dy, work.w_kn, work.w_nk)]
         work = replace(work, x=parts[0], dy=parts[1], w_kn=parts[2], w_nk=parts[3])
     x, dy = [t[:rows] for t in work.x], [t[:rows] for t in work.dy]
@@ -123,7 +123,7 @@ def dense(work: Work) -> Thunk:
 
 
 def dense_tf32(work: Work) -> Thunk:
-    """The same product with PyTorch's TF32 allowed; `dense` is IEEE."""
+    """The same GEMM with TF32 allowed in PyTorch; `dense` is IEEE."""
     if work.device.type == "cpu" or work.dtype != "float32":
         raise MissingError("TF32 is a mode of float32 on a GPU")
     thunk, allowed = dense(work), torch.backends.cuda.matmul
@@ -139,9 +139,9 @@ def dense_tf32(work: Work) -> Thunk:
 
 
 def ours_torch(layout: str, implementation: str | None = None, fp32: str = "tf32x3") -> Callable[[Work], Thunk]:
-    """Ours from eager PyTorch, for weights [G, N, K] ("nk") or [G, K, N] ("kn"); a gradient alone is a backward.
+    """Our op in eager PyTorch, for weights [G, N, K] ("nk") or [G, K, N] ("kn"); a gradient is timed as a backward.
 
-    `fp32` is the recipe's mode of float32; other dtypes have none but the default.
+    `fp32` is the recipe's float32 mode; other dtypes have only the default.
     """
 
     def build(work: Work) -> Thunk:
@@ -176,7 +176,7 @@ def ours_torch(layout: str, implementation: str | None = None, fp32: str = "tf32
 
 
 def ours_accumulating(work: Work) -> Thunk:
-    """The weight gradient added to a float32 accumulator in place, from eager PyTorch, weights [G, N, K]."""
+    """The weight gradient added in place to a float32 accumulator, in eager PyTorch, weights [G, N, K]."""
     import torch_bridge
 
     if work.product != "wgrad":
@@ -196,13 +196,13 @@ def ours_accumulating(work: Work) -> Thunk:
 
 
 class JaxProduct(NamedTuple):
-    """One product as a function of JAX."""
+    """One GEMM as a JAX function."""
 
     function: Callable[..., Any]
-    operands: tuple[list[torch.Tensor], ...]  # x or dy, weights, and dy for a gradient: a list of sets each
+    operands: tuple[list[torch.Tensor], ...]  # x or dy, weights, and dy for a gradient: one list of sets each
 
     def specs(self, work: Work) -> list[Any]:
-        """Shapes and dtypes of the function's arguments, as JAX has them."""
+        """Shapes and dtypes of the function's arguments, for JAX."""
         import jax
 
         held = (*(sets[0] for sets in self.operands), work.device_sizes)
@@ -210,7 +210,7 @@ class JaxProduct(NamedTuple):
 
 
 def jax_product(work: Work, ragged_dot: Callable[..., Any], transposed: bool) -> JaxProduct:
-    """`work` by way of `ragged_dot(lhs, rhs, group_sizes)`, gradients as JAX derives them."""
+    """`work` through `ragged_dot(lhs, rhs, group_sizes)`, with gradients as JAX derives them."""
     import jax
 
     weights = work.w_nk if transposed else work.w_kn
@@ -230,7 +230,7 @@ def jax_product(work: Work, ragged_dot: Callable[..., Any], transposed: bool) ->
 
 
 class Queued:
-    """A thunk of JAX on a GPU: it returns before its result is there (`harness.queue_clock`)."""
+    """A JAX thunk on a GPU: it returns before its result is ready (`harness.queue_clock`)."""
 
     def __init__(self, call: Callable[[int], Any]) -> None:
         self._call = call
@@ -246,7 +246,7 @@ def _jax_thunk(work: Work, product: JaxProduct) -> Thunk:
     if work.device.type == "cuda":
         function = jax.jit(product.function).lower(*product.specs(work)).compile()
         needed = function.memory_analysis().temp_size_in_bytes
-        state = jax.devices("cuda")[0].memory_stats()  # what JAX's pool holds and does not use is free to it
+        state = jax.devices("cuda")[0].memory_stats()  # unused memory of JAX's pool counts as free
         free = torch.cuda.mem_get_info()[0] + state.get("pool_bytes", 0) - state["bytes_in_use"]
         if needed > free:
             raise MissingError(f"needs {needed / 2**30:.0f} GiB of temporaries, {free / 2**30:.0f} GiB are free")
@@ -287,7 +287,7 @@ JAX_PRODUCTS: dict[str, Callable[[Work], JaxProduct]] = {
     "lax.ragged_dot": _lax,
     "tokamax.ragged_dot": _tokamax,
 }
-"""Candidates whose products are functions of JAX; under grad only the asked product runs (the others are dead code)."""
+"""Candidates whose GEMMs are JAX functions; under grad only the requested GEMM runs (the others are dead code)."""
 
 
 def jitted(name: str) -> Callable[[Work], Thunk]:
@@ -305,7 +305,7 @@ def jax_loop(work: Work) -> Thunk:
     import jax.numpy as jnp
 
     if len(work.sizes) > 64 or work.device.type != "cpu":
-        raise MissingError("a static loop over this many groups is not what anybody would run")
+        raise MissingError("a static loop over this many groups is not realistic")
     starts = np.cumsum([0, *work.sizes])
 
     def loop(lhs: Any, rhs: Any, s: Any) -> Any:
@@ -317,7 +317,7 @@ def jax_loop(work: Work) -> Thunk:
 
 
 def tried(build: Callable[[], Thunk]) -> Thunk:
-    """What a peer builds, once it has run; whatever it objects to is why it does not take part."""
+    """Builds another library's thunk and runs it once; any error becomes the reason why it does not take part."""
     try:
         thunk = build()
         thunk(0)
@@ -329,7 +329,7 @@ def tried(build: Callable[[], Thunk]) -> Thunk:
 
 
 def torch_grouped_mm(work: Work) -> Thunk:
-    """`torch.nn.functional.grouped_mm` with weights stored K-major, its better layout."""
+    """`torch.nn.functional.grouped_mm` with K-major weights, its faster layout."""
     function = getattr(torch.nn.functional, "grouped_mm", None)
     if function is None:
         raise MissingError("torch.nn.functional.grouped_mm is not in this PyTorch")
@@ -342,7 +342,7 @@ def torch_grouped_mm(work: Work) -> Thunk:
     return tried(lambda: calls[work.product])
 
 
-QUACK_TILES = {  # rows, columns, ping-pong, cluster: those that won a scan of all, which its own tuner does not find
+QUACK_TILES = {  # rows, columns, ping-pong, cluster: the best of a scan of all; its own tuner misses them
     "forward": ((192, 128, True, 1, 2), (128, 128, True, 1, 2), (128, 208, True, 1, 2), (128, 160, True, 1, 2)),
     "dgrad": ((192, 128, True, 1, 2), (128, 192, True, 1, 2), (128, 208, True, 1, 2), (128, 160, True, 1, 2)),
     "wgrad": ((128, 192, True, 2, 1), (128, 160, True, 2, 1), (128, 128, True, 2, 1), (128, 192, False, 2, 1)),
@@ -350,7 +350,7 @@ QUACK_TILES = {  # rows, columns, ping-pong, cluster: those that won a scan of a
 
 
 def quack_gemm(work: Work) -> Thunk:
-    """QuACK's `gemm` over ragged rows or sums, with the fastest of `QUACK_TILES`, in the layouts of its own layers."""
+    """QuACK's `gemm` over ragged rows or sums, with the fastest of `QUACK_TILES`, in the layouts of its layers."""
     from quack.gemm_config import GemmConfig  # type: ignore[import-not-found]
     from quack.gemm_interface import gemm_tuned  # type: ignore[import-not-found]
 
@@ -380,7 +380,7 @@ def quack_gemm(work: Work) -> Thunk:
 
 
 class Padded:
-    """A thunk whose peer wants groups padded; `rows` are the places of the real ones in its result, None: no rows."""
+    """A thunk of a library that needs padded groups; `rows` are the indices of its result's valid rows, or None."""
 
     def __init__(self, call: Callable[[int], torch.Tensor], rows: torch.Tensor | None) -> None:
         self._call = call
@@ -396,7 +396,7 @@ def result_of(thunk: Thunk, result: Any) -> Any:
 
 
 def deep_gemm(work: Work) -> Thunk:
-    """DeepGEMM: every group padded to its alignment, beforehand and for free; weight gradients are added in float32."""
+    """DeepGEMM: groups are padded to its alignment before timing; weight gradients are added in float32."""
     import deep_gemm as peer  # type: ignore[import-not-found]
 
     if work.dtype != "bfloat16":
@@ -435,14 +435,14 @@ def deep_gemm(work: Work) -> Thunk:
 
 
 def sonic_moe(work: Work) -> Thunk:
-    """SonicMoE has no products of their own to measure."""
+    """SonicMoE has no separate GEMMs to measure."""
     import sonicmoe  # type: ignore[import-not-found]  # noqa: F401
 
     raise MissingError("offers whole layers; its plain products are QuACK's gemm")
 
 
 def torch_loop(work: Work) -> Thunk:
-    """A loop of `torch.matmul` over the groups, sizes known on the host, results written in place."""
+    """A loop of `torch.matmul` over the groups; sizes are known on the host, and results are written in place."""
     starts = np.cumsum([0, *work.sizes]).tolist()
     spans = [(g, slice(a, b)) for g, (a, b) in enumerate(itertools.pairwise(starts)) if b > a]
 
@@ -484,7 +484,7 @@ CANDIDATES: dict[str, Callable[[Work], Thunk]] = {
     "DeepGEMM": deep_gemm,
     "SonicMoE": sonic_moe,
 }
-"""Candidates by name; "dense" is the bound of every row."""
+"""Candidates by name; "dense" is the upper bound of every row."""
 
 TRANSPOSED = frozenset(name for name in CANDIDATES if "[G,N,K]" in name or "fp32 +=" in name)
 """Candidates whose weight gradients are [G, N, K]."""

@@ -1,10 +1,11 @@
-"""What do our calls ask of the CUDA runtime: launches and memsets, or also copies, allocations and waits?
+"""Which CUDA runtime calls do our calls make: launches and memsets, or also copies, allocations and waits?
 
     python benchmarks/bench_calls.py
 
-PyTorch: runtime and driver calls of a warm step, counted by the profiler, beside PyTorch's own. JAX: a profiler turns
-CUDA graphs off, so there XLA's log of its command-buffer pass says which calls became nodes of a graph, and how often
-graphs were launched. The exit status is 1 where one of ours waits, copies or allocates, or stays outside a graph.
+PyTorch: the profiler counts the runtime and driver calls of a warm step, for our functions and PyTorch's own. JAX: a
+profiler disables CUDA graphs, so XLA's log of its command-buffer pass is read instead; it says which calls became nodes
+of a graph, and how often graphs were launched. The exit status is 1 if one of our calls waits, copies or allocates, or
+stays outside a graph.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LAUNCH = "Launch"
 
 
 def counted(step: Callable[[], object]) -> collections.Counter[str]:
-    """Runtime and driver calls of a warm step, up to its last launch: the profiler itself ends with a wait."""
+    """Runtime and driver calls of a warm step, up to its last launch, because the profiler itself ends with a wait."""
     for _ in range(3):
         step()
     torch.cuda.synchronize()
@@ -41,7 +42,7 @@ def counted(step: Callable[[], object]) -> collections.Counter[str]:
     names = [e.name for e in events if re.match(r"cu(da)?[A-Z]\w*$", e.name)]
     last = max((i for i, name in enumerate(names) if LAUNCH in name), default=-1)
     if last < 0:
-        raise RuntimeError(f"the profiler saw no launch, only {names}; expected one a step: is CUPTI available?")
+        raise RuntimeError(f"the profiler saw no launch, only {names}; expected one per step: is CUPTI available?")
     return collections.Counter(names[: last + 1])
 
 
@@ -80,7 +81,7 @@ def steps() -> dict[str, Callable[[], object]]:
 
 
 def of_torch() -> bool:
-    """Prints the counts; whether ours are clean."""
+    """Prints the counts and returns whether ours are clean."""
     clean = True
     for name, step in steps().items():
         calls = counted(step)
@@ -120,14 +121,14 @@ RUN = re.compile(r"Execute command buffer")
 
 
 def of_jax() -> bool:
-    """Prints what XLA's log says of a forward and backward of two products; whether all of ours are in graphs."""
+    """Prints what XLA logs for a forward and backward of two GEMMs; returns whether all of ours are in graphs."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env={**os.environ, **LOG})
     if done.returncode:
         raise RuntimeError(f"the program in JAX failed:\n{done.stderr[-2000:]}")
     ours = OURS.findall(done.stdout)
     log = done.stderr
     graphs = [(found.start(), found[1].split(", ")) for found in GRAPH.finditer(log)]
-    graphs = [(at, graph) for at, graph in graphs if set(ours) & set(graph)]  # not those of the set-up
+    graphs = [(at, graph) for at, graph in graphs if set(ours) & set(graph)]  # without the graphs of the set-up
     inside = [name for name in ours if any(name in graph for _, graph in graphs)]
     launches = len(RUN.findall(log[graphs[0][0] :])) if graphs else 0
     print(f"jax: {len(ours)} calls of ours, {len(inside)} of them in {len(graphs)} graph: {', '.join(ours)}")

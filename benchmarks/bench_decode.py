@@ -1,11 +1,11 @@
-"""How much of the memory's rate do small batches reach, where streaming the experts' weights is all that counts?
+"""Which share of the memory bandwidth do small batches reach, where reading the experts' weights dominates?
 
     python benchmarks/bench_decode.py [--formats mxfp8 nvfp4] [--cases decode_qwen3_64]
 
-Each call is replayed from a captured CUDA graph, beside PyTorch's `grouped_mm`. The share is the bytes that must move
-(weights of the experts that have rows, x and y) over the time, as a share of the rate of a large device copy in the
-same run; weights are rotated past the L2. With formats, bf16 rows meet weights that are stored so, and the bytes are
-those of codes and scales.
+Each call is replayed from a captured CUDA graph; PyTorch's `grouped_mm` is measured too. The share is the bytes that
+must move (weights of the experts that have rows, x and y) over the time, divided by the rate of a large device copy in
+the same run. Several sets of weights are rotated so that they do not stay in the L2. With --formats the rows are bf16,
+the weights are quantised in these formats, and the bytes are those of codes and scales.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CANDIDATES = ("ours, torch, [G,N,K]", "ours, torch, [G,K,N]", "torch grouped_mm"
 
 
 def captured(thunk: harness.Thunk, sets: int) -> harness.Thunk:
-    """The calls on each input set as graphs."""
+    """Captures the call on each input set as a graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -43,7 +43,7 @@ def captured(thunk: harness.Thunk, sets: int) -> harness.Thunk:
 
 
 def measure_weights(case: cases.Case, formats: list[str], rate: float, budget: float) -> None:
-    """Weights stored in each of `formats`; beside the share the time in microseconds."""
+    """Weights quantised in each of `formats`; prints the time in microseconds and the share."""
     active = sum(size > 0 for size in case.sizes)
     for name in formats:
         _, weight = coded.specs(case, "forward", ("bf16", name))
@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--formats", nargs="+", default=[], help="of quantised weights")
     parser.add_argument("--cases", nargs="+", default=[case.name for case in cases.select("decode")])
-    parser.add_argument("--budget", type=float, default=1.0, help="seconds a case and format")
+    parser.add_argument("--budget", type=float, default=1.0, help="seconds per case and format")
     arguments = parser.parse_args()
     chosen = [cases.named(name) for name in arguments.cases]
     if arguments.formats:

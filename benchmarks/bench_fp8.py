@@ -1,9 +1,9 @@
-"""How fast are grouped products of 8-bit operands, beside a dense product of the same operations and the peers?
+"""How fast are grouped GEMMs of 8-bit operands, compared with a dense GEMM of the same operations and other libraries?
 
 python benchmarks/bench_fp8.py --cases A B C D E --json out.json
 
-Codes are random normal numbers in E4M3, scales are given: quantising them is measured elsewhere. The dense product is
-`torch._scaled_mm` with a scale a row and a column and fast accumulation, PyTorch's fastest on Hopper.
+Codes are random normal numbers in E4M3, and scales are given: `bench_quantize.py` measures quantising. The dense GEMM
+is `torch._scaled_mm` with one scale per row and per column and fast accumulation, PyTorch's fastest on Hopper.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from tests import cases
 
 PRODUCTS = ("forward", "dgrad", "wgrad")
 E4M3 = torch.float8_e4m3fn
-CHUNK = 1 << 28  # elements turned into codes at once
+CHUNK = 1 << 28  # elements converted to codes at once
 
 
 @dataclass
 class Work:
-    """One product of one problem: `rows` x `depth` codes against `width` columns, or a contraction over rows."""
+    """One GEMM of one problem: `rows` x `depth` codes against `width` columns, or a contraction over rows."""
 
     case: cases.Case
     product: str
 
     @property
     def depth(self) -> int:
-        """K of a product with ragged rows."""
+        """K of a GEMM with ragged rows."""
         return self.case.n if self.product == "dgrad" else self.case.k
 
     @property
     def width(self) -> int:
-        """N of a product with ragged rows."""
+        """N of a GEMM with ragged rows."""
         return self.case.k if self.product == "dgrad" else self.case.n
 
     @property
     def flops(self) -> float:
-        """Useful operations: rows of groups only."""
+        """Useful operations: only rows that belong to groups count."""
         return 2.0 * self.case.valid * self.case.k * self.case.n
 
     @property
@@ -70,8 +70,8 @@ def codes(*shape: int) -> torch.Tensor:
     return out
 
 
-def turned(work: Work, width: int) -> torch.Tensor:
-    """[X, P], zeros between a group's last row and its segment's end."""
+def transposed(work: Work, width: int) -> torch.Tensor:
+    """Transposed codes [X, P], with zeros between the last row of a group and the end of its segment."""
     case = work.case
     held = codes(width, padded_rows(case.rows, case.groups, 128))
     valid = torch.zeros(held.shape[1], dtype=torch.uint8, device="cuda")
@@ -90,7 +90,7 @@ def scales(*shape: int) -> torch.Tensor:
 
 
 def dense(work: Work) -> harness.Thunk:
-    """One ungrouped product of the same operations."""
+    """One dense GEMM with the same operations."""
     case = work.case
     if work.product == "wgrad":
         depth = case.valid // 16 * 16
@@ -104,7 +104,7 @@ def dense(work: Work) -> harness.Thunk:
 
 
 def torch_grouped(fast: bool) -> Callable[[Work], harness.Thunk]:
-    """`torch._scaled_grouped_mm`, a scale a row and a column; groups of weight gradients padded to 16 rows."""
+    """`torch._scaled_grouped_mm`, one scale per row and per column; for wgrad, groups are padded to 16 rows."""
 
     def build(work: Work) -> harness.Thunk:
         case, offsets = work.case, torch.cumsum(work.sizes, 0).to(torch.int32)
@@ -129,7 +129,7 @@ def _spec(tensor: torch.Tensor) -> ArraySpec:
     return ArraySpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
-def _stored(
+def _quantised(
     values: torch.Tensor, block: torch.Tensor | None, group: torch.Tensor | None, format: str, axis: int, *shape: int
 ) -> tuple[QuantizedSpec, dict[str, torch.Tensor | None]]:
     of_block, of_group = (None if t is None else _spec(t) for t in (block, group))
@@ -138,7 +138,7 @@ def _stored(
 
 
 def ours(recipe: Recipe, result: str = "bfloat16", accumulate: bool = False) -> Callable[[Work], harness.Thunk]:
-    """Our kernels through their native plan, as a recipe's forward product or weight gradient asks for them."""
+    """Our kernels through their native plan, called as a recipe's forward or wgrad calls them."""
 
     def build(work: Work) -> harness.Thunk:
         case, by_block = work.case, recipe.forward[0].block > 0
@@ -149,9 +149,9 @@ def ours(recipe: Recipe, result: str = "bfloat16", accumulate: bool = False) -> 
                 raise MissingError("fast accumulation is for forward products")
             axes, sides = (0, 0), []
             for width in (case.k, case.n):
-                held = turned(work, width)
+                held = transposed(work, width)
                 block = scales(held.shape[1] // 128, width) if by_block else None
-                sides.append(_stored(held, block, group, rows, 0, case.rows, width))
+                sides.append(_quantised(held, block, group, rows, 0, case.rows, width))
             shape: tuple[int, ...] = (case.groups, case.k, case.n)
         else:
             if result != "bfloat16" or accumulate:
@@ -160,8 +160,8 @@ def ours(recipe: Recipe, result: str = "bfloat16", accumulate: bool = False) -> 
             of_rows = scales(-(-depth // 128), case.rows) if by_block else None
             of_weight = scales(case.groups, -(-width // 128), -(-depth // 128)) if by_block else None
             sides = [
-                _stored(codes(case.rows, depth), of_rows, group, rows, 1, case.rows, depth),
-                _stored(codes(case.groups, width, depth), of_weight, group, weight, 1, case.groups, depth, width),
+                _quantised(codes(case.rows, depth), of_rows, group, rows, 1, case.rows, depth),
+                _quantised(codes(case.groups, width, depth), of_weight, group, weight, 1, case.groups, depth, width),
             ]
             shape = (case.rows, width)
         (lhs, left), (rhs, right) = sides
@@ -193,7 +193,7 @@ def ours(recipe: Recipe, result: str = "bfloat16", accumulate: bool = False) -> 
 
 
 def deep_gemm(work: Work) -> harness.Thunk:
-    """DeepGEMM's contiguous grouped product, 1x128 by 128x128, every group padded to 128 rows for free."""
+    """DeepGEMM's contiguous grouped GEMM, 1x128 by 128x128; groups are padded to 128 rows before timing."""
     import deep_gemm as peer  # type: ignore[import-not-found]
 
     case = work.case
@@ -222,11 +222,11 @@ CANDIDATES: dict[str, Callable[[Work], harness.Thunk]] = {
     "torch grouped": torch_grouped(False),
     "DeepGEMM": deep_gemm,
 }
-"""Candidates by name; "dense" is the bound of every row."""
+"""Candidates by name; "dense" is the upper bound of every row."""
 
 
 def bench(case: cases.Case, product: str, names: list[str], protocol: dict[str, Any]) -> list[harness.Row]:
-    """All candidates on one product of one problem."""
+    """All candidates on one GEMM of one problem."""
     work = Work(case, product)
     thunks: dict[str, harness.Thunk] = {}
     skipped: dict[str, str] = {}
@@ -266,7 +266,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", help="names of problems in tests/cases.py; default: all for a GPU")
     parser.add_argument("--products", nargs="+", choices=PRODUCTS, default=list(PRODUCTS))
     parser.add_argument("--candidates", nargs="+", choices=list(CANDIDATES), default=list(CANDIDATES))
-    parser.add_argument("--budget", type=float, default=20.0, help="seconds a table block may take")
+    parser.add_argument("--budget", type=float, default=20.0, help="seconds per block of the table")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument(
         "--steady", type=float, metavar="SECONDS", help="time each candidate in runs of so many seconds"

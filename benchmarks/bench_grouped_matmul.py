@@ -1,4 +1,4 @@
-"""How fast are the three grouped products, beside a dense product of the same operations and the peers?
+"""How fast are the three grouped GEMMs, compared with a dense GEMM of the same operations and other libraries?
 
 python benchmarks/bench_grouped_matmul.py --device cpu --dtypes float32 bfloat16 float16
 python benchmarks/bench_grouped_matmul.py --device cuda --cases A B C --json out.json --plot out.png
@@ -21,13 +21,13 @@ import torch
 from benchmarks import baselines, harness, plots
 from tests import cases
 
-L2_BYTES = 60 << 20  # of an H200; inputs are rotated through more than twice of it
+L2_BYTES = 60 << 20  # of an H200; the rotated inputs exceed twice this size
 
 
 def bench(
     problem: cases.Case, product: str, dtype: str, device: str, names: Sequence[str], budget_s: float
 ) -> list[harness.Row]:
-    """All candidates on one product of one problem."""
+    """All candidates on one GEMM of one problem."""
     operand_bytes = 2 * (problem.rows * (problem.k + problem.n) + problem.groups * problem.k * problem.n)
     sets = 1 if device == "cpu" else max(1, min(4, 1 + 2 * L2_BYTES // operand_bytes))
     work = baselines.make_work(product, dtype, list(problem.sizes), problem.rows, problem.k, problem.n, device, sets)
@@ -38,7 +38,7 @@ def bench(
     for name in names:
         try:
             thunk = baselines.CANDIDATES[name](work)
-            dense = name.startswith("dense")  # one product of all groups: nothing to compare it with
+            dense = name.startswith("dense")  # one GEMM over all groups: there is no grouped result to compare
             errors[name] = None if dense else _error(baselines.result_of(thunk, thunk(0)), wanted, name)
             thunks[name] = thunk
         except baselines.MissingError as reason:
@@ -75,7 +75,7 @@ def _gpu_clock(thunk: harness.Thunk, index: int, sets: int) -> float:
 
 
 def _error(result: object, wanted: torch.Tensor, name: str) -> float:
-    """Relative Frobenius distance from the float64 product; weight gradients [G, N, K] are compared as [G, K, N]."""
+    """Relative Frobenius distance from the float64 result; weight gradients [G, N, K] are compared as [G, K, N]."""
     got = result if isinstance(result, torch.Tensor) else torch.from_dlpack(result)  # type: ignore[arg-type]
     got = got.double().to(wanted.device)
     if got.dim() == 3 and name in baselines.TRANSPOSED:
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument(
         "--candidates", nargs="+", choices=list(baselines.CANDIDATES), default=list(baselines.CANDIDATES)
     )
-    parser.add_argument("--budget", type=float, default=20.0, help="seconds a table block may take")
+    parser.add_argument("--budget", type=float, default=20.0, help="seconds per block of the table")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()

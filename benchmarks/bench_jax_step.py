@@ -1,9 +1,9 @@
-"""What runs on the GPU in a jitted training step of the experts' MLP in JAX, and what the host asks of the runtime?
+"""What runs on the GPU in a jitted training step of the MoE MLP in JAX, and which runtime calls does the host make?
 
     XLA_FLAGS=--xla_gpu_enable_command_buffer= python benchmarks/bench_jax_step.py      # the ungraphed program
     python benchmarks/bench_jax_step.py                                                 # its CUDA graphs
 
-PyTorch's profiler listens to the whole process, JAX's kernels among it, and leaves XLA's graphs on.
+PyTorch's profiler sees the kernels of the whole process, including JAX's, and does not disable XLA's graphs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CASE, STEPS = "C", 3
 
 
 def loss(weights: tuple[jax.Array, jax.Array], x: jax.Array, probs: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Mean square of y."""
+    """The mean square of y."""
     y = jax_grouped.grouped_mlp(x, *weights, sizes, rhs_transposed=True, probs=probs)
     return jnp.mean(jnp.square(y.astype(jnp.float32)))
 
@@ -42,7 +42,7 @@ def step(weights: tuple[jax.Array, jax.Array], x: jax.Array, probs: jax.Array, s
 
 
 def main() -> None:
-    torch.zeros(1, device="cuda")  # the profiler wants PyTorch's context to be there
+    torch.zeros(1, device="cuda")  # the profiler needs PyTorch's context
     case = cases.named(CASE)
     width, keys = case.n, jax.random.split(jax.random.key(0), 4)
     x = jax.random.normal(keys[0], (case.rows, case.k), jnp.bfloat16)
@@ -66,7 +66,7 @@ def main() -> None:
             times[event.name] += event.device_time_total
         elif event.name.startswith("cu"):
             host[event.name] += 1
-    print(f"case {CASE}, a step:")
+    print(f"case {CASE}, per step:")
     for name, count in runs.most_common():
         print(f"  x{count / STEPS:g} {times[name] / STEPS:9.1f} us  {name[:110]}")
     print(f"runtime and driver calls of {STEPS} steps: {dict(host)}")

@@ -1,11 +1,11 @@
-"""How much memory do the grouped products take beyond their operands and results?
+"""How much memory do the grouped GEMMs need in addition to their operands and results?
 
     python benchmarks/bench_memory.py                 # on a GPU: both frameworks
-    python benchmarks/bench_memory.py --device cpu    # JAX alone, whose compiler states what it will allocate
+    python benchmarks/bench_memory.py --device cpu    # JAX alone: its compiler reports what it will allocate
 
-PyTorch: the allocator's peak during a warm call, less what was there before and what the call gives back. JAX: the
-temporaries of the compiled program, which is not run. Bytes that must not grow with the problem: the bound is
-`REQUIRED_MIB`, and the exit status is 1 where one of ours is beyond it.
+PyTorch: the allocator's peak during a warm call, minus the memory in use before and the results of the call. JAX: the
+temporaries of the compiled program, which is not run. This memory must not grow with the problem: the bound is
+`REQUIRED_MIB`, and the exit status is 1 if one of ours exceeds it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from tests import cases
 
 REQUIRED_MIB, GOAL_MIB = 8.0, 1.0
 TORCH = ("ours, torch, [G,N,K]", "ours, torch, [G,K,N]", "ours, torch, fp32 +=", "torch grouped_mm", "torch loop")
-NO_TUNING = {"xla_gpu_autotune_level": 0}  # nothing runs, not even to choose tiles: some would not fit
+NO_TUNING = {"xla_gpu_autotune_level": 0}  # nothing runs, not even to tune tiles, because some programs would not fit
 
 
 def torch_mib(name: str, work: baselines.Work) -> float:
-    """Of the second call: the first may set up what stays."""
+    """Memory of the second call in MiB; the first may allocate memory that is kept."""
     thunk = baselines.CANDIDATES[name](work)
     held = thunk(0)
     address = held.data_ptr()
-    result_bytes = 0 if name.endswith("+=") else held.nbytes  # the accumulator was there before
+    result_bytes = 0 if name.endswith("+=") else held.nbytes  # the accumulator existed before
     del held
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -46,7 +46,7 @@ def torch_mib(name: str, work: baselines.Work) -> float:
 
 
 def jax_mib(name: str, work: baselines.Work) -> float:
-    """As the compiler says; nothing runs."""
+    """Memory in MiB as the compiler reports it; nothing runs."""
     import jax
 
     product = baselines.JAX_PRODUCTS[name](work)
@@ -58,7 +58,7 @@ def jax_mib(name: str, work: baselines.Work) -> float:
 
 
 def measure(name: str, work: baselines.Work) -> float | str:
-    """MiB, or why there are none."""
+    """The memory in MiB, or the reason why it cannot be measured."""
     try:
         return torch_mib(name, work) if name in TORCH else jax_mib(name, work)
     except baselines.MissingError as reason:
@@ -68,7 +68,7 @@ def measure(name: str, work: baselines.Work) -> float | str:
 
 
 def table(case: str, found: dict[str, dict[str, float | str]]) -> str:
-    """One line a candidate, one column a product."""
+    """One line per candidate, one column per GEMM."""
     lines = [f"{case:<10}{'MiB beyond operands and results':<34}" + "".join(f"{p:>12}" for p in baselines.PRODUCTS)]
     for name in next(iter(found.values())):
         values = [found[product][name] for product in baselines.PRODUCTS]

@@ -1,12 +1,12 @@
-"""How fast is the experts' MLP, and how much memory does it take, beside its dense products and the peers?
+"""How fast is the MoE MLP, and how much memory does it need, compared with dense GEMMs and other libraries?
 
     python benchmarks/bench_mlp.py                      # the models' shapes, SwiGLU, bf16, on a GPU
-    python benchmarks/bench_mlp.py --cases parts        # first product + activation, and gradients at the hidden rows
-    python benchmarks/bench_mlp.py --lists --cases C D  # recipes on one Parameter per expert beside packed weights
+    python benchmarks/bench_mlp.py --cases parts        # first GEMM + activation, and gradients at the hidden rows
+    python benchmarks/bench_mlp.py --lists --cases C D  # recipes with one Parameter per expert and with packed weights
     python benchmarks/bench_mlp.py --device cpu
 
-The bound of a row is the time of dense products of the same operations in the same run: two for forward, six with
-backward. Memory is PyTorch's peak during forward and backward beyond what was there before and the gradients.
+The bound of a row is the time of dense GEMMs with the same operations in the same run: two for forward, six with
+backward. Memory is PyTorch's peak during forward and backward, minus the memory in use before and the gradients.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ from torch_bridge._operators import call, define
 
 PRODUCTS = ("forward", "forward+backward")
 PARTS = cases.Case("parts", cases.jagged(128, 24576 * 8), 24576 * 8, 1536, 512, frozenset())
-"""24576 tokens, 8 of 128 experts each, hidden size 1536, expert width 256."""
+"""24576 tokens, top-8 of 128 experts, hidden size 1536, expert width 256."""
 
 
 @dataclasses.dataclass
 class Work:
-    """One MLP of a case: K = case.k, W = case.n columns of gate and linear halves, F = W / 2."""
+    """One MLP of a case: K = case.k, W = case.n columns (gate and linear half), F = W / 2."""
 
     x: torch.Tensor  # [M, K]
     dy: torch.Tensor  # [M, K]
     wi: torch.Tensor  # [G, W, K]
     wo: torch.Tensor  # [G, K, F]
     sizes: torch.Tensor
-    rows: int  # that belong to groups
+    rows: int  # rows that belong to groups
 
     @property
     def flops(self) -> float:
-        """Useful operations of forward."""
+        """Useful operations of the forward."""
         _, wide, k = self.wi.shape
         return 2.0 * self.rows * k * (wide + wide // 2)
 
     def leaves(self, transposed: bool, halves: bool = False) -> list[torch.Tensor]:
-        """x, wi and wo, needing gradients, in one of the layouts; wi may be its halves."""
+        """x, wi and wo as leaves that need gradients, in the chosen layout; `halves` splits wi into its two halves."""
         weights = [*(self.wi.chunk(2, dim=1) if halves else [self.wi]), self.wo]
         weights = [(w if transposed else w.transpose(1, 2)).contiguous() for w in weights]
         return [each.detach().requires_grad_() for each in (self.x, *weights)]
 
 
 def make_work(case: cases.Case, dtype: str, device: str) -> Work:
-    """Random normal operands with a fixed seed; weights scaled so that rows keep their variance."""
+    """Random normal operands with a fixed seed; weights are scaled so that rows keep their variance."""
     generator = torch.Generator(device=device).manual_seed(0)
 
     def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -82,7 +82,7 @@ def make_work(case: cases.Case, dtype: str, device: str) -> Work:
 
 
 Function = Callable[..., torch.Tensor]
-"""Of x, wi (perhaps as two tensors) and wo; or of x and the members of both, one expert's after the other's."""
+"""Takes x, wi (one tensor or its halves) and wo; or x and the listed tensors of both, expert by expert."""
 
 
 def both(function: Function, leaves: list[torch.Tensor], dy: torch.Tensor) -> dict[str, harness.Thunk]:
@@ -111,13 +111,13 @@ def ours(transposed: bool, halves: bool = False, **options: Any) -> Callable[[Wo
 
 
 def by_recipe(
-    recipe: Recipe, *, stored: bool = False, listed: bool = False
+    recipe: Recipe, *, quantised: bool = False, listed: bool = False
 ) -> Callable[[Work], dict[str, harness.Thunk]]:
-    """Operands in bf16, quantised inside; a step of delayed scaling updates its state too.
+    """Operands in bf16, quantised inside; with delayed scaling a step also updates the state.
 
     Args:
-        stored: the weights are quantised once, outside, as for all microbatches of a step but the first.
-        listed: the weights are one tensor for each expert.
+        quantised: the weights are quantised once before timing, as for all microbatches of a step but the first.
+        listed: the weights are one tensor per expert.
     """
 
     def build(work: Work) -> dict[str, harness.Thunk]:
@@ -126,7 +126,7 @@ def by_recipe(
         bound = recipe.bind(state)
         leaves = work.leaves(True)
         fmt = recipe.forward[1].replace(delayed=False)
-        codes = [torch_bridge.quantize(w, fmt, axis=(2, 1)) for w in leaves[1:]] if stored else []
+        codes = [torch_bridge.quantize(w, fmt, axis=(2, 1)) for w in leaves[1:]] if quantised else []
         if listed:
             members = [member.clone() for weight in leaves[1:] for member in weight.detach()]
             leaves = [leaves[0], *(member.requires_grad_() for member in members)]
@@ -136,7 +136,7 @@ def by_recipe(
             wo: Any
             if listed:
                 wi, wo = list(masters[:groups]), list(masters[groups:])
-            elif stored:
+            elif quantised:
                 wi, wo = (torch_bridge.straight_through(*each) for each in zip(masters, codes, strict=True))
             else:
                 wi, wo = masters
@@ -146,7 +146,7 @@ def by_recipe(
         if state is None:
             return thunks
         thunks["forward+backward"](0)
-        torch_bridge.update_scaling(state)  # forward alone is that of a state that has started, too
+        torch_bridge.update_scaling(state)  # so that forward alone is timed with an initialised state too
 
         def updating(i: int) -> Any:
             grads = thunks["forward+backward"](i)
@@ -166,7 +166,7 @@ NEVER = torch_bridge.FP8Delayed.replace(name="FP8Delayed, fast", accumulate="fas
 
 
 def torch_grouped_mm(work: Work) -> dict[str, harness.Thunk]:
-    """`torch.nn.functional.grouped_mm` twice with a compiled activation between, weights stored K-major."""
+    """`torch.nn.functional.grouped_mm` twice with a compiled activation between them and K-major weights."""
     grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)
     if grouped_mm is None or work.x.device.type == "cpu":
         raise MissingError("torch.nn.functional.grouped_mm is not for this device")
@@ -186,14 +186,14 @@ def torch_grouped_mm(work: Work) -> dict[str, harness.Thunk]:
 
 
 def sonic_moe(work: Work) -> dict[str, harness.Thunk]:
-    """Its layer gathers rows and routes as well; it takes part where it can be imported."""
+    """SonicMoE's layer also gathers rows and routes, so it cannot be compared."""
     import sonicmoe  # type: ignore[import-not-found]
 
     raise MissingError(f"sonicmoe {sonicmoe.__file__}: has no entry for rows that are sorted already")
 
 
 def dense(work: Work) -> dict[str, harness.Thunk]:
-    """Dense products of the same operations: two, and six with backward."""
+    """Dense GEMMs with the same operations: two for forward, six with backward."""
     rows, wi, wo = work.rows, work.wi[0], work.wo[0]
     x, dy = work.x[:rows], work.dy[:rows]
     h, z = x @ wi.T, (x @ wi.T)[:, : wo.shape[1]].contiguous()
@@ -208,7 +208,7 @@ def dense(work: Work) -> dict[str, harness.Thunk]:
 
 
 LISTS = [f"ours, {recipe.name}{how}" for recipe in RECIPES for how in ("", ", listed")]
-"""Recipes on packed weights, and on one tensor for each expert."""
+"""Recipes on packed weights, and on one tensor per expert."""
 
 CANDIDATES: dict[str, Callable[[Work], dict[str, harness.Thunk]]] = {
     "dense": dense,
@@ -220,7 +220,7 @@ CANDIDATES: dict[str, Callable[[Work], dict[str, harness.Thunk]]] = {
     "ours, [G,N,K], save_input": ours(True, residuals="save_input"),
     "ours, composed": ours(True, implementation="composed"),
     **{f"ours, {recipe.name}": by_recipe(recipe) for recipe in (*RECIPES, NEVER)},
-    **{f"ours, {recipe.name}, stored weights": by_recipe(recipe, stored=True) for recipe in RECIPES},
+    **{f"ours, {recipe.name}, stored weights": by_recipe(recipe, quantised=True) for recipe in RECIPES},
     **{f"ours, {recipe.name}, listed": by_recipe(recipe, listed=True) for recipe in RECIPES},
     "torch grouped_mm": torch_grouped_mm,
     "SonicMoE": sonic_moe,
@@ -228,7 +228,7 @@ CANDIDATES: dict[str, Callable[[Work], dict[str, harness.Thunk]]] = {
 
 
 def peak_mib(thunk: harness.Thunk) -> float:
-    """Of a warm call, beyond what was there before and what it gives back."""
+    """Peak memory of a warm call, minus the memory in use before and its results."""
     thunk(0)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -242,8 +242,8 @@ def peak_mib(thunk: harness.Thunk) -> float:
 def profile(case: cases.Case, name: str, thunk: harness.Thunk, steady_s: float | None) -> None:
     """Prints how long each kernel of a step takes, as PyTorch's profiler sees it.
 
-    Three steps on a cool chip, or a run of `steady_s` seconds behind as long a one. Between the two the profiler
-    starts, and in that pause clocks recover a little.
+    It profiles three steps on a cool GPU, or a run of `steady_s` seconds after a warm-up of the same length. The
+    profiler starts between the two, and the clocks recover slightly in that pause.
     """
     steps = 3 if steady_s is None else max(3, int(steady_s * 1e6 / harness.cuda_clock(thunk, 0, 1)))
     for _ in range(max(5, steps)):
@@ -318,7 +318,7 @@ def bench(
 
 
 def beside_packed(rows: list[harness.Row]) -> list[str]:
-    """Times on lists over those on packed weights, for each recipe that has both."""
+    """Ratio of the times with listed and packed weights, for each recipe that has both."""
     times = {(row.candidate, row.product): row.timing.median_us for row in rows if row.timing is not None}
     return [
         f"{product:<18}{name} over packed: {time / times[packed, product]:.3f}"
@@ -351,7 +351,7 @@ D_HIDDEN = define("bench_d_hidden", _d_hidden, _Parts, rows=("h", "probs", "dy")
 
 
 def bench_parts(case: cases.Case, dtype: str, budget_s: float) -> list[harness.Row]:
-    """The two fused kernels alone, both results stored, against one dense product each."""
+    """The two fused kernels alone, with both results written, compared with one dense GEMM each."""
     work = make_work(case, dtype, "cuda")
     op = Mlp(MlpNames(), Activation("swiglu"), transposed=True)
     parts = _Parts(work.x, work.wi, work.wo, work.sizes, torch.rand(case.rows, device="cuda"), None, None)
@@ -389,7 +389,7 @@ def main() -> None:
     parser.add_argument(
         "--lists", action="store_true", help="recipes on packed weights, and on lists in turn with them"
     )
-    parser.add_argument("--budget", type=float, default=10.0, help="seconds a case may take")
+    parser.add_argument("--budget", type=float, default=10.0, help="seconds per case")
     parser.add_argument(
         "--steady", type=float, metavar="SECONDS", help="time each candidate in runs of so many seconds"
     )

@@ -1,10 +1,10 @@
-"""What does it cost to keep activations in host memory, and how much of the copying is hidden behind the computation?
+"""What does it cost to offload activations to host memory, and how many of the copies does the computation hide?
 
     python benchmarks/bench_offload.py
 
-A stack of `GroupedMLP`s, forward and backward, with and without `cpu_offload` around each, interleaved. The bound is
-what remains where copies are hidden as far as the link allows: in forward the longer one of computation and copies to
-the host, in backward the longer one of computation and copies back.
+Measures forward and backward of a stack of `GroupedMLP`s with and without `cpu_offload` around each, interleaved. The
+bound is the time with perfect overlap: in forward the longer of the computation and the copies to the host, in backward
+the longer of the computation and the copies back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch_bridge.offload import cpu_offload
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
-    """Of one call, on the device."""
+    """Device time of one call."""
     torch.cuda.synchronize()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
@@ -40,12 +40,12 @@ def median(values: list[float]) -> float:
 
 
 def rate(to: torch.Tensor, of: torch.Tensor) -> float:
-    """GB/s of a copy that runs alone."""
+    """Rate in GB/s of a copy that runs alone."""
     return of.nbytes / median([milliseconds(lambda: to.copy_(of, non_blocking=True)) for _ in range(5)]) / 1e6
 
 
 def moved_bytes(run: Callable[[], Any]) -> tuple[int, int]:
-    """(bytes to the host, bytes back) of one call, counted where the copies are made."""
+    """Returns (bytes to the host, bytes back) of one call, counted where the copies are made."""
     down = up = 0
     send, start = _transfer.Moved.__init__, _transfer.Moved.start
 
@@ -84,7 +84,7 @@ def main() -> None:
     sizes = torch.full((options.groups,), options.rows // options.groups, dtype=torch.int32)
     probs, dy = torch.rand(options.rows), torch.randn_like(x)
     weights = [each for layer in layers for each in layer.parameters()]
-    for weight in weights:  # added in place, so that no gradients are held beside what is compared
+    for weight in weights:  # gradients are added in place, so that they do not count in the memory compared
         weight.main_grad = torch.zeros(weight.shape, dtype=torch.bfloat16)
     for layer in layers:
         layer.linear_fc1.accumulate_into_main_grad = layer.linear_fc2.accumulate_into_main_grad = True

@@ -1,9 +1,9 @@
-"""What does one call cost on the host, beside the peers: the time until the call returns, not until it is done.
+"""What does one call cost on the host, compared with other libraries? Measures the time until the call returns.
 
     python benchmarks/bench_overhead.py --device cuda
-    python benchmarks/bench_overhead.py --no-launch      # PyTorch without kernels, which on the CPU run inside calls
+    python benchmarks/bench_overhead.py --no-launch      # PyTorch without kernels, which run inside the call on the CPU
 
-Problems are so small that the device never lags behind the host; calls are enqueued back to back.
+The problems are so small that the device never falls behind the host; calls are enqueued back to back.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RECIPES = (recipes.FP8Delayed, recipes.FP8Current, recipes.FP8Block, recipes.MXF
 def host_us(
     calls: dict[str, Callable[[], Any]], finish: Callable[[Any], None], batch: int = 50, rounds: int = 24
 ) -> dict[str, float]:
-    """Median microseconds of each call, over batches that are enqueued back to back; calls take turns in each round."""
+    """Median microseconds per call, over batches that are enqueued back to back; the calls alternate in each round."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for at in range(rounds + 1):
         for name, call in calls.items():
@@ -53,7 +53,7 @@ def host_us(
 
 
 def launch_nothing() -> None:
-    """Leaves the kernels out of every call from here on; everything around them stays."""
+    """Removes the kernel launch from every later call and keeps everything else."""
     plan = _record._program
 
     def program(*arguments: Any) -> Any:
@@ -129,7 +129,7 @@ class PeerLinear(torch.nn.Module):
 
 
 def module_calls(device: str) -> dict[str, Callable[[], Any]]:
-    """Forward (with gradients wanted), and backward, of our modules and of the same written with `F.grouped_mm`."""
+    """Forward (with gradients required) and backward, of our modules and of the same layers with `F.grouped_mm`."""
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "bias": False}
     x = torch.randn(ROWS, WIDTH, device=device, dtype=torch.bfloat16, requires_grad=True)
     sizes = torch.full((GROUPS,), ROWS // GROUPS, device=device, dtype=torch.int32)

@@ -1,13 +1,13 @@
-"""How close do quantising and dequantising come to the rate of a device copy?
+"""Which share of the rate of a device copy do quantising and dequantising reach?
 
     python benchmarks/bench_quantize.py                      # on a GPU
     python benchmarks/bench_quantize.py --formats mxfp8 --cases C
     python benchmarks/bench_quantize.py --dtype float32 --weights --lists 64 4096
     python benchmarks/bench_quantize.py --device cpu --cases cpu
 
-A candidate's bytes are what it must read and write: valid rows of the source, codes and scales of whole results. The
-bound is a copy of the same run, as large as the source, timed in turn with the candidates of a case. Lists of weights
-have as many members as `--lists` says, each of its own memory, beside the same ones packed.
+The bytes of a candidate are what it must read and write: the valid rows of the source, and the codes and scales of
+whole results. The bound is a copy of the size of the source, timed in the same run and interleaved with the candidates
+of a case. `--lists` gives the numbers of listed weights, each allocated separately and also measured packed.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ FORMS = {"rows": (True, False), "cross": (False, True), "both": (True, True)}
 DELAYED = FORMATS["fp8_tensor"].replace(name="fp8_tensor_delayed", delayed=True)
 ROTATED = FORMATS["nvfp4"].replace(name="nvfp4_rotate_stochastic", rotate=True, stochastic=True)
 FROM_ONE = DELAYED.replace(name="fp8_tensor_delayed_from_one", starts_at_one=True)
-"""Without the launch that looks for groups that have not started."""
+"""Without the launch that looks for groups that are not initialised."""
 CHOICES = {f.name: f for f in (*FORMATS.values(), DELAYED, FROM_ONE, ROTATED) if not f.plain}
 ROWS = ("fp8_1x128", "fp8_tensor", "fp8_tensor_delayed", "mxfp8", "nvfp4", "nvfp4_rotate_stochastic")
 WEIGHTS = ("fp8_128x128", "mxfp8", "nvfp4_2d")
 LISTED = ("fp8_tensor", "fp8_tensor_delayed", "fp8_1x128", "fp8_128x128", "mxfp8", "mxfp4", "nvfp4", "nvfp4_2d")
 WITHOUT_COLUMNS = ("mxfp4",)
-"""Formats whose form along columns no kernel of bandwidth makes."""
+"""Formats whose column form has no bandwidth-bound kernel."""
 TORCH_BYTES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclasses.dataclass
 class Launch:
-    """A planned call with its memory."""
+    """A planned call with its buffers."""
 
     run: Callable[[int], Any]
-    bytes: int  # that it reads and writes
+    bytes: int  # bytes that it reads and writes
     kernel: str
     results: list[torch.Tensor | None]
 
 
 def memory(spec: ArraySpec, device: str) -> torch.Tensor:
-    """As many bytes as `spec` has, 256-byte aligned."""
+    """Allocates the bytes of `spec`, 256-byte aligned."""
     count = cases.numpy_dtype(spec.dtype).itemsize
     for axis in spec.shape:
         count *= axis
@@ -64,7 +64,7 @@ def memory(spec: ArraySpec, device: str) -> torch.Tensor:
 
 
 def launch(call: Call, device: str, **operands: torch.Tensor | None) -> Launch:
-    """`call` on these operands, results and workspace allocated once."""
+    """Plans `call` on these operands; results and workspace are allocated once."""
     arch = _native.device_arch(0) if device == "cuda" else "cpu"
     plan = plans.plan(call, arch)
     results = [None if spec is None else memory(spec, device) for spec in call.outputs]
@@ -87,7 +87,7 @@ def launch(call: Call, device: str, **operands: torch.Tensor | None) -> Launch:
 def quantizer(
     source: torch.Tensor | list[torch.Tensor], format: Format, form: str, sizes: torch.Tensor | None
 ) -> Launch:
-    """Rows with sizes, or weights, packed or a list."""
+    """Quantises rows (with `sizes`), or weights as one packed tensor or a list."""
     first = source[0] if isinstance(source, list) else source
     device, dtype = first.device.type, str(first.dtype).removeprefix("torch.")
     spec = ArraySpec((len(source), *first.shape) if isinstance(source, list) else tuple(first.shape), dtype)
@@ -109,11 +109,11 @@ def quantizer(
     table = address_table(source, -1 if first.device.index is None else first.device.index)
     made = launch(call, device, source_table=table, **more)
     moved = made.bytes + sum(each.nbytes for each in source)
-    return dataclasses.replace(made, run=lambda i: (made.run(i), source), bytes=moved)  # members stay alive
+    return dataclasses.replace(made, run=lambda i: (made.run(i), source), bytes=moved)  # keeps the members alive
 
 
 def dequantizer(source: torch.Tensor, format: Format, form: str, sizes: torch.Tensor | None) -> Launch:
-    """Of what `quantizer` gave."""
+    """Dequantises the results of `quantizer`."""
     made = quantizer(source, format, form, sizes)
     made.run(0)
     dtype = str(source.dtype).removeprefix("torch.")
@@ -128,9 +128,9 @@ def dequantizer(source: torch.Tensor, format: Format, form: str, sizes: torch.Te
 
 
 def of_lists(case: cases.Case, count: int, device: str, args: argparse.Namespace) -> dict[str, Launch]:
-    """`count` members, each of its own memory, and the same ones packed.
+    """Quantises `count` separately allocated weights, and the same weights packed.
 
-    In all about as large as the case's weights; of whole tiles of 128 x 128, and no more than 2^28 values.
+    Together they are about as large as the case's weights, in whole tiles of 128 x 128, with at most 2^28 values.
     """
     tall = max(1, case.groups * case.k // count // 128) * 128
     width = min(case.n, max(1, 2**28 // (count * tall) // 128) * 128)
@@ -146,7 +146,7 @@ def of_lists(case: cases.Case, count: int, device: str, args: argparse.Namespace
 
 
 def compiled_rows(source: torch.Tensor) -> Callable[[int], Any]:
-    """1x128 in row form as PyTorch's compiler makes it: full scales, groups ignored."""
+    """1x128 in row form as torch.compile generates it: with float32 scales, ignoring groups."""
 
     def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         blocks = x.float().view(x.shape[0], -1, 128)
@@ -158,7 +158,7 @@ def compiled_rows(source: torch.Tensor) -> Callable[[int], Any]:
 
 
 def rows_of(case: cases.Case, device: str, args: argparse.Namespace) -> list[harness.Row]:
-    """The candidates of one case's rows x [M, K], and its weights [G, K, N]."""
+    """The candidates for one case's rows x [M, K] and weights [G, K, N]."""
     torch.manual_seed(0)
     source = torch.randn(case.rows, case.k, device=device).to(TORCH_BYTES[args.dtype])
     sizes = torch.tensor(case.sizes, dtype=torch.int32, device=device)
@@ -199,7 +199,7 @@ def rows_of(case: cases.Case, device: str, args: argparse.Namespace) -> list[har
 
 
 def table(rows: list[harness.Row]) -> str:
-    """The rows as text: microseconds, spread, GB/s, share of the copy."""
+    """Formats the rows: microseconds, spread, GB/s, share of the copy rate."""
     lines = [f"{'case':<6}{'candidate':<52}{'us':>10}{'+-':>6}{'GB/s':>9}{'share':>8}"]
     for r in rows:
         assert r.timing is not None
@@ -215,13 +215,13 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=["A", "B", "C"])
     parser.add_argument("--formats", nargs="+", choices=tuple(CHOICES))
     parser.add_argument("--dtype", default="bfloat16", choices=tuple(TORCH_BYTES))
-    parser.add_argument("--weights", action="store_true", help="weights as well")
+    parser.add_argument("--weights", action="store_true", help="measure weights too")
     parser.add_argument(
         "--lists", type=int, nargs="*", default=[], metavar="COUNT", help="lists of so many weights, and packed ones"
     )
-    parser.add_argument("--compiled", action="store_true", help="what torch.compile makes beside it")
+    parser.add_argument("--compiled", action="store_true", help="also measure what torch.compile generates")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds a case")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds per case")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows: list[harness.Row] = []

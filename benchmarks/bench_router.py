@@ -2,8 +2,8 @@
 
 python benchmarks/bench_router.py
 
-Calls stand in a captured graph, for the host takes longer to enqueue one than the GPU to run it. Peers are PyTorch's
-dense products, which take the one group as it is.
+Calls are captured in a graph, because the host takes longer to enqueue one than the GPU takes to run it. They are
+compared with PyTorch's dense GEMMs, which take the one group as it is.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RECIPES = {
 
 
 def graphed_us(call: Callable[[], object]) -> float:
-    """Median time of one of `CALLS` calls in a graph, microseconds."""
+    """Median time in microseconds of one of `CALLS` calls in a graph."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()

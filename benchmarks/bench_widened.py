@@ -1,9 +1,9 @@
-"""Products of formats that the tensor cores do not read: how near to our bf16 kernel behind one widening pass?
+"""How close do GEMMs of formats without tensor core support come to one widening pass and our bf16 kernel?
 
     python benchmarks/bench_widened.py [--cases A C] [--budget 2]
 
-The share is (time of our bf16 kernel on plain operands + bytes of a widening pass over 0.85 of the copy rate) over the
-time of the call, all in one run. A pass reads codes and scales and writes bf16.
+The share is (time of our bf16 kernel on bf16 operands + bytes of a widening pass over 0.85 of the copy rate) over the
+time of the call, all in one run. A widening pass reads codes and scales and writes bf16.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PRODUCTS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="+", default=["A", "B", "C", "D", "E"])
-    parser.add_argument("--budget", type=float, default=2.0, help="seconds a case and product")
+    parser.add_argument("--budget", type=float, default=2.0, help="seconds per case and GEMM")
     arguments = parser.parse_args()
     rate = harness.copy_rate("cuda")
     print(

@@ -1,4 +1,4 @@
-"""Products of quantised operands as thunks: random codes and scales on the GPU, launched through the native module."""
+"""GEMMs of quantised operands as thunks: random codes and scales on the GPU, launched through the native module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests import cases
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int32": torch.int32}
 _UNIT = {"float8_e8m0fnu": 121, "float8_e4m3fn": 0x38}
-"""Codes of scales that leave values around one."""
+"""Codes of scales for which the values are around one."""
 
 
 def random(spec: ArraySpec, *, scale: bool = False) -> torch.Tensor:
@@ -35,13 +35,13 @@ def random(spec: ArraySpec, *, scale: bool = False) -> torch.Tensor:
 
 
 def spec_of(name: str, shape: tuple[int, ...], axis: int, groups: int) -> OperandSpec:
-    """Specs of an array of `shape` stored as the format `name`."""
+    """Specs of an array of `shape` quantised in the format `name`."""
     format = FORMATS[name]
     return ArraySpec(shape, format.values) if format.plain else spec_in_format(format, shape, axis, "bfloat16", groups)
 
 
 def arrays_of(slot: str, spec: OperandSpec) -> dict[str, torch.Tensor]:
-    """The arrays of an operand by slot."""
+    """The arrays of an operand, by slot."""
     if not isinstance(spec, QuantizedSpec):
         return {slot: random(spec)}
     arrays = {slot: random(spec.values)}
@@ -53,7 +53,7 @@ def arrays_of(slot: str, spec: OperandSpec) -> dict[str, torch.Tensor]:
 
 
 def specs(case: cases.Case, product: str, formats: tuple[str, str]) -> tuple[OperandSpec, OperandSpec]:
-    """Of the operands of `forward` (weights [G, N, K]) or `wgrad`."""
+    """Specs of the operands of `forward` (weights [G, N, K]) or `wgrad`."""
     g = case.groups
     if product == "wgrad":
         return spec_of(formats[0], (case.rows, case.k), 0, g), spec_of(formats[1], (case.rows, case.n), 0, g)
@@ -63,7 +63,7 @@ def specs(case: cases.Case, product: str, formats: tuple[str, str]) -> tuple[Ope
 def thunk(
     case: cases.Case, product: str, formats: tuple[str, str], sets: int, *, result: str = "bfloat16", kernel: str = ""
 ) -> tuple[harness.Thunk, str]:
-    """(a thunk over `sets` sets of operands, the name of the kernel that runs)."""
+    """Returns (a thunk over `sets` sets of operands, the name of the kernel that runs)."""
     lhs, rhs = specs(case, product, formats)
     sizes = torch.tensor(case.sizes, dtype=torch.int32, device="cuda")
     axes = (0, 0) if product == "wgrad" else (1, 2)
@@ -84,13 +84,13 @@ def thunk(
 
     def run(i: int) -> Any:
         plan.launch(addresses[i], torch.cuda.current_stream().cuda_stream)
-        return held[i], target, space  # kept alive
+        return held[i], target, space  # keeps the operands alive
 
     return run, plan.kernel
 
 
 def bytes_of(spec: OperandSpec) -> int:
-    """Bytes of codes and scales."""
+    """Bytes of an operand, scales included."""
     if not isinstance(spec, QuantizedSpec):
         return _size(spec)
     return sum(_size(each) for each in (spec.values, spec.scales, spec.group_scales) if each is not None)

@@ -1,11 +1,12 @@
-r"""Does a model learn as well with each recipe as with bf16? Trains the demo's model from the same seeds with all.
+r"""Does a model learn as well with each recipe as with bf16? Trains the demo's model with all, from the same seeds.
 
-    python benchmarks/convergence.py --plot benchmarks/convergence_cpu.png                          # the CPU's size
+    python benchmarks/convergence.py --plot benchmarks/convergence_cpu.png                          # CPU size
     python benchmarks/convergence.py --json gpu.json --plot benchmarks/convergence_gpu.png --width 512 --layers 4 \
-      --experts 16 --batch 16 --length 256 --steps 250 --learning-rate 2e-3 --held-out 65536        # a GPU's
+      --experts 16 --batch 16 --length 256 --steps 250 --learning-rate 2e-3 --held-out 65536        # GPU size
 
-Runs of one seed see the same weights at first and the same batches. A run that the JSON file holds is not repeated, so
-a sweep that was stopped goes on where it was. The seed is no part of the program, so each recipe is compiled once.
+Runs with one seed start from the same weights and see the same batches. A run that is already in the JSON file is not
+repeated, so a sweep that was interrupted can be continued. The seed is not compiled into the program, so each recipe is
+compiled once.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from benchmarks import harness, plots
 
 BASE = "BF16"
 CHANGING = {"text", "seed", "recipe"}
-"""Settings that no option gives."""
+"""Settings that are not options of this script."""
 
 ALLOWED = {"FP8Delayed": 0.005, "FP8Current": 0.005, "FP8Block": 0.005, "MXFP8": 0.005, "NVFP4": 0.015}
-"""How far a recipe's mean held-out loss may lie above that of `BASE`, as a share of it."""
+"""How much a recipe's mean held-out loss may exceed that of `BASE`, as a share of the latter."""
 
 
 def arguments() -> tuple[train_lm.Settings, argparse.Namespace]:
-    """The settings of all runs but seed and recipe, and the other options."""
+    """The settings of all runs except seed and recipe, and the other options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     for name, default in (
@@ -58,7 +59,7 @@ def arguments() -> tuple[train_lm.Settings, argparse.Namespace]:
 
 
 class Results:
-    """The finished runs in a JSON file, losses in bits per byte; all are of the same settings on the same text."""
+    """The finished runs in a JSON file, with losses in bits per byte; all have the same settings and text."""
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         self.path = path
@@ -71,7 +72,7 @@ class Results:
             self.runs = held["runs"]
 
     def add(self, name: str, run: dict[str, Any]) -> None:
-        """Keeps a finished run, whole or not at all."""
+        """Saves a finished run atomically."""
         self.runs[name] = run
         part = self.path.with_suffix(".part")
         part.write_text(json.dumps({"about": self.about, "machine": harness.machine(), "runs": self.runs}) + "\n")
@@ -79,7 +80,7 @@ class Results:
 
 
 def train(program: train_lm.Program, settings: train_lm.Settings, text: data.Text, held_out: np.ndarray) -> Any:
-    """One run: the loss of each step, and that on held-out text."""
+    """One run: the loss of each step, and the loss on held-out text."""
     start = time.perf_counter()
     state = train_lm.build(settings).state
     batches = data.Batches(text.train, settings.batch, settings.length, settings.seed)
@@ -97,7 +98,7 @@ def train(program: train_lm.Program, settings: train_lm.Settings, text: data.Tex
 
 
 def table(runs: dict[str, dict[str, Any]]) -> str:
-    """Mean held-out losses beside those of `BASE`, over the seeds that both have, and the spread between seeds."""
+    """Mean held-out losses compared with `BASE`, over the seeds that both have, and the spread between seeds."""
     of: dict[str, dict[str, float]] = {}
     for name, run in runs.items():
         recipe, seed = name.split("/")

@@ -1,12 +1,12 @@
 """The measuring protocol, in one place.
 
-- Candidates of one table run in one process, interleaved round by round, so that drift in clocks and temperature hits
-  all alike; only ratios inside one run are compared.
-- Inputs are random normal (zeros draw less power and flatter), a fixed seed; on a GPU several input sets are rotated so
-  that together they exceed twice the L2.
-- Warm-up rounds are thrown away; the median is reported, with the 10th and 90th percentile as spread.
-- On a GPU a candidate is timed by events around its launches, one of JAX by the wall clock between the ends of queued
-  calls; on a CPU by the wall clock around the finished call.
+- Candidates of one table run in one process, interleaved round by round, so that drift in clocks and temperature
+  affects all of them; only ratios within one run are compared.
+- Inputs are random normal with a fixed seed (zeros draw less power, so they would look faster). On a GPU several input
+  sets are rotated that together exceed twice the L2.
+- Warm-up rounds are discarded; the median is reported, with the 10th and 90th percentile as spread.
+- On a GPU a candidate is timed by events around its launches, a JAX candidate by the wall clock between the ends of
+  queued calls; on a CPU by the wall clock around the finished call.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Timing:
 
 
 def cpu_clock(thunk: Thunk, index: int, sets: int) -> float:
-    """Wall time of one finished call, microseconds. The thunk blocks until its result is there."""
+    """Wall time of one finished call in microseconds. The thunk blocks until its result is ready."""
     start = time.perf_counter_ns()
     thunk(index % sets)
     return (time.perf_counter_ns() - start) / 1e3
@@ -55,10 +55,10 @@ CUDA_CALLS = 4
 
 
 def cuda_clock(thunk: Thunk, index: int, sets: int) -> float:
-    """Mean time of `CUDA_CALLS` calls between two events on PyTorch's current stream, microseconds.
+    """Mean time in microseconds of `CUDA_CALLS` calls between two events on PyTorch's current stream.
 
-    `CUDA_LEAD` calls in front of the first event keep the GPU busy while the host enqueues the others, so host time
-    does not enter, and the chip works at the clocks and the power of steady work.
+    `CUDA_LEAD` calls before the first event keep the GPU busy while the host enqueues the others, so host time is not
+    included, and the GPU runs at the clocks and power of steady work.
     """
     for i in range(CUDA_LEAD):
         thunk((index + i) % sets)
@@ -66,7 +66,7 @@ def cuda_clock(thunk: Thunk, index: int, sets: int) -> float:
 
 
 def _timed(thunk: Thunk, index: int, sets: int, calls: int) -> float:
-    """Mean time of calls between two events, microseconds."""
+    """Mean time in microseconds of calls between two events."""
     import torch
 
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -82,10 +82,10 @@ Clock = Callable[[Thunk, int, int], float]
 
 
 def steady(seconds: float) -> dict[str, Any]:
-    """Options of `measure` for long runs: three of `seconds`, each behind half as many of the same calls.
+    """Options of `measure` for long runs: three of `seconds`, each after a warm-up of half as many calls.
 
-    A chip at its power limit takes some tenths of a second to find the clock of its work; short runs of candidates in
-    turns share the heat and the clocks of one another.
+    A GPU at its power limit takes some tenths of a second to reach the clock of its work; in short interleaved runs
+    each candidate is affected by the heat and clocks of the others.
     """
 
     def clock(thunk: Thunk, index: int, sets: int) -> float:
@@ -97,8 +97,8 @@ def steady(seconds: float) -> dict[str, Any]:
 
 
 def queue_clock(thunk: Thunk, index: int, sets: int) -> float:
-    """The same for thunks whose results are arrays of JAX, which has no events: from the end of the calls in front to
-    the end of the others, all of which are queued before the first has ended.
+    """The same for thunks that return JAX arrays, because JAX has no events. It measures from the end of the leading
+    calls to the end of the others, all of which are queued before the first has ended.
     """
     for i in range(CUDA_LEAD):
         before = thunk((index + i) % sets)
@@ -114,7 +114,7 @@ COPY_BYTES = 2 << 30
 
 
 def copy_rate(device: str) -> float:
-    """Bytes read and written a second by a large copy: the roof of whatever only moves memory."""
+    """Bytes read and written per second by a large copy: the upper bound for memory-bound work."""
     import torch
 
     size = COPY_BYTES if device == "cuda" else COPY_BYTES >> 3
@@ -133,17 +133,17 @@ def measure(
     rounds: int = 30,
     budget_s: float = 60.0,
 ) -> dict[str, Timing]:
-    """Times every thunk `rounds` times, interleaved, or fewer once `budget_s` is spent.
+    """Times every thunk `rounds` times, interleaved, or fewer times once `budget_s` is spent.
 
-    Each gets at most an equal share of the budget, but five rounds at least; one whose first call takes longer than
-    its share is measured by that call alone.
+    Each thunk gets at most an equal share of the budget, but at least five rounds. If its first call takes longer than
+    its share, that call is the only sample.
     """
     samples: dict[str, list[float]] = {name: [] for name in thunks}
     share = budget_s / max(1, len(thunks)) * 1e6
     quick = {}
     for name, thunk in thunks.items():
         first = clock(thunk, 0, sets)
-        if first > share:  # one call eats its whole share: that one sample is its number
+        if first > share:  # one call uses its whole share and is its only sample
             samples[name].append(first)
         else:
             quick[name] = thunk
@@ -153,7 +153,7 @@ def measure(
     order = list(quick.items())
     shuffled = random.Random(0)
     for i in range(rounds):
-        shuffled.shuffle(order)  # nobody always runs behind the same, hot or cool, predecessor
+        shuffled.shuffle(order)  # no candidate always follows the same predecessor, which leaves the GPU hot or cool
         for name, thunk in order:
             if i < 5 or sum(samples[name]) < share:
                 samples[name].append(clock(thunk, i, sets))
@@ -166,7 +166,7 @@ def _timing(values: Sequence[float]) -> Timing:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on, and with what."""
+    """The machine and the versions that the numbers were measured with."""
     facts: dict[str, Any] = {
         "platform": platform.platform(),
         "processor": _cpu_name(),
@@ -213,23 +213,23 @@ def _git(*arguments: str) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table: a candidate on a problem."""
+    """One row of a table: a candidate on a problem."""
 
     case: str
     product: str
     dtype: str
     candidate: str
     timing: Timing | None
-    tflops: float | None  # useful floating-point operations (rows of groups only) over the median
-    share: float | None  # of the row's upper bound, taken in the same run
+    tflops: float | None  # useful floating-point operations (only rows that belong to groups) over the median
+    share: float | None  # share of the row's upper bound, measured in the same run
     bound: str  # what the upper bound is
     error: float | None  # relative Frobenius distance from the float64 result
-    intensity: float | None = None  # useful operations over the bytes of operands and result
-    skipped: str = ""  # why there is no number
+    intensity: float | None = None  # useful operations per byte of operands and result
+    skipped: str = ""  # the reason if there is no number
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as fixed-width text."""
+    """Formats the rows as fixed-width text."""
     head = f"{'case':<16}{'product':<10}{'dtype':<10}{'candidate':<30}"
     head += f"{'us':>11}{'+-':>6}{'TFLOP/s':>10}{'share':>8}{'error':>10}"
     lines = [head, "-" * len(head)]
@@ -246,6 +246,6 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def save(rows: Sequence[Row], path: Path, **extra: Any) -> None:
-    """Writes the rows with the machine's facts as JSON."""
+    """Writes the rows and the description of the machine as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine(), "rows": [asdict(r) for r in rows], **extra}, indent=1))

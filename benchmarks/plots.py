@@ -1,4 +1,4 @@
-"""Pictures of results: bars beside the bound, the roofline, curves of losses. matplotlib is asked for only here."""
+"""Plots of results: bars and their bound, rooflines, loss curves. Only this file needs matplotlib."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import numpy as np
 from benchmarks.harness import Row
 
 MARKERS = {"forward": "o", "dgrad": "s", "wgrad": "^"}
-BOUND = "dense"  # the candidate that is the bound of its row
+BOUND = "dense"  # the candidate that is the upper bound of its row
 
 
 def missing() -> str | None:
-    """Why nothing can be drawn, or None."""
+    """The reason why nothing can be drawn, or None."""
     if importlib.util.find_spec("matplotlib"):
         return None
     return "--plot needs matplotlib, which is not installed; install it, or keep the numbers with --json"
 
 
 def grouped_matmul(rows: Sequence[Row], copy_bytes_per_s: float, path: Path) -> None:
-    """A roofline for each dtype, then bars of shares for each (dtype, product), in one picture."""
+    """One roofline per dtype, then a bar chart of shares per (dtype, product), in one picture."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -44,9 +44,9 @@ def grouped_matmul(rows: Sequence[Row], copy_bytes_per_s: float, path: Path) -> 
 
 
 def _roofline(axis: Any, rows: Sequence[Row], copy_bytes_per_s: float, colours: dict[str, Any]) -> None:
-    """TFLOP/s over operations a byte; the roofs are the copy and the fastest dense product, both of this run."""
+    """TFLOP/s over operations per byte; the roofs are the copy and the fastest dense GEMM, both of this run."""
     dense = max(r.tflops for r in rows if r.candidate == BOUND and r.tflops)
-    slope = copy_bytes_per_s / 1e12  # TFLOP/s at one operation a byte
+    slope = copy_bytes_per_s / 1e12  # TFLOP/s at one operation per byte
     points = [r.intensity for r in rows if r.intensity]
     left, right = min([*points, dense / slope]) / 2, max([*points, dense / slope]) * 2
     axis.plot([left, dense / slope, right], [left * slope, dense, dense], color="black", linewidth=1)
@@ -64,7 +64,7 @@ def _roofline(axis: Any, rows: Sequence[Row], copy_bytes_per_s: float, colours: 
 
 
 def _bars(axis: Any, rows: Sequence[Row], colours: dict[str, Any]) -> None:
-    """Share of the dense product of the same operations, a group of bars for each case; whiskers are the spread."""
+    """Share of the dense GEMM with the same operations, one group of bars per case; whiskers are the spread."""
     problems = list(dict.fromkeys(r.case for r in rows))
     width = 0.85 / max(1, len(colours))
     for i, (name, colour) in enumerate(colours.items()):
@@ -80,7 +80,7 @@ def _bars(axis: Any, rows: Sequence[Row], colours: dict[str, Any]) -> None:
 
 
 def convergence(runs: dict[str, dict[str, Any]], base: str, path: Path) -> None:
-    """Training losses over the steps, smoothed, a line a run; and each run's held-out loss beside that of `base`."""
+    """Smoothed training losses over the steps, one line per run, and each run's held-out loss compared with `base`."""
     import matplotlib
 
     matplotlib.use("Agg")

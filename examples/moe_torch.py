@@ -1,12 +1,12 @@
-"""Trains a small mixture-of-experts language model in PyTorch, with what a training framework asks of its layers.
+"""Trains a small mixture-of-experts language model in PyTorch, with the features that a training framework needs.
 
     python examples/moe_torch.py                            # about two minutes on two CPU cores
     python examples/moe_torch.py --main-grad --delay-wgrad --offload --graph --device cuda
-    python examples/moe_torch.py --compare --steps 12       # each switch alone and all of them: losses, time, memory
+    python examples/moe_torch.py --compare --steps 12       # each switch alone and all together: losses, time, memory
 
-The text is the source of the Python standard library, as in train_lm.py. The switches change where weight gradients go
-and when they are computed, where activations are kept, and how a step is launched; the arithmetic stays, except that
-`--main-grad` adds the gradients of microbatches in float32 whatever the dtype of the weights.
+The text is the source of the Python standard library, as in train_lm.py. The switches change where weight gradients are
+written and when they are computed, where activations are kept, and how a step is launched. They do not change the
+arithmetic, except that `--main-grad` sums the gradients of microbatches in float32 whatever the dtype of the weights.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from torch_bridge import nn
 from torch_bridge.offload import cpu_offload
 
 WARMUP = 3
-"""Steps that are not timed; with --graph they run eagerly, and the next one is captured."""
+"""Number of steps that are not timed; with --graph they run eagerly, and the next step is captured."""
 OFFLOADED = ("grouped_x", "grouped_fc1")
-"""What --offload moves: rows that the experts read, and their pre-activations."""
+"""The tensors that --offload moves: the rows that the experts read, and their pre-activations."""
 
 
 @dataclass(frozen=True)
 class Switches:
-    """What changes how a step runs, and not what it computes."""
+    """Options that change how a step runs and not what it computes."""
 
     main_grad: bool = False
     delay_wgrad: bool = False
@@ -50,7 +50,7 @@ class Switches:
 
 
 class Result(NamedTuple):
-    """What is left of a run: bits per byte of each step, median seconds of a step, and the peak of GPU memory."""
+    """Results of a run: bits per byte of each step, tokens per second, and peak GPU memory."""
 
     losses: list[float]
     tokens_per_second: float
@@ -58,19 +58,19 @@ class Result(NamedTuple):
 
 
 class Masters:
-    """AdamW on float32 copies of the parameters, fed by `main_grad` where a parameter has one, else by `.grad`."""
+    """AdamW on float32 master weights; the gradient is `main_grad` if a parameter has one, else `.grad`."""
 
     def __init__(self, model: torch.nn.Module, rate: Tensor) -> None:
         self._parameters: list[Any] = list(model.parameters())
         self._copies = [
             p.detach() if p.dtype == torch.float32 else p.detach().float() for p in self._parameters
-        ]  # of float32 ones the same memory
+        ]  # float32 parameters share memory with their master weight
         self._adam = torch.optim.AdamW(
             self._copies, lr=rate, betas=(0.9, 0.98), weight_decay=0.1, foreach=rate.is_cuda, capturable=rate.is_cuda
         )
 
     def step(self) -> None:
-        """Takes the gradients and forgets them."""
+        """Updates the parameters from the gradients and clears the gradients."""
         for parameter, copy in zip(self._parameters, self._copies, strict=True):
             copy.grad = parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad.float()
         torch.nn.utils.clip_grad_norm_(self._copies, 1.0)
@@ -82,7 +82,7 @@ class Masters:
 
 
 class Training:
-    """One run: model, optimizer, and a step that is launched one by one or replayed as a graph."""
+    """One run: the model, the optimizer, and a step whose kernels are launched one by one or replayed as a graph."""
 
     def __init__(self, options: argparse.Namespace, switches: Switches) -> None:
         torch.manual_seed(options.seed)
@@ -112,13 +112,13 @@ class Training:
         self.bits = torch.zeros((), device=self.device)
 
     def _around(self) -> Any:
-        """The context of one block."""
+        """The offloading context of one block."""
         if not self.switches.offload:
             return nullcontext()
         return cpu_offload(names=OFFLOADED, min_numel=0, retain_pinned=self.switches.graph)
 
     def _step(self) -> Tensor:
-        """Forward and backward of each microbatch, then the optimizer; returns bits per byte."""
+        """Runs forward and backward of each microbatch, then the optimizer; returns bits per byte."""
         total = torch.zeros((), device=self.device)
         count = len(self.text)
         # The outer context lets a captured graph wait for copies at its end, and microbatches share its pinned memory.
@@ -135,14 +135,14 @@ class Training:
         return total / math.log(2)
 
     def step(self, at: int, text: Any) -> Tensor:
-        """Step number `at`."""
+        """Runs step number `at`."""
         last = max(self.options.steps, WARMUP + 1)
         warm = min(1.0, (at + 1) / max(1, last // 10))
         self.rate.fill_(self.options.learning_rate * warm * 0.5 * (1.02 + 0.98 * math.cos(math.pi * at / last)))
         self.text.copy_(torch.from_numpy(text))
         if not (self.switches.graph and self.device.type == "cuda"):
             return self._step()
-        if at < WARMUP:  # on a side stream, as captures want it
+        if at < WARMUP:  # on a side stream, as graph capture requires
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -158,7 +158,7 @@ class Training:
 
 
 def train(options: argparse.Namespace, switches: Switches, text: data.Text) -> Result:
-    """The whole run; one line of progress."""
+    """Trains for all steps and shows the progress in one line."""
     on_gpu = options.device == "cuda"
     if on_gpu:
         torch.cuda.empty_cache()
@@ -182,7 +182,7 @@ def train(options: argparse.Namespace, switches: Switches, text: data.Text) -> R
 
 
 def draw(path: Path, results: dict[Switches, Result]) -> None:
-    """The loss curves."""
+    """Draws the loss curves."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -198,7 +198,7 @@ def draw(path: Path, results: dict[Switches, Result]) -> None:
 
 
 def table(results: dict[Switches, Result], dtype: str) -> str:
-    """One line a run. Losses are compared, bit by bit, with the first run that adds gradients in the same dtype."""
+    """One line per run. Losses are compared bit by bit with the first run that sums gradients in the same dtype."""
     lines = [f"{'switches':<44}{'last loss':>10}{'losses':>12}{'tokens/s':>11}{'peak MiB':>10}"]
     firsts: dict[str, list[float]] = {}
     for switches, result in results.items():
@@ -219,7 +219,7 @@ def table(results: dict[Switches, Result], dtype: str) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line."""
+    """Reports a usage error in one line."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
@@ -229,20 +229,20 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("--main-grad", action="store_true", help="kernels add weight gradients to float32 main_grad buffers")
-    add("--delay-wgrad", action="store_true", help="weight gradients are computed by backward_dw")
-    add("--offload", action="store_true", help="rows of the experts wait in pinned host memory for backward")
-    add("--graph", action="store_true", help="the step is captured as a CUDA graph (on a GPU)")
-    add("--compare", action="store_true", help="runs without switches, with each alone, and with all")
+    add("--delay-wgrad", action="store_true", help="compute weight gradients in backward_dw")
+    add("--offload", action="store_true", help="keep the experts' rows in pinned host memory until backward")
+    add("--graph", action="store_true", help="capture the step as a CUDA graph (on a GPU)")
+    add("--compare", action="store_true", help="run without switches, with each alone, and with all")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--dtype", choices=("float32", "bfloat16"), help="of the weights (default: float32 on the CPU, else bfloat16)")
+    add("--dtype", choices=("float32", "bfloat16"), help="weight dtype (default: float32 on the CPU, else bfloat16)")
     add("--text", metavar="PATH", help="file or folder to learn from (default: the Python standard library)")
     for name, default in (
         *(("steps", 200), ("experts", 8), ("top-k", 2), ("width", 128), ("layers", 3)),
         *(("batch", 4), ("length", 256), ("microbatches", 2)),
     ):
         add(f"--{name}", type=int, default=default, help="(default: %(default)s)")
-    add("--learning-rate", type=float, default=4e-3, help="its peak (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
+    add("--learning-rate", type=float, default=4e-3, help="peak learning rate (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
     add("--output", metavar="DIR", default="demo-output", help="folder for the loss curve (default: %(default)s)")
     options = parser.parse_args(argv)
     for name in ("steps", "experts", "top_k", "width", "layers", "batch", "length", "microbatches"):

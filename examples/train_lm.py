@@ -2,10 +2,10 @@
 
     python examples/train_lm.py                      # about three minutes on two CPU cores
     python examples/train_lm.py --text my_book.txt --steps 2000 --checkpoint run1     # and later with --resume
-    python examples/train_lm.py --recipe FP8Block   # experts in bfloat16, their products in 8 bits
+    python examples/train_lm.py --recipe FP8Block   # experts in bfloat16, their GEMMs in 8 bits
 
-At the end it says how many bits the model needs for a byte of text that it has not seen, beside what compressors need
-for the same bytes, continues a prompt, times the same training step with `jax.lax.ragged_dot` (--compare), and draws a
+At the end it prints how many bits per byte the model needs for held-out text, and how many compressors need for the
+same bytes. It continues a prompt, times the same training step with `jax.lax.ragged_dot` (--compare), and draws a
 picture.
 """
 
@@ -42,18 +42,18 @@ SAMPLE_BYTES = 300
 TEMPERATURE = 0.7
 TIMED_STEPS = 4
 FEW_EXPERTS = 16
-"""Up to so many the comparison is made unless it is switched off."""
+"""Up to this number of experts the comparison runs unless it is switched off."""
 PRIMED_BYTES = 1 << 22
-"""At most so much training text is put in front of a compressor, which takes a second for each million bytes."""
-INTERRUPTED = 130  # what shells report after Ctrl-C
+"""At most this much training text is given to a compressor, which takes one second per million bytes."""
+INTERRUPTED = 130  # the exit status that shells report after Ctrl-C
 
 
-# ---- what the user may choose ----------------------------------------------------------------------------------------
+# ---- options ---------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a run's numbers depend on; a checkpoint resumes only under the same settings."""
+    """The settings that determine a run's results; a checkpoint resumes only with the same settings."""
 
     text: str | None
     steps: int
@@ -69,7 +69,7 @@ class Settings:
 
 
 class Sizes(NamedTuple):
-    """What depends on the device if the user does not choose it."""
+    """Defaults that depend on the device."""
 
     steps: int
     experts: int
@@ -81,11 +81,11 @@ class Sizes(NamedTuple):
 
 
 SIZES = {"cpu": Sizes(1800, 8, 128, 2, 8, 128, 4e-3), "gpu": Sizes(1000, 16, 512, 4, 32, 512, 1e-3)}
-"""Minutes of work for two cores; on a GPU so much work at a time that it is busy."""
+"""Minutes of work for two cores; on a GPU, enough work per step to keep it busy."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line."""
+    """Reports a usage error in one line."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
@@ -105,7 +105,7 @@ def _number(kind: Callable[[str], Any], low: float, high: float) -> Callable[[st
 
 
 def parse_arguments(argv: list[str] | None) -> tuple[Settings, argparse.Namespace]:
-    """The settings of the run, and where its files are."""
+    """Returns the settings of the run and the other options."""
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     whole = partial(_number, int)
     add = parser.add_argument
@@ -116,15 +116,15 @@ def parse_arguments(argv: list[str] | None) -> tuple[Settings, argparse.Namespac
 
     add("--text", metavar="PATH", help="file or folder to learn from (default: the Python standard library)")
     size("steps", whole(1, 1e7), "training steps")
-    size("experts", whole(1, 4096), "experts in each layer")
-    add("--top-k", type=whole(1, 64), default=2, help="experts for each byte (default: %(default)s)")
-    size("width", whole(HEAD_WIDTH, 8192), "size of the model's stream")
+    size("experts", whole(1, 4096), "experts per layer")
+    add("--top-k", type=whole(1, 64), default=2, help="experts per byte (default: %(default)s)")
+    size("width", whole(HEAD_WIDTH, 8192), "width of the residual stream")
     size("layers", whole(1, 128), "transformer blocks")
-    size("batch", whole(1, 4096), "windows of text in a step")
-    size("length", whole(2, 16384), "bytes in a window")
-    size("learning-rate", _number(float, 1e-8, 1), "its peak")
-    add("--seed", type=whole(0, 2**31 - 1), default=0, help="of weights, batches, sample (default: %(default)s)")
-    add("--recipe", choices=RECIPES, help="formats of the experts' products (default: float32, as they stand)")
+    size("batch", whole(1, 4096), "text windows per step")
+    size("length", whole(2, 16384), "bytes per window")
+    size("learning-rate", _number(float, 1e-8, 1), "peak learning rate")
+    add("--seed", type=whole(0, 2**31 - 1), default=0, help="seed of weights, batches, sample (default: %(default)s)")
+    add("--recipe", choices=RECIPES, help="recipe of the experts' GEMMs (default: float32)")
     add("--checkpoint", metavar="DIR", help="folder for checkpoints (default: none are written)")
     add("--save-every", type=whole(1, 1e7), default=200, help="steps between checkpoints (default: %(default)s)")
     add("--resume", action="store_true", help="continue from the newest checkpoint in --checkpoint")
@@ -157,18 +157,18 @@ def parse_arguments(argv: list[str] | None) -> tuple[Settings, argparse.Namespac
 
 
 class State(NamedTuple):
-    """What a training step changes."""
+    """The arrays that a training step changes."""
 
     params: nnx.State
     optimizer: optax.OptState
     scaling: nnx.State
-    """Of recipes with delayed scaling; what comes back in place of its gradient is its next value."""
+    """Delayed scaling state; its next value is returned in place of its gradient."""
     keys: nnx.State
-    """Of recipes that round stochastically."""
+    """Keys of recipes that round stochastically."""
 
 
 class Program(NamedTuple):
-    """The compiled pieces of one model."""
+    """The initial state and the compiled functions of one model."""
 
     state: State
     train: Callable[[State, jax.Array], tuple[State, jax.Array]]
@@ -177,12 +177,12 @@ class Program(NamedTuple):
 
 
 def build(settings: Settings, **model_options: Any) -> Program:
-    """A fresh model with its optimizer, and the functions that train, evaluate and sample it."""
+    """Creates a model with its optimizer, and the functions that train, evaluate and sample it."""
     seed = settings.seed
     model = LanguageModel(
         *(settings.width, settings.layers, settings.experts, settings.top_k),
         recipe=None if settings.recipe is None else getattr(jax_grouped, settings.recipe),
-        rngs=nnx.Rngs(seed, rounding=seed + 1),  # of its own, so that parameters are the same with every recipe
+        rngs=nnx.Rngs(seed, rounding=seed + 1),  # a separate seed, so that parameters are the same with every recipe
         **model_options,
     )
     structure, params, scaling, keys = nnx.split(model, nnx.Param, Scaling, nnx.RngState)
@@ -195,8 +195,8 @@ def build(settings: Settings, **model_options: Any) -> Program:
     def loss(
         params: nnx.State, scaling: nnx.State, keys: nnx.State, text: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, nnx.State]]:
-        """What is minimised; then bits per byte, rows of each expert [layers, experts], and the next step's keys."""
-        model = nnx.merge(structure, params, scaling, keys, copy=True)  # of its own, for keys change
+        """Returns the loss; then bits per byte, rows per expert [layers, experts], and the next step's keys."""
+        model = nnx.merge(structure, params, scaling, keys, copy=True)  # a copy, because keys change
         logits, reports = model(text[:, :-1])
         nats = optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:].astype(jnp.int32)).mean()
         balance = sum(aux.aux_loss for aux in reports)
@@ -225,7 +225,7 @@ def build(settings: Settings, **model_options: Any) -> Program:
 
 
 class Interrupt:
-    """Turns Ctrl-C into a request to stop after the current step; a second one stops at once."""
+    """Makes Ctrl-C a request to stop after the current step; a second one stops at once."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -244,7 +244,7 @@ class Interrupt:
 
 
 class Run:
-    """A training run: the state, its place in the text, and the loss of each step so far."""
+    """A training run: the state, the position in the text, and the loss of each step so far."""
 
     def __init__(self, settings: Settings, text: data.Text) -> None:
         self.settings = settings
@@ -254,12 +254,12 @@ class Run:
         self.losses: list[float] = []
 
     def notes(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the arrays. Adam's step count is among those; the sample has its own seed."""
+        """The data of a checkpoint besides the arrays, which include Adam's step count. The sample has its own seed."""
         settings = dataclasses.asdict(self.settings)
         return {"settings": settings, "position": self.batches.position, "losses": self.losses}
 
     def resume(self, saved: checkpoints.Checkpoints) -> None:
-        """Continues from the newest checkpoint, which must come from the same settings."""
+        """Continues from the newest checkpoint, which must have the same settings."""
         notes = saved.notes()
         ours = dataclasses.asdict(self.settings)
         try:
@@ -279,7 +279,7 @@ class Run:
         self.losses = losses
 
     def train(self, saved: checkpoints.Checkpoints | None, save_every: int) -> float:
-        """Trains to the last step, or to Ctrl-C. Returns tokens per second without compilation (0: none were timed)."""
+        """Trains to the last step or to Ctrl-C. Returns tokens per second without compilation (0 if none was timed)."""
         settings = self.settings
         first = len(self.losses)
         seconds = 0.0
@@ -302,11 +302,11 @@ class Run:
         return timed * settings.batch * settings.length / seconds if timed > 0 else 0.0
 
 
-# ---- what came of it -------------------------------------------------------------------------------------------------
+# ---- results ---------------------------------------------------------------------------------------------------------
 
 
 def held_out_loss(run: Run, held_out: np.ndarray) -> tuple[float, np.ndarray]:
-    """Bits per byte on the held-out text, and the rows that each expert got there [layers, experts]."""
+    """Bits per byte on the held-out text, and the number of rows per expert there [layers, experts]."""
     windows = data.held_out_windows(held_out, run.settings.length)
     batch = min(run.settings.batch, len(windows))
     total, load = 0.0, 0
@@ -318,20 +318,20 @@ def held_out_loss(run: Run, held_out: np.ndarray) -> tuple[float, np.ndarray]:
 
 
 def sample(run: Run, prompt: bytes) -> bytes:
-    """The prompt, continued byte by byte."""
+    """Continues the prompt byte by byte."""
     length = run.settings.length
     text = prompt
     keys = jax.random.split(jax.random.key(run.settings.seed), SAMPLE_BYTES)
     for key in tqdm(keys, unit="byte", desc="sampling", leave=False):
         seen = np.frombuffer(text[-length:], np.uint8)
-        window = np.zeros((1, length), np.uint8)  # zeros after the text: attention never looks ahead
+        window = np.zeros((1, length), np.uint8)  # zeros after the text have no effect: attention is causal
         window[0, : len(seen)] = seen
         text += bytes([int(run.program.next_byte(run.state, window, len(seen) - 1, key))])
     return text
 
 
 def time_steps(run: Run, compare: bool) -> dict[str, float]:
-    """Milliseconds of the same training steps with our products and, in turns, with `jax.lax.ragged_dot`."""
+    """Milliseconds of the same training steps with our GEMMs and with `jax.lax.ragged_dot`, interleaved."""
     programs = {"jax_grouped": run.program}
     if compare:
         programs["jax.lax.ragged_dot"] = build(run.settings, moe=XlaMoE)
@@ -343,18 +343,18 @@ def time_steps(run: Run, compare: bool) -> dict[str, float]:
             start = time.perf_counter()
             states[name], bits = program.train(states[name], text)
             bits.block_until_ready()
-            if turn > 0:  # compilation is over
+            if turn > 0:  # the first turn compiles
                 best[name] = min(best[name], 1000 * (time.perf_counter() - start))
     return best
 
 
 def phase(what: str) -> None:
-    """Says what comes next, for some of it takes a while."""
+    """Announces the next task, because some of them take a while."""
     print(f"{what} ...", flush=True)
 
 
 def finish(run: Run, text: data.Text, tokens_per_s: float, options: argparse.Namespace, began: float) -> None:
-    """Evaluates, samples, compares, draws, and prints the result."""
+    """Evaluates, samples, compares, draws, and prints the results."""
     output = Path(options.output)
     phase("predicting held-out text")
     held_out, load = held_out_loss(run, text.held_out)

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: everything that the next step depends on, written by Orbax."""
+"""Checkpoints of a training run: everything that the next step depends on, saved with Orbax."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import orbax.checkpoint as ocp
 
 from lm.errors import UserError
 
-logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax also logs what it raises
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax also logs the errors that it raises
 
 KEPT = 2
-"""How many checkpoints stay; the older one is the way back should the newest be damaged."""
+"""Number of checkpoints to keep; the older one is a fallback if the newest is damaged."""
 
 
 class Checkpoints:
-    """The checkpoints in one folder: `state` (a pytree of arrays) and `notes` (JSON), a pair for each saved step."""
+    """The checkpoints in one folder: `state` (a pytree of arrays) and `notes` (JSON), one pair per saved step."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder).absolute()
@@ -40,18 +40,18 @@ class Checkpoints:
 
     @property
     def latest(self) -> int | None:
-        """The newest saved step."""
+        """The newest saved step, or None."""
         return self._manager.latest_step()
 
     def expect(self, a_run: bool) -> None:
-        """Refuses a folder without a checkpoint where a run is to continue, and one with a run where one begins."""
+        """Raises if a run is to continue and the folder has no checkpoint, or if a run is to start and it has one."""
         if a_run and self.latest is None:
             raise UserError(f"--resume: there is no checkpoint in {self.folder}")
         if self.latest is not None and not a_run:
             raise UserError(f"--checkpoint {self.folder} holds a run; add --resume, or name another folder")
 
     def save(self, step: int, state: Any, notes: dict[str, Any]) -> None:
-        """Writes one checkpoint; it takes its name only when it is complete."""
+        """Writes one checkpoint; it gets its final name only when it is complete."""
         if step == self.latest:
             return
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), notes=ocp.args.JsonSave(notes))
@@ -72,12 +72,12 @@ class Checkpoints:
     def _restore(self, **items: Any) -> Any:
         try:
             return self._manager.restore(self.latest, args=ocp.args.Composite(**items))
-        # Orbax and its storage raise many kinds of errors for damaged files; each means the same to the user.
+        # Orbax and its storage raise many kinds of errors for damaged files; the user gets one message for all.
         except (OSError, ValueError, KeyError, TypeError, json.JSONDecodeError) as error:
             raise self.unreadable(error) from None
 
     def unreadable(self, error: Exception) -> UserError:
-        """What to tell the user when the newest checkpoint is damaged."""
+        """The error for a damaged checkpoint."""
         first = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
         return UserError(
             f"--resume: the checkpoint of step {self.latest} in {self.folder} cannot be read ({first}); "

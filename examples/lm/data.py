@@ -1,4 +1,4 @@
-"""The text: read it, hold some files out, draw batches, and measure what ordinary compressors make of it."""
+"""The text: reads it, holds some files out, draws batches, and measures how well compressors compress it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from lm.errors import UserError
 
 HELD_OUT_EVERY = 48
-"""One file of this many is held out."""
+"""One of this many files is held out."""
 
 HELD_OUT_BYTES = 1 << 17
 """At most this much held-out text is used, so that evaluation takes seconds."""
@@ -27,7 +27,7 @@ SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", 
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes to learn from and bytes to be judged by, from different files (or different ends of the only one)."""
+    """Training bytes and held-out bytes, from different files (or from the two ends of a single file)."""
 
     name: str
     train: np.ndarray
@@ -55,7 +55,7 @@ def _read(path: Path, most: int) -> bytes:
 
 
 def load(path: str | None) -> Text:
-    """The text at `path` (a file, or all files of a folder), or the standard library of the running Python."""
+    """Loads the text at `path` (a file, or all files of a folder), or the standard library of the running Python."""
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
         name, files = "Python standard library", _python_files(root)
@@ -88,7 +88,7 @@ def load(path: str | None) -> Text:
 
 
 class Batches:
-    """Random windows of the training text. Its random generator is the whole position in the data."""
+    """Random windows of the training text. The state of the random generator is the position in the data."""
 
     def __init__(self, train: np.ndarray, batch: int, length: int, seed: int) -> None:
         self._train = train
@@ -96,14 +96,14 @@ class Batches:
         self._random = np.random.default_rng(seed)
 
     def draw(self) -> np.ndarray:
-        """The next batch: uint8 [batch, length + 1], inputs and the bytes that follow them."""
+        """Draws the next batch: uint8 [batch, length + 1], inputs and the bytes that follow them."""
         batch, length = self._shape
         starts = self._random.integers(0, len(self._train) - length, size=batch)
         return self._train[starts[:, None] + np.arange(length + 1)]
 
     @property
     def position(self) -> dict[str, Any]:
-        """Where the stream of batches stands, as JSON; setting it continues from there."""
+        """The position in the stream of batches, as JSON; setting it continues from there."""
         return self._random.bit_generator.state
 
     @position.setter
@@ -118,10 +118,10 @@ def held_out_windows(held_out: np.ndarray, length: int) -> np.ndarray:
 
 
 def bits_per_byte_of_others(held_out: np.ndarray, read: np.ndarray) -> dict[str, float]:
-    """What is reached without a model: byte frequencies alone, and two compressors at their best level.
+    """Bits per byte without a model: byte frequencies alone, and two compressors at their best level.
 
-    They learn from the held-out text itself, as they go along. The last one has been given `read` in front of it: text
-    that it may copy from, as a model may use what it was trained on.
+    The compressors adapt to the held-out text as they read it. The last one reads `read` first and may copy from it,
+    as a model may use its training text.
     """
     counts = np.bincount(held_out, minlength=256)
     p = counts[counts > 0] / len(held_out)

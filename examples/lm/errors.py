@@ -1,5 +1,5 @@
-"""The one kind of error that the example shows without a traceback."""
+"""The error type that the examples report without a traceback."""
 
 
 class UserError(Exception):
-    """Something that the person at the keyboard can put right; its text is one line."""
+    """An error that the user can correct; its message is one line."""

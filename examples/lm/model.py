@@ -15,13 +15,13 @@ from jax_grouped.route import MoEAux
 BYTES = 256
 HEAD_WIDTH = 64
 LONGEST_GRAM = 5
-"""Strings of 2 to so many bytes have embeddings of their own."""
+"""Strings of 2 to this many bytes have their own embeddings."""
 GRAM_ROWS, GRAM_WIDTH = 1 << 14, 32
-"""Rows of the table of each length, a power of two, and the width of a row."""
+"""Number of rows of the table per string length (a power of two), and the width of a row."""
 
 
 class XlaMoE(MoE):
-    """The same layer, its products computed by `jax.lax.ragged_dot`: what the library is timed against."""
+    """The same MoE layer with GEMMs by `jax.lax.ragged_dot`, as a baseline for timing."""
 
     @staticmethod
     def mlp(x, wi, wo, group_sizes, *, probs, **_unused):
@@ -32,7 +32,7 @@ class XlaMoE(MoE):
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """Rotary position embedding: [..., L, d], pairs of columns turned by an angle that grows with position."""
+    """Rotary position embedding: [..., L, d], pairs of columns are rotated by an angle that grows with position."""
     length, half = x.shape[-2], x.shape[-1] // 2
     angle = jnp.arange(length)[:, None] * 10000.0 ** (-jnp.arange(half) / half)
     sin, cos = jnp.sin(angle), jnp.cos(angle)
@@ -57,7 +57,7 @@ class Attention(nnx.Module):
 
 
 class Grams(nnx.Module):
-    """Embeddings of the strings that end at each byte, found by their hash: much of the text for a lookup."""
+    """Embeddings of the strings that end at each byte, looked up by their hash."""
 
     def __init__(self, width: int, rngs: nnx.Rngs) -> None:
         lengths = range(2, LONGEST_GRAM + 1)
@@ -65,21 +65,21 @@ class Grams(nnx.Module):
         self.out = nnx.Linear(GRAM_WIDTH * len(lengths), width, use_bias=False, rngs=rngs)
 
     def __call__(self, text: jax.Array) -> jax.Array:
-        """text: bytes [B, L]. Returns [B, L, width]; a position sees itself and bytes in front of it."""
+        """text: bytes [B, L]. Returns [B, L, width]; a position sees itself and earlier bytes."""
         text = text.astype(jnp.uint32)
         hashed, found = text, []
         for back, table in enumerate(self.tables, start=1):
             earlier = jnp.pad(text, ((0, 0), (back, 0)))[:, : text.shape[1]]
             hashed = hashed * jnp.uint32(0x9E3779B1) + earlier + 1
-            mixed = (hashed ^ (hashed >> 15)) * jnp.uint32(0x85EBCA6B)  # the multiplication fills the upper bits
+            mixed = (hashed ^ (hashed >> 15)) * jnp.uint32(0x85EBCA6B)  # the multiplication mixes the upper bits
             found.append(table((mixed >> (33 - GRAM_ROWS.bit_length())).astype(jnp.int32)))
         return self.out(jnp.concatenate(found, axis=-1))
 
 
 class Block(nnx.Module):
-    """Attention, then experts; each reads a normalised copy of the stream and adds to it.
+    """Attention, then experts; each reads the normalised residual stream and adds to it.
 
-    With a recipe the experts compute in bfloat16, in its formats; their parameters stay float32.
+    With a recipe the experts compute in bfloat16 and in the recipe's formats; their parameters stay float32.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Block(nnx.Module):
         self.norm1 = nnx.RMSNorm(width, rngs=rngs)
         self.attention = Attention(width, rngs)
         self.norm2 = nnx.RMSNorm(width, rngs=rngs)
-        # One expert alone cannot be weighted by a softmax over the chosen, so the softmax then runs over all.
+        # With top-1, a softmax over the chosen expert is always 1, so the softmax then runs over all experts.
         dtype = None if recipe is None else jnp.bfloat16
         self.experts = moe(
             *(width, 2 * width, experts, top_k),
@@ -100,7 +100,7 @@ class Block(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, MoEAux]:
-        """[B, L, width] -> the same, and what the experts report."""
+        """[B, L, width] -> the same, and the report of the experts."""
         x = x + self.attention(self.norm1(x))
         y, aux = self.experts(self.norm2(x))
         return x + y, aux

@@ -1,4 +1,4 @@
-"""What is left of a run: a picture, a sample, and the figures as JSON."""
+"""The results of a run: a picture, a sample, and the figures as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 
 
 def picture(path: Path, losses: list[float], held_out: float, others: dict[str, float], load: np.ndarray) -> None:
-    """Draws the loss (bits per byte) over the steps, and the share of rows of each expert [layers, experts]."""
+    """Draws the loss (bits per byte) over the steps, and the share of rows per expert [layers, experts]."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), width_ratios=(3, 2), layout="constrained")
     steps = np.arange(1, len(losses) + 1)
     left.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=0.8)
@@ -44,11 +44,11 @@ def write(folder: Path, sample: bytes, figures: dict[str, Any]) -> None:
 
 
 def three_digits(number: float) -> str:
-    """A number above zero with three significant digits, whole from 100 on."""
+    """Formats a positive number with three significant digits, from 100 on as an integer."""
     return f"{number:.{max(0, 2 - math.floor(math.log10(number)))}f}"
 
 
 def printable(text: bytes) -> str:
-    """The bytes as text for a terminal: control characters and broken UTF-8 become a question mark."""
+    """Decodes the bytes for a terminal: control characters and invalid UTF-8 become a question mark."""
     decoded = text.decode("utf-8", errors="replace")
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in decoded)

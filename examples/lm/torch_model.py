@@ -1,7 +1,7 @@
 """The language model in PyTorch: a small transformer over bytes whose MLPs are mixtures of experts.
 
-The router is plain PyTorch, the experts are a `GroupedMLP`. Nothing here reads a value on the host, and all sums have a
-fixed order, so a step can be captured as a CUDA graph and has the same bits each time.
+The router is plain PyTorch, and the experts are a `GroupedMLP`. The host reads no values from the device, and all sums
+have a fixed order, so a step can be captured as a CUDA graph and has the same bits each time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ HEAD_WIDTH = 64
 
 
 class Permute(torch.autograd.Function):
-    """Rows [T, H] of tokens in the order of experts [T k, H]; gradients of a token's k rows are added in order."""
+    """Sorts rows of tokens [T, H] by expert, [T k, H]; the gradients of a token's k rows are added in order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        """order: slot at each place. places: place of each slot [T, k]."""
+        """order: slot at each position. places: position of each slot [T, k]."""
         ctx.save_for_backward(places)
         return x[order // places.shape[1]]
 
@@ -37,11 +37,11 @@ class Permute(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
-    """The sum of each token's rows, [T k, H] in the order of experts -> [T, H]."""
+    """Sums the rows of each token: [T k, H] sorted by expert -> [T, H]."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        """As of `Permute`, whose transpose this is."""
+        """The arguments are those of `Permute`; this is its transpose."""
         ctx.save_for_backward(order)
         ctx.top_k = places.shape[1]
         return y[places].sum(1)
@@ -53,7 +53,7 @@ class Combine(torch.autograd.Function):
 
 
 class Weigh(torch.autograd.Function):
-    """Weights of slots [T k] in the order of experts."""
+    """Sorts the weights of the slots by expert, [T k]."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class Weigh(torch.autograd.Function):
 
 
 class MoE(torch.nn.Module):
-    """Each token goes to `top_k` experts, weighted by a softmax over these; a loss keeps the load even."""
+    """Routes each token to `top_k` experts, weighted by a softmax over these; an auxiliary loss balances the load."""
 
     def __init__(self, width: int, experts: int, top_k: int, **options: Any) -> None:
         super().__init__()
@@ -76,10 +76,10 @@ class MoE(torch.nn.Module):
         self.top_k = top_k
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(y [T, H], loss of the load)."""
+        """Returns (y [T, H], load-balancing loss)."""
         logits = F.linear(x.float(), self.router.weight.float())
         chosen, experts = logits.topk(self.top_k, dim=1)
-        # One expert alone cannot be weighted by a softmax over the chosen, so the softmax then runs over all.
+        # With top-1, a softmax over the chosen expert is always 1, so the softmax then runs over all experts.
         scores = logits.softmax(1)
         weights = chosen.softmax(1) if self.top_k > 1 else chosen.exp() / logits.exp().sum(1, keepdim=True)
         slots = experts.flatten()
@@ -94,7 +94,7 @@ class MoE(torch.nn.Module):
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Rotary position embedding: [..., L, d], pairs of columns turned by an angle that grows with position."""
+    """Rotary position embedding: [..., L, d], pairs of columns are rotated by an angle that grows with position."""
     length, half = x.shape[-2], x.shape[-1] // 2
     steps = torch.arange(half, device=x.device)
     angle = torch.arange(length, device=x.device)[:, None] * 10000.0 ** (-steps / half)
@@ -104,7 +104,7 @@ def rotate(x: Tensor) -> Tensor:
 
 
 class Attention(torch.nn.Module):
-    """Causal self-attention, of plain products and a softmax: their sums have one order."""
+    """Causal self-attention from plain matmuls and a softmax, whose sums have a fixed order."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Attention(torch.nn.Module):
 
 
 class Block(torch.nn.Module):
-    """Attention, then experts; each reads a normalised copy of the stream and adds to it."""
+    """Attention, then experts; each reads the normalised residual stream and adds to it."""
 
     def __init__(self, width: int, experts: int, top_k: int, **options: Any) -> None:
         super().__init__()
@@ -131,14 +131,14 @@ class Block(torch.nn.Module):
         self.moe = MoE(width, experts, top_k, **options)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, L, width] -> the same, and the loss of the load."""
+        """[B, L, width] -> the same, and the load-balancing loss."""
         x = x + self.attention(self.norm1(x))
         y, balance = self.moe(self.norm2(x).flatten(0, 1))
         return x + y.view_as(x), balance
 
 
 class LanguageModel(torch.nn.Module):
-    """Predicts the next byte at each position. `options` are those of the experts' layers."""
+    """Predicts the next byte at each position. `options` are passed to the expert layers."""
 
     def __init__(self, width: int, layers: int, experts: int, top_k: int, **options: Any) -> None:
         super().__init__()
@@ -150,10 +150,10 @@ class LanguageModel(torch.nn.Module):
     def forward(
         self, text: Tensor, around: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> tuple[Tensor, Tensor]:
-        """text: bytes [B, L + 1]. Returns nats per byte, and the sum of the losses of the load.
+        """text: bytes [B, L + 1]. Returns nats per byte, and the sum of the load-balancing losses.
 
         Args:
-            around: makes a context around each block.
+            around: creates the context for each block.
         """
         x, balance = self.embed(text[:, :-1].int()), torch.zeros((), device=text.device)
         for block in self.blocks:
