@@ -212,7 +212,7 @@ class Activation:
         kind = KINDS.get(self.kind) if isinstance(self.kind, str) else None
         if kind is None:
             raise ValueError(
-                f"`kind` of Activation: {self.kind!r}, wanted one of {', '.join(KINDS)}; choose one of them."
+                f"`kind` of Activation: {self.kind!r}, expected one of {', '.join(KINDS)}; choose one of them."
             )
         for name in _PARAMETERS:
             object.__setattr__(self, name, self._checked(name, getattr(self, name), kind.defaults))
@@ -232,7 +232,7 @@ class Activation:
         if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= low:
             wanted = "a finite number above 0" if name in _POSITIVE else "a finite number"
             raise ValueError(
-                f"`{name}` of Activation: {value!r}, wanted {wanted} for {self.kind}; the default is {defaults[name]}."
+                f"`{name}` of Activation: {value!r}, expected {wanted} for {self.kind}; default: {defaults[name]}."
             )
         return float(value)
 
@@ -243,7 +243,7 @@ class Activation:
         if not self.gated:
             raise ValueError(f"`interleave` of Activation: {s!r}, but {self.kind} is not gated; leave it out.")
         if not isinstance(s, int) or s < 1:
-            raise ValueError(f"`interleave` of Activation: {s!r}, wanted None or a block of 1 or more; use an int.")
+            raise ValueError(f"`interleave` of Activation: {s!r}, expected None or a block of 1 or more; use an int.")
 
     @property
     def gated(self) -> bool:
@@ -258,7 +258,7 @@ class Activation:
         """
         if self.interleave is not None and mlp_dim % self.interleave:
             raise ValueError(
-                f"`interleave` of Activation: {self.interleave}, wanted a divisor of the expert width {mlp_dim}; "
+                f"`interleave` of Activation: {self.interleave}, expected a divisor of the expert width {mlp_dim}; "
                 "choose one, or None for contiguous halves."
             )
         return 2 * mlp_dim if self.gated else mlp_dim

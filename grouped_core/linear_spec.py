@@ -48,7 +48,7 @@ class Linear:
         scale_bias: row_scale multiplies the bias only.
         result_dtype: dtype of y; None: that of x.
         wgrad_dtype: dtype of a new weight gradient; None: that of the weight.
-        rows_hint: usual rows a group, for tile choice only; 0 is unknown.
+        rows_hint: usual number of rows per group, for tile choice only; 0 is unknown.
         implementation: pinned kernels, a comma list; "" lets dispatch choose.
         paired: the weight is two arrays, halves of its N columns.
         fp32: the least accurate mode of float32 operands that the call accepts; None: any, the recipe's decides.
@@ -112,7 +112,7 @@ def implementation_names(implementation: str | Sequence[str] | None) -> str:
         names = list(implementation) if isinstance(implementation, Sequence) else []
     if not names or not all(isinstance(name, str) and name for name in names):
         raise ValueError(
-            f"`implementation`: {implementation!r}, wanted None, a kernel's name or a sequence of names; "
+            f"`implementation`: {implementation!r}, expected None, a kernel's name or a sequence of names; "
             "`explain` lists the kernels of a call."
         )
     return ",".join(names)
@@ -217,7 +217,7 @@ def check_linear(
     if x.shape[0] > MAX_ROWS:
         raise _shape(n.x, x, f"at most {MAX_ROWS} rows", "split the rows over several calls")
     if sizes.shape[0] != groups:
-        raise _shape(n.sizes, sizes, f"({groups},) = one size for each group of `{n.w}`", "pass one size a group")
+        raise _shape(n.sizes, sizes, f"({groups},) = one size for each group of `{n.w}`", "pass one size per group")
     _check_recipe(op, x, w)
     for name, spec in ((n.x, x), (n.w, w)):
         if isinstance(spec, QuantizedSpec):
@@ -232,13 +232,16 @@ def check_linear(
         _check_float(n.bias, bias, WIDE)
         check_rank("linear", "bias", n.bias, bias.shape)
         if bias.shape != (groups, width):
-            raise _shape(n.bias, bias, f"({groups}, {width}) = [G, N]", "pass one bias vector a group")
+            raise _shape(n.bias, bias, f"({groups}, {width}) = [G, N]", "pass one bias vector per group")
     if row_scale is not None:
         _check_float(n.row_scale, row_scale, WIDE)
         check_rank("linear", "row_scale", n.row_scale, row_scale.shape)
         if row_scale.shape != (x.shape[0],):
             raise _shape(
-                n.row_scale, row_scale, f"({x.shape[0]},) = all rows of `{n.x}`, tail included", "pass one factor a row"
+                n.row_scale,
+                row_scale,
+                f"({x.shape[0]},) = all rows of `{n.x}`, tail included",
+                "pass one factor per row",
             )
     wide_option(n.result, op.result_dtype)
     wide_option(n.wgrad, op.wgrad_dtype)

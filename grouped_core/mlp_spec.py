@@ -94,7 +94,7 @@ class Mlp:
         residuals: what is kept for backward.
         wgrad_dtype: dtype of new weight gradients; None: that of the weights.
         master_dtypes: of the masters of wi and wo, which then is that of their new gradients; None where there is none.
-        rows_hint: usual rows a group, for tile choice only; 0 is unknown.
+        rows_hint: usual number of rows per group, for tile choice only; 0 is unknown.
         implementation: pinned kernels, a comma list; "" lets dispatch choose. A name concerns its own call alone.
         clear_residuals: tail rows of what is kept are zero instead of undefined.
         paired: the first weight is two arrays, gate and linear half.
@@ -262,7 +262,7 @@ def check_pair(op: Mlp, *halves: ArraySpec) -> None:
     n = op.names
     if len(halves) != 2:
         raise ValueError(
-            f"`{n.wi}`: {len(halves)} arrays, expected one, or gate and linear half; stack one matrix a group on the "
+            f"`{n.wi}`: {len(halves)} arrays, expected one, or gate and linear half; stack one matrix per group on the "
             "first axis."
         )
     gate, up = halves
@@ -366,7 +366,7 @@ def check(
     if probs is not None and probs.shape != x.shape[:1]:
         raise ValueError(
             f"`{n.probs}`: shape {probs.shape}, expected {x.shape[:1]} = all rows of `{n.x}`, tail included; "
-            "pass one probability a row."
+            "pass one probability per row."
         )
     z = ArraySpec((x.shape[0], width), h.dtype)
     return linear_spec.check_linear(op.fc2(), z, wo, sizes, wo_bias, None, out)

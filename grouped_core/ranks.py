@@ -28,10 +28,10 @@ class Axes(NamedTuple):
 
 
 _ROWS = "fold leading axes into rows with a reshape"
-_STACK = "stack one matrix a group on the first axis"
-_VECTORS = "pass one bias vector a group"
-_SIZES = Axes("[G]", "pass one size a group")
-_PROBS = Axes("[M]", "pass one probability a row")
+_STACK = "stack one matrix per group on the first axis"
+_VECTORS = "pass one bias vector per group"
+_SIZES = Axes("[G]", "pass one size per group")
+_PROBS = Axes("[M]", "pass one probability per row")
 _KEY = Axes("[2]", "pass two words of uint32, low word first")
 _RESHAPE = "fold or add axes with a reshape"
 
@@ -41,7 +41,7 @@ AXES: dict[str, dict[str, Axes]] = {
         "w": Axes("[G, K, N]", _STACK, "[G, N, K]"),
         "sizes": _SIZES,
         "bias": Axes("[G, N]", _VECTORS),
-        "row_scale": Axes("[M]", "pass one factor a row"),
+        "row_scale": Axes("[M]", "pass one factor per row"),
     },
     "mlp": {
         "x": Axes("[M, K]", _ROWS),
@@ -122,5 +122,5 @@ def check_member(operation: str, argument: str, name: str, shape: Sequence[Any],
         one = "[" + letters(operation, argument, transposed=transposed).removeprefix("[G, ")
         raise ValueError(
             f"`{name}`: shape {tuple(shape)}, expected {_NUMBERS[_count(axes) - 1]} {one} in a list; "
-            "pass one tensor a group, or the packed tensor without a list."
+            "pass one tensor per group, or the packed tensor without a list."
         )

@@ -31,7 +31,7 @@ def check(activation: Activation, h: ArraySpec, probs: ArraySpec | None) -> None
     activation.fc1_width(h.shape[1] // 2 if activation.gated else h.shape[1])  # refuses an interleave that does not fit
     if probs is not None and probs.shape != h.shape[:1]:
         raise ValueError(
-            f"`probs`: shape {probs.shape}, expected ({h.shape[0]},) = all rows of `h`; pass one probability a row."
+            f"`probs`: shape {probs.shape}, expected ({h.shape[0]},) = all rows of `h`; pass one probability per row."
         )
 
 

@@ -15,7 +15,7 @@ class GroupSizes:
 
     Attributes:
         value: integers [G] on the device of the rows.
-        representative: usual rows a group, a static hint for the choice of tiles; it never changes what is computed.
+        representative: static hint for the choice of tiles, the usual number of rows per group; it never changes results.
 
     Raises:
         TypeError: a hint that is no integer. ValueError: one below 1.
@@ -28,12 +28,12 @@ class GroupSizes:
         if not (self.representative is None or hasattr(self.representative, "__index__")):
             raise TypeError(
                 f"`representative` of GroupSizes: {self.representative!r}, expected None or an integer; "
-                "pass the usual number of rows of a group."
+                "pass the usual number of rows per group."
             )
         if self.representative is not None and self.representative < 1:
             raise ValueError(
                 f"`representative` of GroupSizes: {self.representative}, expected None or at least 1; "
-                "pass the usual number of rows of a group."
+                "pass the usual number of rows per group."
             )
 
 

@@ -58,7 +58,7 @@ class RecipeLayer(nnx.Module):
         """Called after the parameters are made, which so are the same with every recipe."""
         if recipe is not None and not isinstance(recipe, Recipe):
             raise TypeError(
-                f"`recipe` of {type(self).__name__}: {type(recipe).__name__}, wanted a Recipe or None; the layer binds "
+                f"`recipe` of {type(self).__name__}: {type(recipe).__name__}, expected a Recipe or None; the layer binds"
                 "it to its own state and keys, so pass the recipe itself."
             )
         self.recipe = recipe
@@ -82,7 +82,7 @@ class RecipeLayer(nnx.Module):
         key = source() if isinstance(source, nnx.RngStream) else source
         if not isinstance(key, jax.Array):
             raise TypeError(
-                f"`rngs` of {type(self).__name__}: {type(key).__name__}, wanted nnx.Rngs, a stream of it, a key of "
+                f"`rngs` of {type(self).__name__}: {type(key).__name__}, expected nnx.Rngs, a stream of it, a key of "
                 "jax.random, or None; pass one of them."
             )
         return jax.random.bits(key, (2,), "uint32")
@@ -94,6 +94,6 @@ def _rounding(rngs: nnx.Rngs, layer: str, recipe: Recipe) -> nnx.RngStream:
         return rngs.rounding
     except AttributeError as error:
         raise ValueError(
-            f"`rngs` of {layer}: no stream `rounding` and no default, wanted one for the recipe {recipe.name}, which "
+            f"`rngs` of {layer}: no stream `rounding` and no default, expected one for the recipe {recipe.name}, which "
             "rounds stochastically; pass nnx.Rngs(seed), or nnx.Rngs(params=..., rounding=...)."
         ) from error

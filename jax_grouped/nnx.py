@@ -44,9 +44,9 @@ _NO_METADATA: Metadata = MappingProxyType({})
 def _positive(layer: str, **sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, (int, np.integer)):
-            raise TypeError(f"`{name}` of {layer}: {size!r}, wanted an integer; give the size of that axis.")
+            raise TypeError(f"`{name}` of {layer}: {size!r}, expected an integer; give the size of that axis.")
         if size < 1:
-            raise ValueError(f"`{name}` of {layer}: {size}, wanted 1 or more; give the size of that axis.")
+            raise ValueError(f"`{name}` of {layer}: {size}, expected 1 or more; give the size of that axis.")
 
 
 def _value(param: nnx.Param | None) -> Array | None:
@@ -236,7 +236,7 @@ class MoE(_Experts):
         _positive("MoE", num_experts=num_experts, num_experts_per_tok=num_experts_per_tok)
         if num_experts_per_tok > num_experts:
             raise ValueError(
-                f"`num_experts_per_tok` of MoE: {num_experts_per_tok}, wanted 1 to {num_experts}, the number of "
+                f"`num_experts_per_tok` of MoE: {num_experts_per_tok}, expected 1 to {num_experts}, the number of "
                 "experts; choose fewer."
             )
         check_router(num_experts, num_experts_per_tok, score, after_topk)

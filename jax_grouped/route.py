@@ -62,17 +62,17 @@ class Permutation(NamedTuple):
 def check_router(E: int, k: int, score: str, after_topk: bool) -> None:
     """Refuses options of `topk_router` that contradict each other, with a ValueError."""
     if score not in SCORES:
-        raise ValueError(f"`score` of topk_router: {score!r}, wanted one of {SCORES}; choose one of them.")
+        raise ValueError(f"`score` of topk_router: {score!r}, expected one of {SCORES}; choose one of them.")
     if not 1 <= k <= E:
-        raise ValueError(f"`k` of topk_router: {k}, wanted 1 to {E}, the experts in `logits`; choose a smaller k.")
+        raise ValueError(f"`k` of topk_router: {k}, expected 1 to {E}, the experts in `logits`; choose a smaller k.")
     if after_topk and score != "softmax":
         raise ValueError(
-            f"`after_topk` of topk_router: True with score {score!r}, wanted score 'softmax'; "
+            f"`after_topk` of topk_router: True with score {score!r}, expected score 'softmax'; "
             "the others are normalised over the chosen experts anyway, leave it out."
         )
     if after_topk and k == 1:
         raise ValueError(
-            "`after_topk` of topk_router: True with k = 1, wanted k of 2 or more; "
+            "`after_topk` of topk_router: True with k = 1, expected k of 2 or more; "
             "a softmax over one expert is always 1 and the router would not learn, use after_topk=False."
         )
 
@@ -87,7 +87,7 @@ def _check_ranks(function: str, **arrays: Array | None) -> None:
 def _check_extras(T: int, E: int, bias: Array | None, mask: Array | None) -> None:
     for name, array, shape in (("bias", bias, (E,)), ("mask", mask, (T,))):
         if array is not None and array.shape != shape:
-            raise ValueError(f"`{name}` of topk_router: shape {array.shape}, wanted {shape}; reshape it.")
+            raise ValueError(f"`{name}` of topk_router: shape {array.shape}, expected {shape}; reshape it.")
 
 
 def topk_router(
@@ -184,10 +184,10 @@ def update_bias(bias: Float[Array, " E"], load: Int[Array, " E"], rate: float) -
 
 def _row_count(slots: int, num_groups: int, align: int, max_rows: int | None) -> int:
     if align < 1:
-        raise ValueError(f"`align` of permute: {align}, wanted 1 or more; 1 pads nothing.")
+        raise ValueError(f"`align` of permute: {align}, expected 1 or more; 1 pads nothing.")
     if max_rows is not None:
         if max_rows < 1 or max_rows % align:
-            raise ValueError(f"`max_rows` of permute: {max_rows}, wanted a positive multiple of `align` {align}.")
+            raise ValueError(f"`max_rows` of permute: {max_rows}, expected a positive multiple of `align` {align}.")
         return max_rows
     worst = slots + num_groups * (align - 1)
     return -(-worst // align) * align
@@ -223,13 +223,13 @@ def permute(
     _check_ranks("permute", x=x, experts=experts, probs=probs)
     T, k = experts.shape
     if not jnp.issubdtype(experts.dtype, jnp.integer):
-        raise TypeError(f"`experts` of permute: dtype {experts.dtype}, wanted integers; give the experts' numbers.")
+        raise TypeError(f"`experts` of permute: dtype {experts.dtype}, expected integers; give the experts' numbers.")
     if num_groups < 1:
-        raise ValueError(f"`num_groups` of permute: {num_groups}, wanted 1 or more; give the number of experts.")
+        raise ValueError(f"`num_groups` of permute: {num_groups}, expected 1 or more; give the number of experts.")
     if x.shape[0] != T:
-        raise ValueError(f"`x` of permute: {x.shape[0]} tokens, wanted {T} as in `experts`; route these tokens.")
+        raise ValueError(f"`x` of permute: {x.shape[0]} tokens, expected {T} as in `experts`; route these tokens.")
     if probs is not None and probs.shape != (T, k):
-        raise ValueError(f"`probs` of permute: shape {probs.shape}, wanted {(T, k)} as `experts`; reshape it.")
+        raise ValueError(f"`probs` of permute: shape {probs.shape}, expected {(T, k)} as `experts`; reshape it.")
     M = _row_count(T * k, num_groups, align, max_rows)
     group = experts.reshape(-1)
     if group.dtype.itemsize < 4:  # `num_groups` may not fit into these; numbers of 8 bytes, narrowed, could come back
@@ -280,11 +280,11 @@ def unpermute(
     _check_ranks("unpermute", y=y, weights=weights)
     if y.shape[0] != permutation.source.shape[0]:
         raise ValueError(
-            f"`y` of unpermute: {y.shape[0]} rows, wanted {permutation.source.shape[0]}; give all rows of `permute`."
+            f"`y` of unpermute: {y.shape[0]} rows, expected {permutation.source.shape[0]}; give all rows of `permute`."
         )
     if weights is not None and weights.shape != permutation.inverse.shape:
         raise ValueError(
-            f"`weights` of unpermute: shape {weights.shape}, wanted {permutation.inverse.shape}; reshape them."
+            f"`weights` of unpermute: shape {weights.shape}, expected {permutation.inverse.shape}; reshape them."
         )
     return _combine(y, weights, permutation.source, permutation.inverse)
 

@@ -58,7 +58,7 @@ def test_fast_accumulation_is_for_forward_products_of_scales_of_groups():
     with asserts.refused(ValueError, ["`accumulate` of Recipe:", "'never'", "'promote', 'fast'", "choose"]):
         recipes.FP8Current.replace(accumulate="never")
     with asserts.refused(
-        ValueError, ["`forward` of recipe MXFP8:", "accumulate='fast'", "one scale a tensor", "change"]
+        ValueError, ["`forward` of recipe MXFP8:", "accumulate='fast'", "one scale per tensor", "change"]
     ):
         recipes.MXFP8.replace(accumulate="fast")
 
