@@ -15,10 +15,10 @@ class GroupSizes:
 
     Attributes:
         value: integers [G] on the device of the rows.
-        representative: static hint for the choice of tiles, the usual number of rows per group; it never changes results.
+        representative: usual number of rows per group, a static hint for the choice of tiles; results do not change.
 
     Raises:
-        TypeError: a hint that is no integer. ValueError: one below 1.
+        TypeError: the hint is not an integer. ValueError: it is less than 1.
     """
 
     value: Any

@@ -58,8 +58,8 @@ class RecipeLayer(nnx.Module):
         """Called after the parameters are made, which so are the same with every recipe."""
         if recipe is not None and not isinstance(recipe, Recipe):
             raise TypeError(
-                f"`recipe` of {type(self).__name__}: {type(recipe).__name__}, expected a Recipe or None; the layer binds"
-                "it to its own state and keys, so pass the recipe itself."
+                f"`recipe` of {type(self).__name__}: {type(recipe).__name__}, expected a Recipe or None; the layer "
+                "binds it to its own state and keys, so pass the recipe itself."
             )
         self.recipe = recipe
         self.scaling: Scaling | None = nnx.data(None)

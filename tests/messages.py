@@ -145,7 +145,7 @@ BAD: tuple[Bad, ...] = (
         "`{w}`:",
         "dtype bfloat16",
         "expected float32 = dtype of `{x}`",
-        "cast one of them, nothing is cast behind your back",
+        "cast one of them; the operation does not cast operands itself",
         w=("bfloat16", (3, 8, 4)),
     ),
     _bad(
@@ -276,7 +276,7 @@ BAD: tuple[Bad, ...] = (
         TypeError,
         "`{x}`:",
         "dtype float32",
-        "expected bfloat16 as the recipe BF16 stores it",
+        "expected bfloat16, the dtype of the recipe BF16",
         "cast it, or pass recipe=None",
         recipe=BF16,
     ),

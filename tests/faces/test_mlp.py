@@ -619,7 +619,7 @@ def test_refusals_of_halves(recipe):
         with asserts.refused(ValueError, ("`interleave` of Activation", "1 beside `wi`", "expected None", "one piece")):
             face(**{**plain, "activation": Activation("swiglu", interleave=1)})
     stored = [arrays.quantize(each, "mxfp8", axis=1) for each in wi]
-    with asserts.refused(TypeError, ("`wi`", "two quantised arrays", "two as they stand", "pass one array")):
+    with asserts.refused(TypeError, ("`wi`", "two quantised arrays", "two plain arrays", "pass one array")):
         arrays.grouped_mlp(**{**given, "wi": stored})
     with asserts.refused(ValueError, ("`wi[1]`", "strides", "expected a C-contiguous array", "copy it")):
         arrays.grouped_mlp(**{**given, "wi": (wi[0], np.asfortranarray(wi[1]))})

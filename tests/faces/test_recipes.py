@@ -422,7 +422,7 @@ def test_a_quantised_operand_holds_what_its_format_makes(face: Any, array: Any, 
             ["scales of groups float32[1]", f"expected float32[{groups}]", "sizes of"],
         ),
         ((face.quantize(x, "mxfp8", axis=(1, 0)), w), ["codes float8_e4m3fn", "along axis 0", "sizes of this call"]),
-        ((replace(both, other=short), w), [f"shape {short.shape}", f"expected {both.shape}", "with both axes"]),
+        ((replace(both, other=short), w), [f"shape {short.shape}", f"expected {both.shape}", "along both axes"]),
         ((x, replace(stored, scales=None)), ["scales of groups None", f"expected float32[{groups}]", "anew"]),
         ((x, replace(stored, values=stored.values[:-1])), ["codes float8_e4m3fn", "expected float8_e4m3fn", "anew"]),
     )
