@@ -272,7 +272,7 @@ class Activation:
 
 
 def resolve(activation: str | Activation) -> Activation:
-    """An `Activation` as it stands, or the one of that kind with its defaults."""
+    """The `Activation` itself, or for the name of a kind the one with its default parameters."""
     return activation if isinstance(activation, Activation) else Activation(activation)
 
 

@@ -12,7 +12,7 @@ from grouped_core.calls import SLOTS, ArraySpec, Call
 
 @lru_cache(maxsize=8192)
 def attempt(call: Call, arch: str) -> _native.Plan:
-    """The native plan of `call` on `arch` ("cpu", "sm_80", "sm_90a"); its `kernel` is "" where nobody takes it."""
+    """The native plan of `call` on `arch` ("cpu", "sm_80", "sm_90a"); its `kernel` is "" if no kernel supports it."""
     inputs = [None if spec is None else (spec.dtype, spec.shape) for spec in call.inputs]
     outputs = [None if spec is None else (spec.dtype, spec.shape) for spec in call.outputs]
     return _native.plan(call.name, arch, call.implementation, inputs, outputs, dict(call.params))
