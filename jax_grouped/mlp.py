@@ -351,7 +351,7 @@ def _save(op: Mlp, needs: MlpNeeds, parts: tuple[int, ...], o: _Operands) -> tup
 
 
 def _out_of_form(wi: Any) -> Any:
-    """A first weight as residuals keep it: two arrays as a tuple."""
+    """A first weight as in the residuals: a `Paired` one becomes a tuple of two arrays."""
     return (wi.gate, wi.up) if isinstance(wi, Paired) else wi
 
 

@@ -1,6 +1,6 @@
 """A whole mixture-of-experts layer, as a function of its parameters.
 
-The layers of `jax_grouped.nnx` hold the parameters and call it. Letters: T tokens, H hidden size, E experts,
+The layers of `jax_grouped.nnx` hold the parameters and call `moe`. Letters: T tokens, H hidden size, E experts,
 F expert width, M rows sorted by expert.
 """
 
