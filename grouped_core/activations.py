@@ -1,7 +1,7 @@
 """The activation between the two products of an expert: one frozen description for every backend.
 
-FC1's row h holds the gate half a first, then the linear half u (contiguous, or interleaved in blocks); kinds that are
-not gated read a alone. Formulas and derivatives: numerics.md, section 5.
+A row h of FC1 holds the gate half a first, then the linear half u (contiguous, or interleaved in blocks); kinds that
+are not gated have only a. Formulas and derivatives: numerics.md, section 5.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class Slopes(NamedTuple):
 
 
 Formula = Callable[[Mapping[str, float], Array, Array], Slopes]
-"""Of parameters and the two halves of hidden rows, in float64: the oracle's meaning of a kind."""
+"""(parameters, a, u) -> value and derivatives, in float64; the reference definition of a kind."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One activation function. Nothing lists kinds but this file and cc/math/activation.h, which also has the names and
-    arithmetic of all that are no `case_of` another one.
+    """One activation function. Kinds are listed only in this file and, except those with `case_of`, in
+    cc/math/activation.h, with their arithmetic.
 
     Attributes:
-        gated: it multiplies a function of the gate half by the linear half, instead of reading the whole of h.
+        gated: whether it multiplies a function of the gate half by the linear half; other kinds read the whole of h.
         formula: value and derivatives.
-        defaults: of the parameters that it has.
-        case_of: the kind that computes it, given the parameters `fixed` beside its own; "" is itself.
+        defaults: default values of its parameters.
+        case_of: the kind that computes it, with the parameters `fixed` added to its own; "" is the kind itself.
     """
 
     gated: bool
@@ -57,7 +57,7 @@ class Kind:
 
 
 def _logistic(x: Array) -> tuple[Array, Array]:
-    """1 / (1 + exp(-x)) and its derivative, with small relative errors on either side."""
+    """1 / (1 + exp(-x)) and its derivative, with small relative errors for both signs of x."""
     e = np.exp(-np.abs(x))
     s = np.where(x < 0, e, 1.0) / (1.0 + e)
     return s, e / (1.0 + e) ** 2
@@ -251,7 +251,7 @@ class Activation:
         return KINDS[self.kind].gated
 
     def fc1_width(self, mlp_dim: int) -> int:
-        """Columns of FC1 in front of an FC2 that reads `mlp_dim`: twice as many for gated kinds.
+        """Columns of FC1 for an FC2 that reads `mlp_dim` columns: twice as many for gated kinds.
 
         Raises:
             ValueError: the interleave block does not divide `mlp_dim`.
@@ -277,13 +277,13 @@ def resolve(activation: str | Activation) -> Activation:
 
 
 def interleave(weight: Any, block: int, *, axis: int = -1) -> Any:
-    """A first weight or bias with contiguous halves, its 2F columns laid out in blocks of `block` (MLP-5).
+    """Interleaves a first weight or bias with contiguous halves: its 2F columns in blocks of `block` (MLP-5).
 
-    A view of it where nothing moves.
+    The result is for `Activation(interleave=block)`. It is a view where no data moves.
 
     Args:
-        weight: an array of NumPy, CuPy, JAX or PyTorch, gate half first along `axis`: `wi` or `wi_bias`, or the rows
-            that they give. What was made for `Activation(interleave=block)` is what this returns.
+        weight: an array of NumPy, CuPy, JAX or PyTorch, gate half first along `axis`: `wi` or `wi_bias`, or hidden rows
+            computed with them.
 
     Raises:
         ValueError: the axis is odd, or the block does not divide its half.

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 _LARGEST_HINT = 2**31 - 1
-"""Kernels take the hint as an integer of fixed width; more rows than that no group has."""
+"""Kernels take the hint as an int32; no group has more rows."""
 
 
 @dataclass(frozen=True)
 class GroupSizes:
-    """Group sizes and how many rows a group usually has.
+    """Group sizes, and the usual number of rows per group.
 
     Attributes:
         value: integers [G] on the device of the rows.

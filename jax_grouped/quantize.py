@@ -137,7 +137,9 @@ def straight_through(master: Float[AnyArray, ...], q: QTensor[Any]) -> StraightT
     check_quantized(q)
     array = as_array("master", master, "of the shape of q")
     if tuple(array.shape) != tuple(q.shape):
-        raise ValueError(f"`master`: shape {tuple(array.shape)}, expected {q.shape} = shape of `q`; pass its master.")
+        raise ValueError(
+            f"`master`: shape {tuple(array.shape)}, expected {q.shape} = shape of `q`; pass its own master."
+        )
     return StraightThrough(array, q)
 
 

@@ -177,7 +177,7 @@ JAX: dict[str, Function] = {
     ),
     "straight_through": Function(
         lambda master: jax_grouped.straight_through(master, _jax_quantized(G, K, N)),
-        {"master": Argument((G, K, N), f"({G}, {K}, {N}) = shape of `q`", "pass its master")},
+        {"master": Argument((G, K, N), f"({G}, {K}, {N}) = shape of `q`", "pass its own master")},
     ),
     "size_status": Function(lambda group_sizes: jax_grouped.size_status(group_sizes, M), {"group_sizes": SIZES}),
     "update_scaling": Function(
@@ -455,7 +455,7 @@ TORCH: dict[str, Function] = {
     ),
     "straight_through": Function(
         lambda master: torch_bridge.straight_through(master, _torch_quantized(G, N, K)),
-        {"master": Argument((G, N, K), f"({G}, {N}, {K}) = shape of `q`", "pass its master")},
+        {"master": Argument((G, N, K), f"({G}, {N}, {K}) = shape of `q`", "pass its own master")},
     ),
     "size_status": Function(lambda group_sizes: torch_bridge.size_status(group_sizes, M), {"group_sizes": SIZES}),
     "device_sizes": Function(
