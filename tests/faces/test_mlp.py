@@ -588,7 +588,9 @@ def test_refusals_of_the_parts():
 def test_jax_refuses_accumulators_of_two_kinds():
     given, _ = problem(cases.named("tail"), "float32", Activation("swiglu"))
     arrays = [jnp.zeros(given[name].shape) for name in ("wi", "wo")]
-    with asserts.refused(ValueError, ("`wgrad_accum`", "an array beside a jax.Ref", "two of one kind", "make both")):
+    with asserts.refused(
+        ValueError, ("`wgrad_accum`", "an array beside a jax.Ref", "two of one kind", "pass two arrays")
+    ):
         jax_grouped.grouped_mlp(**given, wgrad_accum=(jax.new_ref(arrays[0]), arrays[1]))
     with asserts.refused(ValueError, ("`wgrad_accum`", "one array for both", "expected one each")):
         jax_grouped.grouped_mlp(**given, wgrad_accum=(arrays[0], arrays[0]))
