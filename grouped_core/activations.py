@@ -1,7 +1,7 @@
 """The activation between the two products of an expert: one frozen description for every backend.
 
-FC1's row h holds the gate half a first, then the linear half u (contiguous, or interleaved in blocks); kinds that are
-not gated read a alone. Formulas and derivatives: numerics.md, section 5.
+A row h of FC1 holds the gate half a first, then the linear half u (contiguous, or interleaved in blocks); kinds that
+are not gated have only a. Formulas and derivatives: numerics.md, section 5.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class Slopes(NamedTuple):
 
 
 Formula = Callable[[Mapping[str, float], Array, Array], Slopes]
-"""Of parameters and the two halves of hidden rows, in float64: the oracle's meaning of a kind."""
+"""(parameters, a, u) -> value and derivatives, in float64; the reference definition of a kind."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One activation function. Nothing lists kinds but this file and cc/math/activation.h, which also has the names and
-    arithmetic of all that are no `case_of` another one.
+    """One activation function. Kinds are listed only in this file and, except those with `case_of`, in
+    cc/math/activation.h, with their arithmetic.
 
     Attributes:
-        gated: it multiplies a function of the gate half by the linear half, instead of reading the whole of h.
+        gated: whether it multiplies a function of the gate half by the linear half; other kinds read the whole of h.
         formula: value and derivatives.
-        defaults: of the parameters that it has.
-        case_of: the kind that computes it, given the parameters `fixed` beside its own; "" is itself.
+        defaults: default values of its parameters.
+        case_of: the kind that computes it, with the parameters `fixed` added to its own; "" is the kind itself.
     """
 
     gated: bool
@@ -57,7 +57,7 @@ class Kind:
 
 
 def _logistic(x: Array) -> tuple[Array, Array]:
-    """1 / (1 + exp(-x)) and its derivative, with small relative errors on either side."""
+    """1 / (1 + exp(-x)) and its derivative, with small relative errors for both signs of x."""
     e = np.exp(-np.abs(x))
     s = np.where(x < 0, e, 1.0) / (1.0 + e)
     return s, e / (1.0 + e) ** 2
@@ -212,7 +212,7 @@ class Activation:
         kind = KINDS.get(self.kind) if isinstance(self.kind, str) else None
         if kind is None:
             raise ValueError(
-                f"`kind` of Activation: {self.kind!r}, wanted one of {', '.join(KINDS)}; choose one of them."
+                f"`kind` of Activation: {self.kind!r}, expected one of {', '.join(KINDS)}; choose one of them."
             )
         for name in _PARAMETERS:
             object.__setattr__(self, name, self._checked(name, getattr(self, name), kind.defaults))
@@ -232,7 +232,7 @@ class Activation:
         if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= low:
             wanted = "a finite number above 0" if name in _POSITIVE else "a finite number"
             raise ValueError(
-                f"`{name}` of Activation: {value!r}, wanted {wanted} for {self.kind}; the default is {defaults[name]}."
+                f"`{name}` of Activation: {value!r}, expected {wanted} for {self.kind}; default: {defaults[name]}."
             )
         return float(value)
 
@@ -243,7 +243,7 @@ class Activation:
         if not self.gated:
             raise ValueError(f"`interleave` of Activation: {s!r}, but {self.kind} is not gated; leave it out.")
         if not isinstance(s, int) or s < 1:
-            raise ValueError(f"`interleave` of Activation: {s!r}, wanted None or a block of 1 or more; use an int.")
+            raise ValueError(f"`interleave` of Activation: {s!r}, expected None or a block of 1 or more; use an int.")
 
     @property
     def gated(self) -> bool:
@@ -251,14 +251,14 @@ class Activation:
         return KINDS[self.kind].gated
 
     def fc1_width(self, mlp_dim: int) -> int:
-        """Columns of FC1 in front of an FC2 that reads `mlp_dim`: twice as many for gated kinds.
+        """Columns of FC1 for an FC2 that reads `mlp_dim` columns: twice as many for gated kinds.
 
         Raises:
             ValueError: the interleave block does not divide `mlp_dim`.
         """
         if self.interleave is not None and mlp_dim % self.interleave:
             raise ValueError(
-                f"`interleave` of Activation: {self.interleave}, wanted a divisor of the expert width {mlp_dim}; "
+                f"`interleave` of Activation: {self.interleave}, expected a divisor of the expert width {mlp_dim}; "
                 "choose one, or None for contiguous halves."
             )
         return 2 * mlp_dim if self.gated else mlp_dim
@@ -272,18 +272,18 @@ class Activation:
 
 
 def resolve(activation: str | Activation) -> Activation:
-    """An `Activation` as it stands, or the one of that kind with its defaults."""
+    """The `Activation` itself, or for the name of a kind the one with its default parameters."""
     return activation if isinstance(activation, Activation) else Activation(activation)
 
 
 def interleave(weight: Any, block: int, *, axis: int = -1) -> Any:
-    """A first weight or bias with contiguous halves, its 2F columns laid out in blocks of `block` (MLP-5).
+    """Interleaves a first weight or bias with contiguous halves: its 2F columns in blocks of `block` (MLP-5).
 
-    A view of it where nothing moves.
+    The result is for `Activation(interleave=block)`. It is a view where no data moves.
 
     Args:
-        weight: an array of NumPy, CuPy, JAX or PyTorch, gate half first along `axis`: `wi` or `wi_bias`, or the rows
-            that they give. What was made for `Activation(interleave=block)` is what this returns.
+        weight: an array of NumPy, CuPy, JAX or PyTorch, gate half first along `axis`: `wi` or `wi_bias`, or hidden rows
+            computed with them.
 
     Raises:
         ValueError: the axis is odd, or the block does not divide its half.

@@ -1,4 +1,4 @@
-"""The grouped linear operation on any DLPack arrays: NumPy on the CPU, CuPy on a GPU. Nothing is traced or recorded.
+"""The operations on NumPy arrays (CPU) and CuPy arrays (GPU), without tracing or recording for gradients.
 
 Letters: G groups, M rows, K in, N out.
 """
@@ -58,7 +58,7 @@ class ArrayRunner:
 
     def __call__(self, call: Call, arrays: Sequence[Array | None]) -> tuple[Array, ...]:
         """Runs `call`; a result that aliases an operand is that operand."""
-        plans.plan(call, self.arch)  # a refusal in words
+        plans.plan(call, self.arch)  # raises if no kernel supports the call
         given = {output: arrays[slot] for slot, output in call.aliases}
         results = [
             given.get(i) if spec is None or given.get(i) is not None else self._empty(spec)
@@ -84,7 +84,7 @@ class ArrayRunner:
         return spec_of(array)
 
     def cast(self, array: Array, dtype: str) -> Array:
-        """The array rounded to `dtype`; itself where it has that dtype."""
+        """The array rounded to `dtype`; the same array where it has that dtype."""
         return array if spec_of(array).dtype == dtype else array.astype(numpy_dtype(dtype))
 
     def sizes(self, group_sizes: Array) -> Array:
@@ -98,7 +98,7 @@ class ArrayRunner:
         return self.xp.clip(group_sizes, low, high).astype("int32")
 
     def _stream(self) -> int:
-        # NOTE: CuPy is the only library with a current stream here; it is loaded, since the arrays are its own.
+        # NOTE: GPU arrays are CuPy arrays here, so CuPy is loaded.
         return 0 if self.arch == "cpu" else int(sys.modules["cupy"].cuda.get_current_stream().ptr)
 
 
@@ -109,13 +109,13 @@ def _namespace(array: Array) -> Any:
 
 
 def _exported(array: Array) -> tuple[Array, str]:
-    """(what DLPack can carry, the dtype's name): types of ml_dtypes travel as unsigned integers of their size."""
+    """(the array for DLPack, the name of its dtype): arrays of ml_dtypes become unsigned integers of the same size."""
     name = spec_of(array).dtype
     return (array if array.dtype.isbuiltin == 1 else array.view(_BITS[array.dtype.itemsize])), name
 
 
 def _specs(required: dict[str, Any], **optional: Any) -> list[Any]:
-    """The specs of the arrays, None for an optional one that is absent; refuses what is no array of NumPy or CuPy."""
+    """The specs of the arrays, None for an absent optional one; refuses anything but NumPy and CuPy arrays."""
     arrays = required | optional
     for name, array in _leaves(arrays).items():
         if array is None and name in optional:
@@ -132,7 +132,7 @@ def _spec(operand: Any) -> Any:
 
 
 def _leaves(operands: dict[str, Any]) -> dict[str, Array | None]:
-    """The arrays of named operands, those of quantised ones by field."""
+    """The arrays of named operands; a quantised one gives one entry per field."""
     leaves: dict[str, Array | None] = {}
     for name, operand in operands.items():
         if isinstance(operand, QTensor):
@@ -145,7 +145,7 @@ def _leaves(operands: dict[str, Any]) -> dict[str, Array | None]:
 
 
 def _checked(written: dict[str, Array | None], read: dict[str, Array | None]) -> None:
-    """Refuses arrays that are strided or apart from the first one's device, and results that nobody may write.
+    """Refuses strided arrays, arrays on different devices, and read-only or overlapping buffers.
 
     Nothing is copied silently (ERR-5).
     """
@@ -164,7 +164,7 @@ def _checked(written: dict[str, Array | None], read: dict[str, Array | None]) ->
         if not array.flags.c_contiguous:
             raise ValueError(
                 f"`{name}`: strides {array.strides}, expected a C-contiguous array; "
-                "copy it into one, nothing is copied behind your back."
+                "copy it into one; the operation does not copy operands itself."
             )
     seen = [(name, array) for name, array in read.items() if array is not None]
     for name, array in written.items():
@@ -218,9 +218,9 @@ def grouped_linear(
     Args:
         x: [M, K], float32, bfloat16, float16 or a float8 of ml_dtypes. w: [G, K, N], or [G, N, K] when `transposed`.
         group_sizes: integers [G] on the device of x, or `GroupSizes`. bias: [G, N]. row_scale: [M].
-        recipe: None computes with the operands as they stand.
+        recipe: None uses the operands as given.
         result_dtype: float32, bfloat16 or float16; None: that of x (bfloat16 for float8).
-        out: an [M, N] buffer for y; its rows past the last group are left alone. Without it they are zero.
+        out: an [M, N] buffer for y; its rows past the last group are left unchanged. Without it they are zero.
         implementation: None, a kernel's name, or several.
 
     Raises:
@@ -261,13 +261,13 @@ def grouped_linear_grads(
 ) -> Gradients:
     """Gradients of `grouped_linear` for the cotangent `dy` [M, N], in the dtype of y; None where `needs` says no.
 
-    A quantised dy has the forms that the recipe's products read; biases and row scales see its values.
+    A quantised dy needs the forms that dgrad and wgrad read; gradients of biases and row scales use its values.
 
     Args:
         wgrad_dtype: of a new weight gradient; None: that of w (bfloat16 for float8).
-        wgrad_accum: in the layout of w; dW is added to it in place and it is returned.
-        grad_input: an [M, K] buffer for dx; its rows past the last group are left alone.
-        needs: which gradients to compute; None: of all operands that there are.
+        wgrad_accum: in the layout of w; dW is added to it in place, and it is returned.
+        grad_input: an [M, K] buffer for dx; its rows past the last group are left unchanged.
+        needs: which gradients to compute; None: those of all operands given.
 
     Raises:
         ValueError, TypeError: operands that do not fit together. NotImplementedError: no kernel takes them.
@@ -317,7 +317,7 @@ def _check_cotangent(dy: Any, y: ArraySpec) -> None:
 
 
 def _merge(bound: BoundRecipe, amax: Amaxes, product: int = 0) -> None:
-    """Puts largest magnitudes into the live slot of the state's history, in place."""
+    """Merges amaxes into slot 0 of the state's history, in place."""
     for role, found in enumerate(amax, len(amax) * product):
         if found is not None:
             live = bound.state.history[role, 0]
@@ -332,18 +332,18 @@ def quantize(
     group_sizes: Any = None,
     key: Array | None = None,
 ) -> QTensor[Any]:
-    """x as codes and scales, for products that contract `axis`; both forms of two axes come from one pass.
+    """x quantised for products that contract `axis`; for two axes, one pass makes both forms.
 
     Args:
         x: rows [M, X] or weights [G, A, B], float32, bfloat16 or float16.
         format: a name of `FORMATS`, e.g. "fp8_1x128", or a `Format`.
-        axis: the contracted one: of rows 1 or 0 (blocks then run along rows and restart at each group), of weights 2 or
-            1; or both, then `other` of the result is the second.
+        axis: the contracted axis: 1 or 0 of rows (with 0, blocks run along rows and restart at each group), 2 or 1 of
+            weights; or a tuple of both: `other` of the result is then the second form.
         group_sizes: integers [G], of rows; None: one group of all rows.
         key: uint32 [2], of stochastic rounding; None: zeros.
 
     Raises:
-        ValueError, TypeError: what does not fit together. NotImplementedError: no kernel takes it.
+        ValueError, TypeError: arguments do not fit together. NotImplementedError: no kernel supports them.
     """
     sizes = unwrap(group_sizes)[0] if group_sizes is not None else None
     fmt = format_option(format)
@@ -359,13 +359,13 @@ def quantize(
 def dequantize(q: QTensor[Any], dtype: str | None = None, *, group_sizes: Any = None) -> Array:
     """The values of q in its logical shape, code * scales in float32 with one rounding; tail rows are zero.
 
-    Of a rotated form (NVFP4's for weight gradients) these are rotated, too, unless q has another that is not.
+    If q has only a rotated form (as NVFP4 uses for wgrad), the values are rotated too.
 
     Args:
-        dtype: float32, bfloat16 or float16; None: the nominal one. group_sizes: of rows; None: those that came with q.
+        dtype: float32, bfloat16 or float16; None: the nominal dtype of q. group_sizes: of rows; None: those of q.
 
     Raises:
-        TypeError: q is not quantised; a dtype that results do not have. ValueError: rows without group sizes.
+        TypeError: q is not quantised; results cannot have the dtype. ValueError: rows without group sizes.
     """
     check_quantized(q)
     run = ArrayRunner(q.values)
@@ -374,12 +374,12 @@ def dequantize(q: QTensor[Any], dtype: str | None = None, *, group_sizes: Any = 
 
 
 def scaling_state(recipe: Recipe, num_groups: int, *, products: int = 1) -> ScalingState[Any]:
-    """A fresh state of delayed scaling in NumPy, for one linear operation, or with products=2 for one MLP.
+    """A new state of delayed scaling in NumPy, for one linear operation, or with products=2 for one MLP.
 
-    Operations bound to it merge magnitudes into `history[:, 0]` in place; `update_scaling` makes the next step's.
+    Operations merge amaxes into `history[:, 0]` in place; `update_scaling` makes the state of the next step.
 
     Raises:
-        ValueError: nothing of the recipe is scaled with delay.
+        ValueError: the recipe has no delayed scaling.
     """
     scaling.check_groups(num_groups)
     top = np.asarray(scaling.tops(recipe, products), np.float32)
@@ -389,7 +389,7 @@ def scaling_state(recipe: Recipe, num_groups: int, *, products: int = 1) -> Scal
 
 
 def update_scaling(state: ScalingState[Any]) -> ScalingState[Any]:
-    """The state of the next step (numerics 2.5): new multipliers of the magnitudes so far, and room for new ones."""
+    """The state of the next step (numerics 2.5): scales from the amax history, and an empty slot for new amaxes."""
     return scaling.update(ArrayRunner(state.scale), state)
 
 
@@ -421,13 +421,13 @@ def _mlp(
 
 
 def _members(name: str, operand: Any) -> dict[str, Any]:
-    """The arrays of an operand that may be several, by name."""
+    """The arrays of an operand, which may be several, by name."""
     several = isinstance(operand, (tuple, list))
     return {f"{name}[{at}]": each for at, each in enumerate(operand)} if several else {name: operand}
 
 
 def _mlp_specs(op: Mlp, required: dict[str, Any], **optional: Any) -> list[Any]:
-    """As `_specs`, for x, the arrays of wi, wo, group_sizes, and what else there is; wi as if it were one array."""
+    """As `_specs`, for x, the arrays of wi, wo, group_sizes, and optional operands; wi has the spec of one array."""
     x, *others = _specs(required, **optional)
     if not op.paired:
         return [x, *others]
@@ -438,7 +438,7 @@ def _mlp_specs(op: Mlp, required: dict[str, Any], **optional: Any) -> list[Any]:
 
 
 def _joined(op: Mlp, halves: dict[str, Any], accumulator: Any = None) -> tuple[Mlp, Any]:
-    """The operation and gate and linear half as one weight, where these are quantised: scales are those of both."""
+    """The operation and the first weight, with gate and linear half concatenated, so that they share scales."""
     check_pair(op, *_specs(halves))
     check_join(op, any(each is not None for each in _members("", accumulator).values()))
     _checked({}, halves)
@@ -469,8 +469,8 @@ def grouped_mlp(
             F; [G, W, K] when `transposed`; or a pair of gate and linear half, [G, K, F] each ([G, F, K]).
         wo: [G, F, K], or [G, K, F].
         group_sizes: integers [G] on the device of x, or `GroupSizes`. probs: [M]. wi_bias: [G, W]. wo_bias: [G, K].
-        activation: a kind, or an `Activation`. recipe: None computes with the operands as they stand.
-        out: an [M, K] buffer for y; its rows past the last group are left alone. Without it they are zero.
+        activation: a kind, or an `Activation`. recipe: None uses the operands as given.
+        out: an [M, K] buffer for y; its rows past the last group are left unchanged. Without it they are zero.
         implementation: None, a kernel's name, or several.
 
     Raises:
@@ -518,17 +518,17 @@ def grouped_mlp_grads(
 ) -> MlpGradients:
     """Gradients of `grouped_mlp` for the cotangent `dy` [M, K], in the dtype of y; None where `needs` says no.
 
-    A quantised dy has the forms that the recipe's products read; biases and probabilities see its values.
+    A quantised dy needs the forms that dgrad and wgrad read; gradients of biases and probabilities use its values.
 
-    Forward runs again first: nothing is kept between two calls here.
+    This call runs forward again first, because nothing is saved between two calls.
 
     Args:
-        residuals: what is kept between the two halves. The bits do not depend on it.
+        residuals: what forward saves for backward; all policies give the same bits.
         wgrad_dtype: of new weight gradients; None: that of the weights.
-        wgrad_accum: for wi (a pair where wi is one) and wo, in their layouts, or None; the gradient is added in place
-            and the array returned.
-        grad_input: an [M, K] buffer for dx; its rows past the last group are left alone.
-        needs: which gradients to compute; None: of all operands that there are.
+        wgrad_accum: for wi (a pair where wi is a pair) and wo, in their layouts, or None; the gradient is added in
+            place, and the array is returned.
+        grad_input: an [M, K] buffer for dx; its rows past the last group are left unchanged.
+        needs: which gradients to compute; None: those of all operands given.
 
     Raises:
         ValueError, TypeError: operands that do not fit together. NotImplementedError: no kernel takes them.

@@ -1,7 +1,7 @@
-"""Native calls: what each takes, what it returns, what is refused and in which words.
+"""Native calls: the operands, parameters and results of each.
 
-A `Call` is made from shapes and dtypes alone, at trace time. Its slots and parameters are those of cc/api/calls.h,
-in the same order; a test compares the two.
+A `Call` is made from shapes and dtypes only, at trace time. Its slots and parameters are those of cc/api/calls.h, in
+the same order; a test compares the two.
 
 Letters: G groups, M rows, K in, N out.
 """
@@ -23,7 +23,7 @@ MAX_ROWS = 2**31 - 1  # rows are addressed by int32 coordinates on the device
 
 
 class ArraySpec(NamedTuple):
-    """Shape and dtype (named as NumPy and ml_dtypes do) of an array; all that planning ever looks at."""
+    """Shape and dtype (named as in NumPy and ml_dtypes) of an array; planning needs nothing else."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -33,7 +33,7 @@ class ArraySpec(NamedTuple):
 
 
 class QuantizedSpec(NamedTuple):
-    """What planning knows of a `formats.QTensor`: specs of its arrays, and what they mean."""
+    """The spec of a `formats.QTensor`: specs of its arrays, and its static fields."""
 
     values: ArraySpec
     scales: ArraySpec | None
@@ -42,7 +42,7 @@ class QuantizedSpec(NamedTuple):
     axis: int
     shape: tuple[int, ...]
     dtype: str
-    other: QuantizedSpec | None = None  # the form for the other axis, where it comes with it
+    other: QuantizedSpec | None = None  # the form for the other axis, where there is one
 
     def __str__(self) -> str:
         return f"{self.format.name}[{', '.join(map(str, self.shape))}]"
@@ -61,12 +61,12 @@ class Call:
 
     Attributes:
         name: as in cc/api/calls.h.
-        inputs: one entry a slot, in order; None where an optional operand is absent. An operand that is given by a
-            table of addresses has its packed spec here and no array.
-        outputs: specs of the results, one entry a slot; None where an optional result is not asked for.
+        inputs: one entry per slot, in order; None where an optional operand is absent. An operand that is given by a
+            table of addresses has the spec of its packed form here and no array.
+        outputs: specs of the results, one entry per slot; None where an optional result is not requested.
         params: static parameters by name.
-        aliases: (input slot, output) pairs that are one buffer.
-        implementation: kernels asked for, a comma list; empty leaves the choice to dispatch.
+        aliases: (input slot, output) pairs that share one buffer.
+        implementation: requested kernels, separated by commas; empty leaves the choice to dispatch.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Call:
         return SLOTS[self.name].index(name)
 
     def arrange(self, **arrays: Any) -> tuple[Any, ...]:
-        """`arrays` by slot as a runner takes them; None where there is none."""
+        """`arrays` in the order of the slots; None where an operand is absent."""
         slots = SLOTS[self.name]
         if unknown := arrays.keys() - set(slots):
             raise KeyError(f"{self.name} has no operands {sorted(unknown)}; it has {', '.join(slots)}")
@@ -90,11 +90,11 @@ class Call:
 
 _SCALES = ("lhs_scales", "rhs_scales", "lhs_group_scales", "rhs_group_scales")
 QUANTIZED = ("values", "scales", "group_scales", "cross_values", "cross_scales", "cross_group_scales")
-"""What `quantize` makes of an array, in the order of its results: the form that contracts the last axis, then the
-form that contracts the axis before it."""
+"""Results of `quantize`, in order: the form contracted along the last axis, then the form contracted along the axis
+before it."""
 
 _STORING = ("encode", "key", "into_amax")
-"""What quantizing reads beside its source."""
+"""Operands of quantising, besides its source."""
 
 _STORING_PARAMS = (
     *("rule", "block", "block_outer", "segment", "turned", "pow2", "eps", "starts_at_one"),
@@ -102,12 +102,12 @@ _STORING_PARAMS = (
 )
 
 ACTIVATED = {f"activated_{name}": f"cross_{name}" for name in ("values", "scales", "group_scales")}
-"""Results that are stored forms of activated rows, by what `quantize` calls them."""
+"""Results that are the quantised form of the activated rows, and their names in `quantize`."""
 
 _ACTIVATED_PARAMS = tuple(name for name in _STORING_PARAMS if name not in ("block_outer", "stream"))
 
 FUSED = ("grouped_matmul_act", "grouped_matmul_dact")
-"""Calls that stand for a product and an activation."""
+"""Calls that fuse a product and an activation."""
 
 SLOTS: dict[str, tuple[str, ...]] = {
     "grouped_matmul": (
@@ -182,10 +182,10 @@ def _call(
 
 
 def _wishes(name: str, implementation: str) -> str:
-    """What of a comma list of kernels concerns the call `name`: its own kernels, and the words for kinds of kernels.
+    """The entries of `implementation` for the call `name`: its own kernels, and the names of kinds of kernels.
 
-    Nothing is left where the list speaks of other calls alone, and the choice is free. "composed" is a kind that
-    fused calls alone have.
+    The result is empty, and dispatch chooses, where every entry is for other calls. "composed" is a kind that only
+    fused calls have.
     """
     if not implementation:
         return ""
@@ -211,12 +211,12 @@ def _operands(lhs: OperandSpec, rhs: OperandSpec) -> dict[str, ArraySpec | None]
 
 
 def _quantized_axis(rhs: OperandSpec, axis: int) -> int:
-    """The contracted axis of rhs in memory: quantised weights have it last."""
+    """The contracted axis of rhs in memory: it is the last axis of quantised weights."""
     return 2 if isinstance(rhs, QuantizedSpec) and axis else axis
 
 
 def _scale_params(lhs: OperandSpec, rhs: OperandSpec, recipe: Recipe) -> dict[str, Param]:
-    """Blocks of the operands' scales, and how often partial sums of 8-bit products go to fp32."""
+    """Block sizes of the operands' scales, and how often partial sums of 8-bit products are added to an fp32 sum."""
     return {
         "lhs_block": lhs.format.block if isinstance(lhs, QuantizedSpec) else 0,
         "rhs_block": rhs.format.block if isinstance(rhs, QuantizedSpec) else 0,
@@ -259,13 +259,13 @@ def grouped_matmul(
     - (1, 1): [M, N] = [M, K] @ [G, K, N];  (1, 2): [M, N] = [M, K] @ [G, N, K]^T
     - (0, 0): [G, A, B] = [M, A]^T @ [M, B], the sum running over each group's rows
 
-    Quantised operands keep their logical axes here; how they lie in memory follows from their formats.
+    The axes of quantised operands are logical ones; their layout in memory follows from their formats.
 
     `tables` says which of rhs, bias, into are given by a table of addresses instead of one packed array, and
-    `aligned_tables` that those addresses are multiples of 16 bytes, which fast kernels want. `rhs_up`: the weight's
-    second half along the contracted axis, rhs being the first. `halves`: which half of the columns of lhs and rhs is
-    read in the third form, 1 or 2; 0 reads all. `result_half`: which half of a result (and bias) of 2N columns is made
-    in the others.
+    `aligned_tables` that those addresses are multiples of 16 bytes, which fast kernels need. `rhs_up`: the weight's
+    second half along the contracted axis; rhs is then the first. `halves`, in the third form: which half of the columns
+    of lhs and rhs is read, 1 or 2; 0 reads all. `result_half`, in the other forms: which half of a result (and bias) of
+    2N columns is computed.
     """
     groups = group_sizes.shape[0]
     if axes[0] == 0:
@@ -339,7 +339,7 @@ def scale_rows(
 
 
 def _activation_params(activation: Activation, width: int) -> dict[str, Param]:
-    """Parameters in front of `width` activated columns; blocks of half a row are halves in one piece."""
+    """Parameters for `width` activated columns; an interleave of `width` columns means contiguous halves."""
     params: dict[str, Param] = dict(activation.params())
     if params["interleave"] == width:
         params["interleave"] = 0
@@ -359,14 +359,14 @@ def _product_params(
 
 
 class QuantizedResult(NamedTuple):
-    """How a call stores a result of its in a quantised format.
+    """How a call quantises one of its results.
 
     Attributes:
-        format: of both forms; `rotate` and `segment` concern rows contracted along rows alone.
-        forms: whether the form that contracts the last axis is wanted, and that of the axis before it.
-        encode: multipliers [G] are given (delayed scaling).
-        amax: the largest magnitudes [G] are a result, merged into a buffer with `merge`.
-        key: of stochastic rounding. stream: of random numbers.
+        format: of both forms; `rotate` and `segment` affect only the form contracted along rows.
+        forms: whether to make the form contracted along the last axis, and the form along the axis before it.
+        encode: whether quantisation scales [G] are given (delayed scaling).
+        amax: whether the amax [G] is a result; with `merge` it is merged into a buffer.
+        key: whether a key of stochastic rounding is given. stream: number of the stream of random numbers.
     """
 
     format: Format
@@ -417,7 +417,7 @@ class QuantizedResult(NamedTuple):
 
 
 def _quantized_activated(stored: QuantizedResult | None, rows: ArraySpec, groups: int) -> tuple[dict[str, Any], ...]:
-    """As `_quantized_result`, of activated rows, beside what else is stored."""
+    """As `_quantized_result`, for the activated rows as a second quantised result."""
     if stored is None:
         return {}, {}, {}
     made, params = stored.results(rows, groups), stored.params()
@@ -459,10 +459,10 @@ def grouped_matmul_act(
     """result [M, F] = row_scale[r] * act(hidden[r]), hidden [M, W] = lhs [M, K] @ rhs + bias, rounded to lhs's dtype
     (the nominal one of a quantised lhs).
 
-    With `stored` the result, rounded to that dtype too, comes in quantised forms alone.
+    With `stored` the result, rounded to that dtype too, is returned only in quantised forms.
 
-    rhs is [G, K, W] (`rhs_axis` 1) or [G, W, K] (2), W = 2F for gated kinds, or with `rhs_up` F of each. `tables` as
-    in `grouped_matmul`, for rhs and bias; `hidden` says whether the hidden rows are wanted as a second result.
+    rhs is [G, K, W] (`rhs_axis` 1) or [G, W, K] (2), W = 2F for gated kinds; with `rhs_up` each has F columns. `tables`
+    as in `grouped_matmul`, for rhs and bias; `hidden` says whether the hidden rows are a second result.
     """
     wide = rhs.shape[3 - rhs_axis] * (2 if rhs_up is not None else 1)
     table = ArraySpec(group_sizes.shape, "int64")
@@ -520,10 +520,11 @@ def grouped_matmul_dact(
     rows_hint: int = 0,
     implementation: str = "",
 ) -> Call:
-    """Gradients at the hidden rows, with dz [M, F] = lhs [M, N] @ rhs, lhs being dy.
+    """Gradients at the hidden rows, with dz [M, F] = lhs [M, N] @ rhs, where lhs is dy.
 
-    `stored`: quantised forms of `result`, whether it is wanted beside or not. `quantized_activated`, only beside
-    `stored`: the form of `activated`, rounded to the dtype of hidden, that contracts the rows; no magnitudes, no key.
+    `stored`: quantised forms of `result`, whether or not `wanted` asks for the unquantised one too.
+    `quantized_activated`, only with `stored`: the form of `activated`, rounded to the dtype of hidden, contracted along
+    rows; it has no amax and no key.
 
     `wanted`, in this order: result [M, W] = row_scale[r] dz[r] act'(hidden[r]); activated [M, F] = row_scale[r]
     act(hidden[r]); row_sum [M] float32 = row_base[r] + <dz[r], act(hidden[r])>.
@@ -590,11 +591,11 @@ def activation_grad(
 
 
 def spec_in_format(format: Format, shape: tuple[int, ...], axis: int, dtype: str, groups: int = 1) -> QuantizedSpec:
-    """Specs of an array of `shape` stored as `format` for a product that contracts `axis`.
+    """Spec of an array of `shape` quantised in `format` for a product that contracts `axis`.
 
     Args:
         shape: rows [M, X], or weights [G, A, B]. axis: of that shape. dtype: the nominal element type.
-        groups: of rows; those of weights are their first axis.
+        groups: number of groups of rows; weights have theirs in the first axis.
     """
     weights = len(shape) == 3
     groups = shape[0] if weights else groups
@@ -656,8 +657,8 @@ def quantize(
 
     Args:
         format, forms, encode, amax, merge, key, stream: as in `QuantizedResult`.
-        table: weights are given by a table of addresses. skip: the no-op flag.
-        reuse: results go into the caller's buffers.
+        table: weights are given by a table of addresses. skip: a flag that skips the call is given.
+        reuse: results are written into the caller's buffers.
     """
     groups = group_sizes.shape[0] if group_sizes is not None else source.shape[0]
     stored = QuantizedResult(format, forms, encode, amax, merge, key, stream)
@@ -675,7 +676,7 @@ def quantize(
 
 
 class StoredParts(NamedTuple):
-    """Calls that a fused call with quantised results stands for; the last one has none where rows are not stored."""
+    """The calls that a fused call with quantised results combines; None where it does not quantise activated rows."""
 
     plain: Call
     quantize: Call  # of `result`
@@ -683,7 +684,7 @@ class StoredParts(NamedTuple):
 
 
 def quantized_parts(call: Call) -> StoredParts | None:
-    """The plain call and each `quantize` that a fused call with quantised results stands for; None for other calls."""
+    """The plain call and each `quantize` that a fused call with quantised results combines; None for other calls."""
     results = dict(zip(RESULTS[call.name], call.outputs, strict=True))
     if call.name not in FUSED or (results["values"] is None and results["cross_values"] is None):
         return None
@@ -731,7 +732,7 @@ def dequantize(stored: QuantizedSpec, group_sizes: ArraySpec | None, result_dtyp
 
 @lru_cache(maxsize=64)
 def scale_update(scale: ArraySpec, history: ArraySpec, algorithm: str, *, reuse: bool = False) -> Call:
-    """Multipliers [R, G] and amax history [R, L, G] of R operand roles after one step of delayed scaling."""
+    """Scales [R, G] and amax history [R, L, G] of R operand roles after one step of delayed scaling."""
     top = ArraySpec(scale.shape[:1], "float32")
     operands: dict[str, ArraySpec | None] = {"scale": scale, "history": history, "top": top}
     if reuse:
@@ -740,7 +741,7 @@ def scale_update(scale: ArraySpec, history: ArraySpec, algorithm: str, *, reuse:
 
 
 def shard_slots(shape: tuple[int, ...], format: Format) -> int:
-    """S: how many magnitudes of one member [A, B] of weights [G, A, B] ranks have in common."""
+    """S: the number of amaxes that ranks exchange for one group [A, B] of weights [G, A, B]."""
     _, a, b = shape
     if not format.block:
         return 1
@@ -754,7 +755,7 @@ def _shard_operands(source: ArraySpec) -> dict[str, ArraySpec | None]:
 
 @lru_cache(maxsize=256)
 def shard_amax(source: ArraySpec, format: Format) -> Call:
-    """int32 [G, S]: bits of the largest magnitudes among the elements of weights [G, A, B] that lie here, in place."""
+    """int32 [G, S]: the bits of the amaxes over this rank's elements of weights [G, A, B], updated in place."""
     amax = ArraySpec((source.shape[0], shard_slots(source.shape, format)), "int32")
     params: dict[str, Param] = {"block": format.block, "block_outer": format.block_outer}
     return _call("shard_amax", {**_shard_operands(source), "into_amax": amax}, {"amax": amax}, params)
@@ -764,10 +765,10 @@ def shard_amax(source: ArraySpec, format: Format) -> Call:
 def shard_cast(
     source: ArraySpec, format: Format, forms: tuple[bool, bool], *, encode: bool = False, skip: bool = False
 ) -> Call:
-    """The codes of the elements that lie here, and every scale, given the magnitudes of all ranks, in place.
+    """The codes of this rank's elements, and all scales, from the amaxes of all ranks, written in place.
 
     Args:
-        forms, encode, skip: as of `quantize`.
+        forms, encode, skip: as in `quantize`.
     """
     groups = source.shape[0]
     whole = quantize(source, format, forms, None)
@@ -786,7 +787,7 @@ def shard_cast(
 def spec_of(array: Any) -> ArraySpec:
     """Spec of anything with `shape` and a NumPy-like `dtype` (JAX, NumPy, CuPy).
 
-    A dtype in foreign byte order keeps its mark (">f4"), so that no check takes it for the native one.
+    A dtype in foreign byte order keeps its mark (">f4"), so that no check mistakes it for the native one.
     """
     dtype = array.dtype
     name = getattr(dtype, "name", dtype) if getattr(dtype, "isnative", True) else dtype.str

@@ -1,6 +1,6 @@
-"""Looking from outside: what would run and why, whether sizes fit, and the checks of GROUPED_DEBUG.
+"""Diagnostics: which kernels would run and why, whether group sizes fit, and the checks of GROUPED_DEBUG.
 
-GROUPED_DEBUG is a comma list of `sizes`, `poison`, `sync`. It only adds checks; no variable changes results or paths.
+GROUPED_DEBUG is a comma list of `sizes`, `poison`, `sync`. It only adds checks; it changes neither results nor paths.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from grouped_core.calls import SLOTS, Call, quantized_parts
 from grouped_core.plans import attempt, refusal
 
 SIZE_NEGATIVE = 1
-"""Bit of the status word: some group size is negative (it counts as 0)."""
+"""Bit of the status word: a group size is negative (it counts as 0)."""
 SIZE_OVERFLOW = 2
 """Bit of the status word: the sizes sum to more than M (they are clamped)."""
 
@@ -30,8 +30,8 @@ def debug_flags() -> frozenset[str]:
     Raises:
         ValueError: the variable names a check that does not exist.
     """
-    # NOTE: the mapping's own store, because `os.environ.get` raises and catches an error for a variable that is not
-    # set, which takes as long as everything else that a call checks.
+    # NOTE: reads the dict inside `os.environ`, because `os.environ.get` raises and catches an error for a variable that
+    # is not set, which takes as long as all other checks of a call.
     return _parse_flags(os.environ._data.get(_VARIABLE))  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -53,7 +53,7 @@ def _parse_flags(value: Any) -> frozenset[str]:
 
 
 def describe_status(word: int) -> str:
-    """A size status word in words."""
+    """The text for a status word of group sizes."""
     parts = []
     if word & SIZE_NEGATIVE:
         parts.append("a group size is negative and counted as 0")
@@ -65,13 +65,13 @@ def describe_status(word: int) -> str:
 def size_word(sizes: Any, rows: int, *, where: Callable[[Any, int, int], Any], total: Callable[[Any], Any]) -> Any:
     """The status word of int32 `sizes` [G] against `rows`, an int32 scalar on their device, without a host read.
 
-    Sums are exact in 32 bits: the low and the high 16 bits of up to 65535 sizes are summed apart.
+    Sums are exact in 32 bits: the low and the high 16 bits of up to 65535 sizes are summed separately.
 
     Args:
         where: (condition, a, b) -> elementwise choice of two ints, int32. total: sum over the axis, in int32 or wider.
 
     Raises:
-        TypeError: `rows` is no integer.
+        TypeError: `rows` is not an integer.
     """
     if not hasattr(rows, "__index__"):
         raise TypeError(f"`M`: {type(rows).__name__}, expected an integer; pass the number of rows.")
@@ -95,10 +95,10 @@ def bound_arguments(known: Mapping[Any, Planned], op: Any, args: Sequence[Any], 
     """(the planner of `op`, all arguments of `op(*args, **kwargs)` by name).
 
     Args:
-        op: one of `known`, or a layer class, which stands for its `operation`.
+        op: one of `known`, or a layer class, for its `operation`.
 
     Raises:
-        TypeError: `op` is none of these, or takes no such arguments.
+        TypeError: `op` is none of these, or does not accept such arguments.
     """
     operation = getattr(op, "operation", op)
     planner = next((each for function, each in known.items() if function is operation), None)
@@ -113,10 +113,10 @@ def bound_arguments(known: Mapping[Any, Planned], op: Any, args: Sequence[Any], 
 
 
 def explain_calls(calls: Sequence[Call], arch: str) -> str:
-    """One line a native call: its operands, the kernel that runs it, and why better ones declined.
+    """One line per native call: its results, the kernel that runs it, and why better kernels declined.
 
-    What a call quantises is told by source, dtype first, and as listed where addresses give it; behind a fused call
-    whose kernel leaves the cast of its results to a quantiser, that one is told too.
+    For a `quantize` the line also has its source, and "listed" where the source is given by addresses. If the kernel of
+    a fused call leaves quantising its results to other kernels, these are listed too.
     """
     lines = []
     for call in calls:
@@ -144,7 +144,7 @@ def _declined(refusals: Sequence[tuple[str, str]], indent: str = "    ") -> str:
 
 
 def _source(call: Call) -> str:
-    """What a `quantize` reads, and how it is given."""
+    """The source of a `quantize`, and whether it is listed; "" for other calls."""
     given = dict(zip(SLOTS[call.name], call.inputs, strict=True))
     if call.name != "quantize":
         return ""
@@ -152,7 +152,7 @@ def _source(call: Call) -> str:
 
 
 def _quantisers(call: Call, kernel: str, arch: str) -> str:
-    """Those behind a fused call whose kernel is made of the plain call and of them."""
+    """The quantising kernels that run after the kernel of a fused call, where that kernel does not quantise."""
     parts = quantized_parts(call)
     if parts is None or not kernel.endswith(("_stored_cpu", "_stored_cuda")):
         return ""
@@ -168,7 +168,7 @@ def _workspace(count: int) -> str:
 
 
 def why_not(plan_calls: Callable[[], Sequence[Call]], arch: str) -> str | None:
-    """None where everything that `plan_calls` lists runs on `arch`, else the reason, as the operation would say it."""
+    """None where all calls of `plan_calls` run on `arch`, else the message of the error that the operation raises."""
     try:
         for call in plan_calls():
             found = attempt(call, arch)

@@ -1,6 +1,6 @@
-"""Numeric formats, a row each: how the values of one operand of a product are stored, and what holds stored ones.
+"""The table of numeric formats, which say how an operand of a product is quantised, and the quantised operand.
 
-Kernels are never told a format's name, only the element types, blocks and rule numbers that a row holds.
+Kernels never see the name of a format, only its element types, block sizes and rule number.
 
 Letters: G groups, M rows, K in, N out, X the features of a row, P rows padded to segments (`padded_rows`).
 """
@@ -17,28 +17,28 @@ from grouped_core.hashing import hashed_once
 @hashed_once
 @dataclass(frozen=True)
 class Format:
-    """One storage format of an operand (numerics 2.5). Frozen and hashable; `replace` makes a variant.
+    """The format of one operand (numerics 2.5). Frozen and hashable; `replace` makes a variant.
 
-    A plain format holds the values themselves. Others hold codes and decode scales: value = code * scale of its block *
-    scale of its group, whichever there are. Blocks run along the contracted axis.
+    A plain format holds the values themselves. Others hold codes and decode scales (scale_inv): value = code * scale of
+    its block * scale of its group, as far as the format has them. Blocks run along the contracted axis.
 
     Attributes:
         name: the public name, e.g. "fp8_1x128".
-        values: element type of values or codes, as NumPy and ml_dtypes spell it; "uint8" is two E2M1 codes a byte.
-        rule: how scales follow from magnitudes: "" (plain), "fp32", "e8m0" or "nvfp4".
+        values: element type of values or codes, as NumPy and ml_dtypes spell it; "uint8" is two E2M1 codes per byte.
+        rule: how scales are computed from the amax: "" (plain), "fp32", "e8m0" or "nvfp4".
         scales: element type of block scales; "" where there are none.
-        block: contracted elements that share a scale; 0: the whole group does.
-        square: blocks are as long along the other axis (weights alone).
-        segment: where rows are contracted, a group's rows are padded to a multiple of this.
-        turned: there, rows are the last axis of what is stored.
-        delayed: multipliers come from a state, of earlier steps' magnitudes.
-        starts_at_one: with delayed: a group without a multiplier yet (its state holds 0) has 1, instead of the one that
-            follows from its rows in this call. Recipes set it, where a row must not depend on others.
-        pow2: "fp32" multipliers are rounded down to powers of two.
-        eps: least magnitude that "fp32" scales follow.
+        block: contracted elements that share a scale; 0: the whole group shares one.
+        square: blocks are equally long along the other axis (weights only).
+        segment: in the form contracted along rows, the rows of a group are padded to a multiple of this.
+        turned: the form contracted along rows is transposed: rows are the last axis of its codes.
+        delayed: the quantisation scale comes from a state, from the amax of earlier steps.
+        starts_at_one: with delayed: a group without a scale yet (its state holds 0) has scale 1, instead of the scale
+            that follows from its rows in this call. Recipes set it where a row must not depend on others.
+        pow2: "fp32" scales (the multipliers) are rounded down to powers of two.
+        eps: "fp32" scales use at least this amax.
         stochastic: E2M1 codes are rounded stochastically.
         rotate: where rows are contracted, blocks go through a Hadamard transform.
-        four_over_six: "nvfp4": "absolute" or "square" errors choose between two scales a block; "" takes the first.
+        four_over_six: "nvfp4": "absolute" or "square" errors choose one of two scales per block; "" takes the first.
         full_range: with four_over_six: groups are scaled to 2688, as without it, instead of 1536.
 
     Raises:
@@ -76,20 +76,20 @@ class Format:
         for option, legal in allowed.items():
             if getattr(self, option) and not legal:
                 raise ValueError(
-                    f"`{option}` of format {self.name}: {getattr(self, option)!r}, wanted its default; this format, "
+                    f"`{option}` of format {self.name}: {getattr(self, option)!r}, expected its default; this format, "
                     "with its other options, does not have it."
                 )
         if self.four_over_six not in ("", "absolute", "square"):
             raise ValueError(
-                f"`four_over_six` of format {self.name}: {self.four_over_six!r}, wanted '', 'absolute' or 'square'; "
+                f"`four_over_six` of format {self.name}: {self.four_over_six!r}, expected '', 'absolute' or 'square'; "
                 "choose one of them."
             )
         if not 0 <= self.eps < float("inf"):
-            raise ValueError(f"`eps` of format {self.name}: {self.eps}, wanted a finite number >= 0; pass one.")
+            raise ValueError(f"`eps` of format {self.name}: {self.eps}, expected a finite number >= 0; pass one.")
 
     @property
     def plain(self) -> bool:
-        """Whether values stand for themselves."""
+        """Whether the operand is not quantised."""
         return not self.rule
 
     @property
@@ -99,7 +99,7 @@ class Format:
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        """What a reader of stored values has to know; formats that differ elsewhere only were written differently."""
+        """What a reader of codes and scales has to know; other fields only affect how they are computed."""
         return (
             self.values,
             self.scales,
@@ -118,12 +118,12 @@ class Format:
 
     @property
     def powers_of_fp4(self) -> bool:
-        """Whether E2M1 codes stand beside powers of two (MXFP4): for weights alone, and beyond float16's range."""
+        """Whether E2M1 codes have power-of-two scales (MXFP4): for weights only; the range exceeds that of float16."""
         return self.values == "uint8" and self.rule == "e8m0"
 
     @property
     def for_weights(self) -> bool:
-        """Whether weights alone may be stored so."""
+        """Whether the format is only for weights."""
         return self.square or self.powers_of_fp4
 
     def replace(self, **changes: Any) -> Format:
@@ -131,7 +131,7 @@ class Format:
         return dataclasses.replace(self, **changes)
 
     def along(self, *, rows: bool) -> Format:
-        """What an array stored so is stored as, contracted along rows or not: rotations are of rows alone."""
+        """The format of the form contracted along rows, or along the other axis, which is never rotated."""
         return self.replace(rotate=False) if self.rotate and not rows else self
 
 
@@ -167,11 +167,11 @@ PLAIN = {row.values: row for row in FORMATS.values() if row.plain}
 """Plain formats by element type."""
 
 WIDE = ("float32", "bfloat16", "float16")
-"""Element types that results, biases and accumulators may have."""
+"""Element types of results, biases and accumulators."""
 
 
 def wide(dtype: str) -> str:
-    """Dtype of results and gradients of an operand stored as `dtype`: its own, or bfloat16 for 8-bit values."""
+    """Dtype of results and gradients of an operand of `dtype`: the same dtype, or bfloat16 for 8-bit values."""
     return dtype if dtype in WIDE else "bfloat16"
 
 
@@ -186,12 +186,12 @@ def format_option(format: Any) -> Format:
     if not isinstance(format, str):
         raise TypeError(f"`format`: {type(format).__name__}, expected a name or a Format; pass one, e.g. 'mxfp8'.")
     if format not in FORMATS:
-        raise ValueError(f"`format`: {format!r}, wanted one of {', '.join(FORMATS)}; choose one of them.")
+        raise ValueError(f"`format`: {format!r}, expected one of {', '.join(FORMATS)}; choose one of them.")
     return FORMATS[format]
 
 
 def padded_rows(rows: int, groups: int, segment: int) -> int:
-    """P: room for `rows` rows of `groups` groups, each padded to a multiple of `segment` (numerics 2.4)."""
+    """P: rows that hold `rows` rows of `groups` groups, each padded to a multiple of `segment` (numerics 2.4)."""
     return (rows + groups * (segment - 1)) // segment * segment
 
 
@@ -200,20 +200,21 @@ _Array = TypeVar("_Array")
 
 @dataclass(frozen=True, eq=False)
 class QTensor(Generic[_Array]):
-    """A quantised operand: codes and decode scales, and what they mean. No arithmetic; `dequantize` gives values back.
+    """A quantised operand: codes, decode scales (scale_inv), and their format. It has no arithmetic; see `dequantize`.
 
     Attributes:
-        values: codes. Rows [M, X] contracted along X: [M, X]; contracted along rows: [X, P] or, not turned, [P, X].
-            Weights: [G, O, C], the contracted axis last. E2M1 halves the last axis, rounding up.
+        values: codes. Rows [M, X] contracted along X: [M, X]; contracted along rows: [X, P] if the format is transposed
+            (`turned`), else [P, X]. Weights: [G, O, C], the contracted axis last. E2M1 halves the last axis, rounding
+            up.
         scales: of blocks of b elements. Rows: [M, X/b], float32 ones [X/b, M]; contracted along rows [P/b, X]. Weights
             [G, O, C/b], square blocks [G, O/b, C/b]. Divisions round up. Of formats without blocks: float32 [G].
-        group_scales: float32 [G] of formats that have them beside those of blocks, else None.
-        format: the row of the table that it is stored in.
+        group_scales: float32 [G] of formats that have them in addition to block scales, else None.
+        format: its format, an entry of FORMATS or a variant of one.
         axis: the contracted axis of the logical shape.
         shape: the logical shape: rows [M, X] or weights [G, A, B].
-        dtype: the nominal element type, that of products with it and of `dequantize`.
-        other: the same array for products that contract the other of its last two axes, or None.
-        group_sizes: int32 [G] of rows, where `dequantize` is to find them; None for weights.
+        dtype: the nominal element type: the dtype of `dequantize` and of products with this operand.
+        other: the same array quantised for products that contract the other one of its last two axes, or None.
+        group_sizes: int32 [G] of rows, for `dequantize`; None for weights.
     """
 
     values: _Array
@@ -229,25 +230,25 @@ class QTensor(Generic[_Array]):
     def __post_init__(self) -> None:
         if not isinstance(self.format, Format):
             raise TypeError(
-                f"`format` of a QTensor: {type(self.format).__name__}, expected a Format; pass a row of FORMATS."
+                f"`format` of a QTensor: {type(self.format).__name__}, expected a Format; pass an entry of FORMATS."
             )
-        if self.scales is None and not self.format.scales:  # made of `slots`
+        if self.scales is None and not self.format.scales:  # made from `slots`
             object.__setattr__(self, "scales", self.group_scales)
             object.__setattr__(self, "group_scales", None)
 
     @property
     def slots(self) -> tuple[_Array, _Array | None, _Array | None]:
-        """Codes, scales of blocks and scales of groups, as native calls take them."""
+        """Codes, block scales and group scales, in the order of native calls."""
         if self.format.scales:
             return self.values, self.scales, self.group_scales
         return self.values, None, self.scales
 
 
 def check_quantized(q: Any) -> None:
-    """Refuses what is no `QTensor`.
+    """Refuses anything but a `QTensor`.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: `q` is not a `QTensor`.
     """
     if not isinstance(q, QTensor):
         raise TypeError(f"`q`: {type(q).__name__}, expected a QTensor; make one with quantize.")

@@ -1,6 +1,6 @@
-"""Rules of the linear operation: forward, backward, and what is kept in between (docs/contracts.md, "Products").
+"""The linear operation: forward, backward, and what forward saves for backward (docs/contracts.md, "Products").
 
-Letters: G groups, M rows, K in, N out. The number beside an operand is its contracted axis.
+Letters: G groups, M rows, K in, N out. In a pair (operand, number), the number is the contracted axis.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from grouped_core.recipes import Recipe
 
 
 class Needs(NamedTuple):
-    """Which gradients somebody asked for; the others are neither computed nor prepared for."""
+    """Which gradients the caller asked for; nothing is computed or saved for the others."""
 
     x: bool = True
     w: bool = True
@@ -31,19 +31,19 @@ NO_NEEDS = Needs(False, False, False, False)
 
 
 class Amaxes(NamedTuple):
-    """Merged magnitudes [G] of operands that are scaled with delay; None of others."""
+    """Amax [G] of each operand with delayed scaling, merged into the history; None for other operands."""
 
     x: Array | None = None
     w: Array | None = None
     dy: Array | None = None
 
     def and_later(self, found: Amaxes) -> Amaxes:
-        """With those that backward has found: an operand is measured where it is first quantised."""
+        """These amaxes, completed by those that backward found: the first pass to quantise an operand measures it."""
         return Amaxes(*(mine if later is None else later for mine, later in zip(self, found, strict=True)))
 
 
 class Gradients(NamedTuple):
-    """Gradients of the linear operation, None where not needed (or written to a table of destinations)."""
+    """Gradients of the linear operation; None where not needed or where written to a table of destinations."""
 
     x: Array | None
     w: Array | None
@@ -52,18 +52,18 @@ class Gradients(NamedTuple):
 
 
 LinearSpecs = tuple[OperandSpec, OperandSpec, ArraySpec | None, ArraySpec | None]
-"""Of x, weight, bias and row scale, the latter two None where the operation had none."""
+"""Specs of x, weight, bias and row scale; the last two are None where the operation had none."""
 
 
 class Backward(NamedTuple):
-    """Gradients, and the magnitudes of dy, and of x and w where forward did not find them."""
+    """Gradients, the amax of dy, and the amaxes of x and w where forward did not find them."""
 
     grads: Gradients
     amax: Amaxes
 
 
 class Forward(NamedTuple):
-    """y [M, N], and x and w as backward reads them, None where it does not."""
+    """y [M, N], and x and w in the form that backward reads; None where backward does not read them."""
 
     y: Array
     x: Operand | None
@@ -82,7 +82,7 @@ def linear(
     out: Array | None = None,
     scales: tuple[Array | None, Array | None] = (None, None),
 ) -> Array:
-    """y of `linear_forward`, for operations that nobody differentiates; `scales`: multipliers of x and w."""
+    """y of `linear_forward` without gradients; `scales`: quantisation scales [G] of x and of w."""
     extras = Extras(None, *scales, measure=False)
     return linear_forward(run, op, x, w, group_sizes, bias, row_scale, out, extras=extras).y
 
@@ -103,12 +103,12 @@ def linear_forward(
     """y[r] = c[r] (x[r] W[g] + b[g]), or x[r] W[g] + c[r] b[g] with `scale_bias`; c = row_scale or 1.
 
     Args:
-        x: [M, K]. w: [G, K, N], or [G, N, K] when transposed; one array, `Listed` or `Paired`. Either may be quantised,
-            but for a pair.
+        x: [M, K]. w: [G, K, N], or [G, N, K] when transposed; one array, `Listed` or `Paired`. Both may be quantised,
+            except a `Paired` w.
         group_sizes: int32 [G]. bias: [G, N]. row_scale: [M].
-        out: the caller's [M, N] buffer; its tail rows are left alone.
-        needs: gradients that will be asked for: what they read is kept, in the form that they read where x and w are
-            quantised here, both forms in one pass.
+        out: the caller's [M, N] buffer; its tail rows are left unchanged.
+        needs: gradients that backward will compute. Their operands are saved; where this call quantises x or w, one
+            pass makes both the rowwise and the columnwise form.
     """
     x_spec, w_spec = operand_spec(run, x), operand_spec(run, w)
     result = linear_spec.check_linear(
@@ -139,7 +139,7 @@ def linear_forward(
 
 
 class Forms(NamedTuple):
-    """x and w as the forward product reads them, and as backward will, if it does."""
+    """x and w in the forms that the forward product reads, and in those that backward reads, if it reads them."""
 
     x: Operand
     w: Operand
@@ -158,7 +158,7 @@ def linear_forms(
     needs: Needs,
     has_scale: bool = False,
 ) -> Forms:
-    """The operands in the forms of forward, and of backward for the gradients `needs`, each from one pass."""
+    """The operands in the forms that forward reads and that the gradients in `needs` read; one pass per operand."""
     recipe = op.resolve(operand_spec(run, x), operand_spec(run, w))
     keep_x, keep_w = keeps_forms(op, recipe, needs, has_scale)
     x_forms, w_forms = row_forms(recipe, keep_x), weight_forms(op, recipe, keep_w)
@@ -172,36 +172,36 @@ def linear_forms(
 
 
 def uncached(w: Operand) -> Operand:
-    """A weight without the forms that its layer keeps."""
+    """The weight itself, without the quantised forms that its layer caches."""
     return w.source if isinstance(w, Cached) else w
 
 
 def row_forms(recipe: Recipe, keep: bool) -> list[tuple[int, Format]]:
-    """(contracted axis, format) of the rows that forward reads, and with `keep` of those of the weight gradient."""
+    """(contracted axis, format) of x for forward and, with `keep`, for wgrad."""
     return [(1, recipe.forward[0]), *([(0, recipe.wgrad[0])] if keep else [])]
 
 
 def weight_forms(op: Linear, recipe: Recipe, keep: bool) -> list[tuple[int, Format]]:
-    """(contracted axis, format) of the weight that forward reads, and with `keep` of that of the gradient of x."""
+    """(contracted axis, format) of the weight for forward and, with `keep`, for dgrad."""
     k_axis, n_axis = op.weight_axes()
     return [(k_axis, recipe.forward[1]), *([(n_axis, recipe.dgrad[1])] if keep else [])]
 
 
 def keeps_forms(op: Linear, recipe: Recipe, needs: Needs, has_scale: bool) -> tuple[bool, bool]:
-    """Whether backward reads x and w as forward quantises them; otherwise it gets what forward got."""
+    """Whether backward reads forms of x and of w that forward makes; otherwise it reads the inputs of forward."""
     values = reads_values(op, needs, has_scale)
     x = recipe.saved == "quantized" and needs.w and not recipe.wgrad[0].plain and not values
     return x, (needs.x or values) and not recipe.dgrad[1].plain
 
 
 def reads_values(op: Linear, needs: Needs, has_scale: bool) -> bool:
-    """Whether the row scale's gradient reads x and dy W^T; that of one beside the bias alone reads neither."""
+    """Whether the gradient of the row scale reads x and dy W^T; with `scale_bias` it reads neither."""
     return needs.row_scale and has_scale and not op.scale_bias
 
 
 @lru_cache(maxsize=1024)
 def linear_saved(op: Linear, needs: Needs, has_bias: bool, has_scale: bool) -> Needs:
-    """Which of x, w, bias, row_scale the backward will read, given the gradients that are needed."""
+    """Which of x, w, bias, row_scale backward reads for the gradients in `needs`."""
     scales_rows = has_scale and not op.scale_bias
     values = reads_values(op, needs, has_scale)
     return Needs(
@@ -213,7 +213,7 @@ def linear_saved(op: Linear, needs: Needs, has_bias: bool, has_scale: bool) -> N
 
 
 class MainGrads(NamedTuple):
-    """Gradients of everything but the weight, None where not needed, and what that of the weight reads."""
+    """Gradients of everything except the weight, None where not needed, and the operands of wgrad."""
 
     x: Array | None
     bias: Array | None
@@ -227,7 +227,7 @@ NO_MAIN_GRADS = MainGrads(None, None, None, None, None, Amaxes())
 
 
 def linear_grads(*arguments: Any, **options: Any) -> Gradients:
-    """The gradients of `linear_backward`, whose arguments it takes."""
+    """The gradients of `linear_backward`, for the same arguments."""
     return linear_backward(*arguments, **options).grads
 
 
@@ -248,7 +248,7 @@ def linear_backward(
     grad_input: Array | None = None,
     extras: Extras = NO_EXTRAS,
 ) -> Backward:
-    """Gradients that `needs` asks for: `main_grads`, whose other arguments these are, and `weight_grad`.
+    """The gradients in `needs`: `main_grads`, then `weight_grad`. Other arguments are those of `main_grads`.
 
     Args:
         into_w: destination of dW, in the weight's layout; with `accumulate` dW is added to it.
@@ -278,18 +278,18 @@ def main_grads(
     stream: int = 0,
     quantized_dy: QTensor[Any] | None = None,
 ) -> MainGrads:
-    """Gradients that `needs` asks for but that of the weight; x and w are those that `linear_forward` kept, None where
-    it did not.
+    """The gradients in `needs` except that of the weight.
 
     Args:
-        specs: of x, w, bias, row_scale, the latter two None where the operation had none.
-        dy: [M, N], perhaps quantised as the products read it; what else reads it sees its values.
-        grad_input: the caller's [M, K] buffer for dx; its tail rows are left alone.
-        stream: which of several dy this is that one key rounds.
-        quantized_dy: forms of dy that are there already; the one along rows is that of c dy.
+        specs: of x, w, bias, row_scale; the last two are None where the operation had none.
+        x, w: as `linear_forward` saved them; None where it did not.
+        dy: [M, N]. It may be quantised for the products; other readers get its dequantised values.
+        grad_input: the caller's [M, K] buffer for dx; its tail rows are left unchanged.
+        stream: number of this dy among those that share one key of stochastic rounding.
+        quantized_dy: forms of dy that exist already; the one contracted along rows holds c dy.
 
     With c the row scale: dx = c (dy W^T), dW_g = sum x^T (c dy), db_g = sum c dy, dc = <x, dy W^T> + <dy, b>.
-    With `scale_bias`, c stands beside the bias alone: dx = dy W^T, dW_g = sum x^T dy, db_g = sum c dy, dc = <dy, b>.
+    With `scale_bias`, c multiplies only the bias: dx = dy W^T, dW_g = sum x^T dy, db_g = sum c dy, dc = <dy, b>.
     """
     x_spec, w_spec, bias_spec, scale_spec = specs
     recipe = op.resolve(x_spec, w_spec)
@@ -299,7 +299,7 @@ def main_grads(
     scale_through_product = reads_values(op, needs, scale_spec is not None)
 
     given = dy
-    if isinstance(dy, QTensor):  # whose values products do not read, unless they are scaled first
+    if isinstance(dy, QTensor):  # products read its codes; they need its values only to scale them
         read = needs.bias or needs.row_scale or (needs.w and row_factor is not None)
         dy = plain_rows(run, dy, group_sizes) if read else None
     dx = db = dc = rows = rows_dy = None
@@ -310,8 +310,8 @@ def main_grads(
     dy_forms += wgrad_form if needs.w and row_factor is None else []
     of_dy = grad_in_formats(run, recipe, given, dy_forms, group_sizes, extras, stream, stored=quantized_dy)
     if through_weight:
-        # The scale's gradient reads dy W^T unscaled and unrounded, so dx is then scaled in a pass of its own: one
-        # fp32 product and one rounding either way, hence the same bits.
+        # The gradient of the scale reads dy W^T unscaled and unrounded, so dx is then scaled in a separate pass. Both
+        # ways do one fp32 product and one rounding, so they give the same bits.
         fused = not scale_through_product
         n_axis = op.weight_axes()[1]
         (columnwise,), w_amax = weight_for_dgrad(run, recipe, w, n_axis, extras)
@@ -370,10 +370,10 @@ def grad_in_formats(
     amax: Array | None = None,
     stored: QTensor[Any] | None = None,
 ) -> Quantized:
-    """dy in the formats `wanted`; `amax` is what the magnitudes of delayed scaling are merged with.
+    """dy in the formats `wanted`; the amax of delayed scaling is merged into `amax`.
 
     Args:
-        stored: forms of dy that are there already; the others are made.
+        stored: forms of dy that exist already; the others are made.
     """
     ready = [None if stored is None else given_form(stored, *each) for each in wanted]
     missing = [each for each, form in zip(wanted, ready, strict=True) if form is None]
@@ -386,7 +386,7 @@ def grad_in_formats(
 
 
 def weight_for_dgrad(run: Runner, recipe: Recipe, w: Operand, axis: int, extras: Extras) -> Quantized:
-    """w as dgrad reads it, contracted along `axis`; measured as by `rows_for_wgrad`."""
+    """w as dgrad reads it, contracted along `axis`; its amax is found where forward did not find it."""
     measure = extras.measure and measures_late(recipe, 1)
     wanted, again = [(axis, recipe.dgrad[1])], recipe.requantize
     delayed = {"scale": extras.w, "amax": extras.w_amax if measure else None, "measure": measure}
@@ -394,7 +394,7 @@ def weight_for_dgrad(run: Runner, recipe: Recipe, w: Operand, axis: int, extras:
 
 
 def rows_for_wgrad(run: Runner, recipe: Recipe, x: Operand, group_sizes: Array, extras: Extras) -> Quantized:
-    """x as the weight gradient reads it: what forward kept of it, or made of that."""
+    """x as wgrad reads it: the form that forward saved, or one made from what it saved."""
     measure = extras.measure and measures_late(recipe, 0)
     wanted, again = [(0, recipe.wgrad[0])], recipe.requantize
     delayed = {"scale": extras.x, "amax": extras.x_amax if measure else None, "measure": measure}
@@ -402,14 +402,12 @@ def rows_for_wgrad(run: Runner, recipe: Recipe, x: Operand, group_sizes: Array, 
 
 
 def measures_late(recipe: Recipe, operand: int) -> bool:
-    """Whether backward measures x (0) or w (1), where it quantises it itself: forward reads it without delayed scaling,
-    so it has not.
-    """
+    """Whether backward finds the amax of x (0) or w (1): forward does not where it reads it without delayed scaling."""
     return not recipe.forward[operand].delayed
 
 
 def plain_rows(run: Runner, x: Operand, group_sizes: Array) -> Array:
-    """x as an array of 16 bits or more, dequantised where the caller quantised it."""
+    """x as an array of 16-bit or 32-bit elements, dequantised where it was quantised."""
     if isinstance(x, QTensor):
         return dequantize(run, x, group_sizes, x.dtype)
     return run.cast(x, wide(run.spec(x).dtype))
@@ -430,10 +428,10 @@ def weight_grad(
     """dW_g = sum rows^T dy over the rows of group g, in the weight's layout.
 
     Args:
-        w_spec: of the packed weight. rows: [M, K], dy: [M, N], as `main_grads` left them.
+        w_spec: of the packed weight. rows: [M, K], dy: [M, N], as `main_grads` returned them.
         into: destination; with `accumulate` dW is added to it.
-        half: 1, 2: dW of the first, second half of the N columns alone, [G, K, N / 2], of a weight in two arrays; 0: of
-            all.
+        half: for a weight in two arrays, 1 or 2: dW of the first or second half of the N columns, [G, K, N / 2]. 0: dW
+            of all columns.
     """
     recipe = op.resolve(operand_spec(run, rows), w_spec)
     into_spec = operand_spec(run, into)

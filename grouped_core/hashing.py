@@ -8,9 +8,9 @@ _Class = TypeVar("_Class", bound=type[Any])
 
 
 def hashed_once(cls: _Class) -> _Class:
-    """Makes a frozen dataclass keep its hash, which is then as cheap as that of a string.
+    """Makes a frozen dataclass cache its hash, as strings do.
 
-    Copies and pickles do not carry it: hashes of strings differ between processes.
+    Copies and pickles do not contain it, because hashes of strings differ between processes.
     """
     compute: Any = cls.__hash__
 

@@ -1,4 +1,4 @@
-"""The linear operation as a user asks for it: its static facts, checked once for all faces, and refused in words.
+"""Static parameters of the linear operation, and the checks of its arguments that all frontends share.
 
 Letters: G groups, M rows, K in, N out.
 """
@@ -20,7 +20,7 @@ from grouped_core.recipes import BoundRecipe, Recipe, plain
 
 
 class Names(NamedTuple):
-    """What a face calls its arguments; the only difference between the two faces' messages."""
+    """A frontend's names of the arguments; error messages of the frontends differ in nothing else."""
 
     x: str
     w: str
@@ -39,19 +39,19 @@ class Names(NamedTuple):
 @hashed_once
 @dataclass(frozen=True)
 class Linear:
-    """Static facts of one grouped linear operation, y[r] = x[r] W[g(r)]: frozen, hashable, free of arrays.
+    """Static parameters of one grouped linear operation, y[r] = x[r] W[g(r)]: frozen, hashable, without arrays.
 
     Attributes:
-        names: the face's argument names, for messages.
+        names: the frontend's argument names, for messages.
         transposed: weights are [G, N, K] instead of [G, K, N].
-        recipe: None computes with the operands as they stand.
+        recipe: None uses the operands as given.
         scale_bias: row_scale multiplies the bias only.
         result_dtype: dtype of y; None: that of x.
         wgrad_dtype: dtype of a new weight gradient; None: that of the weight.
-        rows_hint: usual rows a group, for tile choice only; 0 is unknown.
-        implementation: pinned kernels, a comma list; "" lets dispatch choose.
+        rows_hint: usual number of rows per group, for tile choice only; 0 is unknown.
+        implementation: pinned kernels, separated by commas; "" lets dispatch choose.
         paired: the weight is two arrays, halves of its N columns.
-        fp32: the least accurate mode of float32 operands that the call accepts; None: any, the recipe's decides.
+        fp32: the least accurate mode of float32 operands that the call accepts; None: the recipe decides.
     """
 
     names: Names
@@ -66,10 +66,10 @@ class Linear:
     fp32: str | None = None
 
     def resolve(self, x: OperandSpec, w: OperandSpec) -> Recipe:
-        """The recipe in force for these operands: without one they are used as they stand, quantised or not.
+        """The recipe for these operands; without one, the operands are used as given, quantised or not.
 
         Raises:
-            NotImplementedError: a weight in two arrays beside quantised operands.
+            NotImplementedError: the weight is two arrays, and operands are quantised.
         """
         recipe = self.recipe or _as_they_stand(x.dtype, w.dtype, _format(x), _format(w))
         if self.paired and recipe.quantized:
@@ -82,7 +82,7 @@ class Linear:
 
 
 def two_arrays(name: str, recipe: Recipe | None) -> NotImplementedError:
-    """What refuses a weight in two arrays beside what is quantised; without a recipe that is another operand."""
+    """The error for a weight in two arrays with a quantising recipe or, without a recipe, with quantised operands."""
     beside = "quantised operands" if recipe is None else f"recipe {recipe.name}"
     return NotImplementedError(f"`{name}`: two arrays beside {beside}, expected one here; pass one array.")
 
@@ -96,14 +96,14 @@ def _as_they_stand(x: str, w: str, x_format: Format | None, w_format: Format | N
     found = plain(x, w)
     if x_format is None and w_format is None:
         return found
-    # Codes are read alike however they were rounded; what is rotated is a form that forward does not read.
+    # Rounding does not change how codes are read; forward does not read rotated forms.
     rows, weight = (x_format or found.forward[0]).replace(stochastic=False, rotate=False), w_format or found.forward[1]
     name = f"{rows.name} x {weight.name}"
     return found.replace(name=name, forward=(rows, weight), dgrad=(found.dgrad[0], weight))
 
 
 def implementation_names(implementation: str | Sequence[str] | None) -> str:
-    """`implementation=` of a public function as the comma list that a `Call` carries."""
+    """`implementation=` of a public function as the comma-separated string of a `Call`."""
     if implementation is None:
         return ""
     if isinstance(implementation, str):
@@ -112,17 +112,17 @@ def implementation_names(implementation: str | Sequence[str] | None) -> str:
         names = list(implementation) if isinstance(implementation, Sequence) else []
     if not names or not all(isinstance(name, str) and name for name in names):
         raise ValueError(
-            f"`implementation`: {implementation!r}, wanted None, a kernel's name or a sequence of names; "
+            f"`implementation`: {implementation!r}, expected None, a kernel's name or a sequence of names; "
             "`explain` lists the kernels of a call."
         )
     return ",".join(names)
 
 
 def recipe_option(recipe: Any) -> BoundRecipe:
-    """`recipe=` of a public function: None, a `Recipe` or one bound to arrays; without a recipe nothing is bound.
+    """`recipe=` of a public function, None, a `Recipe` or a `BoundRecipe`, as a `BoundRecipe`.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: it is none of these.
     """
     if isinstance(recipe, BoundRecipe):
         return recipe
@@ -132,7 +132,7 @@ def recipe_option(recipe: Any) -> BoundRecipe:
 
 
 def dtype_option(dtype: Any) -> str | None:
-    """The name of a dtype that a user chose; what is none keeps its text, and `check_linear` refuses it by that."""
+    """The name of the dtype that a user chose; text that names no dtype is kept, and `check_linear` refuses it."""
     if dtype is None:
         return None
     try:
@@ -142,10 +142,10 @@ def dtype_option(dtype: Any) -> str | None:
 
 
 def wide_option(name: str, dtype: Any) -> str | None:
-    """The name of the dtype of a result, None where the user chose none.
+    """The name of the dtype of a result; None where the user chose none.
 
     Raises:
-        TypeError: results do not have it.
+        TypeError: results cannot have this dtype.
     """
     found = dtype_option(dtype)
     if found is not None and found not in WIDE:
@@ -182,7 +182,7 @@ def check_linear(
     row_scale: ArraySpec | None = None,
     out: ArraySpec | None = None,
 ) -> ArraySpec:
-    """Refuses what the linear operation does not take, in words; returns the spec of y, [M, N].
+    """Refuses arguments that the linear operation does not accept; returns the spec of y, [M, N].
 
     Raises:
         TypeError: dtypes. ValueError: ranks, shapes, empty axes, contradictory options.
@@ -201,7 +201,7 @@ def check_linear(
     ):
         raise TypeError(
             f"`{n.w}`: dtype {w.dtype}, expected {x.dtype} = dtype of `{n.x}`; "
-            "cast one of them, nothing is cast behind your back."
+            "cast one of them; the operation does not cast operands itself."
         )
     groups = w.shape[0]
     k_axis, n_axis = op.weight_axes()
@@ -217,7 +217,7 @@ def check_linear(
     if x.shape[0] > MAX_ROWS:
         raise _shape(n.x, x, f"at most {MAX_ROWS} rows", "split the rows over several calls")
     if sizes.shape[0] != groups:
-        raise _shape(n.sizes, sizes, f"({groups},) = one size for each group of `{n.w}`", "pass one size a group")
+        raise _shape(n.sizes, sizes, f"({groups},) = one size for each group of `{n.w}`", "pass one size per group")
     _check_recipe(op, x, w)
     for name, spec in ((n.x, x), (n.w, w)):
         if isinstance(spec, QuantizedSpec):
@@ -232,13 +232,16 @@ def check_linear(
         _check_float(n.bias, bias, WIDE)
         check_rank("linear", "bias", n.bias, bias.shape)
         if bias.shape != (groups, width):
-            raise _shape(n.bias, bias, f"({groups}, {width}) = [G, N]", "pass one bias vector a group")
+            raise _shape(n.bias, bias, f"({groups}, {width}) = [G, N]", "pass one bias vector per group")
     if row_scale is not None:
         _check_float(n.row_scale, row_scale, WIDE)
         check_rank("linear", "row_scale", n.row_scale, row_scale.shape)
         if row_scale.shape != (x.shape[0],):
             raise _shape(
-                n.row_scale, row_scale, f"({x.shape[0]},) = all rows of `{n.x}`, tail included", "pass one factor a row"
+                n.row_scale,
+                row_scale,
+                f"({x.shape[0]},) = all rows of `{n.x}`, tail included",
+                "pass one factor per row",
             )
     wide_option(n.result, op.result_dtype)
     wide_option(n.wgrad, op.wgrad_dtype)
@@ -249,14 +252,14 @@ def check_linear(
 
 
 def _check_quantized(name: str, spec: QuantizedSpec, groups: int) -> None:
-    """The arrays of a quantised operand are what its format makes of its shape and of so many groups."""
-    remedy = "quantise it with the sizes of this call" if len(spec.shape) == 2 else "quantise it anew"
+    """Refuses a quantised operand whose arrays do not fit its format, its shape and the number of groups."""
+    remedy = "quantise it with the sizes of this call" if len(spec.shape) == 2 else "quantise it again"
     for form in (spec, spec.other):
         if form is None:
             continue
         if form.shape != spec.shape:
             raise _shape(
-                f"{name}.other", form, f"{spec.shape} = shape of `{name}`", "quantise one array with both axes"
+                f"{name}.other", form, f"{spec.shape} = shape of `{name}`", "quantise one array along both axes"
             )
         wanted = spec_in_format(form.format, form.shape, form.axis, form.dtype, groups)
         for part, got, want in zip(("codes", "scales", "scales of groups"), form[:3], wanted[:3], strict=True):
@@ -268,7 +271,10 @@ def _check_quantized(name: str, spec: QuantizedSpec, groups: int) -> None:
 
 
 def _check_recipe(op: Linear, x: OperandSpec, w: OperandSpec) -> None:
-    """Operands are what the recipe's cells store: plain ones of their dtype, others of any wide dtype, or stored so."""
+    """Refuses operands that do not fit the recipe's formats.
+
+    A plain format needs an array of its dtype; other formats accept 16-bit and 32-bit floats, or a quantised operand.
+    """
     axes = (1, op.weight_axes()[0])
     formats: list[Format | None] = [None, None]
     for at, (name, spec, axis) in enumerate(zip((op.names.x, op.names.w), (x, w), axes, strict=True)):
@@ -292,13 +298,13 @@ def _check_recipe(op: Linear, x: OperandSpec, w: OperandSpec) -> None:
         if held is not None:
             if held.layout != fmt.layout and op.recipe.requantize is None:
                 raise ValueError(
-                    f"`{name}`: stored as {held.name}, expected {fmt.name} as the recipe {op.recipe.name} "
-                    "stores it; quantise it so, or pass a recipe with requantize='from_dequantized'."
+                    f"`{name}`: quantised as {held.name}, expected {fmt.name}, the format of the recipe "
+                    f"{op.recipe.name}; quantise it so, or pass a recipe with requantize='from_dequantized'."
                 )
         elif fmt.plain and spec.dtype != fmt.values:
             raise TypeError(
-                f"`{name}`: dtype {spec.dtype}, expected {fmt.values} as the recipe {op.recipe.name} stores it; "
-                "cast it, or pass recipe=None to use the operands as they stand."
+                f"`{name}`: dtype {spec.dtype}, expected {fmt.values}, the dtype of the recipe {op.recipe.name}; "
+                "cast it, or pass recipe=None to use the operands as given."
             )
         elif spec.dtype not in WIDE:
             raise TypeError(
@@ -308,7 +314,7 @@ def _check_recipe(op: Linear, x: OperandSpec, w: OperandSpec) -> None:
 
 
 def check_buffer(name: str, got: ArraySpec, wanted: ArraySpec) -> None:
-    """BUF-2: a caller's buffer has exactly the result's shape and dtype."""
+    """BUF-2: a caller's buffer must have exactly the result's shape and dtype."""
     if got.shape != wanted.shape:
         raise ValueError(
             f"`{name}`: shape {got.shape}, expected {wanted.shape} = all rows, tail included; "
@@ -322,17 +328,17 @@ def check_buffer(name: str, got: ArraySpec, wanted: ArraySpec) -> None:
 
 
 def check_accumulator(name: str, got: ArraySpec, weight: ArraySpec) -> None:
-    """MAT-11: an accumulator has the weight's shape, and float32 or a 16-bit dtype of its own."""
+    """MAT-11: an accumulator must have the weight's shape, and float32 or a 16-bit dtype, whatever the weight's."""
     if got.shape != weight.shape:
         raise _shape(name, got, f"{weight.shape} = shape of the weight", "allocate one that matches its weight")
     _check_float(name, got, WIDE)
 
 
 def check_wgrad_dtype(op: Linear, accumulator: ArraySpec) -> None:
-    """The dtype of a weight gradient that goes to an accumulator is the accumulator's."""
+    """Refuses a `wgrad_dtype` other than the dtype of the accumulator that the weight gradient is added to."""
     if op.wgrad_dtype not in (None, accumulator.dtype):
         n = op.names
         raise ValueError(
             f"`{n.wgrad}`: {op.wgrad_dtype}, expected None or {accumulator.dtype} = dtype of `{n.accum}`; "
-            f"leave `{n.wgrad}` None, the accumulator's dtype decides."
+            f"leave `{n.wgrad}` None, the accumulator sets the dtype."
         )

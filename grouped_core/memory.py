@@ -1,4 +1,4 @@
-"""Where arrays lie, as far as correctness hangs on it: what is written stays apart from everything else of a call."""
+"""Checks of memory overlap: a buffer that a call writes must not overlap the other operands of the call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """The bytes of one operand: the address of its first and the one behind its last, equal where it has none."""
+    """The memory of one operand: the address of its first byte and of the byte after its last, equal if it is empty."""
 
     name: str
     start: int
@@ -16,21 +16,21 @@ class Span(NamedTuple):
 
 
 def overlap(buffer: str, operand: str) -> ValueError:
-    """What refuses a buffer that lies in the memory of another operand."""
+    """The error for a buffer that overlaps another operand."""
     return ValueError(f"`{buffer}`: overlaps `{operand}` in memory, expected a buffer of its own; allocate one.")
 
 
 def check_apart(written: Iterable[Span], read: Iterable[Span]) -> None:
-    """Refuses memory that is written and is at the same time another operand's (BUF-2).
+    """Refuses a written buffer that overlaps another operand (BUF-2).
 
-    One sweep over the starts: a list of many weights costs no comparison of all pairs.
+    It sweeps once over the sorted starts, so a list of many weights needs no comparison of all pairs.
 
     Raises:
-        ValueError: two of them overlap, of which at least one is written.
+        ValueError: two spans overlap, and at least one of them is written.
     """
-    spans = [(span.start, span.end, 0, span.name) for span in read if span.start < span.end]  # 0: is only read
+    spans = [(span.start, span.end, 0, span.name) for span in read if span.start < span.end]  # 0: only read
     spans += [(span.start, span.end, at, span.name) for at, span in enumerate(written, 1) if span.start < span.end]
-    furthest = {False: (0, 0, ""), True: (0, 0, "")}  # of what is read, and written: the span that ends last so far
+    furthest = {False: (0, 0, ""), True: (0, 0, "")}  # for read and for written spans: the one that ends last so far
     for start, end, at, name in sorted(spans):
         for other_end, other_at, other in furthest.values():
             if start < other_end and (at or other_at):
@@ -40,17 +40,17 @@ def check_apart(written: Iterable[Span], read: Iterable[Span]) -> None:
 
 
 def are_apart(places: Sequence[tuple[int, int]]) -> bool:
-    """Whether no two of these (address, number of bytes) overlap; the quick question in front of the words."""
+    """Whether no two of these (address, number of bytes) overlap; a quick test before `check_apart`."""
     ordered = sorted(places)
     return all(start + length <= following for (start, length), (following, _) in pairwise(ordered))
 
 
 def listed_twice(name: str, other: str, accum: str) -> ValueError:
-    """What refuses a weight that stands twice where its gradient is added to what the caller keeps.
+    """The error for a weight that is listed twice while its gradient is added to an accumulator.
 
     Tiles of one launch would add to one destination at the same time, and updates would be lost.
     """
     return ValueError(
         f"`{name}`: the same memory as `{other}` beside {accum}, expected each weight once, for two groups cannot add "
-        "to one destination at a time; pass weights of their own, or no accumulator, and autograd sums the gradients."
+        "to one destination at a time; pass separate weights, or no accumulator, and autograd sums the gradients."
     )

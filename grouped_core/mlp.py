@@ -1,4 +1,4 @@
-"""Rules of the experts' MLP: forward, backward, and what is kept in between (docs/contracts.md, "The experts' MLP").
+"""The experts' MLP: forward, backward, and what forward saves for backward (docs/contracts.md, "The experts' MLP").
 
     h = x W1 + b1, rounded;  z = p act(h), rounded;  y = z W2 + p b2
 
@@ -32,7 +32,7 @@ from grouped_core.recipes import Recipe
 
 
 class Forward(NamedTuple):
-    """y [M, K], and what backward reads of rows and weights, in its form; None where it does not."""
+    """y [M, K], and rows and weights in the form that backward reads; None where backward does not read them."""
 
     y: Array
     x: Operand | None
@@ -55,7 +55,7 @@ class MlpGradients(NamedTuple):
 
 
 class HiddenGrads(NamedTuple):
-    """dh [M, W], z [M, F], perhaps stored, dp [M] float32; None where not wanted. Forms of dh from the same pass."""
+    """dh [M, W], z [M, F] (perhaps quantised), dp [M] float32; None where not requested. Quantised forms of dh."""
 
     dh: Array | None
     z: Operand | None
@@ -64,22 +64,22 @@ class HiddenGrads(NamedTuple):
 
 
 class AtHidden(NamedTuple):
-    """What the first stage of backward leaves: gradients at the hidden rows, and what those of the products read.
+    """Results of the first stage of backward: gradients at the hidden rows, and the operands of dgrad and wgrad.
 
-    `dh`, `of_dh` are None where neither x, wi nor its bias needs a gradient; `z`, `dy` where wo needs none.
+    `dh` and `of_dh` are None where x, wi and its bias need no gradient; `z` and `dy` where wo needs none.
     """
 
     probs: Array | None
     wo_bias: Array | None
-    dh: Array | None  # [M, W], where somebody reads it as it is
-    of_dh: QTensor[Any] | None  # its forms, where the pass at the hidden rows stored them
+    dh: Array | None  # [M, W], where its unquantised values are read
+    of_dh: QTensor[Any] | None  # its quantised forms, where the pass at the hidden rows makes them
     z: Operand | None  # [M, F], with dy gives dW2
     dy: Operand | None  # [M, K]
     amax: tuple[Amaxes, Amaxes]
 
 
 class MainGrads(NamedTuple):
-    """Gradients of everything but the weights, None where not needed, and the rows that those of the weights read."""
+    """Gradients of everything except the weights, None where not needed, and the operands of wgrad."""
 
     x: Array | None
     probs: Array | None
@@ -93,7 +93,7 @@ class MainGrads(NamedTuple):
 
 
 NO_EXTRAS = (Extras(), Extras())
-"""Nothing is bound to the recipe."""
+"""The recipe has no arrays bound to it."""
 
 
 def hidden_rows(
@@ -108,10 +108,10 @@ def hidden_rows(
     keep: bool,
     stored: Within | None = None,
 ) -> tuple[Operand, Array | None, Array | None]:
-    """(z [M, F], h [M, W] if it is to be kept, magnitudes of z): the first product and the activation in one call.
+    """(z [M, F], h [M, W] with `keep`, amax of z): the first product and the activation in one call.
 
     Args:
-        x, wi: as forward stores them. stored: how z is stored; None: as it is.
+        x, wi: in the form that forward reads. stored: how z is quantised; None leaves it unquantised.
     """
     linear = op.fc1()
     x_spec = operand_spec(run, x)
@@ -164,10 +164,10 @@ def mlp(
 
     Args:
         x: [M, K]. wi: [G, K, W], wo: [G, F, K], or both with the last two axes swapped when transposed; one array or
-            `Listed` each, wi perhaps `Paired`; x and weights perhaps quantised. group_sizes: int32 [G]. probs: [M].
+            `Listed` each, and wi may be `Paired`; x and weights may be quantised. group_sizes: int32 [G]. probs: [M].
             wi_bias: [G, W]. wo_bias: [G, K].
-        out: the caller's [M, K] buffer; its tail rows are left alone.
-        needs: gradients that will be asked for. extras: of the two products.
+        out: the caller's [M, K] buffer; its tail rows are left unchanged.
+        needs: gradients that backward will compute. extras: of the two products.
     """
     check(op, *(operand_spec(run, each) for each in (x, wi, wo, group_sizes, probs, wi_bias, wo_bias, out)))
     keep = kept(op, needs, probs is not None, wi_bias is not None, wo_bias is not None)
@@ -199,10 +199,10 @@ def mlp(
 
 
 def activated_forms(run: Runner, op: Mlp, x: OperandSpec, wo: Operand, extras: Extras, keep: bool) -> Within | None:
-    """How the activated rows are stored in the pass that makes them; None where they are not, or not in one.
+    """How the pass that makes the activated rows quantises them; None where it does not, or one pass does not suffice.
 
     Args:
-        x: spec of the rows. extras: of the second product. keep: backward reads them too.
+        x: spec of the rows. extras: of the second product. keep: whether backward reads them too.
     """
     recipe = op.fc2().resolve(x, operand_spec(run, wo))
     delayed = {"scale": extras.x, "amax": extras.x_amax, "measure": extras.measure}
@@ -210,8 +210,8 @@ def activated_forms(run: Runner, op: Mlp, x: OperandSpec, wo: Operand, extras: E
 
 
 def activated_row_forms(op: Mlp, recipe: Recipe, keep: bool) -> list[tuple[int, Format]]:
-    """(contracted axis, format) of z as the second product reads it, and with `keep` as its weight gradient does;
-    nothing where that gradient reads z as it is.
+    """(contracted axis, format) of z for the second product and, with `keep`, for its wgrad; empty where wgrad reads
+    the unquantised z.
     """
     asked = Needs(False, keep, False, False)
     kept = gradients.keeps_forms(op.fc2(), recipe, asked, False)[0]
@@ -219,7 +219,7 @@ def activated_row_forms(op: Mlp, recipe: Recipe, keep: bool) -> list[tuple[int, 
 
 
 def fused_within(op: Mlp, wanted: Sequence[tuple[int, Format]], **options: Any) -> Within | None:
-    """`within`, unless kernels that do one thing at a time are asked for."""
+    """`within`, or None where `implementation` asks for unfused kernels."""
     if {"composed", "reference"} & set(op.implementation.split(",")):
         return None
     return within(wanted, **options)
@@ -228,9 +228,10 @@ def fused_within(op: Mlp, wanted: Sequence[tuple[int, Format]], **options: Any) 
 def first_forms(
     run: Runner, op: Mlp, x: Operand, wi: Operand, group_sizes: Array, extras: Extras, needs: MlpNeeds
 ) -> Forms:
-    """x and wi in the forms of the first product; where everything is computed again, they are kept as they came.
+    """x and wi in the forms that the first product reads; with the policy `save_input` the inputs themselves are saved.
 
-    Of a weight whose layer keeps its forms these are kept then: by backward the layer may have others.
+    For a weight with forms cached by its layer, `save_input` saves those forms: the layer may replace them before
+    backward.
     """
     again, cached = op.residuals.policy == "save_input", isinstance(wi, Cached)
     asked = Needs(needs.x and (cached or not again), needs.wi and not again, False, False)
@@ -245,7 +246,7 @@ def first_forms(
 def cached_forms(
     op: Mlp, recipe: Recipe, needs: MlpNeeds, *, keep_z: bool
 ) -> tuple[list[tuple[int, Format]], list[tuple[int, Format]]]:
-    """(contracted axis, format) of wi and of wo as passes read them whose weights come from the caches of layers.
+    """(contracted axis, format) of the forms of wi and of wo that a layer has to cache for its passes.
 
     Args:
         keep_z: whether backward reads the activated rows of forward (`kept`).
@@ -271,14 +272,15 @@ def hidden_grads(
     stored: Within | None = None,
     quantized_z: Within | None = None,
 ) -> HiddenGrads:
-    """dh, z and dp, each if wanted: two products' worth of gradients in one call.
+    """dh, z and dp, each if `wanted` asks for it: dgrad of the second product and the activation's, in one call.
 
         dz = dy W2^T;  dh = p dz act'(h);  z = p act(h);  dp = <dz, act(h)> + <dy, b2>
 
     Args:
         h: [M, W]. probs: [M], read for dh and z. wo_bias: read for dp. dy: [M, K].
-        wo, quantized_dy: as the product stores them. stored: how dh is stored, beside what is wanted.
-        quantized_z: how z is, which is then not wanted as it is; only beside `stored`.
+        wo, quantized_dy: in the form that the product reads. stored: how dh is quantised, whether or not `wanted` also
+            asks for the unquantised dh.
+        quantized_z: how z is quantised, instead of the unquantised z; only with `stored`.
     """
     linear = op.fc2()
     p = None if probs is None else run.cast(probs, "float32")
@@ -316,7 +318,7 @@ def hidden_grads(
 
 
 def hidden_forms(op: Mlp, recipe: Recipe, extras: Extras, needs: MlpNeeds) -> Within | None:
-    """How gradients at the hidden rows are stored in the pass that makes them; None where they are not.
+    """How the pass that makes the gradients at the hidden rows quantises them; None where it does not.
 
     Args:
         recipe, extras: of the first product.
@@ -327,11 +329,11 @@ def hidden_forms(op: Mlp, recipe: Recipe, extras: Extras, needs: MlpNeeds) -> Wi
 
 
 def rebuilt_rows(op: Mlp, recipe: Recipe, scale: Array | None) -> Within | None:
-    """How activated rows are stored in the pass at the hidden rows, where the gradient of wo alone reads them there;
-    None where they are not, or are to be measured too, which that pass does for dh alone.
+    """How the pass at the hidden rows quantises the activated rows, which only wgrad of wo then reads; None where it
+    does not, or where their amax is needed too: that pass finds only the amax of dh.
 
     Args:
-        recipe: of the second product. scale: multipliers of its rows.
+        recipe: of the second product. scale: quantisation scales [G] of its rows.
     """
     if recipe.wgrad[0].delayed and gradients.measures_late(recipe, 0):
         return None
@@ -339,7 +341,7 @@ def rebuilt_rows(op: Mlp, recipe: Recipe, scale: Array | None) -> Within | None:
 
 
 def grad_row_forms(recipe: Recipe, needs: MlpNeeds) -> list[tuple[int, Format]]:
-    """(contracted axis, format) of dh as the gradient of x reads it and as that of wi does, each if needed."""
+    """(contracted axis, format) of dh for dgrad and for wgrad of the first product, each if needed."""
     return [*([(1, recipe.dgrad[0])] if needs.x else []), *([(0, recipe.wgrad[1])] if needs.wi else [])]
 
 
@@ -361,7 +363,7 @@ def grad_forms(
     extras: Extras,
     forms: tuple[bool, bool],
 ) -> Quantized:
-    """dy as the gradients at the hidden rows read it, and as that of wo does, each if wanted; from one pass.
+    """dy in the forms that dgrad and wgrad of the second product read, each if `forms` asks for it; from one pass.
 
     Args:
         x: spec of the rows that wo multiplies.
@@ -391,11 +393,11 @@ def main_grads(
     grad_input: Array | None = None,
     extras: tuple[Extras, Extras] = NO_EXTRAS,
 ) -> MainGrads:
-    """Gradients that `needs` asks for but those of the weights: `at_hidden`, whose other arguments these are, and
-    `first_product`.
+    """The gradients in `needs` except those of the weights: `at_hidden`, then `first_product`. Other arguments are
+    those of `at_hidden`.
 
     Args:
-        grad_input: the caller's [M, K] buffer for dx; its tail rows are left alone.
+        grad_input: the caller's [M, K] buffer for dx; its tail rows are left unchanged.
     """
     operands = (x, h, z, wi, wo, group_sizes, probs, wi_bias, wo_bias, dy)
     hidden = at_hidden(run, op, specs, *operands, needs, extras=extras)
@@ -436,11 +438,11 @@ def at_hidden(
     *,
     extras: tuple[Extras, Extras] = NO_EXTRAS,
 ) -> AtHidden:
-    """The first stage of backward; operands that `kept` does not name are None. Nothing after it reads h.
+    """The first stage of backward; operands that `kept` does not name are None. No later stage reads h.
 
     Args:
-        x, z, wi, wo: as `mlp` kept them.
-        dy: [M, K], perhaps quantised as the products read it; what else reads it sees its values.
+        x, z, wi, wo: as `mlp` saved them.
+        dy: [M, K]. It may be quantised for the products; other readers get its dequantised values.
         extras: of the two products.
     """
     needs = restrict(needs, specs)
@@ -449,14 +451,14 @@ def at_hidden(
     recipe = second.resolve(z_spec, specs.wo)
     dp = dh = z_amax = wo_amax = None
     if (needs_dz(needs) and h is None) or (not needs_dz(needs) and needs.wo and z is None):
-        # Forward's own call once more, so a weight in two arrays needs no other; z comes with h.
-        again = extras[0]._replace(measure=False)  # forward found the magnitudes
+        # The call of forward is repeated, so a weight in two arrays needs no other call; z comes with h.
+        again = extras[0]._replace(measure=False)  # forward found the amaxes
         forms = first_forms(run, op, x, wi, group_sizes, again, NO_NEEDS)
         z, h, _ = hidden_rows(run, op, forms.x, forms.w, group_sizes, probs, wi_bias, keep=needs_dz(needs))
     dy_forms = [(1, recipe.dgrad[0])] if needs_dz(needs) else []
     dy_forms += [(0, recipe.wgrad[1])] if needs.wo else []
     given = dy
-    if isinstance(dy, QTensor):  # whose values the biases alone read
+    if isinstance(dy, QTensor):  # only the gradients of wo_bias and probs read its values
         read = needs.wo_bias or (needs.probs and wo_bias is not None)
         dy = gradients.plain_rows(run, dy, group_sizes) if read else None
     grads = gradients.grad_in_formats(run, recipe, given, dy_forms, group_sizes, extras[1], 0)
@@ -508,11 +510,11 @@ def first_product(
     grad_input: Array | None = None,
     extras: Extras = gradients.NO_EXTRAS,
 ) -> gradients.MainGrads:
-    """The second stage of backward: gradients of x and of the first bias, and what that of wi reads.
+    """The second stage of backward: gradients of x and of the first bias, and the operands of wgrad of wi.
 
     Args:
-        x, wi: as `mlp` kept them. dh, of_dh: as `at_hidden` left them.
-        grad_input: the caller's [M, K] buffer for dx; its tail rows are left alone. extras: of the first product.
+        x, wi: as `mlp` saved them. dh, of_dh: as `at_hidden` returned them.
+        grad_input: the caller's [M, K] buffer for dx; its tail rows are left unchanged. extras: of the first product.
     """
     needs = restrict(needs, specs)
     if not needs_dh(needs):
@@ -521,7 +523,7 @@ def first_product(
         run,
         op.fc1(),
         (specs.x, specs.wi, specs.wi_bias, None),
-        x if needs.wi else None,  # what only made the hidden rows again is not read here
+        x if needs.wi else None,  # x saved only to recompute the hidden rows is not read here
         wi if needs.x else None,
         group_sizes,
         None,
@@ -548,12 +550,12 @@ def plan(
     grad_input: ArraySpec | None = None,
     extras: tuple[Extras, Extras] = NO_EXTRAS,
 ) -> None:
-    """Runs forward and backward on specs, for a runner that notes calls (`grouped_core.plans.Planner`).
+    """Runs forward and backward on specs, for a runner that records calls (`grouped_core.plans.Planner`).
 
     Args:
-        operands: specs of x, wi, wo, probs, wi_bias, wo_bias, `Listed` ones with the spec of their table; None where
-            absent. accumulators: likewise, of the two weight gradients; a tuple for a wi in two arrays.
-        halves: of a wi in two arrays, those that need gradients: 1, 2.
+        operands: specs of x, wi, wo, probs, wi_bias, wo_bias; `Listed` ones hold the spec of their table; None where
+            absent. accumulators: likewise, for the two weight gradients; a tuple for a wi in two arrays.
+        halves: for a wi in two arrays, the halves that need gradients: 1, 2.
     """
     x, wi, wo, probs, wi_bias, wo_bias = operands
     given: Any = [operand_spec(run, each) for each in operands]

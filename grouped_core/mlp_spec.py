@@ -1,4 +1,4 @@
-"""The experts' MLP as a user asks for it: its static facts, checked, and what each policy keeps for backward.
+"""Static parameters of the experts' MLP, the checks of its arguments, and what each policy saves for backward.
 
 Letters: G groups, M rows, K hidden size of the model, F expert width, W columns of h: 2F for gated activations, else F.
 """
@@ -19,21 +19,21 @@ from grouped_core.ranks import check_rank
 from grouped_core.recipes import Recipe
 
 POLICIES = ("save_all", "save_fc1", "save_input")
-"""What forward keeps beside weights and sizes, of the rows: x, h and z; x and h; x alone."""
+"""Row arrays that forward saves, besides weights and sizes: x, h and z; x and h; only x."""
 
 
 @hashed_once
 @dataclass(frozen=True)
 class Residuals:
-    """What a differentiated MLP keeps between forward and backward.
+    """What a differentiated MLP saves between forward and backward.
 
-    `save_all` keeps x, h and z, `save_fc1` x and h, `save_input` x alone: M (K + W + F), M (K + W) and M K elements.
-    What no gradient reads is never kept. All three give the same bits.
+    `save_all` saves x, h and z, `save_fc1` x and h, `save_input` only x: M (K + W + F), M (K + W) and M K elements.
+    Arrays that no gradient reads are never saved. All three policies give the same bits.
 
     Attributes:
         policy: one of `POLICIES`.
-        names: pairs (ours, another), names of kept arrays that `jax.checkpoint` policies see: `grouped_x`,
-            `grouped_fc1`, `grouped_act`. A mapping is taken too.
+        names: a mapping, or pairs, from the default names of saved arrays to the names that `jax.checkpoint` policies
+            see; the defaults are `grouped_x`, `grouped_fc1`, `grouped_act`.
 
     Raises:
         ValueError: an unknown policy or name.
@@ -45,7 +45,7 @@ class Residuals:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ValueError(
-                f"`residuals`: {self.policy!r}, expected one of {', '.join(POLICIES)}; choose what backward may keep."
+                f"`residuals`: {self.policy!r}, expected one of {', '.join(POLICIES)}; choose one of them."
             )
         pairs = tuple(sorted(dict(self.names).items()))
         unknown = [name for name, _ in pairs if name not in ROW_NAMES]
@@ -56,16 +56,16 @@ class Residuals:
         object.__setattr__(self, "names", pairs)
 
     def name(self, ours: str) -> str:
-        """The name that a kept array carries."""
+        """The name that `jax.checkpoint` policies see for the array named `ours` by default."""
         return dict(self.names).get(ours, ours)
 
 
 ROW_NAMES = ("grouped_x", "grouped_fc1", "grouped_act")
-"""Names of x, h and z where they are kept."""
+"""Default names of x, h and z where they are saved."""
 
 
 class MlpNames(NamedTuple):
-    """What a face calls the arguments; the only difference between the two faces' messages."""
+    """A frontend's names of the arguments; error messages of the frontends differ in nothing else."""
 
     x: str = "x"
     wi: str = "wi"
@@ -84,19 +84,19 @@ class MlpNames(NamedTuple):
 @hashed_once
 @dataclass(frozen=True)
 class Mlp:
-    """Static facts of one MLP: frozen, hashable, free of arrays.
+    """Static parameters of one MLP: frozen, hashable, without arrays.
 
     Attributes:
-        names: the face's argument names, for messages.
+        names: the frontend's argument names, for messages.
         activation: between the two products.
         transposed: weights are [G, W, K] and [G, K, F] instead of [G, K, W] and [G, F, K].
-        recipe: of both products; None computes with the operands as they stand.
-        residuals: what is kept for backward.
+        recipe: of both products; None uses the operands as given.
+        residuals: what is saved for backward.
         wgrad_dtype: dtype of new weight gradients; None: that of the weights.
-        master_dtypes: of the masters of wi and wo, which then is that of their new gradients; None where there is none.
-        rows_hint: usual rows a group, for tile choice only; 0 is unknown.
-        implementation: pinned kernels, a comma list; "" lets dispatch choose. A name concerns its own call alone.
-        clear_residuals: tail rows of what is kept are zero instead of undefined.
+        master_dtypes: dtypes of the master weights of wi and wo, and so of their new gradients; None without a master.
+        rows_hint: usual number of rows per group, for tile choice only; 0 is unknown.
+        implementation: pinned kernels, separated by commas; "" lets dispatch choose. A name affects only its own call.
+        clear_residuals: tail rows of saved arrays are zero instead of undefined.
         paired: the first weight is two arrays, gate and linear half.
     """
 
@@ -113,7 +113,7 @@ class Mlp:
     paired: bool = False
 
     def parts(self) -> tuple[int, ...]:
-        """The arrays of the first weight, as halves of its columns; 0 for all of them in one."""
+        """The arrays of the first weight: 1 and 2 for the two halves of its columns, 0 for one array of all columns."""
         return (1, 2) if self.paired else (0,)
 
     def fc1(self) -> Linear:
@@ -140,7 +140,7 @@ class Mlp:
 
 
 class MlpNeeds(NamedTuple):
-    """Which gradients somebody asked for; the others are neither computed nor prepared for."""
+    """Which gradients the caller asked for; nothing is computed or saved for the others."""
 
     x: bool = True
     wi: bool = True
@@ -160,12 +160,12 @@ def needs_dh(needs: MlpNeeds) -> bool:
 
 
 def needs_dz(needs: MlpNeeds) -> bool:
-    """Whether the gradient of z is needed, if only inside a kernel."""
+    """Whether the gradient of z is needed, even if only inside a kernel."""
     return needs_dh(needs) or needs.probs
 
 
 class Kept(NamedTuple):
-    """What backward reads, True or False of each: rows, weights, probabilities, biases."""
+    """Which arrays backward reads: rows, weights, probabilities, biases."""
 
     x: bool
     h: bool
@@ -178,12 +178,12 @@ class Kept(NamedTuple):
 
 
 def residuals_option(residuals: Residuals | str) -> Residuals:
-    """`residuals=` of a public function: a policy's name, or `Residuals` as they stand."""
+    """`residuals=` of a public function, the name of a policy or `Residuals`, as `Residuals`."""
     return residuals if isinstance(residuals, Residuals) else Residuals(residuals)
 
 
 class MlpSpecs(NamedTuple):
-    """Specs of the operands, kept or not; None where the operation had none."""
+    """Specs of the operands, saved or not; None where the operation had none."""
 
     x: OperandSpec
     wi: OperandSpec
@@ -195,7 +195,7 @@ class MlpSpecs(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def restrict(needs: MlpNeeds, specs: MlpSpecs) -> MlpNeeds:
-    """The needs, without those of operands that there are not."""
+    """`needs` without the operands that are absent."""
     return needs._replace(
         probs=needs.probs and specs.probs is not None,
         wi_bias=needs.wi_bias and specs.wi_bias is not None,
@@ -205,7 +205,7 @@ def restrict(needs: MlpNeeds, specs: MlpSpecs) -> MlpNeeds:
 
 @lru_cache(maxsize=1024)
 def kept(op: Mlp, needs: MlpNeeds, has_probs: bool, has_wi_bias: bool, has_wo_bias: bool) -> Kept:
-    """What the backward of these gradients reads (MLP-9 to MLP-11)."""
+    """What backward reads for the gradients in `needs` (MLP-9 to MLP-11)."""
     policy = op.residuals.policy
     needs = needs._replace(
         probs=needs.probs and has_probs,
@@ -213,7 +213,7 @@ def kept(op: Mlp, needs: MlpNeeds, has_probs: bool, has_wi_bias: bool, has_wo_bi
         wo_bias=needs.wo_bias and has_wo_bias,
     )
     from_input = policy == "save_input" and (needs_dz(needs) or needs.wo)
-    # Where dz is computed, z comes from the same pass over h.
+    # The pass over h that computes dz makes z too.
     z = needs.wo and (policy == "save_all" or (policy == "save_fc1" and not needs_dz(needs)))
     rebuilds_z = needs.wo and not z
     return Kept(
@@ -229,7 +229,7 @@ def kept(op: Mlp, needs: MlpNeeds, has_probs: bool, has_wi_bias: bool, has_wo_bi
 
 
 def joins(op: Mlp, x: Any) -> bool:
-    """Whether a first weight in two arrays is joined: where it is quantised, for scales are those of both.
+    """Whether a first weight in two arrays is joined into one: it is where operands are quantised, to share scales.
 
     Args:
         x: the rows, or their spec.
@@ -239,22 +239,22 @@ def joins(op: Mlp, x: Any) -> bool:
 
 
 def check_join(op: Mlp, accumulates: bool) -> None:
-    """Refuses what a first weight in two arrays does not have where they are joined, for what is quantised.
+    """Refuses accumulators for a first weight in two arrays that are joined to be quantised.
 
     Raises:
-        NotImplementedError: its gradient is added to accumulators.
+        NotImplementedError: the weight gradient is added to accumulators.
     """
     if accumulates:
         n, name = op.names, "quantised operands" if op.recipe is None else f"recipe {op.recipe.name}"
         raise NotImplementedError(
             f"`{n.accum}` of `{n.wi}`: given for two arrays beside {name}, expected None; pass one array, or add the "
-            "gradients."
+            "gradients yourself."
         )
 
 
 @lru_cache(maxsize=1024)
 def check_pair(op: Mlp, *halves: ArraySpec) -> None:
-    """Refuses several arrays as the first weight unless they are gate and linear half (MAT-3, MLP-5).
+    """Refuses several arrays as the first weight unless they are the gate half and the linear half (MAT-3, MLP-5).
 
     Raises:
         TypeError: dtypes. ValueError: count, shapes, an activation without a linear half or with an interleave.
@@ -262,12 +262,12 @@ def check_pair(op: Mlp, *halves: ArraySpec) -> None:
     n = op.names
     if len(halves) != 2:
         raise ValueError(
-            f"`{n.wi}`: {len(halves)} arrays, expected one, or gate and linear half; stack one matrix a group on the "
+            f"`{n.wi}`: {len(halves)} arrays, expected one, or gate and linear half; stack one matrix per group on the "
             "first axis."
         )
     gate, up = halves
     if any(isinstance(half, QuantizedSpec) for half in halves):
-        raise TypeError(f"`{n.wi}`: two quantised arrays, expected one, or two as they stand; pass one array.")
+        raise TypeError(f"`{n.wi}`: two quantised arrays, expected one, or two plain arrays; pass one array.")
     check_rank("mlp", "half", f"{n.wi}[0]", gate.shape, transposed=op.transposed)
     check_rank("mlp", "half", f"{n.wi}[1]", up.shape, transposed=op.transposed)
     if up.shape != gate.shape:
@@ -290,13 +290,13 @@ def check_pair(op: Mlp, *halves: ArraySpec) -> None:
 
 
 def check_ranks(op: Mlp, **shapes: tuple[int, ...] | None) -> None:
-    """Refuses operands by their number of axes.
+    """Refuses operands of the wrong rank.
 
     Args:
-        shapes: by the names of `MlpNames`, None where there is none.
+        shapes: by the names of `MlpNames`; None where an operand is absent.
 
     Raises:
-        ValueError: one has another number.
+        ValueError: the number of axes of an operand is wrong.
     """
     for name, shape in shapes.items():
         if shape is not None:
@@ -304,17 +304,17 @@ def check_ranks(op: Mlp, **shapes: tuple[int, ...] | None) -> None:
 
 
 def check_cotangent(x: OperandSpec, dy: ArraySpec, stored: Format | None = None, recipe: Recipe | None = None) -> None:
-    """Refuses a gradient of y that is not like y, [M, K] in its dtype.
+    """Refuses a gradient of y whose shape [M, K] or dtype is not that of y.
 
     Args:
-        stored: the format of one that is quantised. recipe: that of the second product.
+        stored: the format of a quantised dy. recipe: of the second product.
 
     Raises:
-        TypeError: dtype. ValueError: shape; it is quantised, and nothing of the recipe is.
+        TypeError: dtype. ValueError: shape; dy is quantised, and the recipe quantises nothing.
     """
     if stored is not None and recipe is not None and not recipe.quantized:
         raise ValueError(
-            f"`dy`: stored as {stored.name}, expected a plain array, for the recipe of this operation quantises "
+            f"`dy`: quantised as {stored.name}, expected a plain array, because the recipe of this operation quantises "
             "nothing; dequantise it."
         )
     wanted = ArraySpec(x.shape, wide(x.dtype))
@@ -336,7 +336,7 @@ def check(
     wo_bias: ArraySpec | None = None,
     out: ArraySpec | None = None,
 ) -> ArraySpec:
-    """Refuses what the MLP does not take, in words; returns the spec of y, [M, K].
+    """Refuses arguments that the MLP does not accept; returns the spec of y, [M, K].
 
     Raises:
         TypeError: dtypes. ValueError: ranks, shapes, empty axes, contradictory options.
@@ -366,7 +366,7 @@ def check(
     if probs is not None and probs.shape != x.shape[:1]:
         raise ValueError(
             f"`{n.probs}`: shape {probs.shape}, expected {x.shape[:1]} = all rows of `{n.x}`, tail included; "
-            "pass one probability a row."
+            "pass one probability per row."
         )
     z = ArraySpec((x.shape[0], width), h.dtype)
     return linear_spec.check_linear(op.fc2(), z, wo, sizes, wo_bias, None, out)

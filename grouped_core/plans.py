@@ -1,4 +1,4 @@
-"""Which kernel runs a call: asks the native dispatch, at trace time and without a device."""
+"""Asks the native dispatch which kernel runs a call, at trace time and without a device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grouped_core.calls import SLOTS, ArraySpec, Call
 
 @lru_cache(maxsize=8192)
 def attempt(call: Call, arch: str) -> _native.Plan:
-    """The native plan of `call` on `arch` ("cpu", "sm_80", "sm_90a"); its `kernel` is "" where nobody takes it."""
+    """The native plan of `call` on `arch` ("cpu", "sm_80", "sm_90a"); its `kernel` is "" if no kernel supports it."""
     inputs = [None if spec is None else (spec.dtype, spec.shape) for spec in call.inputs]
     outputs = [None if spec is None else (spec.dtype, spec.shape) for spec in call.outputs]
     return _native.plan(call.name, arch, call.implementation, inputs, outputs, dict(call.params))
@@ -20,10 +20,10 @@ def attempt(call: Call, arch: str) -> _native.Plan:
 
 @lru_cache(maxsize=8192)
 def plan(call: Call, arch: str) -> _native.Plan:
-    """As `attempt`, for a call that is going to run.
+    """As `attempt`, for a call that will run.
 
     Raises:
-        NotImplementedError: no kernel takes the call; the message has each candidate's reason.
+        NotImplementedError: no kernel supports the call; the message gives the reason of each candidate.
     """
     found = attempt(call, arch)
     if not found.kernel:
@@ -32,7 +32,7 @@ def plan(call: Call, arch: str) -> _native.Plan:
 
 
 def refusal(call: Call, arch: str, refusals: Sequence[tuple[str, str]]) -> str:
-    """Why no kernel takes `call`, in one sentence a candidate."""
+    """The message that no kernel supports `call`, with the reason of each candidate."""
     operands = ", ".join(
         f"{slot} {spec}" for slot, spec in zip(SLOTS[call.name], call.inputs, strict=True) if spec is not None
     )
@@ -45,16 +45,16 @@ def refusal(call: Call, arch: str, refusals: Sequence[tuple[str, str]]) -> str:
 
 
 class Planner:
-    """A runner without arrays: specs stand for arrays, and every call is kept in `calls`.
+    """A runner without arrays: it works on specs instead of arrays, and records every call in `calls`.
 
-    It yields all result shapes of a rule, and with them fake tensors, `explain` and `why_unsupported`.
+    It finds all result shapes of an operation, for fake tensors, `explain` and `why_unsupported`.
     """
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
 
     def __call__(self, call: Call, arrays: Sequence[Any]) -> tuple[ArraySpec | None, ...]:
-        """Notes the call; specs of its results, None where not asked for."""
+        """Records the call; returns the specs of its results, None where not requested."""
         self.calls.append(call)
         return call.outputs
 

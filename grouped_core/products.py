@@ -1,7 +1,7 @@
-"""One grouped product as the rules ask for it: operands as they are stored, everything fused into one call.
+"""Runs one grouped product, with everything that can be fused, as one native call; kinds of operands.
 
-Rules are written against one injected `Runner`, so JAX, PyTorch, NumPy and planning without arrays share them to the
-letter. The number beside an operand is its contracted axis.
+The operations take a `Runner`, so that JAX, PyTorch, NumPy and planning without arrays share their code. In a pair
+(operand, number), the number is the contracted axis.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from grouped_core.linear_spec import Linear
 from grouped_core.recipes import Recipe
 
 Array = Any
-"""An array of whatever framework the runner belongs to."""
+"""An array of the runner's framework."""
 
 
 class Runner(Protocol):
-    """How a face runs one native call."""
+    """How a frontend runs one native call."""
 
     def __call__(self, call: Call, arrays: Sequence[Array | None]) -> tuple[Array, ...]:
-        """Runs `call` on `arrays`, one a slot (None where absent or given by a table of addresses).
+        """Runs `call` on `arrays`, one per operand slot (None where absent or given by a table of addresses).
 
-        Its results stand one a slot too, None where the call has none.
+        It returns one result per result slot, None where the call has none.
         """
         ...
 
@@ -35,7 +35,7 @@ class Runner(Protocol):
         ...
 
     def cast(self, array: Array, dtype: str) -> Array:
-        """The array rounded to `dtype`; itself where it has that dtype."""
+        """The array rounded to `dtype`; the same array where it has that dtype."""
         ...
 
 
@@ -45,8 +45,8 @@ class Listed:
 
     Attributes:
         spec: of the packed form, [G, ...].
-        table: the addresses; in a destination 0 skips the group.
-        aligned: every address is a multiple of 16 bytes.
+        table: the addresses; address 0 in the table of a destination skips the group.
+        aligned: whether every address is a multiple of 16 bytes.
     """
 
     spec: ArraySpec
@@ -56,10 +56,10 @@ class Listed:
 
 @dataclass(frozen=True)
 class Paired:
-    """A weight in two arrays of equal shape, read as if one lay behind the other (contracts.md, MAT-3).
+    """A weight in two arrays of equal shape, read as their concatenation (contracts.md, MAT-3).
 
     Attributes:
-        gate, up: [G, ...], the first and the second half. axis: along which they stand side by side.
+        gate, up: [G, ...], the first and the second half. axis: the axis of the concatenation.
     """
 
     gate: Array
@@ -69,10 +69,10 @@ class Paired:
 
 @dataclass(frozen=True)
 class Cached:
-    """A weight whose quantised forms were made before, as its layer keeps them between passes.
+    """A weight with the quantised forms that its layer caches between passes.
 
     Attributes:
-        source: the weight, one array or `Listed`, which formats that quantise nothing read. forms: its forms.
+        source: the weight, one array or `Listed`, which plain formats read. forms: its quantised forms.
     """
 
     source: Array | Listed
@@ -80,12 +80,12 @@ class Cached:
 
 
 Operand = Array | Listed | Paired | QTensor[Any] | Cached
-"""One array, one per group, two side by side, codes and scales, or an array beside its codes and scales."""
+"""One array, one per group, two halves, a quantised array, or an array with its quantised forms."""
 
 
 def in_form(op: Linear, weight: Any) -> Any:
-    """`weight` as rules take it: a tuple of two arrays as the halves of its columns, anything else as it stands."""
-    if type(weight) is not tuple:  # a spec is a tuple of a kind of its own
+    """`weight` as an `Operand`: a tuple of two arrays becomes `Paired`, anything else is returned unchanged."""
+    if type(weight) is not tuple:  # specs are named tuples
         return weight
     gate, up = weight
     return Paired(gate, up, op.weight_axes()[1])
@@ -96,7 +96,7 @@ def operand_spec(run: Runner, operand: None) -> None: ...
 @overload
 def operand_spec(run: Runner, operand: Array) -> Any: ...
 def operand_spec(run: Runner, operand: Operand | None) -> OperandSpec | None:
-    """Spec of an operand, of the packed form where it is listed or in two arrays."""
+    """Spec of an operand; of the packed form where it is `Listed` or `Paired`."""
     if operand is None:
         return None
     if isinstance(operand, Paired):
@@ -110,7 +110,7 @@ def operand_spec(run: Runner, operand: Operand | None) -> OperandSpec | None:
 
 
 def quantized_spec(q: QTensor[Any], spec: Callable[[Array], ArraySpec]) -> QuantizedSpec:
-    """What planning knows of `q`; `spec` says what it knows of an array."""
+    """The spec of `q`; `spec` gives the spec of an array."""
     _, *scales = q.slots
     block, group = (None if each is None else spec(each) for each in scales)
     other = None if q.other is None else quantized_spec(q.other, spec)
@@ -118,14 +118,14 @@ def quantized_spec(q: QTensor[Any], spec: Callable[[Array], ArraySpec]) -> Quant
 
 
 def weight_specs(run: Runner, weight: Operand) -> tuple[Any, ArraySpec | None]:
-    """Specs of a weight's slots `rhs`, of the packed form where it is listed, and `rhs_up`."""
+    """Specs of the slots `rhs` and `rhs_up` of a weight; the packed form where it is `Listed`."""
     if isinstance(weight, Paired):
         return run.spec(weight.gate), run.spec(weight.up)
     return operand_spec(run, weight), None
 
 
 def rounded(run: Runner, operand: Operand, dtype: str) -> Operand:
-    """The arrays of an operand rounded to `dtype`; a listed one as it stands."""
+    """The arrays of an operand rounded to `dtype`; a `Listed` one is returned unchanged."""
     if isinstance(operand, Listed):
         return operand
     if isinstance(operand, Paired):
@@ -148,7 +148,7 @@ def operand_arrays(name: str, operand: Operand | None) -> dict[str, Array]:
 
 
 def arranged(call: Call, **operands: Operand | None) -> tuple[Any, ...]:
-    """The arrays of named operands, one a slot of `call`."""
+    """The arrays of named operands, one per slot of `call`."""
     arrays: dict[str, Array] = {}
     for name, operand in operands.items():
         arrays |= operand_arrays(name, operand)
@@ -156,7 +156,7 @@ def arranged(call: Call, **operands: Operand | None) -> tuple[Any, ...]:
 
 
 def all_aligned(*operands: Operand | None) -> bool:
-    """Whether every address of the listed ones is a multiple of 16 bytes."""
+    """Whether every address in the tables of `Listed` operands is a multiple of 16 bytes."""
     return all(operand.aligned for operand in operands if isinstance(operand, Listed))
 
 
@@ -175,7 +175,7 @@ def product(
     halves: tuple[int, int] = (0, 0),
     accumulate: bool = False,
 ) -> Array:
-    """One grouped product of two stored operands, everything fused into one call.
+    """One grouped product of two operands in the forms that it reads, with bias and row scale fused into the call.
 
     `halves`: of the columns of lhs and rhs, as in `calls.grouped_matmul`.
     """

@@ -1,4 +1,4 @@
-"""How an operand gets into the formats that a recipe asks for: a cast, or one pass that quantises both of its forms.
+"""Converts operands to the formats of a recipe: by a cast, or by one pass that makes rowwise and columnwise forms.
 
 Letters: G groups, M rows, X the features of a row, A and B axes of a weight.
 """
@@ -19,14 +19,14 @@ from grouped_core.ranks import check_either, check_rank
 
 
 class Extras(NamedTuple):
-    """Arrays that a recipe needs beside the operands; None where it does not.
+    """Arrays that a recipe needs besides the operands; None where it does not need them.
 
     Attributes:
         key: uint32 [2], of stochastic rounding.
-        x, w, dy: float32 [G] each, the multipliers of delayed scaling.
-        measure: whether the largest magnitudes of operands that are scaled with delay are wanted.
-        x_amax, w_amax, dy_amax: float32 [G] each, what these magnitudes are merged into, in place where the runner
-            works in place; None: they are results alone.
+        x, w, dy: float32 [G] each, the quantisation scales of delayed scaling.
+        measure: whether to find the amax of operands with delayed scaling.
+        x_amax, w_amax, dy_amax: float32 [G] each; the amaxes are merged into them, in place where the runner works in
+            place. None: the amaxes are returned only.
     """
 
     key: Array | None = None
@@ -44,7 +44,7 @@ NO_MEASURES = Extras(measure=False)
 
 
 class Quantized(NamedTuple):
-    """An operand in the formats asked for, in that order; of delayed scaling the largest magnitudes [G], else None."""
+    """An operand in the requested formats, in their order, and with delayed scaling its amax [G], else None."""
 
     forms: list[Operand]
     amax: Array | None
@@ -68,17 +68,17 @@ def in_formats(
     """`operand` once for each (contracted axis, format) of `wanted`; forms of one format come from one pass.
 
     Args:
-        operand: rows [M, X] with group_sizes, or weights [G, A, B] without. One that is quantised already has to be
-            what is wanted, unless `requantize` lets its values be stored anew. Of a `Cached` one the forms are taken
-            that it has, and the others are made of its source.
-        scale: [G], multipliers of delayed scaling. amax: [G], merged into the magnitudes that come back.
-        measure: whether anybody wants these magnitudes.
-        stream: number of this operand among those that a key rounds.
-        into: buffers of the forms, which are then all quantised, to be written in place.
-        skip: int32 [1]; not zero leaves the buffers as they are.
+        operand: rows [M, X] with group_sizes, or weights [G, A, B] without. A quantised operand needs every form in
+            `wanted`, unless `requantize` allows quantising its dequantised values again. A `Cached` operand supplies
+            the forms that it has; the others are made from its source.
+        scale: [G], quantisation scales of delayed scaling. amax: [G], merged into the amax that is returned.
+        measure: whether to find the amax.
+        stream: number of this operand among those that share one key of stochastic rounding.
+        into: buffers that the forms are written to in place; every form is then quantised.
+        skip: int32 [1]; a value other than 0 leaves the buffers unchanged.
 
     Raises:
-        ValueError: a quantised operand in another format or form.
+        ValueError: the operand is quantised in another format or along another axis.
     """
     if isinstance(operand, Cached):
         ready = [given_form(operand.forms, *each) for each in wanted]
@@ -109,7 +109,7 @@ def in_formats(
 
 
 class _Delayed(NamedTuple):
-    """Delayed scaling of one pass: multipliers, what its magnitudes are merged with, whether these are wanted."""
+    """Delayed scaling of one pass: scales [G], the array that the amax is merged with, whether to find the amax."""
 
     scale: Array | None
     amax: Array | None
@@ -165,17 +165,17 @@ def _quantize(
 
 
 def _form(results: dict[str, Any], spec: ArraySpec, axis: int, fmt: Format) -> QTensor[Any]:
-    """The form that contracts `axis`, of the results of a call that stores."""
+    """The form contracted along `axis`, from the results of a call that quantises."""
     prefix = "" if axis == len(spec.shape) - 1 else "cross_"
     values, scales, group_scales = (results[prefix + name] for name in calls.QUANTIZED[:3])
     return QTensor(values, scales, group_scales, fmt, axis, spec.shape, spec.dtype)
 
 
 class Within(NamedTuple):
-    """How a fused call stores a result of its, rows [M, X], in forms that one pass makes.
+    """How a fused call quantises one of its results, rows [M, X], in one pass.
 
     Attributes:
-        call: for the call's plan. wanted: (contracted axis, format) of each form. arrays: by slot.
+        call: for the plan of the call. wanted: (contracted axis, format) of each form. arrays: operands by slot.
     """
 
     call: calls.QuantizedResult
@@ -183,12 +183,12 @@ class Within(NamedTuple):
     arrays: dict[str, Array | None]
 
     def forms(self, call: calls.Call, results: Sequence[Any], spec: ArraySpec) -> Quantized:
-        """What is wanted, among the results of `call`; `spec` is that of the rows."""
+        """The forms in `wanted`, from the results of `call`; `spec` is the spec of the rows."""
         by_name = dict(zip(calls.RESULTS[call.name], results, strict=True))
         return Quantized([_form(by_name, spec, axis, fmt) for axis, fmt in self.wanted], by_name["amax"])
 
     def activated_form(self, call: calls.Call, results: Sequence[Any], spec: ArraySpec) -> QTensor[Any]:
-        """The one that is wanted of the activated rows, of `spec`, that `call` stores beside its result."""
+        """The one form in `wanted` of the activated rows, of spec `spec`, which `call` makes besides its result."""
         by_name = dict(zip(calls.RESULTS[call.name], results, strict=True))
         ((axis, fmt),) = self.wanted
         return _form({own: by_name[name] for name, own in calls.ACTIVATED.items()}, spec, axis, fmt)
@@ -203,8 +203,8 @@ def within(
     key: Array | None = None,
     stream: int = 0,
 ) -> Within | None:
-    """How a fused call quantises its result as `in_formats` would with the same arguments; None where that takes more
-    than one pass, or a cast.
+    """How a fused call quantises its result as `in_formats` does for the same arguments; None where `in_formats` needs
+    more than one pass, or a cast.
     """
     bases = {fmt.replace(rotate=False) for _, fmt in wanted}
     if len(bases) != 1 or (fmt := bases.pop()).plain:
@@ -233,7 +233,7 @@ def quantize(
     *,
     key: Array | None = None,
 ) -> QTensor[Any]:
-    """`source` in one pass for products that contract `axes`, one or both of its last two.
+    """`source`, quantised in one pass for products that contract `axes`, one or both of its last two axes.
 
     Args:
         source: rows [M, X] with group_sizes, or weights [G, A, B] without.
@@ -245,7 +245,7 @@ def quantize(
 
 
 def forms_along(format: Format, axes: Sequence[int], rank: int) -> tuple[tuple[int, Format], ...]:
-    """(contracted axis, format) of each form that `quantize` makes; what is rotated is rows contracted along rows."""
+    """(contracted axis, format) of each form that `quantize` makes; only the form contracted along rows is rotated."""
     return tuple([(axis, format.along(rows=axis == rank - 2)) for axis in axes])
 
 
@@ -262,10 +262,10 @@ def check_quantize(
     sizes: ArraySpec | None,
     key: ArraySpec | None = None,
 ) -> tuple[int, ...]:
-    """The contracted axes, from 0; refuses what `quantize` does not take.
+    """The contracted axes, counted from 0; refuses arguments that `quantize` does not accept.
 
     Raises:
-        TypeError: dtypes, axes that are no integers. ValueError: shapes, axes, a format that is not for such an array.
+        TypeError: dtypes, axes that are not integers. ValueError: shapes, axes, a format that does not fit the array.
     """
     given: tuple[Any, ...] = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
     if not all(hasattr(each, "__index__") for each in given):
@@ -289,43 +289,43 @@ def _axes(
     if not axes or len(set(axes)) < len(axes) or not set(axes) <= {rank - 2, rank - 1}:
         raise ValueError(
             f"`axis`: {given}, expected {rank - 1}, {rank - 2} or both, the axes that products contract; pass one of "
-            "them, or both as a tuple."
+            "them, or a tuple of both."
         )
     if weights and sizes is not None:
-        raise ValueError(f"`group_sizes`: {sizes} beside weights {source}, expected None; each member is a group.")
+        raise ValueError(f"`group_sizes`: {sizes} beside weights {source}, expected None; leave it out.")
     if sizes is not None:
         check_sizes(Names("x", "w"), sizes)
         if not sizes.shape[0]:
-            raise ValueError("`group_sizes`: shape (0,), expected at least one group; pass one size a group.")
+            raise ValueError("`group_sizes`: shape (0,), expected at least one group; pass one size per group.")
     if key is not None:
         check_rank("quantize", "key", "key", key.shape)
     if key is not None and (key.dtype, key.shape) != ("uint32", (2,)):
         raise ValueError(f"`key`: {key}, expected uint32[2], low word first; pass such an array.")
     if format.plain or format.delayed:
         raise ValueError(
-            f"`format`: {format.name}{' with delayed scaling' if format.delayed else ''}, wanted one that finds its "
+            f"`format`: {format.name}{' with delayed scaling' if format.delayed else ''}, expected one that finds its "
             "scales in the array; choose one, e.g. 'mxfp8'."
         )
     if not weights and format.for_weights:
         raise ValueError(
-            f"`format`: {format.name} for rows [M, X], wanted one that is not for weights alone; choose e.g. 'mxfp8'."
+            f"`format`: {format.name} for rows [M, X], expected one that is not only for weights; choose e.g. 'mxfp8'."
         )
     if weights and (format.rotate or format.stochastic):
         raise ValueError(
-            f"`format`: {format.name} with rotation or random rounding for weights, wanted neither; leave both out."
+            f"`format`: {format.name} with rotation or random rounding for weights, expected neither; leave both out."
         )
     return axes
 
 
 def unrotated(q: QTensor[Any]) -> QTensor[Any]:
-    """The form of `q` whose values are those of the array that it was made of; a rotated one where that is all."""
+    """The form of `q` that is not rotated; `q` itself where its only form is rotated."""
     return q.other if q.format.rotate and q.other is not None and not q.other.format.rotate else q
 
 
 def dequantize(run: Runner, q: QTensor[Any], group_sizes: Array | None, dtype: str) -> Array:
-    """The values of `q` in its logical shape; rows need group sizes, by default those that came with it.
+    """The values of `q`, codes times scales, in its logical shape; rows need group sizes, by default those of `q`.
 
-    Codes times scales: where `q` is rotated and has no other form, the values are rotated, too.
+    Where `q` is rotated and has no other form, the values are rotated too.
 
     Raises:
         ValueError: rows without group sizes.
@@ -333,7 +333,7 @@ def dequantize(run: Runner, q: QTensor[Any], group_sizes: Array | None, dtype: s
     group_sizes = q.group_sizes if group_sizes is None else group_sizes
     q = unrotated(q)
     if len(q.shape) == 2 and group_sizes is None:
-        raise ValueError("`group_sizes`: None, expected one size a group, for rows are stored by groups; pass them.")
+        raise ValueError("`group_sizes`: None, expected one size per group, which rows are quantised by; pass them.")
     sizes = None if group_sizes is None else run.spec(group_sizes)
     if sizes is not None:
         check_sizes(Names("q", "q"), sizes)
@@ -343,13 +343,13 @@ def dequantize(run: Runner, q: QTensor[Any], group_sizes: Array | None, dtype: s
 
 
 def given_forms(q: QTensor[Any], wanted: Sequence[tuple[int, Format]]) -> list[Operand] | None:
-    """The forms of `q` that are wanted, or None where it has not all of them."""
+    """The forms of `q` in `wanted`, or None where `q` lacks one of them."""
     ready = [given_form(q, axis, fmt) for axis, fmt in wanted]
     return None if any(form is None for form in ready) else list(ready)
 
 
 def given_form(q: QTensor[Any], axis: int, fmt: Format) -> QTensor[Any] | None:
-    """The form of `q` that is wanted, where it has it. How codes were rounded or scales found is not looked at."""
+    """The form of `q` along `axis` in the layout of `fmt`, or None; rounding and the rule of scales may differ."""
     for form in (q, q.other):
         if form is not None and (form.axis, form.format.layout) == (axis, fmt.layout):
             return form
@@ -368,16 +368,16 @@ def _values(
 
 
 def check_requantize(q: QTensor[Any], wanted: Sequence[tuple[int, Format]], requantize: str | None) -> None:
-    """Refuses a quantised operand that lacks a form, unless a recipe lets it be made of the values.
+    """Refuses a quantised operand that lacks a form, unless the recipe allows making it from the dequantised values.
 
     Raises:
-        ValueError: it does not, or the values are rotated.
+        ValueError: the recipe does not allow it, or the values are rotated.
     """
     if requantize is not None:
         if unrotated(q).format.rotate:
             raise ValueError(
-                f"quantised rows {q.shape}: rotated {q.format.name} alone, expected a form with the values themselves, "
-                "which another is made of; hand in the form along features, too (`quantize` with both axes)."
+                f"quantised rows {q.shape}: only a rotated {q.format.name} form, expected one that is not rotated, "
+                "to make another from; pass the form along features too (`quantize` with both axes)."
             )
         return
     axis, fmt = next(each for each in wanted if given_form(q, *each) is None)
@@ -385,5 +385,5 @@ def check_requantize(q: QTensor[Any], wanted: Sequence[tuple[int, Format]], requ
     form = "a recipe that reads its format" if fmt.plain else "that form too (`quantize` with both axes)"
     raise ValueError(
         f"{operand} {q.shape}: {q.format.name} along axis {q.axis}, expected {fmt.name} along axis {axis}, which a "
-        f"product reads; hand in {form}, pass the plain array, or a recipe with requantize='from_dequantized'."
+        f"product reads; pass {form}, pass the plain array, or a recipe with requantize='from_dequantized'."
     )

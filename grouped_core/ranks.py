@@ -1,10 +1,10 @@
-"""How many axes each tensor argument of a public function has, and what they are: one table for all frontends.
+"""The axes of each tensor argument of the public functions: one table for all frontends.
 
-What must be like another argument (`out`, `grad_input`, accumulators, `master`, gradients) is refused by its whole
-shape, where that shape is known.
+Arguments with the shape of another one (`out`, `grad_input`, accumulators, `master`, gradients) are not listed: they
+are checked against the whole shape, where that shape is known.
 
 Letters: G groups, M rows, K in, N out; of an MLP F expert width, W columns of the hidden rows; X features of a row, A
-and B axes of a weight; of routing T tokens, E experts, k experts a token, H columns; of a state R roles, L steps.
+and B axes of a weight; of routing T tokens, E experts, k experts per token, H columns; of a state R roles, L steps.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Axes(NamedTuple):
     """The axes of one argument.
 
     Attributes:
-        letters: as messages write them.
-        remedy: what to do where there are more, or fewer.
+        letters: the axes, as messages write them.
+        remedy: what to do where the number of axes is wrong.
         transposed: the letters with `rhs_transposed`, where they differ.
     """
 
@@ -28,10 +28,10 @@ class Axes(NamedTuple):
 
 
 _ROWS = "fold leading axes into rows with a reshape"
-_STACK = "stack one matrix a group on the first axis"
-_VECTORS = "pass one bias vector a group"
-_SIZES = Axes("[G]", "pass one size a group")
-_PROBS = Axes("[M]", "pass one probability a row")
+_STACK = "stack one matrix per group on the first axis"
+_VECTORS = "pass one bias vector per group"
+_SIZES = Axes("[G]", "pass one size per group")
+_PROBS = Axes("[M]", "pass one probability per row")
 _KEY = Axes("[2]", "pass two words of uint32, low word first")
 _RESHAPE = "fold or add axes with a reshape"
 
@@ -41,7 +41,7 @@ AXES: dict[str, dict[str, Axes]] = {
         "w": Axes("[G, K, N]", _STACK, "[G, N, K]"),
         "sizes": _SIZES,
         "bias": Axes("[G, N]", _VECTORS),
-        "row_scale": Axes("[M]", "pass one factor a row"),
+        "row_scale": Axes("[M]", "pass one factor per row"),
     },
     "mlp": {
         "x": Axes("[M, K]", _ROWS),
@@ -71,7 +71,7 @@ AXES: dict[str, dict[str, Axes]] = {
     "moe": {"x": Axes("[T, H]", _RESHAPE), "router": Axes("[H, E]", _RESHAPE)},
     "unpermute": {"y": Axes("[M, H]", _RESHAPE), "weights": Axes("[T, k]", _RESHAPE)},
 }
-"""By operation and argument; the names of both are the core's."""
+"""By operation and argument, both named as in grouped_core."""
 
 
 def letters(operation: str, argument: str, *, transposed: bool = False) -> str:
@@ -91,13 +91,13 @@ _NUMBERS = ("no axes", "one axis", "two axes", "three axes", "four axes")
 def check_rank(
     operation: str, argument: str, name: str, shape: Sequence[Any], *, transposed: bool = False, of: str = ""
 ) -> None:
-    """Refuses an argument with another number of axes than the table says.
+    """Refuses an argument whose number of axes is not the one in the table.
 
     Args:
-        name: what the frontend calls the argument. of: the function, where the message names it.
+        name: the frontend's name of the argument. of: the function, where the message names it.
 
     Raises:
-        ValueError: it has.
+        ValueError: the number of axes is wrong.
     """
     axes = AXES[operation][argument]
     if len(shape) != _count(axes):
@@ -108,7 +108,7 @@ def check_rank(
 
 
 def check_either(operation: str, arguments: Sequence[str], name: str, shape: Sequence[Any]) -> None:
-    """As `check_rank`, of an argument that is one of several things."""
+    """As `check_rank`, for an argument that may be any one of `arguments`."""
     kinds = AXES[operation]
     if all(len(shape) != _count(kinds[each]) for each in arguments):
         either = " or ".join(f"{each} {kinds[each].letters}" for each in arguments)
@@ -116,11 +116,11 @@ def check_either(operation: str, arguments: Sequence[str], name: str, shape: Seq
 
 
 def check_member(operation: str, argument: str, name: str, shape: Sequence[Any], *, transposed: bool = False) -> None:
-    """As `check_rank`, of one member of a list of one a group: it has all axes but that of groups."""
+    """As `check_rank`, for one member of a list with one tensor per group: it lacks the axis of groups."""
     axes = AXES[operation][argument]
     if len(shape) != _count(axes) - 1:
         one = "[" + letters(operation, argument, transposed=transposed).removeprefix("[G, ")
         raise ValueError(
             f"`{name}`: shape {tuple(shape)}, expected {_NUMBERS[_count(axes) - 1]} {one} in a list; "
-            "pass one tensor a group, or the packed tensor without a list."
+            "pass one tensor per group, or the packed tensor without a list."
         )

@@ -1,11 +1,11 @@
-"""Recipes: a 3 x 2 table of formats, one fmt for each operand of each product, and a few options.
+"""Recipes: a 3 x 2 table of formats, one for each operand of each product, and a few options.
 
 =========  ==========  ============  =========================
-product    contracts   cells         result
+product    contracts   operands      result
 =========  ==========  ============  =========================
 forward    K           (x, w)        y  [M, N]
 dgrad      N           (dy, w)       dx [M, K]
-wgrad      rows of g   (x, dy)       dw, in its weight's layout
+wgrad      rows of g   (x, dy)       dw, in the weight's layout
 =========  ==========  ============  =========================
 """
 
@@ -19,7 +19,7 @@ from grouped_core.formats import FORMATS, PLAIN, Format, wide
 from grouped_core.hashing import hashed_once
 
 FP32_MODES = ("tf32", "tf32x3", "ieee")
-"""Ways in which float32 operands meet tensor cores, each more accurate than the one before it."""
+"""How products of float32 operands use tensor cores; each mode is more accurate than the one before it."""
 ACCUMULATE_MODES = ("promote", "fast")
 SAVED = ("quantized", "input")
 AMAX_ALGORITHMS = ("max", "most_recent")
@@ -32,31 +32,31 @@ __all__ = ["BF16", "FP16", "FP32", "MXFP8", "NVFP4", "FP8Block", "FP8Current", "
 @hashed_once
 @dataclass(frozen=True)
 class Recipe:
-    """How the three products of a linear map are computed. Frozen and hashable; `replace` makes a variant.
+    """How the three products of a linear layer are computed. Frozen and hashable; `replace` makes a variant.
 
     Attributes:
-        forward, dgrad, wgrad: formats of the product's two operands, in the order of the module's table. Each is made
-            from the high-precision array, so forward and wgrad may see different roundings of one x.
-        name: shown in messages; "" stands for the formats of forward.
-        batch_invariant: a row of y or dx then depends on that row and its group's weights and scales alone, not on M or
-            G, and a weight gradient on its group's rows alone, not on G. Formats whose scales depend on all rows of a
-            group refuse it; delayed scaling that has not started then multiplies by 1. It costs time where few weights
-            meet many rows: long sums are not cut into parts.
-        fp32: how float32 operands meet tensor cores: "tf32x3" (float32 accuracy), "tf32", or "ieee". Kernels without
-            tensor cores run every mode as "ieee" (numerics 2.5).
-        accumulate: what becomes of partial sums of 8-bit products where the hardware keeps fewer bits than fp32:
-            "promote" (to fp32, every 128 contracted elements) or "fast" (never; the forward product of per-tensor
-            scales alone, gradients are promoted all the same).
-        saved: what is kept of x for the weight gradient: the form that it reads ("quantized"), or the caller's array
-            ("input"), to be quantised again with the same bits.
-        requantize: what becomes of an operand that the caller hands in quantised where a gradient needs its other form:
-            None refuses it, "from_dequantized" makes it of the dequantised values.
-        history: steps that delayed scaling looks back. margin: its multipliers are smaller by 2^margin.
+        forward, dgrad, wgrad: formats of the two operands of each product, in the order of the module's table. Each
+            operand is made from the high-precision array, so forward and wgrad may round the same x differently.
+        name: shown in messages; "" is replaced by the formats of forward.
+        batch_invariant: a row of y or dx depends only on that row and on the weights and scales of its group, not on M
+            or G; a weight gradient depends only on the rows of its group, not on G. Formats whose scales depend on all
+            rows of a group are refused; delayed scaling that has not started multiplies by 1. It costs time where few
+            weights meet many rows, because long sums are not split.
+        fp32: how products of float32 operands use tensor cores: "tf32x3" (float32 accuracy), "tf32", or "ieee". Kernels
+            without tensor cores run every mode as "ieee" (numerics 2.5).
+        accumulate: where the hardware keeps partial sums of 8-bit products in fewer bits than fp32: "promote" adds them
+            to an fp32 sum every 128 contracted elements; "fast" never does. "fast" needs per-tensor scales and holds
+            for forward only; dgrad and wgrad are promoted in either case.
+        saved: what forward saves of x for wgrad: the form that wgrad reads ("quantized"), or the caller's array
+            ("input"), which backward quantises to the same bits.
+        requantize: for an operand that the caller passes quantised, where a gradient needs a form that it lacks: None
+            refuses it, "from_dequantized" makes the form from the dequantised values.
+        history: number of steps in the amax history of delayed scaling. margin: its scales are smaller by 2^margin.
         amax_algorithm: of delayed scaling: the "max" of the history, or its "most_recent" entry.
 
     Raises:
-        TypeError: what should be formats or integers is something else. ValueError: an option has a value that it does
-            not take, or formats do not go together.
+        TypeError: a value is not a pair of formats, or not an integer. ValueError: an option has an invalid value, or
+            formats do not fit together.
     """
 
     forward: tuple[Format, Format]
@@ -77,12 +77,12 @@ class Recipe:
             cells: Any = getattr(self, name)
             if not isinstance(cells, tuple) or len(cells) != 2 or not all(isinstance(fmt, Format) for fmt in cells):
                 raise TypeError(
-                    f"`{name}` of Recipe: {cells!r}, wanted a tuple of two Formats; take them from FORMATS."
+                    f"`{name}` of Recipe: {cells!r}, expected a tuple of two Formats; take them from FORMATS."
                 )
         for name in ("history", "margin"):
             value: Any = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"`{name}` of Recipe: {value!r}, wanted an integer; pass one.")
+                raise TypeError(f"`{name}` of Recipe: {value!r}, expected an integer; pass one.")
         options: tuple[tuple[str, tuple[Any, ...]], ...] = (
             ("fp32", FP32_MODES),
             ("accumulate", ACCUMULATE_MODES),
@@ -93,15 +93,15 @@ class Recipe:
         for name, allowed in options:
             if getattr(self, name) not in allowed:
                 raise ValueError(
-                    f"`{name}` of Recipe: {getattr(self, name)!r}, wanted one of {allowed}; choose one of them."
+                    f"`{name}` of Recipe: {getattr(self, name)!r}, expected one of {allowed}; choose one of them."
                 )
         if not self.name:
             object.__setattr__(self, "name", _name_of(self.forward))
         if self.history < 1:
-            raise ValueError(f"`history` of Recipe: {self.history}, wanted at least 1 step; pass a larger number.")
+            raise ValueError(f"`history` of Recipe: {self.history}, expected at least 1 step; pass a larger number.")
         if abs(self.margin) > MOST_MARGIN:
             raise ValueError(
-                f"`margin` of Recipe: {self.margin}, wanted at most {MOST_MARGIN} either way, so that multipliers are "
+                f"`margin` of Recipe: {self.margin}, expected at most {MOST_MARGIN} in magnitude, so that scales are "
                 "finite; pass a smaller one."
             )
         for name in ("forward", "dgrad", "wgrad"):
@@ -109,27 +109,27 @@ class Recipe:
         _check_cells(self)
 
     def _started(self, fmt: Format) -> Format:
-        """A scale that is found in the rows would tie them together."""
+        """The format with `starts_at_one` where rows must not share a scale that is found in them."""
         return fmt.replace(starts_at_one=self.batch_invariant) if fmt.delayed else fmt
 
     @property
     def quantized(self) -> bool:
-        """Whether some operand is quantised."""
+        """Whether an operand is quantised."""
         return any(not fmt.plain for fmt in self.cells())
 
     @property
     def delayed(self) -> bool:
-        """Whether some operand has a state of delayed scaling."""
+        """Whether an operand has delayed scaling."""
         return any(fmt.delayed for fmt in self.cells())
 
     @property
     def stochastic(self) -> bool:
-        """Whether some operand is rounded stochastically."""
+        """Whether an operand is rounded stochastically."""
         return any(fmt.stochastic for fmt in self.cells())
 
     @property
     def of_gradients(self) -> Recipe:
-        """This recipe for products of gradients: fast accumulation is forward's alone."""
+        """This recipe for dgrad and wgrad: fast accumulation is for forward only."""
         return self if self.accumulate == "promote" else self.replace(accumulate="promote")
 
     def cells(self) -> tuple[Format, ...]:
@@ -143,25 +143,25 @@ class Recipe:
         return dataclasses.replace(self, **changes)
 
     def at_least(self, fp32: str) -> Recipe:
-        """This recipe, where its mode of float32 operands is less accurate than `fp32` with that one instead."""
+        """This recipe with `fp32` as the mode of float32 operands, unless its own mode is more accurate."""
         return self.replace(fp32=max(self.fp32, fp32, key=FP32_MODES.index))
 
     def bind(self, state: Any = None, key: Any = None) -> BoundRecipe:
-        """This recipe with arrays that belong to one use of it.
+        """This recipe with the arrays of one use of it.
 
         Args:
-            state: of delayed scaling, from `scaling_state`; None where the recipe has none.
-            key: of stochastic rounding, uint32 [2], low word first; None: zeros, the same numbers in each step.
+            state: of delayed scaling, from `scaling_state`; None for recipes without delayed scaling.
+            key: of stochastic rounding, uint32 [2], low word first; None: zeros, so every step draws the same numbers.
 
         Raises:
-            ValueError: a state that the recipe does not have, or the lack of one.
+            ValueError: a state is given, and the recipe has no delayed scaling.
         """
         return BoundRecipe(self, state, key)
 
 
 @dataclass(frozen=True, eq=False)
 class BoundRecipe:
-    """A recipe and the arrays of one use of it; see `Recipe.bind`. Without a recipe there are none."""
+    """A recipe and the arrays of one use of it; see `Recipe.bind`. Without a recipe it holds no arrays."""
 
     recipe: Recipe | None
     state: Any = None
@@ -171,31 +171,31 @@ class BoundRecipe:
         if self.state is not None and not (self.recipe and self.recipe.delayed):
             name = self.recipe.name if self.recipe else None
             raise ValueError(
-                f"`state` of recipe {name}: given, wanted None, for nothing of it is scaled with delay; bind no state."
+                f"`state` of recipe {name}: given, expected None, because it has no delayed scaling; bind no state."
             )
 
 
 def _name_of(forward: tuple[Format, Format]) -> str:
-    """The name of a recipe that was given none."""
+    """The name of a recipe that the caller gave none."""
     return " x ".join(fmt.name for fmt in forward)
 
 
 def _check_cells(recipe: Recipe) -> None:
-    """Refuses formats that do not go together in one product."""
+    """Refuses formats that do not fit together in one product."""
 
     def refuse(product: str, came: str, wanted: str) -> None:
-        raise ValueError(f"`{product}` of recipe {recipe.name}: {came}, wanted {wanted}; change one of the formats.")
+        raise ValueError(f"`{product}` of recipe {recipe.name}: {came}, expected {wanted}; change one of the formats.")
 
     for product in ("forward", "dgrad"):
         rows, weight = getattr(recipe, product)
         if rows.square:
-            refuse(product, f"{rows.name} for rows", "blocks of one row: square ones are for weights")
+            refuse(product, f"{rows.name} for rows", "blocks of one row: square blocks are for weights")
         if weight.stochastic or weight.rotate:
             refuse(product, f"{weight.name} with rounding or rotation for a weight", "neither")
         if rows.rotate:
             refuse(product, f"{rows.name} with a rotation along features", "a rotation along rows, in wgrad")
         if product == "forward" and rows.stochastic:
-            refuse(product, f"{rows.name} with random rounding of x", "it for gradients alone, which a key is for")
+            refuse(product, f"{rows.name} with random rounding of x", "random rounding of dy only")
         if rows.powers_of_fp4:
             refuse(product, f"{rows.name} for rows", "a format for rows: E2M1 with E8M0 scales is for weights")
         if rows.values == "float16" and weight.powers_of_fp4:
@@ -205,24 +205,24 @@ def _check_cells(recipe: Recipe) -> None:
         if fmt.for_weights:
             refuse("wgrad", f"{fmt.name}", "a format for rows")
     if (x.segment, x.turned, x.block) != (dy.segment, dy.turned, dy.block):
-        refuse("wgrad", f"{x.name} and {dy.name}", "two formats that lie alike along rows")
+        refuse("wgrad", f"{x.name} and {dy.name}", "two formats with the same segment, block and layout along rows")
     if x.stochastic:
-        refuse("wgrad", f"{x.name} with random rounding of x", "it for gradients alone, which a key is for")
+        refuse("wgrad", f"{x.name} with random rounding of x", "random rounding of dy only")
     if x.rotate != dy.rotate:
-        refuse("wgrad", "one operand rotated", "both or none, or the rotations do not cancel")
+        refuse("wgrad", "one operand rotated", "both or none, otherwise the rotations do not cancel")
     if recipe.accumulate == "fast" and any(fmt.block or fmt.plain for fmt in recipe.forward):
-        refuse("forward", "accumulate='fast'", "one scale a tensor and group with it")
+        refuse("forward", "accumulate='fast'", "one scale per tensor and group with it")
     if recipe.batch_invariant:
         for fmt in (*recipe.forward, *recipe.dgrad):
             if fmt.rule == "nvfp4" or (fmt.rule == "fp32" and fmt.block == 0 and not fmt.delayed):
                 raise ValueError(
                     f"`batch_invariant` of recipe {recipe.name}: True with {fmt.name}, whose scales depend on all "
-                    "rows of a group, wanted False; use delayed or block scales."
+                    "rows of a group, expected False; use delayed or block scales."
                 )
 
 
 def plain(x: str, w: str | None = None) -> Recipe:
-    """The recipe of operands that are used as they stand: `x` and `w` are element types, dy takes that of x."""
+    """The recipe of unquantised operands: `x` and `w` are element types; dy has the element type of x."""
     fx, fw, fy = PLAIN[x], PLAIN[w or x], PLAIN[wide(x)]
     name = fx.name.upper() if fx == fw else f"{fx.name} x {fw.name}"
     return Recipe((fx, fw), (fy, fw), (fx, fy), name)

@@ -1,4 +1,4 @@
-"""The oracle: every native call in NumPy, float64 inside. It defines what a call means; it is slow on purpose.
+"""The reference: every native call in NumPy, float64 inside. It defines what a call computes; it is simple and slow.
 
 Letters: G groups, M rows, K in, N out.
 """
@@ -20,7 +20,7 @@ from grouped_core.products import Array
 
 Operands = dict[str, Any]
 Results = dict[str, NDArray[np.float64]]
-"""By slot; only those that are asked for. They start as zeros."""
+"""Requested results by slot. They start as zeros."""
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -34,7 +34,7 @@ def group_ends(group_sizes: NDArray[Any], rows: int) -> NDArray[np.int64]:
 
 
 def groups(group_sizes: NDArray[Any], rows: int) -> Iterator[tuple[int, slice]]:
-    """(g, its rows) for every group, empty ones too."""
+    """(g, slice of its rows) for every group, including empty ones."""
     start = 0
     for g, end in enumerate(group_ends(group_sizes, rows)):
         yield g, slice(start, int(end))
@@ -42,7 +42,7 @@ def groups(group_sizes: NDArray[Any], rows: int) -> Iterator[tuple[int, slice]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Quantised operands of products: the values that codes and scales stand for.
+# Quantised operands of products: their dequantised values.
 
 
 def segment_sizes(group_sizes: NDArray[Any], rows: int, segment: int) -> NDArray[np.int32]:
@@ -52,7 +52,7 @@ def segment_sizes(group_sizes: NDArray[Any], rows: int, segment: int) -> NDArray
 
 
 def _decoded(array: Any) -> NDArray[np.float64]:
-    """Values of codes or scales; of uint8, which holds two E2M1 codes a byte, along a last axis twice as long."""
+    """Values of codes or scales; uint8 holds two E2M1 codes per byte, so its last axis becomes twice as long."""
     array = np.asarray(array)
     if array.dtype == np.uint8:
         return rounding.decode(rounding.unpack(array, 2 * array.shape[-1]), "float4_e2m1fn").astype(np.float64)
@@ -80,7 +80,7 @@ def _row_values(o: Operands, slot: str, block: int) -> NDArray[np.float64]:
 
 
 def _weight_values(o: Operands, p: Mapping[str, Any]) -> NDArray[np.float64]:
-    """[G, N, C] of weights as they are stored."""
+    """[G, N, C]: values of weights, the contracted axis last."""
     values = _decoded(o["rhs"])
     if o["rhs_scales"] is not None:
         values = values * _spread(o["rhs_scales"], (1, p["rhs_block_outer"], p["rhs_block"]), values.shape)
@@ -102,7 +102,7 @@ def _segment_values(o: Operands, slot: str, p: Mapping[str, Any], width: int) ->
 
 
 def is_quantized(call: Call) -> bool:
-    """Whether some operand of a product has scales or two codes a byte."""
+    """Whether an operand of a product has scales or two codes per byte."""
     if "rhs_scales" not in SLOTS[call.name]:
         return False
     slots = dict(zip(SLOTS[call.name], call.inputs, strict=True))
@@ -112,10 +112,10 @@ def is_quantized(call: Call) -> bool:
 
 
 def with_values(call: Call, arrays: Sequence[Any]) -> tuple[Call, tuple[Any, ...]]:
-    """The same product of the values that quantised operands stand for, float64; other calls as they are.
+    """The same product with quantised operands replaced by their values, float64; other calls are returned unchanged.
 
-    Segments are contracted whole: what lies behind a group's last row is zero, or belongs to a rotated block. The
-    specs of such operands name what they are multiplied as: float32 where float32 scales of blocks ask for it.
+    Segments are contracted as a whole: rows after a group's last row are zero, or belong to a rotated block. The specs
+    of such operands have the dtype that they are multiplied in: float32 with float32 block scales, else bfloat16.
     """
     if not is_quantized(call):
         return call, tuple(arrays)
@@ -138,7 +138,7 @@ def with_values(call: Call, arrays: Sequence[Any]) -> tuple[Call, tuple[Any, ...
             o["lhs"] = _row_values(o, "lhs", p["lhs_block"])
         if not plain["rhs"]:
             o["rhs"] = _weight_values(o, p)
-        depth = min(o["lhs"].shape[1], o["rhs"].shape[p["rhs_axis"]])  # one code of the last byte may be no element
+        depth = min(o["lhs"].shape[1], o["rhs"].shape[p["rhs_axis"]])  # the last byte may hold one code of padding
         for slot, axis in (("lhs", 1), ("rhs", p["rhs_axis"])):
             if not plain[slot]:
                 o[slot] = o[slot].take(range(depth), axis)
@@ -156,13 +156,13 @@ def with_values(call: Call, arrays: Sequence[Any]) -> tuple[Call, tuple[Any, ...
 
 
 def _whole_rhs(o: Operands, axis: int) -> NDArray[np.float64]:
-    """The weight, of two arrays joined along `axis` if it lies in two."""
+    """The weight; its two arrays are concatenated along `axis` where it has two."""
     rhs, up = o["rhs"], o.get("rhs_up")
     return rhs if up is None else np.concatenate((rhs, up), axis=axis)
 
 
 def _half(rows: NDArray[np.float64], half: int) -> NDArray[np.float64]:
-    """The columns that count: all (0), the first or the second half."""
+    """The selected columns: all (0), the first half (1) or the second half (2)."""
     width = rows.shape[1] // 2
     return rows if half == 0 else rows[:, width * (half - 1) : width * half]
 
@@ -272,7 +272,7 @@ def _activation_grad(o: Operands, p: dict[str, Any], results: Results) -> None:
 
 
 def between_dtype(call: Call) -> str:
-    """Of a product with an activation: the dtype of what stands between the two, where it is stored."""
+    """The dtype of the hidden rows between the product and the activation of a fused call."""
     if call.name == "grouped_matmul_act" and (compute := dict(call.params).get("compute")):
         return str(compute)
     given = call.inputs[call.slot("hidden" if call.name == "grouped_matmul_dact" else "lhs")]
@@ -307,19 +307,19 @@ _MEANING: dict[str, Callable[[Operands, dict[str, Any], Results], None]] = {
 
 
 class Oracle:
-    """A runner over NumPy arrays. Operands given by tables of addresses are not for it.
+    """A runner over NumPy arrays, without support for operands given by tables of addresses.
 
     Args:
-        exact: results stay float64, unrounded, and float64 operands are taken for whatever dtype a rule asks: for
-            error bounds and finite differences. Otherwise each result is rounded once to its dtype, and so are the
-            hidden rows inside of a fused call, which an activation reads as they would be stored.
+        exact: results stay float64, unrounded, and float64 operands are accepted for any dtype, for error bounds and
+            finite differences. Otherwise each result is rounded once to its dtype, and so are the hidden rows inside a
+            fused call before the activation reads them.
     """
 
     def __init__(self, exact: bool = False) -> None:
         self.exact = exact
 
     def __call__(self, call: Call, arrays: Sequence[Array | None]) -> tuple[Any, ...]:
-        """The results of `call`, one a slot; None where a result is not asked for."""
+        """The results of `call`, one per slot; None where a result is not requested."""
         if parts := quantized_parts(call):
             return self._then_quantized(call, parts, dict(zip(SLOTS[call.name], arrays, strict=True)))
         call, arrays = with_values(call, arrays)
@@ -334,12 +334,12 @@ class Oracle:
         results = {name: np.zeros(spec.shape) for name, spec in slots.items() if spec is not None}
         into = operands.get("into")
         if into is not None and not params.get("contract_rows", 0):
-            results["result"][...] = into  # whose tail stays
+            results["result"][...] = into  # its tail rows are left unchanged
         _MEANING[call.name](operands, params, results)
         return tuple(None if spec is None else self.cast(results[name], spec.dtype) for name, spec in slots.items())
 
     def _then_quantized(self, call: Call, parts: StoredParts, operands: Operands) -> tuple[Any, ...]:
-        """Results of a fused call of which some, rounded to their dtypes, are stored."""
+        """Results of a fused call that rounds some of its results to their dtypes and quantises them."""
         plain, quantize, activated = parts
         results = dict(zip(RESULTS[plain.name], self(plain, plain.arrange(**operands)), strict=True))
         sizes = {"group_sizes": operands["group_sizes"]}
@@ -355,7 +355,7 @@ class Oracle:
         return tuple(None if spec is None else results[name] for name, spec in wanted)
 
     def _stored(self, call: Call, operands: Operands) -> tuple[Any, ...]:
-        """Results of calls whose bits are promised, exact or not."""
+        """Results of calls with guaranteed bits; they do not depend on `exact`."""
         taken = {
             name: None if array is None or spec is None else np.asarray(array).astype(numpy_dtype(spec.dtype))
             for (name, array), spec in zip(operands.items(), call.inputs, strict=True)
@@ -368,7 +368,7 @@ class Oracle:
         return tuple(results.get(name) for name in slots)
 
     def _rounding(self, call: Call) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
-        """What the hidden rows of a fused call go through before the activation reads them, stored or not."""
+        """The rounding of the hidden rows of a fused call, before the activation reads them."""
         if self.exact or call.name != "grouped_matmul_act":
             return lambda array: array
         dtype = numpy_dtype(between_dtype(call))
@@ -380,5 +380,5 @@ class Oracle:
         return ArraySpec(spec.shape, "float32") if self.exact and spec.dtype == "float64" else spec
 
     def cast(self, array: Array, dtype: str) -> Array:
-        """The array rounded to `dtype`, or itself where results are exact."""
+        """The array rounded to `dtype`, or the same array where results are exact."""
         return array if self.exact else np.asarray(array).astype(numpy_dtype(dtype))

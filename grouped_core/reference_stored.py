@@ -1,7 +1,7 @@
-"""The oracle's part of quantised storage: `quantize`, `dequantize` and `scale_update`, whose bits are promised.
+"""The reference of quantisation: `quantize`, `dequantize` and `scale_update`, whose bits are guaranteed.
 
-Each works on the arrays as they are stored, in the fp32 operations of `rounding`, a group at a time. A form is
-computed where its values lie in the source; what the two forms differ in is which axis blocks run along.
+Each call processes one group at a time, in the fp32 operations of `rounding`. Both forms are computed in the layout of
+the source; they differ in the axis that blocks run along.
 
 Letters: G groups, M rows, X features, P rows padded to segments; a weight is [A, B].
 """
@@ -23,19 +23,19 @@ Arrays = dict[str, Any]
 """Operands or results by slot; None where one is absent."""
 
 _CODES = {"float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2", "uint8": "float4_e2m1fn"}
-"""What the element type of stored values holds."""
+"""The type of the codes in each element type of quantised values."""
 
 
 class _Form(NamedTuple):
-    """One form of a group's values, all arrays as the source lies: [rows, columns], rows padded to their segment."""
+    """One form of a group, in the layout of the source: [rows, columns], with rows padded to their segment."""
 
     codes: Codes
-    scales: NDArray[Any]  # a block each; float32 or codes
+    scales: NDArray[Any]  # one per block; float32 or codes
     group_scale: np.float32
 
 
 def _spread(blocks: NDArray[Any], shape: tuple[int, ...], block: tuple[int, int]) -> NDArray[Any]:
-    """An array of blocks, each repeated over what it covers of `shape`."""
+    """[R, C] of `shape`: one value per block, repeated over the elements of the block."""
     return blocks.repeat(block[0], axis=0).repeat(block[1], axis=1)[: shape[0], : shape[1]]
 
 
@@ -48,18 +48,18 @@ def _blocks(x: Floats, block: tuple[int, int]) -> Floats:
 
 
 def _rotated(x: Floats, source: str) -> Floats:
-    """Every 16 rows of a column rotated; a multiple of 16 rows."""
+    """x with every 16 rows of a column rotated; the number of rows is a multiple of 16."""
     turned = rounding.rotate(x.T.reshape(x.shape[1], -1, 16)).reshape(x.shape[1], -1).T
     return turned.astype(ml_dtypes.bfloat16).astype(np.float32) if source == "bfloat16" else turned
 
 
 def _nvfp4_scales(p: Mapping[str, Any], blocks: Floats, encode: np.float32, axis: int) -> Codes:
-    """s_b of [R, C, b0, b1] values; with 4over6 the better one of two."""
+    """s_b of [R, C, b0, b1] values; with 4over6 the better of two candidates."""
     amax = rounding.amax(blocks, axis=(2, 3))
     first = rounding.nvfp4_block_scale(amax, encode)
     if not p["four_over_six"]:
         return first
-    # Costs of one-dimensional blocks run along the block; those of square ones along the source's rows.
+    # Costs are summed along the block for one-dimensional blocks, and along rows of the source for square ones.
     lines = blocks.swapaxes(2, 3) if axis == 0 and p["block_outer"] == 1 else blocks
     candidates = first, rounding.nvfp4_block_scale(amax, encode, 1.5)
     costs = []
@@ -71,10 +71,10 @@ def _nvfp4_scales(p: Mapping[str, Any], blocks: Floats, encode: np.float32, axis
 
 
 def _form(p: Mapping[str, Any], x: Floats, source: str, kind: str, axis: int, encode: Any, words: Any) -> _Form:
-    """Values [R, C] of one group, stored with blocks along `axis`.
+    """Values [R, C] of one group, quantised with blocks along `axis`.
 
     Args:
-        source: element type of the values. kind: of the codes. encode: the multiplier, where it is given.
+        source: element type of the values. kind: of the codes. encode: the given quantisation scale, or None.
         words: () -> [R, C] random bits.
     """
     block, outer = p["block"] or 1, p["block_outer"]
@@ -115,7 +115,7 @@ def _fp32_scale(p: Mapping[str, Any], amax: Floats, kind: str, source: str) -> F
 
 
 def _no_rows(p: Mapping[str, Any], kind: str, source: str) -> Any:
-    """The block scale of zeros."""
+    """The scale of a block of zeros."""
     empty = _form(
         {**p, "stochastic": 0}, np.zeros((p["block"], p["block_outer"]), np.float32), source, kind, 0, 1, None
     )
@@ -123,7 +123,7 @@ def _no_rows(p: Mapping[str, Any], kind: str, source: str) -> Any:
 
 
 def _starts(ends: NDArray[np.int64], segment: int) -> NDArray[np.int64]:
-    """[G + 1]: where the groups' segments start."""
+    """[G + 1]: the first row of each group's segments."""
     sizes = np.diff(ends, prepend=0)
     return np.concatenate([[0], np.cumsum(-(-sizes // segment) * segment)])
 
@@ -195,12 +195,12 @@ def _quantize(call: Call, o: Arrays, p: Mapping[str, Any], results: Arrays, ends
 
 
 def _bits(array: NDArray[Any], like: NDArray[Any]) -> NDArray[Any]:
-    """Codes as the element type that a result has; fp32 as it is."""
+    """Codes viewed as the element type of the result; fp32 unchanged."""
     return np.ascontiguousarray(array).view(like.dtype) if array.dtype == np.uint8 else array
 
 
 def _decoded(array: NDArray[Any]) -> Floats:
-    """Block scales as numbers."""
+    """Block scales as float32 values."""
     if array.dtype == np.float32:
         return array
     codes = np.ascontiguousarray(array).view(np.uint8)
@@ -215,7 +215,7 @@ def _dequantize(call: Call, o: Arrays, p: Mapping[str, Any], results: Arrays, en
     shape = (block, outer) if cross else (outer, block)
 
     def values(codes: Codes, scales: Any, g: int) -> Floats:
-        """[R, C] of a group, as the source lies; scales alike, a block each."""
+        """[R, C] values of a group, in the layout of the source; `scales` have one entry per block."""
         with np.errstate(all="ignore"):
             found = rounding.decode(codes, kind)
             if scales is not None:
@@ -264,14 +264,14 @@ _MEANING: dict[str, Callable[..., None]] = {
     "scale_update": _scale_update,
 }
 CALLS = tuple(_MEANING)
-"""The calls that this module knows."""
+"""The calls that this module computes."""
 
 
 def run(call: Call, operands: Arrays, results: Arrays, ends: NDArray[np.int64] | None) -> None:
-    """Fills `results`, arrays by slot of the call's element types, which start as zeros.
+    """Fills `results`, arrays by slot in the call's element types, which start as zeros.
 
     Args:
-        operands: arrays by slot, of the call's element types. ends: of the groups' rows; None for weights.
+        operands: arrays by slot, in the call's element types. ends: end row of each group; None for weights.
     """
     params = dict(call.params)
     if operands.get("skip") is not None and operands["skip"][0]:

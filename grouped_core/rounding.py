@@ -1,8 +1,8 @@
-"""Casts to narrow types, scale rules, rotation and random bits in NumPy: the arithmetic whose bits are promised.
+"""Casts to narrow types, scale rules, rotation and random bits in NumPy: the arithmetic whose bits are guaranteed.
 
-Written from the text of docs/numerics.md, not from cc/math: an encoding searches the table of values that a decoding
-defines, in float64, where both are exact; scale rules are float32 operations one by one, as the text has them. Arrays
-of any shape; element types by their ml_dtypes names; codes of float4_e2m1fn lie one a byte until `pack`.
+It is written from the text of docs/numerics.md, not from cc/math. A cast to codes searches the table of decoded values,
+in float64, where both are exact; scale rules are single float32 operations in the order of the text. Arrays may have
+any shape; element types have their ml_dtypes names; float4_e2m1fn has one code per byte until `pack`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Narrow:
     mantissa_bits: int
     bias: int
     max_code: int
-    nan_code: int  # what NaN is written as
+    nan_code: int  # the code of NaN
     infinity_code: int | None = None
     first_nan: int | None = None  # codes from here on, the sign aside, are NaN
 
     @property
     def sign_bit(self) -> int:
-        """Its place, which is also how many codes are not negative."""
+        """The value of the sign bit, which is also the number of codes without it."""
         return 1 << (self.exponent_bits + self.mantissa_bits)
 
     @cached_property
@@ -87,7 +87,7 @@ def _widened(x: Floats) -> NDArray[np.float64]:
 
 
 def encode(x: ArrayLike, dtype: str) -> Codes:
-    """Codes of the nearest values, ties to even; saturating, NaN as the one code of the type."""
+    """Codes of the nearest values, ties to even; out-of-range values saturate, NaN becomes the type's NaN code."""
     y, kind = _floats(x), TYPES[dtype]
     magnitude = np.abs(_widened(y))
     values = kind.magnitudes[: kind.max_code + 1]
@@ -100,7 +100,7 @@ def encode(x: ArrayLike, dtype: str) -> Codes:
 
 
 def decode(codes: ArrayLike, dtype: str) -> Floats:
-    """Exact values; NaN is the positive quiet one."""
+    """Exact values of codes; NaN is the positive quiet NaN."""
     kind, code = TYPES[dtype], np.asarray(codes, np.uint8)
     magnitude = kind.magnitudes[code & (kind.sign_bit - 1)]
     value = np.where(code & kind.sign_bit, -magnitude, magnitude)
@@ -108,7 +108,7 @@ def decode(codes: ArrayLike, dtype: str) -> Floats:
 
 
 def encode_stochastic(x: ArrayLike, random: ArrayLike) -> Codes:
-    """Codes of float4_e2m1fn, up or down by chance; `random` holds 32 random bits an element.
+    """Codes of float4_e2m1fn, rounded stochastically; `random` holds 32 random bits per element.
 
     The neighbour away from zero is taken if the upper 24 bits, as a fraction, are below the relative distance from the
     other neighbour.
@@ -143,7 +143,7 @@ def unpack(packed: Codes, columns: int) -> Codes:
 
 
 def amax(x: ArrayLike, axis: int | tuple[int, ...] | None = None) -> Floats:
-    """Integer maximum of the bits of |x|: Inf beats numbers, NaN beats Inf, an empty set gives 0."""
+    """Integer maximum of the bits of |x|: Inf exceeds all numbers, NaN exceeds Inf, an empty set gives 0."""
     magnitude = _bits(_floats(x)) & np.uint32(0x7FFFFFFF)
     return _from_bits(np.asarray(np.max(magnitude, axis=axis, initial=np.uint32(0))))
 
@@ -151,7 +151,7 @@ def amax(x: ArrayLike, axis: int | tuple[int, ...] | None = None) -> Floats:
 def encode_scale(
     amax: ArrayLike, dtype: str, *, eps: float = 0.0, power_of_two: bool = False, overflow: np.float32 = FLOAT_MAX
 ) -> Floats:
-    """Rule 2.2: the factor before the cast. `overflow` stands where max / amax is infinite."""
+    """Rule 2.2: the scale that multiplies before the cast; it is `overflow` where max / amax is infinite."""
     a = _floats(amax)
     with np.errstate(all="ignore"):
         a = np.where(a < np.float32(eps), np.float32(eps), a)
@@ -163,7 +163,7 @@ def encode_scale(
 
 
 def decode_scale(e: ArrayLike) -> Floats:
-    """The stored scale of an encode scale: one division."""
+    """The decode scale (scale_inv) of a quantisation scale: one division."""
     with np.errstate(all="ignore"):
         return np.float32(1) / _floats(e)
 
@@ -191,13 +191,13 @@ def e8m0_encode_scale(code: ArrayLike) -> Floats:
 
 
 NVFP4_RANGE = 2688.0
-"""448 * 6: what a group's amax is mapped to."""
+"""448 * 6: the value that the amax of a group is scaled to."""
 FOUR_OVER_SIX_RANGE = 1536.0
-"""256 * 6: so that block scales may be 1.5 times as large."""
+"""256 * 6: the same with 4over6, so that block scales may be 1.5 times as large."""
 
 
 def nvfp4_group_encode_scale(amax: ArrayLike, value_range: float = NVFP4_RANGE) -> Floats:
-    """e_g; its `decode_scale` is stored."""
+    """e_g, the quantisation scale of a group; the quantised array holds its `decode_scale`."""
     a = _floats(amax)
     with np.errstate(all="ignore"):
         e = np.minimum(np.float32(value_range) / a, FLOAT_MAX)
@@ -248,10 +248,10 @@ def nvfp4_block_errors(rows: Floats) -> Floats:
 def delayed_update(
     history: Floats, scale: Floats, top: ArrayLike, *, most_recent: bool = False
 ) -> tuple[Floats, Floats]:
-    """(history, scale) after a step of delayed scaling: history [L, ...] with slot 0 live, scale [...].
+    """(history, scale) after a step of delayed scaling: history [L, ...], slot 0 is the current step; scale [...].
 
     Args:
-        top: what the largest magnitude is mapped to: the type's largest value * 2^-margin.
+        top: the value that the amax is scaled to: the largest value of the type * 2^-margin.
     """
     newest = history[0]
     keep = (newest == 0) | ~np.isfinite(newest)
@@ -298,10 +298,10 @@ def philox(counter: ArrayLike, key: int) -> NDArray[np.uint32]:
 
 
 def random_words(key: int, rows: int, columns: int, group: int, stream: int) -> NDArray[np.uint32]:
-    """[rows, columns]: the random bits of every element of a group, by row within it.
+    """[rows, columns]: the random bits of every element of a group; rows are counted from the start of the group.
 
     Args:
-        stream: 0 for the form along columns, 1 for the one along rows, plus twice the number of the call.
+        stream: 0 for the form contracted along columns, 1 for the form along rows, plus twice the number of the call.
     """
     quads = -(-columns // 4)
     counter = np.zeros((rows, quads, 4), np.uint64)

@@ -1,4 +1,4 @@
-"""Rules of an activation that stands alone, weighted by row: z[r] = p[r] act(h[r]), p = probs or 1.
+"""An activation without a product, weighted per row: z[r] = p[r] act(h[r]), p = probs or 1.
 
 Letters: M rows, F columns of z, W columns of h: 2F for gated activations, else F.
 """
@@ -31,7 +31,7 @@ def check(activation: Activation, h: ArraySpec, probs: ArraySpec | None) -> None
     activation.fc1_width(h.shape[1] // 2 if activation.gated else h.shape[1])  # refuses an interleave that does not fit
     if probs is not None and probs.shape != h.shape[:1]:
         raise ValueError(
-            f"`probs`: shape {probs.shape}, expected ({h.shape[0]},) = all rows of `h`; pass one probability a row."
+            f"`probs`: shape {probs.shape}, expected ({h.shape[0]},) = all rows of `h`; pass one probability per row."
         )
 
 
@@ -59,7 +59,7 @@ def activate_grads(
     dz: Array,
     wanted: tuple[bool, bool],
 ) -> tuple[Array | None, Array | None]:
-    """(dh [M, W] = p dz act'(h), dp [M] float32 = <dz, act(h)>), each if wanted."""
+    """(dh [M, W] = p dz act'(h), dp [M] float32 = <dz, act(h)>), each if `wanted` asks for it."""
     p = None if probs is None else run.cast(probs, "float32")
     call = calls.activation_grad(
         run.spec(dz),

@@ -1,6 +1,6 @@
-"""Delayed scaling: the state that a recipe carries from step to step, and what updates it (numerics 2.5).
+"""Delayed scaling: the state that a recipe carries from step to step, and its update (numerics 2.5).
 
-Letters: G groups, R roles: x, weight and dy of each product, in this order; L steps of history.
+Letters: G groups, R roles (x, weight and dy of each product, in this order), L steps of history.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from grouped_core.ranks import check_rank
 from grouped_core.recipes import BoundRecipe, Recipe
 
 ROLES = ("x", "w", "dy")
-"""Operands of one linear operation that have a state."""
+"""Operands of one linear operation that delayed scaling keeps a state for."""
 
 _OPERAND_FORMATS = ((("forward", 0), ("wgrad", 0)), (("forward", 1), ("dgrad", 1)), (("dgrad", 0), ("wgrad", 1)))
-"""Of each role: where a recipe has formats of it, by product and operand."""
+"""For each role, the (product, operand) entries of a recipe that hold its formats."""
 
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
@@ -30,14 +30,14 @@ _Array = TypeVar("_Array")
 
 @dataclass(frozen=True, eq=False)
 class ScalingState(Generic[_Array]):
-    """State of delayed scaling of one use of a recipe; `scaling_state` makes one, `update_scaling` the next step's.
+    """State of delayed scaling of one use of a recipe; `scaling_state` makes it, `update_scaling` makes the next one.
 
     Attributes:
-        scale: float32 [R, G], multipliers in use. 0 says that a role and group has not started: until an update has
-            seen a magnitude of it, it is scaled as its own values ask for in each call (numerics 2.5, Start).
-        history: float32 [R, L, G], largest magnitudes; slot 0 is the step that runs, which every use merges into.
-        top: float32 [R], what the largest magnitude is scaled to.
-        algorithm: "max" of the history, or the "most_recent" entry.
+        scale: float32 [R, G], the multipliers in use. 0 means that a role and group has not started: until an update
+            has seen its amax, each call scales it by its current values (numerics 2.5, Start).
+        history: float32 [R, L, G], amax history; slot 0 is the current step, which every use merges into.
+        top: float32 [R], the value that the amax is scaled to.
+        algorithm: "max" of the history, or its "most_recent" entry.
     """
 
     scale: _Array
@@ -47,10 +47,10 @@ class ScalingState(Generic[_Array]):
 
 
 def check_groups(count: int) -> None:
-    """Refuses a state of no groups.
+    """Refuses a state without groups.
 
     Raises:
-        TypeError: no integer. ValueError: fewer than one.
+        TypeError: `count` is not an integer. ValueError: it is less than 1.
     """
     if not hasattr(count, "__index__"):
         raise TypeError(
@@ -61,22 +61,20 @@ def check_groups(count: int) -> None:
 
 
 def tops(recipe: Recipe, products: int = 1) -> list[float]:
-    """What the largest magnitude of each role is scaled to, 1 where it is not scaled with delay.
+    """The value that the amax of each role is scaled to; 1 for roles without delayed scaling.
 
-    A role has one multiplier: where it is scaled so in two element types, the smaller maximum holds for both.
+    A role has one scale. Where its two formats have different element types, the smaller maximum holds for both.
 
     Raises:
-        TypeError: no `Recipe`. ValueError: nothing of the recipe is scaled with delay; so many products have no state.
+        TypeError: `recipe` is not a `Recipe`. ValueError: it has no delayed scaling; `products` is neither 1 nor 2.
     """
     if not isinstance(recipe, Recipe):
-        raise TypeError(f"`recipe`: {type(recipe).__name__}, expected a Recipe; pass one that is not bound yet.")
+        raise TypeError(f"`recipe`: {type(recipe).__name__}, expected a Recipe; pass one without bound arrays.")
     if products not in (1, 2):
-        raise ValueError(
-            f"`products`: {products}, expected 1, of a linear operation, or 2, of an MLP; pass one of them."
-        )
+        raise ValueError(f"`products`: {products}, expected 1 (linear operation) or 2 (MLP); pass one of them.")
     if not recipe.delayed:
         raise ValueError(
-            f"`recipe`: {recipe.name}, wanted one with delayed scaling, e.g. FP8Delayed; others have no state."
+            f"`recipe`: {recipe.name}, expected one with delayed scaling, e.g. FP8Delayed; others have no state."
         )
     return [_top(recipe, role) for role in _OPERAND_FORMATS] * products
 
@@ -88,15 +86,15 @@ def _top(recipe: Recipe, role: Sequence[tuple[str, int]]) -> float:
 
 
 def check_state(state: Any, *, stacked: bool = False) -> None:
-    """Refuses what is no state of delayed scaling; `stacked`: leading axes, such as those of layers, may come first.
+    """Refuses anything but a state of delayed scaling; `stacked` allows leading axes, e.g. one of layers.
 
     Raises:
-        TypeError: it is something else. ValueError: its arrays have other numbers of axes.
+        TypeError: `state` is not a `ScalingState`. ValueError: the rank of one of its arrays is wrong.
     """
     if not isinstance(state, ScalingState):
         raise TypeError(
-            f"`state`: {type(state).__name__}, expected a ScalingState; pass what scaling_state made, or a gradient "
-            "with respect to it."
+            f"`state`: {type(state).__name__}, expected a ScalingState; pass the result of scaling_state, or a "
+            "gradient with respect to it."
         )
     leading = max(0, len(state.scale.shape) - 2) if stacked else 0
     for name in ("scale", "history", "top"):
@@ -104,10 +102,10 @@ def check_state(state: Any, *, stacked: bool = False) -> None:
 
 
 def update(run: Runner, state: ScalingState[Any], *, reuse: bool = False) -> ScalingState[Any]:
-    """The state of the next step, in one launch; a role and group without a finite magnitude stays as it is.
+    """The state of the next step, in one launch; the scale of a role and group without a finite amax does not change.
 
     Args:
-        reuse: the new state takes the place of the old one.
+        reuse: the new state is written over the old one.
     """
     call = calls.scale_update(run.spec(state.scale), run.spec(state.history), state.algorithm, reuse=reuse)
     named = {"scale": state.scale, "history": state.history, "top": state.top}
@@ -119,10 +117,11 @@ def update(run: Runner, state: ScalingState[Any], *, reuse: bool = False) -> Sca
 
 
 def extras(bound: BoundRecipe, product: int = 0, scale: Sequence[Any] | None = None) -> Extras:
-    """What the operands of one linear operation get of what is bound: of product 0, or of the MLP's 0 and 1.
+    """The bound key, and the scales of the operands of one linear operation, number `product` of the state.
 
     Args:
-        scale: multipliers [G] of each role; None: those of the state as they are.
+        product: 0, or 1 for the second product of an MLP.
+        scale: scales [G] of each role; None: those of the state.
     """
     if bound.state is None:
         return Extras(bound.key)
@@ -131,7 +130,7 @@ def extras(bound: BoundRecipe, product: int = 0, scale: Sequence[Any] | None = N
 
 
 def planned(bound: BoundRecipe, groups: int) -> Extras:
-    """What `extras` gives, as specs."""
+    """The result of `extras`, as specs."""
     multipliers = ArraySpec((groups,), "float32") if bound.recipe is not None and bound.recipe.delayed else None
     return Extras(None if bound.key is None else ArraySpec((2,), "uint32"), multipliers, multipliers, multipliers)
 
@@ -139,15 +138,15 @@ def planned(bound: BoundRecipe, groups: int) -> Extras:
 def check_bound(
     bound: BoundRecipe, groups: int, products: int = 1, spec: Callable[[Any], ArraySpec] = calls.spec_of
 ) -> None:
-    """Refuses a key, and a state that does not fit the use it is bound to.
+    """Refuses a key or a state that does not fit the operation that the recipe is used for.
 
     Args:
-        spec: shape and dtype of a framework's array.
+        spec: gives shape and dtype of a framework's array.
 
     Raises:
-        TypeError: the key is no array, the state is something else.
-        ValueError: a key of another shape or dtype; there is no state where the recipe wants one, or its shapes and
-            dtypes are not those of this use.
+        TypeError: the key is not an array, the state not a `ScalingState`.
+        ValueError: the key has another shape or dtype; the recipe needs a state and has none, or the state's shapes
+            and dtypes do not fit this operation.
     """
     if bound.key is not None:
         _check_key(bound.key, spec)
@@ -156,7 +155,7 @@ def check_bound(
     name, roles = bound.recipe.name, len(ROLES) * products
     if bound.state is None:
         raise ValueError(
-            f"`recipe`: {name} without a state, wanted one for each use; pass recipe.bind(scaling_state(recipe, "
+            f"`recipe`: {name} without a state, expected one for each use; pass recipe.bind(scaling_state(recipe, "
             f"{groups}{', products=2' if products == 2 else ''}))."
         )
     if not isinstance(bound.state, ScalingState):

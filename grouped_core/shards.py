@@ -1,6 +1,6 @@
-"""Quantising a weight in parts, each by whoever holds it, with the bits of the whole: magnitudes first, codes then.
+"""Quantises a sharded weight, with the same bits as the whole weight: ranks first find amaxes, then write codes.
 
-Letters: G groups, A and B axes of a weight, S magnitudes of one member (`calls.shard_slots`).
+Letters: G groups, A and B axes of a weight, S amaxes per group (`calls.shard_slots`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from grouped_core.products import Array, Listed, Runner, arranged
 
 
 def check_format(format: Format) -> None:
-    """Refuses what cannot be made of parts.
+    """Refuses formats that a sharded weight cannot be quantised in.
 
     Raises:
-        NotImplementedError: a scale that is chosen by looking at all values of a block.
+        NotImplementedError: the format chooses scales by all values of a block.
     """
     if format.four_over_six:
         raise NotImplementedError(
@@ -27,12 +27,12 @@ def check_format(format: Format) -> None:
 
 
 def amax(run: Runner, source: ArraySpec, format: Format, table: Array, into: Array) -> Array:
-    """Bits of the largest magnitudes among the elements that lie here, int32 [G, S], in place.
+    """The bits of the amaxes over this rank's elements, int32 [G, S], in place.
 
     Args:
-        source: of the whole weights [G, A, B]; its dtype is that of the parts.
-        table: int64 [3, G]: address of what lies here of each member (0: nothing), its first element (-1: the
-            member stays as it is), its length.
+        source: spec of the whole weights [G, A, B]; its dtype is that of the shards.
+        table: int64 [3, G]: for each group, the address of this rank's elements (0: none), the index of the first one
+            in the group (-1: the group is left unchanged), and their number.
     """
     call = calls.shard_amax(source, format)
     return run(call, arranged(call, source=Listed(source, table), into_amax=into))[0]
@@ -47,11 +47,12 @@ def cast(
     encode: Array | None,
     skip: Array | None,
 ) -> None:
-    """The codes of the elements that lie here, and every scale, in place; formats that differ take a pass each.
+    """Writes the codes of this rank's elements, and all scales, in place; each format needs its own call.
 
     Args:
-        source, table: as of `amax`. magnitudes: int32 [G, S], of all parts together; of `forms`, which have one format.
-        encode: float32 [G], multipliers of delayed scaling. skip: int32 [1]; not zero leaves all as it is.
+        source, table: as in `amax`. forms: the buffers, all of one format. magnitudes: int32 [G, S], amaxes of all
+            ranks together.
+        encode: float32 [G], scales of delayed scaling. skip: int32 [1]; a value other than 0 leaves all unchanged.
     """
     wanted = tuple(any(form.axis == axis for form in forms) for axis in (2, 1))
     fmt = forms[0].format

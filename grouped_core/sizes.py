@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from typing import Any
 
 _LARGEST_HINT = 2**31 - 1
-"""Kernels take the hint as an integer of fixed width; more rows than that no group has."""
+"""Kernels take the hint as an int32; no group has more rows."""
 
 
 @dataclass(frozen=True)
 class GroupSizes:
-    """Group sizes and how many rows a group usually has.
+    """Group sizes, and the usual number of rows per group.
 
     Attributes:
         value: integers [G] on the device of the rows.
-        representative: usual rows a group, a static hint for the choice of tiles; it never changes what is computed.
+        representative: usual number of rows per group, a static hint for the choice of tiles; results do not change.
 
     Raises:
-        TypeError: a hint that is no integer. ValueError: one below 1.
+        TypeError: the hint is not an integer. ValueError: it is less than 1.
     """
 
     value: Any
@@ -28,12 +28,12 @@ class GroupSizes:
         if not (self.representative is None or hasattr(self.representative, "__index__")):
             raise TypeError(
                 f"`representative` of GroupSizes: {self.representative!r}, expected None or an integer; "
-                "pass the usual number of rows of a group."
+                "pass the usual number of rows per group."
             )
         if self.representative is not None and self.representative < 1:
             raise ValueError(
                 f"`representative` of GroupSizes: {self.representative}, expected None or at least 1; "
-                "pass the usual number of rows of a group."
+                "pass the usual number of rows per group."
             )
 
 

@@ -26,7 +26,7 @@ from jax_grouped.quantize import update_scaling as update_scaling
 
 
 def __getattr__(name: str) -> Any:
-    """The module of layers, which wants Flax, is imported when somebody asks for it."""
+    """Imports the module of layers, which needs Flax, on first use."""
     if name == "nnx":
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What an operation does with `wgrad_accum`: checks, reads and writes its two forms (see `jax_grouped.accumulate`)."""
+"""Checks, reads and writes the accumulators given as `wgrad_accum`, in their two forms (`jax_grouped.accumulate`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StackedRef:
 
 
 Accumulator = Float[Array, "G A B"] | jax.Ref | StackedRef
-"""What `wgrad_accum` takes: an array of the weight's shape, a Ref of one, or a layer of stacked ones."""
+"""Types of `wgrad_accum`: an array of the weight's shape, a Ref of one, or one layer of stacked accumulators."""
 
 
 def take(take_array: Callable[[str, Any, str], Any], name: str, accum: Any) -> Any:
@@ -43,7 +43,7 @@ def take(take_array: Callable[[str, Any, str], Any], name: str, accum: Any) -> A
             _check_index(name, accum.index)
             return accum
         raise TypeError(
-            f"`{name}`: StackedRef of {_describe(accum.ref)}, expected of a jax.Ref [L, ...] of all layers; "
+            f"`{name}`: StackedRef of {_describe(accum.ref)}, expected one of a jax.Ref [L, ...] of all layers; "
             "make it with jax.new_ref(jnp.zeros((L, *weight.shape)))."
         )
     return take_array(name, accum, "of the weight's shape, a jax.Ref or a StackedRef")
@@ -59,7 +59,7 @@ def _check_index(name: str, index: Any) -> None:
 
 
 def spec(accum: Any) -> ArraySpec:
-    """Shape and dtype of the accumulator itself, one layer of a stacked one."""
+    """Shape and dtype of the accumulator; of one layer, where it is stacked."""
     if not isinstance(accum, StackedRef):
         return calls.spec_of(accum)
     whole = calls.spec_of(accum.ref)
@@ -67,10 +67,10 @@ def spec(accum: Any) -> ArraySpec:
 
 
 def check(op: Linear, accum: Any, weight: ArraySpec) -> None:
-    """Shape and dtype of an accumulator of `weight`.
+    """Refuses an accumulator that does not fit `weight`.
 
     Raises:
-        TypeError: dtype. ValueError: shape; a `wgrad_dtype` that the accumulator does not have.
+        TypeError: dtype. ValueError: shape; a `wgrad_dtype` other than the accumulator's dtype.
     """
     got = spec(accum)
     linear_spec.check_accumulator(op.names.accum, got, weight)
@@ -78,10 +78,10 @@ def check(op: Linear, accum: Any, weight: ArraySpec) -> None:
 
 
 def check_varying(op: Linear, accum: Any, axes: frozenset[str]) -> None:
-    """Under shard_map an accumulator holds local partial sums: it varies wherever the gradient does (ACC-9).
+    """Under shard_map an accumulator holds local partial sums: it must vary over every axis of the gradient (ACC-9).
 
     Raises:
-        ValueError: it is replicated over an axis over which the gradient varies.
+        ValueError: it is replicated over an axis that the gradient varies over.
     """
     if missing := axes - varying_axes(accum.ref if isinstance(accum, StackedRef) else accum):
         raise ValueError(
@@ -92,33 +92,36 @@ def check_varying(op: Linear, accum: Any, axes: frozenset[str]) -> None:
 
 
 def check_asked(op: Linear, weight: bool, accum: bool) -> None:
-    """Whether somebody differentiates with respect to the weight, and to its sink.
+    """Refuses a differentiated weight whose sink is not differentiated.
+
+    Args:
+        weight, accum: whether the caller differentiates with respect to the weight, and to its sink.
 
     Raises:
-        ValueError: to the weight alone; its gradient would be lost.
+        ValueError: the weight only is differentiated; its gradient would be lost.
     """
     if weight and not accum:
         raise ValueError(
-            f"`{op.names.accum}`: an array that is not differentiated, while `{op.names.w}` is; expected both, for the "
+            f"`{op.names.accum}`: an array that is not differentiated, while `{op.names.w}` is; expected both, as the "
             "gradient is the array's cotangent; differentiate with respect to it too (value_and_accumulate_grad does), "
             "or pass a jax.Ref."
         )
 
 
 def is_sink(accum: Any) -> bool:
-    """Whether the new accumulator is handed back as a cotangent."""
+    """Whether the new accumulator is returned as a cotangent."""
     return isinstance(accum, jax.Array) and not is_ref(accum)
 
 
 def read(accum: Any) -> jax.Array:
-    """What the accumulator holds."""
+    """The value of the accumulator."""
     if isinstance(accum, StackedRef):
         return accum.ref[accum.index]
     return accum[...] if is_ref(accum) else accum
 
 
 def write(accum: Any, new: Any) -> Any:
-    """Puts the new value into a Ref, or returns it as the cotangent of a sink."""
+    """Writes the new value into a Ref and returns None, or returns it as the cotangent of a sink."""
     if isinstance(accum, StackedRef):
         accum.ref[accum.index] = new
     elif is_ref(accum):
@@ -129,12 +132,12 @@ def write(accum: Any, new: Any) -> Any:
 
 
 def is_ref(accum: Any) -> bool:
-    """Whether it is a `jax.Ref`."""
+    """Whether `accum` is a `jax.Ref`."""
     return isinstance(accum, jax.Ref)
 
 
 def is_accum(node: Any) -> bool:
-    """Whether a node of a tree of accumulators is a leaf of it."""
+    """Whether a node in a tree of accumulators is a leaf."""
     return node is None or isinstance(node, StackedRef)
 
 

@@ -1,4 +1,4 @@
-"""Arguments of the operations, from whatever a user may hand in to JAX arrays and specs."""
+"""Converts the arguments of the operations to JAX arrays and specs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes
 
 AnyArray = Array | np.ndarray
-"""What an operand may be; NumPy arrays become constants of the program."""
+"""Types of an array operand; NumPy arrays become constants of the program."""
 
 jax.tree_util.register_dataclass(GroupSizes, data_fields=["value"], meta_fields=["representative"])
 _QTENSOR_ARRAYS = ("values", "scales", "group_scales", "other", "group_sizes")
@@ -37,7 +37,7 @@ def _taken_apart_with_keys(q: QTensor[Any]) -> tuple[tuple[Any, ...], tuple[Any,
 
 
 def _together(facts: tuple[Any, ...], arrays: Iterable[Any]) -> QTensor[Any]:
-    """Of a part of its groups or rows, such as a shard's, the shape is that part's: the codes have its first axis."""
+    """The `QTensor` of these parts. Where they are one shard of groups or rows, its shape is that of the shard."""
     (format, axis, shape, dtype), (values, scales, group_scales, other, sizes) = facts, arrays
     held: tuple[int, ...] = getattr(values, "shape", ())
     if len(held) == len(shape) and (len(shape) == 3 or axis == 1):
@@ -54,11 +54,11 @@ _INT32 = np.iinfo(np.int32)
 
 
 def as_array(name: str, value: Any, shape: str) -> Any:
-    """`value` as a JAX array; NumPy's become constants."""
+    """`value` as a JAX array; NumPy arrays become constants."""
     if isinstance(value, jax.Array):
         return value
     if isinstance(value, np.ndarray):
-        # JAX would wrap 64-bit sizes, which must saturate, and cast float64, which is refused.
+        # jnp.asarray would wrap 64-bit sizes, which must saturate, and cast float64, which must be refused.
         return jnp.asarray(value) if calls.spec_of(value).dtype in PLAIN else value
     raise TypeError(
         f"`{name}`: {type(value).__name__}, expected a JAX or NumPy array {shape}; convert it with jnp.asarray."
@@ -95,7 +95,7 @@ def _each_array(q: QTensor[Any], take: Callable[[str, Any], Any]) -> QTensor[Any
 
 
 def as_bound(bound: BoundRecipe) -> BoundRecipe:
-    """What is bound to a recipe with JAX arrays for NumPy's, such as a checkpoint gives back."""
+    """The bound recipe with NumPy arrays, e.g. from a checkpoint, converted to JAX arrays."""
 
     def taken(leaf: Any) -> Any:
         return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf

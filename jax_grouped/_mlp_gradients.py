@@ -1,4 +1,4 @@
-"""Gradients of the experts' MLP, in parts: what backward makes of what forward kept, and weight gradients later.
+"""Gradients of the experts' MLP, in parts: `grouped_mlp_bwd_dx`, and later the weight gradients.
 
 Letters: G groups, M rows, K hidden size of the model, F expert width, W columns of the hidden rows.
 """
@@ -29,21 +29,21 @@ from jax_grouped.ops import extras_of, merged_state, target_of
 NAMES = MlpNames()
 
 Accumulators = tuple[Accumulator | Sequence[Accumulator | None] | None, Accumulator | None]
-"""What `wgrad_accum` takes: those of `wi`, a pair where it is one, and of `wo`."""
+"""Types of `wgrad_accum`: the accumulator of `wi`, a pair where `wi` is a pair, and that of `wo`."""
 
 
 def members(operand: Any) -> tuple[Any, ...]:
-    """The arrays of a first weight, or of what belongs to each of them."""
+    """The arrays of a first weight, or the entries that belong to them, as a tuple."""
     return operand if type(operand) is tuple else (operand,)
 
 
 def like(form: Any, entries: Sequence[Any]) -> Any:
-    """One entry for each array of a first weight, in its form."""
+    """`entries`, one per array of a first weight: a tuple where `form` is one, else the only entry."""
     return tuple(entries) if type(form) is tuple else entries[0]
 
 
 def accumulators_of(name: str, accum: Any, paired: bool) -> tuple[Any, Any]:
-    """(of wi, of wo); that of a `wi` in two arrays is a tuple of two, each perhaps None."""
+    """(accumulator of wi, of wo); for a `wi` in two arrays the first is a tuple of two. Each may be None."""
     of_wi, of_wo = (None, None) if accum is None else _two(name, accum, f"of `{NAMES.wi}` and of `{NAMES.wo}`")
     if paired:
         of_wi = (None, None) if of_wi is None else _two(f"{name}[0]", of_wi, f"as `{NAMES.wi}` is one")
@@ -69,7 +69,7 @@ def _two(name: str, accum: Any, what: str) -> tuple[Any, Any]:
 )
 @dataclass(frozen=True)
 class MlpResiduals:
-    """What `grouped_mlp` keeps for its backward; arrays that no needed gradient reads are None."""
+    """What `grouped_mlp` saves for its backward; arrays that no needed gradient reads are None."""
 
     x: Any
     h: Any
@@ -82,11 +82,11 @@ class MlpResiduals:
     wo_bias: Any
     bound: BoundRecipe
     amax: Any
-    """Magnitudes that forward found, of delayed scaling."""
+    """Amaxes that forward found, for delayed scaling."""
     op: Mlp
     needs: MlpNeeds
     parts: tuple[int, ...]
-    """Of `op.parts()`, those whose gradient is needed."""
+    """The entries of `op.parts()` whose gradient is needed."""
     specs: MlpSpecs
     masters: tuple[str | None, ...]
     """`master_dtype` of x, wi and wo."""
@@ -101,10 +101,10 @@ class MlpResiduals:
 )
 @dataclass(frozen=True)
 class Deferred:
-    """What the weight gradients read: dW1 is made of x [M, K] and dh [M, W], dW2 of z [M, F] and dy [M, K].
+    """Operands of wgrad: dW1 is computed from x [M, K] and dh [M, W], dW2 from z [M, F] and dy [M, K].
 
     Attributes:
-        state: of delayed scaling, with this microbatch's magnitudes merged in; None where there is none.
+        state: of delayed scaling, with the amaxes of this microbatch merged in; None where there is none.
     """
 
     x: Any
@@ -123,14 +123,14 @@ class Deferred:
 def grouped_mlp_bwd_dx(
     res: MlpResiduals, dy: Float[Array, "M K"] | QTensor[Any]
 ) -> tuple[Array | None, Array | None, Array | None, Array | None, Deferred]:
-    """(dx, dp, db1, db2, deferred): every gradient but those of the weights, and what these read.
+    """(dx, dp, db1, db2, deferred): every gradient except those of the weights, and the operands of wgrad.
 
     Args:
         res: from `grouped_mlp_fwd`.
-        dy: [M, K], the cotangent of y, perhaps quantised as the products of the recipe read it.
+        dy: [M, K], the cotangent of y; it may be quantised as the products of the recipe read it.
 
     Returns:
-        dx [M, K], dp [M], db1 [G, W], db2 [G, K], None for what the operation did not have, and a pytree of arrays.
+        dx [M, K], dp [M], db1 [G, W], db2 [G, K], None for operands that were absent, and a pytree of arrays.
     """
     if isinstance(dy, QTensor):
         recipe = res.op.fc2().resolve(res.specs.x, res.specs.wo)
@@ -179,12 +179,13 @@ def grouped_mlp_bwd_dx(
 
 
 def grouped_mlp_bwd_dw(deferred: Deferred, wgrad_accum: Accumulators | None = None) -> tuple[Any, Any]:
-    """(dW1, dW2), in form and layout of `wi` and `wo`: computed when the schedule says so, from what backward left.
+    """(dW1, dW2), in form and layout of `wi` and `wo`, computed at any time after `grouped_mlp_bwd_dx`.
 
     Args:
         deferred: from `grouped_mlp_bwd_dx`.
-        wgrad_accum: accumulators of the two; an array's new value is returned (donate it, or XLA copies it), a Ref is
-            updated and None returned in its place. k deferred microbatches give the bits of k undeferred ones.
+        wgrad_accum: accumulators of the two. The new value of an array is returned (donate the array, or XLA copies
+            it); a Ref is updated, and None is returned for it. k deferred microbatches give the bits of k undeferred
+            ones.
     """
     d = deferred
     into_wi, into_wo = accumulators_of(NAMES.accum, wgrad_accum, d.op.paired)
@@ -225,5 +226,5 @@ def _part_spec(linear: Linear, whole: OperandSpec, half: int) -> ArraySpec:
 
 
 def both_extras(bound: BoundRecipe) -> tuple[Extras, Extras]:
-    """What the operands of both products get of what is bound."""
+    """The bound key and scales of the operands of each product."""
     return extras_of(bound, 0), extras_of(bound, 1)

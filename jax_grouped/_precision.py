@@ -1,4 +1,4 @@
-"""`precision=`, as the products of `jax.lax` take it: what it asks of float32 operands."""
+"""`precision=`, as in the products of `jax.lax`, converted to a mode of float32 operands."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _MODES: Mapping[Precision | str, str] = MappingProxyType(
         DotAlgorithmPreset.BF16_BF16_F32_X9.name: "tf32x3",
     }
 )
-"""The least accurate mode that gives what is asked, where "tf32" does not: by precision, or by an algorithm's name."""
+"""The least accurate mode that meets a precision or an algorithm, by its name; "tf32" meets those not listed."""
 
 
 def fp32_mode(precision: Any) -> str | None:
-    """The least accurate of `FP32_MODES` that gives what `precision` asks; None for None, which asks nothing.
+    """The least accurate of `FP32_MODES` that meets `precision`; None for None, which requires nothing.
 
     Raises:
-        ValueError: it is no precision, or one above float32.
+        ValueError: `precision` is not a precision, or is above float32.
     """
     if precision is None:
         return None
@@ -60,7 +60,7 @@ def _precision(value: Any, whole: Any) -> Precision:
         return value
     if isinstance(value, str):
         try:
-            return Precision(value)  # its aliases too, as in jax.lax
+            return Precision(value)  # accepts aliases too, as jax.lax does
         except ValueError:
             pass
     raise _no_precision(whole)
@@ -75,6 +75,6 @@ def _no_precision(precision: Any) -> ValueError:
 
 def _above_float32(precision: Any) -> ValueError:
     return ValueError(
-        f"`precision`: {precision!r}, expected at most float32, in which all sums are; pass 'highest', or use "
+        f"`precision`: {precision!r}, expected at most float32, the dtype of all sums; pass 'highest', or use "
         "jax.lax.ragged_dot for float64."
     )

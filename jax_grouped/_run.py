@@ -1,6 +1,6 @@
-"""One native call in JAX: registration, platform, workspace, types under shard_map, and what no transformation may do.
+"""Native calls in JAX: registration, lowering, workspace, types under shard_map, and unsupported transformations.
 
-Everything JAX has to know about native calls is in this file; `Runner` is what the rules of `grouped_core` see of it.
+Everything that JAX has to know about native calls is in this file; `grouped_core` uses it through `JaxRunner`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from grouped_core import _native, plans
 from grouped_core.calls import SLOTS, ArraySpec, Call, Param, spec_of
 
 DEFAULT_CUDA_ARCH = "sm_90a"
-"""What a program is lowered for where no GPU is visible."""
+"""The arch that a CUDA program is lowered for where no GPU is visible."""
 
 
 def check_ffi_version(built: tuple[int, int], runtime: tuple[int, int]) -> None:
-    """A handler newer than the runtime would take XLA's whole backend down, so it is never registered.
+    """Refuses handlers that are newer than the runtime: registering one would make XLA's whole backend fail.
 
     Args:
         built, runtime: (major, minor) of the XLA FFI API of the native module and of the installed jaxlib.
@@ -42,7 +42,7 @@ def check_ffi_version(built: tuple[int, int], runtime: tuple[int, int]) -> None:
 
 
 def runtime_ffi_version() -> tuple[int, int]:
-    """(major, minor) of the XLA FFI API of the installed jaxlib, as its headers say."""
+    """(major, minor) of the XLA FFI API of the installed jaxlib, read from its headers."""
     header = (Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h").read_text()
     found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header))
     return int(found["MAJOR"]), int(found["MINOR"])
@@ -77,8 +77,8 @@ def default_arch() -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The primitive. Its kernel is chosen when it is lowered, for the platform that it is lowered for, so a program traces
-# alike everywhere and a machine without a GPU lowers for one.
+# The primitive. Its kernel is chosen at lowering, for the platform of the lowering. So a program traces to the same
+# jaxpr on every platform, and a machine without a GPU can lower for one.
 
 call_p = Primitive("grouped_call")
 """Every native call is this primitive; its one parameter `call` is a `grouped_core.calls.Call`."""
@@ -99,9 +99,9 @@ def _result_types(*operands: Any, call: Call) -> list[Any]:
 
 
 def differentiable(function: Any, *arguments: Any) -> Any:
-    """A `custom_vjp` that is told of symbolic zeros, called; the first argument is static.
+    """Calls a `custom_vjp` with symbolic zeros; the first argument is static.
 
-    An eager `jax.shard_map` evaluates none of these, but programs that have one.
+    An eager `jax.shard_map` cannot evaluate such a function directly, but it can evaluate a jitted one.
     """
     try:
         return function(*arguments)
@@ -137,8 +137,9 @@ def _lower(ctx: Any, *operands: Any, call: Call, platform: str) -> Sequence[Any]
         [slot for slot, spec in enumerate(specs) if spec is not None] for specs in (call.inputs, call.outputs)
     )
     params = {name: _attribute(value) for name, value in call.params}
-    # NOTE: scratch memory of XLA's own is absent on the CPU and unfit for CUDA graphs, so the workspace is a result.
-    # XLA places every buffer at a multiple of 16 bytes; should one not be, the launch refuses a workspace too small.
+    # NOTE: XLA's own scratch memory does not exist on the CPU and does not work in CUDA graphs, so the workspace is a
+    # result. XLA aligns every buffer to 16 bytes; if one were not aligned, the launch would refuse the workspace as too
+    # small.
     workspace = jax.core.ShapedArray((plan.aligned_workspace_bytes,), np.dtype(np.uint8))
     rule = jax.ffi.ffi_lowering(
         f"jg_{call.name}_v1",
@@ -185,7 +186,7 @@ ad.primitive_jvps[call_p] = _refuse_jvp
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the rules see.
+# The runner, and axes of the mesh.
 
 
 def varying_axes(array: Any) -> frozenset[str]:
@@ -194,7 +195,7 @@ def varying_axes(array: Any) -> frozenset[str]:
 
 
 def vary_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """The arrays, each made to vary over every axis that one of them varies over (nothing moves)."""
+    """The arrays, each made to vary over every axis that any of them varies over; no data moves."""
     axes = frozenset().union(*map(varying_axes, arrays))
     return [
         jax.lax.pcast(array, tuple(sorted(missing)), to="varying") if (missing := axes - varying_axes(array)) else array
@@ -205,16 +206,16 @@ def vary_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 def reduce_to(
     cotangent: jax.Array, axes: frozenset[str], collective: Callable[..., jax.Array] = jax.lax.psum
 ) -> jax.Array:
-    """The cotangent of a value that varies over `axes` only: its sum (`collective`) over its other axes.
+    """The cotangent of a value that varies only over `axes`: `cotangent` summed (`collective`) over its other axes.
 
-    With `check_vma=False` nothing is known to vary, and `shard_map` sums by itself.
+    With `check_vma=False` JAX does not track varying axes, and `shard_map` does the sum.
     """
     extra = varying_axes(cotangent) - axes
     return collective(cotangent, tuple(sorted(extra))) if extra else cotangent
 
 
 def _check_local(call: Call, arrays: Sequence[jax.Array | None]) -> None:
-    """Calls act on one shard's rows (ACC-10). Where sharding is part of the type, a whole array can be told apart."""
+    """Refuses arrays that are not local to one shard (ACC-10); only Explicit meshes show this in the type."""
     for slot, array in zip(SLOTS[call.name], arrays, strict=True):
         spec = () if array is None else jax.typeof(array).sharding.spec
         if any(axis is not None for axis in spec):
@@ -228,11 +229,11 @@ class JaxRunner:
     """Runs native calls on JAX arrays, traced or not (`grouped_core.products.Runner`)."""
 
     def __call__(self, call: Call, arrays: Sequence[jax.Array | None]) -> tuple[jax.Array | None, ...]:
-        """Results of `call`, None where it has none.
+        """Results of `call`, one per result slot, None where it has none.
 
         Raises:
-            NotImplementedError: no kernel of any platform takes the call. Where only the platform of the program has
-                none, the same is raised when the program is lowered.
+            NotImplementedError: no kernel of any platform supports the call. Where only the program's platform has no
+                such kernel, lowering the program raises it.
             ValueError: an operand is sharded over an Explicit mesh.
         """
         _check_local(call, arrays)
@@ -246,7 +247,7 @@ class JaxRunner:
         return spec_of(array)
 
     def cast(self, array: jax.Array, dtype: str) -> jax.Array:
-        """The array rounded to `dtype`; itself where it has that dtype."""
+        """The array rounded to `dtype`; the same array where it has that dtype."""
         return jax.lax.convert_element_type(array, np.dtype(dtype))
 
 

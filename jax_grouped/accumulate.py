@@ -1,11 +1,11 @@
-"""Weight gradients that are added to an accumulator inside the kernel, without a second buffer, now or later.
+"""Weight gradients that the kernel adds to an accumulator, without a second buffer, in backward or deferred.
 
-Two forms. A *sink* is an array: its cotangent is `accumulator + dW`, so `jax.grad` with respect to it returns the new
-accumulator. A *Ref* (`jax.Ref`, or one layer of a stack of them) is updated in place while backward runs. Either way
-the weight's own cotangent is zero.
+An accumulator has one of two forms. A *sink* is an array: its cotangent is `accumulator + dW`, so `jax.grad` with
+respect to it returns the new accumulator. A *Ref* (`jax.Ref`, or one layer of a stack of them) is updated in place
+while backward runs. In both forms the weight's own cotangent is zero.
 
-Use a sink exactly once a step: used twice it comes back as the sum of two accumulators, unused as zero (but see
-`value_and_accumulate_grad`). Tied weights and scans over layers want Refs.
+Use a sink exactly once per step: if it is used twice, its cotangent is the sum of two accumulators; if it is not used,
+zero (but see `value_and_accumulate_grad`). Use Refs for tied weights and scans over layers.
 
 Schedules that compute weight gradients later call `grouped_mlp_fwd`, `grouped_mlp_bwd_dx` and `grouped_mlp_bwd_dw`.
 """
@@ -34,17 +34,17 @@ def value_and_accumulate_grad(loss: Callable[..., Array]) -> Callable[..., tuple
     """Value, gradients and accumulators of a loss whose grouped weights have accumulators.
 
     Args:
-        loss: `loss(params, accum, *args)` -> scalar; it hands each leaf of `accum` to one operation as `wgrad_accum`.
+        loss: `loss(params, accum, *args)` -> scalar; it passes each leaf of `accum` to one operation as `wgrad_accum`.
 
     Returns:
         A function of (params, accum, *args) with the results (value, grads, accum). `accum` has the structure of
-        `params`; a leaf is an array, a `jax.Ref`, a `StackedRef`, or None where a parameter has none. `grads` has the
-        same structure, with None beside accumulators: their weights have no other gradient, so other uses of such a
-        weight in the loss do not count. An array that no operation reached comes back as it was. In a scan over
+        `params`; a leaf is an array, a `jax.Ref`, a `StackedRef`, or None where a parameter has no accumulator. `grads`
+        has the same structure, with None for parameters that have an accumulator: gradients of such a weight from its
+        other uses in the loss are discarded. An array that backward did not reach is returned unchanged. In a scan over
         microbatches the new accumulators are the carry.
 
     Raises:
-        ValueError: `accum` holds the same array twice, or has another structure than `params`.
+        ValueError: `accum` holds the same array twice, or its structure is not that of `params`.
     """
 
     def run(params: Any, accum: Any, *args: Any) -> tuple[Array, Any, Any]:
@@ -58,7 +58,7 @@ def value_and_accumulate_grad(loss: Callable[..., Array]) -> Callable[..., tuple
         sinks = [leaf if is_sink(leaf) else None for leaf in leaves]
         if len({id(sink) for sink in sinks if sink is not None}) != sum(sink is not None for sink in sinks):
             raise ValueError(
-                "`accum`: the same array stands twice, expected each once; tied weights want one jax.Ref, "
+                "`accum`: the same array is given twice, expected each once; use one jax.Ref for tied weights, "
                 "which may be used any number of times."
             )
 
@@ -78,9 +78,9 @@ def value_and_accumulate_grad(loss: Callable[..., Array]) -> Callable[..., tuple
 
 @jax.custom_vjp
 def _kept(sinks: list[Any]) -> tuple[list[Any], Array]:
-    """The sinks and a zero. Added to the loss, the zero makes backward come by here.
+    """The sinks and a zero. The zero is added to the loss, so that backward always runs `_kept_bwd`.
 
-    A sink that no operation reached then gets itself as cotangent, instead of the zero that JAX would give it.
+    There, a sink that backward did not reach gets itself as its cotangent, instead of the zero that JAX would give it.
     """
     return sinks, jnp.zeros((), jnp.float32)
 

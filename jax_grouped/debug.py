@@ -1,4 +1,4 @@
-"""What would run and why, for any public operation; needs neither a GPU nor arrays."""
+"""Which kernels an operation would run, and why, for any public operation; needs neither a GPU nor arrays."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ def _planner(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def why_unsupported(op: Callable[..., Any], *args: Any, arch: str | None = None, **kwargs: Any) -> str | None:
-    """None where `op(*args, **kwargs)` and all its gradients run on `arch`, else the reason, as `op` would say it.
+    """None where `op(*args, **kwargs)` and all its gradients run on `arch`, else the message of the error.
 
     Args:
         op: a public operation, e.g. `ragged_dot`, or the class of its layer.
-        *args: as for the operation; a `jax.ShapeDtypeStruct` will do for an array.
+        *args: as for the operation; a `jax.ShapeDtypeStruct` can replace an array.
         **kwargs: as for `op`.
         arch: "cpu", "sm_80", "sm_90a", ...; None is JAX's default device.
 
     Raises:
-        TypeError: `op` is not an operation of this package, or takes no such arguments.
+        TypeError: `op` is not an operation of this package, or does not accept such arguments.
     """
     return debug.why_not(_planner(op, args, kwargs), arch or default_arch())
 
 
 def explain(op: Callable[..., Any], *args: Any, arch: str | None = None, **kwargs: Any) -> str:
-    """One line for each native call of `op(*args, **kwargs)` and of its gradients: the kernel, and why others declined.
+    """One line per native call of `op(*args, **kwargs)` and of its gradients: the kernel, and why others declined.
 
     Arguments are those of `why_unsupported`.
 
     Raises:
-        TypeError, ValueError: what `op` itself would raise for these arguments.
+        TypeError, ValueError: as `op` itself for these arguments.
     """
     return debug.explain_calls(_planner(op, args, kwargs)(), arch or default_arch())

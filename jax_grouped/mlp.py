@@ -1,5 +1,4 @@
-"""The experts' MLP as one operation: `custom_vjp` around the rules of `grouped_core.mlp`; its backward is in
-`_mlp_gradients`.
+"""The experts' MLP as one operation: a `custom_vjp` around `grouped_core.mlp`; its backward is in `_mlp_gradients`.
 
 Letters: G groups, M rows, K hidden size of the model, F expert width, W columns of the hidden rows: 2F for gated
 activations, else F.
@@ -92,44 +91,44 @@ def grouped_mlp(
 ) -> Float[Array, "M K"]:
     """y[r] = (p[r] act(x[r] wi[g] + wi_bias[g])) wo[g] + p[r] wo_bias[g], g being the group of row r, p = probs or 1.
 
-    One differentiable operation of few kernels: the activation and the probability are applied where the first product
-    ends, and their gradients where the product with `wo` ends. The hidden rows are rounded to the dtype of x before the
-    activation reads them. Rows past the groups are never read and come out as zero, in y and in every gradient.
+    One differentiable operation: the kernel of the first product applies the activation and the probability, and in
+    backward the kernel of the product with `wo` applies their gradients. The hidden rows are rounded to the dtype of x
+    before the activation reads them. Rows past the groups are never read; they are zero in y and in every gradient.
 
     Args:
         x: [M, K]; float32, bfloat16 or float16.
         wi: [G, K, W], gate columns first or interleaved as the `Activation` says; [G, W, K] with `rhs_transposed`. Or
-            a pair of gate and linear half, [G, K, F] each ([G, F, K]): the same bits, nothing is concatenated unless it
-            is quantised, and its gradients come as a pair.
+            a pair of gate and linear half, [G, K, F] each ([G, F, K] with `rhs_transposed`). A pair gives the same bits
+            and a pair of gradients; it is concatenated only to be quantised.
         wo: [G, F, K], with `rhs_transposed` [G, K, F].
         group_sizes: [G], any integer dtype, as in `ragged_dot`.
         activation: a kind with its defaults, or an `Activation`.
         probs: [M], the router's probability of each row, fp32 inside.
         wi_bias: [G, W]. wo_bias: [G, K].
-        recipe: formats of both products; default: operands as they stand. A state of delayed scaling that is bound to
-            it is one of `scaling_state(..., products=2)`; it and quantised operands are as in `ragged_dot`.
-        residuals: what is kept for backward: "save_all" the rows x [M, K], hidden [M, W] and activated [M, F],
-            "save_fc1" x and hidden, "save_input" x; or `Residuals`. The bits are the same.
-        wgrad_accum: accumulators of `wi` and `wo`, each as in `ragged_dot`, or None; two arrays or two Refs, a pair of
-            them for a `wi` that is one. With a Ref every gradient counts as asked for.
+        recipe: formats of both products; default: the operands as given. Bind it to a state of delayed scaling from
+            `scaling_state(..., products=2)`; the state and quantised operands are as in `ragged_dot`.
+        residuals: what forward saves for backward: "save_all" the rows x [M, K], hidden [M, W] and activated [M, F],
+            "save_fc1" x and hidden, "save_input" x; or `Residuals`. All give the same bits.
+        wgrad_accum: accumulators of `wi` and `wo`, each as in `ragged_dot`, or None; both arrays or both Refs. For a
+            `wi` that is a pair, the first is a pair too. With a Ref, every gradient is computed.
         wgrad_dtype: dtype of the weight gradients; default that of the weights.
-        out: [M, K], the result's buffer, as in `ragged_dot`.
+        out: [M, K], the buffer of the result, as in `ragged_dot`.
         implementation: names of the kernels allowed, each for its own call; "composed" for the unfused ones.
 
     Returns:
         y [M, K], in the dtype of x.
 
     Raises:
-        TypeError: an argument that is not an array, or has a dtype that is not taken.
+        TypeError: an argument is not an array, or its dtype is not supported.
         ValueError: shapes that do not fit, options that contradict each other.
-        NotImplementedError: no kernel takes the operands (`why_unsupported` tells beforehand); `jax.vmap`.
+        NotImplementedError: no kernel supports the operands (`why_unsupported` tells beforehand); `jax.vmap`.
     """
     op, o = _prepare(as_operand, as_array, **locals())  # the arguments, by name
     kinds = {accumulate.is_sink(accum) for accum in (*members(o.accum_wi), o.accum_wo) if accum is not None}
     if len(kinds) == 2:
         raise ValueError(
-            f"`{NAMES.accum}`: an array beside a jax.Ref, expected two of one kind; beside a Ref nobody sees whether "
-            "the array is differentiated, so make both arrays, or both Refs."
+            f"`{NAMES.accum}`: an array beside a jax.Ref, expected two of one kind; with a Ref it is unknown whether "
+            "the array is differentiated, so pass two arrays, or two Refs."
         )
     return differentiable(_mlp_into_ref if kinds == {False} else _mlp, op, *_on_device(o))
 
@@ -182,7 +181,7 @@ class _Operands(NamedTuple):
 
 
 def _specs(op: Mlp, o: Any, run: Any = RUN) -> MlpSpecs:
-    """Specs of what has gradients, packed, None where absent."""
+    """Specs of the operands that have gradients, in packed form; None where absent."""
     arrays = (value_of(o.x), in_form(op.fc1(), value_of(o.wi)), value_of(o.wo), o.probs, o.wi_bias, o.wo_bias)
     specs: Any = [operand_spec(run, each) for each in arrays]
     return MlpSpecs(*specs)
@@ -209,10 +208,10 @@ def _prepare(
     implementation: str | Sequence[str] | None,
     join: bool = True,
 ) -> tuple[Mlp, _Operands]:
-    """The static facts and the operands of `grouped_mlp`, checked; `take` makes an operand of an argument.
+    """The static parameters and the operands of `grouped_mlp`, checked; `take` converts an argument to an operand.
 
     Args:
-        join: a `wi` in two arrays becomes one where it is quantised.
+        join: whether a `wi` in two arrays is concatenated where it is quantised.
     """
     n = NAMES
 
@@ -352,7 +351,7 @@ def _save(op: Mlp, needs: MlpNeeds, parts: tuple[int, ...], o: _Operands) -> tup
 
 
 def _out_of_form(wi: Any) -> Any:
-    """A first weight as residuals keep it: two arrays as a tuple."""
+    """A first weight as in the residuals: a `Paired` one becomes a tuple of two arrays."""
     return (wi.gate, wi.up) if isinstance(wi, Paired) else wi
 
 
@@ -381,7 +380,7 @@ def _fwd(op: Mlp, *primals: Any) -> tuple[Any, _Kept]:
 
 
 def _perturbed(primal: Any) -> Any:
-    """Whether somebody differentiates with respect to an operand, or each of a pair; None where there is none."""
+    """Whether an operand is differentiated, or each one of a pair; None where it is absent."""
     if type(primal) is tuple:
         return tuple(map(_perturbed, primal))
     leaves = jax.tree.leaves(primal)
@@ -405,7 +404,7 @@ def _bwd(op: Mlp, residuals: _Kept, dy: Any) -> tuple[Any, ...]:
     found = grouped_mlp_bwd_dw(deferred, accums)
 
     def where(given: bool) -> list[Any]:
-        """The results of weights that have an accumulator, or of those that have none; None for the others."""
+        """Results of the weights with an accumulator (`given`), or of those without; None for the others."""
         return [
             like(accum, [result if (one is not None) == given else None for result, one in pairs])
             for accum, pairs in (
@@ -423,6 +422,6 @@ def _bwd(op: Mlp, residuals: _Kept, dy: Any) -> tuple[Any, ...]:
 _mlp = jax.custom_vjp(_value, nondiff_argnums=(0,))
 _mlp.defvjp(_fwd, _bwd, symbolic_zeros=True)
 
-# NOTE: as with the linear operation, a rule that is told of symbolic zeros may not keep a Ref.
+# NOTE: as with the linear operation, a forward rule with symbolic zeros may not save a Ref.
 _mlp_into_ref = jax.custom_vjp(_value, nondiff_argnums=(0,))
 _mlp_into_ref.defvjp(lambda op, *operands: _keep(op, MlpNeeds(), op.parts(), _Operands(*operands)), _bwd)

@@ -1,6 +1,6 @@
 """A whole mixture-of-experts layer, as a function of its parameters.
 
-The layers of `jax_grouped.nnx` hold the parameters and call it. Letters: T tokens, H hidden size, E experts,
+The layers of `jax_grouped.nnx` hold the parameters and call `moe`. Letters: T tokens, H hidden size, E experts,
 F expert width, M rows sorted by expert.
 """
 
@@ -35,12 +35,12 @@ def moe(
     mlp: Callable[..., Array] = grouped_mlp,
     **routing: Any,
 ) -> tuple[Float[Array, "T H"], MoEAux]:
-    """A mixture-of-experts layer: each token goes to k experts, their results are added with the router's weights.
+    """A mixture-of-experts layer: each token goes to k experts; their results are summed with the router's weights.
 
     Args:
         x: [T, H]. router: [H, E], used in fp32. The others as in `grouped_mlp`.
-        k: experts a token.
-        mlp: the experts, called as `grouped_mlp` is; for comparisons.
+        k: experts per token.
+        mlp: the function of the experts, with the arguments of `grouped_mlp`; for comparisons.
         routing: options of `route.topk_router`.
 
     Returns:

@@ -1,7 +1,7 @@
-"""Flax NNX layers: they hold parameters and initialise them; the arithmetic is in `jax_grouped.ops` and `.moe`.
+"""Flax NNX layers: they hold and initialise parameters; the arithmetic is in `jax_grouped.ops` and `.moe`.
 
-With a recipe of delayed scaling a layer has a `Scaling` variable besides, with one of stochastic rounding a stream of
-keys, `rounding`, forked from the stream of that name; either changes in training and is no parameter.
+With delayed scaling, a layer also has a `Scaling` variable; with stochastic rounding, a stream of keys, `rounding`,
+forked from the stream of that name. Both change in training, and neither is a parameter.
 
 Letters: G groups (experts), M rows sorted by group, K in, N out, H hidden size, F expert width.
 """
@@ -33,7 +33,7 @@ from jax_grouped.route import MoEAux, check_router
 Initializer = Callable[..., Array]
 Metadata = Mapping[str, Any]
 
-# NOTE: the first axis numbers the experts and is no part of a fan-in.
+# NOTE: the first axis counts the experts and is not part of the fan-in.
 default_kernel_init: Initializer = jax.nn.initializers.lecun_normal(batch_axis=(0,))
 default_router_init: Initializer = jax.nn.initializers.lecun_normal()
 default_bias_init: Initializer = jax.nn.initializers.zeros
@@ -44,9 +44,9 @@ _NO_METADATA: Metadata = MappingProxyType({})
 def _positive(layer: str, **sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, (int, np.integer)):
-            raise TypeError(f"`{name}` of {layer}: {size!r}, wanted an integer; give the size of that axis.")
+            raise TypeError(f"`{name}` of {layer}: {size!r}, expected an integer; give the size of that axis.")
         if size < 1:
-            raise ValueError(f"`{name}` of {layer}: {size}, wanted 1 or more; give the size of that axis.")
+            raise ValueError(f"`{name}` of {layer}: {size}, expected 1 or more; give the size of that axis.")
 
 
 def _value(param: nnx.Param | None) -> Array | None:
@@ -54,7 +54,7 @@ def _value(param: nnx.Param | None) -> Array | None:
 
 
 def _cast(dtype: Any, *arrays: Array | None) -> tuple[Any, ...]:
-    """The arrays in the dtype of the computation: `dtype`, or what they promote to."""
+    """The arrays in the dtype of the computation: `dtype`, or the dtype that they promote to."""
     return promote_dtype(arrays, dtype=dtype)
 
 
@@ -112,7 +112,7 @@ class GroupedLinear(RecipeLayer):
 
 
 class _Experts(RecipeLayer):
-    """The parameters of `GroupedMLP`, which `MoE` has as well."""
+    """The parameters of `GroupedMLP`, which `MoE` has too."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class Router(nnx.Module):
 
 
 class MoE(_Experts):
-    """A mixture of experts: a router picks k of E experts for each token, whose weighted results are added.
+    """A mixture of experts: a router chooses k of E experts for each token; their weighted results are summed.
 
     Its parameters are `router.kernel` [H, E] and those of `GroupedMLP`.
 
@@ -213,7 +213,7 @@ class MoE(_Experts):
     """
 
     mlp = staticmethod(grouped_mlp)
-    """What computes the experts; a subclass may put another function of the same arguments here."""
+    """The function of the experts; a subclass may replace it by another one with the same arguments."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class MoE(_Experts):
         _positive("MoE", num_experts=num_experts, num_experts_per_tok=num_experts_per_tok)
         if num_experts_per_tok > num_experts:
             raise ValueError(
-                f"`num_experts_per_tok` of MoE: {num_experts_per_tok}, wanted 1 to {num_experts}, the number of "
+                f"`num_experts_per_tok` of MoE: {num_experts_per_tok}, expected 1 to {num_experts}, the number of "
                 "experts; choose fewer."
             )
         check_router(num_experts, num_experts_per_tok, score, after_topk)
@@ -250,7 +250,7 @@ class MoE(_Experts):
         self.z_coeff = z_coeff
 
     def __call__(self, x: Float[Array, "... H"], *, rngs: Keys = None) -> tuple[Float[Array, "... H"], MoEAux]:
-        """Sends each token of x through its experts. Returns y in the shape of x, and `MoEAux`.
+        """Applies its experts to each token of x. Returns y in the shape of x, and `MoEAux`.
 
         Args:
             x: [..., H].

@@ -1,7 +1,7 @@
-"""The operations: checks, and `custom_vjp` around the rules of `grouped_core`.
+"""The linear operation: checks of its arguments, and a `custom_vjp` around `grouped_core.gradients`.
 
-Of GROUPED_DEBUG, read at each trace, `sizes` concerns JAX: what does not fit is logged while the program runs. There is
-nothing to do for `poison`, for no result here has an undefined row, nor for `sync`: XLA reports the errors of a call.
+GROUPED_DEBUG is read at each trace. With `sizes`, group sizes that do not fit are logged while the program runs.
+`poison` and `sync` do nothing in JAX: no result has undefined rows, and XLA reports the errors of a call.
 
 Letters: G groups, M rows, K in, N out.
 """
@@ -62,42 +62,43 @@ def ragged_dot(
     """y[r] = row_scale[r] * (lhs[r] @ rhs[g(r)] + bias[g(r)]): each row times the weight of its group.
 
     Drop-in for `jax.lax.ragged_dot`, whose arguments come first, in its order. Group g owns the next `group_sizes[g]`
-    rows; rows past the last group, the tail, are never read and come out as zero, in y and in every gradient. Sums are
-    fp32, values are rounded once. Works under `jit`, `grad`, `scan`, `checkpoint` and, on local shapes, inside
+    rows; rows past the last group, the tail, are never read; they are zero in y and in every gradient. Sums are fp32,
+    and results are rounded once. It works under `jit`, `grad`, `scan`, `checkpoint` and, on local shapes, inside
     `shard_map`.
 
     Args:
         lhs: [M, K]; float32, bfloat16, float16, or plain float8_e4m3fn / float8_e5m2; or quantised, a `QTensor`.
         rhs: [G, K, N], or [G, N, K] with `rhs_transposed` (read in place); of the dtype of lhs, or a `QTensor`.
-            The gradient of a `QTensor` goes to the master of `straight_through`, or nowhere.
+            A `QTensor` has a gradient only through `straight_through`, which gives it to the master.
         group_sizes: [G], any integer dtype. Sizes that sum to more than M are clamped, negative ones count as 0
             (`size_status` tells). `GroupSizes` adds the usual number of rows, a hint for speed.
-        precision: as in `jax.lax.ragged_dot`; it concerns float32 operands. 'highest' and algorithms on float32 compute
-            in IEEE float32, as the recipe option fp32="ieee" does, and all others ask for no more than the default,
-            "tf32x3". A recipe's own mode gives way to one that asks for more, never for less. None asks nothing,
-            whatever `jax.default_matmul_precision` says.
+        precision: as in `jax.lax.ragged_dot`; it affects float32 operands only. 'highest' and algorithms on float32
+            compute in IEEE float32, as the recipe option fp32="ieee" does; all others need no more than the default,
+            "tf32x3". The more accurate of this mode and the recipe's mode is used. None requires nothing, whatever
+            `jax.default_matmul_precision` says.
         preferred_element_type: dtype of y; default that of lhs (bfloat16 for float8).
-        group_offset, out_sharding: taken only to be refused.
+        group_offset, out_sharding: not supported; anything but None is refused.
         bias: [G, N]. row_scale: [M]. Both differentiable, float32 or 16 bits.
-        scale_bias: `row_scale` multiplies the bias alone: lhs[r] @ rhs[g] + row_scale[r] * bias[g].
-        recipe: formats of the three products; default: operands as they stand. Bound to a state of delayed scaling
-            (`Recipe.bind`), the state's cotangent is the state with this step's magnitudes merged in.
+        scale_bias: `row_scale` multiplies only the bias: lhs[r] @ rhs[g] + row_scale[r] * bias[g].
+        recipe: formats of the three products; default: the operands as given. If it is bound to a state of delayed
+            scaling (`Recipe.bind`), the cotangent of the state is the state with the amaxes of this step merged in.
         wgrad_accum: accumulator of the weight's shape; backward adds the weight gradient to it, in its dtype, and the
-            weight's own gradient is zero. An array: its cotangent is the new accumulator, so use it once a step. A
-            `jax.Ref` or `accumulate.StackedRef`: updated in place.
+            weight's own gradient is zero. The cotangent of an array is the new accumulator, so use it once per step. A
+            `jax.Ref` or `accumulate.StackedRef` is updated in place.
         wgrad_dtype: dtype of the weight gradient; default that of rhs.
-        out: [M, N], the result's buffer: valid rows are written, tail rows keep what they hold. Donate it, or XLA
-            copies it first. It gets no gradient.
+        out: [M, N], the buffer of the result: valid rows are written, tail rows are left unchanged. Donate it, or XLA
+            copies it first. It has no gradient.
         implementation: names of the kernels allowed; default: the best one.
 
     Returns:
         y [M, N].
 
     Raises:
-        TypeError: an argument that is not an array, or has a dtype that is not taken; `group_offset`,
-            `out_sharding`.
-        ValueError: shapes that do not fit, options that contradict each other, what is no precision or above float32.
-        NotImplementedError: no kernel takes the operands (`why_unsupported` tells beforehand); `jax.vmap`.
+        TypeError: an argument is not an array, or its dtype is not supported; `group_offset` or `out_sharding` is
+            given.
+        ValueError: shapes that do not fit, options that contradict each other, a precision that does not exist or is
+            above float32.
+        NotImplementedError: no kernel supports the operands (`why_unsupported` tells beforehand); `jax.vmap`.
     """
     op, o = _prepare(as_operand, as_array, **locals())  # the arguments, by name
     if "sizes" in debug.debug_flags():
@@ -109,10 +110,11 @@ def ragged_dot(
 def size_status(group_sizes: Int[AnyArray, " G"] | GroupSizes, M: int) -> Int[Array, ""]:
     """Whether the sizes fit M rows: an int32 scalar on the device, bit 0 a negative size, bit 1 a sum above M.
 
-    Nothing is read on the host, so it may stand in a jitted program; 0 means that they fit.
+    Nothing is read on the host, so it works in a jitted program; 0 means that the sizes fit.
 
     Raises:
-        TypeError: `group_sizes` is not an array of integers, M is none. ValueError: it has not one axis.
+        TypeError: `group_sizes` is not an array of integers, or M is not an integer. ValueError: `group_sizes` does not
+            have one axis.
     """
     sizes = as_array(NAMES.sizes, unwrap(group_sizes)[0], "[G]")
     linear_spec.check_sizes(NAMES, RUN.spec(sizes))
@@ -123,7 +125,7 @@ def size_status(group_sizes: Int[AnyArray, " G"] | GroupSizes, M: int) -> Int[Ar
 def plan_ragged_dot(**arguments: Any) -> list[Call]:
     """Every native call of `ragged_dot` and of all its gradients; arrays may be `jax.ShapeDtypeStruct`."""
     op, o = _prepare(as_operand_spec, as_operand_spec, **arguments)
-    o = o._replace(sizes=o.sizes._replace(dtype="int32"))  # what `to_int32` makes of them
+    o = o._replace(sizes=o.sizes._replace(dtype="int32"))  # as after `to_int32`
     x, w = value_of(o.x), value_of(o.w)
     run = Planner()
     extras = scaling.planned(o.bound, w.shape[0])
@@ -168,7 +170,7 @@ class _Operands(NamedTuple):
 
 
 Take = Callable[[str, Any, str], Any]
-"""(name, argument, shape in words) -> operand."""
+"""(name, argument, its shape for messages) -> operand."""
 
 
 def operand_node(take: Take, name: str, value: Any, shape: str) -> Any:
@@ -179,7 +181,7 @@ def operand_node(take: Take, name: str, value: Any, shape: str) -> Any:
 
 
 def value_of(node: Any) -> Any:
-    """What the kernels read of an operand."""
+    """The array or quantised array of an operand, without its master."""
     return node.q if isinstance(node, StraightThrough) else node
 
 
@@ -204,7 +206,7 @@ def _prepare(
     out: Any,
     implementation: str | Sequence[str] | None,
 ) -> tuple[Linear, _Operands]:
-    """The static facts and the operands of `ragged_dot`, checked; `take` makes an operand of an argument."""
+    """The static parameters and the operands of `ragged_dot`, checked; `take` converts an argument to an operand."""
     n = NAMES
     if group_offset is not None:
         raise TypeError(
@@ -267,7 +269,7 @@ def _prepare(
 )
 @dataclass(frozen=True)
 class _Saved:
-    """What the linear operation keeps for its backward; arrays that no needed gradient reads are None."""
+    """What the linear operation saves for its backward; arrays that no needed gradient reads are None."""
 
     x: Any
     w: Any
@@ -277,14 +279,14 @@ class _Saved:
     accum: Any
     bound: Any
     amax: Any
-    """Magnitudes that forward found, of delayed scaling."""
+    """Amaxes that forward found, for delayed scaling."""
     needs: Needs
     specs: Any
-    """Specs of x, w, bias, row_scale, the latter two None where absent."""
+    """Specs of x, w, bias, row_scale; the last two are None where absent."""
     masters: tuple[str | None, ...]
-    """Of x and w: dtype of the array that the gradient goes to, None where it goes nowhere."""
+    """`master_dtype` of x and of w."""
     varying: tuple[frozenset[str], ...]
-    """Manual mesh axes over which their gradients vary."""
+    """Manual mesh axes over which the gradients of x, w, bias and row_scale vary."""
 
 
 def _linear_value(
@@ -298,7 +300,7 @@ def _linear_save(op: Linear, needs: Needs, *operands: Any) -> tuple[Any, _Saved]
     x_node, w_node, sizes, bias, row_scale, out, accum, bound = operands
     x, w = value_of(x_node), value_of(w_node)
     keep = gradients.linear_saved(op, needs, bias is not None, row_scale is not None)
-    if keep.x:  # named before it is used, so that a policy which saves it spares what made it
+    if keep.x:  # named before it is used: a policy that saves it then avoids recomputing it
         x = named(x, "grouped_x")
     found = gradients.linear_forward(RUN, op, x, w, sizes, bias, row_scale, out, extras=extras_of(bound), needs=needs)
     if accum is not None:
@@ -328,14 +330,14 @@ def target_of(node: Any) -> Any:
 
 
 def master_dtype(node: Any) -> str | None:
-    """Dtype of the master that a quantised operand's gradient goes to, "" for an operand that is not quantised."""
+    """Dtype of a quantised operand's master, None where it has none; "" for an operand that is not quantised."""
     if isinstance(node, StraightThrough):
         return calls.spec_of(node.master).dtype
     return None if isinstance(node, QTensor) else ""
 
 
 def has_gradient(node: Any) -> bool:
-    """Whether an operand's gradient goes anywhere: that of a quantised one only to a master."""
+    """Whether an operand has a gradient: a quantised one has it only with a master."""
     return not isinstance(node, QTensor)
 
 
@@ -347,19 +349,19 @@ def cotangent_of(master: str | None, gradient: Any) -> Any:
 
 
 def extras_of(bound: BoundRecipe, product: int = 0) -> Extras:
-    """What the operands of one linear operation get of what is bound: of product 0, or of the MLP's 0 and 1."""
+    """The bound key, and the scales of one linear operation: product 0, or product 0 or 1 of an MLP."""
     return scaling.extras(bound, product, None if bound.state is None else multipliers(bound))
 
 
 def merged_state(bound: BoundRecipe, amaxes: Sequence[Amaxes]) -> Any:
-    """The state that a recipe is bound to, with the magnitudes of each product merged in; None where it has none."""
+    """The state that a recipe is bound to, with the amaxes of each product merged in; None where it has none."""
     if bound.state is None:
         return None
     return merged(bound, dict(enumerate(amax for product in amaxes for amax in product)))
 
 
 def named(operand: Any, name: str) -> Any:
-    """`operand` under a name that policies of `jax.checkpoint` know; of a quantised one `<name>_q`, `<name>_scale`."""
+    """`operand` named for policies of `jax.checkpoint`; parts of a quantised one are `<name>_q` and `<name>_scale`."""
     if not isinstance(operand, QTensor):
         return None if operand is None else checkpoint_name(operand, name)
     scales, group_scales = (
@@ -416,7 +418,7 @@ def _linear_bwd(op: Linear, saved: _Saved, dy: Any) -> tuple[Any, ...]:
 _linear = jax.custom_vjp(_linear_value, nondiff_argnums=(0,))
 _linear.defvjp(_linear_fwd, _linear_bwd, symbolic_zeros=True)
 
-# NOTE: a forward rule that is told of symbolic zeros may not keep a Ref when JAX traces it (in scan and checkpoint). So
-# with a Ref all gradients count as asked for; compilation drops the calls of those that are not used.
+# NOTE: a forward rule with symbolic zeros may not save a Ref when JAX traces it (in scan and checkpoint). So with a Ref
+# all gradients are computed; compilation drops the calls of those that are not used.
 _linear_into_ref = jax.custom_vjp(_linear_value, nondiff_argnums=(0,))
 _linear_into_ref.defvjp(lambda op, *operands: _linear_save(op, Needs(), *operands), _linear_bwd)

@@ -29,7 +29,7 @@ from jax_grouped._run import RUN, reduce_to, varying_axes
 @partial(jax.tree_util.register_dataclass, data_fields=["master", "q"], meta_fields=[])
 @dataclass(frozen=True, eq=False)
 class StraightThrough:
-    """A quantised operand whose gradient goes to another array; see `straight_through`."""
+    """A quantised operand whose gradient is given to another array; see `straight_through`."""
 
     master: Any
     q: QTensor[Any] | None
@@ -43,20 +43,20 @@ def quantize(
     group_sizes: Int[AnyArray, " G"] | GroupSizes | None = None,
     key: UInt32[AnyArray, " 2"] | None = None,
 ) -> QTensor[jax.Array]:
-    """x as codes and scales, for products that contract `axis`; both forms of two axes come from one pass.
+    """x quantised for products that contract `axis`; for two axes, one pass makes both forms.
 
-    It has no derivative: `straight_through` sends the gradient of a product with it to another array.
+    It has no derivative: `straight_through` gives the gradient of a product with the result to another array.
 
     Args:
         x: rows [M, X] or weights [G, A, B]; float32, bfloat16 or float16.
         format: a name of `FORMATS`, e.g. "fp8_1x128", or a `Format`.
-        axis: the contracted one: of rows 1, or 0, where blocks run along rows and restart at each group; of weights 2
-            or 1. Or both, and `other` of the result is the second.
+        axis: the contracted axis. Rows: 1, or 0, where blocks run along rows and restart at each group. Weights: 2 or
+            1. Or a tuple of both; `other` of the result is then the second form.
         group_sizes: integers [G], of rows; None: one group of all rows.
         key: [2], low word first, of stochastic rounding; None: zeros.
 
     Raises:
-        TypeError, ValueError: what does not fit together. NotImplementedError: no kernel takes it.
+        TypeError, ValueError: arguments do not fit together. NotImplementedError: no kernel supports them.
     """
     rows, sizes, words, fmt, axes = _prepare(as_array, x, format, axis, group_sizes, key)
     if rows.ndim == 2:
@@ -75,7 +75,7 @@ def plan_quantize(x: Any, format: Any, *, axis: Any, group_sizes: Any, key: Any)
 
 
 def _prepare(take: Callable[..., Any], x: Any, format: Any, axis: Any, group_sizes: Any, key: Any) -> Any:
-    """Rows, sizes and key as `take` makes them, the format and its axes: checked."""
+    """Rows, sizes and key as `take` converts them, the format and the contracted axes; checked."""
     rows = take("x", x, "[M, X] or [G, A, B]")
     sizes = None if group_sizes is None else take("group_sizes", unwrap(group_sizes)[0], "[G]")
     words = None if key is None else take("key", key, "[2]")
@@ -98,14 +98,14 @@ def dequantize(
 ) -> jax.Array:
     """The values of q in its logical shape, code * scales in float32 with one rounding; tail rows are zero.
 
-    Of a rotated form (NVFP4's for weight gradients) these are rotated, too, unless q has another that is not.
+    If q has only a rotated form (as NVFP4 uses for wgrad), the values are rotated too.
 
     Args:
-        dtype: float32, bfloat16 or float16; None: the nominal one of q.
-        group_sizes: of rows; None: those that came with q.
+        dtype: float32, bfloat16 or float16; None: the nominal dtype of q.
+        group_sizes: of rows; None: those of q.
 
     Raises:
-        TypeError: q is not quantised; a dtype that results do not have. ValueError: rows without group sizes.
+        TypeError: q is not quantised; results cannot have the dtype. ValueError: rows without group sizes.
     """
     check_quantized(q)
     sizes = None if group_sizes is None else to_int32(as_array("group_sizes", unwrap(group_sizes)[0], "[G]"))
@@ -129,7 +129,7 @@ def straight_through(master: Float[AnyArray, ...], q: QTensor[Any]) -> StraightT
     """q as an operand whose gradient, that of its dequantised values, is the gradient of `master`, in its dtype.
 
     Args:
-        master: of the logical shape of q, e.g. the float32 weight that q was quantised from, once for several uses.
+        master: of the logical shape of q, e.g. the float32 weight that q was quantised from once for several uses.
 
     Raises:
         ValueError: shapes that differ. TypeError: q is not quantised.
@@ -144,13 +144,14 @@ def straight_through(master: Float[AnyArray, ...], q: QTensor[Any]) -> StraightT
 
 
 def scaling_state(recipe: Recipe, num_groups: int, *, products: int = 1) -> ScalingState[jax.Array]:
-    """A fresh state of delayed scaling, for one linear operation, or with products=2 for one MLP.
+    """A new state of delayed scaling, for one linear operation, or with products=2 for one MLP.
 
-    Its cotangent is the state with this step's magnitudes merged in, to be used as it is (overwrite with gradient);
-    `update_scaling` then makes the next step's. Use one state in one place: cotangents of two uses would be summed.
+    Its cotangent is the state with the amaxes of this step merged in, which replaces the state (overwrite with
+    gradient); `update_scaling` then makes the state of the next step. Use one state in one place: cotangents of two
+    uses would be summed.
 
     Raises:
-        ValueError: nothing of the recipe is scaled with delay.
+        ValueError: the recipe has no delayed scaling.
     """
     scaling.check_groups(num_groups)
     top = jnp.asarray(scaling.tops(recipe, products), jnp.float32)
@@ -165,17 +166,17 @@ def update_scaling(
     axis_name: str | tuple[str, ...] | None = None,
     previous: ScalingState[jax.Array] | None = None,
 ) -> ScalingState[jax.Array]:
-    """The state of the next step (numerics 2.5): multipliers of the magnitudes so far, and room for new ones.
+    """The state of the next step (numerics 2.5): scales from the amax history, and an empty slot for new amaxes.
 
     Args:
         state: the cotangent of the state; leading axes, such as those of a scan over layers, are kept.
-        axis_name: mesh axes over which the live magnitudes take their maximum first, inside `shard_map`.
-        previous: the state that `state` is the cotangent of. Where backward did not come by (a layer was skipped, or
-            nothing read its result), JAX gives zeros for a cotangent: then the previous state goes on as it is, and
-            without `previous` the next use starts as with a fresh one.
+        axis_name: mesh axes over which the amaxes of this step are reduced to their maximum first, inside `shard_map`.
+        previous: the state that `state` is the cotangent of. Where backward did not reach the state (a layer was
+            skipped, or nothing read its result), JAX gives a cotangent of zeros: then the previous state is returned as
+            it is; without `previous`, the next use starts as with a new state.
 
     Raises:
-        TypeError: what is no state of delayed scaling.
+        TypeError: `state` or `previous` is not a state of delayed scaling.
     """
     scaling.check_state(state, stacked=True)
     if previous is not None:
@@ -194,7 +195,7 @@ def update_scaling(
 
 
 def _reached(state: ScalingState[jax.Array], previous: ScalingState[jax.Array]) -> ScalingState[jax.Array]:
-    """`state` where backward came by, else `previous`; what an operation gives never has a zero in `top`."""
+    """`state` where backward reached it, else `previous`; a state from an operation never has a zero in `top`."""
     lost = state.top == 0
     return ScalingState(
         jnp.where(lost[..., None], previous.scale, state.scale),
@@ -205,14 +206,14 @@ def _reached(state: ScalingState[jax.Array], previous: ScalingState[jax.Array]) 
 
 
 def multipliers(bound: BoundRecipe) -> tuple[jax.Array, ...]:
-    """What operands are scaled by, [G] of each role, of a recipe that is bound to a state."""
+    """The quantisation scales [G] of each role, for a recipe that is bound to a state."""
     return _multipliers(bound.state, _tops(bound))
 
 
 def merged(bound: BoundRecipe, found: dict[int, Array | None]) -> ScalingState[jax.Array]:
-    """The state of `bound` with magnitudes [G] of some roles merged into its live slots.
+    """The state of `bound` with the amaxes [G] of some roles merged into slot 0 of its history.
 
-    A state that is one for several shards gets the largest of theirs, as the gradient of such a weight is their sum.
+    A state that shards share gets the maximum over the shards, just as a shared weight gets the sum of their gradients.
     """
     return _merged(bound.state, found, _tops(bound))
 
@@ -224,7 +225,7 @@ def _tops(bound: BoundRecipe) -> tuple[float, ...]:
 
 @partial(jax.jit, static_argnums=1, inline=True)
 def _in_use(state: ScalingState[Any], tops: tuple[float, ...]) -> ScalingState[Any]:
-    """A state of zeros, JAX's cotangent of what backward did not come by, is a fresh one, but for its `top`."""
+    """The state with `top` restored where it is zero: JAX gives zeros for a state that backward did not reach."""
     lost = state.top == 0
     top = jnp.where(lost, jnp.asarray(tops, jnp.float32), state.top)
     return ScalingState(jnp.asarray(state.scale), jnp.asarray(state.history), top, state.algorithm)

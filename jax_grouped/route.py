@@ -1,7 +1,7 @@
-"""Routing: which experts take a token, the order of rows that the grouped products want, and the way back.
+"""Routing: choosing the experts of each token, sorting rows by expert for the grouped products, and combining them.
 
-Letters: T tokens, E experts, k experts a token, M rows of the sorted buffer, H columns. Every sum has a fixed order:
-backward passes gather, they never add into shared rows (docs/contracts.md, LYR-5, LYR-6).
+Letters: T tokens, E experts, k experts per token, M rows of the sorted buffer, H columns. Every sum has a fixed order:
+backward passes gather; they never add into shared rows (docs/contracts.md, LYR-5, LYR-6).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _TINY = 1e-20
 
 
 class MoEAux(NamedTuple):
-    """What a MoE layer reports beside its result; only the two losses have a gradient.
+    """What a MoE layer returns besides its result; only the two losses have a gradient.
 
     Attributes:
         load: slots each expert received, int32 [E].
         aux_loss: load-balancing loss, already times its coefficient; fp32 scalar.
         z_loss: mean squared logsumexp of the logits, already times its coefficient; fp32 scalar.
-        dropped: slots that found no row, int32 scalar.
+        dropped: slots without a row, int32 scalar.
         overflow: whether any slot was dropped, bool scalar.
         entropy: mean entropy of the normalised scores, in nats; fp32 scalar.
     """
@@ -41,13 +41,13 @@ class MoEAux(NamedTuple):
 
 
 class Permutation(NamedTuple):
-    """How `permute` placed the slots; `unpermute` reads it backwards.
+    """How `permute` placed the slots, for `unpermute`.
 
     Attributes:
         source: slot (token * k + slot number) in each row, -1 for padding; int32 [M].
         inverse: row of each slot, -1 where dropped; int32 [T, k].
         probs: router probability of each row, 0 for padding; fp32 [M], or None when none were given.
-        dropped: slots that had an expert but found no row, int32 scalar.
+        dropped: slots that had an expert but got no row, int32 scalar.
     """
 
     source: Int[Array, " M"]
@@ -62,23 +62,23 @@ class Permutation(NamedTuple):
 def check_router(E: int, k: int, score: str, after_topk: bool) -> None:
     """Refuses options of `topk_router` that contradict each other, with a ValueError."""
     if score not in SCORES:
-        raise ValueError(f"`score` of topk_router: {score!r}, wanted one of {SCORES}; choose one of them.")
+        raise ValueError(f"`score` of topk_router: {score!r}, expected one of {SCORES}; choose one of them.")
     if not 1 <= k <= E:
-        raise ValueError(f"`k` of topk_router: {k}, wanted 1 to {E}, the experts in `logits`; choose a smaller k.")
+        raise ValueError(f"`k` of topk_router: {k}, expected 1 to {E}, the experts in `logits`; choose a smaller k.")
     if after_topk and score != "softmax":
         raise ValueError(
-            f"`after_topk` of topk_router: True with score {score!r}, wanted score 'softmax'; "
-            "the others are normalised over the chosen experts anyway, leave it out."
+            f"`after_topk` of topk_router: True with score {score!r}, expected score 'softmax'; "
+            "the others are always normalised over the chosen experts, leave it out."
         )
     if after_topk and k == 1:
         raise ValueError(
-            "`after_topk` of topk_router: True with k = 1, wanted k of 2 or more; "
+            "`after_topk` of topk_router: True with k = 1, expected k of 2 or more; "
             "a softmax over one expert is always 1 and the router would not learn, use after_topk=False."
         )
 
 
 def _check_ranks(function: str, **arrays: Array | None) -> None:
-    """Refuses arrays that have not the axes of `grouped_core.ranks`."""
+    """Refuses arrays that do not have the axes listed in `grouped_core.ranks`."""
     for name, array in arrays.items():
         if array is not None:
             check_rank(function, name, name, array.shape, of=function)
@@ -87,7 +87,7 @@ def _check_ranks(function: str, **arrays: Array | None) -> None:
 def _check_extras(T: int, E: int, bias: Array | None, mask: Array | None) -> None:
     for name, array, shape in (("bias", bias, (E,)), ("mask", mask, (T,))):
         if array is not None and array.shape != shape:
-            raise ValueError(f"`{name}` of topk_router: shape {array.shape}, wanted {shape}; reshape it.")
+            raise ValueError(f"`{name}` of topk_router: shape {array.shape}, expected {shape}; reshape it.")
 
 
 def topk_router(
@@ -102,17 +102,18 @@ def topk_router(
     z_coeff: float = 0.0,
     mask: Bool[Array, " T"] | None = None,
 ) -> tuple[Float[Array, "T k"], Int[Array, "T k"], MoEAux]:
-    """The k experts of each token, their weights, and the losses that keep the experts evenly used.
+    """The k experts of each token, their weights, and the load-balancing and z losses.
 
     Args:
         logits: [T, E], any float dtype; all arithmetic is fp32.
-        k: experts a token.
-        score: "softmax", or "sigmoid" and "sqrt_softplus", which are divided by their sum over the chosen if k > 1.
-        bias: [E], added for the choice alone, never to the weights (see `update_bias`).
+        k: experts per token.
+        score: "softmax", or "sigmoid" or "sqrt_softplus"; with k > 1 the latter two are divided by their sum over the
+            chosen experts.
+        bias: [E], added only to choose the experts, never to the weights (see `update_bias`).
         after_topk: the softmax runs over the k chosen logits instead of all E.
         scale: factor of the weights.
         aux_coeff, z_coeff: coefficients of the two losses.
-        mask: [T], False for padding: such tokens get experts -1, weights 0 and no part in losses or counts.
+        mask: [T], False for padding: such tokens get experts -1 and weights 0, and do not affect losses or counts.
 
     Returns:
         weights fp32 [T, k] (differentiable), experts int32 [T, k] (best first, ties to the lower index), `MoEAux`.
@@ -173,7 +174,7 @@ def update_bias(bias: Float[Array, " E"], load: Int[Array, " E"], rate: float) -
     _check_ranks("update_bias", bias=bias, load=load)
     if bias.shape != load.shape:
         raise ValueError(
-            f"`load` of update_bias: shape {load.shape}, expected {bias.shape} as `bias`; pass one count an expert."
+            f"`load` of update_bias: shape {load.shape}, expected {bias.shape} as `bias`; pass one count per expert."
         )
     load = load.astype(jnp.float32)
     return bias.astype(jnp.float32) + rate * jnp.sign(load.mean() - load)
@@ -184,10 +185,10 @@ def update_bias(bias: Float[Array, " E"], load: Int[Array, " E"], rate: float) -
 
 def _row_count(slots: int, num_groups: int, align: int, max_rows: int | None) -> int:
     if align < 1:
-        raise ValueError(f"`align` of permute: {align}, wanted 1 or more; 1 pads nothing.")
+        raise ValueError(f"`align` of permute: {align}, expected 1 or more; 1 pads nothing.")
     if max_rows is not None:
         if max_rows < 1 or max_rows % align:
-            raise ValueError(f"`max_rows` of permute: {max_rows}, wanted a positive multiple of `align` {align}.")
+            raise ValueError(f"`max_rows` of permute: {max_rows}, expected a positive multiple of `align` {align}.")
         return max_rows
     worst = slots + num_groups * (align - 1)
     return -(-worst // align) * align
@@ -202,7 +203,7 @@ def permute(
     align: int = 1,
     max_rows: int | None = None,
 ) -> tuple[Float[Array, "M H"], Int[Array, " G"], Permutation]:
-    """Copies each token once for each of its experts, sorted by expert, then token, then slot.
+    """Copies each token once for each of its experts; rows are sorted by expert, then token, then slot.
 
     Args:
         x: [T, H].
@@ -210,29 +211,29 @@ def permute(
         num_groups: G.
         probs: [T, k] router weights that travel with the rows, as `permutation.probs`; differentiable.
         align: every group is padded to a multiple of this many rows; an empty group stays empty.
-        max_rows: M. By default T * k rows, and with `align` the most that padding can need; slots that find no
-            row in a smaller buffer are dropped from its end and counted in `permutation.dropped`.
+        max_rows: M. By default T * k rows, plus the most that padding can need. In a smaller buffer, the last
+            slots get no row; they are dropped and counted in `permutation.dropped`.
 
     Returns:
         rows [M, H] in the dtype of x (padding is zero), group sizes int32 [G] with padding, `Permutation`.
 
     Raises:
         ValueError: shapes do not fit, or `num_groups`, `align` or `max_rows` is out of range.
-        TypeError: `experts` are no integers.
+        TypeError: `experts` are not integers.
     """
     _check_ranks("permute", x=x, experts=experts, probs=probs)
     T, k = experts.shape
     if not jnp.issubdtype(experts.dtype, jnp.integer):
-        raise TypeError(f"`experts` of permute: dtype {experts.dtype}, wanted integers; give the experts' numbers.")
+        raise TypeError(f"`experts` of permute: dtype {experts.dtype}, expected integers; give the experts' numbers.")
     if num_groups < 1:
-        raise ValueError(f"`num_groups` of permute: {num_groups}, wanted 1 or more; give the number of experts.")
+        raise ValueError(f"`num_groups` of permute: {num_groups}, expected 1 or more; give the number of experts.")
     if x.shape[0] != T:
-        raise ValueError(f"`x` of permute: {x.shape[0]} tokens, wanted {T} as in `experts`; route these tokens.")
+        raise ValueError(f"`x` of permute: {x.shape[0]} tokens, expected {T} as in `experts`; route these tokens.")
     if probs is not None and probs.shape != (T, k):
-        raise ValueError(f"`probs` of permute: shape {probs.shape}, wanted {(T, k)} as `experts`; reshape it.")
+        raise ValueError(f"`probs` of permute: shape {probs.shape}, expected {(T, k)} as `experts`; reshape it.")
     M = _row_count(T * k, num_groups, align, max_rows)
     group = experts.reshape(-1)
-    if group.dtype.itemsize < 4:  # `num_groups` may not fit into these; numbers of 8 bytes, narrowed, could come back
+    if group.dtype.itemsize < 4:  # `num_groups` may not fit; 64-bit numbers could wrap if narrowed
         group = group.astype(jnp.int32)
     in_range = (group >= 0) & (group < num_groups)
     group = jnp.where(in_range, group, num_groups).astype(jnp.int32)  # the last "group" is dropped
@@ -241,11 +242,11 @@ def permute(
     order = jnp.argsort(group, stable=True).astype(jnp.int32)
     sizes = (group[:, None] == jnp.arange(num_groups, dtype=jnp.int32)[None]).sum(axis=0, dtype=jnp.int32)
     padded = (sizes + (align - 1)) // align * align
-    shift = jnp.append(_starts(padded) - _starts(sizes), 0)  # what padding adds in front of each group
+    shift = jnp.append(_starts(padded) - _starts(sizes), 0)  # rows of padding before each group
     in_order = group[order]
     row = jnp.arange(T * k, dtype=jnp.int32) + shift[in_order]
     kept = (in_order < num_groups) & (row < M)
-    # Rows are distinct, so these writes have no order to depend on; out-of-range ones (dropped slots) vanish.
+    # Rows are distinct, so the order of these writes does not matter; out-of-range ones (dropped slots) are ignored.
     source = jnp.full((M,), -1, jnp.int32).at[jnp.where(kept, row, M)].set(order, mode="drop")
     inverse = jnp.zeros((T * k,), jnp.int32).at[order].set(jnp.where(kept, row, -1), unique_indices=True)
 
@@ -264,7 +265,7 @@ def permute(
 def unpermute(
     y: Float[Array, "M H"], permutation: Permutation, weights: Float[Array, "T k"] | None = None
 ) -> Float[Array, "T H"]:
-    """Each token's rows summed in the order of its slots, in fp32, rounded once to the dtype of y.
+    """The sum of each token's rows in the order of its slots, in fp32, rounded once to the dtype of y.
 
     Args:
         y: [M, H], rows as `permute` placed them; padding is not read.
@@ -280,11 +281,11 @@ def unpermute(
     _check_ranks("unpermute", y=y, weights=weights)
     if y.shape[0] != permutation.source.shape[0]:
         raise ValueError(
-            f"`y` of unpermute: {y.shape[0]} rows, wanted {permutation.source.shape[0]}; give all rows of `permute`."
+            f"`y` of unpermute: {y.shape[0]} rows, expected {permutation.source.shape[0]}; give all rows of `permute`."
         )
     if weights is not None and weights.shape != permutation.inverse.shape:
         raise ValueError(
-            f"`weights` of unpermute: shape {weights.shape}, wanted {permutation.inverse.shape}; reshape them."
+            f"`weights` of unpermute: shape {weights.shape}, expected {permutation.inverse.shape}; reshape them."
         )
     return _combine(y, weights, permutation.source, permutation.inverse)
 
@@ -295,7 +296,7 @@ def _starts(sizes: Array) -> Array:
 
 
 def _take(rows: Array, index: Array) -> Array:
-    """rows[index], and exact zeros where the index is negative."""
+    """rows[index], or exact zeros where the index is negative."""
     return rows.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
@@ -366,7 +367,7 @@ def _combine_bwd(saved: tuple, d_out: Array) -> tuple[Array, Array | None, None,
         return d_y, None, None, None
     wide = d_out.astype(jnp.float32)
     p = _take(weights.astype(jnp.float32).reshape(-1), source)
-    # NOTE: padding is zero by the gather; p = 0 there alone would let a NaN of d_out through.
+    # NOTE: the gather makes padding zero; p = 0 would not be enough, because a NaN of d_out times 0 is NaN.
     d_y = (p[:, None] * d_y.astype(jnp.float32)).astype(d_out.dtype)
     slots = [(_take(y, inverse[:, s]).astype(jnp.float32) * wide).sum(axis=1) for s in range(inverse.shape[1])]
     return d_y, jnp.stack(slots, axis=1).astype(weights.dtype), None, None

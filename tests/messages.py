@@ -90,7 +90,7 @@ BAD: tuple[Bad, ...] = (
         "`{sizes}`:",
         "shape (3, 1)",
         "expected one axis [G]",
-        "pass one size a group",
+        "pass one size per group",
         group_sizes=("int32", (3, 1)),
     ),
     _bad(
@@ -99,7 +99,7 @@ BAD: tuple[Bad, ...] = (
         "`{sizes}`:",
         "shape (4,)",
         "expected (3,) = one size for each group of `{w}`",
-        "pass one size a group",
+        "pass one size per group",
         group_sizes=("int32", (4,)),
     ),
     # Operands (MAT-6, MAT-7).
@@ -136,7 +136,7 @@ BAD: tuple[Bad, ...] = (
         "`{w}`:",
         "shape (8, 4)",
         "expected three axes [G, K, N]",
-        "stack one matrix a group on the first axis",
+        "stack one matrix per group on the first axis",
         w=("float32", (8, 4)),
     ),
     _bad(
@@ -145,7 +145,7 @@ BAD: tuple[Bad, ...] = (
         "`{w}`:",
         "dtype bfloat16",
         "expected float32 = dtype of `{x}`",
-        "cast one of them, nothing is cast behind your back",
+        "cast one of them; the operation does not cast operands itself",
         w=("bfloat16", (3, 8, 4)),
     ),
     _bad(
@@ -202,7 +202,7 @@ BAD: tuple[Bad, ...] = (
         "`{bias}`:",
         "shape (4,)",
         "expected two axes [G, N]",
-        "pass one bias vector a group",
+        "pass one bias vector per group",
         bias=("float32", (4,)),
     ),
     _bad(
@@ -220,7 +220,7 @@ BAD: tuple[Bad, ...] = (
         "`{row_scale}`:",
         "shape (5,)",
         "expected (6,) = all rows of `{x}`, tail included",
-        "pass one factor a row",
+        "pass one factor per row",
         row_scale=("float32", (5,)),
     ),
     _bad(
@@ -276,7 +276,7 @@ BAD: tuple[Bad, ...] = (
         TypeError,
         "`{x}`:",
         "dtype float32",
-        "expected bfloat16 as the recipe BF16 stores it",
+        "expected bfloat16, the dtype of the recipe BF16",
         "cast it, or pass recipe=None",
         recipe=BF16,
     ),
@@ -294,7 +294,7 @@ BAD: tuple[Bad, ...] = (
         ValueError,
         "`implementation`:",
         "[]",
-        "wanted None, a kernel's name or a sequence of names",
+        "expected None, a kernel's name or a sequence of names",
         "`explain` lists the kernels of a call",
         implementation=[],
     ),

@@ -64,17 +64,17 @@ class Function:
 
 
 ROWS = "fold leading axes into rows with a reshape"
-STACK = "stack one matrix a group on the first axis"
-MEMBER = "pass one tensor a group"
-VECTORS = "pass one bias vector a group"
+STACK = "stack one matrix per group on the first axis"
+MEMBER = "pass one tensor per group"
+VECTORS = "pass one bias vector per group"
 RESHAPE = "fold or add axes with a reshape"
 BUFFER = "allocate a buffer of that shape"
 STATE = "pass what scaling_state made"
 
-SIZES = Argument((G,), "one axis [G]", "pass one size a group", dtype="int32")
+SIZES = Argument((G,), "one axis [G]", "pass one size per group", dtype="int32")
 X = Argument((M, K), "two axes [M, K]", ROWS)
-PROBS = Argument((M,), "one axis [M]", "pass one probability a row", dtype="float32")
-ROW_SCALE = Argument((M,), "one axis [M]", "pass one factor a row", dtype="float32")
+PROBS = Argument((M,), "one axis [M]", "pass one probability per row", dtype="float32")
+ROW_SCALE = Argument((M,), "one axis [M]", "pass one factor per row", dtype="float32")
 BIAS = Argument((G, N), "two axes [G, N]", VECTORS)
 WI_BIAS = Argument((G, 2 * F), "two axes [G, W]", VECTORS)
 WO_BIAS = Argument((G, K), "two axes [G, K]", VECTORS)

@@ -106,7 +106,7 @@ class TestImplementationNames:
 
     @pytest.mark.parametrize("bad", ["", [], [""], ["a", 3]], ids=repr)
     def test_refused(self, bad):
-        with asserts.refused(ValueError, ["`implementation`:", repr(bad), "wanted None", "`explain`"]):
+        with asserts.refused(ValueError, ["`implementation`:", repr(bad), "expected None", "`explain`"]):
             linear_spec.implementation_names(bad)
 
 

@@ -59,7 +59,7 @@ def test_fast_accumulation_is_for_forward_products_of_scales_of_groups():
     with asserts.refused(ValueError, ["`accumulate` of Recipe:", "'never'", "'promote', 'fast'", "choose"]):
         recipes.FP8Current.replace(accumulate="never")
     with asserts.refused(
-        ValueError, ["`forward` of recipe MXFP8:", "accumulate='fast'", "one scale a tensor", "change"]
+        ValueError, ["`forward` of recipe MXFP8:", "accumulate='fast'", "one scale per tensor", "change"]
     ):
         recipes.MXFP8.replace(accumulate="fast")
 
@@ -118,7 +118,7 @@ def test_formats_for_weights_are_refused_for_rows(name):
 @pytest.mark.rule("ERR-1")
 def test_random_rounding_is_for_gradients():
     fmt = formats.FORMATS["nvfp4"]
-    words = ["nvfp4 with random rounding of x", "for gradients alone", "change"]
+    words = ["nvfp4 with random rounding of x", "random rounding of dy only", "change"]
     with asserts.refused(ValueError, ["`forward` of recipe NVFP4:", *words]):
         recipes.NVFP4.replace(forward=(fmt.replace(stochastic=True), fmt))
     with asserts.refused(ValueError, ["`wgrad` of recipe NVFP4:", *words]):

@@ -146,11 +146,11 @@ def test_refusals():
         check(op, x, wi, spec(16, 8), sizes)
     with asserts.refused(TypeError, ("`wo`", "float32", "bfloat16", "cast")):
         check(op, x, wi, spec(3, 16, 8, dtype="float32"), sizes)
-    with asserts.refused(ValueError, ("`probs`", "(5,)", "(6,)", "one probability a row")):
+    with asserts.refused(ValueError, ("`probs`", "(5,)", "(6,)", "one probability per row")):
         check(op, x, wi, wo, sizes, spec(5, dtype="float32"))
     with asserts.refused(TypeError, ("`probs`", "int32", "float32", "cast")):
         check(op, x, wi, wo, sizes, spec(6, dtype="int32"))
-    with asserts.refused(ValueError, ("`wo_bias`", "(3, 7)", "(3, 8)", "one bias vector a group")):
+    with asserts.refused(ValueError, ("`wo_bias`", "(3, 7)", "(3, 8)", "one bias vector per group")):
         check(op, x, wi, wo, sizes, None, None, spec(3, 7))
     with asserts.refused(ValueError, ("`out`", "(5, 8)", "(6, 8)", "allocate")):
         check(op, x, wi, wo, sizes, None, None, None, spec(5, 8))

@@ -290,7 +290,7 @@ def test_a_replicated_accumulator_is_refused():
         (
             StackedRef(np.zeros((2, 3, 12, 12), np.float32), 0),
             TypeError,
-            ["`wgrad_accum`: StackedRef of float32[2, 3, 12, 12]", "expected of a jax.Ref [L, ...]", "jax.new_ref"],
+            ["`wgrad_accum`: StackedRef of float32[2, 3, 12, 12]", "expected one of a jax.Ref [L, ...]", "jax.new_ref"],
         ),
     ],
     ids=["shape", "dtype", "kind", "stacked"],
@@ -322,7 +322,7 @@ def test_a_tree_that_names_an_accumulator_twice_is_refused():
     (x,), (w,) = data()
     accum = jnp.zeros(w.shape)
     step = value_and_accumulate_grad(lambda params, accum, x: loss(x, params[0], accum[0]))
-    with asserts.refused(ValueError, ["`accum`: the same array stands twice", "expected each once", "one jax.Ref"]):
+    with asserts.refused(ValueError, ["`accum`: the same array is given twice", "expected each once", "one jax.Ref"]):
         step([w, w], [accum, accum], x)
     with asserts.refused(ValueError, ["`accum`: structure", "expected", "put None where a parameter has no"]):
         step([w, w], [accum], x)

@@ -505,12 +505,12 @@ def test_layer_refusals() -> None:
         nnx.MoE(4, 4, 2, 3, rngs=rngs)
     with asserts.refused(TypeError, ("`in_features` of GroupedLinear", "8.0", "an integer", "size")):
         nnx.GroupedLinear(2, 8.0, 3, rngs=rngs)
-    with asserts.refused(ValueError, ("`score` of topk_router", "'best'", "wanted one of", "choose")):
+    with asserts.refused(ValueError, ("`score` of topk_router", "'best'", "expected one of", "choose")):
         nnx.MoE(4, 4, 2, 1, score="best", rngs=rngs)
     with asserts.refused(TypeError, ("`probs`", "float", "expected a JAX or NumPy array [M]", "convert")):
         nnx.GroupedMLP(1, 3, 4, rngs=rngs)(jnp.ones((2, 3)), jnp.asarray([2]), 0.5)
     for probs, wanted in ((jnp.ones(1), "(2,) = all rows of `x`"), (jnp.ones((2, 1)), "one axis [M]")):
-        with asserts.refused(ValueError, ("`probs`", f"expected {wanted}", "one probability a row")):
+        with asserts.refused(ValueError, ("`probs`", f"expected {wanted}", "one probability per row")):
             nnx.GroupedMLP(1, 3, 4, rngs=rngs)(jnp.ones((2, 3)), jnp.asarray([2]), probs)
     with asserts.refused(ValueError, ("`wi`", "6 columns", "expected 8", "side by side")):
         jax_grouped.grouped_mlp(jnp.ones((2, 3)), jnp.ones((1, 3, 6)), jnp.ones((1, 4, 3)), jnp.asarray([2]))

@@ -223,7 +223,7 @@ def test_keys_of_a_call_take_the_place_of_the_layers() -> None:
 
 @pytest.mark.rule("ERR-1")
 def test_refusals() -> None:
-    with asserts.refused(TypeError, ("`recipe` of GroupedMLP", "BoundRecipe", "wanted a Recipe", "pass the recipe")):
+    with asserts.refused(TypeError, ("`recipe` of GroupedMLP", "BoundRecipe", "expected a Recipe", "pass the recipe")):
         layer_of("mlp", recipes.NVFP4.bind())
     with asserts.refused(TypeError, ("`rngs` of GroupedLinear", "int", "a key of jax.random", "pass one of them")):
         apply(layer_of("linear", recipes.NVFP4), rows(), rngs=3)

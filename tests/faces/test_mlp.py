@@ -588,7 +588,9 @@ def test_refusals_of_the_parts():
 def test_jax_refuses_accumulators_of_two_kinds():
     given, _ = problem(cases.named("tail"), "float32", Activation("swiglu"))
     arrays = [jnp.zeros(given[name].shape) for name in ("wi", "wo")]
-    with asserts.refused(ValueError, ("`wgrad_accum`", "an array beside a jax.Ref", "two of one kind", "make both")):
+    with asserts.refused(
+        ValueError, ("`wgrad_accum`", "an array beside a jax.Ref", "two of one kind", "pass two arrays")
+    ):
         jax_grouped.grouped_mlp(**given, wgrad_accum=(jax.new_ref(arrays[0]), arrays[1]))
     with asserts.refused(ValueError, ("`wgrad_accum`", "one array for both", "expected one each")):
         jax_grouped.grouped_mlp(**given, wgrad_accum=(arrays[0], arrays[0]))
@@ -619,7 +621,7 @@ def test_refusals_of_halves(recipe):
         with asserts.refused(ValueError, ("`interleave` of Activation", "1 beside `wi`", "expected None", "one piece")):
             face(**{**plain, "activation": Activation("swiglu", interleave=1)})
     stored = [arrays.quantize(each, "mxfp8", axis=1) for each in wi]
-    with asserts.refused(TypeError, ("`wi`", "two quantised arrays", "two as they stand", "pass one array")):
+    with asserts.refused(TypeError, ("`wi`", "two quantised arrays", "two plain arrays", "pass one array")):
         arrays.grouped_mlp(**{**given, "wi": stored})
     with asserts.refused(ValueError, ("`wi[1]`", "strides", "expected a C-contiguous array", "copy it")):
         arrays.grouped_mlp(**{**given, "wi": (wi[0], np.asfortranarray(wi[1]))})

@@ -386,7 +386,7 @@ def test_arrays_that_do_not_fit(change, kind, parts):
         (
             lambda o: {"wgrad_accum": np.zeros_like(o["w"]), "wgrad_dtype": "bfloat16"},
             ValueError,
-            ["`wgrad_dtype`: bfloat16", "expected None or float32", "the accumulator's dtype decides"],
+            ["`wgrad_dtype`: bfloat16", "expected None or float32", "the accumulator sets the dtype"],
         ),
     ],
     ids=["dy", "overlap", "overlaps_dy", "shape", "two_dtypes"],

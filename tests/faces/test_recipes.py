@@ -405,7 +405,7 @@ def test_a_quantised_operand_holds_what_its_format_makes(face: Any, array: Any, 
             ["scales of groups float32[1]", f"expected float32[{groups}]", "sizes of"],
         ),
         ((face.quantize(x, "mxfp8", axis=(1, 0)), w), ["codes float8_e4m3fn", "along axis 0", "sizes of this call"]),
-        ((replace(both, other=short), w), [f"shape {short.shape}", f"expected {both.shape}", "with both axes"]),
+        ((replace(both, other=short), w), [f"shape {short.shape}", f"expected {both.shape}", "along both axes"]),
         ((x, replace(stored, scales=None)), ["scales of groups None", f"expected float32[{groups}]", "anew"]),
         ((x, replace(stored, values=stored.values[:-1])), ["codes float8_e4m3fn", "expected float8_e4m3fn", "anew"]),
     )
@@ -646,18 +646,18 @@ def test_what_a_quantised_operand_lacks_is_said():
     with asserts.refused(ValueError, ["along axis 1, expected along axis 2"]):
         arrays.grouped_linear(p.x, arrays.quantize(p.w, "mxfp8", axis=1), sizes, **kind)
     q = arrays.quantize(p.w, "mxfp8", axis=2)
-    with asserts.refused(ValueError, ["hand in that form too"]):
+    with asserts.refused(ValueError, ["pass that form too"]):
         arrays.grouped_linear_grads(p.x, q, sizes, p.dy, needs=Needs(True, False, False, False), **kind)
     rows = arrays.quantize(p.x, "mxfp8", axis=(1, 0), group_sizes=sizes)
-    with asserts.refused(ValueError, ["expected bf16 along axis 0", "hand in a recipe that reads its format"]):
+    with asserts.refused(ValueError, ["expected bf16 along axis 0", "pass a recipe that reads its format"]):
         arrays.grouped_linear_grads(rows, p.w, sizes, p.dy, needs=Needs(False, True, False, False), **kind)
-    with asserts.refused(ValueError, ["stored as mxfp8, expected fp8_128x128"]):
+    with asserts.refused(ValueError, ["quantised as mxfp8, expected fp8_128x128"]):
         arrays.grouped_linear(p.x, q, sizes, recipe=recipes.FP8Block, **kind)
     with asserts.refused(TypeError, ["float16 beside mxfp4"]):
         arrays.grouped_linear(p.x.astype(np.float16), arrays.quantize(p.w, "mxfp4"), sizes, **kind)
-    with asserts.refused(ValueError, ["wanted one that is not for weights alone"]):
+    with asserts.refused(ValueError, ["expected one that is not only for weights"]):
         arrays.quantize(p.x, "mxfp4")
-    with asserts.refused(ValueError, ["wanted one that finds its scales"]):
+    with asserts.refused(ValueError, ["expected one that finds its scales"]):
         arrays.quantize(p.x, "bf16")
     for face, x in ((arrays, p.x), (jax_grouped, jnp.asarray(p.x)), (torch_bridge, to_torch(p.x))):
         with asserts.refused(ValueError, ["`axis`: (2,)", "expected 1, 0 or both", "pass one of them"]):

@@ -302,7 +302,7 @@ def test_quantised_operands_are_checked_by_what_they_mean() -> None:
         asserts.bitwise(grouped_linear(x, q, t.sizes), y)
         with asserts.refused(ValueError, ["`weight`", "along axis 1", "expected along axis 2"]):
             grouped_linear(x, dataclasses.replace(q, axis=1), t.sizes)
-        with asserts.refused(ValueError, ["`weight`", "stored as mxfp8", "FP8Block"]):
+        with asserts.refused(ValueError, ["`weight`", "quantised as mxfp8", "FP8Block"]):
             grouped_linear(x, q, t.sizes, recipe=recipes.FP8Block)
     wide = grouped_linear(x.float(), dataclasses.replace(q, dtype="float32"), t.sizes)
     assert (y.dtype, wide.dtype) == (torch.bfloat16, torch.float32)

@@ -620,12 +620,12 @@ def _bad_calls() -> dict[str, tuple[dict[str, Any], type[Exception], list[str]]]
         "sizes_rank": (
             {"group_sizes": t.sizes[None]},
             ValueError,
-            ["`group_sizes`", "(1, 3)", "[G]", "one size a group"],
+            ["`group_sizes`", "(1, 3)", "[G]", "one size per group"],
         ),
         "sizes_length": (
             {"group_sizes": t.sizes[:2]},
             ValueError,
-            ["`group_sizes`", "(2,)", "(3,)", "one size a group"],
+            ["`group_sizes`", "(2,)", "(3,)", "one size per group"],
         ),
         "sizes_strides_of_wide_integers": (
             {"group_sizes": torch.zeros(6, dtype=torch.int64)[::2]},
@@ -645,7 +645,7 @@ def _bad_calls() -> dict[str, tuple[dict[str, Any], type[Exception], list[str]]]
         "sizes_numpy_rank": (
             {"group_sizes": np.ones((1, 3), np.int64)},
             ValueError,
-            ["`group_sizes`", "(1, 3)", "[G]", "one size a group"],
+            ["`group_sizes`", "(1, 3)", "[G]", "one size per group"],
         ),
         "weight_rank": ({"weight": t.w[None]}, ValueError, ["`weight`", "(1, 3, 40, 24)", "three axes", "stack"]),
         "bias_rank": ({"bias": t.bias[:, None]}, ValueError, ["`bias`", "(3, 1, 40)", "two axes [G, N]", "pass"]),
@@ -674,7 +674,7 @@ def _bad_calls() -> dict[str, tuple[dict[str, Any], type[Exception], list[str]]]
         "scale_shape": (
             {"row_scale": t.row_scale[:4]},
             ValueError,
-            ["`row_scale`", "(4,)", "(50,)", "one factor a row"],
+            ["`row_scale`", "(4,)", "(50,)", "one factor per row"],
         ),
         "scale_bias": (
             {"scale_bias": True, "bias": t.bias},
@@ -699,7 +699,7 @@ def _bad_calls() -> dict[str, tuple[dict[str, Any], type[Exception], list[str]]]
             NotImplementedError,
             ["grouped_matmul on cpu", "implementation='fastest'", "no kernel", "`implementation` None"],
         ),
-        "kernel_type": ({"implementation": 3}, ValueError, ["`implementation`", "3", "wanted None", "explain"]),
+        "kernel_type": ({"implementation": 3}, ValueError, ["`implementation`", "3", "expected None", "explain"]),
     }
 
 
