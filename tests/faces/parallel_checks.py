@@ -3,19 +3,25 @@ masters of quantised weights in shards.
 
     python -m tests.faces.parallel_checks --device cuda      # by hand, on two GPUs; the tests run it on the CPU
 
-Rank r has the rows of the problem times r + 1, so that ranks differ.
+Rank r has the rows of the problem times r + 1, so that ranks differ. A collective in which a rank is missing fails
+after --timeout seconds, and a rank that ends early ends the other one; what both have printed is shown then.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import faulthandler
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +54,8 @@ from torch_bridge import (
 from torch_bridge.quantized_weight import named_parts as parts_of
 
 RANKS = 2
+GRACE = 5.0
+"""Seconds that a rank has to say why it fails after the other one did, and then to end when it is asked to."""
 CHECKS: dict[str, Callable[[DeviceMesh], None]] = {}
 
 
@@ -412,50 +420,127 @@ def shards_of_masters_give_the_codes_of_whole_ones(mesh: DeviceMesh) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Checks that fail, which are run by name alone
+
+
+def one_rank_stays_away_from_a_collective(mesh: DeviceMesh) -> None:
+    if mesh.get_rank() == 1:
+        print("rank 1 has had enough", flush=True)
+        time.sleep(3600)
+    _mean_over_ranks(torch.zeros(3, device=mesh.device_type))
+
+
+def both_ranks_wait_for_ever(mesh: DeviceMesh) -> None:
+    time.sleep(3600)
+
+
+FAILING = {run.__name__: run for run in (one_rank_stays_away_from_a_collective, both_ranks_wait_for_ever)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Running
 
 
-def _process(rank: int, device: str, folder: str) -> None:
-    """All checks on one rank; each leaves a file, empty if it passed."""
+def _process(rank: int, device: str, folder: str, names: list[str], timeout: float) -> None:
+    """The named checks on one rank; each leaves a file, empty if it passed, and what is printed goes to another."""
+    with Path(folder, f"output.{rank}").open("wb") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+    faulthandler.register(signal.SIGTERM, file=2, chain=True)  # so that a rank that is ended shows where it was
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=timeout),
     )
     mesh = init_device_mesh(device, (RANKS,))
-    for name, run in CHECKS.items():
+    for name in names:
         failure = ""
         try:
-            run(mesh)
+            (CHECKS | FAILING)[name](mesh)
         except BaseException:
-            failure = traceback.format_exc()
+            failure = f"rank {rank}: {traceback.format_exc()}"
         Path(folder, f"{name}.{rank}").write_text(failure)
-        dist.barrier()
+        dist.barrier()  # fails where a collective has, and this rank with it: nothing behind it would mean anything
     dist.destroy_process_group()
 
 
-def run_all(device: str) -> dict[str, str]:
-    """What went wrong in each check, on either rank."""
+def _end(ranks: list[Any], limit: float) -> list[str]:
+    """Waits for the ranks, and ends all when one has failed or `limit` seconds are over. Returns how each ended."""
+
+    def wait_for(seconds: float, done: Callable[[Iterable[Any]], bool]) -> None:
+        deadline = time.monotonic() + seconds
+        while not done(ranks) and (left := deadline - time.monotonic()) > 0:
+            wait([each.sentinel for each in ranks if each.is_alive()], left)
+
+    def all_ended(ranks: Iterable[Any]) -> bool:
+        return not any(each.is_alive() for each in ranks)
+
+    wait_for(limit, lambda ranks: all_ended(ranks) or any(each.exitcode for each in ranks))
+    if any(each.exitcode for each in ranks):
+        wait_for(GRACE, all_ended)
+        why = "after the other one had failed"
+    else:
+        why = f"after {limit:g} seconds"
+    running = [each.is_alive() for each in ranks]
+    for end in ("terminate", "kill"):
+        for each in ranks:
+            if each.is_alive():
+                getattr(each, end)()
+        wait_for(GRACE, all_ended)
+    return [
+        f"was ended {why}" if ours else f"ended with status {each.exitcode}"
+        for each, ours in zip(ranks, running, strict=True)
+    ]
+
+
+def run_all(device: str, names: list[str], timeout: float, limit: float) -> tuple[dict[str, str], str]:
+    """(what went wrong in each check, on either rank; what ranks that did not come to their end have printed)."""
     with tempfile.TemporaryDirectory() as folder:
+        for rank in range(RANKS):
+            Path(folder, f"output.{rank}").touch()  # for a rank that is ended while it imports
         context = multiprocessing.get_context("spawn")
-        ranks = [context.Process(target=_process, args=(rank, device, folder)) for rank in range(RANKS)]
+        ranks = [
+            context.Process(target=_process, args=(rank, device, folder, names, timeout), daemon=True)
+            for rank in range(RANKS)
+        ]
         for each in ranks:
             each.start()
-        for each in ranks:
-            each.join()
-        return {name: "".join(Path(folder, f"{name}.{r}").read_text() for r in range(RANKS)) for name in CHECKS}
+        ends = _end(ranks, limit)
+        found = {}
+        for name in names:
+            files = [Path(folder, f"{name}.{rank}") for rank in range(RANKS)]
+            found[name] = "".join(
+                file.read_text() if file.exists() else f"rank {rank} did not finish it: it {ends[rank]}\n"
+                for rank, file in enumerate(files)
+            )
+        printed = "".join(
+            f"rank {rank} {ends[rank]}; it printed:\n{Path(folder, f'output.{rank}').read_text(errors='replace')}\n"
+            for rank in range(RANKS)
+        )
+        return found, printed if any(each.exitcode for each in ranks) else ""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    found = run_all(parser.parse_args().device)
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--checks", nargs="+", choices=[*CHECKS, *FAILING], default=list(CHECKS), metavar="NAME", help="(default: all)")
+    add("--timeout", type=float, default=45.0, metavar="SECONDS", help="for a collective (default: %(default)s)")
+    add("--limit", type=float, default=540.0, metavar="SECONDS", help="for all checks (default: %(default)s)")
+    options = parser.parse_args()
+    found, printed = run_all(options.device, options.checks, options.timeout, options.limit)
     for name, failure in found.items():
         print(f"{'FAILED' if failure else 'passed'}  {name}")
         if failure:
             print(failure)
-    return int(any(found.values()))
+    if printed:
+        print(printed)
+    return int(any(found.values()) or bool(printed))
 
 
 if __name__ == "__main__":
