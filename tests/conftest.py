@@ -85,6 +85,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if marked:
             config.hook.pytest_deselected(items=marked)
             items[:] = [item for item in items if not item.get_closest_marker(mark)]
+    # They wait for minutes for processes of their own: the first worker of xdist waits while others run the rest.
+    items.sort(key=lambda item: item.path.name != "test_torch_parallel.py")
 
 
 def _slow(config: pytest.Config) -> str | None:
