@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -27,6 +28,13 @@ STRICTNESS = ("XLA_FLAGS", "JAX_NUMPY_RANK_PROMOTION", "JAX_NUMPY_DTYPE_PROMOTIO
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in STRICTNESS}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One for all interpreters that start here. A resumed run has nothing from it: its arrays have fixed devices."""
+    ENVIRONMENT["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path_factory.mktemp("compiled"))
+    ENVIRONMENT["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+
+
 def command(*options: str | Path) -> list[str]:
     return [sys.executable, str(SCRIPT), *map(str, options)]
 
@@ -35,15 +43,23 @@ def train(*options: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(*options), env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
 
 
-def mistake(*options: str | Path) -> str:
-    """The one line that the example prints before it gives up."""
-    done = train(*options)
-    assert done.returncode == 2, f"status {done.returncode}\n{done.stderr}"
-    assert "Traceback" not in done.stderr
-    lines = [line for line in done.stderr.splitlines() if "training:" not in line]
-    assert len(lines) == 1, done.stderr
-    assert lines[0].startswith("train_lm: "), lines[0]
-    return lines[0]
+@pytest.fixture
+def mistake(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Gives the one line that the example prints, in this interpreter, before it gives up."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    example = importlib.import_module(SCRIPT.stem)
+
+    def run(*options: str | Path) -> str:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            status = example.main([str(option) for option in options])
+        said = capsys.readouterr().err
+        assert status == 2, f"status {status}\n{said}"
+        lines = [line for line in said.splitlines() if "training:" not in line]
+        assert len(lines) == 1, said
+        assert lines[0].startswith("train_lm: "), lines[0]
+        return lines[0]
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -104,19 +120,30 @@ def test_a_resumed_run_equals_an_uninterrupted_one(finished: Path, text: Path, t
     assert (tmp_path / "sample.txt").read_bytes() == (finished / "sample.txt").read_bytes()
 
 
-@pytest.mark.parametrize("recipe", ["FP8Delayed", "NVFP4"])
-def test_a_checkpoint_holds_what_a_recipe_carries_on(recipe: str, text: Path, tmp_path: Path) -> None:
+WHOLE_AND_RESUMED = """
+import shutil, sys
+import train_lm
+saved, *options = sys.argv[1:]
+options += ["--checkpoint", saved]
+assert train_lm.main(options) == 0
+shutil.rmtree(saved + "/6")
+train_lm.finish = lambda *_: None  # its losses are in the checkpoint
+assert train_lm.main([*options, "--resume"]) == 0
+"""
+
+
+@pytest.mark.parametrize(("recipe", "compare"), [("FP8Delayed", "--compare"), ("NVFP4", "--no-compare")])
+def test_a_checkpoint_holds_what_a_recipe_carries_on(recipe: str, compare: str, text: Path, tmp_path: Path) -> None:
     """The state of delayed scaling, the keys of stochastic rounding."""
-    options = ("--text", text, "--prompt", "ab", *SMALL, "--recipe", recipe, "--output", tmp_path)
-    saved = ("--checkpoint", tmp_path / "saved")
-    done = train(*options, *saved)
+    options = ("--text", text, "--prompt", "ab", *SMALL, "--recipe", recipe, compare, "--output", tmp_path)
+    program = [sys.executable, "-c", WHOLE_AND_RESUMED, tmp_path / "saved", *options]
+    done = subprocess.run(program, cwd=SCRIPT.parent, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     whole = summary(tmp_path)
     assert whole["settings"]["recipe"] == recipe
-    shutil.rmtree(tmp_path / "saved" / "6")
-    done = train(*options, *saved, "--resume")
-    assert done.returncode == 0, done.stderr
-    assert summary(tmp_path)["losses"] == whole["losses"]
+    assert "3/6 [00:00<?" in done.stderr, f"it was not resumed behind step 3:\n{done.stderr}"
+    resumed = json.loads((tmp_path / "saved" / "6" / "notes" / "metadata").read_text())
+    assert resumed["losses"] == whole["losses"]
 
 
 def test_ctrl_c_saves_and_leaves(text: Path, tmp_path: Path) -> None:
@@ -139,14 +166,18 @@ def test_ctrl_c_saves_and_leaves(text: Path, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "saved").iterdir() if path.name.isdigit()], "no checkpoint was written"
 
 
-def test_a_checkpoint_of_another_run_is_refused(finished: Path, text: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_run_is_refused(
+    finished: Path, text: Path, tmp_path: Path, mistake: Callable[..., str]
+) -> None:
     saved = ("--checkpoint", finished / "saved", "--output", tmp_path, "--text", text)
     line = mistake(*saved, *SMALL, "--resume", "--experts", "4")
     assert "is of another run: experts 8 there, 4 here" in line
     assert "holds a run; add --resume" in mistake(*saved, *SMALL)
 
 
-def test_a_broken_checkpoint_is_refused(finished: Path, text: Path, tmp_path: Path) -> None:
+def test_a_broken_checkpoint_is_refused(
+    finished: Path, text: Path, tmp_path: Path, mistake: Callable[..., str]
+) -> None:
     shutil.copytree(finished / "saved", tmp_path / "saved")
     for path in (tmp_path / "saved" / "6").rglob("*"):
         if path.is_file():
@@ -157,7 +188,9 @@ def test_a_broken_checkpoint_is_refused(finished: Path, text: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("damage", [[], {"position": "x"}, {"losses": ["x"]}, {"settings": 1}], ids=str)
-def test_notes_of_another_kind_are_refused(damage: object, finished: Path, text: Path, tmp_path: Path) -> None:
+def test_notes_of_another_kind_are_refused(
+    damage: object, finished: Path, text: Path, tmp_path: Path, mistake: Callable[..., str]
+) -> None:
     shutil.copytree(finished / "saved", tmp_path / "saved")
     path = tmp_path / "saved" / "6" / "notes" / "metadata"
     path.write_text(json.dumps({**json.loads(path.read_text()), **damage} if isinstance(damage, dict) else damage))
@@ -168,7 +201,7 @@ def test_notes_of_another_kind_are_refused(damage: object, finished: Path, text:
 
 def test_results_that_cannot_be_written(text: Path, tmp_path: Path) -> None:
     (tmp_path / "training.png").mkdir()
-    done = train("--output", tmp_path, "--text", text, *SMALL)
+    done = train("--output", tmp_path, "--text", text, "--prompt", "ab", *SMALL, "--no-compare")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert f"cannot write the results to {tmp_path}: Is a directory" in done.stderr
@@ -254,8 +287,9 @@ def test_the_model_never_looks_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     apart = np.any(np.asarray(grams(text)) != np.asarray(grams(changed)), axis=(0, 2))
     assert list(np.flatnonzero(apart)) == list(range(20, 20 + model.LONGEST_GRAM))
     language = model.LanguageModel(64, 1, 2, 1, rngs=nnx.Rngs(0))
+    logits = nnx.jit(lambda language, text: language(text)[0])
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        before, after = (np.asarray(language(each)[0]) for each in (text, changed))
+        before, after = (np.asarray(logits(language, each)) for each in (text, changed))
     assert (before[:, :20] == after[:, :20]).all()
     assert (before[:, 20] != after[:, 20]).any()
 
@@ -324,18 +358,21 @@ def test_every_switch_of_the_torch_example_gives_the_same_losses(text: Path, tmp
     assert "4/4" in done.stderr, "there is no progress bar"
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_in_bfloat16_losses_are_compared_where_they_should_be_equal(text: Path, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:cpu_offload. there is no GPU:UserWarning")
+def test_in_bfloat16_losses_are_compared_where_they_should_be_equal(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Sums of microbatches round in bfloat16, or with main_grad in float32."""
+    monkeypatch.syspath_prepend(TORCH_SCRIPT.parent)
+    example = importlib.import_module(TORCH_SCRIPT.stem)
     options = ("--compare", "--text", text, "--output", tmp_path, *TORCH_SMALL, "--dtype", "bfloat16")
-    command = [sys.executable, str(TORCH_SCRIPT), *map(str, options)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    assert example.main([str(option) for option in options]) == 0
+    said = capsys.readouterr().out
+    lines = said.splitlines()
     marks = [row[54:66].strip() for row in lines[1:7]]
-    assert marks == ["bfloat16", "float32", "equal", "equal", "equal", "equal"], done.stdout
+    assert marks == ["bfloat16", "float32", "equal", "equal", "equal", "equal"], said
     losses = [row[44:54] for row in lines[1:7]]
-    assert losses[0] == losses[2] == losses[3] == losses[4] != losses[1] == losses[5], done.stdout
+    assert losses[0] == losses[2] == losses[3] == losses[4] != losses[1] == losses[5], said
     assert lines[7].endswith("marked bfloat16 or float32")
     assert lines[8].startswith("main_grad adds the gradients of microbatches in float32, the other runs in bfloat16")
 
