@@ -21,9 +21,6 @@ from torch_bridge._memory import EXCHANGE
 from torch_bridge._record import Rule, results_of
 from torch_bridge._tensors import Layout, Leaf, flatten_all, written_leaves
 
-MOST_RESULTS = 12
-"""Maximum number of tensors that a rule makes: the MLP's forward makes y, h, and x, z and two weights in both forms."""
-
 
 class _Facts(NamedTuple):
     """The content of an operator's text argument.
@@ -50,6 +47,7 @@ def define(
     *statics: type[Any],
     rows: Sequence[str] = (),
     written: Sequence[str] = (),
+    most_results: int = 0,
     notes_sizes: bool = False,
 ) -> Rule:
     """Defines a rule and its operators: one that makes new tensors, and per number of results one that also writes.
@@ -58,11 +56,12 @@ def define(
 
     Args:
         name, run, operands, rows, written, notes_sizes: of the `Rule`. statics: classes of its static facts.
+        most_results: how many tensors it makes at most where it writes into arguments; a quantised form is up to three.
     """
     rule = Rule(name, run, operands, frozenset(rows), frozenset(written), notes_sizes)
     _codec.register(*statics)
     _define(name, f"({_READ}, {_STATIC}) -> Tensor[]", rule)
-    for count in range(MOST_RESULTS + 1) if written or "extras" in operands._fields else ():
+    for count in range(most_results + 1) if written or "extras" in operands._fields else ():
         results = ", ".join(["Tensor"] * count)
         _define(f"{name}_into{count}", f"({_READ}, Tensor(a!)[] written, {_STATIC}) -> ({results})", rule)
     return rule

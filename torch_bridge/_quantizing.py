@@ -44,7 +44,9 @@ def _quantize(run: Any, static: _Quantize, o: _Source) -> list[Any]:
     return quantizing.in_formats(run, o.source, static.wanted, o.sizes, **options, **delayed).forms
 
 
-_QUANTIZE = define("quantize", _quantize, _Source, _Quantize, rows=("source",), written=("amax", "into"))
+_QUANTIZE = define(
+    "quantize", _quantize, _Source, _Quantize, rows=("source",), written=("amax", "into"), most_results=6
+)
 
 
 def quantized(

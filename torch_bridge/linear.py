@@ -114,9 +114,13 @@ def _forward_rule(run: Any, static: LinearForward, o: LinearOperands) -> tuple[A
 
 
 _FORWARD = define(
-    *("linear", _forward_rule, LinearOperands, LinearForward),
+    "linear",
+    _forward_rule,
+    LinearOperands,
+    LinearForward,
     rows=("x", "row_scale", "out"),
     written=("out",),
+    most_results=7,  # y, and x and the weight as backward reads them
     notes_sizes=True,
 )
 
@@ -149,9 +153,13 @@ def _main_grads_rule(run: Any, static: LinearMainGrads, o: LinearGradOperands) -
 
 
 _MAIN_GRADS = define(
-    *("linear_main_grads", _main_grads_rule, LinearGradOperands, LinearMainGrads),
+    "linear_main_grads",
+    _main_grads_rule,
+    LinearGradOperands,
+    LinearMainGrads,
     rows=("x", "row_scale", "dy", "grad_input"),
     written=("grad_input",),
+    most_results=9,  # three gradients, and x and dy as the weight gradient reads them
 )
 
 
@@ -203,7 +211,16 @@ def _weight_dtypes(op: Linear, specs: LinearSpecs) -> tuple[str, ...]:
 
 
 LINEAR = Operation(
-    *("grouped_linear", (NAMES.w,), (1,), 5, linear_arguments, ("w",), NO_NEEDS),
-    *(_needs, _weight_dtypes, _forward, _backward),
+    name="grouped_linear",
+    weights=(NAMES.w,),
+    places=(1,),
+    scale_place=5,
+    check=linear_arguments,
+    needs_names=("w",),
+    no_needs=NO_NEEDS,
+    needs=_needs,
+    weight_dtypes=_weight_dtypes,
+    forward=_forward,
+    backward=_backward,
 )
 OPERATIONS[LINEAR.name] = LINEAR

@@ -120,9 +120,13 @@ def _forward_rule(run: Any, static: MlpForward, o: MlpOperands) -> tuple[Any, ..
 
 
 _FORWARD = define(
-    *("mlp", _forward_rule, MlpOperands, MlpForward),
+    "mlp",
+    _forward_rule,
+    MlpOperands,
+    MlpForward,
     rows=("x", "probs", "out"),
     written=("out",),
+    most_results=14,  # y, h, and rows and weights of both products as backward reads them
     notes_sizes=True,
 )
 
@@ -158,7 +162,14 @@ def _hidden_rule(run: Any, static: MlpGrads, o: HiddenOperands) -> tuple[Any, ..
     return rules.at_hidden(run, static.op, static.specs, *operands, needs=static.needs, extras=extras)[:6]
 
 
-_AT_HIDDEN = define(*("mlp_at_hidden", _hidden_rule, HiddenOperands, MlpGrads), rows=("x", "h", "z", "probs", "dy"))
+_AT_HIDDEN = define(
+    "mlp_at_hidden",
+    _hidden_rule,
+    HiddenOperands,
+    MlpGrads,
+    rows=("x", "h", "z", "probs", "dy"),
+    most_results=15,  # three gradients, two forms of dh, and z and dy as the weight gradient reads them
+)
 
 
 class FirstOperands(NamedTuple):
@@ -181,9 +192,13 @@ def _first_rule(run: Any, static: MlpGrads, o: FirstOperands) -> tuple[Any, ...]
 
 
 _FIRST_PRODUCT = define(
-    *("mlp_first_product", _first_rule, FirstOperands, MlpGrads),
+    "mlp_first_product",
+    _first_rule,
+    FirstOperands,
+    MlpGrads,
     rows=("x", "dh", "of_dh", "grad_input"),
     written=("grad_input",),
+    most_results=8,  # two gradients, and x and dh as the weight gradient reads them
 )
 
 
@@ -258,7 +273,16 @@ def weight_dtypes(op: Mlp, specs: MlpSpecs) -> tuple[str, ...]:
 
 NAMES = (MLP_NAMES.wi, MLP_NAMES.wo)
 MLP = Operation(
-    *("grouped_mlp", NAMES, (1, 2), 6, mlp_arguments, NAMES, NO_NEEDS),
-    *(_needs, weight_dtypes, _forward, _backward),
+    name="grouped_mlp",
+    weights=NAMES,
+    places=(1, 2),
+    scale_place=6,
+    check=mlp_arguments,
+    needs_names=("wi", "wo"),
+    no_needs=NO_NEEDS,
+    needs=_needs,
+    weight_dtypes=weight_dtypes,
+    forward=_forward,
+    backward=_backward,
 )
 OPERATIONS[MLP.name] = MLP

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -428,3 +429,31 @@ def test_a_cache_beside_a_graph_notices_what_is_old(form: str) -> None:
         one.weights[-1].mul_(2)
     with asserts.refused(RuntimeError, ["weight cache", "written since", "FSDP2", "is_first_microbatch=True"]):
         one.run(one.x, is_first_microbatch=False)
+
+
+@pytest.mark.rule("GRD-12", "BUF-2")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        recipes.NVFP4,
+        recipes.NVFP4.replace(name="delayed wgrad", wgrad=recipes.FP8Delayed.wgrad),
+    ],
+    ids=lambda r: r.name,
+)
+def test_the_largest_number_of_results_beside_buffers(recipe: Any) -> None:
+    """Every operator that writes into a buffer and keeps both operands of both products in three tensors each."""
+    one = setup("grouped_mlp", False, recipe=recipes.MXFP8, **BF16)
+    wi, wo = (weight.detach() for weight in one.weights)
+    found = []
+    for wrap in (lambda f: f, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")):
+        state = scaling_state(recipe, len(one.sizes), products=2) if recipe.delayed else None
+        bound = recipe.bind(state)
+        x, out, buffer = leaf(one.x), torch.zeros_like(one.x), torch.zeros_like(one.x)
+        accumulators = (torch.zeros(wi.shape), torch.zeros(wo.shape))
+
+        step = wrap(partial(grouped_mlp, recipe=bound, residuals="save_all"))
+        y = step(x, leaf(wi), leaf(wo), one.sizes, out=out, grad_input=buffer, wgrad_accum=accumulators)
+        y.backward(one.dy)
+        found.append([y, x.grad, *accumulators])
+    same(found[1], found[0])
