@@ -2,7 +2,7 @@
 #   make demo ARGS="--steps 20"   the main example        make test        every check, on the CPU
 #   make test-full                whole test matrices     make sanitize    soak tests under ASan and UBSan
 #   make soak                     long random draws       make wheel       a stable-ABI wheel, in dist/
-#   make test-releases            the faces with other releases of the frameworks (RELEASES), from the wheel
+#   make test-releases            the frontends with other releases of the frameworks (RELEASES), from the wheel
 #   make docs                     API pages, build/docs   make benchmark   BENCH selects a file
 #   make stub                     renews the .pyi stub    make format      lays out Python and C++
 #   make sass                     renews the instruction counts of the Hopper kernels
@@ -145,7 +145,7 @@ test-releases: wheel
 	build/releases/bin/pip install --quiet --disable-pip-version-check --no-deps dist/*.whl
 	@mkdir $(RELEASE_TREE)
 	@tar -c --exclude=__pycache__ pyproject.toml README.md docs examples tests | tar -x -C $(RELEASE_TREE)
-	cd $(RELEASE_TREE) && ../bin/python -m pytest -n $(WORKERS) tests/faces $(ARGS)
+	cd $(RELEASE_TREE) && ../bin/python -m pytest -n $(WORKERS) tests/jax_frontend tests/torch_frontend tests/parity $(ARGS)
 
 stub: native $(VENV)/.packages
 	$(PYTHON) -m nanobind.stubgen -q --exclude-values -m grouped_core._native -o grouped_core/_native.pyi

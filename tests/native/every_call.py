@@ -1,4 +1,4 @@
-"""Calls of every kind, in every form that the faces ask for: what a test of the native edge as a whole goes through."""
+"""Calls of every kind, in every form that the frontends ask for, for tests of the whole native edge."""
 
 from __future__ import annotations
 

@@ -1,0 +1,548 @@
+"""What two ranks check together, each in a process of its own: FSDP2 around the modules, experts spread as DTensors,
+masters of quantised weights in shards.
+
+    python -m tests.torch_frontend.parallel_checks --device cuda    # by hand, on two GPUs; the tests run it on the CPU
+
+Rank r has the rows of the problem times r + 1, so that ranks differ. A collective in which a rank is missing fails
+after --timeout seconds, and a rank that ends early ends the other one; what both have printed is shown then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from tests import asserts
+from tests.torch_frontend.nn_tools import MODULES, Setup, main_grads, setup
+from tests.torch_frontend.torch_tools import leaf
+from torch_bridge import (
+    MXFP8,
+    NVFP4,
+    FP8Block,
+    FP8Current,
+    FP8Delayed,
+    grouped_linear,
+    nn,
+    parallel,
+    params,
+    shards,
+    update_scaling,
+)
+from torch_bridge.quantized_weight import named_parts as parts_of
+
+RANKS = 2
+GRACE = 5.0
+"""Seconds that a rank has to say why it fails after the other one did, and then to end when it is asked to."""
+CHECKS: dict[str, Callable[[DeviceMesh], None]] = {}
+
+
+def check(run: Callable[[DeviceMesh], None]) -> Callable[[DeviceMesh], None]:
+    """Adds a check to the list."""
+    CHECKS[run.__name__] = run
+    return run
+
+
+def _setup(form: str, listed: bool, mesh: DeviceMesh, **options: Any) -> Setup:
+    """The problem of `nn_tools` on this rank's device, with its own rows."""
+    s = setup(form, listed, **options)
+    device = torch.device("cuda", mesh.get_rank()) if mesh.device_type == "cuda" else torch.device("cpu")
+    s.module.to(device)
+    s.x, s.dy = s.x.to(device) * (mesh.get_rank() + 1), s.dy.to(device)
+    s.sizes, s.probs = s.sizes.to(device), s.probs.to(device)
+    return s
+
+
+def _run(s: Setup, module: Any, x: Tensor) -> Tensor:
+    extra = {"GroupedLinear": (s.sizes,), "GroupedMLP": (s.sizes, s.probs)}.get(s.form, (s.sizes, s.probs, s.sizes))
+    return module(x, *extra)
+
+
+def _mean_over_ranks(tensor: Tensor) -> Tensor:
+    found = [torch.empty_like(tensor) for _ in range(RANKS)]
+    dist.all_gather(found, tensor.contiguous())
+    return (found[0] + found[1]) / RANKS
+
+
+def _same_gradients(sharded: Any, plain: Any) -> None:
+    """The sharded ones are the mean over ranks of the plain ones."""
+    for (name, a), (_, b) in zip(sharded.named_parameters(), plain.named_parameters(), strict=True):
+        if b.grad is None:
+            assert a.grad is None, name
+        else:
+            assert a.grad.placements == a.placements, name
+            asserts.bitwise(a.grad.full_tensor(), _mean_over_ranks(b.grad), name)
+
+
+@check
+def fsdp2_gives_the_mean_of_the_gradients(mesh: DeviceMesh) -> None:
+    """Every module, both forms of parameters, an expert frozen where it has a parameter of its own."""
+    for form in MODULES:
+        for listed in (False, True):
+            s = _setup(form, listed, mesh)
+            if listed:
+                s.weights[1].requires_grad_(False)
+            plain = copy.deepcopy(s.module)
+            fully_shard(s.module, mesh=mesh)
+            x, x2 = leaf(s.x), leaf(s.x)
+            y, y2 = _run(s, s.module, x), _run(s, plain, x2)
+            asserts.bitwise(y, y2, "y")
+            y.backward(s.dy)
+            y2.backward(s.dy)
+            asserts.bitwise(x.grad, x2.grad, "dx")
+            _same_gradients(s.module, plain)
+
+
+class _Model(torch.nn.Module):
+    """Experts behind a weight of their own."""
+
+    def __init__(self, experts: nn.GroupedMLP) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(2, device=next(experts.parameters()).device))
+        self.experts = experts
+
+    def forward(self, x: Tensor, sizes: Tensor, probs: Tensor) -> Tensor:
+        return self.scale[0] * self.experts(x, sizes, probs)
+
+
+@check
+def fsdp2_trains_as_copies_that_average_do(mesh: DeviceMesh) -> None:
+    """Four steps, layer within layer: the experts are a unit of their own inside a model."""
+    s = _setup("GroupedMLP", True, mesh)
+    plain = _Model(s.module)
+    model = copy.deepcopy(plain)
+    fully_shard(model.experts, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for _ in range(4):
+        for one, optimizer in zip((model, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            one(leaf(s.x), s.sizes, s.probs).backward(s.dy)
+            if one is plain:
+                for parameter in plain.parameters():
+                    parameter.grad = _mean_over_ranks(parameter.grad)
+            optimizer.step()
+    for (name, a), (_, b) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert isinstance(a, DTensor)
+        asserts.bitwise(a.full_tensor(), b, name)
+
+
+@check
+def delayed_gradients_are_averaged_when_they_run(mesh: DeviceMesh) -> None:
+    """Two microbatches, drained after FSDP2 has sharded the weights again, equal to the undelayed ones."""
+    for form in MODULES:
+        for listed in (False, True):
+            found = []
+            for delay in (False, True):
+                s = _setup(form, listed, mesh, delay=delay)
+                fully_shard(s.module, mesh=mesh)
+                for at in range(2):
+                    _run(s, s.module, leaf(s.x * (at + 1))).backward(s.dy)
+                if delay:
+                    assert all(each.grad is None for each in s.module.parameters())
+                    s.module.backward_dw(all=True)
+                found.append(s.module)
+            for (name, a), (_, b) in zip(*(each.named_parameters() for each in found), strict=True):
+                assert a.grad.placements == a.placements, name
+                asserts.bitwise(a.grad.full_tensor(), b.grad.full_tensor(), name)
+
+
+@check
+def an_idle_rank_runs_every_collective(mesh: DeviceMesh) -> None:
+    s = _setup("GroupedMLP", True, mesh)
+    if mesh.get_rank() == 1:
+        s.sizes = torch.zeros_like(s.sizes)
+    plain = copy.deepcopy(s.module)
+    fully_shard(s.module, mesh=mesh)
+    for module in (s.module, plain):
+        _run(s, module, leaf(s.x)).backward(s.dy)
+    if mesh.get_rank() == 1:
+        assert not any(each.grad.any() for each in plain.parameters())
+    _same_gradients(s.module, plain)
+
+
+@check
+def main_grad_is_looked_for_on_the_unsharded_parameter(mesh: DeviceMesh) -> None:
+    """FSDP2 has none to offer, which is said when it is written; a wrapper that has one (FSDP attributes) is asked."""
+    s = _setup("GroupedLinear", False, mesh, accumulate=True)
+    fully_shard(s.module, mesh=mesh)
+    y = _run(s, s.module, leaf(s.x))
+    with asserts.refused(RuntimeError, ["`main_grad` of `weight`", "missing", "create it"]):
+        y.backward(s.dy)
+
+
+@check
+def a_sharded_state_dict_loads_into_either_form(mesh: DeviceMesh) -> None:
+    for listed in (False, True):
+        s = _setup("GroupedMLP", listed, mesh)
+        plain = copy.deepcopy(s.module)
+        fully_shard(s.module, mesh=mesh)
+        state = get_model_state_dict(s.module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if mesh.get_rank():
+            continue  # rank 0 has it
+        other = _setup("GroupedMLP", not listed, mesh).module
+        other.load_state_dict(state)
+        asserts.bitwise(_run(s, other, s.x), _run(s, plain, s.x))
+
+
+@check
+def forms_of_weights_that_were_gathered_anew_are_not_reused(mesh: DeviceMesh) -> None:
+    """Often at the address that they had, and always under the same version."""
+    for listed in (False, True):
+        for _ in range(8):
+            s = _setup("GroupedLinear", listed, mesh, recipe=MXFP8)
+            fully_shard(s.module, mesh=mesh)
+            optimizer = torch.optim.SGD(s.module.parameters(), lr=1.0)
+            s.module(s.x, s.sizes, is_first_microbatch=True).backward(s.dy)
+            optimizer.step()
+            with asserts.refused(RuntimeError, ["weight cache", "gathered again", "is_first_microbatch=True"]):
+                s.module(s.x, s.sizes, is_first_microbatch=False)
+            s.module.reshard()
+
+
+@check
+def layers_inside_an_mlp_are_not_wrapped_alone(mesh: DeviceMesh) -> None:
+    """Their forward is not called, so nobody would gather their weights."""
+    s = _setup("GroupedMLP", True, mesh)
+    fully_shard(s.module.linear_fc1, mesh=mesh)
+    with asserts.refused(ValueError, ["`weight0`", "DTensor", "wrap the module that is called"]):
+        _run(s, s.module, s.x)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experts as DTensors
+
+
+def _experts(mesh: DeviceMesh, **options: Any) -> tuple[Setup, Any, Any]:
+    """(the whole problem, all experts in one module, those of this rank): four groups, two a rank."""
+    s = _setup("GroupedMLP", False, mesh, case="uniform", **options)
+    s.x = s.x / (mesh.get_rank() + 1)  # here both have the same rows
+    spread = parallel.shard_experts(copy.deepcopy(s.module), mesh)
+    return s, s.module, spread
+
+
+def _part(s: Setup, mesh: DeviceMesh) -> tuple[slice, Tensor]:
+    """(the rows of this rank's experts, their sizes)."""
+    groups, rows = len(s.sizes) // RANKS, len(s.x) // RANKS
+    rank = mesh.get_rank()
+    return slice(rank * rows, (rank + 1) * rows), s.sizes[rank * groups : (rank + 1) * groups]
+
+
+def _local(parameter: Any) -> Any:
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+@check
+def each_rank_computes_its_own_experts(mesh: DeviceMesh) -> None:
+    """y, dx and the gradients are the parts of those of the whole; gradients are DTensors placed as the weights."""
+    for mode in ("grad", "main_grad", "delayed", "delayed_main_grad"):
+        options = {"accumulate": "main_grad" in mode, "delay": "delayed" in mode}
+        s, whole, spread = _experts(mesh, **options)
+        rows, sizes = _part(s, mesh)
+        for module in (whole, spread):
+            if options["accumulate"]:
+                main_grads([_local(each) for each in module.parameters()], 0.5)
+                for parameter in module.parameters():
+                    parameter.main_grad = _local(parameter).main_grad
+                    parameter.grad_added_to_main_grad = False
+        x, mine = leaf(s.x), leaf(s.x[rows])
+        y, y2 = whole(x, s.sizes, s.probs), spread(mine, sizes, s.probs[rows].contiguous())
+        asserts.bitwise(y2, y[rows], "y")
+        y.backward(s.dy)
+        y2.backward(s.dy[rows].contiguous())
+        asserts.bitwise(mine.grad, x.grad[rows], "dx")
+        if options["delay"]:
+            whole.backward_dw()
+            spread.backward_dw()
+        for (name, a), (_, b) in zip(spread.named_parameters(), whole.named_parameters(), strict=True):
+            assert a.grad.placements == (Shard(0),), name
+            asserts.bitwise(a.grad.full_tensor(), b.grad, f"{mode}: {name}")
+            if options["accumulate"]:
+                assert a.grad_added_to_main_grad is True
+                parts = b.main_grad.view(RANKS, -1)
+                asserts.bitwise(a.main_grad, parts[mesh.get_rank()], f"{mode}: main_grad of {name}")
+
+
+@check
+def other_placements_and_uses_are_refused(mesh: DeviceMesh) -> None:
+    s, _, spread = _experts(mesh)
+    _, sizes = _part(s, mesh)
+    layer: Any = spread.linear_fc1
+    whole: Any = layer.weight.detach().full_tensor()
+    for placement in (Replicate(), Shard(1)):
+        layer.weight = torch.nn.Parameter(distribute_tensor(whole, mesh, [placement]))
+        with asserts.refused(ValueError, ["`weight`", "placed", "Shard(0) along every axis", "redistribute"]):
+            layer(s.x, sizes)
+    weight = spread.linear_fc2.weight
+    with asserts.refused(ValueError, ["`weight`", "a DTensor", "to_local()"]):
+        grouped_linear(s.x[:, :8].contiguous(), weight, s.sizes)
+    with asserts.refused(ValueError, ["`x`", "a DTensor", "to_local()"]):
+        grouped_linear(distribute_tensor(s.x, mesh, [Shard(0)]), torch.zeros(4, 3, s.x.shape[1]), s.sizes)
+    with asserts.refused(ValueError, ["one parameter per group", "`single_grouped_weight`"]):
+        parallel.shard_experts(nn.GroupedLinear(4, 3, 3), mesh)
+    with asserts.refused(ValueError, ["layer `linear_fc1`", "5 groups over 2 ranks", "divide"]):
+        parallel.shard_experts(nn.GroupedMLP(5, 3, 3, single_grouped_weight=True), mesh)
+
+
+@check
+def each_rank_has_the_scaling_state_of_its_own_experts(mesh: DeviceMesh) -> None:
+    """Bits, multipliers and magnitudes are the parts of those of the whole."""
+    s, whole, spread = _experts(mesh, recipe=FP8Delayed.replace(history=2))
+    rows, sizes = _part(s, mesh)
+    groups = slice(mesh.get_rank() * len(sizes), (mesh.get_rank() + 1) * len(sizes))
+    for _ in range(2):
+        x, mine = leaf(s.x), leaf(s.x[rows])
+        y, y2 = whole(x, s.sizes, s.probs), spread(mine, sizes, s.probs[rows].contiguous())
+        asserts.bitwise(y2, y[rows], "y")
+        y.backward(s.dy)
+        y2.backward(s.dy[rows].contiguous())
+        asserts.bitwise(mine.grad, x.grad[rows], "dx")
+        for module in (whole, spread):
+            update_scaling(module.scaling_state)
+        asserts.bitwise(spread.scaling_state.scale, whole.scaling_state.scale[:, groups].contiguous())
+
+
+@check
+def checkpoints_hold_the_scaling_state_of_every_rank(mesh: DeviceMesh) -> None:
+    """Loaded by as many ranks each gets its own back, by one that of all experts; a whole one is divided."""
+    recipe = FP8Delayed.replace(history=2)
+    for make in (nn.GroupedLinear, nn.GroupedMLP):
+
+        def module(make: Any = make) -> Any:
+            return make(4, 32, 32, bias=False, single_grouped_weight=True, recipe=recipe).to(mesh.device_type)
+
+        held, other, whole = (
+            parallel.shard_experts(module(), mesh),
+            parallel.shard_experts(module(), mesh),
+            module(),
+        )
+        for number, name in enumerate(("scaling_scale", "scaling_history")):
+            tensor: Tensor = getattr(held, name)
+            tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + 100 * mesh.get_rank() + 1000 * number)
+        folder: list[Any] = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folder)
+        save(get_model_state_dict(held), checkpoint_id=folder[0])
+        for each in (other, whole):
+            state = get_model_state_dict(each)
+            load(state, checkpoint_id=folder[0])
+            set_model_state_dict(each, state)
+        again = parallel.shard_experts(module(), mesh)
+        set_model_state_dict(again, whole.state_dict(), options=StateDictOptions(full_state_dict=True))
+        for name in ("scaling_scale", "scaling_history", "scaling_top"):
+            mine = getattr(held, name)
+            asserts.bitwise(getattr(other, name), mine, name)
+            asserts.bitwise(getattr(again, name), mine, name)
+            if name != "scaling_top":
+                mine = DTensor.from_local(mine, mesh, [Shard(mine.dim() - 1)]).full_tensor()
+            asserts.bitwise(getattr(whole, name), mine, name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Masters of quantised weights
+
+
+_HELD = (FP8Delayed.replace(history=2), FP8Current, FP8Block, MXFP8, NVFP4)
+
+
+def _codes(module: Any) -> dict[str, Tensor]:
+    return {
+        f"{name}.{part}": tensor.clone().view(torch.uint8)
+        for name, weight in module.named_parameters()
+        for part, tensor in parts_of(weight.q).items()
+    }
+
+
+@check
+def shards_of_masters_give_the_codes_of_whole_ones(mesh: DeviceMesh) -> None:
+    """Cut in the middle of a row, of a block and of a byte, at the end of a weight, and where one rank has nothing.
+
+    A rank's part of the magnitudes decides nothing alone: the largest lie with either, and a NaN with the first.
+    """
+    rank, group = mesh.get_rank(), mesh.get_group()
+    for recipe in _HELD:
+        for listed in (False, True):
+            torch.manual_seed(7)
+            options: Any = {"recipe": recipe, "quantized_weights": True, "single_grouped_weight": not listed}
+            module = nn.GroupedMLP(3, 50, 36, **options).to(mesh.device_type)
+            weights: list[Any] = list(module.parameters())[::-1]
+            flat = torch.cat([torch.randn(each.numel()) for each in weights]).to(mesh.device_type)
+            flat[5], flat[-5], flat[100] = 30.0, -40.0, float("nan")
+            whole = copy.deepcopy(module)
+            with torch.no_grad():
+                for weight, (_, master, _) in zip(
+                    reversed(list(whole.parameters())), params.expand_shard(weights, flat, 0), strict=True
+                ):
+                    weight.copy_(master.view(weight.shape))
+            for cut in (1, 2053, weights[0].numel(), len(flat) - 2053, len(flat)):
+                begin, end = ((0, cut), (cut, len(flat)))[rank]
+                entries = params.expand_shard(weights, flat[begin:end], begin)
+                arguments: Any = [list(each) for each in zip(*entries, strict=True)]
+                for weight in weights:
+                    weight.detach().zero_()
+                before = _codes(module)
+                for skip in (torch.ones(1, dtype=torch.int32), None):
+                    skip = None if skip is None else skip.to(mesh.device_type)
+                    shards.cast_shards(*arguments, process_group=group, skip=skip)
+                    found, wanted = _codes(module), _codes(whole) if skip is None else before
+                    for name, scales in found.items():
+                        if not name.endswith("values") or skip is not None:
+                            asserts.bitwise(scales, wanted[name], name)
+                    shards.gather_codes(*arguments, process_group=group, skip=skip)
+                    for name, part in _codes(module).items():
+                        asserts.bitwise(part, wanted[name], name)
+            if recipe.delayed:
+                for one in (module, whole):
+                    update_scaling(one.scaling_state)
+                asserts.bitwise(module.scaling_state.scale, whole.scaling_state.scale)
+                assert (module.scaling_state.scale[1] != 1).any()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks that fail, which are run by name alone
+
+
+def one_rank_stays_away_from_a_collective(mesh: DeviceMesh) -> None:
+    if mesh.get_rank() == 1:
+        print("rank 1 has had enough", flush=True)
+        time.sleep(3600)
+    _mean_over_ranks(torch.zeros(3, device=mesh.device_type))
+
+
+def both_ranks_wait_for_ever(mesh: DeviceMesh) -> None:
+    time.sleep(3600)
+
+
+FAILING = {run.__name__: run for run in (one_rank_stays_away_from_a_collective, both_ranks_wait_for_ever)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running
+
+
+def _process(rank: int, device: str, folder: str, names: list[str], timeout: float) -> None:
+    """The named checks on one rank; each leaves a file, empty if it passed, and what is printed goes to another."""
+    with Path(folder, f"output.{rank}").open("wb") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+    faulthandler.register(signal.SIGTERM, file=2, chain=True)  # so that a rank that is ended shows where it was
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=timeout),
+    )
+    mesh = init_device_mesh(device, (RANKS,))
+    for name in names:
+        failure = ""
+        try:
+            (CHECKS | FAILING)[name](mesh)
+        except BaseException:
+            failure = f"rank {rank}: {traceback.format_exc()}"
+        Path(folder, f"{name}.{rank}").write_text(failure)
+        dist.barrier()  # fails where a collective has, and this rank with it: nothing behind it would mean anything
+    dist.destroy_process_group()
+
+
+def _end(ranks: list[Any], limit: float) -> list[str]:
+    """Waits for the ranks, and ends all when one has failed or `limit` seconds are over. Returns how each ended."""
+
+    def wait_for(seconds: float, done: Callable[[Iterable[Any]], bool]) -> None:
+        deadline = time.monotonic() + seconds
+        while not done(ranks) and (left := deadline - time.monotonic()) > 0:
+            wait([each.sentinel for each in ranks if each.is_alive()], left)
+
+    def all_ended(ranks: Iterable[Any]) -> bool:
+        return not any(each.is_alive() for each in ranks)
+
+    wait_for(limit, lambda ranks: all_ended(ranks) or any(each.exitcode for each in ranks))
+    if any(each.exitcode for each in ranks):
+        wait_for(GRACE, all_ended)
+        why = "after the other one had failed"
+    else:
+        why = f"after {limit:g} seconds"
+    running = [each.is_alive() for each in ranks]
+    for end in ("terminate", "kill"):
+        for each in ranks:
+            if each.is_alive():
+                getattr(each, end)()
+        wait_for(GRACE, all_ended)
+    return [
+        f"was ended {why}" if ours else f"ended with status {each.exitcode}"
+        for each, ours in zip(ranks, running, strict=True)
+    ]
+
+
+def run_all(device: str, names: list[str], timeout: float, limit: float) -> tuple[dict[str, str], str]:
+    """(what went wrong in each check, on either rank; what ranks that did not come to their end have printed)."""
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(RANKS):
+            Path(folder, f"output.{rank}").touch()  # for a rank that is ended while it imports
+        context = multiprocessing.get_context("spawn")
+        ranks = [
+            context.Process(target=_process, args=(rank, device, folder, names, timeout), daemon=True)
+            for rank in range(RANKS)
+        ]
+        for each in ranks:
+            each.start()
+        ends = _end(ranks, limit)
+        found = {}
+        for name in names:
+            files = [Path(folder, f"{name}.{rank}") for rank in range(RANKS)]
+            found[name] = "".join(
+                file.read_text() if file.exists() else f"rank {rank} did not finish it: it {ends[rank]}\n"
+                for rank, file in enumerate(files)
+            )
+        printed = "".join(
+            f"rank {rank} {ends[rank]}; it printed:\n{Path(folder, f'output.{rank}').read_text(errors='replace')}\n"
+            for rank in range(RANKS)
+        )
+        return found, printed if any(each.exitcode for each in ranks) else ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--checks", nargs="+", choices=[*CHECKS, *FAILING], default=list(CHECKS), metavar="NAME", help="(default: all)")
+    add("--timeout", type=float, default=45.0, metavar="SECONDS", help="for a collective (default: %(default)s)")
+    add("--limit", type=float, default=540.0, metavar="SECONDS", help="for all checks (default: %(default)s)")
+    options = parser.parse_args()
+    found, printed = run_all(options.device, options.checks, options.timeout, options.limit)
+    for name, failure in found.items():
+        print(f"{'FAILED' if failure else 'passed'}  {name}")
+        if failure:
+            print(failure)
+    if printed:
+        print(printed)
+    return int(any(found.values()) or bool(printed))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the problems are made by tools that import it
+    sys.exit(main())

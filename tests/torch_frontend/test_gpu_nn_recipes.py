@@ -1,0 +1,134 @@
+"""Layers with recipes that quantise on a GPU: captured graphs with other sizes, weights, scales and random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from grouped_core.recipes import Recipe
+from tests import asserts
+from tests.torch_frontend.gpu_layers import Step
+from tests.torch_frontend.gpu_tools import REPLAYED, capture, captured, launches_only
+from tests.torch_frontend.nn_tools import MODULES
+from tests.torch_frontend.recipe_tools import ALL, DELAYED, same, states
+from torch_bridge import update_scaling
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+by_recipe = pytest.mark.parametrize("recipe", ALL, ids=lambda r: r.name)
+by_holding = pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
+by_form = pytest.mark.parametrize("form", MODULES)
+
+
+@pytest.fixture(autouse=True)
+def _on_the_gpu() -> Iterator[None]:
+    with torch.device("cuda"):
+        yield
+
+
+@pytest.mark.rule("CAP-1", "CAP-3", "CAP-4", "GRP-5")
+@by_recipe
+@by_holding
+@by_form
+def test_a_captured_layer_replays_with_other_sizes_weights_and_scales(form: str, listed: bool, recipe: Recipe) -> None:
+    step = Step(form, listed, recipe=recipe)
+    graph, results = captured(step.run)
+    for at, sizes in enumerate(REPLAYED):
+        step.load(sizes)
+        with torch.no_grad():
+            for weight in step.weights:
+                weight.mul_(1.0 + 0.25 * at)
+        torch.manual_seed(at)
+        eager = [each.clone() for each in step.run()]
+        for _ in range(2):
+            for tensor in results:
+                tensor.fill_(float("nan"))
+            torch.manual_seed(at)  # replays draw from the generator of the device
+            graph.replay()
+            same(results, eager, f"with sizes {sizes}")
+        for state in states(step.module):
+            update_scaling(state)
+    if recipe.stochastic:
+        step.load(REPLAYED[0])
+        graph.replay()
+        first = [each.clone() for each in results]
+        graph.replay()
+        assert not torch.equal(first[1], results[1]), "each replay has random numbers of its own"
+
+
+@pytest.mark.rule("QNT-6", "CAP-3")
+@pytest.mark.parametrize("recipe", [each for each in ALL if not each.dgrad[1].plain], ids=lambda r: r.name)
+@by_holding
+@by_form
+def test_one_graph_serves_all_microbatches(form: str, listed: bool, recipe: Recipe) -> None:
+    """Without an update nothing of the weights is read, here NaN; with one what the cache held is gone."""
+    step, other = Step(form, listed, recipe=recipe), Step(form, listed, recipe=recipe)
+    step.module.set_weight_update(True)
+    graph, results = captured(step.run)
+    for at, sizes in enumerate(REPLAYED):
+        with torch.no_grad():
+            for a, b in zip(step.weights, other.weights, strict=True):
+                b.mul_(1.25)
+                a.copy_(b)
+        for microbatch in range(3):
+            for one in (step, other):
+                one.load(sizes)
+            step.module.set_weight_update(microbatch == 0)
+            torch.manual_seed(10 * at + microbatch)
+            graph.replay()
+            torch.manual_seed(10 * at + microbatch)
+            same(results, other.run(), f"of microbatch {microbatch} with sizes {sizes}")
+            with torch.no_grad():
+                for weight in step.weights:
+                    weight.fill_(float("nan"))
+        for state in (*states(step.module), *states(other.module)):
+            update_scaling(state)
+
+
+@pytest.mark.rule("QNT-6", "CAP-1")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_what_a_capture_of_the_cache_refuses() -> None:
+    step = Step("GroupedLinear", False, recipe=DELAYED)
+    step.module.set_weight_update(True)
+    for words, run in (
+        (["weight cache", "captured", "warm-up"], step.run),
+        (["set_weight_update", "captured", "before the replay"], lambda: step.module.set_weight_update(False)),
+    ):
+        with asserts.refused(RuntimeError, words), capture():
+            run()
+
+
+@pytest.mark.rule("CAP-1", "GRP-3")
+@by_recipe
+@by_form
+def test_layers_neither_synchronise_nor_copy_nor_allocate(form: str, recipe: Recipe) -> None:
+    step = Step(form, True, recipe=recipe)
+    step.module.set_weight_update(True)
+    launches_only(step.run)
+
+
+@pytest.mark.rule("GRD-12")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@by_recipe
+@pytest.mark.parametrize("form", ["GroupedLinear", "GroupedMLP"])
+def test_compiled_layers_have_the_bits_of_eager(form: str, recipe: Recipe) -> None:
+    """Whole graphs, over steps with other sizes and scales."""
+    torch.compiler.reset()
+    step, other = (Step(form, True, recipe=recipe) for _ in range(2))
+    step.module.compile(fullgraph=True, backend="aot_eager")
+    for at, sizes in enumerate(REPLAYED):
+        found = []
+        for one in (step, other):
+            one.load(sizes)
+            torch.manual_seed(at)
+            found.append([*one.run(), *(state.history.clone() for state in states(one.module))])
+            for state in states(one.module):
+                update_scaling(state)
+        same(found[0], found[1], f"with sizes {sizes}")

@@ -1,0 +1,332 @@
+"""How the PyTorch face looks at memory: what counts as the same call, and what is refused although it looks alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from grouped_core import _native, calls, plans, recipes
+from grouped_core.activations import Activation
+from grouped_core.recipes import plain
+from tests import asserts
+from tests.torch_frontend.nn_tools import FUNCTIONS, setup
+from tests.torch_frontend.torch_tools import leaf, operators_of, small
+from torch_bridge import (
+    _args,
+    _cache,
+    _record,
+    grouped_linear,
+    grouped_mlp,
+    quantize,
+    scaling_state,
+)
+from torch_bridge._memory import EXCHANGE, address_table
+
+
+class Marked(Tensor):
+    """A tensor in plain memory with a type of its own."""
+
+
+def _shifted(count: int) -> Tensor:
+    """`count` floats whose address is no multiple of 16 bytes."""
+    return torch.zeros(count + 1)[1:]
+
+
+def test_facts_are_shapes_dtypes_and_nothing_of_the_values() -> None:
+    def facts(**changes: Any) -> bytes | None:
+        given = {
+            "x": torch.zeros(3, 4),
+            "w": torch.ones(2, 4),
+            "list": [torch.zeros(4), None, torch.zeros(4)],
+        } | changes
+        return EXCHANGE.describe((*given.values(), None))
+
+    base = facts()
+    assert base is not None
+    assert facts(x=torch.ones(3, 4), w=torch.zeros(2, 4)) == base
+    assert facts(x=torch.nn.Parameter(torch.ones(3, 4)), w=torch.ones(2, 4).as_subclass(Marked)) == base
+    assert facts(x=torch.zeros(8, 4)[2:5]) == base
+    others = [
+        facts(x=torch.zeros(4, 3)),
+        facts(x=torch.zeros(3, 4, 1)),
+        facts(x=torch.zeros(3, 4, dtype=torch.int32)),
+        facts(x=None),
+        facts(w=[torch.ones(2, 4)]),
+        facts(list=[torch.zeros(4), torch.zeros(4)]),
+        facts(list=[_shifted(4), None, torch.zeros(4)]),
+        facts(x=_shifted(12).view(3, 4)),
+        facts(w=_shifted(8).view(2, 4)),
+    ]
+    assert len({base, *others}) == len(others) + 1
+    assert None not in others
+
+
+@pytest.mark.parametrize(
+    "operand",
+    [
+        torch.zeros(4, 3).t(),
+        torch.zeros(3, 8)[:, ::2],
+        torch.zeros(3, 4, device="meta"),
+        torch.eye(3).to_sparse(),
+        [torch.zeros(4), torch.zeros(5)],
+        [torch.zeros(4), torch.zeros(4, dtype=torch.int32)],
+        [torch.zeros(4), 1],
+        1.0,
+        "text",
+    ],
+    ids=str,
+)
+def test_what_kernels_cannot_read_where_it_lies_has_no_facts(operand: Any) -> None:
+    assert EXCHANGE.describe((torch.zeros(2), operand)) is None
+
+
+def test_axes_without_extent_have_no_stride() -> None:
+    assert EXCHANGE.describe((torch.zeros(1, 4).t().contiguous(),)) is not None
+    assert EXCHANGE.describe((torch.zeros(3, 1).as_strided((3, 1), (1, 7)),)) is not None
+    assert EXCHANGE.describe((torch.zeros(0, 4).t(),)) is not None
+
+
+def test_fake_tensors_are_not_asked_for_memory() -> None:
+    with FakeTensorMode() as mode, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert EXCHANGE.describe((mode.from_tensor(torch.zeros(3)),)) is None
+
+
+def test_addresses() -> None:
+    members = [torch.zeros(4), None, torch.zeros(8)[4:]]
+    expected = [0 if each is None else each.data_ptr() for each in members]
+    assert memoryview(EXCHANGE.addresses(members)).cast("q").tolist() == expected
+    assert address_table(members, -1).tolist() == expected
+    with asserts.refused(ValueError, ["operand", "no tensor"]):
+        EXCHANGE.addresses([torch.eye(3).to_sparse()])
+    with asserts.refused(TypeError, ["exchange", "DLPack", "install"]):
+        _native.Exchange(int)
+
+
+def test_launchers_refuse_what_is_not_there() -> None:
+    specs = [("float32", (2, 3)), ("float32", (2,)), ("int32", (1,)), None]
+    plan = _native.plan("scale_rows", "cpu", "", specs, [("float32", (2, 3))], {})
+    assert plan.kernel
+    assert not plan.workspace_bytes
+    with asserts.refused(ValueError, ["got 2", "expected 6", "workspace"]):
+        _native.Launcher(EXCHANGE, plan, [0, 1])
+    launcher = _native.Launcher(EXCHANGE, plan, [0, 1, 2, -1, 3, -1])
+    values = [torch.ones(2, 3), torch.full((2,), 2.0), torch.tensor([2], dtype=torch.int32), torch.empty(2, 3)]
+    launcher.launch(values, 0)
+    asserts.filled(values[3], 2.0)
+    with asserts.refused(ValueError, ["operand", "no tensor"]):
+        launcher.launch([*values[:3], None], 0)
+    with pytest.raises(IndexError):
+        launcher.launch(values[:3], 0)
+
+
+def _moved(tensor: Tensor) -> Tensor:
+    """A copy whose address is no multiple of 16 bytes."""
+    return torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape).copy_(tensor)
+
+
+def _fused(run: Any, static: Any, operands: Any) -> Any:
+    """A rule of one call that has a workspace; `static` is the kernel to pin."""
+    x, w, sizes = operands.x, operands.w, operands.sizes
+    call = calls.grouped_matmul_act(
+        *(x.spec, w.spec, 2, sizes.spec, x.spec.dtype),
+        activation=Activation("relu"),
+        recipe=plain(x.spec.dtype),
+        hidden=False,
+        implementation=static,
+    )
+    given = {"lhs": x, "rhs": w, "group_sizes": sizes}
+    return run(call, [given.get(slot) for slot in calls.SLOTS[call.name]])[:1]
+
+
+class _Fused(NamedTuple):
+    x: Any
+    w: Any
+    sizes: Any
+    bias: Any
+
+
+FUSED = _record.Rule("fused", _fused, _Fused, frozenset({"x"}), frozenset())
+
+
+def _planned_call(*operands: Tensor | None) -> calls.Call:
+    given = [_record.given_of(each, has_memory=False) for each in operands]
+    (call,) = _record.record(FUSED, "", (None,) * 4, given, len(operands[0])).calls
+    return call
+
+
+def _operands(rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, w, sizes of two groups, and a bias that the rule above leaves alone."""
+    x, w = torch.ones(rows, width, dtype=dtype), torch.ones(2, width, width, dtype=dtype)
+    return x, w, torch.tensor([rows - 1, 1], dtype=torch.int32), torch.ones(width)
+
+
+def _registers(call: calls.Call) -> list[int]:
+    """Three operands, the first result, the workspace."""
+    return [0, 1, 2, *[-1] * (len(call.inputs) - 3), 3, *[-1] * (len(call.outputs) - 1), 4]
+
+
+@pytest.mark.rule("TE #2660")
+def test_launchers_refuse_a_workspace_that_is_too_small() -> None:
+    operands = _operands(40, 32, torch.float32)
+    call = _planned_call(*operands)
+    plan = plans.plan(call, "cpu")
+    needed = plan.workspace_bytes
+    registers = _registers(call)
+    assert [slot for slot, spec in enumerate(call.inputs) if spec] == [0, 1, 2]
+    launcher, result = _native.Launcher(EXCHANGE, plan, registers), torch.full((40, 32), 7.0)
+    for small_one in (torch.empty(needed - 257, dtype=torch.uint8), torch.empty(needed // 4 - 65), torch.empty(0, 9)):
+        words = [f"the workspace has {small_one.nbytes} bytes", f"expected {needed}", "grouped_matmul_act(", "allocate"]
+        with asserts.refused(ValueError, words):
+            launcher.launch([*operands[:3], result, small_one], 0)
+        asserts.filled(result, 7.0)
+    launcher.launch([*operands[:3], result, torch.empty(needed // 4 + 1)[1:]], 0)
+    asserts.filled(result, 32.0)
+
+
+_NEEDS_CUDA = pytest.mark.skipif(not _native.cuda_compiled, reason="this build has no CUDA kernels")
+
+
+@_NEEDS_CUDA
+def test_a_refused_launch_names_the_odd_address() -> None:
+    """Where the workspace is that of aligned addresses. Nothing is launched, so no device is needed."""
+    operands = [*_operands(512, 64, torch.bfloat16)[:3], torch.empty(512, 64, dtype=torch.bfloat16)]
+    call = _planned_call(*operands[:3], None)
+    plan = plans.plan(call, "sm_90a")
+    launcher = _native.Launcher(EXCHANGE, plan, _registers(call))
+    workspace = torch.empty(plan.aligned_workspace_bytes, dtype=torch.uint8)
+    for at, name in ((0, "lhs"), (1, "rhs"), (3, "result")):
+        odd = [_moved(each) if each is operands[at] else each for each in operands]
+        sizes = [
+            f"the workspace has {workspace.nbytes} bytes",
+            f"expected {plan.workspace_bytes} in grouped_matmul_act(",
+        ]
+        with asserts.refused(ValueError, [*sizes, f"address of `{name}` is no multiple of 16", "align it"]):
+            launcher.launch([*odd, workspace], 0)
+
+
+@_NEEDS_CUDA
+def test_odd_addresses_make_the_workspace_larger(monkeypatch) -> None:
+    """Of operands whose addresses a kernel wants aligned, and for the programs of such operands alone."""
+    monkeypatch.setattr(_record, "arch_of", lambda device: "sm_90a")  # planned for, never launched
+    x, w, sizes, bias = _operands(512, 64, torch.bfloat16)
+
+    def workspace(*operands: Tensor, kernel: str = "") -> int:
+        return _record._program(
+            FUSED, kernel, (None,) * 4, operands, len(operands[0]), torch.device("cpu")
+        ).workspace_bytes
+
+    between = x.numel() * x.itemsize
+    for even in ((x, w, sizes, bias), (x, w, _moved(sizes), bias), (x, w, sizes, _moved(bias))):
+        assert 0 < workspace(*even) < 1024
+    for odd in ((_moved(x), w, sizes, bias), (x, _moved(w), sizes, bias)):
+        assert between < workspace(*odd) < between + 4096
+    composed = [workspace(each, w, sizes, bias, kernel="composed") for each in (x, _moved(x))]
+    assert composed[0] == composed[1] > between
+
+
+@pytest.mark.rule("ERR-1")
+def test_a_call_that_differs_in_layout_alone_is_checked_again() -> None:
+    t = small()
+    square = t.x[: t.x.shape[1]].contiguous()  # [K, K]: its transpose has the same shape
+    weight = [w.clone() for w in t.w]
+    for _ in range(2):
+        grouped_linear(square, weight, t.sizes)
+        with asserts.refused(ValueError, ["`x`", "strides", "contiguous"]):
+            grouped_linear(square.t(), weight, t.sizes)
+        with asserts.refused(TypeError, ["`weight[1]`", "dtype"]):
+            grouped_linear(square, [weight[0], weight[1].double(), *weight[2:]], t.sizes)
+
+
+def _call(form: str, recipe: Any, x: Tensor | None = None) -> Tensor:
+    """A function of `FUNCTIONS` on fresh operands and a fresh state, of rows `x` if they are given."""
+    one = setup(form, True, case="idle_ends", dtype="bfloat16")
+    groups = len(one.sizes)
+    weights = [leaf(each) for each in one.weights]
+    if recipe is not None and recipe.delayed:
+        recipe = recipe.bind(scaling_state(recipe, groups, products=len(weights) // groups))
+    rows = leaf(one.x if x is None else x)
+    if form == "grouped_linear":
+        return grouped_linear(rows, weights, one.sizes, recipe=recipe)
+    return grouped_mlp(rows, weights[:groups], weights[groups:], one.sizes, recipe=recipe)
+
+
+CHECKS = ("_check_linear", "_check_mlp")
+"""What checks the operands of the public functions."""
+
+
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize("recipe", [None, recipes.FP8Delayed, recipes.MXFP8], ids=lambda r: r and r.name)
+@pytest.mark.parametrize("form", FUNCTIONS)
+def test_operands_are_checked_once_for_their_facts(monkeypatch: pytest.MonkeyPatch, form: str, recipe: Any) -> None:
+    """Facts are those of other tensors too; what has others is checked, and so is another recipe."""
+    first = _call(form, recipe)
+    checked: list[str] = []
+    for name in CHECKS:
+
+        def note(check: Any, name: str, *arguments: Any) -> Any:
+            checked.append(name)
+            return check(*arguments)
+
+        monkeypatch.setattr(_args, name, partial(note, getattr(_args, name), name))
+    monkeypatch.setattr(_record, "_program", lambda *_: pytest.fail("planned again"))
+    asserts.bitwise(_call(form, recipe), first)
+    assert not checked
+    monkeypatch.undo()
+    for name in CHECKS:
+        monkeypatch.setattr(_args, name, lambda *_: pytest.fail("checked"))
+    with pytest.raises(pytest.fail.Exception, match="checked"):
+        _call(form, recipe, torch.zeros(len(first) + 1, setup(form, True).x.shape[1], dtype=torch.bfloat16))
+    others = [] if recipe is None else [recipe.replace(name="another"), recipe.replace(history=recipe.history + 1)]
+    for other in others:
+        with pytest.raises(pytest.fail.Exception, match="checked"):
+            _call(form, other)
+
+
+@pytest.mark.rule("ERR-1")
+def test_quantised_operands_are_checked_by_what_they_mean() -> None:
+    """The same arrays along another axis, in another format or of another nominal dtype are another operand."""
+    t = small("tail", "bfloat16")
+    square = t.w[:, :, : t.w.shape[1]].contiguous()
+    x = t.x[:, : square.shape[1]].contiguous()
+    q = quantize(square, "mxfp8")
+    y = grouped_linear(x, q, t.sizes)
+    for _ in range(2):
+        asserts.bitwise(grouped_linear(x, q, t.sizes), y)
+        with asserts.refused(ValueError, ["`weight`", "along axis 1", "expected along axis 2"]):
+            grouped_linear(x, dataclasses.replace(q, axis=1), t.sizes)
+        with asserts.refused(ValueError, ["`weight`", "quantised as mxfp8", "FP8Block"]):
+            grouped_linear(x, q, t.sizes, recipe=recipes.FP8Block)
+    wide = grouped_linear(x.float(), dataclasses.replace(q, dtype="float32"), t.sizes)
+    assert (y.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_what_was_decided_is_forgotten_when_it_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cache, "MOST", 2)
+    kept: _cache.Cache[int, int] = _cache.Cache()
+    assert [kept.keep(at, -at) for at in range(3)] == [0, -1, -2]
+    assert kept == {2: -2}
+
+
+def test_operators_refuse_what_kernels_cannot_read() -> None:
+    t = small()
+    square = t.x[: t.x.shape[1]].contiguous()
+    (operator, (_, *facts)), *_ = operators_of(lambda: grouped_linear(square, list(t.w.clone()), t.sizes))
+    for _ in range(2):
+        with asserts.refused(ValueError, ["operand 0", "strides", "contiguous"]):
+            operator([square.t(), *t.w.clone(), t.sizes], *facts)
+        with asserts.refused(ValueError, ["operator", "mixed", "grouped_linear"]):
+            operator([square, t.w[0].clone(), t.w[1, :8].clone(), *t.w[2:].clone(), t.sizes], *facts)
+
+
+def test_tensors_of_other_types_run() -> None:
+    t = small()
+    expected = grouped_linear(t.x, t.w, t.sizes)
+    asserts.bitwise(grouped_linear(t.x.as_subclass(Marked), t.w, t.sizes).as_subclass(Tensor), expected)

@@ -1,0 +1,122 @@
+"""The modules under torch.compile: whole graphs with the bits of eager where the contract says so (GRD-12)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.exc import Unsupported
+
+from tests import asserts
+from tests.torch_frontend.nn_tools import MODULES, main_grads, setup
+from tests.torch_frontend.torch_tools import counted_launches, leaf
+from torch_bridge.offload import cpu_offload
+
+# torch's own: Dynamo makes an instance of autograd.Function and looks at `.grad`, inductor imports torch.jit.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def _results(s: Any, *, backend: str | None, whole: bool = True, autocast: bool = False) -> list[Any]:
+    """y and all that backward left, from the module between other operations, compiled unless `backend` is None."""
+    extra = {"GroupedLinear": (s.sizes,), "GroupedMLP": (s.sizes, s.probs)}.get(s.form, (s.sizes, s.probs, s.sizes))
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(s.module(x * 2, *extra))
+
+    f = model if backend is None else torch.compile(model, fullgraph=whole, backend=backend)
+    x = leaf(s.x)
+    with counted_launches() as calls, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = f(x)
+        y.backward(s.dy.to(y.dtype))
+    if s.module.pending_wgrads():
+        s.module.backward_dw()
+    assert calls, "nothing of ours ran"
+    found = [y, x.grad, *(weight.grad for weight in s.weights)]
+    return found + [getattr(weight, "main_grad", None) for weight in s.weights]
+
+
+def _same(got: list[Any], expected: list[Any]) -> None:
+    for at, (a, b) in enumerate(zip(got, expected, strict=True)):
+        assert (a is None) == (b is None), f"result {at}"
+        if a is not None:
+            asserts.bitwise(a, b, f"result {at}")
+
+
+def _prepared(form: str, listed: bool, *, accumulate: bool = False, delay: bool = False, **attributes: Any) -> Any:
+    s = setup(form, listed, accumulate=accumulate, delay=delay)
+    if accumulate:
+        main_grads(s.weights, 0.5)
+    for weight in s.weights:
+        for name, value in attributes.items():
+            setattr(weight, name, value)
+    if listed:
+        s.weights[1].requires_grad_(False)  # row 1
+    return s
+
+
+@pytest.mark.rule("GRD-12")
+@pytest.mark.matrix(form=MODULES, listed=(False, True), autocast=(False, True))
+def test_rows_1_and_2_are_whole_graphs(form: str, listed: bool, autocast: bool) -> None:
+    expected = _results(_prepared(form, listed), backend=None, autocast=autocast)
+    _same(_results(_prepared(form, listed), backend="aot_eager", autocast=autocast), expected)
+
+
+@pytest.mark.rule("GRD-12")
+@pytest.mark.matrix(form=MODULES, listed=(False, True), overwrite=(False, True))
+def test_row_4_is_a_whole_graph(form: str, listed: bool, overwrite: bool) -> None:
+    options = {"accumulate": True, "overwrite_main_grad": overwrite}
+    expected = _results(_prepared(form, listed, **options), backend=None)
+    _same(_results(_prepared(form, listed, **options), backend="aot_eager"), expected)
+
+
+@pytest.mark.parametrize("form", ["GroupedMLP", "Sequential_composed"])
+def test_inductor(form: str) -> None:
+    expected = _results(_prepared(form, True), backend=None)
+    _same(_results(_prepared(form, True), backend="inductor"), expected)
+
+
+_BREAKING: dict[str, dict[str, Any]] = {
+    "row3": {"delay": True},
+    "row5": {"accumulate": True, "grad_added_to_main_grad": False},
+    "row6": {"accumulate": True, "grad_added_to_main_grad": False, "zero_out_wgrad": True},
+    "row7": {"accumulate": True, "delay": True},
+    "row8": {"accumulate": True, "delay": True, "grad_added_to_main_grad": False},
+    "row9": {"accumulate": True, "delay": True, "grad_added_to_main_grad": False, "zero_out_wgrad": True},
+}
+
+
+@pytest.mark.rule("GRD-12")
+@pytest.mark.parametrize(
+    ("row", "form"),
+    [*((row, "GroupedMLP") for row in _BREAKING), *(("row8", form) for form in MODULES[:1] + MODULES[2:])],
+)
+def test_rows_with_host_state_break_the_graph_and_nothing_else(form: str, row: str) -> None:
+    options = _BREAKING[row]
+    eager, compiled = _prepared(form, False, **options), _prepared(form, False, **options)
+    _same(_results(compiled, backend="aot_eager", whole=False), _results(eager, backend=None))
+    for a, b in zip(compiled.weights, eager.weights, strict=True):
+        assert getattr(a, "grad_added_to_main_grad", None) == getattr(b, "grad_added_to_main_grad", None)
+    torch.compiler.reset()
+    with pytest.raises(Unsupported):
+        _results(_prepared(form, False, **options), backend="aot_eager")
+
+
+@pytest.mark.rule("OFF-6")
+@pytest.mark.filterwarnings("ignore:cpu_offload:UserWarning")
+@pytest.mark.parametrize("form", ["GroupedLinear", "GroupedMLP"])
+def test_compiled_inside_an_offloading_context(form: str) -> None:
+    expected = _results(_prepared(form, False), backend=None)
+    with cpu_offload(min_numel=0):
+        _same(_results(_prepared(form, False), backend="aot_eager"), expected)

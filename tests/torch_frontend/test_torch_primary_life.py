@@ -1,0 +1,284 @@
+"""Layers with quantised primary weights: copies, casts, the meta device, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from grouped_core import recipes
+from grouped_core.recipes import Recipe
+from tests import asserts
+from tests.torch_frontend.primary_tools import (
+    SIZES,
+    addresses,
+    by_holding,
+    by_recipe,
+    copies,
+    layer,
+    raw,
+    same_codes,
+)
+from tests.torch_frontend.recipe_tools import same
+from torch_bridge import nn, shards
+from torch_bridge.quantized_weight import QuantizedWeight
+from torch_bridge.quantized_weight import named_parts as parts_of
+
+
+@pytest.mark.rule("QNT-1")
+@by_recipe
+@by_holding
+def test_copies_and_casts_keep_codes(recipe: Recipe, listed: bool) -> None:
+    module = nn.GroupedMLP(
+        3, 48, 32, recipe=recipe, single_grouped_weight=not listed, quantized_weights=True, dtype=torch.bfloat16
+    )
+    x = torch.randn(11, 48).bfloat16()
+    y = module(x, SIZES)
+    before = raw(module)
+    for copied in copies(module):
+        same_codes(copied, module)
+        asserts.bitwise(copied(x, SIZES), y)
+        kinds = [(type(each), each.requires_grad, isinstance(each, torch.nn.Parameter)) for each in copied.parameters()]
+        assert set(kinds) == {(QuantizedWeight, True, True)}
+        with torch.no_grad():
+            for weight in copied.parameters():
+                weight.zero_()
+        assert not copied(x, SIZES).any(), "products read what was written"
+    same([*raw(module).values()], [*before.values()])
+    kept = list(module.parameters())
+    module.float()
+    assert {each.dtype for each in module.parameters()} == {torch.float32}
+    assert all(a is b for a, b in zip(module.parameters(), kept, strict=True))
+    same([*raw(module).values()], [*before.values()])
+    module.bfloat16()
+    asserts.bitwise(module(x, SIZES), y)
+    with asserts.refused(TypeError, ["quantised weights as torch.float64", "expected one of"]):
+        module.double()
+
+
+@pytest.mark.rule("QNT-2")
+@by_recipe
+@by_holding
+def test_the_meta_device(recipe: Recipe, listed: bool) -> None:
+    torch.manual_seed(0)
+    wanted = layer(recipe, listed, preserve_high_precision_init=True)
+    module = layer(recipe, listed, preserve_high_precision_init=True, device="meta")
+    first: Any = next(iter(module.parameters()))
+    assert first.device.type == "meta"
+    assert first.high_precision_init_val() is None
+    module.to_empty(device="cpu")
+    torch.manual_seed(0)
+    module.reset_parameters()
+    same_codes(module, wanted)
+    other: Any = next(iter(wanted.parameters()))
+    asserts.bitwise(first.high_precision_init_val(), other.high_precision_init_val())
+    x = torch.randn(11, 48).bfloat16()
+    torch.manual_seed(1)
+    asserts.bitwise(module(x, SIZES), wanted(x, SIZES))
+
+
+@pytest.mark.rule("CKP-1", "QNT-1")
+def test_plain_checkpoints_are_quantised_with_the_multipliers_that_they_hold() -> None:
+    module, plain = layer(recipes.FP8Delayed), layer(recipes.FP8Delayed, quantized_weights=False)
+    with torch.no_grad():
+        plain.scaling_state.scale.fill_(4096)
+    for _ in range(2):  # whatever was there before
+        module.load_state_dict(plain.state_dict())
+        weight: Any = next(iter(module.parameters()))
+        asserts.bitwise(weight.q.scales, torch.full((3,), 1 / 4096))
+        asserts.bitwise(module.scaling_state.history, plain.scaling_state.history)
+
+
+def _mlp(recipe: Recipe | None, listed: bool, **options: Any) -> nn.GroupedMLP:
+    options = {"quantized_weights": True, "dtype": torch.bfloat16, **options}
+    return nn.GroupedMLP(3, 48, 32, recipe=recipe, single_grouped_weight=not listed, **options)
+
+
+by_kind = pytest.mark.parametrize("make", [layer, _mlp], ids=["linear", "mlp"])
+by_device = pytest.mark.parametrize("device", ["cpu", "meta"])
+
+
+@pytest.mark.rule("QNT-1")
+@by_kind
+def test_first_values_are_measured(make: Any) -> None:
+    """What a new layer made its codes of counts for the next multipliers."""
+    module = make(recipes.FP8Delayed, False, preserve_high_precision_init=True)
+    live = module.scaling_state.history[1::3, 0]
+    for found, weight in zip(live, module.parameters(), strict=True):
+        asserts.bitwise(found, weight.high_precision_init_val().float().abs().amax(dim=(1, 2)))
+
+
+@pytest.mark.rule("QNT-1", "MLP-10")
+@by_holding
+def test_each_weight_of_an_mlp_is_written_in_its_own_role(listed: bool) -> None:
+    """With its own multipliers, and into its own magnitudes: of the six operands it is the second of its product."""
+    module = _mlp(recipes.FP8Delayed, listed)
+    state = module.scaling_state
+    state.scale.copy_(torch.arange(1, 19).view(6, 3))
+    state.history.zero_()
+    with torch.no_grad():
+        for linear, value in ((module.linear_fc1, 0.5), (module.linear_fc2, 2.0)):
+            for weight in linear.weight_parameters():
+                weight.copy_(torch.full(weight.shape, value))
+    for linear, role in ((module.linear_fc1, 1), (module.linear_fc2, 4)):
+        scales = torch.cat([weight.q.scales for weight in linear.weight_parameters()])
+        asserts.bitwise(scales, state.scale[role].reciprocal())
+    asserts.bitwise(state.history[:, 0], torch.tensor([0, 0.5, 0, 0, 2, 0])[:, None].expand(6, 3))
+
+
+@pytest.mark.rule("QNT-1", "CKP-1")
+@by_kind
+@by_holding
+@by_device
+def test_weights_that_a_checkpoint_replaces_follow_the_state(device: str, listed: bool, make: Any) -> None:
+    """Writes read the multipliers of the layer and raise its live magnitudes, as do casts of shards."""
+    recipe = recipes.FP8Delayed.replace(history=2)
+    source = make(recipe, listed)
+    module = make(recipe, listed, device=device)
+    module.load_state_dict(copy.deepcopy(source.state_dict()), assign=True)
+    same_codes(module, source)
+    for write in ("copy_", "cast_shards"):
+        for one in (module, source):
+            one.scaling_state.scale.copy_(torch.arange(1, one.scaling_state.scale.numel() + 1).view(-1, 3))
+            one.scaling_state.history.zero_()
+            weights: list[Any] = list(one.parameters())
+            with torch.no_grad():
+                if write == "copy_":
+                    for weight in weights:
+                        weight.copy_(torch.full(weight.shape, 0.5))
+                else:
+                    masters = [torch.full((weight.numel(),), 0.5) for weight in weights]
+                    shards.cast_shards(weights, masters, [0] * len(weights))
+        same_codes(module, source)
+        asserts.bitwise(module.scaling_state.history, source.scaling_state.history)
+        assert (module.scaling_state.history[1, 0] == 0.5).all(), "of weights"
+
+
+@pytest.mark.rule("CKP-1")
+def test_a_layer_that_is_loaded_alone_goes_on_with_the_state_of_its_mlp() -> None:
+    module = _mlp(recipes.FP8Delayed, listed=True)
+    module.linear_fc2.load_state_dict(copy.deepcopy(module.linear_fc2.state_dict()), assign=True)
+    module.scaling_state.scale.fill_(4)
+    with torch.no_grad():
+        for weight in module.linear_fc2.weight_parameters():
+            weight.copy_(torch.ones(48, 32))
+            asserts.bitwise(weight.q.scales, torch.full((1,), 0.25))
+
+
+@pytest.mark.rule("CKP-1", "QNT-1")
+@by_recipe
+@by_kind
+@by_holding
+@by_device
+def test_plain_checkpoints_that_are_assigned_are_quantised(
+    device: str, listed: bool, make: Any, recipe: Recipe
+) -> None:
+    """With the codes of those that are copied, whether or not the checkpoint has a state; one in parts too."""
+    plain = make(recipe, listed=True, quantized_weights=False)
+    if recipe.delayed:
+        plain.scaling_state.scale.fill_(64)
+    x = torch.randn(11, 48).bfloat16()
+    for stateless in (True, False):
+        state = {name: each for name, each in plain.state_dict().items() if not (stateless and "scaling" in name)}
+        copied = make(recipe, listed)
+        copied.load_state_dict(copy.deepcopy(state))
+        later = {name for name in state if name.endswith("weight0") and listed}
+        for parts in ([state.keys()], [state.keys() - later, later]):
+            module = make(recipe, listed, device=device)
+            for names in parts:
+                part = {name: state[name].clone() for name in state if name in names}
+                module.load_state_dict(part, assign=True, strict=names == state.keys())
+            assert {type(each) for each in module.parameters()} == {QuantizedWeight}
+            assert {each.dtype for each in module.parameters()} == {torch.bfloat16}
+            same_codes(module, copied)
+            asserts.bitwise(module(x, SIZES), copied(x, SIZES))
+        assert all(type(each) is Tensor for each in state.values()), "the checkpoint is as it was"
+
+
+@pytest.mark.rule("CKP-1")
+def test_a_plain_checkpoint_of_other_sizes_is_refused() -> None:
+    state = {"weight": torch.zeros(3, 70, 47)}
+    for assign in (False, True):
+        with pytest.raises(RuntimeError, match="size mismatch for weight"):
+            layer(recipes.MXFP8).load_state_dict(dict(state), assign=assign)
+
+
+@pytest.mark.rule("CKP-1", "CKP-8")
+@by_recipe
+def test_checkpoints_have_plain_tensors_that_load_into_either_form(recipe: Recipe) -> None:
+    """Grouped, indexed, grouped again: the same bytes; and plain weights are quantised as they are loaded."""
+    first = layer(recipe)
+    state = first.state_dict()
+    assert all(type(each) is Tensor for each in state.values())
+    weight: Any = next(iter(first.parameters()))
+    parts = {f"weight.{name}" for name in parts_of(weight.q)}
+    assert parts <= state.keys()
+    assert get_model_state_dict(first).keys() == state.keys(), "tools look names up as attributes"
+    assert "weight" not in state
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    indexed = layer(recipe, listed=True)
+    kept = addresses(indexed)
+    indexed.load_state_dict(state)
+    assert addresses(indexed) == kept
+    assert {f"weight2.{name.partition('.')[2]}" for name in parts} <= indexed.state_dict().keys()
+    again = layer(recipe)
+    again.load_state_dict(indexed.state_dict())
+    same_codes(again, first)
+    for listed in (False, True):
+        assigned = layer(recipe, listed)
+        assigned.load_state_dict(state, assign=True)
+        same_codes(assigned, layer_of(first, recipe, listed))
+        x = torch.randn(11, 48).bfloat16()
+        asserts.bitwise(assigned(x, SIZES), first(x, SIZES))
+    plain = layer(recipe, listed=True, quantized_weights=False)
+    for listed in (False, True):
+        loaded, written = layer(recipe, listed), layer(recipe, listed)
+        loaded.load_state_dict(plain.state_dict())
+        with torch.no_grad():
+            packed = torch.stack(list(plain.parameters()))
+            for at, weight in enumerate(written.parameters()):
+                weight.copy_(packed[at] if listed else packed)
+        same_codes(loaded, written)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*weight\d?\.values"):
+        plain.load_state_dict(again.state_dict())
+
+
+def layer_of(other: Any, recipe: Recipe, listed: bool) -> Any:
+    """A layer with the codes of another."""
+    made = layer(recipe, listed)
+    made.load_state_dict(other.state_dict())
+    return made
+
+
+@pytest.mark.rule("CKP-1")
+def test_what_checkpoints_of_quantised_weights_refuse() -> None:
+    state = layer(recipes.MXFP8).state_dict()
+    for listed in (False, True):
+        module = layer(recipes.MXFP8, listed)
+        before = raw(module)
+        some = {name: each for name, each in state.items() if name != "weight.other.scales"}
+        more = {name: torch.cat([each, each[:1]]) for name, each in state.items()}
+        other = layer(recipes.FP8Block).state_dict()
+        for given, words in (
+            (some, ["quantised without other.scales", "mxfp8"]),
+            (more, ["weight.values", "4", "3"]),
+            (other, ["weight", "scales", "mxfp8"]),
+        ):
+            with asserts.refused(ValueError, words):
+                module.load_state_dict(dict(given))
+        same([*raw(module).values()], [*before.values()])
+    indexed = layer(recipes.MXFP8, listed=True).state_dict()
+    both = {**state, **indexed}
+    with asserts.refused(ValueError, ["both `weight.values` and `weight0.values`"]):
+        layer(recipes.MXFP8).load_state_dict(both)
+    del indexed["weight1.values"]
+    with asserts.refused(ValueError, ["`weight.values` has entries for 2 of 3 groups, missing 1"]):
+        layer(recipes.MXFP8).load_state_dict(indexed)

@@ -1,0 +1,715 @@
+"""Recipes that quantise in the layers of `torch_bridge.nn`: bits, weight cache, state, quantised primary weights."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torch_bridge
+from grouped_core import recipes
+from grouped_core.activations import Activation
+from grouped_core.recipes import Recipe
+from tests import asserts
+from tests.torch_frontend.nn_tools import FUNCTIONS, MODULES, Setup, drawn_key, main_grads, setup
+from tests.torch_frontend.recipe_tools import ALL, BF16, DELAYED, RECIPES, same, seeded, states
+from tests.torch_frontend.torch_tools import counted_launches, leaf
+from torch_bridge import (
+    dequantize,
+    grouped_linear,
+    grouped_mlp,
+    nn,
+    params,
+    quantize,
+    scaling_state,
+    straight_through,
+    update_scaling,
+)
+from torch_bridge.activation import scaled_activation_rows
+
+FUNCTION = {"GroupedLinear": "grouped_linear", "GroupedMLP": "grouped_mlp", "Sequential_fused": "grouped_mlp"}
+
+by_recipe = pytest.mark.parametrize("recipe", ALL, ids=lambda r: r.name)
+by_form = pytest.mark.parametrize("form", MODULES)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bits
+
+
+@pytest.mark.rule("ALL-1", "MAT-3", "MLP-1")
+@by_recipe
+@pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
+@pytest.mark.parametrize("form", list(FUNCTION))
+def test_layers_have_the_bits_of_the_functions(form: str, listed: bool, recipe: Recipe) -> None:
+    """Step by step, with the states of delayed scaling and the keys of random rounding."""
+    module = setup(form, listed, recipe=recipe, **BF16)
+    function = setup(FUNCTION[form], listed, recipe=recipe, **BF16)
+    for step in range(3):
+        same(seeded(module, step), seeded(function, step), f"in step {step}")
+        if function.state is not None:
+            held = states(module.module)
+            for name in ("scale", "history"):
+                asserts.bitwise(torch.cat([getattr(each, name) for each in held]), getattr(function.state, name), name)
+            for state in (*held, function.state):
+                update_scaling(state)
+    if recipe.delayed:
+        assert (function.state.scale != 1).any(), "nothing was scaled"
+
+
+@pytest.mark.rule("ALL-1")
+@by_recipe
+def test_a_composed_sequential_has_the_bits_of_its_parts(recipe: Recipe) -> None:
+    s = setup("Sequential_composed", False, recipe=recipe, **BF16)
+    own = [scaling_state(recipe, len(s.sizes)) if recipe.delayed else None for _ in range(2)]
+    x, (wi, wo) = leaf(s.x), [leaf(each) for each in s.weights]
+    torch.manual_seed(5)
+    bound = [recipe.bind(own[0], drawn_key() if recipe.stochastic else None)]
+    h = grouped_linear(x, wi, s.sizes, recipe=bound[0])
+    z = scaled_activation_rows(h, s.probs, Activation("swiglu"), s.sizes)
+    bound.append(recipe.bind(own[1], drawn_key() if recipe.stochastic else None))
+    y = grouped_linear(z, wo, s.sizes, recipe=bound[1])
+    y.backward(s.dy)
+    same(seeded(s, 5), [y, x.grad, wi.grad, wo.grad])
+
+
+@pytest.mark.rule("ALL-1")
+@by_recipe
+@pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
+@by_form
+def test_passes_without_gradients_have_the_bits_of_others(form: str, listed: bool, recipe: Recipe) -> None:
+    """There products store their operands on the way; with a cache the weights alone come stored."""
+    s = setup(form, listed, recipe=recipe, **BF16)
+    for state in states(s.module):
+        state.scale.mul_(torch.linspace(0.5, 4, state.scale.numel()).view_as(state.scale))
+    wanted = s.run(leaf(s.x)).detach()
+    with torch.no_grad(), counted_launches() as calls:
+        asserts.bitwise(s.run(s.x), wanted)
+    assert "quantize" in calls
+    with torch.no_grad():
+        for first in (True, False):
+            asserts.bitwise(s.run(s.x, is_first_microbatch=first), wanted)
+
+
+class _Torch(TorchDispatchMode):
+    """Notes the operators of torch's own that run, views apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "aten" and not func.is_view:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@by_form
+def test_magnitudes_are_raised_by_the_launches_that_store(form: str) -> None:
+    """Of torch's own only a copy of the multipliers runs, one an operation; passes without gradients leave the state as
+    it is."""
+    s = setup(form, False, recipe=DELAYED, **BF16)
+    names = {}
+    for recipe in (recipes.FP8Current, DELAYED):
+        one = s if recipe.delayed else setup(form, False, recipe=recipe, **BF16)
+        with torch.no_grad(), _Torch() as seen:
+            one.run(one.x)
+        assert not {"aten.abs.default", "aten.cat.default"} & set(seen.names)
+        assert not any(state.history.any() for state in states(one.module))
+        x = leaf(one.x)
+        with _Torch() as seen:
+            one.run(x).backward(one.dy)
+        names[recipe.name] = seen.names
+        for state in states(one.module):
+            roles = state.history[:, 0].amax(-1)
+            assert (roles > 0).all(), roles
+            assert not state.history[:, 1:].any()
+    copies = ["aten.cat.default" if form == "Sequential_fused" else "aten.abs.default"]
+    copies *= 2 if form == "Sequential_composed" else 1
+    assert sorted(names[DELAYED.name]) == sorted(names["FP8Current"] + copies)
+
+
+@pytest.mark.rule("CAP-3")
+def test_each_pass_draws_a_key_of_its_own() -> None:
+    s = setup("GroupedLinear", False, recipe=recipes.NVFP4, **BF16)
+    torch.manual_seed(1)
+    x = [leaf(s.x) for _ in range(2)]
+    for each in x:
+        s.run(each).backward(s.dy)
+    assert not torch.equal(x[0].grad, x[1].grad)
+    s.module.eval()
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        s.run(s.x)
+    assert torch.equal(torch.get_rng_state(), state), "nothing is rounded at random in forward"
+
+
+@pytest.mark.rule("GRD-1", "DLY-3", "MAT-11")
+@by_recipe
+@pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
+@by_form
+def test_main_grad_and_delayed_gradients(form: str, listed: bool, recipe: Recipe) -> None:
+    """Two microbatches: into `main_grad` at once, and later, are the same bits; overwriting leaves the last one."""
+    found = []
+    for delay in (False, True):
+        s = setup(form, listed, accumulate=True, delay=delay, recipe=recipe, **BF16)
+        main_grads(s.weights, 0.5)
+        for weight in s.weights:
+            weight.grad_added_to_main_grad = False
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            s.run(leaf(s.x)).backward(s.dy)
+        if delay:
+            assert all((weight.main_grad == 0.5).all() for weight in s.weights)
+            assert s.module.pending_wgrads() == 2
+            s.module.backward_dw(all=True)
+        assert all(weight.grad_added_to_main_grad for weight in s.weights)
+        found.append([weight.main_grad.clone() for weight in s.weights])
+    same(found[1], found[0])
+    s = setup(form, listed, accumulate=True, recipe=recipe, **BF16)
+    main_grads(s.weights, float("nan"))
+    for weight in s.weights:
+        weight.overwrite_main_grad = True
+    torch.manual_seed(2)
+    s.run(leaf(s.x)).backward(s.dy)
+    plain = setup(form, listed, recipe=recipe, **BF16)
+    for weight, wanted in zip(s.weights, seeded(plain, 2)[2:], strict=True):
+        asserts.bitwise(weight.main_grad.view(weight.shape).bfloat16(), wanted)
+
+
+@pytest.mark.rule("BUF-1", "BUF-3")
+@by_recipe
+@by_form
+def test_buffers_of_the_caller(form: str, recipe: Recipe) -> None:
+    case = {**BF16, "case": "tail"}
+    s, other = (setup(form, False, recipe=recipe, **case) for _ in range(2))
+    valid = int(s.sizes.clamp(min=0).sum())
+    out = torch.full_like(s.dy, 7.0)
+    grad = torch.full_like(s.x, 7.0)
+    buffers: Any = {"out": out, "grad_input": grad}
+    if form.startswith("Sequential"):
+        buffers = {"op_kwargs": {0: {"grad_input": grad}, 2: {"out": out}}}
+    y, dx, *_ = seeded(s, 3, **buffers)
+    assert y.data_ptr() == out.data_ptr()
+    asserts.bitwise(dx, grad)  # of a leaf: a copy
+    wanted = seeded(other, 3)
+    for a, b in ((out, wanted[0]), (grad, wanted[1])):
+        asserts.bitwise(a[:valid], b[:valid])
+        asserts.filled(a[valid:], 7.0)
+
+
+@pytest.mark.rule("BUF-2")
+@pytest.mark.parametrize("form", ["GroupedLinear", "GroupedMLP"])
+def test_buffers_that_do_not_fit_are_refused(form: str) -> None:
+    s = setup(form, False, recipe=recipes.MXFP8, **BF16)
+    x, y, grad = leaf(s.x), torch.empty_like(s.dy), torch.empty_like(s.x)
+    for rows, keywords, words in (
+        (s.x, {"grad_input": grad}, ["`grad_input`", "needs no gradient", "leave it out"]),
+        (x, {"grad_input": grad[:-1]}, ["`grad_input`", str(len(grad) - 1)]),
+        (x, {"grad_input": grad.float()}, ["`grad_input`", "float32"]),
+        (x, {"grad_input": x.detach()}, ["`grad_input`", "overlaps", "allocate one"]),
+        (x, {"out": y[1:]}, ["`out`", str(len(y) - 1)]),
+        (x, {"out": y.float()}, ["`out`", "float32"]),
+        (x, {"out": leaf(y)}, ["`out`", "requires_grad", "detach()"]),
+    ):
+        with asserts.refused(ValueError, words):
+            s.run(rows, **keywords)
+
+
+@pytest.mark.rule("MLP-13")
+@pytest.mark.parametrize("recipe", [recipes.MXFP8, recipes.FP8Current], ids=lambda r: r.name)
+def test_rows_that_come_quantised(recipe: Recipe) -> None:
+    s = setup("GroupedLinear", False, recipe=recipe, **BF16)
+    x = quantize(s.x, recipe.forward[0], axis=(1, 0), group_sizes=s.sizes)
+    asserts.bitwise(s.module(x, s.sizes), s.module(s.x, s.sizes))
+
+
+@pytest.mark.rule("MAT-6")
+@pytest.mark.parametrize("form", MODULES)
+def test_autocast_computes_in_its_dtype(form: str) -> None:
+    s, narrow = (setup(form, True, dtype=dtype, recipe=recipes.MXFP8) for dtype in ("float32", "bfloat16"))
+    with torch.no_grad():
+        for weight, cast in zip(s.weights, narrow.weights, strict=True):
+            cast.copy_(weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = s.run(leaf(s.x))
+    asserts.bitwise(y, narrow.run(leaf(s.x.bfloat16())))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Planning
+
+
+@pytest.mark.rule("ERR-3")
+@pytest.mark.matrix(
+    form=FUNCTIONS, recipe=(None, *ALL), listed=(False, True), how=("plain", "main_grad", "buffers", "frozen", "scaled")
+)
+def test_explain_names_every_launch(form: str, recipe: Recipe | None, listed: bool, how: str) -> None:
+    """Quantisers included, in their order; nothing runs, and no state or Parameter changes."""
+    s = setup(form, listed, recipe=recipe, **BF16)
+    half = len(s.weights) if form == "grouped_linear" else len(s.weights) // 2
+    parts = [s.weights[:half], s.weights[half:]][: len(s.weights) // half]
+    weights = [part if listed else part[0] for part in parts]
+    x, options = leaf(s.x), {"recipe": recipe and recipe.bind(s.state, drawn_key() if recipe.stochastic else None)}
+    if how == "main_grad":
+        main_grads(s.weights, 0.5)
+        options["wgrad_accum"] = "main_grad"
+    if how == "buffers":
+        options |= {"out": torch.empty_like(s.dy), "grad_input": torch.empty_like(s.x)}
+    for weight in s.weights:
+        weight.requires_grad_(how != "frozen")
+    if form == "grouped_mlp":
+        options["probs"] = leaf(s.probs)
+    elif how == "scaled":
+        options["row_scale"] = leaf(s.probs)
+    operation = getattr(torch_bridge, form)
+    held = None if s.state is None else s.state.history.clone()
+    text = torch_bridge.explain(operation, x, *weights, s.sizes, **options)
+    assert torch_bridge.why_unsupported(operation, x, *weights, s.sizes, **options) is None
+    if held is not None:
+        asserts.bitwise(s.state.history, held)
+    with counted_launches() as calls:
+        operation(x, *weights, s.sizes, **options).backward(s.dy)
+    lines = [line.split(" ->")[0] for line in text.splitlines() if " -> " in line]
+    assert lines == calls, text
+    assert (recipe is None) == ("quantize ->" not in text)
+    assert text.count(", listed: quantize_") == (lines.count("quantize") and listed and len(parts)), text
+
+
+@pytest.mark.rule("ERR-2", "ERR-3")
+def test_explain_of_recipes_needs_neither_device_nor_weights() -> None:
+    x = torch.empty(1000, 256, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    w = torch.empty(8, 128, 256, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    sizes = torch.empty(8, dtype=torch.int32, device="meta")
+    state = scaling_state(DELAYED, 8, device="meta")
+    for recipe in (*RECIPES[1:], DELAYED.bind(state)):
+        text = torch_bridge.explain(grouped_linear, x, w, sizes, recipe=recipe, arch="cpu")
+        assert "quantize_any_cpu on cpu" in text
+        assert text.count("grouped_matmul ->") == 3
+    refused = torch_bridge.why_unsupported(grouped_linear, x, w, sizes, recipe=DELAYED, arch="cpu")
+    assert refused is not None
+    assert "scaling_state" in refused
+    text = torch_bridge.explain(quantize, x, "mxfp8", axis=(1, 0), group_sizes=sizes, arch="cpu")
+    assert text.count("quantize_any_cpu on cpu") == 1, "both forms come from one call"
+    assert "mxfp4 for rows" in (torch_bridge.why_unsupported(quantize, x, "mxfp4", group_sizes=sizes) or "")
+    q: Any = quantize(torch.randn(2, 32, 64), "mxfp4")
+    assert "dequantize_any_cpu on cpu" in torch_bridge.explain(torch_bridge.dequantize, q)
+    assert torch_bridge.why_unsupported(torch_bridge.dequantize, q) is None
+    assert "expected a QTensor" in (torch_bridge.why_unsupported(torch_bridge.dequantize, x) or "")
+    text = torch_bridge.explain(grouped_linear, torch.randn(5, 64), q, [2, 3])
+    assert text.startswith("grouped_matmul ->"), "quantised already"
+
+
+@pytest.mark.rule("ERR-3")
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda r: r.name)
+def test_explain_names_the_quantiser_of_each_operand(recipe: Recipe, listed: bool) -> None:
+    """By what it reads: shape and dtype, and whether a list's addresses give it."""
+    x = torch.empty(1000, 256, device="meta", requires_grad=True)
+    weights = [torch.empty(128, 256, device="meta", requires_grad=True) for _ in range(8)]
+    w: Any = weights if listed else torch.empty(8, 128, 256, device="meta", requires_grad=True)
+    sizes = torch.empty(8, dtype=torch.int32, device="meta")
+    text = torch_bridge.explain(grouped_linear, x, w, sizes, recipe=recipe, arch="cpu")
+    for source in ("float32[1000, 256]", "float32[1000, 128]", f"float32[8, 128, 256]{', listed' if listed else ''}"):
+        assert f" of {source}: quantize_any_cpu on cpu" in text, text
+
+
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize("name", ["scale", "history"])
+@pytest.mark.parametrize("function", [grouped_linear, grouped_mlp])
+def test_a_state_that_no_kernel_can_read_is_refused(function: Any, name: str) -> None:
+    """An operator that is given one meta tensor makes tensors of nothing."""
+    weights = [torch.ones(2, 8, 8), torch.ones(2, 8, 4)][: 1 if function is grouped_linear else 2]
+    state = scaling_state(DELAYED, 2, products=len(weights))
+    held = getattr(state, name)
+    for wrong, kind, words in (
+        (held.to("meta"), ValueError, ["on meta", "expected cpu", "move it"]),
+        (held.mT.contiguous().mT, ValueError, ["strides", "expected a contiguous tensor", "call"]),
+        (held.numpy(), TypeError, ["ndarray", "expected a torch.Tensor", "convert it"]),
+    ):
+        bound = DELAYED.bind(replace(state, **{name: wrong}))
+        with asserts.refused(kind, [f"`state.{name}`", *words]):
+            function(torch.ones(4, 8), *weights, torch.tensor([3, 1]), recipe=bound)
+
+
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize("function", [dequantize, lambda q: straight_through(torch.ones(2, 3), q)])
+def test_what_is_not_quantised_is_refused(function: Any) -> None:
+    with asserts.refused(TypeError, ["`q`", "Tensor", "expected a QTensor", "make one with quantize"]):
+        function(torch.ones(2, 3))
+
+
+@pytest.mark.rule("ERR-1")
+def test_parts_that_lie_apart_are_not_dequantised() -> None:
+    q = quantize(torch.ones(2, 3, 4), "mxfp8")
+    with asserts.refused(ValueError, ["`q`", "on meta", "expected cpu", "move it"]):
+        dequantize(replace(q, scales=q.scales.to("meta")))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The weight cache
+
+
+@pytest.mark.rule("QNT-5", "GRD-11")
+@by_recipe
+@pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
+@by_form
+def test_microbatches_reuse_the_forms_of_the_first(form: str, listed: bool, recipe: Recipe) -> None:
+    s, plain = (setup(form, listed, recipe=recipe, **BF16) for _ in range(2))
+    for step in range(2):
+        for at, first in enumerate((True, False, False)):
+            with counted_launches() as calls:
+                found = seeded(s, at, is_first_microbatch=first)
+            with counted_launches() as all_calls:
+                wanted = seeded(plain, at)
+            same(found, wanted, f"of microbatch {at} in step {step}")
+            saved = all_calls.count("quantize") - calls.count("quantize")
+            assert saved == (0 if first else len(s.linears)), (calls, all_calls)
+        for one in (s, plain):
+            with torch.no_grad():
+                for weight in one.weights:
+                    weight.mul_(1.25)
+            for state in states(one.module):
+                update_scaling(state)
+    if recipe.delayed:
+        for a, b in zip(states(s.module), states(plain.module), strict=True):
+            asserts.bitwise(a.scale, b.scale)
+            asserts.bitwise(a.history, b.history)
+
+
+@pytest.mark.rule("QNT-5", "MAT-6")
+@by_form
+def test_autocast_does_not_read_forms_of_another_dtype(form: str) -> None:
+    """The weights have not changed, and yet what a pass in another dtype would store of them is something else."""
+    s, plain = (setup(form, True, recipe=recipes.MXFP8) for _ in range(2))
+
+    def passed(one: Setup, narrow: bool, **keywords: Any) -> list[Tensor]:
+        x = leaf(one.x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+            y = one.run(x, **keywords)
+        return [y, *torch.autograd.grad(y, (x, *one.weights), one.dy.to(y.dtype))]
+
+    for at, narrow in enumerate((False, True, False, True)):
+        same(passed(s, narrow, is_first_microbatch=at == 0), passed(plain, narrow), f"of microbatch {at}")
+
+
+@pytest.mark.rule("QNT-5")
+@by_form
+def test_a_cache_that_is_empty_or_old_is_refused(form: str) -> None:
+    s = setup(form, True, recipe=recipes.MXFP8, **BF16)
+    empty, old = ["weight cache", "empty", "is_first_microbatch=True"], ["weight cache", "written since"]
+    with asserts.refused(RuntimeError, empty):
+        s.run(s.x, is_first_microbatch=False)
+    s.run(s.x)
+    with asserts.refused(RuntimeError, empty):
+        s.run(s.x, is_first_microbatch=False)
+    s.run(s.x, is_first_microbatch=True)
+    s.run(s.x, is_first_microbatch=False)
+    with torch.no_grad():
+        s.weights[-1].mul_(2)
+    with asserts.refused(RuntimeError, old):
+        s.run(s.x, is_first_microbatch=False)
+    for weight in s.weights:
+        weight.__fsdp_param__ = True  # gathered anew: versions say nothing
+    s.run(s.x, is_first_microbatch=True)
+    with torch.no_grad():
+        s.weights[-1].mul_(2)
+    s.run(s.x, is_first_microbatch=False)
+    extra = (s.sizes, s.probs, s.sizes)[: {"GroupedLinear": 1, "GroupedMLP": 2}.get(form, 3)]
+    for copied in (copy.deepcopy(s.module), pickle.loads(pickle.dumps(s.module))):
+        with asserts.refused(RuntimeError, empty):
+            copied(s.x, *extra, is_first_microbatch=False)
+
+
+@pytest.mark.rule("QNT-5")
+@by_recipe
+@pytest.mark.parametrize("form", ["GroupedLinear", "GroupedMLP"])
+def test_a_layer_may_quantise_twice_before_backward(form: str, recipe: Recipe) -> None:
+    """While weights and multipliers stay; else autograd says that what it kept was written."""
+    s, plain = (setup(form, False, recipe=recipe, **BF16) for _ in range(2))
+
+    def twice(s: Setup, between: Callable[[], Any] = list, **options: Any) -> list[Tensor]:
+        torch.manual_seed(1)
+        first = s.run(leaf(s.x), **options)
+        between()
+        y = first + s.run(leaf(s.x), **options)
+        return list(torch.autograd.grad(y, [each for each in s.module.parameters() if each.requires_grad], s.dy))
+
+    for _ in range(2):
+        for a, b in zip(twice(s, is_first_microbatch=True), twice(plain), strict=True):
+            asserts.bitwise(a, b)
+        for each in (*states(s.module), *states(plain.module)):
+            update_scaling(each)
+
+    def written() -> None:
+        with torch.no_grad():
+            s.weights[0].mul_(2)
+
+    changes: list[Callable[[], Any]] = [written]
+    if recipe.delayed:
+        changes.append(lambda: [update_scaling(each) for each in states(s.module)])
+    for change in changes:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            twice(s, change, is_first_microbatch=True)
+
+
+@pytest.mark.rule("QNT-5")
+def test_a_sequential_hands_the_flag_to_the_modules_inside() -> None:
+    """To nested ones, and to none of another kind."""
+    inner = nn.Sequential(nn.GroupedLinear(3, 8, 16, recipe=recipes.MXFP8))
+    outer = nn.Sequential(torch.nn.Identity(), inner, nn.GroupedMLP(3, 16, 8, recipe=recipes.MXFP8), nn.ScaledSReLU())
+    sizes, probs = torch.tensor([5, 0, 6], dtype=torch.int32), torch.rand(11)
+    layers = [each for each in outer.modules() if isinstance(each, nn.GroupedLinear)]
+    x, extra = torch.randn(11, 8), (sizes, sizes, probs, probs)
+    with asserts.refused(RuntimeError, ["weight cache", "empty"]):
+        outer(x, *extra, is_first_microbatch=False)
+    y = outer(x, *extra, is_first_microbatch=True)
+    assert all(each.cache._forms for each in layers)
+    asserts.bitwise(outer(x, *extra, is_first_microbatch=False), y)
+    asserts.bitwise(outer(x, *extra), y)
+    with asserts.refused(TypeError, ["`is_first_microbatch`", "1", "True or False"]):
+        outer(x, *extra, is_first_microbatch=1)
+
+
+@pytest.mark.rule("QNT-5", "QNT-6")
+@by_recipe
+def test_the_buffers_of_the_cache_stay_where_they_are(recipe: Recipe) -> None:
+    s = setup("GroupedLinear", False, recipe=recipe, **BF16)
+
+    def addresses() -> list[int]:
+        return [form.values.data_ptr() for form in s.module.cache._forms.values()]
+
+    seeded(s, 0, is_first_microbatch=True)
+    kept = addresses()
+    assert len(kept) == 2 - recipe.dgrad[1].plain
+    with torch.no_grad():
+        s.weights[0].mul_(2)
+    seeded(s, 0, is_first_microbatch=True)
+    s.module.set_weight_update(True)
+    seeded(s, 0)
+    assert addresses() == kept
+
+
+@pytest.mark.rule("QNT-6")
+@by_recipe
+@pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
+@by_form
+def test_the_flag_decides_what_a_pass_reads(form: str, listed: bool, recipe: Recipe) -> None:
+    """The quantiser is launched each time; without an update it leaves what is there, here forms of older weights."""
+    s, old = (setup(form, listed, recipe=recipe, **BF16) for _ in range(2))
+    with asserts.refused(RuntimeError, ["weight cache", "empty", "set_weight_update(True)"]):
+        s.module.set_weight_update(False)
+        s.run(leaf(s.x))
+    s.module.set_weight_update(True)
+    with counted_launches() as writing:
+        found = seeded(s, 0)
+    same(found, seeded(old, 0))
+    with torch.no_grad():
+        for weight in s.weights:
+            weight.mul_(1.25)
+    s.module.set_weight_update(False)
+    held = [each.history.clone() for each in states(s.module)]
+    with counted_launches() as reading:
+        found = seeded(s, 1)
+    assert reading == writing
+    count = 1 if recipe.dgrad[1].plain else len(found)  # dgrad then reads the weights themselves
+    same(found[:count], seeded(old, 1)[:count])
+    same([each[1::3] for each in held], [each.history[1::3] for each in states(s.module)], "magnitudes of weights")
+    s.module.set_weight_update(True)
+    with torch.no_grad():
+        for weight in old.weights:
+            weight.mul_(1.25)
+    same(seeded(s, 2), seeded(old, 2))
+
+
+@pytest.mark.rule("QNT-6")
+def test_several_passes_wait_for_backward_under_a_flag() -> None:
+    s, plain = (setup("GroupedLinear", False, recipe=recipes.MXFP8, **BF16) for _ in range(2))
+    for one in (s, plain):
+        if one is s:
+            one.module.set_weight_update(True)
+        first = one.run(leaf(one.x))
+        if one is s:
+            one.module.set_weight_update(False)
+        second = one.run(leaf(one.x * 2))
+        first.backward(one.dy)
+        second.backward(one.dy)
+    asserts.bitwise(s.weights[0].grad, plain.weights[0].grad)
+
+
+@pytest.mark.rule("QNT-6")
+def test_a_pass_that_waits_under_a_flag_notices_that_the_weights_were_written() -> None:
+    s = setup("GroupedLinear", False, recipe=recipes.MXFP8, **BF16)
+    s.module.set_weight_update(True)
+    waits = s.run(leaf(s.x)), s.run(leaf(s.x))  # the same weights twice
+    waits[0].backward(s.dy)
+    with torch.no_grad():
+        s.weights[0].mul_(2)
+    s.run(leaf(s.x))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        waits[1].backward(s.dy)
+
+
+@pytest.mark.rule("QNT-6")
+@pytest.mark.parametrize("recipe", [recipes.FP8Block, recipes.MXFP8], ids=lambda r: r.name)
+def test_forms_under_a_flag_are_of_the_same_weights(recipe: Recipe) -> None:
+    """A pass that reads one form alone, as in inference, writes the other ones, too."""
+    s, plain = (setup("GroupedLinear", False, recipe=recipe, **BF16) for _ in range(2))
+    s.module.set_weight_update(True)
+    seeded(s, 0)
+    with torch.no_grad():
+        for one in (s, plain):
+            one.weights[0].mul_(2)
+        s.run(s.x)
+    s.module.set_weight_update(False)
+    same(seeded(s, 1), seeded(plain, 1))
+
+
+@pytest.mark.rule("QNT-6")
+def test_the_flag_follows_a_layer_that_moves() -> None:
+    s = setup("GroupedLinear", False, recipe=recipes.MXFP8, **BF16)
+    s.module.set_weight_update(False)
+    s.module.set_weight_update(True)
+    s.run(s.x)
+    s.module.to("meta")
+    s.module(s.x.to("meta"), s.sizes.to("meta"))
+    assert s.module.cache._skip.device.type == "meta"
+
+
+@pytest.mark.rule("QNT-7")
+@pytest.mark.parametrize("recipe", [each for each in ALL if not each.dgrad[1].plain], ids=lambda r: r.name)
+def test_frozen_weights_have_a_form_for_dgrad_only_if_x_needs_a_gradient(recipe: Recipe) -> None:
+    s, plain = (setup("GroupedLinear", False, recipe=recipe, **BF16) for _ in range(2))
+    for one in (s, plain):
+        one.weights[0].requires_grad_(False)
+    s.run(s.x, is_first_microbatch=True)
+    assert len(s.module.cache._forms) == 1
+    same(seeded(s, 0, is_first_microbatch=False), seeded(plain, 0))  # made of the same weights
+    assert len(s.module.cache._forms) == 2
+    with torch.inference_mode():
+        asserts.bitwise(s.run(s.x, is_first_microbatch=False), plain.run(s.x))
+
+
+@pytest.mark.rule("QNT-5")
+def test_a_cache_filled_in_inference_serves_training() -> None:
+    s, plain = (setup("GroupedLinear", False, recipe=recipes.MXFP8, **BF16) for _ in range(2))
+    with torch.inference_mode():
+        s.run(s.x, is_first_microbatch=True)
+    same(seeded(s, 0, is_first_microbatch=False), seeded(plain, 0))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# State
+
+
+@pytest.mark.rule("CAP-3")
+def test_the_state_is_part_of_the_layer() -> None:
+    layer = nn.GroupedLinear(3, 8, 4, recipe=DELAYED)
+    mlp = nn.GroupedMLP(3, 8, 4, recipe=DELAYED)
+    names = {"scaling_scale", "scaling_history", "scaling_top"}
+    assert {name for name, _ in layer.named_buffers()} == names
+    assert {name for name, _ in mlp.named_buffers()} == names, "one state for both products"
+    assert layer.scaling_state.scale.shape == (3, 3)
+    assert mlp.scaling_state.scale.shape == (6, 3)
+    assert nn.GroupedLinear(3, 8, 4, recipe=recipes.MXFP8).scaling_state is None
+    assert nn.GroupedMLP(3, 8, 4).scaling_state is None
+    sizes = torch.tensor([5, 0, 6], dtype=torch.int32)
+    for module in (layer, mlp):
+        module(torch.randn(11, 8), sizes).sum().backward()
+        update_scaling(module.scaling_state)
+        for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            asserts.bitwise(copied.scaling_state.history, module.scaling_state.history)
+        module.bfloat16()
+        assert module.scaling_state.scale.dtype == torch.float32
+        other = type(module)(3, 8, 4, recipe=DELAYED)
+        other.load_state_dict(module.state_dict())
+        asserts.bitwise(other.scaling_state.scale, module.scaling_state.scale)
+        plain = type(module)(3, 8, 4)
+        other.load_state_dict(plain.state_dict())  # of another recipe: the state stays
+        asserts.bitwise(other.scaling_state.scale, module.scaling_state.scale)
+        other.reset_parameters()
+        fresh = scaling_state(DELAYED, 3, products=2 if module is mlp else 1)
+        for name in ("scale", "history", "top"):
+            asserts.bitwise(getattr(other.scaling_state, name), getattr(fresh, name))
+
+
+def test_a_state_on_the_meta_device_is_set_with_the_parameters() -> None:
+    module = nn.GroupedMLP(3, 8, 4, recipe=DELAYED, device="meta").to_empty(device="cpu")
+    module.reset_parameters()
+    fresh = scaling_state(DELAYED, 3, products=2)
+    for name in ("scale", "history", "top"):
+        asserts.bitwise(getattr(module.scaling_state, name), getattr(fresh, name))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Quantised primary weights
+
+
+@pytest.mark.rule("QNT-3")
+def test_expand_shard_for_every_start_and_length() -> None:
+    members = [torch.zeros(3), torch.zeros(5, 1), torch.zeros(2)]
+    buffer = torch.arange(10.0)
+    for start in range(11):
+        for length in range(11 - start):
+            shard = buffer[start : start + length]
+            entries = params.expand_shard(members, shard, start)
+            assert [entry[0] for entry in entries] == members
+            owners = [(m, at) for m, member in enumerate(members) for at in range(member.numel())]
+            wanted = owners[start : start + length]
+            found = []
+            for m, (_, part, offset) in enumerate(entries):
+                assert (part is None) == (offset is None)
+                if part is not None:
+                    assert len(part), "an overlap of no elements is none"
+                    assert part.data_ptr() == buffer[start:].data_ptr() + 4 * len(found)
+                    found += [(m, offset + at) for at in range(len(part))]
+            assert found == wanted
+    entries = params.expand_shard(members, buffer[2:8], 2)
+    assert [(None if p is None else p.tolist(), o) for _, p, o in entries] == [
+        ([2.0], 2),
+        ([3.0, 4.0, 5.0, 6.0, 7.0], 0),
+        (None, None),
+    ]
+
+
+@pytest.mark.rule("QNT-1", "QNT-3")
+def test_expand_shard_of_other_kinds() -> None:
+    members = [torch.zeros(3), torch.zeros(5)]
+    assert params.expand_shard(members, None, None) == [(members[0], None, None), (members[1], None, None)]
+    plain, shard = torch.zeros(2, 3), torch.zeros(4)
+    assert params.expand_shard(plain, shard, 1) == [(plain, shard, 1)]
+    assert params.expand_shard(plain, None, 1) == [(plain, None, None)]
+    for bad in ((torch.zeros(4), 5), (torch.zeros(2, 2), 0), (torch.zeros(2), -1), (torch.zeros(2), None)):
+        with asserts.refused(ValueError, ["`shard`", "8 elements", "flat slice"]):
+            params.expand_shard(members, *bad)
+    with asserts.refused(TypeError, ["`members[1]`", "int", "expected a weight"]):
+        params.expand_shard([members[0], 1], torch.zeros(2), 0)
+    w = torch.randn(2, 32, 64)
+    q = quantize(w, "mxfp8", axis=(2, 1))
+    entries = params.expand_shard(q, torch.zeros(2048), 1024)
+    assert [(len(part), offset) for _, part, offset in entries] == [(1024, 1024), (1024, 0)]
+    for group, (member, _, _) in enumerate(entries):
+        asserts.bitwise(torch_bridge.dequantize(member), torch_bridge.dequantize(q)[group : group + 1])
+        assert member.values.data_ptr() == q.values[group].data_ptr()
+        assert member.other.scales.data_ptr() == q.other.scales[group].data_ptr()
+
+
+@pytest.mark.rule("QNT-4")
+def test_one_predicate_says_what_a_quantised_weight_is() -> None:
+    w = torch.randn(2, 32, 64)
+    for name in ("fp8_tensor", "fp8_128x128", "mxfp8", "mxfp4", "nvfp4"):
+        q: Any = quantize(w, name)
+        assert params.is_quantized_weight(q)
+        assert params.is_quantized_weight(q.values)
+        assert params.is_quantized_weight(torch.nn.Parameter(nn.QuantizedWeight(q, packed=True)))
+    tagged: Any = torch.nn.Parameter(w)
+    tagged.quantizer = object()
+    for other in (w, w.bfloat16(), w.int(), tagged, None, quantize):
+        assert not params.is_quantized_weight(other)
