@@ -9,6 +9,7 @@
 
 #include <string>
 
+#include "cc/api/routing.h"
 #include "cc/api/tensor.h"
 
 namespace grouped {
@@ -679,6 +680,11 @@ struct ScaleUpdate {
   X(ScaleRows)           \
   X(GroupedMatmulAct)    \
   X(GroupedMatmulDact)   \
-  X(ActivationForward) X(ActivationGrad) X(Quantize) X(Dequantize) X(ScaleUpdate) X(ShardAmax) X(ShardCast)
+  X(ActivationForward)   \
+  X(ActivationGrad)      \
+  X(Quantize)            \
+  X(Dequantize)          \
+  X(ScaleUpdate)         \
+  X(ShardAmax) X(ShardCast) GROUPED_ROUTING_CALLS(X)
 
 }  // namespace grouped

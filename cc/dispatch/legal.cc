@@ -35,6 +35,7 @@ constexpr Integers kSegment = {[](int64_t v) { return v == 0 || (v <= kLongestBl
                                "0 or a divisor of 128"};
 constexpr Integers kCount = {[](int64_t v) { return v >= 0 && v <= kMostBytes; }, "0 to 2^48"};
 constexpr Integers kRowsOfGroup = {[](int64_t v) { return v >= 0 && v <= INT32_MAX; }, "0 to 2^31 - 1"};
+constexpr Integers kPositive = {[](int64_t v) { return v >= 1 && v <= INT32_MAX; }, "1 to 2^31 - 1"};
 // Two forms take a stream each, numbered with 32 bits.
 constexpr Integers kStream = {[](int64_t v) { return v >= 0 && v < UINT32_MAX; }, "0 to 2^32 - 2"};
 
@@ -69,6 +70,16 @@ constexpr struct {
     {"rotate", &kFlag},
     {"full_range", &kFlag},
     {"cross", &kFlag},
+    {"iterations", &kRowsOfGroup},
+    {"after_topk", &kFlag},
+    {"normalize", &kFlag},
+    {"num_groups", &kPositive},
+    {"topk_groups", &kPositive},
+    {"group_topk", &kPositive},
+    {"slots", &kPositive},
+    {"num_experts", &kPositive},
+    {"capacity", &kPositive},
+    {"align", &kPositive},
 };
 
 struct Words {
@@ -82,6 +93,7 @@ const Words kWords[] = {
     {"rule", {"fp32", "e8m0", "nvfp4"}},
     {"four_over_six", {"", "absolute", "square"}},
     {"algorithm", {"max", "most_recent"}},
+    {"score", {"softmax", "sigmoid", "sqrt_softplus"}},
     {"compute", {"", "float32", "bfloat16", "float16"}},
     {"kind",
      {

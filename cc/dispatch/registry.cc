@@ -199,4 +199,38 @@ Table<ShardCast> table<ShardCast>(Platform platform) {
   return rows_if(platform == Platform::cpu, cpu);
 }
 
+// Routing: one kernel a platform and call.
+#if GROUPED_WITH_CUDA
+#define GROUPED_TABLE(Call, name)                                     \
+  template <>                                                         \
+  Table<Call> table<Call>(Platform platform) {                        \
+    static const Kernel<Call> cpu[] = {name##_any_cpu};               \
+    static const Kernel<Call> cuda[] = {name##_any_cuda};             \
+    return platform == Platform::cuda ? rows_of(cuda) : rows_of(cpu); \
+  }
+#else
+#define GROUPED_TABLE(Call, name)                       \
+  template <>                                           \
+  Table<Call> table<Call>(Platform platform) {          \
+    static const Kernel<Call> cpu[] = {name##_any_cpu}; \
+    return rows_if(platform == Platform::cpu, cpu);     \
+  }
+#endif
+GROUPED_TABLE(Jitter, jitter)
+GROUPED_TABLE(Sinkhorn, sinkhorn)
+GROUPED_TABLE(Router, router)
+GROUPED_TABLE(RouterGrad, router_grad)
+GROUPED_TABLE(RouterLosses, router_losses)
+GROUPED_TABLE(CountExperts, count_experts)
+GROUPED_TABLE(DropSlots, drop_slots)
+GROUPED_TABLE(SortSlots, sort_slots)
+GROUPED_TABLE(GatherRows, gather_rows)
+GROUPED_TABLE(CombineRows, combine_rows)
+GROUPED_TABLE(CombineDot, combine_dot)
+GROUPED_TABLE(HashExperts, hash_experts)
+GROUPED_TABLE(BiasUpdate, bias_update)
+GROUPED_TABLE(MarginHistogram, margin_histogram)
+GROUPED_TABLE(QuantileBias, quantile_bias)
+#undef GROUPED_TABLE
+
 }  // namespace grouped

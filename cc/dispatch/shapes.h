@@ -11,18 +11,8 @@ namespace grouped {
 
 // Empty, or what disagrees, in words. Every axis but that of rows has at least one element (MAT-7). Looks at presence,
 // ranks, dims and the dtypes that calls.h fixes, never at data.
-std::string disagreement(const GroupedMatmul& call);
-std::string disagreement(const GroupSum& call);
-std::string disagreement(const RowDot& call);
-std::string disagreement(const ScaleRows& call);
-std::string disagreement(const GroupedMatmulAct& call);
-std::string disagreement(const GroupedMatmulDact& call);
-std::string disagreement(const ActivationForward& call);
-std::string disagreement(const ActivationGrad& call);
-std::string disagreement(const Quantize& call);
-std::string disagreement(const Dequantize& call);
-std::string disagreement(const ScaleUpdate& call);
-std::string disagreement(const ShardAmax& call);
-std::string disagreement(const ShardCast& call);
+#define X(Call) std::string disagreement(const Call& call);
+GROUPED_CALLS(X)
+#undef X
 
 }  // namespace grouped

@@ -46,6 +46,23 @@ extern const Kernel<ScaleUpdate> scale_update_any_cpu;
 extern const Kernel<ShardAmax> shard_amax_any_cpu;
 extern const Kernel<ShardCast> shard_cast_any_cpu;
 
+// Routing.
+extern const Kernel<Jitter> jitter_any_cpu;
+extern const Kernel<Sinkhorn> sinkhorn_any_cpu;
+extern const Kernel<Router> router_any_cpu;
+extern const Kernel<RouterGrad> router_grad_any_cpu;
+extern const Kernel<RouterLosses> router_losses_any_cpu;
+extern const Kernel<CountExperts> count_experts_any_cpu;
+extern const Kernel<DropSlots> drop_slots_any_cpu;
+extern const Kernel<SortSlots> sort_slots_any_cpu;
+extern const Kernel<GatherRows> gather_rows_any_cpu;
+extern const Kernel<CombineRows> combine_rows_any_cpu;
+extern const Kernel<CombineDot> combine_dot_any_cpu;
+extern const Kernel<HashExperts> hash_experts_any_cpu;
+extern const Kernel<BiasUpdate> bias_update_any_cpu;
+extern const Kernel<MarginHistogram> margin_histogram_any_cpu;
+extern const Kernel<QuantileBias> quantile_bias_any_cpu;
+
 #if GROUPED_WITH_CUDA
 // Hopper's tensor cores (wgmma): bf16 and fp16, ragged rows and the contraction over rows.
 extern const Kernel<GroupedMatmul> grouped_matmul_bf16_sm90;
@@ -76,6 +93,21 @@ extern const Kernel<Dequantize> dequantize_any_cuda;
 extern const Kernel<ScaleUpdate> scale_update_any_cuda;
 extern const Kernel<ShardAmax> shard_amax_any_cuda;
 extern const Kernel<ShardCast> shard_cast_any_cuda;
+extern const Kernel<Jitter> jitter_any_cuda;
+extern const Kernel<Sinkhorn> sinkhorn_any_cuda;
+extern const Kernel<Router> router_any_cuda;
+extern const Kernel<RouterGrad> router_grad_any_cuda;
+extern const Kernel<RouterLosses> router_losses_any_cuda;
+extern const Kernel<CountExperts> count_experts_any_cuda;
+extern const Kernel<DropSlots> drop_slots_any_cuda;
+extern const Kernel<SortSlots> sort_slots_any_cuda;
+extern const Kernel<GatherRows> gather_rows_any_cuda;
+extern const Kernel<CombineRows> combine_rows_any_cuda;
+extern const Kernel<CombineDot> combine_dot_any_cuda;
+extern const Kernel<HashExperts> hash_experts_any_cuda;
+extern const Kernel<BiasUpdate> bias_update_any_cuda;
+extern const Kernel<MarginHistogram> margin_histogram_any_cuda;
+extern const Kernel<QuantileBias> quantile_bias_any_cuda;
 
 // For cc/dispatch, which has no CUDA of its own.
 // result = round(value * scale), dense. Exact in fp32 but for float32 scales that are no powers of two.

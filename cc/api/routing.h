@@ -1,0 +1,375 @@
+// The native calls of routing: which experts a token goes to, where its rows lie, and how rows are gathered and summed.
+// docs/numerics.md, "Routing", has the arithmetic.
+//
+// Letters: T tokens, E experts, k experts per token, S sequences, M rows sorted by expert, H columns, G groups (experts
+// that have rows here). A slot is one of a token's k places, numbered token * k + place; an expert of -1 (or anything
+// else outside of 0 ... E - 1) is none. Every index is checked where it is used, so no data leads out of bounds.
+#pragma once
+
+#include <string>
+
+#include "cc/api/tensor.h"
+
+namespace grouped {
+
+// result = logits * (1 + eps * (2 u - 1)), u in [0, 1) the 24 upper bits of the element's word of the random stream. The
+// gradient of the logits is the same call on the gradient of the result.
+struct Jitter {
+  static constexpr const char* kName = "jitter";
+  TensorView logits;  // [T, E] float32
+  TensorView key;     // [2] uint32, low word first
+  TensorView result;  // [T, E] float32
+  float eps = 0;
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("logits", logits);
+    v.input("key", key);
+    v.output("result", result);
+    v.param("eps", eps);
+  }
+};
+
+// result = a[t] * exp(logits[t, e]) * b[e], whose rows sum to 1 / T and whose columns nearly to 1 / E: `iterations` of
+// scaling rows, then columns. Masked tokens take no part; their rows are zero.
+struct Sinkhorn {
+  static constexpr const char* kName = "sinkhorn";
+  TensorView logits;  // [T, E] float32
+  TensorView mask;    // [T] uint8: 0 for padding
+  TensorView result;  // [T, E] float32
+  int64_t iterations = 0;
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("logits", logits);
+    v.optional("mask", mask);
+    v.output("result", result);
+    v.param("iterations", iterations);
+  }
+};
+
+// How scores follow from logits and weights from scores.
+struct ScoreParams {
+  std::string score = "softmax";  // softmax, sigmoid, sqrt_softplus
+  int64_t after_topk = 0;         // 1: weights are the softmax of the chosen logits
+  int64_t normalize = 0;          // 1: weights are divided by their sum over the chosen experts
+  float scale = 1;                // factor of the weights
+
+  template <class Visitor>
+  void visit(Visitor& v) {
+    v.param("score", score);
+    v.param("after_topk", after_topk);
+    v.param("normalize", normalize);
+    v.param("scale", scale);
+  }
+};
+
+// The k experts of each token, best first, and their weights. Experts are ranked by `ranking`, or else by the score (by
+// the logit with after_topk), plus the bias; ties go to the lower index, NaN ranks first. With topk_groups, only those
+// of the best groups take part: experts lie in num_groups groups of equal size, and a group's score is the sum of its
+// group_topk best. `given` replaces the choice. Masked tokens have experts -1, and zeros in all other results.
+struct Router {
+  static constexpr const char* kName = "router";
+  TensorView logits;   // [T, E] float32
+  TensorView bias;     // [E] float32
+  TensorView mask;     // [T] uint8: 0 for padding
+  TensorView given;    // [T, k] int32: experts chosen elsewhere
+  TensorView ranking;  // [T, E] float32
+  TensorView weights;  // [T, k] float32
+  TensorView experts;  // [T, k] int32
+  TensorView probs;    // [T, E] float32: scores divided by their sum over all experts; absent: not wanted
+  TensorView stats;    // [T, 3] float32: squared logsumexp, entropy of probs in nats, 1 for a token that counts
+  ScoreParams scores;
+  int64_t num_groups = 1;
+  int64_t topk_groups = 1;
+  int64_t group_topk = 1;
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("logits", logits);
+    v.optional("bias", bias);
+    v.optional("mask", mask);
+    v.optional("given", given);
+    v.optional("ranking", ranking);
+    v.output("weights", weights);
+    v.output("experts", experts);
+    v.optional_output("probs", probs);
+    v.optional_output("stats", stats);
+    scores.visit(v);
+    v.param("num_groups", num_groups);
+    v.param("topk_groups", topk_groups);
+    v.param("group_topk", group_topk);
+  }
+};
+
+// The gradient of the logits: of the weights (d_weights), of sum over e of slopes[s, e] * probs[t, e] times d_losses[0],
+// s the sequence of token t, and of the squared logsumexp times z_slope[0] * d_losses[1]. Tokens past the sequences have
+// no part of the latter two.
+struct RouterGrad {
+  static constexpr const char* kName = "router_grad";
+  TensorView logits;          // [T, E] float32
+  TensorView experts;         // [T, k] int32, as the router gave them
+  TensorView mask;            // [T] uint8
+  TensorView d_weights;       // [T, k] float32
+  TensorView sequence_sizes;  // [S] int32; present where the next three are
+  TensorView slopes;          // [S, E] float32
+  TensorView z_slope;         // [1] float32
+  TensorView d_losses;        // [2] float32
+  TensorView result;          // [T, E] float32
+  ScoreParams scores;
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("logits", logits);
+    v.input("experts", experts);
+    v.optional("mask", mask);
+    v.optional("d_weights", d_weights);
+    v.optional("sequence_sizes", sequence_sizes);
+    v.optional("slopes", slopes);
+    v.optional("z_slope", z_slope);
+    v.optional("d_losses", d_losses);
+    v.output("result", result);
+    scores.visit(v);
+  }
+};
+
+// Losses and what their gradients need. With P, C, Z, H, n the sums over a sequence of probs, counts, squared
+// logsumexp, entropy and tokens, k = slots per token, R the number of sequences with tokens:
+//   losses[0] = aux_coeff / R * sum over s of E / (k n_s^2) * sum over e of P_se C_se     losses[1] = z_coeff Z / n
+//   losses[2] = H / n        slopes[s, e] = d losses[0] / d P_se        z_slope[0] = d losses[1] / d Z
+struct RouterLosses {
+  static constexpr const char* kName = "router_losses";
+  TensorView prob_sums;  // [S, E] float32
+  TensorView counts;     // [S, E] int32
+  TensorView stat_sums;  // [S, 3] float32
+  TensorView losses;     // [3] float32
+  TensorView slopes;     // [S, E] float32
+  TensorView z_slope;    // [1] float32
+  int64_t slots = 1;     // k
+  float aux_coeff = 0;
+  float z_coeff = 0;
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("prob_sums", prob_sums);
+    v.input("counts", counts);
+    v.input("stat_sums", stat_sums);
+    v.output("losses", losses);
+    v.output("slopes", slopes);
+    v.output("z_slope", z_slope);
+    v.param("slots", slots);
+    v.param("aux_coeff", aux_coeff);
+    v.param("z_coeff", z_coeff);
+  }
+};
+
+// counts[s, e] = slots of sequence s that chose expert e; tokens past the sequences count nowhere.
+struct CountExperts {
+  static constexpr const char* kName = "count_experts";
+  TensorView experts;         // [T, k] int32
+  TensorView sequence_sizes;  // [S] int32
+  TensorView counts;          // [S, E] int32
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("experts", experts);
+    v.input("sequence_sizes", sequence_sizes);
+    v.output("counts", counts);
+  }
+};
+
+// At most `capacity` slots per expert: those with the largest weights (ties: the lower slot; NaN is largest), or without
+// weights the first ones. The others become -1; dropped[0] counts them.
+struct DropSlots {
+  static constexpr const char* kName = "drop_slots";
+  TensorView experts;       // [T, k] int32
+  TensorView weights;       // [T, k] float32
+  TensorView kept;          // [T, k] int32
+  TensorView dropped;       // [1] int32
+  int64_t num_experts = 0;  // E
+  int64_t capacity = 0;
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("experts", experts);
+    v.optional("weights", weights);
+    v.output("kept", kept);
+    v.output("dropped", dropped);
+    v.param("num_experts", num_experts);
+    v.param("capacity", capacity);
+  }
+};
+
+// Slots in rows, by expert, then token, then place. Each group is padded to a multiple of `align` rows, an empty one
+// stays empty; slots that find no row among M are dropped, the last ones first.
+struct SortSlots {
+  static constexpr const char* kName = "sort_slots";
+  TensorView experts;      // [T, k] int32
+  TensorView group_sizes;  // [G] int32, with padding
+  TensorView source;       // [M] int32: slot of each row, -1 for padding and behind the last row
+  TensorView inverse;      // [T, k] int32: row of each slot, -1 where it has none
+  TensorView dropped;      // [1] int32: slots that have an expert and no row
+  int64_t align = 1;
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("experts", experts);
+    v.output("group_sizes", group_sizes);
+    v.output("source", source);
+    v.output("inverse", inverse);
+    v.output("dropped", dropped);
+    v.param("align", align);
+  }
+};
+
+// result[r] = rows[source[r] / slots], zeros where source[r] is outside of 0 ... N * slots - 1. With weights it is
+// multiplied by weights[source[r]], in fp32 with one rounding; without, elements of any type are copied.
+struct GatherRows {
+  static constexpr const char* kName = "gather_rows";
+  TensorView rows;     // [N, H]
+  TensorView source;   // [M] int32
+  TensorView weights;  // [N * slots] float32
+  TensorView result;   // [M, H], the type of rows
+  int64_t slots = 1;   // rows of the result that may come from one row
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("rows", rows);
+    v.input("source", source);
+    v.optional("weights", weights);
+    v.output("result", result);
+    v.param("slots", slots);
+  }
+};
+
+// result[t] = sum over places j of weights[t, j] * rows[inverse[t, j]], j rising, in fp32: a product and a sum a place,
+// each rounded, and one rounding to the result's type. Places whose index is outside of 0 ... M - 1 add nothing.
+struct CombineRows {
+  static constexpr const char* kName = "combine_rows";
+  TensorView rows;     // [M, H]
+  TensorView inverse;  // [T, k] int32
+  TensorView weights;  // [T, k] float32; absent: 1
+  TensorView result;   // [T, H]
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("rows", rows);
+    v.input("inverse", inverse);
+    v.optional("weights", weights);
+    v.output("result", result);
+  }
+};
+
+// result[t, j] = <rows[inverse[t, j]], grad[t]>, one fp32 sum in a fixed order; 0 where the index is out of range.
+struct CombineDot {
+  static constexpr const char* kName = "combine_dot";
+  TensorView rows;     // [M, H]
+  TensorView grad;     // [T, H]
+  TensorView inverse;  // [T, k] int32
+  TensorView result;   // [T, k] float32
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("rows", rows);
+    v.input("grad", grad);
+    v.input("inverse", inverse);
+    v.output("result", result);
+  }
+};
+
+// k distinct experts per token from its id: the rows of `table`, or random draws without replacement that depend on the
+// id alone. An id outside of the table has experts -1.
+struct HashExperts {
+  static constexpr const char* kName = "hash_experts";
+  TensorView token_ids;     // [T] int32
+  TensorView table;         // [V, k] int32
+  TensorView experts;       // [T, k] int32
+  int64_t num_experts = 0;  // E
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("token_ids", token_ids);
+    v.optional("table", table);
+    v.output("experts", experts);
+    v.param("num_experts", num_experts);
+  }
+};
+
+// result[e] = bias[e] + rate * sign(mean of load - load[e]); the sign is found in integers.
+struct BiasUpdate {
+  static constexpr const char* kName = "bias_update";
+  TensorView bias;    // [E] float32
+  TensorView load;    // [E] int32
+  TensorView result;  // [E] float32
+  float rate = 0;
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("bias", bias);
+    v.input("load", load);
+    v.output("result", result);
+    v.param("rate", rate);
+  }
+};
+
+// counts[e, i] = tokens whose margin alpha_t - score_te lies in bin i of [low, high), margins outside in the first and
+// the last bin; alpha_t is the (k + 1)-th largest of score + bias. Masked tokens and NaN margins count nowhere.
+struct MarginHistogram {
+  static constexpr const char* kName = "margin_histogram";
+  TensorView logits;              // [T, E] float32
+  TensorView bias;                // [E] float32
+  TensorView mask;                // [T] uint8
+  TensorView counts;              // [E, bins] int32
+  int64_t slots = 1;              // k
+  std::string score = "sigmoid";  // as of ScoreParams
+  float low = 0;
+  float high = 0;
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("logits", logits);
+    v.input("bias", bias);
+    v.optional("mask", mask);
+    v.output("counts", counts);
+    v.param("slots", slots);
+    v.param("score", score);
+    v.param("low", low);
+    v.param("high", high);
+  }
+};
+
+// result[e] = q[e] - mean of q, q[e] the upper edge of the first bin at which the counts of expert e, summed from the
+// first bin on, reach k / E of all its counts; 0 for an expert without counts.
+struct QuantileBias {
+  static constexpr const char* kName = "quantile_bias";
+  TensorView counts;  // [E, bins] int32
+  TensorView result;  // [E] float32
+  int64_t slots = 1;  // k
+  float low = 0;
+  float high = 0;
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("counts", counts);
+    v.output("result", result);
+    v.param("slots", slots);
+    v.param("low", low);
+    v.param("high", high);
+  }
+};
+
+#define GROUPED_ROUTING_CALLS(X) \
+  X(Jitter)                      \
+  X(Sinkhorn)                    \
+  X(Router)                      \
+  X(RouterGrad)                  \
+  X(RouterLosses)                \
+  X(CountExperts)                \
+  X(DropSlots)                   \
+  X(SortSlots)                   \
+  X(GatherRows)                  \
+  X(CombineRows)                 \
+  X(CombineDot)                  \
+  X(HashExperts) X(BiasUpdate) X(MarginHistogram) X(QuantileBias)
+
+}  // namespace grouped
