@@ -144,6 +144,24 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "scale_update": ("scale", "history", "top", "into_new_scale", "into_new_history"),
     "shard_amax": ("source", "source_table", "into_amax"),
     "shard_cast": ("source", "source_table", "amax", "encode", "skip", *(f"into_{name}" for name in QUANTIZED)),
+    "jitter": ("logits", "key"),
+    "sinkhorn": ("logits", "mask"),
+    "router": ("logits", "bias", "mask", "given", "ranking"),
+    "router_grad": (
+        *("logits", "experts", "mask", "d_weights"),
+        *("sequence_sizes", "slopes", "z_slope", "d_losses"),
+    ),
+    "router_losses": ("prob_sums", "counts", "stat_sums"),
+    "count_experts": ("experts", "sequence_sizes"),
+    "drop_slots": ("experts", "weights"),
+    "sort_slots": ("experts",),
+    "gather_rows": ("rows", "source", "weights"),
+    "combine_rows": ("rows", "inverse", "weights"),
+    "combine_dot": ("rows", "grad", "inverse"),
+    "hash_experts": ("token_ids", "table"),
+    "bias_update": ("bias", "load"),
+    "margin_histogram": ("logits", "bias", "mask"),
+    "quantile_bias": ("counts",),
 }
 """Operand slots of every native call, in order."""
 
@@ -158,17 +176,29 @@ RESULTS: dict[str, tuple[str, ...]] = {
     "scale_update": ("new_scale", "new_history"),
     "shard_amax": ("amax",),
     "shard_cast": QUANTIZED,
+    **dict.fromkeys(("jitter", "sinkhorn", "router_grad"), ("result",)),
+    "router": ("weights", "experts", "probs", "stats"),
+    "router_losses": ("losses", "slopes", "z_slope"),
+    "count_experts": ("counts",),
+    "drop_slots": ("kept", "dropped"),
+    "sort_slots": ("group_sizes", "source", "inverse", "dropped"),
+    **dict.fromkeys(("gather_rows", "combine_rows", "combine_dot"), ("result",)),
+    "hash_experts": ("experts",),
+    "bias_update": ("result",),
+    "margin_histogram": ("counts",),
+    "quantile_bias": ("result",),
 }
 """Result slots of every native call, in order."""
 
 
-def _call(
+def new_call(
     name: str,
     operands: dict[str, ArraySpec | None],
     results: ArraySpec | dict[str, ArraySpec | None],
     params: dict[str, Param] | None = None,
     implementation: str = "",
 ) -> Call:
+    """The call `name` with specs of its operands and results by slot; a single spec is that of the only result."""
     slots = SLOTS[name]
     inputs = tuple(operands.get(slot) for slot in slots)
     outputs = (results,) if isinstance(results, ArraySpec) else tuple(results.get(slot) for slot in RESULTS[name])
@@ -300,14 +330,14 @@ def grouped_matmul(
         **_scale_params(lhs, rhs, recipe),
         **_segment_params(lhs, axes[0] == 0),
     }
-    return _call("grouped_matmul", operands, ArraySpec(shape, result_dtype), params, implementation)
+    return new_call("grouped_matmul", operands, ArraySpec(shape, result_dtype), params, implementation)
 
 
 @lru_cache(maxsize=1024)
 def group_sum(rows: ArraySpec, group_sizes: ArraySpec, result_dtype: str, row_scale: ArraySpec | None = None) -> Call:
     """[G, N] = sums of the (scaled) rows [M, N] of each group."""
     result = ArraySpec((group_sizes.shape[0], rows.shape[1]), result_dtype)
-    return _call("group_sum", {"rows": rows, "group_sizes": group_sizes, "row_scale": row_scale}, result)
+    return new_call("group_sum", {"rows": rows, "group_sizes": group_sizes, "row_scale": row_scale}, result)
 
 
 @lru_cache(maxsize=1024)
@@ -326,7 +356,7 @@ def row_dot(
         operands.update(group_lhs=group_pair[0], group_rhs=group_pair[1])
     if table:
         operands["group_rhs_table"] = ArraySpec(group_sizes.shape, "int64")
-    return _call("row_dot", operands, ArraySpec((rows,), "float32"))
+    return new_call("row_dot", operands, ArraySpec((rows,), "float32"))
 
 
 @lru_cache(maxsize=1024)
@@ -335,7 +365,7 @@ def scale_rows(
 ) -> Call:
     """[M, N] = row_scale[r] * rows[r]."""
     operands = {"rows": rows, "row_scale": row_scale, "group_sizes": group_sizes, "into": into}
-    return _call("scale_rows", operands, ArraySpec(rows.shape, result_dtype))
+    return new_call("scale_rows", operands, ArraySpec(rows.shape, result_dtype))
 
 
 def _activation_params(activation: Activation, width: int) -> dict[str, Param]:
@@ -487,7 +517,7 @@ def grouped_matmul_act(
     params = {"rhs_axis": axis, **_activation_params(activation, width), "zero_tail": int(zero_tail)}
     params |= _product_params(lhs, rhs, recipe, aligned_tables, rows_hint)
     params |= {"compute": lhs.dtype, **added[2]}
-    return _call("grouped_matmul_act", operands | added[0], results, params, implementation)
+    return new_call("grouped_matmul_act", operands | added[0], results, params, implementation)
 
 
 def _hidden_grads(
@@ -545,7 +575,7 @@ def grouped_matmul_dact(
     groups, rows = group_sizes.shape[0], ArraySpec((hidden.shape[0], width), hidden.dtype)
     for added in (_quantized_result(stored, hidden, groups), _quantized_activated(quantized_activated, rows, groups)):
         operands, results, params = operands | added[0], results | added[1], params | added[2]
-    return _call("grouped_matmul_dact", operands, results, params, implementation)
+    return new_call("grouped_matmul_dact", operands, results, params, implementation)
 
 
 @lru_cache(maxsize=1024)
@@ -562,7 +592,7 @@ def activation(
     operands = {"rows": rows, "group_sizes": group_sizes, "row_scale": row_scale}
     width = rows.shape[1] // 2 if activation.gated else rows.shape[1]
     params = {**_activation_params(activation, width), "zero_tail": int(zero_tail)}
-    return _call("activation", operands, ArraySpec((rows.shape[0], width), result_dtype), params)
+    return new_call("activation", operands, ArraySpec((rows.shape[0], width), result_dtype), params)
 
 
 @lru_cache(maxsize=1024)
@@ -587,7 +617,7 @@ def activation_grad(
         "row_base": row_base,
     }
     params = {**_activation_params(activation, grad.shape[1]), "zero_tail": int(zero_tail)}
-    return _call("activation_grad", operands, _hidden_grads(rows, grad.shape[1], result_dtype, wanted), params)
+    return new_call("activation_grad", operands, _hidden_grads(rows, grad.shape[1], result_dtype, wanted), params)
 
 
 def spec_in_format(format: Format, shape: tuple[int, ...], axis: int, dtype: str, groups: int = 1) -> QuantizedSpec:
@@ -672,7 +702,7 @@ def quantize(
     }
     if reuse:
         operands |= {f"into_{name}": results.get(name) for name in QUANTIZED}
-    return _call("quantize", operands, results, stored.params())
+    return new_call("quantize", operands, results, stored.params())
 
 
 class StoredParts(NamedTuple):
@@ -702,9 +732,9 @@ def quantized_parts(call: Call) -> StoredParts | None:
         assert source is not None, "hidden rows are given"
         width = source.shape[1] // (2 if KINDS[str(params["kind"])].gated else 1)
         results["activated"] = ArraySpec((source.shape[0], width), source.dtype)
-        activated = _call("quantize", {"source": results["activated"], **sizes, **encode}, forms, how)
-    plain = _call(call.name, operands, results, params)
-    return StoredParts(plain, _call("quantize", {"source": source, **sizes, **reads}, own, added), activated)
+        activated = new_call("quantize", {"source": results["activated"], **sizes, **encode}, forms, how)
+    plain = new_call(call.name, operands, results, params)
+    return StoredParts(plain, new_call("quantize", {"source": source, **sizes, **reads}, own, added), activated)
 
 
 def _activated_spec(operands: dict[str, ArraySpec | None], params: dict[str, Param]) -> ArraySpec:
@@ -727,7 +757,7 @@ def dequantize(stored: QuantizedSpec, group_sizes: ArraySpec | None, result_dtyp
         "group_scales": stored.group_scales,
     }
     params: dict[str, Param] = {"cross": int(stored.axis == len(stored.shape) - 2), **_block_params(stored.format)}
-    return _call("dequantize", operands, ArraySpec(stored.shape, result_dtype), params)
+    return new_call("dequantize", operands, ArraySpec(stored.shape, result_dtype), params)
 
 
 @lru_cache(maxsize=64)
@@ -737,7 +767,7 @@ def scale_update(scale: ArraySpec, history: ArraySpec, algorithm: str, *, reuse:
     operands: dict[str, ArraySpec | None] = {"scale": scale, "history": history, "top": top}
     if reuse:
         operands |= {"into_new_scale": scale, "into_new_history": history}
-    return _call("scale_update", operands, {"new_scale": scale, "new_history": history}, {"algorithm": algorithm})
+    return new_call("scale_update", operands, {"new_scale": scale, "new_history": history}, {"algorithm": algorithm})
 
 
 def shard_slots(shape: tuple[int, ...], format: Format) -> int:
@@ -758,7 +788,7 @@ def shard_amax(source: ArraySpec, format: Format) -> Call:
     """int32 [G, S]: the bits of the amaxes over this rank's elements of weights [G, A, B], updated in place."""
     amax = ArraySpec((source.shape[0], shard_slots(source.shape, format)), "int32")
     params: dict[str, Param] = {"block": format.block, "block_outer": format.block_outer}
-    return _call("shard_amax", {**_shard_operands(source), "into_amax": amax}, {"amax": amax}, params)
+    return new_call("shard_amax", {**_shard_operands(source), "into_amax": amax}, {"amax": amax}, params)
 
 
 @lru_cache(maxsize=256)
@@ -781,7 +811,7 @@ def shard_cast(
         **{f"into_{name}": spec for name, spec in results.items()},
     }
     wanted = ("rule", "block", "block_outer", "pow2", "eps", "starts_at_one")
-    return _call("shard_cast", operands, results, {name: value for name, value in whole.params if name in wanted})
+    return new_call("shard_cast", operands, results, {name: value for name, value in whole.params if name in wanted})
 
 
 def spec_of(array: Any) -> ArraySpec:

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from grouped_core import reference_stored, rounding
+from grouped_core import reference_routing, reference_stored, rounding
 from grouped_core.activations import KINDS, Slopes, half_columns
 from grouped_core.calls import ACTIVATED, RESULTS, SLOTS, ArraySpec, Call, StoredParts, quantized_parts, spec_of
 from grouped_core.products import Array
@@ -326,6 +326,10 @@ class Oracle:
         operands: Operands = dict(zip(SLOTS[call.name], arrays, strict=True))
         if call.name in reference_stored.CALLS:
             return self._stored(call, operands)
+        if call.name in reference_routing.CALLS:
+            specs = dict(zip(SLOTS[call.name], call.inputs, strict=True))
+            found = reference_routing.run(call, operands, specs, numpy_dtype, exact=self.exact)
+            return tuple(found.get(name) for name in RESULTS[call.name])
         for name, array in operands.items():
             if array is not None and name != "group_sizes":
                 operands[name] = np.asarray(array).astype(np.float64)

@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from grouped_core import gradients, mlp
+from grouped_core import gradients, mlp, reference_routing
 from grouped_core.activations import KINDS, half_columns
 from grouped_core.calls import RESULTS, SLOTS, ArraySpec, Call, spec_of
 from grouped_core.gradients import Gradients, Needs
@@ -521,3 +521,109 @@ RELATIVE_ERRORS = {
     "NVFP4": (0.18, 0.21, 0.20),
 }
 """Of y, dx and dW against full precision, by recipe: Frobenius norms over standard normal data (numerics 7, tier 2)."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Routing: scores are quotients of exponentials and their sums, in fp32.
+
+
+def _score_rate(logits: NDArray[np.float64], k: int) -> NDArray[np.float64]:
+    """[T, 1]: relative error of what is made of the scores of a token: functions, sums over E and k, a few steps, and
+    exponentials, whose error grows with their argument, which is rounded.
+    """
+    with np.errstate(invalid="ignore"):
+        spread = np.abs(logits).max(axis=1, keepdims=True, initial=0.0) * 2
+    return 8 * FUNCTIONS + (2 * logits.shape[1] + 2 * k + 16) * F32_HALF_ULP + 4 * spread * F32_HALF_ULP
+
+
+def _around(value: NDArray[Any], error: NDArray[Any]) -> Bounded:
+    return Bounded(np.asarray(value, np.float64), np.asarray(error, np.float64) + FLUSH, "float32")
+
+
+def routing(call: Call, arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """The results of a call of routing with the error allowed around each; integers come as they are."""
+    o = dict(zip(SLOTS[call.name], arrays, strict=True))
+    exact = dict(zip(RESULTS[call.name], Oracle(exact=True)(call, arrays), strict=True))
+    found = {name: array for name, array in exact.items() if array is not None}
+    error = _ROUTING[call.name](o, dict(call.params), found)
+    return tuple(
+        None if array is None else array if name not in error else _around(array, error[name])
+        for name, array in exact.items()
+    )
+
+
+def _router_error(o: dict[str, Any], p: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    logits = np.asarray(o["logits"], np.float64)
+    logits = logits if o["mask"] is None else np.where(np.asarray(o["mask"])[:, None] == 0, 0.0, logits)
+    rate = _score_rate(logits, found["experts"].shape[1])
+    error = {"weights": rate * np.abs(found["weights"])}
+    if "probs" in found:
+        error["probs"] = rate * found["probs"]
+    if "stats" in found:
+        size = np.abs(logits).max(axis=1, keepdims=True, initial=0.0) + np.log(logits.shape[1])  # of the logsumexp
+        entropy = (rate * (1 + 2 * size)) * (1 + np.log(logits.shape[1]))
+        error["stats"] = np.concatenate([2 * size * (rate + 4 * size * F32_HALF_ULP), entropy, 0 * rate], axis=1)
+    return error
+
+
+def _router_grad_error(o: dict[str, Any], p: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    logits = np.asarray(o["logits"], np.float64)
+    logits = logits if o["mask"] is None else np.where(np.asarray(o["mask"])[:, None] == 0, 0.0, logits)
+    tokens, experts = logits.shape
+    scores, own = reference_routing.scores_of(p["score"], logits)
+    smooth = reference_routing.softmax(logits)
+    size = np.zeros((tokens, 1))  # of everything that is added up for one score of a token
+    if o["d_weights"] is not None:
+        chosen = np.clip(np.asarray(o["experts"]), 0, experts - 1)
+        least = np.take_along_axis(scores, chosen, axis=1).sum(axis=1, keepdims=True) if p["normalize"] else 1.0
+        size = size + 2 * abs(p["scale"]) * np.abs(o["d_weights"]).sum(axis=1, keepdims=True) / np.maximum(least, TINY)
+    factor = np.zeros((tokens, 1))
+    if o["slopes"] is not None:
+        total = 1.0 if p["score"] == "softmax" else np.maximum(scores.sum(axis=1, keepdims=True), TINY)
+        size = size + 2 * np.abs(o["slopes"]).max() * abs(float(o["d_losses"][0])) / total
+        logsum = np.abs(logits).max(axis=1, keepdims=True) + np.log(experts)
+        factor = 2 * logsum * abs(float(o["z_slope"][0]) * float(o["d_losses"][1]))
+    share = np.maximum(scores, smooth) if p["score"] == "softmax" else own
+    if p["after_topk"]:
+        share = np.ones_like(share)
+    rate = _score_rate(logits, o["experts"].shape[1])
+    return {"result": 4 * rate * (size * share + factor * smooth)}
+
+
+def _router_losses_error(o: dict[str, Any], p: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    sequences, experts = o["counts"].shape
+    rate = (sequences + experts + 12) * F32_HALF_ULP
+    return {name: rate * np.abs(array) for name, array in found.items()}
+
+
+def _sinkhorn_error(o: dict[str, Any], p: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    logits = np.asarray(o["logits"], np.float64)
+    logits = logits if o["mask"] is None else np.where(np.asarray(o["mask"])[:, None] == 0, 0.0, logits)
+    # Each scaling adds the error of its sum; positive terms alone, so that errors do not grow otherwise.
+    rate = _score_rate(logits, 1) + 2 * p["iterations"] * (sum(logits.shape) + 8) * F32_HALF_ULP
+    return {"result": 2 * rate.max(initial=0.0) * found["result"]}
+
+
+def _combine_dot_error(o: dict[str, Any], p: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    rows, grad = (np.abs(np.asarray(o[name], np.float64)) for name in ("rows", "grad"))
+    at = np.asarray(o["inverse"], np.int64)
+    inside = (at >= 0) & (at < len(rows))
+    sizes = np.einsum("tkh,th->tk", rows[np.where(inside, at, 0)], grad) if len(rows) else np.zeros(at.shape)
+    return {"result": (rows.shape[1] + 1) * F32_HALF_ULP * sizes}
+
+
+def _quantile_error(o: dict[str, Any], p: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    size = max(abs(p["low"]), abs(p["high"]))
+    return {"result": np.full_like(found["result"], (o["counts"].shape[0] + 8) * F32_HALF_ULP * size)}
+
+
+TINY = reference_routing.TINY
+_ROUTING = {
+    "router": _router_error,
+    "router_grad": _router_grad_error,
+    "router_losses": _router_losses_error,
+    "sinkhorn": _sinkhorn_error,
+    "combine_dot": _combine_dot_error,
+    "margin_histogram": lambda o, p, found: {},
+    "quantile_bias": _quantile_error,
+}

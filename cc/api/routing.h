@@ -12,8 +12,8 @@
 
 namespace grouped {
 
-// result = logits * (1 + eps * (2 u - 1)), u in [0, 1) the 24 upper bits of the element's word of the random stream. The
-// gradient of the logits is the same call on the gradient of the result.
+// result = logits * (1 + eps * (2 u - 1)), u in [0, 1) the 24 upper bits of the element's word of the random stream.
+// The gradient of the logits is the same call on the gradient of the result.
 struct Jitter {
   static constexpr const char* kName = "jitter";
   TensorView logits;  // [T, E] float32
@@ -102,9 +102,9 @@ struct Router {
   }
 };
 
-// The gradient of the logits: of the weights (d_weights), of sum over e of slopes[s, e] * probs[t, e] times d_losses[0],
-// s the sequence of token t, and of the squared logsumexp times z_slope[0] * d_losses[1]. Tokens past the sequences have
-// no part of the latter two.
+// The gradient of the logits: of the weights (d_weights), of sum over e of slopes[s, e] * probs[t, e] times
+// d_losses[0], s the sequence of token t, and of the squared logsumexp times z_slope[0] * d_losses[1]. Tokens past the
+// sequences have no part of the latter two.
 struct RouterGrad {
   static constexpr const char* kName = "router_grad";
   TensorView logits;          // [T, E] float32
@@ -178,8 +178,8 @@ struct CountExperts {
   }
 };
 
-// At most `capacity` slots per expert: those with the largest weights (ties: the lower slot; NaN is largest), or without
-// weights the first ones. The others become -1; dropped[0] counts them.
+// At most `capacity` slots per expert: those with the largest weights (ties: the lower slot; NaN is largest), or
+// without weights the first ones. The others become -1; dropped[0] counts them.
 struct DropSlots {
   static constexpr const char* kName = "drop_slots";
   TensorView experts;       // [T, k] int32

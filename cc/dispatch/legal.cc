@@ -35,6 +35,7 @@ constexpr Integers kSegment = {[](int64_t v) { return v == 0 || (v <= kLongestBl
                                "0 or a divisor of 128"};
 constexpr Integers kCount = {[](int64_t v) { return v >= 0 && v <= kMostBytes; }, "0 to 2^48"};
 constexpr Integers kRowsOfGroup = {[](int64_t v) { return v >= 0 && v <= INT32_MAX; }, "0 to 2^31 - 1"};
+constexpr Integers kIterations = {[](int64_t v) { return v >= 0 && v <= 1024; }, "0 to 1024"};
 constexpr Integers kPositive = {[](int64_t v) { return v >= 1 && v <= INT32_MAX; }, "1 to 2^31 - 1"};
 // Two forms take a stream each, numbered with 32 bits.
 constexpr Integers kStream = {[](int64_t v) { return v >= 0 && v < UINT32_MAX; }, "0 to 2^32 - 2"};
@@ -70,7 +71,7 @@ constexpr struct {
     {"rotate", &kFlag},
     {"full_range", &kFlag},
     {"cross", &kFlag},
-    {"iterations", &kRowsOfGroup},
+    {"iterations", &kIterations},
     {"after_topk", &kFlag},
     {"normalize", &kFlag},
     {"num_groups", &kPositive},

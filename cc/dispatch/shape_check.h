@@ -86,10 +86,10 @@ inline void some_groups(Check* check, const char* name, const TensorView& t, int
 }
 
 // What every call has: sizes, and rows that may carry a scale.
-inline int64_t groups_of(Check* check, const TensorView& sizes) {
-  check->rank("group_sizes", sizes, 1);
-  check->dtype("group_sizes", sizes, DType::i32);
-  some_groups(check, "group_sizes", sizes);
+inline int64_t groups_of(Check* check, const TensorView& sizes, const char* name = "group_sizes") {
+  check->rank(name, sizes, 1);
+  check->dtype(name, sizes, DType::i32);
+  some_groups(check, name, sizes);
   return sizes.dims[0];
 }
 

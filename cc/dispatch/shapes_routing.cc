@@ -25,9 +25,8 @@ void mask_if_given(Check* check, const TensorView& mask, int64_t tokens) {
 }
 
 void at_most(Check* check, const char* name, const TensorView& t, int axis, int64_t most, const char* what) {
-  check->require(t.dims[axis] >= 1 && t.dims[axis] <= most, [&] {
-    return Check::named(name, t) + ", expected 1 to " + std::to_string(most) + " " + what;
-  });
+  check->require(t.dims[axis] >= 1 && t.dims[axis] <= most,
+                 [&] { return Check::named(name, t) + ", expected 1 to " + std::to_string(most) + " " + what; });
 }
 
 // Logits [T, E]; T may be 0.
@@ -42,9 +41,8 @@ void slots(Check* check, const char* name, const TensorView& t, int64_t tokens =
   check->rank(name, t, 2);
   check->dtype(name, t, DType::i32);
   check->not_empty(name, t, 1);
-  check->require(tokens < 0 || t.dims[0] == tokens, [&] {
-    return Check::named(name, t) + ", expected " + std::to_string(tokens) + " tokens";
-  });
+  check->require(tokens < 0 || t.dims[0] == tokens,
+                 [&] { return Check::named(name, t) + ", expected " + std::to_string(tokens) + " tokens"; });
   check->require(t.elements() <= INT32_MAX, [&] { return Check::named(name, t) + ", expected fewer than 2^31 slots"; });
 }
 
@@ -65,8 +63,7 @@ void rows(Check* check, const char* name, const TensorView& t) {
 }
 
 void wide(Check* check, const char* name, const TensorView& t) {
-  check->require(is_plain(t.dtype),
-                 [&] { return Check::named(name, t) + ", expected float32, bfloat16 or float16"; });
+  check->require(is_plain(t.dtype), [&] { return Check::named(name, t) + ", expected float32, bfloat16 or float16"; });
 }
 
 void range(Check* check, float low, float high) {
@@ -116,7 +113,8 @@ std::string disagreement(const Router& call) {
   });
   if (!check.wrong.empty()) return check.wrong;
   check.require(call.group_topk <= experts / parts && call.topk_groups * (experts / parts) >= k, [] {
-    return "group_topk, topk_groups: expected at most the experts of a group, and k experts in the groups that are kept";
+    return "group_topk, topk_groups: expected at most the experts of a group, and k experts in the groups that are "
+           "kept";
   });
   return check.wrong;
 }
@@ -137,7 +135,7 @@ std::string disagreement(const RouterGrad& call) {
   }
   check.require(losses || call.d_weights.present(), [] { return "gradients: expected d_weights or those of losses"; });
   if (losses && check.wrong.empty()) {
-    const int64_t sequences = groups_of(&check, call.sequence_sizes);
+    const int64_t sequences = groups_of(&check, call.sequence_sizes, "sequence_sizes");
     floats(&check, "slopes", call.slopes, {sequences, experts});
     floats(&check, "z_slope", call.z_slope, {1});
     floats(&check, "d_losses", call.d_losses, {2});
@@ -166,7 +164,7 @@ std::string disagreement(const RouterLosses& call) {
 std::string disagreement(const CountExperts& call) {
   Check check;
   slots(&check, "experts", call.experts);
-  const int64_t sequences = groups_of(&check, call.sequence_sizes);
+  const int64_t sequences = groups_of(&check, call.sequence_sizes, "sequence_sizes");
   check.rank("counts", call.counts, 2);
   if (!check.wrong.empty()) return check.wrong;
   some_groups(&check, "counts", call.counts, 1);
@@ -247,13 +245,12 @@ std::string disagreement(const HashExperts& call) {
   integers(&check, "token_ids", call.token_ids, {call.experts.dims[0]});
   if (call.table.present()) {
     check.rank("table", call.table, 2);
-    check.require(call.table.dims[0] <= INT32_MAX,
-                  [&] { return Check::named("table", call.table) + ", expected fewer than 2^31 rows"; });
+    if (check.wrong.empty()) at_most(&check, "table", call.table, 0, INT32_MAX, "rows");
     integers(&check, "table", call.table, {call.table.dims[0], k});
   }
   check.require(call.num_experts <= kMostGroups && k <= kMostSlots && k <= call.num_experts, [&] {
-    return "num_experts: expected k = " + std::to_string(k) + " to " + std::to_string(kMostGroups) + ", and k at most " +
-           std::to_string(kMostSlots);
+    return "num_experts: expected k = " + std::to_string(k) + " to " + std::to_string(kMostGroups) +
+           ", and k at most " + std::to_string(kMostSlots);
   });
   return check.wrong;
 }

@@ -20,8 +20,8 @@ inline Score score_named(const std::string& name) {
 // Keeps the sums that divide scores away from zero.
 constexpr float kTinySum = 1e-20f;
 
-// Sums over experts: lane i of kLaneCount adds elements i, i + kLaneCount, ... in this order, and the lanes are added as
-// a balanced tree, i with i + 16, then + 8, and so on. A warp does it with one expert per lane and shuffles.
+// Sums over experts: lane i of kLaneCount adds elements i, i + kLaneCount, ... in this order, and the lanes are added
+// as a balanced tree, i with i + 16, then + 8, and so on. A warp does it with one expert per lane and shuffles.
 constexpr int kLaneCount = 32;
 
 template <class Value>

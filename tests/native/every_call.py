@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from grouped_core import calls
+from grouped_core import routing_calls as routing
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec, Call, QuantizedResult
 from grouped_core.formats import FORMATS, PLAIN, WIDE
 from grouped_core.recipes import BF16, FP8Current
+from grouped_core.routing_calls import GroupLimit, Scores
 
 
 def products(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
@@ -124,6 +126,43 @@ def stored(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
             yield calls.shard_cast(w, format, (True, True), encode=format.delayed, skip=True)
 
 
+def routed(experts: int, tokens: int, width: int, bins: int) -> Iterator[Call]:
+    """Everything that routes tokens and moves their rows, with two of them per token, or one if there is one."""
+    k = 1 if experts == 1 else 2
+    logits, chosen = ArraySpec((tokens, experts), "float32"), ArraySpec((tokens, k), "int32")
+    weights, mask = ArraySpec((tokens, k), "float32"), ArraySpec((tokens,), "uint8")
+    bias, sizes = ArraySpec((experts,), "float32"), ArraySpec((2,), "int32")
+    yield routing.jitter(logits, 0.1)
+    yield routing.sinkhorn(logits, 2, mask)
+    yield routing.router(logits, k, Scores(), GroupLimit(), bias=bias, mask=mask, losses=True)
+    yield routing.router(logits, k, Scores("sigmoid", normalize=True), GroupLimit(), ranking=logits)
+    yield routing.router(logits, k, Scores(after_topk=True), GroupLimit(), given=chosen)
+    yield routing.router_grad(logits, k, Scores("sqrt_softplus"), mask=mask, sequence_sizes=sizes)
+    yield routing.router_grad(logits, k, Scores(after_topk=True))
+    yield routing.router_losses(ArraySpec((2, experts), "float32"), k, 0.01, 0.001)
+    yield routing.count_experts(chosen, sizes, experts)
+    yield routing.drop_slots(chosen, experts, 2, weights)
+    yield routing.drop_slots(chosen, experts, 2)
+    yield routing.sort_slots(chosen, experts, tokens * k, 1)
+    yield routing.sort_slots(chosen, experts, tokens * k, 8)
+    for dtype in ("bfloat16", "float32", "uint8"):
+        rows, source = ArraySpec((tokens, width), dtype), ArraySpec((tokens * k,), "int32")
+        yield routing.gather_rows(rows, source, k)
+        if dtype != "uint8":
+            yield routing.gather_rows(rows, source, k, ArraySpec((tokens * k,), "float32"))
+            many = ArraySpec((tokens * k, width), dtype)
+            yield routing.combine_rows(many, chosen, "bfloat16", weights)
+            yield routing.combine_rows(many, chosen, "float32")
+            yield routing.combine_dot(many, rows, chosen)
+    ids = ArraySpec((tokens,), "int32")
+    yield routing.hash_experts(ids, k, experts)
+    yield routing.hash_experts(ids, k, experts, ArraySpec((width, k), "int32"))
+    yield routing.bias_update(bias, 0.001)
+    if experts != 1:  # every token has one more, whose score is the bound of margins
+        yield routing.margin_histogram(logits, k, "sigmoid", bins, -1.0, 1.0, mask)
+    yield routing.quantile_bias(ArraySpec((experts, bins), "int32"), k, -1.0, 1.0)
+
+
 def every_call(groups: int, rows: int, k: int, n: int) -> list[Call]:
     """All of them, for weights [G, K, N] or the other way round and M rows; not every call has K and N."""
-    return [call for make in (products, fused, others, stored) for call in make(groups, rows, k, n)]
+    return [call for make in (products, fused, others, stored, routed) for call in make(groups, rows, k, n)]

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from grouped_core import _native, calls, plans, reference_stored
+from grouped_core import _native, calls, plans, reference_routing, reference_stored
 from grouped_core.calls import RESULTS, SLOTS, ArraySpec, Call, spec_of
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.recipes import plain
 from grouped_core.reference import Oracle, is_quantized
-from tests import asserts, cases
+from tests import asserts, bounds, cases
 from tests.bounds import SCALES, Bounded, Expected
 
 _GUARD = 256  # bytes before and after each result
@@ -170,9 +170,11 @@ class Native:
 
     def compare(self, call: Call, arrays: Sequence[Any], results: Sequence[Any], kernel: str) -> None:
         """Results against the oracle's: bit by bit where bits are promised, else within the bound."""
-        exact = call.name in reference_stored.CALLS
+        exact = call.name in (*reference_stored.CALLS, *reference_routing.EXACT)
         if exact:
             expected = Oracle()(call, arrays)
+        elif call.name in reference_routing.CALLS:
+            expected = bounds.routing(call, arrays)
         else:
             names = zip(SLOTS[call.name], arrays, strict=True)
             stored = ("group_sizes", "lhs", "rhs", *SCALES) if is_quantized(call) else ("group_sizes",)
@@ -180,7 +182,8 @@ class Native:
             expected = Expected({call.name: kernel})(call, bounded)
         for name, result, wanted in zip(RESULTS[call.name], results, expected, strict=True):
             if result is not None:
-                (asserts.bitwise if exact else asserts.within)(result, wanted, f"{name} of {kernel}")
+                same = exact or not isinstance(wanted, Bounded)
+                (asserts.bitwise if same else asserts.within)(result, wanted, f"{name} of {kernel}")
 
     def _buffer(self, spec: ArraySpec, into: NDArray[Any] | None) -> Any:
         dtype = cases.numpy_dtype(spec.dtype)

@@ -1,0 +1,128 @@
+// Rows gathered by slot, and the rows of a token's slots summed. Tasks split rows of the result; each is read, changed
+// in strips of fp32 and rounded once.
+#include <algorithm>
+#include <cstring>
+
+#include "cc/cpu/formats.h"
+#include "cc/cpu/groups.h"
+#include "cc/cpu/panel.h"
+#include "cc/kernels/kernels.h"
+#include "cc/math/exact.h"
+
+namespace grouped {
+namespace {
+
+template <class Call>
+std::string refuses(const Call&, const Target& target) {
+  return refuses_unless_cpu(target);
+}
+
+template <class Call>
+size_t no_workspace(const Call&, const Target&) {
+  return 0;
+}
+
+// Where a row of a matrix begins, from `column` on.
+const char* at(const TensorView& matrix, int64_t row, int64_t column = 0) {
+  return matrix.as<const char>() + (row * matrix.dims[1] + column) * dtype_bytes(matrix.dtype);
+}
+char* into(const TensorView& matrix, int64_t row, int64_t column = 0) {
+  return const_cast<char*>(at(matrix, row, column));
+}
+
+bool in_range(int32_t index, int64_t count) { return index >= 0 && index < count; }
+
+void gather_row(const GatherRows& call, int64_t row) {
+  const int64_t width = call.rows.dims[1], bytes = width * dtype_bytes(call.rows.dtype);
+  const int32_t slot = call.source.as<const int32_t>()[row];
+  if (!in_range(slot, call.rows.dims[0] * call.slots)) {
+    memset(into(call.result, row), 0, static_cast<size_t>(bytes));
+    return;
+  }
+  const int64_t from = slot / call.slots;
+  if (!call.weights.present()) {
+    memcpy(into(call.result, row), at(call.rows, from), static_cast<size_t>(bytes));
+    return;
+  }
+  const Isa& isa = best_isa();
+  const float weight = call.weights.as<const float>()[slot];
+  for (int64_t column = 0; column < width; column += kStrip) {
+    const int64_t count = std::min(kStrip, width - column);
+    float strip[kStrip];
+    isa.decode(call.rows.dtype, at(call.rows, from, column), count, strip);
+    for (int64_t j = 0; j < count; ++j) strip[j] = fl_mul(weight, strip[j]);
+    isa.encode(call.result.dtype, strip, count, into(call.result, row, column));
+  }
+}
+
+void launch_gather(const GatherRows& call, const Context& context) {
+  parallel_rows(context.pool, 0, call.result.dims[0], [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r) gather_row(call, r);
+  });
+}
+
+void combine_row(const CombineRows& call, int64_t token) {
+  const Isa& isa = best_isa();
+  const int64_t width = call.rows.dims[1], k = call.inverse.dims[1];
+  const int32_t* rows = call.inverse.as<const int32_t>() + token * k;
+  const float* weights = call.weights.present() ? call.weights.as<const float>() + token * k : nullptr;
+  for (int64_t column = 0; column < width; column += kStrip) {
+    const int64_t count = std::min(kStrip, width - column);
+    float sums[kStrip] = {}, strip[kStrip];
+    for (int64_t j = 0; j < k; ++j) {
+      if (!in_range(rows[j], call.rows.dims[0])) continue;
+      isa.decode(call.rows.dtype, at(call.rows, rows[j], column), count, strip);
+      const float weight = weights ? weights[j] : 1.0f;
+      for (int64_t i = 0; i < count; ++i) sums[i] = fl_add(sums[i], fl_mul(weight, strip[i]));
+    }
+    isa.encode(call.result.dtype, sums, count, into(call.result, token, column));
+  }
+}
+
+void launch_combine(const CombineRows& call, const Context& context) {
+  parallel_rows(context.pool, 0, call.result.dims[0], [&](int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; ++t) combine_row(call, t);
+  });
+}
+
+// Lane j of kSums adds the products of elements j, j + kSums, ...; the lanes are added as a balanced tree.
+constexpr int64_t kSums = 16;
+static_assert(kStrip % kSums == 0, "a strip starts at lane 0");
+
+float dot(const TensorView& rows, int64_t row, const TensorView& grad, int64_t token) {
+  const Isa& isa = best_isa();
+  const int64_t width = rows.dims[1];
+  float sums[kSums] = {};
+  for (int64_t column = 0; column < width; column += kStrip) {
+    const int64_t count = std::min(kStrip, width - column);
+    float x[kStrip], y[kStrip];
+    isa.decode(rows.dtype, at(rows, row, column), count, x);
+    isa.decode(grad.dtype, at(grad, token, column), count, y);
+    for (int64_t i = 0; i < count; ++i) sums[i % kSums] = fl_add(sums[i % kSums], fl_mul(x[i], y[i]));
+  }
+  for (int64_t half = kSums / 2; half > 0; half /= 2) {
+    for (int64_t j = 0; j < half; ++j) sums[j] = fl_add(sums[j], sums[j + half]);
+  }
+  return sums[0];
+}
+
+void launch_dot(const CombineDot& call, const Context& context) {
+  const int64_t k = call.inverse.dims[1];
+  parallel_rows(context.pool, 0, call.inverse.dims[0], [&](int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; ++t) {
+      for (int64_t j = 0; j < k; ++j) {
+        const int32_t row = call.inverse.as<const int32_t>()[t * k + j];
+        call.result.as<float>()[t * k + j] =
+            in_range(row, call.rows.dims[0]) ? dot(call.rows, row, call.grad, t) : 0.0f;
+      }
+    }
+  });
+}
+
+}  // namespace
+
+const Kernel<GatherRows> gather_rows_any_cpu = {"gather_rows_any_cpu", refuses, no_workspace, launch_gather};
+const Kernel<CombineRows> combine_rows_any_cpu = {"combine_rows_any_cpu", refuses, no_workspace, launch_combine};
+const Kernel<CombineDot> combine_dot_any_cpu = {"combine_dot_any_cpu", refuses, no_workspace, launch_dot};
+
+}  // namespace grouped

@@ -1,0 +1,203 @@
+"""Native calls of routing: choosing experts, ordering slots, gathering and summing rows (cc/api/routing.h).
+
+Letters: T tokens, E experts, k experts per token, S sequences, M rows, H columns, G groups. A slot is one of a token's
+k places, numbered token * k + place; the expert -1 means none.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from grouped_core.calls import ArraySpec, Call, Param, new_call
+
+MAX_EXPERTS = 1024
+"""Experts of one router: a warp holds a token's scores in registers."""
+MAX_SLOTS = 32
+"""Experts per token."""
+
+
+class Scores(NamedTuple):
+    """How scores follow from logits and weights from scores.
+
+    Attributes:
+        score: "softmax", "sigmoid" or "sqrt_softplus". after_topk: weights are the softmax of the chosen logits.
+        normalize: weights are divided by their sum over the chosen experts. scale: factor of the weights.
+    """
+
+    score: str = "softmax"
+    after_topk: bool = False
+    normalize: bool = False
+    scale: float = 1.0
+
+    def params(self) -> dict[str, Param]:
+        """The parameters of native calls."""
+        flags = {"after_topk": int(self.after_topk), "normalize": int(self.normalize)}
+        return {"score": self.score, **flags, "scale": float(self.scale)}
+
+
+class GroupLimit(NamedTuple):
+    """Choice among the experts of the best groups: `num_groups` groups, of which `topk_groups` take part; a group's
+    score is the sum of its `group_topk` best.
+    """
+
+    num_groups: int = 1
+    topk_groups: int = 1
+    group_topk: int = 1
+
+
+def _floats(*shape: int) -> ArraySpec:
+    return ArraySpec(shape, "float32")
+
+
+def _integers(*shape: int) -> ArraySpec:
+    return ArraySpec(shape, "int32")
+
+
+@lru_cache(maxsize=1024)
+def jitter(logits: ArraySpec, eps: float) -> Call:
+    """[T, E] = logits times random factors of 1 - eps to 1 + eps; the gradient is the same call."""
+    operands = {"logits": logits, "key": ArraySpec((2,), "uint32")}
+    return new_call("jitter", operands, _floats(*logits.shape), {"eps": float(eps)})
+
+
+@lru_cache(maxsize=1024)
+def sinkhorn(logits: ArraySpec, iterations: int, mask: ArraySpec | None = None) -> Call:
+    """[T, E] = exp(logits) with rows and columns scaled in turns, so that experts get equal shares."""
+    operands = {"logits": logits, "mask": mask}
+    return new_call("sinkhorn", operands, _floats(*logits.shape), {"iterations": iterations})
+
+
+@lru_cache(maxsize=1024)
+def router(
+    logits: ArraySpec,
+    k: int,
+    scores: Scores,
+    limit: GroupLimit,
+    *,
+    bias: ArraySpec | None = None,
+    mask: ArraySpec | None = None,
+    given: ArraySpec | None = None,
+    ranking: ArraySpec | None = None,
+    losses: bool = False,
+) -> Call:
+    """Weights and experts [T, k] of each token; with `losses` also probs [T, E] and stats [T, 3]."""
+    tokens, experts = logits.shape
+    operands = {"logits": logits, "bias": bias, "mask": mask, "given": given, "ranking": ranking}
+    results: dict[str, ArraySpec | None] = {"weights": _floats(tokens, k), "experts": _integers(tokens, k)}
+    if losses:
+        results |= {"probs": _floats(tokens, experts), "stats": _floats(tokens, 3)}
+    return new_call("router", operands, results, scores.params() | limit._asdict())
+
+
+@lru_cache(maxsize=1024)
+def router_grad(
+    logits: ArraySpec,
+    k: int,
+    scores: Scores,
+    *,
+    mask: ArraySpec | None = None,
+    weights: bool = True,
+    sequence_sizes: ArraySpec | None = None,
+) -> Call:
+    """[T, E]: the gradient of the logits, of the weights and, with sequences, of the losses."""
+    tokens, experts = logits.shape
+    operands: dict[str, ArraySpec | None] = {"logits": logits, "experts": _integers(tokens, k), "mask": mask}
+    if weights:
+        operands["d_weights"] = _floats(tokens, k)
+    if sequence_sizes is not None:
+        slopes = _floats(sequence_sizes.shape[0], experts)
+        operands |= {"sequence_sizes": sequence_sizes, "slopes": slopes, "z_slope": _floats(1), "d_losses": _floats(2)}
+    return new_call("router_grad", operands, _floats(tokens, experts), scores.params())
+
+
+@lru_cache(maxsize=1024)
+def router_losses(prob_sums: ArraySpec, slots: int, aux_coeff: float, z_coeff: float) -> Call:
+    """Losses [3] (auxiliary, z, entropy), slopes [S, E] and z_slope [1] from sums over sequences."""
+    sequences, experts = prob_sums.shape
+    operands = {
+        "prob_sums": prob_sums,
+        "counts": _integers(sequences, experts),
+        "stat_sums": _floats(sequences, 3),
+    }
+    results: dict[str, ArraySpec | None] = {"losses": _floats(3), "slopes": prob_sums, "z_slope": _floats(1)}
+    params: dict[str, Param] = {"slots": slots, "aux_coeff": float(aux_coeff), "z_coeff": float(z_coeff)}
+    return new_call("router_losses", operands, results, params)
+
+
+@lru_cache(maxsize=1024)
+def count_experts(experts: ArraySpec, sequence_sizes: ArraySpec, num_experts: int) -> Call:
+    """[S, E]: slots per sequence and expert."""
+    operands = {"experts": experts, "sequence_sizes": sequence_sizes}
+    return new_call("count_experts", operands, _integers(sequence_sizes.shape[0], num_experts))
+
+
+@lru_cache(maxsize=1024)
+def drop_slots(experts: ArraySpec, num_experts: int, capacity: int, weights: ArraySpec | None = None) -> Call:
+    """Experts [T, k] with -1 for slots beyond the capacity of their expert, and the number of these [1]."""
+    operands = {"experts": experts, "weights": weights}
+    results: dict[str, ArraySpec | None] = {"kept": experts, "dropped": _integers(1)}
+    return new_call("drop_slots", operands, results, {"num_experts": num_experts, "capacity": capacity})
+
+
+@lru_cache(maxsize=1024)
+def sort_slots(experts: ArraySpec, num_groups: int, rows: int, align: int) -> Call:
+    """Group sizes [G], slot of each row [M], row of each slot [T, k], and the number of slots without a row [1]."""
+    results: dict[str, ArraySpec | None] = {
+        "group_sizes": _integers(num_groups),
+        "source": _integers(rows),
+        "inverse": experts,
+        "dropped": _integers(1),
+    }
+    return new_call("sort_slots", {"experts": experts}, results, {"align": align})
+
+
+@lru_cache(maxsize=1024)
+def gather_rows(rows: ArraySpec, source: ArraySpec, slots: int = 1, weights: ArraySpec | None = None) -> Call:
+    """[M, H] = rows[source / slots], times weights[source] if given; zeros where the source is out of range."""
+    result = ArraySpec((source.shape[0], rows.shape[1]), rows.dtype)
+    return new_call("gather_rows", {"rows": rows, "source": source, "weights": weights}, result, {"slots": slots})
+
+
+@lru_cache(maxsize=1024)
+def combine_rows(rows: ArraySpec, inverse: ArraySpec, dtype: str, weights: ArraySpec | None = None) -> Call:
+    """[T, H]: the sum of the (weighted) rows of each token's slots, in fp32, rounded once."""
+    result = ArraySpec((inverse.shape[0], rows.shape[1]), dtype)
+    return new_call("combine_rows", {"rows": rows, "inverse": inverse, "weights": weights}, result)
+
+
+@lru_cache(maxsize=1024)
+def combine_dot(rows: ArraySpec, grad: ArraySpec, inverse: ArraySpec) -> Call:
+    """[T, k] float32 = <rows[inverse], grad>: the gradient of the weights of `combine_rows`."""
+    return new_call("combine_dot", {"rows": rows, "grad": grad, "inverse": inverse}, _floats(*inverse.shape))
+
+
+@lru_cache(maxsize=1024)
+def hash_experts(token_ids: ArraySpec, k: int, num_experts: int, table: ArraySpec | None = None) -> Call:
+    """[T, k]: k distinct experts that depend on the id of the token alone, or those of its row of the table."""
+    operands = {"token_ids": token_ids, "table": table}
+    return new_call("hash_experts", operands, _integers(token_ids.shape[0], k), {"num_experts": num_experts})
+
+
+@lru_cache(maxsize=1024)
+def bias_update(bias: ArraySpec, rate: float) -> Call:
+    """[E] = bias + rate * sign(mean load - load)."""
+    return new_call("bias_update", {"bias": bias, "load": _integers(*bias.shape)}, bias, {"rate": float(rate)})
+
+
+@lru_cache(maxsize=1024)
+def margin_histogram(
+    logits: ArraySpec, k: int, score: str, bins: int, low: float, high: float, mask: ArraySpec | None = None
+) -> Call:
+    """[E, bins]: tokens per expert whose margin lies in each bin of [low, high)."""
+    experts = logits.shape[1]
+    operands = {"logits": logits, "bias": _floats(experts), "mask": mask}
+    params: dict[str, Param] = {"slots": k, "score": score, "low": float(low), "high": float(high)}
+    return new_call("margin_histogram", operands, _integers(experts, bins), params)
+
+
+@lru_cache(maxsize=1024)
+def quantile_bias(counts: ArraySpec, k: int, low: float, high: float) -> Call:
+    """[E]: the upper edge of the first bin that reaches k / E of an expert's counts, minus the mean over experts."""
+    params: dict[str, Param] = {"slots": k, "low": float(low), "high": float(high)}
+    return new_call("quantile_bias", {"counts": counts}, _floats(counts.shape[0]), params)

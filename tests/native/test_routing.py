@@ -1,0 +1,391 @@
+"""The native calls of routing, each kernel against the oracle: bits where they are promised, else bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from grouped_core import calls, reference_routing
+from grouped_core import routing_calls as routing
+from grouped_core.calls import SLOTS, Call, spec_of
+from grouped_core.routing_calls import GroupLimit, Scores
+from tests import asserts, cases
+from tests.native.runner import Native, kernels
+
+SHAPES = ((0, 4, 2), (1, 1, 1), (7, 5, 5), (65, 33, 3), (200, 128, 8), (40, 1024, 32), (33, 257, 6))
+"""(T, E, k)."""
+SCORES = (
+    *(Scores(score, normalize=normalize) for score in reference_routing.SCORES for normalize in (False, True)),
+    Scores("softmax", after_topk=True),
+    Scores("sigmoid", normalize=True, scale=2.5),
+)
+
+
+def run(kernel: str, call: Call, **arrays: Any) -> tuple[Any, ...]:
+    """The results of `call` on arrays by slot, compared with the oracle."""
+    return Native(kernel)(call, [arrays.get(slot) for slot in SLOTS[call.name]])
+
+
+def draw(*shape: int, seed: object = 0, scale: float = 1.5) -> NDArray[np.float32]:
+    return (cases.normal(shape, "float32", "routing", seed) * np.float32(scale)).astype(np.float32)
+
+
+def slots(tokens: int, k: int, experts: int, seed: object, missing: float = 0.0) -> NDArray[np.int32]:
+    """[T, k] distinct experts per token, some of them -1 or out of range."""
+    random = np.random.default_rng(abs(hash(("slots", tokens, k, experts, seed))) % 2**32)
+    chosen = np.argsort(random.random((tokens, experts)), axis=1)[:, :k].astype(np.int32)
+    away = random.random((tokens, k)) < missing
+    return np.where(away, random.choice([-1, experts, -(2**31), 2**31 - 1], (tokens, k)), chosen).astype(np.int32)
+
+
+def mask_of(tokens: int) -> NDArray[np.uint8]:
+    return (np.arange(tokens) % 5 != 3).astype(np.uint8)
+
+
+# ---- the router
+
+
+@pytest.mark.rule("LYR-1", "LYR-2")
+@pytest.mark.parametrize("kernel", kernels("router"))
+@pytest.mark.matrix(shape=SHAPES, scores=SCORES, bias=(False, True), masked=(False, True), losses=(False, True))
+def test_weights_experts_and_what_losses_need(kernel, shape, scores, bias, masked, losses):
+    tokens, experts, k = shape
+    given = {"logits": draw(tokens, experts)}
+    given |= {"bias": draw(experts, seed="bias", scale=0.1)} if bias else {}
+    given |= {"mask": mask_of(tokens)} if masked else {}
+    specs = {name: spec_of(array) for name, array in given.items()}
+    if masked:  # what masked tokens hold is not read
+        given["logits"][given["mask"] == 0] = np.nan
+    call = routing.router(specs.pop("logits"), k, scores, GroupLimit(), losses=losses, **specs)
+    weights, chosen, *_ = run(kernel, call, **given)
+    valid = given["mask"] != 0 if masked else np.ones(tokens, bool)
+    assert (np.sort(chosen[valid], axis=1)[:, 1:] > np.sort(chosen[valid], axis=1)[:, :-1]).all(), "k distinct experts"
+    asserts.filled(chosen[~valid], -1, "experts of padding")
+    asserts.zero(weights[~valid], "weights of padding")
+
+
+@pytest.mark.rule("LYR-1")
+@pytest.mark.parametrize("kernel", kernels("router"))
+@pytest.mark.matrix(
+    case=(
+        (64, 8, 4, 2, 8),
+        (64, 8, 3, 1, 6),
+        (32, 4, 1, 2, 2),
+        (256, 8, 4, 2, 8),
+        (12, 12, 5, 1, 5),
+        (512, 2, 1, 3, 32),
+    ),
+    bias=(False, True),
+    score=("softmax", "sigmoid"),
+)
+def test_choice_among_the_best_groups(kernel, case, bias, score):
+    experts, groups, kept, best, k = case
+    given = {"logits": draw(50, experts)} | ({"bias": draw(experts, seed="bias")} if bias else {})
+    specs = {name: spec_of(array) for name, array in given.items()}
+    call = routing.router(
+        specs.pop("logits"), k, Scores(score, normalize=True), GroupLimit(groups, kept, best), **specs
+    )
+    chosen = run(kernel, call, **given)[1]
+    assert max(len(set(row)) for row in chosen // (experts // groups)) <= kept
+
+
+@pytest.mark.rule("LYR-2", "ALL-6")
+@pytest.mark.parametrize("kernel", kernels("router"))
+def test_ties_go_to_the_lower_index_and_nan_ranks_first(kernel):
+    logits = np.zeros((5, 70), np.float32)
+    logits[0, ::2] = -0.0  # equal to 0
+    logits[1, 40:] = 1.0
+    logits[2, 69] = np.nan
+    logits[3] = -np.inf
+    logits[3, 7] = np.inf
+    ranking = logits.copy()
+    logits = np.where(np.isfinite(logits), logits, 0.0).astype(np.float32)
+    call = routing.router(spec_of(logits), 3, Scores(), GroupLimit(), ranking=spec_of(ranking))
+    chosen = run(kernel, call, logits=logits, ranking=ranking)[1]
+    asserts.bitwise(chosen, np.array([[0, 1, 2], [40, 41, 42], [69, 0, 1], [7, 0, 1], [0, 1, 2]], np.int32))
+
+
+@pytest.mark.rule("ALL-6")
+@pytest.mark.parametrize("kernel", kernels("router"))
+@pytest.mark.parametrize("score", reference_routing.SCORES)
+def test_a_bad_logit_stays_with_its_token(kernel, score):
+    good = draw(6, 40)
+    bad = good.copy()
+    bad[2, 11], bad[4, 0] = np.nan, np.inf
+    call = routing.router(spec_of(good), 4, Scores(score), GroupLimit(), losses=True)
+    native = Native(kernel, check=False)
+    before, after = (native(call, [logits, None, None, None, None]) for logits in (good, bad))
+    others = np.array([0, 1, 3, 5])
+    for name, one, two in zip(calls.RESULTS["router"], before, after, strict=True):
+        asserts.bitwise(two[others], one[others], name)
+    assert ((after[1] >= 0) & (after[1] < 40)).all()
+    assert np.isnan(after[0][2]).any()
+
+
+@pytest.mark.rule("LYR-15")
+@pytest.mark.parametrize("kernel", kernels("router"))
+@pytest.mark.matrix(shape=SHAPES, scores=SCORES)
+def test_given_experts_replace_the_choice(kernel, shape, scores):
+    tokens, experts, k = shape
+    logits, given = draw(tokens, experts), slots(tokens, k, experts, "given", missing=0.2)
+    call = routing.router(spec_of(logits), k, scores, GroupLimit(), given=spec_of(given))
+    weights, chosen, *_ = run(kernel, call, logits=logits, given=given)
+    inside = (given >= 0) & (given < experts)
+    asserts.bitwise(chosen, np.where(inside, given, -1).astype(np.int32))
+    asserts.zero(weights[~inside])
+    if not scores.after_topk:  # replaying one's own choice gives its bits
+        own = routing.router(spec_of(logits), k, scores, GroupLimit())
+        first = run(kernel, own, logits=logits)
+        again = run(kernel, call, logits=logits, given=first[1])
+        asserts.bitwise(again[0], first[0])
+
+
+@pytest.mark.rule("LYR-1", "LYR-3")
+@pytest.mark.parametrize("kernel", kernels("router_grad"))
+@pytest.mark.matrix(shape=SHAPES, scores=SCORES, masked=(False, True), of=("weights", "losses", "both"))
+def test_gradients_of_logits(kernel, shape, scores, masked, of):
+    tokens, experts, k = shape
+    given: dict[str, Any] = {"logits": draw(tokens, experts), "experts": slots(tokens, k, experts, "grad", 0.1)}
+    options: dict[str, Any] = {"weights": of != "losses"}
+    if of != "losses":
+        given["d_weights"] = draw(tokens, k, seed="dw")
+    if of != "weights":
+        sizes = np.array([tokens // 3, 0, tokens // 2], np.int32)
+        given |= {"sequence_sizes": sizes, "slopes": np.abs(draw(3, experts, seed="slopes"))}
+        given |= {"z_slope": np.array([0.3], np.float32), "d_losses": np.array([0.7, -1.1], np.float32)}
+        options["sequence_sizes"] = spec_of(sizes)
+    if masked:
+        given["mask"] = mask_of(tokens)
+        options["mask"] = spec_of(given["mask"])
+        given["logits"][given["mask"] == 0] = np.nan
+    run(kernel, routing.router_grad(spec_of(given["logits"]), k, scores, **options), **given)
+
+
+@pytest.mark.rule("LYR-3")
+@pytest.mark.parametrize("kernel", kernels("router_losses"))
+@pytest.mark.parametrize("sequences", [1, 5])
+def test_losses(kernel, sequences):
+    tokens = np.arange(sequences, dtype=np.float32) * 3  # of the first sequence none, where there are more
+    tokens = tokens if sequences > 1 else tokens + 17
+    given = {
+        "prob_sums": np.abs(draw(sequences, 40)),
+        "counts": np.arange(sequences * 40, dtype=np.int32).reshape(sequences, 40) % 7,
+        "stat_sums": np.stack([tokens * 2, tokens * 3, tokens], axis=1).astype(np.float32),
+    }
+    run(kernel, routing.router_losses(spec_of(given["prob_sums"]), 4, 0.01, 0.001), **given)
+
+
+@pytest.mark.parametrize("kernel", kernels("jitter"))
+@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (70, 129)])
+def test_jitter(kernel, shape):
+    given = {"logits": draw(*shape), "key": np.array([12345, 678], np.uint32)}
+    (found,) = run(kernel, routing.jitter(spec_of(given["logits"]), 0.125), **given)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        factors = found / given["logits"]
+    assert (np.abs(factors - 1) <= 0.1251).all()
+
+
+@pytest.mark.parametrize("kernel", kernels("sinkhorn"))
+@pytest.mark.matrix(shape=((0, 3), (1, 1), (70, 33), (300, 128)), iterations=(0, 1, 8), masked=(False, True))
+def test_sinkhorn(kernel, shape, iterations, masked):
+    given = {"logits": draw(*shape)} | ({"mask": mask_of(shape[0])} if masked else {})
+    specs = {name: spec_of(array) for name, array in given.items()}
+    (found,) = run(kernel, routing.sinkhorn(specs["logits"], iterations, specs.get("mask")), **given)
+    if iterations == 8 and shape[0]:
+        asserts.within_ulps(found.sum(axis=0), np.full(shape[1], 1 / shape[1], np.float32), 64)
+
+
+# ---- slots
+
+
+@pytest.mark.rule("LYR-3")
+@pytest.mark.parametrize("kernel", kernels("count_experts"))
+@pytest.mark.matrix(shape=SHAPES, sequences=(1, 3), missing=(0.0, 0.3))
+def test_counts(kernel, shape, sequences, missing):
+    tokens, experts, k = shape
+    chosen = slots(tokens, k, experts, "count", missing)
+    sizes = np.array([tokens] if sequences == 1 else [tokens // 4, 0, tokens // 2], np.int32)
+    run(
+        kernel,
+        routing.count_experts(spec_of(chosen), spec_of(sizes), experts),
+        experts=chosen,
+        sequence_sizes=sizes,
+    )
+
+
+@pytest.mark.rule("LYR-5", "GRP-11")
+@pytest.mark.parametrize("kernel", kernels("sort_slots"))
+@pytest.mark.matrix(
+    shape=(*SHAPES, (3000, 16, 4), (500, 5000, 2), (64, 65535, 1)),
+    align=(1, 8, 16),
+    missing=(0.0, 0.4),
+    rows=("enough", "few", "one"),
+)
+def test_order_of_slots(kernel, shape, align, missing, rows):
+    tokens, experts, k = shape
+    chosen = slots(tokens, k, experts, "sort", missing)
+    worst = -(-(tokens * k + experts * (align - 1)) // align) * align
+    count = {"enough": worst, "few": -(-tokens * k // (2 * align)) * align, "one": align}[rows]
+    call = routing.sort_slots(spec_of(chosen), experts, count, align)
+    sizes, source, inverse, dropped = run(kernel, call, experts=chosen)
+    assert (sizes % align == 0).all()
+    assert sizes.sum() <= count
+    placed = inverse.reshape(-1)
+    asserts.bitwise(source[placed[placed >= 0]], np.flatnonzero(placed >= 0).astype(np.int32))
+    inside = (chosen >= 0) & (chosen < experts)
+    assert dropped[0] == (inside & (inverse < 0)).sum()
+
+
+@pytest.mark.parametrize("kernel", kernels("sort_slots"))
+def test_one_expert_takes_all(kernel):
+    chosen = np.full((5000, 1), 2, np.int32)
+    sizes, source, *_ = run(kernel, routing.sort_slots(spec_of(chosen), 4, 5000, 1), experts=chosen)
+    asserts.bitwise(sizes, np.array([0, 0, 5000, 0], np.int32))
+    asserts.bitwise(source, np.arange(5000, dtype=np.int32))
+
+
+@pytest.mark.rule("LYR-8")
+@pytest.mark.parametrize("kernel", kernels("drop_slots"))
+@pytest.mark.matrix(shape=(*SHAPES, (3000, 4, 2)), capacity=(1, 7, 600), weighted=(False, True), missing=(0.0, 0.3))
+def test_capacity(kernel, shape, capacity, weighted, missing):
+    tokens, experts, k = shape
+    given: dict[str, Any] = {"experts": slots(tokens, k, experts, "drop", missing)}
+    if weighted:  # few different values, so that there are ties, and one that is no number
+        given["weights"] = (np.abs(draw(tokens, k, seed="weights")) * 4).astype(np.int32).astype(np.float32)
+        given["weights"].reshape(-1)[::97] = np.nan
+    weights = spec_of(given["weights"]) if weighted else None
+    call = routing.drop_slots(spec_of(given["experts"]), experts, capacity, weights)
+    kept, _ = run(kernel, call, **given)
+    counts = np.bincount(kept[kept >= 0], minlength=experts)
+    assert counts.max(initial=0) <= capacity
+
+
+@pytest.mark.rule("LYR-15")
+@pytest.mark.parametrize("kernel", kernels("hash_experts"))
+@pytest.mark.parametrize("shape", [(0, 4, 2), (100, 1, 1), (999, 64, 6), (50, 40, 32), (70, 32, 32)], ids=str)
+def test_experts_by_token_id(kernel, shape):
+    tokens, experts, k = shape
+    ids = np.arange(tokens, dtype=np.int32) * 7919 - 300
+    (found,) = run(kernel, routing.hash_experts(spec_of(ids), k, experts), token_ids=ids)
+    assert ((found >= 0) & (found < experts)).all()
+    assert all(len(set(row)) == k for row in found)
+
+
+@pytest.mark.parametrize("kernel", kernels("hash_experts"))
+def test_experts_from_a_table(kernel):
+    ids, table = np.array([2, 0, -1, 3, 2**31 - 1], np.int32), np.arange(6, dtype=np.int32).reshape(3, 2)
+    call = routing.hash_experts(spec_of(ids), 2, 6, spec_of(table))
+    (found,) = run(kernel, call, token_ids=ids, table=table)
+    asserts.bitwise(found, np.array([[4, 5], [0, 1], [-1, -1], [-1, -1], [-1, -1]], np.int32))
+
+
+# ---- rows
+
+WIDTHS = (1, 3, 8, 100, 257, 2048)
+
+
+@pytest.mark.rule("LYR-5", "MAT-7")
+@pytest.mark.parametrize("kernel", kernels("gather_rows"))
+@pytest.mark.matrix(
+    width=WIDTHS,
+    dtype=(*cases.DTYPES, "float8_e4m3fn", "uint8", "int32"),
+    slots_per_row=(1, 3),
+    weighted=(False, True),
+    unaligned=(False, True),
+    valid=lambda dtype, weighted, **_: not weighted or dtype in cases.DTYPES,
+)
+def test_gathered_rows(kernel, width, dtype, slots_per_row, weighted, unaligned):
+    rows = cases.normal((37, width), "float32", "gather").astype(cases.numpy_dtype(dtype))
+    source = np.random.default_rng(1).integers(-2, 37 * slots_per_row + 2, 201).astype(np.int32)
+    source[5], source[6] = 2**31 - 1, -(2**31)
+    weights = draw(37 * slots_per_row, seed="weights") if weighted else None
+    call = routing.gather_rows(spec_of(rows), spec_of(source), slots_per_row, spec_of(weights) if weighted else None)
+    (found,) = Native(kernel, unaligned=unaligned)(call, [rows, source, weights])
+    asserts.zero(found[[5, 6]].astype(np.float32), "rows without a source")
+
+
+@pytest.mark.rule("LYR-6", "ALL-2")
+@pytest.mark.parametrize("kernel", kernels("combine_rows"))
+@pytest.mark.matrix(
+    width=WIDTHS,
+    dtype=cases.DTYPES,
+    result=cases.DTYPES,
+    k=(1, 2, 5, 32),
+    weighted=(False, True),
+    unaligned=(False, True),
+)
+def test_combined_rows(kernel, width, dtype, result, k, weighted, unaligned):
+    rows = cases.normal((90, width), dtype, "combine")
+    inverse = np.random.default_rng(2).integers(-3, 93, (41, k)).astype(np.int32)
+    inverse[7] = -1
+    weights = draw(41, k, seed="weights") if weighted else None
+    call = routing.combine_rows(spec_of(rows), spec_of(inverse), result, spec_of(weights) if weighted else None)
+    (found,) = Native(kernel, unaligned=unaligned)(call, [rows, inverse, weights])
+    asserts.zero(found[7], "a token without rows")
+
+
+@pytest.mark.rule("LYR-6")
+@pytest.mark.parametrize("kernel", kernels("combine_dot"))
+@pytest.mark.matrix(width=WIDTHS, dtype=cases.DTYPES, k=(1, 2, 5, 32), unaligned=(False, True))
+def test_gradients_of_combining_weights(kernel, width, dtype, k, unaligned):
+    rows, grad = cases.normal((90, width), dtype, "dot"), cases.normal((41, width), dtype, "grad")
+    inverse = np.random.default_rng(3).integers(-3, 93, (41, k)).astype(np.int32)
+    call = routing.combine_dot(spec_of(rows), spec_of(grad), spec_of(inverse))
+    Native(kernel, unaligned=unaligned)(call, [rows, grad, inverse])
+
+
+@pytest.mark.rule("ALL-6", "GRP-5")
+@pytest.mark.parametrize("kernel", kernels("combine_rows"))
+def test_rows_without_a_slot_are_not_read(kernel):
+    rows, inverse = draw(4, 64), np.array([[0, -1], [2, 4]], np.int32)
+    rows[[1, 3]] = np.nan
+    call = routing.combine_rows(spec_of(rows), spec_of(inverse), "float32")
+    (found,) = run(kernel, call, rows=rows, inverse=inverse)
+    asserts.bitwise(found, rows[[0, 2]])
+
+
+# ---- balance
+
+
+@pytest.mark.rule("LYR-4")
+@pytest.mark.parametrize("kernel", kernels("bias_update"))
+def test_bias_follows_the_sign_of_what_an_expert_lacks(kernel):
+    bias, load = draw(5), np.array([3, 4, 5, 2**31 - 1, 4], np.int32)
+    run(kernel, routing.bias_update(spec_of(bias), 0.001), bias=bias, load=load)
+    load = np.array([3, 4, 5, 4, 4], np.int32)
+    (found,) = run(kernel, routing.bias_update(spec_of(bias), 0.001), bias=bias, load=load)
+    asserts.bitwise(found[[1, 3, 4]], bias[[1, 3, 4]])
+
+
+@pytest.mark.rule("LYR-14")
+@pytest.mark.parametrize("kernel", kernels("margin_histogram"))
+@pytest.mark.matrix(shape=((0, 4, 2), (200, 16, 4), (3000, 128, 8), (60, 1024, 31)), masked=(False, True))
+@pytest.mark.parametrize("score", reference_routing.SCORES)
+def test_histograms_of_margins(kernel, shape, masked, score):
+    tokens, experts, k = shape
+    given = {"logits": draw(tokens, experts), "bias": draw(experts, seed="bias", scale=0.1)}
+    mask = mask_of(tokens) if masked else None
+    call = routing.margin_histogram(
+        spec_of(given["logits"]), k, score, 50, -0.5, 0.5, mask if mask is None else spec_of(mask)
+    )
+    arrays = [given["logits"], given["bias"], mask]
+    (found,) = Native(kernel, check=False)(call, arrays)
+    valid = tokens if mask is None else int((mask != 0).sum())
+    assert (found.sum(axis=1) == valid).all()
+    # Margins near an edge may lie on either side, so sums up to a bin lie between those with shifted edges.
+    step = np.float32(1e-5)
+    shifted = [dict(call.params) | {"low": -0.5 + move, "high": 0.5 + move} for move in (step, -step)]
+    more, fewer = (reference_routing.meaning(call, arrays, each)["counts"].cumsum(axis=1) for each in shifted)
+    ours = found.cumsum(axis=1)
+    assert ((fewer <= ours) & (ours <= more)).all()
+
+
+@pytest.mark.rule("LYR-14")
+@pytest.mark.parametrize("kernel", kernels("quantile_bias"))
+def test_bias_from_quantiles(kernel):
+    counts = np.random.default_rng(4).integers(0, 9, (40, 100)).astype(np.int32)
+    counts[3], counts[5] = 0, 2**20
+    run(kernel, routing.quantile_bias(spec_of(counts), 4, -1.0, 1.0), counts=counts)
