@@ -234,7 +234,8 @@ def first_forms(
     backward.
     """
     again, cached = op.residuals.policy == "save_input", isinstance(wi, Cached)
-    asked = Needs(needs.x and (cached or not again), needs.wi and not again, False, False)
+    rows = needs.wi and not again and op.keeps_rows
+    asked = Needs(needs.x and (cached or not again), rows, False, False)
     forms = gradients.linear_forms(run, op.fc1(), x, wi, group_sizes, extras, asked)
     if again and isinstance(wi, Cached):
         recipe = op.fc1().resolve(operand_spec(run, x), operand_spec(run, wi))

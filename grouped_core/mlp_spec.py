@@ -98,6 +98,7 @@ class Mlp:
         implementation: pinned kernels, separated by commas; "" lets dispatch choose. A name affects only its own call.
         clear_residuals: tail rows of saved arrays are zero instead of undefined.
         paired: the first weight is two arrays, gate and linear half.
+        keeps_rows: forward keeps rows x in the form that backward reads; otherwise the caller hands x to backward anew.
     """
 
     names: MlpNames
@@ -111,6 +112,7 @@ class Mlp:
     implementation: str = ""
     clear_residuals: bool = False
     paired: bool = False
+    keeps_rows: bool = True
 
     def parts(self) -> tuple[int, ...]:
         """The arrays of the first weight: 1 and 2 for the two halves of its columns, 0 for one array of all columns."""

@@ -150,7 +150,7 @@ def _router_grad(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
     if o["d_weights"] is not None:
         parts, divisors = _parts(p, logits, scores, experts)
         shares = parts / np.where(divisors == 0, 1, divisors)
-        above = o["d_weights"]
+        above = o["d_weights"] if o["kept"] is None else np.where(np.asarray(o["kept"]) < 0, 0.0, o["d_weights"])
         if p["after_topk"] or p["normalize"]:
             above = above - np.where(inside, above * shares, 0.0).sum(axis=1, keepdims=True)
         above = p["scale"] * above * (shares if p["after_topk"] else 1 / divisors)
@@ -223,10 +223,11 @@ def _drop_slots(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
     had = int((kept >= 0).sum())
     for e in np.unique(kept[kept >= 0]):
         (own,) = np.nonzero(kept == e)
-        if o["weights"] is not None:
+        if p["by_weight"]:
             own = own[best(np.asarray(o["weights"], np.float64).reshape(1, -1)[:, own], len(own))[0]]
         kept[own[p["capacity"] :]] = -1
     results["kept"][...] = kept.reshape(o["experts"].shape)
+    results["kept_weights"][...] = np.where(results["kept"] >= 0, o["weights"], 0)
     results["dropped"][...] = had - int((kept >= 0).sum())
 
 
@@ -247,6 +248,19 @@ def _sort_slots(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
     results["group_sizes"][...] = np.diff(ends, prepend=0)
     results["source"][...], results["inverse"][...] = source, inverse.reshape(o["experts"].shape)
     results["dropped"][...] = dropped
+    if o["weights"] is not None:
+        results["row_weights"][source >= 0] = np.asarray(o["weights"]).reshape(-1)[source[source >= 0]]
+
+
+def _pad_groups(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
+    results["source"][...], results["inverse"][...] = -1, -1
+    begin = first = 0
+    for g, end in enumerate(_ends(o["group_sizes"], len(results["inverse"]))):
+        rows = np.arange(first, end)
+        results["source"][begin : begin + rows.size] = rows
+        results["inverse"][rows] = begin + np.arange(rows.size)
+        results["padded_sizes"][g] = padded = -(-rows.size // p["align"]) * p["align"]
+        begin, first = begin + padded, end
 
 
 def _hash_experts(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
@@ -277,13 +291,19 @@ def _inside(index: Any, count: int) -> tuple[NDArray[np.bool_], NDArray[np.int64
 
 def _gather_rows(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
     rows, slots = np.asarray(o["rows"]), p["slots"]
+    if p["axis"]:
+        inside, source = _inside(o["source"], rows.shape[1] * slots)
+        results["result"][:, inside] = rows[:, source[inside] // slots]
+        return
     inside, source = _inside(o["source"], len(rows) * slots)
     if not len(rows):
         return
     taken = rows[source // slots]
     if o["weights"] is not None:
         wide = np.float64 if taken.dtype == np.float64 else np.float32
-        taken = (np.asarray(o["weights"]).astype(wide)[source][:, None] * taken.astype(wide)).astype(rows.dtype)
+        factors = np.asarray(o["weights"]).astype(wide).reshape(-1)[source]
+        factors = factors.reshape(factors.shape + (1,) * (rows.ndim - 1))
+        taken = (factors * taken.astype(wide)).astype(rows.dtype)
     results["result"][inside] = taken[inside]
 
 
@@ -355,6 +375,7 @@ _MEANING: dict[str, Callable[[Arrays, Mapping[str, Any], Arrays], None]] = {
     "count_experts": _count_experts,
     "drop_slots": _drop_slots,
     "sort_slots": _sort_slots,
+    "pad_groups": _pad_groups,
     "gather_rows": _gather_rows,
     "combine_rows": _combine_rows,
     "combine_dot": _combine_dot,
@@ -367,7 +388,8 @@ _MEANING: dict[str, Callable[[Arrays, Mapping[str, Any], Arrays], None]] = {
 CALLS = tuple(_MEANING)
 
 EXACT = (
-    *("jitter", "count_experts", "drop_slots", "sort_slots", "gather_rows", "combine_rows", "hash_experts"),
+    *("jitter", "count_experts", "drop_slots", "sort_slots", "pad_groups", "gather_rows", "combine_rows"),
+    "hash_experts",
     "bias_update",
 )
 """Calls whose bits are guaranteed."""

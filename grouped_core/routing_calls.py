@@ -97,12 +97,14 @@ def router_grad(
     scores: Scores,
     *,
     mask: ArraySpec | None = None,
+    kept: ArraySpec | None = None,
     weights: bool = True,
     sequence_sizes: ArraySpec | None = None,
 ) -> Call:
     """[T, E]: the gradient of the logits, of the weights and, with sequences, of the losses."""
     tokens, experts = logits.shape
     operands: dict[str, ArraySpec | None] = {"logits": logits, "experts": _integers(tokens, k), "mask": mask}
+    operands["kept"] = kept
     if weights:
         operands["d_weights"] = _floats(tokens, k)
     if sequence_sizes is not None:
@@ -133,37 +135,62 @@ def count_experts(experts: ArraySpec, sequence_sizes: ArraySpec, num_experts: in
 
 
 @lru_cache(maxsize=1024)
-def drop_slots(experts: ArraySpec, num_experts: int, capacity: int, weights: ArraySpec | None = None) -> Call:
-    """Experts [T, k] with -1 for slots beyond the capacity of their expert, and the number of these [1]."""
-    operands = {"experts": experts, "weights": weights}
-    results: dict[str, ArraySpec | None] = {"kept": experts, "dropped": _integers(1)}
-    return new_call("drop_slots", operands, results, {"num_experts": num_experts, "capacity": capacity})
+def drop_slots(experts: ArraySpec, num_experts: int, capacity: int, *, by_weight: bool) -> Call:
+    """Experts and weights [T, k], -1 and 0 for slots beyond the capacity of their expert, and how many."""
+    weights = _floats(*experts.shape)
+    results: dict[str, ArraySpec | None] = {"kept": experts, "kept_weights": weights, "dropped": _integers(1)}
+    params: dict[str, Param] = {"num_experts": num_experts, "capacity": capacity, "by_weight": int(by_weight)}
+    return new_call("drop_slots", {"experts": experts, "weights": weights}, results, params)
 
 
 @lru_cache(maxsize=1024)
-def sort_slots(experts: ArraySpec, num_groups: int, rows: int, align: int) -> Call:
-    """Group sizes [G], slot of each row [M], row of each slot [T, k], and the number of slots without a row [1]."""
+def sort_slots(experts: ArraySpec, num_groups: int, rows: int, align: int, *, weights: bool = False) -> Call:
+    """Group sizes [G], slot of each row [M], row of each slot [T, k], the number of slots without a row [1], and with
+    `weights` the weight of each row [M].
+    """
     results: dict[str, ArraySpec | None] = {
         "group_sizes": _integers(num_groups),
         "source": _integers(rows),
         "inverse": experts,
         "dropped": _integers(1),
+        "row_weights": _floats(rows) if weights else None,
     }
-    return new_call("sort_slots", {"experts": experts}, results, {"align": align})
+    operands = {"experts": experts, "weights": _floats(*experts.shape) if weights else None}
+    return new_call("sort_slots", operands, results, {"align": align})
 
 
 @lru_cache(maxsize=1024)
-def gather_rows(rows: ArraySpec, source: ArraySpec, slots: int = 1, weights: ArraySpec | None = None) -> Call:
-    """[M, H] = rows[source / slots], times weights[source] if given; zeros where the source is out of range."""
-    result = ArraySpec((source.shape[0], rows.shape[1]), rows.dtype)
-    return new_call("gather_rows", {"rows": rows, "source": source, "weights": weights}, result, {"slots": slots})
+def pad_groups(group_sizes: ArraySpec, rows: int, align: int) -> Call:
+    """Padded sizes [G], the row in each padded row [P], and the place of each row [M]."""
+    padded = -(-(rows + group_sizes.shape[0] * (align - 1)) // align) * align
+    results: dict[str, ArraySpec | None] = {
+        "padded_sizes": group_sizes,
+        "source": _integers(padded),
+        "inverse": _integers(rows),
+    }
+    return new_call("pad_groups", {"group_sizes": group_sizes}, results, {"align": align})
 
 
 @lru_cache(maxsize=1024)
-def combine_rows(rows: ArraySpec, inverse: ArraySpec, dtype: str, weights: ArraySpec | None = None) -> Call:
+def gather_rows(
+    rows: ArraySpec, source: ArraySpec, slots: int = 1, weights: ArraySpec | None = None, *, axis: int = 0
+) -> Call:
+    """[M, H] = rows[source / slots], times weights[source] if given; zeros where the source is out of range.
+
+    Rows may be single elements [N], and the source a matrix [T, k]. With `axis` 1 columns [C, N] are gathered.
+    """
+    shape = (rows.shape[0], *source.shape) if axis else (*source.shape, *rows.shape[1:])
+    operands = {"rows": rows, "source": source, "weights": weights}
+    return new_call("gather_rows", operands, ArraySpec(shape, rows.dtype), {"slots": slots, "axis": axis})
+
+
+@lru_cache(maxsize=1024)
+def combine_rows(
+    rows: ArraySpec, inverse: ArraySpec, dtype: str, weights: ArraySpec | None = None, into: ArraySpec | None = None
+) -> Call:
     """[T, H]: the sum of the (weighted) rows of each token's slots, in fp32, rounded once."""
     result = ArraySpec((inverse.shape[0], rows.shape[1]), dtype)
-    return new_call("combine_rows", {"rows": rows, "inverse": inverse, "weights": weights}, result)
+    return new_call("combine_rows", {"rows": rows, "inverse": inverse, "weights": weights, "into": into}, result)
 
 
 @lru_cache(maxsize=1024)

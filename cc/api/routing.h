@@ -110,6 +110,7 @@ struct RouterGrad {
   TensorView logits;          // [T, E] float32
   TensorView experts;         // [T, k] int32, as the router gave them
   TensorView mask;            // [T] uint8
+  TensorView kept;            // [T, k] int32: negative where a slot was dropped, whose weight has no gradient then
   TensorView d_weights;       // [T, k] float32
   TensorView sequence_sizes;  // [S] int32; present where the next three are
   TensorView slopes;          // [S, E] float32
@@ -123,6 +124,7 @@ struct RouterGrad {
     v.input("logits", logits);
     v.input("experts", experts);
     v.optional("mask", mask);
+    v.optional("kept", kept);
     v.optional("d_weights", d_weights);
     v.optional("sequence_sizes", sequence_sizes);
     v.optional("slopes", slopes);
@@ -178,25 +180,29 @@ struct CountExperts {
   }
 };
 
-// At most `capacity` slots per expert: those with the largest weights (ties: the lower slot; NaN is largest), or
-// without weights the first ones. The others become -1; dropped[0] counts them.
+// At most `capacity` slots per expert: those with the largest weights (ties: the lower slot; NaN is largest), or with
+// by_weight = 0 the first ones. The others become -1 in `kept` and 0 in `kept_weights`; dropped[0] counts them.
 struct DropSlots {
   static constexpr const char* kName = "drop_slots";
   TensorView experts;       // [T, k] int32
   TensorView weights;       // [T, k] float32
   TensorView kept;          // [T, k] int32
+  TensorView kept_weights;  // [T, k] float32
   TensorView dropped;       // [1] int32
   int64_t num_experts = 0;  // E
   int64_t capacity = 0;
+  int64_t by_weight = 0;  // 1: the largest weights stay; 0: the first slots
 
   template <class Visitor>
   void visit(Visitor&& v) {
     v.input("experts", experts);
-    v.optional("weights", weights);
+    v.input("weights", weights);
     v.output("kept", kept);
+    v.output("kept_weights", kept_weights);
     v.output("dropped", dropped);
     v.param("num_experts", num_experts);
     v.param("capacity", capacity);
+    v.param("by_weight", by_weight);
   }
 };
 
@@ -205,32 +211,59 @@ struct DropSlots {
 struct SortSlots {
   static constexpr const char* kName = "sort_slots";
   TensorView experts;      // [T, k] int32
+  TensorView weights;      // [T, k] float32; present where row_weights are
   TensorView group_sizes;  // [G] int32, with padding
   TensorView source;       // [M] int32: slot of each row, -1 for padding and behind the last row
   TensorView inverse;      // [T, k] int32: row of each slot, -1 where it has none
   TensorView dropped;      // [1] int32: slots that have an expert and no row
+  TensorView row_weights;  // [M] float32: weight of the slot in each row, 0 where there is none
   int64_t align = 1;
 
   template <class Visitor>
   void visit(Visitor&& v) {
     v.input("experts", experts);
+    v.optional("weights", weights);
     v.output("group_sizes", group_sizes);
     v.output("source", source);
     v.output("inverse", inverse);
     v.output("dropped", dropped);
+    v.optional_output("row_weights", row_weights);
+    v.param("align", align);
+  }
+};
+
+// Where rows lie once each group is padded to a multiple of `align` rows (an empty one stays empty): padded sizes, the
+// row that stands in each padded row, -1 for padding, and the place of each row, -1 for rows past the groups.
+struct PadGroups {
+  static constexpr const char* kName = "pad_groups";
+  TensorView group_sizes;   // [G] int32
+  TensorView padded_sizes;  // [G] int32
+  TensorView source;        // [P] int32, P at least M + G (align - 1)
+  TensorView inverse;       // [M] int32
+  int64_t align = 1;
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("group_sizes", group_sizes);
+    v.output("padded_sizes", padded_sizes);
+    v.output("source", source);
+    v.output("inverse", inverse);
     v.param("align", align);
   }
 };
 
 // result[r] = rows[source[r] / slots], zeros where source[r] is outside of 0 ... N * slots - 1. With weights it is
-// multiplied by weights[source[r]], in fp32 with one rounding; without, elements of any type are copied.
+// multiplied by weights[source[r]], in fp32 with one rounding; without, elements of any type are copied. Rows may be
+// single elements [N], and the source a matrix; the result has the axes of the source, then those of a row. With axis =
+// 1 columns are gathered: result[:, r] = rows[:, source[r] / slots], from rows [C, N] by a source [M].
 struct GatherRows {
   static constexpr const char* kName = "gather_rows";
-  TensorView rows;     // [N, H]
-  TensorView source;   // [M] int32
-  TensorView weights;  // [N * slots] float32
-  TensorView result;   // [M, H], the type of rows
+  TensorView rows;     // [N, H] or [N]
+  TensorView source;   // [M] or [T, k] int32
+  TensorView weights;  // [N, slots] float32
+  TensorView result;   // [M, H], [M], [T, k, H] or [T, k], the type of rows
   int64_t slots = 1;   // rows of the result that may come from one row
+  int64_t axis = 0;    // 1: columns in place of rows
 
   template <class Visitor>
   void visit(Visitor&& v) {
@@ -239,6 +272,7 @@ struct GatherRows {
     v.optional("weights", weights);
     v.output("result", result);
     v.param("slots", slots);
+    v.param("axis", axis);
   }
 };
 
@@ -249,6 +283,7 @@ struct CombineRows {
   TensorView rows;     // [M, H]
   TensorView inverse;  // [T, k] int32
   TensorView weights;  // [T, k] float32; absent: 1
+  TensorView into;     // the caller's buffer, the same memory as `result`
   TensorView result;   // [T, H]
 
   template <class Visitor>
@@ -256,6 +291,7 @@ struct CombineRows {
     v.input("rows", rows);
     v.input("inverse", inverse);
     v.optional("weights", weights);
+    v.optional("into", into);
     v.output("result", result);
   }
 };
@@ -367,6 +403,7 @@ struct QuantileBias {
   X(CountExperts)                \
   X(DropSlots)                   \
   X(SortSlots)                   \
+  X(PadGroups)                   \
   X(GatherRows)                  \
   X(CombineRows)                 \
   X(CombineDot)                  \

@@ -78,8 +78,10 @@ constexpr struct {
     {"topk_groups", &kPositive},
     {"group_topk", &kPositive},
     {"slots", &kPositive},
+    {"axis", &kFlag},
     {"num_experts", &kPositive},
     {"capacity", &kPositive},
+    {"by_weight", &kFlag},
     {"align", &kPositive},
 };
 

@@ -93,4 +93,12 @@ inline int64_t groups_of(Check* check, const TensorView& sizes, const char* name
   return sizes.dims[0];
 }
 
+// A buffer that is one with a result, if it is given.
+inline void same_buffer(Check* check, const char* name, const TensorView& into, const TensorView& result) {
+  if (!into.present() || !check->wrong.empty()) return;
+  bool same = into.rank == result.rank && into.dtype == result.dtype;
+  for (int i = 0; same && i < result.rank; ++i) same = into.dims[i] == result.dims[i];
+  check->require(same, [&] { return Check::named(name, into) + ", expected " + describe(result) + " = the result"; });
+}
+
 }  // namespace grouped

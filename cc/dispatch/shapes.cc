@@ -12,14 +12,6 @@
 namespace grouped {
 namespace {
 
-// A buffer that is one with a result, if it is given.
-void same_buffer(Check* check, const char* name, const TensorView& into, const TensorView& result) {
-  if (!into.present() || !check->wrong.empty()) return;
-  bool same = into.rank == result.rank && into.dtype == result.dtype;
-  for (int i = 0; same && i < result.rank; ++i) same = into.dims[i] == result.dims[i];
-  check->require(same, [&] { return Check::named(name, into) + ", expected " + describe(result) + " = the result"; });
-}
-
 void table(Check* check, const char* name, const TensorView& t, int64_t groups, const TensorView& packed) {
   check->shape_if_given(name, t, {groups});
   check->dtype(name, t, DType::i64);

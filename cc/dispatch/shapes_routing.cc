@@ -127,6 +127,7 @@ std::string disagreement(const RouterGrad& call) {
   chosen(&check, "experts", call.experts, call.logits);
   if (!check.wrong.empty()) return check.wrong;
   mask_if_given(&check, call.mask, tokens);
+  if (call.kept.present()) integers(&check, "kept", call.kept, {tokens, call.experts.dims[1]});
   floats_if_given(&check, "d_weights", call.d_weights, {tokens, call.experts.dims[1]});
   const bool losses = call.sequence_sizes.present();
   for (const TensorView* t : {&call.slopes, &call.z_slope, &call.d_losses}) {
@@ -176,8 +177,9 @@ std::string disagreement(const DropSlots& call) {
   Check check;
   slots(&check, "experts", call.experts);
   if (!check.wrong.empty()) return check.wrong;
-  floats_if_given(&check, "weights", call.weights, {call.experts.dims[0], call.experts.dims[1]});
+  floats(&check, "weights", call.weights, {call.experts.dims[0], call.experts.dims[1]});
   integers(&check, "kept", call.kept, {call.experts.dims[0], call.experts.dims[1]});
+  floats(&check, "kept_weights", call.kept_weights, {call.experts.dims[0], call.experts.dims[1]});
   integers(&check, "dropped", call.dropped, {1});
   check.require(call.num_experts <= kMostGroups,
                 [] { return "num_experts: expected 1 to " + std::to_string(kMostGroups); });
@@ -195,21 +197,59 @@ std::string disagreement(const SortSlots& call) {
                 [&] { return Check::named("source", call.source) + ", expected fewer than 2^31 rows"; });
   integers(&check, "inverse", call.inverse, {call.experts.dims[0], call.experts.dims[1]});
   integers(&check, "dropped", call.dropped, {1});
+  floats_if_given(&check, "weights", call.weights, {call.experts.dims[0], call.experts.dims[1]});
+  floats_if_given(&check, "row_weights", call.row_weights, {call.source.dims[0]});
+  check.require(call.weights.present() == call.row_weights.present(),
+                [] { return "row_weights: expected them if and only if there are weights"; });
+  return check.wrong;
+}
+
+std::string disagreement(const PadGroups& call) {
+  Check check;
+  const int64_t groups = groups_of(&check, call.group_sizes);
+  integers(&check, "padded_sizes", call.padded_sizes, {groups});
+  check.rank("source", call.source, 1);
+  check.dtype("source", call.source, DType::i32);
+  check.rank("inverse", call.inverse, 1);
+  check.dtype("inverse", call.inverse, DType::i32);
+  if (!check.wrong.empty()) return check.wrong;
+  const int64_t least = call.inverse.dims[0] + groups * (call.align - 1);
+  check.require(call.source.dims[0] >= least && call.source.dims[0] <= INT32_MAX, [&] {
+    return Check::named("source", call.source) + ", expected at least " + std::to_string(least) +
+           " rows, and fewer than 2^31";
+  });
   return check.wrong;
 }
 
 std::string disagreement(const GatherRows& call) {
   Check check;
-  rows(&check, "rows", call.rows);
-  check.rank("source", call.source, 1);
-  check.dtype("source", call.source, DType::i32);
+  const TensorView &from = call.rows, &source = call.source;
+  check.require(from.rank == 1 || from.rank == 2,
+                [&] { return Check::named("rows", from) + ", expected rank 1 or 2"; });
+  check.require(source.rank == 1 || source.rank == 2,
+                [&] { return Check::named("source", source) + ", expected rank 1 or 2"; });
+  check.dtype("source", source, DType::i32);
+  check.not_empty("rows", from, 1);
+  check.not_empty("source", source, 1);
   if (!check.wrong.empty()) return check.wrong;
-  const int64_t given = call.rows.dims[0] * call.slots;
-  check.require(given <= INT32_MAX, [] { return "slots: expected fewer than 2^31 in all"; });
-  if (call.weights.present()) wide(&check, "rows", call.rows);
-  floats_if_given(&check, "weights", call.weights, {given});
-  check.shape("result", call.result, {call.source.dims[0], call.rows.dims[1]});
-  check.dtype("result", call.result, call.rows.dtype);
+  const bool columns = call.axis == 1;
+  check.require(!columns || (from.rank == 2 && source.rank == 1 && !call.weights.present()),
+                [] { return "axis: expected 0 but for a matrix, a source [M] and no weights"; });
+  check.require(from.dims[columns ? 1 : 0] <= INT32_MAX / call.slots && source.elements() <= INT32_MAX,
+                [] { return "rows, source: expected fewer than 2^31 slots and rows"; });
+  if (call.weights.present()) wide(&check, "rows", from);
+  floats_if_given(&check, "weights", call.weights, {from.dims[0], call.slots});
+  int64_t dims[3] = {columns ? from.dims[0] : source.dims[0]};
+  int rank = 1;
+  if (columns) dims[rank++] = source.dims[0];
+  if (source.rank == 2) dims[rank++] = source.dims[1];
+  if (from.rank == 2 && !columns) dims[rank++] = from.dims[1];
+  bool same = call.result.rank == rank;
+  for (int i = 0; same && i < rank; ++i) same = call.result.dims[i] == dims[i];
+  check.require(same, [&] {
+    return Check::named("result", call.result) + ", expected the axes of the source, then those of a row";
+  });
+  check.dtype("result", call.result, from.dtype);
   return check.wrong;
 }
 
@@ -222,6 +262,7 @@ std::string disagreement(const CombineRows& call) {
   wide(&check, "result", call.result);
   floats_if_given(&check, "weights", call.weights, {call.inverse.dims[0], call.inverse.dims[1]});
   check.shape("result", call.result, {call.inverse.dims[0], call.rows.dims[1]});
+  same_buffer(&check, "into", call.into, call.result);
   return check.wrong;
 }
 

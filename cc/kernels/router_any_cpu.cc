@@ -210,7 +210,10 @@ void route_back(const RouterGrad& call, const std::vector<int64_t>& ends, int64_
 
   float of_parts[kMostSlots] = {};  // gradients of the chosen scores, or of the chosen logits with after_topk
   if (call.d_weights.present()) {
-    const float* d_weights = call.d_weights.as<const float>() + token * k;
+    const float* given = call.d_weights.as<const float>() + token * k;
+    const int32_t* kept = call.kept.present() ? call.kept.as<const int32_t>() + token * k : experts;
+    float d_weights[kMostSlots];
+    for (int64_t j = 0; j < k; ++j) d_weights[j] = kept[j] >= 0 ? given[j] : 0.0f;
     const auto expert = [&](int64_t j) { return experts[j]; };
     const Parts parts = weight_parts(call.scores, logits, scores.data(), count, k, expert);
     const bool sums = call.scores.after_topk || call.scores.normalize;

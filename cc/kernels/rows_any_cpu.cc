@@ -22,26 +22,26 @@ size_t no_workspace(const Call&, const Target&) {
   return 0;
 }
 
-// Where a row of a matrix begins, from `column` on.
-const char* at(const TensorView& matrix, int64_t row, int64_t column = 0) {
-  return matrix.as<const char>() + (row * matrix.dims[1] + column) * dtype_bytes(matrix.dtype);
+// Where a row of `width` elements begins, from `column` on.
+const char* at(const TensorView& matrix, int64_t width, int64_t row, int64_t column = 0) {
+  return matrix.as<const char>() + (row * width + column) * dtype_bytes(matrix.dtype);
 }
-char* into(const TensorView& matrix, int64_t row, int64_t column = 0) {
-  return const_cast<char*>(at(matrix, row, column));
+char* into(const TensorView& matrix, int64_t width, int64_t row, int64_t column = 0) {
+  return const_cast<char*>(at(matrix, width, row, column));
 }
 
 bool in_range(int32_t index, int64_t count) { return index >= 0 && index < count; }
 
 void gather_row(const GatherRows& call, int64_t row) {
-  const int64_t width = call.rows.dims[1], bytes = width * dtype_bytes(call.rows.dtype);
+  const int64_t width = call.rows.rank == 1 ? 1 : call.rows.dims[1], bytes = width * dtype_bytes(call.rows.dtype);
   const int32_t slot = call.source.as<const int32_t>()[row];
   if (!in_range(slot, call.rows.dims[0] * call.slots)) {
-    memset(into(call.result, row), 0, static_cast<size_t>(bytes));
+    memset(into(call.result, width, row), 0, static_cast<size_t>(bytes));
     return;
   }
   const int64_t from = slot / call.slots;
   if (!call.weights.present()) {
-    memcpy(into(call.result, row), at(call.rows, from), static_cast<size_t>(bytes));
+    memcpy(into(call.result, width, row), at(call.rows, width, from), static_cast<size_t>(bytes));
     return;
   }
   const Isa& isa = best_isa();
@@ -49,14 +49,32 @@ void gather_row(const GatherRows& call, int64_t row) {
   for (int64_t column = 0; column < width; column += kStrip) {
     const int64_t count = std::min(kStrip, width - column);
     float strip[kStrip];
-    isa.decode(call.rows.dtype, at(call.rows, from, column), count, strip);
+    isa.decode(call.rows.dtype, at(call.rows, width, from, column), count, strip);
     for (int64_t j = 0; j < count; ++j) strip[j] = fl_mul(weight, strip[j]);
-    isa.encode(call.result.dtype, strip, count, into(call.result, row, column));
+    isa.encode(call.result.dtype, strip, count, into(call.result, width, row, column));
+  }
+}
+
+// Row `row` of a result of gathered columns.
+void gather_columns(const GatherRows& call, int64_t row) {
+  const int64_t from = call.rows.dims[1], count = call.source.dims[0], bytes = dtype_bytes(call.rows.dtype);
+  const int32_t* source = call.source.as<const int32_t>();
+  for (int64_t r = 0; r < count; ++r) {
+    char* to = into(call.result, count, row, r);
+    if (in_range(source[r], from * call.slots)) {
+      memcpy(to, at(call.rows, from, row, source[r] / call.slots), static_cast<size_t>(bytes));
+    } else {
+      memset(to, 0, static_cast<size_t>(bytes));
+    }
   }
 }
 
 void launch_gather(const GatherRows& call, const Context& context) {
-  parallel_rows(context.pool, 0, call.result.dims[0], [&](int64_t first, int64_t last) {
+  if (call.axis == 1) {
+    parallel_for(context.pool, call.rows.dims[0], [&](int64_t row) { gather_columns(call, row); });
+    return;
+  }
+  parallel_rows(context.pool, 0, call.source.elements(), [&](int64_t first, int64_t last) {
     for (int64_t r = first; r < last; ++r) gather_row(call, r);
   });
 }
@@ -71,11 +89,11 @@ void combine_row(const CombineRows& call, int64_t token) {
     float sums[kStrip] = {}, strip[kStrip];
     for (int64_t j = 0; j < k; ++j) {
       if (!in_range(rows[j], call.rows.dims[0])) continue;
-      isa.decode(call.rows.dtype, at(call.rows, rows[j], column), count, strip);
+      isa.decode(call.rows.dtype, at(call.rows, width, rows[j], column), count, strip);
       const float weight = weights ? weights[j] : 1.0f;
       for (int64_t i = 0; i < count; ++i) sums[i] = fl_add(sums[i], fl_mul(weight, strip[i]));
     }
-    isa.encode(call.result.dtype, sums, count, into(call.result, token, column));
+    isa.encode(call.result.dtype, sums, count, into(call.result, width, token, column));
   }
 }
 
@@ -96,8 +114,8 @@ float dot(const TensorView& rows, int64_t row, const TensorView& grad, int64_t t
   for (int64_t column = 0; column < width; column += kStrip) {
     const int64_t count = std::min(kStrip, width - column);
     float x[kStrip], y[kStrip];
-    isa.decode(rows.dtype, at(rows, row, column), count, x);
-    isa.decode(grad.dtype, at(grad, token, column), count, y);
+    isa.decode(rows.dtype, at(rows, width, row, column), count, x);
+    isa.decode(grad.dtype, at(grad, width, token, column), count, y);
     for (int64_t i = 0; i < count; ++i) sums[i % kSums] = fl_add(sums[i % kSums], fl_mul(x[i], y[i]));
   }
   for (int64_t half = kSums / 2; half > 0; half /= 2) {

@@ -39,6 +39,7 @@ void launch_count(const CountExperts& call, const Context&) {
 void launch_drop(const DropSlots& call, const Context&) {
   const int64_t slots = call.experts.elements();
   const int32_t* experts = call.experts.as<const int32_t>();
+  const float* weights = call.weights.as<const float>();
   int32_t* kept = call.kept.as<int32_t>();
   std::vector<std::vector<int32_t>> of_expert(static_cast<size_t>(call.num_experts));
   for (int64_t slot = 0; slot < slots; ++slot) {
@@ -49,8 +50,7 @@ void launch_drop(const DropSlots& call, const Context&) {
   for (std::vector<int32_t>& own : of_expert) {
     const auto count = static_cast<int64_t>(own.size());
     if (count <= call.capacity) continue;
-    if (call.weights.present()) {
-      const float* weights = call.weights.as<const float>();
+    if (call.by_weight) {
       std::nth_element(own.begin(), own.begin() + call.capacity, own.end(), [&](int32_t a, int32_t b) {
         const uint32_t x = rank_of(weights[a]), y = rank_of(weights[b]);
         return x != y ? x > y : a < b;
@@ -58,6 +58,9 @@ void launch_drop(const DropSlots& call, const Context&) {
     }
     for (int64_t i = call.capacity; i < count; ++i) kept[own[static_cast<size_t>(i)]] = -1;
     dropped += count - call.capacity;
+  }
+  for (int64_t slot = 0; slot < slots; ++slot) {
+    call.kept_weights.as<float>()[slot] = kept[slot] >= 0 ? weights[slot] : 0.0f;
   }
   call.dropped.as<int32_t>()[0] = static_cast<int32_t>(dropped);
 }
@@ -80,7 +83,9 @@ void launch_sort(const SortSlots& call, const Context&) {
     call.group_sizes.as<int32_t>()[g] = static_cast<int32_t>(until - end);
     end = until;
   }
+  const float* weights = floats_or_null(call.weights);
   std::fill_n(source, rows, -1);
+  if (weights) std::fill_n(call.row_weights.as<float>(), rows, 0.0f);
   int32_t dropped = 0;
   for (int64_t slot = 0; slot < slots; ++slot) {
     inverse[slot] = -1;
@@ -89,11 +94,32 @@ void launch_sort(const SortSlots& call, const Context&) {
     if (row < rows) {
       source[row] = static_cast<int32_t>(slot);
       inverse[slot] = static_cast<int32_t>(row);
+      if (weights) call.row_weights.as<float>()[row] = weights[slot];
     } else {
       ++dropped;
     }
   }
   call.dropped.as<int32_t>()[0] = dropped;
+}
+
+void launch_pad(const PadGroups& call, const Context&) {
+  const int64_t rows = call.inverse.dims[0];
+  int32_t* source = call.source.as<int32_t>();
+  int32_t* inverse = call.inverse.as<int32_t>();
+  std::fill_n(source, call.source.dims[0], -1);
+  std::fill_n(inverse, rows, -1);
+  const std::vector<int64_t> ends = group_ends(call.group_sizes, rows);
+  int64_t begin = 0;  // of the padded group
+  for (size_t g = 0; g < ends.size(); ++g) {
+    const int64_t first = group_begin(ends, static_cast<int64_t>(g)), count = ends[g] - first;
+    for (int64_t i = 0; i < count; ++i) {
+      source[begin + i] = static_cast<int32_t>(first + i);
+      inverse[first + i] = static_cast<int32_t>(begin + i);
+    }
+    const int64_t padded = (count + call.align - 1) / call.align * call.align;
+    call.padded_sizes.as<int32_t>()[g] = static_cast<int32_t>(padded);
+    begin += padded;
+  }
 }
 
 void launch_hash(const HashExperts& call, const Context& context) {
@@ -119,6 +145,7 @@ void launch_hash(const HashExperts& call, const Context& context) {
 const Kernel<CountExperts> count_experts_any_cpu = {"count_experts_any_cpu", refuses, no_workspace, launch_count};
 const Kernel<DropSlots> drop_slots_any_cpu = {"drop_slots_any_cpu", refuses, no_workspace, launch_drop};
 const Kernel<SortSlots> sort_slots_any_cpu = {"sort_slots_any_cpu", refuses, no_workspace, launch_sort};
+const Kernel<PadGroups> pad_groups_any_cpu = {"pad_groups_any_cpu", refuses, no_workspace, launch_pad};
 const Kernel<HashExperts> hash_experts_any_cpu = {"hash_experts_any_cpu", refuses, no_workspace, launch_hash};
 
 }  // namespace grouped

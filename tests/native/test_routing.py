@@ -157,6 +157,9 @@ def test_gradients_of_logits(kernel, shape, scores, masked, of):
         given |= {"sequence_sizes": sizes, "slopes": np.abs(draw(3, experts, seed="slopes"))}
         given |= {"z_slope": np.array([0.3], np.float32), "d_losses": np.array([0.7, -1.1], np.float32)}
         options["sequence_sizes"] = spec_of(sizes)
+    if of == "both":
+        given["kept"] = np.where(slots(tokens, k, experts, "kept", 0.3) < 0, -1, given["experts"]).astype(np.int32)
+        options["kept"] = spec_of(given["kept"])
     if masked:
         given["mask"] = mask_of(tokens)
         options["mask"] = spec_of(given["mask"])
@@ -223,14 +226,16 @@ def test_counts(kernel, shape, sequences, missing):
     align=(1, 8, 16),
     missing=(0.0, 0.4),
     rows=("enough", "few", "one"),
+    weighted=(False, True),
 )
-def test_order_of_slots(kernel, shape, align, missing, rows):
+def test_order_of_slots(kernel, shape, align, missing, rows, weighted):
     tokens, experts, k = shape
     chosen = slots(tokens, k, experts, "sort", missing)
     worst = -(-(tokens * k + experts * (align - 1)) // align) * align
     count = {"enough": worst, "few": -(-tokens * k // (2 * align)) * align, "one": align}[rows]
-    call = routing.sort_slots(spec_of(chosen), experts, count, align)
-    sizes, source, inverse, dropped = run(kernel, call, experts=chosen)
+    call = routing.sort_slots(spec_of(chosen), experts, count, align, weights=weighted)
+    weights = draw(tokens, k, seed="weights") if weighted else None
+    sizes, source, inverse, dropped, _ = run(kernel, call, experts=chosen, weights=weights)
     assert (sizes % align == 0).all()
     assert sizes.sum() <= count
     placed = inverse.reshape(-1)
@@ -253,12 +258,11 @@ def test_one_expert_takes_all(kernel):
 def test_capacity(kernel, shape, capacity, weighted, missing):
     tokens, experts, k = shape
     given: dict[str, Any] = {"experts": slots(tokens, k, experts, "drop", missing)}
-    if weighted:  # few different values, so that there are ties, and one that is no number
-        given["weights"] = (np.abs(draw(tokens, k, seed="weights")) * 4).astype(np.int32).astype(np.float32)
-        given["weights"].reshape(-1)[::97] = np.nan
-    weights = spec_of(given["weights"]) if weighted else None
-    call = routing.drop_slots(spec_of(given["experts"]), experts, capacity, weights)
-    kept, _ = run(kernel, call, **given)
+    # Few different weights, so that there are ties, and some that are no numbers.
+    given["weights"] = (np.abs(draw(tokens, k, seed="weights")) * 4).astype(np.int32).astype(np.float32)
+    given["weights"].reshape(-1)[::97] = np.nan
+    call = routing.drop_slots(spec_of(given["experts"]), experts, capacity, by_weight=weighted)
+    kept, *_ = run(kernel, call, **given)
     counts = np.bincount(kept[kept >= 0], minlength=experts)
     assert counts.max(initial=0) <= capacity
 
@@ -301,10 +305,43 @@ def test_gathered_rows(kernel, width, dtype, slots_per_row, weighted, unaligned)
     rows = cases.normal((37, width), "float32", "gather").astype(cases.numpy_dtype(dtype))
     source = np.random.default_rng(1).integers(-2, 37 * slots_per_row + 2, 201).astype(np.int32)
     source[5], source[6] = 2**31 - 1, -(2**31)
-    weights = draw(37 * slots_per_row, seed="weights") if weighted else None
+    weights = draw(37, slots_per_row, seed="weights") if weighted else None
     call = routing.gather_rows(spec_of(rows), spec_of(source), slots_per_row, spec_of(weights) if weighted else None)
     (found,) = Native(kernel, unaligned=unaligned)(call, [rows, source, weights])
     asserts.zero(found[[5, 6]].astype(np.float32), "rows without a source")
+
+
+@pytest.mark.parametrize("kernel", kernels("gather_rows"))
+@pytest.mark.parametrize("rank", [1, 2])
+def test_gathered_elements(kernel, rank):
+    """What rows have per slot comes back in the order of the slots, such as gradients of their weights."""
+    rows = draw(*(90, 33)[:rank])
+    source = np.random.default_rng(5).integers(-2, 92, (41, 3)).astype(np.int32)
+    run(kernel, routing.gather_rows(spec_of(rows), spec_of(source)), rows=rows, source=source)
+
+
+@pytest.mark.rule("LYR-16")
+@pytest.mark.parametrize("kernel", kernels("gather_rows"))
+@pytest.mark.matrix(shape=((1, 1), (7, 90), (56, 37)), dtype=("float32", "float8_e8m0fnu"), slots_per_row=(1, 3))
+def test_gathered_columns(kernel, shape, dtype, slots_per_row):
+    codes = np.arange(np.prod(shape)).reshape(shape).astype(np.uint8) % 255
+    rows = draw(*shape) if dtype == "float32" else codes.view(cases.numpy_dtype(dtype))
+    source = np.random.default_rng(6).integers(-2, shape[1] * slots_per_row + 2, 70).astype(np.int32)
+    call = routing.gather_rows(spec_of(rows), spec_of(source), slots_per_row, axis=1)
+    run(kernel, call, rows=rows, source=source)
+
+
+@pytest.mark.rule("LYR-7", "GRP-4")
+@pytest.mark.parametrize("kernel", kernels("pad_groups"))
+@pytest.mark.matrix(
+    sizes=((5, 0, 16, 3), (0, 0), (-4, 30, 2), (2**31 - 1, 7), (16, 32, 0, 16), (1,) * 3000), align=(1, 8, 16)
+)
+def test_padded_groups(kernel, sizes, align):
+    sizes = np.array(sizes, np.int32)
+    padded, source, inverse = run(kernel, routing.pad_groups(spec_of(sizes), 64, align), group_sizes=sizes)
+    asserts.bitwise(source[inverse[inverse >= 0]], np.flatnonzero(inverse >= 0).astype(np.int32))
+    if not (np.maximum(sizes, 0) % align).any() and sizes.sum() <= 64:
+        asserts.bitwise(padded, np.maximum(sizes, 0).astype(np.int32))
 
 
 @pytest.mark.rule("LYR-6", "ALL-2")
@@ -323,7 +360,7 @@ def test_combined_rows(kernel, width, dtype, result, k, weighted, unaligned):
     inverse[7] = -1
     weights = draw(41, k, seed="weights") if weighted else None
     call = routing.combine_rows(spec_of(rows), spec_of(inverse), result, spec_of(weights) if weighted else None)
-    (found,) = Native(kernel, unaligned=unaligned)(call, [rows, inverse, weights])
+    (found,) = Native(kernel, unaligned=unaligned)(call, [rows, inverse, weights, None])
     asserts.zero(found[7], "a token without rows")
 
 

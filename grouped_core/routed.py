@@ -1,0 +1,168 @@
+"""The experts' MLP of tokens: rows are gathered, run through the MLP, and summed per token.
+
+What is kept for backward are the tokens [T, K], not their rows [M, K], M = T k: backward gathers again, with the same
+bits. Letters: T tokens, k experts per token, M rows, G groups (experts), K hidden size of the model, F expert width, W
+columns of the hidden rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from grouped_core import mlp, routing, routing_calls
+from grouped_core.calls import ArraySpec, OperandSpec
+from grouped_core.formats import Format, QTensor, wide
+from grouped_core.gradients import Amaxes, MainGrads
+from grouped_core.mlp import AtHidden
+from grouped_core.mlp_spec import NO_NEEDS, Mlp, MlpNeeds, MlpSpecs, kept
+from grouped_core.products import Array, Operand, Runner, operand_spec
+from grouped_core.quantizing import Extras, in_formats
+from grouped_core.routing import Order
+
+
+class Forward(NamedTuple):
+    """y [T, K], the order of the rows, and what backward reads; None where it does not."""
+
+    y: Array
+    order: Order
+    h: Array | None  # [M, W]
+    z: Operand | None  # [M, F]
+    wi: Operand | None
+    wo: Operand | None
+    amax: tuple[Amaxes, Amaxes]
+
+
+def row_specs(op: Mlp, x: ArraySpec, slots: int, specs: MlpSpecs) -> MlpSpecs:
+    """`specs` of the MLP of the rows of tokens `x` [T, K]."""
+    rows = x.shape[0] * slots
+    return specs._replace(x=ArraySpec((rows, x.shape[1]), x.dtype), probs=ArraySpec((rows,), "float32"))
+
+
+def by_row(fmt: Format) -> bool:
+    """Whether the scales of rows follow from each row alone, so that rows can be quantised before they are gathered."""
+    return not fmt.plain and fmt.block > 0 and not fmt.square and not fmt.per_group
+
+
+def keeps_tokens(op: Mlp) -> Mlp:
+    """`op` with rows that backward gathers anew."""
+    return dataclasses.replace(op, keeps_rows=False)
+
+
+def forward(
+    run: Runner,
+    op: Mlp,
+    x: Array,
+    experts: Array,
+    weights: Array,
+    wi: Operand,
+    wo: Operand,
+    tokens: Array,
+    wi_bias: Operand | None = None,
+    wo_bias: Operand | None = None,
+    out: Array | None = None,
+    *,
+    needs: MlpNeeds = NO_NEEDS,
+    extras: tuple[Extras, Extras] = mlp.NO_EXTRAS,
+) -> Forward:
+    """y[t] = sum over the slots j of t of the MLP of expert experts[t, j] at x[t], with weights[t, j] as probability.
+
+    Args:
+        x: [T, K]. experts: int32 [T, k]; others than 0 to G - 1 have no row and add nothing. weights: [T, k].
+        tokens: int32 [1], T. The other arguments are those of `mlp.mlp`; out: [T, K].
+    """
+    op = keeps_tokens(op)
+    spec = run.spec(experts)
+    count = spec.shape[0] * spec.shape[1]
+    found = routing.order(run, experts, operand_spec(run, wo).shape[0], count, weights=weights)
+    rows = _gathered(run, op, x, found, spec.shape[1], tokens, operand_spec(run, wi), extras[0])
+    done = mlp.mlp(run, op, rows, wi, wo, found.sizes, found.probs, wi_bias, wo_bias, needs=needs, extras=extras)
+    y = routing.combine(run, done.y, found.inverse, run.spec(x).dtype, out=out)
+    return Forward(y, found, done.h, done.z, done.wi, done.wo, done.amax)
+
+
+def _gathered(
+    run: Runner, op: Mlp, x: Array, found: Order, slots: int, tokens: Array, wi: OperandSpec, extras: Extras
+) -> Operand:
+    """The rows of x [T, K], as the first product of forward reads them where their scales are those of single rows."""
+    fmt = op.fc1().resolve(run.spec(x), wi).forward[0]
+    if not by_row(fmt):
+        return routing.gather(run, x, found.source, slots)
+    (codes,) = in_formats(run, x, [(1, fmt)], tokens).forms
+    shape = (run.spec(found.source).shape[0], codes.shape[1])
+    by_column = run.spec(codes.scales).dtype == "float32"  # such scales are stored block by block, [K / b, T]
+    call = routing_calls.gather_rows(run.spec(codes.scales), run.spec(found.source), slots, axis=int(by_column))
+    (scales,) = run(call, call.arrange(rows=codes.scales, source=found.source))
+    values = routing.gather(run, codes.values, found.source, slots)
+    return QTensor(values, scales, None, codes.format, 1, shape, codes.dtype)
+
+
+def at_hidden(
+    run: Runner,
+    op: Mlp,
+    specs: MlpSpecs,
+    x: Array | None,
+    h: Array | None,
+    z: Operand | None,
+    wi: Operand | None,
+    wo: Operand | None,
+    order: Order,
+    wi_bias: Operand | None,
+    wo_bias: Operand | None,
+    dy: Array,
+    needs: MlpNeeds,
+    *,
+    weights_dtype: str,
+    extras: tuple[Extras, Extras] = mlp.NO_EXTRAS,
+) -> AtHidden:
+    """`mlp.at_hidden` for tokens; its `probs` are the gradient of the weights [T, k].
+
+    Args:
+        specs: of the rows (`row_specs`). x: [T, K], read where h is computed again. dy: [T, K].
+    """
+    op, slots = keeps_tokens(op), run.spec(order.inverse).shape[1]
+    rows = None if x is None else routing.gather(run, x, order.source, slots)
+    d_rows = routing.gather(run, dy, order.source, slots)
+    operands = (rows, h, z, wi, wo, order.sizes, order.probs, wi_bias, wo_bias, d_rows)
+    found = mlp.at_hidden(run, op, specs, *operands, needs, extras=extras)
+    if found.probs is None:
+        return found
+    return found._replace(probs=routing.of_slots(run, found.probs, order.inverse, weights_dtype))
+
+
+def first_product(
+    run: Runner,
+    op: Mlp,
+    specs: MlpSpecs,
+    x: Array | None,
+    wi: Operand | None,
+    order: Order,
+    dh: Array | None,
+    of_dh: QTensor[Any] | None,
+    needs: MlpNeeds,
+    *,
+    grad_input: Array | None = None,
+    extras: Extras | None = None,
+) -> MainGrads:
+    """`mlp.first_product` for tokens; its `x` is the gradient of the tokens [T, K].
+
+    Args:
+        x: [T, K]. grad_input: the caller's [T, K] buffer for dx.
+    """
+    op, slots = keeps_tokens(op), run.spec(order.inverse).shape[1]
+    rows = routing.gather(run, x, order.source, slots) if needs.wi and x is not None else None
+    operands = (rows, wi, order.sizes, dh, of_dh, needs)
+    found = mlp.first_product(run, op, specs, *operands, extras=extras or Extras())
+    if found.x is None:
+        return found
+    dx = routing.combine(run, found.x, order.inverse, wide(specs.x.dtype), out=grad_input)
+    return found._replace(x=dx)
+
+
+@lru_cache(maxsize=1024)
+def kept_tokens(op: Mlp, needs: MlpNeeds, has_wi_bias: bool, has_wo_bias: bool) -> tuple[bool, bool]:
+    """Whether backward reads x: at the hidden rows, and at the first product."""
+    keep = kept(op, needs, True, has_wi_bias, has_wo_bias)
+    again = keep.x and op.residuals.policy == "save_input"
+    return again, needs.wi

@@ -1,0 +1,334 @@
+"""Static options of routing, and the checks of its arguments.
+
+Letters: T tokens, E experts, k experts per token, S sequences, M rows, H columns, G groups.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from grouped_core.calls import MAX_GROUPS, ArraySpec
+from grouped_core.formats import WIDE
+from grouped_core.hashing import hashed_once
+from grouped_core.ranks import check_rank
+from grouped_core.recipes import Recipe
+from grouped_core.routing_calls import MAX_EXPERTS, MAX_SLOTS, GroupLimit, Scores
+
+SCORES = ("softmax", "sigmoid", "sqrt_softplus")
+DROPS = ("probs", "position")
+"""Which slots an expert beyond its capacity drops: those with the smallest weights, or the last ones."""
+
+MAX_SINKHORN = 1024
+
+
+@hashed_once
+@dataclass(frozen=True)
+class Router:
+    """Options of `topk_router`, checked by `router_option`.
+
+    Attributes:
+        k: experts per token. scores: how scores and weights follow from logits. limit: of the groups of experts.
+        jitter: logits are multiplied by random factors of 1 - jitter to 1 + jitter.
+        sinkhorn: iterations; experts are then ranked by the balanced values, not by their scores.
+        capacity_factor: each expert takes at most ceil(T k capacity_factor / E) slots; None: any number.
+        drop: one of `DROPS`. aux_coeff, z_coeff: of the two losses.
+    """
+
+    k: int
+    scores: Scores
+    limit: GroupLimit
+    jitter: float
+    sinkhorn: int
+    capacity_factor: float | None
+    drop: str
+    aux_coeff: float
+    z_coeff: float
+
+    def capacity(self, tokens: int, experts: int) -> int | None:
+        """Slots per expert; None: as many as there are."""
+        if self.capacity_factor is None:
+            return None
+        return max(1, math.ceil(tokens * self.k * self.capacity_factor / experts))
+
+
+def router_option(
+    experts: int,
+    k: int,
+    *,
+    score: str = "softmax",
+    after_topk: bool = False,
+    normalize: bool | None = None,
+    scale: float = 1.0,
+    num_groups: int | None = None,
+    topk_groups: int | None = None,
+    group_topk: int | None = None,
+    jitter: float = 0.0,
+    sinkhorn: int = 0,
+    capacity_factor: float | None = None,
+    drop: str = "probs",
+    aux_coeff: float = 0.0,
+    z_coeff: float = 0.0,
+) -> Router:
+    """The options of `topk_router` for E = `experts`; layers call it when they are made.
+
+    Raises:
+        ValueError: an option is out of range, or two contradict each other.
+    """
+    if score not in SCORES:
+        raise _wrong("score", score, f"one of {', '.join(SCORES)}", "choose one of them")
+    if not 1 <= experts <= MAX_EXPERTS:
+        raise _wrong("logits", f"{experts} experts", f"1 to {MAX_EXPERTS}", "route in two steps, or to fewer experts")
+    if not 1 <= k <= min(experts, MAX_SLOTS):
+        most = f"1 to {min(experts, MAX_SLOTS)}, at most one slot per expert and {MAX_SLOTS}"
+        raise _wrong("k", k, most, "choose a smaller k")
+    if after_topk and score != "softmax":
+        words = "its default, because the other scores are always normalised over the chosen experts"
+        raise _wrong("after_topk", f"True with score {score!r}", words, "leave it out")
+    if after_topk and k == 1:
+        words = "k of 2 or more, because a softmax over one expert is always 1 and the router would not learn"
+        raise _wrong("after_topk", "True with k = 1", words, "use after_topk=False")
+    if not 0 <= jitter < 1:
+        raise _wrong("jitter", jitter, "0 to 1, without 1", "choose a small one, e.g. 0.01")
+    if not 0 <= sinkhorn <= MAX_SINKHORN:
+        raise _wrong("sinkhorn", sinkhorn, f"0 to {MAX_SINKHORN} iterations", "choose e.g. 8")
+    if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+        raise _wrong("capacity_factor", capacity_factor, "None or a finite number above 0", "1.25 is usual")
+    if drop not in DROPS:
+        raise _wrong("drop", drop, f"one of {', '.join(DROPS)}", "choose one of them")
+    limit = _group_limit(experts, k, num_groups, topk_groups, group_topk)
+    normalize = score != "softmax" and k > 1 if normalize is None else bool(normalize)
+    scores = Scores(score, bool(after_topk), normalize and not after_topk, float(scale))
+    factor = None if capacity_factor is None else float(capacity_factor)
+    losses = (float(aux_coeff), float(z_coeff))
+    return Router(k, scores, limit, float(jitter), int(sinkhorn), factor, drop, *losses)
+
+
+def _group_limit(
+    experts: int, k: int, num_groups: int | None, topk_groups: int | None, group_topk: int | None
+) -> GroupLimit:
+    if (num_groups is None) != (topk_groups is None):
+        given = "num_groups" if topk_groups is None else "topk_groups"
+        raise _wrong(given, "given alone", "num_groups and topk_groups together", "pass both, or neither")
+    if num_groups is None or topk_groups is None:
+        if group_topk is not None:
+            raise _wrong("group_topk", group_topk, "None without num_groups", "pass num_groups and topk_groups too")
+        return GroupLimit()
+    if not 1 <= num_groups <= experts or experts % num_groups:
+        raise _wrong("num_groups", num_groups, f"a divisor of {experts}, the number of experts", "choose one")
+    size = experts // num_groups
+    if not 1 <= topk_groups <= num_groups or topk_groups * size < k:
+        words = f"1 to {num_groups}, with at least k = {k} experts in the groups, which have {size} each"
+        raise _wrong("topk_groups", topk_groups, words, "choose more groups")
+    best = min(size, max(1, k // topk_groups)) if group_topk is None else group_topk
+    if not 1 <= best <= size:
+        raise _wrong("group_topk", best, f"1 to {size}, the experts of a group", "choose fewer")
+    return GroupLimit(num_groups, topk_groups, best)
+
+
+def _wrong(option: str, came: Any, expected: str, remedy: str) -> ValueError:
+    return ValueError(f"`{option}` of topk_router: {came}, expected {expected}; {remedy}.")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arrays
+
+
+def _shape(function: str, name: str, spec: ArraySpec | None, wanted: tuple[int, ...], of: str) -> None:
+    """Refuses an array whose shape is not `wanted`; `of` says what that shape follows from."""
+    if spec is not None and tuple(spec.shape) != wanted:
+        raise ValueError(f"`{name}` of {function}: shape {tuple(spec.shape)}, expected {wanted} {of}; reshape it.")
+
+
+def _integers(function: str, name: str, spec: ArraySpec | None) -> None:
+    if spec is not None and not spec.dtype.startswith(("int", "uint")):
+        raise TypeError(f"`{name}` of {function}: dtype {spec.dtype}, expected integers; pass numbers of experts.")
+
+
+def _floats(function: str, name: str, spec: ArraySpec | None) -> None:
+    if spec is not None and spec.dtype not in WIDE:
+        raise TypeError(f"`{name}` of {function}: dtype {spec.dtype}, expected one of {', '.join(WIDE)}; cast it.")
+
+
+def check_ranks(function: str, **arrays: ArraySpec | None) -> None:
+    """Refuses arrays that do not have the axes listed in `grouped_core.ranks`."""
+    for name, spec in arrays.items():
+        if spec is not None:
+            check_rank(function, name, name, spec.shape, of=function)
+
+
+def check_topk_router(
+    k: int,
+    logits: ArraySpec,
+    *,
+    bias: ArraySpec | None = None,
+    mask: ArraySpec | None = None,
+    experts: ArraySpec | None = None,
+    sequence_sizes: ArraySpec | None = None,
+    key: ArraySpec | None = None,
+    jitter: float = 0.0,
+) -> None:
+    """Checks the arrays of `topk_router`; the names are those of its arguments.
+
+    Raises:
+        TypeError: dtypes. ValueError: shapes, or a key without jitter and the other way round.
+    """
+    name = "topk_router"
+    arrays = {"bias": bias, "mask": mask, "experts": experts, "sequence_sizes": sequence_sizes, "key": key}
+    check_ranks(name, logits=logits, **arrays)
+    tokens, count = logits.shape
+    _floats(name, "logits", logits)
+    _floats(name, "bias", bias)
+    _integers(name, "experts", experts)
+    _integers(name, "sequence_sizes", sequence_sizes)
+    _shape(name, "bias", bias, (count,), "= one value per expert")
+    _shape(name, "mask", mask, (tokens,), "= one value per token")
+    _shape(name, "experts", experts, (tokens, k), "= k experts per token")
+    if mask is not None and mask.dtype != "bool":
+        raise TypeError(f"`mask` of {name}: dtype {mask.dtype}, expected bool; pass False for padding.")
+    if sequence_sizes is not None and not 1 <= sequence_sizes.shape[0] <= MAX_GROUPS:
+        raise _wrong("sequence_sizes", f"{sequence_sizes.shape[0]} sequences", f"1 to {MAX_GROUPS}", "pass their sizes")
+    if (key is None) != (not jitter):
+        came = "None with jitter" if jitter else "given without jitter"
+        raise _wrong("key", came, "a key if and only if logits are jittered", "pass both, or neither")
+    _key(name, key)
+
+
+def _key(function: str, key: ArraySpec | None) -> None:
+    if key is not None and (key.dtype, tuple(key.shape)) != ("uint32", (2,)):
+        raise ValueError(f"`key` of {function}: {key}, expected uint32[2], low word first; pass such an array.")
+
+
+def row_count(slots: int, num_groups: int, align: int, max_rows: int | None) -> int:
+    """M of `permute`: rows for all slots and for any padding, or `max_rows`.
+
+    Raises:
+        ValueError: `align` or `max_rows` is out of range.
+    """
+    if align < 1:
+        raise ValueError(f"`align` of permute: {align}, expected 1 or more; 1 pads nothing.")
+    if max_rows is not None:
+        if max_rows < 1 or max_rows % align:
+            raise ValueError(f"`max_rows` of permute: {max_rows}, expected a positive multiple of `align` {align}.")
+        return max_rows
+    return -(-(slots + num_groups * (align - 1)) // align) * align
+
+
+def check_permute(x: ArraySpec, experts: ArraySpec, num_groups: int, probs: ArraySpec | None) -> None:
+    """Checks the arguments of `permute`.
+
+    Raises:
+        TypeError: dtypes. ValueError: shapes, or the number of groups.
+    """
+    name = "permute"
+    check_ranks(name, x=x, experts=experts, probs=probs)
+    _integers(name, "experts", experts)
+    _floats(name, "probs", probs)
+    if not 1 <= num_groups <= MAX_GROUPS:
+        raise ValueError(
+            f"`num_groups` of permute: {num_groups}, expected 1 to {MAX_GROUPS}; give the experts' number."
+        )
+    if x.shape[0] != experts.shape[0]:
+        raise ValueError(
+            f"`x` of permute: {x.shape[0]} tokens, expected {experts.shape[0]} as in `experts`; route these tokens."
+        )
+    _shape(name, "probs", probs, tuple(experts.shape), "as `experts`")
+
+
+def check_unpermute(y: ArraySpec, rows: int, inverse: ArraySpec, weights: ArraySpec | None) -> None:
+    """Checks the arguments of `unpermute`; `rows` and `inverse` are those of its permutation.
+
+    Raises:
+        TypeError: dtypes. ValueError: shapes.
+    """
+    name = "unpermute"
+    check_ranks(name, y=y, weights=weights)
+    _floats(name, "y", y)
+    _floats(name, "weights", weights)
+    if y.shape[0] != rows:
+        raise ValueError(f"`y` of unpermute: {y.shape[0]} rows, expected {rows}; give all rows of `permute`.")
+    _shape(name, "weights", weights, tuple(inverse.shape), "as the experts of `permute`")
+
+
+def check_pad_groups(rows: ArraySpec, sizes: ArraySpec, align: int) -> None:
+    """Checks the arguments of `pad_groups`.
+
+    Raises:
+        TypeError: dtypes. ValueError: shapes, or the alignment.
+    """
+    name = "pad_groups"
+    check_ranks(name, rows=rows, sizes=sizes)
+    _integers(name, "sizes", sizes)
+    if align < 1:
+        raise ValueError(f"`align` of pad_groups: {align}, expected 1 or more; 1 pads nothing.")
+
+
+def check_hash_experts(token_ids: ArraySpec, k: int, experts: int, table: ArraySpec | None) -> None:
+    """Checks the arguments of `hash_experts`.
+
+    Raises:
+        TypeError: dtypes. ValueError: shapes, k or E.
+    """
+    name = "hash_experts"
+    check_ranks(name, token_ids=token_ids, table=table)
+    _integers(name, "token_ids", token_ids)
+    _integers(name, "table", table)
+    if not 1 <= experts <= MAX_GROUPS:
+        raise ValueError(f"`num_experts` of {name}: {experts}, expected 1 to {MAX_GROUPS}; give the number of experts.")
+    if not 1 <= k <= min(MAX_SLOTS, experts):
+        raise ValueError(f"`k` of {name}: {k}, expected 1 to {min(MAX_SLOTS, experts)}; choose a smaller k.")
+    if table is not None and (len(table.shape) != 2 or table.shape[1] != k or table.shape[0] < 1):
+        raise ValueError(
+            f"`table` of {name}: shape {tuple(table.shape)}, expected [V, {k}]; pass k experts per token id."
+        )
+
+
+def check_update_bias(bias: ArraySpec, load: ArraySpec) -> None:
+    """Checks the arguments of `update_bias`.
+
+    Raises:
+        TypeError: dtypes. ValueError: shapes.
+    """
+    name = "update_bias"
+    check_ranks(name, bias=bias, load=load)
+    _floats(name, "bias", bias)
+    _integers(name, "load", load)
+    _shape(name, "load", load, tuple(bias.shape), "as `bias`, one count per expert")
+
+
+def check_balance_quantile(
+    logits: ArraySpec, bias: ArraySpec, k: int, score: str, bins: int, low: float, high: float, mask: ArraySpec | None
+) -> None:
+    """Checks the arguments of `balance_quantile`.
+
+    Raises:
+        TypeError: dtypes. ValueError: shapes, or an option that is out of range.
+    """
+    name = "balance_quantile"
+    check_ranks(name, logits=logits, bias=bias, mask=mask)
+    _floats(name, "logits", logits)
+    _floats(name, "bias", bias)
+    tokens, experts = logits.shape
+    _shape(name, "bias", bias, (experts,), "= one value per expert")
+    _shape(name, "mask", mask, (tokens,), "= one value per token")
+    if mask is not None and mask.dtype != "bool":
+        raise TypeError(f"`mask` of {name}: dtype {mask.dtype}, expected bool; pass False for padding.")
+    if score not in SCORES:
+        raise ValueError(f"`score` of {name}: {score!r}, expected one of {', '.join(SCORES)}; choose one of them.")
+    if not 2 <= experts <= MAX_EXPERTS or not 1 <= k < min(experts, MAX_SLOTS):
+        raise ValueError(f"`k` of {name}: {k}, expected 1 to {min(experts, MAX_SLOTS) - 1}; choose a smaller k.")
+    if not 1 <= bins <= 65536 or not low < high:
+        raise ValueError(f"`bins`, `low`, `high` of {name}: {bins}, {low}, {high}, expected bins and low < high.")
+
+
+def alignment_for(recipe: Recipe | None) -> int:
+    """Rows that every group has to be a multiple of for wire formats and foreign kernels with this recipe; the kernels
+    of this library take any size.
+
+    It is 1 without quantised operands, else the longest segment of an operand contracted along rows, at least 16: rows
+    become the contiguous axis of such operands, whose lines have to be multiples of 16 bytes.
+    """
+    if recipe is None or not recipe.quantized:
+        return 1
+    return max(16, *(operand.segment for operand in recipe.wgrad))
