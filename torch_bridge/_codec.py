@@ -19,18 +19,21 @@ from grouped_core.gradients import Needs
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.mlp_spec import Mlp, MlpNames, MlpNeeds, MlpSpecs, Residuals
 from grouped_core.recipes import BoundRecipe, Recipe
+from grouped_core.routing_calls import GroupLimit, Scores
+from grouped_core.routing_spec import Router
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes
 from torch_bridge._tensors import CachedLayout, ExtrasLayout, Form, PairLayout, StraightThrough
 
 _DATACLASSES = (
-    *(Activation, BoundRecipe, Format, GroupSizes, Linear, Mlp, QTensor, Recipe, ScalingState, StraightThrough),
+    *(Activation, BoundRecipe, Format, GroupSizes, Linear, Mlp, QTensor, Recipe, Router, ScalingState, StraightThrough),
 )
 _TUPLES = (
     ArraySpec,
     CachedLayout,
     ExtrasLayout,
     Form,
+    GroupLimit,
     MlpNames,
     MlpNeeds,
     MlpSpecs,
@@ -38,6 +41,7 @@ _TUPLES = (
     Needs,
     PairLayout,
     QuantizedSpec,
+    Scores,
 )
 _FIELDS: dict[type[Any], tuple[str, ...]] = (
     {kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in _DATACLASSES}

@@ -58,14 +58,14 @@ def fake(rule: Rule, static: Hashable, layouts: tuple[Layout, ...], leaves: Sequ
 
 
 def _places(rule: Rule, layouts: Sequence[Layout]) -> tuple[set[int], set[int]]:
-    """(leaves that are plain rows [M, ...], leaves of quantised rows, any axis of which may depend on M)."""
+    """(leaves that are plain rows [M, ...], leaves of which any axis may depend on M: quantised and derived ones)."""
     plain: set[int] = set()
     forms: set[int] = set()
     at = 0
     for name, layout in zip(rule.operands._fields, layouts, strict=True):
         count = leaf_count(layout)
-        if name in rule.rows:
-            (plain if layout is None else forms).update(range(at, at + count))
+        if name in rule.rows or name in rule.derived:
+            (plain if layout is None and name in rule.rows else forms).update(range(at, at + count))
         at += count
     return plain, forms
 
@@ -93,7 +93,7 @@ def new_tensors(found: Fake, leaves: Sequence[Leaf], groups: Any) -> dict[int, T
     recording, symbol = found.recording, found.symbol
     shapes: dict[int, Sequence[Any]] = {at: recording.specs[at].shape for at in recording.made()}
     if symbol is not None:
-        shapes = {at: [symbol if n == SYMBOLIC_ROWS else n for n in shape] for at, shape in shapes.items()}
+        shapes = {at: [_length(n, symbol) for n in shape] for at, shape in shapes.items()}
         for output in recording.outputs:
             if isinstance(output.layout, Form) and len(output.layout.shape) == 2:
                 shapes |= _lengths(output.layout, output.leaves, symbol, int(groups))
@@ -101,6 +101,11 @@ def new_tensors(found: Fake, leaves: Sequence[Leaf], groups: Any) -> dict[int, T
     first = next(each for some in several for each in some if each is not None)
     dtypes = {at: RESULT_DTYPES[recording.specs[at].dtype] for at in shapes}
     return {at: first.new_empty(shape, dtype=dtypes[at]) for at, shape in shapes.items()}
+
+
+def _length(number: int, symbol: Any) -> Any:
+    """The length that a number represents: M, a multiple of M (rows of slots), or the number itself."""
+    return number if not number or number % SYMBOLIC_ROWS else symbol * (number // SYMBOLIC_ROWS)
 
 
 def _lengths(form: Form, leaves: Sequence[Any], symbol: Any, groups: int) -> dict[int, Sequence[Any]]:

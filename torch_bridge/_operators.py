@@ -49,16 +49,17 @@ def define(
     written: Sequence[str] = (),
     most_results: int = 0,
     notes_sizes: bool = False,
+    derived: Sequence[str] = (),
 ) -> Rule:
     """Defines a rule and its operators: one that makes new tensors, and per number of results one that also writes.
 
     The latter are needed because functionalisation does not support a mutating operator that returns a list.
 
     Args:
-        name, run, operands, rows, written, notes_sizes: of the `Rule`. statics: classes of its static facts.
+        name, run, operands, rows, written, notes_sizes, derived: of the `Rule`. statics: classes of its static facts.
         most_results: how many tensors it makes at most where it writes into arguments; a quantised form is up to three.
     """
-    rule = Rule(name, run, operands, frozenset(rows), frozenset(written), notes_sizes)
+    rule = Rule(name, run, operands, frozenset(rows), frozenset(written), notes_sizes, frozenset(derived))
     _codec.register(*statics)
     _define(name, f"({_READ}, {_STATIC}) -> Tensor[]", rule)
     for count in range(most_results + 1) if written or "extras" in operands._fields else ():

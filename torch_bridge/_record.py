@@ -65,6 +65,7 @@ class Rule(NamedTuple):
         operands: the named tuple class of the operands.
         rows: the fields of `operands` that have M rows. written: the fields that are written.
         notes_sizes: whether GROUPED_DEBUG=sizes checks `sizes`.
+        derived: the fields whose lengths follow from M without being M, such as rows of slots beside tokens.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Rule(NamedTuple):
     rows: frozenset[str]
     written: frozenset[str]
     notes_sizes: bool = False
+    derived: frozenset[str] = frozenset()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grouped_core import calls, scaled_activation
+from grouped_core import scaled_activation
 from grouped_core.activations import Activation, resolve
 from torch_bridge import _codec, _saved
-from torch_bridge._checks import check_operand, device_integers, refuse_transforms
+from torch_bridge._checks import check_operand, refuse_transforms
 from torch_bridge._compiling import is_compiling
 from torch_bridge._gradients import once_differentiable
-from torch_bridge._memory import raw_stream
 from torch_bridge._operators import call, define
 from torch_bridge._tensors import rows_spec, settle_rows
+from torch_bridge.sizes import every_row
 
 
 def scaled_activation_rows(
@@ -58,7 +58,7 @@ def _rows(h: Tensor, probs: Tensor | None, activation: str | Activation, sizes: 
 
 
 def _activated(activation: Activation, h: Tensor, sizes: Tensor | None, probs: Tensor | None) -> Tensor:
-    sizes = _every_row(h) if sizes is None else sizes
+    sizes = every_row(h) if sizes is None else sizes
     return call(_FORWARD, _Activation(activation), _Operands(h, sizes, probs), h.shape[0])[0]
 
 
@@ -90,26 +90,9 @@ class _Scaled(torch.autograd.Function):
 
 def _backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
     h, sizes, probs = ctx.saved_tensors
-    sizes = _every_row(h) if sizes is None else sizes
+    sizes = every_row(h) if sizes is None else sizes
     dh, dp = call(_GRADS, ctx.static, _GradOperands(h, sizes, probs, dz.contiguous()), h.shape[0])
     return None, None, dh, None if dp is None else dp.to(ctx.probs_dtype)
-
-
-_kept_sizes: dict[tuple[torch.device, int], Tensor] = {}  # by device and stream, on which it was filled
-
-
-def _every_row(h: Tensor) -> Tensor:
-    """The size of one group of all rows; sizes above M are clamped, so one tensor serves every M."""
-    if is_compiling() or h.is_meta:
-        return torch.full((1,), calls.MAX_ROWS, dtype=torch.int32, device=h.device)
-    on_gpu = h.device.type == "cuda"
-    key = (h.device, raw_stream(h.device.index) if on_gpu else 0)
-    kept = _kept_sizes.get(key)
-    if kept is None:
-        kept = device_integers([calls.MAX_ROWS], torch.int32, h.device)
-        if not (on_gpu and torch.cuda.is_current_stream_capturing()):  # otherwise it belongs to the graph
-            _kept_sizes[key] = kept
-    return kept
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from grouped_core.linear_spec import Names, check_sizes
 from grouped_core.ranks import check_rank
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge._checks import check_layout, device_integers
+from torch_bridge._compiling import is_compiling
+from torch_bridge._memory import raw_stream
 from torch_bridge._tensors import spec_of
 
 _INT32 = torch.iinfo(torch.int32)
@@ -75,12 +77,12 @@ def prepare_sizes(group_sizes: Any, x: Tensor, names: Names) -> tuple[Tensor, in
         )
     if sizes.dtype is not torch.int32:
         check_sizes(names, spec_of(sizes))
-        sizes = _saturate(sizes)
+        sizes = saturate(sizes)
     check_rank("linear", "sizes", names.sizes, sizes.shape)
     return sizes, hint
 
 
-def _saturate(sizes: Tensor) -> Tensor:
+def saturate(sizes: Tensor) -> Tensor:
     """Integers of any type as int32, clamped."""
     if sizes.dtype is torch.uint64:  # viewed as int64, too large values are negative
         signed = sizes.view(torch.int64)
@@ -90,6 +92,26 @@ def _saturate(sizes: Tensor) -> Tensor:
     if sizes.dtype is torch.int64:
         sizes = sizes.clamp(_INT32.min, _INT32.max)
     return sizes.to(torch.int32)
+
+
+_kept: dict[tuple[torch.device, int], Tensor] = {}  # by device and stream, on which it was filled
+
+
+def every_row(x: Tensor) -> Tensor:
+    """int32 [1] on the device of `x`: the size of one group of all rows, or of one sequence of all tokens.
+
+    Sizes above the number of rows are clamped by every kernel, so one tensor serves every number.
+    """
+    if is_compiling() or x.is_meta:
+        return torch.full((1,), calls.MAX_ROWS, dtype=torch.int32, device=x.device)
+    on_gpu = x.device.type == "cuda"
+    key = (x.device, raw_stream(x.device.index) if on_gpu else 0)
+    kept = _kept.get(key)
+    if kept is None:
+        kept = device_integers([calls.MAX_ROWS], torch.int32, x.device)
+        if not (on_gpu and torch.cuda.is_current_stream_capturing()):  # otherwise it belongs to the graph
+            _kept[key] = kept
+    return kept
 
 
 def _choose(condition: Tensor, a: int, b: int) -> Tensor:
