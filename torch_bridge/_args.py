@@ -17,24 +17,35 @@ from torch import Tensor
 from grouped_core import activations, linear_spec, memory, ranks, scaling
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec, OperandSpec, QuantizedSpec
-from grouped_core.formats import Format, QTensor, wide
+from grouped_core.formats import WIDE, Format, QTensor, wide
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.memory import Span
-from grouped_core.mlp_spec import Mlp, MlpSpecs, Residuals, check, check_join, check_pair, joins, residuals_option
+from grouped_core.mlp_spec import Mlp, MlpNames, MlpSpecs, Residuals, check, check_join, check_pair, joins, residuals_option
 from grouped_core.plans import Planner
 from grouped_core.products import Paired, in_form, operand_spec, quantized_spec
 from grouped_core.ranks import check_rank
 from grouped_core.recipes import BoundRecipe, Recipe
+from grouped_core.routing_calls import MAX_SLOTS
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge._cache import Cache
-from torch_bridge._checks import MLP_NAMES, NAMES, check_operand, refuse_transforms
+from torch_bridge._checks import MLP_NAMES, NAMES, ROUTED_NAMES, check_operand, refuse_transforms
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._scaling import Scaling
-from torch_bridge._tensors import StraightThrough, dtype_name, fixed_spec, forms_of, home, members, parts_of, rows_spec
+from torch_bridge._tensors import (
+    StraightThrough,
+    dtype_name,
+    fixed_spec,
+    forms_of,
+    home,
+    members,
+    parts_of,
+    rows_spec,
+    settle_rows,
+)
 from torch_bridge.exchange import is_foreign
-from torch_bridge.sizes import prepare_sizes
+from torch_bridge.sizes import prepare_sizes, saturate
 
 Members = Tensor | Sequence[Tensor]
 """One packed tensor, or a list of one tensor per group."""
@@ -218,15 +229,74 @@ def mlp_arguments(
         recipe: may also be a pair of bound recipes, for two layers that each have their own scaling state.
         join: whether gate and linear half are concatenated if they have to be quantised; otherwise that is refused.
     """
+    sizes, rows_hint = unwrap(group_sizes)
+    operands, options = (x, wi, wo, sizes, probs, wi_bias, wo_bias), (rhs_transposed, activation, residuals, rows_hint)
+    return _arguments_of_mlp(
+        MLP_NAMES, operands, options, recipe, wgrad_accum, implementation, caches, join=join
+    )
+
+
+def routed_arguments(
+    x: Any,
+    experts: Any,
+    weights: Any,
+    wi: Any,
+    wo: Any,
+    rhs_transposed: bool,
+    activation: str | Activation,
+    wi_bias: Members | None,
+    wo_bias: Members | None,
+    recipe: Any,
+    residuals: str | Residuals,
+    wgrad_accum: Any,
+    implementation: str | Sequence[str] | None,
+    caches: tuple[WeightForms | None, WeightForms | None] = (None, None),
+) -> Arguments:
+    """The checked arguments of `routed_mlp`; it raises the same errors. Their `sizes` are the experts."""
+    names = ROUTED_NAMES
+    if isinstance(x, (QTensor, StraightThrough)):
+        raise TypeError(
+            f"`{names.x}` of routed_mlp: quantised, expected a plain tensor, because each product quantises the rows "
+            "that it gathers; pass the tokens themselves."
+        )
+    if isinstance(experts, Tensor):
+        if experts.is_floating_point() or experts.is_complex() or experts.dtype is torch.bool:
+            raise TypeError(
+                f"`{names.sizes}` of routed_mlp: dtype {experts.dtype}, expected integers; pass numbers of experts."
+            )
+        experts = saturate(experts)
+    operands, options = (x, wi, wo, experts, weights, wi_bias, wo_bias), (rhs_transposed, activation, residuals, 0)
+    return _arguments_of_mlp(names, operands, options, recipe, wgrad_accum, implementation, caches, join=True)
+
+
+def _arguments_of_mlp(
+    names: MlpNames,
+    given: tuple[Any, ...],
+    options: tuple[Any, ...],
+    recipe: Any,
+    wgrad_accum: Any,
+    implementation: str | Sequence[str] | None,
+    caches: tuple[WeightForms | None, WeightForms | None],
+    *,
+    join: bool,
+) -> Arguments:
+    """The checked arguments of an MLP.
+
+    Args:
+        names: of its arguments, which say whether it is `grouped_mlp` or `routed_mlp`.
+        given: x, wi, wo, sizes or experts, probabilities or weights, both biases.
+        options: `rhs_transposed`, `activation`, `residuals`, the hint of rows per group.
+    """
+    x, wi, wo, sizes, probs, wi_bias, wo_bias = given
+    rhs_transposed, activation, residuals, rows_hint = options
     if join and is_pair(wi):
         wi = _joined_pair(x, wi, wgrad_accum, rhs_transposed, activation, recipe, residuals)
-    refuse_transforms("grouped_mlp", x, wi, wo, probs, wi_bias, wo_bias)
+    refuse_transforms("grouped_mlp" if names is MLP_NAMES else "routed_mlp", x, wi, wo, probs, wi_bias, wo_bias)
     bounds = recipe if isinstance(recipe, tuple) else (linear_spec.recipe_option(recipe),)
-    sizes, rows_hint = unwrap(group_sizes)
     leaf, rows = _master_and_operand(x)
     (wi_master, first), (wo_master, second) = _master_and_operand(wi), _master_and_operand(wo)
     paired = is_pair(first)
-    options = (bool(rhs_transposed), activation, bounds[0].recipe, residuals, rows_hint)
+    options = (names, bool(rhs_transposed), activation, bounds[0].recipe, residuals, rows_hint)
     masters = (_dtype(first, wi_master), _dtype(second, wo_master))
     options = (*options, linear_spec.implementation_names(implementation), paired, *masters)
     operands = (rows, first, second, sizes, probs, wi_bias, wo_bias)
@@ -240,26 +310,26 @@ def mlp_arguments(
     accumulators = _accumulators_of_mlp(wgrad_accum, leaves, found.specs, home(rows))
     one, two = bounds[0], bounds[-1]
     uses = (Scaling(one.state, one.key), Scaling(two.state, two.key, 0 if len(bounds) == 2 else len(scaling.ROLES)))
-    given = Arguments(
+    arguments = Arguments(
         *(rows, weights, sizes, (_operand(wi_bias), _operand(wo_bias)), probs, leaf, leaves, found.op, found.specs),
         *(uses, isinstance(wgrad_accum, str), accumulators, caches),
     )
-    written = [(f"{MLP_NAMES.accum}[{at}]", each) for at, some in enumerate(accumulators) for each in some]
+    written = [(f"{names.accum}[{at}]", each) for at, some in enumerate(accumulators) for each in some]
     if written:
-        _check_apart_from_operands(written, given)
-    return given
+        _check_apart_from_operands(written, arguments)
+    return arguments
 
 
 def _mlp(options: Sequence[Any]) -> Mlp:
-    transposed, activation, recipe, residuals, rows_hint, names, paired = options
+    names, transposed, activation, recipe, residuals, rows_hint, implementation, paired = options
     return Mlp(
-        MLP_NAMES,
+        names,
         activations.resolve(activation),
         transposed=transposed,
         recipe=recipe,
         residuals=Residuals(residuals_option(residuals).policy),
         rows_hint=rows_hint,
-        implementation=names,
+        implementation=implementation,
         paired=paired,
     )
 
@@ -271,12 +341,16 @@ def _check_mlp(
     rows, wi, wo, sizes, probs, wi_bias, wo_bias = operands
     *static, wi_master, wo_master = options
     op = _mlp(static)
-    names, first = MLP_NAMES, home(rows)
+    names, first = op.names, home(rows)
+    routed = names == ROUTED_NAMES
     _check_rows("linear", names.x, rows, first)
-    sizes, _ = prepare_sizes(sizes, first, Names(names.x, names.wi))
-    if probs is not None:
-        check_operand(names.probs, probs, first)
-        check_rank("mlp", "probs", names.probs, probs.shape)
+    if routed:
+        _check_routing(rows, sizes, probs)
+    else:
+        sizes, _ = prepare_sizes(sizes, first, Names(names.x, names.wi))
+        if probs is not None:
+            check_operand(names.probs, probs, first)
+            check_rank("mlp", "probs", names.probs, probs.shape)
     if op.paired:
         for at, half in enumerate(wi):
             check_operand(f"{names.wi}[{at}]", half, first)
@@ -291,12 +365,50 @@ def _check_mlp(
         if bias is not None:
             check_members(("mlp", name), getattr(names, name), bias, first)
     specs = MlpSpecs(_spec(rows, 0), wi_spec, _spec(wo, 3), _spec(probs, 0), _spec(wi_bias, 2), _spec(wo_bias, 2))
-    check(op, *specs[:3], fixed_spec(sizes), *specs[3:])
+    if routed:  # the MLP is that of the rows of slots, in as many groups as there are weights
+        count = specs.x.shape[0] * int(sizes.shape[1])
+        specs = specs._replace(x=specs.x._replace(shape=(count, *specs.x.shape[1:])))
+        specs = specs._replace(probs=ArraySpec((count,), dtype_name(probs.dtype)))
+        sizes_spec = ArraySpec(specs.wo.shape[:1], "int32")
+    else:
+        sizes_spec = fixed_spec(sizes)
+    check(op, *specs[:3], sizes_spec, *specs[3:])
     for each in bounds:
         check_bound(each, specs.wo.shape[0], first, products=3 - len(bounds))
     if wi_master or wo_master:  # gradients have the dtypes of the master tensors
         op = dataclasses.replace(op, master_dtypes=(wi_master, wo_master))
     return sizes, _Checked(op, MlpSpecs(*map(_static, specs)))
+
+
+def _check_routing(x: Tensor, experts: Tensor, weights: Tensor) -> None:
+    """Checks tokens [T, K] and their experts and weights [T, k]. Raises TypeError or ValueError."""
+    names = ROUTED_NAMES
+    if dtype_name(x.dtype) not in WIDE:
+        raise TypeError(
+            f"`{names.x}` of routed_mlp: dtype {x.dtype}, expected one of {', '.join(WIDE)}; cast it first."
+        )
+    check_operand(names.sizes, experts, x)
+    check_rank("routed_mlp", "experts", names.sizes, experts.shape, of="routed_mlp")
+    check_operand(names.probs, weights, x)
+    check_rank("routed_mlp", "weights", names.probs, weights.shape, of="routed_mlp")
+    if dtype_name(weights.dtype) not in WIDE:
+        raise TypeError(
+            f"`{names.probs}` of routed_mlp: dtype {weights.dtype}, expected one of {', '.join(WIDE)}; cast it first."
+        )
+    settle_rows(x, experts, weights)
+    found = rows_spec(experts).shape
+    if found[0] != rows_spec(x).shape[0] or not 1 <= found[1] <= MAX_SLOTS:
+        raise ValueError(
+            f"`{names.sizes}` of routed_mlp: shape {tuple(experts.shape)}, expected [T, k] with T = {x.shape[0]} tokens "
+            f"of `{names.x}` and k from 1 to {MAX_SLOTS}; route these tokens."
+        )
+    if rows_spec(weights).shape != found:
+        raise ValueError(
+            f"`{names.probs}` of routed_mlp: shape {tuple(weights.shape)}, expected {tuple(experts.shape)} = shape of "
+            f"`{names.sizes}`; pass one weight per slot."
+        )
+    for each in (experts, weights):
+        torch._check(each.shape[0] == x.shape[0])  # torch.compile may have given them symbols of their own
 
 
 def is_pair(operand: Any) -> bool:
@@ -322,7 +434,7 @@ def _joined_pair(
         TypeError, ValueError: the halves do not fit together. NotImplementedError: the pair has accumulators.
     """
     bound = recipe[0] if isinstance(recipe, tuple) else linear_spec.recipe_option(recipe)
-    op = _mlp((bool(rhs_transposed), activation, bound.recipe, residuals, 0, "", True))
+    op = _mlp((MLP_NAMES, bool(rhs_transposed), activation, bound.recipe, residuals, 0, "", True))
     if not joins(op, _master_and_operand(x)[1]):
         return wi
     for at, half in enumerate(wi):
@@ -631,8 +743,8 @@ def _check_apart_from_operands(written: _Named, given: Arguments) -> None:
     if is_compiling():  # there are no addresses yet
         return
     two = len(given.weights) == 2
-    names = MLP_NAMES if two else NAMES
-    read = [(names.sizes, given.sizes), (MLP_NAMES.probs if two else NAMES.row_scale, given.row_scale)]
+    names = given.op.names
+    read = [(names.sizes, given.sizes), (names.probs if two else names.row_scale, given.row_scale)]
     weights = (MLP_NAMES.wi, MLP_NAMES.wo) if two else (NAMES.w,)
     biases = (MLP_NAMES.wi_bias, MLP_NAMES.wo_bias) if two else (NAMES.bias,)
     read += [(names.x, each) for each in _tensors(given.x)]

@@ -69,16 +69,20 @@ NOTHING = Kept((), ())
 
 
 class MainGradients(NamedTuple):
-    """All gradients except those of weights: of x [M, K], row scale or probabilities [M], and each bias [G, N]."""
+    """All gradients except those of weights: of x, of the row scale or probabilities, and of each bias [G, N]."""
 
     x: Tensor | None
     row_scale: Tensor | None
     biases: tuple[Tensor | None, ...]
 
 
+def _rows_of_x(given: Arguments) -> Any:
+    return given.x.shape[0]
+
+
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """The differences between the linear operation and the MLP.
+    """The differences between the linear operation and the MLPs.
 
     Attributes:
         name: for messages. weights: names of the weight arguments.
@@ -90,6 +94,7 @@ class Operation:
         forward: (arguments, needs, out) -> (the result [M, N], what is kept for backward).
         backward: (saved facts, kept operands, dy, buffer for dx, deliver) -> the other gradients. It removes operands
             from the list, so that rows are freed as soon as they are no longer read.
+        rows: (arguments) -> M, the number of rows of the products.
     """
 
     name: str
@@ -103,6 +108,7 @@ class Operation:
     weight_dtypes: Callable[[Any, Any], tuple[str, ...]]
     forward: Callable[[Arguments, Any, Tensor | None], tuple[Tensor, Kept]]
     backward: Callable[[Saved, list[Any], Any, Tensor | None, Deliver], MainGradients]
+    rows: Callable[[Arguments], Any] = _rows_of_x
 
 
 def differentiable(
@@ -177,7 +183,7 @@ def forward_and_saved(
     names: list[str] = []
     for base, (layout, _) in zip(kept.names, packed.layouts, strict=False):
         names += _names(base, layout) if layout else (base,)
-    saved = Saved(given.op, given.specs, needs, scaling, packed.layouts, given.x.shape[0])
+    saved = Saved(given.op, given.specs, needs, scaling, packed.layouts, operation.rows(given))
     return _detached(y, out), packed.tensors, names, saved
 
 

@@ -17,7 +17,8 @@ from torch_bridge._compiling import is_compiling
 
 NAMES = Names(x="x", w="weight")
 MLP_NAMES = MlpNames()
-"""Names of the arguments of both operations in messages."""
+ROUTED_NAMES = MlpNames(sizes="experts", probs="weights")
+"""Names of the arguments of the operations in messages."""
 
 
 def check_operand(name: str, value: Tensor, x: Tensor) -> None:

@@ -14,22 +14,18 @@ from torch import Tensor
 from grouped_core.calls import ArraySpec, Call, spec_in_format
 from torch_bridge._cache import Cache
 from torch_bridge._record import Given, Recording, Rule, given_of, record
-from torch_bridge._tensors import RESULT_DTYPES, SYMBOLIC_ROWS, Form, Layout, Leaf, is_symbol, leaf_count
+from torch_bridge._tensors import RESULT_DTYPES, SYMBOLIC_ROWS, Form, Layout, Leaf, leaf_count
 
 planned: list[list[Call]] = []
 """Lists to which rules on meta tensors append the calls that they would launch; the innermost list is last."""
 
 
 class Fake(NamedTuple):
-    """A recording on specs, and its M: a number, or a symbol that the specs represent by `SYMBOLIC_ROWS`."""
+    """A recording on specs, and its M: a number, or a multiple of a symbol, which specs represent by `SYMBOLIC_ROWS`."""
 
     recording: Recording
     rows: Any
-
-    @property
-    def symbol(self) -> Any:
-        """The symbol, or None."""
-        return None if isinstance(self.rows, int) else self.rows
+    symbol: Any  # None for a number
 
 
 _recordings: Cache[Hashable, Recording] = Cache()
@@ -44,17 +40,33 @@ def fake(rule: Rule, static: Hashable, layouts: tuple[Layout, ...], leaves: Sequ
             for length in each.spec.shape[at in plain_rows :]:
                 int(length)
     found = [each.spec.shape[0] for at in sorted(plain_rows) if (each := given[at]) is not None]
-    symbol = rows if is_symbol(rows) and all(map(is_symbol, found)) else None
+    symbol = _symbol_of(rows, found)
     if symbol is not None:
         for length in found:
-            torch._check(length == symbol)
-    count = int(rows) if symbol is None else SYMBOLIC_ROWS
+            torch._check(length == rows)
+    count = _number(rows, symbol)
     specs = tuple([_numbers(each, symbol) for each in given])
     key = (rule.name, static, layouts, specs, count)
     recording = _recordings.get(key)
     if recording is None:
         recording = _recordings.keep(key, record(rule, static, layouts, specs, count))
-    return Fake(recording, int(rows) if symbol is None else symbol)
+    return Fake(recording, count if symbol is None else rows, symbol)
+
+
+def _symbol_of(rows: Any, lengths: Sequence[Any]) -> Any:
+    """The symbol of which M is a multiple; None if M, or a length that should be M, is a number or anything else."""
+    if not isinstance(rows, torch.SymInt):
+        return None
+    expression = rows.node.expr
+    if len(expression.free_symbols) != 1:
+        return None
+    (symbol,) = expression.free_symbols
+    times = expression.subs(symbol, SYMBOLIC_ROWS) // SYMBOLIC_ROWS
+    if expression != times * symbol:
+        return None
+    if not all(isinstance(each, torch.SymInt) and each.node.expr.free_symbols == {symbol} for each in lengths):
+        return None
+    return rows // int(times)
 
 
 def _places(rule: Rule, layouts: Sequence[Layout]) -> tuple[set[int], set[int]]:
@@ -96,7 +108,7 @@ def new_tensors(found: Fake, leaves: Sequence[Leaf], groups: Any) -> dict[int, T
         shapes = {at: [_length(n, symbol) for n in shape] for at, shape in shapes.items()}
         for output in recording.outputs:
             if isinstance(output.layout, Form) and len(output.layout.shape) == 2:
-                shapes |= _lengths(output.layout, output.leaves, symbol, int(groups))
+                shapes |= _lengths(output.layout, output.leaves, found.rows, int(groups))
     several = ([leaf] if isinstance(leaf, Tensor) else leaf or () for leaf in leaves)
     first = next(each for some in several for each in some if each is not None)
     dtypes = {at: RESULT_DTYPES[recording.specs[at].dtype] for at in shapes}
@@ -108,10 +120,10 @@ def _length(number: int, symbol: Any) -> Any:
     return number if not number or number % SYMBOLIC_ROWS else symbol * (number // SYMBOLIC_ROWS)
 
 
-def _lengths(form: Form, leaves: Sequence[Any], symbol: Any, groups: int) -> dict[int, Sequence[Any]]:
+def _lengths(form: Form, leaves: Sequence[Any], rows: Any, groups: int) -> dict[int, Sequence[Any]]:
     """Shapes of the arrays of quantised rows, whose lengths are functions of M."""
-    spec = spec_in_format(form.format, (symbol, form.shape[1]), form.axis, form.dtype, groups)
+    spec = spec_in_format(form.format, (rows, form.shape[1]), form.axis, form.dtype, groups)
     parts = [part for part in (spec.values, spec.scales, spec.group_scales) if part is not None]
     pairs = zip(leaves, parts, strict=False)
     found: dict[int, Sequence[Any]] = {at: part.shape for at, part in pairs if isinstance(at, int)}
-    return found if form.other is None else found | _lengths(form.other, leaves[len(parts) :], symbol, groups)
+    return found if form.other is None else found | _lengths(form.other, leaves[len(parts) :], rows, groups)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grouped_core import calls
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import Format, QTensor
 from grouped_core.products import Cached, Paired
@@ -36,8 +35,10 @@ RESULT_DTYPES = TORCH_DTYPES | {"float8_e8m0fnu": torch.uint8}
 """Torch dtypes of results. E8M0 scales are uint8 inside this package, because inductor cannot lower an operator that
 reads E8M0 and writes into an argument."""
 
-SYMBOLIC_ROWS = calls.MAX_ROWS
-"""The number that represents M in specs if torch.compile has a symbol for it; K, N and G are far smaller."""
+SYMBOLIC_ROWS = 2**26 - 5
+"""The number that represents M in specs if torch.compile has a symbol for it: a prime, so that multiples of it are
+multiples of M; the largest of which 32 times, for as many slots per token, are few enough rows. K, N and G are far
+smaller."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -6,7 +6,7 @@ activations, else F.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -214,24 +214,34 @@ def _cached_forms(op: Mlp, needs: MlpNeeds, keep_z: bool) -> tuple[tuple[tuple[i
     return tuple([tuple([each for each in forms if not each[1].plain]) for forms in both])
 
 
-def _forward(given: Arguments, needs: MlpNeeds, out: Tensor | None) -> tuple[Tensor, Kept]:
-    (one, two), (wi, wo), (wi_bias, wo_bias) = given.scaling, given.weights, given.biases
-    x, sizes, probs, training = given.x, given.sizes, given.row_scale, any(needs)
-    keep = kept(given.op, needs, probs is not None, wi_bias is not None, wo_bias is not None)
+def prepared(given: Arguments, needs: MlpNeeds, *, keep_z: bool) -> tuple[Any, Any, tuple[Any, Any]]:
+    """(wi, wo, extras): weights with the forms that their layers keep, and what is bound to the recipe.
+
+    Args:
+        keep_z: whether backward reads the activated rows of forward.
+    """
+    (one, two), (wi, wo), training = given.scaling, given.weights, any(needs)
     if given.caches != (None, None):
-        of_wi, of_wo = _cached_forms(given.op, needs, keep.z)
+        of_wi, of_wo = _cached_forms(given.op, needs, keep_z)
         wi = with_forms(given.caches[0], wi, of_wi, one, training=training)
         wo = with_forms(given.caches[1], wo, of_wo, two, training=training)
-    extras = [each.extras(X, WEIGHT, training=training) for each in (one, two)]
+    return wi, wo, (one.extras(X, WEIGHT, training=training), two.extras(X, WEIGHT, training=training))
+
+
+def _forward(given: Arguments, needs: MlpNeeds, out: Tensor | None) -> tuple[Tensor, Kept]:
+    wi_bias, wo_bias = given.biases
+    x, sizes, probs = given.x, given.sizes, given.row_scale
+    keep = kept(given.op, needs, probs is not None, wi_bias is not None, wo_bias is not None)
+    wi, wo, extras = prepared(given, needs, keep_z=keep.z)
     operands = MlpOperands(x, wi, wo, sizes, probs, wi_bias, wo_bias, out, *extras)
     y, x, h, z, wi, wo = call(_FORWARD, MlpForward(given.op, needs), operands, given.x.shape[0])
-    if not training:
+    if not any(needs):
         return y, NOTHING
     probs, wi_bias, wo_bias = (
         each if needed else None
         for each, needed in ((probs, keep.probs), (wi_bias, keep.wi_bias), (wo_bias, keep.wo_bias))
     )
-    return y, Kept((x, h, z, sizes, probs, one.key, wi, wo, wi_bias, wo_bias), _saved.OF_ROWS)
+    return y, Kept((x, h, z, sizes, probs, given.scaling[0].key, wi, wo, wi_bias, wo_bias), _saved.OF_ROWS)
 
 
 def _hidden_operands(kept: list[Any], *others: Any) -> HiddenOperands:
@@ -245,24 +255,53 @@ def _backward(
     saved: Saved, kept: list[Any], dy: Tensor | QTensor[Tensor], grad_input: Tensor | None, deliver: Deliver
 ) -> MainGradients:
     x, sizes, key, wi = (kept[at] for at in (0, 3, 5, 6))
-    op, needs, static = saved.op, saved.needs, MlpGrads(saved.op, saved.specs, saved.needs)
-    extras = [each._replace(key=key).extras(X, WEIGHT, DY, training=True) for each in saved.scaling]
-    # No other reference to these operands exists here, so the hidden rows are freed inside the call.
-    dp, db2, dh, of_dh, z, dy_form = call(_AT_HIDDEN, static, _hidden_operands(kept, dy, *extras), saved.rows)
+    static, extras = MlpGrads(saved.op, saved.specs, saved.needs), extras_of_backward(saved, key)
+    buffer = grad_input if saved.needs.x else None
+
+    def at_hidden() -> list[Any]:
+        # No other reference to these operands exists here, so the hidden rows are freed inside the call.
+        return call(_AT_HIDDEN, static, _hidden_operands(kept, dy, *extras), saved.rows)
+
+    def first_product(dh: Any, of_dh: Any) -> list[Any]:
+        operands = FirstOperands(x, wi, sizes, dh, of_dh, buffer, extras[0])
+        return call(_FIRST_PRODUCT, static, operands, saved.rows)
+
+    return in_stages(saved, sizes, at_hidden, first_product, deliver)
+
+
+def extras_of_backward(saved: Saved, key: Tensor | None) -> list[Any]:
+    """What is bound to the recipe of each product, as backward reads it."""
+    return [each._replace(key=key).extras(X, WEIGHT, DY, training=True) for each in saved.scaling]
+
+
+def in_stages(
+    saved: Saved,
+    sizes: Tensor,
+    at_hidden: Callable[[], list[Any]],
+    first_product: Callable[[Any, Any], list[Any]],
+    deliver: Deliver,
+) -> MainGradients:
+    """Backward in two stages, each followed by the gradient of its weight.
+
+    Args:
+        at_hidden: () -> dp, db2, dh, its quantised forms, z and dy as the weight gradient reads them.
+        first_product: (dh, its quantised forms) -> dx, db1, x and dh as the weight gradient reads them.
+    """
+    op, needs = saved.op, saved.needs
+    dp, db2, dh, of_dh, z, dy = at_hidden()
     if needs.wo:
-        deliver(1, WeightGradient(op.fc2(), saved.specs.wo, z, dy_form, sizes))
-    del z, dy, dy_form
+        deliver(1, WeightGradient(op.fc2(), saved.specs.wo, z, dy, sizes))
+    del z, dy
     dx = db1 = None
     if needs_dh(needs):
-        buffer = grad_input if needs.x else None
-        operands = FirstOperands(x, wi, sizes, dh, of_dh, buffer, extras[0])
-        dx, db1, rows, dh = call(_FIRST_PRODUCT, static, operands, saved.rows)
+        dx, db1, rows, dh = first_product(dh, of_dh)
         if needs.wi:
             deliver(0, WeightGradient(op.fc1(), saved.specs.wi, rows, dh, sizes))
     return MainGradients(dx, dp, (db1, db2))
 
 
-def _needs(x: bool, weights: Sequence[bool], probs: bool, biases: Sequence[bool]) -> MlpNeeds:
+def needs_of(x: bool, weights: Sequence[bool], probs: bool, biases: Sequence[bool]) -> MlpNeeds:
+    """The gradients to compute, as the rules take them."""
     return MlpNeeds(x, weights[0], weights[1], probs, biases[0], biases[1])
 
 
@@ -280,7 +319,7 @@ MLP = Operation(
     check=mlp_arguments,
     needs_names=("wi", "wo"),
     no_needs=NO_NEEDS,
-    needs=_needs,
+    needs=needs_of,
     weight_dtypes=weight_dtypes,
     forward=_forward,
     backward=_backward,

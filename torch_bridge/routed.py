@@ -1,0 +1,261 @@
+"""The experts' MLP of tokens as one differentiable operation: gather, MLP, sum. `grouped_core` defines the mathematics.
+
+For backward it keeps the tokens, not their rows. Letters: T tokens, k experts per token, M rows, M = T k, G groups
+(experts), K hidden size of the model, F expert width, W columns of the hidden rows: 2F for gated activations, else F.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from grouped_core import linear_spec
+from grouped_core import routed as rules
+from grouped_core.activations import Activation
+from grouped_core.formats import QTensor
+from grouped_core.mlp_spec import NO_NEEDS, Mlp, MlpNeeds, Residuals, kept
+from grouped_core.quantizing import NO_MEASURES
+from grouped_core.recipes import BoundRecipe, Recipe
+from grouped_core.routing import Order
+from torch_bridge import _autocast, _saved
+from torch_bridge._args import Accumulators, Arguments, Members, routed_arguments
+from torch_bridge._autograd import NOTHING, Deliver, Kept, MainGradients, Operation, Saved
+from torch_bridge._calling import OPERATIONS, run
+from torch_bridge._checks import ROUTED_NAMES
+from torch_bridge._operators import call, define
+from torch_bridge._tensors import StraightThrough, rows_spec
+from torch_bridge.mlp import MlpForward, MlpGrads, extras_of_backward, in_stages, needs_of, prepared, weight_dtypes
+from torch_bridge.sizes import every_row
+
+
+def routed_mlp(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    wi: Members | QTensor[Tensor] | StraightThrough,
+    wo: Members | QTensor[Tensor] | StraightThrough,
+    *,
+    rhs_transposed: bool = True,
+    activation: str | Activation = "swiglu",
+    wi_bias: Members | None = None,
+    wo_bias: Members | None = None,
+    recipe: Recipe | BoundRecipe | None = None,
+    residuals: str | Residuals = "save_fc1",
+    wgrad_accum: Accumulators | None = None,
+    out: Tensor | None = None,
+    grad_input: Tensor | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Tensor:
+    """y[t] = sum over the places j of weights[t, j] * MLP of expert experts[t, j] at x[t], in fp32, rounded once.
+
+    The bits are those of `route.permute`, `grouped_mlp` with the weights as `probs`, and `route.unpermute`. For
+    backward it keeps the tokens and maps instead of the rows [T * k, K], and gathers again. Differentiable in x, the
+    weights, wi, wo and the biases, once; gradients that are not needed are neither computed nor prepared for.
+
+    Args:
+        x: [T, K] fp32, bf16 or fp16. Under `torch.autocast` x, wi, wo and the biases are cast to its dtype.
+        experts: integers [T, k]; a place with another number than 0 to G - 1 adds nothing.
+        weights: [T, k], fp32 in the computation; the gradient has their dtype.
+        wi, wo, rhs_transposed, activation, wi_bias, wo_bias, recipe, wgrad_accum, implementation: as in `grouped_mlp`.
+        residuals: what is kept besides tokens and maps: "save_all" the hidden [M, W] and activated rows [M, F],
+            "save_fc1" the hidden rows, "save_input" nothing. The choice does not change the bits.
+        out, grad_input: the caller's buffers for y and the gradient of x, both [T, K], as in `grouped_linear`.
+
+    Raises:
+        TypeError: wrong dtypes, or an argument is not a tensor. ValueError: wrong shapes, devices, layouts, buffers or
+            options. NotImplementedError: no kernel supports the call. RuntimeError: in backward, `main_grad` cannot be
+            written, or the operation is differentiated twice.
+    """
+    x, (wi, wo), (wi_bias, wo_bias), owners = _autocast.operands(x, (wi, wo), (wi_bias, wo_bias))
+    arguments = (x, experts, weights, wi, wo, rhs_transposed, activation, wi_bias, wo_bias, recipe, residuals)
+    return run(ROUTED.name, arguments, wgrad_accum, implementation, out, grad_input, tuple(owners), (None, None))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Operators
+
+
+class RoutedOperands(NamedTuple):
+    """Operands of forward; `extras` belong to the first product, `extras_2` to the second."""
+
+    x: Any
+    experts: Any
+    weights: Any
+    wi: Any
+    wo: Any
+    tokens: Any
+    wi_bias: Any
+    wo_bias: Any
+    out: Any
+    extras: Any
+    extras_2: Any
+
+
+def _forward_rule(run: Any, static: MlpForward, o: RoutedOperands) -> tuple[Any, ...]:
+    extras = (o.extras or NO_MEASURES, o.extras_2 or NO_MEASURES)
+    y, order, *rest = rules.forward(run, static.op, *o[:-2], needs=static.needs, extras=extras)[:6]
+    if not any(static.needs):
+        return y, *[None] * 8
+    return y, order.sizes, order.source, order.inverse, order.probs, *rest
+
+
+_FORWARD = define(
+    "routed_mlp",
+    _forward_rule,
+    RoutedOperands,
+    MlpForward,
+    derived=("x", "experts", "weights", "out"),
+    written=("out",),
+    most_results=18,  # y, four of the order, h, and rows and weights of both products as backward reads them
+)
+
+
+class HiddenOperands(NamedTuple):
+    """Operands of the first stage, which ends at the gradient of the hidden rows."""
+
+    x: Any
+    h: Any
+    z: Any
+    wi: Any
+    wo: Any
+    sizes: Any
+    source: Any
+    inverse: Any
+    probs: Any
+    wi_bias: Any
+    wo_bias: Any
+    dy: Any
+    extras: Any
+    extras_2: Any
+
+
+def _hidden_rule(run: Any, static: MlpGrads, o: HiddenOperands) -> tuple[Any, ...]:
+    extras = (o.extras or NO_MEASURES, o.extras_2 or NO_MEASURES)
+    order = Order(o.sizes, o.source, o.inverse, None, o.probs)
+    operands = (o.x, o.h, o.z, o.wi, o.wo, order, o.wi_bias, o.wo_bias, o.dy)
+    options: dict[str, Any] = {"weights_dtype": static.specs.probs.dtype, "extras": extras}
+    return rules.at_hidden(run, static.op, static.specs, *operands, static.needs, **options)[:6]
+
+
+_AT_HIDDEN = define(
+    "routed_at_hidden",
+    _hidden_rule,
+    HiddenOperands,
+    MlpGrads,
+    derived=("x", "h", "z", "source", "inverse", "probs", "dy"),
+    most_results=15,  # three gradients, two forms of dh, and z and dy as the weight gradient reads them
+)
+
+
+class FirstOperands(NamedTuple):
+    """Operands of the second stage, the gradients of the first product."""
+
+    x: Any
+    wi: Any
+    sizes: Any
+    source: Any
+    inverse: Any
+    dh: Any
+    of_dh: Any
+    grad_input: Any
+    extras: Any
+
+
+def _first_rule(run: Any, static: MlpGrads, o: FirstOperands) -> tuple[Any, ...]:
+    order = Order(o.sizes, o.source, o.inverse, None, None)
+    options = {"grad_input": o.grad_input, "extras": o.extras or NO_MEASURES}
+    operands = (o.x, o.wi, order, o.dh, o.of_dh)
+    found = rules.first_product(run, static.op, static.specs, *operands, static.needs, **options)
+    return found.x, found.bias, found.rows, found.dy
+
+
+_FIRST_PRODUCT = define(
+    "routed_first_product",
+    _first_rule,
+    FirstOperands,
+    MlpGrads,
+    derived=("x", "source", "inverse", "dh", "of_dh", "grad_input"),
+    written=("grad_input",),
+    most_results=8,  # two gradients, and x and dh as the weight gradient reads them
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forward and backward
+
+
+def _rows(given: Arguments) -> Any:
+    """M. Where rows are quantised it is a number, because lengths of their forms are no multiples of a symbol."""
+    rows = given.x.shape[0] * int(given.sizes.shape[1])
+    quantised = given.op.recipe is not None and given.op.recipe.quantized
+    return int(rows) if quantised or any(isinstance(each, QTensor) for each in given.weights) else rows
+
+
+def _forward(given: Arguments, needs: MlpNeeds, out: Tensor | None) -> tuple[Tensor, Kept]:
+    wi_bias, wo_bias = given.biases
+    x, experts, weights = given.x, given.sizes, given.row_scale
+    if out is not None:
+        linear_spec.check_buffer(ROUTED_NAMES.out, rows_spec(out), rows_spec(x))
+    has_biases = (wi_bias is not None, wo_bias is not None)
+    keep = kept(given.op, needs, True, *has_biases)
+    wi, wo, extras = prepared(given, needs, keep_z=keep.z)
+    operands = RoutedOperands(x, experts, weights, wi, wo, every_row(x), wi_bias, wo_bias, out, *extras)
+    y, sizes, source, inverse, probs, h, z, wi, wo = call(
+        _FORWARD, MlpForward(given.op, needs), operands, _rows(given)
+    )
+    if not any(needs):
+        return y, NOTHING
+    x, probs, wi_bias, wo_bias = (
+        each if needed else None
+        for each, needed in (
+            (x, any(rules.kept_tokens(given.op, needs, *has_biases))),
+            *((probs, keep.probs), (wi_bias, keep.wi_bias), (wo_bias, keep.wo_bias)),
+        )
+    )
+    rest = (sizes, source, inverse, probs, given.scaling[0].key, wi, wo, wi_bias, wo_bias)
+    return y, Kept((x, h, z, *rest), _saved.OF_ROWS)
+
+
+def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | None, deliver: Deliver) -> MainGradients:
+    x, sizes, source, inverse, key, wi = (kept[at] for at in (0, 3, 4, 5, 7, 8))
+    specs, needs = saved.specs, saved.needs
+    has_biases = (specs.wi_bias is not None, specs.wo_bias is not None)
+    again, at_first = rules.kept_tokens(saved.op, needs, *has_biases)
+    static, extras = MlpGrads(saved.op, specs, needs), extras_of_backward(saved, key)
+    buffer = grad_input if needs.x else None
+
+    def at_hidden() -> list[Any]:
+        # No other reference to the hidden rows exists here, so they are freed inside the call.
+        return call(_AT_HIDDEN, static, _hidden_operands(kept, x if again else None, dy, *extras), saved.rows)
+
+    def first_product(dh: Any, of_dh: Any) -> list[Any]:
+        operands = FirstOperands(x if at_first else None, wi, sizes, source, inverse, dh, of_dh, buffer, extras[0])
+        return call(_FIRST_PRODUCT, static, operands, saved.rows)
+
+    return in_stages(saved, sizes, at_hidden, first_product, deliver)
+
+
+def _hidden_operands(kept: list[Any], x: Tensor | None, *others: Any) -> HiddenOperands:
+    """The operands of the first stage, removed from the list."""
+    _, h, z, sizes, source, inverse, probs, _, wi, wo, wi_bias, wo_bias = kept
+    kept.clear()
+    return HiddenOperands(x, h, z, wi, wo, sizes, source, inverse, probs, wi_bias, wo_bias, *others)
+
+
+ROUTED = Operation(
+    name="routed_mlp",
+    weights=(ROUTED_NAMES.wi, ROUTED_NAMES.wo),
+    places=(3, 4),
+    scale_place=2,
+    check=routed_arguments,
+    needs_names=("wi", "wo"),
+    no_needs=NO_NEEDS,
+    needs=needs_of,
+    weight_dtypes=weight_dtypes,
+    forward=_forward,
+    backward=_backward,
+    rows=_rows,
+)
+OPERATIONS[ROUTED.name] = ROUTED
