@@ -4,8 +4,8 @@ Arguments with the shape of another one (`out`, `grad_input`, accumulators, `mas
 are checked against the whole shape, where that shape is known.
 
 Letters: G groups, M rows, K in, N out; of an MLP F expert width, W columns of the hidden rows; X features of a row, A
-and B axes of a weight; of routing T tokens, E experts, k experts per token, H columns, S sequences, V vocabulary, P rows
-with padding; of a state R roles, L steps.
+and B axes of a weight; of routing T tokens, E experts, k experts per token, H columns, S sequences, V vocabulary, P
+rows with padding; of a state R roles, L steps.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ AXES: dict[str, dict[str, Axes]] = {
         "probs": Axes("[T, k]", _RESHAPE),
     },
     "routed_mlp": {"experts": Axes("[T, k]", _RESHAPE), "weights": Axes("[T, k]", _RESHAPE)},
-    "moe": {"x": Axes("[T, H]", _RESHAPE), "router": Axes("[H, E]", _RESHAPE)},
+    "moe": {"x": Axes("[T, H]", _RESHAPE), "router": Axes("[H, E]", _RESHAPE, "[E, H]")},
     "unpermute": {"y": Axes("[M, H]", _RESHAPE), "weights": Axes("[T, k]", _RESHAPE)},
 }
 """By operation and argument, both named as in grouped_core."""

@@ -18,12 +18,13 @@ from torch_bridge.deferred import grouped_mlp_bwd_dx as grouped_mlp_bwd_dx
 from torch_bridge.deferred import grouped_mlp_fwd as grouped_mlp_fwd
 from torch_bridge.linear import grouped_linear as grouped_linear
 from torch_bridge.mlp import grouped_mlp as grouped_mlp
-from torch_bridge.routed import routed_mlp as routed_mlp
+from torch_bridge.moe import moe as moe
 from torch_bridge.quantize import dequantize as dequantize
 from torch_bridge.quantize import quantize as quantize
 from torch_bridge.quantize import scaling_state as scaling_state
 from torch_bridge.quantize import straight_through as straight_through
 from torch_bridge.quantize import update_scaling as update_scaling
+from torch_bridge.routed import routed_mlp as routed_mlp
 from torch_bridge.sizes import check_debug_word as check_debug_word
 from torch_bridge.sizes import device_sizes as device_sizes
 from torch_bridge.sizes import size_status as size_status

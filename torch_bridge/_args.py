@@ -20,7 +20,17 @@ from grouped_core.calls import ArraySpec, OperandSpec, QuantizedSpec
 from grouped_core.formats import WIDE, Format, QTensor, wide
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.memory import Span
-from grouped_core.mlp_spec import Mlp, MlpNames, MlpSpecs, Residuals, check, check_join, check_pair, joins, residuals_option
+from grouped_core.mlp_spec import (
+    Mlp,
+    MlpNames,
+    MlpSpecs,
+    Residuals,
+    check,
+    check_join,
+    check_pair,
+    joins,
+    residuals_option,
+)
 from grouped_core.plans import Planner
 from grouped_core.products import Paired, in_form, operand_spec, quantized_spec
 from grouped_core.ranks import check_rank
@@ -231,9 +241,7 @@ def mlp_arguments(
     """
     sizes, rows_hint = unwrap(group_sizes)
     operands, options = (x, wi, wo, sizes, probs, wi_bias, wo_bias), (rhs_transposed, activation, residuals, rows_hint)
-    return _arguments_of_mlp(
-        MLP_NAMES, operands, options, recipe, wgrad_accum, implementation, caches, join=join
-    )
+    return _arguments_of_mlp(MLP_NAMES, operands, options, recipe, wgrad_accum, implementation, caches, join=join)
 
 
 def routed_arguments(
@@ -399,8 +407,8 @@ def _check_routing(x: Tensor, experts: Tensor, weights: Tensor) -> None:
     found = rows_spec(experts).shape
     if found[0] != rows_spec(x).shape[0] or not 1 <= found[1] <= MAX_SLOTS:
         raise ValueError(
-            f"`{names.sizes}` of routed_mlp: shape {tuple(experts.shape)}, expected [T, k] with T = {x.shape[0]} tokens "
-            f"of `{names.x}` and k from 1 to {MAX_SLOTS}; route these tokens."
+            f"`{names.sizes}` of routed_mlp: shape {tuple(experts.shape)}, expected [T, k] with T = {x.shape[0]} "
+            f"tokens of `{names.x}` and k from 1 to {MAX_SLOTS}; route these tokens."
         )
     if rows_spec(weights).shape != found:
         raise ValueError(

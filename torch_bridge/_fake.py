@@ -21,7 +21,7 @@ planned: list[list[Call]] = []
 
 
 class Fake(NamedTuple):
-    """A recording on specs, and its M: a number, or a multiple of a symbol, which specs represent by `SYMBOLIC_ROWS`."""
+    """A recording on specs, and its M: a number, or a multiple of a symbol that specs represent by `SYMBOLIC_ROWS`."""
 
     recording: Recording
     rows: Any

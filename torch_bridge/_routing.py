@@ -333,9 +333,7 @@ def _permute_backward(ctx: Any, d_rows: Tensor | None, d_probs: Tensor | None) -
     d_rows, d_probs = d_rows if needs_x else None, d_probs if needs_probs else None
     if d_rows is None and d_probs is None:
         return None, None, None, None
-    names = [
-        None if of is None else dtype_name(dtype) for of, dtype in zip((d_rows, d_probs), ctx.dtypes, strict=True)
-    ]
+    names = [None if of is None else dtype_name(dtype) for of, dtype in zip((d_rows, d_probs), ctx.dtypes, strict=True)]
     operands = PermuteGradOperands(d_rows, d_probs, inverse)
     dx, dp = call(_PERMUTE_GRAD, PermuteGradFacts(*names), operands, inverse.shape[0])
     return None, dx, None, dp

@@ -211,9 +211,7 @@ def permute(
         TypeError: wrong dtypes, or an argument is not a tensor. ValueError: shapes, devices, layouts or options.
             RuntimeError: differentiated twice.
     """
-    rows, sizes, source, inverse, dropped, *of_rows = _run(
-        "permute", x, experts, probs, num_groups, align, max_rows
-    )
+    rows, sizes, source, inverse, dropped, *of_rows = _run("permute", x, experts, probs, num_groups, align, max_rows)
     return rows, sizes, Permutation(source, inverse, of_rows[0] if len(of_rows) > 0 else None, dropped)
 
 

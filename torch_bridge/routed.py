@@ -15,7 +15,7 @@ from grouped_core import linear_spec
 from grouped_core import routed as rules
 from grouped_core.activations import Activation
 from grouped_core.formats import QTensor
-from grouped_core.mlp_spec import NO_NEEDS, Mlp, MlpNeeds, Residuals, kept
+from grouped_core.mlp_spec import NO_NEEDS, MlpNeeds, Residuals, kept
 from grouped_core.quantizing import NO_MEASURES
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.routing import Order
@@ -202,9 +202,7 @@ def _forward(given: Arguments, needs: MlpNeeds, out: Tensor | None) -> tuple[Ten
     keep = kept(given.op, needs, True, *has_biases)
     wi, wo, extras = prepared(given, needs, keep_z=keep.z)
     operands = RoutedOperands(x, experts, weights, wi, wo, every_row(x), wi_bias, wo_bias, out, *extras)
-    y, sizes, source, inverse, probs, h, z, wi, wo = call(
-        _FORWARD, MlpForward(given.op, needs), operands, _rows(given)
-    )
+    y, sizes, source, inverse, probs, h, z, wi, wo = call(_FORWARD, MlpForward(given.op, needs), operands, _rows(given))
     if not any(needs):
         return y, NOTHING
     x, probs, wi_bias, wo_bias = (

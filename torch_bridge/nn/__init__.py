@@ -8,5 +8,6 @@ from torch_bridge.nn.activation import ScaledSReLU as ScaledSReLU
 from torch_bridge.nn.activation import ScaledSwiGLU as ScaledSwiGLU
 from torch_bridge.nn.linear import GroupedLinear as GroupedLinear
 from torch_bridge.nn.mlp import GroupedMLP as GroupedMLP
+from torch_bridge.nn.moe import MoE as MoE
 from torch_bridge.nn.sequential import Sequential as Sequential
 from torch_bridge.quantized_weight import QuantizedWeight as QuantizedWeight

@@ -24,6 +24,7 @@ from torch_bridge.nn._checks import cast_rows, check_microbatch, check_recipe, c
 from torch_bridge.nn._scaling_state import ScaledModule, bound
 from torch_bridge.nn.activation import shortest
 from torch_bridge.nn.linear import GroupedLinear
+from torch_bridge.routed import ROUTED
 
 
 def fused_mlp(
@@ -38,15 +39,19 @@ def fused_mlp(
     grad_input: Tensor | None,
     state: ScalingState[Tensor] | None = None,
     first_microbatch: bool | None = None,
+    *,
+    routed: bool = False,
 ) -> Tensor:
     """Runs both layers and the activation between them as one operation.
 
     Args:
         state: of delayed scaling of both products; None: each layer has its own, or none.
+        routed: whether x are tokens; then `group_sizes` and `probs` are their experts and weights.
     """
     if (fc1.quantized_weights or fc2.quantized_weights) and is_compiling():
         return _uncompiled(
-            *(fc1, fc2, activation, residuals, x, group_sizes, probs, out, grad_input, state, first_microbatch)
+            *(fc1, fc2, activation, residuals, x, group_sizes, probs, out, grad_input, state, first_microbatch),
+            routed=routed,
         )
     parameters = (fc1.weight_parameters(), fc2.weight_parameters())
     if fc1.accumulate_into_main_grad != fc2.accumulate_into_main_grad:
@@ -65,9 +70,13 @@ def fused_mlp(
         layer.forms_of(name, own, first_microbatch)
         for name, layer, own in zip(("linear_fc1", "linear_fc2"), (fc1, fc2), parameters, strict=True)
     )
-    operands = (cast_rows(x, dtype), *weights, group_sizes, True, activation, probs, fc1.biases(x), fc2.biases(x))
+    rows, biases = cast_rows(x, dtype), (fc1.biases(x), fc2.biases(x))
+    if routed:
+        name, operands = ROUTED.name, (rows, group_sizes, probs, *weights, True, activation, *biases)
+    else:
+        name, operands = mlp.MLP.name, (rows, *weights, group_sizes, True, activation, probs, *biases)
     return run(
-        *(mlp.MLP.name, (*operands, recipe, residuals)),
+        *(name, (*operands, recipe, residuals)),
         *("main_grad" if fc1.accumulate_into_main_grad else None, None, out, grad_input),
         owners=(fc1.owner(parameters[0]), fc2.owner(parameters[1])),
         caches=(first, second),
@@ -147,11 +156,25 @@ class GroupedMLP(ScaledModule):
 
         Raises what `grouped_mlp` raises.
         """
-        if is_first_microbatch is not None:
-            check_microbatch(is_first_microbatch)
-        fc1, fc2 = self.linear_fc1, self.linear_fc2
-        state, first = self.scaling_state, is_first_microbatch
-        return fused_mlp(*(fc1, fc2, *self._as_given, x, group_sizes, probs, out, grad_input, state, first))
+        return self.run(x, group_sizes, probs, is_first_microbatch, out, grad_input)
+
+    def run(
+        self,
+        x: Tensor,
+        group_sizes: Any,
+        probs: Tensor | None,
+        first: bool | None,
+        out: Tensor | None,
+        grad_input: Tensor | None,
+        *,
+        routed: bool = False,
+    ) -> Tensor:
+        """`forward`; with `routed` that of tokens, and `group_sizes` and `probs` are their experts and weights."""
+        if first is not None:
+            check_microbatch(first)
+        layers, state = (self.linear_fc1, self.linear_fc2), self.scaling_state
+        operands = (*self._as_given, x, group_sizes, probs, out, grad_input, state, first)
+        return fused_mlp(*layers, *operands, routed=routed)
 
     def _share_state(self) -> None:
         for product, layer in enumerate((self.linear_fc1, self.linear_fc2)):

@@ -1,0 +1,139 @@
+"""The router's product: logits in fp32 from tokens of any dtype, with the library's own kernel and one group.
+
+No fp32 copy of the tokens outlives a pass: backward casts them again. Letters: T tokens, H hidden size, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grouped_core import gradients
+from grouped_core.calls import ArraySpec
+from grouped_core.formats import WIDE
+from grouped_core.gradients import Needs
+from grouped_core.linear_spec import Linear, Names
+from grouped_core.ranks import check_rank
+from torch_bridge._checks import check_operand, refuse_transforms
+from torch_bridge._compiling import is_compiling
+from torch_bridge._operators import call, define
+from torch_bridge._routing import Gradients, once, save
+from torch_bridge._tensors import dtype_name, fixed_spec, settle_rows
+from torch_bridge.sizes import every_row
+
+_OP = Linear(Names("x", "router"), transposed=True)
+
+
+def router_logits(x: Tensor, router: Tensor) -> Tensor:
+    """fp32 [T, E] = x router^T, computed in fp32; differentiable in both, once.
+
+    Args:
+        x: [T, H] fp32, bf16 or fp16. router: [E, H], of any of these dtypes.
+
+    Raises:
+        TypeError: wrong dtypes, or an argument is not a tensor. ValueError: shapes, devices or layouts.
+    """
+    return _node(x, router) if is_compiling() else _logits(x, router)
+
+
+@torch.compiler.allow_in_graph
+def _node(x: Tensor, router: Tensor) -> Tensor:
+    settle_rows(x)
+    return _logits(x, router)
+
+
+def _logits(x: Tensor, router: Tensor) -> Tensor:
+    refuse_transforms("moe", x, router)
+    for name, each in (("x", x), ("router", router)):
+        check_operand(name, each, x)
+        if dtype_name(each.dtype) not in WIDE:
+            raise TypeError(f"`{name}` of moe: dtype {each.dtype}, expected one of {', '.join(WIDE)}; cast it first.")
+    check_rank("moe", "x", "x", x.shape, of="moe")
+    check_rank("moe", "router", "router", router.shape, transposed=True, of="moe")
+    if router.shape[1] != x.shape[1]:
+        raise ValueError(
+            f"`router` of moe: shape {tuple(router.shape)}, expected [E, H] with H = {x.shape[1]} = columns of `x`; "
+            "pass one row per expert."
+        )
+    if torch.is_grad_enabled() and (x.requires_grad or router.requires_grad):
+        return _Product.apply(x, router)
+    return _product(x, router)
+
+
+class ProductFacts(NamedTuple):
+    """Nothing."""
+
+
+class _Operands(NamedTuple):
+    x: Any
+    router: Any  # [1, E, H]
+    sizes: Any
+
+
+def _forward_rule(run: Any, static: ProductFacts, o: _Operands) -> tuple[Any]:
+    del static
+    x, router = run.cast(o.x, "float32"), run.cast(o.router, "float32")
+    return (gradients.linear_forward(run, _OP, x, router, o.sizes).y,)
+
+
+_FORWARD = define("router_product", _forward_rule, _Operands, ProductFacts, rows=("x",))
+
+
+class ProductGradFacts(NamedTuple):
+    """Spec of the router [1, E, H], and the dtypes of the gradients of x and of the router; None where not needed."""
+
+    router: ArraySpec
+    x: str | None
+    w: str | None
+
+
+class _GradOperands(NamedTuple):
+    x: Any
+    router: Any
+    sizes: Any
+    d_logits: Any
+
+
+def _grad_rule(run: Any, static: ProductGradFacts, o: _GradOperands) -> tuple[Any, Any]:
+    x, router = (None if each is None else run.cast(each, "float32") for each in (o.x, o.router))
+    rows = ArraySpec((run.spec(o.d_logits).shape[0], static.router.shape[2]), "float32")
+    specs = (rows, static.router._replace(dtype="float32"), None, None)
+    needs = Needs(static.x is not None, static.w is not None, False, False)
+    found = gradients.linear_grads(run, _OP, specs, x, router, o.sizes, None, None, o.d_logits, needs)
+    dx = found.x if static.x is None else run.cast(found.x, static.x)
+    return dx, found.w if static.w is None else run.cast(found.w, static.w)
+
+
+_GRAD = define("router_product_grad", _grad_rule, _GradOperands, ProductGradFacts, rows=("x", "d_logits"))
+
+
+def _product(x: Tensor, router: Tensor) -> Tensor:
+    return call(_FORWARD, ProductFacts(), _Operands(x, router.unsqueeze(0), every_row(x)), x.shape[0])[0]
+
+
+class _Product(torch.autograd.Function):
+    """Saves the tokens and the weight themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, router: Tensor) -> Tensor:
+        """Logits [T, E]."""
+        needs_x, needs_w = ctx.needs_input_grad
+        dtypes = (dtype_name(x.dtype) if needs_x else None, dtype_name(router.dtype) if needs_w else None)
+        ctx.facts = ProductGradFacts(fixed_spec(router.unsqueeze(0)), *dtypes)
+        save(ctx, x if needs_w else None, router if needs_x else None)
+        return _product(x, router)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> Gradients:
+        """Gradients of forward's arguments, from that of the logits."""
+        return once("moe", ctx, grad_outputs, _backward)
+
+
+def _backward(ctx: Any, d_logits: Tensor) -> Gradients:
+    x, router = ctx.saved_tensors
+    router = None if router is None else router.unsqueeze(0)
+    operands = _GradOperands(x, router, every_row(d_logits), d_logits)
+    dx, dw = call(_GRAD, ctx.facts, operands, d_logits.shape[0])
+    return dx, None if dw is None else dw.squeeze(0)

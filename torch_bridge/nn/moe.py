@@ -1,0 +1,295 @@
+"""A mixture-of-experts layer: router, experts, and optionally an expert that all tokens go to.
+
+Letters: T tokens, H hidden size, E experts, k experts per token, F expert width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from grouped_core.routing_spec import router_option
+from torch_bridge import main_grad
+from torch_bridge._router import router_logits
+from torch_bridge.moe import moe
+from torch_bridge.nn._checks import positive
+from torch_bridge.nn.mlp import GroupedMLP
+from torch_bridge.route import MoEAux, topk_router
+from torch_bridge.routed import routed_mlp
+
+
+class Router(Module):
+    """Logits fp32 [T, E] of tokens [T, H], computed in fp32 from `weight` [E, H] of any dtype.
+
+    Args:
+        hidden: H. num_experts: E. selection_bias: whether there is a buffer `selection_bias`, fp32 [E], that is added
+            to the scores which choose experts. It stays fp32 when the layer is cast, and nothing here writes it: copy
+            the result of `route.update_bias` or `route.balance_quantile` into it.
+        device, dtype: of the weight.
+    """
+
+    selection_bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden: int,
+        num_experts: int,
+        *,
+        selection_bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        hidden, num_experts = positive("Router", hidden=hidden, num_experts=num_experts)
+        self.weight = Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
+        bias = torch.zeros(num_experts, dtype=torch.float32, device=device) if selection_bias else None
+        self.register_buffer("selection_bias", bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws a new weight, uniform within 1/sqrt(H), and sets the bias to zero."""
+        bound = 1 / math.sqrt(self.weight.shape[1])
+        with torch.no_grad():
+            self.weight.uniform_(-bound, bound)
+            if self.selection_bias is not None:
+                self.selection_bias.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits fp32 [T, E] of x [T, H]."""
+        return router_logits(x, self.weight)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Router:
+        before = self.selection_bias
+        super()._apply(fn, recurse)
+        after = self.selection_bias
+        if before is not None and after is not None and after.dtype != before.dtype:
+            self.selection_bias = before.to(after.device)
+        return self
+
+    def extra_repr(self) -> str:
+        """Sizes and options."""
+        experts, hidden = self.weight.shape
+        return f"{hidden}, {experts}" + ("" if self.selection_bias is None else ", selection_bias=True")
+
+
+class RoutedMLP(GroupedMLP):
+    """A `GroupedMLP` that takes tokens instead of sorted rows; parameters, options and methods are the same."""
+
+    operation = staticmethod(routed_mlp)
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        *,
+        is_first_microbatch: bool | None = None,
+        out: Tensor | None = None,
+        grad_input: Tensor | None = None,
+    ) -> Tensor:
+        """y [T, H] of x [T, H]: the sum over the places of a token of weights times the MLP of its expert.
+
+        Args:
+            x: [T, H]. experts: integers [T, k]. weights: [T, k], as in `routed_mlp`.
+            is_first_microbatch, out, grad_input: as in `GroupedMLP`; the buffers are [T, H].
+
+        Raises what `routed_mlp` raises.
+        """
+        return self.run(x, experts, weights, is_first_microbatch, out, grad_input, routed=True)
+
+
+class MoE(Module):
+    """y = sum over the k experts of a token of its weight times the expert's MLP, plus the shared expert's.
+
+    It holds `router` (`weight` [E, H]), `experts` (a `GroupedMLP` with `linear_fc1` and `linear_fc2`), and with
+    `shared_dim` the `shared` expert and perhaps its `shared_gate`, whose sigmoid multiplies the shared expert's result.
+    The losses are returned, not added: hidden state would count them twice under activation checkpointing.
+
+    Args:
+        hidden: H. mlp_dim: F. num_experts: E. num_experts_per_tok: k.
+        score, after_topk, normalize, scale, num_groups, topk_groups, group_topk, sinkhorn, capacity_factor, drop,
+            aux_coeff, z_coeff: as in `route.topk_router`.
+        jitter: as there, but only in training; each pass then draws its key from the device's generator.
+        selection_bias: whether the router has a bias for the choice, see `Router`.
+        shared_dim: width of an expert that all tokens go to, dropped ones too; None: there is none.
+        shared_gate: whether its result is multiplied by the sigmoid of a product of the token with a learned vector.
+        bias: whether the experts have biases. single_grouped_weight: one parameter for all experts instead of one each.
+        options: the other keywords of `GroupedMLP`, for the experts and the shared expert.
+
+    Raises:
+        TypeError, ValueError: an option has an invalid value, or contradicts another.
+    """
+
+    operation = staticmethod(moe)
+    shared: GroupedMLP | None
+    shared_gate: Router | None
+
+    def __init__(
+        self,
+        hidden: int,
+        mlp_dim: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        *,
+        score: str = "softmax",
+        after_topk: bool = False,
+        normalize: bool | None = None,
+        scale: float = 1.0,
+        num_groups: int | None = None,
+        topk_groups: int | None = None,
+        group_topk: int | None = None,
+        jitter: float = 0.0,
+        sinkhorn: int = 0,
+        capacity_factor: float | None = None,
+        drop: str = "probs",
+        aux_coeff: float = 0.0,
+        z_coeff: float = 0.0,
+        selection_bias: bool = False,
+        shared_dim: int | None = None,
+        shared_gate: bool = False,
+        bias: bool = False,
+        single_grouped_weight: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        sizes = {"hidden": hidden, "mlp_dim": mlp_dim, "num_experts": num_experts}
+        hidden, mlp_dim, num_experts, self.num_experts_per_tok = positive(
+            "MoE", **sizes, num_experts_per_tok=num_experts_per_tok
+        )
+        self.routing: dict[str, Any] = {
+            "score": score,
+            "after_topk": after_topk,
+            "normalize": normalize,
+            "scale": scale,
+            "num_groups": num_groups,
+            "topk_groups": topk_groups,
+            "group_topk": group_topk,
+            "sinkhorn": sinkhorn,
+            "capacity_factor": capacity_factor,
+            "drop": drop,
+            "aux_coeff": aux_coeff,
+            "z_coeff": z_coeff,
+        }
+        router_option(num_experts, self.num_experts_per_tok, **self.routing, jitter=jitter)
+        if shared_gate and shared_dim is None:
+            raise ValueError(
+                "`shared_gate` of MoE: True without `shared_dim`, expected a shared expert; give its width, or leave "
+                "the gate out."
+            )
+        self.jitter = jitter
+        place = {"device": options.get("device"), "dtype": options.get("dtype")}
+        self.router = Router(hidden, num_experts, selection_bias=selection_bias, **place)
+        options |= {"bias": bias, "single_grouped_weight": single_grouped_weight}
+        self.experts = RoutedMLP(num_experts, hidden, mlp_dim, **options)
+        self.shared = None if shared_dim is None else GroupedMLP(1, hidden, shared_dim, **options)
+        self.shared_gate = Router(hidden, 1, **place) if shared_gate else None
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        experts: Tensor | None = None,
+        is_first_microbatch: bool | None = None,
+    ) -> tuple[Tensor, MoEAux]:
+        """(y [..., H], aux) of x [..., H].
+
+        Args:
+            x: tokens, in any number of leading axes. mask: bool [...], False for padding, whose routed part is zero.
+            experts: integers [..., k], chosen elsewhere (replay, `route.hash_experts`), -1 for none.
+            is_first_microbatch: for the cache of quantised weights, as in `GroupedLinear`.
+
+        Raises what `route.topk_router` and `routed_mlp` raise.
+        """
+        tokens = _tokens(x)
+        mask = None if mask is None else mask.reshape(-1)
+        experts = None if experts is None else experts.reshape(-1, self.num_experts_per_tok)
+        jitter, key = (self.jitter, _key(tokens)) if self.jitter and self.training else (0.0, None)
+        weights, chosen, aux = topk_router(
+            *(self.router(tokens), self.num_experts_per_tok),
+            bias=self.router.selection_bias,
+            mask=mask,
+            experts=experts,
+            jitter=jitter,
+            key=key,
+            **self.routing,
+        )
+        y = self.experts(tokens, chosen, weights, is_first_microbatch=is_first_microbatch)
+        if self.shared is not None:
+            y = y + self._shared(self.shared, tokens, is_first_microbatch)
+        return y.reshape(x.shape), aux
+
+    def _shared(self, shared: GroupedMLP, tokens: Tensor, first: bool | None) -> Tensor:
+        sizes = torch.full((1,), tokens.shape[0], dtype=torch.int32, device=tokens.device)
+        probs = None
+        if self.shared_gate is not None:
+            # The sigmoid of the router's kernel: one expert, whose score is its weight.
+            gate, _, _ = topk_router(self.shared_gate(tokens), 1, score="sigmoid")
+            probs = gate.reshape(-1)
+        return shared(tokens, sizes, probs, is_first_microbatch=first)
+
+    # ---- what the experts offer --------------------------------------------------------------------------------------
+
+    def _layers(self) -> list[GroupedMLP]:
+        return [each for each in (self.experts, self.shared) if each is not None]
+
+    def backward_dw(self, all: bool = False) -> None:
+        """Runs the oldest delayed weight gradients (`all`: all) of the shared expert and of the experts."""
+        layers = [each for layer in reversed(self._layers()) for each in (layer.linear_fc2, layer.linear_fc1)]
+        main_grad.backward_dw(layers, every=all)
+
+    def pending_wgrads(self) -> int:
+        """The number of backward passes whose delayed weight gradients are pending."""
+        return max(layer.pending_wgrads() for layer in self._layers())
+
+    def fire_wgrad_hooks(self) -> None:
+        """Calls the hooks after delayed weight gradients; needed after the replay of a graph."""
+        for layer in reversed(self._layers()):
+            layer.fire_wgrad_hooks()
+
+    def refresh_weight_table(self) -> None:
+        """Makes captured graphs read the weights at their current addresses."""
+        for layer in self._layers():
+            layer.refresh_weight_table()
+
+    def set_weight_update(self, flag: bool) -> None:
+        """As in `GroupedLinear`, for all layers."""
+        for layer in self._layers():
+            layer.set_weight_update(flag)
+
+    def reset_parameters(self) -> None:
+        """Draws new values for all parameters."""
+        self.router.reset_parameters()
+        for layer in self._layers():
+            layer.reset_parameters()
+        if self.shared_gate is not None:
+            self.shared_gate.reset_parameters()
+
+    def extra_repr(self) -> str:
+        """The experts per token, and options of the choice that were given."""
+        text = f"num_experts_per_tok={self.num_experts_per_tok}"
+        defaults = {"score": "softmax", "after_topk": False, "scale": 1.0, "sinkhorn": 0, "drop": "probs"}
+        defaults |= {"aux_coeff": 0.0, "z_coeff": 0.0}
+        given = {name: value for name, value in self.routing.items() if value != defaults.get(name)}
+        return "".join([text, *[f", {name}={value!r}" for name, value in given.items()]])
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """x [..., H] as [T, H]. Raises ValueError for a scalar."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"`x` of MoE: {type(x).__name__}, expected a torch.Tensor; convert it first.")
+    if x.dim() == 0:
+        raise ValueError(
+            f"`x` of MoE: shape {tuple(x.shape)}, expected at least one axis [..., H]; pass tokens of H columns."
+        )
+    return x.reshape(-1, x.shape[-1])
+
+
+def _key(tokens: Tensor) -> Tensor:
+    """A key of jitter, drawn from the device's generator, which has no unsigned numbers."""
+    drawn = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=tokens.device)
+    return drawn.view(torch.uint32)
