@@ -14,7 +14,7 @@ from torch import Tensor
 from grouped_core.calls import ArraySpec, Call, spec_in_format
 from torch_bridge._cache import Cache
 from torch_bridge._record import Given, Recording, Rule, given_of, record
-from torch_bridge._tensors import RESULT_DTYPES, SYMBOLIC_ROWS, Form, Layout, Leaf, leaf_count
+from torch_bridge._tensors import RESULT_DTYPES, SYMBOLIC_ROWS, Form, Layout, Leaf, is_symbol, leaf_count
 
 planned: list[list[Call]] = []
 """Lists to which rules on meta tensors append the calls that they would launch; the innermost list is last."""
@@ -64,9 +64,13 @@ def _symbol_of(rows: Any, lengths: Sequence[Any]) -> Any:
     times = expression.subs(symbol, SYMBOLIC_ROWS) // SYMBOLIC_ROWS
     if expression != times * symbol:
         return None
-    if not all(isinstance(each, torch.SymInt) and each.node.expr.free_symbols == {symbol} for each in lengths):
+    if not all(is_symbol(each) or _same(each, expression) for each in lengths):
         return None
     return rows // int(times)
+
+
+def _same(length: Any, expression: Any) -> bool:
+    return isinstance(length, torch.SymInt) and length.node.expr == expression
 
 
 def _places(rule: Rule, layouts: Sequence[Layout]) -> tuple[set[int], set[int]]:
