@@ -15,10 +15,11 @@ from torch import Tensor
 from grouped_core.calls import Call
 from grouped_core.debug import Planned, bound_arguments, explain_calls, why_not
 from grouped_core.formats import QTensor
-from torch_bridge import _autocast, _codec, _fake, linear, mlp
-from torch_bridge._args import check_buffers, linear_arguments, mlp_arguments
+from torch_bridge import _autocast, _codec, _fake, linear, mlp, route, routed
+from torch_bridge._args import check_buffers, linear_arguments, mlp_arguments, routed_arguments
 from torch_bridge._record import arch_of
 from torch_bridge._tensors import StraightThrough, home
+from torch_bridge.moe import moe
 from torch_bridge.quantize import check_dequantize, check_quantize, dequantize, quantize
 
 
@@ -28,6 +29,10 @@ def _check_linear(arguments: dict[str, Any], out: Tensor | None, grad_input: Ten
 
 def _check_mlp(arguments: dict[str, Any], out: Tensor | None, grad_input: Tensor | None) -> None:
     check_buffers(mlp_arguments(**arguments), out, grad_input)
+
+
+def _check_routed(arguments: dict[str, Any], out: Tensor | None, grad_input: Tensor | None) -> None:
+    check_buffers(routed_arguments(**arguments), out, grad_input)
 
 
 def _planner(operation: Callable[..., Tensor], check: Callable[..., None], weights: tuple[str, ...]) -> Planned:
@@ -111,9 +116,43 @@ def _main_grads(weight: Any) -> Any:
     return torch.empty(weight.shape, dtype=torch.float32 if held is None else held.dtype, device="meta")
 
 
+def _planner_of_routing(operation: Callable[..., Any]) -> Planned:
+    """Native calls of a function that returns several tensors, and of the gradients that its arguments need."""
+
+    def calls(**arguments: Any) -> list[Call]:
+        routing = arguments.pop("routing", {})  # further keywords of `moe`
+        given, leaves = _on_meta(arguments | routing)
+
+        def step() -> None:
+            results = operation(**given)
+            flat = [each for each in _flattened(results) if each.requires_grad]
+            needed = [each for each in leaves if each.requires_grad]
+            if flat:
+                torch.autograd.grad(flat, needed, [torch.empty_like(each) for each in flat], allow_unused=True)
+
+        return _noted(step)
+
+    return calls
+
+
+def _flattened(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [each for part in value for each in _flattened(part)] if isinstance(value, (tuple, list)) else []
+
+
 _PLANS: dict[Callable[..., Any], Planned] = {
     linear.grouped_linear: _planner(linear.grouped_linear, _check_linear, ("weight",)),
     mlp.grouped_mlp: _planner(mlp.grouped_mlp, _check_mlp, ("wi", "wo")),
+    routed.routed_mlp: _planner(routed.routed_mlp, _check_routed, ("wi", "wo")),
+    moe: _planner_of_routing(moe),
+    **{
+        each: _planner_of_routing(each)
+        for each in (
+            *(route.topk_router, route.permute, route.unpermute, route.pad_groups, route.unpad_groups),
+            *(route.hash_experts, route.update_bias, route.balance_quantile),
+        )
+    },
     quantize: _planner_of_forms(quantize, check_quantize),
     dequantize: _planner_of_forms(dequantize, check_dequantize),
 }

@@ -69,6 +69,9 @@ class Padding(NamedTuple):
     inverse: Tensor
 
 
+_codec.register(Permutation, Padding)
+
+
 def topk_router(
     logits: Tensor,
     k: int,
