@@ -376,7 +376,7 @@ def _check_mlp(
     if routed:  # the MLP is that of the rows of slots, in as many groups as there are weights
         count = specs.x.shape[0] * int(sizes.shape[1])
         specs = specs._replace(x=specs.x._replace(shape=(count, *specs.x.shape[1:])))
-        specs = specs._replace(probs=ArraySpec((count,), dtype_name(probs.dtype)))
+        specs = specs._replace(probs=ArraySpec((count,), specs.probs.dtype if specs.probs else "float32"))
         sizes_spec = ArraySpec(specs.wo.shape[:1], "int32")
     else:
         sizes_spec = fixed_spec(sizes)

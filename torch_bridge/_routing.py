@@ -38,7 +38,7 @@ def once(name: str, ctx: Any, upstream: Sequence[Tensor | None], backward: Calla
     return once_differentiable(name, found, (*upstream, *ctx.saved_tensors))
 
 
-def summed(group: str, *tensors: Tensor) -> list[Tensor]:
+def summed(group: Any, *tensors: Tensor) -> list[Tensor]:
     """The sums of tensors of one dtype over the ranks of a process group, from one all-reduce.
 
     Args:
@@ -228,7 +228,7 @@ def _router_backward(
     if d_aux_loss is not None or d_z_loss is not None:
         zero = saved[0].new_zeros(())
         d_losses = torch.stack([zero if each is None else each for each in (d_aux_loss, d_z_loss)])
-    operands = RouterGradOperands(*saved, d_weights, d_losses)
+    operands = RouterGradOperands(*[*saved, d_weights, d_losses])
     (d_logits,) = call(_ROUTER_GRAD, ctx.facts, operands, saved[0].shape[0])
     return (None, None, d_logits, *nothing[1:])
 
@@ -323,8 +323,8 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Gradients:
         """Gradients of forward's arguments, from those of the rows and of their probabilities."""
-        d_probs = grad_outputs[5] if len(grad_outputs) > 5 else None
-        return once("permute", ctx, (grad_outputs[0], d_probs), _permute_backward)
+        d_rows, _, _, _, _, *rest = grad_outputs
+        return once("permute", ctx, (d_rows, rest[0] if rest else None), _permute_backward)
 
 
 def _permute_backward(ctx: Any, d_rows: Tensor | None, d_probs: Tensor | None) -> Gradients:

@@ -135,7 +135,8 @@ def _hidden_rule(run: Any, static: MlpGrads, o: HiddenOperands) -> tuple[Any, ..
     extras = (o.extras or NO_MEASURES, o.extras_2 or NO_MEASURES)
     order = Order(o.sizes, o.source, o.inverse, None, o.probs)
     operands = (o.x, o.h, o.z, o.wi, o.wo, order, o.wi_bias, o.wo_bias, o.dy)
-    options: dict[str, Any] = {"weights_dtype": static.specs.probs.dtype, "extras": extras}
+    probs: Any = static.specs.probs
+    options: dict[str, Any] = {"weights_dtype": probs.dtype, "extras": extras}
     return rules.at_hidden(run, static.op, static.specs, *operands, static.needs, **options)[:6]
 
 
@@ -195,7 +196,8 @@ def _rows(given: Arguments) -> Any:
 
 def _forward(given: Arguments, needs: MlpNeeds, out: Tensor | None) -> tuple[Tensor, Kept]:
     wi_bias, wo_bias = given.biases
-    x, experts, weights = given.x, given.sizes, given.row_scale
+    x: Any = given.x
+    experts, weights = given.sizes, given.row_scale
     if out is not None:
         linear_spec.check_buffer(ROUTED_NAMES.out, rows_spec(out), rows_spec(x))
     has_biases = (wi_bias is not None, wo_bias is not None)

@@ -35,8 +35,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from grouped_core.routing import Sums
 from tests import asserts
 from tests.torch_frontend.nn_tools import MODULES, Setup, main_grads, setup
+from tests.torch_frontend.routing_tools import ROUTERS, Rules, draw
 from tests.torch_frontend.torch_tools import leaf
 from torch_bridge import (
     MXFP8,
@@ -48,6 +50,7 @@ from torch_bridge import (
     nn,
     parallel,
     params,
+    route,
     shards,
     update_scaling,
 )
@@ -357,6 +360,67 @@ def checkpoints_hold_the_scaling_state_of_every_rank(mesh: DeviceMesh) -> None:
             if name != "scaling_top":
                 mine = DTensor.from_local(mine, mesh, [Shard(mine.dim() - 1)]).full_tensor()
             asserts.bitwise(getattr(whole, name), mine, name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Routing
+
+
+@check
+def routers_of_all_ranks_share_their_losses(mesh: DeviceMesh) -> None:
+    """Losses follow from the sums of both ranks, and each rank gets their gradient in its own logits; also compiled."""
+    rank, k, coefficients = mesh.get_rank(), 2, {"aux_coeff": 0.5, "z_coeff": 0.25}
+    for router in ("softmax", "deepseek_v3", "capacity_probs"):
+        options = {**ROUTERS[router], **coefficients}
+        logits = [draw(17 + each, 8, seed=each) for each in range(RANKS)]
+        every = [Rules.of(each, k, options) for each in logits]
+        chosen = [each.choose() for each in every]
+        losses = every[0].losses(Sums(*(a + b for a, b in zip(*(each.sums for each in chosen), strict=True))))
+        d_weights = draw(len(logits[rank]), k, seed="dw")
+        wanted = every[rank].grad(chosen[rank], losses, d_weights, (2.0, 3.0))
+        for run in (route.topk_router, torch.compile(route.topk_router, fullgraph=True, backend="aot_eager")):
+            held = leaf(torch.from_numpy(logits[rank]).to(mesh.device_type))
+            weights, experts, aux = run(held, k, process_group=mesh.get_group(), **options)
+            upstream = [torch.from_numpy(d_weights), torch.tensor(2.0), torch.tensor(3.0)]
+            torch.autograd.backward(
+                [weights, aux.aux_loss, aux.z_loss], [each.to(mesh.device_type) for each in upstream]
+            )
+            asserts.bitwise(experts, chosen[rank].experts, "experts")
+            asserts.bitwise(torch.stack([aux.aux_loss, aux.z_loss, aux.entropy]), losses.values, "losses")
+            asserts.bitwise(aux.load, (chosen[0].load + chosen[1].load)[0], "load")
+            dropped = sum(0 if each.dropped is None else int(each.dropped[0]) for each in chosen)
+            assert int(aux.dropped) == dropped
+            asserts.bitwise(held.grad, wanted, "gradient")
+
+
+@check
+def biases_follow_from_the_tokens_of_all_ranks(mesh: DeviceMesh) -> None:
+    rank, group = mesh.get_rank(), mesh.get_group()
+    logits = torch.from_numpy(draw(64, 8)).to(mesh.device_type)
+    bias, part = torch.zeros(8, device=mesh.device_type), logits[rank * 32 : rank * 32 + 32].contiguous()
+    found = route.balance_quantile(part, bias, 2, process_group=group)
+    asserts.bitwise(found, route.balance_quantile(logits, bias, 2), "quantile")
+    loads = [route.topk_router(each, 2)[2].load for each in (part, logits)]
+    found = route.update_bias(bias, loads[0], 0.5, process_group=group)
+    asserts.bitwise(found, route.update_bias(bias, loads[1], 0.5), "sign")
+
+
+@check
+def fsdp2_gives_the_mean_of_the_gradients_of_a_whole_layer(mesh: DeviceMesh) -> None:
+    """The layer as one unit, and with its experts as a unit of their own."""
+    for apart in (False, True):
+        torch.manual_seed(3)
+        module = nn.MoE(32, 16, 4, 2, aux_coeff=0.5, shared_dim=24, shared_gate=True, selection_bias=True)
+        module = module.to(mesh.device_type)
+        plain = copy.deepcopy(module)
+        if apart:
+            fully_shard(module.experts, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+        x = torch.from_numpy(draw(12, 32, seed=mesh.get_rank())).to(mesh.device_type)
+        for each in (module, plain):
+            y, aux = each(x)
+            (y.square().sum() + aux.aux_loss).backward()
+        _same_gradients(module, plain)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

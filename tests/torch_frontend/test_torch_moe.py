@@ -284,7 +284,8 @@ def test_experts_deliver_gradients_as_a_grouped_mlp_does(
     module = nn.MoE(128, 64, E, K, single_grouped_weight=not listed, bias=True, **options)
     twin = _as_grouped(module)
     if accumulate:
-        for each in (*module.experts.parameters(), *twin.parameters()):
+        every: list[Any] = [*module.experts.parameters(), *twin.parameters()]
+        for each in every:
             each.main_grad = torch.full(each.shape, 0.5)
     for _ in range(2):
         x = _x(hidden=128)
@@ -310,7 +311,7 @@ def _seeded(run: Callable[[], Any]) -> Any:
     return run()
 
 
-@pytest.mark.rule("RCP-5", "QNT-1")
+@pytest.mark.rule("QNT-1", "LYR-16")
 @pytest.mark.parametrize("quantized", [False, True])
 def test_experts_with_delayed_scaling_and_a_cache(quantized: bool) -> None:
     torch.manual_seed(0)

@@ -181,7 +181,7 @@ class MoE(Module):
                 "the gate out."
             )
         self.jitter = jitter
-        place = {"device": options.get("device"), "dtype": options.get("dtype")}
+        place: dict[str, Any] = {"device": options.get("device"), "dtype": options.get("dtype")}
         self.router = Router(hidden, num_experts, selection_bias=selection_bias, **place)
         options |= {"bias": bias, "single_grouped_weight": single_grouped_weight}
         self.experts = RoutedMLP(num_experts, hidden, mlp_dim, **options)

@@ -1,0 +1,305 @@
+"""Routing, `routed_mlp` and the whole layer: the frontends give the bits of the rules, run on NumPy arrays.
+
+A frontend is one `Face`; `FACES` lists them. Letters: T tokens, E experts, k experts per token, H, F as in `nn.MoE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+import torch_bridge
+from grouped_core import gradients, routed, routing
+from grouped_core.activations import resolve
+from grouped_core.arrays import ArrayRunner
+from grouped_core.calls import ArraySpec
+from grouped_core.gradients import Needs
+from grouped_core.linear_spec import Linear, Names
+from grouped_core.mlp_spec import Mlp, MlpNames, MlpNeeds, MlpSpecs
+from grouped_core.products import operand_spec
+from grouped_core.routing_spec import row_count
+from tests import asserts, cases
+from tests.asserts import as_numpy
+from tests.parity.adapters import to_torch
+from tests.torch_frontend.routing_tools import ROUTERS, TOKENS, Rules, experts_of, mask_of
+from torch_bridge import MXFP8, FP8Block, FP8Current, route
+
+Arrays = dict[str, Any]
+"""Named NumPy arrays, and None where there is none."""
+
+T, E, K, H, F = 37, 8, 2, 128, 128
+LOSSES = {"aux_coeff": 0.5, "z_coeff": 0.25}
+UPSTREAM = (2.0, 3.0)
+"""Gradients of both losses."""
+
+
+def draw(*shape: int, seed: object = 0, dtype: str = "float32", scale: float = 1.0) -> NDArray[Any]:
+    """Normal values."""
+    return (cases.normal(shape, "float32", "moe", seed) * np.float32(scale)).astype(cases.numpy_dtype(dtype))
+
+
+@dataclass(frozen=True)
+class Face:
+    """One way to the functions of routing, over NumPy arrays.
+
+    Attributes:
+        router: (logits, k, d_weights, options, **arrays) -> weights, experts, load, losses [2], dropped, entropy, and
+            the gradient of the logits; d_weights [T, k], and `UPSTREAM` for the losses.
+        rows: (x, experts, E, probs, d_y, align, max_rows) -> rows, sizes, source, inverse, probabilities of rows, y,
+            and the gradients of x and of the probabilities; y weights the rows by the probabilities [T, k].
+        functions: (logits, bias, load, ids, rows, sizes) -> experts by hash, both updated biases, padded rows and
+            sizes.
+        mlp: (operands, experts, weights, dy, **options) -> y, and the gradients of `MlpNeeds`, in that order.
+        moe: (operands, router, dy, k, **options) -> y, losses [2], and the gradients of x, router, wi, wo.
+    """
+
+    name: str
+    router: Callable[..., list[Any]]
+    rows: Callable[..., list[Any]]
+    functions: Callable[..., list[Any]]
+    mlp: Callable[..., list[Any]]
+    moe: Callable[..., list[Any]]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rules on NumPy arrays
+
+
+def _rules_router(logits: Any, k: int, d_weights: Any, options: Arrays, **given: Any) -> list[Any]:
+    rules = Rules.of(logits, k, options, **_native(given))
+    chosen = rules.choose()
+    losses = rules.losses(chosen.sums)
+    grad = rules.grad(chosen, losses, d_weights, UPSTREAM)
+    dropped = np.zeros(1, np.int32) if chosen.dropped is None else chosen.dropped
+    return [chosen.weights, chosen.experts, chosen.load[0], losses.values[:2], dropped[0], losses.values[2], grad]
+
+
+def _native(given: Arrays) -> Arrays:
+    """Masks as bytes, integers as int32, as kernels read them."""
+    kinds = {"b": np.uint8, "i": np.int32}
+    return {name: each.astype(kinds.get(each.dtype.kind, each.dtype)) for name, each in given.items()}
+
+
+def _rules_rows(x: Any, experts: Any, count: int, probs: Any, dy: Any, align: int, max_rows: int | None) -> list[Any]:
+    run, experts = ArrayRunner(x), experts.astype(np.int32)
+    k = experts.shape[1]
+    order = routing.order(
+        run, experts, count, row_count(experts.size, count, align, max_rows), align=align, weights=probs
+    )
+    rows = routing.gather(run, x, order.source, k)
+    y = routing.combine(run, rows, order.inverse, x.dtype.name, probs)
+    both = (True, True)
+    d_rows, d_probs = routing.combine_grads(run, rows, order.source, order.inverse, probs, dy, x.dtype.name, both)
+    dx = routing.combine(run, d_rows, order.inverse, x.dtype.name)
+    return [rows, order.sizes, order.source, order.inverse, order.probs, y, dx, d_probs]
+
+
+def _rules_functions(logits: Any, bias: Any, load: Any, ids: Any, rows: Any, sizes: Any) -> list[Any]:
+    run = ArrayRunner(logits)
+    counts = routing.margins(run, logits, bias, K, "sigmoid", 1000, -1.0, 1.0)
+    padding = routing.padding(run, sizes, len(rows), 16)
+    return [
+        routing.hash_experts(run, ids, K, E),
+        routing.update_bias(run, bias, load, 0.125),
+        routing.quantile_bias(run, counts, K, -1.0, 1.0),
+        routing.gather(run, rows, padding.source, 1),
+        padding.sizes,
+    ]
+
+
+def _rules_mlp(operands: Arrays, experts: Any, weights: Any, dy: Any, **options: Any) -> list[Any]:
+    x, wi, wo = operands["x"], operands["wi"], operands["wo"]
+    run, experts = ArrayRunner(x), experts.astype(np.int32)
+    biases = (operands["wi_bias"], operands["wo_bias"])
+    op = Mlp(MlpNames(), resolve("swiglu"), transposed=True, recipe=options.get("recipe"))
+    needs = MlpNeeds(wi_bias=biases[0] is not None, wo_bias=biases[1] is not None)
+    found = routed.forward(run, op, x, experts, weights, wi, wo, TOKENS, *biases, needs=needs)
+    given = [None if each is None else operand_spec(run, each) for each in (x, wi, wo, weights, *biases)]
+    specs = routed.row_specs(op, given[0], experts.shape[1], MlpSpecs(*given))
+    # x is read again where the policy asks, which the default one does not.
+    operands_of = (None, found.h, found.z, found.wi, found.wo, found.order, *biases, dy)
+    hidden = routed.at_hidden(run, op, specs, *operands_of, needs, weights_dtype=weights.dtype.name)
+    first = routed.first_product(run, op, specs, x, found.wi, found.order, hidden.dh, hidden.of_dh, needs)
+    sizes = found.order.sizes
+    dwi = gradients.weight_grad(run, op.fc1(), specs.wi, first.rows, first.dy, sizes)
+    dwo = gradients.weight_grad(run, op.fc2(), specs.wo, hidden.z, hidden.dy, sizes)
+    return [found.y, first.x, dwi, dwo, hidden.probs, first.bias, hidden.wo_bias]
+
+
+def _rules_moe(operands: Arrays, router: Any, dy: Any, k: int, **options: Any) -> list[Any]:
+    x, run = operands["x"], ArrayRunner(operands["x"])
+    op, wide, weight = (
+        Linear(Names("x", "router"), transposed=True),
+        run.cast(x, "float32"),
+        run.cast(router, "float32"),
+    )
+    logits = gradients.linear_forward(run, op, wide, weight[None], TOKENS).y
+    rules = Rules.of(logits, k, {**LOSSES, **options})
+    chosen = rules.choose()
+    losses = rules.losses(chosen.sums)
+    y, dx, dwi, dwo, d_weights, *_ = _rules_mlp(operands, chosen.experts, chosen.weights, dy)
+    d_logits = rules.grad(chosen, losses, d_weights, UPSTREAM)
+    specs = (ArraySpec(x.shape, "float32"), ArraySpec((1, *router.shape), "float32"), None, None)
+    needs = Needs(True, True, False, False)
+    grads = gradients.linear_grads(run, op, specs, wide, weight[None], TOKENS, None, None, d_logits, needs)
+    # The sum of both gradients of x is rounded once more, as autograd of every frontend does.
+    total = (run.cast(grads.x, x.dtype.name).astype(np.float32) + dx.astype(np.float32)).astype(x.dtype)
+    return [y, losses.values[:2], total, run.cast(grads.w, router.dtype.name)[0], dwi, dwo]
+
+
+RULES = Face("rules", _rules_router, _rules_rows, _rules_functions, _rules_mlp, _rules_moe)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# PyTorch
+
+
+def _leaf(array: Any) -> Any:
+    return None if array is None else to_torch(array).requires_grad_()
+
+
+def _numpy(found: list[Any]) -> list[Any]:
+    return [None if each is None else as_numpy(each) for each in found]
+
+
+def _torch_router(logits: Any, k: int, d_weights: Any, options: Arrays, **given: Any) -> list[Any]:
+    held = _leaf(logits)
+    arrays = {name: torch.from_numpy(each) for name, each in given.items()}
+    weights, experts, aux = route.topk_router(held, k, **options, **arrays)
+    upstream = [to_torch(d_weights), *map(torch.tensor, UPSTREAM)]
+    torch.autograd.backward([weights, aux.aux_loss, aux.z_loss], upstream)
+    losses = torch.stack([aux.aux_loss, aux.z_loss])
+    return _numpy([weights, experts, aux.load, losses, aux.dropped, aux.entropy, held.grad])
+
+
+def _torch_rows(x: Any, experts: Any, count: int, probs: Any, dy: Any, align: int, max_rows: int | None) -> list[Any]:
+    held, p = _leaf(x), _leaf(probs)
+    rows, sizes, permutation = route.permute(
+        held, torch.from_numpy(experts), count, probs=p.detach(), align=align, max_rows=max_rows
+    )
+    y = route.unpermute(rows, permutation, p)
+    y.backward(to_torch(dy))
+    found = [rows, sizes, permutation.source, permutation.inverse, permutation.probs, y, held.grad, p.grad]
+    return _numpy(found)
+
+
+def _torch_functions(logits: Any, bias: Any, load: Any, ids: Any, rows: Any, sizes: Any) -> list[Any]:
+    given = [to_torch(each) for each in (logits, bias, load, ids, rows, sizes)]
+    padded, found, _ = route.pad_groups(given[4], given[5], 16)
+    return _numpy(
+        [
+            route.hash_experts(given[3], K, E),
+            route.update_bias(given[1], given[2], 0.125),
+            route.balance_quantile(given[0], given[1], K),
+            padded,
+            found,
+        ]
+    )
+
+
+def _torch_mlp(operands: Arrays, experts: Any, weights: Any, dy: Any, **options: Any) -> list[Any]:
+    held = {name: _leaf(each) for name, each in operands.items()}
+    p = _leaf(weights)
+    given = {name: held[name] for name in ("wi", "wo", "wi_bias", "wo_bias")}
+    y = torch_bridge.routed_mlp(held["x"], torch.from_numpy(experts), p, **given, **options)
+    y.backward(to_torch(dy))
+    leaves = [held["x"], held["wi"], held["wo"], p, held["wi_bias"], held["wo_bias"]]
+    return _numpy([y, *(None if each is None else each.grad for each in leaves)])
+
+
+def _torch_moe(operands: Arrays, router: Any, dy: Any, k: int, **options: Any) -> list[Any]:
+    held = {name: _leaf(each) for name, each in operands.items()}
+    weight = _leaf(router)
+    y, aux = torch_bridge.moe(held["x"], weight, held["wi"], held["wo"], k, **LOSSES, **options)
+    upstream = [to_torch(dy), *map(torch.tensor, UPSTREAM)]
+    torch.autograd.backward([y, aux.aux_loss, aux.z_loss], upstream)
+    grads = [held["x"].grad, weight.grad, held["wi"].grad, held["wo"].grad]
+    return _numpy([y, torch.stack([aux.aux_loss, aux.z_loss]), *grads])
+
+
+FACES = (Face("torch", _torch_router, _torch_rows, _torch_functions, _torch_mlp, _torch_moe),)
+"""The frontends, each held against the rules."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _same(ours: list[Any], wanted: list[Any], names: str) -> None:
+    for name, one, two in zip(names.split(), ours, wanted, strict=True):
+        assert (one is None) == (two is None), name
+        if two is not None:
+            asserts.bitwise(one, two, name)
+
+
+@pytest.mark.rule("LYR-1", "LYR-2", "LYR-3", "LYR-8", "ALL-1")
+@pytest.mark.parametrize("face", FACES, ids=str)
+@pytest.mark.matrix(
+    router=tuple(ROUTERS), masked=(False, True), replay=(False, True), dtype=("float32", "bfloat16", "float16")
+)
+def test_the_router(face: Face, router: str, masked: bool, replay: bool, dtype: str) -> None:
+    given: Arrays = {"bias": draw(E, seed="bias", scale=0.1)}
+    given |= {"mask": mask_of(T)} if masked else {}
+    given |= {"experts": experts_of(T, K, E)} if replay else {}
+    operands = (draw(T, E, dtype=dtype), K, draw(T, K, seed="dw"), {**ROUTERS[router], **LOSSES})
+    _same(
+        *(each.router(*operands, **given) for each in (face, RULES)), "weights experts load losses dropped entropy dx"
+    )
+
+
+@pytest.mark.rule("LYR-5", "LYR-6", "ALL-1")
+@pytest.mark.parametrize("face", FACES, ids=str)
+@pytest.mark.matrix(align=(1, 16), max_rows=(None, 64), dtype=("float32", "bfloat16", "float16"))
+def test_rows_and_sums(face: Face, align: int, max_rows: int | None, dtype: str) -> None:
+    experts = experts_of(T, K, E)
+    experts[2, 0], experts[9, 1] = -1, E
+    probs = np.abs(draw(T, K, seed="p"))
+    operands = (draw(T, H, dtype=dtype), experts, E, probs, draw(T, H, seed="dy", dtype=dtype), align, max_rows)
+    _same(*(each.rows(*operands) for each in (face, RULES)), "rows sizes source inverse probs y dx dprobs")
+
+
+@pytest.mark.rule("LYR-4", "LYR-7", "LYR-14", "LYR-15", "ALL-1")
+@pytest.mark.parametrize("face", FACES, ids=str)
+def test_the_other_functions(face: Face) -> None:
+    load, ids = np.arange(E, dtype=np.int32), np.arange(T, dtype=np.int32) * 7919
+    sizes = np.array([3, 0, 17, 5, 0, 0, 8, 2], np.int32)
+    operands = (draw(T, E), draw(E, seed="bias"), load, ids, draw(T, H, seed="rows"), sizes)
+    _same(*(each.functions(*operands) for each in (face, RULES)), "hash sign quantile padded sizes")
+
+
+def _operands(dtype: str, *, bias: bool) -> Arrays:
+    return {
+        "x": draw(T, H, seed="x", dtype=dtype),
+        "wi": draw(E, 2 * F, H, seed="wi", dtype=dtype, scale=H**-0.5),
+        "wo": draw(E, H, F, seed="wo", dtype=dtype, scale=F**-0.5),
+        "wi_bias": draw(E, 2 * F, seed="b1", dtype=dtype) if bias else None,
+        "wo_bias": draw(E, H, seed="b2", dtype=dtype) if bias else None,
+    }
+
+
+@pytest.mark.rule("LYR-16", "ALL-1")
+@pytest.mark.parametrize("face", FACES, ids=str)
+@pytest.mark.matrix(recipe=(None, FP8Current, FP8Block, MXFP8), bias=(False, True), dtype=("float32", "bfloat16"))
+def test_the_mlp_of_tokens(face: Face, recipe: Any, bias: bool, dtype: str) -> None:
+    experts = experts_of(T, K, E)
+    experts[2, 0], experts[9, 1] = -1, E
+    operands = (_operands(dtype, bias=bias), experts, np.abs(draw(T, K, seed="w")), draw(T, H, seed="dy", dtype=dtype))
+    _same(*(each.mlp(*operands, recipe=recipe) for each in (face, RULES)), "y x wi wo weights wi_bias wo_bias")
+
+
+@pytest.mark.rule("LYR-1", "LYR-16", "ALL-1")
+@pytest.mark.parametrize("face", FACES, ids=str)
+@pytest.mark.parametrize("router", ["softmax", "gpt_oss", "deepseek_v3", "capacity_probs"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_whole_layer(face: Face, router: str, dtype: str) -> None:
+    operands = _operands(dtype, bias=False)
+    given = (operands, draw(E, H, seed="router", dtype=dtype, scale=H**-0.5), draw(T, H, seed="dy", dtype=dtype), K)
+    _same(*(each.moe(*given, **ROUTERS[router]) for each in (face, RULES)), "y losses x router wi wo")
