@@ -49,6 +49,7 @@ from tests.ranks import (
     weight,
 )
 from torch_bridge import nn
+from torch_bridge import route as torch_route
 
 pytestmark = pytest.mark.rule("ERR-1")
 
@@ -369,6 +370,26 @@ def _sequential(fuse: str) -> Callable[..., Any]:
     return run
 
 
+def _torch_unpermute(y: Any, weights: Any) -> Any:
+    experts = torch.zeros((T, SLOTS), dtype=torch.int32)
+    return torch_route.unpermute(y, torch_route.permute(_ones(T, H), experts, G)[2], weights)
+
+
+def _torch_routed(recipe: Recipe | None) -> Callable[..., Any]:
+    def run(x: Any, accum_wi: Any, accum_wo: Any, **rest: Any) -> Any:
+        return torch_bridge.routed_mlp(_leaf(x), **rest, recipe=recipe, wgrad_accum=(accum_wi, accum_wo))
+
+    return run
+
+
+_TORCH_ROUTING: dict[str, Callable[..., Any]] = {
+    "topk_router": lambda logits, bias, mask: torch_route.topk_router(logits, SLOTS, bias=bias, mask=mask),
+    "update_bias": lambda bias, load: torch_route.update_bias(bias, load, 0.1),
+    "permute": lambda x, experts, probs: torch_route.permute(x, experts, G, probs=probs),
+    "unpermute": _torch_unpermute,
+}
+"""Functions with the arguments and messages of those of JAX."""
+
 _MLP_ARGUMENTS = {"group_sizes": SIZES, "probs": PROBS, "out": LIKE_X, "grad_input": LIKE_X}
 _LINEAR_ARGUMENTS = {"group_sizes": SIZES, "row_scale": ROW_SCALE, "out": OUT, "grad_input": LIKE_X}
 
@@ -509,6 +530,73 @@ TORCH: dict[str, Function] = {
             ("ScaledClampedQGeGLU", ()),
         )
     },
+    **{name: dataclasses.replace(JAX[name], call=call) for name, call in _TORCH_ROUTING.items()},
+    "replay:topk_router": Function(
+        lambda experts, sequence_sizes, key: torch_route.topk_router(
+            _ones(T, E), SLOTS, experts=experts, sequence_sizes=sequence_sizes, jitter=0.1, key=key
+        ),
+        {
+            "experts": _routed("topk_router", "experts", (T, SLOTS), "two axes [T, k]", "int32"),
+            "sequence_sizes": _routed("topk_router", "sequence_sizes", (2,), "one axis [S]", "int32"),
+            "key": dataclasses.replace(KEY, thing="`key` of topk_router"),
+        },
+    ),
+    "balance_quantile": Function(
+        lambda logits, bias, mask: torch_route.balance_quantile(logits, bias, SLOTS, mask=mask),
+        {
+            "logits": _routed("balance_quantile", "logits", (T, E), "two axes [T, E]"),
+            "bias": _routed("balance_quantile", "bias", (E,), "one axis [E]"),
+            "mask": _routed("balance_quantile", "mask", (T,), "one axis [T]", "bool"),
+        },
+    ),
+    "hash_experts": Function(
+        lambda token_ids, table: torch_route.hash_experts(token_ids, SLOTS, E, table=table),
+        {
+            "token_ids": _routed("hash_experts", "token_ids", (T,), "one axis [T]", "int32"),
+            "table": _routed("hash_experts", "table", (T, SLOTS), "two axes [V, k]", "int32"),
+        },
+    ),
+    "pad_groups": Function(
+        lambda rows, sizes: torch_route.pad_groups(rows, sizes, 4),
+        {
+            "rows": _routed("pad_groups", "rows", (M, H), "two axes [M, H]"),
+            "sizes": dataclasses.replace(SIZES, thing="`sizes` of pad_groups"),
+        },
+    ),
+    "unpad_groups": Function(
+        lambda rows: torch_route.unpad_groups(rows, torch_route.pad_groups(_ones(M, H), _SIZES, 4)[2]),
+        {"rows": _routed("unpad_groups", "rows", (12, H), "two axes [P, H]")},
+    ),
+    "alignment_for": Function(lambda: torch_route.alignment_for(FP8Current)),
+    **{
+        f"{prefix}routed_mlp": Function(
+            _torch_routed(recipe),
+            {
+                "x": X,
+                "experts": _routed("routed_mlp", "experts", (M, SLOTS), "two axes [T, k]", "int32"),
+                "weights": _routed("routed_mlp", "weights", (M, SLOTS), "two axes [T, k]"),
+                "wi": weight("[G, W, K]", G, 2 * F, K),
+                "wo": weight("[G, K, F]", G, K, F),
+                "wi_bias": WI_BIAS,
+                "wo_bias": WO_BIAS,
+                "accum_wi": accumulator(G, 2 * F, K, thing="wgrad_accum[0]"),
+                "accum_wo": accumulator(G, K, F, thing="wgrad_accum[1]"),
+                "out": LIKE_X,
+                "grad_input": LIKE_X,
+            },
+        )
+        for prefix, recipe in _BOTH_RECIPES
+    },
+    "moe": Function(
+        lambda x, router, wi, wo: torch_bridge.moe(x, router, wi, wo, SLOTS),
+        {
+            "x": _routed("moe", "x", (T, K), "two axes [T, H]"),
+            "router": _routed("moe", "router", (G, K), "two axes [E, H]"),
+            "wi": weight("[G, W, K]", G, 2 * F, K),
+            "wo": weight("[G, K, F]", G, K, F),
+        },
+    ),
+    "MoE": Function(_torch_layer("MoE", K, F, E, SLOTS), JAX["MoE"].arguments),
     "interleave": dataclasses.replace(JAX["interleave"], call=lambda weight: torch_bridge.interleave(weight, 2)),
     "deinterleave": dataclasses.replace(JAX["deinterleave"], call=lambda weight: torch_bridge.deinterleave(weight, 2)),
 }
@@ -556,5 +644,5 @@ def test_the_good_calls_work(functions: dict[str, Function]) -> None:
 def test_no_public_function_is_missing() -> None:
     ours = ranks.public_functions(jax_grouped, route, accumulate, nnx, moe)
     assert not {name for name in ours if name not in {key.split(":")[-1] for key in JAX}}
-    theirs = ranks.public_functions(torch_bridge, nn)
+    theirs = ranks.public_functions(torch_bridge, nn, torch_route)
     assert not {name for name in theirs if name not in {key.split(":")[-1] for key in TORCH}}
