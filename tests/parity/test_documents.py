@@ -64,9 +64,16 @@ moments = optimizer.init(nnx.state(model, nnx.Param))
         "torch_bridge.update_scaling": TORCH,
         "straight_through": JAX,
     },
-    "docs/torch.md": {"grouped_mlp_fwd": TORCH},
+    "docs/torch.md": {
+        "grouped_mlp_fwd": TORCH,
+        "topk_router": """
+k, loss, router = 2, torch.zeros(()), torch.randn(G, hidden)
+logits = torch.randn(40, G)
+""",
+    },
     "docs/torch_nn.md": {
         "backward_dw": TORCH,
+        "nn.MoE(": "from torch_bridge import route",
         "is_first_microbatch": "microbatches = [(x, sizes, probs)] * 2",
         "expand_shard": """
 weights, shard, start = list(layer.parameters()), torch.cat([each.flatten() for each in masters]), 0
