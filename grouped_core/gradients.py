@@ -282,7 +282,7 @@ def main_grads(
 
     Args:
         specs: of x, w, bias, row_scale; the last two are None where the operation had none.
-        x, w: as `linear_forward` saved them; None where it did not.
+        x, w: as `linear_forward` saved them; None where it did not. Without x, `rows` of the result are None.
         dy: [M, N]. It may be quantised for the products; other readers get its dequantised values.
         grad_input: the caller's [M, K] buffer for dx; its tail rows are left unchanged.
         stream: number of this dy among those that share one key of stochastic rounding.
@@ -339,7 +339,8 @@ def main_grads(
                 scaled = scale_rows(run, dy, row_factor, group_sizes, run.spec(dy).dtype)
                 ready, amax = grad_in_formats(run, recipe, scaled, wgrad_form, group_sizes, extras, stream, amax)
             (rows_dy,) = ready
-        (rows,), x_amax = rows_for_wgrad(run, recipe, x, group_sizes, extras)
+        if x is not None:
+            (rows,), x_amax = rows_for_wgrad(run, recipe, x, group_sizes, extras)
     if needs.bias and bias_spec is not None:
         call = calls.group_sum(run.spec(dy), sizes_spec, bias_spec.dtype, operand_spec(run, scale))
         (db,) = run(call, call.arrange(rows=dy, group_sizes=group_sizes, row_scale=scale))

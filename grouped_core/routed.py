@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from grouped_core import mlp, routing, routing_calls
 from grouped_core.calls import ArraySpec, OperandSpec
 from grouped_core.formats import Format, QTensor, wide
-from grouped_core.gradients import Amaxes, MainGrads
+from grouped_core.gradients import Amaxes, MainGrads, measures_late, rows_for_wgrad
+from grouped_core.linear_spec import Linear
 from grouped_core.mlp import AtHidden
 from grouped_core.mlp_spec import NO_NEEDS, Mlp, MlpNeeds, MlpSpecs, kept
 from grouped_core.products import Array, Operand, Runner, operand_spec
@@ -148,7 +149,8 @@ def first_product(
     """`mlp.first_product` for tokens; its `x` is the gradient of the tokens [T, K].
 
     Args:
-        x: [T, K]. grad_input: the caller's [T, K] buffer for dx.
+        x: [T, K]; None if the caller makes rows of it later (`first_rows`).
+        grad_input: the caller's [T, K] buffer for dx.
     """
     op, slots = keeps_tokens(op), run.spec(order.inverse).shape[1]
     rows = routing.gather(run, x, order.source, slots) if needs.wi and x is not None else None
@@ -158,6 +160,26 @@ def first_product(
         return found
     dx = routing.combine(run, found.x, order.inverse, wide(specs.x.dtype), out=grad_input)
     return found._replace(x=dx)
+
+
+def first_rows(
+    run: Runner, op: Linear, wi: OperandSpec, x: Array, source: Array, slots: int, sizes: Array, scale: Array | None
+) -> Operand:
+    """The rows of x [T, K] as the gradient of wi reads them; `weight_grad` may take them at any later time.
+
+    They need not be made where `first_product` runs unless their magnitudes are measured there (`measures_rows`).
+
+    Args:
+        op: the first product. wi: spec of its weight. scale: quantisation scales [G] of delayed scaling.
+    """
+    rows = routing.gather(run, x, source, slots)
+    recipe = op.resolve(run.spec(rows), wi)
+    return rows_for_wgrad(run, recipe, rows, sizes, Extras(x=scale, measure=False)).forms[0]
+
+
+def measures_rows(op: Mlp) -> bool:
+    """Whether backward finds the magnitudes of x, for delayed scaling of its weight gradient alone."""
+    return op.recipe is not None and op.recipe.wgrad[0].delayed and measures_late(op.recipe, 0)
 
 
 @lru_cache(maxsize=1024)

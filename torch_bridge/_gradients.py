@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grouped_core import gradients, memory, quantizing
+from grouped_core import gradients, memory, quantizing, routed
 from grouped_core.calls import OperandSpec
 from grouped_core.formats import Format, QTensor, wide
 from grouped_core.linear_spec import Linear
@@ -69,11 +69,56 @@ _WEIGHT_GRAD = define(
 )
 
 
+class _OfTokens(NamedTuple):
+    """Static facts: those of `_WeightGrad`, and the number of slots per token."""
+
+    of: _WeightGrad
+    slots: int
+
+
+class _TokenOperands(NamedTuple):
+    x: Any
+    source: Any
+    scale: Any
+    dy: Any
+    sizes: Any
+    into: Any
+    into_up: Any
+
+
+def _weight_grad_of_tokens(run: Any, static: _OfTokens, o: _TokenOperands) -> list[Any]:
+    op, weight, _, _ = static.of
+    rows = routed.first_rows(run, op, weight, o.x, o.source, static.slots, o.sizes, o.scale)
+    return _weight_grad(run, static.of, _Operands(rows, o.dy, o.sizes, o.into, o.into_up))
+
+
+_WEIGHT_GRAD_OF_TOKENS = define(
+    *("routed_weight_grad", _weight_grad_of_tokens, _TokenOperands, _OfTokens),
+    rows=("dy",),
+    written=("into", "into_up"),
+    derived=("x", "source"),
+)
+
+
+class Tokens(NamedTuple):
+    """Rows that are gathered when a gradient is computed: those of x [T, K] at `source` [M].
+
+    Attributes:
+        slots: per token. scale: quantisation scales [G] of delayed scaling, or None.
+    """
+
+    x: Any
+    source: Any
+    slots: int
+    scale: Any
+
+
 class WeightGradient(NamedTuple):
     """The gradient of one weight, computed later: dW_g = sum rows^T dy over the rows of group g.
 
     Attributes:
         op: the product. weight: spec of the packed weight. rows: [M, K], dy: [M, N], as the main gradients return them.
+        tokens: of which rows are gathered then, if `rows` is None.
     """
 
     op: Linear
@@ -81,6 +126,7 @@ class WeightGradient(NamedTuple):
     rows: Any
     dy: Any
     sizes: Tensor
+    tokens: Tokens | None = None
 
     def new(self, live: Sequence[int], count: int, *, packed: bool) -> list[Tensor]:
         """New gradients for the tensors at `live` of a weight of `count` tensors; `packed`: it is one tensor."""
@@ -112,12 +158,17 @@ class WeightGradient(NamedTuple):
 
     def _launch(self, halves: tuple[int, ...], accumulate: bool, into: Any, into_up: Any) -> list[Any]:
         static = _WeightGrad(self.op, self.weight, halves, accumulate)
+        if self.rows is None and self.tokens is not None:
+            x, source, slots, scale = self.tokens
+            of_tokens = _TokenOperands(x, source, scale, self.dy, self.sizes, into, into_up)
+            return call(_WEIGHT_GRAD_OF_TOKENS, _OfTokens(static, slots), of_tokens, self.dy.shape[0])
         operands = _Operands(self.rows, self.dy, self.sizes, into, into_up)
         return call(_WEIGHT_GRAD, static, operands, self.rows.shape[0])
 
     def tensors(self) -> list[Tensor]:
         """The tensors that it keeps alive."""
-        return [each for each in pack((self.rows, self.dy, self.sizes)).tensors if each is not None]
+        tokens = () if self.tokens is None else (self.tokens.x, self.tokens.source, self.tokens.scale)
+        return [each for each in pack((self.rows, self.dy, self.sizes, *tokens)).tensors if each is not None]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

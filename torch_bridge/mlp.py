@@ -262,9 +262,10 @@ def _backward(
         # No other reference to these operands exists here, so the hidden rows are freed inside the call.
         return call(_AT_HIDDEN, static, _hidden_operands(kept, dy, *extras), saved.rows)
 
-    def first_product(dh: Any, of_dh: Any) -> list[Any]:
+    def first_product(dh: Any, of_dh: Any) -> tuple[Any, Any, WeightGradient]:
         operands = FirstOperands(x, wi, sizes, dh, of_dh, buffer, extras[0])
-        return call(_FIRST_PRODUCT, static, operands, saved.rows)
+        dx, db1, rows, dh = call(_FIRST_PRODUCT, static, operands, saved.rows)
+        return dx, db1, WeightGradient(saved.op.fc1(), saved.specs.wi, rows, dh, sizes)
 
     return in_stages(saved, sizes, at_hidden, first_product, deliver)
 
@@ -278,14 +279,14 @@ def in_stages(
     saved: Saved,
     sizes: Tensor,
     at_hidden: Callable[[], list[Any]],
-    first_product: Callable[[Any, Any], list[Any]],
+    first_product: Callable[[Any, Any], tuple[Any, Any, WeightGradient]],
     deliver: Deliver,
 ) -> MainGradients:
     """Backward in two stages, each followed by the gradient of its weight.
 
     Args:
         at_hidden: () -> dp, db2, dh, its quantised forms, z and dy as the weight gradient reads them.
-        first_product: (dh, its quantised forms) -> dx, db1, x and dh as the weight gradient reads them.
+        first_product: (dh, its quantised forms) -> dx, db1, the gradient of wi.
     """
     op, needs = saved.op, saved.needs
     dp, db2, dh, of_dh, z, dy = at_hidden()
@@ -294,9 +295,10 @@ def in_stages(
     del z, dy
     dx = db1 = None
     if needs_dh(needs):
-        dx, db1, rows, dh = first_product(dh, of_dh)
+        dx, db1, of_wi = first_product(dh, of_dh)
+        del dh, of_dh
         if needs.wi:
-            deliver(0, WeightGradient(op.fc1(), saved.specs.wi, rows, dh, sizes))
+            deliver(0, of_wi)
     return MainGradients(dx, dp, (db1, db2))
 
 

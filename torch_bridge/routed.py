@@ -24,7 +24,9 @@ from torch_bridge._args import Accumulators, Arguments, Members, routed_argument
 from torch_bridge._autograd import NOTHING, Deliver, Kept, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS, run
 from torch_bridge._checks import ROUTED_NAMES
+from torch_bridge._gradients import Tokens, WeightGradient
 from torch_bridge._operators import call, define
+from torch_bridge._scaling import X
 from torch_bridge._tensors import StraightThrough, rows_spec
 from torch_bridge.mlp import MlpForward, MlpGrads, extras_of_backward, in_stages, needs_of, prepared, weight_dtypes
 from torch_bridge.sizes import every_row
@@ -223,6 +225,7 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     specs, needs = saved.specs, saved.needs
     has_biases = (specs.wi_bias is not None, specs.wo_bias is not None)
     again, at_first = rules.kept_tokens(saved.op, needs, *has_biases)
+    at_once = at_first and rules.measures_rows(saved.op)  # otherwise rows are gathered where the gradient is computed
     static, extras = MlpGrads(saved.op, specs, needs), extras_of_backward(saved, key)
     buffer = grad_input if needs.x else None
 
@@ -230,9 +233,11 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
         # No other reference to the hidden rows exists here, so they are freed inside the call.
         return call(_AT_HIDDEN, static, _hidden_operands(kept, x if again else None, dy, *extras), saved.rows)
 
-    def first_product(dh: Any, of_dh: Any) -> list[Any]:
-        operands = FirstOperands(x if at_first else None, wi, sizes, source, inverse, dh, of_dh, buffer, extras[0])
-        return call(_FIRST_PRODUCT, static, operands, saved.rows)
+    def first_product(dh: Any, of_dh: Any) -> tuple[Any, Any, WeightGradient]:
+        operands = FirstOperands(x if at_once else None, wi, sizes, source, inverse, dh, of_dh, buffer, extras[0])
+        dx, db1, rows, dh = call(_FIRST_PRODUCT, static, operands, saved.rows)
+        tokens = None if at_once else Tokens(x, source, inverse.shape[1], saved.scaling[0].scale(X))
+        return dx, db1, WeightGradient(saved.op.fc1(), specs.wi, rows, dh, sizes, tokens)
 
     return in_stages(saved, sizes, at_hidden, first_product, deliver)
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from grouped_core.routing_spec import router_option
 from tests import asserts
+from tests.torch_frontend.offload_tools import recorded
 from tests.torch_frontend.routing_tools import (
     ROUTERS,
     dense_mlp,
@@ -35,6 +36,7 @@ from torch_bridge import (
     grouped_linear,
     moe,
     nn,
+    offload,
     route,
     routed_mlp,
     update_scaling,
@@ -309,6 +311,36 @@ def test_experts_deliver_gradients_as_a_grouped_mlp_does(
 def _seeded(run: Callable[[], Any]) -> Any:
     torch.manual_seed(1)
     return run()
+
+
+@pytest.mark.rule("LYR-16", "DLY-1")
+@pytest.mark.parametrize("recipe", [None, FP8Current, MXFP8])
+def test_delayed_gradients_of_the_first_weight_wait_with_tokens_and_maps(recipe: Any) -> None:
+    torch.manual_seed(0)
+    module = nn.MoE(128, 192, E, K, recipe=recipe, delay_wgrad_compute=True)
+    x = _x(hidden=128)
+    module(x)[0].sum().backward()
+    (entry,) = module.experts.linear_fc1.delayed._entries
+    assert any(each.data_ptr() == x.data_ptr() for each in entry.operands)
+    others = [each for each in entry.operands if each.data_ptr() != x.data_ptr() and each.dim() == 2]
+    assert not [each for each in others if 128 in each.shape and each.numel() >= T * K * 128]  # rows of x, in any form
+    module.backward_dw()
+    assert module.experts.linear_fc1.weight.grad is not None
+
+
+@pytest.mark.rule("OFF-1", "LYR-16")
+def test_tokens_and_hidden_rows_can_be_offloaded() -> None:
+    module, x = _layer(), _x()
+    plain = _step(module, module, x)
+    with recorded() as sent:
+
+        def moved(x: Tensor) -> Any:
+            with offload.cpu_offload(min_numel=0, prefetch=0):
+                return module(x * 1)
+
+        found = _step(moved, module, x)
+    _same(found, plain)
+    assert {tuple(each.source.shape) for each in sent} == {(T, H), (T * K, 2 * F)}
 
 
 @pytest.mark.rule("QNT-1", "LYR-16")

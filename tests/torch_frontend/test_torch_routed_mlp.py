@@ -233,14 +233,17 @@ def test_weights_that_are_quantised_already() -> None:
 
 
 @pytest.mark.rule("LYR-16")
-def test_delayed_scaling_sees_the_rows_of_slots() -> None:
+@pytest.mark.parametrize(
+    "recipe", [FP8Delayed, FP8Delayed.replace(forward=FP8Current.forward)], ids=["both", "backward_alone"]
+)
+def test_delayed_scaling_sees_the_rows_of_slots(recipe: Any) -> None:
     """Both operations measure the same magnitudes, in forward and backward, and start from the same scales."""
     p, (experts, weights) = layer(T, E, 128, 128), _slots()
-    states = [scaling_state(FP8Delayed, E, products=2) for _ in range(2)]
+    states = [scaling_state(recipe, E, products=2) for _ in range(2)]
     for step in range(3):
         found = []
         for run, state in zip((_routed, _composed), states, strict=True):
-            y = run(p, experts, weights, recipe=FP8Delayed.bind(state))
+            y = run(p, experts, weights, recipe=recipe.bind(state))
             found.append([y, *torch.autograd.grad(y.square().sum(), list(_operands(p, weights).values()))])
             update_scaling(state)
         for one, two in zip(*found, strict=True):
@@ -373,7 +376,7 @@ def test_the_operators_pass_opcheck(recipe: Any, accumulates: bool) -> None:
         lambda: _routed(p, experts, weights, out=out, **options).backward(torch.ones(T, 64)), multiplies=recipe is None
     )
     names = {name.split("_into")[0] for name in seen}
-    assert names == {"routed_mlp", "routed_at_hidden", "routed_first_product", "weight_grad"}
+    assert names == {"routed_mlp", "routed_at_hidden", "routed_first_product", "routed_weight_grad", "weight_grad"}
 
 
 @pytest.mark.rule("GRD-13")
