@@ -20,7 +20,7 @@ from grouped_core.routing_spec import Router, router_option
 from grouped_core.routing_spec import alignment_for as alignment_for
 from torch_bridge import _codec, _routing
 from torch_bridge._cache import Cache
-from torch_bridge._checks import check_operand, refuse_transforms
+from torch_bridge._checks import check_operand, refuse_transforms, refuse_vmap
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._operators import call
@@ -333,6 +333,8 @@ def hash_experts(token_ids: Tensor, k: int, E: int, *, table: Tensor | None = No
 
 
 def _hash_experts(token_ids: Tensor, k: int, experts: int, table: Tensor | None) -> tuple[Tensor, ...]:
+    refuse_vmap("hash_experts")
+
     def check(token_ids: Any, table: Any) -> None:
         routing_spec.check_hash_experts(token_ids, k, experts, table)
 
@@ -358,6 +360,7 @@ def update_bias(bias: Tensor, load: Tensor, rate: float, *, process_group: Any =
 
 
 def _update_bias(bias: Tensor, load: Tensor, rate: float, group: str | None) -> tuple[Tensor, ...]:
+    refuse_vmap("update_bias")
     _checked("update_bias", {"bias": bias, "load": load}, None, routing_spec.check_update_bias)
     with torch.no_grad():
         load = saturate(load)
@@ -399,6 +402,7 @@ def balance_quantile(
 def _balance_quantile(
     logits: Tensor, bias: Tensor, mask: Tensor | None, options: tuple[Any, ...], group: str | None
 ) -> tuple[Tensor, ...]:
+    refuse_vmap("balance_quantile")
     static = _routing.QuantileFacts(*options)
 
     def check(logits: Any, bias: Any, mask: Any) -> None:

@@ -390,6 +390,26 @@ def test_a_compiled_layer_has_the_bits_of_the_eager_one(backend: str, recipe: An
     _same(_step(run, module, x, mask=mask), _step(module, module, x, mask=mask))
 
 
+@pytest.mark.rule("GRD-12", "LYR-1")
+def test_a_compiled_layer_draws_its_keys_in_the_graph() -> None:
+    module, x = _layer(jitter=0.3), _x()
+    run = torch.compile(module, fullgraph=True, backend="aot_eager")
+    _same(*(_seeded(partial(_step, each, module, x)) for each in (run, module)))
+
+
+@pytest.mark.rule("GRD-12", "GRD-1")
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_compiled_layer_adds_to_main_grad(listed: bool) -> None:
+    module, x = _layer(accumulate_into_main_grad=True, single_grouped_weight=not listed), _x()
+    found = []
+    for run in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
+        every: list[Any] = list(module.experts.parameters())
+        for each in every:
+            each.main_grad = torch.full(each.shape, 0.5)
+        found.append(_step(run, module, x) | {str(at): each.main_grad for at, each in enumerate(every)})
+    _same(found[1], found[0])
+
+
 @pytest.mark.rule("LYR-15")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_gives_the_same_bits(reentrant: bool) -> None:

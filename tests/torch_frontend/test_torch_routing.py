@@ -484,6 +484,24 @@ def test_what_does_not_fit_is_refused(call: Any, kind: type[Exception], said: li
         call(route)
 
 
+@pytest.mark.rule("ERR-1")
+def test_transforms_are_refused() -> None:
+    experts = torch.zeros(T, K, dtype=torch.int32)
+    _, _, permutation = route.permute(torch.ones(T, H), experts, E)
+    rows, biases = torch.ones(2, T, H), torch.zeros(2, E)
+    for name, run, batch in (
+        ("topk_router", lambda x: route.topk_router(x, 1)[0], rows),
+        ("permute", lambda x: route.permute(x, experts, E)[0], rows),
+        ("unpermute", lambda x: route.unpermute(x, permutation), torch.ones(2, T * K, H)),
+        ("pad_groups", lambda x: route.pad_groups(x, torch.tensor([T]), 4)[0], rows),
+        ("update_bias", lambda x: route.update_bias(x, torch.zeros(E, dtype=torch.int32), 0.1), biases),
+        ("balance_quantile", lambda x: route.balance_quantile(torch.zeros(T, E), x, K), biases),
+        ("hash_experts", lambda x: route.hash_experts(x, K, E), torch.zeros(2, T, dtype=torch.int32)),
+    ):
+        with asserts.refused(NotImplementedError, [name, "vmap", "expected plain tensors", "fold"]):
+            torch.func.vmap(run)(batch)
+
+
 @pytest.mark.rule("LYR-3", "LYR-13")
 def test_losses_of_all_ranks_follow_from_their_sums() -> None:
     """What two ranks compute in parallel_checks.py, here by the rules alone: the sums of halves are those of all."""
