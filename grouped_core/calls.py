@@ -8,6 +8,7 @@ Letters: G groups, M rows, K in, N out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -195,9 +196,9 @@ RESULTS: dict[str, tuple[str, ...]] = {
 
 def new_call(
     name: str,
-    operands: dict[str, ArraySpec | None],
-    results: ArraySpec | dict[str, ArraySpec | None],
-    params: dict[str, Param] | None = None,
+    operands: Mapping[str, ArraySpec | None],
+    results: ArraySpec | Mapping[str, ArraySpec | None],
+    params: Mapping[str, Param] | None = None,
     implementation: str = "",
 ) -> Call:
     """The call `name` with specs of its operands and results by slot; a single spec is that of the only result."""

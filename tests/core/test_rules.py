@@ -22,8 +22,6 @@ LATER = {
     "CKP-6": "metadata come with the converters",
     "CKP-7": "names of global experts come with expert parallelism",
     "CKP-8": "files of both frameworks come with the converters",
-    "LYR-7": "padding of groups comes with routing",
-    "LYR-8": "capacities come with routing",
     "LYR-9": "the exchange comes with expert parallelism; which experts a rank has is tested already",
     "LYR-10": "budgets come with expert parallelism",
     "LYR-11": "emulated exchanges come with expert parallelism",
