@@ -34,7 +34,7 @@ class Format:
         delayed: the quantisation scale comes from a state, from the amax of earlier steps.
         starts_at_one: with delayed: a group without a scale yet (its state holds 0) has scale 1, instead of the scale
             that follows from its rows in this call. Recipes set it where a row must not depend on others.
-        pow2: "fp32" scales (the multipliers) are rounded down to powers of two.
+        pow2: "fp32" quantisation scales are rounded down to powers of two.
         eps: "fp32" scales use at least this amax.
         stochastic: E2M1 codes are rounded stochastically.
         rotate: where rows are contracted, blocks go through a Hadamard transform.

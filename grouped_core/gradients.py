@@ -308,7 +308,7 @@ def main_grads(
     wgrad_form = [(0, recipe.wgrad[1])]
     dy_forms = [(1, recipe.dgrad[0])] if through_weight else []
     dy_forms += wgrad_form if needs.w and row_factor is None else []
-    of_dy = grad_in_formats(run, recipe, given, dy_forms, group_sizes, extras, stream, stored=quantized_dy)
+    of_dy = grad_in_formats(run, recipe, given, dy_forms, group_sizes, extras, stream, given=quantized_dy)
     if through_weight:
         # The gradient of the scale reads dy W^T unscaled and unrounded, so dx is then scaled in a separate pass. Both
         # ways do one fp32 product and one rounding, so they give the same bits.
@@ -368,14 +368,14 @@ def grad_in_formats(
     extras: Extras,
     stream: int,
     amax: Array | None = None,
-    stored: QTensor[Any] | None = None,
+    given: QTensor[Any] | None = None,
 ) -> Quantized:
     """dy in the formats `wanted`; the amax of delayed scaling is merged into `amax`.
 
     Args:
-        stored: forms of dy that exist already; the others are made.
+        given: forms of dy that exist already; the others are made.
     """
-    ready = [None if stored is None else given_form(stored, *each) for each in wanted]
+    ready = [None if given is None else given_form(given, *each) for each in wanted]
     missing = [each for each, form in zip(wanted, ready, strict=True) if form is None]
     amax = extras.dy_amax if amax is None else amax
     delayed = {"scale": extras.dy, "amax": amax, "measure": extras.measure}

@@ -52,12 +52,12 @@ class WeightForms(Protocol):
         wanted: tuple[tuple[int, Format], ...],
         scale: Tensor | None,
         amax: Tensor | None,
-        multipliers: tuple[Any, ...],
+        scale_mark: tuple[Any, ...],
     ) -> Sequence[QTensor[Tensor]]:
         """The weight quantised for each requested axis and format; delayed scaling updates `amax` with its amax.
 
         Args:
-            scale: [G], scales of delayed scaling. multipliers: identifies the scales; it differs after each update.
+            scale: [G], scales of delayed scaling. scale_mark: identifies the scales; it differs after each update.
         """
         ...
 

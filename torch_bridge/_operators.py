@@ -74,7 +74,7 @@ def _define(name: str, schema: str, rule: Rule) -> None:
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     for device in ("CPU", "CUDA"):
         _LIBRARY.impl(name, partial(_execute, rule), device)
-    torch.library.register_fake(f"torch_bridge::{name}", partial(_imagine, rule), lib=_LIBRARY)
+    torch.library.register_fake(f"torch_bridge::{name}", partial(_fake_results, rule), lib=_LIBRARY)
 
 
 def call(rule: Rule, static: Hashable, operands: Any, rows: Any) -> list[Any]:
@@ -179,7 +179,7 @@ def _execute(rule: Rule, *arguments: Any) -> Any:
     return _results([values[at] for at in program.made], arguments)
 
 
-def _imagine(rule: Rule, *arguments: Any) -> Any:
+def _fake_results(rule: Rule, *arguments: Any) -> Any:
     facts, leaves, rows = _arguments(rule, *arguments)
     found = _fake.fake(rule, facts.static, facts.layouts, leaves, rows)
     if _fake.planned:

@@ -64,7 +64,7 @@ def _spread(scales: NDArray[Any], axis: int, length: int) -> NDArray[np.float64]
     return np.take(wide, np.arange(length), axis=axis)
 
 
-def _stored(format: Format, axis: int, shape: tuple[int, ...], exact: NDArray[np.float64], **arrays: Any) -> Operand:
+def _quantized(format: Format, axis: int, shape: tuple[int, ...], exact: NDArray[np.float64], **arrays: Any) -> Operand:
     specs = [
         None if arrays.get(name) is None else spec_of(arrays[name]) for name in ("values", "scales", "group_scales")
     ]
@@ -91,7 +91,7 @@ def rows_operand(case: cases.Case, width: int, format: Format, name: str, positi
     else:
         group_scales = _scales((case.groups,), name)
         exact = exact * group_scales.astype(np.float64)[_group_of_row(case)][:, None]
-    return _stored(format, 1, (case.rows, width), exact, values=codes, scales=scales, group_scales=group_scales)
+    return _quantized(format, 1, (case.rows, width), exact, values=codes, scales=scales, group_scales=group_scales)
 
 
 def weight_operand(case: cases.Case, format: Format, positive: bool = False) -> Operand:
@@ -106,7 +106,7 @@ def weight_operand(case: cases.Case, format: Format, positive: bool = False) -> 
         group_scales = _scales((case.groups,), "w")
         exact = exact * group_scales.astype(np.float64)[:, None, None]
     shape = (case.groups, case.k, case.n)
-    return _stored(format, 1, shape, exact.swapaxes(1, 2), values=codes, scales=scales, group_scales=group_scales)
+    return _quantized(format, 1, shape, exact.swapaxes(1, 2), values=codes, scales=scales, group_scales=group_scales)
 
 
 def turned_operand(case: cases.Case, width: int, format: Format, name: str) -> Operand:
@@ -132,7 +132,7 @@ def turned_operand(case: cases.Case, width: int, format: Format, name: str) -> O
     bits[:, at:] = 0x7F
     if scales is not None:
         scales[at // 128 :] = np.nan
-    return _stored(format, 0, (case.rows, width), exact, values=codes, scales=scales, group_scales=group_scales)
+    return _quantized(format, 0, (case.rows, width), exact, values=codes, scales=scales, group_scales=group_scales)
 
 
 def _by_slot(lhs: Operand, rhs: Operand, others: dict[str, Any]) -> list[Any]:
@@ -296,7 +296,7 @@ def test_rows_depend_on_their_group_alone(kernel, pair):
     alone = cases.Case("alone", (0, 0, 301, 0), 301, TILES.k, TILES.n, frozenset())
     part = slice(start, start + 301)
     scales = lhs.arrays.get("scales")
-    moved = _stored(
+    moved = _quantized(
         pair[0],
         1,
         (301, TILES.k),

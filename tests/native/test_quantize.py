@@ -16,7 +16,7 @@ from grouped_core.formats import FORMATS, Format
 from tests import asserts, cases
 from tests.native.runner import Native, kernels
 
-STORED = [row for row in FORMATS.values() if not row.plain]
+FORMATS_WITH_SCALES = [row for row in FORMATS.values() if not row.plain]
 
 
 def variant(name: str, **changes: Any) -> Format:
@@ -24,7 +24,7 @@ def variant(name: str, **changes: Any) -> Format:
 
 
 VARIANTS = [
-    *STORED,
+    *FORMATS_WITH_SCALES,
     variant("fp8_tensor", pow2=True),
     variant("fp8_tensor_e5m2", eps=0.5),
     variant("fp8_1x128", pow2=False),
@@ -133,7 +133,7 @@ def same(found: dict[str, NDArray[Any]], wanted: dict[str, NDArray[Any]]) -> Non
 
 def dequantize(
     run: Native,
-    stored: dict[str, NDArray[Any]],
+    quantized: dict[str, NDArray[Any]],
     format: Format,
     axis: int,
     like: NDArray[Any],
@@ -144,7 +144,7 @@ def dequantize(
     spec = calls.spec_in_format(format, like.shape, axis, like.dtype.name, groups)
     call = calls.dequantize(spec, None if group_sizes is None else spec_of(group_sizes), dtype)
     prefix = "cross_" if axis == like.ndim - 2 else ""
-    named = {name: stored.get(prefix + name) for name in ("values", "scales", "group_scales")}
+    named = {name: quantized.get(prefix + name) for name in ("values", "scales", "group_scales")}
     return run(call, call.arrange(group_sizes=group_sizes, **named))[0]
 
 
@@ -445,10 +445,10 @@ def test_values_of_rows(kernel, format, case, dtype, cross, codes):
     if format.rotate:
         format = format.replace(rotate=False)  # values of what was stored; nobody turns it back
     forms = (not cross, cross)
-    stored = quantize(Native("quantize_any_cpu", check=False), x, format, forms, sizes)
+    quantized = quantize(Native("quantize_any_cpu", check=False), x, format, forms, sizes)
     if codes == "any":
-        stored = {name: shuffled(array, name) for name, array in stored.items()}
-    found = dequantize(Native(kernel), stored, format, 0 if cross else 1, x, sizes, dtype)
+        quantized = {name: shuffled(array, name) for name, array in quantized.items()}
+    found = dequantize(Native(kernel), quantized, format, 0 if cross else 1, x, sizes, dtype)
     asserts.zero(found[case.valid :], "tail")
 
 
@@ -472,10 +472,10 @@ def shuffled(array: NDArray[Any], name: str) -> NDArray[Any]:
 )
 def test_values_of_weights(kernel, format, shape, dtype, cross, codes):
     w = numbers(shape, "float32")
-    stored = quantize(Native("quantize_any_cpu", check=False), w, format, (not cross, cross))
+    quantized = quantize(Native("quantize_any_cpu", check=False), w, format, (not cross, cross))
     if codes == "any":
-        stored = {name: shuffled(array, name) for name, array in stored.items()}
-    dequantize(Native(kernel), stored, format, 1 if cross else 2, w, None, dtype)
+        quantized = {name: shuffled(array, name) for name, array in quantized.items()}
+    dequantize(Native(kernel), quantized, format, 1 if cross else 2, w, None, dtype)
 
 
 @pytest.mark.parametrize("kernel", kernels("scale_update"))

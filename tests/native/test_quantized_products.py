@@ -17,7 +17,7 @@ from grouped_core.products import arranged
 from grouped_core.recipes import BF16
 from tests import asserts, cases
 from tests.native.runner import Native, kernels
-from tests.stored import drawn
+from tests.quantized import drawn
 
 each_kernel = pytest.mark.parametrize("kernel", kernels("grouped_matmul"))
 

@@ -69,7 +69,7 @@ def test_both_frontends_give_the_same_bits_within_the_bounds(case, dtype, transp
     y, y_jax = TORCH.forward(given, **options), JAX.forward(given, **options)
     asserts.bitwise(y_jax, y, "y of jax")
     asserts.bitwise(TORCH.forward(given, **options), y, "y again")
-    found, found_jax = (face.gradients(given, p.dy, needs, **options) for face in (TORCH, JAX))
+    found, found_jax = (frontend.gradients(given, p.dy, needs, **options) for frontend in (TORCH, JAX))
     op = Linear(Names("x", "w"), transposed=transposed, scale_bias=scale_bias)
     held = (given["x"], given["w"], given["group_sizes"], given["bias"], given["row_scale"])
     kernels = dict.fromkeys(("group_sum", "row_dot", "scale_rows"), "on_a_gpu_cuda")

@@ -84,12 +84,12 @@ def test_both_frontends_give_the_same_bits_within_the_bounds(
     y = TORCH.forward(given, **options)
     found = TORCH.gradients(given, dy, needs, **options)
     form = in_halves(given, transposed) if halves else given
-    for face in (JAX, TORCH):
-        asserts.bitwise(face.forward(form, residuals=policy, **options), y, f"y of {face}")
-        again = face.gradients(form, dy, needs, residuals=policy, **options)
+    for frontend in (JAX, TORCH):
+        asserts.bitwise(frontend.forward(form, residuals=policy, **options), y, f"y of {frontend}")
+        again = frontend.gradients(form, dy, needs, residuals=policy, **options)
         for name, need, a, b in zip(LEAVES, needs, again, found, strict=True):
             if need:
-                asserts.bitwise(a, b, f"gradient of {name} from {face} with {policy}")
+                asserts.bitwise(a, b, f"gradient of {name} from {frontend} with {policy}")
     op, kernels = Mlp(MlpNames(), activation, transposed=transposed), kernels_of(given, **options)
     asserts.within(y, bounds.expect_mlp(op, **given, kernels=kernels), "y")
     expected = bounds.expect_mlp_grads(op, **given, dy=dy, needs=needs, kernels=kernels)

@@ -64,13 +64,13 @@ def test_frontends_agree_bitwise_and_lie_within_the_bounds(
     y = ARRAYS.forward(given, **options)
     gradients = ARRAYS.gradients(given, dy, needs, **options)
     form = in_halves(given, transposed) if halves else given
-    for face in (ARRAYS, JAX, TORCH):
-        asserts.bitwise(face.forward(form, residuals=policy, **options), y, f"y of {face}")
-        found = face.gradients(form, dy, needs, residuals=policy, **options)
+    for frontend in (ARRAYS, JAX, TORCH):
+        asserts.bitwise(frontend.forward(form, residuals=policy, **options), y, f"y of {frontend}")
+        found = frontend.gradients(form, dy, needs, residuals=policy, **options)
         for name, need, a, b in zip(LEAVES, needs, found, gradients, strict=True):
-            assert (a is not None) == need, f"gradient of {name} from {face}"
+            assert (a is not None) == need, f"gradient of {name} from {frontend}"
             if need:
-                asserts.bitwise(a, b, f"gradient of {name} from {face} with {policy}")
+                asserts.bitwise(a, b, f"gradient of {name} from {frontend} with {policy}")
     op = Mlp(MlpNames(), activation, transposed=transposed)
     asserts.within(y, bounds.expect_mlp(op, **given), "y")
     expected = bounds.expect_mlp_grads(op, **given, dy=dy, needs=needs)
@@ -126,12 +126,12 @@ def in_torch(operand: Any) -> Any:
 
 @pytest.mark.rule("ALL-4", "MLP-11", "MLP-12")
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("face", [JAX, TORCH], ids=str)
-def test_no_gradient_depends_on_which_others_are_asked_for(face, policy):
+@pytest.mark.parametrize("frontend", [JAX, TORCH], ids=str)
+def test_no_gradient_depends_on_which_others_are_asked_for(frontend, policy):
     given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), bias="float32")
     whole = ARRAYS.gradients(given, dy, MlpNeeds())
     for needs in ALL_NEEDS:
-        found = face.gradients(given, dy, needs, residuals=policy)
+        found = frontend.gradients(given, dy, needs, residuals=policy)
         for name, need, a, b in zip(LEAVES, needs, found, whole, strict=True):
             assert (a is not None) == need, f"gradient of {name} with {needs}"
             if need:
@@ -211,8 +211,8 @@ def test_torch_launches_only_what_is_needed():
 
 @pytest.mark.rule("MLM #5850")
 @pytest.mark.rule("MLP-1")
-@pytest.mark.parametrize("face", [ARRAYS, JAX, TORCH], ids=str)
-def test_the_example_of_the_contract(face):
+@pytest.mark.parametrize("frontend", [ARRAYS, JAX, TORCH], ids=str)
+def test_the_example_of_the_contract(frontend):
     """Zero weights, b2 = (2, 4): y = p b2, dp = K b2 for dy = 1, db2 = sum of p in each group."""
     K, F = 4, 3
     given = {
@@ -224,9 +224,9 @@ def test_the_example_of_the_contract(face):
         "wo_bias": np.array([[2.0] * K, [4.0] * K], np.float32),
         "group_sizes": np.array([2, 1], np.int32),
     }
-    asserts.bitwise(face.forward(given), np.repeat(np.float32([[0.5], [1], [0.5]]), K, axis=1), "y")
+    asserts.bitwise(frontend.forward(given), np.repeat(np.float32([[0.5], [1], [0.5]]), K, axis=1), "y")
     needs = MlpNeeds(False, False, False, True, False, True)
-    found = face.gradients(given, np.ones((3, K), np.float32), needs)
+    found = frontend.gradients(given, np.ones((3, K), np.float32), needs)
     asserts.bitwise(found.probs, np.float32([2, 2, 4]) * K, "dp")
     asserts.bitwise(found.wo_bias, np.repeat(np.float32([[0.75], [0.125]]), K, axis=1), "db2")
 
@@ -527,16 +527,16 @@ def test_torch_parts_add_whatever_parameters_say(recipe):
 
 @pytest.mark.rule("MLP-1", "ACC-6")
 @pytest.mark.parametrize("recipe", [None, MXFP8], ids=["plain", "mxfp8"])
-@pytest.mark.parametrize("face", ["torch", "jax"])
-def test_parts_take_probabilities_of_16_bits(face, recipe):
+@pytest.mark.parametrize("frontend", ["torch", "jax"])
+def test_parts_take_probabilities_of_16_bits(frontend, recipe):
     """Their gradient comes in their dtype, and the second bias' gradient reads them."""
     given, dy = problem(
         cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True, probs="bfloat16", bias="float32"
     )
     wanted = ARRAYS.gradients(given, dy, MlpNeeds(), transposed=True, recipe=recipe)
-    array, of = (to_torch, torch_bridge) if face == "torch" else (jnp.asarray, accumulate)
+    array, of = (to_torch, torch_bridge) if frontend == "torch" else (jnp.asarray, accumulate)
     held = {name: array(value) for name, value in given.items()}
-    options = {} if face == "torch" else {"rhs_transposed": True}
+    options = {} if frontend == "torch" else {"rhs_transposed": True}
     _, kept = of.grouped_mlp_fwd(**held, recipe=recipe, **options)
     dx, dp, db1, db2, deferred = of.grouped_mlp_bwd_dx(kept, array(dy))
     dw1, dw2 = of.grouped_mlp_bwd_dw(deferred)
@@ -604,7 +604,7 @@ def test_refusals_of_halves(recipe):
     wi = in_halves(given)["wi"]
     short = wi[1][:, :, :-1].copy()
     plain = {**given, "wi": wi, "activation": "relu"}
-    for face in (
+    for frontend in (
         lambda **o: arrays.grouped_mlp(**o),
         lambda **o: jax_grouped.grouped_mlp(**o),
         lambda **o: torch_bridge.grouped_mlp(
@@ -613,25 +613,25 @@ def test_refusals_of_halves(recipe):
         ),
     ):
         with asserts.refused(ValueError, ("`wi[1]`", f"{short.shape}", f"{wi[0].shape} = shape of `wi[0]`", "pass")):
-            face(**{**given, "wi": (wi[0], short)})
+            frontend(**{**given, "wi": (wi[0], short)})
         with asserts.refused(TypeError, ("`wi[1]`", "float16", "float32", "cast")):
-            face(**{**given, "wi": (wi[0], wi[1].astype(np.float16))})
+            frontend(**{**given, "wi": (wi[0], wi[1].astype(np.float16))})
         with asserts.refused(ValueError, ("`wi`", "two arrays", "expected one for relu", "pass one array")):
-            face(**plain)
+            frontend(**plain)
         with asserts.refused(ValueError, ("`interleave` of Activation", "1 beside `wi`", "expected None", "one piece")):
-            face(**{**plain, "activation": Activation("swiglu", interleave=1)})
-    stored = [arrays.quantize(each, "mxfp8", axis=1) for each in wi]
+            frontend(**{**plain, "activation": Activation("swiglu", interleave=1)})
+    quantized = [arrays.quantize(each, "mxfp8", axis=1) for each in wi]
     with asserts.refused(TypeError, ("`wi`", "two quantised arrays", "two plain arrays", "pass one array")):
-        arrays.grouped_mlp(**{**given, "wi": stored})
+        arrays.grouped_mlp(**{**given, "wi": quantized})
     with asserts.refused(ValueError, ("`wi[1]`", "strides", "expected a C-contiguous array", "copy it")):
         arrays.grouped_mlp(**{**given, "wi": (wi[0], np.asfortranarray(wi[1]))})
     with asserts.refused(TypeError, ("`wi[0]`", "list", "expected a NumPy or CuPy array", "convert it")):
         arrays.grouped_mlp(**{**given, "wi": [each.tolist() for each in wi]})
-    for face in (arrays.grouped_mlp, jax_grouped.grouped_mlp):
+    for frontend in (arrays.grouped_mlp, jax_grouped.grouped_mlp):
         with asserts.refused(ValueError, ("`wi`", "3 arrays", "expected one, or gate and linear half", "stack")):
-            face(**{**given, "wi": [wi[0]] * 3})
+            frontend(**{**given, "wi": [wi[0]] * 3})
         with asserts.refused(ValueError, ("`wi[0]`", "expected three axes [G, K, F]", "stack")):
-            face(**{**given, "wi": (wi[0][0], wi[1][0])})
+            frontend(**{**given, "wi": (wi[0][0], wi[1][0])})
     with asserts.refused(NotImplementedError, ("`wi`", "two arrays beside recipe MXFP8", "expected one", "one array")):
         accumulate.grouped_mlp_fwd(**{**given, "wi": wi, "recipe": MXFP8})
     zeros = [jnp.zeros(each.shape) for each in wi]

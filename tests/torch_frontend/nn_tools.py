@@ -1,4 +1,4 @@
-"""One problem behind every way to the same weights: the functions and the modules of the PyTorch face.
+"""One problem behind every way to the same weights: the functions and the modules of the PyTorch frontend.
 
 What the contract says of weight gradients holds for each of them alike, so tests loop over `FORMS` and both ways to
 hold weights.

@@ -1,4 +1,4 @@
-"""How the PyTorch face looks at memory: what counts as the same call, and what is refused although it looks alike."""
+"""How the PyTorch frontend reads memory: which calls count as the same, and which similar ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""grouped_linear of the PyTorch face: against the oracle, in every form, with every mask of needed gradients."""
+"""grouped_linear of the PyTorch frontend: against the oracle, in every form, with every mask of needed gradients."""
 
 from __future__ import annotations
 

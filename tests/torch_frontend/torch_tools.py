@@ -1,4 +1,4 @@
-"""What the tests of the PyTorch face share: problems as tensors, and a count of native launches."""
+"""What the tests of the PyTorch frontend share: problems as tensors, and a count of native launches."""
 
 from __future__ import annotations
 
