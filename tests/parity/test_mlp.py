@@ -529,11 +529,12 @@ def test_torch_parts_add_whatever_parameters_say(recipe):
 @pytest.mark.parametrize("recipe", [None, MXFP8], ids=["plain", "mxfp8"])
 @pytest.mark.parametrize("frontend", ["torch", "jax"])
 def test_parts_take_probabilities_of_16_bits(frontend, recipe):
-    """Their gradient comes in their dtype, and the second bias' gradient reads them."""
+    """Their gradient has their dtype, and the gradient of the second bias reads them."""
     given, dy = problem(
         cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True, probs="bfloat16", bias="float32"
     )
     wanted = ARRAYS.gradients(given, dy, MlpNeeds(), transposed=True, recipe=recipe)
+    assert wanted[LEAVES.index("probs")].dtype == given["probs"].dtype, "the rule, which all frontends run"
     array, of = (to_torch, torch_bridge) if frontend == "torch" else (jnp.asarray, accumulate)
     held = {name: array(value) for name, value in given.items()}
     options = {} if frontend == "torch" else {"rhs_transposed": True}
