@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import ml_dtypes as ml_dtypes  # NumPy then knows the narrow types by name
 
 from grouped_core.activations import KINDS, Activation
-from grouped_core.formats import Format, padded_rows
+from grouped_core.formats import PARAMS, Format, padded_rows
 from grouped_core.recipes import Recipe
 
 MAX_GROUPS = 65535
@@ -96,10 +96,7 @@ before it."""
 _QUANTIZING = ("encode", "key", "into_amax")
 """Operands of quantising, besides its source."""
 
-_QUANTIZING_PARAMS = (
-    *("rule", "block", "block_outer", "segment", "turned", "pow2", "eps", "starts_at_one"),
-    *("stochastic", "stream", "rotate", "four_over_six", "full_range"),
-)
+_QUANTIZING_PARAMS = (*PARAMS, "stream")
 
 ACTIVATED = {f"activated_{name}": f"cross_{name}" for name in ("values", "scales", "group_scales")}
 """Results that are the quantised form of the activated rows, and their names in `quantize`."""
@@ -402,18 +399,7 @@ class QuantizedResult(NamedTuple):
 
     def params(self) -> dict[str, Param]:
         """The parameters that quantizing adds."""
-        return {
-            "rule": self.format.rule,
-            **_block_params(self.format),
-            "pow2": int(self.format.pow2),
-            "eps": float(self.format.eps),
-            "starts_at_one": int(self.format.starts_at_one),
-            "stochastic": int(self.format.stochastic),
-            "stream": self.stream,
-            "rotate": int(self.format.rotate),
-            "four_over_six": self.format.four_over_six,
-            "full_range": int(self.format.full_range),
-        }
+        return {**self.format.params(), "stream": self.stream}
 
 
 def _quantized_activated(quantized: QuantizedResult | None, rows: ArraySpec, groups: int) -> tuple[dict[str, Any], ...]:
@@ -632,12 +618,8 @@ def _codes(format: Format, count: int) -> int:
 
 
 def _block_params(format: Format) -> dict[str, Param]:
-    return {
-        "block": format.block,
-        "block_outer": format.block_outer,
-        "segment": format.segment,
-        "turned": int(format.turned),
-    }
+    params = format.params()
+    return {name: params[name] for name in ("block", "block_outer", "segment", "turned")}
 
 
 @lru_cache(maxsize=1024)
