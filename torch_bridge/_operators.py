@@ -81,8 +81,13 @@ def call(rule: Rule, static: Hashable, operands: Any, rows: Any) -> list[Any]:
     """The results of `rule`: new tensors, and operands that it returns unchanged.
 
     Args:
-        static: the rule's static facts. operands: an instance of its operand class. rows: M.
+        static: the rule's static facts. rows: M.
+        operands: an instance of its operand class; or a list with only that, which is emptied, so that operands are
+            freed as soon as no launch reads them. The caller's frame may hold an argument itself until the call
+            returns: it does under a hook of frame evaluation, which Dynamo leaves after a failed compilation.
     """
+    if isinstance(operands, list):
+        operands = operands.pop()
     layouts, leaves = flatten_all(operands)
     del operands  # so that they are freed as soon as no launch reads them
     if not is_compiling() and torch._C._len_torch_dispatch_stack() == 0 and not _profiling():

@@ -247,8 +247,8 @@ def _backward(
     x, sizes, key, wi = (kept[at] for at in (0, 3, 5, 6))
     op, needs, static = saved.op, saved.needs, MlpGrads(saved.op, saved.specs, saved.needs)
     extras = [each._replace(key=key).extras(X, WEIGHT, DY, training=True) for each in saved.scaling]
-    # No other reference to these operands exists here, so the hidden rows are freed inside the call.
-    dp, db2, dh, of_dh, z, dy_form = call(_AT_HIDDEN, static, _hidden_operands(kept, dy, *extras), saved.rows)
+    operands: Any = [_hidden_operands(kept, dy, *extras)]  # `call` empties the list, and frees the hidden rows inside
+    dp, db2, dh, of_dh, z, dy_form = call(_AT_HIDDEN, static, operands, saved.rows)
     if needs.wo:
         deliver(1, WeightGradient(op.fc2(), saved.specs.wo, z, dy_form, sizes))
     del z, dy, dy_form
