@@ -44,7 +44,7 @@ def test_messages_have_four_parts_in_order(bad: Bad, names: Names):
     with asserts.refused(bad.kind, bad.fragments(names)) as message:
         check(names, bad.arguments())
     places = [message[0].index(part) for part in bad.fragments(names)]
-    assert places == sorted(places), f"thing, came, wanted, remedy stand in another order:\n{message[0]}"
+    assert places == sorted(places), f"thing, came, expected, remedy are in another order:\n{message[0]}"
     assert message[0].endswith("."), message[0]
 
 

@@ -60,7 +60,7 @@ class Setup:
         return gradients.linear_grads(run, self.op, specs, *given, needs, **options)
 
     def needs(self, wanted: Needs = EVERYTHING) -> Needs:
-        """`wanted`, less the operands that are absent: what a frontend asks for."""
+        """`wanted` without the operands that are absent, as a frontend asks for them."""
         return Needs(*(need and a is not None for need, a in zip(wanted, self.arrays.values(), strict=True)))
 
 
@@ -103,7 +103,7 @@ def test_gradients_are_finite_differences(transposed, bias, row_scale, scale_bia
         expected = np.zeros_like(array)
         for at in np.ndindex(array.shape):
             if name in ("x", "row_scale") and at[0] >= CASE.valid:
-                continue  # nobody reads the tail, so its gradient is zero
+                continue  # the tail is not read, so its gradient is zero
             ends = []
             for sign in (1, -1):
                 moved = array.copy()

@@ -1,5 +1,5 @@
-"""The oracle of quantised storage against the text, an element at a time: where it lies, which block's scale it has,
-and how far its value may be from the one that was stored (numerics 2.4 and 7)."""
+"""The oracle of quantised layouts against docs/numerics.md (2.4 and 7), element by element: its position, the block
+whose scale it has, and how far its dequantised value may be from the original."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def rules_in(text: str) -> list[str]:
 
 
 def failures_in(text: str) -> list[str]:
-    """Numbers with their project, which stands before the first of several."""
+    """Numbers with their project, which precedes the first of several."""
     found, project = [], ""
     for named, number in FAILURE.findall(text):
         project = named or project

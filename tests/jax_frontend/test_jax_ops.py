@@ -35,7 +35,7 @@ SIZES = jax.ShapeDtypeStruct((3,), jnp.int32)
 
 
 def native_calls(program: Any) -> collections.Counter[str]:
-    """How often each native call stands in a jaxpr, nested ones included."""
+    """How often each native call appears in a jaxpr, including nested ones."""
     found: collections.Counter[str] = collections.Counter()
     for eqn in program.eqns:
         if eqn.primitive is _run.call_p:

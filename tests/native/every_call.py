@@ -13,7 +13,7 @@ from grouped_core.recipes import BF16, FP8Current
 
 
 def products(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
-    """Products of every form, plain and quantised, with what may stand beside them."""
+    """Products of every form, plain and quantised, with every combination of optional operands."""
     sizes, scale = ArraySpec((groups,), "int32"), ArraySpec((rows,), "float32")
     for dtype in PLAIN:
         x, bias = ArraySpec((rows, k), dtype), ArraySpec((groups, n), "float32")
@@ -50,7 +50,7 @@ def products(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
 
 
 def fused(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
-    """Products with an activation, their results plain and quantized."""
+    """Products with an activation, with plain and quantised results."""
     sizes, scale = ArraySpec((groups,), "int32"), ArraySpec((rows,), "float32")
     x, hidden = ArraySpec((rows, k), "bfloat16"), ArraySpec((rows, 2 * n), "bfloat16")
     gated, relu = Activation("swiglu"), Activation("relu")

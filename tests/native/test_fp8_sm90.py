@@ -1,7 +1,7 @@
-"""Products of 8-bit operands with scales on Hopper: who takes them, and their results against the fp64 oracle.
+"""Products of 8-bit operands with scales on Hopper: which kernels accept them, and the errors of results.
 
-Operands are made as they are stored (numerics 2.4), tails and ends of the padded axis poisoned; the oracle multiplies
-their exact values.
+Operands are made in their layout in memory (numerics 2.4), with poisoned tails and ends of the padded axis; the oracle
+multiplies their exact values.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CASES = [TILES, NARROW, LONG]
 
 @dataclass(frozen=True)
 class Operand:
-    """A stored operand and its exact values."""
+    """A quantised operand and its exact values."""
 
     spec: QuantizedSpec
     arrays: dict[str, NDArray[Any] | None]  # values, scales, group_scales
@@ -95,7 +95,7 @@ def rows_operand(case: cases.Case, width: int, format: Format, name: str, positi
 
 
 def weight_operand(case: cases.Case, format: Format, positive: bool = False) -> Operand:
-    """[G, K, N], contracted along K, so stored as [G, N, K]."""
+    """[G, K, N], contracted along K, so its layout is [G, N, K]."""
     codes = _codes((case.groups, case.n, case.k), format, "w", positive=positive)
     exact = codes.astype(np.float64)
     scales = group_scales = None
@@ -259,7 +259,7 @@ def test_epilogues(kernel, bias, row_scale, scale_bias):
 @pytest.mark.rule("MAT-4")
 @pytest.mark.parametrize(("kernel", "pair"), [(FAST, PAIRS[0]), (PROMOTED, PAIRS[3])])
 def test_weights_in_a_table(kernel, pair):
-    """The same bits as from one packed weight, whatever lies between the members."""
+    """The same bits as from one packed weight, whatever is between the members in memory."""
     runner = Native(kernel, check=False)
     packed = forward(kernel, TILES, pair, "bfloat16", runner=runner)
     lhs, rhs = rows_operand(TILES, TILES.k, pair[0], "x"), weight_operand(TILES, pair[1])

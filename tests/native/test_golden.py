@@ -307,7 +307,7 @@ STORES = {
     "nvfp4": ("fp4", "fp4"),
     "nvfp4_2d": ("fp4", "fp4"),
 }
-"""Quantisers on CUDA, by format: of rows alone, and with the cross form. Whatever the source and wherever it lies."""
+"""Quantisers on CUDA, by format: of rows only, and with the cross form, for any source and address."""
 
 
 @pytest.mark.rule("MAT-2")

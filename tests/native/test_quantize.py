@@ -59,7 +59,7 @@ WIDTHS = (8, 120, 128, 136, 256, 264, 776)
 WIDE = (16, 120, 144, 1008, 1040)
 """On both sides of the 128 and the 1024 columns of a tile."""
 LISTED = ((1, 16, 8), (3, 48, 72), (2, 144, 264), (64, 16, 40), (2, 16, 1040), (3, 37, 1032))
-"""Weights whose rows are whole vectors, mostly with columns that can be turned."""
+"""Weights whose rows are whole vectors, mostly with columns that can be transposed."""
 MEMBERS = ((3, 37, 53), (2, 128, 256), (1, 1, 1), (2, 130, 300), (5, 16, 32), (1, 257, 31), *LISTED)
 KEY = np.array([0x243F6A88, 0x85A308D3], np.uint32)
 
@@ -443,7 +443,7 @@ def test_groups_do_not_see_each_other(kernel, format, forms):
 def test_values_of_rows(kernel, format, case, dtype, cross, codes):
     x, sizes = rows_of(case, "float32")
     if format.rotate:
-        format = format.replace(rotate=False)  # values of what was stored; nobody turns it back
+        format = format.replace(rotate=False)  # values of the codes; the rotation is not undone
     forms = (not cross, cross)
     quantized = quantize(Native("quantize_any_cpu", check=False), x, format, forms, sizes)
     if codes == "any":

@@ -1,4 +1,4 @@
-"""Every kernel of grouped_matmul on quantised operands, against the fp64 product of the values they stand for."""
+"""Every kernel of grouped_matmul on quantised operands, against the fp64 product of their dequantised values."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CONTRACTED = (
 # Several blocks of every length along each axis, several tiles, nothing aligned; then with rows of whole 16 bytes.
 LONG = cases.Case("long", (150, 0, 61, 301), 530, 300, 277, frozenset())
 ALIGNED = cases.Case("long_16", (150, 0, 61, 301), 530, 320, 288, frozenset())
-# Few rows a group, every height of a tile of the kernel for few rows, and some of them more than one takes; columns no
+# Few rows per group, every height of a tile of the kernel for few rows, and some of them more than one takes; columns no
 # whole tiles, depth neither, lines of scales that start anywhere, then at whole words; then as few rows as take the
 # longest stages: an odd number of halves of these, lines at multiples of 4 and of 8 bytes, more tiles than blocks.
 FEW = tuple(
@@ -72,7 +72,7 @@ Operand = NDArray[Any] | QTensor[NDArray[Any]]
 
 
 def operand(name: str, shape: tuple[int, ...], axis: int, sizes: NDArray[Any], *seed: object) -> Operand:
-    """An array stored as the format `name`; plain rows hold NaN past the groups."""
+    """An array quantised in the format `name`; plain rows hold NaN past the groups."""
     format = FORMATS[name]
     if not format.plain:
         return drawn(format, shape, axis, sizes, "bfloat16", *seed)
@@ -350,7 +350,7 @@ def test_two_arrays_and_halves_of_columns_are_refused(formats):
 )
 @pytest.mark.parametrize("case", [cases.named("jagged"), ALIGNED, FEW[0]], ids=str)
 def test_activations(kernel, formats, case):
-    """Behind a product of quantised operands, and their gradients; what lies between is bfloat16."""
+    """After a product of quantised operands, and their gradients; the rows between are bfloat16."""
     activation = Activation("swiglu")
     sizes = sizes_of(case)
     lhs = operand(formats[0], (case.rows, case.k), 1, sizes, "x")

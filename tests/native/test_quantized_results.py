@@ -21,7 +21,7 @@ CASES = [cases.named(name) for name in ("jagged", "tail", "idle_ends", "n_2880",
 FORMAT_NAMES = ("fp8_tensor", "fp8_tensor_e5m2", "fp8_1x128", "mxfp8", "nvfp4")
 FORMS = ((True, True), (True, False), (False, True))
 QUANTIZING = ("encode", "key", "into_amax", "activated_encode")
-"""What is read for stored results."""
+"""Operands that are read to quantise results."""
 
 OPERANDS = (("bf16", "bf16"), ("fp8_tensor", "fp8_tensor"), ("fp8_1x128", "fp8_128x128"), ("mxfp8", "mxfp8"))
 
@@ -35,7 +35,7 @@ def fits(
 
 
 def storing_of(format: str, forms: tuple[bool, bool], given: bool) -> tuple[QuantizedResult, dict[str, Any]]:
-    """How results are stored, and what is read for it but by groups."""
+    """How results are quantised, and the operands that are read for it except those per group."""
     fmt = FORMATS[format]
     if given and fmt.rule == "fp32" and not fmt.block:
         return QuantizedResult(fmt.replace(delayed=True), forms, encode=True, amax=True, merge=True), {}
@@ -44,7 +44,7 @@ def storing_of(format: str, forms: tuple[bool, bool], given: bool) -> tuple[Quan
 
 
 def storing_activated(format: str, given: bool) -> QuantizedResult:
-    """How activated rows are stored beside gradients."""
+    """How activated rows are quantised beside gradients."""
     fmt = FORMATS[format]
     delayed = given and fmt.rule == "fp32" and not fmt.block
     return QuantizedResult(
@@ -84,7 +84,7 @@ def plain_quantiser(kernel: str) -> Native:
 
 
 def composed_kernel(call: str, kernel: str) -> str:
-    """Whose bound holds for sums that are added in another order: what stands between its parts is rounded too."""
+    """Its bound holds for sums in another order: the rows between its parts are rounded too."""
     return f"{call}_composed_{'cpu' if '_cpu' in kernel else 'cuda'}"
 
 
@@ -223,8 +223,8 @@ def test_activated_codes_are_of_rows_rounded_as_hidden_ones():
         plans.attempt(dataclasses.replace(call, outputs=outputs), "cpu")
 
 
-def test_nothing_is_stored_twice():
-    """A plain result beside stored forms is for gradients alone, whose bias sums read it."""
+def test_nothing_is_returned_twice():
+    """Only gradients need a plain result beside quantised forms, because their bias sums read it."""
     case = cases.named("jagged")
     wanted, _ = storing_of("fp8_tensor", (True, False), False)
     specs, options, _ = problem(False, case, Activation("swiglu"), OPERANDS[1], "bfloat16", 2)

@@ -1,4 +1,4 @@
-"""The experts' MLP on a GPU: both frontends alike, within bounds, policies alike, and fit for CUDA graphs."""
+"""The experts' MLP on a GPU: same bits in both frontends and for all policies, within bounds, in CUDA graphs."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_errors_are_those_of_the_formats(recipe):
         ARRAYS.gradients(given, dy, needs, recipe=recipe.bind(state))
         bound = recipe.bind(arrays.update_scaling(state))
     found = (ARRAYS.forward(given, recipe=bound), *ARRAYS.gradients(given, dy, needs, recipe=bound)[:4])
-    # Two or three products stand behind each result, whose errors are independent.
+    # Each result follows from two or three products, whose errors are independent.
     limit = 2 * max(bounds.RELATIVE_ERRORS[recipe.name])
     for name, a, b in zip(("y", *LEAVES[:4]), found, exact, strict=True):
         assert a is not None
@@ -329,7 +329,7 @@ def test_deferred_weight_gradients_of_jax_take_accumulators(recipe):
 @pytest.mark.rule("MLP-13")
 @pytest.mark.parametrize("recipe", [recipes.FP8Current, recipes.FP8Block, recipes.MXFP8], ids=lambda r: r.name)
 def test_a_quantised_cotangent_has_the_bits_of_one_that_is_quantised_inside(recipe):
-    """In every frontend that takes one; biases and probabilities see its values."""
+    """In every frontend that accepts one; the gradients of biases and probabilities read its values."""
     case = cases.named("tail")
     given, dy = problem(case, "bfloat16", Activation("swiglu"), transposed=True, bias="float32")
     operands = {name: given[name] for name in ("x", "wi", "wo", "group_sizes")}

@@ -90,7 +90,7 @@ def test_outputs_and_gradients_are_bitwise_equal(case, dtype, transposed, bias, 
 @pytest.mark.parametrize("scale_bias", [False, True])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_no_gradient_depends_on_which_others_are_asked_for(dtype, scale_bias):
-    """The native kernels round a scaled dx alike, whether it is fused or made in a pass of its own."""
+    """The native kernels round a scaled dx in the same way, whether it is fused or computed in a separate pass."""
     p = cases.problem(cases.named("tail"), dtype)
     given = operands(p, bias="float32", row_scale="float32")
     whole = ARRAYS.gradients(given, p.dy, Needs(), scale_bias=scale_bias)
@@ -343,7 +343,7 @@ def _agree(reason: str | None, run: Callable[[], None], frontend: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Arrays alone: what only this frontend can get wrong.
+# NumPy frontend only: errors that only this frontend can make.
 
 
 def _array_operands() -> dict[str, Any]:
@@ -458,7 +458,7 @@ class TestArrays:
 
 
 def digests() -> list[str]:
-    """One a frontend: of y and of all gradients."""
+    """One digest per frontend, of y and all gradients."""
     p = cases.problem(cases.named("tail"), "bfloat16")
     given = operands(p, bias="bfloat16", row_scale="float32")
     found = []

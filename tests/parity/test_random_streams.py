@@ -1,4 +1,4 @@
-"""Which random bits round which element, through every frontend: stochastic rounding as docs/numerics.md states it.
+"""Which random bits round which element, in every frontend: stochastic rounding as docs/numerics.md defines it.
 
 Expected codes are computed here, from the text of the document. Codes of gradients are seen in the gradients of x and
 of the weight, which are products of them: where one code is its neighbour, these differ by far more than their error.

@@ -1,4 +1,4 @@
-"""Recipes that quantise, through every frontend: the same bits, and errors as large as their formats say."""
+"""Recipes that quantise, in every frontend: the same bits, and errors within the bounds of their formats."""
 
 from __future__ import annotations
 
@@ -473,7 +473,7 @@ def _weight_gradient(frontend: Any, x: Any, p: cases.Problem, recipe: Recipe) ->
     ids=["arrays", "jax", "torch"],
 )
 def test_weight_gradients_that_are_rotated_take_rows_that_are(frontend: Any, array: Any):
-    """A rotation cancels between rows and gradients alone: rows without it are refused, or stored anew."""
+    """A rotation cancels only between rows and gradients: rows that are not rotated are refused, or quantised again."""
     p = cases.problem(cases.named("tail"), "bfloat16", transposed=True)
     sizes, again = array(p.group_sizes), recipes.NVFP4.replace(requantize="from_dequantized")
     straight = frontend.quantize(array(p.x), recipes.NVFP4.forward[0], axis=(1, 0), group_sizes=sizes)
@@ -486,7 +486,7 @@ def test_weight_gradients_that_are_rotated_take_rows_that_are(frontend: Any, arr
 @pytest.mark.rule("MLP-13", "ERR-1")
 @pytest.mark.parametrize("frontend", ["linear", "mlp", "torch", "jax"])
 def test_nothing_is_made_of_rotated_values(frontend: str):
-    """Although the recipe allows to store quantised rows anew: those that are rotated would need their inverse."""
+    """Although the recipe allows quantising rows again: rotated rows would need the inverse rotation."""
     recipe = recipes.NVFP4.replace(requantize="from_dequantized")
     given = (cases.normal(shape, "bfloat16", shape) for shape in ((6, 32), (2, 32, 32), (6, 32)))
     of = {"jax": jax_grouped, "torch": torch_bridge}.get(frontend, arrays)

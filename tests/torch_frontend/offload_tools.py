@@ -13,7 +13,7 @@ from torch_bridge import _saved, _transfer, offload
 
 
 class Sent:
-    """Stands for a transfer: a copy is what comes back, whatever became of the original."""
+    """Replaces a transfer: a copy comes back, even if the original has changed."""
 
     log: list[Sent]
     started: list[Sent]

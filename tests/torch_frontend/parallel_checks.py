@@ -224,7 +224,7 @@ def forms_of_weights_that_were_gathered_anew_are_not_reused(mesh: DeviceMesh) ->
 
 @check
 def layers_inside_an_mlp_are_not_wrapped_alone(mesh: DeviceMesh) -> None:
-    """Their forward is not called, so nobody would gather their weights."""
+    """Their forward is not called, so their weights would not be gathered."""
     s = _setup("GroupedMLP", True, mesh)
     fully_shard(s.module.linear_fc1, mesh=mesh)
     with asserts.refused(ValueError, ["`weight0`", "DTensor", "wrap the module that is called"]):
@@ -236,7 +236,7 @@ def layers_inside_an_mlp_are_not_wrapped_alone(mesh: DeviceMesh) -> None:
 
 
 def _experts(mesh: DeviceMesh, **options: Any) -> tuple[Setup, Any, Any]:
-    """(the whole problem, all experts in one module, those of this rank): four groups, two a rank."""
+    """(the whole problem, all experts in one module, those of this rank): four groups, two per rank."""
     s = _setup("GroupedMLP", False, mesh, case="uniform", **options)
     s.x = s.x / (mesh.get_rank() + 1)  # here both have the same rows
     spread = parallel.shard_experts(copy.deepcopy(s.module), mesh)
@@ -308,7 +308,7 @@ def other_placements_and_uses_are_refused(mesh: DeviceMesh) -> None:
 
 @check
 def each_rank_has_the_scaling_state_of_its_own_experts(mesh: DeviceMesh) -> None:
-    """Bits, multipliers and magnitudes are the parts of those of the whole."""
+    """Bits, scales and amaxes are the parts of those of the whole."""
     s, whole, spread = _experts(mesh, recipe=FP8Delayed.replace(history=2))
     rows, sizes = _part(s, mesh)
     groups = slice(mesh.get_rank() * len(sizes), (mesh.get_rank() + 1) * len(sizes))

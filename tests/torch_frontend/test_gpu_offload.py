@@ -165,7 +165,7 @@ def test_a_capture_wants_retained_memory() -> None:
     words = ["`retain_pinned` False", "captured", "retain_pinned=True"]
     with asserts.refused(RuntimeError, words), capture():
         stack.run(min_numel=0)
-    odd = torch.ones(777, 1025).requires_grad_()  # of a size that nobody has left
+    odd = torch.ones(777, 1025).requires_grad_()  # of a size of which no memory was retained
     words = ["no pinned buffer of 3185700 bytes", "eager step", "retain_pinned=True"]
     with (
         asserts.refused(RuntimeError, words),

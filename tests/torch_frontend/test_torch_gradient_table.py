@@ -1,4 +1,4 @@
-"""What backward returns and writes: the table in docs/contracts.md, for functions and modules alike."""
+"""What backward returns and writes: the table in docs/contracts.md, for functions and modules."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_row(row: _Inputs, form: str, listed: bool) -> None:
 @pytest.mark.parametrize("zero_out", [False, True], ids=["keep", "zero_out"])
 @pytest.mark.parametrize("form", MODULES)
 def test_rows_5_6_8_9_leave_what_grad_holds(form: str, zero_out: bool, delay: bool) -> None:
-    """Rows 5 and 6 add a zero to it, rows 8 and 9 leave it; a dummy that somebody wrote to is zero again in 6 and 9."""
+    """Rows 5 and 6 add a zero to it, rows 8 and 9 leave it; a dummy that was written to is zero again in 6 and 9."""
     s = setup(form, False, accumulate=True, delay=delay)
     main_grads(s.weights, 0.0)
     for weight in s.weights:

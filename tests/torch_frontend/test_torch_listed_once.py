@@ -1,4 +1,4 @@
-"""One weight that stands twice in a call: refused beside accumulators, summed by autograd without (GRD-14)."""
+"""One weight that is passed twice in a call: refused with accumulators, summed by autograd without (GRD-14)."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_without_accumulators_autograd_sums(recipe: Recipe | None) -> None:
     twins: list[Any] = [Parameter(w.detach().clone()), Parameter(v.detach().clone()), Parameter(w.detach().clone())]
     _linear([w, v, w], None, recipe).sum().backward()
     _linear(twins, None, recipe).sum().backward()
-    asserts.bitwise(w.grad, twins[0].grad + twins[2].grad, "gradient of the weight that stands twice")
+    asserts.bitwise(w.grad, twins[0].grad + twins[2].grad, "gradient of the weight that is passed twice")
     asserts.bitwise(v.grad, twins[1].grad, "gradient of the other")
 
 

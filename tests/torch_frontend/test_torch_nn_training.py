@@ -116,7 +116,7 @@ def test_weights_have_gradients_although_rows_need_none(form: str, listed: bool,
 @by_holding
 @by_form
 def test_storage_that_was_replaced_is_not_read(form: str, listed: bool, when: str) -> None:
-    """As wrappers do that gather weights anew; what held them before is NaN by then."""
+    """Wrappers that gather weights again do this; their previous storage contains NaN by then."""
     s = setup(form, listed)
     wanted = [s.run(s.x).detach(), s.backward().grad, *(weight.grad for weight in s.weights)]
 
