@@ -54,7 +54,7 @@ CONTRACTED = (
 # Several blocks of every length along each axis, several tiles, nothing aligned; then with rows of whole 16 bytes.
 LONG = cases.Case("long", (150, 0, 61, 301), 530, 300, 277, frozenset())
 ALIGNED = cases.Case("long_16", (150, 0, 61, 301), 530, 320, 288, frozenset())
-# Few rows per group, every height of a tile of the kernel for few rows, and some of them more than one takes; columns no
+# Few rows per group, every height of a tile of the kernel for few rows, and some with more than one takes; columns no
 # whole tiles, depth neither, lines of scales that start anywhere, then at whole words; then as few rows as take the
 # longest stages: an odd number of halves of these, lines at multiples of 4 and of 8 bytes, more tiles than blocks.
 FEW = tuple(
