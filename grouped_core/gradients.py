@@ -194,6 +194,18 @@ def keeps_forms(op: Linear, recipe: Recipe, needs: Needs, has_scale: bool) -> tu
     return x, (needs.x or values) and not recipe.dgrad[1].plain
 
 
+@lru_cache(maxsize=1024)
+def cached_forms(op: Linear, needs: Needs, has_scale: bool) -> tuple[tuple[int, Format], ...]:
+    """(contracted axis, format) of the quantised forms of the weight that a layer has to cache for its passes."""
+    assert op.recipe is not None, "layers with caches have recipes"
+    return quantized_only(weight_forms(op, op.recipe, keeps_forms(op, op.recipe, needs, has_scale)[1]))
+
+
+def quantized_only(forms: Sequence[tuple[int, Format]]) -> tuple[tuple[int, Format], ...]:
+    """`forms` without those in plain formats, which are the array itself."""
+    return tuple([each for each in forms if not each[1].plain])
+
+
 def reads_values(op: Linear, needs: Needs, has_scale: bool) -> bool:
     """Whether the gradient of the row scale reads x and dy W^T; with `scale_bias` it reads neither."""
     return needs.row_scale and has_scale and not op.scale_bias
@@ -445,7 +457,7 @@ def weight_grad(
         lhs,
         rhs,
         group_sizes,
-        into_spec.dtype if into_spec else op.wgrad_dtype or wide(w_spec.dtype),
+        into_spec.dtype if into_spec else op.gradient_dtype(w_spec),
         into=into,
         halves=halves,
         accumulate=accumulate,

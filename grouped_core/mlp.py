@@ -8,6 +8,7 @@ Letters: G groups, M rows, K hidden size of the model, F expert width, W columns
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from grouped_core import calls, gradients
@@ -243,18 +244,19 @@ def first_forms(
     return forms
 
 
-def cached_forms(
-    op: Mlp, recipe: Recipe, needs: MlpNeeds, *, keep_z: bool
-) -> tuple[list[tuple[int, Format]], list[tuple[int, Format]]]:
-    """(contracted axis, format) of the forms of wi and of wo that a layer has to cache for its passes.
+@lru_cache(maxsize=1024)
+def cached_forms(op: Mlp, needs: MlpNeeds, keep_z: bool) -> tuple[tuple[tuple[int, Format], ...], ...]:
+    """(contracted axis, format) of the quantised forms of wi and of wo that their layers have to cache for a pass.
 
     Args:
         keep_z: whether backward reads the activated rows of forward (`kept`).
     """
-    first, second = op.fc1(), op.fc2()
+    assert op.recipe is not None, "layers with caches have recipes"
+    first, second, recipe = op.fc1(), op.fc2(), op.recipe
     of_wi = gradients.keeps_forms(first, recipe, Needs(needs.x, False, False, False), False)[1]
     of_wo = gradients.keeps_forms(second, recipe, Needs(needs_dz(needs), keep_z, False, False), False)[1]
-    return gradients.weight_forms(first, recipe, of_wi), gradients.weight_forms(second, recipe, of_wo)
+    both = gradients.weight_forms(first, recipe, of_wi), gradients.weight_forms(second, recipe, of_wo)
+    return tuple([gradients.quantized_only(forms) for forms in both])
 
 
 def hidden_grads(

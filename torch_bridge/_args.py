@@ -294,8 +294,7 @@ def _check_mlp(
     check(op, *specs[:3], fixed_spec(sizes), *specs[3:])
     for each in bounds:
         check_bound(each, specs.wo.shape[0], first, products=3 - len(bounds))
-    if wi_master or wo_master:  # gradients have the dtypes of the master tensors
-        op = dataclasses.replace(op, master_dtypes=(wi_master, wo_master))
+    op = dataclasses.replace(op, master_dtypes=(wi_master, wo_master))  # those of gradients
     return sizes, _Checked(op, MlpSpecs(*map(_static, specs)))
 
 
