@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.core.test_layers import ROOT, name_of, python_files
+from tests.core.sources import ROOT, name_of, python_files
 
 CONTRACTS = ROOT / "docs" / "contracts.md"
 

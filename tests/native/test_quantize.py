@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from typing import Any
 
 import numpy as np
@@ -14,34 +13,10 @@ from grouped_core import calls, plans
 from grouped_core.calls import QUANTIZED, RESULTS, ArraySpec, spec_of
 from grouped_core.formats import FORMATS, Format
 from tests import asserts, cases
+from tests.native.quantize_tools import FOR_WEIGHTS, LISTED, MEMBERS, VARIANTS, numbers
 from tests.native.runner import Native, kernels
 
-FORMATS_WITH_SCALES = [row for row in FORMATS.values() if not row.plain]
-
-
-def variant(name: str, **changes: Any) -> Format:
-    return FORMATS[name].replace(name="_".join([name, *changes]), **changes)
-
-
-VARIANTS = [
-    *FORMATS_WITH_SCALES,
-    variant("fp8_tensor", pow2=True),
-    variant("fp8_tensor_e5m2", eps=0.5),
-    variant("fp8_1x128", pow2=False),
-    variant("fp8_1x128", eps=2.0**-3),
-    variant("fp8_128x128", pow2=False),
-    variant("mxfp8", square=False, segment=128),
-    variant("nvfp4", stochastic=True),
-    variant("nvfp4", rotate=True),
-    variant("nvfp4", rotate=True, stochastic=True),
-    variant("nvfp4", four_over_six="absolute"),
-    variant("nvfp4", four_over_six="square"),
-    variant("nvfp4_2d", four_over_six="absolute"),
-    variant("nvfp4_2d", four_over_six="square"),
-    variant("nvfp4", four_over_six="square", full_range=True),
-]
 FOR_ROWS = [row for row in VARIANTS if not row.square and row.segment]
-FOR_WEIGHTS = [row for row in VARIANTS if not row.rotate]
 FORMS = ((True, False), (False, True), (True, True))
 WITH_ROWS = ((True, True), (True, False))
 IN_BLOCKS = [row for row in VARIANTS if row.block and not row.square and row.values != "uint8"]
@@ -58,31 +33,7 @@ WIDTHS = (8, 120, 128, 136, 256, 264, 776)
 """On both sides of blocks of 32 and of 128, and of the 256 columns of a warp."""
 WIDE = (16, 120, 144, 1008, 1040)
 """On both sides of the 128 and the 1024 columns of a tile."""
-LISTED = ((1, 16, 8), (3, 48, 72), (2, 144, 264), (64, 16, 40), (2, 16, 1040), (3, 37, 1032))
-"""Weights whose rows are whole vectors, mostly with columns that can be transposed."""
-MEMBERS = ((3, 37, 53), (2, 128, 256), (1, 1, 1), (2, 130, 300), (5, 16, 32), (1, 257, 31), *LISTED)
 KEY = np.array([0x243F6A88, 0x85A308D3], np.uint32)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_exceptional():
-    """Sources hold infinities, NaN and numbers that no narrower type has."""
-    with np.errstate(all="ignore"):
-        yield
-
-
-def numbers(shape: tuple[int, ...], dtype: str, seed: object = 0) -> NDArray[Any]:
-    """Normal numbers whose rows and columns reach over many binades, zeros, subnormals, and a few special ones."""
-    rng = np.random.default_rng(zlib.crc32(repr((shape, dtype, seed)).encode()))
-    spread = 6 if dtype == "float16" else 20
-    x = rng.standard_normal(shape) * np.exp2(rng.integers(-spread, spread, (*shape[:-1], 1)) / 2)
-    x *= np.exp2(rng.integers(-spread, spread, shape[-1]) / 2)
-    x[rng.random(shape) < 0.05] = 0
-    x[rng.random(shape[:-1]) < 0.1] = 0
-    x[rng.random(shape[:-1]) < 0.05] *= 2.0 ** (-20 if dtype == "float16" else -130)
-    for special in (np.nan, -np.inf, np.inf, 3e38, -1e-45, -0.0):
-        x[rng.random(shape) < 0.3 / max(x.size / 64, 8)] = special
-    return x.astype(cases.numpy_dtype(dtype))
 
 
 def rows_of(case: cases.Case, dtype: str) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from grouped_core import calls, plans, rounding
 from grouped_core.activations import Activation
-from grouped_core.calls import Call, OperandSpec, QuantizedSpec, spec_of
+from grouped_core.calls import Call, spec_of
 from grouped_core.formats import FORMATS, Format, QTensor
 from grouped_core.products import arranged
 from grouped_core.recipes import BF16
 from tests import asserts, cases
+from tests.native.quantized_operands import Operand, operand, sizes_of, spec
 from tests.native.runner import Native, kernels
-from tests.quantized import drawn
 
 each_kernel = pytest.mark.parametrize("kernel", kernels("grouped_matmul"))
 
@@ -68,28 +68,6 @@ FEW = tuple(
 )
 CASES = (LONG, ALIGNED, *(cases.named(name) for name in ("tail", "idle_ends", "clamped", "k_n_odd")))
 
-Operand = NDArray[Any] | QTensor[NDArray[Any]]
-
-
-def operand(name: str, shape: tuple[int, ...], axis: int, sizes: NDArray[Any], *seed: object) -> Operand:
-    """An array quantised in the format `name`; plain rows hold NaN past the groups."""
-    format = FORMATS[name]
-    if not format.plain:
-        return drawn(format, shape, axis, sizes, "bfloat16", *seed)
-    array = cases.normal(shape, format.values, *seed)
-    if len(shape) == 2:
-        array[int(np.clip(np.cumsum(np.maximum(sizes.astype(np.int64), 0)), 0, shape[0])[-1]) :] = cases.TAIL
-    return array
-
-
-def spec(held: Operand) -> OperandSpec:
-    if not isinstance(held, QTensor):
-        return spec_of(held)
-    arrays = [None if a is None else spec_of(a) for a in held.slots]
-    values, scales, factors = arrays
-    assert values is not None
-    return QuantizedSpec(values, scales, factors, held.format, held.axis, held.shape, held.dtype)
-
 
 def call_of(
     lhs: Operand, rhs: Operand, sizes: NDArray[Any], axes: tuple[int, int], result: str, **options: Any
@@ -105,10 +83,6 @@ def product(
     call = call_of(lhs, rhs, sizes, axes, result, **options)
     arrays = {name: a for name, a in options.items() if isinstance(a, np.ndarray)}
     return run(call, arranged(call, lhs=lhs, rhs=rhs, group_sizes=sizes, **arrays))[0]
-
-
-def sizes_of(case: cases.Case) -> NDArray[np.int32]:
-    return np.array(case.sizes, np.int32)
 
 
 def rows_operands(formats: tuple[str, str], case: cases.Case) -> tuple[Operand, Operand]:

@@ -12,10 +12,11 @@ from grouped_core import calls, plans
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec, QuantizedResult, quantized_parts, spec_of
 from grouped_core.formats import FORMATS
+from grouped_core.products import arranged
 from grouped_core.recipes import BF16
 from tests import asserts, cases
+from tests.native.quantized_operands import operand, sizes_of, spec
 from tests.native.runner import Native, kernels, plain_kernels
-from tests.native.test_quantized_products import arranged, operand, sizes_of, spec
 
 CASES = [cases.named(name) for name in ("jagged", "tail", "idle_ends", "n_2880", "clamped_idle", "all_empty")]
 FORMAT_NAMES = ("fp8_tensor", "fp8_tensor_e5m2", "fp8_1x128", "mxfp8", "nvfp4")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests import asserts
-from tests.torch_frontend import test_torch_gradient_table as table
+from tests.torch_frontend import gradient_table as table
 from tests.torch_frontend.gpu_layers import Step
 from tests.torch_frontend.gpu_tools import REPLAYED, capture, captured, graphed, launches_only
 from tests.torch_frontend.nn_tools import FORMS, FUNCTIONS, MODULES, main_grads, setup
@@ -41,7 +41,7 @@ def _on_the_gpu() -> Iterator[None]:
     listed=(False, True),
 )
 def test_row(row: Any, form: str, listed: bool) -> None:
-    table.test_row(row, form, listed)
+    table.check_row(row, form, listed)
 
 
 @pytest.mark.rule("TE #3171", "DeepGEMM #444")
