@@ -32,7 +32,17 @@ from torch_bridge._checks import MLP_NAMES, NAMES, check_operand, refuse_transfo
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._scaling import Scaling
-from torch_bridge._tensors import StraightThrough, dtype_name, fixed_spec, forms_of, home, members, parts_of, rows_spec
+from torch_bridge._tensors import (
+    StraightThrough,
+    dtype_name,
+    fixed_spec,
+    forms_of,
+    home,
+    master_of,
+    members,
+    parts_of,
+    rows_spec,
+)
 from torch_bridge.exchange import is_foreign
 from torch_bridge.sizes import prepare_sizes
 
@@ -369,9 +379,7 @@ def _form_facts(form: QTensor[Any]) -> tuple[Any, ...]:
 
 def _master_and_operand(operand: Any) -> tuple[Any, Any]:
     """(the tensor that receives the gradient, the operand itself)."""
-    if isinstance(operand, StraightThrough):
-        return operand.master, operand.q
-    return (None if isinstance(operand, QTensor) else operand), operand
+    return master_of(operand), operand.q if isinstance(operand, StraightThrough) else operand
 
 
 def _dtype(operand: Any, master: Any) -> str | None:
