@@ -1,4 +1,4 @@
-"""The three frontends behind one signature, over NumPy arrays: what differs is spelled out here and nowhere else."""
+"""The three frontends with one signature, over NumPy arrays; only this file contains their differences."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _jax_call(x: Any, w: Any, group_sizes: Any, *, transposed: bool, result_dtyp
 
 
 def bound_to(options: dict[str, Any], array: Callable[[NDArray[Any]], Any]) -> None:
-    """Arrays that a recipe is bound to, NumPy's, become those of a frontend."""
+    """A recipe that is bound to NumPy arrays, bound to arrays of a frontend."""
     recipe = options.get("recipe")
     if isinstance(recipe, BoundRecipe):
         state = recipe.state

@@ -1,4 +1,4 @@
-"""The MLP of the three frontends behind one signature, over NumPy arrays, and its problems."""
+"""The MLP of the three frontends with one signature, over NumPy arrays, and its problems."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def in_halves(operands: Operands, transposed: bool = False) -> Operands:
 
 
 def present(operands: Operands, needs: MlpNeeds | None = None) -> MlpNeeds:
-    """The needs, without those of operands that there are not."""
+    """The needs without those of absent operands."""
     asked = needs or MlpNeeds()
     return MlpNeeds(*(need and operands[name] is not None for name, need in asked._asdict().items()))
 

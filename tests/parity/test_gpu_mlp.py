@@ -35,7 +35,7 @@ pytestmark = [
 WIDE = cases.Case("wide", (130, 0, 257, 64, 1), 500, 136, 200, frozenset())
 """Several tiles, none of them full."""
 EVEN = cases.Case("even", (130, 0, 257, 64, 1), 500, 136, 192, frozenset())
-"""Halves of three tiles, which kernels read where they lie."""
+"""Halves of three tiles, which kernels read in place."""
 NAMED = ("tail", "jagged", "clamped", "negative", "all_empty", "k_n_odd")
 CASES = [*(cases.named(name) for name in NAMED), WIDE, EVEN]
 
@@ -102,7 +102,7 @@ def test_both_frontends_give_the_same_bits_within_the_bounds(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_fused_and_composed_kernels_agree(dtype, transposed):
-    """The same bits but where dz is rounded: y, and what is made of it, differ by nothing."""
+    """The bits are the same except where dz is rounded: y, and values computed from it, do not differ."""
     given, dy = problem(WIDE, dtype, Activation("swiglu"), transposed=transposed, bias="float32")
     fused, composed = (TORCH.forward(given, transposed=transposed, implementation=i) for i in (None, "composed"))
     asserts.bitwise(fused, composed, "y")

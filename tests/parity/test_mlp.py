@@ -57,7 +57,7 @@ def spec_of(kind: str, interleave: int | None, width: int) -> Activation:
 def test_frontends_agree_bitwise_and_lie_within_the_bounds(
     case, kind, interleave, dtype, transposed, probs, bias, policy, halves
 ):
-    """Of each other's results, and whether gate and linear half are one array or, with `halves`, two."""
+    """All frontends give the same bits, whether gate and linear half are one array or, with `halves`, two."""
     activation = spec_of(kind, interleave, case.n)
     given, dy = problem(case, dtype, activation, transposed=transposed, probs=probs, bias=bias)
     needs = present(given)
@@ -117,7 +117,7 @@ def shifted(operand: Any) -> Any:
 
 
 def in_torch(operand: Any) -> Any:
-    """Tensors over the very memory of the arrays."""
+    """Tensors that share the memory of the arrays."""
     if isinstance(operand, tuple):
         return tuple(map(in_torch, operand))
     found = exchange.from_array(operand)
@@ -142,7 +142,7 @@ def test_no_gradient_depends_on_which_others_are_asked_for(frontend, policy):
 @pytest.mark.rule("ALL-4", "MLP-9", "MLP-11")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_torch_keeps_what_the_table_says(policy):
-    """Of rows, weights, biases and probabilities, exactly the ones that `kept` names; bytes as the policy states."""
+    """The saved rows, weights, biases and probabilities are those that `kept` names, in the policy's bytes."""
     case = cases.named("tail")
     given, _ = problem(case, "bfloat16", Activation("swiglu"), transposed=True, bias="float32")
     sizes = to_torch(given["group_sizes"])
@@ -324,7 +324,7 @@ def halves_of(wi: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.rule("MAT-3", "GRD-5", "MAT-11")
 @pytest.mark.matrix(policy=POLICIES, to=("return", "tensors", "main_grad"), frozen=(None, 0, 1))
 def test_torch_halves_have_gradients_of_their_own(policy, to, frozen):
-    """Each is computed, returned or added to its accumulator only if its half needs one."""
+    """Each gradient is computed, returned or added to its accumulator only if its half needs one."""
     given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True, bias="float32")
     options = {"group_sizes": to_torch(given["group_sizes"]), "residuals": policy}
     packed = {name: leaf(to_torch(given[name])) for name in LEAVES}
@@ -670,7 +670,7 @@ def test_torch_refuses_operands_that_lack_the_axis_of_groups():
 
 @pytest.mark.rule("ERR-3")
 def test_torch_explains_the_program_that_runs():
-    """Lists are planned with their tables, and buffers as the callers'."""
+    """Plans of lists include their tables, and buffers count as the caller's."""
     given, _ = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True)
     held = {name: None if given[name] is None else leaf(to_torch(given[name])) for name in LEAVES}
     listed = {**held, "wi": leaves(held["wi"]), "wo": leaves(held["wo"])}
@@ -807,7 +807,7 @@ def test_jax_out_is_written_in_place_if_donated(donated):
 @pytest.mark.parametrize("at", [0, 1], ids=["wi", "wo"])
 @pytest.mark.parametrize(("now", "varies"), [(True, "x"), (False, "x"), (False, "dy")], ids=str)
 def test_jax_refuses_replicated_accumulators(now, varies, at):
-    """Of either weight, wherever its gradient varies because the rows do, or their gradients."""
+    """For either weight, if its gradient varies because the rows vary, or because the rows' gradients vary."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     given, dy = problem(cases.named("tail"), "float32", Activation("swiglu"), probs=None)
     held = {name: jnp.asarray(given[name]) for name in ("x", "wi", "wo", "group_sizes")}
@@ -864,7 +864,7 @@ def test_jax_keeps_what_the_table_says(policy):
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("halves", [False, True])
 def test_jax_under_shard_map(check_vma, halves):
-    """Rows over a data axis, weights replicated: local products, and sums of the replicated gradients alone."""
+    """Rows are split over a data axis, weights replicated: only gradients of replicated operands are summed."""
     shards = len(jax.devices())
     assert shards > 1, "the suite runs on several host devices"
     mesh = jax.make_mesh((shards,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -157,7 +157,7 @@ def test_deferred_gradients_of_jax_have_the_undeferred_bits(recipe):
 @pytest.mark.rule("DLY-3", "ACC-6")
 @pytest.mark.matrix(recipe=(*RECIPES, *MIXED), policy=POLICIES, listed=(False, True), bias=(None, "float32"))
 def test_deferred_gradients_of_torch_have_the_bits_of_autograd(recipe, policy, listed, bias):
-    """Two microbatches, whose weight gradients are added afterwards; states get the same magnitudes."""
+    """Two microbatches, whose weight gradients are added afterwards; states get the same amaxes."""
     case = cases.named("tail")
     given, dy = problem(case, "bfloat16", Activation("swiglu"), transposed=True, bias=bias)
     sizes, dy = to_torch(given["group_sizes"]), to_torch(dy)
@@ -278,7 +278,7 @@ def test_quantised_weights_beside_plain_rows(format):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("axis", [(1, 0), (0, 1)], ids=str)
 def test_quantised_rows_serve_every_policy(policy, axis):
-    """Both of their forms are kept where backward computes forward's operands again."""
+    """Both of their forms are saved if backward computes the operands of forward again."""
     given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True)
     x, wi, wo, sizes = (to_torch(given[name]) for name in ("x", "wi", "wo", "group_sizes"))
     for each in (wi, wo):

@@ -1,4 +1,4 @@
-"""JAX, PyTorch and plain arrays: the same bits, the same refusals but for an argument's own name."""
+"""JAX, PyTorch and NumPy frontends give the same bits, and the same refusals except for names of arguments."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_the_whole_operation_lies_within_its_bounds(dtype, transposed, scale_bia
 @pytest.mark.rule("MAT-6", "ERR-5", "ALL-4")
 @pytest.mark.parametrize("dtype", cases.FP8)
 def test_gradients_beside_fp8_operands_are_not_narrowed_to_them(dtype):
-    """Those of the result here are far below what E4M3 holds without a scale."""
+    """The results here are far below the range of E4M3 without a scale."""
     p = cases.problem(cases.named("tail"), dtype)
     dy = (p.dy.astype(np.float32) * 2.0**-14).astype(p.dy.dtype)
     given = operands(p, bias="bfloat16", row_scale="float32")
@@ -502,7 +502,7 @@ def test_debug_checks_change_no_results(monkeypatch, frontend, flags):
 
 
 def test_the_frontends_cover_the_table_of_bad_calls():
-    """Only options that a frontend lacks are left out, and every option is one of the table's."""
+    """Only options that a frontend lacks are left out, and every option is in the table."""
     from tests.messages import GOOD
 
     for frontend in FRONTENDS:

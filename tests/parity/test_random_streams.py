@@ -108,7 +108,7 @@ def _encode(scale: Array, factor: Any) -> Array:
 
 
 def _values(array: Array, format: Format, axis: int) -> Array:
-    """What is stored of an operand that is not rounded randomly, in its logical shape."""
+    """The dequantised values of an operand that is not rounded randomly, in its logical shape."""
     if array.ndim == 3:
         return arrays.dequantize(arrays.quantize(array, format, axis=axis), "float32")
     return arrays.dequantize(arrays.quantize(array, format, axis=axis, group_sizes=SIZES), "float32")
@@ -128,7 +128,7 @@ def _rows_along_rows(x: Array) -> list[Array]:
 
 
 def _near(found: Any, lhs: list[Array], rhs: list[Array], what: str) -> None:
-    """Each member of `found` is the product of those of lhs and rhs, but for the roundings of float32."""
+    """Each member of `found` is the product of those of lhs and rhs, except for the roundings of float32."""
     for group, (got, a, b) in enumerate(zip(found, lhs, rhs, strict=True)):
         wide, size = a.astype(np.float64) @ b, np.abs(a).astype(np.float64) @ np.abs(b)
         assert (np.abs(got - wide) <= 1e-5 * size).all(), f"{what} of group {group}"
@@ -158,7 +158,7 @@ def test_a_gradient_is_rounded_with_the_bits_of_its_form(frontend: adapters.Fron
 def test_gradients_of_an_mlp_are_rounded_with_bits_of_their_own(
     frontend: mlp_adapters.MlpFrontend, implementation: str | None
 ) -> None:
-    """The second weight is the unit matrix and all hidden rows are positive, so that dh is dy as it was stored."""
+    """The second weight is the unit matrix and all hidden rows are positive, so that dh is the dequantised dy."""
     x, dy = (cases.normal((ROWS, WIDTH), "float32", name) for name in ("x", "dy"))
     x, wi = np.abs(x) + np.float32(0.25), np.abs(cases.normal((len(SIZES), WIDTH, WIDTH), "float32", "wi"))
     wo = np.tile(np.eye(WIDTH, dtype=np.float32), (len(SIZES), 1, 1))

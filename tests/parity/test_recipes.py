@@ -31,7 +31,7 @@ CASES = [cases.named(name) for name in ("tail", "jagged", "clamped", "k_n_odd", 
 
 
 def bind(recipe: Recipe, groups: int, key: tuple[int, int] | None = None) -> Any:
-    """The recipe with what it needs, in NumPy; multipliers are those of data with the largest magnitude 6."""
+    """The recipe, bound to NumPy arrays if it needs any; scales are those of data with an amax of 6."""
     state = None
     if recipe.delayed:
         state = arrays.scaling_state(recipe, groups)
@@ -85,7 +85,7 @@ def test_frontends_have_the_same_bits(recipe, case, dtype, transposed, bias, row
 @pytest.mark.parametrize("needs", [each for each in ALL_NEEDS if each.row_scale and not each.bias], ids=str)
 @pytest.mark.parametrize("recipe", [*RECIPES, *PARTLY_DELAYED], ids=lambda r: r.name)
 def test_gradients_of_row_scales_have_the_same_bits(recipe, needs):
-    """They read dy as dgrad does, whatever else is wanted."""
+    """They read the same dy as dgrad, whatever other gradients are needed."""
     p = cases.problem(cases.named("tail"), "bfloat16")
     given, bound = operands(p, False, True), bind(recipe, p.case.groups, (7, 11))
     wanted = ARRAYS.gradients(given, p.dy, needs, recipe=bound, transposed=False)
@@ -157,7 +157,7 @@ def test_what_is_kept_changes_no_bits(frontend, recipe):
 # Delayed scaling
 
 
-def test_multipliers_are_those_of_the_formats_that_are_scaled_with_delay():
+def test_fp8_maxes_are_those_of_the_formats_that_are_scaled_with_delay():
     e4m3, e5m2 = 448.0, 57344.0
     for recipe in (recipes.FP8Delayed, *PARTLY_DELAYED):
         assert scaling.fp8_maxes(recipe) == [e4m3, e4m3, e5m2], recipe.name
@@ -207,8 +207,8 @@ def test_states_of_all_frontends_agree_step_by_step(recipe):
 @pytest.mark.rule("GRP-9")
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "x_frozen"])
 @pytest.mark.parametrize("frontend", ["arrays", "torch", "jax"])
-def test_the_state_gets_the_magnitudes_of_scaled_gradients(frontend: str, frozen: bool):
-    """With a row scale c the gradient of x reads dy, and that of the weight c dy: what is read is measured."""
+def test_the_state_gets_the_amax_of_scaled_gradients(frontend: str, frozen: bool):
+    """With a row scale c the gradient of x reads dy, that of the weight c dy: the amax covers what is read."""
     recipe = recipes.FP8Delayed.replace(history=2)
     sizes = np.array([3, 2], np.int32)
     x, w, dy = (
@@ -558,7 +558,7 @@ def test_rows_are_quantised_alike(format, dtype, axis, sized):
 
 
 def as_quantized(frontend: Any, p: cases.Problem, recipe: Recipe, array: Any = np.asarray) -> tuple[Any, Any]:
-    """x and w as a recipe stores them, in both forms."""
+    """x and w, quantised as the recipe does it, in both forms."""
     (x_r, w_k), (x_t, _) = recipe.forward, recipe.wgrad
     w = frontend.quantize(array(p.w), w_k, axis=(2, 1))
     x = frontend.quantize(array(p.x), x_t if x_t.rotate else x_r, axis=(1, 0), group_sizes=array(p.group_sizes))
@@ -571,7 +571,7 @@ def as_quantized(frontend: Any, p: cases.Problem, recipe: Recipe, array: Any = n
 @pytest.mark.parametrize("saved", ["quantized", "input"])
 @pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda r: r.name)
 def test_both_forms_of_quantised_rows_reach_backward(recipe, saved, requantize, row_scale):
-    """Whatever is kept of them: no form is made of another."""
+    """The bits do not depend on what is saved: no form is made from another."""
     recipe = recipe.replace(saved=saved, requantize=requantize)
     p = cases.problem(cases.named("tail"), "bfloat16", transposed=True)
     needs = Needs(False, True, False, row_scale)
@@ -597,7 +597,7 @@ def test_both_forms_of_quantised_rows_reach_backward(recipe, saved, requantize, 
 @pytest.mark.rule("MLP-13")
 @pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda r: r.name)
 def test_operands_that_come_quantised_give_the_same_bits(recipe):
-    """As the recipe stores them, in both forms: then nothing is quantised but dy."""
+    """x and w are quantised as the recipe does it, in both forms; then only dy is quantised."""
     p = cases.problem(cases.named("tail"), "bfloat16", transposed=True)
     sizes = p.group_sizes
     x, w = as_quantized(arrays, p, recipe)

@@ -1,4 +1,4 @@
-"""A transfer that stays on the CPU, so that what `offload.cpu_offload` moves, and when, can be tested without a GPU."""
+"""A transfer that stays on the CPU, to test what `offload.cpu_offload` moves, and when, without a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Sent:
         Sent.log.append(self)
 
     def start(self) -> None:
-        """It is on its way back."""
+        """Starts to bring it back."""
         if self not in Sent.started:
             Sent.started.append(self)
 
@@ -37,7 +37,7 @@ class Sent:
 
 @contextmanager
 def recorded() -> Iterator[list[Sent]]:
-    """What is moved inside, oldest first."""
+    """The tensors that are moved inside, oldest first."""
     Sent.log, Sent.started = [], []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_transfer, "Moved", Sent)

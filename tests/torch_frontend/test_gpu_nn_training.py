@@ -48,7 +48,7 @@ def test_storage_that_was_replaced_is_not_read(form: str, listed: bool, when: st
 @pytest.mark.rule("ALL-2", "MLM #7441", "unsloth-zoo #1258", "TE #3407", "TE #2921")
 @pytest.mark.parametrize("form", MODULES)
 def test_the_same_run_has_the_same_losses(form: str) -> None:
-    """Over as many rows as several blocks share."""
+    """With so many rows that several blocks share them."""
     first = training.trained(form, "rows_1027")
     for _ in range(3):
         for at, (a, b) in enumerate(zip(training.trained(form, "rows_1027"), first, strict=True)):

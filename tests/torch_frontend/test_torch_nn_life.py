@@ -18,7 +18,7 @@ G, K, N = 3, 5, 4
 
 
 def _layer(weight: bool, bias: bool | None, **options: Any) -> Any:
-    """weight, bias: whether one parameter holds all groups; a bias of None: there is none."""
+    """weight, bias: whether one parameter holds all groups; bias None: there is no bias."""
     return nn.GroupedLinear(
         G, K, N, bias=bias is not None, single_grouped_weight=weight, single_grouped_bias=bool(bias), **options
     )

@@ -88,7 +88,7 @@ def test_storage_that_was_replaced_is_not_read(form: str, listed: bool, when: st
 @pytest.mark.parametrize("delay", [False, True], ids=["now", "delay"])
 @by_form
 def test_activations_are_freed_in_their_own_iteration(form: str, delay: bool) -> None:
-    """By backward, or what delayed gradients read by `backward_dw`, although the loss is still held; without gc."""
+    """Backward frees them, `backward_dw` those that delayed gradients read, while the loss is alive and without gc."""
     s = setup(form, True, delay=delay)
     s.backward()
     if delay:
@@ -124,7 +124,7 @@ def test_activations_are_freed_in_their_own_iteration(form: str, delay: bool) ->
 @pytest.mark.parametrize("recipe", [recipes.FP8Current, recipes.MXFP8, recipes.NVFP4], ids=lambda r: r.name)
 @by_form
 def test_a_recipe_does_not_reach_its_neighbours(form: str, recipe: Recipe) -> None:
-    """Normalisations in front of a layer and behind it, and a layer of ours without a recipe, are as they are alone."""
+    """Normalisations beside a layer, and another layer without a recipe, give the same results as without it."""
     options: dict[str, Any] = {"dtype": "bfloat16", "case": "jagged"}
     bare = setup(form, False, **options)
     plain = nn.GroupedLinear(5, bare.dy.shape[1], 24, dtype=torch.bfloat16)
@@ -169,7 +169,7 @@ def test_a_recipe_does_not_reach_its_neighbours(form: str, recipe: Recipe) -> No
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """In which torch refuses what is not, and fills new memory of its own with NaN."""
+    """In this mode torch refuses nondeterministic operations, and fills new memory with NaN."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -180,7 +180,7 @@ def _deterministic() -> Iterator[None]:
 @pytest.mark.rule("ALL-2", "MLM #7441", "unsloth-zoo #1258", "TE #3407", "TE #2921")
 @by_form
 def test_the_same_run_has_the_same_losses(form: str) -> None:
-    """With gradients of biases and probabilities in it."""
+    """This includes gradients of biases and probabilities."""
     first = trained(form)
     assert len(first[0].unique()) > 1
     same(trained(form), first)
@@ -189,7 +189,7 @@ def test_the_same_run_has_the_same_losses(form: str) -> None:
 @pytest.mark.rule("ALL-2", "MAT-10", "TE #2885")
 @by_form
 def test_deterministic_mode_refuses_nothing_and_changes_nothing(form: str) -> None:
-    """Bias gradients neither."""
+    """This includes bias gradients."""
     plain = trained(form)
     with _deterministic():
         same(trained(form), plain)
@@ -206,7 +206,7 @@ def test_deterministic_mode_refuses_nothing_and_changes_nothing(form: str) -> No
     [*((form, None) for form in MODULES), *itertools.product(("GroupedMLP", "Sequential_fused"), (0, 1))],
 )
 def test_a_pass_that_is_recomputed_draws_as_it_did(form: str, evaluated: int | None, reentrant: bool) -> None:
-    """A reentrant one runs without gradients first; what is random behind the layer is the same in both passes.
+    """Reentrant checkpointing runs without gradients first; later random operations are equal in both passes.
 
     Also where one of the layers that run as one operation is in evaluation mode, for the other is in training.
     """
