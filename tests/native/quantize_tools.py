@@ -49,7 +49,7 @@ MEMBERS = ((3, 37, 53), (2, 128, 256), (1, 1, 1), (2, 130, 300), (5, 16, 32), (1
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_exceptional():
+def nothing_is_exceptional():
     """Sources hold infinities, NaN and numbers that no narrower type has."""
     with np.errstate(all="ignore"):
         yield

@@ -14,6 +14,7 @@ from grouped_core.calls import QUANTIZED, RESULTS, ArraySpec, spec_of
 from grouped_core.formats import FORMATS, Format
 from tests import asserts, cases
 from tests.native.quantize_tools import FOR_WEIGHTS, LISTED, MEMBERS, VARIANTS, numbers
+from tests.native.quantize_tools import nothing_is_exceptional as nothing_is_exceptional
 from tests.native.runner import Native, kernels
 
 FOR_ROWS = [row for row in VARIANTS if not row.square and row.segment]
