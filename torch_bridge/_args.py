@@ -32,7 +32,17 @@ from torch_bridge._checks import MLP_NAMES, NAMES, check_operand, refuse_transfo
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._scaling import Scaling
-from torch_bridge._tensors import StraightThrough, dtype_name, fixed_spec, forms_of, home, members, parts_of, rows_spec
+from torch_bridge._tensors import (
+    StraightThrough,
+    dtype_name,
+    fixed_spec,
+    forms_of,
+    home,
+    master_of,
+    members,
+    parts_of,
+    rows_spec,
+)
 from torch_bridge.exchange import is_foreign
 from torch_bridge.sizes import prepare_sizes
 
@@ -52,12 +62,12 @@ class WeightForms(Protocol):
         wanted: tuple[tuple[int, Format], ...],
         scale: Tensor | None,
         amax: Tensor | None,
-        multipliers: tuple[Any, ...],
+        scale_mark: tuple[Any, ...],
     ) -> Sequence[QTensor[Tensor]]:
         """The weight quantised for each requested axis and format; delayed scaling updates `amax` with its amax.
 
         Args:
-            scale: [G], scales of delayed scaling. multipliers: identifies the scales; it differs after each update.
+            scale: [G], scales of delayed scaling. scale_mark: identifies the scales; it differs after each update.
         """
         ...
 
@@ -294,8 +304,7 @@ def _check_mlp(
     check(op, *specs[:3], fixed_spec(sizes), *specs[3:])
     for each in bounds:
         check_bound(each, specs.wo.shape[0], first, products=3 - len(bounds))
-    if wi_master or wo_master:  # gradients have the dtypes of the master tensors
-        op = dataclasses.replace(op, master_dtypes=(wi_master, wo_master))
+    op = dataclasses.replace(op, master_dtypes=(wi_master, wo_master))  # those of gradients
     return sizes, _Checked(op, MlpSpecs(*map(_static, specs)))
 
 
@@ -370,9 +379,7 @@ def _form_facts(form: QTensor[Any]) -> tuple[Any, ...]:
 
 def _master_and_operand(operand: Any) -> tuple[Any, Any]:
     """(the tensor that receives the gradient, the operand itself)."""
-    if isinstance(operand, StraightThrough):
-        return operand.master, operand.q
-    return (None if isinstance(operand, QTensor) else operand), operand
+    return master_of(operand), operand.q if isinstance(operand, StraightThrough) else operand
 
 
 def _dtype(operand: Any, master: Any) -> str | None:

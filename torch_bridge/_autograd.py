@@ -25,7 +25,7 @@ from torch_bridge._gradients import (
     once_differentiable,
     route_of,
 )
-from torch_bridge._scaling import Scaling, with_multipliers
+from torch_bridge._scaling import Scaling, with_scales
 from torch_bridge._tensors import Form, Layout, members, pack, unpack
 
 Owners = tuple[Owner | None, ...]
@@ -169,7 +169,7 @@ def forward_and_saved(
     operation: Operation, given: Arguments, needs: Any, out: Tensor | None
 ) -> tuple[Tensor, list[Tensor | None], list[str], Saved]:
     """(the result, the tensors that backward reads, names of the first of them, other facts for backward)."""
-    scaling = with_multipliers(given.scaling)
+    scaling = with_scales(given.scaling)
     if scaling is not given.scaling:
         given = given._replace(scaling=scaling)
     y, kept = operation.forward(given, needs, out)

@@ -74,15 +74,20 @@ def _define(name: str, schema: str, rule: Rule) -> None:
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     for device in ("CPU", "CUDA"):
         _LIBRARY.impl(name, partial(_execute, rule), device)
-    torch.library.register_fake(f"torch_bridge::{name}", partial(_imagine, rule), lib=_LIBRARY)
+    torch.library.register_fake(f"torch_bridge::{name}", partial(_fake_results, rule), lib=_LIBRARY)
 
 
 def call(rule: Rule, static: Hashable, operands: Any, rows: Any) -> list[Any]:
     """The results of `rule`: new tensors, and operands that it returns unchanged.
 
     Args:
-        static: the rule's static facts. operands: an instance of its operand class. rows: M.
+        static: the rule's static facts. rows: M.
+        operands: an instance of its operand class; or a list with only that, which is emptied, so that operands are
+            freed as soon as no launch reads them. The caller's frame may hold an argument itself until the call
+            returns: it does under a hook of frame evaluation, which Dynamo leaves after a failed compilation.
     """
+    if isinstance(operands, list):
+        operands = operands.pop()
     layouts, leaves = flatten_all(operands)
     del operands  # so that they are freed as soon as no launch reads them
     if not is_compiling() and torch._C._len_torch_dispatch_stack() == 0 and not _profiling():
@@ -179,7 +184,7 @@ def _execute(rule: Rule, *arguments: Any) -> Any:
     return _results([values[at] for at in program.made], arguments)
 
 
-def _imagine(rule: Rule, *arguments: Any) -> Any:
+def _fake_results(rule: Rule, *arguments: Any) -> Any:
     facts, leaves, rows = _arguments(rule, *arguments)
     found = _fake.fake(rule, facts.static, facts.layouts, leaves, rows)
     if _fake.planned:

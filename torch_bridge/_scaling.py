@@ -23,20 +23,20 @@ class Scaling(NamedTuple):
     Attributes:
         state: of delayed scaling, or None. first: the role of x in it; those of the weight and dy follow.
         key: of stochastic rounding, or None.
-        multipliers: the scales of x, the weight and dy [3, G] that forward and backward share; None: the current ones
+        scales: the scales of x, the weight and dy [3, G] that forward and backward share; None: the current ones
             of the state.
     """
 
     state: ScalingState[Tensor] | None
     key: Tensor | None
     first: int = 0
-    multipliers: Tensor | None = None
+    scales: Tensor | None = None
 
     def scale(self, role: int) -> Tensor | None:
         """The scales [G] of an operand, None without a state."""
         if self.state is None:
             return None
-        return self.state.scale[self.first + role] if self.multipliers is None else self.multipliers[role]
+        return self.state.scale[self.first + role] if self.scales is None else self.scales[role]
 
     def amax(self, role: int) -> Tensor | None:
         """The amax [G] of an operand in this step, which quantisers update in place; None without a state."""
@@ -60,7 +60,7 @@ class Scaling(NamedTuple):
         return () if scale is None or scale.is_inference() else (scale.data_ptr(), scale._version)
 
 
-def with_multipliers(uses: tuple[Scaling, ...]) -> tuple[Scaling, ...]:
+def with_scales(uses: tuple[Scaling, ...]) -> tuple[Scaling, ...]:
     """The products of one operation with a copy of their scales, if they have states, because a state may be updated
     before backward. The copy takes one launch, whether products share a state or have one each.
     """
@@ -74,4 +74,4 @@ def with_multipliers(uses: tuple[Scaling, ...]) -> tuple[Scaling, ...]:
     else:  # abs is the fastest kernel that copies, as no scale is negative; a clone would be a memcpy
         copy = scales[0].abs()
     parts = [copy] if len(uses) == 1 else copy.split(len(scaling.ROLES))
-    return tuple([use._replace(multipliers=part) for use, part in zip(uses, parts, strict=True)])
+    return tuple([use._replace(scales=part) for use, part in zip(uses, parts, strict=True)])

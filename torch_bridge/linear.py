@@ -6,13 +6,12 @@ Letters: G groups, M rows, K in, N out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from grouped_core import gradients, quantizing
-from grouped_core.formats import Format, QTensor, wide
+from grouped_core.formats import QTensor
 from grouped_core.gradients import NO_NEEDS, LinearSpecs, Needs
 from grouped_core.linear_spec import Linear
 from grouped_core.recipes import BoundRecipe, Recipe
@@ -106,10 +105,9 @@ class LinearOperands(NamedTuple):
 
 
 def _forward_rule(run: Any, static: LinearForward, o: LinearOperands) -> tuple[Any, Any, Any]:
-    operands = list(o[:-1])
-    found = gradients.linear_forward(
-        run, static.op, *operands, extras=o.extras or quantizing.NO_MEASURES, needs=static.needs
-    )
+    operands = (o.x, o.weight, o.sizes, o.bias, o.row_scale, o.out)
+    extras = o.extras or quantizing.NO_MEASURES
+    found = gradients.linear_forward(run, static.op, *operands, extras=extras, needs=static.needs)
     return found.y, found.x, found.w
 
 
@@ -147,7 +145,7 @@ class LinearGradOperands(NamedTuple):
 
 
 def _main_grads_rule(run: Any, static: LinearMainGrads, o: LinearGradOperands) -> tuple[Any, ...]:
-    operands = list(o[:-2])
+    operands = (o.x, o.weight, o.sizes, o.bias, o.row_scale, o.dy)
     options = {"grad_input": o.grad_input, "extras": o.extras or quantizing.NO_MEASURES}
     return gradients.main_grads(run, static.op, static.specs, *operands, needs=static.needs, **options)[:5]
 
@@ -167,19 +165,13 @@ _MAIN_GRADS = define(
 # Forward and backward
 
 
-@lru_cache(maxsize=1024)
-def _cached_forms(op: Linear, needs: Needs, has_scale: bool) -> tuple[tuple[int, Format], ...]:
-    """The axes and formats of a weight that its layer's cache provides."""
-    assert op.recipe is not None, "layers with caches have recipes"
-    keep = gradients.keeps_forms(op, op.recipe, needs, has_scale)[1]
-    return tuple([each for each in gradients.weight_forms(op, op.recipe, keep) if not each[1].plain])
-
-
 def _forward(given: Arguments, needs: Needs, out: Tensor | None) -> tuple[Tensor, Kept]:
     (scaling,), (weight,), (bias,), (cache,) = given.scaling, given.weights, given.biases, given.caches
     training, has_scale = any(needs), given.row_scale is not None
     if cache is not None:
-        weight = with_forms(cache, weight, _cached_forms(given.op, needs, has_scale), scaling, training=training)
+        weight = with_forms(
+            cache, weight, gradients.cached_forms(given.op, needs, has_scale), scaling, training=training
+        )
     extras = scaling.extras(X, WEIGHT, training=training)
     operands = LinearOperands(given.x, weight, given.sizes, bias, given.row_scale, out, extras)
     y, x, weight = call(_FORWARD, LinearForward(given.op, needs), operands, given.x.shape[0])
@@ -207,7 +199,7 @@ def _needs(x: bool, weights: Sequence[bool], row_scale: bool, biases: Sequence[b
 
 
 def _weight_dtypes(op: Linear, specs: LinearSpecs) -> tuple[str, ...]:
-    return (op.wgrad_dtype or wide(specs[1].dtype),)
+    return (op.gradient_dtype(specs[1]),)
 
 
 LINEAR = Operation(

@@ -7,14 +7,13 @@ activations, else F.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from grouped_core import mlp as rules
 from grouped_core.activations import Activation
-from grouped_core.formats import Format, QTensor, wide
+from grouped_core.formats import QTensor
 from grouped_core.mlp_spec import NO_NEEDS, Mlp, MlpNeeds, MlpSpecs, Residuals, kept, needs_dh
 from grouped_core.quantizing import NO_MEASURES
 from grouped_core.recipes import BoundRecipe, Recipe
@@ -114,7 +113,7 @@ class MlpOperands(NamedTuple):
 
 
 def _forward_rule(run: Any, static: MlpForward, o: MlpOperands) -> tuple[Any, ...]:
-    operands = list(o[:-2])
+    operands = (o.x, o.wi, o.wo, o.sizes, o.probs, o.wi_bias, o.wo_bias, o.out)
     extras = (o.extras or NO_MEASURES, o.extras_2 or NO_MEASURES)
     return rules.mlp(run, static.op, *operands, needs=static.needs, extras=extras)[:6]
 
@@ -157,7 +156,7 @@ class HiddenOperands(NamedTuple):
 
 
 def _hidden_rule(run: Any, static: MlpGrads, o: HiddenOperands) -> tuple[Any, ...]:
-    operands = list(o[:-2])
+    operands = (o.x, o.h, o.z, o.wi, o.wo, o.sizes, o.probs, o.wi_bias, o.wo_bias, o.dy)
     extras = (o.extras or NO_MEASURES, o.extras_2 or NO_MEASURES)
     return rules.at_hidden(run, static.op, static.specs, *operands, needs=static.needs, extras=extras)[:6]
 
@@ -185,7 +184,7 @@ class FirstOperands(NamedTuple):
 
 
 def _first_rule(run: Any, static: MlpGrads, o: FirstOperands) -> tuple[Any, ...]:
-    operands = list(o[:-2])
+    operands = (o.x, o.wi, o.sizes, o.dh, o.of_dh)
     options = {"grad_input": o.grad_input, "extras": o.extras or NO_MEASURES}
     found = rules.first_product(run, static.op, static.specs, *operands, needs=static.needs, **options)
     return found.x, found.bias, found.rows, found.dy
@@ -206,20 +205,12 @@ _FIRST_PRODUCT = define(
 # Forward and backward
 
 
-@lru_cache(maxsize=1024)
-def _cached_forms(op: Mlp, needs: MlpNeeds, keep_z: bool) -> tuple[tuple[tuple[int, Format], ...], ...]:
-    """The axes and formats of both weights that the caches of their layers provide."""
-    assert op.recipe is not None, "layers with caches have recipes"
-    both = rules.cached_forms(op, op.recipe, needs, keep_z=keep_z)
-    return tuple([tuple([each for each in forms if not each[1].plain]) for forms in both])
-
-
 def _forward(given: Arguments, needs: MlpNeeds, out: Tensor | None) -> tuple[Tensor, Kept]:
     (one, two), (wi, wo), (wi_bias, wo_bias) = given.scaling, given.weights, given.biases
     x, sizes, probs, training = given.x, given.sizes, given.row_scale, any(needs)
     keep = kept(given.op, needs, probs is not None, wi_bias is not None, wo_bias is not None)
     if given.caches != (None, None):
-        of_wi, of_wo = _cached_forms(given.op, needs, keep.z)
+        of_wi, of_wo = rules.cached_forms(given.op, needs, keep.z)
         wi = with_forms(given.caches[0], wi, of_wi, one, training=training)
         wo = with_forms(given.caches[1], wo, of_wo, two, training=training)
     extras = [each.extras(X, WEIGHT, training=training) for each in (one, two)]
@@ -244,11 +235,11 @@ def _hidden_operands(kept: list[Any], *others: Any) -> HiddenOperands:
 def _backward(
     saved: Saved, kept: list[Any], dy: Tensor | QTensor[Tensor], grad_input: Tensor | None, deliver: Deliver
 ) -> MainGradients:
-    x, sizes, key, wi = (kept[at] for at in (0, 3, 5, 6))
+    x, _, _, sizes, _, key, wi, *_ = kept
     op, needs, static = saved.op, saved.needs, MlpGrads(saved.op, saved.specs, saved.needs)
     extras = [each._replace(key=key).extras(X, WEIGHT, DY, training=True) for each in saved.scaling]
-    # No other reference to these operands exists here, so the hidden rows are freed inside the call.
-    dp, db2, dh, of_dh, z, dy_form = call(_AT_HIDDEN, static, _hidden_operands(kept, dy, *extras), saved.rows)
+    operands: Any = [_hidden_operands(kept, dy, *extras)]  # `call` empties the list, and frees the hidden rows inside
+    dp, db2, dh, of_dh, z, dy_form = call(_AT_HIDDEN, static, operands, saved.rows)
     if needs.wo:
         deliver(1, WeightGradient(op.fc2(), saved.specs.wo, z, dy_form, sizes))
     del z, dy, dy_form
@@ -268,7 +259,7 @@ def _needs(x: bool, weights: Sequence[bool], probs: bool, biases: Sequence[bool]
 
 def weight_dtypes(op: Mlp, specs: MlpSpecs) -> tuple[str, ...]:
     """Dtypes of the gradients of both weights."""
-    return op.fc1().wgrad_dtype or wide(specs.wi.dtype), op.fc2().wgrad_dtype or wide(specs.wo.dtype)
+    return op.fc1().gradient_dtype(specs.wi), op.fc2().gradient_dtype(specs.wo)
 
 
 NAMES = (MLP_NAMES.wi, MLP_NAMES.wo)
