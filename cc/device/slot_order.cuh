@@ -96,6 +96,7 @@ __global__ void __launch_bounds__(SlotOrder::kThreads, 1)
   __shared__ uint32_t own[kShared ? SlotOrder::kSharedCounters : 1];
   __shared__ uint32_t all_parts[SlotOrder::kThreads], before_parts[SlotOrder::kThreads];
   __shared__ int64_t scratch[33];
+  constexpr int kAtOnce = 8;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint32_t* counters = kShared ? own : o.next + static_cast<int64_t>(blockIdx.x) * o.groups;
   uint32_t* mine = counters + static_cast<int64_t>(warp) * o.groups;
@@ -120,7 +121,7 @@ __global__ void __launch_bounds__(SlotOrder::kThreads, 1)
     if (g < o.groups) {
 #pragma unroll 8
       for (int r = share; r < o.runs; r += shares) {
-        const uint32_t count = o.counts[static_cast<int64_t>(r) * o.groups + g];
+        const uint32_t count = o.counts[r * o.groups + g];  // at most 2^21 of them
         all += count;
         before += r < static_cast<int>(blockIdx.x) ? count : 0;
       }
@@ -141,11 +142,17 @@ __global__ void __launch_bounds__(SlotOrder::kThreads, 1)
     if (owner) {
       dropped += use.group(g, all, begin);
       uint32_t place = use.first(begin) + before;
-      for (int w = 0; w < o.warps; ++w) {
-        uint32_t* counter = counters + static_cast<int64_t>(w) * o.groups + g;
-        const uint32_t count = o.warps > 1 ? *counter : 0;
-        *counter = place;
-        place += count;
+      for (int w0 = 0; w0 < o.warps; w0 += kAtOnce) {  // loads first: the compiler keeps the order of loads and stores
+        uint32_t of_warp[kAtOnce] = {};
+#pragma unroll
+        for (int w = 0; w < kAtOnce; ++w) {
+          if (o.warps > 1 && w0 + w < o.warps) of_warp[w] = counters[(w0 + w) * o.groups + g];
+        }
+#pragma unroll
+        for (int w = 0; w < kAtOnce; ++w) {
+          if (w0 + w < o.warps) counters[(w0 + w) * o.groups + g] = place;
+          place += of_warp[w];
+        }
       }
     }
   }

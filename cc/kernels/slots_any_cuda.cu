@@ -57,11 +57,11 @@ template <bool kShared>
 __global__ void __launch_bounds__(kCountThreads) count_chosen(const __grid_constant__ Counting p) {
   __shared__ int own[kShared ? kSharedCounts : 1];
   __shared__ int64_t own_ends[Sequences::kOwnSums];
-  const int sequences = p.sequences.count, counters = sequences * p.groups;
+  const int sequences = p.sequences.count;
   const bool few = sequences <= Sequences::kOwnSums;
   if (few && threadIdx.x < 32) own_ends[threadIdx.x] = sequence_end(p.sequences);
   if (kShared) {
-    for (int i = threadIdx.x; i < counters; i += kCountThreads) own[i] = 0;
+    for (int i = threadIdx.x; i < sequences * p.groups; i += kCountThreads) own[i] = 0;
   }
   __syncthreads();
   const int64_t* ends = few ? own_ends : p.sequences.scan.offsets + 1;
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kCountThreads) count_chosen(const __grid_const
   }
   if (!kShared) return;
   __syncthreads();
-  for (int i = threadIdx.x; i < counters; i += kCountThreads) {
+  for (int i = threadIdx.x; i < sequences * p.groups; i += kCountThreads) {
     if (own[i] > 0) atomicAdd(p.counts + i, own[i]);
   }
 }
