@@ -105,15 +105,17 @@ __device__ inline Softmax softmax_of(const float (&logits)[kPer], int count) {
   return {most, sum_experts<kPer>(count, [&](int i, int) { return exp_below(logits[i], most); })};
 }
 
+// Zero where there is no expert. Logits and scores may be one array.
 template <int kPer>
 __device__ inline void score_experts(Score score, const Softmax& softmax, const float (&logits)[kPer], int count,
                                      float (&scores)[kPer]) {
 #pragma unroll
-  for (int i = 0; i < kPer; ++i) scores[i] = 0.0f;
-  if (score == Score::softmax) {
-    for_experts<kPer>(count, [&](int i, int) { scores[i] = softmax.value(logits[i]); });
-  } else {
-    for_experts<kPer>(count, [&](int i, int) { scores[i] = own_score(score, logits[i]).value; });
+  for (int i = 0; i < kPer; ++i) {
+    if (i * 32 + lane_id() >= count) {
+      scores[i] = 0.0f;
+    } else {
+      scores[i] = score == Score::softmax ? softmax.value(logits[i]) : own_score(score, logits[i]).value;
+    }
   }
 }
 
