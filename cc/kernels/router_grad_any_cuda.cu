@@ -49,10 +49,10 @@ struct SlotGradient {
 
 template <int kPer>
 __device__ SlotGradient slot_gradient(const Problem& p, int64_t token, const float (&raw)[kPer]) {
-  const bool exists = lane_id() < p.slots;
   const int64_t at = token * p.slots + lane_id();
-  SlotGradient mine = {exists ? p.experts[at] : -1, 0.0f};
+  SlotGradient mine = {lane_id() < p.slots ? p.experts[at] : -1, 0.0f};
   if (mine.expert < 0 || mine.expert >= p.count) mine.expert = -1;
+  if (!p.d_weights) return mine;
   const bool valid = mine.expert >= 0;
   const float gradient = valid ? p.d_weights[at] : 0.0f;
   float of_slot = 0.0f;
@@ -117,8 +117,7 @@ __global__ void __launch_bounds__(kTokenThreads, grad_blocks(kPer)) route_back(c
   const int sequence = p.sequences.sizes ? sequence_of(p.sequences, token) : -1;
   const Softmax softmax = softmax_of(logits, p.count);
   score_experts(p.scoring.score, softmax, logits, p.count, scores);
-  SlotGradient mine = {-1, 0.0f};
-  if (p.d_weights) mine = after_topk ? slot_gradient(p, token, logits) : slot_gradient(p, token, scores);
+  const SlotGradient mine = after_topk ? slot_gradient(p, token, logits) : slot_gradient(p, token, scores);
   if (sequence >= 0) add_probs_gradient(p, sequence, scores, grads);
   if (!after_topk) add_slots(p, mine, grads);
   if (p.scoring.score == Score::softmax) {
