@@ -39,7 +39,9 @@ namespace device {
 // A warp has a token, and a small block frees its place early.
 constexpr int kTokensABlock = 4;
 constexpr int kTokenThreads = 32 * kTokensABlock;
-inline unsigned token_grid(int64_t tokens) { return static_cast<unsigned>((tokens + kTokensABlock - 1) / kTokensABlock); }
+inline unsigned token_grid(int64_t tokens) {
+  return static_cast<unsigned>((tokens + kTokensABlock - 1) / kTokensABlock);
+}
 
 __device__ inline int lane_id() { return static_cast<int>(threadIdx.x % 32); }
 __device__ inline int64_t warp_token() {
@@ -138,7 +140,9 @@ __device__ inline float value_of_expert(const float (&values)[kPer], int expert)
 // ---- The choice of the best
 
 // What rank_of made of a float, but for the sign of zero and the bits of NaN.
-__device__ inline float ranked_value(uint32_t rank) { return bits_float(rank & 0x80000000u ? rank ^ 0x80000000u : ~rank); }
+__device__ inline float ranked_value(uint32_t rank) {
+  return bits_float(rank & 0x80000000u ? rank ^ 0x80000000u : ~rank);
+}
 
 struct Best {
   uint32_t rank;

@@ -11,10 +11,10 @@ namespace grouped {
 constexpr int kSpreadThreads = 256;
 
 struct Spread {
-  int64_t vectors;     // of a row
+  int64_t vectors;  // of a row
   int64_t rows;
-  unsigned parts;      // blocks side by side on a row
-  int across_bits;     // 2^across_bits threads side by side
+  unsigned parts;   // blocks side by side on a row
+  int across_bits;  // 2^across_bits threads side by side
   int rows_a_thread;
 
   // The most neighbours of which at least 7 in 8 have a vector, else those that waste the least.

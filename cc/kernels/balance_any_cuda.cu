@@ -6,7 +6,8 @@
 // quantile_bias      a block an expert: the sum of its counts, then 256 bins at a time up to the quantile --> workspace
 //                    one block: the mean in the order of lane_sum, then a thread an expert
 //
-// Counts are integers, which no order changes. margin_histogram has REGISTERS registers for 4, 8, 16, 32 experts a lane.
+// Counts are integers, which no order changes. margin_histogram has REGISTERS registers for 4, 8, 16, 32 experts a
+// lane.
 #include <climits>
 #include <string>
 

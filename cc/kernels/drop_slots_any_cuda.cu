@@ -21,9 +21,16 @@ using namespace device;
 
 // What keeping has in common: counts alone say how many slots go.
 struct Capacity {
+  const float* weights;
   int32_t* kept;
+  float* kept_weights;
   int32_t* dropped;
   uint32_t capacity;
+
+  __device__ void store(int64_t slot, int expert, bool keeps) const {
+    kept[slot] = keeps ? expert : -1;
+    kept_weights[slot] = keeps ? weights[slot] : 0.0f;
+  }
 
   __device__ uint32_t excess(uint32_t slots) const { return slots > capacity ? slots - capacity : 0; }
   __device__ void end(int64_t, int64_t all_dropped) const {
@@ -36,13 +43,12 @@ struct ByPosition : Capacity {
   __device__ uint32_t first(int64_t) const { return 0; }
   __device__ uint32_t group(int, uint32_t slots, int64_t) const { return excess(slots); }
   __device__ void slot(int64_t slot, int expert, bool valid, uint32_t rank) const {
-    kept[slot] = valid && rank < capacity ? expert : -1;
+    store(slot, expert, valid && rank < capacity);
   }
 };
 
 // Slots by expert, for `select`.
 struct ByWeight : Capacity {
-  const float* weights;
   uint32_t* begins;  // [E + 1]
   uint32_t* ranks;   // [slots]
   int32_t* slots;    // [slots]
@@ -58,11 +64,8 @@ struct ByWeight : Capacity {
     Capacity::end(rows, all_dropped);
     if (blockIdx.x == 0 && threadIdx.x == 0) begins[experts] = first(rows);
   }
-  __device__ void slot(int64_t slot, int, bool valid, uint32_t place) const {
-    if (!valid) {
-      kept[slot] = -1;
-      return;
-    }
+  __device__ void slot(int64_t slot, int expert, bool valid, uint32_t place) const {
+    if (!valid) return store(slot, expert, false);
     ranks[place] = rank_of(weights[slot]);
     slots[place] = static_cast<int32_t>(slot);
   }
@@ -82,10 +85,11 @@ __global__ void __launch_bounds__(kThreads) select(const __grid_constant__ ByWei
   const uint32_t* ranks = p.ranks + begin;
   const int32_t* slots = p.slots + begin;
   if (count <= p.capacity) {
-    for (uint32_t i = threadIdx.x; i < count; i += kThreads) p.kept[slots[i]] = expert;
+    for (uint32_t i = threadIdx.x; i < count; i += kThreads) p.store(slots[i], expert, true);
     return;
   }
-  uint32_t above = 0, left = p.capacity;  // upper digits of the rank that is looked for; slots that it and less may fill
+  uint32_t above = 0,
+           left = p.capacity;  // upper digits of the rank that is looked for; slots that it and less may fill
   for (int shift = 24; shift >= 0; shift -= 8) {
     digits[threadIdx.x] = 0;
     __syncthreads();
@@ -118,7 +122,7 @@ __global__ void __launch_bounds__(kThreads) select(const __grid_constant__ ByWei
     const int64_t before = seen + exclusive_sum<kWarps>(equal, scratch, &total);
     seen += total;
     const bool keeps = rank > above || (equal && before < left);
-    if (exists) p.kept[slots[i]] = keeps ? expert : -1;
+    if (exists) p.store(slots[i], expert, keeps);
   }
 }
 
@@ -130,7 +134,7 @@ size_t list_bytes(const DropSlots& call) { return align_up(sizeof(uint32_t) * ca
 
 size_t workspace(const DropSlots& call, const Target&) {
   const size_t order = order_of(call).bytes();
-  if (!call.weights.present()) return order;
+  if (!call.by_weight) return order;
   return order + align_up(sizeof(uint32_t) * (call.num_experts + 1)) + 2 * list_bytes(call);
 }
 
@@ -138,20 +142,16 @@ void launch(const DropSlots& call, const Context& context) {
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
   SlotOrder order = order_of(call);
   order.place(call.experts.as<const int32_t>(), context.workspace);
-  const Capacity capacity = {call.kept.as<int32_t>(), call.dropped.as<int32_t>(),
-                             static_cast<uint32_t>(call.capacity)};
-  if (!call.weights.present()) {
+  const Capacity capacity = {call.weights.as<const float>(), call.kept.as<int32_t>(), call.kept_weights.as<float>(),
+                             call.dropped.as<int32_t>(), static_cast<uint32_t>(call.capacity)};
+  if (!call.by_weight) {
     launch_slot_order(order, ByPosition{capacity}, stream);
     return;
   }
   char* lists = static_cast<char*>(context.workspace) + order.bytes();
   char* begins = lists + 2 * list_bytes(call);
-  const ByWeight by_weight = {capacity,
-                              call.weights.as<const float>(),
-                              reinterpret_cast<uint32_t*>(begins),
-                              reinterpret_cast<uint32_t*>(lists),
-                              reinterpret_cast<int32_t*>(lists + list_bytes(call)),
-                              static_cast<int>(call.num_experts)};
+  const ByWeight by_weight = {capacity, reinterpret_cast<uint32_t*>(begins), reinterpret_cast<uint32_t*>(lists),
+                              reinterpret_cast<int32_t*>(lists + list_bytes(call)), static_cast<int>(call.num_experts)};
   launch_slot_order(order, by_weight, stream);
   if (call.experts.elements() == 0) return;
   select<<<static_cast<unsigned>(call.num_experts), kThreads, 0, stream>>>(by_weight);

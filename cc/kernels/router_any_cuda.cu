@@ -23,7 +23,7 @@ using namespace device;
 
 struct Problem {
   const float* logits;
-  const float* bias;     // null, as the next three: absent
+  const float* bias;  // null, as the next three: absent
   const uint8_t* mask;
   const int32_t* given;
   const float* ranking;
@@ -170,8 +170,7 @@ __global__ void __launch_bounds__(kTokenThreads, route_blocks(kPer)) route(const
   const Parts parts = weight_parts(p.scoring, p.slots, valid, mine.raw);
   if (lane_id() >= p.slots) return;
   p.experts[token * p.slots + lane_id()] = mine.expert;
-  p.weights[token * p.slots + lane_id()] =
-      valid ? fl_mul(fl_div(parts.part, parts.divisor), p.scoring.scale) : 0.0f;
+  p.weights[token * p.slots + lane_id()] = valid ? fl_mul(fl_div(parts.part, parts.divisor), p.scoring.scale) : 0.0f;
 }
 
 std::string refuses(const Router&, const Target& target) { return refuses_unless_cuda(target); }

@@ -29,9 +29,10 @@ using namespace device;
 struct Problem {
   const float* logits;
   const int32_t* experts;
-  const uint8_t* mask;     // null, as the next: absent
+  const uint8_t* mask;  // null, as the next two: absent
+  const int32_t* kept;
   const float* d_weights;
-  Sequences sequences;     // and what follows: only where they have sizes
+  Sequences sequences;  // and what follows: only where they have sizes
   const float* slopes;
   const float* z_slope;
   const float* d_losses;
@@ -41,7 +42,8 @@ struct Problem {
   int count, slots;  // E, k
 };
 
-// What a token's slots give, slot j in lane j: the gradient of the chosen score, or of the chosen logit with after_topk.
+// What a token's slots give, slot j in lane j: the gradient of the chosen score, or of the chosen logit with
+// after_topk.
 struct SlotGradient {
   int expert;  // -1: none
   float value;
@@ -54,7 +56,7 @@ __device__ SlotGradient slot_gradient(const Problem& p, int64_t token, const flo
   if (mine.expert < 0 || mine.expert >= p.count) mine.expert = -1;
   if (!p.d_weights) return mine;
   const bool valid = mine.expert >= 0;
-  const float gradient = valid ? p.d_weights[at] : 0.0f;
+  const float gradient = valid && (!p.kept || p.kept[at] >= 0) ? p.d_weights[at] : 0.0f;
   float of_slot = 0.0f;
   for (int j = 0; j < p.slots; ++j) {
     const int expert = __shfl_sync(~0u, mine.expert, j);
@@ -93,7 +95,8 @@ __device__ void add_probs_gradient(const Problem& p, int sequence, const float (
   for_experts<kPer>(p.count, [&](int i, int expert) { grads[i] = fl_mul(slopes[expert], d_aux); });
   if (p.scoring.score == Score::softmax) return;
   const float divisor = divisor_of(p.scoring.score, scores, p.count);
-  const float mean = sum_experts<kPer>(p.count, [&](int i, int) { return fl_mul(grads[i], fl_div(scores[i], divisor)); });
+  const float mean =
+      sum_experts<kPer>(p.count, [&](int i, int) { return fl_mul(grads[i], fl_div(scores[i], divisor)); });
   for_experts<kPer>(p.count, [&](int i, int) { grads[i] = fl_div(fl_sub(grads[i], mean), divisor); });
 }
 
@@ -131,7 +134,8 @@ __global__ void __launch_bounds__(kTokenThreads, grad_blocks(kPer)) route_back(c
   }
   if (sequence >= 0) {
     const float factor = fl_mul(fl_mul(2.0f, softmax.log_sum()), fl_mul(p.z_slope[0], p.d_losses[1]));
-    for_experts<kPer>(p.count, [&](int i, int) { grads[i] = fl_add(grads[i], fl_mul(factor, softmax.value(logits[i]))); });
+    for_experts<kPer>(p.count,
+                      [&](int i, int) { grads[i] = fl_add(grads[i], fl_mul(factor, softmax.value(logits[i]))); });
   }
   for_experts<kPer>(p.count, [&](int i, int expert) { result[expert] = grads[i]; });
 }
@@ -154,6 +158,7 @@ void launch(const RouterGrad& call, const Context& context) {
   const Problem p = {call.logits.as<const float>(),
                      call.experts.as<const int32_t>(),
                      data_or_null<const uint8_t>(call.mask),
+                     data_or_null<const int32_t>(call.kept),
                      data_or_null<const float>(call.d_weights),
                      sequences,
                      data_or_null<const float>(call.slopes),

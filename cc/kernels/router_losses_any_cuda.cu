@@ -103,7 +103,8 @@ void launch(const RouterLosses& call, const Context& context) {
                      static_cast<float>(call.slots),
                      call.aux_coeff,
                      call.z_coeff};
-  find_slopes<<<static_cast<unsigned>(std::min((sequences + kWarps - 1) / kWarps, kMostBlocks)), kThreads, 0, stream>>>(p);
+  find_slopes<<<static_cast<unsigned>(std::min((sequences + kWarps - 1) / kWarps, kMostBlocks)), kThreads, 0, stream>>>(
+      p);
   GROUPED_CUDA_CHECK(cudaGetLastError());
   find_losses<<<1, 32, 0, stream>>>(p);
   GROUPED_CUDA_CHECK(cudaGetLastError());

@@ -1,6 +1,7 @@
 // Rows gathered by slot, and the rows of a token's slots summed; each is one launch.
 //
 // gather    source[4 rows] --/ slots--> 4 vectors of 16 bytes a thread, all under way at once --[* weight]--> result
+// columns   a thread an element of the result's row, with 8 rows of it under way
 // combine   inverse, weights of 2, 4 or 8 places --> as many vectors of 16 bytes a thread, all under way at once
 //           --product, sum, place by place--> 8 sums of fp32 --one rounding--> result
 //
@@ -160,6 +161,42 @@ __global__ void __launch_bounds__(kSpreadThreads) weigh_rows(const __grid_consta
   }
 }
 
+// result[c, r] = rows[c, source[r] / slots]; an element is `parts` units, of one for addresses that suit its type.
+constexpr int kColumnRows = 8;
+constexpr unsigned kMostGridRows = 65535;
+
+struct Columns {
+  const void* rows;
+  const int32_t* source;
+  void* result;
+  int64_t height, from, to;  // C; N and M in units
+  uint32_t limit, slots, parts;
+};
+
+template <class Unit>
+__global__ void __launch_bounds__(kSpreadThreads) copy_columns(const __grid_constant__ Columns p) {
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kSpreadThreads + threadIdx.x;
+  if (at >= p.to) return;
+  const uint32_t slot = static_cast<uint32_t>(__ldg(p.source + at / p.parts));
+  const bool exists = slot < p.limit;
+  const int64_t column = static_cast<int64_t>(slot / p.slots) * p.parts + at % p.parts;
+  for (int64_t first = static_cast<int64_t>(blockIdx.y) * kColumnRows; first < p.height;
+       first += static_cast<int64_t>(gridDim.y) * kColumnRows) {
+    Unit values[kColumnRows];
+#pragma unroll
+    for (int i = 0; i < kColumnRows; ++i) {
+      values[i] = Unit{};
+      if (exists && first + i < p.height) {
+        values[i] = __ldg(static_cast<const Unit*>(p.rows) + (first + i) * p.from + column);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kColumnRows; ++i) {
+      if (first + i < p.height) static_cast<Unit*>(p.result)[(first + i) * p.to + at] = values[i];
+    }
+  }
+}
+
 std::string refuses_gather(const GatherRows& call, const Target& target) {
   if (target.platform == Platform::cuda && call.weights.present() && !is_wide(call.rows.dtype)) {
     return "weighs float32, bfloat16 or float16, got " + describe(call.rows);
@@ -189,9 +226,39 @@ void launch_copy(Gather p, int64_t row_bytes, int unit, cudaStream_t stream) {
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
+void launch_columns(const GatherRows& call, cudaStream_t stream) {
+  const int64_t bytes = dtype_bytes(call.rows.dtype);
+  const int unit = common_unit({address(call.rows), address(call.result), static_cast<uintptr_t>(bytes)});
+  const int64_t parts = bytes / unit;
+  const Columns p = {call.rows.data,
+                     call.source.as<const int32_t>(),
+                     call.result.data,
+                     call.rows.dims[0],
+                     call.rows.dims[1] * parts,
+                     call.source.dims[0] * parts,
+                     static_cast<uint32_t>(call.rows.dims[1] * call.slots),
+                     static_cast<uint32_t>(call.slots),
+                     static_cast<uint32_t>(parts)};
+  if (p.to == 0 || p.height == 0) return;
+  const int64_t tall = (p.height + kColumnRows - 1) / kColumnRows;
+  const dim3 grid(static_cast<unsigned>((p.to + kSpreadThreads - 1) / kSpreadThreads),
+                  static_cast<unsigned>(std::min<int64_t>(tall, kMostGridRows)));
+  if (unit == 8) {
+    copy_columns<uint2><<<grid, kSpreadThreads, 0, stream>>>(p);
+  } else if (unit == 4) {
+    copy_columns<unsigned><<<grid, kSpreadThreads, 0, stream>>>(p);
+  } else if (unit == 2) {
+    copy_columns<unsigned short><<<grid, kSpreadThreads, 0, stream>>>(p);
+  } else {
+    copy_columns<unsigned char><<<grid, kSpreadThreads, 0, stream>>>(p);
+  }
+  GROUPED_CUDA_CHECK(cudaGetLastError());
+}
+
 void launch_gather(const GatherRows& call, const Context& context) {
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
-  const int64_t rows = call.result.dims[0], width = call.rows.dims[1];
+  if (call.axis == 1) return launch_columns(call, stream);
+  const int64_t rows = call.source.elements(), width = call.rows.rank == 1 ? 1 : call.rows.dims[1];
   if (rows == 0) return;
   Gather p = {};
   p.spread.rows = rows;

@@ -3,6 +3,7 @@
 // count_experts   clear --> 1024 slots a block, counted in shared memory if 8192 counters suffice, else in the result
 // sort_slots      two launches, cc/device/slot_order.cuh; the second one writes padding and the tail as well, so every
 //                 place of the results is written once
+// pad_groups      a scan of the sizes, then a thread a row of both maps finds its group by bisection
 // hash_experts    a thread a token: its row of the table, or its draws
 //
 // place_slots, the largest: 40 registers, 41 KiB of shared memory, one block of 1024 threads a multiprocessor.
@@ -114,8 +115,15 @@ struct Rows {
   int32_t* source;
   int32_t* inverse;
   int32_t* dropped;
+  const float* weights;  // null: without row_weights
+  float* row_weights;
   uint32_t count;  // M
   uint32_t align;
+
+  __device__ void store(int64_t row, int64_t slot) const {  // -1: none
+    source[row] = static_cast<int32_t>(slot);
+    if (weights) row_weights[row] = slot < 0 ? 0.0f : weights[slot];
+  }
 
   __device__ int64_t rows(uint32_t slots) const {  // both are below 2^31, so their sum is no overflow
     return static_cast<int64_t>((slots + align - 1) / align) * align;
@@ -128,19 +136,19 @@ struct Rows {
     const uint32_t start = first(begin), end = first(begin + rows(slots)), used = first(begin + slots);
     if (blockIdx.x == 0) group_sizes[g] = static_cast<int32_t>(end - start);
     // All blocks share a group's padding, which may be long.
-    for (uint32_t row = used + blockIdx.x; row < end; row += gridDim.x) source[row] = -1;
+    for (uint32_t row = used + blockIdx.x; row < end; row += gridDim.x) store(row, -1);
     return slots - (used - start);
   }
   __device__ void end(int64_t all_rows, int64_t all_dropped) const {
     const int64_t step = static_cast<int64_t>(gridDim.x) * SlotOrder::kThreads;
     const int64_t begin = first(all_rows) + static_cast<int64_t>(blockIdx.x) * SlotOrder::kThreads + threadIdx.x;
-    for (int64_t row = begin; row < count; row += step) source[row] = -1;
+    for (int64_t row = begin; row < count; row += step) store(row, -1);
     if (blockIdx.x == 0 && threadIdx.x == 0) *dropped = static_cast<int32_t>(all_dropped);
   }
   __device__ void slot(int64_t slot, int, bool valid, uint32_t row) const {
     const bool placed = valid && row < count;
     inverse[slot] = placed ? static_cast<int32_t>(row) : -1;
-    if (placed) source[row] = static_cast<int32_t>(slot);
+    if (placed) store(row, slot);
   }
 };
 
@@ -155,9 +163,71 @@ void launch_sort(const SortSlots& call, const Context& context) {
                      call.source.as<int32_t>(),
                      call.inverse.as<int32_t>(),
                      call.dropped.as<int32_t>(),
+                     data_or_null<const float>(call.weights),
+                     data_or_null<float>(call.row_weights),
                      static_cast<uint32_t>(call.source.dims[0]),
                      static_cast<uint32_t>(call.align)};
   launch_slot_order(order, rows, static_cast<cudaStream_t>(context.stream));
+}
+
+// ---- Padding
+
+constexpr int kPadThreads = 256;
+
+struct Padding {
+  GroupScan scan;  // with tiles of `align` rows
+  int32_t* padded_sizes;
+  int32_t* source;
+  int32_t* inverse;
+  int64_t padded, rows, align;  // P, M
+};
+
+// The last group that starts at or before `value`, which is not empty then.
+__device__ int find_group(const int64_t* starts, int count, int64_t value) {
+  return find_sequence(starts + 1, count - 1, value);
+}
+
+__global__ void __launch_bounds__(kPadThreads) map_padded(const __grid_constant__ Padding p) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kPadThreads + threadIdx.x;
+  const int64_t* offsets = p.scan.offsets;
+  const int64_t* tiles = p.scan.tiles;
+  if (i < p.scan.count) p.padded_sizes[i] = static_cast<int32_t>((tiles[i + 1] - tiles[i]) * p.align);
+  if (i < p.rows) {
+    int64_t to = -1;
+    if (i < offsets[p.scan.count]) {
+      const int g = find_group(offsets, p.scan.count, i);
+      to = tiles[g] * p.align + i - offsets[g];
+    }
+    p.inverse[i] = static_cast<int32_t>(to);
+  }
+  if (i < p.padded) {
+    int64_t from = -1;
+    const int64_t tile = i / p.align;
+    if (tile < tiles[p.scan.count]) {
+      const int g = find_group(tiles, p.scan.count, tile);
+      from = offsets[g] + i - tiles[g] * p.align;
+      if (from >= offsets[g + 1]) from = -1;
+    }
+    p.source[i] = static_cast<int32_t>(from);
+  }
+}
+
+size_t pad_bytes(const PadGroups& call, const Target&) { return GroupScan::bytes(call.group_sizes.dims[0]); }
+
+void launch_pad(const PadGroups& call, const Context& context) {
+  const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
+  const int64_t groups = call.group_sizes.dims[0];
+  const Padding p = {GroupScan::at(context.workspace, groups),
+                     call.padded_sizes.as<int32_t>(),
+                     call.source.as<int32_t>(),
+                     call.inverse.as<int32_t>(),
+                     call.source.dims[0],
+                     call.inverse.dims[0],
+                     call.align};
+  launch_scan(call.group_sizes.as<const int32_t>(), p.rows, static_cast<int>(call.align), false, p.scan, stream);
+  const int64_t threads = std::max(p.padded, groups);  // rows are at most padded rows
+  map_padded<<<static_cast<unsigned>((threads + kPadThreads - 1) / kPadThreads), kPadThreads, 0, stream>>>(p);
+  GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
 // ---- Experts by token id
@@ -196,6 +266,7 @@ void launch_hash(const HashExperts& call, const Context& context) {
 
 const Kernel<CountExperts> count_experts_any_cuda = {"count_experts_any_cuda", refuses, count_bytes, launch_count};
 const Kernel<SortSlots> sort_slots_any_cuda = {"sort_slots_any_cuda", refuses, sort_bytes, launch_sort};
+const Kernel<PadGroups> pad_groups_any_cuda = {"pad_groups_any_cuda", refuses, pad_bytes, launch_pad};
 const Kernel<HashExperts> hash_experts_any_cuda = {"hash_experts_any_cuda", refuses, hash_bytes, launch_hash};
 
 }  // namespace grouped
