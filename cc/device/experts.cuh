@@ -75,11 +75,16 @@ __device__ inline void for_experts(int count, const Body& body) {
   }
 }
 
-// lane_sum of value(i, expert). Adding nothing is adding zero here: sums start at +0, so none of them is -0.
+// lane_sum of value(i). Adding nothing is adding zero here: sums start at +0, so none of them is -0. What value(i) is
+// where there is no expert does not matter; that it is asked for keeps the code free of branches.
 template <int kPer, class Value>
 __device__ inline float sum_experts(int count, const Value& value) {
   float sum = 0.0f;
-  for_experts<kPer>(count, [&](int i, int expert) { sum = fl_add(sum, value(i, expert)); });
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) {
+    const float one = value(i);
+    sum = fl_add(sum, i * 32 + lane_id() < count ? one : 0.0f);
+  }
   return warp_sum(sum);
 }
 
@@ -98,43 +103,61 @@ struct Softmax {
   __device__ float log_sum() const { return fl_add(most, logf(sum)); }
 };
 
+// Scores of all experts, zero where there is none; logits and scores may be one array. The softmax of the logits is
+// returned if it is wanted, and if the scores are it.
 template <int kPer>
-__device__ inline Softmax softmax_of(const float (&logits)[kPer], int count) {
-  float most = kBelowAll;
+__device__ inline Softmax score_experts(Score score, const float (&logits)[kPer], int count, bool wants_softmax,
+                                        float (&scores)[kPer]) {
+  Softmax softmax = {0.0f, 1.0f};
+  if (score == Score::softmax || wants_softmax) {
+    softmax.most = kBelowAll;
 #pragma unroll
-  for (int i = 0; i < kPer; ++i) most = larger(most, logits[i]);
-  most = warp_max(most);
-  return {most, sum_experts<kPer>(count, [&](int i, int) { return exp_below(logits[i], most); })};
-}
-
-// Zero where there is no expert. Logits and scores may be one array.
-template <int kPer>
-__device__ inline void score_experts(Score score, const Softmax& softmax, const float (&logits)[kPer], int count,
-                                     float (&scores)[kPer]) {
+    for (int i = 0; i < kPer; ++i) softmax.most = larger(softmax.most, logits[i]);
+    softmax.most = warp_max(softmax.most);
+    float powers[kPer];
 #pragma unroll
-  for (int i = 0; i < kPer; ++i) {
-    if (i * 32 + lane_id() >= count) {
-      scores[i] = 0.0f;
-    } else {
-      scores[i] = score == Score::softmax ? softmax.value(logits[i]) : own_score(score, logits[i]).value;
+    for (int i = 0; i < kPer; ++i) powers[i] = exp_below(logits[i], softmax.most);
+    softmax.sum = sum_experts<kPer>(count, [&](int i) { return powers[i]; });
+    if (score == Score::softmax) {
+#pragma unroll
+      for (int i = 0; i < kPer; ++i) {
+        scores[i] = i * 32 + lane_id() < count ? fl_div(powers[i], softmax.sum) : 0.0f;
+      }
+      return softmax;
     }
   }
+  // The kind of score is known inside of each loop.
+  if (score == Score::sigmoid) {
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) {
+      scores[i] = i * 32 + lane_id() < count ? own_score(Score::sigmoid, logits[i]).value : 0.0f;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) {
+      scores[i] = i * 32 + lane_id() < count ? own_score(Score::sqrt_softplus, logits[i]).value : 0.0f;
+    }
+  }
+  return softmax;
 }
 
 // Of probs = scores / divisor; 1 where scores sum to 1 already.
 template <int kPer>
 __device__ inline float divisor_of(Score score, const float (&scores)[kPer], int count) {
   if (score == Score::softmax) return 1.0f;
-  return fl_add(sum_experts<kPer>(count, [&](int i, int) { return scores[i]; }), kTinySum);
+  return fl_add(sum_experts<kPer>(count, [&](int i) { return scores[i]; }), kTinySum);
 }
 
-// values[...] of one expert, the same for all lanes.
+// values[...] of the lane's own choice of an expert, whatever it is where that is none.
 template <int kPer>
 __device__ inline float value_of_expert(const float (&values)[kPer], int expert) {
-  float value = 0.0f;
+  float mine = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kPer; ++i) value = i == expert / 32 ? values[i] : value;
-  return __shfl_sync(~0u, value, expert % 32);
+  for (int i = 0; i < kPer; ++i) {
+    const float value = __shfl_sync(~0u, values[i], expert % 32);
+    mine = expert / 32 == i ? value : mine;
+  }
+  return mine;
 }
 
 // ---- The choice of the best
@@ -159,10 +182,11 @@ __device__ inline Best take_best(uint32_t (&ranks)[kPer]) {
     if (ranks[i] > best) best = ranks[i], at = i;
   }
   const uint32_t top = __reduce_max_sync(~0u, best);
-  const int mine = at * 32 + lane_id();
-  const int expert = static_cast<int>(__reduce_min_sync(~0u, best == top ? static_cast<unsigned>(mine) : ~0u));
+  const unsigned mine = static_cast<unsigned>(at * 32 + lane_id());
+  const int expert = static_cast<int>(__reduce_min_sync(~0u, best == top ? mine : ~0u));
+  const int inside = expert - lane_id();
 #pragma unroll
-  for (int i = 0; i < kPer; ++i) ranks[i] = i * 32 + lane_id() == expert ? kExcluded : ranks[i];
+  for (int i = 0; i < kPer; ++i) ranks[i] = inside == i * 32 ? kExcluded : ranks[i];
   return {top, expert};
 }
 

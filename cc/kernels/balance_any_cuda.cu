@@ -79,9 +79,7 @@ __global__ void __launch_bounds__(kTokenThreads, margin_blocks(kPer)) count_marg
   if (token >= p.tokens || (p.mask && p.mask[token] == 0)) return;
   float scores[kPer];
   load_experts(p.logits + token * p.experts, p.experts, scores);
-  Softmax softmax = {0.0f, 1.0f};
-  if (p.score == Score::softmax) softmax = softmax_of(scores, p.experts);
-  score_experts(p.score, softmax, scores, p.experts, scores);
+  score_experts(p.score, scores, p.experts, false, scores);
   uint32_t ranks[kPer];
 #pragma unroll
   for (int i = 0; i < kPer; ++i) ranks[i] = kExcluded;

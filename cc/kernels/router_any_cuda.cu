@@ -58,7 +58,7 @@ __device__ void write_probs(const Problem& p, int64_t token, const Softmax& soft
     for_experts<kPer>(p.count, [&](int i, int expert) { row[expert] = fl_div(scores[i], divisor); });
   }
   if (p.stats) {
-    const float sum = sum_experts<kPer>(p.count, [&](int i, int) {
+    const float sum = sum_experts<kPer>(p.count, [&](int i) {
       const float prob = fl_div(scores[i], divisor);
       return prob > 0.0f ? fl_mul(prob, logf(prob)) : prob;
     });
@@ -115,11 +115,7 @@ template <int kPer>
 __device__ Slot read_given(const Problem& p, int64_t token, const float (&raw)[kPer]) {
   Slot mine = {lane_id() < p.slots ? p.given[token * p.slots + lane_id()] : -1, 0.0f};
   if (mine.expert < 0 || mine.expert >= p.count) mine.expert = -1;
-  for (int j = 0; j < p.slots; ++j) {
-    const int expert = __shfl_sync(~0u, mine.expert, j);
-    const float value = value_of_expert(raw, max(expert, 0));
-    if (lane_id() == j) mine.raw = value;
-  }
+  mine.raw = value_of_expert(raw, mine.expert);
   return mine;
 }
 
@@ -138,14 +134,14 @@ __device__ Slot choose(const Problem& p, int64_t token, const float (&raw)[kPer]
   Slot mine = {-1, 0.0f};
   for (int j = 0; j < p.slots; ++j) {
     const int expert = take_best(ranks).expert;
-    const float value = value_of_expert(raw, expert);
-    if (lane_id() == j) mine = {expert, value};
+    mine.expert = lane_id() == j ? expert : mine.expert;
   }
+  mine.raw = value_of_expert(raw, mine.expert);
   return mine;
 }
 
-// Blocks that should fit a multiprocessor: 40 registers a thread for few experts, 64, 80 and 168 for more.
-constexpr int route_blocks(int per_lane) { return per_lane <= 4 ? 12 : per_lane <= 8 ? 8 : per_lane <= 16 ? 6 : 3; }
+// Blocks that should fit a multiprocessor: 40 registers a thread for few experts, 64, 96 and 255 for more.
+constexpr int route_blocks(int per_lane) { return per_lane <= 4 ? 12 : per_lane <= 8 ? 8 : per_lane <= 16 ? 5 : 2; }
 
 template <int kPer>
 __global__ void __launch_bounds__(kTokenThreads, route_blocks(kPer)) route(const __grid_constant__ Problem p) {
@@ -155,10 +151,8 @@ __global__ void __launch_bounds__(kTokenThreads, route_blocks(kPer)) route(const
   float raw[kPer];  // logits, then scores where weights follow from those
   load_experts(p.logits + token * p.count, p.count, raw);
   if (p.scores_all) {
-    Softmax softmax = {0.0f, 1.0f};
-    if (p.scoring.score == Score::softmax || p.stats) softmax = softmax_of(raw, p.count);
     float scores[kPer];
-    score_experts(p.scoring.score, softmax, raw, p.count, scores);
+    const Softmax softmax = score_experts(p.scoring.score, raw, p.count, p.stats != nullptr, scores);
     if (p.probs || p.stats) write_probs(p, token, softmax, scores);
     if (!p.scoring.after_topk) {
 #pragma unroll

@@ -57,13 +57,7 @@ __device__ SlotGradient slot_gradient(const Problem& p, int64_t token, const flo
   if (!p.d_weights) return mine;
   const bool valid = mine.expert >= 0;
   const float gradient = valid && (!p.kept || p.kept[at] >= 0) ? p.d_weights[at] : 0.0f;
-  float of_slot = 0.0f;
-  for (int j = 0; j < p.slots; ++j) {
-    const int expert = __shfl_sync(~0u, mine.expert, j);
-    const float value = value_of_expert(raw, max(expert, 0));
-    if (lane_id() == j) of_slot = value;
-  }
-  const Parts parts = weight_parts(p.scoring, p.slots, valid, of_slot);
+  const Parts parts = weight_parts(p.scoring, p.slots, valid, value_of_expert(raw, mine.expert));
   const float share = valid ? fl_div(parts.part, parts.divisor) : 0.0f;
   float mean = 0.0f;  // of the slots' gradients, weighted with their parts
   if (p.scoring.after_topk || p.scoring.normalize) {
@@ -96,7 +90,7 @@ __device__ void add_probs_gradient(const Problem& p, int sequence, const float (
   if (p.scoring.score == Score::softmax) return;
   const float divisor = divisor_of(p.scoring.score, scores, p.count);
   const float mean =
-      sum_experts<kPer>(p.count, [&](int i, int) { return fl_mul(grads[i], fl_div(scores[i], divisor)); });
+      sum_experts<kPer>(p.count, [&](int i) { return fl_mul(grads[i], fl_div(scores[i], divisor)); });
   for_experts<kPer>(p.count, [&](int i, int) { grads[i] = fl_div(fl_sub(grads[i], mean), divisor); });
 }
 
@@ -118,13 +112,12 @@ __global__ void __launch_bounds__(kTokenThreads, grad_blocks(kPer)) route_back(c
   for (int i = 0; i < kPer; ++i) grads[i] = 0.0f;
   const bool after_topk = p.scoring.after_topk;
   const int sequence = p.sequences.sizes ? sequence_of(p.sequences, token) : -1;
-  const Softmax softmax = softmax_of(logits, p.count);
-  score_experts(p.scoring.score, softmax, logits, p.count, scores);
+  const Softmax softmax = score_experts(p.scoring.score, logits, p.count, sequence >= 0, scores);
   const SlotGradient mine = after_topk ? slot_gradient(p, token, logits) : slot_gradient(p, token, scores);
   if (sequence >= 0) add_probs_gradient(p, sequence, scores, grads);
   if (!after_topk) add_slots(p, mine, grads);
   if (p.scoring.score == Score::softmax) {
-    const float mean = sum_experts<kPer>(p.count, [&](int i, int) { return fl_mul(scores[i], grads[i]); });
+    const float mean = sum_experts<kPer>(p.count, [&](int i) { return fl_mul(scores[i], grads[i]); });
 #pragma unroll
     for (int i = 0; i < kPer; ++i) grads[i] = fl_mul(scores[i], fl_sub(grads[i], mean));
     if (after_topk) add_slots(p, mine, grads);
