@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cc/api/context.h"
 #include "cc/device/groups.cuh"
 
 namespace grouped {
@@ -63,6 +64,18 @@ struct SlotOrder {
 
 namespace device {
 
+// Hopper lets the second launch begin beside the first: it waits where it wants the counts.
+__device__ inline void let_place_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ inline void wait_for_counts() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 __device__ inline bool is_group(int expert, int groups) {
   return static_cast<unsigned>(expert) < static_cast<unsigned>(groups);
 }
@@ -70,6 +83,7 @@ __device__ inline bool is_group(int expert, int groups) {
 template <bool kShared>
 __global__ void __launch_bounds__(SlotOrder::kThreads) count_slots(const __grid_constant__ SlotOrder o) {
   __shared__ uint32_t own[kShared ? SlotOrder::kSharedCounters : 1];
+  let_place_begin();
   uint32_t* counts = o.counts + static_cast<int64_t>(blockIdx.x) * o.groups;
   uint32_t* counters = kShared ? own : counts;
   for (int g = threadIdx.x; g < o.groups; g += SlotOrder::kThreads) counters[g] = 0;
@@ -113,6 +127,7 @@ __global__ void __launch_bounds__(SlotOrder::kThreads, 1)
     }
   }
 
+  wait_for_counts();
   int64_t rows = 0, dropped = 0;
   const int column = threadIdx.x % o.width, share = threadIdx.x / o.width, shares = SlotOrder::kThreads / o.width;
   for (int g0 = 0; g0 < o.groups; g0 += o.width) {
@@ -176,19 +191,24 @@ __global__ void __launch_bounds__(SlotOrder::kThreads, 1)
 
 }  // namespace device
 
-template <class Use>
-void launch_slot_order(const SlotOrder& o, const Use& use, cudaStream_t stream) {
+template <bool kShared, class Use>
+void launch_order(const SlotOrder& o, const Use& use, const Context& context) {
+  const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
   const unsigned runs = static_cast<unsigned>(o.runs);
-  if (o.shared()) {
-    device::count_slots<true><<<runs, SlotOrder::kThreads, 0, stream>>>(o);
-    GROUPED_CUDA_CHECK(cudaGetLastError());
-    device::place_slots<true><<<runs, SlotOrder::kThreads, 0, stream>>>(o, use);
-  } else {
-    device::count_slots<false><<<runs, SlotOrder::kThreads, 0, stream>>>(o);
-    GROUPED_CUDA_CHECK(cudaGetLastError());
-    device::place_slots<false><<<runs, SlotOrder::kThreads, 0, stream>>>(o, use);
-  }
+  device::count_slots<kShared><<<runs, SlotOrder::kThreads, 0, stream>>>(o);
   GROUPED_CUDA_CHECK(cudaGetLastError());
+  if (context.target.sm >= 90) {
+    launch_early(device::place_slots<kShared, Use>, runs, SlotOrder::kThreads, 0, stream, o, use);
+    return;
+  }
+  device::place_slots<kShared><<<runs, SlotOrder::kThreads, 0, stream>>>(o, use);
+  GROUPED_CUDA_CHECK(cudaGetLastError());
+}
+
+template <class Use>
+void launch_slot_order(const SlotOrder& o, const Use& use, const Context& context) {
+  if (o.shared()) return launch_order<true>(o, use, context);
+  launch_order<false>(o, use, context);
 }
 
 }  // namespace grouped

@@ -108,8 +108,7 @@ __global__ void __launch_bounds__(kThreads) select(const __grid_constant__ ByWei
     }
     __syncthreads();
     above = above << 8 | found_digit;
-    left = found_left;
-    __syncthreads();  // both are read before they change
+    left = found_left;  // both change behind the next barrier at the earliest
   }
   // `above` is a whole rank now, and `left` of the slots that have it are kept.
   int64_t seen = 0;
@@ -145,14 +144,14 @@ void launch(const DropSlots& call, const Context& context) {
   const Capacity capacity = {call.weights.as<const float>(), call.kept.as<int32_t>(), call.kept_weights.as<float>(),
                              call.dropped.as<int32_t>(), static_cast<uint32_t>(call.capacity)};
   if (!call.by_weight) {
-    launch_slot_order(order, ByPosition{capacity}, stream);
+    launch_slot_order(order, ByPosition{capacity}, context);
     return;
   }
   char* lists = static_cast<char*>(context.workspace) + order.bytes();
   char* begins = lists + 2 * list_bytes(call);
   const ByWeight by_weight = {capacity, reinterpret_cast<uint32_t*>(begins), reinterpret_cast<uint32_t*>(lists),
                               reinterpret_cast<int32_t*>(lists + list_bytes(call)), static_cast<int>(call.num_experts)};
-  launch_slot_order(order, by_weight, stream);
+  launch_slot_order(order, by_weight, context);
   if (call.experts.elements() == 0) return;
   select<<<static_cast<unsigned>(call.num_experts), kThreads, 0, stream>>>(by_weight);
   GROUPED_CUDA_CHECK(cudaGetLastError());

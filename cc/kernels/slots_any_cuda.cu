@@ -167,7 +167,7 @@ void launch_sort(const SortSlots& call, const Context& context) {
                      data_or_null<float>(call.row_weights),
                      static_cast<uint32_t>(call.source.dims[0]),
                      static_cast<uint32_t>(call.align)};
-  launch_slot_order(order, rows, static_cast<cudaStream_t>(context.stream));
+  launch_slot_order(order, rows, context);
 }
 
 // ---- Padding
