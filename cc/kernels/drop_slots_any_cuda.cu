@@ -6,7 +6,7 @@
 //               passes over the expert's ranks with a histogram of 256 digits; slots above it are kept, and of those
 //               at it the first ones
 //
-// select: 38 registers, 1.3 KiB of shared memory.
+// Registers and shared memory (sm_90): place_slots 63 or 64, 41 KiB; select 32, 1.3 KiB.
 #include <string>
 
 #include "cc/device/operand.h"

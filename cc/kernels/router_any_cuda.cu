@@ -8,7 +8,12 @@
 //                                                                |
 //                          parts summed in the order of slots --> weights, experts
 //
-// No shared memory and no barrier; all loops over experts are unrolled, so that arrays stay in registers.
+// No shared memory and no barrier; loops over experts are unrolled, so that arrays stay in registers:
+//   experts up to           32   64  128  256  512  1024
+//   registers (sm_90)       32   32   40   60   96   178      nothing is spilled
+//   warps a multiprocessor  64   64   48   32   20     8
+// Predicted for T = 8192, E = 128, k = 8 on an H200: about 650 instructions a token, 27 of them a round of the choice,
+// 6.5 us, of which the 4 MiB of logits (8 with probs) take 1 us (2).
 #include <string>
 
 #include "cc/device/experts.cuh"

@@ -1,29 +1,25 @@
-// Rows gathered by slot, and the rows of a token's slots summed; each is one launch.
+// Rows gathered by slot, one launch.
 //
-// gather    source[4 rows] --/ slots--> 4 vectors of 16 bytes a thread, all under way at once --[* weight]--> result
-// columns   a thread an element of the result's row, with 8 rows of it under way
-// combine   inverse, weights of 2, 4 or 8 places --> as many vectors of 16 bytes a thread, all under way at once
-//           --product, sum, place by place--> 8 sums of fp32 --one rounding--> result
+//   rows      source[4 rows] --/ slots--> 4 vectors of 16 bytes a thread, all under way at once --[* weight]--> result
+//   columns   a thread an element of the result's rows, 8 of which are under way
 //
 // Neighbouring threads have neighbouring vectors of a row (cc/device/spread.cuh). Where rows are not whole vectors at
-// multiples of 16 bytes, the largest unit that divides addresses and rows takes their place, and has the same bits.
-// Results of more than half an L2 cache are written as what is not read again: a gathered row comes from one of k times
-// as many rows, and the rows that are read again stay in the cache then.
+// multiples of 16 bytes, the largest unit that divides addresses and rows takes their place; the bits are the same.
+// Large results are written as what is not read again: k rows of the result come from one row, which then stays in the
+// L2 cache until the last of them.
 //
-// No shared memory, no barrier. Registers and bytes under way a multiprocessor, of which the memory wants about 40 KiB:
-//   gather 16 bytes, 4 rows     32 registers, 64 warps: 128 KiB      weighted, 16 bits: 40, 48 warps: 96 KiB
-//   combine 16 bits, 8 places   72 registers, 24 warps:  96 KiB      4 places: 48, 40 warps: 80 KiB
-// Predicted for T = 8192, H = 2048, k = 8, bf16 on an H200 (4.25 TB/s): gather writes 256 MiB and reads 32 MiB once, 75
-// us, or 130 if all rows come from memory again; combine reads 256 MiB and writes 32 MiB, 76 us. Instructions take 15
-// to 20 us of either.
+// No shared memory, no barrier. Registers and bytes under way a multiprocessor, of which memory wants about 40 KiB:
+//   copied, 16 bytes     38 registers, 48 warps:  96 KiB      narrower units 26, 27      columns 40 at most
+//   weighted, 16 bits    48 registers, 40 warps:  80 KiB      fp32 58, 32 warps: 128 KiB
+// Predicted for T = 8192, H = 2048, k = 8, bf16 on an H200 (4.25 TB/s): 256 MiB written and 32 MiB read once, 75 us, or
+// 130 us if every row came from memory again. Instructions take about 20 us of it.
 #include <algorithm>
 #include <string>
-#include <type_traits>
 
 #include "cc/device/launch.h"
 #include "cc/device/operand.h"
+#include "cc/device/pieces.cuh"
 #include "cc/device/spread.cuh"
-#include "cc/device/values.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -31,58 +27,7 @@ namespace {
 
 using namespace device;
 
-constexpr int64_t kStreamedBytes = int64_t{24} << 20;
-
-// The address of a tensor, or a row's bytes, in units of the largest power of two up to 16 that divides them all.
-int common_unit(std::initializer_list<uintptr_t> values) {
-  uintptr_t all = 16;
-  for (const uintptr_t value : values) all |= value;
-  return static_cast<int>(all & (~all + 1));
-}
-uintptr_t address(const TensorView& t) { return reinterpret_cast<uintptr_t>(t.data); }
-
-// body(std::integral_constant<DType, type>{}) of a wide type.
-template <class Body>
-void with_wide_type(DType type, const Body& body) {
-  if (type == DType::f32) return body(std::integral_constant<DType, DType::f32>{});
-  if (type == DType::bf16) return body(std::integral_constant<DType, DType::bf16>{});
-  body(std::integral_constant<DType, DType::f16>{});
-}
-
-// ---- W values of a type, as they lie in memory: conversion waits until all loads are under way
-
-template <DType kType, int W>
-struct Piece {
-  static constexpr int kWords = W * bytes_of(kType) / 16;
-  uint4 words[kWords];
-
-  __device__ void load(const void* base, int64_t vector) {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) words[i] = __ldg(static_cast<const uint4*>(base) + vector * kWords + i);
-  }
-  __device__ void clear() {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) words[i] = make_uint4(0, 0, 0, 0);
-  }
-  __device__ float value(int i) const {
-    constexpr int kEach = 16 / bytes_of(kType);
-    const uint4 w = words[i / kEach];
-    const int at = i % kEach * bytes_of(kType) / 4;
-    const uint32_t word = at == 0 ? w.x : at == 1 ? w.y : at == 2 ? w.z : w.w;
-    if constexpr (kType == DType::f32) return __uint_as_float(word);
-    return to_float(static_cast<uint16_t>(i % 2 ? word >> 16 : word & 0xFFFFu), kType);
-  }
-};
-template <DType kType>
-struct Piece<kType, 1> {
-  float one;
-
-  __device__ void load(const void* base, int64_t vector) { one = load_value(base, kType, vector); }
-  __device__ void clear() { one = 0.0f; }
-  __device__ float value(int) const { return one; }
-};
-
-// ---- Gather
+constexpr int64_t kStreamedBytes = int64_t{24} << 20;  // about half an L2 cache
 
 constexpr int kGathered = 4;  // rows a thread
 
@@ -197,17 +142,14 @@ __global__ void __launch_bounds__(kSpreadThreads) copy_columns(const __grid_cons
   }
 }
 
-std::string refuses_gather(const GatherRows& call, const Target& target) {
+std::string refuses(const GatherRows& call, const Target& target) {
   if (target.platform == Platform::cuda && call.weights.present() && !is_wide(call.rows.dtype)) {
     return "weighs float32, bfloat16 or float16, got " + describe(call.rows);
   }
   return refuses_unless_cuda(target);
 }
 
-template <class Call>
-size_t no_workspace(const Call&, const Target&) {
-  return 0;
-}
+size_t workspace(const GatherRows&, const Target&) { return 0; }
 
 void launch_copy(Gather p, int64_t row_bytes, int unit, cudaStream_t stream) {
   p.spread = Spread::plan(row_bytes / unit, p.spread.rows, kGathered);
@@ -255,7 +197,7 @@ void launch_columns(const GatherRows& call, cudaStream_t stream) {
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
-void launch_gather(const GatherRows& call, const Context& context) {
+void launch(const GatherRows& call, const Context& context) {
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
   if (call.axis == 1) return launch_columns(call, stream);
   const int64_t rows = call.source.elements(), width = call.rows.rank == 1 ? 1 : call.rows.dims[1];
@@ -284,102 +226,8 @@ void launch_gather(const GatherRows& call, const Context& context) {
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
-// ---- Combine
-
-struct Combine {
-  Spread spread;
-  const void* rows;
-  const int32_t* inverse;
-  const float* weights;  // null: 1
-  void* result;
-  uint32_t row_count;
-  int slots;
-  DType result_type;
-};
-
-// Blocks that should fit a multiprocessor, so that the registers of all places under way fit.
-constexpr int combine_blocks(int words) { return words >= 16 ? 2 : words >= 8 ? 3 : words >= 4 ? 5 : 6; }
-
-template <DType kType, int W, int kPlaces>
-__global__ void __launch_bounds__(kSpreadThreads, combine_blocks(kPlaces * W * bytes_of(kType) / 16))
-    sum_rows(const __grid_constant__ Combine p) {
-  const SpreadPlace at(p.spread);
-  if (at.vector >= p.spread.vectors || at.row >= p.spread.rows) return;
-  const int64_t first = at.row * p.slots;
-  float sums[W] = {};
-  for (int j0 = 0; j0 < p.slots; j0 += kPlaces) {
-    uint32_t row[kPlaces];
-    float weights[kPlaces];
-    Piece<kType, W> pieces[kPlaces];
-#pragma unroll
-    for (int j = 0; j < kPlaces; ++j) {
-      row[j] = j0 + j < p.slots ? static_cast<uint32_t>(__ldg(p.inverse + first + j0 + j)) : ~0u;
-    }
-#pragma unroll
-    for (int j = 0; j < kPlaces; ++j) {
-      pieces[j].clear();
-      if (row[j] < p.row_count) pieces[j].load(p.rows, row[j] * p.spread.vectors + at.vector);
-    }
-#pragma unroll
-    for (int j = 0; j < kPlaces; ++j) {
-      // A place without a row adds 0 * 0: sums start at +0 and are never -0, so that changes none of their bits.
-      weights[j] = row[j] < p.row_count ? p.weights ? __ldg(p.weights + first + j0 + j) : 1.0f : 0.0f;
-    }
-#pragma unroll
-    for (int j = 0; j < kPlaces; ++j) {
-#pragma unroll
-      for (int i = 0; i < W; ++i) sums[i] = __fadd_rn(sums[i], __fmul_rn(weights[j], pieces[j].value(i)));
-    }
-  }
-  store_vector(p.result, p.result_type, (at.row * p.spread.vectors + at.vector) * W, sums);
-}
-
-template <DType kType, int W>
-void launch_sum(const Combine& p, cudaStream_t stream) {
-  const unsigned blocks = p.spread.blocks();
-  if (p.slots <= 2) {
-    sum_rows<kType, W, 2><<<blocks, kSpreadThreads, 0, stream>>>(p);
-  } else if (p.slots <= 4) {
-    sum_rows<kType, W, 4><<<blocks, kSpreadThreads, 0, stream>>>(p);
-  } else {
-    sum_rows<kType, W, 8><<<blocks, kSpreadThreads, 0, stream>>>(p);
-  }
-  GROUPED_CUDA_CHECK(cudaGetLastError());
-}
-
-std::string refuses_combine(const CombineRows& call, const Target& target) {
-  if (target.platform == Platform::cuda && (!is_wide(call.rows.dtype) || !is_wide(call.result.dtype))) {
-    return "takes and gives float32, bfloat16 or float16, got " + describe(call.rows) + " for " + describe(call.result);
-  }
-  return refuses_unless_cuda(target);
-}
-
-void launch_combine(const CombineRows& call, const Context& context) {
-  const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
-  const int64_t tokens = call.result.dims[0], width = call.rows.dims[1];
-  if (tokens == 0) return;
-  const bool vectors = common_unit({address(call.rows), address(call.result)}) == 16 && width % 8 == 0;
-  const Combine p = {Spread::plan(vectors ? width / 8 : width, tokens, 1),
-                     call.rows.data,
-                     call.inverse.as<const int32_t>(),
-                     data_or_null<const float>(call.weights),
-                     call.result.data,
-                     static_cast<uint32_t>(call.rows.dims[0]),
-                     static_cast<int>(call.inverse.dims[1]),
-                     call.result.dtype};
-  with_wide_type(call.rows.dtype, [&](auto type) {
-    if (vectors) {
-      launch_sum<decltype(type)::value, 8>(p, stream);
-    } else {
-      launch_sum<decltype(type)::value, 1>(p, stream);
-    }
-  });
-}
-
 }  // namespace
 
-const Kernel<GatherRows> gather_rows_any_cuda = {"gather_rows_any_cuda", refuses_gather, no_workspace, launch_gather};
-const Kernel<CombineRows> combine_rows_any_cuda = {"combine_rows_any_cuda", refuses_combine, no_workspace,
-                                                   launch_combine};
+const Kernel<GatherRows> gather_rows_any_cuda = {"gather_rows_any_cuda", refuses, workspace, launch};
 
 }  // namespace grouped
