@@ -57,15 +57,22 @@ __device__ void write_nothing(const Problem& p, int64_t token) {
 
 template <int kPer>
 __device__ void write_probs(const Problem& p, int64_t token, const Softmax& softmax, const float (&scores)[kPer]) {
-  const float divisor = divisor_of(p.scoring.score, scores, p.count);
+  float probs[kPer];
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) probs[i] = scores[i];
+  if (p.scoring.score != Score::softmax) {  // whose scores are divided already
+    const float divisor = divisor_of(p.scoring.score, scores, p.count);
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) probs[i] = fl_div(scores[i], divisor);
+  }
   if (p.probs) {
     float* row = p.probs + token * p.count;
-    for_experts<kPer>(p.count, [&](int i, int expert) { row[expert] = fl_div(scores[i], divisor); });
+    for_experts<kPer>(p.count, [&](int i, int expert) { row[expert] = probs[i]; });
   }
   if (p.stats) {
     const float sum = sum_experts<kPer>(p.count, [&](int i) {
-      const float prob = fl_div(scores[i], divisor);
-      return prob > 0.0f ? fl_mul(prob, logf(prob)) : prob;
+      const float term = fl_mul(probs[i], logf(probs[i]));
+      return probs[i] > 0.0f ? term : probs[i];
     });
     const float log_sum = softmax.log_sum();
     if (lane_id() == 0) {
