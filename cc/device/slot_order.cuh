@@ -1,4 +1,4 @@
-// Slots in the order of their experts, in two launches that give the same result whatever the order of their blocks.
+// Slots in the order of their experts, in two launches (one for few slots), whatever the order of their blocks.
 //
 //   count   block c: a histogram of its run of slots --> counts[c, G]
 //   place   block c: counts[all, g] --> where group g begins, and how many of its slots come before this run
@@ -6,8 +6,9 @@
 //                    32 slots of a warp at once: MATCH finds those of the same group, POPC of the lanes below a slot's
 //                    rank among them
 //
-// A run is a multiple of 1024 slots, and there are at most 128 runs, so that all blocks run at once. Counters are in
-// shared memory, of as many warps as fit 32 KiB; those of more than 8192 groups are in the workspace, of one warp.
+// A run is a multiple of 1024 slots, and there are at most 128 runs, so that all blocks run at once. Up to 4096 slots
+// are one run, which needs no launch that counts. Counters are in shared memory, of as many warps as fit 32 KiB; those
+// of more than 8192 groups are in the workspace, of one warp.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -30,6 +31,7 @@ struct SlotOrder {
   int width;  // threads that a sum over runs has for groups, the rest of a block share the runs: a power of two
 
   static constexpr int kStep = 1024;
+  static constexpr int64_t kStepsAlone = 4;
   static constexpr int kSharedCounters = 8192;
   static constexpr int kThreads = 1024;
   static constexpr int kWarps = kThreads / 32;
@@ -41,7 +43,8 @@ struct SlotOrder {
   static SlotOrder plan(int64_t slots, int64_t groups) {
     SlotOrder o = {};
     const int64_t steps = std::max<int64_t>((slots + kStep - 1) / kStep, 1);
-    const int64_t steps_a_run = (steps + most_runs(groups) - 1) / most_runs(groups);
+    const int64_t most = steps <= kStepsAlone ? 1 : most_runs(groups);
+    const int64_t steps_a_run = (steps + most - 1) / most;
     o.slots = slots;
     o.run = steps_a_run * kStep;
     o.groups = static_cast<int>(groups);
@@ -53,6 +56,7 @@ struct SlotOrder {
     return o;
   }
   bool shared() const { return groups <= kSharedCounters; }
+  __host__ __device__ bool alone() const { return runs == 1; }
   size_t counts_bytes() const { return align_up(sizeof(uint32_t) * static_cast<size_t>(runs) * groups); }
   size_t bytes() const { return counts_bytes() * (shared() ? 1 : 2); }
   void place(const int32_t* from, void* workspace) {
@@ -118,7 +122,7 @@ __global__ void __launch_bounds__(SlotOrder::kThreads, 1)
   const int64_t first = blockIdx.x * o.run + warp * part;
   const int64_t end = warp < o.warps ? min(first + part, o.slots) : first;
 
-  if (o.warps > 1) {  // a warp alone needs no counts
+  if (o.warps > 1 || o.alone()) {  // else one warp's counts are those of the run
     for (int i = threadIdx.x; i < o.warps * o.groups; i += SlotOrder::kThreads) counters[i] = 0;
     __syncthreads();
     for (int64_t slot = first + lane; slot < end; slot += 32) {
@@ -127,13 +131,19 @@ __global__ void __launch_bounds__(SlotOrder::kThreads, 1)
     }
   }
 
-  wait_for_counts();
+  if (o.alone()) {
+    __syncthreads();
+  } else {
+    wait_for_counts();
+  }
   int64_t rows = 0, dropped = 0;
   const int column = threadIdx.x % o.width, share = threadIdx.x / o.width, shares = SlotOrder::kThreads / o.width;
   for (int g0 = 0; g0 < o.groups; g0 += o.width) {
     const int g = g0 + column;
     uint32_t all = 0, before = 0;
-    if (g < o.groups) {
+    if (g < o.groups && o.alone()) {
+      for (int w = share; w < o.warps; w += shares) all += counters[w * o.groups + g];
+    } else if (g < o.groups) {
 #pragma unroll 8
       for (int r = share; r < o.runs; r += shares) {
         const uint32_t count = o.counts[r * o.groups + g];  // at most 2^21 of them
@@ -195,9 +205,11 @@ template <bool kShared, class Use>
 void launch_order(const SlotOrder& o, const Use& use, const Context& context) {
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
   const unsigned runs = static_cast<unsigned>(o.runs);
-  device::count_slots<kShared><<<runs, SlotOrder::kThreads, 0, stream>>>(o);
-  GROUPED_CUDA_CHECK(cudaGetLastError());
-  if (context.target.sm >= 90) {
+  if (!o.alone()) {
+    device::count_slots<kShared><<<runs, SlotOrder::kThreads, 0, stream>>>(o);
+    GROUPED_CUDA_CHECK(cudaGetLastError());
+  }
+  if (!o.alone() && context.target.sm >= 90) {
     launch_early(device::place_slots<kShared, Use>, runs, SlotOrder::kThreads, 0, stream, o, use);
     return;
   }
