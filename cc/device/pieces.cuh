@@ -26,15 +26,22 @@ void with_wide_type(DType type, const Body& body) {
 
 namespace device {
 
+// A pointer whose making the compiler does not see: else it makes it again for each of many loads that may not happen.
+__device__ inline const char* opaque(const char* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
+
 // W values of a type as they lie in memory: they are converted when all loads are under way.
 template <DType kType, int W>
 struct Piece {
+  static constexpr int kBytes = W * bytes_of(kType);
   static constexpr int kWords = W * bytes_of(kType) / 16;
   uint4 words[kWords];
 
-  __device__ void load(const void* base, int64_t vector) {
+  __device__ void load(const void* at) {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) words[i] = __ldg(static_cast<const uint4*>(base) + vector * kWords + i);
+    for (int i = 0; i < kWords; ++i) words[i] = __ldg(static_cast<const uint4*>(at) + i);
   }
   __device__ void clear() {
 #pragma unroll
@@ -51,9 +58,10 @@ struct Piece {
 };
 template <DType kType>
 struct Piece<kType, 1> {
+  static constexpr int kBytes = bytes_of(kType);
   float one;
 
-  __device__ void load(const void* base, int64_t vector) { one = load_value(base, kType, vector); }
+  __device__ void load(const void* at) { one = load_value(at, kType, 0); }
   __device__ void clear() { one = 0.0f; }
   __device__ float value(int) const { return one; }
 };

@@ -30,7 +30,7 @@ struct Combine {
   const int32_t* inverse;
   const float* weights;  // null: 1
   void* result;
-  uint32_t row_count;
+  uint32_t row_count, row_bytes;
   int slots;
   DType result_type;
 };
@@ -43,31 +43,36 @@ __global__ void __launch_bounds__(kSpreadThreads, combine_blocks(kPlaces * W * b
     sum_rows(const __grid_constant__ Combine p) {
   const SpreadPlace at(p.spread);
   if (at.vector >= p.spread.vectors || at.row >= p.spread.rows) return;
-  const int64_t first = at.row * p.slots;
+  using Values = Piece<kType, W>;
+  const char* column = opaque(static_cast<const char*>(p.rows) + at.vector * Values::kBytes);
+  const int32_t* inverse = p.inverse + at.row * p.slots;
+  const float* given = p.weights ? p.weights + at.row * p.slots : nullptr;
   float sums[W] = {};
-  for (int j0 = 0; j0 < p.slots; j0 += kPlaces) {
+  for (int left = p.slots; left > 0; left -= kPlaces) {
     uint32_t row[kPlaces];
     float weights[kPlaces];
-    Piece<kType, W> pieces[kPlaces];
+    Values pieces[kPlaces];
 #pragma unroll
     for (int j = 0; j < kPlaces; ++j) {
-      row[j] = j0 + j < p.slots ? static_cast<uint32_t>(__ldg(p.inverse + first + j0 + j)) : ~0u;
+      row[j] = j < left ? static_cast<uint32_t>(__ldg(inverse + j)) : ~0u;
     }
 #pragma unroll
     for (int j = 0; j < kPlaces; ++j) {
       pieces[j].clear();
-      if (row[j] < p.row_count) pieces[j].load(p.rows, row[j] * p.spread.vectors + at.vector);
+      if (row[j] < p.row_count) pieces[j].load(column + static_cast<uint64_t>(row[j]) * p.row_bytes);
     }
 #pragma unroll
     for (int j = 0; j < kPlaces; ++j) {
       // A place without a row adds 0 * 0: sums start at +0 and are never -0, so that changes none of their bits.
-      weights[j] = row[j] < p.row_count ? p.weights ? __ldg(p.weights + first + j0 + j) : 1.0f : 0.0f;
+      weights[j] = row[j] < p.row_count ? given ? __ldg(given + j) : 1.0f : 0.0f;
     }
 #pragma unroll
     for (int j = 0; j < kPlaces; ++j) {
 #pragma unroll
       for (int i = 0; i < W; ++i) sums[i] = __fadd_rn(sums[i], __fmul_rn(weights[j], pieces[j].value(i)));
     }
+    inverse += kPlaces;
+    if (given) given += kPlaces;
   }
   store_vector(p.result, p.result_type, (at.row * p.spread.vectors + at.vector) * W, sums);
 }
@@ -89,7 +94,7 @@ std::string refuses(const CombineRows& call, const Target& target) {
   if (target.platform == Platform::cuda && (!is_wide(call.rows.dtype) || !is_wide(call.result.dtype))) {
     return "takes and gives float32, bfloat16 or float16, got " + describe(call.rows) + " for " + describe(call.result);
   }
-  return refuses_unless_cuda(target);
+  return refuses_wide_rows(call.rows, target);
 }
 
 size_t workspace(const CombineRows&, const Target&) { return 0; }
@@ -105,6 +110,7 @@ void launch(const CombineRows& call, const Context& context) {
                      data_or_null<const float>(call.weights),
                      call.result.data,
                      static_cast<uint32_t>(call.rows.dims[0]),
+                     static_cast<uint32_t>(width * dtype_bytes(call.rows.dtype)),
                      static_cast<int>(call.inverse.dims[1]),
                      call.result.dtype};
   with_wide_type(call.rows.dtype, [&](auto type) {

@@ -38,6 +38,7 @@ struct Gather {
   const float* weights;
   void* result;
   uint32_t limit, slots;  // N * slots, slots
+  uint32_t row_bytes;
   bool streamed;
 };
 
@@ -56,13 +57,14 @@ __global__ void __launch_bounds__(kSpreadThreads) copy_rows(const __grid_constan
   if (at.vector >= p.spread.vectors) return;
   uint32_t slot[kGathered];
   find_sources(p, at, slot);
+  const char* column = opaque(static_cast<const char*>(p.rows) + at.vector * static_cast<int64_t>(sizeof(Vector)));
   Vector values[kGathered];
 #pragma unroll
   for (int u = 0; u < kGathered; ++u) {
     values[u] = Vector{};
     if (slot[u] < p.limit) {
-      const int64_t from = static_cast<int64_t>(slot[u] / p.slots) * p.spread.vectors + at.vector;
-      values[u] = __ldg(static_cast<const Vector*>(p.rows) + from);
+      values[u] =
+          __ldg(reinterpret_cast<const Vector*>(column + static_cast<uint64_t>(slot[u] / p.slots) * p.row_bytes));
     }
   }
 #pragma unroll
@@ -84,14 +86,16 @@ __global__ void __launch_bounds__(kSpreadThreads) weigh_rows(const __grid_consta
   if (at.vector >= p.spread.vectors) return;
   uint32_t slot[kGathered];
   find_sources(p, at, slot);
-  Piece<kType, W> pieces[kGathered];
+  using Values = Piece<kType, W>;
+  const char* column = opaque(static_cast<const char*>(p.rows) + at.vector * Values::kBytes);
+  Values pieces[kGathered];
   float weights[kGathered];
 #pragma unroll
   for (int u = 0; u < kGathered; ++u) {
     pieces[u].clear();
     weights[u] = 0.0f;
     if (slot[u] < p.limit) {
-      pieces[u].load(p.rows, static_cast<int64_t>(slot[u] / p.slots) * p.spread.vectors + at.vector);
+      pieces[u].load(column + static_cast<uint64_t>(slot[u] / p.slots) * p.row_bytes);
       weights[u] = __ldg(p.weights + slot[u]);
     }
   }
@@ -146,7 +150,7 @@ std::string refuses(const GatherRows& call, const Target& target) {
   if (target.platform == Platform::cuda && call.weights.present() && !is_wide(call.rows.dtype)) {
     return "weighs float32, bfloat16 or float16, got " + describe(call.rows);
   }
-  return refuses_unless_cuda(target);
+  return call.axis == 1 ? refuses_unless_cuda(target) : refuses_wide_rows(call.rows, target);
 }
 
 size_t workspace(const GatherRows&, const Target&) { return 0; }
@@ -210,6 +214,7 @@ void launch(const GatherRows& call, const Context& context) {
   p.result = call.result.data;
   p.slots = static_cast<uint32_t>(call.slots);
   p.limit = static_cast<uint32_t>(call.rows.dims[0] * call.slots);
+  p.row_bytes = static_cast<uint32_t>(width * dtype_bytes(call.rows.dtype));
   p.streamed = call.result.bytes() > kStreamedBytes;
   const int64_t row_bytes = width * dtype_bytes(call.rows.dtype);
   const int unit = common_unit({address(call.rows), address(call.result), static_cast<uintptr_t>(row_bytes)});
