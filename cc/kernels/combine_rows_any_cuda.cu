@@ -6,11 +6,11 @@
 // Neighbouring threads have neighbouring vectors of a row (cc/device/spread.cuh). Where rows are not whole vectors of 8
 // values at multiples of 16 bytes, a thread has one value; the bits are the same.
 //
-// No shared memory, no barrier. Registers and bytes under way a multiprocessor, of which memory wants about 40 KiB:
-//   16 bits   8 places: 72 registers, 24 warps, 96 KiB      4: 47, 40 warps, 80 KiB      2: 40, 48 warps, 48 KiB
-//   fp32      8 places: 96 registers, 16 warps, 128 KiB     4: 64, 24 warps, 96 KiB      2: 40, 40 warps, 80 KiB
+// No shared memory, no barrier. Registers (sm_90) and bytes under way a multiprocessor, of which memory wants 40 KiB:
+//   16 bits   8 places: 72 registers, 24 warps, 96 KiB      4: 48, 40 warps, 80 KiB      2: 40, 48 warps, 48 KiB
+//   fp32      8 places: 96 registers, 16 warps, 128 KiB     4: 64, 24 warps, 96 KiB      2: 44, 40 warps, 80 KiB
 // Predicted for T = 8192, H = 2048, k = 8, bf16 on an H200 (4.25 TB/s): 256 MiB read and 32 MiB written, 76 us, of
-// which the 490 instructions a warp and vector take 36 us.
+// which the 400 instructions a warp and vector take 28 us.
 #include <string>
 
 #include "cc/device/launch.h"

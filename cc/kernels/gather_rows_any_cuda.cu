@@ -8,11 +8,11 @@
 // Large results are written as what is not read again: k rows of the result come from one row, which then stays in the
 // L2 cache until the last of them.
 //
-// No shared memory, no barrier. Registers and bytes under way a multiprocessor, of which memory wants about 40 KiB:
-//   copied, 16 bytes     38 registers, 48 warps:  96 KiB      narrower units 26, 27      columns 40 at most
-//   weighted, 16 bits    48 registers, 40 warps:  80 KiB      fp32 58, 32 warps: 128 KiB
+// No shared memory, no barrier. Registers (sm_90) and bytes under way a multiprocessor, of which memory wants 40 KiB:
+//   copied, 16 bytes     32 registers, 64 warps, 128 KiB      narrower units 30      columns 40 at most
+//   weighted, 16 bits    39 registers, 48 warps,  96 KiB      fp32 48, 40 warps, 160 KiB
 // Predicted for T = 8192, H = 2048, k = 8, bf16 on an H200 (4.25 TB/s): 256 MiB written and 32 MiB read once, 75 us, or
-// 130 us if every row came from memory again. Instructions take about 20 us of it.
+// 130 us if every row came from memory again. Of it the 190 instructions a warp and four vectors take 26 us.
 #include <algorithm>
 #include <string>
 
@@ -37,41 +37,50 @@ struct Gather {
   const int32_t* source;
   const float* weights;
   void* result;
-  uint32_t limit, slots;  // N * slots, slots
+  uint32_t limit;  // N * slots
   uint32_t row_bytes;
+  Divisor slots;
   bool streamed;
 };
 
-// Where the thread's rows come from: numbers of slots, `limit` where there is none.
-__device__ inline void find_sources(const Gather& p, const SpreadPlace& at, uint32_t (&slot)[kGathered]) {
+// What a thread reads and writes: `bytes` of each of its rows.
+struct Strip {
+  const char* from;          // of row 0
+  char* to;                  // of the thread's first row
+  int64_t step;              // bytes from one of its rows in the result to the next
+  uint32_t slot[kGathered];  // of each row; at least the limit where it has none
+
+  __device__ Strip(const Gather& p, const SpreadPlace& at, int bytes) {
+    from = opaque(static_cast<const char*>(p.rows) + at.vector * bytes);
+    to = static_cast<char*>(p.result) + at.row * p.row_bytes + at.vector * bytes;
+    step = static_cast<int64_t>(at.step) * p.row_bytes;
+    const int32_t* source = p.source + at.row;
 #pragma unroll
-  for (int u = 0; u < kGathered; ++u) {
-    const int64_t row = at.row + u * at.step;
-    slot[u] = row < p.spread.rows ? static_cast<uint32_t>(__ldg(p.source + row)) : p.limit;
+    for (int u = 0; u < kGathered; ++u) {
+      slot[u] = u * at.step < at.left ? static_cast<uint32_t>(__ldg(source + u * at.step)) : p.limit;
+    }
   }
-}
+  __device__ const char* row(const Gather& p, int u) const {
+    return from + static_cast<uint64_t>(p.slots.quotient(slot[u])) * p.row_bytes;
+  }
+};
 
 template <class Vector>
 __global__ void __launch_bounds__(kSpreadThreads) copy_rows(const __grid_constant__ Gather p) {
   const SpreadPlace at(p.spread);
   if (at.vector >= p.spread.vectors) return;
-  uint32_t slot[kGathered];
-  find_sources(p, at, slot);
-  const char* column = opaque(static_cast<const char*>(p.rows) + at.vector * static_cast<int64_t>(sizeof(Vector)));
+  Strip strip(p, at, sizeof(Vector));
   Vector values[kGathered];
 #pragma unroll
   for (int u = 0; u < kGathered; ++u) {
     values[u] = Vector{};
-    if (slot[u] < p.limit) {
-      values[u] =
-          __ldg(reinterpret_cast<const Vector*>(column + static_cast<uint64_t>(slot[u] / p.slots) * p.row_bytes));
-    }
+    if (strip.slot[u] < p.limit) values[u] = __ldg(reinterpret_cast<const Vector*>(strip.row(p, u)));
   }
 #pragma unroll
   for (int u = 0; u < kGathered; ++u) {
-    const int64_t row = at.row + u * at.step;
-    if (row >= p.spread.rows) continue;
-    Vector* to = static_cast<Vector*>(p.result) + row * p.spread.vectors + at.vector;
+    Vector* to = reinterpret_cast<Vector*>(strip.to);
+    strip.to += strip.step;
+    if (u * at.step >= at.left) continue;
     if (p.streamed) {
       __stcs(to, values[u]);
     } else {
@@ -82,31 +91,30 @@ __global__ void __launch_bounds__(kSpreadThreads) copy_rows(const __grid_constan
 
 template <DType kType, int W>
 __global__ void __launch_bounds__(kSpreadThreads) weigh_rows(const __grid_constant__ Gather p) {
+  using Values = Piece<kType, W>;
   const SpreadPlace at(p.spread);
   if (at.vector >= p.spread.vectors) return;
-  uint32_t slot[kGathered];
-  find_sources(p, at, slot);
-  using Values = Piece<kType, W>;
-  const char* column = opaque(static_cast<const char*>(p.rows) + at.vector * Values::kBytes);
+  Strip strip(p, at, Values::kBytes);
   Values pieces[kGathered];
   float weights[kGathered];
 #pragma unroll
   for (int u = 0; u < kGathered; ++u) {
     pieces[u].clear();
     weights[u] = 0.0f;
-    if (slot[u] < p.limit) {
-      pieces[u].load(column + static_cast<uint64_t>(slot[u] / p.slots) * p.row_bytes);
-      weights[u] = __ldg(p.weights + slot[u]);
+    if (strip.slot[u] < p.limit) {
+      pieces[u].load(strip.row(p, u));
+      weights[u] = __ldg(p.weights + strip.slot[u]);
     }
   }
 #pragma unroll
   for (int u = 0; u < kGathered; ++u) {
-    const int64_t row = at.row + u * at.step;
-    if (row >= p.spread.rows) continue;
+    char* to = strip.to;
+    strip.to += strip.step;
+    if (u * at.step >= at.left) continue;
     float values[W];
 #pragma unroll
     for (int i = 0; i < W; ++i) values[i] = __fmul_rn(weights[u], pieces[u].value(i));
-    store_vector(p.result, kType, (row * p.spread.vectors + at.vector) * W, values);
+    store_vector(to, kType, 0, values);
   }
 }
 
@@ -155,8 +163,8 @@ std::string refuses(const GatherRows& call, const Target& target) {
 
 size_t workspace(const GatherRows&, const Target&) { return 0; }
 
-void launch_copy(Gather p, int64_t row_bytes, int unit, cudaStream_t stream) {
-  p.spread = Spread::plan(row_bytes / unit, p.spread.rows, kGathered);
+void launch_copy(Gather p, int64_t rows, int unit, cudaStream_t stream) {
+  p.spread = Spread::plan(p.row_bytes / unit, rows, kGathered);
   const unsigned blocks = p.spread.blocks();
   if (unit == 16) {
     copy_rows<uint4><<<blocks, kSpreadThreads, 0, stream>>>(p);
@@ -206,19 +214,18 @@ void launch(const GatherRows& call, const Context& context) {
   if (call.axis == 1) return launch_columns(call, stream);
   const int64_t rows = call.source.elements(), width = call.rows.rank == 1 ? 1 : call.rows.dims[1];
   if (rows == 0) return;
-  Gather p = {};
-  p.spread.rows = rows;
-  p.rows = call.rows.data;
-  p.source = call.source.as<const int32_t>();
-  p.weights = data_or_null<const float>(call.weights);
-  p.result = call.result.data;
-  p.slots = static_cast<uint32_t>(call.slots);
-  p.limit = static_cast<uint32_t>(call.rows.dims[0] * call.slots);
-  p.row_bytes = static_cast<uint32_t>(width * dtype_bytes(call.rows.dtype));
-  p.streamed = call.result.bytes() > kStreamedBytes;
   const int64_t row_bytes = width * dtype_bytes(call.rows.dtype);
+  Gather p = {{},
+              call.rows.data,
+              call.source.as<const int32_t>(),
+              data_or_null<const float>(call.weights),
+              call.result.data,
+              static_cast<uint32_t>(call.rows.dims[0] * call.slots),
+              static_cast<uint32_t>(row_bytes),
+              Divisor(static_cast<uint32_t>(call.slots)),
+              call.result.bytes() > kStreamedBytes};
   const int unit = common_unit({address(call.rows), address(call.result), static_cast<uintptr_t>(row_bytes)});
-  if (!p.weights) return launch_copy(p, row_bytes, unit, stream);
+  if (!p.weights) return launch_copy(p, rows, unit, stream);
   const bool vectors = unit == 16 && width % 8 == 0;
   p.spread = Spread::plan(vectors ? width / 8 : width, rows, kGathered);
   with_wide_type(call.rows.dtype, [&](auto type) {
