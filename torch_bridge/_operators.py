@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_bridge import _codec, _fake, _record
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import EXCHANGE
-from torch_bridge._record import Rule, results_of
+from torch_bridge._record import Prepared, Rule, prepare, results_of
 from torch_bridge._tensors import Layout, Leaf, flatten_all, written_leaves
 
 
@@ -83,12 +83,20 @@ def call(rule: Rule, static: Hashable, operands: Any, rows: Any) -> list[Any]:
     Args:
         static: the rule's static facts. operands: an instance of its operand class. rows: M.
     """
+    return call_prepared(prepare(rule, static), operands, rows)
+
+
+def call_prepared(prepared: Prepared, operands: Any, rows: Any) -> list[Any]:
+    """`call` of a rule with its static facts."""
     layouts, leaves = flatten_all(operands)
     del operands  # so that they are freed as soon as no launch reads them
     if not is_compiling() and torch._C._len_torch_dispatch_stack() == 0 and not _profiling():
-        facts = EXCHANGE.describe(tuple(leaves))
-        if facts is not None:
-            return _record.run(rule, static, layouts, leaves, facts, rows)
+        program = prepared.programs_for(layouts).find(leaves, rows)
+        if program is None and EXCHANGE.describe(tuple(leaves)) is not None:
+            program = _record.program_for(prepared, layouts, leaves, rows)
+        if program is not None:
+            return _record.run(prepared, layouts, leaves, program, rows)
+    rule, static = prepared.rule, prepared.static
     taken = _taken(rule, static, layouts, leaves)
     found = _fake.fake(rule, static, layouts, leaves, rows)
     made = found.recording.made()
@@ -174,9 +182,10 @@ def _results(tensors: list[Tensor], arguments: Sequence[Any]) -> Any:
 
 def _execute(rule: Rule, *arguments: Any) -> Any:
     facts, leaves, rows = _arguments(rule, *arguments)
-    described = EXCHANGE.describe(tuple(leaves))
-    program, values = _record.execute(rule, facts.static, facts.layouts, leaves, described, int(rows))
-    return _results([values[at] for at in program.made], arguments)
+    prepared = prepare(rule, facts.static)
+    program = _record.program_for(prepared, facts.layouts, leaves, int(rows))
+    results = _record.execute(prepared, facts.layouts, leaves, program, int(rows))
+    return _results([results[at] for at in program.made], arguments)
 
 
 def _imagine(rule: Rule, *arguments: Any) -> Any:

@@ -7,8 +7,10 @@ casts and native calls; later runs allocate, collect addresses and launch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +20,7 @@ from grouped_core import _native, plans
 from grouped_core.calls import ArraySpec, Call
 from grouped_core.debug import debug_flags
 from grouped_core.products import Listed
-from torch_bridge._cache import Cache
+from torch_bridge._cache import MOST
 from torch_bridge._checks import check_operand
 from torch_bridge._memory import (
     EXCHANGE,
@@ -56,7 +58,8 @@ def arch_of(device: torch.device) -> str:
     raise ValueError(f"device {device}: expected a CPU or CUDA device; move the tensors there, or pass `arch`.")
 
 
-class Rule(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Rule:
     """A rule of `grouped_core` that runs as an operator of this package.
 
     Attributes:
@@ -73,6 +76,32 @@ class Rule(NamedTuple):
     rows: frozenset[str]
     written: frozenset[str]
     notes_sizes: bool = False
+
+
+class Prepared:
+    """A rule with its static facts, and the programs that were planned for it.
+
+    Attributes:
+        programs: for each layout of operands, the programs by the facts of the leaves.
+    """
+
+    __slots__ = ("programs", "rule", "static")
+
+    def __init__(self, rule: Rule, static: Hashable) -> None:
+        self.rule = rule
+        self.static = static
+        self.programs: dict[tuple[Layout, ...], _native.FactsCache] = {}
+
+    def programs_for(self, layouts: tuple[Layout, ...]) -> _native.FactsCache:
+        """The programs for operands with these layouts."""
+        found = self.programs.get(layouts)
+        if found is None:
+            found = self.programs[layouts] = _native.FactsCache(EXCHANGE, MOST)
+        return found
+
+
+prepare = lru_cache(maxsize=1024)(Prepared)
+"""(rule, static facts) -> the same object each time. Callers that run often keep it, because hashing takes time."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -230,26 +259,21 @@ def results_of(outputs: Sequence[Output], leaves: Sequence[Leaf], made: Any, row
 # Replay
 
 
-class _Planned(NamedTuple):
-    """A `Launch` with its chosen kernel and everything prepared that does not depend on addresses."""
-
-    call: str  # its name
-    launch: Callable[[list[Any], int], None]  # on the values of all registers, and a stream
-    made: tuple[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # register, shape, strides, dtype
-    last_used: tuple[int, ...]  # registers that no later step reads
-
-
 class Program(NamedTuple):
-    """A recording planned for one device. Its last register is the workspace, which all launches share."""
+    """A recording planned for one device.
 
-    steps: tuple[Cast | _Planned, ...]
-    outputs: tuple[Output, ...]
-    made: tuple[int, ...]  # registers of results that are not operands
-    released: tuple[int, ...]  # leaves, tensors, that are not results: each is freed after its last launch
-    blank: list[None]  # registers beyond the operands
+    Attributes:
+        steps: allocates, launches, and returns the leaves of all results.
+        layouts: of the results; None if each of them is one leaf.
+        made: the positions of new tensors among these leaves, each tensor once.
+        device: the CUDA device, -1 on the CPU.
+    """
+
+    steps: _native.Program
+    layouts: tuple[tuple[Layout, int], ...] | None  # and the number of leaves that are there
+    made: tuple[int, ...]
     workspace_bytes: int
-    device: int  # the CUDA device, -1 on the CPU
-    empty: Callable[..., Tensor]  # (shape, strides, dtype) -> new tensor
+    device: int
 
 
 def _program(
@@ -260,11 +284,11 @@ def _program(
     places = [0 if not isinstance(each, Tensor) else each.data_ptr() for each in leaves if each is not None]
     given = recording.given
     keep = set(recording.made())
-    steps: list[Cast | _Planned] = []
+    steps: list[tuple[Any, ...]] = []
     workspace_bytes = 0
     for step in reversed(recording.steps):
         if isinstance(step, Cast):
-            steps.append(step)
+            steps.append((step.source, step.result, step.dtype))
             keep.add(step.source)
             continue
         read = {register for _, register in step.operands}
@@ -281,25 +305,30 @@ def _program(
         workspace_bytes = max(workspace_bytes, needed)
         shared = {output for _, output in step.call.aliases}
         new = [
-            (register, spec.shape, _strides(spec.shape), RESULT_DTYPES[spec.dtype])
+            (register, (spec.shape, _strides(spec.shape), RESULT_DTYPES[spec.dtype]))
             for at, (register, spec) in enumerate(zip(step.results, step.call.outputs, strict=True))
             if register is not None and spec is not None and at not in shared
         ]
-        steps.append(
-            _Planned(
-                step.call.name,
-                _native.Launcher(EXCHANGE, plan, registers).launch,
-                tuple(new),
-                tuple(read - keep),
-            )
-        )
+        launcher = _native.Launcher(EXCHANGE, plan, registers)
+        steps.append((step.call.name, launcher, tuple(new), tuple(read - keep)))
         keep |= read
     index, empty = (-1, empty_on_cpu) if device.type == "cpu" else (device.index, empty_on_cuda)
-    blank = [None] * (len(recording.specs) - given + 1)
-    returned = {at[1] for output in recording.outputs for at in output.leaves if isinstance(at, tuple)}
-    released = tuple(at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and at not in returned)
-    made = tuple(recording.made())
-    return Program(tuple(reversed(steps)), recording.outputs, made, released, blank, workspace_bytes, index, empty)
+    results = [at for output in recording.outputs for at in output.leaves]
+    returned = {at[1] for at in results if isinstance(at, tuple)}
+    native = _native.Program(
+        steps[::-1],
+        [-1 if at is None else -2 - at[1] if isinstance(at, tuple) else at for at in results],
+        [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and at not in returned],
+        len(recording.specs) + 1,
+        ((workspace_bytes,), (1,), torch.uint8) if workspace_bytes else None,
+        empty,
+        partial(address_table, device=index),
+    )
+    forms = None
+    if any(output.layout is not None for output in recording.outputs):
+        forms = tuple([(output.layout, len(output.leaves)) for output in recording.outputs])
+    made = tuple([results.index(at) for at in recording.made()])
+    return Program(native, forms, made, workspace_bytes, index)
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -317,43 +346,58 @@ def given_of(leaf: Leaf, *, has_memory: bool = True) -> Given | None:
     return Given(ArraySpec((len(leaf), *one.shape), one.dtype), True, not has_memory or aligned(there))
 
 
-_programs: Cache[Hashable, Program] = Cache()
+def run(prepared: Prepared, layouts: tuple[Layout, ...], leaves: list[Any], program: Program, rows: int) -> list[Any]:
+    """The results of a rule; arguments are those of `execute`."""
+    found = execute(prepared, layouts, leaves, program, rows)
+    if program.layouts is None:
+        return found
+    rest = iter(found)
+    return [_operand(layout, count, rest, rows) for layout, count in program.layouts]
 
 
-def run(
-    rule: Rule, static: Hashable, layouts: tuple[Layout, ...], leaves: list[Any], facts: bytes | None, rows: int
-) -> list[Any]:
-    """The results of `rule` on real tensors; arguments and errors are those of `execute`."""
-    program, values = execute(rule, static, layouts, leaves, facts, rows)
-    return results_of(program.outputs, leaves, values, rows)
+def _operand(layout: Layout, count: int, leaves: Iterator[Any], rows: int) -> Any:
+    """One result, made of the next `count` leaves."""
+    if layout is None:
+        return next(leaves)
+    return unflatten(layout, iter([each for each in islice(leaves, count) if each is not None]), rows)
 
 
 def execute(
-    rule: Rule, static: Hashable, layouts: tuple[Layout, ...], leaves: list[Any], facts: bytes | None, rows: int
-) -> tuple[Program, list[Any]]:
-    """The program of `rule`, and the values of its registers after its launch on the current stream.
+    prepared: Prepared, layouts: tuple[Layout, ...], leaves: list[Any], program: Program, rows: int
+) -> list[Any]:
+    """The leaves of the results of a rule, after its launch on the current stream.
 
     Args:
-        static: its static facts. layouts: of its operands. rows: M.
-        leaves: of all operands; the first one that is present determines the device. Leaves that are not results are
-            removed from the list, so that rows are freed as soon as no launch reads them.
-        facts: of the leaves, from `EXCHANGE.describe`.
+        layouts: of the operands. rows: M.
+        leaves: of all operands. Those that are not results are removed from the list, so that rows are freed as soon
+            as no launch reads them.
+        program: for these operands, from `program_for`.
+    """
+    flags, rule = debug_flags(), prepared.rule
+    if rule.notes_sizes and "sizes" in flags:
+        note_sizes(leaves[sizes_at(rule, layouts)], rows)
+    run, device, watched = program.steps.run, program.device, watch(flags, program.device)
+    if device < 0:
+        return run(leaves, 0, watched)
+    if device != current_device():
+        with torch.cuda.device(device):
+            return run(leaves, raw_stream(device), watched)
+    return run(leaves, raw_stream(device), watched)
+
+
+def program_for(prepared: Prepared, layouts: tuple[Layout, ...], leaves: list[Any], rows: int) -> Program:
+    """The program for these operands, which is made if there is none yet; the first leaf determines the device.
 
     Raises:
         ValueError, TypeError: the operands do not fit. NotImplementedError: no kernel supports them.
     """
-    flags = debug_flags()
-    key = (rule.name, static, layouts, rows, facts)
-    program = None if facts is None else _programs.get(key)
+    programs = prepared.programs_for(layouts)
+    program = programs.find(leaves, rows)
     if program is None:
-        device = _check_plain(leaves, facts)
-        program = _programs.keep(key, _program(rule, static, layouts, leaves, rows, device))
-    if rule.notes_sizes and "sizes" in flags:
-        note_sizes(leaves[sizes_at(rule, layouts)], rows)
-    if program.device >= 0 and program.device != current_device():
-        with torch.cuda.device(program.device):
-            return program, _replay(program, leaves, flags)
-    return program, _replay(program, leaves, flags)
+        device = _check_plain(leaves, EXCHANGE.describe(tuple(leaves)))
+        program = _program(prepared.rule, prepared.static, layouts, leaves, rows, device)
+        programs.keep(leaves, rows, program)
+    return program
 
 
 def sizes_at(rule: Rule, layouts: Sequence[Layout]) -> int:
@@ -380,34 +424,26 @@ def _check_plain(leaves: Sequence[Leaf], facts: bytes | None) -> torch.device:
     return first.device
 
 
-def _replay(program: Program, leaves: list[Any], flags: frozenset[str]) -> list[Any]:
-    stream = 0 if program.device < 0 else raw_stream(program.device)
-    values: list[Any] = [
-        each if isinstance(each, Tensor) else address_table(each, program.device) for each in leaves if each is not None
-    ]
-    for at in program.released:
-        leaves[at] = None
-    values += program.blank
-    if program.workspace_bytes:
-        values[-1] = program.empty((program.workspace_bytes,), (1,), torch.uint8)
-    for step in program.steps:
-        if isinstance(step, Cast):
-            values[step.result] = values[step.source].to(step.dtype)
-        else:
-            _launch(step, values, program, stream, flags)
-    return values
+def watch(flags: frozenset[str], device: int) -> Callable[..., None] | None:
+    """What runs in place of each launch, with the arguments that `_native.Program.run` describes; None: the launch."""
+    return partial(_launch, flags, device) if flags else None
 
 
-def _launch(step: _Planned, values: list[Any], program: Program, stream: int, flags: frozenset[str]) -> None:
-    for register, shape, strides, dtype in step.made:
-        values[register] = program.empty(shape, strides, dtype)
+def _launch(
+    flags: frozenset[str],
+    device: int,
+    _: str,
+    launcher: _native.Launcher,
+    values: list[Any],
+    made: tuple[int, ...],
+    stream: int,
+) -> None:
+    """One launch with the checks of GROUPED_DEBUG."""
     if "poison" in flags:
-        _poison(values[-1], *(values[register] for register, *_ in step.made))
-    step.launch(values, stream)
-    for register in step.last_used:
-        values[register] = None
-    if "sync" in flags and program.device >= 0 and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.synchronize(program.device)
+        _poison(values[-1], *(values[register] for register in made))
+    launcher.launch(values, stream)
+    if "sync" in flags and device >= 0 and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize(device)
 
 
 def _poison(*tensors: Tensor | None) -> None:
