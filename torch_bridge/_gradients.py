@@ -22,7 +22,8 @@ from torch_bridge._args import WeightForms, is_packed, leaf_names
 from torch_bridge._checks import local
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import EXCHANGE
-from torch_bridge._operators import call, define
+from torch_bridge._operators import call_prepared, define
+from torch_bridge._record import Prepared, prepare
 from torch_bridge._scaling import WEIGHT, Scaling
 from torch_bridge._tensors import TORCH_DTYPES, pack
 from torch_bridge.quantized_weight import QuantizedWeight
@@ -69,6 +70,11 @@ _WEIGHT_GRAD = define(
 )
 
 
+@lru_cache(maxsize=1024)
+def _prepared(op: Linear, weight: OperandSpec, halves: tuple[int, ...], accumulate: bool) -> Prepared:
+    return prepare(_WEIGHT_GRAD, _WeightGrad(op, weight, halves, accumulate))
+
+
 class WeightGradient(NamedTuple):
     """The gradient of one weight, computed later: dW_g = sum rows^T dy over the rows of group g.
 
@@ -111,9 +117,8 @@ class WeightGradient(NamedTuple):
         self._launch((0,), accumulate, into, None)
 
     def _launch(self, halves: tuple[int, ...], accumulate: bool, into: Any, into_up: Any) -> list[Any]:
-        static = _WeightGrad(self.op, self.weight, halves, accumulate)
         operands = _Operands(self.rows, self.dy, self.sizes, into, into_up)
-        return call(_WEIGHT_GRAD, static, operands, self.rows.shape[0])
+        return call_prepared(_prepared(self.op, self.weight, halves, accumulate), operands, self.rows.shape[0])
 
     def tensors(self) -> list[Tensor]:
         """The tensors that it keeps alive."""
@@ -148,13 +153,19 @@ class Route(NamedTuple):
     overwrite: tuple[bool, ...] | None = None
     dtype: torch.dtype = torch.float32
 
-    def deliver(self, gradient: WeightGradient | None) -> list[Tensor | None]:
-        """The gradients for autograd, one per tensor of the weight; the gradient is computed now, or queued."""
-        results: list[Tensor | None] = [None] * self.parts
+    def nothing(self) -> Sequence[Tensor | None]:
+        """What autograd gets if there is no gradient."""
+        return [None] * self.parts
+
+    def deliver(self, gradient: WeightGradient | None) -> Sequence[Tensor | None]:
+        """The gradient for each tensor of the weight, None where it goes elsewhere; it is computed now, or queued."""
         if gradient is None or not self.live:
-            return results
+            return self.nothing()
         if not self.owners:
             made = gradient.new(self.live, self.parts, packed=self.packed)
+            if len(made) == self.parts:
+                return made
+            results: list[Tensor | None] = [None] * self.parts
             for at, each in zip(self.live, made, strict=True):
                 results[at] = each
             return results

@@ -20,15 +20,16 @@ from grouped_core import _native, plans
 from grouped_core.calls import ArraySpec, Call
 from grouped_core.debug import debug_flags
 from grouped_core.products import Listed
-from torch_bridge._cache import MOST
 from torch_bridge._checks import check_operand
 from torch_bridge._memory import (
     EXCHANGE,
+    FactsCache,
     address_table,
     aligned,
     current_device,
     empty_on_cpu,
     empty_on_cuda,
+    facts_cache,
     raw_stream,
 )
 from torch_bridge._tensors import (
@@ -90,13 +91,13 @@ class Prepared:
     def __init__(self, rule: Rule, static: Hashable) -> None:
         self.rule = rule
         self.static = static
-        self.programs: dict[tuple[Layout, ...], _native.FactsCache] = {}
+        self.programs: dict[tuple[Layout, ...], FactsCache] = {}
 
-    def programs_for(self, layouts: tuple[Layout, ...]) -> _native.FactsCache:
+    def programs_for(self, layouts: tuple[Layout, ...]) -> FactsCache:
         """The programs for operands with these layouts."""
         found = self.programs.get(layouts)
         if found is None:
-            found = self.programs[layouts] = _native.FactsCache(EXCHANGE, MOST)
+            found = self.programs[layouts] = facts_cache()
         return found
 
 

@@ -42,6 +42,10 @@ class Scaling(NamedTuple):
         """The amax [G] of an operand in this step, which quantisers update in place; None without a state."""
         return None if self.state is None else self.state.history[self.first + role, 0]
 
+    def with_key(self, key: Tensor | None) -> Scaling:
+        """The same with the key as backward gets it, among the saved tensors."""
+        return self if key is self.key else self._replace(key=key)
+
     def extras(self, *roles: int, training: bool) -> Extras | None:
         """What rules need for the operands `roles`; None if nothing is bound.
 

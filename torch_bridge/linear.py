@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grouped_core import gradients, quantizing
 from grouped_core.formats import Format, QTensor, wide
-from grouped_core.gradients import NO_NEEDS, LinearSpecs, Needs
+from grouped_core.gradients import LinearSpecs, Needs
 from grouped_core.linear_spec import Linear
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
@@ -26,7 +26,8 @@ from torch_bridge._gradients import (
     WeightGradient,
     with_forms,
 )
-from torch_bridge._operators import call, define
+from torch_bridge._operators import call_prepared, define
+from torch_bridge._record import Prepared, prepare
 from torch_bridge._scaling import DY, WEIGHT, X
 from torch_bridge._tensors import StraightThrough
 
@@ -167,6 +168,29 @@ _MAIN_GRADS = define(
 # Forward and backward
 
 
+class _Facts(NamedTuple):
+    """What follows from checked arguments and from the gradients that are needed; see `_autograd.Facts`.
+
+    Attributes:
+        keep: what backward reads. forward, main: the operators.
+    """
+
+    op: Linear
+    specs: LinearSpecs
+    needs: Needs
+    training: bool
+    keep: Needs
+    forward: Prepared
+    main: Prepared
+
+
+def _facts(op: Linear, specs: LinearSpecs, needs: Needs) -> _Facts:
+    _, _, bias, row_scale = specs
+    keep = gradients.linear_saved(op, needs, bias is not None, row_scale is not None)
+    forward, main = prepare(_FORWARD, LinearForward(op, needs)), prepare(_MAIN_GRADS, LinearMainGrads(op, specs, needs))
+    return _Facts(op, specs, needs, any(needs), keep, forward, main)
+
+
 @lru_cache(maxsize=1024)
 def _cached_forms(op: Linear, needs: Needs, has_scale: bool) -> tuple[tuple[int, Format], ...]:
     """The axes and formats of a weight that its layer's cache provides."""
@@ -175,30 +199,32 @@ def _cached_forms(op: Linear, needs: Needs, has_scale: bool) -> tuple[tuple[int,
     return tuple([each for each in gradients.weight_forms(op, op.recipe, keep) if not each[1].plain])
 
 
-def _forward(given: Arguments, needs: Needs, out: Tensor | None) -> tuple[Tensor, Kept]:
+def _forward(given: Arguments, facts: _Facts, out: Tensor | None) -> tuple[Tensor, Kept]:
     (scaling,), (weight,), (bias,), (cache,) = given.scaling, given.weights, given.biases, given.caches
-    training, has_scale = any(needs), given.row_scale is not None
+    training, row_scale = facts.training, given.row_scale
     if cache is not None:
-        weight = with_forms(cache, weight, _cached_forms(given.op, needs, has_scale), scaling, training=training)
+        forms = _cached_forms(facts.op, facts.needs, row_scale is not None)
+        weight = with_forms(cache, weight, forms, scaling, training=training)
     extras = scaling.extras(X, WEIGHT, training=training)
-    operands = LinearOperands(given.x, weight, given.sizes, bias, given.row_scale, out, extras)
-    y, x, weight = call(_FORWARD, LinearForward(given.op, needs), operands, given.x.shape[0])
+    operands = LinearOperands(given.x, weight, given.sizes, bias, row_scale, out, extras)
+    y, x, weight = call_prepared(facts.forward, operands, given.x.shape[0])
     if not training:
         return y, NOTHING
-    keep = gradients.linear_saved(given.op, needs, bias is not None, has_scale)
-    row_scale, bias = given.row_scale if keep.row_scale else None, bias if keep.bias else None
+    keep = facts.keep
+    row_scale, bias = row_scale if keep.row_scale else None, bias if keep.bias else None
     return y, Kept((x, given.sizes, row_scale, weight, bias, scaling.key), (_saved.ROWS,))
 
 
 def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | None, deliver: Deliver) -> MainGradients:
     x, sizes, row_scale, weight, bias, key = kept
-    scaling = saved.scaling[0]._replace(key=key)
-    static, extras = LinearMainGrads(saved.op, saved.specs, saved.needs), scaling.extras(X, WEIGHT, DY, training=True)
-    buffer = grad_input if saved.needs.x else None
+    facts: _Facts = saved.facts
+    scaling = saved.scaling[0].with_key(key)
+    extras = scaling.extras(X, WEIGHT, DY, training=True)
+    buffer = grad_input if facts.needs.x else None
     operands = LinearGradOperands(x, weight, sizes, bias, row_scale, dy, buffer, extras)
-    dx, db, dc, rows, of_dy = call(_MAIN_GRADS, static, operands, saved.rows)
-    if saved.needs.w:
-        deliver(0, WeightGradient(saved.op, saved.specs[1], rows, of_dy, sizes))
+    dx, db, dc, rows, of_dy = call_prepared(facts.main, operands, saved.rows)
+    if facts.needs.w:
+        deliver(0, WeightGradient(facts.op, facts.specs[1], rows, of_dy, sizes))
     return MainGradients(dx, dc, (db,))
 
 
@@ -216,9 +242,8 @@ LINEAR = Operation(
     places=(1,),
     scale_place=5,
     check=linear_arguments,
-    needs_names=("w",),
-    no_needs=NO_NEEDS,
     needs=_needs,
+    facts=_facts,
     weight_dtypes=_weight_dtypes,
     forward=_forward,
     backward=_backward,

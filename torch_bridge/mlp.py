@@ -15,7 +15,9 @@ from torch import Tensor
 from grouped_core import mlp as rules
 from grouped_core.activations import Activation
 from grouped_core.formats import Format, QTensor, wide
-from grouped_core.mlp_spec import NO_NEEDS, Mlp, MlpNeeds, MlpSpecs, Residuals, kept, needs_dh
+from grouped_core.linear_spec import Linear
+from grouped_core.mlp_spec import Kept as KeptOperands
+from grouped_core.mlp_spec import Mlp, MlpNeeds, MlpSpecs, Residuals, kept, needs_dh
 from grouped_core.quantizing import NO_MEASURES
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
@@ -28,7 +30,8 @@ from torch_bridge._gradients import (
     WeightGradient,
     with_forms,
 )
-from torch_bridge._operators import call, define
+from torch_bridge._operators import call_prepared, define
+from torch_bridge._record import Prepared, prepare
 from torch_bridge._scaling import DY, WEIGHT, X
 from torch_bridge._tensors import StraightThrough
 
@@ -206,6 +209,36 @@ _FIRST_PRODUCT = define(
 # Forward and backward
 
 
+class _Facts(NamedTuple):
+    """What follows from checked arguments and from the gradients that are needed; see `_autograd.Facts`.
+
+    Attributes:
+        products: both products as linear operations. keep: what backward reads.
+        forward, at_hidden, first_product: the operators; the last is None if nothing needs the gradient of hidden rows.
+    """
+
+    op: Mlp
+    specs: MlpSpecs
+    needs: MlpNeeds
+    training: bool
+    products: tuple[Linear, Linear]
+    keep: KeptOperands
+    forward: Prepared
+    at_hidden: Prepared
+    first_product: Prepared | None
+
+
+def _facts(op: Mlp, specs: MlpSpecs, needs: MlpNeeds) -> _Facts:
+    keep = kept(op, needs, specs.probs is not None, specs.wi_bias is not None, specs.wo_bias is not None)
+    grads = MlpGrads(op, specs, needs)
+    return _Facts(
+        *(op, specs, needs, any(needs), (op.fc1(), op.fc2()), keep),
+        forward=prepare(_FORWARD, MlpForward(op, needs)),
+        at_hidden=prepare(_AT_HIDDEN, grads),
+        first_product=prepare(_FIRST_PRODUCT, grads) if needs_dh(needs) else None,
+    )
+
+
 @lru_cache(maxsize=1024)
 def _cached_forms(op: Mlp, needs: MlpNeeds, keep_z: bool) -> tuple[tuple[tuple[int, Format], ...], ...]:
     """The axes and formats of both weights that the caches of their layers provide."""
@@ -214,23 +247,21 @@ def _cached_forms(op: Mlp, needs: MlpNeeds, keep_z: bool) -> tuple[tuple[tuple[i
     return tuple([tuple([each for each in forms if not each[1].plain]) for forms in both])
 
 
-def _forward(given: Arguments, needs: MlpNeeds, out: Tensor | None) -> tuple[Tensor, Kept]:
+def _forward(given: Arguments, facts: _Facts, out: Tensor | None) -> tuple[Tensor, Kept]:
     (one, two), (wi, wo), (wi_bias, wo_bias) = given.scaling, given.weights, given.biases
-    x, sizes, probs, training = given.x, given.sizes, given.row_scale, any(needs)
-    keep = kept(given.op, needs, probs is not None, wi_bias is not None, wo_bias is not None)
+    x, sizes, probs, training, keep = given.x, given.sizes, given.row_scale, facts.training, facts.keep
     if given.caches != (None, None):
-        of_wi, of_wo = _cached_forms(given.op, needs, keep.z)
+        of_wi, of_wo = _cached_forms(facts.op, facts.needs, keep.z)
         wi = with_forms(given.caches[0], wi, of_wi, one, training=training)
         wo = with_forms(given.caches[1], wo, of_wo, two, training=training)
-    extras = [each.extras(X, WEIGHT, training=training) for each in (one, two)]
+    extras = (one.extras(X, WEIGHT, training=training), two.extras(X, WEIGHT, training=training))
     operands = MlpOperands(x, wi, wo, sizes, probs, wi_bias, wo_bias, out, *extras)
-    y, x, h, z, wi, wo = call(_FORWARD, MlpForward(given.op, needs), operands, given.x.shape[0])
+    y, x, h, z, wi, wo = call_prepared(facts.forward, operands, given.x.shape[0])
     if not training:
         return y, NOTHING
-    probs, wi_bias, wo_bias = (
-        each if needed else None
-        for each, needed in ((probs, keep.probs), (wi_bias, keep.wi_bias), (wo_bias, keep.wo_bias))
-    )
+    if not keep.probs:
+        probs = None
+    wi_bias, wo_bias = wi_bias if keep.wi_bias else None, wo_bias if keep.wo_bias else None
     return y, Kept((x, h, z, sizes, probs, one.key, wi, wo, wi_bias, wo_bias), _saved.OF_ROWS)
 
 
@@ -245,20 +276,22 @@ def _backward(
     saved: Saved, kept: list[Any], dy: Tensor | QTensor[Tensor], grad_input: Tensor | None, deliver: Deliver
 ) -> MainGradients:
     x, sizes, key, wi = (kept[at] for at in (0, 3, 5, 6))
-    op, needs, static = saved.op, saved.needs, MlpGrads(saved.op, saved.specs, saved.needs)
-    extras = [each._replace(key=key).extras(X, WEIGHT, DY, training=True) for each in saved.scaling]
+    facts: _Facts = saved.facts
+    needs, specs, (fc1, fc2) = facts.needs, facts.specs, facts.products
+    one, two = (each.with_key(key).extras(X, WEIGHT, DY, training=True) for each in saved.scaling)
     # No other reference to these operands exists here, so the hidden rows are freed inside the call.
-    dp, db2, dh, of_dh, z, dy_form = call(_AT_HIDDEN, static, _hidden_operands(kept, dy, *extras), saved.rows)
+    dp, db2, dh, of_dh, z, dy_form = call_prepared(
+        facts.at_hidden, _hidden_operands(kept, dy, one, two), saved.rows
+    )
     if needs.wo:
-        deliver(1, WeightGradient(op.fc2(), saved.specs.wo, z, dy_form, sizes))
+        deliver(1, WeightGradient(fc2, specs.wo, z, dy_form, sizes))
     del z, dy, dy_form
     dx = db1 = None
-    if needs_dh(needs):
-        buffer = grad_input if needs.x else None
-        operands = FirstOperands(x, wi, sizes, dh, of_dh, buffer, extras[0])
-        dx, db1, rows, dh = call(_FIRST_PRODUCT, static, operands, saved.rows)
+    if facts.first_product is not None:
+        operands = FirstOperands(x, wi, sizes, dh, of_dh, grad_input if needs.x else None, one)
+        dx, db1, rows, dh = call_prepared(facts.first_product, operands, saved.rows)
         if needs.wi:
-            deliver(0, WeightGradient(op.fc1(), saved.specs.wi, rows, dh, sizes))
+            deliver(0, WeightGradient(fc1, specs.wi, rows, dh, sizes))
     return MainGradients(dx, dp, (db1, db2))
 
 
@@ -278,9 +311,8 @@ MLP = Operation(
     places=(1, 2),
     scale_place=6,
     check=mlp_arguments,
-    needs_names=("wi", "wo"),
-    no_needs=NO_NEEDS,
     needs=_needs,
+    facts=_facts,
     weight_dtypes=weight_dtypes,
     forward=_forward,
     backward=_backward,
