@@ -167,26 +167,34 @@ def linear_arguments(
     sizes, rows_hint = unwrap(group_sizes)
     leaf, rows = _master_and_operand(x)
     master, operand = _master_and_operand(weight)
-    leaves = members(master)
     names = linear_spec.implementation_names(implementation)
     masters = (_master_facts(rows, leaf), _master_facts(operand, master))
     options = (_LINEAR, bool(rhs_transposed), bound.recipe, bool(scale_bias), rows_hint, names, *masters)
     operands = (rows, operand, sizes, bias, row_scale)
-    known = _known(options, operands, (bound,))
-    found = known.found
+    cache, arrays, found = _known(options, operands, (bound,))
     if found is None:
         sizes, op, specs = _check_linear(operands, bound, options)
-        found = Checked(op, specs, _lists((leaves,), (bias,)))
-        if known.cache is not None and sizes is operands[2]:
-            known.cache.keep(known.arrays, 0, found)
+        found = Checked(op, specs, _lists((members(master),), (bias,)))
+        if cache is not None and sizes is operands[2]:
+            cache.keep(arrays, 0, found)
+    leaves = members(master)
     accumulators: Sequence[Tensor | None] = ()
     if wgrad_accum is not None:
         accumulators = _accumulators_of_product(wgrad_accum, leaves, found.specs[1], rows, NAMES.accum, NAMES.w)
     scaling = _UNBOUND if bound.state is None and bound.key is None else (Scaling(bound.state, bound.key),)
-    to_main_grad = isinstance(wgrad_accum, str)
     given = Arguments(
-        *(rows, (_operand(operand),), sizes, (_operand(bias),), row_scale, leaf, (leaves,), found, scaling),
-        *(to_main_grad, (accumulators,), caches),
+        rows,
+        (operand if isinstance(operand, Tensor) else _operand(operand),),
+        sizes,
+        (None if bias is None else _operand(bias),),
+        row_scale,
+        leaf,
+        (leaves,),
+        found,
+        scaling,
+        isinstance(wgrad_accum, str),
+        (accumulators,),
+        caches,
     )
     if accumulators:
         single = isinstance(wgrad_accum, Tensor)
@@ -269,18 +277,17 @@ def mlp_arguments(
     leaf, rows = _master_and_operand(x)
     (wi_master, first), (wo_master, second) = _master_and_operand(wi), _master_and_operand(wo)
     paired = is_pair(first)
-    leaves = (members(wi_master), members(wo_master))
     names = linear_spec.implementation_names(implementation)
     masters = (_master_facts(first, wi_master), _master_facts(second, wo_master))
     options = (_MLP, bool(rhs_transposed), activation, bounds[0].recipe, residuals, rows_hint, names, paired, *masters)
     operands = (rows, first, second, sizes, probs, wi_bias, wo_bias)
-    known = _known(options, operands, bounds)
-    found = known.found
+    cache, arrays, found = _known(options, operands, bounds)
     if found is None:
         sizes, op, specs = _check_mlp(operands, bounds, options)
-        found = Checked(op, specs, _lists(leaves, (wi_bias, wo_bias)))
-        if known.cache is not None and sizes is operands[3]:
-            known.cache.keep(known.arrays, 0, found)
+        found = Checked(op, specs, _lists((members(wi_master), members(wo_master)), (wi_bias, wo_bias)))
+        if cache is not None and sizes is operands[3]:
+            cache.keep(arrays, 0, found)
+    leaves = (members(wi_master), members(wo_master))
     weights = (in_form(found.op.fc1(), tuple(first)) if paired else _operand(first), _operand(second))
     accumulators = ((), ())
     if wgrad_accum is not None:
@@ -291,8 +298,18 @@ def mlp_arguments(
         second_role = 0 if len(bounds) == 2 else len(scaling.ROLES)
         uses = (Scaling(one.state, one.key), Scaling(two.state, two.key, second_role))
     given = Arguments(
-        *(rows, weights, sizes, (_operand(wi_bias), _operand(wo_bias)), probs, leaf, leaves, found, uses),
-        *(isinstance(wgrad_accum, str), accumulators, caches),
+        rows,
+        weights,
+        sizes,
+        (_operand(wi_bias), _operand(wo_bias)),
+        probs,
+        leaf,
+        leaves,
+        found,
+        uses,
+        isinstance(wgrad_accum, str),
+        accumulators,
+        caches,
     )
     written = [(f"{MLP_NAMES.accum}[{at}]", each) for at, some in enumerate(accumulators) for each in some]
     if written:
@@ -387,25 +404,14 @@ def _joined_pair(
 # Operands
 
 
-class _Known(NamedTuple):
-    """What is known about operands before they are checked.
-
-    Attributes:
-        cache: of the results of checks for their options; None if the result cannot be cached.
-        arrays: what the cache takes the facts of. found: the cached result, or None.
-    """
-
-    cache: FactsCache | None
-    arrays: Sequence[Any]
-    found: Checked | None
-
-
-_UNKNOWN = _Known(None, (), None)
+_Known = tuple[FactsCache | None, Sequence[Any], Checked | None]
+"""The cache of checks with the same options, or None if nothing can be cached; the arrays whose facts it knows results
+by; the result for these, or None."""
 
 
 def _known(options: tuple[Any, ...], operands: tuple[Any, ...], bounds: Sequence[BoundRecipe]) -> _Known:
     if is_compiling():
-        return _UNKNOWN
+        return None, (), None
     arrays, key = operands, options
     if not PLAIN.issuperset(map(type, operands)):
         arrays, layouts = _arrays(operands)
@@ -417,7 +423,7 @@ def _known(options: tuple[Any, ...], operands: tuple[Any, ...], bounds: Sequence
     cache = _checked.get(key)
     if cache is None:
         cache = _checked.keep(key, facts_cache())
-    return _Known(cache, arrays, cache.find(arrays))
+    return cache, arrays, cache.find(arrays)
 
 
 def _arrays(operands: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
@@ -441,6 +447,8 @@ def _form_facts(form: QTensor[Any]) -> tuple[Any, ...]:
 
 def _master_and_operand(operand: Any) -> tuple[Any, Any]:
     """(the tensor that receives the gradient, the operand itself)."""
+    if type(operand) in PLAIN:
+        return operand, operand
     if isinstance(operand, StraightThrough):
         return operand.master, operand.q
     return (None if isinstance(operand, QTensor) else operand), operand

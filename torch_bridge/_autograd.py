@@ -25,7 +25,7 @@ from torch_bridge._gradients import (
     route_of,
 )
 from torch_bridge._scaling import Scaling, with_multipliers
-from torch_bridge._tensors import Form, Layout, members, pack, unpack
+from torch_bridge._tensors import Form, Layout, pack, unpack
 
 Owners = tuple[Owner | None, ...]
 """For each product, the parameters and queue of the module that owns its weight, or None."""
@@ -64,17 +64,6 @@ class Saved(NamedTuple):
     rows: Any
 
 
-class Kept(NamedTuple):
-    """What forward keeps for backward: operands, those of rows first, and the names of the latter for offloading."""
-
-    operands: tuple[Any, ...]
-    names: tuple[str, ...]
-
-
-NOTHING = Kept((), ())
-"""What is kept if no gradient is needed."""
-
-
 class MainGradients(NamedTuple):
     """All gradients except those of weights: of x [M, K], row scale or probabilities [M], and each bias [G, N]."""
 
@@ -89,25 +78,27 @@ class Operation:
 
     Attributes:
         name: for messages. weights: names of the weight arguments.
+        rows: names of the rows that are kept for backward, before all other operands.
         places: positions of the weights among the arguments. scale_place: position of the row scale.
         check: (all arguments, caches of layers) -> checked arguments.
         needs: (x, each weight, row scale, each bias) -> the gradients to compute, as the rules take them.
         facts: (operation, specs of its operands, needs) -> what follows from them.
         weight_dtypes: (operation, specs of its operands) -> dtypes of the weight gradients, as specs name them.
-        forward: (arguments, facts, out) -> (the result [M, N], what is kept for backward).
+        forward: (arguments, facts, out) -> (the result [M, N], the operands that backward reads).
         backward: (saved facts, kept operands, dy, buffer for dx, deliver) -> the other gradients. It removes operands
             from the list, so that rows are freed as soon as they are no longer read.
     """
 
     name: str
     weights: tuple[str, ...]
+    rows: tuple[str, ...]
     places: tuple[int, ...]
     scale_place: int
     check: Callable[..., Arguments]
     needs: Callable[[bool, Sequence[bool], bool, Sequence[bool]], Any]
     facts: Callable[[Any, Any, Any], Facts]
     weight_dtypes: Callable[[Any, Any], tuple[str, ...]]
-    forward: Callable[[Arguments, Any, Tensor | None], tuple[Tensor, Kept]]
+    forward: Callable[[Arguments, Any, Tensor | None], tuple[Tensor, tuple[Any, ...]]]
     backward: Callable[[Saved, list[Any], Any, Tensor | None, Deliver], MainGradients]
 
 
@@ -141,8 +132,10 @@ def differentiable(
             *((name, leaves, owner, given.to_main_grad or len(accum) > 0) for name, leaves, owner, accum in products)
         )
         routes = _routes_elsewhere(operation, given, asked, owners, overwrite or nothing)
+    for_leaf = given.leaf is not None and given.leaf.is_leaf
+    rest = _Rest(operation, asked, routes, grad_input, for_leaf)
     apply = _Differentiable.apply if is_compiling() else _apply
-    return apply(_Run(operation, given, asked, routes, out, grad_input), *receivers)
+    return apply((given, out, rest), *receivers)
 
 
 def _stand_in(given: Arguments, receivers: list[Tensor | None], needed: list[bool]) -> None:
@@ -234,20 +227,20 @@ def _detached(y: Tensor, out: Tensor | None) -> Tensor:
 
 def forward_and_saved(
     operation: Operation, given: Arguments, facts: Facts, out: Tensor | None
-) -> tuple[Tensor, list[Tensor | None], Kept, Saved]:
-    """(the result, the tensors that backward reads, the operands that they were, other facts for backward)."""
+) -> tuple[Tensor, list[Tensor | None], Saved]:
+    """(the result, the tensors that backward reads, other facts for backward)."""
     scaling = with_multipliers(given.scaling)
     if scaling is not given.scaling:
         given = given._replace(scaling=scaling)
     y, kept = operation.forward(given, facts, out)
-    tensors, layouts = pack(kept.operands)
-    return _detached(y, out), tensors, kept, Saved(facts, scaling, layouts, given.x.shape[0])
+    tensors, layouts = pack(kept)
+    return _detached(y, out), tensors, Saved(facts, scaling, layouts, given.x.shape[0])
 
 
-def saved_names(kept: Kept, layouts: Sequence[tuple[Layout, Any]]) -> list[str]:
+def saved_names(operation: Operation, saved: Saved) -> list[str]:
     """The names of the first of the saved tensors, those of rows."""
     names: list[str] = []
-    for base, (layout, _) in zip(kept.names, layouts, strict=False):
+    for base, (layout, _) in zip(operation.rows, saved.layouts, strict=False):
         names += _names(base, layout) if layout else (base,)
     return names
 
@@ -261,42 +254,30 @@ def _names(base: str, layout: Layout) -> list[str]:
     return names
 
 
-class _Run(NamedTuple):
-    """What forward takes besides the inputs of autograd; one argument, because each costs time."""
+class _Rest(NamedTuple):
+    """What backward takes besides what forward saves; `for_leaf`: whether x is a leaf."""
 
     operation: Operation
-    given: Arguments
     asked: Asked
     routes: Sequence[Route]
-    out: Tensor | None
     grad_input: Tensor | None
-
-
-class _Rest(NamedTuple):
-    """What backward takes besides tensors that are saved."""
-
-    operation: Operation
-    saved: Saved
-    biases: tuple[tuple[int, bool, tuple[int, ...]], ...]
-    routes: Sequence[Route]
-    grad_input: Tensor | None
-    for_leaf: bool  # whether x is a leaf
+    for_leaf: bool
 
 
 class _Differentiable(torch.autograd.Function):
     """Gradients around the operators. It saves what backward reads, never results."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, leaf: Tensor | None, *others: Any) -> Tensor:
-        """`leaf`, `others`: those of `Arguments.receivers`."""
-        del others
-        operation, given, asked, routes, out, grad_input = run
-        y, tensors, kept, saved = forward_and_saved(operation, given, asked.facts, out)
+    def forward(ctx: Any, static: tuple[Arguments, Tensor | None, _Rest], *receivers: Tensor | None) -> Tensor:
+        """`static` is one argument, because each costs time. `receivers`: those of `Arguments.receivers`."""
+        del receivers
+        given, out, rest = static
+        y, tensors, ctx.saved = forward_and_saved(rest.operation, given, rest.asked.facts, out)
         if _saved.listeners:
-            _saved.tell(tensors, saved_names(kept, saved.layouts))
+            _saved.tell(tensors, saved_names(rest.operation, ctx.saved))
         ctx.save_for_backward(*tensors)
         # NOTE: routes are not saved tensors: destinations may change until backward, which needs Parameters themselves.
-        ctx.rest = _Rest(operation, saved, asked.biases, routes, grad_input, leaf is not None and leaf.is_leaf)
+        ctx.rest = rest
         return y
 
     @staticmethod
@@ -318,7 +299,8 @@ _apply: Callable[..., Any] = _parent.apply
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dy = dy.contiguous()
-    operation, saved, biases, routes, buffer, for_leaf = ctx.rest
+    operation, asked, routes, buffer, for_leaf = ctx.rest
+    saved: Saved = ctx.saved
     check_gradient(dy, buffer, [route.accumulators for route in routes])
     kept = unpack(saved.layouts, ctx.saved_tensors, saved.rows)
     if not is_compiling():
@@ -332,10 +314,10 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dx = main.x
     if buffer is not None and dx is not None:
         dx = buffer.detach().clone() if for_leaf else buffer.detach()
-    found = [None, dx, main.row_scale]  # None: the gradient of `_Run`
+    found = [None, dx, main.row_scale]  # None: of the argument before `receivers`
     for each in weights:
         found += each
-    for bias, facts in zip(main.biases, biases, strict=True):
+    for bias, facts in zip(main.biases, asked.biases, strict=True):
         found += _of_members(bias, *facts)
     return tuple(found)
 

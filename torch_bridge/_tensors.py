@@ -256,14 +256,18 @@ class Packed(NamedTuple):
 
 
 _ITSELF = (None, (-1,))
+_ITSELVES = [(_ITSELF,) * count for count in range(32)]
+_ONE = PLAIN - {list}
 
 
 def pack(operands: Sequence[Any]) -> Packed:
     """Converts operands to tensors."""
+    if _ONE.issuperset(map(type, operands)):
+        return Packed(list(operands), _ITSELVES[len(operands)])
     tensors: list[Tensor | None] = []
     layouts: list[tuple[Layout, tuple[int, ...]]] = []
     for operand in operands:
-        if type(operand) in PLAIN and type(operand) is not list:
+        if type(operand) in _ONE:
             tensors.append(operand)
             layouts.append(_ITSELF)
             continue
@@ -280,6 +284,8 @@ def pack(operands: Sequence[Any]) -> Packed:
 
 def unpack(layouts: Sequence[tuple[Layout, tuple[int, ...]]], tensors: Sequence[Any], rows: Any) -> list[Any]:
     """The operands that `pack` converted; `rows`: M."""
+    if layouts is _ITSELVES[len(layouts)]:
+        return list(tensors)
     rest = iter(tensors)
     operands = []
     for layout, counts in layouts:

@@ -104,8 +104,8 @@ def grouped_mlp_fwd(
         asked = restrict(needs or MlpNeeds(), specs)
         own = [len(leaves) > 0 for leaves in given.leaves]  # a quantised operand without a master has no gradient
         asked = asked._replace(x=asked.x and given.leaf is not None, wi=asked.wi and own[0], wo=asked.wo and own[1])
-        y, tensors, kept, saved = forward_and_saved(MLP, given, MLP.facts(op, specs, asked), out)
-        names = saved_names(kept, saved.layouts)
+        y, tensors, saved = forward_and_saved(MLP, given, MLP.facts(op, specs, asked), out)
+        names = saved_names(MLP, saved)
         rows = [each for each, name in zip(tensors, names, strict=False) if name.startswith(_saved.ROWS)]
         x_spec = ArraySpec(tuple(x.shape), specs.x.dtype)
         present = tuple(each for each in rows if each is not None)

@@ -19,7 +19,7 @@ from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
 from torch_bridge import _autocast, _saved
 from torch_bridge._args import Arguments, Members, linear_arguments
-from torch_bridge._autograd import NOTHING, Deliver, Kept, MainGradients, Operation, Saved
+from torch_bridge._autograd import Deliver, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS, run
 from torch_bridge._checks import NAMES
 from torch_bridge._gradients import (
@@ -199,7 +199,7 @@ def _cached_forms(op: Linear, needs: Needs, has_scale: bool) -> tuple[tuple[int,
     return tuple([each for each in gradients.weight_forms(op, op.recipe, keep) if not each[1].plain])
 
 
-def _forward(given: Arguments, facts: _Facts, out: Tensor | None) -> tuple[Tensor, Kept]:
+def _forward(given: Arguments, facts: _Facts, out: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
     (scaling,), (weight,), (bias,), (cache,) = given.scaling, given.weights, given.biases, given.caches
     training, row_scale = facts.training, given.row_scale
     if cache is not None:
@@ -209,10 +209,10 @@ def _forward(given: Arguments, facts: _Facts, out: Tensor | None) -> tuple[Tenso
     operands = LinearOperands(given.x, weight, given.sizes, bias, row_scale, out, extras)
     y, x, weight = call_prepared(facts.forward, operands, given.x.shape[0])
     if not training:
-        return y, NOTHING
+        return y, ()
     keep = facts.keep
     row_scale, bias = row_scale if keep.row_scale else None, bias if keep.bias else None
-    return y, Kept((x, given.sizes, row_scale, weight, bias, scaling.key), (_saved.ROWS,))
+    return y, (x, given.sizes, row_scale, weight, bias, scaling.key)
 
 
 def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | None, deliver: Deliver) -> MainGradients:
@@ -239,6 +239,7 @@ def _weight_dtypes(op: Linear, specs: LinearSpecs) -> tuple[str, ...]:
 LINEAR = Operation(
     name="grouped_linear",
     weights=(NAMES.w,),
+    rows=(_saved.ROWS,),
     places=(1,),
     scale_place=5,
     check=linear_arguments,

@@ -23,7 +23,7 @@ from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
 from torch_bridge import _autocast, _saved
 from torch_bridge._args import Accumulators, Arguments, Members, mlp_arguments
-from torch_bridge._autograd import NOTHING, Deliver, Kept, MainGradients, Operation, Saved
+from torch_bridge._autograd import Deliver, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS, run
 from torch_bridge._checks import MLP_NAMES
 from torch_bridge._gradients import (
@@ -247,7 +247,7 @@ def _cached_forms(op: Mlp, needs: MlpNeeds, keep_z: bool) -> tuple[tuple[tuple[i
     return tuple([tuple([each for each in forms if not each[1].plain]) for forms in both])
 
 
-def _forward(given: Arguments, facts: _Facts, out: Tensor | None) -> tuple[Tensor, Kept]:
+def _forward(given: Arguments, facts: _Facts, out: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
     (one, two), (wi, wo), (wi_bias, wo_bias) = given.scaling, given.weights, given.biases
     x, sizes, probs, training, keep = given.x, given.sizes, given.row_scale, facts.training, facts.keep
     if given.caches != (None, None):
@@ -258,11 +258,11 @@ def _forward(given: Arguments, facts: _Facts, out: Tensor | None) -> tuple[Tenso
     operands = MlpOperands(x, wi, wo, sizes, probs, wi_bias, wo_bias, out, *extras)
     y, x, h, z, wi, wo = call_prepared(facts.forward, operands, given.x.shape[0])
     if not training:
-        return y, NOTHING
+        return y, ()
     if not keep.probs:
         probs = None
     wi_bias, wo_bias = wi_bias if keep.wi_bias else None, wo_bias if keep.wo_bias else None
-    return y, Kept((x, h, z, sizes, probs, one.key, wi, wo, wi_bias, wo_bias), _saved.OF_ROWS)
+    return y, (x, h, z, sizes, probs, one.key, wi, wo, wi_bias, wo_bias)
 
 
 def _hidden_operands(kept: list[Any], *others: Any) -> HiddenOperands:
@@ -280,9 +280,7 @@ def _backward(
     needs, specs, (fc1, fc2) = facts.needs, facts.specs, facts.products
     one, two = (each.with_key(key).extras(X, WEIGHT, DY, training=True) for each in saved.scaling)
     # No other reference to these operands exists here, so the hidden rows are freed inside the call.
-    dp, db2, dh, of_dh, z, dy_form = call_prepared(
-        facts.at_hidden, _hidden_operands(kept, dy, one, two), saved.rows
-    )
+    dp, db2, dh, of_dh, z, dy_form = call_prepared(facts.at_hidden, _hidden_operands(kept, dy, one, two), saved.rows)
     if needs.wo:
         deliver(1, WeightGradient(fc2, specs.wo, z, dy_form, sizes))
     del z, dy, dy_form
@@ -308,6 +306,7 @@ NAMES = (MLP_NAMES.wi, MLP_NAMES.wo)
 MLP = Operation(
     name="grouped_mlp",
     weights=NAMES,
+    rows=_saved.OF_ROWS,
     places=(1, 2),
     scale_place=6,
     check=mlp_arguments,

@@ -496,7 +496,9 @@ def test_nothing_is_made_of_rotated_values(face: str):
         return parts.grouped_mlp_bwd_dx(kept, dy)[0]
 
     assert dx(both).shape == x.shape, "the values themselves are there, too"
-    with asserts.refused(ValueError, ["only a rotated nvfp4 form", "expected one that is not rotated", "along features"]):
+    with asserts.refused(
+        ValueError, ["only a rotated nvfp4 form", "expected one that is not rotated", "along features"]
+    ):
         dx(replace(both, other=None))
 
 
