@@ -132,10 +132,11 @@ class Exchange:
 class Launcher:
     """A plan that finds its operands in a list of tensors."""
 
-    def __init__(self, exchange: Exchange, plan: Plan, registers: Sequence[int]) -> None:
+    def __init__(self, exchange: Exchange, plan: Plan, registers: Sequence[int], offsets: Sequence[int] = ()) -> None:
         """
         `registers`: for the operands in slot order, the results and the workspace, the position in the list; -1
-        where absent, or read through a table.
+        where absent, or read through a table. `offsets`: for each, the bytes from the start of the tensor to the
+        operand; none: 0 for all.
         """
 
     def launch(self, values: list, stream: int) -> None:

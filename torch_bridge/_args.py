@@ -79,7 +79,7 @@ class Arguments(NamedTuple):
         x, weights, biases: the operands as the rules read them. row_scale: for an MLP, the probabilities.
         leaf: the tensor that receives the gradient of x, or None. leaves: for each weight, those of its gradient.
         checked: the operation, the specs of its operands, and what follows from them.
-        scaling: for each product, its part of the state and key that are bound to the recipe.
+        scaling: the states and the key that are bound to the recipe.
         accumulators: for each weight, a tensor or None per leaf; () without accumulators.
         caches: for each weight, the quantised weight that its layer keeps, or None.
     """
@@ -92,7 +92,7 @@ class Arguments(NamedTuple):
     leaf: Tensor | None
     leaves: tuple[list[Tensor], ...]
     checked: Checked
-    scaling: tuple[Scaling, ...]
+    scaling: Scaling
     to_main_grad: bool
     accumulators: tuple[Sequence[Tensor | None], ...]
     caches: tuple[WeightForms | None, ...]
@@ -181,7 +181,6 @@ def linear_arguments(
     accumulators: Sequence[Tensor | None] = ()
     if wgrad_accum is not None:
         accumulators = _accumulators_of_product(wgrad_accum, leaves, found.specs[1], rows, NAMES.accum, NAMES.w)
-    scaling = _UNBOUND if bound.state is None and bound.key is None else (Scaling(bound.state, bound.key),)
     given = Arguments(
         rows,
         (operand if isinstance(operand, Tensor) else _operand(operand),),
@@ -191,7 +190,7 @@ def linear_arguments(
         leaf,
         (leaves,),
         found,
-        scaling,
+        _scaling(bound),
         isinstance(wgrad_accum, str),
         (accumulators,),
         caches,
@@ -206,9 +205,14 @@ def linear_arguments(
 _LINEAR, _MLP = "linear", "mlp"
 """The first of the options, so that those of the two operations differ."""
 
-_UNBOUND = (Scaling(None, None),)
-_BOTH_UNBOUND = (Scaling(None, None), Scaling(None, None))
-"""What a recipe without arrays gives to one product, and to two."""
+
+def _scaling(*bounds: BoundRecipe) -> Scaling:
+    """What the recipe of an operation is bound to; the second of two belongs to the second product."""
+    states = tuple([bound.state for bound in bounds if bound.state is not None])
+    return Scaling(bounds[0].key, states) if states or bounds[0].key is not None else _UNBOUND
+
+
+_UNBOUND = Scaling()
 
 
 def _check_linear(operands: tuple[Any, ...], bound: BoundRecipe, options: tuple[Any, ...]) -> tuple[Tensor, Any, Any]:
@@ -292,11 +296,6 @@ def mlp_arguments(
     accumulators = ((), ())
     if wgrad_accum is not None:
         accumulators = _accumulators_of_mlp(wgrad_accum, leaves, found.specs, rows)
-    one, two = bounds[0], bounds[-1]
-    uses = _BOTH_UNBOUND
-    if one.state is not None or one.key is not None:
-        second_role = 0 if len(bounds) == 2 else len(scaling.ROLES)
-        uses = (Scaling(one.state, one.key), Scaling(two.state, two.key, second_role))
     given = Arguments(
         rows,
         weights,
@@ -306,7 +305,7 @@ def mlp_arguments(
         leaf,
         leaves,
         found,
-        uses,
+        _scaling(*bounds),
         isinstance(wgrad_accum, str),
         accumulators,
         caches,

@@ -24,7 +24,7 @@ from torch_bridge._gradients import (
     once_differentiable,
     route_of,
 )
-from torch_bridge._scaling import Scaling, with_multipliers
+from torch_bridge._scaling import Scaling, with_copied_scales
 from torch_bridge._tensors import Form, Layout, pack, unpack
 
 Owners = tuple[Owner | None, ...]
@@ -59,7 +59,7 @@ class Saved(NamedTuple):
     """What forward hands to backward besides tensors; `layouts`: of the saved operands, `rows`: M."""
 
     facts: Any
-    scaling: tuple[Scaling, ...]
+    scaling: Scaling
     layouts: tuple[Any, ...]
     rows: Any
 
@@ -229,7 +229,7 @@ def forward_and_saved(
     operation: Operation, given: Arguments, facts: Facts, out: Tensor | None
 ) -> tuple[Tensor, list[Tensor | None], Saved]:
     """(the result, the tensors that backward reads, other facts for backward)."""
-    scaling = with_multipliers(given.scaling)
+    scaling = with_copied_scales(given.scaling)
     if scaling is not given.scaling:
         given = given._replace(scaling=scaling)
     y, kept = operation.forward(given, facts, out)
@@ -302,7 +302,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     operation, asked, routes, buffer, for_leaf = ctx.rest
     saved: Saved = ctx.saved
     check_gradient(dy, buffer, [route.accumulators for route in routes])
-    kept = unpack(saved.layouts, ctx.saved_tensors, saved.rows)
+    kept = unpack(saved.layouts, ctx.saved_tensors)
     if not is_compiling():
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: rows are freed once they are no longer read
     weights: list[Sequence[Tensor | None]] = [route.nothing() for route in routes]

@@ -80,6 +80,7 @@ class WeightGradient(NamedTuple):
 
     Attributes:
         op: the product. weight: spec of the packed weight. rows: [M, K], dy: [M, N], as the main gradients return them.
+        count: M.
     """
 
     op: Linear
@@ -87,6 +88,7 @@ class WeightGradient(NamedTuple):
     rows: Any
     dy: Any
     sizes: Tensor
+    count: Any
 
     def new(self, live: Sequence[int], count: int, *, packed: bool) -> list[Tensor]:
         """New gradients for the tensors at `live` of a weight of `count` tensors; `packed`: it is one tensor."""
@@ -118,11 +120,11 @@ class WeightGradient(NamedTuple):
 
     def _launch(self, halves: tuple[int, ...], accumulate: bool, into: Any, into_up: Any) -> list[Any]:
         operands = _Operands(self.rows, self.dy, self.sizes, into, into_up)
-        return call_prepared(_prepared(self.op, self.weight, halves, accumulate), operands, self.rows.shape[0])
+        return call_prepared(_prepared(self.op, self.weight, halves, accumulate), operands, self.count)
 
     def tensors(self) -> list[Tensor]:
         """The tensors that it keeps alive."""
-        return [each for each in pack((self.rows, self.dy, self.sizes)).tensors if each is not None]
+        return [each for each in pack((self.rows, self.dy, self.sizes))[0] if each is not None]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -273,13 +275,19 @@ def _place(weight: Any) -> tuple[int, int]:
 
 
 def with_forms(
-    cache: WeightForms | None, weight: Any, wanted: tuple[tuple[int, Format], ...], scaling: Scaling, *, training: bool
+    cache: WeightForms | None,
+    weight: Any,
+    wanted: tuple[tuple[int, Format], ...],
+    scaling: Scaling,
+    product: int,
+    *,
+    training: bool,
 ) -> Any:
     """A weight, together with the requested quantised tensors that its layer keeps, if it keeps any."""
     if cache is None or not wanted or isinstance(weight, QTensor):
         return weight
-    amax = scaling.amax(WEIGHT) if training else None
-    forms = cache(weight, wanted, scaling.scale(WEIGHT), amax, scaling.mark())
+    amax = scaling.amax(product, WEIGHT) if training else None
+    forms = cache(weight, wanted, scaling.scale(product, WEIGHT), amax, scaling.mark(product))
     return Cached(weight, quantizing.joined(list(forms)))
 
 

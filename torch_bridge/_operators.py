@@ -19,7 +19,7 @@ from torch_bridge import _codec, _fake, _record
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._record import Prepared, Rule, prepare, results_of
-from torch_bridge._tensors import Layout, Leaf, flatten_all, written_leaves
+from torch_bridge._tensors import Layout, Leaf, flatten_all, opened, written_leaves
 
 
 class _Facts(NamedTuple):
@@ -83,11 +83,11 @@ def call(rule: Rule, static: Hashable, operands: Any, rows: Any) -> list[Any]:
     Args:
         static: the rule's static facts. operands: an instance of its operand class. rows: M.
     """
-    return call_prepared(prepare(rule, static), operands, rows)
+    return [opened(each, rows) for each in call_prepared(prepare(rule, static), operands, rows)]
 
 
 def call_prepared(prepared: Prepared, operands: Any, rows: Any) -> list[Any]:
-    """`call` of a rule with its static facts."""
+    """`call` of a rule with its static facts; results of several leaves are `Flat`, and operands may be."""
     layouts, leaves = flatten_all(operands)
     del operands  # so that they are freed as soon as no launch reads them
     if not is_compiling() and torch._C._len_torch_dispatch_stack() == 0 and not _profiling():
@@ -106,7 +106,7 @@ def call_prepared(prepared: Prepared, operands: Any, rows: Any) -> list[Any]:
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors or ()
     else:
         tensors = getattr(torch.ops.torch_bridge, rule.name).default(taken.read, taken.facts, rows)
-    return results_of(found.recording.outputs, leaves, dict(zip(made, tensors, strict=True)), found.rows)
+    return results_of(found.recording.outputs, leaves, dict(zip(made, tensors, strict=True)))
 
 
 _profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]

@@ -7,10 +7,9 @@ casts and native calls; later runs allocate, collect addresses and launch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from grouped_core.debug import debug_flags
 from grouped_core.products import Listed
 from torch_bridge._checks import check_operand
 from torch_bridge._memory import (
+    ALIGNMENT,
     EXCHANGE,
     FactsCache,
     address_table,
@@ -35,6 +35,7 @@ from torch_bridge._memory import (
 from torch_bridge._tensors import (
     RESULT_DTYPES,
     TORCH_DTYPES,
+    Flat,
     Layout,
     Leaf,
     flatten,
@@ -116,6 +117,13 @@ class Register(NamedTuple):
     spec: ArraySpec
 
 
+class Row(NamedTuple):
+    """A part of a leaf, which has a register but no tensor: launches read it at an offset from the leaf's address."""
+
+    leaf: int
+    offset: int  # in bytes
+
+
 class Cast(NamedTuple):
     """values[result] = values[source] rounded to `dtype`."""
 
@@ -146,6 +154,7 @@ class Recorder:
     def __init__(self) -> None:
         self.steps: list[Cast | Launch] = []
         self.specs: list[ArraySpec] = []
+        self.rows: dict[int, Row] = {}
 
     def given(self, leaf: Given | None) -> Register | Listed | None:
         """The array that represents a leaf in the rule."""
@@ -154,6 +163,13 @@ class Recorder:
         if leaf.listed:
             return Listed(leaf.spec, self.register(ArraySpec(leaf.spec.shape[:1], "int64")), leaf.aligned)
         return self.register(leaf.spec)
+
+    def row(self, leaf: Register, at: int) -> Register:
+        """Row `at` of a leaf, the first step of it if that has steps: float32 [G]."""
+        size = math.prod(leaf.spec.shape[1:]) * TORCH_DTYPES[leaf.spec.dtype].itemsize
+        found = self.register(ArraySpec(leaf.spec.shape[-1:], leaf.spec.dtype))
+        self.rows[found.at] = Row(leaf.at, at * size)
+        return found
 
     def register(self, spec: ArraySpec) -> Register:
         """A new register."""
@@ -190,12 +206,13 @@ class Output(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """The steps of a rule. Registers are numbered: first the leaves that are present, in order, then new arrays."""
+    """The steps of a rule. Registers are numbered: first the leaves that are present, in order, then other arrays."""
 
     steps: tuple[Cast | Launch, ...]
     outputs: tuple[Output, ...]
     specs: tuple[ArraySpec, ...]  # of all registers
     given: int  # number of registers that are leaves
+    rows: dict[int, Row]  # by register
 
     @property
     def calls(self) -> list[Call]:
@@ -218,8 +235,8 @@ def record(
     run = Recorder()
     held = [run.given(leaf) for leaf in leaves]
     rest = iter(held)
-    operands = rule.operands(*[unflatten(layout, rest, rows, _typed) for layout in layouts])
     count = len(run.specs)
+    operands = rule.operands(*[unflatten(layout, rest, rows, _typed, run.row) for layout in layouts])
     places = {_register(each): n for n, each in enumerate(held) if each is not None}
     outputs = []
     for result in rule.run(run, static, operands):
@@ -227,7 +244,7 @@ def record(
         layout = flatten(result, parts)
         at = [None if part is None else _register(part) for part in parts]
         outputs.append(Output(layout, tuple([(None, places[n]) if n in places else n for n in at])))
-    return Recording(tuple(run.steps), tuple(outputs), tuple(run.specs), count)
+    return Recording(tuple(run.steps), tuple(outputs), tuple(run.specs), count, run.rows)
 
 
 def _register(leaf: Register | Listed) -> int:
@@ -239,20 +256,16 @@ def _typed(scales: Register, fmt: Any) -> Register:
     return scales._replace(spec=scales.spec._replace(dtype=fmt.scales)) if scales.spec.dtype == "uint8" else scales
 
 
-def results_of(outputs: Sequence[Output], leaves: Sequence[Leaf], made: Any, rows: Any) -> list[Any]:
-    """The results of a rule; operands among them are returned as they were passed.
+def results_of(outputs: Sequence[Output], leaves: Sequence[Leaf], made: Any) -> list[Any]:
+    """The results of a rule, those of several leaves as `Flat`; operands among them are returned as they were passed.
 
     Args:
-        leaves: of the operands. made: the new tensors by register. rows: M.
+        leaves: of the operands. made: the new tensors by register.
     """
     results = []
     for layout, places in outputs:
-        if layout is None:
-            (at,) = places
-            results.append(None if at is None else leaves[at[1]] if isinstance(at, tuple) else made[at])
-        else:
-            parts = iter([leaves[at[1]] if isinstance(at, tuple) else made[at] for at in places if at is not None])
-            results.append(unflatten(layout, parts, rows))
+        parts = [None if at is None else leaves[at[1]] if isinstance(at, tuple) else made[at] for at in places]
+        results.append(parts[0] if layout is None else Flat(layout, tuple(parts)))
     return results
 
 
@@ -265,13 +278,13 @@ class Program(NamedTuple):
 
     Attributes:
         steps: allocates, launches, and returns the leaves of all results.
-        layouts: of the results; None if each of them is one leaf.
+        results: for each result, its layout and the place of its leaves; None if each is one leaf.
         made: the positions of new tensors among these leaves, each tensor once.
         device: the CUDA device, -1 on the CPU.
     """
 
     steps: _native.Program
-    layouts: tuple[tuple[Layout, int], ...] | None  # and the number of leaves that are there
+    results: tuple[tuple[Layout, slice], ...] | None
     made: tuple[int, ...]
     workspace_bytes: int
     device: int
@@ -283,7 +296,11 @@ def _program(
     recording = record(rule, static, layouts, [given_of(each) for each in leaves], rows)
     # Only the alignment of addresses matters, and the facts include it; what a replay allocates is aligned.
     places = [0 if not isinstance(each, Tensor) else each.data_ptr() for each in leaves if each is not None]
-    given = recording.given
+    places += [0] * (len(recording.specs) + 1 - recording.given)
+    rows_of = recording.rows
+    for register, row in rows_of.items():
+        aligned = places[row.leaf] % ALIGNMENT == 0
+        places[register] = places[row.leaf] + row.offset if aligned else 1  # 1: of any alignment
     keep = set(recording.made())
     steps: list[tuple[Any, ...]] = []
     workspace_bytes = 0
@@ -292,7 +309,6 @@ def _program(
             steps.append((step.source, step.result, step.dtype))
             keep.add(step.source)
             continue
-        read = {register for _, register in step.operands}
         plan = plans.plan(step.call, arch_of(device))
         inputs = len(step.call.inputs)
         registers = [-1] * (inputs + len(step.call.outputs) + 1)
@@ -300,7 +316,10 @@ def _program(
             registers[slot] = register
         for slot, register in enumerate(step.results, inputs):
             registers[slot] = -1 if register is None else register
-        needed = plan.workspace_for([places[at] if 0 <= at < given else 0 for at in registers])
+        needed = plan.workspace_for([0 if at < 0 else places[at] for at in registers])
+        offsets = [rows_of[at].offset if at in rows_of else 0 for at in registers]
+        registers = [rows_of[at].leaf if at in rows_of else at for at in registers]
+        read = {register for register in registers[:inputs] if register >= 0}
         if needed:
             registers[-1] = len(recording.specs)
         workspace_bytes = max(workspace_bytes, needed)
@@ -310,7 +329,7 @@ def _program(
             for at, (register, spec) in enumerate(zip(step.results, step.call.outputs, strict=True))
             if register is not None and spec is not None and at not in shared
         ]
-        launcher = _native.Launcher(EXCHANGE, plan, registers)
+        launcher = _native.Launcher(EXCHANGE, plan, registers, offsets)
         steps.append((step.call.name, launcher, tuple(new), tuple(read - keep)))
         keep |= read
     index, empty = (-1, empty_on_cpu) if device.type == "cpu" else (device.index, empty_on_cuda)
@@ -325,11 +344,13 @@ def _program(
         empty,
         partial(address_table, device=index),
     )
-    forms = None
-    if any(output.layout is not None for output in recording.outputs):
-        forms = tuple([(output.layout, len(output.leaves)) for output in recording.outputs])
+    places, at = [], 0
+    for layout, parts in recording.outputs:
+        places.append((layout, slice(at, at + len(parts))))
+        at += len(parts)
+    several = any(layout is not None for layout, _ in places)
     made = tuple([results.index(at) for at in recording.made()])
-    return Program(native, forms, made, workspace_bytes, index)
+    return Program(native, tuple(places) if several else None, made, workspace_bytes, index)
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -348,19 +369,13 @@ def given_of(leaf: Leaf, *, has_memory: bool = True) -> Given | None:
 
 
 def run(prepared: Prepared, layouts: tuple[Layout, ...], leaves: list[Any], program: Program, rows: int) -> list[Any]:
-    """The results of a rule; arguments are those of `execute`."""
+    """The results of a rule, those of several leaves as `Flat`; arguments are those of `execute`."""
     found = execute(prepared, layouts, leaves, program, rows)
-    if program.layouts is None:
+    if program.results is None:
         return found
-    rest = iter(found)
-    return [_operand(layout, count, rest, rows) for layout, count in program.layouts]
-
-
-def _operand(layout: Layout, count: int, leaves: Iterator[Any], rows: int) -> Any:
-    """One result, made of the next `count` leaves."""
-    if layout is None:
-        return next(leaves)
-    return unflatten(layout, iter([each for each in islice(leaves, count) if each is not None]), rows)
+    return [
+        found[place.start] if layout is None else Flat(layout, tuple(found[place])) for layout, place in program.results
+    ]
 
 
 def execute(

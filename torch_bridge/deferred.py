@@ -141,7 +141,7 @@ def grouped_mlp_bwd_dx(
         _check_grad_input(res, grad_input, parts_of(dy) if isinstance(dy, QTensor) else [plain])
     work: list[WeightGradient | None] = [None, None]
     with torch.no_grad():
-        kept = unpack(res.saved.layouts, res.tensors, res.saved.rows)
+        kept = unpack(res.saved.layouts, res.tensors)
         dy = dy if isinstance(dy, QTensor) else plain
         main = MLP.backward(res.saved, kept, dy, grad_input, work.__setitem__)
         db1, db2 = (

@@ -28,7 +28,7 @@ from torch_bridge._gradients import (
 )
 from torch_bridge._operators import call_prepared, define
 from torch_bridge._record import Prepared, prepare
-from torch_bridge._scaling import DY, WEIGHT, X
+from torch_bridge._scaling import BACKWARD, FORWARD
 from torch_bridge._tensors import StraightThrough
 
 
@@ -106,11 +106,13 @@ class LinearOperands(NamedTuple):
     extras: Any
 
 
+def _extras(o: Any) -> quantizing.Extras:
+    return o.extras[0] if o.extras else quantizing.NO_MEASURES
+
+
 def _forward_rule(run: Any, static: LinearForward, o: LinearOperands) -> tuple[Any, Any, Any]:
     operands = list(o[:-1])
-    found = gradients.linear_forward(
-        run, static.op, *operands, extras=o.extras or quantizing.NO_MEASURES, needs=static.needs
-    )
+    found = gradients.linear_forward(run, static.op, *operands, extras=_extras(o), needs=static.needs)
     return found.y, found.x, found.w
 
 
@@ -149,7 +151,7 @@ class LinearGradOperands(NamedTuple):
 
 def _main_grads_rule(run: Any, static: LinearMainGrads, o: LinearGradOperands) -> tuple[Any, ...]:
     operands = list(o[:-2])
-    options = {"grad_input": o.grad_input, "extras": o.extras or quantizing.NO_MEASURES}
+    options = {"grad_input": o.grad_input, "extras": _extras(o)}
     return gradients.main_grads(run, static.op, static.specs, *operands, needs=static.needs, **options)[:5]
 
 
@@ -200,31 +202,30 @@ def _cached_forms(op: Linear, needs: Needs, has_scale: bool) -> tuple[tuple[int,
 
 
 def _forward(given: Arguments, facts: _Facts, out: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
-    (scaling,), (weight,), (bias,), (cache,) = given.scaling, given.weights, given.biases, given.caches
+    (weight,), (bias,), (cache,) = given.weights, given.biases, given.caches
     training, row_scale = facts.training, given.row_scale
     if cache is not None:
         forms = _cached_forms(facts.op, facts.needs, row_scale is not None)
-        weight = with_forms(cache, weight, forms, scaling, training=training)
-    extras = scaling.extras(X, WEIGHT, training=training)
+        weight = with_forms(cache, weight, forms, given.scaling, 0, training=training)
+    extras = given.scaling.extras(1, FORWARD, training=training)
     operands = LinearOperands(given.x, weight, given.sizes, bias, row_scale, out, extras)
     y, x, weight = call_prepared(facts.forward, operands, given.x.shape[0])
     if not training:
         return y, ()
     keep = facts.keep
     row_scale, bias = row_scale if keep.row_scale else None, bias if keep.bias else None
-    return y, (x, given.sizes, row_scale, weight, bias, scaling.key)
+    return y, (x, given.sizes, row_scale, weight, bias, given.scaling.key)
 
 
 def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | None, deliver: Deliver) -> MainGradients:
     x, sizes, row_scale, weight, bias, key = kept
     facts: _Facts = saved.facts
-    scaling = saved.scaling[0].with_key(key)
-    extras = scaling.extras(X, WEIGHT, DY, training=True)
+    extras = saved.scaling._replace(key=key).extras(1, BACKWARD, training=True)
     buffer = grad_input if facts.needs.x else None
     operands = LinearGradOperands(x, weight, sizes, bias, row_scale, dy, buffer, extras)
     dx, db, dc, rows, of_dy = call_prepared(facts.main, operands, saved.rows)
     if facts.needs.w:
-        deliver(0, WeightGradient(facts.op, facts.specs[1], rows, of_dy, sizes))
+        deliver(0, WeightGradient(facts.op, facts.specs[1], rows, of_dy, sizes, saved.rows))
     return MainGradients(dx, dc, (db,))
 
 

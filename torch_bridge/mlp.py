@@ -32,7 +32,7 @@ from torch_bridge._gradients import (
 )
 from torch_bridge._operators import call_prepared, define
 from torch_bridge._record import Prepared, prepare
-from torch_bridge._scaling import DY, WEIGHT, X
+from torch_bridge._scaling import BACKWARD, FORWARD
 from torch_bridge._tensors import StraightThrough
 
 
@@ -102,7 +102,7 @@ class MlpForward(NamedTuple):
 
 
 class MlpOperands(NamedTuple):
-    """Operands of forward; `extras` belong to the first product, `extras_2` to the second."""
+    """Operands of forward; `extras`: of both products."""
 
     x: Any
     wi: Any
@@ -113,12 +113,13 @@ class MlpOperands(NamedTuple):
     wo_bias: Any
     out: Any
     extras: Any
-    extras_2: Any
+
+
+_NO_EXTRAS = (NO_MEASURES, NO_MEASURES)
 
 
 def _forward_rule(run: Any, static: MlpForward, o: MlpOperands) -> tuple[Any, ...]:
-    operands = list(o[:-2])
-    extras = (o.extras or NO_MEASURES, o.extras_2 or NO_MEASURES)
+    operands, extras = list(o[:-1]), o.extras or _NO_EXTRAS
     return rules.mlp(run, static.op, *operands, needs=static.needs, extras=extras)[:6]
 
 
@@ -156,12 +157,10 @@ class HiddenOperands(NamedTuple):
     wo_bias: Any
     dy: Any
     extras: Any
-    extras_2: Any
 
 
 def _hidden_rule(run: Any, static: MlpGrads, o: HiddenOperands) -> tuple[Any, ...]:
-    operands = list(o[:-2])
-    extras = (o.extras or NO_MEASURES, o.extras_2 or NO_MEASURES)
+    operands, extras = list(o[:-1]), o.extras or _NO_EXTRAS
     return rules.at_hidden(run, static.op, static.specs, *operands, needs=static.needs, extras=extras)[:6]
 
 
@@ -189,7 +188,7 @@ class FirstOperands(NamedTuple):
 
 def _first_rule(run: Any, static: MlpGrads, o: FirstOperands) -> tuple[Any, ...]:
     operands = list(o[:-2])
-    options = {"grad_input": o.grad_input, "extras": o.extras or NO_MEASURES}
+    options = {"grad_input": o.grad_input, "extras": (o.extras or _NO_EXTRAS)[0]}
     found = rules.first_product(run, static.op, static.specs, *operands, needs=static.needs, **options)
     return found.x, found.bias, found.rows, found.dy
 
@@ -248,21 +247,21 @@ def _cached_forms(op: Mlp, needs: MlpNeeds, keep_z: bool) -> tuple[tuple[tuple[i
 
 
 def _forward(given: Arguments, facts: _Facts, out: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
-    (one, two), (wi, wo), (wi_bias, wo_bias) = given.scaling, given.weights, given.biases
+    scaling, (wi, wo), (wi_bias, wo_bias) = given.scaling, given.weights, given.biases
     x, sizes, probs, training, keep = given.x, given.sizes, given.row_scale, facts.training, facts.keep
     if given.caches != (None, None):
         of_wi, of_wo = _cached_forms(facts.op, facts.needs, keep.z)
-        wi = with_forms(given.caches[0], wi, of_wi, one, training=training)
-        wo = with_forms(given.caches[1], wo, of_wo, two, training=training)
-    extras = (one.extras(X, WEIGHT, training=training), two.extras(X, WEIGHT, training=training))
-    operands = MlpOperands(x, wi, wo, sizes, probs, wi_bias, wo_bias, out, *extras)
+        wi = with_forms(given.caches[0], wi, of_wi, scaling, 0, training=training)
+        wo = with_forms(given.caches[1], wo, of_wo, scaling, 1, training=training)
+    extras = scaling.extras(2, FORWARD, training=training)
+    operands = MlpOperands(x, wi, wo, sizes, probs, wi_bias, wo_bias, out, extras)
     y, x, h, z, wi, wo = call_prepared(facts.forward, operands, given.x.shape[0])
     if not training:
         return y, ()
     if not keep.probs:
         probs = None
     wi_bias, wo_bias = wi_bias if keep.wi_bias else None, wo_bias if keep.wo_bias else None
-    return y, (x, h, z, sizes, probs, one.key, wi, wo, wi_bias, wo_bias)
+    return y, (x, h, z, sizes, probs, scaling.key, wi, wo, wi_bias, wo_bias)
 
 
 def _hidden_operands(kept: list[Any], *others: Any) -> HiddenOperands:
@@ -278,18 +277,20 @@ def _backward(
     x, sizes, key, wi = (kept[at] for at in (0, 3, 5, 6))
     facts: _Facts = saved.facts
     needs, specs, (fc1, fc2) = facts.needs, facts.specs, facts.products
-    one, two = (each.with_key(key).extras(X, WEIGHT, DY, training=True) for each in saved.scaling)
+    scaling = saved.scaling._replace(key=key)
+    extras = scaling.extras(2, BACKWARD, training=True)
     # No other reference to these operands exists here, so the hidden rows are freed inside the call.
-    dp, db2, dh, of_dh, z, dy_form = call_prepared(facts.at_hidden, _hidden_operands(kept, dy, one, two), saved.rows)
+    dp, db2, dh, of_dh, z, dy_form = call_prepared(facts.at_hidden, _hidden_operands(kept, dy, extras), saved.rows)
     if needs.wo:
-        deliver(1, WeightGradient(fc2, specs.wo, z, dy_form, sizes))
+        deliver(1, WeightGradient(fc2, specs.wo, z, dy_form, sizes, saved.rows))
     del z, dy, dy_form
     dx = db1 = None
     if facts.first_product is not None:
-        operands = FirstOperands(x, wi, sizes, dh, of_dh, grad_input if needs.x else None, one)
+        extras = scaling.extras(1, BACKWARD, training=True)
+        operands = FirstOperands(x, wi, sizes, dh, of_dh, grad_input if needs.x else None, extras)
         dx, db1, rows, dh = call_prepared(facts.first_product, operands, saved.rows)
         if needs.wi:
-            deliver(0, WeightGradient(fc1, specs.wi, rows, dh, sizes))
+            deliver(0, WeightGradient(fc1, specs.wi, rows, dh, sizes, saved.rows))
     return MainGradients(dx, dp, (db1, db2))
 
 

@@ -38,12 +38,17 @@ nb::list list_of(size_t count) {
 // A plan whose operands stand in a list of tensors: what `Plan.launch` does, without an address in Python's hands.
 class Launcher {
  public:
-  Launcher(nb::object exchange, nb::object plan, std::vector<int> registers)
+  Launcher(nb::object exchange, nb::object plan, std::vector<int> registers, std::vector<size_t> offsets)
       : exchange_object_(std::move(exchange)),
         plan_object_(std::move(plan)),
         exchange_(nb::cast<const Exchange*>(exchange_object_)),
         plan_(nb::cast<const Plan*>(plan_object_)),
-        registers_(std::move(registers)) {
+        registers_(std::move(registers)),
+        offsets_(std::move(offsets)) {
+    offsets_.resize(offsets_.empty() ? registers_.size() : offsets_.size());
+    if (offsets_.size() != registers_.size()) {
+      throw std::invalid_argument("got " + std::to_string(offsets_.size()) + " offsets, expected one per register");
+    }
     if (registers_.size() != plan_->slots + 1) {
       throw std::invalid_argument("got " + std::to_string(registers_.size()) + " registers, expected " +
                                   std::to_string(plan_->slots + 1) + ": operands, results, workspace");
@@ -57,7 +62,7 @@ class Launcher {
       addresses[slot] = 0;
       if (registers_[slot] < 0) continue;
       last = exchange_->read(item_of(values, registers_[slot]));
-      addresses[slot] = address_of(last);
+      addresses[slot] = address_of(last) + offsets_[slot];
     }
     const bool scratch = registers_.back() >= 0;
     const nb::gil_scoped_release unlocked;
@@ -70,6 +75,7 @@ class Launcher {
   const Exchange* exchange_;
   const Plan* plan_;
   std::vector<int> registers_;
+  std::vector<size_t> offsets_;
 };
 
 // A new tensor: the arguments of the function that allocates it.
@@ -228,12 +234,13 @@ class FactsCache {
 
 void define_program(nb::module_& module) {
   nb::class_<Launcher>(module, "Launcher", "A plan that finds its operands in a list of tensors.")
-      .def(nb::init<nb::object, nb::object, std::vector<int>>(), nb::arg("exchange"), nb::arg("plan"),
-           nb::arg("registers"),
-           nb::sig("def __init__(self, exchange: Exchange, plan: Plan, registers: collections.abc.Sequence[int]) "
-                   "-> None"),
+      .def(nb::init<nb::object, nb::object, std::vector<int>, std::vector<size_t>>(), nb::arg("exchange"),
+           nb::arg("plan"), nb::arg("registers"), nb::arg("offsets") = std::vector<size_t>(),
+           nb::sig("def __init__(self, exchange: Exchange, plan: Plan, registers: collections.abc.Sequence[int], "
+                   "offsets: collections.abc.Sequence[int] = ()) -> None"),
            "`registers`: for the operands in slot order, the results and the workspace, the position in the list; -1\n"
-           "where absent, or read through a table.")
+           "where absent, or read through a table. `offsets`: for each, the bytes from the start of the tensor to the\n"
+           "operand; none: 0 for all.")
       .def("launch", &Launcher::launch, nb::arg("values"), nb::arg("stream"),
            nb::sig("def launch(self, values: list, stream: int) -> None"),
            "Runs the kernel; otherwise as `Plan.launch`. Raises ValueError for a workspace that is too small.");
