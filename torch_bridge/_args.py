@@ -30,12 +30,13 @@ from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge._cache import Cache
 from torch_bridge._checks import MLP_NAMES, NAMES, check_operand, refuse_transforms
 from torch_bridge._compiling import is_compiling
-from torch_bridge._memory import FactsCache, facts_cache
+from torch_bridge._memory import FactsCache
 from torch_bridge._scaling import Scaling
 from torch_bridge._tensors import (
     PLAIN,
     StraightThrough,
     dtype_name,
+    facts_cache,
     fixed_spec,
     forms_of,
     home,
@@ -403,7 +404,7 @@ def _joined_pair(
 # Operands
 
 
-_Known = tuple[FactsCache | None, Sequence[Any], Checked | None]
+_Known = tuple[FactsCache | None, tuple[Any, ...], Checked | None]
 """The cache of checks with the same options, or None if nothing can be cached; the arrays whose facts it knows results
 by; the result for these, or None."""
 

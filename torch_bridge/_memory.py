@@ -12,7 +12,6 @@ from torch import Tensor
 from torch._C import _dynamo  # pyright: ignore[reportAttributeAccessIssue]
 
 from grouped_core import _native
-from torch_bridge._cache import MOST
 from torch_bridge._checks import device_integers
 
 EXCHANGE = _native.Exchange(Tensor, torch.nn.Parameter)
@@ -20,12 +19,6 @@ EXCHANGE = _native.Exchange(Tensor, torch.nn.Parameter)
 
 FactsCache = _native.FactsCache
 """Results by the facts of operands, as `EXCHANGE.describe` gives them."""
-
-
-def facts_cache() -> FactsCache:
-    """A new cache; like `Cache`, it is emptied when it is full."""
-    return FactsCache(EXCHANGE, MOST)
-
 
 # NOTE: the public functions build a Stream object, check for initialisation, or go through the dispatcher once more,
 # which takes one to several microseconds per call. A tensor on the device proves that CUDA is initialised, and compiled

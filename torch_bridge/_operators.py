@@ -19,7 +19,7 @@ from torch_bridge import _codec, _fake, _record
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._record import Prepared, Rule, prepare, results_of
-from torch_bridge._tensors import Layout, Leaf, flatten_all, opened, written_leaves
+from torch_bridge._tensors import Layout, Leaf, flats, flatten_all, flattened, opened, written_leaves
 
 
 class _Facts(NamedTuple):
@@ -88,14 +88,19 @@ def call(rule: Rule, static: Hashable, operands: Any, rows: Any) -> list[Any]:
 
 def call_prepared(prepared: Prepared, operands: Any, rows: Any) -> list[Any]:
     """`call` of a rule with its static facts; results of several leaves are `Flat`, and operands may be."""
-    layouts, leaves = flatten_all(operands)
-    del operands  # so that they are freed as soon as no launch reads them
     if not is_compiling() and torch._C._len_torch_dispatch_stack() == 0 and not _profiling():
-        program = prepared.programs_for(layouts).find(leaves, rows)
-        if program is None and EXCHANGE.describe(tuple(leaves)) is not None:
-            program = _record.program_for(prepared, layouts, leaves, rows)
+        leaves: list[Any] = []
+        program = prepared.programs.find(operands, rows, leaves)
+        if program is None:
+            operands = flattened(operands)
+            if EXCHANGE.describe(tuple(flatten_all(operands)[1])) is not None:
+                leaves.clear()
+                program = _record.program_for(prepared, operands, rows, leaves)
         if program is not None:
-            return _record.run(prepared, layouts, leaves, program, rows)
+            del operands  # so that they are freed as soon as no launch reads them
+            return _record.run(program, leaves, rows)
+    layouts, leaves = flatten_all(operands)
+    del operands
     rule, static = prepared.rule, prepared.static
     taken = _taken(rule, static, layouts, leaves)
     found = _fake.fake(rule, static, layouts, leaves, rows)
@@ -183,8 +188,9 @@ def _results(tensors: list[Tensor], arguments: Sequence[Any]) -> Any:
 def _execute(rule: Rule, *arguments: Any) -> Any:
     facts, leaves, rows = _arguments(rule, *arguments)
     prepared = prepare(rule, facts.static)
-    program = _record.program_for(prepared, facts.layouts, leaves, int(rows))
-    results = _record.execute(prepared, facts.layouts, leaves, program, int(rows))
+    found: list[Any] = []
+    program = _record.program_for(prepared, flats(facts.layouts, leaves), int(rows), found)
+    results = _record.execute(program, found, int(rows))
     return _results([results[at] for at in program.made], arguments)
 
 

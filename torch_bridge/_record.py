@@ -23,13 +23,11 @@ from torch_bridge._checks import check_operand
 from torch_bridge._memory import (
     ALIGNMENT,
     EXCHANGE,
-    FactsCache,
     address_table,
     aligned,
     current_device,
     empty_on_cpu,
     empty_on_cuda,
-    facts_cache,
     raw_stream,
 )
 from torch_bridge._tensors import (
@@ -38,8 +36,11 @@ from torch_bridge._tensors import (
     Flat,
     Layout,
     Leaf,
+    facts_cache,
     flatten,
+    flatten_all,
     leaf_count,
+    same,
     spec_of,
     unflatten,
 )
@@ -81,25 +82,14 @@ class Rule:
 
 
 class Prepared:
-    """A rule with its static facts, and the programs that were planned for it.
-
-    Attributes:
-        programs: for each layout of operands, the programs by the facts of the leaves.
-    """
+    """A rule with its static facts, and the programs that were planned for it, by the facts of its operands."""
 
     __slots__ = ("programs", "rule", "static")
 
     def __init__(self, rule: Rule, static: Hashable) -> None:
         self.rule = rule
         self.static = static
-        self.programs: dict[tuple[Layout, ...], FactsCache] = {}
-
-    def programs_for(self, layouts: tuple[Layout, ...]) -> FactsCache:
-        """The programs for operands with these layouts."""
-        found = self.programs.get(layouts)
-        if found is None:
-            found = self.programs[layouts] = facts_cache()
-        return found
+        self.programs = facts_cache()
 
 
 prepare = lru_cache(maxsize=1024)(Prepared)
@@ -280,12 +270,14 @@ class Program(NamedTuple):
         steps: allocates, launches, and returns the leaves of all results.
         results: for each result, its layout and the place of its leaves; None if each is one leaf.
         made: the positions of new tensors among these leaves, each tensor once.
+        sizes: the leaf that GROUPED_DEBUG=sizes checks, or None.
         device: the CUDA device, -1 on the CPU.
     """
 
     steps: _native.Program
     results: tuple[tuple[Layout, slice], ...] | None
     made: tuple[int, ...]
+    sizes: int | None
     workspace_bytes: int
     device: int
 
@@ -346,11 +338,12 @@ def _program(
     )
     places, at = [], 0
     for layout, parts in recording.outputs:
-        places.append((layout, slice(at, at + len(parts))))
+        places.append((same(layout), slice(at, at + len(parts))))
         at += len(parts)
     several = any(layout is not None for layout, _ in places)
     made = tuple([results.index(at) for at in recording.made()])
-    return Program(native, tuple(places) if several else None, made, workspace_bytes, index)
+    sizes = sizes_at(rule, layouts) if rule.notes_sizes else None
+    return Program(native, tuple(places) if several else None, made, sizes, workspace_bytes, index)
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -368,9 +361,9 @@ def given_of(leaf: Leaf, *, has_memory: bool = True) -> Given | None:
     return Given(ArraySpec((len(leaf), *one.shape), one.dtype), True, not has_memory or aligned(there))
 
 
-def run(prepared: Prepared, layouts: tuple[Layout, ...], leaves: list[Any], program: Program, rows: int) -> list[Any]:
+def run(program: Program, leaves: list[Any], rows: int) -> list[Any]:
     """The results of a rule, those of several leaves as `Flat`; arguments are those of `execute`."""
-    found = execute(prepared, layouts, leaves, program, rows)
+    found = execute(program, leaves, rows)
     if program.results is None:
         return found
     return [
@@ -378,21 +371,19 @@ def run(prepared: Prepared, layouts: tuple[Layout, ...], leaves: list[Any], prog
     ]
 
 
-def execute(
-    prepared: Prepared, layouts: tuple[Layout, ...], leaves: list[Any], program: Program, rows: int
-) -> list[Any]:
+def execute(program: Program, leaves: list[Any], rows: int) -> list[Any]:
     """The leaves of the results of a rule, after its launch on the current stream.
 
     Args:
-        layouts: of the operands. rows: M.
+        rows: M.
         leaves: of all operands. Those that are not results are removed from the list, so that rows are freed as soon
             as no launch reads them.
-        program: for these operands, from `program_for`.
     """
-    flags, rule = debug_flags(), prepared.rule
-    if rule.notes_sizes and "sizes" in flags:
-        note_sizes(leaves[sizes_at(rule, layouts)], rows)
-    run, device, watched = program.steps.run, program.device, watch(flags, program.device)
+    flags = debug_flags()
+    if program.sizes is not None and "sizes" in flags:
+        note_sizes(leaves[program.sizes], rows)
+    run, device = program.steps.run, program.device
+    watched = watch(flags, device)
     if device < 0:
         return run(leaves, 0, watched)
     if device != current_device():
@@ -401,18 +392,21 @@ def execute(
     return run(leaves, raw_stream(device), watched)
 
 
-def program_for(prepared: Prepared, layouts: tuple[Layout, ...], leaves: list[Any], rows: int) -> Program:
-    """The program for these operands, which is made if there is none yet; the first leaf determines the device.
+def program_for(prepared: Prepared, operands: tuple[Any, ...], rows: int, leaves: list[Any]) -> Program:
+    """The program for operands from `flattened`, which is made if there is none yet.
+
+    Args:
+        rows: M. leaves: an empty list, which gets those of the operands; the first one determines the device.
 
     Raises:
         ValueError, TypeError: the operands do not fit. NotImplementedError: no kernel supports them.
     """
-    programs = prepared.programs_for(layouts)
-    program = programs.find(leaves, rows)
+    program = prepared.programs.find(operands, rows, leaves)
     if program is None:
+        layouts, _ = flatten_all(operands)
         device = _check_plain(leaves, EXCHANGE.describe(tuple(leaves)))
         program = _program(prepared.rule, prepared.static, layouts, leaves, rows, device)
-        programs.keep(leaves, rows, program)
+        prepared.programs.keep(operands, rows, program)
     return program
 
 

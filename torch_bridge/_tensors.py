@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,8 @@ from grouped_core.calls import ArraySpec
 from grouped_core.formats import Format, QTensor
 from grouped_core.products import Cached, Paired
 from grouped_core.quantizing import Extras
+from torch_bridge._cache import MOST, Cache
+from torch_bridge._memory import EXCHANGE, FactsCache
 
 DTYPES: dict[torch.dtype, str] = {
     getattr(torch, name): name
@@ -203,13 +206,37 @@ def flatten(operand: Any, leaves: list[Any]) -> Layout:
 
 def flatten_all(operands: Sequence[Any]) -> tuple[tuple[Layout, ...], list[Any]]:
     """(layouts, leaves) of several operands."""
-    if PLAIN.issuperset(map(type, operands)):
-        return _NO_LAYOUTS[len(operands)], list(operands)
     leaves: list[Any] = []
     return tuple([flatten(each, leaves) for each in operands]), leaves
 
 
-_NO_LAYOUTS = [(None,) * count for count in range(32)]
+def flattened(operands: Sequence[Any]) -> tuple[Any, ...]:
+    """The operands, those of several leaves as `Flat` with a layout that is the same object each time."""
+    return flats(*flatten_all(operands))
+
+
+def flats(layouts: Sequence[Layout], leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """The operands of which `flatten_all` made these, as `flattened` returns them."""
+    rest = iter(leaves)
+    return tuple(
+        [
+            next(rest) if layout is None else Flat(same(layout), tuple(islice(rest, leaf_count(layout))))
+            for layout in layouts
+        ]
+    )
+
+
+def same(layout: Layout) -> Layout:
+    """A layout as one object, so that caches compare it by identity."""
+    return _layouts.get(layout) or _layouts.keep(layout, layout)
+
+
+_layouts: Cache[Layout, Layout] = Cache()
+
+
+def facts_cache() -> FactsCache:
+    """A cache of results by the facts of operands; like `Cache`, it is emptied when it is full."""
+    return FactsCache(EXCHANGE, MOST, Flat)
 
 
 def _flatten_form(q: QTensor[Any], leaves: list[Any]) -> Form:

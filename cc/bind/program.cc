@@ -196,38 +196,77 @@ class Program {
 };
 
 // Finds what was decided for operands with the same facts, which takes less time than to make these facts an object.
+// An operand is a leaf, or a `flat`: a pair of a layout, which counts by identity, and a tuple of leaves.
 class FactsCache {
  public:
-  FactsCache(nb::object exchange, size_t most)
-      : exchange_object_(std::move(exchange)), exchange_(nb::cast<const Exchange*>(exchange_object_)), most_(most) {}
+  FactsCache(nb::object exchange, size_t most, nb::object flat)
+      : exchange_object_(std::move(exchange)),
+        exchange_(nb::cast<const Exchange*>(exchange_object_)),
+        most_(most),
+        flat_(std::move(flat)) {}
 
-  nb::object find(nb::handle operands, int64_t number) const {
-    std::string facts;
-    if (!key(operands, number, &facts)) return nb::none();
-    const auto found = values_.find(facts);
-    return found == values_.end() ? nb::none() : found->second;
+  nb::object find(nb::tuple operands, int64_t number, nb::object leaves) const {
+    const Key key(*this, operands, number, leaves);
+    if (!key.known) return nb::none();
+    const auto found = values_.find(key.facts);
+    return found == values_.end() ? nb::none() : found->second.value;
   }
 
-  void keep(nb::handle operands, int64_t number, nb::object value) {
-    std::string facts;
-    if (!key(operands, number, &facts)) return;
+  void keep(nb::tuple operands, int64_t number, nb::object value) {
+    const Key key(*this, operands, number, nb::none());
+    if (!key.known) return;
     if (values_.size() >= most_) values_.clear();
-    values_[facts] = std::move(value);
+    values_[key.facts] = {std::move(value), layouts_of(operands)};
   }
 
   size_t size() const { return values_.size(); }
 
  private:
-  bool key(nb::handle operands, int64_t number, std::string* facts) const {
-    facts->reserve(256);
-    facts->append(reinterpret_cast<const char*>(&number), sizeof(number));
-    return exchange_->append_facts(operands, facts);
+  struct Entry {
+    nb::object value;
+    nb::list layouts;  // kept alive, so that no other layout gets the address of one in the key
+  };
+
+  struct Key {
+    std::string facts;
+    bool known;
+
+    Key(const FactsCache& cache, nb::tuple operands, int64_t number, nb::object given) {
+      nb::list leaves = given.is_none() ? nb::list() : nb::borrow<nb::list>(given);
+      facts.reserve(512);
+      append(number);
+      for (nb::handle operand : operands) {
+        if (!cache.is_flat(operand)) {
+          leaves.append(operand);
+          continue;
+        }
+        append(PyTuple_GetItem(operand.ptr(), 0));
+        for (nb::handle leaf : nb::borrow<nb::tuple>(PyTuple_GetItem(operand.ptr(), 1))) leaves.append(leaf);
+      }
+      known = cache.exchange_->append_facts(leaves, &facts);
+    }
+
+    template <class T>
+    void append(const T& value) {
+      facts.append(reinterpret_cast<const char*>(&value), sizeof(value));
+    }
+  };
+
+  bool is_flat(nb::handle operand) const { return operand.type().is(flat_); }
+
+  nb::list layouts_of(nb::tuple operands) const {
+    nb::list layouts;
+    for (nb::handle operand : operands) {
+      if (is_flat(operand)) layouts.append(nb::handle(PyTuple_GetItem(operand.ptr(), 0)));
+    }
+    return layouts;
   }
 
   nb::object exchange_object_;
   const Exchange* exchange_;
   size_t most_;
-  std::unordered_map<std::string, nb::object> values_;
+  nb::object flat_;
+  std::unordered_map<std::string, Entry> values_;
 };
 
 }  // namespace
@@ -266,14 +305,19 @@ void define_program(nb::module_& module) {
           "Runs all steps on `stream` and returns the results. `watch` runs in place of each launch, with the name of\n"
           "its call, its launcher, all registers, those of its new results, and the stream.");
   nb::class_<FactsCache>(module, "FactsCache", "Objects by `Exchange.describe` of operands, and a number.")
-      .def(nb::init<nb::object, size_t>(), nb::arg("exchange"), nb::arg("most"),
-           nb::sig("def __init__(self, exchange: Exchange, most: int) -> None"),
-           "`most`: number of entries at which the cache is emptied.")
-      .def("find", &FactsCache::find, nb::arg("operands"), nb::arg("number") = 0,
-           nb::sig("def find(self, operands: list | tuple, number: int = 0) -> typing.Any"),
-           "The object that was kept for these facts; None where there is none, or `describe` has no answer.")
+      .def(nb::init<nb::object, size_t, nb::object>(), nb::arg("exchange"), nb::arg("most"), nb::arg("flat"),
+           nb::sig("def __init__(self, exchange: Exchange, most: int, flat: type) -> None"),
+           "`most`: number of entries at which the cache is emptied. `flat`: the class, a tuple of a layout and a "
+           "tuple\n"
+           "of leaves, of operands that are several leaves. Layouts count by their identity.")
+      .def("find", &FactsCache::find, nb::arg("operands"), nb::arg("number") = 0, nb::arg("leaves").none() = nb::none(),
+           nb::sig("def find(self, operands: tuple[object, ...], number: int = 0, leaves: list | None = None) -> "
+                   "typing.Any"),
+           "The object that was kept for these facts; None where there is none, or `describe` has no answer. The "
+           "leaves\n"
+           "of the operands are appended to `leaves`.")
       .def("keep", &FactsCache::keep, nb::arg("operands"), nb::arg("number"), nb::arg("value"),
-           nb::sig("def keep(self, operands: list | tuple, number: int, value: object) -> None"),
+           nb::sig("def keep(self, operands: tuple[object, ...], number: int, value: object) -> None"),
            "Keeps `value`, unless `describe` has no answer.")
       .def("__len__", &FactsCache::size);
 }
