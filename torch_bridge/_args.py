@@ -209,8 +209,10 @@ _LINEAR, _MLP = "linear", "mlp"
 
 def _scaling(*bounds: BoundRecipe) -> Scaling:
     """What the recipe of an operation is bound to; the second of two belongs to the second product."""
-    states = tuple([bound.state for bound in bounds if bound.state is not None])
-    return Scaling(bounds[0].key, states) if states or bounds[0].key is not None else _UNBOUND
+    one = bounds[0]
+    if one.state is None and one.key is None:
+        return _UNBOUND
+    return Scaling(one.key, tuple([bound.state for bound in bounds if bound.state is not None]))
 
 
 _UNBOUND = Scaling()
@@ -464,7 +466,7 @@ class _Master(NamedTuple):
 
 def _master_facts(operand: Any, master: Any) -> _Master | None:
     """Those of a quantised operand's master tensors; None without any."""
-    if not isinstance(operand, QTensor) or master is None:
+    if master is operand or master is None:
         return None
     several = members(master)
     return _Master(dtype_name(several[0].dtype), len(several), is_packed(several))

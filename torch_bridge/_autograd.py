@@ -111,18 +111,19 @@ def differentiable(
     overwrite: Overwrites | None = None,
 ) -> Tensor:
     """The result for checked arguments, with an autograd history if a gradient is needed."""
-    nothing = _NOTHING[len(given.weights)]
-    owners = nothing if owners is None else owners
     if out is not None or grad_input is not None:
         check_buffers(given, out, grad_input)
-    if not torch.is_grad_enabled():
-        return _detached(operation.forward(given, _asked(operation, given.checked, ()).facts, out)[0], out)
-    receivers = given.receivers()
-    needed = [each is not None and each.requires_grad for each in receivers]
+    nothing, checked = _NOTHING[len(given.weights)], given.checked
+    owners = owners or nothing
     elsewhere = given.to_main_grad or owners != nothing or any(given.accumulators)
-    if elsewhere:
-        _stand_in(given, receivers, needed)
-    asked = _asked(operation, given.checked, tuple(needed))
+    receivers: list[Tensor | None] = []
+    needed: list[bool] = []
+    if torch.is_grad_enabled():
+        receivers = given.receivers()
+        needed = [each is not None and each.requires_grad for each in receivers]
+        if elsewhere:
+            _stand_in(given, receivers, needed)
+    asked: Asked = checked.asked.get(tuple(needed)) or _ask(operation, checked, tuple(needed))
     if not asked.facts.training:
         return _detached(operation.forward(given, asked.facts, out)[0], out)
     routes = asked.routes
@@ -132,7 +133,7 @@ def differentiable(
             *((name, leaves, owner, given.to_main_grad or len(accum) > 0) for name, leaves, owner, accum in products)
         )
         routes = _routes_elsewhere(operation, given, asked, owners, overwrite or nothing)
-    for_leaf = given.leaf is not None and given.leaf.is_leaf
+    for_leaf = grad_input is not None and given.leaf is not None and given.leaf.is_leaf
     rest = _Rest(operation, asked, routes, grad_input, for_leaf)
     apply = _Differentiable.apply if is_compiling() else _apply
     return apply((given, out, rest), *receivers)
@@ -192,15 +193,12 @@ class Asked(NamedTuple):
     routes: Sequence[Route]
 
 
-def _asked(operation: Operation, checked: Checked, needed: tuple[bool, ...]) -> Asked:
-    """`needed`: for each of `Arguments.receivers`, whether it needs a gradient; () if none does."""
-    asked = checked.asked.get(needed)
-    if asked is None:
-        asked = checked.asked[needed] = _new_asked(operation, checked, needed)
-    return asked
+def _ask(operation: Operation, checked: Checked, needed: tuple[bool, ...]) -> Asked:
+    """What `checked.asked` has from now on.
 
-
-def _new_asked(operation: Operation, checked: Checked, needed: tuple[bool, ...]) -> Asked:
+    Args:
+        needed: for each of `Arguments.receivers`, whether it needs a gradient; () if none does.
+    """
     lists, weights = checked.lists, len(operation.weights)
     needs_x, needs_scale, *of_members = needed or [False] * (2 + sum(count for count, _ in lists))
     live, start = [], 0
@@ -213,7 +211,8 @@ def _new_asked(operation: Operation, checked: Checked, needed: tuple[bool, ...])
     biases = [(*own, some) for own, some in zip(lists[weights:], live[weights:], strict=True)]
     named = zip(operation.weights, lists, live, strict=False)
     routes = [Route(name, count, packed, own) for name, (count, packed), own in named]
-    return Asked(facts, tuple(live[:weights]), tuple(biases), routes)
+    asked = checked.asked[needed] = Asked(facts, tuple(live[:weights]), tuple(biases), routes)
+    return asked
 
 
 _NOTHING = ((), (None,), (None, None))
@@ -301,7 +300,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dy = dy.contiguous()
     operation, asked, routes, buffer, for_leaf = ctx.rest
     saved: Saved = ctx.saved
-    check_gradient(dy, buffer, [route.accumulators for route in routes])
+    if buffer is not None or routes is not asked.routes:
+        check_gradient(dy, buffer, [route.accumulators for route in routes])
     kept = unpack(saved.layouts, ctx.saved_tensors)
     if not is_compiling():
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: rows are freed once they are no longer read
