@@ -147,7 +147,7 @@ class Launcher:
 class Program:
     """The planned steps of a rule, which run on the tensors of a list."""
 
-    def __init__(self, steps: list[tuple], results: Sequence[int], released: Sequence[int], registers: int, workspace: tuple[tuple[int, ...], tuple[int, ...], object] | None, empty: Callable[..., object], table_of: Callable[[object], object]) -> None:
+    def __init__(self, steps: list[tuple], results: Sequence[int], released: Sequence[int], registers: int, workspace: tuple[tuple[int, ...], tuple[int, ...], object] | None, empty: Callable[..., object], table_of: Callable[[Any], object]) -> None:
         """
         A new tensor is given by the arguments of `empty`, (shape, strides, dtype), also the workspace.
 
@@ -167,15 +167,19 @@ class Program:
 class FactsCache:
     """Objects by `Exchange.describe` of operands, and a number."""
 
-    def __init__(self, exchange: Exchange, most: int) -> None:
-        """`most`: number of entries at which the cache is emptied."""
-
-    def find(self, operands: list | tuple, number: int = 0) -> Any:
+    def __init__(self, exchange: Exchange, most: int, flat: type) -> None:
         """
-        The object that was kept for these facts; None where there is none, or `describe` has no answer.
+        `most`: number of entries at which the cache is emptied. `flat`: the class, a tuple of a layout and a tuple
+        of leaves, of operands that are several leaves. Layouts count by their identity.
         """
 
-    def keep(self, operands: list | tuple, number: int, value: object) -> None:
+    def find(self, operands: tuple[object, ...], number: int = 0, leaves: list | None = None) -> Any:
+        """
+        The object that was kept for these facts; None where there is none, or `describe` has no answer. The leaves
+        of the operands are appended to `leaves`.
+        """
+
+    def keep(self, operands: tuple[object, ...], number: int, value: object) -> None:
         """Keeps `value`, unless `describe` has no answer."""
 
     def __len__(self) -> int: ...

@@ -460,7 +460,7 @@ class _Master(NamedTuple):
     """Facts of the master tensors of a quantised operand: the dtype as a spec names it, and their form."""
 
     dtype: str
-    count: int
+    tensors: int
     packed: bool
 
 

@@ -305,7 +305,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     kept = unpack(saved.layouts, ctx.saved_tensors)
     if not is_compiling():
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: rows are freed once they are no longer read
-    weights: list[Sequence[Tensor | None]] = [route.nothing() for route in routes]
+    weights: list[list[Tensor | None]] = [route.nothing() for route in routes]
 
     def deliver(product: int, gradient: WeightGradient) -> None:
         weights[product] = routes[product].deliver(gradient)

@@ -90,7 +90,7 @@ class WeightGradient(NamedTuple):
     sizes: Tensor
     count: Any
 
-    def new(self, live: Sequence[int], count: int, *, packed: bool) -> list[Tensor]:
+    def new(self, live: Sequence[int], count: int, *, packed: bool) -> list[Any]:
         """New gradients for the tensors at `live` of a weight of `count` tensors; `packed`: it is one tensor."""
         if packed or self.op.paired:
             halves = tuple([at + 1 for at in live]) if self.op.paired else (0,)
@@ -155,11 +155,11 @@ class Route(NamedTuple):
     overwrite: tuple[bool, ...] | None = None
     dtype: torch.dtype = torch.float32
 
-    def nothing(self) -> Sequence[Tensor | None]:
+    def nothing(self) -> list[Tensor | None]:
         """What autograd gets if there is no gradient."""
         return [None] * self.parts
 
-    def deliver(self, gradient: WeightGradient | None) -> Sequence[Tensor | None]:
+    def deliver(self, gradient: WeightGradient | None) -> list[Tensor | None]:
         """The gradient for each tensor of the weight, None where it goes elsewhere; it is computed now, or queued."""
         if gradient is None or not self.live:
             return self.nothing()

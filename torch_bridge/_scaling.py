@@ -91,11 +91,15 @@ def _layout(products: int, states: int, copied: bool, roles: tuple[int, ...], tr
     found = []
     for product in range(products):
         state, first = (product, 0) if states > 1 else (0, _row(product, X))
-        of_scales, of_amax = [None] * len(scaling.ROLES), [None] * len(scaling.ROLES)
-        for role in roles if states else ():
-            of_scales[role] = (0, _row(product, role)) if copied else (state, first + role)
-            of_amax[role] = (scales + state, first + role) if training else None
-        found.append(ProductExtras(tuple(of_scales), tuple(of_amax)))
+        read = [role in roles and states > 0 for role in (X, WEIGHT, DY)]
+        rows = [(0, _row(product, role)) if copied else (state, first + role) for role in (X, WEIGHT, DY)]
+        steps = [(scales + state, first + role) for role in (X, WEIGHT, DY)]
+        found.append(
+            ProductExtras(
+                tuple([row if each else None for row, each in zip(rows, read, strict=True)]),
+                tuple([row if each and training else None for row, each in zip(steps, read, strict=True)]),
+            )
+        )
     return ExtrasLayout(tuple(found), training or not states, scales, states if training else 0)
 
 

@@ -281,7 +281,9 @@ def unflatten(
         products = []
         for scales, amaxes in layout.products:
             found = [None if at is None else row_of(arrays[at[0]], at[1]) for at in (*scales, *amaxes)]
-            products.append(Extras(key, *found[:3], layout.measure, *found[3:]))
+            x, w, dy, *rest = found
+            x_amax, w_amax, dy_amax = rest
+            products.append(Extras(key, x, w, dy, layout.measure, x_amax, w_amax, dy_amax))
         return tuple(products)
     values, (has_scales, has_group_scales) = next(leaves), layout.scaled
     scales = next(leaves) if has_scales else None

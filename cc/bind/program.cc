@@ -291,7 +291,7 @@ void define_program(nb::module_& module) {
                    "released: collections.abc.Sequence[int], registers: int, "
                    "workspace: tuple[tuple[int, ...], tuple[int, ...], object] | None, "
                    "empty: collections.abc.Callable[..., object], "
-                   "table_of: collections.abc.Callable[[object], object]) -> None"),
+                   "table_of: collections.abc.Callable[[typing.Any], object]) -> None"),
            "A new tensor is given by the arguments of `empty`, (shape, strides, dtype), also the workspace.\n\n"
            "`steps`: launches (name, launcher, ((register, new tensor), ...), registers that no later step reads) and\n"
            "casts (register, register of the result, dtype). `results`: of each a register, -1 for None, or leaf n as\n"
