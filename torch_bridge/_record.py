@@ -183,6 +183,7 @@ class Recorder:
     def cast(self, array: Register, dtype: str) -> Register:
         if array.spec.dtype == dtype:
             return array
+        assert array.at not in self.rows, "a row of a leaf has no tensor that could be cast"
         result = self.register(ArraySpec(array.spec.shape, dtype))
         self.steps.append(Cast(array.at, result.at, TORCH_DTYPES[dtype]))
         return result

@@ -145,9 +145,11 @@ class Program {
       step.made.push_back({nb::cast<int>(given[1]), nb::none(), nb::none(), given[2]});
       return step;
     }
+    if (given.size() != 4 || !nb::isinstance<Launcher>(given[1])) {
+      throw nb::type_error("a step must be (name, Launcher, new tensors, last used) or (source, result, dtype)");
+    }
     step.name = given[0];  // (name, launcher, ((register, (shape, strides, dtype)), ...), registers)
     step.launcher = given[1];
-    nb::cast<const Launcher&>(step.launcher);  // raises for anything else
     nb::list ats;
     for (nb::handle each : given[2]) {
       const nb::tuple pair = nb::cast<nb::tuple>(each);
@@ -235,11 +237,14 @@ class FactsCache {
       nb::list leaves = given.is_none() ? nb::list() : nb::borrow<nb::list>(given);
       facts.reserve(512);
       append(number);
-      for (nb::handle operand : operands) {
+      const size_t count = operands.size();
+      for (size_t i = 0; i < count; ++i) {
+        const nb::object operand = operands[i];
         if (!cache.is_flat(operand)) {
           leaves.append(operand);
           continue;
         }
+        append(i);
         append(PyTuple_GetItem(operand.ptr(), 0));
         for (nb::handle leaf : nb::borrow<nb::tuple>(PyTuple_GetItem(operand.ptr(), 1))) leaves.append(leaf);
       }
