@@ -84,7 +84,7 @@ class Operation:
         needs: (x, each weight, row scale, each bias) -> the gradients to compute, as the rules take them.
         facts: (operation, specs of its operands, needs) -> what follows from them.
         weight_dtypes: (operation, specs of its operands) -> dtypes of the weight gradients, as specs name them.
-        forward: (arguments, facts, out) -> (the result [M, N], the operands that backward reads).
+        forward: (arguments, facts, M, out) -> (the result [M, N], the operands that backward reads).
         backward: (saved facts, kept operands, dy, buffer for dx, deliver) -> the other gradients. It removes operands
             from the list, so that rows are freed as soon as they are no longer read.
     """
@@ -98,7 +98,7 @@ class Operation:
     needs: Callable[[bool, Sequence[bool], bool, Sequence[bool]], Any]
     facts: Callable[[Any, Any, Any], Facts]
     weight_dtypes: Callable[[Any, Any], tuple[str, ...]]
-    forward: Callable[[Arguments, Any, Tensor | None], tuple[Tensor, tuple[Any, ...]]]
+    forward: Callable[[Arguments, Any, Any, Tensor | None], tuple[Tensor, tuple[Any, ...]]]
     backward: Callable[[Saved, list[Any], Any, Tensor | None, Deliver], MainGradients]
 
 
@@ -125,18 +125,18 @@ def differentiable(
             _stand_in(given, receivers, needed)
     asked: Asked = checked.asked.get(tuple(needed)) or _ask(operation, checked, tuple(needed))
     if not asked.facts.training:
-        return _detached(operation.forward(given, asked.facts, out)[0], out)
-    routes = asked.routes
+        return _detached(operation.forward(given, asked.facts, given.x.shape[0], out)[0], out)
+    rest = asked.rest
     if elsewhere:
         products = zip(operation.weights, given.leaves, owners, given.accumulators, strict=True)
         check_listed_once(
             *((name, leaves, owner, given.to_main_grad or len(accum) > 0) for name, leaves, owner, accum in products)
         )
-        routes = _routes_elsewhere(operation, given, asked, owners, overwrite or nothing)
-    for_leaf = grad_input is not None and given.leaf is not None and given.leaf.is_leaf
-    rest = _Rest(operation, asked, routes, grad_input, for_leaf)
+        rest = rest._replace(routes=_routes_elsewhere(operation, given, asked, owners, overwrite or nothing))
+    if grad_input is not None:
+        rest = rest._replace(grad_input=grad_input, for_leaf=given.leaf is not None and given.leaf.is_leaf)
     apply = _Differentiable.apply if is_compiling() else _apply
-    return apply((given, out, rest), *receivers)
+    return apply((given, asked.facts, rest, out), *receivers)
 
 
 def _stand_in(given: Arguments, receivers: list[Tensor | None], needed: list[bool]) -> None:
@@ -178,19 +178,32 @@ def _routes_elsewhere(
     ]
 
 
+class _Rest(NamedTuple):
+    """What backward takes besides what forward saves.
+
+    Attributes:
+        biases: for each, the number of its tensors, whether it is packed, and those that need a gradient.
+        routes: of the gradients of weights. grad_input: the buffer for dx. for_leaf: whether x is a leaf.
+    """
+
+    operation: Operation
+    biases: tuple[tuple[int, bool, tuple[int, ...]], ...]
+    routes: Sequence[Route]
+    grad_input: Tensor | None = None
+    for_leaf: bool = False
+
+
 class Asked(NamedTuple):
     """What follows from the gradients that are needed.
 
     Attributes:
         facts: of the operation. live: for each weight, the tensors that need a gradient.
-        biases: for each, the number of its tensors, whether it is packed, and those that need a gradient.
-        routes: of the weights if their gradients go to autograd.
+        rest: what backward takes if all gradients go to autograd and dx is a new tensor.
     """
 
     facts: Any
     live: tuple[tuple[int, ...], ...]
-    biases: tuple[tuple[int, bool, tuple[int, ...]], ...]
-    routes: Sequence[Route]
+    rest: _Rest
 
 
 def _ask(operation: Operation, checked: Checked, needed: tuple[bool, ...]) -> Asked:
@@ -211,7 +224,7 @@ def _ask(operation: Operation, checked: Checked, needed: tuple[bool, ...]) -> As
     biases = [(*own, some) for own, some in zip(lists[weights:], live[weights:], strict=True)]
     named = zip(operation.weights, lists, live, strict=False)
     routes = [Route(name, count, packed, own) for name, (count, packed), own in named]
-    asked = checked.asked[needed] = Asked(facts, tuple(live[:weights]), tuple(biases), routes)
+    asked = checked.asked[needed] = Asked(facts, tuple(live[:weights]), _Rest(operation, tuple(biases), routes))
     return asked
 
 
@@ -231,9 +244,10 @@ def forward_and_saved(
     scaling = with_copied_scales(given.scaling)
     if scaling is not given.scaling:
         given = given._replace(scaling=scaling)
-    y, kept = operation.forward(given, facts, out)
+    rows = given.x.shape[0]
+    y, kept = operation.forward(given, facts, rows, out)
     tensors, layouts = pack(kept)
-    return _detached(y, out), tensors, Saved(facts, scaling, layouts, given.x.shape[0])
+    return _detached(y, out), tensors, Saved(facts, scaling, layouts, rows)
 
 
 def saved_names(operation: Operation, saved: Saved) -> list[str]:
@@ -253,25 +267,15 @@ def _names(base: str, layout: Layout) -> list[str]:
     return names
 
 
-class _Rest(NamedTuple):
-    """What backward takes besides what forward saves; `for_leaf`: whether x is a leaf."""
-
-    operation: Operation
-    asked: Asked
-    routes: Sequence[Route]
-    grad_input: Tensor | None
-    for_leaf: bool
-
-
 class _Differentiable(torch.autograd.Function):
     """Gradients around the operators. It saves what backward reads, never results."""
 
     @staticmethod
-    def forward(ctx: Any, static: tuple[Arguments, Tensor | None, _Rest], *receivers: Tensor | None) -> Tensor:
+    def forward(ctx: Any, static: tuple[Arguments, Facts, _Rest, Tensor | None], *receivers: Tensor | None) -> Tensor:
         """`static` is one argument, because each costs time. `receivers`: those of `Arguments.receivers`."""
         del receivers
-        given, out, rest = static
-        y, tensors, ctx.saved = forward_and_saved(rest.operation, given, rest.asked.facts, out)
+        given, facts, rest, out = static
+        y, tensors, ctx.saved = forward_and_saved(rest.operation, given, facts, out)
         if _saved.listeners:
             _saved.tell(tensors, saved_names(rest.operation, ctx.saved))
         ctx.save_for_backward(*tensors)
@@ -298,10 +302,9 @@ _apply: Callable[..., Any] = _parent.apply
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dy = dy.contiguous()
-    operation, asked, routes, buffer, for_leaf = ctx.rest
+    operation, biases, routes, buffer, for_leaf = ctx.rest
     saved: Saved = ctx.saved
-    if buffer is not None or routes is not asked.routes:
-        check_gradient(dy, buffer, [route.accumulators for route in routes])
+    check_gradient(dy, buffer, [route.accumulators for route in routes])
     kept = unpack(saved.layouts, ctx.saved_tensors)
     if not is_compiling():
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: rows are freed once they are no longer read
@@ -317,7 +320,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     found = [None, dx, main.row_scale]  # None: of the argument before `receivers`
     for each in weights:
         found += each
-    for bias, facts in zip(main.biases, asked.biases, strict=True):
+    for bias, facts in zip(main.biases, biases, strict=True):
         found += _of_members(bias, *facts)
     return tuple(found)
 

@@ -201,7 +201,7 @@ def _cached_forms(op: Linear, needs: Needs, has_scale: bool) -> tuple[tuple[int,
     return tuple([each for each in gradients.weight_forms(op, op.recipe, keep) if not each[1].plain])
 
 
-def _forward(given: Arguments, facts: _Facts, out: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
+def _forward(given: Arguments, facts: _Facts, m: Any, out: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
     (weight,), (bias,), (cache,) = given.weights, given.biases, given.caches
     training, row_scale = facts.training, given.row_scale
     if cache is not None:
@@ -209,7 +209,7 @@ def _forward(given: Arguments, facts: _Facts, out: Tensor | None) -> tuple[Tenso
         weight = with_forms(cache, weight, forms, given.scaling, 0, training=training)
     extras = given.scaling.extras(1, FORWARD, training=training)
     operands = LinearOperands(given.x, weight, given.sizes, bias, row_scale, out, extras)
-    y, x, weight = call_prepared(facts.forward, operands, given.x.shape[0])
+    y, x, weight = call_prepared(facts.forward, operands, m)
     if not training:
         return y, ()
     keep = facts.keep

@@ -246,7 +246,7 @@ def _cached_forms(op: Mlp, needs: MlpNeeds, keep_z: bool) -> tuple[tuple[tuple[i
     return tuple([tuple([each for each in forms if not each[1].plain]) for forms in both])
 
 
-def _forward(given: Arguments, facts: _Facts, out: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
+def _forward(given: Arguments, facts: _Facts, m: Any, out: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
     scaling, (wi, wo), (wi_bias, wo_bias) = given.scaling, given.weights, given.biases
     x, sizes, probs, training, keep = given.x, given.sizes, given.row_scale, facts.training, facts.keep
     if given.caches != (None, None):
@@ -255,7 +255,7 @@ def _forward(given: Arguments, facts: _Facts, out: Tensor | None) -> tuple[Tenso
         wo = with_forms(given.caches[1], wo, of_wo, scaling, 1, training=training)
     extras = scaling.extras(2, FORWARD, training=training)
     operands = MlpOperands(x, wi, wo, sizes, probs, wi_bias, wo_bias, out, extras)
-    y, x, h, z, wi, wo = call_prepared(facts.forward, operands, given.x.shape[0])
+    y, x, h, z, wi, wo = call_prepared(facts.forward, operands, m)
     if not training:
         return y, ()
     if not keep.probs:
