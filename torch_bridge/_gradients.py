@@ -119,7 +119,7 @@ class WeightGradient(NamedTuple):
         self._launch((0,), accumulate, into, None)
 
     def _launch(self, halves: tuple[int, ...], accumulate: bool, into: Any, into_up: Any) -> list[Any]:
-        operands = _Operands(self.rows, self.dy, self.sizes, into, into_up)
+        operands = (self.rows, self.dy, self.sizes, into, into_up)  # those of _Operands
         return call_prepared(_prepared(self.op, self.weight, halves, accumulate), operands, self.count)
 
     def tensors(self) -> list[Tensor]:

@@ -86,8 +86,12 @@ def call(rule: Rule, static: Hashable, operands: Any, rows: Any) -> list[Any]:
     return [opened(each, rows) for each in call_prepared(prepare(rule, static), operands, rows)]
 
 
-def call_prepared(prepared: Prepared, operands: Any, rows: Any) -> list[Any]:
-    """`call` of a rule with its static facts; results of several leaves are `Flat`, and operands may be."""
+def call_prepared(prepared: Prepared, operands: tuple[Any, ...], rows: Any) -> list[Any]:
+    """`call` of a rule with its static facts; results of several leaves are `Flat`, and operands may be.
+
+    Args:
+        operands: in the order of its operand class; an instance of that class takes longer to make. rows: M.
+    """
     if not is_compiling() and torch._C._len_torch_dispatch_stack() == 0 and not _profiling():
         leaves: list[Any] = []
         program = prepared.programs.find(operands, rows, leaves)

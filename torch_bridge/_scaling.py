@@ -36,6 +36,10 @@ class Scaling(NamedTuple):
     states: tuple[ScalingState[Tensor], ...] = ()
     scales: Tensor | None = None
 
+    def with_key(self, key: Tensor | None) -> Scaling:
+        """The same with the key as backward gets it, among the saved tensors."""
+        return self if key is self.key else Scaling(key, self.states, self.scales)
+
     def scale(self, product: int, role: int) -> Tensor | None:
         """The scales [G] of an operand, None without a state."""
         if not self.states:

@@ -208,7 +208,7 @@ def _forward(given: Arguments, facts: _Facts, m: Any, out: Tensor | None) -> tup
         forms = _cached_forms(facts.op, facts.needs, row_scale is not None)
         weight = with_forms(cache, weight, forms, given.scaling, 0, training=training)
     extras = given.scaling.extras(1, FORWARD, training=training)
-    operands = LinearOperands(given.x, weight, given.sizes, bias, row_scale, out, extras)
+    operands = (given.x, weight, given.sizes, bias, row_scale, out, extras)  # those of LinearOperands
     y, x, weight = call_prepared(facts.forward, operands, m)
     if not training:
         return y, ()
@@ -220,9 +220,9 @@ def _forward(given: Arguments, facts: _Facts, m: Any, out: Tensor | None) -> tup
 def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | None, deliver: Deliver) -> MainGradients:
     x, sizes, row_scale, weight, bias, key = kept
     facts: _Facts = saved.facts
-    extras = saved.scaling._replace(key=key).extras(1, BACKWARD, training=True)
+    extras = saved.scaling.with_key(key).extras(1, BACKWARD, training=True)
     buffer = grad_input if facts.needs.x else None
-    operands = LinearGradOperands(x, weight, sizes, bias, row_scale, dy, buffer, extras)
+    operands = (x, weight, sizes, bias, row_scale, dy, buffer, extras)  # those of LinearGradOperands
     dx, db, dc, rows, of_dy = call_prepared(facts.main, operands, saved.rows)
     if facts.needs.w:
         deliver(0, WeightGradient(facts.op, facts.specs[1], rows, of_dy, sizes, saved.rows))

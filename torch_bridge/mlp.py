@@ -254,7 +254,7 @@ def _forward(given: Arguments, facts: _Facts, m: Any, out: Tensor | None) -> tup
         wi = with_forms(given.caches[0], wi, of_wi, scaling, 0, training=training)
         wo = with_forms(given.caches[1], wo, of_wo, scaling, 1, training=training)
     extras = scaling.extras(2, FORWARD, training=training)
-    operands = MlpOperands(x, wi, wo, sizes, probs, wi_bias, wo_bias, out, extras)
+    operands = (x, wi, wo, sizes, probs, wi_bias, wo_bias, out, extras)  # those of MlpOperands
     y, x, h, z, wi, wo = call_prepared(facts.forward, operands, m)
     if not training:
         return y, ()
@@ -264,11 +264,11 @@ def _forward(given: Arguments, facts: _Facts, m: Any, out: Tensor | None) -> tup
     return y, (x, h, z, sizes, probs, scaling.key, wi, wo, wi_bias, wo_bias)
 
 
-def _hidden_operands(kept: list[Any], *others: Any) -> HiddenOperands:
-    """The operands of the first stage, removed from the list."""
+def _hidden_operands(kept: list[Any], *others: Any) -> tuple[Any, ...]:
+    """Those of `HiddenOperands`, removed from the list."""
     x, h, z, sizes, probs, _, wi, wo, wi_bias, wo_bias = kept
     kept.clear()
-    return HiddenOperands(x, h, z, wi, wo, sizes, probs, wi_bias, wo_bias, *others)
+    return (x, h, z, wi, wo, sizes, probs, wi_bias, wo_bias, *others)
 
 
 def _backward(
@@ -277,7 +277,7 @@ def _backward(
     x, sizes, key, wi = (kept[at] for at in (0, 3, 5, 6))
     facts: _Facts = saved.facts
     needs, specs, (fc1, fc2) = facts.needs, facts.specs, facts.products
-    scaling = saved.scaling._replace(key=key)
+    scaling = saved.scaling.with_key(key)
     extras = scaling.extras(2, BACKWARD, training=True)
     # No other reference to these operands exists here, so the hidden rows are freed inside the call.
     dp, db2, dh, of_dh, z, dy_form = call_prepared(facts.at_hidden, _hidden_operands(kept, dy, extras), saved.rows)
@@ -287,7 +287,8 @@ def _backward(
     dx = db1 = None
     if facts.first_product is not None:
         extras = scaling.extras(1, BACKWARD, training=True)
-        operands = FirstOperands(x, wi, sizes, dh, of_dh, grad_input if needs.x else None, extras)
+        buffer = grad_input if needs.x else None
+        operands = (x, wi, sizes, dh, of_dh, buffer, extras)  # those of FirstOperands
         dx, db1, rows, dh = call_prepared(facts.first_product, operands, saved.rows)
         if needs.wi:
             deliver(0, WeightGradient(fc1, specs.wi, rows, dh, sizes, saved.rows))
