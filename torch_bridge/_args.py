@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -73,7 +74,8 @@ class WeightForms(Protocol):
         ...
 
 
-class Arguments(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Arguments:
     """The checked arguments of a linear operation, or of an MLP, which has two products.
 
     Attributes:

@@ -55,7 +55,8 @@ class Facts(Protocol):
     def training(self) -> bool: ...
 
 
-class Saved(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Saved:
     """What forward hands to backward besides tensors; `layouts`: of the saved operands, `rows`: M."""
 
     facts: Any
@@ -64,7 +65,8 @@ class Saved(NamedTuple):
     rows: Any
 
 
-class MainGradients(NamedTuple):
+@dataclass(slots=True, eq=False)
+class MainGradients:
     """All gradients except those of weights: of x [M, K], row scale or probabilities [M], and each bias [G, N]."""
 
     x: Tensor | None
@@ -84,7 +86,7 @@ class Operation:
         needs: (x, each weight, row scale, each bias) -> the gradients to compute, as the rules take them.
         facts: (operation, specs of its operands, needs) -> what follows from them.
         weight_dtypes: (operation, specs of its operands) -> dtypes of the weight gradients, as specs name them.
-        forward: (arguments, facts, M, out) -> (the result [M, N], the operands that backward reads).
+        forward: (arguments, facts, scaling, M, out) -> (the result [M, N], the operands that backward reads).
         backward: (saved facts, kept operands, dy, buffer for dx, deliver) -> the other gradients. It removes operands
             from the list, so that rows are freed as soon as they are no longer read.
     """
@@ -98,7 +100,7 @@ class Operation:
     needs: Callable[[bool, Sequence[bool], bool, Sequence[bool]], Any]
     facts: Callable[[Any, Any, Any], Facts]
     weight_dtypes: Callable[[Any, Any], tuple[str, ...]]
-    forward: Callable[[Arguments, Any, Any, Tensor | None], tuple[Tensor, tuple[Any, ...]]]
+    forward: Callable[[Arguments, Any, Scaling, Any, Tensor | None], tuple[Tensor, tuple[Any, ...]]]
     backward: Callable[[Saved, list[Any], Any, Tensor | None, Deliver], MainGradients]
 
 
@@ -125,7 +127,7 @@ def differentiable(
             _stand_in(given, receivers, needed)
     asked: Asked = checked.asked.get(tuple(needed)) or _ask(operation, checked, tuple(needed))
     if not asked.facts.training:
-        return _detached(operation.forward(given, asked.facts, given.x.shape[0], out)[0], out)
+        return _detached(operation.forward(given, asked.facts, given.scaling, given.x.shape[0], out)[0], out)
     rest = asked.rest
     if elsewhere:
         products = zip(operation.weights, given.leaves, owners, given.accumulators, strict=True)
@@ -241,11 +243,8 @@ def forward_and_saved(
     operation: Operation, given: Arguments, facts: Facts, out: Tensor | None
 ) -> tuple[Tensor, list[Tensor | None], Saved]:
     """(the result, the tensors that backward reads, other facts for backward)."""
-    scaling = with_copied_scales(given.scaling)
-    if scaling is not given.scaling:
-        given = given._replace(scaling=scaling)
-    rows = given.x.shape[0]
-    y, kept = operation.forward(given, facts, rows, out)
+    scaling, rows = with_copied_scales(given.scaling), given.x.shape[0]
+    y, kept = operation.forward(given, facts, scaling, rows, out)
     tensors, layouts = pack(kept)
     return _detached(y, out), tensors, Saved(facts, scaling, layouts, rows)
 

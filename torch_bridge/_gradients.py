@@ -6,6 +6,7 @@ Letters: G groups, M rows, K in, N out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -75,7 +76,8 @@ def _prepared(op: Linear, weight: OperandSpec, halves: tuple[int, ...], accumula
     return prepare(_WEIGHT_GRAD, _WeightGrad(op, weight, halves, accumulate))
 
 
-class WeightGradient(NamedTuple):
+@dataclass(slots=True, eq=False)
+class WeightGradient:
     """The gradient of one weight, computed later: dW_g = sum rows^T dy over the rows of group g.
 
     Attributes:

@@ -28,7 +28,7 @@ from torch_bridge._gradients import (
 )
 from torch_bridge._operators import call_prepared, define
 from torch_bridge._record import Prepared, prepare
-from torch_bridge._scaling import BACKWARD, FORWARD
+from torch_bridge._scaling import BACKWARD, FORWARD, Scaling
 from torch_bridge._tensors import StraightThrough
 
 
@@ -201,20 +201,22 @@ def _cached_forms(op: Linear, needs: Needs, has_scale: bool) -> tuple[tuple[int,
     return tuple([each for each in gradients.weight_forms(op, op.recipe, keep) if not each[1].plain])
 
 
-def _forward(given: Arguments, facts: _Facts, m: Any, out: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
+def _forward(
+    given: Arguments, facts: _Facts, scaling: Scaling, m: Any, out: Tensor | None
+) -> tuple[Tensor, tuple[Any, ...]]:
     (weight,), (bias,), (cache,) = given.weights, given.biases, given.caches
     training, row_scale = facts.training, given.row_scale
     if cache is not None:
         forms = _cached_forms(facts.op, facts.needs, row_scale is not None)
-        weight = with_forms(cache, weight, forms, given.scaling, 0, training=training)
-    extras = given.scaling.extras(1, FORWARD, training=training)
+        weight = with_forms(cache, weight, forms, scaling, 0, training=training)
+    extras = scaling.extras(1, FORWARD, training=training)
     operands = (given.x, weight, given.sizes, bias, row_scale, out, extras)  # those of LinearOperands
     y, x, weight = call_prepared(facts.forward, operands, m)
     if not training:
         return y, ()
     keep = facts.keep
     row_scale, bias = row_scale if keep.row_scale else None, bias if keep.bias else None
-    return y, (x, given.sizes, row_scale, weight, bias, given.scaling.key)
+    return y, (x, given.sizes, row_scale, weight, bias, scaling.key)
 
 
 def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | None, deliver: Deliver) -> MainGradients:

@@ -32,7 +32,7 @@ from torch_bridge._gradients import (
 )
 from torch_bridge._operators import call_prepared, define
 from torch_bridge._record import Prepared, prepare
-from torch_bridge._scaling import BACKWARD, FORWARD
+from torch_bridge._scaling import BACKWARD, FORWARD, Scaling
 from torch_bridge._tensors import StraightThrough
 
 
@@ -246,8 +246,10 @@ def _cached_forms(op: Mlp, needs: MlpNeeds, keep_z: bool) -> tuple[tuple[tuple[i
     return tuple([tuple([each for each in forms if not each[1].plain]) for forms in both])
 
 
-def _forward(given: Arguments, facts: _Facts, m: Any, out: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
-    scaling, (wi, wo), (wi_bias, wo_bias) = given.scaling, given.weights, given.biases
+def _forward(
+    given: Arguments, facts: _Facts, scaling: Scaling, m: Any, out: Tensor | None
+) -> tuple[Tensor, tuple[Any, ...]]:
+    (wi, wo), (wi_bias, wo_bias) = given.weights, given.biases
     x, sizes, probs, training, keep = given.x, given.sizes, given.row_scale, facts.training, facts.keep
     if given.caches != (None, None):
         of_wi, of_wo = _cached_forms(facts.op, facts.needs, keep.z)
