@@ -171,8 +171,9 @@ def linear_arguments(
     leaf, rows = _master_and_operand(x)
     master, operand = _master_and_operand(weight)
     names = linear_spec.implementation_names(implementation)
-    masters = (_master_facts(rows, leaf), _master_facts(operand, master))
-    options = (_LINEAR, bool(rhs_transposed), bound.recipe, bool(scale_bias), rows_hint, names, *masters)
+    x_master = None if leaf is rows else _master_facts(leaf)
+    w_master = None if master is operand else _master_facts(master)
+    options = (_LINEAR, bool(rhs_transposed), bound.recipe, bool(scale_bias), rows_hint, names, x_master, w_master)
     operands = (rows, operand, sizes, bias, row_scale)
     cache, arrays, found = _known(options, operands, (bound,))
     if found is None:
@@ -287,8 +288,9 @@ def mlp_arguments(
     (wi_master, first), (wo_master, second) = _master_and_operand(wi), _master_and_operand(wo)
     paired = is_pair(first)
     names = linear_spec.implementation_names(implementation)
-    masters = (_master_facts(first, wi_master), _master_facts(second, wo_master))
-    options = (_MLP, bool(rhs_transposed), activation, bounds[0].recipe, residuals, rows_hint, names, paired, *masters)
+    one = None if wi_master is first else _master_facts(wi_master)
+    two = None if wo_master is second else _master_facts(wo_master)
+    options = (_MLP, bool(rhs_transposed), activation, bounds[0].recipe, residuals, rows_hint, names, paired, one, two)
     operands = (rows, first, second, sizes, probs, wi_bias, wo_bias)
     cache, arrays, found = _known(options, operands, bounds)
     if found is None:
@@ -466,9 +468,9 @@ class _Master(NamedTuple):
     packed: bool
 
 
-def _master_facts(operand: Any, master: Any) -> _Master | None:
+def _master_facts(master: Any) -> _Master | None:
     """Those of a quantised operand's master tensors; None without any."""
-    if master is operand or master is None:
+    if master is None:
         return None
     several = members(master)
     return _Master(dtype_name(several[0].dtype), len(several), is_packed(several))

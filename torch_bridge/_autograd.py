@@ -127,7 +127,8 @@ def differentiable(
             _stand_in(given, receivers, needed)
     asked: Asked = checked.asked.get(tuple(needed)) or _ask(operation, checked, tuple(needed))
     if not asked.facts.training:
-        return _detached(operation.forward(given, asked.facts, given.scaling, given.x.shape[0], out)[0], out)
+        y, _ = operation.forward(given, asked.facts, given.scaling, given.x.shape[0], out)
+        return y if out is None else y.detach()  # a tensor that shares the buffer's storage but not its history
     rest = asked.rest
     if elsewhere:
         products = zip(operation.weights, given.leaves, owners, given.accumulators, strict=True)
@@ -234,11 +235,6 @@ _NOTHING = ((), (None,), (None, None))
 """The default of owners and overwrites, by the number of weights."""
 
 
-def _detached(y: Tensor, out: Tensor | None) -> Tensor:
-    """`y`; if it is the caller's buffer, a tensor that shares its storage but not its history."""
-    return y if out is None else y.detach()
-
-
 def forward_and_saved(
     operation: Operation, given: Arguments, facts: Facts, out: Tensor | None
 ) -> tuple[Tensor, list[Tensor | None], Saved]:
@@ -246,7 +242,7 @@ def forward_and_saved(
     scaling, rows = with_copied_scales(given.scaling), given.x.shape[0]
     y, kept = operation.forward(given, facts, scaling, rows, out)
     tensors, layouts = pack(kept)
-    return _detached(y, out), tensors, Saved(facts, scaling, layouts, rows)
+    return y if out is None else y.detach(), tensors, Saved(facts, scaling, layouts, rows)
 
 
 def saved_names(operation: Operation, saved: Saved) -> list[str]:

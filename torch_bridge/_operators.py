@@ -102,7 +102,7 @@ def call_prepared(prepared: Prepared, operands: tuple[Any, ...], rows: Any) -> l
                 program = _record.program_for(prepared, operands, rows, leaves)
         if program is not None:
             del operands  # so that they are freed as soon as no launch reads them
-            return _record.run(program, leaves, rows)
+            return _record.gathered(program, _record.execute(program, leaves, rows))
     layouts, leaves = flatten_all(operands)
     del operands
     rule, static = prepared.rule, prepared.static

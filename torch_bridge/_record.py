@@ -362,13 +362,13 @@ def given_of(leaf: Leaf, *, has_memory: bool = True) -> Given | None:
     return Given(ArraySpec((len(leaf), *one.shape), one.dtype), True, not has_memory or aligned(there))
 
 
-def run(program: Program, leaves: list[Any], rows: int) -> list[Any]:
-    """The results of a rule, those of several leaves as `Flat`; arguments are those of `execute`."""
-    found = execute(program, leaves, rows)
+def gathered(program: Program, leaves: list[Any]) -> list[Any]:
+    """The results of a rule, those of several leaves as `Flat`; `leaves`: of the results, from `execute`."""
     if program.results is None:
-        return found
+        return leaves
     return [
-        found[place.start] if layout is None else Flat(layout, tuple(found[place])) for layout, place in program.results
+        leaves[place.start] if layout is None else Flat(layout, tuple(leaves[place]))
+        for layout, place in program.results
     ]
 
 
