@@ -168,8 +168,8 @@ def linear_arguments(
     refuse_transforms("grouped_linear", x, weight, bias, row_scale)
     bound = linear_spec.recipe_option(recipe)
     sizes, rows_hint = unwrap(group_sizes)
-    leaf, rows = _master_and_operand(x)
-    master, operand = _master_and_operand(weight)
+    leaf, rows = (x, x) if type(x) in PLAIN else _master_and_operand(x)
+    master, operand = (weight, weight) if type(weight) in PLAIN else _master_and_operand(weight)
     names = linear_spec.implementation_names(implementation)
     x_master = None if leaf is rows else _master_facts(leaf)
     w_master = None if master is operand else _master_facts(master)
@@ -194,7 +194,7 @@ def linear_arguments(
         leaf,
         (leaves,),
         found,
-        _scaling(bound),
+        _UNBOUND if bound.state is None and bound.key is None else _scaling(bound),
         isinstance(wgrad_accum, str),
         (accumulators,),
         caches,
@@ -213,8 +213,6 @@ _LINEAR, _MLP = "linear", "mlp"
 def _scaling(*bounds: BoundRecipe) -> Scaling:
     """What the recipe of an operation is bound to; the second of two belongs to the second product."""
     one = bounds[0]
-    if one.state is None and one.key is None:
-        return _UNBOUND
     return Scaling(one.key, tuple([bound.state for bound in bounds if bound.state is not None]))
 
 
@@ -312,7 +310,7 @@ def mlp_arguments(
         leaf,
         leaves,
         found,
-        _scaling(*bounds),
+        _UNBOUND if bounds[0].state is None and bounds[0].key is None else _scaling(*bounds),
         isinstance(wgrad_accum, str),
         accumulators,
         caches,
@@ -416,10 +414,10 @@ by; the result for these, or None."""
 
 
 def _known(options: tuple[Any, ...], operands: tuple[Any, ...], bounds: Sequence[BoundRecipe]) -> _Known:
-    if is_compiling():
-        return None, (), None
     arrays, key = operands, options
     if not PLAIN.issuperset(map(type, operands)):
+        if is_compiling():  # lengths may be symbols, which have no hash
+            return None, (), None
         arrays, layouts = _arrays(operands)
         key = (*key, *layouts)
     for bound in bounds:
@@ -453,8 +451,6 @@ def _form_facts(form: QTensor[Any]) -> tuple[Any, ...]:
 
 def _master_and_operand(operand: Any) -> tuple[Any, Any]:
     """(the tensor that receives the gradient, the operand itself)."""
-    if type(operand) in PLAIN:
-        return operand, operand
     if isinstance(operand, StraightThrough):
         return operand.master, operand.q
     return (None if isinstance(operand, QTensor) else operand), operand

@@ -115,22 +115,23 @@ def differentiable(
     """The result for checked arguments, with an autograd history if a gradient is needed."""
     if out is not None or grad_input is not None:
         check_buffers(given, out, grad_input)
-    nothing, checked = _NOTHING[len(given.weights)], given.checked
-    owners = owners or nothing
-    elsewhere = given.to_main_grad or owners != nothing or any(given.accumulators)
+    elsewhere = given.to_main_grad or any(given.accumulators) or (owners is not None and any(owners))
     receivers: list[Tensor | None] = []
-    needed: list[bool] = []
+    needed: tuple[bool, ...] = ()
     if torch.is_grad_enabled():
         receivers = given.receivers()
-        needed = [each is not None and each.requires_grad for each in receivers]
+        needed = tuple([each is not None and each.requires_grad for each in receivers])
         if elsewhere:
-            _stand_in(given, receivers, needed)
-    asked: Asked = checked.asked.get(tuple(needed)) or _ask(operation, checked, tuple(needed))
+            receivers, needed = _with_stand_ins(given, receivers, needed)
+    checked = given.checked
+    asked: Asked = checked.asked.get(needed) or _ask(operation, checked, needed)
     if not asked.facts.training:
         y, _ = operation.forward(given, asked.facts, given.scaling, given.x.shape[0], out)
         return y if out is None else y.detach()  # a tensor that shares the buffer's storage but not its history
     rest = asked.rest
     if elsewhere:
+        nothing = (None,) * len(operation.weights)
+        owners = owners or nothing
         products = zip(operation.weights, given.leaves, owners, given.accumulators, strict=True)
         check_listed_once(
             *((name, leaves, owner, given.to_main_grad or len(accum) > 0) for name, leaves, owner, accum in products)
@@ -142,15 +143,17 @@ def differentiable(
     return apply((given, asked.facts, rest, out), *receivers)
 
 
-def _stand_in(given: Arguments, receivers: list[Tensor | None], needed: list[bool]) -> None:
-    """Adds the gradients of quantised weights that have an accumulator but no master weight.
+def _with_stand_ins(
+    given: Arguments, receivers: list[Tensor | None], needed: tuple[bool, ...]
+) -> tuple[list[Tensor | None], tuple[bool, ...]]:
+    """(receivers, needed), with the gradients of quantised weights that have an accumulator but no master weight.
 
     If nothing else needs a gradient, an input takes the place of the master weight, so that autograd runs backward.
 
     Raises:
         NotImplementedError: under torch.compile, whose backward serves only inputs of the graph.
     """
-    by_inputs, at = True in needed, 2
+    by_inputs, at, wanted = True in needed, 2, list(needed)
     for leaves, accumulators in zip(given.leaves, given.accumulators, strict=True):
         if not leaves and any(each is not None for each in accumulators):
             if not by_inputs and is_compiling():
@@ -159,10 +162,11 @@ def _stand_in(given: Arguments, receivers: list[Tensor | None], needed: list[boo
                     "needs a gradient: expected an operand with requires_grad; pass the weight as "
                     "straight_through(master, weight), or keep the call out of the graph."
                 )
-            needed[at] = True
+            wanted[at] = True
             if not by_inputs:
                 receivers[at] = torch.empty(0, device=given.sizes.device, requires_grad=True)
         at += len(leaves) or 1
+    return receivers, tuple(wanted)
 
 
 def _routes_elsewhere(
@@ -229,10 +233,6 @@ def _ask(operation: Operation, checked: Checked, needed: tuple[bool, ...]) -> As
     routes = [Route(name, count, packed, own) for name, (count, packed), own in named]
     asked = checked.asked[needed] = Asked(facts, tuple(live[:weights]), _Rest(operation, tuple(biases), routes))
     return asked
-
-
-_NOTHING = ((), (None,), (None, None))
-"""The default of owners and overwrites, by the number of weights."""
 
 
 def forward_and_saved(
