@@ -153,10 +153,10 @@ def module_calls(device: str) -> dict[str, Callable[[], Any]]:
     layers = (linear_of(2 * WIDTH, options), nn.ScaledSwiGLU(), linear_of(WIDTH, options))
     found = {
         "nn.GroupedLinear": (linear, (x, sizes)),
-        "nn.GroupedLinear, weight a group": (nn.GroupedLinear(GROUPS, WIDTH, WIDTH, **options), (x, sizes)),
+        "nn.GroupedLinear, weight per group": (nn.GroupedLinear(GROUPS, WIDTH, WIDTH, **options), (x, sizes)),
         "F.grouped_mm in a module": (PeerLinear(linear.weight.detach().clone()), (x, offsets)),
         "nn.GroupedMLP": (mlp, (x, sizes, probs)),
-        "nn.GroupedMLP, weight a group": (nn.GroupedMLP(GROUPS, WIDTH, WIDTH, **options), (x, sizes, probs)),
+        "nn.GroupedMLP, weight per group": (nn.GroupedMLP(GROUPS, WIDTH, WIDTH, **options), (x, sizes, probs)),
         "nn.Sequential, fused": (nn.Sequential(*layers), (x, sizes, probs, sizes)),
         "MLP of F.grouped_mm": (
             PeerMLP(mlp.linear_fc1.weight.detach().clone(), mlp.linear_fc2.weight.detach().clone()),

@@ -76,6 +76,10 @@ class Linear:
             raise two_arrays(self.names.w, recipe)
         return recipe if self.fp32 is None else recipe.at_least(self.fp32)
 
+    def gradient_dtype(self, w: OperandSpec) -> str:
+        """The dtype of a new gradient of the weight with that spec."""
+        return self.wgrad_dtype or wide(w.dtype)
+
     def weight_axes(self) -> tuple[int, int]:
         """Axes of the weight that hold K and N."""
         return (2, 1) if self.transposed else (1, 2)

@@ -75,10 +75,14 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name in ("forward", "dgrad", "wgrad"):
-            cells: Any = getattr(self, name)
-            if not isinstance(cells, tuple) or len(cells) != 2 or not all(isinstance(fmt, Format) for fmt in cells):
+            formats: Any = getattr(self, name)
+            if (
+                not isinstance(formats, tuple)
+                or len(formats) != 2
+                or not all(isinstance(fmt, Format) for fmt in formats)
+            ):
                 raise TypeError(
-                    f"`{name}` of Recipe: {cells!r}, expected a tuple of two Formats; take them from FORMATS."
+                    f"`{name}` of Recipe: {formats!r}, expected a tuple of two Formats; take them from FORMATS."
                 )
         for name in ("history", "margin"):
             value: Any = getattr(self, name)

@@ -41,6 +41,7 @@ from torch_bridge._tensors import (
     fixed_spec,
     forms_of,
     home,
+    master_of,
     members,
     parts_of,
     rows_spec,
@@ -64,12 +65,12 @@ class WeightForms(Protocol):
         wanted: tuple[tuple[int, Format], ...],
         scale: Tensor | None,
         amax: Tensor | None,
-        multipliers: tuple[Any, ...],
+        scale_mark: tuple[Any, ...],
     ) -> Sequence[QTensor[Tensor]]:
         """The weight quantised for each requested axis and format; delayed scaling updates `amax` with its amax.
 
         Args:
-            scale: [G], scales of delayed scaling. multipliers: identifies the scales; it differs after each update.
+            scale: [G], scales of delayed scaling. scale_mark: identifies the scales; it differs after each update.
         """
         ...
 
@@ -168,8 +169,14 @@ def linear_arguments(
     refuse_transforms("grouped_linear", x, weight, bias, row_scale)
     bound = linear_spec.recipe_option(recipe)
     sizes, rows_hint = unwrap(group_sizes)
-    leaf, rows = (x, x) if type(x) in PLAIN else _master_and_operand(x)
-    master, operand = (weight, weight) if type(weight) in PLAIN else _master_and_operand(weight)
+    leaf: Any = x
+    rows: Any = x
+    if type(x) not in PLAIN:
+        leaf, rows = _master_and_operand(x)
+    master: Any = weight
+    operand: Any = weight
+    if type(weight) not in PLAIN:
+        master, operand = _master_and_operand(weight)
     names = linear_spec.implementation_names(implementation)
     x_master = None if leaf is rows else _master_facts(leaf)
     w_master = None if master is operand else _master_facts(master)
@@ -365,9 +372,8 @@ def _check_mlp(
     check(op, *specs[:3], fixed_spec(sizes), *specs[3:])
     for each in bounds:
         check_bound(each, specs.wo.shape[0], first, products=3 - len(bounds))
-    if wi_master or wo_master:  # gradients have the dtypes of the master tensors
-        dtypes = (wi_master and wi_master.dtype, wo_master and wo_master.dtype)
-        op = dataclasses.replace(op, master_dtypes=dtypes)
+    dtypes = (wi_master and wi_master.dtype, wo_master and wo_master.dtype)  # those of gradients
+    op = dataclasses.replace(op, master_dtypes=dtypes)
     return sizes, op, MlpSpecs(*map(_static, specs))
 
 
@@ -451,9 +457,7 @@ def _form_facts(form: QTensor[Any]) -> tuple[Any, ...]:
 
 def _master_and_operand(operand: Any) -> tuple[Any, Any]:
     """(the tensor that receives the gradient, the operand itself)."""
-    if isinstance(operand, StraightThrough):
-        return operand.master, operand.q
-    return (None if isinstance(operand, QTensor) else operand), operand
+    return master_of(operand), operand.q if isinstance(operand, StraightThrough) else operand
 
 
 class _Master(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grouped_core import gradients, memory, quantizing
 from grouped_core.calls import OperandSpec
-from grouped_core.formats import Format, QTensor, wide
+from grouped_core.formats import Format, QTensor
 from grouped_core.linear_spec import Linear
 from grouped_core.products import Cached
 from torch_bridge import main_grad
@@ -100,7 +100,7 @@ class WeightGradient:
         if len(live) == count:
             (whole,) = self._launch((0,), False, None, None)
             return list(whole.unbind())
-        shape, dtype = (len(live), *self.weight.shape[1:]), self.op.wgrad_dtype or wide(self.weight.dtype)
+        shape, dtype = (len(live), *self.weight.shape[1:]), self.op.gradient_dtype(self.weight)
         parts = list(self.sizes.new_empty(shape, dtype=TORCH_DTYPES[dtype]).unbind())
         self.into(parts, live, count, packed=False, accumulate=False)
         return parts

@@ -74,7 +74,7 @@ def _define(name: str, schema: str, rule: Rule) -> None:
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     for device in ("CPU", "CUDA"):
         _LIBRARY.impl(name, partial(_execute, rule), device)
-    torch.library.register_fake(f"torch_bridge::{name}", partial(_imagine, rule), lib=_LIBRARY)
+    torch.library.register_fake(f"torch_bridge::{name}", partial(_fake_results, rule), lib=_LIBRARY)
 
 
 def call(rule: Rule, static: Hashable, operands: Any, rows: Any) -> list[Any]:
@@ -86,12 +86,18 @@ def call(rule: Rule, static: Hashable, operands: Any, rows: Any) -> list[Any]:
     return [opened(each, rows) for each in call_prepared(prepare(rule, static), operands, rows)]
 
 
-def call_prepared(prepared: Prepared, operands: tuple[Any, ...], rows: Any) -> list[Any]:
+def call_prepared(prepared: Prepared, operands: tuple[Any, ...] | list[tuple[Any, ...]], rows: Any) -> list[Any]:
     """`call` of a rule with its static facts; results of several leaves are `Flat`, and operands may be.
 
     Args:
-        operands: in the order of its operand class; an instance of that class takes longer to make. rows: M.
+        rows: M.
+        operands: in the order of its operand class, of which an instance takes longer to make than a tuple; or a list
+            with only that, which is emptied, so that operands are freed as soon as no launch reads them. The caller's
+            frame may hold an argument itself until the call returns: it does under a hook of frame evaluation, which
+            Dynamo leaves after a failed compilation.
     """
+    if isinstance(operands, list):
+        operands = operands.pop()
     if not is_compiling() and torch._C._len_torch_dispatch_stack() == 0 and not _profiling():
         leaves: list[Any] = []
         program = prepared.programs.find(operands, rows, leaves)
@@ -198,7 +204,7 @@ def _execute(rule: Rule, *arguments: Any) -> Any:
     return _results([results[at] for at in program.made], arguments)
 
 
-def _imagine(rule: Rule, *arguments: Any) -> Any:
+def _fake_results(rule: Rule, *arguments: Any) -> Any:
     facts, leaves, rows = _arguments(rule, *arguments)
     found = _fake.fake(rule, facts.static, facts.layouts, leaves, rows)
     if _fake.planned:

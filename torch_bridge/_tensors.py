@@ -86,6 +86,13 @@ class StraightThrough:
     q: QTensor[Tensor]
 
 
+def master_of(operand: Any) -> Any:
+    """The tensor or tensors that receive the gradient of an operand; None for a quantised one without a master."""
+    if isinstance(operand, StraightThrough):
+        return operand.master
+    return None if isinstance(operand, QTensor) else operand
+
+
 def home(rows: Any) -> Any:
     """The tensor that determines the device of the operation: the rows, or their quantised values."""
     rows = rows.q if isinstance(rows, StraightThrough) else rows

@@ -6,13 +6,12 @@ Letters: G groups, M rows, K in, N out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from grouped_core import gradients, quantizing
-from grouped_core.formats import Format, QTensor, wide
+from grouped_core.formats import QTensor
 from grouped_core.gradients import LinearSpecs, Needs
 from grouped_core.linear_spec import Linear
 from grouped_core.recipes import BoundRecipe, Recipe
@@ -111,7 +110,7 @@ def _extras(o: Any) -> quantizing.Extras:
 
 
 def _forward_rule(run: Any, static: LinearForward, o: LinearOperands) -> tuple[Any, Any, Any]:
-    operands = list(o[:-1])
+    operands = (o.x, o.weight, o.sizes, o.bias, o.row_scale, o.out)
     found = gradients.linear_forward(run, static.op, *operands, extras=_extras(o), needs=static.needs)
     return found.y, found.x, found.w
 
@@ -150,7 +149,7 @@ class LinearGradOperands(NamedTuple):
 
 
 def _main_grads_rule(run: Any, static: LinearMainGrads, o: LinearGradOperands) -> tuple[Any, ...]:
-    operands = list(o[:-2])
+    operands = (o.x, o.weight, o.sizes, o.bias, o.row_scale, o.dy)
     options = {"grad_input": o.grad_input, "extras": _extras(o)}
     return gradients.main_grads(run, static.op, static.specs, *operands, needs=static.needs, **options)[:5]
 
@@ -193,21 +192,13 @@ def _facts(op: Linear, specs: LinearSpecs, needs: Needs) -> _Facts:
     return _Facts(op, specs, needs, any(needs), keep, forward, main)
 
 
-@lru_cache(maxsize=1024)
-def _cached_forms(op: Linear, needs: Needs, has_scale: bool) -> tuple[tuple[int, Format], ...]:
-    """The axes and formats of a weight that its layer's cache provides."""
-    assert op.recipe is not None, "layers with caches have recipes"
-    keep = gradients.keeps_forms(op, op.recipe, needs, has_scale)[1]
-    return tuple([each for each in gradients.weight_forms(op, op.recipe, keep) if not each[1].plain])
-
-
 def _forward(
     given: Arguments, facts: _Facts, scaling: Scaling, m: Any, out: Tensor | None
 ) -> tuple[Tensor, tuple[Any, ...]]:
     (weight,), (bias,), (cache,) = given.weights, given.biases, given.caches
     training, row_scale = facts.training, given.row_scale
     if cache is not None:
-        forms = _cached_forms(facts.op, facts.needs, row_scale is not None)
+        forms = gradients.cached_forms(facts.op, facts.needs, row_scale is not None)
         weight = with_forms(cache, weight, forms, scaling, 0, training=training)
     extras = scaling.extras(1, FORWARD, training=training)
     operands = (given.x, weight, given.sizes, bias, row_scale, out, extras)  # those of LinearOperands
@@ -236,7 +227,7 @@ def _needs(x: bool, weights: Sequence[bool], row_scale: bool, biases: Sequence[b
 
 
 def _weight_dtypes(op: Linear, specs: LinearSpecs) -> tuple[str, ...]:
-    return (op.wgrad_dtype or wide(specs[1].dtype),)
+    return (op.gradient_dtype(specs[1]),)
 
 
 LINEAR = Operation(

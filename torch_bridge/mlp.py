@@ -7,14 +7,13 @@ activations, else F.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from grouped_core import mlp as rules
 from grouped_core.activations import Activation
-from grouped_core.formats import Format, QTensor, wide
+from grouped_core.formats import QTensor
 from grouped_core.linear_spec import Linear
 from grouped_core.mlp_spec import Kept as KeptOperands
 from grouped_core.mlp_spec import Mlp, MlpNeeds, MlpSpecs, Residuals, kept, needs_dh
@@ -119,7 +118,8 @@ _NO_EXTRAS = (NO_MEASURES, NO_MEASURES)
 
 
 def _forward_rule(run: Any, static: MlpForward, o: MlpOperands) -> tuple[Any, ...]:
-    operands, extras = list(o[:-1]), o.extras or _NO_EXTRAS
+    operands = (o.x, o.wi, o.wo, o.sizes, o.probs, o.wi_bias, o.wo_bias, o.out)
+    extras = o.extras or _NO_EXTRAS
     return rules.mlp(run, static.op, *operands, needs=static.needs, extras=extras)[:6]
 
 
@@ -160,7 +160,8 @@ class HiddenOperands(NamedTuple):
 
 
 def _hidden_rule(run: Any, static: MlpGrads, o: HiddenOperands) -> tuple[Any, ...]:
-    operands, extras = list(o[:-1]), o.extras or _NO_EXTRAS
+    operands = (o.x, o.h, o.z, o.wi, o.wo, o.sizes, o.probs, o.wi_bias, o.wo_bias, o.dy)
+    extras = o.extras or _NO_EXTRAS
     return rules.at_hidden(run, static.op, static.specs, *operands, needs=static.needs, extras=extras)[:6]
 
 
@@ -187,7 +188,7 @@ class FirstOperands(NamedTuple):
 
 
 def _first_rule(run: Any, static: MlpGrads, o: FirstOperands) -> tuple[Any, ...]:
-    operands = list(o[:-2])
+    operands = (o.x, o.wi, o.sizes, o.dh, o.of_dh)
     options = {"grad_input": o.grad_input, "extras": (o.extras or _NO_EXTRAS)[0]}
     found = rules.first_product(run, static.op, static.specs, *operands, needs=static.needs, **options)
     return found.x, found.bias, found.rows, found.dy
@@ -238,21 +239,13 @@ def _facts(op: Mlp, specs: MlpSpecs, needs: MlpNeeds) -> _Facts:
     )
 
 
-@lru_cache(maxsize=1024)
-def _cached_forms(op: Mlp, needs: MlpNeeds, keep_z: bool) -> tuple[tuple[tuple[int, Format], ...], ...]:
-    """The axes and formats of both weights that the caches of their layers provide."""
-    assert op.recipe is not None, "layers with caches have recipes"
-    both = rules.cached_forms(op, op.recipe, needs, keep_z=keep_z)
-    return tuple([tuple([each for each in forms if not each[1].plain]) for forms in both])
-
-
 def _forward(
     given: Arguments, facts: _Facts, scaling: Scaling, m: Any, out: Tensor | None
 ) -> tuple[Tensor, tuple[Any, ...]]:
     (wi, wo), (wi_bias, wo_bias) = given.weights, given.biases
     x, sizes, probs, training, keep = given.x, given.sizes, given.row_scale, facts.training, facts.keep
     if given.caches != (None, None):
-        of_wi, of_wo = _cached_forms(facts.op, facts.needs, keep.z)
+        of_wi, of_wo = rules.cached_forms(facts.op, facts.needs, keep.z)
         wi = with_forms(given.caches[0], wi, of_wi, scaling, 0, training=training)
         wo = with_forms(given.caches[1], wo, of_wo, scaling, 1, training=training)
     extras = scaling.extras(2, FORWARD, training=training)
@@ -276,13 +269,13 @@ def _hidden_operands(kept: list[Any], *others: Any) -> tuple[Any, ...]:
 def _backward(
     saved: Saved, kept: list[Any], dy: Tensor | QTensor[Tensor], grad_input: Tensor | None, deliver: Deliver
 ) -> MainGradients:
-    x, sizes, key, wi = (kept[at] for at in (0, 3, 5, 6))
+    x, _, _, sizes, _, key, wi, *_ = kept
     facts: _Facts = saved.facts
     needs, specs, (fc1, fc2) = facts.needs, facts.specs, facts.products
     scaling = saved.scaling.with_key(key)
     extras = scaling.extras(2, BACKWARD, training=True)
-    # No other reference to these operands exists here, so the hidden rows are freed inside the call.
-    dp, db2, dh, of_dh, z, dy_form = call_prepared(facts.at_hidden, _hidden_operands(kept, dy, extras), saved.rows)
+    operands: Any = [_hidden_operands(kept, dy, extras)]  # emptied inside, where the hidden rows are freed
+    dp, db2, dh, of_dh, z, dy_form = call_prepared(facts.at_hidden, operands, saved.rows)
     if needs.wo:
         deliver(1, WeightGradient(fc2, specs.wo, z, dy_form, sizes, saved.rows))
     del z, dy, dy_form
@@ -303,7 +296,7 @@ def _needs(x: bool, weights: Sequence[bool], probs: bool, biases: Sequence[bool]
 
 def weight_dtypes(op: Mlp, specs: MlpSpecs) -> tuple[str, ...]:
     """Dtypes of the gradients of both weights."""
-    return op.fc1().wgrad_dtype or wide(specs.wi.dtype), op.fc2().wgrad_dtype or wide(specs.wo.dtype)
+    return op.fc1().gradient_dtype(specs.wi), op.fc2().gradient_dtype(specs.wo)
 
 
 NAMES = (MLP_NAMES.wi, MLP_NAMES.wo)

@@ -1,4 +1,4 @@
-"""How the PyTorch face looks at memory: what counts as the same call, and what is refused although it looks alike."""
+"""How the PyTorch frontend reads memory: which calls count as the same, and which similar ones are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torch_bridge._memory import EXCHANGE, address_table, empty_on_cpu
 
 
 class Marked(Tensor):
-    """A tensor in plain memory with a type of its own."""
+    """A tensor in plain memory with another Python type."""
 
 
 def _shifted(count: int) -> Tensor:
@@ -288,7 +288,7 @@ _NEEDS_CUDA = pytest.mark.skipif(not _native.cuda_compiled, reason="this build h
 
 @_NEEDS_CUDA
 def test_a_refused_launch_names_the_odd_address() -> None:
-    """Where the workspace is that of aligned addresses. Nothing is launched, so no device is needed."""
+    """The workspace has the size for aligned addresses. Nothing is launched, so no device is needed."""
     operands = [*_operands(512, 64, torch.bfloat16)[:3], torch.empty(512, 64, dtype=torch.bfloat16)]
     call = _planned_call(*operands[:3], None)
     plan = plans.plan(call, "sm_90a")
@@ -306,7 +306,7 @@ def test_a_refused_launch_names_the_odd_address() -> None:
 
 @_NEEDS_CUDA
 def test_odd_addresses_make_the_workspace_larger(monkeypatch) -> None:
-    """Of operands whose addresses a kernel wants aligned, and for the programs of such operands alone."""
+    """The workspace is larger only if an operand that a kernel needs aligned is not, and for composed kernels."""
     monkeypatch.setattr(_record, "arch_of", lambda device: "sm_90a")  # planned for, never launched
     x, w, sizes, bias = _operands(512, 64, torch.bfloat16)
 
@@ -351,14 +351,14 @@ def _call(form: str, recipe: Any, x: Tensor | None = None) -> Tensor:
 
 
 CHECKS = ("_check_linear", "_check_mlp")
-"""What checks the operands of the public functions."""
+"""The functions that check operands of the public functions."""
 
 
 @pytest.mark.rule("ERR-1")
 @pytest.mark.parametrize("recipe", [None, recipes.FP8Delayed, recipes.MXFP8], ids=lambda r: r and r.name)
 @pytest.mark.parametrize("form", FUNCTIONS)
 def test_operands_are_checked_once_for_their_facts(monkeypatch: pytest.MonkeyPatch, form: str, recipe: Any) -> None:
-    """Facts are those of other tensors too; what has others is checked, and so is another recipe."""
+    """Other tensors with the same facts are not checked again; other facts or another recipe are checked."""
     first = _call(form, recipe)
     checked: list[str] = []
     for name in CHECKS:

@@ -1,4 +1,4 @@
-"""What the tests of the PyTorch face share: problems as tensors, and a count of native launches."""
+"""Helpers of the PyTorch frontend's tests: problems as tensors, and a count of native launches."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def counted_launches() -> Iterator[list[str]]:
 
 @contextmanager
 def allocations() -> Iterator[list[StorageWeakRef]]:
-    """Storages that kernels were given to write results into inside; `expired()` once nobody holds them."""
+    """The storages into which kernels inside write results; `expired()` is true once they are freed."""
     found: list[StorageWeakRef] = []
 
     def note(_: str, values: list[Any], made: tuple[int, ...]) -> None:
@@ -109,7 +109,7 @@ def allocations() -> Iterator[list[StorageWeakRef]]:
 
 
 class Buffer(NamedTuple):
-    """What a kernel was given to write one result into: the native call, its shape, its storage."""
+    """The buffer of one result: the native call that writes it, its shape, its storage."""
 
     call: str
     shape: tuple[int, ...]
@@ -118,7 +118,7 @@ class Buffer(NamedTuple):
 
 @contextmanager
 def living() -> Iterator[list[tuple[str, list[Buffer]]]]:
-    """(native call, buffers of earlier ones inside that somebody holds when it is launched) of each launch inside."""
+    """For each launch inside: (native call, buffers of earlier launches that are still alive at that time)."""
     seen: list[tuple[str, list[Buffer]]] = []
     earlier: list[Buffer] = []
 
