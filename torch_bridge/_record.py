@@ -287,14 +287,45 @@ def _program(
     rule: Rule, static: Hashable, layouts: Sequence[Layout], leaves: Sequence[Leaf], rows: int, device: torch.device
 ) -> Program:
     recording = record(rule, static, layouts, [given_of(each) for each in leaves], rows)
-    # Only the alignment of addresses matters, and the facts include it; what a replay allocates is aligned.
-    places = [0 if not isinstance(each, Tensor) else each.data_ptr() for each in leaves if each is not None]
-    places += [0] * (len(recording.specs) + 1 - recording.given)
-    rows_of = recording.rows
-    for register, row in rows_of.items():
-        aligned = places[row.leaf] % ALIGNMENT == 0
-        places[register] = places[row.leaf] + row.offset if aligned else 1  # 1: of any alignment
+    steps, workspace_bytes = _planned(recording, _addresses(recording, leaves), arch_of(device))
+    index, empty = (-1, empty_on_cpu) if device.type == "cpu" else (device.index, empty_on_cuda)
+    results = [at for output in recording.outputs for at in output.leaves]
+    returned = {at[1] for at in results if isinstance(at, tuple)}
+    native = _native.Program(
+        steps,
+        [-1 if at is None else -2 - at[1] if isinstance(at, tuple) else at for at in results],
+        [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and at not in returned],
+        len(recording.specs) + 1,
+        ((workspace_bytes,), (1,), torch.uint8) if workspace_bytes else None,
+        empty,
+        partial(address_table, device=index),
+    )
+    parts, at = [], 0
+    for layout, own in recording.outputs:
+        parts.append((same(layout), slice(at, at + len(own))))
+        at += len(own)
+    several = any(layout is not None for layout, _ in parts)
+    made = tuple([results.index(at) for at in recording.made()])
+    sizes = sizes_at(rule, layouts) if rule.notes_sizes else None
+    return Program(native, tuple(parts) if several else None, made, sizes, workspace_bytes, index)
+
+
+def _addresses(recording: Recording, leaves: Sequence[Leaf]) -> list[int]:
+    """For each register and the workspace, an address with the alignment of all that share the facts of `leaves`.
+
+    Facts include whether an address is aligned. What a replay allocates is, and so are tables.
+    """
+    found = [each.data_ptr() if isinstance(each, Tensor) else 0 for each in leaves if each is not None]
+    found += [0] * (len(recording.specs) + 1 - recording.given)
+    for register, row in recording.rows.items():
+        found[register] = found[row.leaf] + row.offset if found[row.leaf] % ALIGNMENT == 0 else 1
+    return found
+
+
+def _planned(recording: Recording, addresses: Sequence[int], arch: str) -> tuple[list[tuple[Any, ...]], int]:
+    """(the steps as `_native.Program` takes them, bytes of the workspace that they share)."""
     keep = set(recording.made())
+    rows = recording.rows
     steps: list[tuple[Any, ...]] = []
     workspace_bytes = 0
     for step in reversed(recording.steps):
@@ -302,16 +333,16 @@ def _program(
             steps.append((step.source, step.result, step.dtype))
             keep.add(step.source)
             continue
-        plan = plans.plan(step.call, arch_of(device))
+        plan = plans.plan(step.call, arch)
         inputs = len(step.call.inputs)
         registers = [-1] * (inputs + len(step.call.outputs) + 1)
         for slot, register in step.operands:
             registers[slot] = register
         for slot, register in enumerate(step.results, inputs):
             registers[slot] = -1 if register is None else register
-        needed = plan.workspace_for([0 if at < 0 else places[at] for at in registers])
-        offsets = [rows_of[at].offset if at in rows_of else 0 for at in registers]
-        registers = [rows_of[at].leaf if at in rows_of else at for at in registers]
+        needed = plan.workspace_for([0 if at < 0 else addresses[at] for at in registers])
+        offsets = [rows[at].offset if at in rows else 0 for at in registers]
+        registers = [rows[at].leaf if at in rows else at for at in registers]
         read = {register for register in registers[:inputs] if register >= 0}
         if needed:
             registers[-1] = len(recording.specs)
@@ -325,26 +356,7 @@ def _program(
         launcher = _native.Launcher(EXCHANGE, plan, registers, offsets)
         steps.append((step.call.name, launcher, tuple(new), tuple(read - keep)))
         keep |= read
-    index, empty = (-1, empty_on_cpu) if device.type == "cpu" else (device.index, empty_on_cuda)
-    results = [at for output in recording.outputs for at in output.leaves]
-    returned = {at[1] for at in results if isinstance(at, tuple)}
-    native = _native.Program(
-        steps[::-1],
-        [-1 if at is None else -2 - at[1] if isinstance(at, tuple) else at for at in results],
-        [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and at not in returned],
-        len(recording.specs) + 1,
-        ((workspace_bytes,), (1,), torch.uint8) if workspace_bytes else None,
-        empty,
-        partial(address_table, device=index),
-    )
-    places, at = [], 0
-    for layout, parts in recording.outputs:
-        places.append((same(layout), slice(at, at + len(parts))))
-        at += len(parts)
-    several = any(layout is not None for layout, _ in places)
-    made = tuple([results.index(at) for at in recording.made()])
-    sizes = sizes_at(rule, layouts) if rule.notes_sizes else None
-    return Program(native, tuple(places) if several else None, made, sizes, workspace_bytes, index)
+    return steps[::-1], workspace_bytes
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
