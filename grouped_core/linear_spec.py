@@ -132,7 +132,10 @@ def recipe_option(recipe: Any) -> BoundRecipe:
         return recipe
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"`recipe`: {type(recipe).__name__}, expected None or a Recipe; pass one, e.g. BF16.")
-    return BoundRecipe(recipe)
+    return _without_arrays(recipe)
+
+
+_without_arrays = lru_cache(maxsize=256)(BoundRecipe)
 
 
 def dtype_option(dtype: Any) -> str | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from grouped_core.formats import FORMATS, PLAIN, Format, wide
@@ -116,17 +117,17 @@ class Recipe:
         """The format with `starts_at_one` where rows must not share a scale that is found in them."""
         return fmt.replace(starts_at_one=self.batch_invariant) if fmt.delayed else fmt
 
-    @property
+    @cached_property
     def quantized(self) -> bool:
         """Whether an operand is quantised."""
         return any(not fmt.plain for fmt in self.cells())
 
-    @property
+    @cached_property
     def delayed(self) -> bool:
         """Whether an operand has delayed scaling."""
         return any(fmt.delayed for fmt in self.cells())
 
-    @property
+    @cached_property
     def stochastic(self) -> bool:
         """Whether an operand is rounded stochastically."""
         return any(fmt.stochastic for fmt in self.cells())

@@ -21,7 +21,7 @@ from grouped_core.mlp_spec import Mlp, MlpNames, MlpNeeds, MlpSpecs, Residuals
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes
-from torch_bridge._tensors import CachedLayout, ExtrasLayout, Form, PairLayout, StraightThrough
+from torch_bridge._tensors import CachedLayout, ExtrasLayout, Form, PairLayout, ProductExtras, StraightThrough
 
 _DATACLASSES = (
     *(Activation, BoundRecipe, Format, GroupSizes, Linear, Mlp, QTensor, Recipe, ScalingState, StraightThrough),
@@ -37,6 +37,7 @@ _TUPLES = (
     Names,
     Needs,
     PairLayout,
+    ProductExtras,
     QuantizedSpec,
 )
 _FIELDS: dict[type[Any], tuple[str, ...]] = (

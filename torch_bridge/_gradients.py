@@ -6,6 +6,7 @@ Letters: G groups, M rows, K in, N out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,7 +23,8 @@ from torch_bridge._args import WeightForms, is_packed, leaf_names
 from torch_bridge._checks import local
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import EXCHANGE
-from torch_bridge._operators import call, define
+from torch_bridge._operators import call_prepared, define
+from torch_bridge._record import Prepared, prepare
 from torch_bridge._scaling import WEIGHT, Scaling
 from torch_bridge._tensors import TORCH_DTYPES, pack
 from torch_bridge.quantized_weight import QuantizedWeight
@@ -69,11 +71,18 @@ _WEIGHT_GRAD = define(
 )
 
 
-class WeightGradient(NamedTuple):
+@lru_cache(maxsize=1024)
+def _prepared(op: Linear, weight: OperandSpec, halves: tuple[int, ...], accumulate: bool) -> Prepared:
+    return prepare(_WEIGHT_GRAD, _WeightGrad(op, weight, halves, accumulate))
+
+
+@dataclass(slots=True, eq=False)
+class WeightGradient:
     """The gradient of one weight, computed later: dW_g = sum rows^T dy over the rows of group g.
 
     Attributes:
         op: the product. weight: spec of the packed weight. rows: [M, K], dy: [M, N], as the main gradients return them.
+        count: M.
     """
 
     op: Linear
@@ -81,8 +90,9 @@ class WeightGradient(NamedTuple):
     rows: Any
     dy: Any
     sizes: Tensor
+    count: Any
 
-    def new(self, live: Sequence[int], count: int, *, packed: bool) -> list[Tensor]:
+    def new(self, live: Sequence[int], count: int, *, packed: bool) -> list[Any]:
         """New gradients for the tensors at `live` of a weight of `count` tensors; `packed`: it is one tensor."""
         if packed or self.op.paired:
             halves = tuple([at + 1 for at in live]) if self.op.paired else (0,)
@@ -111,13 +121,12 @@ class WeightGradient(NamedTuple):
         self._launch((0,), accumulate, into, None)
 
     def _launch(self, halves: tuple[int, ...], accumulate: bool, into: Any, into_up: Any) -> list[Any]:
-        static = _WeightGrad(self.op, self.weight, halves, accumulate)
-        operands = _Operands(self.rows, self.dy, self.sizes, into, into_up)
-        return call(_WEIGHT_GRAD, static, operands, self.rows.shape[0])
+        operands = (self.rows, self.dy, self.sizes, into, into_up)  # those of _Operands
+        return call_prepared(_prepared(self.op, self.weight, halves, accumulate), operands, self.count)
 
     def tensors(self) -> list[Tensor]:
         """The tensors that it keeps alive."""
-        return [each for each in pack((self.rows, self.dy, self.sizes)).tensors if each is not None]
+        return [each for each in pack((self.rows, self.dy, self.sizes))[0] if each is not None]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -148,13 +157,19 @@ class Route(NamedTuple):
     overwrite: tuple[bool, ...] | None = None
     dtype: torch.dtype = torch.float32
 
+    def nothing(self) -> list[Tensor | None]:
+        """What autograd gets if there is no gradient."""
+        return [None] * self.parts
+
     def deliver(self, gradient: WeightGradient | None) -> list[Tensor | None]:
-        """The gradients for autograd, one per tensor of the weight; the gradient is computed now, or queued."""
-        results: list[Tensor | None] = [None] * self.parts
+        """The gradient for each tensor of the weight, None where it goes elsewhere; it is computed now, or queued."""
         if gradient is None or not self.live:
-            return results
+            return self.nothing()
         if not self.owners:
             made = gradient.new(self.live, self.parts, packed=self.packed)
+            if len(made) == self.parts:
+                return made
+            results: list[Tensor | None] = [None] * self.parts
             for at, each in zip(self.live, made, strict=True):
                 results[at] = each
             return results
@@ -262,13 +277,19 @@ def _place(weight: Any) -> tuple[int, int]:
 
 
 def with_forms(
-    cache: WeightForms | None, weight: Any, wanted: tuple[tuple[int, Format], ...], scaling: Scaling, *, training: bool
+    cache: WeightForms | None,
+    weight: Any,
+    wanted: tuple[tuple[int, Format], ...],
+    scaling: Scaling,
+    product: int,
+    *,
+    training: bool,
 ) -> Any:
     """A weight, together with the requested quantised tensors that its layer keeps, if it keeps any."""
     if cache is None or not wanted or isinstance(weight, QTensor):
         return weight
-    amax = scaling.amax(WEIGHT) if training else None
-    forms = cache(weight, wanted, scaling.scale(WEIGHT), amax, scaling.mark())
+    amax = scaling.amax(product, WEIGHT) if training else None
+    forms = cache(weight, wanted, scaling.scale(product, WEIGHT), amax, scaling.mark(product))
     return Cached(weight, quantizing.joined(list(forms)))
 
 

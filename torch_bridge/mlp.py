@@ -14,21 +14,24 @@ from torch import Tensor
 from grouped_core import mlp as rules
 from grouped_core.activations import Activation
 from grouped_core.formats import QTensor
-from grouped_core.mlp_spec import NO_NEEDS, Mlp, MlpNeeds, MlpSpecs, Residuals, kept, needs_dh
+from grouped_core.linear_spec import Linear
+from grouped_core.mlp_spec import Kept as KeptOperands
+from grouped_core.mlp_spec import Mlp, MlpNeeds, MlpSpecs, Residuals, kept, needs_dh
 from grouped_core.quantizing import NO_MEASURES
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
 from torch_bridge import _autocast, _saved
 from torch_bridge._args import Accumulators, Arguments, Members, mlp_arguments
-from torch_bridge._autograd import NOTHING, Deliver, Kept, MainGradients, Operation, Saved
+from torch_bridge._autograd import Deliver, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS, run
 from torch_bridge._checks import MLP_NAMES
 from torch_bridge._gradients import (
     WeightGradient,
     with_forms,
 )
-from torch_bridge._operators import call, define
-from torch_bridge._scaling import DY, WEIGHT, X
+from torch_bridge._operators import call_prepared, define
+from torch_bridge._record import Prepared, prepare
+from torch_bridge._scaling import BACKWARD, FORWARD, Scaling
 from torch_bridge._tensors import StraightThrough
 
 
@@ -98,7 +101,7 @@ class MlpForward(NamedTuple):
 
 
 class MlpOperands(NamedTuple):
-    """Operands of forward; `extras` belong to the first product, `extras_2` to the second."""
+    """Operands of forward; `extras`: of both products."""
 
     x: Any
     wi: Any
@@ -109,12 +112,14 @@ class MlpOperands(NamedTuple):
     wo_bias: Any
     out: Any
     extras: Any
-    extras_2: Any
+
+
+_NO_EXTRAS = (NO_MEASURES, NO_MEASURES)
 
 
 def _forward_rule(run: Any, static: MlpForward, o: MlpOperands) -> tuple[Any, ...]:
     operands = (o.x, o.wi, o.wo, o.sizes, o.probs, o.wi_bias, o.wo_bias, o.out)
-    extras = (o.extras or NO_MEASURES, o.extras_2 or NO_MEASURES)
+    extras = o.extras or _NO_EXTRAS
     return rules.mlp(run, static.op, *operands, needs=static.needs, extras=extras)[:6]
 
 
@@ -152,12 +157,11 @@ class HiddenOperands(NamedTuple):
     wo_bias: Any
     dy: Any
     extras: Any
-    extras_2: Any
 
 
 def _hidden_rule(run: Any, static: MlpGrads, o: HiddenOperands) -> tuple[Any, ...]:
     operands = (o.x, o.h, o.z, o.wi, o.wo, o.sizes, o.probs, o.wi_bias, o.wo_bias, o.dy)
-    extras = (o.extras or NO_MEASURES, o.extras_2 or NO_MEASURES)
+    extras = o.extras or _NO_EXTRAS
     return rules.at_hidden(run, static.op, static.specs, *operands, needs=static.needs, extras=extras)[:6]
 
 
@@ -185,7 +189,7 @@ class FirstOperands(NamedTuple):
 
 def _first_rule(run: Any, static: MlpGrads, o: FirstOperands) -> tuple[Any, ...]:
     operands = (o.x, o.wi, o.sizes, o.dh, o.of_dh)
-    options = {"grad_input": o.grad_input, "extras": o.extras or NO_MEASURES}
+    options = {"grad_input": o.grad_input, "extras": (o.extras or _NO_EXTRAS)[0]}
     found = rules.first_product(run, static.op, static.specs, *operands, needs=static.needs, **options)
     return found.x, found.bias, found.rows, found.dy
 
@@ -205,51 +209,84 @@ _FIRST_PRODUCT = define(
 # Forward and backward
 
 
-def _forward(given: Arguments, needs: MlpNeeds, out: Tensor | None) -> tuple[Tensor, Kept]:
-    (one, two), (wi, wo), (wi_bias, wo_bias) = given.scaling, given.weights, given.biases
-    x, sizes, probs, training = given.x, given.sizes, given.row_scale, any(needs)
-    keep = kept(given.op, needs, probs is not None, wi_bias is not None, wo_bias is not None)
-    if given.caches != (None, None):
-        of_wi, of_wo = rules.cached_forms(given.op, needs, keep.z)
-        wi = with_forms(given.caches[0], wi, of_wi, one, training=training)
-        wo = with_forms(given.caches[1], wo, of_wo, two, training=training)
-    extras = [each.extras(X, WEIGHT, training=training) for each in (one, two)]
-    operands = MlpOperands(x, wi, wo, sizes, probs, wi_bias, wo_bias, out, *extras)
-    y, x, h, z, wi, wo = call(_FORWARD, MlpForward(given.op, needs), operands, given.x.shape[0])
-    if not training:
-        return y, NOTHING
-    probs, wi_bias, wo_bias = (
-        each if needed else None
-        for each, needed in ((probs, keep.probs), (wi_bias, keep.wi_bias), (wo_bias, keep.wo_bias))
+class _Facts(NamedTuple):
+    """What follows from checked arguments and from the gradients that are needed; see `_autograd.Facts`.
+
+    Attributes:
+        products: both products as linear operations. keep: what backward reads.
+        forward, at_hidden, first_product: the operators; the last is None if nothing needs the gradient of hidden rows.
+    """
+
+    op: Mlp
+    specs: MlpSpecs
+    needs: MlpNeeds
+    training: bool
+    products: tuple[Linear, Linear]
+    keep: KeptOperands
+    forward: Prepared
+    at_hidden: Prepared
+    first_product: Prepared | None
+
+
+def _facts(op: Mlp, specs: MlpSpecs, needs: MlpNeeds) -> _Facts:
+    keep = kept(op, needs, specs.probs is not None, specs.wi_bias is not None, specs.wo_bias is not None)
+    grads = MlpGrads(op, specs, needs)
+    return _Facts(
+        *(op, specs, needs, any(needs), (op.fc1(), op.fc2()), keep),
+        forward=prepare(_FORWARD, MlpForward(op, needs)),
+        at_hidden=prepare(_AT_HIDDEN, grads),
+        first_product=prepare(_FIRST_PRODUCT, grads) if needs_dh(needs) else None,
     )
-    return y, Kept((x, h, z, sizes, probs, one.key, wi, wo, wi_bias, wo_bias), _saved.OF_ROWS)
 
 
-def _hidden_operands(kept: list[Any], *others: Any) -> HiddenOperands:
-    """The operands of the first stage, removed from the list."""
+def _forward(
+    given: Arguments, facts: _Facts, scaling: Scaling, m: Any, out: Tensor | None
+) -> tuple[Tensor, tuple[Any, ...]]:
+    (wi, wo), (wi_bias, wo_bias) = given.weights, given.biases
+    x, sizes, probs, training, keep = given.x, given.sizes, given.row_scale, facts.training, facts.keep
+    if given.caches != (None, None):
+        of_wi, of_wo = rules.cached_forms(facts.op, facts.needs, keep.z)
+        wi = with_forms(given.caches[0], wi, of_wi, scaling, 0, training=training)
+        wo = with_forms(given.caches[1], wo, of_wo, scaling, 1, training=training)
+    extras = scaling.extras(2, FORWARD, training=training)
+    operands = (x, wi, wo, sizes, probs, wi_bias, wo_bias, out, extras)  # those of MlpOperands
+    y, x, h, z, wi, wo = call_prepared(facts.forward, operands, m)
+    if not training:
+        return y, ()
+    if not keep.probs:
+        probs = None
+    wi_bias, wo_bias = wi_bias if keep.wi_bias else None, wo_bias if keep.wo_bias else None
+    return y, (x, h, z, sizes, probs, scaling.key, wi, wo, wi_bias, wo_bias)
+
+
+def _hidden_operands(kept: list[Any], *others: Any) -> tuple[Any, ...]:
+    """Those of `HiddenOperands`, removed from the list."""
     x, h, z, sizes, probs, _, wi, wo, wi_bias, wo_bias = kept
     kept.clear()
-    return HiddenOperands(x, h, z, wi, wo, sizes, probs, wi_bias, wo_bias, *others)
+    return (x, h, z, wi, wo, sizes, probs, wi_bias, wo_bias, *others)
 
 
 def _backward(
     saved: Saved, kept: list[Any], dy: Tensor | QTensor[Tensor], grad_input: Tensor | None, deliver: Deliver
 ) -> MainGradients:
     x, _, _, sizes, _, key, wi, *_ = kept
-    op, needs, static = saved.op, saved.needs, MlpGrads(saved.op, saved.specs, saved.needs)
-    extras = [each._replace(key=key).extras(X, WEIGHT, DY, training=True) for each in saved.scaling]
-    operands: Any = [_hidden_operands(kept, dy, *extras)]  # `call` empties the list, and frees the hidden rows inside
-    dp, db2, dh, of_dh, z, dy_form = call(_AT_HIDDEN, static, operands, saved.rows)
+    facts: _Facts = saved.facts
+    needs, specs, (fc1, fc2) = facts.needs, facts.specs, facts.products
+    scaling = saved.scaling.with_key(key)
+    extras = scaling.extras(2, BACKWARD, training=True)
+    operands: Any = [_hidden_operands(kept, dy, extras)]  # emptied inside, where the hidden rows are freed
+    dp, db2, dh, of_dh, z, dy_form = call_prepared(facts.at_hidden, operands, saved.rows)
     if needs.wo:
-        deliver(1, WeightGradient(op.fc2(), saved.specs.wo, z, dy_form, sizes))
+        deliver(1, WeightGradient(fc2, specs.wo, z, dy_form, sizes, saved.rows))
     del z, dy, dy_form
     dx = db1 = None
-    if needs_dh(needs):
+    if facts.first_product is not None:
+        extras = scaling.extras(1, BACKWARD, training=True)
         buffer = grad_input if needs.x else None
-        operands = FirstOperands(x, wi, sizes, dh, of_dh, buffer, extras[0])
-        dx, db1, rows, dh = call(_FIRST_PRODUCT, static, operands, saved.rows)
+        operands = (x, wi, sizes, dh, of_dh, buffer, extras)  # those of FirstOperands
+        dx, db1, rows, dh = call_prepared(facts.first_product, operands, saved.rows)
         if needs.wi:
-            deliver(0, WeightGradient(op.fc1(), saved.specs.wi, rows, dh, sizes))
+            deliver(0, WeightGradient(fc1, specs.wi, rows, dh, sizes, saved.rows))
     return MainGradients(dx, dp, (db1, db2))
 
 
@@ -266,12 +303,12 @@ NAMES = (MLP_NAMES.wi, MLP_NAMES.wo)
 MLP = Operation(
     name="grouped_mlp",
     weights=NAMES,
+    rows=_saved.OF_ROWS,
     places=(1, 2),
     scale_place=6,
     check=mlp_arguments,
-    needs_names=("wi", "wo"),
-    no_needs=NO_NEEDS,
     needs=_needs,
+    facts=_facts,
     weight_dtypes=weight_dtypes,
     forward=_forward,
     backward=_backward,

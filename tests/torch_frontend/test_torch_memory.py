@@ -27,7 +27,7 @@ from torch_bridge import (
     quantize,
     scaling_state,
 )
-from torch_bridge._memory import EXCHANGE, address_table
+from torch_bridge._memory import EXCHANGE, address_table, empty_on_cpu
 
 
 class Marked(Tensor):
@@ -125,6 +125,98 @@ def test_launchers_refuse_what_is_not_there() -> None:
         launcher.launch([*values[:3], None], 0)
     with pytest.raises(IndexError):
         launcher.launch(values[:3], 0)
+
+
+def test_launchers_read_operands_at_offsets() -> None:
+    """The second row of an array takes the place of a tensor of its own."""
+    specs = [("float32", (2, 3)), ("float32", (2,)), ("int32", (1,)), None]
+    plan = _native.plan("scale_rows", "cpu", "", specs, [("float32", (2, 3))], {})
+    launcher = _native.Launcher(EXCHANGE, plan, [0, 1, 2, -1, 3, -1], [0, 8, 0, 0, 0, 0])
+    scales = torch.tensor([[2.0, 2.0], [3.0, 3.0]])
+    values = [torch.ones(2, 3), scales, torch.tensor([2], dtype=torch.int32), torch.empty(2, 3)]
+    launcher.launch(values, 0)
+    asserts.filled(values[3], 3.0)
+    with asserts.refused(ValueError, ["got 1 offsets", "one per register"]):
+        _native.Launcher(EXCHANGE, plan, [0, 1, 2, -1, 3, -1], [8])
+
+
+def _scaling_program(**changes: Any) -> _native.Program:
+    """rows [2, 3] times scales, rounded to bf16; the leaves are rows, nothing, a list of scales, sizes."""
+    specs = [("float32", (2, 3)), ("float32", (2,)), ("int32", (1,)), None]
+    plan = _native.plan("scale_rows", "cpu", "", specs, [("float32", (2, 3))], {})
+    launcher = _native.Launcher(EXCHANGE, plan, [0, 1, 2, -1, 3, -1])
+    new = ((2, 3), (3, 1), torch.float32)
+    given = {
+        "steps": [("scale_rows", launcher, ((3, new),), (0, 1, 2)), (3, 4, torch.bfloat16)],
+        "results": [4, -1, -2 - 3],
+        "released": [0],
+        "registers": 6,
+        "workspace": None,
+        "empty": empty_on_cpu,
+        "table_of": torch.cat,
+    } | changes
+    return _native.Program(**given)
+
+
+def _leaves() -> list[Any]:
+    return [torch.ones(2, 3), None, [torch.ones(1), torch.ones(1) * 2], torch.tensor([2], dtype=torch.int32)]
+
+
+def test_programs_run_their_steps() -> None:
+    leaves = _leaves()
+    sizes = leaves[3]
+    y, nothing, same = _scaling_program().run(leaves, 0)
+    asserts.bitwise(y, torch.tensor([[1.0] * 3, [2.0] * 3], dtype=torch.bfloat16))
+    assert nothing is None
+    assert same is sizes
+    assert leaves[0] is None, "a released leaf is still in the list"
+    assert leaves[3] is sizes
+    with asserts.refused(ValueError, ["operand", "no tensor"]):
+        _scaling_program().run([None, None, *_leaves()[2:]], 0)
+    with asserts.refused(TypeError, ["a step", "Launcher"]):
+        _scaling_program(steps=[("scale_rows", "no launcher", (), ())])
+
+
+def test_programs_let_launches_be_watched() -> None:
+    """`watch` runs in place of the launch, when the results are allocated and nothing is freed."""
+    seen: list[Any] = []
+
+    def watch(name: str, launcher: Any, values: list[Any], made: tuple[int, ...], stream: int) -> None:
+        seen.append((name, made, stream, [each is not None for each in values]))
+        values[made[0]].fill_(5.0)
+
+    program = _scaling_program(workspace=((7,), (1,), torch.uint8))
+    asserts.filled(program.run(_leaves(), 0, watch)[0], 5.0)
+    assert seen == [("scale_rows", (3,), 0, [True, True, True, True, False, True])]
+
+
+def test_facts_find_what_was_kept_for_them() -> None:
+    class Several(NamedTuple):
+        layout: Any
+        leaves: tuple[Any, ...]
+
+    cache = _native.FactsCache(EXCHANGE, 3, Several)
+    layout, other = ("layout",), ["layout"]
+    a, b = torch.zeros(2), torch.zeros(3)
+    cache.keep((a, None), 0, "plain")
+    cache.keep((Several(layout, (a, b)), None), 0, "flat")
+    leaves: list[Any] = []
+    assert cache.find((torch.ones(2), None), 0, leaves) == "plain"
+    assert len(leaves) == 2
+    assert cache.find((a, None), 1) is None, "another number"
+    assert cache.find((b, None)) is None, "other facts"
+    leaves.clear()
+    assert cache.find((Several(layout, (a, b)), None), 0, leaves) == "flat"
+    assert leaves[0] is a
+    assert leaves[1:] == [b, None]
+    assert cache.find((Several(other, (a, b)), None)) is None, "another layout"
+    assert cache.find((None, Several(layout, (a, b)))) is None, "another operand"
+    assert cache.find((1, None)) is None
+    cache.keep((1, None), 0, "nothing")
+    assert len(cache) == 2
+    for rows in range(3, 6):
+        cache.keep((torch.zeros(rows),), 0, rows)
+    assert len(cache) == 2, "it is emptied when it is full"
 
 
 def _moved(tensor: Tensor) -> Tensor:
