@@ -3,6 +3,7 @@ Native calls of jax-grouped, offered as XLA FFI handlers, as plans over addresse
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 
 ffi_api_version: tuple = ...
@@ -112,8 +113,11 @@ def call(call_name: str, arch: str, implementation: str, inputs: Sequence[tuple[
 class Exchange:
     """Reads tensors of one type through DLPack's C exchange interface."""
 
-    def __init__(self, tensor_type: type) -> None:
-        """Raises TypeError for a type that does not offer it."""
+    def __init__(self, tensor_type: type, plain_subclass: type | None = None) -> None:
+        """
+        `plain_subclass`: a subclass without a `__torch_dispatch__` of its own, recognised without asking for it.
+        Raises TypeError for a type that does not offer the interface.
+        """
 
     def describe(self, operands: tuple[object, ...]) -> bytes | None:
         """
@@ -128,13 +132,54 @@ class Exchange:
 class Launcher:
     """A plan that finds its operands in a list of tensors."""
 
-    def __init__(self, exchange: Exchange, plan: Plan, registers: Sequence[int]) -> None:
+    def __init__(self, exchange: Exchange, plan: Plan, registers: Sequence[int], offsets: Sequence[int] = ()) -> None:
         """
         `registers`: for the operands in slot order, the results and the workspace, the position in the list; -1
-        where absent, or read through a table.
+        where absent, or read through a table. `offsets`: for each, the bytes from the start of the tensor to the
+        operand; none: 0 for all.
         """
 
     def launch(self, values: list, stream: int) -> None:
         """
         Runs the kernel; otherwise as `Plan.launch`. Raises ValueError for a workspace that is too small.
         """
+
+class Program:
+    """The planned steps of a rule, which run on the tensors of a list."""
+
+    def __init__(self, steps: list[tuple], results: Sequence[int], released: Sequence[int], registers: int, workspace: tuple[tuple[int, ...], tuple[int, ...], object] | None, empty: Callable[..., object], table_of: Callable[[Any], object]) -> None:
+        """
+        A new tensor is given by the arguments of `empty`, (shape, strides, dtype), also the workspace.
+
+        `steps`: launches (name, launcher, ((register, new tensor), ...), registers that no later step reads) and
+        casts (register, register of the result, dtype). `results`: of each a register, -1 for None, or leaf n as
+        -2 - n. `released`: leaves that are taken out of the list. `registers`: their number; those of the leaves
+        that are there come first, and the workspace is the last. `table_of` makes a tensor of a leaf that is a
+        list.
+        """
+
+    def run(self, leaves: list, stream: int, watch: Callable[[str, Launcher, list, tuple[int, ...], int], None] | None = None) -> list:
+        """
+        Runs all steps on `stream` and returns the results. `watch` runs in place of each launch, with the name of
+        its call, its launcher, all registers, those of its new results, and the stream.
+        """
+
+class FactsCache:
+    """Objects by `Exchange.describe` of operands, and a number."""
+
+    def __init__(self, exchange: Exchange, most: int, flat: type) -> None:
+        """
+        `most`: number of entries at which the cache is emptied. `flat`: the class, a tuple of a layout and a tuple
+        of leaves, of operands that are several leaves. Layouts count by their identity.
+        """
+
+    def find(self, operands: tuple[object, ...], number: int = 0, leaves: list | None = None) -> Any:
+        """
+        The object that was kept for these facts; None where there is none, or `describe` has no answer. The leaves
+        of the operands are appended to `leaves`.
+        """
+
+    def keep(self, operands: tuple[object, ...], number: int, value: object) -> None:
+        """Keeps `value`, unless `describe` has no answer."""
+
+    def __len__(self) -> int: ...

@@ -382,10 +382,10 @@ def scaling_state(recipe: Recipe, num_groups: int, *, products: int = 1) -> Scal
         ValueError: the recipe has no delayed scaling.
     """
     scaling.check_groups(num_groups)
-    top = np.asarray(scaling.tops(recipe, products), np.float32)
-    scale = np.zeros((len(top), num_groups), np.float32)
-    history = np.zeros((len(top), recipe.history, num_groups), np.float32)
-    return ScalingState(scale, history, top, recipe.amax_algorithm)
+    fp8_max = np.asarray(scaling.fp8_maxes(recipe, products), np.float32)
+    scale = np.zeros((len(fp8_max), num_groups), np.float32)
+    history = np.zeros((len(fp8_max), recipe.history, num_groups), np.float32)
+    return ScalingState(scale, history, fp8_max, recipe.amax_algorithm)
 
 
 def update_scaling(state: ScalingState[Any]) -> ScalingState[Any]:

@@ -8,6 +8,7 @@ Letters: G groups, M rows, K in, N out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import ml_dtypes as ml_dtypes  # NumPy then knows the narrow types by name
 
 from grouped_core.activations import KINDS, Activation
-from grouped_core.formats import Format, padded_rows
+from grouped_core.formats import PARAMS, Format, padded_rows
 from grouped_core.recipes import Recipe
 
 MAX_GROUPS = 65535
@@ -93,18 +94,15 @@ QUANTIZED = ("values", "scales", "group_scales", "cross_values", "cross_scales",
 """Results of `quantize`, in order: the form contracted along the last axis, then the form contracted along the axis
 before it."""
 
-_STORING = ("encode", "key", "into_amax")
+_QUANTIZING = ("encode", "key", "into_amax")
 """Operands of quantising, besides its source."""
 
-_STORING_PARAMS = (
-    *("rule", "block", "block_outer", "segment", "turned", "pow2", "eps", "starts_at_one"),
-    *("stochastic", "stream", "rotate", "four_over_six", "full_range"),
-)
+_QUANTIZING_PARAMS = (*PARAMS, "stream")
 
 ACTIVATED = {f"activated_{name}": f"cross_{name}" for name in ("values", "scales", "group_scales")}
 """Results that are the quantised form of the activated rows, and their names in `quantize`."""
 
-_ACTIVATED_PARAMS = tuple(name for name in _STORING_PARAMS if name not in ("block_outer", "stream"))
+_ACTIVATED_PARAMS = tuple(name for name in _QUANTIZING_PARAMS if name not in ("block_outer", "stream"))
 
 FUSED = ("grouped_matmul_act", "grouped_matmul_dact")
 """Calls that fuse a product and an activation."""
@@ -128,16 +126,16 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "scale_rows": ("rows", "row_scale", "group_sizes", "into"),
     "grouped_matmul_act": (
         *("lhs", "rhs", "group_sizes", "bias", "row_scale", "rhs_table", "bias_table", "rhs_up"),
-        *(*_SCALES, *_STORING),
+        *(*_SCALES, *_QUANTIZING),
     ),
     "grouped_matmul_dact": (
         *("lhs", "rhs", "group_sizes", "hidden", "row_scale", "row_base", "rhs_table"),
-        *(*_SCALES, *_STORING, "activated_encode"),
+        *(*_SCALES, *_QUANTIZING, "activated_encode"),
     ),
     "activation": ("rows", "group_sizes", "row_scale"),
     "activation_grad": ("grad", "rows", "group_sizes", "row_scale", "row_base"),
     "quantize": (
-        *("source", "group_sizes", "source_table", *_STORING, "skip"),
+        *("source", "group_sizes", "source_table", *_QUANTIZING, "skip"),
         *(f"into_{name}" for name in QUANTIZED),
     ),
     "dequantize": ("values", "group_sizes", "scales", "group_scales"),
@@ -195,9 +193,9 @@ RESULTS: dict[str, tuple[str, ...]] = {
 
 def new_call(
     name: str,
-    operands: dict[str, ArraySpec | None],
-    results: ArraySpec | dict[str, ArraySpec | None],
-    params: dict[str, Param] | None = None,
+    operands: Mapping[str, ArraySpec | None],
+    results: ArraySpec | Mapping[str, ArraySpec | None],
+    params: Mapping[str, Param] | None = None,
     implementation: str = "",
 ) -> Call:
     """The call `name` with specs of its operands and results by slot; a single spec is that of the only result."""
@@ -235,10 +233,10 @@ def _operands(lhs: OperandSpec, rhs: OperandSpec) -> dict[str, ArraySpec | None]
     """The slots of a product's two operands."""
     slots: dict[str, ArraySpec | None] = {}
     for name, operand in (("lhs", lhs), ("rhs", rhs)):
-        stored = isinstance(operand, QuantizedSpec)
-        slots[name] = operand.values if stored else operand
-        slots[f"{name}_scales"] = operand.scales if stored else None
-        slots[f"{name}_group_scales"] = operand.group_scales if stored else None
+        quantized = isinstance(operand, QuantizedSpec)
+        slots[name] = operand.values if quantized else operand
+        slots[f"{name}_scales"] = operand.scales if quantized else None
+        slots[f"{name}_group_scales"] = operand.group_scales if quantized else None
     return slots
 
 
@@ -434,37 +432,26 @@ class QuantizedResult(NamedTuple):
 
     def params(self) -> dict[str, Param]:
         """The parameters that quantizing adds."""
-        return {
-            "rule": self.format.rule,
-            **_block_params(self.format),
-            "pow2": int(self.format.pow2),
-            "eps": float(self.format.eps),
-            "starts_at_one": int(self.format.starts_at_one),
-            "stochastic": int(self.format.stochastic),
-            "stream": self.stream,
-            "rotate": int(self.format.rotate),
-            "four_over_six": self.format.four_over_six,
-            "full_range": int(self.format.full_range),
-        }
+        return {**self.format.params(), "stream": self.stream}
 
 
-def _quantized_activated(stored: QuantizedResult | None, rows: ArraySpec, groups: int) -> tuple[dict[str, Any], ...]:
+def _quantized_activated(quantized: QuantizedResult | None, rows: ArraySpec, groups: int) -> tuple[dict[str, Any], ...]:
     """As `_quantized_result`, for the activated rows as a second quantised result."""
-    if stored is None:
+    if quantized is None:
         return {}, {}, {}
-    made, params = stored.results(rows, groups), stored.params()
+    made, params = quantized.results(rows, groups), quantized.params()
     return (
-        {"activated_encode": stored.operands(groups)["encode"]},
+        {"activated_encode": quantized.operands(groups)["encode"]},
         {name: made.get(own) for name, own in ACTIVATED.items()},
         {f"activated_{name}": params[name] for name in _ACTIVATED_PARAMS},
     )
 
 
-def _quantized_result(stored: QuantizedResult | None, source: ArraySpec, groups: int) -> tuple[dict[str, Any], ...]:
-    """Operands, results and parameters that `stored` adds, if it is given."""
-    if stored is None:
+def _quantized_result(quantized: QuantizedResult | None, source: ArraySpec, groups: int) -> tuple[dict[str, Any], ...]:
+    """Operands, results and parameters that `quantized` adds, if it is given."""
+    if quantized is None:
         return {}, {}, {}
-    return stored.operands(groups), stored.results(source, groups), stored.params()
+    return quantized.operands(groups), quantized.results(source, groups), quantized.params()
 
 
 @lru_cache(maxsize=1024)
@@ -483,7 +470,7 @@ def grouped_matmul_act(
     rhs_up: ArraySpec | None = None,
     aligned_tables: bool = True,
     hidden: bool = True,
-    stored: QuantizedResult | None = None,
+    quantized: QuantizedResult | None = None,
     zero_tail: bool = True,
     rows_hint: int = 0,
     implementation: str = "",
@@ -491,7 +478,7 @@ def grouped_matmul_act(
     """result [M, F] = row_scale[r] * act(hidden[r]), hidden [M, W] = lhs [M, K] @ rhs + bias, rounded to lhs's dtype
     (the nominal one of a quantised lhs).
 
-    With `stored` the result, rounded to that dtype too, is returned only in quantised forms.
+    With `quantized` the result, rounded to that dtype too, is returned only in quantised forms.
 
     rhs is [G, K, W] (`rhs_axis` 1) or [G, W, K] (2), W = 2F for gated kinds; with `rhs_up` each has F columns. `tables`
     as in `grouped_matmul`, for rhs and bias; `hidden` says whether the hidden rows are a second result.
@@ -509,9 +496,9 @@ def grouped_matmul_act(
     }
     width = wide // 2 if activation.gated else wide
     rows = (lhs.shape[0], width)
-    added = _quantized_result(stored, ArraySpec(rows, lhs.dtype), group_sizes.shape[0])
+    added = _quantized_result(quantized, ArraySpec(rows, lhs.dtype), group_sizes.shape[0])
     results = {
-        "result": ArraySpec(rows, result_dtype) if stored is None else None,
+        "result": ArraySpec(rows, result_dtype) if quantized is None else None,
         "hidden": ArraySpec((lhs.shape[0], wide), lhs.dtype) if hidden else None,
         **added[1],
     }
@@ -546,7 +533,7 @@ def grouped_matmul_dact(
     row_base: ArraySpec | None = None,
     table: bool = False,
     aligned_tables: bool = True,
-    stored: QuantizedResult | None = None,
+    quantized: QuantizedResult | None = None,
     quantized_activated: QuantizedResult | None = None,
     zero_tail: bool = True,
     rows_hint: int = 0,
@@ -554,9 +541,9 @@ def grouped_matmul_dact(
 ) -> Call:
     """Gradients at the hidden rows, with dz [M, F] = lhs [M, N] @ rhs, where lhs is dy.
 
-    `stored`: quantised forms of `result`, whether or not `wanted` asks for the unquantised one too.
-    `quantized_activated`, only with `stored`: the form of `activated`, rounded to the dtype of hidden, contracted along
-    rows; it has no amax and no key.
+    `quantized`: quantised forms of `result`, whether or not `wanted` asks for the unquantised one too.
+    `quantized_activated`, only with `quantized`: the form of `activated`, rounded to the dtype of hidden, contracted
+    along rows; it has no amax and no key.
 
     `wanted`, in this order: result [M, W] = row_scale[r] dz[r] act'(hidden[r]); activated [M, F] = row_scale[r]
     act(hidden[r]); row_sum [M] float32 = row_base[r] + <dz[r], act(hidden[r])>.
@@ -575,7 +562,10 @@ def grouped_matmul_dact(
     params |= _product_params(lhs, rhs, recipe, aligned_tables, rows_hint)
     results = _hidden_grads(hidden, width, result_dtype, wanted)
     groups, rows = group_sizes.shape[0], ArraySpec((hidden.shape[0], width), hidden.dtype)
-    for added in (_quantized_result(stored, hidden, groups), _quantized_activated(quantized_activated, rows, groups)):
+    for added in (
+        _quantized_result(quantized, hidden, groups),
+        _quantized_activated(quantized_activated, rows, groups),
+    ):
         operands, results, params = operands | added[0], results | added[1], params | added[2]
     return new_call("grouped_matmul_dact", operands, results, params, implementation)
 
@@ -634,18 +624,18 @@ def spec_in_format(format: Format, shape: tuple[int, ...], axis: int, dtype: str
     depth, outer = shape[axis], shape[-1 if axis == len(shape) - 2 else -2]
     block = format.block or 1
     if weights:
-        stored = (groups, outer, _codes(format, depth))
+        codes = (groups, outer, _codes(format, depth))
         scales = (groups, -(-outer // format.block_outer), -(-depth // block))
     elif axis == 1:
-        stored = (outer, _codes(format, depth))
+        codes = (outer, _codes(format, depth))
         scales = (outer, -(-depth // block))
         scales = scales[::-1] if format.scales == "float32" else scales
     else:
         padded = padded_rows(depth, groups, format.segment)
-        stored = (outer, padded) if format.turned else (padded, _codes(format, outer))
+        codes = (outer, padded) if format.turned else (padded, _codes(format, outer))
         scales = (padded // block, outer)
     return QuantizedSpec(
-        ArraySpec(stored, format.values),
+        ArraySpec(codes, format.values),
         ArraySpec(scales, format.scales) if format.scales else None,
         ArraySpec((groups,), "float32") if format.per_group else None,
         format,
@@ -661,12 +651,8 @@ def _codes(format: Format, count: int) -> int:
 
 
 def _block_params(format: Format) -> dict[str, Param]:
-    return {
-        "block": format.block,
-        "block_outer": format.block_outer,
-        "segment": format.segment,
-        "turned": int(format.turned),
-    }
+    params = format.params()
+    return {name: params[name] for name in ("block", "block_outer", "segment", "turned")}
 
 
 @lru_cache(maxsize=1024)
@@ -693,21 +679,21 @@ def quantize(
         reuse: results are written into the caller's buffers.
     """
     groups = group_sizes.shape[0] if group_sizes is not None else source.shape[0]
-    stored = QuantizedResult(format, forms, encode, amax, merge, key, stream)
-    results = stored.results(source, groups)
+    quantized = QuantizedResult(format, forms, encode, amax, merge, key, stream)
+    results = quantized.results(source, groups)
     operands = {
         "source": source,
         "group_sizes": group_sizes,
         "source_table": ArraySpec((groups,), "int64") if table else None,
-        **stored.operands(groups),
+        **quantized.operands(groups),
         "skip": ArraySpec((1,), "int32") if skip else None,
     }
     if reuse:
         operands |= {f"into_{name}": results.get(name) for name in QUANTIZED}
-    return new_call("quantize", operands, results, stored.params())
+    return new_call("quantize", operands, results, quantized.params())
 
 
-class StoredParts(NamedTuple):
+class QuantizedParts(NamedTuple):
     """The calls that a fused call with quantised results combines; None where it does not quantise activated rows."""
 
     plain: Call
@@ -715,16 +701,16 @@ class StoredParts(NamedTuple):
     activated: Call | None  # of `activated`
 
 
-def quantized_parts(call: Call) -> StoredParts | None:
+def quantized_parts(call: Call) -> QuantizedParts | None:
     """The plain call and each `quantize` that a fused call with quantised results combines; None for other calls."""
     results = dict(zip(RESULTS[call.name], call.outputs, strict=True))
     if call.name not in FUSED or (results["values"] is None and results["cross_values"] is None):
         return None
     operands, params = dict(zip(SLOTS[call.name], call.inputs, strict=True)), dict(call.params)
-    added = {name: params.pop(name) for name in _STORING_PARAMS}
+    added = {name: params.pop(name) for name in _QUANTIZING_PARAMS}
     source = operands.get("hidden") or _activated_spec(operands, params)
     own = {name: results.pop(name) for name in (*QUANTIZED, "amax")}
-    reads = {name: operands.pop(name) for name in _STORING}
+    reads = {name: operands.pop(name) for name in _QUANTIZING}
     sizes = {"group_sizes": operands["group_sizes"]}
     results["result"], activated = source, None
     forms = {own: results.pop(name, None) for name, own in ACTIVATED.items()}
@@ -736,7 +722,7 @@ def quantized_parts(call: Call) -> StoredParts | None:
         results["activated"] = ArraySpec((source.shape[0], width), source.dtype)
         activated = new_call("quantize", {"source": results["activated"], **sizes, **encode}, forms, how)
     plain = new_call(call.name, operands, results, params)
-    return StoredParts(plain, new_call("quantize", {"source": source, **sizes, **reads}, own, added), activated)
+    return QuantizedParts(plain, new_call("quantize", {"source": source, **sizes, **reads}, own, added), activated)
 
 
 def _activated_spec(operands: dict[str, ArraySpec | None], params: dict[str, Param]) -> ArraySpec:
@@ -750,16 +736,16 @@ def _activated_spec(operands: dict[str, ArraySpec | None], params: dict[str, Par
 
 
 @lru_cache(maxsize=1024)
-def dequantize(stored: QuantizedSpec, group_sizes: ArraySpec | None, result_dtype: str) -> Call:
+def dequantize(q: QuantizedSpec, group_sizes: ArraySpec | None, result_dtype: str) -> Call:
     """The values of a quantised array, in its logical shape; rows need group sizes."""
     operands = {
-        "values": stored.values,
+        "values": q.values,
         "group_sizes": group_sizes,
-        "scales": stored.scales,
-        "group_scales": stored.group_scales,
+        "scales": q.scales,
+        "group_scales": q.group_scales,
     }
-    params: dict[str, Param] = {"cross": int(stored.axis == len(stored.shape) - 2), **_block_params(stored.format)}
-    return new_call("dequantize", operands, ArraySpec(stored.shape, result_dtype), params)
+    params: dict[str, Param] = {"cross": int(q.axis == len(q.shape) - 2), **_block_params(q.format)}
+    return new_call("dequantize", operands, ArraySpec(q.shape, result_dtype), params)
 
 
 @lru_cache(maxsize=64)

@@ -34,7 +34,7 @@ class Format:
         delayed: the quantisation scale comes from a state, from the amax of earlier steps.
         starts_at_one: with delayed: a group without a scale yet (its state holds 0) has scale 1, instead of the scale
             that follows from its rows in this call. Recipes set it where a row must not depend on others.
-        pow2: "fp32" scales (the multipliers) are rounded down to powers of two.
+        pow2: "fp32" quantisation scales are rounded down to powers of two.
         eps: "fp32" scales use at least this amax.
         stochastic: E2M1 codes are rounded stochastically.
         rotate: where rows are contracted, blocks go through a Hadamard transform.
@@ -111,6 +111,12 @@ class Format:
             self.rotate,
         )
 
+    def params(self) -> dict[str, str | int | float]:
+        """The parameters of native calls that quantise in this format, by their names in cc/api/calls.h."""
+        values = {name: getattr(self, name) for name in PARAMS}
+        flags = {name: int(value) for name, value in values.items() if isinstance(value, bool)}
+        return {**values, **flags, "eps": float(self.eps)}
+
     @property
     def per_group(self) -> bool:
         """Whether each group has a scale."""
@@ -134,6 +140,12 @@ class Format:
         """The format of the form contracted along rows, or along the other axis, which is never rotated."""
         return self.replace(rotate=False) if self.rotate and not rows else self
 
+
+PARAMS = (
+    *("rule", "block", "block_outer", "segment", "turned", "pow2", "eps", "starts_at_one"),
+    *("stochastic", "rotate", "four_over_six", "full_range"),
+)
+"""What a quantising kernel has to know of a format; a new option of formats is added here."""
 
 _E4M3, _E5M2, _E8M0 = "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"
 _TENSOR: dict[str, Any] = {"rule": "fp32", "segment": 128, "turned": True}

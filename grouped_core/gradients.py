@@ -194,6 +194,18 @@ def keeps_forms(op: Linear, recipe: Recipe, needs: Needs, has_scale: bool) -> tu
     return x, (needs.x or values) and not recipe.dgrad[1].plain
 
 
+@lru_cache(maxsize=1024)
+def cached_forms(op: Linear, needs: Needs, has_scale: bool) -> tuple[tuple[int, Format], ...]:
+    """(contracted axis, format) of the quantised forms of the weight that a layer has to cache for its passes."""
+    assert op.recipe is not None, "layers with caches have recipes"
+    return quantized_only(weight_forms(op, op.recipe, keeps_forms(op, op.recipe, needs, has_scale)[1]))
+
+
+def quantized_only(forms: Sequence[tuple[int, Format]]) -> tuple[tuple[int, Format], ...]:
+    """`forms` without those in plain formats, which are the array itself."""
+    return tuple([each for each in forms if not each[1].plain])
+
+
 def reads_values(op: Linear, needs: Needs, has_scale: bool) -> bool:
     """Whether the gradient of the row scale reads x and dy W^T; with `scale_bias` it reads neither."""
     return needs.row_scale and has_scale and not op.scale_bias
@@ -308,7 +320,7 @@ def main_grads(
     wgrad_form = [(0, recipe.wgrad[1])]
     dy_forms = [(1, recipe.dgrad[0])] if through_weight else []
     dy_forms += wgrad_form if needs.w and row_factor is None else []
-    of_dy = grad_in_formats(run, recipe, given, dy_forms, group_sizes, extras, stream, stored=quantized_dy)
+    of_dy = grad_in_formats(run, recipe, given, dy_forms, group_sizes, extras, stream, given=quantized_dy)
     if through_weight:
         # The gradient of the scale reads dy W^T unscaled and unrounded, so dx is then scaled in a separate pass. Both
         # ways do one fp32 product and one rounding, so they give the same bits.
@@ -369,14 +381,14 @@ def grad_in_formats(
     extras: Extras,
     stream: int,
     amax: Array | None = None,
-    stored: QTensor[Any] | None = None,
+    given: QTensor[Any] | None = None,
 ) -> Quantized:
     """dy in the formats `wanted`; the amax of delayed scaling is merged into `amax`.
 
     Args:
-        stored: forms of dy that exist already; the others are made.
+        given: forms of dy that exist already; the others are made.
     """
-    ready = [None if stored is None else given_form(stored, *each) for each in wanted]
+    ready = [None if given is None else given_form(given, *each) for each in wanted]
     missing = [each for each, form in zip(wanted, ready, strict=True) if form is None]
     amax = extras.dy_amax if amax is None else amax
     delayed = {"scale": extras.dy, "amax": amax, "measure": extras.measure}
@@ -446,7 +458,7 @@ def weight_grad(
         lhs,
         rhs,
         group_sizes,
-        into_spec.dtype if into_spec else op.wgrad_dtype or wide(w_spec.dtype),
+        into_spec.dtype if into_spec else op.gradient_dtype(w_spec),
         into=into,
         halves=halves,
         accumulate=accumulate,

@@ -76,6 +76,10 @@ class Linear:
             raise two_arrays(self.names.w, recipe)
         return recipe if self.fp32 is None else recipe.at_least(self.fp32)
 
+    def gradient_dtype(self, w: OperandSpec) -> str:
+        """The dtype of a new gradient of the weight with that spec."""
+        return self.wgrad_dtype or wide(w.dtype)
+
     def weight_axes(self) -> tuple[int, int]:
         """Axes of the weight that hold K and N."""
         return (2, 1) if self.transposed else (1, 2)
@@ -128,7 +132,10 @@ def recipe_option(recipe: Any) -> BoundRecipe:
         return recipe
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"`recipe`: {type(recipe).__name__}, expected None or a Recipe; pass one, e.g. BF16.")
-    return BoundRecipe(recipe)
+    return _without_arrays(recipe)
+
+
+_without_arrays = lru_cache(maxsize=256)(BoundRecipe)
 
 
 def dtype_option(dtype: Any) -> str | None:

@@ -8,6 +8,7 @@ Letters: G groups, M rows, K hidden size of the model, F expert width, W columns
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from grouped_core import calls, gradients
@@ -60,7 +61,7 @@ class HiddenGrads(NamedTuple):
     dh: Array | None
     z: Operand | None
     dp: Array | None
-    stored: Quantized
+    quantized: Quantized
 
 
 class AtHidden(NamedTuple):
@@ -106,12 +107,12 @@ def hidden_rows(
     wi_bias: Operand | None,
     *,
     keep: bool,
-    stored: Within | None = None,
+    quantized: Within | None = None,
 ) -> tuple[Operand, Array | None, Array | None]:
     """(z [M, F], h [M, W] with `keep`, amax of z): the first product and the activation in one call.
 
     Args:
-        x, wi: in the form that forward reads. stored: how z is quantised; None leaves it unquantised.
+        x, wi: in the form that forward reads. quantized: how z is quantised; None leaves it unquantised.
     """
     linear = op.fc1()
     x_spec = operand_spec(run, x)
@@ -131,17 +132,17 @@ def hidden_rows(
         rhs_up=up_spec,
         aligned_tables=all_aligned(wi),
         hidden=keep,
-        stored=stored and stored.call,
+        quantized=quantized and quantized.call,
         zero_tail=op.clear_residuals,
         rows_hint=op.rows_hint,
         implementation=op.implementation,
     )
     named = {"lhs": x, "rhs": wi, "bias": wi_bias, "group_sizes": group_sizes, "row_scale": p}
-    z, h, *results = run(call, arranged(call, **named, **(stored.arrays if stored else {})))
-    if stored is None:
+    z, h, *results = run(call, arranged(call, **named, **(quantized.arrays if quantized else {})))
+    if quantized is None:
         return z, h, None
     width = operand_spec(run, wi).shape[linear.weight_axes()[1]] // (2 if op.activation.gated else 1)
-    forms = stored.forms(call, (z, h, *results), ArraySpec((x_spec.shape[0], width), x_spec.dtype))
+    forms = quantized.forms(call, (z, h, *results), ArraySpec((x_spec.shape[0], width), x_spec.dtype))
     return joined(forms.forms), h, forms.amax
 
 
@@ -173,8 +174,8 @@ def mlp(
     keep = kept(op, needs, probs is not None, wi_bias is not None, wo_bias is not None)
     first = first_forms(run, op, x, wi, group_sizes, extras[0], needs)
     linear = op.fc2(wo_bias is not None and probs is not None)
-    stored = activated_forms(run, op, operand_spec(run, x), wo, extras[1], keep.z)
-    z, h, amax = hidden_rows(run, op, first.x, first.w, group_sizes, probs, wi_bias, keep=keep.h, stored=stored)
+    quantized = activated_forms(run, op, operand_spec(run, x), wo, extras[1], keep.z)
+    z, h, amax = hidden_rows(run, op, first.x, first.w, group_sizes, probs, wi_bias, keep=keep.h, quantized=quantized)
     second = gradients.linear_forward(
         run,
         linear,
@@ -244,18 +245,19 @@ def first_forms(
     return forms
 
 
-def cached_forms(
-    op: Mlp, recipe: Recipe, needs: MlpNeeds, *, keep_z: bool
-) -> tuple[list[tuple[int, Format]], list[tuple[int, Format]]]:
-    """(contracted axis, format) of the forms of wi and of wo that a layer has to cache for its passes.
+@lru_cache(maxsize=1024)
+def cached_forms(op: Mlp, needs: MlpNeeds, keep_z: bool) -> tuple[tuple[tuple[int, Format], ...], ...]:
+    """(contracted axis, format) of the quantised forms of wi and of wo that their layers have to cache for a pass.
 
     Args:
         keep_z: whether backward reads the activated rows of forward (`kept`).
     """
-    first, second = op.fc1(), op.fc2()
+    assert op.recipe is not None, "layers with caches have recipes"
+    first, second, recipe = op.fc1(), op.fc2(), op.recipe
     of_wi = gradients.keeps_forms(first, recipe, Needs(needs.x, False, False, False), False)[1]
     of_wo = gradients.keeps_forms(second, recipe, Needs(needs_dz(needs), keep_z, False, False), False)[1]
-    return gradients.weight_forms(first, recipe, of_wi), gradients.weight_forms(second, recipe, of_wo)
+    both = gradients.weight_forms(first, recipe, of_wi), gradients.weight_forms(second, recipe, of_wo)
+    return tuple([gradients.quantized_only(forms) for forms in both])
 
 
 def hidden_grads(
@@ -270,7 +272,7 @@ def hidden_grads(
     wanted: tuple[bool, bool, bool],
     *,
     quantized_dy: Operand,
-    stored: Within | None = None,
+    quantized: Within | None = None,
     quantized_z: Within | None = None,
 ) -> HiddenGrads:
     """dh, z and dp, each if `wanted` asks for it: dgrad of the second product and the activation's, in one call.
@@ -279,9 +281,9 @@ def hidden_grads(
 
     Args:
         h: [M, W]. probs: [M], read for dh and z. wo_bias: read for dp. dy: [M, K].
-        wo, quantized_dy: in the form that the product reads. stored: how dh is quantised, whether or not `wanted` also
-            asks for the unquantised dh.
-        quantized_z: how z is quantised, instead of the unquantised z; only with `stored`.
+        wo, quantized_dy: in the form that the product reads.
+        quantized: how dh is quantised, whether or not `wanted` also asks for the unquantised dh.
+        quantized_z: how z is quantised, instead of the unquantised z; only with `quantized`.
     """
     linear = op.fc2()
     p = None if probs is None else run.cast(probs, "float32")
@@ -300,7 +302,7 @@ def hidden_grads(
         row_base=operand_spec(run, base),
         table=isinstance(wo, Listed),
         aligned_tables=all_aligned(wo),
-        stored=stored and stored.call,
+        quantized=quantized and quantized.call,
         quantized_activated=quantized_z and quantized_z.call,
         zero_tail=op.clear_residuals,
         rows_hint=op.rows_hint,
@@ -309,13 +311,13 @@ def hidden_grads(
     named = {"lhs": quantized_dy, "rhs": wo, "group_sizes": group_sizes, "hidden": h, "row_scale": p, "row_base": base}
     if quantized_z is not None:
         named["activated_encode"] = quantized_z.arrays["encode"]
-    results = run(call, arranged(call, **named, **(stored.arrays if stored else {})))
+    results = run(call, arranged(call, **named, **(quantized.arrays if quantized else {})))
     dh, z, dp, *_ = results
     if quantized_z is not None:
         spec = run.spec(h)
         width = spec.shape[1] // (2 if op.activation.gated else 1)
         z = quantized_z.activated_form(call, results, ArraySpec((spec.shape[0], width), spec.dtype))
-    return HiddenGrads(dh, z, dp, stored.forms(call, results, run.spec(h)) if stored else Quantized([], None))
+    return HiddenGrads(dh, z, dp, quantized.forms(call, results, run.spec(h)) if quantized else Quantized([], None))
 
 
 def hidden_forms(op: Mlp, recipe: Recipe, extras: Extras, needs: MlpNeeds) -> Within | None:
@@ -370,8 +372,8 @@ def grad_forms(
         x: spec of the rows that wo multiplies.
     """
     recipe = op.fc2().resolve(x, operand_spec(run, wo))
-    cells = ((1, recipe.dgrad[0]), (0, recipe.wgrad[1]))
-    wanted = [fmt for fmt, want in zip(cells, forms, strict=True) if want]
+    formats = ((1, recipe.dgrad[0]), (0, recipe.wgrad[1]))
+    wanted = [fmt for fmt, want in zip(formats, forms, strict=True) if want]
     return gradients.grad_in_formats(run, recipe, dy, wanted, group_sizes, extras, 0)
 
 
@@ -466,14 +468,14 @@ def at_hidden(
     hidden = Quantized([], None)
     own = first.resolve(specs.x, specs.wi)
     if needs_dz(needs):
-        stored = hidden_forms(op, own, extras[0], needs) if needs_dh(needs) else None
-        plain = needs_dh(needs) and (stored is None or needs.wi_bias)
+        quantized = hidden_forms(op, own, extras[0], needs) if needs_dh(needs) else None
+        plain = needs_dh(needs) and (quantized is None or needs.wi_bias)
         rebuilds = needs.wo and z is None
-        quantized_z = rebuilt_rows(op, recipe, extras[1].x) if rebuilds and stored is not None else None
+        quantized_z = rebuilt_rows(op, recipe, extras[1].x) if rebuilds and quantized is not None else None
         wanted = (plain, rebuilds and quantized_z is None, needs.probs)
         (weight,), wo_amax = gradients.weight_for_dgrad(run, recipe, wo, second.weight_axes()[1], extras[1])
         given_rows = (h, weight, group_sizes, probs, wo_bias, dy)
-        how = {"quantized_dy": grads.forms[0], "stored": stored, "quantized_z": quantized_z}
+        how = {"quantized_dy": grads.forms[0], "quantized": quantized, "quantized_z": quantized_z}
         dh, rebuilt, dp, hidden = hidden_grads(run, op, *given_rows, wanted, **how)
         z = rebuilt if z is None else z
         dp = dp if dp is None or specs.probs is None else run.cast(dp, specs.probs.dtype)

@@ -305,18 +305,18 @@ def check_ranks(op: Mlp, **shapes: tuple[int, ...] | None) -> None:
             check_rank("mlp", name, getattr(op.names, name), shape, transposed=op.transposed)
 
 
-def check_cotangent(x: OperandSpec, dy: ArraySpec, stored: Format | None = None, recipe: Recipe | None = None) -> None:
+def check_cotangent(x: OperandSpec, dy: ArraySpec, format: Format | None = None, recipe: Recipe | None = None) -> None:
     """Refuses a gradient of y whose shape [M, K] or dtype is not that of y.
 
     Args:
-        stored: the format of a quantised dy. recipe: of the second product.
+        format: that of a quantised dy. recipe: of the second product.
 
     Raises:
         TypeError: dtype. ValueError: shape; dy is quantised, and the recipe quantises nothing.
     """
-    if stored is not None and recipe is not None and not recipe.quantized:
+    if format is not None and recipe is not None and not recipe.quantized:
         raise ValueError(
-            f"`dy`: quantised as {stored.name}, expected a plain array, because the recipe of this operation quantises "
+            f"`dy`: quantised as {format.name}, expected a plain array, because the recipe of this operation quantises "
             "nothing; dequantise it."
         )
     wanted = ArraySpec(x.shape, wide(x.dtype))

@@ -4,8 +4,8 @@ Arguments with the shape of another one (`out`, `grad_input`, accumulators, `mas
 are checked against the whole shape, where that shape is known.
 
 Letters: G groups, M rows, K in, N out; of an MLP F expert width, W columns of the hidden rows; X features of a row, A
-and B axes of a weight; of routing T tokens, E experts, k experts per token, H columns, S sequences, V vocabulary, P
-rows with padding; of a state R roles, L steps.
+and B axes of a weight; of routing T tokens, E experts, k experts per token, H columns, S sequences, V token ids; of a
+state R roles, L steps.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ AXES: dict[str, dict[str, Axes]] = {
         "bias": Axes("[E]", _RESHAPE),
         "mask": Axes("[T]", _RESHAPE),
         "experts": Axes("[T, k]", _RESHAPE),
-        "sequence_sizes": Axes("[S]", _RESHAPE),
+        "sequence_sizes": Axes("[S]", "pass one size per sequence"),
         "key": _KEY,
     },
     "balance_quantile": {
@@ -75,7 +75,7 @@ AXES: dict[str, dict[str, Axes]] = {
         "bias": Axes("[E]", _RESHAPE),
         "mask": Axes("[T]", _RESHAPE),
     },
-    "hash_experts": {"token_ids": Axes("[T]", _RESHAPE), "table": Axes("[V, k]", _RESHAPE)},
+    "hash_experts": {"token_ids": Axes("[T]", _RESHAPE), "table": Axes("[V, k]", "pass k experts per token id")},
     "pad_groups": {"rows": Axes("[M, H]", _RESHAPE), "sizes": _SIZES},
     "unpad_groups": {"rows": Axes("[P, H]", _RESHAPE)},
     "update_bias": {"bias": Axes("[E]", _RESHAPE), "load": Axes("[E]", _RESHAPE)},

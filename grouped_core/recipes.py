@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from grouped_core.formats import FORMATS, PLAIN, Format, wide
@@ -74,10 +75,14 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name in ("forward", "dgrad", "wgrad"):
-            cells: Any = getattr(self, name)
-            if not isinstance(cells, tuple) or len(cells) != 2 or not all(isinstance(fmt, Format) for fmt in cells):
+            formats: Any = getattr(self, name)
+            if (
+                not isinstance(formats, tuple)
+                or len(formats) != 2
+                or not all(isinstance(fmt, Format) for fmt in formats)
+            ):
                 raise TypeError(
-                    f"`{name}` of Recipe: {cells!r}, expected a tuple of two Formats; take them from FORMATS."
+                    f"`{name}` of Recipe: {formats!r}, expected a tuple of two Formats; take them from FORMATS."
                 )
         for name in ("history", "margin"):
             value: Any = getattr(self, name)
@@ -112,17 +117,17 @@ class Recipe:
         """The format with `starts_at_one` where rows must not share a scale that is found in them."""
         return fmt.replace(starts_at_one=self.batch_invariant) if fmt.delayed else fmt
 
-    @property
+    @cached_property
     def quantized(self) -> bool:
         """Whether an operand is quantised."""
         return any(not fmt.plain for fmt in self.cells())
 
-    @property
+    @cached_property
     def delayed(self) -> bool:
         """Whether an operand has delayed scaling."""
         return any(fmt.delayed for fmt in self.cells())
 
-    @property
+    @cached_property
     def stochastic(self) -> bool:
         """Whether an operand is rounded stochastically."""
         return any(fmt.stochastic for fmt in self.cells())

@@ -13,9 +13,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from grouped_core import reference_routing, reference_stored, rounding
+from grouped_core import reference_quantized, reference_routing, rounding
 from grouped_core.activations import KINDS, Slopes, half_columns
-from grouped_core.calls import ACTIVATED, RESULTS, SLOTS, ArraySpec, Call, StoredParts, quantized_parts, spec_of
+from grouped_core.calls import ACTIVATED, RESULTS, SLOTS, ArraySpec, Call, QuantizedParts, quantized_parts, spec_of
 from grouped_core.products import Array
 
 Operands = dict[str, Any]
@@ -324,8 +324,8 @@ class Oracle:
             return self._then_quantized(call, parts, dict(zip(SLOTS[call.name], arrays, strict=True)))
         call, arrays = with_values(call, arrays)
         operands: Operands = dict(zip(SLOTS[call.name], arrays, strict=True))
-        if call.name in reference_stored.CALLS:
-            return self._stored(call, operands)
+        if call.name in reference_quantized.CALLS:
+            return self._quantizing(call, operands)
         if call.name in reference_routing.CALLS:
             specs = dict(zip(SLOTS[call.name], call.inputs, strict=True))
             found = reference_routing.run(call, operands, specs, numpy_dtype, exact=self.exact)
@@ -342,7 +342,7 @@ class Oracle:
         _MEANING[call.name](operands, params, results)
         return tuple(None if spec is None else self.cast(results[name], spec.dtype) for name, spec in slots.items())
 
-    def _then_quantized(self, call: Call, parts: StoredParts, operands: Operands) -> tuple[Any, ...]:
+    def _then_quantized(self, call: Call, parts: QuantizedParts, operands: Operands) -> tuple[Any, ...]:
         """Results of a fused call that rounds some of its results to their dtypes and quantises them."""
         plain, quantize, activated = parts
         results = dict(zip(RESULTS[plain.name], self(plain, plain.arrange(**operands)), strict=True))
@@ -358,7 +358,7 @@ class Oracle:
         wanted = zip(RESULTS[call.name], call.outputs, strict=True)
         return tuple(None if spec is None else results[name] for name, spec in wanted)
 
-    def _stored(self, call: Call, operands: Operands) -> tuple[Any, ...]:
+    def _quantizing(self, call: Call, operands: Operands) -> tuple[Any, ...]:
         """Results of calls with guaranteed bits; they do not depend on `exact`."""
         taken = {
             name: None if array is None or spec is None else np.asarray(array).astype(numpy_dtype(spec.dtype))
@@ -368,7 +368,7 @@ class Oracle:
         results = {name: np.zeros(s.shape, numpy_dtype(s.dtype)) for name, s in slots.items() if s is not None}
         sizes, rows = taken.get("group_sizes"), call.inputs[0] if call.name == "quantize" else call.outputs[0]
         ends = None if sizes is None or rows is None else group_ends(sizes, rows.shape[0])
-        reference_stored.run(call, taken, results, ends)
+        reference_quantized.run(call, taken, results, ends)
         return tuple(results.get(name) for name in slots)
 
     def _rounding(self, call: Call) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:

@@ -90,7 +90,7 @@ def _gathered(
     fmt = op.fc1().resolve(run.spec(x), wi).forward[0]
     if not by_row(fmt):
         return routing.gather(run, x, found.source, slots)
-    (codes,) = in_formats(run, x, [(1, fmt)], tokens).forms
+    codes: Any = in_formats(run, x, [(1, fmt)], tokens).forms[0]
     shape = (run.spec(found.source).shape[0], codes.shape[1])
     by_column = run.spec(codes.scales).dtype == "float32"  # such scales are stored block by block, [K / b, T]
     call = routing_calls.gather_rows(run.spec(codes.scales), run.spec(found.source), slots, axis=int(by_column))

@@ -77,7 +77,7 @@ def router_option(
         ValueError: an option is out of range, or two contradict each other.
     """
     if score not in SCORES:
-        raise _wrong("score", score, f"one of {', '.join(SCORES)}", "choose one of them")
+        raise _wrong("score", repr(score), f"one of {', '.join(SCORES)}", "choose one of them")
     if not 1 <= experts <= MAX_EXPERTS:
         raise _wrong("logits", f"{experts} experts", f"1 to {MAX_EXPERTS}", "route in two steps, or to fewer experts")
     if not 1 <= k <= min(experts, MAX_SLOTS):
@@ -96,7 +96,7 @@ def router_option(
     if capacity_factor is not None and not 0 < capacity_factor < math.inf:
         raise _wrong("capacity_factor", capacity_factor, "None or a finite number above 0", "1.25 is usual")
     if drop not in DROPS:
-        raise _wrong("drop", drop, f"one of {', '.join(DROPS)}", "choose one of them")
+        raise _wrong("drop", repr(drop), f"one of {', '.join(DROPS)}", "choose one of them")
     limit = _group_limit(experts, k, num_groups, topk_groups, group_topk)
     normalize = score != "softmax" and k > 1 if normalize is None else bool(normalize)
     scores = Scores(score, bool(after_topk), normalize and not after_topk, float(scale))

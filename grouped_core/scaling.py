@@ -33,8 +33,8 @@ class ScalingState(Generic[_Array]):
     """State of delayed scaling of one use of a recipe; `scaling_state` makes it, `update_scaling` makes the next one.
 
     Attributes:
-        scale: float32 [R, G], the multipliers in use. 0 means that a role and group has not started: until an update
-            has seen its amax, each call scales it by its current values (numerics 2.5, Start).
+        scale: float32 [R, G], the quantisation scales in use. 0 means that a role and group has not started: until an
+            update has seen its amax, each call scales it by its current values (numerics 2.5, Start).
         history: float32 [R, L, G], amax history; slot 0 is the current step, which every use merges into.
         top: float32 [R], the value that the amax is scaled to.
         algorithm: "max" of the history, or its "most_recent" entry.
@@ -60,7 +60,7 @@ def check_groups(count: int) -> None:
         raise ValueError(f"`num_groups`: {count}, expected at least 1; pass the number of groups that the weight has.")
 
 
-def tops(recipe: Recipe, products: int = 1) -> list[float]:
+def fp8_maxes(recipe: Recipe, products: int = 1) -> list[float]:
     """The value that the amax of each role is scaled to; 1 for roles without delayed scaling.
 
     A role has one scale. Where its two formats have different element types, the smaller maximum holds for both.
@@ -76,12 +76,12 @@ def tops(recipe: Recipe, products: int = 1) -> list[float]:
         raise ValueError(
             f"`recipe`: {recipe.name}, expected one with delayed scaling, e.g. FP8Delayed; others have no state."
         )
-    return [_top(recipe, role) for role in _OPERAND_FORMATS] * products
+    return [_fp8_max(recipe, role) for role in _OPERAND_FORMATS] * products
 
 
-def _top(recipe: Recipe, role: Sequence[tuple[str, int]]) -> float:
-    cells: list[Format] = [getattr(recipe, product)[at] for product, at in role]
-    largest = [_LARGEST[fmt.values] * 2.0**-recipe.margin for fmt in cells if fmt.delayed]
+def _fp8_max(recipe: Recipe, role: Sequence[tuple[str, int]]) -> float:
+    formats: list[Format] = [getattr(recipe, product)[at] for product, at in role]
+    largest = [_LARGEST[fmt.values] * 2.0**-recipe.margin for fmt in formats if fmt.delayed]
     return min(largest, default=1.0)
 
 
@@ -131,8 +131,8 @@ def extras(bound: BoundRecipe, product: int = 0, scale: Sequence[Any] | None = N
 
 def planned(bound: BoundRecipe, groups: int) -> Extras:
     """The result of `extras`, as specs."""
-    multipliers = ArraySpec((groups,), "float32") if bound.recipe is not None and bound.recipe.delayed else None
-    return Extras(None if bound.key is None else ArraySpec((2,), "uint32"), multipliers, multipliers, multipliers)
+    scales = ArraySpec((groups,), "float32") if bound.recipe is not None and bound.recipe.delayed else None
+    return Extras(None if bound.key is None else ArraySpec((2,), "uint32"), scales, scales, scales)
 
 
 def check_bound(

@@ -22,7 +22,7 @@ def check_format(format: Format) -> None:
     if format.four_over_six:
         raise NotImplementedError(
             f"shard cast to {format.name}: `four_over_six` chooses scales by the errors of whole blocks, expected a "
-            "format whose scales follow from magnitudes; gather the weight and quantise it whole."
+            "format whose scales follow from the amax; gather the weight and quantise it whole."
         )
 
 
@@ -43,14 +43,14 @@ def cast(
     source: ArraySpec,
     forms: Sequence[QTensor[Array]],
     table: Array,
-    magnitudes: Array,
+    amaxes: Array,
     encode: Array | None,
     skip: Array | None,
 ) -> None:
     """Writes the codes of this rank's elements, and all scales, in place; each format needs its own call.
 
     Args:
-        source, table: as in `amax`. forms: the buffers, all of one format. magnitudes: int32 [G, S], amaxes of all
+        source, table: as in `amax`. forms: the buffers, all of one format. amaxes: int32 [G, S], amaxes of all
             ranks together.
         encode: float32 [G], scales of delayed scaling. skip: int32 [1]; a value other than 0 leaves all unchanged.
     """
@@ -61,6 +61,6 @@ def cast(
     )
     places = {2: QUANTIZED[:3], 1: QUANTIZED[3:]}
     buffers = {name: slot for form in forms for name, slot in zip(places[form.axis], form.slots, strict=True)}
-    named = {"amax": magnitudes, "encode": encode if fmt.delayed else None, "skip": skip}
+    named = {"amax": amaxes, "encode": encode if fmt.delayed else None, "skip": skip}
     named |= {f"into_{name}": buffer for name, buffer in buffers.items()}
     run(call, arranged(call, source=Listed(source, table), **named))

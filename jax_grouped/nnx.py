@@ -67,7 +67,7 @@ class GroupedLinear(RecipeLayer):
         dtype: of the computation; None: what input and parameters promote to.
         param_dtype: of the parameters.
         kernel_init, bias_init: initialisers; the default of the kernel does not count G in its fan-in.
-        recipe: formats of the products, any `Recipe`; None: as the operands stand.
+        recipe: formats of the products, any `Recipe`; None uses the operands without quantising them.
         rngs: key.
         kernel_metadata, bias_metadata: for the `nnx.Param`s, such as sharding names ("expert", "embed", "mlp").
     """
@@ -161,7 +161,7 @@ class GroupedMLP(_Experts):
         dtype: of the computation; None: what input and parameters promote to.
         param_dtype: of the parameters.
         kernel_init, bias_init: initialisers; the default of the kernels does not count G in their fan-in.
-        recipe: formats of the products, any `Recipe`; None: as the operands stand.
+        recipe: formats of the products, any `Recipe`; None uses the operands without quantising them.
         rngs: key.
         wi_metadata, wo_metadata, bias_metadata: for the `nnx.Param`s, such as sharding names.
     """

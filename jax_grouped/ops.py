@@ -35,7 +35,7 @@ from jax_grouped import _accumulators as accumulate
 from jax_grouped._arguments import AnyArray, as_array, as_bound, as_operand, as_operand_spec, report_sizes, to_int32
 from jax_grouped._precision import fp32_mode
 from jax_grouped._run import RUN, differentiable, reduce_to, varying_axes
-from jax_grouped.quantize import StraightThrough, merged, multipliers
+from jax_grouped.quantize import StraightThrough, merged, scales_of
 
 NAMES = Names(x="lhs", w="rhs")
 
@@ -350,7 +350,7 @@ def cotangent_of(master: str | None, gradient: Any) -> Any:
 
 def extras_of(bound: BoundRecipe, product: int = 0) -> Extras:
     """The bound key, and the scales of one linear operation: product 0, or product 0 or 1 of an MLP."""
-    return scaling.extras(bound, product, None if bound.state is None else multipliers(bound))
+    return scaling.extras(bound, product, None if bound.state is None else scales_of(bound))
 
 
 def merged_state(bound: BoundRecipe, amaxes: Sequence[Amaxes]) -> Any:

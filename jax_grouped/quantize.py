@@ -109,8 +109,8 @@ def dequantize(
     """
     check_quantized(q)
     sizes = None if group_sizes is None else to_int32(as_array("group_sizes", unwrap(group_sizes)[0], "[G]"))
-    stored = jax.lax.stop_gradient(as_operand("q", q, "codes and scales"))
-    return quantizing.dequantize(RUN, stored, sizes, linear_spec.wide_option("dtype", dtype) or q.dtype)
+    operand = jax.lax.stop_gradient(as_operand("q", q, "codes and scales"))
+    return quantizing.dequantize(RUN, operand, sizes, linear_spec.wide_option("dtype", dtype) or q.dtype)
 
 
 def plan_dequantize(q: Any, dtype: Any, *, group_sizes: Any) -> list[Call]:
@@ -119,9 +119,9 @@ def plan_dequantize(q: Any, dtype: Any, *, group_sizes: Any) -> list[Call]:
     sizes = (
         None if group_sizes is None else as_spec("group_sizes", unwrap(group_sizes)[0], "[G]")._replace(dtype="int32")
     )
-    stored = as_operand_spec("q", q, "codes and scales")
+    operand = as_operand_spec("q", q, "codes and scales")
     run = Planner()
-    quantizing.dequantize(run, stored, sizes, linear_spec.wide_option("dtype", dtype) or q.dtype)
+    quantizing.dequantize(run, operand, sizes, linear_spec.wide_option("dtype", dtype) or q.dtype)
     return run.calls
 
 
@@ -154,10 +154,10 @@ def scaling_state(recipe: Recipe, num_groups: int, *, products: int = 1) -> Scal
         ValueError: the recipe has no delayed scaling.
     """
     scaling.check_groups(num_groups)
-    top = jnp.asarray(scaling.tops(recipe, products), jnp.float32)
-    scale = jnp.zeros((top.size, num_groups), jnp.float32)
-    history = jnp.zeros((top.size, recipe.history, num_groups), jnp.float32)
-    return ScalingState(scale, history, top, recipe.amax_algorithm)
+    fp8_max = jnp.asarray(scaling.fp8_maxes(recipe, products), jnp.float32)
+    scale = jnp.zeros((fp8_max.size, num_groups), jnp.float32)
+    history = jnp.zeros((fp8_max.size, recipe.history, num_groups), jnp.float32)
+    return ScalingState(scale, history, fp8_max, recipe.amax_algorithm)
 
 
 def update_scaling(
@@ -183,8 +183,8 @@ def update_scaling(
         scaling.check_state(previous, stacked=True)
         state = _reached(state, previous)
     if axis_name is not None:
-        live = _values(jax.lax.pmax(_bits(state.history[..., 0, :]), axis_name))
-        state = ScalingState(state.scale, state.history.at[..., 0, :].set(live), state.top, state.algorithm)
+        current = _values(jax.lax.pmax(_bits(state.history[..., 0, :]), axis_name))
+        state = ScalingState(state.scale, state.history.at[..., 0, :].set(current), state.top, state.algorithm)
     (*lead, _, groups), steps = state.scale.shape, state.history.shape[-2]
     if not lead:
         return scaling.update(RUN, state)
@@ -205,9 +205,9 @@ def _reached(state: ScalingState[jax.Array], previous: ScalingState[jax.Array]) 
     )
 
 
-def multipliers(bound: BoundRecipe) -> tuple[jax.Array, ...]:
+def scales_of(bound: BoundRecipe) -> tuple[jax.Array, ...]:
     """The quantisation scales [G] of each role, for a recipe that is bound to a state."""
-    return _multipliers(bound.state, _tops(bound))
+    return _scales(bound.state, _fp8_maxes(bound))
 
 
 def merged(bound: BoundRecipe, found: dict[int, Array | None]) -> ScalingState[jax.Array]:
@@ -215,44 +215,44 @@ def merged(bound: BoundRecipe, found: dict[int, Array | None]) -> ScalingState[j
 
     A state that shards share gets the maximum over the shards, just as a shared weight gets the sum of their gradients.
     """
-    return _merged(bound.state, found, _tops(bound))
+    return _merged(bound.state, found, _fp8_maxes(bound))
 
 
-def _tops(bound: BoundRecipe) -> tuple[float, ...]:
+def _fp8_maxes(bound: BoundRecipe) -> tuple[float, ...]:
     assert bound.recipe is not None, "a state belongs to a recipe"
-    return tuple(scaling.tops(bound.recipe, bound.state.top.shape[0] // len(scaling.ROLES)))
+    return tuple(scaling.fp8_maxes(bound.recipe, bound.state.top.shape[0] // len(scaling.ROLES)))
 
 
 @partial(jax.jit, static_argnums=1, inline=True)
-def _in_use(state: ScalingState[Any], tops: tuple[float, ...]) -> ScalingState[Any]:
+def _in_use(state: ScalingState[Any], fp8_maxes: tuple[float, ...]) -> ScalingState[Any]:
     """The state with `top` restored where it is zero: JAX gives zeros for a state that backward did not reach."""
     lost = state.top == 0
-    top = jnp.where(lost, jnp.asarray(tops, jnp.float32), state.top)
-    return ScalingState(jnp.asarray(state.scale), jnp.asarray(state.history), top, state.algorithm)
+    fp8_max = jnp.where(lost, jnp.asarray(fp8_maxes, jnp.float32), state.top)
+    return ScalingState(jnp.asarray(state.scale), jnp.asarray(state.history), fp8_max, state.algorithm)
 
 
 @partial(jax.jit, static_argnums=1, inline=True)
-def _multipliers(state: ScalingState[Any], tops: tuple[float, ...]) -> tuple[jax.Array, ...]:
-    scale = _in_use(state, tops).scale
+def _scales(state: ScalingState[Any], fp8_maxes: tuple[float, ...]) -> tuple[jax.Array, ...]:
+    scale = _in_use(state, fp8_maxes).scale
     return tuple(jax.lax.index_in_dim(scale, role, keepdims=False) for role in range(scale.shape[0]))
 
 
 @partial(jax.jit, static_argnums=2, inline=True)
 def _merged(
-    state: ScalingState[Any], found: dict[int, Array | None], tops: tuple[float, ...]
+    state: ScalingState[Any], found: dict[int, Array | None], fp8_maxes: tuple[float, ...]
 ) -> ScalingState[jax.Array]:
-    state = _in_use(state, tops)
-    live = _bits(state.history[:, 0])
+    state = _in_use(state, fp8_maxes)
+    current = _bits(state.history[:, 0])
     for role, amax in found.items():
         if amax is not None:
-            live = live.at[role].max(_bits(amax))
-    live = _values(reduce_to(live, varying_axes(state.history), jax.lax.pmax))
-    return ScalingState(state.scale, state.history.at[:, 0].set(live), state.top, state.algorithm)
+            current = current.at[role].max(_bits(amax))
+    current = _values(reduce_to(current, varying_axes(state.history), jax.lax.pmax))
+    return ScalingState(state.scale, state.history.at[:, 0].set(current), state.top, state.algorithm)
 
 
-def _bits(magnitudes: jax.Array) -> jax.Array:
-    """Magnitudes as integers of the same order: on a CPU, XLA's maximum of floats takes subnormals for zeros."""
-    return jax.lax.bitcast_convert_type(magnitudes, jnp.int32)
+def _bits(amax: jax.Array) -> jax.Array:
+    """Amax as integers of the same order: on a CPU, XLA's maximum of floats takes subnormals for zeros."""
+    return jax.lax.bitcast_convert_type(amax, jnp.int32)
 
 
 def _values(bits: jax.Array) -> jax.Array:

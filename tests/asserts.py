@@ -67,7 +67,7 @@ def within_ulps(actual: Any, expected: Any, ulps: float, what: str = "result") -
 def within(actual: Any, expected: Bounded, what: str = "result") -> None:
     """Same shape and dtype as expected, and each element within its own bound; a bound of 0 wants that value.
 
-    An infinite bound takes anything, NaN too: nobody promised what is there.
+    An infinite bound accepts every value, including NaN: the content is undefined.
     """
     a = as_numpy(actual)
     assert a.shape == expected.shape, f"{what}: shape {a.shape}, expected {expected.shape}"
@@ -101,7 +101,7 @@ def zero(actual: Any, what: str = "result") -> None:
 
 
 def filled(actual: Any, value: float, what: str = "buffer") -> None:
-    """Every element is still `value`: nobody wrote here."""
+    """Every element is still `value`: it was not written."""
     a = as_numpy(actual)
     bitwise(a, np.full(a.shape, value, a.dtype), what)
 

@@ -367,7 +367,7 @@ class _Activated:
         kind = KINDS[self.p["kind"]]
         centre = activation_of(self.p, hidden.value)
         gate, linear = half_columns(centre.t.shape[1], self.p["interleave"])
-        error = np.where(np.isfinite(hidden.error), hidden.error, 0.0)  # nobody reads the tail
+        error = np.where(np.isfinite(hidden.error), hidden.error, 0.0)  # the tail is not read
         size = np.where(np.isfinite(hidden.value), np.abs(hidden.value), 0.0)  # clamps make infinities finite
         reach = error + ACTIVATIONS * size if self.p["kind"] in CLAMPED_BEHIND else error
         around = [centre]

@@ -1,6 +1,6 @@
-"""Bad calls of the linear operation and what each must say: one table for the core and for every face (ERR-1).
+"""Bad calls of the linear operation and the message of each: one table for the core and for every frontend (ERR-1).
 
-A face's arguments are named by placeholders in the texts: `{x}`, `{w}`, `{transposed}`, `{result}`, ...
+A frontend's arguments are named by placeholders in the texts: `{x}`, `{w}`, `{transposed}`, `{result}`, ...
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Bad:
         return {**GOOD, **self.change}
 
     def fragments(self, names: Names) -> list[str]:
-        """The four parts in the words of a face."""
+        """The four parts with the names of a frontend."""
         words = names._asdict()
         return [part.format(**words) for part in (self.thing, self.came, self.wanted, self.remedy)]
 

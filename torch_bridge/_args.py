@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -41,14 +42,17 @@ from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge._cache import Cache
 from torch_bridge._checks import MLP_NAMES, NAMES, ROUTED_NAMES, check_operand, refuse_transforms
 from torch_bridge._compiling import is_compiling
-from torch_bridge._memory import EXCHANGE
+from torch_bridge._memory import FactsCache
 from torch_bridge._scaling import Scaling
 from torch_bridge._tensors import (
+    PLAIN,
     StraightThrough,
     dtype_name,
+    facts_cache,
     fixed_spec,
     forms_of,
     home,
+    master_of,
     members,
     parts_of,
     rows_spec,
@@ -73,24 +77,25 @@ class WeightForms(Protocol):
         wanted: tuple[tuple[int, Format], ...],
         scale: Tensor | None,
         amax: Tensor | None,
-        multipliers: tuple[Any, ...],
+        scale_mark: tuple[Any, ...],
     ) -> Sequence[QTensor[Tensor]]:
         """The weight quantised for each requested axis and format; delayed scaling updates `amax` with its amax.
 
         Args:
-            scale: [G], scales of delayed scaling. multipliers: identifies the scales; it differs after each update.
+            scale: [G], scales of delayed scaling. scale_mark: identifies the scales; it differs after each update.
         """
         ...
 
 
-class Arguments(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Arguments:
     """The checked arguments of a linear operation, or of an MLP, which has two products.
 
     Attributes:
         x, weights, biases: the operands as the rules read them. row_scale: for an MLP, the probabilities.
         leaf: the tensor that receives the gradient of x, or None. leaves: for each weight, those of its gradient.
-        op: the operation. specs: the specs of its operands.
-        scaling: for each product, its part of the state and key that are bound to the recipe.
+        checked: the operation, the specs of its operands, and what follows from them.
+        scaling: the states and the key that are bound to the recipe.
         accumulators: for each weight, a tensor or None per leaf; () without accumulators.
         caches: for each weight, the quantised weight that its layer keeps, or None.
     """
@@ -102,38 +107,57 @@ class Arguments(NamedTuple):
     row_scale: Tensor | None
     leaf: Tensor | None
     leaves: tuple[list[Tensor], ...]
-    op: Any
-    specs: Any
-    scaling: tuple[Scaling, ...]
+    checked: Checked
+    scaling: Scaling
     to_main_grad: bool
     accumulators: tuple[Sequence[Tensor | None], ...]
     caches: tuple[WeightForms | None, ...]
 
-    def differentiates(self) -> bool:
-        """Whether backward will be needed."""
-        if not torch.is_grad_enabled():
-            return False
-        if self.needed_by_inputs():
-            return True
-        return any(each is not None for some in self.accumulators for each in some)
-
-    def needed_by_inputs(self) -> bool:
-        """Whether autograd needs the gradient of an operand."""
-        for each in (self.leaf, self.row_scale):
-            if each is not None and each.requires_grad:
-                return True
-        several = (*self.leaves, *map(members, self.biases))
-        return any(True in [each.requires_grad for each in some] for some in several)
+    def receivers(self) -> list[Tensor | None]:
+        """The inputs of autograd: `leaf`, the row scale, the leaves of each weight (None for a quantised one without
+        a master weight), the tensors of each bias.
+        """
+        found: list[Tensor | None] = [self.leaf, self.row_scale]
+        for leaves in self.leaves:
+            found += leaves or _NO_LEAF
+        for bias in self.biases:
+            if bias is not None:
+                found += members(bias)
+        return found
 
 
-class _Checked(NamedTuple):
-    """The result of the checks, which is cached."""
-
-    op: Any
-    specs: Any
+_NO_LEAF = (None,)
 
 
-_checked: Cache[Any, _Checked] = Cache()
+class Checked:
+    """The result of the checks, which is cached, so that what follows from it is found only once.
+
+    Attributes:
+        op: the operation. specs: the specs of its operands.
+        lists: for each weight, then each bias: the number of its tensors, 1 for a quantised weight without a master
+            weight, and whether it is one packed tensor.
+        asked: what follows from it for the gradients that are needed; `_autograd` fills it.
+    """
+
+    __slots__ = ("asked", "lists", "op", "specs")
+
+    def __init__(self, op: Any, specs: Any, lists: Lists) -> None:
+        self.op = op
+        self.specs = specs
+        self.lists = lists
+        self.asked: dict[tuple[bool, ...], Any] = {}
+
+
+Lists = tuple[tuple[int, bool], ...]
+"""For each weight, then each bias: the number of its tensors, and whether it is one packed tensor."""
+
+_checked: Cache[Any, FactsCache] = Cache()
+"""By the options: the results of the checks by the facts of the operands."""
+
+
+def _lists(leaves: Sequence[list[Tensor]], biases: Sequence[Members | None]) -> Lists:
+    weights = [(len(own) or 1, not own or is_packed(own)) for own in leaves]
+    return (*weights, *[(len(members(bias)), isinstance(bias, Tensor)) for bias in biases])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -157,22 +181,42 @@ def linear_arguments(
     refuse_transforms("grouped_linear", x, weight, bias, row_scale)
     bound = linear_spec.recipe_option(recipe)
     sizes, rows_hint = unwrap(group_sizes)
-    leaf, rows = _master_and_operand(x)
-    master, operand = _master_and_operand(weight)
-    options = (bool(rhs_transposed), bound.recipe, bool(scale_bias), rows_hint)
-    masters = (_dtype(rows, leaf), _dtype(operand, master))
-    options = (*options, linear_spec.implementation_names(implementation), *masters)
+    leaf: Any = x
+    rows: Any = x
+    if type(x) not in PLAIN:
+        leaf, rows = _master_and_operand(x)
+    master: Any = weight
+    operand: Any = weight
+    if type(weight) not in PLAIN:
+        master, operand = _master_and_operand(weight)
+    names = linear_spec.implementation_names(implementation)
+    x_master = None if leaf is rows else _master_facts(leaf)
+    w_master = None if master is operand else _master_facts(master)
+    options = (_LINEAR, bool(rhs_transposed), bound.recipe, bool(scale_bias), rows_hint, names, x_master, w_master)
     operands = (rows, operand, sizes, bias, row_scale)
-    key, found = _known("linear", operands, (bound,), options)
+    cache, arrays, found = _known(options, operands, (bound,))
     if found is None:
-        sizes, found = _check_linear(operands, bound, options)
-        if key is not None and sizes is operands[2]:
-            _checked.keep(key, found)
+        sizes, op, specs = _check_linear(operands, bound, options)
+        found = Checked(op, specs, _lists((members(master),), (bias,)))
+        if cache is not None and sizes is operands[2]:
+            cache.keep(arrays, 0, found)
     leaves = members(master)
-    accumulators = _accumulators_of_product(wgrad_accum, leaves, found.specs[1], home(rows), NAMES.accum, NAMES.w)
+    accumulators: Sequence[Tensor | None] = ()
+    if wgrad_accum is not None:
+        accumulators = _accumulators_of_product(wgrad_accum, leaves, found.specs[1], rows, NAMES.accum, NAMES.w)
     given = Arguments(
-        *(rows, (_operand(operand),), sizes, (_operand(bias),), row_scale, leaf, (leaves,), found.op, found.specs),
-        *((Scaling(bound.state, bound.key),), isinstance(wgrad_accum, str), (accumulators,), caches),
+        rows,
+        (operand if isinstance(operand, Tensor) else _operand(operand),),
+        sizes,
+        (None if bias is None else _operand(bias),),
+        row_scale,
+        leaf,
+        (leaves,),
+        found,
+        _UNBOUND if bound.state is None and bound.key is None else _scaling(bound),
+        isinstance(wgrad_accum, str),
+        (accumulators,),
+        caches,
     )
     if accumulators:
         single = isinstance(wgrad_accum, Tensor)
@@ -181,10 +225,23 @@ def linear_arguments(
     return given
 
 
-def _check_linear(operands: tuple[Any, ...], bound: BoundRecipe, options: tuple[Any, ...]) -> tuple[Tensor, _Checked]:
-    """(sizes as the kernels read them, the result of the checks); raises if the operands do not fit together."""
+_LINEAR = "linear"
+"""The first of the options, so that those of the operations differ; the MLPs have their names of arguments there."""
+
+
+def _scaling(*bounds: BoundRecipe) -> Scaling:
+    """What the recipe of an operation is bound to; the second of two belongs to the second product."""
+    one = bounds[0]
+    return Scaling(one.key, tuple([bound.state for bound in bounds if bound.state is not None]))
+
+
+_UNBOUND = Scaling()
+
+
+def _check_linear(operands: tuple[Any, ...], bound: BoundRecipe, options: tuple[Any, ...]) -> tuple[Tensor, Any, Any]:
+    """(sizes as the kernels read them, the operation, specs); raises if the operands do not fit together."""
     rows, weight, sizes, bias, row_scale = operands
-    transposed, recipe, scale_bias, rows_hint, names, x_master, w_master = options
+    _, transposed, recipe, scale_bias, rows_hint, names, x_master, w_master = options
     first = home(rows)
     _check_rows("linear", NAMES.x, rows, first)
     sizes, _ = prepare_sizes(sizes, first, NAMES)
@@ -206,9 +263,9 @@ def _check_linear(operands: tuple[Any, ...], bound: BoundRecipe, options: tuple[
     linear_spec.check_linear(op, specs[0], specs[1], fixed_spec(sizes), *specs[2:])
     check_bound(bound, specs[1].shape[0], first)
     if isinstance(rows, QTensor) or isinstance(weight, QTensor):  # gradients have the dtypes of the master tensors
-        op = dataclasses.replace(op, recipe=op.resolve(*specs[:2]), wgrad_dtype=w_master)
-        specs = (specs[0]._replace(dtype=x_master or specs[0].dtype), *specs[1:])
-    return sizes, _Checked(op, tuple(map(_static, specs)))
+        op = dataclasses.replace(op, recipe=op.resolve(*specs[:2]), wgrad_dtype=w_master and w_master.dtype)
+        specs = (specs[0]._replace(dtype=x_master.dtype if x_master else specs[0].dtype), *specs[1:])
+    return sizes, op, tuple(map(_static, specs))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -280,7 +337,7 @@ def routed_arguments(
 def _arguments_of_mlp(
     names: MlpNames,
     given: tuple[Any, ...],
-    options: tuple[Any, ...],
+    own: tuple[Any, ...],
     recipe: Any,
     wgrad_accum: Any,
     implementation: str | Sequence[str] | None,
@@ -293,10 +350,10 @@ def _arguments_of_mlp(
     Args:
         names: of its arguments, which say whether it is `grouped_mlp` or `routed_mlp`.
         given: x, wi, wo, sizes or experts, probabilities or weights, both biases.
-        options: `rhs_transposed`, `activation`, `residuals`, the hint of rows per group.
+        own: `rhs_transposed`, `activation`, `residuals`, the hint of rows per group.
     """
     x, wi, wo, sizes, probs, wi_bias, wo_bias = given
-    rhs_transposed, activation, residuals, rows_hint = options
+    rhs_transposed, activation, residuals, rows_hint = own
     if join and is_pair(wi):
         wi = _joined_pair(x, wi, wgrad_accum, rhs_transposed, activation, recipe, residuals)
     refuse_transforms("grouped_mlp" if names is MLP_NAMES else "routed_mlp", x, wi, wo, probs, wi_bias, wo_bias)
@@ -304,23 +361,46 @@ def _arguments_of_mlp(
     leaf, rows = _master_and_operand(x)
     (wi_master, first), (wo_master, second) = _master_and_operand(wi), _master_and_operand(wo)
     paired = is_pair(first)
-    options = (names, bool(rhs_transposed), activation, bounds[0].recipe, residuals, rows_hint)
-    masters = (_dtype(first, wi_master), _dtype(second, wo_master))
-    options = (*options, linear_spec.implementation_names(implementation), paired, *masters)
+    pinned = linear_spec.implementation_names(implementation)
+    one = None if wi_master is first else _master_facts(wi_master)
+    two = None if wo_master is second else _master_facts(wo_master)
+    options = (
+        names,
+        bool(rhs_transposed),
+        activation,
+        bounds[0].recipe,
+        residuals,
+        rows_hint,
+        pinned,
+        paired,
+        one,
+        two,
+    )
     operands = (rows, first, second, sizes, probs, wi_bias, wo_bias)
-    key, found = _known("mlp", operands, bounds, options)
+    cache, arrays, found = _known(options, operands, bounds)
     if found is None:
-        sizes, found = _check_mlp(operands, bounds, options)
-        if key is not None and sizes is operands[3]:
-            _checked.keep(key, found)
-    weights = (in_form(found.op.fc1(), tuple(first)) if paired else _operand(first), _operand(second))
+        sizes, op, specs = _check_mlp(operands, bounds, options)
+        found = Checked(op, specs, _lists((members(wi_master), members(wo_master)), (wi_bias, wo_bias)))
+        if cache is not None and sizes is operands[3]:
+            cache.keep(arrays, 0, found)
     leaves = (members(wi_master), members(wo_master))
-    accumulators = _accumulators_of_mlp(wgrad_accum, leaves, found.specs, home(rows))
-    one, two = bounds[0], bounds[-1]
-    uses = (Scaling(one.state, one.key), Scaling(two.state, two.key, 0 if len(bounds) == 2 else len(scaling.ROLES)))
+    weights = (in_form(found.op.fc1(), tuple(first)) if paired else _operand(first), _operand(second))
+    accumulators = ((), ())
+    if wgrad_accum is not None:
+        accumulators = _accumulators_of_mlp(wgrad_accum, leaves, found.specs, rows)
     arguments = Arguments(
-        *(rows, weights, sizes, (_operand(wi_bias), _operand(wo_bias)), probs, leaf, leaves, found.op, found.specs),
-        *(uses, isinstance(wgrad_accum, str), accumulators, caches),
+        rows,
+        weights,
+        sizes,
+        (_operand(wi_bias), _operand(wo_bias)),
+        probs,
+        leaf,
+        leaves,
+        found,
+        _UNBOUND if bounds[0].state is None and bounds[0].key is None else _scaling(*bounds),
+        isinstance(wgrad_accum, str),
+        accumulators,
+        caches,
     )
     written = [(f"{names.accum}[{at}]", each) for at, some in enumerate(accumulators) for each in some]
     if written:
@@ -329,7 +409,7 @@ def _arguments_of_mlp(
 
 
 def _mlp(options: Sequence[Any]) -> Mlp:
-    names, transposed, activation, recipe, residuals, rows_hint, implementation, paired = options
+    names, transposed, activation, recipe, residuals, rows_hint, pinned, paired = options
     return Mlp(
         names,
         activations.resolve(activation),
@@ -337,15 +417,15 @@ def _mlp(options: Sequence[Any]) -> Mlp:
         recipe=recipe,
         residuals=Residuals(residuals_option(residuals).policy),
         rows_hint=rows_hint,
-        implementation=implementation,
+        implementation=pinned,
         paired=paired,
     )
 
 
 def _check_mlp(
     operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], options: tuple[Any, ...]
-) -> tuple[Tensor, _Checked]:
-    """(sizes as the kernels read them, the result of the checks); raises if the operands do not fit together."""
+) -> tuple[Tensor, Any, Any]:
+    """(sizes as the kernels read them, the operation, specs); raises if the operands do not fit together."""
     rows, wi, wo, sizes, probs, wi_bias, wo_bias = operands
     *static, wi_master, wo_master = options
     op = _mlp(static)
@@ -383,9 +463,9 @@ def _check_mlp(
     check(op, *specs[:3], sizes_spec, *specs[3:])
     for each in bounds:
         check_bound(each, specs.wo.shape[0], first, products=3 - len(bounds))
-    if wi_master or wo_master:  # gradients have the dtypes of the master tensors
-        op = dataclasses.replace(op, master_dtypes=(wi_master, wo_master))
-    return sizes, _Checked(op, MlpSpecs(*map(_static, specs)))
+    dtypes = (wi_master and wi_master.dtype, wo_master and wo_master.dtype)  # those of gradients
+    op = dataclasses.replace(op, master_dtypes=dtypes)
+    return sizes, op, MlpSpecs(*map(_static, specs))
 
 
 def _check_routing(x: Tensor, experts: Tensor, weights: Tensor) -> None:
@@ -456,12 +536,30 @@ def _joined_pair(
 # Operands
 
 
-def _known(
-    name: str, operands: tuple[Any, ...], bounds: Sequence[BoundRecipe], options: tuple[Any, ...]
-) -> tuple[Any, _Checked | None]:
-    """(key of the checks, or None if they cannot be cached; the cached result, or None)."""
-    if is_compiling():
-        return None, None
+_Known = tuple[FactsCache | None, tuple[Any, ...], Checked | None]
+"""The cache of checks with the same options, or None if nothing can be cached; the arrays whose facts it knows results
+by; the result for these, or None."""
+
+
+def _known(options: tuple[Any, ...], operands: tuple[Any, ...], bounds: Sequence[BoundRecipe]) -> _Known:
+    arrays, key = operands, options
+    if not PLAIN.issuperset(map(type, operands)):
+        if is_compiling():  # lengths may be symbols, which have no hash
+            return None, (), None
+        arrays, layouts = _arrays(operands)
+        key = (*key, *layouts)
+    for bound in bounds:
+        if bound.key is not None or bound.state is not None:
+            own = (bound.state.scale, bound.state.history) if isinstance(bound.state, ScalingState) else ()
+            arrays, key = (*arrays, bound.key, *own), (*key, bound.key is None)
+    cache = _checked.get(key)
+    if cache is None:
+        cache = _checked.keep(key, facts_cache())
+    return cache, arrays, cache.find(arrays)
+
+
+def _arrays(operands: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
+    """(the operands, quantised ones as their tensors, the facts about these that the tensors do not show)."""
     arrays: list[Any] = []
     layouts: list[Any] = []
     for each in operands:
@@ -470,16 +568,7 @@ def _known(
             layouts.append(tuple([_form_facts(form) for form in forms_of(each)]))
         else:
             arrays.append(each)
-    for bound in bounds:
-        if bound.key is not None or bound.state is not None:
-            arrays.append(bound.key)
-            layouts.append(bound.key is None)
-            arrays += (bound.state.scale, bound.state.history) if isinstance(bound.state, ScalingState) else ()
-    facts = EXCHANGE.describe(tuple(arrays))
-    if facts is None:
-        return None, None
-    key = (name, facts, options, *layouts)
-    return key, _checked.get(key)
+    return tuple(arrays), layouts
 
 
 def _form_facts(form: QTensor[Any]) -> tuple[Any, ...]:
@@ -490,16 +579,23 @@ def _form_facts(form: QTensor[Any]) -> tuple[Any, ...]:
 
 def _master_and_operand(operand: Any) -> tuple[Any, Any]:
     """(the tensor that receives the gradient, the operand itself)."""
-    if isinstance(operand, StraightThrough):
-        return operand.master, operand.q
-    return (None if isinstance(operand, QTensor) else operand), operand
+    return master_of(operand), operand.q if isinstance(operand, StraightThrough) else operand
 
 
-def _dtype(operand: Any, master: Any) -> str | None:
-    """The dtype of a quantised operand's master tensor, as a spec names it; None without one."""
-    if not isinstance(operand, QTensor) or master is None:
+class _Master(NamedTuple):
+    """Facts of the master tensors of a quantised operand: the dtype as a spec names it, and their form."""
+
+    dtype: str
+    tensors: int
+    packed: bool
+
+
+def _master_facts(master: Any) -> _Master | None:
+    """Those of a quantised operand's master tensors; None without any."""
+    if master is None:
         return None
-    return dtype_name(members(master)[0].dtype)
+    several = members(master)
+    return _Master(dtype_name(several[0].dtype), len(several), is_packed(several))
 
 
 def _operand(operand: Any) -> Any:
@@ -620,7 +716,7 @@ def is_packed(leaves: Sequence[Tensor]) -> bool:
 
 
 def _accumulators_of_product(
-    given: Any, leaves: list[Tensor], spec: OperandSpec, first: Tensor, accum_name: str, weight_name: str
+    given: Any, leaves: list[Tensor], spec: OperandSpec, rows: Any, accum_name: str, weight_name: str
 ) -> Sequence[Tensor | None]:
     """`wgrad_accum` of one weight as one destination per tensor of the weight; () without accumulators."""
     if given is None or (isinstance(given, str) and given == "main_grad"):
@@ -632,19 +728,19 @@ def _accumulators_of_product(
             f"`{accum_name}`: {given!r}, expected a tensor {spec.shape}, because the weight is quantised and packed; "
             "pass one."
         )
-    _check_accumulator(accum_name, given, ArraySpec(spec.shape, spec.dtype), first)
+    _check_accumulator(accum_name, given, ArraySpec(spec.shape, spec.dtype), home(rows))
     return [given]
 
 
 def _accumulators_of_mlp(
-    given: Any, leaves: tuple[list[Tensor], ...], specs: MlpSpecs, first: Tensor
+    given: Any, leaves: tuple[list[Tensor], ...], specs: MlpSpecs, rows: Any
 ) -> tuple[Sequence[Tensor | None], ...]:
     if given is None or (isinstance(given, str) and given == "main_grad"):
         return (), ()
     pair = accumulator_pair(given, "put None where a weight has no accumulator")
     names = ((f"{MLP_NAMES.accum}[0]", MLP_NAMES.wi), (f"{MLP_NAMES.accum}[1]", MLP_NAMES.wo))
     one, two = (
-        _accumulators_of_product(each, own, spec, first, *name)
+        _accumulators_of_product(each, own, spec, rows, *name)
         for each, own, spec, name in zip(pair, leaves, (specs.wi, specs.wo), names, strict=True)
     )
     return one, two
@@ -733,9 +829,9 @@ def check_buffers(given: Arguments, out: Tensor | None, grad_input: Tensor | Non
         )
 
 
-def check_gradient(dy: Tensor, grad_input: Tensor | None, *accumulators: Sequence[Tensor | None]) -> None:
+def check_gradient(dy: Tensor, grad_input: Tensor | None, accumulators: Sequence[Sequence[Tensor | None]]) -> None:
     """BUF-2 for dy, which forward cannot check: dy is still read while the buffers are written."""
-    if is_compiling() or (grad_input is None and not any(accumulators)):
+    if (grad_input is None and not any(accumulators)) or is_compiling():
         return
     start, end = dy.data_ptr(), dy.data_ptr() + dy.nbytes
     for name, part in ((NAMES.grad_input, (grad_input,)), *((NAMES.accum, part) for part in accumulators)):
@@ -751,7 +847,7 @@ def _check_apart_from_operands(written: _Named, given: Arguments) -> None:
     if is_compiling():  # there are no addresses yet
         return
     two = len(given.weights) == 2
-    names = given.op.names
+    names = given.checked.op.names
     read = [(names.sizes, given.sizes), (names.probs if two else names.row_scale, given.row_scale)]
     weights = (MLP_NAMES.wi, MLP_NAMES.wo) if two else (NAMES.w,)
     biases = (MLP_NAMES.wi_bias, MLP_NAMES.wo_bias) if two else (NAMES.bias,)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from torch_bridge import _saved
-from torch_bridge._args import Arguments, check_buffers, check_gradient, is_packed
+from torch_bridge._args import Arguments, Checked, check_buffers, check_gradient
 from torch_bridge._checks import NAMES
 from torch_bridge._compiling import is_compiling
 from torch_bridge._gradients import (
@@ -25,8 +24,8 @@ from torch_bridge._gradients import (
     once_differentiable,
     route_of,
 )
-from torch_bridge._scaling import Scaling, with_multipliers
-from torch_bridge._tensors import Form, Layout, members, pack, unpack
+from torch_bridge._scaling import Scaling, with_copied_scales
+from torch_bridge._tensors import Form, Layout, pack, unpack
 
 Owners = tuple[Owner | None, ...]
 """For each product, the parameters and queue of the module that owns its weight, or None."""
@@ -34,41 +33,40 @@ Owners = tuple[Owner | None, ...]
 Overwrites = tuple[tuple[bool, ...] | None, ...]
 """For each weight, whether each tensor's gradient replaces the content of its accumulator; None: ask the tensors."""
 
-Lists = tuple[tuple[int, bool], ...]
-"""For each weight, then each bias: the number of its tensors, and whether it is one packed tensor."""
-
 Deliver = Callable[[int, WeightGradient], None]
 """(product, gradient of its weight) -> None."""
 
 
-class Saved(NamedTuple):
-    """What forward hands to backward besides tensors.
+class Facts(Protocol):
+    """What follows from checked arguments and from the gradients that are needed; each operation has its own class.
 
     Attributes:
         op: the operation. specs: the specs of its operands. needs: the gradients to compute.
-        scaling: for each product. layouts: of the saved operands. rows: M.
+        training: whether there are any.
     """
 
-    op: Any
-    specs: Any
-    needs: Any
-    scaling: tuple[Scaling, ...]
+    @property
+    def op(self) -> Any: ...
+    @property
+    def specs(self) -> Any: ...
+    @property
+    def needs(self) -> Any: ...
+    @property
+    def training(self) -> bool: ...
+
+
+@dataclass(slots=True, eq=False)
+class Saved:
+    """What forward hands to backward besides tensors; `layouts`: of the saved operands, `rows`: M."""
+
+    facts: Any
+    scaling: Scaling
     layouts: tuple[Any, ...]
     rows: Any
 
 
-class Kept(NamedTuple):
-    """What forward keeps for backward: operands, those of rows first, and the names of the latter for offloading."""
-
-    operands: tuple[Any, ...]
-    names: tuple[str, ...]
-
-
-NOTHING = Kept((), ())
-"""What is kept if no gradient is needed."""
-
-
-class MainGradients(NamedTuple):
+@dataclass(slots=True, eq=False)
+class MainGradients:
     """All gradients except those of weights: of x, of the row scale or probabilities, and of each bias [G, N]."""
 
     x: Tensor | None
@@ -86,29 +84,30 @@ class Operation:
 
     Attributes:
         name: for messages. weights: names of the weight arguments.
+        rows: names of the rows that are kept for backward, before all other operands.
         places: positions of the weights among the arguments. scale_place: position of the row scale.
         check: (all arguments, caches of layers) -> checked arguments.
-        needs_names: names of the weights in `needs`. no_needs: the value of `needs` without gradients.
         needs: (x, each weight, row scale, each bias) -> the gradients to compute, as the rules take them.
+        facts: (operation, specs of its operands, needs) -> what follows from them.
         weight_dtypes: (operation, specs of its operands) -> dtypes of the weight gradients, as specs name them.
-        forward: (arguments, needs, out) -> (the result [M, N], what is kept for backward).
+        forward: (arguments, facts, scaling, M, out) -> (the result [M, N], the operands that backward reads).
         backward: (saved facts, kept operands, dy, buffer for dx, deliver) -> the other gradients. It removes operands
             from the list, so that rows are freed as soon as they are no longer read.
-        rows: (arguments) -> M, the number of rows of the products.
+        count: (arguments) -> M, the number of rows of the products.
     """
 
     name: str
     weights: tuple[str, ...]
+    rows: tuple[str, ...]
     places: tuple[int, ...]
     scale_place: int
     check: Callable[..., Arguments]
-    needs_names: tuple[str, ...]
-    no_needs: Any
     needs: Callable[[bool, Sequence[bool], bool, Sequence[bool]], Any]
+    facts: Callable[[Any, Any, Any], Facts]
     weight_dtypes: Callable[[Any, Any], tuple[str, ...]]
-    forward: Callable[[Arguments, Any, Tensor | None], tuple[Tensor, Kept]]
+    forward: Callable[[Arguments, Any, Scaling, Any, Tensor | None], tuple[Tensor, tuple[Any, ...]]]
     backward: Callable[[Saved, list[Any], Any, Tensor | None, Deliver], MainGradients]
-    rows: Callable[[Arguments], Any] = _rows_of_x
+    count: Callable[[Arguments], Any] = _rows_of_x
 
 
 def differentiable(
@@ -120,71 +119,144 @@ def differentiable(
     overwrite: Overwrites | None = None,
 ) -> Tensor:
     """The result for checked arguments, with an autograd history if a gradient is needed."""
-    nothing = _NOTHING[len(given.weights)]
-    owners = nothing if owners is None else owners
     if out is not None or grad_input is not None:
         check_buffers(given, out, grad_input)
-    if not given.differentiates():
-        return _detached(operation.forward(given, operation.no_needs, out)[0], out)
-    if given.to_main_grad or owners != nothing or any(given.accumulators):
+    elsewhere = given.to_main_grad or any(given.accumulators) or (owners is not None and any(owners))
+    receivers: list[Tensor | None] = []
+    needed: tuple[bool, ...] = ()
+    if torch.is_grad_enabled():
+        receivers = given.receivers()
+        needed = tuple([each is not None and each.requires_grad for each in receivers])
+        if elsewhere:
+            receivers, needed = _with_stand_ins(given, receivers, needed)
+    checked = given.checked
+    asked: Asked = checked.asked.get(needed) or _ask(operation, checked, needed)
+    if not asked.facts.training:
+        y, _ = operation.forward(given, asked.facts, given.scaling, operation.count(given), out)
+        return y if out is None else y.detach()  # a tensor that shares the buffer's storage but not its history
+    rest = asked.rest
+    if elsewhere:
+        nothing = (None,) * len(operation.weights)
+        owners = owners or nothing
         products = zip(operation.weights, given.leaves, owners, given.accumulators, strict=True)
         check_listed_once(
             *((name, leaves, owner, given.to_main_grad or len(accum) > 0) for name, leaves, owner, accum in products)
         )
-    tensors: list[Any] = []
-    lists: list[tuple[int, bool]] = []
-    for leaves, accumulators in zip(given.leaves, given.accumulators, strict=True):
-        tensors += leaves or [_stand_in(given, accumulators)]
-        lists.append((len(leaves) or 1, not leaves or is_packed(leaves)))
-    for bias in given.biases:
-        several = members(bias)
-        tensors += several
-        lists.append((len(several), isinstance(bias, Tensor)))
-    static = (operation, given, owners, overwrite or nothing, tuple(lists), out, grad_input)
+        rest = rest._replace(routes=_routes_elsewhere(operation, given, asked, owners, overwrite or nothing))
+    if grad_input is not None:
+        rest = rest._replace(grad_input=grad_input, for_leaf=given.leaf is not None and given.leaf.is_leaf)
     apply = _Differentiable.apply if is_compiling() else _apply
-    return apply(*static, given.leaf, given.row_scale, *tensors)
+    return apply((given, asked.facts, rest, out), *receivers)
 
 
-_NOTHING = ((), (None,), (None, None))
-"""The default of owners and overwrites, by the number of weights."""
+def _with_stand_ins(
+    given: Arguments, receivers: list[Tensor | None], needed: tuple[bool, ...]
+) -> tuple[list[Tensor | None], tuple[bool, ...]]:
+    """(receivers, needed), with the gradients of quantised weights that have an accumulator but no master weight.
 
-
-def _detached(y: Tensor, out: Tensor | None) -> Tensor:
-    """`y`; if it is the caller's buffer, a tensor that shares its storage but not its history."""
-    return y if out is None else y.detach()
-
-
-def _stand_in(given: Arguments, accumulators: Sequence[Tensor | None]) -> Tensor | None:
-    """An input that makes autograd run backward for a quantised weight that has an accumulator but no master weight.
+    If nothing else needs a gradient, an input takes the place of the master weight, so that autograd runs backward.
 
     Raises:
         NotImplementedError: under torch.compile, whose backward serves only inputs of the graph.
     """
-    if not accumulators or given.needed_by_inputs():
-        return None
-    if is_compiling():
-        raise NotImplementedError(
-            f"`{NAMES.accum}` of a quantised weight without a master, under torch.compile, and nothing else needs a "
-            "gradient: expected an operand with requires_grad; pass the weight as "
-            "straight_through(master, weight), or keep the call out of the graph."
+    by_inputs, at, wanted = True in needed, 2, list(needed)
+    for leaves, accumulators in zip(given.leaves, given.accumulators, strict=True):
+        if not leaves and any(each is not None for each in accumulators):
+            if not by_inputs and is_compiling():
+                raise NotImplementedError(
+                    f"`{NAMES.accum}` of a quantised weight without a master, under torch.compile, and nothing else "
+                    "needs a gradient: expected an operand with requires_grad; pass the weight as "
+                    "straight_through(master, weight), or keep the call out of the graph."
+                )
+            wanted[at] = True
+            if not by_inputs:
+                receivers[at] = torch.empty(0, device=given.sizes.device, requires_grad=True)
+        at += len(leaves) or 1
+    return receivers, tuple(wanted)
+
+
+def _routes_elsewhere(
+    operation: Operation, given: Arguments, asked: Asked, owners: Owners, overwrite: Overwrites
+) -> Sequence[Route]:
+    """The routes of weights if some gradients go to accumulators, or wait."""
+    dtypes = operation.weight_dtypes(asked.facts.op, asked.facts.specs)
+    return [
+        route_of(
+            *(name, given.leaves[at], given.accumulators[at], asked.live[at], dtypes[at]),
+            to_main_grad=given.to_main_grad,
+            owner=owners[at],
+            overwrite=overwrite[at],
         )
-    return torch.empty(0, device=given.sizes.device, requires_grad=True)
+        for at, name in enumerate(operation.weights)
+    ]
+
+
+class _Rest(NamedTuple):
+    """What backward takes besides what forward saves.
+
+    Attributes:
+        biases: for each, the number of its tensors, whether it is packed, and those that need a gradient.
+        routes: of the gradients of weights. grad_input: the buffer for dx. for_leaf: whether x is a leaf.
+    """
+
+    operation: Operation
+    biases: tuple[tuple[int, bool, tuple[int, ...]], ...]
+    routes: Sequence[Route]
+    grad_input: Tensor | None = None
+    for_leaf: bool = False
+
+
+class Asked(NamedTuple):
+    """What follows from the gradients that are needed.
+
+    Attributes:
+        facts: of the operation. live: for each weight, the tensors that need a gradient.
+        rest: what backward takes if all gradients go to autograd and dx is a new tensor.
+    """
+
+    facts: Any
+    live: tuple[tuple[int, ...], ...]
+    rest: _Rest
+
+
+def _ask(operation: Operation, checked: Checked, needed: tuple[bool, ...]) -> Asked:
+    """What `checked.asked` has from now on.
+
+    Args:
+        needed: for each of `Arguments.receivers`, whether it needs a gradient; () if none does.
+    """
+    lists, weights = checked.lists, len(operation.weights)
+    needs_x, needs_scale, *of_members = needed or [False] * (2 + sum(count for count, _ in lists))
+    live, start = [], 0
+    for count, _ in lists:
+        live.append(tuple([at for at in range(count) if of_members[start + at]]))
+        start += count
+    several = [len(each) > 0 for each in live]
+    needs = operation.needs(needs_x, several[:weights], needs_scale, several[weights:])
+    facts = operation.facts(checked.op, checked.specs, needs)
+    biases = [(*own, some) for own, some in zip(lists[weights:], live[weights:], strict=True)]
+    named = zip(operation.weights, lists, live, strict=False)
+    routes = [Route(name, count, packed, own) for name, (count, packed), own in named]
+    asked = checked.asked[needed] = Asked(facts, tuple(live[:weights]), _Rest(operation, tuple(biases), routes))
+    return asked
 
 
 def forward_and_saved(
-    operation: Operation, given: Arguments, needs: Any, out: Tensor | None
-) -> tuple[Tensor, list[Tensor | None], list[str], Saved]:
-    """(the result, the tensors that backward reads, names of the first of them, other facts for backward)."""
-    scaling = with_multipliers(given.scaling)
-    if scaling is not given.scaling:
-        given = given._replace(scaling=scaling)
-    y, kept = operation.forward(given, needs, out)
-    packed = pack(kept.operands)
+    operation: Operation, given: Arguments, facts: Facts, out: Tensor | None
+) -> tuple[Tensor, list[Tensor | None], Saved]:
+    """(the result, the tensors that backward reads, other facts for backward)."""
+    scaling, rows = with_copied_scales(given.scaling), operation.count(given)
+    y, kept = operation.forward(given, facts, scaling, rows, out)
+    tensors, layouts = pack(kept)
+    return y if out is None else y.detach(), tensors, Saved(facts, scaling, layouts, rows)
+
+
+def saved_names(operation: Operation, saved: Saved) -> list[str]:
+    """The names of the first of the saved tensors, those of rows."""
     names: list[str] = []
-    for base, (layout, _) in zip(kept.names, packed.layouts, strict=False):
+    for base, (layout, _) in zip(operation.rows, saved.layouts, strict=False):
         names += _names(base, layout) if layout else (base,)
-    saved = Saved(given.op, given.specs, needs, scaling, packed.layouts, operation.rows(given))
-    return _detached(y, out), packed.tensors, names, saved
+    return names
 
 
 def _names(base: str, layout: Layout) -> list[str]:
@@ -199,45 +271,17 @@ def _names(base: str, layout: Layout) -> list[str]:
 class _Differentiable(torch.autograd.Function):
     """Gradients around the operators. It saves what backward reads, never results."""
 
-    PLAIN = 7
-    """Number of leading arguments that have no gradient."""
-
     @staticmethod
-    def forward(
-        ctx: Any,
-        operation: Operation,
-        given: Arguments,
-        owners: Owners,
-        overwrite: Overwrites,
-        lists: Lists,
-        out: Tensor | None,
-        grad_input: Tensor | None,
-        leaf: Tensor | None,
-        row_scale: Tensor | None,
-        *tensors: Any,
-    ) -> Tensor:
-        """`tensors`: the tensors that receive the gradients of weights (None without any), then those of biases."""
-        del tensors
-        elsewhere = given.to_main_grad or owners != _NOTHING[len(owners)] or any(given.accumulators)
-        live, needs, biases, routes = _asked(operation, ctx.needs_input_grad, lists)
-        if elsewhere:
-            live, needs = _asked_by_accumulators(operation, given, live, needs)
-            dtypes = operation.weight_dtypes(given.op, given.specs)
-            routes = [
-                route_of(
-                    *(name, given.leaves[at], given.accumulators[at], live[at], dtypes[at]),
-                    to_main_grad=given.to_main_grad,
-                    owner=owners[at],
-                    overwrite=overwrite[at],
-                )
-                for at, name in enumerate(operation.weights)
-            ]
-        y, saved, names, ctx.saved = forward_and_saved(operation, given, needs, out)
-        _saved.tell(saved, names)
-        ctx.save_for_backward(*saved)
+    def forward(ctx: Any, static: tuple[Arguments, Facts, _Rest, Tensor | None], *receivers: Tensor | None) -> Tensor:
+        """`static` is one argument, because each costs time. `receivers`: those of `Arguments.receivers`."""
+        del receivers
+        given, facts, rest, out = static
+        y, tensors, ctx.saved = forward_and_saved(rest.operation, given, facts, out)
+        if _saved.listeners:
+            _saved.tell(tensors, saved_names(rest.operation, ctx.saved))
+        ctx.save_for_backward(*tensors)
         # NOTE: routes are not saved tensors: destinations may change until backward, which needs Parameters themselves.
-        ctx.operation, ctx.grad_input, ctx.biases, ctx.routes = operation, grad_input, biases, routes
-        ctx.for_leaf = leaf is not None and leaf.is_leaf
+        ctx.rest = rest
         return y
 
     @staticmethod
@@ -249,7 +293,7 @@ class _Differentiable(torch.autograd.Function):
         sources = (dy, *ctx.saved_tensors)
         with torch.no_grad():
             found = _backward(ctx, dy)
-        return once_differentiable(ctx.operation.name, found, sources)
+        return once_differentiable(ctx.rest.operation.name, found, sources)
 
 
 # The public `apply` looks for transforms of functorch, which arguments were refused for, in each argument.
@@ -257,72 +301,29 @@ _parent: Any = super(torch.autograd.Function, _Differentiable)
 _apply: Callable[..., Any] = _parent.apply
 
 
-class _Asked(NamedTuple):
-    """The gradients that one backward computes.
-
-    Attributes:
-        live: for each weight and bias, the tensors that need a gradient. needs: the same, as the rules take it.
-        biases: for each, the number of its tensors, whether it is packed, and those that need a gradient.
-        routes: of the weights if their gradients go to autograd.
-    """
-
-    live: list[tuple[int, ...]]
-    needs: Any
-    biases: list[tuple[int, bool, tuple[int, ...]]]
-    routes: list[Route]
-
-
-@lru_cache(maxsize=1024)
-def _asked(operation: Operation, needed: tuple[bool, ...], lists: Lists) -> _Asked:
-    """`needed`: for each argument of `_Differentiable`, whether it needs a gradient."""
-    needs_x, needs_scale, *of_members = needed[_Differentiable.PLAIN :]
-    live, start, weights = [], 0, len(operation.weights)
-    for count, _ in lists:
-        live.append(tuple([at for at in range(count) if of_members[start + at]]))
-        start += count
-    several = [len(each) > 0 for each in live]
-    needs = operation.needs(needs_x, several[:weights], needs_scale, several[weights:])
-    biases = [(*own, some) for own, some in zip(lists[weights:], live[weights:], strict=True)]
-    facts = zip(operation.weights, lists, live, strict=False)
-    routes = [Route(name, count, packed, own) for name, (count, packed), own in facts]
-    return _Asked(live, needs, biases, routes)
-
-
-def _asked_by_accumulators(
-    operation: Operation, given: Arguments, live: list[Any], needs: Any
-) -> tuple[list[Any], Any]:
-    """(live, needs), including quantised weights that have an accumulator but no master weight."""
-    alone = [
-        not leaves and any(each is not None for each in accumulators)
-        for leaves, accumulators in zip(given.leaves, given.accumulators, strict=True)
-    ]
-    if True not in alone:
-        return live, needs
-    live = [(0,) if one else own for one, own in zip([*alone, *[False] * len(given.biases)], live, strict=True)]
-    return live, needs._replace(**{name: True for name, one in zip(operation.needs_names, alone, strict=True) if one})
-
-
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dy = dy.contiguous()
-    routes: list[Route] = ctx.routes
-    check_gradient(dy, ctx.grad_input, *(route.accumulators for route in routes))
+    operation, biases, routes, buffer, for_leaf = ctx.rest
     saved: Saved = ctx.saved
-    kept = unpack(saved.layouts, ctx.saved_tensors, saved.rows)
+    check_gradient(dy, buffer, [route.accumulators for route in routes])
+    kept = unpack(saved.layouts, ctx.saved_tensors)
     if not is_compiling():
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: rows are freed once they are no longer read
-    weights: list[list[Tensor | None]] = [[None] * route.parts for route in routes]
+    weights: list[list[Tensor | None]] = [route.nothing() for route in routes]
 
     def deliver(product: int, gradient: WeightGradient) -> None:
         weights[product] = routes[product].deliver(gradient)
 
-    buffer = ctx.grad_input
-    main = ctx.operation.backward(saved, kept, dy, buffer, deliver)
+    main = operation.backward(saved, kept, dy, buffer, deliver)
     dx = main.x
     if buffer is not None and dx is not None:
-        dx = buffer.detach().clone() if ctx.for_leaf else buffer.detach()
-    biases = [_of_members(found, *facts) for found, facts in zip(main.biases, ctx.biases, strict=True)]
-    members = [each for some in (*weights, *biases) for each in some]
-    return (*[None] * _Differentiable.PLAIN, dx, main.row_scale, *members)
+        dx = buffer.detach().clone() if for_leaf else buffer.detach()
+    found = [None, dx, main.row_scale]  # None: of the argument before `receivers`
+    for each in weights:
+        found += each
+    for bias, facts in zip(main.biases, biases, strict=True):
+        found += _of_members(bias, *facts)
+    return tuple(found)
 
 
 def _of_members(gradient: Tensor | None, count: int, packed: bool, live: Sequence[int]) -> list[Tensor | None]:

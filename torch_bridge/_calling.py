@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grouped_core.formats import QTensor
 from torch_bridge import _codec, main_grad
 from torch_bridge._args import WeightForms, leaf_names
 from torch_bridge._autograd import Operation, Owners, differentiable
 from torch_bridge._compiling import is_compiling
 from torch_bridge._gradients import Owner, check_listed_once
-from torch_bridge._tensors import StraightThrough, members, settle_rows
+from torch_bridge._tensors import master_of, members, settle_rows
 
 OPERATIONS: dict[str, Operation] = {}
 """The operations by name, because a graph can hold a name but not an operation."""
@@ -40,7 +39,7 @@ def run(
         given = operation.check(*arguments, wgrad_accum, implementation, caches)
         return differentiable(operation, given, out, grad_input, owners)
     # A graph holds tensors but no state of Parameters, so that state is read while the graph is traced.
-    masters = [_master(arguments[place]) for place in operation.places]
+    masters = [master_of(arguments[place]) for place in operation.places]
     parameters = [
         members(master) if owner is None else owner.parameters for owner, master in zip(owners, masters, strict=True)
     ]
@@ -73,11 +72,6 @@ def _node(name: str, *arguments: Any) -> Tensor:
     settle_rows(given[0], given[operation.scale_place], out, grad_input)
     checked = operation.check(*[_codec.from_tuples(each) for each in given])
     return differentiable(operation, checked, out, grad_input, None, replaced)
-
-
-def _master(weight: Any) -> Any:
-    """The tensor that receives the gradient of a weight."""
-    return weight.master if isinstance(weight, StraightThrough) else None if isinstance(weight, QTensor) else weight
 
 
 def _stays_outside(owner: Owner | None, parameters: Any, to_main_grad: bool) -> bool:

@@ -23,7 +23,7 @@ from grouped_core.routing_calls import GroupLimit, Scores
 from grouped_core.routing_spec import Router
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes
-from torch_bridge._tensors import CachedLayout, ExtrasLayout, Form, PairLayout, StraightThrough
+from torch_bridge._tensors import CachedLayout, ExtrasLayout, Form, PairLayout, ProductExtras, StraightThrough
 
 _DATACLASSES = (
     *(Activation, BoundRecipe, Format, GroupSizes, Linear, Mlp, QTensor, Recipe, Router, ScalingState, StraightThrough),
@@ -40,6 +40,7 @@ _TUPLES = (
     Names,
     Needs,
     PairLayout,
+    ProductExtras,
     QuantizedSpec,
     Scores,
 )

@@ -32,7 +32,7 @@ _recordings: Cache[Hashable, Recording] = Cache()
 
 
 def fake(rule: Rule, static: Hashable, layouts: tuple[Layout, ...], leaves: Sequence[Leaf], rows: Any) -> Fake:
-    """The recording of `rule`; arguments are those of `_record.run`, except that `rows` may be a symbol."""
+    """The recording of `rule`; arguments are those of `record`, except that `rows` may be a symbol."""
     given = [given_of(each, has_memory=False) for each in leaves]
     plain_rows, of_forms = _places(rule, layouts)
     for at, each in enumerate(given):  # first turn other lengths into numbers, because M may be the same symbol

@@ -6,6 +6,7 @@ Letters: G groups, M rows, K in, N out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from grouped_core import gradients, memory, quantizing, routed
 from grouped_core.calls import OperandSpec
-from grouped_core.formats import Format, QTensor, wide
+from grouped_core.formats import Format, QTensor
 from grouped_core.linear_spec import Linear
 from grouped_core.products import Cached
 from torch_bridge import main_grad
@@ -22,7 +23,8 @@ from torch_bridge._args import WeightForms, is_packed, leaf_names
 from torch_bridge._checks import local
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import EXCHANGE
-from torch_bridge._operators import call, define
+from torch_bridge._operators import call_prepared, define
+from torch_bridge._record import Prepared, prepare
 from torch_bridge._scaling import WEIGHT, Scaling
 from torch_bridge._tensors import TORCH_DTYPES, pack
 from torch_bridge.quantized_weight import QuantizedWeight
@@ -69,6 +71,11 @@ _WEIGHT_GRAD = define(
 )
 
 
+@lru_cache(maxsize=1024)
+def _prepared(op: Linear, weight: OperandSpec, halves: tuple[int, ...], accumulate: bool) -> Prepared:
+    return prepare(_WEIGHT_GRAD, _WeightGrad(op, weight, halves, accumulate))
+
+
 class _OfTokens(NamedTuple):
     """Static facts: those of `_WeightGrad`, and the number of slots per token."""
 
@@ -113,12 +120,13 @@ class Tokens(NamedTuple):
     scale: Any
 
 
-class WeightGradient(NamedTuple):
+@dataclass(slots=True, eq=False)
+class WeightGradient:
     """The gradient of one weight, computed later: dW_g = sum rows^T dy over the rows of group g.
 
     Attributes:
         op: the product. weight: spec of the packed weight. rows: [M, K], dy: [M, N], as the main gradients return them.
-        tokens: of which rows are gathered then, if `rows` is None.
+        count: M. tokens: of which rows are gathered then, if `rows` is None.
     """
 
     op: Linear
@@ -126,9 +134,10 @@ class WeightGradient(NamedTuple):
     rows: Any
     dy: Any
     sizes: Tensor
+    count: Any
     tokens: Tokens | None = None
 
-    def new(self, live: Sequence[int], count: int, *, packed: bool) -> list[Tensor]:
+    def new(self, live: Sequence[int], count: int, *, packed: bool) -> list[Any]:
         """New gradients for the tensors at `live` of a weight of `count` tensors; `packed`: it is one tensor."""
         if packed or self.op.paired:
             halves = tuple([at + 1 for at in live]) if self.op.paired else (0,)
@@ -136,7 +145,7 @@ class WeightGradient(NamedTuple):
         if len(live) == count:
             (whole,) = self._launch((0,), False, None, None)
             return list(whole.unbind())
-        shape, dtype = (len(live), *self.weight.shape[1:]), self.op.wgrad_dtype or wide(self.weight.dtype)
+        shape, dtype = (len(live), *self.weight.shape[1:]), self.op.gradient_dtype(self.weight)
         parts = list(self.sizes.new_empty(shape, dtype=TORCH_DTYPES[dtype]).unbind())
         self.into(parts, live, count, packed=False, accumulate=False)
         return parts
@@ -157,18 +166,18 @@ class WeightGradient(NamedTuple):
         self._launch((0,), accumulate, into, None)
 
     def _launch(self, halves: tuple[int, ...], accumulate: bool, into: Any, into_up: Any) -> list[Any]:
-        static = _WeightGrad(self.op, self.weight, halves, accumulate)
         if self.rows is None and self.tokens is not None:
-            x, source, slots, scale = self.tokens
-            of_tokens = _TokenOperands(x, source, scale, self.dy, self.sizes, into, into_up)
-            return call(_WEIGHT_GRAD_OF_TOKENS, _OfTokens(static, slots), of_tokens, self.dy.shape[0])
-        operands = _Operands(self.rows, self.dy, self.sizes, into, into_up)
-        return call(_WEIGHT_GRAD, static, operands, self.rows.shape[0])
+            static = _OfTokens(_WeightGrad(self.op, self.weight, halves, accumulate), self.tokens.slots)
+            x, source, _, scale = self.tokens
+            operands = (x, source, scale, self.dy, self.sizes, into, into_up)  # those of _TokenOperands
+            return call_prepared(prepare(_WEIGHT_GRAD_OF_TOKENS, static), operands, self.count)
+        operands = (self.rows, self.dy, self.sizes, into, into_up)  # those of _Operands
+        return call_prepared(_prepared(self.op, self.weight, halves, accumulate), operands, self.count)
 
     def tensors(self) -> list[Tensor]:
         """The tensors that it keeps alive."""
         tokens = () if self.tokens is None else (self.tokens.x, self.tokens.source, self.tokens.scale)
-        return [each for each in pack((self.rows, self.dy, self.sizes, *tokens)).tensors if each is not None]
+        return [each for each in pack((self.rows, self.dy, self.sizes, *tokens))[0] if each is not None]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -199,13 +208,19 @@ class Route(NamedTuple):
     overwrite: tuple[bool, ...] | None = None
     dtype: torch.dtype = torch.float32
 
+    def nothing(self) -> list[Tensor | None]:
+        """What autograd gets if there is no gradient."""
+        return [None] * self.parts
+
     def deliver(self, gradient: WeightGradient | None) -> list[Tensor | None]:
-        """The gradients for autograd, one per tensor of the weight; the gradient is computed now, or queued."""
-        results: list[Tensor | None] = [None] * self.parts
+        """The gradient for each tensor of the weight, None where it goes elsewhere; it is computed now, or queued."""
         if gradient is None or not self.live:
-            return results
+            return self.nothing()
         if not self.owners:
             made = gradient.new(self.live, self.parts, packed=self.packed)
+            if len(made) == self.parts:
+                return made
+            results: list[Tensor | None] = [None] * self.parts
             for at, each in zip(self.live, made, strict=True):
                 results[at] = each
             return results
@@ -313,13 +328,19 @@ def _place(weight: Any) -> tuple[int, int]:
 
 
 def with_forms(
-    cache: WeightForms | None, weight: Any, wanted: tuple[tuple[int, Format], ...], scaling: Scaling, *, training: bool
+    cache: WeightForms | None,
+    weight: Any,
+    wanted: tuple[tuple[int, Format], ...],
+    scaling: Scaling,
+    product: int,
+    *,
+    training: bool,
 ) -> Any:
     """A weight, together with the requested quantised tensors that its layer keeps, if it keeps any."""
     if cache is None or not wanted or isinstance(weight, QTensor):
         return weight
-    amax = scaling.amax(WEIGHT) if training else None
-    forms = cache(weight, wanted, scaling.scale(WEIGHT), amax, scaling.mark())
+    amax = scaling.amax(product, WEIGHT) if training else None
+    forms = cache(weight, wanted, scaling.scale(product, WEIGHT), amax, scaling.mark(product))
     return Cached(weight, quantizing.joined(list(forms)))
 
 

@@ -14,8 +14,11 @@ from torch._C import _dynamo  # pyright: ignore[reportAttributeAccessIssue]
 from grouped_core import _native
 from torch_bridge._checks import device_integers
 
-EXCHANGE = _native.Exchange(Tensor)
+EXCHANGE = _native.Exchange(Tensor, torch.nn.Parameter)
 """Reads tensors without asking Python for their attributes."""
+
+FactsCache = _native.FactsCache
+"""Results by the facts of operands, as `EXCHANGE.describe` gives them."""
 
 # NOTE: the public functions build a Stream object, check for initialisation, or go through the dispatcher once more,
 # which takes one to several microseconds per call. A tensor on the device proves that CUDA is initialised, and compiled

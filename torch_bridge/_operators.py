@@ -18,8 +18,8 @@ from torch import Tensor
 from torch_bridge import _codec, _fake, _record
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import EXCHANGE
-from torch_bridge._record import Rule, results_of
-from torch_bridge._tensors import Layout, Leaf, flatten_all, written_leaves
+from torch_bridge._record import Prepared, Rule, prepare, results_of
+from torch_bridge._tensors import Layout, Leaf, flats, flatten_all, flattened, opened, written_leaves
 
 
 class _Facts(NamedTuple):
@@ -75,7 +75,7 @@ def _define(name: str, schema: str, rule: Rule) -> None:
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     for device in ("CPU", "CUDA"):
         _LIBRARY.impl(name, partial(_execute, rule), device)
-    torch.library.register_fake(f"torch_bridge::{name}", partial(_imagine, rule), lib=_LIBRARY)
+    torch.library.register_fake(f"torch_bridge::{name}", partial(_fake_results, rule), lib=_LIBRARY)
 
 
 def call(rule: Rule, static: Hashable, operands: Any, rows: Any) -> list[Any]:
@@ -84,12 +84,35 @@ def call(rule: Rule, static: Hashable, operands: Any, rows: Any) -> list[Any]:
     Args:
         static: the rule's static facts. operands: an instance of its operand class. rows: M.
     """
-    layouts, leaves = flatten_all(operands)
-    del operands  # so that they are freed as soon as no launch reads them
+    return [opened(each, rows) for each in call_prepared(prepare(rule, static), operands, rows)]
+
+
+def call_prepared(prepared: Prepared, operands: tuple[Any, ...] | list[tuple[Any, ...]], rows: Any) -> list[Any]:
+    """`call` of a rule with its static facts; results of several leaves are `Flat`, and operands may be.
+
+    Args:
+        rows: M.
+        operands: in the order of its operand class, of which an instance takes longer to make than a tuple; or a list
+            with only that, which is emptied, so that operands are freed as soon as no launch reads them. The caller's
+            frame may hold an argument itself until the call returns: it does under a hook of frame evaluation, which
+            Dynamo leaves after a failed compilation.
+    """
+    if isinstance(operands, list):
+        operands = operands.pop()
     if not is_compiling() and torch._C._len_torch_dispatch_stack() == 0 and not _profiling():
-        facts = EXCHANGE.describe(tuple(leaves))
-        if facts is not None:
-            return _record.run(rule, static, layouts, leaves, facts, rows)
+        leaves: list[Any] = []
+        program = prepared.programs.find(operands, rows, leaves)
+        if program is None:
+            operands = flattened(operands)
+            if EXCHANGE.describe(tuple(flatten_all(operands)[1])) is not None:
+                leaves.clear()
+                program = _record.program_for(prepared, operands, rows, leaves)
+        if program is not None:
+            del operands  # so that they are freed as soon as no launch reads them
+            return _record.gathered(program, _record.execute(program, leaves, rows))
+    layouts, leaves = flatten_all(operands)
+    del operands
+    rule, static = prepared.rule, prepared.static
     taken = _taken(rule, static, layouts, leaves)
     found = _fake.fake(rule, static, layouts, leaves, rows)
     made = found.recording.made()
@@ -99,7 +122,7 @@ def call(rule: Rule, static: Hashable, operands: Any, rows: Any) -> list[Any]:
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors or ()
     else:
         tensors = getattr(torch.ops.torch_bridge, rule.name).default(taken.read, taken.facts, rows)
-    return results_of(found.recording.outputs, leaves, dict(zip(made, tensors, strict=True)), found.rows)
+    return results_of(found.recording.outputs, leaves, dict(zip(made, tensors, strict=True)))
 
 
 _profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
@@ -175,12 +198,14 @@ def _results(tensors: list[Tensor], arguments: Sequence[Any]) -> Any:
 
 def _execute(rule: Rule, *arguments: Any) -> Any:
     facts, leaves, rows = _arguments(rule, *arguments)
-    described = EXCHANGE.describe(tuple(leaves))
-    program, values = _record.execute(rule, facts.static, facts.layouts, leaves, described, int(rows))
-    return _results([values[at] for at in program.made], arguments)
+    prepared = prepare(rule, facts.static)
+    found: list[Any] = []
+    program = _record.program_for(prepared, flats(facts.layouts, leaves), int(rows), found)
+    results = _record.execute(program, found, int(rows))
+    return _results([results[at] for at in program.made], arguments)
 
 
-def _imagine(rule: Rule, *arguments: Any) -> Any:
+def _fake_results(rule: Rule, *arguments: Any) -> Any:
     facts, leaves, rows = _arguments(rule, *arguments)
     found = _fake.fake(rule, facts.static, facts.layouts, leaves, rows)
     if _fake.planned:

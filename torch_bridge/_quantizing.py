@@ -66,7 +66,6 @@ def quantized(
             is not measured. key: uint32 [2], of stochastic rounding.
         stream: number of the random stream, which separates the operands that share a key.
     """
-    amax = amax if any(fmt.delayed for _, fmt in wanted) else None
     rows = source.shape[0] if sizes is not None and isinstance(source, Tensor) else 0
     return call(_QUANTIZE, _Quantize(wanted, stream), _Source(source, sizes, scale, key, None, amax, None), rows)
 
@@ -86,7 +85,6 @@ def quantize_into(
         skip: int32 [1]; if it is not zero on the device, nothing is written.
     """
     wanted = tuple((form.axis, form.format) for form in forms)
-    amax = amax if any(form.format.delayed for form in forms) else None
     operands = _Source(source, None, scale, None, skip, amax, quantizing.joined(list(forms)))
     call(_QUANTIZE, _Quantize(wanted, 0), operands, 0)
 

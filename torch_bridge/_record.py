@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +19,9 @@ from grouped_core import _native, plans
 from grouped_core.calls import ArraySpec, Call
 from grouped_core.debug import debug_flags
 from grouped_core.products import Listed
-from torch_bridge._cache import Cache
 from torch_bridge._checks import check_operand
 from torch_bridge._memory import (
+    ALIGNMENT,
     EXCHANGE,
     address_table,
     aligned,
@@ -32,10 +33,14 @@ from torch_bridge._memory import (
 from torch_bridge._tensors import (
     RESULT_DTYPES,
     TORCH_DTYPES,
+    Flat,
     Layout,
     Leaf,
+    facts_cache,
     flatten,
+    flatten_all,
     leaf_count,
+    same,
     spec_of,
     unflatten,
 )
@@ -56,7 +61,8 @@ def arch_of(device: torch.device) -> str:
     raise ValueError(f"device {device}: expected a CPU or CUDA device; move the tensors there, or pass `arch`.")
 
 
-class Rule(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Rule:
     """A rule of `grouped_core` that runs as an operator of this package.
 
     Attributes:
@@ -77,6 +83,21 @@ class Rule(NamedTuple):
     derived: frozenset[str] = frozenset()
 
 
+class Prepared:
+    """A rule with its static facts, and the programs that were planned for it, by the facts of its operands."""
+
+    __slots__ = ("programs", "rule", "static")
+
+    def __init__(self, rule: Rule, static: Hashable) -> None:
+        self.rule = rule
+        self.static = static
+        self.programs = facts_cache()
+
+
+prepare = lru_cache(maxsize=1024)(Prepared)
+"""(rule, static facts) -> the same object each time. Callers that run often keep it, because hashing takes time."""
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Recording
 
@@ -86,6 +107,13 @@ class Register(NamedTuple):
 
     at: int
     spec: ArraySpec
+
+
+class Row(NamedTuple):
+    """A part of a leaf, which has a register but no tensor: launches read it at an offset from the leaf's address."""
+
+    leaf: int
+    offset: int  # in bytes
 
 
 class Cast(NamedTuple):
@@ -118,6 +146,7 @@ class Recorder:
     def __init__(self) -> None:
         self.steps: list[Cast | Launch] = []
         self.specs: list[ArraySpec] = []
+        self.rows: dict[int, Row] = {}
 
     def given(self, leaf: Given | None) -> Register | Listed | None:
         """The array that represents a leaf in the rule."""
@@ -126,6 +155,13 @@ class Recorder:
         if leaf.listed:
             return Listed(leaf.spec, self.register(ArraySpec(leaf.spec.shape[:1], "int64")), leaf.aligned)
         return self.register(leaf.spec)
+
+    def row(self, leaf: Register, at: int) -> Register:
+        """Row `at` of a leaf, the first step of it if that has steps: float32 [G]."""
+        size = math.prod(leaf.spec.shape[1:]) * TORCH_DTYPES[leaf.spec.dtype].itemsize
+        found = self.register(ArraySpec(leaf.spec.shape[-1:], leaf.spec.dtype))
+        self.rows[found.at] = Row(leaf.at, at * size)
+        return found
 
     def register(self, spec: ArraySpec) -> Register:
         """A new register."""
@@ -149,6 +185,7 @@ class Recorder:
     def cast(self, array: Register, dtype: str) -> Register:
         if array.spec.dtype == dtype:
             return array
+        assert array.at not in self.rows, "a row of a leaf has no tensor that could be cast"
         result = self.register(ArraySpec(array.spec.shape, dtype))
         self.steps.append(Cast(array.at, result.at, TORCH_DTYPES[dtype]))
         return result
@@ -162,12 +199,13 @@ class Output(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """The steps of a rule. Registers are numbered: first the leaves that are present, in order, then new arrays."""
+    """The steps of a rule. Registers are numbered: first the leaves that are present, in order, then other arrays."""
 
     steps: tuple[Cast | Launch, ...]
     outputs: tuple[Output, ...]
     specs: tuple[ArraySpec, ...]  # of all registers
     given: int  # number of registers that are leaves
+    rows: dict[int, Row]  # by register
 
     @property
     def calls(self) -> list[Call]:
@@ -190,8 +228,8 @@ def record(
     run = Recorder()
     held = [run.given(leaf) for leaf in leaves]
     rest = iter(held)
-    operands = rule.operands(*[unflatten(layout, rest, rows, _typed) for layout in layouts])
     count = len(run.specs)
+    operands = rule.operands(*[unflatten(layout, rest, rows, _typed, run.row) for layout in layouts])
     places = {_register(each): n for n, each in enumerate(held) if each is not None}
     outputs = []
     for result in rule.run(run, static, operands):
@@ -199,7 +237,7 @@ def record(
         layout = flatten(result, parts)
         at = [None if part is None else _register(part) for part in parts]
         outputs.append(Output(layout, tuple([(None, places[n]) if n in places else n for n in at])))
-    return Recording(tuple(run.steps), tuple(outputs), tuple(run.specs), count)
+    return Recording(tuple(run.steps), tuple(outputs), tuple(run.specs), count, run.rows)
 
 
 def _register(leaf: Register | Listed) -> int:
@@ -211,20 +249,16 @@ def _typed(scales: Register, fmt: Any) -> Register:
     return scales._replace(spec=scales.spec._replace(dtype=fmt.scales)) if scales.spec.dtype == "uint8" else scales
 
 
-def results_of(outputs: Sequence[Output], leaves: Sequence[Leaf], made: Any, rows: Any) -> list[Any]:
-    """The results of a rule; operands among them are returned as they were passed.
+def results_of(outputs: Sequence[Output], leaves: Sequence[Leaf], made: Any) -> list[Any]:
+    """The results of a rule, those of several leaves as `Flat`; operands among them are returned as they were passed.
 
     Args:
-        leaves: of the operands. made: the new tensors by register. rows: M.
+        leaves: of the operands. made: the new tensors by register.
     """
     results = []
     for layout, places in outputs:
-        if layout is None:
-            (at,) = places
-            results.append(None if at is None else leaves[at[1]] if isinstance(at, tuple) else made[at])
-        else:
-            parts = iter([leaves[at[1]] if isinstance(at, tuple) else made[at] for at in places if at is not None])
-            results.append(unflatten(layout, parts, rows))
+        parts = [None if at is None else leaves[at[1]] if isinstance(at, tuple) else made[at] for at in places]
+        results.append(parts[0] if layout is None else Flat(layout, tuple(parts)))
     return results
 
 
@@ -232,76 +266,99 @@ def results_of(outputs: Sequence[Output], leaves: Sequence[Leaf], made: Any, row
 # Replay
 
 
-class _Planned(NamedTuple):
-    """A `Launch` with its chosen kernel and everything prepared that does not depend on addresses."""
-
-    call: str  # its name
-    launch: Callable[[list[Any], int], None]  # on the values of all registers, and a stream
-    made: tuple[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # register, shape, strides, dtype
-    last_used: tuple[int, ...]  # registers that no later step reads
-
-
 class Program(NamedTuple):
-    """A recording planned for one device. Its last register is the workspace, which all launches share."""
+    """A recording planned for one device.
 
-    steps: tuple[Cast | _Planned, ...]
-    outputs: tuple[Output, ...]
-    made: tuple[int, ...]  # registers of results that are not operands
-    released: tuple[int, ...]  # leaves, tensors, that are not results: each is freed after its last launch
-    blank: list[None]  # registers beyond the operands
+    Attributes:
+        steps: allocates, launches, and returns the leaves of all results.
+        results: for each result, its layout and the place of its leaves; None if each is one leaf.
+        made: the positions of new tensors among these leaves, each tensor once.
+        sizes: the leaf that GROUPED_DEBUG=sizes checks, or None.
+        device: the CUDA device, -1 on the CPU.
+    """
+
+    steps: _native.Program
+    results: tuple[tuple[Layout, slice], ...] | None
+    made: tuple[int, ...]
+    sizes: int | None
     workspace_bytes: int
-    device: int  # the CUDA device, -1 on the CPU
-    empty: Callable[..., Tensor]  # (shape, strides, dtype) -> new tensor
+    device: int
 
 
 def _program(
     rule: Rule, static: Hashable, layouts: Sequence[Layout], leaves: Sequence[Leaf], rows: int, device: torch.device
 ) -> Program:
     recording = record(rule, static, layouts, [given_of(each) for each in leaves], rows)
-    # Only the alignment of addresses matters, and the facts include it; what a replay allocates is aligned.
-    places = [0 if not isinstance(each, Tensor) else each.data_ptr() for each in leaves if each is not None]
-    given = recording.given
+    steps, workspace_bytes = _planned(recording, _addresses(recording, leaves), arch_of(device))
+    index, empty = (-1, empty_on_cpu) if device.type == "cpu" else (device.index, empty_on_cuda)
+    results = [at for output in recording.outputs for at in output.leaves]
+    returned = {at[1] for at in results if isinstance(at, tuple)}
+    native = _native.Program(
+        steps,
+        [-1 if at is None else -2 - at[1] if isinstance(at, tuple) else at for at in results],
+        [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and at not in returned],
+        len(recording.specs) + 1,
+        ((workspace_bytes,), (1,), torch.uint8) if workspace_bytes else None,
+        empty,
+        partial(address_table, device=index),
+    )
+    parts, at = [], 0
+    for layout, own in recording.outputs:
+        parts.append((same(layout), slice(at, at + len(own))))
+        at += len(own)
+    several = any(layout is not None for layout, _ in parts)
+    made = tuple([results.index(at) for at in recording.made()])
+    sizes = sizes_at(rule, layouts) if rule.notes_sizes else None
+    return Program(native, tuple(parts) if several else None, made, sizes, workspace_bytes, index)
+
+
+def _addresses(recording: Recording, leaves: Sequence[Leaf]) -> list[int]:
+    """For each register and the workspace, an address with the alignment of all that share the facts of `leaves`.
+
+    Facts include whether an address is aligned. What a replay allocates is, and so are tables.
+    """
+    found = [each.data_ptr() if isinstance(each, Tensor) else 0 for each in leaves if each is not None]
+    found += [0] * (len(recording.specs) + 1 - recording.given)
+    for register, row in recording.rows.items():
+        found[register] = found[row.leaf] + row.offset if found[row.leaf] % ALIGNMENT == 0 else 1
+    return found
+
+
+def _planned(recording: Recording, addresses: Sequence[int], arch: str) -> tuple[list[tuple[Any, ...]], int]:
+    """(the steps as `_native.Program` takes them, bytes of the workspace that they share)."""
     keep = set(recording.made())
-    steps: list[Cast | _Planned] = []
+    rows = recording.rows
+    steps: list[tuple[Any, ...]] = []
     workspace_bytes = 0
     for step in reversed(recording.steps):
         if isinstance(step, Cast):
-            steps.append(step)
+            steps.append((step.source, step.result, step.dtype))
             keep.add(step.source)
             continue
-        read = {register for _, register in step.operands}
-        plan = plans.plan(step.call, arch_of(device))
+        plan = plans.plan(step.call, arch)
         inputs = len(step.call.inputs)
         registers = [-1] * (inputs + len(step.call.outputs) + 1)
         for slot, register in step.operands:
             registers[slot] = register
         for slot, register in enumerate(step.results, inputs):
             registers[slot] = -1 if register is None else register
-        needed = plan.workspace_for([places[at] if 0 <= at < given else 0 for at in registers])
+        needed = plan.workspace_for([0 if at < 0 else addresses[at] for at in registers])
+        offsets = [rows[at].offset if at in rows else 0 for at in registers]
+        registers = [rows[at].leaf if at in rows else at for at in registers]
+        read = {register for register in registers[:inputs] if register >= 0}
         if needed:
             registers[-1] = len(recording.specs)
         workspace_bytes = max(workspace_bytes, needed)
         shared = {output for _, output in step.call.aliases}
         new = [
-            (register, spec.shape, _strides(spec.shape), RESULT_DTYPES[spec.dtype])
+            (register, (spec.shape, _strides(spec.shape), RESULT_DTYPES[spec.dtype]))
             for at, (register, spec) in enumerate(zip(step.results, step.call.outputs, strict=True))
             if register is not None and spec is not None and at not in shared
         ]
-        steps.append(
-            _Planned(
-                step.call.name,
-                _native.Launcher(EXCHANGE, plan, registers).launch,
-                tuple(new),
-                tuple(read - keep),
-            )
-        )
+        launcher = _native.Launcher(EXCHANGE, plan, registers, offsets)
+        steps.append((step.call.name, launcher, tuple(new), tuple(read - keep)))
         keep |= read
-    index, empty = (-1, empty_on_cpu) if device.type == "cpu" else (device.index, empty_on_cuda)
-    blank = [None] * (len(recording.specs) - given + 1)
-    returned = {at[1] for output in recording.outputs for at in output.leaves if isinstance(at, tuple)}
-    released = tuple(at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and at not in returned)
-    made = tuple(recording.made())
-    return Program(tuple(reversed(steps)), recording.outputs, made, released, blank, workspace_bytes, index, empty)
+    return steps[::-1], workspace_bytes
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -319,43 +376,53 @@ def given_of(leaf: Leaf, *, has_memory: bool = True) -> Given | None:
     return Given(ArraySpec((len(leaf), *one.shape), one.dtype), True, not has_memory or aligned(there))
 
 
-_programs: Cache[Hashable, Program] = Cache()
+def gathered(program: Program, leaves: list[Any]) -> list[Any]:
+    """The results of a rule, those of several leaves as `Flat`; `leaves`: of the results, from `execute`."""
+    if program.results is None:
+        return leaves
+    return [
+        leaves[place.start] if layout is None else Flat(layout, tuple(leaves[place]))
+        for layout, place in program.results
+    ]
 
 
-def run(
-    rule: Rule, static: Hashable, layouts: tuple[Layout, ...], leaves: list[Any], facts: bytes | None, rows: int
-) -> list[Any]:
-    """The results of `rule` on real tensors; arguments and errors are those of `execute`."""
-    program, values = execute(rule, static, layouts, leaves, facts, rows)
-    return results_of(program.outputs, leaves, values, rows)
-
-
-def execute(
-    rule: Rule, static: Hashable, layouts: tuple[Layout, ...], leaves: list[Any], facts: bytes | None, rows: int
-) -> tuple[Program, list[Any]]:
-    """The program of `rule`, and the values of its registers after its launch on the current stream.
+def execute(program: Program, leaves: list[Any], rows: int) -> list[Any]:
+    """The leaves of the results of a rule, after its launch on the current stream.
 
     Args:
-        static: its static facts. layouts: of its operands. rows: M.
-        leaves: of all operands; the first one that is present determines the device. Leaves that are not results are
-            removed from the list, so that rows are freed as soon as no launch reads them.
-        facts: of the leaves, from `EXCHANGE.describe`.
+        rows: M.
+        leaves: of all operands. Those that are not results are removed from the list, so that rows are freed as soon
+            as no launch reads them.
+    """
+    flags = debug_flags()
+    if program.sizes is not None and "sizes" in flags:
+        note_sizes(leaves[program.sizes], rows)
+    run, device = program.steps.run, program.device
+    watched = watch(flags, device)
+    if device < 0:
+        return run(leaves, 0, watched)
+    if device != current_device():
+        with torch.cuda.device(device):
+            return run(leaves, raw_stream(device), watched)
+    return run(leaves, raw_stream(device), watched)
+
+
+def program_for(prepared: Prepared, operands: tuple[Any, ...], rows: int, leaves: list[Any]) -> Program:
+    """The program for operands from `flattened`, which is made if there is none yet.
+
+    Args:
+        rows: M. leaves: an empty list, which gets those of the operands; the first one determines the device.
 
     Raises:
         ValueError, TypeError: the operands do not fit. NotImplementedError: no kernel supports them.
     """
-    flags = debug_flags()
-    key = (rule.name, static, layouts, rows, facts)
-    program = None if facts is None else _programs.get(key)
+    program = prepared.programs.find(operands, rows, leaves)
     if program is None:
-        device = _check_plain(leaves, facts)
-        program = _programs.keep(key, _program(rule, static, layouts, leaves, rows, device))
-    if rule.notes_sizes and "sizes" in flags:
-        note_sizes(leaves[sizes_at(rule, layouts)], rows)
-    if program.device >= 0 and program.device != current_device():
-        with torch.cuda.device(program.device):
-            return program, _replay(program, leaves, flags)
-    return program, _replay(program, leaves, flags)
+        layouts, _ = flatten_all(operands)
+        device = _check_plain(leaves, EXCHANGE.describe(tuple(leaves)))
+        program = _program(prepared.rule, prepared.static, layouts, leaves, rows, device)
+        prepared.programs.keep(operands, rows, program)
+    return program
 
 
 def sizes_at(rule: Rule, layouts: Sequence[Layout]) -> int:
@@ -382,34 +449,26 @@ def _check_plain(leaves: Sequence[Leaf], facts: bytes | None) -> torch.device:
     return first.device
 
 
-def _replay(program: Program, leaves: list[Any], flags: frozenset[str]) -> list[Any]:
-    stream = 0 if program.device < 0 else raw_stream(program.device)
-    values: list[Any] = [
-        each if isinstance(each, Tensor) else address_table(each, program.device) for each in leaves if each is not None
-    ]
-    for at in program.released:
-        leaves[at] = None
-    values += program.blank
-    if program.workspace_bytes:
-        values[-1] = program.empty((program.workspace_bytes,), (1,), torch.uint8)
-    for step in program.steps:
-        if isinstance(step, Cast):
-            values[step.result] = values[step.source].to(step.dtype)
-        else:
-            _launch(step, values, program, stream, flags)
-    return values
+def watch(flags: frozenset[str], device: int) -> Callable[..., None] | None:
+    """What runs in place of each launch, with the arguments that `_native.Program.run` describes; None: the launch."""
+    return partial(_launch, flags, device) if flags else None
 
 
-def _launch(step: _Planned, values: list[Any], program: Program, stream: int, flags: frozenset[str]) -> None:
-    for register, shape, strides, dtype in step.made:
-        values[register] = program.empty(shape, strides, dtype)
+def _launch(
+    flags: frozenset[str],
+    device: int,
+    _: str,
+    launcher: _native.Launcher,
+    values: list[Any],
+    made: tuple[int, ...],
+    stream: int,
+) -> None:
+    """One launch with the checks of GROUPED_DEBUG."""
     if "poison" in flags:
-        _poison(values[-1], *(values[register] for register, *_ in step.made))
-    step.launch(values, stream)
-    for register in step.last_used:
-        values[register] = None
-    if "sync" in flags and program.device >= 0 and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.synchronize(program.device)
+        _poison(values[-1], *(values[register] for register in made))
+    launcher.launch(values, stream)
+    if "sync" in flags and device >= 0 and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize(device)
 
 
 def _poison(*tensors: Tensor | None) -> None:

@@ -1,77 +1,124 @@
-"""The state and the key that are bound to a recipe, divided among the products of one operation."""
+"""The states and the key that are bound to a recipe, as the rules of one operation read them.
+
+R roles, x, weight and dy of each product in this order; G groups, L steps of history.
+"""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from grouped_core import scaling
-from grouped_core.quantizing import Extras
 from grouped_core.scaling import ScalingState
 from torch_bridge._compiling import is_compiling
 from torch_bridge._quantizing import copied
+from torch_bridge._tensors import ExtrasLayout, Flat, ProductExtras
 
 X, WEIGHT, DY = range(len(scaling.ROLES))
 """Roles of a product's operands."""
+FORWARD, BACKWARD = (X, WEIGHT), (X, WEIGHT, DY)
+"""The roles that are quantised in forward, and those in backward, which may quantise again."""
 
 
 class Scaling(NamedTuple):
-    """One product's part of the state and key that are bound to an operation.
+    """What is bound to one operation.
 
     Attributes:
-        state: of delayed scaling, or None. first: the role of x in it; those of the weight and dy follow.
         key: of stochastic rounding, or None.
-        multipliers: the scales of x, the weight and dy [3, G] that forward and backward share; None: the current ones
-            of the state.
+        states: of delayed scaling: none, one for all products, or one per product.
+        scales: [R, G], the scales that forward and backward share; None: the current ones of the states.
     """
 
-    state: ScalingState[Tensor] | None
-    key: Tensor | None
-    first: int = 0
-    multipliers: Tensor | None = None
+    key: Tensor | None = None
+    states: tuple[ScalingState[Tensor], ...] = ()
+    scales: Tensor | None = None
 
-    def scale(self, role: int) -> Tensor | None:
+    def with_key(self, key: Tensor | None) -> Scaling:
+        """The same with the key as backward gets it, among the saved tensors."""
+        return self if key is self.key else Scaling(key, self.states, self.scales)
+
+    def scale(self, product: int, role: int) -> Tensor | None:
         """The scales [G] of an operand, None without a state."""
-        if self.state is None:
+        if not self.states:
             return None
-        return self.state.scale[self.first + role] if self.multipliers is None else self.multipliers[role]
+        if self.scales is not None:
+            return self.scales[_row(product, role)]
+        state, first = self._state(product)
+        return state.scale[first + role]
 
-    def amax(self, role: int) -> Tensor | None:
+    def amax(self, product: int, role: int) -> Tensor | None:
         """The amax [G] of an operand in this step, which quantisers update in place; None without a state."""
-        return None if self.state is None else self.state.history[self.first + role, 0]
+        if not self.states:
+            return None
+        state, first = self._state(product)
+        return state.history[first + role, 0]
 
-    def extras(self, *roles: int, training: bool) -> Extras | None:
-        """What rules need for the operands `roles`; None if nothing is bound.
+    def mark(self, product: int) -> tuple[Any, ...]:
+        """Identifies the scales of a product's state; it differs after each update."""
+        scale = self._state(product)[0].scale if self.states else None
+        return () if scale is None or scale.is_inference() else (scale.data_ptr(), scale._version)
+
+    def _state(self, product: int) -> tuple[ScalingState[Tensor], int]:
+        """(the state of a product, its first role in it)."""
+        return (self.states[0], _row(product, X)) if len(self.states) == 1 else (self.states[product], 0)
+
+    def extras(self, products: int, roles: tuple[int, ...], *, training: bool) -> Flat | None:
+        """What rules of the first `products` need for the operands `roles`; None if nothing is bound.
+
+        The rules read rows of the states, which are not made tensors of their own: a view costs a microsecond.
 
         Args:
             training: whether amax is updated.
         """
-        if self.state is None:
-            return None if self.key is None or DY not in roles else Extras(self.key)
-        x, w, dy = (self.scale(role) if role in roles else None for role in (X, WEIGHT, DY))
-        amaxes = (self.amax(role) if training and role in roles else None for role in (X, WEIGHT, DY))
-        return Extras(self.key if DY in roles else None, x, w, dy, training, *amaxes)
-
-    def mark(self) -> tuple[Any, ...]:
-        """Identifies the scales of the state; it differs after each update."""
-        scale = None if self.state is None else self.state.scale
-        return () if scale is None or scale.is_inference() else (scale.data_ptr(), scale._version)
+        key = self.key if DY in roles else None
+        states = self.states[:products]
+        if key is None and not states:
+            return None
+        layout = _layout(products, len(states), self.scales is not None, roles, training)
+        scales = [self.scales] if self.scales is not None else [state.scale for state in states]
+        histories = [state.history for state in states] if training else ()
+        return Flat(layout, (key, *scales, *histories))
 
 
-def with_multipliers(uses: tuple[Scaling, ...]) -> tuple[Scaling, ...]:
-    """The products of one operation with a copy of their scales, if they have states, because a state may be updated
-    before backward. The copy takes one launch, whether products share a state or have one each.
+def _row(product: int, role: int) -> int:
+    """The row of a role where all products share one array."""
+    return product * len(scaling.ROLES) + role
+
+
+@lru_cache(maxsize=256)
+def _layout(products: int, states: int, copied: bool, roles: tuple[int, ...], training: bool) -> ExtrasLayout:
+    """`copied`: whether the scales of all states are one array."""
+    scales = 0 if states == 0 else 1 if copied else states
+    found = []
+    for product in range(products):
+        state, first = (product, 0) if states > 1 else (0, _row(product, X))
+        read = [role in roles and states > 0 for role in (X, WEIGHT, DY)]
+        rows = [(0, _row(product, role)) if copied else (state, first + role) for role in (X, WEIGHT, DY)]
+        steps = [(scales + state, first + role) for role in (X, WEIGHT, DY)]
+        found.append(
+            ProductExtras(
+                tuple([row if each else None for row, each in zip(rows, read, strict=True)]),
+                tuple([row if each and training else None for row, each in zip(steps, read, strict=True)]),
+            )
+        )
+    return ExtrasLayout(tuple(found), training or not states, scales, states if training else 0)
+
+
+def with_copied_scales(bound: Scaling) -> Scaling:
+    """The same with a copy of the scales, if there are any, because a state may be updated before backward.
+
+    The copy takes one launch, whether products share a state or have one each.
     """
-    if uses[0].state is None:
-        return uses
-    scales = [use.state.scale for use in uses if use.state is not None and use.first == 0]
+    if not bound.states:
+        return bound
+    scales = [state.scale for state in bound.states]
     if is_compiling():
         copy = copied(scales)
     elif len(scales) > 1:
         copy = torch.cat(scales)
     else:  # abs is the fastest kernel that copies, as no scale is negative; a clone would be a memcpy
         copy = scales[0].abs()
-    parts = [copy] if len(uses) == 1 else copy.split(len(scaling.ROLES))
-    return tuple([use._replace(multipliers=part) for use, part in zip(uses, parts, strict=True)])
+    return Scaling(bound.key, bound.states, copy)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from grouped_core.calls import ArraySpec
 from grouped_core.formats import Format, QTensor
 from grouped_core.products import Cached, Paired
 from grouped_core.quantizing import Extras
+from torch_bridge._cache import MOST, Cache
+from torch_bridge._memory import EXCHANGE, FactsCache
 
 DTYPES: dict[torch.dtype, str] = {
     getattr(torch, name): name
@@ -84,6 +87,13 @@ class StraightThrough:
     q: QTensor[Tensor]
 
 
+def master_of(operand: Any) -> Any:
+    """The tensor or tensors that receive the gradient of an operand; None for a quantised one without a master."""
+    if isinstance(operand, StraightThrough):
+        return operand.master
+    return None if isinstance(operand, QTensor) else operand
+
+
 def home(rows: Any) -> Any:
     """The tensor that determines the device of the operation: the rows, or their quantised values."""
     rows = rows.q if isinstance(rows, StraightThrough) else rows
@@ -137,12 +147,29 @@ class CachedLayout(NamedTuple):
     forms: Form
 
 
-class ExtrasLayout(NamedTuple):
-    """Layout of the state and key that are bound to a recipe; `measure`: whether amax is written into the last three
-    leaves.
+class ProductExtras(NamedTuple):
+    """Where the `Extras` of one product are: for x, the weight and dy, (array, row in it), or None for nothing.
+
+    Attributes:
+        scales: [G] each. amaxes: [G] each, the first step of their row.
     """
 
+    scales: tuple[tuple[int, int] | None, ...]
+    amaxes: tuple[tuple[int, int] | None, ...]
+
+
+class ExtrasLayout(NamedTuple):
+    """Layout of the states and the key that are bound to a recipe: the leaves are the key, then arrays.
+
+    Attributes:
+        products: the places of their extras in these arrays. measure: whether rules find the amax.
+        scales, histories: number of arrays of scales [R, G], and of histories [R, L, G], into which amax is written.
+    """
+
+    products: tuple[ProductExtras, ...]
     measure: bool
+    scales: int
+    histories: int
 
 
 Layout = Form | PairLayout | CachedLayout | ExtrasLayout | None
@@ -152,8 +179,15 @@ Leaf = Tensor | Sequence[Tensor | None] | None
 """A tensor, one tensor per group (None: a skipped destination), or nothing."""
 
 
-_READ, _WRITTEN = ("key", "x", "w", "dy"), ("x_amax", "w_amax", "dy_amax")
-"""Fields of `Extras` before `measure`, and after it."""
+class Flat(NamedTuple):
+    """An operand of several leaves inside this package: what rules return to each other and backward saves.
+
+    Where it is made, read and saved again, nothing looks at its parts, so making a `QTensor` each time would be lost.
+    """
+
+    layout: Layout
+    leaves: tuple[Any, ...]
+
 
 PLAIN = frozenset({type(None), Tensor, torch.nn.Parameter, list})
 """Types of operands that are one leaf, checked first because that is fast."""
@@ -161,31 +195,56 @@ PLAIN = frozenset({type(None), Tensor, torch.nn.Parameter, list})
 
 def flatten(operand: Any, leaves: list[Any]) -> Layout:
     """Appends the leaves of an operand to `leaves` and returns its layout."""
-    if type(operand) not in PLAIN:
+    kind = type(operand)
+    if kind not in PLAIN:
+        if kind is Flat:
+            leaves += operand.leaves
+            return operand.layout
         if isinstance(operand, QTensor):
             return _flatten_form(operand, leaves)
-        if isinstance(operand, Paired):
+        if kind is Paired:
             leaves += (operand.gate, operand.up)
             return PairLayout(operand.axis)
-        if isinstance(operand, Cached):
+        if kind is Cached:
             leaves.append(operand.source)
             return CachedLayout(_flatten_form(operand.forms, leaves))
-        if isinstance(operand, Extras):
-            leaves += operand[: len(_READ)] + operand[-len(_WRITTEN) :]
-            return ExtrasLayout(operand.measure)
     leaves.append(operand)
     return None
 
 
 def flatten_all(operands: Sequence[Any]) -> tuple[tuple[Layout, ...], list[Any]]:
     """(layouts, leaves) of several operands."""
-    if PLAIN.issuperset(map(type, operands)):
-        return _NO_LAYOUTS[len(operands)], list(operands)
     leaves: list[Any] = []
     return tuple([flatten(each, leaves) for each in operands]), leaves
 
 
-_NO_LAYOUTS = [(None,) * count for count in range(32)]
+def flattened(operands: Sequence[Any]) -> tuple[Any, ...]:
+    """The operands, those of several leaves as `Flat` with a layout that is the same object each time."""
+    return flats(*flatten_all(operands))
+
+
+def flats(layouts: Sequence[Layout], leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """The operands of which `flatten_all` made these, as `flattened` returns them."""
+    rest = iter(leaves)
+    return tuple(
+        [
+            next(rest) if layout is None else Flat(same(layout), tuple(islice(rest, leaf_count(layout))))
+            for layout in layouts
+        ]
+    )
+
+
+def same(layout: Layout) -> Layout:
+    """A layout as one object, so that caches compare it by identity."""
+    return _layouts.get(layout) or _layouts.keep(layout, layout)
+
+
+_layouts: Cache[Layout, Layout] = Cache()
+
+
+def facts_cache() -> FactsCache:
+    """A cache of results by the facts of operands; like `Cache`, it is emptied when it is full."""
+    return FactsCache(EXCHANGE, MOST, Flat)
 
 
 def _flatten_form(q: QTensor[Any], leaves: list[Any]) -> Form:
@@ -200,13 +259,23 @@ def _flatten_form(q: QTensor[Any], leaves: list[Any]) -> Form:
     return Form(q.format, q.axis, shape, q.dtype, (scales is not None, group_scales is not None), other)
 
 
+def opened(operand: Any, rows: Any) -> Any:
+    """The operand itself instead of a `Flat`; `rows`: M."""
+    return unflatten(operand.layout, iter(operand.leaves), rows) if type(operand) is Flat else operand
+
+
 def unflatten(
-    layout: Layout, leaves: Iterator[Any], rows: Any, scales_of: Callable[[Any, Format], Any] | None = None
+    layout: Layout,
+    leaves: Iterator[Any],
+    rows: Any,
+    scales_of: Callable[[Any, Format], Any] | None = None,
+    row_of: Callable[[Any, int], Any] | None = None,
 ) -> Any:
     """The operand with that layout, made of the next leaves.
 
     Args:
         rows: M. scales_of: converts block scales, given their format; None: they are not converted.
+        row_of: (array, n) -> its row n, of a history [L, G] the first step; for extras.
     """
     if layout is None:
         return next(leaves)
@@ -215,8 +284,15 @@ def unflatten(
     if isinstance(layout, CachedLayout):
         return Cached(next(leaves), unflatten(layout.forms, leaves, rows, scales_of))
     if isinstance(layout, ExtrasLayout):
-        named = {name: next(leaves) for name in (*_READ, *_WRITTEN)}
-        return Extras(measure=layout.measure, **named)
+        assert row_of is not None, "rules read extras and never return them"
+        key, *arrays = [next(leaves) for _ in range(leaf_count(layout))]
+        products = []
+        for scales, amaxes in layout.products:
+            found = [None if at is None else row_of(arrays[at[0]], at[1]) for at in (*scales, *amaxes)]
+            x, w, dy, *rest = found
+            x_amax, w_amax, dy_amax = rest
+            products.append(Extras(key, x, w, dy, layout.measure, x_amax, w_amax, dy_amax))
+        return tuple(products)
     values, (has_scales, has_group_scales) = next(leaves), layout.scaled
     scales = next(leaves) if has_scales else None
     if has_scales and scales_of is not None:
@@ -236,57 +312,70 @@ def leaf_count(layout: Layout) -> int:
     if isinstance(layout, CachedLayout):
         return 1 + leaf_count(layout.forms)
     if isinstance(layout, ExtrasLayout):
-        return len(_READ) + len(_WRITTEN)
+        return 1 + layout.scales + layout.histories
     return 1 + sum(layout.scaled) + (0 if layout.other is None else leaf_count(layout.other))
 
 
 def written_leaves(layout: Layout, *, written: bool) -> list[bool]:
     """For each leaf of an operand, whether it is written; `written`: whether the operand is."""
     if isinstance(layout, ExtrasLayout):
-        return [False] * len(_READ) + [layout.measure] * len(_WRITTEN)
+        return [False] * (1 + layout.scales) + [True] * layout.histories
     return [written] * leaf_count(layout)
 
 
-class Packed(NamedTuple):
-    """Operands as `save_for_backward` takes them: tensors, and the layouts from which `unpack` restores operands."""
-
-    tensors: list[Tensor | None]
-    layouts: tuple[
-        tuple[Layout, tuple[int, ...]], ...
-    ]  # for each operand: its layout, and per leaf the number of its tensors; -1: the leaf is one tensor or None
-
+Layouts = tuple[tuple[Layout, tuple[int, ...]], ...]
+"""For each packed operand: its layout, and per leaf the number of its tensors; -1: the leaf is one tensor or None."""
 
 _ITSELF = (None, (-1,))
+_ITSELVES = [(_ITSELF,) * count for count in range(32)]
+_ONE = PLAIN - {list}
 
 
-def pack(operands: Sequence[Any]) -> Packed:
-    """Converts operands to tensors."""
+def pack(operands: Sequence[Any]) -> tuple[list[Tensor | None], Layouts]:
+    """Operands as `save_for_backward` takes them: tensors, and the layouts from which `unpack` restores operands."""
+    if _ONE.issuperset(map(type, operands)):
+        return list(operands), _ITSELVES[len(operands)]
     tensors: list[Tensor | None] = []
     layouts: list[tuple[Layout, tuple[int, ...]]] = []
     for operand in operands:
-        if type(operand) in PLAIN and type(operand) is not list:
+        if type(operand) in _ONE:
             tensors.append(operand)
             layouts.append(_ITSELF)
             continue
         leaves: list[Any] = []
         layout = flatten(operand, leaves)
-        layouts.append((layout, tuple([len(leaf) if isinstance(leaf, (list, tuple)) else -1 for leaf in leaves])))
-        for leaf in leaves:
-            if isinstance(leaf, (list, tuple)):
-                tensors += leaf
-            else:
+        counts = _counts(leaves)
+        layouts.append((layout, counts))
+        for leaf, count in zip(leaves, counts, strict=True):
+            if count < 0:
                 tensors.append(leaf)
-    return Packed(tensors, tuple(layouts))
+            else:
+                tensors += leaf
+    return tensors, tuple(layouts)
 
 
-def unpack(layouts: Sequence[tuple[Layout, tuple[int, ...]]], tensors: Sequence[Any], rows: Any) -> list[Any]:
-    """The operands that `pack` converted; `rows`: M."""
-    rest = iter(tensors)
-    operands = []
+def _counts(leaves: Sequence[Any]) -> tuple[int, ...]:
+    if _ONE.issuperset(map(type, leaves)):
+        return _SINGLE[len(leaves)]
+    return tuple([len(leaf) if isinstance(leaf, (list, tuple)) else -1 for leaf in leaves])
+
+
+_SINGLE = [(-1,) * count for count in range(32)]
+
+
+def unpack(layouts: Layouts, tensors: Sequence[Any]) -> list[Any]:
+    """The operands that `pack` converted; those of several leaves are `Flat`."""
+    if layouts is _ITSELVES[len(layouts)]:
+        return list(tensors)
+    operands, at = [], 0
     for layout, counts in layouts:
-        if counts == (-1,):
-            operands.append(next(rest))
-        else:
-            leaves = [next(rest) if n < 0 else [next(rest) for _ in range(n)] for n in counts]
-            operands.append(unflatten(layout, iter(leaves), rows))
+        leaves: list[Any] = []
+        for count in counts:
+            if count < 0:
+                leaves.append(tensors[at])
+                at += 1
+            else:
+                leaves.append(list(tensors[at : at + count]))
+                at += count
+        operands.append(leaves[0] if layout is None else Flat(layout, tuple(leaves)))
     return operands

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from grouped_core.calls import Call
 from grouped_core.debug import Planned, bound_arguments, explain_calls, why_not
-from grouped_core.formats import QTensor
 from torch_bridge import _autocast, _codec, _fake, linear, mlp, route, routed
 from torch_bridge._args import check_buffers, linear_arguments, mlp_arguments, routed_arguments
 from torch_bridge._record import arch_of
-from torch_bridge._tensors import StraightThrough, home
+from torch_bridge._tensors import home, master_of
 from torch_bridge.moe import moe
 from torch_bridge.quantize import check_dequantize, check_quantize, dequantize, quantize
 
@@ -41,7 +40,7 @@ def _planner(operation: Callable[..., Tensor], check: Callable[..., None], weigh
     def calls(*, out: Tensor | None, grad_input: Tensor | None, **arguments: Any) -> list[Call]:
         check(_cast(arguments), out, grad_input)  # checks devices and memory, which meta tensors do not have
         if isinstance(arguments["wgrad_accum"], str):
-            found = [_main_grads(_master(arguments[name])) for name in weights]
+            found = [_main_grads(master_of(arguments[name])) for name in weights]
             arguments["wgrad_accum"] = found[0] if len(weights) == 1 else tuple(found)
         given, leaves = _on_meta({**_cast(arguments), "out": out, "grad_input": grad_input})
 
@@ -99,11 +98,6 @@ def _noted(run: Callable[[], Any]) -> list[Call]:
     finally:
         _fake.planned.pop()
     return noted
-
-
-def _master(weight: Any) -> Any:
-    """The tensor that receives the gradient of a weight."""
-    return weight.master if isinstance(weight, StraightThrough) else None if isinstance(weight, QTensor) else weight
 
 
 def _main_grads(weight: Any) -> Any:

@@ -30,7 +30,7 @@ from torch_bridge._args import (
     check_writable,
     mlp_arguments,
 )
-from torch_bridge._autograd import Saved, forward_and_saved
+from torch_bridge._autograd import Saved, forward_and_saved, saved_names
 from torch_bridge._checks import MLP_NAMES, check_operand
 from torch_bridge._gradients import WeightGradient, route_of
 from torch_bridge._tensors import fixed_spec, parts_of, unpack
@@ -100,15 +100,17 @@ def grouped_mlp_fwd(
         given = mlp_arguments(**arguments, join=False)
         if out is not None:
             check_buffers(given, out, None)
-        asked = restrict(needs or MlpNeeds(), given.specs)
+        op, specs = given.checked.op, given.checked.specs
+        asked = restrict(needs or MlpNeeds(), specs)
         own = [len(leaves) > 0 for leaves in given.leaves]  # a quantised operand without a master has no gradient
         asked = asked._replace(x=asked.x and given.leaf is not None, wi=asked.wi and own[0], wo=asked.wo and own[1])
-        y, tensors, names, saved = forward_and_saved(MLP, given, asked, out)
+        y, tensors, saved = forward_and_saved(MLP, given, MLP.facts(op, specs, asked), out)
+        names = saved_names(MLP, saved)
         rows = [each for each, name in zip(tensors, names, strict=False) if name.startswith(_saved.ROWS)]
-        x_spec = ArraySpec(tuple(x.shape), given.specs.x.dtype)
-        kept = tuple(each for each in rows if each is not None)
+        x_spec = ArraySpec(tuple(x.shape), specs.x.dtype)
+        present = tuple(each for each in rows if each is not None)
         packed = tuple(isinstance(each, Tensor) for each in given.biases)
-        return y, MlpResiduals(saved, x_spec, given.sizes, tuple(tensors), given.leaves, kept, packed)
+        return y, MlpResiduals(saved, x_spec, given.sizes, tuple(tensors), given.leaves, present, packed)
 
 
 def grouped_mlp_bwd_dx(
@@ -131,7 +133,7 @@ def grouped_mlp_bwd_dx(
     plain = dy.values if isinstance(dy, QTensor) else dy.contiguous()
     check_operand("dy", plain, res.sizes)
     if isinstance(dy, QTensor):
-        op, specs = res.saved.op, res.saved.specs
+        op, specs = res.saved.facts.op, res.saved.facts.specs
         check_cotangent(res.x, ArraySpec(dy.shape, dy.dtype), dy.format, op.fc2().resolve(specs.x, specs.wo))
     else:
         check_cotangent(res.x, fixed_spec(plain))
@@ -139,14 +141,14 @@ def grouped_mlp_bwd_dx(
         _check_grad_input(res, grad_input, parts_of(dy) if isinstance(dy, QTensor) else [plain])
     work: list[WeightGradient | None] = [None, None]
     with torch.no_grad():
-        kept = unpack(res.saved.layouts, res.tensors, res.saved.rows)
+        kept = unpack(res.saved.layouts, res.tensors)
         dy = dy if isinstance(dy, QTensor) else plain
         main = MLP.backward(res.saved, kept, dy, grad_input, work.__setitem__)
         db1, db2 = (
             None if found is None else found if packed else list(found.unbind())
             for found, packed in zip(main.biases, res.biases, strict=True)
         )
-        dtypes = weight_dtypes(res.saved.op, res.saved.specs)
+        dtypes = weight_dtypes(res.saved.facts.op, res.saved.facts.specs)
         return main.x, main.row_scale, db1, db2, Deferred(tuple(work), res.weights, dtypes)
 
 

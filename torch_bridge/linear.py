@@ -6,28 +6,28 @@ Letters: G groups, M rows, K in, N out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from grouped_core import gradients, quantizing
-from grouped_core.formats import Format, QTensor, wide
-from grouped_core.gradients import NO_NEEDS, LinearSpecs, Needs
+from grouped_core.formats import QTensor
+from grouped_core.gradients import LinearSpecs, Needs
 from grouped_core.linear_spec import Linear
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
 from torch_bridge import _autocast, _saved
 from torch_bridge._args import Arguments, Members, linear_arguments
-from torch_bridge._autograd import NOTHING, Deliver, Kept, MainGradients, Operation, Saved
+from torch_bridge._autograd import Deliver, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS, run
 from torch_bridge._checks import NAMES
 from torch_bridge._gradients import (
     WeightGradient,
     with_forms,
 )
-from torch_bridge._operators import call, define
-from torch_bridge._scaling import DY, WEIGHT, X
+from torch_bridge._operators import call_prepared, define
+from torch_bridge._record import Prepared, prepare
+from torch_bridge._scaling import BACKWARD, FORWARD, Scaling
 from torch_bridge._tensors import StraightThrough
 
 
@@ -105,11 +105,13 @@ class LinearOperands(NamedTuple):
     extras: Any
 
 
+def _extras(o: Any) -> quantizing.Extras:
+    return o.extras[0] if o.extras else quantizing.NO_MEASURES
+
+
 def _forward_rule(run: Any, static: LinearForward, o: LinearOperands) -> tuple[Any, Any, Any]:
-    operands = list(o[:-1])
-    found = gradients.linear_forward(
-        run, static.op, *operands, extras=o.extras or quantizing.NO_MEASURES, needs=static.needs
-    )
+    operands = (o.x, o.weight, o.sizes, o.bias, o.row_scale, o.out)
+    found = gradients.linear_forward(run, static.op, *operands, extras=_extras(o), needs=static.needs)
     return found.y, found.x, found.w
 
 
@@ -147,8 +149,8 @@ class LinearGradOperands(NamedTuple):
 
 
 def _main_grads_rule(run: Any, static: LinearMainGrads, o: LinearGradOperands) -> tuple[Any, ...]:
-    operands = list(o[:-2])
-    options = {"grad_input": o.grad_input, "extras": o.extras or quantizing.NO_MEASURES}
+    operands = (o.x, o.weight, o.sizes, o.bias, o.row_scale, o.dy)
+    options = {"grad_input": o.grad_input, "extras": _extras(o)}
     return gradients.main_grads(run, static.op, static.specs, *operands, needs=static.needs, **options)[:5]
 
 
@@ -167,38 +169,56 @@ _MAIN_GRADS = define(
 # Forward and backward
 
 
-@lru_cache(maxsize=1024)
-def _cached_forms(op: Linear, needs: Needs, has_scale: bool) -> tuple[tuple[int, Format], ...]:
-    """The axes and formats of a weight that its layer's cache provides."""
-    assert op.recipe is not None, "layers with caches have recipes"
-    keep = gradients.keeps_forms(op, op.recipe, needs, has_scale)[1]
-    return tuple([each for each in gradients.weight_forms(op, op.recipe, keep) if not each[1].plain])
+class _Facts(NamedTuple):
+    """What follows from checked arguments and from the gradients that are needed; see `_autograd.Facts`.
+
+    Attributes:
+        keep: what backward reads. forward, main: the operators.
+    """
+
+    op: Linear
+    specs: LinearSpecs
+    needs: Needs
+    training: bool
+    keep: Needs
+    forward: Prepared
+    main: Prepared
 
 
-def _forward(given: Arguments, needs: Needs, out: Tensor | None) -> tuple[Tensor, Kept]:
-    (scaling,), (weight,), (bias,), (cache,) = given.scaling, given.weights, given.biases, given.caches
-    training, has_scale = any(needs), given.row_scale is not None
+def _facts(op: Linear, specs: LinearSpecs, needs: Needs) -> _Facts:
+    _, _, bias, row_scale = specs
+    keep = gradients.linear_saved(op, needs, bias is not None, row_scale is not None)
+    forward, main = prepare(_FORWARD, LinearForward(op, needs)), prepare(_MAIN_GRADS, LinearMainGrads(op, specs, needs))
+    return _Facts(op, specs, needs, any(needs), keep, forward, main)
+
+
+def _forward(
+    given: Arguments, facts: _Facts, scaling: Scaling, m: Any, out: Tensor | None
+) -> tuple[Tensor, tuple[Any, ...]]:
+    (weight,), (bias,), (cache,) = given.weights, given.biases, given.caches
+    training, row_scale = facts.training, given.row_scale
     if cache is not None:
-        weight = with_forms(cache, weight, _cached_forms(given.op, needs, has_scale), scaling, training=training)
-    extras = scaling.extras(X, WEIGHT, training=training)
-    operands = LinearOperands(given.x, weight, given.sizes, bias, given.row_scale, out, extras)
-    y, x, weight = call(_FORWARD, LinearForward(given.op, needs), operands, given.x.shape[0])
+        forms = gradients.cached_forms(facts.op, facts.needs, row_scale is not None)
+        weight = with_forms(cache, weight, forms, scaling, 0, training=training)
+    extras = scaling.extras(1, FORWARD, training=training)
+    operands = (given.x, weight, given.sizes, bias, row_scale, out, extras)  # those of LinearOperands
+    y, x, weight = call_prepared(facts.forward, operands, m)
     if not training:
-        return y, NOTHING
-    keep = gradients.linear_saved(given.op, needs, bias is not None, has_scale)
-    row_scale, bias = given.row_scale if keep.row_scale else None, bias if keep.bias else None
-    return y, Kept((x, given.sizes, row_scale, weight, bias, scaling.key), (_saved.ROWS,))
+        return y, ()
+    keep = facts.keep
+    row_scale, bias = row_scale if keep.row_scale else None, bias if keep.bias else None
+    return y, (x, given.sizes, row_scale, weight, bias, scaling.key)
 
 
 def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | None, deliver: Deliver) -> MainGradients:
     x, sizes, row_scale, weight, bias, key = kept
-    scaling = saved.scaling[0]._replace(key=key)
-    static, extras = LinearMainGrads(saved.op, saved.specs, saved.needs), scaling.extras(X, WEIGHT, DY, training=True)
-    buffer = grad_input if saved.needs.x else None
-    operands = LinearGradOperands(x, weight, sizes, bias, row_scale, dy, buffer, extras)
-    dx, db, dc, rows, of_dy = call(_MAIN_GRADS, static, operands, saved.rows)
-    if saved.needs.w:
-        deliver(0, WeightGradient(saved.op, saved.specs[1], rows, of_dy, sizes))
+    facts: _Facts = saved.facts
+    extras = saved.scaling.with_key(key).extras(1, BACKWARD, training=True)
+    buffer = grad_input if facts.needs.x else None
+    operands = (x, weight, sizes, bias, row_scale, dy, buffer, extras)  # those of LinearGradOperands
+    dx, db, dc, rows, of_dy = call_prepared(facts.main, operands, saved.rows)
+    if facts.needs.w:
+        deliver(0, WeightGradient(facts.op, facts.specs[1], rows, of_dy, sizes, saved.rows))
     return MainGradients(dx, dc, (db,))
 
 
@@ -207,18 +227,18 @@ def _needs(x: bool, weights: Sequence[bool], row_scale: bool, biases: Sequence[b
 
 
 def _weight_dtypes(op: Linear, specs: LinearSpecs) -> tuple[str, ...]:
-    return (op.wgrad_dtype or wide(specs[1].dtype),)
+    return (op.gradient_dtype(specs[1]),)
 
 
 LINEAR = Operation(
     name="grouped_linear",
     weights=(NAMES.w,),
+    rows=(_saved.ROWS,),
     places=(1,),
     scale_place=5,
     check=linear_arguments,
-    needs_names=("w",),
-    no_needs=NO_NEEDS,
     needs=_needs,
+    facts=_facts,
     weight_dtypes=_weight_dtypes,
     forward=_forward,
     backward=_backward,

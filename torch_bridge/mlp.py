@@ -7,29 +7,28 @@ activations, else F.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from grouped_core import mlp as rules
 from grouped_core.activations import Activation
-from grouped_core.formats import Format, QTensor, wide
-from grouped_core.mlp_spec import NO_NEEDS, Mlp, MlpNeeds, MlpSpecs, Residuals, kept, needs_dh
+from grouped_core.formats import QTensor
+from grouped_core.linear_spec import Linear
+from grouped_core.mlp_spec import Kept as KeptOperands
+from grouped_core.mlp_spec import Mlp, MlpNeeds, MlpSpecs, Residuals, kept, needs_dh
 from grouped_core.quantizing import NO_MEASURES
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
 from torch_bridge import _autocast, _saved
 from torch_bridge._args import Accumulators, Arguments, Members, mlp_arguments
-from torch_bridge._autograd import NOTHING, Deliver, Kept, MainGradients, Operation, Saved
+from torch_bridge._autograd import Deliver, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS, run
 from torch_bridge._checks import MLP_NAMES
-from torch_bridge._gradients import (
-    WeightGradient,
-    with_forms,
-)
-from torch_bridge._operators import call, define
-from torch_bridge._scaling import DY, WEIGHT, X
+from torch_bridge._gradients import Tokens, WeightGradient, with_forms
+from torch_bridge._operators import call_prepared, define
+from torch_bridge._record import Prepared, Rule, prepare
+from torch_bridge._scaling import BACKWARD, FORWARD, Scaling
 from torch_bridge._tensors import StraightThrough
 
 
@@ -99,7 +98,7 @@ class MlpForward(NamedTuple):
 
 
 class MlpOperands(NamedTuple):
-    """Operands of forward; `extras` belong to the first product, `extras_2` to the second."""
+    """Operands of forward; `extras`: of both products."""
 
     x: Any
     wi: Any
@@ -110,12 +109,14 @@ class MlpOperands(NamedTuple):
     wo_bias: Any
     out: Any
     extras: Any
-    extras_2: Any
+
+
+_NO_EXTRAS = (NO_MEASURES, NO_MEASURES)
 
 
 def _forward_rule(run: Any, static: MlpForward, o: MlpOperands) -> tuple[Any, ...]:
-    operands = list(o[:-2])
-    extras = (o.extras or NO_MEASURES, o.extras_2 or NO_MEASURES)
+    operands = (o.x, o.wi, o.wo, o.sizes, o.probs, o.wi_bias, o.wo_bias, o.out)
+    extras = o.extras or _NO_EXTRAS
     return rules.mlp(run, static.op, *operands, needs=static.needs, extras=extras)[:6]
 
 
@@ -153,12 +154,11 @@ class HiddenOperands(NamedTuple):
     wo_bias: Any
     dy: Any
     extras: Any
-    extras_2: Any
 
 
 def _hidden_rule(run: Any, static: MlpGrads, o: HiddenOperands) -> tuple[Any, ...]:
-    operands = list(o[:-2])
-    extras = (o.extras or NO_MEASURES, o.extras_2 or NO_MEASURES)
+    operands = (o.x, o.h, o.z, o.wi, o.wo, o.sizes, o.probs, o.wi_bias, o.wo_bias, o.dy)
+    extras = o.extras or _NO_EXTRAS
     return rules.at_hidden(run, static.op, static.specs, *operands, needs=static.needs, extras=extras)[:6]
 
 
@@ -185,8 +185,8 @@ class FirstOperands(NamedTuple):
 
 
 def _first_rule(run: Any, static: MlpGrads, o: FirstOperands) -> tuple[Any, ...]:
-    operands = list(o[:-2])
-    options = {"grad_input": o.grad_input, "extras": o.extras or NO_MEASURES}
+    operands = (o.x, o.wi, o.sizes, o.dh, o.of_dh)
+    options = {"grad_input": o.grad_input, "extras": (o.extras or _NO_EXTRAS)[0]}
     found = rules.first_product(run, static.op, static.specs, *operands, needs=static.needs, **options)
     return found.x, found.bias, found.rows, found.dy
 
@@ -206,99 +206,119 @@ _FIRST_PRODUCT = define(
 # Forward and backward
 
 
-@lru_cache(maxsize=1024)
-def _cached_forms(op: Mlp, needs: MlpNeeds, keep_z: bool) -> tuple[tuple[tuple[int, Format], ...], ...]:
-    """The axes and formats of both weights that the caches of their layers provide."""
-    assert op.recipe is not None, "layers with caches have recipes"
-    both = rules.cached_forms(op, op.recipe, needs, keep_z=keep_z)
-    return tuple([tuple([each for each in forms if not each[1].plain]) for forms in both])
+class MlpFacts(NamedTuple):
+    """What follows from checked arguments and from the gradients that are needed; see `_autograd.Facts`.
 
-
-def prepared(given: Arguments, needs: MlpNeeds, *, keep_z: bool) -> tuple[Any, Any, tuple[Any, Any]]:
-    """(wi, wo, extras): weights with the forms that their layers keep, and what is bound to the recipe.
-
-    Args:
-        keep_z: whether backward reads the activated rows of forward.
+    Attributes:
+        products: both products as linear operations. keep: what backward reads.
+        forward, at_hidden, first_product: the operators; the last is None if nothing needs the gradient of hidden rows.
     """
-    (one, two), (wi, wo), training = given.scaling, given.weights, any(needs)
-    if given.caches != (None, None):
-        of_wi, of_wo = _cached_forms(given.op, needs, keep_z)
-        wi = with_forms(given.caches[0], wi, of_wi, one, training=training)
-        wo = with_forms(given.caches[1], wo, of_wo, two, training=training)
-    return wi, wo, (one.extras(X, WEIGHT, training=training), two.extras(X, WEIGHT, training=training))
+
+    op: Mlp
+    specs: MlpSpecs
+    needs: MlpNeeds
+    training: bool
+    products: tuple[Linear, Linear]
+    keep: KeptOperands
+    forward: Prepared
+    at_hidden: Prepared
+    first_product: Prepared | None
 
 
-def _forward(given: Arguments, needs: MlpNeeds, out: Tensor | None) -> tuple[Tensor, Kept]:
-    wi_bias, wo_bias = given.biases
-    x, sizes, probs = given.x, given.sizes, given.row_scale
-    keep = kept(given.op, needs, probs is not None, wi_bias is not None, wo_bias is not None)
-    wi, wo, extras = prepared(given, needs, keep_z=keep.z)
-    operands = MlpOperands(x, wi, wo, sizes, probs, wi_bias, wo_bias, out, *extras)
-    y, x, h, z, wi, wo = call(_FORWARD, MlpForward(given.op, needs), operands, given.x.shape[0])
-    if not any(needs):
-        return y, NOTHING
-    probs, wi_bias, wo_bias = (
-        each if needed else None
-        for each, needed in ((probs, keep.probs), (wi_bias, keep.wi_bias), (wo_bias, keep.wo_bias))
+def facts_of(
+    op: Mlp, specs: MlpSpecs, needs: MlpNeeds, forward: Rule, at_hidden: Rule, first_product: Rule
+) -> MlpFacts:
+    """The facts of an MLP with these operators."""
+    keep = kept(op, needs, specs.probs is not None, specs.wi_bias is not None, specs.wo_bias is not None)
+    grads = MlpGrads(op, specs, needs)
+    return MlpFacts(
+        *(op, specs, needs, any(needs), (op.fc1(), op.fc2()), keep),
+        forward=prepare(forward, MlpForward(op, needs)),
+        at_hidden=prepare(at_hidden, grads),
+        first_product=prepare(first_product, grads) if needs_dh(needs) else None,
     )
-    return y, Kept((x, h, z, sizes, probs, given.scaling[0].key, wi, wo, wi_bias, wo_bias), _saved.OF_ROWS)
 
 
-def _hidden_operands(kept: list[Any], *others: Any) -> HiddenOperands:
-    """The operands of the first stage, removed from the list."""
+def _facts(op: Mlp, specs: MlpSpecs, needs: MlpNeeds) -> MlpFacts:
+    return facts_of(op, specs, needs, _FORWARD, _AT_HIDDEN, _FIRST_PRODUCT)
+
+
+def weights_of(given: Arguments, facts: MlpFacts, scaling: Scaling) -> tuple[Any, Any]:
+    """(wi, wo), with the quantised forms that their layers keep."""
+    wi, wo = given.weights
+    if given.caches == (None, None):
+        return wi, wo
+    training, (of_wi, of_wo) = facts.training, rules.cached_forms(facts.op, facts.needs, facts.keep.z)
+    wi = with_forms(given.caches[0], wi, of_wi, scaling, 0, training=training)
+    return wi, with_forms(given.caches[1], wo, of_wo, scaling, 1, training=training)
+
+
+def _forward(
+    given: Arguments, facts: MlpFacts, scaling: Scaling, m: Any, out: Tensor | None
+) -> tuple[Tensor, tuple[Any, ...]]:
+    (wi, wo), (wi_bias, wo_bias) = weights_of(given, facts, scaling), given.biases
+    x, sizes, probs, training, keep = given.x, given.sizes, given.row_scale, facts.training, facts.keep
+    extras = scaling.extras(2, FORWARD, training=training)
+    operands = (x, wi, wo, sizes, probs, wi_bias, wo_bias, out, extras)  # those of MlpOperands
+    y, x, h, z, wi, wo = call_prepared(facts.forward, operands, m)
+    if not training:
+        return y, ()
+    if not keep.probs:
+        probs = None
+    wi_bias, wo_bias = wi_bias if keep.wi_bias else None, wo_bias if keep.wo_bias else None
+    return y, (x, h, z, sizes, probs, scaling.key, wi, wo, wi_bias, wo_bias)
+
+
+def _hidden_operands(kept: list[Any], *others: Any) -> tuple[Any, ...]:
+    """Those of `HiddenOperands`, removed from the list."""
     x, h, z, sizes, probs, _, wi, wo, wi_bias, wo_bias = kept
     kept.clear()
-    return HiddenOperands(x, h, z, wi, wo, sizes, probs, wi_bias, wo_bias, *others)
+    return (x, h, z, wi, wo, sizes, probs, wi_bias, wo_bias, *others)
 
 
 def _backward(
     saved: Saved, kept: list[Any], dy: Tensor | QTensor[Tensor], grad_input: Tensor | None, deliver: Deliver
 ) -> MainGradients:
-    x, sizes, key, wi = (kept[at] for at in (0, 3, 5, 6))
-    static, extras = MlpGrads(saved.op, saved.specs, saved.needs), extras_of_backward(saved, key)
-    buffer = grad_input if saved.needs.x else None
+    x, _, _, sizes, _, key, wi, *_ = kept
+    scaling = saved.scaling.with_key(key)
+    buffer = grad_input if saved.facts.needs.x else None
+    operands = [_hidden_operands(kept, dy, scaling.extras(2, BACKWARD, training=True))]
+    del dy
 
-    def at_hidden() -> list[Any]:
-        # No other reference to these operands exists here, so the hidden rows are freed inside the call.
-        return call(_AT_HIDDEN, static, _hidden_operands(kept, dy, *extras), saved.rows)
+    def of_first(dh: Any, of_dh: Any) -> tuple[Any, ...]:
+        return x, wi, sizes, dh, of_dh, buffer, scaling.extras(1, BACKWARD, training=True)  # those of FirstOperands
 
-    def first_product(dh: Any, of_dh: Any) -> tuple[Any, Any, WeightGradient]:
-        operands = FirstOperands(x, wi, sizes, dh, of_dh, buffer, extras[0])
-        dx, db1, rows, dh = call(_FIRST_PRODUCT, static, operands, saved.rows)
-        return dx, db1, WeightGradient(saved.op.fc1(), saved.specs.wi, rows, dh, sizes)
-
-    return in_stages(saved, sizes, at_hidden, first_product, deliver)
-
-
-def extras_of_backward(saved: Saved, key: Tensor | None) -> list[Any]:
-    """What is bound to the recipe of each product, as backward reads it."""
-    return [each._replace(key=key).extras(X, WEIGHT, DY, training=True) for each in saved.scaling]
+    return in_stages(saved, sizes, operands, of_first, deliver)
 
 
 def in_stages(
     saved: Saved,
     sizes: Tensor,
-    at_hidden: Callable[[], list[Any]],
-    first_product: Callable[[Any, Any], tuple[Any, Any, WeightGradient]],
+    at_hidden: list[tuple[Any, ...]],
+    of_first: Callable[[Any, Any], tuple[Any, ...]],
     deliver: Deliver,
+    tokens: Tokens | None = None,
 ) -> MainGradients:
     """Backward in two stages, each followed by the gradient of its weight.
 
     Args:
-        at_hidden: () -> dp, db2, dh, its quantised forms, z and dy as the weight gradient reads them.
-        first_product: (dh, its quantised forms) -> dx, db1, the gradient of wi.
+        at_hidden: a list with the operands of the first stage; it is emptied, so that the hidden rows are freed.
+        of_first: (dh, its quantised forms) -> operands of the second stage.
+        tokens: of which the gradient of wi gathers its rows; None: the second stage gives them.
     """
-    op, needs = saved.op, saved.needs
-    dp, db2, dh, of_dh, z, dy = at_hidden()
+    facts: MlpFacts = saved.facts
+    needs, specs, (fc1, fc2) = facts.needs, facts.specs, facts.products
+    dp, db2, dh, of_dh, z, dy = call_prepared(facts.at_hidden, at_hidden, saved.rows)
     if needs.wo:
-        deliver(1, WeightGradient(op.fc2(), saved.specs.wo, z, dy, sizes))
+        deliver(1, WeightGradient(fc2, specs.wo, z, dy, sizes, saved.rows))
     del z, dy
     dx = db1 = None
-    if needs_dh(needs):
-        dx, db1, of_wi = first_product(dh, of_dh)
-        del dh, of_dh
+    if facts.first_product is not None:
+        operands = of_first(dh, of_dh)
+        dx, db1, rows, dh = call_prepared(facts.first_product, operands, saved.rows)
+        del operands, of_dh
         if needs.wi:
-            deliver(0, of_wi)
+            deliver(0, WeightGradient(fc1, specs.wi, rows, dh, sizes, saved.rows, tokens))
     return MainGradients(dx, dp, (db1, db2))
 
 
@@ -309,19 +329,19 @@ def needs_of(x: bool, weights: Sequence[bool], probs: bool, biases: Sequence[boo
 
 def weight_dtypes(op: Mlp, specs: MlpSpecs) -> tuple[str, ...]:
     """Dtypes of the gradients of both weights."""
-    return op.fc1().wgrad_dtype or wide(specs.wi.dtype), op.fc2().wgrad_dtype or wide(specs.wo.dtype)
+    return op.fc1().gradient_dtype(specs.wi), op.fc2().gradient_dtype(specs.wo)
 
 
 NAMES = (MLP_NAMES.wi, MLP_NAMES.wo)
 MLP = Operation(
     name="grouped_mlp",
     weights=NAMES,
+    rows=_saved.OF_ROWS,
     places=(1, 2),
     scale_place=6,
     check=mlp_arguments,
-    needs_names=("wi", "wo"),
-    no_needs=NO_NEEDS,
     needs=needs_of,
+    facts=_facts,
     weight_dtypes=weight_dtypes,
     forward=_forward,
     backward=_backward,

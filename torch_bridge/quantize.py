@@ -179,10 +179,10 @@ def scaling_state(
         ValueError: the recipe has no delayed scaling.
     """
     scaling.check_groups(num_groups)
-    top = torch.tensor(scaling.tops(recipe, products), dtype=torch.float32, device=device)
-    scale = torch.zeros((len(top), num_groups), dtype=torch.float32, device=device)
-    history = torch.zeros((len(top), recipe.history, num_groups), dtype=torch.float32, device=device)
-    return ScalingState(scale, history, top, recipe.amax_algorithm)
+    fp8_max = torch.tensor(scaling.fp8_maxes(recipe, products), dtype=torch.float32, device=device)
+    scale = torch.zeros((len(fp8_max), num_groups), dtype=torch.float32, device=device)
+    history = torch.zeros((len(fp8_max), recipe.history, num_groups), dtype=torch.float32, device=device)
+    return ScalingState(scale, history, fp8_max, recipe.amax_algorithm)
 
 
 def update_scaling(state: ScalingState[Tensor], *, process_group: Any = None) -> ScalingState[Tensor]:
@@ -205,16 +205,16 @@ def update_scaling(state: ScalingState[Tensor], *, process_group: Any = None) ->
                 f"`process_group`: {type(process_group).__name__}, expected a torch.distributed.ProcessGroup; "
                 "pass one, or None."
             )
-        live = state.history[:, 0].contiguous()
-        largest_of_ranks(live, process_group)
-        state.history[:, 0].copy_(live)
+        current = state.history[:, 0].contiguous()
+        largest_of_ranks(current, process_group)
+        state.history[:, 0].copy_(current)
     _quantizing.update_scaling(state)
     return state
 
 
-def largest_of_ranks(magnitudes: Tensor, process_group: Any) -> None:
+def largest_of_ranks(amax: Tensor, process_group: Any) -> None:
     """Replaces contiguous amax, float32 or their int32 bits, by the maximum over the ranks of a group, in place.
 
     It compares bits, which order like the numbers with NaN on top; a maximum of floats may drop NaN.
     """
-    torch.distributed.all_reduce(magnitudes.view(torch.int32), torch.distributed.ReduceOp.MAX, group=process_group)
+    torch.distributed.all_reduce(amax.view(torch.int32), torch.distributed.ReduceOp.MAX, group=process_group)

@@ -15,20 +15,20 @@ from grouped_core import linear_spec
 from grouped_core import routed as rules
 from grouped_core.activations import Activation
 from grouped_core.formats import QTensor
-from grouped_core.mlp_spec import NO_NEEDS, MlpNeeds, Residuals, kept
+from grouped_core.mlp_spec import Mlp, MlpNeeds, MlpSpecs, Residuals
 from grouped_core.quantizing import NO_MEASURES
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.routing import Order
 from torch_bridge import _autocast, _saved
 from torch_bridge._args import Accumulators, Arguments, Members, routed_arguments
-from torch_bridge._autograd import NOTHING, Deliver, Kept, MainGradients, Operation, Saved
+from torch_bridge._autograd import Deliver, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS, run
 from torch_bridge._checks import ROUTED_NAMES
-from torch_bridge._gradients import Tokens, WeightGradient
-from torch_bridge._operators import call, define
-from torch_bridge._scaling import X
+from torch_bridge._gradients import Tokens
+from torch_bridge._operators import call_prepared, define
+from torch_bridge._scaling import BACKWARD, FORWARD, Scaling, X
 from torch_bridge._tensors import StraightThrough, rows_spec
-from torch_bridge.mlp import MlpForward, MlpGrads, extras_of_backward, in_stages, needs_of, prepared, weight_dtypes
+from torch_bridge.mlp import MlpFacts, MlpForward, MlpGrads, facts_of, in_stages, needs_of, weight_dtypes, weights_of
 from torch_bridge.sizes import every_row
 
 
@@ -80,7 +80,7 @@ def routed_mlp(
 
 
 class RoutedOperands(NamedTuple):
-    """Operands of forward; `extras` belong to the first product, `extras_2` to the second."""
+    """Operands of forward; `extras`: of both products."""
 
     x: Any
     experts: Any
@@ -92,12 +92,14 @@ class RoutedOperands(NamedTuple):
     wo_bias: Any
     out: Any
     extras: Any
-    extras_2: Any
+
+
+_NO_EXTRAS = (NO_MEASURES, NO_MEASURES)
 
 
 def _forward_rule(run: Any, static: MlpForward, o: RoutedOperands) -> tuple[Any, ...]:
-    extras = (o.extras or NO_MEASURES, o.extras_2 or NO_MEASURES)
-    y, order, *rest = rules.forward(run, static.op, *o[:-2], needs=static.needs, extras=extras)[:6]
+    extras = o.extras or _NO_EXTRAS
+    y, order, *rest = rules.forward(run, static.op, *o[:-1], needs=static.needs, extras=extras)[:6]
     if not any(static.needs):
         return y, *[None] * 8
     return y, order.sizes, order.source, order.inverse, order.probs, *rest
@@ -130,11 +132,10 @@ class HiddenOperands(NamedTuple):
     wo_bias: Any
     dy: Any
     extras: Any
-    extras_2: Any
 
 
 def _hidden_rule(run: Any, static: MlpGrads, o: HiddenOperands) -> tuple[Any, ...]:
-    extras = (o.extras or NO_MEASURES, o.extras_2 or NO_MEASURES)
+    extras = o.extras or _NO_EXTRAS
     order = Order(o.sizes, o.source, o.inverse, None, o.probs)
     operands = (o.x, o.h, o.z, o.wi, o.wo, order, o.wi_bias, o.wo_bias, o.dy)
     probs: Any = static.specs.probs
@@ -168,7 +169,7 @@ class FirstOperands(NamedTuple):
 
 def _first_rule(run: Any, static: MlpGrads, o: FirstOperands) -> tuple[Any, ...]:
     order = Order(o.sizes, o.source, o.inverse, None, None)
-    options = {"grad_input": o.grad_input, "extras": o.extras or NO_MEASURES}
+    options = {"grad_input": o.grad_input, "extras": (o.extras or _NO_EXTRAS)[0]}
     operands = (o.x, o.wi, order, o.dh, o.of_dh)
     found = rules.first_product(run, static.op, static.specs, *operands, static.needs, **options)
     return found.x, found.bias, found.rows, found.dy
@@ -189,78 +190,77 @@ _FIRST_PRODUCT = define(
 # Forward and backward
 
 
-def _rows(given: Arguments) -> Any:
+def _count(given: Arguments) -> Any:
     """M. Where rows are quantised it is a number, because lengths of their forms are no multiples of a symbol."""
-    rows = given.x.shape[0] * int(given.sizes.shape[1])
-    quantised = given.op.recipe is not None and given.op.recipe.quantized
+    rows, recipe = given.x.shape[0] * int(given.sizes.shape[1]), given.checked.op.recipe
+    quantised = recipe is not None and recipe.quantized
     return int(rows) if quantised or any(isinstance(each, QTensor) for each in given.weights) else rows
 
 
-def _forward(given: Arguments, needs: MlpNeeds, out: Tensor | None) -> tuple[Tensor, Kept]:
-    wi_bias, wo_bias = given.biases
+def _facts(op: Mlp, specs: MlpSpecs, needs: MlpNeeds) -> MlpFacts:
+    return facts_of(op, specs, needs, _FORWARD, _AT_HIDDEN, _FIRST_PRODUCT)
+
+
+def _kept_tokens(facts: MlpFacts) -> tuple[bool, bool]:
+    """Whether backward reads x: at the hidden rows, and for the gradient of wi."""
+    specs = facts.specs
+    return rules.kept_tokens(facts.op, facts.needs, specs.wi_bias is not None, specs.wo_bias is not None)
+
+
+def _forward(
+    given: Arguments, facts: MlpFacts, scaling: Scaling, m: Any, out: Tensor | None
+) -> tuple[Tensor, tuple[Any, ...]]:
     x: Any = given.x
-    experts, weights = given.sizes, given.row_scale
+    (wi, wo), (wi_bias, wo_bias), keep = weights_of(given, facts, scaling), given.biases, facts.keep
     if out is not None:
         linear_spec.check_buffer(ROUTED_NAMES.out, rows_spec(out), rows_spec(x))
-    has_biases = (wi_bias is not None, wo_bias is not None)
-    keep = kept(given.op, needs, True, *has_biases)
-    wi, wo, extras = prepared(given, needs, keep_z=keep.z)
-    operands = RoutedOperands(x, experts, weights, wi, wo, every_row(x), wi_bias, wo_bias, out, *extras)
-    y, sizes, source, inverse, probs, h, z, wi, wo = call(_FORWARD, MlpForward(given.op, needs), operands, _rows(given))
-    if not any(needs):
-        return y, NOTHING
-    x, probs, wi_bias, wo_bias = (
-        each if needed else None
-        for each, needed in (
-            (x, any(rules.kept_tokens(given.op, needs, *has_biases))),
-            *((probs, keep.probs), (wi_bias, keep.wi_bias), (wo_bias, keep.wo_bias)),
-        )
-    )
-    rest = (sizes, source, inverse, probs, given.scaling[0].key, wi, wo, wi_bias, wo_bias)
-    return y, Kept((x, h, z, *rest), _saved.OF_ROWS)
+    extras = scaling.extras(2, FORWARD, training=facts.training)
+    operands = (x, given.sizes, given.row_scale, wi, wo, every_row(x), wi_bias, wo_bias, out, extras)
+    y, sizes, source, inverse, probs, h, z, wi, wo = call_prepared(facts.forward, operands, m)
+    if not facts.training:
+        return y, ()
+    x, probs = x if any(_kept_tokens(facts)) else None, probs if keep.probs else None
+    wi_bias, wo_bias = wi_bias if keep.wi_bias else None, wo_bias if keep.wo_bias else None
+    return y, (x, h, z, sizes, source, inverse, probs, scaling.key, wi, wo, wi_bias, wo_bias)
 
 
 def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | None, deliver: Deliver) -> MainGradients:
-    x, sizes, source, inverse, key, wi = (kept[at] for at in (0, 3, 4, 5, 7, 8))
-    specs, needs = saved.specs, saved.needs
-    has_biases = (specs.wi_bias is not None, specs.wo_bias is not None)
-    again, at_first = rules.kept_tokens(saved.op, needs, *has_biases)
-    at_once = at_first and rules.measures_rows(saved.op)  # otherwise rows are gathered where the gradient is computed
-    static, extras = MlpGrads(saved.op, specs, needs), extras_of_backward(saved, key)
-    buffer = grad_input if needs.x else None
+    x, _, _, sizes, source, inverse, _, key, wi, *_ = kept
+    facts: MlpFacts = saved.facts
+    again, of_weight = _kept_tokens(facts)
+    scaling = saved.scaling.with_key(key)
+    tokens, rows_of = None, x if of_weight else None
+    if of_weight and not rules.measures_rows(facts.op):  # then rows are gathered where the gradient is computed
+        tokens, rows_of = Tokens(x, source, inverse.shape[1], scaling.scale(0, X)), None
+    buffer = grad_input if facts.needs.x else None
+    extras = scaling.extras(2, BACKWARD, training=True)
+    operands = [_hidden_operands(kept, x if again else None, dy, extras)]
 
-    def at_hidden() -> list[Any]:
-        # No other reference to the hidden rows exists here, so they are freed inside the call.
-        return call(_AT_HIDDEN, static, _hidden_operands(kept, x if again else None, dy, *extras), saved.rows)
+    def of_first(dh: Any, of_dh: Any) -> tuple[Any, ...]:  # those of FirstOperands
+        return rows_of, wi, sizes, source, inverse, dh, of_dh, buffer, scaling.extras(1, BACKWARD, training=True)
 
-    def first_product(dh: Any, of_dh: Any) -> tuple[Any, Any, WeightGradient]:
-        operands = FirstOperands(x if at_once else None, wi, sizes, source, inverse, dh, of_dh, buffer, extras[0])
-        dx, db1, rows, dh = call(_FIRST_PRODUCT, static, operands, saved.rows)
-        tokens = None if at_once else Tokens(x, source, inverse.shape[1], saved.scaling[0].scale(X))
-        return dx, db1, WeightGradient(saved.op.fc1(), specs.wi, rows, dh, sizes, tokens)
-
-    return in_stages(saved, sizes, at_hidden, first_product, deliver)
+    return in_stages(saved, sizes, operands, of_first, deliver, tokens)
 
 
-def _hidden_operands(kept: list[Any], x: Tensor | None, *others: Any) -> HiddenOperands:
-    """The operands of the first stage, removed from the list."""
+def _hidden_operands(kept: list[Any], x: Tensor | None, *others: Any) -> tuple[Any, ...]:
+    """Those of `HiddenOperands`, removed from the list."""
     _, h, z, sizes, source, inverse, probs, _, wi, wo, wi_bias, wo_bias = kept
     kept.clear()
-    return HiddenOperands(x, h, z, wi, wo, sizes, source, inverse, probs, wi_bias, wo_bias, *others)
+    return (x, h, z, wi, wo, sizes, source, inverse, probs, wi_bias, wo_bias, *others)
 
 
 ROUTED = Operation(
     name="routed_mlp",
     weights=(ROUTED_NAMES.wi, ROUTED_NAMES.wo),
+    rows=_saved.OF_ROWS,
     places=(3, 4),
     scale_place=2,
     check=routed_arguments,
-    needs_names=("wi", "wo"),
-    no_needs=NO_NEEDS,
     needs=needs_of,
+    facts=_facts,
     weight_dtypes=weight_dtypes,
     forward=_forward,
     backward=_backward,
-    rows=_rows,
+    count=_count,
 )
 OPERATIONS[ROUTED.name] = ROUTED

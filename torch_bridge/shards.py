@@ -219,14 +219,14 @@ def _passes(batches: Sequence[_Batch], dtype: torch.dtype) -> list[_Pass]:
 
 
 def _cast(each: _Pass, skip: Tensor | None) -> None:
-    encode = None
+    scale = None
     if each.forms[0].format.delayed and each.batch.scaling is not None:
-        encode, live = each.batch.scaling
+        scale, current = each.batch.scaling
         found = each.amax[:, 0].view(torch.float32)
         if skip is not None:
-            found = torch.where(skip != 0, live, found)
-        torch.maximum(live, found, out=live)
-    operands = _CastOperands(each.table, each.amax, encode, skip, quantizing.joined(each.forms))
+            found = torch.where(skip != 0, current, found)
+        torch.maximum(current, found, out=current)
+    operands = _CastOperands(each.table, each.amax, scale, skip, quantizing.joined(each.forms))
     call(_CAST, _Cast(each.source), operands, 0)
     # A pending backward must not silently read changed values; the host does not know whether `skip` prevented the
     # change.

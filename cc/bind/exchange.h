@@ -3,8 +3,49 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <cstdint>
+#include <string>
 
 namespace grouped {
+
+using DlTensor = nanobind::dlpack::dltensor;
+
+inline uintptr_t address_of(const DlTensor& t) { return reinterpret_cast<uintptr_t>(t.data) + t.byte_offset; }
+size_t bytes_of(const DlTensor& t);
+
+struct ExchangeTable;
+
+class Exchange {
+ public:
+  // `plain_subclass`: has no dispatch of its own and is recognised without asking for it; None: there is none.
+  Exchange(nanobind::handle tensor_type, nanobind::handle plain_subclass);
+
+  // False, without a Python error, for what is no tensor in plain memory.
+  bool view(PyObject* object, DlTensor* out) const;
+
+  // Throws std::invalid_argument for what is no tensor in plain memory.
+  DlTensor read(PyObject* object) const;
+
+  // Appends everything that planning looks at, of a list or tuple of operands: equal bytes, equal plans and workspaces.
+  // Bits that the dispatcher resolves (negated, zero tensors) are not seen, so launches stand inside operators. False
+  // where something is not in plain memory, not contiguous, or not on the one device of the others.
+  bool append_facts(nanobind::handle operands, std::string* text) const;
+
+  nanobind::object describe(nanobind::tuple operands) const;
+  nanobind::bytes addresses(nanobind::sequence members) const;
+
+ private:
+  class Facts;
+  bool plain(PyTypeObject* type) const;
+
+  nanobind::object type_;
+  nanobind::object plain_subclass_;
+  nanobind::object dispatch_name_;
+  nanobind::object dispatch_;
+  const ExchangeTable* table_ = nullptr;
+};
 
 void define_exchange(nanobind::module_& module);
 

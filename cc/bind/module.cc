@@ -17,6 +17,7 @@
 #include "cc/bind/exchange.h"
 #include "cc/bind/launch.h"
 #include "cc/bind/plan.h"
+#include "cc/bind/program.h"
 #include "cc/bind/python.h"
 #include "cc/bind/xla.h"
 #include "cc/cpu/panel.h"
@@ -180,6 +181,7 @@ NB_MODULE(_native, m) {
       "a call, an arch or a parameter; that no kernel takes it is an answer, Plan.kernel == \"\".");
   define_array_call(m);
   define_exchange(m);
+  define_program(m);
 }
 
 }  // namespace grouped

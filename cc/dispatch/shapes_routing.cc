@@ -229,12 +229,14 @@ std::string disagreement(const GatherRows& call) {
   check.require(source.rank == 1 || source.rank == 2,
                 [&] { return Check::named("source", source) + ", expected rank 1 or 2"; });
   check.dtype("source", source, DType::i32);
-  check.not_empty("rows", from, 1);
+  const bool columns = call.axis == 1;
+  if (!columns) check.not_empty("rows", from, 1);
   check.not_empty("source", source, 1);
   if (!check.wrong.empty()) return check.wrong;
-  const bool columns = call.axis == 1;
   check.require(!columns || (from.rank == 2 && source.rank == 1 && !call.weights.present()),
                 [] { return "axis: expected 0 but for a matrix, a source [M] and no weights"; });
+  check.require(!columns || from.dims[0] > 0,
+                [&] { return Check::named("rows", from) + ", expected no empty axis but that of gathered columns"; });
   check.require(from.dims[columns ? 1 : 0] <= INT32_MAX / call.slots && source.elements() <= INT32_MAX,
                 [] { return "rows, source: expected fewer than 2^31 slots and rows"; });
   if (call.weights.present()) wide(&check, "rows", from);

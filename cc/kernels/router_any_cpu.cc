@@ -384,6 +384,7 @@ void launch_sinkhorn(const Sinkhorn& call, const Context& context) {
   }
   parallel_rows(context.pool, 0, tokens, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
+      if (is_masked(call.mask, t)) continue;  // zeros already, whatever the others hold
       for (int64_t e = 0; e < experts; ++e) {
         float& c = result[t * experts + e];
         c = fl_mul(fl_mul(a[static_cast<size_t>(t)], c), b[static_cast<size_t>(e)]);

@@ -116,7 +116,11 @@ float dot(const TensorView& rows, int64_t row, const TensorView& grad, int64_t t
     float x[kStrip], y[kStrip];
     isa.decode(rows.dtype, at(rows, width, row, column), count, x);
     isa.decode(grad.dtype, at(grad, width, token, column), count, y);
-    for (int64_t i = 0; i < count; ++i) sums[i % kSums] = fl_add(sums[i % kSums], fl_mul(x[i], y[i]));
+    int64_t i = 0;
+    for (; i + kSums <= count; i += kSums) {
+      for (int64_t j = 0; j < kSums; ++j) sums[j] = fl_add(sums[j], fl_mul(x[i + j], y[i + j]));
+    }
+    for (int64_t j = 0; i + j < count; ++j) sums[j] = fl_add(sums[j], fl_mul(x[i + j], y[i + j]));
   }
   for (int64_t half = kSums / 2; half > 0; half /= 2) {
     for (int64_t j = 0; j < half; ++j) sums[j] = fl_add(sums[j], sums[j + half]);

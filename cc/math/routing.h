@@ -27,7 +27,11 @@ constexpr int kLaneCount = 32;
 template <class Value>
 inline float lane_sum(int64_t count, const Value& value) {
   float lanes[kLaneCount] = {};
-  for (int64_t i = 0; i < count; ++i) lanes[i % kLaneCount] = fl_add(lanes[i % kLaneCount], value(i));
+  int64_t i = 0;
+  for (; i + kLaneCount <= count; i += kLaneCount) {
+    for (int j = 0; j < kLaneCount; ++j) lanes[j] = fl_add(lanes[j], value(i + j));
+  }
+  for (int j = 0; i + j < count; ++j) lanes[j] = fl_add(lanes[j], value(i + j));
   for (int half = kLaneCount / 2; half > 0; half /= 2) {
     for (int i = 0; i < half; ++i) lanes[i] = fl_add(lanes[i], lanes[i + half]);
   }

@@ -11,7 +11,7 @@ from grouped_core.recipes import BF16, FP32
 from tests import asserts
 from tests.messages import BAD, GOOD, Bad
 
-FACES = (
+FRONTENDS = (
     Names("lhs", "rhs"),
     Names("x", "weight"),
     Names("x", "w", transposed="transposed", result="result_dtype"),
@@ -38,13 +38,13 @@ def check(names: Names, arguments: dict) -> ArraySpec:
 
 
 @pytest.mark.rule("ERR-1", "GRP-1", "MAT-6", "MAT-7", "MAT-9", "BUF-2")
-@pytest.mark.parametrize("names", FACES, ids=lambda names: f"{names.x}_{names.w}")
+@pytest.mark.parametrize("names", FRONTENDS, ids=lambda names: f"{names.x}_{names.w}")
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
 def test_messages_have_four_parts_in_order(bad: Bad, names: Names):
     with asserts.refused(bad.kind, bad.fragments(names)) as message:
         check(names, bad.arguments())
     places = [message[0].index(part) for part in bad.fragments(names)]
-    assert places == sorted(places), f"thing, came, wanted, remedy stand in another order:\n{message[0]}"
+    assert places == sorted(places), f"thing, came, expected, remedy are in another order:\n{message[0]}"
     assert message[0].endswith("."), message[0]
 
 
@@ -53,7 +53,7 @@ def test_bad_calls_have_names_of_their_own():
 
 
 def test_the_good_call_passes():
-    assert check(FACES[0], GOOD) == ArraySpec((6, 4), "float32")
+    assert check(FRONTENDS[0], GOOD) == ArraySpec((6, 4), "float32")
 
 
 @pytest.mark.rule("MAT-6")
@@ -63,25 +63,25 @@ def test_the_good_call_passes():
 )
 def test_dtype_of_the_result(x, w, result):
     good = {**GOOD, "x": (x, (6, 8)), "w": (w, (3, 8, 4))}
-    assert check(FACES[0], good).dtype == result
-    assert check(FACES[0], {**good, "result_dtype": "float32"}).dtype == "float32"
+    assert check(FRONTENDS[0], good).dtype == result
+    assert check(FRONTENDS[0], {**good, "result_dtype": "float32"}).dtype == "float32"
 
 
 @pytest.mark.rule("GRP-10", "GRP-11")
 def test_no_rows_and_the_largest_number_of_groups_are_legal():
-    assert check(FACES[0], {**GOOD, "x": ("float32", (0, 8))}).shape == (0, 4)
+    assert check(FRONTENDS[0], {**GOOD, "x": ("float32", (0, 8))}).shape == (0, 4)
     many = {**GOOD, "w": ("float32", (calls.MAX_GROUPS, 8, 4)), "group_sizes": ("int32", (calls.MAX_GROUPS,))}
-    assert check(FACES[0], many).shape == (6, 4)
+    assert check(FRONTENDS[0], many).shape == (6, 4)
 
 
 def test_too_many_rows_are_refused():
     rows = calls.MAX_ROWS + 1
     with asserts.refused(ValueError, ["`lhs`:", f"shape ({rows}, 8)", f"at most {calls.MAX_ROWS} rows", "split"]):
-        check(FACES[0], {**GOOD, "x": ("float32", (rows, 8))})
+        check(FRONTENDS[0], {**GOOD, "x": ("float32", (rows, 8))})
 
 
 def test_wgrad_dtype_is_checked():
-    op = Linear(FACES[0], wgrad_dtype="int8")
+    op = Linear(FRONTENDS[0], wgrad_dtype="int8")
     with asserts.refused(TypeError, ["`wgrad_dtype`:", "int8", "expected None or one of float32", "choose one"]):
         linear_spec.check_linear(
             op, ArraySpec((6, 8), "float32"), ArraySpec((3, 8, 4), "float32"), ArraySpec((3,), "int32")

@@ -60,7 +60,7 @@ class Setup:
         return gradients.linear_grads(run, self.op, specs, *given, needs, **options)
 
     def needs(self, wanted: Needs = EVERYTHING) -> Needs:
-        """`wanted`, less the operands that are absent: what a face asks for."""
+        """`wanted` without the operands that are absent, as a frontend asks for them."""
         return Needs(*(need and a is not None for need, a in zip(wanted, self.arrays.values(), strict=True)))
 
 
@@ -103,7 +103,7 @@ def test_gradients_are_finite_differences(transposed, bias, row_scale, scale_bia
         expected = np.zeros_like(array)
         for at in np.ndindex(array.shape):
             if name in ("x", "row_scale") and at[0] >= CASE.valid:
-                continue  # nobody reads the tail, so its gradient is zero
+                continue  # the tail is not read, so its gradient is zero
             ends = []
             for sign in (1, -1):
                 moved = array.copy()
@@ -245,9 +245,9 @@ def test_a_scaled_bias_alone():
 def test_magnitudes_are_found_once_where_somebody_wants_them(saved):
     """Of x and w in forward, of dy in backward; an operand that is stored a second time is not measured again."""
     op = Linear(NAMES, transposed=True, recipe=FP8Delayed.replace(saved=saved))
-    sizes, multipliers = ArraySpec((3,), "int32"), ArraySpec((3,), "float32")
+    sizes, scales = ArraySpec((3,), "int32"), ArraySpec((3,), "float32")
     x, w, dy = ArraySpec((7, 32), "bfloat16"), ArraySpec((3, 16, 32), "bfloat16"), ArraySpec((7, 16), "bfloat16")
-    extras = Extras(None, multipliers, multipliers, multipliers)
+    extras = Extras(None, scales, scales, scales)
 
     def measured(run: Planner) -> list[bool]:
         calls, run.calls = run.calls, []
@@ -262,5 +262,5 @@ def test_magnitudes_are_found_once_where_somebody_wants_them(saved):
     back = gradients.linear_backward(run, op, (x, w, None, None), *kept, sizes, None, None, dy, needs, extras=extras)
     assert measured(run) == ([True] if saved == "quantized" else [True, False])
     assert [each is not None for each in (*found.amax, *back.amax)] == [True, True, False, False, False, True]
-    gradients.linear(run, op, x, w, sizes, scales=(multipliers, multipliers))
+    gradients.linear(run, op, x, w, sizes, scales=(scales, scales))
     assert measured(run) == [False, False]

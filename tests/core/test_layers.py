@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.core.sources import ROOT, name_of, native_files, python_files
+
 PACKAGES = ("grouped_core", "jax_grouped", "torch_bridge")
 NEUTRAL = {"numpy", "ml_dtypes", "jaxtyping", "grouped_core"}
 MAY_IMPORT = {
@@ -53,18 +54,6 @@ MAY_INCLUDE = {
 compiled in parts. cc/bind takes the pool, the name of the instruction set, and what asks the driver for functions."""
 FRAMEWORK_HEADERS = ("xla/", "nanobind/", "dlpack", "Python.h", "torch/", "ATen/", "c10/", "jaxlib/", "tensorflow/")
 CUDA_HEADERS = ("cuda", "device_", "vector_", "cooperative_groups", "mma.h", "cooperative")
-
-
-def python_files(*folders: str) -> list[Path]:
-    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-
-
-def native_files() -> list[Path]:
-    return sorted(p for p in (ROOT / "cc").rglob("*") if p.suffix in (".h", ".cc", ".cu", ".cuh"))
-
-
-def name_of(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
 
 
 def imports(path: Path) -> set[str]:
@@ -156,6 +145,13 @@ def test_benchmarks_and_examples_share_only_the_cases():
             assert not bad, f"{name_of(path)} imports {sorted(bad)}"
     for path in python_files("tests"):
         bad = {m for m in imports(path) if m.split(".")[0] in ("benchmarks", "examples")}
+        assert not bad, f"{name_of(path)} imports {sorted(bad)}"
+
+
+def test_tests_import_no_other_tests():
+    """What several of them use is in a module without tests."""
+    for path in python_files("tests"):
+        bad = {m for m in imports(path) if re.match(r"tests(\.\w+)*\.test_\w+", m)}
         assert not bad, f"{name_of(path)} imports {sorted(bad)}"
 
 

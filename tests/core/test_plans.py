@@ -96,7 +96,7 @@ def test_explain_names_the_quantiser_behind_a_fused_call():
         *(X, ArraySpec((3, 8, 64), "bfloat16"), 1, SIZES, "bfloat16"),
         activation=Activation("swiglu"),
         recipe=BF16,
-        stored=calls.QuantizedResult(FORMATS["mxfp8"], (True, True)),
+        quantized=calls.QuantizedResult(FORMATS["mxfp8"], (True, True)),
     )
     text = debug.explain_calls([fused], "cpu")
     assert "grouped_matmul_act_stored_cpu on cpu" in text

@@ -12,7 +12,7 @@ from tests import asserts, cases
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 CODES = np.arange(256, dtype=np.uint8)
-BF16_TRICKS = {  # bits of the bf16 that stands for a code, and the factor that makes it the code's value
+BF16_TRICKS = {  # bits of the bf16 that represents a code, and the factor that makes it the code's value
     "float8_e4m3fn": ((CODES & 0x80).astype(np.uint16) << 8 | (CODES & 0x7F).astype(np.uint16) << 4, 2.0**120),
     "float8_e5m2": ((CODES & 0x80).astype(np.uint16) << 8 | (CODES & 0x7F).astype(np.uint16) << 5, 2.0**112),
     "float4_e2m1fn": ((CODES & 8).astype(np.uint16) << 12 | (CODES & 7).astype(np.uint16) << 6, 2.0**126),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.core.test_layers import ROOT, name_of, python_files
+from tests.core.sources import ROOT, name_of, python_files
 
 CONTRACTS = ROOT / "docs" / "contracts.md"
 
@@ -48,7 +48,7 @@ def rules_in(text: str) -> list[str]:
 
 
 def failures_in(text: str) -> list[str]:
-    """Numbers with their project, which stands before the first of several."""
+    """Numbers with their project, which precedes the first of several."""
     found, project = [], ""
     for named, number in FAILURE.findall(text):
         project = named or project

@@ -188,7 +188,7 @@ def test_each_call_rounds_anew_and_a_seed_repeats(kind: str) -> None:
 
     first, again = twice(), twice()
     same(first, again)
-    assert (np.asarray(first[0][2]) != np.asarray(first[1][2])).any(), "two calls round alike"
+    assert (np.asarray(first[0][2]) != np.asarray(first[1][2])).any(), "two calls round in the same way"
 
 
 def test_layers_made_of_one_stream_have_streams_of_their_own() -> None:

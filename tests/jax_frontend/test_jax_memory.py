@@ -21,7 +21,7 @@ def _temporary_bytes(f: Any, *shapes: Any) -> int:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_ragged_product_is_not_expanded_to_a_dense_one(dtype: str, transposed: bool) -> None:
-    """No rows a group [G, M, K], no copy of a weight: all temporaries are smaller than one operand by far."""
+    """No rows per group [G, M, K] and no copy of a weight: all temporaries are far smaller than one operand."""
     x, dy = (jax.ShapeDtypeStruct((M, width), dtype) for width in (K, N))
     w = jax.ShapeDtypeStruct((G, N, K) if transposed else (G, K, N), dtype)
     sizes = jax.ShapeDtypeStruct((G,), "int32")

@@ -15,21 +15,23 @@ from grouped_core.routing_calls import GroupLimit, Scores
 
 
 def products(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
-    """Products of every form, plain and quantised, with what may stand beside them."""
+    """Products of every form, plain and quantised, with every combination of optional operands."""
     sizes, scale = ArraySpec((groups,), "int32"), ArraySpec((rows,), "float32")
     for dtype in PLAIN:
         x, bias = ArraySpec((rows, k), dtype), ArraySpec((groups, n), "float32")
-        w, turned = ArraySpec((groups, k, n), dtype), ArraySpec((groups, n, k), dtype)
+        w, transposed = ArraySpec((groups, k, n), dtype), ArraySpec((groups, n, k), dtype)
         into = ArraySpec((groups, k, n), "float32")
         dy, dtype = ArraySpec((rows, n), dtype), dtype if dtype in WIDE else "bfloat16"
         beside: dict[str, Any] = {"bias": bias, "row_scale": scale}
         yield calls.grouped_matmul(x, w, (1, 1), sizes, dtype, recipe=BF16, **beside, scale_bias=True)
-        yield calls.grouped_matmul(x, turned, (1, 2), sizes, dtype, recipe=BF16, **beside, tables=(True, True, False))
+        yield calls.grouped_matmul(
+            x, transposed, (1, 2), sizes, dtype, recipe=BF16, **beside, tables=(True, True, False)
+        )
         yield calls.grouped_matmul(x, w, (1, 1), sizes, "float32", recipe=BF16, into=ArraySpec((rows, n), "float32"))
         yield calls.grouped_matmul(x, dy, (0, 0), sizes, "float32", recipe=BF16, into=into, accumulate=True)
         yield calls.grouped_matmul(x, dy, (0, 0), sizes, "float32", recipe=BF16, into=into, tables=(False, False, True))
         wide = ArraySpec((rows, 2 * k), x.dtype)
-        yield calls.grouped_matmul(wide, turned, (1, 2), sizes, dtype, recipe=BF16, rhs_up=turned)
+        yield calls.grouped_matmul(wide, transposed, (1, 2), sizes, dtype, recipe=BF16, rhs_up=transposed)
         yield calls.grouped_matmul(wide, dy, (0, 0), sizes, dtype, recipe=BF16, halves=(2, 0))
         yield calls.grouped_matmul(x, w, (1, 1), sizes, dtype, recipe=BF16, result_half=2)
     for name, format in FORMATS.items():
@@ -41,16 +43,16 @@ def products(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
             yield calls.grouped_matmul(x, weight, (1, 2), sizes, dtype, recipe=BF16)
             if format.square or (name.startswith("mxfp4") and dtype == "float32"):
                 continue
-            stored_x = calls.spec_in_format(format, (rows, k), 1, dtype, groups)
+            quantized_x = calls.spec_in_format(format, (rows, k), 1, dtype, groups)
             for recipe in (BF16, FP8Current.replace(accumulate="fast")):
-                yield calls.grouped_matmul(stored_x, weight, (1, 2), sizes, dtype, recipe=recipe, row_scale=scale)
+                yield calls.grouped_matmul(quantized_x, weight, (1, 2), sizes, dtype, recipe=recipe, row_scale=scale)
             if format.segment:
                 lhs, rhs = (calls.spec_in_format(format, each.shape, 0, dtype, groups) for each in (x, dy))
                 yield calls.grouped_matmul(lhs, rhs, (0, 0), sizes, "float32", recipe=BF16)
 
 
 def fused(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
-    """Products with an activation, their results plain and stored."""
+    """Products with an activation, with plain and quantised results."""
     sizes, scale = ArraySpec((groups,), "int32"), ArraySpec((rows,), "float32")
     x, hidden = ArraySpec((rows, k), "bfloat16"), ArraySpec((rows, 2 * n), "bfloat16")
     gated, relu = Activation("swiglu"), Activation("relu")
@@ -65,17 +67,17 @@ def fused(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
     for format in FORMATS.values():
         if format.plain or format.square:
             continue
-        stored = QuantizedResult(format, (True, bool(format.segment)), amax=True, merge=True, encode=format.delayed)
-        both: dict[str, Any] = {"stored": stored, "hidden": False, **options}
+        quantized = QuantizedResult(format, (True, bool(format.segment)), amax=True, merge=True, encode=format.delayed)
+        both: dict[str, Any] = {"quantized": quantized, "hidden": False, **options}
         yield calls.grouped_matmul_act(x, w1, 1, sizes, "bfloat16", activation=gated, **both)
         cross = QuantizedResult(format, (False, True), encode=format.delayed) if format.segment else None
-        both = {"stored": stored, "quantized_activated": cross, **options}
+        both = {"quantized": quantized, "quantized_activated": cross, **options}
         yield calls.grouped_matmul_dact(*given, activation=gated, wanted=(False, False, True), **both)
         codes = calls.spec_in_format(format, x.shape, 1, "bfloat16", groups)
         weights = [calls.spec_in_format(format, (groups, width, k), 2, "bfloat16") for width in (2 * n, n)]
-        made = stored._replace(amax=False, merge=False)
+        made = quantized._replace(amax=False, merge=False)
         for results in (None, made):
-            both = {"activation": gated, "stored": results, **options}
+            both = {"activation": gated, "quantized": results, **options}
             yield calls.grouped_matmul_act(codes, weights[0], 2, sizes, "bfloat16", **both, hidden=results is None)
             both |= {"quantized_activated": cross if results else None, "wanted": (results is None, False, False)}
             yield calls.grouped_matmul_dact(codes, weights[1], 2, sizes, hidden, "bfloat16", **both)
@@ -100,7 +102,7 @@ def others(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
     yield calls.scale_update(state, ArraySpec((n, k, groups), "float32"), "max", reuse=True)
 
 
-def stored(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
+def quantized(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
     """Everything that makes or reads quantised arrays but multiplies none."""
     sizes, x, w = ArraySpec((groups,), "int32"), ArraySpec((rows, k), "bfloat16"), ArraySpec((groups, n, k), "float32")
     for format in FORMATS.values():
@@ -168,4 +170,4 @@ def routed(experts: int, tokens: int, width: int, bins: int) -> Iterator[Call]:
 
 def every_call(groups: int, rows: int, k: int, n: int) -> list[Call]:
     """All of them, for weights [G, K, N] or the other way round and M rows; not every call has K and N."""
-    return [call for make in (products, fused, others, stored, routed) for call in make(groups, rows, k, n)]
+    return [call for make in (products, fused, others, quantized, routed) for call in make(groups, rows, k, n)]

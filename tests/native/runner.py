@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from grouped_core import _native, calls, plans, reference_routing, reference_stored
+from grouped_core import _native, calls, plans, reference_quantized, reference_routing
 from grouped_core.calls import RESULTS, SLOTS, ArraySpec, Call, spec_of
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.recipes import plain
@@ -31,13 +31,13 @@ STORED = "_stored_"
 """In the names of kernels that give quantised results alone."""
 
 
-def kernels(call: str, *, joined: bool = False, stored: bool = False) -> list[Any]:
+def kernels(call: str, *, joined: bool = False, quantized: bool = False) -> list[Any]:
     """Names of the kernels of `call`, as test parameters; those that need a GPU carry the mark.
 
     Args:
-        joined: those of weights in two arrays too. stored: those of quantised results instead of plain ones.
+        joined: those of weights in two arrays too. quantized: those of quantised results instead of plain ones.
     """
-    names = [n for n in _native.kernels()[call] if (joined or JOINED not in n) and stored == (STORED in n)]
+    names = [n for n in _native.kernels()[call] if (joined or JOINED not in n) and quantized == (STORED in n)]
     return [name if "_cpu" in name else pytest.param(name, marks=pytest.mark.gpu) for name in names]
 
 
@@ -170,15 +170,15 @@ class Native:
 
     def compare(self, call: Call, arrays: Sequence[Any], results: Sequence[Any], kernel: str) -> None:
         """Results against the oracle's: bit by bit where bits are promised, else within the bound."""
-        exact = call.name in (*reference_stored.CALLS, *reference_routing.EXACT)
+        exact = call.name in (*reference_quantized.CALLS, *reference_routing.EXACT)
         if exact:
             expected = Oracle()(call, arrays)
         elif call.name in reference_routing.CALLS:
             expected = bounds.routing(call, arrays)
         else:
             names = zip(SLOTS[call.name], arrays, strict=True)
-            stored = ("group_sizes", "lhs", "rhs", *SCALES) if is_quantized(call) else ("group_sizes",)
-            bounded = [a if a is None or s in stored else Bounded.of(a) for s, a in names]
+            codes = ("group_sizes", "lhs", "rhs", *SCALES) if is_quantized(call) else ("group_sizes",)
+            bounded = [a if a is None or s in codes else Bounded.of(a) for s, a in names]
             expected = Expected({call.name: kernel})(call, bounded)
         for name, result, wanted in zip(RESULTS[call.name], results, expected, strict=True):
             if result is not None:

@@ -100,7 +100,7 @@ class TestVersions:
         command += ["-o", str(made), "-q"]
         subprocess.run(command, check=True, cwd=ROOT, capture_output=True, timeout=60)
         kept = (ROOT / "grouped_core" / "_native.pyi").read_text()
-        assert kept == made.read_text(), f"the stub is stale; make it anew: {' '.join(command[1:])}"
+        assert kept == made.read_text(), f"the stub is outdated; make it again: {' '.join(command[1:])}"
 
 
 def test_sources_are_named_as_the_project_names_them():
@@ -117,7 +117,7 @@ def test_sources_are_named_as_the_project_names_them():
 
 @pytest.mark.rule("ERR-6")
 def test_programs_without_groups_end_in_an_error_of_xla():
-    """What nobody in Python has checked, as a serialised program: its handler answers, and takes the next call."""
+    """A serialised program, which Python does not check: its handler returns an error, and accepts the next call."""
     import jax
     import jax.numpy as jnp
 

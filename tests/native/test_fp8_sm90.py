@@ -1,7 +1,7 @@
-"""Products of 8-bit operands with scales on Hopper: who takes them, and their results against the fp64 oracle.
+"""Products of 8-bit operands with scales on Hopper: which kernels accept them, and the errors of results.
 
-Operands are made as they are stored (numerics 2.4), tails and ends of the padded axis poisoned; the oracle multiplies
-their exact values.
+Operands are made in their layout in memory (numerics 2.4), with poisoned tails and ends of the padded axis; the oracle
+multiplies their exact values.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CASES = [TILES, NARROW, LONG]
 
 @dataclass(frozen=True)
 class Operand:
-    """A stored operand and its exact values."""
+    """A quantised operand and its exact values."""
 
     spec: QuantizedSpec
     arrays: dict[str, NDArray[Any] | None]  # values, scales, group_scales
@@ -64,7 +64,7 @@ def _spread(scales: NDArray[Any], axis: int, length: int) -> NDArray[np.float64]
     return np.take(wide, np.arange(length), axis=axis)
 
 
-def _stored(format: Format, axis: int, shape: tuple[int, ...], exact: NDArray[np.float64], **arrays: Any) -> Operand:
+def _quantized(format: Format, axis: int, shape: tuple[int, ...], exact: NDArray[np.float64], **arrays: Any) -> Operand:
     specs = [
         None if arrays.get(name) is None else spec_of(arrays[name]) for name in ("values", "scales", "group_scales")
     ]
@@ -91,11 +91,11 @@ def rows_operand(case: cases.Case, width: int, format: Format, name: str, positi
     else:
         group_scales = _scales((case.groups,), name)
         exact = exact * group_scales.astype(np.float64)[_group_of_row(case)][:, None]
-    return _stored(format, 1, (case.rows, width), exact, values=codes, scales=scales, group_scales=group_scales)
+    return _quantized(format, 1, (case.rows, width), exact, values=codes, scales=scales, group_scales=group_scales)
 
 
 def weight_operand(case: cases.Case, format: Format, positive: bool = False) -> Operand:
-    """[G, K, N], contracted along K, so stored as [G, N, K]."""
+    """[G, K, N], contracted along K, so its layout is [G, N, K]."""
     codes = _codes((case.groups, case.n, case.k), format, "w", positive=positive)
     exact = codes.astype(np.float64)
     scales = group_scales = None
@@ -106,7 +106,7 @@ def weight_operand(case: cases.Case, format: Format, positive: bool = False) -> 
         group_scales = _scales((case.groups,), "w")
         exact = exact * group_scales.astype(np.float64)[:, None, None]
     shape = (case.groups, case.k, case.n)
-    return _stored(format, 1, shape, exact.swapaxes(1, 2), values=codes, scales=scales, group_scales=group_scales)
+    return _quantized(format, 1, shape, exact.swapaxes(1, 2), values=codes, scales=scales, group_scales=group_scales)
 
 
 def turned_operand(case: cases.Case, width: int, format: Format, name: str) -> Operand:
@@ -132,7 +132,7 @@ def turned_operand(case: cases.Case, width: int, format: Format, name: str) -> O
     bits[:, at:] = 0x7F
     if scales is not None:
         scales[at // 128 :] = np.nan
-    return _stored(format, 0, (case.rows, width), exact, values=codes, scales=scales, group_scales=group_scales)
+    return _quantized(format, 0, (case.rows, width), exact, values=codes, scales=scales, group_scales=group_scales)
 
 
 def _by_slot(lhs: Operand, rhs: Operand, others: dict[str, Any]) -> list[Any]:
@@ -259,7 +259,7 @@ def test_epilogues(kernel, bias, row_scale, scale_bias):
 @pytest.mark.rule("MAT-4")
 @pytest.mark.parametrize(("kernel", "pair"), [(FAST, PAIRS[0]), (PROMOTED, PAIRS[3])])
 def test_weights_in_a_table(kernel, pair):
-    """The same bits as from one packed weight, whatever lies between the members."""
+    """The same bits as from one packed weight, whatever is between the members in memory."""
     runner = Native(kernel, check=False)
     packed = forward(kernel, TILES, pair, "bfloat16", runner=runner)
     lhs, rhs = rows_operand(TILES, TILES.k, pair[0], "x"), weight_operand(TILES, pair[1])
@@ -296,7 +296,7 @@ def test_rows_depend_on_their_group_alone(kernel, pair):
     alone = cases.Case("alone", (0, 0, 301, 0), 301, TILES.k, TILES.n, frozenset())
     part = slice(start, start + 301)
     scales = lhs.arrays.get("scales")
-    moved = _stored(
+    moved = _quantized(
         pair[0],
         1,
         (301, TILES.k),

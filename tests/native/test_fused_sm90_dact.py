@@ -9,8 +9,8 @@ import pytest
 
 from grouped_core.activations import Activation
 from tests import asserts, cases
+from tests.native.activation_tools import Product, product_gradients, product_of, values
 from tests.native.runner import Native
-from tests.native.test_activation import Product, product_gradients, product_of, values
 
 KERNEL = "grouped_matmul_dact_bf16_sm90"
 pytestmark = pytest.mark.gpu

@@ -153,18 +153,18 @@ def test_few_tiles_of_a_weight_gradient_are_summed_in_parts(mode, parts):
         assert room(recipe.replace(batch_invariant=True), *rows) < MEMORY
 
 
-def fused(case: cases.Case, dtype: str, *, stored: str | None = None, implementation: str = "") -> list[calls.Call]:
+def fused(case: cases.Case, dtype: str, *, quantized: str | None = None, implementation: str = "") -> list[calls.Call]:
     """The fused calls of an MLP's first product, without kept hidden rows, and of the gradients at them.
 
-    `stored`: the format of rows and weights, contracted along their last axis; None: plain.
+    `quantized`: the format of rows and weights, contracted along their last axis; None: plain.
     """
     swiglu, width = Activation("swiglu"), case.n // 2
     options: dict[str, Any] = {"activation": swiglu, "implementation": implementation}
-    options["recipe"] = MXFP8 if stored else plain(dtype)
+    options["recipe"] = MXFP8 if quantized else plain(dtype)
 
     def operand(*shape: int) -> Any:
         whole = ArraySpec(shape, dtype)
-        return calls.spec_in_format(FORMATS[stored], shape, len(shape) - 1, dtype) if stored else whole
+        return calls.spec_in_format(FORMATS[quantized], shape, len(shape) - 1, dtype) if quantized else whole
 
     x, hidden, sizes = operand(case.rows, case.k), ArraySpec((case.rows, case.n), dtype), specs(case, dtype)[3]
     wi, wo = operand(case.groups, case.n, case.k), operand(case.groups, width, case.k)
@@ -187,18 +187,18 @@ PARTIAL = 2**23
 
 
 @pytest.mark.rule("GRP-3")
-@pytest.mark.parametrize(("dtype", "stored"), [("bfloat16", None), ("float16", None), ("bfloat16", "mxfp8")])
+@pytest.mark.parametrize(("dtype", "quantized"), [("bfloat16", None), ("float16", None), ("bfloat16", "mxfp8")])
 @pytest.mark.parametrize("shape", ["A", "C"])
-def test_aligned_operands_need_no_room_for_the_spare(dtype, stored, shape):
+def test_aligned_operands_need_no_room_for_the_spare(dtype, quantized, shape):
     """Rows between product and activation are kept for odd addresses alone, also behind a pass that widens codes."""
     compiled("sm_90a")
-    for call in fused(cases.named(shape), dtype, stored=stored):
-        plan, kernel = plans.attempt(call, "sm_90a"), f"{call.name}_{'widened_cuda' if stored else 'bf16_sm90'}"
+    for call in fused(cases.named(shape), dtype, quantized=quantized):
+        plan, kernel = plans.attempt(call, "sm_90a"), f"{call.name}_{'widened_cuda' if quantized else 'bf16_sm90'}"
         assert plan.kernel == kernel, plan.refusals
-        assert (plan.spare == f"{call.name}_composed_cuda") == (stored is None)
+        assert (plan.spare == f"{call.name}_composed_cuda") == (quantized is None)
         more = plan.workspace_bytes - plan.aligned_workspace_bytes
         assert between(call, dtype) - PARTIAL < more < between(call, dtype) + MEMORY
-        if stored is None:
+        if quantized is None:
             assert plan.aligned_workspace_bytes < PARTIAL, f"{kernel} takes {plan.aligned_workspace_bytes} bytes"
         text = debug.explain_calls([call], "sm_90a")
         assert f"{kernel} on sm_90a, workspace {plan.aligned_workspace_bytes} bytes\n" in text
@@ -241,7 +241,7 @@ def test_workspaces_of_stored_results(format, scales):
     wo = ArraySpec((case.groups, case.k, case.n), "bfloat16")
     form = FORMATS[format]
     options: dict[str, Any] = {"activation": Activation("swiglu"), "recipe": plain("bfloat16")}
-    options["stored"] = calls.QuantizedResult(form, (True, True))
+    options["quantized"] = calls.QuantizedResult(form, (True, True))
     wanted: dict[str, Any] = {
         "wanted": (False, False, True),
         "quantized_activated": calls.QuantizedResult(form, (False, True)),
@@ -307,7 +307,7 @@ STORES = {
     "nvfp4": ("fp4", "fp4"),
     "nvfp4_2d": ("fp4", "fp4"),
 }
-"""Quantisers on CUDA, by format: of rows alone, and with the cross form. Whatever the source and wherever it lies."""
+"""Quantisers on CUDA, by format: of rows only, and with the cross form, for any source and address."""
 
 
 @pytest.mark.rule("MAT-2")

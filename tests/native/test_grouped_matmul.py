@@ -254,7 +254,7 @@ INVARIANT = {"batch_invariant": True}
 @each_mode
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_weight_gradient_of_float32_sees_neither_other_groups_nor_m(kernel, mode, transposed):
-    """Among as many groups, wherever it lies; G is a static fact that its order of addition may follow from."""
+    """Among the same number of groups, at any position; the order of addition may depend on G, a static fact."""
     p = cases.problem(LONG_GROUPS, "float32", transposed=transposed)
     run, options = Native(kernel, check=False), {"recipe": {"fp32": mode}}
     whole = product(run, "wgrad", p, **options)

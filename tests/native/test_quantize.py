@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from typing import Any
 
 import numpy as np
@@ -14,34 +13,11 @@ from grouped_core import calls, plans
 from grouped_core.calls import QUANTIZED, RESULTS, ArraySpec, spec_of
 from grouped_core.formats import FORMATS, Format
 from tests import asserts, cases
+from tests.native.quantize_tools import FOR_WEIGHTS, LISTED, MEMBERS, VARIANTS, numbers
+from tests.native.quantize_tools import nothing_is_exceptional as nothing_is_exceptional
 from tests.native.runner import Native, kernels
 
-STORED = [row for row in FORMATS.values() if not row.plain]
-
-
-def variant(name: str, **changes: Any) -> Format:
-    return FORMATS[name].replace(name="_".join([name, *changes]), **changes)
-
-
-VARIANTS = [
-    *STORED,
-    variant("fp8_tensor", pow2=True),
-    variant("fp8_tensor_e5m2", eps=0.5),
-    variant("fp8_1x128", pow2=False),
-    variant("fp8_1x128", eps=2.0**-3),
-    variant("fp8_128x128", pow2=False),
-    variant("mxfp8", square=False, segment=128),
-    variant("nvfp4", stochastic=True),
-    variant("nvfp4", rotate=True),
-    variant("nvfp4", rotate=True, stochastic=True),
-    variant("nvfp4", four_over_six="absolute"),
-    variant("nvfp4", four_over_six="square"),
-    variant("nvfp4_2d", four_over_six="absolute"),
-    variant("nvfp4_2d", four_over_six="square"),
-    variant("nvfp4", four_over_six="square", full_range=True),
-]
 FOR_ROWS = [row for row in VARIANTS if not row.square and row.segment]
-FOR_WEIGHTS = [row for row in VARIANTS if not row.rotate]
 FORMS = ((True, False), (False, True), (True, True))
 WITH_ROWS = ((True, True), (True, False))
 IN_BLOCKS = [row for row in VARIANTS if row.block and not row.square and row.values != "uint8"]
@@ -58,31 +34,7 @@ WIDTHS = (8, 120, 128, 136, 256, 264, 776)
 """On both sides of blocks of 32 and of 128, and of the 256 columns of a warp."""
 WIDE = (16, 120, 144, 1008, 1040)
 """On both sides of the 128 and the 1024 columns of a tile."""
-LISTED = ((1, 16, 8), (3, 48, 72), (2, 144, 264), (64, 16, 40), (2, 16, 1040), (3, 37, 1032))
-"""Weights whose rows are whole vectors, mostly with columns that can be turned."""
-MEMBERS = ((3, 37, 53), (2, 128, 256), (1, 1, 1), (2, 130, 300), (5, 16, 32), (1, 257, 31), *LISTED)
 KEY = np.array([0x243F6A88, 0x85A308D3], np.uint32)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_exceptional():
-    """Sources hold infinities, NaN and numbers that no narrower type has."""
-    with np.errstate(all="ignore"):
-        yield
-
-
-def numbers(shape: tuple[int, ...], dtype: str, seed: object = 0) -> NDArray[Any]:
-    """Normal numbers whose rows and columns reach over many binades, zeros, subnormals, and a few special ones."""
-    rng = np.random.default_rng(zlib.crc32(repr((shape, dtype, seed)).encode()))
-    spread = 6 if dtype == "float16" else 20
-    x = rng.standard_normal(shape) * np.exp2(rng.integers(-spread, spread, (*shape[:-1], 1)) / 2)
-    x *= np.exp2(rng.integers(-spread, spread, shape[-1]) / 2)
-    x[rng.random(shape) < 0.05] = 0
-    x[rng.random(shape[:-1]) < 0.1] = 0
-    x[rng.random(shape[:-1]) < 0.05] *= 2.0 ** (-20 if dtype == "float16" else -130)
-    for special in (np.nan, -np.inf, np.inf, 3e38, -1e-45, -0.0):
-        x[rng.random(shape) < 0.3 / max(x.size / 64, 8)] = special
-    return x.astype(cases.numpy_dtype(dtype))
 
 
 def rows_of(case: cases.Case, dtype: str) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -133,7 +85,7 @@ def same(found: dict[str, NDArray[Any]], wanted: dict[str, NDArray[Any]]) -> Non
 
 def dequantize(
     run: Native,
-    stored: dict[str, NDArray[Any]],
+    quantized: dict[str, NDArray[Any]],
     format: Format,
     axis: int,
     like: NDArray[Any],
@@ -144,7 +96,7 @@ def dequantize(
     spec = calls.spec_in_format(format, like.shape, axis, like.dtype.name, groups)
     call = calls.dequantize(spec, None if group_sizes is None else spec_of(group_sizes), dtype)
     prefix = "cross_" if axis == like.ndim - 2 else ""
-    named = {name: stored.get(prefix + name) for name in ("values", "scales", "group_scales")}
+    named = {name: quantized.get(prefix + name) for name in ("values", "scales", "group_scales")}
     return run(call, call.arrange(group_sizes=group_sizes, **named))[0]
 
 
@@ -443,12 +395,12 @@ def test_groups_do_not_see_each_other(kernel, format, forms):
 def test_values_of_rows(kernel, format, case, dtype, cross, codes):
     x, sizes = rows_of(case, "float32")
     if format.rotate:
-        format = format.replace(rotate=False)  # values of what was stored; nobody turns it back
+        format = format.replace(rotate=False)  # values of the codes; the rotation is not undone
     forms = (not cross, cross)
-    stored = quantize(Native("quantize_any_cpu", check=False), x, format, forms, sizes)
+    quantized = quantize(Native("quantize_any_cpu", check=False), x, format, forms, sizes)
     if codes == "any":
-        stored = {name: shuffled(array, name) for name, array in stored.items()}
-    found = dequantize(Native(kernel), stored, format, 0 if cross else 1, x, sizes, dtype)
+        quantized = {name: shuffled(array, name) for name, array in quantized.items()}
+    found = dequantize(Native(kernel), quantized, format, 0 if cross else 1, x, sizes, dtype)
     asserts.zero(found[case.valid :], "tail")
 
 
@@ -472,10 +424,10 @@ def shuffled(array: NDArray[Any], name: str) -> NDArray[Any]:
 )
 def test_values_of_weights(kernel, format, shape, dtype, cross, codes):
     w = numbers(shape, "float32")
-    stored = quantize(Native("quantize_any_cpu", check=False), w, format, (not cross, cross))
+    quantized = quantize(Native("quantize_any_cpu", check=False), w, format, (not cross, cross))
     if codes == "any":
-        stored = {name: shuffled(array, name) for name, array in stored.items()}
-    dequantize(Native(kernel), stored, format, 1 if cross else 2, w, None, dtype)
+        quantized = {name: shuffled(array, name) for name, array in quantized.items()}
+    dequantize(Native(kernel), quantized, format, 1 if cross else 2, w, None, dtype)
 
 
 @pytest.mark.parametrize("kernel", kernels("scale_update"))

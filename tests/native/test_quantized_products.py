@@ -1,4 +1,4 @@
-"""Every kernel of grouped_matmul on quantised operands, against the fp64 product of the values they stand for."""
+"""Every kernel of grouped_matmul on quantised operands, against the fp64 product of their dequantised values."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from grouped_core import calls, plans, rounding
 from grouped_core.activations import Activation
-from grouped_core.calls import Call, OperandSpec, QuantizedSpec, spec_of
+from grouped_core.calls import Call, spec_of
 from grouped_core.formats import FORMATS, Format, QTensor
 from grouped_core.products import arranged
 from grouped_core.recipes import BF16
 from tests import asserts, cases
+from tests.native.quantized_operands import Operand, operand, sizes_of, spec
 from tests.native.runner import Native, kernels
-from tests.stored import drawn
 
 each_kernel = pytest.mark.parametrize("kernel", kernels("grouped_matmul"))
 
@@ -54,7 +54,7 @@ CONTRACTED = (
 # Several blocks of every length along each axis, several tiles, nothing aligned; then with rows of whole 16 bytes.
 LONG = cases.Case("long", (150, 0, 61, 301), 530, 300, 277, frozenset())
 ALIGNED = cases.Case("long_16", (150, 0, 61, 301), 530, 320, 288, frozenset())
-# Few rows a group, every height of a tile of the kernel for few rows, and some of them more than one takes; columns no
+# Few rows per group, every height of a tile of the kernel for few rows, and some with more than one takes; columns no
 # whole tiles, depth neither, lines of scales that start anywhere, then at whole words; then as few rows as take the
 # longest stages: an odd number of halves of these, lines at multiples of 4 and of 8 bytes, more tiles than blocks.
 FEW = tuple(
@@ -67,28 +67,6 @@ FEW = tuple(
     )
 )
 CASES = (LONG, ALIGNED, *(cases.named(name) for name in ("tail", "idle_ends", "clamped", "k_n_odd")))
-
-Operand = NDArray[Any] | QTensor[NDArray[Any]]
-
-
-def operand(name: str, shape: tuple[int, ...], axis: int, sizes: NDArray[Any], *seed: object) -> Operand:
-    """An array stored as the format `name`; plain rows hold NaN past the groups."""
-    format = FORMATS[name]
-    if not format.plain:
-        return drawn(format, shape, axis, sizes, "bfloat16", *seed)
-    array = cases.normal(shape, format.values, *seed)
-    if len(shape) == 2:
-        array[int(np.clip(np.cumsum(np.maximum(sizes.astype(np.int64), 0)), 0, shape[0])[-1]) :] = cases.TAIL
-    return array
-
-
-def spec(held: Operand) -> OperandSpec:
-    if not isinstance(held, QTensor):
-        return spec_of(held)
-    arrays = [None if a is None else spec_of(a) for a in held.slots]
-    values, scales, factors = arrays
-    assert values is not None
-    return QuantizedSpec(values, scales, factors, held.format, held.axis, held.shape, held.dtype)
 
 
 def call_of(
@@ -105,10 +83,6 @@ def product(
     call = call_of(lhs, rhs, sizes, axes, result, **options)
     arrays = {name: a for name, a in options.items() if isinstance(a, np.ndarray)}
     return run(call, arranged(call, lhs=lhs, rhs=rhs, group_sizes=sizes, **arrays))[0]
-
-
-def sizes_of(case: cases.Case) -> NDArray[np.int32]:
-    return np.array(case.sizes, np.int32)
 
 
 def rows_operands(formats: tuple[str, str], case: cases.Case) -> tuple[Operand, Operand]:
@@ -350,7 +324,7 @@ def test_two_arrays_and_halves_of_columns_are_refused(formats):
 )
 @pytest.mark.parametrize("case", [cases.named("jagged"), ALIGNED, FEW[0]], ids=str)
 def test_activations(kernel, formats, case):
-    """Behind a product of quantised operands, and their gradients; what lies between is bfloat16."""
+    """After a product of quantised operands, and their gradients; the rows between are bfloat16."""
     activation = Activation("swiglu")
     sizes = sizes_of(case)
     lhs = operand(formats[0], (case.rows, case.k), 1, sizes, "x")

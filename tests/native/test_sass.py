@@ -10,7 +10,7 @@ from grouped_core import _native
 from tests.native import sass
 
 SPILLING = "grouped_product_sm90<ScaledRowsProduct<bf16,bf16,"
-"""Keeps some ten words of a tile's epilogue in memory, once a tile and outside of its main loop."""
+"""Keeps some ten words of a tile's epilogue in memory, once per tile and outside its main loop."""
 
 
 @pytest.fixture(scope="module")

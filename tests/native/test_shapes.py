@@ -159,7 +159,7 @@ def with_params(call: Call, **params: object) -> Call:
 @pytest.mark.rule("ERR-6")
 @pytest.mark.parametrize("name", SLOTS)
 def test_every_parameter_has_a_range(name):
-    """What lies outside is refused by the parameter's name, before anything is computed of it."""
+    """A value outside the range is refused with the parameter's name, before anything is computed from it."""
     examples = [call for call in EVERY if call.name == name]
     for param, usual in examples[0].params:
         wrong = ("x", "X" * 99) if isinstance(usual, str) else (-1, -(2**63), 2**63 - 1)
@@ -207,8 +207,8 @@ def test_segments_hold_whole_blocks():
 
 
 @pytest.mark.rule("ERR-6")
-def test_nothing_is_left_of_a_format_that_is_not_stored():
-    """A maximum that nobody asks the quantiser for would stay what it was."""
+def test_nothing_is_left_of_a_format_without_a_result():
+    """An amax that the quantiser is not asked for would stay unchanged."""
     call = next(call for call in EVERY if call.name == "grouped_matmul_act")
     outputs = list(call.outputs)
     outputs[RESULTS[call.name].index("amax")] = ArraySpec((G0,), "float32")

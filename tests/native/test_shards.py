@@ -13,10 +13,10 @@ from grouped_core import calls, plans
 from grouped_core.calls import QUANTIZED, RESULTS, spec_of
 from grouped_core.formats import FORMATS, Format
 from tests import asserts, cases
+from tests.native.quantize_tools import FOR_WEIGHTS, MEMBERS, numbers, variant
+from tests.native.quantize_tools import nothing_is_exceptional as nothing_is_exceptional
 from tests.native.runner import Native, kernels
-from tests.native.test_quantize import FOR_WEIGHTS, MEMBERS, _nothing_is_exceptional, numbers, variant
 
-_ = _nothing_is_exceptional
 PARTLY = [row for row in FOR_WEIGHTS if not (row.stochastic or row.four_over_six)]
 FORMS = ((True, True), (True, False), (False, True))
 AMAX = {name: name.replace("cast", "amax") for name in ("shard_cast_any_cpu", "shard_cast_any_cuda")}

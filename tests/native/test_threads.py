@@ -73,7 +73,7 @@ class Launch:
         addresses = [held.data_ptr() + g * len(held) // groups for g in range(groups)]
         if call.startswith("shard"):
             whole = self.specs[packed]
-            assert whole is not None, "a table stands beside its operand"
+            assert whole is not None, "a table comes with its operand"
             addresses += [0] * groups + [int(np.prod(whole.shape[1:]))] * groups
         return self.torch.tensor(addresses, dtype=self.torch.int64, device="cuda")
 

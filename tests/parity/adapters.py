@@ -1,4 +1,4 @@
-"""The three frontends behind one signature, over NumPy arrays: what differs is spelled out here and nowhere else."""
+"""The three frontends with one signature, over NumPy arrays; only this file contains their differences."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def to_torch(array: NDArray[Any]) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Face:
+class Frontend:
     """One way to the linear operation.
 
     Attributes:
@@ -44,7 +44,7 @@ class Face:
         absent: options that it does not have.
         forward: (operands, **options) -> y.
         gradients: (operands, dy, needs, **options) -> gradients; None where not needed.
-        call: (arrays and options under this face's own names) -> y, whatever they are; for bad calls.
+        call: (arrays and options under this frontend's own names) -> y, whatever they are; for bad calls.
         array: NumPy -> its kind of array.
     """
 
@@ -74,7 +74,7 @@ def _jax_call(x: Any, w: Any, group_sizes: Any, *, transposed: bool, result_dtyp
 
 
 def bound_to(options: dict[str, Any], array: Callable[[NDArray[Any]], Any]) -> None:
-    """Arrays that a recipe is bound to, NumPy's, become those of a face."""
+    """A recipe that is bound to NumPy arrays, bound to arrays of a frontend."""
     recipe = options.get("recipe")
     if isinstance(recipe, BoundRecipe):
         state = recipe.state
@@ -158,7 +158,7 @@ def _arrays_gradients(operands: Operands, dy: NDArray[Any], needs: Needs, **opti
     return arrays.grouped_linear_grads(**operands, dy=dy, needs=needs, **options)
 
 
-ARRAYS = Face(
+ARRAYS = Frontend(
     "arrays",
     Names("x", "w", transposed="transposed", result="result_dtype"),
     frozenset(),
@@ -167,8 +167,8 @@ ARRAYS = Face(
     arrays.grouped_linear,
     lambda array: array,
 )
-JAX = Face("jax", Names("lhs", "rhs"), frozenset(), _jax_forward, _jax_gradients, _jax_call, jnp.asarray)
-TORCH = Face(
+JAX = Frontend("jax", Names("lhs", "rhs"), frozenset(), _jax_forward, _jax_gradients, _jax_call, jnp.asarray)
+TORCH = Frontend(
     "torch",
     Names("x", "weight"),
     frozenset({"result_dtype"}),
@@ -177,4 +177,4 @@ TORCH = Face(
     _torch_call,
     to_torch,
 )
-FACES = (ARRAYS, JAX, TORCH)
+FRONTENDS = (ARRAYS, JAX, TORCH)

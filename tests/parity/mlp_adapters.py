@@ -1,4 +1,4 @@
-"""The MLP of the three frontends behind one signature, over NumPy arrays, and its problems."""
+"""The MLP of the three frontends with one signature, over NumPy arrays, and its problems."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def in_halves(operands: Operands, transposed: bool = False) -> Operands:
 
 
 def present(operands: Operands, needs: MlpNeeds | None = None) -> MlpNeeds:
-    """The needs, without those of operands that there are not."""
+    """The needs without those of absent operands."""
     asked = needs or MlpNeeds()
     return MlpNeeds(*(need and operands[name] is not None for name, need in asked._asdict().items()))
 
 
 @dataclass(frozen=True)
-class MlpFace:
+class MlpFrontend:
     """One way to the MLP: forward(operands, **options) -> y, gradients(operands, dy, needs, **options) -> gradients.
 
     `wi` may be a pair; its gradient, which then is one, comes joined.
@@ -176,6 +176,6 @@ def _torch_gradients(operands: Operands, dy: NDArray[Any], needs: MlpNeeds, **op
     return _numpy(found, options)
 
 
-ARRAYS = MlpFace("arrays", _arrays_forward, _arrays_gradients)
-JAX = MlpFace("jax", _jax_forward, _jax_gradients)
-TORCH = MlpFace("torch", _torch_forward, _torch_gradients)
+ARRAYS = MlpFrontend("arrays", _arrays_forward, _arrays_gradients)
+JAX = MlpFrontend("jax", _jax_forward, _jax_gradients)
+TORCH = MlpFrontend("torch", _torch_forward, _torch_gradients)

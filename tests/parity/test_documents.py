@@ -1,4 +1,4 @@
-"""The code in the documents: it runs, on small problems, and signatures are those of the functions."""
+"""The code in the documents runs on small problems, and its signatures are those of the functions."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ group = torch.distributed.group.WORLD
         "cpu_offload": "blocks = [lambda x: mlp(x, sizes, probs)]",
     },
 }
-"""What a document's code takes for granted: run before the block that has these words."""
+"""Set-up that a document's code assumes: it runs before the block that contains these words."""
 
 
 def blocks(document: str) -> list[str]:
@@ -91,7 +91,7 @@ def blocks(document: str) -> list[str]:
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Any:
-    """A process group of this process."""
+    """A process group that has only this process."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()

@@ -23,14 +23,14 @@ from tests.conftest import ROOT
 SCRIPT = ROOT / "examples" / "train_lm.py"
 SMALL = ("--width", "64", "--layers", "1", "--batch", "2", "--length", "16", "--steps", "6", "--save-every", "3")
 STRICTNESS = ("XLA_FLAGS", "JAX_NUMPY_RANK_PROMOTION", "JAX_NUMPY_DTYPE_PROMOTION")
-"""What conftest sets for the library's own tests; an example has to run as it is."""
+"""Variables that conftest sets for the library's tests; examples have to run without them."""
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in STRICTNESS}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """One for all interpreters that start here. A resumed run has nothing from it: its arrays have fixed devices."""
+    """One cache for all interpreters that start here. Resumed runs miss it, because their arrays have fixed devices."""
     ENVIRONMENT["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path_factory.mktemp("compiled"))
     ENVIRONMENT["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
@@ -45,7 +45,7 @@ def train(*options: str | Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def mistake(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Gives the one line that the example prints, in this interpreter, before it gives up."""
+    """The one line that the example prints before it exits, run in this interpreter."""
     monkeypatch.syspath_prepend(SCRIPT.parent)
     example = importlib.import_module(SCRIPT.stem)
 
@@ -106,7 +106,7 @@ def test_a_run_leaves_its_results(finished: Path) -> None:
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(finished: Path, text: Path, tmp_path: Path) -> None:
-    """As after a crash behind step 3."""
+    """As after a crash that follows step 3."""
     shutil.copytree(finished / "saved", tmp_path / "saved")
     shutil.rmtree(tmp_path / "saved" / "6")
     options = ("--text", text, "--output", tmp_path, "--prompt", "ab", *SMALL, "--no-compare")
@@ -277,7 +277,7 @@ def test_defaults_depend_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_model_never_looks_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither attention nor the strings of bytes that have embeddings; these do look back as far as they say."""
+    """Neither attention nor the embedded strings read later bytes; the strings read as many earlier ones as stated."""
     monkeypatch.syspath_prepend(SCRIPT.parent)
     model = importlib.import_module("lm.model")
     grams = model.Grams(8, nnx.Rngs(0))

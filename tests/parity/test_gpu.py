@@ -1,4 +1,4 @@
-"""Both frontends on a GPU: the same bits as each other, within bounds of the oracle, and fit for CUDA graphs."""
+"""Both frontends on a GPU: the same bits as each other, within bounds of the oracle, and usable in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_both_frontends_give_the_same_bits_within_the_bounds(case, dtype, transp
     y, y_jax = TORCH.forward(given, **options), JAX.forward(given, **options)
     asserts.bitwise(y_jax, y, "y of jax")
     asserts.bitwise(TORCH.forward(given, **options), y, "y again")
-    found, found_jax = (face.gradients(given, p.dy, needs, **options) for face in (TORCH, JAX))
+    found, found_jax = (frontend.gradients(given, p.dy, needs, **options) for frontend in (TORCH, JAX))
     op = Linear(Names("x", "w"), transposed=transposed, scale_bias=scale_bias)
     held = (given["x"], given["w"], given["group_sizes"], given["bias"], given["row_scale"])
     kernels = dict.fromkeys(("group_sum", "row_dot", "scale_rows"), "on_a_gpu_cuda")
@@ -168,7 +168,7 @@ def test_calls_neither_synchronise_nor_copy_nor_allocate():
 @pytest.mark.rule("CAP-5", "CAP-6")
 @pytest.mark.parametrize("flags", ["", "--xla_gpu_graph_min_graph_size=1", "--xla_gpu_enable_command_buffer="])
 def test_jax_results_do_not_depend_on_command_buffers(python, flags):
-    """The same bits with XLA's graphs off, by default, and for single calls; sizes change between runs."""
+    """The same bits without XLA's graphs, with default flags, and for single calls; sizes change between runs."""
     program = """
 import jax, jax.numpy as jnp, numpy as np, hashlib
 import jax_grouped
@@ -196,7 +196,7 @@ print(digest.hexdigest())
 @pytest.mark.rule("TE #2048")
 @pytest.mark.rule("CAP-5")
 def test_xla_puts_the_calls_into_graphs(python):
-    """XLA's own log names every call of ours as part of a command buffer, with default flags, and runs it."""
+    """XLA's log names every native call as part of a command buffer, with default flags, and runs it."""
     program = """
 import os, subprocess, sys
 child = '''
@@ -254,7 +254,7 @@ def test_jax_moves_nothing_between_host_and_device():
 @pytest.mark.rule("MAT-1", "MAT-11")
 @pytest.mark.parametrize("transposed", [False, True])
 def test_products_take_no_memory_beyond_results(transposed):
-    """Operands are far larger than the bound, so a copy or transpose of one would show."""
+    """Operands are far larger than the bound, so a copy or transpose of one would exceed it."""
     rows, groups, k, n = 8192, 16, 1024, 1536
     x = torch.randn(rows, k, dtype=torch.bfloat16).requires_grad_()
     w = torch.randn(groups, *((n, k) if transposed else (k, n)), dtype=torch.bfloat16).requires_grad_()
@@ -340,7 +340,7 @@ def test_cupy_arrays_go_through_the_same_calls(dtype):
 @pytest.mark.rule("ALL-7")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_batch_invariant_rows_do_not_see_the_batch(dtype):
-    """Eight rows alone have the bits they have among a thousand."""
+    """Eight rows have the same bits by themselves and among a thousand."""
     rng = np.random.default_rng(0)
     x = to_torch(rng.standard_normal((ROWS, 256)).astype(cases.numpy_dtype(dtype)))
     w = to_torch(rng.standard_normal((4, 256, 320)).astype(cases.numpy_dtype(dtype)))

@@ -1,4 +1,4 @@
-"""The experts' MLP on a GPU: both frontends alike, within bounds, policies alike, and fit for CUDA graphs."""
+"""The experts' MLP on a GPU: same bits in both frontends and for all policies, within bounds, in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = [
 WIDE = cases.Case("wide", (130, 0, 257, 64, 1), 500, 136, 200, frozenset())
 """Several tiles, none of them full."""
 EVEN = cases.Case("even", (130, 0, 257, 64, 1), 500, 136, 192, frozenset())
-"""Halves of three tiles, which kernels read where they lie."""
+"""Halves of three tiles, which kernels read in place."""
 NAMED = ("tail", "jagged", "clamped", "negative", "all_empty", "k_n_odd")
 CASES = [*(cases.named(name) for name in NAMED), WIDE, EVEN]
 
@@ -84,12 +84,12 @@ def test_both_frontends_give_the_same_bits_within_the_bounds(
     y = TORCH.forward(given, **options)
     found = TORCH.gradients(given, dy, needs, **options)
     form = in_halves(given, transposed) if halves else given
-    for face in (JAX, TORCH):
-        asserts.bitwise(face.forward(form, residuals=policy, **options), y, f"y of {face}")
-        again = face.gradients(form, dy, needs, residuals=policy, **options)
+    for frontend in (JAX, TORCH):
+        asserts.bitwise(frontend.forward(form, residuals=policy, **options), y, f"y of {frontend}")
+        again = frontend.gradients(form, dy, needs, residuals=policy, **options)
         for name, need, a, b in zip(LEAVES, needs, again, found, strict=True):
             if need:
-                asserts.bitwise(a, b, f"gradient of {name} from {face} with {policy}")
+                asserts.bitwise(a, b, f"gradient of {name} from {frontend} with {policy}")
     op, kernels = Mlp(MlpNames(), activation, transposed=transposed), kernels_of(given, **options)
     asserts.within(y, bounds.expect_mlp(op, **given, kernels=kernels), "y")
     expected = bounds.expect_mlp_grads(op, **given, dy=dy, needs=needs, kernels=kernels)
@@ -102,7 +102,7 @@ def test_both_frontends_give_the_same_bits_within_the_bounds(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_fused_and_composed_kernels_agree(dtype, transposed):
-    """The same bits but where dz is rounded: y, and what is made of it, differ by nothing."""
+    """The bits are the same except where dz is rounded: y, and values computed from it, do not differ."""
     given, dy = problem(WIDE, dtype, Activation("swiglu"), transposed=transposed, bias="float32")
     fused, composed = (TORCH.forward(given, transposed=transposed, implementation=i) for i in (None, "composed"))
     asserts.bitwise(fused, composed, "y")

@@ -70,13 +70,13 @@ def test_frontends_and_policies_have_the_same_bits(
     y = ARRAYS.forward(given, **options)
     wanted = ARRAYS.gradients(given, dy, needs, **options)
     form = in_halves(given, transposed) if halves else given
-    for face in (ARRAYS, JAX, TORCH):
-        asserts.bitwise(face.forward(form, residuals=policy, **options), y, f"y of {face}")
-        found = face.gradients(form, dy, needs, residuals=policy, **options)
+    for frontend in (ARRAYS, JAX, TORCH):
+        asserts.bitwise(frontend.forward(form, residuals=policy, **options), y, f"y of {frontend}")
+        found = frontend.gradients(form, dy, needs, residuals=policy, **options)
         for name, need, a, b in zip(LEAVES, needs, found, wanted, strict=True):
-            assert (a is not None) == need, f"gradient of {name} from {face}"
+            assert (a is not None) == need, f"gradient of {name} from {frontend}"
             if need:
-                asserts.bitwise(a, b, f"gradient of {name} from {face} with {policy}")
+                asserts.bitwise(a, b, f"gradient of {name} from {frontend} with {policy}")
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
@@ -92,7 +92,7 @@ def test_errors_are_those_of_the_formats(recipe):
         ARRAYS.gradients(given, dy, needs, recipe=recipe.bind(state))
         bound = recipe.bind(arrays.update_scaling(state))
     found = (ARRAYS.forward(given, recipe=bound), *ARRAYS.gradients(given, dy, needs, recipe=bound)[:4])
-    # Two or three products stand behind each result, whose errors are independent.
+    # Each result follows from two or three products, whose errors are independent.
     limit = 2 * max(bounds.RELATIVE_ERRORS[recipe.name])
     for name, a, b in zip(("y", *LEAVES[:4]), found, exact, strict=True):
         assert a is not None
@@ -157,7 +157,7 @@ def test_deferred_gradients_of_jax_have_the_undeferred_bits(recipe):
 @pytest.mark.rule("DLY-3", "ACC-6")
 @pytest.mark.matrix(recipe=(*RECIPES, *MIXED), policy=POLICIES, listed=(False, True), bias=(None, "float32"))
 def test_deferred_gradients_of_torch_have_the_bits_of_autograd(recipe, policy, listed, bias):
-    """Two microbatches, whose weight gradients are added afterwards; states get the same magnitudes."""
+    """Two microbatches, whose weight gradients are added afterwards; states get the same amaxes."""
     case = cases.named("tail")
     given, dy = problem(case, "bfloat16", Activation("swiglu"), transposed=True, bias=bias)
     sizes, dy = to_torch(given["group_sizes"]), to_torch(dy)
@@ -213,12 +213,12 @@ def test_deferred_gradients_of_torch_have_the_bits_of_autograd(recipe, policy, l
 def test_torch_parts_with_masters_buffers_and_what_has_no_gradient():
     given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True)
     x, wi, wo, probs, sizes = (to_torch(given[name]) for name in ("x", "wi", "wo", "probs", "group_sizes"))
-    stored = torch_bridge.quantize(wi, "mxfp8", axis=(2, 1))
+    quantized = torch_bridge.quantize(wi, "mxfp8", axis=(2, 1))
     out, buffer, dy = torch.full_like(x, 7.0), torch.full_like(x, 7.0), to_torch(dy)
     master = wi.float().requires_grad_()
     leafy = [each.clone().requires_grad_() for each in (x, wo)]
     options: dict[str, Any] = {"probs": probs, "recipe": recipes.MXFP8}
-    first = torch_bridge.straight_through(master, stored)
+    first = torch_bridge.straight_through(master, quantized)
     y = torch_bridge.grouped_mlp(leafy[0], first, leafy[1], sizes, **options)
     y.backward(dy)
     z, res = torch_bridge.grouped_mlp_fwd(x, first, wo, sizes, out=out, **options)
@@ -235,7 +235,7 @@ def test_torch_parts_with_masters_buffers_and_what_has_no_gradient():
     dwi, dwo = torch_bridge.grouped_mlp_bwd_dw(deferred)
     asserts.bitwise(dwi, master.grad)
     asserts.bitwise(dwo, leafy[1].grad)
-    _, res = torch_bridge.grouped_mlp_fwd(x, stored, wo, sizes, needs=MlpNeeds(wo=False), **options)
+    _, res = torch_bridge.grouped_mlp_fwd(x, quantized, wo, sizes, needs=MlpNeeds(wo=False), **options)
     *_, deferred = torch_bridge.grouped_mlp_bwd_dx(res, dy)
     assert deferred.work == (None, None), "a quantised weight without a master has no gradient"
     assert torch_bridge.grouped_mlp_bwd_dw(deferred) == (None, None)
@@ -246,8 +246,8 @@ def test_torch_parts_with_masters_buffers_and_what_has_no_gradient():
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "fp8_128x128"])
 def test_quantised_weights_beside_plain_rows(format):
     given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True)
-    stored = {**given, "wi": arrays.quantize(given["wi"], format), "wo": arrays.quantize(given["wo"], format)}
-    y = arrays.grouped_mlp(**stored, transposed=True)
+    quantized = {**given, "wi": arrays.quantize(given["wi"], format), "wo": arrays.quantize(given["wo"], format)}
+    y = arrays.grouped_mlp(**quantized, transposed=True)
     masters = [to_torch(given[name].astype(np.float32)).requires_grad_() for name in ("wi", "wo")]
     x, p, sizes = (to_torch(given[name]) for name in ("x", "probs", "group_sizes"))
     x.requires_grad_()
@@ -278,7 +278,7 @@ def test_quantised_weights_beside_plain_rows(format):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("axis", [(1, 0), (0, 1)], ids=str)
 def test_quantised_rows_serve_every_policy(policy, axis):
-    """Both of their forms are kept where backward computes forward's operands again."""
+    """Both of their forms are saved if backward computes the operands of forward again."""
     given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True)
     x, wi, wo, sizes = (to_torch(given[name]) for name in ("x", "wi", "wo", "group_sizes"))
     for each in (wi, wo):
@@ -329,7 +329,7 @@ def test_deferred_weight_gradients_of_jax_take_accumulators(recipe):
 @pytest.mark.rule("MLP-13")
 @pytest.mark.parametrize("recipe", [recipes.FP8Current, recipes.FP8Block, recipes.MXFP8], ids=lambda r: r.name)
 def test_a_quantised_cotangent_has_the_bits_of_one_that_is_quantised_inside(recipe):
-    """In every face that takes one; biases and probabilities see its values."""
+    """In every frontend that accepts one; the gradients of biases and probabilities read its values."""
     case = cases.named("tail")
     given, dy = problem(case, "bfloat16", Activation("swiglu"), transposed=True, bias="float32")
     operands = {name: given[name] for name in ("x", "wi", "wo", "group_sizes")}

@@ -1,4 +1,4 @@
-"""JAX, PyTorch and plain arrays: the same bits, the same refusals but for an argument's own name."""
+"""JAX, PyTorch and NumPy frontends give the same bits, and the same refusals except for names of arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from grouped_core.linear_spec import Linear
 from tests import asserts, bounds, cases
 from tests.bounds import ALL_NEEDS
 from tests.messages import BAD, Bad
-from tests.parity.adapters import ARRAYS, FACES, JAX, TORCH, Face, to_torch
+from tests.parity.adapters import ARRAYS, FRONTENDS, JAX, TORCH, Frontend, to_torch
 
 OTHERS = (JAX, TORCH)
 CASES = [
@@ -77,20 +77,20 @@ def test_outputs_and_gradients_are_bitwise_equal(case, dtype, transposed, bias, 
     options = {"transposed": transposed, "scale_bias": scale_bias}
     y = ARRAYS.forward(given, **options)
     gradients = ARRAYS.gradients(given, p.dy, needs, **options)
-    for face in OTHERS:
-        asserts.bitwise(face.forward(given, **options), y, f"y of {face}")
-        found = face.gradients(given, p.dy, needs, **options)
+    for frontend in OTHERS:
+        asserts.bitwise(frontend.forward(given, **options), y, f"y of {frontend}")
+        found = frontend.gradients(given, p.dy, needs, **options)
         for name, need, a, b in zip(needs._fields, needs, found, gradients, strict=True):
-            assert (a is not None) == need, f"gradient of {name} from {face} with needs {needs}"
+            assert (a is not None) == need, f"gradient of {name} from {frontend} with needs {needs}"
             if need:
-                asserts.bitwise(a, b, f"gradient of {name} from {face}")
+                asserts.bitwise(a, b, f"gradient of {name} from {frontend}")
 
 
 @pytest.mark.rule("ALL-4")
 @pytest.mark.parametrize("scale_bias", [False, True])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_no_gradient_depends_on_which_others_are_asked_for(dtype, scale_bias):
-    """The native kernels round a scaled dx alike, whether it is fused or made in a pass of its own."""
+    """The native kernels round a scaled dx in the same way, whether it is fused or computed in a separate pass."""
     p = cases.problem(cases.named("tail"), dtype)
     given = operands(p, bias="float32", row_scale="float32")
     whole = ARRAYS.gradients(given, p.dy, Needs(), scale_bias=scale_bias)
@@ -119,7 +119,7 @@ def test_the_whole_operation_lies_within_its_bounds(dtype, transposed, scale_bia
 @pytest.mark.rule("MAT-6", "ERR-5", "ALL-4")
 @pytest.mark.parametrize("dtype", cases.FP8)
 def test_gradients_beside_fp8_operands_are_not_narrowed_to_them(dtype):
-    """Those of the result here are far below what E4M3 holds without a scale."""
+    """The results here are far below the range of E4M3 without a scale."""
     p = cases.problem(cases.named("tail"), dtype)
     dy = (p.dy.astype(np.float32) * 2.0**-14).astype(p.dy.dtype)
     given = operands(p, bias="bfloat16", row_scale="float32")
@@ -144,7 +144,7 @@ def test_gradients_beside_fp8_operands_are_not_narrowed_to_them(dtype):
 
 
 @pytest.mark.rule("GRP-1", "GRP-4")
-@pytest.mark.parametrize("face", FACES, ids=str)
+@pytest.mark.parametrize("frontend", FRONTENDS, ids=str)
 @pytest.mark.parametrize(
     ("dtype", "sizes"),
     [
@@ -156,23 +156,23 @@ def test_gradients_beside_fp8_operands_are_not_narrowed_to_them(dtype):
         ("int16", [20, -7, 13]),
     ],
 )
-def test_integers_of_any_type_saturate(face, dtype, sizes):
+def test_integers_of_any_type_saturate(frontend, dtype, sizes):
     p = cases.problem(cases.named("tail"), "float32")
     given = operands(p, bias="float32", row_scale=None)
     native = np.clip(np.array(sizes, object), -(2**31), 2**31 - 1).astype(np.int32)
     expected = ARRAYS.forward({**given, "group_sizes": native}, transposed=False)
-    found = face.forward({**given, "group_sizes": np.array(sizes, dtype)}, transposed=False)
+    found = frontend.forward({**given, "group_sizes": np.array(sizes, dtype)}, transposed=False)
     asserts.bitwise(found, expected)
 
 
 @pytest.mark.rule("GRP-7", "BUF-2")
-@pytest.mark.parametrize("face", FACES, ids=str)
+@pytest.mark.parametrize("frontend", FRONTENDS, ids=str)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_the_callers_buffer_keeps_its_tail(face, dtype):
+def test_the_callers_buffer_keeps_its_tail(frontend, dtype):
     p = cases.problem(cases.named("tail"), dtype)
     given = operands(p, bias=dtype, row_scale=None)
     out = np.full((p.case.rows, p.case.n), cases.SENTINEL, p.x.dtype)
-    found = face.forward(given, transposed=False, out=out)
+    found = frontend.forward(given, transposed=False, out=out)
     asserts.filled(found[p.case.valid :], cases.SENTINEL, "tail")
     asserts.bitwise(found[: p.case.valid], ARRAYS.forward(given, transposed=False)[: p.case.valid])
 
@@ -212,31 +212,31 @@ def test_result_dtype_in_jax_and_arrays(result):
     options = {"transposed": False, "result_dtype": result}
     asserts.bitwise(JAX.forward(given, **options), ARRAYS.forward(given, **options))
     dy = p.dy.astype(cases.numpy_dtype(result))
-    found, expected = (face.gradients(given, dy, Needs(), **options) for face in (JAX, ARRAYS))
+    found, expected = (frontend.gradients(given, dy, Needs(), **options) for frontend in (JAX, ARRAYS))
     for name, a, b in zip(Needs._fields, found, expected, strict=True):
         asserts.bitwise(a, b, name)
 
 
-@pytest.mark.parametrize("face", FACES, ids=str)
-def test_fp32_subnormals_survive_every_face(face):
+@pytest.mark.parametrize("frontend", FRONTENDS, ids=str)
+def test_fp32_subnormals_survive_every_frontend(frontend):
     """XLA calls handlers with flush-to-zero on; the kernels must not inherit it."""
     tiny = np.array([2.0**-149, -(2.0**-149), 3 * 2.0**-140, 2.0**-127, 2.0**-126, 0.0], np.float32)
     # Many columns and rows, so that threads of the pool take part.
     x, w = np.repeat(tiny, 64)[:, None], np.ones((1, 1, 512), np.float32)
     given = {"x": x, "w": w, "group_sizes": np.array([len(x)], np.int32), "bias": None, "row_scale": None}
-    asserts.bitwise(face.forward(given, transposed=False), np.repeat(x, 512, axis=1))
+    asserts.bitwise(frontend.forward(given, transposed=False), np.repeat(x, 512, axis=1))
 
 
 @pytest.mark.rule("ERR-3")
-@pytest.mark.parametrize("face", FACES, ids=str)
-def test_a_pinned_kernel_runs_or_says_why_not(face):
+@pytest.mark.parametrize("frontend", FRONTENDS, ids=str)
+def test_a_pinned_kernel_runs_or_says_why_not(frontend):
     p = cases.problem(cases.named("tail"), "float32")
     given = operands(p, bias=None, row_scale=None)
-    y = face.forward(given, transposed=False, implementation="reference")
+    y = frontend.forward(given, transposed=False, implementation="reference")
     asserts.within(y, bounds.expect_linear(_linear(), p.x, p.w, p.group_sizes))
     parts = ["grouped_matmul on cpu with implementation='nonsense'", "no kernel takes it: nonsense: ", "Change what"]
     with asserts.refused(NotImplementedError, parts):
-        face.forward(given, transposed=False, implementation="nonsense")
+        frontend.forward(given, transposed=False, implementation="nonsense")
 
 
 def _linear():
@@ -247,14 +247,14 @@ def _linear():
 # Refusals.
 
 
-def make(face: Face, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of the table as arrays of the face; options it does not have are left out."""
+def make(frontend: Frontend, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the table as arrays of the frontend; options it does not have are left out."""
     made = {}
     for name, value in arguments.items():
-        if name in face.absent:
+        if name in frontend.absent:
             continue
         is_spec = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], tuple)
-        made[name] = face.array(np.zeros(value[1], cases.numpy_dtype(value[0]))) if is_spec else value
+        made[name] = frontend.array(np.zeros(value[1], cases.numpy_dtype(value[0]))) if is_spec else value
     return made
 
 
@@ -262,15 +262,15 @@ def make(face: Face, arguments: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
 def test_refusals_are_the_same_but_for_names(bad: Bad):
     texts = {}
-    for face in FACES:
-        if set(bad.change) & face.absent:
+    for frontend in FRONTENDS:
+        if set(bad.change) & frontend.absent:
             continue
-        with asserts.refused(bad.kind, bad.fragments(face.names)) as message:
-            face.call(**make(face, bad.arguments()))
+        with asserts.refused(bad.kind, bad.fragments(frontend.names)) as message:
+            frontend.call(**make(frontend, bad.arguments()))
         text = message[0]
-        for key, own in face.names._asdict().items():
+        for key, own in frontend.names._asdict().items():
             text = text.replace(f"`{own}`", f"<{key}>")
-        texts[face.name] = text
+        texts[frontend.name] = text
     assert len(set(texts.values())) == 1, texts
 
 
@@ -333,17 +333,17 @@ def test_why_unsupported_tells_what_happens(x, w, transposed, bias, row_scale, s
     _agree(reason, backward, "torch")
 
 
-def _agree(reason: str | None, run: Callable[[], None], face: str) -> None:
+def _agree(reason: str | None, run: Callable[[], None], frontend: str) -> None:
     raised = None
     try:
         run()
     except (TypeError, ValueError, NotImplementedError) as error:
         raised = str(error)
-    assert reason == raised, f"{face} raised {raised!r}, why_unsupported said {reason!r}"
+    assert reason == raised, f"{frontend} raised {raised!r}, why_unsupported said {reason!r}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Arrays alone: what only this face can get wrong.
+# NumPy frontend only: errors that only this frontend can make.
 
 
 def _array_operands() -> dict[str, Any]:
@@ -458,13 +458,13 @@ class TestArrays:
 
 
 def digests() -> list[str]:
-    """One a face: of y and of all gradients."""
+    """One digest per frontend, of y and all gradients."""
     p = cases.problem(cases.named("tail"), "bfloat16")
     given = operands(p, bias="bfloat16", row_scale="float32")
     found = []
-    for face in FACES:
-        digest = hashlib.sha256(face.forward(given, transposed=False).tobytes())
-        for gradient in face.gradients(given, p.dy, Needs(), transposed=False):
+    for frontend in FRONTENDS:
+        digest = hashlib.sha256(frontend.forward(given, transposed=False).tobytes())
+        for gradient in frontend.gradients(given, p.dy, Needs(), transposed=False):
             digest.update(gradient.tobytes())
         found.append(digest.hexdigest())
     return found
@@ -490,21 +490,21 @@ def test_foreign_variables_change_nothing(python):
 
 @pytest.mark.rule("ERR-4")
 @pytest.mark.parametrize("flags", ["sizes", "poison", "sync", "sizes,poison,sync"])
-@pytest.mark.parametrize("face", FACES, ids=str)
-def test_debug_checks_change_no_results(monkeypatch, face, flags):
+@pytest.mark.parametrize("frontend", FRONTENDS, ids=str)
+def test_debug_checks_change_no_results(monkeypatch, frontend, flags):
     p = cases.problem(cases.named("tail"), "bfloat16")
     given = operands(p, bias="bfloat16", row_scale="float32")
     expected = ARRAYS.forward(given, transposed=False), ARRAYS.gradients(given, p.dy, Needs(), transposed=False)
     monkeypatch.setenv("GROUPED_DEBUG", flags)
-    asserts.bitwise(face.forward(given, transposed=False), expected[0])
-    for a, b in zip(face.gradients(given, p.dy, Needs(), transposed=False), expected[1], strict=True):
+    asserts.bitwise(frontend.forward(given, transposed=False), expected[0])
+    for a, b in zip(frontend.gradients(given, p.dy, Needs(), transposed=False), expected[1], strict=True):
         asserts.bitwise(a, b)
 
 
 def test_the_frontends_cover_the_table_of_bad_calls():
-    """Only options that a face lacks are left out, and every option is one of the table's."""
+    """Only options that a frontend lacks are left out, and every option is in the table."""
     from tests.messages import GOOD
 
-    for face in FACES:
-        assert face.absent < set(GOOD)
+    for frontend in FRONTENDS:
+        assert frontend.absent < set(GOOD)
     assert re.fullmatch(r"\w+", JAX.name)

@@ -1,4 +1,4 @@
-"""Which random bits round which element, through every face: stochastic rounding as docs/numerics.md states it.
+"""Which random bits round which element, in every frontend: stochastic rounding as docs/numerics.md defines it.
 
 Expected codes are computed here, from the text of the document. Codes of gradients are seen in the gradients of x and
 of the weight, which are products of them: where one code is its neighbour, these differ by far more than their error.
@@ -61,7 +61,7 @@ def _rotated(rows: Array) -> Array:
     return (v * np.float32(0.25)).reshape(rows.shape)
 
 
-class _Stored(NamedTuple):
+class _Quantized(NamedTuple):
     """Values of a gradient [M, N] along its features, and of each group along its rows, rotated."""
 
     along_features: Array
@@ -70,13 +70,13 @@ class _Stored(NamedTuple):
     group_scales: Array
 
 
-def _stored(rows: Array, call: int) -> _Stored:
+def _quantized(rows: Array, call: int) -> _Quantized:
     """A gradient in both of its forms, `call` being its number: 0, of the hidden rows 1."""
     plain = replace(DGRAD[0], stochastic=False)
     scaled = arrays.quantize(rows, plain, axis=1, group_sizes=SIZES)
-    turned = arrays.quantize(rows, replace(WGRAD[1], stochastic=False), axis=0, group_sizes=SIZES)
+    columnwise = arrays.quantize(rows, replace(WGRAD[1], stochastic=False), axis=0, group_sizes=SIZES)
     blocks, factors = _scales(scaled)
-    columns, other_factors = _scales(turned)
+    columns, other_factors = _scales(columnwise)
     products = np.zeros((ROWS, WIDTH), np.float32)
     found: list[Array] = []
     start = segment = 0
@@ -95,7 +95,7 @@ def _stored(rows: Array, call: int) -> _Stored:
     of_rows = np.repeat(factors, SIZES)[:, None]
     values = products.copy()
     values[: len(of_rows)] *= of_rows
-    return _Stored(values, found, products, factors)
+    return _Quantized(values, found, products, factors)
 
 
 def _scales(q: QTensor[Array]) -> tuple[Array, Array]:
@@ -108,7 +108,7 @@ def _encode(scale: Array, factor: Any) -> Array:
 
 
 def _values(array: Array, format: Format, axis: int) -> Array:
-    """What is stored of an operand that is not rounded randomly, in its logical shape."""
+    """The dequantised values of an operand that is not rounded randomly, in its logical shape."""
     if array.ndim == 3:
         return arrays.dequantize(arrays.quantize(array, format, axis=axis), "float32")
     return arrays.dequantize(arrays.quantize(array, format, axis=axis, group_sizes=SIZES), "float32")
@@ -128,7 +128,7 @@ def _rows_along_rows(x: Array) -> list[Array]:
 
 
 def _near(found: Any, lhs: list[Array], rhs: list[Array], what: str) -> None:
-    """Each member of `found` is the product of those of lhs and rhs, but for the roundings of float32."""
+    """Each member of `found` is the product of those of lhs and rhs, except for the roundings of float32."""
     for group, (got, a, b) in enumerate(zip(found, lhs, rhs, strict=True)):
         wide, size = a.astype(np.float64) @ b, np.abs(a).astype(np.float64) @ np.abs(b)
         assert (np.abs(got - wide) <= 1e-5 * size).all(), f"{what} of group {group}"
@@ -139,14 +139,14 @@ def _split(rows: Array) -> list[Array]:
 
 
 @pytest.mark.rule("MLP-10", "ALL-1")
-@pytest.mark.parametrize("face", adapters.FACES, ids=str)
-def test_a_gradient_is_rounded_with_the_bits_of_its_form(face: adapters.Face) -> None:
+@pytest.mark.parametrize("frontend", adapters.FRONTENDS, ids=str)
+def test_a_gradient_is_rounded_with_the_bits_of_its_form(frontend: adapters.Frontend) -> None:
     x, dy = (cases.normal((ROWS, WIDTH), "float32", name) for name in ("x", "dy"))
     w = cases.normal((len(SIZES), WIDTH, WIDTH), "float32", "w")
     given = {"x": x, "w": w, "group_sizes": SIZES, "bias": None, "row_scale": None}
     recipe = NVFP4.bind(key=np.array(KEY, np.uint32))
-    found: Any = face.gradients(given, dy, Needs(True, True, False, False), transposed=False, recipe=recipe)
-    wanted = _stored(dy, 0)
+    found: Any = frontend.gradients(given, dy, Needs(True, True, False, False), transposed=False, recipe=recipe)
+    wanted = _quantized(dy, 0)
     weight = _values(w, DGRAD[1], 2)
     _near(_split(found.x), _split(wanted.along_features), list(weight.swapaxes(1, 2)), "dx")
     _near(found.w, [rows.T for rows in _rows_along_rows(x)], wanted.along_rows, "dW")
@@ -154,24 +154,24 @@ def test_a_gradient_is_rounded_with_the_bits_of_its_form(face: adapters.Face) ->
 
 @pytest.mark.rule("MLP-10", "ALL-1")
 @pytest.mark.parametrize("implementation", [None, "composed"])
-@pytest.mark.parametrize("face", [mlp_adapters.ARRAYS, mlp_adapters.JAX, mlp_adapters.TORCH], ids=str)
+@pytest.mark.parametrize("frontend", [mlp_adapters.ARRAYS, mlp_adapters.JAX, mlp_adapters.TORCH], ids=str)
 def test_gradients_of_an_mlp_are_rounded_with_bits_of_their_own(
-    face: mlp_adapters.MlpFace, implementation: str | None
+    frontend: mlp_adapters.MlpFrontend, implementation: str | None
 ) -> None:
-    """The second weight is the unit matrix and all hidden rows are positive, so that dh is dy as it was stored."""
+    """The second weight is the unit matrix and all hidden rows are positive, so that dh is the dequantised dy."""
     x, dy = (cases.normal((ROWS, WIDTH), "float32", name) for name in ("x", "dy"))
     x, wi = np.abs(x) + np.float32(0.25), np.abs(cases.normal((len(SIZES), WIDTH, WIDTH), "float32", "wi"))
     wo = np.tile(np.eye(WIDTH, dtype=np.float32), (len(SIZES), 1, 1))
     given = {"x": x, "wi": wi, "wo": wo, "group_sizes": SIZES, "probs": None, "wi_bias": None, "wo_bias": None}
     options = {"recipe": NVFP4.bind(key=np.array(KEY, np.uint32)), "implementation": implementation}
     needs = MlpNeeds(True, True, True, False, False, False)
-    found: Any = face.gradients(given, dy, needs, activation=Activation("relu"), **options)
+    found: Any = frontend.gradients(given, dy, needs, activation=Activation("relu"), **options)
 
-    of_dy, unit = _stored(dy, 0), arrays.quantize(wo, DGRAD[1], axis=2)
+    of_dy, unit = _quantized(dy, 0), arrays.quantize(wo, DGRAD[1], axis=2)
     scales = of_dy.group_scales * np.asarray(unit.group_scales)
     dh = np.zeros_like(dy)
     dh[: SIZES.sum()] = of_dy.products[: SIZES.sum()] * (2688 * np.repeat(scales, SIZES)[:, None])
-    of_dh = _stored(dh, 1)
+    of_dh = _quantized(dh, 1)
     weight = _values(wi, DGRAD[1], 2)
     _near(_split(found.x), _split(of_dh.along_features), list(weight.swapaxes(1, 2)), "dx")
     _near(found.wi, [rows.T for rows in _rows_along_rows(x)], of_dh.along_rows, "dW1")

@@ -277,7 +277,7 @@ JAX: dict[str, Function] = {
 
 
 def _raised(why: Callable[..., str | None], *arguments: Any) -> None:
-    """`why_unsupported` tells a reason: raised, so that it is looked at as the others are."""
+    """Raises the reason that `why_unsupported` returns, so that it is checked like the other messages."""
     reason = why(*arguments)
     if reason is not None:
         raise ValueError(reason)
@@ -634,7 +634,7 @@ def test_torch_refuses_another_number_of_axes(function: Function, name: str, sha
 
 @pytest.mark.parametrize("functions", [JAX, TORCH], ids=["jax", "torch"])
 def test_the_good_calls_work(functions: dict[str, Function]) -> None:
-    """Else a refusal would prove nothing."""
+    """Otherwise a refusal would prove nothing."""
     make = _jax_array if functions is JAX else _torch_array
     for function in functions.values():
         arguments = function.arguments.items()

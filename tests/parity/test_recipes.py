@@ -1,4 +1,4 @@
-"""Recipes that quantise, through every face: the same bits, and errors as large as their formats say."""
+"""Recipes that quantise, in every frontend: the same bits, and errors within the bounds of their formats."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jax_grouped import accumulate
 from tests import asserts, bounds, cases
 from tests.bounds import ALL_NEEDS
 from tests.native.runner import Native
-from tests.parity.adapters import ARRAYS, FACES, JAX, TORCH, to_torch
+from tests.parity.adapters import ARRAYS, FRONTENDS, JAX, TORCH, to_torch
 from tests.parity.recipe_rows import MIXED, PARTLY_DELAYED, RECIPES
 from tests.torch_frontend.torch_tools import opcheck
 
@@ -31,7 +31,7 @@ CASES = [cases.named(name) for name in ("tail", "jagged", "clamped", "k_n_odd", 
 
 
 def bind(recipe: Recipe, groups: int, key: tuple[int, int] | None = None) -> Any:
-    """The recipe with what it needs, in NumPy; multipliers are those of data with the largest magnitude 6."""
+    """The recipe, bound to NumPy arrays if it needs any; scales are those of data with an amax of 6."""
     state = None
     if recipe.delayed:
         state = arrays.scaling_state(recipe, groups)
@@ -72,28 +72,28 @@ def test_frontends_have_the_same_bits(recipe, case, dtype, transposed, bias, row
     options = {"transposed": transposed, "scale_bias": scale_bias, "recipe": bind(recipe, case.groups, (7, 11))}
     y = ARRAYS.forward(given, **options)
     wanted = ARRAYS.gradients(given, p.dy, needs, **options)
-    for face in (JAX, TORCH):
-        asserts.bitwise(face.forward(given, **options), y, f"y of {face}")
-        found = face.gradients(given, p.dy, needs, **options)
+    for frontend in (JAX, TORCH):
+        asserts.bitwise(frontend.forward(given, **options), y, f"y of {frontend}")
+        found = frontend.gradients(given, p.dy, needs, **options)
         for name, need, a, b in zip(needs._fields, needs, found, wanted, strict=True):
-            assert (a is not None) == need, f"gradient of {name} from {face}"
+            assert (a is not None) == need, f"gradient of {name} from {frontend}"
             if need:
-                asserts.bitwise(a, b, f"gradient of {name} from {face}")
+                asserts.bitwise(a, b, f"gradient of {name} from {frontend}")
 
 
 @pytest.mark.rule("ALL-4")
 @pytest.mark.parametrize("needs", [each for each in ALL_NEEDS if each.row_scale and not each.bias], ids=str)
 @pytest.mark.parametrize("recipe", [*RECIPES, *PARTLY_DELAYED], ids=lambda r: r.name)
 def test_gradients_of_row_scales_have_the_same_bits(recipe, needs):
-    """They read dy as dgrad does, whatever else is wanted."""
+    """They read the same dy as dgrad, whatever other gradients are needed."""
     p = cases.problem(cases.named("tail"), "bfloat16")
     given, bound = operands(p, False, True), bind(recipe, p.case.groups, (7, 11))
     wanted = ARRAYS.gradients(given, p.dy, needs, recipe=bound, transposed=False)
-    for face in (JAX, TORCH):
-        found = face.gradients(given, p.dy, needs, recipe=bound, transposed=False)
+    for frontend in (JAX, TORCH):
+        found = frontend.gradients(given, p.dy, needs, recipe=bound, transposed=False)
         for name, need, a, b in zip(needs._fields, needs, found, wanted, strict=True):
             if need:
-                asserts.bitwise(a, b, f"gradient of {name} from {face}")
+                asserts.bitwise(a, b, f"gradient of {name} from {frontend}")
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -138,12 +138,14 @@ def test_errors_are_those_of_the_formats(recipe):
 
 @pytest.mark.rule("MLP-10")
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
-@pytest.mark.parametrize("face", FACES, ids=str)
-def test_what_is_kept_changes_no_bits(face, recipe):
+@pytest.mark.parametrize("frontend", FRONTENDS, ids=str)
+def test_what_is_kept_changes_no_bits(frontend, recipe):
     p = cases.problem(cases.named("tail"), "bfloat16")
     given, needs = operands(p, False, False), Needs(True, True, False, False)
     kept, again = (
-        face.gradients(given, p.dy, needs, recipe=bind(recipe.replace(saved=saved), p.case.groups), transposed=False)
+        frontend.gradients(
+            given, p.dy, needs, recipe=bind(recipe.replace(saved=saved), p.case.groups), transposed=False
+        )
         for saved in ("quantized", "input")
     )
     for a, b in zip(kept, again, strict=True):
@@ -155,14 +157,14 @@ def test_what_is_kept_changes_no_bits(face, recipe):
 # Delayed scaling
 
 
-def test_multipliers_are_those_of_the_formats_that_are_scaled_with_delay():
+def test_fp8_maxes_are_those_of_the_formats_that_are_scaled_with_delay():
     e4m3, e5m2 = 448.0, 57344.0
     for recipe in (recipes.FP8Delayed, *PARTLY_DELAYED):
-        assert scaling.tops(recipe) == [e4m3, e4m3, e5m2], recipe.name
+        assert scaling.fp8_maxes(recipe) == [e4m3, e4m3, e5m2], recipe.name
     fine = recipes.FP8Delayed.forward[0]
-    assert scaling.tops(recipes.FP8Delayed.replace(wgrad=(fine, fine), margin=1)) == [e4m3 / 2] * 3
+    assert scaling.fp8_maxes(recipes.FP8Delayed.replace(wgrad=(fine, fine), margin=1)) == [e4m3 / 2] * 3
     of_gradients = recipes.FP8Delayed.replace(forward=recipes.FP8Current.forward, wgrad=recipes.FP8Current.wgrad)
-    assert scaling.tops(of_gradients.replace(dgrad=(of_gradients.dgrad[0], FORMATS["fp8_tensor"]))) == [1, 1, e5m2]
+    assert scaling.fp8_maxes(of_gradients.replace(dgrad=(of_gradients.dgrad[0], FORMATS["fp8_tensor"]))) == [1, 1, e5m2]
 
 
 @pytest.mark.rule("GRP-9")
@@ -204,9 +206,9 @@ def test_states_of_all_frontends_agree_step_by_step(recipe):
 
 @pytest.mark.rule("GRP-9")
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "x_frozen"])
-@pytest.mark.parametrize("face", ["arrays", "torch", "jax"])
-def test_the_state_gets_the_magnitudes_of_scaled_gradients(face: str, frozen: bool):
-    """With a row scale c the gradient of x reads dy, and that of the weight c dy: what is read is measured."""
+@pytest.mark.parametrize("frontend", ["arrays", "torch", "jax"])
+def test_the_state_gets_the_amax_of_scaled_gradients(frontend: str, frozen: bool):
+    """With a row scale c the gradient of x reads dy, that of the weight c dy: the amax covers what is read."""
     recipe = recipes.FP8Delayed.replace(history=2)
     sizes = np.array([3, 2], np.int32)
     x, w, dy = (
@@ -215,12 +217,12 @@ def test_the_state_gets_the_magnitudes_of_scaled_gradients(face: str, frozen: bo
     c = np.array([4.0, 4.0, 4.0, 0.25, 0.25, 1e4], np.float32)  # the last row is of no group
     own, scaled = (np.array([np.abs(rows[:3]).max(), np.abs(rows[3:5]).max()]) for rows in (dy, dy * c[:, None]))
     assert (own < scaled).tolist() == [True, False]
-    if face == "arrays":
+    if frontend == "arrays":
         held = arrays.scaling_state(recipe, 2)
         needs = Needs(not frozen, True, False, False)
         options = {"row_scale": c, "needs": needs, "recipe": recipe.bind(held)}
         arrays.grouped_linear_grads(x, w, sizes, dy, **options)
-    elif face == "torch":
+    elif frontend == "torch":
         held = torch_bridge.scaling_state(recipe, 2)
         xt, wt = to_torch(x).requires_grad_(not frozen), to_torch(w).requires_grad_()
         options = {"rhs_transposed": False, "row_scale": to_torch(c), "recipe": recipe.bind(held)}
@@ -319,16 +321,16 @@ def test_the_state_survives_jit_scan_and_checkpoint():
 
 def test_a_recipe_with_a_state_wants_one_of_its_shape():
     p = cases.problem(cases.named("tail"), "bfloat16")
-    for face in FACES:
+    for frontend in FRONTENDS:
         given = {"x": p.x, "w": p.w, "group_sizes": p.group_sizes, "bias": None, "row_scale": None}
         with asserts.refused(ValueError, ["without a state"]):
-            face.forward(given, recipe=recipes.FP8Delayed, transposed=False)
+            frontend.forward(given, recipe=recipes.FP8Delayed, transposed=False)
         with asserts.refused(ValueError, ["= (R, G) and (R, L, G)"]):
-            face.forward(given, recipe=bind(recipes.FP8Delayed, p.case.groups + 1), transposed=False)
+            frontend.forward(given, recipe=bind(recipes.FP8Delayed, p.case.groups + 1), transposed=False)
         halved = bind(recipes.FP8Delayed, p.case.groups)
         halved = halved.recipe.bind(replace(halved.state, scale=halved.state.scale.astype(np.float16)))
         with asserts.refused(ValueError, ["`state`", "float16", "expected float32", "scaling_state("]):
-            face.forward(given, recipe=halved, transposed=False)
+            frontend.forward(given, recipe=halved, transposed=False)
     with asserts.refused(TypeError, ["`state`", "int", "expected a ScalingState", "scaling_state("]):
         jax_grouped.ragged_dot(p.x, p.w, p.group_sizes, recipe=recipes.FP8Delayed.bind(1))
     with asserts.refused(ValueError, ["it has no delayed scaling"]):
@@ -340,9 +342,9 @@ def test_a_recipe_with_a_state_wants_one_of_its_shape():
 def test_a_key_is_checked_before_anything_runs(key: np.ndarray):
     p = cases.problem(cases.named("tail"), "bfloat16")
     given = {"x": p.x, "w": p.w, "group_sizes": p.group_sizes, "bias": None, "row_scale": None}
-    for face in FACES:
+    for frontend in FRONTENDS:
         with asserts.refused(ValueError, ["`key`", f"{key.dtype}[{key.size}]", "expected uint32[2]", "pass such"]):
-            face.forward(given, recipe=recipes.NVFP4.bind(key=key), transposed=False)
+            frontend.forward(given, recipe=recipes.NVFP4.bind(key=key), transposed=False)
     with asserts.refused(TypeError, ["`key`", "list", "expected an array uint32[2]", "pass one"]):
         jax_grouped.ragged_dot(p.x, p.w, p.group_sizes, recipe=recipes.NVFP4.bind(key=[0, 0]))
 
@@ -379,35 +381,41 @@ def test_explain_plans_no_gradient_that_goes_nowhere():
 
 def test_only_what_is_quantised_is_dequantised():
     x = np.zeros((2, 4), np.float32)
-    for face, q in ((arrays, x), (jax_grouped, jnp.asarray(x)), (torch_bridge, to_torch(x))):
+    for frontend, q in ((arrays, x), (jax_grouped, jnp.asarray(x)), (torch_bridge, to_torch(x))):
         with asserts.refused(TypeError, ["`q`", "expected a QTensor", "make one with quantize"]):
-            face.dequantize(q)
+            frontend.dequantize(q)
 
 
-QUANTISED_FACES = (
+QUANTISED_FRONTENDS = (
     (jax_grouped, jnp.asarray, jax_grouped.ragged_dot),
     (torch_bridge, to_torch, partial(torch_bridge.grouped_linear, rhs_transposed=False)),
 )
 
 
 @pytest.mark.rule("ERR-1")
-@pytest.mark.parametrize(("face", "array", "product"), QUANTISED_FACES, ids=["jax", "torch"])
-def test_a_quantised_operand_holds_what_its_format_makes(face: Any, array: Any, product: Any):
+@pytest.mark.parametrize(("frontend", "array", "product"), QUANTISED_FRONTENDS, ids=["jax", "torch"])
+def test_a_quantised_operand_holds_what_its_format_makes(frontend: Any, array: Any, product: Any):
     p = cases.problem(cases.named("tail"), "bfloat16")
     x, w, sizes = map(array, (p.x, p.w, p.group_sizes))
     groups = p.case.groups
-    stored = face.quantize(w, "fp8_tensor", axis=1)
-    both = face.quantize(x, "mxfp8", axis=(1, 0), group_sizes=sizes)
-    short = face.quantize(x[1:], "mxfp8", axis=0, group_sizes=sizes)
+    quantized = frontend.quantize(w, "fp8_tensor", axis=1)
+    both = frontend.quantize(x, "mxfp8", axis=(1, 0), group_sizes=sizes)
+    short = frontend.quantize(x[1:], "mxfp8", axis=0, group_sizes=sizes)
     given = (
         (
-            (face.quantize(x, "fp8_tensor"), w),
+            (frontend.quantize(x, "fp8_tensor"), w),
             ["scales of groups float32[1]", f"expected float32[{groups}]", "sizes of"],
         ),
-        ((face.quantize(x, "mxfp8", axis=(1, 0)), w), ["codes float8_e4m3fn", "along axis 0", "sizes of this call"]),
+        (
+            (frontend.quantize(x, "mxfp8", axis=(1, 0)), w),
+            ["codes float8_e4m3fn", "along axis 0", "sizes of this call"],
+        ),
         ((replace(both, other=short), w), [f"shape {short.shape}", f"expected {both.shape}", "along both axes"]),
-        ((x, replace(stored, scales=None)), ["scales of groups None", f"expected float32[{groups}]", "again"]),
-        ((x, replace(stored, values=stored.values[:-1])), ["codes float8_e4m3fn", "expected float8_e4m3fn", "again"]),
+        ((x, replace(quantized, scales=None)), ["scales of groups None", f"expected float32[{groups}]", "again"]),
+        (
+            (x, replace(quantized, values=quantized.values[:-1])),
+            ["codes float8_e4m3fn", "expected float8_e4m3fn", "again"],
+        ),
     )
     for operands, words in given:
         with asserts.refused(ValueError, words):
@@ -415,39 +423,39 @@ def test_a_quantised_operand_holds_what_its_format_makes(face: Any, array: Any, 
 
 
 @pytest.mark.rule("MAT-7", "ERR-1")
-@pytest.mark.parametrize(("face", "array", "product"), QUANTISED_FACES, ids=["jax", "torch"])
-def test_only_rows_may_be_none_where_something_is_quantised(face: Any, array: Any, product: Any):
+@pytest.mark.parametrize(("frontend", "array", "product"), QUANTISED_FRONTENDS, ids=["jax", "torch"])
+def test_only_rows_may_be_none_where_something_is_quantised(frontend: Any, array: Any, product: Any):
     none = array(np.zeros((0,), np.int32))
     for shape in ((4, 0), (0, 4, 4), (2, 0, 4), (2, 4, 0)):
         with asserts.refused(ValueError, ["`x`", f"shape {shape}", "every axis at least 1", "may be 0"]):
-            face.quantize(array(np.zeros(shape, np.float32)), "mxfp8")
+            frontend.quantize(array(np.zeros(shape, np.float32)), "mxfp8")
     with asserts.refused(ValueError, ["`group_sizes`", "shape (0,)", "at least one group", "pass one size"]):
-        face.quantize(array(np.zeros((4, 4), np.float32)), "mxfp8", group_sizes=none)
-    assert face.quantize(array(np.zeros((0, 4), np.float32)), "mxfp8").shape == (0, 4)
+        frontend.quantize(array(np.zeros((4, 4), np.float32)), "mxfp8", group_sizes=none)
+    assert frontend.quantize(array(np.zeros((0, 4), np.float32)), "mxfp8").shape == (0, 4)
 
 
 @pytest.mark.rule("MLP-13")
-@pytest.mark.parametrize(("face", "array", "product"), QUANTISED_FACES, ids=["jax", "torch"])
-def test_rows_are_rotated_along_rows_alone(face: Any, array: Any, product: Any):
+@pytest.mark.parametrize(("frontend", "array", "product"), QUANTISED_FRONTENDS, ids=["jax", "torch"])
+def test_rows_are_rotated_along_rows_alone(frontend: Any, array: Any, product: Any):
     p = cases.problem(cases.named("tail"), "float32")
     x, sizes = array(p.x), array(p.group_sizes)
     rotated, plain = recipes.NVFP4.wgrad[0], recipes.NVFP4.forward[0]
-    q = face.quantize(x, rotated, axis=(0, 1), group_sizes=sizes)
+    q = frontend.quantize(x, rotated, axis=(0, 1), group_sizes=sizes)
     assert (q.format.rotate, q.other.format.rotate) == (True, False)
-    straight = face.quantize(x, plain, axis=1, group_sizes=sizes)
+    straight = frontend.quantize(x, plain, axis=1, group_sizes=sizes)
     for part, wanted in zip(bits(replace(q.other, other=None)), bits(straight), strict=True):
         asserts.bitwise(part, wanted)
-    asserts.bitwise(face.dequantize(q), face.dequantize(straight))
-    alone, values = (asserts.as_numpy(face.dequantize(each)) for each in (replace(q, other=None), straight))
+    asserts.bitwise(frontend.dequantize(q), frontend.dequantize(straight))
+    alone, values = (asserts.as_numpy(frontend.dequantize(each)) for each in (replace(q, other=None), straight))
     assert (alone != values).any(), "codes times scales are the rotated rows"
 
 
-def _weight_gradient(face: Any, x: Any, p: cases.Problem, recipe: Recipe) -> Any:
+def _weight_gradient(frontend: Any, x: Any, p: cases.Problem, recipe: Recipe) -> Any:
     """dW of rows that may be quantised, and of transposed weights."""
-    if face is arrays:
+    if frontend is arrays:
         options: dict[str, Any] = {"transposed": True, "recipe": recipe, "needs": Needs(False, True, False, False)}
         return arrays.grouped_linear_grads(x, p.w, p.group_sizes, p.dy, **options).w
-    if face is torch_bridge:
+    if frontend is torch_bridge:
         w = to_torch(p.w).requires_grad_()
         torch_bridge.grouped_linear(x, w, to_torch(p.group_sizes), recipe=recipe).backward(to_torch(p.dy))
         return w.grad
@@ -460,38 +468,40 @@ def _weight_gradient(face: Any, x: Any, p: cases.Problem, recipe: Recipe) -> Any
 
 @pytest.mark.rule("MLP-13")
 @pytest.mark.parametrize(
-    ("face", "array"), [(arrays, np.asarray), *(pair[:2] for pair in QUANTISED_FACES)], ids=["arrays", "jax", "torch"]
+    ("frontend", "array"),
+    [(arrays, np.asarray), *(pair[:2] for pair in QUANTISED_FRONTENDS)],
+    ids=["arrays", "jax", "torch"],
 )
-def test_weight_gradients_that_are_rotated_take_rows_that_are(face: Any, array: Any):
-    """A rotation cancels between rows and gradients alone: rows without it are refused, or stored anew."""
+def test_weight_gradients_that_are_rotated_take_rows_that_are(frontend: Any, array: Any):
+    """A rotation cancels only between rows and gradients: rows that are not rotated are refused, or quantised again."""
     p = cases.problem(cases.named("tail"), "bfloat16", transposed=True)
     sizes, again = array(p.group_sizes), recipes.NVFP4.replace(requantize="from_dequantized")
-    straight = face.quantize(array(p.x), recipes.NVFP4.forward[0], axis=(1, 0), group_sizes=sizes)
+    straight = frontend.quantize(array(p.x), recipes.NVFP4.forward[0], axis=(1, 0), group_sizes=sizes)
     with asserts.refused(ValueError, ["nvfp4 along axis 1, expected nvfp4 along axis 0", "a product reads"]):
-        _weight_gradient(face, straight, p, recipes.NVFP4)
-    found = _weight_gradient(face, straight, p, again)
-    asserts.bitwise(found, _weight_gradient(face, face.dequantize(straight), p, again))
+        _weight_gradient(frontend, straight, p, recipes.NVFP4)
+    found = _weight_gradient(frontend, straight, p, again)
+    asserts.bitwise(found, _weight_gradient(frontend, frontend.dequantize(straight), p, again))
 
 
 @pytest.mark.rule("MLP-13", "ERR-1")
-@pytest.mark.parametrize("face", ["linear", "mlp", "torch", "jax"])
-def test_nothing_is_made_of_rotated_values(face: str):
-    """Although the recipe allows to store quantised rows anew: those that are rotated would need their inverse."""
+@pytest.mark.parametrize("frontend", ["linear", "mlp", "torch", "jax"])
+def test_nothing_is_made_of_rotated_values(frontend: str):
+    """Although the recipe allows quantising rows again: rotated rows would need the inverse rotation."""
     recipe = recipes.NVFP4.replace(requantize="from_dequantized")
     given = (cases.normal(shape, "bfloat16", shape) for shape in ((6, 32), (2, 32, 32), (6, 32)))
-    of = {"jax": jax_grouped, "torch": torch_bridge}.get(face, arrays)
-    array = {"jax": jnp.asarray, "torch": to_torch}.get(face, np.asarray)
+    of = {"jax": jax_grouped, "torch": torch_bridge}.get(frontend, arrays)
+    array = {"jax": jnp.asarray, "torch": to_torch}.get(frontend, np.asarray)
     (x, w, dy), sizes = map(array, given), array(np.array([4, 2], np.int32))
     both = of.quantize(dy, recipe.wgrad[1], axis=(0, 1), group_sizes=sizes)
-    options = {} if face == "torch" else {"rhs_transposed": True}
+    options = {} if frontend == "torch" else {"rhs_transposed": True}
 
     def dx(dy: Any) -> Any:
-        if face == "linear":
+        if frontend == "linear":
             needs = Needs(True, False, False, False)
             return arrays.grouped_linear_grads(x, w, sizes, dy, transposed=True, recipe=recipe, needs=needs).x
-        if face == "mlp":
+        if frontend == "mlp":
             return arrays.grouped_mlp_grads(x, w, w, sizes, dy=dy, transposed=True, recipe=recipe, activation="relu").x
-        parts = torch_bridge if face == "torch" else accumulate
+        parts = torch_bridge if frontend == "torch" else accumulate
         _, kept = parts.grouped_mlp_fwd(x, w, w, sizes, recipe=recipe, activation="relu", **options)
         return parts.grouped_mlp_bwd_dx(kept, dy)[0]
 
@@ -547,11 +557,11 @@ def test_rows_are_quantised_alike(format, dtype, axis, sized):
     asserts.bitwise(torch_bridge.dequantize(of_torch), arrays.dequantize(made))
 
 
-def as_stored(face: Any, p: cases.Problem, recipe: Recipe, array: Any = np.asarray) -> tuple[Any, Any]:
-    """x and w as a recipe stores them, in both forms."""
+def as_quantized(frontend: Any, p: cases.Problem, recipe: Recipe, array: Any = np.asarray) -> tuple[Any, Any]:
+    """x and w, quantised as the recipe does it, in both forms."""
     (x_r, w_k), (x_t, _) = recipe.forward, recipe.wgrad
-    w = face.quantize(array(p.w), w_k, axis=(2, 1))
-    x = face.quantize(array(p.x), x_t if x_t.rotate else x_r, axis=(1, 0), group_sizes=array(p.group_sizes))
+    w = frontend.quantize(array(p.w), w_k, axis=(2, 1))
+    x = frontend.quantize(array(p.x), x_t if x_t.rotate else x_r, axis=(1, 0), group_sizes=array(p.group_sizes))
     return QTensor(x.values, x.scales, x.group_scales, x_r, 1, x.shape, x.dtype, x.other, x.group_sizes), w
 
 
@@ -561,16 +571,16 @@ def as_stored(face: Any, p: cases.Problem, recipe: Recipe, array: Any = np.asarr
 @pytest.mark.parametrize("saved", ["quantized", "input"])
 @pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda r: r.name)
 def test_both_forms_of_quantised_rows_reach_backward(recipe, saved, requantize, row_scale):
-    """Whatever is kept of them: no form is made of another."""
+    """The bits do not depend on what is saved: no form is made from another."""
     recipe = recipe.replace(saved=saved, requantize=requantize)
     p = cases.problem(cases.named("tail"), "bfloat16", transposed=True)
     needs = Needs(False, True, False, row_scale)
     scale = {"row_scale": p.row_scale} if row_scale else {}
     options: dict[str, Any] = {"transposed": True, "recipe": recipe, "needs": needs}
-    wanted = arrays.grouped_linear_grads(*as_stored(arrays, p, recipe), p.group_sizes, p.dy, **scale, **options)
+    wanted = arrays.grouped_linear_grads(*as_quantized(arrays, p, recipe), p.group_sizes, p.dy, **scale, **options)
     plain = arrays.grouped_linear_grads(p.x, p.w, p.group_sizes, p.dy, **scale, **options)
     asserts.bitwise(wanted.w, plain.w)
-    x, w = as_stored(torch_bridge, p, recipe, to_torch)
+    x, w = as_quantized(torch_bridge, p, recipe, to_torch)
     leaves = [to_torch(p.w).requires_grad_()]
     leaves += [to_torch(p.row_scale).requires_grad_()] if row_scale else []
     y = torch_bridge.grouped_linear(
@@ -587,16 +597,16 @@ def test_both_forms_of_quantised_rows_reach_backward(recipe, saved, requantize, 
 @pytest.mark.rule("MLP-13")
 @pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda r: r.name)
 def test_operands_that_come_quantised_give_the_same_bits(recipe):
-    """As the recipe stores them, in both forms: then nothing is quantised but dy."""
+    """x and w are quantised as the recipe does it, in both forms; then only dy is quantised."""
     p = cases.problem(cases.named("tail"), "bfloat16", transposed=True)
     sizes = p.group_sizes
-    x, w = as_stored(arrays, p, recipe)
+    x, w = as_quantized(arrays, p, recipe)
     needs = Needs(True, True, False, False)
     y = arrays.grouped_linear(p.x, p.w, sizes, transposed=True, recipe=recipe)
     asserts.bitwise(arrays.grouped_linear(x, w, sizes, transposed=True, recipe=recipe), y)
     plain = arrays.grouped_linear_grads(p.x, p.w, sizes, p.dy, transposed=True, recipe=recipe, needs=needs)
-    stored = arrays.grouped_linear_grads(x, w, sizes, p.dy, transposed=True, recipe=recipe, needs=needs)
-    for a, b in zip(stored[:2], plain[:2], strict=True):
+    quantized = arrays.grouped_linear_grads(x, w, sizes, p.dy, transposed=True, recipe=recipe, needs=needs)
+    for a, b in zip(quantized[:2], plain[:2], strict=True):
         asserts.bitwise(a, b)
 
 
@@ -661,13 +671,13 @@ def test_what_a_quantised_operand_lacks_is_said():
         arrays.quantize(p.x, "mxfp4")
     with asserts.refused(ValueError, ["expected one that finds its scales"]):
         arrays.quantize(p.x, "bf16")
-    for face, x in ((arrays, p.x), (jax_grouped, jnp.asarray(p.x)), (torch_bridge, to_torch(p.x))):
+    for frontend, x in ((arrays, p.x), (jax_grouped, jnp.asarray(p.x)), (torch_bridge, to_torch(p.x))):
         with asserts.refused(ValueError, ["`axis`: (2,)", "expected 1, 0 or both", "pass one of them"]):
-            face.quantize(x, "mxfp8", axis=2, group_sizes=to_torch(sizes) if face is torch_bridge else sizes)
+            frontend.quantize(x, "mxfp8", axis=2, group_sizes=to_torch(sizes) if frontend is torch_bridge else sizes)
         with asserts.refused(TypeError, ["`axis`: 1.0", "expected an integer", "pass the axes"]):
-            face.quantize(x, "mxfp8", axis=1.0, group_sizes=to_torch(sizes) if face is torch_bridge else sizes)
+            frontend.quantize(x, "mxfp8", axis=1.0, group_sizes=to_torch(sizes) if frontend is torch_bridge else sizes)
         with asserts.refused(ValueError, ["`num_groups`: 0", "expected at least 1", "pass the number of groups"]):
-            face.scaling_state(recipes.FP8Delayed, 0)
+            frontend.scaling_state(recipes.FP8Delayed, 0)
     again = recipes.MXFP8.replace(requantize="from_dequantized")
     found = arrays.grouped_linear_grads(p.x, q, sizes, p.dy, recipe=again, **kind)
     wanted = arrays.grouped_linear_grads(p.x, arrays.dequantize(q), sizes, p.dy, recipe=again, **kind)

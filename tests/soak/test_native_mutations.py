@@ -1,11 +1,11 @@
-"""Native calls with something changed: what planning accepts runs inside its operands, the rest is refused in words.
+"""Randomly changed native calls: those that planning accepts stay inside their operands, the others are refused.
 
-The public checks do not stand in front of a serialised program, nor of a caller of `grouped_core._native`. So calls of
-every kind are changed at random (parameters, ranks, axes, element types, presence of operands) and planned for a CPU
-and two GPUs. Those that a CPU kernel takes are run, each operand right behind or right in front of memory that nobody
-may touch. A crash ends a process of its own, which says which seed it was at; draws depend on the seed alone.
+A serialised program, or a caller of `grouped_core._native`, bypasses the public checks. So calls of every kind are
+changed at random (parameters, ranks, axes, element types, presence of operands) and planned for a CPU and two GPUs.
+Those that a CPU kernel accepts are run, each operand directly after or directly before memory that must not be touched.
+A crash ends only a subprocess, which has printed its seed; the changes depend only on the seed.
 
-`python -m tests.soak.test_native_mutations 123` runs seed 123 by itself and says what it is.
+`python -m tests.soak.test_native_mutations 123` runs only seed 123 and prints its call.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Mutation:
 
 
 class Memory:
-    """One region for each operand, between pages that nobody may touch."""
+    """One region for each operand, between pages that must not be touched."""
 
     REGION = 1 << 18  # bytes of the largest operand that is run
     _NOTHING = 0  # PROT_NONE
@@ -206,7 +206,7 @@ def content_of(m: Mutation, name: str, spec: Spec, memory: Memory, region: int) 
     if not name.endswith("_table"):
         return None
     packed = m.operands[SLOTS[m.name].index(name.removesuffix("_table"))]
-    assert packed is not None, "a table stands beside its operand"
+    assert packed is not None, "a table comes with its operand"
     groups = packed[1][0]
     member = nbytes_of(packed) // groups
     address = memory.place(memory.slots + region, member, rng)

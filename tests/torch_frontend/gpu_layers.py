@@ -49,7 +49,7 @@ class Step:
         return self.module(x, *extra)
 
     def run(self) -> list[Tensor]:
-        """y and the gradients of rows and, where autograd has them, of weights."""
+        """y, and the gradients of rows and, if they go to autograd, of weights."""
         y = self.forward(self.x, self.probs, self.sizes)
         wanted = [self.x, *([] if self.form == "GroupedLinear" else [self.probs])]
         if not self.delays:
@@ -58,5 +58,5 @@ class Step:
 
     @property
     def delays(self) -> bool:
-        """Whether weight gradients wait."""
+        """Whether weight gradients are delayed."""
         return any(each.delay_wgrad_compute for each in self.module.modules() if isinstance(each, nn.GroupedLinear))

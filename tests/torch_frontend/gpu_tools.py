@@ -1,4 +1,4 @@
-"""What the tests of both frontends on a GPU share."""
+"""Helpers for tests of both frontends on a GPU."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ REPLAYED = (
     (1000, 1000, 1000, 1000),
     (-7, 500, 3, 90),
 )
-"""Size vectors that one captured graph is replayed with."""
+"""Size vectors with which one captured graph is replayed."""
 
 TEMPORARY_BYTES = 8 << 20
-"""What a product may take beyond operands and results, whatever its size."""
+"""Bytes that a product may take besides operands and results, whatever its size."""
 
 FORBIDDEN = ("Synchronize", "Memcpy", "Malloc", "cudaFree", "EventQuery", "StreamQuery")
 """Parts of the names of runtime calls that wait, copy or allocate."""
@@ -85,7 +85,7 @@ def temporary_bytes(call: Callable[[], Sequence[torch.Tensor]]) -> int:
 
 
 def launches_only(run: Callable[[], Any]) -> None:
-    """The runtime calls of a warm `run`, counted by the profiler: launches and memsets alone."""
+    """The runtime calls of a warm `run`, counted by the profiler: only launches and memsets."""
     for _ in range(3):
         run()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What weight gradients must be, as computed in ways that have tests of their own."""
+"""Expected weight gradients, computed in ways that other tests check."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch_bridge import grouped_linear, grouped_mlp
 
 
 def gradients(form: str, listed: bool) -> list[Tensor]:
-    """dW as autograd gets it."""
+    """dW as autograd receives it."""
     return _gradients_on(form, listed, str(torch.get_default_device()))
 
 
@@ -30,7 +30,7 @@ def _gradients_on(form: str, listed: bool, _device: str) -> list[Tensor]:
 
 
 def accumulated(form: str, listed: bool) -> list[Tensor]:
-    """0.5 + dW as the functions add it to a tensor, which their own tests hold against the oracle."""
+    """0.5 + dW as the functions add it to a tensor, which other tests compare with the oracle."""
     return _sums_on(form, listed, str(torch.get_default_device()))
 
 
@@ -66,12 +66,12 @@ def members_of(packed: Tensor, listed: bool) -> list[Any]:
 
 
 def as_argument(parameters: list[Any], listed: bool) -> Any:
-    """What the function takes."""
+    """The weight in the form that the function takes."""
     return parameters if listed else parameters[0]
 
 
 def plain_gradient(t: Any) -> Tensor:
-    """dW as it goes to `.grad`."""
+    """dW as it is added to `.grad`."""
     w = leaf(t.w)
     grouped_linear(t.x, w, t.sizes).backward(t.dy)
     return w.grad

@@ -1,7 +1,7 @@
-"""One problem behind every way to the same weights: the functions and the modules of the PyTorch face.
+"""One problem for the functions and the modules of the PyTorch frontend, with the same weights in each.
 
-What the contract says of weight gradients holds for each of them alike, so tests loop over `FORMS` and both ways to
-hold weights.
+The contract on weight gradients holds for each of them, so tests loop over `FORMS` and both ways to hold
+weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A transfer that stays on the CPU, so that what `offload.cpu_offload` moves, and when, can be tested without a GPU."""
+"""A transfer that stays on the CPU, to test what `offload.cpu_offload` moves, and when, without a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_bridge import _saved, _transfer, offload
 
 
 class Sent:
-    """Stands for a transfer: a copy is what comes back, whatever became of the original."""
+    """Replaces a transfer: a copy comes back, even if the original has changed."""
 
     log: list[Sent]
     started: list[Sent]
@@ -24,7 +24,7 @@ class Sent:
         Sent.log.append(self)
 
     def start(self) -> None:
-        """It is on its way back."""
+        """Starts to bring it back."""
         if self not in Sent.started:
             Sent.started.append(self)
 
@@ -37,7 +37,7 @@ class Sent:
 
 @contextmanager
 def recorded() -> Iterator[list[Sent]]:
-    """What is moved inside, oldest first."""
+    """The tensors that are moved inside, oldest first."""
     Sent.log, Sent.started = [], []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_transfer, "Moved", Sent)

@@ -58,7 +58,7 @@ from torch_bridge.quantized_weight import named_parts as parts_of
 
 RANKS = 2
 GRACE = 5.0
-"""Seconds that a rank has to say why it fails after the other one did, and then to end when it is asked to."""
+"""Seconds that a rank has to report its failure after the other one has failed, and then to end on request."""
 CHECKS: dict[str, Callable[[DeviceMesh], None]] = {}
 
 
@@ -90,7 +90,7 @@ def _mean_over_ranks(tensor: Tensor) -> Tensor:
 
 
 def _same_gradients(sharded: Any, plain: Any) -> None:
-    """The sharded ones are the mean over ranks of the plain ones."""
+    """Gradients of sharded weights are the mean over ranks of those of plain weights."""
     for (name, a), (_, b) in zip(sharded.named_parameters(), plain.named_parameters(), strict=True):
         if b.grad is None:
             assert a.grad is None, name
@@ -101,7 +101,7 @@ def _same_gradients(sharded: Any, plain: Any) -> None:
 
 @check
 def fsdp2_gives_the_mean_of_the_gradients(mesh: DeviceMesh) -> None:
-    """Every module, both forms of parameters, an expert frozen where it has a parameter of its own."""
+    """Every module, both forms of parameters; one expert is frozen if it has a separate parameter."""
     for form in MODULES:
         for listed in (False, True):
             s = _setup(form, listed, mesh)
@@ -119,7 +119,7 @@ def fsdp2_gives_the_mean_of_the_gradients(mesh: DeviceMesh) -> None:
 
 
 class _Model(torch.nn.Module):
-    """Experts behind a weight of their own."""
+    """Experts after another weight."""
 
     def __init__(self, experts: nn.GroupedMLP) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class _Model(torch.nn.Module):
 
 @check
 def fsdp2_trains_as_copies_that_average_do(mesh: DeviceMesh) -> None:
-    """Four steps, layer within layer: the experts are a unit of their own inside a model."""
+    """Four steps with nested layers: the experts are a separate FSDP unit inside a model."""
     s = _setup("GroupedMLP", True, mesh)
     plain = _Model(s.module)
     model = copy.deepcopy(plain)
@@ -188,7 +188,7 @@ def an_idle_rank_runs_every_collective(mesh: DeviceMesh) -> None:
 
 @check
 def main_grad_is_looked_for_on_the_unsharded_parameter(mesh: DeviceMesh) -> None:
-    """FSDP2 has none to offer, which is said when it is written; a wrapper that has one (FSDP attributes) is asked."""
+    """FSDP2 has no `main_grad`, and writing it raises an error; a wrapper with FSDP attributes is asked for one."""
     s = _setup("GroupedLinear", False, mesh, accumulate=True)
     fully_shard(s.module, mesh=mesh)
     y = _run(s, s.module, leaf(s.x))
@@ -212,7 +212,7 @@ def a_sharded_state_dict_loads_into_either_form(mesh: DeviceMesh) -> None:
 
 @check
 def forms_of_weights_that_were_gathered_anew_are_not_reused(mesh: DeviceMesh) -> None:
-    """Often at the address that they had, and always under the same version."""
+    """Gathered weights often have the same address, and always the same version."""
     for listed in (False, True):
         for _ in range(8):
             s = _setup("GroupedLinear", listed, mesh, recipe=MXFP8)
@@ -227,7 +227,7 @@ def forms_of_weights_that_were_gathered_anew_are_not_reused(mesh: DeviceMesh) ->
 
 @check
 def layers_inside_an_mlp_are_not_wrapped_alone(mesh: DeviceMesh) -> None:
-    """Their forward is not called, so nobody would gather their weights."""
+    """Their forward is not called, so their weights would not be gathered."""
     s = _setup("GroupedMLP", True, mesh)
     fully_shard(s.module.linear_fc1, mesh=mesh)
     with asserts.refused(ValueError, ["`weight0`", "DTensor", "wrap the module that is called"]):
@@ -239,7 +239,7 @@ def layers_inside_an_mlp_are_not_wrapped_alone(mesh: DeviceMesh) -> None:
 
 
 def _experts(mesh: DeviceMesh, **options: Any) -> tuple[Setup, Any, Any]:
-    """(the whole problem, all experts in one module, those of this rank): four groups, two a rank."""
+    """(the whole problem, all experts in one module, those of this rank): four groups, two per rank."""
     s = _setup("GroupedMLP", False, mesh, case="uniform", **options)
     s.x = s.x / (mesh.get_rank() + 1)  # here both have the same rows
     spread = parallel.shard_experts(copy.deepcopy(s.module), mesh)
@@ -259,7 +259,7 @@ def _local(parameter: Any) -> Any:
 
 @check
 def each_rank_computes_its_own_experts(mesh: DeviceMesh) -> None:
-    """y, dx and the gradients are the parts of those of the whole; gradients are DTensors placed as the weights."""
+    """y, dx and gradients are parts of those of the whole problem; gradients are placed like the weights."""
     for mode in ("grad", "main_grad", "delayed", "delayed_main_grad"):
         options = {"accumulate": "main_grad" in mode, "delay": "delayed" in mode}
         s, whole, spread = _experts(mesh, **options)
@@ -311,7 +311,7 @@ def other_placements_and_uses_are_refused(mesh: DeviceMesh) -> None:
 
 @check
 def each_rank_has_the_scaling_state_of_its_own_experts(mesh: DeviceMesh) -> None:
-    """Bits, multipliers and magnitudes are the parts of those of the whole."""
+    """Bits, scales and amaxes are the parts of those of the whole."""
     s, whole, spread = _experts(mesh, recipe=FP8Delayed.replace(history=2))
     rows, sizes = _part(s, mesh)
     groups = slice(mesh.get_rank() * len(sizes), (mesh.get_rank() + 1) * len(sizes))
@@ -329,7 +329,7 @@ def each_rank_has_the_scaling_state_of_its_own_experts(mesh: DeviceMesh) -> None
 
 @check
 def checkpoints_hold_the_scaling_state_of_every_rank(mesh: DeviceMesh) -> None:
-    """Loaded by as many ranks each gets its own back, by one that of all experts; a whole one is divided."""
+    """The same number of ranks load their own parts, one rank loads all experts, and a whole checkpoint is divided."""
     recipe = FP8Delayed.replace(history=2)
     for make in (nn.GroupedLinear, nn.GroupedMLP):
 
@@ -563,7 +563,7 @@ def _end(ranks: list[Any], limit: float) -> list[str]:
 
 
 def run_all(device: str, names: list[str], timeout: float, limit: float) -> tuple[dict[str, str], str]:
-    """(what went wrong in each check, on either rank; what ranks that did not come to their end have printed)."""
+    """(the failure of each check, on either rank; the output of ranks that did not finish)."""
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(RANKS):
             Path(folder, f"output.{rank}").touch()  # for a rank that is ended while it imports

@@ -1,4 +1,4 @@
-"""What the tests of recipes in PyTorch share: the recipes, one pass of a layer, and the states of a module."""
+"""Helpers for tests of recipes in PyTorch: the recipes, one pass of a layer, and the states of a module."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BF16 = {"dtype": "bfloat16", "case": "jagged"}
 
 
 def seeded(one: Any, seed: int, **keywords: Any) -> list[Any]:
-    """y, dx and, where autograd has them, dW of one pass with the random numbers of `seed`."""
+    """y, dx and, if it goes to autograd, dW of one pass with the random numbers of `seed`."""
     torch.manual_seed(seed)
     x = leaf(one.x)
     y = one.run(x, **keywords)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests import asserts
-from tests.torch_frontend import test_torch_gradient_table as table
+from tests.torch_frontend import gradient_table as table
 from tests.torch_frontend.gpu_layers import Step
 from tests.torch_frontend.gpu_tools import REPLAYED, capture, captured, graphed, launches_only
 from tests.torch_frontend.nn_tools import FORMS, FUNCTIONS, MODULES, main_grads, setup
@@ -41,7 +41,7 @@ def _on_the_gpu() -> Iterator[None]:
     listed=(False, True),
 )
 def test_row(row: Any, form: str, listed: bool) -> None:
-    table.test_row(row, form, listed)
+    table.check_row(row, form, listed)
 
 
 @pytest.mark.rule("TE #3171", "DeepGEMM #444")
@@ -69,7 +69,7 @@ def test_a_captured_module_replays_with_other_sizes_and_weights(form: str, liste
 @pytest.mark.rule("MAT-4")
 @pytest.mark.parametrize("form", MODULES)
 def test_a_graph_follows_weights_that_move(form: str) -> None:
-    """After `refresh_weight_table` alone; the old memory holds NaN."""
+    """Only `refresh_weight_table` is called; the old memory holds NaN."""
     step = Step(form, True)
     graph, results = captured(step.run)
     old = [weight.data for weight in step.weights]
@@ -87,7 +87,7 @@ def test_a_graph_follows_weights_that_move(form: str) -> None:
 @pytest.mark.rule("CAP-1")
 @pytest.mark.parametrize("form", MODULES)
 def test_make_graphed_callables(form: str) -> None:
-    """Against a module of its own: a graphed one replaces its original."""
+    """Compared with a separate module, because a graphed one replaces its original."""
     step, other = Step(form, True), Step(form, True)
 
     def forward(x: Tensor, probs: Tensor, sizes: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def test_modules_neither_synchronise_nor_copy_nor_allocate(form: str) -> None:
 @pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
 @pytest.mark.parametrize("form", MODULES)
 def test_backward_dw_on_a_side_stream(form: str, listed: bool) -> None:
-    """It waits for the backward that queued it, and keeps what it reads although the compute stream goes on."""
+    """It waits for the backward that queued it, and keeps its operands alive while the compute stream continues."""
     found = []
     for delay in (False, True):
         s = setup(form, listed, accumulate=True, delay=delay, case="jagged")
@@ -144,7 +144,7 @@ def test_backward_dw_on_a_side_stream(form: str, listed: bool) -> None:
 @pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
 @pytest.mark.parametrize("form", MODULES)
 def test_backward_dw_is_a_graph_of_its_own(form: str, listed: bool) -> None:
-    """Replayed behind that of the backward, with other sizes; hooks are the caller's after a replay."""
+    """Replayed after the graph of backward, with other sizes; the caller calls the hooks after a replay."""
     step = Step(form, listed, accumulate_into_main_grad=True, delay_wgrad_compute=True)
     other = Step(form, listed, accumulate_into_main_grad=True)
     for one in (step, other):

@@ -37,7 +37,7 @@ def _same(found: list[Tensor], wanted: list[Tensor], what: str) -> None:
 def test_forward_and_backward_graphs_of_two_modules_share_a_pool(form: str) -> None:
     """Both forwards, then both backwards, as a pipeline does, on a stream that is not the default one.
 
-    What one graph saved must outlive the other; eager modules that nobody captured say what is right.
+    The tensors that one graph saved must outlive the other; eager modules give the expected results.
     """
     steps, others = ([Step(form, True) for _ in range(2)] for _ in range(2))
     for pair in (steps, others):

@@ -68,7 +68,7 @@ def test_a_captured_layer_replays_with_other_sizes_weights_and_scales(form: str,
 @by_holding
 @by_form
 def test_one_graph_serves_all_microbatches(form: str, listed: bool, recipe: Recipe) -> None:
-    """Without an update nothing of the weights is read, here NaN; with one what the cache held is gone."""
+    """Without an update the weights, here NaN, are not read; with an update the cache is overwritten."""
     step, other = Step(form, listed, recipe=recipe), Step(form, listed, recipe=recipe)
     step.module.set_weight_update(True)
     graph, results = captured(step.run)

@@ -79,7 +79,7 @@ def test_same_bits(policy: str, prefetch: int, retain: bool) -> None:
 @pytest.mark.rule("OFF-4")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_saved_bytes_leave_the_device(policy: str) -> None:
-    """After forward only the newest copies are still here; and at no time is there more than a few layers' worth."""
+    """After forward only the newest tensors are still on the device, and never more than those of a few layers."""
     stack = Stack(policy)
     row_bytes = {"save_all": 2 * (H + 2 * F + F), "save_fc1": 2 * (H + 2 * F), "save_input": 2 * H}[policy]
     tensors = {"save_all": 3, "save_fc1": 2, "save_input": 1}[policy]
@@ -123,7 +123,7 @@ def test_a_captured_step(policy: str) -> None:
 
 @pytest.mark.rule("OFF-6")
 def test_microbatches_of_a_captured_step_share_their_buffers() -> None:
-    """Inside an outermost context; what one eager microbatch left is then enough for three."""
+    """Inside an outermost context, the memory that one eager microbatch left is enough for three."""
     _transfer.PINNED._free.clear()
     stack = Stack(layers=3)
 
@@ -165,7 +165,7 @@ def test_a_capture_wants_retained_memory() -> None:
     words = ["`retain_pinned` False", "captured", "retain_pinned=True"]
     with asserts.refused(RuntimeError, words), capture():
         stack.run(min_numel=0)
-    odd = torch.ones(777, 1025).requires_grad_()  # of a size that nobody has left
+    odd = torch.ones(777, 1025).requires_grad_()  # of a size of which no memory was retained
     words = ["no pinned buffer of 3185700 bytes", "eager step", "retain_pinned=True"]
     with (
         asserts.refused(RuntimeError, words),

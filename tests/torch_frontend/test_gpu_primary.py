@@ -1,4 +1,4 @@
-"""Quantised primary weights on a GPU: casts from masters and the passes behind them in captured graphs."""
+"""Quantised primary weights on a GPU: casts from masters, and the passes that follow, in captured graphs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Trained(Step):
         shards.cast_shards(self.weights, flat, [0] * len(flat), skip=self.skip)
 
     def run(self) -> list[Any]:
-        """A cast, then what a step gives."""
+        """A cast, then the results of a step."""
         self.cast()
         return super().run()
 

@@ -1,4 +1,4 @@
-"""The activation that stands alone: values and gradients by the oracle, its operators, its messages."""
+"""The separate activation: values and gradients against the oracle, its operators, its messages."""
 
 from __future__ import annotations
 

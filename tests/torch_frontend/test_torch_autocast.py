@@ -1,4 +1,4 @@
-"""`torch.autocast` beside functions and layers: the bits of casts by hand, gradients in the dtype of Parameters."""
+"""`torch.autocast` with functions and layers: the bits of casts by hand, gradients in the dtype of Parameters."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_layers_cast_their_biases(form: str, recipe: Recipe | None) -> None:
 def test_main_grad_is_that_of_the_callers_parameter(
     form: str, listed: bool, recipe: Recipe | None, flag: str | None
 ) -> None:
-    """Unrounded: it is not the gradient of the cast."""
+    """The gradient is unrounded, unlike that of the cast."""
     wide, narrow = _pair(form, listed, accumulate=True, recipe=recipe)
     held = [main_grads(each.weights, 0.5) for each in (wide, narrow)]
     for weight in (*wide.weights, *narrow.weights):

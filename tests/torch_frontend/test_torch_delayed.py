@@ -1,4 +1,4 @@
-"""Delayed weight gradients of the modules: the queue, what is added up, hooks (docs/contracts.md)."""
+"""Delayed weight gradients of the modules: the queue, sums of gradients, hooks (docs/contracts.md)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_bridge import nn
 
 
 def _run(form: str, listed: bool, accumulate: bool, delay: bool, microbatches: int, tied: bool = False) -> list[Any]:
-    """What is in `main_grad` or `.grad` of each weight after so many microbatches, of which each has other rows."""
+    """`main_grad` or `.grad` of each weight after some microbatches with different rows."""
     s = setup(form, listed, accumulate=accumulate, delay=delay)
     if accumulate:
         main_grads(s.weights, 0.25)
@@ -66,7 +66,7 @@ def test_tied_weights_add_up(form: str, accumulate: bool) -> None:
 @pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
 @pytest.mark.parametrize("form", MODULES)
 def test_a_gradient_that_is_there_is_added_to_in_place(form: str, listed: bool) -> None:
-    """As autograd does it: wrappers and optimisers hold views of it, and captured graphs its address."""
+    """Autograd does so too: wrappers and optimisers hold views of it, and captured graphs its address."""
     s = setup(form, listed, delay=True)
     held = []
     for weight in s.weights:
@@ -144,7 +144,7 @@ def test_a_layer_may_be_drained_alone() -> None:
 @pytest.mark.rule("DLY-4")
 @pytest.mark.parametrize("form", MODULES)
 def test_operands_are_kept_until_they_are_used(form: str) -> None:
-    """And not longer: an entry is dropped after its launch. Neither weights nor biases are kept."""
+    """An entry is dropped after its launch. Weights and biases are not kept alive."""
     import weakref
 
     s = setup(form, False, delay=True)
@@ -162,7 +162,7 @@ def test_operands_are_kept_until_they_are_used(form: str) -> None:
 @pytest.mark.rule("DLY-7")
 @pytest.mark.parametrize("listed", [False, True])
 def test_weights_skip_the_post_hook_of_wrappers(listed: bool) -> None:
-    """Through everything that makes new Parameters; biases do not."""
+    """The attribute survives everything that makes new Parameters; biases do not have it."""
     layer = nn.GroupedLinear(2, 3, 4, delay_wgrad_compute=True, single_grouped_weight=not listed)
     meta = nn.GroupedLinear(2, 3, 4, delay_wgrad_compute=True, single_grouped_weight=not listed, device="meta")
     assigned = copy.deepcopy(layer)
@@ -192,7 +192,7 @@ def test_all_empty_sizes_give_zeros_and_fire_hooks(form: str) -> None:
 @pytest.mark.parametrize("case", [CASE, "all_empty"])
 @pytest.mark.parametrize("single", [False, True])
 def test_biases_never_wait(single: bool, case: str) -> None:
-    """Not even where their gradient is of no rows."""
+    """Bias gradients are computed in the main backward, even if there are no rows."""
     s = setup("GroupedLinear", True, case=case)
     layer = nn.GroupedLinear(len(s.sizes), 16, 24, delay_wgrad_compute=True, single_grouped_bias=single)
     layer(leaf(s.x), s.sizes).backward(s.dy[:, :24].contiguous())
@@ -203,7 +203,7 @@ def test_biases_never_wait(single: bool, case: str) -> None:
 
 
 def _train(accumulate: bool, delay: bool) -> tuple[list[float], list[Any]]:
-    """(losses, weights at the end) of 16 steps, in which a hook takes the gradient away as a wrapper does."""
+    """(losses, weights at the end) of 16 steps in which a hook clears the gradient, as a wrapper does."""
     s = setup("GroupedMLP", False, accumulate=accumulate, delay=delay, case="jagged")
     masters = [weight.detach().clone() for weight in s.weights]
     optimizer = torch.optim.Adam(masters, lr=1e-2)

@@ -56,7 +56,7 @@ def test_flags_of_each_expert_count(form: str, delay: bool) -> None:
     ids=["missing", "transposed", "strided", "float64"],
 )
 def test_main_grads_that_cannot_be_written(form: str, made: Any, fragments: list[str], delay: bool) -> None:
-    """In our words, and what is pending stays pending."""
+    """The message is that of this package, and pending entries stay pending."""
     s = setup(form, False, accumulate=True, delay=delay)
     for weight in s.weights:
         weight.main_grad = made(weight)
@@ -90,7 +90,7 @@ def test_main_grads_may_come_after_forward(form: str) -> None:
 @pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
 @pytest.mark.parametrize("form", MODULES)
 def test_main_grad_is_where_fsdp_has_it_now(form: str, listed: bool, delay: bool) -> None:
-    """Another buffer each time: none is missed, and no earlier one read."""
+    """The buffer changes each time: each is written, and no earlier one is read."""
     s = setup(form, listed, accumulate=True, delay=delay)
     given: list[list[Tensor]] = [[] for _ in s.weights]
     for weight, buffers in zip(s.weights, given, strict=True):

@@ -1,4 +1,4 @@
-"""One weight that stands twice in a call: refused beside accumulators, summed by autograd without (GRD-14)."""
+"""One weight that is passed twice in a call: refused with accumulators, summed by autograd without (GRD-14)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_parameter_twice_beside_main_grad_is_refused(recipe: Recipe | None) ->
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name if recipe else "plain")
 def test_a_whole_graph_refuses_it_too(recipe: Recipe | None) -> None:
-    """In the words of torch, which quote ours."""
+    """The message is torch's, which quotes that of this package."""
     w, v = _weight(1), _weight(2)
     x, sizes = _rows(), torch.tensor([3, 4, 5], dtype=torch.int32)
 
@@ -130,7 +130,7 @@ def test_layers_refuse_a_parameter_twice(recipe: Recipe | None, delay: bool) -> 
 
 @pytest.mark.parametrize("delay", [False, True])
 def test_layers_in_a_row_that_share_a_weight_run_by_themselves(delay: bool) -> None:
-    """Each is a call of its own then, and the second adds behind the first."""
+    """Then each is a separate call, and the second adds after the first."""
     sizes = torch.tensor([5, 7], dtype=torch.int32)
     options: Any = {"dtype": torch.bfloat16, "bias": False, "single_grouped_weight": True}
     options |= {"delay_wgrad_compute": delay, "accumulate_into_main_grad": not delay}
@@ -155,7 +155,7 @@ def test_without_accumulators_autograd_sums(recipe: Recipe | None) -> None:
     twins: list[Any] = [Parameter(w.detach().clone()), Parameter(v.detach().clone()), Parameter(w.detach().clone())]
     _linear([w, v, w], None, recipe).sum().backward()
     _linear(twins, None, recipe).sum().backward()
-    asserts.bitwise(w.grad, twins[0].grad + twins[2].grad, "gradient of the weight that stands twice")
+    asserts.bitwise(w.grad, twins[0].grad + twins[2].grad, "gradient of the weight that is passed twice")
     asserts.bitwise(v.grad, twins[1].grad, "gradient of the other")
 
 

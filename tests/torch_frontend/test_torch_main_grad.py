@@ -185,7 +185,7 @@ def test_dummies_are_kept_and_refilled() -> None:
     assert first is not second
     assert first.data_ptr() == second.data_ptr(), "one buffer for each shape, dtype and device"
     asserts.zero(second)
-    second.fill_(3.0)  # somebody wrote to `.grad`
+    second.fill_(3.0)  # as if a caller wrote to `.grad`
     parameter.zero_out_wgrad = True
     asserts.zero(backward())
     wide = main_grad.dummy(Parameter(t.w.bfloat16()))

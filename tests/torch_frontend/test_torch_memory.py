@@ -1,4 +1,4 @@
-"""How the PyTorch face looks at memory: what counts as the same call, and what is refused although it looks alike."""
+"""How the PyTorch frontend reads memory: which calls count as the same, and which similar ones are refused."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from torch_bridge import (
     quantize,
     scaling_state,
 )
-from torch_bridge._memory import EXCHANGE, address_table
+from torch_bridge._memory import EXCHANGE, address_table, empty_on_cpu
 
 
 class Marked(Tensor):
-    """A tensor in plain memory with a type of its own."""
+    """A tensor in plain memory with another Python type."""
 
 
 def _shifted(count: int) -> Tensor:
@@ -127,6 +127,98 @@ def test_launchers_refuse_what_is_not_there() -> None:
         launcher.launch(values[:3], 0)
 
 
+def test_launchers_read_operands_at_offsets() -> None:
+    """The second row of an array takes the place of a tensor of its own."""
+    specs = [("float32", (2, 3)), ("float32", (2,)), ("int32", (1,)), None]
+    plan = _native.plan("scale_rows", "cpu", "", specs, [("float32", (2, 3))], {})
+    launcher = _native.Launcher(EXCHANGE, plan, [0, 1, 2, -1, 3, -1], [0, 8, 0, 0, 0, 0])
+    scales = torch.tensor([[2.0, 2.0], [3.0, 3.0]])
+    values = [torch.ones(2, 3), scales, torch.tensor([2], dtype=torch.int32), torch.empty(2, 3)]
+    launcher.launch(values, 0)
+    asserts.filled(values[3], 3.0)
+    with asserts.refused(ValueError, ["got 1 offsets", "one per register"]):
+        _native.Launcher(EXCHANGE, plan, [0, 1, 2, -1, 3, -1], [8])
+
+
+def _scaling_program(**changes: Any) -> _native.Program:
+    """rows [2, 3] times scales, rounded to bf16; the leaves are rows, nothing, a list of scales, sizes."""
+    specs = [("float32", (2, 3)), ("float32", (2,)), ("int32", (1,)), None]
+    plan = _native.plan("scale_rows", "cpu", "", specs, [("float32", (2, 3))], {})
+    launcher = _native.Launcher(EXCHANGE, plan, [0, 1, 2, -1, 3, -1])
+    new = ((2, 3), (3, 1), torch.float32)
+    given = {
+        "steps": [("scale_rows", launcher, ((3, new),), (0, 1, 2)), (3, 4, torch.bfloat16)],
+        "results": [4, -1, -2 - 3],
+        "released": [0],
+        "registers": 6,
+        "workspace": None,
+        "empty": empty_on_cpu,
+        "table_of": torch.cat,
+    } | changes
+    return _native.Program(**given)
+
+
+def _leaves() -> list[Any]:
+    return [torch.ones(2, 3), None, [torch.ones(1), torch.ones(1) * 2], torch.tensor([2], dtype=torch.int32)]
+
+
+def test_programs_run_their_steps() -> None:
+    leaves = _leaves()
+    sizes = leaves[3]
+    y, nothing, same = _scaling_program().run(leaves, 0)
+    asserts.bitwise(y, torch.tensor([[1.0] * 3, [2.0] * 3], dtype=torch.bfloat16))
+    assert nothing is None
+    assert same is sizes
+    assert leaves[0] is None, "a released leaf is still in the list"
+    assert leaves[3] is sizes
+    with asserts.refused(ValueError, ["operand", "no tensor"]):
+        _scaling_program().run([None, None, *_leaves()[2:]], 0)
+    with asserts.refused(TypeError, ["a step", "Launcher"]):
+        _scaling_program(steps=[("scale_rows", "no launcher", (), ())])
+
+
+def test_programs_let_launches_be_watched() -> None:
+    """`watch` runs in place of the launch, when the results are allocated and nothing is freed."""
+    seen: list[Any] = []
+
+    def watch(name: str, launcher: Any, values: list[Any], made: tuple[int, ...], stream: int) -> None:
+        seen.append((name, made, stream, [each is not None for each in values]))
+        values[made[0]].fill_(5.0)
+
+    program = _scaling_program(workspace=((7,), (1,), torch.uint8))
+    asserts.filled(program.run(_leaves(), 0, watch)[0], 5.0)
+    assert seen == [("scale_rows", (3,), 0, [True, True, True, True, False, True])]
+
+
+def test_facts_find_what_was_kept_for_them() -> None:
+    class Several(NamedTuple):
+        layout: Any
+        leaves: tuple[Any, ...]
+
+    cache = _native.FactsCache(EXCHANGE, 3, Several)
+    layout, other = ("layout",), ["layout"]
+    a, b = torch.zeros(2), torch.zeros(3)
+    cache.keep((a, None), 0, "plain")
+    cache.keep((Several(layout, (a, b)), None), 0, "flat")
+    leaves: list[Any] = []
+    assert cache.find((torch.ones(2), None), 0, leaves) == "plain"
+    assert len(leaves) == 2
+    assert cache.find((a, None), 1) is None, "another number"
+    assert cache.find((b, None)) is None, "other facts"
+    leaves.clear()
+    assert cache.find((Several(layout, (a, b)), None), 0, leaves) == "flat"
+    assert leaves[0] is a
+    assert leaves[1:] == [b, None]
+    assert cache.find((Several(other, (a, b)), None)) is None, "another layout"
+    assert cache.find((None, Several(layout, (a, b)))) is None, "another operand"
+    assert cache.find((1, None)) is None
+    cache.keep((1, None), 0, "nothing")
+    assert len(cache) == 2
+    for rows in range(3, 6):
+        cache.keep((torch.zeros(rows),), 0, rows)
+    assert len(cache) == 2, "it is emptied when it is full"
+
+
 def _moved(tensor: Tensor) -> Tensor:
     """A copy whose address is no multiple of 16 bytes."""
     return torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape).copy_(tensor)
@@ -196,7 +288,7 @@ _NEEDS_CUDA = pytest.mark.skipif(not _native.cuda_compiled, reason="this build h
 
 @_NEEDS_CUDA
 def test_a_refused_launch_names_the_odd_address() -> None:
-    """Where the workspace is that of aligned addresses. Nothing is launched, so no device is needed."""
+    """The workspace has the size for aligned addresses. Nothing is launched, so no device is needed."""
     operands = [*_operands(512, 64, torch.bfloat16)[:3], torch.empty(512, 64, dtype=torch.bfloat16)]
     call = _planned_call(*operands[:3], None)
     plan = plans.plan(call, "sm_90a")
@@ -214,7 +306,7 @@ def test_a_refused_launch_names_the_odd_address() -> None:
 
 @_NEEDS_CUDA
 def test_odd_addresses_make_the_workspace_larger(monkeypatch) -> None:
-    """Of operands whose addresses a kernel wants aligned, and for the programs of such operands alone."""
+    """The workspace is larger only if an operand that a kernel needs aligned is not, and for composed kernels."""
     monkeypatch.setattr(_record, "arch_of", lambda device: "sm_90a")  # planned for, never launched
     x, w, sizes, bias = _operands(512, 64, torch.bfloat16)
 
@@ -259,14 +351,14 @@ def _call(form: str, recipe: Any, x: Tensor | None = None) -> Tensor:
 
 
 CHECKS = ("_check_linear", "_check_mlp")
-"""What checks the operands of the public functions."""
+"""The functions that check operands of the public functions."""
 
 
 @pytest.mark.rule("ERR-1")
 @pytest.mark.parametrize("recipe", [None, recipes.FP8Delayed, recipes.MXFP8], ids=lambda r: r and r.name)
 @pytest.mark.parametrize("form", FUNCTIONS)
 def test_operands_are_checked_once_for_their_facts(monkeypatch: pytest.MonkeyPatch, form: str, recipe: Any) -> None:
-    """Facts are those of other tensors too; what has others is checked, and so is another recipe."""
+    """Other tensors with the same facts are not checked again; other facts or another recipe are checked."""
     first = _call(form, recipe)
     checked: list[str] = []
     for name in CHECKS:

@@ -33,7 +33,7 @@ def _linear(t: Any, single_weight: bool = True, single_bias: bool = True, **opti
 
 
 def _bound(recipe: Any) -> Any:
-    """With a state or a key, which layers have of their own."""
+    """Bound to a state or a key: layers have their own."""
     state = scaling_state(recipe, 2) if recipe.delayed else None
     return recipe.bind(state, torch.zeros(2, dtype=torch.uint32) if recipe.stochastic else None)
 
@@ -204,7 +204,7 @@ def test_both_forms_start_with_the_same_values() -> None:
 @pytest.mark.parametrize("form", MODULES)
 @pytest.mark.parametrize("listed", [False, True])
 def test_autocast_computes_in_its_dtype(form: str, listed: bool) -> None:
-    """As casts by hand: results in bfloat16, gradients of the weights in their own dtype."""
+    """The bits of explicit casts: results in bfloat16, gradients of the weights in the weights' dtype."""
     s, narrow = setup(form, listed), setup(form, listed, dtype="bfloat16")
     with torch.no_grad():
         for weight, cast in zip(s.weights, narrow.weights, strict=True):
@@ -227,7 +227,7 @@ def test_autocast_computes_in_its_dtype(form: str, listed: bool) -> None:
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("form", MODULES)
 def test_autocast_adds_unrounded_gradients_to_main_grad(form: str, delay: bool) -> None:
-    """Of the Parameters, although the kernels read casts of them."""
+    """`main_grad` is that of the Parameters, although the kernels read casts of them."""
     from tests.torch_frontend.nn_tools import main_grads
 
     s, narrow = (setup(form, True, accumulate=True, delay=delay, dtype=d) for d in ("float32", "bfloat16"))

@@ -29,7 +29,7 @@ def _fresh_dynamo() -> Iterator[None]:
 
 
 def _results(s: Any, *, backend: str | None, whole: bool = True, autocast: bool = False) -> list[Any]:
-    """y and all that backward left, from the module between other operations, compiled unless `backend` is None."""
+    """y and all gradients, from the module between other operations, compiled unless `backend` is None."""
     extra = {"GroupedLinear": (s.sizes,), "GroupedMLP": (s.sizes, s.probs)}.get(s.form, (s.sizes, s.probs, s.sizes))
 
     def model(x: torch.Tensor) -> torch.Tensor:

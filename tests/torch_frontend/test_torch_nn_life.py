@@ -18,7 +18,7 @@ G, K, N = 3, 5, 4
 
 
 def _layer(weight: bool, bias: bool | None, **options: Any) -> Any:
-    """weight, bias: whether one parameter holds all groups; a bias of None: there is none."""
+    """weight, bias: whether one parameter holds all groups; bias None: there is no bias."""
     return nn.GroupedLinear(
         G, K, N, bias=bias is not None, single_grouped_weight=weight, single_grouped_bias=bool(bias), **options
     )
@@ -99,7 +99,7 @@ def test_meta_parameters_cost_nothing() -> None:
         (4, (False, False), (True, True)),
         (6, (True, True), (True, True)),
         (6, (False, False), (False, False)),
-        (2, (True, False), (False, True)),  # weight and bias are decided independently
+        (2, (True, False), (False, True)),  # weight and bias are independent
     ],
     ids=["row1", "row2", "row3", "row4", "row6_grouped", "row6_indexed", "row2_weight_alone"],
 )
@@ -175,7 +175,7 @@ def test_a_flat_tensor_is_cut_and_others_are_refused() -> None:
 
 @pytest.mark.rule("CKP-2")
 def test_near_miss_names_are_other_names() -> None:
-    """`weight10` is not `weight1`, and a neighbour whose path starts alike keeps its own."""
+    """`weight10` is not `weight1`, and a neighbour whose path has the same start keeps its own."""
     big: Any = nn.GroupedLinear(12, 2, 2, bias=False)
     packed: Any = nn.GroupedLinear(12, 2, 2, bias=False, single_grouped_weight=True)
     packed.load_state_dict(big.state_dict())

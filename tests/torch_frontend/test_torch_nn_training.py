@@ -19,34 +19,19 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from grouped_core import recipes
 from grouped_core.recipes import Recipe
-from tests import asserts, cases
-from tests.torch_frontend.nn_tools import MODULES, build, main_grads, setup
+from tests import asserts
+from tests.torch_frontend.nn_tools import MODULES, main_grads, setup
 from tests.torch_frontend.torch_tools import allocations, leaf
+from tests.torch_frontend.training_checks import (
+    by_form,
+    by_holding,
+    check_replaced_storage,
+    check_stale_rows,
+    check_uninitialised_memory,
+    same,
+    trained,
+)
 from torch_bridge import nn
-
-by_form = pytest.mark.parametrize("form", MODULES)
-by_holding = pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
-
-
-def _same(found: list[Any], wanted: list[Any], what: str = "") -> None:
-    for at, (a, b) in enumerate(zip(found, wanted, strict=True)):
-        asserts.bitwise(a, b, f"result {at} {what}")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows past the groups
-
-
-def _step_with_tail(form: str, case: str, tail: float, recipe: Recipe | None) -> list[Tensor]:
-    """y, dx, dW and the gradient of the probabilities, of all rows, where those past the groups hold `tail`."""
-    s = setup(form, False, case=case, recipe=recipe, dtype="bfloat16" if recipe else "float32")
-    probs = s.probs.requires_grad_()
-    for rows in (s.x, s.dy, probs.data):
-        rows[cases.named(case).valid :] = tail
-    torch.manual_seed(0)
-    x = s.backward()
-    found = [s.run(s.x).detach(), x.grad, *(weight.grad for weight in s.weights)]
-    return found if probs.grad is None else [*found, probs.grad]
 
 
 @pytest.mark.rule("GRP-5", "GRP-6", "transformers #48205", "TE #3494", "maxtext #4971", "TE #3484", "TE #3485")
@@ -56,34 +41,14 @@ def _step_with_tail(form: str, case: str, tail: float, recipe: Recipe | None) ->
 @pytest.mark.parametrize("case", ["groups_1_tail", "tail", "all_empty"])
 @by_form
 def test_stale_rows_of_a_padded_buffer_reach_nothing(form: str, case: str, recipe: Recipe | None) -> None:
-    """Not the loss, not an amax, not a weight gradient, with one group either."""
-    clean = _step_with_tail(form, case, 0.0, recipe)
-    for stale in (float("nan"), 1e4):
-        _same(_step_with_tail(form, case, stale, recipe), clean, f"with {stale} past the groups")
-    valid = cases.named(case).valid
-    for rows in (clean[0], clean[1], *([] if form == "GroupedLinear" else clean[-1:])):
-        asserts.zero(rows[valid:], "rows past the groups")
+    check_stale_rows(form, case, recipe)
 
 
 @pytest.mark.rule("GRP-8", "transformers #48205", "TE #3494")
 @by_holding
 @by_form
 def test_uninitialised_memory_reaches_nothing(form: str, listed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """New memory holds NaN, and the loss is a sum over all rows of the buffer."""
-
-    def step() -> list[Tensor]:
-        s = setup(form, listed, case="tail", accumulate=True)
-        main_grads(s.weights, 0.5)
-        x = leaf(s.x)
-        y = s.run(x)
-        loss = y.square().sum()
-        loss.backward()
-        return [loss.detach(), y.detach(), x.grad, *(weight.main_grad for weight in s.weights)]
-
-    plain = step()
-    monkeypatch.setenv("GROUPED_DEBUG", "poison")
-    _same(step(), plain)
-    assert all(each.isfinite().all() for each in plain)
+    check_uninitialised_memory(form, listed, monkeypatch)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -102,7 +67,7 @@ def test_weights_have_gradients_although_rows_need_none(form: str, listed: bool,
         s.run(leaf(s.x, needed)).backward(s.dy)
         s.module.backward_dw()
         found.append([weight.main_grad if "main_grad" in mode else weight.grad for weight in s.weights])
-    _same(*found)
+    same(*found)
     untouched = 0.5 if "main_grad" in mode else 0.0
     assert any((each != untouched).any() for each in found[0])
 
@@ -116,35 +81,14 @@ def test_weights_have_gradients_although_rows_need_none(form: str, listed: bool,
 @by_holding
 @by_form
 def test_storage_that_was_replaced_is_not_read(form: str, listed: bool, when: str) -> None:
-    """As wrappers do that gather weights anew; what held them before is NaN by then."""
-    s = setup(form, listed)
-    wanted = [s.run(s.x).detach(), s.backward().grad, *(weight.grad for weight in s.weights)]
-
-    def replace() -> None:
-        for weight in s.weights:
-            old, weight.data = weight.data, weight.data.clone()
-            old.fill_(float("nan"))
-
-    for weight in s.weights:
-        weight.grad = None
-    for _ in range(2):
-        x = leaf(s.x)
-        if when == "before_forward":
-            replace()
-        y = s.run(x)
-        if when == "before_backward":
-            replace()
-        y.backward(s.dy)
-        _same([y.detach(), x.grad, *(weight.grad for weight in s.weights)], wanted)
-        for weight in s.weights:
-            weight.grad = None
+    check_replaced_storage(form, listed, when)
 
 
 @pytest.mark.rule("MLM #3221")
 @pytest.mark.parametrize("delay", [False, True], ids=["now", "delay"])
 @by_form
 def test_activations_are_freed_in_their_own_iteration(form: str, delay: bool) -> None:
-    """By backward, or what delayed gradients read by `backward_dw`, although the loss is still held; without gc."""
+    """Backward frees them, `backward_dw` those that delayed gradients read, while the loss is alive and without gc."""
     s = setup(form, True, delay=delay)
     s.backward()
     if delay:
@@ -180,7 +124,7 @@ def test_activations_are_freed_in_their_own_iteration(form: str, delay: bool) ->
 @pytest.mark.parametrize("recipe", [recipes.FP8Current, recipes.MXFP8, recipes.NVFP4], ids=lambda r: r.name)
 @by_form
 def test_a_recipe_does_not_reach_its_neighbours(form: str, recipe: Recipe) -> None:
-    """Normalisations in front of a layer and behind it, and a layer of ours without a recipe, are as they are alone."""
+    """Normalisations beside a layer, and another layer without a recipe, give the same results as without it."""
     options: dict[str, Any] = {"dtype": "bfloat16", "case": "jagged"}
     bare = setup(form, False, **options)
     plain = nn.GroupedLinear(5, bare.dy.shape[1], 24, dtype=torch.bfloat16)
@@ -215,8 +159,8 @@ def test_a_recipe_does_not_reach_its_neighbours(form: str, recipe: Recipe) -> No
     together = [a, c, y, *(each.grad for each in (x, b, c, *parameters))]
     for each in parameters:
         each.grad = None
-    _same(alone([x, b, c], [a.grad, c.grad, y.grad]), together, "beside the layer")
-    _same(alone([bare.x, bare.dy, bare.dy], cotangents), earlier, "after the layer")
+    same(alone([x, b, c], [a.grad, c.grad, y.grad]), together, "beside the layer")
+    same(alone([bare.x, bare.dy, bare.dy], cotangents), earlier, "after the layer")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -225,7 +169,7 @@ def test_a_recipe_does_not_reach_its_neighbours(form: str, recipe: Recipe) -> No
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """In which torch refuses what is not, and fills new memory of its own with NaN."""
+    """In this mode torch refuses nondeterministic operations, and fills new memory with NaN."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -233,55 +177,22 @@ def _deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def _sequential(form: str, of: cases.Case) -> nn.Sequential:
-    """With biases, the second one weighted, so that it may run as one operation."""
-    first = nn.GroupedLinear(of.groups, of.k, 2 * of.n)
-    second = nn.GroupedLinear(of.groups, of.n, of.k, scale_bias=True)
-    return nn.Sequential(first, nn.ScaledSwiGLU(), second, fuse="always" if "fused" in form else "never")
-
-
-def trained(form: str, case: str = "jagged") -> list[Tensor]:
-    """The loss of each step and the parameters at the end, of a router, the experts with biases, and Adam."""
-    of = cases.named(case)
-    torch.manual_seed(7)
-    experts = build(form, of, "float32", True, bias=True) if "Sequential" not in form else _sequential(form, of)
-    router = torch.nn.Linear(of.k, of.groups)
-    sizes = torch.tensor(of.sizes, dtype=torch.int32)
-    x = torch.randn(of.rows, of.k)
-    parameters = [*router.parameters(), *experts.parameters()]
-    optimizer = torch.optim.Adam(parameters, lr=1e-2, foreach=False)
-    losses = []
-    for _ in range(4):
-        probs = router(x).softmax(-1).amax(-1)
-        if form == "GroupedLinear":
-            y = experts(x * probs[:, None], sizes)
-        else:
-            y = experts(x, sizes, probs, *((sizes, probs) if "Sequential" in form else ()))
-        loss = y.square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        assert all(each.grad is not None for each in parameters)
-        optimizer.step()
-        losses.append(loss.detach())
-    return [torch.stack(losses), *(each.detach() for each in parameters)]
-
-
 @pytest.mark.rule("ALL-2", "MLM #7441", "unsloth-zoo #1258", "TE #3407", "TE #2921")
 @by_form
 def test_the_same_run_has_the_same_losses(form: str) -> None:
-    """With gradients of biases and probabilities in it."""
+    """This includes gradients of biases and probabilities."""
     first = trained(form)
     assert len(first[0].unique()) > 1
-    _same(trained(form), first)
+    same(trained(form), first)
 
 
 @pytest.mark.rule("ALL-2", "MAT-10", "TE #2885")
 @by_form
 def test_deterministic_mode_refuses_nothing_and_changes_nothing(form: str) -> None:
-    """Bias gradients neither."""
+    """This includes bias gradients."""
     plain = trained(form)
     with _deterministic():
-        _same(trained(form), plain)
+        same(trained(form), plain)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -295,7 +206,7 @@ def test_deterministic_mode_refuses_nothing_and_changes_nothing(form: str) -> No
     [*((form, None) for form in MODULES), *itertools.product(("GroupedMLP", "Sequential_fused"), (0, 1))],
 )
 def test_a_pass_that_is_recomputed_draws_as_it_did(form: str, evaluated: int | None, reentrant: bool) -> None:
-    """A reentrant one runs without gradients first; what is random behind the layer is the same in both passes.
+    """Reentrant checkpointing runs without gradients first; later random operations are equal in both passes.
 
     Also where one of the layers that run as one operation is in evaluation mode, for the other is in training.
     """
@@ -321,7 +232,7 @@ def test_a_pass_that_is_recomputed_draws_as_it_did(form: str, evaluated: int | N
         found.append([y.detach(), x.grad, *(weight.grad for weight in s.weights)])
     assert len(masks) == 3
     asserts.bitwise(masks[2], masks[1])
-    _same(found[1], found[0])
+    same(found[1], found[0])
 
 
 @pytest.mark.rule("CAP-3")

@@ -24,7 +24,7 @@ from torch_bridge.offload import cpu_offload
 
 @pytest.fixture
 def sent() -> Iterator[list[Sent]]:
-    """What was moved."""
+    """The tensors that were moved."""
     with recorded() as moved:
         yield moved
 
@@ -231,7 +231,7 @@ def test_delayed_gradients_keep_what_came_back(sent: list[Sent]) -> None:
 
 
 def test_the_graph_of_results_is_freed(sent: list[Sent]) -> None:
-    """Of an operation that saves its own result, too: no cycle is left for the garbage collector."""
+    """This includes operations that save their own result: no cycle is left for the garbage collector."""
     import gc
     import weakref
 

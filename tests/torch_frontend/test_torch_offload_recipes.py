@@ -1,4 +1,4 @@
-"""Offloading beside recipes that quantise: both parts of quantised rows, in both forms, and nothing of the weights."""
+"""Offloading with recipes that quantise: codes and scales of quantised rows, in both forms, and no weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECIPES = (recipes.FP8Current, recipes.FP8Block, recipes.MXFP8, recipes.NVFP4)
 
 
 def _step(s: Any, **options: Any) -> tuple[list[Tensor], dict[int, tuple[str, int]]]:
-    """(y and gradients; name and axes of each tensor that our operations saved, by address)."""
+    """(y and gradients; name and axes of each tensor that operations of this package saved, by address)."""
     for weight in s.weights:
         weight.grad = None
     told: dict[int, tuple[str, int]] = {}

@@ -40,7 +40,7 @@ from torch_bridge.quantized_weight import named_parts as parts_of
 def test_weights_that_are_held_have_the_bits_of_those_quantised_in_each_pass(
     form: str, listed: bool, recipe: Recipe
 ) -> None:
-    """And gradients in the nominal dtype, those of the values that codes stand for."""
+    """Gradients have the nominal dtype, and are those of the dequantised values."""
     held, plain = (setup(form, listed, recipe=recipe, quantized=quantized, **BF16) for quantized in (True, False))
     assert all(params.is_quantized_weight(each) for each in held.weights)
     same(seeded(held, 1), seeded(plain, 1))
@@ -166,7 +166,7 @@ def test_writing_quantises_in_place_into_both_forms(recipe: Recipe, listed: bool
     kept = addresses(module)
     value = torch.randn(3, 70, 48)
     cells = ((recipe.forward[1], 2), (recipe.dgrad[1], 1))
-    # A state that has not started scales a weight by its own magnitudes.
+    # A state that has not started scales a weight by the weight's own amax.
     wanted = [quantize(value, fmt.replace(delayed=False), axis=axis) for fmt, axis in cells]
 
     def write(weight: Any, value: Tensor) -> None:

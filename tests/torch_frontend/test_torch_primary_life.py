@@ -106,7 +106,7 @@ by_device = pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.rule("QNT-1")
 @by_kind
 def test_first_values_are_measured(make: Any) -> None:
-    """What a new layer made its codes of counts for the next multipliers."""
+    """The values from which a new layer made its codes count for the next scales."""
     module = make(recipes.FP8Delayed, False, preserve_high_precision_init=True)
     live = module.scaling_state.history[1::3, 0]
     for found, weight in zip(live, module.parameters(), strict=True):
@@ -116,7 +116,7 @@ def test_first_values_are_measured(make: Any) -> None:
 @pytest.mark.rule("QNT-1", "MLP-10")
 @by_holding
 def test_each_weight_of_an_mlp_is_written_in_its_own_role(listed: bool) -> None:
-    """With its own multipliers, and into its own magnitudes: of the six operands it is the second of its product."""
+    """With its own scales and its own amax: of the six operands it is the second of its product."""
     module = _mlp(recipes.FP8Delayed, listed)
     state = module.scaling_state
     state.scale.copy_(torch.arange(1, 19).view(6, 3))
@@ -136,7 +136,7 @@ def test_each_weight_of_an_mlp_is_written_in_its_own_role(listed: bool) -> None:
 @by_holding
 @by_device
 def test_weights_that_a_checkpoint_replaces_follow_the_state(device: str, listed: bool, make: Any) -> None:
-    """Writes read the multipliers of the layer and raise its live magnitudes, as do casts of shards."""
+    """Writes read the scales of the layer and update its current amax, as do casts of shards."""
     recipe = recipes.FP8Delayed.replace(history=2)
     source = make(recipe, listed)
     module = make(recipe, listed, device=device)

@@ -85,7 +85,7 @@ def test_a_composed_sequential_has_the_bits_of_its_parts(recipe: Recipe) -> None
 @pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
 @by_form
 def test_passes_without_gradients_have_the_bits_of_others(form: str, listed: bool, recipe: Recipe) -> None:
-    """There products store their operands on the way; with a cache the weights alone come stored."""
+    """Then products quantise their operands; with a cache only the weights are quantised before."""
     s = setup(form, listed, recipe=recipe, **BF16)
     for state in states(s.module):
         state.scale.mul_(torch.linspace(0.5, 4, state.scale.numel()).view_as(state.scale))
@@ -113,8 +113,7 @@ class _Torch(TorchDispatchMode):
 
 @by_form
 def test_magnitudes_are_raised_by_the_launches_that_store(form: str) -> None:
-    """Of torch's own only a copy of the multipliers runs, one an operation; passes without gradients leave the state as
-    it is."""
+    """Of torch's own kernels only a copy of the scales runs, one per operation; without gradients the state stays."""
     s = setup(form, False, recipe=DELAYED, **BF16)
     names = {}
     for recipe in (recipes.FP8Current, DELAYED):
@@ -417,7 +416,7 @@ def test_a_cache_that_is_empty_or_old_is_refused(form: str) -> None:
     with asserts.refused(RuntimeError, old):
         s.run(s.x, is_first_microbatch=False)
     for weight in s.weights:
-        weight.__fsdp_param__ = True  # gathered anew: versions say nothing
+        weight.__fsdp_param__ = True  # gathered again: versions do not show changes
     s.run(s.x, is_first_microbatch=True)
     with torch.no_grad():
         s.weights[-1].mul_(2)
@@ -432,7 +431,7 @@ def test_a_cache_that_is_empty_or_old_is_refused(form: str) -> None:
 @by_recipe
 @pytest.mark.parametrize("form", ["GroupedLinear", "GroupedMLP"])
 def test_a_layer_may_quantise_twice_before_backward(form: str, recipe: Recipe) -> None:
-    """While weights and multipliers stay; else autograd says that what it kept was written."""
+    """While weights and scales stay the same; otherwise autograd reports that a saved tensor was written."""
     s, plain = (setup(form, False, recipe=recipe, **BF16) for _ in range(2))
 
     def twice(s: Setup, between: Callable[[], Any] = list, **options: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Delayed scaling in PyTorch: whose multipliers a pass reads if its state is updated meanwhile, ranks, transforms."""
+"""Delayed scaling in PyTorch: which scales a pass reads if its state is updated meanwhile, ranks, transforms."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def updated(one: Any) -> None:
 
 
 def stepped(form: str, recipe: Any, options: Any) -> Any:
-    """An operation whose multipliers are those of a step."""
+    """An operation with the scales of a step."""
     one = setup(form, False, recipe=recipe, **BF16)
     one.run(leaf(one.x), **options).backward(one.dy)
     updated(one)
@@ -122,7 +122,7 @@ def test_parts_of_backward_read_the_multipliers_of_forward(policy: str, saved: s
 @pytest.mark.parametrize("dgrad", [DELAYED.dgrad, recipes.BF16.dgrad], ids=["fp8", "plain"])
 @pytest.mark.parametrize("needs_x", [False, True], ids=["", "dx"])
 def test_hidden_rows_are_made_again_of_the_cached_codes(needs_x: bool, dgrad: Any) -> None:
-    """Codes of a frozen weight are older than the multipliers of a pass that finds them in the cache."""
+    """The codes of a frozen weight in the cache are older than the scales of a pass that reads them."""
     found = []
     for policy in ("save_all", "save_input"):
         torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""What the tests of the PyTorch face share: problems as tensors, and a count of native launches."""
+"""Helpers of the PyTorch frontend's tests: problems as tensors, and a count of native launches."""
 
 from __future__ import annotations
 
@@ -67,41 +67,49 @@ def leaves(packed: Tensor, needed: bool = True) -> Any:
 
 
 @contextmanager
+def watched(note: Callable[[str, list[Any], tuple[int, ...]], None]) -> Iterator[None]:
+    """Calls `note` before each launch inside: with the native call, the registers, and those of its new results."""
+    original = _record.watch
+
+    def watch(flags: frozenset[str], device: int) -> Callable[..., None]:
+        launch = original(flags, device)
+
+        def noted(name: str, launcher: Any, values: list[Any], made: tuple[int, ...], stream: int) -> None:
+            note(name, values, made)
+            if launch is None:
+                launcher.launch(values, stream)
+            else:
+                launch(name, launcher, values, made, stream)
+
+        return noted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_record, "watch", watch)
+        yield
+
+
+@contextmanager
 def counted_launches() -> Iterator[list[str]]:
     """Names of the native calls launched inside."""
     names: list[str] = []
-    original = _record._launch
-
-    def launch(step: Any, *rest: Any) -> None:
-        names.append(step.call)
-        original(step, *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_record, "_launch", launch)
+    with watched(lambda name, values, made: names.append(name)):
         yield names
 
 
 @contextmanager
 def allocations() -> Iterator[list[StorageWeakRef]]:
-    """Storages that kernels were given to write results into inside; `expired()` once nobody holds them."""
+    """The storages into which kernels inside write results; `expired()` is true once they are freed."""
     found: list[StorageWeakRef] = []
-    original = _record._launch
 
-    def launch(step: Any, values: Any, program: Any, *rest: Any) -> None:
-        def empty(*facts: Any) -> Tensor:
-            made = program.empty(*facts)
-            found.append(StorageWeakRef(made.untyped_storage()))
-            return made
+    def note(_: str, values: list[Any], made: tuple[int, ...]) -> None:
+        found.extend(StorageWeakRef(values[at].untyped_storage()) for at in made)
 
-        original(step, values, program._replace(empty=empty), *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_record, "_launch", launch)
+    with watched(note):
         yield found
 
 
 class Buffer(NamedTuple):
-    """What a kernel was given to write one result into: the native call, its shape, its storage."""
+    """The buffer of one result: the native call that writes it, its shape, its storage."""
 
     call: str
     shape: tuple[int, ...]
@@ -110,22 +118,16 @@ class Buffer(NamedTuple):
 
 @contextmanager
 def living() -> Iterator[list[tuple[str, list[Buffer]]]]:
-    """(native call, buffers of earlier ones inside that somebody holds when it is launched) of each launch inside."""
+    """For each launch inside: (native call, buffers of earlier launches that are still alive at that time)."""
     seen: list[tuple[str, list[Buffer]]] = []
-    made: list[Buffer] = []
-    original = _record._launch
+    earlier: list[Buffer] = []
 
-    def launch(step: Any, values: Any, program: Any, *rest: Any) -> None:
-        def empty(shape: Any, *facts: Any) -> Tensor:
-            found = program.empty(shape, *facts)
-            made.append(Buffer(step.call, tuple(shape), StorageWeakRef(found.untyped_storage())))
-            return found
+    def note(name: str, values: list[Any], made: tuple[int, ...]) -> None:
+        seen.append((name, [each for each in earlier if not each.storage.expired()]))
+        tensors = [values[at] for at in made]
+        earlier.extend(Buffer(name, tuple(each.shape), StorageWeakRef(each.untyped_storage())) for each in tensors)
 
-        seen.append((step.call, [each for each in made if not each.storage.expired()]))
-        original(step, values, program._replace(empty=empty), *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_record, "_launch", launch)
+    with watched(note):
         yield seen
 
 

@@ -85,7 +85,7 @@ class WeightCache:
         wanted: Wanted,
         scale: Tensor | None,
         amax: Tensor | None,
-        multipliers: tuple[Any, ...],
+        scale_mark: tuple[Any, ...],
         *,
         name: str,
         parameters: Sequence[Any],
@@ -111,7 +111,7 @@ class WeightCache:
             due, skip = [*dict.fromkeys([*(key for key in self._forms if key[2] == source.dtype), *keys])], self._skip
         elif not first:
             due = [key for key in keys if self._marks.get(key, (None,))[0] != self._seen]
-        mark = ((self.exchanges, *_mark(parameters)), multipliers)
+        mark = ((self.exchanges, *_mark(parameters)), scale_mark)
         # A pending backward must not silently read changed forms. Several passes may be pending while weights and
         # scales do not change, because each writes the same content. Under a flag that also holds for weights that are
         # gathered again, whose changes cannot be detected.

@@ -74,9 +74,9 @@ def options(quantized: bool | None, recipe: Recipe | None, preserve: bool | None
         given.preserve if preserve is None else bool(preserve),
     )
     if found.quantized and (recipe is None or recipe.forward[1].plain or recipe.dgrad[1].plain):
-        cells = "None" if recipe is None else f"{recipe.forward[1].name} and {recipe.dgrad[1].name} ({recipe.name})"
+        formats = "None" if recipe is None else f"{recipe.forward[1].name} and {recipe.dgrad[1].name} ({recipe.name})"
         raise ValueError(
-            f"`recipe` of GroupedLinear: weights in {cells}, expected a recipe that quantises them in forward and "
+            f"`recipe` of GroupedLinear: weights in {formats}, expected a recipe that quantises them in forward and "
             "dgrad beside `quantized_weights`; choose one, e.g. FP8Block."
         )
     return found

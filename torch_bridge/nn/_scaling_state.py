@@ -66,8 +66,8 @@ class ScaledModule(Module):
         with torch.no_grad():
             state.scale.zero_()
             state.history.zero_()
-            tops = scaling.tops(recipe, len(state.top) // len(scaling.ROLES))
-            state.top.copy_(torch.tensor(tops, dtype=torch.float32))
+            fp8_max = scaling.fp8_maxes(recipe, len(state.top) // len(scaling.ROLES))
+            state.top.copy_(torch.tensor(fp8_max, dtype=torch.float32))
 
     def keep_groups(self, rank: int, ranks: int) -> None:
         """Keeps only the part of the state that belongs to the groups of one rank, an equal part of all."""

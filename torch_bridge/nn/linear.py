@@ -24,7 +24,7 @@ from torch_bridge._checks import is_distributed
 from torch_bridge._compiling import is_compiling
 from torch_bridge._gradients import Owner
 from torch_bridge._memory import OwnedTable
-from torch_bridge._tensors import DTYPES, TORCH_DTYPES, StraightThrough, home, members
+from torch_bridge._tensors import DTYPES, TORCH_DTYPES, home
 from torch_bridge.nn import _primary
 from torch_bridge.nn._cache import WeightCache
 from torch_bridge.nn._checks import cast_rows, check_microbatch, check_recipe, compute_dtype, positive
@@ -246,9 +246,8 @@ class GroupedLinear(ScaledModule):
 
         Casts of the weights are not registered: a graph makes its own casts, at fixed addresses.
         """
-        if isinstance(weights, StraightThrough) or is_compiling():  # quantised weights are one packed array
+        if not isinstance(weights, (list, tuple)) or is_compiling():  # packed weights, also quantised, need no table
             return
-        weights = members(weights)
         device = weights[0].device
         if device.type != "cuda" or weights[0].dim() == 3:
             return

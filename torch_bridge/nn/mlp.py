@@ -60,26 +60,28 @@ def fused_mlp(
             f"{fc2.accumulate_into_main_grad} in the second, expected the same in both; set it in both."
         )
     dtype = compute_dtype(x, parameters[0][0].dtype)
-    weights = (fc1.weights(parameters[0], dtype), fc2.weights(parameters[1], dtype))
-    for layer, each in zip((fc1, fc2), weights, strict=True):
-        layer.note_addresses(each)
+    wi, wo = fc1.weights(parameters[0], dtype), fc2.weights(parameters[1], dtype)
+    fc1.note_addresses(wi)
+    fc2.note_addresses(wo)
     recipe: Any = bound(fc1.recipe, state, home(x), training=fc1.training or fc2.training)
     if state is None and recipe is not None:
         recipe = tuple(BoundRecipe(each.recipe, each.scaling_state, recipe.key) for each in (fc1, fc2))
-    first, second = (
-        layer.forms_of(name, own, first_microbatch)
-        for name, layer, own in zip(("linear_fc1", "linear_fc2"), (fc1, fc2), parameters, strict=True)
-    )
+    first = fc1.forms_of("linear_fc1", parameters[0], first_microbatch)
+    second = fc2.forms_of("linear_fc2", parameters[1], first_microbatch)
     rows, biases = cast_rows(x, dtype), (fc1.biases(x), fc2.biases(x))
     if routed:
-        name, operands = ROUTED.name, (rows, group_sizes, probs, *weights, True, activation, *biases)
+        name, operands = ROUTED.name, (rows, group_sizes, probs, wi, wo, True, activation, *biases)
     else:
-        name, operands = mlp.MLP.name, (rows, *weights, group_sizes, True, activation, probs, *biases)
+        name, operands = mlp.MLP.name, (rows, wi, wo, group_sizes, True, activation, probs, *biases)
     return run(
-        *(name, (*operands, recipe, residuals)),
-        *("main_grad" if fc1.accumulate_into_main_grad else None, None, out, grad_input),
-        owners=(fc1.owner(parameters[0]), fc2.owner(parameters[1])),
-        caches=(first, second),
+        name,
+        (*operands, recipe, residuals),
+        "main_grad" if fc1.accumulate_into_main_grad else None,
+        None,
+        out,
+        grad_input,
+        (fc1.owner(parameters[0]), fc2.owner(parameters[1])),
+        (first, second),
     )
 
 
@@ -172,9 +174,12 @@ class GroupedMLP(ScaledModule):
         """`forward`; with `routed` that of tokens, and `group_sizes` and `probs` are their experts and weights."""
         if first is not None:
             check_microbatch(first)
-        layers, state = (self.linear_fc1, self.linear_fc2), self.scaling_state
-        operands = (*self._as_given, x, group_sizes, probs, out, grad_input, state, first)
-        return fused_mlp(*layers, *operands, routed=routed)
+        operands = (*self._as_given, x, group_sizes, probs, out, grad_input, self.scaling_state, first)
+        return fused_mlp(*self._layers(), *operands, routed=routed)
+
+    def _layers(self) -> tuple[GroupedLinear, GroupedLinear]:
+        held: Any = self._modules  # faster than attributes of the module
+        return held["linear_fc1"], held["linear_fc2"]
 
     def _share_state(self) -> None:
         for product, layer in enumerate((self.linear_fc1, self.linear_fc2)):

@@ -1,4 +1,4 @@
-"""Quantised operands drawn at random: every finite code, scales around what normal values get, NaN where nobody reads.
+"""Quantised operands drawn at random: every finite code, scales as for normal values, NaN where nothing is read.
 
 No quantiser made them, so a product is tested on codes that quantising normal values would hardly give.
 """

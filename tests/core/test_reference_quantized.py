@@ -1,5 +1,5 @@
-"""The oracle of quantised storage against the text, an element at a time: where it lies, which block's scale it has,
-and how far its value may be from the one that was stored (numerics 2.4 and 7)."""
+"""The oracle of quantised layouts against docs/numerics.md (2.4 and 7), element by element: its position, the block
+whose scale it has, and how far its dequantised value may be from the original."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from grouped_core.formats import FORMATS, Format
 from grouped_core.reference import Oracle
 from tests import asserts, cases
 
-STORED = [row for row in FORMATS.values() if not row.plain]
-STORED += [FORMATS["nvfp4"].replace(stochastic=True), FORMATS["nvfp4"].replace(four_over_six="absolute")]
+FORMATS_WITH_SCALES = [row for row in FORMATS.values() if not row.plain]
+FORMATS_WITH_SCALES += [FORMATS["nvfp4"].replace(stochastic=True), FORMATS["nvfp4"].replace(four_over_six="absolute")]
 SIZES = (5, 0, 130, 33)
 ROWS, X = 175, 150  # seven rows are past the groups
 EPSILON = {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3, "uint8": 2.0**-2}
@@ -80,7 +80,7 @@ def scale_of(array: NDArray[Any] | None, *index: int) -> float:
 
 @pytest.mark.rule("GRP-12")
 @pytest.mark.parametrize("cross", [False, True])
-@pytest.mark.parametrize("format", [f for f in STORED if not f.square], ids=lambda f: f.name)
+@pytest.mark.parametrize("format", [f for f in FORMATS_WITH_SCALES if not f.square], ids=lambda f: f.name)
 def test_rows(format, cross):
     x = cases.normal((ROWS, X), "float32", "stored")
     found = stored(x, format, cross, np.array(SIZES, np.int32))
@@ -98,7 +98,7 @@ def test_rows(format, cross):
 
 
 @pytest.mark.parametrize("cross", [False, True])
-@pytest.mark.parametrize("format", STORED, ids=lambda f: f.name)
+@pytest.mark.parametrize("format", FORMATS_WITH_SCALES, ids=lambda f: f.name)
 def test_weights(format, cross):
     w = cases.normal((2, 37, 150), "float32", "stored")
     found = stored(w, format, cross, None)
@@ -110,7 +110,7 @@ def test_weights(format, cross):
 
 
 @pytest.mark.rule("GRP-6")
-@pytest.mark.parametrize("format", [f for f in STORED if not f.square], ids=lambda f: f.name)
+@pytest.mark.parametrize("format", [f for f in FORMATS_WITH_SCALES if not f.square], ids=lambda f: f.name)
 def test_what_no_group_owns_is_zeros_quantised(format):
     x = cases.normal((ROWS, X), "float32", "stored")
     x[sum(SIZES) :] = np.nan

@@ -224,8 +224,8 @@ def _dequantize(call: Call, o: Arrays, p: Mapping[str, Any], results: Arrays, en
                 found = found * o["group_scales"][g]
             return np.where(np.isnan(found), np.float32(np.nan), found)
 
-    def unpacked(stored: NDArray[Any], columns: int) -> Codes:
-        codes = np.ascontiguousarray(stored).view(np.uint8)
+    def unpacked(packed: NDArray[Any], columns: int) -> Codes:
+        codes = np.ascontiguousarray(packed).view(np.uint8)
         return rounding.unpack(codes, columns) if kind == "float4_e2m1fn" else codes
 
     with np.errstate(all="ignore"):
@@ -242,13 +242,13 @@ def _dequantize(call: Call, o: Arrays, p: Mapping[str, Any], results: Arrays, en
         for g, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
             count, scales = end - begin, o["scales"]
             if not cross:
-                stored = o["values"][begin:end]
+                packed = o["values"][begin:end]
                 scales = None if scales is None else scales[:, begin:end].T if fp32 else scales[begin:end]
             else:
                 at = slice(starts[g], starts[g] + count)
-                stored = o["values"][:, at].T if p["turned"] else o["values"][at]
+                packed = o["values"][:, at].T if p["turned"] else o["values"][at]
                 scales = None if scales is None else scales[starts[g] // block :][: -(-count // block)]
-            result[begin:end] = values(unpacked(stored, result.shape[1]), scales, g).astype(result.dtype)
+            result[begin:end] = values(unpacked(packed, result.shape[1]), scales, g).astype(result.dtype)
 
 
 def _scale_update(call: Call, o: Arrays, p: Mapping[str, Any], results: Arrays, ends: Any) -> None:

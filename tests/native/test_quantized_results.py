@@ -12,16 +12,17 @@ from grouped_core import calls, plans
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec, QuantizedResult, quantized_parts, spec_of
 from grouped_core.formats import FORMATS
+from grouped_core.products import arranged
 from grouped_core.recipes import BF16
 from tests import asserts, cases
+from tests.native.quantized_operands import operand, sizes_of, spec
 from tests.native.runner import Native, kernels, plain_kernels
-from tests.native.test_quantized_products import arranged, operand, sizes_of, spec
 
 CASES = [cases.named(name) for name in ("jagged", "tail", "idle_ends", "n_2880", "clamped_idle", "all_empty")]
 FORMAT_NAMES = ("fp8_tensor", "fp8_tensor_e5m2", "fp8_1x128", "mxfp8", "nvfp4")
 FORMS = ((True, True), (True, False), (False, True))
-STORING = ("encode", "key", "into_amax", "activated_encode")
-"""What is read for stored results."""
+QUANTIZING = ("encode", "key", "into_amax", "activated_encode")
+"""Operands that are read to quantise results."""
 
 OPERANDS = (("bf16", "bf16"), ("fp8_tensor", "fp8_tensor"), ("fp8_1x128", "fp8_128x128"), ("mxfp8", "mxfp8"))
 
@@ -35,7 +36,7 @@ def fits(
 
 
 def storing_of(format: str, forms: tuple[bool, bool], given: bool) -> tuple[QuantizedResult, dict[str, Any]]:
-    """How results are stored, and what is read for it but by groups."""
+    """How results are quantised, and the operands that are read for it except those per group."""
     fmt = FORMATS[format]
     if given and fmt.rule == "fp32" and not fmt.block:
         return QuantizedResult(fmt.replace(delayed=True), forms, encode=True, amax=True, merge=True), {}
@@ -44,7 +45,7 @@ def storing_of(format: str, forms: tuple[bool, bool], given: bool) -> tuple[Quan
 
 
 def storing_activated(format: str, given: bool) -> QuantizedResult:
-    """How activated rows are stored beside gradients."""
+    """How activated rows are quantised beside gradients."""
     fmt = FORMATS[format]
     delayed = given and fmt.rule == "fp32" and not fmt.block
     return QuantizedResult(
@@ -84,7 +85,7 @@ def plain_quantiser(kernel: str) -> Native:
 
 
 def composed_kernel(call: str, kernel: str) -> str:
-    """Whose bound holds for sums that are added in another order: what stands between its parts is rounded too."""
+    """Its bound holds for sums in another order: the rows between its parts are rounded too."""
     return f"{call}_composed_{'cpu' if '_cpu' in kernel else 'cuda'}"
 
 
@@ -101,7 +102,7 @@ def check(kernel: str, call: calls.Call, arrays: dict[str, Any], wanted: Quantiz
     parts = quantized_parts(call)
     assert parts is not None, "the call stores"
     inner = Native(plain_kernels(call.name, kernel), check=False)
-    given = {name: array for name, array in arrays.items() if name not in STORING}
+    given = {name: array for name, array in arrays.items() if name not in QUANTIZING}
     expected = dict(zip(calls.RESULTS[call.name], inner(parts.plain, arranged(parts.plain, **given)), strict=True))
     named = {name: arrays.get(name) for name in ("group_sizes", "encode", "key", "into_amax")}
     forms = plain_quantiser(kernel)(parts.quantize, parts.quantize.arrange(source=expected["result"], **named))
@@ -121,7 +122,7 @@ def check(kernel: str, call: calls.Call, arrays: dict[str, Any], wanted: Quantiz
 
 
 @pytest.mark.rule("QNT-1", "MLP-1", "MLP-2", "GRP-5")
-@pytest.mark.parametrize("kernel", kernels("grouped_matmul_act", stored=True))
+@pytest.mark.parametrize("kernel", kernels("grouped_matmul_act", quantized=True))
 @pytest.mark.matrix(
     case=CASES,
     activation=("swiglu", "relu", "geglu_erf", "clamped_qgeglu"),
@@ -144,12 +145,12 @@ def test_activated_rows(kernel, case, activation, interleave, operands, dtype, f
         dtype if operands[0] == "bf16" else "bfloat16",
         1,
     )
-    call = calls.grouped_matmul_act(*specs, hidden=hidden, stored=wanted, **options)
+    call = calls.grouped_matmul_act(*specs, hidden=hidden, quantized=wanted, **options)
     check(kernel, call, {**arrays, **more} if wanted.key else more, wanted, case.groups)
 
 
 @pytest.mark.rule("QNT-1", "MLP-1", "MLP-2", "GRP-5")
-@pytest.mark.parametrize("kernel", kernels("grouped_matmul_dact", stored=True))
+@pytest.mark.parametrize("kernel", kernels("grouped_matmul_dact", quantized=True))
 @pytest.mark.matrix(
     case=CASES,
     activation=("swiglu", "silu", "geglu_tanh", "situ_glu"),
@@ -176,14 +177,16 @@ def test_gradients(kernel, case, activation, interleave, operands, dtype, format
     based = {"row_base": spec_of(more["row_base"])} if beside[2] else {}
     more = more if beside[2] else {name: array for name, array in more.items() if name != "row_base"}
     how = None if activated is None else storing_activated(activated, given)
-    call = calls.grouped_matmul_dact(*specs, wanted=beside, stored=wanted, quantized_activated=how, **options, **based)
+    call = calls.grouped_matmul_dact(
+        *specs, wanted=beside, quantized=wanted, quantized_activated=how, **options, **based
+    )
     check(kernel, call, {**arrays, **more} if wanted.key else more, wanted, case.groups)
 
 
 @pytest.mark.rule("QNT-1", "MLP-1")
 @pytest.mark.parametrize(("format", "given"), [("fp8_tensor", False), ("fp8_tensor", True), ("fp8_1x128", False)])
 @pytest.mark.parametrize(
-    "kernel", kernels("grouped_matmul_act", stored=True) + kernels("grouped_matmul_dact", stored=True)
+    "kernel", kernels("grouped_matmul_act", quantized=True) + kernels("grouped_matmul_dact", quantized=True)
 )
 def test_more_tiles_than_blocks(kernel, format, given):
     """Blocks take several tiles, of several groups; where amaxes are found, or wanted, each group's is raised."""
@@ -195,10 +198,10 @@ def test_more_tiles_than_blocks(kernel, format, given):
         del more["row_base"]
         activated = storing_activated(format, given)
         call = calls.grouped_matmul_dact(
-            *specs, wanted=(False, False, False), stored=wanted, quantized_activated=activated, **options
+            *specs, wanted=(False, False, False), quantized=wanted, quantized_activated=activated, **options
         )
     else:
-        call = calls.grouped_matmul_act(*specs, hidden=True, stored=wanted, **options)
+        call = calls.grouped_matmul_act(*specs, hidden=True, quantized=wanted, **options)
     pinned = dataclasses.replace(call, implementation=kernel)
     assert plans.attempt(pinned, "cpu" if "_cpu" in kernel else "sm_90a").kernel == kernel, "nothing is skipped"
     check(kernel, call, more, wanted, case.groups)
@@ -210,7 +213,7 @@ def test_activated_codes_are_of_rows_rounded_as_hidden_ones():
     specs, options, _ = problem(True, case, Activation("swiglu"), OPERANDS[1], "bfloat16", 2)
     how = storing_activated("fp8_tensor", False)
     beside = (False, True, False)
-    call = calls.grouped_matmul_dact(*specs, wanted=beside, stored=wanted, quantized_activated=how, **options)
+    call = calls.grouped_matmul_dact(*specs, wanted=beside, quantized=wanted, quantized_activated=how, **options)
     at = calls.RESULTS[call.name].index("activated")
     outputs = (*call.outputs[:at], ArraySpec((case.rows, case.n), "float32"), *call.outputs[at + 1 :])
     with asserts.refused(ValueError, ["activated", "float32", "bfloat16"]):
@@ -221,12 +224,12 @@ def test_activated_codes_are_of_rows_rounded_as_hidden_ones():
         plans.attempt(dataclasses.replace(call, outputs=outputs), "cpu")
 
 
-def test_nothing_is_stored_twice():
-    """A plain result beside stored forms is for gradients alone, whose bias sums read it."""
+def test_nothing_is_returned_twice():
+    """Only gradients need a plain result beside quantised forms, because their bias sums read it."""
     case = cases.named("jagged")
     wanted, _ = storing_of("fp8_tensor", (True, False), False)
     specs, options, _ = problem(False, case, Activation("swiglu"), OPERANDS[1], "bfloat16", 2)
-    call = calls.grouped_matmul_act(*specs, stored=wanted, **options)
+    call = calls.grouped_matmul_act(*specs, quantized=wanted, **options)
     outputs = (ArraySpec((case.rows, case.n), "bfloat16"), *call.outputs[1:])
     with asserts.refused(ValueError, ["result", "values in its place"]):
         plans.attempt(dataclasses.replace(call, outputs=outputs), "cpu")

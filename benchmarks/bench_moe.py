@@ -1,0 +1,320 @@
+"""How fast is a whole MoE layer, from unsorted tokens to combined output, and which share has its routing?
+
+    python benchmarks/bench_moe.py                     # the models' shapes, forward and backward, on a GPU
+    python benchmarks/bench_moe.py --parts             # routing, gathering and combining alone
+    python benchmarks/bench_moe.py --device cpu
+
+The layers have a router, gated experts and no losses. The bound of a layer is the time of the six dense GEMMs that its
+experts need, in the same run; that of a part is its bytes over the copy rate, but for scores, top-k and order, which
+have a time to reach. Parts are captured in a graph, because the host takes longer to enqueue one than the GPU takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+import torch_bridge
+from benchmarks import harness
+from benchmarks.baselines import MissingError
+from grouped_core.recipes import Recipe
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a model: T tokens, hidden size H, expert width F, k of E experts per token."""
+
+    name: str
+    tokens: int
+    hidden: int
+    width: int
+    experts: int
+    k: int
+
+    @property
+    def flops(self) -> float:
+        """Operations of the experts' forward."""
+        return 2.0 * self.tokens * self.k * self.hidden * 3 * self.width
+
+
+LAYERS = (
+    Layer("mixtral_8x7b", 8192, 4096, 14336, 8, 2),
+    Layer("deepseek_v3", 4096, 7168, 2048, 32, 8),  # the experts of one of eight ranks
+    Layer("qwen3_30b_a3b", 8192, 2048, 768, 128, 8),
+    Layer("olmoe", 8192, 2048, 1024, 64, 8),
+    Layer("gpt_oss", 8192, 2880, 2880, 32, 4),
+)
+SMALL = (Layer("small", 512, 256, 512, 8, 2),)
+"""On a CPU."""
+
+
+@dataclass
+class Work:
+    """Operands of a layer: x, dy [T, H], router [E, H] in fp32, wi [E, 2F, H], wo [E, H, F]."""
+
+    layer: Layer
+    x: torch.Tensor
+    dy: torch.Tensor
+    router: torch.Tensor
+    wi: torch.Tensor
+    wo: torch.Tensor
+
+    def leaves(self) -> list[torch.Tensor]:
+        return [each.detach().clone().requires_grad_() for each in (self.x, self.router, self.wi, self.wo)]
+
+
+def make_work(layer: Layer, device: str) -> Work:
+    """Random normal operands with a fixed seed; weights are scaled so that rows keep their variance."""
+    generator = torch.Generator(device=device).manual_seed(0)
+
+    def normal(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype)
+
+    e, h, f = layer.experts, layer.hidden, layer.width
+    return Work(
+        layer,
+        normal(layer.tokens, h),
+        normal(layer.tokens, h),
+        normal(e, h, scale=h**-0.5, dtype=torch.float32),
+        normal(e, 2 * f, h, scale=h**-0.5),
+        normal(e, h, f, scale=f**-0.5),
+    )
+
+
+def steps(function: Callable[..., torch.Tensor], work: Work) -> dict[str, harness.Thunk]:
+    """Forward alone without gradients, and forward with backward, of a function of the leaves of `work`."""
+    leaves = work.leaves()
+
+    def forward(_: int) -> Any:
+        with torch.no_grad():
+            return function(*leaves)
+
+    def backward(_: int) -> Any:
+        return torch.autograd.grad(function(*leaves), leaves, work.dy)
+
+    return {"forward": forward, "forward+backward": backward}
+
+
+def ours(recipe: Recipe | None) -> Callable[[Work], dict[str, harness.Thunk]]:
+    """`torch_bridge.moe`; with delayed scaling a step also updates the state."""
+
+    def build(work: Work) -> dict[str, harness.Thunk]:
+        layer, bound, state = work.layer, recipe, None
+        if recipe is not None and recipe.delayed:
+            state = torch_bridge.scaling_state(recipe, layer.experts, device=work.x.device, products=2)
+            bound = recipe.bind(state)
+
+        def function(x: torch.Tensor, router: torch.Tensor, wi: torch.Tensor, wo: torch.Tensor) -> torch.Tensor:
+            return torch_bridge.moe(x, router, wi, wo, layer.k, normalize=True, recipe=bound)[0]
+
+        thunks = steps(function, work)
+        if state is None:
+            return thunks
+        thunks["forward+backward"](0)
+        torch_bridge.update_scaling(state)
+
+        def updating(i: int) -> Any:
+            grads = thunks["forward+backward"](i)
+            torch_bridge.update_scaling(state)
+            return grads
+
+        return {**thunks, "forward+backward": updating}
+
+    return build
+
+
+def torch_grouped_mm(work: Work) -> dict[str, harness.Thunk]:
+    """What models of the `transformers` package do around `torch.nn.functional.grouped_mm`: sort, gather, two products
+    with an activation between them, scale, scatter, sum. The activation is compiled.
+    """
+    grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)
+    if grouped_mm is None or work.x.device.type == "cpu":
+        raise MissingError("torch.nn.functional.grouped_mm is not for this device")
+    layer = work.layer
+
+    def swiglu(h: torch.Tensor) -> torch.Tensor:
+        gate, linear = h.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * linear
+
+    activation = torch.compile(swiglu, dynamic=False)
+
+    def function(x: torch.Tensor, router: torch.Tensor, wi: torch.Tensor, wo: torch.Tensor) -> torch.Tensor:
+        weights, experts = torch.topk(torch.softmax(x.float() @ router.T, dim=-1), layer.k, dim=-1)
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+        order = torch.argsort(experts.flatten(), stable=True)
+        ends = torch.bincount(experts.flatten(), minlength=layer.experts).cumsum(0).to(torch.int32)
+        rows = x[order // layer.k]
+        h = activation(grouped_mm(rows, wi.transpose(1, 2), offs=ends))
+        y = grouped_mm(h, wo.transpose(1, 2), offs=ends) * weights.flatten()[order, None].to(x.dtype)
+        back = torch.empty_like(y).index_copy(0, order, y)
+        return back.view(layer.tokens, layer.k, layer.hidden).sum(dim=1)
+
+    return steps(function, work)
+
+
+def sonic_moe(work: Work) -> dict[str, harness.Thunk]:
+    """SonicMoE's layer with its own tuner, which misses the best tiles by up to a tenth; parameters are its own."""
+    if work.x.device.type == "cpu":
+        raise MissingError("sonicmoe needs a GPU")
+    from sonicmoe import KernelBackendMoE, MoE  # type: ignore[import-not-found]
+    from sonicmoe.enums import ActivationType  # type: ignore[import-not-found]
+
+    layer = work.layer
+    module = MoE(
+        num_experts=layer.experts,
+        num_experts_per_tok=layer.k,
+        hidden_size=layer.hidden,
+        intermediate_size=layer.width,
+        activation_function=ActivationType.SWIGLU,
+        add_bias=False,
+        std=0.02,
+    ).to(device="cuda", dtype=torch.bfloat16)
+    x = work.x.detach().clone().requires_grad_()
+    leaves = [x, *module.parameters()]
+
+    def function() -> torch.Tensor:
+        return module(x, kernel_backend_moe=KernelBackendMoE.sonicmoe)[0]
+
+    def forward(_: int) -> Any:
+        with torch.no_grad():
+            return function()
+
+    return {"forward": forward, "forward+backward": lambda _: torch.autograd.grad(function(), leaves, work.dy)}
+
+
+def dense(work: Work) -> dict[str, harness.Thunk]:
+    """Dense GEMMs with the operations of the experts: two for forward, six with backward."""
+    layer = work.layer
+    x = work.x.repeat_interleave(layer.k, dim=0)
+    dy, wi, wo = work.dy.repeat_interleave(layer.k, dim=0), work.wi[0], work.wo[0]
+    h = x @ wi.T
+    z = h[:, : layer.width].contiguous()
+
+    def forward(_: int) -> Any:
+        return x @ wi.T, z @ wo.T
+
+    def all_six(_: int) -> Any:
+        return x @ wi.T, z @ wo.T, dy @ wo, h @ wi, dy.T @ z, h.T @ x
+
+    return {"forward": forward, "forward+backward": all_six}
+
+
+RECIPES = (torch_bridge.FP8Delayed, torch_bridge.FP8Block, torch_bridge.MXFP8)
+CANDIDATES: dict[str, Callable[[Work], dict[str, harness.Thunk]]] = {
+    "dense": dense,
+    "ours": ours(None),
+    **{f"ours, {recipe.name}": ours(recipe) for recipe in RECIPES},
+    "torch grouped_mm": torch_grouped_mm,
+    "SonicMoE": sonic_moe,
+}
+
+
+def bench(layer: Layer, device: str, names: list[str], budget_s: float) -> list[harness.Row]:
+    """All candidates on one layer."""
+    work = make_work(layer, device)
+    built: dict[str, dict[str, harness.Thunk]] = {}
+    skipped: dict[str, str] = {}
+    for name in names:
+        try:
+            built[name] = CANDIDATES[name](work)
+            for thunk in built[name].values():
+                thunk(0)
+        except (MissingError, ImportError) as reason:
+            skipped[name] = str(reason)
+            built.pop(name, None)
+    clock = harness.cpu_clock if device == "cpu" else harness.cuda_clock
+    rows = []
+    for product, factor in (("forward", 1), ("forward+backward", 3)):
+        thunks = {name: each[product] for name, each in built.items()}
+        timings = harness.measure(thunks, clock=clock, budget_s=budget_s / 2)
+        bound, flops = timings["dense"].median_us, factor * layer.flops
+        for name in names:
+            timing = timings.get(name)
+            rate, share = (None, None) if timing is None else (flops / timing.median_us / 1e6, bound / timing.median_us)
+            rows.append(
+                harness.Row(
+                    *(layer.name, product, "bfloat16", name, timing, rate, share, "dense products of the experts"),
+                    None,
+                    skipped=skipped.get(name, ""),
+                )
+            )
+    return rows
+
+
+def captured(call: Callable[[], Any], device: str) -> harness.Thunk:
+    """`call` as a thunk; on a GPU replayed from a graph."""
+    if device == "cpu":
+        return lambda _: call()
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return lambda _: graph.replay()
+
+
+def bench_parts(layer: Layer, device: str, budget_s: float) -> None:
+    """Prints the time of each part of routing, and its share of the copy rate where bytes bound it."""
+    work, route = make_work(layer, device), torch_bridge.route
+    x, rate = work.x, harness.copy_rate(device)
+    logits = x.float() @ work.router.T
+    weights, experts, _ = route.topk_router(logits, layer.k)
+    rows, _, order = route.permute(x, experts, layer.experts)
+    moved = (rows.nbytes, x.nbytes)
+
+    def choose_and_sort() -> Any:
+        found = route.topk_router(logits, layer.k)
+        return route.permute(x[:, :1], found[1], layer.experts)
+
+    parts: dict[str, tuple[Callable[[], Any], float]] = {
+        "scores, losses, top-k, order": (choose_and_sort, 0.0),
+        "order and gather": (lambda: route.permute(x, experts, layer.experts), 2.0 * moved[0]),
+        "combine": (lambda: route.unpermute(rows, order), moved[0] + moved[1]),
+        "combine, weighted": (lambda: route.unpermute(rows, order, weights), moved[0] + moved[1]),
+    }
+    clock = harness.cpu_clock if device == "cpu" else harness.cuda_clock
+    with torch.no_grad():
+        thunks = {name: captured(call, device) for name, (call, _) in parts.items()}
+        timings = harness.measure(thunks, clock=clock, budget_s=budget_s)
+    for name, timing in timings.items():
+        share = parts[name][1] / rate / (timing.median_us * 1e-6)
+        of_copy = f"{share:>8.2f} of the copy rate" if share else ""
+        print(f"{layer.name:<16}{name:<32}{timing.median_us:>10.1f} us{of_copy}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--layers", nargs="+", choices=[each.name for each in (*LAYERS, *SMALL)])
+    parser.add_argument("--candidates", nargs="+", choices=list(CANDIDATES), default=list(CANDIDATES))
+    parser.add_argument("--parts", action="store_true", help="routing, gathering and combining alone")
+    parser.add_argument("--budget", type=float, default=10.0, help="seconds per layer")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    layers = [each for each in (*LAYERS, *SMALL) if options.layers and each.name in options.layers]
+    rows = []
+    for layer in layers or (SMALL if options.device == "cpu" else LAYERS):
+        if options.parts:
+            bench_parts(layer, options.device, options.budget)
+            continue
+        block = bench(layer, options.device, list(dict.fromkeys(["dense", *options.candidates])), options.budget)
+        print(harness.table(block), flush=True)
+        rows += block
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+    print(harness.machine())
+    if options.json and rows:
+        harness.save(rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+// Rows gathered by slot, one launch.
+//
+//   rows      source[4 rows] --/ slots--> 4 vectors of 16 bytes a thread, all under way at once --[* weight]--> result
+//   columns   a thread an element of the result's rows, 8 of which are under way
+//
+// Neighbouring threads have neighbouring vectors of a row (cc/device/spread.cuh). Where rows are not whole vectors at
+// multiples of 16 bytes, the largest unit that divides addresses and rows takes their place; the bits are the same.
+// Large results are written as what is not read again: k rows of the result come from one row, which then stays in the
+// L2 cache until the last of them.
+//
+// No shared memory, no barrier. Registers (sm_90) and bytes under way a multiprocessor, of which memory wants 40 KiB:
+//   copied, 16 bytes     32 registers, 64 warps, 128 KiB      narrower units 30      columns 40 at most
+//   weighted, 16 bits    39 registers, 48 warps,  96 KiB      fp32 48, 40 warps, 160 KiB
+// Predicted for T = 8192, H = 2048, k = 8, bf16 on an H200 (4.25 TB/s): 256 MiB written and 32 MiB read once, 75 us, or
+// 130 us if every row came from memory again. Of it the 190 instructions a warp and four vectors take 26 us.
+#include <algorithm>
+#include <string>
+
+#include "cc/device/launch.h"
+#include "cc/device/operand.h"
+#include "cc/device/pieces.cuh"
+#include "cc/device/spread.cuh"
+#include "cc/kernels/kernels.h"
+
+namespace grouped {
+namespace {
+
+using namespace device;
+
+constexpr int64_t kStreamedBytes = int64_t{24} << 20;  // about half an L2 cache
+
+constexpr int kGathered = 4;  // rows a thread
+
+struct Gather {
+  Spread spread;
+  const void* rows;
+  const int32_t* source;
+  const float* weights;
+  void* result;
+  uint32_t limit;  // N * slots
+  uint32_t row_bytes;
+  Divisor slots;
+  bool streamed;
+};
+
+// What a thread reads and writes: `bytes` of each of its rows.
+struct Strip {
+  const char* from;          // of row 0
+  char* to;                  // of the thread's first row
+  int64_t step;              // bytes from one of its rows in the result to the next
+  uint32_t slot[kGathered];  // of each row; at least the limit where it has none
+
+  __device__ Strip(const Gather& p, const SpreadPlace& at, int bytes) {
+    from = opaque(static_cast<const char*>(p.rows) + at.vector * bytes);
+    to = static_cast<char*>(p.result) + at.row * p.row_bytes + at.vector * bytes;
+    step = static_cast<int64_t>(at.step) * p.row_bytes;
+    const int32_t* source = p.source + at.row;
+#pragma unroll
+    for (int u = 0; u < kGathered; ++u) {
+      slot[u] = u * at.step < at.left ? static_cast<uint32_t>(__ldg(source + u * at.step)) : p.limit;
+    }
+  }
+  __device__ const char* row(const Gather& p, int u) const {
+    return from + static_cast<uint64_t>(p.slots.quotient(slot[u])) * p.row_bytes;
+  }
+};
+
+template <class Vector>
+__global__ void __launch_bounds__(kSpreadThreads) copy_rows(const __grid_constant__ Gather p) {
+  const SpreadPlace at(p.spread);
+  if (at.vector >= p.spread.vectors) return;
+  Strip strip(p, at, sizeof(Vector));
+  Vector values[kGathered];
+#pragma unroll
+  for (int u = 0; u < kGathered; ++u) {
+    values[u] = Vector{};
+    if (strip.slot[u] < p.limit) values[u] = __ldg(reinterpret_cast<const Vector*>(strip.row(p, u)));
+  }
+#pragma unroll
+  for (int u = 0; u < kGathered; ++u) {
+    Vector* to = reinterpret_cast<Vector*>(strip.to);
+    strip.to += strip.step;
+    if (u * at.step >= at.left) continue;
+    if (p.streamed) {
+      __stcs(to, values[u]);
+    } else {
+      *to = values[u];
+    }
+  }
+}
+
+template <DType kType, int W>
+__global__ void __launch_bounds__(kSpreadThreads) weigh_rows(const __grid_constant__ Gather p) {
+  using Values = Piece<kType, W>;
+  const SpreadPlace at(p.spread);
+  if (at.vector >= p.spread.vectors) return;
+  Strip strip(p, at, Values::kBytes);
+  Values pieces[kGathered];
+  float weights[kGathered];
+#pragma unroll
+  for (int u = 0; u < kGathered; ++u) {
+    pieces[u].clear();
+    weights[u] = 0.0f;
+    if (strip.slot[u] < p.limit) {
+      pieces[u].load(strip.row(p, u));
+      weights[u] = __ldg(p.weights + strip.slot[u]);
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kGathered; ++u) {
+    char* to = strip.to;
+    strip.to += strip.step;
+    if (u * at.step >= at.left) continue;
+    float values[W];
+#pragma unroll
+    for (int i = 0; i < W; ++i) values[i] = __fmul_rn(weights[u], pieces[u].value(i));
+    store_vector(to, kType, 0, values);
+  }
+}
+
+// result[c, r] = rows[c, source[r] / slots]; an element is `parts` units, of one for addresses that suit its type.
+constexpr int kColumnRows = 8;
+constexpr unsigned kMostGridRows = 65535;
+
+struct Columns {
+  const void* rows;
+  const int32_t* source;
+  void* result;
+  int64_t height, from, to;  // C; N and M in units
+  uint32_t limit, slots, parts;
+};
+
+template <class Unit>
+__global__ void __launch_bounds__(kSpreadThreads) copy_columns(const __grid_constant__ Columns p) {
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kSpreadThreads + threadIdx.x;
+  if (at >= p.to) return;
+  const uint32_t slot = static_cast<uint32_t>(__ldg(p.source + at / p.parts));
+  const bool exists = slot < p.limit;
+  const int64_t column = static_cast<int64_t>(slot / p.slots) * p.parts + at % p.parts;
+  for (int64_t first = static_cast<int64_t>(blockIdx.y) * kColumnRows; first < p.height;
+       first += static_cast<int64_t>(gridDim.y) * kColumnRows) {
+    Unit values[kColumnRows];
+#pragma unroll
+    for (int i = 0; i < kColumnRows; ++i) {
+      values[i] = Unit{};
+      if (exists && first + i < p.height) {
+        values[i] = __ldg(static_cast<const Unit*>(p.rows) + (first + i) * p.from + column);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kColumnRows; ++i) {
+      if (first + i < p.height) static_cast<Unit*>(p.result)[(first + i) * p.to + at] = values[i];
+    }
+  }
+}
+
+std::string refuses(const GatherRows& call, const Target& target) {
+  if (target.platform == Platform::cuda && call.weights.present() && !is_wide(call.rows.dtype)) {
+    return "weighs float32, bfloat16 or float16, got " + describe(call.rows);
+  }
+  return call.axis == 1 ? refuses_unless_cuda(target) : refuses_wide_rows(call.rows, target);
+}
+
+size_t workspace(const GatherRows&, const Target&) { return 0; }
+
+void launch_copy(Gather p, int64_t rows, int unit, cudaStream_t stream) {
+  p.spread = Spread::plan(p.row_bytes / unit, rows, kGathered);
+  const unsigned blocks = p.spread.blocks();
+  if (unit == 16) {
+    copy_rows<uint4><<<blocks, kSpreadThreads, 0, stream>>>(p);
+  } else if (unit == 8) {
+    copy_rows<uint2><<<blocks, kSpreadThreads, 0, stream>>>(p);
+  } else if (unit == 4) {
+    copy_rows<unsigned><<<blocks, kSpreadThreads, 0, stream>>>(p);
+  } else if (unit == 2) {
+    copy_rows<unsigned short><<<blocks, kSpreadThreads, 0, stream>>>(p);
+  } else {
+    copy_rows<unsigned char><<<blocks, kSpreadThreads, 0, stream>>>(p);
+  }
+  GROUPED_CUDA_CHECK(cudaGetLastError());
+}
+
+void launch_columns(const GatherRows& call, cudaStream_t stream) {
+  const int64_t bytes = dtype_bytes(call.rows.dtype);
+  const int unit = common_unit({address(call.rows), address(call.result), static_cast<uintptr_t>(bytes)});
+  const int64_t parts = bytes / unit;
+  const Columns p = {call.rows.data,
+                     call.source.as<const int32_t>(),
+                     call.result.data,
+                     call.rows.dims[0],
+                     call.rows.dims[1] * parts,
+                     call.source.dims[0] * parts,
+                     static_cast<uint32_t>(call.rows.dims[1] * call.slots),
+                     static_cast<uint32_t>(call.slots),
+                     static_cast<uint32_t>(parts)};
+  if (p.to == 0 || p.height == 0) return;
+  const int64_t tall = (p.height + kColumnRows - 1) / kColumnRows;
+  const dim3 grid(static_cast<unsigned>((p.to + kSpreadThreads - 1) / kSpreadThreads),
+                  static_cast<unsigned>(std::min<int64_t>(tall, kMostGridRows)));
+  if (unit == 8) {
+    copy_columns<uint2><<<grid, kSpreadThreads, 0, stream>>>(p);
+  } else if (unit == 4) {
+    copy_columns<unsigned><<<grid, kSpreadThreads, 0, stream>>>(p);
+  } else if (unit == 2) {
+    copy_columns<unsigned short><<<grid, kSpreadThreads, 0, stream>>>(p);
+  } else {
+    copy_columns<unsigned char><<<grid, kSpreadThreads, 0, stream>>>(p);
+  }
+  GROUPED_CUDA_CHECK(cudaGetLastError());
+}
+
+void launch(const GatherRows& call, const Context& context) {
+  const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
+  if (call.axis == 1) return launch_columns(call, stream);
+  const int64_t rows = call.source.elements(), width = call.rows.rank == 1 ? 1 : call.rows.dims[1];
+  if (rows == 0) return;
+  const int64_t row_bytes = width * dtype_bytes(call.rows.dtype);
+  Gather p = {{},
+              call.rows.data,
+              call.source.as<const int32_t>(),
+              data_or_null<const float>(call.weights),
+              call.result.data,
+              static_cast<uint32_t>(call.rows.dims[0] * call.slots),
+              static_cast<uint32_t>(row_bytes),
+              Divisor(static_cast<uint32_t>(call.slots)),
+              call.result.bytes() > kStreamedBytes};
+  const int unit = common_unit({address(call.rows), address(call.result), static_cast<uintptr_t>(row_bytes)});
+  if (!p.weights) return launch_copy(p, rows, unit, stream);
+  const bool vectors = unit == 16 && width % 8 == 0;
+  p.spread = Spread::plan(vectors ? width / 8 : width, rows, kGathered);
+  with_wide_type(call.rows.dtype, [&](auto type) {
+    if (vectors) {
+      weigh_rows<decltype(type)::value, 8><<<p.spread.blocks(), kSpreadThreads, 0, stream>>>(p);
+    } else {
+      weigh_rows<decltype(type)::value, 1><<<p.spread.blocks(), kSpreadThreads, 0, stream>>>(p);
+    }
+  });
+  GROUPED_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace
+
+const Kernel<GatherRows> gather_rows_any_cuda = {"gather_rows_any_cuda", refuses, workspace, launch};
+
+}  // namespace grouped
