@@ -233,7 +233,9 @@ FACES = (Face("torch", _torch_router, _torch_rows, _torch_functions, _torch_mlp,
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _same(ours: list[Any], wanted: list[Any], names: str) -> None:
+def _same(face: Face, part: str, names: str, *operands: Any, **options: Any) -> None:
+    """A frontend and the rules give the same bits; `part`: of `Face`, `names`: of its results."""
+    ours, wanted = (getattr(each, part)(*operands, **options) for each in (face, RULES))
     for name, one, two in zip(names.split(), ours, wanted, strict=True):
         assert (one is None) == (two is None), name
         if two is not None:
@@ -250,9 +252,7 @@ def test_the_router(face: Face, router: str, masked: bool, replay: bool, dtype: 
     given |= {"mask": mask_of(T)} if masked else {}
     given |= {"experts": experts_of(T, K, E)} if replay else {}
     operands = (draw(T, E, dtype=dtype), K, draw(T, K, seed="dw"), {**ROUTERS[router], **LOSSES})
-    _same(
-        *(each.router(*operands, **given) for each in (face, RULES)), "weights experts load losses dropped entropy dx"
-    )
+    _same(face, "router", "weights experts load losses dropped entropy dx", *operands, **given)
 
 
 @pytest.mark.rule("LYR-5", "LYR-6", "ALL-1")
@@ -263,7 +263,7 @@ def test_rows_and_sums(face: Face, align: int, max_rows: int | None, dtype: str)
     experts[2, 0], experts[9, 1] = -1, E
     probs = np.abs(draw(T, K, seed="p"))
     operands = (draw(T, H, dtype=dtype), experts, E, probs, draw(T, H, seed="dy", dtype=dtype), align, max_rows)
-    _same(*(each.rows(*operands) for each in (face, RULES)), "rows sizes source inverse probs y dx dprobs")
+    _same(face, "rows", "rows sizes source inverse probs y dx dprobs", *operands)
 
 
 @pytest.mark.rule("LYR-4", "LYR-7", "LYR-14", "LYR-15", "ALL-1")
@@ -272,7 +272,7 @@ def test_the_other_functions(face: Face) -> None:
     load, ids = np.arange(E, dtype=np.int32), np.arange(T, dtype=np.int32) * 7919
     sizes = np.array([3, 0, 17, 5, 0, 0, 8, 2], np.int32)
     operands = (draw(T, E), draw(E, seed="bias"), load, ids, draw(T, H, seed="rows"), sizes)
-    _same(*(each.functions(*operands) for each in (face, RULES)), "hash sign quantile padded sizes")
+    _same(face, "functions", "hash sign quantile padded sizes", *operands)
 
 
 def _operands(dtype: str, *, bias: bool) -> Arrays:
@@ -292,7 +292,7 @@ def test_the_mlp_of_tokens(face: Face, recipe: Any, bias: bool, dtype: str) -> N
     experts = experts_of(T, K, E)
     experts[2, 0], experts[9, 1] = -1, E
     operands = (_operands(dtype, bias=bias), experts, np.abs(draw(T, K, seed="w")), draw(T, H, seed="dy", dtype=dtype))
-    _same(*(each.mlp(*operands, recipe=recipe) for each in (face, RULES)), "y x wi wo weights wi_bias wo_bias")
+    _same(face, "mlp", "y x wi wo weights wi_bias wo_bias", *operands, recipe=recipe)
 
 
 @pytest.mark.rule("LYR-1", "LYR-16", "ALL-1")
@@ -302,4 +302,4 @@ def test_the_mlp_of_tokens(face: Face, recipe: Any, bias: bool, dtype: str) -> N
 def test_the_whole_layer(face: Face, router: str, dtype: str) -> None:
     operands = _operands(dtype, bias=False)
     given = (operands, draw(E, H, seed="router", dtype=dtype, scale=H**-0.5), draw(T, H, seed="dy", dtype=dtype), K)
-    _same(*(each.moe(*given, **ROUTERS[router]) for each in (face, RULES)), "y losses x router wi wo")
+    _same(face, "moe", "y losses x router wi wo", *given, **ROUTERS[router])
