@@ -117,7 +117,8 @@ class MoE(Module):
         selection_bias: whether the router has a bias for the choice, see `Router`.
         shared_dim: width of an expert that all tokens go to, dropped ones too; None: there is none.
         shared_gate: whether its result is multiplied by the sigmoid of a product of the token with a learned vector.
-        bias: whether the experts have biases. single_grouped_weight: one parameter for all experts instead of one each.
+        bias: whether the experts have biases; the shared one has none.
+        single_grouped_weight: one parameter for all experts instead of one each.
         options: the other keywords of `GroupedMLP`, for the experts and the shared expert.
 
     Raises:
@@ -183,8 +184,8 @@ class MoE(Module):
         self.jitter = jitter
         place: dict[str, Any] = {"device": options.get("device"), "dtype": options.get("dtype")}
         self.router = Router(hidden, num_experts, selection_bias=selection_bias, **place)
-        options |= {"bias": bias, "single_grouped_weight": single_grouped_weight}
-        self.experts = RoutedMLP(num_experts, hidden, mlp_dim, **options)
+        options["single_grouped_weight"] = single_grouped_weight
+        self.experts = RoutedMLP(num_experts, hidden, mlp_dim, bias=bias, **options)
         self.shared = None if shared_dim is None else GroupedMLP(1, hidden, shared_dim, **options)
         self.shared_gate = Router(hidden, 1, **place) if shared_gate else None
 
