@@ -77,6 +77,7 @@ AXES: dict[str, dict[str, Axes]] = {
     },
     "hash_experts": {"token_ids": Axes("[T]", _RESHAPE), "table": Axes("[V, k]", "pass k experts per token id")},
     "pad_groups": {"rows": Axes("[M, H]", _RESHAPE), "sizes": _SIZES},
+    "unpad_groups": {"rows": Axes("[P, H]", _RESHAPE)},
     "update_bias": {"bias": Axes("[E]", _RESHAPE), "load": Axes("[E]", _RESHAPE)},
     "permute": {
         "x": Axes("[T, H]", _RESHAPE),

@@ -264,6 +264,20 @@ def check_pad_groups(rows: ArraySpec, sizes: ArraySpec, align: int) -> None:
         raise ValueError(f"`align` of pad_groups: {align}, expected 1 or more; 1 pads nothing.")
 
 
+def check_unpad_groups(rows: ArraySpec, source: ArraySpec) -> None:
+    """Checks the arguments of `unpad_groups`; `source` is that of the map from `pad_groups`.
+
+    Raises:
+        ValueError: shapes.
+    """
+    name = "unpad_groups"
+    check_ranks(name, rows=rows)
+    if rows.shape[0] != source.shape[0]:
+        raise ValueError(
+            f"`rows` of {name}: {rows.shape[0]} rows, expected {source.shape[0]}; give all rows of `pad_groups`."
+        )
+
+
 def check_hash_experts(token_ids: ArraySpec, k: int, experts: int, table: ArraySpec | None) -> None:
     """Checks the arguments of `hash_experts`.
 

@@ -104,7 +104,7 @@ def as_bound(bound: BoundRecipe) -> BoundRecipe:
 
 
 def to_int32(sizes: Any) -> jax.Array:
-    """Sizes as int32 on the device; larger ones saturate (GRP-1)."""
+    """Sizes, or numbers of experts, as int32 on the device; larger ones saturate (GRP-1), so none wraps into range."""
     info = jnp.iinfo(sizes.dtype)
     if info.min < _INT32.min or info.max > _INT32.max:
         xp = np if isinstance(sizes, np.ndarray) else jnp

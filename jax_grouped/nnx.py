@@ -28,7 +28,8 @@ from jax_grouped._layer_recipes import Scaling as Scaling
 from jax_grouped._layer_recipes import update_scalings as update_scalings
 from jax_grouped.mlp import grouped_mlp
 from jax_grouped.ops import ragged_dot
-from jax_grouped.route import MoEAux, check_router
+from grouped_core.routing_spec import router_option
+from jax_grouped.route import MoEAux
 
 Initializer = Callable[..., Array]
 Metadata = Mapping[str, Any]
@@ -239,7 +240,7 @@ class MoE(_Experts):
                 f"`num_experts_per_tok` of MoE: {num_experts_per_tok}, expected 1 to {num_experts}, the number of "
                 "experts; choose fewer."
             )
-        check_router(num_experts, num_experts_per_tok, score, after_topk)
+        router_option(num_experts, num_experts_per_tok, score=score, after_topk=after_topk)
         super().__init__(num_experts, hidden, mlp_dim, param_dtype=param_dtype, rngs=rngs, **options)
         self.router = Router(hidden, num_experts, param_dtype, router_init, rngs, router_metadata)
         self.num_experts_per_tok = num_experts_per_tok
