@@ -251,6 +251,23 @@ def check_unpermute(y: ArraySpec, rows: int, inverse: ArraySpec, weights: ArrayS
     _shape(name, "weights", weights, tuple(inverse.shape), "as the experts of `permute`")
 
 
+def check_routed_mlp(x: ArraySpec, experts: ArraySpec, weights: ArraySpec) -> None:
+    """Checks those arguments of `routed_mlp` that `grouped_mlp` does not have.
+
+    Raises:
+        TypeError: dtypes. ValueError: shapes.
+    """
+    name = "routed_mlp"
+    check_ranks(name, x=x, experts=experts, weights=weights)
+    _integers(name, "experts", experts)
+    _floats(name, "weights", weights)
+    if x.shape[0] != experts.shape[0]:
+        raise ValueError(
+            f"`x` of {name}: {x.shape[0]} tokens, expected {experts.shape[0]} as in `experts`; route these tokens."
+        )
+    _shape(name, "weights", weights, tuple(experts.shape), "as `experts`")
+
+
 def check_pad_groups(rows: ArraySpec, sizes: ArraySpec, align: int) -> None:
     """Checks the arguments of `pad_groups`.
 

@@ -22,13 +22,13 @@ from jaxtyping import Array, Float
 from grouped_core.activations import Activation, resolve
 from grouped_core.ranks import check_rank
 from grouped_core.recipes import Recipe
+from grouped_core.routing_spec import router_option
 from jax_grouped import moe
 from jax_grouped._layer_recipes import Keys, RecipeLayer
 from jax_grouped._layer_recipes import Scaling as Scaling
 from jax_grouped._layer_recipes import update_scalings as update_scalings
 from jax_grouped.mlp import grouped_mlp
 from jax_grouped.ops import ragged_dot
-from grouped_core.routing_spec import router_option
 from jax_grouped.route import MoEAux
 
 Initializer = Callable[..., Array]

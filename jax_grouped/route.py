@@ -8,7 +8,6 @@ Letters: T tokens, E experts, k experts per token, S sequences, M rows, P padded
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,11 +19,11 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from grouped_core import routing as rules
 from grouped_core import routing_spec
-from grouped_core.calls import ArraySpec, spec_of
+from grouped_core.calls import spec_of
 from grouped_core.routing_spec import SCORES as SCORES
 from grouped_core.routing_spec import Router, router_option
 from grouped_core.routing_spec import alignment_for as alignment_for
-from jax_grouped._arguments import AnyArray, as_array, to_int32
+from jax_grouped._arguments import AnyArray, as_array, one_group, to_int32
 from jax_grouped._run import RUN, differentiable, reduce_to, varying_axes
 
 AxisName = str | tuple[str, ...] | None
@@ -227,14 +226,9 @@ class _Saved:
     varying: frozenset[str]
 
 
-@partial(jax.jit, static_argnums=0, inline=True)
-def _one_sequence(tokens: int) -> Array:
-    return jnp.full((1,), tokens, jnp.int32)
-
-
 def _run_router(options: _Options, logits: Any, given: _Given) -> tuple[_Routed, rules.Chosen, rules.Losses]:
     op, axes = options
-    chosen = rules.choose(RUN, op, logits, _one_sequence(logits.shape[0]), **given._asdict())
+    chosen = rules.choose(RUN, op, logits, one_group(logits.shape[0]), **given._asdict())
     sums = chosen.sums
     if axes is not None:
         sums = rules.Sums(*(jax.lax.psum(each, axes) for each in sums))
@@ -284,7 +278,7 @@ def _route_bwd(options: _Options, saved: _Saved | None, cotangents: _Routed) -> 
         saved.first,
         saved.kept,
         saved.losses,
-        _one_sequence(saved.logits.shape[0]),
+        one_group(saved.logits.shape[0]),
         d_weights,
         d_losses,
         saved.dtype,
@@ -302,8 +296,9 @@ def _nonzero(cotangent: Any) -> Any:
 def _before_sum(cotangent: Array, axes: AxisName) -> Array:
     """The cotangent of what was summed over `axes`, given that of the sum.
 
-    JAX defines the transpose of its sum differently with and without `check_vma`: with it, the sum is one value that all
-    shards share, and its cotangent is theirs; without it, each shard has a sum of its own, and the cotangents are added.
+    JAX defines the transpose of its sum differently with and without `check_vma`: with it, the sum is one value that
+    all shards share, and its cotangent is theirs; without it, each shard has a sum of its own, and the cotangents are
+    added.
     """
     if axes is None:
         return cotangent
@@ -437,9 +432,7 @@ def permute(
     """
     x, experts = as_array("x of permute", x, "[T, H]"), as_array("experts of permute", experts, "[T, k]")
     weights = None if probs is None else as_array("probs of permute", probs, "[T, k]")
-    routing_spec.check_permute(
-        spec_of(x), spec_of(experts), num_groups, None if weights is None else spec_of(weights)
-    )
+    routing_spec.check_permute(spec_of(x), spec_of(experts), num_groups, None if weights is None else spec_of(weights))
     rows = routing_spec.row_count(experts.size, num_groups, align, max_rows)
     options = _Places(num_groups, rows, align, experts.shape[1])
     placed, found = differentiable(_permute, options, x, weights, to_int32(experts))
@@ -482,11 +475,18 @@ class _Moved:
     varying: tuple[frozenset[str], frozenset[str]]
 
 
-def _moved(operands: Sequence[Any], needs: Sequence[bool], source: Any, inverse: Any, **kept: Any) -> _Moved:
-    dtypes = ("" if each is None else spec_of(each).dtype for each in operands)
-    axes = (frozenset() if each is None else varying_axes(each) for each in operands)
-    arrays = {"rows": None, "weights": None} | kept
-    return _Moved(**arrays, source=source, inverse=inverse, dtypes=(*dtypes,), needs=(*needs,), varying=(*axes,))
+def _moved(
+    operands: tuple[Any, Any],
+    needs: tuple[bool, bool],
+    source: Any,
+    inverse: Any,
+    rows: Any = None,
+    weights: Any = None,
+) -> _Moved:
+    first, second = operands
+    dtypes = (spec_of(first).dtype, "" if second is None else spec_of(second).dtype)
+    axes = (varying_axes(first), frozenset[str]() if second is None else varying_axes(second))
+    return _Moved(rows, weights, source, inverse, dtypes, needs, axes)
 
 
 def _asked(primal: Any) -> bool:
@@ -496,7 +496,7 @@ def _asked(primal: Any) -> bool:
 def _permute_fwd(options: _Places, *primals: Any) -> tuple[Any, _Moved]:
     x, probs, experts = custom_vjp_primal_tree_values(primals)
     rows, found = _permute_value(options, x, probs, experts)
-    return (rows, found), _moved((x, probs), [*map(_asked, primals[:2])], None, found.inverse)
+    return (rows, found), _moved((x, probs), (_asked(primals[0]), _asked(primals[1])), None, found.inverse)
 
 
 def _permute_bwd(options: _Places, saved: _Moved, cotangents: tuple[Any, rules.Order]) -> tuple[Any, Any, None]:
@@ -544,8 +544,8 @@ def _unpermute_value(_: None, y: Any, weights: Any, source: Any, inverse: Any) -
 def _unpermute_fwd(_: None, *primals: Any) -> tuple[Any, _Moved]:
     y, weights, source, inverse = custom_vjp_primal_tree_values(primals)
     needs = (_asked(primals[0]), _asked(primals[1]))
-    kept = {"rows": y if needs[1] else None, "weights": weights}
-    return _unpermute_value(None, y, weights, source, inverse), _moved((y, weights), needs, source, inverse, **kept)
+    saved = _moved((y, weights), needs, source, inverse, y if needs[1] else None, weights)
+    return _unpermute_value(None, y, weights, source, inverse), saved
 
 
 def _unpermute_bwd(_: None, saved: _Moved, d_out: Any) -> tuple[Any, Any, None, None]:
@@ -601,7 +601,7 @@ def _take_value(_: None, rows: Any, source: Any, inverse: Any) -> Any:
     return rules.gather(RUN, rows, source, 1)
 
 
-def _take_fwd(_: None, rows: Any, source: Any, inverse: Any) -> tuple[Any, tuple[Any, Any]]:
+def _take_fwd(_: None, rows: Any, source: Any, inverse: Any) -> tuple[Any, _Moved]:
     values = custom_vjp_primal_tree_values((rows, source, inverse))
     needed = rows.perturbed
     return _take_value(None, *values), _moved((values[0], None), (needed, False), None, values[2])
