@@ -136,7 +136,7 @@ def prepare(
         activations.resolve(activation),
         transposed=bool(rhs_transposed),
         recipe=bound.recipe,
-        residuals=residuals_option(residuals),
+        residuals=residuals_option(residuals, can_offload=True),
         wgrad_dtype=linear_spec.dtype_option(wgrad_dtype),
         master_dtypes=(masters[0], masters[1]),
         rows_hint=rows_hint,

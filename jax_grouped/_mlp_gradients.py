@@ -18,14 +18,14 @@ from grouped_core import routed
 from grouped_core.calls import ArraySpec, OperandSpec
 from grouped_core.formats import QTensor
 from grouped_core.linear_spec import Linear
-from grouped_core.mlp_spec import Mlp, MlpNames, MlpNeeds, MlpSpecs, check_cotangent
+from grouped_core.mlp_spec import ROW_NAMES, Mlp, MlpNames, MlpNeeds, MlpSpecs, Residuals, check_cotangent
 from grouped_core.products import in_form
 from grouped_core.quantizing import Extras
 from grouped_core.recipes import BoundRecipe
 from jax_grouped import _accumulators as accumulate
 from jax_grouped._accumulators import Accumulator
 from jax_grouped._run import RUN, reduce_to, varying_axes
-from jax_grouped.ops import extras_of, merged_state, target_of
+from jax_grouped.ops import extras_of, merged_state, named, target_of
 
 NAMES = MlpNames()
 
@@ -145,15 +145,26 @@ def grouped_mlp_bwd_dx(
     return backward(res, dy)
 
 
+def to_wait(residuals: Residuals, name: str, rows: Any, *, is_named: bool = False) -> Any:
+    """Rows that wait for backward: named for `jax.checkpoint`, and in host memory where `residuals` says so (OFF-9)."""
+    rows = rows if is_named else named(rows, residuals.name(name))
+    return jax.device_put(rows, jax.memory.Space.Host) if name in residuals.offload else rows
+
+
+def _came_back(residuals: Residuals, name: str, rows: Any) -> Any:
+    return jax.device_put(rows, jax.memory.Space.Device) if name in residuals.offload else rows
+
+
 def backward(res: MlpResiduals, dy: Any) -> tuple[Any, Any, Any, Any, Deferred]:
     """As `grouped_mlp_bwd_dx`, of rows or tokens."""
+    x, h, z = (_came_back(res.op.residuals, *each) for each in zip(ROW_NAMES, (res.x, res.h, res.z), strict=True))
     wi = in_form(res.op.fc1(), res.wi)
     extras = both_extras(res.bound)
     if res.order is None:
-        operands = (res.x, res.h, res.z, wi, res.wo, res.sizes, res.probs, res.wi_bias, res.wo_bias, dy)
+        operands = (x, h, z, wi, res.wo, res.sizes, res.probs, res.wi_bias, res.wo_bias, dy)
         main = rules.main_grads(RUN, res.op, res.specs, *operands, res.needs, extras=extras)
     else:
-        operands = (res.x, res.h, res.z, wi, res.wo, res.order, res.wi_bias, res.wo_bias, dy)
+        operands = (x, h, z, wi, res.wo, res.order, res.wi_bias, res.wo_bias, dy)
         how = {"weights_dtype": res.probs_dtype, "extras": extras}
         main = routed.main_grads(RUN, res.op, res.specs, *operands, res.needs, **how)
     of = dict(zip(MlpSpecs._fields, res.varying, strict=True))

@@ -14,13 +14,13 @@ from grouped_core import mlp as rules
 from grouped_core import routed, scaling
 from grouped_core.calls import Call
 from grouped_core.linear_spec import Linear
-from grouped_core.mlp_spec import NO_NEEDS, ROW_NAMES, Mlp, MlpNeeds, kept, restrict
+from grouped_core.mlp_spec import NO_NEEDS, Mlp, MlpNeeds, kept, restrict
 from grouped_core.plans import Planner
 from grouped_core.products import Paired, in_form
 from grouped_core.recipes import BoundRecipe
 from jax_grouped import _accumulators as accumulate
 from jax_grouped._mlp_arguments import Operands, into_refs, on_device, specs_of
-from jax_grouped._mlp_gradients import MlpResiduals, backward, both_extras, grouped_mlp_bwd_dw, like, members
+from jax_grouped._mlp_gradients import MlpResiduals, backward, both_extras, grouped_mlp_bwd_dw, like, members, to_wait
 from jax_grouped._run import RUN, differentiable, varying_axes
 from jax_grouped.ops import cotangent_of, has_gradient, master_dtype, named, target_of, value_of
 
@@ -62,9 +62,8 @@ def save(op: Mlp, needs: MlpNeeds, parts: tuple[int, ...], o: Operands) -> tuple
     specs = specs_of(op, o)
     needs = restrict(needs, specs)
     keep = kept(op, needs, o.probs is not None, o.wi_bias is not None, o.wo_bias is not None)
-    x_name, h_name, z_name = (op.residuals.name(name) for name in ROW_NAMES)
     # Named before it is used, so that a policy which saves it spares what made it.
-    x = named(value_of(o.x), x_name) if keep.x else value_of(o.x)
+    x = named(value_of(o.x), op.residuals.name("grouped_x")) if keep.x else value_of(o.x)
     found = _run_rules(op, o, needs, x)
     sizes, probs, order = o.sizes, o.probs if keep.probs else None, found.order
     if order is not None:
@@ -72,9 +71,9 @@ def save(op: Mlp, needs: MlpNeeds, parts: tuple[int, ...], o: Operands) -> tuple
         order = order._replace(dropped=None, probs=order.probs if keep.probs else None)
     arrays = (target_of(o.x), target_of(o.wi), target_of(o.wo), o.probs, o.wi_bias, o.wo_bias)
     saved = MlpResiduals(
-        x=(found.x if found.x is x else named(found.x, x_name)) if keep.x else None,
-        h=named(found.h, h_name),
-        z=named(found.z, z_name),
+        x=to_wait(op.residuals, "grouped_x", found.x, is_named=found.x is x) if keep.x else None,
+        h=to_wait(op.residuals, "grouped_fc1", found.h),
+        z=to_wait(op.residuals, "grouped_act", found.z),
         wi=_out_of_form(found.wi),
         wo=found.wo,
         sizes=sizes,
