@@ -41,6 +41,7 @@ from jax_grouped.moe import SharedExpert, moe
 from jax_grouped.ops import ragged_dot
 from jax_grouped.quantize import scaling_state
 from jax_grouped.route import MoEAux
+from jax_grouped.routed import routed_mlp
 
 _NO_METADATA: Metadata = FrozenDict()  # hashable, as the defaults of fields have to be
 SELECTION_BIAS = "selection_bias"
@@ -108,6 +109,8 @@ class GroupedLinear(nn.Module):
     kernel_metadata: Metadata = _NO_METADATA
     bias_metadata: Metadata = _NO_METADATA
 
+    operation = staticmethod(ragged_dot)
+
     @nn.compact
     def __call__(self, x: Float[Array, "M K"], group_sizes: Any) -> Float[Array, "M N"]:
         """Applies the group's kernel to each row.
@@ -156,6 +159,8 @@ class GroupedMLP(nn.Module):
     wi_metadata: Metadata = _NO_METADATA
     wo_metadata: Metadata = _NO_METADATA
     bias_metadata: Metadata = _NO_METADATA
+
+    operation = staticmethod(grouped_mlp)
 
     @nn.compact
     def __call__(
@@ -294,6 +299,8 @@ class MoE(nn.Module):
     wi_metadata: Metadata = _NO_METADATA
     wo_metadata: Metadata = _NO_METADATA
     bias_metadata: Metadata = _NO_METADATA
+
+    operation = staticmethod(routed_mlp)
 
     @nn.compact
     def __call__(

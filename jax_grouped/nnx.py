@@ -230,6 +230,7 @@ class MoE(_Experts):
         options: keywords of `GroupedMLP`; those of the experts serve the shared one too, which has no biases.
     """
 
+    operation = staticmethod(routed_mlp)
     mlp = staticmethod(routed_mlp)
     """The function of the experts; a subclass may replace it by another one with the same arguments."""
 

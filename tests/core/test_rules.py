@@ -15,8 +15,6 @@ from tests.core.test_layers import ROOT, name_of, python_files
 CONTRACTS = ROOT / "docs" / "contracts.md"
 
 LATER = {
-    "OFF-8": "policies of rematerialisation come with the full Flax layers",
-    "OFF-9": "residuals in host memory, in JAX, come with the full Flax layers",
     "CKP-4": "optimiser states come with the converters",
     "CKP-5": "metadata come with the converters",
     "CKP-6": "metadata come with the converters",
@@ -25,7 +23,6 @@ LATER = {
     "LYR-9": "the exchange comes with expert parallelism; which experts a rank has is tested already",
     "LYR-10": "budgets come with expert parallelism",
     "LYR-11": "emulated exchanges come with expert parallelism",
-    "LYR-12": "the shared expert comes with routing",
     "MLM #5844": "converters are not built",
     "MLM #5845": "converters are not built",
     "Megatron-Bridge #1819": "converters are not built",

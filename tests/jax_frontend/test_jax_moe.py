@@ -309,7 +309,7 @@ def test_logical_axes_of_linen_are_the_users_alone() -> None:
         linen.MoE(H, F, E, K, wo_metadata={"note": 1}).init(jax.random.key(0), jnp.zeros((1, H)))
 
 
-@pytest.mark.rule("LYR-12", "RCP-3")
+@pytest.mark.rule("LYR-12")
 def test_delayed_scaling_in_linen_overwrites_with_the_gradient() -> None:
     """The states of experts and shared expert: their cotangents are their next values, as in NNX."""
     layer, other, variables = pair(recipe=FP8Delayed, shared_dim=S, dtype=jnp.bfloat16)

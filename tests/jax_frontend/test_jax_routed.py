@@ -127,7 +127,7 @@ def test_the_bits_are_those_of_rows(policy: str, recipe: str) -> None:
     same(pull(dy), of_parts(dy))
 
 
-@pytest.mark.rule("LYR-16", "RCP-3")
+@pytest.mark.rule("LYR-16")
 def test_a_state_of_delayed_scaling_moves_as_with_rows() -> None:
     a, experts, dy = problem(hidden=32, width=32, dtype="bfloat16")
     state = jax_grouped.scaling_state(FP8Delayed, G, products=2)
