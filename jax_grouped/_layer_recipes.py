@@ -70,16 +70,16 @@ class RecipeLayer(nnx.Module):
             what = f"the recipe {recipe.name}, which rounds stochastically"
             self.rounding = stream_of(rngs, "rounding", type(self).__name__, what)
 
-    def _bound_recipe(self, rngs: Keys) -> Recipe | BoundRecipe | None:
-        """The recipe for one call; `rngs` replaces the layer's stream."""
+    def _bound_recipe(self, rngs: Keys, index: int = 0) -> Recipe | BoundRecipe | None:
+        """The recipe for one call; `rngs` replaces the layer's stream, `index` as in `key_words`."""
         recipe = self.recipe
         if recipe is None or not (recipe.delayed or recipe.stochastic):
             return recipe
         state = None if self.scaling is None else self.scaling.get_value()
-        return recipe.bind(state, self._key(rngs) if recipe.stochastic else None)
+        return recipe.bind(state, self._key(rngs, index) if recipe.stochastic else None)
 
-    def _key(self, rngs: Keys) -> jax.Array:
-        return key_words(type(self).__name__, self.rounding, "rounding", rngs)
+    def _key(self, rngs: Keys, index: int) -> jax.Array:
+        return key_words(type(self).__name__, self.rounding, "rounding", rngs, index=index)
 
 
 def key_words(layer: str, own: nnx.RngStream | None, name: str, rngs: Keys, *, index: int = 0) -> jax.Array:

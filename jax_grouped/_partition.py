@@ -36,6 +36,22 @@ def not_local(call: Call, slot: str, sharding: Any) -> str:
     )
 
 
+def _slots(call: Call) -> list[str]:
+    """The operands that `call` has, in their order."""
+    return [slot for slot, spec in zip(SLOTS[call.name], call.inputs, strict=True) if spec is not None]
+
+
+def check_whole(call: Call, operands: Sequence[jax.Array]) -> None:
+    """Refuses sharded operands of a call that runs at once.
+
+    Raises:
+        ValueError: an operand is sharded.
+    """
+    for slot, operand in zip(_slots(call), operands, strict=True):
+        if not operand.is_fully_replicated:
+            raise ValueError(not_local(call, slot, getattr(operand.sharding, "spec", operand.sharding)))
+
+
 def told_its_devices(primitive: Primitive) -> None:
     """Makes JAX tell the lowering of `primitive` which devices the program is for."""
     _told_their_devices.add(primitive)
@@ -53,10 +69,9 @@ def may_be_partitioned(ctx: Any) -> bool:
 
 def lower_local(ctx: Any, run: Callable[..., Sequence[Any]], call: Call, operands: Sequence[Any]) -> Sequence[Any]:
     """Lowers `run(*operands)`, which runs `call`, with a partitioner that refuses sharded operands."""
-    slots = [slot for slot, spec in zip(SLOTS[call.name], call.inputs, strict=True) if spec is not None]
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
-        for slot, argument in zip(slots, arguments, strict=True):
+        for slot, argument in zip(_slots(call), arguments, strict=True):
             if not argument.sharding.is_fully_replicated:
                 raise ValueError(not_local(call, slot, getattr(argument.sharding, "spec", argument.sharding)))
         kept = tuple(argument.sharding for argument in arguments)

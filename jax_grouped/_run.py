@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 
 from grouped_core import _native, plans
 from grouped_core.calls import SLOTS, ArraySpec, Call, Param, spec_of
-from jax_grouped._partition import lower_local, may_be_partitioned, not_local, told_its_devices
+from jax_grouped._partition import check_whole, lower_local, may_be_partitioned, not_local, told_its_devices
 
 DEFAULT_CUDA_ARCH = "sm_90a"
 """The arch that a CUDA program is lowered for where no GPU is visible."""
@@ -119,6 +119,7 @@ def _compiled(*operands: jax.Array, call: Call) -> list[jax.Array]:
 
 @call_p.def_impl
 def _run_now(*operands: jax.Array, call: Call) -> list[jax.Array]:
+    check_whole(call, operands)
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue] -- compiling is the only way to run it
         with jax.disable_jit(False):
             return _compiled(*operands, call=call)

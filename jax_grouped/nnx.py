@@ -205,7 +205,7 @@ class Shared(_Experts):
     def expert(self, x: Array, rngs: Keys) -> SharedExpert:
         """Its weights in the dtype of the computation, for `jax_grouped.moe`."""
         _, wi, wo, _, _ = self._weights(x)
-        return SharedExpert(wi, wo, _value(self.gate), self._bound_recipe(rngs))
+        return SharedExpert(wi, wo, _value(self.gate), self._bound_recipe(rngs, index=2))
 
 
 class SelectionBias(nnx.Variable[Any]):

@@ -306,6 +306,27 @@ def test_residuals_wait_in_host_memory(operation: str, scan: bool) -> None:
     same(jax.jit(gradient(away))(a), jax.jit(gradient(()))(a))
 
 
+@pytest.mark.rule("OFF-8", "OFF-9")
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_host_memory_under_shard_map_and_remat(check_vma: bool) -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    a, experts, _ = problem(8 * 3)
+
+    def gradient(residuals: Any, wrap: Any) -> Any:
+        def local(x: Any, weights: Any, experts: Any) -> Any:
+            run = wrap(lambda x: call(a | {"x": x, "weights": weights}, experts, residuals=residuals))
+            return run(x)
+
+        rows = P("data")
+        sharded = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=check_vma)
+        return jax.jit(jax.grad(lambda x: sharded(x, a["weights"], experts).sum()))(a["x"])
+
+    expected = gradient("save_fc1", lambda f: f)
+    asserts.bitwise(gradient(Residuals("save_fc1", offload=("grouped_fc1",)), lambda f: f), expected)
+    policy = checkpoint_policies.offload_activations("grouped_fc1")
+    asserts.bitwise(gradient("save_fc1", lambda f: jax.checkpoint(f, policy=policy)), expected)
+
+
 @pytest.mark.rule("OFF-9", "ERR-1")
 def test_names_of_what_is_offloaded_are_checked() -> None:
     with asserts.refused(ValueError, ("`offload` of Residuals", "'hidden'", "grouped_fc1", "choose")):
