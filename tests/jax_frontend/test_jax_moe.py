@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 import jax_grouped
 from jax_grouped import FP8Delayed, SharedExpert, linen, nnx, route
 from jax_grouped._layer_options import CONSTRUCTORS
+from jax_grouped._router_product import router_logits
 from tests import asserts, bounds, cases
 from tests.jax_frontend.jax_tools import same
 
@@ -144,6 +145,48 @@ def test_recomputing_a_layer_has_the_same_bits() -> None:
     expected = gradient(lambda f: f)
     same(gradient(jax.checkpoint), expected)
     same(gradient(lambda f: jax.checkpoint(f, policy=policy)), expected)
+
+
+@pytest.mark.rule("LYR-1")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_product_of_the_router_is_ours_in_fp32(dtype: str) -> None:
+    """The bits of `ragged_dot` with one group; gradients are rounded once, to the dtypes of x and of the router."""
+    x, router, dy = jnp.asarray(draw(T, H), dtype), jnp.asarray(draw(H, E, seed="r"), dtype), jnp.asarray(draw(T, E))
+
+    def wide(x: Any, router: Any) -> Any:
+        return jax_grouped.ragged_dot(x.astype(jnp.float32), router.astype(jnp.float32)[None], jnp.array([T]))
+
+    found, pull = jax.vjp(router_logits, x, router)
+    expected, of_wide = jax.vjp(wide, x, router)
+    same((found, *pull(dy)), (expected, *of_wide(dy)))
+
+
+@pytest.mark.rule("ACC-8", "LYR-3", "LYR-12")
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_layer_over_data_shards_is_the_whole_layer(check_vma: bool) -> None:
+    """Tokens over the mesh, parameters replicated, losses of all shards: the gradients of the unsharded layer."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    p, x, dy = parameters(), jnp.asarray(draw(8 * T, H, seed="x")), jnp.asarray(draw(8 * T, H, seed="dy"))
+    options = {"score": "sigmoid", "aux_coeff": 0.5, "z_coeff": 0.1}
+
+    def total(p: Any, x: Any, dy: Any, axis: str | None) -> Any:
+        y, aux = ours(p, x, options | {"axis_name": axis})
+        of_y = (y * dy).sum()
+        return (of_y if axis is None else jax.lax.psum(of_y, axis)) + aux.aux_loss + aux.z_loss
+
+    rows, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+    sharded = jax.shard_map(
+        lambda p, x, dy: total(p, x, dy, "data"),
+        mesh=mesh,
+        in_specs=(whole, rows, rows),
+        out_specs=whole,
+        check_vma=check_vma,
+    )
+    found = jax.jit(jax.grad(sharded, (0, 1)))(p, x, dy)
+    expected = jax.jit(jax.grad(lambda p, x: total(p, x, dy, None), (0, 1)))(p, x)
+    for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        wide = np.asarray(e, np.float64)
+        asserts.within(a, bounds.Bounded(wide, bounds.LAYER * np.abs(wide).max() + 0 * wide, "float32"))
 
 
 # ---- layers
