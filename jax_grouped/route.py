@@ -139,7 +139,7 @@ def topk_router(
     """
     given = _Given(
         *(
-            None if each is None else as_array(f"{name} of topk_router", each, shape)
+            None if each is None else as_array(name, each, shape)
             for name, each, shape in (
                 ("bias", bias, "[E]"),
                 ("mask", mask, "[T]"),
@@ -149,7 +149,7 @@ def topk_router(
             )
         )
     )
-    logits = as_array("logits of topk_router", logits, "[T, E]")
+    logits = as_array("logits", logits, "[T, E]")
     specs = {name: None if each is None else spec_of(each) for name, each in given._asdict().items()}
     routing_spec.check_topk_router(k, spec_of(logits), jitter=jitter, **specs)
     op = router_option(
@@ -326,8 +326,8 @@ def hash_experts(
     Raises:
         ValueError: a shape does not fit, or k or the number of experts is out of range. TypeError: a dtype.
     """
-    ids = as_array("token_ids of hash_experts", token_ids, "[T]")
-    rows = None if table is None else as_array("table of hash_experts", table, "[V, k]")
+    ids = as_array("token_ids", token_ids, "[T]")
+    rows = None if table is None else as_array("table", table, "[V, k]")
     routing_spec.check_hash_experts(spec_of(ids), k, num_experts, None if rows is None else spec_of(rows))
     return rules.hash_experts(RUN, to_int32(ids), k, num_experts, None if rows is None else to_int32(rows))
 
@@ -349,7 +349,7 @@ def update_bias(
     Raises:
         ValueError: shapes that do not fit. TypeError: dtypes.
     """
-    old, counts = as_array("bias of update_bias", bias, "[E]"), as_array("load of update_bias", load, "[E]")
+    old, counts = as_array("bias", bias, "[E]"), as_array("load", load, "[E]")
     routing_spec.check_update_bias(spec_of(old), spec_of(counts))
     counts = to_int32(counts)
     if axis_name is not None:
@@ -386,9 +386,8 @@ def balance_quantile(
     Raises:
         ValueError: a shape or an option does not fit. TypeError: a dtype.
     """
-    name = "balance_quantile"
-    rows, old = as_array(f"logits of {name}", logits, "[T, E]"), as_array(f"bias of {name}", bias, "[E]")
-    counted = None if mask is None else as_array(f"mask of {name}", mask, "[T]")
+    rows, old = as_array("logits", logits, "[T, E]"), as_array("bias", bias, "[E]")
+    counted = None if mask is None else as_array("mask", mask, "[T]")
     specs = (spec_of(rows), spec_of(old), k, score, bins, low, high, None if counted is None else spec_of(counted))
     routing_spec.check_balance_quantile(*specs)
     rows, old = jax.lax.stop_gradient((rows, old))
@@ -430,8 +429,8 @@ def permute(
         ValueError: shapes do not fit, or `num_groups`, `align` or `max_rows` is out of range.
         TypeError: a dtype does not fit.
     """
-    x, experts = as_array("x of permute", x, "[T, H]"), as_array("experts of permute", experts, "[T, k]")
-    weights = None if probs is None else as_array("probs of permute", probs, "[T, k]")
+    x, experts = as_array("x", x, "[T, H]"), as_array("experts", experts, "[T, k]")
+    weights = None if probs is None else as_array("probs", probs, "[T, k]")
     routing_spec.check_permute(spec_of(x), spec_of(experts), num_groups, None if weights is None else spec_of(weights))
     rows = routing_spec.row_count(experts.size, num_groups, align, max_rows)
     options = _Places(num_groups, rows, align, experts.shape[1])
@@ -529,8 +528,8 @@ def unpermute(
     Raises:
         ValueError: shapes do not fit the permutation. TypeError: a dtype does not fit.
     """
-    y = as_array("y of unpermute", y, "[M, H]")
-    factors = None if weights is None else as_array("weights of unpermute", weights, "[T, k]")
+    y = as_array("y", y, "[M, H]")
+    factors = None if weights is None else as_array("weights", weights, "[T, k]")
     source, inverse = permutation.source, permutation.inverse
     of_factors = None if factors is None else spec_of(factors)
     routing_spec.check_unpermute(spec_of(y), source.shape[0], spec_of(inverse), of_factors)
@@ -576,7 +575,7 @@ def pad_groups(
     Raises:
         ValueError: a shape or `align` does not fit. TypeError: a dtype.
     """
-    rows, counts = as_array("rows of pad_groups", rows, "[M, H]"), as_array("sizes of pad_groups", sizes, "[G]")
+    rows, counts = as_array("rows", rows, "[M, H]"), as_array("sizes", sizes, "[G]")
     routing_spec.check_pad_groups(spec_of(rows), spec_of(counts), align)
     found = rules.padding(RUN, to_int32(counts), rows.shape[0], align)
     padded = differentiable(_take, None, rows, found.source, found.inverse)
@@ -592,7 +591,7 @@ def unpad_groups(rows: Float[AnyArray, "P H"], map: GroupPadding) -> Float[Array
     Raises:
         ValueError: the shape of rows is not the one that `pad_groups` returned.
     """
-    rows = as_array("rows of unpad_groups", rows, "[P, H]")
+    rows = as_array("rows", rows, "[P, H]")
     routing_spec.check_unpad_groups(spec_of(rows), spec_of(map.source))
     return differentiable(_take, None, rows, map.inverse, map.source)
 

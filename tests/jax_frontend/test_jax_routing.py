@@ -390,6 +390,40 @@ def test_padding_there_and_back(align: int) -> None:
         route.unpad_groups(jnp.ones((3, 5)), places)
 
 
+@pytest.mark.rule("GRP-10")
+def test_no_tokens() -> None:
+    x, experts = jnp.zeros((0, 5)), jnp.zeros((0, K), jnp.int32)
+    weights, chosen, aux = route.topk_router(jnp.zeros((0, E)), K, aux_coeff=1.0, z_coeff=1.0, capacity_factor=1.0)
+    assert weights.shape == chosen.shape == (0, K)
+    asserts.zero(jnp.stack([aux.aux_loss, aux.z_loss, aux.entropy]), "losses of no tokens")
+    rows, sizes, permutation = route.permute(x, experts, E)
+    asserts.zero(sizes, "sizes")
+    assert rows.shape == route.unpermute(rows, permutation).shape == (0, 5)
+    assert route.hash_experts(jnp.zeros(0, jnp.int32), K, E).shape == (0, K)
+    padded, new_sizes, _ = route.pad_groups(x, sizes, 4)
+    asserts.zero(padded, "padding alone")
+    asserts.zero(new_sizes, "empty groups stay empty")
+    asserts.zero(route.balance_quantile(jnp.zeros((0, E)), jnp.zeros(E), K), "bias")
+
+
+@pytest.mark.rule("LYR-5")
+@pytest.mark.parametrize("dtype", ["uint8", "float8_e4m3fn", "int32", "float16"])
+def test_rows_of_any_dtype_are_copied(dtype: str) -> None:
+    x = jnp.arange(10).reshape(2, 5).astype(dtype)
+    rows, _, permutation = route.permute(x, jnp.array([[0, 2], [1, 0]], jnp.int32), 3)
+    asserts.bitwise(rows, np.asarray(x)[np.asarray(permutation.source) // 2])
+
+
+@pytest.mark.rule("ERR-1", "ACC-10")
+def test_arguments_that_are_no_arrays_and_mapped_axes() -> None:
+    with asserts.refused(TypeError, ("`logits`", "list", "expected a JAX or NumPy array [T, E]", "jnp.asarray")):
+        route.topk_router([[1.0, 2.0]], 1)
+    with asserts.refused(ValueError, ("`key` of topk_router", "shape ()", "one axis [2]", "low word first")):
+        route.topk_router(jnp.zeros((T, E)), K, jitter=0.1, key=jax.random.key(0))
+    with asserts.refused(NotImplementedError, ("jax.vmap of router", "over axis 0", "without a mapped axis", "fold")):
+        jax.vmap(lambda z: route.topk_router(z, K)[0])(jnp.zeros((2, T, E)))
+
+
 # ---- transformations
 
 
