@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.core
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -110,6 +111,11 @@ def differentiable(function: Any, *arguments: Any) -> Any:
         if "symbolic_zeros" not in str(error):
             raise
         return jax.jit(partial(function, arguments[0]))(*arguments[1:])
+
+
+def nonzero(cotangent: Any) -> Any:
+    """The cotangent that a backward with symbolic zeros got; None where it is zero."""
+    return None if isinstance(cotangent, SymbolicZero) else cotangent
 
 
 @partial(jax.jit, static_argnames="call")

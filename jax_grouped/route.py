@@ -8,26 +8,24 @@ Letters: T tokens, E experts, k experts per token, S sequences, M rows, P padded
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from grouped_core import routing as rules
 from grouped_core import routing_spec
 from grouped_core.calls import spec_of
 from grouped_core.routing_spec import SCORES as SCORES
-from grouped_core.routing_spec import Router, router_option
 from grouped_core.routing_spec import alignment_for as alignment_for
-from jax_grouped._arguments import AnyArray, as_array, one_group, to_int32
-from jax_grouped._run import RUN, differentiable, reduce_to, varying_axes
-
-AxisName = str | tuple[str, ...] | None
-"""Axes of the mesh, by name, inside `jax.shard_map`."""
+from grouped_core.routing_spec import router_option
+from jax_grouped import _router, _rows
+from jax_grouped._arguments import AnyArray, as_array, to_int32
+from jax_grouped._router import AxisName as AxisName
+from jax_grouped._router import Given, Options, Routed
+from jax_grouped._rows import Places
+from jax_grouped._run import RUN, differentiable
 
 
 class MoEAux(NamedTuple):
@@ -137,7 +135,7 @@ def topk_router(
     Raises:
         ValueError: an option or a shape does not fit. TypeError: a dtype does not fit.
     """
-    given = _Given(
+    given = Given(
         *(
             None if each is None else as_array(name, each, shape)
             for name, each, shape in (
@@ -175,141 +173,10 @@ def topk_router(
         experts=None if given.experts is None else to_int32(given.experts),
         sequence_sizes=None if given.sequence_sizes is None else to_int32(given.sequence_sizes),
     )
-    found: _Routed = differentiable(_route, _Options(op, axis_name), logits, given)
+    found: Routed = differentiable(_router.route, Options(op, axis_name), logits, given)
     dropped = jnp.zeros((), jnp.int32) if found.dropped is None else found.dropped[0]
     aux = MoEAux(found.load[0], found.aux_loss, found.z_loss, dropped, dropped > 0, found.entropy)
     return found.weights, found.experts, aux
-
-
-class _Options(NamedTuple):
-    router: Router
-    axis_name: AxisName
-
-
-class _Given(NamedTuple):
-    """Operands without gradient."""
-
-    bias: Any
-    mask: Any
-    experts: Any
-    key: Any
-    sequence_sizes: Any
-
-
-class _Routed(NamedTuple):
-    weights: Any
-    experts: Any
-    load: Any
-    dropped: Any
-    aux_loss: Any
-    z_loss: Any
-    entropy: Any
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["logits", "first", "kept", "losses", "mask", "key", "sequence_sizes"],
-    meta_fields=["dtype", "varying"],
-)
-@dataclass(frozen=True)
-class _Saved:
-    """What the router saves for its backward; `losses` is None where they are constants."""
-
-    logits: Any
-    first: Any
-    kept: Any
-    losses: Any
-    mask: Any
-    key: Any
-    sequence_sizes: Any
-    dtype: str
-    varying: frozenset[str]
-
-
-def _run_router(options: _Options, logits: Any, given: _Given) -> tuple[_Routed, rules.Chosen, rules.Losses]:
-    op, axes = options
-    chosen = rules.choose(RUN, op, logits, one_group(logits.shape[0]), **given._asdict())
-    sums = chosen.sums
-    if axes is not None:
-        sums = rules.Sums(*(jax.lax.psum(each, axes) for each in sums))
-    losses = rules.losses(RUN, op, sums)
-    found = _Routed(chosen.weights, chosen.experts, chosen.load, chosen.dropped, *losses.values)
-    return found, chosen, losses
-
-
-def _route_value(options: _Options, logits: Any, given: _Given) -> _Routed:
-    return _run_router(options, logits, given)[0]
-
-
-def _route_fwd(options: _Options, logits: Any, given: _Given) -> tuple[_Routed, _Saved | None]:
-    needed = logits.perturbed
-    logits, given = custom_vjp_primal_tree_values((logits, given))
-    found, chosen, losses = _run_router(options, logits, given)
-    if not needed:
-        return found, None
-    op = options.router
-    return found, _Saved(
-        logits=chosen.logits,
-        first=chosen.first,
-        kept=chosen.experts if op.capacity_factor is not None else None,
-        losses=losses if op.aux_coeff or op.z_coeff else None,
-        mask=given.mask,
-        key=given.key,
-        sequence_sizes=given.sequence_sizes,
-        dtype=spec_of(logits).dtype,
-        varying=varying_axes(logits),
-    )
-
-
-def _route_bwd(options: _Options, saved: _Saved | None, cotangents: _Routed) -> tuple[Any, None]:
-    if saved is None:
-        return None, None
-    d_weights, d_losses = _nonzero(cotangents.weights), None
-    of_losses = [_nonzero(each) for each in (cotangents.aux_loss, cotangents.z_loss)]
-    if saved.losses is not None and any(each is not None for each in of_losses):
-        d_losses = jnp.stack([jnp.zeros((), jnp.float32) if each is None else each for each in of_losses])
-        d_losses = _before_sum(d_losses, options.axis_name)
-    if d_weights is None and d_losses is None:
-        return None, None
-    d_logits = rules.router_grad(
-        RUN,
-        options.router,
-        saved.logits,
-        saved.first,
-        saved.kept,
-        saved.losses,
-        one_group(saved.logits.shape[0]),
-        d_weights,
-        d_losses,
-        saved.dtype,
-        mask=saved.mask,
-        key=saved.key,
-        sequence_sizes=saved.sequence_sizes,
-    )
-    return reduce_to(d_logits, saved.varying), None
-
-
-def _nonzero(cotangent: Any) -> Any:
-    return None if isinstance(cotangent, SymbolicZero) else cotangent
-
-
-def _before_sum(cotangent: Array, axes: AxisName) -> Array:
-    """The cotangent of what was summed over `axes`, given that of the sum.
-
-    JAX defines the transpose of its sum differently with and without `check_vma`: with it, the sum is one value that
-    all shards share, and its cotangent is theirs; without it, each shard has a sum of its own, and the cotangents are
-    added.
-    """
-    if axes is None:
-        return cotangent
-    names = (axes,) if isinstance(axes, str) else tuple(axes)
-    missing = tuple(name for name in names if name not in varying_axes(cotangent))
-    local = jax.lax.pcast(jnp.zeros_like(cotangent), missing, to="varying") if missing else cotangent
-    return jax.vjp(lambda value: jax.lax.psum(value, axes), local)[1](cotangent)[0]
-
-
-_route = jax.custom_vjp(_route_value, nondiff_argnums=(0,))
-_route.defvjp(_route_fwd, _route_bwd, symbolic_zeros=True)
 
 
 def hash_experts(
@@ -433,83 +300,9 @@ def permute(
     weights = None if probs is None else as_array("probs", probs, "[T, k]")
     routing_spec.check_permute(spec_of(x), spec_of(experts), num_groups, None if weights is None else spec_of(weights))
     rows = routing_spec.row_count(experts.size, num_groups, align, max_rows)
-    options = _Places(num_groups, rows, align, experts.shape[1])
-    placed, found = differentiable(_permute, options, x, weights, to_int32(experts))
+    options = Places(num_groups, rows, align, experts.shape[1])
+    placed, found = differentiable(_rows.permute, options, x, weights, to_int32(experts))
     return placed, found.sizes, Permutation(found.source, found.inverse, found.probs, found.dropped[0])
-
-
-class _Places(NamedTuple):
-    """Static options of `permute`."""
-
-    groups: int
-    rows: int
-    align: int
-    slots: int
-
-
-def _permute_value(options: _Places, x: Any, probs: Any, experts: Any) -> tuple[Any, rules.Order]:
-    found = rules.order(RUN, experts, options.groups, options.rows, align=options.align, weights=probs)
-    return rules.gather(RUN, x, found.source, options.slots), found
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["rows", "weights", "source", "inverse"],
-    meta_fields=["dtypes", "needs", "varying"],
-)
-@dataclass(frozen=True)
-class _Moved:
-    """What moving rows saves for its backward.
-
-    Attributes:
-        dtypes, needs, varying: of the two differentiable operands; a dtype is "" where an operand is absent.
-    """
-
-    rows: Any
-    weights: Any
-    source: Any
-    inverse: Any
-    dtypes: tuple[str, str]
-    needs: tuple[bool, bool]
-    varying: tuple[frozenset[str], frozenset[str]]
-
-
-def _moved(
-    operands: tuple[Any, Any],
-    needs: tuple[bool, bool],
-    source: Any,
-    inverse: Any,
-    rows: Any = None,
-    weights: Any = None,
-) -> _Moved:
-    first, second = operands
-    dtypes = (spec_of(first).dtype, "" if second is None else spec_of(second).dtype)
-    axes = (varying_axes(first), frozenset[str]() if second is None else varying_axes(second))
-    return _Moved(rows, weights, source, inverse, dtypes, needs, axes)
-
-
-def _asked(primal: Any) -> bool:
-    return any(leaf.perturbed for leaf in jax.tree.leaves(primal))
-
-
-def _permute_fwd(options: _Places, *primals: Any) -> tuple[Any, _Moved]:
-    x, probs, experts = custom_vjp_primal_tree_values(primals)
-    rows, found = _permute_value(options, x, probs, experts)
-    return (rows, found), _moved((x, probs), (_asked(primals[0]), _asked(primals[1])), None, found.inverse)
-
-
-def _permute_bwd(options: _Places, saved: _Moved, cotangents: tuple[Any, rules.Order]) -> tuple[Any, Any, None]:
-    d_rows, d_probs = _nonzero(cotangents[0]), _nonzero(cotangents[1].probs)
-    dx = dp = None
-    if saved.needs[0] and d_rows is not None:
-        dx = reduce_to(rules.combine(RUN, d_rows, saved.inverse, saved.dtypes[0]), saved.varying[0])
-    if saved.needs[1] and d_probs is not None:
-        dp = reduce_to(rules.of_slots(RUN, d_probs, saved.inverse, saved.dtypes[1]), saved.varying[1])
-    return dx, dp, None
-
-
-_permute = jax.custom_vjp(_permute_value, nondiff_argnums=(0,))
-_permute.defvjp(_permute_fwd, _permute_bwd, symbolic_zeros=True)
 
 
 def unpermute(
@@ -533,29 +326,7 @@ def unpermute(
     source, inverse = permutation.source, permutation.inverse
     of_factors = None if factors is None else spec_of(factors)
     routing_spec.check_unpermute(spec_of(y), source.shape[0], spec_of(inverse), of_factors)
-    return differentiable(_unpermute, None, y, factors, source, inverse)
-
-
-def _unpermute_value(_: None, y: Any, weights: Any, source: Any, inverse: Any) -> Any:
-    return rules.combine(RUN, y, inverse, RUN.spec(y).dtype, weights)
-
-
-def _unpermute_fwd(_: None, *primals: Any) -> tuple[Any, _Moved]:
-    y, weights, source, inverse = custom_vjp_primal_tree_values(primals)
-    needs = (_asked(primals[0]), _asked(primals[1]))
-    saved = _moved((y, weights), needs, source, inverse, y if needs[1] else None, weights)
-    return _unpermute_value(None, y, weights, source, inverse), saved
-
-
-def _unpermute_bwd(_: None, saved: _Moved, d_out: Any) -> tuple[Any, Any, None, None]:
-    arrays = (saved.rows, saved.source, saved.inverse, saved.weights, d_out)
-    found = rules.combine_grads(RUN, *arrays, saved.dtypes[0], saved.needs)
-    dy, dw = (None if each is None else reduce_to(each, at) for each, at in zip(found, saved.varying, strict=True))
-    return dy, dw, None, None
-
-
-_unpermute = jax.custom_vjp(_unpermute_value, nondiff_argnums=(0,))
-_unpermute.defvjp(_unpermute_fwd, _unpermute_bwd, symbolic_zeros=True)
+    return differentiable(_rows.unpermute, None, y, factors, source, inverse)
 
 
 def pad_groups(
@@ -578,7 +349,7 @@ def pad_groups(
     rows, counts = as_array("rows", rows, "[M, H]"), as_array("sizes", sizes, "[G]")
     routing_spec.check_pad_groups(spec_of(rows), spec_of(counts), align)
     found = rules.padding(RUN, to_int32(counts), rows.shape[0], align)
-    padded = differentiable(_take, None, rows, found.source, found.inverse)
+    padded = differentiable(_rows.take, None, rows, found.source, found.inverse)
     return padded, found.sizes, GroupPadding(found.source, found.inverse)
 
 
@@ -593,23 +364,4 @@ def unpad_groups(rows: Float[AnyArray, "P H"], map: GroupPadding) -> Float[Array
     """
     rows = as_array("rows", rows, "[P, H]")
     routing_spec.check_unpad_groups(spec_of(rows), spec_of(map.source))
-    return differentiable(_take, None, rows, map.inverse, map.source)
-
-
-def _take_value(_: None, rows: Any, source: Any, inverse: Any) -> Any:
-    return rules.gather(RUN, rows, source, 1)
-
-
-def _take_fwd(_: None, rows: Any, source: Any, inverse: Any) -> tuple[Any, _Moved]:
-    values = custom_vjp_primal_tree_values((rows, source, inverse))
-    needed = rows.perturbed
-    return _take_value(None, *values), _moved((values[0], None), (needed, False), None, values[2])
-
-
-def _take_bwd(_: None, saved: Any, d_rows: Any) -> tuple[Any, None, None]:
-    dx = rules.gather(RUN, d_rows, saved.inverse, 1) if saved.needs[0] else None
-    return (None if dx is None else reduce_to(dx, saved.varying[0])), None, None
-
-
-_take = jax.custom_vjp(_take_value, nondiff_argnums=(0,))
-_take.defvjp(_take_fwd, _take_bwd, symbolic_zeros=True)
+    return differentiable(_rows.take, None, rows, map.inverse, map.source)
