@@ -41,14 +41,14 @@ def _slots(call: Call) -> list[str]:
     return [slot for slot, spec in zip(SLOTS[call.name], call.inputs, strict=True) if spec is not None]
 
 
-def check_whole(call: Call, operands: Sequence[jax.Array]) -> None:
-    """Refuses sharded operands of a call that runs at once.
+def check_whole(call: Call, operands: Sequence[Any]) -> None:
+    """Refuses sharded operands of a call that runs at once; constants without a sharding are whole.
 
     Raises:
         ValueError: an operand is sharded.
     """
     for slot, operand in zip(_slots(call), operands, strict=True):
-        if not operand.is_fully_replicated:
+        if not getattr(operand, "is_fully_replicated", True):
             raise ValueError(not_local(call, slot, getattr(operand.sharding, "spec", operand.sharding)))
 
 
