@@ -116,8 +116,8 @@ def parse_arguments(argv: list[str] | None) -> tuple[Settings, argparse.Namespac
 
     add("--text", metavar="PATH", help="file or folder to learn from (default: the Python standard library)")
     size("steps", whole(1, 1e7), "training steps")
-    size("experts", whole(1, 4096), "experts per layer")
-    add("--top-k", type=whole(1, 64), default=2, help="experts per byte (default: %(default)s)")
+    size("experts", whole(1, 1024), "experts per layer")
+    add("--top-k", type=whole(1, 32), default=2, help="experts per byte (default: %(default)s)")
     size("width", whole(HEAD_WIDTH, 8192), "width of the residual stream")
     size("layers", whole(1, 128), "transformer blocks")
     size("batch", whole(1, 4096), "text windows per step")

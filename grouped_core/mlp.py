@@ -21,7 +21,6 @@ from grouped_core.products import (
     Cached,
     Listed,
     Operand,
-    Paired,
     Runner,
     all_aligned,
     arranged,
@@ -409,6 +408,11 @@ def main_grads(
         grad_input=grad_input,
         extras=extras[0],
     )
+    return both_stages(hidden, found)
+
+
+def both_stages(hidden: AtHidden, found: gradients.MainGrads) -> MainGrads:
+    """Results of `main_grads` from those of its two stages."""
     first, second = hidden.amax
     return MainGrads(
         x=found.x,
@@ -583,8 +587,22 @@ def plan(
         grad_input=grad_input,
         extras=extras,
     )
+    plan_weight_grads(run, op, specs, main, sizes, needs, accumulators, halves)
+
+
+def plan_weight_grads(
+    run: Any,
+    op: Mlp,
+    specs: MlpSpecs,
+    main: MainGrads,
+    sizes: Array,
+    needs: MlpNeeds,
+    accumulators: tuple[Any, Any],
+    halves: Sequence[int],
+) -> None:
+    """The part of `plan` after `main_grads`."""
     into = accumulators[0]
-    targets = [(into and into[half - 1], half) for half in halves] if isinstance(wi, Paired) else [(into, 0)]
+    targets = [(into and into[half - 1], half) for half in halves] if op.paired else [(into, 0)]
     work = [(op.fc1(), specs.wi, main.rows, main.dh, *target) for target in targets if needs.wi]
     work += [(op.fc2(), specs.wo, main.z, main.dy, accumulators[1], 0)] if needs.wo else []
     for linear, weight, rows, dy, to, half in work:

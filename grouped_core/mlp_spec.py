@@ -5,6 +5,7 @@ Letters: G groups, M rows, K hidden size of the model, F expert width, W columns
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ class Residuals:
 
     Attributes:
         policy: one of `POLICIES`.
+        offload: default names of saved arrays that wait in host memory, where the frontend can move them itself.
         names: a mapping, or pairs, from the default names of saved arrays to the names that `jax.checkpoint` policies
             see; the defaults are `grouped_x`, `grouped_fc1`, `grouped_act`.
 
@@ -40,6 +42,7 @@ class Residuals:
     """
 
     policy: str = "save_fc1"
+    offload: Sequence[str] = ()
     names: Any = ()
 
     def __post_init__(self) -> None:
@@ -53,7 +56,14 @@ class Residuals:
             raise ValueError(
                 f"`names` of Residuals: {unknown[0]!r}, expected one of {', '.join(ROW_NAMES)}; rename one of these."
             )
+        away = (self.offload,) if isinstance(self.offload, str) else tuple(self.offload)
+        unknown = [name for name in away if name not in ROW_NAMES]
+        if unknown:
+            raise ValueError(
+                f"`offload` of Residuals: {unknown[0]!r}, expected some of {', '.join(ROW_NAMES)}; choose among these."
+            )
         object.__setattr__(self, "names", pairs)
+        object.__setattr__(self, "offload", away)
 
     def name(self, ours: str) -> str:
         """The name that `jax.checkpoint` policies see for the array named `ours` by default."""
@@ -179,9 +189,22 @@ class Kept(NamedTuple):
     wo_bias: bool
 
 
-def residuals_option(residuals: Residuals | str) -> Residuals:
-    """`residuals=` of a public function, the name of a policy or `Residuals`, as `Residuals`."""
-    return residuals if isinstance(residuals, Residuals) else Residuals(residuals)
+def residuals_option(residuals: Residuals | str, *, can_offload: bool = False) -> Residuals:
+    """`residuals=` of a public function, the name of a policy or `Residuals`, as `Residuals`.
+
+    Args:
+        can_offload: whether the frontend moves saved arrays itself.
+
+    Raises:
+        ValueError: the frontend does not move arrays, and `offload` names some.
+    """
+    option = residuals if isinstance(residuals, Residuals) else Residuals(residuals)
+    if option.offload and not can_offload:
+        raise ValueError(
+            f"`offload` of Residuals: {', '.join(option.offload)}, expected none, because only JAX moves saved arrays "
+            "itself; leave it out, and in PyTorch use torch_bridge.offload.cpu_offload."
+        )
+    return option
 
 
 class MlpSpecs(NamedTuple):

@@ -84,7 +84,11 @@ AXES: dict[str, dict[str, Axes]] = {
         "experts": Axes("[T, k]", _RESHAPE),
         "probs": Axes("[T, k]", _RESHAPE),
     },
-    "routed_mlp": {"experts": Axes("[T, k]", _RESHAPE), "weights": Axes("[T, k]", _RESHAPE)},
+    "routed_mlp": {
+        "x": Axes("[T, K]", _RESHAPE),
+        "experts": Axes("[T, k]", _RESHAPE),
+        "weights": Axes("[T, k]", _RESHAPE),
+    },
     "moe": {"x": Axes("[T, H]", _RESHAPE), "router": Axes("[H, E]", _RESHAPE, "[E, H]")},
     "unpermute": {"y": Axes("[M, H]", _RESHAPE), "weights": Axes("[T, k]", _RESHAPE)},
 }

@@ -8,6 +8,7 @@ columns of the hidden rows.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from grouped_core.formats import Format, QTensor, wide
 from grouped_core.gradients import Amaxes, MainGrads, measures_late, rows_for_wgrad
 from grouped_core.linear_spec import Linear
 from grouped_core.mlp import AtHidden
-from grouped_core.mlp_spec import NO_NEEDS, Mlp, MlpNeeds, MlpSpecs, kept
+from grouped_core.mlp_spec import NO_NEEDS, Mlp, MlpNeeds, MlpSpecs, kept, restrict
 from grouped_core.products import Array, Operand, Runner, operand_spec
 from grouped_core.quantizing import Extras, in_formats
 from grouped_core.routing import Order
@@ -180,6 +181,58 @@ def first_rows(
 def measures_rows(op: Mlp) -> bool:
     """Whether backward finds the magnitudes of x, for delayed scaling of its weight gradient alone."""
     return op.recipe is not None and op.recipe.wgrad[0].delayed and measures_late(op.recipe, 0)
+
+
+def main_grads(
+    run: Runner,
+    op: Mlp,
+    specs: MlpSpecs,
+    x: Array | None,
+    h: Array | None,
+    z: Operand | None,
+    wi: Operand | None,
+    wo: Operand | None,
+    order: Order,
+    wi_bias: Operand | None,
+    wo_bias: Operand | None,
+    dy: Array,
+    needs: MlpNeeds,
+    *,
+    weights_dtype: str,
+    grad_input: Array | None = None,
+    extras: tuple[Extras, Extras] = mlp.NO_EXTRAS,
+) -> mlp.MainGrads:
+    """`mlp.main_grads` for tokens: `at_hidden`, then `first_product`; x: as `kept_tokens` says."""
+    again, _ = kept_tokens(op, needs, wi_bias is not None, wo_bias is not None)
+    operands = (x if again else None, h, z, wi, wo, order, wi_bias, wo_bias, dy)
+    hidden = at_hidden(run, op, specs, *operands, needs, weights_dtype=weights_dtype, extras=extras)
+    operands = (x, wi, order, hidden.dh, hidden.of_dh, needs)
+    return mlp.both_stages(hidden, first_product(run, op, specs, *operands, grad_input=grad_input, extras=extras[0]))
+
+
+def plan(
+    op: Mlp,
+    operands: Sequence[Any],
+    experts: ArraySpec,
+    run: Any,
+    *,
+    needs: MlpNeeds,
+    accumulators: tuple[Any, Any] = (None, None),
+    halves: Sequence[int] = (1, 2),
+    out: ArraySpec | None = None,
+    extras: tuple[Extras, Extras] = mlp.NO_EXTRAS,
+) -> None:
+    """As `mlp.plan`; in `operands` x and weights are those of tokens. experts: spec of the experts [T, k]."""
+    x, wi, wo, weights, wi_bias, wo_bias = operands
+    given: Any = [operand_spec(run, each) for each in (x, wi, wo, weights, wi_bias, wo_bias)]
+    specs = row_specs(op, x, experts.shape[1], MlpSpecs(*given))
+    needs = restrict(needs, specs)
+    tokens = ArraySpec((1,), "int32")
+    arrays = (x, experts, weights, wi, wo, tokens, wi_bias, wo_bias, out)
+    found = forward(run, op, *arrays, needs=needs, extras=extras)
+    arrays = (x, found.h, found.z, found.wi, found.wo, found.order, wi_bias, wo_bias, found.y)
+    main = main_grads(run, op, specs, *arrays, needs, weights_dtype=weights.dtype, extras=extras)
+    mlp.plan_weight_grads(run, op, specs, main, found.order.sizes, needs, accumulators, halves)
 
 
 @lru_cache(maxsize=1024)

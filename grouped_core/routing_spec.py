@@ -251,6 +251,23 @@ def check_unpermute(y: ArraySpec, rows: int, inverse: ArraySpec, weights: ArrayS
     _shape(name, "weights", weights, tuple(inverse.shape), "as the experts of `permute`")
 
 
+def check_routed_mlp(x: ArraySpec, experts: ArraySpec, weights: ArraySpec) -> None:
+    """Checks those arguments of `routed_mlp` that `grouped_mlp` does not have.
+
+    Raises:
+        TypeError: dtypes. ValueError: shapes.
+    """
+    name = "routed_mlp"
+    check_ranks(name, x=x, experts=experts, weights=weights)
+    _integers(name, "experts", experts)
+    _floats(name, "weights", weights)
+    if x.shape[0] != experts.shape[0]:
+        raise ValueError(
+            f"`x` of {name}: {x.shape[0]} tokens, expected {experts.shape[0]} as in `experts`; route these tokens."
+        )
+    _shape(name, "weights", weights, tuple(experts.shape), "as `experts`")
+
+
 def check_pad_groups(rows: ArraySpec, sizes: ArraySpec, align: int) -> None:
     """Checks the arguments of `pad_groups`.
 
@@ -262,6 +279,20 @@ def check_pad_groups(rows: ArraySpec, sizes: ArraySpec, align: int) -> None:
     _integers(name, "sizes", sizes)
     if align < 1:
         raise ValueError(f"`align` of pad_groups: {align}, expected 1 or more; 1 pads nothing.")
+
+
+def check_unpad_groups(rows: ArraySpec, source: ArraySpec) -> None:
+    """Checks the arguments of `unpad_groups`; `source` is that of the map from `pad_groups`.
+
+    Raises:
+        ValueError: shapes.
+    """
+    name = "unpad_groups"
+    check_ranks(name, rows=rows)
+    if rows.shape[0] != source.shape[0]:
+        raise ValueError(
+            f"`rows` of {name}: {rows.shape[0]} rows, expected {source.shape[0]}; give all rows of `pad_groups`."
+        )
 
 
 def check_hash_experts(token_ids: ArraySpec, k: int, experts: int, table: ArraySpec | None) -> None:

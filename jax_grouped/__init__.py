@@ -1,4 +1,4 @@
-"""Grouped matrix products for JAX: `ragged_dot`, a drop-in for `jax.lax.ragged_dot`, its accumulators, and routing."""
+"""Grouped matrix products for JAX: `ragged_dot`, a drop-in for `jax.lax.ragged_dot`, experts, routing, MoE layers."""
 
 import importlib
 from typing import Any
@@ -12,10 +12,13 @@ from grouped_core.mlp_spec import Residuals as Residuals
 from grouped_core.recipes import *
 from grouped_core.sizes import GroupSizes as GroupSizes
 from jax_grouped import accumulate as accumulate
+from jax_grouped import checkpoint_policies as checkpoint_policies
 from jax_grouped import route as route
 from jax_grouped.debug import explain as explain
 from jax_grouped.debug import why_unsupported as why_unsupported
 from jax_grouped.mlp import grouped_mlp as grouped_mlp
+from jax_grouped.moe import SharedExpert as SharedExpert
+from jax_grouped.moe import moe as moe
 from jax_grouped.ops import ragged_dot as ragged_dot
 from jax_grouped.ops import size_status as size_status
 from jax_grouped.quantize import dequantize as dequantize
@@ -23,10 +26,11 @@ from jax_grouped.quantize import quantize as quantize
 from jax_grouped.quantize import scaling_state as scaling_state
 from jax_grouped.quantize import straight_through as straight_through
 from jax_grouped.quantize import update_scaling as update_scaling
+from jax_grouped.routed import routed_mlp as routed_mlp
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the module of layers, which needs Flax, on first use."""
-    if name == "nnx":
+    """Imports a module of layers, which needs Flax, on first use."""
+    if name in ("nnx", "linen"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

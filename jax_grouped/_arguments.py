@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import jax
@@ -104,7 +105,7 @@ def as_bound(bound: BoundRecipe) -> BoundRecipe:
 
 
 def to_int32(sizes: Any) -> jax.Array:
-    """Sizes as int32 on the device; larger ones saturate (GRP-1)."""
+    """Sizes, or numbers of experts, as int32 on the device; larger ones saturate (GRP-1), so none wraps into range."""
     info = jnp.iinfo(sizes.dtype)
     if info.min < _INT32.min or info.max > _INT32.max:
         xp = np if isinstance(sizes, np.ndarray) else jnp
@@ -116,3 +117,9 @@ def report_sizes(word: Any) -> None:
     """Logs sizes that do not fit."""
     if int(word):
         _logger.warning("group_sizes: %s", debug.describe_status(int(word)))
+
+
+@partial(jax.jit, static_argnums=0, inline=True)
+def one_group(rows: int) -> jax.Array:
+    """int32 [1]: the sizes of one group of all rows."""
+    return jnp.full((1,), rows, jnp.int32)

@@ -67,33 +67,49 @@ class RecipeLayer(nnx.Module):
         if recipe is not None and recipe.delayed:
             self.scaling = Scaling(scaling_state(recipe, num_groups, products=products))
         if recipe is not None and recipe.stochastic:
-            self.rounding = _rounding(rngs, type(self).__name__, recipe).fork()
+            what = f"the recipe {recipe.name}, which rounds stochastically"
+            self.rounding = stream_of(rngs, "rounding", type(self).__name__, what)
 
-    def _bound_recipe(self, rngs: Keys) -> Recipe | BoundRecipe | None:
-        """The recipe for one call; `rngs` replaces the layer's stream."""
+    def _bound_recipe(self, rngs: Keys, index: int = 0) -> Recipe | BoundRecipe | None:
+        """The recipe for one call; `rngs` replaces the layer's stream, `index` as in `key_words`."""
         recipe = self.recipe
         if recipe is None or not (recipe.delayed or recipe.stochastic):
             return recipe
         state = None if self.scaling is None else self.scaling.get_value()
-        return recipe.bind(state, self._key(rngs) if recipe.stochastic else None)
+        return recipe.bind(state, self._key(rngs, index) if recipe.stochastic else None)
 
-    def _key(self, rngs: Keys) -> jax.Array:
-        source = self.rounding if rngs is None else rngs.rounding if isinstance(rngs, nnx.Rngs) else rngs
-        key = source() if isinstance(source, nnx.RngStream) else source
-        if not isinstance(key, jax.Array):
-            raise TypeError(
-                f"`rngs` of {type(self).__name__}: {type(key).__name__}, expected nnx.Rngs, a stream of it, a key of "
-                "jax.random, or None; pass one of them."
-            )
-        return jax.random.bits(key, (2,), "uint32")
+    def _key(self, rngs: Keys, index: int) -> jax.Array:
+        return key_words(type(self).__name__, self.rounding, "rounding", rngs, index=index)
 
 
-def _rounding(rngs: nnx.Rngs, layer: str, recipe: Recipe) -> nnx.RngStream:
-    """The stream of keys for stochastic rounding: `rounding` of `rngs`, or its default stream."""
+def key_words(layer: str, own: nnx.RngStream | None, name: str, rngs: Keys, *, index: int = 0) -> jax.Array:
+    """Two words of a new key: of the layer's `own` stream, or of the stream `name` of `rngs`, which replaces it.
+
+    Args:
+        index: of this use, where one key of jax.random serves several.
+    """
+    source = own if rngs is None else getattr(rngs, name) if isinstance(rngs, nnx.Rngs) else rngs
+    key = source() if isinstance(source, nnx.RngStream) else source
+    if not isinstance(key, jax.Array):
+        raise TypeError(
+            f"`rngs` of {layer}: {type(key).__name__}, expected nnx.Rngs, a stream of it, a key of jax.random, or "
+            "None; pass one of them."
+        )
+    if index and source is rngs:
+        key = jax.random.fold_in(key, index)
+    return jax.random.bits(key, (2,), "uint32")
+
+
+def stream_of(rngs: nnx.Rngs, name: str, layer: str, what: str) -> nnx.RngStream:
+    """The stream `name` of `rngs`, or its default stream, forked.
+
+    Args:
+        what: what needs it, for the message.
+    """
     try:
-        return rngs.rounding
+        return getattr(rngs, name).fork()
     except AttributeError as error:
         raise ValueError(
-            f"`rngs` of {layer}: no stream `rounding` and no default, expected one for the recipe {recipe.name}, which "
-            "rounds stochastically; pass nnx.Rngs(seed), or nnx.Rngs(params=..., rounding=...)."
+            f"`rngs` of {layer}: no stream `{name}` and no default, expected one for {what}; pass nnx.Rngs(seed), or "
+            f"nnx.Rngs(params=..., {name}=...)."
         ) from error

@@ -14,17 +14,18 @@ import jax
 from jaxtyping import Array, Float
 
 from grouped_core import mlp as rules
+from grouped_core import routed
 from grouped_core.calls import ArraySpec, OperandSpec
 from grouped_core.formats import QTensor
 from grouped_core.linear_spec import Linear
-from grouped_core.mlp_spec import Mlp, MlpNames, MlpNeeds, MlpSpecs, check_cotangent
+from grouped_core.mlp_spec import ROW_NAMES, Mlp, MlpNames, MlpNeeds, MlpSpecs, Residuals, check_cotangent
 from grouped_core.products import in_form
 from grouped_core.quantizing import Extras
 from grouped_core.recipes import BoundRecipe
 from jax_grouped import _accumulators as accumulate
 from jax_grouped._accumulators import Accumulator
 from jax_grouped._run import RUN, reduce_to, varying_axes
-from jax_grouped.ops import extras_of, merged_state, target_of
+from jax_grouped.ops import extras_of, merged_state, named, target_of
 
 NAMES = MlpNames()
 
@@ -64,12 +65,12 @@ def _two(name: str, accum: Any, what: str) -> tuple[Any, Any]:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["x", "h", "z", "wi", "wo", "sizes", "probs", "wi_bias", "wo_bias", "bound", "amax"],
-    meta_fields=["op", "needs", "parts", "specs", "masters", "varying"],
+    data_fields=["x", "h", "z", "wi", "wo", "sizes", "probs", "wi_bias", "wo_bias", "bound", "amax", "order"],
+    meta_fields=["op", "needs", "parts", "specs", "masters", "probs_dtype", "varying"],
 )
 @dataclass(frozen=True)
 class MlpResiduals:
-    """What `grouped_mlp` saves for its backward; arrays that no needed gradient reads are None."""
+    """What `grouped_mlp` or `routed_mlp` saves for its backward; arrays that no needed gradient reads are None."""
 
     x: Any
     h: Any
@@ -83,6 +84,8 @@ class MlpResiduals:
     bound: BoundRecipe
     amax: Any
     """Amaxes that forward found, for delayed scaling."""
+    order: Any
+    """Of the rows of tokens, with their probabilities; None where x are sorted rows."""
     op: Mlp
     needs: MlpNeeds
     parts: tuple[int, ...]
@@ -90,6 +93,8 @@ class MlpResiduals:
     specs: MlpSpecs
     masters: tuple[str | None, ...]
     """`master_dtype` of x, wi and wo."""
+    probs_dtype: str
+    """Dtype of the probabilities, or of the weights of tokens; "" where absent."""
     varying: tuple[Any, ...]
     """Manual mesh axes over which x, wi (a tuple: each array of it), wo, probs, wi_bias and wo_bias vary."""
 
@@ -137,23 +142,31 @@ def grouped_mlp_bwd_dx(
         check_cotangent(res.specs.x, ArraySpec(dy.shape, dy.dtype), dy.format, recipe)
     else:
         check_cotangent(res.specs.x, RUN.spec(dy))
-    main = rules.main_grads(
-        RUN,
-        res.op,
-        res.specs,
-        res.x,
-        res.h,
-        res.z,
-        in_form(res.op.fc1(), res.wi),
-        res.wo,
-        res.sizes,
-        res.probs,
-        res.wi_bias,
-        res.wo_bias,
-        dy,
-        res.needs,
-        extras=both_extras(res.bound),
-    )
+    return backward(res, dy)
+
+
+def to_wait(residuals: Residuals, name: str, rows: Any, *, is_named: bool = False) -> Any:
+    """Rows that wait for backward: named for `jax.checkpoint`, and in host memory where `residuals` says so (OFF-9)."""
+    rows = rows if is_named else named(rows, residuals.name(name))
+    return jax.device_put(rows, jax.memory.Space.Host) if name in residuals.offload else rows
+
+
+def _came_back(residuals: Residuals, name: str, rows: Any) -> Any:
+    return jax.device_put(rows, jax.memory.Space.Device) if name in residuals.offload else rows
+
+
+def backward(res: MlpResiduals, dy: Any) -> tuple[Any, Any, Any, Any, Deferred]:
+    """As `grouped_mlp_bwd_dx`, of rows or tokens."""
+    x, h, z = (_came_back(res.op.residuals, *each) for each in zip(ROW_NAMES, (res.x, res.h, res.z), strict=True))
+    wi = in_form(res.op.fc1(), res.wi)
+    extras = both_extras(res.bound)
+    if res.order is None:
+        operands = (x, h, z, wi, res.wo, res.sizes, res.probs, res.wi_bias, res.wo_bias, dy)
+        main = rules.main_grads(RUN, res.op, res.specs, *operands, res.needs, extras=extras)
+    else:
+        operands = (x, h, z, wi, res.wo, res.order, res.wi_bias, res.wo_bias, dy)
+        how = {"weights_dtype": res.probs_dtype, "extras": extras}
+        main = routed.main_grads(RUN, res.op, res.specs, *operands, res.needs, **how)
     of = dict(zip(MlpSpecs._fields, res.varying, strict=True))
     dx, dp, db1, db2 = (
         None if cotangent is None else reduce_to(cotangent, of[name])

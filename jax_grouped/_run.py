@@ -14,11 +14,13 @@ from typing import Any
 import jax
 import jax.core
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from grouped_core import _native, plans
 from grouped_core.calls import SLOTS, ArraySpec, Call, Param, spec_of
+from jax_grouped._partition import check_whole, lower_local, may_be_partitioned, not_local, told_its_devices
 
 DEFAULT_CUDA_ARCH = "sm_90a"
 """The arch that a CUDA program is lowered for where no GPU is visible."""
@@ -111,6 +113,11 @@ def differentiable(function: Any, *arguments: Any) -> Any:
         return jax.jit(partial(function, arguments[0]))(*arguments[1:])
 
 
+def nonzero(cotangent: Any) -> Any:
+    """The cotangent that a backward with symbolic zeros got; None where it is zero."""
+    return None if isinstance(cotangent, SymbolicZero) else cotangent
+
+
 @partial(jax.jit, static_argnames="call")
 def _compiled(*operands: jax.Array, call: Call) -> list[jax.Array]:
     return call_p.bind(*operands, call=call)
@@ -118,6 +125,7 @@ def _compiled(*operands: jax.Array, call: Call) -> list[jax.Array]:
 
 @call_p.def_impl
 def _run_now(*operands: jax.Array, call: Call) -> list[jax.Array]:
+    check_whole(call, operands)
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue] -- compiling is the only way to run it
         with jax.disable_jit(False):
             return _compiled(*operands, call=call)
@@ -130,7 +138,19 @@ def _attribute(value: Param) -> Any:
     return np.float32(value) if isinstance(value, float) else np.int64(value)
 
 
+local_p = Primitive("grouped_call_on_one_shard")
+"""`call_p` where it is known that no operand is sharded."""
+local_p.multiple_results = True
+local_p.def_abstract_eval(_result_types)
+
+
 def _lower(ctx: Any, *operands: Any, call: Call, platform: str) -> Sequence[Any]:
+    if may_be_partitioned(ctx):
+        return lower_local(ctx, partial(local_p.bind, call=call), call, operands)
+    return _lower_as_it_is(ctx, *operands, call=call, platform=platform)
+
+
+def _lower_as_it_is(ctx: Any, *operands: Any, call: Call, platform: str) -> Sequence[Any]:
     arch = "cpu" if platform == "cpu" else cuda_arch()
     plan = plans.plan(call, arch)
     present, made = (
@@ -159,6 +179,8 @@ def _lower(ctx: Any, *operands: Any, call: Call, platform: str) -> Sequence[Any]
 
 for _platform in ("cpu", "cuda"):
     mlir.register_lowering(call_p, partial(_lower, platform=_platform), platform=_platform)
+    mlir.register_lowering(local_p, partial(_lower_as_it_is, platform=_platform), platform=_platform)
+told_its_devices(call_p)
 
 
 def _refuse_vmap(operands: Sequence[Any], axes: Sequence[Any], *, call: Call) -> Any:
@@ -219,10 +241,7 @@ def _check_local(call: Call, arrays: Sequence[jax.Array | None]) -> None:
     for slot, array in zip(SLOTS[call.name], arrays, strict=True):
         spec = () if array is None else jax.typeof(array).sharding.spec
         if any(axis is not None for axis in spec):
-            raise ValueError(
-                f"`{slot}` of {call.name}: sharded as {spec} over an Explicit mesh, expected the rows of one shard; "
-                "call it inside jax.shard_map, or reshard the operands first."
-            )
+            raise ValueError(not_local(call, slot, spec))
 
 
 class JaxRunner:

@@ -8,13 +8,14 @@ from typing import Any
 
 from grouped_core import debug
 from grouped_core.calls import Call
-from jax_grouped import mlp, ops
+from jax_grouped import mlp, ops, routed
 from jax_grouped._run import default_arch
 from jax_grouped.quantize import dequantize, plan_dequantize, plan_quantize, quantize
 
 _PLANS: dict[Callable[..., Any], debug.Planned] = {
     ops.ragged_dot: ops.plan_ragged_dot,
     mlp.grouped_mlp: mlp.plan_grouped_mlp,
+    routed.routed_mlp: routed.plan_routed_mlp,
     quantize: plan_quantize,
     dequantize: plan_dequantize,
 }

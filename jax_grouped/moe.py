@@ -1,46 +1,73 @@
 """A whole mixture-of-experts layer, as a function of its parameters.
 
-The layers of `jax_grouped.nnx` hold the parameters and call `moe`. Letters: T tokens, H hidden size, E experts,
-F expert width, M rows sorted by expert.
+The layers of `jax_grouped.nnx` and `jax_grouped.linen` hold the parameters and call `moe`. Letters: T tokens, H hidden
+size, E experts, k experts per token, F expert width, W columns of the hidden rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from grouped_core.activations import Activation
+from grouped_core.mlp_spec import Residuals
 from grouped_core.ranks import check_rank
 from grouped_core.recipes import BoundRecipe, Recipe
 from jax_grouped import route
+from jax_grouped._arguments import one_group
+from jax_grouped._mlp_gradients import Accumulators
+from jax_grouped._router_product import router_logits
 from jax_grouped.mlp import grouped_mlp
-from jax_grouped.ops import ragged_dot
 from jax_grouped.route import MoEAux
+from jax_grouped.routed import routed_mlp
+
+
+class SharedExpert(NamedTuple):
+    """An expert that every token goes to, without a choice.
+
+    Attributes:
+        wi: [1, H, W]. wo: [1, F, H]; F need not be that of the other experts.
+        gate: [H, 1]; its result is weighted by sigmoid(x @ gate). None: by 1.
+        recipe: of its products; with delayed scaling it needs a state of its own.
+    """
+
+    wi: Float[Array, "1 H W"]
+    wo: Float[Array, "1 F H"]
+    gate: Float[Array, "H 1"] | None = None
+    recipe: Recipe | BoundRecipe | None = None
 
 
 def moe(
     x: Float[Array, "T H"],
     router: Float[Array, "H E"],
-    wi: Float[Array, "E H N"],
-    wo: Float[Array, "E F H"],
+    wi: Any,
+    wo: Any,
     k: int,
     *,
+    shared: SharedExpert | None = None,
+    rhs_transposed: bool = False,
     activation: str | Activation = "swiglu",
-    wi_bias: Float[Array, "E N"] | None = None,
+    wi_bias: Float[Array, "E W"] | None = None,
     wo_bias: Float[Array, "E H"] | None = None,
     recipe: Recipe | BoundRecipe | None = None,
-    mlp: Callable[..., Array] = grouped_mlp,
+    residuals: str | Residuals = "save_fc1",
+    wgrad_accum: Accumulators | None = None,
+    wgrad_dtype: DTypeLike | None = None,
+    implementation: str | Sequence[str] | None = None,
+    mlp: Callable[..., Array] = routed_mlp,
     **routing: Any,
 ) -> tuple[Float[Array, "T H"], MoEAux]:
     """A mixture-of-experts layer: each token goes to k experts; their results are summed with the router's weights.
 
     Args:
-        x: [T, H]. router: [H, E], used in fp32. The others as in `grouped_mlp`.
-        k: experts per token.
-        mlp: the function of the experts, with the arguments of `grouped_mlp`; for comparisons.
+        x: [T, H]. router: [H, E], used in fp32. k: experts per token.
+        wi, wo, rhs_transposed, activation, wi_bias, wo_bias, recipe, residuals, wgrad_accum, wgrad_dtype,
+            implementation: of the experts, as in `grouped_mlp`.
+        shared: an expert for every token, whose result is added to theirs, for tokens without an expert too.
+        mlp: the function of the experts, with the arguments of `routed_mlp`; for comparisons.
         routing: options of `route.topk_router`.
 
     Returns:
@@ -51,21 +78,37 @@ def moe(
     """
     check_rank("moe", "x", "x", x.shape, of="moe")
     check_rank("moe", "router", "router", router.shape, of="moe")
-    check_rank("mlp", "wi", "wi", wi.shape)
-    tokens = jnp.array([x.shape[0]], jnp.int32)
-    # The library's own product in fp32 with one group, so that every framework routes with the same bits.
-    logits = ragged_dot(x.astype(jnp.float32), router.astype(jnp.float32)[None], tokens)
-    weights, experts, aux = route.topk_router(logits, k, **routing)
-    rows, group_sizes, permutation = route.permute(x, experts, wi.shape[0], probs=weights)
+    weights, experts, aux = route.topk_router(router_logits(x, router), k, **routing)
     y = mlp(
-        rows,
+        x,
+        experts,
+        weights,
         wi,
         wo,
-        group_sizes,
+        rhs_transposed=rhs_transposed,
         activation=activation,
-        probs=permutation.probs,
         wi_bias=wi_bias,
         wo_bias=wo_bias,
         recipe=recipe,
+        residuals=residuals,
+        wgrad_accum=wgrad_accum,
+        wgrad_dtype=wgrad_dtype,
+        implementation=implementation,
     )
-    return route.unpermute(y, permutation), aux
+    if shared is None:
+        return y, aux
+    gate = None
+    if shared.gate is not None:  # a router with one expert, whose score is the sigmoid
+        gate = route.topk_router(router_logits(x, shared.gate), 1, score="sigmoid")[0][:, 0]
+    return y + grouped_mlp(
+        x,
+        shared.wi,
+        shared.wo,
+        one_group(x.shape[0]),
+        rhs_transposed=rhs_transposed,
+        activation=activation,
+        probs=gate,
+        recipe=shared.recipe,
+        residuals=residuals,
+        implementation=implementation,
+    ), aux

@@ -8,48 +8,37 @@ Letters: G groups (experts), M rows sorted by group, K in, N out, H hidden size,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from grouped_core.activations import Activation, resolve
+from grouped_core.mlp_spec import Residuals, residuals_option
 from grouped_core.ranks import check_rank
 from grouped_core.recipes import Recipe
-from jax_grouped import moe
-from jax_grouped._layer_recipes import Keys, RecipeLayer
+from jax_grouped import _layer_options, route
+from jax_grouped._layer_options import (
+    NO_METADATA,
+    Initializer,
+    Metadata,
+    default_bias_init,
+    default_kernel_init,
+    default_router_init,
+)
+from jax_grouped._layer_recipes import Keys, RecipeLayer, key_words, stream_of
 from jax_grouped._layer_recipes import Scaling as Scaling
 from jax_grouped._layer_recipes import update_scalings as update_scalings
 from jax_grouped.mlp import grouped_mlp
+from jax_grouped.moe import SharedExpert, moe
 from jax_grouped.ops import ragged_dot
-from jax_grouped.route import MoEAux, check_router
-
-Initializer = Callable[..., Array]
-Metadata = Mapping[str, Any]
-
-# NOTE: the first axis counts the experts and is not part of the fan-in.
-default_kernel_init: Initializer = jax.nn.initializers.lecun_normal(batch_axis=(0,))
-default_router_init: Initializer = jax.nn.initializers.lecun_normal()
-default_bias_init: Initializer = jax.nn.initializers.zeros
-
-_NO_METADATA: Metadata = MappingProxyType({})
+from jax_grouped.route import MoEAux
+from jax_grouped.routed import routed_mlp
 
 
-def _positive(layer: str, **sizes: int) -> None:
-    for name, size in sizes.items():
-        if not isinstance(size, (int, np.integer)):
-            raise TypeError(f"`{name}` of {layer}: {size!r}, expected an integer; give the size of that axis.")
-        if size < 1:
-            raise ValueError(f"`{name}` of {layer}: {size}, expected 1 or more; give the size of that axis.")
-
-
-def _value(param: nnx.Param | None) -> Array | None:
+def _value(param: nnx.Variable[Any] | None) -> Array | None:
     return None if param is None else param[...]
 
 
@@ -87,10 +76,12 @@ class GroupedLinear(RecipeLayer):
         bias_init: Initializer = default_bias_init,
         recipe: Recipe | None = None,
         rngs: nnx.Rngs,
-        kernel_metadata: Metadata = _NO_METADATA,
-        bias_metadata: Metadata = _NO_METADATA,
+        kernel_metadata: Metadata = NO_METADATA,
+        bias_metadata: Metadata = NO_METADATA,
     ) -> None:
-        _positive("GroupedLinear", num_groups=num_groups, in_features=in_features, out_features=out_features)
+        _layer_options.check_positive(
+            "GroupedLinear", num_groups=num_groups, in_features=in_features, out_features=out_features
+        )
         shape = (num_groups, in_features, out_features)
         self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype), **kernel_metadata)
         self.bias: nnx.Param | None = nnx.data(None)
@@ -127,12 +118,13 @@ class _Experts(RecipeLayer):
         kernel_init: Initializer = default_kernel_init,
         bias_init: Initializer = default_bias_init,
         recipe: Recipe | None = None,
+        residuals: str | Residuals = "save_fc1",
         rngs: nnx.Rngs,
-        wi_metadata: Metadata = _NO_METADATA,
-        wo_metadata: Metadata = _NO_METADATA,
-        bias_metadata: Metadata = _NO_METADATA,
+        wi_metadata: Metadata = NO_METADATA,
+        wo_metadata: Metadata = NO_METADATA,
+        bias_metadata: Metadata = NO_METADATA,
     ) -> None:
-        _positive(type(self).__name__, num_groups=num_groups, hidden=hidden, mlp_dim=mlp_dim)
+        _layer_options.check_positive(type(self).__name__, num_groups=num_groups, hidden=hidden, mlp_dim=mlp_dim)
         self.activation = resolve(activation)
         wide = self.activation.fc1_width(mlp_dim)
         self.wi = nnx.Param(kernel_init(rngs.params(), (num_groups, hidden, wide), param_dtype), **wi_metadata)
@@ -143,6 +135,7 @@ class _Experts(RecipeLayer):
             self.wi_bias = nnx.Param(bias_init(rngs.params(), (num_groups, wide), param_dtype), **bias_metadata)
             self.wo_bias = nnx.Param(bias_init(rngs.params(), (num_groups, hidden), param_dtype), **bias_metadata)
         self.dtype = dtype
+        self.residuals = residuals_option(residuals, can_offload=True)
         self._hold_recipe(recipe, num_groups, 2, rngs)
 
     def _weights(self, x: Array) -> tuple[Any, ...]:
@@ -162,6 +155,7 @@ class GroupedMLP(_Experts):
         param_dtype: of the parameters.
         kernel_init, bias_init: initialisers; the default of the kernels does not count G in their fan-in.
         recipe: formats of the products, any `Recipe`; None uses the operands without quantising them.
+        residuals: what is saved for backward, as in `jax_grouped.grouped_mlp`.
         rngs: key.
         wi_metadata, wo_metadata, bias_metadata: for the `nnx.Param`s, such as sharding names.
     """
@@ -188,6 +182,7 @@ class GroupedMLP(_Experts):
             wi_bias=wi_bias,
             wo_bias=wo_bias,
             recipe=self._bound_recipe(rngs),
+            residuals=self.residuals,
         )
 
 
@@ -200,19 +195,43 @@ class Router(nnx.Module):
         self.kernel = nnx.Param(init(rngs.params(), (hidden, num_experts), param_dtype), **metadata)
 
 
+class Shared(_Experts):
+    """The expert that every token goes to: `wi` and `wo` of one group, and perhaps `gate` [H, 1]."""
+
+    def __init__(self, hidden: int, mlp_dim: int, gate: nnx.Param | None, **options: Any) -> None:
+        super().__init__(1, hidden, mlp_dim, **options)
+        self.gate: nnx.Param | None = nnx.data(gate)
+
+    def expert(self, x: Array, rngs: Keys) -> SharedExpert:
+        """Its weights in the dtype of the computation, for `jax_grouped.moe`."""
+        _, wi, wo, _, _ = self._weights(x)
+        return SharedExpert(wi, wo, _value(self.gate), self._bound_recipe(rngs, index=2))
+
+
+class SelectionBias(nnx.Variable[Any]):
+    """The bias with which a router chooses; no parameter, but what `MoE.update_bias` moves."""
+
+
 class MoE(_Experts):
     """A mixture of experts: a router chooses k of E experts for each token; their weighted results are summed.
 
-    Its parameters are `router.kernel` [H, E] and those of `GroupedMLP`.
+    Its parameters are `router.kernel` [H, E] and those of `GroupedMLP`; with a shared expert also `shared.wi` and
+    `shared.wo`, of one group, and with `shared_gate` also `shared.gate` [H, 1].
 
     Args:
         hidden: H. mlp_dim: F. num_experts: E. num_experts_per_tok: k.
-        score, after_topk, scale, aux_coeff, z_coeff: of the router, see `jax_grouped.route.topk_router`.
-        router_init: initialiser of the router's kernel. router_metadata: for its `nnx.Param`.
-        options: keywords of `GroupedMLP`.
+        score, after_topk, normalize, scale, num_groups, topk_groups, group_topk, jitter, sinkhorn, capacity_factor,
+            drop, aux_coeff, z_coeff, axis_name: of the router, see `jax_grouped.route.topk_router`.
+        selection_bias: whether there is a `selection_bias` [E], which `update_bias` moves.
+        shared_dim: F of an expert that every token goes to; None: there is none. shared_gate: whether its result is
+            weighted by the sigmoid of a gate.
+        deterministic: without jitter, as after `layer.eval()`.
+        router_init: initialiser of the kernels of router and gate. router_metadata: for their `nnx.Param`s.
+        options: keywords of `GroupedMLP`; those of the experts serve the shared one too, which has no biases.
     """
 
-    mlp = staticmethod(grouped_mlp)
+    operation = staticmethod(routed_mlp)
+    mlp = staticmethod(routed_mlp)
     """The function of the experts; a subclass may replace it by another one with the same arguments."""
 
     def __init__(
@@ -224,56 +243,101 @@ class MoE(_Experts):
         *,
         score: str = "softmax",
         after_topk: bool = False,
+        normalize: bool | None = None,
         scale: float = 1.0,
+        num_groups: int | None = None,
+        topk_groups: int | None = None,
+        group_topk: int | None = None,
+        jitter: float = 0.0,
+        sinkhorn: int = 0,
+        capacity_factor: float | None = None,
+        drop: str = "probs",
         aux_coeff: float = 0.0,
         z_coeff: float = 0.0,
+        axis_name: route.AxisName = None,
+        selection_bias: bool = False,
+        shared_dim: int | None = None,
+        shared_gate: bool = False,
+        deterministic: bool = False,
         param_dtype: Any = jnp.float32,
         router_init: Initializer = default_router_init,
-        router_metadata: Metadata = _NO_METADATA,
+        router_metadata: Metadata = NO_METADATA,
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
-        _positive("MoE", num_experts=num_experts, num_experts_per_tok=num_experts_per_tok)
-        if num_experts_per_tok > num_experts:
-            raise ValueError(
-                f"`num_experts_per_tok` of MoE: {num_experts_per_tok}, expected 1 to {num_experts}, the number of "
-                "experts; choose fewer."
-            )
-        check_router(num_experts, num_experts_per_tok, score, after_topk)
+        self.num_experts, self.num_experts_per_tok = num_experts, num_experts_per_tok
+        self.score, self.after_topk, self.normalize, self.scale = score, after_topk, normalize, scale
+        self.num_groups, self.topk_groups, self.group_topk = num_groups, topk_groups, group_topk
+        self.jitter, self.sinkhorn = jitter, sinkhorn
+        self.capacity_factor, self.drop = capacity_factor, drop
+        self.aux_coeff, self.z_coeff, self.axis_name = aux_coeff, z_coeff, axis_name
+        self.shared_dim, self.shared_gate, self.deterministic = shared_dim, shared_gate, deterministic
+        _layer_options.check_moe(self)
         super().__init__(num_experts, hidden, mlp_dim, param_dtype=param_dtype, rngs=rngs, **options)
         self.router = Router(hidden, num_experts, param_dtype, router_init, rngs, router_metadata)
-        self.num_experts_per_tok = num_experts_per_tok
-        self.score = score
-        self.after_topk = after_topk
-        self.scale = scale
-        self.aux_coeff = aux_coeff
-        self.z_coeff = z_coeff
+        self.selection_bias: SelectionBias | None = nnx.data(None)
+        if selection_bias:
+            self.selection_bias = SelectionBias(jnp.zeros((num_experts,), jnp.float32))
+        self.shared: Shared | None = nnx.data(None)
+        if shared_dim is not None:
+            plain = {name: value for name, value in options.items() if name not in ("use_bias", "bias_metadata")}
+            gate = Router(hidden, 1, param_dtype, router_init, rngs, router_metadata).kernel if shared_gate else None
+            self.shared = Shared(hidden, shared_dim, gate, param_dtype=param_dtype, rngs=rngs, **plain)
+        self.noise: nnx.RngStream | None = nnx.data(None)
+        if jitter:
+            self.noise = stream_of(rngs, "jitter", "MoE", "the jitter of its logits")
 
-    def __call__(self, x: Float[Array, "... H"], *, rngs: Keys = None) -> tuple[Float[Array, "... H"], MoEAux]:
+    def __call__(
+        self,
+        x: Float[Array, "... H"],
+        *,
+        mask: Bool[Array, ...] | None = None,
+        experts: Int[Array, "... k"] | None = None,
+        sequence_sizes: Int[Array, " S"] | None = None,
+        rngs: Keys = None,
+    ) -> tuple[Float[Array, "... H"], MoEAux]:
         """Applies its experts to each token of x. Returns y in the shape of x, and `MoEAux`.
 
         Args:
             x: [..., H].
-            rngs: of stochastic rounding, in place of the layer's own: `nnx.Rngs`, a stream, or a key.
+            mask: [...], False for padding, which goes to no expert. experts: [..., k], chosen elsewhere.
+            sequence_sizes: [S], as in `jax_grouped.route.topk_router`, of the tokens in the order of memory.
+            rngs: of stochastic rounding and of jitter, in place of the layer's own: `nnx.Rngs`, a stream, or a key.
         """
-        if not x.ndim:
-            raise ValueError("`x` of MoE: shape (), expected at least one axis [..., H]; pass tokens of H columns.")
-        rows, wi, wo, wi_bias, wo_bias = self._weights(x.reshape(-1, x.shape[-1]))
-        y, aux = moe.moe(
+        rows, wi, wo, wi_bias, wo_bias = self._weights(_layer_options.as_tokens(x))
+        routing = _layer_options.router_options(self) | _layer_options.of_tokens(x, mask, experts)
+        if routing["jitter"]:
+            routing["key"] = key_words("MoE", self.noise, "jitter", rngs, index=1)
+        y, aux = moe(
             rows,
             self.router.kernel[...],
             wi,
             wo,
             self.num_experts_per_tok,
+            shared=None if self.shared is None else self.shared.expert(rows, rngs),
             activation=self.activation,
             wi_bias=wi_bias,
             wo_bias=wo_bias,
             recipe=self._bound_recipe(rngs),
+            residuals=self.residuals,
             mlp=self.mlp,
-            score=self.score,
-            after_topk=self.after_topk,
-            scale=self.scale,
-            aux_coeff=self.aux_coeff,
-            z_coeff=self.z_coeff,
+            bias=_value(self.selection_bias),
+            sequence_sizes=sequence_sizes,
+            **routing,
         )
         return y.reshape(x.shape), aux
+
+    def update_bias(self, load: Int[Array, " E"], rate: float, *, axis_name: route.AxisName = None) -> None:
+        """Moves `selection_bias` by `rate` towards equal loads. Call it once per step, outside of the loss.
+
+        Args:
+            load: `MoEAux.load` of the step, summed over its microbatches. axis_name: mesh axes to sum it over first.
+
+        Raises:
+            ValueError: the layer has no selection bias.
+        """
+        if self.selection_bias is None:
+            raise ValueError(
+                "`update_bias` of MoE: the layer has no selection bias, expected one; make it with selection_bias=True."
+            )
+        self.selection_bias[...] = route.update_bias(self.selection_bias[...], load, rate, axis_name=axis_name)

@@ -22,7 +22,7 @@ from grouped_core.plans import Planner
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes, unwrap
-from jax_grouped._arguments import AnyArray, as_array, as_operand, as_operand_spec, as_spec, to_int32
+from jax_grouped._arguments import AnyArray, as_array, as_operand, as_operand_spec, as_spec, one_group, to_int32
 from jax_grouped._run import RUN, reduce_to, varying_axes
 
 
@@ -60,7 +60,7 @@ def quantize(
     """
     rows, sizes, words, fmt, axes = _prepare(as_array, x, format, axis, group_sizes, key)
     if rows.ndim == 2:
-        sizes = _one_group(rows.shape[0]) if sizes is None else to_int32(sizes)
+        sizes = one_group(rows.shape[0]) if sizes is None else to_int32(sizes)
     return quantizing.quantize(RUN, jax.lax.stop_gradient(rows), fmt, axes, sizes, key=words)
 
 
@@ -86,11 +86,6 @@ def _prepare(take: Callable[..., Any], x: Any, format: Any, axis: Any, group_siz
 
     specs = (None if each is None else spec(each) for each in (sizes, words))
     return rows, sizes, words, fmt, quantizing.check_quantize(spec(rows), fmt, axis, *specs)
-
-
-@partial(jax.jit, static_argnums=0, inline=True)
-def _one_group(rows: int) -> jax.Array:
-    return jnp.full((1,), rows, jnp.int32)
 
 
 def dequantize(

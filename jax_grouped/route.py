@@ -1,7 +1,9 @@
-"""Routing: choosing the experts of each token, sorting rows by expert for the grouped products, and combining them.
+"""Routing: which experts a token goes to, the losses that balance them, and rows sorted by expert.
 
-Letters: T tokens, E experts, k experts per token, M rows of the sorted buffer, H columns. Every sum has a fixed order:
-backward passes gather; they never add into shared rows (docs/contracts.md, LYR-5, LYR-6).
+Each function wraps a rule of `grouped_core.routing`, which defines it; the arithmetic is in docs/numerics.md. Every sum
+has a fixed order: backward gathers rows, it never adds into shared ones (docs/contracts.md, LYR-5, LYR-6).
+
+Letters: T tokens, E experts, k experts per token, S sequences, M rows, P padded rows, H columns, G groups, V token ids.
 """
 
 from __future__ import annotations
@@ -10,21 +12,27 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from grouped_core.ranks import check_rank
-
-SCORES = ("softmax", "sigmoid", "sqrt_softplus")
-
-_TINY = 1e-20
-"""Keeps the sum that divides sigmoid and square-root-softplus scores away from zero."""
+from grouped_core import routing as rules
+from grouped_core import routing_spec
+from grouped_core.calls import spec_of
+from grouped_core.routing_spec import SCORES as SCORES
+from grouped_core.routing_spec import alignment_for as alignment_for
+from grouped_core.routing_spec import router_option
+from jax_grouped import _router, _rows
+from jax_grouped._arguments import AnyArray, as_array, to_int32
+from jax_grouped._router import AxisName as AxisName
+from jax_grouped._router import Given, Options, Routed
+from jax_grouped._rows import Places
+from jax_grouped._run import RUN, differentiable
 
 
 class MoEAux(NamedTuple):
     """What a MoE layer returns besides its result; only the two losses have a gradient.
 
     Attributes:
-        load: slots each expert received, int32 [E].
+        load: slots that chose each expert, dropped ones too, int32 [E]. Under `shard_map`, those of this shard.
         aux_loss: load-balancing loss, already times its coefficient; fp32 scalar.
         z_loss: mean squared logsumexp of the logits, already times its coefficient; fp32 scalar.
         dropped: slots without a row, int32 scalar.
@@ -56,150 +64,217 @@ class Permutation(NamedTuple):
     dropped: Int[Array, ""]
 
 
-# ---- choosing experts ------------------------------------------------------------------------------------------------
+class GroupPadding(NamedTuple):
+    """How `pad_groups` placed rows, for `unpad_groups`.
+
+    Attributes:
+        source: row in each padded row, -1 for padding; int32 [P].
+        inverse: padded row of each row, -1 for rows past the groups; int32 [M].
+    """
+
+    source: Int[Array, " P"]
+    inverse: Int[Array, " M"]
 
 
-def check_router(E: int, k: int, score: str, after_topk: bool) -> None:
-    """Refuses options of `topk_router` that contradict each other, with a ValueError."""
-    if score not in SCORES:
-        raise ValueError(f"`score` of topk_router: {score!r}, expected one of {SCORES}; choose one of them.")
-    if not 1 <= k <= E:
-        raise ValueError(f"`k` of topk_router: {k}, expected 1 to {E}, the experts in `logits`; choose a smaller k.")
-    if after_topk and score != "softmax":
-        raise ValueError(
-            f"`after_topk` of topk_router: True with score {score!r}, expected score 'softmax'; "
-            "the others are always normalised over the chosen experts, leave it out."
-        )
-    if after_topk and k == 1:
-        raise ValueError(
-            "`after_topk` of topk_router: True with k = 1, expected k of 2 or more; "
-            "a softmax over one expert is always 1 and the router would not learn, use after_topk=False."
-        )
-
-
-def _check_ranks(function: str, **arrays: Array | None) -> None:
-    """Refuses arrays that do not have the axes listed in `grouped_core.ranks`."""
-    for name, array in arrays.items():
-        if array is not None:
-            check_rank(function, name, name, array.shape, of=function)
-
-
-def _check_extras(T: int, E: int, bias: Array | None, mask: Array | None) -> None:
-    for name, array, shape in (("bias", bias, (E,)), ("mask", mask, (T,))):
-        if array is not None and array.shape != shape:
-            raise ValueError(f"`{name}` of topk_router: shape {array.shape}, expected {shape}; reshape it.")
+# ---------------------------------------------------------------------------------------------------------------------
+# Choosing experts.
 
 
 def topk_router(
-    logits: Float[Array, "T E"],
+    logits: Float[AnyArray, "T E"],
     k: int,
     *,
     score: str = "softmax",
-    bias: Float[Array, " E"] | None = None,
+    bias: Float[AnyArray, " E"] | None = None,
     after_topk: bool = False,
+    normalize: bool | None = None,
     scale: float = 1.0,
+    num_groups: int | None = None,
+    topk_groups: int | None = None,
+    group_topk: int | None = None,
+    experts: Int[AnyArray, "T k"] | None = None,
+    mask: Bool[AnyArray, " T"] | None = None,
+    jitter: float = 0.0,
+    key: UInt32[AnyArray, " 2"] | None = None,
+    sinkhorn: int = 0,
+    capacity_factor: float | None = None,
+    drop: str = "probs",
     aux_coeff: float = 0.0,
     z_coeff: float = 0.0,
-    mask: Bool[Array, " T"] | None = None,
+    axis_name: AxisName = None,
+    sequence_sizes: Int[AnyArray, " S"] | None = None,
 ) -> tuple[Float[Array, "T k"], Int[Array, "T k"], MoEAux]:
     """The k experts of each token, their weights, and the load-balancing and z losses.
 
     Args:
         logits: [T, E], any float dtype; all arithmetic is fp32.
         k: experts per token.
-        score: "softmax", or "sigmoid" or "sqrt_softplus"; with k > 1 the latter two are divided by their sum over the
-            chosen experts.
-        bias: [E], added only to choose the experts, never to the weights (see `update_bias`).
-        after_topk: the softmax runs over the k chosen logits instead of all E.
+        score: "softmax", "sigmoid" or "sqrt_softplus" of the logits.
+        bias: [E], added only to choose the experts, never to the weights (see `update_bias`); without gradient.
+        after_topk: weights are the softmax of the k chosen logits, instead of scores over all E.
+        normalize: whether weights are divided by their sum over the chosen experts; None: with k > 1 and a score other
+            than softmax.
         scale: factor of the weights.
-        aux_coeff, z_coeff: coefficients of the two losses.
+        num_groups, topk_groups: experts lie in so many groups of equal size, and only those of the best `topk_groups`
+            take part. group_topk: a group's score is the sum of this many of its best; None: k // topk_groups.
+        experts: [T, k], the choice made elsewhere; others than 0 to E - 1 are none. Weights follow from these logits.
         mask: [T], False for padding: such tokens get experts -1 and weights 0, and do not affect losses or counts.
+        jitter: logits are multiplied by random factors of 1 - jitter to 1 + jitter. key: [2], low word first, of these.
+        sinkhorn: with this many iterations experts are ranked by balanced values instead of scores.
+        capacity_factor: each expert takes at most ceil(T k capacity_factor / E) slots. A dropped slot gets expert -1
+            and weight 0. drop: those dropped have the smallest weights ("probs"), or come last ("position").
+        aux_coeff, z_coeff: coefficients of the two losses.
+        axis_name: mesh axes over which the sums of the losses are added, inside `shard_map`; the losses and the entropy
+            are then those of all shards. Choice, capacity and load stay those of the shard.
+        sequence_sizes: [S], tokens of consecutive sequences: the auxiliary loss is the mean of those of each sequence.
+            None: all tokens are one. With `axis_name`, sequence s of every shard is one sequence.
 
     Returns:
         weights fp32 [T, k] (differentiable), experts int32 [T, k] (best first, ties to the lower index), `MoEAux`.
 
     Raises:
-        ValueError: an option or a shape does not fit.
+        ValueError: an option or a shape does not fit. TypeError: a dtype does not fit.
     """
-    _check_ranks("topk_router", logits=logits, bias=bias, mask=mask)
-    T, E = logits.shape
-    check_router(E, k, score, after_topk)
-    _check_extras(T, E, bias, mask)
-    logits = logits.astype(jnp.float32)
-    if score == "softmax":
-        scores = normalised = jax.nn.softmax(logits)
-    else:
-        scores = jax.nn.sigmoid(logits) if score == "sigmoid" else jnp.sqrt(jax.nn.softplus(logits))
-        normalised = scores / (scores.sum(axis=1, keepdims=True) + _TINY)
-
-    ranked = logits if after_topk else scores
-    chosen = jax.lax.stop_gradient(ranked if bias is None else ranked + bias.astype(jnp.float32)[None])
-    _, experts = jax.lax.top_k(chosen, k)
-    hit = experts[:, :, None] == jnp.arange(E, dtype=jnp.int32)[None, None]  # [T, k, E]
-    # NOTE: a masked sum, because the gradient of a gather would be a scatter-add.
-    weights = jnp.where(hit, ranked[:, None, :], 0.0).sum(axis=2)
-    if after_topk:
-        weights = jax.nn.softmax(weights)
-    elif score != "softmax" and k > 1:
-        weights = weights / (weights.sum(axis=1, keepdims=True) + _TINY)
-    weights = weights * scale
-
-    valid = jnp.ones(T, bool) if mask is None else mask
-    experts = jnp.where(valid[:, None], experts, -1).astype(jnp.int32)
-    weights = jnp.where(valid[:, None], weights, 0.0)
-    hit = hit & valid[:, None, None]
-    return weights, experts, _aux(logits, normalised, hit, valid, aux_coeff, z_coeff)
-
-
-def _aux(logits: Array, normalised: Array, hit: Array, valid: Array, aux_coeff: float, z_coeff: float) -> MoEAux:
-    """Losses and metrics over the valid tokens. hit: [T, k, E]."""
-    _, k, E = hit.shape
-    load = hit.sum(axis=(0, 1), dtype=jnp.int32)
-    tokens = jnp.maximum(valid.sum(dtype=jnp.int32), 1).astype(jnp.float32)
-    normalised = jnp.where(valid[:, None], normalised, 0.0)
-    z = jnp.where(valid, jax.nn.logsumexp(logits, axis=1), 0.0)
-    used = jax.lax.stop_gradient(normalised)
-    return MoEAux(
-        load=load,
-        aux_loss=aux_coeff * E / (k * tokens * tokens) * (normalised.sum(axis=0) * load.astype(jnp.float32)).sum(),
-        z_loss=z_coeff / tokens * (z * z).sum(),
-        dropped=jnp.zeros((), jnp.int32),
-        overflow=jnp.zeros((), bool),
-        entropy=jax.scipy.special.entr(used).sum() / tokens,
-    )
-
-
-def update_bias(bias: Float[Array, " E"], load: Int[Array, " E"], rate: float) -> Float[Array, " E"]:
-    """The selection bias after a step: up for experts below the mean load, down for those above it; fp32 [E]."""
-    _check_ranks("update_bias", bias=bias, load=load)
-    if bias.shape != load.shape:
-        raise ValueError(
-            f"`load` of update_bias: shape {load.shape}, expected {bias.shape} as `bias`; pass one count per expert."
+    given = Given(
+        *(
+            None if each is None else as_array(name, each, shape)
+            for name, each, shape in (
+                ("bias", bias, "[E]"),
+                ("mask", mask, "[T]"),
+                ("experts", experts, "[T, k]"),
+                ("key", key, "[2]"),
+                ("sequence_sizes", sequence_sizes, "[S]"),
+            )
         )
-    load = load.astype(jnp.float32)
-    return bias.astype(jnp.float32) + rate * jnp.sign(load.mean() - load)
+    )
+    logits = as_array("logits", logits, "[T, E]")
+    specs = {name: None if each is None else spec_of(each) for name, each in given._asdict().items()}
+    routing_spec.check_topk_router(k, spec_of(logits), jitter=jitter, **specs)
+    op = router_option(
+        logits.shape[1],
+        k,
+        score=score,
+        after_topk=after_topk,
+        normalize=normalize,
+        scale=scale,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        group_topk=group_topk,
+        jitter=jitter,
+        sinkhorn=sinkhorn,
+        capacity_factor=capacity_factor,
+        drop=drop,
+        aux_coeff=aux_coeff,
+        z_coeff=z_coeff,
+    )
+    given = given._replace(
+        bias=None if given.bias is None else given.bias.astype(jnp.float32),
+        mask=None if given.mask is None else given.mask.astype(jnp.uint8),
+        experts=None if given.experts is None else to_int32(given.experts),
+        sequence_sizes=None if given.sequence_sizes is None else to_int32(given.sequence_sizes),
+    )
+    found: Routed = differentiable(_router.route, Options(op, axis_name), logits, given)
+    dropped = jnp.zeros((), jnp.int32) if found.dropped is None else found.dropped[0]
+    aux = MoEAux(found.load[0], found.aux_loss, found.z_loss, dropped, dropped > 0, found.entropy)
+    return found.weights, found.experts, aux
 
 
-# ---- moving rows -----------------------------------------------------------------------------------------------------
+def hash_experts(
+    token_ids: Int[AnyArray, " T"], k: int, num_experts: int, *, table: Int[AnyArray, "V k"] | None = None
+) -> Int[Array, "T k"]:
+    """k distinct experts that depend on the id of the token alone, for `experts=` of `topk_router`.
+
+    Args:
+        token_ids: [T], any integers. table: [V, k], the experts of each id; ids outside 0 to V - 1 get -1.
+
+    Returns:
+        int32 [T, k].
+
+    Raises:
+        ValueError: a shape does not fit, or k or the number of experts is out of range. TypeError: a dtype.
+    """
+    ids = as_array("token_ids", token_ids, "[T]")
+    rows = None if table is None else as_array("table", table, "[V, k]")
+    routing_spec.check_hash_experts(spec_of(ids), k, num_experts, None if rows is None else spec_of(rows))
+    return rules.hash_experts(RUN, to_int32(ids), k, num_experts, None if rows is None else to_int32(rows))
 
 
-def _row_count(slots: int, num_groups: int, align: int, max_rows: int | None) -> int:
-    if align < 1:
-        raise ValueError(f"`align` of permute: {align}, expected 1 or more; 1 pads nothing.")
-    if max_rows is not None:
-        if max_rows < 1 or max_rows % align:
-            raise ValueError(f"`max_rows` of permute: {max_rows}, expected a positive multiple of `align` {align}.")
-        return max_rows
-    worst = slots + num_groups * (align - 1)
-    return -(-worst // align) * align
+def update_bias(
+    bias: Float[AnyArray, " E"], load: Int[AnyArray, " E"], rate: float, *, axis_name: AxisName = None
+) -> Float[Array, " E"]:
+    """The selection bias after a step: bias + rate * sign(mean load - load), so up for experts below the mean load.
+
+    Call it once per step, outside of the loss: a pass that is computed again must not count again.
+
+    Args:
+        bias: [E]. load: [E], `MoEAux.load` of the step. rate: a Python number.
+        axis_name: mesh axes over which the loads are added first, inside `shard_map`.
+
+    Returns:
+        fp32 [E], without gradient.
+
+    Raises:
+        ValueError: shapes that do not fit. TypeError: dtypes.
+    """
+    old, counts = as_array("bias", bias, "[E]"), as_array("load", load, "[E]")
+    routing_spec.check_update_bias(spec_of(old), spec_of(counts))
+    counts = to_int32(counts)
+    if axis_name is not None:
+        counts = jax.lax.psum(counts, axis_name)
+    return rules.update_bias(RUN, jax.lax.stop_gradient(old), counts, rate)
+
+
+def balance_quantile(
+    logits: Float[AnyArray, "T E"],
+    bias: Float[AnyArray, " E"],
+    k: int,
+    *,
+    score: str = "sigmoid",
+    bins: int = 1000,
+    low: float = -1.0,
+    high: float = 1.0,
+    mask: Bool[AnyArray, " T"] | None = None,
+    axis_name: AxisName = None,
+) -> Float[Array, " E"]:
+    """The selection bias with which each expert is chosen by about k / E of these tokens: an alternative to
+    `update_bias`, to be called outside of the loss too.
+
+    The margin of a token to an expert is its (k + 1)-th largest score plus bias, minus the score. The new bias is the
+    (k / E)-quantile of the margins of each expert, from a histogram, minus the mean over the experts.
+
+    Args:
+        logits: [T, E]. bias: [E], the one they were routed with. mask: [T], False for padding.
+        bins, low, high: of the histogram; margins outside count in the first or the last bin.
+        axis_name: mesh axes over which the histograms are added, inside `shard_map`.
+
+    Returns:
+        fp32 [E], without gradient.
+
+    Raises:
+        ValueError: a shape or an option does not fit. TypeError: a dtype.
+    """
+    rows, old = as_array("logits", logits, "[T, E]"), as_array("bias", bias, "[E]")
+    counted = None if mask is None else as_array("mask", mask, "[T]")
+    specs = (spec_of(rows), spec_of(old), k, score, bins, low, high, None if counted is None else spec_of(counted))
+    routing_spec.check_balance_quantile(*specs)
+    rows, old = jax.lax.stop_gradient((rows, old))
+    words = None if counted is None else counted.astype(jnp.uint8)
+    counts = rules.margins(RUN, rows, old, k, score, bins, low, high, words)
+    if axis_name is not None:
+        counts = jax.lax.psum(counts, axis_name)
+    return rules.quantile_bias(RUN, counts, k, low, high)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Moving rows.
 
 
 def permute(
-    x: Float[Array, "T H"],
-    experts: Int[Array, "T k"],
+    x: Float[AnyArray, "T H"],
+    experts: Int[AnyArray, "T k"],
     num_groups: int,
     *,
-    probs: Float[Array, "T k"] | None = None,
+    probs: Float[AnyArray, "T k"] | None = None,
     align: int = 1,
     max_rows: int | None = None,
 ) -> tuple[Float[Array, "M H"], Int[Array, " G"], Permutation]:
@@ -219,51 +294,19 @@ def permute(
 
     Raises:
         ValueError: shapes do not fit, or `num_groups`, `align` or `max_rows` is out of range.
-        TypeError: `experts` are not integers.
+        TypeError: a dtype does not fit.
     """
-    _check_ranks("permute", x=x, experts=experts, probs=probs)
-    T, k = experts.shape
-    if not jnp.issubdtype(experts.dtype, jnp.integer):
-        raise TypeError(f"`experts` of permute: dtype {experts.dtype}, expected integers; give the experts' numbers.")
-    if num_groups < 1:
-        raise ValueError(f"`num_groups` of permute: {num_groups}, expected 1 or more; give the number of experts.")
-    if x.shape[0] != T:
-        raise ValueError(f"`x` of permute: {x.shape[0]} tokens, expected {T} as in `experts`; route these tokens.")
-    if probs is not None and probs.shape != (T, k):
-        raise ValueError(f"`probs` of permute: shape {probs.shape}, expected {(T, k)} as `experts`; reshape it.")
-    M = _row_count(T * k, num_groups, align, max_rows)
-    group = experts.reshape(-1)
-    if group.dtype.itemsize < 4:  # `num_groups` may not fit; 64-bit numbers could wrap if narrowed
-        group = group.astype(jnp.int32)
-    in_range = (group >= 0) & (group < num_groups)
-    group = jnp.where(in_range, group, num_groups).astype(jnp.int32)  # the last "group" is dropped
-
-    # Stable, so equal experts keep the order of tokens and slots.
-    order = jnp.argsort(group, stable=True).astype(jnp.int32)
-    sizes = (group[:, None] == jnp.arange(num_groups, dtype=jnp.int32)[None]).sum(axis=0, dtype=jnp.int32)
-    padded = (sizes + (align - 1)) // align * align
-    shift = jnp.append(_starts(padded) - _starts(sizes), 0)  # rows of padding before each group
-    in_order = group[order]
-    row = jnp.arange(T * k, dtype=jnp.int32) + shift[in_order]
-    kept = (in_order < num_groups) & (row < M)
-    # Rows are distinct, so the order of these writes does not matter; out-of-range ones (dropped slots) are ignored.
-    source = jnp.full((M,), -1, jnp.int32).at[jnp.where(kept, row, M)].set(order, mode="drop")
-    inverse = jnp.zeros((T * k,), jnp.int32).at[order].set(jnp.where(kept, row, -1), unique_indices=True)
-
-    ends = jnp.minimum(jnp.cumsum(padded, dtype=jnp.int32), M)
-    group_sizes = jnp.diff(ends, prepend=0).astype(jnp.int32)
-    inverse = inverse.reshape(T, k)
-    permutation = Permutation(
-        source=source,
-        inverse=inverse,
-        probs=None if probs is None else _spread(probs.astype(jnp.float32), source, inverse),
-        dropped=(in_order < num_groups).sum(dtype=jnp.int32) - kept.sum(dtype=jnp.int32),
-    )
-    return _copy_rows(x, source, inverse), group_sizes, permutation
+    x, experts = as_array("x", x, "[T, H]"), as_array("experts", experts, "[T, k]")
+    weights = None if probs is None else as_array("probs", probs, "[T, k]")
+    routing_spec.check_permute(spec_of(x), spec_of(experts), num_groups, None if weights is None else spec_of(weights))
+    rows = routing_spec.row_count(experts.size, num_groups, align, max_rows)
+    options = Places(num_groups, rows, align, experts.shape[1])
+    placed, found = differentiable(_rows.permute, options, x, weights, to_int32(experts))
+    return placed, found.sizes, Permutation(found.source, found.inverse, found.probs, found.dropped[0])
 
 
 def unpermute(
-    y: Float[Array, "M H"], permutation: Permutation, weights: Float[Array, "T k"] | None = None
+    y: Float[AnyArray, "M H"], permutation: Permutation, weights: Float[AnyArray, "T k"] | None = None
 ) -> Float[Array, "T H"]:
     """The sum of each token's rows in the order of its slots, in fp32, rounded once to the dtype of y.
 
@@ -276,101 +319,49 @@ def unpermute(
         [T, H]; dropped slots add 0.
 
     Raises:
-        ValueError: shapes do not fit the permutation.
+        ValueError: shapes do not fit the permutation. TypeError: a dtype does not fit.
     """
-    _check_ranks("unpermute", y=y, weights=weights)
-    if y.shape[0] != permutation.source.shape[0]:
-        raise ValueError(
-            f"`y` of unpermute: {y.shape[0]} rows, expected {permutation.source.shape[0]}; give all rows of `permute`."
-        )
-    if weights is not None and weights.shape != permutation.inverse.shape:
-        raise ValueError(
-            f"`weights` of unpermute: shape {weights.shape}, expected {permutation.inverse.shape}; reshape them."
-        )
-    return _combine(y, weights, permutation.source, permutation.inverse)
+    y = as_array("y", y, "[M, H]")
+    factors = None if weights is None else as_array("weights", weights, "[T, k]")
+    source, inverse = permutation.source, permutation.inverse
+    of_factors = None if factors is None else spec_of(factors)
+    routing_spec.check_unpermute(spec_of(y), source.shape[0], spec_of(inverse), of_factors)
+    return differentiable(_rows.unpermute, None, y, factors, source, inverse)
 
 
-def _starts(sizes: Array) -> Array:
-    """First row of each group."""
-    return jnp.cumsum(sizes, dtype=jnp.int32) - sizes
+def pad_groups(
+    rows: Float[AnyArray, "M H"], sizes: Int[AnyArray, " G"], align: int
+) -> tuple[Float[Array, "P H"], Int[Array, " G"], GroupPadding]:
+    """Rows with every group padded to a multiple of `align` rows, for wire formats and foreign kernels.
+
+    The kernels of this library take groups of any size. `alignment_for` tells what a recipe's formats need.
+
+    Args:
+        rows: [M, H], sorted by group; differentiable. sizes: [G], any integer dtype. align: 1 pads nothing.
+
+    Returns:
+        rows [P, H], P = M + G (align - 1) rounded up to a multiple of `align`, with zeros as padding; sizes int32 [G],
+        an empty group stays empty; and how rows were placed, for `unpad_groups`.
+
+    Raises:
+        ValueError: a shape or `align` does not fit. TypeError: a dtype.
+    """
+    rows, counts = as_array("rows", rows, "[M, H]"), as_array("sizes", sizes, "[G]")
+    routing_spec.check_pad_groups(spec_of(rows), spec_of(counts), align)
+    found = rules.padding(RUN, to_int32(counts), rows.shape[0], align)
+    padded = differentiable(_rows.take, None, rows, found.source, found.inverse)
+    return padded, found.sizes, GroupPadding(found.source, found.inverse)
 
 
-def _take(rows: Array, index: Array) -> Array:
-    """rows[index], or exact zeros where the index is negative."""
-    return rows.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+def unpad_groups(rows: Float[AnyArray, "P H"], map: GroupPadding) -> Float[Array, "M H"]:
+    """The rows [M, H] as they were before `pad_groups`; those past the groups are zero.
 
+    Args:
+        rows: [P, H]; differentiable. map: from `pad_groups`.
 
-def _sum_slots(rows: Array, weights: Array | None, inverse: Array, dtype: jnp.dtype) -> Array:
-    """[T, H]: the rows of a token's slots, times their weights, added slot after slot in fp32."""
-    total = jnp.zeros((inverse.shape[0], rows.shape[1]), jnp.float32)
-    for slot in range(inverse.shape[1]):
-        term = _take(rows, inverse[:, slot]).astype(jnp.float32)
-        total = total + (term if weights is None else weights[:, slot, None] * term)
-    return total.astype(dtype)
-
-
-@jax.custom_vjp
-def _copy_rows(x: Array, source: Array, inverse: Array) -> Array:
-    """x[token of each row], zero for padding."""
-    return _take(x, _token(source, inverse))
-
-
-def _token(source: Array, inverse: Array) -> Array:
-    """Token in each row; padding stays negative."""
-    return source // inverse.shape[1]
-
-
-def _copy_rows_fwd(x: Array, source: Array, inverse: Array) -> tuple[Array, Array]:
-    return _copy_rows(x, source, inverse), inverse
-
-
-def _copy_rows_bwd(inverse: Array, d_rows: Array) -> tuple[Array, None, None]:
-    return _sum_slots(d_rows, None, inverse, d_rows.dtype), None, None
-
-
-_copy_rows.defvjp(_copy_rows_fwd, _copy_rows_bwd)
-
-
-@jax.custom_vjp
-def _spread(probs: Array, source: Array, inverse: Array) -> Array:
-    """[M]: the probability of the slot in each row, 0 for padding."""
-    return _take(probs.reshape(-1), source)
-
-
-def _spread_fwd(probs: Array, source: Array, inverse: Array) -> tuple[Array, Array]:
-    return _spread(probs, source, inverse), inverse
-
-
-def _spread_bwd(inverse: Array, d_rows: Array) -> tuple[Array, None, None]:
-    return _take(d_rows, inverse), None, None
-
-
-_spread.defvjp(_spread_fwd, _spread_bwd)
-
-
-@jax.custom_vjp
-def _combine(y: Array, weights: Array | None, source: Array, inverse: Array) -> Array:
-    wide = None if weights is None else weights.astype(jnp.float32)
-    return _sum_slots(y, wide, inverse, y.dtype)
-
-
-def _combine_fwd(y: Array, weights: Array | None, source: Array, inverse: Array) -> tuple[Array, tuple]:
-    # y is kept only for the gradient of the weights.
-    saved = (None if weights is None else y, weights, source, inverse)
-    return _combine(y, weights, source, inverse), saved
-
-
-def _combine_bwd(saved: tuple, d_out: Array) -> tuple[Array, Array | None, None, None]:
-    y, weights, source, inverse = saved
-    d_y = _take(d_out, _token(source, inverse))
-    if weights is None:
-        return d_y, None, None, None
-    wide = d_out.astype(jnp.float32)
-    p = _take(weights.astype(jnp.float32).reshape(-1), source)
-    # NOTE: the gather makes padding zero; p = 0 would not be enough, because a NaN of d_out times 0 is NaN.
-    d_y = (p[:, None] * d_y.astype(jnp.float32)).astype(d_out.dtype)
-    slots = [(_take(y, inverse[:, s]).astype(jnp.float32) * wide).sum(axis=1) for s in range(inverse.shape[1])]
-    return d_y, jnp.stack(slots, axis=1).astype(weights.dtype), None, None
-
-
-_combine.defvjp(_combine_fwd, _combine_bwd)
+    Raises:
+        ValueError: the shape of rows is not the one that `pad_groups` returned.
+    """
+    rows = as_array("rows", rows, "[P, H]")
+    routing_spec.check_unpad_groups(spec_of(rows), spec_of(map.source))
+    return differentiable(_rows.take, None, rows, map.inverse, map.source)

@@ -49,6 +49,10 @@ ACTIVATIONS = 4 * 2.0**-23
 """4 ulp of fp32, relative: of an activation, and of its derivative against the magnitude of its terms (numerics 7)."""
 MULTIPLIED_AS_BF16 = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 """Element types of operands that a CPU multiplies as bfloat16."""
+LAYER = 2.0**-15
+"""Of a whole MoE layer in fp32 and all its gradients, against float64, relative to the largest element of each: sums of
+up to 2^7 terms of that size, three products behind each other, and the rounding of what stands between them."""
+
 FINITE_DIFFERENCES = 1e-6
 """Gradient formulas against finite differences of the fp64 oracle, relative."""
 RELATIVE = {"ieee": 2e-6, "tf32x3": 5e-6, "tf32": 1e-3}
@@ -530,7 +534,7 @@ RELATIVE_ERRORS = {
 # Routing: scores are quotients of exponentials and their sums, in fp32.
 
 
-def _score_rate(logits: NDArray[np.float64], k: int) -> NDArray[np.float64]:
+def score_rate(logits: NDArray[np.float64], k: int) -> NDArray[np.float64]:
     """[T, 1]: relative error of what is made of the scores of a token: functions, sums over E and k, a few steps, and
     exponentials, whose error grows with their argument, which is rounded.
     """
@@ -558,7 +562,7 @@ def routing(call: Call, arrays: Sequence[Any]) -> tuple[Any, ...]:
 def _router_error(o: dict[str, Any], p: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     logits = np.asarray(o["logits"], np.float64)
     logits = logits if o["mask"] is None else np.where(np.asarray(o["mask"])[:, None] == 0, 0.0, logits)
-    rate = _score_rate(logits, found["experts"].shape[1])
+    rate = score_rate(logits, found["experts"].shape[1])
     error = {"weights": rate * np.abs(found["weights"])}
     if "probs" in found:
         error["probs"] = rate * found["probs"]
@@ -589,7 +593,7 @@ def _router_grad_error(o: dict[str, Any], p: dict[str, Any], found: dict[str, An
     share = np.maximum(scores, smooth) if p["score"] == "softmax" else own
     if p["after_topk"]:
         share = np.ones_like(share)
-    rate = _score_rate(logits, o["experts"].shape[1])
+    rate = score_rate(logits, o["experts"].shape[1])
     return {"result": 4 * rate * (size * share + factor * smooth)}
 
 
@@ -603,7 +607,7 @@ def _sinkhorn_error(o: dict[str, Any], p: dict[str, Any], found: dict[str, Any])
     logits = np.asarray(o["logits"], np.float64)
     logits = logits if o["mask"] is None else np.where(np.asarray(o["mask"])[:, None] == 0, 0.0, logits)
     # Each scaling adds the error of its sum; positive terms alone, so that errors do not grow otherwise.
-    rate = _score_rate(logits, 1) + 2 * p["iterations"] * (sum(logits.shape) + 8) * F32_HALF_ULP
+    rate = score_rate(logits, 1) + 2 * p["iterations"] * (sum(logits.shape) + 8) * F32_HALF_ULP
     return {"result": 2 * rate.max(initial=0.0) * found["result"]}
 
 

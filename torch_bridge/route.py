@@ -35,7 +35,7 @@ class MoEAux(NamedTuple):
     Attributes:
         load: int32 [E], slots that chose each expert, dropped ones too. aux_loss, z_loss: fp32 scalars, times their
             coefficients. dropped: int32 scalar, slots beyond the capacity of their expert.
-        overflow: bool scalar, whether an exchange between ranks had too little room; False without one.
+        overflow: bool scalar, whether any slot was dropped.
         entropy: fp32 scalar, the mean entropy of the scores of a token, in nats.
     """
 
@@ -171,7 +171,8 @@ def _topk_router(
         *(_int32(experts), key, _int32(sequence_sizes)),
     )
     routed = _routing.choose(op, group, operands)
-    return *routed, torch.zeros((), dtype=torch.bool, device=logits.device)
+    dropped = routed[4]
+    return *routed, dropped > 0
 
 
 @lru_cache(maxsize=1024)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_grouped import Recipe
+from jax_grouped import Recipe, route
 from jax_grouped.nnx import MoE
 from jax_grouped.route import MoEAux
 
@@ -24,11 +24,12 @@ class XlaMoE(MoE):
     """The same MoE layer with GEMMs by `jax.lax.ragged_dot`, as a baseline for timing."""
 
     @staticmethod
-    def mlp(x, wi, wo, group_sizes, *, probs, **_unused):
+    def mlp(x, experts, weights, wi, wo, **_unused):
         """SwiGLU experts as one would write them in plain JAX."""
-        gate, linear = jnp.split(jax.lax.ragged_dot(x, wi, group_sizes), 2, axis=1)
-        activated = probs[:, None] * jax.nn.silu(gate) * linear
-        return jax.lax.ragged_dot(activated.astype(x.dtype), wo, group_sizes)
+        rows, group_sizes, permutation = route.permute(x, experts, wi.shape[0], probs=weights)
+        gate, linear = jnp.split(jax.lax.ragged_dot(rows, wi, group_sizes), 2, axis=1)
+        activated = permutation.probs[:, None] * jax.nn.silu(gate) * linear
+        return route.unpermute(jax.lax.ragged_dot(activated.astype(x.dtype), wo, group_sizes), permutation)
 
 
 def rotate(x: jax.Array) -> jax.Array:

@@ -21,6 +21,7 @@ MAY_IMPORT = {
 """Top-level modules that a package's files may import, besides the standard library."""
 FILES_MAY_IMPORT = {
     "jax_grouped/nnx.py": {"flax"},
+    "jax_grouped/linen.py": {"flax"},
     "jax_grouped/_layer_recipes.py": {"flax"},
 }
 """What single files may import besides."""

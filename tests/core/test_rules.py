@@ -15,8 +15,6 @@ from tests.core.sources import ROOT, name_of, python_files
 CONTRACTS = ROOT / "docs" / "contracts.md"
 
 LATER = {
-    "OFF-8": "policies of rematerialisation come with the full Flax layers",
-    "OFF-9": "residuals in host memory, in JAX, come with the full Flax layers",
     "CKP-4": "optimiser states come with the converters",
     "CKP-5": "metadata come with the converters",
     "CKP-6": "metadata come with the converters",

@@ -67,7 +67,7 @@ def test_layers_compute_what_the_operations_do(recipe: Recipe, kind: str) -> Non
             return jax_grouped.ragged_dot(x, p["kernel"], SIZES, bias=p["bias"], recipe=bound)
         if kind == "mlp":
             return jax_grouped.grouped_mlp(x, p["wi"], p["wo"], SIZES, recipe=bound)
-        return moe.moe(x, layer.router.kernel[...], p["wi"], p["wo"], 2, recipe=bound)[0]
+        return moe(x, layer.router.kernel[...], p["wi"], p["wo"], 2, recipe=bound)[0]
 
     names = ("kernel", "bias") if kind == "linear" else ("wi", "wo")
     params = {name: getattr(layer, name)[...] for name in names}

@@ -430,7 +430,12 @@ def test_operands_that_vary_over_different_axes():
 def test_an_explicitly_sharded_operand_outside_shard_map_is_refused():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     x = jax.device_put(cases.normal((16, 8), "float32", "x"), NamedSharding(mesh, P("data")))
-    parts = ["`lhs` of grouped_matmul", "sharded as", "expected the rows of one shard", "inside jax.shard_map"]
+    parts = [
+        "`lhs` of grouped_matmul",
+        "sharded as",
+        "expected the local arrays of one shard",
+        "inside of jax.shard_map",
+    ]
     with asserts.refused(ValueError, parts), jax.set_mesh(mesh):
         jax.jit(jg.ragged_dot)(x, cases.normal((1, 8, 4), "float32", "w"), np.array([3], np.int32))
 

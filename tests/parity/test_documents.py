@@ -50,8 +50,19 @@ probs, main_grad_wi, main_grad_wo = torch.ones(40), torch.zeros(wi.shape), torch
 GIVEN = {
     "README.md": {},
     "docs/jax.md": {
-        "value_and_accumulate_grad": f"{JAX}\nloss = None",
+        "jax.shard_map": f"""{JAX}
+from jax.sharding import PartitionSpec as P
+mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+""",
+        "value_and_accumulate_grad": "loss = None",
         "grouped_mlp_fwd": "accum = (jnp.zeros(wi.shape), jnp.zeros(wo.shape))",
+        "route.topk_router": """
+from jax_grouped import route
+k, E = 2, 8
+logits, bias, router, gate = jnp.ones((40, E)), jnp.zeros(E), jnp.ones((K, E)), jnp.ones((K, 1))
+shared_wi, shared_wo = wi[:1], wo[:1]
+wi, wo = jnp.concatenate([wi, wi]), jnp.concatenate([wo, wo])
+""",
     },
     "docs/recipes.md": {
         "import FORMATS": JAX,

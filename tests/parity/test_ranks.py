@@ -15,7 +15,7 @@ import jax_grouped
 import torch_bridge
 from grouped_core.recipes import FP8Current, FP8Delayed, Recipe
 from grouped_core.scaling import ScalingState
-from jax_grouped import accumulate, moe, nnx, route
+from jax_grouped import accumulate, nnx, route
 from tests import asserts, ranks
 from tests.ranks import (
     BIAS,
@@ -200,11 +200,62 @@ JAX: dict[str, Function] = {
         {"lhs": X},
     ),
     "topk_router": Function(
-        lambda logits, bias, mask: route.topk_router(logits, SLOTS, bias=bias, mask=mask),
+        lambda logits, bias, mask, experts, sequence_sizes, key: route.topk_router(
+            *(logits, SLOTS), bias=bias, mask=mask, experts=experts, sequence_sizes=sequence_sizes, key=key, jitter=0.1
+        ),
         {
             "logits": _routed("topk_router", "logits", (T, E), "two axes [T, E]"),
             "bias": _routed("topk_router", "bias", (E,), "one axis [E]"),
             "mask": _routed("topk_router", "mask", (T,), "one axis [T]", "bool"),
+            "experts": _routed("topk_router", "experts", (T, SLOTS), "two axes [T, k]", "int32"),
+            "sequence_sizes": Argument(
+                (2,), "one axis [S]", "pass one size per sequence", "`sequence_sizes` of topk_router", "int32"
+            ),
+            "key": Argument((2,), "one axis [2]", "low word first", "`key` of topk_router", "uint32"),
+        },
+    ),
+    "hash_experts": Function(
+        lambda token_ids, table: route.hash_experts(token_ids, SLOTS, E, table=table),
+        {
+            "token_ids": _routed("hash_experts", "token_ids", (T,), "one axis [T]", "int32"),
+            "table": Argument(
+                (6, SLOTS), "two axes [V, k]", "pass k experts per token id", "`table` of hash_experts", "int32"
+            ),
+        },
+    ),
+    "balance_quantile": Function(
+        lambda logits, bias, mask: route.balance_quantile(logits, bias, SLOTS, mask=mask),
+        {
+            "logits": _routed("balance_quantile", "logits", (T, E), "two axes [T, E]"),
+            "bias": _routed("balance_quantile", "bias", (E,), "one axis [E]"),
+            "mask": _routed("balance_quantile", "mask", (T,), "one axis [T]", "bool"),
+        },
+    ),
+    "alignment_for": Function(lambda: route.alignment_for(None)),
+    "pad_groups": Function(
+        lambda rows, sizes: route.pad_groups(rows, sizes, 4),
+        {
+            "rows": _routed("pad_groups", "rows", (M, H), "two axes [M, H]"),
+            "sizes": dataclasses.replace(SIZES, thing="`sizes` of pad_groups"),
+        },
+    ),
+    "unpad_groups": Function(
+        lambda rows: route.unpad_groups(rows, route.pad_groups(jnp.ones((M, H)), jnp.full((G,), 2), 1)[2]),
+        {"rows": _routed("unpad_groups", "rows", (M, H), "two axes [P, H]")},
+    ),
+    "routed_mlp": Function(
+        lambda accum_wi, accum_wo, **rest: jax_grouped.routed_mlp(**rest, wgrad_accum=(accum_wi, accum_wo)),
+        {
+            "x": _routed("routed_mlp", "x", (T, K), "two axes [T, K]"),
+            "experts": _routed("routed_mlp", "experts", (T, SLOTS), "two axes [T, k]", "int32"),
+            "weights": _routed("routed_mlp", "weights", (T, SLOTS), "two axes [T, k]"),
+            "wi": weight("[G, K, W]", G, K, 2 * F),
+            "wo": weight("[G, F, K]", G, F, K),
+            "wi_bias": WI_BIAS,
+            "wo_bias": WO_BIAS,
+            "out": Argument((T, K), f"({T}, {K}) = all rows", "allocate a buffer of that shape"),
+            "accum_wi": accumulator(G, K, 2 * F, thing="wgrad_accum"),
+            "accum_wo": accumulator(G, F, K, thing="wgrad_accum"),
         },
     ),
     "update_bias": Function(
@@ -229,9 +280,8 @@ JAX: dict[str, Function] = {
             "weights": _routed("unpermute", "weights", (T, SLOTS), "two axes [T, k]"),
         },
     ),
-    "check_router": Function(lambda: route.check_router(E, SLOTS, "softmax", after_topk=False)),
     "moe": Function(
-        lambda x, router, wi, wo: moe.moe(x, router, wi, wo, SLOTS),
+        lambda x, router, wi, wo: jax_grouped.moe(x, router, wi, wo, SLOTS),
         {
             "x": _routed("moe", "x", (T, K), "two axes [T, H]"),
             "router": _routed("moe", "router", (K, G), "two axes [H, E]"),
@@ -642,7 +692,7 @@ def test_the_good_calls_work(functions: dict[str, Function]) -> None:
 
 
 def test_no_public_function_is_missing() -> None:
-    ours = ranks.public_functions(jax_grouped, route, accumulate, nnx, moe)
+    ours = ranks.public_functions(jax_grouped, route, accumulate, nnx)
     assert not {name for name in ours if name not in {key.split(":")[-1] for key in JAX}}
     theirs = ranks.public_functions(torch_bridge, nn, torch_route)
     assert not {name for name in theirs if name not in {key.split(":")[-1] for key in TORCH}}

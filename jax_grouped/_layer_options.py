@@ -1,0 +1,134 @@
+"""What the layers of Flax NNX and of Linen have in common: names of constructor arguments, initialisers, checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from grouped_core.routing_spec import router_option
+
+Initializer = Callable[..., Array]
+Metadata = Mapping[str, Any]
+
+# NOTE: the first axis counts the experts and is not part of the fan-in.
+default_kernel_init: Initializer = jax.nn.initializers.lecun_normal(batch_axis=(0,))
+default_router_init: Initializer = jax.nn.initializers.lecun_normal()
+default_bias_init: Initializer = jax.nn.initializers.zeros
+
+NO_METADATA: Metadata = MappingProxyType({})
+
+ROUTER = (
+    "score",
+    "after_topk",
+    "normalize",
+    "scale",
+    "num_groups",
+    "topk_groups",
+    "group_topk",
+    "jitter",
+    "sinkhorn",
+    "capacity_factor",
+    "drop",
+    "aux_coeff",
+    "z_coeff",
+    "axis_name",
+)
+"""Options of `route.topk_router` that a MoE layer holds."""
+
+_COMMON = ("use_bias", "dtype", "param_dtype", "kernel_init", "bias_init", "recipe")
+_EXPERTS = ("activation", *_COMMON, "residuals", "wi_metadata", "wo_metadata", "bias_metadata")
+
+CONSTRUCTORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "GroupedLinear": (
+            *("num_groups", "in_features", "out_features"),
+            *(*_COMMON, "kernel_metadata", "bias_metadata"),
+        ),
+        "GroupedMLP": ("num_groups", "hidden", "mlp_dim", *_EXPERTS),
+        "MoE": (
+            *("hidden", "mlp_dim", "num_experts", "num_experts_per_tok"),
+            *(*ROUTER, "selection_bias", "shared_dim", "shared_gate", "deterministic"),
+            *("router_init", "router_metadata", *_EXPERTS),
+        ),
+    }
+)
+"""The arguments of each layer; those of NNX also have `rngs`."""
+
+
+def router_options(layer: Any) -> dict[str, Any]:
+    """The options of its router that a layer holds; without jitter where the layer is deterministic."""
+    options = {name: getattr(layer, name) for name in ROUTER}
+    return options | {"jitter": 0.0} if layer.deterministic else options
+
+
+def check_moe(layer: Any) -> None:
+    """Refuses sizes and options of a MoE layer that are out of range.
+
+    Raises:
+        TypeError: a size is not an integer. ValueError: a size or an option is out of range, or two contradict.
+    """
+    experts, chosen = layer.num_experts, layer.num_experts_per_tok
+    check_positive("MoE", num_experts=experts, num_experts_per_tok=chosen)
+    if chosen > experts:
+        raise ValueError(
+            f"`num_experts_per_tok` of MoE: {chosen}, expected 1 to {experts}, the number of experts; choose fewer."
+        )
+    router_option(experts, chosen, **{name: getattr(layer, name) for name in ROUTER if name != "axis_name"})
+    if layer.shared_dim is not None:
+        check_positive("MoE", shared_dim=layer.shared_dim)
+    elif layer.shared_gate:
+        raise ValueError(
+            "`shared_gate` of MoE: True without `shared_dim`, expected False; pass the width of the shared expert too."
+        )
+
+
+def check_positive(layer: str, **sizes: Any) -> None:
+    """Refuses sizes that are no integers of 1 or more.
+
+    Raises:
+        TypeError: no integer. ValueError: below 1.
+    """
+    for name, size in sizes.items():
+        if not isinstance(size, (int, np.integer)):
+            raise TypeError(f"`{name}` of {layer}: {size!r}, expected an integer; give the size of that axis.")
+        if size < 1:
+            raise ValueError(f"`{name}` of {layer}: {size}, expected 1 or more; give the size of that axis.")
+
+
+def as_tokens(x: Array) -> Array:
+    """x [..., H] as tokens [T, H].
+
+    Raises:
+        ValueError: x has no axes.
+    """
+    if not x.ndim:
+        raise ValueError("`x` of MoE: shape (), expected at least one axis [..., H]; pass tokens of H columns.")
+    return x.reshape(-1, x.shape[-1])
+
+
+def of_tokens(x: Array, mask: Any, experts: Any) -> dict[str, Any]:
+    """mask [...] and experts [..., k] of x [..., H], as arguments of `route.topk_router`.
+
+    Raises:
+        ValueError: their leading axes are not those of x.
+    """
+    lead = x.shape[:-1]
+    if mask is not None and mask.shape != lead:
+        raise ValueError(
+            f"`mask` of MoE: shape {mask.shape}, expected {lead}, the axes of `x` but the last; pass one value per "
+            "token."
+        )
+    if experts is not None and experts.shape[:-1] != lead:
+        raise ValueError(
+            f"`experts` of MoE: shape {experts.shape}, expected {lead} and k, the axes of `x` but the last; pass k "
+            "experts per token."
+        )
+    return {
+        "mask": None if mask is None else mask.reshape(-1),
+        "experts": None if experts is None else experts.reshape(-1, experts.shape[-1]),
+    }

@@ -1,0 +1,148 @@
+"""The router as one `custom_vjp` around rules of `grouped_core.routing`; `route.topk_router` checks its arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import custom_vjp_primal_tree_values
+from jaxtyping import Array
+
+from grouped_core import routing as rules
+from grouped_core.calls import spec_of
+from grouped_core.routing_spec import Router
+from jax_grouped._arguments import one_group
+from jax_grouped._run import RUN, nonzero, reduce_to, varying_axes
+
+AxisName = str | tuple[str, ...] | None
+"""Axes of the mesh, by name, inside `jax.shard_map`."""
+
+
+class Options(NamedTuple):
+    router: Router
+    axis_name: AxisName
+
+
+class Given(NamedTuple):
+    """Operands without gradient."""
+
+    bias: Any
+    mask: Any
+    experts: Any
+    key: Any
+    sequence_sizes: Any
+
+
+class Routed(NamedTuple):
+    weights: Any
+    experts: Any
+    load: Any
+    dropped: Any
+    aux_loss: Any
+    z_loss: Any
+    entropy: Any
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["logits", "first", "kept", "losses", "mask", "key", "sequence_sizes"],
+    meta_fields=["dtype", "varying"],
+)
+@dataclass(frozen=True)
+class _Saved:
+    """What the router saves for its backward; `losses` is None where they are constants."""
+
+    logits: Any
+    first: Any
+    kept: Any
+    losses: Any
+    mask: Any
+    key: Any
+    sequence_sizes: Any
+    dtype: str
+    varying: frozenset[str]
+
+
+def _run_router(options: Options, logits: Any, given: Given) -> tuple[Routed, rules.Chosen, rules.Losses]:
+    op, axes = options
+    chosen = rules.choose(RUN, op, logits, one_group(logits.shape[0]), **given._asdict())
+    sums = chosen.sums
+    if axes is not None:
+        sums = rules.Sums(*(jax.lax.psum(each, axes) for each in sums))
+    losses = rules.losses(RUN, op, sums)
+    found = Routed(chosen.weights, chosen.experts, chosen.load, chosen.dropped, *losses.values)
+    return found, chosen, losses
+
+
+def _route_value(options: Options, logits: Any, given: Given) -> Routed:
+    return _run_router(options, logits, given)[0]
+
+
+def _route_fwd(options: Options, logits: Any, given: Given) -> tuple[Routed, _Saved | None]:
+    needed = logits.perturbed
+    logits, given = custom_vjp_primal_tree_values((logits, given))
+    found, chosen, losses = _run_router(options, logits, given)
+    if not needed:
+        return found, None
+    op = options.router
+    return found, _Saved(
+        logits=chosen.logits,
+        first=chosen.first,
+        kept=chosen.experts if op.capacity_factor is not None else None,
+        losses=losses if op.aux_coeff or op.z_coeff else None,
+        mask=given.mask,
+        key=given.key,
+        sequence_sizes=given.sequence_sizes,
+        dtype=spec_of(logits).dtype,
+        varying=varying_axes(logits),
+    )
+
+
+def _route_bwd(options: Options, saved: _Saved | None, cotangents: Routed) -> tuple[Any, None]:
+    if saved is None:
+        return None, None
+    d_weights, d_losses = nonzero(cotangents.weights), None
+    of_losses = [nonzero(each) for each in (cotangents.aux_loss, cotangents.z_loss)]
+    if saved.losses is not None and any(each is not None for each in of_losses):
+        d_losses = jnp.stack([jnp.zeros((), jnp.float32) if each is None else each for each in of_losses])
+        d_losses = _before_sum(d_losses, options.axis_name)
+    if d_weights is None and d_losses is None:
+        return None, None
+    d_logits = rules.router_grad(
+        RUN,
+        options.router,
+        saved.logits,
+        saved.first,
+        saved.kept,
+        saved.losses,
+        one_group(saved.logits.shape[0]),
+        d_weights,
+        d_losses,
+        saved.dtype,
+        mask=saved.mask,
+        key=saved.key,
+        sequence_sizes=saved.sequence_sizes,
+    )
+    return reduce_to(d_logits, saved.varying), None
+
+
+def _before_sum(cotangent: Array, axes: AxisName) -> Array:
+    """The cotangent of what was summed over `axes`, given that of the sum.
+
+    JAX defines the transpose of its sum differently with and without `check_vma`: with it, the sum is one value that
+    all shards share, and its cotangent is theirs; without it, each shard has a sum of its own, and the cotangents are
+    added.
+    """
+    if axes is None:
+        return cotangent
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    missing = tuple(name for name in names if name not in varying_axes(cotangent))
+    local = jax.lax.pcast(jnp.zeros_like(cotangent), missing, to="varying") if missing else cotangent
+    return jax.vjp(lambda value: jax.lax.psum(value, axes), local)[1](cotangent)[0]
+
+
+route = jax.custom_vjp(_route_value, nondiff_argnums=(0,))
+route.defvjp(_route_fwd, _route_bwd, symbolic_zeros=True)

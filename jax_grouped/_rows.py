@@ -1,0 +1,133 @@
+"""Moving rows: a `custom_vjp` around each rule of `grouped_core.routing`; `jax_grouped.route` checks their arguments.
+
+The first argument of each is its static options, None where it has none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax.custom_derivatives import custom_vjp_primal_tree_values
+
+from grouped_core import routing as rules
+from grouped_core.calls import spec_of
+from jax_grouped._run import RUN, nonzero, reduce_to, varying_axes
+
+
+class Places(NamedTuple):
+    """Static options of `permute`: G, M, the alignment of groups, and k."""
+
+    groups: int
+    rows: int
+    align: int
+    slots: int
+
+
+def _permute_value(options: Places, x: Any, probs: Any, experts: Any) -> tuple[Any, rules.Order]:
+    found = rules.order(RUN, experts, options.groups, options.rows, align=options.align, weights=probs)
+    return rules.gather(RUN, x, found.source, options.slots), found
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["rows", "weights", "source", "inverse"],
+    meta_fields=["dtypes", "needs", "varying"],
+)
+@dataclass(frozen=True)
+class _Moved:
+    """What moving rows saves for its backward.
+
+    Attributes:
+        rows, weights: operands, where a gradient reads them. source, inverse: maps, likewise.
+        dtypes, needs, varying: of the two operands that may have a gradient; a dtype is "" where one is absent.
+    """
+
+    rows: Any
+    weights: Any
+    source: Any
+    inverse: Any
+    dtypes: tuple[str, str]
+    needs: tuple[bool, bool]
+    varying: tuple[frozenset[str], frozenset[str]]
+
+
+def _moved(
+    operands: tuple[Any, Any],
+    needs: tuple[bool, bool],
+    source: Any,
+    inverse: Any,
+    rows: Any = None,
+    weights: Any = None,
+) -> _Moved:
+    first, second = operands
+    dtypes = (spec_of(first).dtype, "" if second is None else spec_of(second).dtype)
+    axes = (varying_axes(first), frozenset[str]() if second is None else varying_axes(second))
+    return _Moved(rows, weights, source, inverse, dtypes, needs, axes)
+
+
+def _asked(primal: Any) -> bool:
+    return any(leaf.perturbed for leaf in jax.tree.leaves(primal))
+
+
+def _permute_fwd(options: Places, *primals: Any) -> tuple[Any, _Moved]:
+    x, probs, experts = custom_vjp_primal_tree_values(primals)
+    rows, found = _permute_value(options, x, probs, experts)
+    return (rows, found), _moved((x, probs), (_asked(primals[0]), _asked(primals[1])), None, found.inverse)
+
+
+def _permute_bwd(options: Places, saved: _Moved, cotangents: tuple[Any, rules.Order]) -> tuple[Any, Any, None]:
+    d_rows, d_probs = nonzero(cotangents[0]), nonzero(cotangents[1].probs)
+    dx = dp = None
+    if saved.needs[0] and d_rows is not None:
+        dx = reduce_to(rules.combine(RUN, d_rows, saved.inverse, saved.dtypes[0]), saved.varying[0])
+    if saved.needs[1] and d_probs is not None:
+        dp = reduce_to(rules.of_slots(RUN, d_probs, saved.inverse, saved.dtypes[1]), saved.varying[1])
+    return dx, dp, None
+
+
+permute = jax.custom_vjp(_permute_value, nondiff_argnums=(0,))
+permute.defvjp(_permute_fwd, _permute_bwd, symbolic_zeros=True)
+
+
+def _unpermute_value(_: None, y: Any, weights: Any, source: Any, inverse: Any) -> Any:
+    return rules.combine(RUN, y, inverse, RUN.spec(y).dtype, weights)
+
+
+def _unpermute_fwd(_: None, *primals: Any) -> tuple[Any, _Moved]:
+    y, weights, source, inverse = custom_vjp_primal_tree_values(primals)
+    needs = (_asked(primals[0]), _asked(primals[1]))
+    saved = _moved((y, weights), needs, source, inverse, y if needs[1] else None, weights)
+    return _unpermute_value(None, y, weights, source, inverse), saved
+
+
+def _unpermute_bwd(_: None, saved: _Moved, d_out: Any) -> tuple[Any, Any, None, None]:
+    arrays = (saved.rows, saved.source, saved.inverse, saved.weights, d_out)
+    found = rules.combine_grads(RUN, *arrays, saved.dtypes[0], saved.needs)
+    dy, dw = (None if each is None else reduce_to(each, at) for each, at in zip(found, saved.varying, strict=True))
+    return dy, dw, None, None
+
+
+unpermute = jax.custom_vjp(_unpermute_value, nondiff_argnums=(0,))
+unpermute.defvjp(_unpermute_fwd, _unpermute_bwd, symbolic_zeros=True)
+
+
+def _take_value(_: None, rows: Any, source: Any, inverse: Any) -> Any:
+    return rules.gather(RUN, rows, source, 1)
+
+
+def _take_fwd(_: None, rows: Any, source: Any, inverse: Any) -> tuple[Any, _Moved]:
+    values = custom_vjp_primal_tree_values((rows, source, inverse))
+    needed = rows.perturbed
+    return _take_value(None, *values), _moved((values[0], None), (needed, False), None, values[2])
+
+
+def _take_bwd(_: None, saved: Any, d_rows: Any) -> tuple[Any, None, None]:
+    dx = rules.gather(RUN, d_rows, saved.inverse, 1) if saved.needs[0] else None
+    return (None if dx is None else reduce_to(dx, saved.varying[0])), None, None
+
+
+take = jax.custom_vjp(_take_value, nondiff_argnums=(0,))
+take.defvjp(_take_fwd, _take_bwd, symbolic_zeros=True)

@@ -1,0 +1,354 @@
+"""Flax Linen layers: they hold and initialise parameters; the arithmetic is in `jax_grouped.ops` and `.moe`.
+
+Their fields have the names that the constructors of `jax_grouped.nnx` have. Collections besides `params`:
+
+- `_overwrite_with_gradient`: the states of delayed scaling, whose cotangents are their next values; Flax's `TrainState`
+  replaces them, and `jax_grouped.update_scaling` advances each once per step.
+- `selection_bias`: the bias with which a router chooses; `jax_grouped.route.update_bias` moves it.
+
+Random streams: `params`; `rounding` for recipes that round stochastically; `jitter`.
+
+Letters: G groups (experts), M rows sorted by group, K in, N out, H hidden size, F expert width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.core import FrozenDict
+from flax.linen.dtypes import promote_dtype
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from jaxtyping import Array, Bool, Float, Int
+
+from grouped_core.activations import Activation, resolve
+from grouped_core.mlp_spec import Residuals
+from grouped_core.ranks import check_rank
+from grouped_core.recipes import BoundRecipe, Recipe
+from jax_grouped import _layer_options, route
+from jax_grouped._layer_options import (
+    Initializer,
+    Metadata,
+    default_bias_init,
+    default_kernel_init,
+    default_router_init,
+)
+from jax_grouped.mlp import grouped_mlp
+from jax_grouped.moe import SharedExpert, moe
+from jax_grouped.ops import ragged_dot
+from jax_grouped.quantize import scaling_state
+from jax_grouped.route import MoEAux
+from jax_grouped.routed import routed_mlp
+
+_NO_METADATA: Metadata = FrozenDict()  # hashable, as the defaults of fields have to be
+SELECTION_BIAS = "selection_bias"
+"""The collection, and the variable in it."""
+
+
+def _param(
+    layer: nn.Module, name: str, init: Initializer, shape: Sequence[int], dtype: Any, metadata: Metadata
+) -> Array:
+    """A parameter, with the logical names of its axes where `metadata` gives them as `out_sharding`."""
+    unknown = set(metadata) - {"out_sharding"}
+    if unknown:
+        raise ValueError(
+            f"metadata of {type(layer).__name__}: {sorted(unknown)}, expected out_sharding alone, the logical names of "
+            "the axes; Linen keeps nothing else with a parameter."
+        )
+    names = metadata.get("out_sharding")
+    make: Any = nn.with_logical_partitioning(init, tuple(names)) if names else init
+    return layer.param(name, make, tuple(shape), dtype)
+
+
+def _words(layer: nn.Module, stream: str) -> jax.Array:
+    return jax.random.bits(layer.make_rng(stream), (2,), "uint32")
+
+
+def _bound(layer: nn.Module, recipe: Recipe | None, num_groups: int, products: int) -> Recipe | BoundRecipe | None:
+    """The recipe for one call, with the layer's state of delayed scaling and a new key."""
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"`recipe` of {type(layer).__name__}: {type(recipe).__name__}, expected a Recipe or None; the layer binds "
+            "it to its own state and keys, so pass the recipe itself."
+        )
+    if recipe is None or not (recipe.delayed or recipe.stochastic):
+        return recipe
+    state = None
+    if recipe.delayed:
+        new = layer.variable(
+            OVERWRITE_WITH_GRADIENT, "scaling", lambda: scaling_state(recipe, num_groups, products=products)
+        )
+        state = new.value
+    return recipe.bind(state, _words(layer, "rounding") if recipe.stochastic else None)
+
+
+class GroupedLinear(nn.Module):
+    """y[r] = x[r] kernel[g] + bias[g], g being the group of row r.
+
+    Attributes:
+        num_groups: G. in_features: K. out_features: N.
+        use_bias: whether there is a `bias` [G, N] beside `kernel` [G, K, N].
+        dtype: of the computation; None: what input and parameters promote to. param_dtype: of the parameters.
+        kernel_init, bias_init: initialisers; the default of the kernel does not count G in its fan-in.
+        recipe: formats of the products, any `Recipe`; None: as the operands stand.
+        kernel_metadata, bias_metadata: {"out_sharding": logical names of the axes}, e.g. ("expert", "embed", "mlp").
+    """
+
+    num_groups: int
+    in_features: int
+    out_features: int
+    use_bias: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer = default_bias_init
+    recipe: Recipe | None = None
+    kernel_metadata: Metadata = _NO_METADATA
+    bias_metadata: Metadata = _NO_METADATA
+
+    operation = staticmethod(ragged_dot)
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "M K"], group_sizes: Any) -> Float[Array, "M N"]:
+        """Applies the group's kernel to each row.
+
+        Args:
+            x: [M, K]. group_sizes: integers [G]; rows past their sum give zero.
+        """
+        groups, columns = self.num_groups, self.out_features
+        sizes = {"num_groups": groups, "in_features": self.in_features, "out_features": columns}
+        _layer_options.check_positive("GroupedLinear", **sizes)
+        check_rank("linear", "x", "x", x.shape)
+        shape, of = (groups, self.in_features, columns), self.param_dtype
+        kernel = _param(self, "kernel", self.kernel_init, shape, of, self.kernel_metadata)
+        bias = None
+        if self.use_bias:
+            bias = _param(self, "bias", self.bias_init, (groups, columns), of, self.bias_metadata)
+        x, kernel, bias = promote_dtype(x, kernel, bias, dtype=self.dtype)
+        return ragged_dot(x, kernel, group_sizes, bias=bias, recipe=_bound(self, self.recipe, groups, 1))
+
+
+class GroupedMLP(nn.Module):
+    """y[r] = (p[r] act(x[r] wi[g] + wi_bias[g])) wo[g] + p[r] wo_bias[g], g being the group of row r.
+
+    Attributes:
+        num_groups: G. hidden: H. mlp_dim: F.
+        activation: a kind, or an `Activation`. Gated kinds make `wi` [G, H, 2F], gate columns first; others [G, H, F].
+        use_bias: whether there are `wi_bias` and `wo_bias` [G, H].
+        dtype: of the computation; None: what input and parameters promote to. param_dtype: of the parameters.
+        kernel_init, bias_init: initialisers; the default of the kernels does not count G in their fan-in.
+        recipe: formats of the products, any `Recipe`; None: as the operands stand.
+        residuals: what is saved for backward, as in `jax_grouped.grouped_mlp`.
+        wi_metadata, wo_metadata, bias_metadata: {"out_sharding": logical names of the axes}.
+    """
+
+    num_groups: int
+    hidden: int
+    mlp_dim: int
+    activation: str | Activation = "swiglu"
+    use_bias: bool = False
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer = default_bias_init
+    recipe: Recipe | None = None
+    residuals: str | Residuals = "save_fc1"
+    wi_metadata: Metadata = _NO_METADATA
+    wo_metadata: Metadata = _NO_METADATA
+    bias_metadata: Metadata = _NO_METADATA
+
+    operation = staticmethod(grouped_mlp)
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "M H"], group_sizes: Any, probs: Float[Array, " M"] | None = None
+    ) -> Float[Array, "M H"]:
+        """Applies the group's MLP to each row, weighted by `probs`.
+
+        Args:
+            x: [M, H]. group_sizes: integers [G]. probs: [M]; None: 1.
+        """
+        x, wi, wo, wi_bias, wo_bias = _experts(self, self.num_groups, self.mlp_dim, x)
+        return grouped_mlp(
+            x,
+            wi,
+            wo,
+            group_sizes,
+            activation=self.activation,
+            probs=probs,
+            wi_bias=wi_bias,
+            wo_bias=wo_bias,
+            recipe=_bound(self, self.recipe, self.num_groups, 2),
+            residuals=self.residuals,
+        )
+
+
+def _experts(layer: Any, num_groups: int, mlp_dim: int, x: Array) -> tuple[Any, ...]:
+    """x, wi, wo, wi_bias, wo_bias in the dtype of the computation; makes the parameters."""
+    hidden = layer.hidden
+    sizes = {"num_groups": num_groups, "hidden": hidden, "mlp_dim": mlp_dim}
+    _layer_options.check_positive(type(layer).__name__.strip("_"), **sizes)
+    wide, of = resolve(layer.activation).fc1_width(mlp_dim), layer.param_dtype
+    wi = _param(layer, "wi", layer.kernel_init, (num_groups, hidden, wide), of, layer.wi_metadata)
+    wo = _param(layer, "wo", layer.kernel_init, (num_groups, mlp_dim, hidden), of, layer.wo_metadata)
+    biases: list[Any] = [None, None]
+    if layer.use_bias:
+        widths = {"wi_bias": wide, "wo_bias": hidden}
+        biases = [
+            _param(layer, name, layer.bias_init, (num_groups, width), of, layer.bias_metadata)
+            for name, width in widths.items()
+        ]
+    return (*promote_dtype(x, wi, wo, *biases, dtype=layer.dtype),)
+
+
+class _Router(nn.Module):
+    """Holds `kernel` [H, E], the router's only parameter."""
+
+    hidden: int
+    num_experts: int
+    param_dtype: Any
+    init_fn: Initializer
+    metadata: Metadata
+
+    @nn.compact
+    def __call__(self) -> Array:
+        shape = (self.hidden, self.num_experts)
+        return _param(self, "kernel", self.init_fn, shape, self.param_dtype, self.metadata)
+
+
+class _Shared(nn.Module):
+    """The expert that every token goes to: `wi` and `wo` of one group, and perhaps `gate` [H, 1]."""
+
+    hidden: int
+    mlp_dim: int
+    gate: bool
+    gate_init: Initializer
+    gate_metadata: Metadata
+    activation: str | Activation
+    dtype: Any
+    param_dtype: Any
+    kernel_init: Initializer
+    recipe: Recipe | None
+    wi_metadata: Metadata
+    wo_metadata: Metadata
+    use_bias: bool = False
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "T H"]) -> SharedExpert:
+        """Its weights in the dtype of the computation, for `jax_grouped.moe`."""
+        _, wi, wo, _, _ = _experts(self, 1, self.mlp_dim, x)
+        gate = None
+        if self.gate:
+            gate = _param(self, "gate", self.gate_init, (self.hidden, 1), self.param_dtype, self.gate_metadata)
+        return SharedExpert(wi, wo, gate, _bound(self, self.recipe, 1, 2))
+
+
+class MoE(nn.Module):
+    """A mixture of experts: a router chooses k of E experts for each token; their weighted results are summed.
+
+    Its parameters are `router.kernel` [H, E] and those of `GroupedMLP`; with a shared expert also `shared.wi` and
+    `shared.wo`, of one group, and with `shared_gate` also `shared.gate` [H, 1].
+
+    Attributes:
+        hidden: H. mlp_dim: F. num_experts: E. num_experts_per_tok: k.
+        score, after_topk, normalize, scale, num_groups, topk_groups, group_topk, jitter, sinkhorn, capacity_factor,
+            drop, aux_coeff, z_coeff, axis_name: of the router, see `jax_grouped.route.topk_router`.
+        selection_bias: whether there is a bias [E] in the collection `selection_bias`, with which the router chooses.
+        shared_dim: F of an expert that every token goes to; None: there is none. shared_gate: whether its result is
+            weighted by the sigmoid of a gate.
+        deterministic: without jitter.
+        router_init: initialiser of the kernels of router and gate. router_metadata: as in `GroupedMLP`.
+        The others: as in `GroupedMLP`; those of the experts serve the shared one too, which has no biases.
+    """
+
+    hidden: int
+    mlp_dim: int
+    num_experts: int
+    num_experts_per_tok: int
+    score: str = "softmax"
+    after_topk: bool = False
+    normalize: bool | None = None
+    scale: float = 1.0
+    num_groups: int | None = None
+    topk_groups: int | None = None
+    group_topk: int | None = None
+    jitter: float = 0.0
+    sinkhorn: int = 0
+    capacity_factor: float | None = None
+    drop: str = "probs"
+    aux_coeff: float = 0.0
+    z_coeff: float = 0.0
+    axis_name: route.AxisName = None
+    selection_bias: bool = False
+    shared_dim: int | None = None
+    shared_gate: bool = False
+    deterministic: bool = False
+    router_init: Initializer = default_router_init
+    router_metadata: Metadata = _NO_METADATA
+    activation: str | Activation = "swiglu"
+    use_bias: bool = False
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer = default_bias_init
+    recipe: Recipe | None = None
+    residuals: str | Residuals = "save_fc1"
+    wi_metadata: Metadata = _NO_METADATA
+    wo_metadata: Metadata = _NO_METADATA
+    bias_metadata: Metadata = _NO_METADATA
+
+    operation = staticmethod(routed_mlp)
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "... H"],
+        *,
+        mask: Bool[Array, ...] | None = None,
+        experts: Int[Array, "... k"] | None = None,
+        sequence_sizes: Int[Array, " S"] | None = None,
+    ) -> tuple[Float[Array, "... H"], MoEAux]:
+        """Applies its experts to each token of x. Returns y in the shape of x, and `MoEAux`.
+
+        Args:
+            x: [..., H].
+            mask: [...], False for padding, which goes to no expert. experts: [..., k], chosen elsewhere.
+            sequence_sizes: [S], as in `jax_grouped.route.topk_router`, of the tokens in the order of memory.
+        """
+        _layer_options.check_moe(self)
+        rows, wi, wo, wi_bias, wo_bias = _experts(self, self.num_experts, self.mlp_dim, _layer_options.as_tokens(x))
+        kernel = (self.param_dtype, self.router_init, self.router_metadata)
+        router = _Router(self.hidden, self.num_experts, *kernel, name="router")()
+        routing = _layer_options.router_options(self) | _layer_options.of_tokens(x, mask, experts)
+        if routing["jitter"]:
+            routing["key"] = _words(self, "jitter")
+        if self.selection_bias:
+            zeros = self.variable(SELECTION_BIAS, SELECTION_BIAS, jnp.zeros, (self.num_experts,), jnp.float32)
+            routing["bias"] = zeros.value
+        y, aux = moe(
+            rows,
+            router,
+            wi,
+            wo,
+            self.num_experts_per_tok,
+            shared=self._shared_expert(rows),
+            activation=self.activation,
+            wi_bias=wi_bias,
+            wo_bias=wo_bias,
+            recipe=_bound(self, self.recipe, self.num_experts, 2),
+            residuals=self.residuals,
+            sequence_sizes=sequence_sizes,
+            **routing,
+        )
+        return y.reshape(x.shape), aux
+
+    def _shared_expert(self, x: Array) -> SharedExpert | None:
+        if self.shared_dim is None:
+            return None
+        same = ("activation", "dtype", "param_dtype", "kernel_init", "recipe", "wi_metadata", "wo_metadata")
+        options = {name: getattr(self, name) for name in same}
+        gate = (self.shared_gate, self.router_init, self.router_metadata)
+        return _Shared(self.hidden, self.shared_dim, *gate, **options, name="shared")(x)

@@ -1,0 +1,138 @@
+"""Programs for several devices: sharded operands outside of shard_map are refused, and never gathered in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_grouped
+from tests import asserts, cases
+from tests.jax_frontend.jax_tools import copies, optimised
+
+G, M, K, N = 8, 64, 16, 8
+X, W = (jnp.asarray(cases.normal(shape, "float32", "partition", shape)) for shape in ((M, K), (G, K, N)))
+SIZES = jnp.full((G,), M // G, jnp.int32)
+FRAGMENTS = (
+    "sharded as",
+    "outside of jax.shard_map",
+    "expected the local arrays of one shard",
+    "in_specs=",
+    "jax.jit(local)",
+)
+
+
+def product(x: Any, w: Any, sizes: Any) -> Any:
+    return jax_grouped.ragged_dot(x, w, sizes)
+
+
+def gradients(x: Any, w: Any, sizes: Any) -> Any:
+    return jax.grad(lambda x, w: product(x, w, sizes).sum(), (0, 1))(x, w)
+
+
+def scanned(x: Any, w: Any, sizes: Any) -> Any:
+    step = jax.checkpoint(lambda x: x + product(x, w, sizes)[:, :1])
+    return jax.lax.scan(lambda x, _: (step(x), None), x, length=3)[0]
+
+
+PROGRAMS = {"product": product, "gradients": gradients, "scanned": scanned}
+
+
+def mesh_of(kind: AxisType, *shape: int) -> Any:
+    return jax.make_mesh(shape, ("data", "model")[: len(shape)], axis_types=(kind,) * len(shape))
+
+
+def placed(mesh: Any, x: P, w: P) -> tuple[Any, ...]:
+    return tuple(jax.device_put(each, NamedSharding(mesh, spec)) for each, spec in ((X, x), (W, w), (SIZES, P())))
+
+
+@pytest.mark.rule("ACC-10")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    ("x", "w", "slot"),
+    [(P(), P("data"), "rhs"), (P(), P(None, None, "data"), "rhs"), (P("data"), P(), "lhs")],
+)
+def test_sharded_operands_are_refused(kind: AxisType, program: str, x: P, w: P, slot: str) -> None:
+    """At trace time on an Explicit mesh, else when XLA partitions the program, with the same words."""
+    error = jax.errors.JaxRuntimeError if kind == AxisType.Auto else ValueError
+    with asserts.refused(error, (f"`{slot}` of grouped_matmul", *FRAGMENTS)):
+        jax.jit(PROGRAMS[program]).lower(*placed(mesh_of(kind, 8), x, w)).compile()
+
+
+@pytest.mark.rule("ACC-10")
+def test_sharded_operands_are_refused_outside_of_jit_too() -> None:
+    with asserts.refused(ValueError, ("`rhs` of grouped_matmul", *FRAGMENTS)):
+        product(*placed(mesh_of(AxisType.Auto, 8), P(), P("data")))
+
+
+@pytest.mark.rule("ACC-10")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_replicated_operands_are_fine(kind: AxisType, program: str) -> None:
+    """The same bits and the same calls as in a program for one device."""
+    run = jax.jit(PROGRAMS[program])
+    operands = placed(mesh_of(kind, 8), P(), P())
+    text, alone = optimised(run.lower(*operands)), optimised(run.lower(X, W, SIZES))
+    assert "all-gather" not in text
+    assert text.count("jg_grouped_matmul_v1") == alone.count("jg_grouped_matmul_v1")
+    for found, expected in zip(jax.tree.leaves(run(*operands)), jax.tree.leaves(run(X, W, SIZES)), strict=True):
+        asserts.bitwise(np.asarray(found), expected)
+
+
+@pytest.mark.rule("ACC-10", "ACC-8")
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_axes_that_are_not_manual(kind: AxisType, check_vma: bool) -> None:
+    """shard_map over one axis of two: what it leaves to XLA may not be sharded either."""
+    mesh = mesh_of(kind, 2, 4)
+    local = jax.jit(
+        jax.shard_map(
+            lambda x, w, sizes: product(x, w, sizes // 2),
+            mesh=mesh,
+            in_specs=(P("data"), P(), P()),
+            out_specs=P("data"),
+            axis_names={"data"},
+            check_vma=check_vma,
+        )
+    )
+    operands = placed(mesh, P("data"), P())
+    assert "all-gather" not in optimised(local.lower(*operands))
+    half = SIZES // 2
+    expected = jnp.concatenate([product(rows, W, half) for rows in jnp.split(X, 2)])
+    asserts.bitwise(np.asarray(local(*operands)), expected)
+    error = jax.errors.JaxRuntimeError if kind == AxisType.Auto else ValueError
+    with asserts.refused(error, ("`rhs` of grouped_matmul", *FRAGMENTS)):
+        local.lower(*placed(mesh, P("data"), P("model"))).compile()
+
+
+@pytest.mark.rule("ACC-4", "ACC-10")
+def test_accumulators_are_still_updated_in_place() -> None:
+    """The partitioner's call keeps the alias of operand and result."""
+    accum = jax.device_put(jnp.zeros(W.shape), NamedSharding(mesh_of(AxisType.Auto, 8), P()))
+    x, w, sizes = placed(mesh_of(AxisType.Auto, 8), P(), P())
+
+    def both(accum: Any, x: Any, w: Any, sizes: Any) -> Any:
+        def loss(w: Any, a: Any) -> Any:
+            return jax_grouped.ragged_dot(x, w, sizes, wgrad_accum=a).sum()
+
+        return jax.grad(loss, (0, 1))(w, accum)[1]
+
+    text = optimised(jax.jit(both, donate_argnums=0).lower(accum, x, w, sizes))
+    assert copies(text, rf"f32\[{G},{K},{N}\]") == 0
+
+
+@pytest.mark.rule("ACC-10")
+def test_one_device_and_shard_map_have_no_partitioner() -> None:
+    mesh = mesh_of(AxisType.Auto, 8)
+    local = jax.shard_map(
+        lambda x, w, sizes: product(x, w, sizes // 8), mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data")
+    )
+    assert "CustomSPMDPartitioning" not in jax.jit(product).lower(X, W, SIZES).as_text()
+    assert "CustomSPMDPartitioning" not in jax.jit(local).lower(*placed(mesh, P("data"), P())).as_text()
+    assert "CustomSPMDPartitioning" in jax.jit(product).lower(*placed(mesh, P(), P())).as_text()
