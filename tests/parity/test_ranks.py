@@ -587,7 +587,10 @@ TORCH: dict[str, Function] = {
         ),
         {
             "experts": _routed("topk_router", "experts", (T, SLOTS), "two axes [T, k]", "int32"),
-            "sequence_sizes": _routed("topk_router", "sequence_sizes", (2,), "one axis [S]", "int32"),
+            "sequence_sizes": dataclasses.replace(
+                _routed("topk_router", "sequence_sizes", (2,), "one axis [S]", "int32"),
+                remedy="pass one size per sequence",
+            ),
             "key": dataclasses.replace(KEY, thing="`key` of topk_router"),
         },
     ),
@@ -603,7 +606,10 @@ TORCH: dict[str, Function] = {
         lambda token_ids, table: torch_route.hash_experts(token_ids, SLOTS, E, table=table),
         {
             "token_ids": _routed("hash_experts", "token_ids", (T,), "one axis [T]", "int32"),
-            "table": _routed("hash_experts", "table", (T, SLOTS), "two axes [V, k]", "int32"),
+            "table": dataclasses.replace(
+                _routed("hash_experts", "table", (T, SLOTS), "two axes [V, k]", "int32"),
+                remedy="pass k experts per token id",
+            ),
         },
     ),
     "pad_groups": Function(
