@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from grouped_core.formats import FORMATS, PLAIN, Format, wide
@@ -112,25 +111,30 @@ class Recipe:
         for name in ("forward", "dgrad", "wgrad"):
             object.__setattr__(self, name, tuple(self._started(fmt) for fmt in getattr(self, name)))
         _check_cells(self)
+        # Every call asks for these. They are no cached properties, whose lock Dynamo cannot trace in Python 3.11.
+        cells = self.cells()
+        object.__setattr__(self, "_quantized", any(not fmt.plain for fmt in cells))
+        object.__setattr__(self, "_delayed", any(fmt.delayed for fmt in cells))
+        object.__setattr__(self, "_stochastic", any(fmt.stochastic for fmt in cells))
 
     def _started(self, fmt: Format) -> Format:
         """The format with `starts_at_one` where rows must not share a scale that is found in them."""
         return fmt.replace(starts_at_one=self.batch_invariant) if fmt.delayed else fmt
 
-    @cached_property
+    @property
     def quantized(self) -> bool:
         """Whether an operand is quantised."""
-        return any(not fmt.plain for fmt in self.cells())
+        return self.__dict__["_quantized"]
 
-    @cached_property
+    @property
     def delayed(self) -> bool:
         """Whether an operand has delayed scaling."""
-        return any(fmt.delayed for fmt in self.cells())
+        return self.__dict__["_delayed"]
 
-    @cached_property
+    @property
     def stochastic(self) -> bool:
         """Whether an operand is rounded stochastically."""
-        return any(fmt.stochastic for fmt in self.cells())
+        return self.__dict__["_stochastic"]
 
     @property
     def of_gradients(self) -> Recipe:
