@@ -145,11 +145,11 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "jitter": ("logits", "key"),
     "sinkhorn": ("logits", "mask"),
     "router": ("logits", "bias", "mask", "given", "ranking"),
+    "router_sums": ("logits", "experts", "mask", "sequence_sizes"),
     "router_grad": (
         *("logits", "experts", "mask", "kept", "d_weights"),
         *("sequence_sizes", "slopes", "z_slope", "d_losses"),
     ),
-    "router_sums": ("logits", "experts", "mask", "sequence_sizes"),
     "router_losses": ("prob_sums", "counts", "stat_sums"),
     "count_experts": ("experts", "sequence_sizes"),
     "drop_slots": ("experts", "weights"),
