@@ -145,6 +145,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "jitter": ("logits", "key"),
     "sinkhorn": ("logits", "mask"),
     "router": ("logits", "bias", "mask", "given", "ranking"),
+    "router_sums": ("logits", "experts", "mask", "sequence_sizes"),
     "router_grad": (
         *("logits", "experts", "mask", "kept", "d_weights"),
         *("sequence_sizes", "slopes", "z_slope", "d_losses"),
@@ -176,7 +177,8 @@ RESULTS: dict[str, tuple[str, ...]] = {
     "shard_amax": ("amax",),
     "shard_cast": QUANTIZED,
     **dict.fromkeys(("jitter", "sinkhorn", "router_grad"), ("result",)),
-    "router": ("weights", "experts", "probs", "stats"),
+    "router": ("weights", "experts"),
+    "router_sums": ("prob_sums", "counts", "stat_sums"),
     "router_losses": ("losses", "slopes", "z_slope"),
     "count_experts": ("counts",),
     "drop_slots": ("kept", "kept_weights", "dropped"),

@@ -130,14 +130,32 @@ def _router(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
     out = masked[:, None] | (experts < 0) | (experts >= logits.shape[1])
     results["weights"][...] = np.where(out, 0.0, weights)
     results["experts"][...] = np.where(out, -1, experts)
-    if "probs" in results:
-        results["probs"][...] = np.where(masked[:, None], 0.0, probs_of(p["score"], scores))
-    if "stats" in results:
-        probs = probs_of(p["score"], scores)
-        with np.errstate(all="ignore"):
-            entropy = -np.where(probs > 0, probs * np.log(np.where(probs > 0, probs, 1)), probs).sum(axis=1)
-        stats = np.stack([log_sum(logits) ** 2, entropy, np.ones(tokens)], axis=1)
-        results["stats"][...] = np.where(masked[:, None], 0.0, stats)
+
+
+def token_stats(score: str, logits: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Normalised scores [T, E], and squared logsumexp, entropy and 1 [T, 3]."""
+    probs = probs_of(score, scores_of(score, logits)[0])
+    with np.errstate(all="ignore"):
+        entropy = -np.where(probs > 0, probs * np.log(np.where(probs > 0, probs, 1)), probs).sum(axis=1)
+    return probs, np.stack([log_sum(logits) ** 2, entropy, np.ones(len(logits))], axis=1)
+
+
+def tokens_that_count(o: Arrays) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """Which tokens `router_sums` counts, and the sequence of each of these."""
+    tokens = len(o["logits"])
+    sequence = _sequence_of(o["sequence_sizes"], tokens)
+    counted = ~_masked(o, tokens) & (sequence < len(o["sequence_sizes"]))
+    return counted, sequence[counted]
+
+
+def _router_sums(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
+    counted, sequence = tokens_that_count(o)
+    probs, stats = token_stats(p["score"], np.asarray(o["logits"])[counted])
+    np.add.at(results["prob_sums"], sequence, probs)
+    np.add.at(results["stat_sums"], sequence, stats)
+    experts = np.asarray(o["experts"], np.int64)[counted]
+    inside = (experts >= 0) & (experts < results["counts"].shape[1])
+    np.add.at(results["counts"], (np.broadcast_to(sequence[:, None], experts.shape)[inside], experts[inside]), 1)
 
 
 def _router_grad(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
@@ -370,6 +388,7 @@ _MEANING: dict[str, Callable[[Arrays, Mapping[str, Any], Arrays], None]] = {
     "jitter": _jitter,
     "sinkhorn": _sinkhorn,
     "router": _router,
+    "router_sums": _router_sums,
     "router_grad": _router_grad,
     "router_losses": _router_losses,
     "count_experts": _count_experts,

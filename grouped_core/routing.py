@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from grouped_core import calls, routing_calls
+from grouped_core import routing_calls
 from grouped_core.calls import ArraySpec
 from grouped_core.products import Array, Runner
 from grouped_core.routing_spec import Router
@@ -77,12 +77,12 @@ def choose(
         (ranking,) = run(call, call.arrange(logits=logits, mask=mask))
     given = {"bias": bias, "mask": mask, "given": experts, "ranking": ranking}
     specs = {name: _spec(run, array) for name, array in given.items()}
-    call = routing_calls.router(spec, op.k, op.scores, op.limit, **specs, losses=True)
-    weights, first, probs, stats = run(call, call.arrange(logits=logits, **given))
-    sequences = tokens if sequence_sizes is None else sequence_sizes
-    counts = _count(run, first, sequences, count)
-    load = counts if sequence_sizes is None else _count(run, first, tokens, count)
-    sums = Sums(_sum(run, probs, sequences), counts, _sum(run, stats, sequences))
+    call = routing_calls.router(spec, op.k, op.scores, op.limit, **specs)
+    weights, first = run(call, call.arrange(logits=logits, **given))
+    sizes = tokens if sequence_sizes is None else sequence_sizes
+    call = routing_calls.router_sums(spec, run.spec(first), run.spec(sizes), op.scores.score, mask_spec)
+    sums = Sums(*run(call, call.arrange(logits=logits, experts=first, mask=mask, sequence_sizes=sizes)))
+    load = sums.counts if sequence_sizes is None else _count(run, first, tokens, count)
     capacity, dropped, kept = op.capacity(spec.shape[0], count), None, first
     if capacity is not None:
         call = routing_calls.drop_slots(run.spec(first), count, capacity, by_weight=op.drop == "probs")
@@ -102,11 +102,6 @@ def _jitter(run: Runner, op: Router, logits: Array, key: Array | None) -> Array:
 def _count(run: Runner, experts: Array, sizes: Array, count: int) -> Array:
     call = routing_calls.count_experts(run.spec(experts), run.spec(sizes), count)
     return run(call, call.arrange(experts=experts, sequence_sizes=sizes))[0]
-
-
-def _sum(run: Runner, rows: Array, sizes: Array) -> Array:
-    call = calls.group_sum(run.spec(rows), run.spec(sizes), "float32")
-    return run(call, call.arrange(rows=rows, group_sizes=sizes))[0]
 
 
 def losses(run: Runner, op: Router, sums: Sums) -> Losses:

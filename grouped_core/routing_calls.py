@@ -79,15 +79,29 @@ def router(
     mask: ArraySpec | None = None,
     given: ArraySpec | None = None,
     ranking: ArraySpec | None = None,
-    losses: bool = False,
 ) -> Call:
-    """Weights and experts [T, k] of each token; with `losses` also probs [T, E] and stats [T, 3]."""
-    tokens, experts = logits.shape
+    """Weights and experts [T, k] of each token."""
+    tokens = logits.shape[0]
     operands = {"logits": logits, "bias": bias, "mask": mask, "given": given, "ranking": ranking}
     results: dict[str, ArraySpec | None] = {"weights": _floats(tokens, k), "experts": _integers(tokens, k)}
-    if losses:
-        results |= {"probs": _floats(tokens, experts), "stats": _floats(tokens, 3)}
     return new_call("router", operands, results, scores.params() | limit._asdict())
+
+
+@lru_cache(maxsize=1024)
+def router_sums(
+    logits: ArraySpec, experts: ArraySpec, sequence_sizes: ArraySpec, score: str, mask: ArraySpec | None = None
+) -> Call:
+    """Sums over the tokens of each sequence: normalised scores [S, E], slots [S, E], and squared logsumexp, entropy and
+    the number of tokens [S, 3].
+    """
+    shape = (sequence_sizes.shape[0], logits.shape[1])
+    operands = {"logits": logits, "experts": experts, "mask": mask, "sequence_sizes": sequence_sizes}
+    results: dict[str, ArraySpec | None] = {
+        "prob_sums": _floats(*shape),
+        "counts": _integers(*shape),
+        "stat_sums": _floats(shape[0], 3),
+    }
+    return new_call("router_sums", operands, results, {"score": score})
 
 
 @lru_cache(maxsize=1024)

@@ -563,13 +563,26 @@ def _router_error(o: dict[str, Any], p: dict[str, Any], found: dict[str, Any]) -
     logits = np.asarray(o["logits"], np.float64)
     logits = logits if o["mask"] is None else np.where(np.asarray(o["mask"])[:, None] == 0, 0.0, logits)
     rate = score_rate(logits, found["experts"].shape[1])
-    error = {"weights": rate * np.abs(found["weights"])}
-    if "probs" in found:
-        error["probs"] = rate * found["probs"]
-    if "stats" in found:
-        size = np.abs(logits).max(axis=1, keepdims=True, initial=0.0) + np.log(logits.shape[1])  # of the logsumexp
-        entropy = (rate * (1 + 2 * size)) * (1 + np.log(logits.shape[1]))
-        error["stats"] = np.concatenate([2 * size * (rate + 4 * size * F32_HALF_ULP), entropy, 0 * rate], axis=1)
+    return {"weights": rate * np.abs(found["weights"])}
+
+
+def _router_sums_error(o: dict[str, Any], p: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    counted, sequence = reference_routing.tokens_that_count(o)
+    logits = np.asarray(o["logits"], np.float64)[counted]
+    probs, stats = reference_routing.token_stats(p["score"], logits)
+    rate = score_rate(logits, o["experts"].shape[1])
+    size = np.abs(logits).max(axis=1, keepdims=True, initial=0.0) + np.log(probs.shape[1])  # of the logsumexp
+    entropy = (rate * (1 + 2 * size)) * (1 + np.log(probs.shape[1]))
+    of_stats = np.concatenate([2 * size * (rate + 4 * size * F32_HALF_ULP), entropy, 0 * rate], axis=1)
+    error = {}
+    for name, each, own in (("prob_sums", probs, rate * probs), ("stat_sums", stats, of_stats)):
+        error[name], whole = np.zeros(found[name].shape), np.zeros(found[name].shape)
+        np.add.at(error[name], sequence, own)
+        np.add.at(whole, sequence, np.abs(each))
+        # Additions of a run, of a lane that adds every 32nd run, and of the tree of lanes; whole numbers are exact.
+        steps = TOKENS_A_RUN + len(o["logits"]) // (32 * TOKENS_A_RUN) + 6
+        error[name] += steps * F32_HALF_ULP * (whole + error[name])
+    error["stat_sums"][:, 2] = 0
     return error
 
 
@@ -625,8 +638,11 @@ def _quantile_error(o: dict[str, Any], p: dict[str, Any], found: dict[str, Any])
 
 
 TINY = reference_routing.TINY
+TOKENS_A_RUN = 8
+"""Tokens that a router's sums add in order before sums of these are added (numerics 9)."""
 _ROUTING = {
     "router": _router_error,
+    "router_sums": _router_sums_error,
     "router_grad": _router_grad_error,
     "router_losses": _router_losses_error,
     "sinkhorn": _sinkhorn_error,

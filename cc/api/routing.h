@@ -67,7 +67,7 @@ struct ScoreParams {
 // The k experts of each token, best first, and their weights. Experts are ranked by `ranking`, or else by the score (by
 // the logit with after_topk), plus the bias; ties go to the lower index, NaN ranks first. With topk_groups, only those
 // of the best groups take part: experts lie in num_groups groups of equal size, and a group's score is the sum of its
-// group_topk best. `given` replaces the choice. Masked tokens have experts -1, and zeros in all other results.
+// group_topk best. `given` replaces the choice. Masked tokens have experts -1 and weights of zero.
 struct Router {
   static constexpr const char* kName = "router";
   TensorView logits;   // [T, E] float32
@@ -77,8 +77,6 @@ struct Router {
   TensorView ranking;  // [T, E] float32
   TensorView weights;  // [T, k] float32
   TensorView experts;  // [T, k] int32
-  TensorView probs;    // [T, E] float32: scores divided by their sum over all experts; absent: not wanted
-  TensorView stats;    // [T, 3] float32: squared logsumexp, entropy of probs in nats, 1 for a token that counts
   ScoreParams scores;
   int64_t num_groups = 1;
   int64_t topk_groups = 1;
@@ -93,12 +91,37 @@ struct Router {
     v.optional("ranking", ranking);
     v.output("weights", weights);
     v.output("experts", experts);
-    v.optional_output("probs", probs);
-    v.optional_output("stats", stats);
     scores.visit(v);
     v.param("num_groups", num_groups);
     v.param("topk_groups", topk_groups);
     v.param("group_topk", group_topk);
+  }
+};
+
+// Sums over the tokens of each sequence, of which losses are made: of probs, the scores divided by their sum over all
+// experts; of the slots that chose an expert in 0 ... E - 1; and of the squared logsumexp, the entropy of probs in nats
+// and 1. Masked tokens and those past the sequences count nowhere, and their logits are not read.
+struct RouterSums {
+  static constexpr const char* kName = "router_sums";
+  TensorView logits;              // [T, E] float32
+  TensorView experts;             // [T, k] int32, as the router gave them
+  TensorView mask;                // [T] uint8: 0 for padding
+  TensorView sequence_sizes;      // [S] int32
+  TensorView prob_sums;           // [S, E] float32
+  TensorView counts;              // [S, E] int32
+  TensorView stat_sums;           // [S, 3] float32
+  std::string score = "softmax";  // as of ScoreParams
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("logits", logits);
+    v.input("experts", experts);
+    v.optional("mask", mask);
+    v.input("sequence_sizes", sequence_sizes);
+    v.output("prob_sums", prob_sums);
+    v.output("counts", counts);
+    v.output("stat_sums", stat_sums);
+    v.param("score", score);
   }
 };
 
@@ -398,6 +421,7 @@ struct QuantileBias {
   X(Jitter)                      \
   X(Sinkhorn)                    \
   X(Router)                      \
+  X(RouterSums)                  \
   X(RouterGrad)                  \
   X(RouterLosses)                \
   X(CountExperts)                \

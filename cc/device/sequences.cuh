@@ -49,5 +49,22 @@ __device__ inline int sequence_of(const Sequences& s, int64_t token) {
   return before < s.count ? before : -1;
 }
 
+struct TokenSpan {
+  int64_t begin, end;
+};
+
+// The tokens of a sequence. Called by a whole warp, for one sequence.
+__device__ inline TokenSpan tokens_of(const Sequences& s, int sequence, int64_t tokens) {
+  if (s.count > Sequences::kOwnSums) return {s.scan.offsets[sequence], s.scan.offsets[sequence + 1]};
+  const int64_t end = sequence_end(s), before = __shfl_sync(~0u, end, max(sequence - 1, 0));
+  return {sequence > 0 ? min(before, tokens) : 0, min(__shfl_sync(~0u, end, sequence), tokens)};
+}
+
+// How many tokens belong to any sequence. Called by a whole warp.
+__device__ inline int64_t tokens_of_all(const Sequences& s, int64_t tokens) {
+  if (s.count > Sequences::kOwnSums) return s.scan.offsets[s.count];
+  return min(__shfl_sync(~0u, sequence_end(s), Sequences::kOwnSums - 1), tokens);
+}
+
 }  // namespace device
 }  // namespace grouped

@@ -219,6 +219,7 @@ Table<ShardCast> table<ShardCast>(Platform platform) {
 GROUPED_TABLE(Jitter, jitter)
 GROUPED_TABLE(Sinkhorn, sinkhorn)
 GROUPED_TABLE(Router, router)
+GROUPED_TABLE(RouterSums, router_sums)
 GROUPED_TABLE(RouterGrad, router_grad)
 GROUPED_TABLE(RouterLosses, router_losses)
 GROUPED_TABLE(CountExperts, count_experts)

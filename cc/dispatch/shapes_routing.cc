@@ -104,8 +104,6 @@ std::string disagreement(const Router& call) {
   if (call.given.present()) integers(&check, "given", call.given, {tokens, k});
   floats_if_given(&check, "ranking", call.ranking, {tokens, experts});
   floats(&check, "weights", call.weights, {tokens, k});
-  floats_if_given(&check, "probs", call.probs, {tokens, experts});
-  floats_if_given(&check, "stats", call.stats, {tokens, 3});
   score(&check, call.scores);
   const int64_t parts = call.num_groups;
   check.require(parts <= experts && experts % parts == 0 && call.topk_groups <= parts, [&] {
@@ -116,6 +114,21 @@ std::string disagreement(const Router& call) {
     return "group_topk, topk_groups: expected at most the experts of a group, and k experts in the groups that are "
            "kept";
   });
+  return check.wrong;
+}
+
+std::string disagreement(const RouterSums& call) {
+  Check check;
+  logits(&check, call.logits);
+  if (!check.wrong.empty()) return check.wrong;
+  chosen(&check, "experts", call.experts, call.logits);
+  const int64_t sequences = groups_of(&check, call.sequence_sizes, "sequence_sizes");
+  if (!check.wrong.empty()) return check.wrong;
+  const int64_t experts = call.logits.dims[1];
+  mask_if_given(&check, call.mask, call.logits.dims[0]);
+  floats(&check, "prob_sums", call.prob_sums, {sequences, experts});
+  integers(&check, "counts", call.counts, {sequences, experts});
+  floats(&check, "stat_sums", call.stat_sums, {sequences, 3});
   return check.wrong;
 }
 

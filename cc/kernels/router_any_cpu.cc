@@ -1,5 +1,5 @@
-// Scores of experts, the choice of k of them per token, losses, and the gradient of the logits. Tasks split tokens;
-// sums over experts have the order of `lane_sum`, sums over chosen experts that of the slots.
+// Scores of experts, the choice of k of them per token, sums over sequences, losses, and the gradient of the logits.
+// Tasks split tokens; sums over experts have the order of `lane_sum`, sums over chosen experts that of the slots.
 #include <algorithm>
 #include <limits>
 #include <vector>
@@ -140,13 +140,9 @@ void route(const Router& call, int64_t token) {
   const int64_t count = call.logits.dims[1], k = call.experts.dims[1];
   float* weights = call.weights.as<float>() + token * k;
   int32_t* experts = call.experts.as<int32_t>() + token * k;
-  float* probs = call.probs.present() ? call.probs.as<float>() + token * count : nullptr;
-  float* stats = call.stats.present() ? call.stats.as<float>() + token * 3 : nullptr;
   if (is_masked(call.mask, token)) {
     std::fill_n(weights, k, 0.0f);
     std::fill_n(experts, k, -1);
-    if (probs) std::fill_n(probs, count, 0.0f);
-    if (stats) std::fill_n(stats, 3, 0.0f);
     return;
   }
   const float* logits = call.logits.as<const float>() + token * count;
@@ -154,22 +150,6 @@ void route(const Router& call, int64_t token) {
   const Softmax softmax = Softmax::of(logits, count);
   std::vector<float> scores(static_cast<size_t>(count));
   score_all(score, softmax, logits, count, scores.data());
-  if (probs || stats) {
-    const float divisor = divisor_of(score, scores.data(), count);
-    const auto prob = [&](int64_t e) { return fl_div(scores[static_cast<size_t>(e)], divisor); };
-    if (probs) {
-      for (int64_t e = 0; e < count; ++e) probs[e] = prob(e);
-    }
-    if (stats) {
-      const float log_sum = softmax.log_sum();
-      stats[0] = fl_mul(log_sum, log_sum);
-      stats[1] = -lane_sum(count, [&](int64_t e) {
-        const float p = prob(e);
-        return p > 0.0f ? fl_mul(p, std::log(p)) : p;
-      });
-      stats[2] = 1.0f;
-    }
-  }
   int64_t chosen[kMostSlots];
   choose(call, token, logits, scores, chosen);
   const auto expert = [&](int64_t j) { return chosen[j]; };
@@ -184,6 +164,68 @@ void route(const Router& call, int64_t token) {
 void launch_router(const Router& call, const Context& context) {
   parallel_rows(context.pool, 0, call.logits.dims[0], [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) route(call, t);
+  });
+}
+
+// ---- Sums over sequences, in the order that cc/math/routing.h gives
+//
+// Partial sums have E + kTokenStats columns. Tasks split runs, then sequences.
+
+// Adds a token's probabilities and what goes with them. `probs` is scratch.
+void add_token(Score score, const float* logits, int64_t count, std::vector<float>* probs, float* sums) {
+  const Softmax softmax = Softmax::of(logits, count);
+  score_all(score, softmax, logits, count, probs->data());
+  const float divisor = divisor_of(score, probs->data(), count);
+  for (float& p : *probs) p = fl_div(p, divisor);
+  for (int64_t e = 0; e < count; ++e) sums[e] = fl_add(sums[e], (*probs)[static_cast<size_t>(e)]);
+  const float log_sum = softmax.log_sum();
+  const float entropy = -lane_sum(count, [&](int64_t e) {
+    const float p = (*probs)[static_cast<size_t>(e)];
+    return p > 0.0f ? fl_mul(p, std::log(p)) : p;
+  });
+  float* stats = sums + count;
+  stats[0] = fl_add(stats[0], fl_mul(log_sum, log_sum));
+  stats[1] = fl_add(stats[1], entropy);
+  stats[2] = fl_add(stats[2], 1.0f);
+}
+
+void count_slots(const RouterSums& call, int64_t begin, int64_t end, int32_t* counts) {
+  const int64_t count = call.logits.dims[1], k = call.experts.dims[1];
+  std::fill_n(counts, count, 0);
+  for (int64_t t = begin; t < end; ++t) {
+    if (is_masked(call.mask, t)) continue;
+    const int32_t* experts = call.experts.as<const int32_t>() + t * k;
+    for (int64_t j = 0; j < k; ++j) {
+      if (experts[j] >= 0 && experts[j] < count) ++counts[experts[j]];
+    }
+  }
+}
+
+void launch_sums(const RouterSums& call, const Context& context) {
+  const int64_t tokens = call.logits.dims[0], count = call.logits.dims[1], columns = count + kTokenStats;
+  const Score score = score_named(call.score);
+  const std::vector<int64_t> ends = group_ends(call.sequence_sizes, tokens);
+  const int64_t sequences = static_cast<int64_t>(ends.size()), runs = token_runs(tokens);
+  std::vector<float> partials(static_cast<size_t>((runs + sequences) * columns));
+  parallel_for(context.pool, runs, [&](int64_t run) {
+    std::vector<float> probs(static_cast<size_t>(count));
+    const int64_t end = std::min((run + 1) * kTokensARun, ends.back());
+    for (int64_t t = run * kTokensARun; t < end; ++t) {
+      if (is_masked(call.mask, t)) continue;
+      float* sums = partials.data() + (run + group_of_row(ends, t)) * columns;
+      add_token(score, call.logits.as<const float>() + t * count, count, &probs, sums);
+    }
+  });
+  parallel_for(context.pool, sequences, [&](int64_t s) {
+    const int64_t begin = group_begin(ends, s), end = ends[static_cast<size_t>(s)];
+    const int64_t first = begin / kTokensARun, own = begin < end ? (end - 1) / kTokensARun + 1 - first : 0;
+    const float* rows = partials.data() + (first + s) * columns;
+    const auto sum = [&](int64_t column) {
+      return own ? lane_sum(own, [&](int64_t i) { return rows[i * columns + column]; }) : 0.0f;
+    };
+    for (int64_t e = 0; e < count; ++e) call.prob_sums.as<float>()[s * count + e] = sum(e);
+    for (int i = 0; i < kTokenStats; ++i) call.stat_sums.as<float>()[s * kTokenStats + i] = sum(count + i);
+    count_slots(call, begin, end, call.counts.as<int32_t>() + s * count);
   });
 }
 
@@ -396,6 +438,7 @@ void launch_sinkhorn(const Sinkhorn& call, const Context& context) {
 }  // namespace
 
 const Kernel<Router> router_any_cpu = {"router_any_cpu", refuses, no_workspace, launch_router};
+const Kernel<RouterSums> router_sums_any_cpu = {"router_sums_any_cpu", refuses, no_workspace, launch_sums};
 const Kernel<RouterGrad> router_grad_any_cpu = {"router_grad_any_cpu", refuses, no_workspace, launch_router_grad};
 const Kernel<RouterLosses> router_losses_any_cpu = {"router_losses_any_cpu", refuses, no_workspace, launch_losses};
 const Kernel<Jitter> jitter_any_cpu = {"jitter_any_cpu", refuses, no_workspace, launch_jitter};

@@ -1,8 +1,8 @@
 // Scores of experts and the choice of k of them, a warp a token and one launch.
 //
-//   logits --lane i: experts i, i + 32, ...--> max, exp, sum over the warp --> scores --> probs, stats
+//   logits --lane i: experts i, i + 32, ...--> max, exp, sum over the warp --> scores
 //                                                                                |
-//   ranking or scores or logits, + bias --> ranks, unsigned integers             |
+//   ranking or scores or logits, + bias --> ranks, unsigned integers <-----------+
 //     [groups: sums of the best of each --> the best groups; ranks of the others are 0]
 //     k rounds: REDUX.MAX of ranks, REDUX.MIN of the index --> slot j in lane j, with its score
 //                                                                |
@@ -10,10 +10,10 @@
 //
 // No shared memory and no barrier; loops over experts are unrolled, so that arrays stay in registers:
 //   experts up to           32   64  128  256  512  1024
-//   registers (sm_90)       32   32   40   64   96   254      nothing is spilled
+//   registers (sm_90)       32   32   40   60   96   178      nothing is spilled
 //   warps a multiprocessor  64   64   48   32   20     8
 // Predicted for T = 8192, E = 128, k = 8 on an H200: about 650 instructions a token, 27 of them a round of the choice,
-// 6.5 us, or 850 and 8 us with probs and stats; the bytes, 4 or 8 MiB, take 1 or 2 us of it.
+// 6.5 us; the bytes, 4 MiB, take 1 us of it.
 #include <string>
 
 #include "cc/device/experts.cuh"
@@ -34,13 +34,10 @@ struct Problem {
   const float* ranking;
   float* weights;
   int32_t* experts;
-  float* probs;  // null: not wanted
-  float* stats;
   Scoring scoring;
   int64_t tokens;
   int count, slots;  // E, k
   int groups, kept_groups, group_best, group_size;
-  bool scores_all;  // scores are wanted, not only logits
 };
 
 __device__ void write_nothing(const Problem& p, int64_t token) {
@@ -48,39 +45,6 @@ __device__ void write_nothing(const Problem& p, int64_t token) {
   if (lane < p.slots) {
     p.weights[token * p.slots + lane] = 0.0f;
     p.experts[token * p.slots + lane] = -1;
-  }
-  if (p.probs) {
-    for (int e = lane; e < p.count; e += 32) p.probs[token * p.count + e] = 0.0f;
-  }
-  if (p.stats && lane < 3) p.stats[token * 3 + lane] = 0.0f;
-}
-
-template <int kPer>
-__device__ void write_probs(const Problem& p, int64_t token, const Softmax& softmax, const float (&scores)[kPer]) {
-  float probs[kPer];
-#pragma unroll
-  for (int i = 0; i < kPer; ++i) probs[i] = scores[i];
-  if (p.scoring.score != Score::softmax) {  // whose scores are divided already
-    const float divisor = divisor_of(p.scoring.score, scores, p.count);
-#pragma unroll
-    for (int i = 0; i < kPer; ++i) probs[i] = fl_div(scores[i], divisor);
-  }
-  if (p.probs) {
-    float* row = p.probs + token * p.count;
-    for_experts<kPer>(p.count, [&](int i, int expert) { row[expert] = probs[i]; });
-  }
-  if (p.stats) {
-    const float sum = sum_experts<kPer>(p.count, [&](int i) {
-      const float term = fl_mul(probs[i], logf(probs[i]));
-      return probs[i] > 0.0f ? term : probs[i];
-    });
-    const float log_sum = softmax.log_sum();
-    if (lane_id() == 0) {
-      float* stats = p.stats + token * 3;
-      stats[0] = fl_mul(log_sum, log_sum);
-      stats[1] = -sum;
-      stats[2] = 1.0f;
-    }
   }
 }
 
@@ -162,15 +126,7 @@ __global__ void __launch_bounds__(kTokenThreads, route_blocks(kPer)) route(const
   if (p.mask && p.mask[token] == 0) return write_nothing(p, token);
   float raw[kPer];  // logits, then scores where weights follow from those
   load_experts(p.logits + token * p.count, p.count, raw);
-  if (p.scores_all) {
-    float scores[kPer];
-    const Softmax softmax = score_experts(p.scoring.score, raw, p.count, p.stats != nullptr, scores);
-    if (p.probs || p.stats) write_probs(p, token, softmax, scores);
-    if (!p.scoring.after_topk) {
-#pragma unroll
-      for (int i = 0; i < kPer; ++i) raw[i] = scores[i];
-    }
-  }
+  if (!p.scoring.after_topk) score_experts(p.scoring.score, raw, p.count, false, raw);
   const Slot mine = p.given ? read_given(p, token, raw) : choose(p, token, raw);
   const bool valid = mine.expert >= 0;
   const Parts parts = weight_parts(p.scoring, p.slots, valid, mine.raw);
@@ -191,8 +147,6 @@ void launch(const Router& call, const Context& context) {
                data_or_null<const float>(call.ranking),
                call.weights.as<float>(),
                call.experts.as<int32_t>(),
-               data_or_null<float>(call.probs),
-               data_or_null<float>(call.stats),
                Scoring(call.scores),
                call.logits.dims[0],
                static_cast<int>(call.logits.dims[1]),
@@ -200,8 +154,7 @@ void launch(const Router& call, const Context& context) {
                static_cast<int>(call.num_groups),
                static_cast<int>(call.topk_groups),
                static_cast<int>(call.group_topk),
-               static_cast<int>(call.logits.dims[1] / call.num_groups),
-               !call.scores.after_topk || call.probs.present() || call.stats.present()};
+               static_cast<int>(call.logits.dims[1] / call.num_groups)};
   if (p.tokens == 0) return;
   with_experts_per_lane(p.count, [&](auto per_lane) {
     route<decltype(per_lane)::value>

@@ -1,5 +1,6 @@
 // The arithmetic of routing, for CPU and CUDA alike (docs/numerics.md, "Routing"): scores of experts, how experts are
-// ranked, random factors and draws. All of it is fp32; sums over a token's experts have one order, see `lane_sum`.
+// ranked, random factors and draws. All of it is fp32; sums over a token's experts have one order, see `lane_sum`, and
+// so have sums over a sequence's tokens.
 #pragma once
 
 #include <cmath>
@@ -37,6 +38,15 @@ inline float lane_sum(int64_t count, const Value& value) {
   }
   return lanes[0];
 }
+
+// Sums over the tokens of a sequence: run w has the tokens from w * kTokensARun on. A run's tokens that belong to one
+// sequence are added in order, from zero on; the sequence's partial sums, one a run, are added by `lane_sum`. The
+// partial of run w and sequence s has place w + s: no other pair with tokens has it, as neither falls along the tokens.
+constexpr int kTokensARun = 8;
+constexpr int64_t token_runs(int64_t tokens) { return (tokens + kTokensARun - 1) / kTokensARun; }
+
+// Beside the probabilities: squared logsumexp, entropy, tokens.
+constexpr int kTokenStats = 3;
 
 // A score that depends on its own logit alone, and its derivative.
 struct OwnScore {

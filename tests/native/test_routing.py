@@ -50,8 +50,8 @@ def mask_of(tokens: int) -> NDArray[np.uint8]:
 
 @pytest.mark.rule("LYR-1", "LYR-2")
 @pytest.mark.parametrize("kernel", kernels("router"))
-@pytest.mark.matrix(shape=SHAPES, scores=SCORES, bias=(False, True), masked=(False, True), losses=(False, True))
-def test_weights_experts_and_what_losses_need(kernel, shape, scores, bias, masked, losses):
+@pytest.mark.matrix(shape=SHAPES, scores=SCORES, bias=(False, True), masked=(False, True))
+def test_weights_and_experts(kernel, shape, scores, bias, masked):
     tokens, experts, k = shape
     given = {"logits": draw(tokens, experts)}
     given |= {"bias": draw(experts, seed="bias", scale=0.1)} if bias else {}
@@ -59,8 +59,8 @@ def test_weights_experts_and_what_losses_need(kernel, shape, scores, bias, maske
     specs = {name: spec_of(array) for name, array in given.items()}
     if masked:  # what masked tokens hold is not read
         given["logits"][given["mask"] == 0] = np.nan
-    call = routing.router(specs.pop("logits"), k, scores, GroupLimit(), losses=losses, **specs)
-    weights, chosen, *_ = run(kernel, call, **given)
+    call = routing.router(specs.pop("logits"), k, scores, GroupLimit(), **specs)
+    weights, chosen = run(kernel, call, **given)
     valid = given["mask"] != 0 if masked else np.ones(tokens, bool)
     assert (np.sort(chosen[valid], axis=1)[:, 1:] > np.sort(chosen[valid], axis=1)[:, :-1]).all(), "k distinct experts"
     asserts.filled(chosen[~valid], -1, "experts of padding")
@@ -115,7 +115,7 @@ def test_a_bad_logit_stays_with_its_token(kernel, score):
     good = draw(6, 40)
     bad = good.copy()
     bad[2, 11], bad[4, 0] = np.nan, np.inf
-    call = routing.router(spec_of(good), 4, Scores(score), GroupLimit(), losses=True)
+    call = routing.router(spec_of(good), 4, Scores(score), GroupLimit())
     native = Native(kernel, check=False)
     before, after = (native(call, [logits, None, None, None, None]) for logits in (good, bad))
     others = np.array([0, 1, 3, 5])
@@ -132,7 +132,7 @@ def test_given_experts_replace_the_choice(kernel, shape, scores):
     tokens, experts, k = shape
     logits, given = draw(tokens, experts), slots(tokens, k, experts, "given", missing=0.2)
     call = routing.router(spec_of(logits), k, scores, GroupLimit(), given=spec_of(given))
-    weights, chosen, *_ = run(kernel, call, logits=logits, given=given)
+    weights, chosen = run(kernel, call, logits=logits, given=given)
     inside = (given >= 0) & (given < experts)
     asserts.bitwise(chosen, np.where(inside, given, -1).astype(np.int32))
     asserts.zero(weights[~inside])
@@ -165,6 +165,90 @@ def test_gradients_of_logits(kernel, shape, scores, masked, of):
         options["mask"] = spec_of(given["mask"])
         given["logits"][given["mask"] == 0] = np.nan
     run(kernel, routing.router_grad(spec_of(given["logits"]), k, scores, **options), **given)
+
+
+def sizes_of(sequences: str, tokens: int) -> NDArray[np.int32]:
+    """Sizes of sequences: one of all tokens, few with an empty one and a rest, or more than there are tokens."""
+    if sequences == "one":
+        return np.array([tokens], np.int32)
+    if sequences == "few":
+        return np.array([tokens // 4, 0, -3, tokens // 2, 0], np.int32)
+    return np.where(np.arange(2 * tokens + 40) % 3 == 1, np.arange(2 * tokens + 40) % 4, 0).astype(np.int32)
+
+
+def sums_call(score: str, given: dict[str, Any]) -> Call:
+    """`router_sums` of arrays by slot."""
+    specs = {name: spec_of(array) for name, array in given.items()}
+    return routing.router_sums(specs["logits"], specs["experts"], specs["sequence_sizes"], score, specs.get("mask"))
+
+
+@pytest.mark.rule("LYR-3")
+@pytest.mark.parametrize("kernel", kernels("router_sums"))
+@pytest.mark.matrix(
+    shape=(*SHAPES, (3000, 16, 2)),
+    score=reference_routing.SCORES,
+    masked=(False, True),
+    sequences=("one", "few", "many"),
+)
+def test_sums_of_losses(kernel, shape, score, masked, sequences):
+    tokens, experts, k = shape
+    sizes = sizes_of(sequences, tokens)
+    given = {"logits": draw(tokens, experts), "experts": slots(tokens, k, experts, "sums", 0.1)}
+    given |= {"sequence_sizes": sizes} | ({"mask": mask_of(tokens)} if masked else {})
+    ends = np.minimum(np.cumsum(np.maximum(sizes, 0)), tokens)
+    sequence = np.searchsorted(ends, np.arange(tokens), side="right")
+    counted = sequence < len(sizes)
+    counted &= given["mask"] != 0 if masked else True
+    given["logits"][~counted] = np.nan  # is not read
+    call = sums_call(score, given)
+    prob_sums, counts, stat_sums = run(kernel, call, **given)
+    tokens_of = np.bincount(sequence[counted], minlength=len(sizes))
+    asserts.bitwise(stat_sums[:, 2], tokens_of.astype(np.float32), "tokens")
+    for name, array in (("probs", prob_sums), ("counts", counts), ("stats", stat_sums)):
+        asserts.zero(array[tokens_of == 0], f"{name} of sequences without tokens")
+
+
+@pytest.mark.rule("LYR-3", "ALL-6")
+@pytest.mark.parametrize("kernel", kernels("router_sums"))
+@pytest.mark.parametrize("score", reference_routing.SCORES)
+def test_a_bad_logit_stays_with_its_sequence(kernel, score):
+    given = {"logits": draw(30, 40), "experts": slots(30, 4, 40, "sums")}
+    given["sequence_sizes"] = np.array([7, 5, 12, 6], np.int32)
+    call = sums_call(score, given)
+    native = Native(kernel, check=False)
+    bad = given["logits"].copy()
+    bad[9, 11], bad[25, 0] = np.nan, np.nan
+    before, after = (
+        native(call, [(given | {"logits": logits}).get(slot) for slot in SLOTS[call.name]])
+        for logits in (given["logits"], bad)
+    )
+    for name, one, two in zip(calls.RESULTS["router_sums"], before, after, strict=True):
+        asserts.bitwise(two[[0, 2]], one[[0, 2]], name)
+    assert np.isnan(after[0][[1, 3]]).any(axis=1).all()
+    asserts.bitwise(after[1], before[1], "counts")
+
+
+@pytest.mark.rule("LYR-3")
+@pytest.mark.parametrize("kernel", kernels("router_sums"))
+def test_the_order_of_sums_over_tokens(kernel):
+    """The bits are those of numerics 9: runs of 8 tokens in order, then 32 lanes of runs as a tree."""
+    tokens, experts = 1203, 5
+    given: dict[str, Any] = {"logits": draw(tokens, experts), "experts": slots(tokens, 2, experts, "order")}
+    each = given | {"sequence_sizes": np.ones(tokens, np.int32)}
+    (probs, _, stats), begin = run(kernel, sums_call("sigmoid", each), **each), 3
+    values = np.concatenate([probs, stats], axis=1)
+    size = tokens - 10
+    whole = given | {"sequence_sizes": np.array([begin, 0, size], np.int32)}
+    found, _, found_stats = run(kernel, sums_call("sigmoid", whole), **whole)
+    lanes = np.zeros((32, values.shape[1]), np.float32)
+    for n, first in enumerate(range(0, begin + size, 8)):
+        partial = np.zeros(values.shape[1], np.float32)
+        for row in values[max(first, begin) : min(first + 8, begin + size)]:
+            partial += row
+        lanes[n % 32] += partial
+    while len(lanes) > 1:
+        lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
+    asserts.bitwise(np.concatenate([found[2], found_stats[2]]), lanes[0])
 
 
 @pytest.mark.rule("LYR-3")
