@@ -433,7 +433,7 @@ def _torch_routed(recipe: Recipe | None) -> Callable[..., Any]:
 
 
 _TORCH_ROUTING: dict[str, Callable[..., Any]] = {
-    "topk_router": lambda logits, bias, mask: torch_route.topk_router(logits, SLOTS, bias=bias, mask=mask),
+    "topk_router": lambda logits, **rest: torch_route.topk_router(logits, SLOTS, **rest, jitter=0.1),
     "update_bias": lambda bias, load: torch_route.update_bias(bias, load, 0.1),
     "permute": lambda x, experts, probs: torch_route.permute(x, experts, G, probs=probs),
     "unpermute": _torch_unpermute,
@@ -581,19 +581,6 @@ TORCH: dict[str, Function] = {
         )
     },
     **{name: dataclasses.replace(JAX[name], call=call) for name, call in _TORCH_ROUTING.items()},
-    "replay:topk_router": Function(
-        lambda experts, sequence_sizes, key: torch_route.topk_router(
-            _ones(T, E), SLOTS, experts=experts, sequence_sizes=sequence_sizes, jitter=0.1, key=key
-        ),
-        {
-            "experts": _routed("topk_router", "experts", (T, SLOTS), "two axes [T, k]", "int32"),
-            "sequence_sizes": dataclasses.replace(
-                _routed("topk_router", "sequence_sizes", (2,), "one axis [S]", "int32"),
-                remedy="pass one size per sequence",
-            ),
-            "key": dataclasses.replace(KEY, thing="`key` of topk_router"),
-        },
-    ),
     "balance_quantile": Function(
         lambda logits, bias, mask: torch_route.balance_quantile(logits, bias, SLOTS, mask=mask),
         {
