@@ -9,11 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
+import jax_grouped
 import torch_bridge
 from grouped_core import gradients, routed, routing
 from grouped_core.activations import resolve
@@ -24,6 +27,7 @@ from grouped_core.linear_spec import Linear, Names
 from grouped_core.mlp_spec import Mlp, MlpNames, MlpNeeds, MlpSpecs
 from grouped_core.products import operand_spec
 from grouped_core.routing_spec import row_count
+from jax_grouped import route as jax_route
 from tests import asserts, cases
 from tests.asserts import as_numpy
 from tests.parity.adapters import to_torch
@@ -226,7 +230,104 @@ def _torch_moe(operands: Arrays, router: Any, dy: Any, k: int, **options: Any) -
     return _numpy([y, torch.stack([aux.aux_loss, aux.z_loss]), *grads])
 
 
-FACES = (Face("torch", _torch_router, _torch_rows, _torch_functions, _torch_mlp, _torch_moe),)
+# ---------------------------------------------------------------------------------------------------------------------
+# JAX
+
+
+def _jax(arrays: Arrays) -> Arrays:
+    return {name: None if each is None else jnp.asarray(each) for name, each in arrays.items()}
+
+
+def _jax_router(logits: Any, k: int, d_weights: Any, options: Arrays, **given: Any) -> list[Any]:
+    arrays = _jax(given)
+
+    @jax.jit
+    def step(logits: Any) -> Any:
+        (weights, experts, aux), back = jax.vjp(lambda x: jax_route.topk_router(x, k, **options, **arrays), logits)
+        zero = jax.tree.map(_no_cotangent, (weights, experts, aux))
+        of_aux = zero[2]._replace(aux_loss=jnp.float32(UPSTREAM[0]), z_loss=jnp.float32(UPSTREAM[1]))
+        return weights, experts, aux, back((jnp.asarray(d_weights), zero[1], of_aux))[0]
+
+    weights, experts, aux, grad = step(jnp.asarray(logits))
+    losses = jnp.stack([aux.aux_loss, aux.z_loss])
+    return _numpy([weights, experts, aux.load, losses, aux.dropped, aux.entropy, grad])
+
+
+def _no_cotangent(array: Any) -> Any:
+    kind = array.dtype if jnp.issubdtype(array.dtype, jnp.floating) else jax.dtypes.float0
+    return np.zeros(array.shape, kind)
+
+
+def _jax_rows(x: Any, experts: Any, count: int, probs: Any, dy: Any, align: int, max_rows: int | None) -> list[Any]:
+    options: Arrays = {"align": align, "max_rows": max_rows}
+
+    @jax.jit
+    def step(x: Any, p: Any) -> Any:
+        def function(x: Any, p: Any) -> Any:
+            rows, sizes, order = jax_route.permute(x, experts, count, probs=jax.lax.stop_gradient(p), **options)
+            return jax_route.unpermute(rows, order, p), (rows, sizes, order)
+
+        y, back, (rows, sizes, order) = jax.vjp(function, x, p, has_aux=True)
+        return rows, sizes, order.source, order.inverse, order.probs, y, *back(jnp.asarray(dy))
+
+    return _numpy(list(step(jnp.asarray(x), jnp.asarray(probs))))
+
+
+def _jax_functions(logits: Any, bias: Any, load: Any, ids: Any, rows: Any, sizes: Any) -> list[Any]:
+    padded, found, _ = jax_route.pad_groups(jnp.asarray(rows), jnp.asarray(sizes), 16)
+    return _numpy(
+        [
+            jax_route.hash_experts(jnp.asarray(ids), K, E),
+            jax_route.update_bias(jnp.asarray(bias), jnp.asarray(load), 0.125),
+            jax_route.balance_quantile(jnp.asarray(logits), jnp.asarray(bias), K),
+            padded,
+            found,
+        ]
+    )
+
+
+def _jax_mlp(operands: Arrays, experts: Any, weights: Any, dy: Any, **options: Any) -> list[Any]:
+    names = [name for name, each in operands.items() if each is not None]
+    held = _jax(operands)
+
+    @jax.jit
+    def step(given: Arrays, weights: Any) -> Any:
+        def function(given: Arrays, weights: Any) -> Any:
+            rest = {name: given[name] for name in names if name != "x"}
+            return jax_grouped.routed_mlp(
+                given["x"], jnp.asarray(experts), weights, **rest, rhs_transposed=True, **options
+            )
+
+        y, back = jax.vjp(function, given, weights)
+        return y, *back(jnp.asarray(dy))
+
+    y, grads, d_weights = step({name: held[name] for name in names}, jnp.asarray(weights))
+    order = ("x", "wi", "wo", "weights", "wi_bias", "wo_bias")
+    return _numpy([y, *((grads | {"weights": d_weights}).get(name) for name in order)])
+
+
+def _jax_moe(operands: Arrays, router: Any, dy: Any, k: int, **options: Any) -> list[Any]:
+    held = {name: each for name, each in _jax(operands).items() if each is not None}
+
+    @jax.jit
+    def step(given: Arrays, router: Any) -> Any:
+        def function(given: Arrays, router: Any) -> Any:
+            x, wi, wo = (given[name] for name in ("x", "wi", "wo"))
+            return jax_grouped.moe(x, router, wi, wo, k, rhs_transposed=True, **LOSSES, **options)
+
+        (y, aux), back = jax.vjp(function, given, router)
+        zero = jax.tree.map(_no_cotangent, aux)
+        of_aux = zero._replace(aux_loss=jnp.float32(UPSTREAM[0]), z_loss=jnp.float32(UPSTREAM[1]))
+        return y, jnp.stack([aux.aux_loss, aux.z_loss]), *back((jnp.asarray(dy), of_aux))
+
+    y, losses, grads, d_router = step(held, jnp.asarray(router.T))
+    return _numpy([y, losses, grads["x"], np.ascontiguousarray(np.asarray(d_router).T), grads["wi"], grads["wo"]])
+
+
+FACES = (
+    Face("torch", _torch_router, _torch_rows, _torch_functions, _torch_mlp, _torch_moe),
+    Face("jax", _jax_router, _jax_rows, _jax_functions, _jax_mlp, _jax_moe),
+)
 """The frontends, each held against the rules."""
 
 
