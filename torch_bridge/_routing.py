@@ -184,7 +184,7 @@ def _chosen(op: Router, group: str | None, o: RouterOperands) -> _Chosen:
     dropped = load.new_zeros(1) if dropped is None else dropped
     if group is not None:
         probs, stats = summed(group, sums[0], sums[2])
-        counts, load, dropped = summed(group, sums[1], load, dropped)
+        (counts,) = summed(group, sums[1])
         values, slopes, z_slope = call(_LOSSES, LossFacts(op), LossOperands(probs, counts, stats), 0)
     aux_loss, z_loss, entropy = values.unbind()
     routed = Routed(weights, experts, load.reshape(-1), aux_loss, z_loss, dropped.reshape(()), entropy)

@@ -33,8 +33,9 @@ class MoEAux(NamedTuple):
     """Losses and metrics of one routing, on the device of the logits; only the two losses have gradients.
 
     Attributes:
-        load: int32 [E], slots that chose each expert, dropped ones too. aux_loss, z_loss: fp32 scalars, times their
-            coefficients. dropped: int32 scalar, slots beyond the capacity of their expert.
+        load: int32 [E], slots that chose each expert, dropped ones too; of this rank alone.
+        aux_loss, z_loss: fp32 scalars, times their coefficients.
+        dropped: int32 scalar, slots beyond the capacity of their expert; of this rank alone.
         overflow: bool scalar, whether any slot was dropped.
         entropy: fp32 scalar, the mean entropy of the scores of a token, in nats.
     """
@@ -351,7 +352,7 @@ def update_bias(bias: Tensor, load: Tensor, rate: float, *, process_group: Any =
 
     Args:
         bias: [E]. load: integers [E], `MoEAux.load`, perhaps summed over microbatches. rate: e.g. 1e-3.
-        process_group: the load is summed over its ranks. Leave it out if the router had it.
+        process_group: the load, which is that of one rank also where the router had a group, is summed over its ranks.
 
     Raises:
         TypeError: wrong dtypes, or an argument is not a tensor. ValueError: shapes, devices or layouts.
