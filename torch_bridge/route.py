@@ -172,8 +172,7 @@ def _topk_router(
         *(_int32(experts), key, _int32(sequence_sizes)),
     )
     routed = _routing.choose(op, group, operands)
-    dropped = routed[4]
-    return *routed, dropped > 0
+    return *routed, routed.dropped > 0
 
 
 @lru_cache(maxsize=1024)
