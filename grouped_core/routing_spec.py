@@ -306,7 +306,7 @@ def check_hash_experts(token_ids: ArraySpec, k: int, experts: int, table: ArrayS
     _integers(name, "token_ids", token_ids)
     _integers(name, "table", table)
     if not 1 <= experts <= MAX_GROUPS:
-        raise ValueError(f"`num_experts` of {name}: {experts}, expected 1 to {MAX_GROUPS}; give the number of experts.")
+        raise ValueError(f"`E` of {name}: {experts}, expected 1 to {MAX_GROUPS}; give the number of experts.")
     if not 1 <= k <= min(MAX_SLOTS, experts):
         raise ValueError(f"`k` of {name}: {k}, expected 1 to {min(MAX_SLOTS, experts)}; choose a smaller k.")
     if table is not None and (len(table.shape) != 2 or table.shape[1] != k or table.shape[0] < 1):

@@ -180,12 +180,13 @@ def topk_router(
 
 
 def hash_experts(
-    token_ids: Int[AnyArray, " T"], k: int, num_experts: int, *, table: Int[AnyArray, "V k"] | None = None
+    token_ids: Int[AnyArray, " T"], k: int, E: int, *, table: Int[AnyArray, "V k"] | None = None
 ) -> Int[Array, "T k"]:
     """k distinct experts that depend on the id of the token alone, for `experts=` of `topk_router`.
 
     Args:
-        token_ids: [T], any integers. table: [V, k], the experts of each id; ids outside 0 to V - 1 get -1.
+        token_ids: [T], any integers. E: number of experts.
+        table: [V, k], the experts of each id; ids outside 0 to V - 1 get -1.
 
     Returns:
         int32 [T, k].
@@ -195,8 +196,8 @@ def hash_experts(
     """
     ids = as_array("token_ids", token_ids, "[T]")
     rows = None if table is None else as_array("table", table, "[V, k]")
-    routing_spec.check_hash_experts(spec_of(ids), k, num_experts, None if rows is None else spec_of(rows))
-    return rules.hash_experts(RUN, to_int32(ids), k, num_experts, None if rows is None else to_int32(rows))
+    routing_spec.check_hash_experts(spec_of(ids), k, E, None if rows is None else spec_of(rows))
+    return rules.hash_experts(RUN, to_int32(ids), k, E, None if rows is None else to_int32(rows))
 
 
 def update_bias(
