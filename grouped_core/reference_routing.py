@@ -18,8 +18,6 @@ from grouped_core.calls import RESULTS, SLOTS, ArraySpec, Call
 Arrays = dict[str, Any]
 """Operands or results by slot; None where one is absent."""
 
-SCORES = ("softmax", "sigmoid", "sqrt_softplus")
-
 TINY = 1e-20
 """Keeps the sums that divide scores away from zero."""
 

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from grouped_core.calls import ArraySpec, Call, Param, new_call
 
+SCORES = ("softmax", "sigmoid", "sqrt_softplus")
+"""What scores may be made of logits."""
 MAX_EXPERTS = 1024
 """Experts of one router: a warp holds a token's scores in registers."""
 MAX_SLOTS = 32

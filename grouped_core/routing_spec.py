@@ -14,9 +14,8 @@ from grouped_core.formats import WIDE
 from grouped_core.hashing import hashed_once
 from grouped_core.ranks import check_rank
 from grouped_core.recipes import Recipe
-from grouped_core.routing_calls import MAX_EXPERTS, MAX_SLOTS, GroupLimit, Scores
+from grouped_core.routing_calls import MAX_EXPERTS, MAX_SLOTS, SCORES, GroupLimit, Scores
 
-SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 DROPS = ("probs", "position")
 """Which slots an expert beyond its capacity drops: those with the smallest weights, or the last ones."""
 

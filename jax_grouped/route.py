@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from grouped_core import routing as rules
 from grouped_core import routing_spec
 from grouped_core.calls import spec_of
-from grouped_core.routing_spec import SCORES as SCORES
+from grouped_core.routing_calls import SCORES as SCORES
 from grouped_core.routing_spec import alignment_for as alignment_for
 from grouped_core.routing_spec import router_option
 from jax_grouped import _router, _rows

@@ -53,6 +53,12 @@ LAYER = 2.0**-15
 """Of a whole MoE layer in fp32 and all its gradients, against float64, relative to the largest element of each: sums of
 up to 2^7 terms of that size, three products behind each other, and the rounding of what stands between them."""
 
+ORACLES = 1e-12
+"""Two float64 oracles of one small layer against one another, absolute."""
+MARGIN_STEP = 1e-5
+"""How far a margin near the edge of a bin may lie on the other side: some 80 ulp of scores up to 1."""
+MEAN_OF_BIASES = 1e-6
+"""Of fp32 biases below 1 whose mean was taken off, absolute."""
 FINITE_DIFFERENCES = 1e-6
 """Gradient formulas against finite differences of the fp64 oracle, relative."""
 RELATIVE = {"ieee": 2e-6, "tf32x3": 5e-6, "tf32": 1e-3}

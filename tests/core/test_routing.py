@@ -87,7 +87,7 @@ def test_the_auxiliary_loss_is_its_coefficient_where_experts_have_equal_shares()
     experts = (np.arange(E)[:, None] + np.arange(2)) % E
     chosen = routing.choose(run, op, logits, np.array([E], np.int32), experts=experts.astype(np.int32))
     found = routing.losses(run, op, chosen.sums)
-    np.testing.assert_allclose(found.values, [0.25, 0, np.log(E)], rtol=1e-6)
+    np.testing.assert_allclose(found.values, [0.25, 0, np.log(E)], rtol=bounds.FINITE_DIFFERENCES)
     asserts.bitwise(chosen.load, np.full((1, E), 2, np.int32))
 
 
@@ -221,7 +221,7 @@ def dense(a: dict[str, Any], op: Mlp) -> NDArray[np.float64]:
 def test_tokens_through_the_mlp_are_a_dense_one_hot_sum(policy):
     run, a = Oracle(exact=True), operands()
     op = Mlp(MlpNames(), Activation("swiglu"), residuals=Residuals(policy))
-    np.testing.assert_allclose(run_forward(run, op, a, NEEDS).y, dense(a, op), atol=1e-12)
+    np.testing.assert_allclose(run_forward(run, op, a, NEEDS).y, dense(a, op), atol=bounds.ORACLES)
     dy = normal(T, H, seed="dy")
     names = ("x", "wi", "wo", "weights", "wi_bias", "wo_bias")
     for name, gradient in zip(names, run_backward(run, op, a, dy, NEEDS), strict=True):

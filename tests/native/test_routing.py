@@ -12,13 +12,13 @@ from grouped_core import calls, reference_routing
 from grouped_core import routing_calls as routing
 from grouped_core.calls import SLOTS, Call, spec_of
 from grouped_core.routing_calls import GroupLimit, Scores
-from tests import asserts, cases
+from tests import asserts, bounds, cases
 from tests.native.runner import Native, kernels
 
 SHAPES = ((0, 4, 2), (1, 1, 1), (7, 5, 5), (65, 33, 3), (200, 128, 8), (40, 1024, 32), (33, 257, 6))
 """(T, E, k)."""
 SCORES = (
-    *(Scores(score, normalize=normalize) for score in reference_routing.SCORES for normalize in (False, True)),
+    *(Scores(score, normalize=normalize) for score in routing.SCORES for normalize in (False, True)),
     Scores("softmax", after_topk=True),
     Scores("sigmoid", normalize=True, scale=2.5),
 )
@@ -110,7 +110,7 @@ def test_ties_go_to_the_lower_index_and_nan_ranks_first(kernel):
 
 @pytest.mark.rule("ALL-6")
 @pytest.mark.parametrize("kernel", kernels("router"))
-@pytest.mark.parametrize("score", reference_routing.SCORES)
+@pytest.mark.parametrize("score", routing.SCORES)
 def test_a_bad_logit_stays_with_its_token(kernel, score):
     good = draw(6, 40)
     bad = good.copy()
@@ -186,7 +186,7 @@ def sums_call(score: str, given: dict[str, Any]) -> Call:
 @pytest.mark.parametrize("kernel", kernels("router_sums"))
 @pytest.mark.matrix(
     shape=(*SHAPES, (3000, 16, 2)),
-    score=reference_routing.SCORES,
+    score=routing.SCORES,
     masked=(False, True),
     sequences=("one", "few", "many"),
 )
@@ -210,7 +210,7 @@ def test_sums_of_losses(kernel, shape, score, masked, sequences):
 
 @pytest.mark.rule("LYR-3", "ALL-6")
 @pytest.mark.parametrize("kernel", kernels("router_sums"))
-@pytest.mark.parametrize("score", reference_routing.SCORES)
+@pytest.mark.parametrize("score", routing.SCORES)
 def test_a_bad_logit_stays_with_its_sequence(kernel, score):
     given = {"logits": draw(30, 40), "experts": slots(30, 4, 40, "sums")}
     given["sequence_sizes"] = np.array([7, 5, 12, 6], np.int32)
@@ -484,7 +484,7 @@ def test_bias_follows_the_sign_of_what_an_expert_lacks(kernel):
 @pytest.mark.rule("LYR-14")
 @pytest.mark.parametrize("kernel", kernels("margin_histogram"))
 @pytest.mark.matrix(shape=((0, 4, 2), (200, 16, 4), (3000, 128, 8), (60, 1024, 31)), masked=(False, True))
-@pytest.mark.parametrize("score", reference_routing.SCORES)
+@pytest.mark.parametrize("score", routing.SCORES)
 def test_histograms_of_margins(kernel, shape, masked, score):
     tokens, experts, k = shape
     given = {"logits": draw(tokens, experts), "bias": draw(experts, seed="bias", scale=0.1)}
@@ -497,7 +497,7 @@ def test_histograms_of_margins(kernel, shape, masked, score):
     valid = tokens if mask is None else int((mask != 0).sum())
     assert (found.sum(axis=1) == valid).all()
     # Margins near an edge may lie on either side, so sums up to a bin lie between those with shifted edges.
-    step = np.float32(1e-5)
+    step = np.float32(bounds.MARGIN_STEP)
     shifted = [dict(call.params) | {"low": -0.5 + move, "high": 0.5 + move} for move in (step, -step)]
     more, fewer = (reference_routing.meaning(call, arrays, each)["counts"].cumsum(axis=1) for each in shifted)
     ours = found.cumsum(axis=1)

@@ -11,7 +11,7 @@ import torch
 
 from grouped_core.routing import Sums
 from grouped_core.routing_spec import router_option
-from tests import asserts
+from tests import asserts, bounds
 from tests.asserts import as_numpy
 from tests.torch_frontend.routing_tools import (
     ROUTERS,
@@ -288,7 +288,7 @@ def test_quantile_balancing_evens_the_load_out() -> None:
         bias = route.balance_quantile(logits, bias, 2)
     after = route.topk_router(logits, 2, score="sigmoid", bias=bias)[2].load
     assert (after - 128).abs().max() <= 8 < (before - 128).abs().max()
-    assert abs(float(bias.mean())) < 1e-6
+    assert abs(float(bias.mean())) < bounds.MEAN_OF_BIASES
     masked = torch.cat([logits, torch.full((9, E), torch.nan)])
     mask = torch.arange(521) < 512
     asserts.bitwise(
