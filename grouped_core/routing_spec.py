@@ -150,6 +150,11 @@ def _floats(function: str, name: str, spec: ArraySpec | None) -> None:
         raise TypeError(f"`{name}` of {function}: dtype {spec.dtype}, expected one of {', '.join(WIDE)}; cast it.")
 
 
+def _mask(function: str, spec: ArraySpec | None) -> None:
+    if spec is not None and spec.dtype != "bool":
+        raise TypeError(f"`mask` of {function}: dtype {spec.dtype}, expected bool; pass False for padding.")
+
+
 def check_ranks(function: str, **arrays: ArraySpec | None) -> None:
     """Refuses arrays that do not have the axes listed in `grouped_core.ranks`."""
     for name, spec in arrays.items():
@@ -184,8 +189,7 @@ def check_topk_router(
     _shape(name, "bias", bias, (count,), "= one value per expert")
     _shape(name, "mask", mask, (tokens,), "= one value per token")
     _shape(name, "experts", experts, (tokens, k), "= k experts per token")
-    if mask is not None and mask.dtype != "bool":
-        raise TypeError(f"`mask` of {name}: dtype {mask.dtype}, expected bool; pass False for padding.")
+    _mask(name, mask)
     if sequence_sizes is not None and not 1 <= sequence_sizes.shape[0] <= MAX_GROUPS:
         raise _wrong("sequence_sizes", f"{sequence_sizes.shape[0]} sequences", f"1 to {MAX_GROUPS}", "pass their sizes")
     if (key is None) != (not jitter):
@@ -342,8 +346,7 @@ def check_balance_quantile(
     tokens, experts = logits.shape
     _shape(name, "bias", bias, (experts,), "= one value per expert")
     _shape(name, "mask", mask, (tokens,), "= one value per token")
-    if mask is not None and mask.dtype != "bool":
-        raise TypeError(f"`mask` of {name}: dtype {mask.dtype}, expected bool; pass False for padding.")
+    _mask(name, mask)
     if score not in SCORES:
         raise ValueError(f"`score` of {name}: {score!r}, expected one of {', '.join(SCORES)}; choose one of them.")
     if not 2 <= experts <= MAX_EXPERTS or not 1 <= k < min(experts, MAX_SLOTS):
