@@ -150,7 +150,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
         *("logits", "experts", "mask", "kept", "d_weights"),
         *("sequence_sizes", "slopes", "z_slope", "d_losses"),
     ),
-    "router_losses": ("prob_sums", "counts", "stat_sums"),
+    "router_losses": ("prob_sums", "counts", "stat_sums", "dropped"),
     "count_experts": ("experts", "sequence_sizes"),
     "drop_slots": ("experts", "weights"),
     "sort_slots": ("experts", "weights"),
@@ -162,6 +162,8 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "bias_update": ("bias", "load"),
     "margin_histogram": ("logits", "bias", "mask"),
     "quantile_bias": ("counts",),
+    "split_parts": ("source",),
+    "sum_parts": ("source",),
 }
 """Operand slots of every native call, in order."""
 
@@ -179,7 +181,7 @@ RESULTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("jitter", "sinkhorn", "router_grad"), ("result",)),
     "router": ("weights", "experts"),
     "router_sums": ("prob_sums", "counts", "stat_sums"),
-    "router_losses": ("losses", "slopes", "z_slope"),
+    "router_losses": ("losses", "slopes", "z_slope", "lost", "overflow"),
     "count_experts": ("counts",),
     "drop_slots": ("kept", "kept_weights", "dropped"),
     "sort_slots": ("group_sizes", "source", "inverse", "dropped", "row_weights"),
@@ -188,7 +190,7 @@ RESULTS: dict[str, tuple[str, ...]] = {
     "hash_experts": ("experts",),
     "bias_update": ("result",),
     "margin_histogram": ("counts",),
-    "quantile_bias": ("result",),
+    **dict.fromkeys(("quantile_bias", "split_parts", "sum_parts"), ("result",)),
 }
 """Result slots of every native call, in order."""
 

@@ -197,6 +197,8 @@ def _router_losses(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
     losses = ((slopes * o["prob_sums"]).sum(), p["z_coeff"] / all_tokens * squares.sum(), entropy.sum() / all_tokens)
     results["losses"][...], results["slopes"][...] = losses, slopes
     results["z_slope"][...] = p["z_coeff"] / all_tokens
+    lost = 0 if o["dropped"] is None else int(np.asarray(o["dropped"])[0])
+    results["lost"][...], results["overflow"][...] = lost, lost > 0
 
 
 def _sinkhorn(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
@@ -382,6 +384,41 @@ def _quantile_bias(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
     results["result"][...] = edges - edges.astype(np.float64).mean()
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Parts
+
+
+def _split_at(shape: tuple[int, ...], axis: int) -> tuple[int, int]:
+    """Elements before an axis, and from it on."""
+    return int(np.prod(shape[:axis])), int(np.prod(shape[axis:]))
+
+
+def _split_parts(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
+    source, order = np.asarray(o["source"]), str(p["order"])
+    left = source.reshape(_split_at(source.shape, p["axis"]))
+    parts = {}
+    for number in "123":
+        if source.dtype == np.float64:  # nothing is rounded: the first part is all
+            parts[number], left = left, np.zeros_like(left)
+            continue
+        leading = (left.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+        leading = np.where(np.isnan(left), np.float32(np.nan), leading)
+        parts[number] = leading
+        left = np.where(np.isfinite(left), left - np.where(np.isfinite(left), leading, 0), np.float32(0))
+    result = np.stack([parts[number] for number in order], axis=1)
+    results["result"][...] = result.reshape(results["result"].shape)
+
+
+def _sum_parts(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
+    source, count = np.asarray(o["source"]), p["count"]
+    outer, inner = _split_at(source.shape, p["axis"])
+    parts = source.reshape(outer, count, inner // count)
+    total = parts[:, count - 1]
+    for i in range(count - 2, -1, -1):
+        total = parts[:, i] + total
+    results["result"][...] = total.reshape(results["result"].shape)
+
+
 _MEANING: dict[str, Callable[[Arrays, Mapping[str, Any], Arrays], None]] = {
     "jitter": _jitter,
     "sinkhorn": _sinkhorn,
@@ -400,14 +437,15 @@ _MEANING: dict[str, Callable[[Arrays, Mapping[str, Any], Arrays], None]] = {
     "bias_update": _bias_update,
     "margin_histogram": _margin_histogram,
     "quantile_bias": _quantile_bias,
+    "split_parts": _split_parts,
+    "sum_parts": _sum_parts,
 }
 
 CALLS = tuple(_MEANING)
 
 EXACT = (
     *("jitter", "count_experts", "drop_slots", "sort_slots", "pad_groups", "gather_rows", "combine_rows"),
-    "hash_experts",
-    "bias_update",
+    *("hash_experts", "bias_update", "split_parts", "sum_parts"),
 )
 """Calls whose bits are guaranteed."""
 

@@ -41,11 +41,15 @@ class Chosen(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """Losses [3] float32: auxiliary and z-loss, times their coefficients, and the mean entropy; and their slopes."""
+    """Losses [3] float32: auxiliary and z-loss, times their coefficients, and the mean entropy; their slopes; and what
+    became of slots.
+    """
 
     values: Array
     slopes: Array  # [S, E]
     z_slope: Array  # [1]
+    lost: Array  # int32 [1]: slots beyond the capacity of their expert
+    overflow: Array  # uint8 [1]: whether there are any
 
 
 def choose(
@@ -104,10 +108,13 @@ def _count(run: Runner, experts: Array, sizes: Array, count: int) -> Array:
     return run(call, call.arrange(experts=experts, sequence_sizes=sizes))[0]
 
 
-def losses(run: Runner, op: Router, sums: Sums) -> Losses:
-    """The losses of `choose`, from its sums or those of all shards."""
-    call = routing_calls.router_losses(run.spec(sums.probs), op.k, op.aux_coeff, op.z_coeff)
-    return Losses(*run(call, call.arrange(prob_sums=sums.probs, counts=sums.counts, stat_sums=sums.stats)))
+def losses(run: Runner, op: Router, sums: Sums, dropped: Array | None = None) -> Losses:
+    """The losses of `choose`, from its sums or those of all shards, and what it `dropped`."""
+    call = routing_calls.router_losses(
+        run.spec(sums.probs), op.k, op.aux_coeff, op.z_coeff, dropped=dropped is not None
+    )
+    given = {"prob_sums": sums.probs, "counts": sums.counts, "stat_sums": sums.stats, "dropped": dropped}
+    return Losses(*run(call, call.arrange(**given)))
 
 
 def router_grad(

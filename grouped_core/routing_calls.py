@@ -64,6 +64,24 @@ def jitter(logits: ArraySpec, eps: float) -> Call:
 
 
 @lru_cache(maxsize=1024)
+def split_parts(source: ArraySpec, axis: int, order: str) -> Call:
+    """bf16 parts of a float32 array side by side along `axis`: digit p of `order`, "1" to "3", names the part that
+    place p holds, "1" the largest.
+    """
+    shape = source.shape
+    result = ArraySpec((*shape[:axis], shape[axis] * len(order), *shape[axis + 1 :]), "bfloat16")
+    return new_call("split_parts", {"source": source}, result, {"axis": axis, "order": int(order)})
+
+
+@lru_cache(maxsize=1024)
+def sum_parts(source: ArraySpec, axis: int, count: int) -> Call:
+    """The sum of `count` equal parts of a float32 array along `axis`, from the last one to the first."""
+    shape = source.shape
+    result = _floats(*shape[:axis], shape[axis] // count, *shape[axis + 1 :])
+    return new_call("sum_parts", {"source": source}, result, {"axis": axis, "count": count})
+
+
+@lru_cache(maxsize=1024)
 def sinkhorn(logits: ArraySpec, iterations: int, mask: ArraySpec | None = None) -> Call:
     """[T, E] = exp(logits) with rows and columns scaled in turns, so that experts get equal shares."""
     operands = {"logits": logits, "mask": mask}
@@ -130,15 +148,24 @@ def router_grad(
 
 
 @lru_cache(maxsize=1024)
-def router_losses(prob_sums: ArraySpec, slots: int, aux_coeff: float, z_coeff: float) -> Call:
-    """Losses [3] (auxiliary, z, entropy), slopes [S, E] and z_slope [1] from sums over sequences."""
+def router_losses(prob_sums: ArraySpec, slots: int, aux_coeff: float, z_coeff: float, *, dropped: bool = False) -> Call:
+    """Losses [3] (auxiliary, z, entropy), slopes [S, E] and z_slope [1] from sums over sequences; and how many slots
+    were dropped, int32 [1], 0 without `dropped`, and whether any was, uint8 [1].
+    """
     sequences, experts = prob_sums.shape
     operands = {
         "prob_sums": prob_sums,
         "counts": _integers(sequences, experts),
         "stat_sums": _floats(sequences, 3),
+        "dropped": _integers(1) if dropped else None,
     }
-    results: dict[str, ArraySpec | None] = {"losses": _floats(3), "slopes": prob_sums, "z_slope": _floats(1)}
+    results: dict[str, ArraySpec | None] = {
+        "losses": _floats(3),
+        "slopes": prob_sums,
+        "z_slope": _floats(1),
+        "lost": _integers(1),
+        "overflow": ArraySpec((1,), "uint8"),
+    }
     params: dict[str, Param] = {"slots": slots, "aux_coeff": float(aux_coeff), "z_coeff": float(z_coeff)}
     return new_call("router_losses", operands, results, params)
 

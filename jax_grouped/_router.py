@@ -40,10 +40,11 @@ class Routed(NamedTuple):
     weights: Any
     experts: Any
     load: Any
-    dropped: Any
     aux_loss: Any
     z_loss: Any
     entropy: Any
+    dropped: Any
+    overflow: Any
 
 
 @partial(
@@ -72,8 +73,9 @@ def _run_router(options: Options, logits: Any, given: Given) -> tuple[Routed, ru
     sums = chosen.sums
     if axes is not None:
         sums = rules.Sums(*(jax.lax.psum(each, axes) for each in sums))
-    losses = rules.losses(RUN, op, sums)
-    found = Routed(chosen.weights, chosen.experts, chosen.load, chosen.dropped, *losses.values)
+    losses = rules.losses(RUN, op, sums, chosen.dropped)
+    metrics = (*losses.values, losses.lost[0], losses.overflow[0] != 0)
+    found = Routed(chosen.weights, chosen.experts, chosen.load, *metrics)
     return found, chosen, losses
 
 
@@ -92,7 +94,7 @@ def _route_fwd(options: Options, logits: Any, given: Given) -> tuple[Routed, _Sa
         logits=chosen.logits,
         first=chosen.first,
         kept=chosen.experts if op.capacity_factor is not None else None,
-        losses=losses if op.aux_coeff or op.z_coeff else None,
+        losses=losses._replace(lost=None, overflow=None) if op.aux_coeff or op.z_coeff else None,
         mask=given.mask,
         key=given.key,
         sequence_sizes=given.sequence_sizes,

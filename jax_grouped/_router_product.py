@@ -13,9 +13,8 @@ import jax
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jaxtyping import Array, Float
 
-from grouped_core import gradients
+from grouped_core import router_product
 from grouped_core.calls import ArraySpec, spec_of
-from grouped_core.gradients import Needs
 from grouped_core.linear_spec import Linear, Names
 from jax_grouped._arguments import one_group
 from jax_grouped._run import RUN, differentiable, reduce_to, varying_axes
@@ -24,7 +23,7 @@ _OP = Linear(names=Names(x="x", w="router"))
 
 
 def router_logits(x: Float[Array, "T H"], router: Float[Array, "H E"]) -> Float[Array, "T E"]:
-    """x @ router in fp32. Backward casts x again instead of keeping it in fp32."""
+    """x @ router in fp32. Backward reads x as it was given."""
     return differentiable(_product, None, x, router)
 
 
@@ -35,14 +34,13 @@ class _Saved:
 
     x: Any
     router: Any
-    needs: Needs
+    needs: tuple[bool, bool]
     specs: tuple[ArraySpec, ArraySpec]
     varying: tuple[frozenset[str], frozenset[str]]
 
 
 def _value(_: None, x: Any, router: Any) -> Any:
-    wide = RUN.cast(x, "float32"), RUN.cast(router, "float32")[None]
-    return gradients.linear(RUN, _OP, *wide, one_group(x.shape[0]))
+    return router_product.router_logits(RUN, _OP, x, router[None], one_group(x.shape[0]))
 
 
 def _fwd(_: None, *primals: Any) -> tuple[Any, _Saved]:
@@ -51,23 +49,21 @@ def _fwd(_: None, *primals: Any) -> tuple[Any, _Saved]:
     return _value(None, x, router), _Saved(
         x=x if of_router else None,
         router=router if of_x else None,
-        needs=Needs(of_x, of_router, False, False),
+        needs=(of_x, of_router),
         specs=(spec_of(x), spec_of(router)),
         varying=(varying_axes(x), varying_axes(router)),
     )
 
 
 def _bwd(_: None, saved: _Saved, dy: Any) -> tuple[Any, Any]:
-    x = None if saved.x is None else RUN.cast(saved.x, "float32")
-    router = None if saved.router is None else RUN.cast(saved.router, "float32")[None]
     of_x, of_router = saved.specs
-    specs = (ArraySpec(of_x.shape, "float32"), ArraySpec((1, *of_router.shape), "float32"), None, None)
-    operands = (x, router, one_group(of_x.shape[0]), None, None, dy)
-    found = gradients.linear_backward(RUN, _OP, specs, *operands, saved.needs).grads
-    cotangents = (found.x, None if found.w is None else found.w[0])
+    router = None if saved.router is None else saved.router[None]
+    arrays = (saved.x, router, one_group(of_x.shape[0]), dy)
+    specs = (of_x, ArraySpec((1, *of_router.shape), of_router.dtype))
+    found = router_product.router_grads(RUN, _OP, specs, *arrays, saved.needs)
+    cotangents = (found.x, None if found.router is None else found.router[0])
     dx, dw = (
-        None if each is None else reduce_to(RUN.cast(each, spec.dtype), axes)
-        for each, spec, axes in zip(cotangents, saved.specs, saved.varying, strict=True)
+        None if each is None else reduce_to(each, axes) for each, axes in zip(cotangents, saved.varying, strict=True)
     )
     return dx, dw
 

@@ -174,8 +174,7 @@ def topk_router(
         sequence_sizes=None if given.sequence_sizes is None else to_int32(given.sequence_sizes),
     )
     found: Routed = differentiable(_router.route, Options(op, axis_name), logits, given)
-    dropped = jnp.zeros((), jnp.int32) if found.dropped is None else found.dropped[0]
-    aux = MoEAux(found.load[0], found.aux_loss, found.z_loss, dropped, dropped > 0, found.entropy)
+    aux = MoEAux(found.load[0], found.aux_loss, found.z_loss, found.dropped, found.overflow, found.entropy)
     return found.weights, found.experts, aux
 
 

@@ -1,6 +1,6 @@
-"""The router's product: logits in fp32 from tokens of any dtype, with the library's own kernel and one group.
+"""The operators of the router's product: logits in fp32 from tokens of any dtype, and its gradients.
 
-No fp32 copy of the tokens outlives a pass: backward casts them again. Letters: T tokens, H hidden size, E experts.
+Backward keeps the tokens themselves. Letters: T tokens, H hidden size, E experts.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grouped_core import gradients
+from grouped_core import router_product
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import WIDE
-from grouped_core.gradients import Needs
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.ranks import check_rank
 from torch_bridge._checks import check_operand, refuse_transforms
 from torch_bridge._compiling import is_compiling
 from torch_bridge._operators import call, define
 from torch_bridge._routing import Gradients, once, save
-from torch_bridge._tensors import dtype_name, fixed_spec, settle_rows
+from torch_bridge._tensors import dtype_name, fixed_spec, rows_spec, settle_rows
 from torch_bridge.sizes import every_row
 
 _OP = Linear(Names("x", "router"), transposed=True)
@@ -74,19 +73,18 @@ class _Operands(NamedTuple):
 
 def _forward_rule(run: Any, static: ProductFacts, o: _Operands) -> tuple[Any]:
     del static
-    x, router = run.cast(o.x, "float32"), run.cast(o.router, "float32")
-    return (gradients.linear_forward(run, _OP, x, router, o.sizes).y,)
+    return (router_product.router_logits(run, _OP, o.x, o.router, o.sizes),)
 
 
 _FORWARD = define("router_product", _forward_rule, _Operands, ProductFacts, rows=("x",))
 
 
 class ProductGradFacts(NamedTuple):
-    """Spec of the router [1, E, H], and the dtypes of the gradients of x and of the router; None where not needed."""
+    """Specs of x [T, H], whose T may be symbolic, and of the router [1, E, H], and which of them have a gradient."""
 
+    x: ArraySpec
     router: ArraySpec
-    x: str | None
-    w: str | None
+    needs: tuple[bool, bool]
 
 
 class _GradOperands(NamedTuple):
@@ -97,13 +95,9 @@ class _GradOperands(NamedTuple):
 
 
 def _grad_rule(run: Any, static: ProductGradFacts, o: _GradOperands) -> tuple[Any, Any]:
-    x, router = (None if each is None else run.cast(each, "float32") for each in (o.x, o.router))
-    rows = ArraySpec((run.spec(o.d_logits).shape[0], static.router.shape[2]), "float32")
-    specs = (rows, static.router._replace(dtype="float32"), None, None)
-    needs = Needs(static.x is not None, static.w is not None, False, False)
-    found = gradients.linear_grads(run, _OP, specs, x, router, o.sizes, None, None, o.d_logits, needs)
-    dx = found.x if static.x is None else run.cast(found.x, static.x)
-    return dx, found.w if static.w is None else run.cast(found.w, static.w)
+    x = static.x._replace(shape=(run.spec(o.d_logits).shape[0], static.x.shape[1]))
+    specs, arrays = (x, static.router), (o.x, o.router, o.sizes, o.d_logits)
+    return tuple(router_product.router_grads(run, _OP, specs, *arrays, static.needs))
 
 
 _GRAD = define("router_product_grad", _grad_rule, _GradOperands, ProductGradFacts, rows=("x", "d_logits"))
@@ -120,8 +114,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, router: Tensor) -> Tensor:
         """Logits [T, E]."""
         needs_x, needs_w = ctx.needs_input_grad
-        dtypes = (dtype_name(x.dtype) if needs_x else None, dtype_name(router.dtype) if needs_w else None)
-        ctx.facts = ProductGradFacts(fixed_spec(router.unsqueeze(0)), *dtypes)
+        ctx.facts = ProductGradFacts(rows_spec(x), fixed_spec(router.unsqueeze(0)), (needs_x, needs_w))
         save(ctx, x if needs_w else None, router if needs_x else None)
         return _product(x, router)
 

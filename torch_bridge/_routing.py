@@ -79,10 +79,10 @@ def _router_rule(run: Any, static: RouterFacts, o: RouterOperands) -> tuple[Any,
     bias = None if o.bias is None else run.cast(o.bias, "float32")
     options = {"mask": o.mask, "experts": o.experts, "key": o.key, "sequence_sizes": o.sequence_sizes}
     found = routing.choose(run, static.op, o.logits, o.tokens, bias=bias, **options)
-    chosen = (found.weights, found.experts, found.load, found.dropped, found.logits, found.first)
+    chosen = (found.weights, found.experts, found.load, found.logits, found.first)
     if static.alone:
-        return (*chosen, None, None, None, *routing.losses(run, static.op, found.sums))
-    return (*chosen, *found.sums, None, None, None)
+        return (*chosen, None, None, None, None, *routing.losses(run, static.op, found.sums, found.dropped))
+    return (*chosen, *found.sums, found.dropped, None, None, None, None, None)
 
 
 _ROUTER = define("router", _router_rule, RouterOperands, RouterFacts, rows=("logits", "mask", "experts"))
@@ -95,15 +95,16 @@ class LossFacts(NamedTuple):
 
 
 class LossOperands(NamedTuple):
-    """Sums over the tokens of all ranks."""
+    """Sums over the tokens of all ranks, and what this one dropped."""
 
     probs: Any
     counts: Any
     stats: Any
+    dropped: Any
 
 
 def _losses_rule(run: Any, static: LossFacts, o: LossOperands) -> tuple[Any, ...]:
-    return routing.losses(run, static.op, routing.Sums(*o))
+    return routing.losses(run, static.op, routing.Sums(o.probs, o.counts, o.stats), o.dropped)
 
 
 _LOSSES = define("router_losses", _losses_rule, LossOperands, LossFacts)
@@ -133,7 +134,7 @@ class RouterGradOperands(NamedTuple):
 
 
 def _router_grad_rule(run: Any, static: RouterGradFacts, o: RouterGradOperands) -> tuple[Any]:
-    found = None if o.d_losses is None else routing.Losses(None, o.slopes, o.z_slope)
+    found = None if o.d_losses is None else routing.Losses(None, o.slopes, o.z_slope, None, None)
     operands = (o.logits, o.first, o.kept, found, o.tokens, o.d_weights, o.d_losses)
     options = {"mask": o.mask, "key": o.key, "sequence_sizes": o.sequence_sizes}
     return (routing.router_grad(run, static.op, *operands, static.dtype, **options),)
@@ -156,8 +157,9 @@ class Routed(NamedTuple):
     load: Tensor
     aux_loss: Tensor
     z_loss: Tensor
-    dropped: Tensor
     entropy: Tensor
+    dropped: Tensor
+    overflow: Tensor
 
 
 class _Chosen(NamedTuple):
@@ -179,15 +181,15 @@ def choose(op: Router, group: str | None, o: RouterOperands) -> Routed:
 
 def _chosen(op: Router, group: str | None, o: RouterOperands) -> _Chosen:
     found = call(_ROUTER, RouterFacts(op, group is None), o, o.logits.shape[0])
-    weights, experts, load, dropped, logits, first, *rest = found
-    sums, (values, slopes, z_slope) = rest[:3], rest[3:]
-    dropped = load.new_zeros(1) if dropped is None else dropped
+    weights, experts, load, logits, first, *rest = found
+    sums, dropped, of_losses = rest[:3], rest[3], rest[4:]
     if group is not None:
         probs, stats = summed(group, sums[0], sums[2])
         (counts,) = summed(group, sums[1])
-        values, slopes, z_slope = call(_LOSSES, LossFacts(op), LossOperands(probs, counts, stats), 0)
-    aux_loss, z_loss, entropy = values.unbind()
-    routed = Routed(weights, experts, load.reshape(-1), aux_loss, z_loss, dropped.reshape(()), entropy)
+        of_losses = call(_LOSSES, LossFacts(op), LossOperands(probs, counts, stats, dropped), 0)
+    values, slopes, z_slope, lost, overflow = of_losses
+    metrics = (*values.unbind(), lost.reshape(()), overflow.view(torch.bool).reshape(()))
+    routed = Routed(weights, experts, load.reshape(-1), *metrics)
     return _Chosen(routed, logits, first, slopes, z_slope)
 
 
@@ -207,7 +209,7 @@ class _Router(torch.autograd.Function):
             *(o.tokens, o.mask, o.key, o.sequence_sizes),
         )
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(routed.experts, routed.load, routed.dropped, routed.entropy)
+        ctx.mark_non_differentiable(routed.experts, routed.load, routed.entropy, routed.dropped, routed.overflow)
         return tuple(routed)
 
     @staticmethod

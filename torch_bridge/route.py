@@ -135,7 +135,7 @@ def topk_router(
         *(jitter, sinkhorn, capacity_factor, drop, aux_coeff, z_coeff),
     )
     group = None if process_group is None else process_group.group_name
-    weights, chosen, load, aux_loss, z_loss, dropped, entropy, overflow = _run(
+    weights, chosen, load, aux_loss, z_loss, entropy, dropped, overflow = _run(
         "topk_router", logits, k, options, bias, mask, experts, key, sequence_sizes, group
     )
     return weights, chosen, MoEAux(load, aux_loss, z_loss, dropped, overflow, entropy)
@@ -171,8 +171,7 @@ def _topk_router(
         *(logits, every_row(logits), None if bias is None else bias.detach(), _bytes(mask)),
         *(_int32(experts), key, _int32(sequence_sizes)),
     )
-    routed = _routing.choose(op, group, operands)
-    return *routed, routed.dropped > 0
+    return tuple(_routing.choose(op, group, operands))
 
 
 @lru_cache(maxsize=1024)

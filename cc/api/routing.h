@@ -162,14 +162,18 @@ struct RouterGrad {
 // logsumexp, entropy and tokens, k = slots per token, R the number of sequences with tokens:
 //   losses[0] = aux_coeff / R * sum over s of E / (k n_s^2) * sum over e of P_se C_se     losses[1] = z_coeff Z / n
 //   losses[2] = H / n        slopes[s, e] = d losses[0] / d P_se        z_slope[0] = d losses[1] / d Z
+// Slots that were dropped pass through, 0 where they are absent, so that metrics need no launch of their own.
 struct RouterLosses {
   static constexpr const char* kName = "router_losses";
   TensorView prob_sums;  // [S, E] float32
   TensorView counts;     // [S, E] int32
   TensorView stat_sums;  // [S, 3] float32
+  TensorView dropped;    // [1] int32
   TensorView losses;     // [3] float32
   TensorView slopes;     // [S, E] float32
   TensorView z_slope;    // [1] float32
+  TensorView lost;       // [1] int32
+  TensorView overflow;   // [1] uint8: whether any slot was dropped
   int64_t slots = 1;     // k
   float aux_coeff = 0;
   float z_coeff = 0;
@@ -179,9 +183,12 @@ struct RouterLosses {
     v.input("prob_sums", prob_sums);
     v.input("counts", counts);
     v.input("stat_sums", stat_sums);
+    v.optional("dropped", dropped);
     v.output("losses", losses);
     v.output("slopes", slopes);
     v.output("z_slope", z_slope);
+    v.output("lost", lost);
+    v.output("overflow", overflow);
     v.param("slots", slots);
     v.param("aux_coeff", aux_coeff);
     v.param("z_coeff", z_coeff);
@@ -417,6 +424,41 @@ struct QuantileBias {
   }
 };
 
+// The bfloat16 parts of `source` (cc/math/parts.h) side by side along `axis`: place p holds the part that digit p of
+// `order` names, 1 for the largest. Products of parts add up to products of float32.
+struct SplitParts {
+  static constexpr const char* kName = "split_parts";
+  TensorView source;  // float32, of any rank
+  TensorView result;  // bfloat16, `axis` as often as there are digits
+  int64_t axis = 0;
+  int64_t order = 123;
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("source", source);
+    v.output("result", result);
+    v.param("axis", axis);
+    v.param("order", order);
+  }
+};
+
+// The sum of `count` equal parts of `source` along `axis`, from the last part to the first.
+struct SumParts {
+  static constexpr const char* kName = "sum_parts";
+  TensorView source;  // float32, of any rank
+  TensorView result;  // float32
+  int64_t axis = 0;
+  int64_t count = 1;
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("source", source);
+    v.output("result", result);
+    v.param("axis", axis);
+    v.param("count", count);
+  }
+};
+
 #define GROUPED_ROUTING_CALLS(X) \
   X(Jitter)                      \
   X(Sinkhorn)                    \
@@ -431,6 +473,9 @@ struct QuantileBias {
   X(GatherRows)                  \
   X(CombineRows)                 \
   X(CombineDot)                  \
-  X(HashExperts) X(BiasUpdate) X(MarginHistogram) X(QuantileBias)
+  X(HashExperts)                 \
+  X(BiasUpdate)                  \
+  X(MarginHistogram)             \
+  X(QuantileBias) X(SplitParts) X(SumParts)
 
 }  // namespace grouped

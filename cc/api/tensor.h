@@ -71,7 +71,17 @@ struct TensorView {
   }
 };
 
-// Its type and dimensions, for errors.
+// A buffer as a matrix: what lies before an axis, and the elements from the axis on.
+struct SplitAt {
+  int64_t outer = 1;
+  int64_t inner = 1;
+
+  SplitAt(const TensorView& t, int64_t axis) {
+    for (int i = 0; i < t.rank; ++i) (i < axis ? outer : inner) *= t.dims[i];
+  }
+};
+
+// The type and dimensions of a buffer, for errors.
 std::string describe(const TensorView& t);
 
 }  // namespace grouped

@@ -49,6 +49,17 @@ __device__ inline int sequence_of(const Sequences& s, int64_t token) {
   return before < s.count ? before : -1;
 }
 
+// The same where each lane has a token of its own.
+__device__ inline int sequence_of_lane(const Sequences& s, int64_t token) {
+  if (s.count > Sequences::kOwnSums) {
+    return token < s.scan.offsets[s.count] ? find_last(s.scan.offsets, s.count, token) : -1;
+  }
+  const int64_t end = sequence_end(s);
+  int before = 0;
+  for (int i = 0; i < s.count; ++i) before += __shfl_sync(~0u, end, i) <= token;
+  return before < s.count ? before : -1;
+}
+
 struct TokenSpan {
   int64_t begin, end;
 };

@@ -233,6 +233,8 @@ GROUPED_TABLE(HashExperts, hash_experts)
 GROUPED_TABLE(BiasUpdate, bias_update)
 GROUPED_TABLE(MarginHistogram, margin_histogram)
 GROUPED_TABLE(QuantileBias, quantile_bias)
+GROUPED_TABLE(SplitParts, split_parts)
+GROUPED_TABLE(SumParts, sum_parts)
 #undef GROUPED_TABLE
 
 }  // namespace grouped

@@ -1,6 +1,7 @@
 // Shapes of the calls of routing (cc/api/routing.h).
 #include "cc/dispatch/shape_check.h"
 #include "cc/dispatch/shapes.h"
+#include "cc/math/parts.h"
 
 namespace grouped {
 namespace {
@@ -64,6 +65,18 @@ void rows(Check* check, const char* name, const TensorView& t) {
 
 void wide(Check* check, const char* name, const TensorView& t) {
   check->require(is_plain(t.dtype), [&] { return Check::named(name, t) + ", expected float32, bfloat16 or float16"; });
+}
+
+// `whole` is `part` repeated `count` times along `axis`.
+void repeats(Check* check, const char* name, const TensorView& whole, const TensorView& part, int64_t axis,
+             int64_t count) {
+  check->require(part.rank >= 1 && axis < part.rank, [&] { return "axis: expected below " + std::to_string(part.rank); });
+  bool same = whole.rank == part.rank;
+  for (int i = 0; same && i < part.rank; ++i) same = whole.dims[i] == part.dims[i] * (i == axis ? count : 1);
+  check->require(same, [&] {
+    return Check::named(name, whole) + ", expected that of " + describe(part) + " with axis " + std::to_string(axis) +
+           " times " + std::to_string(count);
+  });
 }
 
 void range(Check* check, float low, float high) {
@@ -172,6 +185,10 @@ std::string disagreement(const RouterLosses& call) {
   floats(&check, "losses", call.losses, {3});
   floats(&check, "slopes", call.slopes, {sequences, experts});
   floats(&check, "z_slope", call.z_slope, {1});
+  if (call.dropped.present()) integers(&check, "dropped", call.dropped, {1});
+  integers(&check, "lost", call.lost, {1});
+  check.shape("overflow", call.overflow, {1});
+  check.dtype("overflow", call.overflow, DType::u8);
   return check.wrong;
 }
 
@@ -242,6 +259,7 @@ std::string disagreement(const GatherRows& call) {
   check.require(source.rank == 1 || source.rank == 2,
                 [&] { return Check::named("source", source) + ", expected rank 1 or 2"; });
   check.dtype("source", source, DType::i32);
+  check.require(call.axis <= 1, [] { return "axis: expected 0 or 1"; });
   const bool columns = call.axis == 1;
   if (!columns) check.not_empty("rows", from, 1);
   check.not_empty("source", source, 1);
@@ -349,6 +367,27 @@ std::string disagreement(const QuantileBias& call) {
   integers(&check, "counts", call.counts, {call.counts.dims[0], call.counts.dims[1]});
   floats(&check, "result", call.result, {call.counts.dims[0]});
   range(&check, call.low, call.high);
+  return check.wrong;
+}
+
+std::string disagreement(const SplitParts& call) {
+  Check check;
+  PartOrder order;
+  check.require(read_order(call.order, &order), [&] {
+    return "order: " + std::to_string(call.order) + ", expected 1 to " + std::to_string(kMostParts) + " digits 1 to 3";
+  });
+  check.dtype("source", call.source, DType::f32);
+  check.dtype("result", call.result, DType::bf16);
+  if (check.wrong.empty()) repeats(&check, "result", call.result, call.source, call.axis, order.count);
+  return check.wrong;
+}
+
+std::string disagreement(const SumParts& call) {
+  Check check;
+  check.dtype("source", call.source, DType::f32);
+  check.dtype("result", call.result, DType::f32);
+  check.require(call.count <= kMostParts, [] { return "count: expected at most " + std::to_string(kMostParts); });
+  if (check.wrong.empty()) repeats(&check, "source", call.source, call.result, call.axis, call.count);
   return check.wrong;
 }
 

@@ -64,6 +64,8 @@ extern const Kernel<HashExperts> hash_experts_any_cpu;
 extern const Kernel<BiasUpdate> bias_update_any_cpu;
 extern const Kernel<MarginHistogram> margin_histogram_any_cpu;
 extern const Kernel<QuantileBias> quantile_bias_any_cpu;
+extern const Kernel<SplitParts> split_parts_any_cpu;
+extern const Kernel<SumParts> sum_parts_any_cpu;
 
 #if GROUPED_WITH_CUDA
 // Hopper's tensor cores (wgmma): bf16 and fp16, ragged rows and the contraction over rows.
@@ -112,6 +114,8 @@ extern const Kernel<HashExperts> hash_experts_any_cuda;
 extern const Kernel<BiasUpdate> bias_update_any_cuda;
 extern const Kernel<MarginHistogram> margin_histogram_any_cuda;
 extern const Kernel<QuantileBias> quantile_bias_any_cuda;
+extern const Kernel<SplitParts> split_parts_any_cuda;
+extern const Kernel<SumParts> sum_parts_any_cuda;
 
 // For cc/dispatch, which has no CUDA of its own.
 // result = round(value * scale), dense. Exact in fp32 but for float32 scales that are no powers of two.

@@ -353,6 +353,9 @@ void launch_losses(const RouterLosses& call, const Context&) {
   losses[1] = fl_mul(z_slope, squares);
   losses[2] = fl_div(entropy, all);
   call.z_slope.as<float>()[0] = z_slope;
+  const int32_t lost = call.dropped.present() ? call.dropped.as<const int32_t>()[0] : 0;
+  call.lost.as<int32_t>()[0] = lost;
+  call.overflow.as<uint8_t>()[0] = lost > 0;
 }
 
 // ---- Changed logits

@@ -4,12 +4,14 @@
 //            in the order of lane_sum --> workspace
 //   losses   one warp: four sums over sequences, one a lane, in order
 //
-// 32 and 30 registers (sm_90); 32 bytes of shared memory.
+// Up to 32 sequences are one block, whose first warp is the one of the losses; of more, losses are a second launch. On
+// Hopper either begins beside what comes before it and waits. 32 and 30 registers (sm_90); 32 bytes of shared memory.
 #include <algorithm>
 #include <string>
 
 #include "cc/device/experts.cuh"
 #include "cc/device/groups.cuh"
+#include "cc/device/launch.h"
 #include "cc/device/operand.h"
 #include "cc/kernels/kernels.h"
 
@@ -21,6 +23,7 @@ using namespace device;
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int64_t kMostBlocks = 1024;
+constexpr int kOneBlock = 32;  // sequences
 
 struct Problem {
   const float* prob_sums;
@@ -29,16 +32,49 @@ struct Problem {
   float* losses;
   float* slopes;
   float* z_slope;
+  const int32_t* dropped;  // null: absent
+  int32_t* lost;
+  uint8_t* overflow;
   float* aux;  // [S], in the workspace
   int sequences, experts;
   float slots, aux_coeff, z_coeff;
 };
 
+// Hopper lets a launch begin beside the one before it.
+__device__ void wait_for_grid_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // As std::max on the CPU: NaN in front stays.
 __device__ float at_least_one(float value) { return value < 1.0f ? 1.0f : value; }
 
+// Called by one warp, which finds the workspace filled.
+__device__ void find_losses(const Problem& p) {
+  const int lane = lane_id();
+  // Lanes 0 to 2 sum the columns of stat_sums, the others what the sequences give to the first loss.
+  const float* values = lane < 3 ? p.stat_sums + lane : p.aux;
+  const int step = lane < 3 ? 3 : 1;
+  float sum = 0.0f;
+#pragma unroll 8
+  for (int s = 0; s < p.sequences; ++s) sum = fl_add(sum, values[static_cast<int64_t>(s) * step]);
+  const float squares = __shfl_sync(~0u, sum, 0), entropy = __shfl_sync(~0u, sum, 1);
+  const float all = at_least_one(__shfl_sync(~0u, sum, 2));
+  const float z_slope = fl_div(p.z_coeff, all);
+  if (lane != 3) return;
+  p.losses[0] = sum;
+  p.losses[1] = fl_mul(z_slope, squares);
+  p.losses[2] = fl_div(entropy, all);
+  p.z_slope[0] = z_slope;
+  const int32_t lost = p.dropped ? *p.dropped : 0;
+  *p.lost = lost;
+  *p.overflow = lost > 0;
+}
+
 __global__ void __launch_bounds__(kThreads) find_slopes(const __grid_constant__ Problem p) {
   __shared__ int counted[kWarps];
+  wait_for_grid_before();
   int present = 0;
   for (int s = threadIdx.x; s < p.sequences; s += kThreads) present += p.stat_sums[3 * s + 2] > 0.0f;
   present = __reduce_add_sync(~0u, present);
@@ -62,24 +98,22 @@ __global__ void __launch_bounds__(kThreads) find_slopes(const __grid_constant__ 
     sum = warp_sum(sum);
     if (lane_id() == 0) p.aux[s] = sum;
   }
+  if (p.sequences > kOneBlock) return;
+  __syncthreads();
+  if (threadIdx.x < 32) find_losses(p);
 }
 
-__global__ void __launch_bounds__(32) find_losses(const __grid_constant__ Problem p) {
-  const int lane = lane_id();
-  // Lanes 0 to 2 sum the columns of stat_sums, the others what the sequences give to the first loss.
-  const float* values = lane < 3 ? p.stat_sums + lane : p.aux;
-  const int step = lane < 3 ? 3 : 1;
-  float sum = 0.0f;
-#pragma unroll 8
-  for (int s = 0; s < p.sequences; ++s) sum = fl_add(sum, values[static_cast<int64_t>(s) * step]);
-  const float squares = __shfl_sync(~0u, sum, 0), entropy = __shfl_sync(~0u, sum, 1);
-  const float all = at_least_one(__shfl_sync(~0u, sum, 2));
-  const float z_slope = fl_div(p.z_coeff, all);
-  if (lane != 3) return;
-  p.losses[0] = sum;
-  p.losses[1] = fl_mul(z_slope, squares);
-  p.losses[2] = fl_div(entropy, all);
-  p.z_slope[0] = z_slope;
+__global__ void __launch_bounds__(32) find_losses_of_many(const __grid_constant__ Problem p) {
+  wait_for_grid_before();
+  find_losses(p);
+}
+
+template <class Kernel>
+void launch_behind(Kernel kernel, int64_t blocks, unsigned threads, const Problem& p, const Context& context) {
+  const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
+  if (context.target.sm >= 90) return launch_early(kernel, static_cast<unsigned>(blocks), threads, 0, stream, p);
+  kernel<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(p);
+  GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
 std::string refuses(const RouterLosses&, const Target& target) { return refuses_unless_cuda(target); }
@@ -89,7 +123,6 @@ size_t workspace(const RouterLosses& call, const Target&) {
 }
 
 void launch(const RouterLosses& call, const Context& context) {
-  const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
   const int64_t sequences = call.prob_sums.dims[0];
   const Problem p = {call.prob_sums.as<const float>(),
                      call.counts.as<const int32_t>(),
@@ -97,17 +130,18 @@ void launch(const RouterLosses& call, const Context& context) {
                      call.losses.as<float>(),
                      call.slopes.as<float>(),
                      call.z_slope.as<float>(),
+                     data_or_null<const int32_t>(call.dropped),
+                     call.lost.as<int32_t>(),
+                     call.overflow.as<uint8_t>(),
                      static_cast<float*>(context.workspace),
                      static_cast<int>(sequences),
                      static_cast<int>(call.prob_sums.dims[1]),
                      static_cast<float>(call.slots),
                      call.aux_coeff,
                      call.z_coeff};
-  find_slopes<<<static_cast<unsigned>(std::min((sequences + kWarps - 1) / kWarps, kMostBlocks)), kThreads, 0, stream>>>(
-      p);
-  GROUPED_CUDA_CHECK(cudaGetLastError());
-  find_losses<<<1, 32, 0, stream>>>(p);
-  GROUPED_CUDA_CHECK(cudaGetLastError());
+  const int64_t blocks = sequences <= kOneBlock ? 1 : std::min((sequences + kWarps - 1) / kWarps, kMostBlocks);
+  launch_behind(find_slopes, blocks, kThreads, p, context);
+  if (sequences > kOneBlock) launch_behind(find_losses_of_many, 1, 32, p, context);
 }
 
 }  // namespace

@@ -1,10 +1,14 @@
 // Sums over the tokens of sequences, of which a router's losses are made, in the order that cc/math/routing.h gives.
 //
-//   sum_runs       a warp a run of 8 tokens, the next token's logits on their way; a block has 8 runs
-//     logits --lane i: experts i, i + 32, ...--> max, exp, sum over the warp --> probs --> logsumexp, entropy
+//   sum_runs       a block a run of 8 tokens, a warp a token
+//     logits --lane i: experts i, i + 32, ...--> max, exp, sum over the warp --> probs, logsumexp, entropy
 //                                                                                |
-//                     added in registers, stored where a sequence or the run ends --> workspace, row w + s
-//     experts --> counters in shared memory, of the sequence of the block's first token; others count in the result
+//                                                 [8 tokens, E + 3] in shared memory
+//                                                                                |
+//                     a thread a column adds the tokens in order, and stores where a sequence or the run ends
+//                                                                                --> workspace, row w + s
+//     further blocks, 256 tokens each: experts --> counters in shared memory, of the sequence of the first token;
+//                                      slots of others count in the result
 //   add_partials   32 columns of up to 32 sequences a block of 32 warps
 //     at most 32 runs   a warp a sequence: a register a run, then the tree
 //     more              the block together, one sequence after the other: warp j is lane j of `lane_sum`, and after a
@@ -13,14 +17,13 @@
 // The counts are cleared first; on Hopper the second launch begins beside the first one. Of more than 32 sequences a
 // scan of their sizes comes before both.
 //
-// Nothing is spilled. sum_runs, 4 bytes of shared memory per expert and a few more:
+// Nothing is spilled. sum_runs, 32 bytes of shared memory per expert and a few more:
 //   experts up to           32   64  128  256  512  1024
-//   registers (sm_90)       38   44   54   79  128   224
-//   warps a multiprocessor  48   40   32   24   16     8
+//   registers (sm_90)       32   38   40   62  108   194
+//   warps a multiprocessor  64   48   48   32   16     8
 // add_partials: 55 registers, 4.6 KiB, one block of 1024 threads a multiprocessor.
-// Predicted for T = 8192, E = 128, S = 1 on an H200: 128 blocks of 8 warps; sum_runs 4 us, 8 times some 650 cycles of
-// shuffles, exponentials and quotients that wait for one another; add_partials 2 us, two rounds of 16 loads a thread
-// and the tree; with the clear and what launches cost some 8 us.
+// T = 8192, E = 128, S = 1 on an H200: a warp a run, the tokens one after the other, took 13.1 us, for 8 warps a
+// multiprocessor wait for one another; predicted as it is 6 us, of which add_partials hides its start.
 #include <algorithm>
 #include <string>
 
@@ -34,8 +37,8 @@ namespace {
 
 using namespace device;
 
-constexpr int kRunsABlock = 8;
-constexpr int kRunThreads = 32 * kRunsABlock;
+constexpr int kRunThreads = 32 * kTokensARun;
+constexpr int kCountedTokens = kRunThreads;  // of a block that counts slots
 constexpr int kMostPerBlock = 32;  // sequences of one block of add_partials
 constexpr int kAddThreads = 1024;
 constexpr int64_t kWantedBlocks = 1024;
@@ -51,6 +54,7 @@ struct Problem {
   Sequences sequences;
   Score score;
   int64_t tokens;
+  unsigned runs;
   int count, slots;       // E, k
   int stride, columns;    // of partial sums; E + kTokenStats of them are used
   int column_blocks;      // blocks of 32 columns
@@ -69,98 +73,89 @@ __device__ void wait_for_partials() {
 #endif
 }
 
-// Sums over tokens, in the registers of a warp; `stats` in every lane.
+// What a token gives to the columns: probabilities, then stats. `values` holds its logits, and is free afterwards.
 template <int kPer>
-struct Added {
-  float probs[kPer];
-  float stats[kTokenStats];
-
-  __device__ void clear() {
+__device__ void store_token(Score score, int count, float (&values)[kPer], float* columns) {
+  const Softmax softmax = score_experts(score, values, count, true, values);
+  if (score != Score::softmax) {  // whose scores are divided already
+    const float divisor = divisor_of(score, values, count);
 #pragma unroll
-    for (int i = 0; i < kPer; ++i) probs[i] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kTokenStats; ++i) stats[i] = 0.0f;
+    for (int i = 0; i < kPer; ++i) values[i] = fl_div(values[i], divisor);
   }
-
-  // `values` holds the token's logits, and is free afterwards.
-  __device__ void add(Score score, int count, float (&values)[kPer]) {
-    const Softmax softmax = score_experts(score, values, count, true, values);
-    if (score != Score::softmax) {  // whose scores are divided already
-      const float divisor = divisor_of(score, values, count);
-#pragma unroll
-      for (int i = 0; i < kPer; ++i) values[i] = fl_div(values[i], divisor);
-    }
-    const float sum = sum_experts<kPer>(count, [&](int i) {
-      const float term = fl_mul(values[i], logf(values[i]));
-      return values[i] > 0.0f ? term : values[i];
-    });
-    const float log_sum = softmax.log_sum();
-#pragma unroll
-    for (int i = 0; i < kPer; ++i) probs[i] = fl_add(probs[i], values[i]);
-    stats[0] = fl_add(stats[0], fl_mul(log_sum, log_sum));
-    stats[1] = fl_add(stats[1], -sum);
-    stats[2] = fl_add(stats[2], 1.0f);
-  }
-
-  __device__ void store(int count, float* row) const {
-    for_experts<kPer>(count, [&](int i, int expert) { row[expert] = probs[i]; });
-    const int lane = lane_id();
-    if (lane < kTokenStats) row[count + lane] = lane == 0 ? stats[0] : lane == 1 ? stats[1] : stats[2];
-  }
-};
-
-constexpr int run_blocks(int per_lane) { return per_lane <= 4 ? 4 : per_lane <= 8 ? 3 : per_lane <= 16 ? 2 : 1; }
-
-template <int kPer>
-__global__ void __launch_bounds__(kRunThreads, run_blocks(kPer)) sum_runs(const __grid_constant__ Problem p) {
-  __shared__ int own_counts[32 * kPer];
-  __shared__ int own_sequence;
-  let_sums_begin();
+  const float sum = sum_experts<kPer>(count, [&](int i) {
+    const float term = fl_mul(values[i], logf(values[i]));
+    return values[i] > 0.0f ? term : values[i];
+  });
+  const float log_sum = softmax.log_sum();
+  for_experts<kPer>(count, [&](int i, int expert) { columns[expert] = values[i]; });
   const int lane = lane_id();
-  const int64_t run = static_cast<int64_t>(blockIdx.x) * kRunsABlock + static_cast<int>(threadIdx.x / 32);
-  const int64_t first = run * kTokensARun;
-  const int64_t all = tokens_of_all(p.sequences, p.tokens);
-  const int tokens = static_cast<int>(max(min(all - first, static_cast<int64_t>(kTokensARun)), int64_t{0}));
-  const bool counts = lane < tokens && (!p.mask || p.mask[first + lane] != 0);
-  const unsigned counting = __ballot_sync(~0u, counts);  // bit i: token first + i
-  float next[kPer];
-  if (counting & 1u) load_experts(p.logits + first * p.count, p.count, next);
-  int sequence = tokens > 0 ? sequence_of(p.sequences, first) : -1;
+  if (lane < kTokenStats) columns[count + lane] = lane == 0 ? fl_mul(log_sum, log_sum) : lane == 1 ? -sum : 1.0f;
+}
+
+__device__ bool counts(const Problem& p, int64_t token) { return !p.mask || p.mask[token] != 0; }
+
+// Counts the slots of the tokens from `first` on, one a thread.
+__device__ void count_slots(const Problem& p, int64_t first, int* own_counts) {
+  const int64_t all = tokens_of_all(p.sequences, p.tokens), token = first + threadIdx.x;
+  const int own = sequence_of(p.sequences, first), sequence = sequence_of_lane(p.sequences, token);
   for (int e = threadIdx.x; e < p.count; e += kRunThreads) own_counts[e] = 0;
-  if (threadIdx.x == 0) own_sequence = sequence;
   __syncthreads();
-  const int own = own_sequence;
-
-  if (tokens > 0) {
-    int64_t end = tokens_of(p.sequences, sequence, p.tokens).end;
-    Added<kPer> added;
-    added.clear();
-    for (int i = 0; i < tokens; ++i) {
-      const int64_t token = first + i;
-      if (token >= end) {
-        added.store(p.count, p.partials + (run + sequence) * p.stride);
-        added.clear();
-        sequence = sequence_of(p.sequences, token);
-        end = tokens_of(p.sequences, sequence, p.tokens).end;
-      }
-      float values[kPer];
-#pragma unroll
-      for (int j = 0; j < kPer; ++j) values[j] = next[j];
-      if (counting >> (i + 1) & 1u) load_experts(p.logits + (token + 1) * p.count, p.count, next);
-      if (!(counting >> i & 1u)) continue;
-      const int expert = lane < p.slots ? p.experts[token * p.slots + lane] : -1;
-      added.add(p.score, p.count, values);
-      if (expert >= 0 && expert < p.count) {
-        int* to = sequence == own ? own_counts : p.counts + static_cast<int64_t>(sequence) * p.count;
-        atomicAdd(to + expert, 1);
-      }
+  if (token < all && counts(p, token)) {
+    int* to = sequence == own ? own_counts : p.counts + static_cast<int64_t>(sequence) * p.count;
+    const int32_t* experts = p.experts + token * p.slots;
+    for (int j = 0; j < p.slots; ++j) {
+      const int expert = experts[j];
+      if (expert >= 0 && expert < p.count) atomicAdd(to + expert, 1);
     }
-    added.store(p.count, p.partials + (run + sequence) * p.stride);
   }
-
   __syncthreads();
   for (int e = threadIdx.x; e < p.count; e += kRunThreads) {
     if (own_counts[e] > 0) atomicAdd(p.counts + static_cast<int64_t>(own) * p.count + e, own_counts[e]);
+  }
+}
+
+constexpr int run_blocks(int per_lane) {
+  return per_lane <= 1 ? 8 : per_lane <= 4 ? 6 : per_lane <= 8 ? 4 : per_lane <= 16 ? 2 : 1;
+}
+
+template <int kPer>
+__global__ void __launch_bounds__(kRunThreads, run_blocks(kPer)) sum_runs(const __grid_constant__ Problem p) {
+  __shared__ float columns[kTokensARun][32 * kPer + kTokenStats];
+  __shared__ int sequences[kTokensARun];  // -1 behind the last token
+  __shared__ bool counted[kTokensARun];
+  let_sums_begin();
+  if (blockIdx.x >= p.runs) {
+    const int64_t first = static_cast<int64_t>(blockIdx.x - p.runs) * kCountedTokens;
+    return count_slots(p, first, reinterpret_cast<int*>(columns));
+  }
+  const int64_t run = blockIdx.x;
+  const int warp = static_cast<int>(threadIdx.x / 32);
+  const int64_t token = run * kTokensARun + warp;
+  const bool inside = token < tokens_of_all(p.sequences, p.tokens), taken = inside && counts(p, token);
+  const int sequence = sequence_of(p.sequences, token);
+  if (taken) {
+    float values[kPer];
+    load_experts(p.logits + token * p.count, p.count, values);
+    store_token(p.score, p.count, values, columns[warp]);
+  }
+  if (lane_id() == 0) {
+    sequences[warp] = inside ? sequence : -1;
+    counted[warp] = taken;
+  }
+  __syncthreads();
+  if (sequences[0] < 0) return;
+  for (int column = threadIdx.x; column < p.columns; column += kRunThreads) {
+    int own = sequences[0];
+    float sum = 0.0f;
+    for (int i = 0; i < kTokensARun && sequences[i] >= 0; ++i) {
+      if (sequences[i] != own) {
+        p.partials[(run + own) * p.stride + column] = sum;
+        own = sequences[i];
+        sum = 0.0f;
+      }
+      if (counted[i]) sum = fl_add(sum, columns[i][column]);
+    }
+    p.partials[(run + own) * p.stride + column] = sum;
   }
 }
 
@@ -267,6 +262,7 @@ void launch(const RouterSums& call, const Context& context) {
                                         static_cast<char*>(context.workspace) + partial_bytes(call), stream),
                      score_named(call.score),
                      tokens,
+                     static_cast<unsigned>(token_runs(tokens)),
                      static_cast<int>(call.logits.dims[1]),
                      static_cast<int>(call.experts.dims[1]),
                      static_cast<int>(stride_of(call)),
@@ -274,7 +270,7 @@ void launch(const RouterSums& call, const Context& context) {
                      static_cast<int>(column_blocks),
                      static_cast<int>(per_block)};
   if (tokens > 0) {
-    const int64_t blocks = (token_runs(tokens) + kRunsABlock - 1) / kRunsABlock;
+    const int64_t blocks = token_runs(tokens) + (tokens + kCountedTokens - 1) / kCountedTokens;
     with_experts_per_lane(p.count, [&](auto per_lane) {
       sum_runs<decltype(per_lane)::value><<<static_cast<unsigned>(blocks), kRunThreads, 0, stream>>>(p);
     });

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 import jax_grouped
 from jax_grouped import FP8Delayed, SharedExpert, linen, nnx, route
 from jax_grouped._layer_options import CONSTRUCTORS
-from jax_grouped._router_product import router_logits
 from tests import asserts, bounds, cases
 from tests.jax_frontend.jax_tools import same
 
@@ -145,20 +144,6 @@ def test_recomputing_a_layer_has_the_same_bits() -> None:
     expected = gradient(lambda f: f)
     same(gradient(jax.checkpoint), expected)
     same(gradient(lambda f: jax.checkpoint(f, policy=policy)), expected)
-
-
-@pytest.mark.rule("LYR-1")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_the_product_of_the_router_is_ours_in_fp32(dtype: str) -> None:
-    """The bits of `ragged_dot` with one group; gradients are rounded once, to the dtypes of x and of the router."""
-    x, router, dy = jnp.asarray(draw(T, H), dtype), jnp.asarray(draw(H, E, seed="r"), dtype), jnp.asarray(draw(T, E))
-
-    def wide(x: Any, router: Any) -> Any:
-        return jax_grouped.ragged_dot(x.astype(jnp.float32), router.astype(jnp.float32)[None], jnp.array([T]))
-
-    found, pull = jax.vjp(router_logits, x, router)
-    expected, of_wide = jax.vjp(wide, x, router)
-    same((found, *pull(dy)), (expected, *of_wide(dy)))
 
 
 @pytest.mark.rule("ACC-8", "LYR-3", "LYR-12")

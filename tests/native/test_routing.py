@@ -253,8 +253,8 @@ def test_the_order_of_sums_over_tokens(kernel):
 
 @pytest.mark.rule("LYR-3")
 @pytest.mark.parametrize("kernel", kernels("router_losses"))
-@pytest.mark.parametrize("sequences", [1, 5])
-def test_losses(kernel, sequences):
+@pytest.mark.parametrize(("sequences", "dropped"), [(1, None), (5, 7), (33, 0)])
+def test_losses(kernel, sequences, dropped):
     tokens = np.arange(sequences, dtype=np.float32) * 3  # of the first sequence none, where there are more
     tokens = tokens if sequences > 1 else tokens + 17
     given = {
@@ -262,7 +262,10 @@ def test_losses(kernel, sequences):
         "counts": np.arange(sequences * 40, dtype=np.int32).reshape(sequences, 40) % 7,
         "stat_sums": np.stack([tokens * 2, tokens * 3, tokens], axis=1).astype(np.float32),
     }
-    run(kernel, routing.router_losses(spec_of(given["prob_sums"]), 4, 0.01, 0.001), **given)
+    given |= {} if dropped is None else {"dropped": np.array([dropped], np.int32)}
+    call = routing.router_losses(spec_of(given["prob_sums"]), 4, 0.01, 0.001, dropped=dropped is not None)
+    *_, lost, overflow = run(kernel, call, **given)
+    assert (int(lost[0]), int(overflow[0])) == (dropped or 0, (dropped or 0) > 0)
 
 
 @pytest.mark.parametrize("kernel", kernels("jitter"))
@@ -273,6 +276,36 @@ def test_jitter(kernel, shape):
     with np.errstate(divide="ignore", invalid="ignore"):
         factors = found / given["logits"]
     assert (np.abs(factors - 1) <= 0.1251).all()
+
+
+PART_SHAPES = (((0, 8), 1), ((3, 5), 1), ((70, 128), 1), ((1, 24, 40), 1), ((1, 9, 16), 2), ((40,), 0))
+"""Shapes and the axis of the parts."""
+
+
+@pytest.mark.parametrize("kernel", kernels("split_parts"))
+@pytest.mark.matrix(shape=PART_SHAPES, order=("1", "123", "112123", "321"), unaligned=(False, True))
+def test_bf16_parts(kernel, shape, order, unaligned):
+    dims, axis = shape
+    source = draw(*dims, seed="parts") * np.exp2(np.arange(dims[-1]) % 60 - 30).astype(np.float32)
+    Native(kernel, unaligned=unaligned)(routing.split_parts(spec_of(source), axis, order), [source])
+
+
+@pytest.mark.parametrize("kernel", kernels("split_parts"))
+def test_bf16_parts_add_up_to_the_value(kernel):
+    values = [1.0, -1.0, 3.4028235e38, 1.1754944e-38, 2.0**-120, -0.0, np.pi, np.inf, -np.inf, np.nan]
+    source = np.array([values], np.float32)
+    (found,) = run(kernel, routing.split_parts(spec_of(source), 1, "123"), source=source)
+    parts = np.asarray(found).astype(np.float64).reshape(3, -1)
+    np.testing.assert_array_equal(parts[:, :-3].sum(axis=0), source[0, :-3].astype(np.float64))
+    np.testing.assert_array_equal(parts[:, -3:], [source[0, -3:], [0, 0, 0], [0, 0, 0]])
+
+
+@pytest.mark.parametrize("kernel", kernels("sum_parts"))
+@pytest.mark.matrix(shape=PART_SHAPES, count=(1, 3, 6), unaligned=(False, True))
+def test_sums_of_parts(kernel, shape, count, unaligned):
+    dims, axis = shape
+    source = draw(*dims[:axis], dims[axis] * count, *dims[axis + 1 :], seed="sums")
+    Native(kernel, unaligned=unaligned)(routing.sum_parts(spec_of(source), axis, count), [source])
 
 
 @pytest.mark.parametrize("kernel", kernels("sinkhorn"))

@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 
 import jax_grouped
 import torch_bridge
-from grouped_core import gradients, routed, routing
+from grouped_core import gradients, routed, router_product, routing
 from grouped_core.activations import resolve
 from grouped_core.arrays import ArrayRunner
-from grouped_core.calls import ArraySpec
-from grouped_core.gradients import Needs
+from grouped_core.calls import spec_of
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.mlp_spec import Mlp, MlpNames, MlpNeeds, MlpSpecs
 from grouped_core.products import operand_spec
@@ -141,23 +140,17 @@ def _rules_mlp(operands: Arrays, experts: Any, weights: Any, dy: Any, **options:
 
 def _rules_moe(operands: Arrays, router: Any, dy: Any, k: int, **options: Any) -> list[Any]:
     x, run = operands["x"], ArrayRunner(operands["x"])
-    op, wide, weight = (
-        Linear(Names("x", "router"), transposed=True),
-        run.cast(x, "float32"),
-        run.cast(router, "float32"),
-    )
-    logits = gradients.linear_forward(run, op, wide, weight[None], TOKENS).y
-    rules = Rules.of(logits, k, {**LOSSES, **options})
+    op, weight = Linear(Names("x", "router"), transposed=True), router[None]
+    rules = Rules.of(router_product.router_logits(run, op, x, weight, TOKENS), k, {**LOSSES, **options})
     chosen = rules.choose()
     losses = rules.losses(chosen.sums)
     y, dx, dwi, dwo, d_weights, *_ = _rules_mlp(operands, chosen.experts, chosen.weights, dy)
     d_logits = rules.grad(chosen, losses, d_weights, UPSTREAM)
-    specs = (ArraySpec(x.shape, "float32"), ArraySpec((1, *router.shape), "float32"), None, None)
-    needs = Needs(True, True, False, False)
-    grads = gradients.linear_grads(run, op, specs, wide, weight[None], TOKENS, None, None, d_logits, needs)
+    specs = (spec_of(x), spec_of(weight))
+    grads = router_product.router_grads(run, op, specs, x, weight, TOKENS, d_logits, (True, True))
     # The sum of both gradients of x is rounded once more, as autograd of every frontend does.
-    total = (run.cast(grads.x, x.dtype.name).astype(np.float32) + dx.astype(np.float32)).astype(x.dtype)
-    return [y, losses.values[:2], total, run.cast(grads.w, router.dtype.name)[0], dwi, dwo]
+    total = (grads.x.astype(np.float32) + dx.astype(np.float32)).astype(x.dtype)
+    return [y, losses.values[:2], total, grads.router[0], dwi, dwo]
 
 
 RULES = Face("rules", _rules_router, _rules_rows, _rules_functions, _rules_mlp, _rules_moe)

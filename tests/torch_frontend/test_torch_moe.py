@@ -33,7 +33,6 @@ from torch_bridge import (
     FP8Current,
     FP8Delayed,
     explain,
-    grouped_linear,
     moe,
     nn,
     offload,
@@ -105,19 +104,6 @@ def test_the_function_is_near_the_dense_oracle(router: str, bias: bool) -> None:
     near(y, exact, "y")
     for name, one, two in zip(p.leaves(), found, wanted, strict=True):
         near(one, two, f"gradient of {name}")
-
-
-@pytest.mark.rule("LYR-1", "LYR-16")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_product_of_the_router_is_our_own_in_float32(dtype: str) -> None:
-    p = layer(T, E, H, F, dtype=dtype)
-    sizes, d = torch.tensor([T]), tensor(draw(T, E, seed="d"))
-    ours = router_logits(p.x, p.router)
-    theirs = grouped_linear(p.x.float(), p.router.float()[None], sizes)
-    assert ours.dtype is torch.float32
-    asserts.bitwise(ours, theirs, "logits")
-    for one, two in zip(*(torch.autograd.grad(each, [p.x, p.router], d) for each in (ours, theirs)), strict=True):
-        asserts.bitwise(one, two, "gradient")
 
 
 @pytest.mark.rule("LYR-16")
