@@ -52,7 +52,15 @@ __device__ inline int sequence_of(const Sequences& s, int64_t token) {
 // The same where each lane has a token of its own.
 __device__ inline int sequence_of_lane(const Sequences& s, int64_t token) {
   if (s.count > Sequences::kOwnSums) {
-    return token < s.scan.offsets[s.count] ? find_last(s.scan.offsets, s.count, token) : -1;
+    if (token >= s.scan.offsets[s.count]) return -1;
+    int first = 0;
+    for (int count = s.count; count > 1;) {
+      const int half = count / 2;
+      const bool below = s.scan.offsets[first + half] <= token;
+      first += below ? half : 0;
+      count = below ? count - half : half;
+    }
+    return first;
   }
   const int64_t end = sequence_end(s);
   int before = 0;

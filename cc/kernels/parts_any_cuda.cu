@@ -82,7 +82,7 @@ size_t no_workspace(const Call&, const Target&) {
 }
 
 bool by_four(const TensorView& source, const TensorView& result, int64_t inner) {
-  return inner % 4 == 0 && device::common_unit({device::address(source), device::address(result)}) == 16;
+  return inner % 4 == 0 && common_unit({address(source), address(result)}) == 16;
 }
 
 template <int W>
