@@ -45,12 +45,12 @@ def check_product(
     """
     y, pullback = jax.vjp(f, x, w)
     mixed = x.dtype != w.dtype
-    wide = [np.asarray(each).astype(np.float32) if mixed else np.asarray(each) for each in (x, w)]
+    wide_x, wide_w = (np.asarray(each).astype(np.float32) if mixed else np.asarray(each) for each in (x, w))
     result_dtype = result_dtype or (y.dtype.name if mixed else None)
     op = Linear(NAMES, transposed=transposed, result_dtype=result_dtype)
     dy = np.asarray(dy).astype(y.dtype)
-    asserts.within(y, expect_linear(op, *wide, np.asarray(sizes)), "y")
-    expected = expect_linear_grads(op, *wide, np.asarray(sizes), None, None, dy)
+    asserts.within(y, expect_linear(op, wide_x, wide_w, np.asarray(sizes)), "y")
+    expected = expect_linear_grads(op, wide_x, wide_w, np.asarray(sizes), None, None, dy)
     for what, given, found, wanted in zip(
         ("dx", "dw"), (x, w), pullback(jax.numpy.asarray(dy)), (expected.x, expected.w), strict=True
     ):

@@ -121,6 +121,40 @@ def test_names_of_other_modules():
     assert (theirs.ragged_dot, theirs.general) == LAX
 
 
+def test_names_of_other_modules_inside_another_context():
+    """They stay replaced, and the innermost recipe counts there too."""
+    theirs = module("theirs", "from jax.lax import ragged_dot")
+    p = small("bfloat16")
+    args = (p.x, p.w, p.group_sizes)
+    with jg.patch(modules=[theirs]), jg.patch(recipe=RECIPE):
+        asserts.bitwise(theirs.ragged_dot(*args), jg.ragged_dot(*args, recipe=RECIPE))
+
+
+def test_names_that_another_thread_replaces():
+    """A context concerns the modules that it was given, whatever other threads were given."""
+    theirs = module("theirs", "from jax.lax import ragged_dot")
+    p = small()
+    args = (p.x, p.w, p.group_sizes)
+    inside, done = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with jg.patch(modules=[theirs]):
+            inside.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(60)
+    try:
+        with jg.patch():
+            assert native_calls(product, *args)
+            assert lax_calls(lambda *args: theirs.ragged_dot(*args), *args) == 1
+    finally:
+        done.set()
+        thread.join()
+    assert theirs.ragged_dot is LAX[0]
+
+
 def test_a_module_imported_inside_means_lax_afterwards():
     p = small()
     args = (p.x, p.w, p.group_sizes)
