@@ -21,6 +21,7 @@ from jax_grouped.moe import SharedExpert as SharedExpert
 from jax_grouped.moe import moe as moe
 from jax_grouped.ops import ragged_dot as ragged_dot
 from jax_grouped.ops import size_status as size_status
+from jax_grouped.patching import patch as patch
 from jax_grouped.quantize import dequantize as dequantize
 from jax_grouped.quantize import quantize as quantize
 from jax_grouped.quantize import scaling_state as scaling_state

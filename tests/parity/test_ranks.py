@@ -180,6 +180,7 @@ JAX: dict[str, Function] = {
         lambda master: jax_grouped.straight_through(master, _jax_quantized(G, K, N)),
         {"master": Argument((G, K, N), f"({G}, {K}, {N}) = shape of `q`", "pass its own master")},
     ),
+    "patch": Function(jax_grouped.patch, {}),
     "size_status": Function(lambda group_sizes: jax_grouped.size_status(group_sizes, M), {"group_sizes": SIZES}),
     "update_scaling": Function(
         _jax_state,  # of layers in a scan: one more axis of all arrays is good
