@@ -656,3 +656,12 @@ _ROUTING = {
     "margin_histogram": lambda o, p, found: {},
     "quantile_bias": _quantile_error,
 }
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hosts: experts of another library, computed by it and by us.
+
+AGAINST_HOST = 2 * LAYER
+"""Two computations of the same experts in float32, each within `LAYER` of the exact one; norm over norm."""
+NO_FARTHER = 1.01
+"""Norm of our error in bfloat16 over that of the host's own, both against float64. We round in fewer places; where the
+rounding of hidden rows is nearly all of the error, which both do alike, the rest makes either one a little larger."""

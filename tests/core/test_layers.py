@@ -23,6 +23,10 @@ FILES_MAY_IMPORT = {
     "jax_grouped/nnx.py": {"flax"},
     "jax_grouped/linen.py": {"flax"},
     "jax_grouped/_layer_recipes.py": {"flax"},
+    "torch_bridge/integrations/megatron.py": {"megatron"},
+    "torch_bridge/integrations/nemo.py": {"nemo_automodel"},
+    "torch_bridge/integrations/torchtitan.py": {"spmd_types", "torchtitan"},
+    "torch_bridge/integrations/torchtitan_override.py": {"torchtitan"},
 }
 """What single files may import besides."""
 MAY_USE_NATIVE = {

@@ -19,7 +19,7 @@ import jax_grouped as jg
 from jax_grouped._replacing import original_of
 from jax_grouped.integrations import haliax as adapter
 from tests import asserts, cases
-from tests.hosts.host_tools import check_product, lax_calls, native_calls
+from tests.hosts.jax_host_tools import check_product, lax_calls, native_calls
 
 hax: Any = pytest.importorskip("haliax", reason="Haliax is not installed")
 host: Any = pytest.importorskip("haliax.nn.ragged_dot", reason="this Haliax has no ragged_dot")

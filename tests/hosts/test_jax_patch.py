@@ -18,7 +18,7 @@ import jax_grouped as jg
 from jax_grouped._replacing import original_of
 from tests import asserts, bounds, cases
 from tests.hosts import users_moe
-from tests.hosts.host_tools import check_product, lax_calls, module, native_calls
+from tests.hosts.jax_host_tools import check_product, lax_calls, module, native_calls
 
 NAMES = ("jax.lax.ragged_dot", "jax.lax.ragged_dot_general")
 LAX = (jax.lax.ragged_dot, jax.lax.ragged_dot_general)

@@ -18,7 +18,7 @@ from jax_grouped.integrations import axlearn, haliax, maxtext
 from tests import asserts, cases
 from tests.conftest import ROOT
 from tests.hosts import published
-from tests.hosts.host_tools import check_product, lax_calls, native_calls
+from tests.hosts.jax_host_tools import check_product, lax_calls, native_calls
 
 KINDS = {
     "megablox": {"megablox": True, "use_tokamax_gmm": False},

@@ -14,7 +14,7 @@ import pytest
 import jax_grouped as jg
 from jax_grouped.integrations import levanter as adapter
 from tests import asserts, bounds
-from tests.hosts.host_tools import lax_calls, native_calls
+from tests.hosts.jax_host_tools import lax_calls, native_calls
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 pytest.importorskip("haliax.nn.ragged_dot", reason="no Haliax with ragged_dot is installed")

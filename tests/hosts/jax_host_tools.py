@@ -1,4 +1,4 @@
-"""What the tests of several hosts use."""
+"""What tests of hosts written in JAX share."""
 
 from __future__ import annotations
 
