@@ -83,6 +83,13 @@ def half_ulp(values: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
     return np.ldexp(0.5, exponent - int(info.nmant))
 
 
+def of_two_roundings(count: int) -> float:
+    """How much larger than another the norm of `count` errors of the same size may be, if both are random: one standard
+    deviation of the ratio of two norms, each of which varies by 1 / sqrt(2 count) of itself.
+    """
+    return 1 + count**-0.5
+
+
 def _is_tf32(dtype: str, kernel: str, fp32_mode: str) -> bool:
     return dtype == "float32" and fp32_mode != "ieee" and kernel.endswith("_sm90")
 

@@ -138,7 +138,16 @@ def _run(facts: Facts, rows: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 class _Known:
-    """Every activation that was recognised, as an attribute. Dynamo reads it with guards of its own for each."""
+    """Every activation that was recognised, as an attribute: Dynamo has guards of their own for each of them."""
+
+    def name_of(self, activation: Activation) -> str:
+        """The name of its attribute, which is made if there is none."""
+        for name, each in vars(self).items():
+            if each == activation:
+                return name
+        name = f"activation_{len(vars(self))}"
+        setattr(self, name, activation)
+        return name
 
 
 _KNOWN = _Known()
@@ -167,14 +176,12 @@ def _key(name: str, gated: bool, facts: Facts) -> str:
             f"`{what}` of {name}: {reason}; expected one of {kinds}, with numbers that it reads from the module; "
             'choose another implementation for this model, e.g. `model.set_experts_implementation("grouped_mm")`.'
         )
-    key = _codec.to_text(found)
-    setattr(_KNOWN, key, found)
-    return key
+    return found
 
 
 @functools.lru_cache(maxsize=256)
-def _search(gated: bool, facts: Facts) -> tuple[Activation | None, str]:
-    """(the activation, or None, and why)."""
+def _search(gated: bool, facts: Facts) -> tuple[str | None, str]:
+    """(the name of the activation in `_KNOWN`, or None, and why)."""
     if facts == _UNKNOWN:
         return None, "an object that is no function or module of its class alone"
     numbers = sorted(set(_numbers(facts)))
@@ -188,7 +195,7 @@ def _search(gated: bool, facts: Facts) -> tuple[Activation | None, str]:
         return None, f"it gives shape {found.shape} for rows {rows.shape}"
     for candidate in _candidates(gated, numbers):
         if _matches(candidate, rows, found):
-            return candidate, ""
+            return _KNOWN.name_of(candidate), ""
     return None, f"its values are those of none of our activations, also not with the numbers {numbers} that it reads"
 
 
