@@ -66,6 +66,9 @@ RELATIVE = {"ieee": 2e-6, "tf32x3": 5e-6, "tf32": 1e-3}
 LAYER = 3 * RELATIVE["ieee"] + 4 * FUNCTIONS
 """Of a mixture-of-experts layer in float32: the norm of the error of its result, or of a gradient, over that of the
 exact one, for data of random signs. Three products follow one another, with the functions of scores and activation."""
+MODEL = 4 * LAYER
+"""Of two float32 runs of a transformer, per layer: each run has the error of the experts, and of attention and norms
+around them as much again."""
 MMA_DEPTH = {"float32": 8, "bfloat16": 16, "float16": 16, "float8_e4m3fn": 16, "float8_e5m2": 16}
 """Terms that one tensor-core instruction adds up (kappa); fp8 values are widened to bf16 first."""
 

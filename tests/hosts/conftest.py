@@ -16,7 +16,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`family`: those that are drawn, and the others where slow tests run."""
     if "family" in metafunc.fixturenames:
         drawn = families.drawn()
-        rows = [pytest.param(each, id=str(each), marks=() if each in drawn else pytest.mark.slow) for each in families.families()]
+        rows = [
+            pytest.param(each, id=str(each), marks=() if each in drawn else pytest.mark.slow)
+            for each in families.families()
+        ]
         metafunc.parametrize("family", rows)
 
 

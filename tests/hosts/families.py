@@ -123,7 +123,9 @@ def _configs(host: Any) -> list[Any]:
     """Classes of configurations that a modelling file mentions, those of texts first."""
     base = importlib.import_module("transformers").PreTrainedConfig
     found = [each for each in vars(host).values() if inspect.isclass(each) and issubclass(each, base)]
-    return sorted({each for each in found if each is not base}, key=lambda each: ("Text" not in each.__name__, each.__name__))
+    return sorted(
+        {each for each in found if each is not base}, key=lambda each: ("Text" not in each.__name__, each.__name__)
+    )
 
 
 def _others(kind: Any) -> dict[str, Any]:

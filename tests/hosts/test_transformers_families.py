@@ -42,7 +42,9 @@ def test_results_in_float32(registered: Any, family: Family) -> None:
     for name, each in exact.items():
         near(ours[name], each, f"{name} against float64")
         error, norm = (ours[name].double() - own[name].double()).norm(), each.norm()
-        assert error <= 2 * bounds.LAYER * norm, f"{name} against eager: {error:.3g}, allowed {2 * bounds.LAYER * norm:.3g}"
+        assert error <= 2 * bounds.LAYER * norm, (
+            f"{name} against eager: {error:.3g}, allowed {2 * bounds.LAYER * norm:.3g}"
+        )
 
 
 def test_bfloat16_is_no_farther_from_float64_than_its_own_path(registered: Any, family: Family) -> None:

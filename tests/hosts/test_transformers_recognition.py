@@ -209,7 +209,9 @@ def test_kinds_differ_on_the_probe() -> None:
             columns = rows.shape[1] // 2 if gated else rows.shape[1]
             a, u = rows[:, :columns], rows[:, columns:] if gated else rows
             t = kind.formula({**kind.defaults, **kind.fixed}, a, u).t
-            matching = [each.kind for each in _activations._candidates(gated, []) if _activations._matches(each, rows, t)]
+            matching = [
+                each.kind for each in _activations._candidates(gated, []) if _activations._matches(each, rows, t)
+            ]
             assert matching == [name]
 
 
@@ -220,7 +222,9 @@ def test_a_layout_that_contradicts_the_gate_is_refused(registered: Any) -> None:
     for gate, concatenated in ((_interleaved, True), (_in_float32, False)):
         module = _module(gate, is_concatenated=concatenated)
         p = problem(module)
-        with refused(NotImplementedError, ["`is_concatenated` of Experts", f"{concatenated}, but", "expected one order"]):
+        with refused(
+            NotImplementedError, ["`is_concatenated` of Experts", f"{concatenated}, but", "expected one order"]
+        ):
             module(p.x, p.ids, p.weights)
 
 
@@ -235,7 +239,9 @@ def test_parameters_of_a_later_release_are_refused(registered: Any) -> None:
 def test_flags_of_a_later_release_are_refused(transformers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.integrations import moe
 
-    def later(experts_class: Any = None, *, experts_interface: Any = None, has_bias: bool = False, squared: bool = False) -> Any:
+    def later(
+        experts_class: Any = None, *, experts_interface: Any = None, has_bias: bool = False, squared: bool = False
+    ) -> Any:
         return experts_class
 
     module = _module(None, nn.SiLU())

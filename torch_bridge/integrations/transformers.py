@@ -20,11 +20,11 @@ from torch.nn import Module
 from grouped_core.activations import Activation
 from grouped_core.mlp_spec import Residuals, residuals_option
 from grouped_core.recipes import BoundRecipe, Recipe
-from torch_bridge import quantize
 from torch_bridge.integrations._activations import facts_of, recognised
 from torch_bridge.mlp import grouped_mlp
 from torch_bridge.nn._checks import check_recipe
 from torch_bridge.nn._scaling_state import ScaledModule, bound
+from torch_bridge.quantize import update_scaling as next_step
 from torch_bridge.route import permute, unpermute
 from torch_bridge.routed import routed_mlp
 
@@ -292,7 +292,7 @@ def update_scaling(model: Module, *, process_group: Any = None) -> None:
             "module; call `prepare(model, recipe=...)` first."
         )
     for state in held:
-        quantize.update_scaling(state, process_group=process_group)
+        next_step(state, process_group=process_group)
 
 
 def _prepared(model: Module) -> Iterator[RecipeState]:
