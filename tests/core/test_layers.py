@@ -23,6 +23,7 @@ FILES_MAY_IMPORT = {
     "jax_grouped/nnx.py": {"flax"},
     "jax_grouped/linen.py": {"flax"},
     "jax_grouped/_layer_recipes.py": {"flax"},
+    "torch_bridge/integrations/transformers.py": {"transformers"},
 }
 """What single files may import besides."""
 MAY_USE_NATIVE = {

@@ -36,15 +36,24 @@ def _transformers() -> Any:
 
 
 @pytest.fixture
-def transformers(_transformers: Any) -> Iterator[Any]:
-    """The package; its registry of experts must be as before the test when it ends."""
+def transformers(_transformers: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The package; what others registered before is set aside, and a test must leave the registry of experts clean."""
     from transformers.integrations import moe
 
-    before = dict(moe.ALL_EXPERTS_FUNCTIONS)
+    from torch_bridge.integrations import transformers as adapter
+
+    monkeypatch.setattr(adapter, "_ACTIVE", [])
+    table = moe.ALL_EXPERTS_FUNCTIONS
+    others = table.get(adapter.NAME)
+    if others is not None:
+        del table[adapter.NAME]
+    before = dict(table)
     yield _transformers
-    left = dict(moe.ALL_EXPERTS_FUNCTIONS)
+    left = dict(table)
     for name in left.keys() - before.keys():
-        del moe.ALL_EXPERTS_FUNCTIONS[name]
+        del table[name]
+    if others is not None:
+        table[adapter.NAME] = others
     assert left == before, f"the test left {sorted(left.keys() - before.keys())} in the registry of experts"
 
 

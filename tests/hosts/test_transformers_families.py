@@ -68,7 +68,7 @@ def test_the_draw_has_every_kind(transformers: Any) -> None:
     for each in drawn():  # the sources say what the classes are
         kind = getattr(importlib.import_module(each.module), each.name)
         assert kind.__init__.__wrapped__ is not None
-        assert ("_default_apply_gate" != kind._apply_gate.__name__) == each.own_gate
+        assert (kind._apply_gate.__name__ != "_default_apply_gate") == each.own_gate
 
 
 @pytest.mark.slow

@@ -171,6 +171,7 @@ def test_checkpointing_leaves_the_state_of_one_pass(registered: Any) -> None:
     _same(_states(again), _states(plain))
 
 
+@pytest.mark.slow
 def test_a_compiled_model_updates_its_state(registered: Any) -> None:
     plain, compiled = (_model(FP8Delayed, torch.float32) for _ in range(2))
     compiled.forward = torch.compile(compiled.forward, fullgraph=True, backend="aot_eager")

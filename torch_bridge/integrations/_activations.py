@@ -1,7 +1,7 @@
 """Which `Activation` a model's own code computes between the two products of an expert.
 
-Nothing is taken from names. `facts_of` collects what the code reads, `recognised` runs the code on fixed rows in float64
-with exactly these facts at hand, and compares with the reference formulas. Facts are plain tuples of classes,
+Nothing is taken from names. `facts_of` collects what the code reads; `recognised` runs the code on fixed rows in
+float64, with exactly these facts at hand, and compares with the reference formulas. Facts are plain tuples of classes,
 functions, numbers and text, so that they are the key of a cache, and constants for Dynamo.
 """
 
@@ -204,13 +204,13 @@ def _candidates(gated: bool, numbers: list[float]) -> Iterator[Activation]:
     for name, kind in KINDS.items():
         if kind.gated is not gated:
             continue
-        values = [[default, *numbers] for default in kind.defaults.values()]
-        for chosen in itertools.product(*values, (None, 1) if gated else (None,)):
-            options = dict(zip((*kind.defaults, "interleave"), chosen, strict=True))
-            try:
-                yield Activation(name, **options)
-            except ValueError:  # a number outside the range of this parameter
-                continue
+        for chosen in itertools.product(*[[default, *numbers] for default in kind.defaults.values()]):
+            options = dict(zip(kind.defaults, chosen, strict=True))
+            for interleave in (None, 1) if gated else (None,):
+                try:
+                    yield Activation(name, interleave=interleave, **options)
+                except ValueError:  # a number outside the range of this parameter
+                    continue
 
 
 def _matches(candidate: Activation, rows: NDArray[np.float64], found: NDArray[np.float64]) -> bool:

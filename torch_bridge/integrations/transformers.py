@@ -121,9 +121,9 @@ def register(
         What was replaced, with `undo()`; also a context manager.
 
     Raises:
-        ImportError: transformers is missing, or has no registry of experts. TypeError, ValueError: an option is invalid.
-            When a module runs, NotImplementedError: it does something that is not recognised; ValueError: its recipe
-            has delayed scaling and it has no state.
+        ImportError: transformers is missing, or has no registry of experts. TypeError, ValueError: an option is
+            invalid. When a module runs, NotImplementedError: it does something that is not recognised; ValueError: its
+            recipe has delayed scaling and it has no state.
     """
     check_recipe("register", recipe)
     options = _Options(recipe, residuals_option(residuals), implementation)
