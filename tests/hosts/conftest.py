@@ -43,6 +43,7 @@ def transformers(_transformers: Any, monkeypatch: pytest.MonkeyPatch) -> Iterato
     from torch_bridge.integrations import transformers as adapter
 
     monkeypatch.setattr(adapter, "_ACTIVE", [])
+    monkeypatch.setattr(adapter, "_HOST", adapter._Host())
     table = moe.ALL_EXPERTS_FUNCTIONS
     others = table.get(adapter.NAME)
     if others is not None:

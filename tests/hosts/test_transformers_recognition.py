@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from grouped_core.activations import KINDS, Activation
 from tests.asserts import bitwise, refused
 from tests.hosts.families import E, F, H, experts_module, families, filled, problem, results
+from tests.hosts.models import model
 from torch_bridge.integrations._activations import facts_of, recognised
 from torch_bridge.integrations.transformers import register
 
@@ -306,6 +307,35 @@ def test_undo_gives_back_a_function_of_others(transformers: Any) -> None:
         assert table["jax_grouped"] is not theirs
     assert table["jax_grouped"] is theirs
     del table["jax_grouped"]
+
+
+@pytest.mark.rule("HST-3")
+def test_an_older_release_with_fixed_names_lets_ours_pass(transformers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Releases before 5.7 compare the name with a list of their own; it is replaced as well, and given back."""
+    base = transformers.PreTrainedModel
+
+    def fixed(self: Any, requested_experts: str | None) -> str:
+        if requested_experts not in (None, "eager", "grouped_mm", "batched_mm"):
+            raise ValueError(f"{requested_experts} is not supported")
+        return requested_experts or "eager"
+
+    monkeypatch.setattr(base, "get_correct_experts_implementation", fixed)
+    made = model("Olmoe")
+    with register() as outer:
+        assert (
+            outer.replaced[1] == "transformers.PreTrainedModel.get_correct_experts_implementation: its check of names"
+        )
+        with register() as inner:
+            assert inner.replaced[1] == outer.replaced[1]
+            made.set_experts_implementation("jax_grouped")
+        made.set_experts_implementation("eager")
+        made.set_experts_implementation("jax_grouped")
+        with pytest.raises(ValueError, match="others is not supported"):
+            made.set_experts_implementation("others")
+    assert base.get_correct_experts_implementation is fixed
+    made.set_experts_implementation("eager")
+    with pytest.raises(ValueError, match="jax_grouped is not supported"):
+        made.set_experts_implementation("jax_grouped")
 
 
 def test_options_are_checked(transformers: Any) -> None:

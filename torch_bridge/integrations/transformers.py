@@ -8,6 +8,8 @@ Letters: T tokens, H hidden size, E experts, k experts per token, F expert width
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -57,35 +59,18 @@ class Registration:
         replaced: what it replaced in the host, in words.
     """
 
-    def __init__(self, table: Any, function: Callable[..., Tensor], options: _Options) -> None:
-        self._table, self._function, self._options = table, function, options
-        before = [each for each in _ACTIVE if each._table is table]
-        self._original = before[-1]._original if before else table.get(NAME)
-        if before:
-            came = f"register({before[-1].described()})"
-        else:
-            came = "nothing" if self._original is None else f"{self._original.__module__}.{self._original.__name__}"
-        self.replaced = (f'transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS["{NAME}"]: {came}',)
+    def __init__(self, function: Callable[..., Tensor], options: _Options) -> None:
+        self._function, self._options = function, options
+        place = f'transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS["{NAME}"]'
+        self.replaced = (f"{place}: {_came()}", *_HOST.allow())
         _ACTIVE.append(self)
-        self._settle()
+        _HOST.settle()
 
     def undo(self) -> None:
         """Takes this registration back; the latest of the others is then in force, or what was there before all."""
         if self in _ACTIVE:
             _ACTIVE.remove(self)
-            self._settle()
-
-    def described(self) -> str:
-        """The options, as they are written."""
-        return ", ".join(f"{name}={value!r}" for name, value in vars(self._options).items() if value is not None)
-
-    def _settle(self) -> None:
-        ours = [each for each in _ACTIVE if each._table is self._table]
-        function = ours[-1]._function if ours else self._original
-        if function is not None:
-            self._table[NAME] = function
-        elif NAME in self._table:
-            del self._table[NAME]
+            _HOST.settle()
 
     def __enter__(self) -> Registration:
         return self
@@ -98,6 +83,55 @@ class Registration:
 
 _ACTIVE: list[Registration] = []
 """Registrations that are in force; the last one wins."""
+
+
+def _came() -> str:
+    """What a registration replaces in the registry, in words."""
+    if _ACTIVE:
+        options = vars(_ACTIVE[-1]._options).items()
+        return f"register({', '.join([f'{name}={value!r}' for name, value in options if value is not None])})"
+    theirs = _host().ALL_EXPERTS_FUNCTIONS.get(NAME)
+    return "nothing" if theirs is None else f"{theirs.__module__}.{theirs.__name__}"
+
+
+class _Host:
+    """What the host had in the places that registrations replace, while there are any."""
+
+    theirs: Any = None
+    check: Any = None
+
+    def allow(self) -> tuple[str, ...]:
+        """Lets models of older releases, whose check knows fixed names alone, have ours; says what was replaced."""
+        model = importlib.import_module("transformers.modeling_utils").PreTrainedModel
+        if not _ACTIVE:
+            self.theirs = _host().ALL_EXPERTS_FUNCTIONS.get(NAME)
+            check = model.get_correct_experts_implementation
+            if "ALL_EXPERTS_FUNCTIONS" not in check.__code__.co_names:
+                self.check = check
+
+                @functools.wraps(check)
+                def get_correct_experts_implementation(self: Any, requested_experts: str | None) -> str:
+                    return NAME if requested_experts == NAME else check(self, requested_experts)
+
+                model.get_correct_experts_implementation = get_correct_experts_implementation
+        if self.check is None:
+            return ()
+        return ("transformers.PreTrainedModel.get_correct_experts_implementation: its check of names",)
+
+    def settle(self) -> None:
+        """Puts the function of the latest registration in force, or what was there before all."""
+        table = _host().ALL_EXPERTS_FUNCTIONS
+        function = _ACTIVE[-1]._function if _ACTIVE else self.theirs
+        if function is not None:
+            table[NAME] = function
+        elif NAME in table:
+            del table[NAME]
+        if not _ACTIVE and self.check is not None:
+            model = importlib.import_module("transformers.modeling_utils").PreTrainedModel
+            model.get_correct_experts_implementation, self.check = self.check, None
+
+
+_HOST = _Host()
 
 
 def register(
@@ -135,7 +169,7 @@ def register(
     def jax_grouped(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return _experts(options, later, self, hidden_states, top_k_index, top_k_weights)
 
-    return Registration(moe.ALL_EXPERTS_FUNCTIONS, jax_grouped, options)
+    return Registration(jax_grouped, options)
 
 
 def _host() -> Any:
@@ -164,7 +198,7 @@ def _experts(
     biases = (getattr(module, first + "_bias"), module.down_proj_bias) if flags["has_bias"] else (None, None)
     shared: dict[str, Any] = {
         "rhs_transposed": not flags["is_transposed"],
-        "activation": _activation(module, flags["has_gate"], flags["is_concatenated"]),
+        "activation": _activation(module, flags["has_gate"]),
         "wi_bias": biases[0],
         "wo_bias": biases[1],
         "recipe": _recipe(module, options.recipe, x),
@@ -195,9 +229,11 @@ def _check_layout(module: Any, later: Sequence[tuple[str, Any]]) -> None:
             )
 
 
-def _activation(module: Any, gated: bool, concatenated: bool) -> Activation:
+def _activation(module: Any, gated: bool) -> Activation:
     name = type(module).__name__
     found = recognised(name, gated, facts_of(module, gated=gated))
+    # Releases that are older do not have the flag; then the gate alone says how columns lie.
+    concatenated = getattr(module, "is_concatenated", found.interleave is None)
     if gated and concatenated != (found.interleave is None):
         raise NotImplementedError(
             f"`is_concatenated` of {name}: {concatenated}, but its `_apply_gate` reads gate and linear columns "
