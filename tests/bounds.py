@@ -78,6 +78,11 @@ FP8_PROMOTED = 2.0**-9
 """Relative error of sums of 8-bit products that go to fp32 every 128 terms, however many there are (numerics 7)."""
 
 
+BESIDE_EXPERTS = 1.5
+"""How much larger than another the error of a narrow transformer's logits and gradients may be, if experts of the same
+accuracy differ in where they round: later layers round other values, so the errors are two draws of one size."""
+
+
 def half_ulp(values: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
     """Half a unit in the last place of `dtype` at `values`, elementwise."""
     info = ml_dtypes.finfo(np.dtype(getattr(ml_dtypes, dtype)) if hasattr(ml_dtypes, dtype) else np.dtype(dtype))

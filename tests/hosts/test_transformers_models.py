@@ -83,8 +83,8 @@ def test_narrow_models(registered: Any, dtype: torch.dtype) -> None:
     for name, each in exact.items():
         assert ours[name].dtype == own[name].dtype
         error, theirs = ((found[name].float() - each).norm() for found in (ours, own))
-        # attention, norms and the choice of experts round alike in both; experts are a part of the error
-        assert error <= 1.5 * theirs + 1e-6, f"{name}: {error:.3g} beside {theirs:.3g}"
+        if name != "loss":  # the error of one number may be any, in either run
+            assert error <= bounds.BESIDE_EXPERTS * theirs, f"{name}: {error:.3g} beside {theirs:.3g}"
 
 
 # ---- compiling and checkpointing
@@ -154,21 +154,20 @@ def test_gradient_checkpointing(registered: Any, reentrant: bool) -> None:
 def test_autocast(registered: Any, compiled: bool) -> None:
     made, ids = model("Olmoe"), tokens()
     exact = gradients(made, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        own = gradients(made, ids)
     _ours(made)
-    run = made.forward
     if compiled:
-        made.forward = torch.compile(run, fullgraph=True, backend="aot_eager")
+        made.forward = torch.compile(made.forward, fullgraph=True, backend="aot_eager")
     with torch.autocast("cpu", torch.bfloat16):
-        found = gradients(made, ids)
-    x = torch.randn(4, 64)
-    experts = experts_of(made)[0]
-    with torch.autocast("cpu", torch.bfloat16):
-        y = experts(x, torch.tensor([[0, 1]] * 4), torch.ones(4, 2))
+        ours = gradients(made, ids)
+        y = experts_of(made)[0](torch.randn(4, 64), torch.tensor([[0, 1]] * 4), torch.ones(4, 2))
     assert y.dtype == torch.float32, "the dtype of the tokens, as the host's paths give"
     for name, each in exact.items():
-        if ".experts." in name:
-            assert found[name].dtype == torch.float32
-        assert (found[name].float() - each).norm() <= 0.1 * each.norm(), name
+        assert ours[name].dtype == own[name].dtype
+        error, theirs = ((found[name].float() - each).norm() for found in (ours, own))
+        if name != "loss":
+            assert error <= bounds.BESIDE_EXPERTS * theirs, f"{name}: {error:.3g} beside {theirs:.3g}"
 
 
 # ---- generation

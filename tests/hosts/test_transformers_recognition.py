@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from grouped_core.activations import KINDS, Activation
+from grouped_core.mlp_spec import POLICIES
 from tests.asserts import bitwise, refused
-from tests.hosts.families import E, F, H, experts_module, families, filled, problem, results
+from tests.hosts.families import E, F, H, K, T, experts_module, families, filled, problem, results
 from tests.hosts.models import model
+from tests.torch_frontend.torch_tools import saved_tensors
 from torch_bridge.integrations._activations import facts_of, recognised
 from torch_bridge.integrations.transformers import register
 
@@ -124,6 +126,34 @@ def test_a_changed_number_is_seen(transformers: Any) -> None:
     for limit in (5.5, 7, 0.75):
         module.limit = limit
         assert recognised("Experts", True, facts_of(module, gated=True)).limit == limit
+
+
+def _clamped_above(self: Any, rows: Tensor) -> Tensor:
+    gate, up = rows.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=self.limit), up.clamp(max=self.limit)
+    return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+
+
+def test_gates_are_compared_beyond_their_clamps(transformers: Any) -> None:
+    for gate in (_clamped, _clamped_above):
+        module = _module(gate)
+        module.limit = 40.0
+        facts = facts_of(module, gated=True)
+        if gate is _clamped:
+            assert recognised("Experts", True, facts).limit == 40.0
+        else:
+            with refused(NotImplementedError, ["`_apply_gate` of Experts", "with the numbers [1.25, 40.0]"]):
+                recognised("Experts", True, facts)
+
+
+def test_constants_of_a_class_are_read(transformers: Any) -> None:
+    module = _module(_clamped)
+    del module.limit
+    type(module).limit = 3.0
+    assert recognised("Experts", True, facts_of(module, gated=True)).limit == 3.0
+    type(module).limit = property(lambda self: 3.0)
+    with refused(NotImplementedError, ["it reads `limit`"]):
+        recognised("Experts", True, facts_of(module, gated=True))
 
 
 def _swapped(self: Any, rows: Tensor) -> Tensor:
@@ -354,9 +384,13 @@ def test_options_reach_the_operation(transformers: Any) -> None:
             module(p.x, p.ids, p.weights)
     with register():
         ours = results(module, p, "jax_grouped")
-    with register(residuals="save_input"):
-        for name, each in results(module, p, "jax_grouped").items():
-            bitwise(each, ours[name], name)
+    rows = {}
+    for residuals in POLICIES:
+        with register(residuals=residuals), saved_tensors() as kept:
+            for name, each in results(module, p, "jax_grouped").items():
+                bitwise(each, ours[name], name)
+        rows[residuals] = sum(each.dim() == 2 and each.shape[0] == T * K and each.is_floating_point() for each in kept)
+    assert rows == {"save_all": 2, "save_fc1": 1, "save_input": 0}
 
 
 def test_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

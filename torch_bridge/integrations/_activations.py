@@ -65,8 +65,18 @@ def _facts(value: Any) -> Facts:
 
 def _reads(owner: Any, function: Any) -> Facts:
     """Pairs of names and facts of the attributes of `owner` whose names occur in a function."""
-    found = [(name, _facts(getattr(owner, name))) for name in _names(function) if hasattr(owner, name)]
+    found = [(name, _facts(_attribute(owner, name))) for name in _names(function)]
     return tuple([pair for pair in found if pair[1] != _UNKNOWN])
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """An attribute, submodule or constant of the class of a module; an object without facts for anything else."""
+    if name in owner.__dict__:
+        return owner.__dict__[name]
+    if name in owner._modules:
+        return owner._modules[name]
+    constant = getattr(type(owner), name, _UNKNOWN)  # a method is not one
+    return constant if type(constant) in _PLAIN else _UNKNOWN
 
 
 @torch.compiler.assume_constant_result

@@ -274,8 +274,6 @@ class RecipeState(ScaledModule):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        if local_metadata.get("assign_to_params_buffers", False):
-            self.place_state(state_dict, prefix)
         self.keep_missing(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
@@ -288,7 +286,8 @@ def prepare(model: Module, *, recipe: Recipe) -> list[str]:
     """Gives each experts module of a model its recipe, and a state if that uses delayed scaling.
 
     Call it before weights are loaded, so that a state in the checkpoint is loaded too; without one there it starts
-    afresh. A module that has a state of the same recipe keeps it. The recipe applies whatever `register` was given.
+    afresh. A module that has a state of the same recipe keeps it, unless that is on the meta device, from which a
+    checkpoint without a state does not lead it. The recipe applies whatever `register` was given.
 
     Returns:
         The names of the experts modules.
@@ -306,7 +305,8 @@ def prepare(model: Module, *, recipe: Recipe) -> list[str]:
         )
     for _, module in found:
         before = module._modules.get(NAME)
-        if not isinstance(before, RecipeState) or before.scaling_recipe != recipe:
+        same = isinstance(before, RecipeState) and before.scaling_recipe == recipe
+        if before is None or not same or any(each.is_meta for each in before.buffers()):
             weight = module.get_parameter("down_proj")
             module.add_module(NAME, RecipeState(recipe, weight.shape[0], weight.device))
     return [name for name, _ in found]
