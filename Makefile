@@ -3,6 +3,7 @@
 #   make test-full                whole test matrices     make sanitize    soak tests under ASan and UBSan
 #   make soak                     long random draws       make wheel       a stable-ABI wheel, in dist/
 #   make test-releases            the frontends with other releases of the frameworks (RELEASES), from the wheel
+#   make test-hosts               every model of the hosts, in an environment of its own
 #   make docs                     API pages, build/docs   make benchmark   BENCH selects a file
 #   make stub                     renews the .pyi stub    make format      lays out Python and C++
 #   make sass                     renews the instruction counts of the Hopper kernels
@@ -37,7 +38,7 @@ CXX_FILES := $(wildcard cc/*/*.h cc/*/*.cc cc/*/*.cuh cc/*/*.cu tests/native/*.c
 # $(call need,command,what is missing and what to do): stops with that one line where the command fails.
 need = $(if $(filter 0,$(shell { $(1); } >/dev/null 2>&1; echo $$?)),,$(error $(2)))
 
-.PHONY: demo test test-full test-releases sanitize soak wheel docs benchmark stub sass lint format types native clean FORCE
+.PHONY: demo test test-full test-releases test-hosts sanitize soak wheel docs benchmark stub sass lint format types native clean FORCE
 
 $(VENV)/bin/python:
 	$(call need,$(PY) -c 'import sys; sys.exit(sys.version_info < (3$(comma) 11))',Python 3.11 or later is needed as $(PY); install it or name one: make PY=python3.12)
@@ -146,6 +147,16 @@ test-releases: wheel
 	@mkdir $(RELEASE_TREE)
 	@tar -c --exclude=__pycache__ pyproject.toml README.md docs examples tests | tar -x -C $(RELEASE_TREE)
 	cd $(RELEASE_TREE) && ../bin/python -m pytest -n $(WORKERS) tests/jax_frontend tests/torch_frontend tests/parity $(ARGS)
+
+# An environment of its own, because hosts pin what they need; its interpreter is that of the native module.
+HOSTS := build/hosts
+$(HOSTS)/.packages: requirements/hosts.txt requirements/dev.txt requirements/demo.txt | $(VENV)/bin/python
+	$(PYTHON) -m venv --clear $(HOSTS)
+	$(HOSTS)/bin/pip install --quiet --disable-pip-version-check -r requirements/hosts.txt
+	@touch $@
+
+test-hosts: native $(HOSTS)/.packages
+	$(HOSTS)/bin/python -m pytest -n $(WORKERS) --full tests/hosts $(ARGS)
 
 stub: native $(VENV)/.packages
 	$(PYTHON) -m nanobind.stubgen -q --exclude-values -m grouped_core._native -o grouped_core/_native.pyi

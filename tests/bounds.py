@@ -66,6 +66,9 @@ RELATIVE = {"ieee": 2e-6, "tf32x3": 5e-6, "tf32": 1e-3}
 LAYER = 3 * RELATIVE["ieee"] + 4 * FUNCTIONS
 """Of a mixture-of-experts layer in float32: the norm of the error of its result, or of a gradient, over that of the
 exact one, for data of random signs. Three products follow one another, with the functions of scores and activation."""
+MODEL = 4 * LAYER
+"""Of two float32 runs of a transformer, per layer: each run has the error of the experts, and of attention and norms
+around them as much again."""
 MMA_DEPTH = {"float32": 8, "bfloat16": 16, "float16": 16, "float8_e4m3fn": 16, "float8_e5m2": 16}
 """Terms that one tensor-core instruction adds up (kappa); fp8 values are widened to bf16 first."""
 
@@ -75,12 +78,24 @@ FP8_PROMOTED = 2.0**-9
 """Relative error of sums of 8-bit products that go to fp32 every 128 terms, however many there are (numerics 7)."""
 
 
+BESIDE_EXPERTS = 1.5
+"""How much larger than another the error of a narrow transformer's logits and gradients may be, if experts of the same
+accuracy differ in where they round: later layers round other values, so the errors are two draws of one size."""
+
+
 def half_ulp(values: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
     """Half a unit in the last place of `dtype` at `values`, elementwise."""
     info = ml_dtypes.finfo(np.dtype(getattr(ml_dtypes, dtype)) if hasattr(ml_dtypes, dtype) else np.dtype(dtype))
     _, exponent = np.frexp(np.abs(values))  # |v| in [2^(e-1), 2^e)
     exponent = np.where(values == 0, int(info.minexp), np.maximum(exponent - 1, int(info.minexp)))
     return np.ldexp(0.5, exponent - int(info.nmant))
+
+
+def of_two_roundings(count: int) -> float:
+    """How much larger than another the norm of `count` errors of the same size may be, if both are random: one standard
+    deviation of the ratio of two norms, each of which varies by 1 / sqrt(2 count) of itself.
+    """
+    return 1 + count**-0.5
 
 
 def _is_tf32(dtype: str, kernel: str, fp32_mode: str) -> bool:

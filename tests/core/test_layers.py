@@ -27,6 +27,7 @@ FILES_MAY_IMPORT = {
     "torch_bridge/integrations/nemo.py": {"nemo_automodel"},
     "torch_bridge/integrations/torchtitan.py": {"spmd_types", "torchtitan"},
     "torch_bridge/integrations/torchtitan_override.py": {"torchtitan"},
+    "torch_bridge/integrations/transformers.py": {"transformers"},
 }
 """What single files may import besides."""
 MAY_USE_NATIVE = {

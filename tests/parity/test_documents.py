@@ -85,6 +85,19 @@ k, loss, router = 2, torch.zeros(()), torch.randn(G, hidden)
 logits = torch.randn(40, G)
 """,
     },
+    "docs/hosts.md": {
+        "from_pretrained": """
+import atexit, shutil, tempfile, torch
+from transformers import OlmoeConfig, OlmoeForCausalLM
+small = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+small |= {"num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 97, "pad_token_id": 0, "eos_token_id": 1}
+name = tempfile.mkdtemp()
+atexit.register(shutil.rmtree, name, True)
+OlmoeForCausalLM(OlmoeConfig(**small)).bfloat16().save_pretrained(name)
+ids = torch.arange(2, 34).reshape(2, 16)
+""",
+        "update_scaling": "optimizer = torch.optim.SGD(model.parameters(), 1e-3)",
+    },
     "docs/torch_nn.md": {
         "backward_dw": TORCH,
         "nn.MoE(": "from torch_bridge import route",
@@ -118,6 +131,8 @@ def alone(tmp_path: Path) -> Any:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("document", GIVEN)
 def test_code_runs(document: str) -> None:
+    if document == "docs/hosts.md":
+        pytest.importorskip("transformers", reason="its code needs transformers, of requirements/dev.txt")
     names: dict[str, Any] = {}
     given = dict(GIVEN[document])
     for block in blocks(document):
