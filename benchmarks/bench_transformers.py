@@ -17,6 +17,7 @@ decoder layers under `torch.compile` in training, and the static cache, which th
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 from collections.abc import Callable
@@ -443,6 +444,7 @@ def main() -> None:
             print(table(block), flush=True)
             lines += block
             torch.compiler.reset()
+            gc.collect()  # modules and their hooks are cycles
             if options.device == "cuda":
                 torch.cuda.empty_cache()
     print({**harness.machine(), "transformers": transformers.__version__})

@@ -137,12 +137,12 @@ def _clamped_above(self: Any, rows: Tensor) -> Tensor:
 def test_gates_are_compared_beyond_their_clamps(transformers: Any) -> None:
     for gate in (_clamped, _clamped_above):
         module = _module(gate)
-        module.limit = 40.0
+        module.limit = 400.0
         facts = facts_of(module, gated=True)
         if gate is _clamped:
-            assert recognised("Experts", True, facts).limit == 40.0
+            assert recognised("Experts", True, facts).limit == 400.0
         else:
-            with refused(NotImplementedError, ["`_apply_gate` of Experts", "with the numbers [1.25, 40.0]"]):
+            with refused(NotImplementedError, ["`_apply_gate` of Experts", "with the numbers [1.25, 400.0]"]):
                 recognised("Experts", True, facts)
 
 
