@@ -70,7 +70,8 @@ void wide(Check* check, const char* name, const TensorView& t) {
 // `whole` is `part` repeated `count` times along `axis`.
 void repeats(Check* check, const char* name, const TensorView& whole, const TensorView& part, int64_t axis,
              int64_t count) {
-  check->require(part.rank >= 1 && axis < part.rank, [&] { return "axis: expected below " + std::to_string(part.rank); });
+  check->require(part.rank >= 1 && axis < part.rank,
+                 [&] { return "axis: expected below " + std::to_string(part.rank); });
   bool same = whole.rank == part.rank;
   for (int i = 0; same && i < part.rank; ++i) same = whole.dims[i] == part.dims[i] * (i == axis ? count : 1);
   check->require(same, [&] {

@@ -88,8 +88,8 @@ bool by_four(const TensorView& source, const TensorView& result, int64_t inner) 
 template <int W>
 void launch_split_of(const SplitParts& call, const SplitAt& at, const PartOrder& order, cudaStream_t stream) {
   const int64_t items = at.outer * at.inner / W;
-  split<W><<<blocks_of(items), kThreads, 0, stream>>>(call.source.as<const Vector<float, W>>(),
-                                                      call.result.as<Vector<uint16_t, W>>(), items, at.inner / W, order);
+  split<W><<<blocks_of(items), kThreads, 0, stream>>>(
+      call.source.as<const Vector<float, W>>(), call.result.as<Vector<uint16_t, W>>(), items, at.inner / W, order);
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -39,7 +39,7 @@ using namespace device;
 
 constexpr int kRunThreads = 32 * kTokensARun;
 constexpr int kCountedTokens = kRunThreads;  // of a block that counts slots
-constexpr int kMostPerBlock = 32;  // sequences of one block of add_partials
+constexpr int kMostPerBlock = 32;            // sequences of one block of add_partials
 constexpr int kAddThreads = 1024;
 constexpr int64_t kWantedBlocks = 1024;
 
