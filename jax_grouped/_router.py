@@ -74,7 +74,8 @@ def _run_router(options: Options, logits: Any, given: Given) -> tuple[Routed, ru
     if axes is not None:
         sums = rules.Sums(*(jax.lax.psum(each, axes) for each in sums))
     losses = rules.losses(RUN, op, sums, chosen.dropped)
-    metrics = (*losses.values, losses.lost[0], losses.overflow[0] != 0)
+    aux_loss, z_loss, entropy = losses.values
+    metrics = (aux_loss, z_loss, entropy, losses.lost[0], losses.overflow[0] != 0)
     found = Routed(chosen.weights, chosen.experts, chosen.load, *metrics)
     return found, chosen, losses
 

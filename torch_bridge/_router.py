@@ -97,7 +97,8 @@ class _GradOperands(NamedTuple):
 def _grad_rule(run: Any, static: ProductGradFacts, o: _GradOperands) -> tuple[Any, Any]:
     x = static.x._replace(shape=(run.spec(o.d_logits).shape[0], static.x.shape[1]))
     specs, arrays = (x, static.router), (o.x, o.router, o.sizes, o.d_logits)
-    return tuple(router_product.router_grads(run, _OP, specs, *arrays, static.needs))
+    found = router_product.router_grads(run, _OP, specs, *arrays, static.needs)
+    return found.x, found.router
 
 
 _GRAD = define("router_product_grad", _grad_rule, _GradOperands, ProductGradFacts, rows=("x", "d_logits"))

@@ -188,7 +188,8 @@ def _chosen(op: Router, group: str | None, o: RouterOperands) -> _Chosen:
         (counts,) = summed(group, sums[1])
         of_losses = call(_LOSSES, LossFacts(op), LossOperands(probs, counts, stats, dropped), 0)
     values, slopes, z_slope, lost, overflow = of_losses
-    metrics = (*values.unbind(), lost.reshape(()), overflow.view(torch.bool).reshape(()))
+    aux_loss, z_loss, entropy = values.unbind()
+    metrics = (aux_loss, z_loss, entropy, lost.reshape(()), overflow.view(torch.bool).reshape(()))
     routed = Routed(weights, experts, load.reshape(-1), *metrics)
     return _Chosen(routed, logits, first, slopes, z_slope)
 
