@@ -70,6 +70,7 @@ void wide(Check* check, const char* name, const TensorView& t) {
 // `whole` is `part` repeated `count` times along `axis`.
 void repeats(Check* check, const char* name, const TensorView& whole, const TensorView& part, int64_t axis,
              int64_t count) {
+  check->not_empty(name, part, 1);
   check->require(part.rank >= 1 && axis < part.rank,
                  [&] { return "axis: expected below " + std::to_string(part.rank); });
   bool same = whole.rank == part.rank;

@@ -96,7 +96,8 @@ class Mutation:
         self.params[name] = self.rng.choice(choices)
 
     def _present(self) -> tuple[int, Spec]:
-        return self.rng.choice([(i, spec) for i, spec in enumerate(self.operands) if spec is not None])
+        present = [(i, spec) for i, spec in enumerate(self.operands) if spec is not None]
+        return self.rng.choice(present or [(0, ("float32", (1,)))])
 
     def _number(self, dim: int) -> int:
         found = self.rng.choice((0, 1, dim + 1, dim - 1, 2 * dim, dim // 2, dim + 16, self.rng.choice(NUMBERS)))
@@ -139,7 +140,7 @@ class Mutation:
         if self.operands[at] is not None:
             self.operands[at] = None
         else:
-            _, (dtype, shape) = self._present() if any(self.operands) else (0, ("float32", (1,)))
+            _, (dtype, shape) = self._present()
             self.operands[at] = dtype if self.rng.random() < 0.5 else "float32", shape
 
     def dtype(self) -> None:
