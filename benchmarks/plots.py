@@ -1,6 +1,6 @@
 """Plots of results: bars and their bound, rooflines, loss curves, steps of models. Only this file needs matplotlib.
 
-    python -m benchmarks.plots benchmarks/olmoe_step.json benchmarks/olmoe_step.png    # of bench_transformers.py --json
+python -m benchmarks.plots benchmarks/olmoe_step.json benchmarks/olmoe_step.png    # of bench_transformers.py --json
 """
 
 from __future__ import annotations
