@@ -36,9 +36,9 @@ def torchtitan() -> tuple[Any, Call, Any]:
 
 def nemo() -> tuple[Any, Call, Any]:
     """As `torchtitan`. Its experts take tokens, here of one expert each."""
+    from nemo_automodel.components.models.common import BackendConfig
     from nemo_automodel.components.moe.config import MoEConfig
     from nemo_automodel.components.moe.experts import GroupedExperts
-    from nemo_automodel.components.models.common import BackendConfig
 
     from torch_bridge.integrations import nemo as adapter
 
