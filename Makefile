@@ -3,7 +3,7 @@
 #   make test-full                whole test matrices     make sanitize    soak tests under ASan and UBSan
 #   make soak                     long random draws       make wheel       a stable-ABI wheel, in dist/
 #   make test-releases            the frontends with other releases of the frameworks (RELEASES), from the wheel
-#   make test-hosts               every model of the hosts, in an environment of its own
+#   make test-hosts               every host and every model of theirs, in an environment of its own
 #   make docs                     API pages, build/docs   make benchmark   BENCH selects a file
 #   make stub                     renews the .pyi stub    make format      lays out Python and C++
 #   make sass                     renews the instruction counts of the Hopper kernels
@@ -148,14 +148,25 @@ test-releases: wheel
 	@tar -c --exclude=__pycache__ pyproject.toml README.md docs examples tests | tar -x -C $(RELEASE_TREE)
 	cd $(RELEASE_TREE) && ../bin/python -m pytest -n $(WORKERS) tests/jax_frontend tests/torch_frontend tests/parity $(ARGS)
 
-# An environment of its own, because hosts pin what they need; its interpreter is that of the native module.
+# An environment of its own, because hosts pin what they need; its interpreter is that of the native module. Packages of
+# the last two files are installed without what they depend on, which is another PyTorch and much that no test imports.
 HOSTS := build/hosts
-$(HOSTS)/.packages: requirements/hosts.txt requirements/dev.txt requirements/demo.txt | $(VENV)/bin/python
+HOSTS_REQUIREMENTS := $(addprefix requirements/,hosts.txt hosts-training.txt hosts-jax.txt)
+HOSTS_PIP := $(HOSTS)/bin/pip install --quiet --disable-pip-version-check
+HOSTS_JAX := $(HOSTS)/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 12))'
+$(HOSTS)/.packages: $(HOSTS_REQUIREMENTS) requirements/dev.txt requirements/demo.txt | $(VENV)/bin/python
 	$(PYTHON) -m venv --clear $(HOSTS)
-	$(HOSTS)/bin/pip install --quiet --disable-pip-version-check -r requirements/hosts.txt
+	$(HOSTS_PIP) -r requirements/hosts.txt
+	@# PyTorch for CUDA brings the triton that it was built with; PyTorch for the CPU brings none.
+	@if $(HOSTS)/bin/pip show --quiet triton 2>/dev/null; then sed '/^triton==/d' requirements/hosts-training.txt; \
+	  else cat requirements/hosts-training.txt; fi > $(HOSTS)/training.txt
+	$(HOSTS_PIP) --no-deps -r $(HOSTS)/training.txt
+	@if $(HOSTS_JAX); then set -x; $(HOSTS_PIP) --no-deps -r requirements/hosts-jax.txt; fi
 	@touch $@
 
 test-hosts: native $(HOSTS)/.packages
+	@$(HOSTS_JAX) || echo "test-hosts: Haliax and Levanter are left out, because these releases need Python 3.12 or \
+	later and this is $$($(HOSTS)/bin/python --version); in a clean clone, make test-hosts PY=python3.12 runs them too"
 	$(HOSTS)/bin/python -m pytest -n $(WORKERS) --full tests/hosts $(ARGS)
 
 stub: native $(VENV)/.packages

@@ -449,7 +449,8 @@ def main() -> None:
                 torch.cuda.empty_cache()
     print({**harness.machine(), "transformers": transformers.__version__})
     if options.json:
-        harness.save([], options.json, lines=[{**asdict(each), "tokens_per_s": each.tokens_per_s} for each in lines])
+        rows = [{**asdict(each), "tokens_per_s": each.tokens_per_s} for each in lines]
+        harness.save([], options.json, transformers=transformers.__version__, lines=rows)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,13 @@
-"""Plots of results: bars and their bound, rooflines, loss curves. Only this file needs matplotlib."""
+"""Plots of results: bars and their bound, rooflines, loss curves, steps of models. Only this file needs matplotlib.
+
+python -m benchmarks.plots benchmarks/olmoe_step.json benchmarks/olmoe_step.png    # of bench_transformers.py --json
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -107,3 +112,51 @@ def convergence(runs: dict[str, dict[str, Any]], base: str, path: Path) -> None:
     ends.set(ylabel=f"% over {base} of the same seed", title="held-out loss, a point for each seed")
     figure.savefig(path, dpi=80)
     plt.close(figure)
+
+
+def model_steps(lines: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+    """Time of a step and peak memory of each candidate on one model, with ratios to the first candidate."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    drawn = [each for each in lines if each["timing"] is not None]
+    names = [each["candidate"] for each in drawn]
+    colours = ["tab:grey" if name.startswith("grouped_mm") else "tab:blue" for name in names]
+    panels = {
+        "ms a step": [each["timing"]["median_us"] / 1e3 for each in drawn],
+        "peak memory, GiB": [each["peak_gib"] for each in drawn],
+    }
+    panels = {label: values for label, values in panels.items() if None not in values}  # a CPU has no peak
+    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 2.6), squeeze=False, layout="constrained")
+    for axis, (label, values) in zip(axes[0], panels.items(), strict=True):
+        bars = axis.barh(names, values, color=colours)
+        texts = [f"{values[0]:.1f}"]
+        for value in values[1:]:
+            change = f"{value - values[0]:+.1f}" if "memory" in label else f"{values[0] / value:.2f} times as fast"
+            texts.append(f"{value:.1f}  ({change})")
+        axis.bar_label(bars, texts, padding=3, fontsize=8)
+        axis.invert_yaxis()
+        axis.set(xlabel=label, xlim=(0, 1.4 * max(values)))
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def models(source: Path, path: Path) -> None:
+    """Draws what `bench_transformers.py --json` wrote: its first model."""
+    found = json.loads(source.read_text())
+    first = found["lines"][0]
+    lines = [each for each in found["lines"] if all(each[key] == first[key] for key in ("model", "what", "layers"))]
+    title = f"{first['model']}, {first['layers']} layers, {first['what']}, {first['tokens']} tokens"
+    model_steps(lines, ", ".join([title, *filter(None, [found["machine"].get("gpu")])]), path)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("python -m benchmarks.plots RESULTS.json PICTURE.png")
+    if reason := missing():
+        sys.exit(reason)
+    models(*map(Path, sys.argv[1:]))

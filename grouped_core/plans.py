@@ -36,12 +36,12 @@ def refusal(call: Call, arch: str, refusals: Sequence[tuple[str, str]]) -> str:
     operands = ", ".join(
         f"{slot} {spec}" for slot, spec in zip(SLOTS[call.name], call.inputs, strict=True) if spec is not None
     )
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals) or "there is no kernel of that name"
     asked = f" with implementation={call.implementation!r}" if call.implementation else ""
-    return (
-        f"{call.name} on {arch}{asked}: {operands}; no kernel takes it: {reasons}. "
-        "Change what the reasons name, or leave `implementation` None."
-    )
+    head = f"{call.name} on {arch}{asked}: {operands}; no kernel takes it:"
+    if not refusals and arch != "cpu" and not _native.cuda_archs:
+        return f"{head} this build has no CUDA kernels. Build it where nvcc is found, or with GROUPED_CUDA=on."
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals) or "there is no kernel of that name"
+    return f"{head} {reasons}. Change what the reasons name, or leave `implementation` None."
 
 
 class Planner:

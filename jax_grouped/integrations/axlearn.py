@@ -14,6 +14,8 @@ from grouped_core.recipes import Recipe
 from jax_grouped._lax import ragged_dot_as_lax
 from jax_grouped._replacing import Place, Replacement, check_parameters, choice_of, chosen, replacing, unknown
 
+__all__ = ["register"]
+
 PARAMETERS = ("self", "lhs", "rhs", "tokens_per_expert")
 BACKENDS = ("PALLAS", "RAGGED_DOT", "TOKAMAX")
 """Names of `GMMBackend`, of which each computes the same product."""

@@ -25,6 +25,8 @@ from jax_grouped._replacing import (
     taken,
 )
 
+__all__ = ["register"]
+
 PARAMETERS = ("lhs_", "rhs_", "group_sizes_", "ar", "implementation")
 OURS = ("auto", "jax_grouped")
 """Values of `implementation` that run ours; Haliax runs all others."""

@@ -8,6 +8,8 @@ from grouped_core.recipes import Recipe
 from jax_grouped._replacing import Replacement
 from jax_grouped.integrations.haliax import registered
 
+__all__ = ["register"]
+
 
 def register(*, recipe: Recipe | None = None) -> Replacement:
     """Makes the grouped products of Levanter and Haliax run `jax_grouped.ragged_dot`, in all threads, until `undo`.

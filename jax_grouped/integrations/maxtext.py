@@ -25,6 +25,8 @@ from jax_grouped._replacing import (
     unknown,
 )
 
+__all__ = ["register"]
+
 HONOURED = ("lhs", "rhs", "group_sizes", "preferred_element_type", "group_offset", "transpose_rhs")
 KERNELS = ("tiling", "interpret", "use_tokamax_backend", "use_gmm_v2", "lhs_vma_axes", "rhs_vma_axes")
 """Arguments that concern the kernels that are replaced, and nothing that they compute."""

@@ -51,6 +51,14 @@ def test_refusals_are_not_implemented_errors_with_every_reason():
         plans.plan(call("no_such_kernel"), "cpu")
 
 
+@pytest.mark.rule("ERR-1")
+def test_a_build_without_cuda_says_so(monkeypatch):
+    monkeypatch.setattr(plans._native, "cuda_archs", ())
+    said = plans.refusal(call(), "sm_90a", [])
+    assert said.startswith("grouped_matmul on sm_90a: lhs bfloat16[6, 8]")
+    assert said.endswith("this build has no CUDA kernels. Build it where nvcc is found, or with GROUPED_CUDA=on.")
+
+
 def test_an_unknown_arch_is_refused():
     with asserts.refused(ValueError, ["sm_9x", '"cpu"', '"sm_90a"']):
         plans.plan(call(), "sm_9x")

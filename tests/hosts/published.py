@@ -24,22 +24,25 @@ import jax.numpy as jnp
 
 @contextmanager
 def installed(*modules: ModuleType) -> Iterator[None]:
-    """Within this context these modules can be imported, and the packages that they are in."""
+    """Within this context these modules can be imported, and the packages that they are in, but no others of these."""
     names = {module.__name__: module for module in modules}
     for name in list(names):
         while "." in name:
             name = name.rpartition(".")[0]
             names.setdefault(name, ModuleType(name))
-    before = {name: sys.modules.get(name) for name in names}
+    packages = {name.partition(".")[0] for name in names}
+
+    def theirs() -> list[str]:
+        return [name for name in sys.modules if name.partition(".")[0] in packages]
+
+    before = {name: sys.modules.pop(name) for name in theirs()}
     sys.modules.update(names)
     try:
         yield
     finally:
-        for name, old in before.items():
-            if old is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = old
+        for name in theirs():
+            del sys.modules[name]
+        sys.modules.update(before)
 
 
 def _theirs(lhs: Any, rhs: Any, group_sizes: Any, preferred_element_type: Any) -> jax.Array:

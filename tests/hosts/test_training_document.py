@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 import warnings
 from typing import Any
@@ -60,3 +62,16 @@ def test_every_block_is_known() -> None:
     assert all(sum(words in block for words in known) == 1 for block in BLOCKS)
     assert len(BLOCKS) == len(known)
     assert "prime_rl" not in sys.modules
+
+
+@pytest.mark.parametrize(("framework", "package"), [("torchtitan", "torchtitan"), ("nemo", "nemo_automodel")])
+def test_the_example_runs(framework: str, package: str) -> None:
+    """As its users run it; both round to bfloat16."""
+    pytest.importorskip(package, reason=f"{package} is not installed (make test-hosts)")
+    program = [sys.executable, str(ROOT / "examples" / "training_frameworks.py"), framework]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    distances = [float(line.split()[-3]) for line in done.stdout.splitlines() if line.endswith(" relative distance")]
+    assert len(distances) >= 4, done.stdout
+    assert max(distances) <= 2**-7, done.stdout

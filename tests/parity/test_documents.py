@@ -151,6 +151,17 @@ def test_no_document_is_left_out() -> None:
     assert {document for document in with_code if blocks(document)} == set(GIVEN) | RUN_WITH_HOSTS
 
 
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+@pytest.mark.parametrize("folder", [".", "docs", "benchmarks"])
+def test_links_lead_to_files(folder: str) -> None:
+    found = [(path, link) for path in (ROOT / folder).glob("*.md") for link in LINK.findall(path.read_text())]
+    assert found
+    broken = [f"{path.name}: {link}" for path, link in found if "://" not in link and not (path.parent / link).exists()]
+    assert not broken
+
+
 @pytest.mark.parametrize(
     "block",
     [block for document in GIVEN for block in blocks(document) if SIGNATURE.match(block)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import shutil
@@ -402,3 +403,21 @@ def test_mistakes_of_the_torch_example_get_one_line(
     assert line.startswith("moe_torch: "), line
     assert line.count("\n") == 1, line
     assert fragment.format(tmp=tmp_path) in line
+
+
+@pytest.mark.parametrize("recipe", [(), ("--recipe", "FP8Block")], ids=["plain", "FP8Block"])
+@pytest.mark.parametrize("script", ["transformers_olmoe", "jax_patch"])
+def test_switching_a_model_keeps_its_losses(script: str, recipe: tuple[str, ...]) -> None:
+    if script == "transformers_olmoe" and importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed; requirements/dev.txt has it")
+    program = [sys.executable, str(SCRIPT.with_stem(script)), "--steps", "3", *recipe]
+    done = subprocess.run(program, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    steps = [line.split() for line in done.stdout.splitlines() if line.split()[0] in ("1", "2", "3")]
+    assert len(steps) == 3, done.stdout
+    largest = float(done.stdout.splitlines()[-1].removeprefix("largest difference of the losses: "))
+    assert largest <= (0.02 if recipe else 1e-4), done.stdout
+    if recipe:
+        assert largest > 0, "the recipe changed nothing"
+    refused = subprocess.run([*program, "--steps", "0"], env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+    assert (refused.returncode, refused.stderr) == (2, f"{script}: --steps 0 is less than 1\n")

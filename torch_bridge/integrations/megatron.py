@@ -28,6 +28,8 @@ from torch_bridge.integrations._replacing import register as replace
 from torch_bridge.nn.linear import GroupedLinear
 from torch_bridge.nn.mlp import fused_mlp
 
+__all__ = ["GroupedMLP", "experts", "provider", "register"]
+
 MODULES = ("self", "moe_use_grouped_gemm", "moe_use_legacy_grouped_gemm")
 """Parameters of `BackendSpecProvider.grouped_mlp_modules`."""
 

@@ -26,6 +26,8 @@ from torch_bridge.integrations._replacing import register as replace
 from torch_bridge.mlp import grouped_mlp
 from torch_bridge.routed import routed_mlp
 
+__all__ = ["register"]
+
 FORWARD = ("self", "x", "token_mask", "weights", "indices")
 """Parameters of the `forward` of Automodel's experts."""
 GROUPED = (

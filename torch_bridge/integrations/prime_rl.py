@@ -24,6 +24,8 @@ from torch_bridge.integrations._replacing import Registration, Replacement
 from torch_bridge.integrations._replacing import register as replace
 from torch_bridge.mlp import grouped_mlp
 
+__all__ = ["register"]
+
 GATED = ("w1", "w2", "w3", "x", "num_tokens_per_expert")
 NOT_GATED = ("w1", "w2", "_w3", "x", "num_tokens_per_expert")
 GPT_OSS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias", "x", "num_tokens_per_expert")

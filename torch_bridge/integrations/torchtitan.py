@@ -23,6 +23,8 @@ from torch_bridge.integrations._replacing import Registration, Replacement
 from torch_bridge.integrations._replacing import register as replace
 from torch_bridge.mlp import grouped_mlp
 
+__all__ = ["register", "save_list"]
+
 FORWARD = ("self", "x_RD", "num_tokens_per_expert_E")
 """Parameters of the `forward` of torchtitan's grouped experts."""
 OPERATORS = ("mlp", "linear", "routed_mlp")

@@ -21,6 +21,8 @@ import torch_bridge
 from torch_bridge.integrations._options import options_of, refuse
 from torch_bridge.integrations.torchtitan import forward_of, gpt_oss_forward_of, save_list
 
+__all__ = ["grouped_experts", "selective_checkpointing"]
+
 
 class FusedExperts(GroupedExperts):
     """`GroupedExperts` whose forward is one fused MLP."""

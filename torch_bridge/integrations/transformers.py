@@ -30,6 +30,8 @@ from torch_bridge.quantize import update_scaling as next_step
 from torch_bridge.route import permute, unpermute
 from torch_bridge.routed import routed_mlp
 
+__all__ = ["NAME", "prepare", "register", "update_scaling"]
+
 NAME = "jax_grouped"
 """The implementation's name in the host, and that of the submodule of an experts module that `prepare` adds."""
 
