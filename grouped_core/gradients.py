@@ -448,7 +448,7 @@ def weight_for_dgrad(
     Args:
         either_way: the product also reads codes that were made for the other axis (`is_read_as_is`).
     """
-    if either_way and is_read_as_is(recipe, w):
+    if either_way and isinstance(w, QTensor) and is_read_as_is(recipe, w):
         return Quantized([given_form(w, axis, recipe.dgrad[1]) or w], None)
     measure = extras.measure and measures_late(recipe, 1)
     wanted, again = [(axis, recipe.dgrad[1])], recipe.requantize

@@ -83,6 +83,69 @@ def option(name: str, scaling: Any, dropout: Any, key: Any, stream: int = 0) -> 
     return Adapter(name, float(scaling), float(dropout), stream)
 
 
+LORA = "lora"
+"""The argument of public functions that holds an adapter."""
+
+
+def pair_option(given: Any) -> tuple[Any, Any]:
+    """`lora=` of a public function as (A, B).
+
+    Raises:
+        ValueError: it is not a pair.
+    """
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise ValueError(f"`{LORA}`: {type(given).__name__}, expected a pair (A, B); pass both factors.")
+    return given[0], given[1]
+
+
+def accumulators_option(given: Any) -> tuple[Any, Any]:
+    """`lora_wgrad_accum=` of a public function, not text, as those of A and of B.
+
+    Raises:
+        ValueError: it is neither None nor a pair.
+    """
+    if given is None:
+        return None, None
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise ValueError(
+            f"`{LORA}_wgrad_accum`: {type(given).__name__}, expected None, or a pair as `{LORA}` is; put None where A "
+            "or B has no accumulator."
+        )
+    return given[0], given[1]
+
+
+def check_absent(scaling: Any, dropout: Any, key: Any, accum: Any) -> None:
+    """Refuses options of an adapter without one.
+
+    Raises:
+        ValueError: an option is not its default.
+    """
+    for name, other, default in (
+        ("scaling", not isinstance(scaling, (int, float)) or scaling != 1, 1.0),
+        ("dropout", not isinstance(dropout, (int, float)) or dropout != 0, 0.0),
+        ("key", key is not None, None),
+        ("wgrad_accum", accum is not None, None),
+    ):
+        if other:
+            raise ValueError(
+                f"`{LORA}_{name}`: given without `{LORA}`, expected {default}; pass an adapter (A, B), or leave it out."
+            )
+
+
+def check_no_weight_gradient(**options: Any) -> None:
+    """Refuses options of the weight gradient, by name, of a weight that is frozen beside an adapter.
+
+    Raises:
+        ValueError: one is not None.
+    """
+    for name, given in options.items():
+        if given is not None:
+            raise ValueError(
+                f"`{name}`: given beside `{LORA}`, expected None, because the weight is frozen; use "
+                f"`{LORA}_wgrad_accum` for A and B."
+            )
+
+
 def _wrong(kind: type[Exception], name: str, came: str, wanted: str, remedy: str) -> Exception:
     return kind(f"`{name}`: {came}, expected {wanted}; {remedy}.")
 
@@ -275,10 +338,9 @@ def main_grads(
         low = _product(run, down, v, a, down.weight_axes()[1], group_sizes, "float32", None if values else scale)
         kept_factor = adapter.kept if adapter.dropout else 1.0
         term = Term(low, kept_factor, adapter.dropout, key, adapter.stream)
-    operands = (x if values else None, w, group_sizes, bias, row_scale, dy)
-    found = gradients.main_grads(
-        *(run, op, specs, *operands, base_needs), grad_input=grad_input, extras=extras, term=term
-    )
+    operands: Any = (x if values else None, w, group_sizes, bias, row_scale, dy, base_needs)
+    options: dict[str, Any] = {"grad_input": grad_input, "extras": extras, "term": term}
+    found = gradients.main_grads(run, op, specs, *operands, **options)
     if needs.a:
         rows_a = _dropped(run, adapter, x, group_sizes, key)
         v = _times(run, v, scale, group_sizes)
@@ -323,7 +385,8 @@ def backward(
         into: accumulators of A and B, to which gradients are added.
     """
     group_sizes = operands[5]
-    found = main_grads(run, op, adapter, specs, *operands, needs, grad_input=grad_input, extras=extras)
+    given: Any = (*operands, needs)
+    found = main_grads(run, op, adapter, specs, *given, grad_input=grad_input, extras=extras)
     da = db = None
     if needs.a:
         work = (run, adapter.down(op), factors[0], found.rows_a, found.dy_a, group_sizes)
@@ -365,7 +428,8 @@ def _product(
     row_scale: Array | None = None,
 ) -> Array:
     """A product with A or B, contracted along `axis`. Their recipe is none, whatever that of the base product."""
-    recipe = plain(operand_spec(run, rows).dtype, operand_spec(run, w).dtype)
+    of_w: Any = operand_spec(run, w)
+    recipe = plain(run.spec(rows).dtype, of_w.dtype)
     recipe = recipe if op.fp32 is None else recipe.at_least(op.fp32)
     return product(run, op, recipe, (rows, 1), (w, axis), group_sizes, dtype, row_scale=row_scale)
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from grouped_core import gradients, lora
+from grouped_core import gradients, lora, rounding
 from grouped_core.arrays import ArrayRunner, quantize
-from grouped_core.calls import ArraySpec, Call, spec_of
+from grouped_core.calls import RESULTS, ArraySpec, Call, spec_of
 from grouped_core.formats import FORMATS, QTensor
 from grouped_core.gradients import Needs
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.lora import NO_NEEDS, Adapter, LoraNeeds
 from grouped_core.products import operand_spec
 from grouped_core.quantizing import dequantize
+from grouped_core.recipes import MXFP8
 from grouped_core.reference import Oracle
 from tests import asserts, bounds, cases
 from tests.bounds import Bounded, Expected
@@ -104,6 +106,7 @@ OPTIONS = {
     "row_scale": (False, True),
     "scale_bias": (False, True),
     "dropout": (0.0, 0.4),
+    "frozen": ("", "row_scale", "x"),
 }
 every_option = pytest.mark.matrix(
     **OPTIONS, valid=lambda bias, row_scale, scale_bias, **_: not scale_bias or (bias and row_scale)
@@ -112,15 +115,15 @@ every_option = pytest.mark.matrix(
 
 @pytest.mark.rule("LOR-1", "LOR-4")
 @every_option
-def test_gradients_are_finite_differences(transposed, bias, row_scale, scale_bias, dropout):
+def test_gradients_are_finite_differences(transposed, bias, row_scale, scale_bias, dropout, frozen):
     options = {"bias": bias, "row_scale": row_scale, "scale_bias": scale_bias, "dropout": dropout}
     s = setup(transposed=transposed, exact=True, **options)
     run = Oracle(exact=True)
-    found = s.backward(run, s.needs())
+    found = s.backward(run, s.needs(ALL._replace(**{frozen: False} if frozen else {})))
     step = 1e-3
     for name, grad in found._asdict().items():
         array = s.arrays[name]
-        if array is None:
+        if array is None or name == frozen:
             assert grad is None
             continue
         expected = np.zeros_like(array)
@@ -279,6 +282,66 @@ def test_nothing_is_saved_or_launched_for_frozen_parts(needs, kept):
     wanted = [s.arrays[name].shape for name in ("a", "b") if getattr(needs, name)]
     assert shapes == set(wanted), "a weight gradient too many, or too few"
     assert s.arrays["w"].shape not in shapes
+
+
+@pytest.mark.rule("LOR-2")
+def test_nothing_is_scaled_or_quantised_for_a_gradient_of_the_base():
+    """The weight gradient of a base that is not frozen would scale rows [M, N] and quantise along rows."""
+    s = setup(exact=True, row_scale=True)
+    run = Recorder()
+    s.backward(run, ALL._replace(bias=False, row_scale=False))
+    assert {call.outputs[0].shape[1] for call in run.calls if call.name == "scale_rows"} == {2}
+    wider = setup(WIDER, "bfloat16", rank=8)
+    wider.op = dataclasses.replace(wider.op, recipe=MXFP8)
+    kept = Counting(wider.dy)
+    wider.backward(kept, ALL._replace(bias=False, row_scale=False))
+    assert kept.counts["quantize"] == 3, "x, both forms of W at once, and dy, each along features"
+    assert all(not cross for cross in kept.crossed)
+
+
+class Counting(ArrayRunner):
+    """Counts the calls that it runs, and notes which rows are quantised for a contraction along rows."""
+
+    def __init__(self, like: Any) -> None:
+        super().__init__(like)
+        self.counts: Counter[str] = Counter()
+        self.crossed: list[bool] = []
+
+    def __call__(self, call: Call, arrays: Sequence[Any]) -> tuple[Any, ...]:
+        self.counts[call.name] += 1
+        if call.name == "quantize" and len(call.inputs[0].shape) == 2:
+            self.crossed.append(call.outputs[RESULTS["quantize"].index("cross_values")] is not None)
+        return super().__call__(call, arrays)
+
+
+@pytest.mark.rule("LOR-2")
+def test_dgrad_reads_the_form_that_was_made_for_it_if_there_is_one():
+    s = setup(WIDER, "bfloat16", rank=8)
+    both = quantize(s.arrays["w"], FORMATS["mxfp4"], axis=(1, 2))
+    run = ArrayRunner(s.dy)
+    found = []
+    for w in (both, both.other, dataclasses.replace(both, other=None)):
+        specs: Any = (run.spec(s.arrays["x"]), operand_spec(run, w), None, None)
+        needs = Needs(True, False, False, False)
+        op = dataclasses.replace(s.op, recipe=s.op.resolve(specs[0], operand_spec(run, both)))
+        found.append(gradients.linear_grads(run, op, specs, None, w, s.sizes, None, None, s.dy, needs).x)
+    asserts.bitwise(found[0], found[1])
+    assert np.any(found[0] != found[2])
+
+
+@pytest.mark.rule("LOR-1")
+def test_masks_and_factors_are_those_of_the_specification():
+    """Word `c mod 4` of Philox at (c / 4, row in its group, group, stream); what is kept grows by 1 / (1 - p)."""
+    s = setup(WIDER, "float32", dropout=0.25, rank=8)
+    s.adapter = dataclasses.replace(s.adapter, stream=1)
+    x, start = s.arrays["x"].copy(), 0
+    for g, end in enumerate(np.cumsum(s.sizes)):
+        words = rounding.random_words(int(KEY[0]) | int(KEY[1]) << 32, end - start, WIDER.k, g, 1)
+        x[start:end] *= np.where((words >> 8) * 2.0**-24 < 0.25, 0, np.float32(1 / 0.75))
+        start = end
+    run, plain = ArrayRunner(s.dy), dataclasses.replace(s, adapter=Adapter("lora", 0.5), key=None)
+    zero = {"w": np.zeros_like(s.arrays["w"])}
+    asserts.bitwise(s.forward(run, **zero).y, plain.forward(run, x=x, **zero).y)
 
 
 @pytest.mark.rule("LOR-4", "MAT-11")
