@@ -344,6 +344,17 @@ def test_masks_and_factors_are_those_of_the_specification():
     asserts.bitwise(s.forward(run, **zero).y, plain.forward(run, x=x, **zero).y)
 
 
+@pytest.mark.rule("LOR-1", "MAT-9")
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_a_row_scale_without_gradient_scales_the_gradient_of_x_alike(dropout):
+    """dx then comes from one pass, and else from the unscaled product that the gradient of the row scale reads."""
+    s = setup(exact=True, row_scale=True, dropout=dropout)
+    run, needs = Oracle(exact=True), s.needs()
+    both = s.backward(run, needs), s.backward(run, needs._replace(row_scale=False))
+    np.testing.assert_allclose(both[1].x, both[0].x, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(both[1].a, both[0].a, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.rule("LOR-4", "MAT-11")
 def test_gradients_are_added_to_accumulators():
     s = setup(WIDER, "bfloat16", rank=8)
