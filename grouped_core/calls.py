@@ -124,6 +124,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "group_sum": ("rows", "group_sizes", "row_scale"),
     "row_dot": ("group_sizes", "lhs", "rhs", "group_lhs", "group_rhs", "group_rhs_table"),
     "scale_rows": ("rows", "row_scale", "group_sizes", "into"),
+    "add_rows": ("rows", "group_sizes", "base", "key", "into"),
     "grouped_matmul_act": (
         *("lhs", "rhs", "group_sizes", "bias", "row_scale", "rhs_table", "bias_table", "rhs_up"),
         *(*_SCALES, *_QUANTIZING),
@@ -169,7 +170,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
 
 _HIDDEN_GRADS = ("result", "activated", "row_sum")
 RESULTS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("grouped_matmul", "group_sum", "row_dot", "scale_rows", "activation"), ("result",)),
+    **dict.fromkeys(("grouped_matmul", "group_sum", "row_dot", "scale_rows", "add_rows", "activation"), ("result",)),
     "grouped_matmul_act": ("result", "hidden", *QUANTIZED, "amax"),
     "grouped_matmul_dact": (*_HIDDEN_GRADS, *QUANTIZED, "amax", *ACTIVATED),
     "activation_grad": _HIDDEN_GRADS,
@@ -245,8 +246,10 @@ def _operands(lhs: OperandSpec, rhs: OperandSpec) -> dict[str, ArraySpec | None]
 
 
 def _quantized_axis(rhs: OperandSpec, axis: int) -> int:
-    """The contracted axis of rhs in memory: it is the last axis of quantised weights."""
-    return 2 if isinstance(rhs, QuantizedSpec) and axis else axis
+    """The contracted axis of rhs in memory: the last axis of quantised weights, if they were quantised along it."""
+    if not isinstance(rhs, QuantizedSpec) or not axis:
+        return axis
+    return 2 if axis == rhs.axis else 1
 
 
 def _scale_params(lhs: OperandSpec, rhs: OperandSpec, recipe: Recipe) -> dict[str, Param]:
@@ -370,6 +373,28 @@ def scale_rows(
     """[M, N] = row_scale[r] * rows[r]."""
     operands = {"rows": rows, "row_scale": row_scale, "group_sizes": group_sizes, "into": into}
     return new_call("scale_rows", operands, ArraySpec(rows.shape, result_dtype))
+
+
+@lru_cache(maxsize=1024)
+def add_rows(
+    rows: ArraySpec,
+    group_sizes: ArraySpec,
+    result_dtype: str,
+    *,
+    base: ArraySpec | None = None,
+    into: ArraySpec | None = None,
+    factor: float = 1.0,
+    rate: float = 0.0,
+    stream: int = 0,
+) -> Call:
+    """[M, N] = base[r] + factor * rows[r], without the terms that are dropped at random with probability `rate`.
+
+    `stream`: number of the mask among those of one key.
+    """
+    key = ArraySpec((2,), "uint32") if rate else None
+    operands = {"rows": rows, "group_sizes": group_sizes, "base": base, "key": key, "into": into}
+    params: dict[str, Param] = {"factor": float(factor), "rate": float(rate), "stream": stream}
+    return new_call("add_rows", operands, ArraySpec(rows.shape, result_dtype), params)
 
 
 def _activation_params(activation: Activation, width: int) -> dict[str, Param]:

@@ -13,7 +13,18 @@ from grouped_core import calls, linear_spec
 from grouped_core.calls import ArraySpec, OperandSpec
 from grouped_core.formats import Format, QTensor, wide
 from grouped_core.linear_spec import Linear
-from grouped_core.products import Array, Cached, Listed, Operand, Runner, arranged, operand_spec, product, scale_rows
+from grouped_core.products import (
+    Array,
+    Cached,
+    Listed,
+    Operand,
+    Runner,
+    add_rows,
+    arranged,
+    operand_spec,
+    product,
+    scale_rows,
+)
 from grouped_core.quantizing import NO_EXTRAS, Extras, Quantized, dequantize, given_form, given_forms, in_formats
 from grouped_core.recipes import Recipe
 
@@ -99,6 +110,7 @@ def linear_forward(
     *,
     extras: Extras = NO_EXTRAS,
     needs: Needs = NO_NEEDS,
+    either_way: bool = True,
 ) -> Forward:
     """y[r] = c[r] (x[r] W[g] + b[g]), or x[r] W[g] + c[r] b[g] with `scale_bias`; c = row_scale or 1.
 
@@ -109,6 +121,7 @@ def linear_forward(
         out: the caller's [M, N] buffer; its tail rows are left unchanged.
         needs: gradients that backward will compute. Their operands are saved; where this call quantises x or w, one
             pass makes both the rowwise and the columnwise form.
+        either_way: backward is that of `main_grads`, which may read the form of w that forward reads (`is_read_as_is`).
     """
     x_spec, w_spec = operand_spec(run, x), operand_spec(run, w)
     result = linear_spec.check_linear(
@@ -121,7 +134,8 @@ def linear_forward(
         operand_spec(run, out),
     )
     recipe = op.resolve(x_spec, w_spec)
-    forms = linear_forms(run, op, x, w, group_sizes, extras, needs, row_scale is not None)
+    options = {"has_scale": row_scale is not None, "either_way": either_way}
+    forms = linear_forms(run, op, x, w, group_sizes, extras, needs, **options)
     saved = linear_saved(op, needs, bias is not None, row_scale is not None)
     y = product(
         run,
@@ -156,11 +170,14 @@ def linear_forms(
     group_sizes: Array,
     extras: Extras,
     needs: Needs,
+    *,
     has_scale: bool = False,
+    either_way: bool = True,
 ) -> Forms:
     """The operands in the forms that forward reads and that the gradients in `needs` read; one pass per operand."""
     recipe = op.resolve(operand_spec(run, x), operand_spec(run, w))
     keep_x, keep_w = keeps_forms(op, recipe, needs, has_scale)
+    keep_w = keep_w and not (either_way and is_read_as_is(recipe, w))
     x_forms, w_forms = row_forms(recipe, keep_x), weight_forms(op, recipe, keep_w)
     again = recipe.requantize
     of_x = {"scale": extras.x, "amax": extras.x_amax, "measure": extras.measure}
@@ -235,6 +252,26 @@ class MainGrads(NamedTuple):
     amax: Amaxes  # that backward found
 
 
+class Term(NamedTuple):
+    """What is added to a product in float32, in front of its one rounding: `factor * rows`, with dropped elements.
+
+    Attributes:
+        rows: float32 [M, N]. The others are those of `products.add_rows`.
+    """
+
+    rows: Array
+    factor: float = 1.0
+    rate: float = 0.0
+    key: Array | None = None
+    stream: int = 0
+
+    def added(self, run: Runner, base: Array, group_sizes: Array, dtype: str, into: Array | None = None) -> Array:
+        """base + the term, [M, N] of `dtype`; base: float32 [M, N]."""
+        rows, factor, rate, key, stream = self
+        options: dict[str, Any] = {"factor": factor, "rate": rate, "key": key, "stream": stream}
+        return add_rows(run, rows, group_sizes, dtype, base=base, into=into, **options)
+
+
 NO_MAIN_GRADS = MainGrads(None, None, None, None, None, Amaxes())
 
 
@@ -289,6 +326,7 @@ def main_grads(
     extras: Extras = NO_EXTRAS,
     stream: int = 0,
     quantized_dy: QTensor[Any] | None = None,
+    term: Term | None = None,
 ) -> MainGrads:
     """The gradients in `needs` except that of the weight.
 
@@ -299,6 +337,7 @@ def main_grads(
         grad_input: the caller's [M, K] buffer for dx; its tail rows are left unchanged.
         stream: number of this dy among those that share one key of stochastic rounding.
         quantized_dy: forms of dy that exist already; the one contracted along rows holds c dy.
+        term: added to dy W^T; with c where dx is made in one pass, that is, if `reads_values` is false.
 
     With c the row scale: dx = c (dy W^T), dW_g = sum x^T (c dy), db_g = sum c dy, dc = <x, dy W^T> + <dy, b>.
     With `scale_bias`, c multiplies only the bias: dx = dy W^T, dW_g = sum x^T dy, db_g = sum c dy, dc = <dy, b>.
@@ -326,7 +365,8 @@ def main_grads(
         # ways do one fp32 product and one rounding, so they give the same bits.
         fused = not scale_through_product
         n_axis = op.weight_axes()[1]
-        (columnwise,), w_amax = weight_for_dgrad(run, recipe, w, n_axis, extras)
+        (columnwise,), w_amax = weight_for_dgrad(run, recipe, w, n_axis, extras, either_way=True)
+        dtype, buffer = (wide(x_spec.dtype), grad_input) if fused else ("float32", None)
         product_grad = product(
             run,
             op,
@@ -334,10 +374,12 @@ def main_grads(
             (of_dy.forms[0], 1),
             (columnwise, n_axis),
             group_sizes,
-            wide(x_spec.dtype) if fused else "float32",
+            dtype if term is None else "float32",
             row_scale=row_factor if fused else None,
-            into=grad_input if fused else None,
+            into=buffer if term is None else None,
         )
+        if term is not None:
+            product_grad = term.added(run, product_grad, group_sizes, dtype, buffer)
         if fused:
             dx = product_grad
         elif needs.x:
@@ -398,12 +440,27 @@ def grad_in_formats(
     return Quantized([next(rest) if form is None else form for form in ready], made.amax)
 
 
-def weight_for_dgrad(run: Runner, recipe: Recipe, w: Operand, axis: int, extras: Extras) -> Quantized:
-    """w as dgrad reads it, contracted along `axis`; its amax is found where forward did not find it."""
+def weight_for_dgrad(
+    run: Runner, recipe: Recipe, w: Operand, axis: int, extras: Extras, *, either_way: bool = False
+) -> Quantized:
+    """w as dgrad reads it, contracted along `axis`; its amax is found where forward did not find it.
+
+    Args:
+        either_way: the product also reads codes that were made for the other axis (`is_read_as_is`).
+    """
+    if either_way and isinstance(w, QTensor) and is_read_as_is(recipe, w):
+        return Quantized([given_form(w, axis, recipe.dgrad[1]) or w], None)
     measure = extras.measure and measures_late(recipe, 1)
     wanted, again = [(axis, recipe.dgrad[1])], recipe.requantize
     delayed = {"scale": extras.w, "amax": extras.w_amax if measure else None, "measure": measure}
     return in_formats(run, w, wanted, None, requantize=again, **delayed)
+
+
+def is_read_as_is(recipe: Recipe, w: Operand) -> bool:
+    """Whether dgrad reads a quantised weight in the form that it has: one along its contracted axis, or else the form
+    that forward reads, widened. Both are exact. Rows that are quantised need the former.
+    """
+    return isinstance(w, QTensor) and recipe.dgrad[0].plain and recipe.requantize is None
 
 
 def rows_for_wgrad(run: Runner, recipe: Recipe, x: Operand, group_sizes: Array, extras: Extras) -> Quantized:

@@ -186,6 +186,7 @@ def mlp(
         out,
         extras=extras[1],
         needs=Needs(needs_dz(needs), keep.z, False, False),
+        either_way=False,
     )
     return Forward(
         y=second.y,

@@ -213,3 +213,33 @@ def scale_rows(
         run.spec(rows), operand_spec(run, scale), run.spec(group_sizes), dtype, operand_spec(run, into)
     )
     return run(call, call.arrange(rows=rows, row_scale=scale, group_sizes=group_sizes, into=into))[0]
+
+
+def add_rows(
+    run: Runner,
+    rows: Array,
+    group_sizes: Array,
+    dtype: str,
+    *,
+    base: Array | None = None,
+    into: Array | None = None,
+    factor: float = 1.0,
+    rate: float = 0.0,
+    key: Array | None = None,
+    stream: int = 0,
+) -> Array:
+    """[M, N] = base[r] + factor * rows[r]; each element of `rows` is dropped with probability `rate`, if there is one.
+
+    Args:
+        base: float32 [M, N]. key: uint32 [2], read with a rate. stream: number of the mask among those of one key.
+    """
+    call = calls.add_rows(
+        *(run.spec(rows), run.spec(group_sizes), dtype),
+        base=operand_spec(run, base),
+        into=operand_spec(run, into),
+        factor=factor,
+        rate=rate,
+        stream=stream,
+    )
+    key = key if rate else None
+    return run(call, call.arrange(rows=rows, group_sizes=group_sizes, base=base, key=key, into=into))[0]

@@ -44,6 +44,11 @@ AXES: dict[str, dict[str, Axes]] = {
         "bias": Axes("[G, N]", _VECTORS),
         "row_scale": Axes("[M]", "pass one factor per row"),
     },
+    "lora": {
+        "a": Axes("[G, K, r]", _STACK, "[G, r, K]"),
+        "b": Axes("[G, r, N]", _STACK, "[G, N, r]"),
+        "key": _KEY,
+    },
     "mlp": {
         "x": Axes("[M, K]", _ROWS),
         "wi": Axes("[G, K, W]", _STACK, "[G, W, K]"),

@@ -142,6 +142,9 @@ def with_values(call: Call, arrays: Sequence[Any]) -> tuple[Call, tuple[Any, ...
         for slot, axis in (("lhs", 1), ("rhs", p["rhs_axis"])):
             if not plain[slot]:
                 o[slot] = o[slot].take(range(depth), axis)
+        result = call.outputs[0]
+        if call.name == "grouped_matmul" and p["rhs_axis"] == 1 and result is not None and not plain["rhs"]:
+            o["rhs"] = o["rhs"].take(range(result.shape[1]), 2)  # nor need columns be whole bytes
     for slot, is_plain in plain.items():
         given = specs[slot]
         assert given is not None, f"{slot} is always given"
@@ -213,6 +216,18 @@ def _row_dot(o: Operands, p: dict[str, Any], results: Results) -> None:
 def _scale_rows(o: Operands, p: dict[str, Any], results: Results) -> None:
     for _, at in groups(o["group_sizes"], o["rows"].shape[0]):
         results["result"][at] = o["row_scale"][at, None] * o["rows"][at]
+
+
+def _add_rows(o: Operands, p: dict[str, Any], results: Results) -> None:
+    rows, columns = o["rows"].shape
+    for g, at in groups(o["group_sizes"], rows):
+        terms = float(np.float32(p["factor"])) * o["rows"][at]
+        if o["key"] is not None:
+            key = int(o["key"][0]) | int(o["key"][1]) << 32
+            words = rounding.random_words(key, at.stop - at.start, columns, g, p["stream"])
+            terms = np.where((words >> 8) * 2.0**-24 < float(np.float32(p["rate"])), 0.0, terms)
+        base = np.zeros_like(terms) if o["base"] is None else o["base"][at]
+        results["result"][at] = np.where(terms == 0, base, base + terms)
 
 
 def activation_of(p: Mapping[str, Any], hidden: NDArray[np.float64]) -> Slopes:
@@ -299,6 +314,7 @@ _MEANING: dict[str, Callable[[Operands, dict[str, Any], Results], None]] = {
     "group_sum": _group_sum,
     "row_dot": _row_dot,
     "scale_rows": _scale_rows,
+    "add_rows": _add_rows,
     "grouped_matmul_act": _grouped_matmul_act,
     "grouped_matmul_dact": _grouped_matmul_dact,
     "activation": _activation,

@@ -36,8 +36,9 @@ from grouped_core.sizes import unwrap
 from jax_grouped import _accumulators as accumulate
 from jax_grouped._arguments import as_bound, as_operand_spec, one_group, report_sizes, to_int32
 from jax_grouped._mlp_gradients import NAMES, accumulators_of, like, members
+from jax_grouped._nodes import master_dtype, value_of
 from jax_grouped._run import RUN
-from jax_grouped.ops import Take, master_dtype, operand_node, size_status, value_of
+from jax_grouped.ops import Take, operand_node, size_status
 from jax_grouped.quantize import StraightThrough
 
 ROUTED_NAMES = MlpNames(sizes="experts", probs="weights")

@@ -24,8 +24,8 @@ from grouped_core.quantizing import Extras
 from grouped_core.recipes import BoundRecipe
 from jax_grouped import _accumulators as accumulate
 from jax_grouped._accumulators import Accumulator
+from jax_grouped._nodes import extras_of, merged_state, named, target_of
 from jax_grouped._run import RUN, reduce_to, varying_axes
-from jax_grouped.ops import extras_of, merged_state, named, target_of
 
 NAMES = MlpNames()
 

@@ -21,8 +21,8 @@ from grouped_core.recipes import BoundRecipe
 from jax_grouped import _accumulators as accumulate
 from jax_grouped._mlp_arguments import Operands, into_refs, on_device, specs_of
 from jax_grouped._mlp_gradients import MlpResiduals, backward, both_extras, grouped_mlp_bwd_dw, like, members, to_wait
+from jax_grouped._nodes import cotangent_of, has_gradient, master_dtype, named, target_of, value_of
 from jax_grouped._run import RUN, differentiable, varying_axes
-from jax_grouped.ops import cotangent_of, has_gradient, master_dtype, named, target_of, value_of
 
 
 def run_mlp(op: Mlp, o: Operands) -> Any:

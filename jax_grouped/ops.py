@@ -9,33 +9,43 @@ Letters: G groups, M rows, K in, N out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from grouped_core import calls, debug, gradients, linear_spec, scaling
+from grouped_core import lora as adapters
 from grouped_core.calls import ArraySpec, Call
 from grouped_core.formats import QTensor
-from grouped_core.gradients import Amaxes, Needs
+from grouped_core.gradients import Needs
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.plans import Planner
 from grouped_core.products import operand_spec
-from grouped_core.quantizing import Extras
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes, unwrap
 from jax_grouped import _accumulators as accumulate
+from jax_grouped import _adapter
 from jax_grouped._arguments import AnyArray, as_array, as_bound, as_operand, as_operand_spec, report_sizes, to_int32
+from jax_grouped._nodes import (
+    cotangent_of,
+    extras_of,
+    has_gradient,
+    master_dtype,
+    merged_state,
+    named,
+    target_of,
+    value_of,
+)
 from jax_grouped._precision import fp32_mode
 from jax_grouped._run import RUN, differentiable, reduce_to, varying_axes
-from jax_grouped.quantize import StraightThrough, merged, scales_of
+from jax_grouped.quantize import StraightThrough
 
 NAMES = Names(x="lhs", w="rhs")
 
@@ -58,6 +68,11 @@ def ragged_dot(
     wgrad_dtype: DTypeLike | None = None,
     out: Float[Array, "M N"] | None = None,
     implementation: str | Sequence[str] | None = None,
+    lora: tuple[Float[AnyArray, "G A r"], Float[AnyArray, "G r B"]] | None = None,
+    lora_scaling: float = 1.0,
+    lora_dropout: float = 0.0,
+    lora_key: UInt32[AnyArray, 2] | None = None,
+    lora_wgrad_accum: Sequence[accumulate.Accumulator | None] | None = None,
 ) -> Float[Array, "M N"]:
     """y[r] = row_scale[r] * (lhs[r] @ rhs[g(r)] + bias[g(r)]): each row times the weight of its group.
 
@@ -88,7 +103,13 @@ def ragged_dot(
         wgrad_dtype: dtype of the weight gradient; default that of rhs.
         out: [M, N], the buffer of the result: valid rows are written, tail rows are left unchanged. Donate it, or XLA
             copies it first. It has no gradient.
-        implementation: names of the kernels allowed; default: the best one.
+        implementation: names of the kernels allowed; default: the best one. With an adapter, of the base product.
+        lora: an adapter (A, B) of rhs, which is then frozen (docs/lora.md): A [G, K, r] and B [G, r, N], or [G, r, K]
+            and [G, N, r] with `rhs_transposed`, r from 1 to 256, of the dtype of lhs. `lora_scaling * (lhs[r] @ A) @ B`
+            is added to the product in front of the bias.
+        lora_dropout, lora_key: elements of lhs are dropped on their way to A with this probability, by the key: uint32
+            [2], low word first, given if and only if the probability is not 0.
+        lora_wgrad_accum: a pair for A and B, each as `wgrad_accum` or None.
 
     Returns:
         y [M, N].
@@ -100,9 +121,14 @@ def ragged_dot(
             above float32.
         NotImplementedError: no kernel supports the operands (`why_unsupported` tells beforehand); `jax.vmap`.
     """
-    op, o = _prepare(as_operand, as_array, **locals())  # the arguments, by name
+    arguments = locals()  # by name
+    own = {name: arguments.pop(name) for name in _OF_LORA}
+    op, o = _prepare(as_operand, as_array, **arguments)
+    adapted = _prepare_adapter(as_array, op, o, arguments, **own)
     if "sizes" in debug.debug_flags():
         jax.debug.callback(report_sizes, size_status(o.sizes, value_of(o.x).shape[0]))
+    if adapted is not None:
+        return _adapter.run(*adapted)
     run = _linear if o.accum is None or accumulate.is_sink(o.accum) else _linear_into_ref
     return differentiable(run, op, *o._replace(sizes=to_int32(o.sizes)))
 
@@ -124,8 +150,12 @@ def size_status(group_sizes: Int[AnyArray, " G"] | GroupSizes, M: int) -> Int[Ar
 
 def plan_ragged_dot(**arguments: Any) -> list[Call]:
     """Every native call of `ragged_dot` and of all its gradients; arrays may be `jax.ShapeDtypeStruct`."""
+    own = {name: arguments.pop(name) for name in _OF_LORA}
     op, o = _prepare(as_operand_spec, as_operand_spec, **arguments)
     o = o._replace(sizes=o.sizes._replace(dtype="int32"))  # as after `to_int32`
+    adapted = _prepare_adapter(as_operand_spec, op, o, arguments, **own)
+    if adapted is not None:
+        return _adapter.plan(*adapted)
     x, w = value_of(o.x), value_of(o.w)
     run = Planner()
     extras = scaling.planned(o.bound, w.shape[0])
@@ -178,11 +208,6 @@ def operand_node(take: Take, name: str, value: Any, shape: str) -> Any:
     if isinstance(value, StraightThrough):
         return StraightThrough(take(name, value.master, shape), take(name, value.q, shape))
     return take(name, value, shape)
-
-
-def value_of(node: Any) -> Any:
-    """The array or quantised array of an operand, without its master."""
-    return node.q if isinstance(node, StraightThrough) else node
 
 
 def _prepare(
@@ -258,6 +283,47 @@ def _prepare(
     return op, operands
 
 
+_OF_LORA = ("lora", "lora_scaling", "lora_dropout", "lora_key", "lora_wgrad_accum")
+
+
+def _prepare_adapter(
+    take: Take,
+    op: Linear,
+    o: _Operands,
+    arguments: dict[str, Any],
+    *,
+    lora: Any,
+    lora_scaling: Any,
+    lora_dropout: Any,
+    lora_key: Any,
+    lora_wgrad_accum: Any,
+) -> tuple[_adapter.Adapted, _adapter.Operands] | None:
+    """The operation with an adapter and its operands, checked, from those without it; None without an adapter."""
+    if lora is None:
+        adapters.check_absent(lora_scaling, lora_dropout, lora_key, lora_wgrad_accum)
+        return None
+    adapters.check_no_weight_gradient(**{name: arguments[name] for name in ("wgrad_accum", "wgrad_dtype")})
+    adapter = adapters.option(adapters.LORA, lora_scaling, lora_dropout, lora_key)
+    shapes = ("[G, r, K]", "[G, N, r]") if op.transposed else ("[G, K, r]", "[G, r, N]")
+    factors = adapters.pair_option(lora)
+    a, b = (take(f"{adapter.name}[{at}]", factors[at], shapes[at]) for at in (0, 1))
+    key = None if lora_key is None else take(f"{adapter.name}_key", lora_key, "[2]")
+    accums = [
+        None if each is None else accumulate.take(take, f"{adapter.name}_wgrad_accum[{at}]", each)
+        for at, each in enumerate(adapters.accumulators_option(lora_wgrad_accum))
+    ]
+    run: Any = Planner() if take is as_operand_spec else RUN
+    specs: list[Any] = [calls.spec_of(each) for each in (a, b)]
+    x, w = operand_spec(run, value_of(o.x)), operand_spec(run, value_of(o.w))
+    adapters.check(op, adapter, x, w, *specs, None if key is None else calls.spec_of(key))
+    for accum, product, spec in zip(accums, (adapter.down(op), adapter.up(op)), specs, strict=True):
+        if accum is not None:
+            accumulate.check(product, accum, spec)
+    sizes = o.sizes if take is as_operand_spec else to_int32(o.sizes)
+    given: Any = (o.x, o.w, a, b, sizes, o.bias, o.row_scale, o.out, key, tuple(accums), o.bound)
+    return _adapter.Adapted(op, adapter), _adapter.Operands(*given)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The linear operation.
 
@@ -320,56 +386,6 @@ def _linear_save(op: Linear, needs: Needs, *operands: Any) -> tuple[Any, _Saved]
         masters=tuple(map(master_dtype, (x_node, w_node))),
         varying=tuple(frozenset() if a is None else varying_axes(a) for a in targets),
     )
-
-
-def target_of(node: Any) -> Any:
-    """The array that an operand's gradient belongs to."""
-    if isinstance(node, StraightThrough):
-        return node.master
-    return node.values if isinstance(node, QTensor) else node
-
-
-def master_dtype(node: Any) -> str | None:
-    """Dtype of a quantised operand's master, None where it has none; "" for an operand that is not quantised."""
-    if isinstance(node, StraightThrough):
-        return calls.spec_of(node.master).dtype
-    return None if isinstance(node, QTensor) else ""
-
-
-def has_gradient(node: Any) -> bool:
-    """Whether an operand has a gradient: a quantised one has it only with a master."""
-    return not isinstance(node, QTensor)
-
-
-def cotangent_of(master: str | None, gradient: Any) -> Any:
-    """The gradient as the cotangent of an operand, given its `master_dtype`."""
-    if gradient is None or master is None:
-        return None
-    return StraightThrough(gradient.astype(master), None) if master else gradient
-
-
-def extras_of(bound: BoundRecipe, product: int = 0) -> Extras:
-    """The bound key, and the scales of one linear operation: product 0, or product 0 or 1 of an MLP."""
-    return scaling.extras(bound, product, None if bound.state is None else scales_of(bound))
-
-
-def merged_state(bound: BoundRecipe, amaxes: Sequence[Amaxes]) -> Any:
-    """The state that a recipe is bound to, with the amaxes of each product merged in; None where it has none."""
-    if bound.state is None:
-        return None
-    return merged(bound, dict(enumerate(amax for product in amaxes for amax in product)))
-
-
-def named(operand: Any, name: str) -> Any:
-    """`operand` named for policies of `jax.checkpoint`; parts of a quantised one are `<name>_q` and `<name>_scale`."""
-    if not isinstance(operand, QTensor):
-        return None if operand is None else checkpoint_name(operand, name)
-    scales, group_scales = (
-        None if each is None else checkpoint_name(each, f"{name}_scale")
-        for each in (operand.scales, operand.group_scales)
-    )
-    values = checkpoint_name(operand.values, f"{name}_q")
-    return replace(operand, values=values, scales=scales, group_scales=group_scales)
 
 
 def _linear_fwd(op: Linear, *primals: Any) -> tuple[Any, _Saved]:

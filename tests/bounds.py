@@ -244,8 +244,8 @@ def _work(call: Call, arrays: Sequence[Any]) -> tuple[Any, int, NDArray[np.bool_
     if call.name == "row_dot":
         widths = [operands[name].shape[1] for name in ("lhs", "group_lhs") if operands[name] is not None]
         return float(sum(widths)), 1, written
-    if call.name == "scale_rows":
-        return 0.0, 1, written
+    if call.name in ("scale_rows", "add_rows"):
+        return 0.0, 1 + int(call.name == "add_rows"), written
     steps = sum(operands[name] is not None for name in ("bias", "row_scale")) + int(bool(params["accumulate"]))
     return float(operands["lhs"].shape[1]), steps, written
 

@@ -10,16 +10,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from grouped_core import activations, linear_spec, memory, ranks, scaling
+from grouped_core import activations, linear_spec, lora, memory, ranks, scaling
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec, OperandSpec, QuantizedSpec
 from grouped_core.formats import WIDE, Format, QTensor, wide
 from grouped_core.linear_spec import Linear, Names
+from grouped_core.lora import LORA, Adapter
 from grouped_core.memory import Span
 from grouped_core.mlp_spec import (
     Mlp,
@@ -98,6 +100,7 @@ class Arguments:
         scaling: the states and the key that are bound to the recipe.
         accumulators: for each weight, a tensor or None per leaf; () without accumulators.
         caches: for each weight, the quantised weight that its layer keeps, or None.
+        base: the frozen weight whose adapter `weights` are; None without an adapter. key: of its dropout.
     """
 
     x: Tensor | QTensor[Tensor]
@@ -112,6 +115,8 @@ class Arguments:
     to_main_grad: bool
     accumulators: tuple[Sequence[Tensor | None], ...]
     caches: tuple[WeightForms | None, ...]
+    base: Any = None
+    key: Tensor | None = None
 
     def receivers(self) -> list[Tensor | None]:
         """The inputs of autograd: `leaf`, the row scale, the leaves of each weight (None for a quantised one without
@@ -266,6 +271,106 @@ def _check_linear(operands: tuple[Any, ...], bound: BoundRecipe, options: tuple[
         op = dataclasses.replace(op, recipe=op.resolve(*specs[:2]), wgrad_dtype=w_master and w_master.dtype)
         specs = (specs[0]._replace(dtype=x_master.dtype if x_master else specs[0].dtype), *specs[1:])
     return sizes, op, tuple(map(_static, specs))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The linear operation with an adapter
+
+LORA_NAMES = (f"{LORA}[0]", f"{LORA}[1]")
+
+
+class Adapted(NamedTuple):
+    """The operation of a frozen weight and its adapter."""
+
+    base: Linear
+    adapter: Adapter
+
+    @property
+    def names(self) -> Names:
+        """Those of the base product's arguments."""
+        return self.base.names
+
+
+class AdaptedSpecs(NamedTuple):
+    """Specs of x, the base weight, bias and row scale; of A and B."""
+
+    base: Any
+    factors: tuple[ArraySpec, ArraySpec]
+
+
+def adapted_arguments(
+    x: Any,
+    weight: Any,
+    group_sizes: Any,
+    rhs_transposed: bool,
+    bias: Members | None,
+    row_scale: Tensor | None,
+    scale_bias: bool,
+    recipe: Any,
+    a: Any,
+    b: Any,
+    lora_scaling: float,
+    lora_dropout: float,
+    lora_key: Tensor | None,
+    lora_wgrad_accum: Any,
+    implementation: str | Sequence[str] | None,
+    caches: tuple[WeightForms | None, ...] = (None,),
+) -> Arguments:
+    """The checked arguments of `grouped_linear` with an adapter (a, b); it raises the same errors."""
+    adapter = lora.option(LORA, lora_scaling, lora_dropout, lora_key)
+    own = (x, weight, group_sizes, rhs_transposed, bias, row_scale, scale_bias, recipe)
+    base = linear_arguments(*own, None, implementation)
+    if any(each.requires_grad for leaves in base.leaves for each in leaves):
+        raise ValueError(
+            f"`{NAMES.w}`: requires a gradient beside `{LORA}`, expected a frozen weight; call requires_grad_(False) "
+            "on it, or pass `weight.detach()`."
+        )
+    refuse_transforms("grouped_linear", a, b)
+    first, transposed = home(base.x), base.checked.op.transposed
+    for part, name, factor in zip("ab", LORA_NAMES, (a, b), strict=True):
+        check_members((LORA, part), name, factor, first, transposed=transposed)
+    if lora_key is not None:
+        check_operand(f"{LORA}_key", lora_key, first)
+    factors: Any = (_spec(a, 3), _spec(b, 3))
+    key_spec = None if lora_key is None else fixed_spec(lora_key)
+    lists = _lists((members(a), members(b)), (bias,))
+    found = _adapted(base.checked.op, base.checked.specs, adapter, factors, key_spec, lists)
+    leaves = (members(a), members(b))
+    accumulators: tuple[Sequence[Tensor | None], ...] = ((), ())
+    to_main_grad = isinstance(lora_wgrad_accum, str)
+    if lora_wgrad_accum is not None:
+        given = (lora_wgrad_accum,) * 2 if to_main_grad else lora.accumulators_option(lora_wgrad_accum)
+        named = zip(given, leaves, factors, enumerate(LORA_NAMES), strict=True)
+        accumulators = tuple(
+            [
+                _accumulators_of_product(each, own_leaves, spec, base.x, f"{LORA}_wgrad_accum[{at}]", name)
+                for each, own_leaves, spec, (at, name) in named
+            ]
+        )
+    arguments = dataclasses.replace(
+        base,
+        weights=(_operand(a), _operand(b)),
+        leaves=leaves,
+        checked=found,
+        to_main_grad=to_main_grad,
+        accumulators=accumulators,
+        caches=caches,
+        base=base.weights[0],
+        key=lora_key,
+    )
+    written = [(f"{LORA}_wgrad_accum[{at}]", each) for at, some in enumerate(accumulators) for each in some]
+    if written:
+        _check_apart_from_operands(written, arguments)
+    return arguments
+
+
+@lru_cache(maxsize=1024)
+def _adapted(
+    op: Linear, specs: Any, adapter: Adapter, factors: Any, key: ArraySpec | None, lists: tuple[tuple[int, bool], ...]
+) -> Checked:
+    """The checked adapter of a checked operation; a function of facts, so that what follows is found once."""
+    lora.check(op, adapter, specs[0], specs[1], *factors, key)
+    return Checked(Adapted(op, adapter), AdaptedSpecs(specs, factors), lists)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -846,10 +951,13 @@ _Named = Iterable[tuple[str, Tensor | None]]
 def _check_apart_from_operands(written: _Named, given: Arguments) -> None:
     if is_compiling():  # there are no addresses yet
         return
-    two = len(given.weights) == 2
+    adapted = given.base is not None
+    two = len(given.weights) == 2 and not adapted
     names = given.checked.op.names
     read = [(names.sizes, given.sizes), (names.probs if two else names.row_scale, given.row_scale)]
-    weights = (MLP_NAMES.wi, MLP_NAMES.wo) if two else (NAMES.w,)
+    weights = LORA_NAMES if adapted else (MLP_NAMES.wi, MLP_NAMES.wo) if two else (NAMES.w,)
+    if adapted:
+        read += [(NAMES.w, each) for each in _tensors(given.base)] + [(f"{LORA}_key", given.key)]
     biases = (MLP_NAMES.wi_bias, MLP_NAMES.wo_bias) if two else (NAMES.bias,)
     read += [(names.x, each) for each in _tensors(given.x)]
     for name, operand in zip(weights, given.weights, strict=True):

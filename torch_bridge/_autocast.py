@@ -47,8 +47,6 @@ def cast(operand: Any, dtype: torch.dtype | None) -> Any:
     return operand.to(dtype) if operand.dtype in _CAST and operand.dtype != dtype else operand
 
 
-_NOBODY = ((), (None,), (None, None))
-
 Operands = tuple[Any, Sequence[Any], Sequence[Any], Sequence[Owner | None]]
 """x, weights, biases, and for each weight the owner of its `main_grad` and flags if that is not the weight itself."""
 
@@ -57,7 +55,7 @@ def operands(x: Any, weights: Sequence[Any], biases: Sequence[Any]) -> Operands:
     """The operands of a public function as kernels read them: cast if autocast is on for the device of `x`."""
     dtype = dtype_of(x)
     if dtype is None:
-        return x, weights, biases, _NOBODY[len(weights)]
+        return x, weights, biases, (None,) * len(weights)
     return cast(x, dtype), cast(weights, dtype), cast(biases, dtype), [_owner(each) for each in weights]
 
 

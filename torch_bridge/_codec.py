@@ -17,6 +17,7 @@ from grouped_core.calls import ArraySpec, QuantizedSpec
 from grouped_core.formats import Format, QTensor
 from grouped_core.gradients import Needs
 from grouped_core.linear_spec import Linear, Names
+from grouped_core.lora import Adapter, LoraNeeds
 from grouped_core.mlp_spec import Mlp, MlpNames, MlpNeeds, MlpSpecs, Residuals
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.routing_calls import GroupLimit, Scores
@@ -26,7 +27,8 @@ from grouped_core.sizes import GroupSizes
 from torch_bridge._tensors import CachedLayout, ExtrasLayout, Form, PairLayout, ProductExtras, StraightThrough
 
 _DATACLASSES = (
-    *(Activation, BoundRecipe, Format, GroupSizes, Linear, Mlp, QTensor, Recipe, Router, ScalingState, StraightThrough),
+    *(Activation, Adapter, BoundRecipe, Format, GroupSizes, Linear, Mlp, QTensor, Recipe, Router, ScalingState),
+    StraightThrough,
 )
 _TUPLES = (
     ArraySpec,
@@ -34,6 +36,7 @@ _TUPLES = (
     ExtrasLayout,
     Form,
     GroupLimit,
+    LoraNeeds,
     MlpNames,
     MlpNeeds,
     MlpSpecs,

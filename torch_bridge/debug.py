@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grouped_core import lora
 from grouped_core.calls import Call
 from grouped_core.debug import Planned, bound_arguments, explain_calls, why_not
+from grouped_core.lora import LORA
 from torch_bridge import _autocast, _codec, _fake, linear, mlp, route, routed
-from torch_bridge._args import check_buffers, linear_arguments, mlp_arguments, routed_arguments
+from torch_bridge._args import adapted_arguments, check_buffers, linear_arguments, mlp_arguments, routed_arguments
 from torch_bridge._record import arch_of
 from torch_bridge._tensors import home, master_of
 from torch_bridge.moe import moe
@@ -23,7 +25,14 @@ from torch_bridge.quantize import check_dequantize, check_quantize, dequantize, 
 
 
 def _check_linear(arguments: dict[str, Any], out: Tensor | None, grad_input: Tensor | None) -> None:
-    check_buffers(linear_arguments(**arguments), out, grad_input)
+    own = {name: each for name, each in arguments.items() if not name.startswith(LORA)}
+    options = {name: each for name, each in arguments.items() if name.startswith(f"{LORA}_")}
+    if arguments[LORA] is None:
+        lora.check_absent(*options.values())
+        return check_buffers(linear_arguments(**own), out, grad_input)
+    lora.check_no_weight_gradient(wgrad_accum=own.pop("wgrad_accum"))
+    a, b = lora.pair_option(arguments[LORA])
+    return check_buffers(adapted_arguments(**own, a=a, b=b, **options), out, grad_input)
 
 
 def _check_mlp(arguments: dict[str, Any], out: Tensor | None, grad_input: Tensor | None) -> None:
@@ -39,6 +48,8 @@ def _planner(operation: Callable[..., Tensor], check: Callable[..., None], weigh
 
     def calls(*, out: Tensor | None, grad_input: Tensor | None, **arguments: Any) -> list[Call]:
         check(_cast(arguments), out, grad_input)  # checks devices and memory, which meta tensors do not have
+        if isinstance(arguments.get(f"{LORA}_wgrad_accum"), str):
+            arguments[f"{LORA}_wgrad_accum"] = tuple([_main_grads(each) for each in arguments[LORA]])
         if isinstance(arguments["wgrad_accum"], str):
             found = [_main_grads(master_of(arguments[name])) for name in weights]
             arguments["wgrad_accum"] = found[0] if len(weights) == 1 else tuple(found)
@@ -61,7 +72,7 @@ def _cast(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: _autocast.cast(each, dtype) if name in _CAST else each for name, each in arguments.items()}
 
 
-_CAST = ("x", "weight", "bias", "wi", "wo", "wi_bias", "wo_bias")
+_CAST = ("x", "weight", "bias", LORA, "wi", "wo", "wi_bias", "wo_bias")
 
 
 def _planner_of_forms(operation: Callable[..., Any], check: Callable[..., Any]) -> Planned:

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from grouped_core import gradients, quantizing
+from grouped_core import lora as adapters
 from grouped_core.formats import QTensor
 from grouped_core.gradients import LinearSpecs, Needs
 from grouped_core.linear_spec import Linear
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
-from torch_bridge import _autocast, _saved
+from torch_bridge import _adapter, _autocast, _saved
 from torch_bridge._args import Arguments, Members, linear_arguments
 from torch_bridge._autograd import Deliver, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS, run
@@ -45,6 +46,11 @@ def grouped_linear(
     out: Tensor | None = None,
     grad_input: Tensor | None = None,
     implementation: str | Sequence[str] | None = None,
+    lora: tuple[Members, Members] | None = None,
+    lora_scaling: float = 1.0,
+    lora_dropout: float = 0.0,
+    lora_key: Tensor | None = None,
+    lora_wgrad_accum: str | Sequence[Any] | None = None,
 ) -> Tensor:
     """The product [M, N] of grouped rows: `row_scale[r] * (x[r] @ weight[g].T + bias[g])` for row r of group g.
 
@@ -70,13 +76,27 @@ def grouped_linear(
         out, grad_input: the caller's buffers for y [M, N] and the gradient of x [M, K], in the dtype of autocast if it
             is on. The results share their storage (under torch.compile they may be copies, and the `.grad` of a leaf x
             is always a copy), and rows past the groups are not written.
-        implementation: the name of a kernel, or several names; see `explain`.
+        implementation: the name of a kernel, or several names; see `explain`. With an adapter, of the base product.
+        lora: an adapter (A, B) of the weight, which is then frozen (docs/lora.md): A [G, r, K] and B [G, N, r], or
+            [G, K, r] and [G, r, N] with `rhs_transposed=False`, r from 1 to 256, of the dtype of x; or lists of G
+            matrices. `lora_scaling * (x[r] @ A[g].T) @ B[g].T` is added to the product in front of the bias.
+        lora_dropout, lora_key: elements of x are dropped on their way to A with this probability, by the key: uint32
+            [2], low word first, given if and only if the probability is not 0.
+        lora_wgrad_accum: as `wgrad_accum`, a pair for A and B, or "main_grad".
 
     Raises:
         TypeError: wrong dtypes, or an argument is not a tensor. ValueError: wrong shapes, devices, layouts, buffers or
             options. NotImplementedError: no kernel supports the call. RuntimeError: in backward, `main_grad` cannot be
             written, or the operation is differentiated twice.
     """
+    if lora is not None:
+        adapters.check_no_weight_gradient(wgrad_accum=wgrad_accum)
+        factors = adapters.pair_option(lora)
+        x, (weight, *factors), (bias,), (_, *owners) = _autocast.operands(x, (weight, *factors), (bias,))
+        adapted = (rhs_transposed, bias, row_scale, scale_bias, recipe, *factors, lora_scaling, lora_dropout, lora_key)
+        adapted = (x, weight, group_sizes, *adapted)
+        return run(_adapter.NAME, adapted, lora_wgrad_accum, implementation, out, grad_input, tuple(owners), (None,))
+    adapters.check_absent(lora_scaling, lora_dropout, lora_key, lora_wgrad_accum)
     x, (weight,), (bias,), (owner,) = _autocast.operands(x, (weight,), (bias,))
     arguments = (x, weight, group_sizes, rhs_transposed, bias, row_scale, scale_bias, recipe)
     return run(LINEAR.name, arguments, wgrad_accum, implementation, out, grad_input, (owner,), (None,))

@@ -16,7 +16,8 @@ namespace grouped {
 
 // The scales of two quantised operands (numerics 2.4), and how their blocks lie. A value is code * scale * group scale;
 // what is absent counts as 1. An operand of uint8 holds two E2M1 codes a byte, the even one in the low half, along its
-// last axis. A weight is stored with its contracted axis last, so a quantised rhs has rhs_axis = 2.
+// last axis. A weight is stored for a contraction of its last axis: a quantised rhs has rhs_axis = 2. Codes with scales
+// of blocks take rhs_axis = 1 in `grouped_matmul` alone, which then contracts the other axis of the same values.
 struct OperandScales {
   TensorView lhs_scales;        // of blocks along the contracted axis; shapes below
   TensorView rhs_scales;        // likewise
@@ -177,6 +178,36 @@ struct ScaleRows {
     v.input("group_sizes", group_sizes);
     v.optional("into", into);
     v.output("result", result);
+  }
+};
+
+// result[r] = base[r] + factor * m * rows[r], [M, N], in fp32 with one rounding; base is 0 where it is absent. With a
+// key, m drops elements at random: 0 where the upper 24 bits of their random word, over 2^24, are below `rate`, else 1;
+// word `column mod 4` of Philox at the counter (column / 4, row in its group, group, stream). A term of 0 leaves base
+// as it is, the sign of a zero included. Tail rows are zero, or kept in `into`.
+struct AddRows {
+  static constexpr const char* kName = "add_rows";
+  TensorView rows;         // [M, N]
+  TensorView group_sizes;  // [G] int32
+  TensorView base;         // [M, N] float32
+  TensorView key;          // [2] uint32, low word first
+  TensorView into;         // the caller's buffer, the same memory as `result`
+  TensorView result;       // [M, N]
+  float factor = 1;
+  float rate = 0;      // 0 to 1, without 1
+  int64_t stream = 0;  // number of the mask among those of one key
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("rows", rows);
+    v.input("group_sizes", group_sizes);
+    v.optional("base", base);
+    v.optional("key", key);
+    v.optional("into", into);
+    v.output("result", result);
+    v.param("factor", factor);
+    v.param("rate", rate);
+    v.param("stream", stream);
   }
 };
 
@@ -678,6 +709,7 @@ struct ScaleUpdate {
   X(GroupSum)            \
   X(RowDot)              \
   X(ScaleRows)           \
+  X(AddRows)             \
   X(GroupedMatmulAct)    \
   X(GroupedMatmulDact)   \
   X(ActivationForward)   \

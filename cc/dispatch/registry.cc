@@ -77,6 +77,16 @@ Table<ScaleRows> table<ScaleRows>(Platform platform) {
 }
 
 template <>
+Table<AddRows> table<AddRows>(Platform platform) {
+  static const Kernel<AddRows> cpu[] = {add_rows_any_cpu};
+#if GROUPED_WITH_CUDA
+  static const Kernel<AddRows> cuda[] = {add_rows_any_cuda};
+  if (platform == Platform::cuda) return rows_of(cuda);
+#endif
+  return rows_if(platform == Platform::cpu, cpu);
+}
+
+template <>
 Table<GroupedMatmulAct> table<GroupedMatmulAct>(Platform platform) {
   static const Kernel<GroupedMatmulAct> cpu[] = {grouped_matmul_act_stored_cpu, grouped_matmul_act_composed_cpu};
 #if GROUPED_WITH_CUDA

@@ -42,17 +42,18 @@ void block_scales(Check* check, const char* name, const TensorView& t, int64_t b
   check->shape(name, t, t.dtype == DType::f32 ? fp32 : narrow);
 }
 
-// Scales of a product with ragged rows: lhs [rows, depth], rhs [groups, columns, depth] as stored.
+// Scales of a product with ragged rows: lhs [rows, depth], rhs [groups, columns, depth] as stored, or with `turns`
+// [groups, depth, columns].
 void row_product_scales(Check* check, const OperandScales& s, const TensorView& lhs, const TensorView& rhs,
-                        int64_t rhs_axis, int64_t groups) {
+                        int64_t rhs_axis, int64_t groups, bool turns = false) {
   group_scales(check, "lhs_group_scales", s.lhs_group_scales, groups);
   group_scales(check, "rhs_group_scales", s.rhs_group_scales, groups);
   if (!check->wrong.empty()) return;
   const int64_t rows = lhs.dims[0];
   const int64_t lhs_depth = lhs.dims[1] * (lhs.dtype == DType::u8 ? 2 : 1);
   const int64_t rhs_depth = rhs.dims[2] * (rhs.dtype == DType::u8 ? 2 : 1);
-  check->require(rhs_axis == 2 || (s.rhs_block == 0 && rhs.dtype != DType::u8),
-                 [] { return "rhs_axis: expected 2, quantised weights have their contracted axis last"; });
+  check->require(turns || rhs_axis == 2 || (s.rhs_block == 0 && rhs.dtype != DType::u8),
+                 [] { return "rhs_axis: expected 2, quantised weights have their contracted axis last here"; });
   const int64_t lb = std::max<int64_t>(s.lhs_block, 1), rb = std::max<int64_t>(s.rhs_block, 1);
   // A packed last byte may hold one code, so a packed length is known but for one.
   const int64_t outer = divide_up(rhs.dims[1], s.rhs_block_outer);
@@ -114,7 +115,7 @@ void hidden_grads(Check* check, const Call& call, const TensorView& hidden, int6
 
 // Whether the contracted axes of lhs [M, C] and rhs have one length; of two codes a byte the last may be padding.
 bool same_depth(const TensorView& lhs, const TensorView& rhs, int64_t rhs_axis) {
-  const bool lhs_packed = lhs.dtype == DType::u8, rhs_packed = rhs.dtype == DType::u8;
+  const bool lhs_packed = lhs.dtype == DType::u8, rhs_packed = rhs.dtype == DType::u8 && rhs_axis == 2;
   const int64_t a = lhs.dims[1], b = rhs.dims[rhs_axis];
   if (lhs_packed == rhs_packed) return a == b;
   return lhs_packed ? a == divide_up(b, 2) : divide_up(a, 2) == b;
@@ -181,14 +182,18 @@ std::string disagreement(const GroupedMatmul& call) {
                   [] { return "lhs_half, rhs_half: expected 0 beside ragged rows"; });
     check.require(call.result_half == 0 || !has_codes(call),
                   [] { return "result_half: expected 0 beside quantised operands; pass one array"; });
-    const int64_t made = product_width(&check, call.lhs, check.whole_weight(call), call.rhs_axis, groups);
+    int64_t made = product_width(&check, call.lhs, check.whole_weight(call), call.rhs_axis, groups);
+    check.rank("result", call.result, 2);
     if (check.wrong.empty()) {
+      // Where columns are packed, the last code may stand for nothing.
+      const int64_t columns = call.result.dims[1];
+      if (call.rhs.dtype == DType::u8 && call.rhs_axis == 1 && row_bytes(DType::u8, columns) == made) made = columns;
       const int64_t rows = call.lhs.dims[0], width = made * (call.result_half ? 2 : 1);
       check.shape("result", call.result, {rows, width});
       check.shape_if_given("bias", call.bias, {groups, width});
       check.shape_if_given("row_scale", call.row_scale, {rows});
       check.dtype("row_scale", call.row_scale, DType::f32);
-      row_product_scales(&check, call.scales, call.lhs, call.rhs, call.rhs_axis, groups);
+      row_product_scales(&check, call.scales, call.lhs, call.rhs, call.rhs_axis, groups, true);
     }
     check.absent("into_table", call.into_table);
     check.require(call.segment == 0 && call.turned == 0, [] { return "segment, turned: expected 0 beside rows"; });
@@ -245,6 +250,22 @@ std::string disagreement(const ScaleRows& call) {
   check.shape("row_scale", call.row_scale, {call.rows.dims[0]});
   check.dtype("row_scale", call.row_scale, DType::f32);
   check.shape("result", call.result, {call.rows.dims[0], call.rows.dims[1]});
+  same_buffer(&check, "into", call.into, call.result);
+  return check.wrong;
+}
+
+std::string disagreement(const AddRows& call) {
+  Check check;
+  groups_of(&check, call.group_sizes);
+  check.rank("rows", call.rows, 2);
+  check.not_empty("rows", call.rows, 1);
+  check.shape_if_given("base", call.base, {call.rows.dims[0], call.rows.dims[1]});
+  check.dtype("base", call.base, DType::f32);
+  check.shape_if_given("key", call.key, {2});
+  check.dtype("key", call.key, DType::u32);
+  check.shape("result", call.result, {call.rows.dims[0], call.rows.dims[1]});
+  check.require(call.rate >= 0.0f && call.rate < 1.0f, [] { return "rate: expected 0 to 1, without 1"; });
+  check.require(call.key.present() == (call.rate > 0.0f), [] { return "key: expected one if and only if rate > 0"; });
   same_buffer(&check, "into", call.into, call.result);
   return check.wrong;
 }

@@ -37,6 +37,16 @@ bool has_halves(const GroupedMatmul& call) {
 bool has_halves(const GroupedMatmulAct& call) { return call.rhs_up.present(); }
 bool has_halves(const GroupedMatmulDact&) { return false; }
 
+// Columns of a weight with rhs_axis = 1; where they are packed, the last code may stand for nothing.
+template <class Call>
+int64_t columns_of_weight(const Call& call) {
+  return call.rhs.dims[2];
+}
+template <>
+int64_t columns_of_weight(const GroupedMatmul& call) {
+  return call.rhs.dtype == DType::u8 ? call.result.dims[1] : call.rhs.dims[2];
+}
+
 TensorView scratch(void* workspace, size_t* used, DType dtype, std::initializer_list<int64_t> dims) {
   TensorView view;
   view.dtype = dtype;
@@ -95,10 +105,10 @@ void widen_row_operands(Plan<Call>* plan, const Call& call, DType type, void* wo
       w.slice_stride = s.rhs_scales.dims[1] * s.rhs_scales.dims[2];
       w.line_block = static_cast<int>(s.rhs_block_outer);
     }
-    if (call.rhs_axis == 2) w.run = depth;
     w.sizes = call.group_sizes.template as<const int32_t>();
     const int64_t first = call.rhs_axis == 2 ? call.rhs.dims[1] : depth;
-    const int64_t second = call.rhs_axis == 2 ? depth : call.rhs.dims[2];
+    const int64_t second = call.rhs_axis == 2 ? depth : columns_of_weight(call);
+    w.run = second;
     plan->inner.rhs = scratch(workspace, &plan->used, type, {call.rhs.dims[0], first, second});
     w.result = plan->inner.rhs.data;
     plan->passes[plan->count++] = w;

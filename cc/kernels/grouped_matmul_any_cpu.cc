@@ -2,6 +2,7 @@
 // each one PanelProduct.
 #include <algorithm>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cc/api/halves.h"
@@ -151,8 +152,12 @@ PanelOperand weight_of(const GroupedMatmul& call, const TensorView& rhs, int64_t
                                               : at(rhs.data, rhs.dtype, group * rhs.dims[1] * rhs.dims[2]);
   const OperandScales& s = call.scales;
   const int64_t lines = s.rhs_scales.present() ? s.rhs_scales.dims[1] : 0;
-  const PanelScales scales = scales_of(s.rhs_scales, group * lines, false, s.rhs_block_outer, s.rhs_block);
-  if (call.rhs_axis == 1) return {data, rhs.dtype, 1, rhs.dims[2], column, scales};
+  PanelScales scales = scales_of(s.rhs_scales, group * lines, false, s.rhs_block_outer, s.rhs_block);
+  if (call.rhs_axis == 1) {  // codes that were made for a contraction along the other axis
+    std::swap(scales.outer_stride, scales.depth_stride);
+    std::swap(scales.outer_block, scales.block);
+    return {data, rhs.dtype, 1, last_axis(rhs), column, scales};
+  }
   return {data, rhs.dtype, last_axis(rhs), 1, column, scales};
 }
 

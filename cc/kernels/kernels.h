@@ -20,6 +20,7 @@ extern const Kernel<GroupedMatmul> grouped_matmul_any_cpu_avx512;
 extern const Kernel<GroupSum> group_sum_any_cpu;
 extern const Kernel<RowDot> row_dot_any_cpu;
 extern const Kernel<ScaleRows> scale_rows_any_cpu;
+extern const Kernel<AddRows> add_rows_any_cpu;
 
 extern const Kernel<ActivationForward> activation_any_cpu;
 extern const Kernel<ActivationForward> activation_any_cpu_plain;
@@ -87,6 +88,7 @@ extern const Kernel<GroupedMatmul> grouped_matmul_any_cuda;
 extern const Kernel<GroupSum> group_sum_any_cuda;
 extern const Kernel<RowDot> row_dot_any_cuda;
 extern const Kernel<ScaleRows> scale_rows_any_cuda;
+extern const Kernel<AddRows> add_rows_any_cuda;
 extern const Kernel<ActivationForward> activation_any_cuda;
 extern const Kernel<ActivationGrad> activation_grad_any_cuda;
 extern const Kernel<Quantize> quantize_fp8_rows_cuda;  // where bandwidth counts, as the next two

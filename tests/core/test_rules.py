@@ -20,6 +20,7 @@ LATER = {
     "CKP-6": "metadata come with the converters",
     "CKP-7": "names of global experts come with expert parallelism",
     "CKP-8": "files of both frameworks come with the converters",
+    "LOR-3": "the CPU widens codes block by block; on CUDA that comes with the kernels of adapters",
     "LYR-9": "the exchange comes with expert parallelism; which experts a rank has is tested already",
     "LYR-10": "budgets come with expert parallelism",
     "LYR-11": "emulated exchanges come with expert parallelism",

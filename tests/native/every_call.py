@@ -92,6 +92,9 @@ def others(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
     yield calls.row_dot(sizes, rows, (x, x), vectors, True)
     yield calls.row_dot(sizes, rows, None, vectors)
     yield calls.scale_rows(x, scale, sizes, "bfloat16", x)
+    base = ArraySpec((rows, n), "float32")
+    yield calls.add_rows(x, sizes, "bfloat16", base=base, into=x, factor=0.5, rate=0.25, stream=1)
+    yield calls.add_rows(x, sizes, "float32", factor=2.0)
     yield calls.activation(
         hidden, sizes, "float16", activation=Activation("swiglu", interleave=n or 1), row_scale=scale
     )

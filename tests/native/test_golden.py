@@ -289,6 +289,7 @@ def test_the_other_calls(arch):
             calls.group_sum(dy, sizes, "bfloat16", scale),
             calls.row_dot(sizes, case.rows, (x, x), (dy, ArraySpec((case.groups, case.n), "bfloat16"))),
             calls.scale_rows(dy, scale, sizes, "bfloat16"),
+            calls.add_rows(dy, sizes, "bfloat16", rate=0.5),
         ):
             plan = plans.attempt(call, arch)
             assert plan.kernel == f"{call.name}_any_{DEFAULT[arch]}", f"{case}: {plan.refusals}"

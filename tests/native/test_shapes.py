@@ -58,6 +58,7 @@ CALLS = {
     "group_sum": calls.group_sum(rows(N), SIZES, "float32", SCALE),
     "row_dot": calls.row_dot(SIZES, M, (rows(K), rows(K)), (rows(N), weight(G, N)), True),
     "scale_rows": calls.scale_rows(rows(N), SCALE, SIZES, "bfloat16", rows(N)),
+    "add_rows": calls.add_rows(rows(N), SIZES, "bfloat16", base=ArraySpec((M, N), "float32"), into=rows(N), rate=0.5),
     "shard_amax": calls.shard_amax(weight(G, 32, 64), FORMATS["mxfp8"]),
     "shard_cast": calls.shard_cast(weight(G, 32, 64), FORMATS["nvfp4"], (True, True), skip=True),
 }
@@ -82,7 +83,7 @@ def test_every_shape_counts(name):
     assert plans.attempt(call, "cpu").kernel
     for slot, spec in enumerate(call.inputs):
         for other in changed(spec) if spec is not None else ():
-            if call.name == "scale_rows" and len(other.shape) == 1 and spec == SIZES:
+            if call.name in ("scale_rows", "add_rows") and len(other.shape) == 1 and spec == SIZES:
                 continue
             refused(dataclasses.replace(call, inputs=(*call.inputs[:slot], other, *call.inputs[slot + 1 :])))
     for other in changed(call.outputs[0]):
@@ -91,7 +92,8 @@ def test_every_shape_counts(name):
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize(
-    "fixed", ["group_sizes", "row_scale", "rhs_table", "bias_table", "into_table", "source_table", "skip"]
+    "fixed",
+    ["group_sizes", "row_scale", "rhs_table", "bias_table", "into_table", "source_table", "skip", "base", "key"],
 )
 def test_fixed_dtypes_count(name, fixed):
     """Operands whose dtype calls.h fixes are refused in another."""
@@ -123,6 +125,10 @@ def test_params_count():
         (wgrad, "lhs_half", 1),
         (CALLS["half_of_the_columns"], "rhs_half", 3),
         (CALLS["half_of_the_columns"], "lhs_half", -1),
+        (CALLS["add_rows"], "rate", 0.0),
+        (CALLS["add_rows"], "rate", 1.0),
+        (CALLS["add_rows"], "rate", float("nan")),
+        (CALLS["add_rows"], "stream", -1),
     ):
         refused(dataclasses.replace(call, params=tuple({**dict(call.params), param: value}.items())))
 

@@ -1,12 +1,12 @@
-"""group_sum, row_dot and scale_rows: bias and row-scale gradients."""
+"""group_sum, row_dot and scale_rows: bias and row-scale gradients; add_rows, the end of a product with an adapter."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from grouped_core import calls
-from grouped_core.calls import spec_of
+from grouped_core import calls, rounding
+from grouped_core.calls import ArraySpec, spec_of
 from tests import asserts, cases
 from tests.native.runner import Native, kernels
 
@@ -98,6 +98,65 @@ def test_scaled_rows(kernel, case, dtype, result, buffer):
         asserts.zero(tail, "tail")
     exact = p.dy[: case.valid].astype(np.float32) * p.row_scale[: case.valid, None]
     asserts.bitwise(found[: case.valid], exact.astype(found.dtype))
+
+
+KEY = np.array([0x243F6A88, 0x85A308D3], np.uint32)
+
+
+@pytest.mark.rule("GRP-6", "GRP-7", "LOR-1")
+@pytest.mark.parametrize("kernel", kernels("add_rows"))
+@pytest.mark.matrix(
+    case=[*CASES, LONG],
+    dtype=cases.DTYPES,
+    result=cases.DTYPES,
+    buffer=(False, True),
+    based=(False, True),
+    rate=(0.0, 0.3),
+)
+def test_added_rows(kernel, case, dtype, result, buffer, based, rate):
+    """Bits of a float32 formula whose masks are those of the oracle."""
+    p = cases.problem(case, dtype)
+    base = cases.normal(p.dy.shape, "float32", "base") if based else None
+    into = np.full(p.dy.shape, cases.SENTINEL, cases.numpy_dtype(result)) if buffer else None
+    call = calls.add_rows(
+        *(spec_of(p.dy), spec_of(p.group_sizes), result),
+        base=None if base is None else spec_of(base),
+        into=None if into is None else spec_of(into),
+        factor=1.7,
+        rate=rate,
+        stream=1,
+    )
+    (found,) = Native(kernel)(call, (p.dy, p.group_sizes, base, KEY if rate else None, into))
+    if buffer:
+        asserts.filled(found[case.valid :], cases.SENTINEL, "tail")
+    else:
+        asserts.zero(found[case.valid :], "tail")
+    for g, span in enumerate(case.spans()):
+        rows = p.dy[span].astype(np.float32) * np.float32(1.7)
+        words = rounding.random_words(int(KEY[0]) | int(KEY[1]) << 32, rows.shape[0], rows.shape[1], g, 1)
+        terms = np.where((words >> 8) * 2.0**-24 < np.float32(rate), np.float32(0), rows)
+        exact = terms if base is None else base[span] + terms
+        asserts.bitwise(found[span], exact.astype(found.dtype), f"group {g}")
+
+
+@pytest.mark.rule("LOR-1")
+@pytest.mark.parametrize("kernel", kernels("add_rows"))
+def test_a_term_of_zero_keeps_the_sign_of_a_zero_below_it(kernel):
+    base = np.array([[-0.0, 0.0, -0.0]], np.float32)
+    rows = np.array([[0.0, -0.0, -0.0]], np.float32)
+    call = calls.add_rows(spec_of(rows), ArraySpec((1,), "int32"), "float32", base=spec_of(base))
+    (found,) = Native(kernel, check=False)(call, (rows, np.array([1], np.int32), base, None, None))
+    asserts.bitwise(found, base)
+
+
+@pytest.mark.rule("LOR-1", "ALL-6")
+@pytest.mark.parametrize("kernel", kernels("add_rows"))
+def test_dropped_infinities_are_zero(kernel):
+    rows = np.full((64, 64), np.inf, np.float32)
+    call = calls.add_rows(spec_of(rows), ArraySpec((1,), "int32"), "float32", rate=0.5)
+    (found,) = Native(kernel, check=False)(call, (rows, np.array([64], np.int32), None, KEY, None))
+    assert set(np.unique(found)) == {0.0, np.inf}
+    assert abs(float(np.mean(found == 0)) - 0.5) < 0.05
 
 
 @pytest.mark.rule("ALL-6")

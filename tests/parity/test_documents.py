@@ -85,6 +85,10 @@ k, loss, router = 2, torch.zeros(()), torch.randn(G, hidden)
 logits = torch.randn(40, G)
 """,
     },
+    "docs/lora.md": {
+        "torch_bridge.grouped_linear": f"{TORCH}\nN = K = hidden",
+        "jax_grouped.ragged_dot": f"{JAX}\nN = K",
+    },
     "docs/hosts.md": {
         "from_pretrained": """
 import atexit, shutil, tempfile, torch

@@ -1,0 +1,71 @@
+"""Operands that may be quantised, with or without a master: their arrays, gradients and names; what recipes bind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jax.ad_checkpoint import checkpoint_name
+
+from grouped_core import calls, scaling
+from grouped_core.formats import QTensor
+from grouped_core.gradients import Amaxes
+from grouped_core.quantizing import Extras
+from grouped_core.recipes import BoundRecipe
+from jax_grouped.quantize import StraightThrough, merged, scales_of
+
+
+def value_of(node: Any) -> Any:
+    """The array or quantised array of an operand, without its master."""
+    return node.q if isinstance(node, StraightThrough) else node
+
+
+def target_of(node: Any) -> Any:
+    """The array that an operand's gradient belongs to."""
+    if isinstance(node, StraightThrough):
+        return node.master
+    return node.values if isinstance(node, QTensor) else node
+
+
+def master_dtype(node: Any) -> str | None:
+    """Dtype of a quantised operand's master, None where it has none; "" for an operand that is not quantised."""
+    if isinstance(node, StraightThrough):
+        return calls.spec_of(node.master).dtype
+    return None if isinstance(node, QTensor) else ""
+
+
+def has_gradient(node: Any) -> bool:
+    """Whether an operand has a gradient: a quantised one has it only with a master."""
+    return not isinstance(node, QTensor)
+
+
+def cotangent_of(master: str | None, gradient: Any) -> Any:
+    """The gradient as the cotangent of an operand, given its `master_dtype`."""
+    if gradient is None or master is None:
+        return None
+    return StraightThrough(gradient.astype(master), None) if master else gradient
+
+
+def extras_of(bound: BoundRecipe, product: int = 0) -> Extras:
+    """The bound key, and the scales of one linear operation: product 0, or product 0 or 1 of an MLP."""
+    return scaling.extras(bound, product, None if bound.state is None else scales_of(bound))
+
+
+def merged_state(bound: BoundRecipe, amaxes: Sequence[Amaxes]) -> Any:
+    """The state that a recipe is bound to, with the amaxes of each product merged in; None where it has none."""
+    if bound.state is None:
+        return None
+    return merged(bound, dict(enumerate(amax for product in amaxes for amax in product)))
+
+
+def named(operand: Any, name: str) -> Any:
+    """`operand` named for policies of `jax.checkpoint`; parts of a quantised one are `<name>_q` and `<name>_scale`."""
+    if not isinstance(operand, QTensor):
+        return None if operand is None else checkpoint_name(operand, name)
+    scales, group_scales = (
+        None if each is None else checkpoint_name(each, f"{name}_scale")
+        for each in (operand.scales, operand.group_scales)
+    )
+    values = checkpoint_name(operand.values, f"{name}_q")
+    return replace(operand, values=values, scales=scales, group_scales=group_scales)

@@ -1,0 +1,206 @@
+"""The grouped linear operation of a frozen weight with a low-rank adapter; `grouped_core.lora` defines the mathematics.
+
+Letters: G groups, M rows, K in, N out, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from grouped_core import gradients, lora, quantizing
+from grouped_core.gradients import LinearSpecs
+from grouped_core.linear_spec import Linear
+from grouped_core.lora import Adapter, Kept, LoraNeeds
+from torch_bridge import _saved
+from torch_bridge._args import LORA_NAMES, Adapted, AdaptedSpecs, Arguments, adapted_arguments
+from torch_bridge._autograd import Deliver, MainGradients, Operation, Saved
+from torch_bridge._calling import OPERATIONS
+from torch_bridge._gradients import WeightGradient, with_forms
+from torch_bridge._operators import call_prepared, define
+from torch_bridge._record import Prepared, prepare
+from torch_bridge._scaling import BACKWARD, FORWARD, Scaling
+
+NAME = "grouped_linear_lora"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Operators
+
+
+class AdaptedForward(NamedTuple):
+    """Static facts of forward."""
+
+    op: Linear
+    adapter: Adapter
+    needs: LoraNeeds
+
+
+class AdaptedOperands(NamedTuple):
+    """Operands of forward."""
+
+    x: Any
+    weight: Any
+    a: Any
+    b: Any
+    sizes: Any
+    bias: Any
+    row_scale: Any
+    out: Any
+    key: Any
+    extras: Any
+
+
+def _extras(o: Any) -> quantizing.Extras:
+    return o.extras[0] if o.extras else quantizing.NO_MEASURES
+
+
+def _forward_rule(run: Any, static: AdaptedForward, o: AdaptedOperands) -> tuple[Any, ...]:
+    operands = (o.x, o.weight, o.a, o.b, o.sizes, o.bias, o.row_scale, o.out, o.key)
+    return lora.forward(run, static.op, static.adapter, *operands, extras=_extras(o), needs=static.needs)[:4]
+
+
+_FORWARD = define(
+    NAME,
+    _forward_rule,
+    AdaptedOperands,
+    AdaptedForward,
+    rows=("x", "row_scale", "out"),
+    written=("out",),
+    most_results=8,  # y, rows of A, and x and the weight as backward reads them
+    notes_sizes=True,
+)
+
+
+class AdaptedMainGrads(NamedTuple):
+    """Static facts of all gradients except those of A and B."""
+
+    op: Linear
+    adapter: Adapter
+    specs: LinearSpecs
+    needs: LoraNeeds
+
+
+class AdaptedGradOperands(NamedTuple):
+    """Operands of these gradients."""
+
+    x: Any
+    weight: Any
+    u: Any
+    a: Any
+    b: Any
+    sizes: Any
+    bias: Any
+    row_scale: Any
+    dy: Any
+    key: Any
+    grad_input: Any
+    extras: Any
+
+
+def _main_grads_rule(run: Any, static: AdaptedMainGrads, o: AdaptedGradOperands) -> tuple[Any, ...]:
+    op, adapter, specs, needs = static
+    operands = (o.x, o.weight, o.u, o.a, o.b, o.sizes, o.bias, o.row_scale, o.dy, o.key)
+    options: dict[str, Any] = {"grad_input": o.grad_input, "extras": _extras(o)}
+    return lora.main_grads(run, op, adapter, specs, *operands, needs=needs, **options)[:7]
+
+
+_MAIN_GRADS = define(
+    f"{NAME}_main_grads",
+    _main_grads_rule,
+    AdaptedGradOperands,
+    AdaptedMainGrads,
+    rows=("x", "u", "row_scale", "dy", "grad_input"),
+    written=("grad_input",),
+    most_results=7,
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forward and backward
+
+
+class _Facts(NamedTuple):
+    """What follows from checked arguments and from the gradients that are needed; see `_autograd.Facts`.
+
+    Attributes:
+        keep: what backward reads. forward, main: the operators.
+    """
+
+    op: Adapted
+    specs: AdaptedSpecs
+    needs: LoraNeeds
+    training: bool
+    keep: Kept
+    forward: Prepared
+    main: Prepared
+
+
+def _facts(op: Adapted, specs: AdaptedSpecs, needs: LoraNeeds) -> _Facts:
+    base, adapter = op
+    _, _, bias, row_scale = specs.base
+    keep = lora.kept(base, needs, bias is not None, row_scale is not None)
+    forward = prepare(_FORWARD, AdaptedForward(base, adapter, needs))
+    main = prepare(_MAIN_GRADS, AdaptedMainGrads(base, adapter, specs.base, needs))
+    return _Facts(op, specs, needs, any(needs), keep, forward, main)
+
+
+def _forward(
+    given: Arguments, facts: _Facts, scaling: Scaling, m: Any, out: Tensor | None
+) -> tuple[Tensor, tuple[Any, ...]]:
+    (a, b), (bias,), (cache,), weight = given.weights, given.biases, given.caches, given.base
+    training, row_scale, keep = facts.training, given.row_scale, facts.keep
+    if cache is not None:
+        needs = gradients.Needs(keep.w, False, False, False)
+        forms = gradients.cached_forms(facts.op.base, needs, row_scale is not None)
+        weight = with_forms(cache, weight, forms, scaling, 0, training=training)
+    extras = scaling.extras(1, FORWARD, training=training)
+    operands = (given.x, weight, a, b, given.sizes, bias, row_scale, out, given.key, extras)  # of AdaptedOperands
+    y, x, weight, u = call_prepared(facts.forward, operands, m)
+    if not training:
+        return y, ()
+    row_scale, bias = row_scale if keep.row_scale else None, bias if keep.bias else None
+    a, b = a if keep.a else None, b if keep.b else None
+    key = given.key if keep.x or keep.a else None
+    return y, (x, u, given.sizes, row_scale, weight, a, b, bias, key, scaling.key)
+
+
+def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | None, deliver: Deliver) -> MainGradients:
+    x, u, sizes, row_scale, weight, a, b, bias, key, scaling_key = kept
+    facts: _Facts = saved.facts
+    (base, adapter), needs, factors = facts.op, facts.needs, facts.specs.factors
+    extras = saved.scaling.with_key(scaling_key).extras(1, BACKWARD, training=True)
+    buffer = grad_input if needs.x else None
+    operands = (x, weight, u, a, b, sizes, bias, row_scale, dy, key, buffer, extras)  # those of AdaptedGradOperands
+    dx, db, dc, rows_a, dy_a, rows_b, dy_b = call_prepared(facts.main, operands, saved.rows)
+    if needs.a:
+        deliver(0, WeightGradient(adapter.down(base), factors[0], rows_a, dy_a, sizes, saved.rows))
+    if needs.b:
+        deliver(1, WeightGradient(adapter.up(base), factors[1], rows_b, dy_b, sizes, saved.rows))
+    return MainGradients(dx, dc, (db,))
+
+
+def _needs(x: bool, weights: Sequence[bool], row_scale: bool, biases: Sequence[bool]) -> LoraNeeds:
+    return LoraNeeds(x, weights[0], weights[1], biases[0], row_scale)
+
+
+def _weight_dtypes(op: Adapted, specs: AdaptedSpecs) -> tuple[str, ...]:
+    return tuple([each.dtype for each in specs.factors])
+
+
+ADAPTED = Operation(
+    name=NAME,
+    weights=LORA_NAMES,
+    rows=(_saved.ROWS,),
+    places=(8, 9),
+    scale_place=5,
+    check=adapted_arguments,
+    needs=_needs,
+    facts=_facts,
+    weight_dtypes=_weight_dtypes,
+    forward=_forward,
+    backward=_backward,
+)
+OPERATIONS[ADAPTED.name] = ADAPTED
