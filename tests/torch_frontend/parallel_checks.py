@@ -506,7 +506,25 @@ FAILING = {run.__name__: run for run in (one_rank_stays_away_from_a_collective, 
 
 
 def _process(rank: int, device: str, folder: str, names: list[str], timeout: float) -> None:
-    """The named checks on one rank; each leaves a file, empty if it passed, and what is printed goes to another."""
+    """The named checks on one rank, whose status says whether they came to an end.
+
+    The process ends at once: the end of the interpreter waits for gloo's threads, on a busy machine now and then for
+    ever.
+    """
+    status = 1
+    try:
+        _check(rank, device, folder, names, timeout)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _check(rank: int, device: str, folder: str, names: list[str], timeout: float) -> None:
+    """Each check leaves a file, empty if it passed, and what is printed goes to another."""
     with Path(folder, f"output.{rank}").open("wb") as output:
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
