@@ -105,7 +105,9 @@ def _hugging_face(first: str) -> dict[str, tuple[Paths, ...]]:
 
 
 _OURS: dict[str, Any] = {"parts": _OWN_PARTS}
-_HF_ONE = dict(zip(("wi", "wo"), (((each,)) for each in _proj("gate_proj", "up_proj", "down_proj", prefix="")), strict=True))
+_HF_ONE = dict(
+    zip(("wi", "wo"), (((each,)) for each in _proj("gate_proj", "up_proj", "down_proj", prefix="")), strict=True)
+)
 _HF: dict[str, Any] = {
     "turned": False,
     "experts": "experts",
@@ -166,11 +168,14 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
             Layout(
                 "gpt_oss",
                 True,
-                {role: ((name,),) for role, name in zip(
-                    ("wi", "wi_bias", "wo", "wo_bias"),
-                    ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"),
-                    strict=True,
-                )},
+                {
+                    role: ((name,),)
+                    for role, name in zip(
+                        ("wi", "wi_bias", "wo", "wo_bias"),
+                        ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"),
+                        strict=True,
+                    )
+                },
                 "experts",
                 {"router": (("router.weight",),)},
                 (),
@@ -265,7 +270,9 @@ class Role:
         if missing := [slot for slot in wanted if slot not in slots]:
             some = next(iter(slots.values()))
             if self.indexed and any(slot.half == missing[0].half for slot in slots):
-                names = ", ".join(str(slot.index) for slot in islice(missing, 12)) + (", ..." if len(missing) > 12 else "")
+                names = ", ".join(str(slot.index) for slot in islice(missing, 12)) + (
+                    ", ..." if len(missing) > 12 else ""
+                )
                 raise ValueError(
                     f"checkpoint: the role of `{some}` has entries for {len(wanted) - len(missing)} of {len(wanted)} "
                     f"groups, missing {names}; expected all of them; load a complete checkpoint."

@@ -42,6 +42,8 @@ _CODES = {
     "C64": "complex64",
 }
 _NAMES = {name: code for code, name in _CODES.items()}
+DTYPES = tuple(_NAMES)
+"""Dtypes that a file may have."""
 _ENTRY = {"dtype", "shape", "data_offsets"}
 
 
@@ -95,9 +97,7 @@ class File:
             raise self._refuse(f"{size} bytes", "a safetensors file, which has 8 bytes of header length first")
         (length,) = struct.unpack("<Q", start)
         if length > min(HEADER_LIMIT, size - 8):
-            raise self._refuse(
-                f"a header of {length} bytes in {size}", f"one of at most {min(HEADER_LIMIT, size - 8)}"
-            )
+            raise self._refuse(f"a header of {length} bytes in {size}", f"one of at most {min(HEADER_LIMIT, size - 8)}")
         try:
             header = json.loads(stream.read(length).decode(), object_pairs_hook=_without_doubles)
         except (ValueError, RecursionError) as error:
@@ -155,7 +155,9 @@ class File:
 def _are_sizes(values: Any) -> bool:
     # Shapes of 2**48 and more are no shapes: NumPy cannot make such arrays, even empty ones.
     return (
-        isinstance(values, list) and len(values) <= 32 and all(type(each) is int and 0 <= each < 1 << 48 for each in values)
+        isinstance(values, list)
+        and len(values) <= 32
+        and all(type(each) is int and 0 <= each < 1 << 48 for each in values)
     )
 
 
