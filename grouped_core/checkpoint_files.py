@@ -168,7 +168,7 @@ def loading(
 
     if notes is not None:
         if interleave is not None:
-            blocks = {place: given[1] for place in notes.layers} | blocks
+            blocks = dict.fromkeys(notes.layers, given[1]) | blocks
         check_agreement(notes, model.layout, blocks, convert, reader.where)
     made = plan(reader.entries, source, model.layout, pair, targets=model.entries, shard=shard)
     if notes is not None:
@@ -184,7 +184,7 @@ def loading(
 
 def _same_formats(notes: Recorded, model: Model, made: Plan, where: str) -> None:
     for move in made.moves:
-        if not move.part or len(move.sources) != 1 and not model.formats:
+        if not move.part or not model.formats:
             continue
         ours = model.formats.get(move.targets[0].removesuffix(f".{move.part}"))
         theirs = notes.formats.get(move.sources[0].removesuffix(f".{move.part}"))
@@ -207,8 +207,8 @@ def unused_message(made: Plan, where: str) -> str | None:
     if not made.unused:
         return None
     return (
-        f"checkpoint `{where}`: {_some(made.unused)} not used, expected a place in the model for each tensor; check the "
-        "layout, or ignore this where the model has no such part."
+        f"checkpoint `{where}`: {_some(made.unused)} not used, expected a place in the model for each tensor; check "
+        "the layout, or ignore this where the model has no such part."
     )
 
 

@@ -64,7 +64,7 @@ def save(
     """
     flat, modules = _flattened(tree_or_module)
     acts = {place: mlp.activation for place, mlp in _mlps(modules).items()}
-    given = {**acts, **spec} if isinstance(spec, Mapping) else acts if acts else spec
+    given = {**acts, **spec} if isinstance(spec, Mapping) else acts if acts and spec is None else spec
     placed = shard_option(shard)
     formats = {name: formats_of(weight.q) for name, weight in _quantised(modules).items()}
     made = checkpoint_tensors.saving(flat, _LAYOUT, given, _facts, formats, placed)
