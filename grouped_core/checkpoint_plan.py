@@ -100,8 +100,8 @@ def interleave_option(interleave: int | tuple[int | None, int | None] | None) ->
     for each in pair:
         if each is not None and (not isinstance(each, int) or isinstance(each, bool)):
             raise TypeError(
-                f"`interleave`: {type(each).__name__}, expected a block of columns, None, or a pair of these for source "
-                "and target; pass one of them."
+                f"`interleave`: {type(each).__name__}, expected a block of columns, None, or a pair of these for "
+                "source and target; pass one of them."
             )
         if each is not None and each < 1:
             raise ValueError(f"`interleave`: {each}, expected 1 or more, or None for halves; pass one of them.")
@@ -169,7 +169,7 @@ def _moved(part: str, step: Step, detail: int | str, facts: Mapping[str, Facts])
     if part == "scales" and part in facts and len(facts[part].shape) == 3 and facts[part].shape[-2:-1] == rows:
         return step
     return steps.Impossible(
-        "whose scales are those of several output columns together, expected columns to stay where they are; dequantise "
+        "whose scales are those of several output columns together, expected columns to stay in place; dequantise "
         "the weight and quantise it again after the conversion",
         f"{detail}",
     )
@@ -431,8 +431,8 @@ class _Maker:
     def _count(self, role: Role, part: str, groups: int) -> None:
         """Refuses another number of experts than the target has."""
         slots = role.parts[part]
-        if role.indexed and (count := 1 + max(slot.index or 0 for slot in slots)) > groups:
-            key = slots[max(slots, key=lambda slot: slot.index or 0)]
+        if role.indexed and (count := 1 + max(slot.expert or 0 for slot in slots)) > groups:
+            key = slots[max(slots, key=lambda slot: slot.expert or 0)]
             raise ValueError(f"`{key}` is of {count} groups, expected {groups}; load a checkpoint of as many experts.")
         if part and not role.indexed and self.targets is not None:
             key = slots[min(slots)]

@@ -6,6 +6,7 @@ frontend has to supply is `Arrays`.
 
 from __future__ import annotations
 
+# ruff: noqa: D102 (the methods are documented once, in `Step`)
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

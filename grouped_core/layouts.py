@@ -228,7 +228,7 @@ class Slot(NamedTuple):
     """The place of a tensor in its role: which of two halves, and the index of its expert, or None."""
 
     half: int
-    index: int | None
+    expert: int | None
 
 
 @dataclass
@@ -256,7 +256,7 @@ class Role:
         """The number of experts of an indexed role by its highest index, else None."""
         if not self.indexed:
             return None
-        return 1 + max(slot.index or 0 for slots in self.parts.values() for slot in slots)
+        return 1 + max(slot.expert or 0 for slots in self.parts.values() for slot in slots)
 
     def ordered(self, part: str, start: int, count: int) -> list[str]:
         """The keys of a part: those of the first half, expert by expert, then those of the second.
@@ -270,7 +270,7 @@ class Role:
         if missing := [slot for slot in wanted if slot not in slots]:
             some = next(iter(slots.values()))
             if self.indexed and any(slot.half == missing[0].half for slot in slots):
-                names = ", ".join(str(slot.index) for slot in islice(missing, 12)) + (
+                names = ", ".join(str(slot.expert) for slot in islice(missing, 12)) + (
                     ", ..." if len(missing) > 12 else ""
                 )
                 raise ValueError(
@@ -346,6 +346,8 @@ def _matched(keys: Mapping[str, str], table: Table) -> dict[str, dict[str, Role]
             roles = units.setdefault(match["unit"] or "", {})
             found = roles.setdefault(role, Role(paths))
             index = int(match["index"]) if "{}" in paths[0] else None
+            if isinstance(found, _Doubled):
+                break
             if found.paths != paths or (bool(part) != bool(next(iter(found.parts), part))):
                 other = next(found.keys)
                 roles[role] = _Doubled(found.paths, found.parts, other, key)

@@ -222,7 +222,7 @@ def write(
                         f"`{given}`: {value.dtype.name}{list(value.shape)}, expected {expected} {facts}; pass the "
                         "values of the entries in their order."
                     )
-                stream.write(memoryview(np.ascontiguousarray(value).reshape(-1).view(np.uint8)))
+                np.ascontiguousarray(value).reshape(-1).view(np.uint8).tofile(stream)
             if (rest := next(left, None)) is not None:
                 raise ValueError(f"`{rest[0]}`: no values, expected {rest[1]}; pass all of them.")
             stream.flush()

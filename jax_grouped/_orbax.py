@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from etils import epath
 
 from grouped_core.checkpoint_files import below
 from grouped_core.checkpoint_metadata import NAME, Recorded, recorded
@@ -73,7 +74,7 @@ def opened(path: str | os.PathLike[str], prefix: str = "") -> Folder:
     where = Path(path).absolute()
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler(_ARRAYS, NAME)) as checkpointer:
-            tree = ocp.StandardCheckpointHandler().metadata(where / _ARRAYS).tree
+            tree = ocp.StandardCheckpointHandler().metadata(epath.Path(where / _ARRAYS)).tree
             has_notes = (where / NAME).exists()
             args = ocp.args.Composite(**{NAME: ocp.args.JsonRestore()})
             notes = json.dumps(checkpointer.restore(where, args=args)[NAME]) if has_notes else None
