@@ -19,7 +19,7 @@ NAME = "jax_grouped"
 VERSION = 1
 FILES = {
     "gkn": LAYOUTS["jax_grouped"],
-    "gnk": dataclasses.replace(LAYOUTS["jax_grouped"], name="jax_grouped (gnk)", turned=False),
+    "gnk": dataclasses.replace(LAYOUTS["jax_grouped"], name="jax_grouped (gnk)", turned=False, linear=True),
 }
 """Layouts of our files by the order of a weight's axes; their names are those of `jax_grouped`."""
 

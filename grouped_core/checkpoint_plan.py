@@ -231,7 +231,7 @@ def plan(
     Raises:
         ValueError: a tensor is ambiguous, incomplete, or has a wrong shape or dtype. KeyError never: see `missing`.
     """
-    wanted = None if targets is None else units_of(targets, target, strip=True)
+    wanted = None if targets is None else units_of(targets, target, strip=True, places=frozenset())
     places = None if wanted is None else wanted.units.keys()
     given = units_of(sources, source, strip=targets is not None, places=places)
     if wanted is not None and given.units and any(kind == "linear" for kind, _ in given.units):

@@ -275,7 +275,7 @@ class Role:
                 )
                 raise ValueError(
                     f"checkpoint: the role of `{some}` has entries for {len(wanted) - len(missing)} of {len(wanted)} "
-                    f"groups, missing {names}; expected all of them; load a complete checkpoint."
+                    f"groups, missing {names}, expected all of them; load a complete checkpoint."
                 )
             raise ValueError(
                 f"checkpoint: `{some}` without its other half `{self.paths[missing[0].half]}`, expected both; load a "

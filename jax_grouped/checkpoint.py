@@ -94,14 +94,13 @@ def load(
     Raises:
         ValueError: the checkpoint is damaged, ambiguous, or does not fit. KeyError: it lacks arrays of the tree.
     """
-    whole = taken(like)
+    whole, ranks = taken(like), shard_option(shard)
     target, quantised = checkpoint_tensors.taken_apart(whole.flat)
     entries = {key: facts_of(value) for key, value in target.items()}
     blocks = {place: act.interleave for place, act in whole.activations.items()}
     formats = {key: formats_of(q) for key, q in quantised.items()}
     optional = frozenset(key for key in entries if _STATE.fullmatch(key))
     model = Model(LAYOUTS[_LAYOUT], entries, blocks, optional, formats)
-    ranks = shard_option(shard)
     reader: Any
     if _is_orbax(path):
         from jax_grouped import _orbax

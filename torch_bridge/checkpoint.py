@@ -104,6 +104,7 @@ def load(
     Raises:
         ValueError: the checkpoint is damaged, ambiguous, or does not fit. KeyError: it lacks tensors of the model.
     """
+    ranks = shard_option(shard)
     flat, modules = _flattened(like)
     target, quantised = checkpoint_tensors.taken_apart(flat)
     reader = opened(path, prefix)
@@ -117,7 +118,7 @@ def load(
     blocks = {place: mlp.activation.interleave for place, mlp in _mlps(modules).items()}
     optional = frozenset(key for key in entries if key.rpartition(".")[2] in _STATE)
     model = Model(LAYOUTS[_LAYOUT], entries, blocks, optional, formats)
-    made = loading(reader, model, layout, interleave, convert, shard_option(shard))
+    made = loading(reader, model, layout, interleave, convert, ranks)
     if meta := [key for key in entries if target[key].is_meta]:
         raise ValueError(
             f"`like` of load: `{meta[0]}` on the meta device, expected storage to load into; call "
