@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ from grouped_core.safetensors_file import File
 from jax_grouped import Activation, FP8Delayed, QTensor, checkpoint, dequantize, linen, quantize
 from jax_grouped.nnx import GroupedMLP, MoE
 from tests.asserts import bitwise, refused
-from tests.checkpoint_tools import WRITTEN, E, F, H, expert_parts, mutated, written
+from tests.checkpoint_tools import WRITTEN, E, F, H, expert_parts, written
 
-MUTATIONS = 700
 FULL: dict[str, Any] = {"use_bias": True, "shared_dim": 16, "shared_gate": True, "selection_bias": True}
 
 
@@ -161,6 +159,7 @@ def test_mxfp4_of_gpt_oss_is_read_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.rule("CKP-4")
+@jax.numpy_dtype_promotion("standard")  # optax needs it
 @pytest.mark.parametrize("name", ["f.safetensors", "folder"])
 def test_resuming_in_another_layout_is_the_uninterrupted_run(tmp_path: Path, name: str) -> None:
     def parts(act: Activation) -> tuple[Any, Any, Any]:
@@ -241,25 +240,3 @@ def test_bad_arguments_and_trees(tmp_path: Path) -> None:
             checkpoint.convert(tree, **({"source": "flax", "target": "flax"} | {name: "x"}))
     with refused(ValueError, ["`interleave`: 0", "1 or more"]):
         checkpoint.convert(tree, "flax", "flax", interleave=0)
-
-
-def test_mutated_files_give_an_error_or_whole_arrays(tmp_path: Path, soak: bool) -> None:
-    path = tmp_path / "f.safetensors"
-    options: dict[str, Any] = {"selection_bias": True, "shared_dim": 2, "rngs": nnx.Rngs(0)}
-    checkpoint.save(path, MoE(4, 2, 3, 1, **options))
-    data = path.read_bytes()
-    model = MoE(4, 2, 3, 1, **options)
-    before = params(model)
-    for seed in range(5_000 if soak else MUTATIONS):
-        changed, only_data = mutated(data, random.Random(f"jax {seed}"))
-        path.write_bytes(changed)
-        try:
-            checkpoint.load(path, model)
-        except (ValueError, KeyError) as error:
-            assert not only_data or changed == data, f"seed {seed}: {error}"
-            assert ", expected " in str(error), f"seed {seed}: {error}"
-            now = jax.tree.leaves(params(model))
-            assert all(a is b for a, b in zip(now, jax.tree.leaves(before), strict=True)), f"seed {seed}: {error}"
-        except UserWarning as warning:
-            assert "not used" in str(warning), f"seed {seed}"
-        before = params(model)

@@ -1,10 +1,9 @@
-"""Checkpoints of PyTorch modules: both forms, layouts of the field, optimisers, ranks, and damaged files."""
+"""Checkpoints of PyTorch modules: both forms, layouts of the field, optimisers, and ranks."""
 
 from __future__ import annotations
 
 import copy
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ from torch import Tensor
 from grouped_core.layouts import LAYOUTS
 from grouped_core.safetensors_file import File
 from tests.asserts import bitwise, refused
-from tests.checkpoint_tools import WRITTEN, E, F, H, expert_parts, mutated, written
+from tests.checkpoint_tools import WRITTEN, E, F, H, expert_parts, written
 from torch_bridge import MXFP8, Activation, FP8Block, QTensor, checkpoint, dequantize, nn, quantize
-
-MUTATIONS = 1500
 
 
 def moe(seed: int = 0, **options: Any) -> nn.MoE:
@@ -172,7 +169,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
     with torch.device("meta"):
         meta = moe()
     with refused(ValueError, ["meta device", "to_empty"]):
-        checkpoint.load(path, {"router.kernel": torch.zeros(1, device="meta")} and meta)
+        checkpoint.load(path, meta)
 
 
 def test_trees_of_tensors_need_a_spec(tmp_path: Path) -> None:
@@ -390,35 +387,3 @@ def test_four_ranks_save_and_two_load(tmp_path: Path, single: bool) -> None:
         checkpoint.load(tmp_path / "c", model)
     with refused(ValueError, ["`shard`: (2, 2)", "0 <= rank < ranks"]):
         checkpoint.load(tmp_path / "c", model, shard=(2, 2))
-
-
-# ---- damaged files
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-def test_mutated_files_give_an_error_or_whole_tensors_and_never_half(tmp_path: Path, mixed: bool, soak: bool) -> None:
-    path = tmp_path / "f.safetensors"
-    options: dict[str, Any] = {"bias": True, "selection_bias": True, "shared_dim": 2}
-    torch.manual_seed(0)
-    given = nn.MoE(4, 2, 3, 1, single_grouped_weight=not mixed, **options)
-    checkpoint.save(path, given)
-    data = path.read_bytes()
-    model = nn.MoE(4, 2, 3, 1, **options)
-    before = copy.deepcopy(model.state_dict())
-    messages = set()
-    for seed in range(50_000 if soak else MUTATIONS):
-        changed, only_data = mutated(data, random.Random(seed))
-        path.write_bytes(changed)
-        model.load_state_dict(before)
-        try:
-            checkpoint.load(path, model)
-        except (ValueError, KeyError) as error:
-            assert not only_data or changed == data, f"seed {seed}: {error}"
-            text = str(error)
-            assert ", expected " in text and "; " in text, f"seed {seed}: {text}"
-            messages.add(text[:60])
-            for name, value in model.state_dict().items():
-                assert torch.equal(value, before[name]), f"seed {seed}: {name} changed beside {text}"
-        except UserWarning as warning:  # an unused tensor, after everything was loaded
-            assert "not used" in str(warning), f"seed {seed}"
-    assert len(messages) > 5
