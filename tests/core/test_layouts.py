@@ -212,7 +212,7 @@ def test_members_under_each_other_are_split_by_their_exact_shape() -> None:
 
 
 def test_steps_undo_each_other() -> None:
-    pair = [drawn for drawn in np.random.default_rng(0).standard_normal((2, 3, 8, 16))]
+    pair = list(np.random.default_rng(0).standard_normal((2, 3, 8, 16)))
     cases: list[tuple[steps.Step, list[Any]]] = [
         (steps.Stack(2), pair),
         (steps.Join(-2), pair),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,14 @@ ROUTING: dict[str, dict[str, Any]] = {
     "Mixtral": {"after_topk": True},
     "Qwen3Moe": {"normalize": True},
     "DeepseekV3": {
-        **{"score": "sigmoid", "num_groups": 2, "topk_groups": 1, "group_topk": 2, "scale": 2.5, "normalize": True},
-        **{"selection_bias": True, "shared_dim": F},
+        "score": "sigmoid",
+        "num_groups": 2,
+        "topk_groups": 1,
+        "group_topk": 2,
+        "scale": 2.5,
+        "normalize": True,
+        "selection_bias": True,
+        "shared_dim": F,
     },
 }
 BLOCK = {"Mixtral": "block_sparse_moe"}
@@ -115,7 +122,7 @@ def test_files_of_transformers_give_its_results(tmp_path: Path, name: str) -> No
     pytest.importorskip("transformers", reason="it comes with requirements/dev.txt")
     from tests.hosts.models import model
 
-    host = model(name, intermediate_size=F)
+    host = model(name, intermediate_size=F, **({"norm_topk_prob": True} if name == "Qwen3Moe" else {}))
     with torch.no_grad():
         for key, each in host.named_buffers():
             if key.endswith("e_score_correction_bias"):
@@ -181,6 +188,13 @@ def test_gpt_oss_gives_its_results(tmp_path: Path, block: int | None) -> None:
         bitwise(back[key], each, key)
 
 
+GATES = {
+    "swiglu": torch.nn.functional.silu,
+    "geglu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+    "geglu_erf": torch.nn.functional.gelu,
+}
+
+
 def _scanned() -> list[Any]:
     """Experts of two families of transformers by lot, whose models have no name in this project's layouts or tests."""
     from tests.hosts.families import families
@@ -198,10 +212,14 @@ def test_families_that_no_list_names(family: Any) -> None:
     module = experts_module(family)
     p = problem(module)
     experts, wide, hidden = module.gate_up_proj.shape
-    ours = nn.GroupedMLP(experts, hidden, wide // 2, single_grouped_weight=True)
+    probe = torch.linspace(-3, 3, 64)
+    (kind,) = [
+        each for each, function in GATES.items() if torch.allclose(function(probe), module.act_fn(probe), atol=1e-6)
+    ]
+    ours = nn.GroupedMLP(experts, hidden, wide // 2, activation=kind, single_grouped_weight=True)
     ours.load_state_dict(checkpoint.convert(module, "hugging_face", "torch_bridge"))
     module.config._experts_implementation = "eager"
-    y = routed_mlp(p.x, p.ids, p.weights, ours.linear_fc1.weight, ours.linear_fc2.weight)
+    y = routed_mlp(p.x, p.ids, p.weights, ours.linear_fc1.weight, ours.linear_fc2.weight, activation=kind)
     _close(y, module(p.x, p.ids, p.weights))
     back = checkpoint.convert(ours, "torch_bridge", "hugging_face_grouped")
     for key, each in module.state_dict().items():
