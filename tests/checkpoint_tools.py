@@ -34,11 +34,11 @@ def expert_parts(seed: int = 0) -> Arrays:
 def _alternating(gate: NDArray[Any], up: NDArray[Any], block: int | None, axis: int) -> NDArray[Any]:
     """Both halves in blocks, written as a loop over columns, apart from the library's reshapes."""
     width = gate.shape[axis]
-    block = block or width
+    length = block or width
     columns = []
-    for start in range(0, width, block):
+    for start in range(0, width, length):
         for half in (gate, up):
-            columns += [np.take(half, at, axis) for at in range(start, start + block)]
+            columns += [np.take(half, at, axis) for at in range(start, start + length)]
     return np.stack(columns, axis)
 
 

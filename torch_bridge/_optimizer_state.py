@@ -80,7 +80,9 @@ def convert_optimizer(
                 new[name][kind] = part.contiguous().clone() if move.steps else part
         whole = whole or made
     if whole is None:
-        whole = _plain(listed, params)
+        facts = _facts(names)
+        wanted = {name: Facts(tuple(each.shape), name_of(each.dtype)) for name, each in params.items()}
+        whole = plan(facts, here, there, lambda _: pair, targets=wanted) if facts else _plain(listed, params)
     for move in whole.moves:
         _copy_scalars(move, held, new)
     return {**state, "state": _numbered(new, params), "param_groups": _groups(state, whole, by_name, params)}
@@ -92,12 +94,20 @@ def _listed(names: Names) -> list[str]:
     return list(names)
 
 
+def _facts(names: Names) -> dict[str, Facts]:
+    """The facts of the parameters themselves, if they were passed."""
+    given: Any = dict(names.named_parameters()) if isinstance(names, Module) else names
+    if not isinstance(given, Mapping):
+        return {}
+    return {name: Facts(tuple(each.shape), name_of(each.dtype)) for name, each in given.items()}
+
+
 def _plain(listed: Sequence[str], params: Mapping[str, Tensor]) -> Plan:
     """Of an optimiser without tensors, such as SGD without momentum, before its first step."""
     if list(params) != list(listed):
         raise ValueError(
-            "`state` of convert_optimizer: no tensors of parameters, expected some to tell which belong together; make "
-            "a new optimiser, which has none either."
+            "`state` of convert_optimizer: no tensors of parameters, expected some to tell which belong together; pass "
+            "the parameters themselves as `names`, or make a new optimiser."
         )
     return Plan([Move((name,), (name,), (), ()) for name in listed])
 

@@ -65,7 +65,12 @@ wi, wo = jnp.concatenate([wi, wi]), jnp.concatenate([wo, wo])
 """,
     },
     "docs/checkpoints.md": {
-        "import torch": "import os, tempfile; place = tempfile.TemporaryDirectory(); os.chdir(place.name)",
+        "import torch": """
+import atexit, os, shutil, tempfile
+place = tempfile.mkdtemp()
+atexit.register(shutil.rmtree, place, True)
+os.chdir(place)
+""",
     },
     "docs/hosts_jax.md": {
         "train_step(params, batch)": f"{JAX}\nparams, batch, train_step = {{}}, x, lambda *_: (0, 0)"

@@ -263,8 +263,9 @@ def test_scales_of_several_columns_are_not_permuted() -> None:
 
 @pytest.mark.parametrize("layout", WRITTEN)
 def test_state_dicts_load_through_a_hook(layout: str) -> None:
-    parts, model = expert_parts(), torch.nn.ModuleDict({"block": moe(1, bias=True)})
-    handle = model["block"].register_load_state_dict_pre_hook(checkpoint.load_hook(layout))
+    parts, inner = expert_parts(), moe(1, bias=True)
+    model = torch.nn.ModuleDict({"block": inner})
+    handle = inner.register_load_state_dict_pre_hook(checkpoint.load_hook(layout))
     model.load_state_dict(as_torch(written(layout, parts, path="block")))
     handle.remove()
     expected = torch.nn.ModuleDict({"block": moe(2, bias=True)})
@@ -325,6 +326,10 @@ def test_groups_and_scalars_of_optimisers() -> None:
     assert found["param_groups"][0]["params"] == [0, 1, 2]
     assert found["param_groups"][0]["param_names"] == [name for name, _ in single.named_parameters()]
     assert found["state"][1]["exp_avg"].shape == (E, 2 * F, H)
+    fresh = torch.optim.SGD(listed.parameters(), lr=1e-2).state_dict()
+    assert checkpoint.convert_optimizer(fresh, listed, single)["param_groups"][0]["params"] == [0, 1, 2]
+    with refused(ValueError, ["no tensors of parameters", "pass the parameters themselves"]):
+        checkpoint.convert_optimizer(fresh, names, single)
     broken = copy.deepcopy(state)
     broken["state"][2]["step"] += 1
     with refused(ValueError, ["`step` of", "experts.linear_fc1.weight", "expected", "merge states of the same step"]):
