@@ -80,10 +80,12 @@ def shard_option(shard: tuple[int, int] | None) -> Shard:
     """`shard=` of a public function.
 
     Raises:
-        ValueError: no rank of so many.
+        ValueError: no rank of so many. TypeError: no pair of integers.
     """
     if shard is None:
         return WHOLE
+    if not isinstance(shard, tuple) or len(shard) != 2 or not all(isinstance(each, int) for each in shard):
+        raise TypeError(f"`shard`: {shard!r}, expected (rank, ranks), two integers; pass such a pair.")
     rank, ranks = shard
     if not 0 <= rank < ranks:
         raise ValueError(f"`shard`: {tuple(shard)}, expected (rank, ranks) with 0 <= rank < ranks; pass such a pair.")

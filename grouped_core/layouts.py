@@ -268,20 +268,24 @@ class Role:
         wanted = [Slot(half, index) for half in range(len(self.paths)) for index in indices]
         slots = self.parts[part]
         if missing := [slot for slot in wanted if slot not in slots]:
-            some = next(iter(slots.values()))
-            if self.indexed and any(slot.half == missing[0].half for slot in slots):
-                names = ", ".join(str(slot.expert) for slot in islice(missing, 12)) + (
-                    ", ..." if len(missing) > 12 else ""
-                )
-                raise ValueError(
-                    f"checkpoint: the role of `{some}` has entries for {len(wanted) - len(missing)} of {len(wanted)} "
-                    f"groups, missing {names}, expected all of them; load a complete checkpoint."
-                )
-            raise ValueError(
-                f"checkpoint: `{some}` without its other half `{self.paths[missing[0].half]}`, expected both; load a "
+            raise self._incomplete(slots, missing, count)
+        return [slots[slot] for slot in wanted]
+
+    def _incomplete(self, slots: Mapping[Slot, str], missing: list[Slot], count: int) -> ValueError:
+        half = missing[0].half
+        missing = [slot for slot in missing if slot.half == half]
+        present = [key for slot, key in slots.items() if slot.half == half]
+        if not present:
+            other = self.paths[half].format(missing[0].expert)
+            return ValueError(
+                f"checkpoint: `{next(iter(slots.values()))}` without its other half `{other}`, expected both; load a "
                 "complete checkpoint."
             )
-        return [slots[slot] for slot in wanted]
+        names = ", ".join(str(slot.expert) for slot in islice(missing, 12)) + (", ..." if len(missing) > 12 else "")
+        return ValueError(
+            f"checkpoint: the tensors like `{present[0]}` are there for {count - len(missing)} of {count} experts, "
+            f"missing {names}, expected all of them; load a complete checkpoint."
+        )
 
 
 @dataclass

@@ -147,8 +147,13 @@ def test_ten_experts_are_not_one_and_shared_experts_no_experts() -> None:
     found = convert(made | shared | {"gate.weight": np.zeros((11, 2), np.float32)}, "hugging_face", "torch_bridge")
     assert found["experts.linear_fc1.weight"][:, 0, 0].tolist() == list(range(11))
     assert found["shared.linear_fc1.weight"].shape == (1, 4, 2)
+    without = {key: value for key, value in made.items() if "up_proj" not in key}
+    with refused(
+        ValueError, ["`experts.0.gate_proj.weight` without its other half `0.up_proj.weight`", "expected both"]
+    ):
+        convert(without, "hugging_face", "torch_bridge")
     del made["experts.1.up_proj.weight"]
-    with refused(ValueError, ["experts.", "missing 1", "load a complete"]):
+    with refused(ValueError, ["`experts.0.up_proj.weight`", "10 of 11 experts", "missing 1,", "load a complete"]):
         convert(made, "hugging_face", "torch_bridge")
 
 

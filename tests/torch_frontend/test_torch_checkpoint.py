@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +134,13 @@ def test_a_foreign_file_needs_its_layout(tmp_path: Path) -> None:
         with refused(ValueError, [f"`{path}`", "no metadata", "`layout=`", "interleave"]):
             checkpoint.load(path, model)
         checkpoint.load(path, model, layout=layout, prefix="model.mlp")
-        bitwise(model.experts.linear_fc1.weight[1, F + 3], parts["up"][1, 3], layout)
+        wi: Any = model.experts.linear_fc1.weight
+        bitwise(wi[1, F + 3], parts["up"][1, 3], layout)
         bitwise(model.router.weight, parts["router"], layout)
     save_file(as_torch(written("megatron_indexed", parts, block=16)), path)
     checkpoint.load(path, model, layout="megatron_indexed", interleave=16)
-    bitwise(model.experts.linear_fc1.weight[:, :F], parts["gate"], "gate")
+    wi = model.experts.linear_fc1.weight
+    bitwise(wi[:, :F], parts["gate"], "gate")
     checkpoint.save(path, model)
     with refused(ValueError, ["`layout`: 'flax'", "records its own layout", "leave it out"]):
         checkpoint.load(path, model, layout="flax")
@@ -153,13 +156,19 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
     for given, kind, words in (
         (moe(dtype=torch.bfloat16), ValueError, ["dtype bfloat16", "expected float32 of the model", "cast it"]),
         (nn.MoE(H, 2 * F, E, 2), ValueError, [f"({E}, {4 * F}, {H})", f"({E}, {2 * F}, {H})"]),
-        (nn.MoE(H, F, E + 1, 2), ValueError, ["expected"]),
+        (nn.MoE(H, F, E + 1, 2), ValueError, [f"({E + 1}, ", f"expected ({E}, "]),
+        (nn.MoE(H, 2 * F, E, 2, single_grouped_weight=False), ValueError, [f"({E}, {4 * F}, {H})", "of the model"]),
         (moe(single_grouped_weight=False).experts, KeyError, ["nothing for", "`router.weight`", "prefix"]),
     ):
         checkpoint.save(path, given)
         with refused(kind, words):
             checkpoint.load(path, model)
         same(model, before)
+    checkpoint.save(path, {"a": torch.ones(1)})
+    other = {"a": torch.zeros(4)}
+    with refused(ValueError, ["`a` gives shape (1,)", "expected (4,) of the model"]):
+        checkpoint.load(path, other)
+    assert not other["a"].any()
     checkpoint.save(path, nn.MoE(H, F, E + 1, 2, single_grouped_weight=False))
     with refused(ValueError, [f"groups, expected {E}", "as many experts"]):
         checkpoint.load(path, model)
@@ -193,6 +202,21 @@ def test_linear_layers_of_both_forms(tmp_path: Path) -> None:
         checkpoint.load(path, {"a": model})
         x, sizes = torch.randn(5, 8), torch.tensor([2, 0, 3])
         bitwise(model(x, sizes), given(x, sizes), "y")
+
+
+def test_tensors_are_streamed_one_by_one(tmp_path: Path) -> None:
+    path, megabyte = tmp_path / "f.safetensors", 1 << 20
+    tree = {f"t{at}": torch.full((megabyte // 4,), float(at)) for at in range(16)}
+    like = {key: torch.zeros_like(value) for key, value in tree.items()}
+    tracemalloc.start()
+    try:
+        checkpoint.save(path, tree)
+        checkpoint.load(path, like)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert megabyte < peak < 4 * megabyte, peak  # arrays that are read are traced, so that one of them is seen
+    same(like, tree)
 
 
 # ---- conversion
@@ -390,5 +414,7 @@ def test_four_ranks_save_and_two_load(tmp_path: Path, single: bool) -> None:
     (tmp_path / "c" / "part-00002-of-00004.safetensors").unlink()
     with refused(ValueError, ["3 files", "expected 4", "complete checkpoint"]):
         checkpoint.load(tmp_path / "c", model)
+    with refused(TypeError, ["`shard`: 3", "(rank, ranks)"]):
+        checkpoint.load(tmp_path / "c", model, shard=3)
     with refused(ValueError, ["`shard`: (2, 2)", "0 <= rank < ranks"]):
         checkpoint.load(tmp_path / "c", model, shard=(2, 2))
