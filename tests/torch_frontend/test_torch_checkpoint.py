@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import tracemalloc
 from pathlib import Path
@@ -283,6 +284,19 @@ def test_scales_of_several_columns_are_not_permuted() -> None:
         checkpoint.convert(tree, "torch_bridge", "jax_grouped", interleave=(None, 16))
     with refused(ValueError, ["is quantised", "hugging_face", "dequantise it first"]):
         checkpoint.convert(tree, "torch_bridge", "hugging_face")
+
+
+@pytest.mark.rule("CKP-5")
+def test_codes_of_another_format_are_refused_even_where_shapes_agree(tmp_path: Path) -> None:
+    path = tmp_path / "f.safetensors"
+    tree = {"linear_fc1.weight": quantize(torch.randn(2, 64, 64), "nvfp4"), "linear_fc2.weight": torch.randn(2, 64, 32)}
+    checkpoint.save(path, tree, "swiglu")
+    q = tree["linear_fc1.weight"]
+    assert isinstance(q, QTensor)
+    rotated = dataclasses.replace(q, format=q.format.replace(rotate=True, name="rotated"))
+    checkpoint.load(path, copy.deepcopy(tree))
+    with refused(ValueError, ["`wi.values` in nvfp4", "expected rotated of the model", "in that format"]):
+        checkpoint.load(path, {**tree, "linear_fc1.weight": rotated})
 
 
 @pytest.mark.parametrize("layout", WRITTEN)
