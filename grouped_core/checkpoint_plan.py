@@ -20,7 +20,6 @@ from grouped_core.layouts import (
     Layout,
     Paths,
     Role,
-    Slot,
     Unit,
     join,
     units_of,
@@ -515,17 +514,3 @@ class _Maker:
                     )
                 makes[key] = move.sources[0]
         return self.plan
-
-
-__all__ = [
-    "Interleaves",
-    "Move",
-    "Plan",
-    "Shard",
-    "WHOLE",
-    "Slot",
-    "fixed_or",
-    "interleave_option",
-    "plan",
-    "shard_option",
-]

@@ -36,9 +36,7 @@ def _as_jax(x: Tensor) -> Any:
 
 
 @pytest.mark.rule("CKP-8")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("block", [None, 8])
-@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.matrix(dtype=("float32", "bfloat16"), block=(None, 8), single=(True, False))
 def test_a_file_of_one_framework_gives_the_same_bits_in_the_other(
     tmp_path: Path, dtype: str, block: int | None, single: bool
 ) -> None:

@@ -18,7 +18,7 @@ from tests.checkpoint_tools import mutated
 from torch_bridge import checkpoint, nn
 
 SHORT, LONG = 1000, 50_000
-SHORT_JAX, LONG_JAX = 300, 5_000
+SHORT_JAX, LONG_JAX = 150, 5_000
 
 
 def _clear(error: Exception, seed: int) -> str:
