@@ -115,7 +115,7 @@ soak: native $(VENV)/.packages
 # A tree of its own: the sanitised module beside copies of the packages and the tests. Python itself is not instrumented,
 # so the runtime is preloaded and its leaks are not ours to report. -S: no .pth file may lead back to the plain build.
 SANITIZED := build/sanitize/tree
-SANITIZED_TESTS ?= tests/soak
+SANITIZED_TESTS ?= $(wildcard tests/soak/test_native_*.py)
 sanitize: $(VENV)/.packages
 	PATH="$(BIN):$$PATH" cmake -S . -B build/sanitize -G Ninja -DGROUPED_SANITIZE=ON -DGROUPED_WERROR=ON \
 	  -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="-O1 -g" -DGROUPED_CUDA=off \

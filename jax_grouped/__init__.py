@@ -31,7 +31,7 @@ from jax_grouped.routed import routed_mlp as routed_mlp
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a module of layers, which needs Flax, on first use."""
-    if name in ("nnx", "linen"):
+    """Imports a submodule when it is first used; those of layers need Flax."""
+    if name in ("nnx", "linen", "checkpoint"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

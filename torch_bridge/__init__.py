@@ -32,6 +32,6 @@ from torch_bridge.sizes import size_status as size_status
 
 def __getattr__(name: str) -> Any:
     """Imports a submodule when it is first used."""
-    if name in ("nn", "offload", "parallel", "route"):
+    if name in ("checkpoint", "nn", "offload", "parallel", "route"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

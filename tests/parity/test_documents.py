@@ -64,6 +64,14 @@ shared_wi, shared_wo = wi[:1], wo[:1]
 wi, wo = jnp.concatenate([wi, wi]), jnp.concatenate([wo, wo])
 """,
     },
+    "docs/checkpoints.md": {
+        "import torch": """
+import atexit, os, shutil, tempfile
+place = tempfile.mkdtemp()
+atexit.register(shutil.rmtree, place, True)
+os.chdir(place)
+""",
+    },
     "docs/hosts_jax.md": {
         "train_step(params, batch)": f"{JAX}\nparams, batch, train_step = {{}}, x, lambda *_: (0, 0)"
     },
@@ -134,7 +142,8 @@ def alone(tmp_path: Path) -> Any:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("document", GIVEN)
-def test_code_runs(document: str) -> None:
+def test_code_runs(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # undone afterwards, wherever the code goes
     if document == "docs/hosts.md":
         pytest.importorskip("transformers", reason="its code needs transformers, of requirements/dev.txt")
     names: dict[str, Any] = {}

@@ -1,0 +1,219 @@
+"""Opening a checkpoint of one or several files, and planning how to load it; nothing here knows a framework."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from numpy.typing import NDArray
+
+from grouped_core.checkpoint_metadata import NAME, Recorded, check_agreement, recorded
+from grouped_core.checkpoint_plan import WHOLE, Plan, Shard, fixed_or, interleave_option, plan
+from grouped_core.formats import Format
+from grouped_core.layouts import Layout, layout_option, stripped
+from grouped_core.safetensors_file import Facts, File
+
+SUFFIX = ".safetensors"
+
+
+class Reader(Protocol):
+    """A checkpoint whose facts are known and whose tensors are not read yet."""
+
+    entries: dict[str, Facts]
+    notes: Recorded | None
+    where: str
+
+    def read(self, key: str) -> Any:
+        """The values of one tensor."""
+        ...
+
+
+@dataclass
+class Files:
+    """A checkpoint in one or several safetensors files.
+
+    Attributes:
+        entries: the facts of all tensors. notes: its metadata, or None of a foreign one. where: its path.
+    """
+
+    entries: dict[str, Facts] = field(default_factory=dict)
+    notes: Recorded | None = None
+    where: str = ""
+    _homes: dict[str, tuple[File, str]] = field(default_factory=dict)
+
+    def read(self, key: str) -> NDArray[Any]:
+        """The values of one tensor, a new array."""
+        file, name = self._homes[key]
+        return file.read(name)
+
+
+def opened(path: str | os.PathLike[str], prefix: str = "") -> Files:
+    """Opens a file, or every safetensors file of a folder.
+
+    Args:
+        prefix: only the tensors below this path are taken, without it.
+
+    Raises:
+        ValueError: a file is damaged, tensors occur twice, or files are missing. OSError: nothing can be read.
+    """
+    where = Path(path)
+    paths = sorted(where.glob(f"*{SUFFIX}")) if where.is_dir() else [where]
+    if not paths:
+        raise ValueError(
+            f"checkpoint `{where}`: a folder without {SUFFIX} files, expected at least one; pass the path of a "
+            "checkpoint."
+        )
+    found = Files(where=str(where))
+    start, kept = (f"{prefix}." if prefix else ""), []
+    for each in paths:
+        file = File(each)
+        kept.append((each, recorded(file.metadata[NAME], str(each)) if NAME in file.metadata else None))
+        for name, facts in file.entries.items():
+            key = stripped(name)
+            key = key.removeprefix(start) if key.startswith(start) and start else (name if not start else None)
+            if key is None:
+                continue
+            if key in found.entries:
+                raise ValueError(
+                    f"checkpoint `{where}`: `{name}` in `{found._homes[key][0].path.name}` and in `{each.name}`, "
+                    "expected each tensor once; remove the files of other checkpoints from the folder."
+                )
+            found.entries[key], found._homes[key] = facts, (file, name)
+    found.notes = _notes(where, kept, prefix)
+    return found
+
+
+def _notes(where: Path, kept: Sequence[tuple[Path, Recorded | None]], prefix: str) -> Recorded | None:
+    """The metadata that all files share."""
+    (first, notes), *others = kept
+    for each, other in others:
+        if other != notes:
+            raise ValueError(
+                f"checkpoint `{where}`: `{each.name}` has other metadata than `{first.name}`, expected files of one "
+                "checkpoint; remove those of others."
+            )
+    if notes is not None and notes.ranks != len(kept):
+        raise ValueError(
+            f"checkpoint `{where}`: {len(kept)} files, expected {notes.ranks}, one of each rank; pass the folder of a "
+            "complete checkpoint."
+        )
+    return below(notes, prefix) if notes is not None and prefix else notes
+
+
+def below(notes: Recorded, prefix: str) -> Recorded:
+    """The metadata of the layers below a path, which becomes their root."""
+
+    def cut(entries: Mapping[str, Any]) -> dict[str, Any]:
+        inside = {key: value for key, value in entries.items() if key == prefix or key.startswith(f"{prefix}.")}
+        return {key.removeprefix(prefix).removeprefix("."): value for key, value in inside.items()}
+
+    return Recorded(
+        notes.order, cut(notes.layers), cut(notes.groups), cut(notes.indexed), cut(notes.formats), notes.ranks
+    )
+
+
+class Model(NamedTuple):
+    """What is to be loaded into.
+
+    Attributes:
+        layout: its layout. entries: the facts of its tensors. blocks: the interleave of each MLP whose activation is
+            known, by place. optional: keys that a checkpoint may lack. formats: of quantised weights, by their key.
+    """
+
+    layout: Layout
+    entries: Mapping[str, Facts]
+    blocks: Mapping[str, int | None]
+    optional: frozenset[str] = frozenset()
+    formats: Mapping[str, tuple[Format, ...]] = {}
+
+
+def loading(
+    reader: Reader, model: Model, layout: str | None, interleave: Any, convert: bool, shard: Shard = WHOLE
+) -> Plan:
+    """Checks a checkpoint against a model, and plans its load.
+
+    Raises:
+        ValueError: the checkpoint is ambiguous, damaged, or does not fit. KeyError: tensors are missing.
+        TypeError: an argument has another type.
+    """
+    notes, given = reader.notes, interleave_option(interleave)
+    if notes is not None and layout is not None:
+        raise ValueError(
+            f"`layout`: {layout!r} for `{reader.where}`, which records its own layout, expected None; leave it out."
+        )
+    if notes is None and layout is None:
+        raise ValueError(
+            f"checkpoint `{reader.where}`: no metadata of this library, expected `layout=` for a foreign file; name "
+            "its layout, and `interleave=` if its gate and linear columns alternate."
+        )
+    source = layout_option(layout) if notes is None else notes.layout
+    blocks = dict(model.blocks)
+
+    def pair(place: str) -> tuple[int | None, int | None]:
+        if notes is None:
+            mine = fixed_or(source, given[0])
+            return mine, blocks[place] if place in blocks else given[1]
+        act = notes.layers.get(place)
+        if act is None:
+            raise ValueError(
+                f"checkpoint `{reader.where}`: no activation of `{place}` in its metadata, expected one for experts "
+                "with a gate; save it again with `spec`."
+            )
+        if place in blocks:
+            return act.interleave, blocks[place]
+        return act.interleave, act.interleave if interleave is None else given[1]
+
+    if notes is not None:
+        if interleave is not None:
+            blocks = dict.fromkeys(notes.layers, given[1]) | blocks
+        check_agreement(notes, model.layout, blocks, convert, reader.where)
+    made = plan(reader.entries, source, model.layout, pair, targets=model.entries, shard=shard)
+    if notes is not None:
+        _same_formats(notes, model, made, reader.where)
+    missing = [key for key in made.missing if key not in model.optional]
+    if missing:
+        raise KeyError(
+            f"checkpoint `{reader.where}`: nothing for {_some(missing)}, expected a tensor for each of the model; pass "
+            "`prefix=` if the model is a part of the checkpoint, or the layout that its names have."
+        )
+    return made
+
+
+def _same_formats(notes: Recorded, model: Model, made: Plan, where: str) -> None:
+    for move in made.moves:
+        if not move.part or not model.formats:
+            continue
+        ours = model.formats.get(move.targets[0].removesuffix(f".{move.part}"))
+        theirs = notes.formats.get(move.sources[0].removesuffix(f".{move.part}"))
+        if ours is None or theirs is None:
+            continue
+        if [each.layout for each in ours] != [each.layout for each in theirs]:
+            raise ValueError(
+                f"checkpoint `{where}`: `{move.sources[0]}` in {', '.join(each.name for each in theirs)}, expected "
+                f"{', '.join(each.name for each in ours)} of the model; make the model in that format."
+            )
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = [f"`{name}`" for name in names]
+    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
+
+
+def unused_message(made: Plan, where: str) -> str | None:
+    """The warning that lists tensors of the checkpoint that were not used, or None."""
+    if not made.unused:
+        return None
+    return (
+        f"checkpoint `{where}`: {_some(made.unused)} not used, expected a place in the model for each tensor; check "
+        "the layout, or ignore this where the model has no such part."
+    )
+
+
+def part_file(path: str | os.PathLike[str], shard: Shard) -> Path:
+    """The file that a rank writes: the path itself, or with several ranks a file in that folder."""
+    if shard.ranks == 1:
+        return Path(path)
+    return Path(path) / f"part-{shard.rank + 1:05d}-of-{shard.ranks:05d}{SUFFIX}"

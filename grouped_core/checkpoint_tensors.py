@@ -1,0 +1,196 @@
+"""Trees of tensors as flat mappings of paths, with quantised weights taken apart into their plain tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from grouped_core.checkpoint_metadata import FILES, Spec, described
+from grouped_core.checkpoint_plan import Move, Plan, Shard, fixed_or, interleave_option, plan
+from grouped_core.formats import FORMATS, Format, QTensor
+from grouped_core.layout_steps import Arrays, run_steps
+from grouped_core.layouts import LAYOUTS, Layout, layout_option
+from grouped_core.safetensors_file import Facts, numpy_dtype
+
+PARTS = ("values", "scales", "group_scales")
+Flat = dict[str, Any]
+
+
+def forms(q: QTensor[Any]) -> list[tuple[str, QTensor[Any]]]:
+    """The forms of a quantised weight with the prefix of their parts' names."""
+    return [("", q)] + ([] if q.other is None else [("other.", q.other)])
+
+
+def formats_of(q: QTensor[Any]) -> tuple[Format, ...]:
+    """The formats of its forms."""
+    return tuple(form.format for _, form in forms(q))
+
+
+def taken_apart(tree: Mapping[str, Any]) -> tuple[Flat, dict[str, QTensor[Any]]]:
+    """A flat tree with the parts of its `QTensor`s as entries of their own, and these by their keys."""
+    flat: Flat = {}
+    quantised: dict[str, QTensor[Any]] = {}
+    for key, value in tree.items():
+        if not isinstance(value, QTensor):
+            flat[key] = value
+            continue
+        quantised[key] = value
+        for prefix, form in forms(value):
+            for part in PARTS:
+                if getattr(form, part) is not None:
+                    flat[f"{key}.{prefix}{part}"] = getattr(form, part)
+    return flat, quantised
+
+
+def put_together(flat: Flat, like: Mapping[str, QTensor[Any]]) -> Flat:
+    """The inverse of `taken_apart`: parts of the keys of `like` become `QTensor`s of their facts."""
+    made = dict(flat)
+    for key, q in like.items():
+        made[key] = _assembled(q, {part: made.pop(f"{key}.{part}") for part in _names(q)})
+    return made
+
+
+def _names(q: QTensor[Any]) -> list[str]:
+    return [prefix + part for prefix, form in forms(q) for part in PARTS if getattr(form, part) is not None]
+
+
+def _assembled(q: QTensor[Any], parts: Mapping[str, Any], prefix: str = "") -> QTensor[Any]:
+    own = {part: parts[prefix + part] for part in PARTS if prefix + part in parts}
+    other = None if q.other is None else _assembled(q.other, parts, "other.")
+    return dataclasses.replace(q, **own, other=other)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Conversion in memory
+
+
+def converted(
+    tree: Mapping[str, Any],
+    source: str,
+    target: str,
+    interleave: Any,
+    facts_of: Callable[[Any], Facts],
+    arrays: Arrays,
+) -> Flat:
+    """A flat tree in another layout; what no layer of experts owns stays as it is.
+
+    Raises:
+        ValueError: a tensor is ambiguous, incomplete or does not fit. TypeError: an argument has another type.
+    """
+    here, there = layout_option(source, "source"), layout_option(target, "target")
+    flat, quantised = taken_apart(tree)
+    facts = {key: facts_of(value) for key, value in flat.items()}
+    given = interleave_option(interleave)
+    pair = (fixed_or(here, given[0]), fixed_or(there, given[1]))
+    made = plan(facts, here, there, lambda _: pair)
+    result = {key: value for _, _, key, value in executed(made, flat.__getitem__, arrays)}
+    return put_together(result, _quantised_targets(made, quantised, here, there, result))
+
+
+class Made(NamedTuple):
+    """A tensor of the target: its place in the plan's moves, its place in the move, its key and its values."""
+
+    move: int
+    at: int
+    key: str
+    value: Any
+
+
+def executed(made: Plan, read: Callable[[str], Any], arrays: Arrays) -> Iterator[Made]:
+    """Executes the moves one by one: no more than the tensors of one move are held at a time."""
+    for number, move in enumerate(made.moves):
+        values = run_steps(move.steps, [read(key) for key in move.sources], arrays)
+        for at, (key, value) in enumerate(zip(move.targets, values, strict=True)):
+            yield Made(number, at, key, value)
+
+
+def _quantised_targets(
+    made: Plan, given: Mapping[str, QTensor[Any]], source: Layout, target: Layout, result: Flat
+) -> dict[str, QTensor[Any]]:
+    """The `QTensor`s that a conversion makes, by their keys, with the tensors of their sources."""
+    found: dict[str, QTensor[Any]] = {}
+    kept = {key: key for key in given}
+    for move in made.moves:
+        if move.part != "values" or len(move.targets) != 1 or target.parts.get("values") != ".values":
+            continue
+        key, origin = move.targets[0].removesuffix(".values"), move.sources[0].removesuffix(".values")
+        if origin in given:
+            kept.pop(origin)
+            q = given[origin]
+            found[key] = _turned(q) if source.turned != target.turned else q
+        elif source.parts.get("values") == "_blocks":
+            values = result[move.targets[0]]
+            shape = (values.shape[0], values.shape[1], 2 * values.shape[2])
+            axis = 2
+            q = QTensor(values, result[f"{key}.scales"], None, FORMATS["mxfp4"], axis, shape, "bfloat16")
+            found[key] = _turned(q) if target.turned else q
+    for move in made.moves:  # of no layer, or in the same form
+        for key in list(kept):
+            if move.targets == (f"{key}.values",):
+                found[key] = given[kept.pop(key)]
+    return found
+
+
+def _turned(q: QTensor[Any]) -> QTensor[Any]:
+    """The same weight with its last two axes named the other way round; codes and scales stay."""
+    groups, a, b = q.shape
+    return dataclasses.replace(
+        q, axis=3 - q.axis, shape=(groups, b, a), other=None if q.other is None else _turned(q.other)
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Saving
+
+
+class Saved(NamedTuple):
+    """What `save` writes.
+
+    Attributes:
+        plan: its moves, in the order of the data. metadata: JSON. flat: the tensors to move.
+    """
+
+    plan: Plan
+    metadata: str
+    flat: Flat
+
+
+def saving(
+    tree: Mapping[str, Any],
+    layout: str,
+    spec: Spec,
+    facts_of: Callable[[Any], Facts],
+    formats: Mapping[str, tuple[Format, ...]],
+    shard: Shard,
+) -> Saved:
+    """Plans the file of a flat tree; nothing but names changes.
+
+    Args:
+        layout: "torch_bridge" or "jax_grouped". formats: of quantised weights that are in parts already, by key.
+
+    Raises:
+        ValueError: the activation of a layer with a gate is missing, or a name is not possible.
+    """
+    here = LAYOUTS[layout]
+    flat, quantised = taken_apart(tree)
+    facts = {key: facts_of(value) for key, value in flat.items()}
+    order = "gkn" if here.turned else "gnk"
+    made = plan(facts, here, FILES[order], lambda _: (None, None), shard=shard, keep=True)
+    if shard.rank:
+        made.moves = [move for move in made.moves if _of_rank(made, move)]
+    made.moves.sort(key=lambda move: -max(numpy_dtype(each.dtype).itemsize for each in move.facts))
+    kinds = {**formats, **{key: formats_of(q) for key, q in quantised.items()}}
+    named = {
+        move.targets[0].removesuffix(f".{move.part}"): kinds[move.sources[0].removesuffix(f".{move.part}")]
+        for move in made.moves
+        if move.part == "values" and move.sources[0].removesuffix(f".{move.part}") in kinds
+    }
+    if shard.ranks > 1:
+        named = {}  # of members; files of one checkpoint have the same metadata
+    return Saved(made, described(made, order, spec, named, shard.ranks), flat)
+
+
+def _of_rank(made: Plan, move: Move) -> bool:
+    """Whether a move is of experts, of which each rank has its own."""
+    return ("mlp", move.place) in made.units.units and bool(move.role)

@@ -1,0 +1,242 @@
+"""Checkpoints of JAX trees and Flax modules: files and Orbax folders, layouts of the field, optimisers, meshes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from grouped_core.safetensors_file import File
+from jax_grouped import Activation, FP8Delayed, QTensor, checkpoint, dequantize, linen, quantize
+from jax_grouped.nnx import GroupedMLP, MoE
+from tests.asserts import bitwise, refused
+from tests.checkpoint_tools import WRITTEN, E, F, H, expert_parts, written
+
+FULL: dict[str, Any] = {"use_bias": True, "shared_dim": 16, "shared_gate": True, "selection_bias": True}
+
+
+def moe(seed: int = 0, **options: Any) -> MoE:
+    made = MoE(H, F, E, 2, rngs=nnx.Rngs(seed), **options)
+    if made.selection_bias is not None:
+        made.selection_bias[...] = jnp.arange(E, dtype=jnp.float32) / 8
+    return made
+
+
+def rows() -> Any:
+    return jax.random.normal(jax.random.key(5), (9, H))
+
+
+def same(ours: Any, theirs: Any) -> None:
+    ours, theirs = (jax.tree_util.tree_flatten_with_path(each) for each in (ours, theirs))
+    assert ours[1] == theirs[1]
+    for (path, found), (_, expected) in zip(ours[0], theirs[0], strict=True):
+        bitwise(found, expected, jax.tree_util.keystr(path))
+
+
+def params(module: Any) -> Any:
+    return nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.RngState)))
+
+
+@pytest.mark.rule("CKP-5", "CKP-8")
+@pytest.mark.parametrize("name", ["f.safetensors", "folder"])
+def test_modules_in_files_and_folders(tmp_path: Path, name: str) -> None:
+    given, model = moe(recipe=FP8Delayed, jitter=0.1, **FULL), moe(1, recipe=FP8Delayed, jitter=0.1, **FULL)
+    for _ in range(2):  # the second one replaces the first
+        checkpoint.save(tmp_path / name, {"a": given})
+    assert checkpoint.load(tmp_path / name, {"a": model})["a"] is model
+    same(params(model), params(given))
+    state = jax.tree.map(jnp.zeros_like, params(given))
+    same(checkpoint.load(tmp_path / name, state, prefix="a"), params(given))
+    plain = moe(2, **FULL)
+    with pytest.warns(UserWarning, match=r"scaling.*not used"):
+        checkpoint.load(tmp_path / name, plain, prefix="a")
+    checkpoint.save(tmp_path / name, plain)
+    checkpoint.load(tmp_path / name, model)  # the state of delayed scaling keeps its values
+    bitwise(model.wi[...], plain.wi[...], "wi")
+    bitwise(params(model)["scaling"].scale, params(given)["scaling"].scale, "scale")
+
+
+@pytest.mark.rule("CKP-8")
+@pytest.mark.parametrize("name", ["f.safetensors", "folder"])
+def test_narrow_types_keep_their_bits(tmp_path: Path, name: str) -> None:
+    raw = np.random.default_rng(0).integers(0, 256, 64, np.uint8)
+    types = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float16", "float32", "int8")
+    tree = {each: jnp.asarray(raw.view(getattr(ml_dtypes, each, each))) for each in types}
+    tree["q"] = {"a": quantize(jnp.asarray(np.float32(raw)).reshape(1, 1, 64), "mxfp4", axis=2)}
+    checkpoint.save(tmp_path / name, tree)
+    same(checkpoint.load(tmp_path / name, jax.tree.map(jnp.zeros_like, tree)), tree)
+
+
+@pytest.mark.rule("CKP-8")
+def test_folders_load_on_another_mesh(tmp_path: Path) -> None:
+    def on(devices: int, axis: int) -> NamedSharding:
+        mesh = jax.make_mesh((devices,), ("x",), devices=jax.devices()[:devices])
+        return NamedSharding(mesh, PartitionSpec(*[None] * axis, "x"))
+
+    parts = {key: jnp.asarray(value) for key, value in written("jax_grouped", expert_parts()).items()}
+    given = {key: jax.device_put(value, on(4, 0)) for key, value in parts.items()}
+    for name in ("folder", "f.safetensors"):
+        checkpoint.save(tmp_path / name, given, "swiglu")
+        for block in (None, 8):
+            sharding = on(2, 1)
+            like = {key: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding) for key, each in parts.items()}
+            more: dict[str, Any] = {} if block is None else {"interleave": (None, block), "convert": True}
+            found = checkpoint.load(tmp_path / name, like, **more)
+            assert all(each.sharding == sharding for each in found.values())
+            same(
+                found,
+                {key: jnp.asarray(each) for key, each in written("jax_grouped", expert_parts(), block=block).items()},
+            )
+
+
+@pytest.mark.rule("CKP-6")
+def test_another_order_of_columns_is_refused_and_converted(tmp_path: Path) -> None:
+    path, given = tmp_path / "f.safetensors", moe(activation=Activation("swiglu", interleave=8), use_bias=True)
+    checkpoint.save(path, given)
+    model = moe(1, use_bias=True)
+    before = params(model)
+    with refused(ValueError, [f"`{path}`", "`experts` with interleave 8", "expected None", "interleave=(8, None)"]):
+        checkpoint.load(path, model)
+    same(params(model), before)
+    checkpoint.load(path, model, convert=True)
+    bitwise(model(rows())[0], given(rows())[0], "y")
+    same(checkpoint.convert(given, "jax_grouped", "jax_grouped", interleave=(8, None)), params(model))
+    tree = params(given)
+    same(checkpoint.load(path, tree), tree)  # a tree does not know its activation
+    with refused(ValueError, ["interleave 8", "expected 4"]):
+        checkpoint.load(path, tree, interleave=4)
+    same(checkpoint.load(path, tree, interleave=(8, None), convert=True), params(model))
+
+
+@pytest.mark.parametrize("layout", WRITTEN)
+@pytest.mark.parametrize("arrays", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+def test_layouts_there_and_back(layout: str, arrays: Any) -> None:
+    parts = expert_parts()
+    given = {key: arrays(value) for key, value in written("jax_grouped", parts, path="a.b").items()}
+    there = checkpoint.convert(given, "jax_grouped", layout)
+    same(there, {key: arrays(value) for key, value in written(layout, parts, path="a.b").items()})
+    back = checkpoint.convert(there, layout, "jax_grouped")
+    same(back, given)
+    assert all(type(each) is type(given[key]) for key, each in back.items())
+
+
+def test_nested_trees_stay_nested() -> None:
+    given = {"params": params(moe(**FULL))}
+    there = checkpoint.convert(given, "jax_grouped", "hugging_face")
+    assert there["params"]["experts"]["2"]["up_proj"]["weight"].shape == (F, H)
+    same(checkpoint.convert(there, "hugging_face", "jax_grouped"), given)
+
+
+def test_mxfp4_of_gpt_oss_is_read_as_it_is(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    given = {"experts.gate_up_proj_blocks": rng.integers(0, 256, (E, 2 * F, H // 32, 16), np.uint8)}
+    given |= {"experts.gate_up_proj_scales": rng.integers(120, 128, (E, 2 * F, H // 32), np.uint8)}
+    given |= {"experts.down_proj_blocks": rng.integers(0, 256, (E, H, F // 32, 16), np.uint8)}
+    given |= {"experts.down_proj_scales": rng.integers(120, 128, (E, H, F // 32), np.uint8)}
+    given = {
+        key: jnp.asarray(value) for key, value in (given | {"router.weight": np.zeros((E, H), np.float32)}).items()
+    }
+    found = checkpoint.convert(given, "gpt_oss", "jax_grouped", interleave=1)
+    wi = found["wi"]
+    assert isinstance(wi, QTensor)
+    assert (wi.format.name, wi.axis, wi.shape) == ("mxfp4", 1, (E, H, 2 * F))
+    bitwise(wi.values, given["experts.gate_up_proj_blocks"].reshape(E, 2 * F, H // 2), "codes")
+    same(checkpoint.convert(found, "jax_grouped", "gpt_oss", interleave=1), given)
+    halves = checkpoint.convert(given, "gpt_oss", "jax_grouped")["wi"]
+    whole = dequantize(wi)
+    bitwise(dequantize(halves), jnp.concatenate([whole[..., ::2], whole[..., 1::2]], 2), "halves")
+    path = tmp_path / "f.safetensors"
+    checkpoint.save(path, found, Activation("clamped_qgeglu", interleave=1))
+    same(checkpoint.load(path, jax.tree.map(jnp.zeros_like, found)), found)
+
+
+@pytest.mark.rule("CKP-4")
+@jax.numpy_dtype_promotion("standard")  # optax needs it
+@pytest.mark.parametrize("name", ["f.safetensors", "folder"])
+def test_resuming_in_another_layout_is_the_uninterrupted_run(tmp_path: Path, name: str) -> None:
+    def parts(act: Activation) -> tuple[Any, Any, Any]:
+        module = linen.MoE(H, F, E, 2, activation=act, use_bias=True, shared_dim=16)
+        optimizer = optax.adamw(1e-2)
+
+        @jax.jit
+        def step(state: Any, x: Any) -> Any:
+            gradient = jax.grad(lambda weights: jnp.square(module.apply(weights, x)[0]).mean())(state["params"])
+            change, moments = optimizer.update(gradient, state["opt"], state["params"])
+            return {"params": optax.apply_updates(state["params"], change), "opt": moments}
+
+        weights = module.init(jax.random.key(0), rows())
+        return {"params": weights, "opt": optimizer.init(weights)}, step, act
+
+    plain, blocked = Activation("swiglu"), Activation("swiglu", interleave=8)
+    state, step, _ = parts(plain)
+    batches = [jax.random.normal(jax.random.key(at), (9, H)) for at in range(6)]
+    for x in batches[:3]:
+        state = step(state, x)
+    checkpoint.save(tmp_path / name, state, plain)
+    like, other_step, _ = parts(blocked)
+    resumed = checkpoint.load(tmp_path / name, like, interleave=(None, 8), convert=True)
+    for x in batches[3:]:
+        state, resumed = step(state, x), other_step(resumed, x)
+    checkpoint.save(tmp_path / f"2{name}", resumed, blocked)
+    same(checkpoint.load(tmp_path / f"2{name}", like, interleave=(8, None), convert=True), state)
+    assert float(jnp.abs(state["opt"][0].mu["params"]["wi"]).sum()) > 0
+
+
+@pytest.mark.rule("CKP-7")
+def test_four_ranks_save_and_two_load(tmp_path: Path) -> None:
+    whole = params(moe(**FULL))
+
+    def part(rank: int, ranks: int) -> Any:
+        own = slice(rank * E // ranks, (rank + 1) * E // ranks)
+        return whole | {key: whole[key][own] for key in ("wi", "wo", "wi_bias", "wo_bias")}
+
+    for rank in range(4):
+        checkpoint.save(tmp_path / "c", part(rank, 4), "swiglu", shard=(rank, 4))
+    names = sorted(name for each in (tmp_path / "c").iterdir() for name in File(each).entries)
+    assert len(set(names)) == len(names)
+    assert {"wi.0", "wi.3", "router.kernel", "shared.wi"} <= set(names)
+    for rank in range(2):
+        like = jax.tree.map(jnp.zeros_like, part(rank, 2))
+        same(checkpoint.load(tmp_path / "c", like, shard=(rank, 2)), part(rank, 2))
+    same(checkpoint.load(tmp_path / "c", jax.tree.map(jnp.zeros_like, whole)), whole)
+
+
+def test_bad_arguments_and_trees(tmp_path: Path) -> None:
+    path, tree = tmp_path / "f.safetensors", params(moe())
+    with refused(ValueError, ["`spec` of save", "`experts`", "expected an Activation"]):
+        checkpoint.save(path, tree)
+    assert not path.exists()
+    with refused(TypeError, ["`a` of a checkpoint: str", "expected an array"]):
+        checkpoint.save(path, {"a": "x"})
+    with refused(ValueError, ["`a.b` of a checkpoint", "two arrays of that path"]):
+        checkpoint.save(path, {"a": {"b": jnp.zeros(1)}, "a.b": jnp.zeros(1)})
+    with refused(ValueError, ["dtype key<fry>", "expected one of float64"]):
+        checkpoint.save(path, {"a": jax.random.key(0)})
+    checkpoint.save(path, tree, {"": "swiglu"})
+    for like, kind, words in (
+        (
+            jax.tree.map(lambda each: each.astype(jnp.bfloat16), tree),
+            ValueError,
+            ["dtype float32", "expected bfloat16"],
+        ),
+        ({"b": tree}, KeyError, ["nothing for", "`b.", "prefix"]),
+        (params(GroupedMLP(E, H, 2 * F, rngs=nnx.Rngs(0))), KeyError, ["nothing for", "wi"]),
+    ):
+        with refused(kind, words):
+            checkpoint.load(path, like)
+    (tmp_path / "empty").mkdir()
+    with refused(ValueError, ["no readable Orbax folder", "expected one that `save` wrote"]):
+        checkpoint.load(tmp_path / "empty", tree)
+    for name in ("source", "target"):
+        with refused(ValueError, [f"`{name}`: 'x'", "expected one of"]):
+            checkpoint.convert(tree, **({"source": "flax", "target": "flax"} | {name: "x"}))
+    with refused(ValueError, ["`interleave`: 0", "1 or more"]):
+        checkpoint.convert(tree, "flax", "flax", interleave=0)

@@ -1,0 +1,224 @@
+"""Checkpoints between the frameworks, and those that transformers writes, against its own models."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from torch import Tensor
+
+import jax_grouped
+from jax_grouped import checkpoint as jax_checkpoint
+from jax_grouped.nnx import MoE
+from tests.asserts import bitwise, refused
+from torch_bridge import Activation, checkpoint, nn, route, routed_mlp
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # the host's
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+E, F, H = 8, 32, 64
+FULL: dict[str, Any] = {"shared_dim": 16, "shared_gate": True, "selection_bias": True}
+
+
+def _as_jax(x: Tensor) -> Any:
+    return jnp.asarray(x.float().numpy()).astype(str(x.dtype).removeprefix("torch."))
+
+
+# ---- one file, two frameworks
+
+
+@pytest.mark.rule("CKP-8")
+@pytest.mark.matrix(dtype=("float32", "bfloat16"), block=(None, 8), single=(True, False))
+def test_a_file_of_one_framework_gives_the_same_bits_in_the_other(
+    tmp_path: Path, dtype: str, block: int | None, single: bool
+) -> None:
+    act, kind = Activation("swiglu", interleave=block), getattr(torch, dtype)
+    torch.manual_seed(0)
+    ours = nn.MoE(H, F, E, 2, bias=True, activation=act, single_grouped_weight=single, dtype=kind, **FULL)
+    theirs = MoE(H, F, E, 2, use_bias=True, rngs=nnx.Rngs(1), activation=act, param_dtype=dtype, **FULL)
+    path, x = tmp_path / "f.safetensors", torch.randn(9, H).to(kind)
+    checkpoint.save(path, ours)
+    with refused(ValueError, [f"`{path}`", "layout gnk", "expected gkn of the model", "convert=True"]):
+        jax_checkpoint.load(path, theirs)
+    jax_checkpoint.load(path, theirs, convert=True)
+    y = theirs(_as_jax(x))[0]
+    bitwise(ours(x)[0], y, "y of the file of PyTorch")
+    jax_checkpoint.save(path, theirs)
+    back = nn.MoE(H, F, E, 2, bias=True, activation=act, dtype=kind, **FULL)
+    with refused(ValueError, ["layout gkn", "expected gnk of the model", "convert=True"]):
+        checkpoint.load(path, back)
+    checkpoint.load(path, back, convert=True)
+    bitwise(back(x)[0], y, "y of the file of JAX")
+    assert float(jnp.abs(y.astype("float32")).sum()) > 0
+
+
+@pytest.mark.rule("CKP-8")
+def test_quantised_weights_go_from_one_framework_to_the_other(tmp_path: Path) -> None:
+    wi, wo = torch.randn(E, 2 * F, H), torch.randn(E, H, F)
+    import torch_bridge
+
+    tree = {
+        "linear_fc1.weight": torch_bridge.quantize(wi, "mxfp4"),
+        "linear_fc2.weight": torch_bridge.quantize(wo, "mxfp4"),
+    }
+    path = tmp_path / "f.safetensors"
+    checkpoint.save(path, tree, "swiglu")
+    like = {
+        "wi": jax_grouped.quantize(jnp.zeros((E, H, 2 * F)), "mxfp4", axis=1),
+        "wo": jax_grouped.quantize(jnp.zeros((E, F, H)), "mxfp4", axis=1),
+    }
+    found = jax_checkpoint.load(path, like, convert=True)
+    for name, key in (("wi", "linear_fc1.weight"), ("wo", "linear_fc2.weight")):
+        bitwise(found[name].values, tree[key].values, "codes")
+        bitwise(found[name].scales, tree[key].scales, "scales")
+        bitwise(jax_grouped.dequantize(found[name]).swapaxes(1, 2), torch_bridge.dequantize(tree[key]), "values")
+    other = {key: jax_grouped.quantize(jnp.zeros(each.shape), "mxfp8", axis=1) for key, each in like.items()}
+    with refused(ValueError, ["expected"]):
+        jax_checkpoint.load(path, other, convert=True)
+
+
+# ---- transformers
+
+ROUTING: dict[str, dict[str, Any]] = {
+    "Olmoe": {"normalize": False},
+    "Mixtral": {"after_topk": True},
+    "Qwen3Moe": {"normalize": True},
+    "DeepseekV3": {
+        "score": "sigmoid",
+        "num_groups": 2,
+        "topk_groups": 1,
+        "group_topk": 2,
+        "scale": 2.5,
+        "normalize": True,
+        "selection_bias": True,
+        "shared_dim": F,
+    },
+}
+BLOCK = {"Mixtral": "block_sparse_moe"}
+
+
+def _close(ours: Any, theirs: Any) -> None:
+    """Both sum products of float32 in another order."""
+    a, b = (
+        np.asarray(each.detach().numpy() if isinstance(each, Tensor) else each, np.float64) for each in (ours, theirs)
+    )
+    error = np.abs(a - b).max() / np.abs(b).max()
+    assert error < 1e-5, f"{error} of the largest value"
+
+
+@pytest.mark.rule("MLM #5844", "MLM #5845")
+@pytest.mark.parametrize("name", ROUTING)
+def test_files_of_transformers_give_its_results(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("transformers", reason="it comes with requirements/dev.txt")
+    from tests.hosts.models import model
+
+    host = model(name, intermediate_size=F, **({"norm_topk_prob": True} if name == "Qwen3Moe" else {}))
+    with torch.no_grad():
+        for key, each in host.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                each.uniform_(-0.1, 0.1)
+    host.save_pretrained(tmp_path)
+    where = {"layout": "hugging_face", "prefix": f"model.layers.1.{BLOCK.get(name, 'mlp')}"}
+    block = host.model.layers[1].mlp
+    x = torch.randn(1, 17, H)
+    y = block(x)
+    y = y[0] if isinstance(y, tuple) else y
+    ours = nn.MoE(H, F, E, 2, **ROUTING[name])
+    checkpoint.load(tmp_path / "model.safetensors", ours, **where)
+    _close(ours(x)[0], y)
+    theirs = MoE(H, F, E, 2, rngs=nnx.Rngs(0), **ROUTING[name])
+    jax_checkpoint.load(tmp_path / "model.safetensors", theirs, **where)
+    bitwise(theirs(jnp.asarray(x.numpy()))[0], ours(x)[0], "y of JAX")
+    # In memory, and back into what was written.
+    found = checkpoint.convert(block, "hugging_face", "torch_bridge")
+    for key, each in ours.state_dict().items():
+        bitwise(found[key], each, key)
+    back = checkpoint.convert(ours, "torch_bridge", "hugging_face_grouped")
+    block.load_state_dict(back)
+    from safetensors.torch import load_file
+
+    kind = "hugging_face_mixtral" if name == "Mixtral" else "hugging_face"
+    stored, start = load_file(tmp_path / "model.safetensors"), where["prefix"] + "."
+    written = checkpoint.convert(ours, "torch_bridge", kind)
+    assert written.keys() == {key.removeprefix(start) for key in stored if key.startswith(start)}
+    for key, each in written.items():
+        bitwise(each, stored[start + key], key)
+
+
+@pytest.mark.rule("Megatron-Bridge #1819", "NeMo-RL #4194")
+@pytest.mark.parametrize("block", [None, 1])
+def test_gpt_oss_gives_its_results(tmp_path: Path, block: int | None) -> None:
+    pytest.importorskip("transformers", reason="it comes with requirements/dev.txt")
+    from tests.hosts.models import model
+
+    host = model("GptOss")
+    experts = host.model.layers[1].mlp.experts
+    with torch.no_grad():
+        for each in experts.parameters():
+            each.normal_(std=0.3)
+    host.save_pretrained(tmp_path)
+    act = Activation("clamped_qgeglu", interleave=block)
+    ours = nn.GroupedMLP(E, H, F, activation=act, bias=True, single_grouped_weight=True)
+    where = {"layout": "gpt_oss", "prefix": "model.layers.1.mlp.experts"}
+    checkpoint.load(tmp_path / "model.safetensors", ours, **where)
+    x, logits = torch.randn(17, H), torch.randn(17, E)
+    weights, ids, _ = route.topk_router(logits, 2, after_topk=True)
+    (wi, wo), (bi, bo) = (
+        (ours.linear_fc1.weight, ours.linear_fc2.weight),
+        (torch.stack([getattr(layer, f"bias{at}") for at in range(E)]) for layer in (ours.linear_fc1, ours.linear_fc2)),
+    )
+    y = routed_mlp(x, ids, weights, wi, wo, activation=act, wi_bias=bi, wo_bias=bo)
+    _close(y, experts(x, ids.long(), weights))
+    theirs = jax_grouped.nnx.GroupedMLP(E, H, F, activation=act, use_bias=True, rngs=nnx.Rngs(0))
+    jax_checkpoint.load(tmp_path / "model.safetensors", theirs, **where)
+    bitwise(theirs.wi[...].swapaxes(1, 2), wi, "wi")
+    back = checkpoint.convert(ours, "torch_bridge", "gpt_oss", interleave=block)
+    assert back.keys() == experts.state_dict().keys()
+    for key, each in experts.state_dict().items():
+        bitwise(back[key], each, key)
+
+
+GATES = {
+    "swiglu": torch.nn.functional.silu,
+    "geglu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+    "geglu_erf": torch.nn.functional.gelu,
+}
+
+
+def _scanned() -> list[Any]:
+    """Experts of two families of transformers by lot, whose models have no name in this project's layouts or tests."""
+    from tests.hosts.families import families
+
+    known = ("Olmoe", "Mixtral", "Qwen3Moe", "Deepseek", "GptOss", "Qwen2Moe", "Glm4Moe")
+    plain = [each for each in families() if each.decorator == "use_experts_implementation" and not each.own_gate]
+    others = [each for each in plain if not each.name.startswith(known)]
+    return random.Random(23).sample(others, min(2, len(others)))
+
+
+@pytest.mark.parametrize("family", _scanned(), ids=str)
+def test_families_that_no_list_names(family: Any) -> None:
+    from tests.hosts.families import experts_module, problem
+
+    module = experts_module(family)
+    p = problem(module)
+    experts, wide, hidden = module.gate_up_proj.shape
+    probe = torch.linspace(-3, 3, 64)
+    (kind,) = [
+        each for each, function in GATES.items() if torch.allclose(function(probe), module.act_fn(probe), atol=1e-6)
+    ]
+    ours = nn.GroupedMLP(experts, hidden, wide // 2, activation=kind, single_grouped_weight=True)
+    ours.load_state_dict(checkpoint.convert(module, "hugging_face", "torch_bridge"))
+    module.config._experts_implementation = "eager"
+    y = routed_mlp(p.x, p.ids, p.weights, ours.linear_fc1.weight, ours.linear_fc2.weight, activation=kind)
+    _close(y, module(p.x, p.ids, p.weights))
+    back = checkpoint.convert(ours, "torch_bridge", "hugging_face_grouped")
+    for key, each in module.state_dict().items():
+        bitwise(back[key], each, key)

@@ -1,0 +1,434 @@
+"""Checkpoints of PyTorch modules: both forms, layouts of the field, optimisers, and ranks."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from grouped_core.layouts import LAYOUTS
+from grouped_core.safetensors_file import File
+from tests.asserts import bitwise, refused
+from tests.checkpoint_tools import WRITTEN, E, F, H, expert_parts, written
+from torch_bridge import MXFP8, Activation, FP8Block, QTensor, checkpoint, dequantize, nn, quantize
+
+
+def moe(seed: int = 0, **options: Any) -> nn.MoE:
+    torch.manual_seed(seed)
+    made = nn.MoE(H, F, E, 2, **options)
+    for each in made.buffers():
+        each.normal_()
+    return made
+
+
+def rows(seed: int = 5) -> Tensor:
+    return torch.randn(9, H, generator=torch.Generator().manual_seed(seed))
+
+
+def same(ours: Any, theirs: Any) -> None:
+    ours, theirs = (each if isinstance(each, dict) else each.state_dict() for each in (ours, theirs))
+    assert ours.keys() == theirs.keys()
+    for name, each in theirs.items():
+        bitwise(ours[name], each, name)
+
+
+def as_torch(tree: Any) -> dict[str, Tensor]:
+    return {key: torch.from_numpy(np.array(value)) for key, value in tree.items()}
+
+
+FULL: dict[str, Any] = {"bias": True, "shared_dim": 16, "shared_gate": True, "selection_bias": True}
+
+
+# ---- saving and loading
+
+
+@pytest.mark.rule("CKP-1", "CKP-5", "MLM #5487")
+@pytest.mark.matrix(
+    saved_weight=(False, True), saved_bias=(False, True), single_weight=(False, True), single_bias=(False, True)
+)
+def test_both_forms_load_into_both(
+    tmp_path: Path, saved_weight: bool, saved_bias: bool, single_weight: bool, single_bias: bool
+) -> None:
+    given = moe(single_grouped_weight=saved_weight, single_grouped_bias=saved_bias, **FULL)
+    model = moe(1, single_grouped_weight=single_weight, single_grouped_bias=single_bias, **FULL)
+    path = tmp_path / "f.safetensors"
+    checkpoint.save(path, {"moe": given})
+    file = File(path)
+    assert ("moe.wi" in file.entries) == saved_weight
+    assert ("moe.wo_bias.3" in file.entries) == (not saved_bias)
+    notes = json.loads(file.metadata["jax_grouped"])
+    assert (notes["version"], notes["layout"]) == (1, "gnk")
+    layer = notes["layers"]["moe.experts"]
+    assert (layer["groups"], layer["gate"], layer["form"]) == (E, "first", "grouped" if saved_weight else "indexed")
+    assert checkpoint.load(path, {"moe": model})["moe"] is model
+    bitwise(model(rows())[0], given(rows())[0], "y")
+    checkpoint.save(tmp_path / "g.safetensors", {"moe": model})
+    back = moe(2, single_grouped_weight=saved_weight, single_grouped_bias=saved_bias, **FULL)
+    checkpoint.load(tmp_path / "g.safetensors", {"moe": back})
+    same(back, given)
+
+
+@pytest.mark.rule("CKP-5", "QNT-1")
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("recipe", [FP8Block, MXFP8], ids=lambda each: each.name)
+def test_quantised_weights_keep_codes_and_scales(tmp_path: Path, recipe: Any, single: bool) -> None:
+    options: dict[str, Any] = {"recipe": recipe, "quantized_weights": True, "dtype": torch.bfloat16}
+    given = nn.GroupedMLP(2, 128, 128, single_grouped_weight=True, **options)
+    path = tmp_path / "f.safetensors"
+    checkpoint.save(path, given)
+    assert recipe.forward[1].name in File(path).metadata["jax_grouped"]
+    model = nn.GroupedMLP(2, 128, 128, single_grouped_weight=single, **options)
+    checkpoint.load(path, model)
+    if single:
+        same(model, given)
+    x, sizes = torch.randn(6, 128, dtype=torch.bfloat16), torch.tensor([2, 4])
+    bitwise(model(x, sizes), given(x, sizes), "y")
+    plain = nn.GroupedMLP(2, 128, 128, single_grouped_weight=True, dtype=torch.bfloat16)
+    with refused(ValueError, ["is quantised with", "expected plain values"]):
+        checkpoint.load(path, plain)
+    checkpoint.save(path, plain)
+    checkpoint.load(path, model)
+    expected = nn.GroupedMLP(2, 128, 128, single_grouped_weight=single, **options)
+    expected.load_state_dict(plain.state_dict())
+    same(model, expected)
+
+
+@pytest.mark.rule("CKP-6")
+def test_another_order_of_columns_is_refused_and_converted(tmp_path: Path) -> None:
+    path = tmp_path / "f.safetensors"
+    given = moe(activation=Activation("swiglu", interleave=8), bias=True)
+    checkpoint.save(path, given)
+    model = moe(1, bias=True)
+    before = copy.deepcopy(model)
+    words = [
+        f"`{path}`",
+        "`experts` with interleave 8",
+        "expected None",
+        "checkpoint.convert(..., interleave=(8, None))",
+    ]
+    with refused(ValueError, words):
+        checkpoint.load(path, model)
+    same(model, before)
+    checkpoint.load(path, model, convert=True)
+    bitwise(model(rows())[0], given(rows())[0], "y")
+    by_hand = checkpoint.convert(given, "torch_bridge", "torch_bridge", interleave=(8, None))
+    before.load_state_dict(by_hand)
+    same(before, model)
+
+
+@pytest.mark.rule("CKP-6")
+def test_a_foreign_file_needs_its_layout(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path, model = tmp_path / "f.safetensors", moe(bias=True)
+    parts = expert_parts()
+    for layout in WRITTEN:
+        save_file(as_torch(written(layout, parts, path="model.mlp")), path)
+        with refused(ValueError, [f"`{path}`", "no metadata", "`layout=`", "interleave"]):
+            checkpoint.load(path, model)
+        checkpoint.load(path, model, layout=layout, prefix="model.mlp")
+        wi: Any = model.experts.linear_fc1.weight
+        bitwise(wi[1, F + 3], parts["up"][1, 3], layout)
+        bitwise(model.router.weight, parts["router"], layout)
+    save_file(as_torch(written("megatron_indexed", parts, block=16)), path)
+    checkpoint.load(path, model, layout="megatron_indexed", interleave=16)
+    wi = model.experts.linear_fc1.weight
+    bitwise(wi[:, :F], parts["gate"], "gate")
+    checkpoint.save(path, model)
+    with refused(ValueError, ["`layout`: 'flax'", "records its own layout", "leave it out"]):
+        checkpoint.load(path, model, layout="flax")
+    with refused(ValueError, ["`layout`: 'x'", "expected one of torch_bridge", "choose"]):
+        save_file({"a": torch.zeros(1)}, path)
+        checkpoint.load(path, model, layout="x")
+
+
+def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    path = tmp_path / "f.safetensors"
+    model = moe(1)
+    before = copy.deepcopy(model)
+    for given, kind, words in (
+        (moe(dtype=torch.bfloat16), ValueError, ["dtype bfloat16", "expected float32 of the model", "cast it"]),
+        (nn.MoE(H, 2 * F, E, 2), ValueError, [f"({E}, {4 * F}, {H})", f"({E}, {2 * F}, {H})"]),
+        (nn.MoE(H, F, E + 1, 2), ValueError, [f"({E + 1}, ", f"expected ({E}, "]),
+        (nn.MoE(H, 2 * F, E, 2, single_grouped_weight=False), ValueError, [f"({E}, {4 * F}, {H})", "of the model"]),
+        (moe(single_grouped_weight=False).experts, KeyError, ["nothing for", "`router.weight`", "prefix"]),
+    ):
+        checkpoint.save(path, given)
+        with refused(kind, words):
+            checkpoint.load(path, model)
+        same(model, before)
+    checkpoint.save(path, {"a": torch.ones(1)})
+    other = {"a": torch.zeros(4)}
+    with refused(ValueError, ["`a` gives shape (1,)", "expected (4,) of the model"]):
+        checkpoint.load(path, other)
+    assert not other["a"].any()
+    checkpoint.save(path, nn.MoE(H, F, E + 1, 2, single_grouped_weight=False))
+    with refused(ValueError, [f"groups, expected {E}", "as many experts"]):
+        checkpoint.load(path, model)
+    checkpoint.save(path, moe(shared_dim=16))
+    with pytest.warns(UserWarning, match="`shared.wi`.*not used"):
+        checkpoint.load(path, model)
+    with torch.device("meta"):
+        meta = moe()
+    with refused(ValueError, ["meta device", "to_empty"]):
+        checkpoint.load(path, meta)
+
+
+def test_trees_of_tensors_need_a_spec(tmp_path: Path) -> None:
+    path, tree = tmp_path / "f.safetensors", as_torch(written("torch_bridge", expert_parts(), path="a"))
+    with refused(ValueError, ["`spec` of save", "`a.experts`", "expected an Activation", "pass it"]):
+        checkpoint.save(path, tree)
+    assert not path.exists()
+    for spec in ("swiglu", {"a": "swiglu"}, {"a.experts": Activation("swiglu")}):
+        checkpoint.save(path, tree, spec)
+        same(checkpoint.load(path, {key: torch.zeros_like(value) for key, value in tree.items()}), tree)
+    with refused(TypeError, ["`x` of a checkpoint: int", "expected a tensor"]):
+        checkpoint.save(path, {"x": 3}, "swiglu")
+
+
+def test_linear_layers_of_both_forms(tmp_path: Path) -> None:
+    path = tmp_path / "f.safetensors"
+    for single in (False, True):
+        given = nn.GroupedLinear(3, 8, 16, single_grouped_weight=single, single_grouped_bias=single)
+        checkpoint.save(path, {"a": given})
+        model = nn.GroupedLinear(3, 8, 16, single_grouped_weight=not single, single_grouped_bias=not single)
+        checkpoint.load(path, {"a": model})
+        x, sizes = torch.randn(5, 8), torch.tensor([2, 0, 3])
+        bitwise(model(x, sizes), given(x, sizes), "y")
+
+
+def test_tensors_are_streamed_one_by_one(tmp_path: Path) -> None:
+    path, megabyte = tmp_path / "f.safetensors", 1 << 20
+    tree = {f"t{at}": torch.full((megabyte // 4,), float(at)) for at in range(16)}
+    like = {key: torch.zeros_like(value) for key, value in tree.items()}
+    tracemalloc.start()
+    try:
+        checkpoint.save(path, tree)
+        checkpoint.load(path, like)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert megabyte < peak < 4 * megabyte, peak  # arrays that are read are traced, so that one of them is seen
+    same(like, tree)
+
+
+# ---- conversion
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "torch_bridge"])
+def test_layouts_there_and_back(layout: str) -> None:
+    given = moe(single_grouped_bias=True, **FULL).state_dict()
+    there = checkpoint.convert(given, "torch_bridge", layout)
+    assert there.keys() != given.keys() or layout.startswith("megatron")
+    same(checkpoint.convert(there, layout, "torch_bridge"), given)
+
+
+@pytest.mark.rule("CKP-8")
+def test_mxfp4_of_gpt_oss_is_read_as_it_is(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+
+    given = {
+        "experts.gate_up_proj_blocks": draw(E, 2 * F, H // 32, 16),
+        "experts.down_proj_blocks": draw(E, H, F // 32, 16),
+    }
+    given |= {"experts.gate_up_proj_scales": draw(E, 2 * F, H // 32) % 8 + 120}
+    given |= {"experts.down_proj_scales": draw(E, H, F // 32) % 8 + 120, "router.weight": torch.randn(E, H)}
+    found = checkpoint.convert(given, "gpt_oss", "torch_bridge", interleave=1)
+    wi = found["experts.linear_fc1.weight"]
+    assert isinstance(wi, QTensor)
+    assert (wi.format.name, wi.axis, wi.shape, wi.dtype) == ("mxfp4", 2, (E, 2 * F, H), "bfloat16")
+    bitwise(wi.values, given["experts.gate_up_proj_blocks"].reshape(E, 2 * F, H // 2), "codes")
+    bitwise(wi.scales.view(torch.uint8), given["experts.gate_up_proj_scales"], "scales")
+    back = checkpoint.convert(found, "torch_bridge", "gpt_oss", interleave=1)
+    same(back, given)
+    halves = checkpoint.convert(given, "gpt_oss", "torch_bridge")["experts.linear_fc1.weight"]
+    whole = dequantize(wi)
+    bitwise(dequantize(halves), torch.cat([whole[:, ::2], whole[:, 1::2]], 1), "halves")
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    theirs = convert_moe_packed_tensors(given["experts.gate_up_proj_blocks"], given["experts.gate_up_proj_scales"])
+    bitwise(
+        whole,
+        theirs.reshape(E, H, 2 * F).swapaxes(1, 2) if theirs.shape[1] == H else theirs.reshape(E, 2 * F, H),
+        "values",
+    )
+    path = tmp_path / "f.safetensors"
+    checkpoint.save(path, found, Activation("clamped_qgeglu", interleave=1))
+    same(
+        checkpoint.convert(checkpoint.load(path, copy.deepcopy(found)), "torch_bridge", "gpt_oss", interleave=1), given
+    )
+    save_file(given, path)
+    loaded = checkpoint.load(path, copy.deepcopy(found), layout="gpt_oss", interleave=(1, 1))
+    same(checkpoint.convert(loaded, "torch_bridge", "gpt_oss", interleave=1), given)
+
+
+def test_scales_of_several_columns_are_not_permuted() -> None:
+    q = quantize(torch.randn(2, 256, 128), "fp8_128x128", axis=2)
+    tree = {"linear_fc1.weight": q, "linear_fc2.weight": torch.randn(2, 128, 128)}
+    same_order = checkpoint.convert(tree, "torch_bridge", "jax_grouped", interleave=16)
+    assert (same_order["wi"].axis, same_order["wi"].shape) == (1, (2, 128, 256))
+    with refused(ValueError, ["linear_fc1.weight.scales", "several output columns", "dequantise"]):
+        checkpoint.convert(tree, "torch_bridge", "jax_grouped", interleave=(None, 16))
+    with refused(ValueError, ["is quantised", "hugging_face", "dequantise it first"]):
+        checkpoint.convert(tree, "torch_bridge", "hugging_face")
+
+
+@pytest.mark.rule("CKP-5")
+def test_codes_of_another_format_are_refused_even_where_shapes_agree(tmp_path: Path) -> None:
+    path = tmp_path / "f.safetensors"
+    tree = {"linear_fc1.weight": quantize(torch.randn(2, 64, 64), "nvfp4"), "linear_fc2.weight": torch.randn(2, 64, 32)}
+    checkpoint.save(path, tree, "swiglu")
+    q = tree["linear_fc1.weight"]
+    assert isinstance(q, QTensor)
+    rotated = dataclasses.replace(q, format=q.format.replace(rotate=True, name="rotated"))
+    checkpoint.load(path, copy.deepcopy(tree))
+    with refused(ValueError, ["`wi.values` in nvfp4", "expected rotated of the model", "in that format"]):
+        checkpoint.load(path, {**tree, "linear_fc1.weight": rotated})
+
+
+@pytest.mark.parametrize("layout", WRITTEN)
+def test_state_dicts_load_through_a_hook(layout: str) -> None:
+    parts, inner = expert_parts(), moe(1, bias=True)
+    model = torch.nn.ModuleDict({"block": inner})
+    handle = inner.register_load_state_dict_pre_hook(checkpoint.load_hook(layout))
+    model.load_state_dict(as_torch(written(layout, parts, path="block")))
+    handle.remove()
+    expected = torch.nn.ModuleDict({"block": moe(2, bias=True)})
+    expected.load_state_dict(as_torch(written("torch_bridge", parts, path="block")))
+    same(model, expected)
+    with refused(ValueError, ["`layout`: 'mixtral'", "expected one of"]):
+        checkpoint.load_hook("mixtral")
+
+
+# ---- optimisers
+
+
+def _train(model: Any, optimizer: Any, start: int, steps: int) -> None:
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        model(rows(step))[0].square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.rule("CKP-4", "MLM #5487")
+@pytest.mark.parametrize("block", [None, 8])
+def test_resuming_in_another_layout_is_the_uninterrupted_run(tmp_path: Path, block: int | None) -> None:
+    act = Activation("swiglu", interleave=block)
+    options: dict[str, Any] = {"bias": True, "shared_dim": 16}
+    first = moe(single_grouped_weight=True, single_grouped_bias=True, **options)
+    optimizer = torch.optim.AdamW(first.parameters(), lr=1e-2)
+    _train(first, optimizer, 0, 3)
+    with torch.no_grad():
+        first(rows(99))  # evaluation in between
+    path = tmp_path / "f.safetensors"
+    checkpoint.save(path, first)
+    state = copy.deepcopy(optimizer.state_dict())
+
+    second = moe(7, single_grouped_weight=False, activation=act, **options)
+    checkpoint.load(path, second, convert=True)
+    moments = checkpoint.convert_optimizer(state, first, second, interleave=(None, block))
+    resumed = torch.optim.AdamW(second.parameters(), lr=1e-2)
+    resumed.load_state_dict(moments)
+    assert len(moments["state"]) == len(list(second.parameters()))
+    _train(second, resumed, 3, 3)
+    _train(first, optimizer, 3, 3)
+    found = checkpoint.convert(second, "torch_bridge", "torch_bridge", interleave=(block, None))
+    same(found, first)
+    back = checkpoint.convert_optimizer(resumed.state_dict(), second, first, interleave=(block, None))
+    for at, entries in optimizer.state_dict()["state"].items():
+        for kind, value in entries.items():
+            bitwise(back["state"][at][kind], value, f"{kind} of {at}")
+
+
+@pytest.mark.rule("CKP-4")
+def test_groups_and_scalars_of_optimisers() -> None:
+    listed, single = moe(single_grouped_weight=False), moe()
+    names = [name for name, _ in listed.named_parameters()]
+    optimizer = torch.optim.AdamW(listed.named_parameters(), lr=1e-2)
+    _train(listed, optimizer, 0, 1)
+    state = optimizer.state_dict()
+    found = checkpoint.convert_optimizer(state, names, dict(single.named_parameters()))
+    assert found["param_groups"][0]["params"] == [0, 1, 2]
+    assert found["param_groups"][0]["param_names"] == [name for name, _ in single.named_parameters()]
+    assert found["state"][1]["exp_avg"].shape == (E, 2 * F, H)
+    fresh = torch.optim.SGD(listed.parameters(), lr=1e-2).state_dict()
+    assert checkpoint.convert_optimizer(fresh, listed, single)["param_groups"][0]["params"] == [0, 1, 2]
+    with refused(ValueError, ["no tensors of parameters", "pass the parameters themselves"]):
+        checkpoint.convert_optimizer(fresh, names, single)
+    broken = copy.deepcopy(state)
+    broken["state"][2]["step"] += 1
+    with refused(ValueError, ["`step` of", "experts.linear_fc1.weight", "expected", "merge states of the same step"]):
+        checkpoint.convert_optimizer(broken, names, single)
+    broken = copy.deepcopy(state)
+    del broken["state"][2]
+    with refused(ValueError, ["experts.linear_fc1.weight", "missing 1"]):
+        checkpoint.convert_optimizer(broken, names, single)
+    with refused(ValueError, ["`names`", "names for", "in its order"]):
+        checkpoint.convert_optimizer(state, names[1:], single)
+    two = copy.deepcopy(state)
+    group = two["param_groups"][0]
+    two["param_groups"] = [{**group, "params": group["params"][:3]}, {**group, "params": group["params"][3:]}]
+    with refused(ValueError, ["`param_groups`", "[0, 1]", "one group"]):
+        checkpoint.convert_optimizer(two, names, single)
+    two["param_groups"] = [
+        {**group, "params": group["params"][:5]},
+        {**group, "params": group["params"][5:], "lr": 3.0},
+    ]
+    split = checkpoint.convert_optimizer(two, names, single)["param_groups"]
+    assert [(each["params"], each["lr"]) for each in split] == [([0, 1], 1e-2), ([2], 3.0)]
+
+
+# ---- ranks
+
+
+@pytest.mark.rule("CKP-7")
+@pytest.mark.parametrize("single", [False, True])
+def test_four_ranks_save_and_two_load(tmp_path: Path, single: bool) -> None:
+    whole = moe(bias=True, single_grouped_bias=True, shared_dim=16)
+
+    def part(rank: int, ranks: int) -> dict[str, Any]:
+        made = nn.GroupedMLP(E // ranks, H, F, bias=True, single_grouped_weight=single, single_grouped_bias=single)
+        count = E // ranks
+        own = {
+            key.removeprefix("experts."): value[rank * count : (rank + 1) * count]
+            for key, value in whole.state_dict().items()
+            if key.startswith("experts.")
+        }
+        made.load_state_dict(own)
+        return {"experts": made, "router": copy.deepcopy(whole.router), "shared": copy.deepcopy(whole.shared)}
+
+    for rank in range(4):
+        checkpoint.save(tmp_path / "c", part(rank, 4), shard=(rank, 4))
+    names = sorted(name for each in (tmp_path / "c").iterdir() for name in File(each).entries)
+    assert len(set(names)) == len(names)
+    assert {"wi.0", "wi.3", "wo_bias.2", "router.kernel"} <= set(names)
+    for rank in range(2):
+        found, expected = part(1 - rank, 2), part(rank, 2)
+        for each in found["router"].parameters():
+            each.data.zero_()
+        checkpoint.load(tmp_path / "c", found, shard=(rank, 2))
+        for name, module in expected.items():
+            same(found[name], module)
+    model = moe(3, bias=True, shared_dim=16)
+    checkpoint.load(tmp_path / "c", model)
+    bitwise(model(rows())[0], whole(rows())[0], "y")
+    (tmp_path / "c" / "part-00002-of-00004.safetensors").unlink()
+    with refused(ValueError, ["3 files", "expected 4", "complete checkpoint"]):
+        checkpoint.load(tmp_path / "c", model)
+    with refused(TypeError, ["`shard`: 3", "(rank, ranks)"]):
+        checkpoint.load(tmp_path / "c", model, shard=3)
+    with refused(ValueError, ["`shard`: (2, 2)", "0 <= rank < ranks"]):
+        checkpoint.load(tmp_path / "c", model, shard=(2, 2))

@@ -1,0 +1,155 @@
+"""States of optimisers in another layout: every tensor of a parameter's shape moves as the parameter does (CKP-4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from grouped_core.checkpoint_plan import Move, Plan, fixed_or, interleave_option, plan
+from grouped_core.layout_steps import run_steps
+from grouped_core.layouts import layout_option
+from grouped_core.safetensors_file import Facts
+from torch_bridge._layout_arrays import TORCH, name_of
+
+Names = Module | Mapping[str, Tensor] | Sequence[str]
+"""The parameters of an optimiser in its order: a module, parameters by name, or their names."""
+
+
+def convert_optimizer(
+    state: Mapping[str, Any],
+    names: Names,
+    target: Module | Mapping[str, Tensor],
+    *,
+    source_layout: str = "torch_bridge",
+    target_layout: str = "torch_bridge",
+    interleave: int | tuple[int | None, int | None] | None = None,
+) -> dict[str, Any]:
+    """The state dict of an optimiser for the same parameters in another layout, such as one per expert.
+
+    Args:
+        state: `optimizer.state_dict()`. names: of its parameters in their order, those of all groups one after another;
+            a module stands for its `named_parameters()`.
+        target: the parameters of the new optimiser in their order, by name, or their module.
+        source_layout, target_layout: names of `grouped_core.layouts.LAYOUTS`. interleave: as in `convert`.
+
+    Returns:
+        A state dict for the new optimiser. Tensors of a parameter's shape (moments, master weights) move as the
+        parameter; scalars such as `step` are copied where a parameter is divided.
+
+    Raises:
+        ValueError: scalars or groups of parameters that are merged differ, a part has no state, or shapes do not fit.
+    """
+    given = interleave_option(interleave)
+    here, there = layout_option(source_layout, "source_layout"), layout_option(target_layout, "target_layout")
+    pair = (fixed_or(here, given[0]), fixed_or(there, given[1]))
+    listed = _listed(names)
+    ids = [each for group in state["param_groups"] for each in group["params"]]
+    if len(ids) != len(listed):
+        raise ValueError(
+            f"`names` of convert_optimizer: {len(listed)} names for {len(ids)} parameters, expected one each; pass "
+            "those that the optimiser got, in its order."
+        )
+    params = dict(target.named_parameters()) if isinstance(target, Module) else dict(target)
+    by_name = dict(zip(listed, ids, strict=True))
+    held: dict[str, dict[str, Any]] = {name: dict(state["state"].get(at, {})) for name, at in by_name.items()}
+    new: dict[str, dict[str, Any]] = {name: {} for name in params}
+    kinds = dict.fromkeys(kind for entries in held.values() for kind in entries)
+    whole: Plan | None = None
+    for kind in kinds:
+        values = {name: entries[kind] for name, entries in held.items() if kind in entries}
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor) and value.dim()}
+        if not tensors:
+            continue
+        facts = {name: Facts(tuple(value.shape), name_of(value.dtype)) for name, value in tensors.items()}
+        first = next(iter(facts.values())).dtype
+        wanted = {
+            name: Facts(tuple(p.shape), facts[name].dtype if name in facts else first) for name, p in params.items()
+        }
+        made = plan(facts, here, there, lambda _: pair, targets=wanted)
+        if made.unused:
+            raise ValueError(
+                f"`{kind}` of `{made.unused[0]}`: no parameter of the new optimiser takes it, expected one; pass all "
+                "of its parameters."
+            )
+        for move in made.moves:
+            parts = run_steps(move.steps, [tensors[name] for name in move.sources], TORCH)
+            for name, part in zip(move.targets, parts, strict=True):
+                new[name][kind] = part.contiguous().clone() if move.steps else part
+        whole = whole or made
+    if whole is None:
+        facts = _facts(names)
+        wanted = {name: Facts(tuple(each.shape), name_of(each.dtype)) for name, each in params.items()}
+        whole = plan(facts, here, there, lambda _: pair, targets=wanted) if facts else _plain(listed, params)
+    for move in whole.moves:
+        _copy_scalars(move, held, new)
+    return {**state, "state": _numbered(new, params), "param_groups": _groups(state, whole, by_name, params)}
+
+
+def _listed(names: Names) -> list[str]:
+    if isinstance(names, Module):
+        return [name for name, _ in names.named_parameters()]
+    return list(names)
+
+
+def _facts(names: Names) -> dict[str, Facts]:
+    """The facts of the parameters themselves, if they were passed."""
+    given: Any = dict(names.named_parameters()) if isinstance(names, Module) else names
+    if not isinstance(given, Mapping):
+        return {}
+    return {name: Facts(tuple(each.shape), name_of(each.dtype)) for name, each in given.items()}
+
+
+def _plain(listed: Sequence[str], params: Mapping[str, Tensor]) -> Plan:
+    """Of an optimiser without tensors, such as SGD without momentum, before its first step."""
+    if list(params) != list(listed):
+        raise ValueError(
+            "`state` of convert_optimizer: no tensors of parameters, expected some to tell which belong together; pass "
+            "the parameters themselves as `names`, or make a new optimiser."
+        )
+    return Plan([Move((name,), (name,), (), ()) for name in listed])
+
+
+def _copy_scalars(move: Move, held: Mapping[str, dict[str, Any]], new: dict[str, dict[str, Any]]) -> None:
+    for kind in dict.fromkeys(kind for name in move.sources for kind in held[name]):
+        found = [held[name].get(kind) for name in move.sources]
+        if any(isinstance(each, Tensor) and each.dim() for each in found):
+            continue
+        if any(each is None or bool(each != found[0]) for each in found):
+            different = next(at for at, each in enumerate(found) if each is None or bool(each != found[0]))
+            raise ValueError(
+                f"`{kind}` of `{move.sources[different]}`: {found[different]}, expected {found[0]} as of "
+                f"`{move.sources[0]}`, which it is merged with; merge states of the same step."
+            )
+        for name in move.targets:
+            new[name][kind] = found[0].clone() if isinstance(found[0], Tensor) else found[0]
+
+
+def _numbered(new: Mapping[str, dict[str, Any]], params: Mapping[str, Tensor]) -> dict[int, dict[str, Any]]:
+    return {at: new[name] for at, name in enumerate(params) if new[name]}
+
+
+def _groups(
+    state: Mapping[str, Any], made: Plan, by_name: Mapping[str, int], params: Mapping[str, Tensor]
+) -> list[dict[str, Any]]:
+    """The groups of parameters with the numbers of the new ones."""
+    group_of = {at: number for number, group in enumerate(state["param_groups"]) for at in group["params"]}
+    numbers: dict[str, int] = {}
+    for move in made.moves:
+        found = {group_of[by_name[name]] for name in move.sources}
+        if len(found) > 1:
+            raise ValueError(
+                f"`param_groups`: `{move.sources[0]}` and others that are merged with it are in the groups "
+                f"{sorted(found)}, expected one group; put all experts of a layer in one."
+            )
+        numbers |= dict.fromkeys(move.targets, found.pop())
+    groups = []
+    for number, group in enumerate(state["param_groups"]):
+        mine = [(at, name) for at, name in enumerate(params) if numbers.get(name, 0) == number]
+        made_group = {**group, "params": [at for at, _ in mine]}
+        if "param_names" in group:
+            made_group["param_names"] = [name for _, name in mine]
+        groups.append(made_group)
+    return groups

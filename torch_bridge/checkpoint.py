@@ -1,0 +1,269 @@
+"""Checkpoints of PyTorch modules: saving, loading, and converting between the layouts of the field.
+
+What the layouts are and how tensors move between them is in `grouped_core.layouts`; here the moves are executed. Files
+are in the safetensors format and are the same for `jax_grouped.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from grouped_core import checkpoint_tensors, safetensors_file
+from grouped_core.checkpoint_files import Model, loading, opened, part_file, unused_message
+from grouped_core.checkpoint_metadata import NAME, Spec
+from grouped_core.checkpoint_plan import fixed_or, interleave_option, plan, shard_option
+from grouped_core.checkpoint_tensors import executed, formats_of
+from grouped_core.formats import QTensor
+from grouped_core.layout_steps import run_steps
+from grouped_core.layouts import LAYOUTS, join, layout_option
+from grouped_core.safetensors_file import DTYPES, Facts
+from torch_bridge._checks import is_distributed
+from torch_bridge._layout_arrays import TORCH, from_numpy, name_of, to_numpy
+from torch_bridge._optimizer_state import convert_optimizer as convert_optimizer
+from torch_bridge.nn.mlp import GroupedMLP
+from torch_bridge.quantized_weight import QuantizedWeight
+
+_Tree = TypeVar("_Tree")
+Interleave = int | tuple[int | None, int | None] | None
+"""The block in which gate and linear columns alternate, None for halves, or that of the source and of the target."""
+
+_LAYOUT = "torch_bridge"
+_STATE = ("scaling_scale", "scaling_history", "scaling_top")
+"""The state of delayed scaling, which a checkpoint may lack."""
+
+
+def save(
+    path: str | os.PathLike[str],
+    tree_or_module: Module | Mapping[str, Any],
+    spec: Spec = None,
+    *,
+    shard: tuple[int, int] | None = None,
+) -> None:
+    """Writes a module, or a tree of tensors and modules, to a safetensors file, tensor by tensor.
+
+    The file is complete or not there. It records the order of axes and columns, so `load` can check them.
+
+    Args:
+        path: of the file; with `shard` of a folder, in which each rank writes its own file.
+        tree_or_module: a module, or mappings of names to tensors, `QTensor`s, modules and further mappings.
+        spec: the activation of experts that are plain tensors: an `Activation`, the name of a kind, or a mapping of
+            paths of layers to these. Modules know theirs.
+        shard: (rank, ranks): the experts are those of one rank, in order, and are named by their numbers among all.
+            Other tensors are the same on all ranks, and rank 0 writes them.
+
+    Raises:
+        ValueError: experts with a gate have no known activation; tensors are no local ones. TypeError: no tensors.
+        OSError: the file cannot be written.
+    """
+    flat, modules = _flattened(tree_or_module)
+    acts = {place: mlp.activation for place, mlp in _mlps(modules).items()}
+    given = {**acts, **spec} if isinstance(spec, Mapping) else acts if acts and spec is None else spec
+    placed = shard_option(shard)
+    formats = {name: formats_of(weight.q) for name, weight in _quantised(modules).items()}
+    made = checkpoint_tensors.saving(flat, _LAYOUT, given, _facts, formats, placed)
+    entries = {key: facts for move in made.plan.moves for key, facts in zip(move.targets, move.facts, strict=True)}
+    values = ((each.key, to_numpy(each.value)) for each in executed(made.plan, made.flat.__getitem__, TORCH))
+    safetensors_file.write(part_file(path, placed), entries, {NAME: made.metadata}, values)
+
+
+def load(
+    path: str | os.PathLike[str],
+    like: _Tree,
+    *,
+    layout: str | None = None,
+    interleave: Interleave = None,
+    convert: bool = False,
+    prefix: str = "",
+    shard: tuple[int, int] | None = None,
+) -> _Tree:
+    """Loads a checkpoint into a module, or into the tensors of a tree, in place; both forms of parameters take it.
+
+    Everything is checked before the first tensor changes. Tensors are read one layer at a time. A warning lists those
+    of the checkpoint that have no place in the model.
+
+    Args:
+        path: a safetensors file, or a folder of such files.
+        like: a module, or mappings of names to tensors, `QTensor`s, modules and further mappings.
+        layout: of a foreign checkpoint, a name of `grouped_core.layouts.LAYOUTS`; ours record theirs.
+        interleave: of a foreign checkpoint, the block in which gate and linear columns alternate. Trees of tensors do
+            not know theirs either: a pair is that of the checkpoint and of the tree.
+        convert: whether a checkpoint of ours may be turned to the model's order of axes and of columns.
+        prefix: the path below which the model is in the checkpoint.
+        shard: (rank, ranks): the model has the experts of one rank, and takes them from those of all ranks.
+
+    Returns:
+        `like`.
+
+    Raises:
+        ValueError: the checkpoint is damaged, ambiguous, or does not fit. KeyError: it lacks tensors of the model.
+    """
+    ranks = shard_option(shard)
+    flat, modules = _flattened(like)
+    target, quantised = checkpoint_tensors.taken_apart(flat)
+    reader = opened(path, prefix)
+    weights = _quantised(modules)
+    entries = {key: _facts(value) for key, value in target.items()}
+    for key, weight in _taken_plain(weights, reader.entries).items():
+        entries = {name: facts for name, facts in entries.items() if not name.startswith(f"{key}.")}
+        entries[key], target[key] = Facts(tuple(weight.shape), name_of(weight.dtype)), weight
+    formats = {key: formats_of(q) for key, q in quantised.items()}
+    formats |= {key: formats_of(weight.q) for key, weight in weights.items()}
+    blocks = {place: mlp.activation.interleave for place, mlp in _mlps(modules).items()}
+    optional = frozenset(key for key in entries if key.rpartition(".")[2] in _STATE)
+    model = Model(LAYOUTS[_LAYOUT], entries, blocks, optional, formats)
+    made = loading(reader, model, layout, interleave, convert, ranks)
+    if meta := [key for key in entries if target[key].is_meta]:
+        raise ValueError(
+            f"`like` of load: `{meta[0]}` on the meta device, expected storage to load into; call "
+            "`to_empty(device=...)` first."
+        )
+    with torch.no_grad():
+        for each in executed(made, lambda key: from_numpy(reader.read(key)), TORCH):
+            target[each.key].copy_(each.value)
+    for module in modules.values():
+        for layer in module.modules():
+            if isinstance(settle := getattr(layer, "_settle", None), Callable):
+                settle()
+    if message := unused_message(made, reader.where):
+        warnings.warn(message, stacklevel=2)
+    return like
+
+
+def convert(
+    tree: Mapping[str, Any] | Module, source: str, target: str, *, interleave: Interleave = None
+) -> dict[str, Any]:
+    """A state dict in another layout: names, shapes and the order of columns change, values never do.
+
+    Args:
+        tree: a state dict, or a module, whose state dict is taken.
+        source, target: names of `grouped_core.layouts.LAYOUTS`. Experts are found by their names; all other entries
+            stay as they are.
+        interleave: the block in which gate and linear columns alternate, of each side whose layout leaves it open; None
+            for halves; or a pair, of the source and of the target.
+
+    Returns:
+        A flat dict; tensors may be views. MXFP4 blocks and scales of gpt-oss become a `QTensor` with the same bits.
+
+    Raises:
+        ValueError: a tensor is ambiguous, incomplete or does not fit. TypeError: an argument has another type.
+    """
+    flat, _ = _flattened(tree)
+    return checkpoint_tensors.converted(flat, source, target, interleave, _facts, TORCH)
+
+
+def load_hook(layout: str, *, interleave: Interleave = None) -> Callable[..., None]:
+    """A hook for `module.register_load_state_dict_pre_hook`: `load_state_dict` then takes that layout.
+
+    Args:
+        layout: of the state dicts, a name of `grouped_core.layouts.LAYOUTS`. interleave: as in `load`.
+
+    Raises:
+        ValueError, TypeError: an argument is none of the possible ones; `load_state_dict` raises what `load` raises.
+    """
+    source, given = layout_option(layout), interleave_option(interleave)
+
+    def hook(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        inside = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        targets = {key: _facts(value) for key, value in module.state_dict().items() if isinstance(value, Tensor)}
+        blocks = {place: mlp.activation.interleave for place, mlp in _mlps({"": module}).items()}
+
+        def pair(place: str) -> tuple[int | None, int | None]:
+            return fixed_or(source, given[0]), blocks.get(place, given[1])
+
+        facts = {key: _facts(value) for key, value in inside.items() if isinstance(value, Tensor)}
+        own = plan(facts, source, LAYOUTS[_LAYOUT], pair, targets=targets)
+        moves = [move for move in own.moves if move.role]
+        made = {}
+        for move in moves:
+            values = run_steps(move.steps, [inside[key] for key in move.sources], TORCH)
+            made |= {prefix + key: value for key, value in zip(move.targets, values, strict=True)}
+        for move in moves:
+            for key in move.sources:
+                del state[prefix + key]
+        state.update(made)
+
+    return hook
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trees
+
+
+def _flattened(tree: Any) -> tuple[dict[str, Any], dict[str, Module]]:
+    """Tensors and `QTensor`s by their paths, and the modules of the tree by theirs."""
+    flat: dict[str, Any] = {}
+    modules: dict[str, Module] = {}
+    for key, value in _leaves("", tree):
+        if isinstance(value, Module):
+            modules[key] = value
+            entries = {join(key, name): each for name, each in value.state_dict().items() if isinstance(each, Tensor)}
+        else:
+            entries = {key: value}
+        for name, each in entries.items():
+            if name in flat:
+                raise ValueError(
+                    f"`{name}` of a checkpoint: two tensors of that path, expected one; rename a part of the tree."
+                )
+            flat[name] = each
+    return flat, modules
+
+
+def _leaves(path: str, tree: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, Mapping):
+        for name, each in tree.items():
+            yield from _leaves(join(path, str(name)), each)
+    elif isinstance(tree, (Module, QTensor, Tensor)):
+        yield path, tree
+    else:
+        raise TypeError(
+            f"`{path}` of a checkpoint: {type(tree).__name__}, expected a tensor, a QTensor, a module, or a mapping of "
+            "names to these; leave it out, or convert it."
+        )
+
+
+def _mlps(modules: Mapping[str, Module]) -> dict[str, GroupedMLP]:
+    return {
+        join(path, name): each
+        for path, module in modules.items()
+        for name, each in module.named_modules()
+        if isinstance(each, GroupedMLP)
+    }
+
+
+def _quantised(modules: Mapping[str, Module]) -> dict[str, QuantizedWeight]:
+    return {
+        join(path, name): each
+        for path, module in modules.items()
+        for name, each in module.named_parameters(remove_duplicate=False)
+        if isinstance(each, QuantizedWeight)
+    }
+
+
+def _taken_plain(weights: Mapping[str, QuantizedWeight], entries: Mapping[str, Facts]) -> dict[str, QuantizedWeight]:
+    """Quantised weights of the model, if the checkpoint has plain ones, which are quantised as they are loaded."""
+    quantised = any(key.endswith((".values", "_blocks")) for key in entries)
+    return {} if quantised else dict(weights)
+
+
+def _facts(value: Any) -> Facts:
+    """The facts of a tensor.
+
+    Raises:
+        ValueError: it is a DTensor, or of a dtype that files do not have.
+    """
+    if is_distributed(value):
+        raise ValueError(
+            f"tensor of a checkpoint: a DTensor of shape {tuple(value.shape)}, expected local tensors; pass those of "
+            "`to_local()` with `shard=(rank, ranks)`, or use torch.distributed.checkpoint."
+        )
+    name = name_of(value.dtype)
+    if name not in DTYPES:
+        raise ValueError(f"tensor of a checkpoint: dtype {name}, expected one of {', '.join(DTYPES)}; convert it.")
+    return Facts(tuple(value.shape), name)
