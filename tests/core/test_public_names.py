@@ -13,9 +13,17 @@ from tests.core.sources import ROOT
 
 MODULES = (
     *("grouped_core", "grouped_core.arrays"),
-    *("jax_grouped", "jax_grouped.accumulate", "jax_grouped.checkpoint_policies", "jax_grouped.linen"),
+    *("jax_grouped", "jax_grouped.accumulate", "jax_grouped.checkpoint", "jax_grouped.checkpoint_policies"),
+    "jax_grouped.linen",
     *("jax_grouped.nnx", "jax_grouped.route"),
-    *("torch_bridge", "torch_bridge.nn", "torch_bridge.offload", "torch_bridge.parallel", "torch_bridge.params"),
+    *(
+        "torch_bridge",
+        "torch_bridge.checkpoint",
+        "torch_bridge.nn",
+        "torch_bridge.offload",
+        "torch_bridge.parallel",
+        "torch_bridge.params",
+    ),
     *("torch_bridge.route", "torch_bridge.shards"),
     *(
         f"{package}.integrations.{path.stem}"
