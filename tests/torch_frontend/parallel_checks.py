@@ -506,25 +506,7 @@ FAILING = {run.__name__: run for run in (one_rank_stays_away_from_a_collective, 
 
 
 def _process(rank: int, device: str, folder: str, names: list[str], timeout: float) -> None:
-    """The named checks on one rank, whose status says whether they came to an end.
-
-    The process ends at once: the end of the interpreter waits for gloo's threads, on a busy machine now and then for
-    ever.
-    """
-    status = 1
-    try:
-        _check(rank, device, folder, names, timeout)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def _check(rank: int, device: str, folder: str, names: list[str], timeout: float) -> None:
-    """Each check leaves a file, empty if it passed, and what is printed goes to another."""
+    """The named checks on one rank; each leaves a file, empty if it passed, and what is printed goes to another."""
     with Path(folder, f"output.{rank}").open("wb") as output:
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
@@ -555,9 +537,11 @@ def _end(ranks: list[Any], limit: float) -> list[str]:
     """Waits for the ranks, and ends all when one has failed or `limit` seconds are over. Returns how each ended."""
 
     def wait_for(seconds: float, done: Callable[[Iterable[Any]], bool]) -> None:
+        # Asked again and again: a rank that ends closes its sentinel before it has a status, and then the next wait
+        # would be for the other rank alone.
         deadline = time.monotonic() + seconds
         while not done(ranks) and (left := deadline - time.monotonic()) > 0:
-            wait([each.sentinel for each in ranks if each.is_alive()], left)
+            wait([each.sentinel for each in ranks if each.is_alive()], min(left, 0.5))
 
     def all_ended(ranks: Iterable[Any]) -> bool:
         return not any(each.is_alive() for each in ranks)
