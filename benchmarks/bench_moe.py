@@ -2,6 +2,7 @@
 
     python benchmarks/bench_moe.py                     # the models' shapes, forward and backward, on a GPU
     python benchmarks/bench_moe.py --parts             # routing, gathering and combining alone
+    python benchmarks/bench_moe.py --kernels           # what runs on the GPU in a step, by PyTorch's profiler
     python benchmarks/bench_moe.py --device cpu
 
 The layers have a router, gated experts and no losses. The bound of a layer is the time of the six dense GEMMs that its
@@ -354,18 +355,41 @@ def bench_parts(layer: Layer, device: str, budget_s: float) -> None:
         print(f"{layer.name:<16}{name:<32}{took_us:>10.1f} us{of_copy}", flush=True)
 
 
+def list_kernels(layer: Layer, steps_seen: int = 6) -> None:
+    """Prints how often each kernel runs in forward and backward of our bf16 layer, and its median time."""
+    step = ours(None)(make_work(layer, "cuda"))["forward+backward"]
+    for i in range(3):
+        step(i)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        for i in range(steps_seen):
+            step(i)
+        torch.cuda.synchronize()
+    times: dict[str, list[float]] = {}
+    for event in seen.events() or []:
+        if event.device_type.name == "CUDA":
+            times.setdefault(event.name, []).append(event.device_time_total)
+    for name, each in times.items():
+        count, median = len(each) / steps_seen, sorted(each)[len(each) // 2]
+        print(f"{layer.name:<16}{count:>5.1f} x {median:>8.1f} us  {name[:110]}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--layers", nargs="+", choices=[each.name for each in (*LAYERS, *SMALL)])
     parser.add_argument("--candidates", nargs="+", choices=list(CANDIDATES), default=list(CANDIDATES))
     parser.add_argument("--parts", action="store_true", help="routing, gathering and combining alone")
+    parser.add_argument("--kernels", action="store_true", help="times of kernels in a step, on a GPU")
     parser.add_argument("--budget", type=float, default=10.0, help="seconds per layer")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     layers = [each for each in (*LAYERS, *SMALL) if options.layers and each.name in options.layers]
     rows = []
     for layer in layers or (SMALL if options.device == "cpu" else LAYERS):
+        if options.kernels:
+            list_kernels(layer)
+            continue
         if options.parts:
             bench_parts(layer, options.device, options.budget)
             continue

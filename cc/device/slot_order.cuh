@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "cc/api/context.h"
+#include "cc/device/early.cuh"
 #include "cc/device/groups.cuh"
 
 namespace grouped {
@@ -68,18 +69,6 @@ struct SlotOrder {
 
 namespace device {
 
-// Hopper lets the second launch begin beside the first: it waits where it wants the counts.
-__device__ inline void let_place_begin() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-__device__ inline void wait_for_counts() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 __device__ inline bool is_group(int expert, int groups) {
   return static_cast<unsigned>(expert) < static_cast<unsigned>(groups);
 }
@@ -87,7 +76,7 @@ __device__ inline bool is_group(int expert, int groups) {
 template <bool kShared>
 __global__ void __launch_bounds__(SlotOrder::kThreads) count_slots(const __grid_constant__ SlotOrder o) {
   __shared__ uint32_t own[kShared ? SlotOrder::kSharedCounters : 1];
-  let_place_begin();
+  let_next_launch_begin();
   uint32_t* counts = o.counts + static_cast<int64_t>(blockIdx.x) * o.groups;
   uint32_t* counters = kShared ? own : counts;
   for (int g = threadIdx.x; g < o.groups; g += SlotOrder::kThreads) counters[g] = 0;
@@ -134,7 +123,7 @@ __global__ void __launch_bounds__(SlotOrder::kThreads, 1)
   if (o.alone()) {
     __syncthreads();
   } else {
-    wait_for_counts();
+    wait_for_launch_before();
   }
   int64_t rows = 0, dropped = 0;
   const int column = threadIdx.x % o.width, share = threadIdx.x / o.width, shares = SlotOrder::kThreads / o.width;

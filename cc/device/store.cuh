@@ -8,6 +8,7 @@
 
 #include "cc/api/calls.h"
 #include "cc/api/context.h"
+#include "cc/device/early.cuh"
 #include "cc/device/groups.cuh"
 #include "cc/math/store.h"
 
@@ -207,21 +208,12 @@ __device__ inline bool has_started(const StoreProblem& p, int group) {
 // begin behind it.
 __device__ inline bool all_started(const StoreProblem& p) {
   if (!p.starting) return false;
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
+  let_next_launch_begin();
   bool waits = false;
   for (int g = threadIdx.x; g < p.scan.count; g += blockDim.x) {
     waits |= (!p.sizes || p.sizes[g] > 0) && !has_started(p, g);
   }
   return !__syncthreads_or(waits);
-}
-
-// Until the launch that measures has ended, and what it found is there, in one that may begin before (`early`).
-__device__ inline void wait_for_measures() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }
 
 // Leaves a tile of a group that has started without rows, so that none are read.

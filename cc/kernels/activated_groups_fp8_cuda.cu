@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
   StoreTile& next = s->next[threadIdx.x / 32];
   bool more = find(blockIdx.x, &tile);
   if (more && tile.group < count) begin(tile);
-  if (kStore) wait_for_measures();
+  if (kStore) wait_for_launch_before();
   if (kStore && blockIdx.x == 0) {
     store_group_scales(p.store);
     if (stores_activated) store_group_scales(p.store_activated);

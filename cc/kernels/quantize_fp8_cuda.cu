@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kFrom, kForms>)
   };
   bool more = find(blockIdx.x, &tile);
   if (more && tile.group < p.scan.count) load_tile<kFrom, kWide>(p, tile, s);
-  if (kBlock == 0 && kForms) wait_for_measures();
+  if (kBlock == 0 && kForms) wait_for_launch_before();
   if (kBlock == 0 && kForms && blockIdx.x == 0) store_group_scales(p);
   for (; more; tile = next, turns.advance()) {
     turns.draw();

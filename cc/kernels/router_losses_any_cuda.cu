@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <string>
 
+#include "cc/device/early.cuh"
 #include "cc/device/experts.cuh"
 #include "cc/device/groups.cuh"
 #include "cc/device/launch.h"
@@ -40,13 +41,6 @@ struct Problem {
   float slots, aux_coeff, z_coeff;
 };
 
-// Hopper lets a launch begin beside the one before it.
-__device__ void wait_for_grid_before() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 // As std::max on the CPU: NaN in front stays.
 __device__ float at_least_one(float value) { return value < 1.0f ? 1.0f : value; }
 
@@ -74,7 +68,7 @@ __device__ void find_losses(const Problem& p) {
 
 __global__ void __launch_bounds__(kThreads) find_slopes(const __grid_constant__ Problem p) {
   __shared__ int counted[kWarps];
-  wait_for_grid_before();
+  wait_for_launch_before();
   int present = 0;
   for (int s = threadIdx.x; s < p.sequences; s += kThreads) present += p.stat_sums[3 * s + 2] > 0.0f;
   present = __reduce_add_sync(~0u, present);
@@ -104,7 +98,7 @@ __global__ void __launch_bounds__(kThreads) find_slopes(const __grid_constant__ 
 }
 
 __global__ void __launch_bounds__(32) find_losses_of_many(const __grid_constant__ Problem p) {
-  wait_for_grid_before();
+  wait_for_launch_before();
   find_losses(p);
 }
 

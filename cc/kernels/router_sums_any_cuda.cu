@@ -26,6 +26,7 @@
 #include <algorithm>
 #include <string>
 
+#include "cc/device/early.cuh"
 #include "cc/device/experts.cuh"
 #include "cc/device/operand.h"
 #include "cc/device/sequences.cuh"
@@ -59,18 +60,6 @@ struct Problem {
   int column_blocks;      // blocks of 32 columns
   int sequences_a_block;  // of add_partials
 };
-
-// Hopper lets the second launch begin beside the first: it waits where it wants the partial sums.
-__device__ void let_sums_begin() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-__device__ void wait_for_partials() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 
 // What a token gives to the columns: probabilities, then stats. `values` holds its logits, and is free afterwards.
 template <int kPer>
@@ -122,7 +111,7 @@ __global__ void __launch_bounds__(kRunThreads, run_blocks(kPer)) sum_runs(const 
   __shared__ float columns[kTokensARun][32 * kPer + kTokenStats];
   __shared__ int sequences[kTokensARun];  // -1 behind the last token
   __shared__ bool counted[kTokensARun];
-  let_sums_begin();
+  let_next_launch_begin();
   if (blockIdx.x >= p.runs) {
     const int64_t first = static_cast<int64_t>(blockIdx.x - p.runs) * kCountedTokens;
     return count_slots(p, first, reinterpret_cast<int*>(columns));
@@ -191,7 +180,7 @@ __global__ void __launch_bounds__(kAddThreads) add_partials(const __grid_constan
     if (lane == 0) of_sequence[warp] = rows;
   }
   __syncthreads();
-  wait_for_partials();
+  wait_for_launch_before();
   const float* partials = p.partials + column;
   if (warp < sequences && rows.count <= kLaneCount) {
     float each[kLaneCount];
