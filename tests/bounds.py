@@ -49,10 +49,6 @@ ACTIVATIONS = 4 * 2.0**-23
 """4 ulp of fp32, relative: of an activation, and of its derivative against the magnitude of its terms (numerics 7)."""
 MULTIPLIED_AS_BF16 = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 """Element types of operands that a CPU multiplies as bfloat16."""
-LAYER = 2.0**-15
-"""Of a whole MoE layer in fp32 and all its gradients, against float64, relative to the largest element of each: sums of
-up to 2^7 terms of that size, three products behind each other, and the rounding of what stands between them."""
-
 ORACLES = 1e-12
 """Two float64 oracles of one small layer against one another, absolute."""
 MARGIN_STEP = 1e-5
@@ -66,6 +62,15 @@ RELATIVE = {"ieee": 2e-6, "tf32x3": 5e-6, "tf32": 1e-3}
 LAYER = 3 * RELATIVE["ieee"] + 4 * FUNCTIONS
 """Of a mixture-of-experts layer in float32: the norm of the error of its result, or of a gradient, over that of the
 exact one, for data of random signs. Three products follow one another, with the functions of scores and activation."""
+DEVICES = 2e-2
+"""Of a layer in bfloat16 or with 8-bit operands on a GPU and on the CPU: the norm of the difference over that of the
+result. Some values of each step fall on the other side of a rounding, of 2^-8 or of an FP8 code."""
+LEFT_OUT = 2.0**-22
+"""Products of parts of two float32 values that the router's product leaves out, of the product of the values."""
+ADDED = (2.0**-8, 2.0**-16)
+"""Relative and absolute: a 16-bit gradient against what was added to an accumulator that holds 0.5 in float32."""
+REPEATED = 1e-6
+"""Relative: a float32 sum over steps in one program against the sum of the steps' own results."""
 MODEL = 4 * LAYER
 """Of two float32 runs of a transformer, per layer: each run has the error of the experts, and of attention and norms
 around them as much again."""

@@ -351,8 +351,8 @@ def test_a_row_scale_without_gradient_scales_the_gradient_of_x_alike(dropout):
     s = setup(exact=True, row_scale=True, dropout=dropout)
     run, needs = Oracle(exact=True), s.needs()
     both: tuple[Any, Any] = s.backward(run, needs), s.backward(run, needs._replace(row_scale=False))
-    np.testing.assert_allclose(both[1].x, both[0].x, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(both[1].a, both[0].a, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(both[1].x, both[0].x, rtol=bounds.ORACLES, atol=bounds.ORACLES)
+    np.testing.assert_allclose(both[1].a, both[0].a, rtol=bounds.ORACLES, atol=bounds.ORACLES)
 
 
 @pytest.mark.rule("LOR-4", "MAT-11")

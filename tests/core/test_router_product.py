@@ -64,8 +64,7 @@ def test_products_are_those_of_float32(experts, x_dtype, router_dtype, transpose
     dtypes = ("float32", x_dtype, router_dtype)
     terms = (3 * H, 6 * experts, T)
     for result, (value, size), dtype, count in zip(found, _expected(o, transposed), dtypes, terms, strict=True):
-        # Pairs of parts that are left out are below 2^-22 of the whole; parts are summed by at most 2 more additions.
-        error = (bounds.gamma(count, "bfloat16", "") + 2.0**-22) * size
+        error = (bounds.gamma(count, "bfloat16", "") + bounds.LEFT_OUT) * size
         asserts.within(result, Bounded(value, error + bounds.half_ulp(np.abs(value) + error, dtype), dtype))
 
 
@@ -74,7 +73,7 @@ def test_the_rule_without_rounding(transposed):
     o = _case(8, "float32", "float32", transposed, 0)
     found = _run(Oracle(exact=True), Linear(Names("x", "router"), transposed=transposed), o)
     for result, (value, size) in zip(found, _expected(o, transposed), strict=True):
-        np.testing.assert_allclose(result, value, rtol=0, atol=1e-12 * size.max())
+        np.testing.assert_allclose(result, value, rtol=0, atol=bounds.ORACLES * size.max())
 
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)])
