@@ -90,6 +90,7 @@ class Call:
 
 
 _SCALES = ("lhs_scales", "rhs_scales", "lhs_group_scales", "rhs_group_scales")
+_LOW = ("low_lhs", "low_rhs", "low_rhs_table")
 QUANTIZED = ("values", "scales", "group_scales", "cross_values", "cross_scales", "cross_group_scales")
 """Results of `quantize`, in order: the form contracted along the last axis, then the form contracted along the axis
 before it."""
@@ -120,6 +121,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
         "into_table",
         "rhs_up",
         *_SCALES,
+        *_LOW,
     ),
     "group_sum": ("rows", "group_sizes", "row_scale"),
     "row_dot": ("group_sizes", "lhs", "rhs", "group_lhs", "group_rhs", "group_rhs_table"),
@@ -127,11 +129,11 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "add_rows": ("rows", "group_sizes", "base", "key", "into"),
     "grouped_matmul_act": (
         *("lhs", "rhs", "group_sizes", "bias", "row_scale", "rhs_table", "bias_table", "rhs_up"),
-        *(*_SCALES, *_QUANTIZING),
+        *(*_SCALES, *_LOW, *_QUANTIZING),
     ),
     "grouped_matmul_dact": (
         *("lhs", "rhs", "group_sizes", "hidden", "row_scale", "row_base", "rhs_table"),
-        *(*_SCALES, *_QUANTIZING, "activated_encode"),
+        *(*_SCALES, *_LOW, *_QUANTIZING, "activated_encode"),
     ),
     "activation": ("rows", "group_sizes", "row_scale"),
     "activation_grad": ("grad", "rows", "group_sizes", "row_scale", "row_base"),
@@ -245,6 +247,28 @@ def _operands(lhs: OperandSpec, rhs: OperandSpec) -> dict[str, ArraySpec | None]
     return slots
 
 
+class LowRank(NamedTuple):
+    """Specs of a product of low rank that is added to another one in its fp32 sums: rows [M, r] times weights.
+
+    Attributes:
+        rows: [M, r]. weight: [G, r, N] with `axis` 1, [G, N, r] with 2; of the dtype of rows.
+        axis: the contracted axis of the weight. table: whether the weight is given by a table of addresses.
+    """
+
+    rows: ArraySpec
+    weight: ArraySpec
+    axis: int
+    table: bool = False
+
+
+def _low_rank(low: LowRank | None, groups: int) -> tuple[dict[str, ArraySpec | None], dict[str, Param]]:
+    """Operands and parameters of a low-rank product, if it is given."""
+    if low is None:
+        return {}, {"low_rhs_axis": 1}
+    table = ArraySpec((groups,), "int64") if low.table else None
+    return {"low_lhs": low.rows, "low_rhs": low.weight, "low_rhs_table": table}, {"low_rhs_axis": low.axis}
+
+
 def _quantized_axis(rhs: OperandSpec, axis: int) -> int:
     """The contracted axis of rhs in memory: the last axis of quantised weights, if they were quantised along it."""
     if not isinstance(rhs, QuantizedSpec) or not axis:
@@ -288,6 +312,7 @@ def grouped_matmul(
     aligned_tables: bool = True,
     scale_bias: bool = False,
     accumulate: bool = False,
+    low: LowRank | None = None,
     rows_hint: int = 0,
     implementation: str = "",
 ) -> Call:
@@ -322,6 +347,7 @@ def grouped_matmul(
         "into_table": table if tables[2] else None,
         "rhs_up": rhs_up,
     }
+    added = _low_rank(low, groups)
     params: dict[str, Param] = {
         "contract_rows": int(axes[0] == 0),
         "rhs_axis": _quantized_axis(rhs, axes[1]),
@@ -335,9 +361,10 @@ def grouped_matmul(
         "result_half": result_half,
         "fp32_mode": recipe.fp32,
         **_scale_params(lhs, rhs, recipe),
+        **added[1],
         **_segment_params(lhs, axes[0] == 0),
     }
-    return new_call("grouped_matmul", operands, ArraySpec(shape, result_dtype), params, implementation)
+    return new_call("grouped_matmul", operands | added[0], ArraySpec(shape, result_dtype), params, implementation)
 
 
 @lru_cache(maxsize=1024)
@@ -499,6 +526,7 @@ def grouped_matmul_act(
     rhs_up: ArraySpec | None = None,
     aligned_tables: bool = True,
     hidden: bool = True,
+    low: LowRank | None = None,
     quantized: QuantizedResult | None = None,
     zero_tail: bool = True,
     rows_hint: int = 0,
@@ -510,7 +538,8 @@ def grouped_matmul_act(
     With `quantized` the result, rounded to that dtype too, is returned only in quantised forms.
 
     rhs is [G, K, W] (`rhs_axis` 1) or [G, W, K] (2), W = 2F for gated kinds; with `rhs_up` each has F columns. `tables`
-    as in `grouped_matmul`, for rhs and bias; `hidden` says whether the hidden rows are a second result.
+    as in `grouped_matmul`, for rhs and bias; `hidden` says whether the hidden rows are a second result; `low` is added
+    to their sums.
     """
     wide = rhs.shape[3 - rhs_axis] * (2 if rhs_up is not None else 1)
     table = ArraySpec(group_sizes.shape, "int64")
@@ -533,9 +562,10 @@ def grouped_matmul_act(
     }
     axis = _quantized_axis(rhs, rhs_axis)
     params = {"rhs_axis": axis, **_activation_params(activation, width), "zero_tail": int(zero_tail)}
-    params |= _product_params(lhs, rhs, recipe, aligned_tables, rows_hint)
+    of_low = _low_rank(low, group_sizes.shape[0])
+    params |= _product_params(lhs, rhs, recipe, aligned_tables, rows_hint) | of_low[1]
     params |= {"compute": lhs.dtype, **added[2]}
-    return new_call("grouped_matmul_act", operands | added[0], results, params, implementation)
+    return new_call("grouped_matmul_act", operands | of_low[0] | added[0], results, params, implementation)
 
 
 def _hidden_grads(
@@ -562,13 +592,14 @@ def grouped_matmul_dact(
     row_base: ArraySpec | None = None,
     table: bool = False,
     aligned_tables: bool = True,
+    low: LowRank | None = None,
     quantized: QuantizedResult | None = None,
     quantized_activated: QuantizedResult | None = None,
     zero_tail: bool = True,
     rows_hint: int = 0,
     implementation: str = "",
 ) -> Call:
-    """Gradients at the hidden rows, with dz [M, F] = lhs [M, N] @ rhs, where lhs is dy.
+    """Gradients at the hidden rows, with dz [M, F] = lhs [M, N] @ rhs, where lhs is dy; `low` is added to dz.
 
     `quantized`: quantised forms of `result`, whether or not `wanted` asks for the unquantised one too.
     `quantized_activated`, only with `quantized`: the form of `activated`, rounded to the dtype of hidden, contracted
@@ -588,7 +619,9 @@ def grouped_matmul_dact(
     width = rhs.shape[3 - rhs_axis]
     axis = _quantized_axis(rhs, rhs_axis)
     params = {"rhs_axis": axis, **_activation_params(activation, width), "zero_tail": int(zero_tail)}
-    params |= _product_params(lhs, rhs, recipe, aligned_tables, rows_hint)
+    of_low = _low_rank(low, group_sizes.shape[0])
+    params |= _product_params(lhs, rhs, recipe, aligned_tables, rows_hint) | of_low[1]
+    operands |= of_low[0]
     results = _hidden_grads(hidden, width, result_dtype, wanted)
     groups, rows = group_sizes.shape[0], ArraySpec((hidden.shape[0], width), hidden.dtype)
     for added in (

@@ -17,6 +17,7 @@ from grouped_core.products import (
     Array,
     Cached,
     Listed,
+    Low,
     Operand,
     Runner,
     add_rows,
@@ -110,7 +111,7 @@ def linear_forward(
     *,
     extras: Extras = NO_EXTRAS,
     needs: Needs = NO_NEEDS,
-    either_way: bool = True,
+    low: Low | None = None,
 ) -> Forward:
     """y[r] = c[r] (x[r] W[g] + b[g]), or x[r] W[g] + c[r] b[g] with `scale_bias`; c = row_scale or 1.
 
@@ -121,7 +122,7 @@ def linear_forward(
         out: the caller's [M, N] buffer; its tail rows are left unchanged.
         needs: gradients that backward will compute. Their operands are saved; where this call quantises x or w, one
             pass makes both the rowwise and the columnwise form.
-        either_way: backward is that of `main_grads`, which may read the form of w that forward reads (`is_read_as_is`).
+        low: is added to x W.
     """
     x_spec, w_spec = operand_spec(run, x), operand_spec(run, w)
     result = linear_spec.check_linear(
@@ -134,8 +135,7 @@ def linear_forward(
         operand_spec(run, out),
     )
     recipe = op.resolve(x_spec, w_spec)
-    options = {"has_scale": row_scale is not None, "either_way": either_way}
-    forms = linear_forms(run, op, x, w, group_sizes, extras, needs, **options)
+    forms = linear_forms(run, op, x, w, group_sizes, extras, needs, has_scale=row_scale is not None)
     saved = linear_saved(op, needs, bias is not None, row_scale is not None)
     y = product(
         run,
@@ -148,6 +148,7 @@ def linear_forward(
         bias=bias,
         row_scale=None if row_scale is None else run.cast(row_scale, "float32"),
         into=out,
+        low=low,
     )
     return Forward(y, forms.kept_x if saved.x else None, forms.kept_w if saved.w else None, forms.amax)
 
@@ -172,12 +173,11 @@ def linear_forms(
     needs: Needs,
     *,
     has_scale: bool = False,
-    either_way: bool = True,
 ) -> Forms:
     """The operands in the forms that forward reads and that the gradients in `needs` read; one pass per operand."""
     recipe = op.resolve(operand_spec(run, x), operand_spec(run, w))
     keep_x, keep_w = keeps_forms(op, recipe, needs, has_scale)
-    keep_w = keep_w and not (either_way and is_read_as_is(recipe, w))
+    keep_w = keep_w and not is_read_as_is(recipe, w)
     x_forms, w_forms = row_forms(recipe, keep_x), weight_forms(op, recipe, keep_w)
     again = recipe.requantize
     of_x = {"scale": extras.x, "amax": extras.x_amax, "measure": extras.measure}
@@ -326,7 +326,7 @@ def main_grads(
     extras: Extras = NO_EXTRAS,
     stream: int = 0,
     quantized_dy: QTensor[Any] | None = None,
-    term: Term | None = None,
+    beside: Low | Term | None = None,
 ) -> MainGrads:
     """The gradients in `needs` except that of the weight.
 
@@ -337,7 +337,8 @@ def main_grads(
         grad_input: the caller's [M, K] buffer for dx; its tail rows are left unchanged.
         stream: number of this dy among those that share one key of stochastic rounding.
         quantized_dy: forms of dy that exist already; the one contracted along rows holds c dy.
-        term: added to dy W^T; with c where dx is made in one pass, that is, if `reads_values` is false.
+        beside: is added to dy W^T. A `Term` has been multiplied by c already where dx is made in one pass, that is, if
+            `reads_values` is false.
 
     With c the row scale: dx = c (dy W^T), dW_g = sum x^T (c dy), db_g = sum c dy, dc = <x, dy W^T> + <dy, b>.
     With `scale_bias`, c multiplies only the bias: dx = dy W^T, dW_g = sum x^T dy, db_g = sum c dy, dc = <dy, b>.
@@ -365,7 +366,8 @@ def main_grads(
         # ways do one fp32 product and one rounding, so they give the same bits.
         fused = not scale_through_product
         n_axis = op.weight_axes()[1]
-        (columnwise,), w_amax = weight_for_dgrad(run, recipe, w, n_axis, extras, either_way=True)
+        (columnwise,), w_amax = weight_for_dgrad(run, recipe, w, n_axis, extras)
+        term = beside if isinstance(beside, Term) else None
         dtype, buffer = (wide(x_spec.dtype), grad_input) if fused else ("float32", None)
         product_grad = product(
             run,
@@ -377,6 +379,7 @@ def main_grads(
             dtype if term is None else "float32",
             row_scale=row_factor if fused else None,
             into=buffer if term is None else None,
+            low=beside if isinstance(beside, Low) else None,
         )
         if term is not None:
             product_grad = term.added(run, product_grad, group_sizes, dtype, buffer)
@@ -440,15 +443,9 @@ def grad_in_formats(
     return Quantized([next(rest) if form is None else form for form in ready], made.amax)
 
 
-def weight_for_dgrad(
-    run: Runner, recipe: Recipe, w: Operand, axis: int, extras: Extras, *, either_way: bool = False
-) -> Quantized:
-    """w as dgrad reads it, contracted along `axis`; its amax is found where forward did not find it.
-
-    Args:
-        either_way: the product also reads codes that were made for the other axis (`is_read_as_is`).
-    """
-    if either_way and isinstance(w, QTensor) and is_read_as_is(recipe, w):
+def weight_for_dgrad(run: Runner, recipe: Recipe, w: Operand, axis: int, extras: Extras) -> Quantized:
+    """w as dgrad reads it, contracted along `axis`; its amax is found where forward did not find it."""
+    if isinstance(w, QTensor) and is_read_as_is(recipe, w):
         return Quantized([given_form(w, axis, recipe.dgrad[1]) or w], None)
     measure = extras.measure and measures_late(recipe, 1)
     wanted, again = [(axis, recipe.dgrad[1])], recipe.requantize

@@ -8,7 +8,6 @@ Letters: G groups, M rows, K in, N out, r rank. The products and what they round
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,12 +19,14 @@ from grouped_core.formats import WIDE, QTensor, wide
 from grouped_core.gradients import Amaxes, LinearSpecs, Needs, Term
 from grouped_core.hashing import hashed_once
 from grouped_core.linear_spec import Linear
-from grouped_core.products import Array, Listed, Operand, Runner, add_rows, operand_spec, product, scale_rows
+from grouped_core.products import Array, Listed, Low, Operand, Runner, add_rows, operand_spec, product, scale_rows
 from grouped_core.quantizing import NO_EXTRAS, Extras
 from grouped_core.ranks import check_rank
 from grouped_core.recipes import plain
 
 MAX_RANK = 256
+LORA = "lora"
+"""The argument of public functions that holds an adapter."""
 
 
 @hashed_once
@@ -45,6 +46,11 @@ class Adapter:
     stream: int = 0
 
     @property
+    def accum(self) -> str:
+        """The frontend's name of the accumulators of the pair."""
+        return f"{LORA}_wgrad_accum{self.name.removeprefix(LORA)}"
+
+    @property
     def kept(self) -> float:
         """The factor of elements that are not dropped."""
         return 1.0 / (1.0 - self.dropout)
@@ -58,7 +64,7 @@ class Adapter:
         return self._product(op, f"rows of `{self.name}[0]`", f"{self.name}[1]")
 
     def _product(self, op: Linear, x: str, w: str) -> Linear:
-        names = op.names._replace(x=x, w=w, accum=f"{self.name}_wgrad_accum")
+        names = op.names._replace(x=x, w=w, accum=self.accum)
         return Linear(names, transposed=op.transposed, rows_hint=op.rows_hint, fp32=op.fp32)
 
 
@@ -83,23 +89,19 @@ def option(name: str, scaling: Any, dropout: Any, key: Any, stream: int = 0) -> 
     return Adapter(name, float(scaling), float(dropout), stream)
 
 
-LORA = "lora"
-"""The argument of public functions that holds an adapter."""
-
-
-def pair_option(given: Any) -> tuple[Any, Any]:
-    """`lora=` of a public function as (A, B).
+def pair_option(given: Any, name: str = LORA) -> tuple[Any, Any]:
+    """`lora=` of a public function, or a part of it, as (A, B).
 
     Raises:
         ValueError: it is not a pair.
     """
     if not isinstance(given, (tuple, list)) or len(given) != 2:
-        raise ValueError(f"`{LORA}`: {type(given).__name__}, expected a pair (A, B); pass both factors.")
+        raise ValueError(f"`{name}`: {type(given).__name__}, expected a pair (A, B); pass both factors.")
     return given[0], given[1]
 
 
-def accumulators_option(given: Any) -> tuple[Any, Any]:
-    """`lora_wgrad_accum=` of a public function, not text, as those of A and of B.
+def accumulators_option(given: Any, name: str = f"{LORA}_wgrad_accum") -> tuple[Any, Any]:
+    """`lora_wgrad_accum=` of a public function, not text, or a part of it, as those of A and of B.
 
     Raises:
         ValueError: it is neither None nor a pair.
@@ -108,8 +110,8 @@ def accumulators_option(given: Any) -> tuple[Any, Any]:
         return None, None
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise ValueError(
-            f"`{LORA}_wgrad_accum`: {type(given).__name__}, expected None, or a pair as `{LORA}` is; put None where A "
-            "or B has no accumulator."
+            f"`{name}`: {type(given).__name__}, expected None, or a pair as `{LORA}` is; put None where A or B has no "
+            "accumulator."
         )
     return given[0], given[1]
 
@@ -161,9 +163,7 @@ def check(
     """
     name, transposed = adapter.name, op.transposed
     if op.paired:
-        raise _wrong(
-            ValueError, op.names.w, f"two arrays beside `{name}`", "one array", "pass gate and linear half as one array"
-        )
+        check_whole(op.names.w, LORA)
     if isinstance(x, QuantizedSpec) or x.dtype not in WIDE:
         raise _wrong(
             *(TypeError, op.names.x, f"{x} beside `{name}`", f"one of {', '.join(WIDE)}"),
@@ -187,7 +187,14 @@ def check(
             wanted = f"{wanted_shape} = [G, {axes}] beside `{op.names.w}` {w.shape}"
             raise _wrong(ValueError, f"{name}[{at}]", f"shape {spec.shape}", wanted, "make A and B for this weight")
     if key is not None and key != ArraySpec((2,), "uint32"):
-        raise _wrong(ValueError, f"{name}_key", f"{key}", "uint32[2], low word first", "pass such an array")
+        raise _wrong(ValueError, f"{LORA}_key", f"{key}", "uint32[2], low word first", "pass such an array")
+
+
+def check_whole(weight: str, name: str) -> None:
+    """Refuses a weight in two arrays beside an adapter. Raises ValueError."""
+    raise _wrong(
+        ValueError, weight, f"two arrays beside `{name}`", "one array", "pass gate and linear half as one array"
+    )
 
 
 class LoraNeeds(NamedTuple):
@@ -272,19 +279,13 @@ def forward(
     x_spec, w_spec = run.spec(x), operand_spec(run, w)
     bias_spec, scale_spec = operand_spec(run, bias), operand_spec(run, row_scale)
     out_spec = operand_spec(run, out)
-    result = linear_spec.check_linear(op, x_spec, w_spec, run.spec(group_sizes), bias_spec, scale_spec, out_spec)
+    linear_spec.check_linear(op, x_spec, w_spec, run.spec(group_sizes), bias_spec, scale_spec, out_spec)
     check(op, adapter, x_spec, w_spec, operand_spec(run, a), operand_spec(run, b), operand_spec(run, key))
     keep = kept(op, needs, bias is not None, row_scale is not None)
-    base_op = dataclasses.replace(op, result_dtype="float32")
-    base = gradients.linear_forward(
-        *(run, base_op, x, w, group_sizes, bias, row_scale), extras=extras, needs=_of_base(needs)
-    )
-    u = _scaled_product(run, adapter, adapter.down(op), _dropped(run, adapter, x, group_sizes, key), a, group_sizes)
-    up = adapter.up(op)
-    scale = None if row_scale is None or op.scale_bias else run.cast(row_scale, "float32")
-    low = _product(run, up, u, b, up.weight_axes()[0], group_sizes, "float32", scale)
-    y = Term(low).added(run, base.y, group_sizes, result.dtype, out)
-    return Forward(y, x if keep.x else None, base.w if keep.w else None, u if keep.u else None, base.amax)
+    low = beside_forward(run, op, adapter, x, a, b, group_sizes, key)
+    operands = (x, w, group_sizes, bias, row_scale, out)
+    base = gradients.linear_forward(run, op, *operands, extras=extras, needs=_of_base(needs), low=low)
+    return Forward(base.y, x if keep.x else None, base.w if keep.w else None, low.rows if keep.u else None, base.amax)
 
 
 class MainGrads(NamedTuple):
@@ -330,19 +331,16 @@ def main_grads(
     values = gradients.reads_values(op, base_needs, specs[3] is not None)
     scale = None if row_scale is None or op.scale_bias else run.cast(row_scale, "float32")
     plain_dy = gradients.plain_rows(run, dy, group_sizes) if isinstance(dy, QTensor) else dy
-    down, up = adapter.down(op), adapter.up(op)
-    v = term = rows_a = rows_b = None
+    v = beside = rows_a = rows_b = None
     if needs.x or values or needs.a:
-        v = _scaled_product(run, adapter, up, plain_dy, b, group_sizes, backward=True)
+        v = scaled_gradient(run, op, adapter, plain_dy, b, group_sizes)
     if needs.x or values:
-        low = _product(run, down, v, a, down.weight_axes()[1], group_sizes, "float32", None if values else scale)
-        kept_factor = adapter.kept if adapter.dropout else 1.0
-        term = Term(low, kept_factor, adapter.dropout, key, adapter.stream)
+        beside = beside_backward(run, op, adapter, v, a, group_sizes, key, None if values else scale)
     operands: Any = (x if values else None, w, group_sizes, bias, row_scale, dy, base_needs)
-    options: dict[str, Any] = {"grad_input": grad_input, "extras": extras, "term": term}
+    options: dict[str, Any] = {"grad_input": grad_input, "extras": extras, "beside": beside}
     found = gradients.main_grads(run, op, specs, *operands, **options)
     if needs.a:
-        rows_a = _dropped(run, adapter, x, group_sizes, key)
+        rows_a = dropped(run, adapter, x, group_sizes, key)
         v = _times(run, v, scale, group_sizes)
     if needs.b:
         rows_b = _times(run, u, scale, group_sizes)
@@ -397,7 +395,51 @@ def backward(
     return Grads(found.x, da, db, found.bias, found.row_scale), found.amax
 
 
-def _dropped(run: Runner, adapter: Adapter, x: Array, group_sizes: Array, key: Array | None) -> Array:
+def beside_forward(
+    run: Runner,
+    op: Linear,
+    adapter: Adapter,
+    x: Array,
+    a: Array | Listed,
+    b: Array | Listed,
+    group_sizes: Array,
+    key: Array | None,
+) -> Low:
+    """u B, which is added to x W; its rows are u = s drop(x) A, rounded, [M, r]."""
+    u = _scaled_product(run, adapter, adapter.down(op), dropped(run, adapter, x, group_sizes, key), a, group_sizes)
+    return Low(u, b, op.weight_axes()[0])
+
+
+def scaled_gradient(
+    run: Runner, op: Linear, adapter: Adapter, dy: Array, b: Array | Listed, group_sizes: Array
+) -> Array:
+    """v = s dy B^T, rounded, [M, r]."""
+    return _scaled_product(run, adapter, adapter.up(op), dy, b, group_sizes, backward=True)
+
+
+def beside_backward(
+    run: Runner,
+    op: Linear,
+    adapter: Adapter,
+    v: Array,
+    a: Array | Listed,
+    group_sizes: Array,
+    key: Array | None,
+    scale: Array | None = None,
+) -> Low | Term:
+    """drop(v A^T), which is added to dy W^T: in its sums, or, where elements are dropped, to its float32 result.
+
+    Args:
+        scale: float32 [M], of whole rows of that result.
+    """
+    axis = op.weight_axes()[1]
+    if not adapter.dropout:
+        return Low(v, a, axis)
+    low = _product(run, adapter.down(op), v, a, axis, group_sizes, "float32", scale)
+    return Term(low, adapter.kept, adapter.dropout, key, adapter.stream)
+
+
+def dropped(run: Runner, adapter: Adapter, x: Array, group_sizes: Array, key: Array | None) -> Array:
     """The rows that A multiplies."""
     if not adapter.dropout:
         return x

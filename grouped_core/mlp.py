@@ -14,21 +14,49 @@ from typing import Any, NamedTuple
 from grouped_core import calls, gradients
 from grouped_core.calls import ArraySpec, OperandSpec
 from grouped_core.formats import Format, QTensor, wide
-from grouped_core.gradients import Amaxes, Forms, Needs, weight_grad
+from grouped_core.gradients import Amaxes, Forms, Needs, Term, weight_grad
 from grouped_core.mlp_spec import NO_NEEDS, Mlp, MlpNeeds, MlpSpecs, check, kept, needs_dh, needs_dz, restrict
 from grouped_core.products import (
     Array,
     Cached,
     Listed,
+    Low,
     Operand,
     Runner,
     all_aligned,
     arranged,
     operand_spec,
+    product,
     weight_specs,
 )
 from grouped_core.quantizing import Extras, Quantized, Within, joined, within
 from grouped_core.recipes import Recipe
+
+
+class Beside:
+    """What is added to the four products with the weights of an MLP, and to none of them here; see `lora_mlp`.
+
+    Attributes:
+        reads_x, reads_z: whether the unquantised rows of the first and of the second product are read.
+    """
+
+    reads_x = False
+    reads_z = False
+
+    def first(self, x: Array, group_sizes: Array) -> Low | None:
+        """Beside x W1."""
+
+    def second(self, z: Array, group_sizes: Array) -> Low | None:
+        """Beside z W2."""
+
+    def hidden(self, dy: Array, group_sizes: Array) -> Low | Term | None:
+        """Beside dy W2^T."""
+
+    def input(self, dh: Array, group_sizes: Array) -> Low | Term | None:
+        """Beside dh W1^T."""
+
+
+NOTHING = Beside()
 
 
 class Forward(NamedTuple):
@@ -107,11 +135,13 @@ def hidden_rows(
     *,
     keep: bool,
     quantized: Within | None = None,
+    low: Low | None = None,
 ) -> tuple[Operand, Array | None, Array | None]:
     """(z [M, F], h [M, W] with `keep`, amax of z): the first product and the activation in one call.
 
     Args:
         x, wi: in the form that forward reads. quantized: how z is quantised; None leaves it unquantised.
+        low: is added to x W1.
     """
     linear = op.fc1()
     x_spec = operand_spec(run, x)
@@ -129,14 +159,16 @@ def hidden_rows(
         row_scale=operand_spec(run, p),
         tables=(isinstance(wi, Listed), isinstance(wi_bias, Listed)),
         rhs_up=up_spec,
-        aligned_tables=all_aligned(wi),
+        aligned_tables=all_aligned(wi, low and low.weight),
         hidden=keep,
+        low=low and low.spec(run),
         quantized=quantized and quantized.call,
         zero_tail=op.clear_residuals,
         rows_hint=op.rows_hint,
         implementation=op.implementation,
     )
     named = {"lhs": x, "rhs": wi, "bias": wi_bias, "group_sizes": group_sizes, "row_scale": p}
+    named |= low.operands() if low else {}
     z, h, *results = run(call, arranged(call, **named, **(quantized.arrays if quantized else {})))
     if quantized is None:
         return z, h, None
@@ -159,6 +191,7 @@ def mlp(
     *,
     needs: MlpNeeds = NO_NEEDS,
     extras: tuple[Extras, Extras] = NO_EXTRAS,
+    beside: Beside = NOTHING,
 ) -> Forward:
     """y[r] = (p[r] act(x[r] W1[g] + b1[g])) W2[g] + p[r] b2[g], p = probs or 1, and what backward reads.
 
@@ -167,14 +200,15 @@ def mlp(
             `Listed` each, and wi may be `Paired`; x and weights may be quantised. group_sizes: int32 [G]. probs: [M].
             wi_bias: [G, W]. wo_bias: [G, K].
         out: the caller's [M, K] buffer; its tail rows are left unchanged.
-        needs: gradients that backward will compute. extras: of the two products.
+        needs: gradients that backward will compute. extras: of the two products. beside: what is added to them.
     """
     check(op, *(operand_spec(run, each) for each in (x, wi, wo, group_sizes, probs, wi_bias, wo_bias, out)))
     keep = kept(op, needs, probs is not None, wi_bias is not None, wo_bias is not None)
     first = first_forms(run, op, x, wi, group_sizes, extras[0], needs)
     linear = op.fc2(wo_bias is not None and probs is not None)
-    quantized = activated_forms(run, op, operand_spec(run, x), wo, extras[1], keep.z)
-    z, h, amax = hidden_rows(run, op, first.x, first.w, group_sizes, probs, wi_bias, keep=keep.h, quantized=quantized)
+    quantized = None if beside.reads_z else activated_forms(run, op, operand_spec(run, x), wo, extras[1], keep.z)
+    how: dict[str, Any] = {"keep": keep.h, "quantized": quantized, "low": beside.first(x, group_sizes)}
+    z, h, amax = hidden_rows(run, op, first.x, first.w, group_sizes, probs, wi_bias, **how)
     second = gradients.linear_forward(
         run,
         linear,
@@ -186,7 +220,7 @@ def mlp(
         out,
         extras=extras[1],
         needs=Needs(needs_dz(needs), keep.z, False, False),
-        either_way=False,
+        low=beside.second(z, group_sizes),
     )
     return Forward(
         y=second.y,
@@ -274,6 +308,7 @@ def hidden_grads(
     quantized_dy: Operand,
     quantized: Within | None = None,
     quantized_z: Within | None = None,
+    beside: Low | Term | None = None,
 ) -> HiddenGrads:
     """dh, z and dp, each if `wanted` asks for it: dgrad of the second product and the activation's, in one call.
 
@@ -284,10 +319,17 @@ def hidden_grads(
         wo, quantized_dy: in the form that the product reads.
         quantized: how dh is quantised, whether or not `wanted` also asks for the unquantised dh.
         quantized_z: how z is quantised, instead of the unquantised z; only with `quantized`.
+        beside: is added to dy W2^T; with a `Term` nothing is quantised here.
     """
     linear = op.fc2()
     p = None if probs is None else run.cast(probs, "float32")
     base = _bias_dots(run, dy, wo_bias, group_sizes) if wanted[2] and wo_bias is not None else None
+    if isinstance(beside, Term):
+        recipe = linear.resolve(run.spec(h), operand_spec(run, wo)).of_gradients
+        axis, dtype = linear.weight_axes()[1], run.spec(h).dtype
+        product_grad = product(run, linear, recipe, (quantized_dy, 1), (wo, axis), group_sizes, "float32")
+        dz = beside.added(run, product_grad, group_sizes, dtype)
+        return HiddenGrads(*_activation_grads(run, op, dz, h, group_sizes, p, base, wanted), Quantized([], None))
     call = calls.grouped_matmul_dact(
         operand_spec(run, quantized_dy),
         operand_spec(run, wo),
@@ -301,7 +343,8 @@ def hidden_grads(
         row_scale=operand_spec(run, p),
         row_base=operand_spec(run, base),
         table=isinstance(wo, Listed),
-        aligned_tables=all_aligned(wo),
+        aligned_tables=all_aligned(wo, beside and beside.weight),
+        low=beside and beside.spec(run),
         quantized=quantized and quantized.call,
         quantized_activated=quantized_z and quantized_z.call,
         zero_tail=op.clear_residuals,
@@ -309,6 +352,7 @@ def hidden_grads(
         implementation=op.implementation,
     )
     named = {"lhs": quantized_dy, "rhs": wo, "group_sizes": group_sizes, "hidden": h, "row_scale": p, "row_base": base}
+    named |= beside.operands() if beside else {}
     if quantized_z is not None:
         named["activated_encode"] = quantized_z.arrays["encode"]
     results = run(call, arranged(call, **named, **(quantized.arrays if quantized else {})))
@@ -318,6 +362,28 @@ def hidden_grads(
         width = spec.shape[1] // (2 if op.activation.gated else 1)
         z = quantized_z.activated_form(call, results, ArraySpec((spec.shape[0], width), spec.dtype))
     return HiddenGrads(dh, z, dp, quantized.forms(call, results, run.spec(h)) if quantized else Quantized([], None))
+
+
+def _activation_grads(
+    run: Runner,
+    op: Mlp,
+    dz: Array,
+    h: Array,
+    group_sizes: Array,
+    probs: Array | None,
+    base: Array | None,
+    wanted: tuple[bool, bool, bool],
+) -> tuple[Array | None, ...]:
+    """dh, z and dp from dz [M, F], each if `wanted` asks for it; probs and base are float32 [M]."""
+    call = calls.activation_grad(
+        *(run.spec(dz), run.spec(h), run.spec(group_sizes), run.spec(h).dtype),
+        activation=op.activation,
+        wanted=wanted,
+        row_scale=operand_spec(run, probs),
+        row_base=operand_spec(run, base),
+        zero_tail=op.clear_residuals,
+    )
+    return run(call, call.arrange(grad=dz, rows=h, group_sizes=group_sizes, row_scale=probs, row_base=base))
 
 
 def hidden_forms(op: Mlp, recipe: Recipe, extras: Extras, needs: MlpNeeds) -> Within | None:
@@ -445,13 +511,14 @@ def at_hidden(
     needs: MlpNeeds,
     *,
     extras: tuple[Extras, Extras] = NO_EXTRAS,
+    beside: Beside = NOTHING,
 ) -> AtHidden:
     """The first stage of backward; operands that `kept` does not name are None. No later stage reads h.
 
     Args:
         x, z, wi, wo: as `mlp` saved them.
         dy: [M, K]. It may be quantised for the products; other readers get its dequantised values.
-        extras: of the two products.
+        extras: of the two products. beside: what is added to them.
     """
     needs = restrict(needs, specs)
     first, second = op.fc1(), op.fc2(specs.probs is not None and specs.wo_bias is not None)
@@ -462,10 +529,11 @@ def at_hidden(
         # The call of forward is repeated, so a weight in two arrays needs no other call; z comes with h.
         again = extras[0]._replace(measure=False)  # forward found the amaxes
         forms = first_forms(run, op, x, wi, group_sizes, again, NO_NEEDS)
-        z, h, _ = hidden_rows(run, op, forms.x, forms.w, group_sizes, probs, wi_bias, keep=needs_dz(needs))
+        how: dict[str, Any] = {"keep": needs_dz(needs), "low": beside.first(x, group_sizes)}
+        z, h, _ = hidden_rows(run, op, forms.x, forms.w, group_sizes, probs, wi_bias, **how)
     dy_forms = [(1, recipe.dgrad[0])] if needs_dz(needs) else []
     dy_forms += [(0, recipe.wgrad[1])] if needs.wo else []
-    given = dy
+    given, added = dy, beside.hidden(dy, group_sizes)
     if isinstance(dy, QTensor):  # only the gradients of wo_bias and probs read its values
         read = needs.wo_bias or (needs.probs and wo_bias is not None)
         dy = gradients.plain_rows(run, dy, group_sizes) if read else None
@@ -473,14 +541,15 @@ def at_hidden(
     hidden = Quantized([], None)
     own = first.resolve(specs.x, specs.wi)
     if needs_dz(needs):
-        quantized = hidden_forms(op, own, extras[0], needs) if needs_dh(needs) else None
+        in_pass = needs_dh(needs) and not isinstance(added, Term)
+        quantized = hidden_forms(op, own, extras[0], needs) if in_pass else None
         plain = needs_dh(needs) and (quantized is None or needs.wi_bias)
         rebuilds = needs.wo and z is None
         quantized_z = rebuilt_rows(op, recipe, extras[1].x) if rebuilds and quantized is not None else None
         wanted = (plain, rebuilds and quantized_z is None, needs.probs)
         (weight,), wo_amax = gradients.weight_for_dgrad(run, recipe, wo, second.weight_axes()[1], extras[1])
         given_rows = (h, weight, group_sizes, probs, wo_bias, dy)
-        how = {"quantized_dy": grads.forms[0], "quantized": quantized, "quantized_z": quantized_z}
+        how = {"quantized_dy": grads.forms[0], "quantized": quantized, "quantized_z": quantized_z, "beside": added}
         dh, rebuilt, dp, hidden = hidden_grads(run, op, *given_rows, wanted, **how)
         z = rebuilt if z is None else z
         dp = dp if dp is None or specs.probs is None else run.cast(dp, specs.probs.dtype)
@@ -517,12 +586,14 @@ def first_product(
     *,
     grad_input: Array | None = None,
     extras: Extras = gradients.NO_EXTRAS,
+    beside: Beside = NOTHING,
 ) -> gradients.MainGrads:
     """The second stage of backward: gradients of x and of the first bias, and the operands of wgrad of wi.
 
     Args:
         x, wi: as `mlp` saved them. dh, of_dh: as `at_hidden` returned them.
         grad_input: the caller's [M, K] buffer for dx; its tail rows are left unchanged. extras: of the first product.
+        beside: what is added to dh W1^T.
     """
     needs = restrict(needs, specs)
     if not needs_dh(needs):
@@ -542,6 +613,7 @@ def first_product(
         extras=extras,
         stream=1,
         quantized_dy=of_dh,
+        beside=beside.input(of_dh if dh is None else dh, group_sizes),
     )
 
 

@@ -68,6 +68,28 @@ class Paired:
 
 
 @dataclass(frozen=True)
+class Low:
+    """A product of low rank that is added to the sums of another one, in front of its one rounding.
+
+    Attributes:
+        rows: [M, r]. weight: [G, r, N], or [G, N, r], contracted along `axis`.
+    """
+
+    rows: Array
+    weight: Array | Listed
+    axis: int
+
+    def spec(self, run: Runner) -> calls.LowRank:
+        """What a call knows of it."""
+        listed = isinstance(self.weight, Listed)
+        return calls.LowRank(run.spec(self.rows), operand_spec(run, self.weight), self.axis, listed)
+
+    def operands(self) -> dict[str, Any]:
+        """Its operands by slot."""
+        return {"low_lhs": self.rows, "low_rhs": self.weight}
+
+
+@dataclass(frozen=True)
 class Cached:
     """A weight with the quantised forms that its layer caches between passes.
 
@@ -174,10 +196,11 @@ def product(
     into: Array | Listed | None = None,
     halves: tuple[int, int] = (0, 0),
     accumulate: bool = False,
+    low: Low | None = None,
 ) -> Array:
     """One grouped product of two operands in the forms that it reads, with bias and row scale fused into the call.
 
-    `halves`: of the columns of lhs and rhs, as in `calls.grouped_matmul`.
+    `halves`: of the columns of lhs and rhs, as in `calls.grouped_matmul`. `low`: is added to the sums.
     """
     (left, left_axis), (right, right_axis) = lhs, rhs
     right_spec, up_spec = weight_specs(run, right)
@@ -194,14 +217,15 @@ def product(
         tables=(isinstance(right, Listed), isinstance(bias, Listed), isinstance(into, Listed)),
         rhs_up=up_spec,
         halves=halves,
-        aligned_tables=all_aligned(right, into),
+        aligned_tables=all_aligned(right, into, low and low.weight),
         scale_bias=op.scale_bias and bias is not None,
         accumulate=accumulate,
+        low=low and low.spec(run),
         rows_hint=op.rows_hint,
         implementation=op.implementation,
     )
     named = {"lhs": left, "rhs": right, "bias": bias, "into": into, "group_sizes": group_sizes, "row_scale": row_scale}
-    (result,) = run(call, arranged(call, **named))
+    (result,) = run(call, arranged(call, **named, **(low.operands() if low else {})))
     return result
 
 

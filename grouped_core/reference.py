@@ -143,8 +143,11 @@ def with_values(call: Call, arrays: Sequence[Any]) -> tuple[Call, tuple[Any, ...
             if not plain[slot]:
                 o[slot] = o[slot].take(range(depth), axis)
         result = call.outputs[0]
-        if call.name == "grouped_matmul" and p["rhs_axis"] == 1 and result is not None and not plain["rhs"]:
-            o["rhs"] = o["rhs"].take(range(result.shape[1]), 2)  # nor need columns be whole bytes
+        columns = None if result is None else result.shape[1]
+        if call.name == "grouped_matmul_dact":
+            columns = o["hidden"].shape[1] // (2 if KINDS[p["kind"]].gated else 1)
+        if p["rhs_axis"] == 1 and columns is not None and not plain["rhs"]:
+            o["rhs"] = o["rhs"].take(range(columns), 2)  # nor need columns be whole bytes
     for slot, is_plain in plain.items():
         given = specs[slot]
         assert given is not None, f"{slot} is always given"
@@ -189,6 +192,9 @@ def _grouped_matmul(o: Operands, p: dict[str, Any], results: Results) -> None:
             continue
         weight = o["rhs"][g] if p["rhs_axis"] == 1 else o["rhs"][g].T
         product = o["lhs"][at] @ weight
+        if o.get("low_lhs") is not None:
+            low = o["low_rhs"][g] if p["low_rhs_axis"] == 1 else o["low_rhs"][g].T
+            product = product + o["low_lhs"][at] @ low
         bias = 0 if o["bias"] is None else o["bias"][g]
         if o["row_scale"] is None:
             result[at] = product + bias

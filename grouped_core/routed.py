@@ -17,7 +17,7 @@ from grouped_core.calls import ArraySpec, OperandSpec
 from grouped_core.formats import Format, QTensor, wide
 from grouped_core.gradients import Amaxes, MainGrads, measures_late, rows_for_wgrad
 from grouped_core.linear_spec import Linear
-from grouped_core.mlp import AtHidden
+from grouped_core.mlp import NOTHING, AtHidden, Beside
 from grouped_core.mlp_spec import NO_NEEDS, Mlp, MlpNeeds, MlpSpecs, kept, restrict
 from grouped_core.products import Array, Operand, Runner, operand_spec
 from grouped_core.quantizing import Extras, in_formats
@@ -67,6 +67,7 @@ def forward(
     *,
     needs: MlpNeeds = NO_NEEDS,
     extras: tuple[Extras, Extras] = mlp.NO_EXTRAS,
+    beside: Beside = NOTHING,
 ) -> Forward:
     """y[t] = sum over the slots j of t of the MLP of expert experts[t, j] at x[t], with weights[t, j] as probability.
 
@@ -78,8 +79,12 @@ def forward(
     spec = run.spec(experts)
     count = spec.shape[0] * spec.shape[1]
     found = routing.order(run, experts, operand_spec(run, wo).shape[0], count, weights=weights)
-    rows = _gathered(run, op, x, found, spec.shape[1], tokens, operand_spec(run, wi), extras[0])
-    done = mlp.mlp(run, op, rows, wi, wo, found.sizes, found.probs, wi_bias, wo_bias, needs=needs, extras=extras)
+    if beside.reads_x:
+        rows = routing.gather(run, x, found.source, spec.shape[1])
+    else:
+        rows = _gathered(run, op, x, found, spec.shape[1], tokens, operand_spec(run, wi), extras[0])
+    operands = (rows, wi, wo, found.sizes, found.probs, wi_bias, wo_bias)
+    done = mlp.mlp(run, op, *operands, needs=needs, extras=extras, beside=beside)
     y = routing.combine(run, done.y, found.inverse, run.spec(x).dtype, out=out)
     return Forward(y, found, done.h, done.z, done.wi, done.wo, done.amax)
 
@@ -117,6 +122,7 @@ def at_hidden(
     *,
     weights_dtype: str,
     extras: tuple[Extras, Extras] = mlp.NO_EXTRAS,
+    beside: Beside = NOTHING,
 ) -> AtHidden:
     """`mlp.at_hidden` for tokens; its `probs` are the gradient of the weights [T, k].
 
@@ -127,7 +133,7 @@ def at_hidden(
     rows = None if x is None else routing.gather(run, x, order.source, slots)
     d_rows = routing.gather(run, dy, order.source, slots)
     operands = (rows, h, z, wi, wo, order.sizes, order.probs, wi_bias, wo_bias, d_rows)
-    found = mlp.at_hidden(run, op, specs, *operands, needs, extras=extras)
+    found = mlp.at_hidden(run, op, specs, *operands, needs, extras=extras, beside=beside)
     if found.probs is None:
         return found
     return found._replace(probs=routing.of_slots(run, found.probs, order.inverse, weights_dtype))
@@ -146,6 +152,7 @@ def first_product(
     *,
     grad_input: Array | None = None,
     extras: Extras | None = None,
+    beside: Beside = NOTHING,
 ) -> MainGrads:
     """`mlp.first_product` for tokens; its `x` is the gradient of the tokens [T, K].
 
@@ -156,7 +163,7 @@ def first_product(
     op, slots = keeps_tokens(op), run.spec(order.inverse).shape[1]
     rows = routing.gather(run, x, order.source, slots) if needs.wi and x is not None else None
     operands = (rows, wi, order.sizes, dh, of_dh, needs)
-    found = mlp.first_product(run, op, specs, *operands, extras=extras or Extras())
+    found = mlp.first_product(run, op, specs, *operands, extras=extras or Extras(), beside=beside)
     if found.x is None:
         return found
     dx = routing.combine(run, found.x, order.inverse, wide(specs.x.dtype), out=grad_input)

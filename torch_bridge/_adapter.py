@@ -15,10 +15,11 @@ from grouped_core.gradients import LinearSpecs
 from grouped_core.linear_spec import Linear
 from grouped_core.lora import Adapter, Kept, LoraNeeds
 from torch_bridge import _saved
-from torch_bridge._args import LORA_NAMES, Adapted, AdaptedSpecs, Arguments, adapted_arguments
+from torch_bridge._args import Arguments
 from torch_bridge._autograd import Deliver, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS
 from torch_bridge._gradients import WeightGradient, with_forms
+from torch_bridge._lora_args import LORA_NAMES, Adapted, AdaptedSpecs, adapted_arguments
 from torch_bridge._operators import call_prepared, define
 from torch_bridge._record import Prepared, prepare
 from torch_bridge._scaling import BACKWARD, FORWARD, Scaling
@@ -150,7 +151,8 @@ def _facts(op: Adapted, specs: AdaptedSpecs, needs: LoraNeeds) -> _Facts:
 def _forward(
     given: Arguments, facts: _Facts, scaling: Scaling, m: Any, out: Tensor | None
 ) -> tuple[Tensor, tuple[Any, ...]]:
-    (a, b), (bias,), (cache,), weight = given.weights, given.biases, given.caches, given.base
+    (a, b), (bias,), (cache,) = given.weights, given.biases, given.caches
+    ((_, weight),) = given.base
     training, row_scale, keep = facts.training, given.row_scale, facts.keep
     if cache is not None:
         needs = gradients.Needs(keep.w, False, False, False)

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from grouped_core import activations, linear_spec, lora, memory, ranks, scaling
+from grouped_core import activations, linear_spec, memory, ranks, scaling
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec, OperandSpec, QuantizedSpec
 from grouped_core.formats import WIDE, Format, QTensor, wide
 from grouped_core.linear_spec import Linear, Names
-from grouped_core.lora import LORA, Adapter
+from grouped_core.lora import LORA
 from grouped_core.memory import Span
 from grouped_core.mlp_spec import (
     Mlp,
@@ -100,7 +100,8 @@ class Arguments:
         scaling: the states and the key that are bound to the recipe.
         accumulators: for each weight, a tensor or None per leaf; () without accumulators.
         caches: for each weight, the quantised weight that its layer keeps, or None.
-        base: the frozen weight whose adapter `weights` are; None without an adapter. key: of its dropout.
+        names: of `weights`, for messages.
+        base: (name, operand) of the frozen weights whose adapters `weights` are; () without. key: of the dropout.
     """
 
     x: Tensor | QTensor[Tensor]
@@ -115,7 +116,8 @@ class Arguments:
     to_main_grad: bool
     accumulators: tuple[Sequence[Tensor | None], ...]
     caches: tuple[WeightForms | None, ...]
-    base: Any = None
+    names: tuple[str, ...] = (NAMES.w,)
+    base: tuple[tuple[str, Any], ...] = ()
     key: Tensor | None = None
 
     def receivers(self) -> list[Tensor | None]:
@@ -160,7 +162,8 @@ _checked: Cache[Any, FactsCache] = Cache()
 """By the options: the results of the checks by the facts of the operands."""
 
 
-def _lists(leaves: Sequence[list[Tensor]], biases: Sequence[Members | None]) -> Lists:
+def lists_of(leaves: Sequence[list[Tensor]], biases: Sequence[Members | None]) -> Lists:
+    """`Checked.lists` for the tensors of each weight, and the biases."""
     weights = [(len(own) or 1, not own or is_packed(own)) for own in leaves]
     return (*weights, *[(len(members(bias)), isinstance(bias, Tensor)) for bias in biases])
 
@@ -202,18 +205,18 @@ def linear_arguments(
     cache, arrays, found = _known(options, operands, (bound,))
     if found is None:
         sizes, op, specs = _check_linear(operands, bound, options)
-        found = Checked(op, specs, _lists((members(master),), (bias,)))
+        found = Checked(op, specs, lists_of((members(master),), (bias,)))
         if cache is not None and sizes is operands[2]:
             cache.keep(arrays, 0, found)
     leaves = members(master)
     accumulators: Sequence[Tensor | None] = ()
     if wgrad_accum is not None:
-        accumulators = _accumulators_of_product(wgrad_accum, leaves, found.specs[1], rows, NAMES.accum, NAMES.w)
+        accumulators = accumulators_of_product(wgrad_accum, leaves, found.specs[1], rows, NAMES.accum, NAMES.w)
     given = Arguments(
         rows,
-        (operand if isinstance(operand, Tensor) else _operand(operand),),
+        (operand if isinstance(operand, Tensor) else whole_operand(operand),),
         sizes,
-        (None if bias is None else _operand(bias),),
+        (None if bias is None else whole_operand(bias),),
         row_scale,
         leaf,
         (leaves,),
@@ -226,7 +229,7 @@ def linear_arguments(
     if accumulators:
         single = isinstance(wgrad_accum, Tensor)
         named = [(NAMES.accum if single else f"{NAMES.accum}[{n}]", each) for n, each in enumerate(accumulators)]
-        _check_apart_from_operands(named, given)
+        check_apart_from_operands(named, given)
     return given
 
 
@@ -264,113 +267,13 @@ def _check_linear(operands: tuple[Any, ...], bound: BoundRecipe, options: tuple[
         rows_hint=rows_hint,
         implementation=names,
     )
-    specs = (_spec(rows, 0), _spec(weight, 3), _spec(bias, 2), _spec(row_scale, 0))
+    specs = (packed_spec(rows, 0), packed_spec(weight, 3), packed_spec(bias, 2), packed_spec(row_scale, 0))
     linear_spec.check_linear(op, specs[0], specs[1], fixed_spec(sizes), *specs[2:])
     check_bound(bound, specs[1].shape[0], first)
     if isinstance(rows, QTensor) or isinstance(weight, QTensor):  # gradients have the dtypes of the master tensors
         op = dataclasses.replace(op, recipe=op.resolve(*specs[:2]), wgrad_dtype=w_master and w_master.dtype)
         specs = (specs[0]._replace(dtype=x_master.dtype if x_master else specs[0].dtype), *specs[1:])
     return sizes, op, tuple(map(_static, specs))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The linear operation with an adapter
-
-LORA_NAMES = (f"{LORA}[0]", f"{LORA}[1]")
-
-
-class Adapted(NamedTuple):
-    """The operation of a frozen weight and its adapter."""
-
-    base: Linear
-    adapter: Adapter
-
-    @property
-    def names(self) -> Names:
-        """Those of the base product's arguments."""
-        return self.base.names
-
-
-class AdaptedSpecs(NamedTuple):
-    """Specs of x, the base weight, bias and row scale; of A and B."""
-
-    base: Any
-    factors: tuple[ArraySpec, ArraySpec]
-
-
-def adapted_arguments(
-    x: Any,
-    weight: Any,
-    group_sizes: Any,
-    rhs_transposed: bool,
-    bias: Members | None,
-    row_scale: Tensor | None,
-    scale_bias: bool,
-    recipe: Any,
-    a: Any,
-    b: Any,
-    lora_scaling: float,
-    lora_dropout: float,
-    lora_key: Tensor | None,
-    lora_wgrad_accum: Any,
-    implementation: str | Sequence[str] | None,
-    caches: tuple[WeightForms | None, ...] = (None,),
-) -> Arguments:
-    """The checked arguments of `grouped_linear` with an adapter (a, b); it raises the same errors."""
-    adapter = lora.option(LORA, lora_scaling, lora_dropout, lora_key)
-    own = (x, weight, group_sizes, rhs_transposed, bias, row_scale, scale_bias, recipe)
-    base = linear_arguments(*own, None, implementation)
-    if any(each.requires_grad for leaves in base.leaves for each in leaves):
-        raise ValueError(
-            f"`{NAMES.w}`: requires a gradient beside `{LORA}`, expected a frozen weight; call requires_grad_(False) "
-            "on it, or pass `weight.detach()`."
-        )
-    refuse_transforms("grouped_linear", a, b)
-    first, transposed = home(base.x), base.checked.op.transposed
-    for part, name, factor in zip("ab", LORA_NAMES, (a, b), strict=True):
-        check_members((LORA, part), name, factor, first, transposed=transposed)
-    if lora_key is not None:
-        check_operand(f"{LORA}_key", lora_key, first)
-    factors: Any = (_spec(a, 3), _spec(b, 3))
-    key_spec = None if lora_key is None else fixed_spec(lora_key)
-    lists = _lists((members(a), members(b)), (bias,))
-    found = _adapted(base.checked.op, base.checked.specs, adapter, factors, key_spec, lists)
-    leaves = (members(a), members(b))
-    accumulators: tuple[Sequence[Tensor | None], ...] = ((), ())
-    to_main_grad = isinstance(lora_wgrad_accum, str)
-    if lora_wgrad_accum is not None:
-        given = (lora_wgrad_accum,) * 2 if to_main_grad else lora.accumulators_option(lora_wgrad_accum)
-        named = zip(given, leaves, factors, enumerate(LORA_NAMES), strict=True)
-        accumulators = tuple(
-            [
-                _accumulators_of_product(each, own_leaves, spec, base.x, f"{LORA}_wgrad_accum[{at}]", name)
-                for each, own_leaves, spec, (at, name) in named
-            ]
-        )
-    arguments = dataclasses.replace(
-        base,
-        weights=(_operand(a), _operand(b)),
-        leaves=leaves,
-        checked=found,
-        to_main_grad=to_main_grad,
-        accumulators=accumulators,
-        caches=caches,
-        base=base.weights[0],
-        key=lora_key,
-    )
-    written = [(f"{LORA}_wgrad_accum[{at}]", each) for at, some in enumerate(accumulators) for each in some]
-    if written:
-        _check_apart_from_operands(written, arguments)
-    return arguments
-
-
-@lru_cache(maxsize=1024)
-def _adapted(
-    op: Linear, specs: Any, adapter: Adapter, factors: Any, key: ArraySpec | None, lists: tuple[tuple[int, bool], ...]
-) -> Checked:
-    """The checked adapter of a checked operation; a function of facts, so that what follows is found once."""
-    lora.check(op, adapter, specs[0], specs[1], *factors, key)
-    return Checked(Adapted(op, adapter), AdaptedSpecs(specs, factors), lists)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -485,11 +388,11 @@ def _arguments_of_mlp(
     cache, arrays, found = _known(options, operands, bounds)
     if found is None:
         sizes, op, specs = _check_mlp(operands, bounds, options)
-        found = Checked(op, specs, _lists((members(wi_master), members(wo_master)), (wi_bias, wo_bias)))
+        found = Checked(op, specs, lists_of((members(wi_master), members(wo_master)), (wi_bias, wo_bias)))
         if cache is not None and sizes is operands[3]:
             cache.keep(arrays, 0, found)
     leaves = (members(wi_master), members(wo_master))
-    weights = (in_form(found.op.fc1(), tuple(first)) if paired else _operand(first), _operand(second))
+    weights = (in_form(found.op.fc1(), tuple(first)) if paired else whole_operand(first), whole_operand(second))
     accumulators = ((), ())
     if wgrad_accum is not None:
         accumulators = _accumulators_of_mlp(wgrad_accum, leaves, found.specs, rows)
@@ -497,7 +400,7 @@ def _arguments_of_mlp(
         rows,
         weights,
         sizes,
-        (_operand(wi_bias), _operand(wo_bias)),
+        (whole_operand(wi_bias), whole_operand(wo_bias)),
         probs,
         leaf,
         leaves,
@@ -506,10 +409,11 @@ def _arguments_of_mlp(
         isinstance(wgrad_accum, str),
         accumulators,
         caches,
+        (names.wi, names.wo),
     )
     written = [(f"{names.accum}[{at}]", each) for at, some in enumerate(accumulators) for each in some]
     if written:
-        _check_apart_from_operands(written, arguments)
+        check_apart_from_operands(written, arguments)
     return arguments
 
 
@@ -552,12 +456,12 @@ def _check_mlp(
         wi_spec: Any = operand_spec(Planner(), in_form(op.fc1(), tuple(map(fixed_spec, wi))))
     else:
         _check_weight(("mlp", "wi"), names.wi, wi, first, transposed=op.transposed)
-        wi_spec = _spec(wi, 3)
+        wi_spec = packed_spec(wi, 3)
     _check_weight(("mlp", "wo"), names.wo, wo, first, transposed=op.transposed)
     for name, bias in (("wi_bias", wi_bias), ("wo_bias", wo_bias)):
         if bias is not None:
             check_members(("mlp", name), getattr(names, name), bias, first)
-    specs = MlpSpecs(_spec(rows, 0), wi_spec, _spec(wo, 3), _spec(probs, 0), _spec(wi_bias, 2), _spec(wo_bias, 2))
+    specs = MlpSpecs(packed_spec(rows, 0), wi_spec, packed_spec(wo, 3), packed_spec(probs, 0), packed_spec(wi_bias, 2), packed_spec(wo_bias, 2))
     if routed:  # the MLP is that of the rows of slots, in as many groups as there are weights
         count = specs.x.shape[0] * int(sizes.shape[1])
         specs = specs._replace(x=specs.x._replace(shape=(count, *specs.x.shape[1:])))
@@ -703,12 +607,12 @@ def _master_facts(master: Any) -> _Master | None:
     return _Master(dtype_name(several[0].dtype), len(several), is_packed(several))
 
 
-def _operand(operand: Any) -> Any:
+def whole_operand(operand: Any) -> Any:
     """A weight or bias as the rules read it: a packed tensor, a list of one per group, a quantised tensor, or None."""
     return list(operand) if isinstance(operand, tuple) else operand
 
 
-def _spec(operand: Any, packed_rank: int) -> Any:
+def packed_spec(operand: Any, packed_rank: int) -> Any:
     """The spec of an operand; a list has the spec of the packed tensor, and None has none.
 
     Args:
@@ -820,7 +724,7 @@ def is_packed(leaves: Sequence[Tensor]) -> bool:
     return len(leaves) == 1 and leaves[0].dim() == 3
 
 
-def _accumulators_of_product(
+def accumulators_of_product(
     given: Any, leaves: list[Tensor], spec: OperandSpec, rows: Any, accum_name: str, weight_name: str
 ) -> Sequence[Tensor | None]:
     """`wgrad_accum` of one weight as one destination per tensor of the weight; () without accumulators."""
@@ -845,7 +749,7 @@ def _accumulators_of_mlp(
     pair = accumulator_pair(given, "put None where a weight has no accumulator")
     names = ((f"{MLP_NAMES.accum}[0]", MLP_NAMES.wi), (f"{MLP_NAMES.accum}[1]", MLP_NAMES.wo))
     one, two = (
-        _accumulators_of_product(each, own, spec, rows, *name)
+        accumulators_of_product(each, own, spec, rows, *name)
         for each, own, spec, name in zip(pair, leaves, (specs.wi, specs.wo), names, strict=True)
     )
     return one, two
@@ -922,10 +826,10 @@ def check_buffers(given: Arguments, out: Tensor | None, grad_input: Tensor | Non
             check_operand(name, buffer, home(given.x))
             check_writable(name, buffer)
             written.append((name, buffer))
-    _check_apart_from_operands(written, given)
+    check_apart_from_operands(written, given)
     if grad_input is None:
         return
-    spec: Any = _spec(given.x, 0)
+    spec: Any = packed_spec(given.x, 0)
     linear_spec.check_buffer(NAMES.grad_input, rows_spec(grad_input), ArraySpec(spec.shape, wide(spec.dtype)))
     if given.leaf is None or not given.leaf.requires_grad:
         raise ValueError(
@@ -945,25 +849,23 @@ def check_gradient(dy: Tensor, grad_input: Tensor | None, accumulators: Sequence
                 check_apart([(name, each)], [("dy", dy)])  # raises with the full message
 
 
-_Named = Iterable[tuple[str, Tensor | None]]
+Named = Iterable[tuple[str, Tensor | None]]
+"""Tensors and their names in messages."""
 
 
-def _check_apart_from_operands(written: _Named, given: Arguments) -> None:
+def check_apart_from_operands(written: Named, given: Arguments) -> None:
+    """Refuses tensors that backward or forward writes where they overlap an operand."""
     if is_compiling():  # there are no addresses yet
         return
-    adapted = given.base is not None
-    two = len(given.weights) == 2 and not adapted
-    names = given.checked.op.names
+    names, two = given.checked.op.names, len(given.biases) == 2
     read = [(names.sizes, given.sizes), (names.probs if two else names.row_scale, given.row_scale)]
-    weights = LORA_NAMES if adapted else (MLP_NAMES.wi, MLP_NAMES.wo) if two else (NAMES.w,)
-    if adapted:
-        read += [(NAMES.w, each) for each in _tensors(given.base)] + [(f"{LORA}_key", given.key)]
-    biases = (MLP_NAMES.wi_bias, MLP_NAMES.wo_bias) if two else (NAMES.bias,)
+    read += [(f"{LORA}_key", given.key), *[(name, each) for name, base in given.base for each in _tensors(base)]]
     read += [(names.x, each) for each in _tensors(given.x)]
-    for name, operand in zip(weights, given.weights, strict=True):
+    for name, operand in zip(given.names, given.weights, strict=True):
         tensors = _tensors(operand)
         plain = not isinstance(operand, QTensor)
         read += zip(leaf_names(tensors, name) if plain else [name] * len(tensors), tensors, strict=True)
+    biases = (MLP_NAMES.wi_bias, MLP_NAMES.wo_bias) if two else (NAMES.bias,)
     read += [(name, each) for name, some in zip(biases, given.biases, strict=True) for each in members(some)]
     check_apart(written, read)
 
@@ -974,7 +876,7 @@ def _tensors(operand: Any) -> list[Tensor]:
     return [operand.gate, operand.up] if isinstance(operand, Paired) else members(operand)
 
 
-def check_apart(written: _Named, read: _Named) -> None:
+def check_apart(written: Named, read: Named) -> None:
     """`memory.check_apart` for named tensors; tensors without memory overlap with nothing."""
     memory.check_apart(*([_span(*each) for each in named if each[1] is not None] for named in (written, read)))
 

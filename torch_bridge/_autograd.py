@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from grouped_core.formats import QTensor
 from torch_bridge import _saved
 from torch_bridge._args import Arguments, Checked, check_buffers, check_gradient
 from torch_bridge._checks import NAMES
@@ -76,6 +77,17 @@ class MainGradients:
 
 def _rows_of_x(given: Arguments) -> Any:
     return given.x.shape[0]
+
+
+def rows_of_tokens(given: Arguments) -> Any:
+    """M of tokens [T, K] whose `sizes` are their experts [T, k].
+
+    Where rows are quantised it is a number, because lengths of their forms are no multiples of a symbol.
+    """
+    rows, recipe = given.x.shape[0] * int(given.sizes.shape[1]), given.checked.op.recipe
+    weights = [*given.weights, *[each for _, each in given.base]]
+    quantised = recipe is not None and recipe.quantized
+    return int(rows) if quantised or any(isinstance(each, QTensor) for each in weights) else rows
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,7 @@ from grouped_core.formats import Format, QTensor
 from grouped_core.gradients import Needs
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.lora import Adapter, LoraNeeds
+from grouped_core.lora_mlp import Adapters, Factors, LoraMlpNeeds
 from grouped_core.mlp_spec import Mlp, MlpNames, MlpNeeds, MlpSpecs, Residuals
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.routing_calls import GroupLimit, Scores
@@ -31,11 +32,14 @@ _DATACLASSES = (
     StraightThrough,
 )
 _TUPLES = (
+    Adapters,
     ArraySpec,
     CachedLayout,
     ExtrasLayout,
+    Factors,
     Form,
     GroupLimit,
+    LoraMlpNeeds,
     LoraNeeds,
     MlpNames,
     MlpNeeds,

@@ -17,7 +17,8 @@ from grouped_core.calls import Call
 from grouped_core.debug import Planned, bound_arguments, explain_calls, why_not
 from grouped_core.lora import LORA
 from torch_bridge import _autocast, _codec, _fake, linear, mlp, route, routed
-from torch_bridge._args import adapted_arguments, check_buffers, linear_arguments, mlp_arguments, routed_arguments
+from torch_bridge._args import check_buffers, linear_arguments, mlp_arguments, routed_arguments
+from torch_bridge._lora_args import adapted_arguments
 from torch_bridge._record import arch_of
 from torch_bridge._tensors import home, master_of
 from torch_bridge.moe import moe

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from grouped_core import lora as adapters
+from grouped_core import lora_mlp
 from grouped_core import mlp as rules
 from grouped_core.activations import Activation
 from grouped_core.formats import QTensor
@@ -20,7 +22,7 @@ from grouped_core.mlp_spec import Mlp, MlpNeeds, MlpSpecs, Residuals, kept, need
 from grouped_core.quantizing import NO_MEASURES
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
-from torch_bridge import _autocast, _saved
+from torch_bridge import _adapted_mlp, _autocast, _saved
 from torch_bridge._args import Accumulators, Arguments, Members, mlp_arguments
 from torch_bridge._autograd import Deliver, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS, run
@@ -49,6 +51,11 @@ def grouped_mlp(
     out: Tensor | None = None,
     grad_input: Tensor | None = None,
     implementation: str | Sequence[str] | None = None,
+    lora: Sequence[Any] | None = None,
+    lora_scaling: float = 1.0,
+    lora_dropout: float = 0.0,
+    lora_key: Tensor | None = None,
+    lora_wgrad_accum: str | Sequence[Any] | None = None,
 ) -> Tensor:
     """y[r] = (p[r] act(x[r] wi[g].T + wi_bias[g])) wo[g].T + p[r] wo_bias[g] for row r of group g, p = probs or 1.
 
@@ -75,12 +82,27 @@ def grouped_mlp(
             it is a list of two.
         out, grad_input: the caller's buffers for y and the gradient of x, both [M, K], as in `grouped_linear`.
         implementation: names of kernels, each for its own call; "composed" for the unfused ones. See `explain`.
+        lora: adapters of both weights, ((A, B) of wi, (A, B) of wo), either pair or None; the weights are then frozen
+            (docs/lora.md). A [G, r, K] and B [G, W, r] of wi, A [G, r, F] and B [G, K, r] of wo, as in `grouped_linear`;
+            with `rhs_transposed=False` the last two axes are swapped.
+        lora_scaling, lora_dropout, lora_key: as in `grouped_linear`, for both; the masks of the second differ.
+        lora_wgrad_accum: "main_grad", or accumulators in the structure of `lora`.
 
     Raises:
         TypeError: wrong dtypes, or an argument is not a tensor. ValueError: wrong shapes, devices, layouts, buffers or
             options. NotImplementedError: no kernel supports the call. RuntimeError: in backward, `main_grad` cannot be
             written, or the operation is differentiated twice.
     """
+    if lora is not None:
+        adapters.check_no_weight_gradient(wgrad_accum=wgrad_accum)
+        options = (lora_scaling, lora_dropout, lora_key)
+        weights = (wi, wo, *lora_mlp.option(lora, *options)[1])
+        x, (wi, wo, *factors), (wi_bias, wo_bias), (_, _, *owners) = _autocast.operands(x, weights, (wi_bias, wo_bias))
+        arguments = (x, wi, wo, group_sizes, rhs_transposed, activation, probs, wi_bias, wo_bias, recipe, residuals)
+        accums = lora_mlp.accumulators_option(lora_wgrad_accum)
+        arguments = (*arguments, *factors, *options)
+        return run(_adapted_mlp.NAME, arguments, accums, implementation, out, grad_input, tuple(owners), (None, None))
+    adapters.check_absent(lora_scaling, lora_dropout, lora_key, lora_wgrad_accum)
     x, (wi, wo), (wi_bias, wo_bias), owners = _autocast.operands(x, (wi, wo), (wi_bias, wo_bias))
     arguments = (x, wi, wo, group_sizes, rhs_transposed, activation, probs, wi_bias, wo_bias, recipe, residuals)
     return run(MLP.name, arguments, wgrad_accum, implementation, out, grad_input, tuple(owners), (None, None))
@@ -332,10 +354,9 @@ def weight_dtypes(op: Mlp, specs: MlpSpecs) -> tuple[str, ...]:
     return op.fc1().gradient_dtype(specs.wi), op.fc2().gradient_dtype(specs.wo)
 
 
-NAMES = (MLP_NAMES.wi, MLP_NAMES.wo)
 MLP = Operation(
     name="grouped_mlp",
-    weights=NAMES,
+    weights=(MLP_NAMES.wi, MLP_NAMES.wo),
     rows=_saved.OF_ROWS,
     places=(1, 2),
     scale_place=6,

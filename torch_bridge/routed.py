@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from grouped_core import linear_spec
+from grouped_core import linear_spec, lora_mlp
+from grouped_core import lora as adapters
 from grouped_core import routed as rules
 from grouped_core.activations import Activation
 from grouped_core.formats import QTensor
@@ -19,9 +20,9 @@ from grouped_core.mlp_spec import Mlp, MlpNeeds, MlpSpecs, Residuals
 from grouped_core.quantizing import NO_MEASURES
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.routing import Order
-from torch_bridge import _autocast, _saved
+from torch_bridge import _adapted_mlp, _autocast, _saved
 from torch_bridge._args import Accumulators, Arguments, Members, routed_arguments
-from torch_bridge._autograd import Deliver, MainGradients, Operation, Saved
+from torch_bridge._autograd import Deliver, MainGradients, Operation, Saved, rows_of_tokens
 from torch_bridge._calling import OPERATIONS, run
 from torch_bridge._checks import ROUTED_NAMES
 from torch_bridge._gradients import Tokens
@@ -49,6 +50,11 @@ def routed_mlp(
     out: Tensor | None = None,
     grad_input: Tensor | None = None,
     implementation: str | Sequence[str] | None = None,
+    lora: Sequence[Any] | None = None,
+    lora_scaling: float = 1.0,
+    lora_dropout: float = 0.0,
+    lora_key: Tensor | None = None,
+    lora_wgrad_accum: str | Sequence[Any] | None = None,
 ) -> Tensor:
     """y[t] = sum over the places j of weights[t, j] * MLP of expert experts[t, j] at x[t], in fp32, rounded once.
 
@@ -64,12 +70,23 @@ def routed_mlp(
         residuals: what is kept besides tokens and maps: "save_all" the hidden [M, W] and activated rows [M, F],
             "save_fc1" the hidden rows, "save_input" nothing. The choice does not change the bits.
         out, grad_input: the caller's buffers for y and the gradient of x, both [T, K], as in `grouped_linear`.
+        lora, lora_scaling, lora_dropout, lora_key, lora_wgrad_accum: as in `grouped_mlp`.
 
     Raises:
         TypeError: wrong dtypes, or an argument is not a tensor. ValueError: wrong shapes, devices, layouts, buffers or
             options. NotImplementedError: no kernel supports the call. RuntimeError: in backward, `main_grad` cannot be
             written, or the operation is differentiated twice.
     """
+    if lora is not None:
+        adapters.check_no_weight_gradient(wgrad_accum=wgrad_accum)
+        options = (lora_scaling, lora_dropout, lora_key)
+        all_weights = (wi, wo, *lora_mlp.option(lora, *options)[1])
+        x, (wi, wo, *factors), biases, (_, _, *owners) = _autocast.operands(x, all_weights, (wi_bias, wo_bias))
+        arguments = (x, experts, weights, wi, wo, rhs_transposed, activation, *biases, recipe, residuals)
+        accums = lora_mlp.accumulators_option(lora_wgrad_accum)
+        arguments = (*arguments, *factors, *options)
+        return run(_adapted_mlp.ROUTED_NAME, arguments, accums, implementation, out, grad_input, tuple(owners), (None, None))
+    adapters.check_absent(lora_scaling, lora_dropout, lora_key, lora_wgrad_accum)
     x, (wi, wo), (wi_bias, wo_bias), owners = _autocast.operands(x, (wi, wo), (wi_bias, wo_bias))
     arguments = (x, experts, weights, wi, wo, rhs_transposed, activation, wi_bias, wo_bias, recipe, residuals)
     return run(ROUTED.name, arguments, wgrad_accum, implementation, out, grad_input, tuple(owners), (None, None))
@@ -190,13 +207,6 @@ _FIRST_PRODUCT = define(
 # Forward and backward
 
 
-def _count(given: Arguments) -> Any:
-    """M. Where rows are quantised it is a number, because lengths of their forms are no multiples of a symbol."""
-    rows, recipe = given.x.shape[0] * int(given.sizes.shape[1]), given.checked.op.recipe
-    quantised = recipe is not None and recipe.quantized
-    return int(rows) if quantised or any(isinstance(each, QTensor) for each in given.weights) else rows
-
-
 def _facts(op: Mlp, specs: MlpSpecs, needs: MlpNeeds) -> MlpFacts:
     return facts_of(op, specs, needs, _FORWARD, _AT_HIDDEN, _FIRST_PRODUCT)
 
@@ -261,6 +271,6 @@ ROUTED = Operation(
     weight_dtypes=weight_dtypes,
     forward=_forward,
     backward=_backward,
-    count=_count,
+    count=rows_of_tokens,
 )
 OPERATIONS[ROUTED.name] = ROUTED

@@ -44,6 +44,28 @@ struct OperandScales {
   }
 };
 
+// A product of low rank that is added to another in its fp32 sums, in front of everything else (numerics 10): rows
+// [M, R] times the weight of their group. Absent, or both are there, plain and of one type.
+struct LowRank {
+  TensorView low_lhs;        // [M, R]
+  TensorView low_rhs;        // [G, R, N] or [G, N, R]; data is null where low_rhs_table is present
+  TensorView low_rhs_table;  // [G] int64: addresses of one weight a group
+  int64_t low_rhs_axis = 1;  // contracted axis of low_rhs: 1 or 2
+
+  bool present() const { return low_lhs.present(); }
+
+  template <class Visitor>
+  void visit_inputs(Visitor& v) {
+    v.optional("low_lhs", low_lhs);
+    v.optional("low_rhs", low_rhs);
+    v.optional("low_rhs_table", low_rhs_table);
+  }
+  template <class Visitor>
+  void visit_params(Visitor& v) {
+    v.param("low_rhs_axis", low_rhs_axis);
+  }
+};
+
 // Ragged rows (contract_rows = 0), [M, N]:  result[r] = s(r) * (lhs[r] @ rhs[g(r)] + bias[g(r)]), s = row_scale or 1;
 //   with scale_bias the scale multiplies the bias alone. rhs is [G, K, N] (rhs_axis = 1) or [G, N, K] (rhs_axis = 2).
 //   Its contraction may be cut into two arrays of equal shape, `rhs` and `rhs_up` (halves.h): the bits are those of
@@ -56,7 +78,7 @@ struct OperandScales {
 //   ceil(size / S) of the groups before it, of a fixed number P of rows; lhs is [P, A], rhs [P, B], or, with `turned`,
 //   [A, P] and [B, P]. A group's segment is contracted whole: behind its last row lie zero codes, or the rest of a
 //   rotated block.
-// Neither a weight in two arrays nor halves of columns stand beside quantised operands.
+// Neither a weight in two arrays nor halves of columns stand beside quantised operands, or beside a low-rank product.
 // Shapes of block scales, C contracted, b the block: float32 [C/b, M] for lhs, [G, N/outer, C/b] for rhs; with segments
 //   [P/b, A] and [P/b, B]; of other types [M, C/b] for lhs, the rest alike. Divisions round up.
 // Sums are fp32; the order of the epilogue is scale, bias, row scale, accumulate, one rounding (numerics 1).
@@ -73,6 +95,7 @@ struct GroupedMatmul {
   TensorView into_table;   // [G] int64: addresses of one [A, B] destination a group; 0 skips the group
   TensorView rhs_up;       // the rest of the contraction, shaped as `rhs`; ragged rows only
   OperandScales scales;
+  LowRank low;  // ragged rows only
   TensorView result;
   int64_t contract_rows = 0;    // 0: rows are grouped (forward, dgrad); 1: the sum runs over a group's rows (wgrad)
   int64_t rhs_axis = 1;         // contracted axis of rhs: 1 or 2, 0 with contract_rows
@@ -102,6 +125,7 @@ struct GroupedMatmul {
     v.optional("into_table", into_table);
     v.optional("rhs_up", rhs_up);
     scales.visit_inputs(v);
+    low.visit_inputs(v);
     v.output("result", result);
     v.param("contract_rows", contract_rows);
     v.param("rhs_axis", rhs_axis);
@@ -115,6 +139,7 @@ struct GroupedMatmul {
     v.param("result_half", result_half);
     v.param("fp32_mode", fp32_mode);
     scales.visit_params(v);
+    low.visit_params(v);
     v.param("segment", segment);
     v.param("turned", turned);
     v.param("rows", rows);
@@ -379,6 +404,7 @@ struct GroupedMatmulAct {
   TensorView bias_table;   // [G] int64: addresses of one [W] bias a group
   TensorView rhs_up;       // the linear halves; then rhs has the gates, [G, K, F] or [G, F, K], not interleaved
   OperandScales scales;
+  LowRank low;
   Storing stored;
   TensorView result;     // [M, F]
   TensorView hidden;     // [M, W]; absent: not stored. Rounded to `compute` either way
@@ -402,6 +428,7 @@ struct GroupedMatmulAct {
     v.optional("bias_table", bias_table);
     v.optional("rhs_up", rhs_up);
     scales.visit_inputs(v);
+    low.visit_inputs(v);
     stored.visit_inputs(v);
     v.optional_output("result", result);
     v.optional_output("hidden", hidden);
@@ -414,6 +441,7 @@ struct GroupedMatmulAct {
     v.param("rows_hint", rows_hint);
     v.param("fp32_mode", fp32_mode);
     scales.visit_params(v);
+    low.visit_params(v);
     v.param("compute", compute);
     stored.visit_params(v);
   }
@@ -435,6 +463,7 @@ struct GroupedMatmulDact {
   TensorView row_base;     // [M] float32
   TensorView rhs_table;    // [G] int64: addresses of one weight a group
   OperandScales scales;
+  LowRank low;
   Storing stored;
   StoringActivated stored_activated;
   TensorView result;     // [M, W]
@@ -458,6 +487,7 @@ struct GroupedMatmulDact {
     v.optional("row_base", row_base);
     v.optional("rhs_table", rhs_table);
     scales.visit_inputs(v);
+    low.visit_inputs(v);
     stored.visit_inputs(v);
     stored_activated.visit_inputs(v);
     v.optional_output("result", result);
@@ -473,6 +503,7 @@ struct GroupedMatmulDact {
     v.param("rows_hint", rows_hint);
     v.param("fp32_mode", fp32_mode);
     scales.visit_params(v);
+    low.visit_params(v);
     stored.visit_params(v);
     stored_activated.visit_params(v);
   }

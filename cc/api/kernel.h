@@ -24,6 +24,7 @@ struct Kernel {
   // Bytes of scratch memory where those addresses are multiples of kAlignment; null: `workspace` says it for any. Of
   // rows that go through dispatch once more, and get other kernels for other addresses.
   size_t (*aligned_workspace)(const Call& call, const Target& target) = nullptr;
+  bool low_rank = false;  // whether it takes a call with a low-rank product
 };
 
 }  // namespace grouped

@@ -1,6 +1,8 @@
 // What the operands of a product are multiplied as.
 #pragma once
 
+#include <type_traits>
+
 #include "cc/api/halves.h"
 
 namespace grouped {
@@ -28,6 +30,11 @@ inline const float* floats_or_null(const TensorView& t) { return t.present() ? t
 inline bool has_group_scales(const OperandScales& s) {
   return s.lhs_group_scales.present() || s.rhs_group_scales.present();
 }
+
+// Whether calls of this kind may have a low-rank product beside theirs.
+template <class Call>
+constexpr bool has_low = std::is_same_v<Call, GroupedMatmul> || std::is_same_v<Call, GroupedMatmulAct> ||
+                         std::is_same_v<Call, GroupedMatmulDact>;
 
 // Whether both operands are what a kernel of plain ones reads, but for group scales.
 template <class Call>

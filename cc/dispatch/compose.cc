@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cc/api/operands.h"
+#include "cc/dispatch/columns.h"
 #include "cc/dispatch/parts.h"
 
 namespace grouped {
@@ -35,6 +36,7 @@ GroupedMatmul product_of(const Call& call, const TensorView& result) {
   product.rows_hint = call.rows_hint;
   product.fp32_mode = call.fp32_mode;
   product.scales = call.scales;
+  product.low = call.low;
   product.result = result;
   return product;
 }
@@ -44,7 +46,7 @@ bool in_workspace(const GroupedMatmulDact&) { return true; }
 
 Parts<ActivationForward> parts(const GroupedMatmulAct& call, void* workspace) {
   Parts<ActivationForward> p;
-  const int64_t width = whole_rhs(call).dims[3 - call.rhs_axis];
+  const int64_t width = product_columns(call);
   p.between = in_workspace(call) ? matrix_of(compute_type(call), call.lhs.dims[0], width, workspace) : call.hidden;
   GroupedMatmul product = product_of(call, p.between);
   product.bias = call.bias;
@@ -67,7 +69,7 @@ Parts<ActivationForward> parts(const GroupedMatmulAct& call, void* workspace) {
 
 Parts<ActivationGrad> parts(const GroupedMatmulDact& call, void* workspace) {
   Parts<ActivationGrad> p;
-  p.between = matrix_of(compute_type(call), call.lhs.dims[0], call.rhs.dims[3 - call.rhs_axis], workspace);
+  p.between = matrix_of(compute_type(call), call.lhs.dims[0], product_columns(call), workspace);
   p.products = {product_of(call, p.between)};
   p.activation.grad = p.between;
   p.activation.rows = call.hidden;
@@ -117,7 +119,8 @@ GroupedMatmul product_inside(const GroupedMatmulAct& call) { return parts(call, 
 GroupedMatmul product_inside(const GroupedMatmulDact& call) { return parts(call, nullptr).products.front(); }
 
 #define GROUPED_COMPOSED(Call, name) \
-  const Kernel<Call> name = {#name, refuses<Call>, workspace<Call, false>, launch<Call>, 1, workspace<Call, true>};
+  const Kernel<Call> name = {#name,        refuses<Call>, workspace<Call, false>, \
+                             launch<Call>, 1,             workspace<Call, true>,  true};
 GROUPED_COMPOSED(GroupedMatmulAct, grouped_matmul_act_composed_cpu)
 GROUPED_COMPOSED(GroupedMatmulDact, grouped_matmul_dact_composed_cpu)
 #if GROUPED_WITH_CUDA

@@ -1,5 +1,6 @@
 // The last rows of the fused calls: they compose plain calls, take whatever these take, and are what the fused kernels
-// are measured against. And those of contractions over two arrays, which join them first (join.cc).
+// are measured against. And those of contractions over two arrays, which join them first (join.cc), and of products with
+// a low-rank one beside them (low_rank.cc).
 #pragma once
 
 #include "cc/api/calls.h"
@@ -10,12 +11,15 @@ namespace grouped {
 // The product inside of a fused call, the first of two halves, with its result's type and shape, nowhere yet.
 GroupedMatmul product_inside(const GroupedMatmulAct& call);
 GroupedMatmul product_inside(const GroupedMatmulDact& call);
+inline const GroupedMatmul& product_inside(const GroupedMatmul& call) { return call; }
 
 extern const Kernel<GroupedMatmul> grouped_matmul_joined_cpu;
+extern const Kernel<GroupedMatmul> grouped_matmul_low_composed_cpu;
 extern const Kernel<GroupedMatmulAct> grouped_matmul_act_composed_cpu;
 extern const Kernel<GroupedMatmulDact> grouped_matmul_dact_composed_cpu;
 #if GROUPED_WITH_CUDA
 extern const Kernel<GroupedMatmul> grouped_matmul_joined_cuda;
+extern const Kernel<GroupedMatmul> grouped_matmul_low_composed_cuda;
 extern const Kernel<GroupedMatmulAct> grouped_matmul_act_composed_cuda;
 extern const Kernel<GroupedMatmulDact> grouped_matmul_dact_composed_cuda;
 #endif

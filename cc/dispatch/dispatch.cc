@@ -4,6 +4,8 @@
 #include <cctype>
 #include <initializer_list>
 
+#include "cc/api/operands.h"
+
 namespace grouped {
 namespace {
 
@@ -30,14 +32,14 @@ bool tables_suit(const Call&, int) {
   return true;
 }
 bool tables_suit(const GroupedMatmul& call, int alignment) {
-  const bool listed = call.rhs_table.present() || call.into_table.present();
+  const bool listed = call.rhs_table.present() || call.into_table.present() || call.low.low_rhs_table.present();
   return alignment == 1 || !listed || call.aligned_tables;
 }
 bool tables_suit(const GroupedMatmulAct& call, int alignment) {
-  return alignment == 1 || !call.rhs_table.present() || call.aligned_tables;
+  return alignment == 1 || !(call.rhs_table.present() || call.low.low_rhs_table.present()) || call.aligned_tables;
 }
 bool tables_suit(const GroupedMatmulDact& call, int alignment) {
-  return alignment == 1 || !call.rhs_table.present() || call.aligned_tables;
+  return alignment == 1 || !(call.rhs_table.present() || call.low.low_rhs_table.present()) || call.aligned_tables;
 }
 
 const TensorView* first_unaligned(std::initializer_list<const TensorView*> views, int alignment) {
@@ -60,16 +62,21 @@ const TensorView* find_unaligned(const Call&, int) {
   return nullptr;
 }
 const TensorView* find_unaligned(const GroupedMatmul& call, int alignment) {
-  return first_unaligned({&call.lhs, &call.rhs, &call.rhs_up, &call.result}, alignment);
+  return first_unaligned({&call.lhs, &call.rhs, &call.rhs_up, &call.result, &call.low.low_lhs, &call.low.low_rhs},
+                         alignment);
 }
 const TensorView* find_unaligned(const GroupedMatmulAct& call, int alignment) {
   const TensorView* found =
-      first_unaligned({&call.lhs, &call.rhs, &call.rhs_up, &call.result, &call.hidden}, alignment);
+      first_unaligned({&call.lhs, &call.rhs, &call.rhs_up, &call.result, &call.hidden, &call.low.low_lhs,
+                       &call.low.low_rhs},
+                      alignment);
   return found != nullptr ? found : first_unaligned_of(call.stored, alignment);
 }
 const TensorView* find_unaligned(const GroupedMatmulDact& call, int alignment) {
   const TensorView* found =
-      first_unaligned({&call.lhs, &call.rhs, &call.hidden, &call.result, &call.activated}, alignment);
+      first_unaligned({&call.lhs, &call.rhs, &call.hidden, &call.result, &call.activated, &call.low.low_lhs,
+                       &call.low.low_rhs},
+                      alignment);
   if (found == nullptr) found = first_unaligned_of(call.stored, alignment);
   return found != nullptr ? found : first_unaligned_of(call.stored_activated, alignment);
 }
@@ -78,9 +85,19 @@ const TensorView* find_unaligned(const Quantize& call, int alignment) {
   return found != nullptr ? found : first_unaligned_of(call, alignment);
 }
 
+// Most kernels know nothing of low-rank products, so they are not asked.
+template <class Call>
+bool has_low_rank(const Call& call) {
+  if constexpr (has_low<Call>) {
+    return call.low.present();
+  } else {
+    return false;
+  }
+}
+
 template <class Call>
 bool ask(const Kernel<Call>& kernel, const Call& call, const Target& target, Choice<Call>* choice) {
-  std::string reason = kernel.refuses(call, target);
+  std::string reason = has_low_rank(call) && !kernel.low_rank ? "takes no low-rank product" : kernel.refuses(call, target);
   if (reason.empty() && !tables_suit(call, kernel.alignment)) {
     reason = "needs addresses of listed weights that are multiples of " + std::to_string(kernel.alignment) + " bytes";
   }

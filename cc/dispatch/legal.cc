@@ -46,6 +46,7 @@ constexpr struct {
 } kIntegers[] = {
     {"contract_rows", &kFlag},
     {"rhs_axis", &kAxis},
+    {"low_rhs_axis", &kAxis},
     {"scale_bias", &kFlag},
     {"accumulate", &kFlag},
     {"batch_invariant", &kFlag},

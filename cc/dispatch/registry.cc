@@ -26,6 +26,7 @@ Table<GroupedMatmul> table<GroupedMatmul>(Platform platform) {
   static const Kernel<GroupedMatmul> cpu[] = {
       grouped_matmul_any_cpu,
       grouped_matmul_joined_cpu,
+      grouped_matmul_low_composed_cpu,
 #if defined(__x86_64__)
       // Never reached unless pinned: they take what the first row takes, at most.
       grouped_matmul_any_cpu_avx512,
@@ -40,6 +41,7 @@ Table<GroupedMatmul> table<GroupedMatmul>(Platform platform) {
       grouped_matmul_weight_only_sm90, grouped_matmul_widened_cuda,
       grouped_matmul_joined_cuda,  // before the last row: where a kernel above takes the joined weight, its bits count
       grouped_matmul_any_cuda,
+      grouped_matmul_low_composed_cuda,
   };
   if (platform == Platform::cuda) return rows_of(cuda);
 #endif

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "cc/api/operands.h"
+#include "cc/dispatch/columns.h"
 #include "cc/dispatch/shape_check.h"
 #include "cc/math/activation.h"
 #include "cc/math/shards.h"
@@ -136,6 +137,30 @@ int64_t product_width(Check* check, const TensorView& lhs, const TensorView& rhs
   return width;
 }
 
+// The low-rank product beside another one, whose result has `width` columns.
+template <class Call>
+void low_rank(Check* check, const Call& call, int64_t groups, int64_t width) {
+  const LowRank& low = call.low;
+  check->require(low.low_lhs.present() == low.low_rhs.present(),
+                 [] { return "`low_lhs` and `low_rhs`: expected both or none"; });
+  table(check, "low_rhs_table", low.low_rhs_table, groups, low.low_rhs);
+  if (!low.present() || !check->wrong.empty()) return;
+  check->require(low.low_rhs_axis == 1 || low.low_rhs_axis == 2, [] { return "low_rhs_axis: expected 1 or 2"; });
+  check->rank("low_lhs", low.low_lhs, 2);
+  check->not_empty("low_lhs", low.low_lhs, 1);
+  check->require(is_plain(low.low_lhs.dtype),
+                 [&] { return Check::named("low_lhs", low.low_lhs) + ", expected plain numbers"; });
+  check->dtype("low_rhs", low.low_rhs, low.low_lhs.dtype);
+  if (!check->wrong.empty()) return;
+  const int64_t rank = low.low_lhs.dims[1];
+  check->shape("low_lhs", low.low_lhs, {call.lhs.dims[0], rank});
+  if (low.low_rhs_axis == 1) {
+    check->shape("low_rhs", low.low_rhs, {groups, rank, width});
+  } else {
+    check->shape("low_rhs", low.low_rhs, {groups, width, rank});
+  }
+}
+
 // What a contraction over rows asks of its operands.
 void contraction(Check* check, const GroupedMatmul& call, int64_t groups) {
   check->require(call.contract_rows == 1 && call.rhs_axis == 0,
@@ -147,6 +172,9 @@ void contraction(Check* check, const GroupedMatmul& call, int64_t groups) {
   check->absent("bias_table", call.bias_table);
   check->rank("result", call.result, 3);
   check->absent("rhs_up", call.rhs_up);
+  check->absent("low_lhs", call.low.low_lhs);
+  check->absent("low_rhs", call.low.low_rhs);
+  check->absent("low_rhs_table", call.low.low_rhs_table);
   check->require(call.turned == 0 || call.segment > 0, [] { return "turned: expected 0, or 1 beside segments"; });
   check->require(call.turned == 0 || (call.lhs.dtype != DType::u8 && call.rhs.dtype != DType::u8),
                  [] { return "turned: expected 0, codes of four bits stay in place"; });
@@ -187,13 +215,16 @@ std::string disagreement(const GroupedMatmul& call) {
     if (check.wrong.empty()) {
       // Where columns are packed, the last code may stand for nothing.
       const int64_t columns = call.result.dims[1];
-      if (call.rhs.dtype == DType::u8 && call.rhs_axis == 1 && row_bytes(DType::u8, columns) == made) made = columns;
+      if (packs_columns(call) && row_bytes(DType::u8, columns) == made) made = columns;
       const int64_t rows = call.lhs.dims[0], width = made * (call.result_half ? 2 : 1);
       check.shape("result", call.result, {rows, width});
       check.shape_if_given("bias", call.bias, {groups, width});
       check.shape_if_given("row_scale", call.row_scale, {rows});
       check.dtype("row_scale", call.row_scale, DType::f32);
       row_product_scales(&check, call.scales, call.lhs, call.rhs, call.rhs_axis, groups, true);
+      check.require(!call.low.present() || (call.result_half == 0 && !call.rhs_up.present()),
+                    [] { return "low_lhs: expected none beside halves; pass one array"; });
+      low_rank(&check, call, groups, width);
     }
     check.absent("into_table", call.into_table);
     check.require(call.segment == 0 && call.turned == 0, [] { return "segment, turned: expected 0 beside rows"; });
@@ -417,14 +448,21 @@ std::string disagreement(const GroupedMatmulAct& call) {
   table(&check, "rhs_table", call.rhs_table, groups, call.rhs);
   table(&check, "bias_table", call.bias_table, groups, call.bias);
   row_product_scales(&check, call.scales, call.lhs, call.rhs, call.rhs_axis, groups);
+  check.require(!call.low.present() || !call.rhs_up.present(),
+                [] { return "low_lhs: expected none beside a weight in two arrays; pass one array"; });
+  low_rank(&check, call, groups, wide);
   return check.wrong;
 }
 
 std::string disagreement(const GroupedMatmulDact& call) {
   Check check;
   const int64_t groups = groups_of(&check, call.group_sizes);
-  const int64_t width = product_width(&check, call.lhs, call.rhs, call.rhs_axis, groups);
+  const int64_t made = product_width(&check, call.lhs, call.rhs, call.rhs_axis, groups);
+  check.rank("hidden rows", call.hidden, 2);
   if (!check.wrong.empty()) return check.wrong;
+  // Where columns are packed, the last code may stand for nothing.
+  const int64_t wanted = product_columns(call);
+  const int64_t width = packs_columns(call) && row_bytes(DType::u8, wanted) == made ? wanted : made;
   hidden_grads(&check, call, call.hidden, call.lhs.dims[0], width);
   if (call.stored.stores()) {
     storing(&check, call.stored, call.hidden, true, groups);
@@ -441,7 +479,8 @@ std::string disagreement(const GroupedMatmulDact& call) {
     storing(&check, z, activated, true, groups);
   }
   table(&check, "rhs_table", call.rhs_table, groups, call.rhs);
-  row_product_scales(&check, call.scales, call.lhs, call.rhs, call.rhs_axis, groups);
+  row_product_scales(&check, call.scales, call.lhs, call.rhs, call.rhs_axis, groups, true);
+  low_rank(&check, call, groups, width);
   return check.wrong;
 }
 

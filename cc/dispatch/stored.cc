@@ -13,6 +13,7 @@
 
 #include "cc/api/operands.h"
 #include "cc/dispatch/compose.h"
+#include "cc/dispatch/columns.h"
 #include "cc/dispatch/parts.h"
 #include "cc/kernels/kernels.h"
 #include "cc/math/activation.h"
@@ -65,7 +66,7 @@ void set_activated(const GroupedMatmulDact& call, Space* space, Parts<GroupedMat
   p->inner.stored_activated = StoringActivated{};
   if (!call.stored_activated.stores()) return;
   if (!call.activated.present()) {
-    const int64_t width = call.rhs.dims[3 - call.rhs_axis];
+    const int64_t width = product_columns(call);
     p->inner.activated = space->rows(call.hidden.dtype, call.lhs.dims[0], width);
   }
   p->activated = stored_rows(call.stored_activated, p->inner.activated, call.group_sizes);
@@ -203,7 +204,8 @@ void launch_one_pass(const Call& call, const Context& context) {
 }  // namespace
 
 #define GROUPED_STORED(Call, name) \
-  const Kernel<Call> name = {#name, refuses<Call>, workspace<Call, false>, launch<Call>, 1, workspace<Call, true>};
+  const Kernel<Call> name = {#name,        refuses<Call>, workspace<Call, false>, \
+                             launch<Call>, 1,             workspace<Call, true>,  true};
 GROUPED_STORED(GroupedMatmulAct, grouped_matmul_act_stored_cpu)
 GROUPED_STORED(GroupedMatmulDact, grouped_matmul_dact_stored_cpu)
 #if GROUPED_WITH_CUDA
@@ -216,7 +218,7 @@ GROUPED_STORED(GroupedMatmulDact, grouped_matmul_dact_stored_cuda)
 #define GROUPED_ONE_PASS(Call, name)                                                             \
   const Kernel<Call> name = {                                                                    \
       #name,      refuses_one_pass<Call>,    one_pass_bytes<Call, false>, launch_one_pass<Call>, \
-      kAlignment, one_pass_bytes<Call, true>};
+      kAlignment, one_pass_bytes<Call, true>, true};
 GROUPED_ONE_PASS(GroupedMatmulAct, grouped_matmul_act_stored_fp8_cuda)
 GROUPED_ONE_PASS(GroupedMatmulDact, grouped_matmul_dact_stored_fp8_cuda)
 #undef GROUPED_ONE_PASS

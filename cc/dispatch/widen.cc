@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "cc/api/operands.h"
+#include "cc/dispatch/columns.h"
 #include "cc/dispatch/compose.h"
 #include "cc/dispatch/parts.h"
 #include "cc/kernels/kernels.h"
@@ -36,16 +37,6 @@ bool has_halves(const GroupedMatmul& call) {
 }
 bool has_halves(const GroupedMatmulAct& call) { return call.rhs_up.present(); }
 bool has_halves(const GroupedMatmulDact&) { return false; }
-
-// Columns of a weight with rhs_axis = 1; where they are packed, the last code may stand for nothing.
-template <class Call>
-int64_t columns_of_weight(const Call& call) {
-  return call.rhs.dims[2];
-}
-template <>
-int64_t columns_of_weight(const GroupedMatmul& call) {
-  return call.rhs.dtype == DType::u8 ? call.result.dims[1] : call.rhs.dims[2];
-}
 
 TensorView scratch(void* workspace, size_t* used, DType dtype, std::initializer_list<int64_t> dims) {
   TensorView view;
@@ -107,7 +98,7 @@ void widen_row_operands(Plan<Call>* plan, const Call& call, DType type, void* wo
     }
     w.sizes = call.group_sizes.template as<const int32_t>();
     const int64_t first = call.rhs_axis == 2 ? call.rhs.dims[1] : depth;
-    const int64_t second = call.rhs_axis == 2 ? depth : columns_of_weight(call);
+    const int64_t second = call.rhs_axis == 2 ? depth : product_columns(call);
     w.run = second;
     plan->inner.rhs = scratch(workspace, &plan->used, type, {call.rhs.dims[0], first, second});
     w.result = plan->inner.rhs.data;
@@ -188,7 +179,9 @@ std::string refuses(const Call& call, const Target& target) {
   }
   if constexpr (!std::is_same_v<Call, GroupedMatmul>) {
     if (call.stored.stores()) return "gives plain rows";
-    // Then the row behind, which leaves the weights as they are, reads fewer bytes.
+  }
+  if (!std::is_same_v<Call, GroupedMatmul> || call.low.present()) {
+    // Then a row behind, which leaves the weights as they are, reads fewer bytes.
     for (const Kernel<GroupedMatmul>* better :
          {&grouped_matmul_weight_only_sm90, &grouped_matmul_fp8_fast_sm90, &grouped_matmul_fp8_sm90}) {
       if (better->refuses(product_inside(call), target).empty()) {
@@ -223,7 +216,8 @@ void launch(const Call& call, const Context& context) {
 }  // namespace
 
 #define GROUPED_WIDENED(Call, name) \
-  const Kernel<Call> name = {#name, refuses<Call>, workspace<Call, false>, launch<Call>, 1, workspace<Call, true>};
+  const Kernel<Call> name = {#name,        refuses<Call>, workspace<Call, false>, \
+                             launch<Call>, 1,             workspace<Call, true>,  true};
 GROUPED_WIDENED(GroupedMatmul, grouped_matmul_widened_cuda)
 GROUPED_WIDENED(GroupedMatmulAct, grouped_matmul_act_widened_cuda)
 GROUPED_WIDENED(GroupedMatmulDact, grouped_matmul_dact_widened_cuda)

@@ -1,0 +1,457 @@
+"""The experts' MLP of frozen weights with low-rank adapters, of rows and of tokens; `grouped_core.lora_mlp` defines the
+mathematics.
+
+Letters: G groups, M rows, T tokens, k experts per token, K hidden size of the model, F expert width, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from grouped_core import linear_spec, lora_mlp
+from grouped_core import mlp as rules
+from grouped_core.lora_mlp import Adapters, Factors, Kept, LoraMlpNeeds, PairGrads
+from grouped_core.mlp_spec import Mlp, MlpSpecs, needs_dh
+from grouped_core.quantizing import NO_MEASURES
+from grouped_core.routing import Order
+from torch_bridge import _saved
+from torch_bridge._args import Arguments
+from torch_bridge._autograd import Deliver, MainGradients, Operation, Saved, rows_of_tokens
+from torch_bridge._calling import OPERATIONS
+from torch_bridge._checks import ROUTED_NAMES
+from torch_bridge._gradients import WeightGradient, with_forms
+from torch_bridge._lora_args import (
+    MLP_LORA_NAMES,
+    AdaptedMlp,
+    AdaptedSpecs,
+    adapted_mlp_arguments,
+    adapted_routed_arguments,
+)
+from torch_bridge._operators import call_prepared, define
+from torch_bridge._record import Prepared, Rule, prepare
+from torch_bridge._scaling import BACKWARD, FORWARD, Scaling
+from torch_bridge._tensors import rows_spec
+from torch_bridge.sizes import every_row
+
+
+NAME, ROUTED_NAME = "grouped_mlp_lora", "routed_mlp_lora"
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Operators
+
+
+class AdaptedMlpForward(NamedTuple):
+    """Static facts of forward."""
+
+    op: Mlp
+    adapters: Adapters
+    needs: LoraMlpNeeds
+
+
+class AdaptedMlpGrads(NamedTuple):
+    """Static facts of both stages of backward."""
+
+    op: Mlp
+    adapters: Adapters
+    specs: MlpSpecs
+    needs: LoraMlpNeeds
+
+
+class _Operands(NamedTuple):
+    """Operands of forward of rows; `extras`: of both products."""
+
+    x: Any
+    wi: Any
+    wo: Any
+    sizes: Any
+    probs: Any
+    wi_bias: Any
+    wo_bias: Any
+    out: Any
+    a_wi: Any
+    b_wi: Any
+    a_wo: Any
+    b_wo: Any
+    key: Any
+    extras: Any
+
+
+class _TokenOperands(NamedTuple):
+    """Operands of forward of tokens."""
+
+    x: Any
+    experts: Any
+    weights: Any
+    wi: Any
+    wo: Any
+    tokens: Any
+    wi_bias: Any
+    wo_bias: Any
+    out: Any
+    a_wi: Any
+    b_wi: Any
+    a_wo: Any
+    b_wo: Any
+    key: Any
+    extras: Any
+
+
+_NO_EXTRAS = (NO_MEASURES, NO_MEASURES)
+
+
+def _forward_rule(run: Any, static: AdaptedMlpForward, o: Any) -> tuple[Any, ...]:
+    op, adapters, needs = static
+    *operands, a_wi, b_wi, a_wo, b_wo, key, extras = o
+    factors = Factors(a_wi, b_wi, a_wo, b_wo)
+    given: Any = (run, op, adapters, factors, key, tuple(operands))
+    (y, x, *rest), u_wi, u_wo = lora_mlp.forward(*given, needs=needs, extras=extras or _NO_EXTRAS)
+    h, z, wi, wo = rest[:4]
+    if op.keeps_rows:
+        return y, x, h, z, wi, wo, u_wi, u_wo
+    if not any(needs):
+        return y, *[None] * 10
+    order = x
+    return y, order.sizes, order.source, order.inverse, order.probs, h, z, wi, wo, u_wi, u_wo
+
+
+_FORWARD = define(
+    NAME,
+    _forward_rule,
+    _Operands,
+    AdaptedMlpForward,
+    rows=("x", "probs", "out"),
+    written=("out",),
+    most_results=16,  # y, h, rows of both A, and rows and weights of both products as backward reads them
+    notes_sizes=True,
+)
+_ROUTED_FORWARD = define(
+    ROUTED_NAME,
+    _forward_rule,
+    _TokenOperands,
+    AdaptedMlpForward,
+    derived=("x", "experts", "weights", "out"),
+    written=("out",),
+    most_results=20,  # the order of the rows besides
+)
+
+
+class _HiddenOperands(NamedTuple):
+    """Operands of the first stage of rows, which ends at the gradient of the hidden rows."""
+
+    x: Any
+    h: Any
+    z: Any
+    wi: Any
+    wo: Any
+    sizes: Any
+    probs: Any
+    wi_bias: Any
+    wo_bias: Any
+    dy: Any
+    u_wi: Any
+    u_wo: Any
+    b_wi: Any
+    a_wo: Any
+    b_wo: Any
+    key: Any
+    extras: Any
+
+
+class _TokenHiddenOperands(NamedTuple):
+    """Operands of the first stage of tokens."""
+
+    x: Any
+    h: Any
+    z: Any
+    wi: Any
+    wo: Any
+    sizes: Any
+    source: Any
+    inverse: Any
+    probs: Any
+    wi_bias: Any
+    wo_bias: Any
+    dy: Any
+    u_wi: Any
+    u_wo: Any
+    b_wi: Any
+    a_wo: Any
+    b_wo: Any
+    key: Any
+    extras: Any
+
+
+def _hidden_rule(run: Any, static: AdaptedMlpGrads, o: Any) -> tuple[Any, ...]:
+    op, adapters, specs, needs = static
+    *operands, u_wi, u_wo, b_wi, a_wo, b_wo, key, extras = o
+    options: dict[str, Any] = {"extras": extras or _NO_EXTRAS}
+    if not op.keeps_rows:
+        sizes, source, inverse, probs = operands[5:9]
+        operands[5:9] = [Order(sizes, source, inverse, None, probs)]
+        options["weights_dtype"] = specs.probs.dtype if specs.probs else "float32"
+    factors = Factors(None, b_wi, a_wo, b_wo)
+    given: Any = (run, op, adapters, specs, factors, key, (u_wi, u_wo), tuple(operands), needs)
+    found, grads = lora_mlp.at_hidden(*given, **options)
+    return found.probs, found.wo_bias, found.dh, found.of_dh, *grads
+
+
+_AT_HIDDEN = define(
+    f"{NAME}_at_hidden",
+    _hidden_rule,
+    _HiddenOperands,
+    AdaptedMlpGrads,
+    rows=("x", "h", "z", "probs", "dy", "u_wi", "u_wo"),
+    most_results=12,
+)
+_ROUTED_AT_HIDDEN = define(
+    f"{ROUTED_NAME}_at_hidden",
+    _hidden_rule,
+    _TokenHiddenOperands,
+    AdaptedMlpGrads,
+    derived=("x", "h", "z", "source", "inverse", "probs", "dy", "u_wi", "u_wo"),
+    most_results=12,
+)
+
+
+class _FirstOperands(NamedTuple):
+    """Operands of the second stage of rows, the gradients of the first product."""
+
+    x: Any
+    wi: Any
+    sizes: Any
+    dh: Any
+    of_dh: Any
+    u_wi: Any
+    a_wi: Any
+    b_wi: Any
+    key: Any
+    grad_input: Any
+    extras: Any
+
+
+class _TokenFirstOperands(NamedTuple):
+    """Operands of the second stage of tokens."""
+
+    x: Any
+    wi: Any
+    sizes: Any
+    source: Any
+    inverse: Any
+    dh: Any
+    of_dh: Any
+    u_wi: Any
+    a_wi: Any
+    b_wi: Any
+    key: Any
+    grad_input: Any
+    extras: Any
+
+
+def _first_rule(run: Any, static: AdaptedMlpGrads, o: Any) -> tuple[Any, ...]:
+    op, adapters, specs, needs = static
+    *operands, u_wi, a_wi, b_wi, key, grad_input, extras = o
+    if not op.keeps_rows:
+        sizes, source, inverse = operands[2:5]
+        operands[2:5] = [Order(sizes, source, inverse, None, None)]
+    given: Any = (run, op, adapters, specs, Factors(a_wi, b_wi), key, u_wi, tuple(operands), needs)
+    options: dict[str, Any] = {"grad_input": grad_input, "extras": (extras or _NO_EXTRAS)[0]}
+    found, grads = lora_mlp.first_product(*given, **options)
+    return found.x, found.bias, *grads
+
+
+_FIRST = define(
+    f"{NAME}_first_product",
+    _first_rule,
+    _FirstOperands,
+    AdaptedMlpGrads,
+    rows=("x", "dh", "of_dh", "u_wi", "grad_input"),
+    written=("grad_input",),
+    most_results=6,
+)
+_ROUTED_FIRST = define(
+    f"{ROUTED_NAME}_first_product",
+    _first_rule,
+    _TokenFirstOperands,
+    AdaptedMlpGrads,
+    derived=("x", "source", "inverse", "dh", "of_dh", "u_wi", "grad_input"),
+    written=("grad_input",),
+    most_results=6,
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forward and backward
+
+
+class _Facts(NamedTuple):
+    """What follows from checked arguments and from the gradients that are needed; see `_autograd.Facts`.
+
+    Attributes:
+        keep: what backward reads. forward, at_hidden, first: the operators; the last is None if nothing needs the
+            gradient of the hidden rows.
+    """
+
+    op: AdaptedMlp
+    specs: AdaptedSpecs
+    needs: LoraMlpNeeds
+    training: bool
+    keep: Kept
+    forward: Prepared
+    at_hidden: Prepared
+    first: Prepared | None
+
+
+def _facts(
+    forward: Rule, at_hidden: Rule, first: Rule, op: AdaptedMlp, specs: AdaptedSpecs, needs: LoraMlpNeeds
+) -> _Facts:
+    base, adapters = op
+    of_base: MlpSpecs = specs.base
+    has = [each is not None for each in (of_base.probs, of_base.wi_bias, of_base.wo_bias)]
+    keep = lora_mlp.kept(base, adapters, needs, *has)
+    static = AdaptedMlpGrads(base, adapters, of_base, needs)
+    through = needs_dh(lora_mlp.base_needs(adapters, needs))
+    return _Facts(
+        *(op, specs, needs, any(needs), keep),
+        forward=prepare(forward, AdaptedMlpForward(base, adapters, needs)),
+        at_hidden=prepare(at_hidden, static),
+        first=prepare(first, static) if through else None,
+    )
+
+
+def _weights_of(given: Arguments, facts: _Facts, scaling: Scaling) -> list[Any]:
+    """Both frozen weights, with the quantised forms that their layers keep."""
+    weights = [each for _, each in given.base]
+    if given.caches == (None, None):
+        return weights
+    base, adapters = facts.op
+    needs = lora_mlp.base_needs(adapters, facts.needs)
+    base = lora_mlp.of_base(base, facts.specs.base.x.dtype)
+    wanted = rules.cached_forms(base, needs, facts.keep.base.z)
+    return [
+        with_forms(cache, weight, forms, scaling, at, training=facts.training)
+        for at, (cache, weight, forms) in enumerate(zip(given.caches, weights, wanted, strict=True))
+    ]
+
+
+def _kept_factors(given: Arguments, keep: Kept) -> list[Any]:
+    return [each if wanted else None for each, wanted in zip(given.weights, keep.factors, strict=True)]
+
+
+def _forward(
+    given: Arguments, facts: _Facts, scaling: Scaling, m: Any, out: Tensor | None
+) -> tuple[Tensor, tuple[Any, ...]]:
+    wi, wo = _weights_of(given, facts, scaling)
+    (wi_bias, wo_bias), sizes, probs, keep = given.biases, given.sizes, given.row_scale, facts.keep
+    extras = scaling.extras(2, FORWARD, training=facts.training)
+    operands = (given.x, wi, wo, sizes, probs, wi_bias, wo_bias, out, *given.weights, given.key, extras)
+    y, x, h, z, wi, wo, u_wi, u_wo = call_prepared(facts.forward, operands, m)  # operands: those of _Operands
+    if not facts.training:
+        return y, ()
+    probs = probs if keep.base.probs else None
+    biases = _kept_biases(given, keep)
+    return y, (x, h, z, sizes, probs, wi, wo, *biases, u_wi, u_wo, *_kept_factors(given, keep), given.key, scaling.key)
+
+
+def _kept_biases(given: Arguments, keep: Kept) -> tuple[Any, Any]:
+    wi_bias, wo_bias = given.biases
+    return wi_bias if keep.base.wi_bias else None, wo_bias if keep.base.wo_bias else None
+
+
+def _forward_of_tokens(
+    given: Arguments, facts: _Facts, scaling: Scaling, m: Any, out: Tensor | None
+) -> tuple[Tensor, tuple[Any, ...]]:
+    x: Any = given.x
+    wi, wo = _weights_of(given, facts, scaling)
+    (wi_bias, wo_bias), keep = given.biases, facts.keep
+    if out is not None:
+        linear_spec.check_buffer(ROUTED_NAMES.out, rows_spec(out), rows_spec(x))
+    extras = scaling.extras(2, FORWARD, training=facts.training)
+    tokens = (x, given.sizes, given.row_scale, wi, wo, every_row(x), wi_bias, wo_bias, out)
+    operands = (*tokens, *given.weights, given.key, extras)  # those of _TokenOperands
+    y, sizes, source, inverse, probs, h, z, wi, wo, u_wi, u_wo = call_prepared(facts.forward, operands, m)
+    if not facts.training:
+        return y, ()
+    x, probs = x if keep.base.x else None, probs if keep.base.probs else None
+    order = (sizes, source, inverse, probs)
+    factors = (*_kept_factors(given, keep), given.key, scaling.key)
+    return y, (x, h, z, *order, wi, wo, *_kept_biases(given, keep), u_wi, u_wo, *factors)
+
+
+def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | None, deliver: Deliver) -> MainGradients:
+    """Both stages, each followed by the gradients of A and B; `kept` is emptied, so that rows are freed early."""
+    facts: _Facts = saved.facts
+    of_rows = facts.op.base.keeps_rows
+    x, h, z, *kept[:] = kept
+    sizes, *order = [kept.pop(0) for _ in range(1 if of_rows else 3)]
+    probs, wi, wo, wi_bias, wo_bias, u_wi, u_wo, a_wi, b_wi, a_wo, b_wo, key, scaling_key = kept
+    kept.clear()
+    scaling, needs = saved.scaling.with_key(scaling_key), facts.needs
+    again = x if facts.op.base.residuals.policy == "save_input" else None
+    extras = scaling.extras(2, BACKWARD, training=True)
+    rows = (again, h, z, wi, wo, sizes, *order, probs, wi_bias, wo_bias, dy)
+    operands = [(*rows, u_wi, u_wo, b_wi, a_wo, b_wo, key, extras)]  # those of _HiddenOperands
+    del rows, h, z
+    dp, db2, dh, of_dh, *grads = call_prepared(facts.at_hidden, operands, saved.rows)
+    _deliver(saved, sizes, 1, PairGrads(*grads), deliver)
+    del grads
+    dx = db1 = None
+    if facts.first is not None:
+        buffer, extras = grad_input if needs.x else None, scaling.extras(1, BACKWARD, training=True)
+        operands = (x, wi, sizes, *order, dh, of_dh, u_wi, a_wi, b_wi, key, buffer, extras)  # those of _FirstOperands
+        dx, db1, *grads = call_prepared(facts.first, operands, saved.rows)
+        del operands, dh, of_dh
+        _deliver(saved, sizes, 0, PairGrads(*grads), deliver)
+    return MainGradients(dx, dp, (db1, db2))
+
+
+def _deliver(saved: Saved, sizes: Tensor, at: int, grads: PairGrads, deliver: Deliver) -> None:
+    """The gradients of A and B of product `at`."""
+    facts: _Facts = saved.facts
+    needs = facts.needs[1 + 2 * at : 3 + 2 * at]
+    pairs = ((grads.rows_a, grads.dy_a), (grads.rows_b, grads.dy_b))
+    for factor, (needed, (rows, dy)) in enumerate(zip(needs, pairs, strict=True), start=2 * at):
+        product, spec = lora_mlp.products(*facts.op)[factor], facts.specs.factors[factor]
+        if needed and product is not None:
+            deliver(factor, WeightGradient(product, spec, rows, dy, sizes, saved.rows))
+
+
+def _needs(x: bool, weights: Sequence[bool], probs: bool, biases: Sequence[bool]) -> LoraMlpNeeds:
+    return LoraMlpNeeds(x, *weights, probs, *biases)
+
+
+def _weight_dtypes(op: AdaptedMlp, specs: AdaptedSpecs) -> tuple[str, ...]:
+    return tuple(["float32" if each is None else each.dtype for each in specs.factors])
+
+
+ADAPTED_MLP = Operation(
+    name=NAME,
+    weights=MLP_LORA_NAMES,
+    rows=_saved.OF_ROWS,
+    places=(11, 12, 13, 14),
+    scale_place=6,
+    check=adapted_mlp_arguments,
+    needs=_needs,
+    facts=partial(_facts, _FORWARD, _AT_HIDDEN, _FIRST),
+    weight_dtypes=_weight_dtypes,
+    forward=_forward,
+    backward=_backward,
+)
+ADAPTED_ROUTED = Operation(
+    name=ROUTED_NAME,
+    weights=MLP_LORA_NAMES,
+    rows=_saved.OF_ROWS,
+    places=(11, 12, 13, 14),
+    scale_place=2,
+    check=adapted_routed_arguments,
+    needs=_needs,
+    facts=partial(_facts, _ROUTED_FORWARD, _ROUTED_AT_HIDDEN, _ROUTED_FIRST),
+    weight_dtypes=_weight_dtypes,
+    forward=_forward_of_tokens,
+    backward=_backward,
+    count=rows_of_tokens,
+)
+OPERATIONS[NAME], OPERATIONS[ROUTED_NAME] = ADAPTED_MLP, ADAPTED_ROUTED

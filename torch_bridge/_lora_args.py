@@ -1,0 +1,241 @@
+"""Checks the adapters of `grouped_linear` and of the MLPs, beside the arguments of the frozen base.
+
+Letters: G groups, K in, N out, r rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from grouped_core import lora, lora_mlp
+from grouped_core.calls import ArraySpec
+from grouped_core.linear_spec import Linear, Names
+from grouped_core.lora import LORA, Adapter
+from grouped_core.lora_mlp import Adapters, Factors
+from grouped_core.mlp_spec import Mlp, MlpNames, MlpSpecs
+from grouped_core.recipes import Recipe
+from torch_bridge._args import (
+    Arguments,
+    Checked,
+    Lists,
+    Members,
+    WeightForms,
+    accumulators_of_product,
+    check_apart_from_operands,
+    check_members,
+    linear_arguments,
+    lists_of,
+    mlp_arguments,
+    packed_spec,
+    routed_arguments,
+    whole_operand,
+)
+from torch_bridge._checks import check_operand, refuse_transforms
+from torch_bridge._tensors import fixed_spec, home, members
+
+LORA_NAMES = (f"{LORA}[0]", f"{LORA}[1]")
+MLP_LORA_NAMES = tuple(f"{place}[{at}]" for place in lora_mlp.PLACES for at in (0, 1))
+"""Names of A and B of wi, and of wo."""
+
+
+class Adapted(NamedTuple):
+    """The operation of a frozen weight and its adapter."""
+
+    base: Linear
+    adapter: Adapter
+
+    @property
+    def names(self) -> Names:
+        """Those of the base product's arguments."""
+        return self.base.names
+
+
+class AdaptedSpecs(NamedTuple):
+    """Specs of the operands of the base; of A and B, or of those of both weights."""
+
+    base: Any
+    factors: Any
+
+
+def adapted_arguments(
+    x: Any,
+    weight: Any,
+    group_sizes: Any,
+    rhs_transposed: bool,
+    bias: Members | None,
+    row_scale: Tensor | None,
+    scale_bias: bool,
+    recipe: Any,
+    a: Any,
+    b: Any,
+    lora_scaling: float,
+    lora_dropout: float,
+    lora_key: Tensor | None,
+    lora_wgrad_accum: Any,
+    implementation: str | Sequence[str] | None,
+    caches: tuple[WeightForms | None, ...] = (None,),
+) -> Arguments:
+    """The checked arguments of `grouped_linear` with an adapter (a, b); it raises the same errors."""
+    adapter = lora.option(LORA, lora_scaling, lora_dropout, lora_key)
+    own = (x, weight, group_sizes, rhs_transposed, bias, row_scale, scale_bias, recipe)
+    base = linear_arguments(*own, None, implementation)
+    accums = lora_wgrad_accum if isinstance(lora_wgrad_accum, str) else lora.accumulators_option(lora_wgrad_accum)
+    found = _FactorArguments("grouped_linear", LORA_NAMES, (a, b), base, lora_key)
+    names, specs = base.checked.op.names, base.checked.specs
+    checked = _adapted(base.checked.op, specs, adapter, found.specs, found.key, lists_of(found.leaves, (bias,)))
+    return found.arguments(checked, (names.w,), accums, caches)
+
+
+@lru_cache(maxsize=1024)
+def _adapted(
+    op: Linear, specs: Any, adapter: Adapter, factors: Any, key: ArraySpec | None, lists: Lists
+) -> Checked:
+    """The checked adapter of a checked operation; a function of facts, so that what follows is found once."""
+    lora.check(op, adapter, specs[0], specs[1], *factors, key)
+    return Checked(Adapted(op, adapter), AdaptedSpecs(specs, factors), lists)
+
+
+class AdaptedMlp(NamedTuple):
+    """The operation of an MLP with frozen weights and their adapters."""
+
+    base: Mlp
+    adapters: Adapters
+
+    @property
+    def names(self) -> MlpNames:
+        """Those of the arguments of the MLP."""
+        return self.base.names
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """That of the products with the frozen weights."""
+        return self.base.recipe
+
+
+def adapted_mlp_arguments(*arguments: Any) -> Arguments:
+    """The checked arguments of `grouped_mlp` with adapters.
+
+    Args:
+        arguments: of `mlp_arguments` up to `residuals`; A and B of wi, A and B of wo, each or None; `lora_scaling`,
+            `lora_dropout`, `lora_key`; accumulators as `Factors`, text or None; `implementation`; perhaps the caches.
+    """
+    return _of_mlp("grouped_mlp", mlp_arguments, arguments, 11)
+
+
+def adapted_routed_arguments(*arguments: Any) -> Arguments:
+    """The checked arguments of `routed_mlp` with adapters: as in `adapted_mlp_arguments`."""
+    return _of_mlp("routed_mlp", routed_arguments, arguments, 11)
+
+
+def _of_mlp(name: str, check: Any, arguments: tuple[Any, ...], count: int) -> Arguments:
+    own, (a_wi, b_wi, a_wo, b_wo, scaling, dropout, key, accums, implementation, *rest) = (
+        arguments[:count],
+        arguments[count:],
+    )
+    pairs = [None if a is None else (a, b) for a, b in ((a_wi, b_wi), (a_wo, b_wo))]
+    adapters, factors = lora_mlp.option(pairs, scaling, dropout, key)
+    base = check(*own, None, implementation)
+    found = _FactorArguments(name, MLP_LORA_NAMES, factors, base, key)
+    op, specs = base.checked.op, base.checked.specs
+    lists = lists_of(found.leaves, base.biases)
+    routed = name == "routed_mlp"
+    checked = _adapted_mlp(op, routed, specs, adapters, Factors(*found.specs), found.key, lists)
+    caches = rest[0] if rest else (None, None)
+    return found.arguments(checked, (op.names.wi, op.names.wo), accums, caches)
+
+
+@lru_cache(maxsize=1024)
+def _adapted_mlp(
+    op: Mlp,
+    routed: bool,
+    specs: MlpSpecs,
+    adapters: Adapters,
+    factors: Factors,
+    key: ArraySpec | None,
+    lists: Lists,
+) -> Checked:
+    lora_mlp.check(op, adapters, specs, factors, key)
+    op = dataclasses.replace(op, keeps_rows=not routed)
+    return Checked(AdaptedMlp(op, adapters), AdaptedSpecs(specs, factors), lists)
+
+
+class _FactorArguments:
+    """The factors of adapters, checked as operands beside those of the base.
+
+    Attributes:
+        leaves: for each factor, the tensors that receive its gradient; [] for one that is absent.
+        specs: of the factors, None where absent. key: spec of the key of the dropout.
+    """
+
+    def __init__(
+        self, operation: str, names: Sequence[str], factors: Sequence[Any], base: Arguments, key: Tensor | None
+    ) -> None:
+        for (name, _), leaves in zip(_frozen(base), base.leaves, strict=True):
+            if any(each.requires_grad for each in leaves):
+                raise ValueError(
+                    f"`{name}`: requires a gradient beside `{LORA}`, expected a frozen weight; call "
+                    f"requires_grad_(False) on it, or pass `{name}.detach()`."
+                )
+        refuse_transforms(operation, *factors)
+        first, transposed = home(base.x), base.checked.op.transposed
+        for at, (name, factor) in enumerate(zip(names, factors, strict=True)):
+            if factor is not None:
+                check_members((LORA, "ab"[at % 2]), name, factor, first, transposed=transposed)
+        if key is not None:
+            check_operand(f"{LORA}_key", key, first)
+        self.names, self.base, self.lora_key = names, base, key
+        self.factors = [whole_operand(each) for each in factors]
+        self.leaves = tuple([[] if each is None else members(each) for each in factors])
+        self.specs = tuple([packed_spec(each, 3) for each in factors])
+        self.key = None if key is None else fixed_spec(key)
+
+    def arguments(
+        self, checked: Checked, weights: tuple[str, ...], accums: Any, caches: tuple[WeightForms | None, ...]
+    ) -> Arguments:
+        """The arguments of the operation with adapters.
+
+        Args:
+            weights: names of the frozen weights. accums: one for each factor or None, or "main_grad".
+        """
+        to_main_grad = isinstance(accums, str)
+        accumulators: tuple[Sequence[Tensor | None], ...] = ((),) * len(self.leaves)
+        if accums is not None:
+            given = (accums,) * len(self.leaves) if to_main_grad else accums
+            named = zip(given, self.leaves, self.specs, self.names, strict=True)
+            accumulators = tuple(
+                [
+                    accumulators_of_product(each, own, spec, self.base.x, _accum(name), name) if own else ()
+                    for each, own, spec, name in named
+                ]
+            )
+        arguments = dataclasses.replace(
+            self.base,
+            weights=tuple(self.factors),
+            leaves=self.leaves,
+            checked=checked,
+            to_main_grad=to_main_grad,
+            accumulators=accumulators,
+            caches=caches,
+            names=tuple(self.names),
+            base=tuple(zip(weights, self.base.weights, strict=True)),
+            key=self.lora_key,
+        )
+        named = zip(self.names, accumulators, strict=True)
+        written = [(_accum(name), each) for name, some in named for each in some]
+        if written:
+            check_apart_from_operands(written, arguments)
+        return arguments
+
+
+def _frozen(base: Arguments) -> list[tuple[str, Any]]:
+    return list(zip(base.names, base.weights, strict=True))
+
+
+def _accum(factor: str) -> str:
+    """The name of the accumulator of a factor."""
+    return f"{LORA}_wgrad_accum{factor.removeprefix(LORA)}"
