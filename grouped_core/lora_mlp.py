@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from grouped_core import lora, mlp, mlp_spec, routed
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import wide
-from grouped_core.gradients import MainGrads, Term, plain_rows
+from grouped_core.gradients import MainGrads, Term, plain_rows, weight_grad
 from grouped_core.linear_spec import Linear
 from grouped_core.lora import Adapter
 from grouped_core.mlp import AtHidden, Beside
@@ -361,3 +361,29 @@ def products(op: Mlp, adapters: Adapters) -> tuple[Linear | None, ...]:
     for linear, adapter in zip((op.fc1(), op.fc2()), adapters, strict=True):
         found += (None, None) if adapter is None else (adapter.down(linear), adapter.up(linear))
     return tuple(found)
+
+
+def grads_of_factors(
+    run: Runner,
+    op: Mlp,
+    adapters: Adapters,
+    specs: Factors,
+    grads: tuple[PairGrads, PairGrads],
+    group_sizes: Array,
+    into: Factors = Factors(),
+) -> Factors:
+    """The gradients of the four factors, None where not needed; they are added to the accumulators `into`."""
+    found: list[Array | None] = []
+    rows = [pair for each in grads for pair in ((each.rows_a, each.dy_a), (each.rows_b, each.dy_b))]
+    for product, spec, (of, dy), accum in zip(products(op, adapters), specs, rows, into, strict=True):
+        if product is None or of is None:
+            found.append(None)
+            continue
+        work = (run, product, spec, of, dy, group_sizes)
+        found.append(weight_grad(*work, into=accum, accumulate=accum is not None))
+    return Factors(*found)
+
+
+def kept_operands(keep: Kept, factors: Factors) -> Factors:
+    """The factors that backward reads; None for the others."""
+    return Factors(*[each if wanted else None for each, wanted in zip(factors, keep.factors, strict=True)])

@@ -151,13 +151,14 @@ def to_wait(residuals: Residuals, name: str, rows: Any, *, is_named: bool = Fals
     return jax.device_put(rows, jax.memory.Space.Host) if name in residuals.offload else rows
 
 
-def _came_back(residuals: Residuals, name: str, rows: Any) -> Any:
+def came_back(residuals: Residuals, name: str, rows: Any) -> Any:
+    """Rows of `to_wait` where backward reads them."""
     return jax.device_put(rows, jax.memory.Space.Device) if name in residuals.offload else rows
 
 
 def backward(res: MlpResiduals, dy: Any) -> tuple[Any, Any, Any, Any, Deferred]:
     """As `grouped_mlp_bwd_dx`, of rows or tokens."""
-    x, h, z = (_came_back(res.op.residuals, *each) for each in zip(ROW_NAMES, (res.x, res.h, res.z), strict=True))
+    x, h, z = (came_back(res.op.residuals, *each) for each in zip(ROW_NAMES, (res.x, res.h, res.z), strict=True))
     wi = in_form(res.op.fc1(), res.wi)
     extras = both_extras(res.bound)
     if res.order is None:

@@ -19,15 +19,30 @@ from grouped_core.plans import Planner
 from grouped_core.products import Paired, in_form
 from grouped_core.recipes import BoundRecipe
 from jax_grouped import _accumulators as accumulate
-from jax_grouped._mlp_arguments import Operands, into_refs, on_device, specs_of
+from jax_grouped import _adapted_mlp
+from jax_grouped._mlp_arguments import Operands, into_refs, on_device, prepare, specs_of
 from jax_grouped._mlp_gradients import MlpResiduals, backward, both_extras, grouped_mlp_bwd_dw, like, members, to_wait
 from jax_grouped._nodes import cotangent_of, has_gradient, master_dtype, named, target_of, value_of
 from jax_grouped._run import RUN, differentiable, varying_axes
+from jax_grouped.ops import Take
 
 
-def run_mlp(op: Mlp, o: Operands) -> Any:
-    """y, differentiable."""
+def run_prepared(take_operand: Take, take: Take, arguments: dict[str, Any]) -> Any:
+    """y of the public function with these arguments, differentiable; the others are those of `prepare`."""
+    op, o, adapted = _prepared(take_operand, take, arguments)
+    if adapted is not None:
+        return _adapted_mlp.run(*adapted)
     return differentiable(_mlp_into_ref if into_refs(o) else _mlp, op, *on_device(o))
+
+
+def _prepared(
+    take_operand: Take, take: Take, arguments: dict[str, Any]
+) -> tuple[Mlp, Operands, tuple[_adapted_mlp.Adapted, _adapted_mlp.Primals] | None]:
+    own = {name: each for name, each in arguments.items() if name not in _adapted_mlp.OPTIONS}
+    options = {name: arguments[name] for name in _adapted_mlp.OPTIONS}
+    op, o = prepare(take_operand, take, **own)
+    of_weights = {name: own[name] for name in ("wgrad_accum", "wgrad_dtype")}
+    return op, o, _adapted_mlp.prepare(take, op, o, of_weights, lora_options=options)
 
 
 class _Forward(NamedTuple):
@@ -175,8 +190,11 @@ _mlp_into_ref.defvjp(lambda op, *operands: _keep(op, MlpNeeds(), op.parts(), Ope
 # Planning.
 
 
-def planned_calls(op: Mlp, o: Operands) -> list[Call]:
-    """Every native call of the operation and of all its gradients; operands are specs."""
+def planned_calls(take_operand: Take, take: Take, arguments: dict[str, Any]) -> list[Call]:
+    """Every native call of the public function with these arguments and of all its gradients; operands are specs."""
+    op, o, adapted = _prepared(take_operand, take, arguments)
+    if adapted is not None:
+        return _adapted_mlp.plan(*adapted)
     run = Planner()
     groups = value_of(o.wo).shape[0]
     into_wi: Any = [None if accum is None else accumulate.spec(accum) for accum in members(o.accum_wi)]

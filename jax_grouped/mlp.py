@@ -11,7 +11,7 @@ from inspect import signature
 from typing import Any
 
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from grouped_core.activations import Activation
 from grouped_core.calls import Call
@@ -22,7 +22,7 @@ from grouped_core.sizes import GroupSizes
 from jax_grouped._arguments import AnyArray, as_array, as_operand, as_operand_spec
 from jax_grouped._mlp_arguments import on_device, prepare
 from jax_grouped._mlp_gradients import NAMES, Accumulators, MlpResiduals
-from jax_grouped._mlp_operation import planned_calls, run_mlp, save
+from jax_grouped._mlp_operation import planned_calls, run_prepared, save
 from jax_grouped.quantize import StraightThrough
 
 
@@ -43,6 +43,11 @@ def grouped_mlp(
     wgrad_dtype: DTypeLike | None = None,
     out: Float[Array, "M K"] | None = None,
     implementation: str | Sequence[str] | None = None,
+    lora: Sequence[Any] | None = None,
+    lora_scaling: float = 1.0,
+    lora_dropout: float = 0.0,
+    lora_key: UInt32[AnyArray, 2] | None = None,
+    lora_wgrad_accum: Sequence[Any] | None = None,
 ) -> Float[Array, "M K"]:
     """y[r] = (p[r] act(x[r] wi[g] + wi_bias[g])) wo[g] + p[r] wo_bias[g], g being the group of row r, p = probs or 1.
 
@@ -69,6 +74,11 @@ def grouped_mlp(
         wgrad_dtype: dtype of the weight gradients; default that of the weights.
         out: [M, K], the buffer of the result, as in `ragged_dot`.
         implementation: names of the kernels allowed, each for its own call; "composed" for the unfused ones.
+        lora: adapters of both weights, ((A, B) of wi, (A, B) of wo), either pair or None; the weights are then frozen
+            (docs/lora.md). A [G, K, r] and B [G, r, W] of wi, A [G, F, r] and B [G, r, K] of wo, as in `ragged_dot`;
+            with `rhs_transposed` the last two axes are swapped.
+        lora_scaling, lora_dropout, lora_key: as in `ragged_dot`, for both; the masks of the second differ.
+        lora_wgrad_accum: accumulators in the structure of `lora`, each as in `ragged_dot` or None.
 
     Returns:
         y [M, K], in the dtype of x.
@@ -78,20 +88,20 @@ def grouped_mlp(
         ValueError: shapes that do not fit, options that contradict each other.
         NotImplementedError: no kernel supports the operands (`why_unsupported` tells beforehand); `jax.vmap`.
     """
-    op, o = prepare(as_operand, as_array, **locals())  # the arguments, by name
-    return run_mlp(op, o)
+    return run_prepared(as_operand, as_array, locals())  # the arguments, by name
 
 
 def plan_grouped_mlp(**arguments: Any) -> list[Call]:
     """Every native call of `grouped_mlp` and of all its gradients; arrays may be `jax.ShapeDtypeStruct`."""
-    return planned_calls(*prepare(as_operand_spec, as_operand_spec, **arguments))
+    return planned_calls(as_operand_spec, as_operand_spec, arguments)
 
 
 _SIGNATURE = signature(grouped_mlp)
 
 
 def grouped_mlp_fwd(*args: Any, **kwargs: Any) -> tuple[Array, MlpResiduals]:
-    """y [M, K] of `grouped_mlp`, and what its gradients read. Takes the arguments of `grouped_mlp` but `wgrad_accum`.
+    """y [M, K] of `grouped_mlp`, and what its gradients read. Takes the arguments of `grouped_mlp` but `wgrad_accum` and
+    adapters.
 
     Not differentiable itself: `grouped_mlp_bwd_dx` and `grouped_mlp_bwd_dw` are its gradients. Raises what
     `grouped_mlp` raises.
@@ -102,5 +112,11 @@ def grouped_mlp_fwd(*args: Any, **kwargs: Any) -> tuple[Array, MlpResiduals]:
         raise ValueError(
             f"`{NAMES.accum}` of grouped_mlp_fwd: given, expected None; hand the accumulators to grouped_mlp_bwd_dw."
         )
-    op, o = prepare(as_operand, as_array, **bound.arguments, join=False)
+    if bound.arguments["lora"] is not None:
+        raise ValueError(
+            "`lora` of grouped_mlp_fwd: given, expected None; differentiate grouped_mlp, whose gradients of A and B are "
+            "small."
+        )
+    own = {name: each for name, each in bound.arguments.items() if not name.startswith("lora")}
+    op, o = prepare(as_operand, as_array, **own, join=False)
     return save(op, MlpNeeds(), op.parts(), on_device(o))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from grouped_core.activations import Activation
 from grouped_core.calls import Call
@@ -18,9 +18,8 @@ from grouped_core.formats import QTensor
 from grouped_core.mlp_spec import Residuals
 from grouped_core.recipes import BoundRecipe, Recipe
 from jax_grouped._arguments import AnyArray, as_array, as_operand, as_operand_spec
-from jax_grouped._mlp_arguments import prepare
 from jax_grouped._mlp_gradients import Accumulators
-from jax_grouped._mlp_operation import planned_calls, run_mlp
+from jax_grouped._mlp_operation import planned_calls, run_prepared
 from jax_grouped.quantize import StraightThrough
 
 
@@ -41,6 +40,11 @@ def routed_mlp(
     wgrad_dtype: DTypeLike | None = None,
     out: Float[Array, "T H"] | None = None,
     implementation: str | Sequence[str] | None = None,
+    lora: Sequence[Any] | None = None,
+    lora_scaling: float = 1.0,
+    lora_dropout: float = 0.0,
+    lora_key: UInt32[AnyArray, 2] | None = None,
+    lora_wgrad_accum: Sequence[Any] | None = None,
 ) -> Float[Array, "T H"]:
     """y[t] = sum over the slots j of token t of p (act(x[t] wi[g] + wi_bias[g])) wo[g] + p wo_bias[g], where
     g = experts[t, j] and p = weights[t, j].
@@ -56,6 +60,7 @@ def routed_mlp(
             `grouped_mlp`, with K = H.
         residuals: as in `grouped_mlp`; x is kept as tokens, named "grouped_x".
         out: [T, H], the buffer of the result; donate it, or XLA copies it first. It has no gradient.
+        lora, lora_scaling, lora_dropout, lora_key, lora_wgrad_accum: as in `grouped_mlp`.
 
     Returns:
         y [T, H], in the dtype of x: for each token the sum in the order of its slots, in fp32, rounded once.
@@ -65,10 +70,9 @@ def routed_mlp(
         ValueError: shapes that do not fit, options that contradict each other.
         NotImplementedError: no kernel supports the operands (`why_unsupported` tells beforehand); `jax.vmap`.
     """
-    op, o = prepare(as_operand, as_array, **locals())  # the arguments, by name
-    return run_mlp(op, o)
+    return run_prepared(as_operand, as_array, locals())  # the arguments, by name
 
 
 def plan_routed_mlp(**arguments: Any) -> list[Call]:
     """Every native call of `routed_mlp` and of all its gradients; arrays may be `jax.ShapeDtypeStruct`."""
-    return planned_calls(*prepare(as_operand_spec, as_operand_spec, **arguments))
+    return planned_calls(as_operand_spec, as_operand_spec, arguments)

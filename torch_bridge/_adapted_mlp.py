@@ -337,10 +337,6 @@ def _weights_of(given: Arguments, facts: _Facts, scaling: Scaling) -> list[Any]:
     ]
 
 
-def _kept_factors(given: Arguments, keep: Kept) -> list[Any]:
-    return [each if wanted else None for each, wanted in zip(given.weights, keep.factors, strict=True)]
-
-
 def _forward(
     given: Arguments, facts: _Facts, scaling: Scaling, m: Any, out: Tensor | None
 ) -> tuple[Tensor, tuple[Any, ...]]:
@@ -353,7 +349,7 @@ def _forward(
         return y, ()
     probs = probs if keep.base.probs else None
     biases = _kept_biases(given, keep)
-    return y, (x, h, z, sizes, probs, wi, wo, *biases, u_wi, u_wo, *_kept_factors(given, keep), given.key, scaling.key)
+    return y, (x, h, z, sizes, probs, wi, wo, *biases, u_wi, u_wo, *lora_mlp.kept_operands(keep, Factors(*given.weights)), given.key, scaling.key)
 
 
 def _kept_biases(given: Arguments, keep: Kept) -> tuple[Any, Any]:
@@ -377,7 +373,7 @@ def _forward_of_tokens(
         return y, ()
     x, probs = x if keep.base.x else None, probs if keep.base.probs else None
     order = (sizes, source, inverse, probs)
-    factors = (*_kept_factors(given, keep), given.key, scaling.key)
+    factors = (*lora_mlp.kept_operands(keep, Factors(*given.weights)), given.key, scaling.key)
     return y, (x, h, z, *order, wi, wo, *_kept_biases(given, keep), u_wi, u_wo, *factors)
 
 
