@@ -89,6 +89,40 @@ def option(name: str, scaling: Any, dropout: Any, key: Any, stream: int = 0) -> 
     return Adapter(name, float(scaling), float(dropout), stream)
 
 
+class LayerOptions(NamedTuple):
+    """The adapter of each product of a layer; rank 0: it has none.
+
+    Attributes:
+        scaling: alpha / rank. dropout: in training.
+    """
+
+    rank: int = 0
+    scaling: float = 1.0
+    dropout: float = 0.0
+
+
+def layer_options(layer: str, rank: Any, alpha: Any, dropout: Any) -> LayerOptions:
+    """`lora_rank`, `lora_alpha` and `lora_dropout` of a layer. An alpha of None is the rank.
+
+    Raises:
+        TypeError: the rank is not an integer. ValueError: an option is out of range, or given without a rank.
+    """
+    if rank is None:
+        if alpha is not None or dropout != 0:
+            raise ValueError(
+                f"`lora_alpha`, `lora_dropout` of {layer}: {alpha} and {dropout} without `lora_rank`, expected None and "
+                "0.0; pass a rank, or leave them out."
+            )
+        return LayerOptions()
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise TypeError(f"`lora_rank` of {layer}: {rank!r}, expected an integer or None; pass a rank such as 16.")
+    if not 1 <= rank <= MAX_RANK:
+        raise ValueError(f"`lora_rank` of {layer}: {rank}, expected 1 to {MAX_RANK}; choose one of these.")
+    scaling = 1.0 if alpha is None else alpha / rank
+    option(LORA, scaling, dropout, object() if dropout else None)
+    return LayerOptions(rank, float(scaling), float(dropout))
+
+
 def pair_option(given: Any, name: str = LORA) -> tuple[Any, Any]:
     """`lora=` of a public function, or a part of it, as (A, B).
 

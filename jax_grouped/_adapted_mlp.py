@@ -300,7 +300,15 @@ def _backward(static: Adapted, saved: _Saved, dy: Any) -> tuple[Any, ...]:
     rows = [came_back(residuals, *each) for each in zip(ROW_NAMES, (x, h, z), strict=True)]
     of_saved = (saved.u_wi, saved.u_wo, saved.factors, saved.key)
     dx, dp, db1, db2, amax, grads = _backward_rules(
-        RUN, static, saved.specs, saved.needs, (*rows, *others), of_saved, dy, both_extras(saved.bound), saved.probs_dtype
+        RUN,
+        static,
+        saved.specs,
+        saved.needs,
+        (*rows, *others),
+        of_saved,
+        dy,
+        both_extras(saved.bound),
+        saved.probs_dtype,
     )
     order = others[2]
     into = Factors(*[None if each is None else accumulate.read(each) for each in saved.accums])

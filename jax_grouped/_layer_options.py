@@ -40,7 +40,10 @@ ROUTER = (
 )
 """Options of `route.topk_router` that a MoE layer holds."""
 
-_COMMON = ("use_bias", "dtype", "param_dtype", "kernel_init", "bias_init", "recipe")
+LORA = ("lora_rank", "lora_alpha", "lora_dropout")
+"""Options of the adapters of a layer."""
+
+_COMMON = ("use_bias", "dtype", "param_dtype", "kernel_init", "bias_init", "recipe", *LORA)
 _EXPERTS = ("activation", *_COMMON, "residuals", "wi_metadata", "wo_metadata", "bias_metadata")
 
 CONSTRUCTORS: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -38,6 +38,8 @@ class SharedExpert(NamedTuple):
     wo: Float[Array, "1 F H"]
     gate: Float[Array, "H 1"] | None = None
     recipe: Recipe | BoundRecipe | None = None
+    lora: Any = None
+    """Adapters of wi and wo, as in `grouped_mlp`, with the scale and dropout of those of the other experts."""
 
 
 def moe(
@@ -58,6 +60,11 @@ def moe(
     wgrad_dtype: DTypeLike | None = None,
     implementation: str | Sequence[str] | None = None,
     mlp: Callable[..., Array] = routed_mlp,
+    lora: Sequence[Any] | None = None,
+    lora_scaling: float = 1.0,
+    lora_dropout: float = 0.0,
+    lora_key: Array | None = None,
+    lora_wgrad_accum: Sequence[Any] | None = None,
     **routing: Any,
 ) -> tuple[Float[Array, "T H"], MoEAux]:
     """A mixture-of-experts layer: each token goes to k experts; their results are summed with the router's weights.
@@ -68,6 +75,7 @@ def moe(
             implementation: of the experts, as in `grouped_mlp`.
         shared: an expert for every token, whose result is added to theirs, for tokens without an expert too.
         mlp: the function of the experts, with the arguments of `routed_mlp`; for comparisons.
+        lora, lora_scaling, lora_dropout, lora_key, lora_wgrad_accum: adapters of the experts, as in `grouped_mlp`.
         routing: options of `route.topk_router`.
 
     Returns:
@@ -79,6 +87,8 @@ def moe(
     check_rank("moe", "x", "x", x.shape, of="moe")
     check_rank("moe", "router", "router", router.shape, of="moe")
     weights, experts, aux = route.topk_router(router_logits(x, router), k, **routing)
+    of_lora: dict[str, Any] = {} if lora is None else {"lora": lora, "lora_wgrad_accum": lora_wgrad_accum}
+    options = {"lora_scaling": lora_scaling, "lora_dropout": lora_dropout, "lora_key": lora_key}
     y = mlp(
         x,
         experts,
@@ -94,6 +104,7 @@ def moe(
         wgrad_accum=wgrad_accum,
         wgrad_dtype=wgrad_dtype,
         implementation=implementation,
+        **(of_lora and of_lora | options),
     )
     if shared is None:
         return y, aux
@@ -111,4 +122,5 @@ def moe(
         recipe=shared.recipe,
         residuals=residuals,
         implementation=implementation,
+        **({} if shared.lora is None else {"lora": shared.lora} | options),
     ), aux

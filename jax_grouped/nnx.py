@@ -15,11 +15,13 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jaxtyping import Array, Bool, Float, Int
 
+from grouped_core import lora
 from grouped_core.activations import Activation, resolve
+from grouped_core.lora import LayerOptions
 from grouped_core.mlp_spec import Residuals, residuals_option
 from grouped_core.ranks import check_rank
 from grouped_core.recipes import Recipe
-from jax_grouped import _layer_options, route
+from jax_grouped import _layer_lora, _layer_options, route
 from jax_grouped._layer_options import (
     NO_METADATA,
     Initializer,
@@ -47,7 +49,64 @@ def _cast(dtype: Any, *arrays: Array | None) -> tuple[Any, ...]:
     return promote_dtype(arrays, dtype=dtype)
 
 
-class GroupedLinear(RecipeLayer):
+class _LoraLayer(RecipeLayer):
+    """A layer that may have adapters.
+
+    Attributes:
+        lora: their options. deterministic: without dropout, as after `layer.eval()`.
+        dropout: the layer's own stream of keys, where elements are dropped, else None.
+    """
+
+    lora: LayerOptions
+    deterministic: bool
+
+    def _hold_lora(
+        self, names: tuple[str, ...], weights: Any, given: tuple[Any, ...], dtype: Any, rngs: nnx.Rngs
+    ) -> None:
+        """Makes `{name}_a` and `{name}_b` for each weight, after all other parameters."""
+        self.lora = nnx.static(lora.layer_options(type(self).__name__, *given))
+        self.deterministic = getattr(self, "deterministic", False)
+        self.dropout: nnx.RngStream | None = nnx.data(None)
+        if not self.lora.rank:
+            return
+        for name, shape in zip(names, weights, strict=True):
+            a, b = _layer_lora.initial(rngs.params(), shape, self.lora.rank, dtype)
+            setattr(self, f"{name}_a", nnx.LoRAParam(a))
+            setattr(self, f"{name}_b", nnx.LoRAParam(b))
+        if self.lora.dropout:
+            self.dropout = stream_of(rngs, "dropout", type(self).__name__, "the dropout of its adapters")
+
+    def _factors(self, names: tuple[str, ...]) -> list[Array]:
+        """A and B of each name; [] without adapters."""
+        return [getattr(self, f"{name}_{part}")[...] for name in names for part in "ab" if self.lora.rank]
+
+    def _frozen(self, *arrays: Array | None) -> tuple[Any, ...]:
+        return _layer_lora.frozen(self.lora, *arrays)
+
+    def _lora_arguments(self, factors: tuple[Any, ...], rngs: Keys, index: int = 0) -> dict[str, Any]:
+        """The keywords of the operation; `factors`: A, B, or those of both weights."""
+        options = self.lora._replace(dropout=0.0) if self.deterministic else self.lora
+        adapter = factors if len(factors) < 4 else (factors[:2], factors[2:])
+
+        def key() -> Array:
+            return key_words(type(self).__name__, self.dropout, "dropout", rngs, index=3 + index)
+
+        return _layer_lora.arguments(options, adapter, key)
+
+    def _merge(self, weights: dict[str, nnx.Param[Any]]) -> None:
+        if not self.lora.rank:
+            raise ValueError(
+                f"`merge` of {type(self).__name__}: no adapter, expected one; make the layer with `lora_rank`."
+            )
+        for name, weight in weights.items():
+            a, b = self._factors((name,))
+            weight[...] = _layer_lora.merged(weight[...], a, b, self.lora.scaling)
+            delattr(self, f"{name}_a")
+            delattr(self, f"{name}_b")
+        self.lora = nnx.static(LayerOptions())
+
+
+class GroupedLinear(_LoraLayer):
     """y[r] = x[r] kernel[g] + bias[g], g being the group of row r.
 
     Args:
@@ -57,6 +116,10 @@ class GroupedLinear(RecipeLayer):
         param_dtype: of the parameters.
         kernel_init, bias_init: initialisers; the default of the kernel does not count G in its fan-in.
         recipe: formats of the products, any `Recipe`; None uses the operands without quantising them.
+        lora_rank: r; the layer then has an adapter (docs/lora.md), `lora_a` [G, K, r] and `lora_b` [G, r, N], both
+            `nnx.LoRAParam`; kernel and bias have no gradient. None: no adapter.
+        lora_alpha: the adapter is scaled by lora_alpha / r; None: r. lora_dropout: the probability with which elements
+            of x are dropped on their way to `lora_a`, with keys of the stream `dropout`; not after `layer.eval()`.
         rngs: key.
         kernel_metadata, bias_metadata: for the `nnx.Param`s, such as sharding names ("expert", "embed", "mlp").
     """
@@ -75,6 +138,9 @@ class GroupedLinear(RecipeLayer):
         kernel_init: Initializer = default_kernel_init,
         bias_init: Initializer = default_bias_init,
         recipe: Recipe | None = None,
+        lora_rank: int | None = None,
+        lora_alpha: float | None = None,
+        lora_dropout: float = 0.0,
         rngs: nnx.Rngs,
         kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
@@ -89,6 +155,7 @@ class GroupedLinear(RecipeLayer):
             self.bias = nnx.Param(bias_init(rngs.params(), (num_groups, out_features), param_dtype), **bias_metadata)
         self.dtype = dtype
         self._hold_recipe(recipe, num_groups, 1, rngs)
+        self._hold_lora(("lora",), (shape,), (lora_rank, lora_alpha, lora_dropout), param_dtype, rngs)
 
     def __call__(self, x: Float[Array, "M K"], group_sizes: Any, *, rngs: Keys = None) -> Float[Array, "M N"]:
         """Applies the group's kernel to each row.
@@ -98,11 +165,21 @@ class GroupedLinear(RecipeLayer):
             rngs: of stochastic rounding, in place of the layer's own: `nnx.Rngs`, a stream, or a key.
         """
         check_rank("linear", "x", "x", x.shape)
-        x, kernel, bias = _cast(self.dtype, x, self.kernel[...], _value(self.bias))
-        return ragged_dot(x, kernel, group_sizes, bias=bias, recipe=self._bound_recipe(rngs))
+        x, kernel, bias, *factors = _cast(
+            self.dtype, x, *self._frozen(self.kernel[...], _value(self.bias)), *self._factors(("lora",))
+        )
+        how = self._lora_arguments(tuple(factors), rngs)
+        return ragged_dot(x, kernel, group_sizes, bias=bias, recipe=self._bound_recipe(rngs), **how)
+
+    def merge(self) -> None:
+        """Adds the adapter to the kernel, rounded once to its dtype, and removes it. Raises ValueError without one."""
+        self._merge({"lora": self.kernel})
 
 
-class _Experts(RecipeLayer):
+_ADAPTERS = ("wi_lora", "wo_lora")
+
+
+class _Experts(_LoraLayer):
     """The parameters of `GroupedMLP`, which `MoE` has too."""
 
     def __init__(
@@ -119,6 +196,9 @@ class _Experts(RecipeLayer):
         bias_init: Initializer = default_bias_init,
         recipe: Recipe | None = None,
         residuals: str | Residuals = "save_fc1",
+        lora_rank: int | None = None,
+        lora_alpha: float | None = None,
+        lora_dropout: float = 0.0,
         rngs: nnx.Rngs,
         wi_metadata: Metadata = NO_METADATA,
         wo_metadata: Metadata = NO_METADATA,
@@ -137,11 +217,21 @@ class _Experts(RecipeLayer):
         self.dtype = dtype
         self.residuals = residuals_option(residuals, can_offload=True)
         self._hold_recipe(recipe, num_groups, 2, rngs)
+        shapes = (self.wi[...].shape, self.wo[...].shape)
+        self._hold_lora(_ADAPTERS, shapes, (lora_rank, lora_alpha, lora_dropout), param_dtype, rngs)
 
     def _weights(self, x: Array) -> tuple[Any, ...]:
-        """x, wi, wo, wi_bias, wo_bias in the dtype of the computation."""
-        biases = (_value(self.wi_bias), _value(self.wo_bias))
-        return _cast(self.dtype, x, self.wi[...], self.wo[...], *biases)
+        """x, wi, wo, wi_bias, wo_bias, and A and B of both adapters, in the dtype of the computation."""
+        frozen = self._frozen(self.wi[...], self.wo[...], _value(self.wi_bias), _value(self.wo_bias))
+        return _cast(self.dtype, x, *frozen, *self._factors(_ADAPTERS))
+
+    def merge(self) -> None:
+        """Adds the adapters to the weights, rounded once to their dtype, and removes them.
+
+        Raises:
+            ValueError: the layer has none.
+        """
+        self._merge(dict(zip(_ADAPTERS, (self.wi, self.wo), strict=True)))
 
 
 class GroupedMLP(_Experts):
@@ -156,6 +246,8 @@ class GroupedMLP(_Experts):
         kernel_init, bias_init: initialisers; the default of the kernels does not count G in their fan-in.
         recipe: formats of the products, any `Recipe`; None uses the operands without quantising them.
         residuals: what is saved for backward, as in `jax_grouped.grouped_mlp`.
+        lora_rank, lora_alpha, lora_dropout: as in `GroupedLinear`, for both weights: `wi_lora_a`, `wi_lora_b`,
+            `wo_lora_a`, `wo_lora_b`.
         rngs: key.
         wi_metadata, wo_metadata, bias_metadata: for the `nnx.Param`s, such as sharding names.
     """
@@ -171,7 +263,7 @@ class GroupedMLP(_Experts):
             x: [M, H]. group_sizes: integers [G]. probs: [M]; None: 1.
             rngs: of stochastic rounding, in place of the layer's own: `nnx.Rngs`, a stream, or a key.
         """
-        x, wi, wo, wi_bias, wo_bias = self._weights(x)
+        x, wi, wo, wi_bias, wo_bias, *factors = self._weights(x)
         return grouped_mlp(
             x,
             wi,
@@ -183,6 +275,7 @@ class GroupedMLP(_Experts):
             wo_bias=wo_bias,
             recipe=self._bound_recipe(rngs),
             residuals=self.residuals,
+            **self._lora_arguments(tuple(factors), rngs),
         )
 
 
@@ -204,8 +297,9 @@ class Shared(_Experts):
 
     def expert(self, x: Array, rngs: Keys) -> SharedExpert:
         """Its weights in the dtype of the computation, for `jax_grouped.moe`."""
-        _, wi, wo, _, _ = self._weights(x)
-        return SharedExpert(wi, wo, _value(self.gate), self._bound_recipe(rngs, index=2))
+        _, wi, wo, _, _, *factors = self._weights(x)
+        adapters = (factors[:2], factors[2:]) if factors else None
+        return SharedExpert(wi, wo, _value(self.gate), self._bound_recipe(rngs, index=2), adapters)
 
 
 class SelectionBias(nnx.Variable[Any]):
@@ -304,7 +398,7 @@ class MoE(_Experts):
             sequence_sizes: [S], as in `jax_grouped.route.topk_router`, of the tokens in the order of memory.
             rngs: of stochastic rounding and of jitter, in place of the layer's own: `nnx.Rngs`, a stream, or a key.
         """
-        rows, wi, wo, wi_bias, wo_bias = self._weights(_layer_options.as_tokens(x))
+        rows, wi, wo, wi_bias, wo_bias, *factors = self._weights(_layer_options.as_tokens(x))
         routing = _layer_options.router_options(self) | _layer_options.of_tokens(x, mask, experts)
         if routing["jitter"]:
             routing["key"] = key_words("MoE", self.noise, "jitter", rngs, index=1)
@@ -323,9 +417,16 @@ class MoE(_Experts):
             mlp=self.mlp,
             bias=_value(self.selection_bias),
             sequence_sizes=sequence_sizes,
+            **self._lora_arguments(tuple(factors), rngs),
             **routing,
         )
         return y.reshape(x.shape), aux
+
+    def merge(self) -> None:
+        """As in `GroupedMLP`, for the shared expert too."""
+        super().merge()
+        if self.shared is not None:
+            self.shared.merge()
 
     def update_bias(self, load: Int[Array, " E"], rate: float, *, axis_name: route.AxisName = None) -> None:
         """Moves `selection_bias` by `rate` towards equal loads. Call it once per step, outside of the loss.

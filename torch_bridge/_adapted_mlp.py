@@ -349,7 +349,21 @@ def _forward(
         return y, ()
     probs = probs if keep.base.probs else None
     biases = _kept_biases(given, keep)
-    return y, (x, h, z, sizes, probs, wi, wo, *biases, u_wi, u_wo, *lora_mlp.kept_operands(keep, Factors(*given.weights)), given.key, scaling.key)
+    return y, (
+        x,
+        h,
+        z,
+        sizes,
+        probs,
+        wi,
+        wo,
+        *biases,
+        u_wi,
+        u_wo,
+        *lora_mlp.kept_operands(keep, Factors(*given.weights)),
+        given.key,
+        scaling.key,
+    )
 
 
 def _kept_biases(given: Arguments, keep: Kept) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from grouped_core import gradients, lora, quantizing
@@ -20,7 +21,7 @@ from torch_bridge._autograd import Deliver, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS
 from torch_bridge._gradients import WeightGradient, with_forms
 from torch_bridge._lora_args import LORA_NAMES, Adapted, AdaptedSpecs, adapted_arguments
-from torch_bridge._operators import call_prepared, define
+from torch_bridge._operators import call, call_prepared, define
 from torch_bridge._record import Prepared, prepare
 from torch_bridge._scaling import BACKWARD, FORWARD, Scaling
 
@@ -117,6 +118,41 @@ _MAIN_GRADS = define(
     written=("grad_input",),
     most_results=7,
 )
+
+
+class Merging(NamedTuple):
+    """Static facts of merging."""
+
+    adapter: Adapter
+
+
+class MergeOperands(NamedTuple):
+    """Operands of merging: the weight and B as rows, A, and N for each group."""
+
+    weight: Any
+    b: Any
+    a: Any
+    sizes: Any
+
+
+def _merge_rule(run: Any, static: Merging, o: MergeOperands) -> tuple[Any, ...]:
+    return (lora.merged(run, static.adapter, *o),)
+
+
+_MERGE = define("lora_merge", _merge_rule, MergeOperands, Merging, rows=("weight", "b"))
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """weight + scaling B A, [G, N, K], rounded once to the dtype of weight.
+
+    Args:
+        weight: [G, N, K]. a: [G, r, K]. b: [G, N, r]; all of one dtype.
+    """
+    groups, columns, depth = weight.shape
+    sizes = torch.full((groups,), columns, dtype=torch.int32, device=weight.device)
+    rows = (weight.reshape(-1, depth), b.reshape(-1, b.shape[-1]), a.contiguous(), sizes)
+    (made,) = call(_MERGE, Merging(Adapter(scaling=scaling)), MergeOperands(*rows), groups * columns)
+    return made.view(weight.shape)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -461,7 +461,14 @@ def _check_mlp(
     for name, bias in (("wi_bias", wi_bias), ("wo_bias", wo_bias)):
         if bias is not None:
             check_members(("mlp", name), getattr(names, name), bias, first)
-    specs = MlpSpecs(packed_spec(rows, 0), wi_spec, packed_spec(wo, 3), packed_spec(probs, 0), packed_spec(wi_bias, 2), packed_spec(wo_bias, 2))
+    specs = MlpSpecs(
+        packed_spec(rows, 0),
+        wi_spec,
+        packed_spec(wo, 3),
+        packed_spec(probs, 0),
+        packed_spec(wi_bias, 2),
+        packed_spec(wo_bias, 2),
+    )
     if routed:  # the MLP is that of the rows of slots, in as many groups as there are weights
         count = specs.x.shape[0] * int(sizes.shape[1])
         specs = specs._replace(x=specs.x._replace(shape=(count, *specs.x.shape[1:])))

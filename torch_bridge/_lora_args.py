@@ -92,9 +92,7 @@ def adapted_arguments(
 
 
 @lru_cache(maxsize=1024)
-def _adapted(
-    op: Linear, specs: Any, adapter: Adapter, factors: Any, key: ArraySpec | None, lists: Lists
-) -> Checked:
+def _adapted(op: Linear, specs: Any, adapter: Adapter, factors: Any, key: ArraySpec | None, lists: Lists) -> Checked:
     """The checked adapter of a checked operation; a function of facts, so that what follows is found once."""
     lora.check(op, adapter, specs[0], specs[1], *factors, key)
     return Checked(Adapted(op, adapter), AdaptedSpecs(specs, factors), lists)

@@ -285,7 +285,18 @@ class Delayed:
         return Delayed, ()
 
     def __len__(self) -> int:
-        return len(self._entries)
+        """The number of backward passes that are pending: one may queue an entry for each of several weights."""
+        return len(self._passes())
+
+    def _passes(self) -> list[list[Entry]]:
+        """The entries by backward pass: a pass ends in front of an entry for a weight that it has already."""
+        found: list[list[Entry]] = []
+        for entry in self._entries:
+            if found and all(entry.weights[0] is not other.weights[0] for other in found[-1]):
+                found[-1].append(entry)
+            else:
+                found.append([entry])
+        return found
 
     def __bool__(self) -> bool:
         return True
@@ -295,12 +306,20 @@ class Delayed:
         self._entries.append(entry)
 
     def run_oldest(self, weights: Sequence[Any]) -> bool:
-        """Runs and removes the oldest entry; False if there is none. `weights`: those of the layer now."""
+        """Runs and removes the entries of the oldest pass; False if there is none.
+
+        Args:
+            weights: those of the layer now; if it trains several weights apart, one of each.
+        """
         if not self._entries:
             return False
-        with torch.no_grad():
-            self._entries[0].run(weights)  # an entry that raises stays queued
-        self._entries.popleft()
+        for at, entry in enumerate(self._passes()[0]):
+            own = weights
+            if len(entry.weights) < len(weights):  # one of several, perhaps not the first, as others may be frozen
+                own = [each for each in weights if each is entry.weights[0]] or weights[at : at + 1]
+            with torch.no_grad():
+                entry.run(own)  # an entry that raises stays queued
+            self._entries.popleft()
         return True
 
     def fire(self) -> None:
@@ -314,8 +333,8 @@ class HasDelayed(Protocol):
 
     delayed: Delayed
 
-    def weight_parameters(self) -> Sequence[Any]:
-        """Its weights, in the order of their groups."""
+    def trained_parameters(self) -> Sequence[Any]:
+        """Its weights, in the order of their groups, or the factors of its adapter."""
         ...
 
 
@@ -324,7 +343,7 @@ def backward_dw(layers: Sequence[HasDelayed], *, every: bool) -> None:
 
     No hook runs while a CUDA graph is captured; the caller then calls `fire_wgrad_hooks` after each replay.
     """
-    while ran := [layer for layer in layers if layer.delayed.run_oldest(layer.weight_parameters())]:
+    while ran := [layer for layer in layers if layer.delayed.run_oldest(layer.trained_parameters())]:
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             for layer in ran:
                 layer.delayed.fire()

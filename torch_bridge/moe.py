@@ -37,6 +37,11 @@ def moe(
     wgrad_accum: Accumulators | None = None,
     out: Tensor | None = None,
     implementation: str | Sequence[str] | None = None,
+    lora: Sequence[Any] | None = None,
+    lora_scaling: float = 1.0,
+    lora_dropout: float = 0.0,
+    lora_key: Tensor | None = None,
+    lora_wgrad_accum: str | Sequence[Any] | None = None,
     **routing: Any,
 ) -> tuple[Tensor, MoEAux]:
     """(y, aux): each token goes to k experts, whose results are summed with the weights of the router.
@@ -46,7 +51,7 @@ def moe(
 
     Args:
         x: [T, H] fp32, bf16 or fp16. router: [E, H].
-        wi, wo and the keywords up to `implementation`: as in `routed_mlp`.
+        wi, wo and the keywords up to `lora_wgrad_accum`: as in `routed_mlp`.
         k: experts per token. routing: the keywords of `route.topk_router`; coefficients of losses are among them.
 
     Returns:
@@ -66,5 +71,10 @@ def moe(
         wgrad_accum=wgrad_accum,
         out=out,
         implementation=implementation,
+        lora=lora,
+        lora_scaling=lora_scaling,
+        lora_dropout=lora_dropout,
+        lora_key=lora_key,
+        lora_wgrad_accum=lora_wgrad_accum,
     )
     return y, aux

@@ -279,8 +279,10 @@ def mapped(q: QTensor[Tensor], function: Any) -> QTensor[Tensor]:
     return dataclasses.replace(q, **made, other=None if q.other is None else mapped(q.other, function))
 
 
-def empty(shape: tuple[int, int, int], formats: tuple[Format, Format], dtype: str, device: Any) -> QTensor[Tensor]:
-    """A weight [G, A, B] of zeros, with a form that contracts B and one that contracts A."""
+def empty(
+    shape: tuple[int, int, int], formats: tuple[Format, Format | None], dtype: str, device: Any
+) -> QTensor[Tensor]:
+    """A weight [G, A, B] of zeros, with a form that contracts B and perhaps one that contracts A."""
 
     def zeros(spec: ArraySpec | None) -> Any:
         return None if spec is None else torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
@@ -289,4 +291,4 @@ def empty(shape: tuple[int, int, int], formats: tuple[Format, Format], dtype: st
         spec = spec_in_format(fmt, shape, axis, dtype)
         return QTensor(zeros(spec.values), zeros(spec.scales), zeros(spec.group_scales), fmt, axis, shape, dtype, other)
 
-    return form(2, formats[0], form(1, formats[1], None))
+    return form(2, formats[0], None if formats[1] is None else form(1, formats[1], None))

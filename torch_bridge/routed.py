@@ -85,7 +85,9 @@ def routed_mlp(
         arguments = (x, experts, weights, wi, wo, rhs_transposed, activation, *biases, recipe, residuals)
         accums = lora_mlp.accumulators_option(lora_wgrad_accum)
         arguments = (*arguments, *factors, *options)
-        return run(_adapted_mlp.ROUTED_NAME, arguments, accums, implementation, out, grad_input, tuple(owners), (None, None))
+        return run(
+            _adapted_mlp.ROUTED_NAME, arguments, accums, implementation, out, grad_input, tuple(owners), (None, None)
+        )
     adapters.check_absent(lora_scaling, lora_dropout, lora_key, lora_wgrad_accum)
     x, (wi, wo), (wi_bias, wo_bias), owners = _autocast.operands(x, (wi, wo), (wi_bias, wo_bias))
     arguments = (x, experts, weights, wi, wo, rhs_transposed, activation, wi_bias, wo_bias, recipe, residuals)

@@ -118,9 +118,9 @@ void launch(const Call& call, const Context& context) {
 GroupedMatmul product_inside(const GroupedMatmulAct& call) { return parts(call, nullptr).products.front(); }
 GroupedMatmul product_inside(const GroupedMatmulDact& call) { return parts(call, nullptr).products.front(); }
 
-#define GROUPED_COMPOSED(Call, name) \
-  const Kernel<Call> name = {#name,        refuses<Call>, workspace<Call, false>, \
-                             launch<Call>, 1,             workspace<Call, true>,  true};
+#define GROUPED_COMPOSED(Call, name)                                                                               \
+  const Kernel<Call> name = {#name, refuses<Call>, workspace<Call, false>, launch<Call>, 1, workspace<Call, true>, \
+                             true};
 GROUPED_COMPOSED(GroupedMatmulAct, grouped_matmul_act_composed_cpu)
 GROUPED_COMPOSED(GroupedMatmulDact, grouped_matmul_dact_composed_cpu)
 #if GROUPED_WITH_CUDA

@@ -1,6 +1,6 @@
 // The last rows of the fused calls: they compose plain calls, take whatever these take, and are what the fused kernels
-// are measured against. And those of contractions over two arrays, which join them first (join.cc), and of products with
-// a low-rank one beside them (low_rank.cc).
+// are measured against. And those of contractions over two arrays, which join them first (join.cc), and of products
+// with a low-rank one beside them (low_rank.cc).
 #pragma once
 
 #include "cc/api/calls.h"

@@ -66,17 +66,15 @@ const TensorView* find_unaligned(const GroupedMatmul& call, int alignment) {
                          alignment);
 }
 const TensorView* find_unaligned(const GroupedMatmulAct& call, int alignment) {
-  const TensorView* found =
-      first_unaligned({&call.lhs, &call.rhs, &call.rhs_up, &call.result, &call.hidden, &call.low.low_lhs,
-                       &call.low.low_rhs},
-                      alignment);
+  const TensorView* found = first_unaligned(
+      {&call.lhs, &call.rhs, &call.rhs_up, &call.result, &call.hidden, &call.low.low_lhs, &call.low.low_rhs},
+      alignment);
   return found != nullptr ? found : first_unaligned_of(call.stored, alignment);
 }
 const TensorView* find_unaligned(const GroupedMatmulDact& call, int alignment) {
-  const TensorView* found =
-      first_unaligned({&call.lhs, &call.rhs, &call.hidden, &call.result, &call.activated, &call.low.low_lhs,
-                       &call.low.low_rhs},
-                      alignment);
+  const TensorView* found = first_unaligned(
+      {&call.lhs, &call.rhs, &call.hidden, &call.result, &call.activated, &call.low.low_lhs, &call.low.low_rhs},
+      alignment);
   if (found == nullptr) found = first_unaligned_of(call.stored, alignment);
   return found != nullptr ? found : first_unaligned_of(call.stored_activated, alignment);
 }
@@ -97,7 +95,8 @@ bool has_low_rank(const Call& call) {
 
 template <class Call>
 bool ask(const Kernel<Call>& kernel, const Call& call, const Target& target, Choice<Call>* choice) {
-  std::string reason = has_low_rank(call) && !kernel.low_rank ? "takes no low-rank product" : kernel.refuses(call, target);
+  std::string reason =
+      has_low_rank(call) && !kernel.low_rank ? "takes no low-rank product" : kernel.refuses(call, target);
   if (reason.empty() && !tables_suit(call, kernel.alignment)) {
     reason = "needs addresses of listed weights that are multiples of " + std::to_string(kernel.alignment) + " bytes";
   }

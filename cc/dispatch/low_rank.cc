@@ -1,5 +1,5 @@
-// A product with a low-rank one beside it, where no kernel adds both in its sums: each gives fp32 rows, with bias and row
-// scale, and one pass adds and rounds them. Workspace: the rows of both, then what the three need, who share it.
+// A product with a low-rank one beside it, where no kernel adds both in its sums: each gives fp32 rows, with bias and
+// row scale, and one pass adds and rounds them. Workspace: the rows of both, then what the three need, who share it.
 #include <algorithm>
 #include <string>
 

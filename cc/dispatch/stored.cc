@@ -12,8 +12,8 @@
 #include <string>
 
 #include "cc/api/operands.h"
-#include "cc/dispatch/compose.h"
 #include "cc/dispatch/columns.h"
+#include "cc/dispatch/compose.h"
 #include "cc/dispatch/parts.h"
 #include "cc/kernels/kernels.h"
 #include "cc/math/activation.h"
@@ -203,9 +203,9 @@ void launch_one_pass(const Call& call, const Context& context) {
 
 }  // namespace
 
-#define GROUPED_STORED(Call, name) \
-  const Kernel<Call> name = {#name,        refuses<Call>, workspace<Call, false>, \
-                             launch<Call>, 1,             workspace<Call, true>,  true};
+#define GROUPED_STORED(Call, name)                                                                                 \
+  const Kernel<Call> name = {#name, refuses<Call>, workspace<Call, false>, launch<Call>, 1, workspace<Call, true>, \
+                             true};
 GROUPED_STORED(GroupedMatmulAct, grouped_matmul_act_stored_cpu)
 GROUPED_STORED(GroupedMatmulDact, grouped_matmul_dact_stored_cpu)
 #if GROUPED_WITH_CUDA
@@ -215,10 +215,14 @@ GROUPED_STORED(GroupedMatmulDact, grouped_matmul_dact_stored_cuda)
 #undef GROUPED_STORED
 
 #if GROUPED_WITH_CUDA
-#define GROUPED_ONE_PASS(Call, name)                                                             \
-  const Kernel<Call> name = {                                                                    \
-      #name,      refuses_one_pass<Call>,    one_pass_bytes<Call, false>, launch_one_pass<Call>, \
-      kAlignment, one_pass_bytes<Call, true>, true};
+#define GROUPED_ONE_PASS(Call, name)                      \
+  const Kernel<Call> name = {#name,                       \
+                             refuses_one_pass<Call>,      \
+                             one_pass_bytes<Call, false>, \
+                             launch_one_pass<Call>,       \
+                             kAlignment,                  \
+                             one_pass_bytes<Call, true>,  \
+                             true};
 GROUPED_ONE_PASS(GroupedMatmulAct, grouped_matmul_act_stored_fp8_cuda)
 GROUPED_ONE_PASS(GroupedMatmulDact, grouped_matmul_dact_stored_fp8_cuda)
 #undef GROUPED_ONE_PASS

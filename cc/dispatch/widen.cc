@@ -215,9 +215,9 @@ void launch(const Call& call, const Context& context) {
 
 }  // namespace
 
-#define GROUPED_WIDENED(Call, name) \
-  const Kernel<Call> name = {#name,        refuses<Call>, workspace<Call, false>, \
-                             launch<Call>, 1,             workspace<Call, true>,  true};
+#define GROUPED_WIDENED(Call, name)                                                                                \
+  const Kernel<Call> name = {#name, refuses<Call>, workspace<Call, false>, launch<Call>, 1, workspace<Call, true>, \
+                             true};
 GROUPED_WIDENED(GroupedMatmul, grouped_matmul_widened_cuda)
 GROUPED_WIDENED(GroupedMatmulAct, grouped_matmul_act_widened_cuda)
 GROUPED_WIDENED(GroupedMatmulDact, grouped_matmul_dact_widened_cuda)

@@ -2,7 +2,8 @@
 // row_scale * act(hidden), rounded, in one pass. Bits are those of the plain product followed by the activation.
 //
 //   loader: lhs rows by a ragged map; weights by boxes of 32 columns, first those of the gates, then those of the
-//           linear halves, wherever the interleave puts them, or each from an array of its own
+//           linear halves, wherever the interleave puts them, or each from an array of its own. Blocks of a low-rank
+//           product follow those of K (low_rank.cuh)
 //            |  ring of blocks: lhs 128 x 64, weights 64 x (96 + 96)
 //            v
 //   2 consumer warpgroups in turn: wgmma m64n192k16, fp32 in registers; accumulators i and i + 16 of a thread are gate
@@ -57,6 +58,8 @@ std::string refuses(const GroupedMatmulAct& c, const Target& target) {
   }
   ActivationKind kind{};
   if (!activation_named(c.activation.kind, &kind)) return "knows no activation " + c.activation.kind;
+  const std::string low = refuses_low(c.low, c.lhs.dtype, c.rhs_axis);
+  if (!low.empty()) return low;
   const int64_t m = c.lhs.dims[0], k = c.lhs.dims[1], f = c.result.dims[1], s = c.activation.interleave;
   if (is_gated(kind) && s != 0 && s != f && s != kSliceCols && s != 1) {
     return "takes an interleave of 0, 1 or 32, not " + std::to_string(s);
@@ -109,7 +112,7 @@ void launch(const GroupedMatmulAct& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<GroupedMatmulAct> grouped_matmul_act_bf16_sm90 = {"grouped_matmul_act_bf16_sm90", refuses, workspace,
-                                                               launch, kAlignment};
+const Kernel<GroupedMatmulAct> grouped_matmul_act_bf16_sm90 = {
+    "grouped_matmul_act_bf16_sm90", refuses, workspace, launch, kAlignment, nullptr, true};
 
 }  // namespace grouped

@@ -5,6 +5,7 @@
 #include "cc/api/calls.h"
 #include "cc/api/operands.h"
 #include "cc/device/launch.h"
+#include "cc/device/low_rank.cuh"
 #include "cc/device/pipeline.cuh"
 #include "cc/device/rows.cuh"
 #include "cc/device/tensor_map.h"
@@ -19,7 +20,8 @@ using UpShape = TileShape<kTileCols, kWithActivation.stages, kWithActivation.slo
 
 struct UpParams : RowsParams {
   CUtensorMap out, hidden[2];  // hidden: one map a half where they lie apart, so that each clips at its own edge
-  CUtensorMap rhs_up;          // of part 1 of the weights, where `rhs` is of part 0; the same if both are of one array
+  LowMaps low;
+  CUtensorMap rhs_up;  // of part 1 of the weights, where `rhs` is of part 0; the same if both are of one array
   // Box i of part 0 of the tile at result column c starts at column c * across + i * step of the weights, the box of
   // part 1 `part` columns further. Parts are gates and linear halves, or else every other box.
   int32_t across, step, part;
@@ -96,12 +98,14 @@ struct UpProduct {
 
   static __device__ void load(const Params& p, const Work& work, int k, int halves, bool columns, uint32_t rank,
                               uint32_t to, uint32_t full) {
-    load_lhs<1>(&p.lhs, ragged_at(work, k, 0), halves, work.across, rank, to, full);
+    const FromLow part(p.low, k);
+    load_lhs<1>(part.low ? &p.low.lhs : &p.lhs, ragged_at(work, part.at, 0), halves, work.across, rank, to, full);
     if (!columns) return;
     const int32_t col = p.across * work.col0;
-    const int32_t c0 = kRhsMajor == Major::k ? k : col, c1 = kRhsMajor == Major::k ? col : k;
-    Rhs::load(&p.rhs, &p.rhs_up, {{c0, c1, work.slice2, work.slice3}}, p.weight_part, p.step, boxes(p.cols - work.col0),
-              work.across, rank, to + 2 * kBlockBytes, full);
+    const int32_t c0 = kRhsMajor == Major::k ? part.at : col, c1 = kRhsMajor == Major::k ? col : part.at;
+    const CUtensorMap *first = part.low ? &p.low.rhs : &p.rhs, *second = part.low ? &p.low.rhs : &p.rhs_up;
+    Rhs::load(first, second, {{c0, c1, part.slice2(work), part.slice3(work)}}, p.weight_part, p.step,
+              boxes(p.cols - work.col0), work.across, rank, to + 2 * kBlockBytes, full);
   }
 
   using Epilogue = NothingHeld;
@@ -247,6 +251,7 @@ void launch_up(const GroupedMatmulAct& call, UpParams p, void* stream) {
   p.rhs = tensor_map(reinterpret_cast<const void*>(p.rhs_base), dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows);
   p.rhs_up =
       call.rhs_up.present() ? tensor_map(call.rhs_up.data, dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows) : p.rhs;
+  p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
   p.out = tensor_map(p.result, dtype, ragged_shape(p.cols, dtype), kSliceCols, 16);
   const int64_t half = p.hidden_part == 0 ? p.cols : 0;  // where linear halves lie apart, they start here
   for (int part = 0; part < Product::kParts && p.hidden_rows != nullptr; ++part) {

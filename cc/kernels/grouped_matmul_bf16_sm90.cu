@@ -3,7 +3,7 @@
 //
 //   counter --leader's scheduler--> mailbox of its peer;  sizes --scan--> work rings of both
 //   loader: lhs rows by a ragged map, weights by a packed (or scattered) map, both swizzled; of weights in two arrays,
-//           each k block by the map of its half
+//           each k block by the map of its half. Blocks of a low-rank product follow those of K (low_rank.cuh)
 //            |  ring of blocks: lhs 128 x 64, weights 64 x BN; shared tiles multicast to the pair
 //            v
 //   2 consumer warpgroups in turn: wgmma m64nBNk16, fp32 in registers
@@ -20,6 +20,7 @@
 #include "cc/api/operands.h"
 #include "cc/device/factor.cuh"
 #include "cc/device/launch.h"
+#include "cc/device/low_rank.cuh"
 #include "cc/device/pipeline.cuh"
 #include "cc/device/rows.cuh"
 #include "cc/device/tensor_map.h"
@@ -34,6 +35,7 @@ using namespace sm90;
 struct HalvesParams : MatmulParams {
   CUtensorMap rhs_up;   // of a second array of weights, whose k follow those of the first
   int32_t first_depth;  // k of the first, a multiple of kBlockK where there is a second; else all
+  LowMaps low;          // beside weights in one array
 };
 
 template <class T, class Out, Major kWeights, class Shape_>
@@ -62,12 +64,15 @@ struct RowsProduct {
 
   static __device__ void load(const Params& p, const Work& work, int k, int halves, bool columns, uint32_t rank,
                               uint32_t to, uint32_t full) {
-    load_lhs<1>(&p.lhs, ragged_at(work, k, 0), halves, work.across, rank, to, full);
+    const FromLow part(p.low, k);
+    load_lhs<1>(part.low ? &p.low.lhs : &p.lhs, ragged_at(work, part.at, 0), halves, work.across, rank, to, full);
     if (!columns) return;
-    const OneOfTwo from = one_of_two(k, p.first_depth);
+    const OneOfTwo from = one_of_two(part.at, p.first_depth);
     const int32_t c0 = kRhsMajor == Major::k ? from.at : work.col0, c1 = kRhsMajor == Major::k ? work.col0 : from.at;
-    Rhs::load(from.second ? &p.rhs_up : &p.rhs, {{c0, c1, work.slice2, work.slice3}}, work.across, rank,
-              to + 2 * kBlockBytes, full);
+    Rhs::load(part.low      ? &p.low.rhs
+              : from.second ? &p.rhs_up
+                            : &p.rhs,
+              {{c0, c1, part.slice2(work), part.slice3(work)}}, work.across, rank, to + 2 * kBlockBytes, full);
   }
 
   using Epilogue = NothingHeld;
@@ -130,6 +135,7 @@ void launch_rows(const GroupedMatmul& call, HalvesParams p, int64_t row_tiles, v
   p.rhs =
       tensor_map(reinterpret_cast<const void*>(p.rhs_base), call.rhs.dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows);
   p.first_depth = int32_t(rhs_k);
+  p.low = low_maps(call.low, groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
   if (call.rhs_up.present()) {
     p.rhs_up = tensor_map(call.rhs_up.data, call.rhs.dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows);
   }
@@ -190,6 +196,8 @@ std::string refuses(const GroupedMatmul& c, const Target& target) {
   if (c.rhs_up.present() && c.rhs.dims[c.rhs_axis] % kBlockK != 0) {
     return "contracts weights in two arrays if both are a multiple of 64 deep; rhs is " + describe(c.rhs);
   }
+  const std::string low = refuses_low(c.low, c.lhs.dtype, c.rhs_axis);
+  if (!low.empty()) return low;
   const int64_t m = c.lhs.dims[0], k = c.lhs.dims[1], n = columns_of(c.result, c.result_half).count;
   if (m >= kRagged) return "takes fewer than 2^30 rows";
   if (c.result.dims[1] >= kRagged || k >= kRagged) return "takes fewer than 2^30 columns";
@@ -237,7 +245,7 @@ void launch(const GroupedMatmul& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<GroupedMatmul> grouped_matmul_bf16_sm90 = {"grouped_matmul_bf16_sm90", refuses, workspace, launch,
-                                                        kAlignment};
+const Kernel<GroupedMatmul> grouped_matmul_bf16_sm90 = {
+    "grouped_matmul_bf16_sm90", refuses, workspace, launch, kAlignment, nullptr, true};
 
 }  // namespace grouped

@@ -1,7 +1,8 @@
 // Gradients at the hidden rows on Hopper, bf16 and fp16: dz = rows of dy [M, N] times the weight of their group, which
 // never leaves the registers; h [M, W] is read and dh [M, W], z [M, F] and the row sums of dz * t are written.
 //
-//   scheduler, loader, work rings: as in grouped_matmul_bf16_sm90.cu, but pairs share rows where they can
+//   scheduler, loader, work rings: as in grouped_matmul_bf16_sm90.cu, but pairs share rows where they can. Blocks of a
+//   low-rank product follow those of N (low_rank.cuh)
 //   fetcher (a warp): h --TMA--> sets of 64 rows x 64 columns, gate and linear
 //            |
 //   2 consumer warpgroups in turn: wgmma m64n128k16 -> dz; then, set by set, 16 columns at a time
@@ -17,6 +18,7 @@
 #include "cc/api/operands.h"
 #include "cc/device/dact.cuh"
 #include "cc/device/launch.h"
+#include "cc/device/low_rank.cuh"
 #include "cc/device/pipeline.cuh"
 #include "cc/device/row_partials.cuh"
 #include "cc/device/rows.cuh"
@@ -32,6 +34,7 @@ using namespace sm90;
 using DactShape = FetchingShape<128, 5, 2>;
 
 struct DactParams : RowsParams {
+  LowMaps low;
   CUtensorMap z;
   CUtensorMap hidden[2], grad[2];  // of a set's first and second block
   int32_t* valid_rows;             // set to the first tail row
@@ -67,10 +70,12 @@ struct DactProduct {
 
   static __device__ void load(const Params& p, const Work& work, int k, int halves, bool columns, uint32_t rank,
                               uint32_t to, uint32_t full) {
-    load_lhs<1>(&p.lhs, ragged_at(work, k, 0), halves, work.across, rank, to, full);
+    const FromLow part(p.low, k);
+    load_lhs<1>(part.low ? &p.low.lhs : &p.lhs, ragged_at(work, part.at, 0), halves, work.across, rank, to, full);
     if (!columns) return;
-    const int32_t c0 = kRhsMajor == Major::k ? k : work.col0, c1 = kRhsMajor == Major::k ? work.col0 : k;
-    Rhs::load(&p.rhs, {{c0, c1, work.slice2, work.slice3}}, work.across, rank, to + 2 * kBlockBytes, full);
+    const int32_t c0 = kRhsMajor == Major::k ? part.at : work.col0, c1 = kRhsMajor == Major::k ? work.col0 : part.at;
+    Rhs::load(part.low ? &p.low.rhs : &p.rhs, {{c0, c1, part.slice2(work), part.slice3(work)}}, work.across, rank,
+              to + 2 * kBlockBytes, full);
   }
 
   static __device__ void fetch(const Params& p, const Work& work, SetFetcher<Shape>& sets) {
@@ -189,6 +194,7 @@ void launch_dact(const GroupedMatmulDact& call, DactParams p, cudaStream_t strea
   constexpr int kCols = DactShape::kCols, kBytes = DactShape::kSharedBytes;
   const int64_t k = p.length, n = p.cols, wide = call.hidden.dims[1];
   const DType dtype = call.lhs.dtype;
+  p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
   const int64_t rhs_rows = kWeights == Major::k ? n : k, rhs_cols = kWeights == Major::k ? k : n;
   const MapShape rhs_shape = p.rhs_table != nullptr ? scattered_shape(rhs_rows, rhs_cols, dtype)
                                                     : packed_shape(p.groups, rhs_rows, rhs_cols, dtype);
@@ -231,6 +237,8 @@ std::string refuses(const GroupedMatmulDact& c, const Target& target) {
              describe(*t);
     }
   }
+  const std::string low = refuses_low(c.low, c.lhs.dtype, c.rhs_axis);
+  if (!low.empty()) return low;
   const int64_t m = c.lhs.dims[0], k = c.lhs.dims[1], f = c.rhs.dims[3 - c.rhs_axis];
   if (m >= kRagged) return "takes fewer than 2^30 rows";
   if (f >= kRagged / 2 || k >= kRagged) return "takes fewer than 2^30 columns";
@@ -293,7 +301,7 @@ void launch(const GroupedMatmulDact& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<GroupedMatmulDact> grouped_matmul_dact_bf16_sm90 = {"grouped_matmul_dact_bf16_sm90", refuses, workspace,
-                                                                 launch, kAlignment};
+const Kernel<GroupedMatmulDact> grouped_matmul_dact_bf16_sm90 = {
+    "grouped_matmul_dact_bf16_sm90", refuses, workspace, launch, kAlignment, nullptr, true};
 
 }  // namespace grouped

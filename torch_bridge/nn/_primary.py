@@ -86,9 +86,21 @@ def options(quantized: bool | None, recipe: Recipe | None, preserve: bool | None
 # Parameters
 
 
-def weights(shape: tuple[int, int, int], single: bool, recipe: Recipe, dtype: torch.dtype, device: Any) -> list[Any]:
-    """The Parameters of a layer's weight [G, N, K], one, or one per group; zeros."""
-    formats = (recipe.forward[1], recipe.dgrad[1])
+def weights(
+    shape: tuple[int, int, int],
+    single: bool,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    device: Any,
+    *,
+    one_form: bool = False,
+) -> list[Any]:
+    """The Parameters of a layer's weight [G, N, K], one, or one per group; zeros.
+
+    Args:
+        one_form: only the form of forward, which dgrad reads too.
+    """
+    formats = (recipe.forward[1], None if one_form else recipe.dgrad[1])
     store = quantized_weight.empty(shape, formats, dtype_name(dtype), device)
     if single:
         return [Parameter(QuantizedWeight(store, packed=True))]
@@ -274,7 +286,7 @@ def quantised(layer: Any, state: dict[str, Any], prefix: str) -> None:
     plain = {name: each for name, each in entries.items() if _is_plain(each) and each.shape == like.shape}
     if not plain:
         return
-    formats = (like.q.format, like.q.other.format)
+    formats = (like.q.format, like.q.other and like.q.other.format)
     device = next(iter(plain.values())).device
     store = quantized_weight.empty((layer.num_groups, *like.q.shape[1:]), formats, like.q.dtype, device)
     packed = like.dim() == 3

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from grouped_core import lora
 from grouped_core.formats import WIDE
 from grouped_core.recipes import Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes
-from torch_bridge import _autocast, linear, main_grad
+from torch_bridge import _adapter, _autocast, linear, main_grad
 from torch_bridge._args import Members
 from torch_bridge._calling import run
 from torch_bridge._checks import is_distributed
@@ -25,7 +26,7 @@ from torch_bridge._compiling import is_compiling
 from torch_bridge._gradients import Owner
 from torch_bridge._memory import OwnedTable
 from torch_bridge._tensors import DTYPES, TORCH_DTYPES, home
-from torch_bridge.nn import _primary
+from torch_bridge.nn import _lora, _primary
 from torch_bridge.nn._cache import WeightCache
 from torch_bridge.nn._checks import cast_rows, check_microbatch, check_recipe, compute_dtype, positive
 from torch_bridge.nn._scaling_state import ScaledModule, bound
@@ -58,6 +59,11 @@ class GroupedLinear(ScaledModule):
         preserve_high_precision_init: the initial value of quantised weights stays on the host until it is released
             (`QuantizedWeight.high_precision_init_val`); plain weights are not affected. None: as in
             `quantized_model_init`, otherwise False.
+        lora_rank: r; the layer then has an adapter (docs/lora.md), parameters `lora_A` [G, r, K] and `lora_B` [G, N, r],
+            and its weights and biases are frozen. Gradients of the adapter follow the options of weight gradients.
+            Weights that are quantised for a recipe with plain rows in dgrad hold one form. None: no adapter.
+        lora_alpha: the adapter is scaled by lora_alpha / r; None: r. lora_dropout: the probability with which elements
+            of x are dropped on their way to `lora_A`, in training.
 
     Raises:
         TypeError, ValueError: an option has an invalid value, or contradicts another.
@@ -82,6 +88,9 @@ class GroupedLinear(ScaledModule):
         delay_wgrad_compute: bool = False,
         quantized_weights: bool | None = None,
         preserve_high_precision_init: bool | None = None,
+        lora_rank: int | None = None,
+        lora_alpha: float | None = None,
+        lora_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.num_groups, self.in_features, self.out_features = positive(
@@ -99,6 +108,7 @@ class GroupedLinear(ScaledModule):
             )
         check_recipe("GroupedLinear", recipe)
         held = _primary.options(quantized_weights, recipe, preserve_high_precision_init)
+        self.lora = lora.layer_options("GroupedLinear", lora_rank, lora_alpha, lora_dropout)
         self.recipe = held.recipe
         self.scale_bias = bool(scale_bias)
         self.accumulate_into_main_grad = bool(accumulate_into_main_grad)
@@ -117,11 +127,14 @@ class GroupedLinear(ScaledModule):
             shape = (self.num_groups, *shapes[kind]) if names == (kind,) else shapes[kind]
             if kind == "weight" and held.quantized and held.recipe is not None:
                 whole = (self.num_groups, *shapes[kind])
-                made = _primary.weights(whole, names == (kind,), held.recipe, dtype, device)
+                one_form = self.lora.rank > 0 and held.recipe.dgrad[0].plain
+                made = _primary.weights(whole, names == (kind,), held.recipe, dtype, device, one_form=one_form)
             else:
                 made = [Parameter(torch.empty(shape, device=device, dtype=dtype)) for _ in names]
             for name, parameter in zip(names, made, strict=True):
                 self.register_parameter(name, parameter)
+        if self.lora.rank:
+            _lora.hold(self, device, dtype)
         self.init_state(self.recipe, self.num_groups, 1, device)
         self.follow_state(self.scaling_state)
         self.mark_weights()
@@ -150,6 +163,8 @@ class GroupedLinear(ScaledModule):
                         _primary.initialise(parameter, self.preserve_high_precision_init, draw)
                     else:
                         draw(parameter)
+        if self.lora.rank:
+            _lora.reset(self)
 
     # ---- the product -------------------------------------------------------------------------------------------------
 
@@ -185,11 +200,24 @@ class GroupedLinear(ScaledModule):
         self.note_addresses(weights)
         recipe = bound(self.recipe, self.scaling_state, home(x), training=self.training)
         rows = cast_rows(x, dtype)
+        name, owners = linear.LINEAR.name, (self.owner(parameters),)
+        arguments: tuple[Any, ...] = (
+            rows,
+            weights,
+            group_sizes,
+            True,
+            self.biases(x),
+            row_scale,
+            self.scale_bias,
+            recipe,
+        )
+        if self.lora.rank:
+            name, owners = _adapter.NAME, _lora.owners(self)
+            dropout = _lora.key(self.lora.dropout, self.training, home(x).device)
+            arguments = (*arguments, *_lora.operands(self, dtype), self.lora.scaling, *dropout)
         return run(
-            linear.LINEAR.name,
-            (rows, weights, group_sizes, True, self.biases(x), row_scale, self.scale_bias, recipe),
-            *("main_grad" if self.accumulate_into_main_grad else None, None, out, grad_input),
-            owners=(self.owner(parameters),),
+            *(name, arguments, "main_grad" if self.accumulate_into_main_grad else None, None, out, grad_input),
+            owners=owners,
             caches=(self.forms_of("GroupedLinear", parameters, is_first_microbatch),),
         )
 
@@ -232,6 +260,48 @@ class GroupedLinear(ScaledModule):
         if not is_distributed(*members):
             return list(members)
         return [_local_experts(each, name, name == kind) for each, name in zip(members, names, strict=True)]
+
+    # ---- the adapter -------------------------------------------------------------------------------------------------
+
+    def local_factors(self) -> list[Tensor]:
+        """A and B; of expert-sharded parameters this rank's part."""
+        return self._local(self._held(_lora.FACTORS), _lora.FACTORS, "")
+
+    def trained_parameters(self) -> tuple[Any, ...]:
+        """The Parameters whose gradients the options deliver: those of the weights, or of the adapter."""
+        return self._held(_lora.FACTORS if self.lora.rank else self.weight_names)
+
+    def merge(self) -> None:
+        """Adds the adapter to the weights, rounded once to their dtype, and removes it.
+
+        Quantised weights become plain ones of their nominal dtype. The weights stay frozen.
+
+        Raises:
+            ValueError: the layer has no adapter.
+        """
+        if not self.lora.rank:
+            raise ValueError("`merge` of GroupedLinear: no adapter, expected one; make the layer with `lora_rank`.")
+        _lora.merge(self)
+
+    def plain_members(self) -> list[Tensor]:
+        """The values of the weights, one tensor per Parameter; quantised ones are dequantised."""
+        parameters = self.weight_parameters()
+        if _primary.is_held(parameters):
+            return [each.dequantize() for each in parameters]
+        return self._local(parameters, self.weight_names, "weight")
+
+    def take_plain(self, members: Sequence[Tensor]) -> None:
+        """Replaces the values of the weights; quantised weights are replaced by plain ones."""
+        parameters = self.weight_parameters()
+        if not _primary.is_held(parameters):
+            for own, value in zip(self._local(parameters, self.weight_names, "weight"), members, strict=True):
+                own.copy_(value)
+            return
+        self.quantized_weights = False
+        if self.recipe is not None and self.recipe.forward[0].plain:  # it was for these weights alone
+            self.recipe = None
+        for name, value in zip(self.weight_names, members, strict=True):
+            setattr(self, name, Parameter(value, requires_grad=False))
 
     def owner(self, parameters: tuple[Any, ...]) -> Owner | None:
         """The owner of the weight gradients, unless they simply go to autograd."""
@@ -303,7 +373,7 @@ class GroupedLinear(ScaledModule):
     def mark_weights(self) -> None:
         """Tells data-parallel wrappers that `backward_dw` calls the hooks of the weights (DLY-7)."""
         if self.delay_wgrad_compute:
-            for parameter in self.weight_parameters():
+            for parameter in self.trained_parameters():
                 parameter.skip_backward_post_hook = True
 
     # ---- moves, copies and checkpoints -------------------------------------------------------------------------------
@@ -359,6 +429,7 @@ class GroupedLinear(ScaledModule):
         text = f"{self.num_groups}, {self.in_features}, {self.out_features}, bias={bool(self.bias_names)}"
         for name in ("scale_bias", "accumulate_into_main_grad", "delay_wgrad_compute", "quantized_weights"):
             text += f", {name}=True" if getattr(self, name) else ""
+        text += f", lora_rank={self.lora.rank}" if self.lora.rank else ""
         return text + (f", recipe={self.recipe.name}" if self.recipe else "")
 
 

@@ -5,7 +5,7 @@ Letters: G groups (experts), M rows sorted by group, H hidden size of the model,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from grouped_core.mlp_spec import Residuals, residuals_option
 from grouped_core.recipes import BoundRecipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes
-from torch_bridge import main_grad, mlp
+from torch_bridge import _adapted_mlp, main_grad, mlp
 from torch_bridge._calling import run
 from torch_bridge._compiling import is_compiling
 from torch_bridge._tensors import home
+from torch_bridge.nn import _lora
 from torch_bridge.nn._checks import cast_rows, check_microbatch, check_recipe, compute_dtype, positive
 from torch_bridge.nn._scaling_state import ScaledModule, bound
 from torch_bridge.nn.activation import shortest
@@ -69,20 +70,50 @@ def fused_mlp(
     first = fc1.forms_of("linear_fc1", parameters[0], first_microbatch)
     second = fc2.forms_of("linear_fc2", parameters[1], first_microbatch)
     rows, biases = cast_rows(x, dtype), (fc1.biases(x), fc2.biases(x))
+    owners: tuple[Any, ...] = (fc1.owner(parameters[0]), fc2.owner(parameters[1]))
     if routed:
         name, operands = ROUTED.name, (rows, group_sizes, probs, wi, wo, True, activation, *biases)
     else:
         name, operands = mlp.MLP.name, (rows, wi, wo, group_sizes, True, activation, probs, *biases)
+    operands = (*operands, recipe, residuals)
+    if fc1.lora.rank or fc2.lora.rank:
+        name = _adapted_mlp.ROUTED_NAME if routed else _adapted_mlp.NAME
+        adapters, owners = _adapters(fc1, fc2, home(x), dtype)
+        operands = (*operands, *adapters)
     return run(
         name,
-        (*operands, recipe, residuals),
+        operands,
         "main_grad" if fc1.accumulate_into_main_grad else None,
         None,
         out,
         grad_input,
-        (fc1.owner(parameters[0]), fc2.owner(parameters[1])),
+        owners,
         (first, second),
     )
+
+
+def _adapters(
+    fc1: GroupedLinear, fc2: GroupedLinear, x: Tensor, dtype: torch.dtype
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """(A and B of both layers, scaling, dropout, its key), and the owners of these four; None where a layer has none.
+
+    Raises:
+        ValueError: the adapters of the two layers have different options.
+    """
+    having = [layer for layer in (fc1, fc2) if layer.lora.rank]
+    if len({layer.lora[1:] for layer in having}) > 1:
+        raise ValueError(
+            f"`lora_alpha` / `lora_rank`, `lora_dropout`: {fc1.lora[1:]} in the first layer and {fc2.lora[1:]} in the "
+            "second, expected the same in both; set them in both."
+        )
+    factors: list[Any] = []
+    owners: list[Any] = []
+    for layer in (fc1, fc2):
+        factors += _lora.operands(layer, dtype) if layer.lora.rank else (None, None)
+        owners += _lora.owners(layer) if layer.lora.rank else (None, None)
+    scaling, dropout = having[0].lora[1:]
+    training = any(layer.training for layer in having)
+    return (*factors, scaling, *_lora.key(dropout, training, x.device)), tuple(owners)
 
 
 _uncompiled: Any = torch.compiler.disable(fused_mlp, reason="quantised Parameters stay outside of graphs")
@@ -197,6 +228,34 @@ class GroupedMLP(ScaledModule):
         """Calls FC2's hooks, then FC1's; needed after the replay of a graph, which does not call them."""
         self.linear_fc2.fire_wgrad_hooks()
         self.linear_fc1.fire_wgrad_hooks()
+
+    def merge(self) -> None:
+        """As in `GroupedLinear`, for each layer that has an adapter.
+
+        Raises:
+            ValueError: neither has.
+        """
+        having = [layer for layer in self._layers() if layer.lora.rank]
+        if not having:
+            raise ValueError("`merge` of GroupedMLP: no adapter, expected one; make the layer with `lora_rank`.")
+        for layer in having:
+            layer.merge()
+
+    def peft_state_dict(self, prefix: str = "") -> dict[str, Tensor]:
+        """The adapters with the names and in the layout of PEFT's `target_parameters` on `gate_up_proj`, `down_proj`.
+
+        Args:
+            prefix: of an experts module in PEFT, e.g. "base_model.model.model.layers.0.mlp.experts.".
+        """
+        return _lora.to_peft(self._layers(), prefix)
+
+    def load_peft_state_dict(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
+        """Loads adapters from PEFT, in place; the others of `state` are ignored.
+
+        Raises:
+            ValueError: an entry is missing or has another shape; nothing is loaded then.
+        """
+        _lora.from_peft(self._layers(), state, prefix)
 
     def refresh_weight_table(self) -> None:
         """Makes captured graphs read the weights at their current addresses."""

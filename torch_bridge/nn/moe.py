@@ -243,6 +243,11 @@ class MoE(Module):
         layers = [each for layer in reversed(self._layers()) for each in (layer.linear_fc2, layer.linear_fc1)]
         main_grad.backward_dw(layers, every=all)
 
+    def merge(self) -> None:
+        """Adds the adapters of the experts and of the shared expert to their weights, as in `GroupedLinear`."""
+        for layer in self._layers():
+            layer.merge()
+
     def pending_wgrads(self) -> int:
         """The number of backward passes whose delayed weight gradients are pending."""
         return max(layer.pending_wgrads() for layer in self._layers())

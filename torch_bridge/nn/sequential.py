@@ -58,6 +58,8 @@ class _Window(NamedTuple):
         for name in ("recipe", "accumulate_into_main_grad"):
             if getattr(fc1, name) != getattr(fc2, name):
                 return f"{at}: `{name}` differs between the two layers, expected the same"
+        if fc1.lora.rank and fc2.lora.rank and fc1.lora[1:] != fc2.lora[1:]:
+            return f"{at}: scale or dropout of the adapters differ between the two layers, expected the same"
         if fc1.accumulate_into_main_grad or fc1.delay_wgrad_compute or fc2.delay_wgrad_compute:
             held = [each for layer in (fc1, fc2) for each in layer.weight_parameters() if each.requires_grad]
             if len(set(held)) < len(held):

@@ -1,0 +1,48 @@
+"""Adapters in the layout of PEFT's `target_parameters`: all experts in two matrices, A [G r, K] and B [N, r G].
+
+Row g r + i of A is row i of expert g; column i G + g of B is column i of expert g.
+Letters: G groups (experts), K in, N out, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+Array = Any
+"""An array of NumPy, JAX or PyTorch."""
+
+
+def from_peft(
+    a: Array, b: Array, groups: int, names: Sequence[str] = ("A", "B"), *, transposed: bool
+) -> tuple[Array, Array]:
+    """(A, B) of all groups from PEFT's two matrices.
+
+    Args:
+        a: [G r, K]. b: [N, r G]. names: of both, for messages.
+        transposed: A [G, r, K] and B [G, N, r]; else A [G, K, r] and B [G, r, N].
+
+    Raises:
+        ValueError: they are not matrices, or their ranks differ or are no multiple of G.
+    """
+    for name, each in zip(names, (a, b), strict=True):
+        if len(each.shape) != 2:
+            raise ValueError(
+                f"`{name}`: shape {tuple(each.shape)}, expected a matrix; pass the weights that PEFT saves."
+            )
+    if a.shape[0] != b.shape[1] or a.shape[0] % groups:
+        raise ValueError(
+            f"`{names[0]}` {tuple(a.shape)} and `{names[1]}` {tuple(b.shape)}: expected [G r, K] and [N, r G] of one "
+            f"rank r and G = {groups} experts; check the number of experts."
+        )
+    rank = a.shape[0] // groups
+    of_a = a.reshape(groups, rank, a.shape[1])
+    of_b = b.reshape(b.shape[0], rank, groups).swapaxes(0, 2)  # [G, r, N]
+    return (of_a, of_b.swapaxes(1, 2)) if transposed else (of_a.swapaxes(1, 2), of_b)
+
+
+def to_peft(a: Array, b: Array, *, transposed: bool) -> tuple[Array, Array]:
+    """The inverse of `from_peft`."""
+    of_a, of_b = (a, b.swapaxes(1, 2)) if transposed else (a.swapaxes(1, 2), b)  # [G, r, K], [G, r, N]
+    groups, rank, depth = of_a.shape
+    return of_a.reshape(groups * rank, depth), of_b.swapaxes(0, 2).reshape(of_b.shape[2], rank * groups)

@@ -1,0 +1,113 @@
+"""The adapters of layers: their parameters, as operands of the operations, merged, and in the layout of PEFT.
+
+Letters: G groups (experts), K in, N out, r rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from grouped_core import lora, lora_layout
+from torch_bridge._adapter import merged
+from torch_bridge._gradients import Owner
+
+FACTORS = ("lora_A", "lora_B")
+"""Names of the parameters, [G, r, K] and [G, N, r]."""
+
+
+def hold(layer: Any, device: Any, dtype: torch.dtype) -> None:
+    """Registers A and B of a `GroupedLinear`, and freezes its weights and biases."""
+    for name in (*layer.weight_names, *layer.bias_names):
+        getattr(layer, name).requires_grad_(False)
+    groups, rank = layer.num_groups, layer.lora.rank
+    shapes = ((groups, rank, layer.in_features), (groups, layer.out_features, rank))
+    for name, shape in zip(FACTORS, shapes, strict=True):
+        layer.register_parameter(name, Parameter(torch.empty(shape, device=device, dtype=dtype)))
+
+
+def reset(layer: Any) -> None:
+    """A uniform within 1/sqrt(K), B zero, so that the layer computes what its weights do."""
+    with torch.no_grad():
+        layer.lora_A.uniform_(-1 / math.sqrt(layer.in_features), 1 / math.sqrt(layer.in_features))
+        layer.lora_B.zero_()
+
+
+def operands(layer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A and B in the dtype of the computation; of expert-sharded parameters this rank's part."""
+    a, b = layer.local_factors()
+    return a.to(dtype), b.to(dtype)
+
+
+def key(dropout: float, training: bool, device: torch.device) -> tuple[float, Tensor | None]:
+    """(dropout, its key) of one pass, drawn from the device's generator; none in evaluation."""
+    if not dropout or not training:
+        return 0.0, None
+    drawn = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=device)  # there are no unsigned numbers
+    return dropout, drawn.view(torch.uint32)
+
+
+def owners(layer: Any) -> tuple[Owner | None, Owner | None]:
+    """The owners of the gradients of A and of B, unless they simply go to autograd."""
+    a, b = layer.lora_A, layer.lora_B
+    return layer.owner((a,)), layer.owner((b,))
+
+
+def merge(layer: Any) -> None:
+    """Adds the adapter to the weights, rounded once to their dtype, and removes it; quantised weights become plain."""
+    with torch.no_grad():
+        a, b = layer.local_factors()
+        members = layer.plain_members()
+        whole = members[0] if members[0].dim() == 3 else torch.stack(members)
+        dtype = whole.dtype
+        made = merged(whole, a.to(dtype), b.to(dtype), layer.lora.scaling)
+        layer.take_plain(list(made.unbind()) if len(members) > 1 or members[0].dim() == 2 else [made])
+    for name in FACTORS:
+        delattr(layer, name)
+    layer.lora = lora.LayerOptions()
+
+
+# PEFT wraps the two parameters of an experts module one after the other.
+_PEFT = ("base_layer.", "")
+
+
+def to_peft(layers: tuple[Any, Any], prefix: str) -> dict[str, Tensor]:
+    """The adapters of both layers of an MLP, named and laid out as PEFT's `target_parameters`."""
+    found: dict[str, Tensor] = {}
+    for layer, place in zip(layers, _PEFT, strict=True):
+        a, b = lora_layout.to_peft(layer.lora_A.detach(), layer.lora_B.detach(), transposed=True)
+        found |= {f"{prefix}{place}lora_A.weight": a.contiguous(), f"{prefix}{place}lora_B.weight": b.contiguous()}
+    return found
+
+
+def from_peft(layers: tuple[Any, Any], state: Mapping[str, Tensor], prefix: str) -> None:
+    """Loads what `to_peft` makes, or PEFT.
+
+    Raises:
+        ValueError: an entry is missing, or has not the shape of the layer; nothing is then loaded.
+    """
+    made: list[tuple[Parameter, Tensor]] = []
+    for layer, place in zip(layers, _PEFT, strict=True):
+        names = [f"{prefix}{place}{name}.weight" for name in FACTORS]
+        missing = [name for name in names if name not in state]
+        if missing:
+            raise ValueError(
+                f"adapters of PEFT: `{missing[0]}` is missing, expected the entries of `target_parameters` for both "
+                f"weights under `{prefix}`; check the prefix."
+            )
+        given = lora_layout.from_peft(state[names[0]], state[names[1]], layer.num_groups, names, transposed=True)
+        for name, parameter, value in zip(names, (layer.lora_A, layer.lora_B), given, strict=True):
+            if value.shape != parameter.shape:
+                raise ValueError(
+                    f"adapters of PEFT: `{name}` gives {tuple(value.shape)}, expected {tuple(parameter.shape)}; load "
+                    "adapters of the same rank and model."
+                )
+            made.append((parameter, value))
+    with torch.no_grad():
+        for parameter, value in made:
+            parameter.copy_(value)
