@@ -110,8 +110,8 @@ def layer_options(layer: str, rank: Any, alpha: Any, dropout: Any) -> LayerOptio
     if rank is None:
         if alpha is not None or dropout != 0:
             raise ValueError(
-                f"`lora_alpha`, `lora_dropout` of {layer}: {alpha} and {dropout} without `lora_rank`, expected None and "
-                "0.0; pass a rank, or leave them out."
+                f"`lora_alpha`, `lora_dropout` of {layer}: {alpha} and {dropout} without `lora_rank`, expected None "
+                "and 0.0; pass a rank, or leave them out."
             )
         return LayerOptions()
     if isinstance(rank, bool) or not isinstance(rank, int):

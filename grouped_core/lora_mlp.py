@@ -112,6 +112,9 @@ def of_base(op: Mlp, dtype: str) -> Mlp:
     return dataclasses.replace(op, recipe=op.recipe.replace(wgrad=plain(wide(dtype)).wgrad))
 
 
+NOTHING = Factors()
+
+
 class LoraMlpNeeds(NamedTuple):
     """Which gradients the caller asked for. The weights are frozen, so they have none."""
 
@@ -310,7 +313,8 @@ def at_hidden(
         factors, u: as `kept` names them. operands: of `mlp.at_hidden` or `routed.at_hidden`, from x to dy.
         options: the keywords of these.
     """
-    rule, sizes = (mlp.at_hidden, operands[5]) if op.keeps_rows else (routed.at_hidden, operands[5].sizes)
+    rule: Any = mlp.at_hidden if op.keeps_rows else routed.at_hidden
+    sizes = operands[5] if op.keeps_rows else operands[5].sizes
     op = of_base(op, specs.x.dtype)
     beside = Adapted(run, op, adapters, factors, key, needs, u[0])
     found = rule(run, op, specs, *operands, base_needs(adapters, needs), beside=beside, **options)
@@ -340,7 +344,8 @@ def first_product(
     Args:
         operands: of `mlp.first_product` or `routed.first_product`, from x to of_dh. options: the keywords of these.
     """
-    rule, sizes = (mlp.first_product, operands[2]) if op.keeps_rows else (routed.first_product, operands[2].sizes)
+    rule: Any = mlp.first_product if op.keeps_rows else routed.first_product
+    sizes = operands[2] if op.keeps_rows else operands[2].sizes
     op = of_base(op, specs.x.dtype)
     x, *others = operands
     beside = Adapted(run, op, adapters, factors, key, needs)
@@ -370,7 +375,7 @@ def grads_of_factors(
     specs: Factors,
     grads: tuple[PairGrads, PairGrads],
     group_sizes: Array,
-    into: Factors = Factors(),
+    into: Factors = NOTHING,
 ) -> Factors:
     """The gradients of the four factors, None where not needed; they are added to the accumulators `into`."""
     found: list[Array | None] = []

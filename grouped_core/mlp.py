@@ -329,7 +329,8 @@ def hidden_grads(
         axis, dtype = linear.weight_axes()[1], run.spec(h).dtype
         product_grad = product(run, linear, recipe, (quantized_dy, 1), (wo, axis), group_sizes, "float32")
         dz = beside.added(run, product_grad, group_sizes, dtype)
-        return HiddenGrads(*_activation_grads(run, op, dz, h, group_sizes, p, base, wanted), Quantized([], None))
+        dh, z, dp = _activation_grads(run, op, dz, h, group_sizes, p, base, wanted)
+        return HiddenGrads(dh, z, dp, Quantized([], None))
     call = calls.grouped_matmul_dact(
         operand_spec(run, quantized_dy),
         operand_spec(run, wo),

@@ -43,7 +43,7 @@ ROUTER = (
 LORA = ("lora_rank", "lora_alpha", "lora_dropout")
 """Options of the adapters of a layer."""
 
-_COMMON = ("use_bias", "dtype", "param_dtype", "kernel_init", "bias_init", "recipe", *LORA)
+_COMMON = ("use_bias", "dtype", "param_dtype", "kernel_init", "bias_init", "recipe", *LORA, "deterministic")
 _EXPERTS = ("activation", *_COMMON, "residuals", "wi_metadata", "wo_metadata", "bias_metadata")
 
 CONSTRUCTORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -55,7 +55,7 @@ CONSTRUCTORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "GroupedMLP": ("num_groups", "hidden", "mlp_dim", *_EXPERTS),
         "MoE": (
             *("hidden", "mlp_dim", "num_experts", "num_experts_per_tok"),
-            *(*ROUTER, "selection_bias", "shared_dim", "shared_gate", "deterministic"),
+            *(*ROUTER, "selection_bias", "shared_dim", "shared_gate"),
             *("router_init", "router_metadata", *_EXPERTS),
         ),
     }

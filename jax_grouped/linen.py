@@ -5,15 +5,17 @@ Their fields have the names that the constructors of `jax_grouped.nnx` have. Col
 - `_overwrite_with_gradient`: the states of delayed scaling, whose cotangents are their next values; Flax's `TrainState`
   replaces them, and `jax_grouped.update_scaling` advances each once per step.
 - `selection_bias`: the bias with which a router chooses; `jax_grouped.route.update_bias` moves it.
+- `lora`: the adapters of layers with `lora_rank`; differentiate with respect to it alone. The weights in `params` have
+  no gradient then. `merge` adds the adapters to them.
 
-Random streams: `params`; `rounding` for recipes that round stochastically; `jitter`.
+Random streams: `params`; `rounding` for recipes that round stochastically; `jitter`; `dropout` for adapters.
 
 Letters: G groups (experts), M rows sorted by group, K in, N out, H hidden size, F expert width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -24,11 +26,13 @@ from flax.linen.dtypes import promote_dtype
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jaxtyping import Array, Bool, Float, Int
 
+from grouped_core import lora
 from grouped_core.activations import Activation, resolve
+from grouped_core.lora import LayerOptions
 from grouped_core.mlp_spec import Residuals
 from grouped_core.ranks import check_rank
 from grouped_core.recipes import BoundRecipe, Recipe
-from jax_grouped import _layer_options, route
+from jax_grouped import _layer_lora, _layer_options, route
 from jax_grouped._layer_options import (
     Initializer,
     Metadata,
@@ -85,6 +89,74 @@ def _bound(layer: nn.Module, recipe: Recipe | None, num_groups: int, products: i
     return recipe.bind(state, _words(layer, "rounding") if recipe.stochastic else None)
 
 
+LORA = "lora"
+"""The collection of adapters."""
+
+_ADAPTERS = ("wi_lora", "wo_lora")
+
+
+def _of_lora(layer: Any) -> LayerOptions:
+    name = type(layer).__name__.strip("_")
+    return lora.layer_options(name, layer.lora_rank, layer.lora_alpha, layer.lora_dropout)
+
+
+def _factors(layer: Any, names: Sequence[str], weights: Sequence[Array]) -> list[Array]:
+    """A and B of each weight, `{name}_a` and `{name}_b` of the collection `lora`; [] without adapters."""
+    options, found = _of_lora(layer), []
+    for name, weight in zip(names, weights, strict=True):
+        if not options.rank:
+            continue
+        groups, depth, columns = weight.shape
+        of_a, of_b = _layer_lora.shapes((groups, depth, columns), options.rank)
+
+        def drawn(shape: Any = of_a) -> Array:
+            return _layer_lora.default_a_init(layer.make_rng("params"), shape, layer.param_dtype)
+
+        found.append(layer.variable(LORA, f"{name}_a", drawn).value)
+        found.append(layer.variable(LORA, f"{name}_b", jnp.zeros, of_b, layer.param_dtype).value)
+    return found
+
+
+def _lora_arguments(layer: Any, factors: Sequence[Array]) -> dict[str, Any]:
+    """The keywords of the operation; `factors`: A, B, or those of both weights."""
+    options = _of_lora(layer)
+    options = options._replace(dropout=0.0) if layer.deterministic else options
+    adapter = tuple(factors) if len(factors) < 4 else (tuple(factors[:2]), tuple(factors[2:]))
+    return _layer_lora.arguments(options, adapter, lambda: _words(layer, "dropout"))
+
+
+def merge(layer: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
+    """`variables` with the adapters of the collection `lora` added to the weights, and without that collection.
+
+    Args:
+        layer: the layer, or the model that contains it, whose layers all have the options of `layer` where they have
+            adapters. variables: of `layer.init` or of training.
+
+    Raises:
+        ValueError: there are no adapters.
+    """
+    if LORA not in variables:
+        raise ValueError("`variables` of merge: no collection `lora`, expected one; make the layers with `lora_rank`.")
+    scaling = _of_lora(layer).scaling
+
+    def merged(params: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
+        found = dict(params)
+        for name, each in adapters.items():
+            if isinstance(each, Mapping):
+                found[name] = merged(params[name], each)
+            elif name.endswith("_a"):
+                base = name.removesuffix("_a")
+                weight = "kernel" if base == "lora" else base.removesuffix("_lora")
+                value = params[weight]
+                boxed = isinstance(value, nn.meta.AxisMetadata)
+                new = _layer_lora.merged(nn.meta.unbox(value), each, adapters[f"{base}_b"], scaling)
+                found[weight] = nn.meta.replace_boxed(value, new) if boxed else new
+        return found
+
+    rest = {name: each for name, each in variables.items() if name != LORA}
+    return rest | {"params": merged(variables["params"], variables[LORA])}
+
+
 class GroupedLinear(nn.Module):
     """y[r] = x[r] kernel[g] + bias[g], g being the group of row r.
 
@@ -94,6 +166,10 @@ class GroupedLinear(nn.Module):
         dtype: of the computation; None: what input and parameters promote to. param_dtype: of the parameters.
         kernel_init, bias_init: initialisers; the default of the kernel does not count G in its fan-in.
         recipe: formats of the products, any `Recipe`; None: as the operands stand.
+        lora_rank: r; the layer then has an adapter (docs/lora.md) in the collection `lora`, `lora_a` [G, K, r] and
+            `lora_b` [G, r, N]; kernel and bias have no gradient. None: no adapter.
+        lora_alpha: the adapter is scaled by lora_alpha / r; None: r. lora_dropout: the probability with which elements
+            of x are dropped on their way to `lora_a`. deterministic: without dropout.
         kernel_metadata, bias_metadata: {"out_sharding": logical names of the axes}, e.g. ("expert", "embed", "mlp").
     """
 
@@ -106,6 +182,10 @@ class GroupedLinear(nn.Module):
     kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = default_bias_init
     recipe: Recipe | None = None
+    lora_rank: int | None = None
+    lora_alpha: float | None = None
+    lora_dropout: float = 0.0
+    deterministic: bool = False
     kernel_metadata: Metadata = _NO_METADATA
     bias_metadata: Metadata = _NO_METADATA
 
@@ -127,8 +207,11 @@ class GroupedLinear(nn.Module):
         bias = None
         if self.use_bias:
             bias = _param(self, "bias", self.bias_init, (groups, columns), of, self.bias_metadata)
-        x, kernel, bias = promote_dtype(x, kernel, bias, dtype=self.dtype)
-        return ragged_dot(x, kernel, group_sizes, bias=bias, recipe=_bound(self, self.recipe, groups, 1))
+        factors = _factors(self, ("lora",), (kernel,))
+        kernel, bias = _layer_lora.frozen(_of_lora(self), kernel, bias)
+        x, kernel, bias, *factors = promote_dtype(x, kernel, bias, *factors, dtype=self.dtype)
+        how = _lora_arguments(self, factors)
+        return ragged_dot(x, kernel, group_sizes, bias=bias, recipe=_bound(self, self.recipe, groups, 1), **how)
 
 
 class GroupedMLP(nn.Module):
@@ -142,6 +225,8 @@ class GroupedMLP(nn.Module):
         kernel_init, bias_init: initialisers; the default of the kernels does not count G in their fan-in.
         recipe: formats of the products, any `Recipe`; None: as the operands stand.
         residuals: what is saved for backward, as in `jax_grouped.grouped_mlp`.
+        lora_rank, lora_alpha, lora_dropout, deterministic: as in `GroupedLinear`, for both weights: `wi_lora_a`,
+            `wi_lora_b`, `wo_lora_a`, `wo_lora_b`.
         wi_metadata, wo_metadata, bias_metadata: {"out_sharding": logical names of the axes}.
     """
 
@@ -156,6 +241,10 @@ class GroupedMLP(nn.Module):
     bias_init: Initializer = default_bias_init
     recipe: Recipe | None = None
     residuals: str | Residuals = "save_fc1"
+    lora_rank: int | None = None
+    lora_alpha: float | None = None
+    lora_dropout: float = 0.0
+    deterministic: bool = False
     wi_metadata: Metadata = _NO_METADATA
     wo_metadata: Metadata = _NO_METADATA
     bias_metadata: Metadata = _NO_METADATA
@@ -171,7 +260,7 @@ class GroupedMLP(nn.Module):
         Args:
             x: [M, H]. group_sizes: integers [G]. probs: [M]; None: 1.
         """
-        x, wi, wo, wi_bias, wo_bias = _experts(self, self.num_groups, self.mlp_dim, x)
+        x, wi, wo, wi_bias, wo_bias, *factors = _experts(self, self.num_groups, self.mlp_dim, x)
         return grouped_mlp(
             x,
             wi,
@@ -183,11 +272,12 @@ class GroupedMLP(nn.Module):
             wo_bias=wo_bias,
             recipe=_bound(self, self.recipe, self.num_groups, 2),
             residuals=self.residuals,
+            **_lora_arguments(self, factors),
         )
 
 
 def _experts(layer: Any, num_groups: int, mlp_dim: int, x: Array) -> tuple[Any, ...]:
-    """x, wi, wo, wi_bias, wo_bias in the dtype of the computation; makes the parameters."""
+    """x, wi, wo, wi_bias, wo_bias, and A and B of both adapters, in the dtype of the computation; makes them."""
     hidden = layer.hidden
     sizes = {"num_groups": num_groups, "hidden": hidden, "mlp_dim": mlp_dim}
     _layer_options.check_positive(type(layer).__name__.strip("_"), **sizes)
@@ -201,7 +291,9 @@ def _experts(layer: Any, num_groups: int, mlp_dim: int, x: Array) -> tuple[Any, 
             _param(layer, name, layer.bias_init, (num_groups, width), of, layer.bias_metadata)
             for name, width in widths.items()
         ]
-    return (*promote_dtype(x, wi, wo, *biases, dtype=layer.dtype),)
+    factors = _factors(layer, _ADAPTERS, (wi, wo))
+    frozen = _layer_lora.frozen(_of_lora(layer), wi, wo, *biases)
+    return (*promote_dtype(x, *frozen, *factors, dtype=layer.dtype),)
 
 
 class _Router(nn.Module):
@@ -232,6 +324,10 @@ class _Shared(nn.Module):
     param_dtype: Any
     kernel_init: Initializer
     recipe: Recipe | None
+    lora_rank: int | None
+    lora_alpha: float | None
+    lora_dropout: float
+    deterministic: bool
     wi_metadata: Metadata
     wo_metadata: Metadata
     use_bias: bool = False
@@ -239,11 +335,12 @@ class _Shared(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "T H"]) -> SharedExpert:
         """Its weights in the dtype of the computation, for `jax_grouped.moe`."""
-        _, wi, wo, _, _ = _experts(self, 1, self.mlp_dim, x)
+        _, wi, wo, _, _, *factors = _experts(self, 1, self.mlp_dim, x)
         gate = None
         if self.gate:
             gate = _param(self, "gate", self.gate_init, (self.hidden, 1), self.param_dtype, self.gate_metadata)
-        return SharedExpert(wi, wo, gate, _bound(self, self.recipe, 1, 2))
+        adapters = (tuple(factors[:2]), tuple(factors[2:])) if factors else None
+        return SharedExpert(wi, wo, gate, _bound(self, self.recipe, 1, 2), adapters)
 
 
 class MoE(nn.Module):
@@ -259,7 +356,7 @@ class MoE(nn.Module):
         selection_bias: whether there is a bias [E] in the collection `selection_bias`, with which the router chooses.
         shared_dim: F of an expert that every token goes to; None: there is none. shared_gate: whether its result is
             weighted by the sigmoid of a gate.
-        deterministic: without jitter.
+        deterministic: without jitter, and without dropout of the adapters.
         router_init: initialiser of the kernels of router and gate. router_metadata: as in `GroupedMLP`.
         The others: as in `GroupedMLP`; those of the experts serve the shared one too, which has no biases.
     """
@@ -296,6 +393,9 @@ class MoE(nn.Module):
     bias_init: Initializer = default_bias_init
     recipe: Recipe | None = None
     residuals: str | Residuals = "save_fc1"
+    lora_rank: int | None = None
+    lora_alpha: float | None = None
+    lora_dropout: float = 0.0
     wi_metadata: Metadata = _NO_METADATA
     wo_metadata: Metadata = _NO_METADATA
     bias_metadata: Metadata = _NO_METADATA
@@ -319,7 +419,8 @@ class MoE(nn.Module):
             sequence_sizes: [S], as in `jax_grouped.route.topk_router`, of the tokens in the order of memory.
         """
         _layer_options.check_moe(self)
-        rows, wi, wo, wi_bias, wo_bias = _experts(self, self.num_experts, self.mlp_dim, _layer_options.as_tokens(x))
+        tokens = _layer_options.as_tokens(x)
+        rows, wi, wo, wi_bias, wo_bias, *factors = _experts(self, self.num_experts, self.mlp_dim, tokens)
         kernel = (self.param_dtype, self.router_init, self.router_metadata)
         router = _Router(self.hidden, self.num_experts, *kernel, name="router")()
         routing = _layer_options.router_options(self) | _layer_options.of_tokens(x, mask, experts)
@@ -341,6 +442,7 @@ class MoE(nn.Module):
             recipe=_bound(self, self.recipe, self.num_experts, 2),
             residuals=self.residuals,
             sequence_sizes=sequence_sizes,
+            **_lora_arguments(self, factors),
             **routing,
         )
         return y.reshape(x.shape), aux
@@ -349,6 +451,7 @@ class MoE(nn.Module):
         if self.shared_dim is None:
             return None
         same = ("activation", "dtype", "param_dtype", "kernel_init", "recipe", "wi_metadata", "wo_metadata")
+        same = (*same, *_layer_options.LORA, "deterministic")
         options = {name: getattr(self, name) for name in same}
         gate = (self.shared_gate, self.router_init, self.router_metadata)
         return _Shared(self.hidden, self.shared_dim, *gate, **options, name="shared")(x)

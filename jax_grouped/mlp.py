@@ -100,8 +100,8 @@ _SIGNATURE = signature(grouped_mlp)
 
 
 def grouped_mlp_fwd(*args: Any, **kwargs: Any) -> tuple[Array, MlpResiduals]:
-    """y [M, K] of `grouped_mlp`, and what its gradients read. Takes the arguments of `grouped_mlp` but `wgrad_accum` and
-    adapters.
+    """y [M, K] of `grouped_mlp`, and what its gradients read. Takes the arguments of `grouped_mlp` but `wgrad_accum`
+    and adapters.
 
     Not differentiable itself: `grouped_mlp_bwd_dx` and `grouped_mlp_bwd_dw` are its gradients. Raises what
     `grouped_mlp` raises.
@@ -114,8 +114,8 @@ def grouped_mlp_fwd(*args: Any, **kwargs: Any) -> tuple[Array, MlpResiduals]:
         )
     if bound.arguments["lora"] is not None:
         raise ValueError(
-            "`lora` of grouped_mlp_fwd: given, expected None; differentiate grouped_mlp, whose gradients of A and B are "
-            "small."
+            "`lora` of grouped_mlp_fwd: given, expected None; differentiate grouped_mlp, whose gradients of A and B "
+            "are small."
         )
     own = {name: each for name, each in bound.arguments.items() if not name.startswith("lora")}
     op, o = prepare(as_operand, as_array, **own, join=False)

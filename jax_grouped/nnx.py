@@ -65,7 +65,6 @@ class _LoraLayer(RecipeLayer):
     ) -> None:
         """Makes `{name}_a` and `{name}_b` for each weight, after all other parameters."""
         self.lora = nnx.static(lora.layer_options(type(self).__name__, *given))
-        self.deterministic = getattr(self, "deterministic", False)
         self.dropout: nnx.RngStream | None = nnx.data(None)
         if not self.lora.rank:
             return
@@ -119,7 +118,8 @@ class GroupedLinear(_LoraLayer):
         lora_rank: r; the layer then has an adapter (docs/lora.md), `lora_a` [G, K, r] and `lora_b` [G, r, N], both
             `nnx.LoRAParam`; kernel and bias have no gradient. None: no adapter.
         lora_alpha: the adapter is scaled by lora_alpha / r; None: r. lora_dropout: the probability with which elements
-            of x are dropped on their way to `lora_a`, with keys of the stream `dropout`; not after `layer.eval()`.
+            of x are dropped on their way to `lora_a`, with keys of the stream `dropout`.
+        deterministic: without dropout, as after `layer.eval()`.
         rngs: key.
         kernel_metadata, bias_metadata: for the `nnx.Param`s, such as sharding names ("expert", "embed", "mlp").
     """
@@ -141,6 +141,7 @@ class GroupedLinear(_LoraLayer):
         lora_rank: int | None = None,
         lora_alpha: float | None = None,
         lora_dropout: float = 0.0,
+        deterministic: bool = False,
         rngs: nnx.Rngs,
         kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
@@ -154,6 +155,7 @@ class GroupedLinear(_LoraLayer):
         if use_bias:
             self.bias = nnx.Param(bias_init(rngs.params(), (num_groups, out_features), param_dtype), **bias_metadata)
         self.dtype = dtype
+        self.deterministic = deterministic
         self._hold_recipe(recipe, num_groups, 1, rngs)
         self._hold_lora(("lora",), (shape,), (lora_rank, lora_alpha, lora_dropout), param_dtype, rngs)
 
@@ -199,6 +201,7 @@ class _Experts(_LoraLayer):
         lora_rank: int | None = None,
         lora_alpha: float | None = None,
         lora_dropout: float = 0.0,
+        deterministic: bool = False,
         rngs: nnx.Rngs,
         wi_metadata: Metadata = NO_METADATA,
         wo_metadata: Metadata = NO_METADATA,
@@ -216,6 +219,7 @@ class _Experts(_LoraLayer):
             self.wo_bias = nnx.Param(bias_init(rngs.params(), (num_groups, hidden), param_dtype), **bias_metadata)
         self.dtype = dtype
         self.residuals = residuals_option(residuals, can_offload=True)
+        self.deterministic = deterministic
         self._hold_recipe(recipe, num_groups, 2, rngs)
         shapes = (self.wi[...].shape, self.wo[...].shape)
         self._hold_lora(_ADAPTERS, shapes, (lora_rank, lora_alpha, lora_dropout), param_dtype, rngs)
@@ -246,8 +250,8 @@ class GroupedMLP(_Experts):
         kernel_init, bias_init: initialisers; the default of the kernels does not count G in their fan-in.
         recipe: formats of the products, any `Recipe`; None uses the operands without quantising them.
         residuals: what is saved for backward, as in `jax_grouped.grouped_mlp`.
-        lora_rank, lora_alpha, lora_dropout: as in `GroupedLinear`, for both weights: `wi_lora_a`, `wi_lora_b`,
-            `wo_lora_a`, `wo_lora_b`.
+        lora_rank, lora_alpha, lora_dropout, deterministic: as in `GroupedLinear`, for both weights: `wi_lora_a`,
+            `wi_lora_b`, `wo_lora_a`, `wo_lora_b`.
         rngs: key.
         wi_metadata, wo_metadata, bias_metadata: for the `nnx.Param`s, such as sharding names.
     """
@@ -365,9 +369,10 @@ class MoE(_Experts):
         self.jitter, self.sinkhorn = jitter, sinkhorn
         self.capacity_factor, self.drop = capacity_factor, drop
         self.aux_coeff, self.z_coeff, self.axis_name = aux_coeff, z_coeff, axis_name
-        self.shared_dim, self.shared_gate, self.deterministic = shared_dim, shared_gate, deterministic
+        self.shared_dim, self.shared_gate = shared_dim, shared_gate
         _layer_options.check_moe(self)
-        super().__init__(num_experts, hidden, mlp_dim, param_dtype=param_dtype, rngs=rngs, **options)
+        options = {"param_dtype": param_dtype, "deterministic": deterministic, **options}
+        super().__init__(num_experts, hidden, mlp_dim, rngs=rngs, **options)
         self.router = Router(hidden, num_experts, param_dtype, router_init, rngs, router_metadata)
         self.selection_bias: SelectionBias | None = nnx.data(None)
         if selection_bias:
@@ -376,7 +381,7 @@ class MoE(_Experts):
         if shared_dim is not None:
             plain = {name: value for name, value in options.items() if name not in ("use_bias", "bias_metadata")}
             gate = Router(hidden, 1, param_dtype, router_init, rngs, router_metadata).kernel if shared_gate else None
-            self.shared = Shared(hidden, shared_dim, gate, param_dtype=param_dtype, rngs=rngs, **plain)
+            self.shared = Shared(hidden, shared_dim, gate, rngs=rngs, **plain)
         self.noise: nnx.RngStream | None = nnx.data(None)
         if jitter:
             self.noise = stream_of(rngs, "jitter", "MoE", "the jitter of its logits")

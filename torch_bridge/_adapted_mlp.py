@@ -37,7 +37,6 @@ from torch_bridge._scaling import BACKWARD, FORWARD, Scaling
 from torch_bridge._tensors import rows_spec
 from torch_bridge.sizes import every_row
 
-
 NAME, ROUTED_NAME = "grouped_mlp_lora", "routed_mlp_lora"
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -430,7 +429,9 @@ def _deliver(saved: Saved, sizes: Tensor, at: int, grads: PairGrads, deliver: De
 
 
 def _needs(x: bool, weights: Sequence[bool], probs: bool, biases: Sequence[bool]) -> LoraMlpNeeds:
-    return LoraMlpNeeds(x, *weights, probs, *biases)
+    a_wi, b_wi, a_wo, b_wo = weights
+    wi_bias, wo_bias = biases
+    return LoraMlpNeeds(x, a_wi, b_wi, a_wo, b_wo, probs, wi_bias, wo_bias)
 
 
 def _weight_dtypes(op: AdaptedMlp, specs: AdaptedSpecs) -> tuple[str, ...]:

@@ -12,36 +12,62 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grouped_core import lora
+from grouped_core import lora, lora_mlp
 from grouped_core.calls import Call
 from grouped_core.debug import Planned, bound_arguments, explain_calls, why_not
 from grouped_core.lora import LORA
 from torch_bridge import _autocast, _codec, _fake, linear, mlp, route, routed
 from torch_bridge._args import check_buffers, linear_arguments, mlp_arguments, routed_arguments
-from torch_bridge._lora_args import adapted_arguments
+from torch_bridge._lora_args import adapted_arguments, adapted_mlp_arguments, adapted_routed_arguments
 from torch_bridge._record import arch_of
 from torch_bridge._tensors import home, master_of
 from torch_bridge.moe import moe
 from torch_bridge.quantize import check_dequantize, check_quantize, dequantize, quantize
 
 
-def _check_linear(arguments: dict[str, Any], out: Tensor | None, grad_input: Tensor | None) -> None:
+def _parts(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """(the arguments of the base, the options of its adapter)."""
     own = {name: each for name, each in arguments.items() if not name.startswith(LORA)}
-    options = {name: each for name, each in arguments.items() if name.startswith(f"{LORA}_")}
+    options = [arguments[name] for name in ("lora_scaling", "lora_dropout", "lora_key", "lora_wgrad_accum")]
     if arguments[LORA] is None:
-        lora.check_absent(*options.values())
+        lora.check_absent(*options)
+    else:
+        lora.check_no_weight_gradient(wgrad_accum=own.pop("wgrad_accum"))
+    return own, options
+
+
+def _check_linear(arguments: dict[str, Any], out: Tensor | None, grad_input: Tensor | None) -> None:
+    own, options = _parts(arguments)
+    if arguments[LORA] is None:
         return check_buffers(linear_arguments(**own), out, grad_input)
-    lora.check_no_weight_gradient(wgrad_accum=own.pop("wgrad_accum"))
-    a, b = lora.pair_option(arguments[LORA])
-    return check_buffers(adapted_arguments(**own, a=a, b=b, **options), out, grad_input)
+    names = own.pop("implementation")
+    factors = lora.pair_option(arguments[LORA])
+    given: Any = (*own.values(), *factors, *options, names)
+    return check_buffers(adapted_arguments(*given), out, grad_input)
 
 
 def _check_mlp(arguments: dict[str, Any], out: Tensor | None, grad_input: Tensor | None) -> None:
-    check_buffers(mlp_arguments(**arguments), out, grad_input)
+    _check_both(mlp_arguments, adapted_mlp_arguments, arguments, out, grad_input)
 
 
 def _check_routed(arguments: dict[str, Any], out: Tensor | None, grad_input: Tensor | None) -> None:
-    check_buffers(routed_arguments(**arguments), out, grad_input)
+    _check_both(routed_arguments, adapted_routed_arguments, arguments, out, grad_input)
+
+
+def _check_both(
+    plain: Callable[..., Any],
+    adapted: Callable[..., Any],
+    arguments: dict[str, Any],
+    out: Tensor | None,
+    grad_input: Tensor | None,
+) -> None:
+    own, (*options, accums) = _parts(arguments)
+    if arguments[LORA] is None:
+        return check_buffers(plain(**own), out, grad_input)
+    names = own.pop("implementation")
+    factors = lora_mlp.option(arguments[LORA], *options)[1]
+    accums = lora_mlp.accumulators_option(accums)
+    return check_buffers(adapted(*own.values(), *factors, *options, accums, names), out, grad_input)
 
 
 def _planner(operation: Callable[..., Tensor], check: Callable[..., None], weights: tuple[str, ...]) -> Planned:
@@ -50,7 +76,9 @@ def _planner(operation: Callable[..., Tensor], check: Callable[..., None], weigh
     def calls(*, out: Tensor | None, grad_input: Tensor | None, **arguments: Any) -> list[Call]:
         check(_cast(arguments), out, grad_input)  # checks devices and memory, which meta tensors do not have
         if isinstance(arguments.get(f"{LORA}_wgrad_accum"), str):
-            arguments[f"{LORA}_wgrad_accum"] = tuple([_main_grads(each) for each in arguments[LORA]])
+            pairs = arguments[LORA] if len(weights) > 1 else [arguments[LORA]]
+            found = [None if pair is None else tuple(map(_main_grads, pair)) for pair in pairs]
+            arguments[f"{LORA}_wgrad_accum"] = tuple(found) if len(weights) > 1 else found[0]
         if isinstance(arguments["wgrad_accum"], str):
             found = [_main_grads(master_of(arguments[name])) for name in weights]
             arguments["wgrad_accum"] = found[0] if len(weights) == 1 else tuple(found)

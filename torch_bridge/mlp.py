@@ -83,8 +83,8 @@ def grouped_mlp(
         out, grad_input: the caller's buffers for y and the gradient of x, both [M, K], as in `grouped_linear`.
         implementation: names of kernels, each for its own call; "composed" for the unfused ones. See `explain`.
         lora: adapters of both weights, ((A, B) of wi, (A, B) of wo), either pair or None; the weights are then frozen
-            (docs/lora.md). A [G, r, K] and B [G, W, r] of wi, A [G, r, F] and B [G, K, r] of wo, as in `grouped_linear`;
-            with `rhs_transposed=False` the last two axes are swapped.
+            (docs/lora.md). A [G, r, K] and B [G, W, r] of wi, A [G, r, F] and B [G, K, r] of wo, as in
+            `grouped_linear`; with `rhs_transposed=False` the last two axes are swapped.
         lora_scaling, lora_dropout, lora_key: as in `grouped_linear`, for both; the masks of the second differ.
         lora_wgrad_accum: "main_grad", or accumulators in the structure of `lora`.
 

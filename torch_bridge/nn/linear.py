@@ -59,9 +59,9 @@ class GroupedLinear(ScaledModule):
         preserve_high_precision_init: the initial value of quantised weights stays on the host until it is released
             (`QuantizedWeight.high_precision_init_val`); plain weights are not affected. None: as in
             `quantized_model_init`, otherwise False.
-        lora_rank: r; the layer then has an adapter (docs/lora.md), parameters `lora_A` [G, r, K] and `lora_B` [G, N, r],
-            and its weights and biases are frozen. Gradients of the adapter follow the options of weight gradients.
-            Weights that are quantised for a recipe with plain rows in dgrad hold one form. None: no adapter.
+        lora_rank: r; the layer then has an adapter (docs/lora.md), parameters `lora_A` [G, r, K] and `lora_B`
+            [G, N, r], and its weights and biases are frozen. Gradients of the adapter follow the options of weight
+            gradients. Weights that are quantised for a recipe with plain rows in dgrad hold one form. None: no adapter.
         lora_alpha: the adapter is scaled by lora_alpha / r; None: r. lora_dropout: the probability with which elements
             of x are dropped on their way to `lora_A`, in training.
 
