@@ -16,6 +16,8 @@ struct TileChoice {
 // What is left of 227 KiB beside 4 stages of 40 KiB goes to a fifth stage or to slots.
 inline constexpr TileChoice kManyStages = {192, 5, 1};
 inline constexpr TileChoice kManySlots = {192, 4, 4};
+// For few columns, those of low-rank products: what counts is the rate at which rows arrive.
+inline constexpr TileChoice kNarrow = {64, 7, 2};
 // With an activation a slot is half as large, and three of them take turns.
 inline constexpr TileChoice kWithActivation = {192, 5, 3};
 
@@ -23,8 +25,8 @@ inline constexpr TileChoice kWithActivation = {192, 5, 3};
 inline constexpr TileChoice kPromoting = {192, 4, 3};
 inline constexpr TileChoice kPromotingWide = {192, 3, 6};
 
-// For ragged rows: `contracted` elements a sum, `out_bytes` of a result element.
-const TileChoice& rows_tile_sm90(int64_t contracted, int64_t out_bytes);
+// For ragged rows: `contracted` elements per sum, `out_bytes` of a result element, `cols` of a result row.
+const TileChoice& rows_tile_sm90(int64_t contracted, int64_t out_bytes, int64_t cols);
 
 // Weight gradients of fp32, [groups, rows, cols], have tiles of 256 rows by `tile_cols`.
 inline constexpr int kTallRows = 256;

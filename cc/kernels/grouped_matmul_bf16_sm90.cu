@@ -14,6 +14,7 @@
 //   tile        accumulators   ring         slots           registers, 128 + 256 threads
 //   128 x 192   192 a thread   5 x 40 KiB   8 x 1 x 2 KiB   40 / 232    long sums
 //   128 x 192   192 a thread   4 x 40 KiB   8 x 4 x 2 KiB   40 / 232    short sums
+//   128 x 64    64 a thread    7 x 24 KiB   8 x 2 x 2 KiB   40 / 232    few columns
 #include "cc/api/calls.h"
 #include "cc/api/halves.h"
 #include "cc/api/kernel.h"
@@ -50,7 +51,9 @@ struct RowsProduct {
   static __device__ uint32_t rhs_bytes(int) { return Rhs::kBytes; }
   template <class Multiply>
   static __device__ void multiply_cols(int cols, Multiply multiply) {
-    if (cols > kEdgeCols) {
+    if constexpr (Shape::kCols <= kEdgeCols) {
+      multiply(std::integral_constant<int, Shape::kCols>{});
+    } else if (cols > kEdgeCols) {
       multiply(std::integral_constant<int, Shape::kCols>{});
     } else {
       multiply(std::integral_constant<int, kEdgeCols>{});
@@ -163,10 +166,10 @@ void launch_shape(const GroupedMatmul& call, const HalvesParams& p, void* stream
 
 template <class T, class Out>
 void launch_types(const GroupedMatmul& call, const HalvesParams& p, void* stream) {
+  const TileChoice& tile = rows_tile_sm90(p.length, sizeof(Out), p.cols);
+  if (&tile == &kNarrow) return launch_shape<T, Out, TileOf<kNarrow>>(call, p, stream);
   if constexpr (sizeof(Out) == 2) {
-    if (&rows_tile_sm90(p.length, sizeof(Out)) == &kManyStages) {
-      return launch_shape<T, Out, TileOf<kManyStages>>(call, p, stream);
-    }
+    if (&tile == &kManyStages) return launch_shape<T, Out, TileOf<kManyStages>>(call, p, stream);
   }
   return launch_shape<T, Out, TileOf<kManySlots>>(call, p, stream);
 }

@@ -627,8 +627,9 @@ void tensor_map_failures() {
 void choices() {
   constexpr int kSharedBytes = 227 * 1024;
   for (int64_t contracted = 1; contracted <= 1 << 16; contracted += 1 + contracted / 16) {
-    for (int64_t out_bytes : {2, 4}) {
-      const TileChoice& tile = rows_tile_sm90(contracted, out_bytes);
+    for (int64_t choice = 0; choice < 4; ++choice) {
+      const int64_t out_bytes = choice % 2 ? 4 : 2, cols = choice < 2 ? 16 : 192;
+      const TileChoice& tile = rows_tile_sm90(contracted, out_bytes, cols);
       const int ring = tile.stages * (2 * kBlockBytes + tile.cols * 128), slot_bytes = 8 * tile.slots * kSlotBytes;
       EXPECT(ring + slot_bytes + kSlotBytes < kSharedBytes, "%d stages and %d slots", tile.stages, tile.slots);
       EXPECT(out_bytes == 2 || tile.slots >= 2, "four-byte results store twice as long");
