@@ -85,6 +85,7 @@ constexpr struct {
     {"capacity", &kPositive},
     {"by_weight", &kFlag},
     {"align", &kPositive},
+    {"ranks", &kPositive},
 };
 
 struct Words {
