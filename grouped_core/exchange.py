@@ -1,12 +1,12 @@
 """Expert parallelism: what the ranks of an exchange send each other, whichever library moves it.
 
-Each of P ranks holds T tokens and E / P of the E experts, rank r those from r E / P on. A rank sorts its slots by expert,
-then token, then place, and gives every rank at most B of them, its budget: one buffer of P B rows in which the part of
-rank d starts at row d B (`send_order`). An all-to-all of these parts gives each rank a buffer of P B rows again, the part
-of source s at row s B, with the expert of each row, or -1 where a budget was not used up. These are tokens with one
-expert each, so the experts run on them as on any tokens (`grouped_core.routed`), and sort them by local expert, then
-source rank, then token: the order of all tokens on one rank, whose bits follow (docs/contracts.md, LYR-9, LYR-10).
-Results go back the same way and are summed per token.
+Each of P ranks holds T tokens and E / P of the E experts, rank r those from r E / P on. A rank sorts its slots by
+expert, then token, then place, and gives every rank at most B of them, its budget: one buffer of P B rows in which the
+part of rank d starts at row d B (`send_order`). An all-to-all of these parts gives each rank a buffer of P B rows
+again, the part of source s at row s B, with the expert of each row, or -1 where a budget was not used up. These are
+tokens with one expert each, so the experts run on them as on any tokens (`grouped_core.routed`), and sort them by local
+expert, then source rank, then token: the order of all tokens on one rank, whose bits follow (docs/contracts.md, LYR-9,
+LYR-10). Results go back the same way and are summed per token.
 
 Letters: P ranks, T tokens of a rank, k experts per token, E experts, B rows of the budget, H columns.
 """
@@ -123,8 +123,8 @@ class Sent(NamedTuple):
 def send_order(run: Runner, op: Exchange, experts: Array, weights: Array | None = None) -> Sent:
     """What goes where of the slots of `experts` [T, k], with `weights` [T, k].
 
-    The rows are `routing.gather(run, x, sent.source, k)`; results that came back in their places are summed per token by
-    `routing.combine(run, rows, sent.inverse, dtype)`. Each is the gradient of the other.
+    The rows are `routing.gather(run, x, sent.source, k)`; results that came back in their places are summed per token
+    by `routing.combine(run, rows, sent.inverse, dtype)`. Each is the gradient of the other.
     """
     order = routing.order(run, experts, op.experts, op.tokens * op.slots)
     specs = (run.spec(each) for each in (order.sizes, order.source, order.inverse))

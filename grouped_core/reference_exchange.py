@@ -15,7 +15,7 @@ from grouped_core.exchange import Exchange
 
 
 class Received(NamedTuple):
-    """What one rank receives: for each of its P B rows the source rank, its slot there and the local expert; -1: none."""
+    """What one rank receives: of each of its P B rows the source rank, its slot there, the local expert; -1: none."""
 
     ranks: NDArray[np.int64]
     slots: NDArray[np.int64]

@@ -79,9 +79,7 @@ def there(
 ) -> tuple[Arrived, Way]:
     """Sends each token of x [T, H] to the ranks of its experts [T, k], of `count`, with its weights [T, k]."""
     (tokens, slots), ranks = experts.shape, size_of(axis)
-    op = exchange_option(
-        function, ranks=ranks, experts=count, tokens=tokens, slots=slots, budget_factor=factor
-    )
+    op = exchange_option(function, ranks=ranks, experts=count, tokens=tokens, slots=slots, budget_factor=factor)
     rows, sent = differentiable(_rows.permute, op, x, weights, experts)
     sends = recvs = None
     if transport == "ragged_all_to_all":
@@ -93,7 +91,7 @@ def there(
 
 
 def back(results: Any, way: Way, dtype: str | None = None) -> Any:
-    """[T, H]: the results [P B, H] of received rows, sent back and summed per token, in `dtype` or that of the results."""
+    """[T, H]: the results [P B, H] of received rows, sent back and summed per token, in `dtype` or their own."""
     rows = _move(results, way, way.recvs, way.sends)
     return differentiable(_rows.unpermute, dtype, rows, None, way.source, way.inverse)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -42,8 +43,8 @@ class MeshAxes:
         names = self.names
         if not names:
             raise ValueError(
-                "MeshAxes: no axis, expected at least one of `data`, `expert`, `tensor`; name one, or use the functions "
-                "for one device, such as jax_grouped.moe."
+                "MeshAxes: no axis, expected at least one of `data`, `expert`, `tensor`; name one, or use the "
+                "functions for one device, such as jax_grouped.moe."
             )
         if len(set(names)) < len(names):
             raise ValueError(f"MeshAxes: axes {names}, expected each of them once; name different axes of the mesh.")
@@ -116,8 +117,9 @@ def mesh_for(function: str, axes: MeshAxes, mesh: Any, x: Any) -> Any:
     if mesh is None:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:
-            sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-            mesh = getattr(sharding, "mesh", None)
+            mesh = jax.typeof(x).sharding.mesh  # of Explicit axes; an Auto mesh shows in arrays alone, not in tracers
+            if mesh.empty and not isinstance(x, Tracer):
+                mesh = getattr(x.sharding, "mesh", None)
     if mesh is None or mesh.empty:
         raise ValueError(
             f"`mesh` of {function}: None, expected a mesh, because none is set and `x` has none; pass one, or use "

@@ -70,7 +70,9 @@ def _check_plain(arrays: Mapping[str, Any], what: str) -> None:
     for name in ("wi", "wo"):
         node = arrays[name]
         if any(isinstance(each, QTensor | StraightThrough) for each in (node if isinstance(node, tuple) else (node,))):
-            raise _wrong(name, f"quantised, with {what}", "a plain array", "quantised weights are split by experts alone")
+            raise _wrong(
+                name, f"quantised, with {what}", "a plain array", "quantised weights are split by experts alone"
+            )
 
 
 def check_split(plan: Plan, mesh: Any, arrays: Mapping[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """The local part of an expert-parallel MoE layer, and `shard_map` around it.
 
-Letters: T tokens of a rank, H hidden size, E experts, L experts of a rank, k experts per token, F expert width, W columns
-of the hidden rows.
+Letters: T tokens of a rank, H hidden size, E experts, k experts per token, F expert width, W columns of hidden rows.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from grouped_core.recipes import BoundRecipe
 from jax_grouped import _mesh, route
 from jax_grouped._exchange import back, in_a_ring, rounded_once, there
 from jax_grouped._mesh import MeshAxes, members, sum_over
-from jax_grouped._router_product import router_logits
 from jax_grouped._nodes import value_of
+from jax_grouped._router_product import router_logits
 from jax_grouped.moe import SharedExpert, of_shared
 from jax_grouped.quantize import StraightThrough
 from jax_grouped.routed import routed_mlp
@@ -56,7 +55,7 @@ class Plan:
 
 
 def local_moe(plan: Plan, arrays: dict[str, Any]) -> tuple[Any, route.MoEAux]:
-    """y [T, H] and the metrics of all ranks, inside `shard_map`; arrays: the arguments by name, as this rank has them."""
+    """y [T, H] and the metrics of all ranks, inside `shard_map`; arrays: the arguments by name, those of this rank."""
     axes, given = plan.axes, dict(arrays)
     x, router, shared = given.pop("x"), given.pop("router"), given.pop("shared", None)
     wi, wo, accum, recipe = (given.pop(name, None) for name in ("wi", "wo", "wgrad_accum", "recipe"))
@@ -116,8 +115,8 @@ def _experts(
         of_wi, of_wo = (_rounded(plan, each) for each in (wi, wo))
         options = options | {"wgrad_dtype": "float32"}
 
-        def mlp(*tokens: Any) -> Any:
-            return routed_mlp(*tokens, of_wi, of_wo, **options)
+        def mlp(x: Any, experts: Any, weights: Any) -> Any:
+            return routed_mlp(x, experts, weights, of_wi, of_wo, **options)
 
         own = plan.count // _mesh.size_of(axis)
         y = in_a_ring(mlp, x, experts, weights, own, axis)
@@ -210,8 +209,8 @@ def _spec(plan: Plan, name: str, node: Any) -> Any:
         return tuple(spec if each is not None else None for spec, each in zip(specs, node, strict=True))
     if name == "shared":
         wi, wo = (_mesh.weight_specs(each, _weight_spec(plan, None, at)) for at, each in enumerate(node[:2]))
-        recipe = None if node.recipe is None else _mesh.recipe_specs(node.recipe, None)
-        return SharedExpert(wi, wo, None if node.gate is None else P(), recipe)
+        specs: Any = (wi, wo, None if node.gate is None else P(), _mesh.recipe_specs(node.recipe, None))
+        return SharedExpert(*specs)
     return P()
 
 

@@ -3,8 +3,8 @@
 `moe` is the whole layer; `dispatch` and `combine` are its two exchanges, for layers of one's own. What is computed does
 not depend on how the layer is spread (docs/contracts.md, LYR-9): docs/parallel.md.
 
-Letters: P ranks of the expert axis, T tokens, E experts, L = E / P experts of a rank, k experts per token, B rows that one
-rank sends to one rank at most, H hidden size, F expert width, W columns of the hidden rows.
+Letters: P ranks of the expert axis, T tokens, E experts, L = E / P experts of a rank, k experts per token, B rows that
+one rank sends to one rank at most, H hidden size, F expert width, W columns of the hidden rows.
 """
 
 from __future__ import annotations
@@ -95,7 +95,14 @@ def moe(
     check_rank("moe", "router", "router", router.shape, of=_parallel_moe.FUNCTION)
     name, function = transport_option(_parallel_moe.FUNCTION, transport), _parallel_moe.FUNCTION
     exchange.check_budget_factor(function, budget_factor)
-    arrays: dict[str, Any] = {"x": x, "router": router, "wi": wi, "wo": wo, "shared": shared, "wgrad_accum": wgrad_accum}
+    arrays: dict[str, Any] = {
+        "x": x,
+        "router": router,
+        "wi": wi,
+        "wo": wo,
+        "shared": shared,
+        "wgrad_accum": wgrad_accum,
+    }
     arrays |= {"wi_bias": wi_bias, "wo_bias": wo_bias, "recipe": as_bound(linear_spec.recipe_option(recipe))}
     of_tokens = {each: routing.pop(each, None) for each in ("mask", "experts", "bias", "key", "sequence_sizes")}
     arrays = {each: value for each, value in (arrays | of_tokens).items() if value is not None}
@@ -186,8 +193,9 @@ def dispatch(
         _ragged.warn_about_flags(jax.default_backend())
     found, way = there(function, x, to_int32(experts), weights, num_experts, axis_name, name, budget_factor)
     rows, sizes, permutation = route.permute(found.rows, found.experts, way.option.own, probs=found.probs)
-    lost = _mesh.sum_over(way.dropped, axis_name)
-    return rows, sizes, Handle(permutation.probs, lost, lost > 0, permutation, way)
+    lost, probs = _mesh.sum_over(way.dropped, axis_name), permutation.probs
+    assert probs is not None, "weights were given"
+    return rows, sizes, Handle(probs, lost, lost > 0, permutation, way)
 
 
 def combine(y: Float[Array, "M H"], handle: Handle) -> Float[Array, "T H"]:
