@@ -23,8 +23,8 @@ def check_moe(plan: Plan, arrays: Mapping[str, Any]) -> None:
         ValueError: they do.
     """
     routing, recipe = dict(plan.routing), arrays["recipe"]
-    if "axis_name" in routing:
-        raise _wrong("axis_name", repr(routing["axis_name"]), "none", "losses are of all tokens that `axes` split")
+    if routing.get("axis_name") is not None:
+        raise _wrong("axis_name", repr(routing["axis_name"]), "None", "losses are of all tokens that `axes` split")
     if plan.transport == "ring":
         _check_ring(plan, arrays, recipe)
     if plan.fsdp:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx as flax_nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 import jax_grouped
 from grouped_core import reference_exchange
 from grouped_core.exchange import exchange_option
-from jax_grouped import MXFP8, Activation, FP8Block, FP8Current, FP8Delayed, SharedExpert, parallel, route
+from jax_grouped import MXFP8, Activation, FP8Block, FP8Current, FP8Delayed, SharedExpert, linen, nnx, parallel, route
 from jax_grouped.parallel import MeshAxes
 from tests import asserts, bounds, cases
 from tests.jax_frontend.jax_tools import optimised
@@ -455,7 +456,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "factor": ({"budget_factor": 0.0}, ("`budget_factor`", "0.0", "above 0", "2.0")),
     "ring_factor": ({"budget_factor": 2.0, "transport": "ring"}, ("`budget_factor`", "2.0", "None", "no budget")),
-    "axis_name": ({"axis_name": "expert"}, ("`axis_name`", "'expert'", "none", "`axes` split")),
+    "axis_name": ({"axis_name": "expert"}, ("`axis_name`", "'expert'", "None", "`axes` split")),
     "fsdp": ({"fsdp": True}, ("`fsdp`", "without a data axis", "False", "MeshAxes.data")),
     "axes": ({"axes": MeshAxes(expert="model")}, ("`axes`", "'model'", "('expert', 'tensor')", "name those")),
     "mask": ({"mask": jnp.ones(3, bool)}, ("`mask`", "(3,)", "32 tokens", "one entry for each token")),
@@ -509,3 +510,45 @@ def test_refused_arrays() -> None:
         ValueError, ("`axes` of parallel.moe", "only ('expert',) are manual", "all or none", "outside")
     ):
         jax.jit(inside)(parameters(pair=True), draw(T, H))
+
+
+# ---- layers
+
+
+@pytest.mark.rule("LYR-9", "LYR-13")
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_of_flax(kind: AxisType) -> None:
+    """Both kinds, spread by their own options, against the same layer on one device."""
+    mesh, x = mesh_of(kind, data=2, expert=4), draw(8, T // 8, H, seed="x")
+    options = {"mesh_axes": MeshAxes("data", "expert"), "budget_factor": 4.0, "shared_dim": S}
+    alone = nnx.MoE(H, F, E, K, shared_dim=S, rngs=flax_nnx.Rngs(0))
+    layer, other = nnx.MoE(H, F, E, K, rngs=flax_nnx.Rngs(0), **options), linen.MoE(H, F, E, K, **options)
+    y, aux = alone(x)
+    params = {"params": flax_nnx.to_pure_dict(flax_nnx.state(layer, flax_nnx.Param))}
+    tokens = jax.device_put(x, NamedSharding(mesh, P(("data", "expert"))))
+    with jax.set_mesh(mesh):
+        found = [jax.jit(lambda x: layer(x))(tokens), jax.jit(lambda x: other.apply(params, x))(tokens)]
+    for results, metrics in found:
+        asserts.bitwise(results, y)
+        asserts.bitwise(metrics.load, aux.load)
+
+
+@pytest.mark.rule("ERR-1")
+def test_refusals_of_layers() -> None:
+    def made(**options: Any) -> None:
+        nnx.MoE(H, F, E, K, rngs=flax_nnx.Rngs(0), **options)
+
+    with asserts.refused(ValueError, ("`budget_factor` of MoE", "2.0 without `mesh_axes`", "None", "axes of the mesh")):
+        made(budget_factor=2.0)
+    with asserts.refused(ValueError, ("`transport` of MoE", "'pigeon'", "all_to_all", "default")):
+        made(transport="pigeon", mesh_axes=EXPERT)
+    with asserts.refused(ValueError, ("`axis_name` of MoE", "'expert' beside `mesh_axes`", "None", "leave it out")):
+        made(axis_name="expert", mesh_axes=EXPERT)
+    with asserts.refused(TypeError, ("`mesh_axes` of MoE", "str", "a MeshAxes", "parallel.MeshAxes")):
+        made(mesh_axes="expert")
+
+    class Own(nnx.MoE):
+        mlp = staticmethod(lambda x, *_, **__: x)
+
+    with asserts.refused(ValueError, ("`mesh_axes` of MoE", "another `mlp`", "None", "parallel.dispatch")):
+        Own(H, F, E, K, rngs=flax_nnx.Rngs(0), mesh_axes=EXPERT)(draw(T, H))
