@@ -15,10 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from grouped_core import routed
 from grouped_core.exchange import Exchange, exchange_option
+from grouped_core.formats import Format, QTensor
 from jax_grouped import _ragged, _rows
 from jax_grouped._mesh import Axis, members, size_of, vary_over
-from jax_grouped._run import differentiable
+from jax_grouped._run import RUN, differentiable
+from jax_grouped.quantize import StraightThrough
 
 TRANSPORTS = ("all_to_all", "ragged_all_to_all", "ring")
 """How rows travel: in parts of a static budget, only those that there are, or tokens from rank to rank in a ring."""
@@ -75,9 +78,22 @@ class Arrived:
 
 
 def there(
-    function: str, x: Any, experts: Any, weights: Any, count: int, axis: Axis, transport: str, factor: float | None
+    function: str,
+    x: Any,
+    experts: Any,
+    weights: Any,
+    count: int,
+    axis: Axis,
+    transport: str,
+    factor: float | None,
+    codes: Format | None = None,
 ) -> tuple[Arrived, Way]:
-    """Sends each token of x [T, H] to the ranks of its experts [T, k], of `count`, with its weights [T, k]."""
+    """Sends each token of x [T, H] to the ranks of its experts [T, k], of `count`, with its weights [T, k].
+
+    Args:
+        codes: a format with scales per row that tokens are quantised in before they are sent; rows are then a
+            `StraightThrough`. Its master is never read, so XLA does not send it; its gradient travels back.
+    """
     (tokens, slots), ranks = experts.shape, size_of(axis)
     op = exchange_option(function, ranks=ranks, experts=count, tokens=tokens, slots=slots, budget_factor=factor)
     rows, sent = differentiable(_rows.permute, op, x, weights, experts)
@@ -87,7 +103,26 @@ def there(
         recvs = _static(sends, axis)
     way = Way(sent.source, sent.inverse, sends, recvs, sent.dropped[0], op, axis, transport)
     ids, probs = (_static(each, axis)[:, None] for each in (sent.experts, sent.probs))
-    return Arrived(_move(rows, way, sends, recvs), ids, probs), way
+    moved = _move(rows, way, sends, recvs)
+    if codes is not None:
+        moved = StraightThrough(moved, _codes_there(jax.lax.stop_gradient(x), codes, way))
+    return Arrived(moved, ids, probs), way
+
+
+def _codes_there(x: Any, fmt: Format, way: Way) -> QTensor[Any]:
+    """The rows sent of x [T, H], quantised before they are sent; both arrays travel as whole bytes."""
+    rows = jax.lax.stop_gradient(_rows.codes(_rows.Codes(fmt, way.option.slots), x, way.source))
+    at = routed.scale_axis(RUN, rows)
+
+    def bytes_there(array: Any, move: Any) -> Any:
+        if array.dtype.itemsize > 1:
+            return move(array)
+        moved = move(jax.lax.bitcast_convert_type(array, jnp.uint8))
+        return jax.lax.bitcast_convert_type(moved, array.dtype)
+
+    values = bytes_there(rows.values, lambda each: _move(each, way, way.sends, way.recvs))
+    scales = bytes_there(rows.scales, lambda each: _static(each, way.axis, at))
+    return QTensor(values, scales, None, rows.format, 1, rows.shape, rows.dtype)
 
 
 def back(results: Any, way: Way, dtype: str | None = None) -> Any:
@@ -102,9 +137,9 @@ def _move(rows: Any, way: Way, sends: Any, recvs: Any) -> Any:
     return _ragged.swap(way.axis, vary_over(rows, way.axis), sends, recvs)
 
 
-def _static(rows: Any, axis: Axis) -> Any:
-    """[P B, ...]: part s is what rank s had as the part of this rank."""
-    return jax.lax.all_to_all(vary_over(rows, axis), members(axis), 0, 0, tiled=True)
+def _static(rows: Any, axis: Axis, at: int = 0) -> Any:
+    """[P B, ...], or of that shape with P B as axis `at`: part s is what rank s had as the part of this rank."""
+    return jax.lax.all_to_all(vary_over(rows, axis), members(axis), at, at, tiled=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -47,8 +47,10 @@ ROUTER = (
 )
 """Options of `route.topk_router` that a MoE layer holds."""
 
-PARALLEL = ("mesh_axes", "transport", "budget_factor", "fsdp")
-"""How a MoE layer is spread over devices; see `parallel.moe`."""
+PARALLEL: Mapping[str, Any] = MappingProxyType(
+    {"transport": TRANSPORTS[0], "budget_factor": None, "send": None, "fsdp": False}
+)
+"""How a MoE layer is spread over the axes `mesh_axes`, and the defaults; see `parallel.moe`."""
 
 _COMMON = ("use_bias", "dtype", "param_dtype", "kernel_init", "bias_init", "recipe")
 _EXPERTS = ("activation", *_COMMON, "residuals", "wi_metadata", "wo_metadata", "bias_metadata")
@@ -62,7 +64,7 @@ CONSTRUCTORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "GroupedMLP": ("num_groups", "hidden", "mlp_dim", *_EXPERTS),
         "MoE": (
             *("hidden", "mlp_dim", "num_experts", "num_experts_per_tok"),
-            *(*ROUTER, "selection_bias", "shared_dim", "shared_gate", "deterministic", *PARALLEL),
+            *(*ROUTER, "selection_bias", "shared_dim", "shared_gate", "deterministic", "mesh_axes", *PARALLEL),
             *("router_init", "router_metadata", *_EXPERTS),
         ),
     }
@@ -102,7 +104,7 @@ def _check_parallel(layer: Any) -> None:
     transport_option("MoE", layer.transport)
     check_budget_factor("MoE", layer.budget_factor)
     if layer.mesh_axes is None:
-        for name, default in (("budget_factor", None), ("fsdp", False), ("transport", TRANSPORTS[0])):
+        for name, default in PARALLEL.items():
             if getattr(layer, name) != default:
                 raise ValueError(
                     f"`{name}` of MoE: {getattr(layer, name)!r} without `mesh_axes`, expected {default!r}; pass the "
@@ -134,7 +136,7 @@ def function_of(layer: Any) -> Callable[..., Any]:
             "`mesh_axes` of MoE: given with another `mlp`, expected None; `parallel.moe` runs routed_mlp, so take the "
             "one of MoE, or write the layer with parallel.dispatch and combine."
         )
-    options = {name: getattr(layer, name) for name in PARALLEL if name != "mesh_axes"}
+    options = {name: getattr(layer, name) for name in PARALLEL}
     return partial(parallel.moe, axes=layer.mesh_axes, **options)
 
 

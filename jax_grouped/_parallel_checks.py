@@ -8,8 +8,11 @@ from typing import Any
 from grouped_core import activations
 from grouped_core.formats import QTensor
 from jax_grouped._mesh import ranks_along
-from jax_grouped._parallel_moe import FUNCTION, TOKENS, Plan
+from jax_grouped._parallel_moe import FUNCTION, TOKENS, Plan, format_sent
 from jax_grouped.quantize import StraightThrough
+
+SENDS = (None, "tokens", "codes")
+"""What travels to the experts: tokens as they are, or quantised where they are sent; None: as the recipe allows."""
 
 
 def _wrong(option: str, came: str, expected: str, remedy: str) -> ValueError:
@@ -25,6 +28,11 @@ def check_moe(plan: Plan, arrays: Mapping[str, Any]) -> None:
     routing, recipe = dict(plan.routing), arrays["recipe"]
     if routing.get("axis_name") is not None:
         raise _wrong("axis_name", repr(routing["axis_name"]), "None", "losses are of all tokens that `axes` split")
+    if plan.send not in SENDS:
+        raise _wrong(
+            "send", repr(plan.send), "None, 'tokens' or 'codes'", "None sends codes where the recipe allows it"
+        )
+    format_sent(plan.send, recipe)
     if plan.transport == "ring":
         _check_ring(plan, arrays, recipe)
     if plan.fsdp:
@@ -36,6 +44,8 @@ def check_moe(plan: Plan, arrays: Mapping[str, Any]) -> None:
 def _check_ring(plan: Plan, arrays: Mapping[str, Any], recipe: Any) -> None:
     if plan.budget_factor is not None:
         raise _wrong("budget_factor", f"{plan.budget_factor} with transport 'ring'", "None", "a ring has no budget")
+    if plan.send == "codes":
+        raise _wrong("send", "'codes' with transport 'ring'", "None", "in a ring tokens travel as they are")
     words = "because weights are used once for each rank of the ring; use another transport"
     if "wgrad_accum" in arrays:
         raise _wrong("wgrad_accum", "given with transport 'ring'", "None", words)

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 
-from grouped_core import exchange
+from grouped_core import exchange, routed
 from grouped_core import routing as rules
 from grouped_core.calls import spec_of
 from grouped_core.exchange import Exchange, Sent
+from grouped_core.formats import Format, QTensor
+from jax_grouped._arguments import one_group
 from jax_grouped._run import RUN, nonzero, reduce_to, varying_axes
 
 
@@ -127,6 +129,22 @@ def _unpermute_bwd(_: str | None, saved: _Moved, d_out: Any) -> tuple[Any, Any, 
 unpermute = jax.custom_vjp(_unpermute_value, nondiff_argnums=(0,))
 """[T, H] in the dtype of its options, by default that of the rows: the sum of each token's rows, times its weights."""
 unpermute.defvjp(_unpermute_fwd, _unpermute_bwd, symbolic_zeros=True)
+
+
+class Codes(NamedTuple):
+    """Static options of `codes`: the format, and the slots of a token."""
+
+    format: Format
+    slots: int
+
+
+def _codes_value(options: Codes, x: Any, source: Any) -> QTensor[Any]:
+    return routed.rows_of(RUN, routed.codes_of(RUN, x, options.format, one_group(x.shape[0])), source, options.slots)
+
+
+codes = jax.custom_vjp(_codes_value, nondiff_argnums=(0,))
+"""The rows of x [T, H] that each slot of `source` belongs to, of x quantised; without gradient."""
+codes.defvjp(lambda options, x, source: (_codes_value(options, x, source), None), lambda *_: (None, None))
 
 
 def _take_value(_: None, rows: Any, source: Any, inverse: Any) -> Any:

@@ -227,8 +227,8 @@ class MoE(_Experts):
         shared_dim: F of an expert that every token goes to; None: there is none. shared_gate: whether its result is
             weighted by the sigmoid of a gate.
         deterministic: without jitter, as after `layer.eval()`.
-        mesh_axes, transport, budget_factor, fsdp: as in `jax_grouped.parallel.moe`, where the layer is spread over the
-            axes of a mesh, a `parallel.MeshAxes`; None: it is not.
+        mesh_axes, transport, budget_factor, send, fsdp: as in `jax_grouped.parallel.moe`, where the layer is spread
+            over the axes of a mesh, a `parallel.MeshAxes`; None: it is not.
         router_init: initialiser of the kernels of router and gate. router_metadata: for their `nnx.Param`s.
         options: keywords of `GroupedMLP`; those of the experts serve the shared one too, which has no biases.
     """
@@ -265,6 +265,7 @@ class MoE(_Experts):
         mesh_axes: MeshAxes | None = None,
         transport: str = "all_to_all",
         budget_factor: float | None = None,
+        send: str | None = None,
         fsdp: bool = False,
         param_dtype: Any = jnp.float32,
         router_init: Initializer = default_router_init,
@@ -279,7 +280,8 @@ class MoE(_Experts):
         self.capacity_factor, self.drop = capacity_factor, drop
         self.aux_coeff, self.z_coeff, self.axis_name = aux_coeff, z_coeff, axis_name
         self.shared_dim, self.shared_gate, self.deterministic = shared_dim, shared_gate, deterministic
-        self.mesh_axes, self.transport, self.budget_factor, self.fsdp = mesh_axes, transport, budget_factor, fsdp
+        self.mesh_axes, self.transport, self.budget_factor = mesh_axes, transport, budget_factor
+        self.send, self.fsdp = send, fsdp
         _layer_options.check_moe(self)
         super().__init__(num_experts, hidden, mlp_dim, param_dtype=param_dtype, rngs=rngs, **options)
         self.router = Router(hidden, num_experts, param_dtype, router_init, rngs, router_metadata)

@@ -45,6 +45,7 @@ def moe(
     axes: MeshAxes,
     transport: str = "all_to_all",
     budget_factor: float | None = None,
+    send: str | None = None,
     mesh: Any = None,
     check_vma: bool = True,
     fsdp: bool = False,
@@ -74,6 +75,10 @@ def moe(
             with sums of float32, within bounds.
         budget_factor: a rank sends a rank at most this many times the mean T k / P rows, T of a rank; rows beyond are
             dropped and counted in `MoEAux`. None: as many as there can be.
+        send: what travels to the experts. "tokens": rows of x, quantised where they arrive. "codes": rows quantised
+            where they are sent, half the bytes or less, for recipes whose scales are those of single rows (FP8Block,
+            MXFP8); y, dx and the gradient of wo have the same bits, the gradient of wi reads the dequantised codes.
+            None: codes where the recipe allows it.
         mesh: None: that of `jax.set_mesh`, or of x.
         check_vma: of `shard_map`, where it is opened here.
         fsdp: weights are also sharded over the data axes, along H; they are gathered here, and their gradients are
@@ -112,6 +117,7 @@ def moe(
         axes=axes,
         transport=name,
         budget_factor=budget_factor,
+        send=send,
         fsdp=bool(fsdp),
         k=k,
         count=router.shape[1],
