@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from grouped_core import routing, routing_calls
-from grouped_core.calls import MAX_GROUPS
+from grouped_core.calls import MAX_GROUPS, ArraySpec
+from grouped_core.formats import WIDE
 from grouped_core.products import Array, Runner
+from grouped_core.ranks import check_rank
 
 ALIGN = 8
 """Rows that a budget from a factor is a multiple of, so that the part of each rank is aligned."""
@@ -99,6 +101,40 @@ def check_budget_factor(function: str, factor: float | None) -> None:
             f"`budget_factor` of {function}: {factor}, expected None or a finite number above 0; 2.0 leaves room for "
             "twice the mean, None for every row."
         )
+
+
+def check_dispatch(function: str, x: ArraySpec, experts: ArraySpec, weights: ArraySpec) -> None:
+    """Checks the arguments of `dispatch`, x [T, H], experts and weights [T, k].
+
+    Raises:
+        TypeError: dtypes. ValueError: shapes.
+    """
+    for name, spec in (("x", x), ("experts", experts), ("weights", weights)):
+        check_rank("dispatch", name, name, spec.shape, of=function)
+    if not experts.dtype.startswith(("int", "uint")):
+        raise TypeError(f"`experts` of {function}: dtype {experts.dtype}, expected integers; pass numbers of experts.")
+    for name, spec in (("x", x), ("weights", weights)):
+        if spec.dtype not in WIDE:
+            raise TypeError(f"`{name}` of {function}: dtype {spec.dtype}, expected one of {', '.join(WIDE)}; cast it.")
+        tokens = spec.shape[: 1 if name == "x" else 2]
+        if tokens != experts.shape[: len(tokens)]:
+            raise ValueError(
+                f"`{name}` of {function}: shape {tuple(spec.shape)}, expected one entry for each of those of "
+                f"`experts`, {tuple(experts.shape)}; route these tokens."
+            )
+
+
+def check_combine(function: str, y: ArraySpec, rows: int) -> None:
+    """Checks the argument of `combine`, y [M, H], of an exchange with so many rows.
+
+    Raises:
+        TypeError: its dtype. ValueError: its shape.
+    """
+    check_rank("combine", "y", "y", y.shape, of=function)
+    if y.dtype not in WIDE:
+        raise TypeError(f"`y` of {function}: dtype {y.dtype}, expected one of {', '.join(WIDE)}; cast it.")
+    if y.shape[0] != rows:
+        raise ValueError(f"`y` of {function}: {y.shape[0]} rows, expected {rows}; give all rows of `dispatch`.")
 
 
 class Sent(NamedTuple):

@@ -7,7 +7,9 @@ from typing import Any
 
 from grouped_core import activations
 from grouped_core.formats import QTensor
+from grouped_core.mlp_spec import Mlp, MlpNames, check_ranks
 from jax_grouped._mesh import ranks_along
+from jax_grouped._nodes import value_of
 from jax_grouped._parallel_moe import FUNCTION, TOKENS, Plan, format_sent
 from jax_grouped.quantize import StraightThrough
 
@@ -85,6 +87,14 @@ def _check_plain(arrays: Mapping[str, Any], what: str) -> None:
             )
 
 
+def _check_states(arrays: Mapping[str, Any]) -> None:
+    shared = arrays.get("shared")
+    for name, recipe in (("recipe", arrays["recipe"]), ("shared.recipe", None if shared is None else shared.recipe)):
+        if recipe is not None and recipe.state is not None:
+            words = "because JAX would then add the states of all ranks; leave check_vma on"
+            raise _wrong(name, "bound to a state, with check_vma=False", "a recipe without a state", words)
+
+
 def check_split(plan: Plan, mesh: Any, arrays: Mapping[str, Any]) -> None:
     """Refuses whole arrays that the axes of the mesh do not divide.
 
@@ -92,6 +102,12 @@ def check_split(plan: Plan, mesh: Any, arrays: Mapping[str, Any]) -> None:
         ValueError: an axis is no multiple.
     """
     axes = plan.axes
+    mlp = Mlp(MlpNames(), activations.resolve(plan.activation), transposed=plan.rhs_transposed)
+    wi = arrays["wi"]
+    shapes = {"wi": None if isinstance(wi, tuple | list) else wi, "wo": arrays["wo"]}
+    check_ranks(mlp, **{name: None if each is None else tuple(value_of(each).shape) for name, each in shapes.items()})
+    if not plan.check_vma:
+        _check_states(arrays)
     ranks = ranks_along(mesh, axes.data) * ranks_along(mesh, axes.expert)
     tokens = arrays["x"].shape[0]
     if tokens % ranks:

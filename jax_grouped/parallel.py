@@ -18,7 +18,7 @@ import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from grouped_core import exchange, linear_spec, routing_spec
+from grouped_core import exchange, linear_spec
 from grouped_core.activations import Activation
 from grouped_core.calls import spec_of
 from grouped_core.mlp_spec import Residuals
@@ -194,7 +194,7 @@ def dispatch(
     name = transport_option(function, transport, TRANSPORTS[:2])
     x, experts = as_array("x", x, "[T, H]"), as_array("experts", experts, "[T, k]")
     weights = as_array("weights", weights, "[T, k]")
-    routing_spec.check_permute(spec_of(x), spec_of(experts), num_experts, spec_of(weights))
+    exchange.check_dispatch(function, *(spec_of(each) for each in (x, experts, weights)))
     if name == "ragged_all_to_all":
         _ragged.warn_about_flags(jax.default_backend())
     found, way = there(function, x, to_int32(experts), weights, num_experts, axis_name, name, budget_factor)
@@ -218,4 +218,6 @@ def combine(y: Float[Array, "M H"], handle: Handle) -> Float[Array, "T H"]:
     Raises:
         ValueError: another number of rows. TypeError: a dtype does not fit.
     """
+    y = as_array("y", y, "[M, H]")
+    exchange.check_combine("parallel.combine", spec_of(y), handle.way.option.rows)
     return back(route.unpermute(y, handle.permutation), handle.way)

@@ -497,6 +497,14 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "ring_factor": ({"budget_factor": 2.0, "transport": "ring"}, ("`budget_factor`", "2.0", "None", "no budget")),
     "send": ({"send": "letters"}, ("`send`", "'letters'", "None, 'tokens' or 'codes'", "where the recipe allows")),
     "codes": ({"send": "codes", "recipe": FP8Current}, ("`send`", "FP8Current", "FP8Block or MXFP8", "send=None")),
+    "state": (
+        {"recipe": FP8Delayed.bind(jax_grouped.scaling_state(FP8Delayed, E, products=2)), "check_vma": False},
+        ("`recipe`", "with check_vma=False", "without a state", "leave check_vma on"),
+    ),
+    "ring_state": (
+        {"recipe": FP8Delayed.bind(jax_grouped.scaling_state(FP8Delayed, E, products=2)), "transport": "ring"},
+        ("`recipe`", "with transport 'ring'", "without a state", "another transport"),
+    ),
     "axis_name": ({"axis_name": "expert"}, ("`axis_name`", "'expert'", "None", "`axes` split")),
     "fsdp": ({"fsdp": True}, ("`fsdp`", "without a data axis", "False", "MeshAxes.data")),
     "axes": ({"axes": MeshAxes(expert="model")}, ("`axes`", "'model'", "('expert', 'tensor')", "name those")),
