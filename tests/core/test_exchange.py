@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from grouped_core import exchange, reference_exchange, routed, routing
 from grouped_core.activations import Activation
+from grouped_core.calls import ArraySpec
 from grouped_core.exchange import Exchange, exchange_option
 from grouped_core.mlp_spec import Mlp, MlpNames
 from grouped_core.recipes import Recipe, plain
@@ -102,6 +103,21 @@ def test_budgets() -> None:
 def test_refusals() -> None:
     with asserts.refused(ValueError, ("experts of test", "8 over 3 ranks", "a multiple of 3", "give every rank")):
         option(3)
+    x, chosen, weights = ArraySpec((T, H), "float32"), ArraySpec((T, K), "int32"), ArraySpec((T, K), "float32")
+    exchange.check_dispatch("test", x, chosen, weights)
+    few = ArraySpec((T - 1, H), "float32")
+    with asserts.refused(ValueError, ("`x` of test", "(11, 6)", "`experts`, (12, 3)", "route these tokens")):
+        exchange.check_dispatch("test", few, chosen, weights)
+    with asserts.refused(ValueError, ("`weights` of test", "(12, 6)", "`experts`, (12, 3)", "route these tokens")):
+        exchange.check_dispatch("test", x, chosen, x)
+    with asserts.refused(TypeError, ("`experts` of test", "float32", "integers", "numbers of experts")):
+        exchange.check_dispatch("test", x, weights, weights)
+    with asserts.refused(TypeError, ("`weights` of test", "int32", "float32", "cast it")):
+        exchange.check_dispatch("test", x, chosen, chosen)
+    with asserts.refused(ValueError, ("`y` of test", "11 rows", "expected 12", "all rows of `dispatch`")):
+        exchange.check_combine("test", few, T)
+    with asserts.refused(TypeError, ("`y` of test", "int32", "float32", "cast it")):
+        exchange.check_combine("test", chosen, T)
     for factor in (0.0, -1.0, float("inf"), float("nan")):
         with asserts.refused(ValueError, ("`budget_factor` of test", str(factor), "above 0", "2.0 leaves room")):
             option(2, factor)
