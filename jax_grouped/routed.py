@@ -60,7 +60,8 @@ def routed_mlp(
         out: [T, H], the buffer of the result; donate it, or XLA copies it first. It has no gradient.
 
     Returns:
-        y [T, H], in the dtype of x (of a quantised one its nominal dtype): for each token the sum in the order of its slots, in fp32, rounded once.
+        y [T, H], in the dtype of x, of a quantised one its nominal dtype: for each token the sum in the order of its
+        slots, in fp32, rounded once.
 
     Raises:
         TypeError: an argument is not an array, or its dtype is not supported.
