@@ -8,7 +8,9 @@ from typing import Any
 from grouped_core import activations
 from grouped_core.formats import QTensor
 from grouped_core.mlp_spec import Mlp, MlpNames, check_ranks
+from jax_grouped._accumulators import is_sink
 from jax_grouped._mesh import ranks_along
+from jax_grouped._mlp_gradients import members
 from jax_grouped._nodes import value_of
 from jax_grouped._parallel_moe import FUNCTION, TOKENS, Plan, format_sent
 from jax_grouped.quantize import StraightThrough
@@ -106,6 +108,10 @@ def check_split(plan: Plan, mesh: Any, arrays: Mapping[str, Any]) -> None:
     wi = arrays["wi"]
     shapes = {"wi": None if isinstance(wi, tuple | list) else wi, "wo": arrays["wo"]}
     check_ranks(mlp, **{name: None if each is None else tuple(value_of(each).shape) for name, each in shapes.items()})
+    accums = arrays.get("wgrad_accum") or ()
+    if any(each is not None and not is_sink(each) for entry in accums for each in members(entry)):
+        words = "a Ref cannot enter shard_map here; call it inside your own jax.shard_map"
+        raise _wrong("wgrad_accum", "a jax.Ref outside of shard_map", "arrays", words)
     if not plan.check_vma:
         _check_states(arrays)
     ranks = ranks_along(mesh, axes.data) * ranks_along(mesh, axes.expert)

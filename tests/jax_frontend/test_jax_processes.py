@@ -15,10 +15,11 @@ SECONDS = 120
 """Until processes that wait for each other are ended: a busy machine takes a while to import JAX twice."""
 
 PROGRAM = """
-import sys
+import os, sys
 import jax
 process, port = int(sys.argv[1]), sys.argv[2]
-jax.distributed.initialize(f"localhost:{port}", 2, process, initialization_timeout=60)
+timeouts = {"initialization_timeout": 60, "heartbeat_timeout_seconds": 10}
+jax.distributed.initialize(f"localhost:{port}", 2, process, **timeouts)
 import jax.numpy as jnp, numpy as np
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -52,13 +53,20 @@ pairs = {"y": (y, ey), **{name: (found[name], expected[name]) for name in ("x", 
 for name, (a, e) in pairs.items():
     np.testing.assert_array_equal(process_allgather(a, tiled=True), np.asarray(e), name)
 assert int(dropped) == 0
-print("the same bits")
+print("the same bits", flush=True)
+if sys.argv[4] == "one dies":
+    if process == 1:
+        os._exit(1)
+    try:
+        jax.block_until_ready(results(spread, {name: split(name, array) for name, array in whole.items()}))
+    except jax.errors.JaxRuntimeError as error:
+        print("an error:", error, flush=True)
+        os._exit(3)  # at once; otherwise JAX ends the process when it misses the other's heartbeat
 """
 
 
-@pytest.mark.rule("LYR-9", "LYR-11")
-@pytest.mark.parametrize("transport", ["all_to_all", "ragged_all_to_all"])
-def test_two_processes(transport: str) -> None:
+def run(transport: str, what: str) -> list[tuple[str, str, int]]:
+    """Output, errors and exit code of both processes, which must end in time."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -66,7 +74,7 @@ def test_two_processes(transport: str) -> None:
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(process), port, transport],
+            [sys.executable, "-c", PROGRAM, str(process), port, transport, what],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
@@ -76,10 +84,23 @@ def test_two_processes(transport: str) -> None:
         for process in range(2)
     ]
     try:
-        done = [(*each.communicate(timeout=SECONDS), each.returncode) for each in running]
+        return [(*each.communicate(timeout=SECONDS), each.returncode) for each in running]
     finally:
         for each in running:
             each.kill()
-    for out, errors, code in done:
+
+
+@pytest.mark.rule("LYR-9", "LYR-11")
+@pytest.mark.parametrize("transport", ["all_to_all", "ragged_all_to_all"])
+def test_two_processes(transport: str) -> None:
+    for out, errors, code in run(transport, "both live"):
         assert code == 0, f"a process failed with {code}:\n{errors}"
         assert "the same bits" in out
+
+
+@pytest.mark.rule("LYR-11")
+def test_a_process_that_dies_is_an_error_and_not_a_hang() -> None:
+    (out, errors, code), (_, _, dead) = run("all_to_all", "one dies")
+    assert dead == 1
+    assert code == 3, f"the other process ended with {code}:\n{errors}"
+    assert "an error:" in out
