@@ -3,6 +3,8 @@
 // A scan of the sizes, then one launch: a thread finds the rank of a slot by bisection over the ranks, the expert of a
 // place by bisection over the experts of its rank, and the size of an expert that has places. Block 0 counts what is
 // dropped. Every place of the results is written once.
+//
+// Registers (sm_90): cut_order 32, no shared memory.
 #include <algorithm>
 #include <string>
 
