@@ -102,11 +102,12 @@ def there(
         sends = sent.sizes.reshape(ranks, -1)
         recvs = _static(sends, axis)
     way = Way(sent.source, sent.inverse, sends, recvs, sent.dropped[0], op, axis, transport)
-    ids, probs = (_static(each, axis)[:, None] for each in (sent.experts, sent.probs))
+    facts: Any = _beside(axis, *(vary_over(each, axis) for each in (sent.experts, sent.probs)))
+    ids, probs = facts
     moved = _move(rows, way, sends, recvs)
     if codes is not None:
         moved = StraightThrough(moved, _codes_there(jax.lax.stop_gradient(x), codes, way))
-    return Arrived(moved, ids, probs), way
+    return Arrived(moved, ids[:, None], probs[:, None]), way
 
 
 def _codes_there(x: Any, fmt: Format, way: Way) -> QTensor[Any]:
@@ -135,6 +136,25 @@ def _move(rows: Any, way: Way, sends: Any, recvs: Any) -> Any:
     if sends is None:
         return _static(rows, way.axis)
     return _ragged.swap(way.axis, vary_over(rows, way.axis), sends, recvs)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _beside(axis: Axis, experts: Any, probs: Any) -> tuple[Any, Any]:
+    """Local experts and weights [P B] of the rows that arrive, in one exchange of both."""
+    words = jnp.stack([experts, jax.lax.bitcast_convert_type(probs, jnp.int32)], axis=1)
+    moved = _static(words, axis)
+    return moved[:, 0], jax.lax.bitcast_convert_type(moved[:, 1], jnp.float32)
+
+
+def _beside_fwd(axis: Axis, experts: Any, probs: Any) -> tuple[Any, None]:
+    return _beside(axis, experts, probs), None
+
+
+def _beside_bwd(axis: Axis, _: None, cotangents: tuple[Any, Any]) -> tuple[None, Any]:
+    return None, _static(cotangents[1], axis)
+
+
+_beside.defvjp(_beside_fwd, _beside_bwd)
 
 
 def _static(rows: Any, axis: Axis, at: int = 0) -> Any:

@@ -119,7 +119,7 @@ def mesh_for(function: str, axes: MeshAxes, mesh: Any, x: Any) -> Any:
         if mesh.empty:
             mesh = jax.typeof(x).sharding.mesh  # of Explicit axes; an Auto mesh shows in arrays alone, not in tracers
             if mesh.empty and not isinstance(x, Tracer):
-                mesh = getattr(x.sharding, "mesh", None)
+                mesh = getattr(getattr(x, "sharding", None), "mesh", None)
     if mesh is None or mesh.empty:
         raise ValueError(
             f"`mesh` of {function}: None, expected a mesh, because none is set and `x` has none; pass one, or use "

@@ -360,6 +360,34 @@ def test_codes_travel(recipe: Any, transport: str, check_vma: bool, residuals: s
         assert (moved_rows(text, wide), moved_rows(text, wide, "u8")) == (3, 1)
 
 
+@pytest.mark.rule("LYR-9", "QNT-8")
+@pytest.mark.parametrize("mastered", [True, False])
+def test_quantised_weights(mastered: bool) -> None:
+    """Codes and scales are split by experts; with masters, gradients go to these."""
+    wide = 64
+    x, router = draw(T, wide, dtype="bfloat16", seed="x"), draw(wide, E, seed="router")
+    p = {"router": router, "wi": draw(E, wide, 2 * 32, dtype="bfloat16"), "wo": draw(E, 32, wide, dtype="bfloat16")}
+    dy, mesh = draw(T, wide, seed="dy"), mesh_of(expert=4)
+    codes = {name: jax_grouped.quantize(p[name], "mxfp4", axis=(1, 2)) for name in ("wi", "wo")}
+
+    def results(layer: Any, p: Any, x: Any) -> Any:
+        def total(p: Any, x: Any) -> Any:
+            weights = {n: jax_grouped.straight_through(p[n], q) if mastered else q for n, q in codes.items()}
+            y, _ = layer({"router": p["router"], **weights}, x)
+            return (y.astype(jnp.float32) * dy).sum(), y
+
+        return jax.jit(jax.grad(total, (0, 1), has_aux=True))(p, x)
+
+    expected = results(one_device, p, x)
+    codes = jax.device_put(codes, NamedSharding(mesh, P("expert")))
+    found = results(lambda p, x: spread(p, x, mesh=mesh), *placed(mesh, p, x, EXPERT))
+    asserts.bitwise(found[1], expected[1], "y")
+    asserts.bitwise(found[0][1], expected[0][1], "dx")
+    for name in ("wi", "wo"):
+        asserts.bitwise(found[0][0][name], expected[0][0][name], name)
+        assert np.any(np.asarray(found[0][0][name])) == mastered
+
+
 @pytest.mark.rule("LYR-9", "DLY-1")
 def test_state_of_delayed_scaling() -> None:
     """It is split by experts; its cotangent is its next value."""
@@ -516,6 +544,26 @@ def test_ragged_all_to_all_on_a_cpu(check_vma: bool) -> None:
     short = [jnp.asarray(each[:, :3]) if each.ndim == 2 else jnp.asarray(each) for each in arrays]
     with asserts.refused(ValueError, ("`input_offsets` of ragged_all_to_all", "3 updates", "multiple of 4", "size 0")):
         jax.jit(over)(*short)
+
+
+@pytest.mark.rule("LYR-11")
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_elsewhere_it_is_that_of_xla(check_vma: bool) -> None:
+    """Forward and backward, with one update for each piece of a local expert's rows, and a buffer made beside it."""
+    from jax_grouped import _ragged
+
+    def local(rows: Any, sends: Any, recvs: Any) -> Any:
+        y, pull = jax.vjp(lambda rows: _ragged.swap("expert", rows, sends, recvs), rows)
+        return pull(y)[0]
+
+    split = P("expert")
+    over = jax.shard_map(local, mesh=mesh_of(expert=4), in_specs=split, out_specs=split, check_vma=check_vma)
+    rows, sizes = jnp.ones((4 * 32, H)), jnp.ones((16, 2), jnp.int32)
+    text = jax.jit(over).trace(rows, sizes, sizes).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"custom_call @ragged_all_to_all", text)) == 2
+    assert "all_gather" not in text
+    assert f"tensor<{4 * _ragged.UPDATES_PER_PEER}xi32>" in text
+    assert "optimization_barrier" in text
 
 
 def test_flags_of_xla_that_make_it_fast(monkeypatch: pytest.MonkeyPatch) -> None:
