@@ -93,6 +93,11 @@ class Format:
         return not self.rule
 
     @property
+    def by_row(self) -> bool:
+        """Whether the scales of a row follow from it alone, so that rows can be quantised before they are moved."""
+        return not self.plain and self.block > 0 and not self.square and not self.per_group
+
+    @property
     def block_outer(self) -> int:
         """Elements of the other axis that share a block's scale."""
         return self.block if self.square else 1

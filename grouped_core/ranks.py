@@ -94,6 +94,12 @@ AXES: dict[str, dict[str, Axes]] = {
         "experts": Axes("[T, k]", _RESHAPE),
         "weights": Axes("[T, k]", _RESHAPE),
     },
+    "dispatch": {
+        "x": Axes("[T, H]", _RESHAPE),
+        "experts": Axes("[T, k]", _RESHAPE),
+        "weights": Axes("[T, k]", _RESHAPE),
+    },
+    "combine": {"y": Axes("[M, H]", _RESHAPE)},
     "moe": {"x": Axes("[T, H]", _RESHAPE), "router": Axes("[H, E]", _RESHAPE, "[E, H]")},
     "unpermute": {"y": Axes("[M, H]", _RESHAPE), "weights": Axes("[T, k]", _RESHAPE)},
 }

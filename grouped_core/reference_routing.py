@@ -270,6 +270,30 @@ def _sort_slots(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
         results["row_weights"][source >= 0] = np.asarray(o["weights"]).reshape(-1)[source[source >= 0]]
 
 
+def _send_order(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
+    source, inverse = np.asarray(o["source"]), np.asarray(o["inverse"]).reshape(-1)
+    experts, ranks, places = len(results["kept_sizes"]), p["ranks"], len(results["sent"])
+    budget, own = places // ranks, experts // ranks
+    ends = _ends(o["group_sizes"], len(source))
+    expert = np.searchsorted(ends, np.arange(ends[-1]), side="right")  # of each row
+    rank = expert // own
+    at = np.arange(len(rank)) - np.searchsorted(rank, rank)  # among the rows of its rank
+    kept = at < budget
+    place = np.where(kept, rank * budget + at, -1)
+    results["sent"][...], results["experts"][...] = -1, -1
+    results["sent"][place[kept]] = source[: len(place)][kept]
+    results["experts"][place[kept]] = (expert % own)[kept]
+    results["kept_sizes"][...] = np.bincount(expert[kept], minlength=experts)
+    results["dropped"][...] = (~kept).sum()
+    inside, row = _inside(inverse, len(place))
+    found = np.where(inside, place[row], -1) if len(place) else np.full_like(inverse, -1)
+    results["places"][...] = found.reshape(results["places"].shape)
+    if o["weights"] is not None:
+        inside, slot = _inside(results["sent"], inverse.size)
+        weights = np.append(np.asarray(o["weights"]).reshape(-1), 0)
+        results["row_weights"][...] = np.where(inside, weights[slot], 0)
+
+
 def _pad_groups(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
     results["source"][...], results["inverse"][...] = -1, -1
     begin = first = 0
@@ -429,6 +453,7 @@ _MEANING: dict[str, Callable[[Arrays, Mapping[str, Any], Arrays], None]] = {
     "count_experts": _count_experts,
     "drop_slots": _drop_slots,
     "sort_slots": _sort_slots,
+    "send_order": _send_order,
     "pad_groups": _pad_groups,
     "gather_rows": _gather_rows,
     "combine_rows": _combine_rows,
@@ -445,7 +470,7 @@ CALLS = tuple(_MEANING)
 
 EXACT = (
     *("jitter", "count_experts", "drop_slots", "sort_slots", "pad_groups", "gather_rows", "combine_rows"),
-    *("hash_experts", "bias_update", "split_parts", "sum_parts"),
+    *("send_order", "hash_experts", "bias_update", "split_parts", "sum_parts"),
 )
 """Calls whose bits are guaranteed."""
 

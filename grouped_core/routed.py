@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from grouped_core import mlp, routing, routing_calls
 from grouped_core.calls import ArraySpec, OperandSpec
 from grouped_core.formats import Format, QTensor, wide
-from grouped_core.gradients import Amaxes, MainGrads, measures_late, rows_for_wgrad
+from grouped_core.gradients import Amaxes, MainGrads, measures_late, plain_rows, rows_for_wgrad
 from grouped_core.linear_spec import Linear
 from grouped_core.mlp import NOTHING, AtHidden, Beside
 from grouped_core.mlp_spec import NO_NEEDS, Mlp, MlpNeeds, MlpSpecs, kept, restrict
@@ -36,15 +36,10 @@ class Forward(NamedTuple):
     amax: tuple[Amaxes, Amaxes]
 
 
-def row_specs(op: Mlp, x: ArraySpec, slots: int, specs: MlpSpecs) -> MlpSpecs:
-    """`specs` of the MLP of the rows of tokens `x` [T, K]."""
+def row_specs(op: Mlp, x: OperandSpec, slots: int, specs: MlpSpecs) -> MlpSpecs:
+    """`specs` of the MLP of the rows of tokens `x` [T, K], which are unquantised where gradients are concerned."""
     rows = x.shape[0] * slots
     return specs._replace(x=ArraySpec((rows, x.shape[1]), x.dtype), probs=ArraySpec((rows,), "float32"))
-
-
-def by_row(fmt: Format) -> bool:
-    """Whether the scales of rows follow from each row alone, so that rows can be quantised before they are gathered."""
-    return not fmt.plain and fmt.block > 0 and not fmt.square and not fmt.per_group
 
 
 def keeps_tokens(op: Mlp) -> Mlp:
@@ -55,7 +50,7 @@ def keeps_tokens(op: Mlp) -> Mlp:
 def forward(
     run: Runner,
     op: Mlp,
-    x: Array,
+    x: Operand,
     experts: Array,
     weights: Array,
     wi: Operand,
@@ -72,7 +67,8 @@ def forward(
     """y[t] = sum over the slots j of t of the MLP of expert experts[t, j] at x[t], with weights[t, j] as probability.
 
     Args:
-        x: [T, K]. experts: int32 [T, k]; others than 0 to G - 1 have no row and add nothing. weights: [T, k].
+        x: [T, K]; it may be quantised in a format with scales per row, in the form that contracts K.
+        experts: int32 [T, k]; others than 0 to G - 1 have no row and add nothing. weights: [T, k].
         tokens: int32 [1], T. The other arguments are those of `mlp.mlp`; out: [T, K].
     """
     op = keeps_tokens(op)
@@ -85,31 +81,52 @@ def forward(
         rows = _gathered(run, op, x, found, spec.shape[1], tokens, operand_spec(run, wi), extras[0])
     operands = (rows, wi, wo, found.sizes, found.probs, wi_bias, wo_bias)
     done = mlp.mlp(run, op, *operands, needs=needs, extras=extras, beside=beside)
-    y = routing.combine(run, done.y, found.inverse, run.spec(x).dtype, out=out)
+    y = routing.combine(run, done.y, found.inverse, operand_spec(run, x).dtype, out=out)
     return Forward(y, found, done.h, done.z, done.wi, done.wo, done.amax)
 
 
 def _gathered(
-    run: Runner, op: Mlp, x: Array, found: Order, slots: int, tokens: Array, wi: OperandSpec, extras: Extras
+    run: Runner, op: Mlp, x: Operand, found: Order, slots: int, tokens: Array, wi: OperandSpec, extras: Extras
 ) -> Operand:
     """The rows of x [T, K], as the first product of forward reads them where their scales are those of single rows."""
-    fmt = op.fc1().resolve(run.spec(x), wi).forward[0]
-    if not by_row(fmt):
-        return routing.gather(run, x, found.source, slots)
+    fmt = op.fc1().resolve(operand_spec(run, x), wi).forward[0]
+    if fmt.by_row and not isinstance(x, QTensor):
+        x = codes_of(run, x, fmt, tokens)
+    return rows_of(run, x, found.source, slots)
+
+
+def codes_of(run: Runner, x: Array, fmt: Format, tokens: Array) -> QTensor[Any]:
+    """x [T, K] in a format with scales per row. tokens: int32 [1], T."""
     codes: Any = in_formats(run, x, [(1, fmt)], tokens).forms[0]
-    shape = (run.spec(found.source).shape[0], codes.shape[1])
-    by_column = run.spec(codes.scales).dtype == "float32"  # such scales are stored block by block, [K / b, T]
-    call = routing_calls.gather_rows(run.spec(codes.scales), run.spec(found.source), slots, axis=int(by_column))
-    (scales,) = run(call, call.arrange(rows=codes.scales, source=found.source))
-    values = routing.gather(run, codes.values, found.source, slots)
-    return QTensor(values, scales, None, codes.format, 1, shape, codes.dtype)
+    return codes
+
+
+def scale_axis(run: Runner, q: QTensor[Any]) -> int:
+    """The axis of the scales of q [T, K] that runs along T: float32 scales are stored block by block, [K / b, T]."""
+    return int(run.spec(q.scales).dtype == "float32")
+
+
+def rows_of(run: Runner, x: Operand, source: Array, slots: int) -> Any:
+    """The row of x that each slot of `source` belongs to, as x is, quantised or not."""
+    if not isinstance(x, QTensor):
+        return routing.gather(run, x, source, slots)
+    call = routing_calls.gather_rows(run.spec(x.scales), run.spec(source), slots, axis=scale_axis(run, x))
+    (scales,) = run(call, call.arrange(rows=x.scales, source=source))
+    values = routing.gather(run, x.values, source, slots)
+    return QTensor(values, scales, None, x.format, 1, (run.spec(source).shape[0], x.shape[1]), x.dtype)
+
+
+def _wide_rows(run: Runner, x: Operand, source: Array, slots: int, sizes: Array) -> Array:
+    """As `rows_of`, dequantised where x is quantised, for what quantises them along other axes."""
+    rows = rows_of(run, x, source, slots)
+    return plain_rows(run, rows, sizes) if isinstance(rows, QTensor) else rows
 
 
 def at_hidden(
     run: Runner,
     op: Mlp,
     specs: MlpSpecs,
-    x: Array | None,
+    x: Operand | None,
     h: Array | None,
     z: Operand | None,
     wi: Operand | None,
@@ -130,7 +147,7 @@ def at_hidden(
         specs: of the rows (`row_specs`). x: [T, K], read where h is computed again. dy: [T, K].
     """
     op, slots = keeps_tokens(op), run.spec(order.inverse).shape[1]
-    rows = None if x is None else routing.gather(run, x, order.source, slots)
+    rows = None if x is None else rows_of(run, x, order.source, slots)
     d_rows = routing.gather(run, dy, order.source, slots)
     operands = (rows, h, z, wi, wo, order.sizes, order.probs, wi_bias, wo_bias, d_rows)
     found = mlp.at_hidden(run, op, specs, *operands, needs, extras=extras, beside=beside)
@@ -143,7 +160,7 @@ def first_product(
     run: Runner,
     op: Mlp,
     specs: MlpSpecs,
-    x: Array | None,
+    x: Operand | None,
     wi: Operand | None,
     order: Order,
     dh: Array | None,
@@ -157,11 +174,12 @@ def first_product(
     """`mlp.first_product` for tokens; its `x` is the gradient of the tokens [T, K].
 
     Args:
-        x: [T, K]; None if the caller makes rows of it later (`first_rows`).
+        x: [T, K]; None if the caller makes rows of it later (`first_rows`). Of quantised tokens, the gradient of wi
+            reads the dequantised values.
         grad_input: the caller's [T, K] buffer for dx.
     """
     op, slots = keeps_tokens(op), run.spec(order.inverse).shape[1]
-    rows = routing.gather(run, x, order.source, slots) if needs.wi and x is not None else None
+    rows = _wide_rows(run, x, order.source, slots, order.sizes) if needs.wi and x is not None else None
     operands = (rows, wi, order.sizes, dh, of_dh, needs)
     found = mlp.first_product(run, op, specs, *operands, extras=extras or Extras(), beside=beside)
     if found.x is None:
@@ -171,7 +189,7 @@ def first_product(
 
 
 def first_rows(
-    run: Runner, op: Linear, wi: OperandSpec, x: Array, source: Array, slots: int, sizes: Array, scale: Array | None
+    run: Runner, op: Linear, wi: OperandSpec, x: Operand, source: Array, slots: int, sizes: Array, scale: Array | None
 ) -> Operand:
     """The rows of x [T, K] as the gradient of wi reads them; `weight_grad` may take them at any later time.
 
@@ -180,7 +198,7 @@ def first_rows(
     Args:
         op: the first product. wi: spec of its weight. scale: quantisation scales [G] of delayed scaling.
     """
-    rows = routing.gather(run, x, source, slots)
+    rows = _wide_rows(run, x, source, slots, sizes)
     recipe = op.resolve(run.spec(rows), wi)
     return rows_for_wgrad(run, recipe, rows, sizes, Extras(x=scale, measure=False)).forms[0]
 
@@ -194,7 +212,7 @@ def main_grads(
     run: Runner,
     op: Mlp,
     specs: MlpSpecs,
-    x: Array | None,
+    x: Operand | None,
     h: Array | None,
     z: Operand | None,
     wi: Operand | None,

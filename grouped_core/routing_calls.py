@@ -203,6 +203,28 @@ def sort_slots(experts: ArraySpec, num_groups: int, rows: int, align: int, *, we
 
 
 @lru_cache(maxsize=1024)
+def send_order(
+    group_sizes: ArraySpec, source: ArraySpec, inverse: ArraySpec, ranks: int, budget: int, *, weights: bool = False
+) -> Call:
+    """The order of slots by expert, cut into `budget` places for each of `ranks` ranks: rows per expert that have a
+    place [E], slot and expert of each place [P B], place of each slot [T, k], the number of slots with a row and
+    without a place [1], and with `weights` the weight of each place [P B].
+    """
+    places = _integers(ranks * budget)
+    results: dict[str, ArraySpec | None] = {
+        "kept_sizes": group_sizes,
+        "sent": places,
+        "experts": places,
+        "places": inverse,
+        "dropped": _integers(1),
+        "row_weights": _floats(ranks * budget) if weights else None,
+    }
+    operands = {"group_sizes": group_sizes, "source": source, "inverse": inverse}
+    given = {"weights": _floats(*inverse.shape) if weights else None}
+    return new_call("send_order", {**operands, **given}, results, {"ranks": ranks})
+
+
+@lru_cache(maxsize=1024)
 def pad_groups(group_sizes: ArraySpec, rows: int, align: int) -> Call:
     """Padded sizes [G], the row in each padded row [P], and the place of each row [M]."""
     padded = -(-(rows + group_sizes.shape[0] * (align - 1)) // align) * align

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from grouped_core.calls import MAX_GROUPS, ArraySpec
+from grouped_core.calls import MAX_GROUPS, ArraySpec, OperandSpec, QuantizedSpec
 from grouped_core.formats import WIDE
 from grouped_core.hashing import hashed_once
 from grouped_core.ranks import check_rank
@@ -155,7 +155,7 @@ def _mask(function: str, spec: ArraySpec | None) -> None:
         raise TypeError(f"`mask` of {function}: dtype {spec.dtype}, expected bool; pass False for padding.")
 
 
-def check_ranks(function: str, **arrays: ArraySpec | None) -> None:
+def check_ranks(function: str, **arrays: OperandSpec | None) -> None:
     """Refuses arrays that do not have the axes listed in `grouped_core.ranks`."""
     for name, spec in arrays.items():
         if spec is not None:
@@ -254,7 +254,7 @@ def check_unpermute(y: ArraySpec, rows: int, inverse: ArraySpec, weights: ArrayS
     _shape(name, "weights", weights, tuple(inverse.shape), "as the experts of `permute`")
 
 
-def check_routed_mlp(x: ArraySpec, experts: ArraySpec, weights: ArraySpec) -> None:
+def check_routed_mlp(x: OperandSpec, experts: ArraySpec, weights: ArraySpec) -> None:
     """Checks those arguments of `routed_mlp` that `grouped_mlp` does not have.
 
     Raises:
@@ -262,6 +262,12 @@ def check_routed_mlp(x: ArraySpec, experts: ArraySpec, weights: ArraySpec) -> No
     """
     name = "routed_mlp"
     check_ranks(name, x=x, experts=experts, weights=weights)
+    if isinstance(x, QuantizedSpec) and (x.axis != 1 or not x.format.by_row):
+        raise ValueError(
+            f"`x` of {name}: {x.format.name} contracting axis {x.axis}, expected tokens whose scales are those of "
+            "single rows, in the form that contracts axis 1; quantise to fp8_1x128 or mxfp8 with axis=1, or pass "
+            "unquantised tokens."
+        )
     _integers(name, "experts", experts)
     _floats(name, "weights", weights)
     if x.shape[0] != experts.shape[0]:

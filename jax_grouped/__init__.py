@@ -13,6 +13,7 @@ from grouped_core.recipes import *
 from grouped_core.sizes import GroupSizes as GroupSizes
 from jax_grouped import accumulate as accumulate
 from jax_grouped import checkpoint_policies as checkpoint_policies
+from jax_grouped import parallel as parallel
 from jax_grouped import route as route
 from jax_grouped.debug import explain as explain
 from jax_grouped.debug import why_unsupported as why_unsupported

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -10,7 +11,13 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from grouped_core.exchange import check_budget_factor
 from grouped_core.routing_spec import router_option
+from jax_grouped import parallel
+from jax_grouped._exchange import TRANSPORTS, transport_option
+from jax_grouped.moe import moe
+from jax_grouped.parallel import MeshAxes
+from jax_grouped.routed import routed_mlp
 
 Initializer = Callable[..., Array]
 Metadata = Mapping[str, Any]
@@ -43,6 +50,11 @@ ROUTER = (
 LORA = ("lora_rank", "lora_alpha", "lora_dropout")
 """Options of the adapters of a layer."""
 
+PARALLEL: Mapping[str, Any] = MappingProxyType(
+    {"transport": TRANSPORTS[0], "budget_factor": None, "send": None, "fsdp": False}
+)
+"""How a MoE layer is spread over the axes `mesh_axes`, and the defaults; see `parallel.moe`."""
+
 _COMMON = ("use_bias", "dtype", "param_dtype", "kernel_init", "bias_init", "recipe", *LORA, "deterministic")
 _EXPERTS = ("activation", *_COMMON, "residuals", "wi_metadata", "wo_metadata", "bias_metadata")
 
@@ -55,7 +67,7 @@ CONSTRUCTORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "GroupedMLP": ("num_groups", "hidden", "mlp_dim", *_EXPERTS),
         "MoE": (
             *("hidden", "mlp_dim", "num_experts", "num_experts_per_tok"),
-            *(*ROUTER, "selection_bias", "shared_dim", "shared_gate"),
+            *(*ROUTER, "selection_bias", "shared_dim", "shared_gate", "mesh_axes", *PARALLEL),
             *("router_init", "router_metadata", *_EXPERTS),
         ),
     }
@@ -82,12 +94,53 @@ def check_moe(layer: Any) -> None:
             f"`num_experts_per_tok` of MoE: {chosen}, expected 1 to {experts}, the number of experts; choose fewer."
         )
     router_option(experts, chosen, **{name: getattr(layer, name) for name in ROUTER if name != "axis_name"})
+    _check_parallel(layer)
     if layer.shared_dim is not None:
         check_positive("MoE", shared_dim=layer.shared_dim)
     elif layer.shared_gate:
         raise ValueError(
             "`shared_gate` of MoE: True without `shared_dim`, expected False; pass the width of the shared expert too."
         )
+
+
+def _check_parallel(layer: Any) -> None:
+    transport_option("MoE", layer.transport)
+    check_budget_factor("MoE", layer.budget_factor)
+    if layer.mesh_axes is None:
+        for name, default in PARALLEL.items():
+            if getattr(layer, name) != default:
+                raise ValueError(
+                    f"`{name}` of MoE: {getattr(layer, name)!r} without `mesh_axes`, expected {default!r}; pass the "
+                    "axes of the mesh too, a jax_grouped.parallel.MeshAxes."
+                )
+    elif not isinstance(layer.mesh_axes, MeshAxes):
+        raise TypeError(
+            f"`mesh_axes` of MoE: {type(layer.mesh_axes).__name__}, expected None or a MeshAxes; pass "
+            'jax_grouped.parallel.MeshAxes(expert="..."), with the names of the axes.'
+        )
+    elif layer.axis_name is not None:
+        raise ValueError(
+            f"`axis_name` of MoE: {layer.axis_name!r} beside `mesh_axes`, expected None; losses are then those of all "
+            "tokens, so leave it out."
+        )
+
+
+def function_of(layer: Any) -> Callable[..., Any]:
+    """The function of a layer: `moe`, or `parallel.moe` over its axes.
+
+    Raises:
+        ValueError: the layer is spread over devices, and its class has a function of the experts of its own.
+    """
+    mlp = getattr(layer, "mlp", routed_mlp)
+    if layer.mesh_axes is None:
+        return partial(moe, mlp=mlp)
+    if mlp is not routed_mlp:
+        raise ValueError(
+            "`mesh_axes` of MoE: given with another `mlp`, expected None; `parallel.moe` runs routed_mlp, so take the "
+            "one of MoE, or write the layer with parallel.dispatch and combine."
+        )
+    options = {name: getattr(layer, name) for name in PARALLEL}
+    return partial(parallel.moe, axes=layer.mesh_axes, **options)
 
 
 def check_positive(layer: str, **sizes: Any) -> None:

@@ -114,7 +114,7 @@ def prepare(
     accum_wi, accum_wo = accumulators_of(n.accum, wgrad_accum, paired)
     bound = as_bound(linear_spec.recipe_option(recipe))
     o = Operands(
-        take(n.x, x, "[T, K]") if of_tokens else operand_node(take_operand, n.x, x, "[M, K]"),
+        operand_node(take_operand, n.x, x, "[T, K]" if of_tokens else "[M, K]"),
         tuple(take(f"{n.wi}[{at}]", each, "[G, F, K]" if rhs_transposed else "[G, K, F]") for at, each in enumerate(wi))
         if paired
         else operand_node(take_operand, n.wi, wi, "[G, W, K]" if rhs_transposed else "[G, K, W]"),
@@ -148,7 +148,8 @@ def prepare(
     )
     run: Any = Planner() if take is as_operand_spec else RUN
     if of_tokens:
-        routing_spec.check_routed_mlp(run.spec(o.x), run.spec(o.sizes), run.spec(o.probs))
+        tokens: Any = operand_spec(run, value_of(o.x))
+        routing_spec.check_routed_mlp(tokens, run.spec(o.sizes), run.spec(o.probs))
     shapes = {"wi": None if paired else o.wi, "wo": o.wo, "x": o.x}
     check_ranks(op, **{name: None if each is None else tuple(value_of(each).shape) for name, each in shapes.items()})
     if paired:

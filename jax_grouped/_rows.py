@@ -1,4 +1,4 @@
-"""Moving rows: a `custom_vjp` around each rule of `grouped_core.routing`; `jax_grouped.route` checks their arguments.
+"""Moving rows: a `custom_vjp` around each rule of `grouped_core.routing`; those who call them check their arguments.
 
 The first argument of each is its static options, None where it has none.
 """
@@ -12,8 +12,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 
+from grouped_core import exchange, routed
 from grouped_core import routing as rules
 from grouped_core.calls import spec_of
+from grouped_core.exchange import Exchange, Sent
+from grouped_core.formats import Format, QTensor
+from jax_grouped._arguments import one_group
 from jax_grouped._run import RUN, nonzero, reduce_to, varying_axes
 
 
@@ -26,8 +30,17 @@ class Places(NamedTuple):
     slots: int
 
 
-def _permute_value(options: Places, x: Any, probs: Any, experts: Any) -> tuple[Any, rules.Order]:
-    found = rules.order(RUN, experts, options.groups, options.rows, align=options.align, weights=probs)
+Order = rules.Order | Sent
+
+
+def _order(options: Places | Exchange, experts: Any, probs: Any) -> Order:
+    if isinstance(options, Exchange):
+        return exchange.send_order(RUN, options, experts, probs)
+    return rules.order(RUN, experts, options.groups, options.rows, align=options.align, weights=probs)
+
+
+def _permute_value(options: Places | Exchange, x: Any, probs: Any, experts: Any) -> tuple[Any, Order]:
+    found = _order(options, experts, probs)
     return rules.gather(RUN, x, found.source, options.slots), found
 
 
@@ -72,13 +85,13 @@ def _asked(primal: Any) -> bool:
     return any(leaf.perturbed for leaf in jax.tree.leaves(primal))
 
 
-def _permute_fwd(options: Places, *primals: Any) -> tuple[Any, _Moved]:
+def _permute_fwd(options: Places | Exchange, *primals: Any) -> tuple[Any, _Moved]:
     x, probs, experts = custom_vjp_primal_tree_values(primals)
     rows, found = _permute_value(options, x, probs, experts)
     return (rows, found), _moved((x, probs), (_asked(primals[0]), _asked(primals[1])), None, found.inverse)
 
 
-def _permute_bwd(options: Places, saved: _Moved, cotangents: tuple[Any, rules.Order]) -> tuple[Any, Any, None]:
+def _permute_bwd(options: Places | Exchange, saved: _Moved, cotangents: tuple[Any, Order]) -> tuple[Any, Any, None]:
     d_rows, d_probs = nonzero(cotangents[0]), nonzero(cotangents[1].probs)
     dx = dp = None
     if saved.needs[0] and d_rows is not None:
@@ -89,21 +102,24 @@ def _permute_bwd(options: Places, saved: _Moved, cotangents: tuple[Any, rules.Or
 
 
 permute = jax.custom_vjp(_permute_value, nondiff_argnums=(0,))
+"""Rows [M, H] and their order, of x [T, H], weights [T, k] or None, and experts [T, k]; sorted by expert (`Places`), or
+as a rank of an exchange sends them (`Exchange`).
+"""
 permute.defvjp(_permute_fwd, _permute_bwd, symbolic_zeros=True)
 
 
-def _unpermute_value(_: None, y: Any, weights: Any, source: Any, inverse: Any) -> Any:
-    return rules.combine(RUN, y, inverse, RUN.spec(y).dtype, weights)
+def _unpermute_value(dtype: str | None, y: Any, weights: Any, source: Any, inverse: Any) -> Any:
+    return rules.combine(RUN, y, inverse, dtype or RUN.spec(y).dtype, weights)
 
 
-def _unpermute_fwd(_: None, *primals: Any) -> tuple[Any, _Moved]:
+def _unpermute_fwd(dtype: str | None, *primals: Any) -> tuple[Any, _Moved]:
     y, weights, source, inverse = custom_vjp_primal_tree_values(primals)
     needs = (_asked(primals[0]), _asked(primals[1]))
     saved = _moved((y, weights), needs, source, inverse, y if needs[1] else None, weights)
-    return _unpermute_value(None, y, weights, source, inverse), saved
+    return _unpermute_value(dtype, y, weights, source, inverse), saved
 
 
-def _unpermute_bwd(_: None, saved: _Moved, d_out: Any) -> tuple[Any, Any, None, None]:
+def _unpermute_bwd(_: str | None, saved: _Moved, d_out: Any) -> tuple[Any, Any, None, None]:
     arrays = (saved.rows, saved.source, saved.inverse, saved.weights, d_out)
     found = rules.combine_grads(RUN, *arrays, saved.dtypes[0], saved.needs)
     dy, dw = (None if each is None else reduce_to(each, at) for each, at in zip(found, saved.varying, strict=True))
@@ -111,7 +127,24 @@ def _unpermute_bwd(_: None, saved: _Moved, d_out: Any) -> tuple[Any, Any, None, 
 
 
 unpermute = jax.custom_vjp(_unpermute_value, nondiff_argnums=(0,))
+"""[T, H] in the dtype of its options, by default that of the rows: the sum of each token's rows, times its weights."""
 unpermute.defvjp(_unpermute_fwd, _unpermute_bwd, symbolic_zeros=True)
+
+
+class Codes(NamedTuple):
+    """Static options of `codes`: the format, and the slots of a token."""
+
+    format: Format
+    slots: int
+
+
+def _codes_value(options: Codes, x: Any, source: Any) -> QTensor[Any]:
+    return routed.rows_of(RUN, routed.codes_of(RUN, x, options.format, one_group(x.shape[0])), source, options.slots)
+
+
+codes = jax.custom_vjp(_codes_value, nondiff_argnums=(0,))
+"""The rows of x [T, H] that each slot of `source` belongs to, of x quantised; without gradient."""
+codes.defvjp(lambda options, x, source: (_codes_value(options, x, source), None), lambda *_: (None, None))
 
 
 def _take_value(_: None, rows: Any, source: Any, inverse: Any) -> Any:

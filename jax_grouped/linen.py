@@ -41,8 +41,9 @@ from jax_grouped._layer_options import (
     default_router_init,
 )
 from jax_grouped.mlp import grouped_mlp
-from jax_grouped.moe import SharedExpert, moe
+from jax_grouped.moe import SharedExpert
 from jax_grouped.ops import ragged_dot
+from jax_grouped.parallel import MeshAxes
 from jax_grouped.quantize import scaling_state
 from jax_grouped.route import MoEAux
 from jax_grouped.routed import routed_mlp
@@ -357,6 +358,8 @@ class MoE(nn.Module):
         shared_dim: F of an expert that every token goes to; None: there is none. shared_gate: whether its result is
             weighted by the sigmoid of a gate.
         deterministic: without jitter, and without dropout of the adapters.
+        mesh_axes, transport, budget_factor, send, fsdp: as in `jax_grouped.parallel.moe`, where the layer is spread
+            over the axes of a mesh, a `parallel.MeshAxes`; None: it is not.
         router_init: initialiser of the kernels of router and gate. router_metadata: as in `GroupedMLP`.
         The others: as in `GroupedMLP`; those of the experts serve the shared one too, which has no biases.
     """
@@ -383,6 +386,11 @@ class MoE(nn.Module):
     shared_dim: int | None = None
     shared_gate: bool = False
     deterministic: bool = False
+    mesh_axes: MeshAxes | None = None
+    transport: str = "all_to_all"
+    budget_factor: float | None = None
+    send: str | None = None
+    fsdp: bool = False
     router_init: Initializer = default_router_init
     router_metadata: Metadata = _NO_METADATA
     activation: str | Activation = "swiglu"
@@ -429,7 +437,7 @@ class MoE(nn.Module):
         if self.selection_bias:
             zeros = self.variable(SELECTION_BIAS, SELECTION_BIAS, jnp.zeros, (self.num_experts,), jnp.float32)
             routing["bias"] = zeros.value
-        y, aux = moe(
+        y, aux = _layer_options.function_of(self)(
             rows,
             router,
             wi,

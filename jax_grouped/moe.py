@@ -108,19 +108,21 @@ def moe(
     )
     if shared is None:
         return y, aux
-    gate = None
-    if shared.gate is not None:  # a router with one expert, whose score is the sigmoid
-        gate = route.topk_router(router_logits(x, shared.gate), 1, score="sigmoid")[0][:, 0]
-    return y + grouped_mlp(
+    return y + of_shared(
         x,
-        shared.wi,
-        shared.wo,
-        one_group(x.shape[0]),
+        shared,
         rhs_transposed=rhs_transposed,
         activation=activation,
-        probs=gate,
-        recipe=shared.recipe,
         residuals=residuals,
         implementation=implementation,
         **({} if shared.lora is None else {"lora": shared.lora} | options),
     ), aux
+
+
+def of_shared(x: Float[Array, "T H"], shared: SharedExpert, **options: Any) -> Float[Array, "T H"]:
+    """The result of the shared expert at each token; options: of `grouped_mlp`."""
+    gate = None
+    if shared.gate is not None:  # a router with one expert, whose score is the sigmoid
+        gate = route.topk_router(router_logits(x, shared.gate), 1, score="sigmoid")[0][:, 0]
+    sizes, recipe = one_group(x.shape[0]), shared.recipe
+    return grouped_mlp(x, shared.wi, shared.wo, sizes, probs=gate, recipe=recipe, **options)

@@ -34,8 +34,9 @@ from jax_grouped._layer_recipes import Keys, RecipeLayer, key_words, stream_of
 from jax_grouped._layer_recipes import Scaling as Scaling
 from jax_grouped._layer_recipes import update_scalings as update_scalings
 from jax_grouped.mlp import grouped_mlp
-from jax_grouped.moe import SharedExpert, moe
+from jax_grouped.moe import SharedExpert
 from jax_grouped.ops import ragged_dot
+from jax_grouped.parallel import MeshAxes
 from jax_grouped.route import MoEAux
 from jax_grouped.routed import routed_mlp
 
@@ -324,6 +325,8 @@ class MoE(_Experts):
         shared_dim: F of an expert that every token goes to; None: there is none. shared_gate: whether its result is
             weighted by the sigmoid of a gate.
         deterministic: without jitter, as after `layer.eval()`.
+        mesh_axes, transport, budget_factor, send, fsdp: as in `jax_grouped.parallel.moe`, where the layer is spread
+            over the axes of a mesh, a `parallel.MeshAxes`; None: it is not.
         router_init: initialiser of the kernels of router and gate. router_metadata: for their `nnx.Param`s.
         options: keywords of `GroupedMLP`; those of the experts serve the shared one too, which has no biases.
     """
@@ -357,6 +360,11 @@ class MoE(_Experts):
         shared_dim: int | None = None,
         shared_gate: bool = False,
         deterministic: bool = False,
+        mesh_axes: MeshAxes | None = None,
+        transport: str = "all_to_all",
+        budget_factor: float | None = None,
+        send: str | None = None,
+        fsdp: bool = False,
         param_dtype: Any = jnp.float32,
         router_init: Initializer = default_router_init,
         router_metadata: Metadata = NO_METADATA,
@@ -370,6 +378,8 @@ class MoE(_Experts):
         self.capacity_factor, self.drop = capacity_factor, drop
         self.aux_coeff, self.z_coeff, self.axis_name = aux_coeff, z_coeff, axis_name
         self.shared_dim, self.shared_gate = shared_dim, shared_gate
+        self.mesh_axes, self.transport, self.budget_factor = mesh_axes, transport, budget_factor
+        self.send, self.fsdp = send, fsdp
         _layer_options.check_moe(self)
         options = {"param_dtype": param_dtype, "deterministic": deterministic, **options}
         super().__init__(num_experts, hidden, mlp_dim, rngs=rngs, **options)
@@ -407,7 +417,7 @@ class MoE(_Experts):
         routing = _layer_options.router_options(self) | _layer_options.of_tokens(x, mask, experts)
         if routing["jitter"]:
             routing["key"] = key_words("MoE", self.noise, "jitter", rngs, index=1)
-        y, aux = moe(
+        y, aux = _layer_options.function_of(self)(
             rows,
             self.router.kernel[...],
             wi,
@@ -419,7 +429,6 @@ class MoE(_Experts):
             wo_bias=wo_bias,
             recipe=self._bound_recipe(rngs),
             residuals=self.residuals,
-            mlp=self.mlp,
             bias=_value(self.selection_bias),
             sequence_sizes=sequence_sizes,
             **self._lora_arguments(tuple(factors), rngs),

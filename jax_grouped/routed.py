@@ -24,7 +24,7 @@ from jax_grouped.quantize import StraightThrough
 
 
 def routed_mlp(
-    x: Float[AnyArray, "T H"],
+    x: Float[AnyArray, "T H"] | QTensor[Array] | StraightThrough,
     experts: Int[AnyArray, "T k"],
     weights: Float[AnyArray, "T k"],
     wi: Float[AnyArray, "G H W"] | Float[AnyArray, "G W H"] | Sequence[Any] | QTensor[Array] | StraightThrough,
@@ -53,7 +53,9 @@ def routed_mlp(
     operation that keeps the tokens x [T, H] for backward instead of their rows [T k, H], and gathers them again there.
 
     Args:
-        x: [T, H]; float32, bfloat16 or float16.
+        x: [T, H]; float32, bfloat16 or float16. Or quantised along H in a format with scales per row, such as
+            "fp8_1x128" or "mxfp8": the gradient of wi then reads the dequantised values, and x has a gradient if it
+            is a `straight_through`.
         experts: [T, k], any integer dtype; others than 0 to G - 1 are none: they add nothing and have no gradient.
         weights: [T, k], of the router; fp32 inside.
         wi, wo, rhs_transposed, activation, wi_bias, wo_bias, recipe, wgrad_accum, wgrad_dtype, implementation: as in
@@ -63,7 +65,8 @@ def routed_mlp(
         lora, lora_scaling, lora_dropout, lora_key, lora_wgrad_accum: as in `grouped_mlp`.
 
     Returns:
-        y [T, H], in the dtype of x: for each token the sum in the order of its slots, in fp32, rounded once.
+        y [T, H], in the dtype of x, of a quantised one its nominal dtype: for each token the sum in the order of its
+        slots, in fp32, rounded once.
 
     Raises:
         TypeError: an argument is not an array, or its dtype is not supported.

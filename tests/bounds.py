@@ -62,6 +62,13 @@ RELATIVE = {"ieee": 2e-6, "tf32x3": 5e-6, "tf32": 1e-3}
 LAYER = 3 * RELATIVE["ieee"] + 4 * FUNCTIONS
 """Of a mixture-of-experts layer in float32: the norm of the error of its result, or of a gradient, over that of the
 exact one, for data of random signs. Three products follow one another, with the functions of scores and activation."""
+RING = 10 * 2.0**-9
+"""Of a layer in bfloat16 whose tokens travel round a ring of up to 8 ranks, over the largest element: the part of each
+rank is rounded once, their sum once, and that of one device once."""
+RING_CODES = 0.15
+"""Of a layer with 8-bit operands in a ring, where scales and blocks are those of the rows of one rank: the norm of the
+difference to one device over that of the result. Codes of 3 mantissa bits are off by 2^-4 / sqrt(3) in the mean; two
+products follow one another, each of two operands, rounded differently on both sides: 4 * 2^-4 / sqrt(3)."""
 DEVICES = 2e-2
 """Of a layer in bfloat16 or with 8-bit operands on a GPU and on the CPU: the norm of the difference over that of the
 result. Some values of each step fall on the other side of a rounding, of 2^-8 or of an FP8 code."""

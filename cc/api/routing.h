@@ -262,6 +262,39 @@ struct SortSlots {
   }
 };
 
+// The order of slots by expert, cut into what each rank of an exchange gets. Rank d owns E / P consecutive experts; its
+// rows of the order, at most B of them, stand from place d * B on, and those behind the first B are dropped. `places`
+// has the place of each slot; `sent`, `experts` and `row_weights` tell what stands in a place.
+struct SendOrder {
+  static constexpr const char* kName = "send_order";
+  TensorView group_sizes;  // [E] int32, without padding
+  TensorView source;       // [M] int32: slot of each row, by expert
+  TensorView inverse;      // [T, k] int32: row of each slot, -1 where it has none
+  TensorView weights;      // [T, k] float32; present where row_weights are
+  TensorView kept_sizes;   // [E] int32: rows of each expert that have a place
+  TensorView sent;         // [P B] int32: slot in each place, -1 where there is none
+  TensorView experts;      // [P B] int32: its expert, counted from the first of the rank, -1 where there is none
+  TensorView places;       // [T, k] int32: place of each slot, -1 where it has none
+  TensorView dropped;      // [1] int32: slots that have a row and no place
+  TensorView row_weights;  // [P B] float32: weight of the slot in each place, 0 where there is none
+  int64_t ranks = 1;       // P
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("group_sizes", group_sizes);
+    v.input("source", source);
+    v.input("inverse", inverse);
+    v.optional("weights", weights);
+    v.output("kept_sizes", kept_sizes);
+    v.output("sent", sent);
+    v.output("experts", experts);
+    v.output("places", places);
+    v.output("dropped", dropped);
+    v.optional_output("row_weights", row_weights);
+    v.param("ranks", ranks);
+  }
+};
+
 // Where rows lie once each group is padded to a multiple of `align` rows (an empty one stays empty): padded sizes, the
 // row that stands in each padded row, -1 for padding, and the place of each row, -1 for rows past the groups.
 struct PadGroups {
@@ -469,6 +502,7 @@ struct SumParts {
   X(CountExperts)                \
   X(DropSlots)                   \
   X(SortSlots)                   \
+  X(SendOrder)                   \
   X(PadGroups)                   \
   X(GatherRows)                  \
   X(CombineRows)                 \

@@ -86,6 +86,7 @@ constexpr struct {
     {"capacity", &kPositive},
     {"by_weight", &kFlag},
     {"align", &kPositive},
+    {"ranks", &kPositive},
 };
 
 struct Words {

@@ -236,6 +236,33 @@ std::string disagreement(const SortSlots& call) {
   return check.wrong;
 }
 
+std::string disagreement(const SendOrder& call) {
+  Check check;
+  const int64_t experts = groups_of(&check, call.group_sizes);
+  check.rank("source", call.source, 1);
+  check.dtype("source", call.source, DType::i32);
+  slots(&check, "inverse", call.inverse);
+  check.rank("sent", call.sent, 1);
+  check.dtype("sent", call.sent, DType::i32);
+  if (!check.wrong.empty()) return check.wrong;
+  const int64_t places = call.sent.dims[0];
+  check.require(call.source.dims[0] <= INT32_MAX && places <= INT32_MAX,
+                [] { return "source, sent: expected fewer than 2^31 rows and places"; });
+  check.require(call.ranks >= 1 && experts % call.ranks == 0 && places % call.ranks == 0, [&] {
+    return Check::named("sent", call.sent) + ", ranks " + std::to_string(call.ranks) +
+           ": expected ranks that divide experts and places";
+  });
+  floats_if_given(&check, "weights", call.weights, {call.inverse.dims[0], call.inverse.dims[1]});
+  integers(&check, "kept_sizes", call.kept_sizes, {experts});
+  integers(&check, "experts", call.experts, {places});
+  integers(&check, "places", call.places, {call.inverse.dims[0], call.inverse.dims[1]});
+  integers(&check, "dropped", call.dropped, {1});
+  floats_if_given(&check, "row_weights", call.row_weights, {places});
+  check.require(call.weights.present() == call.row_weights.present(),
+                [] { return "row_weights: expected them if and only if there are weights"; });
+  return check.wrong;
+}
+
 std::string disagreement(const PadGroups& call) {
   Check check;
   const int64_t groups = groups_of(&check, call.group_sizes);

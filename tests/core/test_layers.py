@@ -39,7 +39,10 @@ MAY_USE_NATIVE = {
     "torch_bridge/_memory.py",
     "torch_bridge/_record.py",
 }
-MAY_READ_VARIABLES = {"grouped_core/debug.py"}
+MAY_READ_VARIABLES = {
+    "grouped_core/debug.py",
+    "jax_grouped/_ragged.py",  # XLA_FLAGS, for a warning
+}
 
 MAY_INCLUDE = {
     "api": {"cc/api/"},

@@ -15,7 +15,7 @@ MODULES = (
     *("grouped_core", "grouped_core.arrays"),
     *("jax_grouped", "jax_grouped.accumulate", "jax_grouped.checkpoint", "jax_grouped.checkpoint_policies"),
     "jax_grouped.linen",
-    *("jax_grouped.nnx", "jax_grouped.route"),
+    *("jax_grouped.nnx", "jax_grouped.parallel", "jax_grouped.route"),
     *(
         "torch_bridge",
         "torch_bridge.checkpoint",

@@ -16,9 +16,6 @@ CONTRACTS = ROOT / "docs" / "contracts.md"
 
 LATER = {
     "LOR-3": "the CPU widens codes block by block; on CUDA that comes with the kernels of adapters",
-    "LYR-9": "the exchange comes with expert parallelism; which experts a rank has is tested already",
-    "LYR-10": "budgets come with expert parallelism",
-    "LYR-11": "emulated exchanges come with expert parallelism",
     "TE #3143": "a matter of speed, which benchmarks measure",
 }
 """Rules and failures of parts that are built later, and why they have no row in the document yet."""

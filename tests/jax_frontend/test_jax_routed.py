@@ -199,6 +199,44 @@ def test_tokens_are_kept_and_not_their_rows(policy: str, recipe: Any) -> None:
     assert vectors <= 4 * (2 * rows + G) + 64, "source, inverse and sizes"
 
 
+@pytest.mark.rule("LYR-17", "QNT-8")
+@pytest.mark.parametrize("recipe", [FP8Block, MXFP8, None], ids=["FP8Block", "MXFP8", "no_recipe"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tokens_may_be_quantised(policy: str, recipe: Any) -> None:
+    """The bits of a recipe that quantises them, with a gradient for their master; a recipe is not needed."""
+    a, experts, dy = problem(hidden=64, width=32, dtype="bfloat16")
+
+    def result(quantised: bool) -> Any:
+        def run(a: dict[str, Any]) -> Any:
+            x = a["x"]
+            if quantised:
+                x = jax_grouped.straight_through(
+                    x, jax_grouped.quantize(x, "mxfp8" if recipe is MXFP8 else "fp8_1x128")
+                )
+            return call(a | {"x": x}, experts, recipe=recipe, residuals=policy)
+
+        return jax.jit(lambda a: jax.vjp(run, a))(a)
+
+    (y, pull), (expected, expected_pull) = result(True), result(False)
+    found, wanted = pull(dy)[0], expected_pull(dy)[0]
+    assert set(found) == set(wanted)
+    for what, e, f in (("y", expected, y), *((name, wanted[name], found[name]) for name in wanted)):
+        if recipe is None:
+            assert f.dtype == e.dtype
+            assert np.linalg.norm(np.asarray(f - e)) <= bounds.RING_CODES * np.linalg.norm(np.asarray(e)), what
+        else:  # scales are powers of two, so the gradient of wi has the same bits as well
+            asserts.bitwise(f, e, what)
+
+
+@pytest.mark.rule("LYR-17", "ERR-1")
+def test_tokens_quantised_otherwise_are_refused() -> None:
+    a, experts, _ = problem()
+    for format, axis in (("fp8_tensor", 1), ("mxfp8", 0), ("nvfp4", 1)):
+        x = jax_grouped.quantize(jnp.ones((T, 64)), format, axis=axis)
+        with asserts.refused(ValueError, ("`x` of routed_mlp", format, f"axis {axis}", "single rows", "mxfp8")):
+            call(a | {"x": x}, experts)
+
+
 @pytest.mark.rule("MLP-11", "ALL-4", "ACC-7")
 def test_what_no_gradient_reads_is_not_kept() -> None:
     a, experts, dy = problem(dtype="bfloat16")

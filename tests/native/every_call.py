@@ -155,6 +155,9 @@ def routed(experts: int, tokens: int, width: int, bins: int) -> Iterator[Call]:
     yield routing.drop_slots(chosen, experts, 2, by_weight=False)
     yield routing.sort_slots(chosen, experts, tokens * k, 1)
     yield routing.sort_slots(chosen, experts, tokens * k, 8, weights=True)
+    counts, rows_of = ArraySpec((experts,), "int32"), ArraySpec((tokens * k,), "int32")
+    yield routing.send_order(counts, rows_of, chosen, 1, tokens)
+    yield routing.send_order(counts, rows_of, chosen, experts, 4, weights=True)
     for dtype in ("bfloat16", "float32", "uint8"):
         rows, source = ArraySpec((tokens, width), dtype), ArraySpec((tokens * k,), "int32")
         yield routing.gather_rows(rows, source, k)

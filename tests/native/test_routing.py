@@ -369,6 +369,43 @@ def test_one_expert_takes_all(kernel):
     asserts.bitwise(source, np.arange(5000, dtype=np.int32))
 
 
+@pytest.mark.rule("LYR-9", "LYR-10")
+@pytest.mark.parametrize("kernel", kernels("send_order"))
+@pytest.mark.matrix(
+    shape=((0, 4, 2, 2), (1, 1, 1, 1), (7, 6, 5, 3), (200, 128, 8, 8), (33, 256, 6, 256), (3000, 16, 4, 4)),
+    budget=(0, 1, 24, 2000),
+    missing=(0.0, 0.4),
+    weighted=(False, True),
+)
+def test_order_cut_into_what_ranks_get(kernel, shape, budget, missing, weighted):
+    tokens, experts, k, ranks = shape
+    chosen = slots(tokens, k, experts, "send", missing)
+    order = routing.sort_slots(spec_of(chosen), experts, tokens * k, 1)
+    sizes, source, inverse, *_ = Native(kernels("sort_slots")[0])(order, [chosen, None])
+    call = routing.send_order(spec_of(sizes), spec_of(source), spec_of(inverse), ranks, budget, weights=weighted)
+    given = {"group_sizes": sizes, "source": source, "inverse": inverse}
+    given |= {"weights": draw(tokens, k, seed="weights")} if weighted else {}
+    kept, sent, found, places, dropped, _ = run(kernel, call, **given)
+    placed = places.reshape(-1)
+    asserts.bitwise(sent[placed[placed >= 0]], np.flatnonzero(placed >= 0).astype(np.int32))
+    assert kept.sum() + dropped[0] == sizes.sum()
+    assert kept.reshape(ranks, -1).sum(1).max() <= budget
+    own = experts // ranks
+    for rank, (ids, slot) in enumerate(zip(found.reshape(ranks, -1), sent.reshape(ranks, -1), strict=True)):
+        asserts.bitwise(chosen.reshape(-1)[slot[slot >= 0]], (ids[ids >= 0] + rank * own).astype(np.int32))
+
+
+@pytest.mark.rule("GRP-4")
+@pytest.mark.parametrize("kernel", kernels("send_order"))
+def test_bad_orders_stay_in_bounds(kernel):
+    """Sizes that no order has, and maps that lead outside."""
+    sizes = np.array([-3, 2**31 - 1, 4, 9], np.int32)
+    source = np.array([5, -7, 2**31 - 1, 0, 3], np.int32)
+    inverse = np.array([[0, -2], [9, 4], [2**31 - 1, 1]], np.int32)
+    call = routing.send_order(spec_of(sizes), spec_of(source), spec_of(inverse), 2, 4, weights=True)
+    run(kernel, call, group_sizes=sizes, source=source, inverse=inverse, weights=draw(3, 2))
+
+
 @pytest.mark.rule("LYR-8")
 @pytest.mark.parametrize("kernel", kernels("drop_slots"))
 @pytest.mark.matrix(shape=(*SHAPES, (3000, 4, 2)), capacity=(1, 7, 600), weighted=(False, True), missing=(0.0, 0.3))

@@ -64,6 +64,7 @@ shared_wi, shared_wo = wi[:1], wo[:1]
 wi, wo = jnp.concatenate([wi, wi]), jnp.concatenate([wo, wo])
 """,
     },
+    "docs/parallel.md": {},
     "docs/checkpoints.md": {
         "import torch": """
 import atexit, os, shutil, tempfile

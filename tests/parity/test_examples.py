@@ -421,3 +421,14 @@ def test_switching_a_model_keeps_its_losses(script: str, recipe: tuple[str, ...]
         assert largest > 0, "the recipe changed nothing"
     refused = subprocess.run([*program, "--steps", "0"], env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
     assert (refused.returncode, refused.stderr) == (2, f"{script}: --steps 0 is less than 1\n")
+
+
+@pytest.mark.rule("LYR-9")
+def test_experts_over_several_devices() -> None:
+    program = [sys.executable, str(SCRIPT.with_stem("expert_parallel")), "--steps", "2"]
+    done = subprocess.run([*program, "--ranks", "8"], env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("experts per device: 2 2 2 2 2 2 2 2\n")
+    assert done.stdout.endswith("the layer's results have the same bits as on one device\n")
+    refused = subprocess.run([*program, "--ranks", "3"], env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+    assert (refused.returncode, refused.stderr) == (2, "expert_parallel: --ranks 3 does not divide the 16 experts\n")

@@ -15,7 +15,7 @@ import jax_grouped
 import torch_bridge
 from grouped_core.recipes import FP8Current, FP8Delayed, Recipe
 from grouped_core.scaling import ScalingState
-from jax_grouped import accumulate, nnx, route
+from jax_grouped import accumulate, nnx, parallel, route
 from tests import asserts, ranks
 from tests.ranks import (
     BIAS,
@@ -106,6 +106,26 @@ def _jax_mlp(recipe: Recipe | None, *, transposed: bool = False) -> Callable[...
 
 
 _BOTH_RECIPES = [("", None), ("recipe:", FP8Current)]
+
+
+ALONE = parallel.MeshAxes(expert="expert")
+
+
+def _mesh() -> Any:
+    kinds = (jax.sharding.AxisType.Auto,)
+    return jax.make_mesh((1,), ("expert",), axis_types=kinds, devices=jax.devices()[:1])
+
+
+def _alone(function: Callable[..., Any], *arrays: Any) -> Any:
+    """`function` inside of `shard_map` over one rank."""
+    split = jax.sharding.PartitionSpec()
+    return jax.jit(jax.shard_map(function, mesh=_mesh(), in_specs=split, out_specs=split, check_vma=False))(*arrays)
+
+
+def _dispatched(y: Any) -> Any:
+    tokens, weights = jnp.ones((T, K)), jnp.ones((T, SLOTS))
+    _, _, handle = parallel.dispatch(tokens, jnp.zeros((T, SLOTS), jnp.int32), weights, G, axis_name="expert")
+    return parallel.combine(y, handle)
 
 
 def _routed(function: str, name: str, shape: tuple[int, ...], wanted: str, dtype: str = "") -> Argument:
@@ -289,6 +309,34 @@ JAX: dict[str, Function] = {
             "wi": weight("[G, K, W]", G, K, 2 * F),
             "wo": weight("[G, F, K]", G, F, K),
         },
+    ),
+    "parallel:moe": Function(
+        lambda x, router, wi, wo: parallel.moe(x, router, wi, wo, SLOTS, axes=ALONE, mesh=_mesh()),
+        {
+            "x": _routed("parallel.moe", "x", (T, K), "two axes [T, H]"),
+            "router": _routed("parallel.moe", "router", (K, G), "two axes [H, E]"),
+            "wi": weight("[G, K, W]", G, K, 2 * F),
+            "wo": weight("[G, F, K]", G, F, K),
+        },
+    ),
+    "dispatch": Function(
+        lambda x, experts, weights: _alone(
+            lambda x, chosen, probs: parallel.dispatch(x, chosen, probs, G, axis_name="expert"), x, experts, weights
+        ),
+        {
+            "x": _routed("parallel.dispatch", "x", (T, K), "two axes [T, H]"),
+            "experts": _routed("parallel.dispatch", "experts", (T, SLOTS), "two axes [T, k]", "int32"),
+            "weights": _routed("parallel.dispatch", "weights", (T, SLOTS), "two axes [T, k]"),
+        },
+    ),
+    "combine": Function(
+        lambda y: _alone(_dispatched, y), {"y": _routed("parallel.combine", "y", (T * SLOTS, K), "two axes [M, H]")}
+    ),
+    "ragged_all_to_all": Function(  # the axes of rows are free
+        lambda: _alone(
+            lambda rows, at: parallel.ragged_all_to_all(rows, rows, at, at, at, at, axis_name="expert"),
+            *(jnp.ones((T, K)), jnp.zeros((1,), jnp.int32)),
+        )
     ),
     "grouped_mlp_fwd": Function(
         lambda probs, wi_bias, wo_bias, out: _jax_fwd(probs=probs, wi_bias=wi_bias, wo_bias=wo_bias, out=out),
@@ -686,7 +734,7 @@ def test_the_good_calls_work(functions: dict[str, Function]) -> None:
 
 
 def test_no_public_function_is_missing() -> None:
-    ours = ranks.public_functions(jax_grouped, route, accumulate, nnx)
+    ours = ranks.public_functions(jax_grouped, route, accumulate, nnx, parallel)
     assert not {name for name in ours if name not in {key.split(":")[-1] for key in JAX}}
     theirs = ranks.public_functions(torch_bridge, nn, torch_route)
     assert not {name for name in theirs if name not in {key.split(":")[-1] for key in TORCH}}

@@ -1,0 +1,171 @@
+"""Expert parallelism: what the ranks of an exchange send each other, whichever library moves it.
+
+Each of P ranks holds T tokens and E / P of the E experts, rank r those from r E / P on. A rank sorts its slots by
+expert, then token, then place, and gives every rank at most B of them, its budget: one buffer of P B rows in which the
+part of rank d starts at row d B (`send_order`). An all-to-all of these parts gives each rank a buffer of P B rows
+again, the part of source s at row s B, with the expert of each row, or -1 where a budget was not used up. These are
+tokens with one expert each, so the experts run on them as on any tokens (`grouped_core.routed`), and sort them by local
+expert, then source rank, then token: the order of all tokens on one rank, whose bits follow (docs/contracts.md, LYR-9,
+LYR-10). Results go back the same way and are summed per token.
+
+Letters: P ranks, T tokens of a rank, k experts per token, E experts, B rows of the budget, H columns.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from grouped_core import routing, routing_calls
+from grouped_core.calls import MAX_GROUPS, ArraySpec
+from grouped_core.formats import WIDE
+from grouped_core.products import Array, Runner
+from grouped_core.ranks import check_rank
+
+ALIGN = 8
+"""Rows that a budget from a factor is a multiple of, so that the part of each rank is aligned."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The static facts of an exchange, checked by `exchange_option`.
+
+    Attributes:
+        ranks: P. experts: E, of all ranks. tokens: T, of this rank. slots: k.
+        budget: B, rows that one rank sends to one rank at most.
+    """
+
+    ranks: int
+    experts: int
+    tokens: int
+    slots: int
+    budget: int
+
+    @property
+    def own(self) -> int:
+        """Experts of each rank, E / P."""
+        return self.experts // self.ranks
+
+    @property
+    def rows(self) -> int:
+        """Rows that a rank sends, and those that it receives, unused ones too."""
+        return self.ranks * self.budget
+
+
+def exchange_option(
+    function: str, *, ranks: int, experts: int, tokens: int, slots: int, budget_factor: float | None = None
+) -> Exchange:
+    """The facts of the exchange that `function` asks for.
+
+    Args:
+        budget_factor: a rank sends a rank at most this many times the mean T k / P rows, rounded up; None: as many as
+            there can be, where no token chooses an expert twice: T min(k, E / P).
+
+    Raises:
+        ValueError: ranks do not divide the experts, or the factor is out of range.
+    """
+    own = own_experts(function, experts, ranks)
+    most = max(1, tokens * min(slots, own))
+    if budget_factor is None:
+        return Exchange(ranks, experts, tokens, slots, most)
+    check_budget_factor(function, budget_factor)
+    wanted = math.ceil(budget_factor * tokens * slots / ranks)
+    return Exchange(ranks, experts, tokens, slots, min(most, max(ALIGN, -(-wanted // ALIGN) * ALIGN)))
+
+
+def own_experts(function: str, experts: int, ranks: int) -> int:
+    """Experts of each rank.
+
+    Raises:
+        ValueError: ranks do not divide the experts.
+    """
+    if not 1 <= experts <= MAX_GROUPS:
+        raise ValueError(f"experts of {function}: {experts}, expected 1 to {MAX_GROUPS}; use fewer.")
+    if experts % ranks:
+        raise ValueError(
+            f"experts of {function}: {experts} over {ranks} ranks, expected a multiple of {ranks}; give every rank "
+            "equally many, or make the axis of experts smaller."
+        )
+    return experts // ranks
+
+
+def check_budget_factor(function: str, factor: float | None) -> None:
+    """Refuses a factor that gives no budget.
+
+    Raises:
+        ValueError: it is not a finite number above 0.
+    """
+    if factor is not None and not 0 < factor < math.inf:
+        raise ValueError(
+            f"`budget_factor` of {function}: {factor}, expected None or a finite number above 0; 2.0 leaves room for "
+            "twice the mean, None for every row."
+        )
+
+
+def check_dispatch(function: str, x: ArraySpec, experts: ArraySpec, weights: ArraySpec) -> None:
+    """Checks the arguments of `dispatch`, x [T, H], experts and weights [T, k].
+
+    Raises:
+        TypeError: dtypes. ValueError: shapes.
+    """
+    for name, spec in (("x", x), ("experts", experts), ("weights", weights)):
+        check_rank("dispatch", name, name, spec.shape, of=function)
+    if not experts.dtype.startswith(("int", "uint")):
+        raise TypeError(f"`experts` of {function}: dtype {experts.dtype}, expected integers; pass numbers of experts.")
+    for name, spec in (("x", x), ("weights", weights)):
+        if spec.dtype not in WIDE:
+            raise TypeError(f"`{name}` of {function}: dtype {spec.dtype}, expected one of {', '.join(WIDE)}; cast it.")
+        tokens = spec.shape[: 1 if name == "x" else 2]
+        if tokens != experts.shape[: len(tokens)]:
+            raise ValueError(
+                f"`{name}` of {function}: shape {tuple(spec.shape)}, expected one entry for each of those of "
+                f"`experts`, {tuple(experts.shape)}; route these tokens."
+            )
+
+
+def check_combine(function: str, y: ArraySpec, rows: int) -> None:
+    """Checks the argument of `combine`, y [M, H], of an exchange with so many rows.
+
+    Raises:
+        TypeError: its dtype. ValueError: its shape.
+    """
+    check_rank("combine", "y", "y", y.shape, of=function)
+    if y.dtype not in WIDE:
+        raise TypeError(f"`y` of {function}: dtype {y.dtype}, expected one of {', '.join(WIDE)}; cast it.")
+    if y.shape[0] != rows:
+        raise ValueError(f"`y` of {function}: {y.shape[0]} rows, expected {rows}; give all rows of `dispatch`.")
+
+
+class Sent(NamedTuple):
+    """What a rank sends, and where each slot's row stands in it.
+
+    Attributes:
+        sizes: int32 [E], rows per expert that are sent: of each rank in turn, those of its experts.
+        source: int32 [P B], slot of each row, -1 for none. experts: int32 [P B], its expert, counted from the first one
+            of the rank that gets it, -1 for none. probs: float32 [P B], its weight, 0 for none; None without weights.
+        inverse: int32 [T, k], row of each slot, -1 for none.
+        dropped: int32 [1], slots with an expert for which a budget had no row.
+    """
+
+    sizes: Array
+    source: Array
+    experts: Array
+    inverse: Array
+    dropped: Array
+    probs: Array | None
+
+
+def send_order(run: Runner, op: Exchange, experts: Array, weights: Array | None = None) -> Sent:
+    """What goes where of the slots of `experts` [T, k], with `weights` [T, k].
+
+    The rows are `routing.gather(run, x, sent.source, k)`; results that came back in their places are summed per token
+    by `routing.combine(run, rows, sent.inverse, dtype)`. Each is the gradient of the other.
+    """
+    order = routing.order(run, experts, op.experts, op.tokens * op.slots)
+    specs = (run.spec(each) for each in (order.sizes, order.source, order.inverse))
+    call = routing_calls.send_order(*specs, op.ranks, op.budget, weights=weights is not None)
+    wide = None if weights is None else run.cast(weights, "float32")
+    arrays = {"group_sizes": order.sizes, "source": order.source, "inverse": order.inverse, "weights": wide}
+    sizes, source, found, inverse, dropped, probs = run(call, call.arrange(**arrays))
+    return Sent(sizes, source, found, inverse, dropped, probs)

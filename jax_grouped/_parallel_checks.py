@@ -1,0 +1,133 @@
+"""Checks of the arguments of `parallel.moe` together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from grouped_core import activations
+from grouped_core.formats import QTensor
+from grouped_core.mlp_spec import Mlp, MlpNames, check_ranks
+from jax_grouped._accumulators import is_sink
+from jax_grouped._mesh import ranks_along
+from jax_grouped._mlp_gradients import members
+from jax_grouped._nodes import value_of
+from jax_grouped._parallel_moe import FUNCTION, TOKENS, Plan, format_sent
+from jax_grouped.quantize import StraightThrough
+
+SENDS = (None, "tokens", "codes")
+"""What travels to the experts: tokens as they are, or quantised where they are sent; None: as the recipe allows."""
+
+
+def _wrong(option: str, came: str, expected: str, remedy: str) -> ValueError:
+    return ValueError(f"`{option}` of {FUNCTION}: {came}, expected {expected}; {remedy}.")
+
+
+def check_moe(plan: Plan, arrays: Mapping[str, Any]) -> None:
+    """Refuses options that contradict each other.
+
+    Raises:
+        ValueError: they do.
+    """
+    routing, recipe = dict(plan.routing), arrays["recipe"]
+    if routing.get("axis_name") is not None:
+        raise _wrong("axis_name", repr(routing["axis_name"]), "None", "losses are of all tokens that `axes` split")
+    if plan.send not in SENDS:
+        raise _wrong(
+            "send", repr(plan.send), "None, 'tokens' or 'codes'", "None sends codes where the recipe allows it"
+        )
+    format_sent(plan.send, recipe)
+    if plan.transport == "ring":
+        _check_ring(plan, arrays, recipe)
+    if plan.fsdp:
+        _check_fsdp(plan, arrays)
+    if plan.axes.tensor is not None:
+        _check_tensor(plan, arrays)
+
+
+def _check_ring(plan: Plan, arrays: Mapping[str, Any], recipe: Any) -> None:
+    if plan.budget_factor is not None:
+        raise _wrong("budget_factor", f"{plan.budget_factor} with transport 'ring'", "None", "a ring has no budget")
+    if plan.send == "codes":
+        raise _wrong("send", "'codes' with transport 'ring'", "None", "in a ring tokens travel as they are")
+    words = "because weights are used once for each rank of the ring; use another transport"
+    if "wgrad_accum" in arrays:
+        raise _wrong("wgrad_accum", "given with transport 'ring'", "None", words)
+    if recipe.state is not None:
+        raise _wrong("recipe", "bound to a state with transport 'ring'", "a recipe without a state", words)
+
+
+def _check_fsdp(plan: Plan, arrays: Mapping[str, Any]) -> None:
+    if plan.axes.data is None:
+        raise _wrong("fsdp", "True without a data axis", "False", "name the axis of the shards as `MeshAxes.data`")
+    if "wgrad_accum" in arrays:
+        raise _wrong("wgrad_accum", "given with fsdp=True", "None", "gradients of shards are added by JAX")
+    _check_plain(arrays, "fsdp=True")
+
+
+def _check_tensor(plan: Plan, arrays: Mapping[str, Any]) -> None:
+    for name in ("wi_bias", "wo_bias"):
+        if name in arrays:
+            words = "because every rank of the tensor axis would add it once"
+            raise _wrong(name, "given with a tensor axis", "None", f"{words}; leave it out, or the tensor axis")
+    _check_plain(arrays, "a tensor axis")
+    activation = activations.resolve(plan.activation)
+    shared = arrays.get("shared")
+    for name, wi in (("wi", arrays["wi"]), ("shared.wi", None if shared is None else shared.wi)):
+        if activation.gated and activation.interleave is None and wi is not None and not isinstance(wi, tuple | list):
+            came = "gate and linear columns in one array, with a tensor axis"
+            remedy = "pass (gate, up), so that a rank has the columns of both that belong together"
+            raise _wrong(name, came, "a pair of arrays, or an interleaved activation", remedy)
+
+
+def _check_plain(arrays: Mapping[str, Any], what: str) -> None:
+    for name in ("wi", "wo"):
+        node = arrays[name]
+        if any(isinstance(each, QTensor | StraightThrough) for each in (node if isinstance(node, tuple) else (node,))):
+            raise _wrong(
+                name, f"quantised, with {what}", "a plain array", "quantised weights are split by experts alone"
+            )
+
+
+def _check_states(arrays: Mapping[str, Any]) -> None:
+    shared = arrays.get("shared")
+    for name, recipe in (("recipe", arrays["recipe"]), ("shared.recipe", None if shared is None else shared.recipe)):
+        if recipe is not None and recipe.state is not None:
+            words = "because JAX would then add the states of all ranks; leave check_vma on"
+            raise _wrong(name, "bound to a state, with check_vma=False", "a recipe without a state", words)
+
+
+def check_split(plan: Plan, mesh: Any, arrays: Mapping[str, Any]) -> None:
+    """Refuses whole arrays that the axes of the mesh do not divide.
+
+    Raises:
+        ValueError: an axis is no multiple.
+    """
+    axes = plan.axes
+    mlp = Mlp(MlpNames(), activations.resolve(plan.activation), transposed=plan.rhs_transposed)
+    wi = arrays["wi"]
+    shapes = {"wi": None if isinstance(wi, tuple | list) else wi, "wo": arrays["wo"]}
+    check_ranks(mlp, **{name: None if each is None else tuple(value_of(each).shape) for name, each in shapes.items()})
+    accums = arrays.get("wgrad_accum") or ()
+    if any(each is not None and not is_sink(each) for entry in accums for each in members(entry)):
+        words = "a Ref cannot enter shard_map here; call it inside your own jax.shard_map"
+        raise _wrong("wgrad_accum", "a jax.Ref outside of shard_map", "arrays", words)
+    if not plan.check_vma:
+        _check_states(arrays)
+    ranks = ranks_along(mesh, axes.data) * ranks_along(mesh, axes.expert)
+    tokens = arrays["x"].shape[0]
+    if tokens % ranks:
+        remedy = "pad the tokens, with `mask` False for padding"
+        raise _wrong("x", f"{tokens} tokens over {ranks} ranks", f"a multiple of {ranks}", remedy)
+    for name, rank in TOKENS.items():
+        if name in arrays and (arrays[name].ndim != rank or arrays[name].shape[0] != tokens):
+            came = f"shape {tuple(arrays[name].shape)}"
+            raise _wrong(name, came, f"{tokens} tokens, {rank} axes", "pass one entry for each token of `x`")
+    if axes.tensor is None:
+        return
+    activation, parts = activations.resolve(plan.activation), ranks_along(mesh, axes.tensor)
+    wo = arrays["wo"]
+    width = wo.shape[2 if plan.rhs_transposed else 1]
+    least = parts * (activation.interleave or 1)
+    if width % least:
+        raise _wrong("wo", f"F = {width} over {parts} ranks", f"a multiple of {least}", "choose another tensor axis")

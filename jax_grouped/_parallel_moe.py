@@ -1,0 +1,245 @@
+"""The local part of an expert-parallel MoE layer, and `shard_map` around it.
+
+Letters: T tokens of a rank, H hidden size, E experts, k experts per token, F expert width, W columns of hidden rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from grouped_core.activations import Activation
+from grouped_core.exchange import own_experts
+from grouped_core.formats import Format, QTensor
+from grouped_core.mlp_spec import Residuals
+from grouped_core.recipes import BoundRecipe, Recipe
+from jax_grouped import _mesh, route
+from jax_grouped._exchange import back, in_a_ring, rounded_once, there
+from jax_grouped._mesh import MeshAxes, members, sum_over
+from jax_grouped._nodes import value_of
+from jax_grouped._router_product import router_logits
+from jax_grouped.moe import SharedExpert, of_shared
+from jax_grouped.quantize import StraightThrough
+from jax_grouped.routed import routed_mlp
+
+FUNCTION = "parallel.moe"
+
+TOKENS = {"x": 2, "mask": 1, "experts": 2}
+"""Arguments that are split as tokens are, and how many axes they have."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The static arguments of `parallel.moe`; `routing` as sorted pairs."""
+
+    axes: MeshAxes
+    transport: str
+    budget_factor: float | None
+    send: str | None
+    fsdp: bool
+    k: int
+    count: int
+    rhs_transposed: bool
+    activation: str | Activation
+    residuals: str | Residuals
+    wgrad_dtype: str | None
+    implementation: str | Sequence[str] | None
+    routing: tuple[tuple[str, Any], ...]
+    mesh: Any = None
+    check_vma: bool = True
+
+
+def local_moe(plan: Plan, arrays: dict[str, Any]) -> tuple[Any, route.MoEAux]:
+    """y [T, H] and the metrics of all ranks, inside `shard_map`; arrays: the arguments by name, those of this rank."""
+    axes, given = plan.axes, dict(arrays)
+    x, router, shared = given.pop("x"), given.pop("router"), given.pop("shared", None)
+    wi, wo, accum, recipe = (given.pop(name, None) for name in ("wi", "wo", "wgrad_accum", "recipe"))
+    biases = {name: given.pop(name, None) for name in ("wi_bias", "wo_bias")}
+    if plan.fsdp:
+        wi, wo = _gathered(plan, wi, 0), _gathered(plan, wo, 1)
+        if shared is not None:
+            shared = shared._replace(wi=_gathered(plan, shared.wi, 0), wo=_gathered(plan, shared.wo, 1))
+    if given.get("key") is not None:
+        given["key"] = _own_words(given["key"], axes.tokens)
+    check_own(plan, wo)
+    names = axes.tokens or None
+    routing: dict[str, Any] = {**dict(plan.routing), **given, "axis_name": names}
+    weights, experts, aux = route.topk_router(router_logits(x, router), plan.k, **routing)
+    options: dict[str, Any] = {
+        "rhs_transposed": plan.rhs_transposed,
+        "activation": plan.activation,
+        "residuals": plan.residuals,
+        "implementation": plan.implementation,
+    }
+    of_experts = {**biases, "recipe": _own_key(recipe, axes), "wgrad_accum": accum, "wgrad_dtype": plan.wgrad_dtype}
+    y, dropped = _experts(plan, x, experts, weights, wi, wo, {**options, **of_experts})
+    if shared is not None:
+        shared = shared._replace(recipe=_own_key(shared.recipe, axes))
+        y = y + of_shared(x, shared, **options).astype(y.dtype)
+    if axes.tensor is not None:
+        y = sum_over(y, axes.tensor)
+    lost = sum_over(aux.dropped + dropped, axes.tokens)
+    return y.astype(x.dtype), aux._replace(load=sum_over(aux.load, axes.tokens), dropped=lost, overflow=lost > 0)
+
+
+def check_own(plan: Plan, wo: Any) -> None:
+    """Refuses weights of others than the experts of one rank.
+
+    Raises:
+        ValueError: the number of experts is wrong.
+    """
+    own = own_experts(FUNCTION, plan.count, _mesh.size_of(plan.axes.expert))
+    held = value_of(wo).shape[0]
+    if held != own:
+        raise ValueError(
+            f"`wo` of {FUNCTION}: {held} experts on a rank, expected {own} of the {plan.count} that `router` chooses "
+            "from; pass those of this rank, in order of ranks."
+        )
+
+
+def _experts(
+    plan: Plan, x: Any, experts: Any, weights: Any, wi: Any, wo: Any, options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """The result of the experts at each token, wide where parts of it are to be added; slots that a budget dropped."""
+    axis, none = plan.axes.expert, jnp.zeros((), jnp.int32)
+    wide = None if plan.axes.tensor is None else "float32"
+    if axis is None:
+        y = routed_mlp(x, experts, weights, wi, wo, **options)
+        return y if wide is None else y.astype(wide), none
+    if plan.transport == "ring":
+        of_wi, of_wo = (_rounded(plan, each) for each in (wi, wo))
+        options = options | {"wgrad_dtype": "float32"}
+
+        def mlp(x: Any, experts: Any, weights: Any) -> Any:
+            return routed_mlp(x, experts, weights, of_wi, of_wo, **options)
+
+        own = plan.count // _mesh.size_of(axis)
+        y = in_a_ring(mlp, x, experts, weights, own, axis)
+        return y if wide else y.astype(x.dtype), none
+    codes = format_sent(plan.send, options["recipe"])
+    how = (plan.transport, plan.budget_factor, codes)
+    found, way = there(FUNCTION, x, experts, weights, plan.count, axis, *how)
+    results = routed_mlp(found.rows, found.experts, found.probs, wi, wo, **options)
+    return back(results, way, wide), way.dropped
+
+
+def format_sent(send: str | None, recipe: Recipe | BoundRecipe | None) -> Format | None:
+    """The format that tokens travel in; None: as they are.
+
+    Raises:
+        ValueError: codes are asked for, of a recipe whose scales are not those of single rows.
+    """
+    if isinstance(recipe, BoundRecipe):
+        recipe = recipe.recipe
+    if send == "tokens":
+        return None
+    fmt = None if recipe is None else recipe.forward[0]
+    if fmt is not None and fmt.by_row:
+        return fmt
+    if send is None:
+        return None
+    raise ValueError(
+        f"`send` of {FUNCTION}: 'codes' with recipe {None if recipe is None else recipe.name}, expected one whose "
+        "scales are those of single rows, such as FP8Block or MXFP8; use send=None, which then sends tokens."
+    )
+
+
+def _rounded(plan: Plan, weight: Any) -> Any:
+    if isinstance(weight, QTensor | StraightThrough):
+        return weight
+    return jax.tree.map(partial(rounded_once, plan.wgrad_dtype), weight)
+
+
+def _gathered(plan: Plan, weight: Any, product: int) -> Any:
+    """A weight whose H is split over the data axes, whole; its gradient is added up and split again."""
+    axis = _hidden_axis(plan.rhs_transposed, product)
+    names = members(plan.axes.data)
+    return jax.tree.map(lambda each: jax.lax.all_gather(each, names, axis=axis, tiled=True), weight)
+
+
+def _hidden_axis(transposed: bool, product: int) -> int:
+    """The axis of H in a weight of the first product, [E, H, W] or transposed [E, W, H], or of the second."""
+    return 1 if transposed == bool(product) else 2
+
+
+def _own_key(recipe: Any, axes: MeshAxes) -> Any:
+    """`recipe` with a key of this rank's own, where it has one."""
+    if not isinstance(recipe, BoundRecipe) or recipe.key is None:
+        return recipe
+    return replace(recipe, key=_own_words(recipe.key, axes.names))
+
+
+def _own_words(key: Any, names: tuple[str, ...]) -> Any:
+    """A key for this rank: its number is added to the high word."""
+    rank = _mesh.rank_of(names).astype(key.dtype)
+    return key + jnp.stack([jnp.zeros_like(rank), rank])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From outside of shard_map
+
+
+@partial(jax.jit, static_argnums=0)
+def open_moe(plan: Plan, arrays: dict[str, Any]) -> tuple[Any, route.MoEAux]:
+    """`local_moe` of whole arrays on `plan.mesh`; y is split as tokens are, the metrics are replicated."""
+    specs = {name: _spec(plan, name, each) for name, each in arrays.items()}
+    laid = _mesh.lay_out(FUNCTION, plan.mesh, arrays, specs)
+    sizes = laid.get("sequence_sizes")
+
+    def body(local: dict[str, Any]) -> tuple[Any, route.MoEAux]:
+        if sizes is not None:
+            tokens = local["x"].shape[0]
+            local = local | {"sequence_sizes": _own_sizes(local["sequence_sizes"], tokens, plan.axes)}
+        return local_moe(plan, local)
+
+    return jax.shard_map(
+        body,
+        mesh=plan.mesh,
+        in_specs=(specs,),
+        out_specs=(_mesh.spec_over(plan.axes.tokens, 2), P()),
+        axis_names=set(plan.axes.names),
+        check_vma=plan.check_vma,
+    )(laid)
+
+
+def _own_sizes(sizes: Any, tokens: int, axes: MeshAxes) -> Any:
+    """How many tokens of each sequence this rank has, of `sizes` [S] of all ranks' tokens in order."""
+    first = _mesh.rank_of(axes.tokens) * tokens
+    ends = jnp.cumsum(jnp.maximum(sizes, 0), dtype=jnp.int32)
+    inside = jnp.clip(jnp.stack([ends - jnp.maximum(sizes, 0).astype(jnp.int32), ends]), first, first + tokens)
+    return inside[1] - inside[0]
+
+
+def _spec(plan: Plan, name: str, node: Any) -> Any:
+    """How the argument `name` is split, as a tree of specs where it is a tree."""
+    axes = plan.axes
+    if name in TOKENS:
+        return _mesh.spec_over(axes.tokens, TOKENS[name])
+    if name in ("wi", "wo"):
+        return _mesh.weight_specs(node, _weight_spec(plan, axes.expert, int(name == "wo")))
+    if name in ("wi_bias", "wo_bias"):
+        return P(axes.expert)
+    if name == "recipe":
+        return _mesh.recipe_specs(node, axes.expert)
+    if name == "wgrad_accum":
+        both = zip((0, 1), node, strict=True)
+        specs = [_mesh.weight_specs(each, _weight_spec(plan, axes.expert, at)) for at, each in both]
+        return tuple(spec if each is not None else None for spec, each in zip(specs, node, strict=True))
+    if name == "shared":
+        wi, wo = (_mesh.weight_specs(each, _weight_spec(plan, None, at)) for at, each in enumerate(node[:2]))
+        specs: Any = (wi, wo, None if node.gate is None else P(), _mesh.recipe_specs(node.recipe, None))
+        return SharedExpert(*specs)
+    return P()
+
+
+def _weight_spec(plan: Plan, experts: Any, product: int) -> P:
+    """The weight [E, ...] of one product: experts, its axis H with `fsdp`, and its axis F."""
+    hidden = plan.axes.data if plan.fsdp else None
+    last = (hidden, plan.axes.tensor)
+    return P(experts, *(last if _hidden_axis(plan.rhs_transposed, product) == 1 else last[::-1]))

@@ -1,0 +1,223 @@
+"""Mixture-of-experts layers over several devices: expert, tensor and data parallel, on `jax.shard_map`.
+
+`moe` is the whole layer; `dispatch` and `combine` are its two exchanges, for layers of one's own. What is computed does
+not depend on how the layer is spread (docs/contracts.md, LYR-9): docs/parallel.md.
+
+Letters: P ranks of the expert axis, T tokens, E experts, L = E / P experts of a rank, k experts per token, B rows that
+one rank sends to one rank at most, H hidden size, F expert width, W columns of the hidden rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from grouped_core import exchange, linear_spec
+from grouped_core.activations import Activation
+from grouped_core.calls import spec_of
+from grouped_core.mlp_spec import Residuals
+from grouped_core.ranks import check_rank
+from grouped_core.recipes import BoundRecipe, Recipe
+from jax_grouped import _mesh, _parallel_moe, _ragged, route
+from jax_grouped._arguments import as_array, as_bound, to_int32
+from jax_grouped._exchange import TRANSPORTS, Way, back, there, transport_option
+from jax_grouped._mesh import MeshAxes as MeshAxes
+from jax_grouped._mlp_gradients import Accumulators
+from jax_grouped._parallel_checks import check_moe, check_split
+from jax_grouped._ragged import ragged_all_to_all as ragged_all_to_all
+from jax_grouped.moe import SharedExpert
+from jax_grouped.route import MoEAux, Permutation
+
+
+def moe(
+    x: Float[Array, "T H"],
+    router: Float[Array, "H E"],
+    wi: Any,
+    wo: Any,
+    k: int,
+    *,
+    axes: MeshAxes,
+    transport: str = "all_to_all",
+    budget_factor: float | None = None,
+    send: str | None = None,
+    mesh: Any = None,
+    check_vma: bool = True,
+    fsdp: bool = False,
+    shared: SharedExpert | None = None,
+    rhs_transposed: bool = False,
+    activation: str | Activation = "swiglu",
+    wi_bias: Float[Array, "E W"] | None = None,
+    wo_bias: Float[Array, "E H"] | None = None,
+    recipe: Recipe | BoundRecipe | None = None,
+    residuals: str | Residuals = "save_fc1",
+    wgrad_accum: Accumulators | None = None,
+    wgrad_dtype: DTypeLike | None = None,
+    implementation: str | Sequence[str] | None = None,
+    **routing: Any,
+) -> tuple[Float[Array, "T H"], MoEAux]:
+    """`jax_grouped.moe` over the axes of a mesh: experts on different devices, to which rows travel and back.
+
+    Outside of `jax.shard_map` it takes whole arrays, on Auto and Explicit meshes, and opens `shard_map` itself. Inside,
+    where all of `axes` are manual, it takes the arrays of this rank: T / (data * expert) tokens and E / P experts.
+
+    Args:
+        x, router, wi, wo, k: as in `jax_grouped.moe`; E counts the experts of all ranks.
+        axes: of the mesh. Tokens are split over data and expert axes in this order, experts over the expert axis, the
+            width F over the tensor axis; `y` is split as `x` is.
+        transport: "all_to_all": parts of a static size for every pair of ranks. "ragged_all_to_all": only rows that
+            there are. Both give the bits of one device. "ring": tokens travel from rank to rank, without a budget and
+            with sums of float32, within bounds.
+        budget_factor: a rank sends a rank at most this many times the mean T k / P rows, T of a rank; rows beyond are
+            dropped and counted in `MoEAux`. None: as many as there can be.
+        send: what travels to the experts. "tokens": rows of x, quantised where they arrive. "codes": rows quantised
+            where they are sent, half the bytes or less, for recipes whose scales are those of single rows (FP8Block,
+            MXFP8); y, dx and the gradient of wo have the same bits, the gradient of wi reads the dequantised codes.
+            None: codes where the recipe allows it.
+        mesh: None: that of `jax.set_mesh`, or of x.
+        check_vma: of `shard_map`, where it is opened here.
+        fsdp: weights are also sharded over the data axes, along H; they are gathered here, and their gradients are
+            added up and sharded again. Never without this option.
+        shared, rhs_transposed, activation, wi_bias, wo_bias, recipe, residuals, wgrad_accum, wgrad_dtype,
+            implementation: as in `jax_grouped.moe`. With a tensor axis a gated `wi` is a pair, or interleaved so that
+            the columns of a rank are whole pairs; so is that of `shared`.
+        routing: options of `route.topk_router`; `mask` [T] and `experts` [T, k] are split as `x` is. Outside of
+            `shard_map`, `sequence_sizes` [S] are those of all tokens.
+
+    Returns:
+        y [T, H] in the dtype of x, and `MoEAux`, equal on all ranks: losses, load and entropy of all tokens, dropped
+        slots of all ranks.
+
+    Raises:
+        ValueError, TypeError: a shape, dtype or option does not fit.
+    """
+    check_rank("moe", "x", "x", x.shape, of=_parallel_moe.FUNCTION)
+    check_rank("moe", "router", "router", router.shape, of=_parallel_moe.FUNCTION)
+    name, function = transport_option(_parallel_moe.FUNCTION, transport), _parallel_moe.FUNCTION
+    exchange.check_budget_factor(function, budget_factor)
+    arrays: dict[str, Any] = {
+        "x": x,
+        "router": router,
+        "wi": wi,
+        "wo": wo,
+        "shared": shared,
+        "wgrad_accum": wgrad_accum,
+    }
+    arrays |= {"wi_bias": wi_bias, "wo_bias": wo_bias, "recipe": as_bound(linear_spec.recipe_option(recipe))}
+    of_tokens = {each: routing.pop(each, None) for each in ("mask", "experts", "bias", "key", "sequence_sizes")}
+    arrays = {each: value for each, value in (arrays | of_tokens).items() if value is not None}
+    if shared is not None:
+        arrays["shared"] = shared._replace(recipe=as_bound(linear_spec.recipe_option(shared.recipe)))
+    plan = _parallel_moe.Plan(
+        axes=axes,
+        transport=name,
+        budget_factor=budget_factor,
+        send=send,
+        fsdp=bool(fsdp),
+        k=k,
+        count=router.shape[1],
+        rhs_transposed=bool(rhs_transposed),
+        activation=activation,
+        residuals=residuals,
+        wgrad_dtype=linear_spec.dtype_option(wgrad_dtype) or None,
+        implementation=linear_spec.implementation_names(implementation) or None,
+        routing=tuple(sorted(routing.items())),
+        check_vma=bool(check_vma),
+    )
+    check_moe(plan, arrays)
+    if name == "ragged_all_to_all":
+        _ragged.warn_about_flags(jax.default_backend())
+    if _mesh.is_inside(function, axes):
+        return _parallel_moe.local_moe(plan, arrays)
+    where = _mesh.mesh_for(function, axes, mesh, x)
+    check_split(plan, where, arrays)
+    return _parallel_moe.open_moe(replace(plan, mesh=where), arrays)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The two exchanges
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["probs", "dropped", "overflow", "permutation", "way"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class Handle:
+    """What `dispatch` did, for `combine`: a pytree, so it may be saved, rematerialised, and carried by a scan.
+
+    Attributes:
+        probs: the router's weight of each row, fp32 [P B], 0 where there is no row; differentiable.
+        dropped: slots of all ranks without a row, int32 scalar. overflow: whether there are any, bool scalar.
+        permutation, way: where rows stand, and how they came.
+    """
+
+    probs: Float[Array, " M"]
+    dropped: Int[Array, ""]
+    overflow: Bool[Array, ""]
+    permutation: Permutation
+    way: Way
+
+
+def dispatch(
+    x: Float[Array, "T H"],
+    experts: Int[Array, "T k"],
+    weights: Float[Array, "T k"],
+    num_experts: int,
+    *,
+    axis_name: str | tuple[str, ...],
+    transport: str = "all_to_all",
+    budget_factor: float | None = None,
+) -> tuple[Float[Array, "M H"], Int[Array, " L"], Handle]:
+    """Sends each token to the ranks of its experts, inside `jax.shard_map`; rank r has experts r L to (r + 1) L - 1.
+
+    Args:
+        x: [T, H], the tokens of this rank; differentiable. experts: [T, k], of E; others than 0 to E - 1 are none.
+        weights: [T, k], the router's; they travel as fp32 and come out as `handle.probs`; differentiable.
+        num_experts: E. axis_name: the expert axis.
+        transport: "all_to_all" or "ragged_all_to_all". budget_factor: as in `moe`.
+
+    Returns:
+        rows [M, H] of the experts of this rank, M = P B, sorted by expert, then source rank, token and slot, with
+        zeros behind the last one; their sizes, int32 [L]; and `Handle`.
+
+    Raises:
+        ValueError, TypeError: a shape, dtype or option does not fit.
+    """
+    function = "parallel.dispatch"
+    name = transport_option(function, transport, TRANSPORTS[:2])
+    x, experts = as_array("x", x, "[T, H]"), as_array("experts", experts, "[T, k]")
+    weights = as_array("weights", weights, "[T, k]")
+    exchange.check_dispatch(function, *(spec_of(each) for each in (x, experts, weights)))
+    if name == "ragged_all_to_all":
+        _ragged.warn_about_flags(jax.default_backend())
+    found, way = there(function, x, to_int32(experts), weights, num_experts, axis_name, name, budget_factor)
+    rows, sizes, permutation = route.permute(found.rows, found.experts, way.option.own, probs=found.probs)
+    lost, probs = _mesh.sum_over(way.dropped, axis_name), permutation.probs
+    assert probs is not None, "weights were given"
+    return rows, sizes, Handle(probs, lost, lost > 0, permutation, way)
+
+
+def combine(y: Float[Array, "M H"], handle: Handle) -> Float[Array, "T H"]:
+    """Sends the results of the rows of `dispatch` back, and sums them per token in the order of slots, in fp32.
+
+    Weights are not applied again: multiply by `handle.probs`, or give it to `grouped_mlp` as `probs`.
+
+    Args:
+        y: [M, H]; differentiable. handle: of `dispatch`.
+
+    Returns:
+        [T, H] in the dtype of y, rounded once; slots without a row add 0.
+
+    Raises:
+        ValueError: another number of rows. TypeError: a dtype does not fit.
+    """
+    y = as_array("y", y, "[M, H]")
+    exchange.check_combine("parallel.combine", spec_of(y), handle.way.option.rows)
+    return back(route.unpermute(y, handle.permutation), handle.way)

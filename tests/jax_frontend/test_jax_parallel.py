@@ -1,0 +1,698 @@
+"""Layers over several devices against the same layer on one: bits where they are promised, else bounds."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx as flax_nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from numpy.typing import NDArray
+
+import jax_grouped
+from grouped_core import reference_exchange
+from grouped_core.exchange import exchange_option
+from jax_grouped import MXFP8, Activation, FP8Block, FP8Current, FP8Delayed, SharedExpert, linen, nnx, parallel, route
+from jax_grouped.parallel import MeshAxes
+from tests import asserts, bounds, cases
+from tests.jax_frontend.jax_tools import optimised
+
+T, E, K, H, F, S = 32, 8, 3, 16, 8, 4
+"""T tokens of all ranks; S is the width of the shared expert."""
+EXPERT = MeshAxes(expert="expert")
+LOSSES = {"aux_coeff": 0.5, "z_coeff": 0.1}
+TRANSPORTS = ("all_to_all", "ragged_all_to_all", "ring")
+KINDS = (AxisType.Auto, AxisType.Explicit)
+
+
+def draw(*shape: int, dtype: str = "float32", seed: object = 0) -> Any:
+    return jnp.asarray(cases.normal(shape, dtype, "parallel", seed))
+
+
+def parameters(dtype: str = "float32", *, pair: bool = False) -> dict[str, Any]:
+    """Router and experts; with `pair`, gate and linear half are two arrays."""
+    found = {
+        "router": draw(H, E, seed="router"),
+        "wi": draw(E, H, 2 * F, dtype=dtype),
+        "wo": draw(E, F, H, dtype=dtype),
+    }
+    return found | ({"wi": tuple(jnp.split(found["wi"], 2, axis=2))} if pair else {})
+
+
+def mesh_of(kind: AxisType = AxisType.Auto, **sizes: int) -> Any:
+    count = int(np.prod(list(sizes.values())))
+    kinds = (kind,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=jax.devices()[:count])
+
+
+def placed(mesh: Any, p: dict[str, Any], x: Any, axes: MeshAxes, *, fsdp: bool = False) -> Any:
+    """Parameters and tokens, split as `axes` say."""
+    hidden = axes.data if fsdp else None
+    specs = {"router": P(), "wi": P(axes.expert, hidden, axes.tensor), "wo": P(axes.expert, axes.tensor, hidden)}
+
+    def put(array: Any, spec: P) -> Any:
+        return jax.device_put(array, NamedSharding(mesh, spec))
+
+    return {name: jax.tree.map(lambda a, s=specs[name]: put(a, s), p[name]) for name in p}, put(x, P(axes.tokens))
+
+
+def gradients(layer: Any, dy: Any) -> Any:
+    """y, `MoEAux` and the gradients of parameters and tokens."""
+
+    def total(p: dict[str, Any], x: Any) -> Any:
+        y, aux = layer(p, x)
+        return (y.astype(jnp.float32) * dy).sum() + aux.aux_loss + aux.z_loss, (y, aux)
+
+    def run(p: dict[str, Any], x: Any) -> Any:
+        found, (dp, dx) = jax.value_and_grad(total, (0, 1), has_aux=True)(p, x)
+        return found[1], dp, dx
+
+    return jax.jit(run)
+
+
+def one_device(p: dict[str, Any], x: Any, **options: Any) -> Any:
+    return jax_grouped.moe(x, p["router"], p["wi"], p["wo"], K, **LOSSES, **options)
+
+
+def spread(p: dict[str, Any], x: Any, axes: MeshAxes = EXPERT, **options: Any) -> Any:
+    return parallel.moe(x, p["router"], p["wi"], p["wo"], K, axes=axes, **LOSSES, **options)
+
+
+def close(actual: Any, expected: Any, what: str, rate: float = bounds.LAYER) -> None:
+    wide = np.asarray(expected, np.float64)
+    size = rate * np.abs(wide).max(initial=0)
+    asserts.within(np.asarray(actual), bounds.Bounded(wide, size + 0 * wide, str(expected.dtype)), what)
+
+
+def same_layer(found: Any, expected: Any, *, exact: bool = True, rate: float = bounds.LAYER) -> None:
+    """Counts have the same bits; so have y and the gradients of tokens and experts if `exact`, else bounds."""
+    ((y, aux), dp, dx), ((ey, eaux), ep, ex) = found, expected
+    asserts.bitwise(aux.load, eaux.load, "load")
+    for name in ("aux_loss", "z_loss", "entropy"):
+        close(getattr(aux, name), getattr(eaux, name), name)
+    close(dp["router"], ep["router"], "router", rate)
+    pairs = {"y": (y, ey), "dx": (dx, ex), "wo": (dp["wo"], ep["wo"])}
+    halves = zip(jax.tree.leaves(dp["wi"]), jax.tree.leaves(ep["wi"]), strict=True)
+    pairs |= {f"wi {at}": each for at, each in enumerate(halves)}
+    for what, (a, e) in pairs.items():
+        if exact:
+            asserts.bitwise(a, e, what)
+        else:
+            close(a, e, what, rate)
+
+
+@pytest.mark.rule("LYR-9", "LYR-3", "LYR-13")
+@pytest.mark.matrix(
+    ranks=(1, 2, 4, 8), transport=TRANSPORTS, kind=KINDS, check_vma=(True, False), dtype=("float32", "bfloat16")
+)
+def test_experts_over_ranks(ranks: int, transport: str, kind: AxisType, check_vma: bool, dtype: str) -> None:
+    p, x, dy = parameters(dtype), draw(T, H, dtype=dtype, seed="x"), draw(T, H, seed="dy")
+    mesh = mesh_of(kind, expert=ranks)
+    options = {"transport": transport, "check_vma": check_vma, "mesh": mesh}
+    found = gradients(lambda p, x: spread(p, x, **options), dy)
+    expected = gradients(one_device, dy)(p, x)
+    rate = bounds.LAYER if dtype == "float32" else bounds.RING
+    same_layer(found(*placed(mesh, p, x, EXPERT)), expected, exact=transport != "ring", rate=rate)
+
+
+MESHES = {
+    "data_expert": (MeshAxes("data", "expert"), {"data": 2, "expert": 4}),
+    "expert_tensor": (MeshAxes(expert="expert", tensor="tensor"), {"expert": 4, "tensor": 2}),
+    "all": (MeshAxes("data", "expert", "tensor"), {"data": 2, "expert": 2, "tensor": 2}),
+    "tensor": (MeshAxes(tensor="tensor"), {"tensor": 4}),
+    "data": (MeshAxes("data"), {"data": 8}),
+    "two_expert_axes": (MeshAxes(expert=("outer", "inner")), {"outer": 2, "inner": 4}),
+}
+
+
+@pytest.mark.rule("LYR-9", "LYR-3")
+@pytest.mark.matrix(name=tuple(MESHES), transport=TRANSPORTS, kind=KINDS, check_vma=(True, False), fsdp=(True, False))
+def test_meshes_of_several_axes(name: str, transport: str, kind: AxisType, check_vma: bool, fsdp: bool) -> None:
+    axes, sizes = MESHES[name]
+    fsdp = fsdp and axes.data is not None
+    p, x, dy = parameters(pair=True), draw(T, H, seed="x"), draw(T, H, seed="dy")
+    mesh = mesh_of(kind, **sizes)
+    options = {"transport": transport, "check_vma": check_vma, "mesh": mesh, "fsdp": fsdp, "axes": axes}
+    found = gradients(lambda p, x: spread(p, x, **options), dy)
+    same_layer(found(*placed(mesh, p, x, axes, fsdp=fsdp)), gradients(one_device, dy)(p, x), exact=False)
+
+
+@pytest.mark.rule("LYR-9", "ACC-10")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_weights_are_not_gathered(transport: str) -> None:
+    """The compiled program gathers nothing of the size of weights, forward or backward."""
+    p, x, dy = parameters(), draw(T, H, seed="x"), draw(T, H, seed="dy")
+    mesh = mesh_of(expert=8)
+    found = gradients(lambda p, x: spread(p, x, transport=transport, mesh=mesh), dy)
+    text = optimised(found.lower(*placed(mesh, p, x, EXPERT)))
+    gathered = [line for line in text.splitlines() if "all-gather" in line]
+    assert not [line for line in gathered if f"{H},{2 * F}]" in line or f"{F},{H}]" in line]
+    assert bool(gathered) == (transport == "ragged_all_to_all"), "its emulation gathers rows"
+
+
+def layer_inside(mesh: Any, axes: MeshAxes, check_vma: bool, **options: Any) -> Any:
+    """`parallel.moe` inside the caller's own `shard_map`."""
+    weights = {"router": P(), "wi": P(axes.expert), "wo": P(axes.expert)}
+    return jax.shard_map(
+        lambda p, x: spread(p, x, axes, **options),
+        mesh=mesh,
+        in_specs=(weights, P(axes.tokens)),
+        out_specs=(P(axes.tokens), P()),
+        check_vma=check_vma,
+    )
+
+
+@pytest.mark.rule("LYR-9", "OFF-7")
+@pytest.mark.matrix(transport=TRANSPORTS, check_vma=(True, False), kind=KINDS)
+def test_inside_of_shard_map_in_a_scan_with_remat(transport: str, check_vma: bool, kind: AxisType) -> None:
+    p, x, dy = parameters(), draw(T, H, seed="x"), draw(T, H, seed="dy")
+    mesh = mesh_of(kind, expert=4)
+
+    def layers(layer: Any) -> Any:
+        def body(x: Any, _: Any) -> Any:
+            y, aux = jax.checkpoint(layer)(p_of[0], x)
+            return x + y, aux
+
+        p_of: list[Any] = []
+
+        def run(p: Any, x: Any) -> Any:
+            p_of[:] = [p]
+            y, aux = jax.lax.scan(body, x, length=2)
+            return y, jax.tree.map(lambda each: each[0], aux)
+
+        return gradients(run, dy)
+
+    found = layers(layer_inside(mesh, EXPERT, check_vma, transport=transport))(*placed(mesh, p, x, EXPERT))
+    same_layer(found, layers(one_device)(p, x), exact=False)
+
+
+@pytest.mark.rule("LYR-9")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_mesh_may_be_that_of_the_context_or_of_the_tokens(kind: AxisType) -> None:
+    p, x = parameters(), draw(T, H, seed="x")
+    mesh = mesh_of(kind, expert=4)
+    y, _ = one_device(p, x)
+    where = placed(mesh, p, x, EXPERT)
+    asserts.bitwise(spread(*where)[0], y, "of the tokens")
+    with jax.set_mesh(mesh):
+        asserts.bitwise(jax.jit(spread)(*where)[0], y, "of the context")
+    with asserts.refused(ValueError, ("`mesh` of parallel.moe", "None", "expected a mesh", "jax.set_mesh")):
+        spread(p, x)
+    replicated = jax.device_put((p, x), NamedSharding(mesh, P()))
+    asserts.bitwise(jax.jit(lambda p, x: spread(p, x, mesh=mesh))(*replicated)[0], y, "replicated arguments")
+
+
+@pytest.mark.rule("LYR-10", "LYR-8")
+@pytest.mark.matrix(transport=TRANSPORTS[:2], factor=(0.3, 0.8), check_vma=(True, False))
+def test_budgets_drop_what_the_definition_drops(transport: str, factor: float, check_vma: bool) -> None:
+    """Dropped slots add nothing and have no gradient; their number is that of all ranks, on every rank."""
+    ranks, tokens = 4, 4 * T
+    p, x, dy = parameters(), draw(tokens, H, seed="x"), draw(tokens, H, seed="dy")
+    p["router"] = p["router"] + jnp.arange(E, dtype=jnp.float32).reshape(1, -1)
+    mesh = mesh_of(expert=ranks)
+    _, experts, _ = route.topk_router(x @ p["router"], K)
+    op = exchange_option("test", ranks=ranks, experts=E, tokens=T, slots=K, budget_factor=factor)
+    received, dropped = reference_exchange.exchange(op, np.split(np.asarray(experts), ranks))
+    kept = np.zeros((ranks, T * K), bool)
+    for each in received:
+        kept[each.ranks[each.ranks >= 0], each.slots[each.slots >= 0]] = True
+    chosen = jnp.where(kept.reshape(tokens, K), experts, -1)
+    assert sum(dropped) > 0
+    options = {"transport": transport, "check_vma": check_vma, "mesh": mesh, "budget_factor": factor}
+    found = gradients(lambda p, x: spread(p, x, **options), dy)(*placed(mesh, p, x, EXPERT))
+
+    def expected(p: Any, x: Any) -> Any:  # the router still sees every slot
+        logits = jax_grouped.moe(x, p["router"], p["wi"], p["wo"], K, mlp=lambda x, *_, **__: x, **LOSSES)[1]
+        weights, _, _ = route.topk_router(x @ p["router"], K, experts=experts)
+        return jax_grouped.routed_mlp(x, chosen, weights, p["wi"], p["wo"]), logits
+
+    same_layer(found, gradients(expected, dy)(p, x), exact=False)
+    aux = found[0][1]
+    assert int(aux.dropped) == sum(dropped)
+    assert bool(aux.overflow)
+    assert all(int(shard.data) == sum(dropped) for shard in aux.dropped.addressable_shards)
+
+
+def moved_rows(text: str, width: int, dtype: str = "bf16|f32|u16") -> int:
+    """All-to-alls of rows [..., width] in a compiled program. XLA:CPU moves bfloat16 as float32."""
+    moved = [line for line in text.splitlines() if re.search(r" all-to-all(-start)?\(", line)]
+    return len([line for line in moved if re.search(rf"({dtype})\[[\d,]+,{width}\]", line)])
+
+
+@pytest.mark.rule("LYR-9", "OFF-7")
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_policy_spares_the_second_exchange(saved: bool) -> None:
+    """Rows go there and back, and their gradients; with remat they go again, unless a policy saves them."""
+    p, x, dy, mesh = parameters(), draw(T, H, seed="x"), draw(T, H, seed="dy"), mesh_of(expert=4)
+    names = ("grouped_x", "grouped_fc1", "grouped_act") if saved else ()
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    layer = jax.checkpoint(lambda p, x: spread(p, x, mesh=mesh), policy=policy)
+    program, where = gradients(layer, dy), placed(mesh, p, x, EXPERT)
+    text = program.lower(*where).as_text()  # before XLA, which sees on a CPU that both exchanges are the same
+    rows = re.findall(rf"stablehlo.all_to_all.*-> tensor<\d+x{H}xf32>", text)
+    assert len(rows) == (4 if saved else 5)
+    same_layer(program(*where), gradients(one_device, dy)(p, x))
+
+
+@pytest.mark.rule("LYR-9", "ACC-8")
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_taken_inside_of_shard_map(kind: AxisType) -> None:
+    p, x, dy, mesh = parameters(), draw(T, H, seed="x"), draw(T, H, seed="dy"), mesh_of(kind, expert=4)
+
+    def total(p: Any, x: Any, dy: Any, layer: Any) -> Any:
+        y, aux = layer(p, x)
+        of_y = (y * dy).sum()
+        return (jax.lax.psum(of_y, "expert") if layer is spread else of_y) + aux.aux_loss + aux.z_loss
+
+    weights = {"router": P(), "wi": P("expert"), "wo": P("expert")}
+    inside = jax.shard_map(
+        lambda p, x, dy: jax.grad(total, (0, 1))(p, x, dy, spread),
+        mesh=mesh,
+        in_specs=(weights, P("expert"), P("expert")),
+        out_specs=(weights, P("expert")),
+    )
+    p_of, tokens = placed(mesh, p, x, EXPERT)
+    found, dx = jax.jit(inside)(p_of, tokens, jax.device_put(dy, NamedSharding(mesh, P("expert"))))
+    expected, ex = jax.jit(jax.grad(lambda p, x: total(p, x, dy, one_device), (0, 1)))(p, x)
+    for name in ("wi", "wo"):
+        asserts.bitwise(found[name], expected[name], name)
+    asserts.bitwise(dx, ex)
+    close(found["router"], expected["router"], "router")
+
+
+@pytest.mark.rule("LYR-11", "TE #3019", "torchtitan #1166")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_without_tokens(transport: str) -> None:
+    """Padding alone on one rank, and on all of them: everything runs, and gradients are those of the other tokens."""
+    p, x, dy = parameters(), draw(T, H, seed="x"), draw(T, H, seed="dy")
+    mesh = mesh_of(expert=4)
+    layer = gradients(lambda p, x: spread(p, x, transport=transport, mesh=mesh, mask=mask), dy)
+    alone = gradients(lambda p, x: one_device(p, x, mask=mask), dy)
+    mask = jnp.arange(T) >= T // 4
+    found = layer(*placed(mesh, p, x, EXPERT))
+    same_layer(found, alone(p, x), exact=transport != "ring")
+    asserts.zero(found[0][0][: T // 4])
+    mask = jnp.zeros(T, bool)
+    found = gradients(lambda p, x: spread(p, x, transport=transport, mesh=mesh, mask=mask), dy)(
+        *placed(mesh, p, x, EXPERT)
+    )
+    for each in jax.tree.leaves((found[0][0], found[1]["wi"], found[1]["wo"], found[2])):
+        assert not np.any(np.asarray(each))
+
+
+@pytest.mark.rule("LYR-9")
+@pytest.mark.parametrize("recipe", [FP8Current, FP8Block, MXFP8], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_recipes(recipe: Any, transport: str) -> None:
+    """Codes of rows do not depend on where they are made, so the results of forward have the bits of one device."""
+    wide = 64
+    x, router = draw(T, wide, dtype="bfloat16", seed="x"), draw(wide, E, seed="router")
+    p = {"router": router, "wi": draw(E, wide, 2 * 32, dtype="bfloat16"), "wo": draw(E, 32, wide, dtype="bfloat16")}
+    dy, mesh = draw(T, wide, seed="dy"), mesh_of(expert=4)
+    send = None if transport == "ring" else "tokens"
+    found = gradients(lambda p, x: spread(p, x, mesh=mesh, transport=transport, recipe=recipe, send=send), dy)
+    expected = gradients(lambda p, x: one_device(p, x, recipe=recipe), dy)(p, x)
+    found = found(*placed(mesh, p, x, EXPERT))
+    if transport != "ring":
+        return same_layer(found, expected, rate=bounds.RING)
+    for a, e in zip(*(jax.tree.leaves((each[0][0], *each[1:])) for each in (found, expected)), strict=True):
+        wide = np.asarray(e, np.float64)
+        assert np.linalg.norm(np.asarray(a, np.float64) - wide) <= bounds.RING_CODES * np.linalg.norm(wide)
+    return None
+
+
+@pytest.mark.rule("LYR-17", "LYR-9")
+@pytest.mark.parametrize("recipe", [FP8Block, MXFP8], ids=lambda recipe: recipe.name)
+@pytest.mark.matrix(
+    transport=TRANSPORTS[:2], check_vma=(True, False), residuals=("save_fc1", "save_input"), far=(False, True)
+)
+def test_codes_travel(recipe: Any, transport: str, check_vma: bool, residuals: str, far: bool) -> None:
+    """The same bits as one device, and no row of tokens travels to the experts. The gradient of wi reads the values of
+    the codes: it differs where elements are so small beside others of their row (`far`) that their codes lose bits.
+    """
+    wide = 64
+    x, router = draw(T, wide, dtype="bfloat16", seed="x"), draw(wide, E, seed="router")
+    p = {"router": router, "wi": draw(E, wide, 2 * 32, dtype="bfloat16"), "wo": draw(E, 32, wide, dtype="bfloat16")}
+    x = x.at[:, ::32].multiply(2**12) if far else x
+    p["router"] = p["router"].at[::32].set(0)
+    dy, mesh = draw(T, wide, seed="dy"), mesh_of(expert=4)
+    options = {"recipe": recipe, "residuals": residuals}
+    how = {"mesh": mesh, "transport": transport, "check_vma": check_vma}
+    where = placed(mesh, p, x, EXPERT)
+    program = gradients(lambda p, x: spread(p, x, **how, **options), dy)
+    found, expected = program(*where), gradients(lambda p, x: one_device(p, x, **options), dy)(p, x)
+    for name in ("y", "load"):
+        a, e = (each[0][0] if name == "y" else each[0][1].load for each in (found, expected))
+        asserts.bitwise(a, e, name)
+    asserts.bitwise(found[2], expected[2], "dx")
+    asserts.bitwise(found[1]["wo"], expected[1]["wo"], "wo")
+    a, e = (np.asarray(each[1]["wi"], np.float64) for each in (found, expected))
+    assert np.any(a != e) == far
+    for columns in (slice(0, wide, 32), np.arange(wide) % 32 > 0):  # of the large and of the small features
+        assert np.linalg.norm((a - e)[:, columns]) <= bounds.RING_CODES * np.linalg.norm(e[:, columns])
+    if transport == "all_to_all":  # back, and of backward: dy and dx
+        text = optimised(program.lower(*where))
+        assert (moved_rows(text, wide), moved_rows(text, wide, "u8")) == (3, 1)
+
+
+@pytest.mark.rule("LYR-9", "QNT-8")
+@pytest.mark.parametrize("mastered", [True, False])
+def test_quantised_weights(mastered: bool) -> None:
+    """Codes and scales are split by experts; with masters, gradients go to these."""
+    wide = 64
+    x, router = draw(T, wide, dtype="bfloat16", seed="x"), draw(wide, E, seed="router")
+    p = {"router": router, "wi": draw(E, wide, 2 * 32, dtype="bfloat16"), "wo": draw(E, 32, wide, dtype="bfloat16")}
+    dy, mesh = draw(T, wide, seed="dy"), mesh_of(expert=4)
+    codes = {name: jax_grouped.quantize(p[name], "mxfp4", axis=(1, 2)) for name in ("wi", "wo")}
+
+    def results(layer: Any, p: Any, x: Any) -> Any:
+        def total(p: Any, x: Any) -> Any:
+            weights = {n: jax_grouped.straight_through(p[n], q) if mastered else q for n, q in codes.items()}
+            y, _ = layer({"router": p["router"], **weights}, x)
+            return (y.astype(jnp.float32) * dy).sum(), y
+
+        return jax.jit(jax.grad(total, (0, 1), has_aux=True))(p, x)
+
+    expected = results(one_device, p, x)
+    codes = jax.device_put(codes, NamedSharding(mesh, P("expert")))
+    found = results(lambda p, x: spread(p, x, mesh=mesh), *placed(mesh, p, x, EXPERT))
+    asserts.bitwise(found[1], expected[1], "y")
+    asserts.bitwise(found[0][1], expected[0][1], "dx")
+    for name in ("wi", "wo"):
+        asserts.bitwise(found[0][0][name], expected[0][0][name], name)
+        assert np.any(np.asarray(found[0][0][name])) == mastered
+
+
+@pytest.mark.rule("LYR-9", "DLY-1")
+def test_state_of_delayed_scaling() -> None:
+    """It is split by experts; its cotangent is its next value."""
+    p, x, mesh = parameters("bfloat16"), draw(T, H, dtype="bfloat16", seed="x"), mesh_of(expert=4)
+    dy = draw(T, H, seed="dy")
+    state = jax_grouped.scaling_state(FP8Delayed, E, products=2)
+
+    def total(layer: Any) -> Any:
+        return jax.jit(
+            jax.grad(lambda s, p, x: (layer(p, x, recipe=FP8Delayed.bind(s))[0].astype(jnp.float32) * dy).sum(), (0, 1))
+        )
+
+    expected = total(one_device)(state, p, x)
+    found = total(lambda p, x, **o: spread(p, x, mesh=mesh, **o))(state, *placed(mesh, p, x, EXPERT))
+    for a, e in zip(jax.tree.leaves(found[0]), jax.tree.leaves(expected[0]), strict=True):
+        asserts.bitwise(a, e, "state")
+    for name in ("wi", "wo"):
+        asserts.bitwise(found[1][name], expected[1][name], name)
+
+
+@pytest.mark.rule("LYR-12")
+@pytest.mark.parametrize("name", ["data_expert", "expert_tensor"])
+def test_a_shared_expert(name: str) -> None:
+    axes, sizes = MESHES[name]
+    p, x, dy = parameters(pair=True), draw(T, H, seed="x"), draw(T, H, seed="dy")
+    shared = {"wi": tuple(draw(1, H, S, seed=half) for half in ("gate", "up")), "wo": draw(1, S, H, seed="shared")}
+    shared["gate"], mesh = draw(H, 1, seed="sigmoid"), mesh_of(**sizes)
+
+    def given(layer: Any, **options: Any) -> Any:
+        return gradients(
+            lambda p, x: layer(
+                {name: p[name] for name in ("router", "wi", "wo")}, x, shared=SharedExpert(**p["shared"]), **options
+            ),
+            dy,
+        )
+
+    where, tokens = placed(mesh, p, x, axes)
+    found = given(spread, mesh=mesh, axes=axes)(where | {"shared": shared}, tokens)
+    expected = given(one_device)(p | {"shared": shared}, x)
+    same_layer(found, expected, exact=False)
+    for what in shared:
+        for a, e in zip(*(jax.tree.leaves(each[1]["shared"][what]) for each in (found, expected)), strict=True):
+            close(a, e, what)
+
+
+@pytest.mark.rule("LYR-3")
+def test_sequences_are_those_of_all_tokens() -> None:
+    p, x, dy, mesh = parameters(), draw(T, H, seed="x"), draw(T, H, seed="dy"), mesh_of(expert=4)
+    sizes = jnp.array([5, 0, 20, 4], jnp.int32)
+    found = gradients(lambda p, x: spread(p, x, mesh=mesh, sequence_sizes=sizes), dy)(*placed(mesh, p, x, EXPERT))
+    same_layer(found, gradients(lambda p, x: one_device(p, x, sequence_sizes=sizes), dy)(p, x))
+
+
+@pytest.mark.rule("ACC-4", "GRD-3")
+def test_accumulators_and_wide_gradients() -> None:
+    p, x, mesh = parameters("bfloat16"), draw(T, H, dtype="bfloat16", seed="x"), mesh_of(expert=4)
+    accum = (draw(E, H, 2 * F, seed="accum"), draw(E, F, H, seed="accum"))
+
+    def total(layer: Any) -> Any:
+        return jax.jit(jax.grad(lambda a, p, x: layer(p, x, wgrad_accum=a)[0].astype(jnp.float32).sum()))
+
+    found = total(lambda p, x, **o: spread(p, x, mesh=mesh, **o))(accum, *placed(mesh, p, x, EXPERT))
+    for a, e in zip(found, total(one_device)(accum, p, x), strict=True):
+        asserts.bitwise(a, e)
+    for transport in TRANSPORTS:
+        wide = gradients(
+            lambda p, x, t=transport: spread(p, x, mesh=mesh, transport=t, wgrad_dtype=jnp.float32), jnp.ones((T, H))
+        )
+        assert wide(*placed(mesh, p, x, EXPERT))[1]["wi"].dtype == jnp.float32
+
+
+@pytest.mark.rule("LYR-1")
+def test_jitter_differs_among_ranks() -> None:
+    p, mesh = parameters(), mesh_of(expert=4)
+    x = jnp.tile(draw(T // 4, H, seed="x"), (4, 1))
+    key = jnp.array([1, 2], jnp.uint32)
+    y, _ = spread(p, x, mesh=mesh, jitter=0.5, key=key)
+    first, *others = np.split(np.asarray(y), 4)
+    assert all(np.any(first != other) for other in others)
+    asserts.bitwise(spread(p, x, mesh=mesh, jitter=0.5, key=key)[0], y)
+
+
+# ---- the two exchanges alone
+
+
+@pytest.mark.rule("LYR-9", "LYR-10")
+@pytest.mark.matrix(transport=TRANSPORTS[:2], check_vma=(True, False), remat=(True, False))
+def test_dispatch_and_combine(transport: str, check_vma: bool, remat: bool) -> None:
+    """A layer of one's own: the bits of `routed_mlp` on one device, also where backward makes the exchange again."""
+    p, x, dy = parameters(), draw(T, H, seed="x"), draw(T, H, seed="dy")
+    weights, experts, _ = route.topk_router(x @ p["router"], K)
+    mesh = mesh_of(expert=4)
+
+    def local(x: Any, weights: Any, experts: Any, wi: Any, wo: Any) -> Any:
+        rows, sizes, handle = parallel.dispatch(x, experts, weights, E, axis_name="expert", transport=transport)
+        assert rows.shape == (4 * (T // 4) * 2, H)
+        y = jax_grouped.grouped_mlp(rows, wi, wo, sizes, probs=handle.probs)
+        return parallel.combine(y, handle), sizes
+
+    split = P("expert")
+    over = jax.shard_map(
+        jax.checkpoint(local) if remat else local,
+        mesh=mesh,
+        in_specs=(split,) * 5,
+        out_specs=(split, split),
+        check_vma=check_vma,
+    )
+    operands = (x, weights, experts, p["wi"], p["wo"])
+
+    def pulled(function: Any) -> Any:
+        def run(x: Any, w: Any, experts: Any, wi: Any, wo: Any) -> Any:
+            y, pull, aux = jax.vjp(lambda x, w, *wiwo: function(x, w, experts, *wiwo), x, w, wi, wo, has_aux=True)
+            return (y, *pull(dy)), aux
+
+        return jax.jit(run)
+
+    found, sizes = pulled(over)(*operands)
+    asserts.bitwise(sizes, np.bincount(np.asarray(experts).reshape(-1), minlength=E).astype(np.int32))
+    expected, _ = pulled(lambda x, w, experts, wi, wo: (jax_grouped.routed_mlp(x, experts, w, wi, wo), None))(*operands)
+    for a, e, what in zip(found, expected, ("y", "dx", "dw", "wi", "wo"), strict=True):
+        asserts.bitwise(a, e, what)
+
+
+@pytest.mark.rule("LYR-11")
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_ragged_all_to_all_on_a_cpu(check_vma: bool) -> None:
+    """The example of JAX's documentation, on whole rows, beside what its text says of any updates."""
+    ranks, updates, rows = 4, 2, 12
+    random = np.random.default_rng(3)
+    sizes = random.integers(0, 4, (ranks, ranks, updates)).astype(np.int32)  # [source, peer, update]
+    starts = (np.cumsum(sizes.reshape(ranks, -1), axis=1) - sizes.reshape(ranks, -1)).astype(np.int32)
+    arriving = sizes.transpose(1, 0, 2)  # [peer, source, update]
+    to = (np.cumsum(arriving.reshape(ranks, -1), axis=1) - arriving.reshape(ranks, -1)).reshape(arriving.shape)
+    total = int(max(sizes.reshape(ranks, -1).sum(1).max(), arriving.reshape(ranks, -1).sum(1).max())) + 2
+    data = np.arange(ranks * total * 3, dtype=np.float32).reshape(ranks, total, 3)
+    output = -np.ones((ranks, total, 3), np.float32)
+    expected = output.copy()
+    for source in range(ranks):
+        for peer in range(ranks):
+            for u in range(updates):
+                size, first = sizes[source, peer, u], starts.reshape(sizes.shape)[source, peer, u]
+                place = to[peer, source, u]
+                expected[peer, place : place + size] = data[source, first : first + size]
+    del rows
+
+    def local(*arrays: Any) -> Any:
+        return parallel.ragged_all_to_all(*(each[0] for each in arrays), axis_name="expert")[None]
+
+    split = P("expert")
+    over = jax.shard_map(local, mesh=mesh_of(expert=ranks), in_specs=(split,) * 6, out_specs=split, check_vma=check_vma)
+    offsets = to.transpose(1, 0, 2).reshape(ranks, -1).astype(np.int32)
+    arrays = (data, output, starts, sizes.reshape(ranks, -1), offsets, arriving.reshape(ranks, -1))
+    asserts.bitwise(jax.jit(over)(*map(jnp.asarray, arrays)), expected)
+    short = [jnp.asarray(each[:, :3]) if each.ndim == 2 else jnp.asarray(each) for each in arrays]
+    with asserts.refused(ValueError, ("`input_offsets` of ragged_all_to_all", "3 updates", "multiple of 4", "size 0")):
+        jax.jit(over)(*short)
+
+
+@pytest.mark.rule("LYR-11")
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_elsewhere_it_is_that_of_xla(check_vma: bool) -> None:
+    """Forward and backward, with one update for each piece of a local expert's rows, and a buffer made beside it."""
+    from jax_grouped import _ragged
+
+    def local(rows: Any, sends: Any, recvs: Any) -> Any:
+        y, pull = jax.vjp(lambda rows: _ragged.swap("expert", rows, sends, recvs), rows)
+        return pull(y)[0]
+
+    split = P("expert")
+    over = jax.shard_map(local, mesh=mesh_of(expert=4), in_specs=split, out_specs=split, check_vma=check_vma)
+    rows, sizes = jnp.ones((4 * 32, H)), jnp.ones((16, 2), jnp.int32)
+    text = jax.jit(over).trace(rows, sizes, sizes).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"custom_call @ragged_all_to_all", text)) == 2
+    assert "all_gather" not in text
+    assert f"tensor<{4 * _ragged.UPDATES_PER_PEER}xi32>" in text
+    assert "optimization_barrier" in text
+
+
+def test_flags_of_xla_that_make_it_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax_grouped import _ragged
+
+    monkeypatch.setenv("XLA_FLAGS", _ragged.FLAGS[0])
+    with pytest.warns(RuntimeWarning, match=r"lacks --xla_enable_nccl.* expected both.*all_to_all"):
+        _ragged.warn_about_flags("gpu")
+    _ragged.warn_about_flags("cpu")
+    monkeypatch.setenv("XLA_FLAGS", " ".join(_ragged.FLAGS))
+    _ragged.warn_about_flags("gpu")
+
+
+# ---- refusals
+
+NO: NDArray[Any] = np.zeros((E, H), np.float32)
+REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "transport": (
+        {"transport": "pigeon"},
+        ("`transport`", "'pigeon'", "all_to_all, ragged_all_to_all, ring", "default"),
+    ),
+    "factor": ({"budget_factor": 0.0}, ("`budget_factor`", "0.0", "above 0", "2.0")),
+    "ring_factor": ({"budget_factor": 2.0, "transport": "ring"}, ("`budget_factor`", "2.0", "None", "no budget")),
+    "send": ({"send": "letters"}, ("`send`", "'letters'", "None, 'tokens' or 'codes'", "where the recipe allows")),
+    "codes": ({"send": "codes", "recipe": FP8Current}, ("`send`", "FP8Current", "FP8Block or MXFP8", "send=None")),
+    "state": (
+        {"recipe": FP8Delayed.bind(jax_grouped.scaling_state(FP8Delayed, E, products=2)), "check_vma": False},
+        ("`recipe`", "with check_vma=False", "without a state", "leave check_vma on"),
+    ),
+    "ring_state": (
+        {"recipe": FP8Delayed.bind(jax_grouped.scaling_state(FP8Delayed, E, products=2)), "transport": "ring"},
+        ("`recipe`", "with transport 'ring'", "without a state", "another transport"),
+    ),
+    "axis_name": ({"axis_name": "expert"}, ("`axis_name`", "'expert'", "None", "`axes` split")),
+    "fsdp": ({"fsdp": True}, ("`fsdp`", "without a data axis", "False", "MeshAxes.data")),
+    "axes": ({"axes": MeshAxes(expert="model")}, ("`axes`", "'model'", "('expert', 'tensor')", "name those")),
+    "mask": ({"mask": jnp.ones(3, bool)}, ("`mask`", "(3,)", "32 tokens", "one entry for each token")),
+    "bias": (
+        {"axes": MeshAxes(expert="expert", tensor="tensor"), "wo_bias": jnp.asarray(NO)},
+        ("`wo_bias`", "given with a tensor axis", "None", "add it once"),
+    ),
+    "columns": (
+        {"axes": MeshAxes(expert="expert", tensor="tensor")},
+        ("`wi`", "in one array, with a tensor axis", "a pair", "belong together"),
+    ),
+    "interleaved": (
+        {"axes": MeshAxes(expert="expert", tensor="tensor"), "activation": Activation("swiglu", interleave=8)},
+        ("`wo`", "F = 8 over 2 ranks", "a multiple of 16", "another tensor axis"),
+    ),
+}
+
+
+@pytest.mark.rule("ERR-1", "LYR-12")
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(name: str) -> None:
+    options, fragments = REFUSALS[name]
+    with asserts.refused(ValueError, (fragments[0] + " of parallel.moe", *fragments[1:])):
+        spread(parameters(), draw(T, H), **{"mesh": mesh_of(expert=4, tensor=2), **options})
+
+
+@pytest.mark.rule("ERR-1")
+def test_refused_arrays() -> None:
+    mesh = mesh_of(expert=8)
+    with asserts.refused(ValueError, ("`x` of parallel.moe", "30 tokens over 8 ranks", "a multiple of 8", "pad")):
+        spread(parameters(), draw(30, H), mesh=mesh)
+    p = parameters()
+    refs = (jax.new_ref(jnp.zeros((E, H, 2 * F))), None)
+    with asserts.refused(ValueError, ("`wgrad_accum` of parallel.moe", "jax.Ref", "arrays", "own jax.shard_map")):
+        spread(p, draw(T, H), mesh=mesh, wgrad_accum=refs)
+    with asserts.refused(ValueError, ("`wo` of parallel.moe", "1 experts on a rank", "expected 2 of the 16", "order")):
+        spread(p | {"router": draw(H, 16)}, draw(T, H), mesh=mesh)
+    for bad in ({}, {"data": "x", "expert": "x"}):
+        with pytest.raises(ValueError, match="MeshAxes"):
+            MeshAxes(**bad)
+    explicit = mesh_of(AxisType.Explicit, expert=8)
+    wrong = jax.device_put(p["wi"], NamedSharding(explicit, P(None, "expert")))
+    with asserts.refused(ValueError, ("`wi` of parallel.moe", "sharded as", "expected P", "jax.sharding.reshard")):
+        spread(p | {"wi": wrong}, draw(T, H), mesh=explicit)
+    both = mesh_of(expert=4, tensor=2)
+    inside = jax.shard_map(
+        lambda p, x: spread(p, x, MeshAxes(expert="expert", tensor="tensor")),
+        mesh=both,
+        in_specs=P(),
+        out_specs=P(),
+        axis_names={"expert"},
+    )
+    with asserts.refused(
+        ValueError, ("`axes` of parallel.moe", "only ('expert',) are manual", "all or none", "outside")
+    ):
+        jax.jit(inside)(parameters(pair=True), draw(T, H))
+
+
+# ---- layers
+
+
+@pytest.mark.rule("LYR-9", "LYR-13")
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_of_flax(kind: AxisType) -> None:
+    """Both kinds, spread by their own options, against the same layer on one device."""
+    mesh, x = mesh_of(kind, data=2, expert=4), draw(8, T // 8, H, seed="x")
+    options = {"mesh_axes": MeshAxes("data", "expert"), "budget_factor": 4.0, "shared_dim": S}
+    alone = nnx.MoE(H, F, E, K, shared_dim=S, rngs=flax_nnx.Rngs(0))
+    layer, other = nnx.MoE(H, F, E, K, rngs=flax_nnx.Rngs(0), **options), linen.MoE(H, F, E, K, **options)
+    y, aux = alone(x)
+    params = {"params": flax_nnx.to_pure_dict(flax_nnx.state(layer, flax_nnx.Param))}
+    tokens = jax.device_put(x, NamedSharding(mesh, P(("data", "expert"))))
+    with jax.set_mesh(mesh):
+        found = [jax.jit(lambda x: layer(x))(tokens), jax.jit(lambda x: other.apply(params, x))(tokens)]
+    for results, metrics in found:
+        asserts.bitwise(results, y)
+        asserts.bitwise(metrics.load, aux.load)
+
+
+@pytest.mark.rule("ERR-1")
+def test_refusals_of_layers() -> None:
+    def made(**options: Any) -> None:
+        nnx.MoE(H, F, E, K, rngs=flax_nnx.Rngs(0), **options)
+
+    with asserts.refused(ValueError, ("`budget_factor` of MoE", "2.0 without `mesh_axes`", "None", "axes of the mesh")):
+        made(budget_factor=2.0)
+    with asserts.refused(ValueError, ("`transport` of MoE", "'pigeon'", "all_to_all", "default")):
+        made(transport="pigeon", mesh_axes=EXPERT)
+    with asserts.refused(ValueError, ("`axis_name` of MoE", "'expert' beside `mesh_axes`", "None", "leave it out")):
+        made(axis_name="expert", mesh_axes=EXPERT)
+    with asserts.refused(TypeError, ("`mesh_axes` of MoE", "str", "a MeshAxes", "parallel.MeshAxes")):
+        made(mesh_axes="expert")
+
+    class Own(nnx.MoE):
+        mlp = staticmethod(lambda x, *_, **__: x)
+
+    with asserts.refused(ValueError, ("`mesh_axes` of MoE", "another `mlp`", "None", "parallel.dispatch")):
+        Own(H, F, E, K, rngs=flax_nnx.Rngs(0), mesh_axes=EXPERT)(draw(T, H))
