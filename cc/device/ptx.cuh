@@ -226,6 +226,9 @@ __device__ inline void wgmma_done(float (&d)[kCount]) {
 
 #define GROUPED_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define GROUPED_D16(i) GROUPED_D4(i), GROUPED_D4(i + 4), GROUPED_D4(i + 8), GROUPED_D4(i + 12)
+#define GROUPED_REGS_32                                                    \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define GROUPED_REGS_64                                                              \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
@@ -238,6 +241,13 @@ __device__ inline void wgmma_done(float (&d)[kCount]) {
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
   "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define GROUPED_WGMMA_64(TYPE)                                                         \
+  asm volatile(                                                                        \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                     \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" GROUPED_REGS_32 \
+      "}, %32, %33, p, 1, 1, %35, %36;\n}\n"                                           \
+      : GROUPED_D16(0), GROUPED_D16(16)                                                \
+      : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposedA), "n"(kTransposedB))
 #define GROUPED_WGMMA_128(TYPE)                                                         \
   asm volatile(                                                                         \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                      \
@@ -303,9 +313,13 @@ template <class T, int kN, int kTransposedA, int kTransposedB>
 __device__ inline void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
   constexpr bool kPair = IsFp8Pair<T>::value, kBf16 = std::is_same_v<T, __nv_bfloat16>;
   static_assert(kPair ? !kTransposedA && !kTransposedB : kBf16 || std::is_same_v<T, __half>);
-  static_assert(kN == 128 || kN == 192);
+  static_assert((kN == 64 && !kPair) || kN == 128 || kN == 192);
   if constexpr (kPair) {
     wgmma_fp8<T, kN>(d, a, b, accumulate);
+  } else if constexpr (kN == 64 && kBf16) {
+    GROUPED_WGMMA_64("bf16");
+  } else if constexpr (kN == 64) {
+    GROUPED_WGMMA_64("f16");
   } else if constexpr (kN == 192 && kBf16) {
     GROUPED_WGMMA_192("bf16");
   } else if constexpr (kN == 192 && !kBf16) {
@@ -317,9 +331,6 @@ __device__ inline void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, int acc
   }
 }
 
-#define GROUPED_REGS_32                                                    \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define GROUPED_REGS_48                                                              \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
@@ -397,6 +408,7 @@ __device__ inline void wgmma_fp8_part(float (&d)[kN / 2], uint64_t a, uint64_t b
 #undef GROUPED_REGS_32
 #undef GROUPED_REGS_48
 #undef GROUPED_REGS_64
+#undef GROUPED_WGMMA_64
 #undef GROUPED_WGMMA_128
 #undef GROUPED_REGS_96
 #undef GROUPED_WGMMA_192
