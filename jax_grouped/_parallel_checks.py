@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grouped_core import activations
+from grouped_core.exchange import own_experts
 from grouped_core.formats import QTensor
 from grouped_core.mlp_spec import Mlp, MlpNames, check_ranks
 from jax_grouped._accumulators import is_sink
@@ -114,6 +115,13 @@ def check_split(plan: Plan, mesh: Any, arrays: Mapping[str, Any]) -> None:
         raise _wrong("wgrad_accum", "a jax.Ref outside of shard_map", "arrays", words)
     if not plan.check_vma:
         _check_states(arrays)
+    own_experts(FUNCTION, plan.count, ranks_along(mesh, axes.expert))
+    wo = value_of(arrays["wo"])
+    if wo.shape[0] != plan.count:
+        raise _wrong("wo", f"{wo.shape[0]} experts", f"{plan.count} as in `router`", "pass those of all ranks")
+    hidden, parts = arrays["x"].shape[1], ranks_along(mesh, axes.data)
+    if plan.fsdp and hidden % parts:
+        raise _wrong("fsdp", f"True with H = {hidden} over {parts} ranks", f"a multiple of {parts}", "leave it out")
     ranks = ranks_along(mesh, axes.data) * ranks_along(mesh, axes.expert)
     tokens = arrays["x"].shape[0]
     if tokens % ranks:
@@ -126,7 +134,6 @@ def check_split(plan: Plan, mesh: Any, arrays: Mapping[str, Any]) -> None:
     if axes.tensor is None:
         return
     activation, parts = activations.resolve(plan.activation), ranks_along(mesh, axes.tensor)
-    wo = arrays["wo"]
     width = wo.shape[2 if plan.rhs_transposed else 1]
     least = parts * (activation.interleave or 1)
     if width % least:

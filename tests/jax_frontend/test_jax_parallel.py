@@ -633,8 +633,19 @@ def test_refused_arrays() -> None:
     refs = (jax.new_ref(jnp.zeros((E, H, 2 * F))), None)
     with asserts.refused(ValueError, ("`wgrad_accum` of parallel.moe", "jax.Ref", "arrays", "own jax.shard_map")):
         spread(p, draw(T, H), mesh=mesh, wgrad_accum=refs)
-    with asserts.refused(ValueError, ("`wo` of parallel.moe", "1 experts on a rank", "expected 2 of the 16", "order")):
+    with asserts.refused(ValueError, ("`wo` of parallel.moe", "8 experts", "expected 16 as in `router`", "all ranks")):
         spread(p | {"router": draw(H, 16)}, draw(T, H), mesh=mesh)
+    with asserts.refused(ValueError, ("`wo` of parallel.moe", "8 experts on a rank", "expected 2 of the 8", "order")):
+        inside = layer_inside(mesh_of(expert=4), EXPERT, True)
+        jax.jit(lambda p, x: inside(p, x))(
+            {name: jnp.tile(each, (4, 1, 1)) if each.ndim == 3 else each for name, each in p.items()}, draw(T, H)
+        )
+    with asserts.refused(ValueError, ("experts of parallel.moe", "9 over 8 ranks", "a multiple of 8", "every rank")):
+        spread({"router": draw(H, 9), "wi": draw(9, H, 2 * F), "wo": draw(9, F, H)}, draw(T, H), mesh=mesh)
+    narrow = {"router": draw(9, E), "wi": draw(E, 9, 2 * F), "wo": draw(E, F, 9)}
+    axes, sizes = MESHES["data_expert"]
+    with asserts.refused(ValueError, ("`fsdp` of parallel.moe", "H = 9 over 2 ranks", "a multiple of 2", "leave")):
+        spread(narrow, draw(T, 9), axes, fsdp=True, mesh=mesh_of(**sizes))
     for bad in ({}, {"data": "x", "expert": "x"}):
         with pytest.raises(ValueError, match="MeshAxes"):
             MeshAxes(**bad)
