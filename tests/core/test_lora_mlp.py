@@ -66,10 +66,11 @@ class Setup:
         assert (u_wi is not None, u_wo is not None) == (keep.u_wi, keep.u_wo)
         for name in ("x", "h", "z", "wi", "wo"):
             assert (getattr(saved, name) is not None) == getattr(keep.base, name), name
-        specs = MlpSpecs(*[None if a[name] is None else operand_spec(run, a[name]) for name in OPERANDS])
+        found_specs: Any = [None if a[name] is None else operand_spec(run, a[name]) for name in OPERANDS]
+        specs = MlpSpecs(*found_specs)
         held = [a[name] if getattr(keep.base, name) else None for name in OPERANDS[3:]]
         factors = lora_mlp.kept_operands(keep, self.factors)
-        rows = (saved.x, saved.h, saved.z, saved.wi, saved.wo, self.sizes, *held, self.dy)
+        rows: Any = (saved.x, saved.h, saved.z, saved.wi, saved.wo, self.sizes, *held, self.dy)
         given: Any = (run, self.op, self.adapters, specs, factors, self.key)
         hidden, of_wo = lora_mlp.at_hidden(*given, (u_wi, u_wo), rows, needs)
         rows = (saved.x, saved.wi, self.sizes, hidden.dh, hidden.of_dh)
@@ -227,7 +228,8 @@ def test_step_0_is_bitwise_the_base(base, others):
     s = with_base(setup(WIDER, dtype, transposed=True, others=others, rank=8), base)
     run, a = ArrayRunner(s.dy), s.arrays
     zeros = {name: np.zeros_like(a[name]) for name in ("b_wi", "b_wo")}
-    alone = mlp.mlp(run, s.op, *(a[n] for n in OPERANDS[:3]), s.sizes, *(a[n] for n in OPERANDS[3:])).y
+    x, wi, wo, p, b1, b2 = (a[name] for name in OPERANDS)
+    alone = mlp.mlp(run, s.op, x, wi, wo, s.sizes, p, b1, b2).y
     asserts.bitwise(s.forward(run, **zeros).base.y, alone)
     for name in ("b_wi", "b_wo"):
         other = {each: zero for each, zero in zeros.items() if each != name}
