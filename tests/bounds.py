@@ -78,8 +78,8 @@ LEFT_OUT = 2.0**-22
 ADDED = (2.0**-8, 2.0**-16)
 """Relative and absolute: a 16-bit gradient against what was added to an accumulator that holds 0.5 in float32."""
 MERGED = 2.0**-7
-"""Of a layer in bfloat16, per product: the norm of what merging its adapter moves over that of its result. Weights, their
-result and that of the unmerged product are rounded once, by 2^-9 of each element at most."""
+"""Of a layer in bfloat16, per product: the norm of what merging its adapter moves over that of its result. Weights,
+their result and that of the unmerged product are rounded once, by 2^-9 of each element at most."""
 REPEATED = 1e-6
 """Relative: a float32 sum over steps in one program against the sum of the steps' own results."""
 MODEL = 4 * LAYER

@@ -71,10 +71,11 @@ class Setup:
         held = [a[name] if getattr(keep.base, name) else None for name in OPERANDS[3:]]
         factors = lora_mlp.kept_operands(keep, self.factors)
         rows: Any = (saved.x, saved.h, saved.z, saved.wi, saved.wo, self.sizes, *held, self.dy)
-        given: Any = (run, self.op, self.adapters, specs, factors, self.key)
-        hidden, of_wo = lora_mlp.at_hidden(*given, (u_wi, u_wo), rows, needs)
+        given: Any = (run, self.op, self.adapters, specs, factors, self.key, (u_wi, u_wo), rows, needs)
+        hidden, of_wo = lora_mlp.at_hidden(*given)
         rows = (saved.x, saved.wi, self.sizes, hidden.dh, hidden.of_dh)
-        first, of_wi = lora_mlp.first_product(*given, u_wi, rows, needs)
+        given = (*given[:6], u_wi, rows, needs)
+        first, of_wi = lora_mlp.first_product(*given)
         of_factors = Factors(*[None if each is None else run.spec(each) for each in self.factors])
         grads = lora_mlp.grads_of_factors(run, self.op, self.adapters, of_factors, (of_wi, of_wo), self.sizes, into)
         found = {"x": first.x, "probs": hidden.probs, "wi_bias": first.bias, "wo_bias": hidden.wo_bias}

@@ -133,9 +133,9 @@ def test_layers_have_the_bits_of_the_functions(kind):
     weights = [each.weight for each in linears(layer)]
     options: dict[str, Any] = {"lora_scaling": 2.0 / R}
     if kind == "GroupedLinear":
-        expected = torch_bridge.grouped_linear(x, *weights, SIZES, lora=pairs[0], **options)
+        expected = torch_bridge.grouped_linear(x, weights[0], SIZES, lora=pairs[0], **options)
     else:
-        expected = torch_bridge.grouped_mlp(x, *weights, SIZES, lora=pairs, **options)
+        expected = torch_bridge.grouped_mlp(x, weights[0], weights[1], SIZES, lora=pairs, **options)
     asserts.bitwise(call(layer, x), expected)
 
 
