@@ -180,6 +180,7 @@ class GroupedLinear(_LoraLayer):
 
 
 _ADAPTERS = ("wi_lora", "wo_lora")
+_LORA_OPTIONS = ("lora_rank", "lora_alpha", "lora_dropout")
 
 
 class _Experts(_LoraLayer):
@@ -222,6 +223,17 @@ class _Experts(_LoraLayer):
         self.residuals = residuals_option(residuals, can_offload=True)
         self.deterministic = deterministic
         self._hold_recipe(recipe, num_groups, 2, rngs)
+        self._hold_adapters(lora_rank, lora_alpha, lora_dropout, param_dtype=param_dtype, rngs=rngs)
+
+    def _hold_adapters(
+        self,
+        lora_rank: int | None = None,
+        lora_alpha: float | None = None,
+        lora_dropout: float = 0.0,
+        *,
+        param_dtype: Any,
+        rngs: nnx.Rngs,
+    ) -> None:
         shapes = (self.wi[...].shape, self.wo[...].shape)
         self._hold_lora(_ADAPTERS, shapes, (lora_rank, lora_alpha, lora_dropout), param_dtype, rngs)
 
@@ -382,6 +394,7 @@ class MoE(_Experts):
         self.send, self.fsdp = send, fsdp
         _layer_options.check_moe(self)
         options = {"param_dtype": param_dtype, "deterministic": deterministic, **options}
+        adapters = {name: options.pop(name) for name in _LORA_OPTIONS if name in options}
         super().__init__(num_experts, hidden, mlp_dim, rngs=rngs, **options)
         self.router = Router(hidden, num_experts, param_dtype, router_init, rngs, router_metadata)
         self.selection_bias: SelectionBias | None = nnx.data(None)
@@ -391,10 +404,11 @@ class MoE(_Experts):
         if shared_dim is not None:
             plain = {name: value for name, value in options.items() if name not in ("use_bias", "bias_metadata")}
             gate = Router(hidden, 1, param_dtype, router_init, rngs, router_metadata).kernel if shared_gate else None
-            self.shared = Shared(hidden, shared_dim, gate, rngs=rngs, **plain)
+            self.shared = Shared(hidden, shared_dim, gate, rngs=rngs, **plain, **adapters)
         self.noise: nnx.RngStream | None = nnx.data(None)
         if jitter:
             self.noise = stream_of(rngs, "jitter", "MoE", "the jitter of its logits")
+        self._hold_adapters(**adapters, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(
         self,

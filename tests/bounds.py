@@ -77,6 +77,9 @@ LEFT_OUT = 2.0**-22
 """Products of parts of two float32 values that the router's product leaves out, of the product of the values."""
 ADDED = (2.0**-8, 2.0**-16)
 """Relative and absolute: a 16-bit gradient against what was added to an accumulator that holds 0.5 in float32."""
+MERGED = 2.0**-7
+"""Of a layer in bfloat16, per product: the norm of what merging its adapter moves over that of its result. Weights,
+their result and that of the unmerged product are rounded once, by 2^-9 of each element at most."""
 REPEATED = 1e-6
 """Relative: a float32 sum over steps in one program against the sum of the steps' own results."""
 MODEL = 4 * LAYER
@@ -102,6 +105,11 @@ def half_ulp(values: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
     _, exponent = np.frexp(np.abs(values))  # |v| in [2^(e-1), 2^e)
     exponent = np.where(values == 0, int(info.minexp), np.maximum(exponent - 1, int(info.minexp)))
     return np.ldexp(0.5, exponent - int(info.nmant))
+
+
+def merged(size: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
+    """Error of W + s A B of magnitudes `size`, of a rank up to 16, in fp32 and rounded once to `dtype`."""
+    return half_ulp(size, dtype) + 2.0**-20 * (size + np.max(size, initial=0.0))
 
 
 def of_two_roundings(count: int) -> float:
