@@ -12,6 +12,7 @@ with M the call's oracle over absolute values, which is monotone, because calls 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -170,20 +171,24 @@ class Expected:
         kernel = self.kernels.get(call.name, f"{call.name}_any_cpu")
         if call.name in _ACTIVATED:
             return _Activated(call, arrays, kernel).results()
+        kernel = _inside(call, kernel)
         scale_steps, scale_size = _scaling(call, arrays)
         call, arrays = _valued(call, arrays)
         params = dict(call.params)
         value = self._run(call, arrays, lambda b: b.value)
-        largest = self._run(call, arrays, lambda b: np.abs(b.value) + b.error)
-        carried = largest - self._run(call, arrays, lambda b: np.abs(b.value))
+        sizes = _of_magnitudes(call)
+        largest = self._run(sizes, arrays, lambda b: np.abs(b.value) + b.error)
+        carried = largest - self._run(sizes, arrays, lambda b: np.abs(b.value))
         terms, steps, written = _work(call, arrays)
-        operand = _summed_dtype(call)
+        operands = _multiplied(call)
         mode = str(params.get("fp32_mode", "ieee"))
-        rate = gamma(terms, operand, kernel, mode) + (steps + scale_steps) * F32_HALF_ULP
+        rate = np.max([gamma(terms, each, kernel, mode) for each in operands], axis=0)
+        rate = rate + (steps + scale_steps) * F32_HALF_ULP
         error = carried + rate * largest + (np.asarray(terms) + steps) * SMALLEST_F32 * scale_size
-        if "_cpu" in kernel and operand in MULTIPLIED_AS_BF16 and call.name == "grouped_matmul":
+        as_bf16 = any(each in MULTIPLIED_AS_BF16 for each in operands)
+        if "_cpu" in kernel and as_bf16 and call.name == "grouped_matmul":
             error = error + BF16_FLUSH * scale_size * _size_of_operands(call, arrays, terms)
-        if _is_tf32(operand, kernel, mode):
+        if any(_is_tf32(each, kernel, mode) for each in operands):
             error = error + TF32_STEP * _size_of_operands(call, arrays, terms)
         (spec,) = call.outputs
         error = error + half_ulp(np.abs(value) + error, spec.dtype)
@@ -233,6 +238,14 @@ def _scaling(call: Call, arrays: Sequence[Any]) -> tuple[int, float]:
     return steps, size
 
 
+def _of_magnitudes(call: Call) -> Call:
+    """The call whose oracle is monotone in the magnitudes of its operands: a factor of rows counts by its own."""
+    if call.name != "add_rows":
+        return call
+    params: dict[str, Any] = dict(call.params)
+    return dataclasses.replace(call, params=tuple({**params, "factor": abs(params["factor"])}.items()))
+
+
 def _holds(wide: str, narrow: str) -> bool:
     return wide == "float32" or narrow.startswith("float8")
 
@@ -259,23 +272,38 @@ def _work(call: Call, arrays: Sequence[Any]) -> tuple[Any, int, NDArray[np.bool_
     if call.name in ("scale_rows", "add_rows"):
         return 0.0, 1 + int(call.name == "add_rows"), written
     steps = sum(operands[name] is not None for name in ("bias", "row_scale")) + int(bool(params["accumulate"]))
-    return float(operands["lhs"].shape[1]), steps, written
+    depth = operands["lhs"].shape[1]
+    if (low := operands["low_lhs"]) is not None:
+        # In one sum, or in one of its own that is scaled and added.
+        depth, steps = depth + low.shape[1], steps + 1 + int(operands["row_scale"] is not None)
+    return float(depth), steps, written
 
 
-def _summed_dtype(call: Call) -> str:
+def _multiplied(call: Call) -> tuple[str, ...]:
     """What the products are summed from: operands as stored in a matrix product, fp32 numbers everywhere else."""
     if call.name != "grouped_matmul":
-        return "float32"
-    lhs = call.inputs[SLOTS[call.name].index("lhs")]
-    assert lhs is not None, "lhs is always given"
-    return lhs.dtype
+        return ("float32",)
+    operands = (call.inputs[call.slot(name)] for name in ("lhs", "low_lhs"))
+    return tuple(spec.dtype for spec in operands if spec is not None)
+
+
+def _inside(call: Call, kernel: str) -> str:
+    """A kernel whose bound is that of a product inside of `kernel`.
+
+    What a composed call chose inside is not known here: the tensor cores' bound is the widest of its device.
+    """
+    specs = [call.inputs[call.slot(name)] if name in SLOTS[call.name] else None for name in ("lhs", "rhs")]
+    codes = all(spec is not None and spec.dtype.startswith("float8") for spec in specs)
+    for composed in ("_low_composed_cuda", "_composed_cuda"):
+        kernel = kernel.replace(composed, "_fp8_sm90" if codes else "_sm90")
+    return kernel
 
 
 def _size_of_operands(call: Call, arrays: Sequence[Any], terms: Any) -> NDArray[np.float64]:
     """What an absolute error of 1 in every operand and product makes of a sum of `terms`, at most."""
     operands = dict(zip(SLOTS[call.name], arrays, strict=True))
     top = 1.0
-    for name in ("lhs", "rhs", "rhs_up"):
+    for name in ("lhs", "rhs", "rhs_up", "low_lhs", "low_rhs"):
         if operands.get(name) is None:
             continue
         values = np.abs(operands[name].value)
@@ -342,14 +370,14 @@ class _Activated:
 
     def _product(self, dtype: str) -> Bounded:
         """The grouped product inside of a fused call, stored as `dtype`."""
-        # What a composed call chose inside is not known here: the tensor cores' bound is the widest of its device.
         slots = SLOTS["grouped_matmul"]
         specs = dict(zip(SLOTS[self.call.name], self.call.inputs, strict=True))
-        operands = (specs["lhs"], specs["rhs"])
-        codes = all(spec is not None and spec.dtype.startswith("float8") for spec in operands)
-        inner = self.kernel.replace("_composed_cuda", "_fp8_sm90" if codes else "_sm90")
         product = ("lhs", "rhs", "group_sizes", "bias", "rhs_table", "bias_table", *SCALES)
-        shape = (self.o["lhs"].shape[0], self.o["rhs"].shape[3 - self.p["rhs_axis"]])
+        product = (*product, *(slot for slot in slots if slot.startswith("low_")))
+        width = self.o["rhs"].shape[3 - self.p["rhs_axis"]]
+        if (hidden := self.o.get("hidden")) is not None:  # columns of two codes a byte need not fill the last one
+            width = hidden.shape[1] // (2 if KINDS[self.p["kind"]].gated else 1)
+        shape = (self.o["lhs"].shape[0], width)
         call = Call(
             "grouped_matmul",
             tuple(specs.get(slot) if slot in product else None for slot in slots),
@@ -357,7 +385,7 @@ class _Activated:
             tuple({**self.p, "contract_rows": 0, "scale_bias": 0, "accumulate": 0, "result_half": 0}.items()),
         )
         arrays = [self.o.get(slot) if slot in product else None for slot in slots]
-        return Expected({"grouped_matmul": inner})(call, arrays)[0]
+        return Expected({"grouped_matmul": _inside(self.call, self.kernel)})(call, arrays)[0]
 
     def _scale(self) -> Bounded | None:
         scale = self.o["row_scale"]

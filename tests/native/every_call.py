@@ -8,10 +8,19 @@ from typing import Any
 from grouped_core import calls
 from grouped_core import routing_calls as routing
 from grouped_core.activations import Activation
-from grouped_core.calls import ArraySpec, Call, QuantizedResult
+from grouped_core.calls import ArraySpec, Call, LowRank, QuantizedResult
 from grouped_core.formats import FORMATS, PLAIN, WIDE
 from grouped_core.recipes import BF16, FP8Current
 from grouped_core.routing_calls import GroupLimit, Scores
+
+RANK = 8
+"""Of low-rank products beside others."""
+
+
+def low_rank(groups: int, rows: int, n: int, dtype: str, axis: int, *, table: bool = False) -> LowRank:
+    """Specs of a low-rank product whose result has n columns."""
+    weight = (groups, RANK, n) if axis == 1 else (groups, n, RANK)
+    return LowRank(ArraySpec((rows, RANK), dtype), ArraySpec(weight, dtype), axis, table)
 
 
 def products(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
@@ -34,6 +43,10 @@ def products(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
         yield calls.grouped_matmul(wide, transposed, (1, 2), sizes, dtype, recipe=BF16, rhs_up=transposed)
         yield calls.grouped_matmul(wide, dy, (0, 0), sizes, dtype, recipe=BF16, halves=(2, 0))
         yield calls.grouped_matmul(x, w, (1, 1), sizes, dtype, recipe=BF16, result_half=2)
+        low: dict[str, Any] = {"low": low_rank(groups, rows, n, dtype, 1), "into": ArraySpec((rows, n), dtype)}
+        yield calls.grouped_matmul(x, w, (1, 1), sizes, dtype, recipe=BF16, **beside, scale_bias=True, **low)
+        low = {"low": low_rank(groups, rows, n, dtype, 2, table=True), "tables": (True, True, False)}
+        yield calls.grouped_matmul(x, transposed, (1, 2), sizes, dtype, recipe=BF16, **beside, **low)
     for name, format in FORMATS.items():
         if format.plain:
             continue
@@ -41,6 +54,12 @@ def products(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
             x, dy = ArraySpec((rows, k), dtype), ArraySpec((rows, n), dtype)
             weight = calls.spec_in_format(format, (groups, n, k), 2, dtype)
             yield calls.grouped_matmul(x, weight, (1, 2), sizes, dtype, recipe=BF16)
+            low = {"low": low_rank(groups, rows, n, dtype, 2)}
+            yield calls.grouped_matmul(x, weight, (1, 2), sizes, dtype, recipe=BF16, row_scale=scale, **low)
+            if format.block:  # codes contracted along the axis that they were not quantised for
+                other = calls.spec_in_format(format, (groups, k, n), 2, dtype)
+                low = {"low": low_rank(groups, rows, n, dtype, 1)}
+                yield calls.grouped_matmul(x, other, (1, 1), sizes, dtype, recipe=BF16, **low)
             if format.square or (name.startswith("mxfp4") and dtype == "float32"):
                 continue
             quantized_x = calls.spec_in_format(format, (rows, k), 1, dtype, groups)
@@ -62,6 +81,11 @@ def fused(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
     yield calls.grouped_matmul_act(x, w1, 1, sizes, "float32", activation=relu, **options, tables=(True, False))
     yield calls.grouped_matmul_act(x, w2, 1, sizes, "bfloat16", activation=gated, **options, rhs_up=w2)
     given = (x, w2, 1, sizes, hidden, "bfloat16")
+    low: dict[str, Any] = {"low": low_rank(groups, rows, 2 * n, "bfloat16", 1), **options}
+    yield calls.grouped_matmul_act(x, w1, 1, sizes, "bfloat16", activation=gated, **low)
+    low["low"] = low_rank(groups, rows, n, "bfloat16", 2, table=True)
+    every: dict[str, Any] = {"activation": gated, "wanted": (True, True, True)}
+    yield calls.grouped_matmul_dact(*given, **every, **low, row_base=scale)
     yield calls.grouped_matmul_dact(*given, activation=gated, wanted=(True, True, True), **options, row_base=scale)
     yield calls.grouped_matmul_dact(*given, activation=gated, wanted=(False, False, True), **options, table=True)
     for format in FORMATS.values():
@@ -81,6 +105,14 @@ def fused(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
             yield calls.grouped_matmul_act(codes, weights[0], 2, sizes, "bfloat16", **both, hidden=results is None)
             both |= {"quantized_activated": cross if results else None, "wanted": (results is None, False, False)}
             yield calls.grouped_matmul_dact(codes, weights[1], 2, sizes, hidden, "bfloat16", **both)
+        low["low"] = low_rank(groups, rows, 2 * n, "bfloat16", 2)
+        yield calls.grouped_matmul_act(x, weights[0], 2, sizes, "bfloat16", activation=gated, **low)
+        yield calls.grouped_matmul_act(x, w1, 1, sizes, "bfloat16", activation=gated, quantized=made, **low)
+        low["low"] = low_rank(groups, rows, n, "bfloat16", 1)
+        if format.block:
+            other = calls.spec_in_format(format, (groups, k, n), 2, "bfloat16")
+            yield calls.grouped_matmul_dact(x, other, 1, sizes, hidden, "bfloat16", **every, **low)
+            yield calls.grouped_matmul_dact(x, other, 1, sizes, hidden, "bfloat16", **every, **options)
 
 
 def others(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:

@@ -27,17 +27,35 @@ JOINED = "_joined_"
 """In the names of kernels that take nothing but weights in two arrays."""
 
 
+LOW = "_low_"
+"""In the names of kernels that take nothing but products with a low-rank one beside them."""
+
+
+TAKE_LOW = (
+    *("_bf16_sm90", "_widened_cuda", "_stored_fp8_cuda", "_stored_cuda", "_composed_cuda"),
+    *("_stored_cpu", "_composed_cpu"),
+)
+"""Ends of the names of kernels that take a low-rank product beside the one that they compute."""
+
+
 STORED = "_stored_"
 """In the names of kernels that give quantised results alone."""
 
 
-def kernels(call: str, *, joined: bool = False, quantized: bool = False) -> list[Any]:
+def takes_low(kernel: str) -> bool:
+    """Whether a kernel takes a product with a low-rank one beside it."""
+    return kernel.endswith(TAKE_LOW)
+
+
+def kernels(call: str, *, joined: bool = False, quantized: bool = False, low: bool = False) -> list[Any]:
     """Names of the kernels of `call`, as test parameters; those that need a GPU carry the mark.
 
     Args:
         joined: those of weights in two arrays too. quantized: those of quantised results instead of plain ones.
+        low: those that take a low-rank product instead of those that take calls without one.
     """
     names = [n for n in _native.kernels()[call] if (joined or JOINED not in n) and quantized == (STORED in n)]
+    names = [n for n in names if (takes_low(n) if low else LOW not in n)]
     return [name if "_cpu" in name else pytest.param(name, marks=pytest.mark.gpu) for name in names]
 
 

@@ -21,6 +21,8 @@ from tests import asserts, cases
 from tests.native.runner import PRODUCTS, Native, on_cpu, product
 
 ROOT = Path(__file__).resolve().parents[2]
+COUNT = len(SLOTS["grouped_matmul"])
+"""Operands of a grouped product."""
 
 
 def forward(p: cases.Problem, **options) -> calls.Call:
@@ -165,7 +167,7 @@ class TestSameThing:
             None,
             None,
             (out, "float32"),
-            *[None] * 8,
+            *[None] * (COUNT - 6),
         ]
         _native.call(call.name, "cpu", "", inputs, [(out, "float32")], dict(call.params), no_workspace, 0)
         asserts.filled(out[p.case.valid :], cases.SENTINEL)
@@ -183,7 +185,7 @@ class TestRefusals:
     def pieces(self):
         p = self.P
         call = forward(p)
-        inputs = [(p.x, "float32"), (p.w, "float32"), (p.group_sizes, "int32"), *[None] * 11]
+        inputs = [(p.x, "float32"), (p.w, "float32"), (p.group_sizes, "int32"), *[None] * (COUNT - 3)]
         outputs = [(np.empty((p.case.rows, p.case.n), np.float32), "float32")]
         return call, inputs, outputs, dict(call.params)
 
@@ -215,7 +217,7 @@ class TestRefusals:
 
     def test_counts(self):
         call, inputs, outputs, params = self.pieces()
-        with asserts.refused(ValueError, ["got 13 operands and 1 results", "expected 14 and 1"]):
+        with asserts.refused(ValueError, [f"got {COUNT - 1} operands and 1 results", f"expected {COUNT} and 1"]):
             self.run(call, inputs[:-1], outputs, params)
 
     def test_parameters(self):
@@ -235,17 +237,25 @@ class TestRefusals:
     def test_addresses(self):
         call, *_ = self.pieces()
         plan = plans.plan(call, "cpu")
-        with asserts.refused(ValueError, ["got 3 addresses, expected 16"]):
+        with asserts.refused(ValueError, [f"got 3 addresses, expected {COUNT + 2}"]):
             plan.launch([1, 2, 3], 0)
         with asserts.refused(ValueError, ["the address of `lhs` is null", "grouped_matmul("]):
-            plan.launch([0] * 16, 0)
+            plan.launch([0] * (COUNT + 2), 0)
 
     def test_unshared_buffers(self):
         p = self.P
         out = np.empty((p.case.rows, p.case.n), np.float32)
         other = np.empty_like(out)
         plan = plans.plan(forward(p, into=spec_of(out)), "cpu")
-        pointers = [p.x.ctypes.data, p.w.ctypes.data, p.group_sizes.ctypes.data, 0, 0, out.ctypes.data, *[0] * 8]
+        pointers = [
+            p.x.ctypes.data,
+            p.w.ctypes.data,
+            p.group_sizes.ctypes.data,
+            0,
+            0,
+            out.ctypes.data,
+            *[0] * (COUNT - 6),
+        ]
         with asserts.refused(ValueError, ["`into` and the result are not the same buffer", "alias them"]):
             plan.launch([*pointers, other.ctypes.data, 0], 0)
 

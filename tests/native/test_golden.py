@@ -12,6 +12,7 @@ from grouped_core.calls import ArraySpec
 from grouped_core.formats import FORMATS
 from grouped_core.recipes import MXFP8, plain
 from tests import asserts, cases
+from tests.native.runner import JOINED, LOW
 
 DEFAULT = {
     "cpu": "cpu",
@@ -101,6 +102,24 @@ def test_halves_of_a_weight(arch, dtype):
         joined = f"grouped_matmul_joined_{'cpu' if arch == 'cpu' else 'cuda'}"
         wanted = golden(arch, "dgrad", dtype, whole) if half % multiple == 0 else joined
         assert depths.kernel == wanted, f"{half}: {depths.refusals}"
+
+
+@pytest.mark.rule("ERR-3", "LOR-1")
+@pytest.mark.parametrize("arch", DEFAULT)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("rank", [4, 16])
+def test_products_of_low_rank_beside_others(arch, dtype, rank):
+    """In the loop of a fast kernel where its copies can read the rank's rows; else three calls of what dispatch has."""
+    compiled(arch)
+    composed = f"grouped_matmul_low_composed_{DEFAULT[arch]}"
+    for case in CASES:
+        x, w, _, sizes = specs(case, dtype)
+        factors = ArraySpec((case.rows, rank), dtype), ArraySpec((case.groups, rank, case.n), dtype)
+        options: dict[str, Any] = {"recipe": plain(dtype), "low": calls.LowRank(*factors, 1)}
+        plan = plans.attempt(calls.grouped_matmul(x, w, (1, 1), sizes, dtype, **options), arch)
+        fast = golden(arch, "forward", dtype, case)
+        inside = fast == "grouped_matmul_bf16_sm90" and rank % FAST_WIDTH[dtype] == 0
+        assert plan.kernel == (fast if inside else composed), f"{case}: {plan.refusals}"
 
 
 MEMORY = 2**20
@@ -398,7 +417,7 @@ def test_rows_that_the_portable_quantiser_takes(arch, name):
 def test_every_fast_kernel_is_golden_somewhere():
     """A kernel that is listed and that no row names may have lost all its cases."""
     listed = set(_native.kernels()["grouped_matmul"])
-    fast = {name for name in listed if "_any_" not in name and "_joined_" not in name}
+    fast = {name for name in listed if "_any_" not in name and JOINED not in name and LOW not in name}
     fast -= OF_CODES
     assert fast <= set(FAST.values()), f"say in FAST which cases get {sorted(fast - set(FAST.values()))}"
     assert set(FAST.values()) <= listed or not _native.cuda_compiled

@@ -81,6 +81,37 @@ def test_epilogues(kernel, case, dtype, which, bias, row_scale, scale_bias, resu
     product(Native(kernel), which, p, result_dtype=result_dtype, **options)
 
 
+@pytest.mark.rule("MAT-7", "MAT-8", "GRP-6", "GRP-7")
+@each_kernel
+@pytest.mark.matrix(
+    width=(8, 16, 40, 64),
+    sizes=((150, 0, 301, 61), (3, 0, 70, 1), (0, 0, 0, 9)),
+    dtype=cases.DTYPES,
+    which=PRODUCTS,
+    transposed=(False, True),
+    result=(None, "float32"),
+    bias=(False, True),
+    row_scale=(False, True),
+    into=(False, True),
+    valid=lambda which, bias, row_scale, **_: which != "wgrad" or not (bias or row_scale),
+)
+def test_few_columns(kernel, width, sizes, dtype, which, transposed, result, bias, row_scale, into):
+    """Results of at most 64 columns, as those of adapters have, for which fast kernels have a tile of their own."""
+    k, n = (width, 136) if which == "dgrad" else (136, width)
+    p = cases.problem(cases.Case("narrow", sizes, sum(sizes) + 5, k, n, frozenset()), dtype, transposed=transposed)
+    given, options = result or dtype, {}
+    shape = p.w.shape if which == "wgrad" else (p.case.rows, width)
+    if into:
+        options["into"] = np.full(shape, cases.SENTINEL, cases.numpy_dtype(given))
+    if bias:
+        options["bias"] = cases.normal((p.case.groups, width), dtype, "bias")
+    if row_scale:
+        options["row_scale"] = p.row_scale
+    found = product(Native(kernel), which, p, result_dtype=given, **options)
+    if into and which != "wgrad":
+        asserts.filled(found[p.case.valid :], cases.SENTINEL, "tail")
+
+
 @pytest.mark.rule("TE #2499")
 @pytest.mark.rule("MAT-11", "GRP-9")
 @each_kernel

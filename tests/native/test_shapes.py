@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from grouped_core import calls, plans
-from grouped_core.calls import RESULTS, SLOTS, ArraySpec, Call
+from grouped_core.activations import Activation
+from grouped_core.calls import RESULTS, SLOTS, ArraySpec, Call, LowRank
 from grouped_core.formats import FORMATS
 from grouped_core.recipes import BF16
 from tests import asserts
@@ -55,6 +56,29 @@ CALLS = {
     "half_of_the_columns": calls.grouped_matmul(
         rows(K), rows(2 * N), (0, 0), SIZES, "bfloat16", recipe=BF16, into=weight(G, K, N), halves=(0, 2)
     ),
+    "low_rank": calls.grouped_matmul(
+        *(rows(K), weight(G, K, N), (1, 1), SIZES, "bfloat16"),
+        recipe=BF16,
+        low=LowRank(rows(4), weight(G, 4, N), 1),
+    ),
+    "low_rank_listed": calls.grouped_matmul(
+        *(rows(K), weight(G, N, K), (1, 2), SIZES, "bfloat16"),
+        recipe=BF16,
+        low=LowRank(rows(4), weight(G, N, 4), 2, table=True),
+    ),
+    "low_rank_act": calls.grouped_matmul_act(
+        *(rows(K), weight(G, K, 2 * N), 1, SIZES, "bfloat16"),
+        activation=Activation("swiglu"),
+        recipe=BF16,
+        low=LowRank(rows(4), weight(G, 4, 2 * N), 1),
+    ),
+    "low_rank_dact": calls.grouped_matmul_dact(
+        *(rows(K), weight(G, N, K), 2, SIZES, rows(2 * N), "bfloat16"),
+        activation=Activation("swiglu"),
+        recipe=BF16,
+        wanted=(True, False, False),
+        low=LowRank(rows(4), weight(G, N, 4), 2),
+    ),
     "group_sum": calls.group_sum(rows(N), SIZES, "float32", SCALE),
     "row_dot": calls.row_dot(SIZES, M, (rows(K), rows(K)), (rows(N), weight(G, N)), True),
     "scale_rows": calls.scale_rows(rows(N), SCALE, SIZES, "bfloat16", rows(N)),
@@ -87,13 +111,16 @@ def test_every_shape_counts(name):
                 continue
             refused(dataclasses.replace(call, inputs=(*call.inputs[:slot], other, *call.inputs[slot + 1 :])))
     for other in changed(call.outputs[0]):
-        refused(dataclasses.replace(call, outputs=(other,)))
+        refused(dataclasses.replace(call, outputs=(other, *call.outputs[1:])))
 
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize(
     "fixed",
-    ["group_sizes", "row_scale", "rhs_table", "bias_table", "into_table", "source_table", "skip", "base", "key"],
+    [
+        *("group_sizes", "row_scale", "rhs_table", "bias_table", "into_table", "source_table", "skip", "base", "key"),
+        *("low_lhs", "low_rhs", "low_rhs_table"),
+    ],
 )
 def test_fixed_dtypes_count(name, fixed):
     """Operands whose dtype calls.h fixes are refused in another."""
@@ -125,6 +152,10 @@ def test_params_count():
         (wgrad, "lhs_half", 1),
         (CALLS["half_of_the_columns"], "rhs_half", 3),
         (CALLS["half_of_the_columns"], "lhs_half", -1),
+        (CALLS["low_rank"], "low_rhs_axis", 0),
+        (CALLS["low_rank"], "low_rhs_axis", 2),
+        (CALLS["low_rank_dact"], "low_rhs_axis", 1),
+        (CALLS["low_rank"], "result_half", 1),
         (CALLS["add_rows"], "rate", 0.0),
         (CALLS["add_rows"], "rate", 1.0),
         (CALLS["add_rows"], "rate", float("nan")),

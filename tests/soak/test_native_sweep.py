@@ -14,7 +14,7 @@ import pytest
 
 from grouped_core import _native, calls, plans
 from grouped_core.activations import KINDS, Activation
-from grouped_core.calls import RESULTS, SLOTS, ArraySpec, Call
+from grouped_core.calls import RESULTS, SLOTS, ArraySpec, Call, LowRank
 from grouped_core.recipes import plain
 from tests import asserts, cases
 from tests.bounds import Bounded, Expected
@@ -109,6 +109,7 @@ def matmul(draw: Draw, sizes: np.ndarray, rows: int) -> Work:
     scale = draw.numbers((rows,), "float32") if draw.one(True, False) else None
     into = draw.numbers((rows, b), result) if draw.one(True, False, False) else None
     listed, listed_bias = draw.one(True, False, False), bias is not None and draw.one(True, False)
+    low, listed_low = low_rank(draw, groups, rows, b, dtype), draw.one(True, False)
     call = calls.grouped_matmul(
         spec(lhs),
         spec(rhs),
@@ -121,13 +122,15 @@ def matmul(draw: Draw, sizes: np.ndarray, rows: int) -> Work:
         into=spec(into),
         tables=(listed, listed_bias, False),
         scale_bias=bool(bias is not None and scale is not None and draw.one(True, False)),
+        low=low_spec(low, table=listed_low),
         rows_hint=int(draw.one(0, 1, 1000)),
     )
-    packed = {"lhs": lhs, "rhs": rhs, "group_sizes": sizes, "bias": bias, "row_scale": scale, "into": into}
+    packed = {"lhs": lhs, "rhs": rhs, "group_sizes": sizes, "bias": bias, "row_scale": scale, "into": into, **low}
     arrays = {name: array for name, array in packed.items() if array is not None}
     keep: list[np.ndarray] = []
-    for name, whole, wanted in (("rhs", rhs, listed), ("bias", bias, listed_bias)):
-        if wanted:
+    low_weight = low.get("low_rhs")
+    for name, whole, wanted in (("rhs", rhs, listed), ("bias", bias, listed_bias), ("low_rhs", low_weight, listed_low)):
+        if wanted and whole is not None:
             members = [draw.numbers(whole.shape[1:], whole.dtype.name) for _ in range(groups)]
             for g, member in enumerate(members):
                 member[...] = whole[g]
@@ -135,6 +138,38 @@ def matmul(draw: Draw, sizes: np.ndarray, rows: int) -> Work:
             del arrays[name]
             keep += members
     return Work(call, arrays, packed, keep=keep)
+
+
+def low_rank(draw: Draw, groups: int, rows: int, width: int, dtype: str) -> dict[str, np.ndarray]:
+    """Operands of a low-rank product beside one of `width` columns, if there is one."""
+    if draw.one(True, False, False):
+        return {}
+    rank, axis, dtype = int(draw.one(1, 2, 4, 8, 16, 31, 64)), draw.one(1, 2), draw.one(dtype, wide(draw))
+    shape = (groups, rank, width) if axis == 1 else (groups, width, rank)
+    return {"low_lhs": draw.numbers((rows, rank), dtype), "low_rhs": draw.numbers(shape, dtype)}
+
+
+def low_spec(low: dict[str, np.ndarray], *, table: bool = False) -> LowRank | None:
+    """What a call knows of these operands."""
+    if not low:
+        return None
+    lhs, rhs = (ArraySpec(array.shape, array.dtype.name) for array in low.values())
+    return LowRank(lhs, rhs, 1 if rhs.shape[1] == lhs.shape[1] else 2, table)
+
+
+def added_rows(draw: Draw, sizes: np.ndarray, rows: int) -> Work:
+    matrix, result = draw.numbers((rows, draw.width()), wide(draw)), wide(draw)
+    base = draw.numbers(matrix.shape, "float32") if draw.one(True, False) else None
+    into = draw.numbers(matrix.shape, result) if draw.one(True, False) else None
+    rate = draw.one(0.0, 0.0, 0.1, 0.75)
+    key = draw.block((2,), "uint32") if rate else None
+    if key is not None:
+        key[...] = draw.rng.integers(0, 2**32, 2)
+    packed = {"rows": matrix, "group_sizes": sizes, "base": base, "key": key, "into": into}
+    arrays = {name: array for name, array in packed.items() if array is not None}
+    options = {"factor": draw.one(1.0, -0.3, 0.0, 1e3), "rate": rate, "stream": draw.one(0, 1, 7)}
+    call = calls.add_rows(spec(matrix), spec(sizes), result, base=spec(base), into=spec(into), **options)
+    return Work(call, arrays, packed)
 
 
 def wgrad(draw: Draw, sizes: np.ndarray, rows: int, a: int, b: int, dtype: str, result: str) -> Work:
@@ -245,7 +280,8 @@ def product_act(draw: Draw, sizes: np.ndarray, rows: int) -> Work:
     rhs = draw.numbers((len(sizes), k, columns) if axis == 1 else (len(sizes), columns, k), dtype)
     bias = draw.numbers((len(sizes), columns), wide(draw)) if draw.one(True, False) else None
     scale = draw.numbers((rows,), "float32") if draw.one(True, False) else None
-    packed = {"lhs": lhs, "rhs": rhs, "group_sizes": sizes, "bias": bias, "row_scale": scale}
+    low = low_rank(draw, len(sizes), rows, columns, dtype)
+    packed = {"lhs": lhs, "rhs": rhs, "group_sizes": sizes, "bias": bias, "row_scale": scale, **low}
     call = calls.grouped_matmul_act(
         spec(lhs),
         spec(rhs),
@@ -257,6 +293,7 @@ def product_act(draw: Draw, sizes: np.ndarray, rows: int) -> Work:
         bias=spec(bias),
         row_scale=spec(scale),
         hidden=draw.one(True, False),
+        low=low_spec(low),
     )
     return Work(call, dict(packed), packed)
 
@@ -267,7 +304,9 @@ def product_dact(draw: Draw, sizes: np.ndarray, rows: int) -> Work:
     rhs = draw.numbers((len(sizes), n, width) if axis == 1 else (len(sizes), width, n), dtype)
     hidden = draw.numbers((rows, activation.fc1_width(width)), wide(draw))
     scale, base = (draw.numbers((rows,), "float32") if draw.one(True, False) else None for _ in range(2))
+    low = low_rank(draw, len(sizes), rows, width, dtype)
     packed = {"lhs": lhs, "rhs": rhs, "group_sizes": sizes, "hidden": hidden, "row_scale": scale, "row_base": base}
+    packed |= low
     call = calls.grouped_matmul_dact(
         spec(lhs),
         spec(rhs),
@@ -280,6 +319,7 @@ def product_dact(draw: Draw, sizes: np.ndarray, rows: int) -> Work:
         wanted=wanted_of(draw),
         row_scale=spec(scale),
         row_base=spec(base),
+        low=low_spec(low),
     )
     return Work(call, dict(packed), packed)
 
@@ -291,10 +331,10 @@ def work_of(draw: Draw) -> Work:
     sizes = draw.block((groups,), "int32")
     sizes[:] = draw.sizes(groups, rows)
     fused = (activated, activated_grad, product_act, product_dact)
-    make = draw.one(matmul, matmul, matmul, group_sum, row_dot, scale_rows, *fused)
+    make = draw.one(matmul, matmul, matmul, group_sum, row_dot, scale_rows, added_rows, *fused)
     work = make(draw, sizes, rows)
     end = cases.Case("drawn", tuple(int(s) for s in sizes), rows, 1, 1, frozenset()).valid
-    names = ("lhs", "rows", "row_scale", "group_lhs", "grad", "hidden", "row_base") + (
+    names = ("lhs", "rows", "row_scale", "group_lhs", "grad", "hidden", "row_base", "low_lhs", "base") + (
         ("rhs",) if dict(work.call.params).get("rhs_axis", 0) == 0 else ()
     )
     for name in names:
@@ -324,7 +364,7 @@ def expected_of(work: Work, kernel: str) -> tuple[Bounded | None, ...]:
     packed = [work.packed.get(slot) for slot in SLOTS[work.call.name]]
     names = SLOTS[work.call.name]
     operands = [
-        array if array is None or name == "group_sizes" else Bounded.of(array)
+        array if array is None or name in ("group_sizes", "key") else Bounded.of(array)
         for name, array in zip(names, packed, strict=True)
     ]
     return Expected({work.call.name: kernel})(work.call, operands)
