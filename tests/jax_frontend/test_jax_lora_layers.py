@@ -1,0 +1,376 @@
+"""Adapters of the layers of Flax NNX and of Linen, and accumulators of adapters of the MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx as flax_nnx
+
+import jax_grouped
+from jax_grouped import grouped_mlp, linen, nnx, parallel, routed_mlp
+from jax_grouped.accumulate import StackedRef
+from tests import asserts, bounds
+from tests.bounds import Bounded
+from tests.jax_frontend.jax_tools import same
+from tests.jax_frontend.lora_layer_tools import (
+    ARGUMENTS,
+    KINDS,
+    LAYERS,
+    PARTS,
+    PROBS,
+    ROWS,
+    SCALING,
+    SIZES,
+    F,
+    G,
+    H,
+    R,
+    X,
+    build,
+    function,
+    loss,
+    made,
+)
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+every_layer = pytest.mark.parametrize("form", LAYERS)
+
+# ---- what is computed and trained ------------------------------------------------------------------------------------
+
+
+@pytest.mark.rule("LOR-1", "LOR-4")
+@every_layer
+@every_kind
+def test_layers_call_the_functions_under_jit_too(kind: str, form: str):
+    layer = build(kind, form)
+    asserts.bitwise(layer(), function(layer))
+    asserts.bitwise(jax.jit(layer.__call__)(layer.factors), function(layer))
+    found = jax.jit(jax.grad(lambda factors: loss(layer(factors))))(layer.factors)
+    same(found, jax.grad(lambda factors: loss(function(layer, factors)))(layer.factors))
+    if form != "MoE":  # there every expert may have a token
+        for each in jax.tree.leaves(found):
+            asserts.zero(np.asarray(each)[1], "an empty group")
+
+
+@pytest.mark.rule("LOR-1", "LOR-4")
+@every_layer
+def test_both_kinds_give_the_same_bits(form: str):
+    one, two = build("nnx", form), build("linen", form)
+    asserts.bitwise(one.apply(one.params, one.factors, X), two.apply(one.params, one.factors, X))
+
+
+@pytest.mark.rule("LOR-1")
+@every_layer
+@every_kind
+def test_a_new_layer_computes_what_its_weights_do(kind: str, form: str):
+    layer = build(kind, form, zero=True)
+    base = build(kind, form, lora_rank=None, lora_alpha=None)
+    assert sorted(layer.params) == sorted(base.params), "names of weights do not change"
+    for name in PARTS[form]:
+        a, b = (np.asarray(layer.factors[f"{name}_{part}"], np.float32) for part in "ab")
+        limit = a.shape[1] ** -0.5
+        assert 0.8 * limit < np.abs(a).max() <= limit
+        asserts.zero(b)
+    asserts.bitwise(layer(), base.apply(layer.params, {}, X))
+
+
+@pytest.mark.rule("LOR-2", "LOR-4")
+@every_layer
+@every_kind
+def test_weights_have_no_gradient_and_a_router_has(kind: str, form: str):
+    layer = build(kind, form)
+    found = jax.grad(lambda params: loss(layer.apply(params, layer.factors, X)))(layer.params)
+    frozen = [name for name in found if name != "router"]
+    assert frozen
+    for name in frozen:
+        asserts.zero(np.asarray(found[name]), name)
+    if form == "MoE":
+        assert np.any(np.asarray(found["router"]["kernel"]) != 0)
+
+
+@pytest.mark.rule("LOR-2", "LOR-4")
+def test_nnx_differentiates_adapters_alone():
+    module = build("nnx", "GroupedMLP").module
+    named = dict(module.__dict__)
+    wanted = [f"{name}_{part}" for name in PARTS["GroupedMLP"] for part in "ab"]
+    assert all(type(named[each]) is flax_nnx.LoRAParam for each in wanted)
+
+    def of(layer: Any) -> Any:
+        return loss(layer(X, SIZES, PROBS))
+
+    found = flax_nnx.to_pure_dict(flax_nnx.grad(of, argnums=flax_nnx.DiffState(0, flax_nnx.LoRAParam))(module))
+    layer = build("nnx", "GroupedMLP")
+    same(found, jax.grad(lambda factors: loss(layer(factors)))(layer.factors))
+
+
+@pytest.mark.rule("LOR-2", "LOR-4")
+@every_kind
+def test_no_weight_gradient_of_the_base_is_launched(kind: str):
+    layer = build(kind, "GroupedMLP")
+    program = str(jax.make_jaxpr(jax.grad(lambda factors: loss(layer(factors))))(layer.factors))
+    assert program.count("('contract_rows', 1)") == 4, "A and B of both weights"
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.rule("LOR-1")
+@every_layer
+@every_kind
+def test_elements_are_dropped_in_training_alone(kind: str, form: str):
+    layer, plain = build(kind, form, lora_dropout=0.25), build(kind, form)
+    key, other = jax.random.key(3), jax.random.key(4)
+    asserts.bitwise(layer(key=key, training=False), plain())
+    asserts.bitwise(build(kind, form, lora_dropout=0.25, deterministic=True)(training=False), plain())
+    first = layer(key=key)
+    asserts.bitwise(layer(key=key), first)
+    asserts.bitwise(jax.jit(lambda key: layer(key=key))(key), first)
+    assert np.any(np.asarray(layer(key=other)) != np.asarray(first))
+    assert np.any(np.asarray(plain()) != np.asarray(first))
+
+
+@pytest.mark.rule("LOR-1")
+def test_nnx_layers_have_a_stream_of_their_own():
+    rngs = flax_nnx.Rngs(0, dropout=5)
+    module: Any = nnx.GroupedLinear(G, H, F, lora_rank=R, lora_dropout=0.5, param_dtype=jnp.bfloat16, rngs=rngs)
+    module.lora_b[...] = made(G, R, F, seed=3)
+    first, second = module(X, SIZES), module(X, SIZES)
+    assert np.any(np.asarray(first) != np.asarray(second))
+    assert int(module.dropout.count[...]) == 2
+    module.eval()
+    asserts.bitwise(module(X, SIZES), module(X, SIZES))
+    assert int(module.dropout.count[...]) == 2, "nothing is drawn where nothing is dropped"
+    module.train()
+    assert np.any(np.asarray(module(X, SIZES)) != np.asarray(first))
+
+
+@pytest.mark.rule("LOR-1", "ERR-1")
+def test_linen_layers_need_keys_of_dropout():
+    with pytest.raises(Exception, match="dropout"):
+        build("linen", "GroupedLinear", lora_dropout=0.5)()
+
+
+# ---- merging ---------------------------------------------------------------------------------------------------------
+
+
+def _merged(kind: str, layer: Any) -> dict[str, Any]:
+    """The weights with the adapters added."""
+    if kind == "linen":
+        found = linen.merge(layer.definition, {"params": layer.params, "lora": layer.factors, "other": {"x": X}})
+        assert sorted(found) == ["other", "params"]
+        return found["params"]
+    layer.module.merge()
+    assert not flax_nnx.state(layer.module, flax_nnx.LoRAParam)
+    return flax_nnx.to_pure_dict(flax_nnx.state(layer.module, flax_nnx.Param))
+
+
+@pytest.mark.rule("LOR-5")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@every_layer
+@every_kind
+def test_merged_weights_are_rounded_once(kind: str, form: str, dtype: str):
+    """The sum of r products is float32; the norm of the difference is that of a few roundings."""
+    layer = build(kind, form, param_dtype=dtype, dtype=dtype, **({} if form == "MoE" else {"use_bias": False}))
+    before = np.asarray(layer(), np.float64)
+    weights = _merged(kind, layer)
+    for name in PARTS[form]:
+        weight = "kernel" if name == "lora" else name.removesuffix("_lora")
+        w, a, b = (
+            np.asarray(each, np.float64)
+            for each in (layer.params[weight], layer.factors[f"{name}_a"], layer.factors[f"{name}_b"])
+        )
+        exact, size = w + SCALING * a @ b, np.abs(w) + SCALING * np.abs(a) @ np.abs(b)
+        limit = bounds.half_ulp(np.abs(exact), dtype) + 2.0**-20 * size
+        asserts.within(np.asarray(weights[weight]), Bounded(exact, limit, dtype), weight)
+    base = build(kind, form, lora_rank=None, lora_alpha=None, param_dtype=dtype, dtype=dtype, use_bias=False)
+    after = np.asarray(base.apply(weights, {}, X), np.float64)
+    assert np.linalg.norm(after - before) < bounds.MERGED[dtype] * np.linalg.norm(before)
+    if kind == "nnx":
+        extra = {"GroupedLinear": (SIZES,), "GroupedMLP": (SIZES, PROBS), "MoE": ()}[form]
+        own = layer.module(X, *extra)
+        asserts.bitwise(own[0] if form == "MoE" else own, base.apply(weights, {}, X))
+
+
+@pytest.mark.rule("LOR-5", "LYR-12")
+@every_kind
+def test_a_shared_expert_has_adapters_and_is_merged_too(kind: str):
+    layer = build(kind, "MoE", shared_dim=F, shared_gate=True)
+    of_shared = layer.factors["shared"]
+    assert {name: each.shape for name, each in of_shared.items()} == {
+        "wi_lora_a": (1, H, R),
+        "wi_lora_b": (1, R, 2 * F),
+        "wo_lora_a": (1, F, R),
+        "wo_lora_b": (1, R, H),
+    }
+    found = jax.grad(lambda factors: loss(layer(factors)))(layer.factors)
+    assert all(np.any(np.asarray(each) != 0) for each in jax.tree.leaves(found["shared"]))
+    before = np.asarray(layer(), np.float64)
+    weights = _merged(kind, layer)
+    assert np.any(np.asarray(weights["shared"]["wi"]) != np.asarray(layer.params["shared"]["wi"]))
+    base = build(kind, "MoE", shared_dim=F, shared_gate=True, lora_rank=None, lora_alpha=None)
+    after = np.asarray(base.apply(weights, {}, X), np.float64)
+    assert np.linalg.norm(after - before) < bounds.MERGED["bfloat16"] * np.linalg.norm(before)
+
+
+@pytest.mark.rule("LOR-5", "ERR-1")
+@pytest.mark.parametrize("form", LAYERS)
+def test_layers_without_adapters_are_not_merged(form: str):
+    module = build("nnx", form).module
+    module.merge()
+    with asserts.refused(ValueError, ["`merge` of", "no adapter", "expected one", "`lora_rank`"]):
+        module.merge()
+    layer = build("linen", form)
+    with asserts.refused(ValueError, ["`variables` of merge", "no collection `lora`", "expected one", "`lora_rank`"]):
+        linen.merge(layer.definition, {"params": layer.params})
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+def make(kind: str, form: str, **options: Any) -> Any:
+    if kind == "nnx":
+        return getattr(nnx, form)(*ARGUMENTS[form], **options, rngs=flax_nnx.Rngs(0))
+    extra = () if form == "MoE" else (SIZES,)
+    return getattr(linen, form)(*ARGUMENTS[form], **options).init(jax.random.key(0), X, *extra)
+
+
+@pytest.mark.rule("LOR-1", "ERR-1")
+@pytest.mark.parametrize(
+    ("options", "kind_of_error", "fragments"),
+    [
+        ({"lora_rank": 0}, ValueError, ["`lora_rank` of {form}", "0", "1 to 256", "choose"]),
+        ({"lora_rank": 2.0}, TypeError, ["`lora_rank` of {form}", "2.0", "an integer or None", "pass a rank"]),
+        ({"lora_alpha": 2.0}, ValueError, ["`lora_alpha`", "of {form}", "without `lora_rank`", "pass a rank"]),
+        ({"lora_rank": 2, "lora_dropout": 1.0}, ValueError, ["`lora_dropout`", "1.0", "0 to 1", "pass a rate"]),
+    ],
+)
+@every_layer
+@every_kind
+def test_options_out_of_range_are_refused(kind, form, options, kind_of_error, fragments):
+    with asserts.refused(kind_of_error, [each.format(form=form) for each in fragments]):
+        make(kind, form, **options)
+
+
+@pytest.mark.rule("LOR-1", "ERR-1")
+@every_kind
+def test_adapters_are_not_spread_over_a_mesh(kind: str):
+    axes = parallel.MeshAxes(expert="expert")
+    with asserts.refused(ValueError, ["`lora_rank` of MoE", "2 beside `mesh_axes`", "expected None", "leave one"]):
+        make(kind, "MoE", lora_rank=2, mesh_axes=axes)
+    layer = build(kind, "MoE")
+    router, wi, wo = layer.params["router"]["kernel"], layer.params["wi"], layer.params["wo"]
+    for options, name in (
+        ({"lora": ()}, "lora"),
+        ({"lora_scaling": 2.0}, "lora_scaling"),
+        ({"shared": jax_grouped.SharedExpert(wi[:1], wo[:1], lora=())}, "shared.lora"),
+    ):
+        with asserts.refused(ValueError, [f"`{name}` of parallel.moe", "given", "expected none", "merge the adapters"]):
+            parallel.moe(X, router, wi, wo, 2, axes=axes, **options)
+
+
+# ---- accumulators of the MLP -----------------------------------------------------------------------------------------
+
+WEIGHTS = made(G, H, 2 * F, seed=1), made(G, F, H, seed=2)
+LORA = (made(G, H, R, seed=3), made(G, R, 2 * F, seed=4)), (made(G, F, R, seed=5), made(G, R, H, seed=6))
+EXPERTS = jnp.array(np.random.default_rng(0).integers(0, G, (ROWS, 2)), jnp.int32)
+
+
+def run(lora: Any, tokens: bool, **options: Any) -> Any:
+    options = {"lora": lora, "lora_scaling": SCALING, **options}
+    if tokens:
+        return loss(routed_mlp(X, EXPERTS, jnp.stack([PROBS, PROBS], 1), *WEIGHTS, **options))
+    return loss(grouped_mlp(X, *WEIGHTS, SIZES, probs=PROBS, **options))
+
+
+def zeros_like(lora: Any, fill: float) -> Any:
+    return jax.tree.map(lambda each: jnp.full(each.shape, fill, jnp.float32), lora)
+
+
+def close(found: Any, exact: Any, start: float) -> None:
+    for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        wide = np.asarray(two, np.float32)
+        np.testing.assert_allclose(
+            np.asarray(one) - start, wide, rtol=bounds.ADDED[0], atol=bounds.ADDED[1] * max(1.0, np.abs(wide).max())
+        )
+
+
+@pytest.mark.rule("LOR-4", "ACC-1")
+@pytest.mark.parametrize("tokens", [False, True])
+def test_sinks_get_the_sums_as_their_cotangents(tokens: bool):
+    exact = jax.grad(run)(LORA, tokens)
+    grads, sums = jax.jit(
+        jax.grad(lambda lora, sinks: run(lora, tokens, lora_wgrad_accum=sinks), (0, 1)),
+    )(LORA, zeros_like(LORA, 0.5))
+    for each in jax.tree.leaves(grads):
+        asserts.zero(np.asarray(each))
+    close(sums, exact, 0.5)
+    if not tokens:
+        for each in jax.tree.leaves(sums):
+            asserts.filled(np.asarray(each)[1], 0.5, "an empty group")
+
+
+@pytest.mark.rule("LOR-4", "ACC-2")
+@pytest.mark.parametrize("tokens", [False, True])
+def test_refs_are_updated_in_place(tokens: bool):
+    exact = jax.grad(run)(LORA, tokens)
+    stacked = jax.new_ref(jnp.zeros((2, G, H, R), jnp.float32))
+    of_b, of_a2 = (jax.new_ref(jnp.zeros(each.shape, jnp.float32)) for each in (LORA[0][1], LORA[1][0]))
+    refs = ((StackedRef(stacked, 1), of_b), (of_a2, None))
+
+    def of(last: Any) -> Any:
+        return run((LORA[0], (LORA[1][0], last)), tokens, lora_wgrad_accum=refs)
+
+    last = jax.jit(jax.grad(of))(LORA[1][1])
+    asserts.bitwise(last, exact[1][1])
+    asserts.zero(np.asarray(stacked[0]))
+    close((stacked[1], of_b[...], of_a2[...]), (exact[0][0], exact[0][1], exact[1][0]), 0.0)
+
+
+@pytest.mark.rule("LOR-4", "ACC-4")
+def test_accumulators_that_do_not_fit_are_refused():
+    sinks = zeros_like(LORA, 0.0)
+    with asserts.refused(ValueError, ["`lora_wgrad_accum[0]`", "not differentiated", "expected both", "jax.Ref"]):
+        jax.grad(lambda lora: run(lora, False, lora_wgrad_accum=sinks))(LORA)
+    with asserts.refused(ValueError, ["`lora_wgrad_accum[1]`", "(3, 4, 16)", "(3, 8, 4)", "allocate"]):
+        run(LORA, False, lora_wgrad_accum=((None, None), (sinks[0][1], None)))
+    with asserts.refused(ValueError, ["`lora_wgrad_accum[0]`", "expected None, or a pair"]):
+        run(LORA, False, lora_wgrad_accum=(1, None))
+
+
+@pytest.mark.rule("LOR-1", "LOR-4")
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f))])
+def test_programs_give_the_same_bits(wrap: Any, tokens: bool):
+    wrapped = wrap(lambda lora: run(lora, tokens))
+    same(jax.grad(wrapped)(LORA), jax.grad(run)(LORA, tokens))
+
+
+@pytest.mark.rule("LOR-2", "LOR-4", "ACC-7", "ALL-4")
+@pytest.mark.parametrize(
+    ("live", "wanted"),
+    [
+        ((0, 1, 2, 3), "x h u1 u2 w2 b1 a2 b2"),
+        ((2, 3), "z u2 b2"),
+        ((3,), "u2"),
+        ((2,), "z b2"),
+        ((0, 1), "x h u1 w2 b1 a2 b2"),
+    ],
+)
+def test_nothing_is_saved_for_frozen_parts(live: tuple[int, ...], wanted: str):
+    shapes = {"x": (ROWS, H), "h": (ROWS, 2 * F), "z": (ROWS, F), "u1": (ROWS, R), "u2": (ROWS, R)}
+    shapes |= {"w2": WEIGHTS[1].shape, "b1": LORA[0][1].shape, "a2": LORA[1][0].shape, "b2": LORA[1][1].shape}
+    flat = [*LORA[0], *LORA[1]]
+
+    def of(*some: Any) -> Any:
+        now = list(flat)
+        for at, each in zip(live, some, strict=True):
+            now[at] = each
+        return grouped_mlp(X, *WEIGHTS, SIZES, lora=(tuple(now[:2]), tuple(now[2:])), lora_scaling=SCALING)
+
+    _, pull = jax.vjp(of, *(flat[at] for at in live))
+    saved = sorted(each.shape for each in jax.tree.leaves(pull) if getattr(each, "ndim", 0) > 1)
+    assert saved == sorted(shapes[each] for each in wanted.split())
