@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from grouped_core import checkpoint_files, checkpoint_tensors, safetensors_file
+from grouped_core import checkpoint_files, checkpoint_tensors, lora_layout, safetensors_file
 from grouped_core.checkpoint_files import SUFFIX, Files, Model, loading, part_file, unused_message
 from grouped_core.checkpoint_metadata import NAME, Spec
 from grouped_core.checkpoint_plan import Plan, shard_option
@@ -142,6 +142,30 @@ def convert(tree: Any, source: str, target: str, *, interleave: Interleave = Non
     whole: Tree = taken(tree)
     made = checkpoint_tensors.converted(whole.flat, source, target, interleave, facts_of, JAX)
     return made if is_flat(tree) else nested(made)
+
+
+def from_peft(a: Any, b: Any, num_experts: int) -> tuple[Any, Any]:
+    """An adapter (A, B) for `lora=` from the two matrices of PEFT's `target_parameters`.
+
+    Args:
+        a: `lora_A.weight`, [G r, K]. b: `lora_B.weight`, [N, r G]; both of JAX or NumPy. num_experts: G.
+
+    Returns:
+        A [G, K, r] and B [G, r, N], of JAX or NumPy as they came. PEFT's scaling is not part of them.
+
+    Raises:
+        TypeError: `num_experts` is not an integer. ValueError: shapes do not fit each other or G experts.
+    """
+    return lora_layout.from_peft(a, b, num_experts, transposed=False)
+
+
+def to_peft(a: Any, b: Any) -> tuple[Any, Any]:
+    """The inverse of `from_peft`: PEFT's two matrices from A [G, K, r] and B [G, r, N].
+
+    Raises:
+        ValueError: the shapes are not those of one adapter.
+    """
+    return lora_layout.to_peft(a, b, transposed=False)
 
 
 def _is_orbax(path: str | os.PathLike[str]) -> bool:
