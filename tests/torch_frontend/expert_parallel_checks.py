@@ -1,6 +1,6 @@
-"""What four ranks check together of layers whose experts are spread over them, against the same layer on one rank.
+"""What ranks check together of layers whose experts are spread over them, against the same layer on one rank.
 
-    python -m tests.torch_frontend.expert_parallel_checks --device cuda    # on four GPUs; the tests run it on the CPU
+    python -m tests.torch_frontend.expert_parallel_checks --device cuda --ranks 2    # on GPUs; the tests: 4 on the CPU
 
 Every rank draws the whole problem, so it has what one rank computes. Letters: P ranks, T tokens of a rank, E experts, H
 hidden size, F expert width, k experts per token.
@@ -37,6 +37,7 @@ from torch_bridge import (
 from torch_bridge.parallel import AllToAll, Arrived, Transport
 
 RANKS = 4
+"""Unless --ranks says another number."""
 T, E, K, H, F = 10, 8, 3, 32, 16
 LOSSES = {"aux_coeff": 0.5, "z_coeff": 0.25}
 CHECKS: Checks = {}
@@ -49,12 +50,12 @@ def _drawn(mesh: DeviceMesh, *shape: int, seed: object = 0, dtype: torch.dtype =
 
 def _own(whole: Tensor, mesh: DeviceMesh) -> Tensor:
     """This rank's part of the first axis."""
-    return whole.chunk(RANKS)[mesh.get_rank()].clone()
+    return whole.chunk(mesh.size())[mesh.get_rank()].clone()
 
 
 def _all(part: Tensor) -> Tensor:
     """The parts of all ranks."""
-    found = [torch.empty_like(part) for _ in range(RANKS)]
+    found = [torch.empty_like(part) for _ in range(dist.get_world_size())]
     dist.all_gather(found, part.contiguous())
     return torch.cat(found)
 
@@ -71,7 +72,7 @@ def the_layer_has_the_bits_of_one_rank(mesh: DeviceMesh) -> None:
     group = mesh.get_group()
     for dtype in (torch.float32, torch.bfloat16):
         for recipe in (None, FP8Block, MXFP8, FP8Current):
-            x, dy = (_drawn(mesh, RANKS * T, H, seed=each, dtype=dtype) for each in ("x", "dy"))
+            x, dy = (_drawn(mesh, mesh.size() * T, H, seed=each, dtype=dtype) for each in ("x", "dy"))
             one = [leaf(each) for each in (x, *_weights(mesh, dtype))]
             y, aux = moe(*one, K, recipe=recipe, **LOSSES)
             ((y * dy).sum() + aux.aux_loss + aux.z_loss).backward()
@@ -99,16 +100,16 @@ def the_layer_has_the_bits_of_one_rank(mesh: DeviceMesh) -> None:
 def tokens_have_the_gradients_of_one_rank(mesh: DeviceMesh) -> None:
     """With given experts and weights, so that no sum over ranks is in them."""
     group, dtype = mesh.get_group(), torch.bfloat16
-    experts = torch.from_numpy(experts_of(RANKS * T, K, E)).to(mesh.device_type)
-    x, dy = (_drawn(mesh, RANKS * T, H, seed=each, dtype=dtype) for each in ("x", "dy"))
-    weights = _drawn(mesh, RANKS * T, K, seed="weights").abs()
+    experts = torch.from_numpy(experts_of(mesh.size() * T, K, E)).to(mesh.device_type)
+    x, dy = (_drawn(mesh, mesh.size() * T, H, seed=each, dtype=dtype) for each in ("x", "dy"))
+    weights = _drawn(mesh, mesh.size() * T, K, seed="weights").abs()
     _, wi, wo = _weights(mesh, dtype)
     one = [leaf(each) for each in (x, weights, wi, wo)]
     y = routed_mlp(one[0], experts, one[1], one[2], one[3])
     y.backward(dy)
     ours = [leaf(_own(each, mesh)) for each in (x, weights, wi, wo)]
     rows, sizes, handle = parallel.dispatch(ours[0], _own(experts, mesh), ours[1], E, process_group=group)
-    assert sizes.shape == (E // RANKS,)
+    assert sizes.shape == (E // mesh.size(),)
     assert int(sizes.sum()) <= rows.shape[0]
     results = grouped_mlp(rows, ours[2], ours[3], sizes, probs=handle.probs)
     y2 = parallel.combine(results, handle)
@@ -128,11 +129,12 @@ def rows_beyond_a_budget_are_dropped_and_counted(mesh: DeviceMesh) -> None:
     x = leaf(_drawn(mesh, tokens, H, seed=mesh.get_rank()))
     weights = leaf(torch.ones(tokens, 1, device=mesh.device_type))
     rows, sizes, handle = parallel.dispatch(x, experts, weights, E, process_group=group, budget_factor=1.0)
-    budget = tokens // RANKS
-    assert rows.shape == (RANKS * budget, H)
-    assert sizes.tolist() == ([RANKS * budget] + [0] * (E // RANKS - 1) if mesh.get_rank() == 0 else [0, 0])
+    ranks = mesh.size()
+    budget = tokens // ranks
+    assert rows.shape == (ranks * budget, H)
+    assert sizes.tolist() == [0 if mesh.get_rank() else ranks * budget] + [0] * (E // ranks - 1)
     assert bool(handle.overflow)
-    assert int(handle.dropped) == RANKS * (tokens - budget)
+    assert int(handle.dropped) == ranks * (tokens - budget)
     y = parallel.combine(rows, handle)
     asserts.bitwise(y[:budget].detach(), x[:budget].detach(), "rows that came back")
     assert not y[budget:].any()
@@ -142,21 +144,21 @@ def rows_beyond_a_budget_are_dropped_and_counted(mesh: DeviceMesh) -> None:
     _, wi, wo = _weights(mesh, torch.float32)
     router = torch.zeros(E, H, device=mesh.device_type)
     _, aux = parallel.moe(x, router, _own(wi, mesh), _own(wo, mesh), 1, process_group=group, budget_factor=1.0)
-    assert int(aux.dropped) == RANKS * (tokens - budget)
+    assert int(aux.dropped) == ranks * (tokens - budget)
     assert bool(aux.overflow)
 
 
 @check
 def a_rank_without_tokens_runs_every_collective(mesh: DeviceMesh) -> None:
     """Its tokens are all padding: nothing of it arrives anywhere, and its gradients are zero."""
-    group, idle = mesh.get_group(), mesh.get_rank() == 2
+    group, idle = mesh.get_group(), mesh.get_rank() == 1
     router, wi, wo = _weights(mesh, torch.float32)
     x = leaf(_drawn(mesh, T, H, seed=mesh.get_rank()))
     wi, wo = leaf(_own(wi, mesh)), leaf(_own(wo, mesh))
     mask = torch.full((T,), not idle, device=mesh.device_type)
     y, aux = parallel.moe(x, router, wi, wo, K, process_group=group, mask=mask)
     y.sum().backward()
-    assert int(aux.load.sum()) == (RANKS - 1) * T * K
+    assert int(aux.load.sum()) == (mesh.size() - 1) * T * K
     assert y.any() == (not idle)
     assert x.grad.any() == (not idle)
     assert wi.grad is not None, "an idle rank computes with the rows of the others"
@@ -180,7 +182,7 @@ def the_module_trains_as_one_rank_does(mesh: DeviceMesh) -> None:
                 mine.copy_(_own(theirs, mesh) if mine.shape != theirs.shape else theirs)
                 assert (mine.shape != theirs.shape) == name.startswith("experts"), name
         for step in range(2):
-            x, dy = (_drawn(mesh, RANKS * T, H, seed=(each, step), dtype=torch.bfloat16) for each in ("x", "dy"))
+            x, dy = (_drawn(mesh, mesh.size() * T, H, seed=(each, step), dtype=torch.bfloat16) for each in ("x", "dy"))
             y, _ = one(x)
             y.backward(dy)
             y2, _ = ours(_own(x, mesh))

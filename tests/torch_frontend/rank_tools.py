@@ -137,12 +137,13 @@ def main(doc: str, checks: Checks, count: int, failing: Checks | None = None) ->
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--ranks", type=int, default=count, help="(default: %(default)s)")
     add("--checks", nargs="+", choices=list(every), default=list(checks), metavar="NAME", help="(default: all)")
     add("--timeout", type=float, default=45.0, metavar="SECONDS", help="for a collective (default: %(default)s)")
     add("--limit", type=float, default=540.0, metavar="SECONDS", help="for all checks (default: %(default)s)")
     options = parser.parse_args()
     chosen = {name: every[name] for name in options.checks}
-    found, printed = run_all(options.device, chosen, count, options.timeout, options.limit)
+    found, printed = run_all(options.device, chosen, options.ranks, options.timeout, options.limit)
     for name, failure in found.items():
         print(f"{'FAILED' if failure else 'passed'}  {name}")
         if failure:
