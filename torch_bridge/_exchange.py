@@ -13,8 +13,11 @@ from torch import Tensor
 
 from grouped_core import exchange, routing
 from grouped_core.exchange import Exchange
+from torch_bridge import _routing
+from torch_bridge._compiling import is_compiling
 from torch_bridge._operators import call, define
 from torch_bridge._routing import Gradients, once, permute_backward, save
+from torch_bridge._tensors import settle_rows
 
 
 class SendFacts(NamedTuple):
@@ -58,8 +61,19 @@ class Sent(NamedTuple):
 def send(op: Exchange, x: Tensor, experts: Tensor, probs: Tensor) -> Sent:
     """What this rank sends of tokens x [T, H]; differentiable in x and in the probabilities [T, k]."""
     static = SendFacts(op.ranks, op.experts, op.tokens, op.slots, op.budget)
+    return Sent(*(_send_node if is_compiling() else _send)(static, x, experts, probs))
+
+
+@torch.compiler.allow_in_graph
+def _send_node(static: tuple[int, ...], x: Tensor, experts: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
+    """`_send` as one node of a graph of torch.compile."""
+    settle_rows(x, experts, probs)
+    return tuple(_send(SendFacts(*static), x, experts, probs))
+
+
+def _send(static: SendFacts, x: Tensor, experts: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
     if torch.is_grad_enabled() and (x.requires_grad or probs.requires_grad):
-        return Sent(*_Send.apply(static, x, experts, probs))
+        return _Send.apply(static, x, experts, probs)
     return _sent(static, x, experts, probs)
 
 
@@ -144,3 +158,19 @@ def move(rows: Tensor, group: str) -> Tensor:
 def beside(experts: Tensor, probs: Tensor, group: str) -> tuple[Tensor, Tensor]:
     """(local experts [P B], weights [P B]) of the rows that arrive; differentiable in the weights."""
     return _Beside.apply(experts, probs, group)
+
+
+def sums(rows: Tensor, source: Tensor, inverse: Tensor) -> Tensor:
+    """[T, H]: the sums of the rows [P B, H] of each token, which `send` put there; differentiable."""
+    return (_sums_node if is_compiling() else _sums)(rows, source, inverse)
+
+
+@torch.compiler.allow_in_graph
+def _sums_node(rows: Tensor, source: Tensor, inverse: Tensor) -> Tensor:
+    """`sums` as one node of a graph of torch.compile."""
+    settle_rows(inverse)
+    return _sums(rows, source, inverse)
+
+
+def _sums(rows: Tensor, source: Tensor, inverse: Tensor) -> Tensor:
+    return _routing.unpermute(rows, source, inverse, None)

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from tests import asserts
@@ -203,6 +205,30 @@ def the_module_trains_as_one_rank_does(mesh: DeviceMesh) -> None:
                     update_scaling(module.experts.scaling_state)
 
 
+@check
+def adapters_live_where_their_experts_do(mesh: DeviceMesh) -> None:
+    """The adapters of a rank's experts have the gradients that they have on one rank."""
+    torch.manual_seed(5)
+    options: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8, "dtype": torch.bfloat16}
+    one = nn.MoE(H, F, E, K, **options).to(mesh.device_type)
+    ours = nn.MoE(H, F, E, K, process_group=mesh.get_group(), **options).to(mesh.device_type)
+    with torch.no_grad():
+        for (name, mine), theirs in zip(ours.named_parameters(), one.parameters(), strict=True):
+            if name.endswith("lora_B"):
+                theirs.normal_()
+            mine.copy_(_own(theirs, mesh) if mine.shape != theirs.shape else theirs)
+    x = _drawn(mesh, mesh.size() * T, H, seed="x", dtype=torch.bfloat16)
+    y, y2 = one(x)[0], ours(_own(x, mesh))[0]
+    asserts.bitwise(_all(y2.detach()), y.detach(), "y")
+    y.sum().backward()
+    y2.sum().backward()
+    for (name, mine), theirs in zip(ours.named_parameters(), one.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None) == (not mine.requires_grad), name
+        if "lora" in name:
+            assert mine.grad is not None
+            asserts.bitwise(_all(mine.grad), theirs.grad, name)
+
+
 class _Counted:
     """A transport of one's own: the library's, and how often it was called."""
 
@@ -253,6 +279,46 @@ def a_checkpointed_layer_has_the_same_gradients(mesh: DeviceMesh) -> None:
     again.sum().backward()
     for one, other in zip(first, second, strict=True):
         asserts.bitwise(one.grad, other.grad)
+
+
+@check
+def a_compiled_layer_is_one_graph_with_the_same_bits(mesh: DeviceMesh) -> None:
+    group = mesh.get_group()
+    router, wi, wo = _weights(mesh, torch.float32)
+
+    def run(x: Tensor, router: Tensor, wi: Tensor, wo: Tensor) -> Tensor:
+        return parallel.moe(x, router, wi, wo, K, process_group=group, budget_factor=2.0)[0]
+
+    found = []
+    for each in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        args = [leaf(part) for part in (_drawn(mesh, T, H), router, _own(wi, mesh), _own(wo, mesh))]
+        y = each(*args)
+        y.sum().backward()
+        found.append([y.detach(), *(arg.grad for arg in args)])
+    for eager, compiled in zip(*found, strict=True):
+        asserts.bitwise(compiled, eager)
+
+
+@check
+def fsdp2_shards_what_is_replicated(mesh: DeviceMesh) -> None:
+    """FSDP2 around a layer, its experts left out: router and shared expert have the mean of the ranks' gradients."""
+    torch.manual_seed(9)
+    plain = nn.MoE(H, F, E, K, process_group=mesh.get_group(), shared_dim=16).to(mesh.device_type)
+    module = copy.deepcopy(plain)
+    fully_shard(module, mesh=mesh, ignored_params=set(module.experts.parameters()))
+    x = _drawn(mesh, T, H, seed=mesh.get_rank())
+    for each in (plain, module):
+        each(x)[0].sum().backward()
+    for (name, a), (_, b) in zip(module.named_parameters(), plain.named_parameters(), strict=True):
+        assert a.grad is not None, name
+        assert b.grad is not None, name
+        if name.startswith("experts"):
+            asserts.bitwise(a.grad, b.grad, name)
+        else:
+            assert isinstance(a.grad, DTensor), name
+            mean = b.grad.clone()
+            dist.all_reduce(mean)
+            near(a.grad.full_tensor(), (mean / mesh.size()).double(), name)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Letters: T tokens, H hidden size, E experts, k experts per token, F expert width
 
 from __future__ import annotations
 
+import copy
 import math
 from functools import partial
 from typing import Any
@@ -248,6 +249,13 @@ class MoE(Module):
         y = self.experts(tokens, chosen, weights, is_first_microbatch=is_first_microbatch)
         shared = self._shared(tokens, is_first_microbatch)
         return (y if shared is None else y + shared).reshape(x.shape), aux
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
+        """A copy in the same process group, which cannot be copied itself."""
+        memo[id(self.process_group)] = self.process_group
+        memo[id(self)] = made = type(self).__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
 
     def _shared(self, tokens: Tensor, first: bool | None) -> Tensor | None:
         if self.shared is None:
