@@ -465,7 +465,9 @@ def _check_mlp(
         packed_spec(wo_bias, 2),
     )
     sizes_spec = ArraySpec(specs.wo.shape[:1], "int32") if routed else fixed_spec(sizes)
-    if routed:  # the MLP is that of the rows of slots, in as many groups as there are weights
+    if (
+        routed and specs.probs is not None
+    ):  # the MLP is that of the rows of slots, in as many groups as there are weights
         if isinstance(rows, QTensor):  # formats are checked here; where gradients are concerned rows are plain
             check(op, *specs[:3], sizes_spec, None, *specs[4:])
         count = specs.x.shape[0] * int(sizes.shape[1])
