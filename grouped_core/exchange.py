@@ -19,12 +19,17 @@ from typing import NamedTuple
 
 from grouped_core import routing, routing_calls
 from grouped_core.calls import MAX_GROUPS, ArraySpec
-from grouped_core.formats import WIDE
+from grouped_core.formats import WIDE, Format
 from grouped_core.products import Array, Runner
 from grouped_core.ranks import check_rank
+from grouped_core.recipes import BoundRecipe, Recipe
 
 ALIGN = 8
 """Rows that a budget from a factor is a multiple of, so that the part of each rank is aligned."""
+
+
+SENDS = (None, "tokens", "codes")
+"""What travels to the experts: tokens, their codes, or codes where the recipe allows it."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,33 @@ def check_budget_factor(function: str, factor: float | None) -> None:
             f"`budget_factor` of {function}: {factor}, expected None or a finite number above 0; 2.0 leaves room for "
             "twice the mean, None for every row."
         )
+
+
+def format_sent(function: str, send: str | None, recipe: Recipe | BoundRecipe | None) -> Format | None:
+    """The format that tokens travel in; None: as they are.
+
+    Raises:
+        ValueError: `send` has another value, or codes are asked for, of a recipe whose scales are not those of single
+            rows.
+    """
+    if send not in SENDS:
+        raise ValueError(
+            f"`send` of {function}: {send!r}, expected None, 'tokens' or 'codes'; None sends codes where the recipe "
+            "allows it."
+        )
+    if isinstance(recipe, BoundRecipe):
+        recipe = recipe.recipe
+    if send == "tokens":
+        return None
+    fmt = None if recipe is None else recipe.forward[0]
+    if fmt is not None and fmt.by_row:
+        return fmt
+    if send is None:
+        return None
+    raise ValueError(
+        f"`send` of {function}: 'codes' with recipe {None if recipe is None else recipe.name}, expected one whose "
+        "scales are those of single rows, such as FP8Block or MXFP8; use send=None, which then sends tokens."
+    )
 
 
 def check_dispatch(function: str, x: ArraySpec, experts: ArraySpec, weights: ArraySpec) -> None:

@@ -262,12 +262,7 @@ def check_routed_mlp(x: OperandSpec, experts: ArraySpec, weights: ArraySpec) -> 
     """
     name = "routed_mlp"
     check_ranks(name, x=x, experts=experts, weights=weights)
-    if isinstance(x, QuantizedSpec) and (x.axis != 1 or not x.format.by_row):
-        raise ValueError(
-            f"`x` of {name}: {x.format.name} contracting axis {x.axis}, expected tokens whose scales are those of "
-            "single rows, in the form that contracts axis 1; quantise to fp8_1x128 or mxfp8 with axis=1, or pass "
-            "unquantised tokens."
-        )
+    check_by_row(x)
     _integers(name, "experts", experts)
     _floats(name, "weights", weights)
     if x.shape[0] != experts.shape[0]:
@@ -275,6 +270,20 @@ def check_routed_mlp(x: OperandSpec, experts: ArraySpec, weights: ArraySpec) -> 
             f"`x` of {name}: {x.shape[0]} tokens, expected {experts.shape[0]} as in `experts`; route these tokens."
         )
     _shape(name, "weights", weights, tuple(experts.shape), "as `experts`")
+
+
+def check_by_row(x: OperandSpec) -> None:
+    """Refuses tokens of `routed_mlp` that are quantised in a format whose scales are not those of single rows.
+
+    Raises:
+        ValueError: they are, or contract another axis.
+    """
+    if isinstance(x, QuantizedSpec) and (x.axis != 1 or not x.format.by_row):
+        raise ValueError(
+            f"`x` of routed_mlp: {x.format.name} contracting axis {x.axis}, expected tokens whose scales are those of "
+            "single rows, in the form that contracts axis 1; quantise to fp8_1x128 or mxfp8 with axis=1, or pass "
+            "unquantised tokens."
+        )
 
 
 def check_pad_groups(rows: ArraySpec, sizes: ArraySpec, align: int) -> None:

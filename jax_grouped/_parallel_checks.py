@@ -6,18 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from grouped_core import activations
-from grouped_core.exchange import own_experts
+from grouped_core.exchange import format_sent, own_experts
 from grouped_core.formats import QTensor
 from grouped_core.mlp_spec import Mlp, MlpNames, check_ranks
 from jax_grouped._accumulators import is_sink
 from jax_grouped._mesh import ranks_along
 from jax_grouped._mlp_gradients import members
 from jax_grouped._nodes import value_of
-from jax_grouped._parallel_moe import FUNCTION, TOKENS, Plan, format_sent
+from jax_grouped._parallel_moe import FUNCTION, TOKENS, Plan
 from jax_grouped.quantize import StraightThrough
-
-SENDS = (None, "tokens", "codes")
-"""What travels to the experts: tokens as they are, or quantised where they are sent; None: as the recipe allows."""
 
 
 def _wrong(option: str, came: str, expected: str, remedy: str) -> ValueError:
@@ -33,11 +30,7 @@ def check_moe(plan: Plan, arrays: Mapping[str, Any]) -> None:
     routing, recipe = dict(plan.routing), arrays["recipe"]
     if routing.get("axis_name") is not None:
         raise _wrong("axis_name", repr(routing["axis_name"]), "None", "losses are of all tokens that `axes` split")
-    if plan.send not in SENDS:
-        raise _wrong(
-            "send", repr(plan.send), "None, 'tokens' or 'codes'", "None sends codes where the recipe allows it"
-        )
-    format_sent(plan.send, recipe)
+    format_sent(FUNCTION, plan.send, recipe)
     if plan.transport == "ring":
         _check_ring(plan, arrays, recipe)
     if plan.fsdp:

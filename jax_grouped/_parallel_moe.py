@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from grouped_core.activations import Activation
-from grouped_core.exchange import own_experts
-from grouped_core.formats import Format, QTensor
+from grouped_core.exchange import format_sent, own_experts
+from grouped_core.formats import QTensor
 from grouped_core.mlp_spec import Residuals
-from grouped_core.recipes import BoundRecipe, Recipe
+from grouped_core.recipes import BoundRecipe
 from jax_grouped import _mesh, route
 from jax_grouped._exchange import back, in_a_ring, rounded_once, there
 from jax_grouped._mesh import MeshAxes, members, sum_over
@@ -122,32 +122,11 @@ def _experts(
         own = plan.count // _mesh.size_of(axis)
         y = in_a_ring(mlp, x, experts, weights, own, axis)
         return y if wide else y.astype(x.dtype), none
-    codes = format_sent(plan.send, options["recipe"])
+    codes = format_sent(FUNCTION, plan.send, options["recipe"])
     how = (plan.transport, plan.budget_factor, codes)
     found, way = there(FUNCTION, x, experts, weights, plan.count, axis, *how)
     results = routed_mlp(found.rows, found.experts, found.probs, wi, wo, **options)
     return back(results, way, wide), way.dropped
-
-
-def format_sent(send: str | None, recipe: Recipe | BoundRecipe | None) -> Format | None:
-    """The format that tokens travel in; None: as they are.
-
-    Raises:
-        ValueError: codes are asked for, of a recipe whose scales are not those of single rows.
-    """
-    if isinstance(recipe, BoundRecipe):
-        recipe = recipe.recipe
-    if send == "tokens":
-        return None
-    fmt = None if recipe is None else recipe.forward[0]
-    if fmt is not None and fmt.by_row:
-        return fmt
-    if send is None:
-        return None
-    raise ValueError(
-        f"`send` of {FUNCTION}: 'codes' with recipe {None if recipe is None else recipe.name}, expected one whose "
-        "scales are those of single rows, such as FP8Block or MXFP8; use send=None, which then sends tokens."
-    )
 
 
 def _rounded(plan: Plan, weight: Any) -> Any:

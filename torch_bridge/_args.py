@@ -38,6 +38,7 @@ from grouped_core.products import Paired, in_form, operand_spec, quantized_spec
 from grouped_core.ranks import check_rank
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.routing_calls import MAX_SLOTS
+from grouped_core.routing_spec import check_by_row
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge._cache import Cache
@@ -326,11 +327,6 @@ def routed_arguments(
 ) -> Arguments:
     """The checked arguments of `routed_mlp`; it raises the same errors. Their `sizes` are the experts."""
     names = ROUTED_NAMES
-    if isinstance(x, (QTensor, StraightThrough)):
-        raise TypeError(
-            f"`{names.x}` of routed_mlp: quantised, expected a plain tensor, because each product quantises the rows "
-            "that it gathers; pass the tokens themselves."
-        )
     if isinstance(experts, Tensor):
         if experts.is_floating_point() or experts.is_complex() or experts.dtype is torch.bool:
             raise TypeError(
@@ -468,14 +464,17 @@ def _check_mlp(
         packed_spec(wi_bias, 2),
         packed_spec(wo_bias, 2),
     )
-    if routed:  # the MLP is that of the rows of slots, in as many groups as there are weights
+    sizes_spec = ArraySpec(specs.wo.shape[:1], "int32") if routed else fixed_spec(sizes)
+    if (
+        routed and specs.probs is not None
+    ):  # the MLP is that of the rows of slots, in as many groups as there are weights
+        if isinstance(rows, QTensor):  # formats are checked here; where gradients are concerned rows are plain
+            check(op, *specs[:3], sizes_spec, None, *specs[4:])
         count = specs.x.shape[0] * int(sizes.shape[1])
-        specs = specs._replace(x=specs.x._replace(shape=(count, *specs.x.shape[1:])))
-        specs = specs._replace(probs=ArraySpec((count,), specs.probs.dtype if specs.probs else "float32"))
-        sizes_spec = ArraySpec(specs.wo.shape[:1], "int32")
-    else:
-        sizes_spec = fixed_spec(sizes)
-    check(op, *specs[:3], sizes_spec, *specs[3:])
+        of_rows = {"x": ArraySpec((count, specs.x.shape[1]), specs.x.dtype)}
+        specs = specs._replace(**of_rows, probs=ArraySpec((count,), specs.probs.dtype))
+    if not (routed and isinstance(rows, QTensor)):
+        check(op, *specs[:3], sizes_spec, *specs[3:])
     for each in bounds:
         check_bound(each, specs.wo.shape[0], first, products=3 - len(bounds))
     dtypes = (wi_master and wi_master.dtype, wo_master and wo_master.dtype)  # those of gradients
@@ -483,10 +482,12 @@ def _check_mlp(
     return sizes, op, MlpSpecs(*map(_static, specs))
 
 
-def _check_routing(x: Tensor, experts: Tensor, weights: Tensor) -> None:
+def _check_routing(tokens: Tensor | QTensor[Tensor], experts: Tensor, weights: Tensor) -> None:
     """Checks tokens [T, K] and their experts and weights [T, k]. Raises TypeError or ValueError."""
-    names = ROUTED_NAMES
-    if dtype_name(x.dtype) not in WIDE:
+    names, x = ROUTED_NAMES, home(tokens)
+    if isinstance(tokens, QTensor):
+        check_by_row(packed_spec(tokens, 0))
+    elif dtype_name(x.dtype) not in WIDE:
         raise TypeError(
             f"`{names.x}` of routed_mlp: dtype {x.dtype}, expected one of {', '.join(WIDE)}; cast it first."
         )
@@ -498,7 +499,7 @@ def _check_routing(x: Tensor, experts: Tensor, weights: Tensor) -> None:
         raise TypeError(
             f"`{names.probs}` of routed_mlp: dtype {weights.dtype}, expected one of {', '.join(WIDE)}; cast it first."
         )
-    settle_rows(x, experts, weights)
+    settle_rows(x, experts, weights)  # values of tokens have T rows in every format whose scales are per row
     found = rows_spec(experts).shape
     if found[0] != rows_spec(x).shape[0] or not 1 <= found[1] <= MAX_SLOTS:
         raise ValueError(

@@ -85,9 +85,9 @@ def rows_of_tokens(given: Arguments) -> Any:
     Where rows are quantised it is a number, because lengths of their forms are no multiples of a symbol.
     """
     rows, recipe = given.x.shape[0] * int(given.sizes.shape[1]), given.checked.op.recipe
-    weights = [*given.weights, *[each for _, each in given.base]]
+    operands = [given.x, *given.weights, *[each for _, each in given.base]]
     quantised = recipe is not None and recipe.quantized
-    return int(rows) if quantised or any(isinstance(each, QTensor) for each in weights) else rows
+    return int(rows) if quantised or any(isinstance(each, QTensor) for each in operands) else rows
 
 
 @dataclass(frozen=True, eq=False)

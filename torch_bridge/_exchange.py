@@ -1,54 +1,69 @@
 """What an exchange of an expert-parallel layer does on a rank, and the collective that moves rows.
 
-Which row goes where is a rule of `grouped_core.exchange`. Letters: P ranks, T tokens of a rank, k experts per token, E
-experts, B rows of the budget, H columns.
+Which row goes where is a rule of `grouped_core.exchange`. An exchange begins and finishes, forward as backward, so that
+others' work runs between. Letters: P ranks, T tokens of a rank, k experts per token, E experts, B rows of the budget,
+H columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from grouped_core import exchange, routing
+from grouped_core import exchange, routed, routing
 from grouped_core.exchange import Exchange
-from torch_bridge import _routing
+from grouped_core.formats import Format
+from torch_bridge import _codec, _routing
 from torch_bridge._compiling import is_compiling
 from torch_bridge._operators import call, define
 from torch_bridge._routing import Gradients, once, permute_backward, save
 from torch_bridge._tensors import settle_rows
+from torch_bridge.sizes import every_row
 
 
 class SendFacts(NamedTuple):
-    """Static facts of what is sent: those of `Exchange`."""
+    """Static facts of what is sent: those of `Exchange`; `codes`: the format that tokens are quantised in, or None."""
 
     ranks: int
     experts: int
     tokens: int
     slots: int
     budget: int
+    codes: Format | None = None
 
 
 class SendOperands(NamedTuple):
-    """Operands of the order in which slots are sent."""
+    """Operands of the order in which slots are sent; `count`: int32 [1], T."""
 
     x: Any
     experts: Any
     probs: Any
+    count: Any
 
 
 def _send_rule(run: Any, static: SendFacts, o: SendOperands) -> tuple[Any, ...]:
-    sent = exchange.send_order(run, Exchange(*static), o.experts, o.probs)
-    rows = routing.gather(run, o.x, sent.source, static.slots)
-    return rows, sent.source, sent.experts, sent.inverse, sent.dropped, sent.probs
+    sent = exchange.send_order(run, Exchange(*static[:-1]), o.experts, o.probs)
+    facts = (sent.source, sent.experts, sent.inverse, sent.dropped, sent.probs)
+    if static.codes is None:
+        return (*facts, routing.gather(run, o.x, sent.source, static.slots), None)
+    q = routed.rows_of(run, routed.codes_of(run, o.x, static.codes, o.count), sent.source, static.slots)
+    return (*facts, q.values, q.scales)
 
 
 _SEND = define("send", _send_rule, SendOperands, SendFacts, rows=("x", "experts", "probs"))
 
 
 class Sent(NamedTuple):
-    """Rows [P B, H] that a rank sends, and as in `exchange.Sent`: source, experts, inverse, dropped [1], probs."""
+    """What a rank sends, as in `exchange.Sent`, and its rows.
+
+    Attributes:
+        rows: [P B, H]; where codes travel it has no memory of its own and only carries the gradient.
+        source, experts: int32 [P B]. inverse: int32 [T, k]. dropped: int32 [1]. probs: fp32 [P B].
+        values, scales: of the codes of the rows, or None.
+    """
 
     rows: Tensor
     source: Tensor
@@ -56,108 +71,218 @@ class Sent(NamedTuple):
     inverse: Tensor
     dropped: Tensor
     probs: Tensor
+    values: Tensor | None
+    scales: Tensor | None
 
 
-def send(op: Exchange, x: Tensor, experts: Tensor, probs: Tensor) -> Sent:
-    """What this rank sends of tokens x [T, H]; differentiable in x and in the probabilities [T, k]."""
-    static = SendFacts(op.ranks, op.experts, op.tokens, op.slots, op.budget)
-    return Sent(*(_send_node if is_compiling() else _send)(static, x, experts, probs))
+def send(op: Exchange, x: Tensor, experts: Tensor, probs: Tensor, codes: Format | None = None) -> Sent:
+    """What this rank sends of tokens x [T, H]; differentiable in x and in the probabilities [T, k].
+
+    Args:
+        codes: a format with scales per row, in which tokens are quantised before they are sent.
+    """
+    facts = (op.ranks, op.experts, op.tokens, op.slots, op.budget)
+    if is_compiling():
+        return Sent(*_send_node(facts, _codec.to_tuples(codes), x, experts, probs))
+    return Sent(*_send(SendFacts(*facts, codes), x, experts, probs))
 
 
 @torch.compiler.allow_in_graph
-def _send_node(static: tuple[int, ...], x: Tensor, experts: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
-    """`_send` as one node of a graph of torch.compile."""
+def _send_node(
+    facts: tuple[int, int, int, int, int], codes: Any, x: Tensor, experts: Tensor, probs: Tensor
+) -> tuple[Any, ...]:
+    """`_send` as one node of a graph of torch.compile; `codes` come from `_codec.to_tuples`."""
     settle_rows(x, experts, probs)
-    return tuple(_send(SendFacts(*static), x, experts, probs))
+    return tuple(_send(SendFacts(*facts, _codec.from_tuples(codes)), x, experts, probs))
 
 
-def _send(static: SendFacts, x: Tensor, experts: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
+def _send(static: SendFacts, x: Tensor, experts: Tensor, probs: Tensor) -> tuple[Any, ...]:
     if torch.is_grad_enabled() and (x.requires_grad or probs.requires_grad):
         return _Send.apply(static, x, experts, probs)
     return _sent(static, x, experts, probs)
 
 
 def _sent(static: SendFacts, x: Tensor, experts: Tensor, probs: Tensor) -> Sent:
-    return Sent(*call(_SEND, static, SendOperands(x, experts, probs), static.tokens))
+    count = None if static.codes is None else every_row(x)
+    source, found, inverse, dropped, weights, values, scales = call(
+        _SEND, static, SendOperands(x, experts, probs, count), static.tokens
+    )
+    facts = (source, found, inverse, dropped, weights)
+    if static.codes is None:
+        return Sent(values, *facts, None, None)
+    return Sent(_stand_in(x, (values.shape[0], x.shape[1])), *facts, values, scales)
+
+
+def _stand_in(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A tensor that only carries a gradient, without memory for its elements, whose values nothing reads."""
+    return like.new_zeros(()).expand(shape)
 
 
 class _Send(torch.autograd.Function):
     """Saves the inverse map [T, k]."""
 
     @staticmethod
-    def forward(ctx: Any, static: SendFacts, x: Tensor, experts: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, static: SendFacts, x: Tensor, experts: Tensor, probs: Tensor) -> tuple[Tensor | None, ...]:
         """The fields of `Sent`."""
         found = _sent(static, x, experts, probs)
         ctx.dtypes = (x.dtype, probs.dtype)
         save(ctx, found.inverse)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(found.source, found.experts, found.inverse, found.dropped)
+        fixed = (found.source, found.experts, found.inverse, found.dropped, found.values, found.scales)
+        ctx.mark_non_differentiable(*[each for each in fixed if each is not None])
         return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Gradients:
         """Gradients of forward's arguments."""
-        return once("dispatch", ctx, (grad_outputs[0], grad_outputs[-1]), permute_backward)
+        upstream = Sent(*grad_outputs)  # pyright: ignore[reportArgumentType]
+        return once("dispatch", ctx, (upstream.rows, upstream.probs), permute_backward)
 
 
-def swap(array: Tensor, group: str) -> Tensor:
-    """[P B, ...]: part s is what rank s had as the part of this rank; every rank calls it.
+# ---------------------------------------------------------------------------------------------------------------------
+# The collective
 
-    Args:
-        array: [P B, ...], contiguous; it travels as whole bytes. group: the name of the process group.
+
+def operators() -> tuple[Any, Any]:
+    """The operators of torch that begin and finish an exchange."""
+    from torch.distributed import _functional_collectives  # absent in builds without distributed; it defines them
+
+    del _functional_collectives
+    return torch.ops._c10d_functional.all_to_all_single.default, torch.ops._c10d_functional.wait_tensor.default
+
+
+def _begin(array: Tensor, group: Group) -> Tensor:
+    """[P B, ...], not to be read before `_wait`: part s is what rank s had as the part of this rank.
+
+    Every rank calls it. The array travels as whole bytes.
     """
-    from torch.distributed import _functional_collectives as collectives  # absent in builds without distributed
-
-    name: Any = group  # a name is taken, though the type does not say so
+    start, _ = operators()
     flat = array.contiguous().view(array.shape[0], -1).view(torch.uint8)
-    moved = collectives.wait_tensor(collectives.all_to_all_single(flat, None, None, name))
-    return moved.view(array.dtype).view(array.shape)
+    parts = [array.shape[0] // group.ranks] * group.ranks
+    return start(flat, parts, parts, group.name).view(array.dtype).view(array.shape)
 
 
-class _Move(torch.autograd.Function):
-    """The exchange is its own gradient."""
+def _wait(pending: Tensor) -> Tensor:
+    _, finish = operators()
+    return finish(pending)
+
+
+class Group(NamedTuple):
+    """A process group, as a graph of torch.compile can hold it: its name, and P."""
+
+    name: str
+    ranks: int
+
+
+class _Begin(torch.autograd.Function):
+    """The first half of an exchange; in backward the second half of that of the gradient.
+
+    `carries`: whether rows travel forward; otherwise only their gradient does.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: str) -> Tensor:
-        """`swap`."""
+    def forward(ctx: Any, rows: Tensor, group: Group, carries: bool) -> Tensor:
+        """[P B, ...], pending."""
+        ctx.set_materialize_grads(False)
+        return _begin(rows, group) if carries else rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, None, None]:
+        """The gradient, which has come back."""
+        (pending,) = grad_outputs
+        return None if pending is None else _wait(pending), None, None
+
+
+class _Finish(torch.autograd.Function):
+    """The second half; in backward the first half of that of the gradient, which every rank has, or none."""
+
+    @staticmethod
+    def forward(ctx: Any, pending: Tensor, group: Group, carries: bool) -> Tensor:
+        """[P B, ...]."""
         ctx.group = group
-        return swap(rows, group)
+        ctx.set_materialize_grads(False)
+        return _wait(pending) if carries else pending.view_as(pending)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, None, None]:
+        """The gradient begins its way back."""
+        (grad,) = grad_outputs
+        return None if grad is None else _begin(grad, ctx.group), None, None
+
+
+def begin(rows: Tensor, group: Group, *, carries: bool = True) -> Callable[[], Tensor]:
+    """Begins the exchange of rows [P B, ...]; the result gives those that arrive. Differentiable.
+
+    Args:
+        carries: whether rows travel forward; False for those of which only the gradient is read.
+    """
+    pending = _Begin.apply(rows, group, carries)
+
+    def finish() -> Tensor:
+        return _Finish.apply(pending, group, carries)
+
+    return finish
+
+
+class Brought(NamedTuple):
+    """What the other ranks have sent, of the fields of `Sent`: rows or their codes, local experts, weights."""
+
+    rows: Tensor
+    experts: Tensor
+    probs: Tensor
+    values: Tensor | None
+    scales: Tensor | None
+
+
+def begin_dispatch(sent: Sent, group: Group, scales_along: int = 0) -> Callable[[], Brought]:
+    """Begins the exchange of what is sent: one message of rows or codes, one of all that is small.
+
+    Args:
+        scales_along: the axis of the scales that runs along rows.
+    """
+    small = [sent.experts.view(-1, 1).view(torch.uint8), sent.probs.detach().view(-1, 1).view(torch.uint8)]
+    if sent.scales is not None:
+        of_rows = sent.scales.movedim(scales_along, 0).reshape(-1)  # lengths of 1 hide strides that a view refuses
+        small.append(of_rows.view(torch.uint8).view(sent.source.shape[0], -1))
+    values = None if sent.values is None else _begin(sent.values, group)
+    facts = _begin(torch.cat(small, dim=1), group)
+    rows = begin(sent.rows, group, carries=values is None)
+    weight = begin(sent.probs, group, carries=False)
+
+    def finish() -> Brought:
+        words = _wait(facts)
+        experts, probs = (words[:, at : at + 4].contiguous().view(dtype)[:, 0] for at, dtype in _WORDS)
+        probs = _Valued.apply(weight(), probs)
+        if values is None or sent.scales is None:
+            return Brought(rows(), experts, probs, None, None)
+        scales = words[:, 8:].contiguous().view(sent.scales.dtype).movedim(0, scales_along).contiguous()
+        return Brought(rows(), experts, probs, _wait(values), scales)
+
+    return finish
+
+
+_WORDS = ((0, torch.int32), (4, torch.float32))
+"""Where the number of an expert and a weight stand in the bytes that travel beside a row."""
+
+
+class _Valued(torch.autograd.Function):
+    """Values that came beside a tensor that carries their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, values: Tensor) -> Tensor:
+        """`values`."""
+        del ctx, carrier
+        return values.view_as(values)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        """The gradient travels back."""
-        return swap(grad_outputs[0], ctx.group), None
+        """The gradient itself."""
+        del ctx
+        return grad_outputs[0], None
 
 
-class _Beside(torch.autograd.Function):
-    """Local experts and weights of rows, in one exchange of both."""
-
-    @staticmethod
-    def forward(ctx: Any, experts: Tensor, probs: Tensor, group: str) -> tuple[Tensor, Tensor]:
-        """int32 [P B] and float32 [P B] of the rows that arrive."""
-        ctx.group = group
-        moved = swap(torch.stack([experts, probs.view(torch.int32)], dim=1), group)
-        found = moved[:, 0].contiguous()
-        ctx.mark_non_differentiable(found)
-        ctx.set_materialize_grads(False)
-        return found, moved[:, 1].contiguous().view(torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[None, Tensor | None, None]:
-        """The gradient of the weights travels back."""
-        d_probs = grad_outputs[1]
-        # Ranks agree on whether there is one: the layer is the same on all of them.
-        return None, None if d_probs is None else swap(d_probs, ctx.group), None
-
-
-def move(rows: Tensor, group: str) -> Tensor:
-    """`swap`, differentiable."""
-    return _Move.apply(rows, group)
-
-
-def beside(experts: Tensor, probs: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    """(local experts [P B], weights [P B]) of the rows that arrive; differentiable in the weights."""
-    return _Beside.apply(experts, probs, group)
+# ---------------------------------------------------------------------------------------------------------------------
+# What came back
 
 
 def sums(rows: Tensor, source: Tensor, inverse: Tensor) -> Tensor:

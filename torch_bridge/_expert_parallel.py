@@ -16,17 +16,17 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from grouped_core import exchange
+from grouped_core import exchange, linear_spec
 from grouped_core.activations import Activation
 from grouped_core.exchange import Exchange
-from grouped_core.formats import QTensor
+from grouped_core.formats import Format, QTensor
 from grouped_core.mlp_spec import Residuals
 from grouped_core.recipes import BoundRecipe, Recipe
 from torch_bridge import _exchange, _routing, route
 from torch_bridge._args import Accumulators, Members
 from torch_bridge._checks import check_operand
 from torch_bridge._router import router_logits
-from torch_bridge._tensors import StraightThrough, rows_spec
+from torch_bridge._tensors import E8M0, StraightThrough, dtype_name, rows_spec
 from torch_bridge.route import MoEAux, Permutation, topk_router
 from torch_bridge.routed import routed_mlp
 from torch_bridge.sizes import saturate
@@ -38,12 +38,13 @@ class Arrived(NamedTuple):
     """What a rank received.
 
     Attributes:
-        rows: [M, H]. experts: int32 [M, j], local numbers 0 to L - 1 of the experts of each row, -1 for none.
+        rows: [M, H]; of codes a `straight_through` of them.
+        experts: int32 [M, j], local numbers 0 to L - 1 of the experts of each row, -1 for none.
         weights: fp32 [M, j], the router's. handle: for `combine`. dropped: int32 scalar, slots of this rank's tokens
             that did not travel.
     """
 
-    rows: Tensor
+    rows: Tensor | StraightThrough
     experts: Tensor
     weights: Tensor
     handle: Any
@@ -55,7 +56,9 @@ class Transport(Protocol):
     """How tokens travel: the parts of static size of this module, or an object around another library.
 
     All ranks call both methods, in the same order, also ranks without tokens. `dispatch` is differentiable in tokens
-    and weights, `combine` in the results.
+    and weights, `combine` in the results. A transport that also has `begin_dispatch` and `begin_combine`, with the same
+    arguments, which begin the exchange and return a function that finishes it and gives its result, overlaps with what
+    runs between.
     """
 
     def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, num_experts: int) -> Arrived:
@@ -82,10 +85,12 @@ class AllToAll:
         process_group: of the P ranks; rank r has experts r L to (r + 1) L - 1.
         budget_factor: a rank sends a rank at most this many times the mean T k / P rows; rows beyond are dropped. None:
             as many as there can be.
+        codes: a format with scales per row in which tokens travel; None: in their dtype.
     """
 
     process_group: Any
     budget_factor: float | None = None
+    codes: Format | None = None
 
     def option(self, experts: Tensor, num_experts: int) -> Exchange:
         """The facts of the exchange of experts [T, k]."""
@@ -93,33 +98,85 @@ class AllToAll:
         facts = {"ranks": self.process_group.size(), "experts": num_experts, "tokens": tokens, "slots": slots}
         return exchange.exchange_option(FUNCTION, **facts, budget_factor=self.budget_factor)
 
+    @property
+    def _group(self) -> _exchange.Group:
+        return _exchange.Group(self.process_group.group_name, self.process_group.size())
+
+    def begin_dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, num_experts: int) -> Callable[[], Arrived]:
+        """`dispatch`, which the result finishes."""
+        sent = _exchange.send(self.option(experts, num_experts), x, experts, weights, self.codes)
+        # Float32 scales are stored block by block, others row by row.
+        along = 0 if self.codes is None else int(self.codes.scales == "float32")
+        found = _exchange.begin_dispatch(sent, self._group, along)
+
+        def finish() -> Arrived:
+            brought, rows = found(), None
+            if self.codes is not None:
+                shape, dtype = tuple(brought.rows.shape), dtype_name(x.dtype)
+                values, scales = brought.values, brought.scales
+                assert values is not None, "codes were sent"
+                assert scales is not None, "codes were sent"
+                scales = scales.view(E8M0) if self.codes.scales == "float8_e8m0fnu" else scales
+                q = QTensor(values, scales, None, self.codes, 1, shape, dtype)
+                rows = StraightThrough(brought.rows, q)
+            way, dropped = Way(sent.source, sent.inverse), sent.dropped.reshape(())
+            rows = brought.rows if rows is None else rows
+            return Arrived(rows, brought.experts[:, None], brought.probs[:, None], way, dropped)
+
+        return finish
+
+    def begin_combine(self, y: Tensor, handle: Way) -> Callable[[], Tensor]:
+        """`combine`, which the result finishes."""
+        rows = _exchange.begin(y, self._group)
+        return lambda: _exchange.sums(rows(), handle.source, handle.inverse)
+
     def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, num_experts: int) -> Arrived:
         """As in `Transport`; M = P B rows, one expert each, -1 where a budget was not used up."""
-        group = self.process_group.group_name
-        sent = _exchange.send(self.option(experts, num_experts), x, experts, weights)
-        found, probs = _exchange.beside(sent.experts, sent.probs, group)
-        rows = _exchange.move(sent.rows, group)
-        return Arrived(rows, found[:, None], probs[:, None], Way(sent.source, sent.inverse), sent.dropped.reshape(()))
+        return self.begin_dispatch(x, experts, weights, num_experts)()
 
     def combine(self, y: Tensor, handle: Way) -> Tensor:
         """As in `Transport`."""
-        rows = _exchange.move(y, self.process_group.group_name)
-        return _exchange.sums(rows, handle.source, handle.inverse)
+        return self.begin_combine(y, handle)()
+
+
+def _begin_dispatch(by: Transport, *arguments: Any) -> Callable[[], Arrived]:
+    begin = getattr(by, "begin_dispatch", None)
+    if begin is not None:
+        return begin(*arguments)
+    arrived = by.dispatch(*arguments)
+    return lambda: arrived
+
+
+def _begin_combine(by: Transport, y: Tensor, handle: Any) -> Callable[[], Tensor]:
+    begin = getattr(by, "begin_combine", None)
+    if begin is not None:
+        return begin(y, handle)
+    found = by.combine(y, handle)
+    return lambda: found
 
 
 TRANSPORTS = ("all_to_all",)
 
 
 def transport_option(
-    function: str, transport: str | Transport, process_group: Any, budget_factor: float | None
+    function: str,
+    transport: str | Transport,
+    process_group: Any,
+    budget_factor: float | None,
+    send: str | None = "tokens",
+    recipe: Recipe | BoundRecipe | None = None,
 ) -> Transport:
     """The transport of `function`.
 
     Raises:
-        ValueError: there is none of this name, or a budget beside a transport of the caller's. TypeError: no process
-            group, or an object without `dispatch` and `combine`.
+        ValueError: there is none of this name, a budget or codes beside a transport of the caller's, or codes of a
+            recipe whose scales are not those of single rows. TypeError: no process group, or an object without
+            `dispatch` and `combine`.
     """
     exchange.check_budget_factor(function, budget_factor)
+    codes = None
+    if send != "tokens" and (send, recipe) != (None, None):  # Dynamo traces this, but cannot read a recipe
+        codes = exchange.format_sent(function, send, linear_spec.recipe_option(recipe))
     if not isinstance(transport, str):
         if not isinstance(transport, Transport):
             raise TypeError(
@@ -130,6 +187,11 @@ def transport_option(
             raise ValueError(
                 f"`budget_factor` of {function}: {budget_factor} beside an own transport, expected None; give the "
                 "transport its budget."
+            )
+        if send == "codes":
+            raise ValueError(
+                f"`send` of {function}: 'codes' beside an own transport, expected None or 'tokens'; quantise in its "
+                "`dispatch`."
             )
         return transport
     if transport not in TRANSPORTS:
@@ -142,7 +204,7 @@ def transport_option(
             f"`process_group` of {function}: {type(process_group).__name__}, expected a "
             "torch.distributed.ProcessGroup; pass torch.distributed.group.WORLD for all ranks."
         )
-    return AllToAll(process_group, budget_factor)
+    return AllToAll(process_group, budget_factor, codes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -200,6 +262,7 @@ def dispatch(
     exchange.check_dispatch(function, rows_spec(x), rows_spec(experts), rows_spec(weights))
     own = exchange.own_experts(function, num_experts, process_group.size())
     arrived = by.dispatch(x, saturate(experts).int(), weights, num_experts)
+    assert isinstance(arrived.rows, Tensor), "no codes were asked for"
     rows, sizes, permutation = route.permute(arrived.rows, arrived.experts, own, probs=arrived.weights)
     (lost,) = _routing.summed(process_group.group_name, arrived.dropped)
     probs = permutation.probs
@@ -230,30 +293,50 @@ def combine(y: Tensor, handle: Handle) -> Tensor:
 # The layer
 
 
-def over_ranks(
-    x: Tensor,
-    weights: Tensor,
-    experts: Tensor,
-    aux: MoEAux,
-    num_experts: int,
-    process_group: Any,
-    transport: Transport,
-    run_experts: Callable[[Tensor, Tensor, Tensor], Tensor],
-    meanwhile: Callable[[], Tensor | None] = lambda: None,
-) -> tuple[Tensor, MoEAux]:
-    """(y, aux) of chosen experts of all ranks; aux is that of all ranks.
+class Layer(NamedTuple):
+    """What an expert-parallel layer runs around its exchanges.
 
-    Args:
-        run_experts: (rows, local experts, weights) -> their results [M, H]. meanwhile: gives what is added to y.
+    Attributes:
+        transport: how tokens travel. chunks: of tokens, whose exchanges overlap with the experts of others.
+        experts: (rows, local experts, weights) -> results [M, H] of the rows.
+        meanwhile: () -> what is added to y, computed while the first tokens travel; None: nothing.
     """
-    arrived = transport.dispatch(x, experts, weights, num_experts)
-    results = run_experts(arrived.rows, arrived.experts, arrived.weights)
-    beside = meanwhile()
-    y = transport.combine(results, arrived.handle)
-    metrics = torch.cat([aux.load, (aux.dropped + arrived.dropped).reshape(1)])
-    (whole,) = _routing.summed(process_group.group_name, metrics)
-    load, lost = whole[:-1], whole[-1]
-    return y if beside is None else y + beside, aux._replace(load=load, dropped=lost, overflow=lost > 0)
+
+    process_group: Any
+    transport: Transport
+    num_experts: int
+    chunks: int
+    experts: Callable[[Any, Tensor, Tensor], Tensor]
+    meanwhile: Callable[[], Tensor | None]
+
+    def run(self, x: Tensor, weights: Tensor, experts: Tensor, aux: MoEAux) -> tuple[Tensor, MoEAux]:
+        """(y, aux) of tokens x [T, H] and their experts of all ranks [T, k]; aux is that of all ranks."""
+        parts = list(zip(*(each.tensor_split(self.chunks) for each in (x, experts, weights)), strict=True))
+        pending = [_begin_dispatch(self.transport, *each, self.num_experts) for each in parts]
+        beside, lost, coming = self.meanwhile(), aux.dropped, []
+        for finish in pending:
+            arrived = finish()
+            lost = lost + arrived.dropped
+            results = self.experts(arrived.rows, arrived.experts, arrived.weights)
+            coming.append(_begin_combine(self.transport, results, arrived.handle))
+        (whole,) = _routing.summed(self.process_group.group_name, torch.cat([aux.load, lost.reshape(1)]))
+        found = [finish() for finish in coming]
+        y = found[0] if self.chunks == 1 else torch.cat(found)
+        load, lost = whole[:-1], whole[-1]
+        return y if beside is None else y + beside, aux._replace(load=load, dropped=lost, overflow=lost > 0)
+
+
+def check_chunks(function: str, chunks: int) -> None:
+    """Refuses a number of chunks that is not an integer from 1 on.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
+        raise ValueError(
+            f"`chunks` of {function}: {chunks!r}, expected an integer from 1 on; 2 lets the exchange of one half "
+            "of the tokens overlap with the experts of the other."
+        )
 
 
 def moe(
@@ -266,6 +349,8 @@ def moe(
     process_group: Any,
     transport: str | Transport = "all_to_all",
     budget_factor: float | None = None,
+    send: str | None = None,
+    chunks: int = 1,
     rhs_transposed: bool = True,
     activation: str | Activation = "swiglu",
     wi_bias: Members | None = None,
@@ -289,6 +374,11 @@ def moe(
         transport: "all_to_all": parts of a static size for every pair of ranks; or a `Transport`.
         budget_factor: a rank sends a rank at most this many times the mean T k / P rows; rows beyond are dropped and
             counted in `MoEAux`. None: as many as there can be.
+        send: what travels to the experts. "tokens": rows of x, quantised where they arrive. "codes": rows quantised
+            where they are sent, half the bytes or less, for recipes whose scales are those of single rows (FP8Block,
+            MXFP8); the gradient of wi reads the dequantised codes. None: codes where the recipe allows it.
+        chunks: parts of the tokens, each with exchanges of its own, which overlap with the experts of the others. y and
+            the gradient of x keep their bits, gradients of the experts are sums over the parts.
         The others: as in `torch_bridge.moe`; `routing` without `process_group`.
 
     Returns:
@@ -297,11 +387,13 @@ def moe(
     Raises:
         TypeError, ValueError: an argument does not fit; and what `topk_router` and `routed_mlp` raise.
     """
-    by = transport_option(FUNCTION, transport, process_group, budget_factor)
-    exchange.own_experts(FUNCTION, int(router.shape[0]), process_group.size())
-    weights, experts, aux = topk_router(router_logits(x, router), k, process_group=process_group, **routing)
+    by = transport_option(FUNCTION, transport, process_group, budget_factor, send, recipe)
+    check_chunks(FUNCTION, chunks)
+    refuse_adapters(routing)
+    experts = int(router.shape[0])
+    check_own(experts, wo, process_group)
 
-    def run_experts(rows: Tensor, local: Tensor, probs: Tensor) -> Tensor:
+    def run_experts(rows: Any, local: Tensor, probs: Tensor) -> Tensor:
         return routed_mlp(
             *(rows, local, probs, wi, wo),
             rhs_transposed=rhs_transposed,
@@ -314,4 +406,36 @@ def moe(
             implementation=implementation,
         )
 
-    return over_ranks(x, weights, experts, aux, int(router.shape[0]), process_group, by, run_experts)
+    layer = Layer(process_group, by, experts, chunks, run_experts, lambda: None)
+    weights, chosen, aux = topk_router(router_logits(x, router), k, process_group=process_group, **routing)
+    return layer.run(x, weights, chosen, aux)
+
+
+def refuse_adapters(given: dict[str, Any]) -> None:
+    """Refuses keywords of adapters.
+
+    Raises:
+        ValueError: there are some.
+    """
+    names = [name for name in given if name.startswith("lora")]
+    if names:
+        raise ValueError(
+            f"`{names[0]}` of {FUNCTION}: given, expected none; use `nn.MoE` with `lora_rank` and `process_group`, or "
+            "merge the adapters first."
+        )
+
+
+def check_own(experts: int, wo: Any, process_group: Any) -> None:
+    """Refuses weights of others than the experts of one rank.
+
+    Raises:
+        ValueError: ranks do not divide the experts, or the number of those given is wrong.
+    """
+    own = exchange.own_experts(FUNCTION, experts, process_group.size())
+    wo = wo.q if isinstance(wo, StraightThrough) else wo
+    held = len(wo) if isinstance(wo, (list, tuple)) else int(wo.shape[0])
+    if held != own:
+        raise ValueError(
+            f"`wo` of {FUNCTION}: {held} experts on a rank, expected {own} of the {experts} that `router` chooses "
+            "from; pass those of this rank, in order of ranks."
+        )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from grouped_core import lora, lora_mlp
 from grouped_core.calls import ArraySpec
+from grouped_core.formats import QTensor
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.lora import LORA, Adapter
 from grouped_core.lora_mlp import Adapters, Factors
@@ -36,7 +37,7 @@ from torch_bridge._args import (
     whole_operand,
 )
 from torch_bridge._checks import check_operand, refuse_transforms
-from torch_bridge._tensors import fixed_spec, home, members
+from torch_bridge._tensors import StraightThrough, fixed_spec, home, members
 
 LORA_NAMES = (f"{LORA}[0]", f"{LORA}[1]")
 MLP_LORA_NAMES = tuple(f"{place}[{at}]" for place in lora_mlp.PLACES for at in (0, 1))
@@ -126,7 +127,12 @@ def adapted_mlp_arguments(*arguments: Any) -> Arguments:
 
 
 def adapted_routed_arguments(*arguments: Any) -> Arguments:
-    """The checked arguments of `routed_mlp` with adapters: as in `adapted_mlp_arguments`."""
+    """The checked arguments of `routed_mlp` with adapters: as in `adapted_mlp_arguments`, but tokens are plain."""
+    if isinstance(arguments[0], (QTensor, StraightThrough)):
+        raise TypeError(
+            "`x` of routed_mlp with adapters: quantised, expected a plain tensor, because adapters read the tokens "
+            "themselves; pass these."
+        )
     return _of_mlp("routed_mlp", routed_arguments, arguments, 11)
 
 

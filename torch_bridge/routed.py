@@ -15,6 +15,7 @@ from grouped_core import linear_spec, lora_mlp
 from grouped_core import lora as adapters
 from grouped_core import routed as rules
 from grouped_core.activations import Activation
+from grouped_core.calls import ArraySpec
 from grouped_core.formats import QTensor
 from grouped_core.mlp_spec import Mlp, MlpNeeds, MlpSpecs, Residuals
 from grouped_core.quantizing import NO_MEASURES
@@ -28,13 +29,13 @@ from torch_bridge._checks import ROUTED_NAMES
 from torch_bridge._gradients import Tokens
 from torch_bridge._operators import call_prepared, define
 from torch_bridge._scaling import BACKWARD, FORWARD, Scaling, X
-from torch_bridge._tensors import StraightThrough, rows_spec
+from torch_bridge._tensors import StraightThrough, home, rows_spec
 from torch_bridge.mlp import MlpFacts, MlpForward, MlpGrads, facts_of, in_stages, needs_of, weight_dtypes, weights_of
 from torch_bridge.sizes import every_row
 
 
 def routed_mlp(
-    x: Tensor,
+    x: Tensor | QTensor[Tensor] | StraightThrough,
     experts: Tensor,
     weights: Tensor,
     wi: Members | QTensor[Tensor] | StraightThrough,
@@ -63,7 +64,9 @@ def routed_mlp(
     weights, wi, wo and the biases, once; gradients that are not needed are neither computed nor prepared for.
 
     Args:
-        x: [T, K] fp32, bf16 or fp16. Under `torch.autocast` x, wi, wo and the biases are cast to its dtype.
+        x: [T, K] fp32, bf16 or fp16. Under `torch.autocast` x, wi, wo and the biases are cast to its dtype. Or
+            quantised along K in a format with scales per row, such as "fp8_1x128" or "mxfp8": the gradient of wi then
+            reads the dequantised values, and x has a gradient if it is a `straight_through`.
         experts: integers [T, k]; a place with another number than 0 to G - 1 adds nothing.
         weights: [T, k], fp32 in the computation; the gradient has their dtype.
         wi, wo, rhs_transposed, activation, wi_bias, wo_bias, recipe, wgrad_accum, implementation: as in `grouped_mlp`.
@@ -219,15 +222,20 @@ def _kept_tokens(facts: MlpFacts) -> tuple[bool, bool]:
     return rules.kept_tokens(facts.op, facts.needs, specs.wi_bias is not None, specs.wo_bias is not None)
 
 
+def _result_spec(x: Any) -> ArraySpec:
+    """That of y [T, K]."""
+    return ArraySpec(tuple(x.shape), x.dtype) if isinstance(x, QTensor) else rows_spec(x)
+
+
 def _forward(
     given: Arguments, facts: MlpFacts, scaling: Scaling, m: Any, out: Tensor | None
 ) -> tuple[Tensor, tuple[Any, ...]]:
     x: Any = given.x
     (wi, wo), (wi_bias, wo_bias), keep = weights_of(given, facts, scaling), given.biases, facts.keep
     if out is not None:
-        linear_spec.check_buffer(ROUTED_NAMES.out, rows_spec(out), rows_spec(x))
+        linear_spec.check_buffer(ROUTED_NAMES.out, rows_spec(out), _result_spec(x))
     extras = scaling.extras(2, FORWARD, training=facts.training)
-    operands = (x, given.sizes, given.row_scale, wi, wo, every_row(x), wi_bias, wo_bias, out, extras)
+    operands = (x, given.sizes, given.row_scale, wi, wo, every_row(home(x)), wi_bias, wo_bias, out, extras)
     y, sizes, source, inverse, probs, h, z, wi, wo = call_prepared(facts.forward, operands, m)
     if not facts.training:
         return y, ()

@@ -81,7 +81,7 @@ def the_layer_has_the_bits_of_one_rank(mesh: DeviceMesh) -> None:
 
             router, wi, wo = _weights(mesh, dtype)
             ours = [leaf(each) for each in (_own(x, mesh), router, _own(wi, mesh), _own(wo, mesh))]
-            y2, aux2 = parallel.moe(*ours, K, process_group=group, recipe=recipe, **LOSSES)
+            y2, aux2 = parallel.moe(*ours, K, process_group=group, recipe=recipe, send="tokens", **LOSSES)
             ((y2 * _own(dy, mesh)).sum() + aux2.aux_loss + aux2.z_loss).backward()
 
             what = f"{dtype}, {recipe and recipe.name}"
@@ -96,6 +96,30 @@ def the_layer_has_the_bits_of_one_rank(mesh: DeviceMesh) -> None:
                 total = ours[1].grad.clone()
                 dist.all_reduce(total)
                 near(total, one[1].grad.double(), f"router, {what}")
+
+
+@check
+def codes_travel_and_chunks_overlap(mesh: DeviceMesh) -> None:
+    """y, dx and the gradient of wo have the bits of sent tokens; that of wi reads the codes; chunks are added."""
+    group, dtype = mesh.get_group(), torch.bfloat16
+    for recipe in (FP8Block, MXFP8):
+        for chunks in (1, 2):
+            found = []
+            for options in ({"send": "tokens"}, {"send": "codes", "chunks": chunks}):
+                x, router = _drawn(mesh, T, H, seed=mesh.get_rank(), dtype=dtype), _weights(mesh, dtype)[0]
+                wi, wo = (leaf(_own(each, mesh)) for each in _weights(mesh, dtype)[1:])
+                x = leaf(x)
+                y, aux = parallel.moe(x, router, wi, wo, K, process_group=group, recipe=recipe, **options)
+                y.sum().backward()
+                found.append((y, aux.load, x.grad, wo.grad, wi.grad))
+            for at, name in enumerate(("y", "load", "dx")):
+                asserts.bitwise(found[1][at].detach(), found[0][at].detach(), f"{name}, {recipe.name}, {chunks}")
+            if chunks == 1:
+                asserts.bitwise(found[1][3], found[0][3], f"wo, {recipe.name}")
+            with asserts.refused(ValueError, ["`send` of parallel.moe", "codes"]):
+                parallel.moe(x, router, wi, wo, K, process_group=group, recipe=FP8Current, send="codes")
+            with asserts.refused(ValueError, ["`chunks` of parallel.moe", "0", "from 1 on"]):
+                parallel.moe(x, router, wi, wo, K, process_group=group, chunks=0)
 
 
 @check

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grouped_core.mlp_spec import POLICIES
-from tests import asserts
+from tests import asserts, bounds
 from tests.torch_frontend.routing_tools import Layer, dense_mlp, draw, experts_of, layer, near
 from tests.torch_frontend.torch_tools import allocations, leaf, opcheck, saved_tensors, tensor
 from torch_bridge import (
@@ -232,6 +232,28 @@ def test_weights_that_are_quantised_already() -> None:
         asserts.bitwise(one, two, "gradient")
 
 
+@pytest.mark.rule("LYR-17", "QNT-8")
+@pytest.mark.parametrize("recipe", [FP8Block, MXFP8, None], ids=["FP8Block", "MXFP8", "no_recipe"])
+@pytest.mark.parametrize("policy", ["save_all", "save_fc1", "save_input"])
+def test_tokens_may_be_quantised(policy: str, recipe: Any) -> None:
+    """The bits of a recipe that quantises them, with a gradient for their master; a recipe is not needed."""
+    p, (experts, weights) = layer(T, E, 128, 128, bias=False, dtype="bfloat16"), _slots()
+    leaves, dy = (p.x, p.wi, p.wo, weights), tensor(draw(T, 128, seed="dy")).bfloat16()
+    found = []
+    for quantised in (True, False):
+        x: Any = p.x
+        if quantised:
+            x = straight_through(p.x, quantize(p.x.detach(), "mxfp8" if recipe is MXFP8 else "fp8_1x128"))
+        y = routed_mlp(x, experts, weights, p.wi, p.wo, recipe=recipe, residuals=policy)
+        found.append([y, *torch.autograd.grad(y, leaves, dy)])
+    for at, (ours, theirs) in enumerate(zip(*found, strict=True)):
+        assert ours.dtype == theirs.dtype
+        if recipe is None:
+            assert (ours - theirs).norm() <= bounds.RING_CODES * theirs.norm(), at
+        else:  # scales are powers of two, so the gradient of wi has the same bits as well
+            asserts.bitwise(ours, theirs, str(at))
+
+
 @pytest.mark.rule("LYR-16")
 @pytest.mark.parametrize(
     "recipe", [FP8Delayed, FP8Delayed.replace(forward=FP8Current.forward)], ids=["both", "backward_alone"]
@@ -419,9 +441,9 @@ def _call(**changed: Any) -> Tensor:
             ["`weights` of routed_mlp", "float64", "expected one of", "cast it"],
         ),
         (
-            {"x": quantize(torch.ones(T, 128), "fp8_1x128")},
-            TypeError,
-            ["`x` of routed_mlp", "quantised", "expected a plain tensor", "pass the tokens"],
+            {"x": quantize(torch.ones(T, 128), "fp8_tensor")},
+            ValueError,
+            ["`x` of routed_mlp", "fp8_tensor contracting axis 1", "single rows", "mxfp8"],
         ),
         (
             {"wo": torch.zeros(E, H + 1, F)},

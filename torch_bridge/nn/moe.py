@@ -17,7 +17,7 @@ from torch.nn import Module, Parameter
 from grouped_core.exchange import own_experts
 from grouped_core.routing_spec import router_option
 from torch_bridge import main_grad
-from torch_bridge._expert_parallel import Transport, over_ranks, transport_option
+from torch_bridge._expert_parallel import Layer, Transport, check_chunks, transport_option
 from torch_bridge._router import router_logits
 from torch_bridge.moe import moe
 from torch_bridge.nn._checks import positive
@@ -123,7 +123,7 @@ class MoE(Module):
         shared_gate: whether its result is multiplied by the sigmoid of a product of the token with a learned vector.
         process_group: of the ranks over which the experts are spread; rank r of P holds experts r E / P to
             (r + 1) E / P - 1, and router and shared expert are replicated. Every rank runs each pass. None: all here.
-        transport, budget_factor: how tokens travel, as in `parallel.moe`.
+        transport, budget_factor, send, chunks: how tokens travel, as in `parallel.moe`.
         bias: whether the experts have biases; the shared one has none.
         single_grouped_weight: one parameter for all experts instead of one each.
         options: the other keywords of `GroupedMLP`, for the experts and the shared expert.
@@ -162,6 +162,8 @@ class MoE(Module):
         process_group: Any = None,
         transport: str | Transport = "all_to_all",
         budget_factor: float | None = None,
+        send: str | None = None,
+        chunks: int = 1,
         bias: bool = False,
         single_grouped_weight: bool = True,
         **options: Any,
@@ -193,13 +195,19 @@ class MoE(Module):
             )
         self.jitter, self.num_experts = jitter, num_experts
         self.process_group, self.transport, own = process_group, None, num_experts
+        self.chunks = chunks
+        check_chunks("MoE", chunks)
         if process_group is not None:
-            self.transport = transport_option("MoE", transport, process_group, budget_factor)
+            if send is None and options.get("lora_rank") is not None:
+                send = "tokens"  # which adapters read
+            how = (transport, process_group, budget_factor, send, options.get("recipe"))
+            self.transport = transport_option("MoE", *how)
             own = own_experts("MoE", num_experts, process_group.size())
-        elif transport != "all_to_all" or budget_factor is not None:
+        elif (transport, budget_factor, send, chunks) != ("all_to_all", None, None, 1):
             raise ValueError(
-                f"`transport`, `budget_factor` of MoE: {transport!r} and {budget_factor} without `process_group`, "
-                "expected 'all_to_all' and None; pass the ranks over which the experts are spread."
+                f"`transport`, `budget_factor`, `send`, `chunks` of MoE: {transport!r}, {budget_factor}, {send!r} and "
+                f"{chunks} without `process_group`, expected 'all_to_all', None, None and 1; pass the ranks over which "
+                "the experts are spread."
             )
         place: dict[str, Any] = {"device": options.get("device"), "dtype": options.get("dtype")}
         self.router = Router(hidden, num_experts, selection_bias=selection_bias, **place)
@@ -240,11 +248,12 @@ class MoE(Module):
             **self.routing,
         )
         if self.transport is not None:
-            y, aux = over_ranks(
-                *(tokens, weights, chosen, aux, self.num_experts, self.process_group, self.transport),
+            layer = Layer(
+                *(self.process_group, self.transport, self.num_experts, self.chunks),
                 partial(self.experts, is_first_microbatch=is_first_microbatch),
                 partial(self._shared, tokens, is_first_microbatch),
             )
+            y, aux = layer.run(tokens, weights, chosen, aux)
             return y.reshape(x.shape), aux
         y = self.experts(tokens, chosen, weights, is_first_microbatch=is_first_microbatch)
         shared = self._shared(tokens, is_first_microbatch)
