@@ -25,6 +25,8 @@ def from_peft(
     Raises:
         ValueError: they are not matrices, or their ranks differ or are no multiple of G.
     """
+    if groups < 1:
+        raise ValueError(f"`num_experts`: {groups}, expected 1 or more; pass the number of experts of the layer.")
     for name, each in zip(names, (a, b), strict=True):
         if len(each.shape) != 2:
             raise ValueError(
@@ -42,7 +44,20 @@ def from_peft(
 
 
 def to_peft(a: Array, b: Array, *, transposed: bool) -> tuple[Array, Array]:
-    """The inverse of `from_peft`."""
+    """The inverse of `from_peft`.
+
+    Raises:
+        ValueError: they are not the two factors of one adapter.
+    """
+    shapes = tuple(a.shape), tuple(b.shape)
+    rank_at = (1, 2) if transposed else (2, 1)
+    if (
+        any(len(shape) != 3 for shape in shapes)
+        or shapes[0][0] != shapes[1][0]
+        or (shapes[0][rank_at[0]] != shapes[1][rank_at[1]])
+    ):
+        wanted = "[G, r, K] and [G, N, r]" if transposed else "[G, K, r] and [G, r, N]"
+        raise ValueError(f"`A` {shapes[0]} and `B` {shapes[1]}: expected {wanted} of one adapter; pass both factors.")
     of_a, of_b = (a, b.swapaxes(1, 2)) if transposed else (a.swapaxes(1, 2), b)  # [G, r, K], [G, r, N]
     groups, rank, depth = of_a.shape
     return of_a.reshape(groups * rank, depth), of_b.swapaxes(0, 2).reshape(of_b.shape[2], rank * groups)

@@ -13,7 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from grouped_core import checkpoint_files, checkpoint_tensors, safetensors_file
+from jax import Array
+from jaxtyping import Float
+
+from grouped_core import checkpoint_files, checkpoint_tensors, lora_layout, safetensors_file
 from grouped_core.checkpoint_files import SUFFIX, Files, Model, loading, part_file, unused_message
 from grouped_core.checkpoint_metadata import NAME, Spec
 from grouped_core.checkpoint_plan import Plan, shard_option
@@ -142,6 +145,29 @@ def convert(tree: Any, source: str, target: str, *, interleave: Interleave = Non
     whole: Tree = taken(tree)
     made = checkpoint_tensors.converted(whole.flat, source, target, interleave, facts_of, JAX)
     return made if is_flat(tree) else nested(made)
+
+
+def from_peft(
+    a: Float[Array, "Gr K"], b: Float[Array, "N rG"], num_experts: int
+) -> tuple[Float[Array, "G K r"], Float[Array, "G r N"]]:
+    """(A [G, K, r], B [G, r, N]) of an adapter that PEFT saved with `target_parameters` (docs/lora.md).
+
+    Args:
+        a: `lora_A.weight` [G r, K]. b: `lora_B.weight` [N, r G]. num_experts: G.
+
+    Raises:
+        ValueError: they are not matrices, or their ranks differ or are no multiple of `num_experts`.
+    """
+    return lora_layout.from_peft(a, b, num_experts, ("a", "b"), transposed=False)
+
+
+def to_peft(a: Float[Array, "G K r"], b: Float[Array, "G r N"]) -> tuple[Float[Array, "Gr K"], Float[Array, "N rG"]]:
+    """The inverse of `from_peft`: `lora_A.weight` and `lora_B.weight`.
+
+    Raises:
+        ValueError: they are not the two factors of one adapter.
+    """
+    return lora_layout.to_peft(a, b, transposed=False)
 
 
 def _is_orbax(path: str | os.PathLike[str]) -> bool:
