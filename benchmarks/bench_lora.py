@@ -78,7 +78,7 @@ def show_kernels(work: Work, bases: list[str]) -> None:
             work.step(base, True)
             torch.cuda.synchronize()
         print(f"{base}, adapters")
-        for event in sorted(profile.events(), key=lambda each: each.time_range.start):
+        for event in sorted(profile.events() or (), key=lambda each: each.time_range.start):
             print(f"  {event.device_time:>9.1f} us  {event.name[:100]}")
 
 

@@ -14,7 +14,7 @@ Array = Any
 
 
 def from_peft(
-    a: Array, b: Array, groups: int, names: Sequence[str] = ("A", "B"), *, transposed: bool
+    a: Array, b: Array, groups: int, names: Sequence[str] = ("a", "b"), *, transposed: bool
 ) -> tuple[Array, Array]:
     """(A, B) of all groups from PEFT's two matrices.
 
@@ -23,16 +23,17 @@ def from_peft(
         transposed: A [G, r, K] and B [G, N, r]; else A [G, K, r] and B [G, r, N].
 
     Raises:
-        ValueError: they are not matrices, or their ranks differ or are no multiple of G.
+        TypeError: `groups` is not an integer. ValueError: it is not positive, they are not matrices, or their ranks
+            differ or are no multiple of G.
     """
-    if groups < 1:
-        raise ValueError(f"`num_experts`: {groups}, expected 1 or more; pass the number of experts of the layer.")
+    if isinstance(groups, bool) or not isinstance(groups, int):
+        raise TypeError(f"`num_experts`: {groups!r}, expected an integer; pass the number of experts of the weights.")
     for name, each in zip(names, (a, b), strict=True):
         if len(each.shape) != 2:
             raise ValueError(
                 f"`{name}`: shape {tuple(each.shape)}, expected a matrix; pass the weights that PEFT saves."
             )
-    if a.shape[0] != b.shape[1] or a.shape[0] % groups:
+    if groups < 1 or a.shape[0] != b.shape[1] or a.shape[0] % groups or not a.shape[0]:
         raise ValueError(
             f"`{names[0]}` {tuple(a.shape)} and `{names[1]}` {tuple(b.shape)}: expected [G r, K] and [N, r G] of one "
             f"rank r and G = {groups} experts; check the number of experts."
@@ -43,21 +44,19 @@ def from_peft(
     return (of_a, of_b.swapaxes(1, 2)) if transposed else (of_a.swapaxes(1, 2), of_b)
 
 
-def to_peft(a: Array, b: Array, *, transposed: bool) -> tuple[Array, Array]:
+def to_peft(a: Array, b: Array, names: Sequence[str] = ("a", "b"), *, transposed: bool) -> tuple[Array, Array]:
     """The inverse of `from_peft`.
 
     Raises:
-        ValueError: they are not the two factors of one adapter.
+        ValueError: they have not three axes, or other groups or ranks.
     """
-    shapes = tuple(a.shape), tuple(b.shape)
-    rank_at = (1, 2) if transposed else (2, 1)
-    if (
-        any(len(shape) != 3 for shape in shapes)
-        or shapes[0][0] != shapes[1][0]
-        or (shapes[0][rank_at[0]] != shapes[1][rank_at[1]])
-    ):
-        wanted = "[G, r, K] and [G, N, r]" if transposed else "[G, K, r] and [G, r, N]"
-        raise ValueError(f"`A` {shapes[0]} and `B` {shapes[1]}: expected {wanted} of one adapter; pass both factors.")
+    axes = ("[G, r, K]", "[G, N, r]") if transposed else ("[G, K, r]", "[G, r, N]")
+    r_axis = 1 if transposed else 2
+    if len(a.shape) != 3 or len(b.shape) != 3 or (a.shape[0], a.shape[r_axis]) != (b.shape[0], b.shape[3 - r_axis]):
+        raise ValueError(
+            f"`{names[0]}` {tuple(a.shape)} and `{names[1]}` {tuple(b.shape)}: expected {axes[0]} and {axes[1]} of one "
+            "number of experts G and one rank r; pass the factors of one adapter."
+        )
     of_a, of_b = (a, b.swapaxes(1, 2)) if transposed else (a.swapaxes(1, 2), b)  # [G, r, K], [G, r, N]
     groups, rank, depth = of_a.shape
     return of_a.reshape(groups * rank, depth), of_b.swapaxes(0, 2).reshape(of_b.shape[2], rank * groups)

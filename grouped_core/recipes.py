@@ -25,7 +25,7 @@ SAVED = ("quantized", "input")
 AMAX_ALGORITHMS = ("max", "most_recent")
 MOST_MARGIN = 100
 
-__all__ = ["BF16", "FP16", "FP32", "MXFP8", "NVFP4", "FP8Block", "FP8Current", "FP8Delayed", "Recipe"]
+__all__ = ["BF16", "FP16", "FP32", "MXFP8", "NVFP4", "FP8Block", "FP8Current", "FP8Delayed", "Recipe", "weight_only"]
 """What every package of this library offers under its own name."""
 
 
@@ -235,6 +235,20 @@ def plain(x: str, w: str | None = None) -> Recipe:
     fx, fw, fy = PLAIN[x], PLAIN[w or x], PLAIN[wide(x)]
     name = fx.name.upper() if fx == fw else f"{fx.name} x {fw.name}"
     return Recipe((fx, fw), (fy, fw), (fx, fy), name)
+
+
+def weight_only(format: str, dtype: str = "bfloat16") -> Recipe:
+    """The recipe of rows of `dtype` against weights in `format`, a name of `FORMATS`: for frozen weights.
+
+    Gradients of x read the weights that forward reads; gradients of the weights themselves read unquantised operands.
+
+    Raises:
+        ValueError: there is no such format, or not beside such rows.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"`format` of weight_only: {format!r}, expected one of {', '.join(FORMATS)}; choose one.")
+    rows, weight = PLAIN[dtype], FORMATS[format]
+    return Recipe((rows, weight), (rows, weight), (rows, rows), f"{format} weights")
 
 
 def _scaled(name: str, x: Format, w: Format, dy: Format, wgrad: tuple[Format, Format] | None = None) -> Recipe:

@@ -13,9 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jax import Array
-from jaxtyping import Float
-
 from grouped_core import checkpoint_files, checkpoint_tensors, lora_layout, safetensors_file
 from grouped_core.checkpoint_files import SUFFIX, Files, Model, loading, part_file, unused_message
 from grouped_core.checkpoint_metadata import NAME, Spec
@@ -147,25 +144,26 @@ def convert(tree: Any, source: str, target: str, *, interleave: Interleave = Non
     return made if is_flat(tree) else nested(made)
 
 
-def from_peft(
-    a: Float[Array, "Gr K"], b: Float[Array, "N rG"], num_experts: int
-) -> tuple[Float[Array, "G K r"], Float[Array, "G r N"]]:
-    """(A [G, K, r], B [G, r, N]) of an adapter that PEFT saved with `target_parameters` (docs/lora.md).
+def from_peft(a: Any, b: Any, num_experts: int) -> tuple[Any, Any]:
+    """An adapter (A, B) for `lora=` from the two matrices of PEFT's `target_parameters`.
 
     Args:
-        a: `lora_A.weight` [G r, K]. b: `lora_B.weight` [N, r G]. num_experts: G.
+        a: `lora_A.weight`, [G r, K]. b: `lora_B.weight`, [N, r G]; both of JAX or NumPy. num_experts: G.
+
+    Returns:
+        A [G, K, r] and B [G, r, N], of JAX or NumPy as they came. PEFT's scaling is not part of them.
 
     Raises:
-        ValueError: they are not matrices, or their ranks differ or are no multiple of `num_experts`.
+        TypeError: `num_experts` is not an integer. ValueError: shapes do not fit each other or G experts.
     """
-    return lora_layout.from_peft(a, b, num_experts, ("a", "b"), transposed=False)
+    return lora_layout.from_peft(a, b, num_experts, transposed=False)
 
 
-def to_peft(a: Float[Array, "G K r"], b: Float[Array, "G r N"]) -> tuple[Float[Array, "Gr K"], Float[Array, "N rG"]]:
-    """The inverse of `from_peft`: `lora_A.weight` and `lora_B.weight`.
+def to_peft(a: Any, b: Any) -> tuple[Any, Any]:
+    """The inverse of `from_peft`: PEFT's two matrices from A [G, K, r] and B [G, r, N].
 
     Raises:
-        ValueError: they are not the two factors of one adapter.
+        ValueError: the shapes are not those of one adapter.
     """
     return lora_layout.to_peft(a, b, transposed=False)
 

@@ -336,7 +336,7 @@ class MoE(_Experts):
         selection_bias: whether there is a `selection_bias` [E], which `update_bias` moves.
         shared_dim: F of an expert that every token goes to; None: there is none. shared_gate: whether its result is
             weighted by the sigmoid of a gate.
-        deterministic: without jitter, as after `layer.eval()`.
+        deterministic: without jitter, and without dropout of the adapters, as after `layer.eval()`.
         mesh_axes, transport, budget_factor, send, fsdp: as in `jax_grouped.parallel.moe`, where the layer is spread
             over the axes of a mesh, a `parallel.MeshAxes`; None: it is not.
         router_init: initialiser of the kernels of router and gate. router_metadata: for their `nnx.Param`s.
@@ -392,7 +392,7 @@ class MoE(_Experts):
         self.shared_dim, self.shared_gate = shared_dim, shared_gate
         self.mesh_axes, self.transport, self.budget_factor = mesh_axes, transport, budget_factor
         self.send, self.fsdp = send, fsdp
-        _layer_options.check_moe(self)
+        _layer_options.check_moe(self, options.get("lora_rank"))
         options = {"param_dtype": param_dtype, "deterministic": deterministic, **options}
         adapters = {name: options.pop(name) for name in _LORA_OPTIONS if name in options}
         super().__init__(num_experts, hidden, mlp_dim, rngs=rngs, **options)

@@ -109,6 +109,13 @@ def moe(
         "wgrad_accum": wgrad_accum,
     }
     arrays |= {"wi_bias": wi_bias, "wo_bias": wo_bias, "recipe": as_bound(linear_spec.recipe_option(recipe))}
+    given = [name for name in routing if name.startswith("lora")]
+    given += ["shared.lora"] if shared is not None and shared.lora is not None else []
+    if given:
+        raise ValueError(
+            f"`{given[0]}` of parallel.moe: given, expected none, because adapters are not spread over a mesh; leave "
+            "it out, or merge the adapters first."
+        )
     of_tokens = {each: routing.pop(each, None) for each in ("mask", "experts", "bias", "key", "sequence_sizes")}
     arrays = {each: value for each, value in (arrays | of_tokens).items() if value is not None}
     if shared is not None:

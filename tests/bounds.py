@@ -77,9 +77,10 @@ LEFT_OUT = 2.0**-22
 """Products of parts of two float32 values that the router's product leaves out, of the product of the values."""
 ADDED = (2.0**-8, 2.0**-16)
 """Relative and absolute: a 16-bit gradient against what was added to an accumulator that holds 0.5 in float32."""
-MERGED = 2.0**-7
-"""Of a layer in bfloat16, per product: the norm of what merging its adapter moves over that of its result. Weights,
-their result and that of the unmerged product are rounded once, by 2^-9 of each element at most."""
+MERGED = {name: 10 * 2.0 ** -(bits + 1) + 2 * LAYER for name, bits in (("float32", 23), ("bfloat16", 7))}
+"""By dtype: of an experts' MLP with adapters merged into its weights, against the adapters beside them: the norm of the
+difference over that of the result, for data of random signs. Roundings to the dtype, half a step each: of either of two
+products the merged weight or the rows of A, and the result, twice; and the activated rows, twice. Sums are float32."""
 REPEATED = 1e-6
 """Relative: a float32 sum over steps in one program against the sum of the steps' own results."""
 MODEL = 4 * LAYER

@@ -21,6 +21,8 @@ import pytest
 from tests import cases
 
 ROOT = Path(__file__).resolve().parent.parent
+RANK_TESTS = ("test_torch_parallel.py", "test_torch_expert_parallel.py")
+"""Files whose tests wait for programs of several ranks."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -86,7 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.hook.pytest_deselected(items=marked)
             items[:] = [item for item in items if not item.get_closest_marker(mark)]
     # They wait for minutes for processes of their own: the first worker of xdist waits while others run the rest.
-    items.sort(key=lambda item: item.path.name != "test_torch_parallel.py")
+    items.sort(key=lambda item: item.path.name not in RANK_TESTS)
 
 
 def _slow(config: pytest.Config) -> str | None:

@@ -327,10 +327,11 @@ class _Permute(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Gradients:
         """Gradients of forward's arguments, from those of the rows and of their probabilities."""
         d_rows, _, _, _, _, *rest = grad_outputs
-        return once("permute", ctx, (d_rows, rest[0] if rest else None), _permute_backward)
+        return once("permute", ctx, (d_rows, rest[0] if rest else None), permute_backward)
 
 
-def _permute_backward(ctx: Any, d_rows: Tensor | None, d_probs: Tensor | None) -> Gradients:
+def permute_backward(ctx: Any, d_rows: Tensor | None, d_probs: Tensor | None) -> Gradients:
+    """Gradients of (facts, x, experts, probabilities), for a context with the inverse map and both dtypes."""
     needs_x, _, needs_probs = ctx.needs_input_grad[1:]
     (inverse,) = ctx.saved_tensors
     d_rows, d_probs = d_rows if needs_x else None, d_probs if needs_probs else None

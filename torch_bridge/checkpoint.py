@@ -192,6 +192,32 @@ def load_hook(layout: str, *, interleave: Interleave = None) -> Callable[..., No
     return hook
 
 
+def from_peft(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """An adapter (A, B) for `lora=` from the two matrices of PEFT's `target_parameters`.
+
+    Args:
+        a: `lora_A.weight`, [G r, K]. b: `lora_B.weight`, [N, r G]. num_experts: G.
+
+    Returns:
+        A [G, r, K] and B [G, N, r], contiguous, without gradient. PEFT's scaling is not part of them.
+
+    Raises:
+        TypeError: `num_experts` is not an integer. ValueError: shapes do not fit each other or G experts.
+    """
+    made = lora_layout.from_peft(a.detach(), b.detach(), num_experts, transposed=True)
+    return made[0].contiguous(), made[1].contiguous()
+
+
+def to_peft(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of `from_peft`: PEFT's two matrices, contiguous, from A [G, r, K] and B [G, N, r].
+
+    Raises:
+        ValueError: the shapes are not those of one adapter.
+    """
+    made = lora_layout.to_peft(a.detach(), b.detach(), transposed=True)
+    return made[0].contiguous(), made[1].contiguous()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Trees
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from grouped_core import linear_spec
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import QTensor, wide
+from grouped_core.lora import LORA
 from grouped_core.mlp_spec import MlpNeeds, check_cotangent, restrict
 from grouped_core.sizes import GroupSizes
 from torch_bridge import _autocast, _saved
@@ -78,7 +79,7 @@ def grouped_mlp_fwd(
 
     Args:
         x, wi, wo, group_sizes, out, options: those of `grouped_mlp` except `wgrad_accum` and `grad_input`, which the
-            parts of backward take.
+            parts of backward take, and adapters.
         needs: which gradients will be computed; None: all that exist. Nothing is kept for the others.
 
     Under `torch.autocast`, gradients of cast operands have its dtype, or are added to accumulators unrounded.
@@ -89,8 +90,13 @@ def grouped_mlp_fwd(
         if options.pop(name, None) is not None:
             raise ValueError(f"`{name}` of grouped_mlp_fwd: given, expected None; hand it to {part}.")
     signature = inspect.signature(grouped_mlp).bind(x, wi, wo, group_sizes, **options)
+    if given := [name for name in signature.arguments if name.startswith(LORA)]:
+        raise ValueError(
+            f"`{given[0]}` of grouped_mlp_fwd: given, expected no adapter, whose gradients are small and not deferred; "
+            "call grouped_mlp."
+        )
     signature.apply_defaults()
-    arguments = signature.arguments
+    arguments = {name: value for name, value in signature.arguments.items() if not name.startswith(LORA)}
     for name in ("out", NAMES.grad_input):
         arguments.pop(name)
     with torch.no_grad():

@@ -1,6 +1,7 @@
-"""Expert parallelism: experts spread over devices.
+"""Expert parallelism: experts spread over the ranks of a process group (docs/parallel.md).
 
-Each rank computes with its own experts on its own rows, so the products never communicate.
+`moe`, `dispatch` and `combine` send tokens to the ranks of their experts. `shard_experts` spreads the experts of
+grouped layers, each of which computes on its own rows, so the products never communicate.
 """
 
 from __future__ import annotations
@@ -11,6 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Module, Parameter
 
+from torch_bridge._expert_parallel import AllToAll as AllToAll
+from torch_bridge._expert_parallel import Arrived as Arrived
+from torch_bridge._expert_parallel import Handle as Handle
+from torch_bridge._expert_parallel import Transport as Transport
+from torch_bridge._expert_parallel import combine as combine
+from torch_bridge._expert_parallel import dispatch as dispatch
+from torch_bridge._expert_parallel import moe as moe
 from torch_bridge.nn._scaling_state import ScaledModule
 from torch_bridge.nn.linear import GroupedLinear
 from torch_bridge.quantized_weight import QuantizedWeight

@@ -14,6 +14,7 @@
 //
 //   tile        accumulators   ring         slots           registers, 128 + 256 threads
 //   128 x 192   192 a thread   4 x 40 KiB   8 x 4 x 2 KiB   40 / 232
+//   128 x 64    64 a thread    7 x 24 KiB   8 x 2 x 2 KiB   40 / 232    few columns
 #include "cc/api/calls.h"
 #include "cc/api/halves.h"
 #include "cc/api/kernel.h"
@@ -97,18 +98,19 @@ struct ScaledContractionProduct : ContractionProduct<T, Out, Shape_> {
   }
 };
 
-using Shape = TileShape<kManySlots.cols, kManySlots.stages, kManySlots.slots>;
+template <const TileChoice& kChoice>
+using TileOf = TileShape<kChoice.cols, kChoice.stages, kChoice.slots>;
 
 template <class Product>
 void launch_product(const typename Product::Params& p, unsigned grid, void* stream) {
-  constexpr int kBytes = Shape::kSharedBytes;
+  constexpr int kBytes = Product::Shape::kSharedBytes;
   allow_shared_memory<grouped_product_sm90<Product>>(kBytes);
   grouped_product_sm90<Product><<<grid, kThreads, kBytes, static_cast<cudaStream_t>(stream)>>>(p);
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
-template <class T, class Out>
-void launch_types(const GroupedMatmul& call, ContractionParams p, void* stream) {
+template <class T, class Out, class Shape>
+void launch_shape(const GroupedMatmul& call, ContractionParams p, void* stream) {
   using Product = ContractionProduct<T, Out, Shape>;
   using Rhs = typename Product::Rhs;
   const DType in = call.lhs.dtype, out = call.result.dtype;
@@ -137,6 +139,12 @@ void launch_types(const GroupedMatmul& call, ContractionParams p, void* stream) 
     }
   }
   launch_product<Product>(p, grid, stream);
+}
+
+template <class T, class Out>
+void launch_types(const GroupedMatmul& call, const ContractionParams& p, void* stream) {
+  return p.cols <= kNarrow.cols ? launch_shape<T, Out, TileOf<kNarrow>>(call, p, stream)
+                                : launch_shape<T, Out, TileOf<kManySlots>>(call, p, stream);
 }
 
 std::string refuses(const GroupedMatmul& c, const Target& target) {

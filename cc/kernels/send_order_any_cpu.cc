@@ -18,11 +18,12 @@ void launch(const SendOrder& call, const Context&) {
   const int64_t slots = call.inverse.elements();
   const int32_t* source = call.source.as<const int32_t>();
   const int32_t* inverse = call.inverse.as<const int32_t>();
-  const float* weights = floats_or_null(call.weights);
+  const float* weights = floats_or_null(call.weights);  // may be null without slots
+  float* row_weights = call.row_weights.present() ? call.row_weights.as<float>() : nullptr;
   const std::vector<int64_t> ends = group_ends(call.group_sizes, call.source.dims[0]);
   std::fill_n(call.sent.as<int32_t>(), call.sent.dims[0], -1);
   std::fill_n(call.experts.as<int32_t>(), call.sent.dims[0], -1);
-  if (weights) std::fill_n(call.row_weights.as<float>(), call.sent.dims[0], 0.0f);
+  if (row_weights) std::fill_n(row_weights, call.sent.dims[0], 0.0f);
   int64_t dropped = 0;
   std::vector<int64_t> starts(static_cast<size_t>(call.ranks));  // row of the first slot of each rank
   for (int64_t rank = 0; rank < call.ranks; ++rank) {
@@ -35,7 +36,7 @@ void launch(const SendOrder& call, const Context&) {
         const int32_t slot = source[start + at];
         call.sent.as<int32_t>()[rank * budget + at] = slot;
         call.experts.as<int32_t>()[rank * budget + at] = static_cast<int32_t>(e);
-        if (weights && slot >= 0 && slot < slots) call.row_weights.as<float>()[rank * budget + at] = weights[slot];
+        if (row_weights && slot >= 0 && slot < slots) row_weights[rank * budget + at] = weights[slot];
       }
       call.kept_sizes.as<int32_t>()[rank * own + e] = static_cast<int32_t>(std::max<int64_t>(kept - first, 0));
       dropped += last - first - std::max<int64_t>(kept - first, 0);

@@ -21,13 +21,13 @@ struct Sending {
   const int64_t* offsets;  // [E + 1], of the scan
   const int32_t* source;
   const int32_t* inverse;
-  const float* weights;  // null: without row_weights
+  const float* weights;  // may be null without slots
   int32_t* kept_sizes;
   int32_t* sent;
   int32_t* experts;
   int32_t* places;
   int32_t* dropped;
-  float* row_weights;
+  float* row_weights;  // null: weights do not travel
   uint32_t slots, all_places, budget;
   int ranks, own, count;  // own: experts of a rank; count: of all ranks
 
@@ -55,7 +55,7 @@ __device__ void write_place(const Sending& p, uint32_t place) {
   const int32_t slot = taken ? p.source[row] : -1;
   p.sent[place] = slot;
   p.experts[place] = taken ? find_last_of(offsets, 1, p.own, row) : -1;
-  if (p.weights) p.row_weights[place] = slot >= 0 && slot < static_cast<int64_t>(p.slots) ? p.weights[slot] : 0.0f;
+  if (p.row_weights) p.row_weights[place] = slot >= 0 && slot < static_cast<int64_t>(p.slots) ? p.weights[slot] : 0.0f;
 }
 
 __device__ void write_slot(const Sending& p, uint32_t slot) {

@@ -52,12 +52,12 @@ class Attention(torch.nn.Module):
 class Block(torch.nn.Module):
     """Attention, then experts; each reads the normalised residual stream and adds to it."""
 
-    def __init__(self, width: int, experts: int, top_k: int, **options: Any) -> None:
+    def __init__(self, width: int, experts: int, top_k: int, mlp_dim: int | None = None, **options: Any) -> None:
         super().__init__()
         self.norm1, self.norm2 = torch.nn.RMSNorm(width), torch.nn.RMSNorm(width)
         self.attention = Attention(width)
         # With top-1, a softmax over the chosen expert is always 1, so the softmax then runs over all experts.
-        self.moe = nn.MoE(width, 2 * width, experts, top_k, after_topk=top_k > 1, aux_coeff=0.01, **options)
+        self.moe = nn.MoE(width, mlp_dim or 2 * width, experts, top_k, after_topk=top_k > 1, aux_coeff=0.01, **options)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[B, L, width] -> the same, and the load-balancing loss."""

@@ -153,7 +153,7 @@ def test_group_sizes_carry_a_hint():
 
 @pytest.mark.parametrize("package", ["grouped_core", "jax_grouped", "torch_bridge"])
 def test_every_package_offers_every_recipe(package: str) -> None:
-    assert set(recipes.__all__) == {*recipes.RECIPES, "Recipe"}
+    assert set(recipes.__all__) == {*recipes.RECIPES, "Recipe", "weight_only"}
     module = importlib.import_module(package)
     for name, row in recipes.RECIPES.items():
         assert getattr(module, name) is row

@@ -1,4 +1,4 @@
-"""Adapters of the MLP and of layers in JAX: accumulators, gradients of adapters alone, NNX and Linen, merging."""
+"""Adapters of the layers of Flax NNX and of Linen, and accumulators of adapters of the MLP."""
 
 from __future__ import annotations
 
@@ -11,306 +11,366 @@ import pytest
 from flax import nnx as flax_nnx
 
 import jax_grouped
-from jax_grouped import linen, nnx
+from jax_grouped import grouped_mlp, linen, nnx, parallel, routed_mlp
+from jax_grouped.accumulate import StackedRef
 from tests import asserts, bounds
 from tests.bounds import Bounded
-
-G, H, F, M, R = 3, 16, 24, 20, 4
-SIZES = jnp.array([5, 0, 11], jnp.int32)
-VALID = 16
-KINDS = ("GroupedLinear", "GroupedMLP", "MoE")
-
-
-def made(*shape: int, seed: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
-
-
-X, DY = made(M, H, seed=0), made(M, H, seed=1)
-WI, WO = made(G, H, 2 * F, seed=2) / 4, made(G, F, H, seed=3) / 4
-LORA = (
-    (made(G, H, R, seed=4) / 4, made(G, R, 2 * F, seed=5) / 2),
-    (made(G, F, R, seed=6) / 4, made(G, R, H, seed=7) / 2),
+from tests.jax_frontend.jax_tools import same
+from tests.jax_frontend.lora_layer_tools import (
+    ARGUMENTS,
+    KINDS,
+    LAYERS,
+    PARTS,
+    PROBS,
+    ROWS,
+    SCALING,
+    SIZES,
+    F,
+    G,
+    H,
+    R,
+    X,
+    build,
+    function,
+    loss,
+    made,
 )
 
+every_kind = pytest.mark.parametrize("kind", KINDS)
+every_layer = pytest.mark.parametrize("form", LAYERS)
 
-def loss(lora: Any, x: Any = X, **options: Any) -> Any:
-    y = jax_grouped.grouped_mlp(x, WI, WO, SIZES, lora=lora, lora_scaling=0.5, **options)
-    return jnp.sum(y.astype(jnp.float32) * DY.astype(jnp.float32))
-
-
-PLAIN = jax.grad(loss)(LORA)
+# ---- what is computed and trained ------------------------------------------------------------------------------------
 
 
-def check_added(found: Any, exact: Any) -> None:
-    """A float32 sum that began at 0.5."""
-    relative, absolute = bounds.ADDED
-    added = np.asarray(found, np.float64) - 0.5
-    asserts.filled(np.asarray(found)[1], 0.5, "an empty group")
-    limit = relative * np.abs(added) + absolute * (1 + np.abs(added))
-    asserts.within(np.asarray(exact), Bounded(added, limit, "bfloat16"))
+@pytest.mark.rule("LOR-1", "LOR-4")
+@every_layer
+@every_kind
+def test_layers_call_the_functions_under_jit_too(kind: str, form: str):
+    layer = build(kind, form)
+    asserts.bitwise(layer(), function(layer))
+    asserts.bitwise(jax.jit(layer.__call__)(layer.factors), function(layer))
+    found = jax.jit(jax.grad(lambda factors: loss(layer(factors))))(layer.factors)
+    same(found, jax.grad(lambda factors: loss(function(layer, factors)))(layer.factors))
+    if form != "MoE":  # there every expert may have a token
+        for each in jax.tree.leaves(found):
+            asserts.zero(np.asarray(each)[1], "an empty group")
+
+
+@pytest.mark.rule("LOR-1", "LOR-4")
+@every_layer
+def test_both_kinds_give_the_same_bits(form: str):
+    one, two = build("nnx", form), build("linen", form)
+    asserts.bitwise(one.apply(one.params, one.factors, X), two.apply(one.params, one.factors, X))
+
+
+@pytest.mark.rule("LOR-1")
+@every_layer
+@every_kind
+def test_a_new_layer_computes_what_its_weights_do(kind: str, form: str):
+    layer = build(kind, form, zero=True)
+    base = build(kind, form, lora_rank=None, lora_alpha=None)
+    assert sorted(layer.params) == sorted(base.params), "names of weights do not change"
+    for name in PARTS[form]:
+        a, b = (np.asarray(layer.factors[f"{name}_{part}"], np.float32) for part in "ab")
+        limit = a.shape[1] ** -0.5
+        assert 0.8 * limit < np.abs(a).max() <= limit
+        asserts.zero(b)
+    asserts.bitwise(layer(), base.apply(layer.params, {}, X))
+
+
+@pytest.mark.rule("LOR-2", "LOR-4")
+@every_layer
+@every_kind
+def test_weights_have_no_gradient_and_a_router_has(kind: str, form: str):
+    layer = build(kind, form)
+    found = jax.grad(lambda params: loss(layer.apply(params, layer.factors, X)))(layer.params)
+    frozen = [name for name in found if name != "router"]
+    assert frozen
+    for name in frozen:
+        asserts.zero(np.asarray(found[name]), name)
+    if form == "MoE":
+        assert np.any(np.asarray(found["router"]["kernel"]) != 0)
+
+
+@pytest.mark.rule("LOR-2", "LOR-4")
+def test_nnx_differentiates_adapters_alone():
+    module = build("nnx", "GroupedMLP").module
+    named = dict(module.__dict__)
+    wanted = [f"{name}_{part}" for name in PARTS["GroupedMLP"] for part in "ab"]
+    assert all(type(named[each]) is flax_nnx.LoRAParam for each in wanted)
+
+    def of(layer: Any) -> Any:
+        return loss(layer(X, SIZES, PROBS))
+
+    found = flax_nnx.to_pure_dict(flax_nnx.grad(of, argnums=flax_nnx.DiffState(0, flax_nnx.LoRAParam))(module))
+    layer = build("nnx", "GroupedMLP")
+    same(found, jax.grad(lambda factors: loss(layer(factors)))(layer.factors))
+
+
+@pytest.mark.rule("LOR-2", "LOR-4")
+@every_kind
+def test_no_weight_gradient_of_the_base_is_launched(kind: str):
+    layer = build(kind, "GroupedMLP")
+    program = str(jax.make_jaxpr(jax.grad(lambda factors: loss(layer(factors))))(layer.factors))
+    assert program.count("('contract_rows', 1)") == 4, "A and B of both weights"
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.rule("LOR-1")
+@every_layer
+@every_kind
+def test_elements_are_dropped_in_training_alone(kind: str, form: str):
+    layer, plain = build(kind, form, lora_dropout=0.25), build(kind, form)
+    key, other = jax.random.key(3), jax.random.key(4)
+    asserts.bitwise(layer(key=key, training=False), plain())
+    asserts.bitwise(build(kind, form, lora_dropout=0.25, deterministic=True)(training=False), plain())
+    first = layer(key=key)
+    asserts.bitwise(layer(key=key), first)
+    asserts.bitwise(jax.jit(lambda key: layer(key=key))(key), first)
+    assert np.any(np.asarray(layer(key=other)) != np.asarray(first))
+    assert np.any(np.asarray(plain()) != np.asarray(first))
+
+
+@pytest.mark.rule("LOR-1")
+def test_nnx_layers_have_a_stream_of_their_own():
+    rngs = flax_nnx.Rngs(0, dropout=5)
+    module: Any = nnx.GroupedLinear(G, H, F, lora_rank=R, lora_dropout=0.5, param_dtype=jnp.bfloat16, rngs=rngs)
+    module.lora_b[...] = made(G, R, F, seed=3)
+    first, second = module(X, SIZES), module(X, SIZES)
+    assert np.any(np.asarray(first) != np.asarray(second))
+    assert int(module.dropout.count[...]) == 2
+    module.eval()
+    asserts.bitwise(module(X, SIZES), module(X, SIZES))
+    assert int(module.dropout.count[...]) == 2, "nothing is drawn where nothing is dropped"
+    module.train()
+    assert np.any(np.asarray(module(X, SIZES)) != np.asarray(first))
+
+
+@pytest.mark.rule("LOR-1", "ERR-1")
+def test_linen_layers_need_keys_of_dropout():
+    with pytest.raises(Exception, match="dropout"):
+        build("linen", "GroupedLinear", lora_dropout=0.5)()
+
+
+# ---- merging ---------------------------------------------------------------------------------------------------------
+
+
+def _merged(kind: str, layer: Any) -> dict[str, Any]:
+    """The weights with the adapters added."""
+    if kind == "linen":
+        found = linen.merge(layer.definition, {"params": layer.params, "lora": layer.factors, "other": {"x": X}})
+        assert sorted(found) == ["other", "params"]
+        return found["params"]
+    layer.module.merge()
+    assert not flax_nnx.state(layer.module, flax_nnx.LoRAParam)
+    return flax_nnx.to_pure_dict(flax_nnx.state(layer.module, flax_nnx.Param))
+
+
+@pytest.mark.rule("LOR-5")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@every_layer
+@every_kind
+def test_merged_weights_are_rounded_once(kind: str, form: str, dtype: str):
+    """The sum of r products is float32; the norm of the difference is that of a few roundings."""
+    layer = build(kind, form, param_dtype=dtype, dtype=dtype, **({} if form == "MoE" else {"use_bias": False}))
+    before = np.asarray(layer(), np.float64)
+    weights = _merged(kind, layer)
+    for name in PARTS[form]:
+        weight = "kernel" if name == "lora" else name.removesuffix("_lora")
+        w, a, b = (
+            np.asarray(each, np.float64)
+            for each in (layer.params[weight], layer.factors[f"{name}_a"], layer.factors[f"{name}_b"])
+        )
+        exact, size = w + SCALING * a @ b, np.abs(w) + SCALING * np.abs(a) @ np.abs(b)
+        limit = bounds.half_ulp(np.abs(exact), dtype) + 2.0**-20 * size
+        asserts.within(np.asarray(weights[weight]), Bounded(exact, limit, dtype), weight)
+    base = build(kind, form, lora_rank=None, lora_alpha=None, param_dtype=dtype, dtype=dtype, use_bias=False)
+    after = np.asarray(base.apply(weights, {}, X), np.float64)
+    assert np.linalg.norm(after - before) < bounds.MERGED[dtype] * np.linalg.norm(before)
+    if kind == "nnx":
+        extra = {"GroupedLinear": (SIZES,), "GroupedMLP": (SIZES, PROBS), "MoE": ()}[form]
+        own = layer.module(X, *extra)
+        asserts.bitwise(own[0] if form == "MoE" else own, base.apply(weights, {}, X))
+
+
+@pytest.mark.rule("LOR-5", "LYR-12")
+@every_kind
+def test_a_shared_expert_has_adapters_and_is_merged_too(kind: str):
+    layer = build(kind, "MoE", shared_dim=F, shared_gate=True)
+    of_shared = layer.factors["shared"]
+    assert {name: each.shape for name, each in of_shared.items()} == {
+        "wi_lora_a": (1, H, R),
+        "wi_lora_b": (1, R, 2 * F),
+        "wo_lora_a": (1, F, R),
+        "wo_lora_b": (1, R, H),
+    }
+    found = jax.grad(lambda factors: loss(layer(factors)))(layer.factors)
+    assert all(np.any(np.asarray(each) != 0) for each in jax.tree.leaves(found["shared"]))
+    before = np.asarray(layer(), np.float64)
+    weights = _merged(kind, layer)
+    assert np.any(np.asarray(weights["shared"]["wi"]) != np.asarray(layer.params["shared"]["wi"]))
+    base = build(kind, "MoE", shared_dim=F, shared_gate=True, lora_rank=None, lora_alpha=None)
+    after = np.asarray(base.apply(weights, {}, X), np.float64)
+    assert np.linalg.norm(after - before) < bounds.MERGED["bfloat16"] * np.linalg.norm(before)
+
+
+@pytest.mark.rule("LOR-5", "ERR-1")
+@pytest.mark.parametrize("form", LAYERS)
+def test_layers_without_adapters_are_not_merged(form: str):
+    module = build("nnx", form).module
+    module.merge()
+    with asserts.refused(ValueError, ["`merge` of", "no adapter", "expected one", "`lora_rank`"]):
+        module.merge()
+    layer = build("linen", form)
+    with asserts.refused(ValueError, ["`variables` of merge", "no collection `lora`", "expected one", "`lora_rank`"]):
+        linen.merge(layer.definition, {"params": layer.params})
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+def make(kind: str, form: str, **options: Any) -> Any:
+    if kind == "nnx":
+        return getattr(nnx, form)(*ARGUMENTS[form], **options, rngs=flax_nnx.Rngs(0))
+    extra = () if form == "MoE" else (SIZES,)
+    return getattr(linen, form)(*ARGUMENTS[form], **options).init(jax.random.key(0), X, *extra)
+
+
+@pytest.mark.rule("LOR-1", "ERR-1")
+@pytest.mark.parametrize(
+    ("options", "kind_of_error", "fragments"),
+    [
+        ({"lora_rank": 0}, ValueError, ["`lora_rank` of {form}", "0", "1 to 256", "choose"]),
+        ({"lora_rank": 2.0}, TypeError, ["`lora_rank` of {form}", "2.0", "an integer or None", "pass a rank"]),
+        ({"lora_alpha": 2.0}, ValueError, ["`lora_alpha`", "of {form}", "without `lora_rank`", "pass a rank"]),
+        ({"lora_rank": 2, "lora_dropout": 1.0}, ValueError, ["`lora_dropout`", "1.0", "0 to 1", "pass a rate"]),
+    ],
+)
+@every_layer
+@every_kind
+def test_options_out_of_range_are_refused(kind, form, options, kind_of_error, fragments):
+    with asserts.refused(kind_of_error, [each.format(form=form) for each in fragments]):
+        make(kind, form, **options)
+
+
+@pytest.mark.rule("LOR-1", "ERR-1")
+@every_kind
+def test_adapters_are_not_spread_over_a_mesh(kind: str):
+    axes = parallel.MeshAxes(expert="expert")
+    with asserts.refused(ValueError, ["`lora_rank` of MoE", "2 beside `mesh_axes`", "expected None", "leave one"]):
+        make(kind, "MoE", lora_rank=2, mesh_axes=axes)
+    layer = build(kind, "MoE")
+    router, wi, wo = layer.params["router"]["kernel"], layer.params["wi"], layer.params["wo"]
+    for options, name in (
+        ({"lora": ()}, "lora"),
+        ({"lora_scaling": 2.0}, "lora_scaling"),
+        ({"shared": jax_grouped.SharedExpert(wi[:1], wo[:1], lora=())}, "shared.lora"),
+    ):
+        with asserts.refused(ValueError, [f"`{name}` of parallel.moe", "given", "expected none", "merge the adapters"]):
+            parallel.moe(X, router, wi, wo, 2, axes=axes, **options)
+
+
+# ---- accumulators of the MLP -----------------------------------------------------------------------------------------
+
+WEIGHTS = made(G, H, 2 * F, seed=1), made(G, F, H, seed=2)
+LORA = (made(G, H, R, seed=3), made(G, R, 2 * F, seed=4)), (made(G, F, R, seed=5), made(G, R, H, seed=6))
+EXPERTS = jnp.array(np.random.default_rng(0).integers(0, G, (ROWS, 2)), jnp.int32)
+
+
+def run(lora: Any, tokens: bool, **options: Any) -> Any:
+    options = {"lora": lora, "lora_scaling": SCALING, **options}
+    if tokens:
+        return loss(routed_mlp(X, EXPERTS, jnp.stack([PROBS, PROBS], 1), *WEIGHTS, **options))
+    return loss(grouped_mlp(X, *WEIGHTS, SIZES, probs=PROBS, **options))
+
+
+def zeros_like(lora: Any, fill: float) -> Any:
+    return jax.tree.map(lambda each: jnp.full(each.shape, fill, jnp.float32), lora)
+
+
+def close(found: Any, exact: Any, start: float) -> None:
+    for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        wide = np.asarray(two, np.float32)
+        np.testing.assert_allclose(
+            np.asarray(one) - start, wide, rtol=bounds.ADDED[0], atol=bounds.ADDED[1] * max(1.0, np.abs(wide).max())
+        )
 
 
 @pytest.mark.rule("LOR-4", "ACC-1")
-def test_sinks_get_the_sum_as_their_cotangent():
-    sinks = jax.tree.map(lambda each: jnp.full(each.shape, 0.5, jnp.float32), LORA)
-    grads, sums = jax.jit(jax.grad(lambda lora, into: loss(lora, lora_wgrad_accum=into), (0, 1)))(LORA, sinks)
-    for zero in jax.tree.leaves(grads):
-        asserts.zero(np.asarray(zero))
-    for found, exact in zip(jax.tree.leaves(sums), jax.tree.leaves(PLAIN), strict=True):
-        check_added(found, exact)
+@pytest.mark.parametrize("tokens", [False, True])
+def test_sinks_get_the_sums_as_their_cotangents(tokens: bool):
+    exact = jax.grad(run)(LORA, tokens)
+    grads, sums = jax.jit(
+        jax.grad(lambda lora, sinks: run(lora, tokens, lora_wgrad_accum=sinks), (0, 1)),
+    )(LORA, zeros_like(LORA, 0.5))
+    for each in jax.tree.leaves(grads):
+        asserts.zero(np.asarray(each))
+    close(sums, exact, 0.5)
+    if not tokens:
+        for each in jax.tree.leaves(sums):
+            asserts.filled(np.asarray(each)[1], 0.5, "an empty group")
 
 
 @pytest.mark.rule("LOR-4", "ACC-2")
-def test_refs_are_updated_in_place():
-    refs = [jax.new_ref(jnp.full(each.shape, 0.5, jnp.float32)) for each in jax.tree.leaves(LORA)]
-    into = ((refs[0], refs[1]), (refs[2], refs[3]))
-    dx = jax.grad(lambda x: loss(LORA, x, lora_wgrad_accum=into))(X)
-    asserts.bitwise(np.asarray(dx), np.asarray(jax.grad(lambda x: loss(LORA, x))(X)))
-    for found, exact in zip(refs, jax.tree.leaves(PLAIN), strict=True):
-        check_added(found[...], exact)
+@pytest.mark.parametrize("tokens", [False, True])
+def test_refs_are_updated_in_place(tokens: bool):
+    exact = jax.grad(run)(LORA, tokens)
+    stacked = jax.new_ref(jnp.zeros((2, G, H, R), jnp.float32))
+    of_b, of_a2 = (jax.new_ref(jnp.zeros(each.shape, jnp.float32)) for each in (LORA[0][1], LORA[1][0]))
+    refs = ((StackedRef(stacked, 1), of_b), (of_a2, None))
+
+    def of(last: Any) -> Any:
+        return run((LORA[0], (LORA[1][0], last)), tokens, lora_wgrad_accum=refs)
+
+    last = jax.jit(jax.grad(of))(LORA[1][1])
+    asserts.bitwise(last, exact[1][1])
+    asserts.zero(np.asarray(stacked[0]))
+    close((stacked[1], of_b[...], of_a2[...]), (exact[0][0], exact[0][1], exact[1][0]), 0.0)
 
 
 @pytest.mark.rule("LOR-4", "ACC-4")
-def test_accumulators_of_one_adapter_alone():
-    of_b = jnp.full(LORA[0][1].shape, 0.5, jnp.float32)
-    grads, sums = jax.grad(lambda lora, b: loss(lora, lora_wgrad_accum=((None, b), None)), (0, 1))(LORA, of_b)
-    check_added(sums, PLAIN[0][1])
-    asserts.zero(np.asarray(grads[0][1]))
-    asserts.bitwise(np.asarray(grads[0][0]), np.asarray(PLAIN[0][0]))
-    for found, exact in zip(grads[1], PLAIN[1], strict=True):
-        asserts.bitwise(np.asarray(found), np.asarray(exact))
-    with asserts.refused(ValueError, ["`lora_wgrad_accum`", "`lora[0][0]`", "absent"]):
-        loss((None, LORA[1]), lora_wgrad_accum=((of_b, of_b), None))
+def test_accumulators_that_do_not_fit_are_refused():
+    sinks = zeros_like(LORA, 0.0)
+    with asserts.refused(ValueError, ["`lora_wgrad_accum[0]`", "not differentiated", "expected both", "jax.Ref"]):
+        jax.grad(lambda lora: run(lora, False, lora_wgrad_accum=sinks))(LORA)
+    with asserts.refused(ValueError, ["`lora_wgrad_accum[1]`", "(3, 4, 16)", "(3, 8, 4)", "allocate"]):
+        run(LORA, False, lora_wgrad_accum=((None, None), (sinks[0][1], None)))
+    with asserts.refused(ValueError, ["`lora_wgrad_accum[0]`", "expected None, or a pair"]):
+        run(LORA, False, lora_wgrad_accum=(1, None))
 
 
-@pytest.mark.rule("LOR-1")
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_programs_give_the_same_bits(dropout):
-    options: dict[str, Any] = {"lora_dropout": dropout} if dropout else {}
-    if dropout:
-        options["lora_key"] = jnp.array([1, 2], jnp.uint32)
-
-    def of_lora(lora: Any) -> Any:
-        return loss(lora, **options)
-
-    expected = jax.grad(of_lora)(LORA)
-    for found in (jax.jit(jax.grad(of_lora))(LORA), jax.grad(jax.checkpoint(of_lora))(LORA)):
-        for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            asserts.bitwise(np.asarray(one), np.asarray(two))
+@pytest.mark.rule("LOR-1", "LOR-4")
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f))])
+def test_programs_give_the_same_bits(wrap: Any, tokens: bool):
+    wrapped = wrap(lambda lora: run(lora, tokens))
+    same(jax.grad(wrapped)(LORA), jax.grad(run)(LORA, tokens))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Layers.
-
-
-def arguments(kind: str) -> tuple[int, ...]:
-    return {"GroupedLinear": (G, H, F), "GroupedMLP": (G, H, F), "MoE": (H, F, G, 2)}[kind]
-
-
-def nnx_layer(kind: str, **options: Any) -> Any:
-    """A layer of NNX with adapters whose B is not zero."""
-    options = {"lora_rank": R, "lora_alpha": 2.0, "param_dtype": jnp.bfloat16, **options}
-    layer = getattr(nnx, kind)(*arguments(kind), rngs=flax_nnx.Rngs(0), **options)
-    for seed, (path, leaf) in enumerate(flax_nnx.to_flat_state(flax_nnx.state(layer, flax_nnx.LoRAParam))):
-        if str(path[-1]).endswith("_b"):
-            owner = layer
-            for name in path[:-1]:
-                owner = getattr(owner, str(name))
-            getattr(owner, str(path[-1]))[...] = made(*leaf.shape, seed=seed) / 2
-    return layer
-
-
-def called(layer: Any, x: Any = X) -> Any:
-    return layer(x)[0] if isinstance(layer, nnx.MoE) else layer(x, SIZES)
-
-
-@pytest.mark.rule("LOR-1", "LOR-2")
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_of_nnx_adapters_alone(kind):
-    layer = nnx_layer(kind)
-    structure, adapters, others = flax_nnx.split(layer, flax_nnx.LoRAParam, ...)
-
-    def loss_of(adapters: Any, others: Any) -> Any:
-        return jnp.sum(called(flax_nnx.merge(structure, adapters, others)).astype(jnp.float32) ** 2)
-
-    found = jax.tree.leaves(jax.jit(jax.grad(loss_of))(adapters, others))
-    assert len(found) == (2 if kind == "GroupedLinear" else 4)
-    assert all(np.any(np.asarray(each, np.float32)) for each in found)
-    of_others = flax_nnx.to_flat_state(jax.grad(loss_of, 1, allow_int=True)(adapters, others))
-    for path, each in of_others:
-        if "router" not in path and each[...].dtype != jax.dtypes.float0:
-            asserts.zero(np.asarray(each[...], np.float32), str(path))
-
-
-@pytest.mark.rule("LOR-1")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shared", [False, True])
-def test_step_0_of_nnx_is_the_base(kind, shared):
-    """Adapters are drawn behind all other parameters, which are those of a layer without them."""
-    if shared and kind != "MoE":
-        pytest.skip("has no shared expert")
-    options: dict[str, Any] = {"shared_dim": 8, "shared_gate": True} if shared else {}
-    options |= {"param_dtype": jnp.bfloat16}
-    layer = getattr(nnx, kind)(*arguments(kind), lora_rank=R, rngs=flax_nnx.Rngs(0), **options)
-    base = getattr(nnx, kind)(*arguments(kind), rngs=flax_nnx.Rngs(0), **options)
-    asserts.bitwise(np.asarray(called(layer)), np.asarray(called(base)))
-
-
-@pytest.mark.rule("LOR-1")
-@pytest.mark.parametrize("kind", KINDS)
-def test_elements_are_dropped_unless_deterministic(kind):
-    layer = nnx_layer(kind, lora_dropout=0.5)
-    first, second = np.asarray(called(layer)), np.asarray(called(layer))
-    assert np.any(first != second), "each pass draws its masks"
-    layer.eval()
-    asserts.bitwise(np.asarray(called(layer)), np.asarray(called(nnx_layer(kind))))
-    layer.train()
-    assert np.any(np.asarray(called(layer)) != np.asarray(called(nnx_layer(kind))))
-    with_jit = flax_nnx.jit(lambda layer, x: called(layer, x))
-    assert np.any(np.asarray(with_jit(layer, X)) != np.asarray(with_jit(layer, X)))
-
-
-def check_merged(merged: Any, weight: Any, a: Any, b: Any) -> None:
-    weight, a, b = (np.asarray(each, np.float64) for each in (weight, a, b))
-    exact = weight + 2.0 / R * a @ b
-    asserts.within(np.asarray(merged), Bounded(exact, bounds.merged(np.abs(exact), "bfloat16"), "bfloat16"))
-
-
-def check_moved(after: Any, before: Any, products: int) -> None:
-    after, before = (np.asarray(each, np.float64) for each in (after, before))
-    assert np.linalg.norm(after - before) <= products * bounds.MERGED * np.linalg.norm(before)
-
-
-def pairs_of(kind: str) -> dict[str, str]:
-    """Weights of a layer and their adapters."""
-    return {"kernel": "lora"} if kind == "GroupedLinear" else {"wi": "wi_lora", "wo": "wo_lora"}
-
-
-@pytest.mark.rule("LOR-5")
-@pytest.mark.parametrize("kind", KINDS)
-def test_merged_weights_of_nnx(kind):
-    layer = nnx_layer(kind)
-    before = called(layer)
-    held = {
-        weight: tuple(np.asarray(getattr(layer, name)[...]) for name in (weight, f"{pair}_a", f"{pair}_b"))
-        for weight, pair in pairs_of(kind).items()
-    }
-    layer.merge()
-    assert not jax.tree.leaves(flax_nnx.state(layer, flax_nnx.LoRAParam))
-    for weight, parts in held.items():
-        check_merged(getattr(layer, weight)[...], *parts)
-    check_moved(called(layer), before, len(held))
-    with asserts.refused(ValueError, ["`merge` of", "no adapter", "expected one", "`lora_rank`"]):
-        layer.merge()
-
-
-def linen_layer(kind: str, **options: Any) -> tuple[Any, Any]:
-    """A layer of Linen, and variables whose B is not zero."""
-    options = {"lora_rank": R, "lora_alpha": 2.0, "param_dtype": jnp.bfloat16, **options}
-    layer = getattr(linen, kind)(*arguments(kind), **options)
-    operands = (X,) if kind == "MoE" else (X, SIZES)
-    variables = dict(layer.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, *operands))
-    of_b = {name: made(*each.shape, seed=3) / 2 for name, each in variables["lora"].items() if name.endswith("_b")}
-    for name in of_b:
-        asserts.zero(np.asarray(variables["lora"][name], np.float32), name)
-    return layer, {**variables, "lora": {**variables["lora"], **of_b}}
-
-
-def applied(layer: Any, variables: Any, **options: Any) -> Any:
-    kind = type(layer).__name__
-    y = layer.apply(variables, X, **options) if kind == "MoE" else layer.apply(variables, X, SIZES, **options)
-    return y[0] if kind == "MoE" else y
-
-
-@pytest.mark.rule("LOR-1", "LOR-2")
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_collection_of_linen(kind):
-    layer, variables = linen_layer(kind)
-    assert set(variables["lora"]) == {f"{pair}_{part}" for pair in pairs_of(kind).values() for part in "ab"}
-
-    def loss_of(lora: Any, params: Any) -> Any:
-        return jnp.sum(applied(layer, {**variables, "lora": lora, "params": params}).astype(jnp.float32) ** 2)
-
-    found, of_params = jax.jit(jax.grad(loss_of, (0, 1)))(variables["lora"], variables["params"])
-    assert all(np.any(np.asarray(each, np.float32)) for each in jax.tree.leaves(found))
-    for name in pairs_of(kind):
-        asserts.zero(np.asarray(of_params[name], np.float32), name)
-
-
-@pytest.mark.rule("LOR-1")
-@pytest.mark.parametrize("kind", ["GroupedLinear", "GroupedMLP"])
-def test_linen_and_nnx_have_the_same_bits(kind):
-    layer, variables = linen_layer(kind)
-    other = nnx_layer(kind)
-    for weight, pair in pairs_of(kind).items():
-        getattr(other, weight)[...] = variables["params"][weight]
-        for part in "ab":
-            getattr(other, f"{pair}_{part}")[...] = variables["lora"][f"{pair}_{part}"]
-    asserts.bitwise(np.asarray(applied(layer, variables)), np.asarray(called(other)))
-
-
-@pytest.mark.rule("LOR-1")
-@pytest.mark.parametrize("kind", ["GroupedLinear", "GroupedMLP"])
-def test_dropout_of_linen(kind):
-    layer, variables = linen_layer(kind, lora_dropout=0.5)
-    found = [np.asarray(applied(layer, variables, rngs={"dropout": jax.random.key(seed)})) for seed in (0, 0, 1)]
-    asserts.bitwise(found[1], found[0])
-    assert np.any(found[2] != found[0])
-    without = np.asarray(applied(layer.clone(deterministic=True), variables))
-    asserts.bitwise(without, np.asarray(applied(layer.clone(lora_dropout=0.0), variables)))
-
-
-@pytest.mark.rule("LOR-5")
-@pytest.mark.parametrize("kind", KINDS)
-def test_merged_variables_of_linen(kind):
-    layer, variables = linen_layer(kind)
-    merged = linen.merge(layer, variables)
-    assert "lora" not in merged
-    for weight, pair in pairs_of(kind).items():
-        factors = (variables["lora"][f"{pair}_{part}"] for part in "ab")
-        check_merged(merged["params"][weight], variables["params"][weight], *factors)
-    plain = layer.clone(lora_rank=None, lora_alpha=None)
-    check_moved(applied(plain, merged), applied(layer, variables), len(pairs_of(kind)))
-    with asserts.refused(ValueError, ["`variables` of merge", "no collection `lora`", "`lora_rank`"]):
-        linen.merge(layer, merged)
-
-
-@pytest.mark.rule("LOR-5")
-def test_the_shared_expert_is_merged_too():
-    layer = nnx_layer("MoE", shared_dim=8)
-    before = called(layer)
-    layer.merge()
-    assert not jax.tree.leaves(flax_nnx.state(layer, flax_nnx.LoRAParam))
-    check_moved(called(layer), before, 4)
-    of_linen, variables = linen_layer_with_shared()
-    merged = linen.merge(of_linen, variables)
-    plain = of_linen.clone(lora_rank=None, lora_alpha=None)
-    check_moved(applied(plain, merged), applied(of_linen, variables), 4)
-
-
-def linen_layer_with_shared() -> tuple[Any, Any]:
-    layer = linen.MoE(*arguments("MoE"), shared_dim=8, lora_rank=R, lora_alpha=2.0, param_dtype=jnp.bfloat16)
-    variables = dict(layer.init(jax.random.key(0), X))
-    of_lora = jax.tree.map(lambda each: made(*each.shape, seed=each.size) / 2, variables["lora"])
-    return layer, {**variables, "lora": of_lora}
-
-
-@pytest.mark.rule("ERR-1", "LOR-1")
+@pytest.mark.rule("LOR-2", "LOR-4", "ACC-7", "ALL-4")
 @pytest.mark.parametrize(
-    ("options", "error", "fragments"),
+    ("live", "wanted"),
     [
-        ({"lora_rank": 257}, ValueError, ["`lora_rank`", "257", "1 to 256"]),
-        ({"lora_rank": 2.5}, TypeError, ["`lora_rank`", "2.5", "an integer or None"]),
-        ({"lora_rank": None, "lora_dropout": 0.1}, ValueError, ["`lora_dropout`", "without `lora_rank`"]),
-        ({"lora_dropout": 1.0}, ValueError, ["`lora_dropout`", "1.0", "without 1"]),
+        ((0, 1, 2, 3), "x h u1 u2 w2 b1 a2 b2"),
+        ((2, 3), "z u2 b2"),
+        ((3,), "u2"),
+        ((2,), "z b2"),
+        ((0, 1), "x h u1 w2 b1 a2 b2"),
     ],
 )
-@pytest.mark.parametrize("kind", KINDS)
-def test_options_that_do_not_fit_are_refused(kind, options, error, fragments):
-    options = {"lora_rank": R, **options}
-    with asserts.refused(error, fragments):
-        getattr(nnx, kind)(*arguments(kind), rngs=flax_nnx.Rngs(0), **options)
-    layer = getattr(linen, kind)(*arguments(kind), **options)
-    operands = (X,) if kind == "MoE" else (X, SIZES)
-    with asserts.refused(error, fragments):
-        layer.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, *operands)
+def test_nothing_is_saved_for_frozen_parts(live: tuple[int, ...], wanted: str):
+    shapes = {"x": (ROWS, H), "h": (ROWS, 2 * F), "z": (ROWS, F), "u1": (ROWS, R), "u2": (ROWS, R)}
+    shapes |= {"w2": WEIGHTS[1].shape, "b1": LORA[0][1].shape, "a2": LORA[1][0].shape, "b2": LORA[1][1].shape}
+    flat = [*LORA[0], *LORA[1]]
+
+    def of(*some: Any) -> Any:
+        now = list(flat)
+        for at, each in zip(live, some, strict=True):
+            now[at] = each
+        return grouped_mlp(X, *WEIGHTS, SIZES, lora=(tuple(now[:2]), tuple(now[2:])), lora_scaling=SCALING)
+
+    _, pull = jax.vjp(of, *(flat[at] for at in live))
+    saved = sorted(each.shape for each in jax.tree.leaves(pull) if getattr(each, "ndim", 0) > 1)
+    assert saved == sorted(shapes[each] for each in wanted.split())

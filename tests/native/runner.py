@@ -47,15 +47,15 @@ def takes_low(kernel: str) -> bool:
     return kernel.endswith(TAKE_LOW)
 
 
-def kernels(call: str, *, joined: bool = False, quantized: bool = False, low: bool = False) -> list[Any]:
+def kernels(call: str, *, joined: bool = False, quantized: bool = False, low: bool | None = False) -> list[Any]:
     """Names of the kernels of `call`, as test parameters; those that need a GPU carry the mark.
 
     Args:
         joined: those of weights in two arrays too. quantized: those of quantised results instead of plain ones.
-        low: those that take a low-rank product instead of those that take calls without one.
+        low: those that take a low-rank product instead of those that take calls without one; None: both.
     """
     names = [n for n in _native.kernels()[call] if (joined or JOINED not in n) and quantized == (STORED in n)]
-    names = [n for n in names if (takes_low(n) if low else LOW not in n)]
+    names = [n for n in names if low is None or (takes_low(n) if low else LOW not in n)]
     return [name if "_cpu" in name else pytest.param(name, marks=pytest.mark.gpu) for name in names]
 
 

@@ -125,7 +125,7 @@ BLOCKS = cases.Case("blocks", (40, 0, 75), 120, 72, 160, frozenset())
 
 
 @pytest.mark.rule("LOR-2", "QNT-1")
-@pytest.mark.parametrize("kernel", list(dict.fromkeys(kernels("grouped_matmul") + kernels("grouped_matmul", low=True))))
+@pytest.mark.parametrize("kernel", kernels("grouped_matmul", low=None))
 @pytest.mark.matrix(
     format=EITHER_AXIS, rows=("bf16", "fp16", "fp32"), case=(ODD, BLOCKS, ALIGNED), result=cases.DTYPES, rank=(0, 4, 16)
 )

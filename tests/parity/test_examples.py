@@ -405,6 +405,30 @@ def test_mistakes_of_the_torch_example_get_one_line(
     assert fragment.format(tmp=tmp_path) in line
 
 
+# ---- finetune_lora.py ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.rule("LOR-2", "LOR-3")
+def test_adapters_over_codes_train_as_over_their_values(
+    text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both bases hold the same values, so the losses of each step have the same bits."""
+    monkeypatch.syspath_prepend(TORCH_SCRIPT.parent)
+    example = importlib.import_module("finetune_lora")
+    sizes = ("--width", "64", "--mlp-dim", "64", "--layers", "1", "--batch", "2", "--length", "16", "--steps", "6")
+    options = ("--compare", "--device", "cpu", "--experts", "4", "--rank", "8", "--text", text, *sizes)
+    assert example.main([str(option) for option in options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    plain, coded = (line.split() for line in lines[1:3])
+    assert (plain[0], coded[0]) == ("bf16", "mxfp4"), lines
+    assert plain[1:3] == coded[1:3], lines
+    assert float(coded[2]) < float(coded[1]), "it learns"
+    assert lines[3].startswith("mxfp4 over bf16: 0.266 of the bytes of the base"), lines
+    assert lines[3].endswith("losses differ by at most 0.0000"), lines
+    assert example.main(["--rank", "0"]) == 2
+    assert capsys.readouterr().err == "finetune_lora: --rank 0 is less than 1\n"
+
+
 @pytest.mark.parametrize("recipe", [(), ("--recipe", "FP8Block")], ids=["plain", "FP8Block"])
 @pytest.mark.parametrize("script", ["transformers_olmoe", "jax_patch"])
 def test_switching_a_model_keeps_its_losses(script: str, recipe: tuple[str, ...]) -> None:

@@ -200,3 +200,5 @@ def test_members_and_keys_that_do_not_fit_are_refused():
     with asserts.refused(TypeError, ["`x`", "beside `lora`", "bfloat16", "pass the array before"]):
         x = torch_bridge.quantize(p.x.detach(), "mxfp8", group_sizes=p.sizes)
         grouped_linear(x, p.w, p.sizes, lora=(p.a, p.b))
+    with asserts.refused(ValueError, ["`lora` of grouped_mlp_fwd", "not deferred", "call grouped_mlp"]):
+        torch_bridge.grouped_mlp_fwd(p.x, p.w, p.w, p.sizes, lora=None)

@@ -5,33 +5,17 @@ Its tests run before all others (conftest.py), so that other workers run theirs 
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-
 import pytest
 
-from tests.conftest import ROOT
 from tests.torch_frontend.parallel_checks import CHECKS
+from tests.torch_frontend.rank_tools import program
 
-
-def program(*options: str, timeout: float) -> tuple[int, str]:
-    """(exit status, what two ranks print): a line for each check, and a failure's traceback behind it."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.torch_frontend.parallel_checks", *options]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **streams) as run:
-        try:
-            said = run.communicate(timeout=timeout)[0]
-        except subprocess.TimeoutExpired:
-            os.killpg(run.pid, signal.SIGKILL)  # with its ranks, which have the same session
-            said = f"after {timeout:g} seconds it was stopped; until then it printed:\n{run.communicate()[0]}"
-    return run.returncode, said
+MODULE = "parallel_checks"
 
 
 @pytest.fixture(scope="module")
 def outcome() -> str:
-    return program(timeout=600)[1]
+    return program(MODULE, timeout=600)[1]
 
 
 @pytest.mark.rule("DLY-3", "GRP-10", "GRD-6", "LYR-9", "QNT-3")
@@ -44,11 +28,11 @@ def test_two_ranks(name: str, outcome: str) -> None:
 def test_a_collective_without_one_rank_fails_soon() -> None:
     """Far below the hour for which the other rank sleeps, which is ended with the first; both show where they were."""
     name = "one_rank_stays_away_from_a_collective"
-    status, printed = program("--checks", name, "--timeout", "4", timeout=300)
+    status, printed = program(MODULE, "--checks", name, "--timeout", "4", timeout=300)
     assert status == 1, printed
     said = (
         *(f"FAILED  {name}\nrank 0: Traceback", "in _mean_over_ranks", "rank 1 did not finish it"),
-        *("rank 1 was ended after the other one had failed", "rank 1 has had enough", f"in {name}\n  File"),
+        *("rank 1 was ended after another one had failed", "rank 1 has had enough", f"in {name}\n  File"),
     )
     for words in said:
         assert words in printed, f"{words!r} is missing:\n{printed}"
@@ -56,7 +40,7 @@ def test_a_collective_without_one_rank_fails_soon() -> None:
 
 def test_checks_that_take_too_long_are_ended_with_their_output() -> None:
     name = "both_ranks_wait_for_ever"
-    status, printed = program("--checks", name, "--limit", "1", timeout=300)
+    status, printed = program(MODULE, "--checks", name, "--limit", "1", timeout=300)
     assert status == 1, printed
     for words in (f"FAILED  {name}\n", *(f"rank {rank} was ended after 1 seconds; it printed:" for rank in (0, 1))):
         assert words in printed, f"{words!r} is missing:\n{printed}"

@@ -76,8 +76,21 @@ def merge(layer: Any) -> None:
 _PEFT = ("base_layer.", "")
 
 
+def _check_has_adapters(layers: tuple[Any, Any]) -> None:
+    if not all(layer.lora.rank for layer in layers):
+        raise ValueError(
+            "adapters of PEFT: a layer of GroupedMLP has none, expected one in both; make the layer with `lora_rank`, "
+            "and use them before `merge`."
+        )
+
+
 def to_peft(layers: tuple[Any, Any], prefix: str) -> dict[str, Tensor]:
-    """The adapters of both layers of an MLP, named and laid out as PEFT's `target_parameters`."""
+    """The adapters of both layers of an MLP, named and laid out as PEFT's `target_parameters`.
+
+    Raises:
+        ValueError: a layer has no adapter.
+    """
+    _check_has_adapters(layers)
     found: dict[str, Tensor] = {}
     for layer, place in zip(layers, _PEFT, strict=True):
         a, b = lora_layout.to_peft(layer.lora_A.detach(), layer.lora_B.detach(), transposed=True)
@@ -89,8 +102,10 @@ def from_peft(layers: tuple[Any, Any], state: Mapping[str, Tensor], prefix: str)
     """Loads what `to_peft` makes, or PEFT.
 
     Raises:
-        ValueError: an entry is missing, or has not the shape of the layer; nothing is then loaded.
+        ValueError: an entry is missing, or has not the shape of the layer, or a layer has no adapter; nothing is then
+            loaded.
     """
+    _check_has_adapters(layers)
     made: list[tuple[Parameter, Tensor]] = []
     for layer, place in zip(layers, _PEFT, strict=True):
         names = [f"{prefix}{place}{name}.weight" for name in FACTORS]

@@ -246,6 +246,9 @@ class GroupedMLP(ScaledModule):
 
         Args:
             prefix: of an experts module in PEFT, e.g. "base_model.model.model.layers.0.mlp.experts.".
+
+        Raises:
+            ValueError: a layer has no adapter.
         """
         return _lora.to_peft(self._layers(), prefix)
 

@@ -5,15 +5,19 @@ Letters: T tokens, H hidden size, E experts, k experts per token, F expert width
 
 from __future__ import annotations
 
+import copy
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from grouped_core.exchange import own_experts
 from grouped_core.routing_spec import router_option
 from torch_bridge import main_grad
+from torch_bridge._expert_parallel import Transport, over_ranks, transport_option
 from torch_bridge._router import router_logits
 from torch_bridge.moe import moe
 from torch_bridge.nn._checks import positive
@@ -117,6 +121,9 @@ class MoE(Module):
         selection_bias: whether the router has a bias for the choice, see `Router`.
         shared_dim: width of an expert that all tokens go to, dropped ones too; None: there is none.
         shared_gate: whether its result is multiplied by the sigmoid of a product of the token with a learned vector.
+        process_group: of the ranks over which the experts are spread; rank r of P holds experts r E / P to
+            (r + 1) E / P - 1, and router and shared expert are replicated. Every rank runs each pass. None: all here.
+        transport, budget_factor: how tokens travel, as in `parallel.moe`.
         bias: whether the experts have biases; the shared one has none.
         single_grouped_weight: one parameter for all experts instead of one each.
         options: the other keywords of `GroupedMLP`, for the experts and the shared expert.
@@ -152,6 +159,9 @@ class MoE(Module):
         selection_bias: bool = False,
         shared_dim: int | None = None,
         shared_gate: bool = False,
+        process_group: Any = None,
+        transport: str | Transport = "all_to_all",
+        budget_factor: float | None = None,
         bias: bool = False,
         single_grouped_weight: bool = True,
         **options: Any,
@@ -181,11 +191,20 @@ class MoE(Module):
                 "`shared_gate` of MoE: True without `shared_dim`, expected a shared expert; give its width, or leave "
                 "the gate out."
             )
-        self.jitter = jitter
+        self.jitter, self.num_experts = jitter, num_experts
+        self.process_group, self.transport, own = process_group, None, num_experts
+        if process_group is not None:
+            self.transport = transport_option("MoE", transport, process_group, budget_factor)
+            own = own_experts("MoE", num_experts, process_group.size())
+        elif transport != "all_to_all" or budget_factor is not None:
+            raise ValueError(
+                f"`transport`, `budget_factor` of MoE: {transport!r} and {budget_factor} without `process_group`, "
+                "expected 'all_to_all' and None; pass the ranks over which the experts are spread."
+            )
         place: dict[str, Any] = {"device": options.get("device"), "dtype": options.get("dtype")}
         self.router = Router(hidden, num_experts, selection_bias=selection_bias, **place)
         options["single_grouped_weight"] = single_grouped_weight
-        self.experts = RoutedMLP(num_experts, hidden, mlp_dim, bias=bias, **options)
+        self.experts = RoutedMLP(own, hidden, mlp_dim, bias=bias, **options)
         self.shared = None if shared_dim is None else GroupedMLP(1, hidden, shared_dim, **options)
         self.shared_gate = Router(hidden, 1, **place) if shared_gate else None
 
@@ -217,21 +236,37 @@ class MoE(Module):
             experts=experts,
             jitter=jitter,
             key=key,
+            process_group=self.process_group,
             **self.routing,
         )
+        if self.transport is not None:
+            y, aux = over_ranks(
+                *(tokens, weights, chosen, aux, self.num_experts, self.process_group, self.transport),
+                partial(self.experts, is_first_microbatch=is_first_microbatch),
+                partial(self._shared, tokens, is_first_microbatch),
+            )
+            return y.reshape(x.shape), aux
         y = self.experts(tokens, chosen, weights, is_first_microbatch=is_first_microbatch)
-        if self.shared is not None:
-            y = y + self._shared(self.shared, tokens, is_first_microbatch)
-        return y.reshape(x.shape), aux
+        shared = self._shared(tokens, is_first_microbatch)
+        return (y if shared is None else y + shared).reshape(x.shape), aux
 
-    def _shared(self, shared: GroupedMLP, tokens: Tensor, first: bool | None) -> Tensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
+        """A copy in the same process group, which cannot be copied itself."""
+        memo[id(self.process_group)] = self.process_group
+        memo[id(self)] = made = type(self).__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def _shared(self, tokens: Tensor, first: bool | None) -> Tensor | None:
+        if self.shared is None:
+            return None
         sizes = torch.full((1,), tokens.shape[0], dtype=torch.int32, device=tokens.device)
         probs = None
         if self.shared_gate is not None:
             # The sigmoid of the router's kernel: one expert, whose score is its weight.
             gate, _, _ = topk_router(self.shared_gate(tokens), 1, score="sigmoid")
             probs = gate.reshape(-1)
-        return shared(tokens, sizes, probs, is_first_microbatch=first)
+        return self.shared(tokens, sizes, probs, is_first_microbatch=first)
 
     # ---- what the experts offer --------------------------------------------------------------------------------------
 

@@ -1,0 +1,325 @@
+"""What ranks check together of layers whose experts are spread over them, against the same layer on one rank.
+
+    python -m tests.torch_frontend.expert_parallel_checks --device cuda --ranks 2    # on GPUs; the tests: 4 on the CPU
+
+Every rank draws the whole problem, so it has what one rank computes. Letters: P ranks, T tokens of a rank, E experts, H
+hidden size, F expert width, k experts per token.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from tests import asserts
+from tests.torch_frontend.rank_tools import Checks, check_in, main
+from tests.torch_frontend.routing_tools import draw, experts_of, near
+from tests.torch_frontend.torch_tools import leaf
+from torch_bridge import (
+    MXFP8,
+    FP8Block,
+    FP8Current,
+    FP8Delayed,
+    grouped_mlp,
+    moe,
+    nn,
+    parallel,
+    routed_mlp,
+    update_scaling,
+)
+from torch_bridge.parallel import AllToAll, Arrived, Transport
+
+RANKS = 4
+"""Unless --ranks says another number."""
+T, E, K, H, F = 10, 8, 3, 32, 16
+LOSSES = {"aux_coeff": 0.5, "z_coeff": 0.25}
+CHECKS: Checks = {}
+check = check_in(CHECKS)
+
+
+def _drawn(mesh: DeviceMesh, *shape: int, seed: object = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.from_numpy(draw(*shape, seed=seed)).to(mesh.device_type, dtype)
+
+
+def _own(whole: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's part of the first axis."""
+    return whole.chunk(mesh.size())[mesh.get_rank()].clone()
+
+
+def _all(part: Tensor) -> Tensor:
+    """The parts of all ranks."""
+    found = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, part.contiguous())
+    return torch.cat(found)
+
+
+def _weights(mesh: DeviceMesh, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    router = _drawn(mesh, E, H, seed="router")
+    wi, wo = _drawn(mesh, E, 2 * F, H, seed="wi", dtype=dtype), _drawn(mesh, E, H, F, seed="wo", dtype=dtype)
+    return router, wi, wo
+
+
+@check
+def the_layer_has_the_bits_of_one_rank(mesh: DeviceMesh) -> None:
+    """y and the gradients of tokens and experts; losses, load and the router's gradient within bounds."""
+    group = mesh.get_group()
+    for dtype in (torch.float32, torch.bfloat16):
+        for recipe in (None, FP8Block, MXFP8, FP8Current):
+            x, dy = (_drawn(mesh, mesh.size() * T, H, seed=each, dtype=dtype) for each in ("x", "dy"))
+            one = [leaf(each) for each in (x, *_weights(mesh, dtype))]
+            y, aux = moe(*one, K, recipe=recipe, **LOSSES)
+            ((y * dy).sum() + aux.aux_loss + aux.z_loss).backward()
+
+            router, wi, wo = _weights(mesh, dtype)
+            ours = [leaf(each) for each in (_own(x, mesh), router, _own(wi, mesh), _own(wo, mesh))]
+            y2, aux2 = parallel.moe(*ours, K, process_group=group, recipe=recipe, **LOSSES)
+            ((y2 * _own(dy, mesh)).sum() + aux2.aux_loss + aux2.z_loss).backward()
+
+            what = f"{dtype}, {recipe and recipe.name}"
+            asserts.bitwise(_all(y2.detach()), y.detach(), f"y, {what}")
+            for each, mine, theirs in zip(("wi", "wo"), ours[2:], one[2:], strict=True):
+                asserts.bitwise(_all(mine.grad), theirs.grad, f"{each}, {what}")
+            asserts.bitwise(aux2.load, aux.load, "load")
+            near(aux2.aux_loss, aux.aux_loss.double(), "aux_loss")
+            near(aux2.z_loss, aux.z_loss.double(), "z_loss")
+            assert not aux2.overflow
+            if dtype == torch.float32:
+                total = ours[1].grad.clone()
+                dist.all_reduce(total)
+                near(total, one[1].grad.double(), f"router, {what}")
+
+
+@check
+def tokens_have_the_gradients_of_one_rank(mesh: DeviceMesh) -> None:
+    """With given experts and weights, so that no sum over ranks is in them."""
+    group, dtype = mesh.get_group(), torch.bfloat16
+    experts = torch.from_numpy(experts_of(mesh.size() * T, K, E)).to(mesh.device_type)
+    x, dy = (_drawn(mesh, mesh.size() * T, H, seed=each, dtype=dtype) for each in ("x", "dy"))
+    weights = _drawn(mesh, mesh.size() * T, K, seed="weights").abs()
+    _, wi, wo = _weights(mesh, dtype)
+    one = [leaf(each) for each in (x, weights, wi, wo)]
+    y = routed_mlp(one[0], experts, one[1], one[2], one[3])
+    y.backward(dy)
+    ours = [leaf(_own(each, mesh)) for each in (x, weights, wi, wo)]
+    rows, sizes, handle = parallel.dispatch(ours[0], _own(experts, mesh), ours[1], E, process_group=group)
+    assert sizes.shape == (E // mesh.size(),)
+    assert int(sizes.sum()) <= rows.shape[0]
+    results = grouped_mlp(rows, ours[2], ours[3], sizes, probs=handle.probs)
+    y2 = parallel.combine(results, handle)
+    y2.backward(_own(dy, mesh))
+    assert int(handle.dropped) == 0
+    asserts.bitwise(_all(y2.detach()), y.detach(), "y")
+    for name, mine, theirs in zip(("x", "weights", "wi", "wo"), ours, one, strict=True):
+        asserts.bitwise(_all(mine.grad), theirs.grad, name)
+
+
+@check
+def rows_beyond_a_budget_are_dropped_and_counted(mesh: DeviceMesh) -> None:
+    """All tokens choose the experts of the first rank, which takes what the budget has: the first ones."""
+    group = mesh.get_group()
+    tokens = 64
+    experts = torch.zeros(tokens, 1, dtype=torch.int64, device=mesh.device_type)
+    x = leaf(_drawn(mesh, tokens, H, seed=mesh.get_rank()))
+    weights = leaf(torch.ones(tokens, 1, device=mesh.device_type))
+    rows, sizes, handle = parallel.dispatch(x, experts, weights, E, process_group=group, budget_factor=1.0)
+    ranks = mesh.size()
+    budget = tokens // ranks
+    assert rows.shape == (ranks * budget, H)
+    assert sizes.tolist() == [0 if mesh.get_rank() else ranks * budget] + [0] * (E // ranks - 1)
+    assert bool(handle.overflow)
+    assert int(handle.dropped) == ranks * (tokens - budget)
+    y = parallel.combine(rows, handle)
+    asserts.bitwise(y[:budget].detach(), x[:budget].detach(), "rows that came back")
+    assert not y[budget:].any()
+    y.sum().backward()
+    assert x.grad[:budget].eq(1).all()
+    assert not x.grad[budget:].any()
+    _, wi, wo = _weights(mesh, torch.float32)
+    router = torch.zeros(E, H, device=mesh.device_type)
+    _, aux = parallel.moe(x, router, _own(wi, mesh), _own(wo, mesh), 1, process_group=group, budget_factor=1.0)
+    assert int(aux.dropped) == ranks * (tokens - budget)
+    assert bool(aux.overflow)
+
+
+@check
+def a_rank_without_tokens_runs_every_collective(mesh: DeviceMesh) -> None:
+    """Its tokens are all padding: nothing of it arrives anywhere, and its gradients are zero."""
+    group, idle = mesh.get_group(), mesh.get_rank() == 1
+    router, wi, wo = _weights(mesh, torch.float32)
+    x = leaf(_drawn(mesh, T, H, seed=mesh.get_rank()))
+    wi, wo = leaf(_own(wi, mesh)), leaf(_own(wo, mesh))
+    mask = torch.full((T,), not idle, device=mesh.device_type)
+    y, aux = parallel.moe(x, router, wi, wo, K, process_group=group, mask=mask)
+    y.sum().backward()
+    assert int(aux.load.sum()) == (mesh.size() - 1) * T * K
+    assert y.any() == (not idle)
+    assert x.grad.any() == (not idle)
+    assert wi.grad is not None, "an idle rank computes with the rows of the others"
+
+
+@check
+def the_module_trains_as_one_rank_does(mesh: DeviceMesh) -> None:
+    """Two steps of `nn.MoE`; every rank holds its experts, the rest is replicated.
+
+    With delayed scaling there is no shared expert, whose scales would be those of a rank's tokens.
+    """
+    group = mesh.get_group()
+    for recipe in (None, MXFP8, FP8Delayed):
+        torch.manual_seed(3)
+        shared = None if recipe is FP8Delayed else 16
+        options: dict[str, Any] = {"shared_dim": shared, "recipe": recipe, "dtype": torch.bfloat16}
+        one = nn.MoE(H, F, E, K, **options).to(mesh.device_type)
+        ours = nn.MoE(H, F, E, K, process_group=group, **options).to(mesh.device_type)
+        with torch.no_grad():
+            for (name, mine), theirs in zip(ours.named_parameters(), one.parameters(), strict=True):
+                mine.copy_(_own(theirs, mesh) if mine.shape != theirs.shape else theirs)
+                assert (mine.shape != theirs.shape) == name.startswith("experts"), name
+        for step in range(2):
+            x, dy = (_drawn(mesh, mesh.size() * T, H, seed=(each, step), dtype=torch.bfloat16) for each in ("x", "dy"))
+            y, _ = one(x)
+            y.backward(dy)
+            y2, _ = ours(_own(x, mesh))
+            y2.backward(_own(dy, mesh))
+            asserts.bitwise(_all(y2.detach()), y.detach(), f"y, {recipe and recipe.name}")
+            for (name, mine), theirs in zip(ours.named_parameters(), one.parameters(), strict=True):
+                assert mine.grad is not None, name
+                if name.startswith("experts"):
+                    asserts.bitwise(_all(mine.grad), theirs.grad, f"{name}, {recipe and recipe.name}")
+            with torch.no_grad():
+                for (name, mine), theirs in zip(ours.named_parameters(), one.parameters(), strict=True):
+                    assert theirs.grad is not None, name
+                    theirs -= 0.01 * theirs.grad
+                    mine.copy_(_own(theirs, mesh) if name.startswith("experts") else theirs)
+                    mine.grad = theirs.grad = None
+            if recipe is FP8Delayed:
+                for module in (one, ours):
+                    update_scaling(module.experts.scaling_state)
+
+
+@check
+def adapters_live_where_their_experts_do(mesh: DeviceMesh) -> None:
+    """The adapters of a rank's experts have the gradients that they have on one rank."""
+    torch.manual_seed(5)
+    options: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8, "dtype": torch.bfloat16}
+    one = nn.MoE(H, F, E, K, **options).to(mesh.device_type)
+    ours = nn.MoE(H, F, E, K, process_group=mesh.get_group(), **options).to(mesh.device_type)
+    with torch.no_grad():
+        for (name, mine), theirs in zip(ours.named_parameters(), one.parameters(), strict=True):
+            if name.endswith("lora_B"):
+                theirs.normal_()
+            mine.copy_(_own(theirs, mesh) if mine.shape != theirs.shape else theirs)
+    x = _drawn(mesh, mesh.size() * T, H, seed="x", dtype=torch.bfloat16)
+    y, y2 = one(x)[0], ours(_own(x, mesh))[0]
+    asserts.bitwise(_all(y2.detach()), y.detach(), "y")
+    y.sum().backward()
+    y2.sum().backward()
+    for (name, mine), theirs in zip(ours.named_parameters(), one.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None) == (not mine.requires_grad), name
+        if "lora" in name:
+            assert mine.grad is not None
+            asserts.bitwise(_all(mine.grad), theirs.grad, name)
+
+
+class _Counted:
+    """A transport of one's own: the library's, and how often it was called."""
+
+    def __init__(self, group: Any) -> None:
+        self.inner, self.calls = AllToAll(group), []
+
+    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, num_experts: int) -> Arrived:
+        self.calls.append("dispatch")
+        return self.inner.dispatch(x, experts, weights, num_experts)
+
+    def combine(self, y: Tensor, handle: Any) -> Tensor:
+        self.calls.append("combine")
+        return self.inner.combine(y, handle)
+
+
+@check
+def an_own_transport_carries_the_rows(mesh: DeviceMesh) -> None:
+    group = mesh.get_group()
+    counted = _Counted(group)
+    assert isinstance(counted, Transport)
+    router, wi, wo = _weights(mesh, torch.float32)
+    x = _drawn(mesh, T, H, seed=mesh.get_rank())
+    found = [
+        parallel.moe(x, router, _own(wi, mesh), _own(wo, mesh), K, process_group=group, transport=each)[0]
+        for each in ("all_to_all", counted)
+    ]
+    asserts.bitwise(*found)
+    assert counted.calls == ["dispatch", "combine"]
+    with asserts.refused(ValueError, ["`budget_factor` of parallel.moe", "own transport"]):
+        parallel.moe(x, router, wi, wo, K, process_group=group, transport=counted, budget_factor=1.0)
+    with asserts.refused(ValueError, ["`transport` of parallel.moe", "'pigeon'", "all_to_all"]):
+        parallel.moe(x, router, wi, wo, K, process_group=group, transport="pigeon")
+
+
+@check
+def a_checkpointed_layer_has_the_same_gradients(mesh: DeviceMesh) -> None:
+    """`torch.utils.checkpoint` sends rows again in backward, on all ranks in the same order."""
+    group = mesh.get_group()
+    router, wi, wo = _weights(mesh, torch.float32)
+    first = [leaf(each) for each in (_drawn(mesh, T, H), router, _own(wi, mesh), _own(wo, mesh))]
+    second = copy.deepcopy(first)
+
+    def run(x: Tensor, router: Tensor, wi: Tensor, wo: Tensor) -> Tensor:
+        return parallel.moe(x, router, wi, wo, K, process_group=group)[0]
+
+    run(*first).sum().backward()
+    again: Any = checkpoint(run, *second, use_reentrant=False)
+    again.sum().backward()
+    for one, other in zip(first, second, strict=True):
+        asserts.bitwise(one.grad, other.grad)
+
+
+@check
+def a_compiled_layer_is_one_graph_with_the_same_bits(mesh: DeviceMesh) -> None:
+    group = mesh.get_group()
+    router, wi, wo = _weights(mesh, torch.float32)
+
+    def run(x: Tensor, router: Tensor, wi: Tensor, wo: Tensor) -> Tensor:
+        return parallel.moe(x, router, wi, wo, K, process_group=group, budget_factor=2.0)[0]
+
+    found = []
+    for each in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        args = [leaf(part) for part in (_drawn(mesh, T, H), router, _own(wi, mesh), _own(wo, mesh))]
+        y = each(*args)
+        y.sum().backward()
+        found.append([y.detach(), *(arg.grad for arg in args)])
+    for eager, compiled in zip(*found, strict=True):
+        asserts.bitwise(compiled, eager)
+
+
+@check
+def fsdp2_shards_what_is_replicated(mesh: DeviceMesh) -> None:
+    """FSDP2 around a layer, its experts left out: router and shared expert have the mean of the ranks' gradients."""
+    torch.manual_seed(9)
+    plain = nn.MoE(H, F, E, K, process_group=mesh.get_group(), shared_dim=16).to(mesh.device_type)
+    module = copy.deepcopy(plain)
+    fully_shard(module, mesh=mesh, ignored_params=set(module.experts.parameters()))
+    x = _drawn(mesh, T, H, seed=mesh.get_rank())
+    for each in (plain, module):
+        each(x)[0].sum().backward()
+    for (name, a), (_, b) in zip(module.named_parameters(), plain.named_parameters(), strict=True):
+        assert a.grad is not None, name
+        assert b.grad is not None, name
+        if name.startswith("experts"):
+            asserts.bitwise(a.grad, b.grad, name)
+        else:
+            assert isinstance(a.grad, DTensor), name
+            mean = b.grad.clone()
+            dist.all_reduce(mean)
+            near(a.grad.full_tensor(), (mean / mesh.size()).double(), name)
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, CHECKS, RANKS))

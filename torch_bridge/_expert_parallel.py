@@ -1,0 +1,317 @@
+"""Layers whose experts are spread over the ranks of a process group, on `torch.distributed`.
+
+`moe` is the whole layer; `dispatch` and `combine` are its two exchanges, for layers of one's own. What is computed does
+not depend on how the layer is spread (docs/contracts.md, LYR-9): docs/parallel.md.
+
+Letters: P ranks, T tokens of a rank, E experts, L = E / P experts of a rank, k experts per token, B rows that one rank
+sends to one rank at most, H hidden size, M rows that a rank receives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from grouped_core import exchange
+from grouped_core.activations import Activation
+from grouped_core.exchange import Exchange
+from grouped_core.formats import QTensor
+from grouped_core.mlp_spec import Residuals
+from grouped_core.recipes import BoundRecipe, Recipe
+from torch_bridge import _exchange, _routing, route
+from torch_bridge._args import Accumulators, Members
+from torch_bridge._checks import check_operand
+from torch_bridge._router import router_logits
+from torch_bridge._tensors import StraightThrough, rows_spec
+from torch_bridge.route import MoEAux, Permutation, topk_router
+from torch_bridge.routed import routed_mlp
+from torch_bridge.sizes import saturate
+
+FUNCTION = "parallel.moe"
+
+
+class Arrived(NamedTuple):
+    """What a rank received.
+
+    Attributes:
+        rows: [M, H]. experts: int32 [M, j], local numbers 0 to L - 1 of the experts of each row, -1 for none.
+        weights: fp32 [M, j], the router's. handle: for `combine`. dropped: int32 scalar, slots of this rank's tokens
+            that did not travel.
+    """
+
+    rows: Tensor
+    experts: Tensor
+    weights: Tensor
+    handle: Any
+    dropped: Tensor
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """How tokens travel: the parts of static size of this module, or an object around another library.
+
+    All ranks call both methods, in the same order, also ranks without tokens. `dispatch` is differentiable in tokens
+    and weights, `combine` in the results.
+    """
+
+    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, num_experts: int) -> Arrived:
+        """Sends tokens x [T, H] to the ranks of their experts [T, k] of E, with their weights [T, k]."""
+        ...
+
+    def combine(self, y: Tensor, handle: Any) -> Tensor:
+        """[T, H]: for each token the sum of the results y [M, H] of its rows, in fp32, rounded once."""
+        ...
+
+
+class Way(NamedTuple):
+    """How rows went: the slot in each row sent [P B], and the row of each slot [T, k]."""
+
+    source: Tensor
+    inverse: Tensor
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """Parts of a static size for every pair of ranks; no size is read on the host.
+
+    Attributes:
+        process_group: of the P ranks; rank r has experts r L to (r + 1) L - 1.
+        budget_factor: a rank sends a rank at most this many times the mean T k / P rows; rows beyond are dropped. None:
+            as many as there can be.
+    """
+
+    process_group: Any
+    budget_factor: float | None = None
+
+    def option(self, experts: Tensor, num_experts: int) -> Exchange:
+        """The facts of the exchange of experts [T, k]."""
+        tokens, slots = (int(each) for each in experts.shape)
+        facts = {"ranks": self.process_group.size(), "experts": num_experts, "tokens": tokens, "slots": slots}
+        return exchange.exchange_option(FUNCTION, **facts, budget_factor=self.budget_factor)
+
+    def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, num_experts: int) -> Arrived:
+        """As in `Transport`; M = P B rows, one expert each, -1 where a budget was not used up."""
+        group = self.process_group.group_name
+        sent = _exchange.send(self.option(experts, num_experts), x, experts, weights)
+        found, probs = _exchange.beside(sent.experts, sent.probs, group)
+        rows = _exchange.move(sent.rows, group)
+        return Arrived(rows, found[:, None], probs[:, None], Way(sent.source, sent.inverse), sent.dropped.reshape(()))
+
+    def combine(self, y: Tensor, handle: Way) -> Tensor:
+        """As in `Transport`."""
+        rows = _exchange.move(y, self.process_group.group_name)
+        return _exchange.sums(rows, handle.source, handle.inverse)
+
+
+TRANSPORTS = ("all_to_all",)
+
+
+def transport_option(
+    function: str, transport: str | Transport, process_group: Any, budget_factor: float | None
+) -> Transport:
+    """The transport of `function`.
+
+    Raises:
+        ValueError: there is none of this name, or a budget beside a transport of the caller's. TypeError: no process
+            group, or an object without `dispatch` and `combine`.
+    """
+    exchange.check_budget_factor(function, budget_factor)
+    if not isinstance(transport, str):
+        if not isinstance(transport, Transport):
+            raise TypeError(
+                f"`transport` of {function}: {type(transport).__name__}, expected a name or an object with `dispatch` "
+                "and `combine`; see torch_bridge.parallel.Transport."
+            )
+        if budget_factor is not None:
+            raise ValueError(
+                f"`budget_factor` of {function}: {budget_factor} beside an own transport, expected None; give the "
+                "transport its budget."
+            )
+        return transport
+    if transport not in TRANSPORTS:
+        raise ValueError(
+            f"`transport` of {function}: {transport!r}, expected {', '.join(TRANSPORTS)} or an object with `dispatch` "
+            "and `combine`; all_to_all is the default."
+        )
+    if not hasattr(process_group, "group_name"):
+        raise TypeError(
+            f"`process_group` of {function}: {type(process_group).__name__}, expected a "
+            "torch.distributed.ProcessGroup; pass torch.distributed.group.WORLD for all ranks."
+        )
+    return AllToAll(process_group, budget_factor)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The two exchanges
+
+
+@dataclass(frozen=True, eq=False)
+class Handle:
+    """What `dispatch` did, for `combine`.
+
+    Attributes:
+        probs: the router's weight of each row, fp32 [M], 0 where there is no row; differentiable.
+        dropped: slots of all ranks without a row, int32 scalar. overflow: whether there are any, bool scalar.
+        permutation, way, transport: where rows stand, and how they came.
+    """
+
+    probs: Tensor
+    dropped: Tensor
+    overflow: Tensor
+    permutation: Permutation
+    way: Any
+    transport: Transport
+
+
+def dispatch(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    num_experts: int,
+    *,
+    process_group: Any,
+    transport: str | Transport = "all_to_all",
+    budget_factor: float | None = None,
+) -> tuple[Tensor, Tensor, Handle]:
+    """Sends each token to the ranks of its experts; rank r has experts r L to (r + 1) L - 1. Every rank calls it.
+
+    Args:
+        x: [T, H], the tokens of this rank, as many on every rank; differentiable.
+        experts: integers [T, k], of E; others than 0 to E - 1 are none.
+        weights: [T, k], the router's; they travel as fp32 and come out as `handle.probs`; differentiable.
+        num_experts: E. process_group: of the P ranks.
+        transport: "all_to_all", or a `Transport`. budget_factor: as in `moe`.
+
+    Returns:
+        rows [M, H] of the experts of this rank, sorted by expert, then source rank, token and place, with zeros behind
+        the last one; their sizes, int32 [L]; and `Handle`.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
+    """
+    function = "parallel.dispatch"
+    by = transport_option(function, transport, process_group, budget_factor)
+    check_operand("experts", experts, x)
+    check_operand("weights", weights, x)
+    exchange.check_dispatch(function, rows_spec(x), rows_spec(experts), rows_spec(weights))
+    own = exchange.own_experts(function, num_experts, process_group.size())
+    arrived = by.dispatch(x, saturate(experts).int(), weights, num_experts)
+    rows, sizes, permutation = route.permute(arrived.rows, arrived.experts, own, probs=arrived.weights)
+    (lost,) = _routing.summed(process_group.group_name, arrived.dropped)
+    probs = permutation.probs
+    assert probs is not None, "weights were given"
+    return rows, sizes, Handle(probs, lost, lost > 0, permutation, arrived.handle, by)
+
+
+def combine(y: Tensor, handle: Handle) -> Tensor:
+    """Sends the results of the rows of `dispatch` back, and sums them per token in the order of places, in fp32.
+
+    Weights are not applied again: multiply by `handle.probs`, or give it to `grouped_mlp` as `probs`. Every rank calls
+    it.
+
+    Args:
+        y: [M, H]; differentiable. handle: of `dispatch`.
+
+    Returns:
+        [T, H] in the dtype of y, rounded once; slots without a row add 0.
+
+    Raises:
+        ValueError: another number of rows. TypeError: a dtype does not fit.
+    """
+    exchange.check_combine("parallel.combine", rows_spec(y), handle.permutation.source.shape[0])
+    return handle.transport.combine(route.unpermute(y, handle.permutation), handle.way)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The layer
+
+
+def over_ranks(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    aux: MoEAux,
+    num_experts: int,
+    process_group: Any,
+    transport: Transport,
+    run_experts: Callable[[Tensor, Tensor, Tensor], Tensor],
+    meanwhile: Callable[[], Tensor | None] = lambda: None,
+) -> tuple[Tensor, MoEAux]:
+    """(y, aux) of chosen experts of all ranks; aux is that of all ranks.
+
+    Args:
+        run_experts: (rows, local experts, weights) -> their results [M, H]. meanwhile: gives what is added to y.
+    """
+    arrived = transport.dispatch(x, experts, weights, num_experts)
+    results = run_experts(arrived.rows, arrived.experts, arrived.weights)
+    beside = meanwhile()
+    y = transport.combine(results, arrived.handle)
+    metrics = torch.cat([aux.load, (aux.dropped + arrived.dropped).reshape(1)])
+    (whole,) = _routing.summed(process_group.group_name, metrics)
+    load, lost = whole[:-1], whole[-1]
+    return y if beside is None else y + beside, aux._replace(load=load, dropped=lost, overflow=lost > 0)
+
+
+def moe(
+    x: Tensor,
+    router: Tensor,
+    wi: Members | QTensor[Tensor] | StraightThrough,
+    wo: Members | QTensor[Tensor] | StraightThrough,
+    k: int,
+    *,
+    process_group: Any,
+    transport: str | Transport = "all_to_all",
+    budget_factor: float | None = None,
+    rhs_transposed: bool = True,
+    activation: str | Activation = "swiglu",
+    wi_bias: Members | None = None,
+    wo_bias: Members | None = None,
+    recipe: Recipe | BoundRecipe | None = None,
+    residuals: str | Residuals = "save_fc1",
+    wgrad_accum: Accumulators | None = None,
+    implementation: str | Sequence[str] | None = None,
+    **routing: Any,
+) -> tuple[Tensor, MoEAux]:
+    """`torch_bridge.moe` over the ranks of a process group: experts on different ranks, to which rows travel and back.
+
+    Every rank calls it, also one without tokens. Gradients of `router` are those of this rank's tokens, and losses are
+    those of all: sum the gradients of replicated parameters over the ranks, as data parallel training does.
+
+    Args:
+        x: [T, H], the tokens of this rank, as many on every rank: pad with tokens that `mask` leaves out.
+        router: [E, H], E of all ranks. k: experts per token.
+        wi, wo: of the L experts of this rank, which start at expert rank * L.
+        process_group: of the P ranks.
+        transport: "all_to_all": parts of a static size for every pair of ranks; or a `Transport`.
+        budget_factor: a rank sends a rank at most this many times the mean T k / P rows; rows beyond are dropped and
+            counted in `MoEAux`. None: as many as there can be.
+        The others: as in `torch_bridge.moe`; `routing` without `process_group`.
+
+    Returns:
+        y: [T, H]. aux: `MoEAux` of the tokens of all ranks, equal on all of them.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; and what `topk_router` and `routed_mlp` raise.
+    """
+    by = transport_option(FUNCTION, transport, process_group, budget_factor)
+    exchange.own_experts(FUNCTION, int(router.shape[0]), process_group.size())
+    weights, experts, aux = topk_router(router_logits(x, router), k, process_group=process_group, **routing)
+
+    def run_experts(rows: Tensor, local: Tensor, probs: Tensor) -> Tensor:
+        return routed_mlp(
+            *(rows, local, probs, wi, wo),
+            rhs_transposed=rhs_transposed,
+            activation=activation,
+            wi_bias=wi_bias,
+            wo_bias=wo_bias,
+            recipe=recipe,
+            residuals=residuals,
+            wgrad_accum=wgrad_accum,
+            implementation=implementation,
+        )
+
+    return over_ranks(x, weights, experts, aux, int(router.shape[0]), process_group, by, run_experts)
