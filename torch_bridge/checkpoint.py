@@ -222,29 +222,6 @@ def to_peft(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 # Trees
 
 
-def from_peft(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """(A [G, r, K], B [G, N, r]) of an adapter that PEFT saved with `target_parameters` (docs/lora.md).
-
-    Args:
-        a: `lora_A.weight` [G r, K]. b: `lora_B.weight` [N, r G]. num_experts: G.
-
-    Raises:
-        ValueError: they are not matrices, or their ranks differ or are no multiple of `num_experts`.
-    """
-    found = lora_layout.from_peft(a, b, num_experts, ("a", "b"), transposed=True)
-    return found[0].contiguous(), found[1].contiguous()
-
-
-def to_peft(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `from_peft`: `lora_A.weight` and `lora_B.weight`.
-
-    Raises:
-        ValueError: they are not the two factors of one adapter.
-    """
-    found = lora_layout.to_peft(a, b, transposed=True)
-    return found[0].contiguous(), found[1].contiguous()
-
-
 def _flattened(tree: Any) -> tuple[dict[str, Any], dict[str, Module]]:
     """Tensors and `QTensor`s by their paths, and the modules of the tree by theirs."""
     flat: dict[str, Any] = {}

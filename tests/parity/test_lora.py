@@ -8,14 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 import jax_grouped
-import jax_grouped.checkpoint
 import torch_bridge
-import torch_bridge.checkpoint
 from grouped_core import recipes
-from tests import asserts, bounds, cases
+from tests import asserts, cases
 from tests.asserts import as_numpy
 from tests.parity.adapters import to_torch
 
@@ -183,38 +180,3 @@ def test_plans_name_the_calls_of_the_adapter():
     told = jax_grouped.explain(jax_grouped.ragged_dot, x, w, sizes, rhs_transposed=True, lora=(a, b))
     assert all(call in told for call in calls)
     assert jax_grouped.why_unsupported(jax_grouped.ragged_dot, x, w, sizes, rhs_transposed=True, lora=(a, b)) is None
-
-
-@pytest.mark.rule("LOR-5", "CKP-1")
-def test_adapters_of_peft_in_both_frameworks():
-    """PEFT's own formula for the whole matrix; the two frameworks hold the same numbers with two axes swapped."""
-    groups, rank, depth, width = 3, 2, 5, 7
-    a, b = (cases.normal(shape, "float32", "peft") for shape in ((groups * rank, depth), (width, rank * groups)))
-    wanted = np.einsum("o r e, e r i -> e o i", b.reshape(width, rank, groups), a.reshape(groups, rank, depth))
-    of_torch = torch_bridge.checkpoint.from_peft(to_torch(a), to_torch(b), groups)
-    of_jax = jax_grouped.checkpoint.from_peft(jnp.asarray(a), jnp.asarray(b), groups)
-    assert [tuple(each.shape) for each in of_torch] == [(groups, rank, depth), (groups, width, rank)]
-    for one, two in zip(of_torch, of_jax, strict=True):
-        asserts.bitwise(np.asarray(two).swapaxes(1, 2), as_numpy(one))
-    first, second = (as_numpy(each) for each in of_torch)
-    np.testing.assert_allclose(second @ first, wanted, rtol=bounds.REPEATED, atol=bounds.REPEATED)
-    for library, held in ((torch_bridge, of_torch), (jax_grouped, of_jax)):
-        for found, given in zip(library.checkpoint.to_peft(*held), (a, b), strict=True):
-            asserts.bitwise(as_numpy(found), given)
-
-
-@pytest.mark.rule("LOR-5", "ERR-1")
-@pytest.mark.parametrize("frontend", ["jax", "torch"])
-def test_adapters_that_are_not_those_of_peft_are_refused(frontend):
-    array, library = (jnp.zeros, jax_grouped) if frontend == "jax" else (torch.zeros, torch_bridge)
-    both = library.checkpoint.from_peft, library.checkpoint.to_peft
-    for shapes, experts, fragments in (
-        (((6, 5), (7, 6)), 4, ["`a`", "(6, 5)", "G = 4", "check the number of experts"]),
-        (((6, 5), (7, 4)), 2, ["`a`", "`b`", "(7, 4)", "one rank"]),
-        (((6, 5, 1), (7, 6)), 2, ["`a`", "(6, 5, 1)", "a matrix", "PEFT saves"]),
-        (((6, 5), (7, 6)), 0, ["`num_experts`", "0", "1 or more"]),
-    ):
-        with asserts.refused(ValueError, fragments):
-            both[0](*map(array, shapes), experts)
-    with asserts.refused(ValueError, ["`A`", "`B`", "of one adapter", "pass both factors"]):
-        both[1](array((2, 3, 4)), array((2, 5, 6)))
