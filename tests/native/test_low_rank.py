@@ -17,7 +17,7 @@ from grouped_core.recipes import BF16, FP32_MODES, plain
 from tests import asserts, cases
 from tests.native.low_rank_tools import Low, fused_of, low_of, product
 from tests.native.quantized_operands import Operand, operand, sizes_of
-from tests.native.runner import Native, kernels, plain_kernels, takes_low
+from tests.native.runner import LOW, Native, kernels, plain_kernels, takes_low
 
 each_kernel = pytest.mark.parametrize("kernel", kernels("grouped_matmul", low=True))
 FUSED_CALLS = ("grouped_matmul_act", "grouped_matmul_dact")
@@ -282,7 +282,7 @@ def test_factors_of_zero_change_no_bit(kernel, rank, dtype):
     low = low_of(ALIGNED, ALIGNED.n, rank, 1, dtype)
     bias, scale = cases.normal((ALIGNED.groups, ALIGNED.n), dtype, "bias"), scale_of(ALIGNED)
     options: dict[str, Any] = {"bias": bias, "row_scale": scale}
-    base = Native(kernel.replace("_low_composed_", "_any_"))
+    base = Native(kernel.replace(LOW, "_dispatched_"))  # a name of none: dispatch chooses
     expected = product(base, ALIGNED, lhs, rhs, 1, dtype, None, **options)
     for zero in (low._replace(weight=np.zeros_like(low.weight)), low._replace(rows=np.zeros_like(low.rows))):
         found = product(Native(kernel), ALIGNED, lhs, rhs, 1, dtype, zero, **options)
