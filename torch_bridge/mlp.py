@@ -52,8 +52,8 @@ def grouped_mlp(
     grad_input: Tensor | None = None,
     implementation: str | Sequence[str] | None = None,
     lora: Sequence[Any] | None = None,
-    lora_scaling: float = 1.0,
-    lora_dropout: float = 0.0,
+    lora_scaling: float = 1,  # not 1.0, which Dynamo would make a symbol
+    lora_dropout: float = 0,
     lora_key: Tensor | None = None,
     lora_wgrad_accum: str | Sequence[Any] | None = None,
 ) -> Tensor:
