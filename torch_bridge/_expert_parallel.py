@@ -22,7 +22,7 @@ from grouped_core.exchange import Exchange
 from grouped_core.formats import Format, QTensor
 from grouped_core.mlp_spec import Residuals
 from grouped_core.recipes import BoundRecipe, Recipe
-from torch_bridge import _exchange, _routing, route
+from torch_bridge import _autocast, _exchange, _routing, route
 from torch_bridge._args import Accumulators, Members
 from torch_bridge._checks import check_operand
 from torch_bridge._router import router_logits
@@ -326,6 +326,14 @@ class Layer(NamedTuple):
         return y if beside is None else y + beside, aux._replace(load=load, dropped=lost, overflow=lost > 0)
 
 
+def save_list() -> set[Any]:
+    """Operators for the save list of selective checkpointing: it then keeps what has arrived, and sends nothing twice.
+
+    Add those of `torch_bridge` whose results are to be kept as well, such as "router" and "routed_mlp".
+    """
+    return {*_exchange.operators(), torch.ops.torch_bridge.send.default}
+
+
 def check_chunks(function: str, chunks: int) -> None:
     """Refuses a number of chunks that is not an integer from 1 on.
 
@@ -408,7 +416,7 @@ def moe(
 
     layer = Layer(process_group, by, experts, chunks, run_experts, lambda: None)
     weights, chosen, aux = topk_router(router_logits(x, router), k, process_group=process_group, **routing)
-    return layer.run(x, weights, chosen, aux)
+    return layer.run(_autocast.cast(x, _autocast.dtype_of(x)), weights, chosen, aux)
 
 
 def refuse_adapters(given: dict[str, Any]) -> None:

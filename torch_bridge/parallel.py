@@ -19,26 +19,33 @@ from torch_bridge._expert_parallel import Transport as Transport
 from torch_bridge._expert_parallel import combine as combine
 from torch_bridge._expert_parallel import dispatch as dispatch
 from torch_bridge._expert_parallel import moe as moe
+from torch_bridge._expert_parallel import save_list as save_list
 from torch_bridge.nn._scaling_state import ScaledModule
 from torch_bridge.nn.linear import GroupedLinear
+from torch_bridge.nn.moe import MoE
 from torch_bridge.quantized_weight import QuantizedWeight
 
 
-def shard_experts(module: Module, mesh: DeviceMesh) -> Module:
+def shard_experts(module: Module, mesh: DeviceMesh, **how: Any) -> Module:
     """Gives each rank of `mesh` its part of the experts of all grouped layers in `module`, in place; returns it.
 
     Rank r of n then holds the experts [r G/n, (r + 1) G/n) of every packed weight and bias, as DTensors with Shard(0);
-    forward takes only the sizes of these experts. Values are those of the first rank.
+    forward takes only the sizes of these experts. Values are those of the first rank. An `nn.MoE` sends its tokens to
+    these ranks from then on; its shared expert stays whole.
 
     Args:
         module: with `GroupedLinear` layers whose weights and biases are single grouped parameters.
         mesh: of one axis, over which experts are spread.
+        how: `transport`, `budget_factor`, `send` and `chunks` of every `nn.MoE`.
 
     Raises:
         ValueError: a layer has one parameter per group, or a number of groups that the ranks do not divide; then no
             layer was changed.
     """
-    layers = [(path, each) for path, each in module.named_modules() if isinstance(each, GroupedLinear)]
+    moes = [each for each in module.modules() if isinstance(each, MoE)]
+    whole = {id(layer) for each in moes if each.shared is not None for layer in each.shared.modules()}
+    named = [(path, each) for path, each in module.named_modules() if id(each) not in whole]
+    layers = [(path, each) for path, each in named if isinstance(each, GroupedLinear)]
     ranks = mesh.size()
     for path, layer in layers:
         what = f"layer `{path or type(layer).__name__}`"
@@ -57,13 +64,15 @@ def shard_experts(module: Module, mesh: DeviceMesh) -> Module:
                 f"{what}: {layer.num_groups} groups over {ranks} ranks, expected a number that the ranks divide; "
                 "choose another mesh."
             )
+    for each in moes:
+        each.spread_experts(mesh.get_group(), **how)
     for _, layer in layers:
         for name in (*layer.weight_names, *layer.bias_names):
             old: Any = getattr(layer, name)
             new = Parameter(distribute_tensor(old.detach(), mesh, [Shard(0)] * mesh.ndim), old.requires_grad)
             setattr(layer, name, new)
         layer.mark_weights()
-    for each in module.modules():
+    for _, each in named:
         if isinstance(each, ScaledModule):
             each.keep_groups(mesh.get_local_rank(), ranks)
     return module

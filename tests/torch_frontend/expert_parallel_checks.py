@@ -10,17 +10,24 @@ from __future__ import annotations
 
 import copy
 import sys
+import tempfile
+import time
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from grouped_core import exchange, reference_exchange
 from tests import asserts
+from tests.torch_frontend.nn_tools import main_grads
 from tests.torch_frontend.rank_tools import Checks, check_in, main
 from tests.torch_frontend.routing_tools import draw, experts_of, near
 from tests.torch_frontend.torch_tools import leaf
@@ -33,9 +40,13 @@ from torch_bridge import (
     moe,
     nn,
     parallel,
+    route,
     routed_mlp,
     update_scaling,
 )
+from torch_bridge import checkpoint as checkpoint_files
+from torch_bridge._exchange import operators
+from torch_bridge._router import router_logits
 from torch_bridge.parallel import AllToAll, Arrived, Transport
 
 RANKS = 4
@@ -60,6 +71,19 @@ def _all(part: Tensor) -> Tensor:
     found = [torch.empty_like(part) for _ in range(dist.get_world_size())]
     dist.all_gather(found, part.contiguous())
     return torch.cat(found)
+
+
+class _Exchanges(TorchDispatchMode):
+    """Counts exchanges that begin, and their bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is operators()[0]:
+            self.sent.append(args[0].nbytes)
+        return func(*args, **(kwargs or {}))
 
 
 def _weights(mesh: DeviceMesh, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -345,5 +369,256 @@ def fsdp2_shards_what_is_replicated(mesh: DeviceMesh) -> None:
             near(a.grad.full_tensor(), (mean / mesh.size()).double(), name)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Ways to run the layer
+
+
+@check
+def tokens_in_chunks_have_the_same_bits(mesh: DeviceMesh) -> None:
+    """y and the gradient of tokens; those of the experts are sums over the chunks, more of them than tokens as well."""
+    group = mesh.get_group()
+    experts = torch.from_numpy(experts_of(mesh.size() * T, K, E)).to(mesh.device_type)
+    router, wi, wo = _weights(mesh, torch.float32)
+    for recipe in (None, FP8Block):
+        found = []
+        for chunks in (1, 2, T + 1):
+            x = leaf(_drawn(mesh, T, H, seed=mesh.get_rank()))
+            own_wi, own_wo = leaf(_own(wi, mesh)), leaf(_own(wo, mesh))
+            options: dict[str, Any] = {"experts": _own(experts, mesh), "recipe": recipe, "chunks": chunks}
+            y, aux = parallel.moe(x, router, own_wi, own_wo, K, process_group=group, **options)
+            y.sum().backward()
+            assert int(aux.load.sum()) == mesh.size() * T * K
+            found.append((y.detach(), *(each.grad for each in (x, own_wi, own_wo))))
+        for other in found[1:]:
+            asserts.bitwise(other[0], found[0][0], "y")
+            asserts.bitwise(other[1], found[0][1], "dx")
+            for mine, theirs in zip(other[2:], found[0][2:], strict=True):
+                near(mine, theirs.double(), "a gradient of experts")
+    with asserts.refused(ValueError, ["`chunks` of parallel.moe", "0", "from 1 on"]):
+        parallel.moe(x, router, own_wi, own_wo, K, process_group=group, chunks=0)
+
+
+@check
+def codes_and_tokens_give_the_same_bits(mesh: DeviceMesh) -> None:
+    """`send` says what travels; y and every gradient have the same bits, because scales are powers of two."""
+    group = mesh.get_group()
+    router, wi, wo = _weights(mesh, torch.bfloat16)
+    given = (_drawn(mesh, T, H, seed=mesh.get_rank(), dtype=torch.bfloat16), router, _own(wi, mesh), _own(wo, mesh))
+    for recipe in (FP8Block, MXFP8):
+        found = []
+        for send in ("tokens", "codes", None):
+            ours: Any = [leaf(each) for each in given]
+            with _Exchanges() as exchanges:
+                y, _ = parallel.moe(*ours, K, process_group=group, recipe=recipe, send=send)
+            y.sum().backward()
+            found.append((sum(exchanges.sent), y.detach(), *(each.grad for each in ours)))
+        assert found[1][0] < found[0][0], "codes are fewer bytes"
+        assert found[2][0] == found[1][0]
+        for other in found[1:]:
+            for mine, theirs in zip(other[1:], found[0][1:], strict=True):
+                asserts.bitwise(mine, theirs, recipe.name)
+    for send, fragments in (("codes", ["'codes'", "FP8Current", "single rows"]), ("text", ["'text'", "'tokens'"])):
+        with asserts.refused(ValueError, ["`send` of parallel.moe", *fragments]):
+            parallel.moe(*ours, K, process_group=group, recipe=FP8Current, send=send)
+    with asserts.refused(ValueError, ["`send` of parallel.moe", "own transport"]):
+        parallel.moe(*ours, K, process_group=group, recipe=MXFP8, send="codes", transport=_Counted(group))
+
+
+@check
+def selective_checkpointing_sends_nothing_twice(mesh: DeviceMesh) -> None:
+    group = mesh.get_group()
+    router, wi, wo = _weights(mesh, torch.float32)
+    for recipe in (None, MXFP8):
+        given = [leaf(each) for each in (_drawn(mesh, T, H), router, _own(wi, mesh), _own(wo, mesh))]
+
+        def run(*given: Any, recipe: Any = recipe) -> Tensor:
+            return parallel.moe(given[0], given[1], given[2], given[3], K, process_group=group, recipe=recipe)[0]
+
+        found, counts = [], []
+        context = partial(create_selective_checkpoint_contexts, list(parallel.save_list()))
+        for options in (None, {}, {"context_fn": context}):
+            with _Exchanges() as exchanges:
+                y: Any = run(*given) if options is None else checkpoint(run, *given, use_reentrant=False, **options)
+                found.append(torch.autograd.grad(y.sum(), given))
+            counts.append(len(exchanges.sent))
+        for other in found[1:]:
+            for mine, theirs in zip(other, found[0], strict=True):
+                asserts.bitwise(mine, theirs)
+        assert counts[0] == counts[2] < counts[1], counts
+
+
+@check
+def the_compiled_layer_has_the_same_bits(mesh: DeviceMesh) -> None:
+    """One graph, forward and backward; the layer has a shared expert."""
+    group = mesh.get_group()
+    for recipe, chunks in ((None, 2), (MXFP8, 1)):
+        torch.manual_seed(3)
+        layer = nn.MoE(H, F, E, K, shared_dim=16, recipe=recipe, process_group=group, chunks=chunks, aux_coeff=0.5)
+        layer = layer.to(mesh.device_type)
+        x, found = _drawn(mesh, T, H, seed=mesh.get_rank()), []
+        for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+            held = leaf(x)
+            y, aux = run(held)
+            (y.sum() + aux.aux_loss).backward()
+            found.append([y.detach(), aux.dropped, held.grad, *(each.grad for each in layer.parameters())])
+            layer.zero_grad(set_to_none=True)
+        for mine, theirs in zip(*found, strict=True):
+            asserts.bitwise(mine, theirs)
+
+
+@check
+def gradients_go_to_main_grad_and_may_wait(mesh: DeviceMesh) -> None:
+    group = mesh.get_group()
+    x, found = _drawn(mesh, T, H, seed=mesh.get_rank()), []
+    for accumulate, delay in ((False, False), (True, False), (True, True)):
+        torch.manual_seed(3)
+        options: dict[str, Any] = {"accumulate_into_main_grad": accumulate, "delay_wgrad_compute": delay}
+        layer = nn.MoE(H, F, E, K, process_group=group, **options).to(mesh.device_type)
+        if accumulate:
+            main_grads(list(layer.experts.parameters()), 0.0)
+        layer(x)[0].sum().backward()
+        if delay:
+            assert layer.pending_wgrads() == 1
+            layer.backward_dw()
+        every: list[Any] = list(layer.experts.parameters())
+        found.append([each.main_grad if accumulate else each.grad.reshape(-1) for each in every])
+    for other in found[1:]:
+        for mine, theirs in zip(other, found[0], strict=True):
+            asserts.bitwise(mine, theirs)
+
+
+@check
+def what_a_budget_drops_is_what_the_oracle_drops(mesh: DeviceMesh) -> None:
+    """The result is that of one rank without these slots, bit for bit."""
+    group, ranks, factor = mesh.get_group(), mesh.size(), 0.4
+    tokens = 48
+    every = experts_of(ranks * tokens, K, E)
+    op = exchange.exchange_option("moe", ranks=ranks, experts=E, tokens=tokens, slots=K, budget_factor=factor)
+    received, dropped = reference_exchange.exchange(op, every.reshape(ranks, tokens, K))
+    kept = np.full(every.shape, -1).reshape(ranks, -1)
+    for each in received:
+        there = each.ranks >= 0
+        rank, slot = each.ranks[there], each.slots[there]
+        kept[rank, slot] = every.reshape(ranks, -1)[rank, slot]
+    assert sum(dropped) > 0
+    router, wi, wo = _weights(mesh, torch.float32)
+    x = _drawn(mesh, ranks * tokens, H, seed="x")
+    weights, _, _ = route.topk_router(router_logits(x, router), K, experts=torch.from_numpy(every).to(x.device))
+    expected = routed_mlp(x, torch.from_numpy(kept.reshape(every.shape)).to(x.device), weights, wi, wo)
+    y, aux = parallel.moe(
+        *(_own(x, mesh), router, _own(wi, mesh), _own(wo, mesh), K),
+        process_group=group,
+        budget_factor=factor,
+        experts=_own(torch.from_numpy(every).to(x.device), mesh),
+    )
+    asserts.bitwise(_all(y), expected, "y")
+    assert int(aux.dropped) == sum(dropped)
+
+
+@check
+def no_rank_may_have_tokens(mesh: DeviceMesh) -> None:
+    router, wi, wo = _weights(mesh, torch.float32)
+    x, wi, wo = leaf(_drawn(mesh, 0, H)), leaf(_own(wi, mesh)), leaf(_own(wo, mesh))
+    y, aux = parallel.moe(x, router, wi, wo, K, process_group=mesh.get_group(), chunks=2)
+    y.sum().backward()
+    assert y.shape == (0, H)
+    assert int(aux.load.sum()) == 0
+    assert not wi.grad.any()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modules and checkpoints
+
+
+@check
+def experts_as_dtensors_are_spread_as_well(mesh: DeviceMesh) -> None:
+    """`shard_experts` of a whole layer: the bits of the layer, DTensors in its state, and no second time."""
+    torch.manual_seed(3)
+    one = nn.MoE(H, F, E, K, shared_dim=16).to(mesh.device_type)
+    ours: Any = parallel.shard_experts(copy.deepcopy(one), mesh, chunks=2)
+    x = _drawn(mesh, mesh.size() * T, H, seed="x")
+    mine = leaf(_own(x, mesh))
+    (y, _), (y2, _) = one(x), ours(mine)
+    asserts.bitwise(_all(y2.detach()), y.detach(), "y")
+    y2.sum().backward()
+    state = ours.state_dict()
+    for name, whole in one.state_dict().items():
+        held = state[name]
+        assert isinstance(held, DTensor) == name.startswith("experts."), name
+        asserts.bitwise(held.full_tensor() if isinstance(held, DTensor) else held, whole, name)
+    with asserts.refused(ValueError, ["`process_group` of MoE", "spread already"]):
+        parallel.shard_experts(ours, mesh)
+
+
+@check
+def a_checkpoint_of_all_ranks_loads_on_half_of_them(mesh: DeviceMesh) -> None:
+    ranks, rank, half = mesh.size(), mesh.get_rank(), mesh.size() // 2
+    folder: list[Any] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    torch.manual_seed(3)
+    one = nn.MoE(H, F, E, K, shared_dim=16)
+    ours = nn.MoE(H, F, E, K, shared_dim=16, process_group=mesh.get_group())
+    with torch.no_grad():
+        for mine, theirs in zip(ours.parameters(), one.parameters(), strict=True):
+            mine.copy_(_own(theirs, mesh) if mine.shape != theirs.shape else theirs)
+    checkpoint_files.save(folder[0], ours, shard=(rank, ranks))
+    dist.barrier()
+    groups = [dist.new_group(list(range(at, at + half))) for at in (0, half)]
+    fewer = nn.MoE(H, F, E, K, shared_dim=16, process_group=groups[rank // half])
+    checkpoint_files.load(folder[0], fewer, shard=(rank % half, half))
+    for mine, theirs in zip(fewer.parameters(), one.parameters(), strict=True):
+        part = theirs.chunk(half)[rank % half] if mine.shape != theirs.shape else theirs
+        asserts.bitwise(mine.detach(), part.detach())
+    x = _drawn(mesh, half * T, H, seed="x").cpu()
+    y = fewer(x.chunk(half)[rank % half].clone())[0]
+    asserts.bitwise(y.detach(), one(x)[0].detach().chunk(half)[rank % half].clone(), "y")
+
+
+@check
+def jax_gives_the_same_bits(mesh: DeviceMesh) -> None:
+    """`jax_grouped.parallel.moe` over as many devices, which the first rank runs."""
+    if mesh.device_type != "cpu":
+        return
+    router, wi, wo = _weights(mesh, torch.float32)
+    x = _drawn(mesh, mesh.size() * T, H, seed="x")
+    for recipe in (None, MXFP8):
+        options: dict[str, Any] = {"process_group": mesh.get_group(), "recipe": recipe}
+        y, _ = parallel.moe(_own(x, mesh), router, _own(wi, mesh), _own(wo, mesh), K, **options)
+        whole = _all(y)
+        if mesh.get_rank() == 0:
+            asserts.bitwise(whole, torch.from_numpy(in_jax(mesh.size(), x, router, wi, wo, recipe)), "y")
+
+
+def in_jax(ranks: int, x: Tensor, router: Tensor, wi: Tensor, wo: Tensor, recipe: Any) -> Any:
+    """y [T, H] of all tokens in NumPy, with experts over so many devices."""
+    import jax
+    from jax.sharding import AxisType
+
+    from jax_grouped import parallel as in_parallel
+
+    jax.config.update("jax_num_cpu_devices", ranks)
+    mesh = jax.make_mesh((ranks,), ("expert",), axis_types=(AxisType.Auto,))
+    arrays = [jax.numpy.asarray(each.numpy()) for each in (x, router.T.contiguous(), wi, wo)]
+    axes = in_parallel.MeshAxes(expert="expert")
+    options: dict[str, Any] = {"axes": axes, "mesh": mesh, "rhs_transposed": True, "recipe": recipe}
+    y, _ = jax.jit(lambda *given: in_parallel.moe(*given, K, **options))(*arrays)
+    return np.array(y)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A check that fails, which is run by name alone
+
+
+def one_rank_stays_away(mesh: DeviceMesh) -> None:
+    if mesh.get_rank() == 1:
+        time.sleep(3600)
+    router, wi, wo = _weights(mesh, torch.float32)
+    parallel.moe(
+        _drawn(mesh, T, H), router, _own(wi, mesh), _own(wo, mesh), K, process_group=mesh.get_group(), z_coeff=0.5
+    )
+
+
+FAILING: Checks = {one_rank_stays_away.__name__: one_rank_stays_away}
+
 if __name__ == "__main__":
-    sys.exit(main(__doc__, CHECKS, RANKS))
+    sys.exit(main(__doc__, CHECKS, RANKS, FAILING))

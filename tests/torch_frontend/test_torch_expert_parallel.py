@@ -17,3 +17,12 @@ def outcome() -> str:
 @pytest.mark.parametrize("name", CHECKS)
 def test_four_ranks(name: str, outcome: str) -> None:
     assert f"passed  {name}\n" in outcome, outcome
+
+
+@pytest.mark.rule("LYR-11")
+def test_a_rank_that_stays_away_is_an_error_soon() -> None:
+    name = "one_rank_stays_away"
+    status, printed = program("expert_parallel_checks", "--ranks", "2", "--checks", name, "--timeout", "4", timeout=300)
+    assert status == 1, printed
+    for words in (f"FAILED  {name}\nrank 0: Traceback", "in summed", "rank 1 was ended after another one had failed"):
+        assert words in printed, f"{words!r} is missing:\n{printed}"

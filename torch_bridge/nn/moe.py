@@ -20,7 +20,7 @@ from torch_bridge import main_grad
 from torch_bridge._expert_parallel import Layer, Transport, check_chunks, transport_option
 from torch_bridge._router import router_logits
 from torch_bridge.moe import moe
-from torch_bridge.nn._checks import positive
+from torch_bridge.nn._checks import cast_rows, compute_dtype, positive
 from torch_bridge.nn.mlp import GroupedMLP
 from torch_bridge.route import MoEAux, topk_router
 from torch_bridge.routed import routed_mlp
@@ -194,16 +194,12 @@ class MoE(Module):
                 "the gate out."
             )
         self.jitter, self.num_experts = jitter, num_experts
-        self.process_group, self.transport, own = process_group, None, num_experts
-        self.chunks = chunks
-        check_chunks("MoE", chunks)
+        self.process_group, self.transport, self.chunks, own = None, None, 1, num_experts
+        how = {"transport": transport, "budget_factor": budget_factor, "send": send, "chunks": chunks}
         if process_group is not None:
-            if send is None and options.get("lora_rank") is not None:
-                send = "tokens"  # which adapters read
-            how = (transport, process_group, budget_factor, send, options.get("recipe"))
-            self.transport = transport_option("MoE", *how)
+            self._spread(process_group, options.get("recipe"), adapted=options.get("lora_rank") is not None, **how)
             own = own_experts("MoE", num_experts, process_group.size())
-        elif (transport, budget_factor, send, chunks) != ("all_to_all", None, None, 1):
+        elif list(how.values()) != ["all_to_all", None, None, 1]:
             raise ValueError(
                 f"`transport`, `budget_factor`, `send`, `chunks` of MoE: {transport!r}, {budget_factor}, {send!r} and "
                 f"{chunks} without `process_group`, expected 'all_to_all', None, None and 1; pass the ranks over which "
@@ -215,6 +211,48 @@ class MoE(Module):
         self.experts = RoutedMLP(own, hidden, mlp_dim, bias=bias, **options)
         self.shared = None if shared_dim is None else GroupedMLP(1, hidden, shared_dim, **options)
         self.shared_gate = Router(hidden, 1, **place) if shared_gate else None
+
+    def spread_experts(
+        self,
+        process_group: Any,
+        *,
+        transport: str | Transport = "all_to_all",
+        budget_factor: float | None = None,
+        send: str | None = None,
+        chunks: int = 1,
+    ) -> None:
+        """Sends tokens to the ranks of a process group from now on; `parallel.shard_experts` calls it.
+
+        Args: as of the layer.
+
+        Raises:
+            ValueError: the layer is spread already, or an option is invalid.
+        """
+        if self.process_group is not None:
+            raise ValueError(
+                "`process_group` of MoE: the layer is spread already, expected one with all experts; build it without "
+                "`process_group`."
+            )
+        adapted, recipe = bool(self.experts.linear_fc1.lora.rank), self.experts.linear_fc1.recipe
+        self._spread(process_group, recipe, transport, budget_factor, send, chunks, adapted=adapted)
+
+    def _spread(
+        self,
+        process_group: Any,
+        recipe: Any,
+        transport: str | Transport,
+        budget_factor: float | None,
+        send: str | None,
+        chunks: int,
+        *,
+        adapted: bool,
+    ) -> None:
+        check_chunks("MoE", chunks)
+        own_experts("MoE", self.num_experts, process_group.size())
+        if send is None and adapted:
+            send = "tokens"  # which adapters read
+        self.transport = transport_option("MoE", transport, process_group, budget_factor, send, recipe)
+        self.process_group, self.chunks = process_group, chunks
 
     def forward(
         self,
@@ -248,6 +286,7 @@ class MoE(Module):
             **self.routing,
         )
         if self.transport is not None:
+            tokens = cast_rows(tokens, compute_dtype(tokens, self.experts.linear_fc1.weight_parameters()[0].dtype))
             layer = Layer(
                 *(self.process_group, self.transport, self.num_experts, self.chunks),
                 partial(self.experts, is_first_microbatch=is_first_microbatch),
