@@ -406,6 +406,25 @@ def codes_and_tokens_give_the_same_bits(mesh: DeviceMesh) -> None:
 
 
 @check
+def tokens_of_another_dtype_are_cast_before_they_are_sent(mesh: DeviceMesh) -> None:
+    """As on one rank, where they are quantised after the cast: to the dtype of the weights, or that of autocast."""
+    x = _drawn(mesh, mesh.size() * T, H, seed="x")
+    for dtype, autocast in ((torch.bfloat16, False), (torch.float32, True)):
+        torch.manual_seed(3)
+        one = nn.MoE(H, F, E, K, recipe=MXFP8, dtype=dtype).to(mesh.device_type)
+        ours = parallel.shard_experts(copy.deepcopy(one), mesh)
+        with torch.autocast(mesh.device_type, dtype=torch.bfloat16, enabled=autocast):
+            y, y2 = one(x)[0], ours(_own(x, mesh))[0]
+            weights: Any = (one.router.weight, one.experts.linear_fc1.weight, one.experts.linear_fc2.weight)
+            own = [_own(each.detach(), mesh) for each in weights[1:]]
+            options: dict[str, Any] = {"process_group": mesh.get_group(), "recipe": MXFP8}
+            if autocast:
+                y3 = parallel.moe(_own(x, mesh), weights[0], own[0], own[1], K, **options)[0]
+                asserts.bitwise(_all(y3.detach()), y.detach(), "y of the function")
+        asserts.bitwise(_all(y2.detach()), y.detach(), f"y, {dtype}")
+
+
+@check
 def selective_checkpointing_sends_nothing_twice(mesh: DeviceMesh) -> None:
     group = mesh.get_group()
     router, wi, wo = _weights(mesh, torch.float32)
