@@ -1,7 +1,6 @@
 #include "cc/dispatch/dispatch.h"
 
 #include <algorithm>
-#include <cctype>
 #include <initializer_list>
 
 #include "cc/api/operands.h"
@@ -166,22 +165,5 @@ size_t workspace_for(const Choice<Call>& choice, const Call& call) {
   template size_t workspace_for<Call>(const Choice<Call>&, const Call&);
 GROUPED_CALLS(X)
 #undef X
-
-bool parse_target(const std::string& arch, Target* target) {
-  if (arch == "cpu") {
-    *target = Target{};
-    return true;
-  }
-  if (arch.compare(0, 3, "sm_") != 0) return false;
-  size_t end = 3;
-  int sm = 0;
-  while (end < arch.size() && end < 6 && std::isdigit(static_cast<unsigned char>(arch[end]))) {
-    sm = 10 * sm + (arch[end++] - '0');
-  }
-  const bool accelerated = end + 1 == arch.size() && arch[end] == 'a';
-  if (end < 5 || !(accelerated || end == arch.size())) return false;
-  *target = Target{Platform::cuda, sm, accelerated};
-  return true;
-}
 
 }  // namespace grouped

@@ -54,6 +54,4 @@ const TensorView* unaligned(const Call& call, int alignment);
 template <class Call>
 size_t workspace_for(const Choice<Call>& choice, const Call& call);
 
-bool parse_target(const std::string& arch, Target* target);  // "cpu", "sm_80", "sm_90a"
-
 }  // namespace grouped

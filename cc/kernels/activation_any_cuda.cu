@@ -8,8 +8,8 @@
 #include <string>
 
 #include "cc/api/calls.h"
-#include "cc/device/groups.cuh"
-#include "cc/device/hidden.cuh"
+#include "cc/device/common/group_scan.cuh"
+#include "cc/device/common/hidden_rows.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {

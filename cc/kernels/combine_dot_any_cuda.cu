@@ -9,9 +9,9 @@
 // H = 2048, k = 8, bf16 on an H200: 304 MiB, 80 us.
 #include <string>
 
-#include "cc/device/launch.h"
-#include "cc/device/operand.h"
-#include "cc/device/values.cuh"
+#include "cc/device/common/elements.cuh"
+#include "cc/device/common/launch.h"
+#include "cc/device/common/refusals.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {

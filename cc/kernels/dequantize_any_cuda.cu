@@ -10,8 +10,8 @@
 #include <string>
 #include <type_traits>
 
-#include "cc/device/store.cuh"
-#include "cc/device/values.cuh"
+#include "cc/device/common/elements.cuh"
+#include "cc/device/quantize/group_scales.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {

@@ -1,6 +1,6 @@
 // At most `capacity` slots per expert.
 //
-// by position   two launches, cc/device/slot_order.cuh: a slot's rank among those of its expert decides
+// by position   two launches, cc/device/common/slot_order.cuh: a slot's rank among those of its expert decides
 // by weight     the same two launches write slots and the ranks of their weights, by expert, to the workspace;
 //               select, a block an expert: the rank at which `capacity` is full is found digit by digit, in four
 //               passes over the expert's ranks with a histogram of 256 digits; slots above it are kept, and of those
@@ -9,8 +9,8 @@
 // Registers and shared memory (sm_90): place_slots 63 or 64, 41 KiB; select 32, 1.3 KiB.
 #include <string>
 
-#include "cc/device/operand.h"
-#include "cc/device/slot_order.cuh"
+#include "cc/device/common/refusals.h"
+#include "cc/device/common/slot_order.cuh"
 #include "cc/kernels/kernels.h"
 #include "cc/math/routing.h"
 

@@ -17,6 +17,7 @@
 //   128 x (96 + 96)    192 a thread   5 x 40 KiB   8 x 3 x 1 KiB   40 / 232
 //
 // Kinds that are not gated have 192 result columns a tile and no pairs.
+#include "cc/api/archs.h"
 #include "cc/api/kernel.h"
 #include "cc/kernels/grouped_matmul_act_bf16_sm90.cuh"
 #include "cc/kernels/kernels.h"
@@ -41,7 +42,7 @@ void launch_types(const GroupedMatmulAct& call, const UpParams& p, void* stream)
 }
 
 std::string refuses(const GroupedMatmulAct& c, const Target& target) {
-  if (target.platform != Platform::cuda || target.sm != 90 || !target.sm_a) return "needs an sm_90a GPU";
+  if (std::string reason = refuses_arch(Arch::sm90, target); !reason.empty()) return reason;
   if (!has_plain_operands(c) || has_group_scales(c.scales)) return "takes no scaled operands";
   if (c.stored.stores()) return "gives plain rows";
   if (c.lhs.dtype != DType::bf16 && c.lhs.dtype != DType::f16) {

@@ -21,9 +21,9 @@
 #include "cc/api/calls.h"
 #include "cc/api/halves.h"
 #include "cc/api/operands.h"
-#include "cc/device/groups.cuh"
-#include "cc/device/mma.cuh"
-#include "cc/device/place.cuh"
+#include "cc/device/common/group_scan.cuh"
+#include "cc/device/common/mma_sm80.cuh"
+#include "cc/device/common/portable_tiles.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {

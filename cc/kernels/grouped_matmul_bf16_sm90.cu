@@ -15,16 +15,17 @@
 //   128 x 192   192 a thread   5 x 40 KiB   8 x 1 x 2 KiB   40 / 232    long sums
 //   128 x 192   192 a thread   4 x 40 KiB   8 x 4 x 2 KiB   40 / 232    short sums
 //   128 x 64    64 a thread    7 x 24 KiB   8 x 2 x 2 KiB   40 / 232    few columns
+#include "cc/api/archs.h"
 #include "cc/api/calls.h"
 #include "cc/api/halves.h"
 #include "cc/api/kernel.h"
 #include "cc/api/operands.h"
-#include "cc/device/factor.cuh"
-#include "cc/device/launch.h"
-#include "cc/device/low_rank.cuh"
-#include "cc/device/pipeline.cuh"
-#include "cc/device/rows.cuh"
-#include "cc/device/tensor_map.h"
+#include "cc/device/common/group_factor.cuh"
+#include "cc/device/common/launch.h"
+#include "cc/device/sm90/low_rank.cuh"
+#include "cc/device/sm90/pipeline.cuh"
+#include "cc/device/sm90/rows_product.cuh"
+#include "cc/device/sm90/tensor_map.h"
 #include "cc/dispatch/tiles_sm90.h"
 #include "cc/kernels/kernels.h"
 
@@ -175,7 +176,7 @@ void launch_types(const GroupedMatmul& call, const HalvesParams& p, void* stream
 }
 
 std::string refuses(const GroupedMatmul& c, const Target& target) {
-  if (target.platform != Platform::cuda || target.sm != 90 || !target.sm_a) return "needs an sm_90a GPU";
+  if (std::string reason = refuses_arch(Arch::sm90, target); !reason.empty()) return reason;
   if (c.contract_rows) return "is for ragged rows; this call contracts over rows";
   if (c.lhs.dtype != DType::bf16 && c.lhs.dtype != DType::f16) {
     return std::string("takes bfloat16 and float16; lhs is ") + dtype_name(c.lhs.dtype);

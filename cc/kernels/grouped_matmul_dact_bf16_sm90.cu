@@ -13,16 +13,17 @@
 //
 //   tile        accumulators   ring         sets         registers, 128 + 256 threads
 //   128 x 128   128 a thread   5 x 32 KiB   2 x 24 KiB   40 / 232
+#include "cc/api/archs.h"
 #include "cc/api/calls.h"
 #include "cc/api/kernel.h"
 #include "cc/api/operands.h"
-#include "cc/device/dact.cuh"
-#include "cc/device/launch.h"
-#include "cc/device/low_rank.cuh"
-#include "cc/device/pipeline.cuh"
-#include "cc/device/row_partials.cuh"
-#include "cc/device/rows.cuh"
-#include "cc/device/tensor_map.h"
+#include "cc/device/common/launch.h"
+#include "cc/device/common/row_partials.cuh"
+#include "cc/device/sm90/dact_epilogue.cuh"
+#include "cc/device/sm90/low_rank.cuh"
+#include "cc/device/sm90/pipeline.cuh"
+#include "cc/device/sm90/rows_product.cuh"
+#include "cc/device/sm90/tensor_map.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -225,7 +226,7 @@ void launch_weights(const GroupedMatmulDact& call, const DactParams& p, cudaStre
 }
 
 std::string refuses(const GroupedMatmulDact& c, const Target& target) {
-  if (target.platform != Platform::cuda || target.sm != 90 || !target.sm_a) return "needs an sm_90a GPU";
+  if (std::string reason = refuses_arch(Arch::sm90, target); !reason.empty()) return reason;
   if (!has_plain_operands(c) || has_group_scales(c.scales)) return "takes no scaled operands";
   if (c.stored.stores()) return "gives plain rows";
   if (c.lhs.dtype != DType::bf16 && c.lhs.dtype != DType::f16) {

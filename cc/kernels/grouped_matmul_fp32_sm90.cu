@@ -14,16 +14,17 @@
 //   wgrad in parts: partial sums in the workspace --add_parts--> + what memory holds, turned if it lies so --> result
 #include <utility>
 
+#include "cc/api/archs.h"
 #include "cc/api/calls.h"
 #include "cc/api/halves.h"
 #include "cc/api/kernel.h"
 #include "cc/api/operands.h"
-#include "cc/device/add_parts.cuh"
-#include "cc/device/groups.cuh"
-#include "cc/device/launch.h"
-#include "cc/device/pipeline_tf32.cuh"
-#include "cc/device/tensor_map.h"
-#include "cc/device/values.cuh"
+#include "cc/device/common/elements.cuh"
+#include "cc/device/common/group_scan.cuh"
+#include "cc/device/common/launch.h"
+#include "cc/device/sm90/add_parts.cuh"
+#include "cc/device/sm90/pipeline_tf32.cuh"
+#include "cc/device/sm90/tensor_map.h"
 #include "cc/dispatch/tiles_sm90.h"
 #include "cc/kernels/kernels.h"
 
@@ -410,7 +411,7 @@ void launch_terms(const GroupedMatmul& call, const Context& context) {
 }
 
 std::string refuses(const GroupedMatmul& c, const Target& target) {
-  if (target.platform != Platform::cuda || target.sm != 90 || !target.sm_a) return "needs an sm_90a GPU";
+  if (std::string reason = refuses_arch(Arch::sm90, target); !reason.empty()) return reason;
   for (const TensorView* t : {&c.lhs, &c.rhs}) {
     if (t->dtype != DType::f32) return "takes two operands of float32, got " + describe(*t);
   }

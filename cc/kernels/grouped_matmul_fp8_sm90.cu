@@ -9,8 +9,8 @@
 //            |  * both scales of the group, + bias, * row scale, one rounding; slots of 16 rows in shared memory
 //            v
 //   ragged store, clipped at the group's last row; tail rows cleared as items behind the last tile
-#include "cc/device/pipeline_fp8.cuh"
-#include "cc/device/rows_fp8.cuh"
+#include "cc/device/sm90/pipeline_fp8.cuh"
+#include "cc/device/sm90/rows_product_fp8.cuh"
 #include "cc/dispatch/tiles_sm90.h"
 #include "cc/kernels/kernels.h"
 

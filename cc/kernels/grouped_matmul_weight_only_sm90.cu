@@ -8,11 +8,12 @@
 #include <algorithm>
 #include <string>
 
+#include "cc/api/archs.h"
 #include "cc/api/calls.h"
 #include "cc/api/operands.h"
-#include "cc/device/launch.h"
-#include "cc/device/stream_weights.cuh"
-#include "cc/device/tensor_map.h"
+#include "cc/device/common/launch.h"
+#include "cc/device/sm90/stream_weights.cuh"
+#include "cc/device/sm90/tensor_map.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -71,7 +72,7 @@ void launch_scale(const GroupedMatmul& call, const Params& p, cudaStream_t strea
 }
 
 std::string refuses(const GroupedMatmul& c, const Target& target) {
-  if (target.platform != Platform::cuda || target.sm != 90 || !target.sm_a) return "needs an sm_90a GPU";
+  if (std::string reason = refuses_arch(Arch::sm90, target); !reason.empty()) return reason;
   if (c.contract_rows) return "is for ragged rows; this call contracts over rows";
   if (c.lhs.dtype != DType::bf16 || c.scales.lhs_block || c.scales.lhs_group_scales.present()) {
     return "takes plain rows of bfloat16, not " + describe(c.lhs);

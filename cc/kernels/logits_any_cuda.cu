@@ -12,9 +12,9 @@
 // cache.
 #include <string>
 
-#include "cc/device/experts.cuh"
-#include "cc/device/groups.cuh"
-#include "cc/device/operand.h"
+#include "cc/device/common/expert_scores.cuh"
+#include "cc/device/common/group_scan.cuh"
+#include "cc/device/common/refusals.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {

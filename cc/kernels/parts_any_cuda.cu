@@ -7,9 +7,9 @@
 // memory; up to 40 registers. Predicted for [8192, 128] in three parts on an H200: 4 and 6 MiB, 3 us each.
 #include <string>
 
-#include "cc/device/launch.h"
-#include "cc/device/operand.h"
-#include "cc/device/pieces.cuh"
+#include "cc/device/common/launch.h"
+#include "cc/device/common/refusals.h"
+#include "cc/device/common/row_pieces.cuh"
 #include "cc/kernels/kernels.h"
 #include "cc/math/parts.h"
 

@@ -12,8 +12,8 @@
 #include <algorithm>
 #include <string>
 
-#include "cc/device/store.cuh"
-#include "cc/device/values.cuh"
+#include "cc/device/common/elements.cuh"
+#include "cc/device/quantize/group_scales.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {

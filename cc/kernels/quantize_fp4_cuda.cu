@@ -26,7 +26,7 @@
 #include <string>
 #include <type_traits>
 
-#include "cc/device/store_fp4.cuh"
+#include "cc/device/quantize/fp4_tile.cuh"
 #include "cc/kernels/kernels.h"
 #include "cc/math/e2m1.h"
 

@@ -24,7 +24,7 @@
 #include <type_traits>
 
 #include "cc/api/operands.h"
-#include "cc/device/store_fp8.cuh"
+#include "cc/device/quantize/fp8_tile.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {

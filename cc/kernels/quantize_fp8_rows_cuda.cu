@@ -18,7 +18,7 @@
 #include <string>
 
 #include "cc/api/operands.h"
-#include "cc/device/store_fp8.cuh"
+#include "cc/device/quantize/fp8_tile.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {

@@ -16,9 +16,9 @@
 // 6.5 us; the bytes, 4 MiB, take 1 us of it.
 #include <string>
 
-#include "cc/device/experts.cuh"
-#include "cc/device/launch.h"
-#include "cc/device/operand.h"
+#include "cc/device/common/expert_scores.cuh"
+#include "cc/device/common/launch.h"
+#include "cc/device/common/refusals.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {

@@ -17,9 +17,9 @@
 // 256, 512 and 1024 experts (sm_90), nothing spilled.
 #include <string>
 
-#include "cc/device/experts.cuh"
-#include "cc/device/operand.h"
-#include "cc/device/sequences.cuh"
+#include "cc/device/common/expert_scores.cuh"
+#include "cc/device/common/refusals.h"
+#include "cc/device/common/token_sequences.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {

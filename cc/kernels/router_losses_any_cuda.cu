@@ -9,11 +9,11 @@
 #include <algorithm>
 #include <string>
 
-#include "cc/device/early.cuh"
-#include "cc/device/experts.cuh"
-#include "cc/device/groups.cuh"
-#include "cc/device/launch.h"
-#include "cc/device/operand.h"
+#include "cc/device/common/early_launch.cuh"
+#include "cc/device/common/expert_scores.cuh"
+#include "cc/device/common/group_scan.cuh"
+#include "cc/device/common/launch.h"
+#include "cc/device/common/refusals.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {

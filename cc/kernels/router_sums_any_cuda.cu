@@ -26,10 +26,10 @@
 #include <algorithm>
 #include <string>
 
-#include "cc/device/early.cuh"
-#include "cc/device/experts.cuh"
-#include "cc/device/operand.h"
-#include "cc/device/sequences.cuh"
+#include "cc/device/common/early_launch.cuh"
+#include "cc/device/common/expert_scores.cuh"
+#include "cc/device/common/refusals.h"
+#include "cc/device/common/token_sequences.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {

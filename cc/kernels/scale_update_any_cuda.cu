@@ -7,7 +7,7 @@
 // 32 KiB of registers for 1024 slots of 8 groups, 1 KiB of shared memory.
 #include <string>
 
-#include "cc/device/launch.h"
+#include "cc/device/common/launch.h"
 #include "cc/kernels/kernels.h"
 #include "cc/math/store.h"
 

@@ -8,8 +8,8 @@
 #include <algorithm>
 #include <string>
 
-#include "cc/device/groups.cuh"
-#include "cc/device/operand.h"
+#include "cc/device/common/group_scan.cuh"
+#include "cc/device/common/refusals.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {

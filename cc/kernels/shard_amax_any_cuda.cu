@@ -2,7 +2,7 @@
 // atomicMax on the bits, which no order changes. Bound by reading the elements once.
 #include <string>
 
-#include "cc/device/shards.cuh"
+#include "cc/device/quantize/weight_shards.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {

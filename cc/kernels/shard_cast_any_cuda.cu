@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <string>
 
-#include "cc/device/shards.cuh"
+#include "cc/device/quantize/weight_shards.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {

@@ -1,7 +1,8 @@
 // Where the slots of tokens go: counts per expert, the order of rows, and experts by token id.
 //
 // count_experts   clear --> 1024 slots a block, counted in shared memory if 8192 counters suffice, else in the result
-// sort_slots      two launches, cc/device/slot_order.cuh; the last one writes padding and the tail as well, so every
+// sort_slots      two launches, cc/device/common/slot_order.cuh; the last one writes padding and the tail as well, so
+// every
 //                 place of the results is written once
 // pad_groups      a scan of the sizes, then a thread a row of both maps finds its group by bisection
 // hash_experts    a thread a token: its row of the table, or its draws
@@ -13,9 +14,9 @@
 #include <algorithm>
 #include <string>
 
-#include "cc/device/operand.h"
-#include "cc/device/sequences.cuh"
-#include "cc/device/slot_order.cuh"
+#include "cc/device/common/refusals.h"
+#include "cc/device/common/slot_order.cuh"
+#include "cc/device/common/token_sequences.cuh"
 #include "cc/kernels/kernels.h"
 #include "cc/math/routing.h"
 
