@@ -27,16 +27,6 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kWideThreads = 1024;  // of a block that works alone
 
-template <class Call>
-std::string refuses(const Call&, const Target& target) {
-  return refuses_unless_cuda(target);
-}
-
-template <class Call>
-size_t no_workspace(const Call&, const Target&) {
-  return 0;
-}
-
 // ---- By the sign of what an expert lacks
 
 __global__ void __launch_bounds__(kWideThreads)
@@ -185,10 +175,11 @@ void launch_quantile(const QuantileBias& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<BiasUpdate> bias_update_any_cuda = {"bias_update_any_cuda", refuses, no_workspace, launch_update};
-const Kernel<MarginHistogram> margin_histogram_any_cuda = {"margin_histogram_any_cuda", refuses, no_workspace,
-                                                           launch_margins};
-const Kernel<QuantileBias> quantile_bias_any_cuda = {"quantile_bias_any_cuda", refuses, quantile_bytes,
-                                                     launch_quantile};
+const Kernel<BiasUpdate> bias_update_any_cuda = {"bias_update_any_cuda", Arch::cuda,   Kind::reference, takes_any,
+                                                 no_workspace,           launch_update};
+const Kernel<MarginHistogram> margin_histogram_any_cuda = {
+    "margin_histogram_any_cuda", Arch::cuda, Kind::reference, takes_any, no_workspace, launch_margins};
+const Kernel<QuantileBias> quantile_bias_any_cuda = {
+    "quantile_bias_any_cuda", Arch::cuda, Kind::reference, takes_any, quantile_bytes, launch_quantile};
 
 }  // namespace grouped

@@ -99,14 +99,7 @@ __global__ void __launch_bounds__(kThreads, Load::kBlocks) dot_slots(const __gri
   }
 }
 
-std::string refuses(const CombineDot& call, const Target& target) {
-  if (target.platform == Platform::cuda && (!is_wide(call.rows.dtype) || !is_wide(call.grad.dtype))) {
-    return "takes float32, bfloat16 or float16, got " + describe(call.rows) + " and " + describe(call.grad);
-  }
-  return refuses_unless_cuda(target);
-}
-
-size_t workspace(const CombineDot&, const Target&) { return 0; }
+std::string refuses(const CombineDot& call, const Target&) { return refuses_unless_plain({&call.rows, &call.grad}); }
 
 void launch(const CombineDot& call, const Context& context) {
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
@@ -143,6 +136,7 @@ void launch(const CombineDot& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<CombineDot> combine_dot_any_cuda = {"combine_dot_any_cuda", refuses, workspace, launch};
+const Kernel<CombineDot> combine_dot_any_cuda = {"combine_dot_any_cuda", Arch::cuda, Kind::reference, refuses,
+                                                 no_workspace,           launch};
 
 }  // namespace grouped

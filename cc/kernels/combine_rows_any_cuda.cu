@@ -113,14 +113,10 @@ void launch_sum(const Combine& p, cudaStream_t stream) {
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
-std::string refuses(const CombineRows& call, const Target& target) {
-  if (target.platform == Platform::cuda && (!is_wide(call.rows.dtype) || !is_wide(call.result.dtype))) {
-    return "takes and gives float32, bfloat16 or float16, got " + describe(call.rows) + " for " + describe(call.result);
-  }
-  return refuses_wide_rows(call.rows, target);
+std::string refuses(const CombineRows& call, const Target&) {
+  const std::string reason = refuses_unless_plain({&call.rows, &call.result});
+  return reason.empty() ? refuses_wide_rows(call.rows) : reason;
 }
-
-size_t workspace(const CombineRows&, const Target&) { return 0; }
 
 void launch(const CombineRows& call, const Context& context) {
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
@@ -148,6 +144,7 @@ void launch(const CombineRows& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<CombineRows> combine_rows_any_cuda = {"combine_rows_any_cuda", refuses, workspace, launch};
+const Kernel<CombineRows> combine_rows_any_cuda = {
+    "combine_rows_any_cuda", Arch::cuda, Kind::reference, refuses, no_workspace, launch};
 
 }  // namespace grouped

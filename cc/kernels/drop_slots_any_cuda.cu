@@ -125,8 +125,6 @@ __global__ void __launch_bounds__(kThreads) select(const __grid_constant__ ByWei
   }
 }
 
-std::string refuses(const DropSlots&, const Target& target) { return refuses_unless_cuda(target); }
-
 SlotOrder order_of(const DropSlots& call) { return SlotOrder::plan(call.experts.elements(), call.num_experts); }
 
 size_t list_bytes(const DropSlots& call) { return align_up(sizeof(uint32_t) * call.experts.elements()); }
@@ -159,6 +157,7 @@ void launch(const DropSlots& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<DropSlots> drop_slots_any_cuda = {"drop_slots_any_cuda", refuses, workspace, launch};
+const Kernel<DropSlots> drop_slots_any_cuda = {
+    "drop_slots_any_cuda", Arch::cuda, Kind::reference, takes_any, workspace, launch};
 
 }  // namespace grouped

@@ -154,14 +154,12 @@ __global__ void __launch_bounds__(kSpreadThreads) copy_columns(const __grid_cons
   }
 }
 
-std::string refuses(const GatherRows& call, const Target& target) {
-  if (target.platform == Platform::cuda && call.weights.present() && !is_wide(call.rows.dtype)) {
+std::string refuses(const GatherRows& call, const Target&) {
+  if (call.weights.present() && !is_wide(call.rows.dtype)) {
     return "weighs float32, bfloat16 or float16, got " + describe(call.rows);
   }
-  return call.axis == 1 ? refuses_unless_cuda(target) : refuses_wide_rows(call.rows, target);
+  return call.axis == 1 ? "" : refuses_wide_rows(call.rows);
 }
-
-size_t workspace(const GatherRows&, const Target&) { return 0; }
 
 void launch_copy(Gather p, int64_t rows, int unit, cudaStream_t stream) {
   p.spread = Spread::plan(p.row_bytes / unit, rows, kGathered);
@@ -240,6 +238,7 @@ void launch(const GatherRows& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<GatherRows> gather_rows_any_cuda = {"gather_rows_any_cuda", refuses, workspace, launch};
+const Kernel<GatherRows> gather_rows_any_cuda = {"gather_rows_any_cuda", Arch::cuda, Kind::reference, refuses,
+                                                 no_workspace,           launch};
 
 }  // namespace grouped

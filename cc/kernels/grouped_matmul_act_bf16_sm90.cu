@@ -17,7 +17,6 @@
 //   128 x (96 + 96)    192 a thread   5 x 40 KiB   8 x 3 x 1 KiB   40 / 232
 //
 // Kinds that are not gated have 192 result columns a tile and no pairs.
-#include "cc/api/archs.h"
 #include "cc/api/kernel.h"
 #include "cc/kernels/grouped_matmul_act_bf16_sm90.cuh"
 #include "cc/kernels/kernels.h"
@@ -41,8 +40,7 @@ void launch_types(const GroupedMatmulAct& call, const UpParams& p, void* stream)
                             : launch_up_pairs<T, Major::mn32>(call, p, stream);
 }
 
-std::string refuses(const GroupedMatmulAct& c, const Target& target) {
-  if (std::string reason = refuses_arch(Arch::sm90, target); !reason.empty()) return reason;
+std::string refuses(const GroupedMatmulAct& c, const Target&) {
   if (!has_plain_operands(c) || has_group_scales(c.scales)) return "takes no scaled operands";
   if (c.stored.stores()) return "gives plain rows";
   if (c.lhs.dtype != DType::bf16 && c.lhs.dtype != DType::f16) {
@@ -114,6 +112,6 @@ void launch(const GroupedMatmulAct& call, const Context& context) {
 }  // namespace
 
 const Kernel<GroupedMatmulAct> grouped_matmul_act_bf16_sm90 = {
-    "grouped_matmul_act_bf16_sm90", refuses, workspace, launch, kAlignment, nullptr, true};
+    "grouped_matmul_act_bf16_sm90", Arch::sm90, Kind::special, refuses, workspace, launch, kAlignment, nullptr, true};
 
 }  // namespace grouped

@@ -13,7 +13,6 @@
 //
 //   tile        accumulators   ring         sets         registers, 128 + 256 threads
 //   128 x 128   128 a thread   5 x 32 KiB   2 x 24 KiB   40 / 232
-#include "cc/api/archs.h"
 #include "cc/api/calls.h"
 #include "cc/api/kernel.h"
 #include "cc/api/operands.h"
@@ -225,8 +224,7 @@ void launch_weights(const GroupedMatmulDact& call, const DactParams& p, cudaStre
   return call.rhs_axis == 2 ? launch_dact<T, Major::k>(call, p, stream) : launch_dact<T, Major::mn>(call, p, stream);
 }
 
-std::string refuses(const GroupedMatmulDact& c, const Target& target) {
-  if (std::string reason = refuses_arch(Arch::sm90, target); !reason.empty()) return reason;
+std::string refuses(const GroupedMatmulDact& c, const Target&) {
   if (!has_plain_operands(c) || has_group_scales(c.scales)) return "takes no scaled operands";
   if (c.stored.stores()) return "gives plain rows";
   if (c.lhs.dtype != DType::bf16 && c.lhs.dtype != DType::f16) {
@@ -303,6 +301,6 @@ void launch(const GroupedMatmulDact& call, const Context& context) {
 }  // namespace
 
 const Kernel<GroupedMatmulDact> grouped_matmul_dact_bf16_sm90 = {
-    "grouped_matmul_dact_bf16_sm90", refuses, workspace, launch, kAlignment, nullptr, true};
+    "grouped_matmul_dact_bf16_sm90", Arch::sm90, Kind::special, refuses, workspace, launch, kAlignment, nullptr, true};
 
 }  // namespace grouped

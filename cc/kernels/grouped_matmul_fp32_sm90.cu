@@ -14,7 +14,6 @@
 //   wgrad in parts: partial sums in the workspace --add_parts--> + what memory holds, turned if it lies so --> result
 #include <utility>
 
-#include "cc/api/archs.h"
 #include "cc/api/calls.h"
 #include "cc/api/halves.h"
 #include "cc/api/kernel.h"
@@ -410,8 +409,7 @@ void launch_terms(const GroupedMatmul& call, const Context& context) {
   return call.contract_rows ? launch_contraction<kTerms>(call, p, context) : launch_rows<kTerms>(call, p, context);
 }
 
-std::string refuses(const GroupedMatmul& c, const Target& target) {
-  if (std::string reason = refuses_arch(Arch::sm90, target); !reason.empty()) return reason;
+std::string refuses(const GroupedMatmul& c, const Target&) {
   for (const TensorView* t : {&c.lhs, &c.rhs}) {
     if (t->dtype != DType::f32) return "takes two operands of float32, got " + describe(*t);
   }
@@ -449,7 +447,7 @@ void launch(const GroupedMatmul& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<GroupedMatmul> grouped_matmul_fp32_sm90 = {"grouped_matmul_fp32_sm90", refuses, workspace, launch,
-                                                        kAlignment};
+const Kernel<GroupedMatmul> grouped_matmul_fp32_sm90 = {
+    "grouped_matmul_fp32_sm90", Arch::sm90, Kind::special, refuses, workspace, launch, kAlignment};
 
 }  // namespace grouped

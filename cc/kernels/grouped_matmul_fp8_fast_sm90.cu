@@ -42,7 +42,15 @@ void launch(const GroupedMatmul& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<GroupedMatmul> grouped_matmul_fp8_fast_sm90 = {"grouped_matmul_fp8_fast_sm90", refuses, fp8_rows_workspace,
-                                                            launch, kAlignment};
+const Kernel<GroupedMatmul> grouped_matmul_fp8_fast_sm90 = {"grouped_matmul_fp8_fast_sm90",
+                                                            Arch::sm90,
+                                                            Kind::special,
+                                                            refuses,
+                                                            fp8_rows_workspace,
+                                                            launch,
+                                                            kAlignment,
+                                                            nullptr,
+                                                            false,
+                                                            true};
 
 }  // namespace grouped

@@ -16,7 +16,6 @@
 //   results   ring         slots
 //   16 bits   4 x 40 KiB   8 x 3 x 2 KiB, a warp's part of a tile
 //   fp32      3 x 40 KiB   8 x 6 x 2 KiB, likewise
-#include "cc/api/archs.h"
 #include "cc/api/calls.h"
 #include "cc/api/kernel.h"
 #include "cc/device/common/launch.h"
@@ -150,8 +149,7 @@ void launch_product(const GroupedMatmul& call, Fp8ContractionParams p, void* str
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
-std::string refuses(const GroupedMatmul& c, const Target& target) {
-  if (std::string reason = refuses_arch(Arch::sm90, target); !reason.empty()) return reason;
+std::string refuses(const GroupedMatmul& c, const Target&) {
   if (!c.contract_rows) return "is for a contraction over rows; this call has ragged rows";
   if (!is_fp8(c.lhs.dtype) || !is_fp8(c.rhs.dtype)) {
     return std::string("takes float8_e4m3fn and float8_e5m2; lhs is ") + dtype_name(c.lhs.dtype) + ", rhs " +
@@ -208,7 +206,15 @@ void launch(const GroupedMatmul& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<GroupedMatmul> grouped_matmul_fp8_wgrad_sm90 = {"grouped_matmul_fp8_wgrad_sm90", refuses, workspace,
-                                                             launch, kAlignment};
+const Kernel<GroupedMatmul> grouped_matmul_fp8_wgrad_sm90 = {"grouped_matmul_fp8_wgrad_sm90",
+                                                             Arch::sm90,
+                                                             Kind::special,
+                                                             refuses,
+                                                             workspace,
+                                                             launch,
+                                                             kAlignment,
+                                                             nullptr,
+                                                             false,
+                                                             true};
 
 }  // namespace grouped

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <string>
 
-#include "cc/api/archs.h"
 #include "cc/api/calls.h"
 #include "cc/api/operands.h"
 #include "cc/device/common/launch.h"
@@ -71,8 +70,7 @@ void launch_scale(const GroupedMatmul& call, const Params& p, cudaStream_t strea
   }
 }
 
-std::string refuses(const GroupedMatmul& c, const Target& target) {
-  if (std::string reason = refuses_arch(Arch::sm90, target); !reason.empty()) return reason;
+std::string refuses(const GroupedMatmul& c, const Target&) {
   if (c.contract_rows) return "is for ragged rows; this call contracts over rows";
   if (c.lhs.dtype != DType::bf16 || c.scales.lhs_block || c.scales.lhs_group_scales.present()) {
     return "takes plain rows of bfloat16, not " + describe(c.lhs);
@@ -151,7 +149,15 @@ void launch(const GroupedMatmul& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<GroupedMatmul> grouped_matmul_weight_only_sm90 = {"grouped_matmul_weight_only_sm90", refuses, workspace,
-                                                               launch, kAlignment};
+const Kernel<GroupedMatmul> grouped_matmul_weight_only_sm90 = {"grouped_matmul_weight_only_sm90",
+                                                               Arch::sm90,
+                                                               Kind::special,
+                                                               refuses,
+                                                               workspace,
+                                                               launch,
+                                                               kAlignment,
+                                                               nullptr,
+                                                               false,
+                                                               true};
 
 }  // namespace grouped

@@ -46,13 +46,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <class Call>
-std::string refuses(const Call&, const Target& target) {
-  return refuses_unless_cuda(target);
-}
-
-size_t no_workspace(const Jitter&, const Target&) { return 0; }
-
 void launch_jitter(const Jitter& call, const Context& context) {
   const int64_t tokens = call.logits.dims[0], experts = call.logits.dims[1];
   if (tokens == 0) return;
@@ -192,7 +185,9 @@ void launch_sinkhorn(const Sinkhorn& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<Jitter> jitter_any_cuda = {"jitter_any_cuda", refuses, no_workspace, launch_jitter};
-const Kernel<Sinkhorn> sinkhorn_any_cuda = {"sinkhorn_any_cuda", refuses, balance_bytes, launch_sinkhorn};
+const Kernel<Jitter> jitter_any_cuda = {"jitter_any_cuda", Arch::cuda,   Kind::reference,
+                                        takes_any,         no_workspace, launch_jitter};
+const Kernel<Sinkhorn> sinkhorn_any_cuda = {"sinkhorn_any_cuda", Arch::cuda,    Kind::reference,
+                                            takes_any,           balance_bytes, launch_sinkhorn};
 
 }  // namespace grouped

@@ -463,6 +463,7 @@ void launch(const Quantize& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<Quantize> quantize_fp4_cuda = {"quantize_fp4_cuda", refuses, workspace, launch, kAlignment};
+const Kernel<Quantize> quantize_fp4_cuda = {"quantize_fp4_cuda", Arch::cuda, Kind::special, refuses,
+                                            workspace,           launch,     kAlignment};
 
 }  // namespace grouped

@@ -269,6 +269,7 @@ void launch(const Quantize& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<Quantize> quantize_fp8_cuda = {"quantize_fp8_cuda", refuses, workspace, launch, kAlignment};
+const Kernel<Quantize> quantize_fp8_cuda = {"quantize_fp8_cuda", Arch::cuda, Kind::special, refuses,
+                                            workspace,           launch,     kAlignment};
 
 }  // namespace grouped

@@ -226,8 +226,6 @@ size_t partial_bytes(const RouterSums& call) {
   return align_up(sizeof(float) * static_cast<size_t>(rows * stride_of(call)));
 }
 
-std::string refuses(const RouterSums&, const Target& target) { return refuses_unless_cuda(target); }
-
 size_t workspace(const RouterSums& call, const Target&) {
   return partial_bytes(call) + Sequences::bytes(call.sequence_sizes.dims[0]);
 }
@@ -275,6 +273,7 @@ void launch(const RouterSums& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<RouterSums> router_sums_any_cuda = {"router_sums_any_cuda", refuses, workspace, launch};
+const Kernel<RouterSums> router_sums_any_cuda = {
+    "router_sums_any_cuda", Arch::cuda, Kind::reference, takes_any, workspace, launch};
 
 }  // namespace grouped

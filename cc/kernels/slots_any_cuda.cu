@@ -25,11 +25,6 @@ namespace {
 
 using namespace device;
 
-template <class Call>
-std::string refuses(const Call&, const Target& target) {
-  return refuses_unless_cuda(target);
-}
-
 // ---- Counts
 
 constexpr int kCountThreads = 256;
@@ -268,9 +263,13 @@ void launch_hash(const HashExperts& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<CountExperts> count_experts_any_cuda = {"count_experts_any_cuda", refuses, count_bytes, launch_count};
-const Kernel<SortSlots> sort_slots_any_cuda = {"sort_slots_any_cuda", refuses, sort_bytes, launch_sort};
-const Kernel<PadGroups> pad_groups_any_cuda = {"pad_groups_any_cuda", refuses, pad_bytes, launch_pad};
-const Kernel<HashExperts> hash_experts_any_cuda = {"hash_experts_any_cuda", refuses, hash_bytes, launch_hash};
+const Kernel<CountExperts> count_experts_any_cuda = {
+    "count_experts_any_cuda", Arch::cuda, Kind::reference, takes_any, count_bytes, launch_count};
+const Kernel<SortSlots> sort_slots_any_cuda = {
+    "sort_slots_any_cuda", Arch::cuda, Kind::reference, takes_any, sort_bytes, launch_sort};
+const Kernel<PadGroups> pad_groups_any_cuda = {
+    "pad_groups_any_cuda", Arch::cuda, Kind::reference, takes_any, pad_bytes, launch_pad};
+const Kernel<HashExperts> hash_experts_any_cuda = {
+    "hash_experts_any_cuda", Arch::cuda, Kind::reference, takes_any, hash_bytes, launch_hash};
 
 }  // namespace grouped

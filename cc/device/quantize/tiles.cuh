@@ -395,7 +395,6 @@ int most_shared_bytes() {
 
 // Why a call does not fit such tiles; empty: it does.
 inline std::string refuses_tiles(const Quantize& call, const Target& target) {
-  if (target.platform != Platform::cuda) return "is a CUDA kernel";
   const DType from = call.source.dtype;
   if (from != DType::bf16 && from != DType::f16 && from != DType::f32) {
     return "takes float32, bfloat16 or float16, not " + describe(call.source);

@@ -5,7 +5,6 @@
 #include <string>
 #include <type_traits>
 
-#include "cc/api/archs.h"
 #include "cc/api/calls.h"
 #include "cc/api/kernel.h"
 #include "cc/device/common/launch.h"
@@ -77,8 +76,7 @@ struct Fp8Rows {
   }
 };
 
-inline std::string refuses_fp8_rows(const GroupedMatmul& c, const Target& target) {
-  if (std::string reason = refuses_arch(Arch::sm90, target); !reason.empty()) return reason;
+inline std::string refuses_fp8_rows(const GroupedMatmul& c, const Target&) {
   if (c.contract_rows) return "is for ragged rows; this call contracts over rows";
   if (!is_fp8(c.lhs.dtype) || !is_fp8(c.rhs.dtype)) {
     return std::string("takes float8_e4m3fn and float8_e5m2; lhs is ") + dtype_name(c.lhs.dtype) + ", rhs " +
