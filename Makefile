@@ -32,8 +32,8 @@ PROGRAM := int main() { if constexpr (true) return 0; }
 PYTHON := $(abspath $(VENV))/bin/python
 BIN := $(abspath $(VENV))/bin
 PACKAGES := grouped_core jax_grouped torch_bridge
-NATIVE_SOURCES := CMakeLists.txt $(wildcard cmake/*) $(wildcard cc/*/*)
-CXX_FILES := $(wildcard cc/*/*.h cc/*/*.cc cc/*/*.cuh cc/*/*.cu tests/native/*.cc)
+NATIVE_SOURCES := CMakeLists.txt $(wildcard cmake/*) $(wildcard cc/*/* cc/*/*/*)
+CXX_FILES := $(foreach ext,h cc cuh cu,$(wildcard cc/*/*.$(ext) cc/*/*/*.$(ext))) $(wildcard tests/native/*.cc)
 
 # $(call need,command,what is missing and what to do): stops with that one line where the command fails.
 need = $(if $(filter 0,$(shell { $(1); } >/dev/null 2>&1; echo $$?)),,$(error $(2)))

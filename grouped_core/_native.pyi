@@ -14,6 +14,8 @@ cuda_archs: tuple = ...
 
 cuda_compiler: str = ...
 
+default_cuda_arch: str = ...
+
 def handlers() -> dict[str, dict[str, object]]:
     """
     Capsules to register with XLA: platform ("cpu", "CUDA") -> target ("jg_<call>_v1") -> handler.
@@ -39,9 +41,10 @@ def device_arch(device: int) -> str:
     no code for it in this build.
     """
 
-def check_built_for(arch: str) -> None:
+def arch_built_for(chip: int) -> str:
     """
-    Raises RuntimeError where this build has no code for GPUs of `arch` ("sm_90a").
+    Arch of a chip, ten times its compute capability: 90 is "sm_90a". Raises RuntimeError where this build has
+    no code for it.
     """
 
 class Plan:

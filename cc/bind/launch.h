@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "cc/api/archs.h"
 #include "cc/api/check.h"
 #include "cc/bind/device.h"
 #include "cc/bind/signature.h"
@@ -147,7 +148,7 @@ class Prepared {
   Prepared(std::string_view arch, std::string_view implementation, const std::vector<TensorView>& inputs,
            const std::vector<TensorView>& outputs, const Params& params)
       : call_(decode_call<Call>(inputs, outputs, params)) {
-    if (!parse_target(std::string(arch), &target_)) {
+    if (!parse_arch(std::string(arch), &target_)) {
       throw std::invalid_argument("arch \"" + std::string(arch) +
                                   "\" is none; expected \"cpu\", \"sm_80\", \"sm_90a\"; pass one of these forms");
     }

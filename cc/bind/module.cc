@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "cc/api/archs.h"
 #include "cc/bind/built.h"
 #include "cc/bind/device.h"
 #include "cc/bind/dlpack.h"
@@ -133,6 +134,7 @@ NB_MODULE(_native, m) {
   m.attr("cuda_compiled") = cuda_compiled();
   m.attr("cuda_archs") = nb::tuple(nb::cast(built_archs()));
   m.attr("cuda_compiler") = built_by();
+  m.attr("default_cuda_arch") = kDefaultArch;
 
   m.def("handlers", &handlers, nb::sig("def handlers() -> dict[str, dict[str, object]]"),
         "Capsules to register with XLA: platform (\"cpu\", \"CUDA\") -> target (\"jg_<call>_v1\") -> handler.");
@@ -144,8 +146,9 @@ NB_MODULE(_native, m) {
   m.def("device_arch", &device_arch, nb::arg("device"),
         "Arch of a CUDA device, as plans take it: \"sm_90a\". Raises RuntimeError where there is no such device, or\n"
         "no code for it in this build.");
-  m.def("check_built_for", &check_built_for, nb::arg("arch"),
-        "Raises RuntimeError where this build has no code for GPUs of `arch` (\"sm_90a\").");
+  m.def("arch_built_for", &arch_built_for, nb::arg("chip"),
+        "Arch of a chip, ten times its compute capability: 90 is \"sm_90a\". Raises RuntimeError where this build has\n"
+        "no code for it.");
 
   nb::class_<Plan>(m, "Plan", "One call with its shapes, decided: which kernel runs it and what it needs.")
       .def_ro("kernel", &Plan::kernel, "Name of the chosen kernel; empty where none takes the call.")

@@ -4,11 +4,11 @@
 
 #include "cc/api/calls.h"
 #include "cc/api/operands.h"
-#include "cc/device/launch.h"
-#include "cc/device/low_rank.cuh"
-#include "cc/device/pipeline.cuh"
-#include "cc/device/rows.cuh"
-#include "cc/device/tensor_map.h"
+#include "cc/device/common/launch.h"
+#include "cc/device/sm90/low_rank.cuh"
+#include "cc/device/sm90/pipeline.cuh"
+#include "cc/device/sm90/rows_product.cuh"
+#include "cc/device/sm90/tensor_map.h"
 #include "cc/dispatch/tiles_sm90.h"
 #include "cc/math/activation.h"
 

@@ -16,13 +16,13 @@
 #include "cc/api/calls.h"
 #include "cc/api/kernel.h"
 #include "cc/api/operands.h"
-#include "cc/device/dact.cuh"
-#include "cc/device/launch.h"
-#include "cc/device/low_rank.cuh"
-#include "cc/device/pipeline.cuh"
-#include "cc/device/row_partials.cuh"
-#include "cc/device/rows.cuh"
-#include "cc/device/tensor_map.h"
+#include "cc/device/common/launch.h"
+#include "cc/device/common/row_partials.cuh"
+#include "cc/device/sm90/dact_epilogue.cuh"
+#include "cc/device/sm90/low_rank.cuh"
+#include "cc/device/sm90/pipeline.cuh"
+#include "cc/device/sm90/rows_product.cuh"
+#include "cc/device/sm90/tensor_map.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -224,8 +224,7 @@ void launch_weights(const GroupedMatmulDact& call, const DactParams& p, cudaStre
   return call.rhs_axis == 2 ? launch_dact<T, Major::k>(call, p, stream) : launch_dact<T, Major::mn>(call, p, stream);
 }
 
-std::string refuses(const GroupedMatmulDact& c, const Target& target) {
-  if (target.platform != Platform::cuda || target.sm != 90 || !target.sm_a) return "needs an sm_90a GPU";
+std::string refuses(const GroupedMatmulDact& c, const Target&) {
   if (!has_plain_operands(c) || has_group_scales(c.scales)) return "takes no scaled operands";
   if (c.stored.stores()) return "gives plain rows";
   if (c.lhs.dtype != DType::bf16 && c.lhs.dtype != DType::f16) {
@@ -302,6 +301,6 @@ void launch(const GroupedMatmulDact& call, const Context& context) {
 }  // namespace
 
 const Kernel<GroupedMatmulDact> grouped_matmul_dact_bf16_sm90 = {
-    "grouped_matmul_dact_bf16_sm90", refuses, workspace, launch, kAlignment, nullptr, true};
+    "grouped_matmul_dact_bf16_sm90", Arch::sm90, Kind::special, refuses, workspace, launch, kAlignment, nullptr, true};
 
 }  // namespace grouped

@@ -112,7 +112,7 @@ def test_sources_are_named_as_the_project_names_them():
         pytest.skip("a build with debug information names its sources")
     assert str(ROOT).encode() not in module
     folders = "|".join(sorted(path.name for path in (ROOT / "cc").iterdir()))
-    found = set(re.findall(rf"[\w./-]*\bcc/(?:{folders})/\w+\.\w+".encode(), module))
+    found = set(re.findall(rf"[\w./-]*\bcc/(?:{folders})/(?:\w+/)*\w+\.\w+".encode(), module))
     assert b"cc/bind/launch.h" in found
     assert not [path for path in found if not path.startswith(b"cc/")]
 
