@@ -15,7 +15,7 @@ class PlanOf final : public Plan {
     refusals = choice.refusals;
     workspace_bytes = prepared_.with_room(choice.workspace_bytes);
     aligned_workspace_bytes = prepared_.with_room(choice.aligned_workspace_bytes);
-    slots = signature<Call>().inputs.size() + signature<Call>().outputs.size();
+    slots = schema<Call>().slots.size();
     platform = prepared_.target().platform;
   }
 
