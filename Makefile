@@ -5,7 +5,7 @@
 #   make test-releases            the frontends with other releases of the frameworks (RELEASES), from the wheel
 #   make test-hosts               every host and every model of theirs, in an environment of its own
 #   make docs                     API pages, build/docs   make benchmark   BENCH selects a file
-#   make stub                     renews the .pyi stub    make format      lays out Python and C++
+#   make stub                     renews .pyi and schema  make format      lays out Python and C++
 #   make sass                     renews the instruction counts of the Hopper kernels
 #   PY=python3.12 chooses the interpreter; GROUPED_CUDA=auto|on|off whether CUDA sources are built, and
 #   GROUPED_CUDA_ARCHS for which chips: found, all, or a list of 80, 89, 90, 90a (cmake/archs.cmake).
@@ -171,6 +171,7 @@ test-hosts: native $(HOSTS)/.packages
 
 stub: native $(VENV)/.packages
 	$(PYTHON) -m nanobind.stubgen -q --exclude-values -m grouped_core._native -o grouped_core/_native.pyi
+	$(PYTHON) -m tests.native.schema_file
 
 sass: native
 	$(PYTHON) -m tests.native.sass > build/sass.txt && mv build/sass.txt tests/native/sass_sm90.txt

@@ -22,10 +22,14 @@ def handlers() -> dict[str, dict[str, object]]:
 def kernels() -> dict[str, list[str]]:
     """Every call's kernels, best first."""
 
-def calls() -> dict[str, dict[str, list]]:
+def schema() -> dict[str, tuple[dict[str, str], dict[str, str], dict[str, int | float | str]]]:
     """
-    Every call's "inputs" and "outputs" [(name, optional)] in slot order, and "params" (names).
+    Every call's operands and results, name to words, and parameters, name to default, in order. The words are
+    those of cc/api/schema.h, behind "optional" where the slot may be absent.
     """
+
+def types() -> dict[str, tuple[str, ...]]:
+    """The sets of element types that the words of `schema` name."""
 
 def dtypes() -> list[str]:
     """Names of the element types, as NumPy and ml_dtypes spell them."""

@@ -91,8 +91,8 @@ def _slot(name: str, words: str) -> Slot:
 def schema(call: str) -> Schema:
     """The schema of the native call of that name."""
     inputs, outputs, params = CALLS[call]
-    slots = ({name: _slot(name, words) for name, words in each.items()} for each in (inputs, outputs))
-    return Schema(*slots, params)
+    operands, results = ({name: _slot(name, words) for name, words in each.items()} for each in (inputs, outputs))
+    return Schema(operands, results, params)
 
 
 SLOTS = {name: tuple(inputs) for name, (inputs, _, _) in CALLS.items()}
