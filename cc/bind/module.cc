@@ -22,6 +22,7 @@
 #include "cc/bind/python.h"
 #include "cc/bind/xla.h"
 #include "cc/cpu/panel.h"
+#include "cc/cpu/parallel.h"
 
 namespace nb = nanobind;
 
@@ -150,6 +151,10 @@ NB_MODULE(_native, m) {
   m.def("types", &types, nb::sig("def types() -> dict[str, tuple[str, ...]]"),
         "The sets of element types that the words of `schema` name.");
   m.def("dtypes", &dtypes, "Names of the element types, as NumPy and ml_dtypes spell them.");
+  m.def(
+      "cpu_threads", [] { return own_pool().threads(); },
+      "Threads of the CPU kernels outside of JAX, which brings its own: one for each processor that affinity and\n"
+      "cgroup quotas let this process keep busy, found at the first use.");
   m.def("cpu_isa", [] { return std::string(cpu_isa()); }, "Instruction set that the CPU kernels use on this machine.");
   m.def("device_arch", &device_arch, nb::arg("device"),
         "Arch of a CUDA device, as plans take it: \"sm_90a\". Raises RuntimeError where there is no such device, or\n"
