@@ -126,7 +126,7 @@ class TestLists:
         assert len(names) == len(set(names))
 
     def test_the_isa_is_one_that_has_a_pinned_kernel_or_is_the_best(self):
-        assert _native.cpu_isa() in ("plain", "avx2", "avx512", "avx512bf16")
+        assert _native.cpu_isa() in ("plain", "avx2", "avx512", "avx512bf16", "neonbf16")
 
 
 class TestVersions:
