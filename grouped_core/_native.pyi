@@ -34,6 +34,12 @@ def types() -> dict[str, tuple[str, ...]]:
 def dtypes() -> list[str]:
     """Names of the element types, as NumPy and ml_dtypes spell them."""
 
+def cpu_threads() -> int:
+    """
+    Threads of the CPU kernels outside of JAX, which brings its own: one for each processor that affinity and
+    cgroup quotas let this process keep busy, found at the first use.
+    """
+
 def cpu_isa() -> str:
     """Instruction set that the CPU kernels use on this machine."""
 
@@ -117,9 +123,10 @@ def call(call_name: str, arch: str, implementation: str, inputs: Sequence[tuple[
 class Exchange:
     """Reads tensors of one type through DLPack's C exchange interface."""
 
-    def __init__(self, tensor_type: type, plain_subclass: type | None = None) -> None:
+    def __init__(self, tensor_type: type, plain_subclass: type | None = None, threads: Callable[[], int] | None = None) -> None:
         """
         `plain_subclass`: a subclass without a `__torch_dispatch__` of its own, recognised without asking for it.
+        `threads`: asked before each launch on the CPU, which then uses at most so many threads.
         Raises TypeError for a type that does not offer the interface.
         """
 

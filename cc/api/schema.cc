@@ -232,8 +232,9 @@ std::string wrong_lengths(const Schema& schema, const SlotSchema& slot, const Te
     } else if (lengths[dim] < 0) {
       const Letter& letter = schema.letters[static_cast<size_t>(dim)];
       if (length < letter.least || length > letter.most) {
-        return named(slot, view) + ", expected " + letter.name + " of " + std::to_string(letter.least) +
-               (letter.most == INT64_MAX ? " or more " : " to " + std::to_string(letter.most) + " ") + letter.what;
+        return named(slot, view) + ", expected " + std::to_string(letter.least) +
+               (letter.most == INT64_MAX ? " or more " : " to " + std::to_string(letter.most) + " ") + letter.what +
+               " (" + letter.name + ")";
       }
       lengths[dim] = length;
     } else if (length != lengths[dim]) {
