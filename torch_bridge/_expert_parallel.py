@@ -22,7 +22,7 @@ from grouped_core.exchange import Exchange
 from grouped_core.formats import Format, QTensor
 from grouped_core.mlp_spec import Residuals
 from grouped_core.recipes import BoundRecipe, Recipe
-from torch_bridge import _autocast, _exchange, _routing, route
+from torch_bridge import _autocast, _exchange, _routing, _symmetric, route
 from torch_bridge._args import Accumulators, Members
 from torch_bridge._checks import check_operand
 from torch_bridge._router import router_logits
@@ -71,10 +71,14 @@ class Transport(Protocol):
 
 
 class Way(NamedTuple):
-    """How rows went: the slot in each row sent [P B], and the row of each slot [T, k]."""
+    """How rows went: the slot in each row sent [P B], the row of each slot [T, k], and where only rows that there are
+    travel, how many went to and came from each rank, int64 [P].
+    """
 
     source: Tensor
     inverse: Tensor
+    went: Tensor | None = None
+    came: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,8 @@ class AllToAll:
                 scales = scales.view(E8M0) if self.codes.scales == "float8_e8m0fnu" else scales
                 q = QTensor(values, scales, None, self.codes, 1, shape, dtype)
                 rows = StraightThrough(brought.rows, q)
-            way, dropped = Way(sent.source, sent.inverse), sent.dropped.reshape(())
+            counts = [_exchange.counts_of(each, self._group) for each in (sent.experts, brought.experts)]
+            way, dropped = Way(sent.source, sent.inverse, *counts), sent.dropped.reshape(())
             rows = brought.rows if rows is None else rows
             return Arrived(rows, brought.experts[:, None], brought.probs[:, None], way, dropped)
 
@@ -127,8 +132,8 @@ class AllToAll:
 
     def begin_combine(self, y: Tensor, handle: Way) -> Callable[[], Tensor]:
         """`combine`, which the result finishes."""
-        rows = _exchange.begin(y, self._group)
-        return lambda: _exchange.sums(rows(), handle.source, handle.inverse)
+        rows = _exchange.begin(y, self._group, handle.came)
+        return lambda: _exchange.sums(rows(handle.went), handle.source, handle.inverse)
 
     def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, num_experts: int) -> Arrived:
         """As in `Transport`; M = P B rows, one expert each, -1 where a budget was not used up."""
@@ -137,6 +142,25 @@ class AllToAll:
     def combine(self, y: Tensor, handle: Way) -> Tensor:
         """As in `Transport`."""
         return self.begin_combine(y, handle)()
+
+
+@dataclass(frozen=True, eq=False)
+class SymmetricMemory(AllToAll):
+    """As `AllToAll`, but only rows that there are travel, through PyTorch's symmetric memory and NVSHMEM.
+
+    The numbers of rows stay on the device. Buffers have the size of the budget and are made once per process group,
+    shape and dtype, for all layers; they are not given back. What is small travels as in `AllToAll`.
+
+    Raises:
+        RuntimeError: this machine has no such memory.
+    """
+
+    def __post_init__(self) -> None:
+        _symmetric.require(FUNCTION)
+
+    @property
+    def _group(self) -> _exchange.Group:
+        return _exchange.Group(self.process_group.group_name, self.process_group.size(), True)
 
 
 def _begin_dispatch(by: Transport, *arguments: Any) -> Callable[[], Arrived]:
@@ -155,7 +179,7 @@ def _begin_combine(by: Transport, y: Tensor, handle: Any) -> Callable[[], Tensor
     return lambda: found
 
 
-TRANSPORTS = ("all_to_all",)
+TRANSPORTS = {"all_to_all": AllToAll, "symmetric_memory": SymmetricMemory}
 
 
 def transport_option(
@@ -171,7 +195,7 @@ def transport_option(
     Raises:
         ValueError: there is none of this name, a budget or codes beside a transport of the caller's, or codes of a
             recipe whose scales are not those of single rows. TypeError: no process group, or an object without
-            `dispatch` and `combine`.
+            `dispatch` and `combine`. RuntimeError: the machine lacks what the transport needs.
     """
     exchange.check_budget_factor(function, budget_factor)
     codes = None
@@ -204,7 +228,7 @@ def transport_option(
             f"`process_group` of {function}: {type(process_group).__name__}, expected a "
             "torch.distributed.ProcessGroup; pass torch.distributed.group.WORLD for all ranks."
         )
-    return AllToAll(process_group, budget_factor, codes)
+    return TRANSPORTS[transport](process_group, budget_factor, codes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -246,7 +270,7 @@ def dispatch(
         experts: integers [T, k], of E; others than 0 to E - 1 are none.
         weights: [T, k], the router's; they travel as fp32 and come out as `handle.probs`; differentiable.
         num_experts: E. process_group: of the P ranks.
-        transport: "all_to_all", or a `Transport`. budget_factor: as in `moe`.
+        transport: "all_to_all", "symmetric_memory", or a `Transport`. budget_factor: as in `moe`.
 
     Returns:
         rows [M, H] of the experts of this rank, sorted by expert, then source rank, token and place, with zeros behind
@@ -331,7 +355,7 @@ def save_list() -> set[Any]:
 
     Add those of `torch_bridge` whose results are to be kept as well, such as "router" and "routed_mlp".
     """
-    return {*_exchange.operators(), torch.ops.torch_bridge.send.default}
+    return {*_exchange.operators(), _symmetric.operator(), torch.ops.torch_bridge.send.default}
 
 
 def check_chunks(function: str, chunks: int) -> None:
@@ -379,7 +403,8 @@ def moe(
         router: [E, H], E of all ranks. k: experts per token.
         wi, wo: of the L experts of this rank, which start at expert rank * L.
         process_group: of the P ranks.
-        transport: "all_to_all": parts of a static size for every pair of ranks; or a `Transport`.
+        transport: "all_to_all": parts of a static size for every pair of ranks. "symmetric_memory": only rows that
+            there are, between GPUs with NVSHMEM. Both give the same bits. Or a `Transport`.
         budget_factor: a rank sends a rank at most this many times the mean T k / P rows; rows beyond are dropped and
             counted in `MoEAux`. None: as many as there can be.
         send: what travels to the experts. "tokens": rows of x, quantised where they arrive. "codes": rows quantised
