@@ -26,7 +26,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from grouped_core import exchange, reference_exchange
 from tests import asserts
-from tests.torch_frontend import expert_transport_checks as expert_transport_checks  # it adds its checks
+from tests.torch_frontend import expert_graph_checks as expert_graph_checks  # these modules add their checks
+from tests.torch_frontend import expert_transport_checks as expert_transport_checks
 from tests.torch_frontend.expert_parallel_tools import (
     CHECKS,
     LOSSES,
