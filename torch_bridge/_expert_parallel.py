@@ -27,6 +27,7 @@ from torch_bridge._args import Accumulators, Members
 from torch_bridge._checks import check_operand
 from torch_bridge._router import router_logits
 from torch_bridge._tensors import E8M0, StraightThrough, dtype_name, rows_spec
+from torch_bridge.moe import SharedExpert, of_shared
 from torch_bridge.route import MoEAux, Permutation, topk_router
 from torch_bridge.routed import routed_mlp
 from torch_bridge.sizes import saturate
@@ -199,8 +200,8 @@ def transport_option(
     """
     exchange.check_budget_factor(function, budget_factor)
     codes = None
-    if send != "tokens" and (send, recipe) != (None, None):  # Dynamo traces this, but cannot read a recipe
-        codes = exchange.format_sent(function, send, linear_spec.recipe_option(recipe))
+    if send != "tokens" and (send, recipe) != (None, None):
+        codes = exchange.format_sent(function, send, recipe)
     if not isinstance(transport, str):
         if not isinstance(transport, Transport):
             raise TypeError(
@@ -383,6 +384,7 @@ def moe(
     budget_factor: float | None = None,
     send: str | None = None,
     chunks: int = 1,
+    shared: SharedExpert | None = None,
     rhs_transposed: bool = True,
     activation: str | Activation = "swiglu",
     wi_bias: Members | None = None,
@@ -412,6 +414,7 @@ def moe(
             MXFP8); the gradient of wi reads the dequantised codes. None: codes where the recipe allows it.
         chunks: parts of the tokens, each with exchanges of its own, which overlap with the experts of the others. y and
             the gradient of x keep their bits, gradients of the experts are sums over the parts.
+        shared: an expert that every rank holds, computed while the first tokens travel.
         The others: as in `torch_bridge.moe`; `routing` without `process_group`.
 
     Returns:
@@ -422,7 +425,7 @@ def moe(
     """
     by = transport_option(FUNCTION, transport, process_group, budget_factor, send, recipe)
     check_chunks(FUNCTION, chunks)
-    refuse_adapters(routing)
+    refuse_adapters(routing, shared)
     experts = int(router.shape[0])
     check_own(experts, wo, process_group)
 
@@ -439,18 +442,25 @@ def moe(
             implementation=implementation,
         )
 
-    layer = Layer(process_group, by, experts, chunks, run_experts, lambda: None)
+    def meanwhile() -> Tensor | None:
+        if shared is None:
+            return None
+        options = {"activation": activation, "residuals": residuals, "implementation": implementation}
+        return of_shared(x, shared, rhs_transposed=rhs_transposed, **options)
+
+    layer = Layer(process_group, by, experts, chunks, run_experts, meanwhile)
     weights, chosen, aux = topk_router(router_logits(x, router), k, process_group=process_group, **routing)
     return layer.run(_autocast.cast(x, _autocast.dtype_of(x)), weights, chosen, aux)
 
 
-def refuse_adapters(given: dict[str, Any]) -> None:
-    """Refuses keywords of adapters.
+def refuse_adapters(given: dict[str, Any], shared: SharedExpert | None) -> None:
+    """Refuses keywords of adapters, and those of a shared expert.
 
     Raises:
         ValueError: there are some.
     """
     names = [name for name in given if name.startswith("lora")]
+    names += ["shared.lora"] if shared is not None and shared.lora is not None else []
     if names:
         raise ValueError(
             f"`{names[0]}` of {FUNCTION}: given, expected none; use `nn.MoE` with `lora_rank` and `process_group`, or "

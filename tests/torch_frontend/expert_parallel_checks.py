@@ -53,6 +53,7 @@ from torch_bridge import (
     FP8Block,
     FP8Current,
     FP8Delayed,
+    SharedExpert,
     grouped_mlp,
     moe,
     nn,
@@ -93,6 +94,34 @@ def the_layer_has_the_bits_of_one_rank(mesh: DeviceMesh) -> None:
                 total = ours[1].grad.clone()
                 dist.all_reduce(total)
                 near(total, one[1].grad.double(), f"router, {what}")
+
+
+@check
+def a_shared_expert_runs_on_every_rank(mesh: DeviceMesh) -> None:
+    """That of `parallel.moe`: y, dx and the experts' gradients as on one rank; its own gradients add up."""
+    group = mesh.get_group()
+    x, dy = (drawn(mesh, mesh.size() * T, H, seed=each) for each in ("x", "dy"))
+    router, wi, wo = weights_of(mesh, torch.float32)
+    shared = [drawn(mesh, 1, 2 * F, H, seed="a"), drawn(mesh, 1, H, F, seed="b"), drawn(mesh, 1, H, seed="gate")]
+    one, of_one = [leaf(each) for each in (x, wi, wo)], [leaf(each) for each in shared]
+    y, _ = moe(one[0], router, one[1], one[2], K, shared=SharedExpert(*of_one))
+    y.backward(dy)
+    for chunks in (1, 2):
+        ours, of_ours = [leaf(own_part(each, mesh)) for each in (x, wi, wo)], [leaf(each) for each in shared]
+        options: dict[str, Any] = {"process_group": group, "shared": SharedExpert(*of_ours), "chunks": chunks}
+        y2, _ = parallel.moe(ours[0], router, ours[1], ours[2], K, **options)
+        y2.backward(own_part(dy, mesh))
+        asserts.bitwise(all_parts(y2.detach()), y.detach(), "y")
+        asserts.bitwise(all_parts(ours[0].grad), one[0].grad, "dx")
+        for mine, theirs in zip(ours[1:], one[1:], strict=True):
+            if chunks == 1:
+                asserts.bitwise(all_parts(mine.grad), theirs.grad)
+        for mine, theirs in zip(of_ours, of_one, strict=True):
+            total = mine.grad.clone()
+            dist.all_reduce(total)
+            near(total, theirs.grad.double(), "the shared expert")
+    with asserts.refused(ValueError, ["`shared.lora` of parallel.moe", "expected none"]):
+        parallel.moe(x, router, wi, wo, K, process_group=group, shared=SharedExpert(*shared[:2], lora=()))
 
 
 @check
@@ -283,17 +312,21 @@ def a_compiled_layer_is_one_graph_with_the_same_bits(mesh: DeviceMesh) -> None:
     group = mesh.get_group()
     router, wi, wo = weights_of(mesh, torch.float32)
 
-    def run(x: Tensor, router: Tensor, wi: Tensor, wo: Tensor) -> Tensor:
-        return parallel.moe(x, router, wi, wo, K, process_group=group, budget_factor=2.0)[0]
+    shared = SharedExpert(drawn(mesh, 1, 2 * F, H, seed="shared"), drawn(mesh, 1, H, F, seed="shared_wo"))
+    for recipe in (None, MXFP8, FP8Block, FP8Current):
 
-    found = []
-    for each in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
-        args = [leaf(part) for part in (drawn(mesh, T, H), router, own_part(wi, mesh), own_part(wo, mesh))]
-        y = each(*args)
-        y.sum().backward()
-        found.append([y.detach(), *(arg.grad for arg in args)])
-    for eager, compiled in zip(*found, strict=True):
-        asserts.bitwise(compiled, eager)
+        def run(x: Tensor, router: Tensor, wi: Tensor, wo: Tensor, recipe: Any = recipe) -> Tensor:
+            options: dict[str, Any] = {"process_group": group, "recipe": recipe, "shared": shared}
+            return parallel.moe(x, router, wi, wo, K, budget_factor=2.0, **options)[0]
+
+        found = []
+        for each in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+            args = [leaf(part) for part in (drawn(mesh, T, H), router, own_part(wi, mesh), own_part(wo, mesh))]
+            y = each(*args)
+            y.sum().backward()
+            found.append([y.detach(), *(arg.grad for arg in args)])
+        for eager, compiled in zip(*found, strict=True):
+            asserts.bitwise(compiled, eager, str(recipe and recipe.name))
 
 
 @check
