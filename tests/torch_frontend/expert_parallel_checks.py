@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -83,16 +83,16 @@ def the_layer_has_the_bits_of_one_rank(mesh: DeviceMesh) -> None:
             ((y2 * own_part(dy, mesh)).sum() + aux2.aux_loss + aux2.z_loss).backward()
 
             what = f"{dtype}, {recipe and recipe.name}"
-            asserts.bitwise(all_parts(y2.detach()), y.detach(), f"y, {what}")
+            asserts.bitwise(all_parts(y2.detach(), group), y.detach(), f"y, {what}")
             for each, mine, theirs in zip(("wi", "wo"), ours[2:], one[2:], strict=True):
-                asserts.bitwise(all_parts(mine.grad), theirs.grad, f"{each}, {what}")
+                asserts.bitwise(all_parts(mine.grad, group), theirs.grad, f"{each}, {what}")
             asserts.bitwise(aux2.load, aux.load, "load")
             near(aux2.aux_loss, aux.aux_loss.double(), "aux_loss")
             near(aux2.z_loss, aux.z_loss.double(), "z_loss")
             assert not aux2.overflow
             if dtype == torch.float32:
                 total = ours[1].grad.clone()
-                dist.all_reduce(total)
+                dist.all_reduce(total, group=group)
                 near(total, one[1].grad.double(), f"router, {what}")
 
 
@@ -143,9 +143,9 @@ def tokens_have_the_gradients_of_one_rank(mesh: DeviceMesh) -> None:
     y2 = parallel.combine(results, handle)
     y2.backward(own_part(dy, mesh))
     assert int(handle.dropped) == 0
-    asserts.bitwise(all_parts(y2.detach()), y.detach(), "y")
+    asserts.bitwise(all_parts(y2.detach(), group), y.detach(), "y")
     for name, mine, theirs in zip(("x", "weights", "wi", "wo"), ours, one, strict=True):
-        asserts.bitwise(all_parts(mine.grad), theirs.grad, name)
+        asserts.bitwise(all_parts(mine.grad, group), theirs.grad, name)
 
 
 @check
@@ -582,21 +582,25 @@ def a_checkpoint_of_all_ranks_loads_on_half_of_them(mesh: DeviceMesh) -> None:
 
 @check
 def jax_gives_the_same_bits(mesh: DeviceMesh) -> None:
-    """`jax_grouped.parallel.moe` over as many devices, which the first rank runs."""
+    """`jax_grouped.parallel.moe` over as many devices, which the first rank runs: y, dx and the experts' gradients."""
     if mesh.device_type != "cpu":
         return
     router, wi, wo = weights_of(mesh, torch.float32)
-    x = drawn(mesh, mesh.size() * T, H, seed="x")
-    for recipe in (None, MXFP8):
+    x, dy = (drawn(mesh, mesh.size() * T, H, seed=each) for each in ("x", "dy"))
+    for recipe in (None, FP8Block, MXFP8):
         options: dict[str, Any] = {"process_group": mesh.get_group(), "recipe": recipe}
-        y, _ = parallel.moe(own_part(x, mesh), router, own_part(wi, mesh), own_part(wo, mesh), K, **options)
-        whole = all_parts(y)
+        ours = [leaf(own_part(each, mesh)) for each in (x, wi, wo)]
+        y, _ = parallel.moe(ours[0], router, *ours[1:], K, **options)
+        y.backward(own_part(dy, mesh))
+        found = [all_parts(each) for each in (y.detach(), *(each.grad for each in ours))]
         if mesh.get_rank() == 0:
-            asserts.bitwise(whole, torch.from_numpy(in_jax(mesh.size(), x, router, wi, wo, recipe)), "y")
+            theirs = in_jax(mesh.size(), x, router, wi, wo, dy, recipe)
+            for name, mine, other in zip(("y", "dx", "wi", "wo"), found, theirs, strict=True):
+                asserts.bitwise(mine, torch.from_numpy(other), f"{name}, {recipe and recipe.name}")
 
 
-def in_jax(ranks: int, x: Tensor, router: Tensor, wi: Tensor, wo: Tensor, recipe: Any) -> Any:
-    """y [T, H] of all tokens in NumPy, with experts over so many devices."""
+def in_jax(ranks: int, x: Tensor, router: Tensor, wi: Tensor, wo: Tensor, dy: Tensor, recipe: Any) -> list[Any]:
+    """y of all tokens and the gradients of x, wi and wo in NumPy, with experts over so many devices."""
     import jax
     from jax.sharding import AxisType
 
@@ -604,30 +608,45 @@ def in_jax(ranks: int, x: Tensor, router: Tensor, wi: Tensor, wo: Tensor, recipe
 
     jax.config.update("jax_num_cpu_devices", ranks)
     mesh = jax.make_mesh((ranks,), ("expert",), axis_types=(AxisType.Auto,))
-    arrays = [jax.numpy.asarray(each.numpy()) for each in (x, router.T.contiguous(), wi, wo)]
+    arrays = [jax.numpy.asarray(each.numpy()) for each in (x, router.T.contiguous(), wi, wo, dy)]
     axes = in_parallel.MeshAxes(expert="expert")
     options: dict[str, Any] = {"axes": axes, "mesh": mesh, "rhs_transposed": True, "recipe": recipe}
 
-    def run(x: Any, router: Any, wi: Any, wo: Any) -> Any:
-        return in_parallel.moe(x, router, wi, wo, K, **options)[0]
+    def run(x: Any, router: Any, wi: Any, wo: Any, dy: Any) -> Any:
+        def layer(x: Any, wi: Any, wo: Any) -> Any:
+            return in_parallel.moe(x, router, wi, wo, K, **options)[0]
 
-    return np.array(jax.jit(run)(*arrays))
+        y, pull = jax.vjp(layer, x, wi, wo)
+        return y, *pull(dy)
+
+    return [np.array(each) for each in jax.jit(run)(*arrays)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A check that fails, which is run by name alone
+# Checks that are run by name alone
+
+
+def one_two_and_eight_ranks_have_the_bits_of_one(mesh: DeviceMesh) -> None:
+    """On eight ranks, which share the experts of eight, four or one layer."""
+    for ranks in (1, 2, mesh.size()):
+        part = init_device_mesh(mesh.device_type, (mesh.size() // ranks, ranks), mesh_dim_names=("layer", "expert"))
+        the_layer_has_the_bits_of_one_rank(part["expert"])
+        tokens_have_the_gradients_of_one_rank(part["expert"])
 
 
 def one_rank_stays_away(mesh: DeviceMesh) -> None:
+    """A check that fails."""
     if mesh.get_rank() == 1:
         time.sleep(3600)
     router, wi, wo = weights_of(mesh, torch.float32)
     parallel.moe(
-        drawn(mesh, T, H), router, own_part(wi, mesh), own_part(wo, mesh), K, process_group=mesh.get_group(), z_coeff=0.5
+        *(drawn(mesh, T, H), router, own_part(wi, mesh), own_part(wo, mesh), K),
+        process_group=mesh.get_group(),
+        z_coeff=0.5,
     )
 
 
-FAILING: Checks = {one_rank_stays_away.__name__: one_rank_stays_away}
+BY_NAME: Checks = {each.__name__: each for each in (one_two_and_eight_ranks_have_the_bits_of_one, one_rank_stays_away)}
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__, CHECKS, RANKS, FAILING))
+    sys.exit(main(__doc__, CHECKS, RANKS, BY_NAME))

@@ -31,13 +31,13 @@ def drawn(mesh: DeviceMesh, *shape: int, seed: object = 0, dtype: torch.dtype = 
 
 def own_part(whole: Tensor, mesh: DeviceMesh) -> Tensor:
     """This rank's part of the first axis."""
-    return whole.chunk(mesh.size())[mesh.get_rank()].clone()
+    return whole.chunk(mesh.size())[mesh.get_local_rank()].clone()
 
 
-def all_parts(part: Tensor) -> Tensor:
-    """The parts of all ranks."""
-    found = [torch.empty_like(part) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, part.contiguous())
+def all_parts(part: Tensor, group: Any = None) -> Tensor:
+    """The parts of all ranks, or of those of a group."""
+    found = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, part.contiguous(), group=group)
     return torch.cat(found)
 
 

@@ -21,6 +21,13 @@ def test_four_ranks(name: str, outcome: str) -> None:
     assert f"passed  {name}\n" in outcome, outcome
 
 
+@pytest.mark.rule("LYR-9")
+def test_one_two_and_eight_ranks() -> None:
+    name = "one_two_and_eight_ranks_have_the_bits_of_one"
+    status, printed = program("expert_parallel_checks", "--ranks", "8", "--checks", name, timeout=300)
+    assert status == 0, printed
+
+
 @pytest.mark.rule("LYR-11")
 def test_a_rank_that_stays_away_is_an_error_soon() -> None:
     name = "one_rank_stays_away"
