@@ -130,7 +130,8 @@ def spread(name: str, shape: Shape, device: str, factor: float, transports: list
     x = drawn((shape.tokens, shape.hidden), device, 10 + rank).requires_grad_()
     router = drawn((ranks * shape.own, shape.hidden), device, 1)
     wi, wo = weights_of(shape, shape.own, device, 20 + 2 * rank)
-    of_shared_expert = SharedExpert(*weights_of(shape, 1, device, 5))
+    shared_wi, shared_wo = weights_of(shape, 1, device, 5)
+    of_shared_expert = SharedExpert(shared_wi, shared_wo)
     leaves = [x, wi, wo]
     rows: Rows = []
     alone: dict[Any, float] = {}
@@ -174,12 +175,13 @@ def raw(name: str, shape: Shape, device: str, factor: float, transports: list[st
     op = option(shape, ranks, ranks * shape.own, factor)
     rows = drawn((op.rows, shape.hidden), device, 3)
     out = torch.empty_like(rows)
-    group = _exchange.Group(dist.group.WORLD.group_name, ranks)
+    world: Any = dist.group.WORLD
+    group = _exchange.Group(world.group_name, ranks)
     counts = torch.full((ranks,), op.budget, dtype=torch.int64, device=device)
     calls: dict[str, Callable[[], Any]] = {"raw all_to_all_single": lambda: dist.all_to_all_single(out, rows)}
     calls["rows, all_to_all"] = lambda: _exchange.begin(rows, group)(None)
     if "symmetric_memory" in transports and not why_unavailable():
-        parallel.SymmetricMemory(dist.group.WORLD)
+        parallel.SymmetricMemory(world)
         calls["rows, symmetric_memory"] = lambda: _exchange.begin(rows, group, counts)(counts)
     sent = op.budget * (ranks - 1) * shape.hidden * rows.element_size()
     found: Rows = []

@@ -58,7 +58,7 @@ def _check_adapters(plan: Plan, arrays: Mapping[str, Any]) -> None:
         raise _wrong(name, "given with transport 'ring'", "None", "use another transport")
     if plan.send == "codes" and "lora" in arrays:
         raise _wrong("send", "'codes' beside `lora`", "None or 'tokens'", "adapters read tokens")
-    for name, pairs in adapted:
+    for _, pairs in adapted:
         lora_mlp.option(pairs, plan.lora_scaling, plan.lora_dropout, arrays.get("lora_key"))
 
 

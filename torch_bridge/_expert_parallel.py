@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from grouped_core import exchange, linear_spec
+from grouped_core import exchange
 from grouped_core.activations import Activation
 from grouped_core.exchange import Exchange
 from grouped_core.formats import Format, QTensor

@@ -116,8 +116,8 @@ def _buffers(rows: Tensor, ranks: int, group: str) -> _Buffers:
         return found
     if rows.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"transport 'symmetric_memory': the first exchange of {tuple(rows.shape)} {rows.dtype} is in the capture of "
-            "a CUDA graph, expected one before, because its memory is made together with the other ranks; run the "
+            f"transport 'symmetric_memory': the first exchange of {tuple(rows.shape)} {rows.dtype} is in the capture "
+            "of a CUDA graph, expected one before, because its memory is made together with the other ranks; run the "
             "layer once before the capture, forward and backward."
         )
     library = _library()
@@ -155,7 +155,8 @@ def _meet(device: torch.device, group: str) -> None:
     """
     from torch.distributed import _functional_collectives as collectives
 
-    collectives.wait_tensor(collectives.all_reduce(torch.zeros(1, dtype=torch.int32, device=device), "sum", group))
+    name: Any = group
+    collectives.wait_tensor(collectives.all_reduce(torch.zeros(1, dtype=torch.int32, device=device), "sum", name))
 
 
 def _rows_there_are(counts: Tensor, budget: int) -> Tensor:

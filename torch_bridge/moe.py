@@ -82,7 +82,9 @@ def moe(
     Raises what `topk_router` and `routed_mlp` raise, and ValueError for `out` beside `shared`.
     """
     if shared is not None and out is not None:
-        raise ValueError("`out` of moe: given beside `shared`, expected None, because two results are added; leave it out.")
+        raise ValueError(
+            "`out` of moe: given beside `shared`, expected None, because two results are added; leave it out."
+        )
     weights, experts, aux = topk_router(router_logits(x, router), k, **routing)
     y = routed_mlp(
         *(x, experts, weights, wi, wo),

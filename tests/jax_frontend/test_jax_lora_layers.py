@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from flax import nnx as flax_nnx
 
-import jax_grouped
 from jax_grouped import grouped_mlp, linen, nnx, parallel, routed_mlp
 from jax_grouped.accumulate import StackedRef
 from tests import asserts, bounds

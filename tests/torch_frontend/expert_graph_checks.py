@@ -52,7 +52,7 @@ def _passes(mesh: DeviceMesh, x: Tensor, dy: Tensor, transport: str) -> dict[str
     group = mesh.get_group()
     dtype = x.dtype
     router, wi, wo = weights_of(mesh, dtype)
-    given = [x, leaf(router), leaf(own_part(wi, mesh)), leaf(own_part(wo, mesh))]
+    given = (x, leaf(router), leaf(own_part(wi, mesh)), leaf(own_part(wo, mesh)))
 
     def of_function(**options: Any) -> list[Tensor]:
         y, aux = parallel.moe(*given, K, process_group=group, transport=transport, **options, **LOSSES)

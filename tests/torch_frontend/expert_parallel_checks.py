@@ -66,6 +66,7 @@ from torch_bridge import checkpoint as checkpoint_files
 from torch_bridge._router import router_logits
 from torch_bridge.parallel import AllToAll, Arrived, Transport
 
+
 @check
 def the_layer_has_the_bits_of_one_rank(mesh: DeviceMesh) -> None:
     """y and the gradients of tokens and experts; losses, load and the router's gradient within bounds."""
@@ -385,7 +386,12 @@ def codes_and_tokens_give_the_same_bits(mesh: DeviceMesh) -> None:
     """`send` says what travels; y and every gradient have the same bits, because scales are powers of two."""
     group = mesh.get_group()
     router, wi, wo = weights_of(mesh, torch.bfloat16)
-    given = (drawn(mesh, T, H, seed=mesh.get_rank(), dtype=torch.bfloat16), router, own_part(wi, mesh), own_part(wo, mesh))
+    given = (
+        drawn(mesh, T, H, seed=mesh.get_rank(), dtype=torch.bfloat16),
+        router,
+        own_part(wi, mesh),
+        own_part(wo, mesh),
+    )
 
     def run(given: list[Tensor], **options: Any) -> Tensor:
         x, router, wi, wo = given
@@ -581,6 +587,33 @@ def a_checkpoint_of_all_ranks_loads_on_half_of_them(mesh: DeviceMesh) -> None:
 
 
 @check
+def a_checkpoint_of_dtensors_numbers_them_among_all(mesh: DeviceMesh) -> None:
+    """`checkpoint.save` of a layer with spread experts, whole again on one rank, and spread over the ranks again."""
+    folder: list[Any] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    torch.manual_seed(3)
+    one = nn.MoE(H, F, E, K, shared_dim=16, bias=True, single_grouped_bias=True)
+    ours = parallel.shard_experts(copy.deepcopy(one).to(mesh.device_type), mesh)
+    checkpoint_files.save(folder[0], ours)
+    dist.barrier()
+    torch.manual_seed(4)
+    whole, again = (nn.MoE(H, F, E, K, shared_dim=16, bias=True, single_grouped_bias=True) for _ in range(2))
+    again = parallel.shard_experts(again.to(mesh.device_type), mesh)
+    for each in (whole, again):
+        checkpoint_files.load(folder[0], each)
+    expected = one.state_dict()
+    for name, value in whole.state_dict().items():
+        asserts.bitwise(value, expected[name], name)
+    for name, value in again.state_dict().items():
+        asserts.bitwise((value.full_tensor() if isinstance(value, DTensor) else value).cpu(), expected[name], name)
+    with asserts.refused(ValueError, ["`shard` of a checkpoint", "beside `experts.", "leave it out"]):
+        checkpoint_files.save(folder[0], ours, shard=(0, mesh.size() + 1))
+    fsdp = fully_shard(nn.MoE(H, F, E, K).to(mesh.device_type), mesh=mesh)
+    with asserts.refused(ValueError, ["a DTensor of shape"]):
+        checkpoint_files.save(folder[0], fsdp)
+
+
+@check
 def jax_gives_the_same_bits(mesh: DeviceMesh) -> None:
     """`jax_grouped.parallel.moe` over as many devices, which the first rank runs: y, dx and the experts' gradients."""
     if mesh.device_type != "cpu":
@@ -590,7 +623,7 @@ def jax_gives_the_same_bits(mesh: DeviceMesh) -> None:
     for recipe in (None, FP8Block, MXFP8):
         options: dict[str, Any] = {"process_group": mesh.get_group(), "recipe": recipe}
         ours = [leaf(own_part(each, mesh)) for each in (x, wi, wo)]
-        y, _ = parallel.moe(ours[0], router, *ours[1:], K, **options)
+        y, _ = parallel.moe(ours[0], router, ours[1], ours[2], K, **options)
         y.backward(own_part(dy, mesh))
         found = [all_parts(each) for each in (y.detach(), *(each.grad for each in ours))]
         if mesh.get_rank() == 0:

@@ -29,7 +29,7 @@ from torch_bridge import MXFP8, _symmetric, nn, parallel
 def symmetric_memory(mesh: DeviceMesh) -> Iterator[StandIn | None]:
     """Symmetric memory for the ranks: the stand-in on the CPU; skips on GPUs that have none."""
     if mesh.device_type == "cpu":
-        with stand_in() as made:
+        with stand_in(mesh.get_group()) as made:
             yield made
         _symmetric._BUFFERS.clear()
         return
@@ -53,7 +53,14 @@ def symmetric_memory_has_the_bits_of_all_to_all(mesh: DeviceMesh) -> None:
     group, problem = mesh.get_group(), _problem(mesh)
     router = drawn(mesh, E, H, seed="router")
     with symmetric_memory(mesh) as made:
-        for options in ({}, {"recipe": MXFP8}, {"chunks": 2}, {"budget_factor": 0.5}, {"recipe": MXFP8, "chunks": 2}):
+        every: tuple[dict[str, Any], ...] = (
+            {},
+            {"recipe": MXFP8},
+            {"chunks": 2},
+            {"budget_factor": 0.5},
+            {"recipe": MXFP8, "chunks": 2},
+        )
+        for options in every:
             found = []
             for transport in ("all_to_all", "symmetric_memory"):
                 x, wi, wo, of_router = (leaf(each) for each in (*problem[:3], router))

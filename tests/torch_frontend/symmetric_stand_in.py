@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 
 class StandIn:
     """Symmetric memory of a rank: how many exchanges ran, and how many rows they sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, *groups: Any) -> None:
+        self.groups = groups
         self.allocated: list[Tensor] = []
         self.met: set[tuple[int, str]] = set()
         self.exchanges, self.rows, self.backend = 0, 0, "CUDA"
@@ -45,7 +45,7 @@ class StandIn:
 
     def exchange(self, source: Tensor, out: Tensor, in_splits: Tensor, out_splits_offsets: Tensor, group: str) -> None:
         """The operator."""
-        ranks = _resolve_process_group(group)  # pyright: ignore[reportArgumentType]
+        ranks = next(each for each in self.groups if each.group_name == group)
         for each in (source, out, in_splits, out_splits_offsets):
             assert each.is_contiguous()
             assert (each.data_ptr(), group) in self.met, "not symmetric"
@@ -69,9 +69,9 @@ class StandIn:
 
 
 @contextmanager
-def stand_in() -> Iterator[StandIn]:
-    """Symmetric memory on the CPU, while it is open."""
-    made, library = StandIn(), torch.library.Library("symm_mem", "IMPL")
+def stand_in(group: Any) -> Iterator[StandIn]:
+    """Symmetric memory of the ranks of a group on the CPU, while it is open."""
+    made, library = StandIn(group), torch.library.Library("symm_mem", "IMPL")
     library.impl("all_to_all_vdev", made.exchange, "CPU")
     names = ("empty", "rendezvous", "set_backend", "get_backend")
     try:
