@@ -17,6 +17,7 @@ from torch.nn import Module
 
 from grouped_core import checkpoint_tensors, lora_layout, safetensors_file
 from grouped_core.checkpoint_files import Model, loading, opened, part_file, unused_message
+from grouped_core.checkpoint_fp8 import dequantized
 from grouped_core.checkpoint_metadata import NAME, Spec
 from grouped_core.checkpoint_plan import fixed_or, interleave_option, plan, shard_option
 from grouped_core.checkpoint_tensors import executed, formats_of
@@ -97,7 +98,8 @@ def load(
         layout: of a foreign checkpoint, a name of `grouped_core.layouts.LAYOUTS`; ours record theirs.
         interleave: of a foreign checkpoint, the block in which gate and linear columns alternate. Trees of tensors do
             not know theirs either: a pair is that of the checkpoint and of the tree.
-        convert: whether a checkpoint of ours may be turned to the model's order of axes and of columns.
+        convert: whether a checkpoint of ours may be turned to the model's order of axes and of columns, and FP8 weights
+            with `weight_scale_inv`, as DeepSeek publishes them, be read as bfloat16.
         prefix: the path below which the model is in the checkpoint.
         shard: (rank, ranks): the model has the experts of one rank, and takes them from those of all ranks. Experts
             that are DTensors say it themselves, as in `save`.
@@ -112,7 +114,7 @@ def load(
     flat, shard = _own_experts(flat, modules, shard)
     ranks = shard_option(shard)
     target, quantised = checkpoint_tensors.taken_apart(flat)
-    reader = opened(path, prefix)
+    reader = dequantized(opened(path, prefix), convert=convert)
     weights = _quantised(modules)
     entries = {key: _facts(value) for key, value in target.items()}
     for key, weight in _taken_plain(weights, reader.entries).items():
