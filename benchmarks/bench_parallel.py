@@ -37,10 +37,13 @@ SHAPES = {  # tokens of a rank, hidden size, expert width, experts of a rank, ex
     "mixtral_8x7b": (8192, 4096, 14336, 4, 2),
     "deepseek_v3": (4096, 7168, 2048, 16, 8),
     "qwen3_30b_a3b": (8192, 2048, 768, 64, 8),
+    "olmoe_1b_7b": (8192, 2048, 1024, 32, 8),
 }
 SMALL = {"small": (256, 128, 128, 4, 2)}
 """On a CPU."""
 LOCAL_RANKS = 8
+LOCAL_OWN = {"olmoe_1b_7b": 8}
+"""Experts of a rank of `LOCAL_RANKS`, where the shape has more of them than the model."""
 
 
 def milliseconds(call: Callable[[], Any], rounds: int) -> float:
@@ -138,7 +141,9 @@ def spread(name: str, shape: tuple[int, ...], options: argparse.Namespace) -> di
 
 def local(name: str, shape: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
     """Times of the parts of an exchange that run on a rank, of LOCAL_RANKS ranks, and of the layer of that rank."""
-    tokens, _, _, own, k = shape
+    own = LOCAL_OWN.get(name, shape[3])
+    shape = (*shape[:3], own, shape[4])
+    tokens, k = shape[0], shape[4]
     mesh = jax.sharding.Mesh(np.array(jax.devices(options.device)[:1]), ("expert",))
     p = operands(shape, mesh, 1)
     count = LOCAL_RANKS * own
