@@ -123,8 +123,8 @@ def check(kernel: str, call: calls.Call, arrays: dict[str, Any], wanted: Quantiz
 
 
 @pytest.mark.rule("QNT-1", "MLP-1", "MLP-2", "GRP-5")
-@pytest.mark.parametrize("kernel", kernels("grouped_matmul_act", quantized=True))
 @pytest.mark.matrix(
+    kernel=kernels("grouped_matmul_act", quantized=True),
     case=CASES,
     activation=("swiglu", "relu", "geglu_erf", "clamped_qgeglu"),
     interleave=(None, 1, 8, 32),
@@ -151,8 +151,8 @@ def test_activated_rows(kernel, case, activation, interleave, operands, dtype, f
 
 
 @pytest.mark.rule("QNT-1", "MLP-1", "MLP-2", "GRP-5")
-@pytest.mark.parametrize("kernel", kernels("grouped_matmul_dact", quantized=True))
 @pytest.mark.matrix(
+    kernel=kernels("grouped_matmul_dact", quantized=True),
     case=CASES,
     activation=("swiglu", "silu", "geglu_tanh", "situ_glu"),
     interleave=(None, 1, 8, 128),
