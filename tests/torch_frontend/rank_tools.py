@@ -113,7 +113,8 @@ def run_all(device: str, checks: Checks, count: int, timeout: float, limit: floa
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(count):
             Path(folder, f"output.{rank}").touch()  # for a rank that is ended while it imports
-        context = multiprocessing.get_context("spawn")
+        # A fork shares what this process has imported, which no thread of PyTorch or JAX uses yet; CUDA needs a spawn.
+        context = multiprocessing.get_context("spawn" if device == "cuda" else "fork")
         ranks = [
             context.Process(target=_process, args=(rank, device, folder, checks, count, timeout), daemon=True)
             for rank in range(count)
