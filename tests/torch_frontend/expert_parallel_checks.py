@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from grouped_core import exchange, reference_exchange
-from tests import asserts
+from tests import asserts, bounds
 from tests.torch_frontend import expert_graph_checks as expert_graph_checks  # these modules add their checks
 from tests.torch_frontend import expert_transport_checks as expert_transport_checks
 from tests.torch_frontend.expert_parallel_tools import (
@@ -375,8 +375,10 @@ def tokens_in_chunks_have_the_same_bits(mesh: DeviceMesh) -> None:
         for other in found[1:]:
             asserts.bitwise(other[0], found[0][0], "y")
             asserts.bitwise(other[1], found[0][1], "dx")
+            # Tensor cores of 8-bit operands do not add up in float32.
+            bound = bounds.FP8_PROMOTED if recipe is not None and x.is_cuda else bounds.LAYER
             for mine, theirs in zip(other[2:], found[0][2:], strict=True):
-                near(mine, theirs.double(), "a gradient of experts")
+                near(mine, theirs.double(), "a gradient of experts", bound)
     with asserts.refused(ValueError, ["`chunks` of parallel.moe", "0", "from 1 on"]):
         parallel.moe(x, router, own_wi, own_wo, K, process_group=group, chunks=0)
 
@@ -581,7 +583,8 @@ def a_checkpoint_of_all_ranks_loads_on_half_of_them(mesh: DeviceMesh) -> None:
     for mine, theirs in zip(fewer.parameters(), one.parameters(), strict=True):
         part = theirs.chunk(half)[rank % half] if mine.shape != theirs.shape else theirs
         asserts.bitwise(mine.detach(), part.detach())
-    x = drawn(mesh, half * T, H, seed="x").cpu()
+    x = drawn(mesh, half * T, H, seed="x")
+    fewer, one = fewer.to(x.device), one.to(x.device)
     y = fewer(x.chunk(half)[rank % half].clone())[0]
     asserts.bitwise(y.detach(), one(x)[0].detach().chunk(half)[rank % half].clone(), "y")
 
