@@ -14,6 +14,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes of 
 import ctypes
 import inspect
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,13 @@ def pytest_configure(config: pytest.Config) -> None:
         # Before JAX is imported, and for subprocesses: LLVM takes half of the time that XLA's programs for the CPU have
         # here. Sums are contracted to FMA as with full optimisation, and passes over HLO are the same.
         os.environ["XLA_FLAGS"] += f" {QUICK_COMPILATION}"
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        # One cache of compiled programs for this run, its workers, which inherit the variables, and all subprocesses.
+        folder = tempfile.TemporaryDirectory(prefix="jax-grouped-tests-")
+        config.add_cleanup(folder.cleanup)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     config.addinivalue_line(
         "markers",
         "matrix(valid=None, **options): one run for each pair of option values, for each combination with --full",

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.conftest import ROOT
+from tests.conftest import QUICK_COMPILATION, ROOT
 
 SCRIPT = ROOT / "examples" / "train_lm.py"
 SMALL = ("--width", "64", "--layers", "1", "--batch", "2", "--length", "16", "--steps", "6", "--save-every", "3")
@@ -27,13 +27,8 @@ STRICTNESS = ("XLA_FLAGS", "JAX_NUMPY_RANK_PROMOTION", "JAX_NUMPY_DTYPE_PROMOTIO
 """Variables that conftest sets for the library's tests; examples have to run without them."""
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in STRICTNESS}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """One cache for all interpreters that start here. Resumed runs miss it, because their arrays have fixed devices."""
-    ENVIRONMENT["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path_factory.mktemp("compiled"))
-    ENVIRONMENT["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+if QUICK_COMPILATION in os.environ["XLA_FLAGS"]:
+    ENVIRONMENT["XLA_FLAGS"] = QUICK_COMPILATION
 
 
 def command(*options: str | Path) -> list[str]:
