@@ -65,13 +65,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         draw = cases.product if metafunc.config.getoption("--full") else cases.pairwise
         if (seed := metafunc.config.getoption("--random")) is not None:
             draw = partial(cases.drawn, f"{seed} {metafunc.function.__name__}")
-        rows = _rows(draw, options, valid)
+        rows = matrix_rows(draw, options, valid)
         assert rows, f"the matrix of {metafunc.function.__name__} is empty"
         names = sorted(options, key="kernel".__eq__)  # last, as in the rows
         metafunc.parametrize(",".join(names), rows)
 
 
-def _rows(draw: Draw, options: Mapping[str, Sequence[Any]], valid: Callable[..., bool] | None) -> list[Any]:
+def matrix_rows(draw: Draw, options: Mapping[str, Sequence[Any]], valid: Callable[..., bool] | None) -> list[Any]:
     """The rows of a matrix, as parameters of a test.
 
     `kernel` is an option like others as far as kernels for the CPU go, which are one source compiled for several
