@@ -10,18 +10,19 @@ namespace {
 // Of one operand. No machine has more, and sums and small multiples of such sizes stay far below 2^63.
 constexpr int64_t kMostBytes = int64_t{1} << 48;
 
-// Limits of letters. Rows, tokens and places may be missing, every other axis has at least one element (MAT-7).
+// Limits of letters. Rows, places and tokens may be missing, every other axis has at least one element (MAT-7). Rows
+// are numbered with 32 bits; groups: GRP-11; the kernels hold a token's scores for E experts of one router in
+// registers.
 constexpr struct {
   const char* name;
   int64_t least, most;
   const char* what;
 } kLengths[] = {
-    {"M", 0, INT32_MAX, "rows"},                                                              // numbered with 32 bits
-    {"P", 0, INT32_MAX, "places"}, {"T", 0, INT64_MAX, "tokens"}, {"G", 1, 65535, "groups"},  // GRP-11
-    {"S", 1, 65535, "sequences"},  {"E", 1, 1024, "experts"},  // of one router: the kernels hold a token's scores in
-                                                               // registers
-    {"V", 1, INT32_MAX, "rows"},   {"bins", 1, 65536, "bins"},
+    {"M", 0, INT32_MAX, "rows"}, {"P", 0, INT32_MAX, "places"}, {"T", 0, INT64_MAX, "tokens"},
+    {"G", 1, 65535, "groups"},   {"S", 1, 65535, "sequences"},  {"E", 1, 1024, "experts"},
+    {"V", 1, INT32_MAX, "rows"}, {"bins", 1, 65536, "bins"},
 };
+
 constexpr Types bit(DType type) { return Types{1} << static_cast<int>(type); }
 template <class... Each>
 constexpr Types set_of(Each... types) {
