@@ -128,11 +128,12 @@ sanitize: $(VENV)/.packages
 	  PYTHONPATH="$$PWD:$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 	  $(PYTHON) -S -m pytest -p no:cacheprovider $(SANITIZED_TESTS) $(ARGS)
 
-# The native suite on aarch64 under an emulator, in a tree of its own. JAX and PyTorch are not there: tests that need one
+# Native tests on aarch64 under an emulator, in a tree of its own. Tests that need JAX or PyTorch, or start a program,
 # are left out by name.
 AARCH64 := build/aarch64
 AARCH64_CPU ?= max
-AARCH64_TESTS ?= $(wildcard tests/native/test_*.py) tests/soak/test_native_mutations.py tests/soak/test_native_sweep.py
+AARCH64_TESTS ?= $(addprefix tests/,soak/test_native_sweep.py $(patsubst %,native/test_%.py,grouped_matmul activation \
+  quantize quantized_products quantized_results low_rank routing sums shards shapes golden bind))
 test-aarch64: $(VENV)/.packages
 	$(call need,aarch64-linux-gnu-g++ --version,there is no compiler for aarch64; install g++-aarch64-linux-gnu)
 	$(call need,qemu-aarch64-static --version,there is no emulator of aarch64; install qemu-user-static)
@@ -146,7 +147,8 @@ test-aarch64: $(VENV)/.packages
 	cd $(AARCH64)/tree && root="$$(cd ../root && pwd)" && \
 	  PYTHONPATH="$$PWD:$$root/site:$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 	  QEMU_LD_PREFIX="$$root" qemu-aarch64-static -cpu $(AARCH64_CPU) "$$root"/usr/bin/python3.[0-9]* -S \
-	  -m pytest -p no:cacheprovider $(AARCH64_TESTS) -k "not jax and not xla and not torch and not stub" $(ARGS)
+	  -m pytest -p no:cacheprovider -p no:hypothesispytest -p no:xdist $(AARCH64_TESTS) \
+	  -k "not (jax or xla or torch or runtime or stub or threads or forked)" $(ARGS)
 
 WHEEL_CUDA_ARCHS ?= $(if $(filter found,$(GROUPED_CUDA_ARCHS)),all,$(GROUPED_CUDA_ARCHS))
 wheel:

@@ -298,7 +298,7 @@ struct PadGroups {
 // 1 columns are gathered: result[:, r] = rows[:, source[r] / slots], from rows [C, N] by a source [M].
 struct GatherRows {
   static constexpr const char* kName = "gather_rows";
-  TensorView rows;  
+  TensorView rows;
   TensorView source;
   TensorView weights;
   TensorView result;  // [M, H], [M], [T, k, H] or [T, k], the type of rows

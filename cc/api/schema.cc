@@ -10,18 +10,19 @@ namespace {
 // Of one operand. No machine has more, and sums and small multiples of such sizes stay far below 2^63.
 constexpr int64_t kMostBytes = int64_t{1} << 48;
 
-// Limits of letters. Rows, tokens and places may be missing, every other axis has at least one element (MAT-7).
+// Limits of letters. Rows, places and tokens may be missing, every other axis has at least one element (MAT-7). Rows
+// are numbered with 32 bits; groups: GRP-11; the kernels hold a token's scores for E experts of one router in
+// registers.
 constexpr struct {
   const char* name;
   int64_t least, most;
   const char* what;
 } kLengths[] = {
-    {"M", 0, INT32_MAX, "rows"},                                                              // numbered with 32 bits
-    {"P", 0, INT32_MAX, "places"}, {"T", 0, INT64_MAX, "tokens"}, {"G", 1, 65535, "groups"},  // GRP-11
-    {"S", 1, 65535, "sequences"},  {"E", 1, 1024, "experts"},  // of one router: the kernels hold a token's scores in
-                                                               // registers
-    {"V", 1, INT32_MAX, "rows"},   {"bins", 1, 65536, "bins"},
+    {"M", 0, INT32_MAX, "rows"}, {"P", 0, INT32_MAX, "places"}, {"T", 0, INT64_MAX, "tokens"},
+    {"G", 1, 65535, "groups"},   {"S", 1, 65535, "sequences"},  {"E", 1, 1024, "experts"},
+    {"V", 1, INT32_MAX, "rows"}, {"bins", 1, 65536, "bins"},
 };
+
 constexpr Types bit(DType type) { return Types{1} << static_cast<int>(type); }
 template <class... Each>
 constexpr Types set_of(Each... types) {
@@ -171,30 +172,44 @@ void Schema::finish() {
 
 namespace {
 
+// The checks say in `wrong` what they find, and nothing where all is well: XLA's edge asks at every run.
+bool say(std::string* wrong, const SlotSchema& slot, const TensorView& view, const std::string& expected) {
+  *wrong = named(slot, view) + ", expected " + expected;
+  return false;
+}
+
 // Whether sizes can be computed with; an axis may hide behind one that is zero.
-std::string too_large(const SlotSchema& slot, const TensorView& view) {
+bool has_size(const SlotSchema& slot, const TensorView& view, std::string* wrong) {
   int64_t bytes = dtype_bytes(view.dtype);
   for (int axis = 0; axis < view.rank; ++axis) {
-    if (view.dims[axis] < 0) return named(slot, view) + ", expected no negative axis";
+    if (view.dims[axis] < 0) return say(wrong, slot, view, "no negative axis");
     if (__builtin_mul_overflow(bytes, std::max<int64_t>(view.dims[axis], 1), &bytes) || bytes > kMostBytes) {
-      return named(slot, view) + ", expected no more than memory can hold, 2^48 bytes";
+      return say(wrong, slot, view, "no more than memory can hold, 2^48 bytes");
     }
   }
-  return "";
+  return true;
 }
 
 bool same(const TensorView& a, const TensorView& b) {
   return a.rank == b.rank && a.dtype == b.dtype && std::equal(a.dims, a.dims + std::max(a.rank, 0), b.dims);
 }
 
-std::string wrong_presence(const Schema& schema, const SlotSchema& slot, const TensorView& view, const Views& views) {
+bool has_companions(const Schema& schema, const SlotSchema& slot, const TensorView& view, const Views& views,
+                    std::string* wrong) {
   if (slot.with >= 0 && view.present() != views.all[slot.with]->present()) {
-    return named(slot, view) + ", expected it if and only if there is `" + schema.slots[slot.with].name + "`";
+    return say(wrong, slot, view, "it if and only if there is `" + schema.slots[slot.with].name + "`");
   }
   if (slot.table >= 0 && !view.present() && views.all[slot.table]->present()) {
-    return named(slot, view) + ", expected its packed form beside `" + schema.slots[slot.table].name + "`";
+    return say(wrong, slot, view, "its packed form beside `" + schema.slots[slot.table].name + "`");
   }
-  return "";
+  return true;
+}
+
+bool has_type(const Schema& schema, const SlotSchema& slot, const TensorView& view, const Views& views,
+              std::string* wrong) {
+  if (slot.type_of < 0) return (slot.types & bit(view.dtype)) != 0 || say(wrong, slot, view, slot.types_text);
+  return view.dtype == views.all[slot.type_of]->dtype ||
+         say(wrong, slot, view, "the type of `" + schema.slots[slot.type_of].name + "`");
 }
 
 std::string expected(const SlotSchema::Shape& shape, const int64_t* lengths) {
@@ -206,12 +221,13 @@ std::string expected(const SlotSchema::Shape& shape, const int64_t* lengths) {
     values += (axis ? ", " : "") + (known ? std::to_string(length) : "?");
   }
   values = "[" + values + "]";
-  return ", expected " + (values == shape.text ? values : shape.text + " = " + values);
+  return values == shape.text ? values : shape.text + " = " + values;
 }
 
 // Lengths bind letters at their first place.
-std::string wrong_lengths(const Schema& schema, const SlotSchema& slot, const TensorView& view, int64_t* lengths) {
-  if (slot.shapes.empty()) return "";
+bool has_lengths(const Schema& schema, const SlotSchema& slot, const TensorView& view, int64_t* lengths,
+                 std::string* wrong) {
+  if (slot.shapes.empty()) return true;
   const SlotSchema::Shape* shape = nullptr;
   for (const SlotSchema::Shape& each : slot.shapes) {
     if (each.rank == view.rank) shape = &each;
@@ -219,29 +235,29 @@ std::string wrong_lengths(const Schema& schema, const SlotSchema& slot, const Te
   if (shape == nullptr) {
     std::string texts;
     for (const SlotSchema::Shape& each : slot.shapes) texts += (texts.empty() ? "" : " or ") + each.text;
-    return named(slot, view) + ", expected " + texts;
+    return say(wrong, slot, view, texts);
   }
   for (int axis = 0; axis < view.rank; ++axis) {
     const int dim = shape->dims[axis];
     const int64_t length = view.dims[axis];
     if (dim == SlotSchema::kAnyLength) continue;
     if (dim == SlotSchema::kNotEmpty) {
-      if (length < 1) return named(slot, view) + ", expected no empty axis";
+      if (length < 1) return say(wrong, slot, view, "no empty axis");
     } else if (dim >= SlotSchema::kFixed) {
-      if (length != dim - SlotSchema::kFixed) return named(slot, view) + expected(*shape, lengths);
+      if (length != dim - SlotSchema::kFixed) return say(wrong, slot, view, expected(*shape, lengths));
     } else if (lengths[dim] < 0) {
       const Letter& letter = schema.letters[static_cast<size_t>(dim)];
       if (length < letter.least || length > letter.most) {
-        return named(slot, view) + ", expected " + std::to_string(letter.least) +
-               (letter.most == INT64_MAX ? " or more " : " to " + std::to_string(letter.most) + " ") + letter.what +
-               " (" + letter.name + ")";
+        const std::string most = letter.most == INT64_MAX ? "or more" : "to " + std::to_string(letter.most);
+        return say(wrong, slot, view,
+                   std::to_string(letter.least) + " " + most + " " + letter.what + " (" + letter.name + ")");
       }
       lengths[dim] = length;
     } else if (length != lengths[dim]) {
-      return named(slot, view) + expected(*shape, lengths);
+      return say(wrong, slot, view, expected(*shape, lengths));
     }
   }
-  return "";
+  return true;
 }
 
 }  // namespace
@@ -249,33 +265,28 @@ std::string wrong_lengths(const Schema& schema, const SlotSchema& slot, const Te
 std::string mismatch(const Schema& schema, const Views& views) {
   int64_t lengths[kMaxLetters];
   std::fill(lengths, lengths + kMaxLetters, -1);
+  std::string wrong;
   for (size_t i = 0; i < schema.slots.size(); ++i) {
     const SlotSchema& slot = schema.slots[i];
     const TensorView& view = *views.all[i];
-    std::string wrong = wrong_presence(schema, slot, view, views);
-    if (wrong.empty() && view.present()) {
-      wrong = too_large(slot, view);
-      if (wrong.empty() && slot.like >= 0) {
-        const TensorView& other = *views.all[slot.like];
-        if (!same(view, other))
-          wrong = named(slot, view) + ", expected " + describe(other) + " = `" + schema.slots[slot.like].name + "`";
-      } else if (wrong.empty()) {
-        const bool fits =
-            slot.type_of >= 0 ? view.dtype == views.all[slot.type_of]->dtype : (slot.types & bit(view.dtype)) != 0;
-        if (!fits) {
-          wrong = named(slot, view) + ", expected " +
-                  (slot.type_of >= 0 ? "the type of `" + schema.slots[slot.type_of].name + "`" : slot.types_text);
-        }
-        if (wrong.empty()) wrong = wrong_lengths(schema, slot, view, lengths);
+    if (!has_companions(schema, slot, view, views, &wrong)) return wrong;
+    if (!view.present()) continue;
+    if (!has_size(slot, view, &wrong)) return wrong;
+    if (slot.like >= 0) {
+      const TensorView& other = *views.all[slot.like];
+      if (!same(view, other)) {
+        say(&wrong, slot, view, describe(other) + " = `" + schema.slots[slot.like].name + "`");
+        return wrong;
       }
+    } else if (!has_type(schema, slot, view, views, &wrong) || !has_lengths(schema, slot, view, lengths, &wrong)) {
+      return wrong;
     }
-    if (!wrong.empty()) return wrong;
   }
   if (schema.places >= 0 && lengths[schema.tokens] > 0 && lengths[schema.places] > INT32_MAX / lengths[schema.tokens]) {
     return "slots: " + std::to_string(lengths[schema.tokens]) + " tokens of " + std::to_string(lengths[schema.places]) +
            " places, expected fewer than 2^31 slots";
   }
-  return "";
+  return wrong;
 }
 
 std::vector<std::pair<std::string, std::vector<std::string>>> type_sets() {
