@@ -219,6 +219,24 @@ def check_topk_router(
     _key(name, key)
 
 
+def check_of_layer(lead: tuple[int, ...], mask: tuple[int, ...] | None, experts: tuple[int, ...] | None) -> None:
+    """Checks what a layer takes beside x [..., H]. `lead`: the axes of x but the last. The others are shapes or None.
+
+    Raises:
+        ValueError: the mask is not [...], or the experts are not [..., k].
+    """
+    if mask is not None and tuple(mask) != tuple(lead):
+        raise ValueError(
+            f"`mask` of MoE: shape {tuple(mask)}, expected {tuple(lead)}, the axes of `x` but the last; pass one value "
+            "per token."
+        )
+    if experts is not None and (len(experts) == 0 or tuple(experts)[:-1] != tuple(lead)):
+        raise ValueError(
+            f"`experts` of MoE: shape {tuple(experts)}, expected {tuple(lead)} and k, the axes of `x` but the last; "
+            "pass k experts per token."
+        )
+
+
 def _key(function: str, key: ArraySpec | None) -> None:
     if key is not None and (key.dtype, tuple(key.shape)) != ("uint32", (2,)):
         raise ValueError(f"`key` of {function}: {key}, expected uint32[2], low word first; pass such an array.")
