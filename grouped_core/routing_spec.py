@@ -6,6 +6,7 @@ Letters: T tokens, E experts, k experts per token, S sequences, M rows, H column
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,8 +74,12 @@ def router_option(
     """The options of `topk_router` for E = `experts`; layers call it when they are made.
 
     Raises:
-        ValueError: an option is out of range, or two contradict each other.
+        TypeError: an option that counts something is not an integer. ValueError: an option is out of range, or two
+            contradict each other.
     """
+    k, sinkhorn, num_groups, topk_groups, group_topk = integers(
+        "topk_router", k=k, sinkhorn=sinkhorn, num_groups=num_groups, topk_groups=topk_groups, group_topk=group_topk
+    )
     if score not in SCORES:
         raise _wrong("score", repr(score), f"one of {', '.join(SCORES)}", "choose one of them")
     if not 1 <= experts <= MAX_EXPERTS:
@@ -101,7 +106,7 @@ def router_option(
     scores = Scores(score, bool(after_topk), normalize and not after_topk, float(scale))
     factor = None if capacity_factor is None else float(capacity_factor)
     losses = (float(aux_coeff), float(z_coeff))
-    return Router(k, scores, limit, float(jitter), int(sinkhorn), factor, drop, *losses)
+    return Router(k, scores, limit, float(jitter), sinkhorn, factor, drop, *losses)
 
 
 def _group_limit(
@@ -124,6 +129,22 @@ def _group_limit(
     if not 1 <= best <= size:
         raise _wrong("group_topk", best, f"1 to {size}, the experts of a group", "choose fewer")
     return GroupLimit(num_groups, topk_groups, best)
+
+
+def integers(function: str, **numbers: Any) -> tuple[Any, ...]:
+    """Options that count something, as Python integers; None stays. Caches take 2.0 and NumPy's 2 for 2, so a program
+    made for one of these would later run for the other.
+
+    Raises:
+        TypeError: one is not an integer.
+    """
+    return tuple(None if value is None else _integer(function, name, value) for name, value in numbers.items())
+
+
+def _integer(function: str, name: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"`{name}` of {function}: {value!r}, expected an integer; pass an int.")
+    return operator.index(value)
 
 
 def _wrong(option: str, came: Any, expected: str, remedy: str) -> ValueError:
@@ -196,6 +217,24 @@ def check_topk_router(
         came = "None with jitter" if jitter else "given without jitter"
         raise _wrong("key", came, "a key if and only if logits are jittered", "pass both, or neither")
     _key(name, key)
+
+
+def check_of_layer(lead: tuple[int, ...], mask: tuple[int, ...] | None, experts: tuple[int, ...] | None) -> None:
+    """Checks what a layer takes beside x [..., H]. `lead`: the axes of x but the last. The others are shapes or None.
+
+    Raises:
+        ValueError: the mask is not [...], or the experts are not [..., k].
+    """
+    if mask is not None and tuple(mask) != tuple(lead):
+        raise ValueError(
+            f"`mask` of MoE: shape {tuple(mask)}, expected {tuple(lead)}, the axes of `x` but the last; pass one value "
+            "per token."
+        )
+    if experts is not None and (len(experts) == 0 or tuple(experts)[:-1] != tuple(lead)):
+        raise ValueError(
+            f"`experts` of MoE: shape {tuple(experts)}, expected {tuple(lead)} and k, the axes of `x` but the last; "
+            "pass k experts per token."
+        )
 
 
 def _key(function: str, key: ArraySpec | None) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array
 
 from grouped_core.exchange import check_budget_factor
-from grouped_core.routing_spec import router_option
+from grouped_core.routing_spec import check_of_layer, router_option
 from jax_grouped import parallel
 from jax_grouped._exchange import TRANSPORTS, transport_option
 from jax_grouped.moe import moe
@@ -173,17 +173,8 @@ def of_tokens(x: Array, mask: Any, experts: Any) -> dict[str, Any]:
     Raises:
         ValueError: their leading axes are not those of x.
     """
-    lead = x.shape[:-1]
-    if mask is not None and mask.shape != lead:
-        raise ValueError(
-            f"`mask` of MoE: shape {mask.shape}, expected {lead}, the axes of `x` but the last; pass one value per "
-            "token."
-        )
-    if experts is not None and experts.shape[:-1] != lead:
-        raise ValueError(
-            f"`experts` of MoE: shape {experts.shape}, expected {lead} and k, the axes of `x` but the last; pass k "
-            "experts per token."
-        )
+    shapes = [None if each is None else each.shape for each in (mask, experts)]
+    check_of_layer(x.shape[:-1], *shapes)
     return {
         "mask": None if mask is None else mask.reshape(-1),
         "experts": None if experts is None else experts.reshape(-1, experts.shape[-1]),

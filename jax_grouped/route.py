@@ -193,6 +193,7 @@ def hash_experts(
     Raises:
         ValueError: a shape does not fit, or k or the number of experts is out of range. TypeError: a dtype.
     """
+    k, E = routing_spec.integers("hash_experts", k=k, E=E)
     ids = as_array("token_ids", token_ids, "[T]")
     rows = None if table is None else as_array("table", table, "[V, k]")
     routing_spec.check_hash_experts(spec_of(ids), k, E, None if rows is None else spec_of(rows))
@@ -253,6 +254,7 @@ def balance_quantile(
     Raises:
         ValueError: a shape or an option does not fit. TypeError: a dtype.
     """
+    k, bins = routing_spec.integers("balance_quantile", k=k, bins=bins)
     rows, old = as_array("logits", logits, "[T, E]"), as_array("bias", bias, "[E]")
     counted = None if mask is None else as_array("mask", mask, "[T]")
     specs = (spec_of(rows), spec_of(old), k, score, bins, low, high, None if counted is None else spec_of(counted))
@@ -296,6 +298,9 @@ def permute(
         ValueError: shapes do not fit, or `num_groups`, `align` or `max_rows` is out of range.
         TypeError: a dtype does not fit.
     """
+    num_groups, align, max_rows = routing_spec.integers(
+        "permute", num_groups=num_groups, align=align, max_rows=max_rows
+    )
     x, experts = as_array("x", x, "[T, H]"), as_array("experts", experts, "[T, k]")
     weights = None if probs is None else as_array("probs", probs, "[T, k]")
     routing_spec.check_permute(spec_of(x), spec_of(experts), num_groups, None if weights is None else spec_of(weights))
@@ -346,6 +351,7 @@ def pad_groups(
     Raises:
         ValueError: a shape or `align` does not fit. TypeError: a dtype.
     """
+    (align,) = routing_spec.integers("pad_groups", align=align)
     rows, counts = as_array("rows", rows, "[M, H]"), as_array("sizes", sizes, "[G]")
     routing_spec.check_pad_groups(spec_of(rows), spec_of(counts), align)
     found = rules.padding(RUN, to_int32(counts), rows.shape[0], align)

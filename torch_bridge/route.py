@@ -222,6 +222,9 @@ def _permute(
     x: Tensor, experts: Tensor, probs: Tensor | None, num_groups: int, align: int, max_rows: int | None
 ) -> tuple[Tensor, ...]:
     refuse_transforms("permute", x, probs)
+    num_groups, align = routing_spec.integers("permute", num_groups=num_groups, align=align)
+    if not isinstance(max_rows, torch.SymInt):
+        (max_rows,) = routing_spec.integers("permute", max_rows=max_rows)
     static = PermuteFacts(num_groups, align, max_rows)
 
     def check(x: Any, experts: Any, probs: Any) -> None:
@@ -278,6 +281,7 @@ def pad_groups(rows: Tensor, sizes: Tensor, align: int) -> tuple[Tensor, Tensor,
 
 def _pad_groups(rows: Tensor, sizes: Tensor, align: int) -> tuple[Tensor, ...]:
     refuse_transforms("pad_groups", rows)
+    (align,) = routing_spec.integers("pad_groups", align=align)
 
     def check(rows: Any, sizes: Any) -> None:
         routing_spec.check_pad_groups(rows, sizes, align)
@@ -334,6 +338,7 @@ def hash_experts(token_ids: Tensor, k: int, E: int, *, table: Tensor | None = No
 
 def _hash_experts(token_ids: Tensor, k: int, experts: int, table: Tensor | None) -> tuple[Tensor, ...]:
     refuse_vmap("hash_experts")
+    k, experts = routing_spec.integers("hash_experts", k=k, E=experts)
 
     def check(token_ids: Any, table: Any) -> None:
         routing_spec.check_hash_experts(token_ids, k, experts, table)
@@ -404,6 +409,8 @@ def _balance_quantile(
 ) -> tuple[Tensor, ...]:
     refuse_vmap("balance_quantile")
     static = _routing.QuantileFacts(*options)
+    k, bins = routing_spec.integers("balance_quantile", k=static.k, bins=static.bins)
+    static = static._replace(k=k, bins=bins)
 
     def check(logits: Any, bias: Any, mask: Any) -> None:
         routing_spec.check_balance_quantile(logits, bias, *static, mask)

@@ -297,6 +297,15 @@ def test_options_that_are_refused(options, fragments):
         router_option(E, options.pop("k"), **options)
 
 
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize("name", ["k", "sinkhorn", "num_groups", "topk_groups", "group_topk"])
+@pytest.mark.parametrize("value", [2.0, 2.5, True, "2"])
+def test_numbers_that_are_no_integers(name, value):
+    options = {"k": K, "num_groups": 4, "topk_groups": 2, name: value}
+    with asserts.refused(TypeError, [f"`{name}` of topk_router: {value!r}", "expected an integer", "pass an int"]):
+        router_option(E, options.pop("k"), **options)
+
+
 @pytest.mark.rule("LYR-1")
 def test_defaults_of_options():
     assert router_option(E, 4, num_groups=4, topk_groups=2).limit.group_topk == 2

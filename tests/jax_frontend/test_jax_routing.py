@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -422,6 +423,25 @@ def test_arguments_that_are_no_arrays_and_mapped_axes() -> None:
         route.topk_router(jnp.zeros((T, E)), K, jitter=0.1, key=jax.random.key(0))
     with asserts.refused(NotImplementedError, ("jax.vmap of router", "over axis 0", "without a mapped axis", "fold")):
         jax.vmap(lambda z: route.topk_router(z, K)[0])(jnp.zeros((2, T, E)))
+
+
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("k", lambda k: route.topk_router(jnp.ones((2, 8)), k)[1]),
+        ("num_groups", lambda groups: route.permute(jnp.ones((2, 4)), jnp.ones((2, 1), jnp.int32), groups)[0]),
+        ("align", lambda align: route.pad_groups(jnp.ones((2, 4)), jnp.ones(2, jnp.int32), align)[0]),
+        ("k", lambda k: route.hash_experts(jnp.ones(2, jnp.int32), k, 8)),
+        ("bins", lambda bins: route.balance_quantile(jnp.ones((2, 8)), jnp.zeros(8), 2, bins=bins)),
+    ],
+)
+def test_numbers_of_other_types_do_not_reach_caches(name: str, call: Callable[[Any], jax.Array]) -> None:
+    """The number is in no other test, so nothing is cached for it: 7.0 and NumPy's 7 have the hash of 7."""
+    with asserts.refused(TypeError, [f"`{name}`", "7.0", "expected an integer", "pass an int"]):
+        call(7.0)
+    first = call(np.int64(7))
+    asserts.bitwise(first, call(7), "an int after a number of NumPy")
 
 
 # ---- transformations

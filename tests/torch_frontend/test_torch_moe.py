@@ -479,6 +479,17 @@ def _permuted(x: Tensor, experts: Tensor) -> tuple[Tensor, Any]:
         (lambda: _layer()([1.0]), TypeError, ["`x` of MoE", "list", "torch.Tensor", "convert"]),
         (lambda: _layer()(torch.zeros(())), ValueError, ["`x` of MoE", "()", "at least one axis", "pass tokens"]),
         (
+            lambda: _layer()(torch.zeros(2, 3, H), mask=torch.ones(3, 2, dtype=torch.bool)),
+            ValueError,
+            ["`mask` of MoE", "(3, 2)", "(2, 3)", "one value per token"],
+        ),
+        (
+            lambda: _layer()(torch.zeros(2, 3, H), experts=torch.zeros(6, K, dtype=torch.int32)),
+            ValueError,
+            ["`experts` of MoE", f"(6, {K})", "(2, 3) and k", "k experts per token"],
+        ),
+        (lambda: _layer()(torch.zeros(2, H), mask=[True]), TypeError, ["`mask`", "list", "torch.Tensor", "convert"]),
+        (
             lambda: _layer()(torch.zeros(2, H + 1)),
             ValueError,
             ["`router`", f"({E}, {H})", f"H = {H + 1}", "per expert"],

@@ -486,6 +486,25 @@ def test_what_does_not_fit_is_refused(call: Any, kind: type[Exception], said: li
 
 
 @pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("k", lambda k: route.topk_router(torch.ones(2, 8), k)[1]),
+        ("num_groups", lambda groups: route.permute(torch.ones(2, 4), torch.ones(2, 1, dtype=torch.int32), groups)[0]),
+        ("align", lambda align: route.pad_groups(torch.ones(2, 4), torch.ones(2, dtype=torch.int32), align)[0]),
+        ("k", lambda k: route.hash_experts(torch.ones(2, dtype=torch.int32), k, 8)),
+        ("bins", lambda bins: route.balance_quantile(torch.ones(2, 8), torch.zeros(8), 2, bins=bins)),
+    ],
+)
+def test_numbers_of_other_types_do_not_reach_caches(name: str, call: Callable[[Any], torch.Tensor]) -> None:
+    """The number is in no other test, so nothing is cached for it: 7.0 and NumPy's 7 have the hash of 7."""
+    with asserts.refused(TypeError, [f"`{name}`", "7.0", "expected an integer", "pass an int"]):
+        call(7.0)
+    first = call(np.int64(7))
+    asserts.bitwise(first, call(7), "an int after a number of NumPy")
+
+
+@pytest.mark.rule("ERR-1")
 def test_transforms_are_refused() -> None:
     experts = torch.zeros(T, K, dtype=torch.int32)
     _, _, permutation = route.permute(torch.ones(T, H), experts, E)

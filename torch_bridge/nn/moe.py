@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from grouped_core.exchange import own_experts
-from grouped_core.routing_spec import router_option
+from grouped_core.routing_spec import check_of_layer, router_option
 from torch_bridge import main_grad
 from torch_bridge._expert_parallel import Layer, Transport, check_chunks, transport_option
 from torch_bridge._router import router_logits
@@ -272,8 +272,7 @@ class MoE(Module):
         Raises what `route.topk_router` and `routed_mlp` raise.
         """
         tokens = _tokens(x)
-        mask = None if mask is None else mask.reshape(-1)
-        experts = None if experts is None else experts.reshape(-1, self.num_experts_per_tok)
+        mask, experts = _of_tokens(x, mask, experts)
         jitter, key = (self.jitter, _key(tokens)) if self.jitter and self.training else (0.0, None)
         weights, chosen, aux = topk_router(
             *(self.router(tokens), self.num_experts_per_tok),
@@ -376,6 +375,20 @@ def _tokens(x: Tensor) -> Tensor:
             f"`x` of MoE: shape {tuple(x.shape)}, expected at least one axis [..., H]; pass tokens of H columns."
         )
     return x.reshape(-1, x.shape[-1])
+
+
+def _of_tokens(x: Tensor, mask: Any, experts: Any) -> tuple[Any, Any]:
+    """mask [...] as [T] and experts [..., k] as [T, k], beside x [..., H]; `topk_router` refuses what is no tensor.
+
+    Raises:
+        ValueError: their leading axes are not those of x.
+    """
+    check_of_layer(x.shape[:-1], *[each.shape if isinstance(each, Tensor) else None for each in (mask, experts)])
+    if isinstance(mask, Tensor):
+        mask = mask.reshape(-1)
+    if isinstance(experts, Tensor):
+        experts = experts.reshape(-1, experts.shape[-1])
+    return mask, experts
 
 
 def _key(tokens: Tensor) -> Tensor:
