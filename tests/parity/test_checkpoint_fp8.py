@@ -62,9 +62,10 @@ def test_both_frameworks_read_the_values_of_the_codes(tmp_path: Path, powers: bo
     path = tmp_path / "model.safetensors"
     values = _written(path, powers=powers)
     where: dict[str, Any] = {"layout": "hugging_face", "prefix": "mlp"}
-    ours = nn.MoE(H, F, E, K, dtype=torch.bfloat16)
+    ours: Any = nn.MoE(H, F, E, K, dtype=torch.bfloat16)
     before = {name: each.clone() for name, each in ours.state_dict().items()}
-    for load, model in ((checkpoint.load, ours), (jax_checkpoint.load, None)):
+    models: tuple[Any, ...] = (ours, None)
+    for load, model in zip((checkpoint.load, jax_checkpoint.load), models, strict=True):
         model = model or MoE(H, F, E, K, param_dtype="bfloat16", rngs=flax_nnx.Rngs(0))
         with refused(ValueError, ["gate_proj.weight_scale_inv", "expected plain weights", "convert=True"]):
             load(path, model, **where)
@@ -99,7 +100,7 @@ def test_a_model_with_quantised_weights_holds_the_same_values(tmp_path: Path) ->
 def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     _written(path, powers=True, spoiled="mlp.experts.1.up_proj.weight_scale_inv")
-    ours = nn.MoE(H, F, E, K, dtype=torch.bfloat16)
+    ours: Any = nn.MoE(H, F, E, K, dtype=torch.bfloat16)
     before = {name: each.clone() for name, each in ours.state_dict().items()}
     with refused(ValueError, ["experts.1.up_proj.weight", "float32[1, 1]", "float32[2, 2]", "block of 128 by 128"]):
         checkpoint.load(path, ours, layout="hugging_face", prefix="mlp", convert=True)

@@ -114,7 +114,7 @@ def run_all(device: str, checks: Checks, count: int, timeout: float, limit: floa
         for rank in range(count):
             Path(folder, f"output.{rank}").touch()  # for a rank that is ended while it imports
         # A fork shares what this process has imported, which no thread of PyTorch or JAX uses yet; CUDA needs a spawn.
-        context = multiprocessing.get_context("spawn" if device == "cuda" else "fork")
+        context: Any = multiprocessing.get_context("spawn" if device == "cuda" else "fork")
         ranks = [
             context.Process(target=_process, args=(rank, device, folder, checks, count, timeout), daemon=True)
             for rank in range(count)
