@@ -232,10 +232,12 @@ def _forward(
 
 def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | None, deliver: Deliver) -> MainGradients:
     x, sizes, row_scale, weight, bias, key = kept
+    kept.clear()
     facts: _Facts = saved.facts
     extras = saved.scaling.with_key(key).extras(1, BACKWARD, training=True)
     buffer = grad_input if facts.needs.x else None
-    operands = (x, weight, sizes, bias, row_scale, dy, buffer, extras)  # those of LinearGradOperands
+    operands = [(x, weight, sizes, bias, row_scale, dy, buffer, extras)]  # those of LinearGradOperands
+    del x, weight, dy  # so that they are freed once no launch reads them
     dx, db, dc, rows, of_dy = call_prepared(facts.main, operands, saved.rows)
     if facts.needs.w:
         deliver(0, WeightGradient(facts.op, facts.specs[1], rows, of_dy, sizes, saved.rows))

@@ -195,13 +195,13 @@ _AT_HIDDEN = define(
 
 
 class FirstOperands(NamedTuple):
-    """Operands of the second stage, the gradients of the first product."""
+    """Operands of the second stage, the gradients of the first product; the first two are results of the first stage."""
 
+    dh: Any
+    of_dh: Any
     x: Any
     wi: Any
     sizes: Any
-    dh: Any
-    of_dh: Any
     grad_input: Any
     extras: Any
 
@@ -291,41 +291,33 @@ def _forward(
     return y, (x, h, z, sizes, probs, scaling.key, wi, wo, wi_bias, wo_bias)
 
 
-def _hidden_operands(kept: list[Any], *others: Any) -> tuple[Any, ...]:
-    """Those of `HiddenOperands`, removed from the list."""
-    x, h, z, sizes, probs, _, wi, wo, wi_bias, wo_bias = kept
-    kept.clear()
-    return (x, h, z, wi, wo, sizes, probs, wi_bias, wo_bias, *others)
-
-
 def _backward(
     saved: Saved, kept: list[Any], dy: Tensor | QTensor[Tensor], grad_input: Tensor | None, deliver: Deliver
 ) -> MainGradients:
-    x, _, _, sizes, _, key, wi, *_ = kept
+    x, h, z, sizes, probs, key, wi, wo, wi_bias, wo_bias = kept
+    kept.clear()
     scaling = saved.scaling.with_key(key)
-    buffer = grad_input if saved.facts.needs.x else None
-    operands = [_hidden_operands(kept, dy, scaling.extras(2, BACKWARD, training=True))]
-    del dy
-
-    def of_first(dh: Any, of_dh: Any) -> tuple[Any, ...]:
-        return x, wi, sizes, dh, of_dh, buffer, scaling.extras(1, BACKWARD, training=True)  # those of FirstOperands
-
-    return in_stages(saved, sizes, operands, of_first, deliver)
+    buffer, of_both = grad_input if saved.facts.needs.x else None, scaling.extras(2, BACKWARD, training=True)
+    at_hidden = [(x, h, z, wi, wo, sizes, probs, wi_bias, wo_bias, dy, of_both)]  # those of HiddenOperands
+    first = [(x, wi, sizes, buffer, scaling.extras(1, BACKWARD, training=True))]  # of FirstOperands, from x on
+    del x, h, z, wi, wo, dy
+    return in_stages(saved, sizes, at_hidden, first, deliver)
 
 
 def in_stages(
     saved: Saved,
     sizes: Tensor,
     at_hidden: list[tuple[Any, ...]],
-    of_first: Callable[[Any, Any], tuple[Any, ...]],
+    first: list[tuple[Any, ...]],
     deliver: Deliver,
     tokens: Tokens | None = None,
 ) -> MainGradients:
     """Backward in two stages, each followed by the gradient of its weight.
 
     Args:
-        at_hidden: a list with the operands of the first stage; it is emptied, so that the hidden rows are freed.
-        of_first: (dh, its quantised forms) -> operands of the second stage.
+        at_hidden, first: lists with the operands of the two stages, of the second one those that are no results of the
+            first. Both are emptied, and the caller holds none of these operands, so that rows and quantised weights are
+            freed once no launch reads them.
         tokens: of which the gradient of wi gathers its rows; None: the second stage gives them.
     """
     facts: MlpFacts = saved.facts
@@ -336,9 +328,9 @@ def in_stages(
     del z, dy
     dx = db1 = None
     if facts.first_product is not None:
-        operands = of_first(dh, of_dh)
+        operands = [(dh, of_dh, *first.pop())]
+        del dh, of_dh
         dx, db1, rows, dh = call_prepared(facts.first_product, operands, saved.rows)
-        del operands, of_dh
         if needs.wi:
             deliver(0, WeightGradient(fc1, specs.wi, rows, dh, sizes, saved.rows, tokens))
     return MainGradients(dx, dp, (db1, db2))

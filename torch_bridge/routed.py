@@ -176,15 +176,15 @@ _AT_HIDDEN = define(
 
 
 class FirstOperands(NamedTuple):
-    """Operands of the second stage, the gradients of the first product."""
+    """Operands of the second stage, the gradients of the first product; the first two are results of the first stage."""
 
+    dh: Any
+    of_dh: Any
     x: Any
     wi: Any
     sizes: Any
     source: Any
     inverse: Any
-    dh: Any
-    of_dh: Any
     grad_input: Any
     extras: Any
 
@@ -245,28 +245,21 @@ def _forward(
 
 
 def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | None, deliver: Deliver) -> MainGradients:
-    x, _, _, sizes, source, inverse, _, key, wi, *_ = kept
+    x, h, z, sizes, source, inverse, probs, key, wi, wo, wi_bias, wo_bias = kept
+    kept.clear()
     facts: MlpFacts = saved.facts
     again, of_weight = _kept_tokens(facts)
     scaling = saved.scaling.with_key(key)
     tokens, rows_of = None, x if of_weight else None
     if of_weight and not rules.measures_rows(facts.op):  # then rows are gathered where the gradient is computed
         tokens, rows_of = Tokens(x, source, inverse.shape[1], scaling.scale(0, X)), None
-    buffer = grad_input if facts.needs.x else None
-    extras = scaling.extras(2, BACKWARD, training=True)
-    operands = [_hidden_operands(kept, x if again else None, dy, extras)]
-
-    def of_first(dh: Any, of_dh: Any) -> tuple[Any, ...]:  # those of FirstOperands
-        return rows_of, wi, sizes, source, inverse, dh, of_dh, buffer, scaling.extras(1, BACKWARD, training=True)
-
-    return in_stages(saved, sizes, operands, of_first, deliver, tokens)
-
-
-def _hidden_operands(kept: list[Any], x: Tensor | None, *others: Any) -> tuple[Any, ...]:
-    """Those of `HiddenOperands`, removed from the list."""
-    _, h, z, sizes, source, inverse, probs, _, wi, wo, wi_bias, wo_bias = kept
-    kept.clear()
-    return (x, h, z, wi, wo, sizes, source, inverse, probs, wi_bias, wo_bias, *others)
+    buffer, of_both = grad_input if facts.needs.x else None, scaling.extras(2, BACKWARD, training=True)
+    rows, biases = (x if again else None, h, z), (wi_bias, wo_bias)
+    at_hidden = [(*rows, wi, wo, sizes, source, inverse, probs, *biases, dy, of_both)]  # those of HiddenOperands
+    of_first = scaling.extras(1, BACKWARD, training=True)
+    first = [(rows_of, wi, sizes, source, inverse, buffer, of_first)]  # those of FirstOperands, from x on
+    del x, h, z, rows, rows_of, wi, wo
+    return in_stages(saved, sizes, at_hidden, first, deliver, tokens)
 
 
 ROUTED = Operation(
