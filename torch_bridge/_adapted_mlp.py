@@ -391,7 +391,7 @@ def _forward_of_tokens(
 
 
 def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | None, deliver: Deliver) -> MainGradients:
-    """Both stages, each followed by the gradients of A and B; `kept` is emptied, so that rows are freed early."""
+    """Both stages, each followed by the gradients of A and B. Operands are freed once no launch reads them."""
     facts: _Facts = saved.facts
     of_rows = facts.op.base.keeps_rows
     x, h, z, *kept[:] = kept
@@ -403,16 +403,16 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     extras = scaling.extras(2, BACKWARD, training=True)
     rows = (again, h, z, wi, wo, sizes, *order, probs, wi_bias, wo_bias, dy)
     operands = [(*rows, u_wi, u_wo, b_wi, a_wo, b_wo, key, extras)]  # those of _HiddenOperands
-    del rows, h, z
+    del rows, again, h, z, wo, u_wo, dy
     dp, db2, dh, of_dh, *grads = call_prepared(facts.at_hidden, operands, saved.rows)
     _deliver(saved, sizes, 1, PairGrads(*grads), deliver)
     del grads
     dx = db1 = None
     if facts.first is not None:
         buffer, extras = grad_input if needs.x else None, scaling.extras(1, BACKWARD, training=True)
-        operands = (x, wi, sizes, *order, dh, of_dh, u_wi, a_wi, b_wi, key, buffer, extras)  # those of _FirstOperands
+        operands = [(x, wi, sizes, *order, dh, of_dh, u_wi, a_wi, b_wi, key, buffer, extras)]  # those of _FirstOperands
+        del x, wi, dh, of_dh, u_wi
         dx, db1, *grads = call_prepared(facts.first, operands, saved.rows)
-        del operands, dh, of_dh
         _deliver(saved, sizes, 0, PairGrads(*grads), deliver)
     return MainGradients(dx, dp, (db1, db2))
 

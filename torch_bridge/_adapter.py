@@ -207,11 +207,13 @@ def _forward(
 
 def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | None, deliver: Deliver) -> MainGradients:
     x, u, sizes, row_scale, weight, a, b, bias, key, scaling_key = kept
+    kept.clear()
     facts: _Facts = saved.facts
     (base, adapter), needs, factors = facts.op, facts.needs, facts.specs.factors
     extras = saved.scaling.with_key(scaling_key).extras(1, BACKWARD, training=True)
     buffer = grad_input if needs.x else None
-    operands = (x, weight, u, a, b, sizes, bias, row_scale, dy, key, buffer, extras)  # those of AdaptedGradOperands
+    operands = [(x, weight, u, a, b, sizes, bias, row_scale, dy, key, buffer, extras)]  # those of AdaptedGradOperands
+    del x, weight, u, dy  # so that they are freed once no launch reads them
     dx, db, dc, rows_a, dy_a, rows_b, dy_b = call_prepared(facts.main, operands, saved.rows)
     if needs.a:
         deliver(0, WeightGradient(adapter.down(base), factors[0], rows_a, dy_a, sizes, saved.rows))

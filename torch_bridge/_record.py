@@ -342,22 +342,28 @@ def _planned(recording: Recording, addresses: Sequence[int], arch: str) -> tuple
             registers[slot] = register
         for slot, register in enumerate(step.results, inputs):
             registers[slot] = -1 if register is None else register
-        needed = plan.workspace_for([0 if at < 0 else addresses[at] for at in registers])
+        at_slots = [0 if at < 0 else addresses[at] for at in registers]
+        needed = plan.workspace_for(at_slots)
         offsets = [rows[at].offset if at in rows else 0 for at in registers]
         registers = [rows[at].leaf if at in rows else at for at in registers]
-        read = {register for register in registers[:inputs] if register >= 0}
         if needed:
             registers[-1] = len(recording.specs)
         workspace_bytes = max(workspace_bytes, needed)
         shared = {output for _, output in step.call.aliases}
-        new = [
-            (register, (spec.shape, _strides(spec.shape), RESULT_DTYPES[spec.dtype]))
-            for at, (register, spec) in enumerate(zip(step.results, step.call.outputs, strict=True))
-            if register is not None and spec is not None and at not in shared
-        ]
-        launcher = _native.Launcher(EXCHANGE, plan, registers, offsets)
-        steps.append((step.call.name, launcher, tuple(new), tuple(read - keep)))
-        keep |= read
+        new = {
+            slot: (registers[slot], (spec.shape, _strides(spec.shape), RESULT_DTYPES[spec.dtype]))
+            for slot, spec in enumerate(step.call.outputs, inputs)
+            if registers[slot] >= 0 and spec is not None and slot - inputs not in shared
+        }
+        parts = plan.parts_for(at_slots)
+        for part, slots in [*enumerate(parts)][::-1] or [(-1, range(len(registers) - 1))]:
+            touched = {*slots, len(registers) - 1}
+            own = [register if slot in touched else -1 for slot, register in enumerate(registers)]
+            made = [new[slot] for slot in slots if slot in new and not any(slot in each for each in parts[: max(part, 0)])]
+            read = {register for register in own[:inputs] if register >= 0}
+            launcher = _native.Launcher(EXCHANGE, plan, own, offsets, part)
+            steps.append((step.call.name, launcher, tuple(made), tuple(read - keep)))
+            keep |= read
     return steps[::-1], workspace_bytes
 
 
@@ -465,7 +471,7 @@ def _launch(
 ) -> None:
     """One launch with the checks of GROUPED_DEBUG."""
     if "poison" in flags:
-        _poison(values[-1], *(values[register] for register in made))
+        _poison(None if launcher.continues else values[-1], *(values[register] for register in made))
     launcher.launch(values, stream)
     if "sync" in flags and device >= 0 and not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize(device)

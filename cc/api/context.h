@@ -17,12 +17,17 @@ struct Target {
 
 class Pool;  // cc/api/pool.h
 
+constexpr int kEveryPart = -1;
+
 struct Context {
   Target target;
   void* stream = nullptr;     // cudaStream_t; unused on the CPU
   void* workspace = nullptr;  // 256-byte aligned, at least Kernel::workspace bytes, contents undefined
   size_t workspace_bytes = 0;
-  Pool* pool = nullptr;  // CPU only; null runs everything on the calling thread
+  Pool* pool = nullptr;   // CPU only; null runs everything on the calling thread
+  int part = kEveryPart;  // of a kernel with `parts` (kernel.h)
+
+  bool runs(int number) const { return part == kEveryPart || part == number; }
 };
 
 }  // namespace grouped

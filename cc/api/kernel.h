@@ -4,7 +4,9 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
+#include <vector>
 
 #include "cc/api/archs.h"
 #include "cc/api/context.h"
@@ -35,6 +37,10 @@ struct Kernel {
   size_t (*aligned_workspace)(const Call& call, const Target& target) = nullptr;
   bool low_rank = false;     // whether it takes a call with a low-rank product
   bool reads_codes = false;  // multiplies quantised operands as they are: nothing widens them in front of it
+  // Of a kernel in parts what each of them touches, as bits of slots; null: it is one. The part that `context.part`
+  // numbers touches no other slot, and finds the workspace as the part before it left it. So an edge frees what only
+  // one part reads before it allocates what only the next one writes.
+  std::vector<uint64_t> (*parts)(const Call& call) = nullptr;
 };
 
 // For `refuses` and `workspace` of kernels that take every call of their table, and that need no scratch memory.

@@ -30,6 +30,7 @@ struct Buffers {
   size_t workspace_bytes = 0;            // as allocated, alignment included
   void* stream = nullptr;
   Pool* pool = nullptr;
+  int part = kEveryPart;  // the one to run; addresses of slots that it does not touch are not looked at
 };
 
 // Which addresses a launch cannot do without: a null or unshared buffer would be a crash or a silent copy.
@@ -55,15 +56,15 @@ class AddressRules {
     return rules;
   }
 
-  // Empty, or what is wrong with these addresses.
+  // Empty, or what is wrong with these addresses; `touched`: bits of the slots that the launch touches.
   template <class Call>
-  std::string wrong(const uintptr_t* addresses) const {
-    for (uint64_t left = required_; left != 0; left &= left - 1) {
+  std::string wrong(const uintptr_t* addresses, uint64_t touched) const {
+    for (uint64_t left = required_ & touched; left != 0; left &= left - 1) {
       const size_t slot = static_cast<size_t>(__builtin_ctzll(left));
       if (addresses[slot] == 0) return "the address of `" + schema<Call>().slots[slot].name + "` is null";
     }
     for (const auto& [into, result] : shared_) {
-      if (addresses[into] == addresses[result]) continue;
+      if (addresses[into] == addresses[result] || (touched >> result & 1) == 0) continue;
       return "`" + schema<Call>().slots[into].name + "` and the result are not the same buffer; alias them";
     }
     return "";
@@ -101,10 +102,12 @@ class Prepared {
     if (!wrong.empty()) throw std::invalid_argument(wrong + " in " + describe());
     rules_ = AddressRules::of(call_);
     choice_ = choose(call_, target_, std::string(implementation));
+    if (choice_.kernel != nullptr && choice_.kernel->parts != nullptr) parts_ = choice_.kernel->parts(call_);
   }
 
   const Choice<Call>& choice() const { return choice_; }
   const Target& target() const { return target_; }
+  const std::vector<uint64_t>& parts() const { return parts_; }  // those of the kernel; empty: it is one
   std::string describe() const { return describe_call(call_); }
 
   // Bytes of workspace to allocate for operands and results at these addresses, room for alignment included; 0: none.
@@ -113,11 +116,18 @@ class Prepared {
     call.visit(AddressSetter{addresses});
     return with_room(workspace_for(choice_, call));
   }
+  // Whether `parts` are those of the kernel that runs at these addresses.
+  bool in_parts(const uintptr_t* addresses) const {
+    Call call = call_;
+    call.visit(AddressSetter{addresses});
+    return !parts_.empty() && kernel_for(choice_, call) == choice_.kernel;
+  }
   static size_t with_room(size_t bytes) { return bytes == 0 ? 0 : bytes + kWorkspaceAlign; }
 
   void launch(const Buffers& buffers) const {
     if (choice_.kernel == nullptr) throw InternalError("no kernel takes " + describe() + refusals());
-    if (std::string wrong = rules_.template wrong<Call>(buffers.addresses); !wrong.empty()) {
+    const uint64_t touched = buffers.part == kEveryPart ? ~uint64_t{0} : parts_.at(static_cast<size_t>(buffers.part));
+    if (std::string wrong = rules_.template wrong<Call>(buffers.addresses, touched); !wrong.empty()) {
       throw std::invalid_argument(wrong + " in " + describe());
     }
     Call call = call_;
@@ -126,11 +136,12 @@ class Prepared {
     context.target = target_;
     context.stream = buffers.stream;
     context.pool = buffers.pool;
+    context.part = buffers.part;
     const Kernel<Call>* kernel = kernel_for(choice_, call);
-    if (kernel == nullptr) {
+    if (kernel == nullptr || (buffers.part != kEveryPart && kernel != choice_.kernel)) {
       throw std::invalid_argument(std::string(choice_.kernel->name) + " needs addresses that are multiples of " +
-                                  std::to_string(choice_.kernel->alignment) + " bytes; do not pin it for " +
-                                  describe());
+                                  std::to_string(choice_.kernel->alignment) +
+                                  " bytes; do not pin it, or a part of it, for " + describe());
     }
     context.workspace_bytes = workspace_for(choice_, call);
     if (context.workspace_bytes > 0) context.workspace = workspace_of(buffers, context.workspace_bytes, call);
@@ -175,6 +186,7 @@ class Prepared {
   AddressRules rules_;
   Target target_;
   Choice<Call> choice_;
+  std::vector<uint64_t> parts_;
 };
 
 }  // namespace grouped

@@ -126,6 +126,19 @@ size_t bytes_for(const Plan& plan, nb::list addresses) {
   return plan.workspace_for(Addresses(plan, std::move(addresses)).values);
 }
 
+nb::list parts_for(const Plan& plan, nb::list addresses) {
+  nb::list result;
+  if (!plan.in_parts(Addresses(plan, std::move(addresses)).values)) return result;
+  for (const uint64_t part : plan.parts) {
+    nb::list slots;
+    for (size_t slot = 0; slot < plan.slots; ++slot) {
+      if ((part >> slot & 1) != 0) slots.append(slot);
+    }
+    result.append(slots);
+  }
+  return result;
+}
+
 nb::list refusals(const Plan& plan) {
   nb::list result;
   for (const Refusal& refusal : plan.refusals) result.append(nb::make_tuple(refusal.kernel, refusal.reason));
@@ -179,6 +192,11 @@ NB_MODULE(_native, m) {
            nb::sig("def workspace_for(self, addresses: list[int]) -> int"),
            "The same for these addresses, listed as for `launch`; 0 is a multiple of 16, that of the workspace is not\n"
            "looked at.")
+      .def(
+          "parts_for", &parts_for, nb::arg("addresses"),
+          nb::sig("def parts_for(self, addresses: list[int]) -> list[list[int]]"),
+          "The slots, operands and then results, that each part of the kernel touches, which a `Launcher` can run one\n"
+          "at a time; addresses as in `workspace_for`. Empty: the kernel that runs at these addresses has one part.")
       .def(
           "launch", &launch, nb::arg("addresses"), nb::arg("stream"),
           nb::sig("def launch(self, addresses: list[int], stream: int) -> None"),

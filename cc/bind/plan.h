@@ -23,15 +23,20 @@ class Plan {
   size_t workspace_bytes = 0;          // to allocate whatever the addresses, room for alignment included; 0: none
   size_t aligned_workspace_bytes = 0;  // the same where operands and results are at multiples of kAlignment
   size_t slots = 0;                    // inputs and outputs
+  std::vector<uint64_t> parts;         // bits of the slots that each part of the kernel touches; empty: it is one
   Platform platform = Platform::cpu;
 
   // The same for these addresses, one a slot; 0 counts as aligned.
   virtual size_t workspace_for(const uintptr_t* addresses) const = 0;
 
-  // `bytes`: of the workspace, as allocated. `threads`: at most so many on the CPU; 0: one a usable processor. Throws
-  // std::invalid_argument, also where the workspace is too small for these addresses, or InternalError.
-  virtual void launch(const uintptr_t* addresses, uintptr_t workspace, size_t bytes, void* stream,
-                      int threads = 0) const = 0;
+  // Whether `parts` are those of the kernel that runs at these addresses, likewise.
+  virtual bool in_parts(const uintptr_t* addresses) const = 0;
+
+  // `bytes`: of the workspace, as allocated. `threads`: at most so many on the CPU; 0: one a usable processor. `part`:
+  // the one to run, where `in_parts` says that there are several. Throws std::invalid_argument, also where the
+  // workspace is too small for these addresses, or InternalError.
+  virtual void launch(const uintptr_t* addresses, uintptr_t workspace, size_t bytes, void* stream, int threads = 0,
+                      int part = kEveryPart) const = 0;
 };
 
 // Inputs stand in slot order, an absent one with rank -1. Throws std::invalid_argument where they do not fit the call.

@@ -38,13 +38,14 @@ nb::list list_of(size_t count) {
 // A plan whose operands stand in a list of tensors: what `Plan.launch` does, without an address in Python's hands.
 class Launcher {
  public:
-  Launcher(nb::object exchange, nb::object plan, std::vector<int> registers, std::vector<size_t> offsets)
+  Launcher(nb::object exchange, nb::object plan, std::vector<int> registers, std::vector<size_t> offsets, int part)
       : exchange_object_(std::move(exchange)),
         plan_object_(std::move(plan)),
         exchange_(nb::cast<const Exchange*>(exchange_object_)),
         plan_(nb::cast<const Plan*>(plan_object_)),
         registers_(std::move(registers)),
-        offsets_(std::move(offsets)) {
+        offsets_(std::move(offsets)),
+        part_(part) {
     offsets_.resize(offsets_.empty() ? registers_.size() : offsets_.size());
     if (offsets_.size() != registers_.size()) {
       throw std::invalid_argument("got " + std::to_string(offsets_.size()) + " offsets, expected one per register");
@@ -53,7 +54,15 @@ class Launcher {
       throw std::invalid_argument("got " + std::to_string(registers_.size()) + " registers, expected " +
                                   std::to_string(plan_->slots + 1) + ": operands, results, workspace");
     }
+    const int parts = static_cast<int>(plan_->parts.size());
+    if (part_ < kEveryPart || part_ >= parts) {
+      throw std::invalid_argument("part " + std::to_string(part_) + " of " + plan_->kernel + ", which has " +
+                                  std::to_string(parts) + "; expected one of them, or -1 for the whole");
+    }
   }
+
+  // Whether the workspace holds what an earlier part left in it.
+  bool continues() const { return part_ > 0; }
 
   void launch(nb::list values, uintptr_t stream) const {
     uintptr_t addresses[kMaxSlots + 1];
@@ -67,7 +76,7 @@ class Launcher {
     const size_t scratch = registers_.back() >= 0 ? bytes_of(last) : 0;
     const int threads = plan_->platform == Platform::cpu ? exchange_->threads() : 0;
     const nb::gil_scoped_release unlocked;
-    plan_->launch(addresses, addresses[plan_->slots], scratch, reinterpret_cast<void*>(stream), threads);
+    plan_->launch(addresses, addresses[plan_->slots], scratch, reinterpret_cast<void*>(stream), threads, part_);
   }
 
  private:
@@ -77,6 +86,7 @@ class Launcher {
   const Plan* plan_;
   std::vector<int> registers_;
   std::vector<size_t> offsets_;
+  int part_;
 };
 
 // A new tensor: the arguments of the function that allocates it.
@@ -279,13 +289,17 @@ class FactsCache {
 
 void define_program(nb::module_& module) {
   nb::class_<Launcher>(module, "Launcher", "A plan that finds its operands in a list of tensors.")
-      .def(nb::init<nb::object, nb::object, std::vector<int>, std::vector<size_t>>(), nb::arg("exchange"),
-           nb::arg("plan"), nb::arg("registers"), nb::arg("offsets") = std::vector<size_t>(),
-           nb::sig("def __init__(self, exchange: Exchange, plan: Plan, registers: collections.abc.Sequence[int], "
-                   "offsets: collections.abc.Sequence[int] = ()) -> None"),
-           "`registers`: for the operands in slot order, the results and the workspace, the position in the list; -1\n"
-           "where absent, or read through a table. `offsets`: for each, the bytes from the start of the tensor to the\n"
-           "operand; none: 0 for all.")
+      .def(
+          nb::init<nb::object, nb::object, std::vector<int>, std::vector<size_t>, int>(), nb::arg("exchange"),
+          nb::arg("plan"), nb::arg("registers"), nb::arg("offsets") = std::vector<size_t>(),
+          nb::arg("part") = kEveryPart,
+          nb::sig("def __init__(self, exchange: Exchange, plan: Plan, registers: collections.abc.Sequence[int], "
+                  "offsets: collections.abc.Sequence[int] = (), part: int = -1) -> None"),
+          "`registers`: for the operands in slot order, the results and the workspace, the position in the list; -1\n"
+          "where absent, or read through a table. `offsets`: for each, the bytes from the start of the tensor to the\n"
+          "operand; none: 0 for all. `part`: of those of the plan, whose other slots are absent; -1: the whole. Parts\n"
+          "run in order, and nothing else writes to the workspace between them.")
+      .def_prop_ro("continues", &Launcher::continues, "Whether the workspace holds what an earlier part left in it.")
       .def("launch", &Launcher::launch, nb::arg("values"), nb::arg("stream"),
            nb::sig("def launch(self, values: list, stream: int) -> None"),
            "Runs the kernel; otherwise as `Plan.launch`. Raises ValueError for a workspace that is too small.");

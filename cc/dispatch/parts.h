@@ -23,9 +23,10 @@ std::string refusal(const Part& part, const Target& target) {
   return choice.refusals.back().kernel + ": " + choice.refusals.back().reason;
 }
 
-// What runs behind the first `taken` bytes of a call's workspace.
+// What runs behind the first `taken` bytes of a call's workspace, with all of its own parts.
 inline Context behind(const Context& context, size_t taken) {
   Context rest = context;
+  rest.part = kEveryPart;
   rest.workspace = static_cast<char*>(context.workspace) + taken;
   rest.workspace_bytes = context.workspace_bytes - taken;
   return rest;

@@ -1,17 +1,21 @@
 // Fused calls whose result is stored in a quantised format, two rows a table.
 //
-// `*_stored_fp8_cuda`, where no product's kernel has the activation in its epilogue: the product, then one pass that
-// activates and stores. Activated rows that it does not store have a quantiser behind. Workspace: what the product
-// gives, unless it is asked for, activated rows likewise, then what the parts need, who share it.
+// `*_stored_fp8_cuda`, where no product's kernel has the activation in its epilogue: the product, then, as a second
+// part, one pass that activates and stores. Activated rows that it does not store have a quantiser behind. Workspace:
+// what the product gives, unless it is asked for, activated rows likewise, then what the steps need, who share it.
 //
-// `*_stored_cpu`, `*_stored_cuda`, for all others: the plain call, then a quantiser for each array, through dispatch.
-// Workspace: the plain rows where the caller does not ask for them, then what the parts need, who share it.
+// `*_stored_cpu`, `*_stored_cuda`, for all others: the plain call, then, as a second part, a quantiser for each array,
+// through dispatch. Workspace: the plain rows where the caller does not ask for them, then what the steps need, who
+// share it.
 #include "cc/dispatch/stored.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <string>
+#include <vector>
 
 #include "cc/api/operands.h"
+#include "cc/api/schema.h"
 #include "cc/dispatch/columns.h"
 #include "cc/dispatch/compose.h"
 #include "cc/dispatch/parts.h"
@@ -112,9 +116,39 @@ template <class Call>
 void launch(const Call& call, const Context& context) {
   const Parts<Call> p = parts(call, context.workspace);
   const Context inner = behind(context, p.taken);
-  run_part(p.inner, inner);
+  if (context.runs(0)) run_part(p.inner, inner);
+  if (!context.runs(1)) return;
   run_part(p.store, inner);
   if (p.activated.stores()) run_part(p.activated, inner);
+}
+
+// Bits of the slots of a call whose names `belongs` takes.
+template <class Call, class Belongs>
+uint64_t slots_where(Belongs belongs) {
+  uint64_t found = 0, bit = 1;
+  for (const SlotSchema& slot : schema<Call>().slots) {
+    if (belongs(slot.name)) found |= bit;
+    bit <<= 1;
+  }
+  return found;
+}
+
+template <class Call>
+bool has_slot(const std::string& name) {
+  return slots_where<Call>([&](const std::string& own) { return own == name; }) != 0;
+}
+
+// A quantiser reads the sizes, its own operands, and the plain rows, which are results or in the workspace.
+template <class Call>
+std::vector<uint64_t> slots_of_parts(const Call&) {
+  const uint64_t sizes = slots_where<Call>([](const std::string& name) { return name == "group_sizes"; });
+  const uint64_t rows =
+      slots_where<Call>([](const std::string& name) { return name == "result" || name == "activated"; });
+  const uint64_t stored = slots_where<Call>([](const std::string& name) {
+    const std::string prefix = "activated_";
+    return has_slot<Quantize>(name.rfind(prefix, 0) == 0 ? name.substr(prefix.size()) : name);
+  });
+  return {~stored | sizes, stored | rows | sizes};
 }
 
 #if GROUPED_WITH_CUDA
@@ -194,18 +228,38 @@ template <class Call>
 void launch_one_pass(const Call& call, const Context& context) {
   const OnePass p = one_pass(call, context.workspace);
   const Context inner = behind(context, p.taken);
-  run_part(p.product, inner);
+  if (context.runs(0)) run_part(p.product, inner);
+  if (!context.runs(1)) return;
   launch_activated_store(p.rest, inner);
   if (p.activated.stores()) run_part(p.activated, inner);
+}
+
+// The pass reads nothing that the product reads but the sizes, and the hidden rows where the product gives them.
+template <class Call>
+std::vector<uint64_t> slots_of_one_pass(const Call&) {
+  const uint64_t both =
+      slots_where<Call>([](const std::string& name) { return name == "group_sizes" || name == "hidden"; });
+  const uint64_t product = slots_where<Call>(
+      [](const std::string& name) { return name != "row_scale" && name != "result" && has_slot<GroupedMatmul>(name); });
+  return {product | both, ~product | both};
 }
 
 #endif
 
 }  // namespace
 
-#define GROUPED_STORED(Call, name, arch)                                                                       \
-  const Kernel<Call> name = {#name,        arch, Kind::special,         refuses<Call>, workspace<Call, false>, \
-                             launch<Call>, 1,    workspace<Call, true>, true};
+#define GROUPED_STORED(Call, name, arch)             \
+  const Kernel<Call> name = {#name,                  \
+                             arch,                   \
+                             Kind::special,          \
+                             refuses<Call>,          \
+                             workspace<Call, false>, \
+                             launch<Call>,           \
+                             1,                      \
+                             workspace<Call, true>,  \
+                             true,                   \
+                             false,                  \
+                             slots_of_parts<Call>};
 GROUPED_STORED(GroupedMatmulAct, grouped_matmul_act_stored_cpu, Arch::cpu)
 GROUPED_STORED(GroupedMatmulDact, grouped_matmul_dact_stored_cpu, Arch::cpu)
 #if GROUPED_WITH_CUDA
@@ -224,7 +278,9 @@ GROUPED_STORED(GroupedMatmulDact, grouped_matmul_dact_stored_cuda, Arch::cuda)
                              launch_one_pass<Call>,       \
                              kAlignment,                  \
                              one_pass_bytes<Call, true>,  \
-                             true};
+                             true,                        \
+                             false,                       \
+                             slots_of_one_pass<Call>};
 GROUPED_ONE_PASS(GroupedMatmulAct, grouped_matmul_act_stored_fp8_cuda, Arch::cuda)
 GROUPED_ONE_PASS(GroupedMatmulDact, grouped_matmul_dact_stored_fp8_cuda, Arch::cuda)
 #undef GROUPED_ONE_PASS
