@@ -96,6 +96,12 @@ class Plan:
         looked at.
         """
 
+    def parts_for(self, addresses: list[int]) -> list[list[int]]:
+        """
+        The slots, operands and then results, that each part of the kernel touches, which a `Launcher` can run one
+        at a time; addresses as in `workspace_for`. Empty: the kernel that runs at these addresses has one part.
+        """
+
     def launch(self, addresses: list[int], stream: int) -> None:
         """
         Runs the kernel: addresses of the operands in slot order (0: absent, or read through a table), of the
@@ -146,12 +152,17 @@ class Exchange:
 class Launcher:
     """A plan that finds its operands in a list of tensors."""
 
-    def __init__(self, exchange: Exchange, plan: Plan, registers: Sequence[int], offsets: Sequence[int] = ()) -> None:
+    def __init__(self, exchange: Exchange, plan: Plan, registers: Sequence[int], offsets: Sequence[int] = (), part: int = -1) -> None:
         """
         `registers`: for the operands in slot order, the results and the workspace, the position in the list; -1
         where absent, or read through a table. `offsets`: for each, the bytes from the start of the tensor to the
-        operand; none: 0 for all.
+        operand; none: 0 for all. `part`: of those of the plan, whose other slots are absent; -1: the whole. Parts
+        run in order, and nothing else writes to the workspace between them.
         """
+
+    @property
+    def continues(self) -> bool:
+        """Whether the workspace holds what an earlier part left in it."""
 
     def launch(self, values: list, stream: int) -> None:
         """
