@@ -6,8 +6,9 @@
 
 A step is forward and backward of every microbatch, and with delayed scaling the update of its state; the optimizer is
 not part of it. The first microbatch quantises the weights into the cache of the layer, which the others read; "each"
-quantises them in every microbatch and keeps nothing. Weight gradients are added to `main_grad` in float32 by our
-kernels, or to `.grad` by autograd. Times are those of a microbatch, shares are over bf16 in the same run.
+quantises them in every microbatch and keeps nothing, and with "primary" the Parameters themselves are quantised. Weight
+gradients are added to `main_grad` in float32 by our kernels, or to `.grad` by autograd. Times are those of a
+microbatch, shares are over bf16 in the same run.
 
 Memory is PyTorch's peak in a step without the parameters, the gradients of weights and the rows that the caller holds.
 The quantised weights in the cache count, though they stay from step to step; the gradient of x counts too.
@@ -32,10 +33,10 @@ from grouped_core.recipes import RECIPES
 from tests import cases
 from torch_bridge import nn
 
-BF16, EACH = "bf16", ", each"
+BF16, EACH, PRIMARY = "bf16", ", each", ", primary"
 DESTINATIONS = ("main_grad", ".grad")
 DEFAULT = (BF16, "FP8Delayed", "FP8Current", "FP8Block")
-CANDIDATES = (BF16, *(name + how for name, each in RECIPES.items() if each.quantized for how in ("", EACH)))
+CANDIDATES = (BF16, *(name + how for name, each in RECIPES.items() if each.quantized for how in ("", EACH, PRIMARY)))
 
 
 class Memory(NamedTuple):
@@ -58,12 +59,13 @@ class Step:
     def __init__(
         self, work: Work, candidate: str, microbatches: int, main_grads: Sequence[torch.Tensor] | None
     ) -> None:
-        recipe = RECIPES.get(candidate.removesuffix(EACH)) if candidate != BF16 else None
+        recipe = RECIPES.get(candidate.split(",")[0])
         groups, wide, hidden = work.wi.shape
         options: dict[str, Any] = {"dtype": work.wi.dtype, "device": work.wi.device, "recipe": recipe}
-        options |= {"single_grouped_weight": True, "accumulate_into_main_grad": main_grads is not None}
+        options |= {"single_grouped_weight": True, "quantized_weights": candidate.endswith(PRIMARY)}
+        options |= {"accumulate_into_main_grad": main_grads is not None}
         self.layer = nn.GroupedMLP(groups, hidden, wide // 2, **options)
-        self.parameters = [layer.weight for layer in (self.layer.linear_fc1, self.layer.linear_fc2)]
+        self.parameters: list[Any] = [layer.weight for layer in (self.layer.linear_fc1, self.layer.linear_fc2)]
         with torch.no_grad():
             for parameter, values in zip(self.parameters, (work.wi, work.wo), strict=True):
                 parameter.copy_(values)
@@ -122,9 +124,8 @@ def bench(
         times = harness.measure(steps, clock=clock, budget_s=budget_s / len(DESTINATIONS) / microbatches)
         for name, timing in times.items():
             rate, share = 3 * work.flops / timing.median_us / 1e6, times[BF16].median_us / timing.median_us
-            rows.append(
-                harness.Row(case.name, destination, "bfloat16", name, timing, rate, share, "bf16 in the same step", None)
-            )
+            facts = (case.name, destination, "bfloat16", name, timing, rate, share)
+            rows.append(harness.Row(*facts, "bf16 in the same step", None))
     return rows, memory
 
 
@@ -132,8 +133,8 @@ def memory_table(memory: Sequence[Memory]) -> str:
     """One line per candidate."""
     peaks = {(each.destination, each.candidate): each.peak for each in memory}
     return "\n".join(
-        f"{each.case:<16}{each.destination:<10}{each.candidate:<30}peak MiB {each.peak / 2**20:>8.0f}, quantised weights "
-        f"{each.codes / 2**20:>8.0f} of it, over bf16 {each.peak / peaks[each.destination, BF16]:.2f}"
+        f"{each.case:<16}{each.destination:<10}{each.candidate:<24}peak MiB {each.peak / 2**20:>8.0f}, of which cached "
+        f"weights {each.codes / 2**20:>6.0f}; over bf16 {each.peak / peaks[each.destination, BF16]:.2f}"
         for each in memory
     )
 

@@ -355,16 +355,33 @@ def _planned(recording: Recording, addresses: Sequence[int], arch: str) -> tuple
             for slot, spec in enumerate(step.call.outputs, inputs)
             if registers[slot] >= 0 and spec is not None and slot - inputs not in shared
         }
-        parts = plan.parts_for(at_slots)
-        for part, slots in [*enumerate(parts)][::-1] or [(-1, range(len(registers) - 1))]:
-            touched = {*slots, len(registers) - 1}
-            own = [register if slot in touched else -1 for slot, register in enumerate(registers)]
-            made = [new[slot] for slot in slots if slot in new and not any(slot in each for each in parts[: max(part, 0)])]
+        for part, touched, first in _parts_from_the_last(plan, at_slots):
+            own = [register if slot in touched else -1 for slot, register in enumerate(registers[:-1])]
             read = {register for register in own[:inputs] if register >= 0}
-            launcher = _native.Launcher(EXCHANGE, plan, own, offsets, part)
-            steps.append((step.call.name, launcher, tuple(made), tuple(read - keep)))
+            launcher = _native.Launcher(EXCHANGE, plan, [*own, registers[-1]], offsets, part)
+            made = tuple([new[slot] for slot in first if slot in new])
+            steps.append((step.call.name, launcher, made, tuple(read - keep)))
             keep |= read
     return steps[::-1], workspace_bytes
+
+
+def _parts_from_the_last(plan: _native.Plan, addresses: list[int]) -> list[tuple[int, Sequence[int], Sequence[int]]]:
+    """For each part of a kernel, the last one first: its number, the slots that it touches, those that no part did yet.
+
+    A kernel in one part has the number -1.
+
+    Args:
+        addresses: of the slots and the workspace.
+    """
+    parts = plan.parts_for(addresses)
+    if not parts:
+        every = range(len(addresses) - 1)
+        return [(-1, every, every)]
+    found = []
+    for number, slots in enumerate(parts):
+        earlier = [slot for part in parts[:number] for slot in part]
+        found.append((number, slots, [slot for slot in slots if slot not in earlier]))
+    return found[::-1]
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

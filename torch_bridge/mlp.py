@@ -6,7 +6,7 @@ activations, else F.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -195,7 +195,7 @@ _AT_HIDDEN = define(
 
 
 class FirstOperands(NamedTuple):
-    """Operands of the second stage, the gradients of the first product; the first two are results of the first stage."""
+    """Operands of the second stage, the gradients of the first product; dh and its codes come from the first stage."""
 
     dh: Any
     of_dh: Any

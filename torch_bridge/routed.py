@@ -176,7 +176,7 @@ _AT_HIDDEN = define(
 
 
 class FirstOperands(NamedTuple):
-    """Operands of the second stage, the gradients of the first product; the first two are results of the first stage."""
+    """Operands of the second stage, the gradients of the first product; dh and its codes come from the first stage."""
 
     dh: Any
     of_dh: Any

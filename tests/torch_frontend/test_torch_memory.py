@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grouped_core import _native, calls, plans, recipes
 from grouped_core.activations import Activation
+from grouped_core.formats import FORMATS
 from grouped_core.recipes import plain
 from tests import asserts
 from tests.torch_frontend.nn_tools import FUNCTIONS, setup
@@ -28,6 +30,8 @@ from torch_bridge import (
     scaling_state,
 )
 from torch_bridge._memory import EXCHANGE, address_table, empty_on_cpu
+
+_NEEDS_CUDA = pytest.mark.skipif(not _native.cuda_compiled, reason="this build has no CUDA kernels")
 
 
 class Marked(Tensor):
@@ -138,6 +142,58 @@ def test_launchers_read_operands_at_offsets() -> None:
     asserts.filled(values[3], 3.0)
     with asserts.refused(ValueError, ["got 1 offsets", "one per register"]):
         _native.Launcher(EXCHANGE, plan, [0, 1, 2, -1, 3, -1], [8])
+
+
+def _act_in_codes(rows: int, width: int, groups: int = 2) -> calls.Call:
+    """Activated rows as codes, of codes: a call whose kernels have two parts."""
+    fmt, last = FORMATS["fp8_1x128"], FORMATS["fp8_128x128"]
+    return calls.grouped_matmul_act(
+        calls.spec_in_format(fmt, (rows, width), 1, "bfloat16", groups),
+        calls.spec_in_format(last, (groups, width, width), 2, "bfloat16"),
+        2,
+        calls.ArraySpec((groups,), "int32"),
+        "bfloat16",
+        activation=Activation("relu"),
+        recipe=recipes.FP8Block,
+        quantized=calls.QuantizedResult(fmt, (True, True)),
+    )
+
+
+def _names(call: calls.Call, slots: Iterable[int]) -> set[str]:
+    """Names of those of `slots` that the call has."""
+    names = (*calls.SLOTS[call.name], *calls.RESULTS[call.name])
+    return {names[slot] for slot in slots if (*call.inputs, *call.outputs)[slot] is not None}
+
+
+@pytest.mark.parametrize("arch", ["cpu", pytest.param("sm_90a", marks=_NEEDS_CUDA)])
+def test_parts_of_a_kernel_touch_slots_of_their_own(arch: str) -> None:
+    """Each slot is one of theirs; both read the sizes, and hidden rows. Odd addresses may get another kernel."""
+    call = _act_in_codes(512, 256)
+    plan = plans.plan(call, arch)
+    count = len(call.inputs) + len(call.outputs)
+    first, second = plan.parts_for([0] * (count + 1))
+    assert _names(call, {*first, *second}) == _names(call, range(count))
+    assert {"group_sizes"} <= _names(call, {*first} & {*second}) <= {"group_sizes", "hidden"}
+    assert {"lhs", "lhs_scales", "rhs", "rhs_scales"} <= _names(call, first)
+    assert _names(call, second) >= {"values", "scales", "cross_values", "cross_scales"}
+    odd = plan.parts_for([1] * (count + 1))
+    assert odd == ([first, second] if plan.spare == "" else [])
+    plain = _planned_call(*_operands(512, 64, torch.bfloat16)[:3], None)
+    assert plans.plan(plain, arch).parts_for([0] * (count + 1)) == [], "it stores no codes"
+
+
+def test_launchers_refuse_parts_that_are_not_there() -> None:
+    call = _act_in_codes(40, 128)
+    plan = plans.plan(call, "cpu")
+    absent = [-1] * (len(call.inputs) + len(call.outputs) + 1)
+    for part in (-2, 2):
+        with asserts.refused(ValueError, [f"part {part}", plan.kernel, "has 2", "-1 for the whole"]):
+            _native.Launcher(EXCHANGE, plan, absent, part=part)
+    launchers = [_native.Launcher(EXCHANGE, plan, absent, part=part) for part in (-1, 0, 1)]
+    assert [each.continues for each in launchers] == [False, False, True]
+    for part, name in ((0, "lhs"), (1, "group_sizes")):
+        with asserts.refused(ValueError, [f"address of `{name}` is null"]):
+            _native.Launcher(EXCHANGE, plan, absent, part=part).launch([], 0)
 
 
 def _scaling_program(**changes: Any) -> _native.Program:
@@ -281,9 +337,6 @@ def test_launchers_refuse_a_workspace_that_is_too_small() -> None:
         asserts.filled(result, 7.0)
     launcher.launch([*operands[:3], result, torch.empty(needed // 4 + 1)[1:]], 0)
     asserts.filled(result, 32.0)
-
-
-_NEEDS_CUDA = pytest.mark.skipif(not _native.cuda_compiled, reason="this build has no CUDA kernels")
 
 
 @_NEEDS_CUDA
