@@ -5,10 +5,15 @@
 //                 warps 2, 3         where an epilogue has operands of its own: fetch these, store results (fetch.cuh)
 //   warpgroups 1, 2                  multiply and store whole tiles in turn: one stores while the other multiplies
 //                                    wait full -> 4 k16 steps of wgmma, 2 x 64 rows -> empty of the block before
+//   warpgroup 3                      of weights that come as codes: widens them to the tile that is multiplied
+//                                    (widen_tiles.cuh)
 //
 //   full[s]    1 arrival (with the bytes of both CTAs' loads) a block      loader -> consumers
+//              and 4 more, one a warp, where there is a warpgroup 3        it -> consumers
+//   codes[s]   1 arrival with the bytes of a block's codes                 loader -> warpgroup 3
 //   empty[s]   1 arrival of each warp of a warpgroup, in both CTAs         consumers -> both loaders
-//   work       kWorkDepth items; full 1 arrival, empty 1 + 8 (2 more with sets)   scheduler -> loader, consumers
+//   work       kWorkDepth items; full 1 arrival, empty 1 + 8 (2 more with sets, 4 with codes)
+//                                                                          scheduler -> loader, consumers
 //   turn[w]    4 arrivals a tile, the warps of the other warpgroup
 //
 // A warpgroup hands over its turn once it has seen its last block arrive: the other then is never more than one phase
@@ -26,14 +31,19 @@ namespace grouped::sm90 {
 
 constexpr int kThreads = 384;
 constexpr int kConsumerWarps = 8;
+constexpr int kWideningWarps = 4;
 constexpr int kWorkDepth = 3;
 constexpr int kSharedLimit = 227 * 1024;
 
-template <int kCols_, int kStages_, int kSlots_, int kSlotBytes_ = kSlotBytes>
+template <int kCols_, int kStages_, int kSlots_, int kSlotBytes_ = kSlotBytes, int kCodeBytes_ = 0>
 struct TileShape {
   static constexpr int kCols = kCols_, kStages = kStages_, kSlots = kSlots_;
   using WarpSlots = Slots<kSlots, kSlotBytes_>;
-  static constexpr int kStageBytes = 2 * kBlockBytes + kCols * 128;
+  static constexpr int kCodesAt = 2 * kBlockBytes + kCols * 128;  // in a stage, behind what is multiplied
+  static constexpr int kCodeBytes = kCodeBytes_;                  // of a column of them; 0: weights come as numbers
+  static constexpr bool kWidens = kCodeBytes != 0;
+  static constexpr int kStageBytes = kCodesAt + kCols * kCodeBytes;
+  static constexpr int kBlockThreads = kThreads + (kWidens ? 32 * kWideningWarps : 0);
 
   // Shared memory, from a 1024-byte aligned start: stages, slots of each consumer warp, a slot for the scheduler, work
   // items, barriers.
@@ -45,17 +55,19 @@ struct TileShape {
   static constexpr int kTurn = kWorkEmpty + kWorkDepth;
   static constexpr int kMail = kTurn + 2;
   static constexpr int kSlotFull = kMail + Mailbox::kWords;  // of fetches into slots
-  static constexpr int kSharedBytes = kBarriersAt + 8 * (kSlotFull + kConsumerWarps * kSlots);
+  static constexpr int kCodesFull = kSlotFull + kConsumerWarps * kSlots;
+  static constexpr int kSharedBytes = kBarriersAt + 8 * (kCodesFull + (kWidens ? kStages : 0));
   static_assert(kSharedBytes <= kSharedLimit);
   static constexpr int kSets = 0;  // the epilogue has no operands
 
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of the 168 a thread at launch
+  // Of the 168 a thread at launch; where codes are widened, of 128.
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = kWidens ? 216 : 232;
 };
 
 // For epilogues with operands of their own: sets of fetch.cuh instead of slots, behind everything else.
-template <int kCols_, int kStages_, int kSets_>
-struct FetchingShape : TileShape<kCols_, kStages_, 0> {
-  using Base = TileShape<kCols_, kStages_, 0>;
+template <int kCols_, int kStages_, int kSets_, int kCodeBytes_ = 0>
+struct FetchingShape : TileShape<kCols_, kStages_, 0, kSlotBytes, kCodeBytes_> {
+  using Base = TileShape<kCols_, kStages_, 0, kSlotBytes, kCodeBytes_>;
   static constexpr int kSets = kSets_;
   static constexpr int kSetFullAt = Base::kSharedBytes, kSetDoneAt = kSetFullAt + 8 * kSets;
   static constexpr int kSetEmptyAt = kSetDoneAt + 8 * kSets, kSetTurnAt = kSetEmptyAt + 8 * kSets;
@@ -195,9 +207,10 @@ __device__ inline void pass(Ring<Shape::kStages>& ring, Turn<Shape>& turn, int k
 }
 
 template <class Product>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Product::Shape::kBlockThreads, 1)
     grouped_product_sm90(const __grid_constant__ typename Product::Params p) {
   using Shape = typename Product::Shape;
+  constexpr int kWidening = Shape::kWidens ? kWideningWarps : 0;
   extern __shared__ __align__(1024) uint8_t memory[];
   const uint32_t shared = ptx::shared_address(memory), barriers = shared + Shape::kBarriersAt;
   const uint32_t rank = ptx::cluster_rank();
@@ -206,12 +219,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < Shape::kStages; ++s) {
-      ptx::barrier_init(barriers + 8 * (Shape::kFull + s), 1);
+      ptx::barrier_init(barriers + 8 * (Shape::kFull + s), 1 + kWidening);
       ptx::barrier_init(barriers + 8 * (Shape::kEmpty + s), kConsumerWarps);
+      if constexpr (Shape::kWidens) ptx::barrier_init(barriers + 8 * (Shape::kCodesFull + s), 1);
     }
     for (int s = 0; s < kWorkDepth; ++s) {
       ptx::barrier_init(barriers + 8 * (Shape::kWorkFull + s), 1);
-      ptx::barrier_init(barriers + 8 * (Shape::kWorkEmpty + s), 1 + 2 * (Shape::kSets != 0) + kConsumerWarps);
+      ptx::barrier_init(barriers + 8 * (Shape::kWorkEmpty + s),
+                        1 + 2 * (Shape::kSets != 0) + kConsumerWarps + kWidening);
     }
     for (int w = 0; w < 2; ++w) ptx::barrier_init(barriers + 8 * (Shape::kTurn + w), kConsumerWarps / 2);
     for (int s = 0; s < 2 * kMailDepth; ++s) ptx::barrier_init(barriers + 8 * (Shape::kMail + s), 1);
@@ -242,8 +257,20 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
             const uint32_t full = barriers + 8 * (Shape::kFull + ring.slot);
             const uint32_t stage = shared + ring.slot * Shape::kStageBytes;
             ptx::barrier_wait(barriers + 8 * (Shape::kEmpty + ring.slot), ring.parity ^ 1);
-            ptx::barrier_arrive_expect(full, bytes);
-            Product::load(p, work, kb * kBlockK, halves, columns, rank, stage, full);
+            if constexpr (Shape::kWidens) {
+              const uint32_t arrived = barriers + 8 * (Shape::kCodesFull + ring.slot);
+              const bool coded = columns && Product::from_codes(p, kb);
+              if (coded) {
+                Product::load_codes(p, work, kb * kBlockK, stage + Shape::kCodesAt, arrived);
+              } else {
+                ptx::barrier_arrive(arrived);
+              }
+              ptx::barrier_arrive_expect(full, coded ? halves * kBlockBytes : bytes);
+              Product::load(p, work, kb * kBlockK, halves, columns && !coded, rank, stage, full);
+            } else {
+              ptx::barrier_arrive_expect(full, bytes);
+              Product::load(p, work, kb * kBlockK, halves, columns, rank, stage, full);
+            }
             ring.advance();
           }
         }
@@ -268,6 +295,11 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
       }
     }
     __syncwarp();
+  } else if (Shape::kWidens && warp >= 4 + kConsumerWarps) {
+    if constexpr (Shape::kWidens) {
+      ptx::set_max_registers_down<Shape::kProducerRegisters>();
+      Product::widen(p, shared, barriers, items);
+    }
   } else {
     ptx::set_max_registers_up<Shape::kConsumerRegisters>();
     const int consumer = warp / 4 - 1, first_row = 16 * (warp % 4);  // this warp's, in each half
