@@ -199,7 +199,7 @@ def transport_option(
             f"`transport` of {function}: {transport!r}, expected {', '.join(TRANSPORTS)} or an object with `dispatch` "
             "and `combine`; all_to_all is the default."
         )
-    if not hasattr(process_group, "group_name"):
+    if not isinstance(process_group, torch.distributed.ProcessGroup):
         raise TypeError(
             f"`process_group` of {function}: {type(process_group).__name__}, expected a "
             "torch.distributed.ProcessGroup; pass torch.distributed.group.WORLD for all ranks."
@@ -323,7 +323,9 @@ class Layer(NamedTuple):
         found = [finish() for finish in coming]
         y = found[0] if self.chunks == 1 else torch.cat(found)
         load, lost = whole[:-1], whole[-1]
-        return y if beside is None else y + beside, aux._replace(load=load, dropped=lost, overflow=lost > 0)
+        # Not `_replace`: Dynamo of PyTorch 2.11 cannot return a tuple that is made so.
+        aux = MoEAux(load, aux.aux_loss, aux.z_loss, lost, lost > 0, aux.entropy)
+        return y if beside is None else y + beside, aux
 
 
 def save_list() -> set[Any]:

@@ -126,6 +126,9 @@ std::string refuses(const GroupedMatmul& c, const Target& target) {
   if (c.rhs_up.present() && c.rhs.dims[c.rhs_axis] % kBlockK != 0) {
     return "contracts weights in two arrays if both are a multiple of 64 deep; rhs is " + describe(c.rhs);
   }
+  if (has_group_scales(c.scales) && c.low.present()) {
+    return "takes no scales of groups beside a low-rank product: they would multiply its sums as well";
+  }
   const std::string low = refuses_low(c.low, c.lhs.dtype, c.rhs_axis);
   if (!low.empty()) return low;
   const int64_t m = c.lhs.dims[0], k = c.lhs.dims[1], n = columns_of(c.result, c.result_half).count;
