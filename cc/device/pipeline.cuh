@@ -61,7 +61,8 @@ struct TileShape {
   static constexpr int kSets = 0;  // the epilogue has no operands
 
   // Of the 168 a thread at launch; where codes are widened, of 128.
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = kWidens ? 216 : 232;
+  static constexpr int kProducerRegisters = kWidens ? 32 : 40, kConsumerRegisters = kWidens ? 224 : 232;
+  static constexpr int kWideningRegisters = 32;
 };
 
 // For epilogues with operands of their own: sets of fetch.cuh instead of slots, behind everything else.
@@ -297,7 +298,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Product::Shape::kBlo
     __syncwarp();
   } else if (Shape::kWidens && warp >= 4 + kConsumerWarps) {
     if constexpr (Shape::kWidens) {
-      ptx::set_max_registers_down<Shape::kProducerRegisters>();
+      ptx::set_max_registers_down<Shape::kWideningRegisters>();
       Product::widen(p, shared, barriers, items);
     }
   } else {

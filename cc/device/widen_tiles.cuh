@@ -10,24 +10,24 @@
 // instructions; docs/kernels.md counts them. 40 registers a thread.
 #pragma once
 
+#include "cc/device/coded_weights.cuh"
 #include "cc/device/layout_pieces.cuh"
 #include "cc/device/pipeline.cuh"
 #include "cc/math/code_pairs.h"
 
 namespace grouped::sm90 {
 
-// Codes of all groups, [G, lines, line], and the scales of their blocks along a line.
-struct CodedWeights {
-  CUtensorMap map;        // of bytes: boxes of 64 codes by as many lines as the product asks for
-  const uint8_t* scales;  // null: none
-  int64_t scale_slice;    // from one group's scales to the next
-  int32_t scale_line;     // bytes of a line of scales
-  int32_t line_shift;     // 2^line_shift lines share one
-  int32_t lines, line;    // of one group; codes of a line
-  pairs::Codes codes;
-};
 
-__device__ inline int32_t map_column(int code, bool nibbles) { return nibbles ? code / 2 : code; }
+// Loads boxes of codes, one after the other, for a product whose box i starts at code `code_of(i)` of line `line_of(i)`.
+template <bool kNibbles, class CodeOf, class LineOf>
+__device__ inline void load_coded(const CodedWeights& w, int group, int boxes, int box_lines, uint32_t to,
+                                  uint32_t arrived, CodeOf code_of, LineOf line_of) {
+  const uint32_t bytes = box_lines * Pieces<kNibbles>::kRowBytes;
+  ptx::barrier_arrive_expect(arrived, boxes * bytes);
+  for (int i = 0; i < boxes; ++i) {
+    ptx::tensor_load(to + i * bytes, &w.map, {{code_of(i) / (kNibbles ? 2 : 1), line_of(i), group, 0}}, arrived);
+  }
+}
 
 // The scales of a thread's pieces in the block that is next, one or two a pass. Where blocks of k run along lines
 // (Major::k), a pass has lines of its own, which stay while k moves along them; else columns of its own, and k is the

@@ -1,0 +1,86 @@
+// The product of plain rows and weights that come as codes, as grouped_matmul_codes_sm90.cu draws it, and its launch,
+// which one file for each width of codes instantiates.
+#pragma once
+
+#include "cc/api/calls.h"
+#include "cc/device/factor.cuh"
+#include "cc/device/rows_product.cuh"
+#include "cc/device/widen_tiles.cuh"
+#include "cc/dispatch/tiles_sm90.h"
+
+namespace grouped::sm90 {
+
+struct CodedRowsParams : HalvesParams {
+  CodedWeights coded;
+  const float* factors;  // [groups]: scales of groups, or null
+};
+
+template <const TileChoice& kChoice, bool kNibbles>
+using CodedTile = TileShape<kChoice.cols, kChoice.stages, kChoice.slots, kSlotBytes, Pieces<kNibbles>::kRowBytes>;
+
+template <bool kNibbles, class Out, Major kWeights>
+struct CodedRowsProduct
+    : RowsProduct<__nv_bfloat16, Out, kWeights,
+                  CodedTile<kNibbles ? kCodedNibbles : kCodedBytes, kNibbles>> {
+  using Shape = CodedTile<kNibbles ? kCodedNibbles : kCodedBytes, kNibbles>;
+  using Base = RowsProduct<__nv_bfloat16, Out, kWeights, Shape>;
+  using Params = CodedRowsParams;
+  static constexpr int kBoxCols = 64;
+
+  static __device__ bool from_codes(const Params& p, int block) { return block * kBlockK < p.low.first; }
+  // Columns of a tile of which codes are loaded and widened, where so many are left.
+  static __device__ int coded_cols(int cols) {
+    return cols >= Shape::kCols ? Shape::kCols : (cols + kBoxCols - 1) / kBoxCols * kBoxCols;
+  }
+  // The line, or for MN-major weights the code in a line, that is column `col` of a tile.
+  static __device__ int coded_line(const Params&, const Work& work, int col) { return work.col0 + col; }
+
+  static __device__ void load_codes(const Params& p, const Work& work, int k, uint32_t to, uint32_t arrived) {
+    const auto col = [&](int box) { return work.col0 + box * kBoxCols; };
+    const auto at_k = [&](int) { return k; };
+    const int boxes = coded_cols(p.cols - work.col0) / kBoxCols;
+    if constexpr (kWeights == Major::k) {
+      load_coded<kNibbles>(p.coded, work.group, boxes, kBoxCols, to, arrived, at_k, col);
+    } else {
+      load_coded<kNibbles>(p.coded, work.group, boxes, kBlockK, to, arrived, col, at_k);
+    }
+  }
+  static __device__ void widen(const Params& p, uint32_t shared, uint32_t barriers, const Work* items) {
+    widen_any<kNibbles, CodedRowsProduct>(p, shared, barriers, items);
+  }
+
+  static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[Shape::kCols / 2],
+                               typename Shape::WarpSlots& slots, NothingHeld& held) {
+    if (p.factors != nullptr) {
+      const float factor = device::group_factor(nullptr, p.factors, work.group);
+#pragma unroll
+      for (int i = 0; i < Shape::kCols / 2; ++i) acc[i] *= factor;
+    }
+    Base::store(p, work, row, cols, acc, slots, held);
+  }
+};
+
+template <bool kNibbles, class Out, Major kWeights>
+void launch_coded_major(const GroupedMatmul& call, CodedRowsParams p, int64_t row_tiles, void* stream) {
+  using Product = CodedRowsProduct<kNibbles, Out, kWeights>;
+  using Rhs = typename Product::Rhs;
+  p.coded = coded_weights(call, Product::kBoxCols);
+  p.lhs = tensor_map(call.lhs.data, DType::bf16, ragged_shape(p.length, DType::bf16), 64, 64);
+  p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
+  p.out = tensor_map(call.result.data, call.result.dtype, ragged_shape(p.cols, call.result.dtype), 128 / sizeof(Out), 16);
+  launch_product<Product>(p, row_tiles, stream);
+}
+
+// By the layout of weights and the result's type.
+template <bool kNibbles>
+void launch_coded(const GroupedMatmul& call, const CodedRowsParams& p, int64_t row_tiles, void* stream) {
+  const bool wide = call.result.dtype == DType::f32;
+  if (call.rhs_axis == 2) {
+    return wide ? launch_coded_major<kNibbles, float, Major::k>(call, p, row_tiles, stream)
+                : launch_coded_major<kNibbles, __nv_bfloat16, Major::k>(call, p, row_tiles, stream);
+  }
+  return wide ? launch_coded_major<kNibbles, float, Major::mn>(call, p, row_tiles, stream)
+              : launch_coded_major<kNibbles, __nv_bfloat16, Major::mn>(call, p, row_tiles, stream);
+}
+
+}  // namespace grouped::sm90
