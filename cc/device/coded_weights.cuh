@@ -16,12 +16,16 @@ namespace grouped::sm90 {
 struct CodedWeights {
   CUtensorMap map;        // of bytes: boxes of 64 codes by as many lines as the product asks for
   const uint8_t* scales;  // null: none
-  int64_t scale_slice;    // from one group's scales to the next
+  uint32_t scale_bytes;   // of all
+  uint32_t scale_slice;   // from one group's scales to the next
   int32_t scale_line;     // bytes of a line of scales
   int32_t line_shift;     // 2^line_shift lines share one
   int32_t lines, line;    // of one group; codes of a line
   pairs::Codes codes;
 };
+
+constexpr int64_t kMostOuter = kPassRows;             // rows of a pass are whole blocks
+constexpr int64_t kMostCodes = int64_t{1} << 35;      // then bytes of scales are counted in 32 bits
 
 template <class Call>
 bool has_nibbles(const Call& c) {
@@ -48,14 +52,16 @@ std::string refuses_coded(const Call& c) {
            "or in blocks of 32 with E8M0 scales, not blocks of " +
            std::to_string(s.rhs_block) + " with " + describe(s.rhs_scales);
   }
-  if ((s.rhs_block_outer & (s.rhs_block_outer - 1)) != 0) return "takes blocks of a power of two";
+  if (s.rhs_block_outer > kMostOuter || (s.rhs_block_outer & (s.rhs_block_outer - 1)) != 0) {
+    return "takes blocks whose lines are a power of two up to 64, not " + std::to_string(s.rhs_block_outer);
+  }
   const int64_t line = last_axis(c.rhs), lines = c.rhs.dims[1], multiple = nibbles ? 32 : 16;
   if (line % multiple != 0) {
     return "needs rows of codes of a multiple of 16 bytes: " + std::to_string(line) + " codes are no multiple of " +
            std::to_string(multiple);
   }
   if (line == 0 || lines == 0) return "takes no empty weights";
-  if (lines * line > INT32_MAX) return "takes weights of fewer than 2^31 codes a group";
+  if (c.rhs.dims[0] * lines * line > kMostCodes) return "takes weights of at most 2^35 codes";
   if (has_group_scales(s) && c.low.present()) {
     return "takes no scales of groups beside a low-rank product: they would multiply its sums as well";
   }
@@ -69,13 +75,14 @@ CodedWeights coded_weights(const Call& c, uint32_t box_lines) {
   const bool nibbles = has_nibbles(c);
   CodedWeights w{};
   w.map = tensor_map(c.rhs.data, DType::u8, packed_shape(c.rhs.dims[0], c.rhs.dims[1], c.rhs.dims[2], DType::u8),
-                     nibbles ? Pieces<true>::kRowBytes : Pieces<false>::kRowBytes, box_lines);
+                     coded_row_bytes(nibbles), box_lines);
   w.lines = static_cast<int32_t>(c.rhs.dims[1]);
   w.line = static_cast<int32_t>(last_axis(c.rhs));
   w.codes = nibbles ? pairs::Codes::mxfp4 : pairs::Codes::e4m3;
   if (s.rhs_block == 0) return w;
   w.scales = s.rhs_scales.template as<const uint8_t>();
-  w.scale_slice = s.rhs_scales.dims[1] * s.rhs_scales.dims[2];
+  w.scale_bytes = static_cast<uint32_t>(s.rhs_scales.bytes());
+  w.scale_slice = static_cast<uint32_t>(s.rhs_scales.dims[1] * s.rhs_scales.dims[2]);
   w.scale_line = static_cast<int32_t>(s.rhs_scales.dims[2]);
   while (int64_t{1} << w.line_shift < s.rhs_block_outer) ++w.line_shift;
   w.codes = !nibbles                            ? pairs::Codes::mxfp8

@@ -2,8 +2,8 @@
 // bfloat16 tile that the tensor cores read, so that bits are those of a product of widened weights.
 //
 //   loader: codes of a block --TMA--> behind the tiles of its stage -> codes[s]
-//            |  a thread, a pass: 16 bytes of codes; their scales are in registers, asked for a block before
-//            v  bits apart, * scale (code_pairs.h) -> 2 or 4 chunks of 16 bytes, swizzled as TMA would have written them
+//            |  a thread, a pass: 32 codes; their scales are in registers, asked for a block before
+//            v  bits apart, * scale (code_pairs.h) -> 4 chunks of 16 bytes, swizzled as TMA would have written them
 //   full[s] -> consumers, which know nothing of it (pipeline.cuh)
 //
 // What it may take: a block of 128 x 192 x 64 is 768 cycles of the tensor cores, in which four schedulers issue 3072
@@ -22,7 +22,7 @@ namespace grouped::sm90 {
 template <bool kNibbles, class CodeOf, class LineOf>
 __device__ inline void load_coded(const CodedWeights& w, int group, int boxes, int box_lines, uint32_t to,
                                   uint32_t arrived, CodeOf code_of, LineOf line_of) {
-  const uint32_t bytes = box_lines * Pieces<kNibbles>::kRowBytes;
+  const uint32_t bytes = box_lines * coded_row_bytes(kNibbles);
   ptx::barrier_arrive_expect(arrived, boxes * bytes);
   for (int i = 0; i < boxes; ++i) {
     ptx::tensor_load(to + i * bytes, &w.map, {{code_of(i) / (kNibbles ? 2 : 1), line_of(i), group, 0}}, arrived);
@@ -30,48 +30,44 @@ __device__ inline void load_coded(const CodedWeights& w, int group, int boxes, i
 }
 
 // The scales of a thread's pieces in the block that is next, one or two a pass. Where blocks of k run along lines
-// (Major::k), a pass has lines of its own, which stay while k moves along them; else columns of its own, and k is the
-// line.
+// (Major::k), a pass has lines of its own; else columns of its own, and k is the line. What lies behind the last k takes
+// the last scale: its codes are zero, and where that scale is NaN the sum is NaN as well. What lies behind the last
+// column takes any scale.
 template <pairs::Codes kCodes, Major kMajor, int kPasses>
 class PieceScales {
-  static constexpr int kOfPiece = pairs::piece_scales(kCodes), kBlock = pairs::block_of(kCodes);
-  using P = Pieces<pairs::is_nibbles(kCodes)>;
+  static constexpr int kOfPiece = pairs::scales_of_32(kCodes), kBlock = pairs::block_of(kCodes);
 
  public:
-  // `line_of(row)` is the line, Major::mn: the column, of a row of the tile; the latter of rows that are a multiple of 64.
-  template <class LineOf>
-  __device__ PieceScales(const CodedWeights& w, int group, int thread, LineOf line_of) {
+  // `first` is the line, Major::mn: the code of a line, that is the tile's first column.
+  __device__ PieceScales(const CodedWeights& w, int group, int thread, int first) {
     if constexpr (kOfPiece != 0) {
-      scales_ = w.scales + group * w.scale_slice;
-#pragma unroll
-      for (int i = 0; i < kPasses; ++i) {
-        const int row = i * P::kRows;
-        if constexpr (kMajor == Major::k) {
-          const int line = line_of(row + P::row(thread));
-          at_[i] = line < w.lines ? (line >> w.line_shift) * w.scale_line : -1;
-        } else {
-          const int column = line_of(row / 64 * 64) + P::code(thread);
-          at_[i] = column < w.line ? column / kBlock : -1;
-        }
+      first_ = uint32_t(group) * w.scale_slice;
+      if constexpr (kMajor == Major::k) {
+        first_ += ((first + piece_row(thread)) >> w.line_shift) * w.scale_line;
+      } else {
+        first_ += (first + piece_code(thread)) / kBlock;
       }
     }
   }
 
-  // Of the block at k, for one pass.
-  __device__ void load(const CodedWeights& w, int k, int thread, int pass) {
+  // Goes to the block at k.
+  __device__ void move(const CodedWeights& w, int k, int thread) {
     if constexpr (kOfPiece != 0) {
-      int along, end;
-      int32_t part;
       if constexpr (kMajor == Major::k) {
-        along = k + P::code(thread), end = w.line;
-        part = along / kBlock;
+        at_ = first_ + min(k + piece_code(thread), w.line - 1) / kBlock;
       } else {
-        along = k + pass * P::kRows % 64 + P::row(thread), end = w.lines;
-        part = (along >> w.line_shift) * w.scale_line;
+        at_ = first_ + (min(k + piece_row(thread), w.lines - 1) >> w.line_shift) * w.scale_line;
       }
-      const bool exists = at_[pass] >= 0 && along < end;
+    }
+  }
+  // Asks for those of a pass whose columns lie `columns` behind the tile's first.
+  __device__ void load(const CodedWeights& w, int pass, int columns) {
+    if constexpr (kOfPiece != 0) {
+      const uint32_t step =
+          kMajor == Major::k ? uint32_t(columns >> w.line_shift) * w.scale_line : uint32_t(columns) / kBlock;
+      const uint32_t at = min(at_ + step, w.scale_bytes - kOfPiece);
 #pragma unroll
-      for (int i = 0; i < kOfPiece; ++i) held_[pass][i] = exists ? __ldg(scales_ + (at_[pass] + part) + i) : 0;
+      for (int i = 0; i < kOfPiece; ++i) held_[pass][i] = __ldg(w.scales + at + i);
     }
   }
   __device__ uint32_t operator()(int pass, int i) const {
@@ -83,8 +79,7 @@ class PieceScales {
   }
 
  private:
-  const uint8_t* scales_;
-  int32_t at_[kPasses];
+  uint32_t first_, at_;
   uint32_t held_[kPasses][kOfPiece == 0 ? 1 : kOfPiece];
 };
 
@@ -92,66 +87,65 @@ class PieceScales {
 template <pairs::Codes kCodes, class ScaleOf>
 __device__ inline void widen_piece(uint32_t from, uint32_t to, ScaleOf scale_of) {
   constexpr bool kNibbles = pairs::is_nibbles(kCodes);
-  constexpr int kTurns = Pieces<kNibbles>::kChunks / 2, kWords = 4 / kTurns, kScales = pairs::piece_scales(kCodes);
+  constexpr int kWords = kNibbles ? 2 : 4;  // of two chunks
   uint32_t words[4];
-  ptx::load_shared_v4(from, words);
   pairs::Factor factor;
 #pragma unroll
-  for (int t = 0; t < kTurns; ++t) {
-    if (t == 0 || t < kScales) factor = pairs::factor_of<kCodes>(scale_of(t));
+  for (int half = 0; half < 2; ++half) {
+    if (half == 0 || !kNibbles) ptx::load_shared_v4(from ^ (16 * half), words);
+    if (half == 0 || pairs::scales_of_32(kCodes) == 2) factor = pairs::factor_of<kCodes>(scale_of(half));
     uint32_t chunks[8];
-    pairs::widen<kCodes, kWords>(words + t * kWords, factor, chunks);
-    ptx::store_shared_v4(to ^ (32 * t), reinterpret_cast<const uint32_t (&)[4]>(chunks[0]));
-    ptx::store_shared_v4(to ^ (32 * t + 16), reinterpret_cast<const uint32_t (&)[4]>(chunks[4]));
+    pairs::widen<kCodes, kWords>(words + (kNibbles ? half * kWords : 0), factor, chunks);
+    ptx::store_shared_v4(to ^ (32 * half), reinterpret_cast<const uint32_t (&)[4]>(chunks[0]));
+    ptx::store_shared_v4(to ^ (32 * half + 16), reinterpret_cast<const uint32_t (&)[4]>(chunks[4]));
   }
 }
 
-// The widening warpgroup's whole life. Product says where a row of the tile comes from, and how many blocks have codes.
+// The widening warpgroup's whole life. Product says where columns of the tile come from, and which blocks have codes.
 template <pairs::Codes kCodes, class Product>
 __device__ inline void widen_tiles(const typename Product::Params& p, uint32_t shared, uint32_t barriers,
                                    const Work* items) {
   using Shape = typename Product::Shape;
-  using P = Pieces<pairs::is_nibbles(kCodes)>;
-  constexpr int kPasses = P::kPasses(Shape::kCols);
-  static_assert(Shape::kCodeBytes == P::kRowBytes);
+  constexpr int kPasses = Shape::kCols / kPassRows;
+  constexpr int kCodedBytes = kPassRows * coded_row_bytes(pairs::is_nibbles(kCodes));  // of a pass
+  static_assert(Shape::kCodeBytes * kPassRows == kCodedBytes);
   const CodedWeights& w = p.coded;
-  const int thread = threadIdx.x % kWideningThreads, lane = threadIdx.x % 32;
-  const uint32_t from = shared + Shape::kCodesAt + P::from(thread), to = shared + 2 * kBlockBytes + P::to(thread);
+  const int thread = threadIdx.x % kWideningThreads;
+  const uint32_t from = shared + Shape::kCodesAt + piece_codes(pairs::is_nibbles(kCodes), thread);
+  const uint32_t to = shared + 2 * kBlockBytes + piece_chunk(thread);
   WorkReader<Shape, true> reader(barriers, items);
   Ring<Shape::kStages> ring;
   while (true) {
     const Work& work = reader.get();
-    const int kind = work.kind, blocks = work.k_blocks(), cols = p.cols - work.col0;
+    const int kind = work.kind, cols = p.cols - work.col0;
+    int left = work.k_blocks();
     if (kind == Work::kDone) return;
-    if (kind != Work::kTile) {
-      reader.release();
-      continue;
-    }
-    const int passes = cols > 0 ? P::kPasses(Product::coded_cols(cols)) : 0;
-    PieceScales<kCodes, Product::kRhsMajor, kPasses> scales(w, work.group, thread,
-                                                            [&](int row) { return Product::coded_line(p, work, row); });
+    PieceScales<kCodes, Product::kRhsMajor, kPasses> scales(w, work.group, thread, Product::coded_column(p, work));
     reader.release();
-    const auto ask = [&](int k, int pass) {
-      if (pass < passes) scales.load(w, k, thread, pass);
-    };
+    if (kind != Work::kTile) continue;
+    const int passes = cols > 0 ? Product::coded_cols(cols) / kPassRows : 0;
+    scales.move(w, 0, thread);
 #pragma unroll
-    for (int i = 0; i < kPasses; ++i) ask(0, i);
+    for (int i = 0; i < kPasses; ++i) {
+      if (i < passes) scales.load(w, i, Product::coded_move(p, i * kPassRows));
+    }
 #pragma unroll 1
-    for (int kb = 0; kb < blocks; ++kb) {
+    for (int kb = 0; left > 0; --left) {
       const uint32_t stage = ring.slot * Shape::kStageBytes;
       ptx::barrier_wait(barriers + 8 * (Shape::kCodesFull + ring.slot), ring.parity);
-      if (Product::from_codes(p, kb)) {
+      if (Product::from_codes(p, kb++)) {
+        scales.move(w, kb * kBlockK, thread);
 #pragma unroll
         for (int i = 0; i < kPasses; ++i) {
           if (i >= passes) break;
-          widen_piece<kCodes>(from + stage + i * P::kPassBytes, to + stage + i * P::kPassChunkBytes,
+          widen_piece<kCodes>(from + stage + i * kCodedBytes, to + stage + i * kPassBytes,
                               [&](int s) { return scales(i, s); });
-          ask((kb + 1) * kBlockK, i);
+          scales.load(w, i, Product::coded_move(p, i * kPassRows));
         }
         ptx::fence_async();
       }
       __syncwarp();
-      if (lane == 0) ptx::barrier_arrive(barriers + 8 * (Shape::kFull + ring.slot));
+      if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barriers + 8 * (Shape::kFull + ring.slot));
       ring.advance();
     }
   }

@@ -16,7 +16,7 @@ struct CodedRowsParams : HalvesParams {
 };
 
 template <const TileChoice& kChoice, bool kNibbles>
-using CodedTile = TileShape<kChoice.cols, kChoice.stages, kChoice.slots, kSlotBytes, Pieces<kNibbles>::kRowBytes>;
+using CodedTile = TileShape<kChoice.cols, kChoice.stages, kChoice.slots, kSlotBytes, coded_row_bytes(kNibbles)>;
 
 template <bool kNibbles, class Out, Major kWeights>
 struct CodedRowsProduct
@@ -32,8 +32,10 @@ struct CodedRowsProduct
   static __device__ int coded_cols(int cols) {
     return cols >= Shape::kCols ? Shape::kCols : (cols + kBoxCols - 1) / kBoxCols * kBoxCols;
   }
-  // The line, or for MN-major weights the code in a line, that is column `col` of a tile.
-  static __device__ int coded_line(const Params&, const Work& work, int col) { return work.col0 + col; }
+  // The line, or for MN-major weights the code in a line, that is the first column of a tile; and how far from it
+  // column `col` is, a multiple of 64.
+  static __device__ int coded_column(const Params&, const Work& work) { return work.col0; }
+  static __device__ int coded_move(const Params&, int col) { return col; }
 
   static __device__ void load_codes(const Params& p, const Work& work, int k, uint32_t to, uint32_t arrived) {
     const auto col = [&](int box) { return work.col0 + box * kBoxCols; };

@@ -25,9 +25,8 @@ constexpr int block_of(Codes codes) {
   return codes == Codes::e4m3 ? 0 : codes == Codes::nvfp4 ? 16 : 32;
 }
 
-// A piece: the codes of 16 bytes.
-constexpr int piece_codes(Codes codes) { return is_nibbles(codes) ? 32 : 16; }
-constexpr int piece_scales(Codes codes) { return codes == Codes::e4m3 ? 0 : codes == Codes::nvfp4 ? 2 : 1; }
+// Scales of 32 codes.
+constexpr int scales_of_32(Codes codes) { return block_of(codes) == 0 ? 0 : 32 / block_of(codes); }
 
 constexpr uint32_t kBoth = 0x00010001;     // one in each half
 constexpr uint32_t kNaN = 0x7fc0 * kBoth;  // two of them
