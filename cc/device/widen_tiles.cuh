@@ -38,12 +38,13 @@ class PieceScales {
   static constexpr int kOfPiece = pairs::scales_of_32(kCodes), kBlock = pairs::block_of(kCodes);
 
  public:
-  // `first` is the line, Major::mn: the code of a line, that is the tile's first column.
+  // `first` is the line of the thread's piece in the first pass; Major::mn: the code of a line that is the tile's first
+  // column.
   __device__ PieceScales(const CodedWeights& w, int group, int thread, int first) {
     if constexpr (kOfPiece != 0) {
       first_ = uint32_t(group) * w.scale_slice;
       if constexpr (kMajor == Major::k) {
-        first_ += ((first + piece_row(thread)) >> w.line_shift) * w.scale_line;
+        first_ += (first >> w.line_shift) * w.scale_line;
       } else {
         first_ += (first + piece_code(thread)) / kBlock;
       }
@@ -120,7 +121,8 @@ __device__ inline void widen_tiles(const typename Product::Params& p, uint32_t s
     const int kind = work.kind, cols = p.cols - work.col0;
     int left = work.k_blocks();
     if (kind == Work::kDone) return;
-    PieceScales<kCodes, Product::kRhsMajor, kPasses> scales(w, work.group, thread, Product::coded_column(p, work));
+    const int row = Product::kRhsMajor == Major::k ? piece_row(thread) : 0;
+    PieceScales<kCodes, Product::kRhsMajor, kPasses> scales(w, work.group, thread, Product::coded_column(p, work, row));
     reader.release();
     if (kind != Work::kTile) continue;
     const int passes = cols > 0 ? Product::coded_cols(cols) / kPassRows : 0;

@@ -32,10 +32,10 @@ struct CodedRowsProduct
   static __device__ int coded_cols(int cols) {
     return cols >= Shape::kCols ? Shape::kCols : (cols + kBoxCols - 1) / kBoxCols * kBoxCols;
   }
-  // The line, or for MN-major weights the code in a line, that is the first column of a tile; and how far from it
-  // column `col` is, a multiple of 64.
-  static __device__ int coded_column(const Params&, const Work& work) { return work.col0; }
-  static __device__ int coded_move(const Params&, int col) { return col; }
+  // The line, or for MN-major weights the code in a line, of column `col` of a tile, below 64; and how much further it is
+  // for the column `by` on, a multiple of 64.
+  static __device__ int coded_column(const Params&, const Work& work, int col) { return work.col0 + col; }
+  static __device__ int coded_move(const Params&, int by) { return by; }
 
   static __device__ void load_codes(const Params& p, const Work& work, int k, uint32_t to, uint32_t arrived) {
     const auto col = [&](int box) { return work.col0 + box * kBoxCols; };
