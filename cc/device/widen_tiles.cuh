@@ -29,6 +29,27 @@ __device__ inline void load_coded(const CodedWeights& w, int group, int boxes, i
   }
 }
 
+// Boxes of 64 codes by 64 for a tile whose columns lie next to one another.
+constexpr int kCodedBox = 64;
+template <bool kNibbles, Major kMajor, int kCols>
+struct CodedBoxes {
+  // Columns of a tile of which codes are loaded and widened, where so many are left.
+  static __device__ int cols(int left) {
+    return left >= kCols ? kCols : (left + kCodedBox - 1) / kCodedBox * kCodedBox;
+  }
+  static __device__ void load(const CodedWeights& w, const Work& work, int all_cols, int k, uint32_t to,
+                              uint32_t arrived) {
+    const auto col = [&](int box) { return work.col0 + box * kCodedBox; };
+    const auto at_k = [&](int) { return k; };
+    const int boxes = cols(all_cols - work.col0) / kCodedBox;
+    if constexpr (kMajor == Major::k) {
+      load_coded<kNibbles>(w, work.group, boxes, kCodedBox, to, arrived, at_k, col);
+    } else {
+      load_coded<kNibbles>(w, work.group, boxes, kCodedBox, to, arrived, col, at_k);
+    }
+  }
+};
+
 // The scales of a thread's pieces in the block that is next, one or two a pass. Where blocks of k run along lines
 // (Major::k), a pass has lines of its own; else columns of its own, and k is the line. What lies behind the last k takes
 // the last scale: its codes are zero, and where that scale is NaN the sum is NaN as well. What lies behind the last

@@ -25,27 +25,16 @@ struct CodedRowsProduct
   using Shape = CodedTile<kNibbles ? kCodedNibbles : kCodedBytes, kNibbles>;
   using Base = RowsProduct<__nv_bfloat16, Out, kWeights, Shape>;
   using Params = CodedRowsParams;
-  static constexpr int kBoxCols = 64;
+  using Coded = CodedBoxes<kNibbles, kWeights, Shape::kCols>;
 
   static __device__ bool from_codes(const Params& p, int block) { return block * kBlockK < p.low.first; }
-  // Columns of a tile of which codes are loaded and widened, where so many are left.
-  static __device__ int coded_cols(int cols) {
-    return cols >= Shape::kCols ? Shape::kCols : (cols + kBoxCols - 1) / kBoxCols * kBoxCols;
-  }
+  static __device__ int coded_cols(int cols) { return Coded::cols(cols); }
   // The line, or for MN-major weights the code in a line, of column `col` of a tile, below 64; and how much further it is
   // for the column `by` on, a multiple of 64.
   static __device__ int coded_column(const Params&, const Work& work, int col) { return work.col0 + col; }
   static __device__ int coded_move(const Params&, int by) { return by; }
-
   static __device__ void load_codes(const Params& p, const Work& work, int k, uint32_t to, uint32_t arrived) {
-    const auto col = [&](int box) { return work.col0 + box * kBoxCols; };
-    const auto at_k = [&](int) { return k; };
-    const int boxes = coded_cols(p.cols - work.col0) / kBoxCols;
-    if constexpr (kWeights == Major::k) {
-      load_coded<kNibbles>(p.coded, work.group, boxes, kBoxCols, to, arrived, at_k, col);
-    } else {
-      load_coded<kNibbles>(p.coded, work.group, boxes, kBlockK, to, arrived, col, at_k);
-    }
+    Coded::load(p.coded, work, p.cols, k, to, arrived);
   }
   static __device__ void widen(const Params& p, uint32_t shared, uint32_t barriers, const Work* items) {
     widen_any<kNibbles, CodedRowsProduct>(p, shared, barriers, items);
@@ -66,7 +55,7 @@ template <bool kNibbles, class Out, Major kWeights>
 void launch_coded_major(const GroupedMatmul& call, CodedRowsParams p, int64_t row_tiles, void* stream) {
   using Product = CodedRowsProduct<kNibbles, Out, kWeights>;
   using Rhs = typename Product::Rhs;
-  p.coded = coded_weights(call, Product::kBoxCols);
+  p.coded = coded_weights(call, kCodedBox);
   p.lhs = tensor_map(call.lhs.data, DType::bf16, ragged_shape(p.length, DType::bf16), 64, 64);
   p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
   p.out = tensor_map(call.result.data, call.result.dtype, ragged_shape(p.cols, call.result.dtype), 128 / sizeof(Out), 16);

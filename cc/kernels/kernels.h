@@ -84,7 +84,9 @@ extern const Kernel<GroupedMatmul> grouped_matmul_fp8_fast_sm90;
 extern const Kernel<GroupedMatmul> grouped_matmul_fp8_sm90;
 extern const Kernel<GroupedMatmul> grouped_matmul_fp8_wgrad_sm90;
 extern const Kernel<GroupedMatmulAct> grouped_matmul_act_bf16_sm90;
+extern const Kernel<GroupedMatmulAct> grouped_matmul_act_codes_sm90;
 extern const Kernel<GroupedMatmulDact> grouped_matmul_dact_bf16_sm90;
+extern const Kernel<GroupedMatmulDact> grouped_matmul_dact_codes_sm90;
 
 // Any NVIDIA GPU from sm_80 on.
 extern const Kernel<GroupedMatmul> grouped_matmul_any_cuda;
