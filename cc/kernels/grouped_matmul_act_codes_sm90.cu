@@ -38,7 +38,7 @@ std::string refuses(const GroupedMatmulAct& c, const Target& target) {
   if (c.bias.present() && c.bias.dtype != DType::bf16 && c.bias.dtype != DType::f32) {
     return std::string("takes a bias of bfloat16 or float32, not ") + dtype_name(c.bias.dtype);
   }
-  if (grouped_matmul_weight_only_sm90.refuses(product_inside(c), target).empty()) {
+  if (!c.low.present() && grouped_matmul_weight_only_sm90.refuses(product_inside(c), target).empty()) {
     return "leaves products with few rows a group to grouped_matmul_weight_only_sm90";
   }
   return refuses_up(c);
