@@ -24,8 +24,8 @@ struct CodedWeights {
   pairs::Codes codes;
 };
 
-constexpr int64_t kMostOuter = kPassRows;             // rows of a pass are whole blocks
-constexpr int64_t kMostCodes = int64_t{1} << 35;      // then bytes of scales are counted in 32 bits
+constexpr int64_t kMostOuter = kPassRows;         // rows of a pass are whole blocks
+constexpr int64_t kMostCodes = int64_t{1} << 35;  // then bytes of scales are counted in 32 bits
 
 template <class Call>
 bool has_nibbles(const Call& c) {
@@ -44,9 +44,9 @@ std::string refuses_coded(const Call& c) {
   if (c.rhs_table.present()) return "takes weights in one array";
   const DType scale = s.rhs_scales.dtype;
   const bool known = s.rhs_block == 0 ? !nibbles
-                     : nibbles        ? (scale == DType::e8m0 && s.rhs_block == pairs::block_of(pairs::Codes::mxfp4)) ||
+                     : nibbles ? (scale == DType::e8m0 && s.rhs_block == pairs::block_of(pairs::Codes::mxfp4)) ||
                                      (scale == DType::e4m3fn && s.rhs_block == pairs::block_of(pairs::Codes::nvfp4))
-                                      : scale == DType::e8m0 && s.rhs_block == pairs::block_of(pairs::Codes::mxfp8);
+                               : scale == DType::e8m0 && s.rhs_block == pairs::block_of(pairs::Codes::mxfp8);
   if (!known) {
     return "takes E2M1 codes in blocks of 32 with E8M0 scales or of 16 with E4M3 scales, and E4M3 codes without blocks "
            "or in blocks of 32 with E8M0 scales, not blocks of " +

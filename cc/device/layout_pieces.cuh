@@ -1,6 +1,6 @@
-// Weights that come as codes, in shared memory. 64 neighbouring codes are one 128-byte row of the tile that is multiplied
-// (layout.cuh), whichever of its axes they lie along. A thread widens a piece, half of a row, to four chunks of 16 bytes;
-// four warps take all pieces of 64 rows, a pass.
+// Weights that come as codes, in shared memory. 64 neighbouring codes are one 128-byte row of the tile that is
+// multiplied (layout.cuh), whichever of its axes they lie along. A thread widens a piece, half of a row, to four chunks
+// of 16 bytes; four warps take all pieces of 64 rows, a pass.
 //
 // Neither loads nor stores of eight neighbouring threads meet in a bank: tests/native/schedule_check.cc follows every
 // piece on the CPU.

@@ -17,8 +17,8 @@
 
 namespace grouped::sm90 {
 
-
-// Loads boxes of codes, one after the other, for a product whose box i starts at code `code_of(i)` of line `line_of(i)`.
+// Loads boxes of codes, one after the other, for a product whose box i starts at code `code_of(i)` of line
+// `line_of(i)`.
 template <bool kNibbles, class CodeOf, class LineOf>
 __device__ inline void load_coded(const CodedWeights& w, int group, int boxes, int box_lines, uint32_t to,
                                   uint32_t arrived, CodeOf code_of, LineOf line_of) {
@@ -51,9 +51,9 @@ struct CodedBoxes {
 };
 
 // The scales of a thread's pieces in the block that is next, one or two a pass. Where blocks of k run along lines
-// (Major::k), a pass has lines of its own; else columns of its own, and k is the line. What lies behind the last k takes
-// the last scale: its codes are zero, and where that scale is NaN the sum is NaN as well. What lies behind the last
-// column takes any scale.
+// (Major::k), a pass has lines of its own; else columns of its own, and k is the line. What lies behind the last k
+// takes the last scale: its codes are zero, and where that scale is NaN the sum is NaN as well. What lies behind the
+// last column takes any scale.
 template <pairs::Codes kCodes, Major kMajor, int kPasses>
 class PieceScales {
   static constexpr int kOfPiece = pairs::scales_of_32(kCodes), kBlock = pairs::block_of(kCodes);

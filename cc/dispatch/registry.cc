@@ -91,9 +91,9 @@ template <>
 Table<GroupedMatmulAct> table<GroupedMatmulAct>(Platform platform) {
   static const Kernel<GroupedMatmulAct> cpu[] = {grouped_matmul_act_stored_cpu, grouped_matmul_act_composed_cpu};
 #if GROUPED_WITH_CUDA
-  static const Kernel<GroupedMatmulAct> cuda[] = {grouped_matmul_act_bf16_sm90,       grouped_matmul_act_codes_sm90,
-                                                  grouped_matmul_act_widened_cuda,    grouped_matmul_act_stored_fp8_cuda,
-                                                  grouped_matmul_act_stored_cuda,     grouped_matmul_act_composed_cuda};
+  static const Kernel<GroupedMatmulAct> cuda[] = {grouped_matmul_act_bf16_sm90,    grouped_matmul_act_codes_sm90,
+                                                  grouped_matmul_act_widened_cuda, grouped_matmul_act_stored_fp8_cuda,
+                                                  grouped_matmul_act_stored_cuda,  grouped_matmul_act_composed_cuda};
   if (platform == Platform::cuda) return rows_of(cuda);
 #endif
   return rows_if(platform == Platform::cpu, cpu);

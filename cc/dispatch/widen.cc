@@ -182,9 +182,8 @@ std::string refuses(const Call& call, const Target& target) {
   }
   if (!std::is_same_v<Call, GroupedMatmul> || call.low.present()) {
     // Then a row behind, which leaves the weights as they are, reads fewer bytes.
-    for (const Kernel<GroupedMatmul>* better :
-         {&grouped_matmul_weight_only_sm90, &grouped_matmul_codes_sm90, &grouped_matmul_fp8_fast_sm90,
-          &grouped_matmul_fp8_sm90}) {
+    for (const Kernel<GroupedMatmul>* better : {&grouped_matmul_weight_only_sm90, &grouped_matmul_codes_sm90,
+                                                &grouped_matmul_fp8_fast_sm90, &grouped_matmul_fp8_sm90}) {
       if (better->refuses(product_inside(call), target).empty()) {
         return std::string("leaves this product to ") + better->name + ", which reads codes as they are";
       }

@@ -1,5 +1,5 @@
-// The up projection with its activation, of weights that come as codes, as grouped_matmul_act_codes_sm90.cu draws it, and
-// its launch, which one file for each width of codes instantiates.
+// The up projection with its activation, of weights that come as codes, as grouped_matmul_act_codes_sm90.cu draws it,
+// and its launch, which one file for each width of codes instantiates.
 #pragma once
 
 #include "cc/device/factor.cuh"
@@ -24,7 +24,8 @@ struct CodedUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, CodedUpShape<
   using Params = CodedUpParams;
   static constexpr int kBoxCols = 32;
 
-  // As CodedRowsProduct has them (grouped_matmul_codes_sm90.cuh). Two boxes, one of each part, are 64 columns of a tile.
+  // As CodedRowsProduct has them (grouped_matmul_codes_sm90.cuh). Two boxes, one of each part, are 64 columns of a
+  // tile.
   static __device__ bool from_codes(const Params& p, int block) { return block * kBlockK < p.low.first; }
   static __device__ int coded_cols(int cols) { return 2 * kBoxCols * Base::boxes(cols); }
   static __device__ int coded_column(const Params& p, const Work& work, int col) {
@@ -57,9 +58,8 @@ template <bool kNibbles>
 void launch_coded_up(const GroupedMatmulAct& call, CodedUpParams p, void* stream) {
   p.coded = coded_weights(call, CodedUpProduct<kNibbles, Pairs::none>::kBoxCols);
   if (!is_gated(p.activation.kind)) return launch_up_product<CodedUpProduct<kNibbles, Pairs::none>>(call, p, stream);
-  return call.activation.interleave == 1
-             ? launch_up_product<CodedUpProduct<kNibbles, Pairs::columns>>(call, p, stream)
-             : launch_up_product<CodedUpProduct<kNibbles, Pairs::blocks>>(call, p, stream);
+  return call.activation.interleave == 1 ? launch_up_product<CodedUpProduct<kNibbles, Pairs::columns>>(call, p, stream)
+                                         : launch_up_product<CodedUpProduct<kNibbles, Pairs::blocks>>(call, p, stream);
 }
 
 }  // namespace grouped::sm90

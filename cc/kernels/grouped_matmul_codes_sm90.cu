@@ -1,7 +1,7 @@
-// Rows of bfloat16 against weights that come as codes (MXFP4, NVFP4, MXFP8, E4M3) on Hopper: forward and dgrad of frozen
-// quantised weights, for any number of rows. The codes, [G, lines, line], are contracted along either axis. Nothing of
-// the size of the weights is written: a tile is widened in shared memory, by a warpgroup of its own, for every 128 rows
-// that it meets. Bits are those of grouped_matmul_bf16_sm90 on widened weights.
+// Rows of bfloat16 against weights that come as codes (MXFP4, NVFP4, MXFP8, E4M3) on Hopper: forward and dgrad of
+// frozen quantised weights, for any number of rows. The codes, [G, lines, line], are contracted along either axis.
+// Nothing of the size of the weights is written: a tile is widened in shared memory, by a warpgroup of its own, for
+// every 128 rows that it meets. Bits are those of grouped_matmul_bf16_sm90 on widened weights.
 //
 //   scheduler, mailbox, work rings: as in grouped_matmul_bf16_sm90.cu
 //   loader: lhs rows by a ragged map, codes by boxes of 64 columns x 64 k, each CTA its own. Blocks of a low-rank
@@ -19,9 +19,8 @@
 //   codes     tile        accumulators   ring         slots           registers, 128 + 256 + 128 threads
 //   4 bits    128 x 192   192 a thread   4 x 46 KiB   8 x 2 x 2 KiB   32 / 224 / 32
 //   8 bits    128 x 192   192 a thread   4 x 52 KiB   8 x 1 x 2 KiB   32 / 224 / 32
-#include "cc/kernels/grouped_matmul_codes_sm90.cuh"
-
 #include "cc/api/kernel.h"
+#include "cc/kernels/grouped_matmul_codes_sm90.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {

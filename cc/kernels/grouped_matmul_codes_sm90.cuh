@@ -20,8 +20,7 @@ using CodedTile = TileShape<kChoice.cols, kChoice.stages, kChoice.slots, kSlotBy
 
 template <bool kNibbles, class Out, Major kWeights>
 struct CodedRowsProduct
-    : RowsProduct<__nv_bfloat16, Out, kWeights,
-                  CodedTile<kNibbles ? kCodedNibbles : kCodedBytes, kNibbles>> {
+    : RowsProduct<__nv_bfloat16, Out, kWeights, CodedTile<kNibbles ? kCodedNibbles : kCodedBytes, kNibbles>> {
   using Shape = CodedTile<kNibbles ? kCodedNibbles : kCodedBytes, kNibbles>;
   using Base = RowsProduct<__nv_bfloat16, Out, kWeights, Shape>;
   using Params = CodedRowsParams;
@@ -29,8 +28,8 @@ struct CodedRowsProduct
 
   static __device__ bool from_codes(const Params& p, int block) { return block * kBlockK < p.low.first; }
   static __device__ int coded_cols(int cols) { return Coded::cols(cols); }
-  // The line, or for MN-major weights the code in a line, of column `col` of a tile, below 64; and how much further it is
-  // for the column `by` on, a multiple of 64.
+  // The line, or for MN-major weights the code in a line, of column `col` of a tile, below 64; and how much further it
+  // is for the column `by` on, a multiple of 64.
   static __device__ int coded_column(const Params&, const Work& work, int col) { return work.col0 + col; }
   static __device__ int coded_move(const Params&, int by) { return by; }
   static __device__ void load_codes(const Params& p, const Work& work, int k, uint32_t to, uint32_t arrived) {
@@ -58,7 +57,8 @@ void launch_coded_major(const GroupedMatmul& call, CodedRowsParams p, int64_t ro
   p.coded = coded_weights(call, kCodedBox);
   p.lhs = tensor_map(call.lhs.data, DType::bf16, ragged_shape(p.length, DType::bf16), 64, 64);
   p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
-  p.out = tensor_map(call.result.data, call.result.dtype, ragged_shape(p.cols, call.result.dtype), 128 / sizeof(Out), 16);
+  p.out =
+      tensor_map(call.result.data, call.result.dtype, ragged_shape(p.cols, call.result.dtype), 128 / sizeof(Out), 16);
   launch_product<Product>(p, row_tiles, stream);
 }
 

@@ -13,9 +13,8 @@
 //
 //   tile        accumulators   ring         sets         registers, 128 + 256 threads
 //   128 x 128   128 a thread   5 x 32 KiB   2 x 24 KiB   40 / 232
-#include "cc/kernels/grouped_matmul_dact_bf16_sm90.cuh"
-
 #include "cc/api/kernel.h"
+#include "cc/kernels/grouped_matmul_dact_bf16_sm90.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -31,8 +30,8 @@ void launch_dact(const GroupedMatmulDact& call, DactParams p, cudaStream_t strea
   const int64_t rhs_rows = kWeights == Major::k ? n : k, rhs_cols = kWeights == Major::k ? k : n;
   const MapShape rhs_shape = p.rhs_table != nullptr ? scattered_shape(rhs_rows, rhs_cols, call.lhs.dtype)
                                                     : packed_shape(p.groups, rhs_rows, rhs_cols, call.lhs.dtype);
-  p.rhs = tensor_map(reinterpret_cast<const void*>(p.rhs_base), call.lhs.dtype, rhs_shape, Rhs::kBoxCols,
-                     Rhs::kBoxRows);
+  p.rhs =
+      tensor_map(reinterpret_cast<const void*>(p.rhs_base), call.lhs.dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows);
   launch_dact_product<Product>(call, p, stream);
 }
 

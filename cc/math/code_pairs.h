@@ -1,7 +1,7 @@
-// Codes of weights as pairs of bfloat16 in the order in which they lie, for kernels that widen codes on their way to the
-// tensor cores. Bits are taken apart by masks and one integer multiplication, which leaves an exponent that is too small
-// by a constant; one multiplication of two bfloat16 numbers with a power of two or a scale makes it good. The results
-// are code * scale, rounded once to bfloat16, as widening gives them (numerics 4).
+// Codes of weights as pairs of bfloat16 in the order in which they lie, for kernels that widen codes on their way to
+// the tensor cores. Bits are taken apart by masks and one integer multiplication, which leaves an exponent that is too
+// small by a constant; one multiplication of two bfloat16 numbers with a power of two or a scale makes it good. The
+// results are code * scale, rounded once to bfloat16, as widening gives them (numerics 4).
 #pragma once
 
 #include <cstdint>
@@ -21,9 +21,7 @@ enum class Codes { mxfp4, nvfp4, mxfp8, e4m3 };
 constexpr bool is_nibbles(Codes codes) { return codes == Codes::mxfp4 || codes == Codes::nvfp4; }
 constexpr int bias_of(Codes codes) { return is_nibbles(codes) ? 126 : 120; }  // bits are 2^-bias of the values
 // Elements that share a scale; 0: all do, and it multiplies sums.
-constexpr int block_of(Codes codes) {
-  return codes == Codes::e4m3 ? 0 : codes == Codes::nvfp4 ? 16 : 32;
-}
+constexpr int block_of(Codes codes) { return codes == Codes::e4m3 ? 0 : codes == Codes::nvfp4 ? 16 : 32; }
 
 // Scales of 32 codes.
 constexpr int scales_of_32(Codes codes) { return block_of(codes) == 0 ? 0 : 32 / block_of(codes); }
@@ -78,8 +76,8 @@ GROUPED_HOST_DEVICE inline void from_nibbles(uint32_t word, uint32_t (&to)[4]) {
   for (uint32_t i = 0; i < 4; ++i) to[i] = chosen_bytes(even, odd, 0x8480 + 0x1111 * i) * 0x1040 & 0x81c081c0u;
 }
 
-// 4 codes of a word as pairs (0 1), (2 3). Shifted by 4, a code has its sign at bit 11: adding 0x7800 carries one that is
-// set to bit 15.
+// 4 codes of a word as pairs (0 1), (2 3). Shifted by 4, a code has its sign at bit 11: adding 0x7800 carries one that
+// is set to bit 15.
 GROUPED_HOST_DEVICE inline void from_bytes(uint32_t word, uint32_t& first, uint32_t& second) {
   first = (chosen_bytes(word, 0, 0x4140) * 16 + 0x7800 * kBoth) & 0x87f087f0u;
   second = (chosen_bytes(word, 0, 0x4342) * 16 + 0x7800 * kBoth) & 0x87f087f0u;
@@ -96,7 +94,8 @@ struct Factor {
 };
 
 // By its scale's code. An E8M0 scale is an exponent: the product of it and 2^bias is one factor unless it is too large,
-// or the scale is NaN, which is rare. An E4M3 scale is a factor of its own, since its product with 2^126 may be too large.
+// or the scale is NaN, which is rare. An E4M3 scale is a factor of its own, since its product with 2^126 may be too
+// large.
 template <Codes kCodes>
 constexpr bool always_twice() {
   return kCodes == Codes::nvfp4;
@@ -122,7 +121,7 @@ GROUPED_HOST_DEVICE inline Factor factor_of(uint32_t scale) {
 // The pairs of words `word` and on of a piece that share a scale, kWords of them.
 template <Codes kCodes, int kWords>
 GROUPED_HOST_DEVICE inline void widen(const uint32_t* words, const Factor& factor,
-                                       uint32_t (&to)[kWords * (is_nibbles(kCodes) ? 4 : 2)]) {
+                                      uint32_t (&to)[kWords * (is_nibbles(kCodes) ? 4 : 2)]) {
   constexpr int kPairs = is_nibbles(kCodes) ? 4 : 2;  // of a word
   uint32_t nan = 0;
   for (int w = 0; w < kWords; ++w) {

@@ -82,7 +82,9 @@ EXPORT void widen_nvfp4(int64_t n, const uint32_t* words, uint16_t* to) {
 EXPORT void widen_mxfp8(int64_t n, const uint32_t* words, uint16_t* to) {
   widen_words<pairs::Codes::mxfp8>(n, words, to);
 }
-EXPORT void widen_e4m3(int64_t n, const uint32_t* words, uint16_t* to) { widen_words<pairs::Codes::e4m3>(n, words, to); }
+EXPORT void widen_e4m3(int64_t n, const uint32_t* words, uint16_t* to) {
+  widen_words<pairs::Codes::e4m3>(n, words, to);
+}
 
 EXPORT void pack(int64_t n, const uint8_t* codes, uint8_t* bytes, uint8_t* back) {
   for (int64_t i = 0; i < n; i += 2) bytes[i / 2] = pack_e2m1(codes[i], i + 1 < n ? codes[i + 1] : 0);

@@ -35,11 +35,13 @@ CASES = (LONG, SHORT, WIDE)
 def without_factors(q: Operand) -> QTensor[NDArray[Any]]:
     """The same codes with group scales of 1."""
     assert isinstance(q, QTensor)
-    values, scales, factors = q.slots
-    if factors is None:
-        return q
-    ones = np.ones_like(factors)
-    return dataclasses.replace(q, scales=scales, group_scales=ones) if q.format.scales else dataclasses.replace(q, scales=ones)
+    factors = q.slots[2]
+    return q if factors is None else with_factors(q, np.ones_like(factors))
+
+
+def with_factors(q: QTensor[NDArray[Any]], factors: NDArray[Any]) -> QTensor[NDArray[Any]]:
+    """The same codes with other group scales, which are the scales of a format without blocks."""
+    return dataclasses.replace(q, **{"group_scales" if q.format.scales else "scales": factors})
 
 
 def widened(q: QTensor[NDArray[Any]]) -> NDArray[Any]:
@@ -127,7 +129,7 @@ def test_scales_of_groups(format, axis):
     case = LONG
     w = weights(format, case, axis, case.n)
     factors = np.exp2(np.arange(case.groups) - 2).astype(np.float32)
-    scaled = dataclasses.replace(w, group_scales=factors) if w.format.scales else dataclasses.replace(w, scales=factors)
+    scaled = with_factors(w, factors)
     run = Native(CODES["grouped_matmul"], check=False)
     expected = product(run, case, rows(case), w, axis, "float32", None)
     expected[: case.valid] *= factors.repeat(np.array(case.sizes))[:, None]
@@ -165,9 +167,7 @@ def test_activations(format, case, kind, interleave, rank):
 
 @built
 @pytest.mark.rule("LOR-2", "LOR-3", "MLP-2", "QNT-1")
-@pytest.mark.matrix(
-    format=("mxfp4", "nvfp4", "mxfp8"), case=CASES, axis=(1, 2), kind=("swiglu", "relu"), rank=(0, 16)
-)
+@pytest.mark.matrix(format=("mxfp4", "nvfp4", "mxfp8"), case=CASES, axis=(1, 2), kind=("swiglu", "relu"), rank=(0, 16))
 def test_gradients_at_hidden_rows(format, case, axis, kind, rank):
     x, w = rows(case), weights(format, case, axis, case.n)
     low = low_beside(format, case, case.n, rank, axis)

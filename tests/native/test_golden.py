@@ -231,7 +231,7 @@ def test_aligned_operands_need_no_room_for_the_spare(dtype, quantized, shape):
 )
 @pytest.mark.parametrize("shape", ["A", "B", "C", "D", "E"])
 def test_frozen_codes_are_not_widened_in_memory(format, rank, shape):
-    """Forward and the gradient of x read one stored form, of which nothing is written anew; adapters beside included."""
+    """Forward and the gradient of x read one stored form, and nothing of its size is written; with adapters, too."""
     compiled("sm_90a")
     case, swiglu = cases.named(shape), Activation("swiglu")
     x, _, dy, sizes = specs(case, "bfloat16")

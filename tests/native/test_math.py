@@ -120,7 +120,7 @@ def test_every_code(lib):
     ],
 )
 def test_codes_as_pairs(lib, name, values, scales):
-    """Every byte at every place of a word, beside others, under all scales: code times scale, rounded once to bfloat16."""
+    """Every byte at every place of a word, under all scales: code times scale, rounded once to bfloat16."""
     every = np.arange(256, dtype=np.uint8)
     words = np.stack([np.roll(every * step, shift) for step, shift in ((1, 0), (3, 17), (5, 101), (255, 9))], axis=1)
     codes = rounding.unpack(words, 8) if values == "float4_e2m1fn" else words
