@@ -300,6 +300,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Product::Shape::kBlo
     if constexpr (Shape::kWidens) {
       ptx::set_max_registers_down<Shape::kWideningRegisters>();
       Product::widen(p, shared, barriers, items);
+      __syncwarp();
     }
   } else {
     ptx::set_max_registers_up<Shape::kConsumerRegisters>();

@@ -76,7 +76,8 @@ class PieceScales {
   __device__ void move(const CodedWeights& w, int k, int thread) {
     if constexpr (kOfPiece != 0) {
       if constexpr (kMajor == Major::k) {
-        at_ = first_ + min(k + piece_code(thread), w.line - 1) / kBlock;
+        constexpr int kLast = kOfPiece == 1 ? 1 : kPieceCodes;  // two scales: both are the line's
+        at_ = first_ + min(k + piece_code(thread), w.line - kLast) / kBlock;
       } else {
         at_ = first_ + (min(k + piece_row(thread), w.lines - 1) >> w.line_shift) * w.scale_line;
       }
