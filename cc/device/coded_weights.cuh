@@ -7,6 +7,7 @@
 
 #include "cc/api/operands.h"
 #include "cc/device/layout_pieces.cuh"
+#include "cc/device/low_rank.cuh"
 #include "cc/device/tensor_map.h"
 #include "cc/math/code_pairs.h"
 
