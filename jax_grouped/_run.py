@@ -22,9 +22,6 @@ from grouped_core import _native, plans
 from grouped_core.calls import SLOTS, ArraySpec, Call, Param, spec_of
 from jax_grouped._partition import check_whole, lower_local, may_be_partitioned, not_local, told_its_devices
 
-DEFAULT_CUDA_ARCH = "sm_90a"
-"""The arch that a CUDA program is lowered for where no GPU is visible."""
-
 
 def check_ffi_version(built: tuple[int, int], runtime: tuple[int, int]) -> None:
     """Refuses handlers that are newer than the runtime: registering one would make XLA's whole backend fail.
@@ -62,15 +59,12 @@ _register()
 
 @cache
 def cuda_arch() -> str:
-    """The arch that CUDA programs are planned for: that of the visible GPU."""
+    """The arch that CUDA programs are planned for: that of the visible GPU, without one the module's default."""
     try:
         capability = jax.devices("cuda")[0].compute_capability
     except RuntimeError:
-        return DEFAULT_CUDA_ARCH
-    arch = "sm_" + capability.replace(".", "")
-    arch = DEFAULT_CUDA_ARCH if arch + "a" == DEFAULT_CUDA_ARCH else arch
-    _native.check_built_for(arch)
-    return arch
+        return _native.default_cuda_arch
+    return _native.arch_built_for(int(capability.replace(".", "")))
 
 
 def default_arch() -> str:

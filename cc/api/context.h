@@ -7,12 +7,12 @@ namespace grouped {
 
 enum class Platform { cpu, cuda };
 
-// Where a call runs. `sm` is ten times the compute capability (90 for Hopper) and 0 on the CPU; `sm_a` says that the
-// architecture-specific instructions of that chip (wgmma, setmaxnreg on sm_90a) may be used.
+// Where a call runs. `sm` is ten times the compute capability (90 for Hopper) and 0 on the CPU; `families` says that
+// instructions of that chip alone (wgmma, setmaxnreg on sm_90a) may be used (archs.h).
 struct Target {
   Platform platform = Platform::cpu;
   int sm = 0;
-  bool sm_a = false;
+  bool families = false;
 };
 
 class Pool;  // cc/api/pool.h

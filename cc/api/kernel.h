@@ -6,15 +6,24 @@
 #include <cstddef>
 #include <string>
 
+#include "cc/api/archs.h"
 #include "cc/api/context.h"
 
 namespace grouped {
 
 constexpr int kAlignment = 16;  // bytes; addresses that are multiples of it suit every kernel
 
+enum class Kind {
+  special,    // for some calls, faster than the others
+  reference,  // plain, for every legal call, and the yardstick of the others
+  composed,   // other calls, one after the other
+};
+
 template <class Call>
 struct Kernel {
-  const char* name;                                                // <call>_<format>[_<part>]_<arch>
+  const char* name;  // <call>_<format>[_<part>]_<arch>
+  Arch arch;         // what it is made for; dispatch asks it for nothing else
+  Kind kind;
   std::string (*refuses)(const Call& call, const Target& target);  // empty: takes the call; else the reason, in words
   size_t (*workspace)(const Call& call, const Target& target);     // bytes of scratch memory
   void (*launch)(const Call& call, const Context& context);
@@ -24,7 +33,18 @@ struct Kernel {
   // Bytes of scratch memory where those addresses are multiples of kAlignment; null: `workspace` says it for any. Of
   // rows that go through dispatch once more, and get other kernels for other addresses.
   size_t (*aligned_workspace)(const Call& call, const Target& target) = nullptr;
-  bool low_rank = false;  // whether it takes a call with a low-rank product
+  bool low_rank = false;     // whether it takes a call with a low-rank product
+  bool reads_codes = false;  // multiplies quantised operands as they are: nothing widens them in front of it
 };
+
+// For `refuses` and `workspace` of kernels that take every call of their table, and that need no scratch memory.
+template <class Call>
+std::string takes_any(const Call&, const Target&) {
+  return "";
+}
+template <class Call>
+size_t no_workspace(const Call&, const Target&) {
+  return 0;
+}
 
 }  // namespace grouped

@@ -10,7 +10,8 @@ std::vector<std::string> built_archs();  // of "80", "89", "90", "90a"; empty in
 
 std::string built_by();  // the version of nvcc, "13.0.88"; empty in a build without CUDA
 
-// Throws std::runtime_error where the kernels cannot run on a GPU of this arch ("sm_90a") for lack of code.
-void check_built_for(const std::string& arch);
+// The arch of a chip, numbered ten times its compute capability: "sm_90a". Throws std::runtime_error where this module
+// has no code for it.
+std::string arch_built_for(int chip);
 
 }  // namespace grouped

@@ -7,7 +7,7 @@
 #include <cuda_runtime_api.h>
 
 #include "cc/bind/built.h"
-#include "cc/device/driver.h"
+#include "cc/device/common/driver.h"
 #endif
 
 namespace grouped {
@@ -52,11 +52,7 @@ std::string device_arch(int device) {
   int minor = 0;
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "asking for the device's arch");
   check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "asking for the device's arch");
-  const int sm = 10 * major + minor;
-  // The one chip for which code with architecture-specific instructions is built.
-  const std::string arch = "sm_" + std::to_string(sm) + (sm == 90 ? "a" : "");
-  check_built_for(arch);
-  return arch;
+  return arch_built_for(10 * major + minor);
 }
 
 DeviceGuard::DeviceGuard(Platform platform, int device) {

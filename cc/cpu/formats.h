@@ -4,7 +4,6 @@
 #include <initializer_list>
 #include <string>
 
-#include "cc/api/context.h"
 #include "cc/api/operands.h"
 #include "cc/api/tensor.h"
 
@@ -14,10 +13,6 @@ namespace grouped {
 inline std::string refuses_unless_plain(const char* name, const TensorView& operand) {
   if (!operand.present() || is_plain(operand.dtype)) return "";
   return std::string(name) + " is " + describe(operand) + "; this kernel takes float32, bfloat16 or float16";
-}
-
-inline std::string refuses_unless_cpu(const Target& target) {
-  return target.platform == Platform::cpu ? "" : "this kernel runs on the CPU only";
 }
 
 // The first reason among several.

@@ -118,14 +118,14 @@ void launch(const Call& call, const Context& context) {
 GroupedMatmul product_inside(const GroupedMatmulAct& call) { return parts(call, nullptr).products.front(); }
 GroupedMatmul product_inside(const GroupedMatmulDact& call) { return parts(call, nullptr).products.front(); }
 
-#define GROUPED_COMPOSED(Call, name)                                                                               \
-  const Kernel<Call> name = {#name, refuses<Call>, workspace<Call, false>, launch<Call>, 1, workspace<Call, true>, \
-                             true};
-GROUPED_COMPOSED(GroupedMatmulAct, grouped_matmul_act_composed_cpu)
-GROUPED_COMPOSED(GroupedMatmulDact, grouped_matmul_dact_composed_cpu)
+#define GROUPED_COMPOSED(Call, name, arch)                                                                     \
+  const Kernel<Call> name = {#name,        arch, Kind::composed,        refuses<Call>, workspace<Call, false>, \
+                             launch<Call>, 1,    workspace<Call, true>, true};
+GROUPED_COMPOSED(GroupedMatmulAct, grouped_matmul_act_composed_cpu, Arch::cpu)
+GROUPED_COMPOSED(GroupedMatmulDact, grouped_matmul_dact_composed_cpu, Arch::cpu)
 #if GROUPED_WITH_CUDA
-GROUPED_COMPOSED(GroupedMatmulAct, grouped_matmul_act_composed_cuda)
-GROUPED_COMPOSED(GroupedMatmulDact, grouped_matmul_dact_composed_cuda)
+GROUPED_COMPOSED(GroupedMatmulAct, grouped_matmul_act_composed_cuda, Arch::cuda)
+GROUPED_COMPOSED(GroupedMatmulDact, grouped_matmul_dact_composed_cuda, Arch::cuda)
 #endif
 #undef GROUPED_COMPOSED
 

@@ -1,7 +1,6 @@
 #include "cc/dispatch/dispatch.h"
 
 #include <algorithm>
-#include <cctype>
 #include <initializer_list>
 
 #include "cc/api/operands.h"
@@ -19,11 +18,12 @@ std::vector<std::string> split(const std::string& list) {
   return parts;
 }
 
-// A wish is a kernel's name, or a word for a kind of kernel, which shows in the name.
-bool meets(const std::string& kernel, const std::string& wish) {
-  if (wish == "reference") return kernel.find("_any_") != std::string::npos || meets(kernel, "composed");
-  if (wish == "composed") return kernel.find("_composed_") != std::string::npos;
-  return kernel == wish;
+// A wish is a kernel's name, or a word for kinds of kernels: what composes plain calls is their reference, too.
+template <class Call>
+bool meets(const Kernel<Call>& kernel, const std::string& wish) {
+  if (wish == "reference") return kernel.kind != Kind::special;
+  if (wish == "composed") return kernel.kind == Kind::composed;
+  return kernel.name == wish;
 }
 
 // Alignment concerns products alone: the other calls' kernels take any address.
@@ -93,10 +93,20 @@ bool has_low_rank(const Call& call) {
   }
 }
 
+}  // namespace
+
+template <class Call>
+std::string refusal_of(const Kernel<Call>& kernel, const Call& call, const Target& target) {
+  std::string reason = refuses_arch(kernel.arch, target);
+  if (!reason.empty()) return reason;
+  return has_low_rank(call) && !kernel.low_rank ? "takes no low-rank product" : kernel.refuses(call, target);
+}
+
+namespace {
+
 template <class Call>
 bool ask(const Kernel<Call>& kernel, const Call& call, const Target& target, Choice<Call>* choice) {
-  std::string reason =
-      has_low_rank(call) && !kernel.low_rank ? "takes no low-rank product" : kernel.refuses(call, target);
+  std::string reason = refusal_of(kernel, call, target);
   if (reason.empty() && !tables_suit(call, kernel.alignment)) {
     reason = "needs addresses of listed weights that are multiples of " + std::to_string(kernel.alignment) + " bytes";
   }
@@ -132,7 +142,7 @@ Choice<Call> choose(const Call& call, const Target& target, const std::string& i
   for (const std::string& wish : split(implementation)) {
     bool known = false;
     for (const Kernel<Call>* row = rows.begin; row != rows.end; ++row) {
-      if (!meets(row->name, wish)) continue;
+      if (!meets(*row, wish)) continue;
       known = true;
       if (ask(*row, call, target, &choice)) return choice;
     }
@@ -159,29 +169,13 @@ size_t workspace_for(const Choice<Call>& choice, const Call& call) {
   return unaligned(call, kAlignment) == nullptr ? choice.aligned_workspace_bytes : choice.workspace_bytes;
 }
 
-#define X(Call)                                                                       \
-  template Choice<Call> choose<Call>(const Call&, const Target&, const std::string&); \
-  template const TensorView* unaligned<Call>(const Call&, int);                       \
-  template const Kernel<Call>* kernel_for<Call>(const Choice<Call>&, const Call&);    \
+#define X(Call)                                                                           \
+  template std::string refusal_of<Call>(const Kernel<Call>&, const Call&, const Target&); \
+  template Choice<Call> choose<Call>(const Call&, const Target&, const std::string&);     \
+  template const TensorView* unaligned<Call>(const Call&, int);                           \
+  template const Kernel<Call>* kernel_for<Call>(const Choice<Call>&, const Call&);        \
   template size_t workspace_for<Call>(const Choice<Call>&, const Call&);
 GROUPED_CALLS(X)
 #undef X
-
-bool parse_target(const std::string& arch, Target* target) {
-  if (arch == "cpu") {
-    *target = Target{};
-    return true;
-  }
-  if (arch.compare(0, 3, "sm_") != 0) return false;
-  size_t end = 3;
-  int sm = 0;
-  while (end < arch.size() && end < 6 && std::isdigit(static_cast<unsigned char>(arch[end]))) {
-    sm = 10 * sm + (arch[end++] - '0');
-  }
-  const bool accelerated = end + 1 == arch.size() && arch[end] == 'a';
-  if (end < 5 || !(accelerated || end == arch.size())) return false;
-  *target = Target{Platform::cuda, sm, accelerated};
-  return true;
-}
 
 }  // namespace grouped

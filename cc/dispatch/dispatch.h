@@ -36,8 +36,12 @@ struct Choice {
   size_t bytes(bool aligned) const { return aligned ? aligned_workspace_bytes : workspace_bytes; }
 };
 
+// Why a kernel does not take a call on this target, whatever the addresses; empty: it does.
+template <class Call>
+std::string refusal_of(const Kernel<Call>& kernel, const Call& call, const Target& target);
+
 // `implementation` pins: empty asks the table; a comma list of kernel names asks these alone, in the list's order;
-// "reference" stands for the plain `*_any_*` kernels and "composed" for the row that composes plain calls.
+// "reference" stands for the kernels of kind `reference` and `composed`, "composed" for the latter.
 template <class Call>
 Choice<Call> choose(const Call& call, const Target& target, const std::string& implementation);
 
@@ -53,7 +57,5 @@ const TensorView* unaligned(const Call& call, int alignment);
 // Bytes of workspace that the kernel for these addresses needs.
 template <class Call>
 size_t workspace_for(const Choice<Call>& choice, const Call& call);
-
-bool parse_target(const std::string& arch, Target* target);  // "cpu", "sm_80", "sm_90a"
 
 }  // namespace grouped

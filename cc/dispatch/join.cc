@@ -46,7 +46,7 @@ std::string refuses(const GroupedMatmul& call, const Target& target) {
     return choice.refusals.empty() ? "no kernel takes the joined weight" : choice.refusals.back().reason;
   }
   // Then halves in place have the bits of the joined weight.
-  if (choice.kernel->refuses(call, target).empty()) return std::string(choice.kernel->name) + " reads it in place";
+  if (refusal_of(*choice.kernel, call, target).empty()) return std::string(choice.kernel->name) + " reads it in place";
   return "";
 }
 
@@ -79,11 +79,12 @@ void launch(const GroupedMatmul& call, const Context& context) {
 
 }  // namespace
 
-#define GROUPED_JOINED(name) \
-  const Kernel<GroupedMatmul> name = {#name, refuses, workspace<false>, launch, 1, workspace<true>};
-GROUPED_JOINED(grouped_matmul_joined_cpu)
+#define GROUPED_JOINED(name, arch)                                                             \
+  const Kernel<GroupedMatmul> name = {#name,  arch, Kind::special,  refuses, workspace<false>, \
+                                      launch, 1,    workspace<true>};
+GROUPED_JOINED(grouped_matmul_joined_cpu, Arch::cpu)
 #if GROUPED_WITH_CUDA
-GROUPED_JOINED(grouped_matmul_joined_cuda)
+GROUPED_JOINED(grouped_matmul_joined_cuda, Arch::cuda)
 #endif
 #undef GROUPED_JOINED
 

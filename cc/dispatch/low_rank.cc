@@ -74,11 +74,12 @@ void launch(const GroupedMatmul& call, const Context& context) {
 
 }  // namespace
 
-#define GROUPED_LOW_RANK(name) \
-  const Kernel<GroupedMatmul> name = {#name, refuses, workspace<false>, launch, 1, workspace<true>, true};
-GROUPED_LOW_RANK(grouped_matmul_low_composed_cpu)
+#define GROUPED_LOW_RANK(name, arch)                                                            \
+  const Kernel<GroupedMatmul> name = {#name,  arch, Kind::composed,  refuses, workspace<false>, \
+                                      launch, 1,    workspace<true>, true};
+GROUPED_LOW_RANK(grouped_matmul_low_composed_cpu, Arch::cpu)
 #if GROUPED_WITH_CUDA
-GROUPED_LOW_RANK(grouped_matmul_low_composed_cuda)
+GROUPED_LOW_RANK(grouped_matmul_low_composed_cuda, Arch::cuda)
 #endif
 #undef GROUPED_LOW_RANK
 

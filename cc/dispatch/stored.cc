@@ -174,7 +174,7 @@ std::string refuses_one_pass(const Call& call, const Target& target) {
   if (!call.stored.stores()) return "is for results in a quantised format";
   if (has_pair(call)) return "takes a weight in one array";
   const Choice<Call> plain = choose(parts(call, nullptr).inner, target, "");
-  if (plain.kernel && std::string(plain.kernel->name).find("_composed_") == std::string::npos) {
+  if (plain.kernel && plain.kernel->kind != Kind::composed) {
     return std::string("leaves product and activation to ") + plain.kernel->name;
   }
   const OnePass p = one_pass(call, nullptr);
@@ -203,28 +203,30 @@ void launch_one_pass(const Call& call, const Context& context) {
 
 }  // namespace
 
-#define GROUPED_STORED(Call, name)                                                                                 \
-  const Kernel<Call> name = {#name, refuses<Call>, workspace<Call, false>, launch<Call>, 1, workspace<Call, true>, \
-                             true};
-GROUPED_STORED(GroupedMatmulAct, grouped_matmul_act_stored_cpu)
-GROUPED_STORED(GroupedMatmulDact, grouped_matmul_dact_stored_cpu)
+#define GROUPED_STORED(Call, name, arch)                                                                       \
+  const Kernel<Call> name = {#name,        arch, Kind::special,         refuses<Call>, workspace<Call, false>, \
+                             launch<Call>, 1,    workspace<Call, true>, true};
+GROUPED_STORED(GroupedMatmulAct, grouped_matmul_act_stored_cpu, Arch::cpu)
+GROUPED_STORED(GroupedMatmulDact, grouped_matmul_dact_stored_cpu, Arch::cpu)
 #if GROUPED_WITH_CUDA
-GROUPED_STORED(GroupedMatmulAct, grouped_matmul_act_stored_cuda)
-GROUPED_STORED(GroupedMatmulDact, grouped_matmul_dact_stored_cuda)
+GROUPED_STORED(GroupedMatmulAct, grouped_matmul_act_stored_cuda, Arch::cuda)
+GROUPED_STORED(GroupedMatmulDact, grouped_matmul_dact_stored_cuda, Arch::cuda)
 #endif
 #undef GROUPED_STORED
 
 #if GROUPED_WITH_CUDA
-#define GROUPED_ONE_PASS(Call, name)                      \
+#define GROUPED_ONE_PASS(Call, name, arch)                \
   const Kernel<Call> name = {#name,                       \
+                             arch,                        \
+                             Kind::special,               \
                              refuses_one_pass<Call>,      \
                              one_pass_bytes<Call, false>, \
                              launch_one_pass<Call>,       \
                              kAlignment,                  \
                              one_pass_bytes<Call, true>,  \
                              true};
-GROUPED_ONE_PASS(GroupedMatmulAct, grouped_matmul_act_stored_fp8_cuda)
-GROUPED_ONE_PASS(GroupedMatmulDact, grouped_matmul_dact_stored_fp8_cuda)
+GROUPED_ONE_PASS(GroupedMatmulAct, grouped_matmul_act_stored_fp8_cuda, Arch::cuda)
+GROUPED_ONE_PASS(GroupedMatmulDact, grouped_matmul_dact_stored_fp8_cuda, Arch::cuda)
 #undef GROUPED_ONE_PASS
 #endif
 

@@ -164,7 +164,6 @@ bool is_power_of_two(int64_t n) { return n > 0 && (n & (n - 1)) == 0; }
 
 template <class Call>
 std::string refuses(const Call& call, const Target& target) {
-  if (target.platform != Platform::cuda) return "is for CUDA";
   if (has_plain_operands(call) && call.lhs.dtype == call.rhs.dtype && !segment_of(call)) {
     return "is for quantised operands; these are plain";
   }
@@ -182,9 +181,11 @@ std::string refuses(const Call& call, const Target& target) {
   }
   if (!std::is_same_v<Call, GroupedMatmul> || call.low.present()) {
     // Then a row behind, which leaves the weights as they are, reads fewer bytes.
-    for (const Kernel<GroupedMatmul>* better : {&grouped_matmul_weight_only_sm90, &grouped_matmul_codes_sm90,
-                                                &grouped_matmul_fp8_fast_sm90, &grouped_matmul_fp8_sm90}) {
-      if (better->refuses(product_inside(call), target).empty()) {
+    GroupedMatmul product = product_inside(call);
+    product.low = LowRank{};
+    const Table<GroupedMatmul> products = table<GroupedMatmul>(target.platform);
+    for (const Kernel<GroupedMatmul>* better = products.begin; better != products.end; ++better) {
+      if (better->reads_codes && refusal_of(*better, product, target).empty()) {
         return std::string("leaves this product to ") + better->name + ", which reads codes as they are";
       }
     }
@@ -215,12 +216,12 @@ void launch(const Call& call, const Context& context) {
 
 }  // namespace
 
-#define GROUPED_WIDENED(Call, name)                                                                                \
-  const Kernel<Call> name = {#name, refuses<Call>, workspace<Call, false>, launch<Call>, 1, workspace<Call, true>, \
-                             true};
-GROUPED_WIDENED(GroupedMatmul, grouped_matmul_widened_cuda)
-GROUPED_WIDENED(GroupedMatmulAct, grouped_matmul_act_widened_cuda)
-GROUPED_WIDENED(GroupedMatmulDact, grouped_matmul_dact_widened_cuda)
+#define GROUPED_WIDENED(Call, name, arch)                                                                      \
+  const Kernel<Call> name = {#name,        arch, Kind::special,         refuses<Call>, workspace<Call, false>, \
+                             launch<Call>, 1,    workspace<Call, true>, true};
+GROUPED_WIDENED(GroupedMatmul, grouped_matmul_widened_cuda, Arch::cuda)
+GROUPED_WIDENED(GroupedMatmulAct, grouped_matmul_act_widened_cuda, Arch::cuda)
+GROUPED_WIDENED(GroupedMatmulDact, grouped_matmul_dact_widened_cuda, Arch::cuda)
 #undef GROUPED_WIDENED
 
 }  // namespace grouped

@@ -18,8 +18,8 @@
 #include <string>
 
 #include "cc/api/operands.h"
-#include "cc/device/activated_fp8.cuh"
-#include "cc/device/row_partials.cuh"
+#include "cc/device/common/row_partials.cuh"
+#include "cc/device/quantize/activated_fp8.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {

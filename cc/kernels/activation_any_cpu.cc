@@ -9,12 +9,10 @@ namespace grouped {
 namespace {
 
 template <const Isa* isa>
-std::string refuses(const ActivationForward& call, const Target& target) {
-  return first_of({refuses_unless_cpu(target), refuses_unless_runs(isa), refuses_unless_plain("rows", call.rows),
-                   refuses_unless_plain("result", call.result)});
+std::string refuses(const ActivationForward& call, const Target&) {
+  return first_of(
+      {refuses_unless_runs(isa), refuses_unless_plain("rows", call.rows), refuses_unless_plain("result", call.result)});
 }
-
-size_t workspace(const ActivationForward&, const Target&) { return 0; }
 
 void activate_row(const ActivationForward& call, const HiddenRows& hidden, int64_t r) {
   const int64_t width = call.result.dims[1];
@@ -46,15 +44,15 @@ void launch(const ActivationForward& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<ActivationForward> activation_any_cpu = {"activation_any_cpu", refuses<nullptr>, workspace,
-                                                      launch<nullptr>};
-const Kernel<ActivationForward> activation_any_cpu_plain = {"activation_any_cpu_plain", refuses<&kIsaPlain>, workspace,
-                                                            launch<&kIsaPlain>};
+const Kernel<ActivationForward> activation_any_cpu = {"activation_any_cpu", Arch::cpu,    Kind::reference,
+                                                      refuses<nullptr>,     no_workspace, launch<nullptr>};
+const Kernel<ActivationForward> activation_any_cpu_plain = {
+    "activation_any_cpu_plain", Arch::cpu, Kind::reference, refuses<&kIsaPlain>, no_workspace, launch<&kIsaPlain>};
 #if defined(__x86_64__)
-const Kernel<ActivationForward> activation_any_cpu_avx2 = {"activation_any_cpu_avx2", refuses<&kIsaAvx2>, workspace,
-                                                           launch<&kIsaAvx2>};
-const Kernel<ActivationForward> activation_any_cpu_avx512 = {"activation_any_cpu_avx512", refuses<&kIsaAvx512>,
-                                                             workspace, launch<&kIsaAvx512>};
+const Kernel<ActivationForward> activation_any_cpu_avx2 = {"activation_any_cpu_avx2", Arch::cpu,    Kind::reference,
+                                                           refuses<&kIsaAvx2>,        no_workspace, launch<&kIsaAvx2>};
+const Kernel<ActivationForward> activation_any_cpu_avx512 = {
+    "activation_any_cpu_avx512", Arch::cpu, Kind::reference, refuses<&kIsaAvx512>, no_workspace, launch<&kIsaAvx512>};
 #endif
 
 }  // namespace grouped

@@ -8,8 +8,9 @@
 #include <string>
 
 #include "cc/api/calls.h"
-#include "cc/device/groups.cuh"
-#include "cc/device/hidden.cuh"
+#include "cc/device/common/group_scan.cuh"
+#include "cc/device/common/hidden_rows.cuh"
+#include "cc/device/common/refusals.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -54,12 +55,8 @@ __global__ void __launch_bounds__(kTeamThreads) activate_rows(const __grid_const
   }
 }
 
-std::string refuses(const ActivationForward& call, const Target& target) {
-  if (target.platform != Platform::cuda) return "is a CUDA kernel";
-  if (!is_wide(call.rows.dtype) || !is_wide(call.result.dtype)) {
-    return "takes and gives float32, bfloat16 or float16, got " + describe(call.rows) + " for " + describe(call.result);
-  }
-  return "";
+std::string refuses(const ActivationForward& call, const Target&) {
+  return refuses_unless_plain({&call.rows, &call.result});
 }
 
 size_t workspace(const ActivationForward& call, const Target&) { return GroupScan::bytes(call.group_sizes.dims[0]); }
@@ -86,6 +83,7 @@ void launch(const ActivationForward& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<ActivationForward> activation_any_cuda = {"activation_any_cuda", refuses, workspace, launch};
+const Kernel<ActivationForward> activation_any_cuda = {
+    "activation_any_cuda", Arch::cuda, Kind::reference, refuses, workspace, launch};
 
 }  // namespace grouped

@@ -12,13 +12,11 @@ namespace {
 constexpr int64_t kSums = 16;
 
 template <const Isa* isa>
-std::string refuses(const ActivationGrad& call, const Target& target) {
-  return first_of({refuses_unless_cpu(target), refuses_unless_runs(isa), refuses_unless_plain("grad", call.grad),
+std::string refuses(const ActivationGrad& call, const Target&) {
+  return first_of({refuses_unless_runs(isa), refuses_unless_plain("grad", call.grad),
                    refuses_unless_plain("rows", call.rows), refuses_unless_plain("result", call.result),
                    refuses_unless_plain("activated", call.activated)});
 }
-
-size_t workspace(const ActivationGrad&, const Target&) { return 0; }
 
 const char* place(const TensorView& matrix, int64_t row, int64_t column) {
   return matrix.as<const char>() + (row * matrix.dims[1] + column) * dtype_bytes(matrix.dtype);
@@ -79,15 +77,19 @@ void launch(const ActivationGrad& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<ActivationGrad> activation_grad_any_cpu = {"activation_grad_any_cpu", refuses<nullptr>, workspace,
-                                                        launch<nullptr>};
-const Kernel<ActivationGrad> activation_grad_any_cpu_plain = {"activation_grad_any_cpu_plain", refuses<&kIsaPlain>,
-                                                              workspace, launch<&kIsaPlain>};
+const Kernel<ActivationGrad> activation_grad_any_cpu = {"activation_grad_any_cpu", Arch::cpu,    Kind::reference,
+                                                        refuses<nullptr>,          no_workspace, launch<nullptr>};
+const Kernel<ActivationGrad> activation_grad_any_cpu_plain = {
+    "activation_grad_any_cpu_plain", Arch::cpu, Kind::reference, refuses<&kIsaPlain>, no_workspace, launch<&kIsaPlain>};
 #if defined(__x86_64__)
-const Kernel<ActivationGrad> activation_grad_any_cpu_avx2 = {"activation_grad_any_cpu_avx2", refuses<&kIsaAvx2>,
-                                                             workspace, launch<&kIsaAvx2>};
-const Kernel<ActivationGrad> activation_grad_any_cpu_avx512 = {"activation_grad_any_cpu_avx512", refuses<&kIsaAvx512>,
-                                                               workspace, launch<&kIsaAvx512>};
+const Kernel<ActivationGrad> activation_grad_any_cpu_avx2 = {
+    "activation_grad_any_cpu_avx2", Arch::cpu, Kind::reference, refuses<&kIsaAvx2>, no_workspace, launch<&kIsaAvx2>};
+const Kernel<ActivationGrad> activation_grad_any_cpu_avx512 = {"activation_grad_any_cpu_avx512",
+                                                               Arch::cpu,
+                                                               Kind::reference,
+                                                               refuses<&kIsaAvx512>,
+                                                               no_workspace,
+                                                               launch<&kIsaAvx512>};
 #endif
 
 }  // namespace grouped

@@ -10,8 +10,9 @@
 #include <string>
 
 #include "cc/api/calls.h"
-#include "cc/device/groups.cuh"
-#include "cc/device/hidden.cuh"
+#include "cc/device/common/group_scan.cuh"
+#include "cc/device/common/hidden_rows.cuh"
+#include "cc/device/common/refusals.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -90,12 +91,8 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocks<kKind>) grad_rows(const 
   p.row_sum[row] = tail ? 0.0f : base + sum;
 }
 
-std::string refuses(const ActivationGrad& call, const Target& target) {
-  if (target.platform != Platform::cuda) return "is a CUDA kernel";
-  for (const TensorView* t : {&call.grad, &call.rows, &call.result, &call.activated}) {
-    if (t->present() && !is_wide(t->dtype)) return "takes and gives float32, bfloat16 or float16, not " + describe(*t);
-  }
-  return "";
+std::string refuses(const ActivationGrad& call, const Target&) {
+  return refuses_unless_plain({&call.grad, &call.rows, &call.result, &call.activated});
 }
 
 size_t workspace(const ActivationGrad& call, const Target&) { return GroupScan::bytes(call.group_sizes.dims[0]); }
@@ -133,6 +130,7 @@ void launch(const ActivationGrad& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<ActivationGrad> activation_grad_any_cuda = {"activation_grad_any_cuda", refuses, workspace, launch};
+const Kernel<ActivationGrad> activation_grad_any_cuda = {
+    "activation_grad_any_cuda", Arch::cuda, Kind::reference, refuses, workspace, launch};
 
 }  // namespace grouped

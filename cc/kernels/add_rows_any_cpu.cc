@@ -12,12 +12,9 @@
 namespace grouped {
 namespace {
 
-std::string refuses(const AddRows& call, const Target& target) {
-  return first_of({refuses_unless_cpu(target), refuses_unless_plain("rows", call.rows),
-                   refuses_unless_plain("result", call.result)});
+std::string refuses(const AddRows& call, const Target&) {
+  return first_of({refuses_unless_plain("rows", call.rows), refuses_unless_plain("result", call.result)});
 }
-
-size_t workspace(const AddRows&, const Target&) { return 0; }
 
 // Zeroes what the mask drops of columns first ... first + count - 1, the first a multiple of four.
 void drop(const AddRows& call, uint64_t key, int64_t first, int64_t count, int64_t row, int64_t group, float* strip) {
@@ -65,6 +62,7 @@ void launch(const AddRows& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<AddRows> add_rows_any_cpu = {"add_rows_any_cpu", refuses, workspace, launch};
+const Kernel<AddRows> add_rows_any_cpu = {"add_rows_any_cpu", Arch::cpu, Kind::reference, refuses,
+                                          no_workspace,       launch};
 
 }  // namespace grouped

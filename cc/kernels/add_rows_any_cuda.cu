@@ -8,8 +8,9 @@
 #include <string>
 
 #include "cc/api/calls.h"
-#include "cc/device/groups.cuh"
-#include "cc/device/values.cuh"
+#include "cc/device/common/elements.cuh"
+#include "cc/device/common/group_scan.cuh"
+#include "cc/device/common/refusals.h"
 #include "cc/kernels/kernels.h"
 #include "cc/math/drops.h"
 #include "cc/math/rotate.h"
@@ -76,13 +77,7 @@ __global__ void __launch_bounds__(kThreads) combine(const __grid_constant__ Prob
   }
 }
 
-std::string refuses(const AddRows& call, const Target& target) {
-  if (target.platform != Platform::cuda) return "is a CUDA kernel";
-  if (!is_wide(call.rows.dtype) || !is_wide(call.result.dtype)) {
-    return "takes and gives float32, bfloat16 or float16, got " + describe(call.rows) + " for " + describe(call.result);
-  }
-  return "";
-}
+std::string refuses(const AddRows& call, const Target&) { return refuses_unless_plain({&call.rows, &call.result}); }
 
 size_t workspace(const AddRows& call, const Target&) { return GroupScan::bytes(call.group_sizes.dims[0]); }
 
@@ -110,6 +105,7 @@ void launch(const AddRows& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<AddRows> add_rows_any_cuda = {"add_rows_any_cuda", refuses, workspace, launch};
+const Kernel<AddRows> add_rows_any_cuda = {"add_rows_any_cuda", Arch::cuda, Kind::reference, refuses,
+                                           workspace,           launch};
 
 }  // namespace grouped

@@ -11,16 +11,6 @@
 namespace grouped {
 namespace {
 
-template <class Call>
-std::string refuses(const Call&, const Target& target) {
-  return refuses_unless_cpu(target);
-}
-
-template <class Call>
-size_t no_workspace(const Call&, const Target&) {
-  return 0;
-}
-
 void launch_update(const BiasUpdate& call, const Context&) {
   const FloatEnvironment environment;
   const int64_t experts = call.bias.dims[0];
@@ -89,9 +79,11 @@ void launch_quantile(const QuantileBias& call, const Context&) {
 
 }  // namespace
 
-const Kernel<BiasUpdate> bias_update_any_cpu = {"bias_update_any_cpu", refuses, no_workspace, launch_update};
-const Kernel<MarginHistogram> margin_histogram_any_cpu = {"margin_histogram_any_cpu", refuses, no_workspace,
-                                                          launch_histogram};
-const Kernel<QuantileBias> quantile_bias_any_cpu = {"quantile_bias_any_cpu", refuses, no_workspace, launch_quantile};
+const Kernel<BiasUpdate> bias_update_any_cpu = {"bias_update_any_cpu", Arch::cpu,    Kind::reference, takes_any,
+                                                no_workspace,          launch_update};
+const Kernel<MarginHistogram> margin_histogram_any_cpu = {
+    "margin_histogram_any_cpu", Arch::cpu, Kind::reference, takes_any, no_workspace, launch_histogram};
+const Kernel<QuantileBias> quantile_bias_any_cpu = {
+    "quantile_bias_any_cpu", Arch::cpu, Kind::reference, takes_any, no_workspace, launch_quantile};
 
 }  // namespace grouped

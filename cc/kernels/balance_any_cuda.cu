@@ -2,7 +2,8 @@
 //
 // bias_update        one block: the sum of the load in integers, then a thread an expert
 // margin_histogram   clear --> a warp a token, lane i: experts i, i + 32, ...: scores, the (k + 1)-th largest of score
-//                    + bias by k + 1 rounds (cc/device/experts.cuh), a bin an expert, counted in the result
+//                    + bias by k + 1 rounds (cc/device/common/expert_scores.cuh), a bin an expert, counted in the
+//                    result
 // quantile_bias      a block an expert: the sum of its counts, then 256 bins at a time up to the quantile --> workspace
 //                    one block: the mean in the order of lane_sum, then a thread an expert
 //
@@ -11,10 +12,10 @@
 #include <climits>
 #include <string>
 
-#include "cc/device/block_sum.cuh"
-#include "cc/device/experts.cuh"
-#include "cc/device/groups.cuh"
-#include "cc/device/operand.h"
+#include "cc/device/common/block_sum.cuh"
+#include "cc/device/common/expert_scores.cuh"
+#include "cc/device/common/group_scan.cuh"
+#include "cc/device/common/refusals.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -25,16 +26,6 @@ using namespace device;
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kWideThreads = 1024;  // of a block that works alone
-
-template <class Call>
-std::string refuses(const Call&, const Target& target) {
-  return refuses_unless_cuda(target);
-}
-
-template <class Call>
-size_t no_workspace(const Call&, const Target&) {
-  return 0;
-}
 
 // ---- By the sign of what an expert lacks
 
@@ -184,10 +175,11 @@ void launch_quantile(const QuantileBias& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<BiasUpdate> bias_update_any_cuda = {"bias_update_any_cuda", refuses, no_workspace, launch_update};
-const Kernel<MarginHistogram> margin_histogram_any_cuda = {"margin_histogram_any_cuda", refuses, no_workspace,
-                                                           launch_margins};
-const Kernel<QuantileBias> quantile_bias_any_cuda = {"quantile_bias_any_cuda", refuses, quantile_bytes,
-                                                     launch_quantile};
+const Kernel<BiasUpdate> bias_update_any_cuda = {"bias_update_any_cuda", Arch::cuda,   Kind::reference, takes_any,
+                                                 no_workspace,           launch_update};
+const Kernel<MarginHistogram> margin_histogram_any_cuda = {
+    "margin_histogram_any_cuda", Arch::cuda, Kind::reference, takes_any, no_workspace, launch_margins};
+const Kernel<QuantileBias> quantile_bias_any_cuda = {
+    "quantile_bias_any_cuda", Arch::cuda, Kind::reference, takes_any, quantile_bytes, launch_quantile};
 
 }  // namespace grouped

@@ -9,9 +9,9 @@
 // H = 2048, k = 8, bf16 on an H200: 304 MiB, 80 us.
 #include <string>
 
-#include "cc/device/launch.h"
-#include "cc/device/operand.h"
-#include "cc/device/values.cuh"
+#include "cc/device/common/elements.cuh"
+#include "cc/device/common/launch.h"
+#include "cc/device/common/refusals.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -99,14 +99,7 @@ __global__ void __launch_bounds__(kThreads, Load::kBlocks) dot_slots(const __gri
   }
 }
 
-std::string refuses(const CombineDot& call, const Target& target) {
-  if (target.platform == Platform::cuda && (!is_wide(call.rows.dtype) || !is_wide(call.grad.dtype))) {
-    return "takes float32, bfloat16 or float16, got " + describe(call.rows) + " and " + describe(call.grad);
-  }
-  return refuses_unless_cuda(target);
-}
-
-size_t workspace(const CombineDot&, const Target&) { return 0; }
+std::string refuses(const CombineDot& call, const Target&) { return refuses_unless_plain({&call.rows, &call.grad}); }
 
 void launch(const CombineDot& call, const Context& context) {
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
@@ -143,6 +136,7 @@ void launch(const CombineDot& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<CombineDot> combine_dot_any_cuda = {"combine_dot_any_cuda", refuses, workspace, launch};
+const Kernel<CombineDot> combine_dot_any_cuda = {"combine_dot_any_cuda", Arch::cuda, Kind::reference, refuses,
+                                                 no_workspace,           launch};
 
 }  // namespace grouped

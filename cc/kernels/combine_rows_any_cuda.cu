@@ -3,8 +3,8 @@
 //   inverse, weights of 2, 4 or 8 places --> as many vectors of 16 bytes a thread, all under way at once
 //       --product, sum, place by place--> 8 sums of fp32 --one rounding--> result
 //
-// Neighbouring threads have neighbouring vectors of a row (cc/device/spread.cuh). Where rows are not whole vectors of 8
-// values at multiples of 16 bytes, a thread has one value; the bits are the same.
+// Neighbouring threads have neighbouring vectors of a row (cc/device/common/row_threads.cuh). Where rows are not whole
+// vectors of 8 values at multiples of 16 bytes, a thread has one value; the bits are the same.
 //
 // No shared memory, no barrier. A thread of up to 2 places has two tokens, for one has too little under way. Registers
 // (sm_90) and bytes under way a multiprocessor, of which memory wants 40 KiB:
@@ -14,10 +14,10 @@
 // 0.81, where memory was busy for 69 % of the time.
 #include <string>
 
-#include "cc/device/launch.h"
-#include "cc/device/operand.h"
-#include "cc/device/pieces.cuh"
-#include "cc/device/spread.cuh"
+#include "cc/device/common/launch.h"
+#include "cc/device/common/refusals.h"
+#include "cc/device/common/row_pieces.cuh"
+#include "cc/device/common/row_threads.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -113,14 +113,10 @@ void launch_sum(const Combine& p, cudaStream_t stream) {
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
-std::string refuses(const CombineRows& call, const Target& target) {
-  if (target.platform == Platform::cuda && (!is_wide(call.rows.dtype) || !is_wide(call.result.dtype))) {
-    return "takes and gives float32, bfloat16 or float16, got " + describe(call.rows) + " for " + describe(call.result);
-  }
-  return refuses_wide_rows(call.rows, target);
+std::string refuses(const CombineRows& call, const Target&) {
+  const std::string reason = refuses_unless_plain({&call.rows, &call.result});
+  return reason.empty() ? refuses_wide_rows(call.rows) : reason;
 }
-
-size_t workspace(const CombineRows&, const Target&) { return 0; }
 
 void launch(const CombineRows& call, const Context& context) {
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
@@ -148,6 +144,7 @@ void launch(const CombineRows& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<CombineRows> combine_rows_any_cuda = {"combine_rows_any_cuda", refuses, workspace, launch};
+const Kernel<CombineRows> combine_rows_any_cuda = {
+    "combine_rows_any_cuda", Arch::cuda, Kind::reference, refuses, no_workspace, launch};
 
 }  // namespace grouped

@@ -10,8 +10,8 @@
 #include <string>
 #include <type_traits>
 
-#include "cc/device/store.cuh"
-#include "cc/device/values.cuh"
+#include "cc/device/common/elements.cuh"
+#include "cc/device/quantize/group_scales.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -260,10 +260,6 @@ __global__ void __launch_bounds__(kThreads, 3)
   }
 }
 
-std::string refuses(const Dequantize&, const Target& target) {
-  return target.platform == Platform::cuda ? "" : "is a CUDA kernel";
-}
-
 template <class T, Into kInto>
 void write_into(const Problem& p, int64_t column_tiles, int64_t rows, unsigned grid, cudaStream_t stream) {
   const auto kernel = p.turned ? write_tiles<T, true, kInto> : write_tiles<T, false, kInto>;
@@ -329,6 +325,7 @@ void launch(const Dequantize& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<Dequantize> dequantize_any_cuda = {"dequantize_any_cuda", refuses, workspace, launch};
+const Kernel<Dequantize> dequantize_any_cuda = {
+    "dequantize_any_cuda", Arch::cuda, Kind::reference, takes_any, workspace, launch};
 
 }  // namespace grouped

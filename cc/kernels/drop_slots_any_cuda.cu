@@ -1,6 +1,6 @@
 // At most `capacity` slots per expert.
 //
-// by position   two launches, cc/device/slot_order.cuh: a slot's rank among those of its expert decides
+// by position   two launches, cc/device/common/slot_order.cuh: a slot's rank among those of its expert decides
 // by weight     the same two launches write slots and the ranks of their weights, by expert, to the workspace;
 //               select, a block an expert: the rank at which `capacity` is full is found digit by digit, in four
 //               passes over the expert's ranks with a histogram of 256 digits; slots above it are kept, and of those
@@ -9,8 +9,8 @@
 // Registers and shared memory (sm_90): place_slots 63 or 64, 41 KiB; select 32, 1.3 KiB.
 #include <string>
 
-#include "cc/device/operand.h"
-#include "cc/device/slot_order.cuh"
+#include "cc/device/common/refusals.h"
+#include "cc/device/common/slot_order.cuh"
 #include "cc/kernels/kernels.h"
 #include "cc/math/routing.h"
 
@@ -125,8 +125,6 @@ __global__ void __launch_bounds__(kThreads) select(const __grid_constant__ ByWei
   }
 }
 
-std::string refuses(const DropSlots&, const Target& target) { return refuses_unless_cuda(target); }
-
 SlotOrder order_of(const DropSlots& call) { return SlotOrder::plan(call.experts.elements(), call.num_experts); }
 
 size_t list_bytes(const DropSlots& call) { return align_up(sizeof(uint32_t) * call.experts.elements()); }
@@ -159,6 +157,7 @@ void launch(const DropSlots& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<DropSlots> drop_slots_any_cuda = {"drop_slots_any_cuda", refuses, workspace, launch};
+const Kernel<DropSlots> drop_slots_any_cuda = {
+    "drop_slots_any_cuda", Arch::cuda, Kind::reference, takes_any, workspace, launch};
 
 }  // namespace grouped

@@ -3,10 +3,10 @@
 //   rows      source[4 rows] --/ slots--> 4 vectors of 16 bytes a thread, all under way at once --[* weight]--> result
 //   columns   a thread an element of the result's rows, 8 of which are under way
 //
-// Neighbouring threads have neighbouring vectors of a row (cc/device/spread.cuh). Where rows are not whole vectors at
-// multiples of 16 bytes, the largest unit that divides addresses and rows takes their place; the bits are the same.
-// Large results are written as what is not read again: k rows of the result come from one row, which then stays in the
-// L2 cache until the last of them.
+// Neighbouring threads have neighbouring vectors of a row (cc/device/common/row_threads.cuh). Where rows are not whole
+// vectors at multiples of 16 bytes, the largest unit that divides addresses and rows takes their place; the bits are
+// the same. Large results are written as what is not read again: k rows of the result come from one row, which then
+// stays in the L2 cache until the last of them.
 //
 // No shared memory, no barrier. Registers (sm_90) and bytes under way a multiprocessor, of which memory wants 40 KiB:
 //   copied, 16 bytes     32 registers, 64 warps, 128 KiB      narrower units 30      columns 40 at most
@@ -16,10 +16,10 @@
 #include <algorithm>
 #include <string>
 
-#include "cc/device/launch.h"
-#include "cc/device/operand.h"
-#include "cc/device/pieces.cuh"
-#include "cc/device/spread.cuh"
+#include "cc/device/common/launch.h"
+#include "cc/device/common/refusals.h"
+#include "cc/device/common/row_pieces.cuh"
+#include "cc/device/common/row_threads.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -154,14 +154,12 @@ __global__ void __launch_bounds__(kSpreadThreads) copy_columns(const __grid_cons
   }
 }
 
-std::string refuses(const GatherRows& call, const Target& target) {
-  if (target.platform == Platform::cuda && call.weights.present() && !is_wide(call.rows.dtype)) {
+std::string refuses(const GatherRows& call, const Target&) {
+  if (call.weights.present() && !is_wide(call.rows.dtype)) {
     return "weighs float32, bfloat16 or float16, got " + describe(call.rows);
   }
-  return call.axis == 1 ? refuses_unless_cuda(target) : refuses_wide_rows(call.rows, target);
+  return call.axis == 1 ? "" : refuses_wide_rows(call.rows);
 }
-
-size_t workspace(const GatherRows&, const Target&) { return 0; }
 
 void launch_copy(Gather p, int64_t rows, int unit, cudaStream_t stream) {
   p.spread = Spread::plan(p.row_bytes / unit, rows, kGathered);
@@ -240,6 +238,7 @@ void launch(const GatherRows& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<GatherRows> gather_rows_any_cuda = {"gather_rows_any_cuda", refuses, workspace, launch};
+const Kernel<GatherRows> gather_rows_any_cuda = {"gather_rows_any_cuda", Arch::cuda, Kind::reference, refuses,
+                                                 no_workspace,           launch};
 
 }  // namespace grouped

@@ -13,12 +13,9 @@ namespace {
 
 constexpr int64_t kBlockRows = 256;
 
-std::string refuses(const GroupSum& call, const Target& target) {
-  return first_of({refuses_unless_cpu(target), refuses_unless_plain("rows", call.rows),
-                   refuses_unless_plain("result", call.result)});
+std::string refuses(const GroupSum& call, const Target&) {
+  return first_of({refuses_unless_plain("rows", call.rows), refuses_unless_plain("result", call.result)});
 }
-
-size_t workspace(const GroupSum&, const Target&) { return 0; }
 
 // Columns [column, column + count) of the rows [begin, end).
 void sum_strip(const GroupSum& call, int64_t begin, int64_t end, int64_t column, int64_t count, float* total) {
@@ -56,6 +53,7 @@ void launch(const GroupSum& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<GroupSum> group_sum_any_cpu = {"group_sum_any_cpu", refuses, workspace, launch};
+const Kernel<GroupSum> group_sum_any_cpu = {"group_sum_any_cpu", Arch::cpu, Kind::reference, refuses,
+                                            no_workspace,        launch};
 
 }  // namespace grouped

@@ -10,8 +10,9 @@
 #include <string>
 
 #include "cc/api/calls.h"
-#include "cc/device/groups.cuh"
-#include "cc/device/values.cuh"
+#include "cc/device/common/elements.cuh"
+#include "cc/device/common/group_scan.cuh"
+#include "cc/device/common/refusals.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -64,13 +65,7 @@ int64_t most_blocks(const GroupSum& call) {
   return most_row_tiles(call.rows.dims[0], call.group_sizes.dims[0], kSumRows);
 }
 
-std::string refuses(const GroupSum& call, const Target& target) {
-  if (target.platform != Platform::cuda) return "is a CUDA kernel";
-  if (!is_wide(call.rows.dtype) || !is_wide(call.result.dtype)) {
-    return "takes and gives float32, bfloat16 or float16, got " + describe(call.rows) + " for " + describe(call.result);
-  }
-  return "";
-}
+std::string refuses(const GroupSum& call, const Target&) { return refuses_unless_plain({&call.rows, &call.result}); }
 
 size_t workspace(const GroupSum& call, const Target&) {
   return GroupScan::bytes(call.group_sizes.dims[0]) +
@@ -99,6 +94,7 @@ void launch(const GroupSum& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<GroupSum> group_sum_any_cuda = {"group_sum_any_cuda", refuses, workspace, launch};
+const Kernel<GroupSum> group_sum_any_cuda = {
+    "group_sum_any_cuda", Arch::cuda, Kind::reference, refuses, workspace, launch};
 
 }  // namespace grouped

@@ -40,8 +40,7 @@ void launch_types(const GroupedMatmulAct& call, const UpParams& p, void* stream)
                             : launch_up_pairs<T, Major::mn32>(call, p, stream);
 }
 
-std::string refuses(const GroupedMatmulAct& c, const Target& target) {
-  if (target.platform != Platform::cuda || target.sm != 90 || !target.sm_a) return "needs an sm_90a GPU";
+std::string refuses(const GroupedMatmulAct& c, const Target&) {
   if (!has_plain_operands(c) || has_group_scales(c.scales)) return "takes no scaled operands";
   if (c.stored.stores()) return "gives plain rows";
   if (c.lhs.dtype != DType::bf16 && c.lhs.dtype != DType::f16) {
@@ -71,6 +70,6 @@ void launch(const GroupedMatmulAct& call, const Context& context) {
 }  // namespace
 
 const Kernel<GroupedMatmulAct> grouped_matmul_act_bf16_sm90 = {
-    "grouped_matmul_act_bf16_sm90", refuses, workspace, launch, kAlignment, nullptr, true};
+    "grouped_matmul_act_bf16_sm90", Arch::sm90, Kind::special, refuses, workspace, launch, kAlignment, nullptr, true};
 
 }  // namespace grouped

@@ -7,11 +7,7 @@
 #include "cc/api/calls.h"
 #include "cc/api/context.h"
 #include "cc/api/operands.h"
-#include "cc/device/launch.h"
-#include "cc/device/low_rank.cuh"
-#include "cc/device/pipeline.cuh"
-#include "cc/device/rows.cuh"
-#include "cc/device/tensor_map.h"
+#include "cc/device/sm90/rows_matmul.cuh"
 #include "cc/dispatch/tiles_sm90.h"
 #include "cc/math/activation.h"
 
@@ -294,11 +290,10 @@ inline UpParams up_params(const GroupedMatmulAct& call, const Context& context) 
 }
 
 // With maps of the weights in place; makes the others.
-template <class Product>
-void launch_up_product(const GroupedMatmulAct& call, typename Product::Params p, void* stream) {
+template <auto kKernel, class Product>
+void launch_up_product(const GroupedMatmulAct& call, typename Product::Params p, unsigned threads, void* stream) {
   using T = typename Product::Element;
   using Rhs = typename Product::Rhs;
-  using Shape = typename Product::Shape;
   const int64_t width = p.width;
   const DType dtype = call.lhs.dtype;
   p.lhs = tensor_map(call.lhs.data, dtype, ragged_shape(call.lhs.dims[1], dtype), 64, 64);
@@ -309,14 +304,7 @@ void launch_up_product(const GroupedMatmulAct& call, typename Product::Params p,
     p.hidden[part] = tensor_map(p.hidden_rows + part * half * sizeof(T), dtype,
                                 ragged_shape(width - half, width, dtype), kSliceCols, 16);
   }
-  constexpr int kBytes = Shape::kSharedBytes, kCols = Product::kResultCols;
-  allow_shared_memory<grouped_product_sm90<Product>>(kBytes);
-  // Every group may have one tile that is not full.
-  const int64_t row_tiles = (p.rows + int64_t(kTileRows - 1) * p.groups) / kTileRows;
-  const int64_t items = row_tiles * ((p.cols + 2 * kCols - 1) / (2 * kCols)), pairs = multiprocessors() / 2;
-  const unsigned grid = 2 * unsigned(items < pairs ? items : pairs);
-  grouped_product_sm90<Product><<<grid, Shape::kBlockThreads, kBytes, static_cast<cudaStream_t>(stream)>>>(p);
-  GROUPED_CUDA_CHECK(cudaGetLastError());
+  launch_pairs<kKernel, Product>(p, threads, most_row_tiles(p.rows, p.groups), Product::kResultCols, stream);
 }
 
 template <class T, Major kWeights, Pairs kPairs>
@@ -332,7 +320,7 @@ void launch_up(const GroupedMatmulAct& call, UpParams p, void* stream) {
   p.rhs = tensor_map(reinterpret_cast<const void*>(p.rhs_base), dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows);
   p.rhs_up =
       call.rhs_up.present() ? tensor_map(call.rhs_up.data, dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows) : p.rhs;
-  launch_up_product<Product>(call, p, stream);
+  launch_up_product<grouped_product_sm90<Product>, Product>(call, p, kThreads, stream);
 }
 
 // By how gates and linear halves lie.

@@ -24,7 +24,6 @@ namespace {
 using namespace sm90;
 
 std::string refuses(const GroupedMatmulAct& c, const Target& target) {
-  if (target.platform != Platform::cuda || target.sm != 90 || !target.sm_a) return "needs an sm_90a GPU";
   if (c.stored.stores()) return "gives plain rows";
   if (c.rhs_up.present()) return "takes weights in one array";
   const std::string coded = refuses_coded(c);
@@ -55,6 +54,6 @@ void launch(const GroupedMatmulAct& call, const Context& context) {
 }  // namespace
 
 const Kernel<GroupedMatmulAct> grouped_matmul_act_codes_sm90 = {
-    "grouped_matmul_act_codes_sm90", refuses, workspace, launch, kAlignment, nullptr, true};
+    "grouped_matmul_act_codes_sm90", Arch::sm90, Kind::special, refuses, workspace, launch, kAlignment, nullptr, true, true};
 
 }  // namespace grouped

@@ -2,8 +2,8 @@
 // and its launch, which one file for each width of codes instantiates.
 #pragma once
 
-#include "cc/device/factor.cuh"
-#include "cc/device/widen_tiles.cuh"
+#include "cc/device/common/group_factor.cuh"
+#include "cc/device/sm90/widen_tiles.cuh"
 #include "cc/kernels/grouped_matmul_act_bf16_sm90.cuh"
 
 namespace grouped::sm90 {
@@ -15,7 +15,7 @@ struct CodedUpParams : UpParams {
 
 template <bool kNibbles, const TileChoice& kChoice = kNibbles ? kCodedNibblesWithActivation : kCodedBytesWithActivation>
 using CodedUpShape =
-    TileShape<kChoice.cols, kChoice.stages, kChoice.slots, kNarrowSlotBytes, coded_row_bytes(kNibbles)>;
+    CodedTileShape<kNibbles, kChoice.cols, kChoice.stages, kChoice.slots, kNarrowSlotBytes>;
 
 template <bool kNibbles, Pairs kPairs>
 struct CodedUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, CodedUpShape<kNibbles>> {
@@ -38,8 +38,8 @@ struct CodedUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, CodedUpShape<
         p.coded, work.group, 2 * Base::boxes(p.cols - work.col0), kBoxCols, to, arrived, [&](int) { return k; },
         [&](int box) { return p.across * work.col0 + box / 2 * p.step + box % 2 * p.weight_part; });
   }
-  static __device__ void widen(const Params& p, uint32_t shared, uint32_t barriers, const Work* items) {
-    widen_any<kNibbles, CodedUpProduct>(p, shared, barriers, items);
+  static __device__ void widen(const Params& p, const Shell<Shape> shell) {
+    widen_any<kNibbles, CodedUpProduct>(p, shell);
   }
 
   static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[kTileCols / 2],
@@ -53,13 +53,19 @@ struct CodedUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, CodedUpShape<
   }
 };
 
+template <class Product>
+void launch_coded_pairs(const GroupedMatmulAct& call, const CodedUpParams& p, void* stream) {
+  launch_up_product<coded_product_sm90<Product>, Product>(call, p, kCodedThreads, stream);
+}
+
 // By how gates and linear halves lie.
 template <bool kNibbles>
 void launch_coded_up(const GroupedMatmulAct& call, CodedUpParams p, void* stream) {
   p.coded = coded_weights(call, CodedUpProduct<kNibbles, Pairs::none>::kBoxCols);
-  if (!is_gated(p.activation.kind)) return launch_up_product<CodedUpProduct<kNibbles, Pairs::none>>(call, p, stream);
-  return call.activation.interleave == 1 ? launch_up_product<CodedUpProduct<kNibbles, Pairs::columns>>(call, p, stream)
-                                         : launch_up_product<CodedUpProduct<kNibbles, Pairs::blocks>>(call, p, stream);
+  if (!is_gated(p.activation.kind)) return launch_coded_pairs<CodedUpProduct<kNibbles, Pairs::none>>(call, p, stream);
+  return call.activation.interleave == 1
+             ? launch_coded_pairs<CodedUpProduct<kNibbles, Pairs::columns>>(call, p, stream)
+             : launch_coded_pairs<CodedUpProduct<kNibbles, Pairs::blocks>>(call, p, stream);
 }
 
 }  // namespace grouped::sm90

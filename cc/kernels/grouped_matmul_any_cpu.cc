@@ -20,9 +20,9 @@ std::string refuses_operand(const char* name, const TensorView& operand) {
   return is_code(operand.dtype) ? "" : refuses_unless_plain(name, operand);
 }
 
-std::string refuses_operands(const GroupedMatmul& call, const Target& target) {
+std::string refuses_operands(const GroupedMatmul& call, const Target&) {
   const bool odd = call.rhs_up.present() && call.rhs.dims[call.rhs_axis] % 2 != 0;  // bf16 is multiplied in pairs
-  return first_of({refuses_unless_cpu(target), refuses_operand("lhs", call.lhs), refuses_operand("rhs", call.rhs),
+  return first_of({refuses_operand("lhs", call.lhs), refuses_operand("rhs", call.rhs),
                    refuses_unless_plain("result", call.result), refuses_unless_plain("bias", call.bias),
                    odd ? "contracts a weight in two arrays if both are even; rhs is " + describe(call.rhs) : ""});
 }
@@ -233,9 +233,6 @@ void run(const GroupedMatmul& call, const Context& context, const Isa& isa) {
   parallel_for(context.pool, count, [&](int64_t i) { isa.multiply(product(i), product(i + threads)); });
 }
 
-// Panels lie in memory that each thread keeps (panel_scratch), a few MiB whatever the shapes.
-size_t no_workspace(const GroupedMatmul&, const Target&) { return 0; }
-
 template <const Isa& (*isa)()>
 void launch(const GroupedMatmul& call, const Context& context) {
   run(call, context, isa());
@@ -251,20 +248,22 @@ const Isa& plain() { return kIsaPlain; }
 
 }  // namespace
 
-const Kernel<GroupedMatmul> grouped_matmul_any_cpu = {"grouped_matmul_any_cpu", refuses_operands, no_workspace,
-                                                      launch<best_isa>};
-const Kernel<GroupedMatmul> grouped_matmul_any_cpu_plain = {"grouped_matmul_any_cpu_plain", refuses_pinned<has_plain>,
-                                                            no_workspace, launch<plain>};
+// Panels lie in memory that each thread keeps (panel_scratch), a few MiB whatever the shapes: no workspace.
+const Kernel<GroupedMatmul> grouped_matmul_any_cpu = {"grouped_matmul_any_cpu", Arch::cpu,    Kind::reference,
+                                                      refuses_operands,         no_workspace, launch<best_isa>};
+const Kernel<GroupedMatmul> grouped_matmul_any_cpu_plain = {
+    "grouped_matmul_any_cpu_plain", Arch::cpu, Kind::reference, refuses_pinned<has_plain>, no_workspace, launch<plain>};
 
 #if defined(__x86_64__)
 namespace {
 const Isa& avx2() { return kIsaAvx2; }
 const Isa& avx512() { return kIsaAvx512; }
 }  // namespace
-const Kernel<GroupedMatmul> grouped_matmul_any_cpu_avx2 = {"grouped_matmul_any_cpu_avx2", refuses_pinned<has_avx2>,
-                                                           no_workspace, launch<avx2>};
-const Kernel<GroupedMatmul> grouped_matmul_any_cpu_avx512 = {"grouped_matmul_any_cpu_avx512",
-                                                             refuses_pinned<has_avx512>, no_workspace, launch<avx512>};
+const Kernel<GroupedMatmul> grouped_matmul_any_cpu_avx2 = {"grouped_matmul_any_cpu_avx2", Arch::cpu,    Kind::reference,
+                                                           refuses_pinned<has_avx2>,      no_workspace, launch<avx2>};
+const Kernel<GroupedMatmul> grouped_matmul_any_cpu_avx512 = {
+    "grouped_matmul_any_cpu_avx512", Arch::cpu,    Kind::reference,
+    refuses_pinned<has_avx512>,      no_workspace, launch<avx512>};
 #endif
 
 }  // namespace grouped

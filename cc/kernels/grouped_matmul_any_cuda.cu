@@ -21,9 +21,9 @@
 #include "cc/api/calls.h"
 #include "cc/api/halves.h"
 #include "cc/api/operands.h"
-#include "cc/device/groups.cuh"
-#include "cc/device/mma.cuh"
-#include "cc/device/place.cuh"
+#include "cc/device/common/group_scan.cuh"
+#include "cc/device/common/mma_sm80.cuh"
+#include "cc/device/common/portable_tiles.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -535,13 +535,10 @@ static_assert(kFmaTile / 2 * kFmaStride <= kFmaStages * 2 * kFmaOperand, "half a
 // --- the kernel object
 // ------------------------------------------------------------------------------------------------
 
-constexpr int kLowestSm = 80;
 constexpr int64_t kMostCoordinates = INT32_MAX - kMmaCols;  // tile coordinates are 32 bits wide
 constexpr int64_t kMostBlocks = INT32_MAX;
 
-std::string refuses(const GroupedMatmul& call, const Target& target) {
-  if (target.platform != Platform::cuda) return "is a CUDA kernel";
-  if (target.sm < kLowestSm) return "needs sm_80 or later, the device is sm_" + std::to_string(target.sm);
+std::string refuses(const GroupedMatmul& call, const Target&) {
   const bool same = call.lhs.dtype == call.rhs.dtype && is_wide(call.lhs.dtype);
   if (!same && !(is_fp8(call.lhs.dtype) && is_fp8(call.rhs.dtype))) {
     return "takes two operands of float32, bfloat16 or float16, or two of float8, got " + describe(call.lhs) + " and " +
@@ -644,6 +641,7 @@ void launch(const GroupedMatmul& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<GroupedMatmul> grouped_matmul_any_cuda = {"grouped_matmul_any_cuda", refuses, workspace, launch};
+const Kernel<GroupedMatmul> grouped_matmul_any_cuda = {
+    "grouped_matmul_any_cuda", Arch::cuda, Kind::reference, refuses, workspace, launch};
 
 }  // namespace grouped

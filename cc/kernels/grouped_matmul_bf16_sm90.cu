@@ -19,8 +19,8 @@
 #include "cc/api/halves.h"
 #include "cc/api/kernel.h"
 #include "cc/api/operands.h"
-#include "cc/device/factor.cuh"
-#include "cc/device/rows_product.cuh"
+#include "cc/device/common/group_factor.cuh"
+#include "cc/device/sm90/rows_matmul.cuh"
 #include "cc/dispatch/tiles_sm90.h"
 #include "cc/kernels/kernels.h"
 
@@ -51,6 +51,11 @@ struct ScaledRowsProduct : RowsProduct<T, Out, kWeights, Shape_> {
 
 template <const TileChoice& kChoice>
 using TileOf = TileShape<kChoice.cols, kChoice.stages, kChoice.slots>;
+
+template <class Product>
+void launch_product(const typename Product::Params& p, int64_t row_tiles, void* stream) {
+  launch_pairs<grouped_product_sm90<Product>, Product>(p, kThreads, row_tiles, Product::Shape::kCols, stream);
+}
 
 template <class T, class Out, Major kWeights, class Shape>
 void launch_rows(const GroupedMatmul& call, HalvesParams p, int64_t row_tiles, void* stream) {
@@ -85,8 +90,7 @@ void launch_rows(const GroupedMatmul& call, HalvesParams p, int64_t row_tiles, v
 
 template <class T, class Out, class Shape>
 void launch_shape(const GroupedMatmul& call, const HalvesParams& p, void* stream) {
-  // Every group may have one tile that is not full.
-  const int64_t row_tiles = (p.rows + int64_t(kTileRows - 1) * p.groups) / kTileRows;
+  const int64_t row_tiles = most_row_tiles(p.rows, p.groups);
   return call.rhs_axis == 2 ? launch_rows<T, Out, Major::k, Shape>(call, p, row_tiles, stream)
                             : launch_rows<T, Out, Major::mn, Shape>(call, p, row_tiles, stream);
 }
@@ -101,8 +105,7 @@ void launch_types(const GroupedMatmul& call, const HalvesParams& p, void* stream
   return launch_shape<T, Out, TileOf<kManySlots>>(call, p, stream);
 }
 
-std::string refuses(const GroupedMatmul& c, const Target& target) {
-  if (target.platform != Platform::cuda || target.sm != 90 || !target.sm_a) return "needs an sm_90a GPU";
+std::string refuses(const GroupedMatmul& c, const Target&) {
   if (c.contract_rows) return "is for ragged rows; this call contracts over rows";
   if (c.lhs.dtype != DType::bf16 && c.lhs.dtype != DType::f16) {
     return std::string("takes bfloat16 and float16; lhs is ") + dtype_name(c.lhs.dtype);
@@ -179,6 +182,6 @@ void launch(const GroupedMatmul& call, const Context& context) {
 }  // namespace
 
 const Kernel<GroupedMatmul> grouped_matmul_bf16_sm90 = {
-    "grouped_matmul_bf16_sm90", refuses, workspace, launch, kAlignment, nullptr, true};
+    "grouped_matmul_bf16_sm90", Arch::sm90, Kind::special, refuses, workspace, launch, kAlignment, nullptr, true};
 
 }  // namespace grouped

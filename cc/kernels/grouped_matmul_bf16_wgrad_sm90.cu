@@ -19,11 +19,11 @@
 #include "cc/api/halves.h"
 #include "cc/api/kernel.h"
 #include "cc/api/operands.h"
-#include "cc/device/contraction.cuh"
-#include "cc/device/factor.cuh"
-#include "cc/device/launch.h"
-#include "cc/device/pipeline.cuh"
-#include "cc/device/tensor_map.h"
+#include "cc/device/common/group_factor.cuh"
+#include "cc/device/common/launch.h"
+#include "cc/device/sm90/pipeline.cuh"
+#include "cc/device/sm90/row_contraction.cuh"
+#include "cc/device/sm90/tensor_map.h"
 #include "cc/dispatch/tiles_sm90.h"
 #include "cc/kernels/kernels.h"
 
@@ -147,8 +147,7 @@ void launch_types(const GroupedMatmul& call, const ContractionParams& p, void* s
                                 : launch_shape<T, Out, TileOf<kManySlots>>(call, p, stream);
 }
 
-std::string refuses(const GroupedMatmul& c, const Target& target) {
-  if (target.platform != Platform::cuda || target.sm != 90 || !target.sm_a) return "needs an sm_90a GPU";
+std::string refuses(const GroupedMatmul& c, const Target&) {
   if (!c.contract_rows) return "is for a contraction over rows; this call has ragged rows";
   if (c.lhs.dtype != DType::bf16 && c.lhs.dtype != DType::f16) {
     return std::string("takes bfloat16 and float16; lhs is ") + dtype_name(c.lhs.dtype);
@@ -203,7 +202,7 @@ void launch(const GroupedMatmul& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<GroupedMatmul> grouped_matmul_bf16_wgrad_sm90 = {"grouped_matmul_bf16_wgrad_sm90", refuses, workspace,
-                                                              launch, kAlignment};
+const Kernel<GroupedMatmul> grouped_matmul_bf16_wgrad_sm90 = {
+    "grouped_matmul_bf16_wgrad_sm90", Arch::sm90, Kind::special, refuses, workspace, launch, kAlignment};
 
 }  // namespace grouped

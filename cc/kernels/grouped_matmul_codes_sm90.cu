@@ -34,8 +34,7 @@ namespace {
 
 using namespace sm90;
 
-std::string refuses(const GroupedMatmul& c, const Target& target) {
-  if (target.platform != Platform::cuda || target.sm != 90 || !target.sm_a) return "needs an sm_90a GPU";
+std::string refuses(const GroupedMatmul& c, const Target&) {
   if (c.contract_rows) return "is for ragged rows; this call contracts over rows";
   if (c.rhs_up.present() || c.result_half) return "takes weights and results of one array each";
   const std::string coded = refuses_coded(c);
@@ -89,6 +88,6 @@ void launch(const GroupedMatmul& call, const Context& context) {
 }  // namespace
 
 const Kernel<GroupedMatmul> grouped_matmul_codes_sm90 = {
-    "grouped_matmul_codes_sm90", refuses, workspace, launch, kAlignment, nullptr, true};
+    "grouped_matmul_codes_sm90", Arch::sm90, Kind::special, refuses, workspace, launch, kAlignment, nullptr, true, true};
 
 }  // namespace grouped

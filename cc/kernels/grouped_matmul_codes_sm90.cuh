@@ -3,9 +3,9 @@
 #pragma once
 
 #include "cc/api/calls.h"
-#include "cc/device/factor.cuh"
-#include "cc/device/rows_product.cuh"
-#include "cc/device/widen_tiles.cuh"
+#include "cc/device/common/group_factor.cuh"
+#include "cc/device/sm90/rows_matmul.cuh"
+#include "cc/device/sm90/widen_tiles.cuh"
 #include "cc/dispatch/tiles_sm90.h"
 
 namespace grouped::sm90 {
@@ -16,7 +16,7 @@ struct CodedRowsParams : HalvesParams {
 };
 
 template <const TileChoice& kChoice, bool kNibbles>
-using CodedTile = TileShape<kChoice.cols, kChoice.stages, kChoice.slots, kSlotBytes, coded_row_bytes(kNibbles)>;
+using CodedTile = CodedTileShape<kNibbles, kChoice.cols, kChoice.stages, kChoice.slots>;
 
 template <bool kNibbles, class Out, Major kWeights>
 struct CodedRowsProduct
@@ -35,8 +35,8 @@ struct CodedRowsProduct
   static __device__ void load_codes(const Params& p, const Work& work, int k, uint32_t to, uint32_t arrived) {
     Coded::load(p.coded, work, p.cols, k, to, arrived);
   }
-  static __device__ void widen(const Params& p, uint32_t shared, uint32_t barriers, const Work* items) {
-    widen_any<kNibbles, CodedRowsProduct>(p, shared, barriers, items);
+  static __device__ void widen(const Params& p, const Shell<Shape> shell) {
+    widen_any<kNibbles, CodedRowsProduct>(p, shell);
   }
 
   static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[Shape::kCols / 2],
@@ -59,7 +59,7 @@ void launch_coded_major(const GroupedMatmul& call, CodedRowsParams p, int64_t ro
   p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
   p.out =
       tensor_map(call.result.data, call.result.dtype, ragged_shape(p.cols, call.result.dtype), 128 / sizeof(Out), 16);
-  launch_product<Product>(p, row_tiles, stream);
+  launch_pairs<coded_product_sm90<Product>, Product>(p, kCodedThreads, row_tiles, Product::Shape::kCols, stream);
 }
 
 // By the layout of weights and the result's type.

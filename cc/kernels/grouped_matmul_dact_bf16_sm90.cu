@@ -32,7 +32,7 @@ void launch_dact(const GroupedMatmulDact& call, DactParams p, cudaStream_t strea
                                                     : packed_shape(p.groups, rhs_rows, rhs_cols, call.lhs.dtype);
   p.rhs =
       tensor_map(reinterpret_cast<const void*>(p.rhs_base), call.lhs.dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows);
-  launch_dact_product<Product>(call, p, stream);
+  launch_dact_product<grouped_product_sm90<Product>, Product>(call, p, kThreads, stream);
 }
 
 template <class T>
@@ -40,8 +40,7 @@ void launch_weights(const GroupedMatmulDact& call, const DactParams& p, cudaStre
   return call.rhs_axis == 2 ? launch_dact<T, Major::k>(call, p, stream) : launch_dact<T, Major::mn>(call, p, stream);
 }
 
-std::string refuses(const GroupedMatmulDact& c, const Target& target) {
-  if (target.platform != Platform::cuda || target.sm != 90 || !target.sm_a) return "needs an sm_90a GPU";
+std::string refuses(const GroupedMatmulDact& c, const Target&) {
   if (!has_plain_operands(c) || has_group_scales(c.scales)) return "takes no scaled operands";
   if (c.stored.stores()) return "gives plain rows";
   if (c.lhs.dtype != DType::bf16 && c.lhs.dtype != DType::f16) {
@@ -71,6 +70,6 @@ void launch(const GroupedMatmulDact& call, const Context& context) {
 }  // namespace
 
 const Kernel<GroupedMatmulDact> grouped_matmul_dact_bf16_sm90 = {
-    "grouped_matmul_dact_bf16_sm90", refuses, workspace, launch, kAlignment, nullptr, true};
+    "grouped_matmul_dact_bf16_sm90", Arch::sm90, Kind::special, refuses, workspace, launch, kAlignment, nullptr, true};
 
 }  // namespace grouped

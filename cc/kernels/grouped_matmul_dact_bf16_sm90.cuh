@@ -6,19 +6,15 @@
 #include "cc/api/calls.h"
 #include "cc/api/context.h"
 #include "cc/api/operands.h"
-#include "cc/device/dact.cuh"
-#include "cc/device/launch.h"
-#include "cc/device/low_rank.cuh"
-#include "cc/device/pipeline.cuh"
-#include "cc/device/row_partials.cuh"
-#include "cc/device/rows.cuh"
-#include "cc/device/tensor_map.h"
+#include "cc/device/common/row_partials.cuh"
+#include "cc/device/sm90/dact_epilogue.cuh"
+#include "cc/device/sm90/rows_matmul.cuh"
 #include "cc/dispatch/columns.h"
 
 namespace grouped::sm90 {
 
 // A fifth stage is worth more than a third set, and a second set more than a sixth stage.
-using DactShape = FetchingShape<128, 5, 2>;
+using DactShape = FetchingShape<TileShape<128, 5, 0>, 2>;
 
 struct DactParams : RowsParams {
   LowMaps low;
@@ -228,12 +224,11 @@ inline DactParams dact_params(const GroupedMatmulDact& call, const Context& cont
 }
 
 // With the map of the weights in place; makes the others. Row sums are ended too.
-template <class Product>
-void launch_dact_product(const GroupedMatmulDact& call, typename Product::Params p, cudaStream_t stream) {
+template <auto kKernel, class Product>
+void launch_dact_product(const GroupedMatmulDact& call, typename Product::Params p, unsigned threads,
+                         cudaStream_t stream) {
   using T = typename Product::Element;
   using Rhs = typename Product::Rhs;
-  using Shape = typename Product::Shape;
-  constexpr int kCols = Shape::kCols, kBytes = Shape::kSharedBytes;
   const int64_t n = p.cols, wide = call.hidden.dims[1];
   const DType dtype = call.lhs.dtype;
   p.lhs = tensor_map(call.lhs.data, dtype, ragged_shape(p.length, dtype), 64, 64);
@@ -247,14 +242,7 @@ void launch_dact_product(const GroupedMatmulDact& call, typename Product::Params
     if (p.result != nullptr) p.grad[b] = tensor_map(p.result + offset, dtype, hidden_shape, kSetCols, 64);
   }
   if (p.activated != nullptr) p.z = tensor_map(p.activated, dtype, ragged_shape(n, dtype), kSetCols, 64);
-
-  allow_shared_memory<grouped_product_sm90<Product>>(kBytes);
-  // Every group may have one tile that is not full.
-  const int64_t row_tiles = (p.rows + int64_t(kTileRows - 1) * p.groups) / kTileRows;
-  const int64_t items = row_tiles * ((n + 2 * kCols - 1) / (2 * kCols)), pairs = multiprocessors() / 2;
-  const unsigned grid = 2 * unsigned(items < pairs ? items : pairs);
-  grouped_product_sm90<Product><<<grid, Shape::kBlockThreads, kBytes, stream>>>(p);
-  GROUPED_CUDA_CHECK(cudaGetLastError());
+  launch_pairs<kKernel, Product>(p, threads, most_row_tiles(p.rows, p.groups), Product::Shape::kCols, stream);
   if (p.partials == nullptr) return;
   sum_partials<<<partial_blocks(p.rows), kPartialThreads, 0, stream>>>(
       p.partials, p.valid_rows, call.row_base.present() ? call.row_base.as<float>() : nullptr, call.row_sum.as<float>(),

@@ -22,7 +22,6 @@ namespace {
 using namespace sm90;
 
 std::string refuses(const GroupedMatmulDact& c, const Target& target) {
-  if (target.platform != Platform::cuda || target.sm != 90 || !target.sm_a) return "needs an sm_90a GPU";
   if (c.stored.stores() || c.stored_activated.stores()) return "gives plain rows";
   const std::string coded = refuses_coded(c);
   if (!coded.empty()) return coded;
@@ -47,6 +46,6 @@ void launch(const GroupedMatmulDact& call, const Context& context) {
 }  // namespace
 
 const Kernel<GroupedMatmulDact> grouped_matmul_dact_codes_sm90 = {
-    "grouped_matmul_dact_codes_sm90", refuses, workspace, launch, kAlignment, nullptr, true};
+    "grouped_matmul_dact_codes_sm90", Arch::sm90, Kind::special, refuses, workspace, launch, kAlignment, nullptr, true, true};
 
 }  // namespace grouped

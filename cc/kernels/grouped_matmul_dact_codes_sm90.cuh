@@ -2,8 +2,8 @@
 // their launch, which one file for each width of codes instantiates.
 #pragma once
 
-#include "cc/device/factor.cuh"
-#include "cc/device/widen_tiles.cuh"
+#include "cc/device/common/group_factor.cuh"
+#include "cc/device/sm90/widen_tiles.cuh"
 #include "cc/kernels/grouped_matmul_dact_bf16_sm90.cuh"
 
 namespace grouped::sm90 {
@@ -14,7 +14,7 @@ struct CodedDactParams : DactParams {
 };
 
 template <bool kNibbles>
-using CodedDactShape = FetchingShape<DactShape::kCols, 4, 2, coded_row_bytes(kNibbles)>;
+using CodedDactShape = FetchingShape<CodedTileShape<kNibbles, DactShape::kCols, 4, 0>, 2>;
 
 template <bool kNibbles, Major kWeights>
 struct CodedDactProduct : DactProduct<__nv_bfloat16, kWeights, CodedDactShape<kNibbles>> {
@@ -30,8 +30,8 @@ struct CodedDactProduct : DactProduct<__nv_bfloat16, kWeights, CodedDactShape<kN
   static __device__ void load_codes(const Params& p, const Work& work, int k, uint32_t to, uint32_t arrived) {
     Coded::load(p.coded, work, p.cols, k, to, arrived);
   }
-  static __device__ void widen(const Params& p, uint32_t shared, uint32_t barriers, const Work* items) {
-    widen_any<kNibbles, CodedDactProduct>(p, shared, barriers, items);
+  static __device__ void widen(const Params& p, const Shell<Shape> shell) {
+    widen_any<kNibbles, CodedDactProduct>(p, shell);
   }
 
   static __device__ void store_tile(const Params& p, const Work& work, int first_row, int cols,
@@ -48,12 +48,17 @@ struct CodedDactProduct : DactProduct<__nv_bfloat16, kWeights, CodedDactShape<kN
   }
 };
 
+template <class Product>
+void launch_coded_major(const GroupedMatmulDact& call, const CodedDactParams& p, cudaStream_t stream) {
+  launch_dact_product<coded_product_sm90<Product>, Product>(call, p, kCodedThreads, stream);
+}
+
 // By the layout of weights.
 template <bool kNibbles>
 void launch_coded_dact(const GroupedMatmulDact& call, CodedDactParams p, cudaStream_t stream) {
   p.coded = coded_weights(call, kCodedBox);
-  return call.rhs_axis == 2 ? launch_dact_product<CodedDactProduct<kNibbles, Major::k>>(call, p, stream)
-                            : launch_dact_product<CodedDactProduct<kNibbles, Major::mn>>(call, p, stream);
+  return call.rhs_axis == 2 ? launch_coded_major<CodedDactProduct<kNibbles, Major::k>>(call, p, stream)
+                            : launch_coded_major<CodedDactProduct<kNibbles, Major::mn>>(call, p, stream);
 }
 
 }  // namespace grouped::sm90

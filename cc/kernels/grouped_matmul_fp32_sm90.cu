@@ -18,12 +18,12 @@
 #include "cc/api/halves.h"
 #include "cc/api/kernel.h"
 #include "cc/api/operands.h"
-#include "cc/device/add_parts.cuh"
-#include "cc/device/groups.cuh"
-#include "cc/device/launch.h"
-#include "cc/device/pipeline_tf32.cuh"
-#include "cc/device/tensor_map.h"
-#include "cc/device/values.cuh"
+#include "cc/device/common/elements.cuh"
+#include "cc/device/common/group_scan.cuh"
+#include "cc/device/common/launch.h"
+#include "cc/device/sm90/add_parts.cuh"
+#include "cc/device/sm90/pipeline_tf32.cuh"
+#include "cc/device/sm90/tensor_map.h"
 #include "cc/dispatch/tiles_sm90.h"
 #include "cc/kernels/kernels.h"
 
@@ -409,8 +409,7 @@ void launch_terms(const GroupedMatmul& call, const Context& context) {
   return call.contract_rows ? launch_contraction<kTerms>(call, p, context) : launch_rows<kTerms>(call, p, context);
 }
 
-std::string refuses(const GroupedMatmul& c, const Target& target) {
-  if (target.platform != Platform::cuda || target.sm != 90 || !target.sm_a) return "needs an sm_90a GPU";
+std::string refuses(const GroupedMatmul& c, const Target&) {
   for (const TensorView* t : {&c.lhs, &c.rhs}) {
     if (t->dtype != DType::f32) return "takes two operands of float32, got " + describe(*t);
   }
@@ -448,7 +447,7 @@ void launch(const GroupedMatmul& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<GroupedMatmul> grouped_matmul_fp32_sm90 = {"grouped_matmul_fp32_sm90", refuses, workspace, launch,
-                                                        kAlignment};
+const Kernel<GroupedMatmul> grouped_matmul_fp32_sm90 = {
+    "grouped_matmul_fp32_sm90", Arch::sm90, Kind::special, refuses, workspace, launch, kAlignment};
 
 }  // namespace grouped

@@ -12,7 +12,7 @@
 //
 //   tile        accumulators   ring         slots           registers, 128 + 256 threads
 //   128 x 192   192 a thread   4 x 40 KiB   8 x 4 x 2 KiB   40 / 232
-#include "cc/device/rows_fp8.cuh"
+#include "cc/device/sm90/rows_product_fp8.cuh"
 #include "cc/dispatch/tiles_sm90.h"
 #include "cc/kernels/kernels.h"
 
@@ -42,7 +42,15 @@ void launch(const GroupedMatmul& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<GroupedMatmul> grouped_matmul_fp8_fast_sm90 = {"grouped_matmul_fp8_fast_sm90", refuses, fp8_rows_workspace,
-                                                            launch, kAlignment};
+const Kernel<GroupedMatmul> grouped_matmul_fp8_fast_sm90 = {"grouped_matmul_fp8_fast_sm90",
+                                                            Arch::sm90,
+                                                            Kind::special,
+                                                            refuses,
+                                                            fp8_rows_workspace,
+                                                            launch,
+                                                            kAlignment,
+                                                            nullptr,
+                                                            false,
+                                                            true};
 
 }  // namespace grouped

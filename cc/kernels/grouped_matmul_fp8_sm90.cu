@@ -9,8 +9,8 @@
 //            |  * both scales of the group, + bias, * row scale, one rounding; slots of 16 rows in shared memory
 //            v
 //   ragged store, clipped at the group's last row; tail rows cleared as items behind the last tile
-#include "cc/device/pipeline_fp8.cuh"
-#include "cc/device/rows_fp8.cuh"
+#include "cc/device/sm90/pipeline_fp8.cuh"
+#include "cc/device/sm90/rows_product_fp8.cuh"
 #include "cc/dispatch/tiles_sm90.h"
 #include "cc/kernels/kernels.h"
 
@@ -85,7 +85,15 @@ void launch(const GroupedMatmul& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<GroupedMatmul> grouped_matmul_fp8_sm90 = {"grouped_matmul_fp8_sm90", refuses, fp8_rows_workspace, launch,
-                                                       kAlignment};
+const Kernel<GroupedMatmul> grouped_matmul_fp8_sm90 = {"grouped_matmul_fp8_sm90",
+                                                       Arch::sm90,
+                                                       Kind::special,
+                                                       refuses,
+                                                       fp8_rows_workspace,
+                                                       launch,
+                                                       kAlignment,
+                                                       nullptr,
+                                                       false,
+                                                       true};
 
 }  // namespace grouped

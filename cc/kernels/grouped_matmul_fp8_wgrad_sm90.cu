@@ -18,11 +18,11 @@
 //   fp32      3 x 40 KiB   8 x 6 x 2 KiB, likewise
 #include "cc/api/calls.h"
 #include "cc/api/kernel.h"
-#include "cc/device/contraction.cuh"
-#include "cc/device/launch.h"
-#include "cc/device/pipeline_fp8.cuh"
-#include "cc/device/rows_fp8.cuh"
-#include "cc/device/tensor_map.h"
+#include "cc/device/common/launch.h"
+#include "cc/device/sm90/pipeline_fp8.cuh"
+#include "cc/device/sm90/row_contraction.cuh"
+#include "cc/device/sm90/rows_product_fp8.cuh"
+#include "cc/device/sm90/tensor_map.h"
 #include "cc/dispatch/tiles_sm90.h"
 #include "cc/kernels/kernels.h"
 
@@ -48,6 +48,7 @@ struct Fp8Contraction {
   using Element = Pair;
   using Shape = std::conditional_t<sizeof(Out) == 2, ShapeOf<kPromoting>, ShapeOf<kPromotingWide>>;
   using Rhs = RhsTile<Major::k, Shape::kCols>;
+  static __device__ uint32_t rhs_bytes(int) { return Rhs::kBytes; }
   template <class Multiply>
   static __device__ void with_scaling(const Params&, Multiply multiply) {
     multiply(std::integral_constant<Scaling, kScaled ? Scaling::columns : Scaling::none>{});
@@ -149,8 +150,7 @@ void launch_product(const GroupedMatmul& call, Fp8ContractionParams p, void* str
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
-std::string refuses(const GroupedMatmul& c, const Target& target) {
-  if (target.platform != Platform::cuda || target.sm != 90 || !target.sm_a) return "needs an sm_90a GPU";
+std::string refuses(const GroupedMatmul& c, const Target&) {
   if (!c.contract_rows) return "is for a contraction over rows; this call has ragged rows";
   if (!is_fp8(c.lhs.dtype) || !is_fp8(c.rhs.dtype)) {
     return std::string("takes float8_e4m3fn and float8_e5m2; lhs is ") + dtype_name(c.lhs.dtype) + ", rhs " +
@@ -207,7 +207,15 @@ void launch(const GroupedMatmul& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<GroupedMatmul> grouped_matmul_fp8_wgrad_sm90 = {"grouped_matmul_fp8_wgrad_sm90", refuses, workspace,
-                                                             launch, kAlignment};
+const Kernel<GroupedMatmul> grouped_matmul_fp8_wgrad_sm90 = {"grouped_matmul_fp8_wgrad_sm90",
+                                                             Arch::sm90,
+                                                             Kind::special,
+                                                             refuses,
+                                                             workspace,
+                                                             launch,
+                                                             kAlignment,
+                                                             nullptr,
+                                                             false,
+                                                             true};
 
 }  // namespace grouped

@@ -10,9 +10,9 @@
 
 #include "cc/api/calls.h"
 #include "cc/api/operands.h"
-#include "cc/device/launch.h"
-#include "cc/device/stream_weights.cuh"
-#include "cc/device/tensor_map.h"
+#include "cc/device/common/launch.h"
+#include "cc/device/sm90/stream_weights.cuh"
+#include "cc/device/sm90/tensor_map.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -70,8 +70,7 @@ void launch_scale(const GroupedMatmul& call, const Params& p, cudaStream_t strea
   }
 }
 
-std::string refuses(const GroupedMatmul& c, const Target& target) {
-  if (target.platform != Platform::cuda || target.sm != 90 || !target.sm_a) return "needs an sm_90a GPU";
+std::string refuses(const GroupedMatmul& c, const Target&) {
   if (c.contract_rows) return "is for ragged rows; this call contracts over rows";
   if (c.lhs.dtype != DType::bf16 || c.scales.lhs_block || c.scales.lhs_group_scales.present()) {
     return "takes plain rows of bfloat16, not " + describe(c.lhs);
@@ -150,7 +149,15 @@ void launch(const GroupedMatmul& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<GroupedMatmul> grouped_matmul_weight_only_sm90 = {"grouped_matmul_weight_only_sm90", refuses, workspace,
-                                                               launch, kAlignment};
+const Kernel<GroupedMatmul> grouped_matmul_weight_only_sm90 = {"grouped_matmul_weight_only_sm90",
+                                                               Arch::sm90,
+                                                               Kind::special,
+                                                               refuses,
+                                                               workspace,
+                                                               launch,
+                                                               kAlignment,
+                                                               nullptr,
+                                                               false,
+                                                               true};
 
 }  // namespace grouped

@@ -1,5 +1,5 @@
 // Two matrices side by side, by the device's copy engine.
-#include "cc/device/launch.h"
+#include "cc/device/common/launch.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {

@@ -12,9 +12,9 @@
 // cache.
 #include <string>
 
-#include "cc/device/experts.cuh"
-#include "cc/device/groups.cuh"
-#include "cc/device/operand.h"
+#include "cc/device/common/expert_scores.cuh"
+#include "cc/device/common/group_scan.cuh"
+#include "cc/device/common/refusals.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -45,13 +45,6 @@ __global__ void __launch_bounds__(kThreads)
     if (first + i < experts) result[at] = fl_mul(logits[at], jitter_factor(words.word[i], eps));
   }
 }
-
-template <class Call>
-std::string refuses(const Call&, const Target& target) {
-  return refuses_unless_cuda(target);
-}
-
-size_t no_workspace(const Jitter&, const Target&) { return 0; }
 
 void launch_jitter(const Jitter& call, const Context& context) {
   const int64_t tokens = call.logits.dims[0], experts = call.logits.dims[1];
@@ -192,7 +185,9 @@ void launch_sinkhorn(const Sinkhorn& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<Jitter> jitter_any_cuda = {"jitter_any_cuda", refuses, no_workspace, launch_jitter};
-const Kernel<Sinkhorn> sinkhorn_any_cuda = {"sinkhorn_any_cuda", refuses, balance_bytes, launch_sinkhorn};
+const Kernel<Jitter> jitter_any_cuda = {"jitter_any_cuda", Arch::cuda,   Kind::reference,
+                                        takes_any,         no_workspace, launch_jitter};
+const Kernel<Sinkhorn> sinkhorn_any_cuda = {"sinkhorn_any_cuda", Arch::cuda,    Kind::reference,
+                                            takes_any,           balance_bytes, launch_sinkhorn};
 
 }  // namespace grouped

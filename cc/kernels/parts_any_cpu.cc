@@ -10,16 +10,6 @@
 namespace grouped {
 namespace {
 
-template <class Call>
-std::string refuses(const Call&, const Target& target) {
-  return refuses_unless_cpu(target);
-}
-
-template <class Call>
-size_t no_workspace(const Call&, const Target&) {
-  return 0;
-}
-
 // Calls body(r, first, last) for runs of the elements of each row of `matrix`, split at `axis`.
 template <class Body>
 void parallel_runs(Pool* pool, const SplitAt& matrix, const Body& body) {
@@ -63,7 +53,9 @@ void launch_sum(const SumParts& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<SplitParts> split_parts_any_cpu = {"split_parts_any_cpu", refuses, no_workspace, launch_split};
-const Kernel<SumParts> sum_parts_any_cpu = {"sum_parts_any_cpu", refuses, no_workspace, launch_sum};
+const Kernel<SplitParts> split_parts_any_cpu = {"split_parts_any_cpu", Arch::cpu,   Kind::reference, takes_any,
+                                                no_workspace,          launch_split};
+const Kernel<SumParts> sum_parts_any_cpu = {"sum_parts_any_cpu", Arch::cpu,    Kind::reference,
+                                            takes_any,           no_workspace, launch_sum};
 
 }  // namespace grouped

@@ -7,9 +7,9 @@
 // memory; up to 40 registers. Predicted for [8192, 128] in three parts on an H200: 4 and 6 MiB, 3 us each.
 #include <string>
 
-#include "cc/device/launch.h"
-#include "cc/device/operand.h"
-#include "cc/device/pieces.cuh"
+#include "cc/device/common/launch.h"
+#include "cc/device/common/refusals.h"
+#include "cc/device/common/row_pieces.cuh"
 #include "cc/kernels/kernels.h"
 #include "cc/math/parts.h"
 
@@ -71,16 +71,6 @@ __global__ void __launch_bounds__(kThreads)
   result[item] = sums;
 }
 
-template <class Call>
-std::string refuses(const Call&, const Target& target) {
-  return refuses_unless_cuda(target);
-}
-
-template <class Call>
-size_t no_workspace(const Call&, const Target&) {
-  return 0;
-}
-
 bool by_four(const TensorView& source, const TensorView& result, int64_t inner) {
   return inner % 4 == 0 && common_unit({address(source), address(result)}) == 16;
 }
@@ -122,7 +112,9 @@ void launch_sum(const SumParts& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<SplitParts> split_parts_any_cuda = {"split_parts_any_cuda", refuses, no_workspace, launch_split};
-const Kernel<SumParts> sum_parts_any_cuda = {"sum_parts_any_cuda", refuses, no_workspace, launch_sum};
+const Kernel<SplitParts> split_parts_any_cuda = {"split_parts_any_cuda", Arch::cuda,  Kind::reference, takes_any,
+                                                 no_workspace,           launch_split};
+const Kernel<SumParts> sum_parts_any_cuda = {"sum_parts_any_cuda", Arch::cuda, Kind::reference, takes_any,
+                                             no_workspace,         launch_sum};
 
 }  // namespace grouped

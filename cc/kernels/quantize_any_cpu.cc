@@ -324,11 +324,9 @@ class Job {
 };
 
 template <const Isa* isa>
-std::string refuses(const Quantize&, const Target& target) {
-  return first_of({refuses_unless_cpu(target), refuses_unless_runs(isa)});
+std::string refuses(const Quantize&, const Target&) {
+  return refuses_unless_runs(isa);
 }
-
-size_t workspace(const Quantize&, const Target&) { return 0; }
 
 template <const Isa* isa>
 void launch(const Quantize& call, const Context& context) {
@@ -342,14 +340,15 @@ void launch(const Quantize& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<Quantize> quantize_any_cpu = {"quantize_any_cpu", refuses<nullptr>, workspace, launch<nullptr>};
-const Kernel<Quantize> quantize_any_cpu_plain = {"quantize_any_cpu_plain", refuses<&kIsaPlain>, workspace,
-                                                 launch<&kIsaPlain>};
+const Kernel<Quantize> quantize_any_cpu = {"quantize_any_cpu", Arch::cpu,    Kind::reference,
+                                           refuses<nullptr>,   no_workspace, launch<nullptr>};
+const Kernel<Quantize> quantize_any_cpu_plain = {"quantize_any_cpu_plain", Arch::cpu,    Kind::reference,
+                                                 refuses<&kIsaPlain>,      no_workspace, launch<&kIsaPlain>};
 #if defined(__x86_64__)
-const Kernel<Quantize> quantize_any_cpu_avx2 = {"quantize_any_cpu_avx2", refuses<&kIsaAvx2>, workspace,
-                                                launch<&kIsaAvx2>};
-const Kernel<Quantize> quantize_any_cpu_avx512 = {"quantize_any_cpu_avx512", refuses<&kIsaAvx512>, workspace,
-                                                  launch<&kIsaAvx512>};
+const Kernel<Quantize> quantize_any_cpu_avx2 = {"quantize_any_cpu_avx2", Arch::cpu,    Kind::reference,
+                                                refuses<&kIsaAvx2>,      no_workspace, launch<&kIsaAvx2>};
+const Kernel<Quantize> quantize_any_cpu_avx512 = {"quantize_any_cpu_avx512", Arch::cpu,    Kind::reference,
+                                                  refuses<&kIsaAvx512>,      no_workspace, launch<&kIsaAvx512>};
 #endif
 
 }  // namespace grouped

@@ -12,8 +12,8 @@
 #include <algorithm>
 #include <string>
 
-#include "cc/device/store.cuh"
-#include "cc/device/values.cuh"
+#include "cc/device/common/elements.cuh"
+#include "cc/device/quantize/group_scales.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -270,10 +270,6 @@ __global__ void __launch_bounds__(kThreads) store_tiles(const __grid_constant__ 
   }
 }
 
-std::string refuses(const Quantize&, const Target& target) {
-  return target.platform == Platform::cuda ? "" : "is a CUDA kernel";
-}
-
 size_t workspace(const Quantize& call, const Target&) {
   return StoreScan::bytes(call.group_sizes.present() ? call.group_sizes.dims[0] : call.source.dims[0]);
 }
@@ -312,6 +308,7 @@ void launch(const Quantize& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<Quantize> quantize_any_cuda = {"quantize_any_cuda", refuses, workspace, launch};
+const Kernel<Quantize> quantize_any_cuda = {"quantize_any_cuda", Arch::cuda, Kind::reference,
+                                            takes_any,           workspace,  launch};
 
 }  // namespace grouped

@@ -26,7 +26,7 @@
 #include <string>
 #include <type_traits>
 
-#include "cc/device/store_fp4.cuh"
+#include "cc/device/quantize/fp4_tile.cuh"
 #include "cc/kernels/kernels.h"
 #include "cc/math/e2m1.h"
 
@@ -463,6 +463,7 @@ void launch(const Quantize& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<Quantize> quantize_fp4_cuda = {"quantize_fp4_cuda", refuses, workspace, launch, kAlignment};
+const Kernel<Quantize> quantize_fp4_cuda = {"quantize_fp4_cuda", Arch::cuda, Kind::special, refuses,
+                                            workspace,           launch,     kAlignment};
 
 }  // namespace grouped

@@ -24,7 +24,7 @@
 #include <type_traits>
 
 #include "cc/api/operands.h"
-#include "cc/device/store_fp8.cuh"
+#include "cc/device/quantize/fp8_tile.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -269,6 +269,7 @@ void launch(const Quantize& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<Quantize> quantize_fp8_cuda = {"quantize_fp8_cuda", refuses, workspace, launch, kAlignment};
+const Kernel<Quantize> quantize_fp8_cuda = {"quantize_fp8_cuda", Arch::cuda, Kind::special, refuses,
+                                            workspace,           launch,     kAlignment};
 
 }  // namespace grouped

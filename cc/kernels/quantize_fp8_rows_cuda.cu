@@ -18,7 +18,7 @@
 #include <string>
 
 #include "cc/api/operands.h"
-#include "cc/device/store_fp8.cuh"
+#include "cc/device/quantize/fp8_tile.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -128,8 +128,6 @@ std::string refuses(const Quantize& call, const Target& target) {
   return "";
 }
 
-size_t workspace(const Quantize&, const Target&) { return 0; }
-
 template <DType kFrom, int kBlock>
 void run(const Quantize& call, const Context& context) {
   const int64_t strips = strips_of(call);
@@ -155,6 +153,7 @@ void launch(const Quantize& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<Quantize> quantize_fp8_rows_cuda = {"quantize_fp8_rows_cuda", refuses, workspace, launch, kAlignment};
+const Kernel<Quantize> quantize_fp8_rows_cuda = {
+    "quantize_fp8_rows_cuda", Arch::cuda, Kind::special, refuses, no_workspace, launch, kAlignment};
 
 }  // namespace grouped

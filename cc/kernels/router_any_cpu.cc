@@ -15,16 +15,6 @@ namespace {
 
 constexpr int kMostSlots = 32;
 
-template <class Call>
-std::string refuses(const Call&, const Target& target) {
-  return refuses_unless_cpu(target);
-}
-
-template <class Call>
-size_t no_workspace(const Call&, const Target&) {
-  return 0;
-}
-
 bool is_masked(const TensorView& mask, int64_t token) { return mask.present() && mask.as<const uint8_t>()[token] == 0; }
 
 // ---- Scores of one token
@@ -440,11 +430,17 @@ void launch_sinkhorn(const Sinkhorn& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<Router> router_any_cpu = {"router_any_cpu", refuses, no_workspace, launch_router};
-const Kernel<RouterSums> router_sums_any_cpu = {"router_sums_any_cpu", refuses, no_workspace, launch_sums};
-const Kernel<RouterGrad> router_grad_any_cpu = {"router_grad_any_cpu", refuses, no_workspace, launch_router_grad};
-const Kernel<RouterLosses> router_losses_any_cpu = {"router_losses_any_cpu", refuses, no_workspace, launch_losses};
-const Kernel<Jitter> jitter_any_cpu = {"jitter_any_cpu", refuses, no_workspace, launch_jitter};
-const Kernel<Sinkhorn> sinkhorn_any_cpu = {"sinkhorn_any_cpu", refuses, no_workspace, launch_sinkhorn};
+const Kernel<Router> router_any_cpu = {"router_any_cpu", Arch::cpu,    Kind::reference,
+                                       takes_any,        no_workspace, launch_router};
+const Kernel<RouterSums> router_sums_any_cpu = {"router_sums_any_cpu", Arch::cpu,  Kind::reference, takes_any,
+                                                no_workspace,          launch_sums};
+const Kernel<RouterGrad> router_grad_any_cpu = {"router_grad_any_cpu", Arch::cpu,         Kind::reference, takes_any,
+                                                no_workspace,          launch_router_grad};
+const Kernel<RouterLosses> router_losses_any_cpu = {
+    "router_losses_any_cpu", Arch::cpu, Kind::reference, takes_any, no_workspace, launch_losses};
+const Kernel<Jitter> jitter_any_cpu = {"jitter_any_cpu", Arch::cpu,    Kind::reference,
+                                       takes_any,        no_workspace, launch_jitter};
+const Kernel<Sinkhorn> sinkhorn_any_cpu = {"sinkhorn_any_cpu", Arch::cpu,    Kind::reference,
+                                           takes_any,          no_workspace, launch_sinkhorn};
 
 }  // namespace grouped

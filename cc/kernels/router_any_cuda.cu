@@ -16,9 +16,9 @@
 // 6.5 us; the bytes, 4 MiB, take 1 us of it.
 #include <string>
 
-#include "cc/device/experts.cuh"
-#include "cc/device/launch.h"
-#include "cc/device/operand.h"
+#include "cc/device/common/expert_scores.cuh"
+#include "cc/device/common/launch.h"
+#include "cc/device/common/refusals.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -135,10 +135,6 @@ __global__ void __launch_bounds__(kTokenThreads, route_blocks(kPer)) route(const
   p.weights[token * p.slots + lane_id()] = valid ? fl_mul(fl_div(parts.part, parts.divisor), p.scoring.scale) : 0.0f;
 }
 
-std::string refuses(const Router&, const Target& target) { return refuses_unless_cuda(target); }
-
-size_t workspace(const Router&, const Target&) { return 0; }
-
 void launch(const Router& call, const Context& context) {
   Problem p = {call.logits.as<const float>(),
                data_or_null<const float>(call.bias),
@@ -165,6 +161,7 @@ void launch(const Router& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<Router> router_any_cuda = {"router_any_cuda", refuses, workspace, launch};
+const Kernel<Router> router_any_cuda = {"router_any_cuda", Arch::cuda,   Kind::reference,
+                                        takes_any,         no_workspace, launch};
 
 }  // namespace grouped

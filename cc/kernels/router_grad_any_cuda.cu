@@ -17,9 +17,9 @@
 // 256, 512 and 1024 experts (sm_90), nothing spilled.
 #include <string>
 
-#include "cc/device/experts.cuh"
-#include "cc/device/operand.h"
-#include "cc/device/sequences.cuh"
+#include "cc/device/common/expert_scores.cuh"
+#include "cc/device/common/refusals.h"
+#include "cc/device/common/token_sequences.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -133,8 +133,6 @@ __global__ void __launch_bounds__(kTokenThreads, grad_blocks(kPer)) route_back(c
   for_experts<kPer>(p.count, [&](int i, int expert) { result[expert] = grads[i]; });
 }
 
-std::string refuses(const RouterGrad&, const Target& target) { return refuses_unless_cuda(target); }
-
 size_t workspace(const RouterGrad& call, const Target&) {
   return call.sequence_sizes.present() ? Sequences::bytes(call.sequence_sizes.dims[0]) : 0;
 }
@@ -170,6 +168,7 @@ void launch(const RouterGrad& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<RouterGrad> router_grad_any_cuda = {"router_grad_any_cuda", refuses, workspace, launch};
+const Kernel<RouterGrad> router_grad_any_cuda = {
+    "router_grad_any_cuda", Arch::cuda, Kind::reference, takes_any, workspace, launch};
 
 }  // namespace grouped

@@ -9,11 +9,11 @@
 #include <algorithm>
 #include <string>
 
-#include "cc/device/early.cuh"
-#include "cc/device/experts.cuh"
-#include "cc/device/groups.cuh"
-#include "cc/device/launch.h"
-#include "cc/device/operand.h"
+#include "cc/device/common/early_launch.cuh"
+#include "cc/device/common/expert_scores.cuh"
+#include "cc/device/common/group_scan.cuh"
+#include "cc/device/common/launch.h"
+#include "cc/device/common/refusals.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -110,8 +110,6 @@ void launch_behind(Kernel kernel, int64_t blocks, unsigned threads, const Proble
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
-std::string refuses(const RouterLosses&, const Target& target) { return refuses_unless_cuda(target); }
-
 size_t workspace(const RouterLosses& call, const Target&) {
   return align_up(sizeof(float) * static_cast<size_t>(call.prob_sums.dims[0]));
 }
@@ -140,6 +138,7 @@ void launch(const RouterLosses& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<RouterLosses> router_losses_any_cuda = {"router_losses_any_cuda", refuses, workspace, launch};
+const Kernel<RouterLosses> router_losses_any_cuda = {
+    "router_losses_any_cuda", Arch::cuda, Kind::reference, takes_any, workspace, launch};
 
 }  // namespace grouped

@@ -26,10 +26,10 @@
 #include <algorithm>
 #include <string>
 
-#include "cc/device/early.cuh"
-#include "cc/device/experts.cuh"
-#include "cc/device/operand.h"
-#include "cc/device/sequences.cuh"
+#include "cc/device/common/early_launch.cuh"
+#include "cc/device/common/expert_scores.cuh"
+#include "cc/device/common/refusals.h"
+#include "cc/device/common/token_sequences.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -226,8 +226,6 @@ size_t partial_bytes(const RouterSums& call) {
   return align_up(sizeof(float) * static_cast<size_t>(rows * stride_of(call)));
 }
 
-std::string refuses(const RouterSums&, const Target& target) { return refuses_unless_cuda(target); }
-
 size_t workspace(const RouterSums& call, const Target&) {
   return partial_bytes(call) + Sequences::bytes(call.sequence_sizes.dims[0]);
 }
@@ -275,6 +273,7 @@ void launch(const RouterSums& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<RouterSums> router_sums_any_cuda = {"router_sums_any_cuda", refuses, workspace, launch};
+const Kernel<RouterSums> router_sums_any_cuda = {
+    "router_sums_any_cuda", Arch::cuda, Kind::reference, takes_any, workspace, launch};
 
 }  // namespace grouped

@@ -14,13 +14,11 @@ namespace {
 constexpr int64_t kSums = 16;
 static_assert(kStrip % kSums == 0, "a strip starts at lane 0");
 
-std::string refuses(const RowDot& call, const Target& target) {
-  return first_of({refuses_unless_cpu(target), refuses_unless_plain("lhs", call.lhs),
-                   refuses_unless_plain("rhs", call.rhs), refuses_unless_plain("group_lhs", call.group_lhs),
+std::string refuses(const RowDot& call, const Target&) {
+  return first_of({refuses_unless_plain("lhs", call.lhs), refuses_unless_plain("rhs", call.rhs),
+                   refuses_unless_plain("group_lhs", call.group_lhs),
                    refuses_unless_plain("group_rhs", call.group_rhs)});
 }
-
-size_t workspace(const RowDot&, const Target&) { return 0; }
 
 void add_products(DType a_dtype, const char* a, DType b_dtype, const char* b, int64_t count, float* sums) {
   const Isa& isa = best_isa();
@@ -72,6 +70,6 @@ void launch(const RowDot& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<RowDot> row_dot_any_cpu = {"row_dot_any_cpu", refuses, workspace, launch};
+const Kernel<RowDot> row_dot_any_cpu = {"row_dot_any_cpu", Arch::cpu, Kind::reference, refuses, no_workspace, launch};
 
 }  // namespace grouped

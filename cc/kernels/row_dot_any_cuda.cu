@@ -7,8 +7,8 @@
 #include <string>
 
 #include "cc/api/calls.h"
-#include "cc/device/groups.cuh"
-#include "cc/device/values.cuh"
+#include "cc/device/common/elements.cuh"
+#include "cc/device/common/group_scan.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -73,8 +73,7 @@ bool readable(const TensorView& t) {
   return !t.present() || is_wide(t.dtype) || t.dtype == DType::e4m3fn || t.dtype == DType::e5m2;
 }
 
-std::string refuses(const RowDot& call, const Target& target) {
-  if (target.platform != Platform::cuda) return "is a CUDA kernel";
+std::string refuses(const RowDot& call, const Target&) {
   for (const TensorView* t : {&call.lhs, &call.rhs, &call.group_lhs, &call.group_rhs}) {
     if (!readable(*t)) return "takes float32, bfloat16, float16 or float8, got " + describe(*t);
   }
@@ -107,6 +106,6 @@ void launch(const RowDot& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<RowDot> row_dot_any_cuda = {"row_dot_any_cuda", refuses, workspace, launch};
+const Kernel<RowDot> row_dot_any_cuda = {"row_dot_any_cuda", Arch::cuda, Kind::reference, refuses, workspace, launch};
 
 }  // namespace grouped

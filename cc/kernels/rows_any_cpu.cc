@@ -12,16 +12,6 @@
 namespace grouped {
 namespace {
 
-template <class Call>
-std::string refuses(const Call&, const Target& target) {
-  return refuses_unless_cpu(target);
-}
-
-template <class Call>
-size_t no_workspace(const Call&, const Target&) {
-  return 0;
-}
-
 // Where a row of `width` elements begins, from `column` on.
 const char* at(const TensorView& matrix, int64_t width, int64_t row, int64_t column = 0) {
   return matrix.as<const char>() + (row * width + column) * dtype_bytes(matrix.dtype);
@@ -143,8 +133,11 @@ void launch_dot(const CombineDot& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<GatherRows> gather_rows_any_cpu = {"gather_rows_any_cpu", refuses, no_workspace, launch_gather};
-const Kernel<CombineRows> combine_rows_any_cpu = {"combine_rows_any_cpu", refuses, no_workspace, launch_combine};
-const Kernel<CombineDot> combine_dot_any_cpu = {"combine_dot_any_cpu", refuses, no_workspace, launch_dot};
+const Kernel<GatherRows> gather_rows_any_cpu = {"gather_rows_any_cpu", Arch::cpu,    Kind::reference, takes_any,
+                                                no_workspace,          launch_gather};
+const Kernel<CombineRows> combine_rows_any_cpu = {"combine_rows_any_cpu", Arch::cpu,     Kind::reference, takes_any,
+                                                  no_workspace,           launch_combine};
+const Kernel<CombineDot> combine_dot_any_cpu = {"combine_dot_any_cpu", Arch::cpu, Kind::reference, takes_any,
+                                                no_workspace,          launch_dot};
 
 }  // namespace grouped

@@ -10,12 +10,9 @@
 namespace grouped {
 namespace {
 
-std::string refuses(const ScaleRows& call, const Target& target) {
-  return first_of({refuses_unless_cpu(target), refuses_unless_plain("rows", call.rows),
-                   refuses_unless_plain("result", call.result)});
+std::string refuses(const ScaleRows& call, const Target&) {
+  return first_of({refuses_unless_plain("rows", call.rows), refuses_unless_plain("result", call.result)});
 }
-
-size_t workspace(const ScaleRows&, const Target&) { return 0; }
 
 void scale_row(const ScaleRows& call, int64_t r) {
   const Isa& isa = best_isa();
@@ -42,6 +39,7 @@ void launch(const ScaleRows& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<ScaleRows> scale_rows_any_cpu = {"scale_rows_any_cpu", refuses, workspace, launch};
+const Kernel<ScaleRows> scale_rows_any_cpu = {"scale_rows_any_cpu", Arch::cpu, Kind::reference, refuses,
+                                              no_workspace,         launch};
 
 }  // namespace grouped

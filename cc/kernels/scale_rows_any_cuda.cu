@@ -7,8 +7,9 @@
 #include <string>
 
 #include "cc/api/calls.h"
-#include "cc/device/groups.cuh"
-#include "cc/device/values.cuh"
+#include "cc/device/common/elements.cuh"
+#include "cc/device/common/group_scan.cuh"
+#include "cc/device/common/refusals.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -39,13 +40,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-std::string refuses(const ScaleRows& call, const Target& target) {
-  if (target.platform != Platform::cuda) return "is a CUDA kernel";
-  if (!is_wide(call.rows.dtype) || !is_wide(call.result.dtype)) {
-    return "takes and gives float32, bfloat16 or float16, got " + describe(call.rows) + " for " + describe(call.result);
-  }
-  return "";
-}
+std::string refuses(const ScaleRows& call, const Target&) { return refuses_unless_plain({&call.rows, &call.result}); }
 
 size_t workspace(const ScaleRows& call, const Target&) { return GroupScan::bytes(call.group_sizes.dims[0]); }
 
@@ -63,6 +58,7 @@ void launch(const ScaleRows& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<ScaleRows> scale_rows_any_cuda = {"scale_rows_any_cuda", refuses, workspace, launch};
+const Kernel<ScaleRows> scale_rows_any_cuda = {
+    "scale_rows_any_cuda", Arch::cuda, Kind::reference, refuses, workspace, launch};
 
 }  // namespace grouped

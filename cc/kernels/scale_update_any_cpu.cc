@@ -7,10 +7,6 @@
 namespace grouped {
 namespace {
 
-std::string refuses(const ScaleUpdate&, const Target& target) { return refuses_unless_cpu(target); }
-
-size_t workspace(const ScaleUpdate&, const Target&) { return 0; }
-
 void launch(const ScaleUpdate& call, const Context&) {
   FloatEnvironment environment;
   const int64_t roles = call.scale.dims[0], groups = call.scale.dims[1], length = call.history.dims[1];
@@ -27,6 +23,7 @@ void launch(const ScaleUpdate& call, const Context&) {
 
 }  // namespace
 
-const Kernel<ScaleUpdate> scale_update_any_cpu = {"scale_update_any_cpu", refuses, workspace, launch};
+const Kernel<ScaleUpdate> scale_update_any_cpu = {"scale_update_any_cpu", Arch::cpu, Kind::reference, takes_any,
+                                                  no_workspace,           launch};
 
 }  // namespace grouped

@@ -7,7 +7,7 @@
 // 32 KiB of registers for 1024 slots of 8 groups, 1 KiB of shared memory.
 #include <string>
 
-#include "cc/device/launch.h"
+#include "cc/device/common/launch.h"
 #include "cc/kernels/kernels.h"
 #include "cc/math/store.h"
 
@@ -66,12 +66,6 @@ __global__ void __launch_bounds__(kThreads) update_scales(const Problem p) {
   p.new_scale[at] = keep ? p.scale[at] : delayed_scale(peak, p.top[role]);
 }
 
-std::string refuses(const ScaleUpdate&, const Target& target) {
-  return target.platform == Platform::cuda ? "" : "is a CUDA kernel";
-}
-
-size_t workspace(const ScaleUpdate&, const Target&) { return 0; }
-
 void launch(const ScaleUpdate& call, const Context& context) {
   const Problem p = {
       call.scale.as<const float>(), call.history.as<const float>(),  call.top.as<const float>(),
@@ -86,6 +80,7 @@ void launch(const ScaleUpdate& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<ScaleUpdate> scale_update_any_cuda = {"scale_update_any_cuda", refuses, workspace, launch};
+const Kernel<ScaleUpdate> scale_update_any_cuda = {
+    "scale_update_any_cuda", Arch::cuda, Kind::reference, takes_any, no_workspace, launch};
 
 }  // namespace grouped

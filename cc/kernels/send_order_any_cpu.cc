@@ -9,10 +9,6 @@
 namespace grouped {
 namespace {
 
-std::string refuses(const SendOrder&, const Target& target) { return refuses_unless_cpu(target); }
-
-size_t no_workspace(const SendOrder&, const Target&) { return 0; }
-
 void launch(const SendOrder& call, const Context&) {
   const int64_t experts = call.group_sizes.dims[0], own = experts / call.ranks, budget = call.sent.dims[0] / call.ranks;
   const int64_t slots = call.inverse.elements();
@@ -56,6 +52,7 @@ void launch(const SendOrder& call, const Context&) {
 
 }  // namespace
 
-const Kernel<SendOrder> send_order_any_cpu = {"send_order_any_cpu", refuses, no_workspace, launch};
+const Kernel<SendOrder> send_order_any_cpu = {"send_order_any_cpu", Arch::cpu, Kind::reference, takes_any,
+                                              no_workspace,         launch};
 
 }  // namespace grouped

@@ -8,8 +8,8 @@
 #include <algorithm>
 #include <string>
 
-#include "cc/device/groups.cuh"
-#include "cc/device/operand.h"
+#include "cc/device/common/group_scan.cuh"
+#include "cc/device/common/refusals.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -88,8 +88,6 @@ __global__ void __launch_bounds__(kThreads) cut_order(const __grid_constant__ Se
   if (threadIdx.x == 0) *p.dropped = dropped;
 }
 
-std::string refuses(const SendOrder&, const Target& target) { return refuses_unless_cuda(target); }
-
 size_t scan_bytes(const SendOrder& call, const Target&) { return GroupScan::bytes(call.group_sizes.dims[0]); }
 
 void launch(const SendOrder& call, const Context& context) {
@@ -121,6 +119,7 @@ void launch(const SendOrder& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<SendOrder> send_order_any_cuda = {"send_order_any_cuda", refuses, scan_bytes, launch};
+const Kernel<SendOrder> send_order_any_cuda = {
+    "send_order_any_cuda", Arch::cuda, Kind::reference, takes_any, scan_bytes, launch};
 
 }  // namespace grouped

@@ -11,10 +11,6 @@
 namespace grouped {
 namespace {
 
-std::string refuses(const ShardAmax&, const Target& target) { return refuses_unless_cpu(target); }
-
-size_t workspace(const ShardAmax&, const Target&) { return 0; }
-
 void launch(const ShardAmax& call, const Context& context) {
   const ShardSlots slots = ShardSlots::of(call);
   const Isa& isa = best_isa();
@@ -47,6 +43,7 @@ void launch(const ShardAmax& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<ShardAmax> shard_amax_any_cpu = {"shard_amax_any_cpu", refuses, workspace, launch};
+const Kernel<ShardAmax> shard_amax_any_cpu = {"shard_amax_any_cpu", Arch::cpu, Kind::reference, takes_any,
+                                              no_workspace,         launch};
 
 }  // namespace grouped

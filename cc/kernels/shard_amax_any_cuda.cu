@@ -2,7 +2,7 @@
 // atomicMax on the bits, which no order changes. Bound by reading the elements once.
 #include <string>
 
-#include "cc/device/shards.cuh"
+#include "cc/device/quantize/weight_shards.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -54,11 +54,7 @@ __global__ void __launch_bounds__(kShardThreads) measure_shards(const __grid_con
   }
 }
 
-std::string refuses(const ShardAmax& call, const Target& target) {
-  return target.platform == Platform::cuda ? refuses_shards(call) : "is a CUDA kernel";
-}
-
-size_t workspace(const ShardAmax&, const Target&) { return 0; }
+std::string refuses(const ShardAmax& call, const Target&) { return refuses_shards(call); }
 
 void launch(const ShardAmax& call, const Context& context) {
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
@@ -72,6 +68,7 @@ void launch(const ShardAmax& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<ShardAmax> shard_amax_any_cuda = {"shard_amax_any_cuda", refuses, workspace, launch};
+const Kernel<ShardAmax> shard_amax_any_cuda = {"shard_amax_any_cuda", Arch::cuda, Kind::reference, refuses,
+                                               no_workspace,          launch};
 
 }  // namespace grouped

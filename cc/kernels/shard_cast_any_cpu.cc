@@ -106,10 +106,6 @@ class Job {
   ScalePlace place_, cross_place_;
 };
 
-std::string refuses(const ShardCast&, const Target& target) { return refuses_unless_cpu(target); }
-
-size_t workspace(const ShardCast&, const Target&) { return 0; }
-
 void launch(const ShardCast& call, const Context& context) {
   if (call.skip.present() && *call.skip.as<const int32_t>() != 0) return;
   FloatEnvironment environment;
@@ -121,6 +117,7 @@ void launch(const ShardCast& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<ShardCast> shard_cast_any_cpu = {"shard_cast_any_cpu", refuses, workspace, launch};
+const Kernel<ShardCast> shard_cast_any_cpu = {"shard_cast_any_cpu", Arch::cpu, Kind::reference, takes_any,
+                                              no_workspace,         launch};
 
 }  // namespace grouped

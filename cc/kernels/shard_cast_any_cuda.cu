@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <string>
 
-#include "cc/device/shards.cuh"
+#include "cc/device/quantize/weight_shards.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -147,11 +147,7 @@ void store(const Problem& p, cudaStream_t stream) {
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
-std::string refuses(const ShardCast& call, const Target& target) {
-  return target.platform == Platform::cuda ? refuses_shards(call) : "is a CUDA kernel";
-}
-
-size_t workspace(const ShardCast&, const Target&) { return 0; }
+std::string refuses(const ShardCast& call, const Target&) { return refuses_shards(call); }
 
 void launch(const ShardCast& call, const Context& context) {
   if (call.source.elements() == 0) return;
@@ -183,6 +179,7 @@ void launch(const ShardCast& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<ShardCast> shard_cast_any_cuda = {"shard_cast_any_cuda", refuses, workspace, launch};
+const Kernel<ShardCast> shard_cast_any_cuda = {"shard_cast_any_cuda", Arch::cuda, Kind::reference, refuses,
+                                               no_workspace,          launch};
 
 }  // namespace grouped

@@ -11,16 +11,6 @@
 namespace grouped {
 namespace {
 
-template <class Call>
-std::string refuses(const Call&, const Target& target) {
-  return refuses_unless_cpu(target);
-}
-
-template <class Call>
-size_t no_workspace(const Call&, const Target&) {
-  return 0;
-}
-
 bool in_range(int32_t expert, int64_t count) { return expert >= 0 && expert < count; }
 
 void launch_count(const CountExperts& call, const Context&) {
@@ -142,10 +132,15 @@ void launch_hash(const HashExperts& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<CountExperts> count_experts_any_cpu = {"count_experts_any_cpu", refuses, no_workspace, launch_count};
-const Kernel<DropSlots> drop_slots_any_cpu = {"drop_slots_any_cpu", refuses, no_workspace, launch_drop};
-const Kernel<SortSlots> sort_slots_any_cpu = {"sort_slots_any_cpu", refuses, no_workspace, launch_sort};
-const Kernel<PadGroups> pad_groups_any_cpu = {"pad_groups_any_cpu", refuses, no_workspace, launch_pad};
-const Kernel<HashExperts> hash_experts_any_cpu = {"hash_experts_any_cpu", refuses, no_workspace, launch_hash};
+const Kernel<CountExperts> count_experts_any_cpu = {
+    "count_experts_any_cpu", Arch::cpu, Kind::reference, takes_any, no_workspace, launch_count};
+const Kernel<DropSlots> drop_slots_any_cpu = {"drop_slots_any_cpu", Arch::cpu,  Kind::reference, takes_any,
+                                              no_workspace,         launch_drop};
+const Kernel<SortSlots> sort_slots_any_cpu = {"sort_slots_any_cpu", Arch::cpu,  Kind::reference, takes_any,
+                                              no_workspace,         launch_sort};
+const Kernel<PadGroups> pad_groups_any_cpu = {"pad_groups_any_cpu", Arch::cpu, Kind::reference, takes_any,
+                                              no_workspace,         launch_pad};
+const Kernel<HashExperts> hash_experts_any_cpu = {"hash_experts_any_cpu", Arch::cpu,  Kind::reference, takes_any,
+                                                  no_workspace,           launch_hash};
 
 }  // namespace grouped

@@ -1,7 +1,8 @@
 // Where the slots of tokens go: counts per expert, the order of rows, and experts by token id.
 //
 // count_experts   clear --> 1024 slots a block, counted in shared memory if 8192 counters suffice, else in the result
-// sort_slots      two launches, cc/device/slot_order.cuh; the last one writes padding and the tail as well, so every
+// sort_slots      two launches, cc/device/common/slot_order.cuh; the last one writes padding and the tail as well, so
+// every
 //                 place of the results is written once
 // pad_groups      a scan of the sizes, then a thread a row of both maps finds its group by bisection
 // hash_experts    a thread a token: its row of the table, or its draws
@@ -13,9 +14,9 @@
 #include <algorithm>
 #include <string>
 
-#include "cc/device/operand.h"
-#include "cc/device/sequences.cuh"
-#include "cc/device/slot_order.cuh"
+#include "cc/device/common/refusals.h"
+#include "cc/device/common/slot_order.cuh"
+#include "cc/device/common/token_sequences.cuh"
 #include "cc/kernels/kernels.h"
 #include "cc/math/routing.h"
 
@@ -23,11 +24,6 @@ namespace grouped {
 namespace {
 
 using namespace device;
-
-template <class Call>
-std::string refuses(const Call&, const Target& target) {
-  return refuses_unless_cuda(target);
-}
 
 // ---- Counts
 
@@ -267,9 +263,13 @@ void launch_hash(const HashExperts& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<CountExperts> count_experts_any_cuda = {"count_experts_any_cuda", refuses, count_bytes, launch_count};
-const Kernel<SortSlots> sort_slots_any_cuda = {"sort_slots_any_cuda", refuses, sort_bytes, launch_sort};
-const Kernel<PadGroups> pad_groups_any_cuda = {"pad_groups_any_cuda", refuses, pad_bytes, launch_pad};
-const Kernel<HashExperts> hash_experts_any_cuda = {"hash_experts_any_cuda", refuses, hash_bytes, launch_hash};
+const Kernel<CountExperts> count_experts_any_cuda = {
+    "count_experts_any_cuda", Arch::cuda, Kind::reference, takes_any, count_bytes, launch_count};
+const Kernel<SortSlots> sort_slots_any_cuda = {
+    "sort_slots_any_cuda", Arch::cuda, Kind::reference, takes_any, sort_bytes, launch_sort};
+const Kernel<PadGroups> pad_groups_any_cuda = {
+    "pad_groups_any_cuda", Arch::cuda, Kind::reference, takes_any, pad_bytes, launch_pad};
+const Kernel<HashExperts> hash_experts_any_cuda = {
+    "hash_experts_any_cuda", Arch::cuda, Kind::reference, takes_any, hash_bytes, launch_hash};
 
 }  // namespace grouped

@@ -13,8 +13,8 @@
 
 #include <algorithm>
 
-#include "cc/device/groups.cuh"
-#include "cc/device/values.cuh"
+#include "cc/device/common/elements.cuh"
+#include "cc/device/common/group_scan.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {

@@ -10,13 +10,13 @@
 #include <vector>
 
 #include "cc/api/tensor.h"
-#include "cc/device/layout.cuh"
-#include "cc/device/layout_codes.cuh"
-#include "cc/device/layout_fp8.cuh"
-#include "cc/device/layout_pieces.cuh"
-#include "cc/device/layout_tf32.cuh"
-#include "cc/device/maps.h"
-#include "cc/device/schedule.cuh"
+#include "cc/device/sm90/layout.cuh"
+#include "cc/device/sm90/layout_codes.cuh"
+#include "cc/device/sm90/layout_fp8.cuh"
+#include "cc/device/sm90/layout_pieces.cuh"
+#include "cc/device/sm90/layout_tf32.cuh"
+#include "cc/device/sm90/map_shapes.h"
+#include "cc/device/sm90/schedule.cuh"
 #include "cc/dispatch/tiles_sm90.h"
 #include "cc/math/code_pairs.h"
 

@@ -1,0 +1,48 @@
+#if GROUPED_WITH_CUDA
+#include "cc/device/common/launch.h"
+
+#include <string>
+
+namespace grouped {
+
+void fail_cuda(const char* file, int line, const char* call, int status) {
+  fail(file, line, std::string(call) + ": " + cudaGetErrorString(cudaError_t(status)));
+}
+
+int device_index() {
+  int device = 0;
+  GROUPED_CUDA_CHECK(cudaGetDevice(&device));
+  GROUPED_CHECK(device < kMaxDevices, "device " + std::to_string(device) + " is beyond the last that is supported, 63");
+  return device;
+}
+
+int multiprocessors() {
+  static std::atomic<int> counts[kMaxDevices] = {};
+  std::atomic<int>& cached = counts[device_index()];
+  int count = cached.load(std::memory_order_relaxed);
+  if (count == 0) {
+    GROUPED_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device_index()));
+    cached.store(count, std::memory_order_relaxed);
+  }
+  return count;
+}
+
+void allow_shared_memory(const void* kernel, int bytes, OfDevices& done) {
+  std::atomic<bool>& allowed = done[device_index()];
+  if (allowed.load(std::memory_order_relaxed)) return;
+  GROUPED_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  allowed.store(true, std::memory_order_relaxed);
+}
+
+void prefer_shared_memory(const void* kernel, int bytes, OfDevices& done) {
+  std::atomic<bool>& asked = done[device_index()];
+  if (asked.load(std::memory_order_relaxed)) return;
+  int whole = 0;
+  GROUPED_CUDA_CHECK(cudaDeviceGetAttribute(&whole, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device_index()));
+  const int percent = static_cast<int>(int64_t{bytes} * 100 / whole);  // rounded up to what the device can do
+  GROUPED_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, percent));
+  asked.store(true, std::memory_order_relaxed);
+}
+
+}  // namespace grouped
+#endif

@@ -1,0 +1,369 @@
+// What the kernels of quantised storage share: where groups, tiles and segments lie, and the ends of a launch that
+// belong to groups instead of tiles.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cc/api/calls.h"
+#include "cc/api/context.h"
+#include "cc/device/common/early_launch.cuh"
+#include "cc/device/common/group_scan.cuh"
+#include "cc/math/store.h"
+
+namespace grouped {
+
+constexpr int kStoreRows = 128;  // of a tile: blocks and segments divide it
+constexpr int kStoreColumns = 128;
+
+// In the workspace. Rows of group g are offsets[g] ... offsets[g + 1] - 1, its row tiles tiles[g] ... tiles[g + 1] - 1,
+// its first row in a padded form segments[g]. Weights are groups of equal size. What no group owns counts as group
+// `count`: its tiles cover the rest of the rows and of the padded rows alike.
+struct StoreScan {
+  int64_t* offsets;   // [count + 1]
+  int64_t* tiles;     // [count + 2]
+  int64_t* segments;  // [count + 1]
+  uint32_t* drawn;    // [2]; tiles that the blocks of each launch have drawn, zero at first
+  uint32_t* amax;     // [count]; zero at first
+  uint32_t* rotated;  // [count]; of the rotated values, or of act(h) beside gradients
+  int count;
+
+  static size_t bytes(int64_t count) {
+    const size_t n = static_cast<size_t>(count);
+    return align_up(sizeof(int64_t) * (3 * n + 4) + sizeof(uint32_t) * (2 * n + 2));
+  }
+  static StoreScan at(void* workspace, int64_t count) {
+    int64_t* words = static_cast<int64_t*>(workspace);
+    uint32_t* drawn = reinterpret_cast<uint32_t*>(words + 3 * count + 4);
+    uint32_t* amax = drawn + 2;
+    return {words, words + count + 1, words + 2 * count + 3, drawn, amax, amax + count, static_cast<int>(count)};
+  }
+};
+
+// One form of what is stored.
+struct StoredForm {
+  uint8_t* values;  // null: not wanted
+  void* scales;
+  float* group_scales;
+  ScalePlace place;
+  int64_t pitch;  // bytes from one row of codes to the next
+};
+
+// A tile: rows of one group, or of what no group owns.
+struct StoreTile {
+  int group;
+  int64_t row;     // first, inside the group
+  int64_t source;  // first, in the source
+  int64_t padded;  // first, in the padded form
+  int rows;        // that exist
+  int64_t column;
+  int columns;
+};
+
+// A Quantize as its kernels take it.
+struct StoreProblem {
+  StoreScan scan;
+  const void* source;
+  DType source_type;
+  const int64_t* table;  // null: packed
+  const int32_t* sizes;  // null: weights
+  int64_t rows;          // of the source, or of one weight
+  int64_t padded_rows;   // of the padded form; 0: there is none
+  int64_t width;
+  bool ragged;
+  int segment;      // 0: padded rows are those that exist
+  bool transposed;  // the cross form has rows as its last axis
+  StoredForm forms[2];
+  DType type;
+  bool wide_scales;
+  StoreRule rule;
+  int block;  // a power of two, or 0
+  int block_outer;
+  int block_bits;  // their logarithms
+  int outer_bits;
+  const float* encode;
+  const uint32_t* key;
+  const int32_t* skip;
+  bool stochastic;
+  bool rotate;
+  uint32_t stream;
+  int choice;                 // of 4over6: 0 none, 1 absolute errors, 2 squares
+  bool measure;               // amaxes of groups are wanted from this launch
+  bool starting;              // only of groups that delayed scaling has no multiplier for yet
+  const float* encode_other;  // then: multipliers of act(h), which is stored beside gradients, or null
+  uint32_t* raised;           // [groups]: where they go
+  bool early;                 // a launch that stores may begin before the one that measures has ended
+  bool last_first;            // a launch before has read all tiles: the L2 cache may hold the last ones
+  uint32_t* drawn;            // of this launch; null: no block has more than two tiles
+  bool cleared;               // and zero already
+};
+
+namespace device {
+
+// One block. `sizes` null: `count` groups of `rows` rows each. `padded`: rows of the padded form, or 0.
+static __global__ void __launch_bounds__(kScanThreads)
+    scan_store(const int32_t* sizes, int64_t rows, int64_t padded, int segment, StoreScan scan) {
+  __shared__ int64_t warps[33];
+  const int64_t limit = sizes ? rows : rows * scan.count;
+  int64_t rows_before = 0, tiles_before = 0, padded_before = 0;
+  for (int first = 0; first < scan.count; first += kScanThreads) {
+    const int g = first + threadIdx.x;
+    const int64_t size = g >= scan.count ? 0 : sizes ? (sizes[g] > 0 ? sizes[g] : 0) : rows;
+    int64_t total;
+    const int64_t before = rows_before + exclusive_sum<kScanThreads / 32>(size, warps, &total);
+    rows_before += total;
+    const int64_t start = min(before, limit), count = min(before + size, limit) - start;
+    const int64_t tile = tiles_before + exclusive_sum<kScanThreads / 32>(divide_up(count, kStoreRows), warps, &total);
+    tiles_before += total;
+    const int64_t place = padded_before + exclusive_sum<kScanThreads / 32>(
+                                              segment ? divide_up(count, segment) * segment : 0, warps, &total);
+    padded_before += total;
+    if (g < scan.count) {
+      scan.offsets[g] = start;
+      scan.tiles[g] = tile;
+      scan.segments[g] = place;
+      scan.amax[g] = scan.rotated[g] = 0;
+    }
+  }
+  if (threadIdx.x == 0) {
+    const int64_t end = min(rows_before, limit), rest = max(limit - end, padded ? padded - padded_before : 0);
+    scan.offsets[scan.count] = end;
+    scan.segments[scan.count] = padded_before;
+    scan.tiles[scan.count] = tiles_before;
+    scan.tiles[scan.count + 1] = tiles_before + divide_up(rest, kStoreRows);
+  }
+}
+
+// Tile `item` of [row tiles] x [column tiles], the column running fastest; false past the last one. By a whole warp.
+template <class Index>
+__device__ inline bool find_tile(const StoreScan& scan, Index item, Index column_tiles, int64_t width,
+                                 StoreTile* tile) {
+  const Index row_tile = item / column_tiles;
+  if (row_tile >= scan.tiles[scan.count + 1]) return false;
+  // Empty groups start where the next one does: the last of equals has the tile.
+  const int g = find_last(scan.tiles, scan.count + 1, int64_t{row_tile});
+  tile->group = g;
+  tile->row = (row_tile - scan.tiles[g]) * kStoreRows;
+  tile->source = scan.offsets[g] + tile->row;
+  tile->padded = scan.segments[g] + tile->row;
+  const int64_t left = g < scan.count ? scan.offsets[g + 1] - tile->source : 0;
+  tile->rows = static_cast<int>(left < kStoreRows ? left : kStoreRows);
+  tile->column = int64_t{item - row_tile * column_tiles} * kStoreColumns;
+  tile->columns = static_cast<int>(min(width - tile->column, int64_t{kStoreColumns}));
+  return true;
+}
+
+// Raises the amax of a group by what one warp has seen; NaN is one NaN.
+__device__ inline void raise_amax(uint32_t* slot, uint32_t amax) {
+  amax = __reduce_max_sync(~0u, amax);
+  if (threadIdx.x % 32 == 0 && amax > *reinterpret_cast<volatile uint32_t*>(slot)) {
+    atomicMax(slot, float_bits(amax_value(amax)));
+  }
+}
+
+__device__ inline void put_scale(void* scales, bool wide, int64_t index, uint32_t stored) {
+  if (wide) {
+    static_cast<uint32_t*>(scales)[index] = stored;
+  } else {
+    static_cast<uint8_t*>(scales)[index] = static_cast<uint8_t>(stored);
+  }
+}
+
+struct GroupResults {
+  StoreScan scan;
+  StoreRule rule;
+  bool per_group;
+  bool rotate;
+  const float* encode;
+  const int32_t* skip;
+  float* group_scales;
+  float* cross_group_scales;
+  const float* into_amax;
+  float* amax;
+};
+
+__device__ inline GroupScale group_scale_of(const StoreScan& scan, const StoreRule& rule, bool per_group,
+                                            const float* encode, bool rotated, int group) {
+  if (encode) return delayed_group_scale(rule, encode[group], scan.amax[group]);
+  return group_scale(rule, per_group, (rotated ? scan.rotated : scan.amax)[group]);
+}
+
+static __global__ void finish_groups(const GroupResults r) {
+  const int g = blockIdx.x * blockDim.x + threadIdx.x;
+  if (g >= r.scan.count || (r.skip && *r.skip != 0)) return;
+  if (r.group_scales) r.group_scales[g] = group_scale_of(r.scan, r.rule, r.per_group, r.encode, false, g).decode;
+  if (r.cross_group_scales) {
+    r.cross_group_scales[g] = group_scale_of(r.scan, r.rule, r.per_group, r.encode, r.rotate, g).decode;
+  }
+  if (r.amax) r.amax[g] = amax_value(r.into_amax ? amax_with(r.scan.amax[g], r.into_amax[g]) : r.scan.amax[g]);
+}
+
+// Whether a launch of a `starting` problem has nothing to find in a group.
+__device__ inline bool has_started(const StoreProblem& p, int group) {
+  return p.encode[group] != 0.0f && (!p.encode_other || p.encode_other[group] != 0.0f);
+}
+
+// Whether all groups that have rows have started, by a whole block: then the launch is over. The one that stores may
+// begin behind it.
+__device__ inline bool all_started(const StoreProblem& p) {
+  if (!p.starting) return false;
+  let_next_launch_begin();
+  bool waits = false;
+  for (int g = threadIdx.x; g < p.scan.count; g += blockDim.x) {
+    waits |= (!p.sizes || p.sizes[g] > 0) && !has_started(p, g);
+  }
+  return !__syncthreads_or(waits);
+}
+
+// Leaves a tile of a group that has started without rows, so that none are read.
+__device__ inline void pass_by_started(const StoreProblem& p, StoreTile* tile) {
+  if (p.starting && tile->group < p.scan.count && has_started(p, tile->group)) tile->rows = 0;
+}
+
+// Zero codes: `lines` of `length` bytes, `pitch` apart.
+__device__ inline void zero_codes(uint8_t* to, int lines, int length, int64_t pitch, int threads) {
+  const int chunks = (length + 15) / 16;
+  for (int item = threadIdx.x; item < lines * chunks; item += threads) {
+    uint8_t* at = to + item / chunks * pitch + item % chunks * 16;
+    const int count = min(length - item % chunks * 16, 16);
+    if (count == 16 && reinterpret_cast<uintptr_t>(at) % 16 == 0) {
+      *reinterpret_cast<uint4*>(at) = make_uint4(0, 0, 0, 0);
+    } else {
+      for (int i = 0; i < count; ++i) at[i] = 0;
+    }
+  }
+}
+
+// One tile, `height` rows, of what no group owns, as if it were zeros: of the rows, and of the padded rows.
+__device__ inline void store_nothing(const StoreProblem& p, const StoreTile& tile, int height, int threads) {
+  const uint32_t none = p.wide_scales ? float_bits(decode_scale(fp32_encode_scale(0.0f, p.rule.fp32))) : 0;
+  const int bits = p.type == DType::u8 ? 4 : 8;
+  for (int cross = 0; cross < 2; ++cross) {
+    const StoredForm& form = p.forms[cross];
+    const int64_t first = cross ? tile.padded : tile.source, left = (cross ? p.padded_rows : p.rows) - first;
+    const int count = static_cast<int>(min(left, int64_t{height}));
+    if (!form.values || count <= 0) continue;
+    if (cross && p.transposed) {
+      zero_codes(form.values + tile.column * form.pitch + first, tile.columns, count, form.pitch, threads);
+    } else {
+      zero_codes(form.values + first * form.pitch + tile.column * bits / 8, count, (tile.columns * bits + 7) / 8,
+                 form.pitch, threads);
+    }
+    if (!p.block) continue;
+    const int tall = cross ? count >> p.block_bits : count;
+    const int wide = cross ? tile.columns : (tile.columns + p.block - 1) >> p.block_bits;
+    for (int item = threadIdx.x; item < tall * wide; item += threads) {
+      const int64_t row = (cross ? first >> p.block_bits : first) + item / wide;
+      const int64_t column = (cross ? tile.column : tile.column >> p.block_bits) + item % wide;
+      put_scale(form.scales, p.wide_scales, form.place.at(0, row, column), none);
+    }
+  }
+}
+
+}  // namespace device
+
+template <class T>
+T* data_of(const TensorView& t) {
+  return t.present() ? t.as<T>() : nullptr;
+}
+
+// Of a power of two; 0 of 0.
+inline int log2_of(int64_t value) {
+  int bits = 0;
+  while (int64_t{1} << (bits + 1) <= value) ++bits;
+  return bits;
+}
+
+inline float largest_value(DType type) {
+  return type == DType::e4m3fn ? E4M3::kMax : type == DType::e5m2 ? E5M2::kMax : E2M1::kMax;
+}
+
+inline StoreProblem store_problem(const Quantize& call, const Context& context) {
+  StoreProblem p = {};
+  const bool ragged = call.group_sizes.present();
+  const int64_t groups = ragged ? call.group_sizes.dims[0] : call.source.dims[0];
+  const int64_t tall = call.source.dims[ragged ? 0 : 1], wide = call.source.dims[ragged ? 1 : 2];
+  const int64_t block = call.block > 0 ? call.block : 1, outer = call.block_outer;
+  const TensorView& cross = call.cross_values;
+  const int64_t padded = ragged && cross.present() ? cross.dims[call.turned ? 1 : 0] : 0;
+  p.scan = StoreScan::at(context.workspace, groups);
+  p.source = call.source.data;
+  p.source_type = call.source.dtype;
+  p.table = data_of<const int64_t>(call.source_table);
+  p.sizes = data_of<const int32_t>(call.group_sizes);
+  p.rows = tall;
+  p.padded_rows = padded;
+  p.width = wide;
+  p.ragged = ragged;
+  p.segment = ragged && cross.present() ? static_cast<int>(call.segment) : 0;
+  p.transposed = !ragged || call.turned != 0;
+  p.type = call.values.present() ? call.values.dtype : cross.dtype;
+  p.forms[0] = {data_of<uint8_t>(call.values), data_of<void>(call.scales), data_of<float>(call.group_scales),
+                ScalePlace::of(call.scales, ragged, false, divide_up(tall, outer), divide_up(wide, block)),
+                row_bytes(p.type, wide)};
+  p.forms[1] = {
+      data_of<uint8_t>(cross), data_of<void>(call.cross_scales), data_of<float>(call.cross_group_scales),
+      ScalePlace::of(call.cross_scales, ragged, true, divide_up(ragged ? padded : tall, block), divide_up(wide, outer)),
+      cross.present() ? cross.dims[cross.rank - 1] : 0};
+  p.wide_scales = call.rule == "fp32";
+  p.rule = store_rule(call, largest_value(p.type), call.source.dtype == DType::bf16);
+  p.block = static_cast<int>(call.block);
+  p.block_outer = static_cast<int>(outer);
+  p.block_bits = log2_of(p.block);
+  p.outer_bits = log2_of(p.block_outer);
+  p.encode = data_of<const float>(call.encode);
+  p.key = data_of<const uint32_t>(call.key);
+  p.skip = data_of<const int32_t>(call.skip);
+  p.stochastic = call.stochastic != 0;
+  p.rotate = call.rotate != 0 && cross.present();
+  p.stream = static_cast<uint32_t>(call.stream);
+  p.choice = call.four_over_six.empty() ? 0 : call.four_over_six == "absolute" ? 1 : 2;
+  return p;
+}
+
+// The results that belong to groups.
+inline void launch_finish(const Quantize& call, const StoreProblem& p, cudaStream_t stream) {
+  const device::GroupResults results = {
+      p.scan,
+      p.rule,
+      p.block == 0,
+      p.rotate,
+      p.encode,
+      p.skip,
+      p.forms[0].group_scales,
+      p.forms[1].group_scales,
+      data_of<const float>(call.into_amax),
+      data_of<float>(call.amax),
+  };
+  constexpr int kThreads = 256;
+  device::finish_groups<<<static_cast<unsigned>(divide_up(p.scan.count, kThreads)), kThreads, 0, stream>>>(results);
+  GROUPED_CUDA_CHECK(cudaGetLastError());
+}
+
+// Whether scales of groups want amaxes of groups first: of all, or of those that delayed scaling has yet to start.
+inline bool finds_group_scales(const Quantize& call) {
+  if (call.block != 0 && call.rule != "nvfp4") return false;
+  return !call.encode.present() || call.starts_at_one == 0;
+}
+
+// Runs what a Quantize is made of: the scan, `measure(p)` where scales want the amax of a group first, `store(p)`, and
+// the results that belong to groups.
+template <class Measure, class Store>
+void launch_store(const Quantize& call, const Context& context, Measure measure, Store store) {
+  const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
+  StoreProblem p = store_problem(call, context);
+  const bool stores = p.forms[0].values || p.forms[1].values, found = finds_group_scales(call);
+  const bool ahead = !stores || found;
+  device::scan_store<<<1, kScanThreads, 0, stream>>>(p.sizes, p.rows, p.padded_rows, p.segment, p.scan);
+  GROUPED_CUDA_CHECK(cudaGetLastError());
+  p.raised = p.scan.amax;
+  p.starting = stores && p.encode && found;
+  if (ahead) measure(p, stream);
+  p.measure = call.amax.present() && (!ahead || p.starting);
+  if (stores) store(p, stream);
+  if (!p.forms[0].group_scales && !p.forms[1].group_scales && !call.amax.present()) return;
+  launch_finish(call, p, stream);
+}
+
+}  // namespace grouped

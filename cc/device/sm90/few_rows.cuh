@@ -1,0 +1,228 @@
+// Few rows a group: blocks of 8 rows of one group in the order in which tensor cores read them, where groups and their
+// tiles start, and the items that tiles are worked through by.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "cc/api/tensor.h"
+#include "cc/device/sm90/layout_codes.cuh"
+#include "cc/device/sm90/ptx.cuh"
+
+namespace grouped::sm90 {
+
+constexpr int kMostGroups = 1024;
+constexpr int kTableEntries = kMostGroups + 8;  // groups + 1 are used
+constexpr int kTableBytes = 3 * kTableEntries * 4;
+
+struct FewRowsParams {
+  CUtensorMap codes;
+  const int32_t* sizes;
+  const uint8_t* lhs;
+  uint8_t* arranged;  // [slabs of k, blocks, 2 KiB]
+  const uint8_t* scales;
+  const float* factors;  // [groups], or null
+  const uint8_t* bias;
+  const int64_t* bias_table;
+  const float* row_scale;
+  uint8_t* result;
+  int64_t rows;
+  int most_blocks;
+  int groups, cols, depth;
+  int slabs;                                       // of k, filled up to whole stages with zeros
+  int scale_lines, scale_line_bytes, scale_outer;  // [groups, lines, bytes]; so many columns share a line
+  int scale_alignment;                             // of lines, in bytes: 8, 4 or 1
+  int tile_cols;                                   // weight rows, columns of the result
+  DType result_type, bias_type;
+  bool scale_bias, clear_tail;
+};
+
+// --- arrange ---
+
+constexpr int kArrangeThreads = 128;  // pieces of 8 k of one block and slab
+constexpr int kArrangeSlabs = 32;     // slabs of blocks that one block of the grid moves at most
+
+// An inclusive sum over the lanes of a warp.
+__device__ inline int64_t warp_sums(int64_t value) {
+  for (int d = 1; d < 32; d *= 2) {
+    const int64_t below = __shfl_up_sync(~0u, value, d);
+    if (threadIdx.x % 32 >= d) value += below;
+  }
+  return value;
+}
+
+struct Span {
+  int first, end;  // rows
+};
+
+// Calls start(blocks of all groups), and then use(g, span, first block, first tile) for every group and once more with
+// the totals, by one warp: a lane has neighbouring groups, so that loads do not wait for sums. Tiles have at most
+// kTileBlocks blocks.
+template <int kTileBlocks, class Start, class Use>
+__device__ void for_groups(const FewRowsParams& p, Start start, Use use) {
+  const int lane = threadIdx.x % 32, each = (p.groups + 31) / 32;
+  const int first = min(lane * each, p.groups), end = min(first + each, p.groups);
+  const auto size_of = [&](int g) -> int64_t { return max(p.sizes[g], 0); };
+  const auto span_of = [&](int g, int64_t row) {
+    return Span{int(min(row, p.rows)), int(min(row + size_of(g), p.rows))};
+  };
+  const auto blocks_of = [](Span span) { return (span.end - span.first + kBlockRows - 1) / kBlockRows; };
+  const auto tiles_of = [](int blocks) { return (blocks + kTileBlocks - 1) / kTileBlocks; };
+  int64_t rows = 0;
+#pragma unroll 4
+  for (int g = first; g < end; ++g) rows += size_of(g);
+  const int64_t rows_end = warp_sums(rows);
+  int blocks = 0, tiles = 0;
+  int64_t row = rows_end - rows;
+  for (int g = first; g < end; row += size_of(g), ++g) {
+    const int mine = blocks_of(span_of(g, row));
+    blocks += mine, tiles += tiles_of(mine);
+  }
+  const int64_t both_end = warp_sums(int64_t{blocks} << 32 | tiles);
+  const int blocks_end = static_cast<int>(both_end >> 32), tiles_end = static_cast<int>(both_end);
+  start(__shfl_sync(~0u, blocks_end, 31));
+  row = rows_end - rows, blocks = blocks_end - blocks, tiles = tiles_end - tiles;
+  for (int g = first; g < end; row += size_of(g), ++g) {
+    const Span span = span_of(g, row);
+    use(g, span, blocks, tiles);
+    blocks += blocks_of(span), tiles += tiles_of(blocks_of(span));
+  }
+  if (lane == 31) use(p.groups, Span{int(min(rows_end, p.rows)), 0}, blocks_end, tiles_end);
+}
+
+// 8 neighbours as the four pairs of their codes.
+template <bool kNibbles>
+__device__ uint4 in_pairs(uint4 x) {
+  if constexpr (kNibbles) {  // 0 4, 1 5, 2 6, 3 7
+    return make_uint4(__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632), __byte_perm(x.y, x.w, 0x5410),
+                      __byte_perm(x.y, x.w, 0x7632));
+  } else {  // 0 2, 1 3, 4 6, 5 7
+    return make_uint4(__byte_perm(x.x, x.y, 0x5410), __byte_perm(x.x, x.y, 0x7632), __byte_perm(x.z, x.w, 0x5410),
+                      __byte_perm(x.z, x.w, 0x7632));
+  }
+}
+
+// A run of slabs of blocks, one after the other. Where there are few, each multiprocessor has one block of the grid,
+// and the product's blocks, which may start meanwhile, find room beside: 32 registers a thread. Thread (part, row, q)
+// moves the 8 k of a row from 32 q + 8 part on, which lane q of a quad multiplies.
+template <bool kNibbles>
+__global__ void __launch_bounds__(kArrangeThreads, 16) arrange_rows(const __grid_constant__ FewRowsParams p) {
+  ptx::let_next_grid_start();
+  __shared__ Span found[kArrangeSlabs + 1];  // the rows from a block's first one on to the group's end
+  __shared__ int run[2];                     // the first slab, how many
+  const int slabs = p.slabs;
+  if (threadIdx.x < 32) {
+    int first = 0, behind = 0;  // blocks
+    const auto start = [&](int blocks) {
+      const int all = blocks * slabs, each = (all + gridDim.x - 1) / gridDim.x;
+      const int begin = min(static_cast<int>(blockIdx.x) * each, all), end = min(begin + each, all);
+      first = begin / slabs, behind = (end + slabs - 1) / slabs;
+      if (threadIdx.x == 0) run[0] = begin, run[1] = end - begin;
+    };
+    const auto use = [&](int g, Span span, int first_block, int) {
+      if (g == p.groups) return;
+      for (int block = max(first, first_block); block < behind; ++block) {
+        const int row = span.first + (block - first_block) * kBlockRows;
+        if (row >= span.end) break;
+        found[block - first] = Span{row, span.end};
+      }
+    };
+    for_groups<1>(p, start, use);
+  }
+  __syncthreads();
+  const int first = run[0] / slabs, count = run[1];
+  const int part = threadIdx.x / 32, row = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+  struct Walk {
+    const Span* block;
+    int slab;
+  };
+  const Walk start = {found, run[0] - first * slabs};
+  const auto step = [&](Walk& at) {
+    if (++at.slab == slabs) at.slab = 0, ++at.block;
+  };
+  const auto source = [&](const Walk& at) -> const uint4* {  // or null: zeros
+    const int from = at.block->first + row, k = at.slab * kSlabK + 32 * q + 8 * part;
+    const bool exists = from < at.block->end && k < p.depth;
+    return exists ? reinterpret_cast<const uint4*>(p.lhs + (int64_t{from} * p.depth + k) * 2) : nullptr;
+  };
+  Walk at = start;
+#pragma unroll 1
+  for (int i = 0; i < count; ++i, step(at)) {  // one trip to memory for all
+    if (const uint4* x = source(at)) ptx::prefetch(x);
+  }
+  constexpr int kTogether = 3;  // as many as there are registers for
+  at = start;
+#pragma unroll 1
+  for (int left = count; left > 0; left -= kTogether) {
+    uint4 x[kTogether];
+    int to[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      x[j] = make_uint4(0, 0, 0, 0);
+      if (j >= left) continue;
+      if (const uint4* from = source(at)) x[j] = *from;
+      to[j] = at.slab * p.most_blocks + first + static_cast<int>(at.block - found);
+      step(at);
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      if (j >= left) continue;
+      const uint4 y = in_pairs<kNibbles>(x[j]);
+      const uint32_t pairs[4] = {y.x, y.y, y.z, y.w};
+      uint8_t* there = p.arranged + int64_t{to[j]} * kRowBlockBytes;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) *reinterpret_cast<uint32_t*>(there + row_pair(part, row, q, i)) = pairs[i];
+    }
+  }
+}
+
+// --- items ---
+
+// First row, first block, first row tile of each group, and the totals behind the last, by one warp.
+template <int kTileBlocks>
+__device__ void make_tables(const FewRowsParams& p, int32_t* tables) {
+  const auto use = [&](int g, Span span, int first_block, int first_tile) {
+    tables[g] = span.first;
+    tables[kTableEntries + g] = first_block;
+    tables[2 * kTableEntries + g] = first_tile;
+  };
+  for_groups<kTileBlocks>(p, [](int) {}, use);
+}
+
+struct Item {
+  uint32_t tag;  // twice the group, and 1 more in the last item of this block of the grid
+  int first_row, rows, col;
+  int first_block;  // those who multiply do not ask for it
+  __device__ int group() const { return static_cast<int>(tag >> 1); }
+  __device__ bool last() const { return (tag & 1) != 0; }
+  __device__ int blocks() const { return (rows + kBlockRows - 1) / kBlockRows; }
+};
+
+// The item `index`, of which a block of the grid takes every gridDim.x-th: of one group, row tiles of the same columns
+// next to each other, so that codes are read from memory once. A group's tiles have as many blocks as each other, but
+// the last. Tables lie in shared memory.
+__device__ inline bool find_item(const FewRowsParams& p, const int32_t* tables, int index, Item* item) {
+  const int32_t* rows = tables;
+  const int32_t* blocks = rows + kTableEntries;
+  const int32_t* tiles = blocks + kTableEntries;
+  const int col_tiles = (p.cols + p.tile_cols - 1) / p.tile_cols, items = tiles[p.groups] * col_tiles;
+  if (index >= items) return false;
+  int low = 0, high = p.groups;  // the last group whose first item is not behind
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (tiles[middle] * col_tiles <= index ? low : high) = middle;
+  }
+  const int row_tiles = tiles[low + 1] - tiles[low];
+  const int each = (blocks[low + 1] - blocks[low] + row_tiles - 1) / row_tiles;
+  const int inside = index - tiles[low] * col_tiles;
+  const int first = inside % row_tiles * each;
+  item->tag = 2 * low + (index + static_cast<int>(gridDim.x) >= items);
+  item->first_row = rows[low] + first * kBlockRows;
+  item->rows = min(rows[low + 1] - item->first_row, each * kBlockRows);
+  item->first_block = blocks[low] + first;
+  item->col = inside / row_tiles * p.tile_cols;
+  return true;
+}
+
+}  // namespace grouped::sm90

@@ -1,0 +1,420 @@
+// Hopper instructions: mbarriers, clusters, bulk tensor copies, wgmma. One function for each instruction, no policy.
+// Shared-memory operands are 32-bit addresses of the shared window (`shared_address`).
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace grouped::ptx {
+
+__device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+// ---- roles ----
+template <int kRegisters>
+__device__ inline void set_max_registers_up() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ inline void set_max_registers_down() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
+}
+
+// ---- grids ----
+// Lets the grid behind, if it was launched so, start once every block of this one has come here or ended.
+__device__ inline void let_next_grid_start() { asm volatile("griddepcontrol.launch_dependents;\n"); }
+// Until the grid in front has ended and all that it wrote is there.
+__device__ inline void wait_for_grid_before() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
+
+// ---- clusters ----
+__device__ inline uint32_t cluster_rank() {
+  uint32_t r;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(r));
+  return r;
+}
+__device__ inline void cluster_barrier() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;\n" ::
+          : "memory");
+}
+// The address of the same variable in another CTA of the cluster.
+__device__ inline uint32_t peer_address(uint32_t address, uint32_t rank) {
+  uint32_t r;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(r) : "r"(address), "r"(rank));
+  return r;
+}
+// Writes 8 bytes in another CTA of the cluster, whose barrier counts them as it does a copy's: nothing waits for the
+// writes before. Both are peer addresses.
+__device__ inline void store_peer(uint32_t peer, int64_t value, uint32_t barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];\n" ::"r"(peer),
+               "l"(value), "r"(barrier)
+               : "memory");
+}
+__device__ inline int64_t load_shared(uint32_t from) {
+  int64_t v;
+  asm volatile("ld.shared.b64 %0, [%1];\n" : "=l"(v) : "r"(from) : "memory");
+  return v;
+}
+
+// ---- mbarriers ----
+__device__ inline void barrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ inline void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory"); }
+__device__ inline void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
+}
+// In another CTA of the cluster. Orders what this thread read and what the copy engine and the tensor cores did, no
+// writes: with cluster scope it would cost a memory barrier of the whole chip, in the main loop and for every item.
+__device__ inline void barrier_arrive_peer(uint32_t barrier, uint32_t rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(peer_address(barrier, rank)) : "memory");
+}
+__device__ inline void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// More bytes for an arrival that has been.
+__device__ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "WAIT:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra DONE;\n"
+      "bra WAIT;\n"
+      "DONE:\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// ---- copies of single words ----
+// Asks for what lies at `from` into the L2.
+__device__ inline void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];\n" ::"l"(from) : "memory"); }
+__device__ inline void copy_word(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(to), "l"(from) : "memory");
+}
+// The first `bytes` of 4 or 8; the rest of them become zero.
+template <int kSize>
+__device__ inline void copy_part(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;\n" ::"r"(to), "l"(from), "n"(kSize), "r"(bytes)
+               : "memory");
+}
+__device__ inline void copies_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+// Until at most the last kPending groups of this thread's copies are under way.
+template <int kPending>
+__device__ inline void copies_wait() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
+}
+// Arrives, as one of the barrier's count, once the copies of words that this thread started are there.
+__device__ inline void barrier_arrive_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(barrier) : "memory");
+}
+
+// ---- bytes ----
+// Four of the bytes of two words, a digit of `selector` each: its low three bits name the byte, the fourth one asks for
+// eight times its sign instead. __byte_perm takes the low three bits alone.
+__device__ inline uint32_t choose_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+  uint32_t chosen;
+  asm("prmt.b32 %0, %1, %2, %3;\n" : "=r"(chosen) : "r"(low), "r"(high), "r"(selector));
+  return chosen;
+}
+
+// ---- bulk tensor copies ----
+struct Coords {
+  int32_t c[4];
+};
+__device__ inline void tensor_load(uint32_t to, const CUtensorMap* map, Coords at, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];\n" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(at.c[0]), "r"(at.c[1]), "r"(at.c[2]), "r"(at.c[3])
+      : "memory");
+}
+// The same box into the same place of every CTA of `mask`, each of whose barriers counts the bytes.
+__device__ inline void tensor_load_multicast(uint32_t to, const CUtensorMap* map, Coords at, uint32_t barrier,
+                                             uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;\n" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(at.c[0]), "r"(at.c[1]), "r"(at.c[2]), "r"(at.c[3]), "h"(mask)
+      : "memory");
+}
+__device__ inline void tensor_store(const CUtensorMap* map, Coords at, uint32_t from) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];\n" ::"l"(map),
+               "r"(from), "r"(at.c[0]), "r"(at.c[1]), "r"(at.c[2]), "r"(at.c[3])
+               : "memory");
+}
+__device__ inline void store_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
+// Until at most kPending stores of this thread still read shared memory.
+template <int kPending>
+__device__ inline void store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kPending) : "memory");
+}
+// Orders this thread's ordinary shared-memory writes before the copy engine and the tensor cores read them.
+__device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
+
+// ---- epilogue ----
+__device__ inline void store_matrix_x4(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
+}
+__device__ inline void load_matrix_x4(uint32_t from, uint32_t (&v)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(from)
+               : "memory");
+}
+__device__ inline void store_matrix_x2(uint32_t to, uint32_t a, uint32_t b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};\n" ::"r"(to), "r"(a), "r"(b) : "memory");
+}
+__device__ inline void load_shared_v2(uint32_t from, float& a, float& b) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(a), "=f"(b) : "r"(from) : "memory");
+}
+__device__ inline float load_shared_float(uint32_t from) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];\n" : "=f"(v) : "r"(from) : "memory");
+  return v;
+}
+__device__ inline void store_shared(uint32_t to, uint32_t v) {
+  asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(to), "r"(v) : "memory");
+}
+__device__ inline void store_shared_v2(uint32_t to, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};\n" ::"r"(to), "f"(a), "f"(b) : "memory");
+}
+__device__ inline void load_words_v2(uint32_t from, uint32_t& a, uint32_t& b) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];\n" : "=r"(a), "=r"(b) : "r"(from) : "memory");
+}
+__device__ inline void store_words_v2(uint32_t to, uint32_t a, uint32_t b) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};\n" ::"r"(to), "r"(a), "r"(b) : "memory");
+}
+
+// ---- 32-bit operands ----
+__device__ inline uint32_t load_shared_word(uint32_t from) {
+  uint32_t v;
+  asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(v) : "r"(from) : "memory");
+  return v;
+}
+__device__ inline void load_shared_v4(uint32_t from, uint32_t (&v)[4]) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(from)
+               : "memory");
+}
+__device__ inline void store_shared_v4(uint32_t to, const uint32_t (&v)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+               : "memory");
+}
+
+// ---- wgmma ----
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+template <int kPending>
+__device__ inline void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
+}
+
+// Sums that a wait has made available: no arithmetic on them may move in front of it.
+template <int kCount>
+__device__ inline void wgmma_done(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+#define GROUPED_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define GROUPED_D16(i) GROUPED_D4(i), GROUPED_D4(i + 4), GROUPED_D4(i + 8), GROUPED_D4(i + 12)
+#define GROUPED_REGS_32                                                    \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define GROUPED_REGS_64                                                              \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define GROUPED_REGS_96                                                              \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define GROUPED_WGMMA_64(TYPE)                                                         \
+  asm volatile(                                                                        \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                     \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" GROUPED_REGS_32 \
+      "}, %32, %33, p, 1, 1, %35, %36;\n}\n"                                           \
+      : GROUPED_D16(0), GROUPED_D16(16)                                                \
+      : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposedA), "n"(kTransposedB))
+#define GROUPED_WGMMA_128(TYPE)                                                         \
+  asm volatile(                                                                         \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                      \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" GROUPED_REGS_64 \
+      "}, %64, %65, p, 1, 1, %67, %68;\n}\n"                                            \
+      : GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), GROUPED_D16(48)               \
+      : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposedA), "n"(kTransposedB))
+#define GROUPED_WGMMA_192(TYPE)                                                                             \
+  asm volatile(                                                                                             \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"                                                          \
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE " {" GROUPED_REGS_96                     \
+      "}, %96, %97, p, 1, 1, %99, %100;\n}\n"                                                               \
+      : GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), GROUPED_D16(48), GROUPED_D16(64), GROUPED_D16(80) \
+      : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposedA), "n"(kTransposedB))
+
+#define GROUPED_WGMMA_FP8_PAIRS(MACRO)          \
+  if constexpr (Pair::kWideA && Pair::kWideB) { \
+    MACRO("e5m2.e5m2");                         \
+  } else if constexpr (Pair::kWideA) {          \
+    MACRO("e5m2.e4m3");                         \
+  } else if constexpr (Pair::kWideB) {          \
+    MACRO("e4m3.e5m2");                         \
+  } else {                                      \
+    MACRO("e4m3.e4m3");                         \
+  }
+#define GROUPED_WGMMA_FP8_128(TYPES)                                                                         \
+  asm volatile(                                                                                              \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                           \
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32." TYPES " {" GROUPED_REGS_64 "}, %64, %65, p, 1, 1;\n}\n" \
+      : GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), GROUPED_D16(48)                                    \
+      : "l"(a), "l"(b), "r"(accumulate))
+#define GROUPED_WGMMA_FP8_192(TYPES)                                                                         \
+  asm volatile(                                                                                              \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"                                                           \
+      "wgmma.mma_async.sync.aligned.m64n192k32.f32." TYPES " {" GROUPED_REGS_96 "}, %96, %97, p, 1, 1;\n}\n" \
+      : GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), GROUPED_D16(48), GROUPED_D16(64), GROUPED_D16(80)  \
+      : "l"(a), "l"(b), "r"(accumulate))
+
+// Element types of two 8-bit operands, which tensor cores take K-major only: E5M2 (wide) or E4M3.
+template <bool kWideA_, bool kWideB_>
+struct Fp8Pair {
+  static constexpr bool kWideA = kWideA_, kWideB = kWideB_;
+};
+template <class T>
+struct IsFp8Pair : std::false_type {};
+template <bool kWideA, bool kWideB>
+struct IsFp8Pair<Fp8Pair<kWideA, kWideB>> : std::true_type {};
+
+// d[64, kN] (+)= a[64, 32] * b[32, kN] of 8-bit elements.
+template <class Pair, int kN>
+__device__ inline void wgmma_fp8(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
+  static_assert(kN == 128 || kN == 192);
+  if constexpr (kN == 128) {
+    GROUPED_WGMMA_FP8_PAIRS(GROUPED_WGMMA_FP8_128)
+  } else {
+    GROUPED_WGMMA_FP8_PAIRS(GROUPED_WGMMA_FP8_192)
+  }
+}
+
+// d[64, kN] (+)= a[64, 16] * b[16, kN]; a and b are shared-memory descriptors, `transposed` operands are MN-major. Of
+// 8-bit elements, which come by pairs of types, the same bytes are 32 deep.
+template <class T, int kN, int kTransposedA, int kTransposedB>
+__device__ inline void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
+  constexpr bool kPair = IsFp8Pair<T>::value, kBf16 = std::is_same_v<T, __nv_bfloat16>;
+  static_assert(kPair ? !kTransposedA && !kTransposedB : kBf16 || std::is_same_v<T, __half>);
+  static_assert((kN == 64 && !kPair) || kN == 128 || kN == 192);
+  if constexpr (kPair) {
+    wgmma_fp8<T, kN>(d, a, b, accumulate);
+  } else if constexpr (kN == 64 && kBf16) {
+    GROUPED_WGMMA_64("bf16");
+  } else if constexpr (kN == 64) {
+    GROUPED_WGMMA_64("f16");
+  } else if constexpr (kN == 192 && kBf16) {
+    GROUPED_WGMMA_192("bf16");
+  } else if constexpr (kN == 192 && !kBf16) {
+    GROUPED_WGMMA_192("f16");
+  } else if constexpr (kN == 128 && kBf16) {
+    GROUPED_WGMMA_128("bf16");
+  } else if constexpr (kN == 128 && !kBf16) {
+    GROUPED_WGMMA_128("f16");
+  }
+}
+
+#define GROUPED_REGS_48                                                              \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+
+#define GROUPED_WGMMA_TF32(N, REGS, A, B, ACCUMULATE, ...)                                                      \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" N "k8.f32.tf32.tf32 {" REGS "}, {" A "}, " B ", " ACCUMULATE \
+               ", 1, 1;\n"                                                                                      \
+               : __VA_ARGS__                                                                                    \
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b))
+
+// d[64, kN] += a[64, 8] * b[8, kN] of tf32: a in registers, as mma m16n8k8 has it, b K-major in shared memory.
+template <int kN>
+__device__ inline void wgmma_tf32(float (&d)[kN / 2], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b) {
+  static_assert(kN == 96 || kN == 128);
+  if constexpr (kN == 96) {
+    GROUPED_WGMMA_TF32("96", GROUPED_REGS_48, "%48, %49, %50, %51", "%52", "1", GROUPED_D16(0), GROUPED_D16(16),
+                       GROUPED_D16(32));
+  } else {
+    GROUPED_WGMMA_TF32("128", GROUPED_REGS_64, "%64, %65, %66, %67", "%68", "1", GROUPED_D16(0), GROUPED_D16(16),
+                       GROUPED_D16(32), GROUPED_D16(48));
+  }
+}
+// d[64, 96] = a[64, 8] * b[8, 96]: what d held is not even named, or it would have to be made first.
+__device__ inline void wgmma_tf32_first(float (&d)[48], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                        uint64_t b) {
+#define GROUPED_W4(i) "=f"(d[i]), "=f"(d[i + 1]), "=f"(d[i + 2]), "=f"(d[i + 3])
+#define GROUPED_W16(i) GROUPED_W4(i), GROUPED_W4(i + 4), GROUPED_W4(i + 8), GROUPED_W4(i + 12)
+  GROUPED_WGMMA_TF32("96", GROUPED_REGS_48, "%48, %49, %50, %51", "%52", "0", GROUPED_W16(0), GROUPED_W16(16),
+                     GROUPED_W16(32));
+}
+// d[64, kN] (+)= a[64, 32] * b[32, kN] of 8-bit elements; with kFirst likewise.
+template <class Pair, int kN, bool kFirst>
+__device__ inline void wgmma_fp8_part(float (&d)[kN / 2], uint64_t a, uint64_t b) {
+#define GROUPED_PART(N, REGS, A, B, SCALE, TYPES, ...)                                                                \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" N "k32.f32." TYPES " {" REGS "}, " A ", " B ", " SCALE ", 1, 1;\n" \
+               : __VA_ARGS__                                                                                          \
+               : "l"(a), "l"(b))
+#define GROUPED_PART_64(TYPES) \
+  GROUPED_PART("64", GROUPED_REGS_32, "%32", "%33", "1", TYPES, GROUPED_D16(0), GROUPED_D16(16))
+#define GROUPED_PART_96(TYPES) \
+  GROUPED_PART("96", GROUPED_REGS_48, "%48", "%49", "1", TYPES, GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32))
+#define GROUPED_FIRST_64(TYPES) \
+  GROUPED_PART("64", GROUPED_REGS_32, "%32", "%33", "0", TYPES, GROUPED_W16(0), GROUPED_W16(16))
+#define GROUPED_FIRST_96(TYPES) \
+  GROUPED_PART("96", GROUPED_REGS_48, "%48", "%49", "0", TYPES, GROUPED_W16(0), GROUPED_W16(16), GROUPED_W16(32))
+#define GROUPED_PART_OF(SIZE)                     \
+  if constexpr (kFirst) {                         \
+    GROUPED_WGMMA_FP8_PAIRS(GROUPED_FIRST_##SIZE) \
+  } else {                                        \
+    GROUPED_WGMMA_FP8_PAIRS(GROUPED_PART_##SIZE)  \
+  }
+  static_assert(kN == 64 || kN == 96);
+  if constexpr (kN == 64) {
+    GROUPED_PART_OF(64)
+  } else {
+    GROUPED_PART_OF(96)
+  }
+#undef GROUPED_PART
+#undef GROUPED_PART_OF
+#undef GROUPED_PART_64
+#undef GROUPED_PART_96
+#undef GROUPED_FIRST_64
+#undef GROUPED_FIRST_96
+}
+#undef GROUPED_W4
+#undef GROUPED_W16
+
+#undef GROUPED_WGMMA_TF32
+#undef GROUPED_WGMMA_FP8_128
+#undef GROUPED_WGMMA_FP8_192
+#undef GROUPED_WGMMA_FP8_PAIRS
+#undef GROUPED_D4
+#undef GROUPED_D16
+#undef GROUPED_REGS_32
+#undef GROUPED_REGS_48
+#undef GROUPED_REGS_64
+#undef GROUPED_WGMMA_64
+#undef GROUPED_WGMMA_128
+#undef GROUPED_REGS_96
+#undef GROUPED_WGMMA_192
+
+}  // namespace grouped::ptx

@@ -1,0 +1,150 @@
+// What contractions over a group's rows share: groups in the order of their length, the work items made of them, and
+// the places of results. Results are [groups, rows, cols], sums run over rows of the operands.
+#pragma once
+
+#include "cc/device/common/block_sum.cuh"
+#include "cc/device/sm90/layout_fp8.cuh"
+#include "cc/device/sm90/pipeline.cuh"
+
+namespace grouped::sm90 {
+
+struct alignas(16) GroupSpan {
+  int32_t group, rows, end;
+  int32_t first;  // where its segment starts, if rows are padded to segments
+};
+struct alignas(16) Draws {
+  unsigned long long counter;  // of both ends, schedule.cuh
+  int64_t mean_rows;           // of a group
+};
+
+// ---- groups, longest first ----
+
+// Row counts in buckets of at most 1.6 %: the exponent and six bits of the number of k blocks; 0 for an empty group.
+constexpr int kBuckets = 26 * 64;
+__device__ inline int bucket(int rows) {
+  if (rows == 0) return 0;
+  const float blocks = float((rows + kBlockK - 1) / kBlockK);
+  return (__float_as_int(blocks) >> 17) - (127 << 6) + 1;
+}
+
+constexpr int kOrderThreads = 1024;
+
+// One block. Groups of one bucket come in any order: which tile is computed when has no influence on its bits. With
+// kSegmented groups lie in segments as segment_codes says.
+template <bool kSegmented>
+__global__ void __launch_bounds__(kOrderThreads) order_groups(const int32_t* sizes, int groups, int64_t max_rows,
+                                                              GroupSpan* spans, GroupSpan* unordered, Draws* draws) {
+  __shared__ int32_t start[kBuckets];
+  __shared__ int64_t of_warp[33];
+  const auto block_scan = [&](int64_t value, int64_t* total) {
+    return device::exclusive_sum<kOrderThreads / 32>(value, of_warp, total);
+  };
+  for (int i = threadIdx.x; i < kBuckets; i += kOrderThreads) start[i] = 0;
+  __syncthreads();
+  int64_t rows_before = 0, codes_before = 0;
+  for (int first = 0; first < groups; first += kOrderThreads) {
+    const int g = first + threadIdx.x;
+    const int64_t size = g < groups && sizes[g] > 0 ? sizes[g] : 0;
+    int64_t total;
+    const int64_t begin = rows_before + block_scan(size, &total);
+    rows_before += total;
+    const int64_t from = begin < max_rows ? begin : max_rows, end = begin + size < max_rows ? begin + size : max_rows;
+    int64_t segment = 0;
+    if constexpr (kSegmented) {
+      segment = codes_before + block_scan(segment_codes(end - from), &total);
+      codes_before += total;
+    }
+    if (g >= groups) continue;
+    unordered[g] = {g, int32_t(end - from), int32_t(end), int32_t(segment)};
+    atomicAdd(&start[bucket(int(end - from))], 1);
+  }
+  if (threadIdx.x == 0) *draws = {0, (rows_before < max_rows ? rows_before : max_rows) / groups};
+  __syncthreads();
+  int64_t after = 0;  // groups in longer buckets
+  for (int first = 0; first < kBuckets; first += kOrderThreads) {
+    const int i = kBuckets - 1 - first - int(threadIdx.x);
+    const int64_t count = i >= 0 ? start[i] : 0;
+    int64_t total;
+    const int64_t at = after + block_scan(count, &total);
+    after += total;
+    if (i >= 0) start[i] = int32_t(at);
+  }
+  __syncthreads();
+  for (int g = threadIdx.x; g < groups; g += kOrderThreads) {
+    const GroupSpan span = unordered[g];
+    spans[atomicAdd(&start[bucket(span.rows)], 1)] = span;
+  }
+}
+
+// Bytes: spans, unordered spans, draws.
+inline size_t contraction_workspace(int64_t groups) { return sizeof(GroupSpan) * 2 * size_t(groups) + sizeof(Draws); }
+
+struct ContractionParams {
+  CUtensorMap lhs, rhs, out;
+  const GroupSpan* spans;
+  Draws* draws;
+  const int64_t* into_table;  // addresses of the results, 0 skips a group; null where they are packed
+  int64_t out_base;           // address that `out` starts at
+  int32_t groups, rows, cols;
+  bool accumulate;
+};
+
+__device__ inline ptx::Coords contraction_at(const Work& work, int row) {
+  return {{work.col0, work.row0 + row, work.slice2, work.slice3}};
+}
+
+// Draws the pair's items and pushes this CTA's tile of each, kCols columns wide; `place(work, span)` sets what the sum
+// runs over: length, rows, end. Tiles of empty groups are stored here, as zeros.
+template <class Out, int kCols, class Place, class Push>
+__device__ inline void schedule_contraction(const ContractionParams& p, uint32_t rank, uint32_t mail, uint32_t spare,
+                                            Place place, Push push) {
+  const int row_tiles = (p.rows + kTileRows - 1) / kTileRows;
+  const int col_tiles = (p.cols + kCols - 1) / kCols;
+  const int per_group = int(pair_count(row_tiles, col_tiles)), items = per_group * p.groups;
+  Mailbox pair(rank, mail);
+  const Zeros<Out, kCols> zeros(spare);
+  // Rows drawn beyond the mean. Pairs start at different points of the mix, not all with a long sum.
+  int64_t surplus = int64_t(p.spans[0].rows) * (blockIdx.x / 2) / (gridDim.x / 2);
+  const int64_t mean_rows = p.draws->mean_rows;
+  int64_t next = 0;
+  const auto draw = [&] {
+    if (!pair.leader() || threadIdx.x % 32 != 0) return;
+    const uint64_t step = surplus > 0 ? kFromBack : kFromFront;
+    next = drawn_item(atomicAdd(&p.draws->counter, step), step, items);
+  };
+  draw();
+  while (true) {
+    const int64_t item = pair.share(next);
+    if (item < 0) break;
+    const int4 packed = __ldg(reinterpret_cast<const int4*>(p.spans + int(item) / per_group));
+    const GroupSpan span = {packed.x, packed.y, packed.z, packed.w};
+    surplus += span.rows - mean_rows;
+    draw();  // one ahead
+    Work work{};
+    work.slice2 = span.group;
+    if (p.into_table != nullptr) {
+      const uint64_t address = uint64_t(p.into_table[span.group]);
+      if (address == 0) continue;
+      const Slice slice = slice_of(address - uint64_t(p.out_base));
+      work.slice2 = slice.near;
+      work.slice3 = slice.far;
+    }
+    const Tile tile = pair_at(int(item) % per_group, row_tiles, col_tiles, rank);
+    work.kind = Work::kTile;
+    work.row0 = tile.row * kTileRows;
+    work.col0 = tile.col * kCols;
+    work.valid_rows = p.rows - work.row0;
+    work.across = tile.across;
+    work.group = span.group;
+    place(work, span);
+    if (span.rows != 0) {
+      push(work);
+    } else if (!p.accumulate) {
+      zeros.store(&p.out, contraction_at(work, 0), work.valid_rows, p.cols - work.col0);
+    }
+  }
+  push(Work{});
+  zeros.finish();
+}
+
+}  // namespace grouped::sm90

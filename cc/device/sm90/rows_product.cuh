@@ -1,0 +1,138 @@
+// What products over grouped rows share: their operands, the order of their tiles, and their tail.
+#pragma once
+
+#include "cc/device/sm90/pipeline.cuh"
+
+namespace grouped::sm90 {
+
+struct RowsParams {
+  CUtensorMap lhs, rhs;
+  const int32_t* sizes;
+  unsigned long long* counter;  // of drawn items; 0 at the start
+  const int64_t* rhs_table;     // addresses of the weights; null where they are packed
+  int64_t rhs_base;             // address that `rhs` starts at
+  int64_t rows;
+  int32_t groups, cols, length;  // cols: of what the tiles cover
+  bool clear_tail;
+};
+
+// And what becomes of a result: bias and row scale, then one rounding.
+struct MatmulParams : RowsParams {
+  CUtensorMap out;
+  int32_t width, first_col;   // columns of result and bias, and the first that is made
+  const void* bias;           // [groups, width], or null
+  const int64_t* bias_table;  // addresses of the biases, or null
+  const float* row_scale;     // [rows], or null
+  uint8_t* result;
+  bool scale_bias, float_bias;
+};
+
+struct IgnoreTail {
+  __device__ void operator()(int32_t) const {}
+};
+
+// Draws the pair's items and pushes this CTA's tile of each, `tile_cols` columns wide and in the order of kTileAt.
+// `at_tail` is told the first tail row.
+template <auto kTileAt = pair_at, class Push, class AtTail = IgnoreTail>
+__device__ inline void schedule_rows(const RowsParams& p, int tile_cols, uint32_t rank, uint32_t mail, Push push,
+                                     AtTail at_tail = {}) {
+  const int col_tiles = (p.cols + tile_cols - 1) / tile_cols;
+  RowScan scan(p.sizes, p.groups, p.rows, col_tiles);
+  Mailbox pair(rank, mail);
+  uint32_t next = blockIdx.x / 2;
+  while (true) {
+    const RowScan::Found found = scan.find(uint32_t(pair.share(next)));
+    if (pair.leader() && threadIdx.x % 32 == 0) next = uint32_t(atomicAdd(p.counter, 1ull)) + gridDim.x / 2;
+    Work work{};
+    if (found.tile) {
+      const Tile tile = kTileAt(found.item, (found.rows + kTileRows - 1) / kTileRows, col_tiles, rank);
+      work.kind = Work::kTile;
+      work.length = p.length;
+      work.row0 = tile.row * kTileRows;
+      work.col0 = tile.col * tile_cols;
+      work.valid_rows = found.rows - work.row0;
+      work.across = tile.across;
+      work.group = found.group;
+      work.rows = found.rows;
+      work.end = found.end;
+      work.slice2 = found.group;
+      if (p.rhs_table != nullptr) {
+        const Slice slice = slice_of(uint64_t(p.rhs_table[found.group]) - uint64_t(p.rhs_base));
+        work.slice2 = slice.near;
+        work.slice3 = slice.far;
+      }
+    } else {
+      at_tail(found.end);
+      const int64_t first = found.end + int64_t(found.item) * kTailRows;
+      if (!p.clear_tail || first >= p.rows) break;
+      work.kind = Work::kTail;
+      work.end = int32_t(first);
+    }
+    push(work);
+  }
+  push(Work{});
+}
+
+// Coordinates of a row of a tile in a ragged map, `row` counted from the tile's first.
+__device__ inline ptx::Coords ragged_at(const Work& work, int col, int row) {
+  return {{col, kRagged - work.rows + work.row0 + row, kRagged, work.end}};
+}
+
+// Ends and stores the warp's 16 rows of a tile, the first of which is `row`; `first(v)` sees the four values of a
+// column pair before anything else. A bias that is not float32 is of type Bias.
+template <class Bias, class Out, int kCols, int kSlots, class Held_, class First>
+__device__ inline void finish_and_store(const MatmulParams& p, const Work& work, int row, int cols,
+                                        float (&acc)[kCols / 2], Slots<kSlots>& slots, Held_& held, First first) {
+  const int lane = threadIdx.x % 32;
+  float scale[2] = {1, 1};
+  if (p.row_scale != nullptr) {
+    const float* of_rows = p.row_scale + (work.end - work.rows + work.row0 + row);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (row + lane / 4 + 8 * i < work.valid_rows) scale[i] = of_rows[lane / 4 + 8 * i];
+    }
+  }
+  const int64_t bytes = p.float_bias ? 4 : sizeof(Bias);
+  const char* bias = static_cast<const char*>(p.bias);
+  if (p.bias_table != nullptr) {
+    bias = reinterpret_cast<const char*>(p.bias_table[work.group]) + bytes * (p.first_col + work.col0);
+  } else if (bias != nullptr) {
+    bias += bytes * (int64_t(work.group) * p.width + p.first_col + work.col0);
+  }
+  const bool plain = bias == nullptr && p.row_scale == nullptr;
+  const auto change = [&](int col, float (&v)[4]) {
+    first(v);
+    if (plain) return;
+    float b[2] = {0, 0};
+    if (bias != nullptr) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (col + i >= cols) continue;
+        b[i] = p.float_bias ? reinterpret_cast<const float*>(bias)[col + i]
+                            : to_float(reinterpret_cast<const Bias*>(bias)[col + i]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float s = scale[i / 2];
+      v[i] = p.scale_bias ? v[i] + s * b[i % 2] : s * (v[i] + b[i % 2]);
+    }
+  };
+  store_part<Out, kCols>(acc, &p.out, ragged_at(work, work.col0, row), cols, slots, held, change);
+}
+
+// Zeros in `width` bytes of each of the kTailRows rows from work.end on, which are `pitch` bytes apart: half of the
+// rows a CTA, by its consumer warps, a warp a row.
+__device__ inline void clear_rows(const RowsParams& p, const Work& work, uint32_t rank, int thread, uint8_t* result,
+                                  int64_t width, int64_t pitch) {
+  const int64_t first = work.end + rank * (kTailRows / 2);
+  int64_t end = first + kTailRows / 2;
+  if (end > p.rows) end = p.rows;
+  for (int64_t row = first + thread / 32; row < end; row += kConsumerWarps) {
+    for (int64_t at = 16 * (thread % 32); at < width; at += 16 * 32) {
+      *reinterpret_cast<int4*>(result + row * pitch + at) = int4{0, 0, 0, 0};
+    }
+  }
+}
+
+}  // namespace grouped::sm90
