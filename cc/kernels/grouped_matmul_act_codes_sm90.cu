@@ -53,7 +53,15 @@ void launch(const GroupedMatmulAct& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<GroupedMatmulAct> grouped_matmul_act_codes_sm90 = {
-    "grouped_matmul_act_codes_sm90", Arch::sm90, Kind::special, refuses, workspace, launch, kAlignment, nullptr, true, true};
+const Kernel<GroupedMatmulAct> grouped_matmul_act_codes_sm90 = {"grouped_matmul_act_codes_sm90",
+                                                                Arch::sm90,
+                                                                Kind::special,
+                                                                refuses,
+                                                                workspace,
+                                                                launch,
+                                                                kAlignment,
+                                                                nullptr,
+                                                                true,
+                                                                true};
 
 }  // namespace grouped

@@ -14,8 +14,7 @@ struct CodedUpParams : UpParams {
 };
 
 template <bool kNibbles, const TileChoice& kChoice = kNibbles ? kCodedNibblesWithActivation : kCodedBytesWithActivation>
-using CodedUpShape =
-    CodedTileShape<kNibbles, kChoice.cols, kChoice.stages, kChoice.slots, kNarrowSlotBytes>;
+using CodedUpShape = CodedTileShape<kNibbles, kChoice.cols, kChoice.stages, kChoice.slots, kNarrowSlotBytes>;
 
 template <bool kNibbles, Pairs kPairs>
 struct CodedUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, CodedUpShape<kNibbles>> {
@@ -63,9 +62,8 @@ template <bool kNibbles>
 void launch_coded_up(const GroupedMatmulAct& call, CodedUpParams p, void* stream) {
   p.coded = coded_weights(call, CodedUpProduct<kNibbles, Pairs::none>::kBoxCols);
   if (!is_gated(p.activation.kind)) return launch_coded_pairs<CodedUpProduct<kNibbles, Pairs::none>>(call, p, stream);
-  return call.activation.interleave == 1
-             ? launch_coded_pairs<CodedUpProduct<kNibbles, Pairs::columns>>(call, p, stream)
-             : launch_coded_pairs<CodedUpProduct<kNibbles, Pairs::blocks>>(call, p, stream);
+  return call.activation.interleave == 1 ? launch_coded_pairs<CodedUpProduct<kNibbles, Pairs::columns>>(call, p, stream)
+                                         : launch_coded_pairs<CodedUpProduct<kNibbles, Pairs::blocks>>(call, p, stream);
 }
 
 }  // namespace grouped::sm90

@@ -87,7 +87,15 @@ void launch(const GroupedMatmul& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<GroupedMatmul> grouped_matmul_codes_sm90 = {
-    "grouped_matmul_codes_sm90", Arch::sm90, Kind::special, refuses, workspace, launch, kAlignment, nullptr, true, true};
+const Kernel<GroupedMatmul> grouped_matmul_codes_sm90 = {"grouped_matmul_codes_sm90",
+                                                         Arch::sm90,
+                                                         Kind::special,
+                                                         refuses,
+                                                         workspace,
+                                                         launch,
+                                                         kAlignment,
+                                                         nullptr,
+                                                         true,
+                                                         true};
 
 }  // namespace grouped

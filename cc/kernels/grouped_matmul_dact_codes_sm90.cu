@@ -45,7 +45,15 @@ void launch(const GroupedMatmulDact& call, const Context& context) {
 
 }  // namespace
 
-const Kernel<GroupedMatmulDact> grouped_matmul_dact_codes_sm90 = {
-    "grouped_matmul_dact_codes_sm90", Arch::sm90, Kind::special, refuses, workspace, launch, kAlignment, nullptr, true, true};
+const Kernel<GroupedMatmulDact> grouped_matmul_dact_codes_sm90 = {"grouped_matmul_dact_codes_sm90",
+                                                                  Arch::sm90,
+                                                                  Kind::special,
+                                                                  refuses,
+                                                                  workspace,
+                                                                  launch,
+                                                                  kAlignment,
+                                                                  nullptr,
+                                                                  true,
+                                                                  true};
 
 }  // namespace grouped
