@@ -2,13 +2,12 @@
 // which one file for each operand type and layout of weights instantiates.
 #pragma once
 
+#include <string>
+
 #include "cc/api/calls.h"
+#include "cc/api/context.h"
 #include "cc/api/operands.h"
-#include "cc/device/common/launch.h"
-#include "cc/device/sm90/low_rank.cuh"
-#include "cc/device/sm90/pipeline.cuh"
-#include "cc/device/sm90/rows_product.cuh"
-#include "cc/device/sm90/tensor_map.h"
+#include "cc/device/sm90/rows_matmul.cuh"
 #include "cc/dispatch/tiles_sm90.h"
 #include "cc/math/activation.h"
 
@@ -65,11 +64,11 @@ __device__ inline void unpack2(uint32_t v, float& a, float& b) {
 // columns; or column by column.
 enum class Pairs { none, blocks, columns };
 
-template <class T, Major kWeights, Pairs kPairs>
+template <class T, Major kWeights, Pairs kPairs, class Shape_ = UpShape>
 struct UpProduct {
   using Params = UpParams;
   using Element = T;
-  using Shape = UpShape;
+  using Shape = Shape_;
   using WarpSlots = typename Shape::WarpSlots;
   static constexpr Major kLhsMajor = Major::k, kRhsMajor = kWeights;
   static constexpr bool kRaggedSums = false, kGated = kPairs != Pairs::none;
@@ -237,20 +236,67 @@ struct UpProduct {
   }
 };
 
-template <class T, Major kWeights, Pairs kPairs>
-void launch_up(const GroupedMatmulAct& call, UpParams p, void* stream) {
-  using Product = UpProduct<T, kWeights, kPairs>;
+// Of anything but the types of operands and the weights.
+inline std::string refuses_up(const GroupedMatmulAct& c) {
+  ActivationKind kind{};
+  if (!activation_named(c.activation.kind, &kind)) return "knows no activation " + c.activation.kind;
+  const std::string low = refuses_low(c.low, c.lhs.dtype, c.rhs_axis);
+  if (!low.empty()) return low;
+  const int64_t m = c.lhs.dims[0], k = c.lhs.dims[1], f = c.result.dims[1], s = c.activation.interleave;
+  if (is_gated(kind) && s != 0 && s != f && s != kSliceCols && s != 1) {
+    return "takes an interleave of 0, 1 or 32, not " + std::to_string(s);
+  }
+  if (m >= kRagged) return "takes fewer than 2^30 rows";
+  if (2 * f >= kRagged || k >= kRagged) return "takes fewer than 2^30 columns";
+  if (k % 8 != 0) return "needs lhs rows of a multiple of 16 bytes: K = " + std::to_string(k) + " is no multiple of 8";
+  if (f % 8 != 0) {
+    return "needs result rows of a multiple of 16 bytes: F = " + std::to_string(f) + " is no multiple of 8";
+  }
+  if ((m / kTileRows + c.group_sizes.dims[0]) * ((f + 63) / 64) >= kMaxItems) {
+    return "takes fewer than 2^31 pairs of tiles";
+  }
+  return "";
+}
+
+// What does not depend on the weights' type; clears the counter.
+inline UpParams up_params(const GroupedMatmulAct& call, const Context& context) {
+  UpParams p{};
+  p.sizes = call.group_sizes.as<int32_t>();
+  p.counter = static_cast<unsigned long long*>(context.workspace);
+  GROUPED_CUDA_CHECK(cudaMemsetAsync(p.counter, 0, sizeof(*p.counter), static_cast<cudaStream_t>(context.stream)));
+  p.rhs_table = call.rhs_table.present() ? call.rhs_table.as<int64_t>() : nullptr;
+  p.rhs_base = reinterpret_cast<int64_t>(p.rhs_table != nullptr ? call.lhs.data : call.rhs.data);
+  p.rows = call.lhs.dims[0];
+  p.groups = int32_t(call.group_sizes.dims[0]);
+  p.cols = int32_t(call.result.dims[1]);
+  p.length = int32_t(call.lhs.dims[1]);
+  p.clear_tail = call.zero_tail != 0;
+  p.bias = call.bias.present() ? call.bias.data : nullptr;
+  p.bias_table = call.bias_table.present() ? call.bias_table.as<int64_t>() : nullptr;
+  p.float_bias = call.bias.present() && call.bias.dtype == DType::f32;
+  p.row_scale = call.row_scale.present() ? call.row_scale.as<float>() : nullptr;
+  p.result = call.result.as<uint8_t>();
+  p.hidden_rows = call.hidden.present() ? call.hidden.as<uint8_t>() : nullptr;
+  p.activation = activation_spec(call.activation);
+  const bool gated = is_gated(p.activation.kind);
+  const bool apart = gated && (call.activation.interleave == 0 || call.activation.interleave == p.cols);
+  p.width = gated ? 2 * p.cols : p.cols;
+  p.across = gated && !apart ? 2 : 1;
+  p.step = apart ? kSliceCols : 2 * kSliceCols;
+  p.part = apart ? p.cols : kSliceCols;
+  p.weight_part = call.rhs_up.present() ? 0 : p.part;
+  p.hidden_part = apart ? 0 : p.part;
+  return p;
+}
+
+// With maps of the weights in place; makes the others.
+template <auto kKernel, class Product>
+void launch_up_product(const GroupedMatmulAct& call, typename Product::Params p, unsigned threads, void* stream) {
+  using T = typename Product::Element;
   using Rhs = typename Product::Rhs;
-  const int64_t k = call.lhs.dims[1], width = p.width;
+  const int64_t width = p.width;
   const DType dtype = call.lhs.dtype;
-  const int64_t held = call.rhs.dims[3 - call.rhs_axis];  // columns of one array of weights
-  const int64_t rhs_rows = kWeights == Major::k ? held : k, rhs_cols = kWeights == Major::k ? k : held;
-  const MapShape rhs_shape = p.rhs_table != nullptr ? scattered_shape(rhs_rows, rhs_cols, dtype)
-                                                    : packed_shape(p.groups, rhs_rows, rhs_cols, dtype);
-  p.lhs = tensor_map(call.lhs.data, dtype, ragged_shape(k, dtype), 64, 64);
-  p.rhs = tensor_map(reinterpret_cast<const void*>(p.rhs_base), dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows);
-  p.rhs_up =
-      call.rhs_up.present() ? tensor_map(call.rhs_up.data, dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows) : p.rhs;
+  p.lhs = tensor_map(call.lhs.data, dtype, ragged_shape(call.lhs.dims[1], dtype), 64, 64);
   p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
   p.out = tensor_map(p.result, dtype, ragged_shape(p.cols, dtype), kSliceCols, 16);
   const int64_t half = p.hidden_part == 0 ? p.cols : 0;  // where linear halves lie apart, they start here
@@ -258,14 +304,23 @@ void launch_up(const GroupedMatmulAct& call, UpParams p, void* stream) {
     p.hidden[part] = tensor_map(p.hidden_rows + part * half * sizeof(T), dtype,
                                 ragged_shape(width - half, width, dtype), kSliceCols, 16);
   }
-  constexpr int kBytes = UpShape::kSharedBytes, kCols = Product::kResultCols;
-  allow_shared_memory<grouped_product_sm90<Product>>(kBytes);
-  // Every group may have one tile that is not full.
-  const int64_t row_tiles = (p.rows + int64_t(kTileRows - 1) * p.groups) / kTileRows;
-  const int64_t items = row_tiles * ((p.cols + 2 * kCols - 1) / (2 * kCols)), pairs = multiprocessors() / 2;
-  const unsigned grid = 2 * unsigned(items < pairs ? items : pairs);
-  grouped_product_sm90<Product><<<grid, kThreads, kBytes, static_cast<cudaStream_t>(stream)>>>(p);
-  GROUPED_CUDA_CHECK(cudaGetLastError());
+  launch_pairs<kKernel, Product>(p, threads, most_row_tiles(p.rows, p.groups), Product::kResultCols, stream);
+}
+
+template <class T, Major kWeights, Pairs kPairs>
+void launch_up(const GroupedMatmulAct& call, UpParams p, void* stream) {
+  using Product = UpProduct<T, kWeights, kPairs>;
+  using Rhs = typename Product::Rhs;
+  const int64_t k = call.lhs.dims[1];
+  const DType dtype = call.lhs.dtype;
+  const int64_t held = call.rhs.dims[3 - call.rhs_axis];  // columns of one array of weights
+  const int64_t rhs_rows = kWeights == Major::k ? held : k, rhs_cols = kWeights == Major::k ? k : held;
+  const MapShape rhs_shape = p.rhs_table != nullptr ? scattered_shape(rhs_rows, rhs_cols, dtype)
+                                                    : packed_shape(p.groups, rhs_rows, rhs_cols, dtype);
+  p.rhs = tensor_map(reinterpret_cast<const void*>(p.rhs_base), dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows);
+  p.rhs_up =
+      call.rhs_up.present() ? tensor_map(call.rhs_up.data, dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows) : p.rhs;
+  launch_up_product<grouped_product_sm90<Product>, Product>(call, p, kThreads, stream);
 }
 
 // By how gates and linear halves lie.

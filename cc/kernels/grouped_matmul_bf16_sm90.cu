@@ -20,11 +20,7 @@
 #include "cc/api/kernel.h"
 #include "cc/api/operands.h"
 #include "cc/device/common/group_factor.cuh"
-#include "cc/device/common/launch.h"
-#include "cc/device/sm90/low_rank.cuh"
-#include "cc/device/sm90/pipeline.cuh"
-#include "cc/device/sm90/rows_product.cuh"
-#include "cc/device/sm90/tensor_map.h"
+#include "cc/device/sm90/rows_matmul.cuh"
 #include "cc/dispatch/tiles_sm90.h"
 #include "cc/kernels/kernels.h"
 
@@ -32,65 +28,6 @@ namespace grouped {
 namespace {
 
 using namespace sm90;
-
-struct HalvesParams : MatmulParams {
-  CUtensorMap rhs_up;   // of a second array of weights, whose k follow those of the first
-  int32_t first_depth;  // k of the first, a multiple of kBlockK where there is a second; else all
-  LowMaps low;          // beside weights in one array
-};
-
-template <class T, class Out, Major kWeights, class Shape_>
-struct RowsProduct {
-  using Params = HalvesParams;
-  using Element = T;
-  using Shape = Shape_;
-  static constexpr Major kLhsMajor = Major::k, kRhsMajor = kWeights;
-  static constexpr bool kRaggedSums = false, kOneStore = false;
-  using Rhs = RhsTile<kRhsMajor, Shape::kCols>;
-  static constexpr int kEdgeCols = 128;  // multiplied where no more exist: 192 rarely divides a width
-  static __device__ uint32_t rhs_bytes(int) { return Rhs::kBytes; }
-  template <class Multiply>
-  static __device__ void multiply_cols(int cols, Multiply multiply) {
-    if constexpr (Shape::kCols <= kEdgeCols) {
-      multiply(std::integral_constant<int, Shape::kCols>{});
-    } else if (cols > kEdgeCols) {
-      multiply(std::integral_constant<int, Shape::kCols>{});
-    } else {
-      multiply(std::integral_constant<int, kEdgeCols>{});
-    }
-  }
-
-  template <class Push>
-  static __device__ void schedule(const Params& p, uint32_t rank, uint32_t mail, uint32_t, Push push) {
-    schedule_rows(p, Shape::kCols, rank, mail, push);
-  }
-
-  static __device__ void load(const Params& p, const Work& work, int k, int halves, bool columns, uint32_t rank,
-                              uint32_t to, uint32_t full) {
-    const FromLow part(p.low, work, k);
-    load_lhs<1>(part.low ? &p.low.lhs : &p.lhs, ragged_at(work, part.at, 0), halves, work.across, rank, to, full);
-    if (!columns) return;
-    const OneOfTwo from = part.low ? OneOfTwo{false, part.at} : one_of_two(part.at, p.first_depth);
-    const int32_t c0 = kRhsMajor == Major::k ? from.at : work.col0, c1 = kRhsMajor == Major::k ? work.col0 : from.at;
-    Rhs::load(part.low      ? &p.low.rhs
-              : from.second ? &p.rhs_up
-                            : &p.rhs,
-              {{c0, c1, part.slice.near, part.slice.far}}, work.across, rank, to + 2 * kBlockBytes, full);
-  }
-
-  using Epilogue = NothingHeld;
-  static __device__ Epilogue begin(const Params&, const Work&, int, int, const Slots<Shape::kSlots>&) { return {}; }
-
-  static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[Shape::kCols / 2],
-                               Slots<Shape::kSlots>& slots, Epilogue& held) {
-    finish_and_store<T, Out, Shape::kCols, Shape::kSlots>(p, work, row, cols, acc, slots, held, [](float (&)[4]) {});
-  }
-
-  static __device__ void clear_tail(const Params& p, const Work& work, uint32_t rank, int thread) {
-    clear_rows(p, work, rank, thread, p.result + p.first_col * sizeof(Out), p.cols * sizeof(Out),
-               p.width * sizeof(Out));
-  }
-};
 
 // The same with sums that are multiplied by their group's scales first: of widened operands, whose weights lie as [G,
 // N, K]. A kernel of its own, so that products without scales keep theirs.
@@ -117,12 +54,7 @@ using TileOf = TileShape<kChoice.cols, kChoice.stages, kChoice.slots>;
 
 template <class Product>
 void launch_product(const typename Product::Params& p, int64_t row_tiles, void* stream) {
-  constexpr int kCols = Product::Shape::kCols, kBytes = Product::Shape::kSharedBytes;
-  allow_shared_memory<grouped_product_sm90<Product>>(kBytes);
-  const int64_t items = row_tiles * ((p.cols + 2 * kCols - 1) / (2 * kCols)), pairs = multiprocessors() / 2;
-  const unsigned grid = 2 * unsigned(items < pairs ? items : pairs);
-  grouped_product_sm90<Product><<<grid, kThreads, kBytes, static_cast<cudaStream_t>(stream)>>>(p);
-  GROUPED_CUDA_CHECK(cudaGetLastError());
+  launch_pairs<grouped_product_sm90<Product>, Product>(p, kThreads, row_tiles, Product::Shape::kCols, stream);
 }
 
 template <class T, class Out, Major kWeights, class Shape>
@@ -158,8 +90,7 @@ void launch_rows(const GroupedMatmul& call, HalvesParams p, int64_t row_tiles, v
 
 template <class T, class Out, class Shape>
 void launch_shape(const GroupedMatmul& call, const HalvesParams& p, void* stream) {
-  // Every group may have one tile that is not full.
-  const int64_t row_tiles = (p.rows + int64_t(kTileRows - 1) * p.groups) / kTileRows;
+  const int64_t row_tiles = most_row_tiles(p.rows, p.groups);
   return call.rhs_axis == 2 ? launch_rows<T, Out, Major::k, Shape>(call, p, row_tiles, stream)
                             : launch_rows<T, Out, Major::mn, Shape>(call, p, row_tiles, stream);
 }

@@ -39,10 +39,10 @@ __device__ inline void schedule_rows(const RowsParams& p, int tile_cols, uint32_
   const int col_tiles = (p.cols + tile_cols - 1) / tile_cols;
   RowScan scan(p.sizes, p.groups, p.rows, col_tiles);
   Mailbox pair(rank, mail);
-  int64_t next = blockIdx.x / 2;
+  uint32_t next = blockIdx.x / 2;
   while (true) {
-    const RowScan::Found found = scan.find(pair.share(next));
-    if (pair.leader() && threadIdx.x % 32 == 0) next = int64_t(atomicAdd(p.counter, 1ull)) + gridDim.x / 2;
+    const RowScan::Found found = scan.find(uint32_t(pair.share(next)));
+    if (pair.leader() && threadIdx.x % 32 == 0) next = uint32_t(atomicAdd(p.counter, 1ull)) + gridDim.x / 2;
     Work work{};
     if (found.tile) {
       const Tile tile = kTileAt(found.item, (found.rows + kTileRows - 1) / kTileRows, col_tiles, rank);
