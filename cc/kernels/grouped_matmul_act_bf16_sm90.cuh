@@ -4,11 +4,8 @@
 
 #include "cc/api/calls.h"
 #include "cc/api/operands.h"
-#include "cc/device/common/launch.h"
 #include "cc/device/sm90/low_rank.cuh"
-#include "cc/device/sm90/pipeline.cuh"
-#include "cc/device/sm90/rows_product.cuh"
-#include "cc/device/sm90/tensor_map.h"
+#include "cc/device/sm90/product_launch.cuh"
 #include "cc/dispatch/tiles_sm90.h"
 #include "cc/math/activation.h"
 
@@ -18,7 +15,7 @@ constexpr int kSliceCols = 32;  // of a box of weights, and of a piece of a resu
 constexpr int kTileCols = kWithActivation.cols;
 using UpShape = TileShape<kTileCols, kWithActivation.stages, kWithActivation.slots, kNarrowSlotBytes>;
 
-struct UpParams : RowsParams {
+struct UpParams : RowsParams, BiasParams {  // width: of hidden
   CUtensorMap out, hidden[2];  // hidden: one map a half where they lie apart, so that each clips at its own edge
   LowMaps low;
   CUtensorMap rhs_up;  // of part 1 of the weights, where `rhs` is of part 0; the same if both are of one array
@@ -26,13 +23,8 @@ struct UpParams : RowsParams {
   // part 1 `part` columns further. Parts are gates and linear halves, or else every other box.
   int32_t across, step, part;
   int32_t weight_part, hidden_part;  // the same `part` in the maps of either: 0 where each half has its own
-  const void* bias;                  // [groups, width], or null
-  const int64_t* bias_table;         // addresses of the biases, or null
-  const float* row_scale;            // [rows], or null
   uint8_t* result;
   uint8_t* hidden_rows;  // null: hidden is not stored
-  int32_t width;         // columns of hidden
-  bool float_bias;
   ActivationSpec activation;
 };
 
@@ -241,31 +233,17 @@ template <class T, Major kWeights, Pairs kPairs>
 void launch_up(const GroupedMatmulAct& call, UpParams p, void* stream) {
   using Product = UpProduct<T, kWeights, kPairs>;
   using Rhs = typename Product::Rhs;
-  const int64_t k = call.lhs.dims[1], width = p.width;
   const DType dtype = call.lhs.dtype;
-  const int64_t held = call.rhs.dims[3 - call.rhs_axis];  // columns of one array of weights
-  const int64_t rhs_rows = kWeights == Major::k ? held : k, rhs_cols = kWeights == Major::k ? k : held;
-  const MapShape rhs_shape = p.rhs_table != nullptr ? scattered_shape(rhs_rows, rhs_cols, dtype)
-                                                    : packed_shape(p.groups, rhs_rows, rhs_cols, dtype);
-  p.lhs = tensor_map(call.lhs.data, dtype, ragged_shape(k, dtype), 64, 64);
-  p.rhs = tensor_map(reinterpret_cast<const void*>(p.rhs_base), dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows);
-  p.rhs_up =
-      call.rhs_up.present() ? tensor_map(call.rhs_up.data, dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows) : p.rhs;
+  map_operands<Rhs>(call, &p);
+  p.rhs_up = call.rhs_up.present() ? map_of_weights<Rhs>(call.rhs_up, call.rhs_up.data, false) : p.rhs;
   p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
   p.out = tensor_map(p.result, dtype, ragged_shape(p.cols, dtype), kSliceCols, 16);
   const int64_t half = p.hidden_part == 0 ? p.cols : 0;  // where linear halves lie apart, they start here
   for (int part = 0; part < Product::kParts && p.hidden_rows != nullptr; ++part) {
     p.hidden[part] = tensor_map(p.hidden_rows + part * half * sizeof(T), dtype,
-                                ragged_shape(width - half, width, dtype), kSliceCols, 16);
+                                ragged_shape(p.width - half, p.width, dtype), kSliceCols, 16);
   }
-  constexpr int kBytes = UpShape::kSharedBytes, kCols = Product::kResultCols;
-  allow_shared_memory<grouped_product_sm90<Product>>(kBytes);
-  // Every group may have one tile that is not full.
-  const int64_t row_tiles = (p.rows + int64_t(kTileRows - 1) * p.groups) / kTileRows;
-  const int64_t items = row_tiles * ((p.cols + 2 * kCols - 1) / (2 * kCols)), pairs = multiprocessors() / 2;
-  const unsigned grid = 2 * unsigned(items < pairs ? items : pairs);
-  grouped_product_sm90<Product><<<grid, kThreads, kBytes, static_cast<cudaStream_t>(stream)>>>(p);
-  GROUPED_CUDA_CHECK(cudaGetLastError());
+  launch_rows_product<Product, Product::kResultCols>(grouped_product_sm90<Product>, p, stream);
 }
 
 // By how gates and linear halves lie.

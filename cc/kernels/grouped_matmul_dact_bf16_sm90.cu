@@ -16,13 +16,10 @@
 #include "cc/api/calls.h"
 #include "cc/api/kernel.h"
 #include "cc/api/operands.h"
-#include "cc/device/common/launch.h"
 #include "cc/device/common/row_partials.cuh"
 #include "cc/device/sm90/dact_epilogue.cuh"
 #include "cc/device/sm90/low_rank.cuh"
-#include "cc/device/sm90/pipeline.cuh"
-#include "cc/device/sm90/rows_product.cuh"
-#include "cc/device/sm90/tensor_map.h"
+#include "cc/device/sm90/product_launch.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -191,15 +188,10 @@ template <class T, Major kWeights>
 void launch_dact(const GroupedMatmulDact& call, DactParams p, cudaStream_t stream) {
   using Product = DactProduct<T, kWeights>;
   using Rhs = typename Product::Rhs;
-  constexpr int kCols = DactShape::kCols, kBytes = DactShape::kSharedBytes;
-  const int64_t k = p.length, n = p.cols, wide = call.hidden.dims[1];
+  const int64_t n = p.cols, wide = call.hidden.dims[1];
   const DType dtype = call.lhs.dtype;
+  map_operands<Rhs>(call, &p);
   p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
-  const int64_t rhs_rows = kWeights == Major::k ? n : k, rhs_cols = kWeights == Major::k ? k : n;
-  const MapShape rhs_shape = p.rhs_table != nullptr ? scattered_shape(rhs_rows, rhs_cols, dtype)
-                                                    : packed_shape(p.groups, rhs_rows, rhs_cols, dtype);
-  p.lhs = tensor_map(call.lhs.data, dtype, ragged_shape(k, dtype), 64, 64);
-  p.rhs = tensor_map(reinterpret_cast<const void*>(p.rhs_base), dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows);
   // Halves that lie in one piece each have a map of their own, which ends where they do.
   const bool apart = is_gated(p.spec.kind) && p.columns.period == HiddenColumns::kApart;
   const MapShape hidden_shape = ragged_shape(apart ? n : wide, wide, dtype);
@@ -209,14 +201,7 @@ void launch_dact(const GroupedMatmulDact& call, DactParams p, cudaStream_t strea
     if (p.result != nullptr) p.grad[b] = tensor_map(p.result + offset, dtype, hidden_shape, kSetCols, 64);
   }
   if (p.activated != nullptr) p.z = tensor_map(p.activated, dtype, ragged_shape(n, dtype), kSetCols, 64);
-
-  allow_shared_memory<grouped_product_sm90<Product>>(kBytes);
-  // Every group may have one tile that is not full.
-  const int64_t row_tiles = (p.rows + int64_t(kTileRows - 1) * p.groups) / kTileRows;
-  const int64_t items = row_tiles * ((n + 2 * kCols - 1) / (2 * kCols)), pairs = multiprocessors() / 2;
-  const unsigned grid = 2 * unsigned(items < pairs ? items : pairs);
-  grouped_product_sm90<Product><<<grid, kThreads, kBytes, stream>>>(p);
-  GROUPED_CUDA_CHECK(cudaGetLastError());
+  launch_rows_product<Product>(grouped_product_sm90<Product>, p, stream);
 }
 
 template <class T>
@@ -227,31 +212,22 @@ void launch_weights(const GroupedMatmulDact& call, const DactParams& p, cudaStre
 std::string refuses(const GroupedMatmulDact& c, const Target&) {
   if (!has_plain_operands(c) || has_group_scales(c.scales)) return "takes no scaled operands";
   if (c.stored.stores()) return "gives plain rows";
-  if (c.lhs.dtype != DType::bf16 && c.lhs.dtype != DType::f16) {
-    return std::string("takes bfloat16 and float16; lhs is ") + dtype_name(c.lhs.dtype);
-  }
+  if (std::string reason = refuses_16_bit_lhs(c.lhs.dtype); !reason.empty()) return reason;
   for (const TensorView* t : {&c.rhs, &c.hidden, &c.result, &c.activated}) {
     if (t->present() && t->dtype != c.lhs.dtype) {
       return std::string("takes and gives one type; beside lhs in ") + dtype_name(c.lhs.dtype) + " there is " +
              describe(*t);
     }
   }
-  const std::string low = refuses_low(c.low, c.lhs.dtype, c.rhs_axis);
-  if (!low.empty()) return low;
   const int64_t m = c.lhs.dims[0], k = c.lhs.dims[1], f = c.rhs.dims[3 - c.rhs_axis];
-  if (m >= kRagged) return "takes fewer than 2^30 rows";
-  if (f >= kRagged / 2 || k >= kRagged) return "takes fewer than 2^30 columns";
   if (k == 0 || f == 0) return "takes no empty rows";
-  if (k % 8 != 0) return "needs lhs rows of a multiple of 16 bytes: " + std::to_string(k) + " is no multiple of 8";
-  if (f % 8 != 0) return "needs halves of a multiple of 16 bytes: F = " + std::to_string(f) + " is no multiple of 8";
   if (!HiddenColumns::takes(c.activation.interleave)) {
     return "takes halves in one piece or interleaved in blocks of 1, 8, 16, 32 or a multiple of 64 columns, not " +
            std::to_string(c.activation.interleave);
   }
-  if ((m / kTileRows + c.group_sizes.dims[0]) * ((f + 127) / 128) >= kMaxItems) {
-    return "takes fewer than 2^31 pairs of tiles";
-  }
-  return "";
+  return first_of({refuses_low(c.low, c.lhs.dtype, c.rhs_axis), refuses_extents(m, {2 * f, k}),
+                   refuses_16_bytes({{"K", k, 8}, {"F", f, 8}}),
+                   refuses_row_tiles(m, c.group_sizes.dims[0], f, DactShape::kCols)});
 }
 
 int64_t col_tiles(int64_t f) { return (f + DactShape::kCols - 1) / DactShape::kCols; }
@@ -266,20 +242,14 @@ void launch(const GroupedMatmulDact& call, const Context& context) {
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
   Head* head = static_cast<Head*>(context.workspace);
   DactParams p{};
-  p.sizes = call.group_sizes.as<int32_t>();
-  p.counter = &head->counter;
+  set_rows(call, &head->counter, stream, &p);
   p.valid_rows = &head->valid_rows;
-  GROUPED_CUDA_CHECK(cudaMemsetAsync(p.counter, 0, sizeof(*p.counter), stream));
-  p.rhs_table = call.rhs_table.present() ? call.rhs_table.as<int64_t>() : nullptr;
-  p.rhs_base = reinterpret_cast<int64_t>(p.rhs_table != nullptr ? call.lhs.data : call.rhs.data);
-  p.row_scale = call.row_scale.present() ? call.row_scale.as<float>() : nullptr;
+  p.row_scale = floats_or_null(call.row_scale);
   if (call.row_sum.present()) {
     p.partials = reinterpret_cast<float*>(static_cast<uint8_t*>(context.workspace) + sizeof(Head));
   }
   p.result = call.result.present() ? call.result.as<uint8_t>() : nullptr;
   p.activated = call.activated.present() ? call.activated.as<uint8_t>() : nullptr;
-  p.rows = call.lhs.dims[0];
-  p.groups = int32_t(call.group_sizes.dims[0]);
   p.length = int32_t(call.lhs.dims[1]);
   p.cols = int32_t(call.rhs.dims[3 - call.rhs_axis]);
   p.clear_tail = call.zero_tail != 0;

@@ -75,11 +75,9 @@ std::string refuses(const GroupedMatmul& c, const Target& target) {
 }
 
 void launch(const GroupedMatmul& call, const Context& context) {
-  if (call.lhs.dims[0] == 0) return;
-  const Fp8RowsParams p = fp8_rows_params(call, context);
-  with_fp8_types(call, [&](auto pair, auto out) {
-    using Product = PromotedRows<decltype(pair), decltype(out)>;
-    launch_fp8_rows<Product, grouped_product_fp8_sm90<Product>>(call, p, context.stream);
+  launch_fp8_rows<PromotedRows>(call, context, [&](auto product, const Fp8RowsParams& p) {
+    using Product = decltype(product);
+    launch_rows_product<Product>(grouped_product_fp8_sm90<Product>, p, context.stream);
   });
 }
 

@@ -16,15 +16,21 @@ struct RowsParams {
   bool clear_tail;
 };
 
-// And what becomes of a result: bias and row scale, then one rounding.
-struct MatmulParams : RowsParams {
-  CUtensorMap out;
-  int32_t width, first_col;   // columns of result and bias, and the first that is made
+// What is added to sums, and what multiplies them.
+struct BiasParams {
+  int32_t width;              // columns of a bias
   const void* bias;           // [groups, width], or null
   const int64_t* bias_table;  // addresses of the biases, or null
   const float* row_scale;     // [rows], or null
+  bool float_bias;            // else of the operands' type
+};
+
+// And what becomes of a result: bias and row scale, then one rounding.
+struct MatmulParams : RowsParams, BiasParams {
+  CUtensorMap out;
+  int32_t first_col;  // of the result's `width`, the first that is made
   uint8_t* result;
-  bool scale_bias, float_bias;
+  bool scale_bias;
 };
 
 struct IgnoreTail {
