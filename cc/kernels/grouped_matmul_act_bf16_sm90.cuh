@@ -105,15 +105,8 @@ struct UpProduct {
 
   static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[kTileCols / 2],
                                WarpSlots& slots, Epilogue&) {
-    const int lane = threadIdx.x % 32;
-    float scale[2] = {1, 1};  // of rows l/4 and l/4 + 8
-    if (p.row_scale != nullptr) {
-      const float* first = p.row_scale + (work.end - work.rows + work.row0 + row);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (row + lane / 4 + 8 * i < work.valid_rows) scale[i] = first[lane / 4 + 8 * i];
-      }
-    }
+    float scale[2];  // of rows l/4 and l/4 + 8
+    row_scales(p.row_scale, work, row, scale);
     const ptx::Coords at = ragged_at(work, work.col0, row);
 #pragma unroll
     for (int s = 0; s < kResultCols / kSliceCols; ++s) {

@@ -120,7 +120,7 @@ struct DactProduct {
 #pragma unroll 1
     for (int i = 0; i < 2 * kAcross; ++i) {
       const int half = i / kAcross, col = i % kAcross * kSetCols, row = first_row + 64 * half;
-      if (col == 0) load_scale(p, work, row, scale);
+      if (col == 0) row_scales(p.row_scale, work, row, scale);
       if (64 * half < work.valid_rows && col < cols) {
         sets.wait();
         if (--left == 0) sets.hand_over();
@@ -153,16 +153,6 @@ struct DactProduct {
   }
 
  private:
-  // Of this thread's rows of a half: l/4 and l/4 + 8.
-  static __device__ void load_scale(const Params& p, const Work& work, int row, float (&scale)[2]) {
-    const int first = row + threadIdx.x % 32 / 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const bool given = p.row_scale != nullptr && first + 8 * i < work.valid_rows;
-      scale[i] = given ? p.row_scale[work.end - work.rows + work.row0 + first + 8 * i] : 1.0f;
-    }
-  }
-
   // Ends the sums of the warp's 16 rows of a half.
   static __device__ void store_sums(const Params& p, const Work& work, int row, float (&sum)[2]) {
     const int lane = threadIdx.x % 32;
