@@ -47,9 +47,9 @@ struct PromotedRows : Fp8Rows<Pair, Out, Shape> {
     __device__ void start(int block, uint32_t to) const {
 #pragma unroll
       for (int i = 0; i < kTileRows; i += 32) {
-        if (row_ + i < valid_rows_) ptx::copy_word(to + stage_row(row_ + i), rows_ + block * pitch_ + i);
+        if (row_ + i < valid_rows_) device::copy_async<4>(to + stage_row(row_ + i), rows_ + block * pitch_ + i);
       }
-      if (has_part_) ptx::copy_word(to + stage_column(row_), columns_ + block);
+      if (has_part_) device::copy_async<4>(to + stage_column(row_), columns_ + block);
     }
 
    private:

@@ -84,11 +84,12 @@ struct Fp8Contraction {
     __device__ void start(int block, uint32_t to) const {
 #pragma unroll
       for (int i = 0; i < kTileRows; i += 32) {
-        if (lane_ + i < valid_rows_) ptx::copy_word(to + stage_row(lane_ + i), rows_ + block * row_pitch_ + i);
+        if (lane_ + i < valid_rows_) device::copy_async<4>(to + stage_row(lane_ + i), rows_ + block * row_pitch_ + i);
       }
 #pragma unroll
       for (int i = 0; i < Shape::kCols; i += 32) {
-        if (lane_ + i < valid_cols_) ptx::copy_word(to + stage_column(lane_ + i), columns_ + block * col_pitch_ + i);
+        if (lane_ + i < valid_cols_)
+          device::copy_async<4>(to + stage_column(lane_ + i), columns_ + block * col_pitch_ + i);
       }
     }
 

@@ -23,6 +23,7 @@
 // out, since the parameters cost more instructions where a lambda captures them, and `lane` is computed once.
 #pragma once
 
+#include "cc/device/common/copy_async.cuh"
 #include "cc/device/sm90/epilogue.cuh"
 #include "cc/device/sm90/ptx.cuh"
 #include "cc/device/sm90/ring.cuh"
@@ -151,7 +152,7 @@ __device__ __forceinline__ void run_shell(const typename Product::Params& p) {
   using Shape = typename Product::Shape;
   extern __shared__ __align__(1024) uint8_t memory[];
   Shell<Shape> shell;
-  shell.shared = ptx::shared_address(memory);
+  shell.shared = device::shared_address(memory);
   shell.barriers = shell.shared + Shape::kBarriersAt;
   shell.rank = ptx::cluster_rank();
   shell.items = reinterpret_cast<Work*>(memory + Shape::kWorkAt);
