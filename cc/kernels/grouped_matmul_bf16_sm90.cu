@@ -80,7 +80,7 @@ struct RowsProduct {
 
   static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[Shape::kCols / 2],
                                Slots<Shape::kSlots>& slots, Epilogue& held) {
-    finish_and_store<BiasOf<T>, Out, Shape::kCols>(p, work, row, cols, acc, slots, held, [](float (&)[4]) {});
+    finish_and_store<device::BiasOf<T>, Out, Shape::kCols>(p, work, row, cols, acc, slots, held, [](float (&)[4]) {});
   }
 
   static __device__ void clear_tail(const Params& p, const Work& work, uint32_t rank, int thread) {

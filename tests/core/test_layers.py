@@ -211,7 +211,7 @@ def test_kernels_are_named_after_their_files():
     files = [path for path in (ROOT / "cc" / "kernels").iterdir() if path.suffix in (".cc", ".cu")]
     stems = {path.stem for path in files}
     for path in files:
-        held = re.findall(r'= \{"(\w+)",', path.read_text())
+        held = re.findall(r'= \{\s*"(\w+)",', path.read_text())
         stems |= {name for name in held if name.split("_")[-2:] == path.stem.split("_")[-2:]}
     for header in ("compose.h", "widen.h", "stored.h"):
         stems |= set(re.findall(r"> (\w+);", (ROOT / "cc" / "dispatch" / header).read_text()))
@@ -219,6 +219,16 @@ def test_kernels_are_named_after_their_files():
         for name in names:
             assert name.startswith(f"{call}_"), f"{name} is listed under {call}"
             assert any(name == stem or name.startswith(f"{stem}_") for stem in stems), f"{name} has no file"
+
+
+def test_names_of_kernels_say_what_their_fields_say():
+    """Dispatch reads the fields alone; people, tests and benchmarks read the names."""
+    row = re.compile(r'const Kernel<\w+> \w+ = \{\s*"(\w+)",\s*Arch::(\w+),\s*Kind::(\w+),')
+    rows = [found for path in native_files() for found in row.findall(path.read_text())]
+    assert len(rows) > 80
+    for name, arch, kind in rows:
+        assert re.search(rf"_{arch}(_|$)", name), f"{name} is made for {arch}"
+        assert ("_any_" in name) == (kind == "reference"), f"{name} is of the kind {kind}"
 
 
 @pytest.mark.parametrize("folder", [*PACKAGES, "cc", "tests", "benchmarks", "examples"])

@@ -1,6 +1,7 @@
 // What products over grouped rows share: their operands, the order of their tiles, and their tail.
 #pragma once
 
+#include "cc/device/common/product_end.cuh"
 #include "cc/device/sm90/pipeline.cuh"
 
 namespace grouped::sm90 {
@@ -16,14 +17,7 @@ struct RowsParams {
   bool clear_tail;
 };
 
-// What is added to sums, and what multiplies them.
-struct BiasParams {
-  int32_t width;              // columns of a bias
-  const void* bias;           // [groups, width], or null
-  const int64_t* bias_table;  // addresses of the biases, or null
-  const float* row_scale;     // [rows], or null
-  bool float_bias;            // else of the operands' type
-};
+using device::BiasParams;
 
 // And what becomes of a result: bias and row scale, then one rounding.
 struct MatmulParams : RowsParams, BiasParams {
@@ -100,15 +94,6 @@ __device__ inline void row_scales(const float* of_rows, const Work& work, int ro
   }
 }
 
-// A bias of float32, or else of T: its values have `bytes(p)`; value(p, bias, i) is one of them.
-template <class T>
-struct BiasOf {
-  static __device__ int64_t bytes(const BiasParams& p) { return p.float_bias ? 4 : sizeof(T); }
-  static __device__ float value(const BiasParams& p, const char* bias, int i) {
-    return p.float_bias ? reinterpret_cast<const float*>(bias)[i] : to_float(reinterpret_cast<const T*>(bias)[i]);
-  }
-};
-
 // Ends and stores the warp's 16 rows of a tile, the first of which is `row`; `first(v)` sees the four values of a
 // column pair before anything else.
 template <class Bias, class Out, int kCols, int kSlots, class Params, class Held_, class First>
@@ -116,13 +101,7 @@ __device__ inline void finish_and_store(const Params& p, const Work& work, int r
                                         Slots<kSlots>& slots, Held_& held, First first) {
   float scale[2];
   row_scales(p.row_scale, work, row, scale);
-  const int64_t bytes = Bias::bytes(p);
-  const char* bias = static_cast<const char*>(p.bias);
-  if (p.bias_table != nullptr) {
-    bias = reinterpret_cast<const char*>(p.bias_table[work.group]) + bytes * (p.first_col + work.col0);
-  } else if (bias != nullptr) {
-    bias += bytes * (int64_t(work.group) * p.width + p.first_col + work.col0);
-  }
+  const char* bias = device::bias_at<Bias>(p, work.group, p.first_col + work.col0);
   const bool plain = bias == nullptr && p.row_scale == nullptr;
   const auto change = [&](int col, float (&v)[4]) {
     first(v);
@@ -135,10 +114,7 @@ __device__ inline void finish_and_store(const Params& p, const Work& work, int r
       }
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float s = scale[i / 2];
-      v[i] = p.scale_bias ? v[i] + s * b[i % 2] : s * (v[i] + b[i % 2]);
-    }
+    for (int i = 0; i < 4; ++i) v[i] = device::ended(v[i], scale[i / 2], b[i % 2], p.scale_bias);
   };
   store_part<Out, kCols>(acc, &p.out, ragged_at(work, work.col0, row), cols, slots, held, change);
 }

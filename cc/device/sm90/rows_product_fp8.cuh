@@ -59,7 +59,7 @@ struct Fp8Rows {
   template <int kSums>
   static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[kSums],
                                Slots<Shape::kSlots>& slots, Epilogue& held) {
-    using Bias = BiasOf<std::conditional_t<sizeof(Out) == 2, Out, __nv_bfloat16>>;
+    using Bias = device::BiasOf<std::conditional_t<sizeof(Out) == 2, Out, __nv_bfloat16>>;
     if (p.bias == nullptr && p.bias_table == nullptr && p.row_scale == nullptr) {  // no questions for every column
       store_part<Out, Shape::kCols>(acc, &p.out, ragged_at(work, work.col0, row), cols, slots, held, held.group);
     } else {
