@@ -111,18 +111,18 @@ __device__ inline void load_operand(const Problem& p, const StoreTile& tile, int
   commit_copies();
 }
 
-// The forms of one half of the result, out of `from`, whose memory is free when `taken` is called. `scratch` is that of
-// an operand that has been read.
+// The forms of one half of the result, out of `from`, whose memory is free when `taken` is called; `measure`: its amax
+// is wanted. `scratch` is that of an operand that has been read.
 template <int kForms, class Taken>
-__device__ inline void store_half(const StoreLaunch& p, const StoreTile& tile, const Slots& from,
+__device__ inline void store_half(const StoreProblem& p, bool measure, const StoreTile& tile, const Slots& from,
                                   ColumnScratch* scratch, Turns& turns, Taken taken) {
   uint4 raw[kVector];
 #pragma unroll
   for (int i = 0; i < kVector; ++i) raw[i] = from[i][threadIdx.x];
   uint32_t amax = 0;
-  if (p.measure) amax = largest(raw);
+  if (measure) amax = largest(raw);
   taken();
-  if (p.measure) turns.see(amax_of<DType::bf16>(amax), tile.group);
+  if (measure) turns.see(amax_of<DType::bf16>(amax), tile.group);
   float factors[kVector];
   if constexpr ((kForms & kRows) != 0) {
     row_factors<DType::bf16, kStoreColumns, Tile>(p, tile, raw, factors);
@@ -177,14 +177,14 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm)
     activate_tile(p, tile, slots);
     if constexpr ((kForms & kColumns) != 0) {  // first, for it lies where the scratch will
       if (has_activated(p)) {
-        store_half<kColumns>(p.store_activated, tile, slots[scratch_of(p)], scratch, turns, [] {});
+        store_half<kColumns>(p.store_activated, false, tile, slots[scratch_of(p)], scratch, turns, [] {});
       }
     }
     // The next tile's operands take the place of what has been read: of a half in registers, of what forward has no
     // more use for, of the scratch last.
     StoreTile part = result_tile(p, tile);
     for (int half = 0; half < halves; ++half, part.column += p.hidden.block) {
-      store_half<kForms>(p.store, part, slots[half], scratch, turns, [&] {
+      store_half<kForms>(p.store, p.store.measure, part, slots[half], scratch, turns, [&] {
         if (loads) load_operand(p, next, half, slots);
       });
     }
