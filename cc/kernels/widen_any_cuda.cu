@@ -220,11 +220,11 @@ __device__ uint32_t widened(const Raw<kBits>& raw, uint2 scale, bool special, in
   }
   float2 v = __half22float2(halves);
   if constexpr (kScales == Scales::shared && kScaleType == DType::e8m0) {
-    const float s = decode_e8m0(static_cast<uint8_t>(scale.x));
+    const float s = decode_e8m0(scale.x);
     v = make_float2(__fmul_rn(v.x, s), __fmul_rn(v.y, s));
   } else if constexpr (kScales == Scales::own && kScaleType == DType::e8m0) {
     float x = __uint_as_float(codes << 23 & 0x7f800000u), y = __uint_as_float(codes << 15 & 0x7f800000u);
-    if (special) x = decode_e8m0(static_cast<uint8_t>(codes)), y = decode_e8m0(static_cast<uint8_t>(codes >> 8));
+    if (special) x = decode_e8m0(codes & 0xff), y = decode_e8m0(codes >> 8 & 0xff);
     v = make_float2(__fmul_rn(v.x, x), __fmul_rn(v.y, y));
   }
   return packed(v.x, v.y, DType::bf16);

@@ -67,7 +67,7 @@ GROUPED_HOST_DEVICE constexpr bool is_gated(ActivationKind kind) {
 // (numerics 5); the linear half of the column lies `block` further.
 template <class Index>
 GROUPED_HOST_DEVICE constexpr Index gate_column_of(Index column, Index block) {
-  return column / block * 2 * block + column % block;
+  return column + column / block * block;
 }
 
 struct ActivationSpec {

@@ -20,7 +20,7 @@ struct HiddenColumns {
   // Column of memory where block `block` of the set for columns `col` and on starts.
   // NOTE: most calls need no division, which takes longer than all else here.
   GROUPED_HOST_DEVICE int32_t column(int32_t col, int block) const {
-    const int32_t gate = col < period ? col : period == kSetCols ? 2 * col : gate_column_of(col, period);
+    const int32_t gate = col < period ? col : period == kSetCols ? col + col : gate_column_of(col, period);
     return gate + block * step;
   }
 

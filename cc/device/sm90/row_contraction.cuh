@@ -3,7 +3,6 @@
 #pragma once
 
 #include "cc/device/common/block_sum.cuh"
-#include "cc/device/common/group_scan.cuh"
 #include "cc/device/sm90/layout_fp8.cuh"
 #include "cc/device/sm90/pipeline.cuh"
 
