@@ -124,16 +124,6 @@ struct Shell {
       if (work.kind == Work::kTile) body(work);
     }
   }
-  // The same by a whole warp, with the item in shared memory.
-  template <class Body>
-  __device__ __forceinline__ void warp_tiles(Body body) const {
-    WorkReader<Shape, true> reader(barriers, items);
-    for (;; reader.release()) {
-      const Work& work = reader.get();
-      if (work.kind == Work::kDone) break;
-      if (work.kind == Work::kTile) body(work);
-    }
-  }
   // At the end of a warp that stores: nothing may be under way.
   __device__ void finish_stores() const {
     if (lane == 0) ptx::store_wait_read<0>();
