@@ -64,15 +64,15 @@ struct RowsProduct {
 
   static __device__ void load(const Params& p, const Work& work, int k, int halves, bool columns, uint32_t rank,
                               uint32_t to, uint32_t full) {
-    const FromLow part(p.low, k);
+    const FromLow part(p.low, work, k);
     load_lhs<1>(part.low ? &p.low.lhs : &p.lhs, ragged_at(work, part.at, 0), halves, work.across, rank, to, full);
     if (!columns) return;
-    const OneOfTwo from = one_of_two(part.at, p.first_depth);
+    const OneOfTwo from = part.low ? OneOfTwo{false, part.at} : one_of_two(part.at, p.first_depth);
     const int32_t c0 = kRhsMajor == Major::k ? from.at : work.col0, c1 = kRhsMajor == Major::k ? work.col0 : from.at;
     Rhs::load(part.low      ? &p.low.rhs
               : from.second ? &p.rhs_up
                             : &p.rhs,
-              {{c0, c1, part.slice2(work), part.slice3(work)}}, work.across, rank, to + 2 * kBlockBytes, full);
+              {{c0, c1, part.slice.near, part.slice.far}}, work.across, rank, to + 2 * kBlockBytes, full);
   }
 
   using Epilogue = NothingHeld;
@@ -169,6 +169,9 @@ std::string refuses(const GroupedMatmul& c, const Target&) {
   // Blocks of k then begin where those of one array do, so sums are added in the same order.
   if (c.rhs_up.present() && c.rhs.dims[c.rhs_axis] % kBlockK != 0) {
     return "contracts weights in two arrays if both are a multiple of 64 deep; rhs is " + describe(c.rhs);
+  }
+  if (has_group_scales(c.scales) && c.low.present()) {
+    return "takes no scales of groups beside a low-rank product: they would multiply its sums as well";
   }
   const int64_t m = c.lhs.dims[0], k = c.lhs.dims[1], n = columns_of(c.result, c.result_half).count;
   return first_of({refuses_low(c.low, c.lhs.dtype, c.rhs_axis), refuses_extents(m, {c.result.dims[1], k}),

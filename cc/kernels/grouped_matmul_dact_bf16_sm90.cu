@@ -67,11 +67,11 @@ struct DactProduct {
 
   static __device__ void load(const Params& p, const Work& work, int k, int halves, bool columns, uint32_t rank,
                               uint32_t to, uint32_t full) {
-    const FromLow part(p.low, k);
+    const FromLow part(p.low, work, k);
     load_lhs<1>(part.low ? &p.low.lhs : &p.lhs, ragged_at(work, part.at, 0), halves, work.across, rank, to, full);
     if (!columns) return;
     const int32_t c0 = kRhsMajor == Major::k ? part.at : work.col0, c1 = kRhsMajor == Major::k ? work.col0 : part.at;
-    Rhs::load(part.low ? &p.low.rhs : &p.rhs, {{c0, c1, part.slice2(work), part.slice3(work)}}, work.across, rank,
+    Rhs::load(part.low ? &p.low.rhs : &p.rhs, {{c0, c1, part.slice.near, part.slice.far}}, work.across, rank,
               to + 2 * kBlockBytes, full);
   }
 

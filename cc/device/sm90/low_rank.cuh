@@ -13,23 +13,27 @@ namespace grouped::sm90 {
 
 struct LowMaps {
   CUtensorMap lhs, rhs;
+  const int64_t* table;       // addresses of the weights of each group; null: one array
+  int64_t base;               // start of the map of listed weights
   int32_t first = INT32_MAX;  // k of its first block; none: beyond all
 };
 
 // Where the block at k comes from.
 struct FromLow {
   bool low;
-  int32_t at;  // k in its own operands
-  __device__ FromLow(const LowMaps& maps, int k) : low(k >= maps.first), at(low ? k - maps.first : k) {}
-  // Of the weights of a tile's group; those of the low rank are packed.
-  __device__ int32_t slice2(const Work& work) const { return low ? work.group : work.slice2; }
-  __device__ int32_t slice3(const Work& work) const { return low ? 0 : work.slice3; }
+  int32_t at;   // k in its own operands
+  Slice slice;  // last two coordinates of the weights of the tile's group
+  __device__ FromLow(const LowMaps& maps, const Work& work, int k)
+      : low(k >= maps.first), at(low ? k - maps.first : k), slice{work.slice2, work.slice3} {
+    if (!low) return;
+    slice = {work.group, 0};
+    if (maps.table != nullptr) slice = slice_of(uint64_t(__ldg(maps.table + work.group) - maps.base));
+  }
 };
 
 inline std::string refuses_low(const LowRank& low, DType dtype, int64_t rhs_axis) {
   if (!low.present()) return "";
   if (low.low_lhs.dtype != dtype) return std::string("takes a low-rank product of its operands' type alone");
-  if (low.low_rhs_table.present()) return "takes low-rank weights in one array";
   if (low.low_rhs_axis != rhs_axis) return "takes low-rank weights that are stored as the others";
   const int64_t rank = low.low_lhs.dims[1];
   if (rank % 8 != 0) return "takes ranks of a multiple of 8, not " + std::to_string(rank);
@@ -46,8 +50,15 @@ inline LowMaps low_maps(const LowRank& low, int64_t groups, uint32_t box_cols, u
   maps.first = (*length + kBlockK - 1) / kBlockK * kBlockK;
   *length = maps.first + int32_t(rank);
   maps.lhs = tensor_map(low.low_lhs.data, dtype, ragged_shape(rank, dtype), 64, 64);
-  maps.rhs = tensor_map(low.low_rhs.data, dtype, packed_shape(groups, low.low_rhs.dims[1], low.low_rhs.dims[2], dtype),
-                        box_cols, box_rows);
+  const int64_t rows = low.low_rhs.dims[1], cols = low.low_rhs.dims[2];
+  const bool listed = low.low_rhs_table.present();
+  // Listed weights are addressed relative to any mapped address.
+  const void* base = listed ? low.low_lhs.data : low.low_rhs.data;
+  maps.table = listed ? low.low_rhs_table.as<const int64_t>() : nullptr;
+  maps.base = reinterpret_cast<int64_t>(base);
+  maps.rhs =
+      tensor_map(base, dtype, listed ? scattered_shape(rows, cols, dtype) : packed_shape(groups, rows, cols, dtype),
+                 box_cols, box_rows);
   return maps;
 }
 
