@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <initializer_list>
 #include <string>
 
 #include "cc/api/archs.h"
@@ -45,6 +46,14 @@ std::string takes_any(const Call&, const Target&) {
 template <class Call>
 size_t no_workspace(const Call&, const Target&) {
   return 0;
+}
+
+// The first reason among several.
+inline std::string first_of(std::initializer_list<std::string> reasons) {
+  for (const std::string& reason : reasons) {
+    if (!reason.empty()) return reason;
+  }
+  return "";
 }
 
 }  // namespace grouped

@@ -43,18 +43,14 @@ void launch_types(const GroupedMatmulAct& call, const UpParams& p, void* stream)
 std::string refuses(const GroupedMatmulAct& c, const Target&) {
   if (!has_plain_operands(c) || has_group_scales(c.scales)) return "takes no scaled operands";
   if (c.stored.stores()) return "gives plain rows";
-  if (c.lhs.dtype != DType::bf16 && c.lhs.dtype != DType::f16) {
-    return std::string("takes bfloat16 and float16; lhs is ") + dtype_name(c.lhs.dtype);
-  }
+  if (std::string reason = refuses_16_bit_lhs(c.lhs.dtype); !reason.empty()) return reason;
   for (const TensorView* t : {&c.rhs, &c.rhs_up, &c.result, &c.hidden}) {
     if (t->present() && t->dtype != c.lhs.dtype) {
       return std::string("takes and gives one type, that of lhs, ") + dtype_name(c.lhs.dtype) + ", not " +
              dtype_name(t->dtype);
     }
   }
-  if (c.bias.present() && c.bias.dtype != c.lhs.dtype && c.bias.dtype != DType::f32) {
-    return std::string("takes a bias of the operands' type or float32, not ") + dtype_name(c.bias.dtype);
-  }
+  if (std::string reason = refuses_bias(c.bias, c.lhs.dtype); !reason.empty()) return reason;
   return refuses_up(c);
 }
 

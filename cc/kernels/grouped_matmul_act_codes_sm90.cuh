@@ -54,7 +54,7 @@ struct CodedUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, CodedUpShape<
 
 template <class Product>
 void launch_coded_pairs(const GroupedMatmulAct& call, const CodedUpParams& p, void* stream) {
-  launch_up_product<coded_product_sm90<Product>, Product>(call, p, kCodedThreads, stream);
+  launch_up_product<Product>(coded_product_sm90<Product>, call, p, kCodedThreads, stream);
 }
 
 // By how gates and linear halves lie.

@@ -52,47 +52,32 @@ struct ScaledRowsProduct : RowsProduct<T, Out, kWeights, Shape_> {
 template <const TileChoice& kChoice>
 using TileOf = TileShape<kChoice.cols, kChoice.stages, kChoice.slots>;
 
-template <class Product>
-void launch_product(const typename Product::Params& p, int64_t row_tiles, void* stream) {
-  launch_pairs<grouped_product_sm90<Product>, Product>(p, kThreads, row_tiles, Product::Shape::kCols, stream);
-}
-
 template <class T, class Out, Major kWeights, class Shape>
-void launch_rows(const GroupedMatmul& call, HalvesParams p, int64_t row_tiles, void* stream) {
+void launch_rows(const GroupedMatmul& call, HalvesParams p, void* stream) {
   using Product = RowsProduct<T, Out, kWeights, Shape>;
   using Rhs = typename Product::Rhs;
-  const int64_t k = call.lhs.dims[1], n = p.cols, groups = p.groups;
-  const int64_t rhs_k = call.rhs.dims[call.rhs_axis];
-  const int64_t rhs_rows = kWeights == Major::k ? n : rhs_k, rhs_cols = kWeights == Major::k ? rhs_k : n;
-  const MapShape rhs_shape = p.rhs_table != nullptr ? scattered_shape(rhs_rows, rhs_cols, call.rhs.dtype)
-                                                    : packed_shape(groups, rhs_rows, rhs_cols, call.rhs.dtype);
-  p.lhs = tensor_map(call.lhs.data, call.lhs.dtype, ragged_shape(k, call.lhs.dtype), 64, 64);
-  p.rhs =
-      tensor_map(reinterpret_cast<const void*>(p.rhs_base), call.rhs.dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows);
-  p.first_depth = int32_t(rhs_k);
-  p.low = low_maps(call.low, groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
-  if (call.rhs_up.present()) {
-    p.rhs_up = tensor_map(call.rhs_up.data, call.rhs.dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows);
-  }
-  p.out = tensor_map(call.result.as<Out>() + p.first_col, call.result.dtype,
-                     ragged_shape(n, p.width, call.result.dtype), 128 / sizeof(Out), 16);
+  map_operands<Rhs>(call, &p);
+  map_result(call, &p);
+  p.first_depth = int32_t(call.rhs.dims[call.rhs_axis]);
+  p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
+  if (call.rhs_up.present()) p.rhs_up = map_of_weights<Rhs>(call.rhs_up, call.rhs_up.data, false);
   if constexpr (kWeights == Major::k && std::is_same_v<T, __nv_bfloat16>) {
     if (has_group_scales(call.scales)) {
       ScaledParams scaled{};
       static_cast<HalvesParams&>(scaled) = p;
       scaled.lhs_scales = floats_or_null(call.scales.lhs_group_scales);
       scaled.rhs_scales = floats_or_null(call.scales.rhs_group_scales);
-      return launch_product<ScaledRowsProduct<T, Out, kWeights, Shape>>(scaled, row_tiles, stream);
+      using Scaled = ScaledRowsProduct<T, Out, kWeights, Shape>;
+      return launch_rows_product<Scaled>(grouped_product_sm90<Scaled>, scaled, stream);
     }
   }
-  launch_product<Product>(p, row_tiles, stream);
+  launch_rows_product<Product>(grouped_product_sm90<Product>, p, stream);
 }
 
 template <class T, class Out, class Shape>
 void launch_shape(const GroupedMatmul& call, const HalvesParams& p, void* stream) {
-  const int64_t row_tiles = most_row_tiles(p.rows, p.groups);
-  return call.rhs_axis == 2 ? launch_rows<T, Out, Major::k, Shape>(call, p, row_tiles, stream)
-                            : launch_rows<T, Out, Major::mn, Shape>(call, p, row_tiles, stream);
+  return call.rhs_axis == 2 ? launch_rows<T, Out, Major::k, Shape>(call, p, stream)
+                            : launch_rows<T, Out, Major::mn, Shape>(call, p, stream);
 }
 
 template <class T, class Out>
@@ -107,9 +92,7 @@ void launch_types(const GroupedMatmul& call, const HalvesParams& p, void* stream
 
 std::string refuses(const GroupedMatmul& c, const Target&) {
   if (c.contract_rows) return "is for ragged rows; this call contracts over rows";
-  if (c.lhs.dtype != DType::bf16 && c.lhs.dtype != DType::f16) {
-    return std::string("takes bfloat16 and float16; lhs is ") + dtype_name(c.lhs.dtype);
-  }
+  if (std::string reason = refuses_16_bit_lhs(c.lhs.dtype); !reason.empty()) return reason;
   if (c.rhs.dtype != c.lhs.dtype) {
     return std::string("takes one operand type; rhs is ") + dtype_name(c.rhs.dtype) + ", lhs " +
            dtype_name(c.lhs.dtype);
@@ -117,9 +100,7 @@ std::string refuses(const GroupedMatmul& c, const Target&) {
   if (c.result.dtype != c.lhs.dtype && c.result.dtype != DType::f32) {
     return std::string("gives the operands' type or float32, not ") + dtype_name(c.result.dtype);
   }
-  if (c.bias.present() && c.bias.dtype != c.lhs.dtype && c.bias.dtype != DType::f32) {
-    return std::string("takes a bias of the operands' type or float32, not ") + dtype_name(c.bias.dtype);
-  }
+  if (std::string reason = refuses_bias(c.bias, c.lhs.dtype); !reason.empty()) return reason;
   if (!has_plain_operands(c)) return "takes no scales of blocks";
   if (has_group_scales(c.scales) && (c.lhs.dtype != DType::bf16 || c.rhs_axis != 2)) {
     return "takes scales of groups beside bfloat16 operands and weights stored [G, N, K] alone";
@@ -132,18 +113,9 @@ std::string refuses(const GroupedMatmul& c, const Target&) {
   if (has_group_scales(c.scales) && c.low.present()) {
     return "takes no scales of groups beside a low-rank product: they would multiply its sums as well";
   }
-  const std::string low = refuses_low(c.low, c.lhs.dtype, c.rhs_axis);
-  if (!low.empty()) return low;
   const int64_t m = c.lhs.dims[0], k = c.lhs.dims[1], n = columns_of(c.result, c.result_half).count;
-  if (m >= kRagged) return "takes fewer than 2^30 rows";
-  if (c.result.dims[1] >= kRagged || k >= kRagged) return "takes fewer than 2^30 columns";
-  if (k % 8 != 0) return "needs lhs rows of a multiple of 16 bytes: K = " + std::to_string(k) + " is no multiple of 8";
-  if (n % 8 != 0)
-    return "needs result rows of a multiple of 16 bytes: N = " + std::to_string(n) + " is no multiple of 8";
-  if ((m / kTileRows + c.group_sizes.dims[0]) * ((n + 127) / 128) >= kMaxItems) {
-    return "takes fewer than 2^31 pairs of tiles";
-  }
-  return "";
+  return first_of({refuses_low(c.low, c.lhs.dtype, c.rhs_axis), refuses_extents(m, {c.result.dims[1], k}),
+                   refuses_16_bytes({{"K", k, 8}, {"N", n, 8}}), refuses_row_tiles(m, c.group_sizes.dims[0], n, 128)});
 }
 
 size_t workspace(const GroupedMatmul&, const Target&) { return sizeof(unsigned long long); }
@@ -151,25 +123,8 @@ size_t workspace(const GroupedMatmul&, const Target&) { return sizeof(unsigned l
 void launch(const GroupedMatmul& call, const Context& context) {
   if (call.lhs.dims[0] == 0) return;
   HalvesParams p{};
-  p.sizes = call.group_sizes.as<int32_t>();
-  p.counter = static_cast<unsigned long long*>(context.workspace);
-  GROUPED_CUDA_CHECK(cudaMemsetAsync(p.counter, 0, sizeof(*p.counter), static_cast<cudaStream_t>(context.stream)));
-  p.rhs_table = call.rhs_table.present() ? call.rhs_table.as<int64_t>() : nullptr;
-  p.rhs_base = reinterpret_cast<int64_t>(p.rhs_table != nullptr ? call.lhs.data : call.rhs.data);
-  p.bias = call.bias.present() ? call.bias.data : nullptr;
-  p.bias_table = call.bias_table.present() ? call.bias_table.as<int64_t>() : nullptr;
-  p.float_bias = call.bias.present() && call.bias.dtype == DType::f32;
-  p.row_scale = call.row_scale.present() ? call.row_scale.as<float>() : nullptr;
-  p.result = call.result.as<uint8_t>();
-  p.rows = call.lhs.dims[0];
-  p.groups = int32_t(call.group_sizes.dims[0]);
-  const Columns made = columns_of(call.result, call.result_half);
-  p.cols = int32_t(made.count);
-  p.first_col = int32_t(made.first);
-  p.width = int32_t(call.result.dims[1]);
+  set_matmul(call, context, &p);
   p.length = int32_t(call.lhs.dims[1]);
-  p.scale_bias = call.scale_bias != 0;
-  p.clear_tail = !call.into.present();
   const bool wide = call.result.dtype == DType::f32;
   if (call.lhs.dtype == DType::bf16) {
     return wide ? launch_types<__nv_bfloat16, float>(call, p, context.stream)

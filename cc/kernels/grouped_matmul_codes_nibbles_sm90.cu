@@ -3,6 +3,6 @@
 
 namespace grouped::sm90 {
 
-template void launch_coded<true>(const GroupedMatmul&, const CodedRowsParams&, int64_t, void*);
+template void launch_coded<true>(const GroupedMatmul&, const CodedRowsParams&, void*);
 
 }  // namespace grouped::sm90

@@ -26,8 +26,8 @@
 namespace grouped {
 
 namespace sm90 {
-extern template void launch_coded<true>(const GroupedMatmul&, const CodedRowsParams&, int64_t, void*);
-extern template void launch_coded<false>(const GroupedMatmul&, const CodedRowsParams&, int64_t, void*);
+extern template void launch_coded<true>(const GroupedMatmul&, const CodedRowsParams&, void*);
+extern template void launch_coded<false>(const GroupedMatmul&, const CodedRowsParams&, void*);
 }  // namespace sm90
 
 namespace {
@@ -42,21 +42,11 @@ std::string refuses(const GroupedMatmul& c, const Target&) {
   if (c.result.dtype != DType::bf16 && c.result.dtype != DType::f32) {
     return std::string("gives bfloat16 or float32, not ") + dtype_name(c.result.dtype);
   }
-  if (c.bias.present() && c.bias.dtype != DType::bf16 && c.bias.dtype != DType::f32) {
-    return std::string("takes a bias of bfloat16 or float32, not ") + dtype_name(c.bias.dtype);
-  }
+  if (std::string reason = refuses_bias(c.bias, DType::bf16); !reason.empty()) return reason;
   if (c.accumulate) return "does not accumulate into ragged rows";
   const int64_t m = c.lhs.dims[0], k = c.lhs.dims[1], n = c.result.dims[1];
-  if (m >= kRagged) return "takes fewer than 2^30 rows";
-  if (n >= kRagged || k >= kRagged) return "takes fewer than 2^30 columns";
-  if (k % 8 != 0) return "needs lhs rows of a multiple of 16 bytes: K = " + std::to_string(k) + " is no multiple of 8";
-  if (n % 8 != 0) {
-    return "needs result rows of a multiple of 16 bytes: N = " + std::to_string(n) + " is no multiple of 8";
-  }
-  if ((m / kTileRows + c.group_sizes.dims[0]) * ((n + 127) / 128) >= kMaxItems) {
-    return "takes fewer than 2^31 pairs of tiles";
-  }
-  return "";
+  return first_of({refuses_extents(m, {n, k}), refuses_16_bytes({{"K", k, 8}, {"N", n, 8}}),
+                   refuses_row_tiles(m, c.group_sizes.dims[0], n, 128)});
 }
 
 size_t workspace(const GroupedMatmul&, const Target&) { return sizeof(unsigned long long); }
@@ -64,25 +54,10 @@ size_t workspace(const GroupedMatmul&, const Target&) { return sizeof(unsigned l
 void launch(const GroupedMatmul& call, const Context& context) {
   if (call.lhs.dims[0] == 0) return;
   CodedRowsParams p{};
-  p.sizes = call.group_sizes.as<int32_t>();
-  p.counter = static_cast<unsigned long long*>(context.workspace);
-  GROUPED_CUDA_CHECK(cudaMemsetAsync(p.counter, 0, sizeof(*p.counter), static_cast<cudaStream_t>(context.stream)));
+  set_matmul(call, context, &p);
   p.factors = floats_or_null(call.scales.rhs_group_scales);
-  p.bias = call.bias.present() ? call.bias.data : nullptr;
-  p.bias_table = call.bias_table.present() ? call.bias_table.as<int64_t>() : nullptr;
-  p.float_bias = call.bias.present() && call.bias.dtype == DType::f32;
-  p.row_scale = call.row_scale.present() ? call.row_scale.as<float>() : nullptr;
-  p.result = call.result.as<uint8_t>();
-  p.rows = call.lhs.dims[0];
-  p.groups = static_cast<int32_t>(call.group_sizes.dims[0]);
-  p.cols = p.width = static_cast<int32_t>(call.result.dims[1]);
   p.length = p.first_depth = static_cast<int32_t>(call.lhs.dims[1]);
-  p.scale_bias = call.scale_bias != 0;
-  p.clear_tail = !call.into.present();
-  // Every group may have one tile that is not full.
-  const int64_t row_tiles = (p.rows + int64_t{kTileRows - 1} * p.groups) / kTileRows;
-  return has_nibbles(call) ? launch_coded<true>(call, p, row_tiles, context.stream)
-                           : launch_coded<false>(call, p, row_tiles, context.stream);
+  return has_nibbles(call) ? launch_coded<true>(call, p, context.stream) : launch_coded<false>(call, p, context.stream);
 }
 
 }  // namespace

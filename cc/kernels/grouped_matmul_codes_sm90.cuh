@@ -51,27 +51,26 @@ struct CodedRowsProduct
 };
 
 template <bool kNibbles, class Out, Major kWeights>
-void launch_coded_major(const GroupedMatmul& call, CodedRowsParams p, int64_t row_tiles, void* stream) {
+void launch_coded_major(const GroupedMatmul& call, CodedRowsParams p, void* stream) {
   using Product = CodedRowsProduct<kNibbles, Out, kWeights>;
   using Rhs = typename Product::Rhs;
   p.coded = coded_weights(call, kCodedBox);
-  p.lhs = tensor_map(call.lhs.data, DType::bf16, ragged_shape(p.length, DType::bf16), 64, 64);
+  p.lhs = map_of_rows(call.lhs);
   p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
-  p.out =
-      tensor_map(call.result.data, call.result.dtype, ragged_shape(p.cols, call.result.dtype), 128 / sizeof(Out), 16);
-  launch_pairs<coded_product_sm90<Product>, Product>(p, kCodedThreads, row_tiles, Product::Shape::kCols, stream);
+  map_result(call, &p);
+  launch_rows_product<Product>(coded_product_sm90<Product>, p, stream, kCodedThreads);
 }
 
 // By the layout of weights and the result's type.
 template <bool kNibbles>
-void launch_coded(const GroupedMatmul& call, const CodedRowsParams& p, int64_t row_tiles, void* stream) {
+void launch_coded(const GroupedMatmul& call, const CodedRowsParams& p, void* stream) {
   const bool wide = call.result.dtype == DType::f32;
   if (call.rhs_axis == 2) {
-    return wide ? launch_coded_major<kNibbles, float, Major::k>(call, p, row_tiles, stream)
-                : launch_coded_major<kNibbles, __nv_bfloat16, Major::k>(call, p, row_tiles, stream);
+    return wide ? launch_coded_major<kNibbles, float, Major::k>(call, p, stream)
+                : launch_coded_major<kNibbles, __nv_bfloat16, Major::k>(call, p, stream);
   }
-  return wide ? launch_coded_major<kNibbles, float, Major::mn>(call, p, row_tiles, stream)
-              : launch_coded_major<kNibbles, __nv_bfloat16, Major::mn>(call, p, row_tiles, stream);
+  return wide ? launch_coded_major<kNibbles, float, Major::mn>(call, p, stream)
+              : launch_coded_major<kNibbles, __nv_bfloat16, Major::mn>(call, p, stream);
 }
 
 }  // namespace grouped::sm90

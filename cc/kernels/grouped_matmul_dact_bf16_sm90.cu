@@ -26,13 +26,8 @@ template <class T, Major kWeights>
 void launch_dact(const GroupedMatmulDact& call, DactParams p, cudaStream_t stream) {
   using Product = DactProduct<T, kWeights>;
   using Rhs = typename Product::Rhs;
-  const int64_t k = p.length, n = p.cols;
-  const int64_t rhs_rows = kWeights == Major::k ? n : k, rhs_cols = kWeights == Major::k ? k : n;
-  const MapShape rhs_shape = p.rhs_table != nullptr ? scattered_shape(rhs_rows, rhs_cols, call.lhs.dtype)
-                                                    : packed_shape(p.groups, rhs_rows, rhs_cols, call.lhs.dtype);
-  p.rhs =
-      tensor_map(reinterpret_cast<const void*>(p.rhs_base), call.lhs.dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows);
-  launch_dact_product<grouped_product_sm90<Product>, Product>(call, p, kThreads, stream);
+  p.rhs = map_of_weights<Rhs>(call.rhs, reinterpret_cast<const void*>(p.rhs_base), p.rhs_table != nullptr);
+  launch_dact_product<Product>(grouped_product_sm90<Product>, call, p, kThreads, stream);
 }
 
 template <class T>
@@ -43,17 +38,13 @@ void launch_weights(const GroupedMatmulDact& call, const DactParams& p, cudaStre
 std::string refuses(const GroupedMatmulDact& c, const Target&) {
   if (!has_plain_operands(c) || has_group_scales(c.scales)) return "takes no scaled operands";
   if (c.stored.stores()) return "gives plain rows";
-  if (c.lhs.dtype != DType::bf16 && c.lhs.dtype != DType::f16) {
-    return std::string("takes bfloat16 and float16; lhs is ") + dtype_name(c.lhs.dtype);
-  }
+  if (std::string reason = refuses_16_bit_lhs(c.lhs.dtype); !reason.empty()) return reason;
   for (const TensorView* t : {&c.rhs, &c.hidden, &c.result, &c.activated}) {
     if (t->present() && t->dtype != c.lhs.dtype) {
       return std::string("takes and gives one type; beside lhs in ") + dtype_name(c.lhs.dtype) + " there is " +
              describe(*t);
     }
   }
-  const std::string low = refuses_low(c.low, c.lhs.dtype, c.rhs_axis);
-  if (!low.empty()) return low;
   return refuses_dact(c);
 }
 

@@ -8,7 +8,8 @@
 #include "cc/api/operands.h"
 #include "cc/device/common/row_partials.cuh"
 #include "cc/device/sm90/dact_epilogue.cuh"
-#include "cc/device/sm90/rows_matmul.cuh"
+#include "cc/device/sm90/low_rank.cuh"
+#include "cc/device/sm90/product_launch.cuh"
 #include "cc/dispatch/columns.h"
 
 namespace grouped::sm90 {
@@ -106,7 +107,7 @@ struct DactProduct {
 #pragma unroll 1
     for (int i = 0; i < 2 * kAcross; ++i) {
       const int half = i / kAcross, col = i % kAcross * kSetCols, row = first_row + 64 * half;
-      if (col == 0) load_scale(p, work, row, scale);
+      if (col == 0) row_scales(p.row_scale, work, row, scale);
       if (64 * half < work.valid_rows && col < cols) {
         sets.wait();
         if (--left == 0) sets.hand_over();
@@ -139,16 +140,6 @@ struct DactProduct {
   }
 
  private:
-  // Of this thread's rows of a half: l/4 and l/4 + 8.
-  static __device__ void load_scale(const Params& p, const Work& work, int row, float (&scale)[2]) {
-    const int first = row + threadIdx.x % 32 / 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const bool given = p.row_scale != nullptr && first + 8 * i < work.valid_rows;
-      scale[i] = given ? p.row_scale[work.end - work.rows + work.row0 + first + 8 * i] : 1.0f;
-    }
-  }
-
   // Ends the sums of the warp's 16 rows of a half.
   static __device__ void store_sums(const Params& p, const Work& work, int row, float (&sum)[2]) {
     const int lane = threadIdx.x % 32;
@@ -173,19 +164,14 @@ struct alignas(256) DactHead {
 // Of anything but the types of operands and the weights.
 inline std::string refuses_dact(const GroupedMatmulDact& c) {
   const int64_t m = c.lhs.dims[0], k = c.lhs.dims[1], f = product_columns(c);
-  if (m >= kRagged) return "takes fewer than 2^30 rows";
-  if (f >= kRagged / 2 || k >= kRagged) return "takes fewer than 2^30 columns";
   if (k == 0 || f == 0) return "takes no empty rows";
-  if (k % 8 != 0) return "needs lhs rows of a multiple of 16 bytes: " + std::to_string(k) + " is no multiple of 8";
-  if (f % 8 != 0) return "needs halves of a multiple of 16 bytes: F = " + std::to_string(f) + " is no multiple of 8";
   if (!HiddenColumns::takes(c.activation.interleave)) {
     return "takes halves in one piece or interleaved in blocks of 1, 8, 16, 32 or a multiple of 64 columns, not " +
            std::to_string(c.activation.interleave);
   }
-  if ((m / kTileRows + c.group_sizes.dims[0]) * ((f + 127) / 128) >= kMaxItems) {
-    return "takes fewer than 2^31 pairs of tiles";
-  }
-  return "";
+  return first_of({refuses_low(c.low, c.lhs.dtype, c.rhs_axis), refuses_extents(m, {2 * f, k}),
+                   refuses_16_bytes({{"K", k, 8}, {"F", f, 8}}),
+                   refuses_row_tiles(m, c.group_sizes.dims[0], f, DactShape::kCols)});
 }
 
 inline int64_t dact_col_tiles(int64_t f) { return (f + DactShape::kCols - 1) / DactShape::kCols; }
@@ -197,23 +183,16 @@ inline size_t dact_workspace(const GroupedMatmulDact& c) {
 
 // What does not depend on the weights' type; clears the counter.
 inline DactParams dact_params(const GroupedMatmulDact& call, const Context& context) {
-  const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
   DactHead* head = static_cast<DactHead*>(context.workspace);
   DactParams p{};
-  p.sizes = call.group_sizes.as<int32_t>();
-  p.counter = &head->counter;
+  set_rows(call, &head->counter, context.stream, &p);
   p.valid_rows = &head->valid_rows;
-  GROUPED_CUDA_CHECK(cudaMemsetAsync(p.counter, 0, sizeof(*p.counter), stream));
-  p.rhs_table = call.rhs_table.present() ? call.rhs_table.as<int64_t>() : nullptr;
-  p.rhs_base = reinterpret_cast<int64_t>(p.rhs_table != nullptr ? call.lhs.data : call.rhs.data);
-  p.row_scale = call.row_scale.present() ? call.row_scale.as<float>() : nullptr;
+  p.row_scale = floats_or_null(call.row_scale);
   if (call.row_sum.present()) {
     p.partials = reinterpret_cast<float*>(static_cast<uint8_t*>(context.workspace) + sizeof(DactHead));
   }
   p.result = call.result.present() ? call.result.as<uint8_t>() : nullptr;
   p.activated = call.activated.present() ? call.activated.as<uint8_t>() : nullptr;
-  p.rows = call.lhs.dims[0];
-  p.groups = int32_t(call.group_sizes.dims[0]);
   p.length = int32_t(call.lhs.dims[1]);
   p.cols = int32_t(product_columns(call));
   p.clear_tail = call.zero_tail != 0;
@@ -224,14 +203,14 @@ inline DactParams dact_params(const GroupedMatmulDact& call, const Context& cont
 }
 
 // With the map of the weights in place; makes the others. Row sums are ended too.
-template <auto kKernel, class Product>
-void launch_dact_product(const GroupedMatmulDact& call, typename Product::Params p, unsigned threads,
-                         cudaStream_t stream) {
+template <class Product>
+void launch_dact_product(ProductKernel<Product> kernel, const GroupedMatmulDact& call, typename Product::Params p,
+                         unsigned threads, cudaStream_t stream) {
   using T = typename Product::Element;
   using Rhs = typename Product::Rhs;
   const int64_t n = p.cols, wide = call.hidden.dims[1];
   const DType dtype = call.lhs.dtype;
-  p.lhs = tensor_map(call.lhs.data, dtype, ragged_shape(p.length, dtype), 64, 64);
+  p.lhs = map_of_rows(call.lhs);
   p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
   // Halves that lie in one piece each have a map of their own, which ends where they do.
   const bool apart = is_gated(p.spec.kind) && p.columns.period == HiddenColumns::kApart;
@@ -242,7 +221,7 @@ void launch_dact_product(const GroupedMatmulDact& call, typename Product::Params
     if (p.result != nullptr) p.grad[b] = tensor_map(p.result + offset, dtype, hidden_shape, kSetCols, 64);
   }
   if (p.activated != nullptr) p.z = tensor_map(p.activated, dtype, ragged_shape(n, dtype), kSetCols, 64);
-  launch_pairs<kKernel, Product>(p, threads, most_row_tiles(p.rows, p.groups), Product::Shape::kCols, stream);
+  launch_rows_product<Product>(kernel, p, stream, threads);
   if (p.partials == nullptr) return;
   sum_partials<<<partial_blocks(p.rows), kPartialThreads, 0, stream>>>(
       p.partials, p.valid_rows, call.row_base.present() ? call.row_base.as<float>() : nullptr, call.row_sum.as<float>(),

@@ -50,7 +50,7 @@ struct CodedDactProduct : DactProduct<__nv_bfloat16, kWeights, CodedDactShape<kN
 
 template <class Product>
 void launch_coded_major(const GroupedMatmulDact& call, const CodedDactParams& p, cudaStream_t stream) {
-  launch_dact_product<coded_product_sm90<Product>, Product>(call, p, kCodedThreads, stream);
+  launch_dact_product<Product>(coded_product_sm90<Product>, call, p, kCodedThreads, stream);
 }
 
 // By the layout of weights.

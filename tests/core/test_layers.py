@@ -221,6 +221,16 @@ def test_kernels_are_named_after_their_files():
             assert any(name == stem or name.startswith(f"{stem}_") for stem in stems), f"{name} has no file"
 
 
+def test_names_of_kernels_say_what_their_fields_say():
+    """Dispatch reads the fields alone; people, tests and benchmarks read the names."""
+    row = re.compile(r'const Kernel<\w+> \w+ = \{\s*"(\w+)",\s*Arch::(\w+),\s*Kind::(\w+),')
+    rows = [found for path in native_files() for found in row.findall(path.read_text())]
+    assert len(rows) > 80
+    for name, arch, kind in rows:
+        assert re.search(rf"_{arch}(_|$)", name), f"{name} is made for {arch}"
+        assert ("_any_" in name) == (kind == "reference"), f"{name} is of the kind {kind}"
+
+
 @pytest.mark.parametrize("folder", [*PACKAGES, "cc", "tests", "benchmarks", "examples"])
 def test_what_is_left_to_do_has_an_issue(folder):
     word = "TO" + "DO"

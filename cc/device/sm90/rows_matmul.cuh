@@ -1,11 +1,8 @@
 // The product over grouped rows whose result is stored as it is, for the kernels that differ in what their weights are.
 #pragma once
 
-#include "cc/device/common/launch.h"
 #include "cc/device/sm90/low_rank.cuh"
-#include "cc/device/sm90/pipeline.cuh"
-#include "cc/device/sm90/rows_product.cuh"
-#include "cc/device/sm90/tensor_map.h"
+#include "cc/device/sm90/product_launch.cuh"
 
 namespace grouped::sm90 {
 
@@ -59,7 +56,7 @@ struct RowsProduct {
 
   static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[Shape::kCols / 2],
                                Slots<Shape::kSlots>& slots, Epilogue& held) {
-    finish_and_store<T, Out, Shape::kCols, Shape::kSlots>(p, work, row, cols, acc, slots, held, [](float (&)[4]) {});
+    finish_and_store<device::BiasOf<T>, Out, Shape::kCols>(p, work, row, cols, acc, slots, held, [](float (&)[4]) {});
   }
 
   static __device__ void clear_tail(const Params& p, const Work& work, uint32_t rank, int thread) {
@@ -67,18 +64,5 @@ struct RowsProduct {
                p.width * sizeof(Out));
   }
 };
-
-// Launches kKernel, which multiplies a Product's tiles by CTA pairs; `row_tiles`: at most so many.
-template <auto kKernel, class Product>
-void launch_pairs(const typename Product::Params& p, unsigned threads, int64_t row_tiles, int tile_cols, void* stream) {
-  constexpr int kBytes = Product::Shape::kSharedBytes;
-  allow_shared_memory<kKernel>(kBytes);
-  const int64_t items = row_tiles * ((p.cols + 2 * tile_cols - 1) / (2 * tile_cols)), pairs = multiprocessors() / 2;
-  const unsigned grid = 2 * unsigned(items < pairs ? items : pairs);
-  kKernel<<<grid, threads, kBytes, static_cast<cudaStream_t>(stream)>>>(p);
-  GROUPED_CUDA_CHECK(cudaGetLastError());
-}
-// Every group may have one tile that is not full.
-inline int64_t most_row_tiles(int64_t rows, int64_t groups) { return (rows + (kTileRows - 1) * groups) / kTileRows; }
 
 }  // namespace grouped::sm90
