@@ -265,6 +265,8 @@ void launch_up_product(ProductKernel<Product> kernel, const GroupedMatmulAct& ca
                        unsigned threads, void* stream) {
   using T = typename Product::Element;
   using Rhs = typename Product::Rhs;
+  const DType dtype = call.lhs.dtype;
+  p.lhs = map_of_rows(call.lhs);
   p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
   p.out = tensor_map(p.result, dtype, ragged_shape(p.cols, dtype), kSliceCols, 16);
   const int64_t half = p.hidden_part == 0 ? p.cols : 0;  // where linear halves lie apart, they start here
