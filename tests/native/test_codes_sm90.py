@@ -145,19 +145,23 @@ def low_beside(format: str, case: cases.Case, width: int, rank: int, axis: int) 
 @pytest.mark.matrix(
     format=("mxfp4", "nvfp4", "mxfp8"),
     case=(LONG, SHORT, dataclasses.replace(WIDE, n=1048)),
-    kind=("swiglu", "relu"),
-    interleave=(None, 1, 32),
+    activation=(
+        Activation("swiglu"),
+        Activation("swiglu", interleave=1),
+        Activation("swiglu", interleave=32),
+        Activation("relu"),
+    ),
     rank=(0, 16),
 )
-def test_activations(format, case, kind, interleave, rank):
-    width = Activation(kind).fc1_width(case.n)
-    if interleave == 32 and case.n % 32:
+def test_activations(format, case, activation, rank):
+    width = activation.fc1_width(case.n)
+    if activation.interleave == 32 and case.n % 32:
         pytest.skip("halves are whole blocks")
     x, w = rows(case), weights(format, case, 2, width)
     low = low_beside(format, case, width, rank, 2)
     found, expected = (
-        fused_of(case, kind, x, weight, 2, "bfloat16", grad=False)
-        ._replace(activation=Activation(kind, interleave=interleave))
+        fused_of(case, activation.kind, x, weight, 2, "bfloat16", grad=False)
+        ._replace(activation=activation)
         .run(run, "bfloat16", low)
         for run, weight in zip(pair("grouped_matmul_act"), (w, widened(w)), strict=True)
     )
