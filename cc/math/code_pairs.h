@@ -87,39 +87,43 @@ GROUPED_HOST_DEVICE inline uint32_t nan_bytes(uint32_t word) {
   return ((word & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
 }
 
-// What multiplies a pair: `first` always, `second` where `twice` is set, or `always_twice`.
+// What multiplies a pair: `first`, and in a second product `second`, which is one where `needs_second` does not hold.
 struct Factor {
   uint32_t first, second;
-  bool twice;
 };
 
 // By its scale's code. An E8M0 scale is an exponent: the product of it and 2^bias is one factor unless it is too large,
 // or the scale is NaN, which is rare. An E4M3 scale is a factor of its own, since its product with 2^126 may be too
 // large.
 template <Codes kCodes>
-constexpr bool always_twice() {
-  return kCodes == Codes::nvfp4;
+constexpr uint32_t largest_of_one() {
+  return static_cast<uint32_t>(254 - bias_of(kCodes));
+}
+// Whether that is a question of the scale: with NVFP4 all need the second product, without blocks none.
+constexpr bool may_need_second(Codes codes) { return codes == Codes::mxfp4 || codes == Codes::mxfp8; }
+template <Codes kCodes>
+GROUPED_HOST_DEVICE constexpr bool needs_second(uint32_t scale) {
+  return may_need_second(kCodes) ? scale > largest_of_one<kCodes>() : kCodes == Codes::nvfp4;
 }
 template <Codes kCodes>
 GROUPED_HOST_DEVICE inline Factor factor_of(uint32_t scale) {
   constexpr int kBias = bias_of(kCodes);
   if constexpr (kCodes == Codes::e4m3) {
-    return {power_of_two(kBias), 0, false};
+    return {power_of_two(kBias), power_of_two(0)};
   } else if constexpr (kCodes == Codes::nvfp4) {
     uint32_t bits, none;
     from_bytes(scale * 0x0101, bits, none);
     const uint32_t value = times(bits, power_of_two(120));
-    return {power_of_two(kBias), (scale & 0x7f) == 0x7f ? kNaN : value, false};
+    return {power_of_two(kBias), (scale & 0x7f) == 0x7f ? kNaN : value};
   } else {
-    constexpr uint32_t kLargest = 254 - kBias, kExponent = kBoth << 7;
-    const bool large = scale > kLargest;
-    const uint32_t rest = scale == 255 ? kNaN : (scale - kLargest + 127) * kExponent;
-    return {(large ? kLargest : scale) * kExponent + kBias * kExponent, rest, large};
+    constexpr uint32_t kLargest = largest_of_one<kCodes>(), kExponent = kBoth << 7;
+    const uint32_t first = scale < kLargest ? scale : kLargest;
+    return {(first + kBias) * kExponent, scale == 255 ? kNaN : (scale - first + 127) * kExponent};
   }
 }
 
-// The pairs of words `word` and on of a piece that share a scale, kWords of them.
-template <Codes kCodes, int kWords>
+// The pairs of kWords words that share a scale; kTwice: with the second product.
+template <Codes kCodes, int kWords, bool kTwice>
 GROUPED_HOST_DEVICE inline void widen(const uint32_t* words, const Factor& factor,
                                       uint32_t (&to)[kWords * (is_nibbles(kCodes) ? 4 : 2)]) {
   constexpr int kPairs = is_nibbles(kCodes) ? 4 : 2;  // of a word
@@ -134,10 +138,7 @@ GROUPED_HOST_DEVICE inline void widen(const uint32_t* words, const Factor& facto
   }
   for (int i = 0; i < kWords * kPairs; ++i) {
     to[i] = times(to[i], factor.first);
-    if constexpr (always_twice<kCodes>()) to[i] = times(to[i], factor.second);
-  }
-  if (!always_twice<kCodes>() && factor.twice) {
-    for (int i = 0; i < kWords * kPairs; ++i) to[i] = times(to[i], factor.second);
+    if constexpr (kTwice) to[i] = times(to[i], factor.second);
   }
   if (!is_nibbles(kCodes) && nan != 0) {
     for (int w = 0; w < kWords; ++w) {

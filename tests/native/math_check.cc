@@ -63,7 +63,17 @@ void widen_words(int64_t n, const uint32_t* words, uint16_t* to) {
     const pairs::Factor factor = pairs::factor_of<kCodes>(scale);
     for (int64_t i = 0; i < n; ++i) {
       uint32_t found[pairs::is_nibbles(kCodes) ? 4 : 2];
-      pairs::widen<kCodes, 1>(words + i, factor, found);
+      if (pairs::needs_second<kCodes>(scale)) {
+        pairs::widen<kCodes, 1, true>(words + i, factor, found);
+      } else {
+        pairs::widen<kCodes, 1, false>(words + i, factor, found);
+        // The second product changes nothing where it is not needed: a warp makes it for all of its threads.
+        uint32_t twice[pairs::is_nibbles(kCodes) ? 4 : 2];
+        pairs::widen<kCodes, 1, true>(words + i, factor, twice);
+        for (int each = 0; each < int(sizeof found / sizeof *found); ++each) {
+          if (twice[each] != found[each]) found[each] = ~0u;
+        }
+      }
       for (uint32_t pair : found) {
         *to++ = static_cast<uint16_t>(pair);
         *to++ = static_cast<uint16_t>(pair >> 16);

@@ -37,7 +37,7 @@ struct CodedTileShape
   static_assert(kSharedBytes <= kSharedLimit);
 
   // Of 128 a thread at launch. With 216 for consumers ptxas serialises every wgmma.
-  static constexpr int kProducerRegisters = 32, kConsumerRegisters = 224, kWideningRegisters = 32;
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 224, kWideningRegisters = 40;
 };
 
 // Loads boxes of codes, one after the other, for a product whose box i starts at code `code_of(i)` of line
@@ -116,43 +116,55 @@ class PieceScales {
       for (int i = 0; i < kOfPiece; ++i) held_[pass][i] = __ldg(w.scales + at + i);
     }
   }
-  __device__ uint32_t operator()(int pass, int i) const {
-    if constexpr (kOfPiece == 0) {
-      return 0;
-    } else {
-      return held_[pass][i];
-    }
+  // Whether a scale of this thread, in any pass, needs a second product.
+  __device__ bool need_second() const {
+    bool any = false;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) any = any || pairs::needs_second<kCodes>(held_[pass][0]);
+    return any;
+  }
+  // Of the halves of a piece in a pass.
+  __device__ void factors(int pass, pairs::Factor (&of_halves)[2]) const {
+    of_halves[0] = pairs::factor_of<kCodes>(kOfPiece == 0 ? 0 : held_[pass][0]);
+    of_halves[1] = kOfPiece < 2 ? of_halves[0] : pairs::factor_of<kCodes>(held_[pass][kOfPiece - 1]);
   }
 
  private:
   uint32_t first_, at_;
-  uint32_t held_[kPasses][kOfPiece == 0 ? 1 : kOfPiece];
+  uint32_t held_[kPasses][kOfPiece == 0 ? 1 : kOfPiece] = {};
 };
 
-// One piece, from and to shared memory, two chunks at a time.
-template <pairs::Codes kCodes, class ScaleOf>
-__device__ inline void widen_piece(uint32_t from, uint32_t to, ScaleOf scale_of) {
-  constexpr bool kNibbles = pairs::is_nibbles(kCodes);
-  constexpr int kWords = kNibbles ? 2 : 4;  // of two chunks
-  uint32_t words[4];
-  pairs::Factor factor;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (half == 0 || !kNibbles) ptx::load_shared_v4(from ^ (16 * half), words);
-    if (half == 0 || pairs::scales_of_32(kCodes) == 2) factor = pairs::factor_of<kCodes>(scale_of(half));
-    uint32_t chunks[8];
-    pairs::widen<kCodes, kWords>(words + (kNibbles ? half * kWords : 0), factor, chunks);
-    ptx::store_shared_v4(to ^ (32 * half), reinterpret_cast<const uint32_t (&)[4]>(chunks[0]));
-    ptx::store_shared_v4(to ^ (32 * half + 16), reinterpret_cast<const uint32_t (&)[4]>(chunks[4]));
+// What is widened at once: 32 codes of 4 bits, a piece, or 16 of 8 bits; four words of shared memory either way.
+template <pairs::Codes kCodes>
+struct Portion {
+  static constexpr bool kNibbles = pairs::is_nibbles(kCodes);
+  static constexpr int kOfPiece = kNibbles ? 1 : 2, kChunks = kPieceChunks / kOfPiece;
+  static constexpr int kCodedBytes = kPassRows * coded_row_bytes(kNibbles);  // of a pass
+
+  // Of the portion `at`, counted over all passes.
+  static __device__ void load(uint32_t from, int at, uint32_t (&words)[4]) {
+    ptx::load_shared_v4((from + at / kOfPiece * kCodedBytes) ^ (16 * (at % kOfPiece)), words);
   }
-}
+  template <bool kTwice>
+  static __device__ void widen(const uint32_t (&words)[4], const pairs::Factor (&factors)[2], uint32_t to, int at) {
+    to += at / kOfPiece * kPassBytes;
+#pragma unroll
+    for (int half = 0; half < kChunks / 2; ++half) {
+      const int first = at % kOfPiece * kChunks + 2 * half;  // of the piece's chunks
+      uint32_t chunks[8];
+      pairs::widen<kCodes, kNibbles ? 2 : 4, kTwice>(words + 2 * half, factors[first / 2], chunks);
+      ptx::store_shared_v4(to ^ (16 * first), reinterpret_cast<const uint32_t (&)[4]>(chunks[0]));
+      ptx::store_shared_v4(to ^ (16 * first + 16), reinterpret_cast<const uint32_t (&)[4]>(chunks[4]));
+    }
+  }
+};
 
 // The widening warpgroup's whole life. Product says where columns of the tile come from, and which blocks have codes.
 template <pairs::Codes kCodes, class Product>
 __device__ inline void widen_tiles(const typename Product::Params& p, const Shell<typename Product::Shape> shell) {
   using Shape = typename Product::Shape;
   constexpr int kPasses = Shape::kCols / kPassRows;
-  constexpr int kCodedBytes = kPassRows * coded_row_bytes(pairs::is_nibbles(kCodes));  // of a pass
+  using Part = Portion<kCodes>;
   const CodedWeights& w = p.coded;
   const int thread = threadIdx.x % kWideningThreads;
   const uint32_t from = shell.shared + Shape::kCodesAt + piece_codes(pairs::is_nibbles(kCodes), thread);
@@ -180,12 +192,30 @@ __device__ inline void widen_tiles(const typename Product::Params& p, const Shel
       ptx::barrier_wait(shell.shared + Shape::kCodesFullAt + 8 * ring.slot, ring.parity);
       if (Product::from_codes(p, kb++)) {
         scales.move(w, kb * kBlockK, thread);
+        const auto block = [&](auto twice) {
+          uint32_t words[2][4];
+          pairs::Factor factors[2];
+          Part::load(from + stage, 0, words[0]);
 #pragma unroll
-        for (int i = 0; i < kPasses; ++i) {
-          if (i >= passes) break;
-          widen_piece<kCodes>(from + stage + i * kCodedBytes, to + stage + i * kPassBytes,
-                              [&](int s) { return scales(i, s); });
-          scales.load(w, i, Product::coded_move(p, i * kPassRows));
+          for (int at = 0; at < kPasses * Part::kOfPiece; ++at) {
+            const int pass = at / Part::kOfPiece;
+            if (pass >= passes) break;
+            if (at % Part::kOfPiece == 0) {
+              scales.factors(pass, factors);
+              // Long before the fence, which waits for loads as well.
+              scales.load(w, pass, Product::coded_move(p, pass * kPassRows));
+            }
+            // Past the last pass: codes that are not used.
+            if (at + 1 < kPasses * Part::kOfPiece) Part::load(from + stage, at + 1, words[(at + 1) % 2]);
+            Part::template widen<decltype(twice)::value>(words[at % 2], factors, to + stage, at);
+          }
+        };
+        if constexpr (!pairs::may_need_second(kCodes)) {
+          block(std::bool_constant<pairs::needs_second<kCodes>(0)>{});
+        } else if (__any_sync(~0u, scales.need_second())) {  // one question per block, not one per pair
+          block(std::true_type{});
+        } else {
+          block(std::false_type{});
         }
         ptx::fence_async();
       }
