@@ -1,17 +1,13 @@
 // Weights that come as codes, widened on the chip: a warpgroup turns the codes of a stage and their scales into the
 // bfloat16 tile that the tensor cores read, so that bits are those of a product of widened weights.
 //
-//   a widening warp each in turn: codes of a block --TMA--> codes[s], kCodesAhead blocks before they are widened: the
-//            |  codes' places are free once they are widened, long before the stage is
-//            v
-//   all of them: empty[s] -> a thread, a pass: 32 codes; their scales are in registers, asked for a block before
-//            |  bits apart, * scale (code_pairs.h) -> 4 chunks of 16 bytes, swizzled as TMA would have written them
-//            v
+//   loader: codes of a block --TMA--> behind the tiles of its stage -> codes[s]
+//            |  a thread, a pass: 32 codes; their scales are in registers, asked for a block before
+//            v  bits apart, * scale (code_pairs.h) -> 4 chunks of 16 bytes, swizzled as TMA would have written them
 //   full[s] -> consumers, which know nothing of it (pipeline.cuh)
 //
-//   full[s]    1 arrival with the bytes of the rows, 4 of the widening warps        loader, they -> consumers
-//   codes[s]   1 arrival with the bytes of a block's codes                          one of them -> all
-//   read[s]    4 arrivals                                                           all -> one of them
+//   full[s]    1 arrival with the bytes of the rows, 4 of the widening warps    loader, they -> consumers
+//   codes[s]   1 arrival with the bytes of a block's codes                      loader -> widening warps
 //
 // A block of numbers, of a low-rank product, goes straight to the tile; for it the widening warps arrive at once.
 //
@@ -27,7 +23,6 @@
 namespace grouped::sm90 {
 
 constexpr int kWideningWarps = kWideningThreads / 32;
-constexpr int kCodesAhead = 3;
 constexpr int kCodedThreads = kThreads + kWideningThreads;
 
 // A tile of 128 rows by kCols whose stages have room for codes, behind what is multiplied.
@@ -38,9 +33,8 @@ struct CodedTileShape
   static constexpr int kCols = kCols_, kSets = 0;
   static constexpr int kCodesAt = 2 * kBlockBytes + kCols * 128;  // in a stage
   static constexpr int kCodesFullAt = Base::kSharedBytes;         // barriers
-  static constexpr int kCodesReadAt = kCodesFullAt + 8 * kStages_;
-  static constexpr int kSharedBytes = kCodesReadAt + 8 * kStages_;
-  static_assert(kSharedBytes <= kSharedLimit && kStages_ > kCodesAhead);
+  static constexpr int kSharedBytes = kCodesFullAt + 8 * kStages_;
+  static_assert(kSharedBytes <= kSharedLimit);
 
   // Of 128 a thread at launch. With 216 for consumers ptxas serialises every wgmma.
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 224, kWideningRegisters = 40;
@@ -165,57 +159,6 @@ struct Portion {
   }
 };
 
-// Asks for the codes of the blocks that a warp widens, up to kCodesAhead before it does, across the ends of tiles. Every
-// widening warp keeps count, each asks for the blocks of its own stages.
-template <class Product>
-class CodesAhead {
-  using Shape = typename Product::Shape;
-
- public:
-  // Until kCodesAhead blocks are asked for beside the next one, or no more are known.
-  __device__ void fill(const typename Product::Params& p, const Shell<Shape>& shell, int warp) {
-    while (asked_ <= kCodesAhead && find(shell)) {
-      if (shell.lane == 0 && int(ring_.slot) % kWideningWarps == warp) {
-        const Work& work = shell.items[item_];
-        const uint32_t arrived = shell.shared + Shape::kCodesFullAt + 8 * ring_.slot;
-        ptx::barrier_wait(shell.shared + Shape::kCodesReadAt + 8 * ring_.slot, ring_.parity ^ 1);
-        if (work.col0 < p.cols && Product::from_codes(p, block_)) {
-          Product::load_codes(p, work, block_ * kBlockK, shell.stage(ring_.slot) + Shape::kCodesAt, arrived);
-        } else {
-          ptx::barrier_arrive(arrived);
-        }
-      }
-      __syncwarp();
-      ++block_, ++asked_;
-      ring_.advance();
-    }
-  }
-  __device__ void widened() { --asked_; }
-  __device__ void next_item() { --items_ahead_; }  // the warp's
-
- private:
-  // Whether there is a block. Items are pushed only once the warp has released those kWorkDepth before them.
-  __device__ bool find(const Shell<Shape>& shell) {
-    while (block_ == blocks_) {
-      if (items_ahead_ == kWorkDepth - 1) return false;
-      ptx::barrier_wait(shell.barriers + 8 * (Shape::kWorkFull + items_.slot), items_.parity);
-      const Work& work = shell.items[items_.slot];
-      if (work.kind == Work::kDone) return false;  // and so it is whenever it is looked at
-      item_ = items_.slot;
-      items_.advance();
-      ++items_ahead_;
-      block_ = 0;
-      blocks_ = work.kind == Work::kTile ? work.k_blocks() : 0;
-    }
-    return true;
-  }
-
-  int block_ = 0, blocks_ = 0, asked_ = 0, items_ahead_ = 0;
-  uint32_t item_ = 0;
-  Ring<kWorkDepth> items_;
-  Ring<Shape::kStages> ring_;
-};
-
 // The widening warpgroup's whole life. Product says where columns of the tile come from, and which blocks have codes.
 template <pairs::Codes kCodes, class Product>
 __device__ inline void widen_tiles(const typename Product::Params& p, const Shell<typename Product::Shape> shell) {
@@ -224,32 +167,29 @@ __device__ inline void widen_tiles(const typename Product::Params& p, const Shel
   using Part = Portion<kCodes>;
   const CodedWeights& w = p.coded;
   const int thread = threadIdx.x % kWideningThreads;
-  const int warp = __shfl_sync(~0u, thread / 32, 0);
   const uint32_t from = shell.shared + Shape::kCodesAt + piece_codes(pairs::is_nibbles(kCodes), thread);
   const uint32_t to = shell.shared + 2 * kBlockBytes + piece_chunk(thread);
   WorkReader<Shape, true> reader(shell.barriers, shell.items);
   Ring<Shape::kStages> ring;
-  CodesAhead<Product> ahead;
-  for (;; reader.release()) {
+  while (true) {
     const Work& work = reader.get();
-    if (work.kind == Work::kDone) return;
-    ahead.next_item();
-    if (work.kind != Work::kTile) continue;
-    const int cols = p.cols - work.col0, row = Product::kRhsMajor == Major::k ? piece_row(thread) : 0;
+    const int kind = work.kind, cols = p.cols - work.col0;
+    int left = work.k_blocks();
+    if (kind == Work::kDone) return;
+    const int row = Product::kRhsMajor == Major::k ? piece_row(thread) : 0;
     PieceScales<kCodes, Product::kRhsMajor, kPasses> scales(w, work.group, thread, Product::coded_column(p, work, row));
+    reader.release();
+    if (kind != Work::kTile) continue;
     const int passes = cols > 0 ? Product::coded_cols(cols) / kPassRows : 0;
     scales.move(w, 0, thread);
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       if (i < passes) scales.load(w, i, Product::coded_move(p, i * kPassRows));
     }
-    const int blocks = work.k_blocks();
 #pragma unroll 1
-    for (int kb = 0; kb < blocks;) {
+    for (int kb = 0; left > 0; --left) {
       const uint32_t stage = ring.slot * Shape::kStageBytes;
-      ahead.fill(p, shell, warp);
       ptx::barrier_wait(shell.shared + Shape::kCodesFullAt + 8 * ring.slot, ring.parity);
-      ptx::barrier_wait(shell.empty(ring.slot), ring.parity ^ 1);
       if (Product::from_codes(p, kb++)) {
         scales.move(w, kb * kBlockK, thread);
         const auto block = [&](auto twice) {
@@ -280,11 +220,7 @@ __device__ inline void widen_tiles(const typename Product::Params& p, const Shel
         ptx::fence_async();
       }
       __syncwarp();
-      if (shell.lane == 0) {
-        ptx::barrier_arrive(shell.full(ring.slot));
-        ptx::barrier_arrive(shell.shared + Shape::kCodesReadAt + 8 * ring.slot);
-      }
-      ahead.widened();
+      if (shell.lane == 0) ptx::barrier_arrive(shell.full(ring.slot));
       ring.advance();
     }
   }
@@ -307,7 +243,7 @@ __device__ inline void widen_any(const typename Product::Params& p, const Shell<
   }
 }
 
-// As PairLoads, without the weights of blocks that have codes.
+// As PairLoads, of codes where a block has them.
 template <class Product>
 struct CodedLoads : PairLoads<Product> {
   using Params = typename Product::Params;
@@ -320,9 +256,16 @@ struct CodedLoads : PairLoads<Product> {
   }
   __device__ void load(const Params& p, const Work& work, int block, uint32_t rank, uint32_t stage,
                        uint32_t full) const {
-    const bool numbers = this->columns && !Product::from_codes(p, block);
-    if (numbers) ptx::barrier_expect(full, rhs_bytes);
-    Product::load(p, work, block * kBlockK, this->halves, numbers, rank, stage, full);
+    // Barriers of both kinds lie side by side.
+    const uint32_t arrived = full + (Shape::kCodesFullAt - Shape::kBarriersAt - 8 * Shape::kFull);
+    const bool coded = this->columns && Product::from_codes(p, block);
+    if (coded) {
+      Product::load_codes(p, work, block * kBlockK, stage + Shape::kCodesAt, arrived);
+    } else {
+      if (this->columns) ptx::barrier_expect(full, rhs_bytes);
+      ptx::barrier_arrive(arrived);
+    }
+    Product::load(p, work, block * kBlockK, this->halves, this->columns && !coded, rank, stage, full);
   }
 };
 
@@ -338,10 +281,7 @@ struct CodedPingpong : Pingpong<Product> {
   }
   static __device__ void init(const Shell<Shape> shell) {
     Pingpong<Product>::init(shell);
-    for (int s = 0; s < Shape::kStages; ++s) {
-      ptx::barrier_init(shell.shared + Shape::kCodesFullAt + 8 * s, 1);
-      ptx::barrier_init(shell.shared + Shape::kCodesReadAt + 8 * s, kWideningWarps);
-    }
+    for (int s = 0; s < Shape::kStages; ++s) ptx::barrier_init(shell.shared + Shape::kCodesFullAt + 8 * s, 1);
   }
   static __device__ __forceinline__ void work(const Params& p, const Shell<Shape> shell, int warp) {
     if (warp >= 4 + kConsumerWarps) {
