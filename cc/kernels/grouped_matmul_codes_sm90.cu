@@ -17,8 +17,8 @@
 //   ragged store, clipped at the group's last row
 //
 //   codes     tile        accumulators   ring         slots           registers, 128 + 256 + 128 threads
-//   4 bits    128 x 192   192 a thread   4 x 46 KiB   8 x 2 x 2 KiB   32 / 224 / 32
-//   8 bits    128 x 192   192 a thread   4 x 52 KiB   8 x 1 x 2 KiB   32 / 224 / 32
+//   4 bits    128 x 192   192 a thread   4 x 46 KiB   8 x 2 x 2 KiB   24 / 224 / 40
+//   8 bits    128 x 192   192 a thread   4 x 52 KiB   8 x 1 x 2 KiB   24 / 224 / 40
 #include "cc/api/kernel.h"
 #include "cc/kernels/grouped_matmul_codes_sm90.cuh"
 #include "cc/kernels/kernels.h"

@@ -3,8 +3,8 @@
 // that is multiplied, as in grouped_matmul_codes_sm90.cu. Bits are those of the same call on widened weights.
 //
 //   codes     tile        accumulators   ring         sets         registers, 128 + 256 + 128 threads
-//   4 bits    128 x 128   128 a thread   4 x 36 KiB   2 x 24 KiB   32 / 224 / 32
-//   8 bits    128 x 128   128 a thread   4 x 40 KiB   2 x 24 KiB   32 / 224 / 32
+//   4 bits    128 x 128   128 a thread   4 x 36 KiB   2 x 24 KiB   24 / 224 / 40
+//   8 bits    128 x 128   128 a thread   4 x 40 KiB   2 x 24 KiB   24 / 224 / 40
 #include "cc/api/kernel.h"
 #include "cc/dispatch/compose.h"
 #include "cc/kernels/grouped_matmul_dact_codes_sm90.cuh"
