@@ -8,7 +8,7 @@
 //   4 bits    128 x (96 + 96)    192 a thread   4 x 46 KiB   8 x 3 x 1 KiB   24 / 224 / 40
 //   8 bits    128 x (96 + 96)    192 a thread   4 x 52 KiB   8 x 2 x 1 KiB   24 / 224 / 40
 #include "cc/api/kernel.h"
-#include "cc/dispatch/compose.h"
+#include "cc/api/product_inside.h"
 #include "cc/kernels/grouped_matmul_act_codes_sm90.cuh"
 #include "cc/kernels/kernels.h"
 

@@ -6,7 +6,7 @@
 //   4 bits    128 x 128   128 a thread   4 x 36 KiB   2 x 24 KiB   24 / 224 / 40
 //   8 bits    128 x 128   128 a thread   4 x 40 KiB   2 x 24 KiB   24 / 224 / 40
 #include "cc/api/kernel.h"
-#include "cc/dispatch/compose.h"
+#include "cc/api/product_inside.h"
 #include "cc/kernels/grouped_matmul_dact_codes_sm90.cuh"
 #include "cc/kernels/kernels.h"
 
