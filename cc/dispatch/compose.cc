@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "cc/api/columns.h"
+#include "cc/dispatch/columns.h"
 #include "cc/api/operands.h"
 #include "cc/api/product_inside.h"
 #include "cc/dispatch/parts.h"

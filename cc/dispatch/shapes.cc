@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "cc/api/columns.h"
+#include "cc/dispatch/columns.h"
 #include "cc/api/operands.h"
 #include "cc/api/schema.h"
 #include "cc/dispatch/shape_check.h"

@@ -11,7 +11,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "cc/api/columns.h"
+#include "cc/dispatch/columns.h"
 #include "cc/api/operands.h"
 #include "cc/api/product_inside.h"
 #include "cc/dispatch/parts.h"

@@ -4,7 +4,7 @@
 #include <string>
 
 #include "cc/api/calls.h"
-#include "cc/api/columns.h"
+#include "cc/dispatch/columns.h"
 #include "cc/api/context.h"
 #include "cc/api/operands.h"
 #include "cc/device/common/row_partials.cuh"

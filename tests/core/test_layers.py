@@ -55,6 +55,7 @@ MAY_INCLUDE = {
         "cc/kernels/kernels.h",
         "cc/kernels/grouped_matmul_",  # products that several files instantiate; no other file there is a header
         "cc/dispatch/tiles_",
+        "cc/dispatch/columns.h",
         "cc/device/",
         "cc/cpu/",
         "cc/math/",
@@ -63,8 +64,8 @@ MAY_INCLUDE = {
     "dispatch": {"cc/dispatch/", "cc/kernels/kernels.h", "cc/math/", "cc/api/"},
     "bind": {"cc/bind/", "cc/dispatch/", "cc/api/", "cc/device/common/driver.h", "cc/cpu/parallel.h", "cc/cpu/panel.h"},
 }
-"""Our own headers by folder of cc/, as prefixes. Kernels ask for their tile, which is arithmetic, and one kernel is
-compiled in parts. cc/bind takes the pool, the name of the instruction set, and what asks the driver for functions."""
+"""Our own headers by folder of cc/, as prefixes. Kernels ask for their tile and for the columns of a product,
+which is arithmetic, and one kernel is compiled in parts. cc/bind takes the pool, the name of the instruction set, and what asks the driver for functions."""
 FRAMEWORK_HEADERS = ("xla/", "nanobind/", "dlpack", "Python.h", "torch/", "ATen/", "c10/", "jaxlib/", "tensorflow/")
 CUDA_HEADERS = ("cuda", "device_", "vector_", "cooperative_groups", "mma.h", "cooperative")
 
