@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "cc/dispatch/columns.h"
 #include "cc/api/operands.h"
 #include "cc/api/product_inside.h"
+#include "cc/dispatch/columns.h"
 #include "cc/dispatch/parts.h"
 
 namespace grouped {

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "cc/dispatch/columns.h"
 #include "cc/api/operands.h"
 #include "cc/api/schema.h"
+#include "cc/dispatch/columns.h"
 #include "cc/dispatch/shape_check.h"
 #include "cc/math/activation.h"
 #include "cc/math/shards.h"

@@ -11,9 +11,9 @@
 #include <algorithm>
 #include <string>
 
-#include "cc/dispatch/columns.h"
 #include "cc/api/operands.h"
 #include "cc/api/product_inside.h"
+#include "cc/dispatch/columns.h"
 #include "cc/dispatch/parts.h"
 #include "cc/kernels/kernels.h"
 #include "cc/math/activation.h"

@@ -11,9 +11,9 @@
 #include <type_traits>
 #include <utility>
 
-#include "cc/dispatch/columns.h"
 #include "cc/api/operands.h"
 #include "cc/api/product_inside.h"
+#include "cc/dispatch/columns.h"
 #include "cc/dispatch/parts.h"
 #include "cc/kernels/kernels.h"
 

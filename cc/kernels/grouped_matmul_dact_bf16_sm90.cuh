@@ -4,13 +4,13 @@
 #include <string>
 
 #include "cc/api/calls.h"
-#include "cc/dispatch/columns.h"
 #include "cc/api/context.h"
 #include "cc/api/operands.h"
 #include "cc/device/common/row_partials.cuh"
 #include "cc/device/sm90/dact_epilogue.cuh"
 #include "cc/device/sm90/low_rank.cuh"
 #include "cc/device/sm90/product_launch.cuh"
+#include "cc/dispatch/columns.h"
 
 namespace grouped::sm90 {
 

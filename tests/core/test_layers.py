@@ -64,8 +64,9 @@ MAY_INCLUDE = {
     "dispatch": {"cc/dispatch/", "cc/kernels/kernels.h", "cc/math/", "cc/api/"},
     "bind": {"cc/bind/", "cc/dispatch/", "cc/api/", "cc/device/common/driver.h", "cc/cpu/parallel.h", "cc/cpu/panel.h"},
 }
-"""Our own headers by folder of cc/, as prefixes. Kernels ask for their tile and for the columns of a product,
-which is arithmetic, and one kernel is compiled in parts. cc/bind takes the pool, the name of the instruction set, and what asks the driver for functions."""
+"""Our own headers by folder of cc/, as prefixes. Kernels ask for their tile and for the columns of a
+product, which is arithmetic, and one kernel is compiled in parts. cc/bind takes the pool, the name of the instruction
+set, and what asks the driver for functions."""
 FRAMEWORK_HEADERS = ("xla/", "nanobind/", "dlpack", "Python.h", "torch/", "ATen/", "c10/", "jaxlib/", "tensorflow/")
 CUDA_HEADERS = ("cuda", "device_", "vector_", "cooperative_groups", "mma.h", "cooperative")
 
