@@ -45,18 +45,25 @@ void neighbours(Tile a, Tile b) {
          "(%d, %d) and (%d, %d)", a.row, a.col, b.row, b.col);
 }
 
-// `both_columns`: of two columns a pair takes both, in any row tile.
+// `both_columns`: of two columns a pair takes both, in any row tile. `last_rows`: of the last row tile.
 template <class PairAt>
-void every_tile_once(PairAt pair_at, bool both_columns) {
+void every_tile_once(PairAt pair_at, bool both_columns, int last_rows) {
   for (int row_tiles = 0; row_tiles < 45; ++row_tiles) {
     for (int col_tiles = 1; col_tiles < 20; ++col_tiles) {
-      const int pitch = col_tiles + 1;
+      const int pitch = col_tiles + 1, rows = (row_tiles - 1) * kTileRows + last_rows;
       std::vector<int> seen(size_t(row_tiles) * pitch);
       for (int item = 0; item < pair_count(row_tiles, col_tiles); ++item) {
-        const Tile pair[2] = {pair_at(item, row_tiles, col_tiles, 0), pair_at(item, row_tiles, col_tiles, 1)};
+        Tile pair[2];
+        for (int rank = 0; rank < 2; ++rank) {
+          pair[rank] = with_short_last(pair_at(item, row_tiles, col_tiles, rank), rank, rows, col_tiles);
+        }
         neighbours(pair[0], pair[1]);
-        EXPECT((both_columns && col_tiles == 2) || !pair[0].across || pair[0].row == row_tiles - 1,
-               "only an odd last row tile goes across");
+        const bool odd = row_tiles % 2 != 0,
+                   in_short_pair = !odd && last_rows <= kShortRows && pair[0].row >= row_tiles - 2;
+        EXPECT((both_columns && col_tiles == 2) || !pair[0].across || in_short_pair ||
+                   (odd && pair[0].row == row_tiles - 1),
+               "only an odd last row tile, and the last two if one is short, go across");
+        EXPECT(pair[0].across || !in_short_pair || pair[0].col == col_tiles - 1, "a short row tile goes across");
         EXPECT(pair[0].col < col_tiles, "the first of a pair exists");
         for (const Tile& t : pair) {
           EXPECT(t.row >= 0 && t.row < row_tiles && t.col >= 0 && t.col <= col_tiles, "%d x %d, item %d: (%d, %d)",
@@ -627,7 +634,8 @@ void codes_become_tiles(std::mt19937_64& rng) {
       from[kNibbles ? at : at ^ (at >> 7 & 3) << 4] |= kNibbles ? code << (k % 2 * 4) : code;  // as copies swizzle
     }
   }
-  const pairs::Factor one = pairs::factor_of<kCodes>(kCodes == pairs::Codes::nvfp4 ? 0x38 : 127);
+  constexpr uint32_t kScaleOne = kCodes == pairs::Codes::nvfp4 ? 0x38 : 127;
+  const pairs::Factor one = pairs::factor_of<kCodes>(kScaleOne);
   for (int pass = 0; pass < kPasses; ++pass) {
     for (int half = 0; half < 2; ++half) {
       for (int warp = 0; warp < 4; ++warp) {
@@ -638,7 +646,8 @@ void codes_become_tiles(std::mt19937_64& rng) {
           uint32_t words[4], chunks[8];
           loads[lane] = piece_codes(kNibbles, thread) ^ (kNibbles ? 0 : 16 * half);
           std::memcpy(words, &from[pass * kPassRows * kRowBytes + loads[lane]], sizeof words);
-          pairs::widen<kCodes, kWords>(words + (kNibbles ? 2 * half : 0), one, chunks);
+          pairs::widen<kCodes, kWords, pairs::needs_second<kCodes>(kScaleOne)>(words + (kNibbles ? 2 * half : 0), one,
+                                                                               chunks);
           for (int c = 0; c < 2; ++c) {
             stores[c][lane] = piece_chunk(thread) ^ (32 * half + 16 * c);
             std::memcpy(&to[(pass * kPassBytes + stores[c][lane]) / 2], chunks + 4 * c, 16);
@@ -694,8 +703,10 @@ void choices() {
 
 int main() {
   std::mt19937_64 rng(0);
-  every_tile_once(pair_at, false);
-  every_tile_once(row_pair_at, true);
+  for (int last_rows : {1, kShortRows, kShortRows + 1, kTileRows}) {
+    every_tile_once(pair_at, false, last_rows);
+    every_tile_once(row_pair_at, true, last_rows);
+  }
   std::puts("every tile of every shape comes exactly once, in pairs of neighbours");
   large_shapes(rng);
   every_draw_once(rng);
