@@ -102,7 +102,7 @@ def main() -> None:
         parser.error(missing)
     names = list(dict.fromkeys(["dense", *options.candidates]))
     rows = []
-    tags = ("cpu_bench",) if options.device == "cpu" else ("bench", "router")
+    tags = ("cpu_bench",) if options.device == "cpu" else ("bench", "few_rows", "router")
     for problem in [case for tag in tags for case in cases.select(tag)]:
         if options.cases and problem.name not in options.cases:
             continue

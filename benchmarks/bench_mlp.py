@@ -404,7 +404,8 @@ def main() -> None:
         parser.error("--steady is for GPUs")
     names = list(dict.fromkeys(["dense", *(LISTS if options.lists else options.candidates)]))
     rows = []
-    for case in [*cases.select("cpu_bench" if options.device == "cpu" else "bench"), PARTS]:
+    tags = ("cpu_bench",) if options.device == "cpu" else ("bench", "few_rows")
+    for case in [*(case for tag in tags for case in cases.select(tag)), PARTS]:
         if options.cases and case.name not in options.cases:
             continue
         if case is not PARTS:

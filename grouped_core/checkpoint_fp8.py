@@ -1,11 +1,13 @@
 """Weights of a checkpoint that are stored as FP8 codes with a scale for each block, as DeepSeek publishes them.
 
 `X` holds codes [N, K] of float8_e4m3fn, and `X_scale_inv` float32 [ceil(N / 128), ceil(K / 128)], by which the codes of
-a block are multiplied. A reader shows them as the bfloat16 weights that they stand for.
+a block are multiplied. Such weights are read from files, and converted in memory, as the bfloat16 weights that they
+stand for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +15,53 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grouped_core.checkpoint_files import Files
-from grouped_core.safetensors_file import Facts, numpy_dtype
+from grouped_core.layout_steps import NUMPY, Arrays
+from grouped_core.safetensors_file import Facts
 
 SCALE, BLOCK = "_scale_inv", 128
 CODES, WIDE = "float8_e4m3fn", "bfloat16"
 
 
+def coded_keys(entries: Mapping[str, Facts]) -> frozenset[str]:
+    """The keys of weights beside which there are scales."""
+    return frozenset(key for key in entries if f"{key}{SCALE}" in entries)
+
+
+def widened_entries(entries: Mapping[str, Facts], coded: frozenset[str], where: str = "") -> dict[str, Facts]:
+    """The facts once the weights `coded` are bfloat16, without their scales.
+
+    Args:
+        where: the path of a file, for messages.
+
+    Raises:
+        ValueError: codes and scales do not fit each other.
+    """
+    found, subject = dict(entries), f"checkpoint `{where}`" if where else "checkpoint"
+    for key in sorted(coded):
+        codes, scales = entries[key], found.pop(f"{key}{SCALE}")
+        blocks = tuple(-(-size // BLOCK) for size in codes.shape)
+        if codes.dtype != CODES or len(codes.shape) != 2 or scales != Facts(blocks, "float32"):
+            raise ValueError(
+                f"{subject}: `{key}` {codes} with scales {scales}, expected a matrix of {CODES} and "
+                f"float32{list(blocks)}, one scale for each block of {BLOCK} by {BLOCK}; dequantise it before."
+            )
+        found[key] = Facts(codes.shape, WIDE)
+    return found
+
+
+def widened(codes: Any, scales: Any, arrays: Arrays) -> Any:
+    """The bfloat16 values of one weight, where its codes are: code times scale in float32, rounded once."""
+    columns = np.arange(codes.shape[1])[None] // BLOCK
+    strips = []
+    for at in range(scales.shape[0]):  # one strip at a time: the scales of all elements are as large as the weight
+        strip = arrays.cast(codes[at * BLOCK : (at + 1) * BLOCK], "float32")
+        strips.append(arrays.cast(strip * scales[at][columns], WIDE))
+    return arrays.concatenate(strips, 0) if strips else arrays.cast(codes, WIDE)
+
+
 @dataclass
 class Dequantized(Files):
-    """A checkpoint whose coded weights are read as bfloat16: code times scale in float32, rounded once.
+    """A checkpoint whose coded weights are read as bfloat16.
 
     `coded`: the keys of these weights.
     """
@@ -33,14 +73,7 @@ class Dequantized(Files):
         """The values of one tensor, a new array."""
         assert self.inner is not None, "made by `dequantized`"
         found = self.inner.read(key)
-        if key not in self.coded:
-            return found
-        made = found.astype(np.float32)
-        columns = made.shape[1]
-        scales = self.inner.read(f"{key}{SCALE}")
-        for at, row in enumerate(scales):  # one strip at a time: the scales of all elements are as large as the weight
-            made[at * BLOCK : (at + 1) * BLOCK] *= np.repeat(row, BLOCK)[None, :columns]
-        return made.astype(numpy_dtype(WIDE))
+        return widened(found, self.inner.read(f"{key}{SCALE}"), NUMPY) if key in self.coded else found
 
 
 def dequantized(files: Files, *, convert: bool) -> Files:
@@ -52,22 +85,13 @@ def dequantized(files: Files, *, convert: bool) -> Files:
     Raises:
         ValueError: it is not allowed, or codes and scales do not fit each other.
     """
-    coded = [key for key in files.entries if f"{key}{SCALE}" in files.entries]
+    coded = coded_keys(files.entries)
     if files.notes is not None or not coded:
         return files
     if not convert:
+        first = next(key for key in files.entries if key in coded)
         raise ValueError(
-            f"checkpoint `{files.where}`: `{coded[0]}` has scales `{coded[0]}{SCALE}`, expected plain weights; pass "
+            f"checkpoint `{files.where}`: `{first}` has scales `{first}{SCALE}`, expected plain weights; pass "
             "convert=True to read it as bfloat16, from which quantised weights of the model are made again."
         )
-    entries = dict(files.entries)
-    for key in coded:
-        codes, scales = entries[key], entries.pop(f"{key}{SCALE}")
-        blocks = tuple(-(-size // BLOCK) for size in codes.shape)
-        if codes.dtype != CODES or len(codes.shape) != 2 or scales != Facts(blocks, "float32"):
-            raise ValueError(
-                f"checkpoint `{files.where}`: `{key}` {codes} with scales {scales}, expected a matrix of {CODES} and "
-                f"float32{list(blocks)}, one scale for each block of {BLOCK} by {BLOCK}; dequantise it before."
-            )
-        entries[key] = Facts(codes.shape, WIDE)
-    return Dequantized(entries, None, files.where, {}, files, frozenset(coded))
+    return Dequantized(widened_entries(files.entries, coded, files.where), None, files.where, {}, files, coded)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from grouped_core.checkpoint_fp8 import SCALE, coded_keys, widened, widened_entries
 from grouped_core.checkpoint_metadata import FILES, Spec, described
 from grouped_core.checkpoint_plan import Move, Plan, Shard, fixed_or, interleave_option, plan
 from grouped_core.formats import FORMATS, Format, QTensor
@@ -75,16 +76,23 @@ def converted(
 ) -> Flat:
     """A flat tree in another layout; what no layer of experts owns stays as it is.
 
+    FP8 weights with scales of their blocks become bfloat16, as they do when they are loaded (`checkpoint_fp8`).
+
     Raises:
         ValueError: a tensor is ambiguous, incomplete or does not fit. TypeError: an argument has another type.
     """
     here, there = layout_option(source, "source"), layout_option(target, "target")
     flat, quantised = taken_apart(tree)
     facts = {key: facts_of(value) for key, value in flat.items()}
+    coded = coded_keys(facts)
     given = interleave_option(interleave)
     pair = (fixed_or(here, given[0]), fixed_or(there, given[1]))
-    made = plan(facts, here, there, lambda _: pair)
-    result = {key: value for _, _, key, value in executed(made, flat.__getitem__, arrays)}
+    made = plan(widened_entries(facts, coded), here, there, lambda _: pair)
+
+    def read(key: str) -> Any:
+        return widened(flat[key], flat[f"{key}{SCALE}"], arrays) if key in coded else flat[key]
+
+    result = {key: value for _, _, key, value in executed(made, read, arrays)}
     return put_together(result, _quantised_targets(made, quantised, here, there, result))
 
 

@@ -108,12 +108,17 @@ def check_budget_factor(function: str, factor: float | None) -> None:
         )
 
 
-def format_sent(function: str, send: str | None, recipe: Recipe | BoundRecipe | None) -> Format | None:
+def format_sent(
+    function: str, send: str | None, recipe: Recipe | BoundRecipe | None, *, adapted: bool = False
+) -> Format | None:
     """The format that tokens travel in; None: as they are.
+
+    Args:
+        adapted: whether the experts have adapters, which read the tokens themselves.
 
     Raises:
         ValueError: `send` has another value, or codes are asked for, of a recipe whose scales are not those of single
-            rows.
+            rows or beside adapters.
     """
     if send not in SENDS:
         raise ValueError(
@@ -122,7 +127,11 @@ def format_sent(function: str, send: str | None, recipe: Recipe | BoundRecipe | 
         )
     if isinstance(recipe, BoundRecipe):
         recipe = recipe.recipe
-    if send == "tokens":
+    if adapted and send == "codes":
+        raise ValueError(
+            f"`send` of {function}: 'codes' beside `lora`, expected None or 'tokens'; adapters read tokens."
+        )
+    if adapted or send == "tokens":
         return None
     fmt = recipe.forward[0] if isinstance(recipe, Recipe) else None  # the experts refuse what is none
     if fmt is not None and fmt.by_row:

@@ -6,13 +6,15 @@ frontend has to supply is `Arrays`.
 
 from __future__ import annotations
 
-# ruff: noqa: D102 (the methods are documented once, in `Step`)
+# ruff: noqa: D102 (the methods are documented once, in `Arrays` and `Step`)
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from grouped_core import activations
-from grouped_core.safetensors_file import Facts
+from grouped_core.safetensors_file import Facts, numpy_dtype
 
 
 class Arrays(Protocol):
@@ -29,6 +31,27 @@ class Arrays(Protocol):
     def view(self, array: Any, dtype: str) -> Any:
         """The same bytes as another dtype of as many."""
         ...
+
+    def cast(self, array: Any, dtype: str) -> Any:
+        """The values in another floating dtype, rounded to nearest even."""
+        ...
+
+
+class _NumPy:
+    def stack(self, arrays: Sequence[Any]) -> Any:
+        return np.stack(arrays)
+
+    def concatenate(self, arrays: Sequence[Any], axis: int) -> Any:
+        return np.concatenate(arrays, axis)
+
+    def view(self, array: Any, dtype: str) -> Any:
+        return array.view(numpy_dtype(dtype))
+
+    def cast(self, array: Any, dtype: str) -> Any:
+        return array.astype(numpy_dtype(dtype))
+
+
+NUMPY: Arrays = _NumPy()
 
 
 class Step:

@@ -220,7 +220,13 @@ def check(
             axes = ", ".join(letters[::-1] if transposed else letters)
             wanted = f"{wanted_shape} = [G, {axes}] beside `{op.names.w}` {w.shape}"
             raise _wrong(ValueError, f"{name}[{at}]", f"shape {spec.shape}", wanted, "make A and B for this weight")
-    if key is not None and key != ArraySpec((2,), "uint32"):
+    if key is not None:
+        check_key(key)
+
+
+def check_key(key: ArraySpec) -> None:
+    """Refuses a key that is not two words. Raises ValueError."""
+    if key != ArraySpec((2,), "uint32"):
         raise _wrong(ValueError, f"{LORA}_key", f"{key}", "uint32[2], low word first", "pass such an array")
 
 

@@ -32,6 +32,9 @@ class _Jax:
             return array.view(jnp.dtype(dtype))
         return jax.lax.bitcast_convert_type(array, jnp.dtype(dtype))
 
+    def cast(self, array: Any, dtype: str) -> Any:
+        return array.astype(jnp.dtype(dtype))
+
 
 JAX = _Jax()
 

@@ -30,7 +30,7 @@ def check_moe(plan: Plan, arrays: Mapping[str, Any]) -> None:
     routing, recipe = dict(plan.routing), arrays["recipe"]
     if routing.get("axis_name") is not None:
         raise _wrong("axis_name", repr(routing["axis_name"]), "None", "losses are of all tokens that `axes` split")
-    format_sent(FUNCTION, plan.send, recipe)
+    format_sent(FUNCTION, plan.send, recipe, adapted="lora" in arrays)
     _check_adapters(plan, arrays)
     if plan.transport == "ring":
         _check_ring(plan, arrays, recipe)
@@ -56,8 +56,6 @@ def _check_adapters(plan: Plan, arrays: Mapping[str, Any]) -> None:
         raise _wrong(name, "given with fsdp=True", "None", "adapters are not gathered; leave one of them out")
     if plan.transport == "ring":
         raise _wrong(name, "given with transport 'ring'", "None", "use another transport")
-    if plan.send == "codes" and "lora" in arrays:
-        raise _wrong("send", "'codes' beside `lora`", "None or 'tokens'", "adapters read tokens")
     for _, pairs in adapted:
         lora_mlp.option(pairs, plan.lora_scaling, plan.lora_dropout, arrays.get("lora_key"))
 

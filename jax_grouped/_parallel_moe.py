@@ -131,7 +131,7 @@ def _experts(
         own = plan.count // _mesh.size_of(axis)
         y = in_a_ring(mlp, x, experts, weights, own, axis)
         return y if wide else y.astype(x.dtype), none
-    codes = None if "lora" in options else format_sent(FUNCTION, plan.send, options["recipe"])
+    codes = format_sent(FUNCTION, plan.send, options["recipe"], adapted="lora" in options)
     how = (plan.transport, plan.budget_factor, codes)
     found, way = there(FUNCTION, x, experts, weights, plan.count, axis, *how)
     results = routed_mlp(found.rows, found.experts, found.probs, wi, wo, **options)

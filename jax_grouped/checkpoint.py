@@ -127,6 +127,9 @@ def load(
 def convert(tree: Any, source: str, target: str, *, interleave: Interleave = None) -> dict[str, Any]:
     """A tree in another layout: names, shapes and the order of columns change, values never do.
 
+    FP8 weights with `weight_scale_inv`, as DeepSeek publishes them, become bfloat16 as in `load`, in experts and
+    outside: the same values where scales are powers of two, else rounded once.
+
     Args:
         tree: dicts of arrays, nested or with paths as keys; or an NNX module, whose state is taken.
         source, target: names of `grouped_core.layouts.LAYOUTS`. Experts are found by their names, in the states of

@@ -36,7 +36,8 @@ class Case:
         rows: M. k: contracted features. n: features of the result.
         tags: `small` a few thousand products at most; `edge` an odd distribution of rows; `tail` S < M; `clamp` sizes
             that do not fit; `groups` an odd number of groups; `width` odd K or N; `tiles` more tiles than a device
-            has room for; `bench`, `router`, `cpu_bench`, `decode` shapes of the benchmarks.
+            has room for; `bench`, `few_rows`, `router`, `cpu_bench`, `decode` shapes of the
+            benchmarks.
     """
 
     name: str
@@ -151,6 +152,9 @@ CASES: tuple[Case, ...] = (
     _row("Ce", third_empty(128, 65536), 2048, 1536, "bench"),
     _row("D", jagged(64, 65536), 2048, 2048, "bench"),
     _row("E", jagged(32, 32768), 2880, 5760, "bench"),
+    # The same with few rows per group.
+    _row("D8k", jagged(64, 8192), 2048, 2048, "few_rows"),
+    _row("G256", jagged(256, 65536), 2048, 1536, "few_rows"),
     _row("router", [16384], 2048, 128, "router"),
     _row("cpu", zipf(8, 4096), 1024, 2048, "cpu_bench"),
     _row("cpu_many", jagged(64, 8192), 512, 1024, "cpu_bench"),
@@ -167,7 +171,7 @@ CASES: tuple[Case, ...] = (
 )
 """All problems."""
 
-_HEAVY = frozenset({"bench", "router", "cpu_bench", "decode", "tiles"})
+_HEAVY = frozenset({"bench", "few_rows", "router", "cpu_bench", "decode", "tiles"})
 
 
 def select(*tags: str) -> list[Case]:

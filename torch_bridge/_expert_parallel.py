@@ -25,6 +25,7 @@ from grouped_core.recipes import BoundRecipe, Recipe
 from torch_bridge import _autocast, _exchange, _routing, _symmetric, route
 from torch_bridge._args import Accumulators, Members
 from torch_bridge._checks import check_operand
+from torch_bridge._expert_lora import AdapterOptions, check_adapters
 from torch_bridge._router import router_logits
 from torch_bridge._tensors import E8M0, StraightThrough, dtype_name, rows_spec
 from torch_bridge.moe import SharedExpert, of_shared
@@ -190,18 +191,23 @@ def transport_option(
     budget_factor: float | None,
     send: str | None = "tokens",
     recipe: Recipe | BoundRecipe | None = None,
+    *,
+    adapted: bool = False,
 ) -> Transport:
     """The transport of `function`.
 
+    Args:
+        adapted: whether the experts have adapters.
+
     Raises:
-        ValueError: there is none of this name, a budget or codes beside a transport of the caller's, or codes of a
-            recipe whose scales are not those of single rows. TypeError: no process group, or an object without
-            `dispatch` and `combine`. RuntimeError: the machine lacks what the transport needs.
+        ValueError: there is none of this name, a budget or codes beside a transport of the caller's, or codes beside
+            adapters or of a recipe whose scales are not those of single rows. TypeError: no process group, or an
+            object without `dispatch` and `combine`. RuntimeError: the machine lacks what the transport needs.
     """
     exchange.check_budget_factor(function, budget_factor)
     codes = None
     if send != "tokens" and (send, recipe) != (None, None):
-        codes = exchange.format_sent(function, send, recipe)
+        codes = exchange.format_sent(function, send, recipe, adapted=adapted)
     if not isinstance(transport, str):
         if not isinstance(transport, Transport):
             raise TypeError(
@@ -323,7 +329,7 @@ class Layer(NamedTuple):
 
     Attributes:
         transport: how tokens travel. chunks: of tokens, whose exchanges overlap with the experts of others.
-        experts: (rows, local experts, weights) -> results [M, H] of the rows.
+        experts: (number of the chunk, rows, local experts, weights) -> results [M, H] of the rows.
         meanwhile: () -> what is added to y, computed while the first tokens travel; None: nothing.
     """
 
@@ -331,7 +337,7 @@ class Layer(NamedTuple):
     transport: Transport
     num_experts: int
     chunks: int
-    experts: Callable[[Any, Tensor, Tensor], Tensor]
+    experts: Callable[[int, Any, Tensor, Tensor], Tensor]
     meanwhile: Callable[[], Tensor | None]
 
     def run(self, x: Tensor, weights: Tensor, experts: Tensor, aux: MoEAux) -> tuple[Tensor, MoEAux]:
@@ -339,10 +345,10 @@ class Layer(NamedTuple):
         parts = list(zip(*(each.tensor_split(self.chunks) for each in (x, experts, weights)), strict=True))
         pending = [_begin_dispatch(self.transport, *each, self.num_experts) for each in parts]
         beside, lost, coming = self.meanwhile(), aux.dropped, []
-        for finish in pending:
+        for number, finish in enumerate(pending):
             arrived = finish()
             lost = lost + arrived.dropped
-            results = self.experts(arrived.rows, arrived.experts, arrived.weights)
+            results = self.experts(number, arrived.rows, arrived.experts, arrived.weights)
             coming.append(_begin_combine(self.transport, results, arrived.handle))
         (whole,) = _routing.summed(self.process_group.group_name, torch.cat([aux.load, lost.reshape(1)]))
         found = [finish() for finish in coming]
@@ -395,6 +401,11 @@ def moe(
     residuals: str | Residuals = "save_fc1",
     wgrad_accum: Accumulators | None = None,
     implementation: str | Sequence[str] | None = None,
+    lora: Sequence[Any] | None = None,
+    lora_scaling: float = 1,  # not 1.0, which Dynamo would make a symbol
+    lora_dropout: float = 0,
+    lora_key: Tensor | None = None,
+    lora_wgrad_accum: str | Sequence[Any] | None = None,
     **routing: Any,
 ) -> tuple[Tensor, MoEAux]:
     """`torch_bridge.moe` over the ranks of a process group: experts on different ranks, to which rows travel and back.
@@ -417,6 +428,10 @@ def moe(
         chunks: parts of the tokens, each with exchanges of its own, which overlap with the experts of the others. y and
             the gradient of x keep their bits, gradients of the experts are sums over the parts.
         shared: an expert that every rank holds, computed while the first tokens travel.
+        lora, lora_scaling, lora_dropout, lora_key, lora_wgrad_accum: adapters of the L experts of this rank, as in
+            `grouped_mlp`; those of `shared` are replicated. Tokens then travel as they are. The key is the same on all
+            ranks: each adds its number to the high word, and P for each chunk before, so masks are not those of one
+            rank.
         The others: as in `torch_bridge.moe`; `routing` without `process_group`.
 
     Returns:
@@ -425,13 +440,19 @@ def moe(
     Raises:
         TypeError, ValueError: an argument does not fit; and what `topk_router` and `routed_mlp` raise.
     """
-    by = transport_option(FUNCTION, transport, process_group, budget_factor, send, recipe)
+    how = (transport, process_group, budget_factor, send, recipe)
+    by = transport_option(FUNCTION, *how, adapted=lora is not None)
     check_chunks(FUNCTION, chunks)
-    refuse_adapters(routing, shared)
+    of_lora = AdapterOptions(lora_scaling, lora_dropout, lora_key)
+    check_adapters(x, lora, shared, of_lora, lora_wgrad_accum)
     experts = int(router.shape[0])
     check_own(experts, wo, process_group)
+    rank, ranks = process_group.rank(), process_group.size()
 
-    def run_experts(rows: Any, local: Tensor, probs: Tensor) -> Tensor:
+    def run_experts(number: int, rows: Any, local: Tensor, probs: Tensor) -> Tensor:
+        of_adapters: dict[str, Any] = {}
+        if lora is not None:
+            of_adapters = {"lora": lora, "lora_wgrad_accum": lora_wgrad_accum, **of_lora.of_part(rank + number * ranks)}
         return routed_mlp(
             *(rows, local, probs, wi, wo),
             rhs_transposed=rhs_transposed,
@@ -442,32 +463,20 @@ def moe(
             residuals=residuals,
             wgrad_accum=wgrad_accum,
             implementation=implementation,
+            **of_adapters,
         )
 
     def meanwhile() -> Tensor | None:
         if shared is None:
             return None
-        options = {"activation": activation, "residuals": residuals, "implementation": implementation}
+        options: dict[str, Any] = {"activation": activation, "residuals": residuals, "implementation": implementation}
+        if shared.lora is not None:
+            options |= {"lora": shared.lora, **of_lora.of_part(rank, shared=True)}
         return of_shared(x, shared, rhs_transposed=rhs_transposed, **options)
 
     layer = Layer(process_group, by, experts, chunks, run_experts, meanwhile)
     weights, chosen, aux = topk_router(router_logits(x, router), k, process_group=process_group, **routing)
     return layer.run(_autocast.cast(x, _autocast.dtype_of(x)), weights, chosen, aux)
-
-
-def refuse_adapters(given: dict[str, Any], shared: SharedExpert | None) -> None:
-    """Refuses keywords of adapters, and those of a shared expert.
-
-    Raises:
-        ValueError: there are some.
-    """
-    names = [name for name in given if name.startswith("lora")]
-    names += ["shared.lora"] if shared is not None and shared.lora is not None else []
-    if names:
-        raise ValueError(
-            f"`{names[0]}` of {FUNCTION}: given, expected none; use `nn.MoE` with `lora_rank` and `process_group`, or "
-            "merge the adapters first."
-        )
 
 
 def check_own(experts: int, wo: Any, process_group: Any) -> None:

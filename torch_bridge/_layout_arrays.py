@@ -25,6 +25,9 @@ class _Torch:
     def view(self, array: Tensor, dtype: str) -> Tensor:
         return array.view(getattr(torch, dtype))
 
+    def cast(self, array: Tensor, dtype: str) -> Tensor:
+        return array.to(getattr(torch, dtype))
+
 
 TORCH = _Torch()
 

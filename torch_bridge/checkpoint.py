@@ -148,6 +148,9 @@ def convert(
 ) -> dict[str, Any]:
     """A state dict in another layout: names, shapes and the order of columns change, values never do.
 
+    FP8 weights with `weight_scale_inv`, as DeepSeek publishes them, become bfloat16 as in `load`, in experts and
+    outside: the same values where scales are powers of two, else rounded once.
+
     Args:
         tree: a state dict, or a module, whose state dict is taken.
         source, target: names of `grouped_core.layouts.LAYOUTS`. Experts are found by their names; all other entries

@@ -122,6 +122,12 @@ def key_of_shared(key: Tensor) -> Tensor:
     return torch.cat([~words[:1], words[1:]]).view(torch.uint32)
 
 
+def key_of_part(key: Tensor, number: int) -> Tensor:
+    """The key uint32 [2] of the masks of one rank, or of a part of its tokens: `number` is added to the high word."""
+    words = key.view(torch.int32)
+    return torch.cat([words[:1], words[1:] + number]).view(torch.uint32)
+
+
 def of_shared(x: Tensor, shared: SharedExpert, **options: Any) -> Tensor:
     """[T, H]: the result of the shared expert at each token; options: of `grouped_mlp`."""
     gate = None

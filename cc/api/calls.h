@@ -16,8 +16,9 @@ namespace grouped {
 
 // The scales of two quantised operands (numerics 2.4), and how their blocks lie. A value is code * scale * group scale;
 // what is absent counts as 1. An operand of uint8 holds two E2M1 codes a byte, the even one in the low half, along its
-// last axis. A weight is stored for a contraction of its last axis: a quantised rhs has rhs_axis = 2. Codes with scales
-// of blocks take rhs_axis = 1 in `grouped_matmul` alone, which then contracts the other axis of the same values.
+// last axis. The blocks of a weight lie along its last axis, which rhs_axis = 2 contracts. With rhs_axis = 1
+// `grouped_matmul` and `grouped_matmul_dact` contract the other axis of the same values, `grouped_matmul_act` only that
+// of 8-bit codes without scales of blocks.
 struct OperandScales {
   TensorView lhs_scales;  // of blocks along the contracted axis; shapes below
   TensorView rhs_scales;  // likewise

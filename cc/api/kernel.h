@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -51,6 +52,14 @@ std::string takes_any(const Call&, const Target&) {
 template <class Call>
 size_t no_workspace(const Call&, const Target&) {
   return 0;
+}
+
+// The first reason among several.
+inline std::string first_of(std::initializer_list<std::string> reasons) {
+  for (const std::string& reason : reasons) {
+    if (!reason.empty()) return reason;
+  }
+  return "";
 }
 
 }  // namespace grouped

@@ -1,7 +1,6 @@
 // What the CPU kernels that decode element by element take.
 #pragma once
 
-#include <initializer_list>
 #include <string>
 
 #include "cc/api/operands.h"
@@ -13,14 +12,6 @@ namespace grouped {
 inline std::string refuses_unless_plain(const char* name, const TensorView& operand) {
   if (!operand.present() || is_plain(operand.dtype)) return "";
   return std::string(name) + " is " + describe(operand) + "; this kernel takes float32, bfloat16 or float16";
-}
-
-// The first reason among several.
-inline std::string first_of(std::initializer_list<std::string> reasons) {
-  for (const std::string& reason : reasons) {
-    if (!reason.empty()) return reason;
-  }
-  return "";
 }
 
 constexpr int64_t kStrip = 256;  // elements decoded at a time by the kernels that stream rows: 1 KiB of floats

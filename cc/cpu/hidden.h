@@ -12,10 +12,10 @@
 
 namespace grouped {
 
-class HiddenRows {
+class HiddenStrips {
  public:
   // Of rows that `width` activated columns come from.
-  HiddenRows(const Isa& isa, const ActivationParams& activation, int64_t width)
+  HiddenStrips(const Isa& isa, const ActivationParams& activation, int64_t width)
       : isa(isa),
         spec(activation_spec(activation)),
         width_(width),
@@ -67,7 +67,7 @@ class HiddenRows {
   bool split() const { return block_ > kStrip; }
 
   char* place(const TensorView& rows, int64_t row, int64_t column) const {
-    const int64_t first = gated_ ? column / block_ * 2 * block_ + column % block_ : column;
+    const int64_t first = gated_ ? gate_column_of(column, block_) : column;
     return rows.as<char>() + (row * rows.dims[1] + first) * dtype_bytes(rows.dtype);
   }
 

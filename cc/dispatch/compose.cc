@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cc/api/operands.h"
+#include "cc/api/product_inside.h"
 #include "cc/dispatch/columns.h"
 #include "cc/dispatch/parts.h"
 

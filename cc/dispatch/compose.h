@@ -8,11 +8,6 @@
 
 namespace grouped {
 
-// The product inside of a fused call, the first of two halves, with its result's type and shape, nowhere yet.
-GroupedMatmul product_inside(const GroupedMatmulAct& call);
-GroupedMatmul product_inside(const GroupedMatmulDact& call);
-inline const GroupedMatmul& product_inside(const GroupedMatmul& call) { return call; }
-
 extern const Kernel<GroupedMatmul> grouped_matmul_joined_cpu;
 extern const Kernel<GroupedMatmul> grouped_matmul_low_composed_cpu;
 extern const Kernel<GroupedMatmulAct> grouped_matmul_act_composed_cpu;

@@ -38,7 +38,7 @@ Table<GroupedMatmul> table<GroupedMatmul>(Platform platform) {
   static const Kernel<GroupedMatmul> cuda[] = {
       grouped_matmul_bf16_sm90,        grouped_matmul_bf16_wgrad_sm90,   grouped_matmul_fp32_sm90,
       grouped_matmul_fp8_fast_sm90,    grouped_matmul_fp8_sm90,          grouped_matmul_fp8_wgrad_sm90,
-      grouped_matmul_weight_only_sm90, grouped_matmul_widened_cuda,
+      grouped_matmul_weight_only_sm90, grouped_matmul_codes_sm90,        grouped_matmul_widened_cuda,
       grouped_matmul_joined_cuda,  // before the last row: where a kernel above takes the joined weight, its bits count
       grouped_matmul_any_cuda,         grouped_matmul_low_composed_cuda,
   };
@@ -91,9 +91,9 @@ template <>
 Table<GroupedMatmulAct> table<GroupedMatmulAct>(Platform platform) {
   static const Kernel<GroupedMatmulAct> cpu[] = {grouped_matmul_act_stored_cpu, grouped_matmul_act_composed_cpu};
 #if GROUPED_WITH_CUDA
-  static const Kernel<GroupedMatmulAct> cuda[] = {grouped_matmul_act_bf16_sm90, grouped_matmul_act_widened_cuda,
-                                                  grouped_matmul_act_stored_fp8_cuda, grouped_matmul_act_stored_cuda,
-                                                  grouped_matmul_act_composed_cuda};
+  static const Kernel<GroupedMatmulAct> cuda[] = {grouped_matmul_act_bf16_sm90,    grouped_matmul_act_codes_sm90,
+                                                  grouped_matmul_act_widened_cuda, grouped_matmul_act_stored_fp8_cuda,
+                                                  grouped_matmul_act_stored_cuda,  grouped_matmul_act_composed_cuda};
   if (platform == Platform::cuda) return rows_of(cuda);
 #endif
   return rows_if(platform == Platform::cpu, cpu);
@@ -103,9 +103,9 @@ template <>
 Table<GroupedMatmulDact> table<GroupedMatmulDact>(Platform platform) {
   static const Kernel<GroupedMatmulDact> cpu[] = {grouped_matmul_dact_stored_cpu, grouped_matmul_dact_composed_cpu};
 #if GROUPED_WITH_CUDA
-  static const Kernel<GroupedMatmulDact> cuda[] = {grouped_matmul_dact_bf16_sm90, grouped_matmul_dact_widened_cuda,
-                                                   grouped_matmul_dact_stored_fp8_cuda, grouped_matmul_dact_stored_cuda,
-                                                   grouped_matmul_dact_composed_cuda};
+  static const Kernel<GroupedMatmulDact> cuda[] = {
+      grouped_matmul_dact_bf16_sm90,       grouped_matmul_dact_codes_sm90,  grouped_matmul_dact_widened_cuda,
+      grouped_matmul_dact_stored_fp8_cuda, grouped_matmul_dact_stored_cuda, grouped_matmul_dact_composed_cuda};
   if (platform == Platform::cuda) return rows_of(cuda);
 #endif
   return rows_if(platform == Platform::cpu, cpu);

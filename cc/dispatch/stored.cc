@@ -15,9 +15,9 @@
 #include <vector>
 
 #include "cc/api/operands.h"
+#include "cc/api/product_inside.h"
 #include "cc/api/schema.h"
 #include "cc/dispatch/columns.h"
-#include "cc/dispatch/compose.h"
 #include "cc/dispatch/parts.h"
 #include "cc/kernels/kernels.h"
 #include "cc/math/activation.h"

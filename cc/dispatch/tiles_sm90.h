@@ -21,6 +21,12 @@ inline constexpr TileChoice kNarrow = {64, 7, 2};
 // With an activation a slot is half as large, and three of them take turns.
 inline constexpr TileChoice kWithActivation = {192, 5, 3};
 
+// Where weights come as codes, which lie in the stages beside what they are widened to: of 4 bits and of 8.
+inline constexpr TileChoice kCodedNibbles = {192, 4, 2};
+inline constexpr TileChoice kCodedBytes = {192, 4, 1};
+inline constexpr TileChoice kCodedNibblesWithActivation = {192, 4, 3};
+inline constexpr TileChoice kCodedBytesWithActivation = {192, 4, 2};
+
 // Where partial sums have registers of their own: a warp's slots hold its 16 rows of a tile, of 16 or 32 bits.
 inline constexpr TileChoice kPromoting = {192, 4, 3};
 inline constexpr TileChoice kPromotingWide = {192, 3, 6};

@@ -12,8 +12,8 @@
 #include <utility>
 
 #include "cc/api/operands.h"
+#include "cc/api/product_inside.h"
 #include "cc/dispatch/columns.h"
-#include "cc/dispatch/compose.h"
 #include "cc/dispatch/parts.h"
 #include "cc/kernels/kernels.h"
 

@@ -76,10 +76,10 @@ struct Sources {
 // a constant where the kind of activation is one.
 template <bool kGrad, bool kGated>
 __device__ __forceinline__ void load_row(const ActivatedProblem& p, Sources& from, bool exists, uint4* to) {
-  copy_async(to, from.hidden, exists);
-  if (kGated) copy_async(to + kRing, from.hidden + p.hidden.block, exists);
-  if (kGrad) copy_async(to + (kGated ? 2 : 1) * kRing, from.grad, exists);
-  asm volatile("cp.async.commit_group;" ::: "memory");
+  copy_vector(to, from.hidden, exists);
+  if (kGated) copy_vector(to + kRing, from.hidden + p.hidden.block, exists);
+  if (kGrad) copy_vector(to + (kGated ? 2 : 1) * kRing, from.grad, exists);
+  commit_copies();
   from.hidden += (kGated ? 2 : 1) * int64_t{p.hidden.width};
   if (kGrad) from.grad += p.hidden.width;
 }
@@ -154,7 +154,7 @@ __device__ __forceinline__ Largest activate_rows(const ActivatedProblem& p, cons
     if (stores_activated) none_activated = encode_activated(uint4{});
 #pragma unroll 1
     for (int i = 0; i < kVector; ++i) {
-      asm volatile("cp.async.wait_group %0;" ::"n"(kAhead - 1) : "memory");
+      wait_copies<kAhead - 1>();
       uint4* mine = &ring[0][i % kAhead][threadIdx.x];
       uint4 gate = mine[0], linear = {}, t = {};
       if (kGated) linear = mine[kRing];
@@ -288,24 +288,24 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
     if (stores_activated) put_lines(p.store_activated, tile, turned[halves_of(p)], rows);
     __syncthreads();  // before the next tile's codes
   }
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  wait_all_copies();
   turns.finish();
 }
 
 template <bool kGrad, bool kStore>
-void run(const ActivatedStore& call, const ActivatedProblem& p, cudaStream_t stream) {
+void run(const ActivatedStore& call, const ActivatedProblem& p, const LaunchOptions& how) {
   constexpr int kOperands = kGrad ? 3 : 2, kTurned = !kStore ? 0 : kGrad ? 3 : 1;
   run_activated<store_activated_groups<kGrad, kStore>>(
       call, p, kBlocks<kGrad>, kOperands * sizeof(Ring) + kTurned * sizeof(Codes) + sizeof(Shared),
       static_cast<int>(operands_of(p) * sizeof(Ring) + (kStore ? turned_of(p) : 0) * sizeof(Codes) + sizeof(Shared)),
-      stream);
+      how);
 }
 
 }  // namespace
 
-void run_activated_groups(const ActivatedStore& call, const ActivatedProblem& p, bool store, cudaStream_t stream) {
-  if (p.grad) return store ? run<true, true>(call, p, stream) : run<true, false>(call, p, stream);
-  store ? run<false, true>(call, p, stream) : run<false, false>(call, p, stream);
+void run_activated_groups(const ActivatedStore& call, const ActivatedProblem& p, bool store, const LaunchOptions& how) {
+  if (p.grad) return store ? run<true, true>(call, p, how) : run<true, false>(call, p, how);
+  store ? run<false, true>(call, p, how) : run<false, false>(call, p, how);
 }
 
 }  // namespace grouped

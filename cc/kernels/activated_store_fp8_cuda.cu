@@ -105,24 +105,24 @@ __device__ inline void load_operand(const Problem& p, const StoreTile& tile, int
   uint4(&to)[kVector][kStoreThreads] = slots[which];
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
-    copy_async(&to[i][threadIdx.x], from, i < count);
+    copy_vector(&to[i][threadIdx.x], from, i < count);
     from += pitch;
   }
-  asm volatile("cp.async.commit_group;" ::: "memory");
+  commit_copies();
 }
 
-// The forms of one half of the result, out of `from`, whose memory is free when `taken` is called. `scratch` is that of
-// an operand that has been read.
+// The forms of one half of the result, out of `from`, whose memory is free when `taken` is called; `measure`: its amax
+// is wanted. `scratch` is that of an operand that has been read.
 template <int kForms, class Taken>
-__device__ inline void store_half(const StoreProblem& p, const StoreTile& tile, const Slots& from,
+__device__ inline void store_half(const StoreProblem& p, bool measure, const StoreTile& tile, const Slots& from,
                                   ColumnScratch* scratch, Turns& turns, Taken taken) {
   uint4 raw[kVector];
 #pragma unroll
   for (int i = 0; i < kVector; ++i) raw[i] = from[i][threadIdx.x];
   uint32_t amax = 0;
-  if (p.measure) amax = largest(raw);
+  if (measure) amax = largest(raw);
   taken();
-  if (p.measure) turns.see(amax_of<DType::bf16>(amax), tile.group);
+  if (measure) turns.see(amax_of<DType::bf16>(amax), tile.group);
   float factors[kVector];
   if constexpr ((kForms & kRows) != 0) {
     row_factors<DType::bf16, kStoreColumns, Tile>(p, tile, raw, factors);
@@ -172,19 +172,19 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm)
       turns.meet();
       continue;
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    wait_all_copies();
     turns.meet();
     activate_tile(p, tile, slots);
     if constexpr ((kForms & kColumns) != 0) {  // first, for it lies where the scratch will
       if (has_activated(p)) {
-        store_half<kColumns>(p.store_activated, tile, slots[scratch_of(p)], scratch, turns, [] {});
+        store_half<kColumns>(p.store_activated, false, tile, slots[scratch_of(p)], scratch, turns, [] {});
       }
     }
     // The next tile's operands take the place of what has been read: of a half in registers, of what forward has no
     // more use for, of the scratch last.
     StoreTile part = result_tile(p, tile);
     for (int half = 0; half < halves; ++half, part.column += p.hidden.block) {
-      store_half<kForms>(p.store, part, slots[half], scratch, turns, [&] {
+      store_half<kForms>(p.store, p.store.measure, part, slots[half], scratch, turns, [&] {
         if (loads) load_operand(p, next, half, slots);
       });
     }
@@ -197,16 +197,16 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm)
 int64_t activated_width(const ActivatedStore& call, bool gated) { return call.hidden.dims[1] / (gated ? 2 : 1); }
 
 template <int kForms>
-void run(const ActivatedStore& call, const Problem& p, cudaStream_t stream) {
+void run(const ActivatedStore& call, const Problem& p, const LaunchOptions& how) {
   static_assert(sizeof(ColumnScratch) <= sizeof(Slots), "the scratch has the memory of one array of slots");
   run_activated<store_activated_blocks<kForms>>(call, p, kBlocksOfSm, 3 * sizeof(Slots) + sizeof(Shared),
-                                                static_cast<int>(slots_of(p) * sizeof(Slots) + sizeof(Shared)), stream);
+                                                static_cast<int>(slots_of(p) * sizeof(Slots) + sizeof(Shared)), how);
 }
 
-void run_blocks(const ActivatedStore& call, const Problem& p, cudaStream_t stream) {
-  if (!p.store.forms[0].values) return run<kColumns>(call, p, stream);
-  if (!p.store.forms[1].values) return run<kRows>(call, p, stream);
-  run<kRows + kColumns>(call, p, stream);
+void run_blocks(const ActivatedStore& call, const Problem& p, const LaunchOptions& how) {
+  if (!p.store.forms[0].values) return run<kColumns>(call, p, how);
+  if (!p.store.forms[1].values) return run<kRows>(call, p, how);
+  run<kRows + kColumns>(call, p, how);
 }
 
 size_t partials_at(const ActivatedStore& call) {
@@ -279,9 +279,9 @@ void launch_activated_store(const ActivatedStore& call, const Context& context) 
   all.grad = data_of<const uint16_t>(call.grad);
   all.row_scale = data_of<const float>(call.row_scale);
   char* behind = static_cast<char*>(context.workspace) + partials_at(call);
-  launch_tiles(
+  launch_tiles<StoreLaunch>(
       call.store, context,
-      [&](const StoreProblem& p, cudaStream_t stream) {
+      [&](const StoreLaunch& p, const LaunchOptions& how) {
         Problem amaxes = all;
         amaxes.store = p;
         amaxes.store.width = width;
@@ -289,9 +289,9 @@ void launch_activated_store(const ActivatedStore& call, const Context& context) 
           amaxes.activated_amax = p.scan.rotated;  // nothing is rotated here
           amaxes.store.encode_other = data_of<const float>(call.store_activated.encode);
         }
-        run_activated_groups(call, amaxes, false, stream);
+        run_activated_groups(call, amaxes, false, how);
       },
-      [&](const StoreProblem& p, cudaStream_t stream) {
+      [&](const StoreLaunch& p, const LaunchOptions& how) {
         Problem found = all;
         found.store = p;
         found.store.width = width;
@@ -306,9 +306,9 @@ void launch_activated_store(const ActivatedStore& call, const Context& context) 
           found.valid_rows = reinterpret_cast<int32_t*>(behind) - 64;
           found.partials = reinterpret_cast<float*>(behind);
         }
-        p.block == 0 ? run_activated_groups(call, found, true, stream) : run_blocks(call, found, stream);
+        p.block == 0 ? run_activated_groups(call, found, true, how) : run_blocks(call, found, how);
         if (!found.partials || p.rows == 0) return;
-        sum_partials<<<partial_blocks(p.rows), kPartialThreads, 0, stream>>>(
+        sum_partials<<<partial_blocks(p.rows), kPartialThreads, 0, how.stream>>>(
             found.partials, found.valid_rows, data_of<const float>(call.row_base), call.row_sum.as<float>(), p.rows,
             static_cast<int>(column_tiles_of(width)));
         GROUPED_CUDA_CHECK(cudaGetLastError());

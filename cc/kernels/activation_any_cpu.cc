@@ -14,7 +14,7 @@ std::string refuses(const ActivationForward& call, const Target&) {
       {refuses_unless_runs(isa), refuses_unless_plain("rows", call.rows), refuses_unless_plain("result", call.result)});
 }
 
-void activate_row(const ActivationForward& call, const HiddenRows& hidden, int64_t r) {
+void activate_row(const ActivationForward& call, const HiddenStrips& hidden, int64_t r) {
   const int64_t width = call.result.dims[1];
   for (int64_t column = 0; column < width;) {
     const int64_t count = hidden.strip(column);
@@ -35,7 +35,7 @@ template <const Isa* isa>
 void launch(const ActivationForward& call, const Context& context) {
   const int64_t rows = call.rows.dims[0];
   const std::vector<int64_t> ends = group_ends(call.group_sizes, rows);
-  const HiddenRows hidden(pinned_or_best(isa), call.activation, call.result.dims[1]);
+  const HiddenStrips hidden(pinned_or_best(isa), call.activation, call.result.dims[1]);
   parallel_rows(context.pool, 0, ends.back(), [&](int64_t first, int64_t last) {
     for (int64_t r = first; r < last; ++r) activate_row(call, hidden, r);
   });

@@ -37,7 +37,7 @@ float total(float* sums) {
   return sums[0];
 }
 
-void grad_row(const ActivationGrad& call, const HiddenRows& hidden, int64_t r) {
+void grad_row(const ActivationGrad& call, const HiddenStrips& hidden, int64_t r) {
   const int64_t width = call.grad.dims[1];
   const float scale = call.row_scale.present() ? call.row_scale.as<const float>()[r] : 1.0f;
   float sums[kSums] = {};
@@ -66,7 +66,7 @@ template <const Isa* isa>
 void launch(const ActivationGrad& call, const Context& context) {
   const int64_t rows = call.rows.dims[0];
   const std::vector<int64_t> ends = group_ends(call.group_sizes, rows);
-  const HiddenRows hidden(pinned_or_best(isa), call.activation, call.grad.dims[1]);
+  const HiddenStrips hidden(pinned_or_best(isa), call.activation, call.grad.dims[1]);
   parallel_rows(context.pool, 0, ends.back(), [&](int64_t first, int64_t last) {
     for (int64_t r = first; r < last; ++r) grad_row(call, hidden, r);
   });

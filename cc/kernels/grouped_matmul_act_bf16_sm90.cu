@@ -43,68 +43,22 @@ void launch_types(const GroupedMatmulAct& call, const UpParams& p, void* stream)
 std::string refuses(const GroupedMatmulAct& c, const Target&) {
   if (!has_plain_operands(c) || has_group_scales(c.scales)) return "takes no scaled operands";
   if (c.stored.stores()) return "gives plain rows";
-  if (c.lhs.dtype != DType::bf16 && c.lhs.dtype != DType::f16) {
-    return std::string("takes bfloat16 and float16; lhs is ") + dtype_name(c.lhs.dtype);
-  }
+  if (std::string reason = refuses_16_bit_lhs(c.lhs.dtype); !reason.empty()) return reason;
   for (const TensorView* t : {&c.rhs, &c.rhs_up, &c.result, &c.hidden}) {
     if (t->present() && t->dtype != c.lhs.dtype) {
       return std::string("takes and gives one type, that of lhs, ") + dtype_name(c.lhs.dtype) + ", not " +
              dtype_name(t->dtype);
     }
   }
-  if (c.bias.present() && c.bias.dtype != c.lhs.dtype && c.bias.dtype != DType::f32) {
-    return std::string("takes a bias of the operands' type or float32, not ") + dtype_name(c.bias.dtype);
-  }
-  ActivationKind kind{};
-  if (!activation_named(c.activation.kind, &kind)) return "knows no activation " + c.activation.kind;
-  const std::string low = refuses_low(c.low, c.lhs.dtype, c.rhs_axis);
-  if (!low.empty()) return low;
-  const int64_t m = c.lhs.dims[0], k = c.lhs.dims[1], f = c.result.dims[1], s = c.activation.interleave;
-  if (is_gated(kind) && s != 0 && s != f && s != kSliceCols && s != 1) {
-    return "takes an interleave of 0, 1 or 32, not " + std::to_string(s);
-  }
-  if (m >= kRagged) return "takes fewer than 2^30 rows";
-  if (2 * f >= kRagged || k >= kRagged) return "takes fewer than 2^30 columns";
-  if (k % 8 != 0) return "needs lhs rows of a multiple of 16 bytes: K = " + std::to_string(k) + " is no multiple of 8";
-  if (f % 8 != 0) {
-    return "needs result rows of a multiple of 16 bytes: F = " + std::to_string(f) + " is no multiple of 8";
-  }
-  if ((m / kTileRows + c.group_sizes.dims[0]) * ((f + 63) / 64) >= kMaxItems) {
-    return "takes fewer than 2^31 pairs of tiles";
-  }
-  return "";
+  if (std::string reason = refuses_bias(c.bias, c.lhs.dtype); !reason.empty()) return reason;
+  return refuses_up(c);
 }
 
 size_t workspace(const GroupedMatmulAct&, const Target&) { return sizeof(unsigned long long); }
 
 void launch(const GroupedMatmulAct& call, const Context& context) {
   if (call.lhs.dims[0] == 0) return;
-  UpParams p{};
-  p.sizes = call.group_sizes.as<int32_t>();
-  p.counter = static_cast<unsigned long long*>(context.workspace);
-  GROUPED_CUDA_CHECK(cudaMemsetAsync(p.counter, 0, sizeof(*p.counter), static_cast<cudaStream_t>(context.stream)));
-  p.rhs_table = call.rhs_table.present() ? call.rhs_table.as<int64_t>() : nullptr;
-  p.rhs_base = reinterpret_cast<int64_t>(p.rhs_table != nullptr ? call.lhs.data : call.rhs.data);
-  p.rows = call.lhs.dims[0];
-  p.groups = int32_t(call.group_sizes.dims[0]);
-  p.cols = int32_t(call.result.dims[1]);
-  p.length = int32_t(call.lhs.dims[1]);
-  p.clear_tail = call.zero_tail != 0;
-  p.bias = call.bias.present() ? call.bias.data : nullptr;
-  p.bias_table = call.bias_table.present() ? call.bias_table.as<int64_t>() : nullptr;
-  p.float_bias = call.bias.present() && call.bias.dtype == DType::f32;
-  p.row_scale = call.row_scale.present() ? call.row_scale.as<float>() : nullptr;
-  p.result = call.result.as<uint8_t>();
-  p.hidden_rows = call.hidden.present() ? call.hidden.as<uint8_t>() : nullptr;
-  p.activation = activation_spec(call.activation);
-  const bool gated = is_gated(p.activation.kind);
-  const bool apart = gated && (call.activation.interleave == 0 || call.activation.interleave == p.cols);
-  p.width = gated ? 2 * p.cols : p.cols;
-  p.across = gated && !apart ? 2 : 1;
-  p.step = apart ? kSliceCols : 2 * kSliceCols;
-  p.part = apart ? p.cols : kSliceCols;
-  p.weight_part = call.rhs_up.present() ? 0 : p.part;
-  p.hidden_part = apart ? 0 : p.part;
+  const UpParams p = up_params(call, context);
   return call.lhs.dtype == DType::bf16 ? launch_types<__nv_bfloat16>(call, p, context.stream)
                                        : launch_types<__half>(call, p, context.stream);
 }

@@ -2,13 +2,13 @@
 // which one file for each operand type and layout of weights instantiates.
 #pragma once
 
+#include <string>
+
 #include "cc/api/calls.h"
+#include "cc/api/context.h"
 #include "cc/api/operands.h"
-#include "cc/device/common/launch.h"
 #include "cc/device/sm90/low_rank.cuh"
-#include "cc/device/sm90/pipeline.cuh"
-#include "cc/device/sm90/rows_product.cuh"
-#include "cc/device/sm90/tensor_map.h"
+#include "cc/device/sm90/product_launch.cuh"
 #include "cc/dispatch/tiles_sm90.h"
 #include "cc/math/activation.h"
 
@@ -18,7 +18,7 @@ constexpr int kSliceCols = 32;  // of a box of weights, and of a piece of a resu
 constexpr int kTileCols = kWithActivation.cols;
 using UpShape = TileShape<kTileCols, kWithActivation.stages, kWithActivation.slots, kNarrowSlotBytes>;
 
-struct UpParams : RowsParams {
+struct UpParams : RowsParams, BiasParams {  // width: of hidden
   CUtensorMap out, hidden[2];  // hidden: one map a half where they lie apart, so that each clips at its own edge
   LowMaps low;
   CUtensorMap rhs_up;  // of part 1 of the weights, where `rhs` is of part 0; the same if both are of one array
@@ -26,13 +26,8 @@ struct UpParams : RowsParams {
   // part 1 `part` columns further. Parts are gates and linear halves, or else every other box.
   int32_t across, step, part;
   int32_t weight_part, hidden_part;  // the same `part` in the maps of either: 0 where each half has its own
-  const void* bias;                  // [groups, width], or null
-  const int64_t* bias_table;         // addresses of the biases, or null
-  const float* row_scale;            // [rows], or null
   uint8_t* result;
   uint8_t* hidden_rows;  // null: hidden is not stored
-  int32_t width;         // columns of hidden
-  bool float_bias;
   ActivationSpec activation;
 };
 
@@ -65,11 +60,11 @@ __device__ inline void unpack2(uint32_t v, float& a, float& b) {
 // columns; or column by column.
 enum class Pairs { none, blocks, columns };
 
-template <class T, Major kWeights, Pairs kPairs>
+template <class T, Major kWeights, Pairs kPairs, class Shape_ = UpShape>
 struct UpProduct {
   using Params = UpParams;
   using Element = T;
-  using Shape = UpShape;
+  using Shape = Shape_;
   using WarpSlots = typename Shape::WarpSlots;
   static constexpr Major kLhsMajor = Major::k, kRhsMajor = kWeights;
   static constexpr bool kRaggedSums = false, kGated = kPairs != Pairs::none;
@@ -113,15 +108,8 @@ struct UpProduct {
 
   static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[kTileCols / 2],
                                WarpSlots& slots, Epilogue&) {
-    const int lane = threadIdx.x % 32;
-    float scale[2] = {1, 1};  // of rows l/4 and l/4 + 8
-    if (p.row_scale != nullptr) {
-      const float* first = p.row_scale + (work.end - work.rows + work.row0 + row);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (row + lane / 4 + 8 * i < work.valid_rows) scale[i] = first[lane / 4 + 8 * i];
-      }
-    }
+    float scale[2];  // of rows l/4 and l/4 + 8
+    row_scales(p.row_scale, work, row, scale);
     const ptx::Coords at = ragged_at(work, work.col0, row);
 #pragma unroll
     for (int s = 0; s < kResultCols / kSliceCols; ++s) {
@@ -237,35 +225,65 @@ struct UpProduct {
   }
 };
 
-template <class T, Major kWeights, Pairs kPairs>
-void launch_up(const GroupedMatmulAct& call, UpParams p, void* stream) {
-  using Product = UpProduct<T, kWeights, kPairs>;
+// Of anything but the types of operands and the weights.
+inline std::string refuses_up(const GroupedMatmulAct& c) {
+  ActivationKind kind{};
+  if (!activation_named(c.activation.kind, &kind)) return "knows no activation " + c.activation.kind;
+  const int64_t m = c.lhs.dims[0], k = c.lhs.dims[1], f = c.result.dims[1], s = c.activation.interleave;
+  if (is_gated(kind) && s != 0 && s != f && s != kSliceCols && s != 1) {
+    return "takes an interleave of 0, 1 or 32, not " + std::to_string(s);
+  }
+  return first_of({refuses_low(c.low, c.lhs.dtype, c.rhs_axis), refuses_extents(m, {2 * f, k}),
+                   refuses_16_bytes({{"K", k, 8}, {"F", f, 8}}), refuses_row_tiles(m, c.group_sizes.dims[0], f, 64)});
+}
+
+// What does not depend on the weights' type; clears the counter.
+inline UpParams up_params(const GroupedMatmulAct& call, const Context& context) {
+  UpParams p{};
+  set_rows(call, context.workspace, context.stream, &p);
+  set_bias(call, &p);
+  p.cols = int32_t(call.result.dims[1]);
+  p.length = int32_t(call.lhs.dims[1]);
+  p.clear_tail = call.zero_tail != 0;
+  p.result = call.result.as<uint8_t>();
+  p.hidden_rows = call.hidden.present() ? call.hidden.as<uint8_t>() : nullptr;
+  p.activation = activation_spec(call.activation);
+  const bool gated = is_gated(p.activation.kind);
+  const bool apart = gated && (call.activation.interleave == 0 || call.activation.interleave == p.cols);
+  p.width = gated ? 2 * p.cols : p.cols;
+  p.across = gated && !apart ? 2 : 1;
+  p.step = apart ? kSliceCols : 2 * kSliceCols;
+  p.part = apart ? p.cols : kSliceCols;
+  p.weight_part = call.rhs_up.present() ? 0 : p.part;
+  p.hidden_part = apart ? 0 : p.part;
+  return p;
+}
+
+// With maps of the weights in place; makes the others.
+template <class Product>
+void launch_up_product(ProductKernel<Product> kernel, const GroupedMatmulAct& call, typename Product::Params p,
+                       unsigned threads, void* stream) {
+  using T = typename Product::Element;
   using Rhs = typename Product::Rhs;
-  const int64_t k = call.lhs.dims[1], width = p.width;
   const DType dtype = call.lhs.dtype;
-  const int64_t held = call.rhs.dims[3 - call.rhs_axis];  // columns of one array of weights
-  const int64_t rhs_rows = kWeights == Major::k ? held : k, rhs_cols = kWeights == Major::k ? k : held;
-  const MapShape rhs_shape = p.rhs_table != nullptr ? scattered_shape(rhs_rows, rhs_cols, dtype)
-                                                    : packed_shape(p.groups, rhs_rows, rhs_cols, dtype);
-  p.lhs = tensor_map(call.lhs.data, dtype, ragged_shape(k, dtype), 64, 64);
-  p.rhs = tensor_map(reinterpret_cast<const void*>(p.rhs_base), dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows);
-  p.rhs_up =
-      call.rhs_up.present() ? tensor_map(call.rhs_up.data, dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows) : p.rhs;
+  p.lhs = map_of_rows(call.lhs);
   p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
   p.out = tensor_map(p.result, dtype, ragged_shape(p.cols, dtype), kSliceCols, 16);
   const int64_t half = p.hidden_part == 0 ? p.cols : 0;  // where linear halves lie apart, they start here
   for (int part = 0; part < Product::kParts && p.hidden_rows != nullptr; ++part) {
     p.hidden[part] = tensor_map(p.hidden_rows + part * half * sizeof(T), dtype,
-                                ragged_shape(width - half, width, dtype), kSliceCols, 16);
+                                ragged_shape(p.width - half, p.width, dtype), kSliceCols, 16);
   }
-  constexpr int kBytes = UpShape::kSharedBytes, kCols = Product::kResultCols;
-  allow_shared_memory<grouped_product_sm90<Product>>(kBytes);
-  // Every group may have one tile that is not full.
-  const int64_t row_tiles = (p.rows + int64_t(kTileRows - 1) * p.groups) / kTileRows;
-  const int64_t items = row_tiles * ((p.cols + 2 * kCols - 1) / (2 * kCols)), pairs = multiprocessors() / 2;
-  const unsigned grid = 2 * unsigned(items < pairs ? items : pairs);
-  grouped_product_sm90<Product><<<grid, kThreads, kBytes, static_cast<cudaStream_t>(stream)>>>(p);
-  GROUPED_CUDA_CHECK(cudaGetLastError());
+  launch_rows_product<Product, Product::kResultCols>(kernel, p, stream, threads);
+}
+
+template <class T, Major kWeights, Pairs kPairs>
+void launch_up(const GroupedMatmulAct& call, UpParams p, void* stream) {
+  using Product = UpProduct<T, kWeights, kPairs>;
+  using Rhs = typename Product::Rhs;
+  p.rhs = map_of_weights<Rhs>(call.rhs, reinterpret_cast<const void*>(p.rhs_base), p.rhs_table != nullptr);
+  p.rhs_up = call.rhs_up.present() ? map_of_weights<Rhs>(call.rhs_up, call.rhs_up.data, false) : p.rhs;
+  launch_up_product<Product>(grouped_product_sm90<Product>, call, p, kThreads, stream);
 }
 
 // By how gates and linear halves lie.

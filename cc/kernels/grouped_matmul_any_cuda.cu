@@ -173,7 +173,7 @@ class Copier {
       for (int i = 0; i < kChunks; ++i, from += step) {
         const bool exists =
             kKMajor ? inner_left > 0 && outer_left_ > i * kRowStep : inner_left > i * kRowStep && outer_left_ > 0;
-        copy16(to + i * (kMmaThreads * 16), from, exists);
+        copy_async<16>(to + i * (kMmaThreads * 16), from, exists ? 16 : 0);
       }
     } else {
 #pragma unroll 1
@@ -445,7 +445,7 @@ class ValueCopier {
 #pragma unroll
     for (int i = 0; i < kFmaCopies; ++i) {
       const bool exists = k_ + i * k_step < depth && i * outer_step < outer_left_;
-      copy4(to + offset_ + i * shared_step, at_ + i * step, exists);
+      copy_async<4>(to + offset_ + i * shared_step, at_ + i * step, exists ? 4 : 0);
     }
     at_ += k_major ? kFmaDepth : kFmaDepth * stride;
   }

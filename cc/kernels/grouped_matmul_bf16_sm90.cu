@@ -20,11 +20,7 @@
 #include "cc/api/kernel.h"
 #include "cc/api/operands.h"
 #include "cc/device/common/group_factor.cuh"
-#include "cc/device/common/launch.h"
-#include "cc/device/sm90/low_rank.cuh"
-#include "cc/device/sm90/pipeline.cuh"
-#include "cc/device/sm90/rows_product.cuh"
-#include "cc/device/sm90/tensor_map.h"
+#include "cc/device/sm90/rows_matmul.cuh"
 #include "cc/dispatch/tiles_sm90.h"
 #include "cc/kernels/kernels.h"
 
@@ -32,65 +28,6 @@ namespace grouped {
 namespace {
 
 using namespace sm90;
-
-struct HalvesParams : MatmulParams {
-  CUtensorMap rhs_up;   // of a second array of weights, whose k follow those of the first
-  int32_t first_depth;  // k of the first, a multiple of kBlockK where there is a second; else all
-  LowMaps low;          // beside weights in one array
-};
-
-template <class T, class Out, Major kWeights, class Shape_>
-struct RowsProduct {
-  using Params = HalvesParams;
-  using Element = T;
-  using Shape = Shape_;
-  static constexpr Major kLhsMajor = Major::k, kRhsMajor = kWeights;
-  static constexpr bool kRaggedSums = false, kOneStore = false;
-  using Rhs = RhsTile<kRhsMajor, Shape::kCols>;
-  static constexpr int kEdgeCols = 128;  // multiplied where no more exist: 192 rarely divides a width
-  static __device__ uint32_t rhs_bytes(int) { return Rhs::kBytes; }
-  template <class Multiply>
-  static __device__ void multiply_cols(int cols, Multiply multiply) {
-    if constexpr (Shape::kCols <= kEdgeCols) {
-      multiply(std::integral_constant<int, Shape::kCols>{});
-    } else if (cols > kEdgeCols) {
-      multiply(std::integral_constant<int, Shape::kCols>{});
-    } else {
-      multiply(std::integral_constant<int, kEdgeCols>{});
-    }
-  }
-
-  template <class Push>
-  static __device__ void schedule(const Params& p, uint32_t rank, uint32_t mail, uint32_t, Push push) {
-    schedule_rows(p, Shape::kCols, rank, mail, push);
-  }
-
-  static __device__ void load(const Params& p, const Work& work, int k, int halves, bool columns, uint32_t rank,
-                              uint32_t to, uint32_t full) {
-    const FromLow part(p.low, work, k);
-    load_lhs<1>(part.low ? &p.low.lhs : &p.lhs, ragged_at(work, part.at, 0), halves, work.across, rank, to, full);
-    if (!columns) return;
-    const OneOfTwo from = part.low ? OneOfTwo{false, part.at} : one_of_two(part.at, p.first_depth);
-    const int32_t c0 = kRhsMajor == Major::k ? from.at : work.col0, c1 = kRhsMajor == Major::k ? work.col0 : from.at;
-    Rhs::load(part.low      ? &p.low.rhs
-              : from.second ? &p.rhs_up
-                            : &p.rhs,
-              {{c0, c1, part.slice.near, part.slice.far}}, work.across, rank, to + 2 * kBlockBytes, full);
-  }
-
-  using Epilogue = NothingHeld;
-  static __device__ Epilogue begin(const Params&, const Work&, int, int, const Slots<Shape::kSlots>&) { return {}; }
-
-  static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[Shape::kCols / 2],
-                               Slots<Shape::kSlots>& slots, Epilogue& held) {
-    finish_and_store<T, Out, Shape::kCols, Shape::kSlots>(p, work, row, cols, acc, slots, held, [](float (&)[4]) {});
-  }
-
-  static __device__ void clear_tail(const Params& p, const Work& work, uint32_t rank, int thread) {
-    clear_rows(p, work, rank, thread, p.result + p.first_col * sizeof(Out), p.cols * sizeof(Out),
-               p.width * sizeof(Out));
-  }
-};
 
 // The same with sums that are multiplied by their group's scales first: of widened operands, whose weights lie as [G,
 // N, K]. A kernel of its own, so that products without scales keep theirs.
@@ -115,53 +52,32 @@ struct ScaledRowsProduct : RowsProduct<T, Out, kWeights, Shape_> {
 template <const TileChoice& kChoice>
 using TileOf = TileShape<kChoice.cols, kChoice.stages, kChoice.slots>;
 
-template <class Product>
-void launch_product(const typename Product::Params& p, int64_t row_tiles, void* stream) {
-  constexpr int kCols = Product::Shape::kCols, kBytes = Product::Shape::kSharedBytes;
-  allow_shared_memory<grouped_product_sm90<Product>>(kBytes);
-  const int64_t items = row_tiles * ((p.cols + 2 * kCols - 1) / (2 * kCols)), pairs = multiprocessors() / 2;
-  const unsigned grid = 2 * unsigned(items < pairs ? items : pairs);
-  grouped_product_sm90<Product><<<grid, kThreads, kBytes, static_cast<cudaStream_t>(stream)>>>(p);
-  GROUPED_CUDA_CHECK(cudaGetLastError());
-}
-
 template <class T, class Out, Major kWeights, class Shape>
-void launch_rows(const GroupedMatmul& call, HalvesParams p, int64_t row_tiles, void* stream) {
+void launch_rows(const GroupedMatmul& call, HalvesParams p, void* stream) {
   using Product = RowsProduct<T, Out, kWeights, Shape>;
   using Rhs = typename Product::Rhs;
-  const int64_t k = call.lhs.dims[1], n = p.cols, groups = p.groups;
-  const int64_t rhs_k = call.rhs.dims[call.rhs_axis];
-  const int64_t rhs_rows = kWeights == Major::k ? n : rhs_k, rhs_cols = kWeights == Major::k ? rhs_k : n;
-  const MapShape rhs_shape = p.rhs_table != nullptr ? scattered_shape(rhs_rows, rhs_cols, call.rhs.dtype)
-                                                    : packed_shape(groups, rhs_rows, rhs_cols, call.rhs.dtype);
-  p.lhs = tensor_map(call.lhs.data, call.lhs.dtype, ragged_shape(k, call.lhs.dtype), 64, 64);
-  p.rhs =
-      tensor_map(reinterpret_cast<const void*>(p.rhs_base), call.rhs.dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows);
-  p.first_depth = int32_t(rhs_k);
-  p.low = low_maps(call.low, groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
-  if (call.rhs_up.present()) {
-    p.rhs_up = tensor_map(call.rhs_up.data, call.rhs.dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows);
-  }
-  p.out = tensor_map(call.result.as<Out>() + p.first_col, call.result.dtype,
-                     ragged_shape(n, p.width, call.result.dtype), 128 / sizeof(Out), 16);
+  map_operands<Rhs>(call, &p);
+  map_result(call, &p);
+  p.first_depth = int32_t(call.rhs.dims[call.rhs_axis]);
+  p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
+  if (call.rhs_up.present()) p.rhs_up = map_of_weights<Rhs>(call.rhs_up, call.rhs_up.data, false);
   if constexpr (kWeights == Major::k && std::is_same_v<T, __nv_bfloat16>) {
     if (has_group_scales(call.scales)) {
       ScaledParams scaled{};
       static_cast<HalvesParams&>(scaled) = p;
       scaled.lhs_scales = floats_or_null(call.scales.lhs_group_scales);
       scaled.rhs_scales = floats_or_null(call.scales.rhs_group_scales);
-      return launch_product<ScaledRowsProduct<T, Out, kWeights, Shape>>(scaled, row_tiles, stream);
+      using Scaled = ScaledRowsProduct<T, Out, kWeights, Shape>;
+      return launch_rows_product<Scaled>(grouped_product_sm90<Scaled>, scaled, stream);
     }
   }
-  launch_product<Product>(p, row_tiles, stream);
+  launch_rows_product<Product>(grouped_product_sm90<Product>, p, stream);
 }
 
 template <class T, class Out, class Shape>
 void launch_shape(const GroupedMatmul& call, const HalvesParams& p, void* stream) {
-  // Every group may have one tile that is not full.
-  const int64_t row_tiles = (p.rows + int64_t(kTileRows - 1) * p.groups) / kTileRows;
-  return call.rhs_axis == 2 ? launch_rows<T, Out, Major::k, Shape>(call, p, row_tiles, stream)
-                            : launch_rows<T, Out, Major::mn, Shape>(call, p, row_tiles, stream);
+  return call.rhs_axis == 2 ? launch_rows<T, Out, Major::k, Shape>(call, p, stream)
+                            : launch_rows<T, Out, Major::mn, Shape>(call, p, stream);
 }
 
 template <class T, class Out>
@@ -176,9 +92,7 @@ void launch_types(const GroupedMatmul& call, const HalvesParams& p, void* stream
 
 std::string refuses(const GroupedMatmul& c, const Target&) {
   if (c.contract_rows) return "is for ragged rows; this call contracts over rows";
-  if (c.lhs.dtype != DType::bf16 && c.lhs.dtype != DType::f16) {
-    return std::string("takes bfloat16 and float16; lhs is ") + dtype_name(c.lhs.dtype);
-  }
+  if (std::string reason = refuses_16_bit_lhs(c.lhs.dtype); !reason.empty()) return reason;
   if (c.rhs.dtype != c.lhs.dtype) {
     return std::string("takes one operand type; rhs is ") + dtype_name(c.rhs.dtype) + ", lhs " +
            dtype_name(c.lhs.dtype);
@@ -186,9 +100,7 @@ std::string refuses(const GroupedMatmul& c, const Target&) {
   if (c.result.dtype != c.lhs.dtype && c.result.dtype != DType::f32) {
     return std::string("gives the operands' type or float32, not ") + dtype_name(c.result.dtype);
   }
-  if (c.bias.present() && c.bias.dtype != c.lhs.dtype && c.bias.dtype != DType::f32) {
-    return std::string("takes a bias of the operands' type or float32, not ") + dtype_name(c.bias.dtype);
-  }
+  if (std::string reason = refuses_bias(c.bias, c.lhs.dtype); !reason.empty()) return reason;
   if (!has_plain_operands(c)) return "takes no scales of blocks";
   if (has_group_scales(c.scales) && (c.lhs.dtype != DType::bf16 || c.rhs_axis != 2)) {
     return "takes scales of groups beside bfloat16 operands and weights stored [G, N, K] alone";
@@ -201,18 +113,9 @@ std::string refuses(const GroupedMatmul& c, const Target&) {
   if (has_group_scales(c.scales) && c.low.present()) {
     return "takes no scales of groups beside a low-rank product: they would multiply its sums as well";
   }
-  const std::string low = refuses_low(c.low, c.lhs.dtype, c.rhs_axis);
-  if (!low.empty()) return low;
   const int64_t m = c.lhs.dims[0], k = c.lhs.dims[1], n = columns_of(c.result, c.result_half).count;
-  if (m >= kRagged) return "takes fewer than 2^30 rows";
-  if (c.result.dims[1] >= kRagged || k >= kRagged) return "takes fewer than 2^30 columns";
-  if (k % 8 != 0) return "needs lhs rows of a multiple of 16 bytes: K = " + std::to_string(k) + " is no multiple of 8";
-  if (n % 8 != 0)
-    return "needs result rows of a multiple of 16 bytes: N = " + std::to_string(n) + " is no multiple of 8";
-  if ((m / kTileRows + c.group_sizes.dims[0]) * ((n + 127) / 128) >= kMaxItems) {
-    return "takes fewer than 2^31 pairs of tiles";
-  }
-  return "";
+  return first_of({refuses_low(c.low, c.lhs.dtype, c.rhs_axis), refuses_extents(m, {c.result.dims[1], k}),
+                   refuses_16_bytes({{"K", k, 8}, {"N", n, 8}}), refuses_row_tiles(m, c.group_sizes.dims[0], n, 128)});
 }
 
 size_t workspace(const GroupedMatmul&, const Target&) { return sizeof(unsigned long long); }
@@ -220,25 +123,8 @@ size_t workspace(const GroupedMatmul&, const Target&) { return sizeof(unsigned l
 void launch(const GroupedMatmul& call, const Context& context) {
   if (call.lhs.dims[0] == 0) return;
   HalvesParams p{};
-  p.sizes = call.group_sizes.as<int32_t>();
-  p.counter = static_cast<unsigned long long*>(context.workspace);
-  GROUPED_CUDA_CHECK(cudaMemsetAsync(p.counter, 0, sizeof(*p.counter), static_cast<cudaStream_t>(context.stream)));
-  p.rhs_table = call.rhs_table.present() ? call.rhs_table.as<int64_t>() : nullptr;
-  p.rhs_base = reinterpret_cast<int64_t>(p.rhs_table != nullptr ? call.lhs.data : call.rhs.data);
-  p.bias = call.bias.present() ? call.bias.data : nullptr;
-  p.bias_table = call.bias_table.present() ? call.bias_table.as<int64_t>() : nullptr;
-  p.float_bias = call.bias.present() && call.bias.dtype == DType::f32;
-  p.row_scale = call.row_scale.present() ? call.row_scale.as<float>() : nullptr;
-  p.result = call.result.as<uint8_t>();
-  p.rows = call.lhs.dims[0];
-  p.groups = int32_t(call.group_sizes.dims[0]);
-  const Columns made = columns_of(call.result, call.result_half);
-  p.cols = int32_t(made.count);
-  p.first_col = int32_t(made.first);
-  p.width = int32_t(call.result.dims[1]);
+  set_matmul(call, context, &p);
   p.length = int32_t(call.lhs.dims[1]);
-  p.scale_bias = call.scale_bias != 0;
-  p.clear_tail = !call.into.present();
   const bool wide = call.result.dtype == DType::f32;
   if (call.lhs.dtype == DType::bf16) {
     return wide ? launch_types<__nv_bfloat16, float>(call, p, context.stream)

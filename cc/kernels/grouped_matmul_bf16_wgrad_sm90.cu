@@ -20,10 +20,7 @@
 #include "cc/api/kernel.h"
 #include "cc/api/operands.h"
 #include "cc/device/common/group_factor.cuh"
-#include "cc/device/common/launch.h"
-#include "cc/device/sm90/pipeline.cuh"
-#include "cc/device/sm90/row_contraction.cuh"
-#include "cc/device/sm90/tensor_map.h"
+#include "cc/device/sm90/product_launch.cuh"
 #include "cc/dispatch/tiles_sm90.h"
 #include "cc/kernels/kernels.h"
 
@@ -101,44 +98,30 @@ struct ScaledContractionProduct : ContractionProduct<T, Out, Shape_> {
 template <const TileChoice& kChoice>
 using TileOf = TileShape<kChoice.cols, kChoice.stages, kChoice.slots>;
 
-template <class Product>
-void launch_product(const typename Product::Params& p, unsigned grid, void* stream) {
-  constexpr int kBytes = Product::Shape::kSharedBytes;
-  allow_shared_memory<grouped_product_sm90<Product>>(kBytes);
-  grouped_product_sm90<Product><<<grid, kThreads, kBytes, static_cast<cudaStream_t>(stream)>>>(p);
-  GROUPED_CUDA_CHECK(cudaGetLastError());
-}
-
 template <class T, class Out, class Shape>
 void launch_shape(const GroupedMatmul& call, ContractionParams p, void* stream) {
   using Product = ContractionProduct<T, Out, Shape>;
   using Rhs = typename Product::Rhs;
-  const DType in = call.lhs.dtype, out = call.result.dtype;
   // Without rows nothing is loaded, but a map wants an address.
   const bool empty = call.lhs.dims[0] == 0;
-  const int64_t lhs_first = columns_of(call.lhs, call.lhs_half).first;
-  const int64_t rhs_first = columns_of(call.rhs, call.rhs_half).first;
-  p.lhs = tensor_map(empty ? static_cast<const void*>(p.spans) : call.lhs.as<const T>() + lhs_first, in,
-                     ragged_shape(p.rows, call.lhs.dims[1], in), 64, 64);
-  p.rhs = tensor_map(empty ? static_cast<const void*>(p.spans) : call.rhs.as<const T>() + rhs_first, in,
-                     ragged_shape(p.cols, call.rhs.dims[1], in), Rhs::kBoxCols, Rhs::kBoxRows);
-  p.out = tensor_map(
-      reinterpret_cast<const void*>(p.out_base), out,
-      p.into_table != nullptr ? scattered_shape(p.rows, p.cols, out) : packed_shape(p.groups, p.rows, p.cols, out),
-      128 / sizeof(Out), 16);
-  const int row_tiles = (p.rows + kTileRows - 1) / kTileRows, col_tiles = (p.cols + Shape::kCols - 1) / Shape::kCols;
-  const int64_t items = pair_count(row_tiles, col_tiles) * p.groups, pairs = multiprocessors() / 2;
-  const unsigned grid = 2 * unsigned(items < pairs ? items : pairs);
+  const auto map = [&](const TensorView& rows, int64_t half, uint32_t box_cols, uint32_t box_rows) {
+    const Columns columns = columns_of(rows, half);
+    return tensor_map(empty ? static_cast<const void*>(p.spans) : rows.as<const T>() + columns.first, rows.dtype,
+                      ragged_shape(columns.count, rows.dims[1], rows.dtype), box_cols, box_rows);
+  };
+  p.lhs = map(call.lhs, call.lhs_half, 64, 64);
+  p.rhs = map(call.rhs, call.rhs_half, Rhs::kBoxCols, Rhs::kBoxRows);
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     if (has_group_scales(call.scales)) {
       ScaledContractionParams scaled{};
       static_cast<ContractionParams&>(scaled) = p;
       scaled.lhs_scales = floats_or_null(call.scales.lhs_group_scales);
       scaled.rhs_scales = floats_or_null(call.scales.rhs_group_scales);
-      return launch_product<ScaledContractionProduct<T, Out, Shape>>(scaled, grid, stream);
+      using Scaled = ScaledContractionProduct<T, Out, Shape>;
+      return launch_contraction<Scaled>(grouped_product_sm90<Scaled>, scaled, stream);
     }
   }
-  launch_product<Product>(p, grid, stream);
+  launch_contraction<Product>(grouped_product_sm90<Product>, p, stream);
 }
 
 template <class T, class Out>
@@ -149,9 +132,7 @@ void launch_types(const GroupedMatmul& call, const ContractionParams& p, void* s
 
 std::string refuses(const GroupedMatmul& c, const Target&) {
   if (!c.contract_rows) return "is for a contraction over rows; this call has ragged rows";
-  if (c.lhs.dtype != DType::bf16 && c.lhs.dtype != DType::f16) {
-    return std::string("takes bfloat16 and float16; lhs is ") + dtype_name(c.lhs.dtype);
-  }
+  if (std::string reason = refuses_16_bit_lhs(c.lhs.dtype); !reason.empty()) return reason;
   if (c.rhs.dtype != c.lhs.dtype) {
     return std::string("takes one operand type; rhs is ") + dtype_name(c.rhs.dtype) + ", lhs " +
            dtype_name(c.lhs.dtype);
@@ -164,33 +145,16 @@ std::string refuses(const GroupedMatmul& c, const Target&) {
     return "takes scales of groups beside bfloat16 operands alone";
   }
   const int64_t m = c.lhs.dims[0], a = columns_of(c.lhs, c.lhs_half).count, b = columns_of(c.rhs, c.rhs_half).count;
-  if (m >= kRagged) return "takes fewer than 2^30 rows";
-  if (a >= kRagged || b >= kRagged) return "takes fewer than 2^30 columns";
-  if (a % 8 != 0) return "needs lhs rows of a multiple of 16 bytes: A = " + std::to_string(a) + " is no multiple of 8";
-  if (b % 8 != 0) return "needs rhs rows of a multiple of 16 bytes: B = " + std::to_string(b) + " is no multiple of 8";
-  if (pair_count(int((a + kTileRows - 1) / kTileRows), int((b + 127) / 128)) * c.group_sizes.dims[0] >= kMaxItems) {
-    return "takes fewer than 2^31 pairs of tiles";
-  }
-  return "";
+  return first_of({refuses_extents(m, {a, b}), refuses_16_bytes({{"A", a, 8}, {"B", b, 8}}),
+                   refuses_contraction_tiles(a, c.group_sizes.dims[0], b, 128)});
 }
 
 size_t workspace(const GroupedMatmul& c, const Target&) { return contraction_workspace(c.group_sizes.dims[0]); }
 
 void launch(const GroupedMatmul& call, const Context& context) {
   ContractionParams p{};
-  p.groups = int32_t(call.group_sizes.dims[0]);
-  GroupSpan* spans = static_cast<GroupSpan*>(context.workspace);
-  p.spans = spans;
-  p.draws = reinterpret_cast<Draws*>(spans + 2 * p.groups);
-  p.into_table = call.into_table.present() ? call.into_table.as<int64_t>() : nullptr;
-  // Scattered results are addressed relative to any mapped address.
-  p.out_base = reinterpret_cast<int64_t>(p.into_table != nullptr ? context.workspace : call.result.data);
-  p.rows = int32_t(columns_of(call.lhs, call.lhs_half).count);
-  p.cols = int32_t(columns_of(call.rhs, call.rhs_half).count);
-  p.accumulate = call.accumulate != 0;
-  order_groups<false><<<1, kOrderThreads, 0, static_cast<cudaStream_t>(context.stream)>>>(
-      call.group_sizes.as<int32_t>(), p.groups, call.lhs.dims[0], spans, spans + p.groups, p.draws);
-  GROUPED_CUDA_CHECK(cudaGetLastError());
+  set_contraction<false>(call, call.lhs.dims[0], columns_of(call.lhs, call.lhs_half).count,
+                         columns_of(call.rhs, call.rhs_half).count, context, &p);
   const bool wide = call.result.dtype == DType::f32;
   if (call.lhs.dtype == DType::bf16) {
     return wide ? launch_types<__nv_bfloat16, float>(call, p, context.stream)

@@ -13,16 +13,8 @@
 //
 //   tile        accumulators   ring         sets         registers, 128 + 256 threads
 //   128 x 128   128 a thread   5 x 32 KiB   2 x 24 KiB   40 / 232
-#include "cc/api/calls.h"
 #include "cc/api/kernel.h"
-#include "cc/api/operands.h"
-#include "cc/device/common/launch.h"
-#include "cc/device/common/row_partials.cuh"
-#include "cc/device/sm90/dact_epilogue.cuh"
-#include "cc/device/sm90/low_rank.cuh"
-#include "cc/device/sm90/pipeline.cuh"
-#include "cc/device/sm90/rows_product.cuh"
-#include "cc/device/sm90/tensor_map.h"
+#include "cc/kernels/grouped_matmul_dact_bf16_sm90.cuh"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -30,193 +22,12 @@ namespace {
 
 using namespace sm90;
 
-// A fifth stage is worth more than a third set, and a second set more than a sixth stage.
-using DactShape = FetchingShape<128, 5, 2>;
-
-struct DactParams : RowsParams {
-  LowMaps low;
-  CUtensorMap z;
-  CUtensorMap hidden[2], grad[2];  // of a set's first and second block
-  int32_t* valid_rows;             // set to the first tail row
-  const float* row_scale;          // [rows], or null
-  float* partials;                 // [column tiles, rows] row sums; null: not wanted
-  uint8_t *result, *activated;     // null: not wanted
-  HiddenColumns columns;
-  ActivationSpec spec;
-  float one;  // 1, see move_up
-};
-
-template <class T, Major kWeights>
-struct DactProduct {
-  using Params = DactParams;
-  using Element = T;
-  using Shape = DactShape;
-  static constexpr Major kLhsMajor = Major::k, kRhsMajor = kWeights;
-  static constexpr bool kRaggedSums = false;
-  using Rhs = RhsTile<kRhsMajor, Shape::kCols>;
-  static __device__ uint32_t rhs_bytes(int) { return Rhs::kBytes; }
-  template <class Multiply>
-  static __device__ void multiply_cols(int, Multiply multiply) {
-    multiply(std::integral_constant<int, Shape::kCols>{});
-  }
-
-  static constexpr int kChunks = 2;  // worked on at once: 8 chains a thread hide the latencies of one another
-
-  template <class Push>
-  static __device__ void schedule(const Params& p, uint32_t rank, uint32_t mail, uint32_t, Push push) {
-    // Every CTA says the same.
-    schedule_rows<row_pair_at>(p, Shape::kCols, rank, mail, push, [&](int32_t row) { *p.valid_rows = row; });
-  }
-
-  static __device__ void load(const Params& p, const Work& work, int k, int halves, bool columns, uint32_t rank,
-                              uint32_t to, uint32_t full) {
-    const FromLow part(p.low, work, k);
-    load_lhs<1>(part.low ? &p.low.lhs : &p.lhs, ragged_at(work, part.at, 0), halves, work.across, rank, to, full);
-    if (!columns) return;
-    const int32_t c0 = kRhsMajor == Major::k ? part.at : work.col0, c1 = kRhsMajor == Major::k ? work.col0 : part.at;
-    Rhs::load(part.low ? &p.low.rhs : &p.rhs, {{c0, c1, part.slice.near, part.slice.far}}, work.across, rank,
-              to + 2 * kBlockBytes, full);
-  }
-
-  static __device__ void fetch(const Params& p, const Work& work, SetFetcher<Shape>& sets) {
-    const int blocks = is_gated(p.spec.kind) ? 2 : 1;
-    for_sets(p, work, [&](int col, int row) {
-      sets.fill(blocks * kBlockBytes, [&](uint32_t to, uint32_t barrier) {
-        for (int b = 0; b < blocks; ++b) {
-          ptx::tensor_load(to + b * kBlockBytes, &p.hidden[b], ragged_at(work, p.columns.column(col, b), row), barrier);
-        }
-      });
-    });
-  }
-
-  static __device__ void store_sets(const Params& p, const Work& work, SetStorer<Shape>& sets) {
-    const int blocks = p.result == nullptr ? 0 : is_gated(p.spec.kind) ? 2 : 1;
-    for_sets(p, work, [&](int col, int row) {
-      sets.drain([&](uint32_t from) {
-        for (int b = 0; b < blocks; ++b) {
-          ptx::tensor_store(&p.grad[b], ragged_at(work, p.columns.column(col, b), row), from + b * kBlockBytes);
-        }
-        if (p.activated != nullptr) ptx::tensor_store(&p.z, ragged_at(work, col, row), from + 2 * kBlockBytes);
-      });
-    });
-  }
-
-  // body(first column, first row of the tile) for each set.
-  template <class Body>
-  static __device__ void for_sets(const Params& p, const Work& work, Body body) {
-    const int across = sets_across<Shape::kCols>(p.cols - work.col0);
-    for (int half = 0; half < row_halves(work.valid_rows); ++half) {
-      for (int s = 0; s < across; ++s) body(work.col0 + s * kSetCols, 64 * half);
-    }
-  }
-
-  using Epilogue = NothingHeld;
-  static __device__ Epilogue begin(const Params&, const Work&, int, int, const Slots<Shape::kSlots>&) { return {}; }
-
-  // Sets are taken by a loop that works on the first accumulators and moves the others up, as chunks are inside of one.
-  static __device__ void store_tile(const Params& p, const Work& work, int first_row, int cols,
-                                    float (&acc)[2][Shape::kCols / 2], SetReader<Shape>& sets) {
-    constexpr int kAcross = Shape::kCols / kSetCols;
-    float (&dz)[Shape::kCols] = reinterpret_cast<float (&)[Shape::kCols]>(acc);
-    float sum[2] = {0, 0}, scale[2];
-    int left = row_halves(work.valid_rows) * sets_across<Shape::kCols>(cols);
-#pragma unroll 1
-    for (int i = 0; i < 2 * kAcross; ++i) {
-      const int half = i / kAcross, col = i % kAcross * kSetCols, row = first_row + 64 * half;
-      if (col == 0) load_scale(p, work, row, scale);
-      if (64 * half < work.valid_rows && col < cols) {
-        sets.wait();
-        if (--left == 0) sets.hand_over();
-        if (row < work.valid_rows) {
-          hidden_gradients<T, kChunks>(p.spec, p.one, dz, scale, sum, p.columns.chunks, cols - col,
-                                       sets.address() + first_row * 128);
-          if (p.partials != nullptr && (col + kSetCols >= cols || col + kSetCols == Shape::kCols)) {
-            store_sums(p, work, row, sum);
-          }
-        }
-        sets.done();
-      }
-      move_up<Shape::kCols - kSetCols / 2, kSetCols / 2>(dz, p.one);
-    }
-  }
-
-  // Rows [end, end + kTailRows) of the results, half of them a CTA, by its 256 consumer threads.
-  static __device__ void clear_tail(const Params& p, const Work& work, uint32_t rank, int thread) {
-    const int64_t pitch = int64_t(p.cols) * sizeof(T), first = work.end + rank * (kTailRows / 2);
-    int64_t rows = p.rows - first;
-    if (rows > kTailRows / 2) rows = kTailRows / 2;
-    const auto clear = [&](uint8_t* result, int64_t pitch) {
-      if (result == nullptr) return;
-      for (int64_t at = 16 * thread; at < rows * pitch; at += 16 * 32 * kConsumerWarps) {
-        *reinterpret_cast<int4*>(result + first * pitch + at) = int4{0, 0, 0, 0};
-      }
-    };
-    clear(p.result, is_gated(p.spec.kind) ? 2 * pitch : pitch);
-    clear(p.activated, pitch);
-  }
-
- private:
-  // Of this thread's rows of a half: l/4 and l/4 + 8.
-  static __device__ void load_scale(const Params& p, const Work& work, int row, float (&scale)[2]) {
-    const int first = row + threadIdx.x % 32 / 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const bool given = p.row_scale != nullptr && first + 8 * i < work.valid_rows;
-      scale[i] = given ? p.row_scale[work.end - work.rows + work.row0 + first + 8 * i] : 1.0f;
-    }
-  }
-
-  // Ends the sums of the warp's 16 rows of a half.
-  static __device__ void store_sums(const Params& p, const Work& work, int row, float (&sum)[2]) {
-    const int lane = threadIdx.x % 32;
-    float* partials = p.partials + work.col0 / Shape::kCols * p.rows + (work.end - work.rows + work.row0 + row);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      sum[i] = __fadd_rn(sum[i], __shfl_xor_sync(~0u, sum[i], 1));
-      sum[i] = __fadd_rn(sum[i], __shfl_xor_sync(~0u, sum[i], 2));
-      const int r = lane / 4 + 8 * i;
-      if (lane % 4 == 0 && row + r < work.valid_rows) partials[r] = sum[i];
-      sum[i] = 0;
-    }
-  }
-};
-
-// Workspace: counter and first tail row, then the partials.
-struct alignas(256) Head {
-  unsigned long long counter;
-  int32_t valid_rows;
-};
-
 template <class T, Major kWeights>
 void launch_dact(const GroupedMatmulDact& call, DactParams p, cudaStream_t stream) {
   using Product = DactProduct<T, kWeights>;
   using Rhs = typename Product::Rhs;
-  constexpr int kCols = DactShape::kCols, kBytes = DactShape::kSharedBytes;
-  const int64_t k = p.length, n = p.cols, wide = call.hidden.dims[1];
-  const DType dtype = call.lhs.dtype;
-  p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
-  const int64_t rhs_rows = kWeights == Major::k ? n : k, rhs_cols = kWeights == Major::k ? k : n;
-  const MapShape rhs_shape = p.rhs_table != nullptr ? scattered_shape(rhs_rows, rhs_cols, dtype)
-                                                    : packed_shape(p.groups, rhs_rows, rhs_cols, dtype);
-  p.lhs = tensor_map(call.lhs.data, dtype, ragged_shape(k, dtype), 64, 64);
-  p.rhs = tensor_map(reinterpret_cast<const void*>(p.rhs_base), dtype, rhs_shape, Rhs::kBoxCols, Rhs::kBoxRows);
-  // Halves that lie in one piece each have a map of their own, which ends where they do.
-  const bool apart = is_gated(p.spec.kind) && p.columns.period == HiddenColumns::kApart;
-  const MapShape hidden_shape = ragged_shape(apart ? n : wide, wide, dtype);
-  for (int b = 0; b < 2; ++b) {
-    const int64_t offset = apart ? b * n * int64_t(sizeof(T)) : 0;
-    p.hidden[b] = tensor_map(call.hidden.as<uint8_t>() + offset, dtype, hidden_shape, kSetCols, 64);
-    if (p.result != nullptr) p.grad[b] = tensor_map(p.result + offset, dtype, hidden_shape, kSetCols, 64);
-  }
-  if (p.activated != nullptr) p.z = tensor_map(p.activated, dtype, ragged_shape(n, dtype), kSetCols, 64);
-
-  allow_shared_memory<grouped_product_sm90<Product>>(kBytes);
-  // Every group may have one tile that is not full.
-  const int64_t row_tiles = (p.rows + int64_t(kTileRows - 1) * p.groups) / kTileRows;
-  const int64_t items = row_tiles * ((n + 2 * kCols - 1) / (2 * kCols)), pairs = multiprocessors() / 2;
-  const unsigned grid = 2 * unsigned(items < pairs ? items : pairs);
-  grouped_product_sm90<Product><<<grid, kThreads, kBytes, stream>>>(p);
-  GROUPED_CUDA_CHECK(cudaGetLastError());
+  p.rhs = map_of_weights<Rhs>(call.rhs, reinterpret_cast<const void*>(p.rhs_base), p.rhs_table != nullptr);
+  launch_dact_product<Product>(grouped_product_sm90<Product>, call, p, kThreads, stream);
 }
 
 template <class T>
@@ -227,75 +38,24 @@ void launch_weights(const GroupedMatmulDact& call, const DactParams& p, cudaStre
 std::string refuses(const GroupedMatmulDact& c, const Target&) {
   if (!has_plain_operands(c) || has_group_scales(c.scales)) return "takes no scaled operands";
   if (c.stored.stores()) return "gives plain rows";
-  if (c.lhs.dtype != DType::bf16 && c.lhs.dtype != DType::f16) {
-    return std::string("takes bfloat16 and float16; lhs is ") + dtype_name(c.lhs.dtype);
-  }
+  if (std::string reason = refuses_16_bit_lhs(c.lhs.dtype); !reason.empty()) return reason;
   for (const TensorView* t : {&c.rhs, &c.hidden, &c.result, &c.activated}) {
     if (t->present() && t->dtype != c.lhs.dtype) {
       return std::string("takes and gives one type; beside lhs in ") + dtype_name(c.lhs.dtype) + " there is " +
              describe(*t);
     }
   }
-  const std::string low = refuses_low(c.low, c.lhs.dtype, c.rhs_axis);
-  if (!low.empty()) return low;
-  const int64_t m = c.lhs.dims[0], k = c.lhs.dims[1], f = c.rhs.dims[3 - c.rhs_axis];
-  if (m >= kRagged) return "takes fewer than 2^30 rows";
-  if (f >= kRagged / 2 || k >= kRagged) return "takes fewer than 2^30 columns";
-  if (k == 0 || f == 0) return "takes no empty rows";
-  if (k % 8 != 0) return "needs lhs rows of a multiple of 16 bytes: " + std::to_string(k) + " is no multiple of 8";
-  if (f % 8 != 0) return "needs halves of a multiple of 16 bytes: F = " + std::to_string(f) + " is no multiple of 8";
-  if (!HiddenColumns::takes(c.activation.interleave)) {
-    return "takes halves in one piece or interleaved in blocks of 1, 8, 16, 32 or a multiple of 64 columns, not " +
-           std::to_string(c.activation.interleave);
-  }
-  if ((m / kTileRows + c.group_sizes.dims[0]) * ((f + 127) / 128) >= kMaxItems) {
-    return "takes fewer than 2^31 pairs of tiles";
-  }
-  return "";
+  return refuses_dact(c);
 }
 
-int64_t col_tiles(int64_t f) { return (f + DactShape::kCols - 1) / DactShape::kCols; }
-
-size_t workspace(const GroupedMatmulDact& c, const Target&) {
-  const int64_t partials = c.row_sum.present() ? c.lhs.dims[0] * col_tiles(c.rhs.dims[3 - c.rhs_axis]) : 0;
-  return sizeof(Head) + sizeof(float) * size_t(partials);
-}
+size_t workspace(const GroupedMatmulDact& c, const Target&) { return dact_workspace(c); }
 
 void launch(const GroupedMatmulDact& call, const Context& context) {
   if (call.lhs.dims[0] == 0) return;
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
-  Head* head = static_cast<Head*>(context.workspace);
-  DactParams p{};
-  p.sizes = call.group_sizes.as<int32_t>();
-  p.counter = &head->counter;
-  p.valid_rows = &head->valid_rows;
-  GROUPED_CUDA_CHECK(cudaMemsetAsync(p.counter, 0, sizeof(*p.counter), stream));
-  p.rhs_table = call.rhs_table.present() ? call.rhs_table.as<int64_t>() : nullptr;
-  p.rhs_base = reinterpret_cast<int64_t>(p.rhs_table != nullptr ? call.lhs.data : call.rhs.data);
-  p.row_scale = call.row_scale.present() ? call.row_scale.as<float>() : nullptr;
-  if (call.row_sum.present()) {
-    p.partials = reinterpret_cast<float*>(static_cast<uint8_t*>(context.workspace) + sizeof(Head));
-  }
-  p.result = call.result.present() ? call.result.as<uint8_t>() : nullptr;
-  p.activated = call.activated.present() ? call.activated.as<uint8_t>() : nullptr;
-  p.rows = call.lhs.dims[0];
-  p.groups = int32_t(call.group_sizes.dims[0]);
-  p.length = int32_t(call.lhs.dims[1]);
-  p.cols = int32_t(call.rhs.dims[3 - call.rhs_axis]);
-  p.clear_tail = call.zero_tail != 0;
-  p.columns = HiddenColumns::of(call.activation.interleave);
-  p.spec = activation_spec(call.activation);
-  p.one = 1;
-  if (call.lhs.dtype == DType::bf16) {
-    launch_weights<__nv_bfloat16>(call, p, stream);
-  } else {
-    launch_weights<__half>(call, p, stream);
-  }
-  if (p.partials == nullptr) return;
-  sum_partials<<<partial_blocks(p.rows), kPartialThreads, 0, stream>>>(
-      p.partials, p.valid_rows, call.row_base.present() ? call.row_base.as<float>() : nullptr, call.row_sum.as<float>(),
-      p.rows, int(col_tiles(p.cols)));
-  GROUPED_CUDA_CHECK(cudaGetLastError());
+  const DactParams p = dact_params(call, context);
+  return call.lhs.dtype == DType::bf16 ? launch_weights<__nv_bfloat16>(call, p, stream)
+                                       : launch_weights<__half>(call, p, stream);
 }
 
 }  // namespace

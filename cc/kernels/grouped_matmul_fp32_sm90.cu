@@ -20,10 +20,9 @@
 #include "cc/api/operands.h"
 #include "cc/device/common/elements.cuh"
 #include "cc/device/common/group_scan.cuh"
-#include "cc/device/common/launch.h"
 #include "cc/device/sm90/add_parts.cuh"
 #include "cc/device/sm90/pipeline_tf32.cuh"
-#include "cc/device/sm90/tensor_map.h"
+#include "cc/device/sm90/product_launch.cuh"
 #include "cc/dispatch/tiles_sm90.h"
 #include "cc/kernels/kernels.h"
 
@@ -31,13 +30,6 @@ namespace grouped {
 namespace {
 
 using namespace sm90;
-
-// Both products' operands and results.
-struct Tf32Params {
-  CUtensorMap lhs, rhs, out;
-  unsigned long long* counter;  // of drawn items; 0 at the start
-  int32_t groups, cols;
-};
 
 // Draws items in order: the first is the block's own, the next ones whoever comes first.
 class Draw {
@@ -71,28 +63,28 @@ __device__ inline void push_pair(Work work, int item, int row_tiles, int rows, i
 
 // ---- ragged rows ----
 
-struct RowsParams : Tf32Params {
-  CUtensorMap rhs_up;        // of a second array of weights, whose k follow those of the first
-  int32_t first_depth;       // k of the first, a multiple of 32 where there is a second; else all
-  int32_t width, first_col;  // columns of result and bias, and the first that is made
-  const int32_t* sizes;
-  const int64_t* rhs_table;   // addresses of the weights; null where they are packed
-  int64_t rhs_base;           // address that `rhs` starts at
-  const void* bias;           // [groups, width], or null
-  const int64_t* bias_table;  // addresses of the biases, or null
-  const float* row_scale;     // [rows], or null
-  float* result;
-  int64_t rows;
-  int32_t length;
+struct Tf32RowsParams : MatmulParams {
+  CUtensorMap rhs_up;   // of a second array of weights, whose k follow those of the first
+  int32_t first_depth;  // k of the first, a multiple of 32 where there is a second; else all
   DType bias_type;
-  bool scale_bias, clear_tail;
+};
+
+// A bias of any wide type.
+struct WideBias {
+  static __device__ int64_t bytes(const Tf32RowsParams& p) { return p.bias_type == DType::f32 ? 4 : 2; }
+  static __device__ float value(const Tf32RowsParams& p, const char* bias, int i) {
+    return device::load_value(bias, p.bias_type, i);
+  }
 };
 
 template <Major kWeights, int kTerms>
 struct RowsProduct {
-  using Params = RowsParams;
+  using Params = Tf32RowsParams;
   using Shape = Tf32Shape<kTerms>;
   static constexpr Major kLhsMajor = Major::k, kRhsMajor = kWeights;
+  struct Rhs {  // boxes of 32 k, as many bytes as 64 elements of 16 bits
+    static constexpr uint32_t kBoxCols = 64, kBoxRows = kWeights == Major::k ? Shape::kCols : kTf32K;
+  };
 
   template <class Push>
   static __device__ void schedule(const Params& p, uint32_t, Push push) {
@@ -102,16 +94,7 @@ struct RowsProduct {
       const RowScan::Found found = scan.find(draw.take());
       Work work{};
       if (found.tile) {
-        work.length = p.length;
-        work.group = found.group;
-        work.rows = found.rows;
-        work.end = found.end;
-        work.slice2 = found.group;
-        if (p.rhs_table != nullptr) {
-          const Slice slice = slice_of(uint64_t(p.rhs_table[found.group]) - uint64_t(p.rhs_base));
-          work.slice2 = slice.near;
-          work.slice3 = slice.far;
-        }
+        set_group(p, found, &work);
         push_pair<Shape>(work, found.item, (found.rows + kTileRows - 1) / kTileRows, found.rows, p.cols, push);
       } else {
         const int64_t first = found.end + int64_t(found.item) * kTailRows;
@@ -145,42 +128,14 @@ struct RowsProduct {
 
   static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[Shape::kCols / 2],
                                Slots<Shape::kSlots>& slots, Epilogue& held) {
-    const int lane = threadIdx.x % 32;
-    float scale[2] = {1, 1};
-    if (p.row_scale != nullptr) {
-      const float* first = p.row_scale + (work.end - work.rows + work.row0 + row);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (row + lane / 4 + 8 * i < work.valid_rows) scale[i] = first[lane / 4 + 8 * i];
-      }
-    }
-    const void* bias = p.bias_table != nullptr ? reinterpret_cast<const void*>(p.bias_table[work.group]) : p.bias;
-    const int64_t first_bias = p.first_col + work.col0 + (p.bias_table != nullptr ? 0 : int64_t(work.group) * p.width);
-    const bool plain = bias == nullptr && p.row_scale == nullptr;
-    const auto change = [&](int col, float (&v)[4]) {
-      if (plain) return;
-      float b[2] = {0, 0};
-      if (bias != nullptr) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if (col + i < cols) b[i] = device::load_value(bias, p.bias_type, first_bias + col + i);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float s = scale[i / 2];
-        v[i] = p.scale_bias ? v[i] + s * b[i % 2] : s * (v[i] + b[i % 2]);
-      }
-    };
-    const ptx::Coords at = {{work.col0, kRagged - work.rows + work.row0 + row, kRagged, work.end}};
-    store_rows<float, Shape::kCols, Shape::kSlots>(acc, &p.out, at, cols, slots, false, held, change);
+    finish_and_store<WideBias, float, Shape::kCols>(p, work, row, cols, acc, slots, held, [](float (&)[4]) {});
   }
 
   // Rows [end, end + kTailRows) of the result, by the consumer warps, a warp a row.
   static __device__ void clear_tail(const Params& p, const Work& work, int thread) {
     const int64_t end = p.rows - work.end < kTailRows ? p.rows : work.end + kTailRows;
     for (int64_t row = work.end + thread / 32; row < end; row += kConsumerWarps) {
-      float4* to = reinterpret_cast<float4*>(p.result + row * p.width + p.first_col);
+      float4* to = reinterpret_cast<float4*>(reinterpret_cast<float*>(p.result) + row * p.width + p.first_col);
       for (int i = thread % 32; i < p.cols / 4; i += 32) to[i] = float4{0, 0, 0, 0};
     }
   }
@@ -188,7 +143,10 @@ struct RowsProduct {
 
 // ---- grouped contraction ----
 
-struct ContractionParams : Tf32Params {
+struct Tf32ContractionParams {
+  CUtensorMap lhs, rhs, out;
+  unsigned long long* counter;  // of drawn items; 0 at the start
+  int32_t groups, cols;
   const int64_t* offsets;     // [groups + 1], where groups begin
   const int64_t* into_table;  // addresses of the results, 0 skips a group; null where they are packed
   int64_t out_base;           // address that `out` starts at
@@ -200,7 +158,7 @@ struct ContractionParams : Tf32Params {
 
 template <int kTerms>
 struct ContractionProduct {
-  using Params = ContractionParams;
+  using Params = Tf32ContractionParams;
   using Shape = Tf32Shape<kTerms>;
   static constexpr Major kLhsMajor = Major::mn, kRhsMajor = Major::mn;
 
@@ -272,8 +230,6 @@ struct ContractionProduct {
 
 // ---- the kernel object ----
 
-constexpr uint32_t kOutRows = 16;  // of a slot
-
 template <class Product>
 void launch_product(const typename Product::Params& p, int64_t items, cudaStream_t stream) {
   constexpr int kBytes = Product::Shape::kSharedBytes;
@@ -294,39 +250,20 @@ int64_t most_row_tiles(const GroupedMatmul& c) {
                          : c.lhs.dims[0] / kTileRows + groups;
 }
 
-template <int kTerms>
-void launch_rows(const GroupedMatmul& call, const Tf32Params& both, const Context& context) {
-  using Shape = Tf32Shape<kTerms>;
-  RowsParams p{};
-  static_cast<Tf32Params&>(p) = both;
-  p.sizes = call.group_sizes.as<int32_t>();
-  p.rhs_table = call.rhs_table.present() ? call.rhs_table.as<int64_t>() : nullptr;
-  p.rhs_base = reinterpret_cast<int64_t>(p.rhs_table != nullptr ? call.lhs.data : call.rhs.data);
-  p.bias = call.bias.present() ? call.bias.data : nullptr;
-  p.bias_type = call.bias.dtype;
-  p.bias_table = call.bias_table.present() ? call.bias_table.as<int64_t>() : nullptr;
-  p.row_scale = call.row_scale.present() ? call.row_scale.as<float>() : nullptr;
-  p.result = call.result.as<float>();
-  p.rows = call.lhs.dims[0];
+template <class Product>
+void launch_rows(const GroupedMatmul& call, const Context& context) {
+  using Rhs = typename Product::Rhs;
+  constexpr int kCols = Product::Shape::kCols;
+  Tf32RowsParams p{};
+  set_matmul(call, context, &p);
   p.length = int32_t(call.lhs.dims[1]);
-  p.scale_bias = call.scale_bias != 0;
-  p.clear_tail = !call.into.present();
-  const DType f32 = DType::f32;
-  const bool k_major = call.rhs_axis == 2;
-  const int rhs_box = k_major ? Shape::kCols : kTf32K;
-  const MapShape rhs_shape = p.rhs_table != nullptr ? scattered_shape(call.rhs.dims[1], call.rhs.dims[2], f32)
-                                                    : packed_shape(p.groups, call.rhs.dims[1], call.rhs.dims[2], f32);
-  p.lhs = tensor_map(call.lhs.data, f32, ragged_shape(p.length, f32), kTf32K, kUnitRows);
-  p.rhs = tensor_map(reinterpret_cast<const void*>(p.rhs_base), f32, rhs_shape, kBoxWidth, rhs_box);
-  if (call.rhs_up.present()) p.rhs_up = tensor_map(call.rhs_up.data, f32, rhs_shape, kBoxWidth, rhs_box);
+  p.bias_type = call.bias.dtype;
   p.first_depth = int32_t(call.rhs.dims[call.rhs_axis]);
-  p.first_col = int32_t(columns_of(call.result, call.result_half).first);
-  p.width = int32_t(call.result.dims[1]);
-  p.out = tensor_map(p.result + p.first_col, f32, ragged_shape(p.cols, p.width, f32), kBoxWidth, kOutRows);
-  const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
-  const int64_t items = most_row_tiles(call) * ((p.cols + Shape::kCols - 1) / Shape::kCols);
-  return k_major ? launch_product<RowsProduct<Major::k, kTerms>>(p, items, stream)
-                 : launch_product<RowsProduct<Major::mn, kTerms>>(p, items, stream);
+  map_operands<Rhs>(call, &p);
+  map_result(call, &p);
+  if (call.rhs_up.present()) p.rhs_up = map_of_weights<Rhs>(call.rhs_up, call.rhs_up.data, false);
+  launch_product<Product>(p, most_row_tiles(call) * ((p.cols + kCols - 1) / kCols),
+                          static_cast<cudaStream_t>(context.stream));
 }
 
 SumCut cut_of(const GroupedMatmul& c) {
@@ -350,13 +287,15 @@ struct Room {
 };
 
 template <int kTerms>
-void launch_contraction(const GroupedMatmul& call, const Tf32Params& both, const Context& context) {
+void launch_contraction(const GroupedMatmul& call, const Context& context) {
   constexpr int kCols = Tf32Shape<kTerms>::kCols;
   static_assert(kTf32Rows == kTallRows);
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
   char* const memory = static_cast<char*>(context.workspace);
-  ContractionParams p{};
-  static_cast<Tf32Params&>(p) = both;
+  Tf32ContractionParams p{};
+  p.counter = static_cast<unsigned long long*>(context.workspace);
+  GROUPED_CUDA_CHECK(cudaMemsetAsync(p.counter, 0, sizeof(*p.counter), stream));
+  p.groups = int32_t(call.group_sizes.dims[0]);
   const GroupScan scan = GroupScan::at(memory + Room::kScanAt, p.groups);
   launch_scan(call.group_sizes.as<const int32_t>(), call.lhs.dims[0], kTileRows, false, scan, stream);
   p.offsets = scan.offsets;
@@ -400,13 +339,9 @@ void launch_contraction(const GroupedMatmul& call, const Tf32Params& both, const
 
 template <int kTerms>
 void launch_terms(const GroupedMatmul& call, const Context& context) {
-  Tf32Params p{};
-  p.counter = static_cast<unsigned long long*>(context.workspace);
-  // First, since it makes the device's context current, which the driver's encoder of maps asks for.
-  GROUPED_CUDA_CHECK(cudaMemsetAsync(p.counter, 0, sizeof(*p.counter), static_cast<cudaStream_t>(context.stream)));
-  p.groups = int32_t(call.group_sizes.dims[0]);
-  p.cols = int32_t(made_cols(call));
-  return call.contract_rows ? launch_contraction<kTerms>(call, p, context) : launch_rows<kTerms>(call, p, context);
+  if (call.contract_rows) return launch_contraction<kTerms>(call, context);
+  return call.rhs_axis == 2 ? launch_rows<RowsProduct<Major::k, kTerms>>(call, context)
+                            : launch_rows<RowsProduct<Major::mn, kTerms>>(call, context);
 }
 
 std::string refuses(const GroupedMatmul& c, const Target&) {
@@ -427,12 +362,9 @@ std::string refuses(const GroupedMatmul& c, const Target&) {
   }
   const int64_t inner = made_cols(c), m = c.lhs.dims[0];
   const int64_t k = c.contract_rows ? c.result.dims[1] : c.lhs.dims[1];
-  if (m >= kRagged || k >= kRagged || inner >= kRagged) return "takes fewer than 2^30 rows and columns";
-  for (const int64_t width : {k, inner}) {
-    if (width % 4 != 0) {
-      return "needs rows of a multiple of 16 bytes: " + std::to_string(width) + " is no multiple of 4";
-    }
-  }
+  const std::string reason =
+      first_of({refuses_extents(m, {k, inner}), refuses_16_bytes({{"K", k, 4}, {"N", inner, 4}})});
+  if (!reason.empty()) return reason;
   constexpr int64_t kNarrowest = Tf32Shape<3>::kCols;
   if (most_row_tiles(c) * ((inner + kNarrowest - 1) / kNarrowest) >= kMaxItems) return "takes fewer than 2^31 tiles";
   return "";

@@ -31,12 +31,13 @@ std::string refuses(const GroupedMatmul& c, const Target& target) {
   return "";
 }
 
+template <class Pair, class Out>
+using FastRows = Fp8Rows<Pair, Out, Shape>;
+
 void launch(const GroupedMatmul& call, const Context& context) {
-  if (call.lhs.dims[0] == 0) return;
-  const Fp8RowsParams p = fp8_rows_params(call, context);
-  with_fp8_types(call, [&](auto pair, auto out) {
-    using Product = Fp8Rows<decltype(pair), decltype(out), Shape>;
-    launch_fp8_rows<Product, grouped_product_sm90<Product>>(call, p, context.stream);
+  launch_fp8_rows<FastRows>(call, context, [&](auto product, const Fp8RowsParams& p) {
+    using Product = decltype(product);
+    launch_rows_product<Product>(grouped_product_sm90<Product>, p, context.stream);
   });
 }
 

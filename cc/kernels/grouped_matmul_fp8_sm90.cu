@@ -47,9 +47,9 @@ struct PromotedRows : Fp8Rows<Pair, Out, Shape> {
     __device__ void start(int block, uint32_t to) const {
 #pragma unroll
       for (int i = 0; i < kTileRows; i += 32) {
-        if (row_ + i < valid_rows_) ptx::copy_word(to + stage_row(row_ + i), rows_ + block * pitch_ + i);
+        if (row_ + i < valid_rows_) device::copy_async<4>(to + stage_row(row_ + i), rows_ + block * pitch_ + i);
       }
-      if (has_part_) ptx::copy_word(to + stage_column(row_), columns_ + block);
+      if (has_part_) device::copy_async<4>(to + stage_column(row_), columns_ + block);
     }
 
    private:
@@ -75,11 +75,9 @@ std::string refuses(const GroupedMatmul& c, const Target& target) {
 }
 
 void launch(const GroupedMatmul& call, const Context& context) {
-  if (call.lhs.dims[0] == 0) return;
-  const Fp8RowsParams p = fp8_rows_params(call, context);
-  with_fp8_types(call, [&](auto pair, auto out) {
-    using Product = PromotedRows<decltype(pair), decltype(out)>;
-    launch_fp8_rows<Product, grouped_product_fp8_sm90<Product>>(call, p, context.stream);
+  launch_fp8_rows<PromotedRows>(call, context, [&](auto product, const Fp8RowsParams& p) {
+    using Product = decltype(product);
+    launch_rows_product<Product>(grouped_product_fp8_sm90<Product>, p, context.stream);
   });
 }
 

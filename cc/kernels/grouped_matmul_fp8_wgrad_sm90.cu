@@ -18,11 +18,8 @@
 //   fp32      3 x 40 KiB   8 x 6 x 2 KiB, likewise
 #include "cc/api/calls.h"
 #include "cc/api/kernel.h"
-#include "cc/device/common/launch.h"
 #include "cc/device/sm90/pipeline_fp8.cuh"
-#include "cc/device/sm90/row_contraction.cuh"
 #include "cc/device/sm90/rows_product_fp8.cuh"
-#include "cc/device/sm90/tensor_map.h"
 #include "cc/dispatch/tiles_sm90.h"
 #include "cc/kernels/kernels.h"
 
@@ -87,11 +84,12 @@ struct Fp8Contraction {
     __device__ void start(int block, uint32_t to) const {
 #pragma unroll
       for (int i = 0; i < kTileRows; i += 32) {
-        if (lane_ + i < valid_rows_) ptx::copy_word(to + stage_row(lane_ + i), rows_ + block * row_pitch_ + i);
+        if (lane_ + i < valid_rows_) device::copy_async<4>(to + stage_row(lane_ + i), rows_ + block * row_pitch_ + i);
       }
 #pragma unroll
       for (int i = 0; i < Shape::kCols; i += 32) {
-        if (lane_ + i < valid_cols_) ptx::copy_word(to + stage_column(lane_ + i), columns_ + block * col_pitch_ + i);
+        if (lane_ + i < valid_cols_)
+          device::copy_async<4>(to + stage_column(lane_ + i), columns_ + block * col_pitch_ + i);
       }
     }
 
@@ -127,9 +125,6 @@ struct Fp8Contraction {
 template <class Pair, class Out, bool kScaled>
 void launch_product(const GroupedMatmul& call, Fp8ContractionParams p, void* stream) {
   using Product = Fp8Contraction<Pair, Out, kScaled>;
-  constexpr int kCols = Product::Shape::kCols, kBytes = Product::Shape::kSharedBytes;
-  allow_shared_memory<grouped_product_fp8_sm90<Product>>(kBytes);
-  const DType out = call.result.dtype;
   const int64_t positions = call.lhs.dims[1];
   // Without rows nothing is loaded, but a map wants an address and an extent.
   const bool empty = positions == 0;
@@ -139,15 +134,7 @@ void launch_product(const GroupedMatmul& call, Fp8ContractionParams p, void* str
   };
   p.lhs = map(call.lhs, p.rows, 64);
   p.rhs = map(call.rhs, p.cols, Product::Rhs::kBoxRows);
-  p.out = tensor_map(
-      reinterpret_cast<const void*>(p.out_base), out,
-      p.into_table != nullptr ? scattered_shape(p.rows, p.cols, out) : packed_shape(p.groups, p.rows, p.cols, out),
-      128 / sizeof(Out), 16);
-  const int row_tiles = (p.rows + kTileRows - 1) / kTileRows, col_tiles = (p.cols + kCols - 1) / kCols;
-  const int64_t items = pair_count(row_tiles, col_tiles) * p.groups, pairs = multiprocessors() / 2;
-  const unsigned grid = 2 * unsigned(items < pairs ? items : pairs);
-  grouped_product_fp8_sm90<Product><<<grid, kThreads, kBytes, static_cast<cudaStream_t>(stream)>>>(p);
-  GROUPED_CUDA_CHECK(cudaGetLastError());
+  launch_contraction<Product>(grouped_product_fp8_sm90<Product>, p, stream);
 }
 
 std::string refuses(const GroupedMatmul& c, const Target&) {
@@ -168,35 +155,16 @@ std::string refuses(const GroupedMatmul& c, const Target&) {
   if (s.lhs_block != 0 && s.lhs_scales.dtype != DType::f32) return "takes float32 scales";
   if (s.rhs_block != 0 && s.rhs_scales.dtype != DType::f32) return "takes float32 scales";
   const int64_t a = c.result.dims[1], b = c.result.dims[2];
-  if (c.lhs.dims[1] >= kRagged) return "takes fewer than 2^30 padded rows";
-  if (a >= kRagged || b >= kRagged) return "takes fewer than 2^30 columns";
-  if (b % 8 != 0) {
-    return "needs result rows of a multiple of 16 bytes: B = " + std::to_string(b) + " is no multiple of 8";
-  }
-  if (pair_count(int((a + kTileRows - 1) / kTileRows), int((b + 127) / 128)) * c.group_sizes.dims[0] >= kMaxItems) {
-    return "takes fewer than 2^31 pairs of tiles";
-  }
-  return "";
+  return first_of({refuses_extents(c.lhs.dims[1], {a, b}), refuses_16_bytes({{"B", b, 8}}),
+                   refuses_contraction_tiles(a, c.group_sizes.dims[0], b, 128)});
 }
 
 size_t workspace(const GroupedMatmul& c, const Target&) { return contraction_workspace(c.group_sizes.dims[0]); }
 
 void launch(const GroupedMatmul& call, const Context& context) {
   Fp8ContractionParams p{};
-  p.groups = int32_t(call.group_sizes.dims[0]);
-  GroupSpan* spans = static_cast<GroupSpan*>(context.workspace);
-  p.spans = spans;
-  p.draws = reinterpret_cast<Draws*>(spans + 2 * p.groups);
-  p.into_table = call.into_table.present() ? call.into_table.as<int64_t>() : nullptr;
-  // Scattered results are addressed relative to any mapped address.
-  p.out_base = reinterpret_cast<int64_t>(p.into_table != nullptr ? context.workspace : call.result.data);
-  p.rows = int32_t(call.result.dims[1]);
-  p.cols = int32_t(call.result.dims[2]);
-  p.accumulate = call.accumulate != 0;
+  set_contraction<true>(call, call.rows, call.result.dims[1], call.result.dims[2], context, &p);
   set_scales(call.scales, &p);
-  order_groups<true><<<1, kOrderThreads, 0, static_cast<cudaStream_t>(context.stream)>>>(
-      call.group_sizes.as<int32_t>(), p.groups, call.rows, spans, spans + p.groups, p.draws);
-  GROUPED_CUDA_CHECK(cudaGetLastError());
   with_fp8_types(call, [&](auto pair, auto out) {
     using Pair = decltype(pair);
     using Out = decltype(out);

@@ -75,6 +75,8 @@ extern const Kernel<GroupedMatmul> grouped_matmul_bf16_sm90;
 extern const Kernel<GroupedMatmul> grouped_matmul_bf16_wgrad_sm90;
 // Few bf16 rows against quantised weights, which are widened in registers.
 extern const Kernel<GroupedMatmul> grouped_matmul_weight_only_sm90;
+// Any number of bf16 rows against such weights, which are widened in shared memory.
+extern const Kernel<GroupedMatmul> grouped_matmul_codes_sm90;
 // The same for fp32 in the modes tf32 and tf32x3.
 extern const Kernel<GroupedMatmul> grouped_matmul_fp32_sm90;
 // 8-bit operands with scales: with fast accumulation, and with partial sums that go to fp32.
@@ -82,7 +84,9 @@ extern const Kernel<GroupedMatmul> grouped_matmul_fp8_fast_sm90;
 extern const Kernel<GroupedMatmul> grouped_matmul_fp8_sm90;
 extern const Kernel<GroupedMatmul> grouped_matmul_fp8_wgrad_sm90;
 extern const Kernel<GroupedMatmulAct> grouped_matmul_act_bf16_sm90;
+extern const Kernel<GroupedMatmulAct> grouped_matmul_act_codes_sm90;
 extern const Kernel<GroupedMatmulDact> grouped_matmul_dact_bf16_sm90;
+extern const Kernel<GroupedMatmulDact> grouped_matmul_dact_codes_sm90;
 
 // Any NVIDIA GPU from sm_80 on.
 extern const Kernel<GroupedMatmul> grouped_matmul_any_cuda;

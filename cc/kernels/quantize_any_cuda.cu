@@ -34,7 +34,7 @@ struct Shared {
   float factors[kMostBlocks * kStoreRows];  // by block
 };
 
-__device__ void load_tile(const StoreProblem& p, const StoreTile& tile, Shared* s) {
+__device__ void load_tile(const FineLaunch& p, const StoreTile& tile, Shared* s) {
   const void* base = p.source;
   int64_t row = tile.source;
   if (p.table) {
@@ -63,7 +63,7 @@ __device__ void measure_values(const Shared* s, int rows, uint32_t* slot) {
 }
 
 // Every 16 rows of a column.
-__device__ void rotate_tile(const StoreProblem& p, Shared* s) {
+__device__ void rotate_tile(const FineLaunch& p, Shared* s) {
   for (int item = threadIdx.x; item < kStoreRows / kRotation * kStoreColumns; item += kThreads) {
     float* at = s->values + item / kStoreColumns * kRotation * kPitch + item % kStoreColumns;
     float v[kRotation];
@@ -79,13 +79,13 @@ __device__ void rotate_tile(const StoreProblem& p, Shared* s) {
 }
 
 // Rows of the padded form that the tile owns: its segments are whole.
-__device__ int padded_rows(const StoreProblem& p, const StoreTile& tile) {
+__device__ int padded_rows(const FineLaunch& p, const StoreTile& tile) {
   return p.segment ? (tile.rows + p.segment - 1) / p.segment * p.segment : tile.rows;
 }
 
 // A block's scale; 4over6 takes the better of two. `x` are `lines` of 16 values, line_step and step apart.
 template <class T>
-__device__ BlockScale scale_of(const StoreProblem& p, uint32_t amax, GroupScale group, const float* x, int lines,
+__device__ BlockScale scale_of(const FineLaunch& p, uint32_t amax, GroupScale group, const float* x, int lines,
                                int line_step, int step) {
   const BlockScale first = block_scale<T>(p.rule, amax, group);
   if constexpr (T::kBits == 4) {
@@ -108,8 +108,7 @@ __device__ BlockScale scale_of(const StoreProblem& p, uint32_t amax, GroupScale 
 // Amaxes of blocks, their scales and factors. Along a block values are `along` apart in shared memory, and `across`
 // from one line (a row, or column) to the next; `lines` of them exist, `depth` values long.
 template <class T>
-__device__ void scale_blocks(const StoreProblem& p, const StoreTile& tile, bool cross, int lines, int depth,
-                             Shared* s) {
+__device__ void scale_blocks(const FineLaunch& p, const StoreTile& tile, bool cross, int lines, int depth, Shared* s) {
   const int along = cross ? kPitch : 1, across = cross ? 1 : kPitch, outer = p.block_outer;
   const int blocks = (depth + p.block - 1) >> p.block_bits;
   for (int item = threadIdx.x; item < blocks * kStoreRows; item += kThreads) {
@@ -178,7 +177,7 @@ __device__ void put_codes(uint8_t* to, uint32_t word, int count) {
 // Codes of the tile in one form, four at a time along its last axis. The position of a value in the source, not in a
 // form, has random bits.
 template <class T>
-__device__ void store_codes(const StoreProblem& p, const StoreTile& tile, bool cross, int rows, Shared* s) {
+__device__ void store_codes(const FineLaunch& p, const StoreTile& tile, bool cross, int rows, Shared* s) {
   const StoredForm& form = p.forms[cross];
   const bool turned = cross && p.transposed;
   const GroupScale group = group_scale_of(p.scan, p.rule, p.block == 0, p.encode, cross && p.rotate, tile.group);
@@ -222,8 +221,7 @@ __device__ void store_codes(const StoreProblem& p, const StoreTile& tile, bool c
 
 extern __shared__ float dynamic_shared[];
 
-__global__ void __launch_bounds__(kThreads)
-    measure_tiles(const __grid_constant__ StoreProblem p, int64_t column_tiles) {
+__global__ void __launch_bounds__(kThreads) measure_tiles(const __grid_constant__ FineLaunch p, int64_t column_tiles) {
   if ((p.skip && *p.skip != 0) || all_started(p)) return;
   Shared* s = reinterpret_cast<Shared*>(dynamic_shared);
   StoreTile tile;
@@ -242,7 +240,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) store_tiles(const __grid_constant__ StoreProblem p, int64_t column_tiles) {
+__global__ void __launch_bounds__(kThreads) store_tiles(const __grid_constant__ FineLaunch p, int64_t column_tiles) {
   if (p.skip && *p.skip != 0) return;
   Shared* s = reinterpret_cast<Shared*>(dynamic_shared);
   StoreTile tile;
@@ -275,7 +273,7 @@ size_t workspace(const Quantize& call, const Target&) {
 }
 
 // As many blocks as there may be tiles, at most a few an SM.
-unsigned blocks_of(const StoreProblem& p, const Quantize& call) {
+unsigned blocks_of(const FineLaunch& p, const Quantize& call) {
   const int64_t rows = call.source.elements() / (p.width ? p.width : 1);
   const int64_t tiles = (most_row_tiles(rows, p.scan.count, kStoreRows) + divide_up(p.padded_rows, kStoreRows) + 1) *
                         divide_up(p.width, kStoreColumns);
@@ -283,22 +281,22 @@ unsigned blocks_of(const StoreProblem& p, const Quantize& call) {
 }
 
 template <class T>
-void store(const Quantize& call, const StoreProblem& p, cudaStream_t stream) {
+void store(const Quantize& call, const FineLaunch& p, cudaStream_t stream) {
   allow_shared_memory<store_tiles<T>>(sizeof(Shared));
   store_tiles<T><<<blocks_of(p, call), kThreads, sizeof(Shared), stream>>>(p, divide_up(p.width, kStoreColumns));
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
 void launch(const Quantize& call, const Context& context) {
-  launch_store(
+  launch_store<FineLaunch>(
       call, context,
-      [&](const StoreProblem& p, cudaStream_t stream) {
+      [&](const FineLaunch& p, cudaStream_t stream) {
         if (p.width == 0) return;
         allow_shared_memory<measure_tiles>(sizeof(Shared));
         measure_tiles<<<blocks_of(p, call), kThreads, sizeof(Shared), stream>>>(p, divide_up(p.width, kStoreColumns));
         GROUPED_CUDA_CHECK(cudaGetLastError());
       },
-      [&](const StoreProblem& p, cudaStream_t stream) {
+      [&](const FineLaunch& p, cudaStream_t stream) {
         if (p.width == 0) return;
         if (p.type == DType::e4m3fn) return store<E4M3>(call, p, stream);
         if (p.type == DType::e5m2) return store<E5M2>(call, p, stream);

@@ -61,7 +61,7 @@ struct Lines {
 // Codes along rows in kForms forms, of values that are decoded once. The factors of row i are factors(form, i), asked
 // for by whole warps; where one is NaN (`mend`: of some value of the thread) stands NaN's code.
 template <class O, int kForms, class Factor>
-__device__ inline void put_lines(const StoreProblem& p, const StoreTile& tile, const Four<O::from> (&raw)[kRows],
+__device__ inline void put_lines(const FineLaunch& p, const StoreTile& tile, const Four<O::from> (&raw)[kRows],
                                  const Lines (&lines)[kForms], bool mend, Factor factors) {
   const Shape<is_tall(O::columns)> at;
   const uint32_t column = static_cast<uint32_t>(tile.column) + at.column;
@@ -127,7 +127,7 @@ __device__ inline int swapped(int column) { return column ^ (column / 32 & 1); }
 // Codes of columns to shared memory, 8 bytes each, and from there to lines of `rows` codes, a multiple of 16. The
 // factor of column c is factor(c).
 template <class O, class Factor>
-__device__ inline void put_turned(const StoreProblem& p, const StoreTile& tile, const Four<O::from> (&raw)[kRows],
+__device__ inline void put_turned(const FineLaunch& p, const StoreTile& tile, const Four<O::from> (&raw)[kRows],
                                   TurnedShared<O::from>* s, Factor factor) {
   static_assert(!O::is_stochastic, "weights are rounded to the nearest");
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -171,7 +171,7 @@ __device__ inline void put_turned(const StoreProblem& p, const StoreTile& tile, 
 
 // The scales of turned columns, from shared memory: a tile has 8 of a column, side by side.
 template <DType kFrom>
-__device__ inline void put_turned_scales(const StoreProblem& p, const StoreTile& tile, const TurnedShared<kFrom>* s) {
+__device__ inline void put_turned_scales(const FineLaunch& p, const StoreTile& tile, const TurnedShared<kFrom>* s) {
   const int column = threadIdx.x;
   if (column >= tile.columns) return;
   const int64_t first = p.forms[1].place.at(tile.group, tile.row / kRows, tile.column + column);
@@ -185,7 +185,7 @@ __device__ inline void put_turned_scales(const StoreProblem& p, const StoreTile&
 }
 
 // What belongs to groups.
-__device__ inline void store_group_scales(const StoreProblem& p) {
+__device__ inline void store_group_scales(const FineLaunch& p) {
   for (int g = threadIdx.x; g < p.scan.count; g += kThreads) {
     for (int form = 0; form < 2; ++form) {
       float* to = p.forms[form].group_scales;
@@ -196,7 +196,7 @@ __device__ inline void store_group_scales(const StoreProblem& p) {
 
 // Scales of this thread's columns as they stay in place, stored. True if one of them is NaN.
 template <class O>
-__device__ inline bool place_scales(const StoreProblem& p, const StoreTile& tile, const Scaled (&scales)[kColumns]) {
+__device__ inline bool place_scales(const FineLaunch& p, const StoreTile& tile, const Scaled (&scales)[kColumns]) {
   const Shape<false> at;
   const StoredForm& form = p.forms[1];
   if (at.column < tile.columns) {
@@ -208,13 +208,13 @@ __device__ inline bool place_scales(const StoreProblem& p, const StoreTile& tile
 }
 
 template <bool kTall>
-__device__ inline Lines lines_along(const StoreProblem& p, const StoreTile& tile) {
+__device__ inline Lines lines_along(const FineLaunch& p, const StoreTile& tile) {
   const Shape<kTall> at;
   const StoredForm& form = p.forms[0];
   return {form.values + (tile.source + at.warp_row) * form.pitch + (tile.column + at.column) / 2, form.pitch,
           tile.rows - at.warp_row, p.stream};
 }
-__device__ inline Lines lines_across(const StoreProblem& p, const StoreTile& tile) {
+__device__ inline Lines lines_across(const FineLaunch& p, const StoreTile& tile) {
   const Shape<false> at;
   const StoredForm& form = p.forms[1];
   return {form.values + tile.padded * form.pitch + (tile.column + at.column) / 2, form.pitch, kRows, p.stream + 1};
@@ -233,7 +233,7 @@ __device__ inline void forget_values(uint4 (&raw)[kRows], uint32_t zero) {
 
 // One tile in the forms that are wanted.
 template <class O, class Scratch>
-__device__ inline void store_tile(const StoreProblem& p, const StoreTile& tile, Four<O::from> (&raw)[kRows], Scratch* s,
+__device__ inline void store_tile(const FineLaunch& p, const StoreTile& tile, Four<O::from> (&raw)[kRows], Scratch* s,
                                   uint32_t zero) {
   constexpr bool kTall = is_tall(O::columns);
   const Shape<kTall> at;
@@ -297,8 +297,8 @@ __device__ inline void store_tile(const StoreProblem& p, const StoreTile& tile, 
 // Tiles of one group each: body(tile, raw) with their values in registers, while the next one's are on their way. What
 // no group owns goes to rest(tile).
 template <DType kFrom, bool kTall, class Body, class Rest>
-__device__ inline void walk_tiles(const StoreProblem& p, uint32_t column_tiles, const GroupTable& table,
-                                  Shared<kFrom>* s, Body body, Rest rest) {
+__device__ inline void walk_tiles(const FineLaunch& p, uint32_t column_tiles, const GroupTable& table, Shared<kFrom>* s,
+                                  Body body, Rest rest) {
   using Tile = Shape<kTall>;
   if (p.ragged) scan_sizes<Tile::kTileRows>(p, table, s->sums);
   const auto find = [&](uint32_t item, SourceTile* tile) {
@@ -332,7 +332,7 @@ extern __shared__ uint4 dynamic_shared[];
 // Amaxes of groups, as they come and rotated.
 template <DType kFrom, bool kRotated>
 __global__ void __launch_bounds__(kThreads, kMeasureBlocks<kFrom>)
-    measure_tiles(const __grid_constant__ StoreProblem p, uint32_t column_tiles, uint32_t) {
+    measure_tiles(const __grid_constant__ FineLaunch p, uint32_t column_tiles, uint32_t) {
   if (p.skip && *p.skip != 0) return;
   Shared<kFrom>* s = reinterpret_cast<Shared<kFrom>*>(dynamic_shared);
   walk_tiles<kFrom, false>(
@@ -352,7 +352,7 @@ using SharedOf = typename std::conditional<is_tall(O::columns), TurnedShared<O::
 
 template <class O>
 __global__ void __launch_bounds__(kThreads, kBlocks<O>)
-    store_tiles(const __grid_constant__ StoreProblem p, uint32_t column_tiles, uint32_t zero) {
+    store_tiles(const __grid_constant__ FineLaunch p, uint32_t column_tiles, uint32_t zero) {
   constexpr bool kTall = is_tall(O::columns);
   if (p.skip && *p.skip != 0) return;
   using Scratch = SharedOf<O>;
@@ -396,7 +396,7 @@ std::string refuses(const Quantize& call, const Target& target) {
 size_t workspace(const Quantize& call, const Target&) { return StoreScan::bytes(groups_of(call)); }
 
 template <class Scratch, bool kTall, auto kKernel>
-void run(const Quantize& call, const StoreProblem& p, int most_blocks, cudaStream_t stream) {
+void run(const Quantize& call, const FineLaunch& p, int most_blocks, const LaunchOptions& how) {
   using Tile = Shape<kTall>;
   constexpr int kOwnBytes = sizeof(Scratch);
   const int bytes = kOwnBytes + GroupTable::bytes(p);
@@ -404,54 +404,54 @@ void run(const Quantize& call, const StoreProblem& p, int most_blocks, cudaStrea
   const int64_t column_tiles = divide_up(p.width, Tile::kTileColumns);
   const unsigned grid = blocks_for(p, most_row_tiles_of(call, Tile::kTileRows) * column_tiles, most_blocks, bytes);
   if (grid == 0) return;
-  kKernel<<<grid, kThreads, bytes, stream>>>(p, static_cast<uint32_t>(column_tiles), 0);
+  kKernel<<<grid, kThreads, bytes, how.stream>>>(p, static_cast<uint32_t>(column_tiles), 0);
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
 template <class O>
-void run_store(const Quantize& call, const StoreProblem& p, cudaStream_t stream) {
-  run<SharedOf<O>, is_tall(O::columns), store_tiles<O>>(call, p, kBlocks<O>, stream);
+void run_store(const Quantize& call, const FineLaunch& p, const LaunchOptions& how) {
+  run<SharedOf<O>, is_tall(O::columns), store_tiles<O>>(call, p, kBlocks<O>, how);
 }
 
 // In blocks of 16, the forms that are wanted.
 template <DType kFrom, bool kSquare, Columns kColumns, bool kStochastic>
-void run_forms(const Quantize& call, const StoreProblem& p, cudaStream_t stream) {
+void run_forms(const Quantize& call, const FineLaunch& p, const LaunchOptions& how) {
   if (!p.forms[0].values) {
-    run_store<Options<kFrom, 16, kSquare, false, kColumns, kStochastic>>(call, p, stream);
+    run_store<Options<kFrom, 16, kSquare, false, kColumns, kStochastic>>(call, p, how);
   } else if (!p.forms[1].values) {
-    run_store<Options<kFrom, 16, kSquare, true, Columns::none, kStochastic>>(call, p, stream);
+    run_store<Options<kFrom, 16, kSquare, true, Columns::none, kStochastic>>(call, p, how);
   } else {
-    run_store<Options<kFrom, 16, kSquare, true, kColumns, kStochastic>>(call, p, stream);
+    run_store<Options<kFrom, 16, kSquare, true, kColumns, kStochastic>>(call, p, how);
   }
 }
 
 template <DType kFrom, Columns kColumns>
-void run_ragged(const Quantize& call, const StoreProblem& p, cudaStream_t stream) {
-  if (p.stochastic) return run_forms<kFrom, false, kColumns, true>(call, p, stream);
-  run_forms<kFrom, false, kColumns, false>(call, p, stream);
+void run_ragged(const Quantize& call, const FineLaunch& p, const LaunchOptions& how) {
+  if (p.stochastic) return run_forms<kFrom, false, kColumns, true>(call, p, how);
+  run_forms<kFrom, false, kColumns, false>(call, p, how);
 }
 
 template <DType kFrom>
 void launch_as(const Quantize& call, const Context& context) {
-  launch_tiles(
+  launch_tiles<FineLaunch>(
       call, context,
-      [&](const StoreProblem& p, cudaStream_t stream) {
+      [&](const FineLaunch& p, const LaunchOptions& how) {
         if constexpr (kFrom != DType::f16) {
           if (p.rotate)
-            return run<Shared<kFrom>, false, measure_tiles<kFrom, true>>(call, p, kMeasureBlocks<kFrom>, stream);
+            return run<Shared<kFrom>, false, measure_tiles<kFrom, true>>(call, p, kMeasureBlocks<kFrom>, how);
         }
-        run<Shared<kFrom>, false, measure_tiles<kFrom, false>>(call, p, kMeasureBlocks<kFrom>, stream);
+        run<Shared<kFrom>, false, measure_tiles<kFrom, false>>(call, p, kMeasureBlocks<kFrom>, how);
       },
-      [&](const StoreProblem& p, cudaStream_t stream) {
+      [&](const FineLaunch& p, const LaunchOptions& how) {
         if (p.block == 32) {
-          return run_store<Options<kFrom, 32, false, true, Columns::none, false>>(call, p, stream);
+          return run_store<Options<kFrom, 32, false, true, Columns::none, false>>(call, p, how);
         }
-        if (p.block_outer > 1) return run_forms<kFrom, true, Columns::turned, false>(call, p, stream);
-        if (!p.ragged) return run_forms<kFrom, false, Columns::turned, false>(call, p, stream);
+        if (p.block_outer > 1) return run_forms<kFrom, true, Columns::turned, false>(call, p, how);
+        if (!p.ragged) return run_forms<kFrom, false, Columns::turned, false>(call, p, how);
         if constexpr (kFrom != DType::f16) {
-          if (p.rotate) return run_ragged<kFrom, Columns::rotated>(call, p, stream);
+          if (p.rotate) return run_ragged<kFrom, Columns::rotated>(call, p, how);
         }
-        run_ragged<kFrom, Columns::in_place>(call, p, stream);
+        run_ragged<kFrom, Columns::in_place>(call, p, how);
       });
 }
 

@@ -81,12 +81,12 @@ __device__ inline void load_tile(const StoreProblem& p, const SourceTile& tile, 
                                 column < tile.columns ? tile.rows - row : 0, vectors);
     }
   }
-  asm volatile("cp.async.commit_group;" ::: "memory");
+  commit_copies();
 }
 
 template <DType kFrom>
 __device__ inline void take_tile(const Shared<kFrom>* s, Eight<kFrom> (&raw)[kVector]) {
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  wait_all_copies();
   if constexpr (kFrom != DType::f32) {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) raw[i] = s->raw[i][threadIdx.x];
@@ -129,7 +129,7 @@ using SharedOf = typename std::conditional<(kForms & kColumns) != 0, ColumnShare
 // kBlock 0: one scale a group; kSquare: of blocks 128 x 128. kForms 0: amaxes alone.
 template <DType kFrom, int kBlock, bool kSquare, int kForms>
 __global__ void __launch_bounds__(kThreads, kBlocks<kFrom, kForms>)
-    store_tiles(const __grid_constant__ StoreProblem p, uint32_t column_tiles) {
+    store_tiles(const __grid_constant__ StoreLaunch p, uint32_t column_tiles) {
   constexpr bool kWide = kIsWide<kSquare, kForms>;
   using Tile = Shape<kWide>;
   extern __shared__ uint4 dynamic_shared[];
@@ -226,7 +226,7 @@ std::string refuses(const Quantize& call, const Target& target) {
 size_t workspace(const Quantize& call, const Target&) { return StoreScan::bytes(groups_of(call)); }
 
 template <DType kFrom, int kBlock, bool kSquare, int kForms>
-void run(const Quantize& call, StoreProblem p, cudaStream_t stream) {
+void run(const Quantize& call, StoreLaunch p, const LaunchOptions& how) {
   using Tile = Shape<kIsWide<kSquare, kForms>>;
   constexpr auto kKernel = store_tiles<kFrom, kBlock, kSquare, kForms>;
   constexpr int kOwnBytes = sizeof(SharedOf<kFrom, kForms>);
@@ -236,28 +236,28 @@ void run(const Quantize& call, StoreProblem p, cudaStream_t stream) {
   const int64_t tiles = most_row_tiles_of(call, Tile::kRows) * column_tiles;
   const unsigned grid = blocks_for(p, tiles, kBlocks<kFrom, kForms>, bytes);
   if (grid == 0) return;
-  ready_to_draw(&p, tiles, grid, stream);
-  launch_storing(p, kKernel, grid, bytes, stream, p, static_cast<uint32_t>(column_tiles));
+  ready_to_draw(&p, tiles, grid, how);
+  launch_storing(kKernel, grid, bytes, how, p, static_cast<uint32_t>(column_tiles));
 }
 
 template <DType kFrom, int kBlock, bool kSquare>
-void run_forms(const Quantize& call, const StoreProblem& p, cudaStream_t stream) {
-  if (!p.forms[0].values) return run<kFrom, kBlock, kSquare, kColumns>(call, p, stream);
+void run_forms(const Quantize& call, const StoreLaunch& p, const LaunchOptions& how) {
+  if (!p.forms[0].values) return run<kFrom, kBlock, kSquare, kColumns>(call, p, how);
   if constexpr (kBlock == 0 || kSquare) {
-    if (!p.forms[1].values) return run<kFrom, kBlock, kSquare, kRows>(call, p, stream);
+    if (!p.forms[1].values) return run<kFrom, kBlock, kSquare, kRows>(call, p, how);
   }
-  run<kFrom, kBlock, kSquare, kRows + kColumns>(call, p, stream);
+  run<kFrom, kBlock, kSquare, kRows + kColumns>(call, p, how);
 }
 
 template <DType kFrom>
 void launch_as(const Quantize& call, const Context& context) {
-  launch_tiles(
-      call, context, [&](const StoreProblem& p, cudaStream_t stream) { run<kFrom, 0, false, 0>(call, p, stream); },
-      [&](const StoreProblem& p, cudaStream_t stream) {
-        if (p.block == 0) return run_forms<kFrom, 0, false>(call, p, stream);
-        if (p.block == 32) return run_forms<kFrom, 32, false>(call, p, stream);
-        if (p.block_outer > 1) return run_forms<kFrom, 128, true>(call, p, stream);
-        run_forms<kFrom, 128, false>(call, p, stream);
+  launch_tiles<StoreLaunch>(
+      call, context, [&](const StoreLaunch& p, const LaunchOptions& how) { run<kFrom, 0, false, 0>(call, p, how); },
+      [&](const StoreLaunch& p, const LaunchOptions& how) {
+        if (p.block == 0) return run_forms<kFrom, 0, false>(call, p, how);
+        if (p.block == 32) return run_forms<kFrom, 32, false>(call, p, how);
+        if (p.block_outer > 1) return run_forms<kFrom, 128, true>(call, p, how);
+        run_forms<kFrom, 128, false>(call, p, how);
       });
 }
 

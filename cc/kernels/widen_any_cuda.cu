@@ -16,6 +16,7 @@
 #include "cc/device/common/elements.cuh"
 #include "cc/device/common/group_scan.cuh"
 #include "cc/kernels/kernels.h"
+#include "cc/math/narrow.h"
 
 namespace grouped {
 namespace {
@@ -100,8 +101,7 @@ __device__ void decode_piece(const Raw<kBits>& raw, DType type, float (&v)[kPiec
 
 __device__ float scale_at(const void* scales, DType type, int64_t i) {
   if (type == DType::e8m0) {
-    const uint32_t code = __ldg(static_cast<const uint8_t*>(scales) + i);
-    return __uint_as_float(code == 0 ? 0x00400000u : code == 255 ? 0x7fc00000u : code << 23);
+    return decode_e8m0(__ldg(static_cast<const uint8_t*>(scales) + i));
   }
   return load_value(scales, type, i);
 }
@@ -204,9 +204,6 @@ struct Divider {
   __device__ uint32_t divide(uint32_t n) const { return __umulhi(n, magic) >> shift; }
 };
 
-__device__ float scale_of_e8m0(uint32_t code) {
-  return __uint_as_float(code == 0 ? 0x00400000u : code == 255 ? 0x7fc00000u : code << 23);
-}
 // Whether one of four codes is 0 or 255, which stand for a subnormal number and NaN.
 __device__ bool has_special_e8m0(uint32_t codes) {
   return (((codes - 0x01010101u) & ~codes) | ((~codes - 0x01010101u) & codes)) & 0x80808080u;
@@ -223,11 +220,11 @@ __device__ uint32_t widened(const Raw<kBits>& raw, uint2 scale, bool special, in
   }
   float2 v = __half22float2(halves);
   if constexpr (kScales == Scales::shared && kScaleType == DType::e8m0) {
-    const float s = scale_of_e8m0(scale.x);
+    const float s = decode_e8m0(scale.x);
     v = make_float2(__fmul_rn(v.x, s), __fmul_rn(v.y, s));
   } else if constexpr (kScales == Scales::own && kScaleType == DType::e8m0) {
     float x = __uint_as_float(codes << 23 & 0x7f800000u), y = __uint_as_float(codes << 15 & 0x7f800000u);
-    if (special) x = scale_of_e8m0(codes & 0xff), y = scale_of_e8m0(codes >> 8 & 0xff);
+    if (special) x = decode_e8m0(codes & 0xff), y = decode_e8m0(codes >> 8 & 0xff);
     v = make_float2(__fmul_rn(v.x, x), __fmul_rn(v.y, y));
   }
   return packed(v.x, v.y, DType::bf16);

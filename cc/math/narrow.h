@@ -90,9 +90,9 @@ GROUPED_HOST_DEVICE static inline uint8_t unpack_e2m1(uint8_t byte, int odd) {
   return static_cast<uint8_t>(odd ? byte >> 4 : byte & 0xFu);
 }
 
-// 2^(code - 127); 255 is NaN.
-GROUPED_HOST_DEVICE static inline float decode_e8m0(uint8_t code) {
-  const uint32_t bits = code == 0 ? 0x00400000u : static_cast<uint32_t>(code) << 23;
+// 2^(code - 127) of a code of 8 bits; 255 is NaN.
+GROUPED_HOST_DEVICE static inline float decode_e8m0(uint32_t code) {
+  const uint32_t bits = code == 0 ? 0x00400000u : code << 23;
   return bits_float(code == 0xFF ? kNanBits : bits);
 }
 

@@ -53,8 +53,9 @@ MAY_INCLUDE = {
     "cpu": {"cc/cpu/", "cc/math/", "cc/api/"},
     "kernels": {
         "cc/kernels/kernels.h",
-        "cc/kernels/grouped_matmul_act_bf16_sm90.cuh",
+        "cc/kernels/grouped_matmul_",  # products that several files instantiate; no other file there is a header
         "cc/dispatch/tiles_",
+        "cc/dispatch/columns.h",
         "cc/device/",
         "cc/cpu/",
         "cc/math/",
@@ -63,8 +64,9 @@ MAY_INCLUDE = {
     "dispatch": {"cc/dispatch/", "cc/kernels/kernels.h", "cc/math/", "cc/api/"},
     "bind": {"cc/bind/", "cc/dispatch/", "cc/api/", "cc/device/common/driver.h", "cc/cpu/parallel.h", "cc/cpu/panel.h"},
 }
-"""Our own headers by folder of cc/, as prefixes. Kernels ask for their tile, which is arithmetic, and one kernel is
-compiled in parts. cc/bind takes the pool, the name of the instruction set, and what asks the driver for functions."""
+"""Our own headers by folder of cc/, as prefixes. Kernels ask for their tile and for the columns of a
+product, which is arithmetic, and one kernel is compiled in parts. cc/bind takes the pool, the name of the instruction
+set, and what asks the driver for functions."""
 FRAMEWORK_HEADERS = ("xla/", "nanobind/", "dlpack", "Python.h", "torch/", "ATen/", "c10/", "jaxlib/", "tensorflow/")
 CUDA_HEADERS = ("cuda", "device_", "vector_", "cooperative_groups", "mma.h", "cooperative")
 
@@ -219,6 +221,16 @@ def test_kernels_are_named_after_their_files():
         for name in names:
             assert name.startswith(f"{call}_"), f"{name} is listed under {call}"
             assert any(name == stem or name.startswith(f"{stem}_") for stem in stems), f"{name} has no file"
+
+
+def test_names_of_kernels_say_what_their_fields_say():
+    """Dispatch reads the fields alone; people, tests and benchmarks read the names."""
+    row = re.compile(r'const Kernel<\w+> \w+ = \{\s*"(\w+)",\s*Arch::(\w+),\s*Kind::(\w+),')
+    rows = [found for path in native_files() for found in row.findall(path.read_text())]
+    assert len(rows) > 80
+    for name, arch, kind in rows:
+        assert re.search(rf"_{arch}(_|$)", name), f"{name} is made for {arch}"
+        assert ("_any_" in name) == (kind == "reference"), f"{name} is of the kind {kind}"
 
 
 @pytest.mark.parametrize("folder", [*PACKAGES, "cc", "tests", "benchmarks", "examples"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +20,12 @@ from tests.asserts import bitwise, refused
 from tests.checkpoint_tools import FREE, WRITTEN, E, F, H, expert_parts, written
 
 
-class _NumPy:
-    def stack(self, arrays: Sequence[Any]) -> Any:
-        return np.stack(arrays)
-
-    def concatenate(self, arrays: Sequence[Any], axis: int) -> Any:
-        return np.concatenate(arrays, axis)
-
-    def view(self, array: Any, dtype: str) -> Any:
-        return array.view(numpy_dtype(dtype))
-
-
 def facts(value: Any) -> Facts:
     return Facts(tuple(value.shape), value.dtype.name)
 
 
 def convert(tree: Any, source: str, target: str, interleave: Any = None) -> Any:
-    return converted(tree, source, target, interleave, facts, _NumPy())
+    return converted(tree, source, target, interleave, facts, steps.NUMPY)
 
 
 def same(found: Any, expected: Any) -> None:
@@ -202,7 +190,7 @@ def test_members_under_each_other_are_split_by_their_exact_shape() -> None:
     made = plan(facts_of(flat), *layouts, lambda _: (None, None), targets=target)
     found = {}
     for move in made.moves:
-        values = steps.run_steps(move.steps, [flat[key] for key in move.sources], _NumPy())
+        values = steps.run_steps(move.steps, [flat[key] for key in move.sources], steps.NUMPY)
         found |= dict(zip(move.targets, values, strict=True))
     same(found, written("megatron_indexed", parts))
     for shape in ((E, F, H), (2 * E, F, H), (2 * F * E * H,), (), (E * 2 * F + 1, H)):
@@ -229,9 +217,9 @@ def test_steps_undo_each_other() -> None:
         (steps.View("uint8", "float8_e8m0fnu"), [np.arange(4, dtype=np.uint8)]),
     ]
     for step, given in cases:
-        there = step.run(given, _NumPy())
+        there = step.run(given, steps.NUMPY)
         assert [facts(each) for each in there] == step.facts([facts(each) for each in given]), step
-        for found, expected in zip(step.inverse.run(there, _NumPy()), given, strict=True):
+        for found, expected in zip(step.inverse.run(there, steps.NUMPY), given, strict=True):
             bitwise(found, expected, str(step))
         assert steps.cancelled([step, step.inverse]) == ()
         assert step.inverse.inverse == step
@@ -255,7 +243,7 @@ def test_ranks_take_their_experts_of_all() -> None:
             )
             assert not made.missing
             move = next(each for each in made.moves if each.role == "wo")
-            (value,) = steps.run_steps(move.steps, [given[key] for key in move.sources], _NumPy())
+            (value,) = steps.run_steps(move.steps, [given[key] for key in move.sources], steps.NUMPY)
             bitwise(value, parts["down"][rank * 2 : rank * 2 + 2], "wo")
 
 

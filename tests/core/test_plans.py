@@ -59,9 +59,22 @@ def test_a_build_without_cuda_says_so(monkeypatch):
     assert said.endswith("this build has no CUDA kernels. Build it where nvcc is found, or with GROUPED_CUDA=on.")
 
 
-def test_an_unknown_arch_is_refused():
-    with asserts.refused(ValueError, ["sm_9x", '"cpu"', '"sm_90a"']):
-        plans.plan(call(), "sm_9x")
+@pytest.mark.parametrize("arch", ["sm_9x", "sm_9", "sm_80a", "sm_1000", "sm_90ab", "90a"])
+def test_an_unknown_arch_is_refused(arch):
+    """`a` stands behind chips alone that have kernels of their own."""
+    with asserts.refused(ValueError, [f'"{arch}"', '"cpu"', '"sm_90a"']):
+        plans.plan(call(), arch)
+
+
+@pytest.mark.parametrize(("chip", "arch"), [(86, "sm_86"), (90, "sm_90a"), (120, "sm_120")])
+def test_a_chip_has_one_name_which_a_build_without_code_for_it_says(chip, arch):
+    """What CMake was asked for decides; `80` serves 8.x, `90` Hopper and later, `90a` Hopper alone."""
+    runs = {86: {"80"}, 90: {"90", "90a"}, 120: {"90"}}[chip]
+    if runs & set(_native.cuda_archs):
+        assert _native.arch_built_for(chip) == arch
+    else:
+        with asserts.refused(RuntimeError, [f"the GPU is {arch}", "GROUPED_CUDA_ARCHS=all"]):
+            _native.arch_built_for(chip)
 
 
 @pytest.mark.rule("TensorRT-LLM #17570")

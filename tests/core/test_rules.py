@@ -15,7 +15,6 @@ from tests.core.sources import ROOT, name_of, python_files
 CONTRACTS = ROOT / "docs" / "contracts.md"
 
 LATER = {
-    "LOR-3": "the CPU widens codes block by block; on CUDA that comes with the kernels of adapters",
     "TE #3143": "a matter of speed, which benchmarks measure",
 }
 """Rules and failures of parts that are built later, and why they have no row in the document yet."""

@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "cc/math/code_pairs.h"
 #include "cc/math/e2m1.h"
 #include "cc/math/narrow.h"
 #include "cc/math/rotate.h"
@@ -51,6 +52,49 @@ EXPORT void decode_codes(float* e4m3, float* e5m2, float* e2m1, float* e8m0) {
   decode_all<E5M2>(e5m2);
   decode_all<E2M1>(e2m1);
   for (int code = 0; code < 256; ++code) e8m0[code] = decode_e8m0(static_cast<uint8_t>(code));
+}
+
+namespace {
+
+// The codes of n words under each scale: `to` is [256 scales, n, 4 or 8 codes], for E4M3 alone [1, n, 4].
+template <pairs::Codes kCodes>
+void widen_words(int64_t n, const uint32_t* words, uint16_t* to) {
+  for (uint32_t scale = 0; scale < (kCodes == pairs::Codes::e4m3 ? 1u : 256u); ++scale) {
+    const pairs::Factor factor = pairs::factor_of<kCodes>(scale);
+    for (int64_t i = 0; i < n; ++i) {
+      uint32_t found[pairs::is_nibbles(kCodes) ? 4 : 2];
+      if (pairs::needs_second<kCodes>(scale)) {
+        pairs::widen<kCodes, 1, true>(words + i, factor, found);
+      } else {
+        pairs::widen<kCodes, 1, false>(words + i, factor, found);
+        // The second product changes nothing where it is not needed: a warp makes it for all of its threads.
+        uint32_t twice[pairs::is_nibbles(kCodes) ? 4 : 2];
+        pairs::widen<kCodes, 1, true>(words + i, factor, twice);
+        for (int each = 0; each < int(sizeof found / sizeof *found); ++each) {
+          if (twice[each] != found[each]) found[each] = ~0u;
+        }
+      }
+      for (uint32_t pair : found) {
+        *to++ = static_cast<uint16_t>(pair);
+        *to++ = static_cast<uint16_t>(pair >> 16);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+EXPORT void widen_mxfp4(int64_t n, const uint32_t* words, uint16_t* to) {
+  widen_words<pairs::Codes::mxfp4>(n, words, to);
+}
+EXPORT void widen_nvfp4(int64_t n, const uint32_t* words, uint16_t* to) {
+  widen_words<pairs::Codes::nvfp4>(n, words, to);
+}
+EXPORT void widen_mxfp8(int64_t n, const uint32_t* words, uint16_t* to) {
+  widen_words<pairs::Codes::mxfp8>(n, words, to);
+}
+EXPORT void widen_e4m3(int64_t n, const uint32_t* words, uint16_t* to) {
+  widen_words<pairs::Codes::e4m3>(n, words, to);
 }
 
 EXPORT void pack(int64_t n, const uint8_t* codes, uint8_t* bytes, uint8_t* back) {

@@ -32,7 +32,7 @@ LOW = "_low_"
 
 
 TAKE_LOW = (
-    *("_bf16_sm90", "_widened_cuda", "_stored_fp8_cuda", "_stored_cuda", "_composed_cuda"),
+    *("_bf16_sm90", "_codes_sm90", "_widened_cuda", "_stored_fp8_cuda", "_stored_cuda", "_composed_cuda"),
     *("_stored_cpu", "_composed_cpu"),
 )
 """Ends of the names of kernels that take a low-rank product beside the one that they compute."""

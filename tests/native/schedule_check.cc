@@ -13,10 +13,12 @@
 #include "cc/device/sm90/layout.cuh"
 #include "cc/device/sm90/layout_codes.cuh"
 #include "cc/device/sm90/layout_fp8.cuh"
+#include "cc/device/sm90/layout_pieces.cuh"
 #include "cc/device/sm90/layout_tf32.cuh"
 #include "cc/device/sm90/map_shapes.h"
 #include "cc/device/sm90/schedule.cuh"
 #include "cc/dispatch/tiles_sm90.h"
+#include "cc/math/code_pairs.h"
 
 namespace {
 
@@ -43,18 +45,25 @@ void neighbours(Tile a, Tile b) {
          "(%d, %d) and (%d, %d)", a.row, a.col, b.row, b.col);
 }
 
-// `both_columns`: of two columns a pair takes both, in any row tile.
+// `both_columns`: of two columns a pair takes both, in any row tile. `last_rows`: of the last row tile.
 template <class PairAt>
-void every_tile_once(PairAt pair_at, bool both_columns) {
+void every_tile_once(PairAt pair_at, bool both_columns, int last_rows) {
   for (int row_tiles = 0; row_tiles < 45; ++row_tiles) {
     for (int col_tiles = 1; col_tiles < 20; ++col_tiles) {
-      const int pitch = col_tiles + 1;
+      const int pitch = col_tiles + 1, rows = (row_tiles - 1) * kTileRows + last_rows;
       std::vector<int> seen(size_t(row_tiles) * pitch);
       for (int item = 0; item < pair_count(row_tiles, col_tiles); ++item) {
-        const Tile pair[2] = {pair_at(item, row_tiles, col_tiles, 0), pair_at(item, row_tiles, col_tiles, 1)};
+        Tile pair[2];
+        for (int rank = 0; rank < 2; ++rank) {
+          pair[rank] = with_short_last(pair_at(item, row_tiles, col_tiles, rank), rank, rows, col_tiles);
+        }
         neighbours(pair[0], pair[1]);
-        EXPECT((both_columns && col_tiles == 2) || !pair[0].across || pair[0].row == row_tiles - 1,
-               "only an odd last row tile goes across");
+        const bool odd = row_tiles % 2 != 0,
+                   in_short_pair = !odd && last_rows <= kShortRows && pair[0].row >= row_tiles - 2;
+        EXPECT((both_columns && col_tiles == 2) || !pair[0].across || in_short_pair ||
+                   (odd && pair[0].row == row_tiles - 1),
+               "only an odd last row tile, and the last two if one is short, go across");
+        EXPECT(pair[0].across || !in_short_pair || pair[0].col == col_tiles - 1, "a short row tile goes across");
         EXPECT(pair[0].col < col_tiles, "the first of a pair exists");
         for (const Tile& t : pair) {
           EXPECT(t.row >= 0 && t.row < row_tiles && t.col >= 0 && t.col <= col_tiles, "%d x %d, item %d: (%d, %d)",
@@ -606,6 +615,58 @@ void scales_of_lanes(std::mt19937_64& rng) {
   }
 }
 
+// ---- codes that are widened in shared memory ----
+
+// Every code of a tile of 192 rows of 64 becomes its value where a copy of the widened row would have put it.
+template <pairs::Codes kCodes>
+void codes_become_tiles(std::mt19937_64& rng) {
+  constexpr bool kNibbles = pairs::is_nibbles(kCodes);
+  constexpr int kPasses = 3, kRows = kPasses * kPassRows, kRowBytes = coded_row_bytes(kNibbles);
+  std::vector<int> codes(kRows * kBlockK);
+  std::vector<uint8_t> from(kRows * kRowBytes);
+  std::vector<uint16_t> to(kRows * kBlockK);
+  for (int row = 0; row < kRows; ++row) {
+    for (int k = 0; k < kBlockK; ++k) {
+      int& code = codes[row * kBlockK + k];
+      do code = int(rng() % (kNibbles ? 16 : 256));
+      while (!kNibbles && code % 128 == 127);
+      const uint32_t at = row * kRowBytes + (kNibbles ? k / 2 : k);
+      from[kNibbles ? at : at ^ (at >> 7 & 3) << 4] |= kNibbles ? code << (k % 2 * 4) : code;  // as copies swizzle
+    }
+  }
+  constexpr uint32_t kScaleOne = kCodes == pairs::Codes::nvfp4 ? 0x38 : 127;
+  const pairs::Factor one = pairs::factor_of<kCodes>(kScaleOne);
+  for (int pass = 0; pass < kPasses; ++pass) {
+    for (int half = 0; half < 2; ++half) {
+      for (int warp = 0; warp < 4; ++warp) {
+        std::vector<uint32_t> loads(32), stores[2] = {loads, loads};
+        for (int lane = 0; lane < 32; ++lane) {
+          const int thread = 32 * warp + lane;
+          constexpr int kWords = kNibbles ? 2 : 4;
+          uint32_t words[4], chunks[8];
+          loads[lane] = piece_codes(kNibbles, thread) ^ (kNibbles ? 0 : 16 * half);
+          std::memcpy(words, &from[pass * kPassRows * kRowBytes + loads[lane]], sizeof words);
+          pairs::widen<kCodes, kWords, pairs::needs_second<kCodes>(kScaleOne)>(words + (kNibbles ? 2 * half : 0), one,
+                                                                               chunks);
+          for (int c = 0; c < 2; ++c) {
+            stores[c][lane] = piece_chunk(thread) ^ (32 * half + 16 * c);
+            std::memcpy(&to[(pass * kPassBytes + stores[c][lane]) / 2], chunks + 4 * c, 16);
+          }
+        }
+        spread_over_banks(loads, 16);
+        for (const auto& addresses : stores) spread_over_banks(addresses, 16);
+      }
+    }
+  }
+  for (int row = 0; row < kRows; ++row) {
+    for (int k = 0; k < kBlockK; ++k) {
+      const int code = codes[row * kBlockK + k];
+      const double found = value_of_bf16(to[row * kBlockK + ((k / 8) ^ row % 8) * 8 + k % 8]);
+      EXPECT(found == value_of(kNibbles, code), "row %d, k %d, code %d: %g", row, k, code, found);
+    }
+  }
+}
+
 // ---- what a map that is not encoded says ----
 
 bool says(const std::string& text, const char* words) { return text.find(words) != std::string::npos; }
@@ -642,8 +703,10 @@ void choices() {
 
 int main() {
   std::mt19937_64 rng(0);
-  every_tile_once(pair_at, false);
-  every_tile_once(row_pair_at, true);
+  for (int last_rows : {1, kShortRows, kShortRows + 1, kTileRows}) {
+    every_tile_once(pair_at, false, last_rows);
+    every_tile_once(row_pair_at, true, last_rows);
+  }
   std::puts("every tile of every shape comes exactly once, in pairs of neighbours");
   large_shapes(rng);
   every_draw_once(rng);
@@ -665,6 +728,11 @@ int main() {
   scales_of_lanes<Scale::e4m3, 1>(rng);
   scales_of_lanes<Scale::e4m3, 2>(rng);
   std::puts("lanes find the scales of their codes wherever lines of scales start");
+  codes_become_tiles<pairs::Codes::mxfp4>(rng);
+  codes_become_tiles<pairs::Codes::nvfp4>(rng);
+  codes_become_tiles<pairs::Codes::mxfp8>(rng);
+  codes_become_tiles<pairs::Codes::e4m3>(rng);
+  std::puts("codes become the tile that widened weights would be");
   segments(rng);
   stage_scales();
   tensor_map_failures();

@@ -38,7 +38,7 @@ that takes them as one array (float32 on sm_90a: of 32). Others are joined."""
 
 OF_CODES = frozenset(
     f"grouped_matmul_{name}"
-    for name in ("fp8_fast_sm90", "fp8_sm90", "fp8_wgrad_sm90", "weight_only_sm90", "widened_cuda")
+    for name in ("fp8_fast_sm90", "fp8_sm90", "fp8_wgrad_sm90", "weight_only_sm90", "codes_sm90", "widened_cuda")
 )
 """Kernels of quantised operands: test_fp8_sm90.py and test_quantized_products.py say what they take."""
 
@@ -223,6 +223,41 @@ def test_aligned_operands_need_no_room_for_the_spare(dtype, quantized, shape):
         assert f"{kernel} on sm_90a, workspace {plan.aligned_workspace_bytes} bytes\n" in text
         odd = f"where an address is not a multiple of 16 bytes, workspace {plan.workspace_bytes} bytes"
         assert f"\n    {plan.spare or kernel} {odd}" in text
+
+
+@pytest.mark.rule("LOR-3")
+@pytest.mark.parametrize(
+    ("format", "rank"), [("mxfp4", 0), ("mxfp4", 16), ("mxfp8", 0), ("mxfp8", 16), ("nvfp4", 0), ("fp8_tensor", 0)]
+)
+@pytest.mark.parametrize("shape", ["A", "B", "C", "D", "E"])
+def test_frozen_codes_are_not_widened_in_memory(format, rank, shape):
+    """Forward and the gradient of x read one stored form, and nothing of its size is written; with adapters, too."""
+    compiled("sm_90a")
+    case, swiglu = cases.named(shape), Activation("swiglu")
+    x, _, dy, sizes = specs(case, "bfloat16")
+    half = case.n // 2
+
+    def weight(*dims: int) -> calls.QuantizedSpec:
+        return calls.spec_in_format(FORMATS[format], dims, 2, "bfloat16")
+
+    def options(width: int, axis: int) -> dict[str, Any]:
+        factor = (case.groups, width, rank) if axis == 2 else (case.groups, rank, width)
+        low = calls.LowRank(ArraySpec((case.rows, rank), "bfloat16"), ArraySpec(factor, "bfloat16"), axis)
+        return {"recipe": plain("bfloat16"), "low": low if rank else None}
+
+    wi, wo = weight(case.groups, case.n, case.k), weight(case.groups, case.k, half)
+    hidden = ArraySpec((case.rows, case.n), "bfloat16")
+    for call in (
+        calls.grouped_matmul(x, wi, (1, 2), sizes, "bfloat16", **options(case.n, 2)),
+        calls.grouped_matmul(dy, wi, (1, 1), sizes, "bfloat16", **options(case.k, 1)),
+        calls.grouped_matmul_act(x, wi, 2, sizes, "bfloat16", activation=swiglu, **options(case.n, 2)),
+        calls.grouped_matmul_dact(
+            x, wo, 1, sizes, hidden, "bfloat16", activation=swiglu, wanted=(True, True, True), **options(half, 1)
+        ),
+    ):
+        plan = plans.attempt(call, "sm_90a")
+        assert plan.kernel == f"{call.name}_codes_sm90", plan.refusals
+        assert plan.aligned_workspace_bytes < PARTIAL, f"{plan.kernel} takes {plan.aligned_workspace_bytes} bytes"
 
 
 @pytest.mark.parametrize("arch", DEFAULT)

@@ -109,6 +109,33 @@ def test_every_code(lib):
     asserts.bitwise(found[3], rounding.decode_e8m0(codes), "e8m0")
 
 
+@pytest.mark.rule("QNT-1")
+@pytest.mark.parametrize(
+    ("name", "values", "scales"),
+    [
+        ("mxfp4", "float4_e2m1fn", "e8m0"),
+        ("nvfp4", "float4_e2m1fn", "float8_e4m3fn"),
+        ("mxfp8", "float8_e4m3fn", "e8m0"),
+        ("e4m3", "float8_e4m3fn", ""),
+    ],
+)
+def test_codes_as_pairs(lib, name, values, scales):
+    """Every byte at every place of a word, under all scales: code times scale, rounded once to bfloat16."""
+    every = np.arange(256, dtype=np.uint8)
+    words = np.stack([np.roll(every * step, shift) for step, shift in ((1, 0), (3, 17), (5, 101), (255, 9))], axis=1)
+    codes = rounding.unpack(words, 8) if values == "float4_e2m1fn" else words
+    factors = rounding.decode_e8m0(every) if scales == "e8m0" else rounding.decode(every, scales) if scales else [1.0]
+    found = np.zeros((len(factors), *codes.shape), np.uint16)
+    call(lib, f"widen_{name}", len(words), words, found)
+    decoded = rounding.decode(codes, values)
+    for each, factor in zip(found.view(cases.numpy_dtype("bfloat16")), factors, strict=True):
+        with np.errstate(all="ignore"):
+            expected = (decoded * np.float32(factor)).astype(each.dtype)
+        assert (np.isnan(each) == np.isnan(expected)).all()
+        numbers = ~np.isnan(expected)
+        asserts.bitwise(each[numbers], expected[numbers], f"scale {factor}")
+
+
 @pytest.mark.parametrize("n", [1, 2, 15, 16])
 def test_packed_codes(lib, n):
     codes = np.random.default_rng(n).integers(0, 16, n, dtype=np.uint8)

@@ -19,6 +19,7 @@ from jax_grouped.nnx import MoE
 from tests import cases
 from tests.asserts import bitwise, refused
 from torch_bridge import FP8Block, checkpoint, nn
+from torch_bridge._layout_arrays import from_numpy
 
 E, K, H, F, BLOCK = 4, 2, 192, 136, 128
 """Neither size is a multiple of a block."""
@@ -34,7 +35,7 @@ def _coded(rows: int, columns: int, seed: object, *, powers: bool) -> tuple[Any,
     return codes, scales, codes.astype(np.float32) * scales[at]
 
 
-def _written(path: Path, *, powers: bool, spoiled: str = "") -> dict[str, Any]:
+def _arrays(*, powers: bool, spoiled: str = "") -> tuple[dict[str, Any], dict[str, Any]]:
     """A checkpoint with codes, and the values of its experts by name."""
     router = cases.normal((E, H), "float32", "router").astype(ml_dtypes.bfloat16)
     arrays: dict[str, Any] = {"mlp.gate.weight": router}
@@ -46,6 +47,12 @@ def _written(path: Path, *, powers: bool, spoiled: str = "") -> dict[str, Any]:
             arrays |= {f"mlp.{key}": codes, f"mlp.{key}_scale_inv": scales}
     if spoiled:
         arrays[spoiled] = arrays[spoiled][:1, :1]
+    return arrays, values
+
+
+def _written(path: Path, *, powers: bool, spoiled: str = "") -> dict[str, Any]:
+    """That checkpoint as a file; gives the values."""
+    arrays, values = _arrays(powers=powers, spoiled=spoiled)
     order = dict(sorted(arrays.items(), key=lambda each: -each[1].dtype.itemsize))
     facts = {name: Facts(each.shape, each.dtype.name) for name, each in order.items()}
     safetensors_file.write(path, facts, {}, order.items())
@@ -106,3 +113,59 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         checkpoint.load(path, ours, layout="hugging_face", prefix="mlp", convert=True)
     for name, each in ours.state_dict().items():
         bitwise(each, before[name], name)
+
+
+def _as_torch(array: Any) -> torch.Tensor:
+    return from_numpy(np.ascontiguousarray(array))
+
+
+@pytest.mark.rule("CKP-8")
+@pytest.mark.parametrize("powers", [True, False])
+@pytest.mark.parametrize("framework", ["torch", "jax", "numpy"])
+def test_trees_in_memory_become_what_a_file_loads_as(tmp_path: Path, framework: str, powers: bool) -> None:
+    arrays, _ = _arrays(powers=powers)
+    codes, scales, wanted = _coded(2 * BLOCK, 40, "attention", powers=powers)
+    arrays |= {"attention.weight": codes, "attention.weight_scale_inv": scales}
+    ours: Any = nn.MoE(H, F, E, K, dtype=torch.bfloat16)
+    _written(path := tmp_path / "model.safetensors", powers=powers)
+    checkpoint.load(path, ours, layout="hugging_face", prefix="mlp", convert=True)
+    if framework == "torch":
+        tree = {key: _as_torch(each) for key, each in arrays.items()}
+        made = checkpoint.convert(tree, "hugging_face", "torch_bridge")
+        assert made.keys() == {"attention.weight", *(f"mlp.{key}" for key in ours.state_dict())}
+        for key, each in ours.state_dict().items():
+            bitwise(made[f"mlp.{key}"], each, key)
+    else:
+        tree = arrays if framework == "numpy" else {key: jnp.asarray(each) for key, each in arrays.items()}
+        made = jax_checkpoint.convert(tree, "hugging_face", "jax_grouped")
+        assert made.keys() == {"attention.weight", "mlp.router.kernel", "mlp.wi", "mlp.wo"}
+        assert all(isinstance(each, np.ndarray) == (framework == "numpy") for each in made.values())
+        for name, weight in (("wi", ours.experts.linear_fc1.weight), ("wo", ours.experts.linear_fc2.weight)):
+            bitwise(np.asarray(made[f"mlp.{name}"]).swapaxes(1, 2), weight.detach(), name)
+    bitwise(made["attention.weight"], wanted.astype(ml_dtypes.bfloat16), "a weight of no layer of experts")
+
+
+@pytest.mark.rule("CKP-8")
+def test_names_may_stay_those_of_the_checkpoint() -> None:
+    arrays, values = _arrays(powers=True)
+    made = jax_checkpoint.convert(arrays, "hugging_face", "hugging_face")
+    assert made.keys() == {f"mlp.{key}" for key in values}
+    for key, each in values.items():
+        bitwise(made[f"mlp.{key}"].astype(np.float32), each.astype(np.float32), key)
+
+
+@pytest.mark.rule("CKP-1", "ERR-1")
+@pytest.mark.parametrize("fault", ["scales", "dtype", "axes"])
+def test_trees_in_memory_are_refused_as_files_are(fault: str) -> None:
+    key = "mlp.experts.1.up_proj.weight"
+    arrays, _ = _arrays(powers=True, spoiled=f"{key}_scale_inv" if fault == "scales" else "")
+    if fault == "dtype":
+        arrays[key] = arrays[key].astype(ml_dtypes.float8_e5m2)
+    if fault == "axes":
+        arrays[key] = arrays[key][None]
+    words = ["checkpoint: `mlp.experts.1.up_proj.weight`", "expected a matrix of float8_e4m3fn", "dequantise it before"]
+    with refused(ValueError, words):
+        jax_checkpoint.convert(arrays, "hugging_face", "jax_grouped")
+    with refused(ValueError, words):
+        tree = {name: _as_torch(each) for name, each in arrays.items()}
+        checkpoint.convert(tree, "hugging_face", "torch_bridge")

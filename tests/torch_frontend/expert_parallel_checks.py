@@ -26,7 +26,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from grouped_core import exchange, reference_exchange
 from tests import asserts, bounds
-from tests.torch_frontend import expert_graph_checks as expert_graph_checks  # these modules add their checks
+from tests.torch_frontend import expert_adapter_checks as expert_adapter_checks  # these modules add their checks
+from tests.torch_frontend import expert_graph_checks as expert_graph_checks
 from tests.torch_frontend import expert_transport_checks as expert_transport_checks
 from tests.torch_frontend.expert_parallel_tools import (
     CHECKS,
@@ -41,6 +42,7 @@ from tests.torch_frontend.expert_parallel_tools import (
     all_parts,
     check,
     drawn,
+    in_jax,
     own_part,
     weights_of,
 )
@@ -121,8 +123,6 @@ def a_shared_expert_runs_on_every_rank(mesh: DeviceMesh) -> None:
             total = mine.grad.clone()
             dist.all_reduce(total)
             near(total, theirs.grad.double(), "the shared expert")
-    with asserts.refused(ValueError, ["`shared.lora` of parallel.moe", "expected none"]):
-        parallel.moe(x, router, wi, wo, K, process_group=group, shared=SharedExpert(*shared[:2], lora=()))
 
 
 @check
@@ -230,30 +230,6 @@ def the_module_trains_as_one_rank_does(mesh: DeviceMesh) -> None:
             if recipe is FP8Delayed:
                 for module in (one, ours):
                     update_scaling(module.experts.scaling_state)
-
-
-@check
-def adapters_live_where_their_experts_do(mesh: DeviceMesh) -> None:
-    """The adapters of a rank's experts have the gradients that they have on one rank."""
-    torch.manual_seed(5)
-    options: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8, "dtype": torch.bfloat16}
-    one = nn.MoE(H, F, E, K, **options).to(mesh.device_type)
-    ours = nn.MoE(H, F, E, K, process_group=mesh.get_group(), **options).to(mesh.device_type)
-    with torch.no_grad():
-        for (name, mine), theirs in zip(ours.named_parameters(), one.parameters(), strict=True):
-            if name.endswith("lora_B"):
-                theirs.normal_()
-            mine.copy_(own_part(theirs, mesh) if mine.shape != theirs.shape else theirs)
-    x = drawn(mesh, mesh.size() * T, H, seed="x", dtype=torch.bfloat16)
-    y, y2 = one(x)[0], ours(own_part(x, mesh))[0]
-    asserts.bitwise(all_parts(y2.detach()), y.detach(), "y")
-    y.sum().backward()
-    y2.sum().backward()
-    for (name, mine), theirs in zip(ours.named_parameters(), one.parameters(), strict=True):
-        assert (mine.grad is None) == (theirs.grad is None) == (not mine.requires_grad), name
-        if "lora" in name:
-            assert mine.grad is not None
-            asserts.bitwise(all_parts(mine.grad), theirs.grad, name)
 
 
 class _Counted:
@@ -630,32 +606,10 @@ def jax_gives_the_same_bits(mesh: DeviceMesh) -> None:
         y.backward(own_part(dy, mesh))
         found = [all_parts(each) for each in (y.detach(), *(each.grad for each in ours))]
         if mesh.get_rank() == 0:
-            theirs = in_jax(mesh.size(), x, router, wi, wo, dy, recipe)
+            given = {"x": x, "router": router, "wi": wi, "wo": wo}
+            theirs = in_jax(mesh.size(), given, dy, ("x", "wi", "wo"), recipe=recipe)
             for name, mine, other in zip(("y", "dx", "wi", "wo"), found, theirs, strict=True):
                 asserts.bitwise(mine, torch.from_numpy(other), f"{name}, {recipe and recipe.name}")
-
-
-def in_jax(ranks: int, x: Tensor, router: Tensor, wi: Tensor, wo: Tensor, dy: Tensor, recipe: Any) -> list[Any]:
-    """y of all tokens and the gradients of x, wi and wo in NumPy, with experts over so many devices."""
-    import jax
-    from jax.sharding import AxisType
-
-    from jax_grouped import parallel as in_parallel
-
-    jax.config.update("jax_num_cpu_devices", ranks)
-    mesh = jax.make_mesh((ranks,), ("expert",), axis_types=(AxisType.Auto,))
-    arrays = [jax.numpy.asarray(each.numpy()) for each in (x, router.T.contiguous(), wi, wo, dy)]
-    axes = in_parallel.MeshAxes(expert="expert")
-    options: dict[str, Any] = {"axes": axes, "mesh": mesh, "rhs_transposed": True, "recipe": recipe}
-
-    def run(x: Any, router: Any, wi: Any, wo: Any, dy: Any) -> Any:
-        def layer(x: Any, wi: Any, wo: Any) -> Any:
-            return in_parallel.moe(x, router, wi, wo, K, **options)[0]
-
-        y, pull = jax.vjp(layer, x, wi, wo)
-        return y, *pull(dy)
-
-    return [np.array(each) for each in jax.jit(run)(*arrays)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

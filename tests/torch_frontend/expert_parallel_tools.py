@@ -5,8 +5,10 @@ Letters: P ranks, T tokens of a rank, E experts, H hidden size, F expert width, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -58,3 +60,36 @@ def weights_of(mesh: DeviceMesh, dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
     router = drawn(mesh, E, H, seed="router")
     wi, wo = drawn(mesh, E, 2 * F, H, seed="wi", dtype=dtype), drawn(mesh, E, H, F, seed="wo", dtype=dtype)
     return router, wi, wo
+
+
+def in_jax(ranks: int, given: dict[str, Any], dy: Tensor, wanted: Sequence[str], **options: Any) -> list[Any]:
+    """What `jax_grouped.parallel.moe` gives with experts over so many devices of this process, in NumPy.
+
+    Args:
+        given: x, router, wi, wo and perhaps trees of tensors, by the names of arguments, those of all ranks.
+        wanted: arguments whose gradients are returned behind y, leaf by leaf; others are frozen.
+    """
+    import jax
+    from jax.sharding import AxisType
+
+    from jax_grouped import parallel as in_parallel
+
+    jax.config.update("jax_num_cpu_devices", ranks)
+    mesh = jax.make_mesh((ranks,), ("expert",), axis_types=(AxisType.Auto,))
+    turned = {**given, "router": given["router"].T.contiguous()}
+    arrays = jax.tree.map(lambda each: jax.numpy.asarray(each.numpy()), {**turned, "dy": dy})
+    axes = in_parallel.MeshAxes(expert="expert")
+    options = {"axes": axes, "mesh": mesh, "rhs_transposed": True, **options}
+
+    def run(arrays: dict[str, Any], dy: Any) -> Any:
+        def layer(some: dict[str, Any]) -> Any:
+            every = {**jax.lax.stop_gradient(arrays), **some}
+            x, router, wi, wo = (every.pop(name) for name in ("x", "router", "wi", "wo"))
+            return in_parallel.moe(x, router, wi, wo, K, **every, **options)[0]
+
+        y, pull = jax.vjp(layer, {name: arrays[name] for name in wanted})
+        (found,) = pull(dy)
+        return y, [found[name] for name in wanted]
+
+    dy = arrays.pop("dy")
+    return [np.array(each) for each in jax.tree.leaves(jax.jit(run)(arrays, dy))]

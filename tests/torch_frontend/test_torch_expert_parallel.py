@@ -13,7 +13,7 @@ def outcome() -> str:
     return program("expert_parallel_checks", timeout=600)[1]
 
 
-@pytest.mark.rule("LYR-9", "LYR-10", "LYR-11")
+@pytest.mark.rule("LYR-9", "LYR-10", "LYR-11", "LOR-1", "LOR-4")
 @pytest.mark.parametrize("name", CHECKS)
 def test_four_ranks(name: str, outcome: str) -> None:
     if f"skipped  {name}\n{SKIPPED}" in outcome:

@@ -249,9 +249,8 @@ class MoE(Module):
     ) -> None:
         check_chunks("MoE", chunks)
         own_experts("MoE", self.num_experts, process_group.size())
-        if send is None and adapted:
-            send = "tokens"  # which adapters read
-        self.transport = transport_option("MoE", transport, process_group, budget_factor, send, recipe)
+        how = (transport, process_group, budget_factor, send, recipe)
+        self.transport = transport_option("MoE", *how, adapted=adapted)
         self.process_group, self.chunks = process_group, chunks
 
     def forward(
@@ -288,7 +287,7 @@ class MoE(Module):
             tokens = cast_rows(tokens, compute_dtype(tokens, self.experts.linear_fc1.weight_parameters()[0].dtype))
             layer = Layer(
                 *(self.process_group, self.transport, self.num_experts, self.chunks),
-                partial(self.experts, is_first_microbatch=is_first_microbatch),
+                lambda _, *arrived: self.experts(*arrived, is_first_microbatch=is_first_microbatch),
                 partial(self._shared, tokens, is_first_microbatch),
             )
             y, aux = layer.run(tokens, weights, chosen, aux)

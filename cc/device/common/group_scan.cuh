@@ -42,32 +42,22 @@ inline int64_t most_row_tiles(int64_t rows, int64_t count, int64_t tile_rows) {
 
 namespace device {
 
-// Sums are 64 bits wide: 65535 sizes of 31 bits cannot overflow, so clamping after the sum is enough (GRP-4).
 static __global__ void __launch_bounds__(kScanThreads)
     scan_groups(const int32_t* sizes, int64_t rows, int tile_rows, bool tail_tiles, GroupScan scan) {
-  __shared__ int64_t warps[33];
-  int64_t rows_before = 0, tiles_before = 0;
-  for (int first = 0; first < scan.count; first += kScanThreads) {
-    const int g = first + threadIdx.x;
-    const int64_t size = g < scan.count && sizes[g] > 0 ? sizes[g] : 0;
-    int64_t total;
-    const int64_t before = rows_before + exclusive_sum<kScanThreads / 32>(size, warps, &total);
-    rows_before += total;
-    const int64_t start = min(before, rows), end = min(before + size, rows);
-    const int64_t tiles = (end - start + tile_rows - 1) / tile_rows;
-    const int64_t tile = tiles_before + exclusive_sum<kScanThreads / 32>(tiles, warps, &total);
-    tiles_before += total;
-    if (g < scan.count) {
-      scan.offsets[g] = start;
-      scan.tiles[g] = tile;
-    }
-  }
+  const auto tiles_of = [&](int64_t count) { return (count + tile_rows - 1) / tile_rows; };
+  const GroupTotals<1> all = scan_in_block<kScanThreads, 1>(
+      scan.count, rows, [&](int g) { return int64_t{sizes[g]}; },
+      [&](int64_t count, int64_t (&parts)[1]) { parts[0] = tiles_of(count); },
+      [&](int g, int64_t start, int64_t, const GroupTotals<1>& before) {
+        scan.offsets[g] = start;
+        scan.tiles[g] = before.parts[0];
+      });
   if (threadIdx.x == 0) {
-    const int64_t end = min(rows_before, rows);
+    const int64_t end = min(all.rows, rows), tiles = all.parts[0];
     *scan.drawn = 0;
     scan.offsets[scan.count] = end;
-    scan.tiles[scan.count] = tiles_before;
-    scan.tiles[scan.count + 1] = tiles_before + (tail_tiles ? (rows - end + tile_rows - 1) / tile_rows : 0);
+    scan.tiles[scan.count] = tiles;
+    scan.tiles[scan.count + 1] = tiles + (tail_tiles ? tiles_of(rows - end) : 0);
   }
 }
 

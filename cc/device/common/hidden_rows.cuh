@@ -133,7 +133,7 @@ struct HiddenRows {
   }
   __device__ int64_t row_start(int64_t row) const { return row * (gated ? 2 * int64_t{width} : int64_t{width}); }
   __device__ int gate_column(int column) const {
-    return gated && block != width ? column / block * 2 * block + column % block : column;
+    return gated && block != width ? gate_column_of(column, block) : column;
   }
 };
 

@@ -6,25 +6,10 @@
 
 #include <cstdint>
 
+#include "cc/device/common/copy_async.cuh"
+
 namespace grouped {
 namespace device {
-
-__device__ inline uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-// Copies 16 bytes to shared memory, or writes zeros there without reading.
-__device__ inline void copy16(uint32_t to, const void* from, bool exists) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
-}
-__device__ inline void copy4(uint32_t to, const void* from, bool exists) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(to), "l"(from), "r"(exists ? 4 : 0) : "memory");
-}
-__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-template <int kPending>
-__device__ void wait_copies() {
-  asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
-}
 
 __device__ inline void store16(uint32_t to, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)

@@ -10,7 +10,7 @@ namespace grouped {
 namespace device {
 
 struct ActivatedProblem {
-  StoreProblem store;            // but `width` counts activated columns
+  StoreLaunch store;             // but `width` counts activated columns
   StoreProblem store_activated;  // of act(h), with gradients; no cross form: it is not wanted
   ActivationSpec spec;
   HiddenRows hidden;
@@ -138,19 +138,19 @@ inline int64_t column_tiles_of(int64_t width) { return divide_up(width, kStoreCo
 // Launches kKernel, whose blocks have `bytes` of shared memory and a table of the groups behind.
 template <auto kKernel>
 void run_activated(const ActivatedStore& call, device::ActivatedProblem p, int most_blocks, int most_bytes, int bytes,
-                   cudaStream_t stream) {
+                   const LaunchOptions& how) {
   allow_shared_memory<kKernel>(most_bytes + device::GroupTable::most_bytes(kFewGroups));
   bytes += device::GroupTable::bytes(p.store);
   const int64_t column_tiles = column_tiles_of(p.hidden.width);
   const int64_t tiles = most_row_tiles_of(call.store, kStoreRows) * column_tiles;
   const unsigned grid = blocks_for(p.store, tiles, most_blocks, bytes);
   if (grid == 0) return;
-  ready_to_draw(&p.store, tiles, grid, stream);
-  launch_storing(p.store, kKernel, grid, bytes, stream, p, static_cast<uint32_t>(column_tiles));
+  ready_to_draw(&p.store, tiles, grid, how);
+  launch_storing(kKernel, grid, bytes, how, p, static_cast<uint32_t>(column_tiles));
 }
 
 // activated_groups_fp8_cuda.cu: scales of groups; without forms, their amaxes.
 void run_activated_groups(const ActivatedStore& call, const device::ActivatedProblem& p, bool store,
-                          cudaStream_t stream);
+                          const LaunchOptions& how);
 
 }  // namespace grouped

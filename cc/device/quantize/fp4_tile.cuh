@@ -68,7 +68,7 @@ struct TurnedShared : Shared<kFrom> {
 
 // 16 bytes a lane: half of the lanes have a row of 16-bit values, all of them one of fp32 values.
 template <DType kFrom, bool kTall>
-__device__ inline void load_tile(const StoreProblem& p, const SourceTile& tile, Shared<kFrom>* s) {
+__device__ inline void load_tile(const FineLaunch& p, const SourceTile& tile, Shared<kFrom>* s) {
   constexpr int kLanes = 8 * kBytes<kFrom>, kStep = 32 / kLanes, kValues = 16 / kBytes<kFrom>;  // of a row, of a lane
   const Shape<kTall> at;
   const int lane = threadIdx.x % 32, below = lane / kLanes, along = lane % kLanes * kValues;
@@ -78,12 +78,12 @@ __device__ inline void load_tile(const StoreProblem& p, const SourceTile& tile, 
   copy_lines<kFrom, kRows / kStep>(reinterpret_cast<uint4*>(&s->raw[threadIdx.x / 32][below][along / kColumns]),
                                    kStep * kLanes, tile.values + row * pitch + kBytes<kFrom> * column, kStep * pitch,
                                    (rows + kStep - 1) / kStep, has_vectors(tile.values));
-  asm volatile("cp.async.commit_group;" ::: "memory");
+  commit_copies();
 }
 
 template <DType kFrom>
 __device__ inline void take_tile(const Shared<kFrom>* s, Four<kFrom> (&raw)[kRows]) {
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  wait_all_copies();
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < kRows; ++i) raw[i] = s->raw[threadIdx.x / 32][i][threadIdx.x % 32];
@@ -194,7 +194,7 @@ __device__ inline void rotate_columns(uint4 (&raw)[kRows]) {
 
 // Of the group of a tile, by all threads; 256 of them have an entry each.
 template <DType kFrom>
-__device__ inline void fill_factors(const StoreProblem& p, int group, Shared<kFrom>* s) {
+__device__ inline void fill_factors(const FineLaunch& p, int group, Shared<kFrom>* s) {
   static_assert(kThreads == 2 * kCodes, "a thread has an entry");
   const int form = threadIdx.x / kCodes, code = threadIdx.x % kCodes;
   const GroupScale scale = group_scale_of(p.scan, p.rule, false, p.encode, form && p.rotate, group);
@@ -256,7 +256,7 @@ struct RowFactors {
 
 // Scales of this thread's rows, stored; their factors.
 template <class O>
-__device__ inline RowFactors<O> row_factors(const StoreProblem& p, const StoreTile& tile,
+__device__ inline RowFactors<O> row_factors(const FineLaunch& p, const StoreTile& tile,
                                             const Four<O::from> (&raw)[kRows], const Factors& of_group) {
   constexpr int kHalf = RowFactors<O>::kHalf, kLanes = RowFactors<O>::kLanes, kOwn = RowFactors<O>::kOwn;
   const Shape<is_tall(O::columns)> at;

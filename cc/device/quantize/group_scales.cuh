@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cc/api/calls.h"
 #include "cc/api/context.h"
@@ -61,7 +62,7 @@ struct StoreTile {
   int columns;
 };
 
-// A Quantize as its kernels take it.
+// A Quantize as all of its kernels take it.
 struct StoreProblem {
   StoreScan scan;
   const void* source;
@@ -83,20 +84,36 @@ struct StoreProblem {
   int block_bits;  // their logarithms
   int outer_bits;
   const float* encode;
-  const uint32_t* key;
   const int32_t* skip;
-  bool stochastic;
-  bool rotate;
-  uint32_t stream;
-  int choice;                 // of 4over6: 0 none, 1 absolute errors, 2 squares
+};
+
+// What one launch does of it, and where.
+struct StoreLaunch : StoreProblem {
   bool measure;               // amaxes of groups are wanted from this launch
   bool starting;              // only of groups that delayed scaling has no multiplier for yet
   const float* encode_other;  // then: multipliers of act(h), which is stored beside gradients, or null
   uint32_t* raised;           // [groups]: where they go
-  bool early;                 // a launch that stores may begin before the one that measures has ended
   bool last_first;            // a launch before has read all tiles: the L2 cache may hold the last ones
-  uint32_t* drawn;            // of this launch; null: no block has more than two tiles
-  bool cleared;               // and zero already
+  uint32_t* drawn;            // tiles that its blocks have drawn; null: no block has more than two
+};
+
+// What is chosen value by value, or block by block; FP8 has nothing of it.
+struct FineChoices {
+  const uint32_t* key;
+  uint32_t stream;
+  bool stochastic;
+  bool rotate;  // the cross form
+  int choice;   // of 4over6: 0 none, 1 absolute errors, 2 squares
+
+  static FineChoices of(const Quantize& call);
+};
+struct FineLaunch : StoreLaunch, FineChoices {};
+
+// How the host launches it.
+struct LaunchOptions {
+  cudaStream_t stream;
+  bool early;    // one that stores may begin before the one that measures has ended
+  bool cleared;  // counters of drawn tiles are zero already
 };
 
 namespace device {
@@ -104,34 +121,25 @@ namespace device {
 // One block. `sizes` null: `count` groups of `rows` rows each. `padded`: rows of the padded form, or 0.
 static __global__ void __launch_bounds__(kScanThreads)
     scan_store(const int32_t* sizes, int64_t rows, int64_t padded, int segment, StoreScan scan) {
-  __shared__ int64_t warps[33];
   const int64_t limit = sizes ? rows : rows * scan.count;
-  int64_t rows_before = 0, tiles_before = 0, padded_before = 0;
-  for (int first = 0; first < scan.count; first += kScanThreads) {
-    const int g = first + threadIdx.x;
-    const int64_t size = g >= scan.count ? 0 : sizes ? (sizes[g] > 0 ? sizes[g] : 0) : rows;
-    int64_t total;
-    const int64_t before = rows_before + exclusive_sum<kScanThreads / 32>(size, warps, &total);
-    rows_before += total;
-    const int64_t start = min(before, limit), count = min(before + size, limit) - start;
-    const int64_t tile = tiles_before + exclusive_sum<kScanThreads / 32>(divide_up(count, kStoreRows), warps, &total);
-    tiles_before += total;
-    const int64_t place = padded_before + exclusive_sum<kScanThreads / 32>(
-                                              segment ? divide_up(count, segment) * segment : 0, warps, &total);
-    padded_before += total;
-    if (g < scan.count) {
-      scan.offsets[g] = start;
-      scan.tiles[g] = tile;
-      scan.segments[g] = place;
-      scan.amax[g] = scan.rotated[g] = 0;
-    }
-  }
+  const GroupTotals<2> all = scan_in_block<kScanThreads, 2>(
+      scan.count, limit, [&](int g) { return sizes ? int64_t{sizes[g]} : rows; },
+      [&](int64_t count, int64_t (&parts)[2]) {
+        parts[0] = divide_up(count, kStoreRows);
+        parts[1] = segment ? divide_up(count, segment) * segment : 0;
+      },
+      [&](int g, int64_t start, int64_t, const GroupTotals<2>& before) {
+        scan.offsets[g] = start;
+        scan.tiles[g] = before.parts[0];
+        scan.segments[g] = before.parts[1];
+        scan.amax[g] = scan.rotated[g] = 0;
+      });
   if (threadIdx.x == 0) {
-    const int64_t end = min(rows_before, limit), rest = max(limit - end, padded ? padded - padded_before : 0);
+    const int64_t end = min(all.rows, limit), rest = max(limit - end, padded ? padded - all.parts[1] : 0);
     scan.offsets[scan.count] = end;
-    scan.segments[scan.count] = padded_before;
-    scan.tiles[scan.count] = tiles_before;
-    scan.tiles[scan.count + 1] = tiles_before + divide_up(rest, kStoreRows);
+    scan.segments[scan.count] = all.parts[1];
+    scan.tiles[scan.count] = all.parts[0];
+    scan.tiles[scan.count + 1] = all.parts[0] + divide_up(rest, kStoreRows);
   }
 }
 
@@ -200,13 +208,13 @@ static __global__ void finish_groups(const GroupResults r) {
 }
 
 // Whether a launch of a `starting` problem has nothing to find in a group.
-__device__ inline bool has_started(const StoreProblem& p, int group) {
+__device__ inline bool has_started(const StoreLaunch& p, int group) {
   return p.encode[group] != 0.0f && (!p.encode_other || p.encode_other[group] != 0.0f);
 }
 
 // Whether all groups that have rows have started, by a whole block: then the launch is over. The one that stores may
 // begin behind it.
-__device__ inline bool all_started(const StoreProblem& p) {
+__device__ inline bool all_started(const StoreLaunch& p) {
   if (!p.starting) return false;
   let_next_launch_begin();
   bool waits = false;
@@ -217,7 +225,7 @@ __device__ inline bool all_started(const StoreProblem& p) {
 }
 
 // Leaves a tile of a group that has started without rows, so that none are read.
-__device__ inline void pass_by_started(const StoreProblem& p, StoreTile* tile) {
+__device__ inline void pass_by_started(const StoreLaunch& p, StoreTile* tile) {
   if (p.starting && tile->group < p.scan.count && has_started(p, tile->group)) tile->rows = 0;
 }
 
@@ -313,12 +321,28 @@ inline StoreProblem store_problem(const Quantize& call, const Context& context) 
   p.block_bits = log2_of(p.block);
   p.outer_bits = log2_of(p.block_outer);
   p.encode = data_of<const float>(call.encode);
-  p.key = data_of<const uint32_t>(call.key);
   p.skip = data_of<const int32_t>(call.skip);
-  p.stochastic = call.stochastic != 0;
-  p.rotate = call.rotate != 0 && cross.present();
-  p.stream = static_cast<uint32_t>(call.stream);
-  p.choice = call.four_over_six.empty() ? 0 : call.four_over_six == "absolute" ? 1 : 2;
+  return p;
+}
+
+inline FineChoices FineChoices::of(const Quantize& call) {
+  return {
+      data_of<const uint32_t>(call.key),
+      static_cast<uint32_t>(call.stream),
+      call.stochastic != 0,
+      call.rotate != 0 && call.cross_values.present(),
+      call.four_over_six.empty()         ? 0
+      : call.four_over_six == "absolute" ? 1
+                                         : 2,
+  };
+}
+
+// A StoreLaunch or FineLaunch of a call, with nothing said of the launch.
+template <class Launch>
+Launch launch_of(const Quantize& call, const Context& context) {
+  Launch p = {};
+  static_cast<StoreProblem&>(p) = store_problem(call, context);
+  if constexpr (std::is_base_of_v<FineChoices, Launch>) static_cast<FineChoices&>(p) = FineChoices::of(call);
   return p;
 }
 
@@ -328,7 +352,7 @@ inline void launch_finish(const Quantize& call, const StoreProblem& p, cudaStrea
       p.scan,
       p.rule,
       p.block == 0,
-      p.rotate,
+      FineChoices::of(call).rotate,
       p.encode,
       p.skip,
       p.forms[0].group_scales,
@@ -349,10 +373,10 @@ inline bool finds_group_scales(const Quantize& call) {
 
 // Runs what a Quantize is made of: the scan, `measure(p)` where scales want the amax of a group first, `store(p)`, and
 // the results that belong to groups.
-template <class Measure, class Store>
+template <class Launch, class Measure, class Store>
 void launch_store(const Quantize& call, const Context& context, Measure measure, Store store) {
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
-  StoreProblem p = store_problem(call, context);
+  Launch p = launch_of<Launch>(call, context);
   const bool stores = p.forms[0].values || p.forms[1].values, found = finds_group_scales(call);
   const bool ahead = !stores || found;
   device::scan_store<<<1, kScanThreads, 0, stream>>>(p.sizes, p.rows, p.padded_rows, p.segment, p.scan);

@@ -9,6 +9,7 @@
 #include <string>
 #include <type_traits>
 
+#include "cc/device/common/copy_async.cuh"
 #include "cc/device/quantize/group_scales.cuh"
 
 namespace grouped {
@@ -121,7 +122,7 @@ __device__ inline bool find_in_table(const StoreProblem& p, const GroupTable& t,
 
 // Tile `item` of a launch, from its first or from its last.
 template <int kTileRows, int kTileColumns>
-__device__ inline bool find_in_order(const StoreProblem& p, const GroupTable& t, uint32_t item, uint32_t column_tiles,
+__device__ inline bool find_in_order(const StoreLaunch& p, const GroupTable& t, uint32_t item, uint32_t column_tiles,
                                      StoreTile* tile) {
   if (p.last_first) {
     const uint32_t rows = static_cast<uint32_t>(p.rows), each = (rows + kTileRows - 1) / kTileRows;
@@ -157,7 +158,7 @@ class Turns {
   };
 
   // Has a barrier, which the first turn needs. `others`: amaxes of a second kind of values, or null.
-  __device__ Turns(const StoreProblem& p, Shared* s, uint32_t* others = nullptr)
+  __device__ Turns(const StoreLaunch& p, Shared* s, uint32_t* others = nullptr)
       : drawn_(p.drawn), amaxes_(p.raised), others_(others), s_(s) {
     if (threadIdx.x == 0) {
       s->item[1] = blockIdx.x + gridDim.x;
@@ -219,9 +220,9 @@ class Turns {
   int group_ = -1, odd_ = 0;
 };
 
-__device__ inline void copy_async(void* shared, const void* global, bool exists) {
-  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(exists ? 16 : 0) : "memory");
+// 16 bytes, or zeros.
+__device__ inline void copy_vector(void* shared, const void* global, bool exists) {
+  copy_async<16>(shared_address(shared), global, exists ? 16 : 0);
 }
 
 template <DType kFrom>
@@ -235,7 +236,7 @@ struct SourceTile : StoreTile {
 // As find_in_order. Weights in a list lie where the table says; their addresses are found while the values of the tile
 // before are on their way.
 template <DType kFrom, int kTileRows, int kTileColumns>
-__device__ inline bool find_source(const StoreProblem& p, const GroupTable& t, uint32_t item, uint32_t column_tiles,
+__device__ inline bool find_source(const StoreLaunch& p, const GroupTable& t, uint32_t item, uint32_t column_tiles,
                                    SourceTile* tile) {
   if (!find_in_order<kTileRows, kTileColumns>(p, t, item, column_tiles, tile)) return false;
   const char* base = static_cast<const char*>(p.source);
@@ -274,7 +275,7 @@ template <DType kFrom, int kCount>
 __device__ inline void copy_lines(uint4* to, int step, const char* from, int64_t pitch, int exist, bool vectors) {
   if (vectors) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) copy_async(to + i * step, from + i * pitch, i < exist);
+    for (int i = 0; i < kCount; ++i) copy_vector(to + i * step, from + i * pitch, i < exist);
   } else {
 #pragma unroll 1
     for (int i = 0; i < kCount; ++i) to[i * step] = i < exist ? load_singly<kFrom>(from + i * pitch) : uint4{};
@@ -417,7 +418,7 @@ inline std::string refuses_tiles(const Quantize& call, const Target& target) {
 }
 
 // Blocks for `tiles`, at most `most` an SM, each with `bytes` of shared memory.
-inline unsigned blocks_for(const StoreProblem& p, int64_t tiles, int most, int bytes) {
+inline unsigned blocks_for(const StoreLaunch& p, int64_t tiles, int most, int bytes) {
   if (p.starting) most = 1;  // it is over at once, but in a first step, and sooner the fewer they are
   // One at least, so that a launch that does not fit says so.
   const int64_t blocks = std::max(std::min(most, shared_memory_of_sm() / (bytes + kReserved)), 1);
@@ -426,50 +427,50 @@ inline unsigned blocks_for(const StoreProblem& p, int64_t tiles, int most, int b
 
 // A launch of what stores.
 template <class... Params, class... Arguments>
-void launch_storing(const StoreProblem& p, void (*kernel)(Params...), unsigned grid, int bytes, cudaStream_t stream,
+void launch_storing(void (*kernel)(Params...), unsigned grid, int bytes, const LaunchOptions& how,
                     const Arguments&... arguments) {
-  if (p.early) return launch_early(kernel, grid, kStoreThreads, bytes, stream, arguments...);
-  kernel<<<grid, kStoreThreads, bytes, stream>>>(arguments...);
+  if (how.early) return launch_early(kernel, grid, kStoreThreads, bytes, how.stream, arguments...);
+  kernel<<<grid, kStoreThreads, bytes, how.stream>>>(arguments...);
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
 // Before a launch of `grid` blocks for `tiles` tiles: clears its counter, where any block draws.
-inline void ready_to_draw(StoreProblem* p, int64_t tiles, unsigned grid, cudaStream_t stream) {
+inline void ready_to_draw(StoreLaunch* p, int64_t tiles, unsigned grid, const LaunchOptions& how) {
   if (tiles <= 2 * int64_t{grid}) p->drawn = nullptr;
-  if (p->drawn && !p->cleared) GROUPED_CUDA_CHECK(cudaMemsetAsync(p->drawn, 0, sizeof(*p->drawn), stream));
+  if (p->drawn && !how.cleared) GROUPED_CUDA_CHECK(cudaMemsetAsync(p->drawn, 0, sizeof(*p->drawn), how.stream));
 }
 
 // As launch_store, but the scan, and the scales of groups, are the kernels' own. Where scales do not want the amaxes of
 // all groups first, those that the caller wants are raised on the way. Under delayed scaling the launch that measures
 // is over at once where all groups have started; the memory that it wants zero is cleared together with the counters,
 // and on Hopper the launch that stores begins meanwhile.
-template <class Measure, class Store>
+template <class Launch, class Measure, class Store>
 void launch_tiles(const Quantize& call, const Context& context, Measure measure, Store store) {
-  const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
-  StoreProblem p = store_problem(call, context);
+  LaunchOptions how = {static_cast<cudaStream_t>(context.stream), false, false};
+  Launch p = launch_of<Launch>(call, context);
   const bool ahead = finds_group_scales(call);
   const bool all = ahead && !p.encode;
   const bool on_the_way = !all && call.amax.present();
   const auto clear = [&](uint32_t* from, size_t words) {
-    GROUPED_CUDA_CHECK(cudaMemsetAsync(from, 0, sizeof(uint32_t) * words, stream));
+    GROUPED_CUDA_CHECK(cudaMemsetAsync(from, 0, sizeof(uint32_t) * words, how.stream));
   };
   // `amax` follows `drawn`, and `rotated` follows `amax`.
   if (ahead) clear(p.scan.drawn, 2 + 2 * static_cast<size_t>(p.scan.count));
-  p.cleared = ahead;
+  how.cleared = ahead;
   uint32_t* const wanted = on_the_way ? call.amax.as<uint32_t>() : nullptr;  // the bits of magnitudes
   if (on_the_way && !call.into_amax.present()) clear(wanted, static_cast<size_t>(p.scan.count));
   p.drawn = p.scan.drawn;
   p.raised = p.scan.amax;
   p.starting = ahead && !all;
-  if (ahead) measure(p, stream);
-  p.early = p.starting && context.target.sm >= 90;  // nothing stands between the two launches
+  if (ahead) measure(p, how);
+  how.early = p.starting && context.target.sm >= 90;  // nothing stands between the two launches
   p.starting = false;
   p.measure = on_the_way;
   if (on_the_way) p.raised = wanted;
   p.drawn = p.scan.drawn + 1;
   p.last_first = all;
-  store(p, stream);
-  if (all && call.amax.present()) launch_finish(call, p, stream);
+  store(p, how);
+  if (all && call.amax.present()) launch_finish(call, p, how.stream);
 }
 
 }  // namespace grouped

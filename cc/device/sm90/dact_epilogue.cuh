@@ -20,8 +20,8 @@ struct HiddenColumns {
   // Column of memory where block `block` of the set for columns `col` and on starts.
   // NOTE: most calls need no division, which takes longer than all else here.
   GROUPED_HOST_DEVICE int32_t column(int32_t col, int block) const {
-    const int32_t before = col < period ? 0 : period == kSetCols ? col : col / period * period;
-    return col + before + block * step;
+    const int32_t gate = col < period ? col : period == kSetCols ? col + col : gate_column_of(col, period);
+    return gate + block * step;
   }
 
   // For an interleave of 0 or one that `takes` allows.
@@ -39,10 +39,10 @@ struct HiddenColumns {
 // The warp's 16 rows of a set, by chunks of 8 columns of each half, as matrix operations have them: h[0] and h[1] are
 // two gate columns of rows l/4 and l/4 + 8, h[2] and h[3] the linear ones of the same rows. Kinds that are not gated
 // read and write a linear half as well, which nobody fetched or stores.
-class HiddenRows {
+class HiddenSet {
  public:
   // `rows` is where the set has them.
-  __device__ HiddenRows(uint32_t rows, int chunks) : rows_(rows), chunks_(chunks) {
+  __device__ HiddenSet(uint32_t rows, int chunks) : rows_(rows), chunks_(chunks) {
     const uint32_t row = threadIdx.x % 16;
     const int linear = threadIdx.x % 32 / 16 * chunks;  // lanes from 16 on see to the linear half
     base_ = rows + (linear >> 3) * kBlockBytes + row * 128 + ((linear ^ row) & 7) * 16;
@@ -111,7 +111,7 @@ __device__ inline void move_up(float (&v)[kAcc], float one) {
 template <class T, int kStep, int kAcc>
 __device__ inline void hidden_gradients(const ActivationSpec& spec, float one, float (&dz)[kAcc],
                                         const float (&scale)[2], float (&sum)[2], int chunks, int cols, uint32_t rows) {
-  const HiddenRows hidden(rows, chunks);
+  const HiddenSet hidden(rows, chunks);
   with_activation(spec.kind, [&](auto kind) {
 #pragma unroll 1
     for (int chunk = 0; chunk < kSetCols / 8 && 8 * chunk < cols; chunk += kStep) {

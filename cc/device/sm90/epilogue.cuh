@@ -3,15 +3,14 @@
 // what memory holds, the copy engine first fetches it into the same slots, the first of them while the tile multiplies.
 #pragma once
 
+#include "cc/device/common/product_end.cuh"
 #include "cc/device/sm90/layout.cuh"
 #include "cc/device/sm90/ptx.cuh"
 #include "cc/device/sm90/schedule.cuh"
 
 namespace grouped::sm90 {
 
-__device__ inline float to_float(float v) { return v; }
-__device__ inline float to_float(__half v) { return __half2float(v); }
-__device__ inline float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
+using device::to_float;
 
 template <class T>
 __device__ inline uint32_t pack2(float a, float b) {

@@ -31,10 +31,10 @@ struct TileShape : ShellShape<2 * kBlockBytes + kCols_ * 128, kStages_, kSlots_,
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of the 168 a thread at launch
 };
 
-// For epilogues with operands of their own: sets of epilogue_fetch.cuh instead of slots, behind everything else.
-template <int kCols_, int kStages_, int kSets_>
-struct FetchingShape : TileShape<kCols_, kStages_, 0> {
-  using Base = TileShape<kCols_, kStages_, 0>;
+// For epilogues with operands of their own: sets of epilogue_fetch.cuh behind everything else, instead of slots.
+template <class Base, int kSets_>
+struct FetchingShape : Base {
+  static_assert(Base::kSlots == 0);
   static constexpr int kSets = kSets_;
   static constexpr int kSetFullAt = Base::kSharedBytes, kSetDoneAt = kSetFullAt + 8 * kSets;
   static constexpr int kSetEmptyAt = kSetDoneAt + 8 * kSets, kSetTurnAt = kSetEmptyAt + 8 * kSets;

@@ -1,5 +1,5 @@
 // Hopper instructions: mbarriers, clusters, bulk tensor copies, wgmma. One function for each instruction, no policy.
-// Shared-memory operands are 32-bit addresses of the shared window (`shared_address`).
+// Shared-memory operands are 32-bit addresses of the shared window (device::shared_address).
 #pragma once
 
 #include <cuda.h>
@@ -10,8 +10,6 @@
 #include <type_traits>
 
 namespace grouped::ptx {
-
-__device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 // ---- roles ----
 template <int kRegisters>
@@ -76,6 +74,10 @@ __device__ inline void barrier_arrive_peer(uint32_t barrier, uint32_t rank) {
 __device__ inline void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
 }
+// More bytes for an arrival that has been.
+__device__ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+}
 __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -90,24 +92,9 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
-// ---- copies of single words ----
+// ---- words ----
 // Asks for what lies at `from` into the L2.
 __device__ inline void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];\n" ::"l"(from) : "memory"); }
-__device__ inline void copy_word(uint32_t to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(to), "l"(from) : "memory");
-}
-// The first `bytes` of 4 or 8; the rest of them become zero.
-template <int kSize>
-__device__ inline void copy_part(uint32_t to, const void* from, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;\n" ::"r"(to), "l"(from), "n"(kSize), "r"(bytes)
-               : "memory");
-}
-__device__ inline void copies_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-// Until at most the last kPending groups of this thread's copies are under way.
-template <int kPending>
-__device__ inline void copies_wait() {
-  asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
-}
 // Arrives, as one of the barrier's count, once the copies of words that this thread started are there.
 __device__ inline void barrier_arrive_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(barrier) : "memory");

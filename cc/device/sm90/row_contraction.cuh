@@ -36,36 +36,24 @@ __global__ void __launch_bounds__(kOrderThreads) order_groups(const int32_t* siz
                                                               GroupSpan* spans, GroupSpan* unordered, Draws* draws) {
   __shared__ int32_t start[kBuckets];
   __shared__ int64_t of_warp[33];
-  const auto block_scan = [&](int64_t value, int64_t* total) {
-    return device::exclusive_sum<kOrderThreads / 32>(value, of_warp, total);
-  };
   for (int i = threadIdx.x; i < kBuckets; i += kOrderThreads) start[i] = 0;
   __syncthreads();
-  int64_t rows_before = 0, codes_before = 0;
-  for (int first = 0; first < groups; first += kOrderThreads) {
-    const int g = first + threadIdx.x;
-    const int64_t size = g < groups && sizes[g] > 0 ? sizes[g] : 0;
-    int64_t total;
-    const int64_t begin = rows_before + block_scan(size, &total);
-    rows_before += total;
-    const int64_t from = begin < max_rows ? begin : max_rows, end = begin + size < max_rows ? begin + size : max_rows;
-    int64_t segment = 0;
-    if constexpr (kSegmented) {
-      segment = codes_before + block_scan(segment_codes(end - from), &total);
-      codes_before += total;
-    }
-    if (g >= groups) continue;
-    unordered[g] = {g, int32_t(end - from), int32_t(end), int32_t(segment)};
-    atomicAdd(&start[bucket(int(end - from))], 1);
-  }
-  if (threadIdx.x == 0) *draws = {0, (rows_before < max_rows ? rows_before : max_rows) / groups};
+  const auto all = device::scan_in_block<kOrderThreads, kSegmented ? 1 : 0>(
+      groups, max_rows, [&](int g) { return int64_t{sizes[g]}; },
+      [](int64_t rows, int64_t (&parts)[1]) { parts[0] = kSegmented ? segment_codes(rows) : 0; },
+      [&](int g, int64_t first, int64_t end, const auto& before) {
+        const int rows = int(end - first);
+        unordered[g] = {g, rows, int32_t(end), int32_t(before.parts[0])};
+        atomicAdd(&start[bucket(rows)], 1);
+      });
+  if (threadIdx.x == 0) *draws = {0, (all.rows < max_rows ? all.rows : max_rows) / groups};
   __syncthreads();
   int64_t after = 0;  // groups in longer buckets
   for (int first = 0; first < kBuckets; first += kOrderThreads) {
     const int i = kBuckets - 1 - first - int(threadIdx.x);
     const int64_t count = i >= 0 ? start[i] : 0;
     int64_t total;
-    const int64_t at = after + block_scan(count, &total);
+    const int64_t at = after + device::exclusive_sum<kOrderThreads / 32>(count, of_warp, &total);
     after += total;
     if (i >= 0) start[i] = int32_t(at);
   }

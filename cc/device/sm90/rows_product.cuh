@@ -1,6 +1,7 @@
 // What products over grouped rows share: their operands, the order of their tiles, and their tail.
 #pragma once
 
+#include "cc/device/common/product_end.cuh"
 #include "cc/device/sm90/pipeline.cuh"
 
 namespace grouped::sm90 {
@@ -16,20 +17,32 @@ struct RowsParams {
   bool clear_tail;
 };
 
+using device::BiasParams;
+
 // And what becomes of a result: bias and row scale, then one rounding.
-struct MatmulParams : RowsParams {
+struct MatmulParams : RowsParams, BiasParams {
   CUtensorMap out;
-  int32_t width, first_col;   // columns of result and bias, and the first that is made
-  const void* bias;           // [groups, width], or null
-  const int64_t* bias_table;  // addresses of the biases, or null
-  const float* row_scale;     // [rows], or null
+  int32_t first_col;  // of the result's `width`, the first that is made
   uint8_t* result;
-  bool scale_bias, float_bias;
+  bool scale_bias;
 };
 
 struct IgnoreTail {
   __device__ void operator()(int32_t) const {}
 };
+
+// What an item's group says of it: rows, and where its weights are.
+__device__ inline void set_group(const RowsParams& p, const RowScan::Found& found, Work* work) {
+  work->length = p.length;
+  work->group = found.group;
+  work->rows = found.rows;
+  work->end = found.end;
+  work->slice2 = found.group;
+  if (p.rhs_table == nullptr) return;
+  const Slice slice = slice_of(uint64_t(p.rhs_table[found.group]) - uint64_t(p.rhs_base));
+  work->slice2 = slice.near;
+  work->slice3 = slice.far;
+}
 
 // Draws the pair's items and pushes this CTA's tile of each, `tile_cols` columns wide and in the order of kTileAt.
 // `at_tail` is told the first tail row.
@@ -39,28 +52,20 @@ __device__ inline void schedule_rows(const RowsParams& p, int tile_cols, uint32_
   const int col_tiles = (p.cols + tile_cols - 1) / tile_cols;
   RowScan scan(p.sizes, p.groups, p.rows, col_tiles);
   Mailbox pair(rank, mail);
-  int64_t next = blockIdx.x / 2;
+  uint32_t next = blockIdx.x / 2;
   while (true) {
-    const RowScan::Found found = scan.find(pair.share(next));
-    if (pair.leader() && threadIdx.x % 32 == 0) next = int64_t(atomicAdd(p.counter, 1ull)) + gridDim.x / 2;
+    const RowScan::Found found = scan.find(uint32_t(pair.share(next)));
+    if (pair.leader() && threadIdx.x % 32 == 0) next = uint32_t(atomicAdd(p.counter, 1ull)) + gridDim.x / 2;
     Work work{};
     if (found.tile) {
-      const Tile tile = kTileAt(found.item, (found.rows + kTileRows - 1) / kTileRows, col_tiles, rank);
+      const Tile tile = with_short_last(kTileAt(found.item, (found.rows + kTileRows - 1) / kTileRows, col_tiles, rank),
+                                        rank, found.rows, col_tiles);
       work.kind = Work::kTile;
-      work.length = p.length;
+      set_group(p, found, &work);
       work.row0 = tile.row * kTileRows;
       work.col0 = tile.col * tile_cols;
       work.valid_rows = found.rows - work.row0;
       work.across = tile.across;
-      work.group = found.group;
-      work.rows = found.rows;
-      work.end = found.end;
-      work.slice2 = found.group;
-      if (p.rhs_table != nullptr) {
-        const Slice slice = slice_of(uint64_t(p.rhs_table[found.group]) - uint64_t(p.rhs_base));
-        work.slice2 = slice.near;
-        work.slice3 = slice.far;
-      }
     } else {
       at_tail(found.end);
       const int64_t first = found.end + int64_t(found.item) * kTailRows;
@@ -78,27 +83,26 @@ __device__ inline ptx::Coords ragged_at(const Work& work, int col, int row) {
   return {{col, kRagged - work.rows + work.row0 + row, kRagged, work.end}};
 }
 
-// Ends and stores the warp's 16 rows of a tile, the first of which is `row`; `first(v)` sees the four values of a
-// column pair before anything else. A bias that is not float32 is of type Bias.
-template <class Bias, class Out, int kCols, int kSlots, class Held_, class First>
-__device__ inline void finish_and_store(const MatmulParams& p, const Work& work, int row, int cols,
-                                        float (&acc)[kCols / 2], Slots<kSlots>& slots, Held_& held, First first) {
+// Scales of this lane's rows of a tile, `row` + l/4 and 8 further; 1 past the group's last.
+__device__ inline void row_scales(const float* of_rows, const Work& work, int row, float (&scale)[2]) {
   const int lane = threadIdx.x % 32;
-  float scale[2] = {1, 1};
-  if (p.row_scale != nullptr) {
-    const float* of_rows = p.row_scale + (work.end - work.rows + work.row0 + row);
+  scale[0] = scale[1] = 1;
+  if (of_rows == nullptr) return;
+  of_rows += work.end - work.rows + work.row0 + row;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (row + lane / 4 + 8 * i < work.valid_rows) scale[i] = of_rows[lane / 4 + 8 * i];
-    }
+  for (int i = 0; i < 2; ++i) {
+    if (row + lane / 4 + 8 * i < work.valid_rows) scale[i] = of_rows[lane / 4 + 8 * i];
   }
-  const int64_t bytes = p.float_bias ? 4 : sizeof(Bias);
-  const char* bias = static_cast<const char*>(p.bias);
-  if (p.bias_table != nullptr) {
-    bias = reinterpret_cast<const char*>(p.bias_table[work.group]) + bytes * (p.first_col + work.col0);
-  } else if (bias != nullptr) {
-    bias += bytes * (int64_t(work.group) * p.width + p.first_col + work.col0);
-  }
+}
+
+// Ends and stores the warp's 16 rows of a tile, the first of which is `row`; `first(v)` sees the four values of a
+// column pair before anything else.
+template <class Bias, class Out, int kCols, int kSlots, class Params, class Held_, class First>
+__device__ inline void finish_and_store(const Params& p, const Work& work, int row, int cols, float (&acc)[kCols / 2],
+                                        Slots<kSlots>& slots, Held_& held, First first) {
+  float scale[2];
+  row_scales(p.row_scale, work, row, scale);
+  const char* bias = device::bias_at<Bias>(p, work.group, p.first_col + work.col0);
   const bool plain = bias == nullptr && p.row_scale == nullptr;
   const auto change = [&](int col, float (&v)[4]) {
     first(v);
@@ -107,16 +111,11 @@ __device__ inline void finish_and_store(const MatmulParams& p, const Work& work,
     if (bias != nullptr) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (col + i >= cols) continue;
-        b[i] = p.float_bias ? reinterpret_cast<const float*>(bias)[col + i]
-                            : to_float(reinterpret_cast<const Bias*>(bias)[col + i]);
+        if (col + i < cols) b[i] = Bias::value(p, bias, col + i);
       }
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float s = scale[i / 2];
-      v[i] = p.scale_bias ? v[i] + s * b[i % 2] : s * (v[i] + b[i % 2]);
-    }
+    for (int i = 0; i < 4; ++i) v[i] = device::ended(v[i], scale[i / 2], b[i % 2], p.scale_bias);
   };
   store_part<Out, kCols>(acc, &p.out, ragged_at(work, work.col0, row), cols, slots, held, change);
 }

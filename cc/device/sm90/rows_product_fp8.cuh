@@ -7,10 +7,8 @@
 
 #include "cc/api/calls.h"
 #include "cc/api/kernel.h"
-#include "cc/device/common/launch.h"
 #include "cc/device/sm90/operands_fp8.cuh"
-#include "cc/device/sm90/rows_product.cuh"
-#include "cc/device/sm90/tensor_map.h"
+#include "cc/device/sm90/product_launch.cuh"
 
 namespace grouped::sm90 {
 
@@ -61,7 +59,7 @@ struct Fp8Rows {
   template <int kSums>
   static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[kSums],
                                Slots<Shape::kSlots>& slots, Epilogue& held) {
-    using Bias = std::conditional_t<sizeof(Out) == 2, Out, __nv_bfloat16>;
+    using Bias = device::BiasOf<std::conditional_t<sizeof(Out) == 2, Out, __nv_bfloat16>>;
     if (p.bias == nullptr && p.bias_table == nullptr && p.row_scale == nullptr) {  // no questions for every column
       store_part<Out, Shape::kCols>(acc, &p.out, ragged_at(work, work.col0, row), cols, slots, held, held.group);
     } else {
@@ -92,67 +90,29 @@ inline std::string refuses_fp8_rows(const GroupedMatmul& c, const Target&) {
   if (out != DType::bf16 && out != DType::f16 && out != DType::f32) {
     return std::string("gives bfloat16, float16 or float32, not ") + dtype_name(out);
   }
-  if (c.bias.present() && c.bias.dtype != DType::f32 && c.bias.dtype != (out == DType::f32 ? DType::bf16 : out)) {
-    return std::string("takes a bias of float32 or of the result's 16-bit type, not ") + dtype_name(c.bias.dtype);
-  }
+  if (std::string reason = refuses_bias(c.bias, out == DType::f32 ? DType::bf16 : out); !reason.empty()) return reason;
   if (c.accumulate) return "does not accumulate into ragged rows";
   const int64_t m = c.lhs.dims[0], k = c.lhs.dims[1], n = c.result.dims[1];
-  if (m >= kRagged) return "takes fewer than 2^30 rows";
-  if (n >= kRagged || k >= kRagged) return "takes fewer than 2^30 columns";
-  if (k % 16 != 0) return "needs rows of whole 16 bytes: K = " + std::to_string(k) + " is no multiple of 16";
-  if (n % 8 != 0) {
-    return "needs result rows of a multiple of 16 bytes: N = " + std::to_string(n) + " is no multiple of 8";
-  }
-  if ((m / kTileRows + c.group_sizes.dims[0]) * ((n + 127) / 128) >= kMaxItems) {
-    return "takes fewer than 2^31 pairs of tiles";
-  }
-  return "";
+  return first_of({refuses_extents(m, {n, k}), refuses_16_bytes({{"K", k, 16}, {"N", n, 8}}),
+                   refuses_row_tiles(m, c.group_sizes.dims[0], n, 128)});
 }
 
 inline size_t fp8_rows_workspace(const GroupedMatmul&, const Target&) { return sizeof(unsigned long long); }
 
-// Parameters but for the maps; sets the call's counter to zero.
-inline Fp8RowsParams fp8_rows_params(const GroupedMatmul& call, const Context& context) {
-  Fp8RowsParams p{};
-  p.sizes = call.group_sizes.as<int32_t>();
-  p.counter = static_cast<unsigned long long*>(context.workspace);
-  GROUPED_CUDA_CHECK(cudaMemsetAsync(p.counter, 0, sizeof(*p.counter), static_cast<cudaStream_t>(context.stream)));
-  p.rhs_table = call.rhs_table.present() ? call.rhs_table.as<int64_t>() : nullptr;
-  p.rhs_base = reinterpret_cast<int64_t>(p.rhs_table != nullptr ? call.lhs.data : call.rhs.data);
-  p.bias = call.bias.present() ? call.bias.data : nullptr;
-  p.bias_table = call.bias_table.present() ? call.bias_table.as<int64_t>() : nullptr;
-  p.float_bias = call.bias.present() && call.bias.dtype == DType::f32;
-  p.row_scale = call.row_scale.present() ? call.row_scale.as<float>() : nullptr;
-  p.result = call.result.as<uint8_t>();
-  p.rows = call.lhs.dims[0];
-  p.groups = int32_t(call.group_sizes.dims[0]);
-  p.cols = p.width = int32_t(call.result.dims[1]);
-  p.length = int32_t(call.lhs.dims[1] / kCodesPerElement);
-  p.scale_bias = call.scale_bias != 0;
-  p.clear_tail = !call.into.present();
-  set_scales(call.scales, &p);
-  return p;
-}
-
-// Launches kKernel<Product>, whose parameters lack their maps.
-template <class Product, auto kKernel>
-void launch_fp8_rows(const GroupedMatmul& call, Fp8RowsParams p, void* stream) {
-  using Rhs = typename Product::Rhs;
-  using Out = typename Product::Result;
-  const int64_t k = call.lhs.dims[1], n = p.cols;
-  const MapShape rhs_shape =
-      p.rhs_table != nullptr ? scattered_shape(n, k, call.rhs.dtype) : packed_shape(p.groups, n, k, call.rhs.dtype);
-  p.lhs = tensor_map(call.lhs.data, call.lhs.dtype, ragged_shape(k, call.lhs.dtype), kBlockCodes, 64);
-  p.rhs = tensor_map(reinterpret_cast<const void*>(p.rhs_base), call.rhs.dtype, rhs_shape, kBlockCodes, Rhs::kBoxRows);
-  p.out = tensor_map(call.result.data, call.result.dtype, ragged_shape(n, call.result.dtype), 128 / sizeof(Out), 16);
-  constexpr int kCols = Product::Shape::kCols, kBytes = Product::Shape::kSharedBytes;
-  allow_shared_memory<kKernel>(kBytes);
-  // Every group may have one tile that is not full.
-  const int64_t row_tiles = (p.rows + int64_t(kTileRows - 1) * p.groups) / kTileRows;
-  const int64_t items = row_tiles * ((n + 2 * kCols - 1) / (2 * kCols)), pairs = multiprocessors() / 2;
-  const unsigned grid = 2 * unsigned(items < pairs ? items : pairs);
-  kKernel<<<grid, kThreads, kBytes, static_cast<cudaStream_t>(stream)>>>(p);
-  GROUPED_CUDA_CHECK(cudaGetLastError());
+// Calls launch(product, params) for the types of a call, with Product_<types of the operands, type of the result>.
+template <template <class, class> class Product_, class Launch>
+void launch_fp8_rows(const GroupedMatmul& call, const Context& context, Launch launch) {
+  if (call.lhs.dims[0] == 0) return;
+  with_fp8_types(call, [&](auto pair, auto out) {
+    using Product = Product_<decltype(pair), decltype(out)>;
+    Fp8RowsParams p{};
+    set_matmul(call, context, &p);
+    set_scales(call.scales, &p);
+    p.length = int32_t(call.lhs.dims[1] / kCodesPerElement);
+    map_operands<typename Product::Rhs>(call, &p);
+    map_result(call, &p);
+    launch(Product{}, p);
+  });
 }
 
 }  // namespace grouped::sm90

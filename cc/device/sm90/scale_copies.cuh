@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cc/device/common/copy_async.cuh"
 #include "cc/device/sm90/few_rows.cuh"
 #include "cc/device/sm90/layout_codes.cuh"
 #include "cc/device/sm90/ptx.cuh"
@@ -43,8 +44,8 @@ class ScaleCopies {
         const int bytes = min(max(left_ - byte, 0), 8);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          ptx::copy_part<8>(to + i * kScaleLanes * kStride + byte,
-                            reinterpret_cast<const void*>(first + line_[i] + byte), bytes);
+          device::copy_async<8>(to + i * kScaleLanes * kStride + byte,
+                                reinterpret_cast<const void*>(first + line_[i] + byte), bytes);
         }
       }
     } else {
@@ -55,8 +56,9 @@ class ScaleCopies {
 #pragma unroll
         for (int byte = 0; byte < (kScale == Scale::f32 ? kBytes : kBytes + 4); byte += 4) {
           if (byte == kBytes && p.scale_alignment > 1) continue;  // else a stage's bytes touch one word more
-          ptx::copy_part<4>(to + i * kScaleLanes * kStride + byte, reinterpret_cast<const void*>(from - offset + byte),
-                            min(max(left_ + offset - byte, 0), 4));
+          device::copy_async<4>(to + i * kScaleLanes * kStride + byte,
+                                reinterpret_cast<const void*>(from - offset + byte),
+                                min(max(left_ + offset - byte, 0), 4));
         }
       }
     }

@@ -15,6 +15,7 @@
 namespace grouped::sm90 {
 
 constexpr int kTileRows = 128;  // rows of a tile, of every tile shape
+constexpr int kShortRows = 64;  // a tile with no more rows costs half
 constexpr int kBlockK = 64;     // contracted elements of one pipeline stage
 constexpr int kTailRows = 128;  // tail rows that one work item clears
 
@@ -49,6 +50,15 @@ GROUPED_HOST_DEVICE inline Tile pair_at(int item, int row_tiles, int col_tiles, 
   const int straight = 2 * u + 1 < col_tiles ? 2 * rest : rest;  // pairs of this unit; its last column may be single
   if (s < straight) return {2 * (full * kWindowPairs + s % rest) + rank, 2 * u + s / rest, false};
   return {row_tiles - 1, 2 * u + rank, true};
+}
+
+// Where the second of the last two row tiles is short, a pair would take as long for it as for the first, so both go
+// across: of an even column and the next, one pair takes the first row tile, one the second, in half of the time.
+GROUPED_HOST_DEVICE inline Tile with_short_last(Tile tile, int rank, int rows, int col_tiles) {
+  const int last = (rows - 1) / kTileRows, even = tile.col & ~1;
+  if (tile.across || last % 2 == 0 || tile.row / 2 != last / 2 || even + 1 >= col_tiles) return tile;
+  if (rows - last * kTileRows > kShortRows) return tile;
+  return {last - 1 + (tile.col & 1), even + rank, true};
 }
 
 // The same tiles, but of two columns a pair always takes both: the rows then cross the L2 cache once.
@@ -167,7 +177,7 @@ class Mailbox {
 class RowScan {
  public:
   __device__ RowScan(const int32_t* sizes, int groups, int64_t max_rows, int col_tiles)
-      : sizes_(sizes), groups_(groups), max_rows_(max_rows), col_tiles_(col_tiles), lane_(threadIdx.x % 32) {
+      : sizes_(sizes), groups_(groups), max_rows_(int(max_rows)), col_tiles_(col_tiles), lane_(threadIdx.x % 32) {
     next_ = lane_ < groups_ ? sizes_[lane_] : 0;
   }
 
@@ -177,12 +187,12 @@ class RowScan {
     int group, rows, end;
   };
 
-  __device__ Found find(int64_t item) {
+  __device__ Found find(uint32_t item) {
     while (item >= window_items_ && base_ + 32 < groups_) advance();
     if (item >= window_items_) return {false, int(item - window_items_), 0, 0, int(window_rows_)};
     const unsigned before = __ballot_sync(~0u, items_end_ <= item);  // prefix sums rise: these lanes come first
     const int lane = __popc(before);
-    const int64_t first = __shfl_sync(~0u, items_end_ - items_, lane);
+    const uint32_t first = __shfl_sync(~0u, items_end_ - items_, lane);
     return {true, int(item - first), base_ + lane, __shfl_sync(~0u, rows_, lane), __shfl_sync(~0u, end_, lane)};
   }
 
@@ -197,30 +207,30 @@ class RowScan {
       const int64_t up = __shfl_up_sync(~0u, end, d);
       if (lane_ >= d) end += up;
     }
-    int64_t start = window_rows_ + end - rows;
+    int64_t start = window_rows_ + end - rows;  // of a window: at most 2^36
     end = window_rows_ + end < max_rows_ ? window_rows_ + end : max_rows_;
     start = start < max_rows_ ? start : max_rows_;
     rows_ = int(end - start);
     end_ = int(end);
-    items_ = pair_count((rows_ + kTileRows - 1) / kTileRows, col_tiles_);
+    items_ = uint32_t(pair_count((rows_ + kTileRows - 1) / kTileRows, col_tiles_));
     items_end_ = items_;
     for (int d = 1; d < 32; d *= 2) {
-      const int64_t up = __shfl_up_sync(~0u, items_end_, d);
+      const uint32_t up = __shfl_up_sync(~0u, items_end_, d);
       if (lane_ >= d) items_end_ += up;
     }
     items_end_ += window_items_;
     window_items_ = __shfl_sync(~0u, items_end_, 31);
-    window_rows_ = __shfl_sync(~0u, end, 31);
+    window_rows_ = __shfl_sync(~0u, int(end), 31);
   }
 
   const int32_t* sizes_;
   const int groups_;
-  const int64_t max_rows_;
-  const int col_tiles_, lane_;
+  const int max_rows_, col_tiles_, lane_;
   int next_, base_ = -32;
-  int rows_ = 0, end_ = 0;                      // of this lane's group
-  int64_t items_ = 0, items_end_ = 0;           // its pairs, and their running total
-  int64_t window_items_ = 0, window_rows_ = 0;  // totals up to the end of the window
+  int rows_ = 0, end_ = 0;              // of this lane's group
+  uint32_t items_ = 0, items_end_ = 0;  // its pairs, and their running total, below kMaxItems
+  uint32_t window_items_ = 0;           // totals up to the end of the window
+  int window_rows_ = 0;
 };
 
 #endif  // __CUDACC__

@@ -23,6 +23,7 @@
 // out, since the parameters cost more instructions where a lambda captures them, and `lane` is computed once.
 #pragma once
 
+#include "cc/device/common/copy_async.cuh"
 #include "cc/device/sm90/epilogue.cuh"
 #include "cc/device/sm90/ptx.cuh"
 #include "cc/device/sm90/ring.cuh"
@@ -123,16 +124,6 @@ struct Shell {
       if (work.kind == Work::kTile) body(work);
     }
   }
-  // The same by a whole warp, with the item in shared memory.
-  template <class Body>
-  __device__ __forceinline__ void warp_tiles(Body body) const {
-    WorkReader<Shape, true> reader(barriers, items);
-    for (;; reader.release()) {
-      const Work& work = reader.get();
-      if (work.kind == Work::kDone) break;
-      if (work.kind == Work::kTile) body(work);
-    }
-  }
   // At the end of a warp that stores: nothing may be under way.
   __device__ void finish_stores() const {
     if (lane == 0) ptx::store_wait_read<0>();
@@ -151,7 +142,7 @@ __device__ __forceinline__ void run_shell(const typename Product::Params& p) {
   using Shape = typename Product::Shape;
   extern __shared__ __align__(1024) uint8_t memory[];
   Shell<Shape> shell;
-  shell.shared = ptx::shared_address(memory);
+  shell.shared = device::shared_address(memory);
   shell.barriers = shell.shared + Shape::kBarriersAt;
   shell.rank = ptx::cluster_rank();
   shell.items = reinterpret_cast<Work*>(memory + Shape::kWorkAt);

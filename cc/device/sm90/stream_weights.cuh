@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cc/device/common/copy_async.cuh"
 #include "cc/device/common/elements.cuh"
 #include "cc/device/common/group_factor.cuh"
 #include "cc/device/sm90/few_rows.cuh"
@@ -187,8 +188,8 @@ __device__ void produce_scales(const FewRowsParams& p, const int32_t* tables, ui
       ptx::barrier_wait(control.empty(ring.slot), ring.parity ^ 1);
       copies.copy(p, scales_at(ring.slot));
       if constexpr (kLarge) {
-        ptx::copies_commit();
-        ptx::copies_wait<1>();
+        device::commit_copies();
+        device::wait_copies<1>();
         if (before >= 0) show(before);
         before = ring.slot;
       } else {
@@ -198,7 +199,7 @@ __device__ void produce_scales(const FewRowsParams& p, const int32_t* tables, ui
     }
   }
   if constexpr (kLarge) {
-    ptx::copies_wait<0>();
+    device::wait_copies<0>();
     if (before >= 0) show(before);
   }
 }
@@ -520,7 +521,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) stream_weights(const __grid_co
   extern __shared__ __align__(1024) uint8_t memory[];
   int32_t* tables = reinterpret_cast<int32_t*>(memory + S::kStages * S::kStageBytes);
   float* staged = reinterpret_cast<float*>(memory + S::kStages * S::kStageBytes + kTableBytes);
-  const uint32_t shared = ptx::shared_address(memory);
+  const uint32_t shared = device::shared_address(memory);
   const Control control = {shared + S::kBytes - S::kControlBytes};
   if (threadIdx.x == 0) {
     for (int s = 0; s < S::kStages; ++s) {

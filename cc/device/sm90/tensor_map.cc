@@ -36,8 +36,10 @@ inline CUtensorMapDataType tensor_map_dtype(DType dtype) {
 CUtensorMap tensor_map(const void* base, DType dtype, const MapShape& shape, uint32_t box_cols, uint32_t box_rows) {
   CUtensorMap map;
   const uint32_t box[4] = {box_cols, box_rows, 1, 1}, steps[4] = {1, 1, 1, 1};
-  const CUtensorMapSwizzle swizzle =
-      box_cols * dtype_bytes(dtype) == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
+  const int64_t wide = box_cols * dtype_bytes(dtype);
+  const CUtensorMapSwizzle swizzle = wide == 32   ? CU_TENSOR_MAP_SWIZZLE_NONE
+                                     : wide == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                  : CU_TENSOR_MAP_SWIZZLE_128B;
   const CUresult status = tensor_map_encoder()(&map, tensor_map_dtype(dtype), 4, const_cast<void*>(base), shape.dims,
                                                shape.strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                                                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

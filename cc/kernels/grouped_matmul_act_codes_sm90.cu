@@ -1,0 +1,67 @@
+// Up projection with its activation on Hopper, of rows of bfloat16 and weights [G, W, K] that come as codes: as
+// grouped_matmul_act_bf16_sm90.cu has it, with a warpgroup that widens the codes of a stage to the tile that is
+// multiplied, as in grouped_matmul_codes_sm90.cu. Bits are those of the same call on widened weights.
+//
+//   loader: codes by boxes of 32 columns x 64 k, gates and linear halves by turns
+//
+//   codes     tile               accumulators   ring         slots           registers, 128 + 256 + 128 threads
+//   4 bits    128 x (96 + 96)    192 a thread   4 x 46 KiB   8 x 3 x 1 KiB   24 / 224 / 40
+//   8 bits    128 x (96 + 96)    192 a thread   4 x 52 KiB   8 x 2 x 1 KiB   24 / 224 / 40
+#include "cc/api/kernel.h"
+#include "cc/api/product_inside.h"
+#include "cc/kernels/grouped_matmul_act_codes_sm90.cuh"
+#include "cc/kernels/kernels.h"
+
+namespace grouped {
+
+namespace sm90 {
+extern template void launch_coded_up<true>(const GroupedMatmulAct&, CodedUpParams, void*);
+extern template void launch_coded_up<false>(const GroupedMatmulAct&, CodedUpParams, void*);
+}  // namespace sm90
+
+namespace {
+
+using namespace sm90;
+
+std::string refuses(const GroupedMatmulAct& c, const Target& target) {
+  if (c.stored.stores()) return "gives plain rows";
+  if (c.rhs_up.present()) return "takes weights in one array";
+  const std::string coded = refuses_coded(c);
+  if (!coded.empty()) return coded;
+  if (c.rhs_axis != 2) return "takes weights stored [G, N, K]";
+  if (c.scales.rhs_block_outer != 1) return "takes blocks of one line";
+  for (const TensorView* t : {&c.result, &c.hidden}) {
+    if (t->present() && t->dtype != DType::bf16) return std::string("gives bfloat16, not ") + dtype_name(t->dtype);
+  }
+  if (c.bias.present() && c.bias.dtype != DType::bf16 && c.bias.dtype != DType::f32) {
+    return std::string("takes a bias of bfloat16 or float32, not ") + dtype_name(c.bias.dtype);
+  }
+  if (!c.low.present() && grouped_matmul_weight_only_sm90.refuses(product_inside(c), target).empty()) {
+    return "leaves products with few rows a group to grouped_matmul_weight_only_sm90";
+  }
+  return refuses_up(c);
+}
+
+size_t workspace(const GroupedMatmulAct&, const Target&) { return sizeof(unsigned long long); }
+
+void launch(const GroupedMatmulAct& call, const Context& context) {
+  if (call.lhs.dims[0] == 0) return;
+  CodedUpParams p{up_params(call, context), {}, floats_or_null(call.scales.rhs_group_scales)};
+  return has_nibbles(call) ? launch_coded_up<true>(call, p, context.stream)
+                           : launch_coded_up<false>(call, p, context.stream);
+}
+
+}  // namespace
+
+const Kernel<GroupedMatmulAct> grouped_matmul_act_codes_sm90 = {"grouped_matmul_act_codes_sm90",
+                                                                Arch::sm90,
+                                                                Kind::special,
+                                                                refuses,
+                                                                workspace,
+                                                                launch,
+                                                                kAlignment,
+                                                                nullptr,
+                                                                true,
+                                                                true};
+
+}  // namespace grouped
