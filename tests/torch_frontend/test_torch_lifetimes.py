@@ -102,7 +102,7 @@ def _launches() -> Iterator[list[Launch]]:
     seen: list[Launch] = []
     earlier: list[Buffer] = []
 
-    def note(name: str, values: list[Any], made: tuple[int, ...]) -> None:
+    def note(name: str, launcher: Any, values: list[Any], made: tuple[int, ...]) -> None:
         held = {StorageWeakRef(each.untyped_storage()).cdata for each in values if each is not None}
         alive = [each for each in earlier if not each.storage.expired()]
         others = [each for each in alive if each.storage.cdata not in held]

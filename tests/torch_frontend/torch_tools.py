@@ -67,15 +67,17 @@ def leaves(packed: Tensor, needed: bool = True) -> Any:
 
 
 @contextmanager
-def watched(note: Callable[[str, list[Any], tuple[int, ...]], None]) -> Iterator[None]:
-    """Calls `note` before each launch inside: with the native call, the registers, and those of its new results."""
+def watched(note: Callable[[str, Any, list[Any], tuple[int, ...]], None]) -> Iterator[None]:
+    """Calls `note` before each launch inside, of each part of a kernel in parts: with the native call, its launcher, the
+    registers, and those of its new results.
+    """
     original = _record.watch
 
     def watch(flags: frozenset[str], device: int) -> Callable[..., None]:
         launch = original(flags, device)
 
         def noted(name: str, launcher: Any, values: list[Any], made: tuple[int, ...], stream: int) -> None:
-            note(name, values, made)
+            note(name, launcher, values, made)
             if launch is None:
                 launcher.launch(values, stream)
             else:
@@ -90,9 +92,14 @@ def watched(note: Callable[[str, list[Any], tuple[int, ...]], None]) -> Iterator
 
 @contextmanager
 def counted_launches() -> Iterator[list[str]]:
-    """Names of the native calls launched inside."""
+    """Names of the native calls launched inside; one whose kernel is in parts counts once."""
     names: list[str] = []
-    with watched(lambda name, values, made: names.append(name)):
+
+    def note(name: str, launcher: Any, values: list[Any], made: tuple[int, ...]) -> None:
+        if not launcher.continues:
+            names.append(name)
+
+    with watched(note):
         yield names
 
 
@@ -101,7 +108,7 @@ def allocations() -> Iterator[list[StorageWeakRef]]:
     """The storages into which kernels inside write results; `expired()` is true once they are freed."""
     found: list[StorageWeakRef] = []
 
-    def note(_: str, values: list[Any], made: tuple[int, ...]) -> None:
+    def note(name: str, launcher: Any, values: list[Any], made: tuple[int, ...]) -> None:
         found.extend(StorageWeakRef(values[at].untyped_storage()) for at in made)
 
     with watched(note):
@@ -122,7 +129,7 @@ def living() -> Iterator[list[tuple[str, list[Buffer]]]]:
     seen: list[tuple[str, list[Buffer]]] = []
     earlier: list[Buffer] = []
 
-    def note(name: str, values: list[Any], made: tuple[int, ...]) -> None:
+    def note(name: str, launcher: Any, values: list[Any], made: tuple[int, ...]) -> None:
         seen.append((name, [each for each in earlier if not each.storage.expired()]))
         tensors = [values[at] for at in made]
         earlier.extend(Buffer(name, tuple(each.shape), StorageWeakRef(each.untyped_storage())) for each in tensors)
