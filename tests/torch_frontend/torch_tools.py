@@ -68,7 +68,7 @@ def leaves(packed: Tensor, needed: bool = True) -> Any:
 
 @contextmanager
 def watched(note: Callable[[str, Any, list[Any], tuple[int, ...]], None]) -> Iterator[None]:
-    """Calls `note` before each launch inside, of each part of a kernel in parts: with the native call, its launcher, the
+    """Calls `note` before each launch inside, also of each part of a kernel: with the native call, its launcher, the
     registers, and those of its new results.
     """
     original = _record.watch
