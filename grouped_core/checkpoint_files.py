@@ -14,6 +14,7 @@ from grouped_core.checkpoint_metadata import NAME, Recorded, check_agreement, re
 from grouped_core.checkpoint_plan import WHOLE, Plan, Shard, fixed_or, interleave_option, plan
 from grouped_core.formats import Format
 from grouped_core.layouts import Layout, layout_option, stripped
+from grouped_core.lora_layout import is_factor
 from grouped_core.safetensors_file import Facts, File
 
 SUFFIX = ".safetensors"
@@ -174,6 +175,9 @@ def loading(
     if notes is not None:
         _same_formats(notes, model, made, reader.where)
     missing = [key for key in made.missing if key not in model.optional]
+    factors = {key for key in model.entries if is_factor(key)}
+    if factors != model.entries.keys() and factors <= set(missing):  # a base without adapters
+        missing = [key for key in missing if key not in factors]
     if missing:
         raise KeyError(
             f"checkpoint `{reader.where}`: nothing for {_some(missing)}, expected a tensor for each of the model; pass "

@@ -6,11 +6,20 @@ Letters: G groups (experts), K in, N out, r rank.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 Array = Any
 """An array of NumPy, JAX or PyTorch."""
+
+
+_FACTOR = re.compile(r"(.*[._/])?lora_[abAB]")
+
+
+def is_factor(key: str) -> bool:
+    """Whether a parameter of this name is a factor of a layer's adapter, in either framework."""
+    return _FACTOR.fullmatch(key) is not None
 
 
 def from_peft(

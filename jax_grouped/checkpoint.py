@@ -78,6 +78,7 @@ def load(
     """Loads a checkpoint as a tree like `like`, with its shardings; NNX modules are updated in place.
 
     Everything is checked before an array is read. A warning lists arrays that have no place in the tree.
+    A checkpoint without adapters leaves those of the tree as they are.
 
     Args:
         path: a safetensors file, a folder of such files, or a folder of Orbax.

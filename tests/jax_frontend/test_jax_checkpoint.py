@@ -209,6 +209,17 @@ def test_four_ranks_save_and_two_load(tmp_path: Path) -> None:
     same(checkpoint.load(tmp_path / "c", jax.tree.map(jnp.zeros_like, whole)), whole)
 
 
+@pytest.mark.rule("CKP-3", "LOR-5")
+def test_a_base_loads_beside_adapters(tmp_path: Path) -> None:
+    path = tmp_path / "f.safetensors"
+    base, model = (GroupedMLP(E, H, 2 * F, rngs=nnx.Rngs(seed), lora_rank=rank) for seed, rank in ((1, None), (2, 2)))
+    before, plain = params(model), params(base)
+    checkpoint.save(path, base)
+    after = params(checkpoint.load(path, model))
+    assert sum("lora_" in key for key in after) == 4
+    same(after, {key: plain.get(key, value) for key, value in before.items()})
+
+
 def test_bad_arguments_and_trees(tmp_path: Path) -> None:
     path, tree = tmp_path / "f.safetensors", params(moe())
     with refused(ValueError, ["`spec` of save", "`experts`", "expected an Activation"]):

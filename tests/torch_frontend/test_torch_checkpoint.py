@@ -182,6 +182,26 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
         checkpoint.load(path, meta)
 
 
+@pytest.mark.rule("CKP-3", "LOR-5")
+def test_a_base_loads_beside_adapters(tmp_path: Path) -> None:
+    """All of them or none: a checkpoint with some of the factors is incomplete."""
+    path, base, model = tmp_path / "f.safetensors", moe(1), moe(2, lora_rank=2)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    checkpoint.save(path, base)
+    checkpoint.load(path, model)
+    after, plain = model.state_dict(), base.state_dict()
+    assert sum("lora_" in key for key in after) == 4
+    for key, value in after.items():
+        bitwise(value, before[key] if "lora_" in key else plain[key], key)
+    checkpoint.save(
+        path, {**plain, "experts.linear_fc1.lora_A": after["experts.linear_fc1.lora_A"]}, {"experts": "swiglu"}
+    )
+    with refused(KeyError, ["nothing for", "lora_"]):
+        checkpoint.load(path, model)
+    with refused(KeyError, ["nothing for", "lora_A"]):
+        checkpoint.load(path, {"lora_A": torch.zeros(1)})
+
+
 def test_trees_of_tensors_need_a_spec(tmp_path: Path) -> None:
     path, tree = tmp_path / "f.safetensors", as_torch(written("torch_bridge", expert_parts(), path="a"))
     with refused(ValueError, ["`spec` of save", "`a.experts`", "expected an Activation", "pass it"]):
