@@ -48,9 +48,13 @@ def _without_garbage() -> Iterator[None]:
 
 @contextlib.contextmanager
 def capture(graph: torch.cuda.CUDAGraph | None = None, **options: Any) -> Iterator[torch.cuda.CUDAGraph]:
-    """`torch.cuda.graph`, with cyclic garbage out of the way."""
+    """`torch.cuda.graph`, with cyclic garbage out of the way.
+
+    Threads of XLA, which the tests of both frameworks have in one process, may allocate or wait meanwhile: only what
+    this thread does can make the capture invalid.
+    """
     graph = torch.cuda.CUDAGraph() if graph is None else graph
-    with _without_garbage(), torch.cuda.graph(graph, **options):
+    with _without_garbage(), torch.cuda.graph(graph, **{"capture_error_mode": "thread_local", **options}):
         yield graph
 
 

@@ -58,8 +58,7 @@ __device__ inline void schedule_rows(const RowsParams& p, int tile_cols, uint32_
     if (pair.leader() && threadIdx.x % 32 == 0) next = uint32_t(atomicAdd(p.counter, 1ull)) + gridDim.x / 2;
     Work work{};
     if (found.tile) {
-      const Tile tile = with_short_last(kTileAt(found.item, (found.rows + kTileRows - 1) / kTileRows, col_tiles, rank),
-                                        rank, found.rows, col_tiles);
+      const Tile tile = kTileAt(found.item, (found.rows + kTileRows - 1) / kTileRows, col_tiles, rank);
       work.kind = Work::kTile;
       set_group(p, found, &work);
       work.row0 = tile.row * kTileRows;

@@ -15,7 +15,6 @@
 namespace grouped::sm90 {
 
 constexpr int kTileRows = 128;  // rows of a tile, of every tile shape
-constexpr int kShortRows = 64;  // a tile with no more rows costs half
 constexpr int kBlockK = 64;     // contracted elements of one pipeline stage
 constexpr int kTailRows = 128;  // tail rows that one work item clears
 
@@ -50,15 +49,6 @@ GROUPED_HOST_DEVICE inline Tile pair_at(int item, int row_tiles, int col_tiles, 
   const int straight = 2 * u + 1 < col_tiles ? 2 * rest : rest;  // pairs of this unit; its last column may be single
   if (s < straight) return {2 * (full * kWindowPairs + s % rest) + rank, 2 * u + s / rest, false};
   return {row_tiles - 1, 2 * u + rank, true};
-}
-
-// Where the second of the last two row tiles is short, a pair would take as long for it as for the first, so both go
-// across: of an even column and the next, one pair takes the first row tile, one the second, in half of the time.
-GROUPED_HOST_DEVICE inline Tile with_short_last(Tile tile, int rank, int rows, int col_tiles) {
-  const int last = (rows - 1) / kTileRows, even = tile.col & ~1;
-  if (tile.across || last % 2 == 0 || tile.row / 2 != last / 2 || even + 1 >= col_tiles) return tile;
-  if (rows - last * kTileRows > kShortRows) return tile;
-  return {last - 1 + (tile.col & 1), even + rank, true};
 }
 
 // The same tiles, but of two columns a pair always takes both: the rows then cross the L2 cache once.
