@@ -17,10 +17,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault(_name, "1")
 
 import ctypes
+import gc
 import inspect
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,20 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "matrix(valid=None, **options): one run for each pair of option values, for each combination with --full",
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Collects without Python's garbage collector, which would look at a million living objects again and again.
+
+    What lives after that, modules and the tests themselves, is not looked at while the tests run either.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
