@@ -52,9 +52,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--full"):
-        # Before JAX is imported, and for subprocesses: MLIR and LLVM take most of the time that XLA's programs for the CPU
-        # have here. Passes over HLO are the same; that no bits come from FMA, which LLVM makes only at a higher level, is
-        # a test of its own (test_jax_moe.py).
+        # Before JAX is imported, and for subprocesses: MLIR and LLVM take most of the time that XLA's programs for the
+        # CPU have here. Passes over HLO are the same; that no bits come from FMA, which LLVM makes only at a higher
+        # level, is a test of its own (test_jax_moe.py).
         os.environ["XLA_FLAGS"] += f" {QUICK_COMPILATION}"
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         # One cache of compiled programs for this run, its workers, which inherit the variables, and all subprocesses.
