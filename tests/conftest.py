@@ -35,10 +35,6 @@ ROOT = Path(__file__).resolve().parent.parent
 Draw = Callable[[Mapping[str, Sequence[Any]], "Callable[..., bool] | None"], list[tuple[Any, ...]]]
 FUSION_EMITTERS = "xla_cpu_use_fusion_emitters"
 """An option of XLA in jaxlib 0.10, which ends a process with an option that it does not know."""
-QUICK_COMPILATION = "--xla_backend_optimization_level=0"
-if version("jaxlib").startswith("0.10."):
-    QUICK_COMPILATION += f" --{FUSION_EMITTERS}=false"
-"""Of XLA, except with --full."""
 RANK_TESTS = ("test_torch_parallel.py", "test_torch_expert_parallel.py")
 """Files whose tests wait for programs of several ranks."""
 
@@ -50,12 +46,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--soak", action="store_true", help="long random draws in tests/soak")
 
 
+def quick_compilation() -> str:
+    """Options of XLA, except with --full: MLIR and LLVM do as little as they can; programs for a GPU keep level 1."""
+    if _gpu_missing() is None:
+        return "--xla_backend_optimization_level=1"
+    emitters = f" --{FUSION_EMITTERS}=false" if version("jaxlib").startswith("0.10.") else ""
+    return f"--xla_backend_optimization_level=0{emitters}"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--full"):
         # Before JAX is imported, and for subprocesses: MLIR and LLVM take most of the time that XLA's programs for the
         # CPU have here. Passes over HLO are the same; that no bits come from FMA, which LLVM makes only at a higher
         # level, is a test of its own (test_jax_moe.py).
-        os.environ["XLA_FLAGS"] += f" {QUICK_COMPILATION}"
+        os.environ["XLA_FLAGS"] += f" {quick_compilation()}"
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         # One cache of compiled programs for this run, its workers, which inherit the variables, and all subprocesses.
         folder = tempfile.TemporaryDirectory(prefix="jax-grouped-tests-")

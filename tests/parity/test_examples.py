@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.conftest import QUICK_COMPILATION, ROOT
+from tests.conftest import ROOT, quick_compilation
 
 SCRIPT = ROOT / "examples" / "train_lm.py"
 SMALL = ("--width", "64", "--layers", "1", "--batch", "2", "--length", "16", "--steps", "6", "--save-every", "3")
@@ -29,8 +29,8 @@ STRICTNESS = ("XLA_FLAGS", "JAX_NUMPY_RANK_PROMOTION", "JAX_NUMPY_DTYPE_PROMOTIO
 """Variables that conftest sets for the library's tests; examples have to run without them."""
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in STRICTNESS}
-if QUICK_COMPILATION in os.environ["XLA_FLAGS"]:
-    ENVIRONMENT["XLA_FLAGS"] = QUICK_COMPILATION
+if quick_compilation() in os.environ["XLA_FLAGS"]:
+    ENVIRONMENT["XLA_FLAGS"] = quick_compilation()
 
 
 def command(*options: str | Path) -> list[str]:
