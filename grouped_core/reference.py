@@ -56,6 +56,8 @@ def _decoded(array: Any) -> NDArray[np.float64]:
     array = np.asarray(array)
     if array.dtype == np.uint8:
         return rounding.decode(rounding.unpack(array, 2 * array.shape[-1]), "float4_e2m1fn").astype(np.float64)
+    if array.dtype.name in rounding.TYPES:
+        return rounding.decode(array.view(np.uint8), array.dtype.name).astype(np.float64)
     return array.astype(np.float64)
 
 

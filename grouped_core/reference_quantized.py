@@ -9,6 +9,7 @@ Letters: G groups, M rows, X features, P rows padded to segments; a weight is [A
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -122,6 +123,14 @@ def _no_rows(p: Mapping[str, Any], kind: str, source: str) -> Any:
     return empty.scales[0, 0]
 
 
+def _scale_without_rows(
+    p: Mapping[str, Any], columns: int, source: str, kind: str, axis: int
+) -> Callable[[Any], np.float32]:
+    """encode -> the scale of a group without rows, which its given scale alone decides."""
+    none = np.zeros((0, columns), np.float32)
+    return cache(lambda encode: _form({**p, "stochastic": 0}, none, source, kind, axis, encode, None).group_scale)
+
+
 def _starts(ends: NDArray[np.int64], segment: int) -> NDArray[np.int64]:
     """[G + 1]: the first row of each group's segments."""
     sizes = np.diff(ends, prepend=0)
@@ -172,7 +181,12 @@ def _quantize(call: Call, o: Arrays, p: Mapping[str, Any], results: Arrays, ends
         if scales is not None:
             scales[...] = _bits(np.asarray(_no_rows(p, kind, source)), scales)
         starts = _starts(ends, p["segment"] or 1)
+        scale_without_rows = _scale_without_rows(p, x.shape[1], source, kind, 1 - cross)
         for g, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+            if begin == end:
+                if group_scales is not None:
+                    group_scales[g] = scale_without_rows(None if o["encode"] is None else o["encode"][g])
+                continue
             if not cross:
                 made = form(g, x[begin:end])
                 values[begin:end] = _bits(_packed(made.codes, kind), values)

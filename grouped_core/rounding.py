@@ -53,6 +53,20 @@ class Narrow:
             values[self.first_nan :] = np.nan
         return values
 
+    @cached_property
+    def middles(self) -> NDArray[np.float64]:
+        """Between each finite magnitude and the next, exact."""
+        values = self.magnitudes[: self.max_code + 1]
+        return (values[1:] + values[:-1]) / 2
+
+    @cached_property
+    def values(self) -> Floats:
+        """Value of every code of eight bits, those above the sign wrapped around; NaN is the positive quiet NaN."""
+        code = np.arange(256)
+        magnitude = self.magnitudes[code & (self.sign_bit - 1)]
+        value = np.where(code & self.sign_bit, -magnitude, magnitude)
+        return np.where(np.isnan(value), np.nan, value).astype(np.float32)
+
     @property
     def max(self) -> np.float32:
         """The largest finite value."""
@@ -90,10 +104,8 @@ def encode(x: ArrayLike, dtype: str) -> Codes:
     """Codes of the nearest values, ties to even; out-of-range values saturate, NaN becomes the type's NaN code."""
     y, kind = _floats(x), TYPES[dtype]
     magnitude = np.abs(_widened(y))
-    values = kind.magnitudes[: kind.max_code + 1]
-    middles = (values[1:] + values[:-1]) / 2
-    code = np.searchsorted(middles, magnitude)  # a tie gives the lower neighbour
-    tie = middles[np.minimum(code, middles.size - 1)] == magnitude
+    code = np.searchsorted(kind.middles, magnitude)  # a tie gives the lower neighbour
+    tie = kind.middles[np.minimum(code, kind.middles.size - 1)] == magnitude
     code = code + (tie & (code % 2 == 1))
     code = np.where(np.signbit(y), code + kind.sign_bit, code)
     return np.where(np.isnan(y), kind.nan_code, code).astype(np.uint8)
@@ -101,10 +113,7 @@ def encode(x: ArrayLike, dtype: str) -> Codes:
 
 def decode(codes: ArrayLike, dtype: str) -> Floats:
     """Exact values of codes; NaN is the positive quiet NaN."""
-    kind, code = TYPES[dtype], np.asarray(codes, np.uint8)
-    magnitude = kind.magnitudes[code & (kind.sign_bit - 1)]
-    value = np.where(code & kind.sign_bit, -magnitude, magnitude)
-    return np.where(np.isnan(value), np.nan, value).astype(np.float32)
+    return TYPES[dtype].values[np.asarray(codes, np.uint8)]
 
 
 def encode_stochastic(x: ArrayLike, random: ArrayLike) -> Codes:

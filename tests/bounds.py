@@ -189,7 +189,9 @@ class Expected:
         value = self._run(call, arrays, lambda b: b.value)
         sizes = _of_magnitudes(call)
         largest = self._run(sizes, arrays, lambda b: np.abs(b.value) + b.error)
-        carried = largest - self._run(sizes, arrays, lambda b: np.abs(b.value))
+        carried = 0.0
+        if any(isinstance(a, Bounded) and a.error.any() for a in arrays):
+            carried = largest - self._run(sizes, arrays, lambda b: np.abs(b.value))
         terms, steps, written = _work(call, arrays)
         operands = _multiplied(call)
         mode = str(params.get("fp32_mode", "ieee"))

@@ -17,11 +17,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault(_name, "1")
 
 import ctypes
+import gc
 import inspect
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,8 @@ from tests import cases
 
 ROOT = Path(__file__).resolve().parent.parent
 Draw = Callable[[Mapping[str, Sequence[Any]], "Callable[..., bool] | None"], list[tuple[Any, ...]]]
-QUICK_COMPILATION = "--xla_backend_optimization_level=1"
-"""Of XLA, except with --full."""
+FUSION_EMITTERS = "xla_cpu_use_fusion_emitters"
+"""An option of XLA in jaxlib 0.10, which ends a process with an option that it does not know."""
 RANK_TESTS = ("test_torch_parallel.py", "test_torch_expert_parallel.py")
 """Files whose tests wait for programs of several ranks."""
 
@@ -44,11 +46,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--soak", action="store_true", help="long random draws in tests/soak")
 
 
+def quick_compilation() -> str:
+    """Options of XLA, except with --full: MLIR and LLVM do as little as they can; programs for a GPU keep level 1."""
+    if _gpu_missing() is None:
+        return "--xla_backend_optimization_level=1"
+    emitters = f" --{FUSION_EMITTERS}=false" if version("jaxlib").startswith("0.10.") else ""
+    return f"--xla_backend_optimization_level=0{emitters}"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--full"):
-        # Before JAX is imported, and for subprocesses: LLVM takes half of the time that XLA's programs for the CPU have
-        # here. Sums are contracted to FMA as with full optimisation, and passes over HLO are the same.
-        os.environ["XLA_FLAGS"] += f" {QUICK_COMPILATION}"
+        # Before JAX is imported, and for subprocesses: MLIR and LLVM take most of the time that XLA's programs for the
+        # CPU have here. Passes over HLO are the same; that no bits come from FMA, which LLVM makes only at a higher
+        # level, is a test of its own (test_jax_moe.py).
+        os.environ["XLA_FLAGS"] += f" {quick_compilation()}"
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         # One cache of compiled programs for this run, its workers, which inherit the variables, and all subprocesses.
         folder = tempfile.TemporaryDirectory(prefix="jax-grouped-tests-")
@@ -60,6 +71,24 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "matrix(valid=None, **options): one run for each pair of option values, for each combination with --full",
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Collects without Python's garbage collector, which would look at a million living objects again and again.
+
+    What lives after that, modules and the tests themselves, is not looked at while the tests run either.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        # For its log alone Dynamo measures how long the guards of each graph take when no cache of the processor holds
+        # them; that costs 20 ms, mostly for memory that is written to empty these caches.
+        if hasattr(guards := sys.modules.get("torch._dynamo.guards"), "profile_guard_manager"):
+            setattr(guards, "profile_guard_manager", lambda *_: 0.0)  # noqa: B010
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

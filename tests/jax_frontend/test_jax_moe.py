@@ -15,9 +15,10 @@ from flax import nnx as flax_nnx
 from numpy.typing import NDArray
 
 import jax_grouped
-from jax_grouped import FP8Delayed, SharedExpert, linen, nnx, route
+from jax_grouped import MXFP8, NVFP4, FP8Delayed, SharedExpert, linen, nnx, route
 from jax_grouped._layer_options import CONSTRUCTORS
 from tests import asserts, bounds, cases
+from tests.conftest import FUSION_EMITTERS, quick_compilation
 from tests.jax_frontend.jax_tools import same
 
 T, E, K, H, F, S = 20, 8, 3, 12, 6, 10
@@ -49,6 +50,31 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sigmoid": {"score": "sigmoid", "aux_coeff": 0.5, "z_coeff": 0.1},
     "groups": {"score": "sqrt_softplus", "num_groups": 4, "topk_groups": 2, "scale": 1.5},
 }
+
+
+@pytest.mark.rule("ALL-1")
+@pytest.mark.parametrize("recipe", [None, MXFP8, NVFP4])
+@pytest.mark.parametrize("name", ["normalized", "groups"])
+def test_bits_do_not_depend_on_how_xla_optimises(name: str, recipe: Any) -> None:
+    """At full optimisation LLVM contracts products and sums to FMA; the other tests run without."""
+    p, x, dy = parameters(), jnp.asarray(draw(T, H, seed="x")), draw(T, H, seed="dy")
+
+    def total(p: Any, x: Any) -> Any:
+        shared = SharedExpert(p["shared_wi"], p["shared_wo"])
+        options = OPTIONS[name] | ({} if recipe is None else {"recipe": recipe})
+        y, aux = jax_grouped.moe(x, p["router"], p["wi"], p["wo"], K, shared=shared, **options)
+        return (y * dy).sum() + aux.aux_loss + aux.z_loss, y
+
+    def found(level: int) -> Any:
+        flags: dict[str, Any] = {"xla_backend_optimization_level": level}
+        if FUSION_EMITTERS in quick:
+            flags[FUSION_EMITTERS] = level > 1
+        run = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True), compiler_options=flags)
+        (_, y), gradients = run(p, x)
+        return y, gradients
+
+    quick = quick_compilation()
+    jax.tree.map(asserts.bitwise, found(3), found(0 if "level=0" in quick else 1))
 
 
 def scores(z: Any, kind: str) -> Any:

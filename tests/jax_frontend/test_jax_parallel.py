@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,8 @@ def placed(mesh: Any, p: dict[str, Any], x: Any, axes: MeshAxes, *, fsdp: bool =
     specs = {"router": P(), "wi": P(axes.expert, hidden, axes.tensor), "wo": P(axes.expert, axes.tensor, hidden)}
 
     def put(array: Any, spec: P) -> Any:
-        return jax.device_put(array, NamedSharding(mesh, spec))
+        # From the host: an array on one device would be split by a program that is compiled for it.
+        return jax.device_put(np.asarray(array), NamedSharding(mesh, spec))
 
     return {name: jax.tree.map(lambda a, s=specs[name]: put(a, s), p[name]) for name in p}, put(x, P(axes.tokens))
 
@@ -78,6 +79,22 @@ def gradients(layer: Any, dy: Any) -> Any:
 
 def one_device(p: dict[str, Any], x: Any, **options: Any) -> Any:
     return jax_grouped.moe(x, p["router"], p["wi"], p["wo"], K, **LOSSES, **options)
+
+
+class Problem(NamedTuple):
+    """Parameters, tokens, the gradient of y, and what one device makes of them."""
+
+    p: dict[str, Any]
+    x: Any
+    dy: Any
+    expected: Any
+
+
+@cache
+def problem(dtype: str = "float32", *, pair: bool = False) -> Problem:
+    """That of most tests."""
+    p, x, dy = parameters(dtype, pair=pair), draw(T, H, dtype=dtype, seed="x"), draw(T, H, seed="dy")
+    return Problem(p, x, dy, gradients(one_device, dy)(p, x))
 
 
 def spread(p: dict[str, Any], x: Any, axes: MeshAxes = EXPERT, **options: Any) -> Any:
@@ -186,11 +203,10 @@ def test_options_that_adapters_do_not_meet_are_refused(options: Any, words: list
     ranks=(1, 2, 4, 8), transport=TRANSPORTS, kind=KINDS, check_vma=(True, False), dtype=("float32", "bfloat16")
 )
 def test_experts_over_ranks(ranks: int, transport: str, kind: AxisType, check_vma: bool, dtype: str) -> None:
-    p, x, dy = parameters(dtype), draw(T, H, dtype=dtype, seed="x"), draw(T, H, seed="dy")
+    p, x, dy, expected = problem(dtype)
     mesh = mesh_of(kind, expert=ranks)
     options = {"transport": transport, "check_vma": check_vma, "mesh": mesh}
     found = gradients(lambda p, x: spread(p, x, **options), dy)
-    expected = gradients(one_device, dy)(p, x)
     rate = bounds.LAYER if dtype == "float32" else bounds.RING
     same_layer(found(*placed(mesh, p, x, EXPERT)), expected, exact=transport != "ring", rate=rate)
 
@@ -210,11 +226,11 @@ MESHES = {
 def test_meshes_of_several_axes(name: str, transport: str, kind: AxisType, check_vma: bool, fsdp: bool) -> None:
     axes, sizes = MESHES[name]
     fsdp = fsdp and axes.data is not None
-    p, x, dy = parameters(pair=True), draw(T, H, seed="x"), draw(T, H, seed="dy")
+    p, x, dy, expected = problem(pair=True)
     mesh = mesh_of(kind, **sizes)
     options = {"transport": transport, "check_vma": check_vma, "mesh": mesh, "fsdp": fsdp, "axes": axes}
     found = gradients(lambda p, x: spread(p, x, **options), dy)
-    same_layer(found(*placed(mesh, p, x, axes, fsdp=fsdp)), gradients(one_device, dy)(p, x), exact=False)
+    same_layer(found(*placed(mesh, p, x, axes, fsdp=fsdp)), expected, exact=False)
 
 
 @pytest.mark.rule("LYR-9", "ACC-10")
@@ -323,7 +339,7 @@ def moved_rows(text: str, width: int, dtype: str = "bf16|f32|u16") -> int:
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_policy_spares_the_second_exchange(saved: bool) -> None:
     """Rows go there and back, and their gradients; with remat they go again, unless a policy saves them."""
-    p, x, dy, mesh = parameters(), draw(T, H, seed="x"), draw(T, H, seed="dy"), mesh_of(expert=4)
+    (p, x, dy, expected), mesh = problem(), mesh_of(expert=4)
     names = ("grouped_x", "grouped_fc1", "grouped_act") if saved else ()
     policy = jax.checkpoint_policies.save_only_these_names(*names)
     layer = jax.checkpoint(lambda p, x: spread(p, x, mesh=mesh), policy=policy)
@@ -331,7 +347,7 @@ def test_a_policy_spares_the_second_exchange(saved: bool) -> None:
     text = program.lower(*where).as_text()  # before XLA, which sees on a CPU that both exchanges are the same
     rows = re.findall(rf"stablehlo.all_to_all.*-> tensor<\d+x{H}xf32>", text)
     assert len(rows) == (4 if saved else 5)
-    same_layer(program(*where), gradients(one_device, dy)(p, x))
+    same_layer(program(*where), expected)
 
 
 @pytest.mark.rule("LYR-9", "ACC-8")
@@ -380,18 +396,23 @@ def test_a_rank_without_tokens(transport: str) -> None:
         assert not np.any(np.asarray(each))
 
 
+@cache
+def wide_problem(recipe: Any) -> Problem:
+    """One with whole blocks of a recipe."""
+    wide = 64
+    x, router, dy = draw(T, wide, dtype="bfloat16", seed="x"), draw(wide, E, seed="router"), draw(T, wide, seed="dy")
+    p = {"router": router, "wi": draw(E, wide, 2 * 32, dtype="bfloat16"), "wo": draw(E, 32, wide, dtype="bfloat16")}
+    return Problem(p, x, dy, gradients(lambda p, x: one_device(p, x, recipe=recipe), dy)(p, x))
+
+
 @pytest.mark.rule("LYR-9")
 @pytest.mark.parametrize("recipe", [FP8Current, FP8Block, MXFP8], ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_recipes(recipe: Any, transport: str) -> None:
     """Codes of rows do not depend on where they are made, so the results of forward have the bits of one device."""
-    wide = 64
-    x, router = draw(T, wide, dtype="bfloat16", seed="x"), draw(wide, E, seed="router")
-    p = {"router": router, "wi": draw(E, wide, 2 * 32, dtype="bfloat16"), "wo": draw(E, 32, wide, dtype="bfloat16")}
-    dy, mesh = draw(T, wide, seed="dy"), mesh_of(expert=4)
+    (p, x, dy, expected), mesh = wide_problem(recipe), mesh_of(expert=4)
     send = None if transport == "ring" else "tokens"
     found = gradients(lambda p, x: spread(p, x, mesh=mesh, transport=transport, recipe=recipe, send=send), dy)
-    expected = gradients(lambda p, x: one_device(p, x, recipe=recipe), dy)(p, x)
     found = found(*placed(mesh, p, x, EXPERT))
     if transport != "ring":
         return same_layer(found, expected, rate=bounds.RING)

@@ -95,6 +95,7 @@ def _jax_forward(operands: Operands, **options: Any) -> NDArray[Any]:
 
 
 def _jax_gradients(operands: Operands, dy: NDArray[Any], needs: Needs, **options: Any) -> Gradients:
+    """Forward and backward in one program; `_jax_forward` launches every call for itself."""
     held = _jax_operands(operands)
     live = [i for i, need in enumerate(needs) if need]
 
@@ -107,8 +108,8 @@ def _jax_gradients(operands: Operands, dy: NDArray[Any], needs: Needs, **options
 
     found: list[Any] = [None] * len(held)
     if live:
-        _, pull = jax.vjp(function, *(held[i] for i in live))
-        for i, gradient in zip(live, pull(jnp.asarray(dy)), strict=True):
+        run = jax.jit(lambda dy, *some: jax.vjp(function, *some)[1](dy))
+        for i, gradient in zip(live, run(jnp.asarray(dy), *(held[i] for i in live)), strict=True):
             found[i] = gradient
     return _numpy(found)
 

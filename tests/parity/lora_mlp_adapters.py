@@ -97,7 +97,7 @@ def by_jax(given: Operands, dy: Any, needs: set[str], **options: Any) -> dict[st
 
     Args:
         options: those of the public functions; `base`: the format of both weights; `key`: of dropout; `by_rows`: tokens
-            are permuted and summed outside of the MLP.
+            are permuted and summed outside of the MLP, and every call is launched for itself, not as one program.
     """
     base, options = _options(options, jnp.asarray)
     held = _held(jax_grouped, given, base, options["rhs_transposed"], jnp.asarray)
@@ -106,8 +106,13 @@ def by_jax(given: Operands, dy: Any, needs: set[str], **options: Any) -> dict[st
     def function(*some: Any) -> Any:
         return _call(jax_grouped, held | dict(zip(live, some, strict=True)), options)
 
-    y, pull = jax.vjp(function, *(held[name] for name in live))
-    found = dict(zip(live, pull(jnp.asarray(dy)), strict=True))
+    def run(dy: Any, *some: Any) -> tuple[Any, Any]:
+        y, pull = jax.vjp(function, *some)
+        return y, pull(dy)
+
+    run = run if options.get("by_rows") else jax.jit(run)
+    y, gradients = run(jnp.asarray(dy), *(held[name] for name in live))
+    found = dict(zip(live, gradients, strict=True))
     return {"y": as_numpy(y), **{name: as_numpy(found[name]) if name in found else None for name in NAMES}}
 
 

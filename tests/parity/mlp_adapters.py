@@ -133,6 +133,7 @@ def _jax_forward(operands: Operands, **options: Any) -> NDArray[Any]:
 
 
 def _jax_gradients(operands: Operands, dy: NDArray[Any], needs: MlpNeeds, **options: Any) -> MlpGradients:
+    """Forward and backward in one program; `_jax_forward` launches every call for itself."""
     held = _held(operands, jnp.asarray)
     live = [at for at, need in enumerate(needs) if need]
 
@@ -144,8 +145,8 @@ def _jax_gradients(operands: Operands, dy: NDArray[Any], needs: MlpNeeds, **opti
 
     found: list[Any] = [None] * len(held)
     if live:
-        _, pull = jax.vjp(function, *(held[at] for at in live))
-        for at, gradient in zip(live, pull(jnp.asarray(dy)), strict=True):
+        run = jax.jit(lambda dy, *some: jax.vjp(function, *some)[1](dy))
+        for at, gradient in zip(live, run(jnp.asarray(dy), *(held[at] for at in live)), strict=True):
             found[at] = gradient
     return _numpy(found, options)
 

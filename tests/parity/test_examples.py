@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.conftest import QUICK_COMPILATION, ROOT
+from tests.conftest import ROOT, quick_compilation
 
 SCRIPT = ROOT / "examples" / "train_lm.py"
 SMALL = ("--width", "64", "--layers", "1", "--batch", "2", "--length", "16", "--steps", "6", "--save-every", "3")
@@ -29,8 +29,8 @@ STRICTNESS = ("XLA_FLAGS", "JAX_NUMPY_RANK_PROMOTION", "JAX_NUMPY_DTYPE_PROMOTIO
 """Variables that conftest sets for the library's tests; examples have to run without them."""
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in STRICTNESS}
-if QUICK_COMPILATION in os.environ["XLA_FLAGS"]:
-    ENVIRONMENT["XLA_FLAGS"] = QUICK_COMPILATION
+if quick_compilation() in os.environ["XLA_FLAGS"]:
+    ENVIRONMENT["XLA_FLAGS"] = quick_compilation()
 
 
 def command(*options: str | Path) -> list[str]:
@@ -42,15 +42,29 @@ def train(*options: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def mistake(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """The one line that the example prints before it exits, run in this interpreter."""
+def train_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs the example in this interpreter: its status, what it prints, and what it prints as errors."""
     monkeypatch.syspath_prepend(SCRIPT.parent)
     example = importlib.import_module(SCRIPT.stem)
 
-    def run(*options: str | Path) -> str:
+    def run(*options: str | Path) -> tuple[int, str, str]:
+        capsys.readouterr()
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             status = example.main([str(option) for option in options])
-        said = capsys.readouterr().err
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture
+def mistake(train_here: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+    """The one line that the example prints before it exits, run in this interpreter."""
+
+    def run(*options: str | Path) -> str:
+        status, _, said = train_here(*options)
         assert status == 2, f"status {status}\n{said}"
         lines = [line for line in said.splitlines() if "training:" not in line]
         assert len(lines) == 1, said
@@ -103,16 +117,18 @@ def test_a_run_leaves_its_results(finished: Path) -> None:
     assert {int(path.name) for path in (finished / "saved").iterdir() if path.name.isdigit()} == {3, 6}
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(finished: Path, text: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    finished: Path, text: Path, tmp_path: Path, train_here: Callable[..., tuple[int, str, str]]
+) -> None:
     """As after a crash that follows step 3; the state of delayed scaling goes on too."""
     shutil.copytree(finished / "saved", tmp_path / "saved")
     shutil.rmtree(tmp_path / "saved" / "6")
     options = ("--text", text, "--output", tmp_path, "--prompt", "ab", *SCALED, "--no-compare")
-    done = train("--checkpoint", tmp_path / "saved", "--resume", *options)
-    assert done.returncode == 0, done.stderr
-    assert "3/6 [00:00<?" in done.stderr, f"it was not resumed behind step 3:\n{done.stderr}"
+    status, said, progress = train_here("--checkpoint", tmp_path / "saved", "--resume", *options)
+    assert status == 0, progress
+    assert "3/6 [00:00<?" in progress, f"it was not resumed behind step 3:\n{progress}"
     assert set(summary(tmp_path)["step_ms"]) == {"jax_grouped"}
-    assert "not timed, as it may compute every row with each of 8 experts (--compare)" in done.stdout
+    assert "not timed, as it may compute every row with each of 8 experts (--compare)" in said
     resumed, whole = summary(tmp_path), summary(finished)
     assert whole["settings"]["recipe"] == "FP8Delayed"
     for name in ("losses", "held_out_bits_per_byte"):
@@ -120,26 +136,20 @@ def test_a_resumed_run_equals_an_uninterrupted_one(finished: Path, text: Path, t
     assert (tmp_path / "sample.txt").read_bytes() == (finished / "sample.txt").read_bytes()
 
 
-WHOLE_AND_RESUMED = """
-import shutil, sys
-import train_lm
-saved, *options = sys.argv[1:]
-options += ["--checkpoint", saved]
-assert train_lm.main(options) == 0
-shutil.rmtree(saved + "/6")
-train_lm.finish = lambda *_: None  # its losses are in the checkpoint
-assert train_lm.main([*options, "--resume"]) == 0
-"""
-
-
-def test_a_checkpoint_holds_the_keys_of_stochastic_rounding(text: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_holds_the_keys_of_stochastic_rounding(
+    text: Path, tmp_path: Path, train_here: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = ("--text", text, "--prompt", "ab", *SMALL, "--recipe", "NVFP4", "--no-compare", "--output", tmp_path)
-    program = [sys.executable, "-c", WHOLE_AND_RESUMED, tmp_path / "saved", *options]
-    done = subprocess.run(program, cwd=SCRIPT.parent, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    options = (*options, "--checkpoint", tmp_path / "saved")
+    status, _, said = train_here(*options)
+    assert status == 0, said
+    shutil.rmtree(tmp_path / "saved" / "6")
+    monkeypatch.setattr(sys.modules[SCRIPT.stem], "finish", lambda *_: None)  # its losses are in the checkpoint
+    status, _, said = train_here(*options, "--resume")
+    assert status == 0, said
     whole = summary(tmp_path)
     assert whole["settings"]["recipe"] == "NVFP4"
-    assert "3/6 [00:00<?" in done.stderr, f"it was not resumed behind step 3:\n{done.stderr}"
+    assert "3/6 [00:00<?" in said, f"it was not resumed behind step 3:\n{said}"
     resumed = json.loads((tmp_path / "saved" / "6" / "notes" / "metadata").read_text())
     assert resumed["losses"] == whole["losses"]
 
@@ -197,12 +207,13 @@ def test_notes_of_another_kind_are_refused(
     assert "cannot be read" in line
 
 
-def test_results_that_cannot_be_written(text: Path, tmp_path: Path) -> None:
+def test_results_that_cannot_be_written(
+    text: Path, tmp_path: Path, train_here: Callable[..., tuple[int, str, str]]
+) -> None:
     (tmp_path / "training.png").mkdir()
-    done = train("--output", tmp_path, "--text", text, "--prompt", "ab", *SMALL, "--no-compare")
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert f"cannot write the results to {tmp_path}: Is a directory" in done.stderr
+    status, _, said = train_here("--output", tmp_path, "--text", text, "--prompt", "ab", *SMALL, "--no-compare")
+    assert status == 2
+    assert f"cannot write the results to {tmp_path}: Is a directory" in said
 
 
 def test_a_text_is_read_up_to_a_bound_and_from_any_folder(
@@ -433,17 +444,25 @@ def test_switching_a_model_keeps_its_losses(
 ) -> None:
     if script == "transformers_olmoe" and importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed; requirements/dev.txt has it")
-    program = [sys.executable, str(SCRIPT.with_stem(script)), "--steps", "3", *recipe]
-    done = subprocess.run(program, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    steps = [line.split() for line in done.stdout.splitlines() if line.split()[0] in ("1", "2", "3")]
-    assert len(steps) == 3, done.stdout
-    largest = float(done.stdout.splitlines()[-1].removeprefix("largest difference of the losses: "))
-    assert largest <= (0.02 if recipe else 1e-4), done.stdout
+    """Without a recipe the program itself is run, with one its `main` in this interpreter."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    example = importlib.import_module(script)
+    if recipe:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            assert example.main(["--steps", "3", *recipe]) == 0
+        said = capsys.readouterr().out
+    else:
+        program = [sys.executable, str(SCRIPT.with_stem(script)), "--steps", "3"]
+        done = subprocess.run(program, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        said = done.stdout
+    steps = [line.split() for line in said.splitlines() if line.split()[0] in ("1", "2", "3")]
+    assert len(steps) == 3, said
+    largest = float(said.splitlines()[-1].removeprefix("largest difference of the losses: "))
+    assert largest <= (0.02 if recipe else 1e-4), said
     if recipe:
         assert largest > 0, "the recipe changed nothing"
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    assert importlib.import_module(script).main(["--steps", "0", *recipe]) == 2
+    assert example.main(["--steps", "0", *recipe]) == 2
     assert capsys.readouterr().err == f"{script}: --steps 0 is less than 1\n"
 
 

@@ -21,6 +21,7 @@ from tests.torch_frontend.expert_parallel_tools import (
     T,
     all_parts,
     check,
+    check_of_graphs,
     drawn,
     in_jax,
     own_part,
@@ -229,7 +230,7 @@ def gradients_of_adapters_go_to_accumulators(mesh: DeviceMesh) -> None:
             asserts.bitwise(mine, theirs)
 
 
-@check
+@check_of_graphs
 def a_compiled_layer_with_adapters_is_one_graph(mesh: DeviceMesh) -> None:
     router, wi, wo = weights_of(mesh, torch.float32)
     wi, wo = own_part(wi, mesh), own_part(wo, mesh)

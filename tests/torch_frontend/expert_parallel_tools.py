@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.torch_frontend.rank_tools import Checks, check_in
+from tests.torch_frontend.rank_tools import Check, Checks, check_in
 from tests.torch_frontend.routing_tools import draw
 from torch_bridge._exchange import operators
 
@@ -25,6 +25,13 @@ T, E, K, H, F = 10, 8, 3, 32, 16
 LOSSES = {"aux_coeff": 0.5, "z_coeff": 0.25}
 CHECKS: Checks = {}
 check = check_in(CHECKS)
+OF_GRAPHS: Checks = {}
+"""Those that compile, which every rank does for itself: two of them exchange what four do."""
+
+
+def check_of_graphs(run: Check) -> Check:
+    """A decorator for one of `OF_GRAPHS`."""
+    return check(check_in(OF_GRAPHS)(run))
 
 
 def drawn(mesh: DeviceMesh, *shape: int, seed: object = 0, dtype: torch.dtype = torch.float32) -> Tensor:

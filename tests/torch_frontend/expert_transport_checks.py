@@ -18,7 +18,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests import asserts
-from tests.torch_frontend.expert_parallel_tools import E, F, H, K, T, check, drawn, own_part, weights_of
+from tests.torch_frontend.expert_parallel_tools import (
+    E,
+    F,
+    H,
+    K,
+    T,
+    check,
+    check_of_graphs,
+    drawn,
+    own_part,
+    weights_of,
+)
 from tests.torch_frontend.routing_tools import experts_of
 from tests.torch_frontend.symmetric_stand_in import StandIn, stand_in
 from tests.torch_frontend.torch_tools import leaf
@@ -79,7 +90,7 @@ def symmetric_memory_has_the_bits_of_all_to_all(mesh: DeviceMesh) -> None:
                 asserts.bitwise(mine, theirs, str(options))
 
 
-@check
+@check_of_graphs
 def layers_share_symmetric_buffers(mesh: DeviceMesh) -> None:
     """Modules, `dispatch` and `combine`, one graph of torch.compile, and selective checkpointing."""
     group = mesh.get_group()

@@ -1,24 +1,42 @@
-"""Layers whose experts are spread over four processes on the CPU; what they check is in expert_parallel_checks.py."""
+"""Layers whose experts are spread over processes on the CPU; what they check is in expert_parallel_checks.py."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.torch_frontend.expert_parallel_checks import CHECKS
+from tests.torch_frontend.expert_parallel_tools import OF_GRAPHS
 from tests.torch_frontend.rank_tools import SKIPPED, program
+
+ON_FOUR = [name for name in CHECKS if name not in OF_GRAPHS]
 
 
 @pytest.fixture(scope="module")
 def outcome() -> str:
-    return program("expert_parallel_checks", timeout=600)[1]
+    return program("expert_parallel_checks", "--checks", *ON_FOUR, timeout=600)[1]
 
 
-@pytest.mark.rule("LYR-9", "LYR-10", "LYR-11", "LOR-1", "LOR-4")
-@pytest.mark.parametrize("name", CHECKS)
-def test_four_ranks(name: str, outcome: str) -> None:
+@pytest.fixture(scope="module")
+def outcome_of_graphs() -> str:
+    return program("expert_parallel_checks", "--ranks", "2", "--checks", *OF_GRAPHS, timeout=600)[1]
+
+
+def passed(name: str, outcome: str) -> None:
     if f"skipped  {name}\n{SKIPPED}" in outcome:
         pytest.skip(outcome.split(f"skipped  {name}\n{SKIPPED}")[1].splitlines()[0])
     assert f"passed  {name}\n" in outcome, outcome
+
+
+@pytest.mark.rule("LYR-9", "LYR-10", "LYR-11", "LOR-1", "LOR-4")
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_four_ranks(name: str, outcome: str) -> None:
+    passed(name, outcome)
+
+
+@pytest.mark.rule("LYR-9", "LYR-11", "LOR-4")
+@pytest.mark.parametrize("name", OF_GRAPHS)
+def test_graphs_of_two_ranks(name: str, outcome_of_graphs: str) -> None:
+    passed(name, outcome_of_graphs)
 
 
 @pytest.mark.rule("LYR-9")

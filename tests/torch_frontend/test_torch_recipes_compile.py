@@ -259,7 +259,7 @@ def test_codes_are_made_and_read_inside(name: str, dynamic: bool) -> None:
         return rows, weights, read, dequantize(quantize(x, name))
 
     f = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for rows in (40, 33):
+    for rows in (40, 33) if dynamic else (33,):  # a graph of 40 rows alone is compiled as that of 33 is
         found = [each(one.x[:rows].detach(), one.weights[0].detach()) for each in (f, run)]
         for a, b in zip(*(each[:2] for each in found), strict=True):
             assert (a.format, a.axis, tuple(a.shape), a.dtype) == (b.format, b.axis, tuple(b.shape), b.dtype)
