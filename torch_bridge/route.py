@@ -366,12 +366,13 @@ def update_bias(bias: Tensor, load: Tensor, rate: float, *, process_group: Any =
 
 def _update_bias(bias: Tensor, load: Tensor, rate: float, group: str | None) -> tuple[Tensor, ...]:
     refuse_vmap("update_bias")
+    (rate,) = routing_spec.numbers("update_bias", rate=rate)
     _checked("update_bias", {"bias": bias, "load": load}, None, routing_spec.check_update_bias)
     with torch.no_grad():
         load = saturate(load)
         load = load if group is None else _routing.summed(group, load)[0]
         operands = _routing.BiasOperands(bias.detach(), load)
-        return (call(_routing.BIAS, _routing.BiasFacts(float(rate)), operands, 0)[0],)
+        return (call(_routing.BIAS, _routing.BiasFacts(rate), operands, 0)[0],)
 
 
 def balance_quantile(
@@ -410,13 +411,13 @@ def _balance_quantile(
     refuse_vmap("balance_quantile")
     static = _routing.QuantileFacts(*options)
     k, bins = routing_spec.integers("balance_quantile", k=static.k, bins=static.bins)
-    static = static._replace(k=k, bins=bins)
+    low, high = routing_spec.numbers("balance_quantile", low=static.low, high=static.high)
+    static = static._replace(k=k, bins=bins, low=low, high=high)
 
     def check(logits: Any, bias: Any, mask: Any) -> None:
         routing_spec.check_balance_quantile(logits, bias, *static, mask)
 
     _checked("balance_quantile", {"logits": logits, "bias": bias, "mask": mask}, static, check)
-    static = static._replace(low=float(static.low), high=float(static.high))
     with torch.no_grad():
         operands = _routing.MarginOperands(logits.detach(), bias.detach(), _bytes(mask))
         (counts,) = call(_routing.MARGINS, static, operands, logits.shape[0])

@@ -474,6 +474,16 @@ def test_no_memory_of_the_gradient_is_shared_with_the_sums() -> None:
             ["`k` of hash_experts", "3", "1 to 2", "smaller"],
         ),
         (
+            lambda r: r.balance_quantile(torch.zeros(2, 4), torch.zeros(4), 2, low=-float("inf")),
+            ValueError,
+            ["`low` of balance_quantile", "-inf", "finite", "pass another"],
+        ),
+        (
+            lambda r: r.update_bias(torch.zeros(3), torch.zeros(3, dtype=torch.int64), float("nan")),
+            ValueError,
+            ["`rate` of update_bias", "nan", "finite", "pass another"],
+        ),
+        (
             lambda r: r.update_bias(torch.zeros(3), torch.zeros(2, dtype=torch.int64), 0.1),
             ValueError,
             ["`load` of update_bias", "(2,)", "expected (3,)", "one count per expert"],
