@@ -449,6 +449,10 @@ _OF_TOKENS: dict[str, tuple[int, ...]] = {
 """The arguments with T rows, for functions that take a symbol of torch.compile for T."""
 
 
+_WITHOUT_TOKENS = frozenset({"bias", "key", "load", "sequence_sizes", "sizes", "table"})
+"""The arguments whose lengths do not follow from T; graphs of torch.compile are specialised to them."""
+
+
 def _run(name: str, *arguments: Any) -> tuple[Tensor, ...]:
     """The results of a function, eagerly or as one node of a graph of torch.compile."""
     if not is_compiling():
@@ -477,12 +481,16 @@ def _checked(name: str, tensors: dict[str, Any], static: Any, check: Callable[..
     for argument, each in tensors.items():
         if each is not None:
             check_operand(argument, each, first)
-    found = check(**{argument: None if each is None else _spec(each) for argument, each in tensors.items()})
+    found = check(**{argument: _spec(argument, each) for argument, each in tensors.items()})
     return found if facts is None else _results.keep(key, found)
 
 
-def _spec(tensor: Tensor) -> ArraySpec:
+def _spec(argument: str, tensor: Tensor | None) -> ArraySpec | None:
     """Shape and dtype; a symbol of torch.compile, or a multiple of one, has the number that represents it."""
+    if tensor is None:
+        return None
+    if argument in _WITHOUT_TOKENS:
+        return fixed_spec(tensor)
     length = tensor.shape[0] if tensor.shape else 0
     if isinstance(length, torch.SymInt) and len(length.node.expr.free_symbols) == 1:
         (symbol,) = length.node.expr.free_symbols
